@@ -1,0 +1,63 @@
+# make demo: the main job on a fresh machine.  make test: set up and run the tests.  The rest is for developers.
+PYTHON ?= python3
+VENV ?= .venv
+BIN := $(VENV)/bin
+# The CPU build of this torch serves development and CI; a machine with a GPU uses the torch it has (test-gpu).
+TORCH ?= torch==2.13.0
+READY := $(VENV)/.ready
+CUDA_ARCHS ?= 80 90a
+
+.PHONY: env demo test test-gpu style quality ptxas sanitize bench clean
+
+env: $(READY)
+
+$(READY): pyproject.toml setup.py
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet "$(TORCH)"
+	$(BIN)/python -m pip install --quiet "setuptools>=77" ninja
+	HF_FASTPATH_BUILD=never $(BIN)/python -m pip install --quiet --no-build-isolation -e ".[test]"
+	touch $@
+
+# The library is rebuilt whenever a source is newer; the loader would notice too, at patch().
+CPU_LIB := hf_fastpath/lib/libhf_fastpath_cpu.so
+$(CPU_LIB): $(READY) hf_fastpath/build.py $(wildcard csrc/*/*_cpu.cpp csrc/*/*_avx2.cpp csrc/*/*.h)
+	$(BIN)/python hf_fastpath/build.py cpu
+
+CUDA_LIB := hf_fastpath/lib/libhf_fastpath_cuda.so
+$(CUDA_LIB): $(READY) hf_fastpath/build.py $(wildcard csrc/*/*.cu csrc/*/*.cuh csrc/*/*_cuda.cpp csrc/*/*.h)
+	$(BIN)/python hf_fastpath/build.py cuda --cuda-arch $(CUDA_ARCHS)
+
+demo: $(CPU_LIB)
+	$(BIN)/python examples/demo.py
+
+test: $(CPU_LIB)
+	HF_FASTPATH_REQUIRE_NATIVE=cpu $(BIN)/python -m pytest -q tests $(ARGS)
+
+# On a machine with a GPU and its own torch: nothing is downloaded, libraries built elsewhere are used as they are.
+test-gpu:
+	HF_FASTPATH_BUILD=never $(PYTHON) -m pip install --quiet --no-deps --no-build-isolation -e .
+	HF_FASTPATH_REQUIRE_NATIVE=cpu,cuda $(PYTHON) -m pytest -q tests $(ARGS)
+
+style: $(READY)
+	$(BIN)/python -m pip install --quiet ruff clang-format mypy
+	$(BIN)/ruff check --fix . && $(BIN)/ruff format .
+	$(BIN)/clang-format -i $$(git ls-files 'csrc/*.cpp' 'csrc/*.h' 'csrc/*.cu' 'csrc/*.cuh')
+
+quality: $(READY)
+	$(BIN)/python -m pip install --quiet ruff clang-format mypy
+	$(BIN)/ruff check . && $(BIN)/ruff format --check . && $(BIN)/mypy
+	$(BIN)/clang-format --dry-run -Werror $$(git ls-files 'csrc/*.cpp' 'csrc/*.h' 'csrc/*.cu' 'csrc/*.cuh')
+
+# Compile the CUDA sources, keep the table of registers and spills, fail on a new spill.
+ptxas: $(READY)
+	$(BIN)/python hf_fastpath/build.py cuda --cuda-arch $(CUDA_ARCHS) --ptxas-report csrc/ptxas_report.csv
+
+sanitize: $(READY)
+	$(BIN)/python tests/sanitize.py
+
+bench: $(CPU_LIB)
+	$(BIN)/python benchmarks/bench_ops.py --device cpu
+	$(BIN)/python benchmarks/bench_generate.py --device cpu --model tinyllama --dtype float16 --context 32
+
+clean:
+	rm -rf build dist *.egg-info hf_fastpath/lib

@@ -1,0 +1,325 @@
+"""Whole-model benchmark: prefill and decode speed of stock transformers and of the patched model.
+
+    python benchmarks/bench_generate.py --model mistral-7b --dtype fp16 --context 128 4096
+
+Engines, on the same weights: ``stock`` (transformers as it is), ``static``
+(``cache_implementation="static"``, which transformers compiles by itself on CUDA), ``ours``
+(``hf_fastpath.patch``).
+
+Method. All times are of ``model.generate()``, greedy, with random prompts and no end token, so every length
+is exact. Prefill is the time of one call that makes one token. Decode is ``(t2 - t1) / (n2 - n1)`` for two
+calls that differ only in the number of new tokens, n1 and n2: prefill, set-up and whatever else a call costs
+once cancel out, and no callback or streamer slows an engine down. After an engine is switched on it makes an
+untimed call of the longest kind. Engines alternate, every second round in reverse order; tables give medians
+with half the distance between the 20th and 80th percentile. ``% of R`` is the share of the measured read
+bandwidth that reading the weights once and the KV cache up to the mean position would take.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import gc
+import resource
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import measure
+import shapes
+import torch
+from measure import DTYPE_NAMES, DTYPES, Spread
+from transformers import PreTrainedModel
+
+import hf_fastpath
+from hf_fastpath import loader
+from hf_fastpath.bandwidth import measure_read_bandwidth
+
+ENGINES = ("stock", "static", "ours")
+
+
+@dataclass
+class Workload:
+    """One line of work for every engine.
+
+    Attributes:
+        prompt: int64 [batch, context] on the model's device.
+        warm_tokens, new_tokens: n1, and n2 - n1.
+    """
+
+    prompt: torch.Tensor
+    warm_tokens: int
+    new_tokens: int
+
+    @property
+    def mean_context(self) -> float:
+        """Positions that a timed decode step attends to, itself included, on average."""
+        return self.prompt.shape[1] + self.warm_tokens + (self.new_tokens - 1) / 2
+
+
+@dataclass
+class Timings:
+    """What was seen of one engine on one workload: seconds a call or a token, bytes at the peak."""
+
+    first_call: float = 0.0
+    peak_memory: int | None = None
+    prefill: list[float] = field(default_factory=list)
+    token: list[float] = field(default_factory=list)
+    note: str = ""
+
+
+@contextlib.contextmanager
+def engine(name: str, model: PreTrainedModel) -> Iterator[Callable[[torch.Tensor, int], torch.Tensor]]:
+    """Turns ``model`` into the engine ``name``; yields ``generate(prompt, new_tokens)``.
+
+    Raises:
+        ValueError: no such engine.
+    """
+    if name not in ENGINES:
+        raise ValueError(f"unknown engine {name!r}, expected one of {', '.join(ENGINES)}")
+    options = {"do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+    if name == "static":
+        options["cache_implementation"] = "static"
+
+    def generate(prompt: torch.Tensor, new_tokens: int) -> torch.Tensor:
+        mask = torch.ones_like(prompt)
+        out = model.generate(prompt, attention_mask=mask, max_new_tokens=new_tokens, **options)
+        if out.shape[1] != prompt.shape[1] + new_tokens:
+            raise RuntimeError(f"{name} made {out.shape[1] - prompt.shape[1]} tokens, expected {new_tokens}")
+        return out
+
+    if name == "ours":
+        hf_fastpath.patch(model, quiet=True)
+    try:
+        yield generate
+    finally:
+        if name == "ours":
+            hf_fastpath.unpatch(model)
+
+
+def _reset_peak(device: torch.device) -> None:
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats(device)
+    else:
+        with contextlib.suppress(OSError):  # Linux: forget the process's high-water mark
+            Path("/proc/self/clear_refs").write_text("5")
+
+
+def _peak(device: torch.device) -> int | None:
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    with contextlib.suppress(OSError):
+        for line in Path("/proc/self/status").read_text().splitlines():
+            if line.startswith("VmHWM"):
+                return int(line.split()[1]) * 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+def _fallback_note(model: PreTrainedModel) -> str:
+    """What the report says ran as stock code."""
+    stats = hf_fastpath.report(model).to_dict()["stats"]
+    reasons = ", ".join(f"{count} x {code}" for code, count in stats["reasons"].items())
+    return f"{stats['fallback_tokens']} stock tokens ({reasons})" if stats["fallback_tokens"] else ""
+
+
+def _run_round(name: str, model: PreTrainedModel, work: Workload, seen: Timings, timed: bool) -> None:
+    """One round of one engine; a round that is not timed takes the first call and the peak memory."""
+    device = work.prompt.device
+    longest = work.warm_tokens + work.new_tokens
+    if not timed:
+        _reset_peak(device)
+    start = time.perf_counter()
+    with engine(name, model) as generate:
+        generate(work.prompt, longest)
+        measure.synchronize(device)
+        if not timed:  # the patch itself and whatever is built, compiled or captured
+            seen.first_call = time.perf_counter() - start
+            seen.peak_memory = _peak(device)
+            seen.note = _fallback_note(model) if name == "ours" else ""
+            return
+        one, short, long = (
+            measure.seconds(lambda count=count: generate(work.prompt, count), device)
+            for count in (1, work.warm_tokens, longest)
+        )
+    seen.prefill.append(one)
+    seen.token.append((long - short) / work.new_tokens)
+
+
+def run_workload(
+    model: PreTrainedModel, work: Workload, engines: Sequence[str], repeats: int
+) -> dict[str, Timings]:
+    """Time every engine on ``work``, alternating, ``repeats`` times."""
+    seen = {name: Timings() for name in engines}
+    for turn in range(-1, repeats):  # turn -1 is the first call
+        for name in engines if turn % 2 == 0 else list(reversed(engines)):
+            _run_round(name, model, work, seen[name], timed=turn >= 0)
+    return seen
+
+
+def _row(
+    model: PreTrainedModel, label: str, name: str, work: Workload, seen: Timings, bandwidth: float
+) -> dict[str, object]:
+    batch, context = work.prompt.shape
+    prefill, token = Spread.of(seen.prefill), Spread.of(seen.token)
+    kv = shapes.kv_bytes(model.config, work.mean_context, model.dtype, batch)
+    moved = shapes.weight_bytes(model, batch) + kv
+    return {
+        "model": label,
+        "dtype": DTYPE_NAMES[model.dtype],
+        "context": context,
+        "batch": batch,
+        "engine": name,
+        "prefill_tok_s": round(batch * context / prefill.p50, 1),
+        "prefill_spread_percent": round(prefill.percent, 1),
+        "decode_tok_s": round(batch / token.p50, 2),
+        "decode_spread_percent": round(token.percent, 1),
+        "ms_per_token": round(1000 * token.p50, 4),
+        "gb_s": round(moved / token.p50 / 1e9, 1),
+        "percent_of_r": round(100 * moved / token.p50 / bandwidth, 1),
+        "r_gb_s": round(bandwidth / 1e9, 1),
+        "limit_tok_s": round(batch * bandwidth / moved, 1),
+        "bytes_per_token": moved,
+        "kv_bytes_per_token": kv,
+        "peak_memory_bytes": seen.peak_memory,
+        "first_call_s": round(seen.first_call, 2),
+        "new_tokens": work.new_tokens,
+        "repeats": len(seen.token),
+        "note": seen.note,
+    }
+
+
+TABLE = (
+    # heading, width, how a row shows it
+    ("model", -15, lambda r: r["model"]),
+    ("dtype", -5, lambda r: r["dtype"]),
+    ("ctx", 6, lambda r: r["context"]),
+    ("batch", 5, lambda r: r["batch"]),
+    ("engine", -7, lambda r: r["engine"]),
+    ("prefill tok/s", 15, lambda r: f"{r['prefill_tok_s']:,.0f} ±{r['prefill_spread_percent']:.0f}%"),
+    ("decode tok/s", 15, lambda r: f"{r['decode_tok_s']:,.1f} ±{r['decode_spread_percent']:.0f}%"),
+    ("ms/token", 9, lambda r: f"{r['ms_per_token']:.3f}"),
+    ("GB/s", 7, lambda r: f"{r['gb_s']:.0f}" if r["gb_s"] >= 100 else f"{r['gb_s']:.1f}"),
+    ("% of R", 6, lambda r: f"{r['percent_of_r']:.1f}"),
+    ("KV MB/tok", 9, lambda r: f"{r['kv_bytes_per_token'] / 1e6:.1f}"),
+    ("peak GB", 8, lambda r: f"{(r['peak_memory_bytes'] or 0) / 1e9:.2f}"),
+    ("1st call s", 10, lambda r: f"{r['first_call_s']:.1f}"),
+)
+
+
+def _line(cells: Sequence[str]) -> str:
+    padded = (
+        str(cell).ljust(-width) if width < 0 else str(cell).rjust(width)
+        for cell, (_, width, _) in zip(cells, TABLE)
+    )
+    return " ".join(padded).rstrip()
+
+
+def bench(
+    models: Sequence[str] | PreTrainedModel,
+    *,
+    dtype: str = "fp16",
+    device: str | None = None,
+    contexts: Sequence[int] = (128, 4096),
+    batches: Sequence[int] = (1,),
+    engines: Sequence[str] = ENGINES,
+    new_tokens: int = 128,
+    repeats: int = 5,
+    csv: Path | None = None,
+    echo: Callable[[str], None] = print,
+) -> list[dict[str, object]]:
+    """Run the benchmark and print its table, line by line as it comes.
+
+    Args:
+        models: names of :data:`shapes.MODELS`, built with random weights; or a model that is ready.
+        dtype, device: of the models that are built.
+        contexts, batches: prompt lengths and batch sizes; lengths that a model has no positions for are left
+            out with a line that says so.
+        engines: of :data:`ENGINES`.
+        new_tokens: tokens timed by one decode measurement.
+        repeats: timed rounds.
+        csv: file to append the rows to.
+        echo: receives every line.
+
+    Returns:
+        One row a model, context, batch and engine, as in the CSV.
+    """
+    where = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    if isinstance(models, PreTrainedModel):
+        where = models.device
+    status = loader.ensure(where.type)
+    bandwidth = measure_read_bandwidth(where)
+    known = measure.environment(where)
+    echo(f"{known['device']}: R = {bandwidth / 1e9:.1f} GB/s; torch {torch.__version__}; kernels {status}")
+    echo(_line([heading for heading, _, _ in TABLE]))
+    rows: list[dict[str, object]] = []
+    for entry in [models] if isinstance(models, PreTrainedModel) else models:
+        if isinstance(entry, str):
+            model, label = shapes.build_model(entry, where, DTYPES[dtype]), shapes.shape(entry).label
+        else:
+            model, label = entry, entry.config.model_type
+        # Short contexts first: transformers keeps the longest static cache it ever made and would read it
+        # all.
+        for context in sorted(contexts):
+            for batch in sorted(batches):
+                work = Workload(
+                    shapes.prompt(model, batch, context), max(2, min(16, new_tokens // 4)), new_tokens
+                )
+                length = context + work.warm_tokens + new_tokens
+                limit = getattr(model.config.get_text_config(), "max_position_embeddings", length)
+                if length > limit:
+                    echo(f"{label}: context {context} left out, {length} positions are more than its {limit}")
+                    continue
+                for name, seen in run_workload(model, work, engines, repeats).items():
+                    row = {**known, **_row(model, label, name, work, seen, bandwidth)}
+                    rows.append(row)
+                    if csv is not None:
+                        measure.append_csv(csv, [row])
+                    echo(_line([show(row) for _, _, show in TABLE]) + (f"  {seen.note}" if seen.note else ""))
+        del model
+    return rows
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--model", nargs="+", default=["mistral-7b"], choices=list(shapes.MODELS))
+    parser.add_argument("--dtype", default="fp16", choices=list(DTYPES))
+    parser.add_argument("--device", help="cuda, cuda:1, cpu; default: cuda if there is one")
+    parser.add_argument("--context", nargs="+", type=int, default=[128, 4096])
+    parser.add_argument("--batch", nargs="+", type=int, default=[1])
+    parser.add_argument(
+        "--engines", default=",".join(ENGINES), help="comma-separated, of: " + ", ".join(ENGINES)
+    )
+    parser.add_argument("--new-tokens", type=int, default=128)
+    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument(
+        "--csv", nargs="?", const="", help="append the rows; without a path to benchmarks/data"
+    )
+    arguments = parser.parse_args(argv)
+    engines = arguments.engines.split(",")
+    if unknown := set(engines) - set(ENGINES):
+        parser.error(f"unknown engine {', '.join(sorted(unknown))}, expected {', '.join(ENGINES)}")
+    device = arguments.device or ("cuda" if torch.cuda.is_available() else "cpu")
+    path = None
+    if arguments.csv is not None:
+        path = Path(arguments.csv) if arguments.csv else measure.csv_path("generate", torch.device(device))
+    bench(
+        arguments.model,
+        dtype=arguments.dtype,
+        device=device,
+        contexts=arguments.context,
+        batches=arguments.batch,
+        engines=engines,
+        new_tokens=arguments.new_tokens,
+        repeats=arguments.repeats,
+        csv=path,
+    )
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

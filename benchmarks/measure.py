@@ -1,0 +1,164 @@
+"""What the benchmarks share: clocks, medians with spread, where it ran, CSV rows."""
+
+from __future__ import annotations
+
+import csv
+import datetime
+import platform
+import statistics
+import subprocess
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import transformers
+
+import hf_fastpath
+
+DATA_DIR = Path(__file__).resolve().parent / "data"
+
+
+@dataclass(frozen=True)
+class Spread:
+    """Median of several timings with the 20th and 80th percentile, in the unit of the timings."""
+
+    p50: float
+    p20: float
+    p80: float
+
+    @classmethod
+    def of(cls, values: Sequence[float]) -> Spread:
+        """Of at least one value; percentiles are interpolated."""
+        if len(values) == 1:
+            return cls(values[0], values[0], values[0])
+        fifths = statistics.quantiles(values, n=5, method="inclusive")
+        return cls(statistics.median(values), fifths[0], fifths[-1])
+
+    @property
+    def percent(self) -> float:
+        """Half the distance between the percentiles, in per cent of the median."""
+        return 50 * (self.p80 - self.p20) / self.p50 if self.p50 else 0.0
+
+
+def synchronize(device: torch.device) -> None:
+    """Wait until ``device`` has done all its work."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def seconds(function: Callable[[], object], device: torch.device) -> float:
+    """Wall-clock time of one call, the device's work included."""
+    synchronize(device)
+    start = time.perf_counter()
+    function()
+    synchronize(device)
+    return time.perf_counter() - start
+
+
+def alternate(timers: dict[str, Callable[[], float]], rounds: int) -> dict[str, Spread]:
+    """Run every timer once a round, every second round in reverse order, so that drift hits all alike."""
+    values: dict[str, list[float]] = {name: [] for name in timers}
+    for turn in range(rounds):
+        for name in list(timers) if turn % 2 == 0 else reversed(list(timers)):
+            values[name].append(timers[name]())
+    return {name: Spread.of(found) for name, found in values.items()}
+
+
+def graph_timer(step: Callable[[], object], device: torch.device, calls: int = 1) -> Callable[[], float]:
+    """Capture ``step`` in a CUDA graph; the returned function replays it, in seconds for one of ``calls``."""
+    stream = torch.cuda.Stream(device)
+    stream.wait_stream(torch.cuda.current_stream(device))
+    with torch.cuda.stream(stream):
+        for _ in range(
+            2
+        ):  # libraries choose their algorithms and allocate their workspaces outside the capture
+            step()
+    torch.cuda.current_stream(device).wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        kept = step()
+    graph.replay()
+    torch.cuda.synchronize(device)
+
+    def replay() -> float:
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        graph.replay()  # keeps the GPU busy while the host queues the replay that is timed
+        begin.record()
+        graph.replay()
+        end.record()
+        end.synchronize()
+        return begin.elapsed_time(end) / 1000 / calls
+
+    replay.kept = kept  # outputs live as long as the graph that writes them
+    return replay
+
+
+def device_name(device: torch.device) -> str:
+    """Marketing name of the GPU or CPU."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    try:
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            if line.startswith("model name"):
+                return f"{line.split(':', 1)[1].strip()}, {torch.get_num_threads()} threads"
+    except OSError:
+        pass
+    return f"{platform.processor() or platform.machine()}, {torch.get_num_threads()} threads"
+
+
+def _commit() -> str:
+    command = ["git", "describe", "--always", "--dirty", "--exclude=*"]
+    try:
+        result = subprocess.run(command, cwd=Path(__file__).parent, capture_output=True, text=True)
+    except OSError:
+        return ""
+    return result.stdout.strip()
+
+
+def environment(device: torch.device) -> dict[str, str]:
+    """The columns every CSV row starts with."""
+    return {
+        "date": datetime.date.today().isoformat(),
+        "device": device_name(device),
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+        "hf_fastpath": getattr(hf_fastpath, "__version__", ""),
+        "commit": _commit(),
+    }
+
+
+def append_csv(path: Path, rows: Sequence[dict[str, object]]) -> None:
+    """Append ``rows``, with a header when the file is new.
+
+    Raises:
+        ValueError: the file's columns are others: move it away first.
+    """
+    if not rows:
+        return
+    columns = list(rows[0])
+    path.parent.mkdir(parents=True, exist_ok=True)
+    new = not path.exists()
+    if not new:
+        with path.open(newline="") as handle:
+            found = next(csv.reader(handle), [])
+        if found != columns:
+            raise ValueError(f"{path} has the columns {found}, expected {columns}: move it away")
+    with path.open("a", newline="") as handle:
+        writer = csv.DictWriter(handle, columns, lineterminator="\n")
+        if new:
+            writer.writeheader()
+        writer.writerows(rows)
+
+
+def csv_path(kind: str, device: torch.device) -> Path:
+    """``data/<kind>_<device>.csv``, the device as a word: ``ops_h200.csv``, ``generate_cpu.csv``."""
+    if device.type == "cpu":
+        return DATA_DIR / f"{kind}_cpu.csv"
+    words = torch.cuda.get_device_name(device).replace("NVIDIA", "").replace("GeForce", "").split()
+    return DATA_DIR / f"{kind}_{'_'.join(words).lower()}.csv"
+
+
+DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
+DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}

@@ -1,0 +1,216 @@
+"""The model shapes, in one place: configurations, models with random weights, bytes a token."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch.overrides import TorchFunctionMode
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+
+#: standard deviation of random weights: what most models are initialized with, so that nothing overflows
+WEIGHT_STD = 0.02
+
+
+@dataclass(frozen=True)
+class ModelShape:
+    """A published model's sizes.
+
+    Attributes:
+        label: how tables call it.
+        model_type: transformers' name of the architecture.
+        config: what differs from that architecture's defaults.
+    """
+
+    label: str
+    model_type: str
+    config: dict[str, Any] = field(default_factory=dict)
+
+    def build_config(self) -> PreTrainedConfig:
+        """transformers' configuration, without special tokens: the caller decides on lengths."""
+        tokens = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
+        return AutoConfig.for_model(self.model_type, **{**tokens, **self.config})
+
+    @property
+    def max_context(self) -> int:
+        """Positions the model knows."""
+        return self.build_config().max_position_embeddings
+
+
+_LLAMA_3_ROPE = {
+    "rope_type": "llama3",
+    "rope_theta": 500000.0,
+    "factor": 32.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+}
+
+MODELS: dict[str, ModelShape] = {
+    "mistral-7b": ModelShape(
+        "Mistral-7B",
+        "mistral",
+        {
+            "vocab_size": 32000,
+            "hidden_size": 4096,
+            "intermediate_size": 14336,
+            "num_hidden_layers": 32,
+            "num_attention_heads": 32,
+            "num_key_value_heads": 8,
+            "head_dim": 128,
+            "max_position_embeddings": 131072,
+            "rms_norm_eps": 1e-5,
+            "sliding_window": None,
+        },
+    ),
+    "tinyllama-1.1b": ModelShape(
+        "TinyLlama-1.1B",
+        "llama",
+        {
+            "vocab_size": 32000,
+            "hidden_size": 2048,
+            "intermediate_size": 5632,
+            "num_hidden_layers": 22,
+            "num_attention_heads": 32,
+            "num_key_value_heads": 4,
+            "max_position_embeddings": 8192,
+            "rms_norm_eps": 1e-5,
+        },
+    ),
+    "llama-3.2-1b": ModelShape(
+        "Llama-3.2-1B",
+        "llama",
+        {
+            "vocab_size": 128256,
+            "hidden_size": 2048,
+            "intermediate_size": 8192,
+            "num_hidden_layers": 16,
+            "num_attention_heads": 32,
+            "num_key_value_heads": 8,
+            "head_dim": 64,
+            "max_position_embeddings": 131072,
+            "rms_norm_eps": 1e-5,
+            "tie_word_embeddings": True,
+            "rope_parameters": _LLAMA_3_ROPE,
+        },
+    ),
+    "gpt2-124m": ModelShape("GPT-2 124M", "gpt2"),  # the architecture's defaults are this size
+    "tiny": ModelShape(  # to try the benchmarks out, not to quote
+        "tiny",
+        "llama",
+        {
+            "vocab_size": 512,
+            "hidden_size": 128,
+            "intermediate_size": 352,
+            "num_hidden_layers": 3,
+            "num_attention_heads": 4,
+            "num_key_value_heads": 2,
+            "max_position_embeddings": 8192,
+        },
+    ),
+}
+
+
+def shape(name: str) -> ModelShape:
+    """The shape called ``name``.
+
+    Raises:
+        KeyError: no such shape; names the known ones.
+    """
+    if name not in MODELS:
+        raise KeyError(f"unknown model shape {name!r}, expected one of {', '.join(MODELS)}")
+    return MODELS[name]
+
+
+# ---- models -----------------------------------------------------------------------------------------------
+
+
+class _SkipInit(TorchFunctionMode):
+    """Leaves memory alone where a module would initialize it: build_model draws everything once."""
+
+    _SKIPPED = (
+        "normal_",
+        "uniform_",
+        "trunc_normal_",
+        "kaiming_uniform_",
+        "kaiming_normal_",
+        "xavier_uniform_",
+    )
+
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        if getattr(function, "__name__", "") in self._SKIPPED:
+            return args[0] if args else kwargs.get("tensor")
+        return function(*args, **(kwargs or {}))
+
+
+def build_model(name: str, device: torch.device | str, dtype: torch.dtype, seed: int = 0) -> PreTrainedModel:
+    """The model of shape ``name`` on ``device`` with random weights, in eval mode.
+
+    Matrices, embeddings and biases are normal with ``WEIGHT_STD``, norm weights are 1: never zeros, which
+    some hardware multiplies faster.
+    """
+    config = shape(name).build_config()
+    with torch.device(device), _SkipInit():
+        model = AutoModelForCausalLM.from_config(config, dtype=dtype)
+    generator = torch.Generator(device).manual_seed(seed)
+    with torch.no_grad():
+        for parameter_name, parameter in model.named_parameters():
+            if parameter.dim() == 1 and parameter_name.endswith("weight"):
+                parameter.fill_(1.0)
+            else:
+                parameter.normal_(0.0, WEIGHT_STD, generator=generator)
+    model.generation_config.eos_token_id = None
+    model.generation_config.pad_token_id = 0  # never used; keeps generate() from warning
+    return model.eval().requires_grad_(False)
+
+
+def prompt(model: PreTrainedModel, batch: int, length: int, seed: int = 1) -> torch.Tensor:
+    """int64 [batch, length] random tokens on the model's device."""
+    generator = torch.Generator().manual_seed(seed)
+    vocab_size = model.config.get_text_config().vocab_size
+    return torch.randint(1, vocab_size, (batch, length), generator=generator).to(model.device)
+
+
+@contextlib.contextmanager
+def no_model() -> Iterator[None]:
+    """Nothing inside allocates memory: for counting the bytes of a model that need not exist."""
+    with torch.device("meta"), _SkipInit():
+        yield
+
+
+# ---- bytes a token ----------------------------------------------------------------------------------------
+
+
+def weight_bytes(model: PreTrainedModel, batch: int = 1) -> int:
+    """Bytes of weights one decode step reads.
+
+    Every parameter once whatever the batch, but of an embedding table only a row for each sequence; a head
+    that is tied to an embedding table is read in full.
+    """
+    head = model.get_output_embeddings()
+    tables = [module.weight for module in model.modules() if isinstance(module, torch.nn.Embedding)]
+    gathered = {id(table) for table in tables}
+    if head is not None:
+        gathered.discard(id(head.weight))
+    rows = sum(batch * table.shape[1] * table.element_size() for table in tables)
+    return rows + sum(p.numel() * p.element_size() for p in model.parameters() if id(p) not in gathered)
+
+
+def kv_bytes(config: PreTrainedConfig, context: float, dtype: torch.dtype, batch: int = 1) -> int:
+    """Bytes of keys and values that a decode step reads when each sequence holds ``context`` positions."""
+    config = config.get_text_config(decoder=True)
+    heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    window = getattr(config, "sliding_window", None)
+    kinds = getattr(config, "layer_types", None) or ["sliding_attention"] * config.num_hidden_layers
+    positions = sum(min(context, window) if window and "sliding" in kind else context for kind in kinds)
+    return int(2 * positions * heads * head_dim * dtype.itemsize * batch)
+
+
+def shape_weight_bytes(name: str, dtype: torch.dtype, batch: int = 1) -> int:
+    """:func:`weight_bytes` of a shape, without building the model."""
+    with no_model():
+        return weight_bytes(AutoModelForCausalLM.from_config(shape(name).build_config(), dtype=dtype), batch)

@@ -1,0 +1,54 @@
+// Activations in float32. Each is written as x * sigmoid-like, which does not cancel where 1 + tanh or 1 + erf would.
+#pragma once
+
+#include <cuda_runtime.h>
+
+#include "common/dtype.h"
+
+namespace hf_fastpath {
+
+// x / (1 + exp(-z)). exp and the division are the hardware's approximations, within a few ulp; an exponential that
+// overflows gives 0, and x = -inf gives NaN, as in PyTorch.
+__device__ __forceinline__ float times_sigmoid(float x, float z) { return __fdividef(x, 1.f + __expf(-z)); }
+
+__device__ __forceinline__ float silu(float x) { return times_sigmoid(x, x); }
+
+// 0.5 x (1 + tanh(u)) = x * sigmoid(2u), u = sqrt(2/pi) (x + 0.044715 x^3)
+__device__ __forceinline__ float gelu_tanh(float x) {
+  constexpr float kTwoSqrt2OverPi = 1.5957691216057308f, kCubic = 0.044715f;
+  return times_sigmoid(x, kTwoSqrt2OverPi * x * fmaf(kCubic * x, x, 1.f));
+}
+
+__device__ __forceinline__ float gelu_erf(float x) {
+  constexpr float kSqrtHalf = 0.70710678118654752f;
+  return 0.5f * x * (1.f + erff(x * kSqrtHalf));
+}
+
+__device__ __forceinline__ float relu(float x) { return x > 0.f || x != x ? x : 0.f; }  // NaN stays NaN
+
+template <Activation kActivation>
+__device__ __forceinline__ float activate(float x) {
+  if constexpr (kActivation == Activation::kRelu) return relu(x);
+  if constexpr (kActivation == Activation::kSilu) return silu(x);
+  if constexpr (kActivation == Activation::kGeluTanh) return gelu_tanh(x);
+  if constexpr (kActivation == Activation::kGelu) return gelu_erf(x);
+  return x;
+}
+
+// The same with the activation known at run time: for epilogues, where a branch a value costs nothing.
+__device__ __forceinline__ float activate(float x, Activation activation) {
+  switch (activation) {
+    case Activation::kRelu:
+      return relu(x);
+    case Activation::kSilu:
+      return silu(x);
+    case Activation::kGeluTanh:
+      return gelu_tanh(x);
+    case Activation::kGelu:
+      return gelu_erf(x);
+    default:
+      return x;
+  }
+}
+
+}  // namespace hf_fastpath

@@ -1,0 +1,127 @@
+// What the CPU glue files share: the choice of instruction set, threads, scratch memory, views by rows.
+// Torch-facing; included by *_cpu.cpp only.
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+#include <cstdlib>
+#include <cstring>
+#include <new>
+#include <optional>
+
+#include "common/torch_glue.h"
+
+namespace hf_fastpath {
+
+// True when the AVX2 kernels may run here. HF_FASTPATH_CPU_ISA=baseline keeps to the portable kernels, so that
+// they can be tested on any machine. Decided once.
+inline bool use_avx2() {
+  static const bool value = [] {
+    const char* wanted = std::getenv("HF_FASTPATH_CPU_ISA");
+    if (wanted != nullptr && std::strcmp(wanted, "baseline") == 0) return false;
+    return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c");
+  }();
+  return value;
+}
+
+// Number of parts a call of `work` units is worth: one a thread of ATen's pool, but none below `work_per_part`,
+// since waking a thread costs a few microseconds.
+inline int64_t part_count(int64_t work, int64_t work_per_part) {
+  if (work < 2 * work_per_part) return 1;  // before asking ATen: most decode steps end here for the small ops
+  return std::min<int64_t>(torch::stable::get_num_threads(), work / work_per_part);
+}
+
+// Bytes of memory traffic that justify another thread: about 10 us of one core's bandwidth.
+constexpr int64_t kBytesPerPart = 96 * 1024;
+
+// Runs body(part) for every part in [0, parts), one part a thread; the same part goes to the same thread from
+// call to call.
+template <class Body>
+void for_each_part(int64_t parts, const Body& body) {
+  if (parts <= 1) {
+    body(int64_t{0});
+    return;
+  }
+  torch::stable::parallel_for(0, parts, 1, [&body](int64_t begin, int64_t end) {
+    for (int64_t part = begin; part < end; ++part) body(part);
+  });
+}
+
+// First unit of `part` when `total` units are divided over `parts`, in multiples of `granule`.
+inline int64_t part_begin(int64_t total, int64_t parts, int64_t part, int64_t granule = 1) {
+  const int64_t blocks = (total + granule - 1) / granule;
+  return std::min(total, blocks * part / parts * granule);
+}
+
+inline int64_t round_up(int64_t value, int64_t multiple) { return (value + multiple - 1) / multiple * multiple; }
+
+// Uninitialized, 64-byte aligned memory that the calling thread keeps between calls; a second call in the same
+// op invalidates the first.
+inline float* scratch(int64_t floats) {
+  struct Buffer {
+    float* data = nullptr;
+    int64_t size = 0;
+    ~Buffer() { std::free(data); }
+  };
+  thread_local Buffer buffer;
+  if (buffer.size < floats) {
+    std::free(buffer.data);
+    buffer.size = round_up(floats, 1024);
+    buffer.data = static_cast<float*>(std::aligned_alloc(64, buffer.size * sizeof(float)));
+    if (buffer.data == nullptr) {
+      buffer.size = 0;
+      throw std::bad_alloc();
+    }
+  }
+  return buffer.data;
+}
+
+inline const char* at(const void* base, int64_t offset, DType dtype) {
+  return static_cast<const char*>(base) + offset * element_size(dtype);
+}
+
+inline char* at(void* base, int64_t offset, DType dtype) {
+  return static_cast<char*>(base) + offset * element_size(dtype);
+}
+
+// A tensor as rows of its last dimension, `stride` elements apart. Copied only if its rows are not evenly spaced.
+struct RowView {
+  Tensor tensor;  // keeps the memory alive
+  const void* data;
+  int64_t rows, columns, stride;
+};
+
+inline RowView row_view(const Tensor& input) {
+  const int64_t dims = input.dim();
+  const int64_t columns = dims > 0 ? input.size(dims - 1) : 1;
+  const int64_t rows = columns > 0 ? input.numel() / columns : 0;
+  if (input.is_contiguous()) return {input, input.const_data_ptr(), rows, columns, columns};
+  bool even = dims > 0 && (columns == 1 || input.stride(dims - 1) == 1);
+  int64_t stride = 0, span = 1;  // span: rows covered by the dimensions seen so far
+  for (int64_t i = dims - 2; i >= 0 && even; --i) {
+    if (input.size(i) == 1) continue;
+    if (stride == 0) stride = input.stride(i);
+    even = input.stride(i) == stride * span;
+    span *= input.size(i);
+  }
+  if (even) return {input, input.const_data_ptr(), rows, columns, stride};
+  Tensor copy = torch::stable::contiguous(input);
+  return {copy, copy.const_data_ptr(), rows, columns, columns};
+}
+
+// The data of an optional tensor, null when it is absent. `holder` keeps a contiguous copy alive if one is made.
+inline const void* optional_data(const std::optional<Tensor>& tensor, std::optional<Tensor>& holder) {
+  if (!tensor.has_value()) return nullptr;
+  holder = hf_fastpath::contiguous(*tensor);
+  return holder->const_data_ptr();
+}
+
+inline void check_vector(const std::optional<Tensor>& tensor, int64_t length, DType dtype, const char* op,
+                         const char* name) {
+  if (!tensor.has_value()) return;
+  STD_TORCH_CHECK(tensor->dim() == 1 && tensor->size(0) == length, "hf_fastpath::", op, ": ", name,
+                  " has to have one dimension of ", length, " elements");
+  STD_TORCH_CHECK(dtype_of(*tensor, op) == dtype, "hf_fastpath::", op, ": ", name, " differs in dtype: cast it");
+}
+
+}  // namespace hf_fastpath

@@ -1,0 +1,35 @@
+// Errors of CUDA calls become C++ exceptions, which torch hands to Python. Free of torch.
+#pragma once
+
+#include <cuda_runtime.h>
+
+#include <stdexcept>
+#include <string>
+
+namespace hf_fastpath {
+
+inline void check_cuda(cudaError_t status, const char* call, const char* file, int line) {
+  if (status == cudaSuccess) return;
+  throw std::runtime_error(std::string("hf_fastpath: ") + call + " failed at " + file + ":" + std::to_string(line) +
+                           ": " + cudaGetErrorString(status));
+}
+
+#define HF_FASTPATH_CUDA_CHECK(call) ::hf_fastpath::check_cuda((call), #call, __FILE__, __LINE__)
+
+// Multiprocessors of the current device. A driver attribute, cached by the runtime: allowed during graph capture.
+inline int multiprocessor_count() {
+  int device = 0, count = 0;
+  HF_FASTPATH_CUDA_CHECK(cudaGetDevice(&device));
+  HF_FASTPATH_CUDA_CHECK(cudaDeviceGetAttribute(&count, cudaDevAttrMultiProcessorCount, device));
+  return count;
+}
+
+// Major number of the current device's compute capability.
+inline int compute_capability_major() {
+  int device = 0, major = 0;
+  HF_FASTPATH_CUDA_CHECK(cudaGetDevice(&device));
+  HF_FASTPATH_CUDA_CHECK(cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device));
+  return major;
+}
+
+}  // namespace hf_fastpath

@@ -1,0 +1,46 @@
+// Tensor-core products of 16-bit operands with float32 sums (sm_80 and up): C[16, 8] += A[16, 16] * B[16, 8].
+//
+// Lane 4 * g + q (g = 0..7, q = 0..3) holds, two neighbors in k packed in 32 bits:
+//   A: a0 = A[g, 2q..], a1 = A[g + 8, 2q..], a2 = A[g, 2q + 8..], a3 = A[g + 8, 2q + 8..]
+//   B: b0 = B[2q.., g], b1 = B[2q + 8.., g]
+//   C: c0, c1 = C[g, 2q], C[g, 2q + 1]; c2, c3 = C[g + 8, 2q], C[g + 8, 2q + 1]
+// A sum does not depend on the order of k, nor does it matter which column of B is called which: the kernels here
+// choose both orders so that what a lane needs lies in 16 contiguous bytes of device memory.
+#pragma once
+
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+
+#include <cstdint>
+#include <type_traits>
+
+namespace hf_fastpath {
+
+template <class T>
+__device__ __forceinline__ void mma(float (&c)[4], uint32_t a0, uint32_t a1, uint32_t a2, uint32_t a3, uint32_t b0,
+                                    uint32_t b1) {
+  if constexpr (std::is_same_v<T, __half>) {
+    asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+        : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
+        : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
+  } else {
+    asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+        : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
+        : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
+  }
+}
+
+// The same where rows 8 to 15 of A are zero: only the sums of rows 0 to 7 exist, in half the registers.
+template <class T>
+__device__ __forceinline__ void mma_upper(float (&c)[2], uint32_t a0, uint32_t a2, uint32_t b0, uint32_t b1) {
+  float c4[4] = {c[0], c[1], 0.f, 0.f};
+  mma<T>(c4, a0, 0u, a2, 0u, b0, b1);
+  c[0] = c4[0], c[1] = c4[1];
+}
+
+// Of two words that hold neighbors (x0, x1) and (y0, y1): (x0, y0) and (x1, y1). Turns pieces of two matrix rows into
+// operands that pair the rows.
+__device__ __forceinline__ uint32_t pair_low(uint32_t x, uint32_t y) { return __byte_perm(x, y, 0x5410); }
+__device__ __forceinline__ uint32_t pair_high(uint32_t x, uint32_t y) { return __byte_perm(x, y, 0x7632); }
+
+}  // namespace hf_fastpath

@@ -1,0 +1,81 @@
+// What rms_norm and layer_norm share: a row of x held in the registers of one block between its statistics and its
+// output, so that x is read once.
+#pragma once
+
+#include <cstdint>
+#include <type_traits>
+
+#include "common/cuda_check.cuh"
+#include "common/numeric.cuh"
+#include "common/warp.cuh"
+
+namespace hf_fastpath {
+
+// x and out: [rows, columns] contiguous. weight and bias: [columns] or null (1 and 0).
+template <class T>
+struct NormParams {
+  const T* x;
+  const T* weight;
+  const T* bias;
+  T* out;
+  int64_t rows;
+  int columns;
+  float eps;
+};
+
+// Chunks a thread keeps: 8 elements each in half precision, so 1024 threads hold rows of 32768 elements.
+constexpr int kMaxNormChunks = 4;
+constexpr int kMaxNormThreads = 1024;
+
+// One row in registers: chunk c of thread t is chunk t + c * blockDim.x of the row; absent chunks hold zeros.
+template <class T, int kElems, int kChunks>
+struct Row {
+  using C = Chunk<T, kElems>;
+  float values[kChunks][kElems];
+
+  __device__ __forceinline__ void load(const T* row, int columns) {
+    typename C::Raw raw[kChunks];
+#pragma unroll
+    for (int c = 0; c < kChunks; ++c) {
+      const int i = (threadIdx.x + c * blockDim.x) * kElems;
+      raw[c] = i < columns ? C::load(row + i) : C::zero();
+    }
+#pragma unroll
+    for (int c = 0; c < kChunks; ++c) C::unpack(raw[c], values[c]);
+  }
+};
+
+// Launches `kernel` families by the number of chunks a thread keeps. `Launch::run<T, kElems, kChunks>(params, grid,
+// block, stream)` starts one; kChunks = 0 is the form that reads x again for each use, for rows that fit nowhere.
+template <class Launch, class T>
+void launch_norm(const NormParams<T>& p, cudaStream_t stream) {
+  if (p.rows == 0 || p.columns == 0) return;
+  constexpr int kElems = kVecElems<T>;
+  const bool aligned = p.columns % kElems == 0 && is_aligned16(p.x) && is_aligned16(p.out) &&
+                       (!p.weight || is_aligned16(p.weight)) && (!p.bias || is_aligned16(p.bias));
+  const int64_t chunks = aligned ? p.columns / kElems : p.columns;
+  // Few rows: the widest block, for the shortest latency. Many: four chunks a thread, so that more rows are resident
+  // and a row costs fewer barriers.
+  const bool many_rows = p.rows >= 4 * int64_t(multiprocessor_count());
+  const int64_t per_thread = many_rows ? kMaxNormChunks : 1;
+  int64_t threads = (chunks + per_thread - 1) / per_thread;
+  threads = (threads + kWarpSize - 1) / kWarpSize * kWarpSize;
+  threads = threads < kMaxNormThreads ? threads : kMaxNormThreads;
+  const int64_t need = (chunks + threads - 1) / threads;
+  const dim3 grid(static_cast<unsigned>(p.rows)), block(static_cast<unsigned>(threads));
+  auto start = [&](auto elems) {
+    constexpr int kE = decltype(elems)::value;
+    if (need <= 1) return Launch::template run<T, kE, 1>(p, grid, block, stream);
+    if (need <= 2) return Launch::template run<T, kE, 2>(p, grid, block, stream);
+    if (need <= kMaxNormChunks) return Launch::template run<T, kE, kMaxNormChunks>(p, grid, block, stream);
+    return Launch::template run<T, kE, 0>(p, grid, block, stream);
+  };
+  if (aligned) {
+    start(std::integral_constant<int, kElems>());
+  } else {
+    start(std::integral_constant<int, 1>());
+  }
+  HF_FASTPATH_CUDA_CHECK(cudaGetLastError());
+}
+
+}  // namespace hf_fastpath

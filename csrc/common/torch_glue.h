@@ -1,0 +1,77 @@
+// What every torch-facing file needs: checked views of stable tensors, cheap allocation, names to enums.
+// Only *_cpu.cpp and *_cuda.cpp include this; kernels stay free of torch.
+#pragma once
+
+#include <string>
+#include <vector>
+
+#include <torch/csrc/stable/library.h>
+#include <torch/csrc/stable/ops.h>
+#include <torch/csrc/stable/tensor.h>
+
+#include "common/dtype.h"
+
+namespace hf_fastpath {
+
+using torch::headeronly::ScalarType;
+using torch::stable::Tensor;
+
+inline DType dtype_of(const Tensor& tensor, const char* op) {
+  switch (tensor.scalar_type()) {
+    case ScalarType::Float:
+      return DType::kFloat32;
+    case ScalarType::Half:
+      return DType::kFloat16;
+    case ScalarType::BFloat16:
+      return DType::kBFloat16;
+    default:
+      STD_TORCH_CHECK(false, "hf_fastpath::", op, ": dtype is not float32, float16 or bfloat16: cast the inputs");
+  }
+}
+
+inline Activation activation_of(const std::string& name, const char* op) {
+  if (name == "none") return Activation::kNone;
+  if (name == "relu") return Activation::kRelu;
+  if (name == "silu") return Activation::kSilu;
+  if (name == "gelu_tanh") return Activation::kGeluTanh;
+  if (name == "gelu") return Activation::kGelu;
+  STD_TORCH_CHECK(false, "hf_fastpath::", op, ": unknown activation ", name);
+}
+
+// The tensor itself when it is contiguous, else a copy.
+inline Tensor contiguous(const Tensor& tensor) {
+  return tensor.is_contiguous() ? tensor : torch::stable::contiguous(tensor);
+}
+
+// Uninitialized contiguous tensor like `like` (dtype, device) with these sizes, without a trip through the dispatcher.
+inline Tensor empty_like_with_sizes(const Tensor& like, const std::vector<int64_t>& sizes) {
+  std::vector<int64_t> strides(sizes.size());
+  int64_t stride = 1;
+  for (size_t i = sizes.size(); i-- > 0;) {
+    strides[i] = stride;
+    stride *= sizes[i] > 0 ? sizes[i] : 1;
+  }
+  int32_t dtype, device_type, device_index;
+  STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_dtype(like.get(), &dtype));
+  STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_device_type(like.get(), &device_type));
+  STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_device_index(like.get(), &device_index));
+  AtenTensorHandle handle;
+  STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_empty_strided(
+      static_cast<int64_t>(sizes.size()), sizes.data(), strides.data(), dtype, device_type, device_index, &handle));
+  return Tensor(handle);
+}
+
+inline std::vector<int64_t> sizes_of(const Tensor& tensor) {
+  std::vector<int64_t> sizes(tensor.dim());
+  for (int64_t i = 0; i < tensor.dim(); ++i) sizes[i] = tensor.size(i);
+  return sizes;
+}
+
+// Like sizes_of, with the last dimension replaced: the shape of a projection's output.
+inline std::vector<int64_t> sizes_with_last(const Tensor& tensor, int64_t last) {
+  std::vector<int64_t> sizes = sizes_of(tensor);
+  sizes.back() = last;
+  return sizes;
+}
+
+}  // namespace hf_fastpath

@@ -1,0 +1,48 @@
+// Torch-free launch of decode_attention on a GPU.
+#pragma once
+
+#include <cuda_runtime.h>
+
+#include <cstdint>
+
+#include "common/dtype.h"
+
+namespace hf_fastpath {
+
+constexpr int kMaxQueryLen = 16;
+constexpr int kMinHeadDim = 32, kMaxHeadDim = 256;  // in steps of 8
+// Most blocks over one KV head's cache; the same number as MAX_SPLITS in hf_fastpath/ops/decode_attention.py.
+constexpr int kMaxSplits = 64;
+
+struct DecodeAttentionParams {
+  const void* q;            // [batch, query_len, num_heads, head_dim] contiguous, dtype
+  const void* k_cache;      // [batch, num_kv_heads, capacity, head_dim] contiguous, kv_dtype, 16-byte aligned
+  const void* v_cache;      // as k_cache
+  const int32_t* seq_lens;  // [batch], on the device
+  const int32_t* starts;    // [batch], on the device, or null for 0
+  const int64_t* kv_table;  // [layers, 3] on the device: addresses of K and V and the capacity, or null
+  int64_t layer;            // row of kv_table
+  int64_t capacity;
+  void* out;                // [batch, query_len, num_heads * head_dim], dtype
+  void* workspace;          // see decode_attention_workspace_bytes
+  int64_t workspace_bytes;
+  float scale;
+  int window;               // 0: none
+  int batch, query_len, num_heads, num_kv_heads, head_dim;
+  DType dtype, kv_dtype;
+};
+
+// Bytes of workspace for this shape: for every query and head kMaxSplits partial outputs with their maximum and sum
+// from the start of the buffer, and counters, which have to be zero before the first call and are zero after each,
+// from its end backwards. So calls of different shapes may share one buffer.
+int64_t decode_attention_workspace_bytes(const DecodeAttentionParams& params);
+
+// Bytes at the end of the workspace that hold counters.
+int64_t decode_attention_counter_bytes(const DecodeAttentionParams& params);
+
+// The kernel on tensor cores: q and the caches in the same 16-bit type. launch_decode_attention uses it where it fits.
+void launch_decode_attention_mma(const DecodeAttentionParams& params, cudaStream_t stream);
+
+void launch_decode_attention(const DecodeAttentionParams& params, cudaStream_t stream);
+
+}  // namespace hf_fastpath

@@ -1,0 +1,212 @@
+// decode_attention on the CPU: checks, allocation, division into chunks, threads, and the portable kernel.
+#include "decode_attention/decode_attention_cpu.h"
+
+#include <limits>
+
+#include "common/convert_cpu.h"
+#include "common/cpu_glue.h"
+#include "common/cpu_math.h"
+#include "common/kv_cache_cpu.h"
+
+namespace hf_fastpath {
+namespace {
+
+constexpr float kMinusInfinity = -std::numeric_limits<float>::infinity();
+
+template <class T>
+void run_chunk(const AttentionChunk& chunk) {
+  const int64_t dim = chunk.head_dim, queries = chunk.query_len * chunk.group;
+  std::fill(chunk.maxima, chunk.maxima + queries, kMinusInfinity);
+  std::fill(chunk.weights, chunk.weights + queries, 0.0f);
+  std::fill(chunk.sums, chunk.sums + queries * dim, 0.0f);
+  for (int64_t j = chunk.begin; j < chunk.end; ++j) {
+    const T* k = static_cast<const T*>(chunk.k) + j % chunk.capacity * dim;
+    const T* v = static_cast<const T*>(chunk.v) + j % chunk.capacity * dim;
+    for (int64_t m = 0; m < queries; ++m) {
+      const int64_t position = chunk.first_query + m / chunk.group;
+      if (j > position || (chunk.window > 0 && j <= position - chunk.window)) continue;
+      const float* q = chunk.q + m * dim;
+      float* sums = chunk.sums + m * dim;
+      float parts[8] = {};  // eight short chains round less than a long one; head_dim is a multiple of 8
+      for (int64_t d = 0; d < dim; ++d) parts[d % 8] += to_float(k[d]) * q[d];
+      const float score = chunk.scale * (((parts[0] + parts[4]) + (parts[2] + parts[6])) +
+                                         ((parts[1] + parts[5]) + (parts[3] + parts[7])));
+      const float before = chunk.maxima[m], now = score > before ? score : before;
+      if (now == kMinusInfinity && score == kMinusInfinity) continue;  // weighs nothing
+      const float base = now == kMinusInfinity ? 0.0f : now;  // score may be NaN
+      const float shrink = before == kMinusInfinity ? 0.0f : std::exp(before - base), weight = std::exp(score - base);
+      const bool rescale = now != before;
+      chunk.weights[m] = (rescale ? chunk.weights[m] * shrink : chunk.weights[m]) + weight;
+      for (int64_t d = 0; d < dim; ++d) {
+        sums[d] = (rescale ? sums[d] * shrink : sums[d]) + weight * to_float(v[d]);
+      }
+      chunk.maxima[m] = now;
+    }
+  }
+}
+
+}  // namespace
+
+void attention_chunk_portable(const AttentionChunk& chunk) {
+  with_storage(chunk.kv_dtype, [&](auto* tag) { run_chunk<std::remove_pointer_t<decltype(tag)>>(chunk); });
+}
+
+void attention_merge_portable(DType dtype, const float* sums, const float* maxima, const float* weights, int64_t parts,
+                              int64_t sums_stride, int64_t stat_stride, int64_t head_dim, void* out) {
+  float top = kMinusInfinity;
+  for (int64_t p = 0; p < parts; ++p) top = std::max(top, maxima[p * stat_stride]);
+  const auto factor = [&](int64_t p) {
+    const float maximum = maxima[p * stat_stride];
+    return maximum == kMinusInfinity ? 0.0f : std::exp(maximum - top);
+  };
+  float total = 0.0f;
+  for (int64_t p = 0; p < parts; ++p) total += weights[p * stat_stride] * factor(p);
+  const float inverse = total == 0.0f ? 0.0f : 1.0f / total;
+  with_storage(dtype, [&](auto* tag) {
+    auto* to = static_cast<std::remove_pointer_t<decltype(tag)>*>(out);
+    for (int64_t d = 0; d < head_dim; ++d) {
+      float sum = 0.0f;
+      for (int64_t p = 0; p < parts; ++p) sum += sums[p * sums_stride + d] * factor(p);
+      from_float(sum * inverse, to + d);
+    }
+  });
+}
+
+namespace {
+
+constexpr int64_t kMinHeadDim = 32, kMaxHeadDim = 256;
+// Positions of a chunk, about: enough to outweigh its merge, few enough to balance a handful of heads over the
+// threads. The division depends on lengths only, so that results do not depend on the number of threads.
+constexpr int64_t kChunkPositions = 256;
+// Partial results worth another thread in the merge.
+constexpr int64_t kMergeFloatsPerPart = 64 * 1024;
+
+// The visible cache of one batch row, the union over its tokens.
+struct VisibleRange {
+  int64_t begin, end, first_query, chunks, first_chunk;
+};
+
+// First position of chunk `chunk`, in whole blocks.
+int64_t chunk_begin(const VisibleRange& range, int64_t chunk) {
+  return range.begin + part_begin(range.end - range.begin, range.chunks, chunk, kBlockPositions);
+}
+
+Tensor decode_attention(const Tensor& q, const Tensor& k_cache, const Tensor& v_cache, const Tensor& seq_lens,
+                        std::optional<Tensor> starts, double scale, int64_t window, std::optional<Tensor> kv_table,
+                        int64_t layer, std::optional<Tensor> workspace) {
+  const char* op = "decode_attention";
+  const DType dtype = dtype_of(q, op);
+  STD_TORCH_CHECK(q.dim() == 4 && q.size(1) >= 1 && q.size(1) <= kMaxQueryLen,
+                  "hf_fastpath::decode_attention: q has to be [batch, 1 to ", kMaxQueryLen, ", heads, head_dim]");
+  const int64_t batch = q.size(0), query_len = q.size(1), num_heads = q.size(2), dim = q.size(3);
+  const KvCache cache = load_kv_cache(k_cache, v_cache, kv_table, layer, batch, op);
+  STD_TORCH_CHECK(cache.head_dim == dim && num_heads % cache.num_kv_heads == 0 && num_heads > 0,
+                  "hf_fastpath::decode_attention: q has ", num_heads, " heads of ", dim, ", the cache ",
+                  cache.num_kv_heads, " of ", cache.head_dim);
+  STD_TORCH_CHECK(dim >= kMinHeadDim && dim <= kMaxHeadDim && dim % 8 == 0,
+                  "hf_fastpath::decode_attention: head_dim is ", dim, ", expected 32 to 256 in steps of 8");
+  STD_TORCH_CHECK(window >= 0, "hf_fastpath::decode_attention: window is ", window, ", expected 0 or more");
+  std::optional<Tensor> lens_holder, starts_holder;
+  const int32_t* lens = load_int_vector(seq_lens, batch, lens_holder, op, "seq_lens");
+  const int32_t* first = starts.has_value() ? load_int_vector(*starts, batch, starts_holder, op, "starts") : nullptr;
+
+  // What is visible, and its chunks.
+  thread_local std::vector<VisibleRange> range_buffer;
+  range_buffer.resize(batch);
+  VisibleRange* const ranges = range_buffer.data();  // not the vector: in another thread its name is another one
+  int64_t row_chunks = 0, positions = 0;
+  for (int64_t b = 0; b < batch; ++b) {
+    const int64_t end = lens[b], first_query = end - query_len;
+    // The ring holds the newest `capacity` positions.
+    int64_t begin = std::max<int64_t>({0, end - cache.capacity, first != nullptr ? first[b] : 0});
+    if (window > 0) begin = std::max(begin, first_query - window + 1);
+    const int64_t length = std::max<int64_t>(0, end - begin);
+    const int64_t chunks = (length + kChunkPositions - 1) / kChunkPositions;
+    ranges[b] = {begin, end, first_query, chunks, row_chunks};
+    row_chunks += chunks;
+    positions += length;
+  }
+  const int64_t group = num_heads / cache.num_kv_heads, queries = query_len * group;
+  const int64_t heads = cache.num_kv_heads, items = row_chunks * heads;
+  const int64_t bytes = 2 * positions * heads * dim * element_size(cache.dtype);
+  const int64_t parts = std::max<int64_t>(1, std::min(part_count(bytes, kBytesPerPart), items));
+
+  // Scratch: q by (row, KV head, token, head of the group); partial results by item; block scores by part.
+  const int64_t q_floats = batch * query_len * num_heads * dim;
+  const int64_t sums_floats = items * queries * dim, stat_floats = round_up(items * queries, 16);
+  const int64_t score_floats = attention_scratch_floats(queries);
+  float* packed = scratch(round_up(q_floats, 16) + sums_floats + 2 * stat_floats + parts * score_floats);
+  float* sums = packed + round_up(q_floats, 16);
+  float* maxima = sums + sums_floats;
+  float* weights = maxima + stat_floats;
+  float* scores = weights + stat_floats;
+  const Tensor input = hf_fastpath::contiguous(q);
+  const void* q_data = input.const_data_ptr();
+  const bool avx2 = use_avx2();
+  const auto convert = avx2 ? convert_to_float_avx2 : convert_to_float_portable;
+  for (int64_t b = 0; b < batch; ++b) {
+    for (int64_t i = 0; i < query_len; ++i) {
+      for (int64_t h = 0; h < heads; ++h) {
+        convert(dtype, at(q_data, ((b * query_len + i) * num_heads + h * group) * dim, dtype),
+                packed + (((b * heads + h) * query_len + i) * group) * dim, group * dim);
+      }
+    }
+  }
+
+  // Items in the order (row, KV head, chunk); a row's first item is heads * first_chunk.
+  const auto kernel = avx2 ? attention_chunk_avx2 : attention_chunk_portable;
+  for_each_part(parts, [&](int64_t part) {
+    const int64_t begin = part_begin(items, parts, part), end = part_begin(items, parts, part + 1);
+    int64_t b = 0;
+    for (int64_t item = begin; item < end; ++item) {
+      while (item >= heads * (ranges[b].first_chunk + ranges[b].chunks)) ++b;
+      const VisibleRange& range = ranges[b];
+      const int64_t within = item - heads * range.first_chunk, h = within / range.chunks, c = within % range.chunks;
+      AttentionChunk chunk{};
+      chunk.kv_dtype = cache.dtype;
+      chunk.head_dim = dim;
+      chunk.capacity = cache.capacity;
+      const int64_t base = (b * heads + h) * cache.capacity * dim;
+      chunk.k = at(static_cast<const void*>(cache.k), base, cache.dtype);
+      chunk.v = at(static_cast<const void*>(cache.v), base, cache.dtype);
+      chunk.begin = chunk_begin(range, c);
+      chunk.end = chunk_begin(range, c + 1);
+      chunk.query_len = query_len;
+      chunk.group = group;
+      chunk.q = packed + (b * heads + h) * queries * dim;
+      chunk.first_query = range.first_query;
+      chunk.window = window;
+      chunk.scale = static_cast<float>(scale);
+      chunk.sums = sums + item * queries * dim;
+      chunk.maxima = maxima + item * queries;
+      chunk.weights = weights + item * queries;
+      chunk.scratch = scores + part * score_floats;
+      kernel(chunk);
+    }
+  });
+
+  Tensor out = empty_like_with_sizes(q, {batch, query_len, num_heads * dim});
+  void* to = out.mutable_data_ptr();
+  const auto merge = avx2 ? attention_merge_avx2 : attention_merge_portable;
+  const int64_t pairs = batch * heads;
+  const int64_t mergers = std::min(pairs, part_count(sums_floats, kMergeFloatsPerPart));
+  for_each_part(mergers, [&](int64_t part) {
+    const int64_t end = part_begin(pairs, mergers, part + 1);
+    for (int64_t pair = part_begin(pairs, mergers, part); pair < end; ++pair) {
+      const int64_t b = pair / heads, h = pair % heads;
+      const int64_t item = heads * ranges[b].first_chunk + h * ranges[b].chunks;
+      for (int64_t m = 0; m < queries; ++m) {
+        const int64_t token = m / group, head = h * group + m % group;
+        merge(dtype, sums + (item * queries + m) * dim, maxima + item * queries + m, weights + item * queries + m,
+              ranges[b].chunks, queries * dim, queries, dim,
+              at(to, ((b * query_len + token) * num_heads + head) * dim, dtype));
+      }
+    }
+  });
+  return out;
+}
+
+STABLE_TORCH_LIBRARY_IMPL(hf_fastpath, CPU, m) { m.impl("decode_attention", TORCH_BOX(&decode_attention)); }
+
+}  // namespace
+}  // namespace hf_fastpath

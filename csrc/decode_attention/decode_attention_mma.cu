@@ -1,0 +1,222 @@
+// What: softmax(scale * q @ K.T) @ V of 1 to 16 new tokens over the visible positions of a KV cache, in one pass, on
+//   tensor cores, for q, K and V in one 16-bit type. Scores, softmax and sums are float32; the weights of V are
+//   rounded to 16 bits, as in every flash attention.
+// Work split: grid (splits, KV heads * row blocks, batch rows), see split.cuh. A block takes one chunk of positions and
+//   8 or 16 rows, that is queries of the KV head's group of heads; its four warps take 16 positions each in turn.
+//   Queries are the A operand. A lane loads 16 bytes of a K row for two k-steps of the scores, and 16 bytes of each of
+//   four V rows, which byte permutes pair into operands: K and V go from device memory to the tensor cores without
+//   shared memory. The next 16 positions' K and V are in flight while these are used.
+// Traffic: 2 * positions * head_dim * 2 bytes a KV head and batch row (again from L2 for more than 16 rows), plus
+//   splits * rows * (head_dim + 2) * 4 bytes of partial results through L2.
+// Roofline: read bandwidth for long caches, memory latency for short ones. Not measured yet.
+
+#include "common/mma.cuh"
+#include "decode_attention/decode_attention.h"
+#include "decode_attention/split.cuh"
+
+namespace hf_fastpath {
+namespace {
+
+constexpr int kWarps = 4;
+constexpr int kThreads = kWarps * kWarpSize;
+constexpr int kTile = 16;     // positions of a warp's step: k of the second product, two n tiles of the first
+constexpr int kElems = 8;     // of a 16-byte load
+constexpr int kHalfRows = 8;  // rows in each half of the A operand
+// Blocks an SM runs at once: registers for queries, sums and the loads in flight bound it.
+template <int kDims, int kHalves>
+constexpr int kBlocksPerSm = kDims > 128 ? 1 : kDims * kHalves > 128 ? 2 : 3;
+
+// kDims: head_dim rounded up to 64, 128 or 256. kHalves: 1 for 8 rows a block, 2 for 16.
+template <class T, int kDims, int kHalves>
+__global__ void __launch_bounds__(kThreads, kBlocksPerSm<kDims, kHalves>)
+    decode_attention_mma_kernel(DecodeAttentionParams p) {
+  using C = Chunk<T, kElems>;
+  constexpr int kRows = kHalves * kHalfRows;
+  constexpr int kPieces = kDims / 32;  // 16-byte pieces of a K row a lane takes: 4 lanes share a row
+  constexpr int kBlocks = kDims / 64;  // of 64 dims: 8 lanes share a V row's piece of a block
+  __shared__ WarpResults<kWarps, kRows, kDims> results;
+
+  const int lane = threadIdx.x % kWarpSize, warp = threadIdx.x / kWarpSize;
+  const int g = lane / 4, q = lane % 4;  // as in common/mma.cuh
+  const int batch_row = blockIdx.z, kv_head = blockIdx.y % p.num_kv_heads;
+  const int first_row = blockIdx.y / p.num_kv_heads * kRows;
+  const int rows = rows_per_kv_head(p);
+
+  const Split s = find_split(p, batch_row, kv_head, blockIdx.x, gridDim.x, sizeof(T));
+  if (int(blockIdx.x) >= s.active) return;
+
+  const auto row_of = [&](const char* cache, int position) {
+    return reinterpret_cast<const T*>(cache) + int64_t(s.slot(position - s.begin)) * p.head_dim;
+  };
+  // K of positions base + g and base + 8 + g; dims 32 c + 8 q and the following 7.
+  uint4 k_raw[2][kPieces];
+  const auto load_k = [&](int base) {
+#pragma unroll
+    for (int t = 0; t < 2; ++t) {
+      const int position = base + t * 8 + g;
+      const T* at = row_of(s.k, position);
+#pragma unroll
+      for (int c = 0; c < kPieces; ++c) {
+        const int dim = c * 32 + q * kElems;
+        k_raw[t][c] = position < s.end && dim < p.head_dim ? C::load_streaming(at + dim) : C::zero();
+      }
+    }
+  };
+  // V of positions base + 2q, 2q + 1, 2q + 8, 2q + 9; dims 64 b + 8 g and the following 7.
+  uint4 v_raw[4][kBlocks];
+  const auto load_v = [&](int base) {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const int position = base + i / 2 * 8 + 2 * q + i % 2;
+      const T* at = row_of(s.v, position);
+#pragma unroll
+      for (int b = 0; b < kBlocks; ++b) {
+        const int dim = b * 64 + g * kElems;
+        v_raw[i][b] = position < s.end && dim < p.head_dim ? C::load_streaming(at + dim) : C::zero();
+      }
+    }
+  };
+  int base = s.begin + warp * kTile;
+  load_k(base);
+  load_v(base);
+
+  uint4 queries[kHalves][kPieces];  // in K's order of dims
+  int row_first[kHalves], row_last[kHalves];  // positions rows g and g + 8 see
+#pragma unroll
+  for (int h = 0; h < kHalves; ++h) {
+    const int row = first_row + h * kHalfRows + g;
+    const RowPlace place = row_place(p, s, kv_head, row < rows ? row : 0);
+    row_last[h] = row < rows ? s.seq_len - p.query_len + place.token : -1;
+    row_first[h] = s.first_visible(row_last[h], p.window);
+    const T* at = static_cast<const T*>(p.q) + out_offset(p, batch_row, place);  // q lies like the output
+#pragma unroll
+    for (int c = 0; c < kPieces; ++c) {
+      const int dim = c * 32 + q * kElems;
+      queries[h][c] = row < rows && dim < p.head_dim ? C::load_readonly(at + dim) : C::zero();
+    }
+  }
+  const float scale = p.scale * kLog2e;
+
+  float max_score[kHalves], sum[kHalves];  // max: of the row; sum: of this lane's positions
+  float acc[kBlocks][kElems][2 * kHalves] = {};
+#pragma unroll
+  for (int h = 0; h < kHalves; ++h) max_score[h] = -INFINITY, sum[h] = 0.f;
+
+#pragma unroll 1
+  for (; base < s.end; base += kWarps * kTile) {
+    float scores[2][2 * kHalves] = {};  // positions base + 8 t + 2 q and its neighbor, rows g and g + 8
+#pragma unroll
+    for (int t = 0; t < 2; ++t)
+#pragma unroll
+      for (int c = 0; c < kPieces; ++c) {
+        const uint4 k = k_raw[t][c], upper = queries[0][c];
+        if constexpr (kHalves == 1) {
+          mma_upper<T>(scores[t], upper.x, upper.y, k.x, k.y);
+          mma_upper<T>(scores[t], upper.z, upper.w, k.z, k.w);
+        } else {
+          const uint4 lower = queries[1][c];
+          mma<T>(scores[t], upper.x, lower.x, upper.y, lower.y, k.x, k.y);
+          mma<T>(scores[t], upper.z, lower.z, upper.w, lower.w, k.z, k.w);
+        }
+      }
+    load_k(base + kWarps * kTile);
+
+    uint32_t weights[kHalves][2];  // the A operand of the second product
+#pragma unroll
+    for (int h = 0; h < kHalves; ++h) {
+      float w[2][2];
+      float max = max_score[h];
+#pragma unroll
+      for (int t = 0; t < 2; ++t)
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+          const int position = base + t * 8 + 2 * q + i;
+          const bool visible = position < s.end && position <= row_last[h] && position >= row_first[h];
+          w[t][i] = visible ? scores[t][2 * h + i] * scale : -INFINITY;
+          max = fmaxf(max, w[t][i]);
+        }
+      max = fmaxf(max, __shfl_xor_sync(kAllLanes, max, 1));  // the row's four lanes
+      max = fmaxf(max, __shfl_xor_sync(kAllLanes, max, 2));
+      const float shrink = exp2_below(max_score[h], max);
+      if (__any_sync(kAllLanes, max > max_score[h])) {  // rarely after the first steps
+        sum[h] *= shrink;
+#pragma unroll
+        for (int b = 0; b < kBlocks; ++b)
+#pragma unroll
+          for (int e = 0; e < kElems; ++e) acc[b][e][2 * h] *= shrink, acc[b][e][2 * h + 1] *= shrink;
+      }
+      max_score[h] = max;
+#pragma unroll
+      for (int t = 0; t < 2; ++t) {
+        w[t][0] = exp2_below(w[t][0], max);
+        w[t][1] = exp2_below(w[t][1], max);
+        sum[h] += w[t][0] + w[t][1];
+        weights[h][t] = pack2(w[t][0], w[t][1], T());
+      }
+    }
+
+#pragma unroll
+    for (int b = 0; b < kBlocks; ++b) {
+      uint32_t words[4][4];
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        const uint4 v = v_raw[i][b];
+        words[i][0] = v.x, words[i][1] = v.y, words[i][2] = v.z, words[i][3] = v.w;
+      }
+#pragma unroll
+      for (int e = 0; e < kElems; ++e) {
+        const int w = e / 2;
+        const uint32_t b0 = e % 2 ? pair_high(words[0][w], words[1][w]) : pair_low(words[0][w], words[1][w]);
+        const uint32_t b1 = e % 2 ? pair_high(words[2][w], words[3][w]) : pair_low(words[2][w], words[3][w]);
+        if constexpr (kHalves == 1) {
+          mma_upper<T>(acc[b][e], weights[0][0], weights[0][1], b0, b1);
+        } else {
+          mma<T>(acc[b][e], weights[0][0], weights[1][0], weights[0][1], weights[1][1], b0, b1);
+        }
+      }
+    }
+    load_v(base + kWarps * kTile);
+  }
+
+#pragma unroll
+  for (int h = 0; h < kHalves; ++h) {
+    const int row = h * kHalfRows + g;
+    sum[h] += __shfl_xor_sync(kAllLanes, sum[h], 1);
+    sum[h] += __shfl_xor_sync(kAllLanes, sum[h], 2);
+    if (q == 0) results.max_sums[warp][row] = make_float2(max_score[h], sum[h]);
+#pragma unroll
+    for (int b = 0; b < kBlocks; ++b)
+#pragma unroll
+      for (int e = 0; e < kElems; ++e)
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+          results.outputs[warp][row][b * 64 + (2 * q + i) * kElems + e] = acc[b][e][2 * h + i];
+        }
+  }
+  finish_block(p, s, results, batch_row, kv_head, first_row, rows);
+}
+
+template <class T, int kDims, int kHalves>
+void launch(const DecodeAttentionParams& p, cudaStream_t stream) {
+  const dim3 grid = split_grid(p, kHalves * kHalfRows, kBlocksPerSm<kDims, kHalves>), block(kThreads);
+  const size_t smem_bytes = 0;
+  decode_attention_mma_kernel<T, kDims, kHalves><<<grid, block, smem_bytes, stream>>>(p);
+  HF_FASTPATH_CUDA_CHECK(cudaGetLastError());
+}
+
+template <class T>
+void launch_typed(const DecodeAttentionParams& p, cudaStream_t stream) {
+  const bool few = rows_per_kv_head(p) <= kHalfRows;
+  if (p.head_dim <= 64) return few ? launch<T, 64, 1>(p, stream) : launch<T, 64, 2>(p, stream);
+  if (p.head_dim <= 128) return few ? launch<T, 128, 1>(p, stream) : launch<T, 128, 2>(p, stream);
+  launch<T, 256, 1>(p, stream);  // 16 rows would not fit in registers
+}
+
+}  // namespace
+
+void launch_decode_attention_mma(const DecodeAttentionParams& params, cudaStream_t stream) {
+  if (params.dtype == DType::kFloat16) return launch_typed<__half>(params, stream);
+  launch_typed<__nv_bfloat16>(params, stream);
+}
+
+}  // namespace hf_fastpath

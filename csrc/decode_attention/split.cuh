@@ -1,0 +1,251 @@
+// How a KV head's visible positions are split over blocks, and how the blocks' partial results become one. The grid
+// depends on shapes alone; how many of its blocks have work is computed on the device from the lengths there.
+#pragma once
+
+#include "common/cuda_check.cuh"
+#include "common/numeric.cuh"
+#include "common/warp.cuh"
+#include "decode_attention/decode_attention.h"
+
+namespace hf_fastpath {
+
+constexpr int kMinChunk = 64;        // positions of a split: fewer cost more in merging than they save
+constexpr int kChunkMultiple = 16;   // chunks end on whole warp steps
+constexpr float kLog2e = 1.4426950408889634f;
+
+__device__ __forceinline__ float exp2_approx(float x) {  // 2 ulp; -inf gives 0
+  float y;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+
+// 2^(x - max) where max may be -inf (nothing seen yet): then 0, unless x is NaN.
+__device__ __forceinline__ float exp2_below(float x, float max) { return exp2_approx(x - (max == -INFINITY ? 0.f : max)); }
+
+// Positions one block handles, of one row of the batch and one KV head.
+struct Split {
+  int seq_len, start;   // of the row; start: first position padding leaves visible
+  int begin, end;       // positions of this block
+  int active;           // splits that have work, at least 1
+  uint32_t capacity, first_slot;  // slots of a cache row; slot of `begin`
+  const char* k;        // this row's and head's cache
+  const char* v;
+
+  // Slot of position begin + i, i < capacity.
+  __device__ __forceinline__ uint32_t slot(int i) const {
+    const uint32_t slot = first_slot + i;
+    return slot < capacity ? slot : slot - capacity;
+  }
+  // First position that the token at `position` sees.
+  __device__ __forceinline__ int first_visible(int position, int window) const {
+    return window > 0 ? max(start, position - window + 1) : start;
+  }
+};
+
+__device__ __forceinline__ Split find_split(const DecodeAttentionParams& p, int row, int kv_head, int split,
+                                            int splits, int kv_elem_bytes) {
+  Split s;
+  s.seq_len = __ldg(p.seq_lens + row);
+  s.start = p.starts ? max(__ldg(p.starts + row), 0) : 0;
+  const char* k = static_cast<const char*>(p.k_cache);
+  const char* v = static_cast<const char*>(p.v_cache);
+  int64_t capacity = p.capacity;
+  if (p.kv_table) {
+    const int64_t* entry = p.kv_table + 3 * p.layer;
+    k = reinterpret_cast<const char*>(__ldg(reinterpret_cast<const long long*>(entry)));
+    v = reinterpret_cast<const char*>(__ldg(reinterpret_cast<const long long*>(entry) + 1));
+    capacity = __ldg(reinterpret_cast<const long long*>(entry) + 2);
+  }
+  s.capacity = static_cast<uint32_t>(capacity);
+  const int64_t head_offset = (int64_t(row) * p.num_kv_heads + kv_head) * capacity * p.head_dim * kv_elem_bytes;
+  s.k = k + head_offset;
+  s.v = v + head_offset;
+  // What the first token sees bounds what any sees; a ring holds no more than its capacity.
+  const int first = max(max(s.first_visible(s.seq_len - p.query_len, p.window), 0), s.seq_len - int(s.capacity));
+  const int length = max(s.seq_len - first, 0);
+  int chunk = max((length + splits - 1) / splits, kMinChunk);
+  chunk = (chunk + kChunkMultiple - 1) / kChunkMultiple * kChunkMultiple;
+  s.active = max((length + chunk - 1) / chunk, 1);
+  s.begin = first + split * chunk;
+  s.end = min(s.begin + chunk, s.seq_len);
+  s.first_slot = static_cast<uint32_t>(max(s.begin, 0)) % s.capacity;
+  return s;
+}
+
+// The workspace as the kernel sees it. A "row" here is one query of one head; rows of a KV head are neighbors.
+struct Partials {
+  float* outputs;       // [rows, kMaxSplits, head_dim] sums weighted by 2^(score - max)
+  float2* max_sums;     // [rows, kMaxSplits] max and sum of the weights
+  unsigned* counters;   // from the end backwards, one for every block of rows of a KV head
+
+  __device__ __forceinline__ explicit Partials(const DecodeAttentionParams& p) {
+    const int64_t rows = int64_t(p.batch) * p.query_len * p.num_heads;
+    outputs = static_cast<float*>(p.workspace);
+    max_sums = reinterpret_cast<float2*>(outputs + rows * kMaxSplits * p.head_dim);
+    counters = reinterpret_cast<unsigned*>(static_cast<char*>(p.workspace) + p.workspace_bytes);
+  }
+};
+
+// Queries that share a KV head's cache.
+__host__ __device__ inline int rows_per_kv_head(const DecodeAttentionParams& p) {
+  return p.num_heads / p.num_kv_heads * p.query_len;
+}
+
+// A row's place: which query of which head, and what it sees.
+struct RowPlace {
+  int token, head;   // query of query_len; query head
+  bool sees_any;     // some position is visible to it
+};
+
+__device__ __forceinline__ RowPlace row_place(const DecodeAttentionParams& p, const Split& s, int kv_head, int row) {
+  const int group = p.num_heads / p.num_kv_heads;
+  RowPlace place;
+  place.token = row / group;
+  place.head = kv_head * group + row % group;
+  const int position = s.seq_len - p.query_len + place.token;
+  place.sees_any = position >= max(s.first_visible(position, p.window), 0);
+  return place;
+}
+
+__device__ __forceinline__ int64_t out_offset(const DecodeAttentionParams& p, int batch_row, const RowPlace& place) {
+  return ((int64_t(batch_row) * p.query_len + place.token) * p.num_heads + place.head) * p.head_dim;
+}
+
+// 1 / sum, or 0 for a token that sees nothing; a token whose every score is -inf gets NaN, as in PyTorch.
+__device__ __forceinline__ float inverse_sum(float sum, bool sees_any) { return sees_any ? 1.f / sum : 0.f; }
+
+// Says in every thread of the block whether it is the last of `active` blocks to arrive; their partial results are
+// then visible to it. The counter wraps to zero by itself.
+__device__ __forceinline__ bool arrive_last(unsigned* counter, int active) {
+  __shared__ bool last;
+  __threadfence();  // this thread's partial results, before the block's arrival
+  __syncthreads();  // all threads' partial results
+  if (threadIdx.x == 0) last = atomicInc(counter, active - 1) == unsigned(active - 1);
+  __syncthreads();  // `last`
+  if (last) __threadfence();  // the other blocks' results, after their arrival
+  return last;
+}
+
+// Merges the `active` partial results of rows [first_row, first_row + kRows) of a KV head and writes the outputs.
+template <int kRows, int kThreads>
+__device__ __forceinline__ void merge_splits(const DecodeAttentionParams& p, const Split& s, const Partials& partials,
+                                             int batch_row, int kv_head, int first_row, int rows) {
+  __shared__ float factors[kRows][kMaxSplits];  // of each split's output
+  const int lane = threadIdx.x % kWarpSize, warp = threadIdx.x / kWarpSize;
+  const int64_t base = (int64_t(batch_row) * p.num_kv_heads + kv_head) * rows + first_row;
+  const int here = min(kRows, rows - first_row);
+  for (int r = warp; r < here; r += kThreads / kWarpSize) {
+    constexpr int kPerLane = kMaxSplits / kWarpSize;
+    float2 max_sum[kPerLane];
+    float max = -INFINITY, sum = 0.f;
+#pragma unroll
+    for (int i = 0; i < kPerLane; ++i) {
+      const int split = lane + i * kWarpSize;
+      max_sum[i] = split < s.active ? __ldcg(partials.max_sums + (base + r) * kMaxSplits + split)
+                                    : make_float2(-INFINITY, 0.f);
+      max = fmaxf(max, max_sum[i].x);
+    }
+#pragma unroll
+    for (int offset = kWarpSize / 2; offset > 0; offset /= 2) max = fmaxf(max, __shfl_xor_sync(kAllLanes, max, offset));
+#pragma unroll
+    for (int i = 0; i < kPerLane; ++i) sum += max_sum[i].y * exp2_below(max_sum[i].x, max);
+    const float inverse = inverse_sum(warp_sum(sum), row_place(p, s, kv_head, first_row + r).sees_any);
+#pragma unroll
+    for (int i = 0; i < kPerLane; ++i) factors[r][lane + i * kWarpSize] = exp2_below(max_sum[i].x, max) * inverse;
+  }
+  __syncthreads();  // factors
+  const int quads = p.head_dim / 4;
+  for (int i = threadIdx.x; i < here * quads; i += kThreads) {
+    const int r = i / quads, d = i % quads * 4;
+    const float* outputs = partials.outputs + (base + r) * kMaxSplits * p.head_dim + d;
+    float4 sum = make_float4(0.f, 0.f, 0.f, 0.f);
+#pragma unroll 8  // loads in flight: each goes to L2
+    for (int split = 0; split < s.active; ++split) {
+      const float4 o = __ldcg(reinterpret_cast<const float4*>(outputs + int64_t(split) * p.head_dim));
+      const float f = factors[r][split];
+      sum.x = fmaf(o.x, f, sum.x), sum.y = fmaf(o.y, f, sum.y);
+      sum.z = fmaf(o.z, f, sum.z), sum.w = fmaf(o.w, f, sum.w);
+    }
+    const int64_t at = out_offset(p, batch_row, row_place(p, s, kv_head, first_row + r)) + d;
+    store_from_float(p.out, at, p.dtype, sum.x);
+    store_from_float(p.out, at + 1, p.dtype, sum.y);
+    store_from_float(p.out, at + 2, p.dtype, sum.z);
+    store_from_float(p.out, at + 3, p.dtype, sum.w);
+  }
+}
+
+// One warp's result: sums weighted by 2^(score - max), and that max and the sum of the weights, of each row.
+template <int kWarps, int kRows, int kDims>
+struct WarpResults {
+  float outputs[kWarps][kRows][kDims];
+  float2 max_sums[kWarps][kRows];
+};
+
+// Merges the warps' results, and as the last block of the KV head the blocks'. Every thread calls it once its part of
+// `results` is written.
+template <int kWarps, int kRows, int kDims>
+__device__ __forceinline__ void finish_block(const DecodeAttentionParams& p, const Split& s,
+                                             const WarpResults<kWarps, kRows, kDims>& results, int batch_row,
+                                             int kv_head, int first_row, int rows) {
+  constexpr int kThreads = kWarps * kWarpSize;
+  __syncthreads();  // every warp's result
+  const Partials partials(p);
+  const int64_t base = (int64_t(batch_row) * p.num_kv_heads + kv_head) * rows + first_row;
+  for (int i = threadIdx.x; i < kRows * p.head_dim; i += kThreads) {
+    const int r = i / p.head_dim, d = i % p.head_dim;
+    if (first_row + r >= rows) break;
+    float max = -INFINITY, total = 0.f, out = 0.f;
+#pragma unroll
+    for (int w = 0; w < kWarps; ++w) max = fmaxf(max, results.max_sums[w][r].x);
+#pragma unroll
+    for (int w = 0; w < kWarps; ++w) {
+      const float shrink = exp2_below(results.max_sums[w][r].x, max);
+      total += results.max_sums[w][r].y * shrink;
+      out += results.outputs[w][r][d] * shrink;
+    }
+    if (s.active == 1) {
+      const RowPlace place = row_place(p, s, kv_head, first_row + r);
+      store_from_float(p.out, out_offset(p, batch_row, place) + d, p.dtype,
+                       out * inverse_sum(total, place.sees_any));
+    } else {
+      const int64_t at = (base + r) * kMaxSplits + blockIdx.x;
+      partials.outputs[at * p.head_dim + d] = out;
+      if (d == 0) partials.max_sums[at] = make_float2(max, total);
+    }
+  }
+  if (s.active == 1) return;
+  const int counter = batch_row * gridDim.y + blockIdx.y;
+  if (!arrive_last(partials.counters - 1 - counter, s.active)) return;
+  merge_splits<kRows, kThreads>(p, s, partials, batch_row, kv_head, first_row, rows);
+}
+
+// Splits to launch for `units` independent pieces of work when `slots` blocks run at once and a piece can be cut into
+// at most `most`: the smallest number whose waves are within 5 % of the best.
+inline int choose_splits(int64_t units, int64_t slots, int64_t most) {
+  const auto time = [&](int64_t splits) {
+    return static_cast<double>((units * splits + slots - 1) / slots) / static_cast<double>(splits);
+  };
+  most = most < 1 ? 1 : most > kMaxSplits ? kMaxSplits : most;
+  double best = time(1);
+  for (int64_t splits = 2; splits <= most; ++splits) best = time(splits) < best ? time(splits) : best;
+  int64_t splits = 1;
+  while (splits < most && time(splits) > 1.05 * best) ++splits;
+  return static_cast<int>(splits);
+}
+
+// The most pieces a cache of this size can be cut into; with a table its size is not known here.
+inline int64_t most_splits(const DecodeAttentionParams& p) {
+  int64_t longest = p.kv_table ? int64_t(kMaxSplits) * kMinChunk : p.capacity;
+  if (p.window > 0 && p.window + p.query_len - 1 < longest) longest = p.window + p.query_len - 1;
+  return (longest + kMinChunk - 1) / kMinChunk;
+}
+
+// Grid (splits, KV heads * blocks of rows, batch rows) when an SM runs `blocks_per_sm` blocks of kRows rows at once.
+inline dim3 split_grid(const DecodeAttentionParams& p, int rows_per_block, int blocks_per_sm) {
+  const int row_blocks = (rows_per_kv_head(p) + rows_per_block - 1) / rows_per_block;
+  const int64_t units = int64_t(p.batch) * p.num_kv_heads * row_blocks;
+  const int64_t slots = int64_t(multiprocessor_count()) * blocks_per_sm;
+  return dim3(choose_splits(units, slots, most_splits(p)), p.num_kv_heads * row_blocks, p.batch);
+}
+
+}  // namespace hf_fastpath

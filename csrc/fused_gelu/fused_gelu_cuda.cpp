@@ -1,0 +1,25 @@
+// torch.ops.hf_fastpath.fused_gelu on a GPU: see hf_fastpath/ops/fused_gelu.py for the contract.
+#include "common/cuda_glue.h"
+#include "fused_gelu/fused_gelu.h"
+
+namespace hf_fastpath {
+namespace {
+
+Tensor fused_gelu(const Tensor& x, const std::string& approximate) {
+  constexpr const char* kOp = "fused_gelu";
+  STD_TORCH_CHECK(approximate == "tanh" || approximate == "none",
+                  "hf_fastpath::fused_gelu: approximate is '", approximate, "', expected tanh or none");
+  const DeviceGuard guard(x);
+  const Tensor input = hf_fastpath::contiguous(x);
+  Tensor out = empty_like_with_sizes(input, sizes_of(input));
+  launch_fused_gelu(input.data_ptr(), out.data_ptr(), input.numel(), dtype_of(input, kOp),
+                    approximate == "tanh" ? Activation::kGeluTanh : Activation::kGelu,
+                    current_stream(guard.device()));
+  return out;
+}
+
+}  // namespace
+
+STABLE_TORCH_LIBRARY_IMPL(hf_fastpath, CUDA, m) { m.impl("fused_gelu", TORCH_BOX(&fused_gelu)); }
+
+}  // namespace hf_fastpath

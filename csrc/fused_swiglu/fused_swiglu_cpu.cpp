@@ -1,0 +1,55 @@
+// fused_swiglu on the CPU: checks, allocation, threads, and the portable kernel.
+#include "fused_swiglu/fused_swiglu_cpu.h"
+
+#include "common/cpu_glue.h"
+#include "common/cpu_math.h"
+
+namespace hf_fastpath {
+
+void gated_portable(DType dtype, Activation activation, const void* gate, const void* up, void* out,
+                    int64_t count) {
+  with_storage(dtype, [=](auto* tag) {
+    using T = std::remove_pointer_t<decltype(tag)>;
+    const T* g = static_cast<const T*>(gate);
+    const T* u = static_cast<const T*>(up);
+    T* to = static_cast<T*>(out);
+    for (int64_t i = 0; i < count; ++i) from_float(activate(activation, to_float(g[i])) * to_float(u[i]), to + i);
+  });
+}
+
+namespace {
+
+Tensor fused_swiglu(const Tensor& gate, const Tensor& up, std::string activation) {
+  const char* op = "fused_swiglu";
+  const DType dtype = dtype_of(gate, op);
+  STD_TORCH_CHECK(dtype_of(up, op) == dtype, "hf_fastpath::fused_swiglu: gate and up differ in dtype: cast one");
+  const std::vector<int64_t> sizes = sizes_of(gate);
+  STD_TORCH_CHECK(sizes_of(up) == sizes, "hf_fastpath::fused_swiglu: gate and up differ in shape");
+  const Activation act = activation_of(activation, op);
+  const RowView g = row_view(gate), u = row_view(up);
+  Tensor out = empty_like_with_sizes(gate, sizes);
+  void* to = out.mutable_data_ptr();
+  const auto kernel = use_avx2() ? gated_avx2 : gated_portable;
+  const int64_t count = g.rows * g.columns;
+  const int64_t parts = part_count(3 * count * element_size(dtype), kBytesPerPart);
+  if (g.stride == g.columns && u.stride == u.columns) {
+    for_each_part(parts, [&](int64_t part) {
+      const int64_t begin = part_begin(count, parts, part, 64), end = part_begin(count, parts, part + 1, 64);
+      kernel(dtype, act, at(g.data, begin, dtype), at(u.data, begin, dtype), at(to, begin, dtype), end - begin);
+    });
+  } else {
+    for_each_part(parts, [&](int64_t part) {
+      const int64_t end = part_begin(g.rows, parts, part + 1);
+      for (int64_t row = part_begin(g.rows, parts, part); row < end; ++row) {
+        kernel(dtype, act, at(g.data, row * g.stride, dtype), at(u.data, row * u.stride, dtype),
+               at(to, row * g.columns, dtype), g.columns);
+      }
+    });
+  }
+  return out;
+}
+
+STABLE_TORCH_LIBRARY_IMPL(hf_fastpath, CPU, m) { m.impl("fused_swiglu", TORCH_BOX(&fused_swiglu)); }
+
+}  // namespace
+}  // namespace hf_fastpath

@@ -1,0 +1,12 @@
+// Gated activation on the CPU: kernel interface, free of torch.
+#pragma once
+
+#include "common/dtype.h"
+
+namespace hf_fastpath {
+
+// out[i] = activation(gate[i]) * up[i] for `count` contiguous elements of `dtype`.
+void gated_portable(DType dtype, Activation activation, const void* gate, const void* up, void* out, int64_t count);
+void gated_avx2(DType dtype, Activation activation, const void* gate, const void* up, void* out, int64_t count);
+
+}  // namespace hf_fastpath

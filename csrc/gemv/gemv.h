@@ -1,0 +1,48 @@
+// Torch-free launch of the skinny matrix products on a GPU: gemv, gemv_qkv and gemv_swiglu share them.
+#pragma once
+
+#include <cuda_runtime.h>
+
+#include <cstdint>
+
+#include "common/dtype.h"
+
+namespace hf_fastpath {
+
+constexpr int kMaxGemvRows = 16;      // rows of x
+constexpr int kMaxGemvSegments = 3;   // weights side by side: query, key, value
+
+// One weight matrix. Its output features start at `first` of the output's.
+struct GemvSegment {
+  const void* weight;  // [features, k], rows `stride` elements apart; transposed: [k, features]
+  const void* bias;    // [features] or null
+  int64_t stride;      // elements between rows of `weight`
+  int64_t first;
+};
+
+// out[m, :] = activation(x[m, :] @ weight.T + bias) + residual[m, :], the features of all segments one after the
+// other. Gated: out[m, :] = activation(x[m, :] @ segments[0].T) * (x[m, :] @ segments[1].T).
+struct GemvParams {
+  const void* x;         // [m, k], contiguous
+  const void* residual;  // [m, n] contiguous, or null
+  void* out;             // [m, n] contiguous
+  GemvSegment segments[kMaxGemvSegments];
+  int64_t k, n;
+  int m;             // 1 to kMaxGemvRows
+  int num_segments;  // 1 to kMaxGemvSegments; 2 when gated
+  bool gated;
+  bool transposed;   // one segment [k, n]
+  DType dtype;
+  Activation activation;
+};
+
+// Picks the kernel below that suits the shape and alignment, and launches it.
+void launch_gemv(const GemvParams& params, cudaStream_t stream);
+
+// The kernels, one a file.
+void launch_gemv_rows(const GemvParams& params, cudaStream_t stream);     // dot products, rows of [n, k] weights
+void launch_gemv_mma(const GemvParams& params, cudaStream_t stream);      // the same on tensor cores, 16-bit types
+void launch_gemv_columns(const GemvParams& params, cudaStream_t stream);  // [k, n] weights
+void launch_gemv_columns_mma(const GemvParams& params, cudaStream_t stream);  // the same on tensor cores, 16-bit types
+
+}  // namespace hf_fastpath

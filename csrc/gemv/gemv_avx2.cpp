@@ -1,0 +1,366 @@
+// What: out = activation(x @ W.T + bias) + residual, or activation(x @ W.T) * (x @ U.T), for 1 to 16 rows of x, with
+//   the weight as nn.Linear stores it ([out, in]) or as Conv1D does ([in, out]). Float32 sums, rounded once.
+// Work split: Linear: a thread owns a contiguous range of outputs. It walks eight weight rows at a time (four when
+//   there are several rows of x), sharing each load of x; eight streams keep more of the hardware prefetchers and
+//   line buffers busy than one sequential stream does, and a software prefetch fetches the next eight rows.
+//   Conv1D: a thread owns a range of inputs (and, with many threads, of outputs) and walks it as eight streams, each
+//   an unbroken piece of memory; partial sums of the ranges are added in order afterwards.
+// Traffic: the weight once, out_features * in_features * element size; x, bias and outputs are small. Conv1D adds
+//   two float32 passes over parts * rows * out_features.
+// Roofline: read bandwidth up to about four rows, then arithmetic. not measured yet
+#include "common/avx2_math.h"
+#include "gemv/gemv_cpu.h"
+
+namespace hf_fastpath {
+namespace {
+
+// ---- Linear layout ------------------------------------------------------------------------------------------------
+
+// Eight accumulators are what it takes to hide an FMA's latency (4 cycles, 2 a cycle): 8 weight rows x 1 row of x.
+constexpr int kWideTile = 8;
+// With more rows of x the tile is 4 weight rows x up to 3 rows of x: 12 accumulators and 4 operands fill the 16
+// registers.
+constexpr int kNarrowTile = 4;
+constexpr int64_t kTileRows = 3;
+// Inputs summed into one chain of float32 before it is added to the total: short chains round less. The additions
+// are 3 % more arithmetic, hidden behind the loads.
+constexpr int64_t kBlock = 256;
+// Outputs computed before bias and activation are applied to them, eight at a time.
+constexpr int64_t kChunk = 64;
+
+// Where a tile's weight rows start, and how far behind each lies the row its successor tile will read.
+template <class Element, int kTile>
+struct TileRows {
+  const typename Element::Storage* row[kTile];
+  int64_t prefetch;  // elements
+};
+
+// total[r * stride + m] += sum over n inputs of w.row[r] * x[m], lane by lane.
+template <class Element, int kTile, int kM, bool kPrefetch>
+HF_INLINE void accumulate(const TileRows<Element, kTile>& w, const float* x, int64_t x_stride, int64_t n,
+                          __m256* total, int64_t stride) {
+  constexpr int64_t kLine = kCacheLineBytes / static_cast<int64_t>(sizeof(typename Element::Storage));
+  __m256 sum[kTile][kM];
+  for (int r = 0; r < kTile; ++r) {
+    for (int m = 0; m < kM; ++m) sum[r][m] = _mm256_setzero_ps();
+  }
+  const auto step = [&](int64_t k) __attribute__((always_inline)) {
+    __m256 value[kM];
+#pragma GCC unroll 4
+    for (int m = 0; m < kM; ++m) value[m] = _mm256_loadu_ps(x + m * x_stride + k);
+#pragma GCC unroll 8
+    for (int r = 0; r < kTile; ++r) {
+      const __m256 weight = Element::load(w.row[r] + k);
+#pragma GCC unroll 4
+      for (int m = 0; m < kM; ++m) sum[r][m] = _mm256_fmadd_ps(weight, value[m], sum[r][m]);
+    }
+  };
+  int64_t k = 0;
+  for (; k + kLine <= n; k += kLine) {
+    if constexpr (kPrefetch) {
+#pragma GCC unroll 8
+      for (int r = 0; r < kTile; ++r) {
+        _mm_prefetch(reinterpret_cast<const char*>(w.row[r] + k + w.prefetch), _MM_HINT_T0);
+      }
+    }
+#pragma GCC unroll 4
+    for (int64_t j = 0; j < kLine; j += kLanes) step(k + j);
+  }
+  for (; k + kLanes <= n; k += kLanes) step(k);
+  if (k < n) {
+    for (int r = 0; r < kTile; ++r) {
+      const __m256 weight = Element::load(w.row[r] + k, n - k);
+      for (int m = 0; m < kM; ++m) {
+        sum[r][m] = _mm256_fmadd_ps(weight, _mm256_loadu_ps(x + m * x_stride + k), sum[r][m]);
+      }
+    }
+  }
+  for (int r = 0; r < kTile; ++r) {
+    for (int m = 0; m < kM; ++m) total[r * stride + m] = _mm256_add_ps(total[r * stride + m], sum[r][m]);
+  }
+}
+
+// As above for any number of rows of x, in groups of three; never a last group of one, which would leave the FMA
+// units waiting.
+template <class Element, int kTile, bool kPrefetch>
+void accumulate_rows(const TileRows<Element, kTile>& w, const float* x, int64_t x_stride, int64_t rows, int64_t n,
+                     __m256* total) {
+  if (rows == 1) return accumulate<Element, kTile, 1, kPrefetch>(w, x, x_stride, n, total, kMaxRows);
+  int64_t m = 0;
+  if (rows >= 3) {
+    accumulate<Element, kTile, 3, kPrefetch>(w, x, x_stride, n, total, kMaxRows);
+    m = 3;
+    for (; rows - m >= 3 && rows - m != 4; m += 3) {
+      accumulate<Element, kTile, 3, false>(w, x + m * x_stride, x_stride, n, total + m, kMaxRows);
+    }
+  }
+  for (; rows - m >= 2; m += 2) {
+    accumulate<Element, kTile, 2, kPrefetch>(w, x + m * x_stride, x_stride, n, total + m, kMaxRows);
+  }
+  if (m < rows) accumulate<Element, kTile, 1, false>(w, x + m * x_stride, x_stride, n, total + m, kMaxRows);
+}
+
+// The sum of eight lanes, added in float64: these last additions are the ones of the full magnitude.
+HF_INLINE float rounded_sum(__m256 v) {
+  const __m256d pairs = _mm256_add_pd(_mm256_cvtps_pd(_mm256_castps256_ps128(v)),
+                                      _mm256_cvtps_pd(_mm256_extractf128_ps(v, 1)));
+  const __m128d sum = _mm_add_pd(_mm256_castpd256_pd128(pairs), _mm256_extractf128_pd(pairs, 1));
+  return static_cast<float>(_mm_cvtsd_f64(_mm_add_sd(sum, _mm_unpackhi_pd(sum, sum))));
+}
+
+// y[m * kChunk + r] = the dot product of weight row r and row m of x, for one tile of weight rows.
+template <class Element, int kTile>
+void dot_tile(const LinearArgs& args, TileRows<Element, kTile> w, float* const (&y)[kTile]) {
+  __m256 total[kTile * kMaxRows];
+  for (int r = 0; r < kTile; ++r) {
+    for (int64_t m = 0; m < args.rows; ++m) total[r * kMaxRows + m] = _mm256_setzero_ps();
+  }
+  const int64_t in_features = args.in_features;
+  for (int64_t k = 0; k < in_features; k += kBlock) {
+    const int64_t n = min_of(kBlock, in_features - k);
+    const float* x = args.x + k;
+    accumulate_rows<Element, kTile, true>(w, x, args.x_stride, args.rows, n, total);
+    for (int r = 0; r < kTile; ++r) w.row[r] += n;
+  }
+  for (int r = 0; r < kTile; ++r) {
+    for (int64_t m = 0; m < args.rows; ++m) y[r][m * kChunk] = rounded_sum(total[r * kMaxRows + m]);
+  }
+}
+
+// Outputs [n, n + kTile) into y, or [n, n + kTile / 2) of both weights into y and up.
+template <class Element, int kTile, bool kGated>
+void outputs_tile(const LinearArgs& args, int64_t n, int64_t end, float* y, float* up) {
+  using Storage = typename Element::Storage;
+  constexpr int kEach = kGated ? kTile / 2 : kTile;
+  TileRows<Element, kTile> w;
+  float* to[kTile];
+  for (int r = 0; r < kEach; ++r) {
+    w.row[r] = static_cast<const Storage*>(args.weight) + (n + r) * args.weight_stride;
+    to[r] = y + r;
+    if constexpr (kGated) {
+      w.row[kEach + r] = static_cast<const Storage*>(args.up_weight) + (n + r) * args.up_stride;
+      to[kEach + r] = up + r;
+    }
+  }
+  // The last tile has no successor: it would fetch what another thread reads.
+  w.prefetch = n + 2 * kEach <= end ? kEach * args.weight_stride : 0;
+  dot_tile<Element, kTile>(args, w, to);
+}
+
+template <class Element, int kTile, bool kGated>
+void outputs_chunk(const LinearArgs& args, int64_t begin, int64_t end, int64_t last, float* y, float* up) {
+  constexpr int kEach = kGated ? kTile / 2 : kTile;
+  int64_t n = begin;
+  for (; n + kEach <= end; n += kEach) {
+    outputs_tile<Element, kTile, kGated>(args, n, last, y + (n - begin), up + (n - begin));
+  }
+  // One output at a time; each row's sums run in the same order as in the full tile.
+  for (; n < end; ++n) {
+    outputs_tile<Element, kGated ? 2 : 1, kGated>(args, n, last, y + (n - begin), up + (n - begin));
+  }
+}
+
+// out[0..count) of one row from float32 sums: bias, activation, product with `up`, residual, one rounding.
+template <class Element, Activation kActivation>
+void epilogue(const float* sums, const float* up, const typename Element::Storage* bias,
+              const typename Element::Storage* residual, typename Element::Storage* out, int64_t count) {
+  int64_t i = 0;
+  for (; i + kLanes <= count; i += kLanes) {
+    __m256 v = _mm256_loadu_ps(sums + i);
+    if (bias != nullptr) v = _mm256_add_ps(v, Element::load(bias + i));
+    v = activate_ps<kActivation>(v);
+    if (up != nullptr) v = _mm256_mul_ps(v, _mm256_loadu_ps(up + i));
+    if (residual != nullptr) v = _mm256_add_ps(v, Element::load(residual + i));
+    Element::store(out + i, v);
+  }
+  if (i < count) {
+    const int64_t n = count - i;
+    __m256 v = F32::load(sums + i, n);
+    if (bias != nullptr) v = _mm256_add_ps(v, Element::load(bias + i, n));
+    v = activate_ps<kActivation>(v);
+    if (up != nullptr) v = _mm256_mul_ps(v, F32::load(up + i, n));
+    if (residual != nullptr) v = _mm256_add_ps(v, Element::load(residual + i, n));
+    Element::store(out + i, v, n);
+  }
+}
+
+template <class Element>
+void epilogue_rows(const LinearArgs& args, const float* y, int64_t y_stride, const float* up, int64_t begin,
+                   int64_t count) {
+  using Storage = typename Element::Storage;
+  const auto* bias = static_cast<const Storage*>(args.bias);
+  const auto* residual = static_cast<const Storage*>(args.residual);
+  with_activation(args.activation, [&](auto tag) {
+    for (int64_t m = 0; m < args.rows; ++m) {
+      epilogue<Element, decltype(tag)::value>(
+          y + m * y_stride, up != nullptr ? up + m * y_stride : nullptr, bias != nullptr ? bias + begin : nullptr,
+          residual != nullptr ? residual + m * args.out_features + begin : nullptr,
+          static_cast<Storage*>(args.out) + m * args.out_stride + begin, count);
+    }
+  });
+}
+
+template <class Element>
+void linear_range(const LinearArgs& args, int64_t begin, int64_t end) {
+  alignas(32) float y[kMaxRows * kChunk], up[kMaxRows * kChunk];
+  const bool gated = args.up_weight != nullptr;
+  for (int64_t n = begin; n < end; n += kChunk) {
+    const int64_t stop = min_of(n + kChunk, end);
+    if (gated && args.rows == 1) {
+      outputs_chunk<Element, kWideTile, true>(args, n, stop, end, y, up);
+    } else if (gated) {
+      outputs_chunk<Element, kNarrowTile, true>(args, n, stop, end, y, up);
+    } else if (args.rows == 1) {
+      outputs_chunk<Element, kWideTile, false>(args, n, stop, end, y, up);
+    } else {
+      outputs_chunk<Element, kNarrowTile, false>(args, n, stop, end, y, up);
+    }
+    epilogue_rows<Element>(args, y, kChunk, gated ? up : nullptr, n, stop - n);
+  }
+}
+
+// ---- Conv1D layout ------------------------------------------------------------------------------------------------
+
+constexpr int kStreams = 8;              // weight rows read at once, each from its own piece of memory
+constexpr int64_t kPrefetchBytes = 1024;  // ahead in the same stream
+// Float32 sums one pass keeps: half of a 48 KiB first-level cache.
+constexpr int64_t kPassFloats = 6144;
+
+// sums[m][c] += sum over streams s of x[m][s] * w[s][c], for kM rows and kVectors vectors of columns.
+template <class Element, int kS, int kM, int kVectors>
+HF_INLINE void axpy_tile(const typename Element::Storage* const (&w)[kS], const float (*x)[kS], int64_t c,
+                         float* sums, int64_t stride) {
+  __m256 sum[kM][kVectors];
+  for (int m = 0; m < kM; ++m) {
+    for (int v = 0; v < kVectors; ++v) sum[m][v] = _mm256_setzero_ps();
+  }
+#pragma GCC unroll 8
+  for (int s = 0; s < kS; ++s) {
+    __m256 weight[kVectors];
+#pragma GCC unroll 4
+    for (int v = 0; v < kVectors; ++v) weight[v] = Element::load(w[s] + c + v * kLanes);
+#pragma GCC unroll 4
+    for (int m = 0; m < kM; ++m) {
+      const __m256 value = _mm256_broadcast_ss(&x[m][s]);
+#pragma GCC unroll 4
+      for (int v = 0; v < kVectors; ++v) sum[m][v] = _mm256_fmadd_ps(weight[v], value, sum[m][v]);
+    }
+  }
+  // The streams are summed from zero first: the chain in memory is then kS times shorter, and rounds less.
+  for (int m = 0; m < kM; ++m) {
+    for (int v = 0; v < kVectors; ++v) {
+      float* to = sums + m * stride + c + v * kLanes;
+      _mm256_storeu_ps(to, _mm256_add_ps(_mm256_loadu_ps(to), sum[m][v]));
+    }
+  }
+}
+
+// The last columns, fewer than a vector; same order of sums.
+template <class Element, int kS>
+void axpy_tail(const typename Element::Storage* const (&w)[kS], const float (*x)[kS], int64_t rows, int64_t c,
+               int64_t count, float* sums, int64_t stride) {
+  for (int64_t m = 0; m < rows; ++m) {
+    __m256 sum = _mm256_setzero_ps();
+    for (int s = 0; s < kS; ++s) {
+      sum = _mm256_fmadd_ps(Element::load(w[s] + c, count), _mm256_broadcast_ss(&x[m][s]), sum);
+    }
+    float* to = sums + m * stride + c;
+    F32::store(to, _mm256_add_ps(F32::load(to, count), sum), count);
+  }
+}
+
+// Adds rows k + s * length + j (stream s, step j) times x to sums[m][n], n in [n_begin, n_end).
+template <class Element, int kS>
+void axpy_streams(const LinearArgs& args, int64_t k, int64_t length, int64_t n_begin, int64_t n_end, float* sums,
+                  int64_t stride) {
+  using Storage = typename Element::Storage;
+  constexpr int64_t kLine = kCacheLineBytes / static_cast<int64_t>(sizeof(Storage));
+  constexpr int64_t kAhead = kPrefetchBytes / static_cast<int64_t>(sizeof(Storage));
+  const int64_t rows = args.rows;
+  for (int64_t j = 0; j < length; ++j) {
+    const Storage* w[kS];
+    float x[kMaxRows][kS];
+    for (int s = 0; s < kS; ++s) {
+      const int64_t input = k + s * length + j;
+      w[s] = static_cast<const Storage*>(args.weight) + input * args.weight_stride;
+      for (int64_t m = 0; m < rows; ++m) x[m][s] = args.x[m * args.x_stride + input];
+    }
+    int64_t c = n_begin;
+    for (; c + kLine <= n_end; c += kLine) {
+#pragma GCC unroll 8
+      for (int s = 0; s < kS; ++s) _mm_prefetch(reinterpret_cast<const char*>(w[s] + c + kAhead), _MM_HINT_T0);
+      if (rows == 1) {
+        for (int64_t i = 0; i < kLine; i += 2 * kLanes) axpy_tile<Element, kS, 1, 2>(w, x, c + i, sums, stride);
+        continue;
+      }
+      for (int64_t i = 0; i < kLine; i += 2 * kLanes) {
+        int64_t m = 0;
+        for (; m + 4 <= rows; m += 4) {
+          axpy_tile<Element, kS, 4, 2>(w, x + m, c + i, sums + m * stride, stride);
+        }
+        for (; m + 2 <= rows; m += 2) axpy_tile<Element, kS, 2, 2>(w, x + m, c + i, sums + m * stride, stride);
+        if (m < rows) axpy_tile<Element, kS, 1, 2>(w, x + m, c + i, sums + m * stride, stride);
+      }
+    }
+    for (; c + kLanes <= n_end; c += kLanes) {
+      for (int64_t m = 0; m < rows; ++m) axpy_tile<Element, kS, 1, 1>(w, x + m, c, sums + m * stride, stride);
+    }
+    if (c < n_end) axpy_tail<Element, kS>(w, x, rows, c, n_end - c, sums, stride);
+  }
+}
+
+template <class Element>
+void conv1d_range(const LinearArgs& args, int64_t k_begin, int64_t k_end, int64_t n_begin, int64_t n_end,
+                  float* partial, int64_t stride) {
+  const int64_t length = (k_end - k_begin) / kStreams;
+  const int64_t rest = k_begin + length * kStreams;
+  const int64_t width = kPassFloats / args.rows / kLanes * kLanes;
+  for (int64_t n = n_begin; n < n_end; n += width) {
+    const int64_t stop = min_of(n + width, n_end);
+    for (int64_t m = 0; m < args.rows; ++m) {
+      for (int64_t c = n; c < stop; ++c) partial[m * stride + c] = 0.0f;
+    }
+    axpy_streams<Element, kStreams>(args, k_begin, length, n, stop, partial, stride);
+    axpy_streams<Element, 1>(args, rest, k_end - rest, n, stop, partial, stride);
+  }
+}
+
+template <class Element>
+void merge_range(const LinearArgs& args, int64_t n_begin, int64_t n_end, const float* partials, int64_t parts,
+                 int64_t part_stride, int64_t partial_stride) {
+  alignas(32) float y[kMaxRows * kChunk];
+  for (int64_t n = n_begin; n < n_end; n += kChunk) {
+    const int64_t count = min_of(kChunk, n_end - n);
+    for (int64_t m = 0; m < args.rows; ++m) {
+      for (int64_t i = 0; i < count; i += kLanes) {  // partial rows are padded to whole vectors
+        const float* from = partials + m * partial_stride + n + i;
+        __m256 sum = _mm256_loadu_ps(from);
+        for (int64_t p = 1; p < parts; ++p) sum = _mm256_add_ps(sum, _mm256_loadu_ps(from + p * part_stride));
+        _mm256_store_ps(y + m * kChunk + i, sum);
+      }
+    }
+    epilogue_rows<Element>(args, y, kChunk, nullptr, n, count);
+  }
+}
+
+}  // namespace
+
+void linear_avx2(const LinearArgs& args, int64_t begin, int64_t end) {
+  with_element(args.dtype, [&](auto element) { linear_range<decltype(element)>(args, begin, end); });
+}
+
+void conv1d_avx2(const LinearArgs& args, int64_t k_begin, int64_t k_end, int64_t n_begin, int64_t n_end,
+                 float* partial, int64_t partial_stride) {
+  with_element(args.dtype, [&](auto element) {
+    conv1d_range<decltype(element)>(args, k_begin, k_end, n_begin, n_end, partial, partial_stride);
+  });
+}
+
+void conv1d_merge_avx2(const LinearArgs& args, int64_t n_begin, int64_t n_end, const float* partials, int64_t parts,
+                       int64_t part_stride, int64_t partial_stride) {
+  with_element(args.dtype, [&](auto element) {
+    merge_range<decltype(element)>(args, n_begin, n_end, partials, parts, part_stride, partial_stride);
+  });
+}
+
+}  // namespace hf_fastpath

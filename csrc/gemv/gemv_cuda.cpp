@@ -1,0 +1,33 @@
+// torch.ops.hf_fastpath.gemv on a GPU: see hf_fastpath/ops/gemv.py for the contract.
+#include "gemv/gemv_cuda_glue.h"
+
+namespace hf_fastpath {
+namespace {
+
+Tensor gemv(const Tensor& x, const Tensor& weight, const std::optional<Tensor>& bias,
+            const std::optional<Tensor>& residual, const std::string& activation, bool transposed) {
+  constexpr const char* kOp = "gemv";
+  const DeviceGuard guard(x);
+  const Tensor input = hf_fastpath::contiguous(x);
+  GemvParams p = gemv_params(input, kOp);
+  p.activation = activation_of(activation, kOp);
+  p.transposed = transposed;
+  add_segment(p, weight, bias, kOp);
+  std::optional<Tensor> added;
+  if (residual) {
+    STD_TORCH_CHECK(residual->numel() == p.m * p.n && dtype_of(*residual, kOp) == p.dtype,
+                    "hf_fastpath::gemv: residual does not match the output's shape and dtype");
+    added = hf_fastpath::contiguous(*residual);
+    p.residual = added->data_ptr();
+  }
+  Tensor out = empty_like_with_sizes(input, sizes_with_last(input, p.n));
+  p.out = out.data_ptr();
+  launch_gemv(p, current_stream(guard.device()));
+  return out;
+}
+
+}  // namespace
+
+STABLE_TORCH_LIBRARY_IMPL(hf_fastpath, CUDA, m) { m.impl("gemv", TORCH_BOX(&gemv)); }
+
+}  // namespace hf_fastpath

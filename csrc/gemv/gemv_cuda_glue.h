@@ -1,0 +1,40 @@
+// Torch-facing checks that gemv, gemv_qkv and gemv_swiglu share on a GPU.
+#pragma once
+
+#include "common/cuda_glue.h"
+#include "gemv/gemv.h"
+
+namespace hf_fastpath {
+
+// Fills what follows from x alone.
+inline GemvParams gemv_params(const Tensor& x, const char* op) {
+  GemvParams p{};
+  STD_TORCH_CHECK(x.dim() >= 1 && x.numel() > 0, "hf_fastpath::", op, ": x is empty");
+  p.k = x.size(x.dim() - 1);
+  const int64_t rows = x.numel() / p.k;
+  STD_TORCH_CHECK(rows <= kMaxGemvRows, "hf_fastpath::", op, ": x has ", rows, " rows, expected at most ",
+                  kMaxGemvRows, ": use nn.Linear");
+  p.m = static_cast<int>(rows);
+  p.x = x.data_ptr();
+  p.dtype = dtype_of(x, op);
+  return p;
+}
+
+// Appends a weight (and bias) after the features the segments hold so far.
+inline void add_segment(GemvParams& p, const Tensor& weight, const std::optional<Tensor>& bias, const char* op) {
+  STD_TORCH_CHECK(weight.dim() == 2 && weight.size(p.transposed ? 0 : 1) == p.k && dtype_of(weight, op) == p.dtype,
+                  "hf_fastpath::", op, ": a weight does not match x's last dimension (", p.k, ") and dtype");
+  STD_TORCH_CHECK(weight.size(1) <= 1 || weight.stride(1) == 1, "hf_fastpath::", op,
+                  ": a weight's rows are not contiguous");
+  const int64_t features = weight.size(p.transposed ? 1 : 0);
+  STD_TORCH_CHECK(!bias || (bias->numel() == features && bias->is_contiguous() && dtype_of(*bias, op) == p.dtype),
+                  "hf_fastpath::", op, ": a bias does not match its weight (", features, " features) and dtype");
+  GemvSegment& segment = p.segments[p.num_segments++];
+  segment.weight = weight.data_ptr();
+  segment.bias = data_or_null(bias);
+  segment.stride = weight.stride(0);
+  segment.first = p.n;
+  p.n += features;
+}
+
+}  // namespace hf_fastpath

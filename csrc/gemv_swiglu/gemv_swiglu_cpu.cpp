@@ -1,0 +1,33 @@
+// gemv_swiglu on the CPU: gemv's Linear kernel over two weights at once.
+#include "gemv/gemv_glue_cpu.h"
+
+namespace hf_fastpath {
+namespace {
+
+Tensor gemv_swiglu(const Tensor& x, const Tensor& gate_weight, const Tensor& up_weight, std::string activation) {
+  const char* op = "gemv_swiglu";
+  const Activations input = load_activations(x, op);
+  check_weight(gate_weight, input, false, op, "gate_weight");
+  check_weight(up_weight, input, false, op, "up_weight");
+  const int64_t out_features = gate_weight.size(0);
+  STD_TORCH_CHECK(up_weight.size(0) == out_features, "hf_fastpath::gemv_swiglu: up_weight has ", up_weight.size(0),
+                  " rows, expected gate_weight's ", out_features);
+  Tensor out = empty_like_with_sizes(x, sizes_with_last(x, out_features));
+  LinearArgs args = linear_args(input, gate_weight, false, out.mutable_data_ptr(), out_features);
+  args.up_weight = up_weight.const_data_ptr();
+  args.up_stride = up_weight.stride(0);
+  args.activation = activation_of(activation, op);
+  const auto kernel = use_avx2() ? linear_avx2 : linear_portable;
+  const int64_t bytes = 2 * out_features * input.in_features * element_size(input.dtype);
+  const int64_t parts = std::min(part_count(bytes, kBytesPerPart), std::max<int64_t>(out_features, 1));
+  for_each_part(parts, [&](int64_t part) {
+    kernel(args, part_begin(out_features, parts, part, kOutputGranule),
+           part_begin(out_features, parts, part + 1, kOutputGranule));
+  });
+  return out;
+}
+
+STABLE_TORCH_LIBRARY_IMPL(hf_fastpath, CPU, m) { m.impl("gemv_swiglu", TORCH_BOX(&gemv_swiglu)); }
+
+}  // namespace
+}  // namespace hf_fastpath

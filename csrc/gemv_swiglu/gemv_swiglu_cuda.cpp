@@ -1,0 +1,31 @@
+// torch.ops.hf_fastpath.gemv_swiglu on a GPU: see hf_fastpath/ops/gemv_swiglu.py for the contract. The gated form of
+// the gemv kernels over two weights where the model keeps them.
+#include "gemv/gemv_cuda_glue.h"
+
+namespace hf_fastpath {
+namespace {
+
+Tensor gemv_swiglu(const Tensor& x, const Tensor& gate_weight, const Tensor& up_weight,
+                   const std::string& activation) {
+  constexpr const char* kOp = "gemv_swiglu";
+  const DeviceGuard guard(x);
+  const Tensor input = hf_fastpath::contiguous(x);
+  GemvParams p = gemv_params(input, kOp);
+  p.gated = true;
+  p.activation = activation_of(activation, kOp);
+  add_segment(p, gate_weight, std::nullopt, kOp);
+  add_segment(p, up_weight, std::nullopt, kOp);
+  STD_TORCH_CHECK(gate_weight.size(0) == up_weight.size(0),
+                  "hf_fastpath::gemv_swiglu: gate_weight and up_weight differ in shape");
+  p.n = gate_weight.size(0);
+  Tensor out = empty_like_with_sizes(input, sizes_with_last(input, p.n));
+  p.out = out.data_ptr();
+  launch_gemv(p, current_stream(guard.device()));
+  return out;
+}
+
+}  // namespace
+
+STABLE_TORCH_LIBRARY_IMPL(hf_fastpath, CUDA, m) { m.impl("gemv_swiglu", TORCH_BOX(&gemv_swiglu)); }
+
+}  // namespace hf_fastpath

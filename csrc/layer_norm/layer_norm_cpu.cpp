@@ -1,0 +1,71 @@
+// layer_norm on the CPU: checks, allocation, threads, and the portable kernel.
+#include "layer_norm/layer_norm_cpu.h"
+
+#include "common/cpu_glue.h"
+#include "common/cpu_math.h"
+
+namespace hf_fastpath {
+
+void layer_norm_portable(const LayerNormArgs& args, int64_t begin, int64_t end) {
+  with_storage(args.dtype, [&](auto* tag) {
+    using T = std::remove_pointer_t<decltype(tag)>;
+    const T* weight = static_cast<const T*>(args.weight);
+    const T* bias = static_cast<const T*>(args.bias);
+    const int64_t n = args.hidden_size;
+    // Eight short chains round less than a long one.
+    const auto total = [](const float* s) {
+      return ((s[0] + s[4]) + (s[2] + s[6])) + ((s[1] + s[5]) + (s[3] + s[7]));
+    };
+    for (int64_t row = begin; row < end; ++row) {
+      const T* x = static_cast<const T*>(args.x) + row * args.x_stride;
+      T* out = static_cast<T*>(args.out) + row * n;
+      float sums[8] = {}, squares[8] = {};
+      for (int64_t i = 0; i < n; ++i) sums[i % 8] += to_float(x[i]);
+      const float mean = total(sums) / static_cast<float>(n);
+      for (int64_t i = 0; i < n; ++i) {
+        const float d = to_float(x[i]) - mean;
+        squares[i % 8] += d * d;
+      }
+      const float variance = total(squares) / static_cast<float>(n);
+      const float scale = 1.0f / std::sqrt(variance + static_cast<float>(args.eps));
+      for (int64_t i = 0; i < n; ++i) {
+        const float w = weight != nullptr ? to_float(weight[i]) : 1.0f;
+        const float b = bias != nullptr ? to_float(bias[i]) : 0.0f;
+        from_float((to_float(x[i]) - mean) * scale * w + b, out + i);
+      }
+    }
+  });
+}
+
+namespace {
+
+Tensor layer_norm(const Tensor& x, std::optional<Tensor> weight, std::optional<Tensor> bias, double eps) {
+  const char* op = "layer_norm";
+  const DType dtype = dtype_of(x, op);
+  STD_TORCH_CHECK(x.dim() >= 1, "hf_fastpath::layer_norm: x has no dimensions, expected [..., hidden_size]");
+  const RowView rows = row_view(x);
+  check_vector(weight, rows.columns, dtype, op, "weight");
+  check_vector(bias, rows.columns, dtype, op, "bias");
+  std::optional<Tensor> weight_holder, bias_holder;
+  Tensor out = empty_like_with_sizes(x, sizes_of(x));
+  const LayerNormArgs args{dtype,
+                           rows.data,
+                           rows.stride,
+                           optional_data(weight, weight_holder),
+                           optional_data(bias, bias_holder),
+                           out.mutable_data_ptr(),
+                           rows.columns,
+                           eps};
+  const auto kernel = use_avx2() ? layer_norm_avx2 : layer_norm_portable;
+  const int64_t parts =
+      std::min(rows.rows, part_count(2 * rows.rows * rows.columns * element_size(dtype), kBytesPerPart));
+  for_each_part(parts, [&](int64_t part) {
+    kernel(args, part_begin(rows.rows, parts, part), part_begin(rows.rows, parts, part + 1));
+  });
+  return out;
+}
+
+STABLE_TORCH_LIBRARY_IMPL(hf_fastpath, CPU, m) { m.impl("layer_norm", TORCH_BOX(&layer_norm)); }
+
+}  // namespace
+}  // namespace hf_fastpath

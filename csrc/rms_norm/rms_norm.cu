@@ -1,0 +1,79 @@
+// What: weight * x / sqrt(mean(x^2) + eps) over each row, statistics and product in float32, rounded once.
+// Work split: one block a row, up to 1024 threads of 1 to 4 chunks of 16 bytes held in registers; longer rows are
+//   read twice.
+// Traffic: (2 * rows + 1) * columns * sizeof(T); the weight stays in L2.
+// Roofline: copy bandwidth for many rows, latency of one load, one reduction and one store for one row.
+//   Not measured yet.
+
+#include "common/row_norm.cuh"
+#include "rms_norm/rms_norm.h"
+
+namespace hf_fastpath {
+namespace {
+
+template <class T, int kElems, int kChunks>
+__global__ void __launch_bounds__(kMaxNormThreads) rms_norm_kernel(NormParams<T> p) {
+  using C = Chunk<T, kElems>;
+  __shared__ float scratch[kWarpSize];
+  const T* x = p.x + blockIdx.x * int64_t(p.columns);
+  T* out = p.out + blockIdx.x * int64_t(p.columns);
+
+  const auto emit = [&](int i, const float(&values)[kElems], float scale) {
+    float weight[kElems], y[kElems];
+    C::unpack(C::load_readonly(p.weight + i), weight);
+#pragma unroll
+    for (int e = 0; e < kElems; ++e) y[e] = values[e] * scale * weight[e];
+    C::store(out + i, y);
+  };
+
+  float squares = 0.f;
+  if constexpr (kChunks > 0) {
+    Row<T, kElems, kChunks> row;
+    row.load(x, p.columns);
+#pragma unroll
+    for (int c = 0; c < kChunks; ++c)
+#pragma unroll
+      for (int e = 0; e < kElems; ++e) squares = fmaf(row.values[c][e], row.values[c][e], squares);
+    const float scale = rsqrtf(block_sum(squares, scratch) / p.columns + p.eps);
+#pragma unroll
+    for (int c = 0; c < kChunks; ++c) {
+      const int i = (threadIdx.x + c * blockDim.x) * kElems;
+      if (i < p.columns) emit(i, row.values[c], scale);
+    }
+  } else {
+    for (int i = threadIdx.x * kElems; i < p.columns; i += blockDim.x * kElems) {
+      float values[kElems];
+      C::unpack(C::load(x + i), values);
+#pragma unroll
+      for (int e = 0; e < kElems; ++e) squares = fmaf(values[e], values[e], squares);
+    }
+    const float scale = rsqrtf(block_sum(squares, scratch) / p.columns + p.eps);
+    for (int i = threadIdx.x * kElems; i < p.columns; i += blockDim.x * kElems) {
+      float values[kElems];
+      C::unpack(C::load(x + i), values);
+      emit(i, values, scale);
+    }
+  }
+}
+
+struct RmsNorm {
+  template <class T, int kElems, int kChunks>
+  static void run(const NormParams<T>& p, dim3 grid, dim3 block, cudaStream_t stream) {
+    const size_t smem_bytes = 0;
+    rms_norm_kernel<T, kElems, kChunks><<<grid, block, smem_bytes, stream>>>(p);
+  }
+};
+
+}  // namespace
+
+void launch_rms_norm(const void* x, const void* weight, void* out, int64_t rows, int64_t columns, float eps,
+                     DType dtype, cudaStream_t stream) {
+  with_type(dtype, [&](auto zero) {
+    using T = decltype(zero);
+    launch_norm<RmsNorm>(NormParams<T>{static_cast<const T*>(x), static_cast<const T*>(weight), nullptr,
+                                       static_cast<T*>(out), rows, static_cast<int>(columns), eps},
+                         stream);
+  });
+}
+
+}  // namespace hf_fastpath

@@ -1,0 +1,65 @@
+// What: weight * x / sqrt(mean(x^2) + eps), statistics and product in float32.
+// Work split: the glue gives every thread a contiguous range of rows; a row is read twice, the second time from
+//   the first-level cache.
+// Traffic: rows * hidden_size * 2 * element size, plus the weight, which stays cached.
+// Roofline: memory bandwidth.
+#include "common/avx2_math.h"
+#include "rms_norm/rms_norm_cpu.h"
+
+namespace hf_fastpath {
+namespace {
+
+constexpr int64_t kChains = 4;  // independent sums: an addition has four cycles of latency
+
+template <class Element>
+float sum_of_squares(const typename Element::Storage* x, int64_t n) {
+  __m256 sums[kChains];
+  for (__m256& sum : sums) sum = _mm256_setzero_ps();
+  int64_t i = 0;
+  for (; i + kChains * kLanes <= n; i += kChains * kLanes) {
+    for (int64_t c = 0; c < kChains; ++c) {
+      const __m256 v = Element::load(x + i + c * kLanes);
+      sums[c] = _mm256_fmadd_ps(v, v, sums[c]);
+    }
+  }
+  for (; i + kLanes <= n; i += kLanes) {
+    const __m256 v = Element::load(x + i);
+    sums[0] = _mm256_fmadd_ps(v, v, sums[0]);
+  }
+  if (i < n) {
+    const __m256 v = Element::load(x + i, n - i);
+    sums[1] = _mm256_fmadd_ps(v, v, sums[1]);
+  }
+  return horizontal_sum(_mm256_add_ps(_mm256_add_ps(sums[0], sums[1]), _mm256_add_ps(sums[2], sums[3])));
+}
+
+template <class Element>
+void norm_rows(const RmsNormArgs& args, int64_t begin, int64_t end) {
+  using Storage = typename Element::Storage;
+  const auto* weight = static_cast<const Storage*>(args.weight);
+  const int64_t n = args.hidden_size;
+  for (int64_t row = begin; row < end; ++row) {
+    const auto* x = static_cast<const Storage*>(args.x) + row * args.x_stride;
+    auto* out = static_cast<Storage*>(args.out) + row * n;
+    const float mean = sum_of_squares<Element>(x, n) / static_cast<float>(n);
+    const float denominator = _mm_cvtss_f32(_mm_sqrt_ss(_mm_set_ss(mean + static_cast<float>(args.eps))));
+    const __m256 scale = _mm256_set1_ps(1.0f / denominator);
+    int64_t i = 0;
+    for (; i + kLanes <= n; i += kLanes) {
+      const __m256 normed = _mm256_mul_ps(Element::load(x + i), scale);
+      Element::store(out + i, _mm256_mul_ps(normed, Element::load(weight + i)));
+    }
+    if (i < n) {
+      const __m256 normed = _mm256_mul_ps(Element::load(x + i, n - i), scale);
+      Element::store(out + i, _mm256_mul_ps(normed, Element::load(weight + i, n - i)), n - i);
+    }
+  }
+}
+
+}  // namespace
+
+void rms_norm_avx2(const RmsNormArgs& args, int64_t begin, int64_t end) {
+  with_element(args.dtype, [&](auto element) { norm_rows<decltype(element)>(args, begin, end); });
+}
+
+}  // namespace hf_fastpath

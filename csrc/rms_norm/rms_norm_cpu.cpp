@@ -1,0 +1,51 @@
+// rms_norm on the CPU: checks, allocation, threads, and the portable kernel.
+#include "rms_norm/rms_norm_cpu.h"
+
+#include "common/cpu_glue.h"
+#include "common/cpu_math.h"
+
+namespace hf_fastpath {
+
+void rms_norm_portable(const RmsNormArgs& args, int64_t begin, int64_t end) {
+  with_storage(args.dtype, [&](auto* tag) {
+    using T = std::remove_pointer_t<decltype(tag)>;
+    const T* weight = static_cast<const T*>(args.weight);
+    const int64_t n = args.hidden_size;
+    for (int64_t row = begin; row < end; ++row) {
+      const T* x = static_cast<const T*>(args.x) + row * args.x_stride;
+      T* out = static_cast<T*>(args.out) + row * n;
+      float sums[8] = {};  // eight short chains round less than a long one
+      for (int64_t i = 0; i < n; ++i) sums[i % 8] += to_float(x[i]) * to_float(x[i]);
+      const float total = ((sums[0] + sums[4]) + (sums[2] + sums[6])) + ((sums[1] + sums[5]) + (sums[3] + sums[7]));
+      const float mean = total / static_cast<float>(n);
+      const float scale = 1.0f / std::sqrt(mean + static_cast<float>(args.eps));
+      for (int64_t i = 0; i < n; ++i) from_float(to_float(x[i]) * scale * to_float(weight[i]), out + i);
+    }
+  });
+}
+
+namespace {
+
+Tensor rms_norm(const Tensor& x, const Tensor& weight, double eps) {
+  const char* op = "rms_norm";
+  const DType dtype = dtype_of(x, op);
+  STD_TORCH_CHECK(x.dim() >= 1, "hf_fastpath::rms_norm: x has no dimensions, expected [..., hidden_size]");
+  const RowView rows = row_view(x);
+  check_vector(weight, rows.columns, dtype, op, "weight");
+  const Tensor scale = hf_fastpath::contiguous(weight);
+  Tensor out = empty_like_with_sizes(x, sizes_of(x));
+  const RmsNormArgs args{dtype,        rows.data, rows.stride, scale.const_data_ptr(), out.mutable_data_ptr(),
+                         rows.columns, eps};
+  const auto kernel = use_avx2() ? rms_norm_avx2 : rms_norm_portable;
+  const int64_t parts =
+      std::min(rows.rows, part_count(2 * rows.rows * rows.columns * element_size(dtype), kBytesPerPart));
+  for_each_part(parts, [&](int64_t part) {
+    kernel(args, part_begin(rows.rows, parts, part), part_begin(rows.rows, parts, part + 1));
+  });
+  return out;
+}
+
+STABLE_TORCH_LIBRARY_IMPL(hf_fastpath, CPU, m) { m.impl("rms_norm", TORCH_BOX(&rms_norm)); }
+
+}  // namespace
+}  // namespace hf_fastpath

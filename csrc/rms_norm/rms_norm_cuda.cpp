@@ -1,0 +1,28 @@
+// torch.ops.hf_fastpath.rms_norm on a GPU: see hf_fastpath/ops/rms_norm.py for the contract.
+#include "common/cuda_glue.h"
+#include "rms_norm/rms_norm.h"
+
+namespace hf_fastpath {
+namespace {
+
+Tensor rms_norm(const Tensor& x, const Tensor& weight, double eps) {
+  constexpr const char* kOp = "rms_norm";
+  STD_TORCH_CHECK(x.dim() >= 1 && weight.dim() == 1 && weight.size(0) == x.size(x.dim() - 1) &&
+                      dtype_of(weight, kOp) == dtype_of(x, kOp),
+                  "hf_fastpath::rms_norm: weight does not match x's last dimension and dtype");
+  const DeviceGuard guard(x);
+  const Tensor input = hf_fastpath::contiguous(x), scale = hf_fastpath::contiguous(weight);
+  Tensor out = empty_like_with_sizes(input, sizes_of(input));
+  const int64_t columns = scale.size(0);
+  if (input.numel() > 0) {
+    launch_rms_norm(input.data_ptr(), scale.data_ptr(), out.data_ptr(), input.numel() / columns, columns,
+                    static_cast<float>(eps), dtype_of(input, kOp), current_stream(guard.device()));
+  }
+  return out;
+}
+
+}  // namespace
+
+STABLE_TORCH_LIBRARY_IMPL(hf_fastpath, CUDA, m) { m.impl("rms_norm", TORCH_BOX(&rms_norm)); }
+
+}  // namespace hf_fastpath

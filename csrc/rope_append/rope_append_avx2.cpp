@@ -1,0 +1,87 @@
+// What: q, k, v = split(qkv + bias); rotate q and k (half-split pairs); write k and v to their slots of the cache;
+//   return q. All in float32, one rounding per value.
+// Work split: one thread for the few tokens of a decode step, else a contiguous range of tokens a thread.
+// Traffic: qkv once, q and the new k and v once; some kilobytes a token.
+// Roofline: latency; the call costs more than its bytes.
+#include "common/avx2_math.h"
+#include "rope_append/rope_append_cpu.h"
+
+namespace hf_fastpath {
+namespace {
+
+template <class Element>
+HF_INLINE __m256 load_some(const typename Element::Storage* from, int64_t count) {
+  return count == kLanes ? Element::load(from) : Element::load(from, count);
+}
+
+template <class Element>
+HF_INLINE void store_some(typename Element::Storage* to, __m256 value, int64_t count) {
+  if (count == kLanes) return Element::store(to, value);
+  Element::store(to, value, count);
+}
+
+template <class Element>
+HF_INLINE __m256 load_biased(const typename Element::Storage* x, const typename Element::Storage* bias, int64_t i,
+                             int64_t count) {
+  const __m256 value = load_some<Element>(x + i, count);
+  return bias != nullptr ? _mm256_add_ps(value, load_some<Element>(bias + i, count)) : value;
+}
+
+// One head: out = rotate(x + bias); the elements from rotary_dim on are only moved.
+template <class Element, class Out>
+void turn_head(const typename Element::Storage* x, const typename Element::Storage* bias,
+               const typename Element::Storage* cos, const typename Element::Storage* sin, int64_t rotary_dim,
+               int64_t head_dim, typename Out::Storage* out) {
+  const int64_t half = rotary_dim / 2;
+  for (int64_t i = 0; i < half; i += kLanes) {
+    const int64_t n = min_of(kLanes, half - i), j = i + half;
+    const __m256 first = load_biased<Element>(x, bias, i, n), second = load_biased<Element>(x, bias, j, n);
+    const __m256 cos_first = load_some<Element>(cos + i, n), cos_second = load_some<Element>(cos + j, n);
+    const __m256 sin_first = load_some<Element>(sin + i, n), sin_second = load_some<Element>(sin + j, n);
+    store_some<Out>(out + i, _mm256_fmsub_ps(first, cos_first, _mm256_mul_ps(second, sin_first)), n);
+    store_some<Out>(out + j, _mm256_fmadd_ps(second, cos_second, _mm256_mul_ps(first, sin_second)), n);
+  }
+  for (int64_t i = rotary_dim; i < head_dim; i += kLanes) {
+    const int64_t n = min_of(kLanes, head_dim - i);
+    store_some<Out>(out + i, load_biased<Element>(x, bias, i, n), n);
+  }
+}
+
+template <class Element, class Kv>
+void append_tokens(const RopeAppendArgs& args, int64_t begin, int64_t end) {
+  using Storage = typename Element::Storage;
+  const int64_t dim = args.head_dim, features = (args.num_heads + 2 * args.num_kv_heads) * dim;
+  for (int64_t t = begin; t < end; ++t) {
+    const int64_t row = t / args.query_len, token = t % args.query_len;
+    const int64_t angle = row * args.angle_stride + token * args.rotary_dim;
+    const auto* cos = static_cast<const Storage*>(args.cos) + angle;
+    const auto* sin = static_cast<const Storage*>(args.sin) + angle;
+    const auto* x = static_cast<const Storage*>(args.qkv) + t * features;
+    const auto* bias = static_cast<const Storage*>(args.bias);
+    auto* q_out = static_cast<Storage*>(args.q_out) + t * args.num_heads * dim;
+    for (int64_t h = 0; h < args.num_heads; ++h, x += dim, bias += bias != nullptr ? dim : 0) {
+      turn_head<Element, Element>(x, bias, cos, sin, args.rotary_dim, dim, q_out + h * dim);
+    }
+    const int64_t slot = slot_of(args, row, token);
+    const auto in_cache = [&](void* cache, int64_t h) {
+      return static_cast<typename Kv::Storage*>(cache) +
+             ((row * args.num_kv_heads + h) * args.capacity + slot) * dim;
+    };
+    for (int64_t h = 0; h < args.num_kv_heads; ++h, x += dim, bias += bias != nullptr ? dim : 0) {
+      turn_head<Element, Kv>(x, bias, cos, sin, args.rotary_dim, dim, in_cache(args.k_cache, h));
+    }
+    for (int64_t h = 0; h < args.num_kv_heads; ++h, x += dim, bias += bias != nullptr ? dim : 0) {
+      turn_head<Element, Kv>(x, bias, cos, sin, 0, dim, in_cache(args.v_cache, h));
+    }
+  }
+}
+
+}  // namespace
+
+void rope_append_avx2(const RopeAppendArgs& args, int64_t begin, int64_t end) {
+  with_element(args.dtype, [&](auto element) {
+    with_element(args.kv_dtype, [&](auto kv) { append_tokens<decltype(element), decltype(kv)>(args, begin, end); });
+  });
+}
+
+}  // namespace hf_fastpath

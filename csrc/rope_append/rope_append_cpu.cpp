@@ -1,0 +1,121 @@
+// rope_append on the CPU: checks, allocation, threads, and the portable kernel.
+#include "rope_append/rope_append_cpu.h"
+
+#include "common/cpu_glue.h"
+#include "common/cpu_math.h"
+#include "common/kv_cache_cpu.h"
+
+namespace hf_fastpath {
+namespace {
+
+template <class T, class Out>
+void turn_head(const T* x, const T* bias, const T* cos, const T* sin, int64_t rotary_dim, int64_t head_dim,
+               Out* out) {
+  const auto value = [=](int64_t i) { return to_float(x[i]) + (bias != nullptr ? to_float(bias[i]) : 0.0f); };
+  const int64_t half = rotary_dim / 2;
+  for (int64_t i = 0; i < half; ++i) {
+    const int64_t j = i + half;
+    const float first = value(i), second = value(j);
+    from_float(first * to_float(cos[i]) - second * to_float(sin[i]), out + i);
+    from_float(second * to_float(cos[j]) + first * to_float(sin[j]), out + j);
+  }
+  for (int64_t i = rotary_dim; i < head_dim; ++i) from_float(value(i), out + i);
+}
+
+template <class T, class Kv>
+void append_tokens(const RopeAppendArgs& args, int64_t begin, int64_t end) {
+  const int64_t dim = args.head_dim, heads = args.num_heads + 2 * args.num_kv_heads;
+  for (int64_t t = begin; t < end; ++t) {
+    const int64_t row = t / args.query_len, token = t % args.query_len, slot = slot_of(args, row, token);
+    const int64_t angle = row * args.angle_stride + token * args.rotary_dim;
+    const T* cos = static_cast<const T*>(args.cos) + angle;
+    const T* sin = static_cast<const T*>(args.sin) + angle;
+    for (int64_t h = 0; h < heads; ++h) {
+      const T* x = static_cast<const T*>(args.qkv) + (t * heads + h) * dim;
+      const T* bias = args.bias != nullptr ? static_cast<const T*>(args.bias) + h * dim : nullptr;
+      if (h < args.num_heads) {
+        T* out = static_cast<T*>(args.q_out) + (t * args.num_heads + h) * dim;
+        turn_head(x, bias, cos, sin, args.rotary_dim, dim, out);
+        continue;
+      }
+      const bool is_value = h >= args.num_heads + args.num_kv_heads;
+      const int64_t kv_head = h - args.num_heads - (is_value ? args.num_kv_heads : 0);
+      Kv* out = static_cast<Kv*>(is_value ? args.v_cache : args.k_cache) +
+                ((row * args.num_kv_heads + kv_head) * args.capacity + slot) * dim;
+      turn_head(x, bias, cos, sin, is_value ? 0 : args.rotary_dim, dim, out);
+    }
+  }
+}
+
+}  // namespace
+
+void rope_append_portable(const RopeAppendArgs& args, int64_t begin, int64_t end) {
+  with_storage(args.dtype, [&](auto* tag) {
+    with_storage(args.kv_dtype, [&](auto* kv_tag) {
+      append_tokens<std::remove_pointer_t<decltype(tag)>, std::remove_pointer_t<decltype(kv_tag)>>(args, begin, end);
+    });
+  });
+}
+
+namespace {
+
+Tensor rope_append(const Tensor& qkv, std::optional<Tensor> bias, std::optional<Tensor> cos,
+                   std::optional<Tensor> sin, Tensor k_cache, Tensor v_cache, const Tensor& seq_lens,
+                   int64_t num_heads, std::optional<Tensor> kv_table, int64_t layer) {
+  const char* op = "rope_append";
+  const DType dtype = dtype_of(qkv, op);
+  STD_TORCH_CHECK(qkv.dim() == 3 && qkv.size(1) >= 1 && qkv.size(1) <= kMaxQueryLen,
+                  "hf_fastpath::rope_append: qkv has to be [batch, 1 to ", kMaxQueryLen, ", features]");
+  const int64_t batch = qkv.size(0), query_len = qkv.size(1), features = qkv.size(2);
+  const KvCache cache = load_kv_cache(k_cache, v_cache, kv_table, layer, batch, op);
+  STD_TORCH_CHECK(num_heads >= 0 && features == (num_heads + 2 * cache.num_kv_heads) * cache.head_dim,
+                  "hf_fastpath::rope_append: qkv has ", features, " features, expected (heads + 2*kv_heads)*head_dim");
+  STD_TORCH_CHECK(query_len <= cache.capacity, "hf_fastpath::rope_append: query_len ", query_len,
+                  " exceeds the cache's capacity ", cache.capacity, ": grow the cache first");
+  check_vector(bias, features, dtype, op, "bias");
+  STD_TORCH_CHECK(cos.has_value() == sin.has_value(), "hf_fastpath::rope_append: cos and sin go together");
+  int64_t rotary_dim = 0, angle_rows = 1;
+  if (cos.has_value()) {
+    STD_TORCH_CHECK(cos->dim() == 3 && sin->dim() == 3 && (cos->size(0) == 1 || cos->size(0) == batch) &&
+                        cos->size(1) == query_len && cos->size(2) % 2 == 0 && cos->size(2) <= cache.head_dim &&
+                        sin->size(0) == cos->size(0) && sin->size(1) == cos->size(1) && sin->size(2) == cos->size(2),
+                    "hf_fastpath::rope_append: cos and sin have to be [batch or 1, query_len, even]");
+    STD_TORCH_CHECK(dtype_of(*cos, op) == dtype && dtype_of(*sin, op) == dtype,
+                    "hf_fastpath::rope_append: cos and sin differ from qkv in dtype: cast them");
+    rotary_dim = cos->size(2);
+    angle_rows = cos->size(0);
+  }
+  std::optional<Tensor> lens_holder, bias_holder, cos_holder, sin_holder;
+  const Tensor input = hf_fastpath::contiguous(qkv);
+  Tensor out = empty_like_with_sizes(qkv, {batch, query_len, num_heads, cache.head_dim});
+  RopeAppendArgs args{};
+  args.dtype = dtype;
+  args.kv_dtype = cache.dtype;
+  args.query_len = query_len;
+  args.num_heads = num_heads;
+  args.num_kv_heads = cache.num_kv_heads;
+  args.head_dim = cache.head_dim;
+  args.rotary_dim = rotary_dim;
+  args.capacity = cache.capacity;
+  args.qkv = input.const_data_ptr();
+  args.bias = optional_data(bias, bias_holder);
+  args.cos = optional_data(cos, cos_holder);
+  args.sin = optional_data(sin, sin_holder);
+  args.angle_stride = angle_rows > 1 ? query_len * rotary_dim : 0;
+  args.k_cache = cache.k;
+  args.v_cache = cache.v;
+  args.seq_lens = load_int_vector(seq_lens, batch, lens_holder, op, "seq_lens");
+  args.q_out = out.mutable_data_ptr();
+  const auto kernel = use_avx2() ? rope_append_avx2 : rope_append_portable;
+  const int64_t tokens = batch * query_len;
+  const int64_t parts = std::min(tokens, part_count(2 * tokens * features * element_size(dtype), kBytesPerPart));
+  for_each_part(parts, [&](int64_t part) {
+    kernel(args, part_begin(tokens, parts, part), part_begin(tokens, parts, part + 1));
+  });
+  return out;
+}
+
+STABLE_TORCH_LIBRARY_IMPL(hf_fastpath, CPU, m) { m.impl("rope_append", TORCH_BOX(&rope_append)); }
+
+}  // namespace
+}  // namespace hf_fastpath

@@ -1,0 +1,42 @@
+"""hf_fastpath: Hugging Face transformers models decode at the speed of the memory bus.
+
+>>> import hf_fastpath
+>>> hf_fastpath.patch(model)                      # in place; the generate() script stays as it is
+>>> model.generate(**inputs, max_new_tokens=200)
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+from . import loader, ops
+from ._version import __version__
+
+#: public name -> module that defines it; imported when first used, so that `import hf_fastpath` stays cheap
+_PUBLIC = {
+    "patch": "patching",
+    "unpatch": "patching",
+    "patched": "patching",
+    "report": "patching",
+    "verify": "verification",
+    "FastpathCache": "cache",
+    "UnsupportedModelError": "errors",
+    "FallbackError": "errors",
+}
+
+__all__ = ["__version__", "ops", *_PUBLIC]
+
+loader.load_existing()
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _PUBLIC:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = getattr(importlib.import_module(f".{_PUBLIC[name]}", __name__), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_PUBLIC})

@@ -1,0 +1,78 @@
+"""R, the read bandwidth: every speed is quoted as a fraction of what R allows."""
+
+from __future__ import annotations
+
+import time
+
+import torch
+
+from .ops.read_stream import SPEC, variants
+
+#: bytes read: far beyond any cache, and long enough (2 ms on an H200) that starting a kernel does not show
+CUDA_BYTES, CPU_BYTES = 8 * 1024**3, 1024**3
+#: most of the free memory that the buffer takes when that is less
+FREE_SHARE = 0.8
+#: elements drawn at random; the buffer repeats them, since drawing gigabytes takes longer than reading them
+PATTERN_ELEMENTS = 1 << 24
+
+
+def measure_read_bandwidth(
+    device: torch.device | str, num_bytes: int | None = None, repeats: int = 9
+) -> float:
+    """Bytes a second that ``device`` reads at best: the fastest of all repeats and all ways to read.
+
+    On the CPU with the threads of ``torch.get_num_threads()``. Where no native library is loaded the PyTorch
+    reference reads, which is slower: a lower bound.
+
+    Args:
+        device: ``"cpu"`` or a CUDA device.
+        num_bytes: size of the buffer; None: 8 GiB on CUDA, 1 GiB on the CPU, less where less is free.
+        repeats: timed reads of each variant.
+
+    Raises:
+        ValueError: neither CPU nor CUDA.
+    """
+    device = torch.device(device)
+    if device.type == "cuda":
+        default = min(CUDA_BYTES, int(torch.cuda.mem_get_info(device)[0] * FREE_SHARE))
+        seconds_of = _cuda_seconds
+    elif device.type == "cpu":
+        default, seconds_of = CPU_BYTES, _cpu_seconds
+    else:
+        raise ValueError(f"device is {str(device)!r}, expected 'cpu' or 'cuda'")
+    buffer = _random_floats(device, (num_bytes or default) // 4)
+    best = min(seconds_of(buffer, variant, repeats) for variant in variants(device))
+    return buffer.nbytes / best
+
+
+def _random_floats(device: torch.device, count: int) -> torch.Tensor:
+    """float32 [count], never zeros: some memory reads those faster."""
+    pattern = torch.randn(min(count, PATTERN_ELEMENTS), device=device, dtype=torch.float32)
+    buffer = torch.empty(count, device=device, dtype=torch.float32)
+    for chunk in buffer.split(PATTERN_ELEMENTS):
+        chunk.copy_(pattern[: chunk.numel()])
+    return buffer
+
+
+def _cpu_seconds(buffer: torch.Tensor, variant: int, repeats: int) -> float:
+    SPEC.overload(buffer, variant)  # wakes the pool
+    best = float("inf")
+    for _ in range(repeats):
+        start = time.perf_counter()
+        SPEC.overload(buffer, variant)
+        best = min(best, time.perf_counter() - start)
+    return best
+
+
+def _cuda_seconds(buffer: torch.Tensor, variant: int, repeats: int) -> float:
+    with torch.cuda.device(buffer.device):
+        events = [torch.cuda.Event(enable_timing=True) for _ in range(repeats + 1)]
+        SPEC.overload(
+            buffer, variant
+        )  # loads the kernel, and keeps the GPU busy while the host queues the rest
+        events[0].record()
+        for event in events[1:]:
+            SPEC.overload(buffer, variant)
+            event.record()
+        events[-1].synchronize()
+        return min(a.elapsed_time(b) for a, b in zip(events, events[1:])) / 1000

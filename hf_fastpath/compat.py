@@ -1,0 +1,209 @@
+"""The only file that touches private or version-dependent names of transformers, accelerate and torch."""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import transformers
+from torch import nn
+from torch.nn.modules import module as torch_module
+from transformers import activations
+from transformers.cache_utils import DynamicCache
+from transformers.generation import GenerationMixin, GenerationMode
+from transformers.generation.logits_process import LogitsProcessor
+from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengthCriteria, StoppingCriteria
+from transformers.generation.utils import GenerateDecoderOnlyOutput
+from transformers.pytorch_utils import Conv1D
+from transformers.utils import output_capturing
+
+__all__ = [
+    "Conv1D",
+    "DynamicCache",
+    "EosTokenCriteria",
+    "GenerateDecoderOnlyOutput",
+    "GenerationMixin",
+    "MaxLengthCriteria",
+]
+
+#: versions of transformers whose replaced forwards were compared with ours; others are self-tested by patch()
+TESTED_TRANSFORMERS = ("5.17", "5.23")
+
+
+def transformers_version() -> str:
+    """Major and minor version, e.g. ``"5.17"``."""
+    return ".".join(transformers.__version__.split(".")[:2])
+
+
+# ---- caches ---------------------------------------------------------------------------------------------------
+
+
+def record_past_of(layer: Any) -> bool:
+    """Whether a transformers cache layer records its past (full layers have no such state)."""
+    return getattr(layer, "record_past", False)
+
+
+def layer_windows(config: Any) -> list[int | None] | None:
+    """Sliding window of each decoder layer (None: full attention), or None if a layer is of another kind."""
+    windows = []
+    for layer in DynamicCache(config=config).layers:
+        if type(layer).__name__ == "DynamicSlidingWindowLayer":
+            windows.append(layer.sliding_window)
+        elif type(layer).__name__ == "DynamicLayer":
+            windows.append(None)
+        else:
+            return None
+    return windows or [None] * config.num_hidden_layers
+
+
+def prepare_cache_stock(model: Any, *args: Any, **kwargs: Any) -> Any:
+    """The model class's own ``_prepare_cache_for_generation``."""
+    return type(model)._prepare_cache_for_generation(model, *args, **kwargs)
+
+
+PREPARE_CACHE = "_prepare_cache_for_generation"
+
+
+def is_sample_mode(generation_mode: Any) -> bool:
+    """Whether ``generate()`` will run greedy search or sampling."""
+    return generation_mode in (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE)
+
+
+# ---- modules --------------------------------------------------------------------------------------------------
+
+_ACTIVATIONS: dict[type, str] = {
+    activations.NewGELUActivation: "gelu_tanh",
+    activations.GELUTanh: "gelu_tanh",
+    activations.GELUActivation: "gelu",
+    activations.SiLUActivation: "silu",
+    nn.GELU: "gelu",
+    nn.SiLU: "silu",
+    nn.ReLU: "relu",
+}
+
+
+def activation_name(module: nn.Module) -> str | None:
+    """The kernels' name of an activation module, or None if they do not have it."""
+    if type(module) is nn.GELU and module.approximate == "tanh":
+        return "gelu_tanh"
+    return _ACTIVATIONS.get(type(module))
+
+
+def has_static_rope(rotary: nn.Module) -> bool:
+    """Whether a rotary embedding's frequencies are the same at every length."""
+    return getattr(rotary, "rope_type", None) in ("default", "linear", "llama3", "yarn")
+
+
+def _is_capturing_hook(hook: Callable[..., Any]) -> bool:
+    # transformers leaves these on the modules after the first output_hidden_states=True; alone they do nothing.
+    return getattr(hook, "__module__", None) == output_capturing.__name__
+
+
+def has_hooks(module: nn.Module) -> bool:
+    """Whether calling ``module`` would run hooks of the user's."""
+    hooks = (*module._forward_hooks.values(), *module._forward_pre_hooks.values())
+    own = any(not _is_capturing_hook(hook) for hook in hooks)
+    return own or bool(torch_module._global_forward_hooks or torch_module._global_forward_pre_hooks)
+
+
+def outputs_are_captured() -> bool:
+    """Whether the running forward was asked for attentions or hidden states."""
+    return bool(output_capturing._active_collector.get())  # an empty collector asks for nothing
+
+
+def forward_attribute(module: nn.Module) -> str:
+    """Where a module keeps the forward that computes: under an accelerate hook it is ``_old_forward``."""
+    return "_old_forward" if hasattr(module, "_hf_hook") and "_old_forward" in vars(module) else "forward"
+
+
+# ---- the decode loop --------------------------------------------------------------------------------------------
+
+
+def is_stock(thing: LogitsProcessor | StoppingCriteria) -> bool:
+    """Whether a processor or criterion is one of transformers' own classes."""
+    return type(thing).__module__.startswith("transformers.")
+
+
+def prefill(model: Any, input_ids: torch.Tensor, generation_config: Any, model_kwargs: dict) -> Any:
+    """Run the prompt as ``GenerationMixin._sample`` does."""
+    return model._prefill(input_ids, generation_config, model_kwargs, is_first_iteration=True)
+
+
+def update_model_kwargs(model: Any, outputs: Any, model_kwargs: dict) -> dict:
+    """Model kwargs after a forward, as ``GenerationMixin._sample`` keeps them."""
+    return model._update_model_kwargs_for_generation(outputs, model_kwargs, is_encoder_decoder=False)
+
+
+def pad_token(generation_config: Any) -> torch.Tensor | None:
+    """The pad token as ``generate()`` resolved it, a tensor."""
+    return generation_config._pad_token_tensor
+
+
+def philox_offset(device: torch.device) -> int:
+    """How far the default CUDA generator of ``device`` has advanced."""
+    return _cuda_generator(device).get_offset()
+
+
+def set_philox_offset(device: torch.device, offset: int) -> None:
+    """Move the default CUDA generator of ``device`` (back) to ``offset``."""
+    _cuda_generator(device).set_offset(offset)
+
+
+def _cuda_generator(device: torch.device) -> torch.Generator:
+    index = torch.cuda.current_device() if device.index is None else device.index
+    return torch.cuda.default_generators[index]
+
+
+def below_autograd() -> Any:
+    """Context in which ops skip the autograd dispatch keys; only for code that needs no gradients."""
+    return torch._C._AutoDispatchBelowAutograd()
+
+
+Loop = Callable[..., Any]
+_users: weakref.WeakSet = weakref.WeakSet()
+_wrapper: Callable[..., Any] | None = None
+
+
+def install_sample_loop(user: Any, loop: Loop) -> None:
+    """Route ``GenerationMixin._sample`` through ``loop(original, model, ...)`` while ``user`` is alive.
+
+    transformers looks the method up on the class, so an instance cannot override it. The wrapper keeps the
+    signature, which ``generate()`` inspects, and goes with its last user, unless another wrapper lies over it: then
+    it stays and passes every call through.
+    """
+    global _wrapper
+    _users.add(user)
+    weakref.finalize(user, _remove_if_unused)
+    layer = GenerationMixin._sample
+    while layer is not None:
+        if layer is _wrapper:
+            return
+        layer = getattr(layer, "__wrapped__", None)
+    original = GenerationMixin._sample
+
+    @functools.wraps(original)
+    def _sample(self, *args, **kwargs):
+        return loop(original, self, *args, **kwargs)
+
+    GenerationMixin._sample = _wrapper = _sample
+
+
+def uninstall_sample_loop(user: Any) -> None:
+    """``user`` no longer needs the wrapper."""
+    _users.discard(user)
+    _remove_if_unused()
+
+
+def _remove_if_unused() -> None:
+    global _wrapper
+    if not _users and _wrapper is not None and GenerationMixin._sample is _wrapper:
+        GenerationMixin._sample = _wrapper.__wrapped__
+        _wrapper = None
+
+
+def uses_generation_mixin_sample(model: Any) -> bool:
+    """Whether the model's class has transformers' own greedy and sampling loop."""
+    return type(model)._sample is GenerationMixin._sample

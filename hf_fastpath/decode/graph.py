@@ -1,0 +1,37 @@
+"""Capture of a decode plan's program into a CUDA graph."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from ..compat import below_autograd
+
+if TYPE_CHECKING:
+    from .plan import Program
+
+
+def capture(program: Program, device: torch.device) -> torch.cuda.CUDAGraph:
+    """Capture ``program``, which has run eagerly before, into a graph; nothing is executed.
+
+    Kernels find the KV buffers and lengths through device memory, so the graph serves any cache, prompt length and
+    growth.
+
+    Raises:
+        RuntimeError: from CUDA, when something in the program cannot be captured.
+    """
+    graph = torch.cuda.CUDAGraph()
+    current = torch.cuda.current_stream(device)
+    side = torch.cuda.Stream(device)
+    side.wait_stream(current)
+    with torch.cuda.device(device), torch.cuda.stream(side), below_autograd():
+        # thread_local: another thread may allocate meanwhile. Not torch.cuda.graph(): that empties the allocator's
+        # cache and collects garbage, a tenth of a second at every capture.
+        graph.capture_begin(capture_error_mode="thread_local")
+        try:
+            program.run()
+        finally:
+            graph.capture_end()
+    current.wait_stream(side)
+    return graph

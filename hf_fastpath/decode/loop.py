@@ -1,0 +1,308 @@
+"""The decode loop that takes the place of ``GenerationMixin._sample`` for patched models.
+
+Everything before and after it is transformers' own ``generate()``. The prompt runs through the patched modules; each
+new token is one step of a :class:`~hf_fastpath.decode.plan.DecodePlan`.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from .. import compat
+from ..cache import FastpathCache
+from ..ops.gemv import MAX_ROWS
+
+if TYPE_CHECKING:
+    from ..patching import PatchState
+
+#: how many tokens the host may be ahead of the device: enough to hide its work, few enough to waste little at the end
+MAX_AHEAD = 8
+#: columns the token buffer has free at the start, and gains at least when it is full
+GROW_TOKENS = 512
+
+
+def sample(original: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
+    """What ``GenerationMixin._sample`` does while a patched model is alive.
+
+    Args:
+        original: the method it replaces.
+        model, args, kwargs: its arguments.
+
+    Returns:
+        What ``original`` returns.
+    """
+    state: PatchState | None = vars(model).get("_hf_fastpath")
+    if state is None:
+        return original(model, *args, **kwargs)
+    return _sample(state, original, model, *args, **kwargs)
+
+
+def _sample(
+    state: PatchState,
+    original: Any,
+    model: Any,
+    input_ids: torch.Tensor,
+    logits_processor: Any,
+    stopping_criteria: Any,
+    generation_config: Any,
+    synced_gpus: bool = False,
+    streamer: Any = None,
+    **model_kwargs: Any,
+) -> Any:
+    reason = step_aside_reason(state, model, input_ids, generation_config, synced_gpus, model_kwargs)
+    if reason is None and not state.lock.acquire_for_thread():
+        reason = "reentrant"
+    if reason is not None:
+        state.fall_back(reason)
+        before, started = input_ids.shape[1], time.perf_counter()
+        result = original(
+            *(model, input_ids, logits_processor, stopping_criteria, generation_config, synced_gpus, streamer),
+            **model_kwargs,
+        )
+        sequences = result if isinstance(result, torch.Tensor) else result.sequences
+        state.stats.generated(sequences.numel() - before * sequences.shape[0], started, reason)
+        return result
+    try:
+        loop = _Loop(state, model, input_ids, logits_processor, stopping_criteria, generation_config, streamer)
+        return loop.run(model_kwargs)
+    finally:
+        state.lock.release()
+
+
+def step_aside_reason(
+    state: PatchState, model: Any, input_ids: torch.Tensor, config: Any, synced_gpus: bool, model_kwargs: dict
+) -> str | None:
+    """The reason code for which this call is left to transformers' loop, or None."""
+    cache = model_kwargs.get("past_key_values")
+    if not state.enabled:
+        return "paused"
+    if state.loop_reason is not None:
+        return state.loop_reason
+    if synced_gpus:
+        return "synced_gpus"
+    if config.is_assistant:
+        return "assistant"
+    if config.compile_config is not None:
+        return "compile_config"
+    if config.output_attentions or config.output_hidden_states:
+        return "attention_outputs"
+    if not model_kwargs.get("use_cache"):
+        return "no_cache"
+    if not isinstance(cache, FastpathCache):
+        return "other_cache"
+    if input_ids.shape[0] > min(MAX_ROWS, state.options.max_batch_size):
+        return "batch_size"
+    extra = set(model_kwargs) - {"past_key_values", "use_cache", "attention_mask", "position_ids", "logits_to_keep"}
+    if any(model_kwargs[name] is not None for name in extra):
+        return "unsupported_input"
+    if input_ids.shape[1] == 0 or input_ids.device != state.part.embedding.weight.device:
+        return "device" if input_ids.shape[1] else "unsupported_input"
+    if torch.is_autocast_enabled(input_ids.device.type):
+        return "autocast"
+    if torch.compiler.is_compiling():
+        return "compiling"
+    layout = _layout_reason(input_ids, model_kwargs, cache.get_seq_length())
+    return _cache_reason(state, cache) or layout or state.part.reason()
+
+
+def _cache_reason(state: PatchState, cache: FastpathCache) -> str | None:
+    """A cache the user made for another model, or without its windows, is left to stock code."""
+    if len(cache.layers) > len(state.part.layers):
+        return "other_cache"
+    for layer, part in zip(cache.layers, state.part.layers):
+        if layer.sliding_window not in (None, part.attention.window):
+            return "other_cache"
+    return None
+
+
+def _layout_reason(input_ids: torch.Tensor, model_kwargs: dict, past_len: int) -> str | None:
+    mask, position_ids = model_kwargs.get("attention_mask"), model_kwargs.get("position_ids")
+    if mask is not None:
+        # generate() takes the whole conversation or only what is new; the mask always covers the cache
+        if mask.shape[-1] not in (input_ids.shape[1], past_len + input_ids.shape[1]) or mask.shape[-1] <= past_len:
+            return "attention_mask"
+        if mask.dim() != 2 or mask.device != input_ids.device or not is_left_padding(mask):
+            return "attention_mask"
+    if position_ids is None or position_ids.dim() != 2 or position_ids.device != input_ids.device:
+        return "position_ids"
+    return None
+
+
+def is_left_padding(mask: torch.Tensor) -> bool:
+    """Whether every row of a [batch, seq_len] mask is zeros, then ones, and ends in a one."""
+    ones = mask.to(torch.int8)
+    return bool(((ones[:, 1:] >= ones[:, :-1]).all() & (ones[:, -1] == 1).all() & ((mask == 0) | (mask == 1)).all()))
+
+
+@dataclass
+class _Pending:
+    """A token on its way from the device to the host."""
+
+    length: int
+    finished: torch.Tensor
+    tokens: torch.Tensor
+    event: torch.cuda.Event | None
+
+
+class _Loop:
+    """One call of generate(): greedy search or sampling over a decode plan."""
+
+    def __init__(self, state, model, input_ids, logits_processor, stopping_criteria, config, streamer):
+        self.state, self.model, self.config = state, model, config
+        self.processors, self.criteria, self.streamer = logits_processor, stopping_criteria, streamer
+        self.device = input_ids.device
+        self.batch, self.prompt_len = input_ids.shape
+        self.has_eos = any(hasattr(criterion, "eos_token_id") for criterion in stopping_criteria)
+        self.max_length = stopping_criteria.max_length
+        self.ids = input_ids.new_empty(self.batch, self.prompt_len + GROW_TOKENS)
+        self.ids[:, : self.prompt_len] = input_ids
+        self.length = self.prompt_len
+        self.scores: list[torch.Tensor] = []
+        self.logits: list[torch.Tensor] = []
+        self.unfinished = torch.ones(self.batch, dtype=torch.long, device=self.device)
+        self.ahead = self._how_far_ahead()
+        self.pending: deque[_Pending] = deque()
+        self.offsets: dict[int, int] = {}
+
+    def _how_far_ahead(self) -> int:
+        """0 where the host must see every token before the next: on the CPU, and with the user's own objects."""
+        if not all(map(compat.is_stock, self.criteria)):
+            self.state.stats.note("custom_stopping_criteria")
+            return 0
+        if not all(map(compat.is_stock, self.processors)):
+            self.state.stats.note("custom_logits_processor")
+            return 0
+        return MAX_AHEAD if self.device.type == "cuda" else 0
+
+    def run(self, model_kwargs: dict) -> Any:
+        outputs = compat.prefill(self.model, self.ids[:, : self.length].clone(), self.config, model_kwargs)
+        cache, position_ids = outputs.past_key_values, model_kwargs["position_ids"]
+        mask = model_kwargs.get("attention_mask")
+        starts = None if mask is None else (mask == 0).sum(1)
+        next_positions = position_ids[:, -1].expand(self.batch) + 1
+        next_logits = outputs.logits[:, -1]
+        del outputs
+        started, first = time.perf_counter(), True
+        plan = None
+        try:
+            while True:
+                tokens = self._choose(next_logits)
+                if self._finish_step(tokens):
+                    break
+                if plan is None:
+                    plan = self.state.plan(self.batch, cache)
+                    plan.begin(cache, next_positions, starts)
+                next_logits = plan.step(tokens)
+                if first:  # building and capturing the plan is not decoding speed
+                    started, first = time.perf_counter(), False
+            dropped = self._drain()
+        finally:
+            if plan is not None:
+                plan.end()
+        if dropped:
+            self._undo(dropped, cache)
+        new_tokens = (self.length - self.prompt_len) * self.batch
+        # the first token came out of the prompt, and the clock started with the step of the second
+        self.state.stats.generated(new_tokens, started, timed=new_tokens - self.batch)
+        if self.streamer is not None:
+            self.streamer.end()
+        return self._result(cache)
+
+    def _choose(self, next_logits: torch.Tensor) -> torch.Tensor:
+        """[batch] next tokens out of [batch, vocab_size] logits, exactly as transformers chooses them."""
+        logits = next_logits.to(copy=True, dtype=torch.float32)
+        scores = self.processors(self.ids[:, : self.length], logits)
+        if self.config.return_dict_in_generate:
+            if self.config.output_scores:
+                self.scores.append(scores)
+            if self.config.output_logits:
+                self.logits.append(logits)
+        if self.config.do_sample:
+            if self.ahead:
+                self.offsets[self.length] = compat.philox_offset(self.device)
+            probabilities = torch.nn.functional.softmax(scores, dim=-1)
+            tokens = torch.multinomial(probabilities, num_samples=1).squeeze(1)
+        else:
+            tokens = torch.argmax(scores, dim=-1)
+        if self.has_eos:
+            tokens = tokens * self.unfinished + compat.pad_token(self.config).to(self.device) * (1 - self.unfinished)
+        return tokens
+
+    def _finish_step(self, tokens: torch.Tensor) -> bool:
+        """Append the tokens; say whether to stop."""
+        if self.length == self.ids.shape[1]:
+            room = self.ids.new_empty(self.batch, max(GROW_TOKENS, self.length // 4))
+            self.ids = torch.cat((self.ids, room), dim=1)
+        self.ids[:, self.length] = tokens
+        self.length += 1
+        scores = tuple(self.scores) if self.scores else None
+        done = self.criteria(self.ids[:, : self.length], scores)
+        self.unfinished = self.unfinished & ~done
+        if not self.ahead:
+            if self.streamer is not None:
+                self.streamer.put(tokens.cpu())
+            return not bool(self.unfinished.any())
+        self._send(tokens)
+        return self._look_back() or (self.max_length is not None and self.length >= self.max_length)
+
+    def _send(self, tokens: torch.Tensor) -> None:
+        """Start copying this step's outcome to the host."""
+        finished = torch.empty((), dtype=torch.bool, pin_memory=True)
+        finished.copy_(self.unfinished.max() == 0, non_blocking=True)
+        on_host = torch.empty(self.batch, dtype=torch.long, pin_memory=True)
+        if self.streamer is not None:
+            on_host.copy_(tokens, non_blocking=True)
+        event = torch.cuda.Event()
+        event.record(torch.cuda.current_stream(self.device))
+        self.pending.append(_Pending(self.length, finished, on_host, event))
+
+    def _look_back(self, wait: bool = False) -> bool:
+        """Take in what has arrived; wait only when the host is too far ahead. True once every row had finished."""
+        while self.pending:
+            oldest = self.pending[0]
+            if not (wait or len(self.pending) > self.ahead or oldest.event.query()):
+                return False
+            oldest.event.synchronize()
+            self.pending.popleft()
+            self.offsets.pop(oldest.length - 1, None)
+            if self.streamer is not None:
+                self.streamer.put(oldest.tokens.clone())
+            if bool(oldest.finished):
+                self.finished_length = oldest.length
+                return True
+        return False
+
+    finished_length: int | None = None
+
+    def _drain(self) -> int:
+        """Wait for the tokens on their way; returns how many steps past the end there were."""
+        if self.finished_length is None:
+            self._look_back(wait=True)
+        return 0 if self.finished_length is None else self.length - self.finished_length
+
+    def _undo(self, steps: int, cache: FastpathCache) -> None:
+        """Take back ``steps`` tokens: sequences, scores, cache, and the random numbers they used."""
+        self.length -= steps
+        for recorded in (self.scores, self.logits):
+            del recorded[len(recorded) - steps if recorded else 0 :]
+        cache.crop(-steps)
+        if self.length in self.offsets:
+            compat.set_philox_offset(self.device, self.offsets[self.length])
+
+    def _result(self, cache: FastpathCache) -> Any:
+        sequences = self.ids[:, : self.length].clone()
+        if not self.config.return_dict_in_generate:
+            return sequences
+        return compat.GenerateDecoderOnlyOutput(
+            sequences=sequences,
+            scores=tuple(self.scores) if self.config.output_scores else None,
+            logits=tuple(self.logits) if self.config.output_logits else None,
+            attentions=None,
+            hidden_states=None,
+            past_key_values=cache,
+        )

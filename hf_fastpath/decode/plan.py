@@ -1,0 +1,184 @@
+"""A decode plan: the step of one token for a whole model, recorded once as a flat list of op calls.
+
+On the CPU the list is executed for every token; on CUDA it is captured into a graph and replayed. The list holds the
+model's own parameters, so changed values are seen; a parameter that moved or was replaced makes a new plan.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from ..cache import FastpathCache
+from ..compat import below_autograd
+from ..ops.decode_attention import workspace_bytes
+from . import steps
+from .graph import capture
+from .structure import ModelPart, fingerprint
+
+_aten = torch.ops.aten
+
+
+class Register:
+    """Stands for a value that only exists once the plan runs."""
+
+    __slots__ = ("index",)
+
+    def __init__(self, index: int):
+        self.index = index
+
+
+class Program:
+    """A list of calls over numbered registers."""
+
+    def __init__(self) -> None:
+        self.values: list[Any] = []
+        self._calls: list[tuple[Callable[..., Any], list[Any], list[tuple[int, int]], int]] = []
+
+    def register(self, value: Any = None) -> Register:
+        """A new register, holding ``value``."""
+        self.values.append(value)
+        return Register(len(self.values) - 1)
+
+    def emit(self, op: Callable[..., Any], *arguments: Any) -> Register:
+        """Note a call; its result is in the returned register once the program ran."""
+        out = self.register()
+        holes = [(place, a.index) for place, a in enumerate(arguments) if type(a) is Register]
+        self._calls.append((op, list(arguments), holes, out.index))
+        return out
+
+    def __len__(self) -> int:
+        return len(self._calls)
+
+    def op_names(self) -> list[str]:
+        """Names of the calls in order."""
+        return [getattr(op, "__name__", str(op)) for op, *_ in self._calls]
+
+    def run(self) -> None:
+        """Make every call."""
+        values = self.values
+        for op, arguments, holes, out in self._calls:
+            for place, index in holes:
+                arguments[place] = values[index]
+            values[out] = op(*arguments)
+
+
+class DecodePlan:
+    """One new token for each of ``batch`` sequences.
+
+    Args:
+        part: the model.
+        batch: number of sequences.
+        kv_dtype: storage type of the caches it will serve.
+
+    Attributes:
+        logits: [batch, vocab_size] in the model's dtype, overwritten by the next step.
+    """
+
+    def __init__(self, part: ModelPart, batch: int, kv_dtype: torch.dtype):
+        self.part, self.batch, self.kv_dtype = part, batch, kv_dtype
+        self.fingerprint = fingerprint(part)
+        weight = part.embedding.weight
+        self.device, self.dtype = weight.device, weight.dtype
+        self.cache: FastpathCache | None = None
+        self.graph: torch.cuda.CUDAGraph | None = None
+        self.warm = False  # the first step runs eagerly: it loads kernels, which a capture must not
+        with torch.inference_mode(False):  # buffers outlive the mode generate() was called in
+            self.tokens = torch.zeros(batch, 1, dtype=torch.long, device=self.device)
+            self.positions = torch.zeros(batch, 1, dtype=torch.long, device=self.device)
+            self.seq_lens = torch.zeros(batch, dtype=torch.int32, device=self.device)
+            self.starts = torch.zeros(batch, dtype=torch.int32, device=self.device)
+            self.kv_table = self.workspace = None
+            if self.device.type == "cuda":
+                attention = part.layers[0].attention
+                size = workspace_bytes(batch, 1, attention.num_heads, attention.head_dim)
+                self.workspace = torch.zeros(size, dtype=torch.uint8, device=self.device)
+                self.kv_table = torch.zeros(len(part.layers), 3, dtype=torch.long, device=self.device)
+        self.program = Program()
+        self._caches = [(self.program.register(), self.program.register()) for _ in part.layers]
+        self._logits = self._record()
+
+    def _record(self) -> Register:
+        """Write the token step down; returns the register of the logits [batch, 1, vocab_size]."""
+        part, emit = self.part, self.program.emit
+        emit(_aten.add_.Scalar, self.seq_lens, 1)
+        hidden = emit(_aten.embedding.default, part.embedding.weight, self.tokens)
+        cos = sin = None
+        if part.position_embedding is not None:
+            learned = emit(_aten.embedding.default, part.position_embedding.weight, self.positions)
+            hidden = emit(_aten.add.Tensor, hidden, learned)
+        if part.rotary is not None:
+            # transformers' own module, so every kind of scaling is right; x only gives dtype and device
+            pair = emit(part.rotary.forward, part.embedding.weight, self.positions)
+            cos, sin = emit(operator.itemgetter(0), pair), emit(operator.itemgetter(1), pair)
+        at = steps.Positions(cos, sin, self.seq_lens, self.starts, self.kv_table, self.workspace)
+        for index, layer in enumerate(part.layers):
+            hidden = steps.decoder_layer(emit, layer, hidden, self._caches[index], at, index)
+        hidden = steps.norm(emit, part.final_norm, hidden)
+        logits = steps.projection(emit, part.head, hidden)
+        emit(_aten.add_.Scalar, self.positions, 1)
+        return logits
+
+    def serves(self, part: ModelPart, batch: int, kv_dtype: torch.dtype) -> bool:
+        """Whether this plan is still the one for that model as it is now."""
+        return (batch, kv_dtype) == (self.batch, self.kv_dtype) and self.fingerprint == fingerprint(part)
+
+    def begin(self, cache: FastpathCache, positions: torch.Tensor, starts: torch.Tensor | None) -> None:
+        """Start or continue generating over ``cache``.
+
+        Args:
+            cache: holds the prompt; every layer initialized.
+            positions: int64 [batch], position ids of the next tokens.
+            starts: [batch] left padding of each row, or None for none.
+        """
+        self.seq_lens.fill_(cache.get_seq_length())
+        self.positions.copy_(positions[:, None])
+        self.starts.zero_() if starts is None else self.starts.copy_(starts)
+        self.cache = cache
+        self._bind()
+
+    def _bind(self) -> None:
+        """Tell the program where the cache's buffers are."""
+        layers = self.cache.layers
+        if self.kv_table is not None:
+            rows = [[layer.k_buffer.data_ptr(), layer.v_buffer.data_ptr(), layer.capacity] for layer in layers]
+            self.kv_table.copy_(torch.tensor(rows, dtype=torch.long))
+        for (k, v), layer in zip(self._caches, layers):
+            self.program.values[k.index], self.program.values[v.index] = layer.k_buffer, layer.v_buffer
+
+    @property
+    def logits(self) -> torch.Tensor:
+        return self.program.values[self._logits.index][:, 0]
+
+    def step(self, tokens: torch.Tensor) -> torch.Tensor:
+        """Run one token.
+
+        Args:
+            tokens: int64 [batch].
+
+        Returns:
+            [batch, vocab_size] logits of the next token, valid until the next step.
+        """
+        if self.cache.reserve(1):
+            self._bind()
+        self.tokens.copy_(tokens[:, None])
+        if self.device.type == "cuda" and self.warm and self.graph is None:
+            self.graph = capture(self.program, self.device)
+        if self.graph is not None:
+            self.graph.replay()
+        else:
+            with below_autograd():
+                self.program.run()
+        self.warm = True
+        self.cache.advance(1)
+        return self.logits
+
+    def end(self) -> None:
+        """Let go of the cache."""
+        self.cache = None
+        for k, v in self._caches:
+            # A captured graph finds the buffers through kv_table; keeping them here would only hold memory.
+            self.program.values[k.index] = self.program.values[v.index] = None

@@ -1,0 +1,179 @@
+"""The forwards that ``patch()`` binds to module instances.
+
+Each runs stock code, ``type(self).forward``, whenever the fused ops are not proven to
+give the same result, and counts the reason.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from . import loader, ops
+from .cache import FastpathCache, FastpathLayer
+from .compat import outputs_are_captured
+from .decode import steps
+from .decode.structure import AttentionPart, LayerPart, MLPPart, NormPart
+from .ops.gemv import MAX_ROWS
+from .registry import FLOAT_DTYPES
+
+if TYPE_CHECKING:
+    from .patching import PatchState
+
+Part = NormPart | MLPPart | AttentionPart | LayerPart
+KEY = "_hf_fastpath"
+
+
+@dataclass
+class ModulePatch:
+    """What a patched module knows: the model's state, its part, and the names of its stock forward's arguments."""
+
+    state: PatchState
+    part: Part
+    argument_names: tuple[str, ...]
+
+    def reason_now(self, x: torch.Tensor) -> str | None:
+        """Why this call cannot use the ops on ``x``, whatever the op; None if it can."""
+        if not self.state.enabled:
+            return "paused"
+        if torch.compiler.is_compiling():
+            return "compiling"
+        if torch.is_autocast_enabled(x.device.type):
+            return "autocast"
+        if x.dtype not in FLOAT_DTYPES:
+            return "dtype"
+        return None if is_native(x.device.type) else "no_native_library"
+
+    def parameters_reason(self, x: torch.Tensor) -> str | None:
+        """Why the fused ops cannot take the part's parameters together with ``x``; None if they can."""
+        grad = torch.is_grad_enabled()
+        if grad and x.requires_grad:
+            return "gradient"
+        for parameter in self.part.parameters():
+            if parameter is None:
+                continue
+            if parameter.dtype != x.dtype:
+                return "dtype"
+            if parameter.device != x.device:
+                return "device"
+            if grad and parameter.requires_grad:
+                return "gradient"
+        return None
+
+
+def is_native(device_type: str) -> bool:
+    """Whether compiled kernels serve a device type."""
+    status = loader.status().get(device_type)
+    return status is not None and status.native
+
+
+#: stock code by design: switched off, or traced, or training with an op that has no backward
+_UNCOUNTED = (None, "paused", "compiling", "gradient")
+
+
+def stock(module: nn.Module, reason: str | None, *args: Any, **kwargs: Any) -> Any:
+    """The class's own forward; a reason is counted, and refused under ``strict=True``."""
+    if reason not in _UNCOUNTED:
+        vars(module)[KEY].state.fall_back(reason)
+    return type(module).forward(module, *args, **kwargs)
+
+
+def norm(self: nn.Module, hidden_states: torch.Tensor) -> torch.Tensor:
+    patch: ModulePatch = vars(self)[KEY]
+    reason = patch.reason_now(hidden_states) or patch.parameters_reason(hidden_states)
+    if reason is not None:
+        return stock(self, reason, hidden_states)
+    return ops.rms_norm.overload(hidden_states, self.weight, patch.part.eps)
+
+
+def mlp(self: nn.Module, hidden_states: torch.Tensor) -> torch.Tensor:
+    patch: ModulePatch = vars(self)[KEY]
+    part: MLPPart = patch.part
+    reason = patch.reason_now(hidden_states) or part.activation_reason()
+    if reason is not None:
+        return stock(self, reason, hidden_states)
+    if hidden_states.numel() <= MAX_ROWS * hidden_states.shape[-1] and hidden_states.numel():
+        if part.reason() is None and patch.parameters_reason(hidden_states) is None:
+            return steps.mlp(steps.run, part, hidden_states)
+    # Many rows, gradients, or projections with a life of their own (LoRA, quantized): only the activation is fused.
+    if part.gate is None:
+        if part.activation not in ("gelu", "gelu_tanh"):
+            return stock(self, "unsupported_activation", hidden_states)
+        up = part.up(hidden_states)
+        out = part.down(ops.fused_gelu.overload(up, "tanh" if part.activation == "gelu_tanh" else "none"))
+    else:
+        out = part.down(ops.fused_swiglu.overload(part.gate(hidden_states), part.up(hidden_states), part.activation))
+    return out if part.spec.dropout is None else getattr(self, part.spec.dropout)(out)
+
+
+@dataclass
+class _OverCache:
+    """A token step over one layer of a FastpathCache."""
+
+    layer: FastpathLayer
+    at: steps.Positions
+
+    @property
+    def buffers(self) -> tuple[torch.Tensor, torch.Tensor]:
+        return self.layer.k_buffer, self.layer.v_buffer
+
+
+def _over_cache(patch: ModulePatch, part: AttentionPart, x: torch.Tensor, named: dict) -> _OverCache | str | None:
+    """Whether this call is one new token a row over our cache, and the kernels can take it.
+
+    Returns:
+        What the fused ops need; a reason code if stock code has to run though it is such a call; None for every
+        other call (prompts, no cache), which are stock code's by design.
+    """
+    cache, index = named.get("past_key_values"), part.module.layer_idx
+    if cache is None or x.dim() != 3 or x.shape[1] != 1 or cache.get_seq_length(index) == 0:
+        return None
+    if not isinstance(cache, FastpathCache):
+        return "other_cache"
+    reason = patch.reason_now(x) or patch.parameters_reason(x) or patch.part.reason()
+    if reason is not None:
+        return reason
+    layer = cache.layers[index]
+    if layer.sliding_window not in (None, part.window) or layer.batch_size != x.shape[0]:
+        return "other_cache"
+    if x.shape[0] > MAX_ROWS:
+        return "batch_size"
+    if named.get("attention_mask") is not None:
+        return "attention_mask"
+    if named.get("encoder_hidden_states") is not None or any(name.startswith("cu_seq_lens") for name in named):
+        return "unsupported_input"
+    if named.get("output_attentions") or outputs_are_captured():
+        return "attention_outputs"
+    layer.reserve(1)
+    cos, sin = named.get("position_embeddings") or (None, None)
+    return _OverCache(layer, steps.Positions(cos, sin, cache.seq_lens(index, 1), None))
+
+
+def attention(self: nn.Module, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+    patch: ModulePatch = vars(self)[KEY]
+    found = _over_cache(patch, patch.part, hidden_states, dict(zip(patch.argument_names, args), **kwargs))
+    if not isinstance(found, _OverCache):
+        return stock(self, found, hidden_states, *args, **kwargs)
+    out = steps.attention(steps.run, patch.part, hidden_states, found.buffers, found.at, self.layer_idx)
+    found.layer.advance(1)
+    return out, None
+
+
+def layer(self: nn.Module, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+    patch: ModulePatch = vars(self)[KEY]
+    part: LayerPart = patch.part
+    found = _over_cache(patch, part.attention, hidden_states, dict(zip(patch.argument_names, args), **kwargs))
+    if not isinstance(found, _OverCache):
+        return stock(self, found, hidden_states, *args, **kwargs)
+    index = part.attention.module.layer_idx
+    out = steps.decoder_layer(steps.run, part, hidden_states, found.buffers, found.at, index)
+    found.layer.advance(1)
+    return out
+
+
+#: part of an architecture -> the forward that takes the place of stock's
+FORWARDS: dict[str, Callable[..., Any]] = {"norm": norm, "mlp": mlp, "attention": attention, "layer": layer}

@@ -1,0 +1,26 @@
+"""The ops, one file each. ``hf_fastpath.ops.<name>(...)`` checks its arguments and calls the op.
+
+``torch.ops.hf_fastpath.<name>`` is the same op without the Python checks.
+"""
+
+from .decode_attention import SPEC as decode_attention
+from .fused_gelu import SPEC as fused_gelu
+from .fused_swiglu import SPEC as fused_swiglu
+from .gemv import SPEC as gemv
+from .gemv_qkv import SPEC as gemv_qkv
+from .gemv_swiglu import SPEC as gemv_swiglu
+from .layer_norm import SPEC as layer_norm
+from .rms_norm import SPEC as rms_norm
+from .rope_append import SPEC as rope_append
+
+__all__ = [
+    "decode_attention",
+    "fused_gelu",
+    "fused_swiglu",
+    "gemv",
+    "gemv_qkv",
+    "gemv_swiglu",
+    "layer_norm",
+    "rms_norm",
+    "rope_append",
+]

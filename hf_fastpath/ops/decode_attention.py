@@ -1,0 +1,161 @@
+"""Causal attention of one to sixteen new tokens over the KV cache, split over the cache and merged in one kernel."""
+
+from __future__ import annotations
+
+import torch
+
+from ..registry import OpSpec, Sample, nbytes, register, tensor_reasons
+from .kv_cache import MAX_QUERY_LEN, cache_reasons, positions, refuse_kv_table, slot_positions
+
+MIN_HEAD_DIM, MAX_HEAD_DIM = 32, 256
+
+
+def reference(
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    seq_lens: torch.Tensor,
+    starts: torch.Tensor | None,
+    scale: float,
+    window: int = 0,
+    kv_table: torch.Tensor | None = None,
+    layer: int = 0,
+    workspace: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """``softmax(scale * q @ K.T) @ V`` over the visible positions of each row.
+
+    Token i of row b has position ``p = seq_lens[b] - query_len + i`` and sees the positions ``j`` with
+    ``max(starts[b], p - window + 1) <= j <= p`` (no lower bound from the window if it is 0). Position j lies in
+    slot ``j mod capacity``. A token that sees nothing gives zeros. Slots that are not visible are never used,
+    whatever they hold.
+
+    Args:
+        q: [batch, query_len, num_heads, head_dim], query_len 1 to 16, head_dim 32 to 256 in steps of 8.
+        k_cache, v_cache: [batch, num_kv_heads, capacity, head_dim], contiguous, float32, float16 or bfloat16
+            whatever q's dtype; num_kv_heads divides num_heads.
+        seq_lens: int32 [batch], tokens a row holds, the new ones included; at most capacity, or any number when
+            window + query_len - 1 <= capacity.
+        starts: int32 [batch], first visible position (left padding), or None for 0.
+        scale: factor on the scores.
+        window: positions a token sees, itself included; 0 for all.
+        kv_table, layer: as in ``rope_append``.
+        workspace: uint8 from ``workspace_bytes`` on q's device, zeroed once by the caller; the CUDA kernel keeps
+            its partial results and counters there and leaves the counters zero. None: allocated by the call.
+            Two calls that may overlap in time need two workspaces. Ignored on the CPU.
+
+    Returns:
+        [batch, query_len, num_heads*head_dim] in q's dtype; softmax and sums in float32.
+
+    Raises:
+        OpInputError: shapes, dtypes or devices that do not fit.
+
+    Source: transformers ``integrations/sdpa_attention.py@5.17``; flash decoding (split KV), arXiv:2205.14135.
+    """
+    refuse_kv_table(kv_table)
+    batch, query_len, num_heads, head_dim = q.shape
+    held = slot_positions(seq_lens, k_cache.shape[2])[:, None]  # [batch, 1, capacity]
+    query = positions(seq_lens, query_len)[:, :, None]  # [batch, query_len, 1]
+    visible = (held >= 0) & (held <= query)
+    if window:
+        visible &= held > query - window
+    if starts is not None:
+        visible &= held >= starts.long()[:, None, None]
+    used = visible.any(1)[:, None, :, None]
+    k, v = (torch.where(used, cache, 0).to(q.dtype) for cache in (k_cache, v_cache))
+    out = torch.nn.functional.scaled_dot_product_attention(
+        q.transpose(1, 2), k, v, attn_mask=visible[:, None], scale=scale, enable_gqa=k.shape[1] != num_heads
+    )
+    out = torch.where(visible.any(2)[:, None, :, None], out, 0)
+    return out.transpose(1, 2).reshape(batch, query_len, num_heads * head_dim)
+
+
+def fake(q, k_cache, v_cache, seq_lens, starts, scale, window=0, kv_table=None, layer=0, workspace=None):
+    return q.new_empty(q.shape[0], q.shape[1], q.shape[2] * q.shape[3])
+
+
+def workspace_bytes(batch: int, query_len: int, num_heads: int, head_dim: int) -> int:
+    """Size of the ``workspace`` that calls of at most this shape need, in bytes.
+
+    For every query and head: MAX_SPLITS partial outputs of head_dim float32 with their maximum and sum, and one
+    32-bit counter.
+    """
+    return batch * query_len * num_heads * (MAX_SPLITS * (head_dim + 2) + 1) * 4
+
+
+#: most blocks the CUDA kernel spreads one KV head's cache over
+MAX_SPLITS = 64
+
+
+def why_not(
+    q, k_cache, v_cache, seq_lens, starts, scale, window=0, kv_table=None, layer=0, workspace=None
+) -> list[str]:
+    if q.dim() != 4 or not 1 <= q.shape[1] <= MAX_QUERY_LEN:
+        return [f"q has shape {tuple(q.shape)}, expected [batch, 1 to {MAX_QUERY_LEN}, heads, head_dim]"]
+    batch, query_len, num_heads, head_dim = q.shape
+    reasons = tensor_reasons(q) + cache_reasons(k_cache, v_cache, seq_lens, batch, q.device, kv_table, layer)
+    if k_cache.dim() == 4 and (k_cache.shape[3] != head_dim or num_heads % k_cache.shape[1]):
+        reasons.append(
+            f"q has {num_heads} heads of {head_dim}, the cache {k_cache.shape[1]} of {k_cache.shape[3]}: "
+            "expected the same head_dim and a multiple of the cache's heads"
+        )
+    if not MIN_HEAD_DIM <= head_dim <= MAX_HEAD_DIM or head_dim % 8:
+        reasons.append(f"head_dim is {head_dim}, expected 32 to 256 in steps of 8")
+    if window < 0:
+        reasons.append(f"window is {window}, expected 0 (none) or a positive number of positions")
+    if starts is not None and (starts.dtype != torch.int32 or tuple(starts.shape) != (batch,)):
+        reasons.append(f"starts is {starts.dtype} {tuple(starts.shape)}, expected torch.int32 ({batch},)")
+    for name, tensor in (("starts", starts), ("workspace", workspace)):
+        if tensor is not None and tensor.device != q.device:
+            reasons.append(f"{name} is on {tensor.device}, expected {q.device}: move it")
+    if workspace is not None and workspace.nbytes < workspace_bytes(batch, query_len, num_heads, head_dim):
+        reasons.append(f"workspace has {workspace.nbytes} bytes: allocate workspace_bytes(...), zeroed")
+    return reasons
+
+
+def moved(q, k_cache, v_cache, seq_lens, starts, scale, window=0, kv_table=None, layer=0, workspace=None) -> int:
+    length = seq_lens.long() if starts is None else seq_lens.long() - starts.long()
+    if window:
+        length = length.clamp(max=window + q.shape[1] - 1)
+    row = 2 * k_cache.shape[1] * k_cache.shape[3] * k_cache.element_size()
+    return int(length.clamp(max=k_cache.shape[2]).sum()) * row + 2 * nbytes(q)
+
+
+def samples(device: torch.device, dtype: torch.dtype):
+    def call(batch, query_len, heads, kv_heads, head_dim, capacity, seq_lens, starts=None, window=0, kv=None):
+        q = torch.randn(batch, query_len, heads, head_dim, device=device, dtype=dtype)
+        shape = (batch, kv_heads, capacity, head_dim)
+        caches = [torch.randn(shape, device=device).to(kv or dtype) for _ in range(2)]
+        lens = torch.tensor(seq_lens, device=device, dtype=torch.int32)
+        held = slot_positions(lens, capacity)
+        for cache in caches:  # whatever was never written must not matter
+            cache[(held < 0)[:, None, :, None].expand(shape)] = float("nan")
+        first = None if starts is None else torch.tensor(starts, device=device, dtype=torch.int32)
+        return Sample(q, *caches, lens, first, head_dim**-0.5, window)
+
+    yield call(1, 1, 4, 4, 32, 16, [1])
+    yield call(1, 1, 32, 8, 128, 300, [257])  # GQA 4
+    yield call(1, 1, 8, 1, 64, 1100, [1030])  # MQA, several splits
+    yield call(2, 1, 12, 12, 64, 70, [70, 33], starts=[5, 0])
+    yield call(3, 4, 8, 2, 80, 50, [44, 50, 4], starts=[0, 40, 0])
+    yield call(1, 16, 4, 2, 256, 40, [40])
+    yield call(2, 1, 4, 2, 96, 24, [100, 7], window=8)  # ring
+    yield call(1, 7, 6, 2, 40, 24, [61], window=17)
+    yield call(2, 1, 4, 2, 64, 600, [555, 20], starts=[540, 3], window=128)
+    yield call(1, 1, 4, 1, 128, 40, [40], kv=torch.float16)
+    yield call(1, 2, 4, 1, 64, 40, [39], kv=torch.bfloat16)
+
+
+SPEC = register(
+    OpSpec(
+        name="decode_attention",
+        schema=(
+            "(Tensor q, Tensor k_cache, Tensor v_cache, Tensor seq_lens, Tensor? starts, float scale, int window=0, "
+            "Tensor? kv_table=None, int layer=0, Tensor(a!)? workspace=None) -> Tensor"
+        ),
+        reference=reference,
+        fake=fake,
+        why_not=why_not,
+        bytes=moved,
+        samples=samples,
+    )
+)

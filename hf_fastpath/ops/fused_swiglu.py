@@ -1,0 +1,97 @@
+"""Gated activation ``act(gate) * up`` in one pass (SwiGLU, and the GELU-gated form)."""
+
+from __future__ import annotations
+
+import torch
+
+from ..registry import OpSpec, Sample, choice_reason, nbytes, register, shape_reason, tensor_reasons
+from .fused_gelu import gelu_grad
+
+#: gate activations by the name the ops use
+GATES = ("silu", "gelu_tanh", "gelu")
+
+
+def activate(x: torch.Tensor, activation: str) -> torch.Tensor:
+    """``activation`` of every element with PyTorch's own functions; ``"none"`` returns ``x``."""
+    if activation == "none":
+        return x
+    if activation == "relu":
+        return torch.relu(x)
+    if activation == "silu":
+        return torch.nn.functional.silu(x)
+    if activation == "gelu_tanh":
+        return torch.nn.functional.gelu(x, approximate="tanh")
+    return torch.nn.functional.gelu(x)
+
+
+def reference(gate: torch.Tensor, up: torch.Tensor, activation: str = "silu") -> torch.Tensor:
+    """``activation(gate) * up``, element by element.
+
+    Args:
+        gate, up: float32, float16 or bfloat16, same shape, dtype and device; any strides.
+        activation: ``"silu"`` (SwiGLU), ``"gelu_tanh"`` or ``"gelu"`` (GeGLU, erf).
+
+    Returns:
+        Tensor of gate's shape and dtype, contiguous.
+
+    Raises:
+        OpInputError: shapes, dtypes or devices differ, or the activation is unknown.
+
+    Source: transformers ``models/mistral/modeling_mistral.py@5.17``, ``MistralMLP``; Shazeer, arXiv:2002.05202.
+    """
+    return (activate(gate, activation) * up).contiguous()
+
+
+def fake(gate: torch.Tensor, up: torch.Tensor, activation: str = "silu") -> torch.Tensor:
+    return torch.empty_like(gate, memory_format=torch.contiguous_format)
+
+
+def why_not(gate: torch.Tensor, up: torch.Tensor, activation: str = "silu") -> list[str]:
+    return (
+        tensor_reasons(gate, up=up)
+        + shape_reason("up", up, tuple(gate.shape))
+        + choice_reason("activation", activation, GATES)
+    )
+
+
+def setup_context(ctx, inputs, output) -> None:
+    gate, up, ctx.activation = inputs
+    ctx.save_for_backward(gate, up)
+
+
+def backward(ctx, grad: torch.Tensor):
+    gate, up = ctx.saved_tensors
+    work = torch.promote_types(gate.dtype, torch.float32)
+    g, u, d = gate.to(work), up.to(work), grad.to(work)
+    if ctx.activation == "silu":
+        sigmoid = torch.sigmoid(g)
+        slope = sigmoid * (1.0 + g * (1.0 - sigmoid))
+    else:
+        slope = gelu_grad(g, "tanh" if ctx.activation == "gelu_tanh" else "none")
+    return (d * u * slope).to(gate.dtype), (d * activate(g, ctx.activation)).to(up.dtype), None
+
+
+def samples(device: torch.device, dtype: torch.dtype):
+    def randn(*shape):
+        return torch.randn(*shape, device=device, dtype=dtype) * 2
+
+    for shape in ((1,), (3, 111), (2, 5, 704)):
+        for activation in GATES:
+            yield Sample(randn(*shape), randn(*shape), activation)
+    both = randn(4, 2 * 96)
+    yield Sample(both[:, :96], both[:, 96:], "silu")  # halves of one projection: strided rows
+
+
+SPEC = register(
+    OpSpec(
+        name="fused_swiglu",
+        schema='(Tensor gate, Tensor up, str activation="silu") -> Tensor',
+        reference=reference,
+        fake=fake,
+        why_not=why_not,
+        bytes=lambda gate, up, activation="silu": nbytes(gate, up) + nbytes(gate),
+        samples=samples,
+        backward=backward,
+        setup_context=setup_context,
+    )
+)

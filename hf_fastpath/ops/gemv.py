@@ -1,0 +1,112 @@
+"""Linear layer for one to sixteen rows: a matrix-vector product that reads the weight once."""
+
+from __future__ import annotations
+
+import torch
+
+from ..registry import OpSpec, Sample, choice_reason, nbytes, register, shape_reason, tensor_reasons
+from .fused_swiglu import GATES, activate
+
+MAX_ROWS = 16
+ACTIVATIONS = ("none", "relu", *GATES)
+
+
+def reference(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    residual: torch.Tensor | None = None,
+    activation: str = "none",
+    transposed: bool = False,
+) -> torch.Tensor:
+    """``activation(x @ weight.T + bias) + residual``.
+
+    Args:
+        x: [..., in_features], at most 16 rows in all.
+        weight: [out_features, in_features] as ``nn.Linear`` stores it, or [in_features, out_features] with
+            ``transposed`` as ``Conv1D`` does. Rows may be strided; the last dimension is contiguous.
+        bias: [out_features] or None.
+        residual: [..., out_features] or None, added after the activation.
+        activation: ``none``, ``relu``, ``silu``, ``gelu_tanh`` or ``gelu``.
+        transposed: layout of ``weight``.
+
+    Returns:
+        [..., out_features] in x's dtype, contiguous; accumulated in float32 and rounded once.
+
+    Raises:
+        OpInputError: shapes, dtypes or devices that do not fit, more than 16 rows, unknown activation.
+
+    Source: ``torch.nn.Linear``; transformers ``pytorch_utils.py@5.17``, ``Conv1D``.
+    """
+    out = torch.nn.functional.linear(x, weight.t() if transposed else weight, bias)
+    out = activate(out, activation)
+    return out if residual is None else out + residual
+
+
+def fake(x, weight, bias=None, residual=None, activation="none", transposed=False):
+    return x.new_empty(*x.shape[:-1], weight.shape[1 if transposed else 0])
+
+
+def rows_reason(x: torch.Tensor) -> list[str]:
+    """A reason if ``x`` does not hold 1 to 16 rows."""
+    rows = x.numel() // max(1, x.shape[-1]) if x.dim() else 0
+    return [] if 1 <= rows <= MAX_ROWS else [f"x has {rows} rows, expected 1 to {MAX_ROWS}: use nn.Linear"]
+
+
+def weight_reason(name: str, x: torch.Tensor, weight: torch.Tensor, transposed: bool = False) -> list[str]:
+    """A reason if ``weight`` is not a matrix over x's features with a contiguous last dimension."""
+    if not x.dim():
+        return []  # rows_reason has said so
+    if weight.dim() != 2 or weight.shape[0 if transposed else 1] != x.shape[-1]:
+        want = f"[{x.shape[-1]}, out]" if transposed else f"[out, {x.shape[-1]}]"
+        return [f"{name} has shape {tuple(weight.shape)}, expected {want}"]
+    return [] if weight.stride(1) == 1 else [f"{name} has strides {weight.stride()}: make its rows contiguous"]
+
+
+def why_not(x, weight, bias=None, residual=None, activation="none", transposed=False) -> list[str]:
+    reasons = tensor_reasons(x, weight=weight, bias=bias, residual=residual)
+    reasons += rows_reason(x) + weight_reason("weight", x, weight, transposed)
+    if weight.dim() == 2:
+        out_features = weight.shape[1 if transposed else 0]
+        reasons += shape_reason("bias", bias, (out_features,))
+        reasons += shape_reason("residual", residual, (*x.shape[:-1], out_features))
+    return reasons + choice_reason("activation", activation, ACTIVATIONS)
+
+
+def moved(x, weight, bias=None, residual=None, activation="none", transposed=False) -> int:
+    return nbytes(x, weight, bias, residual) + nbytes(fake(x, weight, transposed=transposed))
+
+
+def samples(device: torch.device, dtype: torch.dtype):
+    def randn(*shape):
+        return torch.randn(*shape, device=device, dtype=dtype)
+
+    def weight(rows, columns, fan_in):
+        return randn(rows, columns) * fan_in**-0.5
+
+    for rows, k, n in ((1, 111, 37), (1, 768, 2304), (2, 64, 65), (3, 1000, 33), (16, 96, 257), (1, 7, 5)):
+        yield Sample(randn(rows, k), weight(n, k, k))
+        yield Sample(randn(rows, k), weight(k, n, k), transposed=True)
+    yield Sample(randn(1, 1, 256), weight(300, 256, 256), randn(300), randn(1, 1, 300))
+    yield Sample(randn(2, 2, 256), weight(256, 304, 256), randn(304), randn(2, 2, 304), "gelu_tanh", True)
+    for activation in ACTIVATIONS:
+        yield Sample(randn(5, 128), weight(48, 128, 128), randn(48), None, activation)
+    wide = weight(40, 200, 100)
+    yield Sample(randn(1, 100), wide[:, 100:])  # a column slice: strided rows, 4- or 2-byte alignment
+    yield Sample(randn(4, 3, 99).transpose(0, 1), weight(64, 99, 99))
+
+
+SPEC = register(
+    OpSpec(
+        name="gemv",
+        schema=(
+            "(Tensor x, Tensor weight, Tensor? bias=None, Tensor? residual=None, "
+            'str activation="none", bool transposed=False) -> Tensor'
+        ),
+        reference=reference,
+        fake=fake,
+        why_not=why_not,
+        bytes=moved,
+        samples=samples,
+    )
+)

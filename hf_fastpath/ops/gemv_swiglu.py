@@ -1,0 +1,72 @@
+"""Gate and up projections of one to sixteen rows with their gated activation, in one pass over both weights."""
+
+from __future__ import annotations
+
+import torch
+
+from ..registry import OpSpec, Sample, choice_reason, nbytes, register, shape_reason, tensor_reasons
+from .fused_swiglu import GATES
+from .fused_swiglu import reference as gated
+from .gemv import rows_reason, weight_reason
+
+
+def reference(
+    x: torch.Tensor, gate_weight: torch.Tensor, up_weight: torch.Tensor, activation: str = "silu"
+) -> torch.Tensor:
+    """``activation(x @ gate_weight.T) * (x @ up_weight.T)``.
+
+    Args:
+        x: [..., hidden_size], at most 16 rows in all.
+        gate_weight, up_weight: [intermediate_size, hidden_size], the two ``nn.Linear`` weights where the model
+            keeps them.
+        activation: ``silu``, ``gelu_tanh`` or ``gelu``.
+
+    Returns:
+        [..., intermediate_size] in x's dtype, contiguous; rounded once.
+
+    Raises:
+        OpInputError: shapes, dtypes or devices that do not fit, more than 16 rows, unknown activation.
+
+    Source: transformers ``models/mistral/modeling_mistral.py@5.17``, ``MistralMLP``.
+    """
+    linear = torch.nn.functional.linear
+    return gated(linear(x, gate_weight), linear(x, up_weight), activation)
+
+
+def fake(x, gate_weight, up_weight, activation="silu"):
+    return x.new_empty(*x.shape[:-1], gate_weight.shape[0])
+
+
+def why_not(x, gate_weight, up_weight, activation="silu") -> list[str]:
+    reasons = tensor_reasons(x, gate_weight=gate_weight, up_weight=up_weight) + rows_reason(x)
+    reasons += weight_reason("gate_weight", x, gate_weight)
+    reasons += shape_reason("up_weight", up_weight, tuple(gate_weight.shape))
+    if not reasons:
+        reasons += weight_reason("up_weight", x, up_weight)
+    return reasons + choice_reason("activation", activation, GATES)
+
+
+def moved(x, gate_weight, up_weight, activation="silu") -> int:
+    return nbytes(x, gate_weight, up_weight) + nbytes(fake(x, gate_weight, up_weight))
+
+
+def samples(device: torch.device, dtype: torch.dtype):
+    def randn(*shape):
+        return torch.randn(*shape, device=device, dtype=dtype)
+
+    for rows, k, n in ((1, 111, 37), (1, 256, 704), (2, 64, 65), (7, 100, 48), (16, 128, 96)):
+        for activation in GATES:
+            yield Sample(randn(1, rows, k), randn(n, k) * k**-0.5, randn(n, k) * k**-0.5, activation)
+
+
+SPEC = register(
+    OpSpec(
+        name="gemv_swiglu",
+        schema='(Tensor x, Tensor gate_weight, Tensor up_weight, str activation="silu") -> Tensor',
+        reference=reference,
+        fake=fake,
+        why_not=why_not,
+        bytes=moved,
+        samples=samples,
+    )
+)

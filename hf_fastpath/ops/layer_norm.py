@@ -1,0 +1,62 @@
+"""Layer norm over the last dimension."""
+
+from __future__ import annotations
+
+import torch
+
+from ..registry import OpSpec, Sample, nbytes, register, shape_reason, tensor_reasons
+
+
+def reference(
+    x: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor | None, eps: float
+) -> torch.Tensor:
+    """``(x - mean) / sqrt(var + eps) * weight + bias`` over the last dimension (biased variance).
+
+    Args:
+        x: [..., hidden_size], any strides.
+        weight, bias: [hidden_size] in x's dtype, or None for 1 and 0.
+        eps: added to the variance.
+
+    Returns:
+        Tensor of x's shape and dtype, contiguous. Statistics and product are float32.
+
+    Raises:
+        OpInputError: shapes, dtypes or devices that do not fit.
+
+    Source: ``torch.nn.LayerNorm``; arXiv:1607.06450.
+    """
+    return torch.nn.functional.layer_norm(x, x.shape[-1:], weight, bias, eps).contiguous()
+
+
+def fake(x, weight, bias, eps):
+    return torch.empty_like(x, memory_format=torch.contiguous_format)
+
+
+def why_not(x, weight, bias, eps) -> list[str]:
+    features = tuple(x.shape[-1:])
+    reasons = tensor_reasons(x, weight=weight, bias=bias)
+    return reasons + shape_reason("weight", weight, features) + shape_reason("bias", bias, features)
+
+
+def samples(device: torch.device, dtype: torch.dtype):
+    def randn(*shape):
+        return torch.randn(*shape, device=device, dtype=dtype)
+
+    for shape in ((1, 111), (1, 1, 768), (5, 256), (2, 3, 96), (17, 7)):
+        yield Sample(randn(*shape) + 1, randn(shape[-1]), randn(shape[-1]), 1e-5)
+    yield Sample(randn(3, 64), None, None, 1e-5)
+    yield Sample(randn(3, 64), randn(64), None, 1e-5)
+    yield Sample(randn(96, 33).t(), randn(96), randn(96), 1e-6)
+
+
+SPEC = register(
+    OpSpec(
+        name="layer_norm",
+        schema="(Tensor x, Tensor? weight, Tensor? bias, float eps) -> Tensor",
+        reference=reference,
+        fake=fake,
+        why_not=why_not,
+        bytes=lambda x, weight, bias, eps: 2 * nbytes(x) + nbytes(weight, bias),
+        samples=samples,
+    )
+)

@@ -1,0 +1,86 @@
+"""Largest magnitude of a buffer: the least work that reads everything. It measures the read bandwidth."""
+
+from __future__ import annotations
+
+import torch
+
+from ..registry import OpSpec, Sample, nbytes, register, tensor_reasons
+
+#: ways of reading on a GPU, by number; on a CPU 0 is one stream a thread, the others are eight
+VARIANTS = ("tile", "persistent", "bulk")
+#: compute capability from which a GPU has bulk copies
+BULK_COPY_CAPABILITY = (9, 0)
+
+
+def reference(buffer: torch.Tensor, variant: int = 0) -> torch.Tensor:
+    """``max(|buffer|)``: it depends on every element, so that no read can be left out, and rounds nothing.
+
+    Args:
+        buffer: float32, float16 or bfloat16, any shape, contiguous, not empty.
+        variant: how it is read, with the same result. On CUDA 0: one tile a block, 1: persistent blocks, 2:
+            bulk copies to shared memory (compute capability 9.0 or newer). On the CPU 0: one stream a thread,
+            else eight.
+
+    Returns:
+        float32 [1]; NaN if any element is NaN.
+
+    Raises:
+        OpInputError: another dtype, an empty buffer, a view that is not contiguous, an unknown variant.
+
+    Source: read-only relative of the STREAM benchmark (McCalpin, 1995); the maximum needs no rounding.
+    """
+    return buffer.abs().amax().to(torch.float32).reshape(1)
+
+
+def fake(buffer, variant=0):
+    return buffer.new_empty(1, dtype=torch.float32)
+
+
+def variants(device: torch.device) -> tuple[int, ...]:
+    """Numbers of the variants that differ on ``device``."""
+    if device.type != "cuda":
+        return (0, 1)
+    bulk = torch.cuda.get_device_capability(device) >= BULK_COPY_CAPABILITY
+    return (0, 1, 2) if bulk else (0, 1)
+
+
+def why_not(buffer, variant=0) -> list[str]:
+    reasons = tensor_reasons(buffer)
+    if not buffer.is_contiguous():
+        reasons.append("buffer is not contiguous: pass the whole buffer")
+    if not buffer.numel():
+        reasons.append("buffer is empty: it has no largest element")
+    if not 0 <= variant < len(VARIANTS):
+        reasons.append(f"variant is {variant}, expected 0 to {len(VARIANTS) - 1} ({', '.join(VARIANTS)})")
+    elif buffer.device.type == "cuda" and variant not in variants(buffer.device):
+        reasons.append(f"variant {variant} ({VARIANTS[variant]}) needs compute capability 9.0: use 0 or 1")
+    return reasons
+
+
+def samples(device: torch.device, dtype: torch.dtype):
+    for variant in variants(torch.device(device)):
+        for shape in (
+            (1,),
+            (7,),
+            (3, 33, 111),
+            (4096,),
+            (300_001,),
+        ):  # parts of a tile, a tile, several and a rest
+            yield Sample(torch.randn(shape, device=device, dtype=dtype), variant)
+        for position in (0, 1, 69_999):  # the largest at an end, off a 16-byte boundary
+            buffer = torch.randn(70_001, device=device, dtype=dtype)[1:]
+            buffer[position] = -9
+            yield Sample(buffer, variant)
+
+
+SPEC = register(
+    OpSpec(
+        name="read_stream",
+        schema="(Tensor buffer, int variant=0) -> Tensor",
+        reference=reference,
+        fake=fake,
+        why_not=why_not,
+        bytes=lambda buffer, variant=0: nbytes(buffer),
+        samples=samples,
+    )
+)

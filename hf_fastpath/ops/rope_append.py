@@ -1,0 +1,150 @@
+"""Rotary embedding of the new queries and keys, and append of the new keys and values to the KV cache."""
+
+from __future__ import annotations
+
+import torch
+
+from ..registry import OpSpec, Sample, nbytes, register, shape_reason, tensor_reasons
+from .kv_cache import MAX_QUERY_LEN, cache_reasons, positions, refuse_kv_table
+
+
+def _rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    rotary_dim = cos.shape[-1]
+    turned, rest = x[..., :rotary_dim], x[..., rotary_dim:]
+    first, second = turned.chunk(2, dim=-1)
+    turned = turned * cos[:, :, None] + torch.cat((-second, first), dim=-1) * sin[:, :, None]
+    return torch.cat((turned, rest), dim=-1)
+
+
+def reference(
+    qkv: torch.Tensor,
+    bias: torch.Tensor | None,
+    cos: torch.Tensor | None,
+    sin: torch.Tensor | None,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    seq_lens: torch.Tensor,
+    num_heads: int,
+    kv_table: torch.Tensor | None = None,
+    layer: int = 0,
+) -> torch.Tensor:
+    """``q, k, v = split(qkv + bias)``; rotate q and k; write k and v at their positions; return q.
+
+    Token i of row b has position ``p = seq_lens[b] - query_len + i`` and goes to slot ``p mod capacity``, so
+    a cache of window + 16 slots is a ring. The rotation is the half-split one (first and second half of the
+    first ``rotary_dim`` elements form the pairs).
+
+    Args:
+        qkv: [batch, query_len, (num_heads + 2*num_kv_heads)*head_dim], query_len 1 to 16, contiguous rows.
+        bias: [(num_heads + 2*num_kv_heads)*head_dim] added first, or None.
+        cos, sin: [batch or 1, query_len, rotary_dim], rotary_dim even and at most head_dim; None: no rotation.
+        k_cache, v_cache: [batch, num_kv_heads, capacity, head_dim], contiguous, float32, float16 or bfloat16;
+            written in place.
+        seq_lens: int32 [batch], tokens a row holds after this append.
+        num_heads: number of query heads.
+        kv_table: int64 [layers, 3], row ``layer`` = addresses of K and V and the capacity, which then replace
+            those of ``k_cache`` and ``v_cache`` (a captured CUDA graph keeps working for another cache).
+        layer: row of ``kv_table``.
+
+    Returns:
+        [batch, query_len, num_heads, head_dim] rotated queries in qkv's dtype.
+
+    Raises:
+        OpInputError: shapes, dtypes or devices that do not fit.
+
+    Source: transformers ``models/mistral/modeling_mistral.py@5.17``, ``apply_rotary_pos_emb``; arXiv:2104.09864.
+    """
+    refuse_kv_table(kv_table)
+    batch, query_len, _ = qkv.shape
+    num_kv_heads, capacity, head_dim = k_cache.shape[1:]
+    if bias is not None:
+        qkv = qkv + bias
+    q, k, v = qkv.view(batch, query_len, -1, head_dim).split([num_heads, num_kv_heads, num_kv_heads], dim=2)
+    if cos is not None:
+        q, k = _rotate(q, cos, sin), _rotate(k, cos, sin)
+    slots = positions(seq_lens, query_len) % capacity
+    rows = torch.arange(batch, device=qkv.device)[:, None]
+    k_cache[rows, :, slots] = k.to(k_cache.dtype)
+    v_cache[rows, :, slots] = v.to(v_cache.dtype)
+    return q.clone(memory_format=torch.contiguous_format)
+
+
+def fake(qkv, bias, cos, sin, k_cache, v_cache, seq_lens, num_heads, kv_table=None, layer=0):
+    return qkv.new_empty(qkv.shape[0], qkv.shape[1], num_heads, k_cache.shape[-1])
+
+
+def why_not(qkv, bias, cos, sin, k_cache, v_cache, seq_lens, num_heads, kv_table=None, layer=0) -> list[str]:
+    if qkv.dim() != 3 or not 1 <= qkv.shape[1] <= MAX_QUERY_LEN:
+        return [f"qkv has shape {tuple(qkv.shape)}, expected [batch, 1 to {MAX_QUERY_LEN}, features]"]
+    batch, query_len, features = qkv.shape
+    reasons = tensor_reasons(qkv, bias=bias, cos=cos, sin=sin)
+    reasons += cache_reasons(k_cache, v_cache, seq_lens, batch, qkv.device, kv_table, layer)
+    reasons += shape_reason("bias", bias, (features,))
+    if k_cache.dim() == 4:
+        num_kv_heads, capacity, head_dim = k_cache.shape[1:]
+        want = (num_heads + 2 * num_kv_heads) * head_dim
+        if features != want:
+            reasons.append(f"qkv has {features} features, expected (heads + 2*kv_heads)*head_dim = {want}")
+        if query_len > capacity:
+            reasons.append(f"query_len {query_len} exceeds the cache's capacity {capacity}: grow the cache first")
+        if (cos is None) != (sin is None):
+            reasons.append("cos and sin go together: pass both or neither")
+        elif cos is not None and (cos.shape != sin.shape or not _fits(cos, batch, query_len, head_dim)):
+            reasons.append(f"cos {tuple(cos.shape)}, sin {tuple(sin.shape)}: expected [{batch} or 1, {query_len}, even]")
+    return reasons
+
+
+def _fits(cos: torch.Tensor, batch: int, query_len: int, head_dim: int) -> bool:
+    return (
+        cos.dim() == 3
+        and cos.shape[0] in (1, batch)
+        and cos.shape[1] == query_len
+        and cos.shape[2] % 2 == 0
+        and cos.shape[2] <= head_dim
+    )
+
+
+def moved(qkv, bias, cos, sin, k_cache, v_cache, seq_lens, num_heads, kv_table=None, layer=0) -> int:
+    appended = 2 * qkv.shape[0] * qkv.shape[1] * k_cache.shape[1] * k_cache.shape[3] * k_cache.element_size()
+    queries = fake(qkv, bias, cos, sin, k_cache, v_cache, seq_lens, num_heads)
+    return nbytes(qkv, bias, cos, sin, seq_lens, queries) + appended
+
+
+def samples(device: torch.device, dtype: torch.dtype):
+    def call(batch, query_len, heads, kv_heads, head_dim, capacity, seq_lens, rotary_dim=None, bias=False, kv=None):
+        features = (heads + 2 * kv_heads) * head_dim
+        qkv = torch.randn(batch, query_len, features, device=device, dtype=dtype)
+        cos = sin = None
+        if rotary_dim:
+            angle = torch.rand(batch, query_len, rotary_dim // 2, device=device).repeat(1, 1, 2) * 6.28
+            cos, sin = angle.cos().to(dtype), angle.sin().to(dtype)
+        caches = [
+            torch.randn(batch, kv_heads, capacity, head_dim, device=device).to(kv or dtype) for _ in range(2)
+        ]
+        lens = torch.tensor(seq_lens, device=device, dtype=torch.int32)
+        row = torch.randn(features, device=device, dtype=dtype) if bias else None
+        return Sample(qkv, row, cos, sin, *caches, lens, heads)
+
+    yield call(1, 1, 4, 2, 32, 9, [5], rotary_dim=32)
+    yield call(1, 1, 12, 12, 64, 33, [33], bias=True)  # GPT-2: no rotation, fused bias
+    yield call(2, 3, 8, 2, 40, 20, [3, 17], rotary_dim=40, bias=True)
+    yield call(2, 16, 4, 1, 128, 24, [30, 100], rotary_dim=64)  # wraps; half of the head rotated
+    yield call(3, 1, 2, 1, 256, 8, [8, 9, 1], rotary_dim=256)
+    yield call(1, 2, 4, 4, 80, 7, [7], rotary_dim=32, kv=torch.float16)
+    yield call(1, 1, 4, 4, 64, 7, [7], rotary_dim=64, kv=torch.bfloat16)
+
+
+SPEC = register(
+    OpSpec(
+        name="rope_append",
+        schema=(
+            "(Tensor qkv, Tensor? bias, Tensor? cos, Tensor? sin, Tensor(a!) k_cache, Tensor(b!) v_cache, "
+            "Tensor seq_lens, int num_heads, Tensor? kv_table=None, int layer=0) -> Tensor"
+        ),
+        reference=reference,
+        fake=fake,
+        why_not=why_not,
+        bytes=moved,
+        samples=samples,
+    )
+)

@@ -1,0 +1,436 @@
+"""patch(model): find the architecture, decide what can be fused, bind instances; reversible and transactional."""
+
+from __future__ import annotations
+
+import copy
+import difflib
+import inspect
+import threading
+import warnings
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from types import MethodType
+from typing import Any
+
+import torch
+from torch import nn
+
+from . import compat, loader, reasons
+from .architecture import Architecture, architectures
+from .cache import KV_DTYPES, FastpathCache
+from .decode import loop, structure
+from .decode.plan import DecodePlan
+from .errors import FallbackError, UnsupportedModelError
+from .forwards import FORWARDS, KEY, ModulePatch, is_native
+from .ops.gemv import MAX_ROWS
+from .reporting import Report
+from .stats import Stats
+
+#: names that patch(ops=...) takes: the parts of an architecture, and the decode loop over all of them
+COMPONENTS = (*FORWARDS, "loop")
+#: decode plans kept for one model: one a batch size and KV type in turn
+MAX_PLANS = 4
+
+
+@dataclass(frozen=True)
+class Options:
+    """Arguments of ``patch()``, checked."""
+
+    kv_dtype: torch.dtype | None
+    ops: frozenset[str]
+    strict: bool
+    max_batch_size: int
+
+    @classmethod
+    def parse(cls, kv_dtype: Any, weights: Any, ops: Any, strict: bool, max_batch_size: int) -> Options:
+        """Check the arguments.
+
+        Raises:
+            ValueError: which argument, what it got, what is expected.
+        """
+        if isinstance(kv_dtype, str) and kv_dtype != "auto":
+            kv_dtype = getattr(torch, kv_dtype, kv_dtype)
+        if kv_dtype != "auto" and kv_dtype not in KV_DTYPES:
+            raise ValueError(f"kv_dtype is {kv_dtype!r}, expected 'auto', torch.float32, float16 or bfloat16")
+        if weights is not None:
+            raise ValueError(f"weights is {weights!r}, expected None: the model's own weights are used as they are")
+        chosen = COMPONENTS if ops == "all" else (ops,) if isinstance(ops, str) else tuple(ops)
+        for name in chosen:
+            if name not in COMPONENTS:
+                close = difflib.get_close_matches(str(name), COMPONENTS, n=1)
+                hint = f" Did you mean {close[0]!r}?" if close else ""
+                raise ValueError(f"ops names {name!r}, expected 'all' or some of {', '.join(COMPONENTS)}.{hint}")
+        if not isinstance(max_batch_size, int) or not 1 <= max_batch_size <= MAX_ROWS:
+            raise ValueError(f"max_batch_size is {max_batch_size!r}, expected a whole number from 1 to {MAX_ROWS}")
+        return cls(None if kv_dtype == "auto" else kv_dtype, frozenset(chosen), bool(strict), max_batch_size)
+
+
+class _ThreadLock:
+    """A lock that other threads wait for and that its own thread is refused."""
+
+    def __init__(self) -> None:
+        self._lock, self._owner = threading.Lock(), None
+
+    def acquire_for_thread(self) -> bool:
+        if self._owner == threading.get_ident():
+            return False
+        self._lock.acquire()
+        self._owner = threading.get_ident()
+        return True
+
+    def release(self) -> None:
+        self._owner = None
+        self._lock.release()
+
+
+@dataclass(eq=False)
+class PatchState:
+    """Everything ``patch()`` keeps about one model; it lives in the model's ``__dict__``, and in its modules' patches.
+
+    Attributes:
+        options: as given to ``patch()``.
+        part: the model in its architecture's roles, or None if only modules are patched.
+        bindings: (module, attribute, what its ``__dict__`` held before or _ABSENT), in the order they were made.
+        declined: (module name, part, reason code) of everything recognized that kept its stock forward.
+        loop_reason: why generate() always uses transformers' loop on this model, or None.
+        enabled: False while ``verify`` compares with stock code.
+    """
+
+    options: Options
+    part: structure.ModelPart | None = None
+    bindings: list[tuple[nn.Module, str, Any]] = field(default_factory=list)
+    patched: dict[str, int] = field(default_factory=dict)
+    declined: list[tuple[str, str, str]] = field(default_factory=list)
+    architecture: str = ""
+    loop_reason: str | None = None
+    enabled: bool = True
+    stats: Stats = field(default_factory=Stats)
+    plans: list[DecodePlan] = field(default_factory=list)
+    lock: _ThreadLock = field(default_factory=_ThreadLock)
+
+    def fall_back(self, reason: str) -> None:
+        """Count a call of stock code.
+
+        Raises:
+            FallbackError: the model was patched with ``strict=True``.
+        """
+        self.stats.note(reason)
+        if self.options.strict and self.enabled:
+            raise FallbackError(f"stock code would run ({reason}: {reasons.REASONS[reason]}) and strict=True forbids it")
+
+    def plan(self, batch: int, cache: FastpathCache) -> DecodePlan:
+        """The decode plan for this batch and cache, made anew if the model's parameters have moved."""
+        kv_dtype = cache.layers[0].k_buffer.dtype
+        for plan in self.plans:
+            if plan.serves(self.part, batch, kv_dtype):
+                return plan
+        current = structure.fingerprint(self.part)
+        kept = [p for p in self.plans if p.fingerprint == current and (p.batch, p.kv_dtype) != (batch, kv_dtype)]
+        self.plans = [DecodePlan(self.part, batch, kv_dtype), *kept[: MAX_PLANS - 1]]
+        return self.plans[0]
+
+    def copy_into(self, made: PatchState, memo: dict) -> None:
+        """Fill the state of a deep copy of the model: its own modules, no shared plans or counts."""
+        for name in ("part", "bindings", "patched", "declined", "architecture", "loop_reason"):
+            setattr(made, name, copy.deepcopy(getattr(self, name), memo))
+        if made.loop_reason is None:
+            compat.install_sample_loop(made, loop.sample)
+
+
+class _Absent:
+    """Marks an attribute that a module's ``__dict__`` did not have."""
+
+    def __copy__(self) -> _Absent:
+        return self
+
+    def __deepcopy__(self, memo: dict) -> _Absent:
+        return self
+
+
+_ABSENT = _Absent()
+
+
+def state_of(model: nn.Module) -> PatchState | None:
+    """The patch state of ``model``, or None if it is not patched."""
+    return vars(model).get(KEY) if isinstance(model, nn.Module) else None
+
+
+def patch(
+    model: nn.Module,
+    *,
+    kv_dtype: str | torch.dtype = "auto",
+    weights: None = None,
+    ops: str | Iterable[str] = "all",
+    strict: bool = False,
+    max_batch_size: int = MAX_ROWS,
+    quiet: bool = False,
+) -> nn.Module:
+    """Speed up ``model`` in place: its modules' forwards, its KV cache and its ``generate()`` loop.
+
+    Classes and weights are not touched; ``unpatch(model)`` restores the model bit for bit. What cannot be sped up
+    runs stock code and is counted with a reason (``report(model)``).
+
+    Args:
+        model: a transformers causal LM on the CPU or a CUDA device.
+        kv_dtype: storage type of the KV cache: ``"auto"`` (the model's own), float32, float16 or bfloat16.
+        weights: None; quantized weights are not available.
+        ops: ``"all"``, or names out of ``norm``, ``mlp``, ``attention``, ``layer``, ``loop``.
+        strict: raise FallbackError wherever stock code would run instead of ours.
+        max_batch_size: sequences the decode loop takes at most, 1 to 16.
+        quiet: print no report.
+
+    Returns:
+        The same model.
+
+    Raises:
+        UnsupportedModelError: nothing in the model could be patched.
+        ValueError: an argument is off, or the model is patched already with other options.
+        TypeError: ``model`` is not a module.
+    """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"patch() got {type(model).__name__}, expected a transformers model (torch.nn.Module)")
+    options = Options.parse(kv_dtype, weights, ops, strict, max_batch_size)
+    existing = state_of(model)
+    if existing is not None:
+        if existing.options != options:
+            raise ValueError(f"the model is patched with {existing.options}: unpatch(model) first, then patch it anew")
+        return model
+    progress = (lambda line: None) if quiet else print
+    for device in sorted({parameter.device.type for parameter in model.parameters()}):
+        loader.ensure(device, progress)
+    state = PatchState(options)
+    try:
+        _bind_modules(model, state)
+        _bind_generate(model, state)
+        _check_coverage(model, state)
+    except BaseException:
+        _unbind(state)
+        raise
+    if not quiet:
+        print(report(model))
+    return model
+
+
+def _bind_modules(model: nn.Module, state: PatchState) -> None:
+    """Bind our forwards through ``model.apply``, or note why a module keeps its own."""
+    names = {id(module): name for name, module in model.named_modules()}
+    native = all(is_native(parameter.device.type) for parameter in model.parameters())
+
+    def visit(module: nn.Module) -> None:
+        found = ((architecture, architecture.part_of(module)) for architecture in architectures())
+        architecture, kind = next((pair for pair in found if pair[1] is not None), (None, None))
+        if kind is None:
+            return
+        state.architecture = architecture.name
+        part = _make_part(architecture, kind, module)
+        reason = "module_disabled" if kind not in state.options.ops else None if native else "no_native_library"
+        reason = reason or _lasting_reason(part)
+        if reason is not None:
+            state.declined.append((names[id(module)], kind, reason))
+            return
+        _bind_module(state, kind, part)
+        state.patched[kind] = state.patched.get(kind, 0) + 1
+
+    model.apply(visit)
+
+
+def _check_coverage(model: nn.Module, state: PatchState) -> None:
+    """Say so when little or nothing was patched.
+
+    Raises:
+        UnsupportedModelError: nothing could be patched, or not all of it with ``strict=True``.
+    """
+    why = "; ".join(f"{name} ({kind}): {reason}" for name, kind, reason in state.declined[:6])
+    if not state.patched and state.loop_reason is not None and state.loop_reason != "no_native_library":
+        looked_for = ", ".join(f"{a.name} ({a.layer.class_name})" for a in architectures())
+        raise UnsupportedModelError(
+            f"nothing in this {type(model).__name__} can be patched. Looked for: {looked_for}. "
+            + (f"Found, but declined: {why}." if why else "None of these is in the model.")
+        )
+    partial = sorted({reason for *_, reason in state.declined} - {"module_disabled"})
+    if partial:
+        text = f"{len(state.declined)} modules keep stock code ({', '.join(partial)}): {why}"
+        if state.options.strict:
+            raise UnsupportedModelError(f"{text}. strict=True forbids that.")
+        warnings.warn(f"hf_fastpath: {text}. See `python -m hf_fastpath info` and report(model).", stacklevel=3)
+
+
+def _make_part(architecture: Architecture, kind: str, module: nn.Module) -> Any:
+    if kind == "norm":
+        return structure.NormPart(architecture.norm, module)
+    if kind == "mlp":
+        return structure.MLPPart(architecture.mlp, module)
+    if kind == "attention":
+        return structure.AttentionPart(architecture.attention, module, _window(module))
+    attention = getattr(module, architecture.layer.attention)
+    return structure.layer_part(architecture, module, _window(attention))
+
+
+def _window(attention: nn.Module) -> int | None:
+    """Sliding window of an attention module, by its place in the config."""
+    windows = compat.layer_windows(attention.config)
+    return None if windows is None else windows[attention.layer_idx]
+
+
+#: reasons that no later call can cure; all others are looked at again at every call
+_LASTING = (
+    *("unsupported_head_dim", "unsupported_config", "unsupported_activation"),
+    *("class_not_supported", "instance_forward"),
+)
+
+
+def _lasting_reason(part: Any) -> str | None:
+    """Why a module keeps its stock forward for good, or None."""
+    reason = part.reason()
+    return reason if reason in _LASTING else None
+
+
+def _bind(state: PatchState, module: nn.Module, name: str, function: Callable[..., Any]) -> None:
+    """Put a bound method over ``module``'s attribute and remember what was there."""
+    state.bindings.append((module, name, vars(module).get(name, _ABSENT)))
+    vars(module)[name] = MethodType(function, module)
+
+
+def _bind_module(state: PatchState, kind: str, part: Any) -> None:
+    module = part.module
+    names = tuple(inspect.signature(type(module).forward).parameters)[2:]
+    state.bindings.append((module, KEY, vars(module).get(KEY, _ABSENT)))
+    vars(module)[KEY] = ModulePatch(state, part, names)
+    _bind(state, module, compat.forward_attribute(module), FORWARDS[kind])
+    _bind_copying(state, module)
+
+
+def _bind_copying(state: PatchState, module: nn.Module) -> None:
+    """Pickles come out stock, deep copies stay patched; both look these methods up on the instance."""
+    _bind(state, module, "__getstate__", _getstate)
+    _bind(state, module, "__deepcopy__", _deepcopy)
+
+
+def _getstate(self: nn.Module) -> dict:
+    """The module's ``__dict__`` as it was before ``patch()``, for pickle and ``copy.copy``."""
+    contents = dict(vars(self))
+    held = contents[KEY]
+    state = held if isinstance(held, PatchState) else held.state
+    for module, name, previous in reversed(state.bindings):
+        if module is self:
+            _restore(contents, name, previous)
+    return contents
+
+
+def _restore(contents: dict, name: str, previous: Any) -> None:
+    if previous is _ABSENT:
+        contents.pop(name, None)
+    else:
+        contents[name] = previous
+
+
+def _deepcopy(self: nn.Module, memo: dict) -> nn.Module:
+    """A copy of a patched model is patched; a copy of one of its modules alone is stock."""
+    held = vars(self)[KEY]
+    made = self.__class__.__new__(self.__class__)
+    memo[id(self)] = made
+    contents = vars(self)
+    if isinstance(held, PatchState):
+        memo[id(held)] = PatchState(held.options)  # the modules' patches, copied next, lead here
+    elif id(held.state) not in memo:
+        contents = _getstate(self)
+    vars(made).update(copy.deepcopy(contents, memo))
+    if isinstance(held, PatchState):
+        held.copy_into(memo[id(held)], memo)
+    return made
+
+
+def _bind_generate(model: nn.Module, state: PatchState) -> None:
+    """Give the model our cache and decode loop, if it is a causal LM that an architecture covers wholly."""
+    state.bindings.append((model, KEY, vars(model).get(KEY, _ABSENT)))
+    vars(model)[KEY] = state
+    _bind_copying(state, model)
+    state.loop_reason = _loop_reason(model, state)
+    if state.loop_reason is None:
+        _bind(state, model, compat.PREPARE_CACHE, _prepare_cache)
+        compat.install_sample_loop(state, loop.sample)
+
+
+def _loop_reason(model: nn.Module, state: PatchState) -> str | None:
+    """Why ``generate()`` keeps transformers' loop on this model, or None; sets ``state.part``."""
+    if "loop" not in state.options.ops:
+        return "module_disabled"
+    declined = {reason for *_, reason in state.declined} - {"module_disabled"}
+    if declined:
+        return "no_native_library" if "no_native_library" in declined else "partial_patch"
+    parts = (structure.model_part(architecture, model) for architecture in architectures())
+    state.part = next((part for part in parts if part is not None), None)
+    if state.part is None:
+        return "class_not_supported"
+    return None if compat.uses_generation_mixin_sample(model) else "custom_sample"
+
+
+def _prepare_cache(self: nn.Module, generation_config: Any, model_kwargs: dict, generation_mode: Any, *rest, **named):
+    """Like the class's own, with a FastpathCache where that would make a plain ``DynamicCache``."""
+    state: PatchState = vars(self)[KEY]
+    users_own = model_kwargs.get("past_key_values") is not None
+    result = compat.prepare_cache_stock(self, generation_config, model_kwargs, generation_mode, *rest, **named)
+    if not state.enabled:
+        return result
+    if not compat.is_sample_mode(generation_mode):
+        state.fall_back("generation_mode")
+    made = model_kwargs.get("past_key_values")
+    if not users_own and generation_config.cache_implementation is None and type(made) is compat.DynamicCache:
+        model_kwargs["past_key_values"] = FastpathCache.from_dynamic(made, state.options.kv_dtype)
+    return result
+
+
+def _unbind(state: PatchState) -> None:
+    for module, name, previous in reversed(state.bindings):
+        _restore(vars(module), name, previous)
+    state.bindings.clear()
+    state.plans.clear()
+    compat.uninstall_sample_loop(state)
+
+
+def unpatch(model: nn.Module) -> nn.Module:
+    """Undo ``patch(model)``: every module is as it was before.
+
+    Returns:
+        The same model; one that is not patched is returned as it is.
+    """
+    state = state_of(model)
+    if state is not None:
+        _unbind(state)
+    return model
+
+
+@contextmanager
+def patched(model: nn.Module, **options: Any) -> Iterator[nn.Module]:
+    """``patch(model, **options)`` for the length of a ``with`` block. A model that was patched before stays so."""
+    was_patched = state_of(model) is not None
+    patch(model, **options)
+    try:
+        yield model
+    finally:
+        if not was_patched:
+            unpatch(model)
+
+
+@contextmanager
+def paused(model: nn.Module) -> Iterator[nn.Module]:
+    """Run stock code on a patched model for the length of a ``with`` block."""
+    state = state_of(model)
+    state.enabled = False
+    try:
+        yield model
+    finally:
+        state.enabled = True
+
+
+def report(model: nn.Module) -> Report:
+    """What is fast on ``model``, what is stock and why, and what happened since ``patch()``.
+
+    Raises:
+        ValueError: the model is not patched.
+    """
+    state = state_of(model)
+    if state is None:
+        raise ValueError(f"this {type(model).__name__} is not patched: call hf_fastpath.patch(model) first")
+    return Report.of(state)

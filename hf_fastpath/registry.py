@@ -1,0 +1,177 @@
+"""The op registry: every custom op is one :class:`OpSpec`, checked when it is defined.
+
+An op's schema and its PyTorch reference are registered here through ``torch.library``; native libraries
+(see :mod:`hf_fastpath.loader`) only *implement* these schemas for the CPU and CUDA dispatch keys. So
+``torch.ops.hf_fastpath.<name>`` can be called with or without a native library.
+"""
+
+from __future__ import annotations
+
+import difflib
+import functools
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+NAMESPACE = "hf_fastpath"
+FLOAT_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+
+_library = torch.library.Library(NAMESPACE, "DEF")
+_specs: dict[str, OpSpec] = {}
+
+
+class OpInputError(ValueError):
+    """An op was called with arguments it does not take; the message lists every reason and remedy."""
+
+
+class Sample:
+    """One call of an op: positional and keyword arguments, as tests and benchmarks use them."""
+
+    def __init__(self, *args: Any, **kwargs: Any):
+        self.args, self.kwargs = args, kwargs
+
+    def map_tensors(self, function: Callable[[torch.Tensor], torch.Tensor]) -> Sample:
+        """A copy in which every tensor argument went through ``function``."""
+
+        def convert(value: Any) -> Any:
+            return function(value) if isinstance(value, torch.Tensor) else value
+
+        return Sample(*map(convert, self.args), **{name: convert(value) for name, value in self.kwargs.items()})
+
+
+@dataclass(frozen=True)
+class OpSpec:
+    """Everything the project knows about one op.
+
+    Attributes:
+        name: the op's name in the ``hf_fastpath`` namespace, also the name of its files.
+        schema: argument list and return, in ``torch.library`` syntax, without the name.
+        reference: PyTorch implementation, written with the same calls and roundings as transformers. In
+            float64 it is the truth of the numerics rule, in the working dtype it is "stock".
+        fake: shape and dtype propagation for ``torch.compile`` and ``opcheck``.
+        why_not: reasons why these arguments are not taken (empty list: they are).
+        bytes: least number of bytes of device memory the call has to move.
+        samples: ``samples(device, dtype)`` yields small calls, odd sizes among them.
+        backward, setup_context: optional autograd formula, as ``torch.library.register_autograd`` takes it.
+    """
+
+    name: str
+    schema: str
+    reference: Callable[..., Any]
+    fake: Callable[..., Any]
+    why_not: Callable[..., list[str]]
+    bytes: Callable[..., int]
+    samples: Callable[[torch.device, torch.dtype], Iterable[Sample]]
+    backward: Callable[..., Any] | None = None
+    setup_context: Callable[..., Any] | None = None
+    overload: Any = field(init=False, compare=False, default=None)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Check the arguments, then call the op.
+
+        Raises:
+            OpInputError: what was wrong with which argument, what was expected, and the remedy.
+        """
+        reasons = self.why_not(*args, **kwargs)
+        if self.backward is None and _needs_grad((*args, *kwargs.values())):
+            reasons.append("it has no backward and an argument requires grad: call it under torch.no_grad()")
+        if reasons:
+            raise OpInputError(f"hf_fastpath.ops.{self.name}: " + "; ".join(reasons))
+        return self.overload(*args, **kwargs)
+
+
+def _needs_grad(values: Iterable[Any]) -> bool:
+    return torch.is_grad_enabled() and any(isinstance(v, torch.Tensor) and v.requires_grad for v in values)
+
+
+def _outside_autocast(reference: Callable[..., Any]) -> Callable[..., Any]:
+    """The reference with autocast off inside: the functions it calls would else be cast, unlike native kernels."""
+
+    @functools.wraps(reference)
+    def call(first: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        device_type = first.device.type
+        if not torch.is_autocast_enabled(device_type):
+            return reference(first, *args, **kwargs)
+        with torch.autocast(device_type, enabled=False):
+            return reference(first, *args, **kwargs)
+
+    return call
+
+
+def register(spec: OpSpec) -> OpSpec:
+    """Define ``spec`` with ``torch.library`` and add it to the registry.
+
+    Raises:
+        ValueError: the name is taken, or a backward lacks its ``setup_context``.
+        RuntimeError: the schema does not parse (from ``torch.library``).
+    """
+    if spec.name in _specs:
+        raise ValueError(f"op {spec.name!r} is registered already: pick another name")
+    if (spec.backward is None) != (spec.setup_context is None):
+        raise ValueError(f"op {spec.name!r}: give both backward and setup_context, or neither")
+    _library.define(spec.name + spec.schema)
+    _library.impl(spec.name, _outside_autocast(spec.reference), "CompositeExplicitAutograd")
+    torch.library.register_fake(f"{NAMESPACE}::{spec.name}", spec.fake, lib=_library)
+    if spec.backward is not None:
+        torch.library.register_autograd(
+            f"{NAMESPACE}::{spec.name}", spec.backward, setup_context=spec.setup_context, lib=_library
+        )
+    object.__setattr__(spec, "overload", getattr(getattr(torch.ops, NAMESPACE), spec.name).default)
+    _specs[spec.name] = spec
+    return spec
+
+
+def get(name: str) -> OpSpec:
+    """The op called ``name``.
+
+    Raises:
+        KeyError: no such op; names the known ones and the closest match.
+    """
+    if name in _specs:
+        return _specs[name]
+    close = difflib.get_close_matches(name, _specs, n=1)
+    hint = f" Did you mean {close[0]!r}?" if close else ""
+    raise KeyError(f"unknown op {name!r}; known: {', '.join(sorted(_specs))}.{hint}")
+
+
+def all_ops() -> dict[str, OpSpec]:
+    """Every registered op by name."""
+    return dict(_specs)
+
+
+# ---- argument rules shared by the ops' why_not() ------------------------------------------------------------
+
+
+def tensor_reasons(reference: torch.Tensor, **tensors: torch.Tensor | None) -> list[str]:
+    """Reasons for which the tensors do not go together with ``reference`` (its dtype and device lead)."""
+    reasons = []
+    if reference.dtype not in FLOAT_DTYPES:
+        reasons.append(f"dtype {reference.dtype} is not one of float32, float16, bfloat16: cast the inputs")
+    for name, tensor in tensors.items():
+        if tensor is None:
+            continue
+        if tensor.dtype != reference.dtype:
+            reasons.append(f"{name} has dtype {tensor.dtype}, expected {reference.dtype}: cast it")
+        if tensor.device != reference.device:
+            reasons.append(f"{name} is on {tensor.device}, expected {reference.device}: move it")
+    return reasons
+
+
+def shape_reason(name: str, tensor: torch.Tensor | None, expected: tuple[int, ...]) -> list[str]:
+    """A reason if ``tensor`` is given and its shape is not ``expected``."""
+    if tensor is None or tuple(tensor.shape) == expected:
+        return []
+    return [f"{name} has shape {tuple(tensor.shape)}, expected {expected}"]
+
+
+def choice_reason(name: str, value: str, choices: Iterable[str]) -> list[str]:
+    """A reason if ``value`` is not among ``choices``."""
+    choices = tuple(choices)
+    return [] if value in choices else [f"{name} is {value!r}, expected one of {', '.join(choices)}"]
+
+
+def nbytes(*tensors: torch.Tensor | None) -> int:
+    """Bytes held by the elements of these tensors."""
+    return sum(t.numel() * t.element_size() for t in tensors if t is not None)

@@ -1,0 +1,70 @@
+"""The report on a patched model."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING
+
+from . import loader
+from .reasons import REASONS
+
+if TYPE_CHECKING:
+    from .patching import PatchState
+
+
+@dataclass(frozen=True)
+class Report:
+    """What ``report(model)`` returns: printable, and plain data through ``to_dict()``.
+
+    Attributes:
+        architecture: name of the architecture file that covers the model.
+        patched: part -> number of modules with our forward.
+        declined: "part: reason code" -> number of modules that kept stock's.
+        loop: ``"fast"``, or the reason code for which generate() uses transformers' loop.
+        kernels: what serves each device.
+        stats: counters since ``patch()``: fast and fallback tokens, reasons, tokens per second.
+    """
+
+    architecture: str
+    patched: dict[str, int]
+    declined: dict[str, int]
+    loop: str
+    kernels: list[str]
+    stats: dict
+
+    @classmethod
+    def of(cls, state: PatchState) -> Report:
+        """The present report of ``state``."""
+        declined = Counter(f"{kind}: {reason}" for _, kind, reason in state.declined)
+        return cls(
+            architecture=state.architecture,
+            patched=dict(state.patched),
+            declined=dict(declined),
+            loop=state.loop_reason or "fast",
+            kernels=[str(status) for status in loader.status().values() if status.native],
+            stats=state.stats.to_dict(),
+        )
+
+    def to_dict(self) -> dict:
+        """Plain data, ready for JSON."""
+        return asdict(self)
+
+    def __str__(self) -> str:
+        fast = ", ".join(f"{count} {part}" for part, count in self.patched.items()) or "nothing"
+        lines = [f"hf_fastpath on {self.architecture}: {fast} patched; decode loop: {self._explain(self.loop)}"]
+        lines += [f"  stock: {count} {what} ({REASONS[what.split(': ')[1]]})" for what, count in self.declined.items()]
+        lines += [f"  kernels: {line}" for line in self.kernels] or ["  kernels: none, PyTorch references"]
+        stats = self.stats
+        if stats["fast_tokens"] or stats["fallback_tokens"]:
+            speed = stats["last_tokens_per_second"]
+            lines.append(
+                f"  tokens: {stats['fast_tokens']} fast, {stats['fallback_tokens']} stock"
+                + (f"; last generate() {speed:.1f} tok/s" if speed else "")
+            )
+        lines += [f"  {count} x {code}: {REASONS[code]}" for code, count in stats["reasons"].items()]
+        return "\n".join(lines)
+
+    @staticmethod
+    def _explain(code: str) -> str:
+        return code if code == "fast" else f"stock ({code}: {REASONS[code]})"

@@ -1,0 +1,61 @@
+"""What happened on a patched model: counts of fast and stock tokens, with reason codes."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import Counter
+from dataclasses import dataclass, field
+
+from .reasons import check
+
+
+@dataclass
+class Stats:
+    """Counters since ``patch()``.
+
+    Attributes:
+        fast_tokens, fallback_tokens: generated tokens by the loop that made them.
+        reasons: reason code -> number of calls that ran stock code because of it.
+        last_tokens_per_second: decoding speed of the newest ``generate()``, its prompt excluded where ours ran.
+    """
+
+    fast_tokens: int = 0
+    fallback_tokens: int = 0
+    reasons: Counter = field(default_factory=Counter)
+    last_tokens_per_second: float | None = None
+    _lock: threading.Lock = field(default_factory=threading.Lock, repr=False)
+
+    def note(self, reason: str) -> None:
+        """Count one call that ran stock code."""
+        with self._lock:
+            self.reasons[check(reason)] += 1
+
+    def generated(self, tokens: int, started: float, reason: str | None = None, timed: int | None = None) -> None:
+        """Count the tokens of one ``generate()``.
+
+        Args:
+            tokens: generated tokens, all rows.
+            started: ``time.perf_counter()`` when the timed part began.
+            reason: why stock code made them, or None.
+            timed: how many of them fall into the timed part; None for all.
+        """
+        elapsed = time.perf_counter() - started
+        timed = tokens if timed is None else timed
+        with self._lock:
+            if reason is None:
+                self.fast_tokens += tokens
+            else:
+                self.fallback_tokens += tokens
+            if timed > 0 and elapsed > 0:
+                self.last_tokens_per_second = timed / elapsed
+
+    def to_dict(self) -> dict:
+        """The counters as plain data."""
+        with self._lock:
+            return {
+                "fast_tokens": self.fast_tokens,
+                "fallback_tokens": self.fallback_tokens,
+                "reasons": dict(self.reasons),
+                "last_tokens_per_second": self.last_tokens_per_second,
+            }

@@ -1,0 +1,24 @@
+"""Llama 2 and 3: RMS norm, separate q/k/v, rotary positions (scaled or not), gated SiLU MLP."""
+
+from hf_fastpath.architecture import MLP, Architecture, Attention, Layer, Norm
+
+ARCHITECTURE = Architecture(
+    name="llama",
+    module="transformers.models.llama.modeling_llama",
+    causal_lm="LlamaForCausalLM",
+    base="model",
+    embedding="embed_tokens",
+    rotary="rotary_emb",
+    layers="layers",
+    final_norm="norm",
+    norm=Norm("LlamaRMSNorm", kind="rms", eps="variance_epsilon"),
+    attention=Attention("LlamaAttention", qkv=("q_proj", "k_proj", "v_proj"), out="o_proj"),
+    mlp=MLP("LlamaMLP", activation="act_fn", gate="gate_proj", up="up_proj", down="down_proj"),
+    layer=Layer(
+        "LlamaDecoderLayer",
+        attention_norm="input_layernorm",
+        attention="self_attn",
+        mlp_norm="post_attention_layernorm",
+        mlp="mlp",
+    ),
+)

@@ -1,0 +1,400 @@
+"""The checks every op goes through, written once over :class:`hf_fastpath.registry.OpSpec`.
+
+``globals().update(common_tests(SPEC))`` gives a test file its ``test_<op>_...`` functions. They compare three
+computations of one call: *ours* (the op through ``torch.ops``), *stock* (its reference in the working dtype)
+and *ref* (its reference in float64), by the numerics rule ``|ours - ref| <= 2 |stock - ref| + eps |ref|``,
+maxima over the tensor. Nothing here carries a tolerance of its own.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterable, Iterator
+
+import pytest
+import torch
+from memory import LAYOUTS, compact, duplicate, intact, poisoned, same_bits, same_storage, upcast
+
+from hf_fastpath.registry import FLOAT_DTYPES, OpInputError, OpSpec, Sample
+
+DTYPES = FLOAT_DTYPES
+over_dtypes = pytest.mark.parametrize("dtype", DTYPES, ids=lambda dtype: str(dtype).removeprefix("torch."))
+Samples = Callable[[torch.device, torch.dtype], Iterable[Sample]]
+
+
+# ---- one call, three ways ----------------------------------------------------------------------------------
+
+
+def arguments(spec: OpSpec, sample: Sample) -> dict[str, object]:
+    """The sample's arguments by name, in schema order."""
+    names = [argument.name for argument in spec.overload._schema.arguments]
+    return dict(zip(names, sample.args, strict=False)) | sample.kwargs
+
+
+def tensors(spec: OpSpec, sample: Sample) -> dict[str, torch.Tensor]:
+    """The sample's tensor arguments by name."""
+    return {name: value for name, value in arguments(spec, sample).items() if isinstance(value, torch.Tensor)}
+
+
+def written(spec: OpSpec) -> set[str]:
+    """Names of the arguments that the schema says the op writes to."""
+    return {
+        a.name for a in spec.overload._schema.arguments if a.alias_info is not None and a.alias_info.is_write
+    }
+
+
+def replaced(spec: OpSpec, sample: Sample, **values: object) -> Sample:
+    """The sample with some arguments exchanged, by name."""
+    return Sample(**(arguments(spec, sample) | values))
+
+
+def run(spec: OpSpec, function: Callable[..., torch.Tensor], sample: Sample) -> dict[str, torch.Tensor]:
+    """Call ``function`` on ``sample``: the returned tensor and the floating arguments it wrote, by name."""
+    result = {"result": function(*sample.args, **sample.kwargs)}
+    for name in written(spec) & tensors(spec, sample).keys():
+        if tensors(spec, sample)[name].is_floating_point():
+            result[name] = tensors(spec, sample)[name]
+    return result
+
+
+def ours(spec: OpSpec, sample: Sample) -> dict[str, torch.Tensor]:
+    """The op on a copy of ``sample`` that has the same layout; checks that it writes only where it may."""
+    call = sample.map_tensors(duplicate)
+    result = run(spec, spec.overload, call)
+    for name, before in tensors(spec, sample).items():
+        if name not in written(spec):
+            assert same_storage(before, tensors(spec, call)[name]), f"{spec.name} changed its argument {name}"
+    return result
+
+
+def describe(spec: OpSpec, sample: Sample) -> str:
+    """The call in one line: shapes of tensors (strides where they are unusual), values of the rest."""
+
+    def text(value: object) -> str:
+        if not isinstance(value, torch.Tensor):
+            return repr(value)
+        strides = "" if value.is_contiguous() else f" strides {list(value.stride())}"
+        return f"{str(value.dtype).removeprefix('torch.')}{list(value.shape)}{strides}"
+
+    given = ", ".join(f"{name}={text(value)}" for name, value in arguments(spec, sample).items())
+    return f"{spec.name}({given})"
+
+
+# ---- the numerics rule -------------------------------------------------------------------------------------
+
+
+def assert_rule(ours: torch.Tensor, stock: torch.Tensor, ref: torch.Tensor, what: str) -> None:
+    """Assert that ``ours`` is as near to ``ref`` as the rule demands.
+
+    Elements that are NaN or infinite have no error to measure: there ``ours`` has to be what ``ref`` or
+    ``stock`` is (PyTorch's own functions disagree with their float64 selves on gelu(inf), for one).
+    """
+    assert ours.shape == ref.shape, f"{what}: shape {list(ours.shape)}, expected {list(ref.shape)}"
+    assert ours.dtype == stock.dtype, f"{what}: dtype {ours.dtype}, expected {stock.dtype}"
+    wrong = ~(_same_kind(ours, ref) | _same_kind(ours, stock))
+    if wrong.any():
+        first = tuple(wrong.nonzero()[0].tolist())
+        values = f"{ours[first].item()} where the reference has {ref[first].item()}"
+        raise AssertionError(
+            f"{what}: {int(wrong.sum())} of {ref.numel()} elements wrong, first at {first}: {values}"
+        )
+    finite = ours.isfinite() & stock.isfinite() & ref.isfinite()
+    if not finite.any():
+        return
+    error, stock_error = ((t.double() - ref)[finite].abs().max().item() for t in (ours, stock))
+    scale = ref[finite].abs().max().item()
+    bound = 2 * stock_error + torch.finfo(ours.dtype).eps * scale
+    assert error <= bound, (
+        f"{what}: error {error:.3e}, bound {bound:.3e} (stock {stock_error:.3e}, scale {scale:.3e})"
+    )
+
+
+def _same_kind(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    """Where both are NaN, the same infinity, or both finite."""
+    special = [torch.where(t.isfinite(), 0.0, t.double()) for t in (a, b)]
+    return torch.isclose(*special, rtol=0, atol=0, equal_nan=True) & (a.isfinite() == b.isfinite())
+
+
+def assert_matches(spec: OpSpec, sample: Sample, label: str = "") -> torch.Tensor:
+    """Assert the numerics rule on one call, for its result and for the arguments it writes to.
+
+    Args:
+        spec: the op.
+        sample: what the op is called with; stock is called with the same layouts.
+        label: how this call differs from the obvious one, for the message.
+
+    Returns:
+        The op's result.
+    """
+    ref = run(spec, spec.reference, sample.map_tensors(upcast))
+    stock = run(spec, spec.reference, sample.map_tensors(duplicate))
+    mine = ours(spec, sample)
+    for name, tensor in mine.items():
+        assert_rule(tensor, stock[name], ref[name], f"{label} {describe(spec, sample)}: {name}".lstrip())
+    assert mine["result"].is_contiguous(), f"{describe(spec, sample)}: the result is not contiguous"
+    return mine["result"]
+
+
+def assert_same_as_copy(spec: OpSpec, sample: Sample, label: str) -> None:
+    """Assert that views give what their contiguous copies give: the same bits, or else within the rule."""
+    views, copies = ours(spec, sample), ours(spec, sample.map_tensors(compact))
+    if not all(same_bits(views[name], copies[name]) for name in views):
+        assert_matches(spec, sample, label)
+
+
+def is_native(spec: OpSpec, device: torch.device) -> bool:
+    """Whether a native library implements the op on this device (else it is the reference)."""
+    # torch has no public way to ask for a kernel registered for one key alone.
+    has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key
+    return has_kernel(f"hf_fastpath::{spec.name}", {"cpu": "CPU", "cuda": "CUDA"}[device.type])
+
+
+def assert_exact(spec: OpSpec, sample: Sample) -> None:
+    """Assert that the op gives, bit for bit, the float64 result rounded once."""
+    ref = spec.reference(*sample.map_tensors(upcast).args, **sample.map_tensors(upcast).kwargs)
+    got = ours(spec, sample)["result"]
+    wrong = (got.double() != ref).sum().item()
+    assert torch.equal(ref.to(got.dtype).double(), ref), "the sample itself is not exact in this dtype"
+    assert wrong == 0, f"{describe(spec, sample)}: {wrong} of {ref.numel()} integer results differ"
+
+
+def small_integers(
+    device: torch.device, dtype: torch.dtype, x_shape: tuple[int, ...], *weight_shapes: tuple[int, ...]
+) -> list[torch.Tensor]:
+    """x and weights in {-1, 0, 1} whose products x @ weight.T are exact in ``dtype``, in any order of sums.
+
+    At most 200 elements of a row of x are not zero, the first and the last among them: every partial sum is
+    an integer below 256, bfloat16's last exact one, with room for a small bias and residual.
+    """
+    length = x_shape[-1]
+    x = torch.randint(0, 2, x_shape, device=device) * 2 - 1
+    kept = torch.rand(x_shape, device=device).argsort(-1) < 198
+    kept[..., 0] = kept[..., length - 1] = True
+    weights = [torch.randint(-1, 2, shape, device=device).to(dtype) for shape in weight_shapes]
+    return [(x * kept).to(dtype), *weights]
+
+
+# ---- gradients ---------------------------------------------------------------------------------------------
+
+
+def formula(spec: OpSpec) -> type[torch.autograd.Function]:
+    """The op's reference with the op's backward as an autograd function, in any dtype.
+
+    Native kernels take no float64, so ``gradcheck`` has to reach the formula without them.
+    """
+    methods = {"forward": spec.reference, "setup_context": spec.setup_context, "backward": spec.backward}
+    return type(
+        f"{spec.name}_formula", (torch.autograd.Function,), {k: staticmethod(f) for k, f in methods.items()}
+    )
+
+
+def assert_gradients(
+    spec: OpSpec, inputs: tuple[torch.Tensor, ...], upstream: torch.Tensor, *options: object
+) -> None:
+    """Assert the numerics rule on the gradients of ``inputs``; ref and stock are autograd's own."""
+
+    def gradients(function: Callable[..., torch.Tensor], wide: bool) -> tuple[torch.Tensor, ...]:
+        leaves = [(upcast(t) if wide else t.clone()).requires_grad_() for t in inputs]
+        return torch.autograd.grad(
+            function(*leaves, *options), leaves, upstream.double() if wide else upstream
+        )
+
+    ref, stock = gradients(spec.reference, True), gradients(spec.reference, False)
+    for number, got in enumerate(gradients(spec.overload, False)):
+        assert_rule(got, stock[number], ref[number], f"{spec.name}{options}: gradient of argument {number}")
+
+
+# ---- the common tests --------------------------------------------------------------------------------------
+
+
+def common_tests(spec: OpSpec, odd_sizes: Samples | None = None) -> dict[str, Callable[..., None]]:
+    """The tests every op has, by name.
+
+    Args:
+        spec: the op.
+        odd_sizes: more calls, of sizes that no kernel is tuned for; ``None``: the op's own samples.
+    """
+    odd_sizes = odd_sizes or spec.samples
+
+    @over_dtypes
+    def matches_reference(device: torch.device, dtype: torch.dtype) -> None:
+        """Every sample keeps the numerics rule, and the checked call gives what the bare op gives."""
+        for sample in spec.samples(device, dtype):
+            result = assert_matches(spec, sample)
+            assert same_bits(result, spec(*sample.map_tensors(duplicate).args, **sample.kwargs))
+
+    @over_dtypes
+    def handles_odd_sizes(device: torch.device, dtype: torch.dtype) -> None:
+        """Sizes that are no multiple of a vector, a tile or a thread count."""
+        for sample in odd_sizes(device, dtype):
+            assert not spec.why_not(*sample.args, **sample.kwargs)
+            assert_matches(spec, sample)
+
+    @over_dtypes
+    def handles_views(device: torch.device, dtype: torch.dtype) -> None:
+        """Each argument in each layout is refused with a reason, or taken as its contiguous copy is."""
+        for number, sample in enumerate(spec.samples(device, dtype)):
+            for layout in LAYOUTS:
+                taken = {}
+                for name, tensor in tensors(spec, sample).items():
+                    single = {name: layout(tensor)}
+                    call = replaced(spec, sample, **single)
+                    if spec.why_not(**call.kwargs):
+                        with pytest.raises(OpInputError):
+                            spec(**call.kwargs)
+                        continue
+                    taken |= single
+                    if number == 0:
+                        assert_same_as_copy(spec, call, f"{layout.__name__} {name}:")
+                assert_same_as_copy(
+                    spec, replaced(spec, sample, **taken), f"{layout.__name__} {list(taken)}:"
+                )
+
+    @over_dtypes
+    def handles_broadcast_views(device: torch.device, dtype: torch.dtype) -> None:
+        """Arguments whose rows are one row repeated with stride 0."""
+        for sample in itertools.islice(spec.samples(device, dtype), 6):
+            for name, tensor in tensors(spec, sample).items():
+                if (
+                    name in written(spec)
+                    or not tensor.is_floating_point()
+                    or tensor.isnan().any()
+                    or not tensor.numel()
+                ):
+                    continue
+                call = replaced(spec, sample, **{name: tensor[:1].expand_as(tensor)})
+                if not spec.why_not(**call.kwargs):
+                    assert_same_as_copy(spec, call, f"broadcast {name}:")
+
+    @over_dtypes
+    def writes_every_element(device: torch.device, dtype: torch.dtype) -> None:
+        """Output memory that held NaN ends up as the result, the same bits each time."""
+        for sample in spec.samples(device, dtype):
+            first = ours(spec, sample)
+            for _ in range(3):
+                call = sample.map_tensors(duplicate)
+                with poisoned(device, first["result"].nbytes):
+                    again = run(spec, spec.overload, call)
+                assert intact(again["result"]), f"{describe(spec, sample)}: elements left unwritten"
+                for name, tensor in again.items():
+                    assert same_bits(tensor, first[name]), (
+                        f"{describe(spec, sample)}: {name} differs between runs"
+                    )
+
+    def opcheck(device: torch.device) -> None:
+        """The schema tells the truth, the fake agrees with the op, autograd and AOT dispatch work."""
+        quick = ("test_schema", "test_autograd_registration", "test_faketensor")
+        for number, sample in enumerate(spec.samples(device, torch.float32)):
+            utils = (*quick, "test_aot_dispatch_dynamic") if number < 2 else quick
+            torch.library.opcheck(spec.overload, sample.args, sample.kwargs, test_utils=utils)
+            if spec.backward is not None and number < 2:
+                leaves = sample.map_tensors(lambda tensor: tensor.requires_grad_())
+                torch.library.opcheck(spec.overload, leaves.args, leaves.kwargs)
+
+    def rejects_bad_input(device: torch.device) -> None:
+        """Wrong dtype, shape, device or choice: an error that names the op, never a crash or a number."""
+        sample = next(iter(spec.samples(device, torch.float32)))
+        for what, call in odd_ranks(spec, sample):
+            if not spec.why_not(**call.kwargs):
+                assert_matches(spec, call, f"{what}:")
+        for what, call in bad_calls(spec, sample):
+            with pytest.raises(OpInputError) as error:
+                spec(**call.kwargs)
+                pytest.fail(f"{spec.name} took {what}")
+            assert str(error.value).startswith(f"hf_fastpath.ops.{spec.name}: "), what
+            if is_native(spec, device) and "device" not in what:  # the library's own checks, behind Python's
+                with pytest.raises(RuntimeError):
+                    spec.overload(**call.kwargs)
+                    pytest.fail(f"the native {spec.name} took {what}: {describe(spec, call)}")
+
+    def compiles(device: torch.device) -> None:
+        """One graph under ``torch.compile``, the same bits as eager."""
+        for sample in itertools.islice(spec.samples(device, torch.float32), 2):
+            torch.compiler.reset()
+            compiled = torch.compile(spec.overload, fullgraph=True, backend="aot_eager")
+            expected = ours(spec, sample)
+            for name, tensor in run(spec, compiled, sample.map_tensors(duplicate)).items():
+                assert same_bits(tensor, expected[name]), f"compiled {describe(spec, sample)}: {name}"
+
+    @over_dtypes
+    def ignores_autocast(device: torch.device, dtype: torch.dtype) -> None:
+        """The same bits inside an autocast region: the arguments' dtype decides, not the region's."""
+        for sample in spec.samples(device, dtype):
+            expected = ours(spec, sample)
+            for region in (torch.float16, torch.bfloat16):
+                with torch.autocast(device.type, dtype=region):
+                    got = ours(spec, sample)
+                for name, tensor in got.items():
+                    assert same_bits(tensor, expected[name]), (
+                        f"autocast {region} {describe(spec, sample)}: {name}"
+                    )
+
+    @pytest.mark.parametrize("threads", (1, 2, 3))
+    def any_thread_count(threads: int) -> None:
+        """The rule holds however the work is split, and each split repeats bit for bit."""
+        torch.set_num_threads(threads)
+        for sample in itertools.chain.from_iterable(
+            f(torch.device("cpu"), torch.float32) for f in (spec.samples, odd_sizes)
+        ):
+            first = assert_matches(spec, sample, f"{threads} threads:")
+            assert same_bits(first, ours(spec, sample)["result"])
+
+    @over_dtypes
+    def replays_in_cuda_graph(cuda: torch.device, dtype: torch.dtype) -> None:
+        """Captured once, replayed on new values: the same bits as an eager call on them."""
+        for sample, fresh in zip(spec.samples(cuda, dtype), spec.samples(cuda, dtype), strict=True):
+            static = sample.map_tensors(duplicate)
+            side = torch.cuda.Stream()
+            side.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(side):  # lazy initialization must not land in the capture
+                spec.overload(*static.args, **static.kwargs)
+            torch.cuda.current_stream().wait_stream(side)
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph):
+                result = run(spec, spec.overload, static)
+            expected = ours(spec, fresh)
+            for _ in range(2):
+                for name, tensor in tensors(spec, static).items():
+                    tensor.copy_(tensors(spec, fresh)[name])
+                graph.replay()
+                for name, tensor in result.items():
+                    assert same_bits(tensor, expected[name]), f"replayed {describe(spec, sample)}: {name}"
+
+    tests = (
+        matches_reference,
+        handles_views,
+        handles_broadcast_views,
+        handles_odd_sizes,
+        writes_every_element,
+        opcheck,
+        rejects_bad_input,
+        compiles,
+        ignores_autocast,
+        any_thread_count,
+        replays_in_cuda_graph,
+    )
+    return {f"test_{spec.name}_{test.__name__}": test for test in tests}
+
+
+def bad_calls(spec: OpSpec, sample: Sample) -> Iterator[tuple[str, Sample]]:
+    """Calls that differ from ``sample`` in one thing the op must refuse, with a description."""
+    given = tensors(spec, sample)
+    doubles = {name: t.double() for name, t in given.items() if t.is_floating_point()}
+    yield "float64 throughout", replaced(spec, sample, **doubles)
+    for name, tensor in given.items():
+        yield f"{name} of another dtype", replaced(spec, sample, **{name: tensor.to(torch.int16)})
+        if len(given) > 1:  # a lone tensor may have any shape and lie on any device
+            longer = torch.cat([tensor, tensor[..., :1]], -1)
+            yield f"{name} with one column more", replaced(spec, sample, **{name: longer})
+            yield f"{name} on another device", replaced(spec, sample, **{name: tensor.to("meta")})
+    for argument in spec.overload._schema.arguments:
+        if str(argument.type) == "str":
+            yield f"an unknown {argument.name}", replaced(spec, sample, **{argument.name: "gelu_new"})
+
+
+def odd_ranks(spec: OpSpec, sample: Sample) -> Iterator[tuple[str, Sample]]:
+    """Calls in which one tensor has an unusual number of dimensions: computed rightly, or refused."""
+    for name, tensor in tensors(spec, sample).items():
+        yield f"{name} with more dimensions", replaced(spec, sample, **{name: tensor[None, None, None]})
+        yield f"{name} with one dimension", replaced(spec, sample, **{name: tensor.flatten()})
+        yield f"{name} without dimensions", replaced(spec, sample, **{name: tensor.flatten()[0]})

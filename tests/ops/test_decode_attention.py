@@ -1,0 +1,363 @@
+"""decode_attention: the common tests, window and ring edges, padding, unused slots, workspace, kv_table."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+from checks import DTYPES, assert_matches, common_tests, is_native, over_dtypes, replaced
+from memory import poisoned, same_bits
+
+from hf_fastpath.ops.decode_attention import SPEC, workspace_bytes
+from hf_fastpath.registry import OpInputError, Sample
+
+CPU = torch.device("cpu")
+
+
+def make(
+    device,
+    dtype,
+    *,
+    heads,
+    kv_heads,
+    head_dim,
+    capacity,
+    seq_lens,
+    query_len=1,
+    starts=None,
+    window=0,
+    kv=None,
+) -> Sample:
+    """One call whose cache holds NaN in every slot that no token of the call sees."""
+    batch = len(seq_lens)
+    caches = []
+    for _ in range(2):
+        cache = torch.full((batch, kv_heads, capacity, head_dim), float("nan"), device=device).to(kv or dtype)
+        for row, seq_len in enumerate(seq_lens):
+            slots = [
+                position % capacity for position in seen(seq_len, query_len, starts and starts[row], window)
+            ]
+            cache[row, :, slots] = torch.randn(kv_heads, len(slots), head_dim, device=device).to(cache.dtype)
+        caches.append(cache)
+    return Sample(
+        q=torch.randn(batch, query_len, heads, head_dim, device=device).to(dtype),
+        k_cache=caches[0],
+        v_cache=caches[1],
+        seq_lens=torch.tensor(seq_lens, device=device, dtype=torch.int32),
+        starts=None if starts is None else torch.tensor(starts, device=device, dtype=torch.int32),
+        scale=head_dim**-0.5,
+        window=window,
+    )
+
+
+def seen(seq_len: int, query_len: int, start: int | None, window: int) -> range:
+    """Positions that at least one of a row's new tokens sees."""
+    oldest = seq_len - query_len - window + 1 if window else 0
+    return range(max(oldest, start or 0, 0), seq_len)
+
+
+def naive(sample: Sample) -> torch.Tensor:
+    """The docstring's formula in float64, one token and one head at a time."""
+    a = sample.kwargs
+    batch, query_len, num_heads, head_dim = a["q"].shape
+    group, capacity = num_heads // a["k_cache"].shape[1], a["k_cache"].shape[2]
+    out = torch.zeros(batch, query_len, num_heads, head_dim, dtype=torch.float64)
+    for b, i, h in itertools.product(range(batch), range(query_len), range(num_heads)):
+        p = int(a["seq_lens"][b]) - query_len + i
+        first = max(
+            int(a["starts"][b]) if a["starts"] is not None else 0, p - a["window"] + 1 if a["window"] else 0
+        )
+        slots = [j % capacity for j in range(first, p + 1)]
+        if slots:
+            k, v = (a[name][b, h // group, slots].double() for name in ("k_cache", "v_cache"))
+            out[b, i, h] = torch.softmax(a["scale"] * (k @ a["q"][b, i, h].double()), 0) @ v
+    return out.flatten(2)
+
+
+def odd_sizes(device, dtype):
+    for query_len in range(1, 17):
+        heads, kv_heads = ((6, 2), (5, 5), (7, 1))[query_len % 3]
+        yield make(
+            device,
+            dtype,
+            heads=heads,
+            kv_heads=kv_heads,
+            head_dim=40,
+            capacity=61,
+            query_len=query_len,
+            seq_lens=[query_len, 61, 16 + query_len],
+            starts=[0, 7, 3] if query_len % 2 else None,
+        )
+    for head_dim in range(32, 257, 8):
+        yield make(device, dtype, heads=2, kv_heads=1, head_dim=head_dim, capacity=19, seq_lens=[19])
+    for length in (2, 15, 63, 64, 65, 127, 129, 511, 1023, 1025):
+        yield make(device, dtype, heads=4, kv_heads=2, head_dim=64, capacity=length + 3, seq_lens=[length])
+
+
+globals().update(common_tests(SPEC, odd_sizes))
+
+
+def test_decode_attention_reference_is_the_formula():
+    for sample in itertools.chain(odd_sizes(CPU, torch.float64), edges(CPU, torch.float64)):
+        expected = naive(sample)
+        assert (SPEC.reference(**sample.kwargs) - expected).abs().max() <= 1e3 * torch.finfo(
+            torch.float64
+        ).eps
+
+
+def edges(device, dtype):
+    """Windows, rings and paddings at the lengths where something begins or ends."""
+    window = 8
+    for seq_len in (1, 7, 8, 9, 15, 16, 17, 24, 25, 1000):  # the window fills; the ring wraps
+        for capacity in (8, 9, 24):
+            yield make(
+                device,
+                dtype,
+                heads=4,
+                kv_heads=2,
+                head_dim=32,
+                capacity=capacity,
+                seq_lens=[seq_len],
+                window=window,
+            )
+    for seq_len in (
+        5,
+        8,
+        12,
+        13,
+        28,
+        29,
+        100,
+    ):  # several new tokens, each with its own window; the ring is full
+        yield make(
+            device,
+            dtype,
+            heads=4,
+            kv_heads=2,
+            head_dim=32,
+            capacity=window + 4,
+            query_len=5,
+            seq_lens=[seq_len],
+            window=window,
+        )
+    yield make(
+        device, dtype, heads=2, kv_heads=2, head_dim=32, capacity=30, seq_lens=[30], window=1
+    )  # itself only
+    yield make(device, dtype, heads=2, kv_heads=2, head_dim=32, capacity=30, seq_lens=[20], window=1000)
+    for starts in ([0, 19, 20], [18, 5, 1]):  # everything, the last token only, nothing visible
+        yield make(
+            device, dtype, heads=4, kv_heads=1, head_dim=64, capacity=32, seq_lens=[20, 20, 20], starts=starts
+        )
+        yield make(
+            device,
+            dtype,
+            heads=4,
+            kv_heads=4,
+            head_dim=64,
+            capacity=32,
+            seq_lens=[20, 20, 20],
+            starts=starts,
+            query_len=3,
+            window=6,
+        )
+    yield make(
+        device,
+        dtype,
+        heads=4,
+        kv_heads=2,
+        head_dim=32,
+        capacity=24,
+        seq_lens=[100, 40],
+        starts=[95, 39],
+        window=8,
+    )
+
+
+@over_dtypes
+def test_decode_attention_edges(device, dtype):
+    """Window, ring and padding edges; slots outside hold NaN, so one slot too many shows."""
+    for sample in edges(device, dtype):
+        assert not assert_matches(SPEC, sample).isnan().any()
+
+
+def test_decode_attention_sees_nothing_gives_zeros(device):
+    sample = make(
+        device, torch.float32, heads=2, kv_heads=1, head_dim=32, capacity=9, seq_lens=[6, 6], starts=[6, 0]
+    )
+    with poisoned(device, 2 * 64 * 4):
+        result = SPEC(**sample.kwargs)
+    assert not result[0].any() and result[1].any()
+
+
+@over_dtypes
+@pytest.mark.parametrize("kv", DTYPES, ids=str)
+def test_decode_attention_cache_dtypes(device, dtype, kv):
+    """Any cache dtype beside any q dtype, the arithmetic in float32."""
+    for query_len, seq_len in ((1, 40), (1, 300), (4, 77)):
+        sample = make(
+            device,
+            dtype,
+            heads=8,
+            kv_heads=2,
+            head_dim=64,
+            capacity=311,
+            query_len=query_len,
+            seq_lens=[seq_len],
+            kv=kv,
+        )
+        assert_matches(SPEC, sample)
+
+
+@over_dtypes
+def test_decode_attention_one_position_copies_v(device, dtype):
+    """A softmax over one position is 1: the result is V's own bits."""
+    for window, starts, seq_len in ((1, None, 11), (0, [10], 11), (0, None, 1)):
+        sample = make(
+            device,
+            dtype,
+            heads=6,
+            kv_heads=2,
+            head_dim=48,
+            capacity=12,
+            seq_lens=[seq_len],
+            window=window,
+            starts=starts,
+        )
+        v = sample.kwargs["v_cache"][:, :, seq_len - 1].repeat_interleave(3, 1).flatten(1)
+        assert torch.equal(SPEC(**sample.kwargs)[:, 0], v)
+
+
+@over_dtypes
+def test_decode_attention_exact_average(device, dtype):
+    """Equal scores over 2^n positions average integers exactly; a slot counted twice or left out shows."""
+    for length in (1, 4, 32, 256):
+        sample = make(device, dtype, heads=4, kv_heads=2, head_dim=32, capacity=length + 1, seq_lens=[length])
+        sample.kwargs["k_cache"][:, :, :length] = 0
+        values = torch.randint(-2, 3, (1, 2, length, 32), device=device)
+        values[:, :, -1] -= values.sum(2)  # they add up to zero, then to the length itself
+        values[:, :, 0] += length
+        if values.abs().max() > 256:  # beyond bfloat16's exact integers
+            continue
+        sample.kwargs["v_cache"][:, :, :length] = values.to(dtype)
+        assert torch.equal(SPEC(**sample.kwargs), torch.ones(1, 1, 4 * 32, device=device, dtype=dtype))
+
+
+@over_dtypes
+def test_decode_attention_large_scores(device, dtype):
+    """Scores far apart neither overflow nor lose the maximum, wherever in the cache it lies."""
+    for length in (5, 130, 1000):
+        for hot in (0, length // 2, length - 1):
+            sample = make(device, dtype, heads=4, kv_heads=2, head_dim=64, capacity=length, seq_lens=[length])
+            sample.kwargs["q"].fill_(10)
+            sample.kwargs["k_cache"].copy_(sample.kwargs["k_cache"].sign() * 5)
+            sample.kwargs["k_cache"][:, :, hot] = 50
+            v = sample.kwargs["v_cache"][:, :, hot].repeat_interleave(2, 1).flatten(1)
+            assert torch.equal(SPEC(**sample.kwargs)[:, 0], v)
+
+
+@over_dtypes
+def test_decode_attention_special_values(device, dtype):
+    """A NaN key spoils its head group, a NaN or infinite value its column, and nothing else."""
+    for length in (9, 200):
+        sample = make(
+            device, dtype, heads=4, kv_heads=2, head_dim=32, capacity=length, seq_lens=[length, length]
+        )
+        sample.kwargs["k_cache"][0, 1, length - 2, 3] = float("nan")
+        sample.kwargs["v_cache"][1, 0, 1, 5] = float("inf")
+        sample.kwargs["v_cache"][1, 1, length - 1, 31] = float("nan")
+        result = assert_matches(SPEC, sample).view(2, 4, 32)
+        assert result[0, :2].isfinite().all() and result[0, 2:].isnan().all()
+        assert (~result[1].isfinite()).nonzero().tolist() == [[0, 5], [1, 5], [2, 31], [3, 31]]
+
+
+def test_decode_attention_subnormals_survive(device):
+    """Values far below float16's normal range come back; nothing flushes them."""
+    sample = make(device, torch.float16, heads=2, kv_heads=1, head_dim=32, capacity=600, seq_lens=[600])
+    sample.kwargs["v_cache"].fill_(2.0**-23)
+    assert_matches(SPEC, sample)
+    sample.kwargs["k_cache"].zero_()
+    assert SPEC(**sample.kwargs).float().max() == 2.0**-23
+
+
+@over_dtypes
+def test_decode_attention_reuses_its_workspace(device, dtype):
+    """One workspace, zeroed once, serves calls of changing shape in any order, as fresh ones would."""
+    calls = [
+        make(
+            device,
+            dtype,
+            heads=heads,
+            kv_heads=kv_heads,
+            head_dim=head_dim,
+            capacity=2100,
+            query_len=query_len,
+            seq_lens=seq_lens,
+        )
+        for heads, kv_heads, head_dim, query_len, seq_lens in (
+            (8, 2, 64, 1, [2050]),
+            (8, 2, 64, 1, [3]),
+            (8, 8, 128, 1, [700, 2000]),
+            (4, 1, 32, 16, [1500]),
+            (2, 1, 256, 1, [2048]),
+            (8, 2, 64, 3, [900, 17, 2100]),
+        )
+    ]
+    size = max(workspace_bytes(*call.kwargs["q"].shape) for call in calls)
+    workspace = torch.zeros(size, dtype=torch.uint8, device=device)
+    for call in calls:
+        assert_matches(SPEC, call)
+        with poisoned(
+            device, workspace_bytes(*call.kwargs["q"].shape)
+        ):  # what the op allocates itself is not zero
+            call.fresh = SPEC(**call.kwargs)
+    for call in (*calls, *reversed(calls), calls[0], calls[0]):
+        assert same_bits(SPEC(**call.kwargs, workspace=workspace), call.fresh)
+
+
+@pytest.mark.parametrize("kv", DTYPES, ids=str)
+def test_decode_attention_follows_kv_table(device, kv):
+    """Addresses and capacity come from the table's row; the tensors given, full of NaN, are not read."""
+    shape = {"heads": 8, "kv_heads": 2, "head_dim": 64, "seq_lens": [100, 37], "window": 16, "query_len": 2}
+    actual = make(device, torch.float32, capacity=40, kv=kv, **shape)
+    k_cache, v_cache = actual.kwargs["k_cache"], actual.kwargs["v_cache"]
+    table = torch.tensor([[0, 0, 0], [k_cache.data_ptr(), v_cache.data_ptr(), 40], [0, 0, 0]], device=device)
+    decoy = torch.full((2, 2, 23, 64), float("nan"), device=device, dtype=kv)
+    call = replaced(SPEC, actual, k_cache=decoy, v_cache=decoy.clone(), kv_table=table, layer=1)
+    if is_native(SPEC, device):
+        assert same_bits(SPEC(**call.kwargs), SPEC(**actual.kwargs))
+    else:
+        with pytest.raises(NotImplementedError, match="kv_table needs the native library"):
+            SPEC(**call.kwargs)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    (
+        (
+            {"q": torch.randn(1, 17, 4, 32)},
+            r"q has shape \(1, 17, 4, 32\), expected \[batch, 1 to 16, heads, head_dim\]",
+        ),
+        ({"q": torch.randn(1, 1, 5, 32)}, "q has 5 heads of 32, the cache 2 of 32"),
+        ({"window": -1}, "window is -1"),
+        ({"starts": torch.zeros(2, dtype=torch.int32)}, r"starts is torch.int32 \(2,\)"),
+        ({"workspace": torch.zeros(8, dtype=torch.uint8)}, "workspace has 8 bytes"),
+        ({"k_cache": torch.randn(1, 2, 16, 32)[:, :, ::2]}, "have to be contiguous"),
+    ),
+)
+def test_decode_attention_names_the_fault(change, message):
+    sample = make(CPU, torch.float32, heads=4, kv_heads=2, head_dim=32, capacity=8, seq_lens=[5])
+    with pytest.raises(OpInputError, match=message):
+        SPEC(**replaced(SPEC, sample, **change).kwargs)
+
+
+def test_decode_attention_reference_is_transformers():
+    from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+    sample = make(CPU, torch.float32, heads=4, kv_heads=2, head_dim=32, capacity=9, seq_lens=[9, 9])
+    module = torch.nn.Module()
+    module.num_key_value_groups, module.is_causal = 2, True
+    q, k, v = sample.kwargs["q"].transpose(1, 2), sample.kwargs["k_cache"], sample.kwargs["v_cache"]
+    expected, _ = sdpa_attention_forward(module, q, k, v, None, scaling=sample.kwargs["scale"])
+    got = SPEC.reference(**sample.kwargs)
+    assert (got - expected.flatten(2)).abs().max() <= 4 * torch.finfo(torch.float32).eps

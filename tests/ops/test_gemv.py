@@ -1,0 +1,135 @@
+"""gemv: the common tests, exact integers, one product at a time, special values, strided weights."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from checks import assert_exact, assert_matches, common_tests, over_dtypes, small_integers
+from memory import same_bits
+
+from hf_fastpath.ops.gemv import ACTIVATIONS, MAX_ROWS, SPEC
+from hf_fastpath.registry import Sample
+
+over_layouts = pytest.mark.parametrize("transposed", (False, True), ids=("linear", "conv1d"))
+
+
+def odd_sizes(device, dtype):
+    def randn(*shape):
+        return torch.randn(*shape, device=device, dtype=dtype)
+
+    def matrix(k, n, transposed):
+        return randn(*((k, n) if transposed else (n, k))) * k**-0.5
+
+    sizes = (
+        (1, 1, 1),
+        (1, 1, 9),
+        (2, 3, 1),
+        (1, 17, 3),
+        (3, 31, 129),
+        (5, 33, 63),
+        (13, 127, 31),
+        (1, 2049, 515),
+    )
+    for transposed in (False, True):
+        for rows, k, n in sizes:
+            yield Sample(
+                randn(rows, k), matrix(k, n, transposed), randn(n), randn(rows, n), transposed=transposed
+            )
+        for rows in range(1, MAX_ROWS + 1):
+            yield Sample(randn(rows, 70), matrix(70, 21, transposed), transposed=transposed)
+    yield Sample(
+        randn(50), randn(7, 50), randn(7), randn(7), "silu"
+    )  # a single row without a batch dimension
+    yield Sample(randn(2, 1, 3, 20), randn(9, 20), None, randn(2, 1, 3, 9), "gelu")
+
+
+globals().update(common_tests(SPEC, odd_sizes))
+
+
+@over_dtypes
+@over_layouts
+def test_gemv_exact_on_integers(device, dtype, transposed):
+    """Bit for bit: a skipped or doubled product cannot hide in rounding."""
+    for rows, k, n in ((1, 111, 37), (1, 2000, 65), (2, 64, 65), (4, 768, 40), (7, 129, 33), (16, 1000, 19)):
+        x, weight = small_integers(device, dtype, (rows, k), (n, k))
+        weight = weight.t().contiguous() if transposed else weight
+        bias, residual = (torch.randint(-9, 10, s, device=device).to(dtype) for s in ((n,), (rows, n)))
+        assert_exact(SPEC, Sample(x, weight, transposed=transposed))
+        assert_exact(SPEC, Sample(x, weight, bias, residual, "none", transposed))
+        assert_exact(SPEC, Sample(x, weight, bias, residual, "relu", transposed))
+
+
+@over_dtypes
+@over_layouts
+def test_gemv_uses_every_weight_once(device, dtype, transposed):
+    """Unit vectors as x pick out single weights, whatever their value."""
+    for k, n in ((45, 23), (96, 40)):
+        weight = torch.randn(n, k, device=device).to(dtype)
+        stored = weight.t().contiguous() if transposed else weight
+        units = torch.eye(k, device=device, dtype=dtype)
+        for rows in (1, MAX_ROWS):
+            picked = torch.cat([SPEC(unit, stored, transposed=transposed) for unit in units.split(rows)])
+            assert torch.equal(picked, weight.t())
+
+
+@over_dtypes
+@over_layouts
+def test_gemv_special_values(device, dtype, transposed):
+    """NaN and infinity reach exactly the outputs they belong to."""
+    nan, inf = float("nan"), float("inf")
+    for rows in (1, 5):
+        x, weight = (
+            torch.randn(rows, 130, device=device).to(dtype),
+            torch.randn(50, 130, device=device).to(dtype),
+        )
+        x[-1, -1], weight[3, 0], weight[7, 129], weight[9, 64] = inf, nan, inf, -inf
+        for activation in ACTIVATIONS:
+            stored = weight.t().contiguous() if transposed else weight
+            assert_matches(SPEC, Sample(x, stored, activation=activation, transposed=transposed))
+        clean = SPEC(x[:-1] if rows > 1 else torch.ones_like(x), stored, transposed=transposed)
+        assert clean[:, 3].isnan().all()
+        assert clean[:, [i for i in range(50) if i not in (3, 7, 9)]].isfinite().all()
+
+
+@over_dtypes
+@over_layouts
+def test_gemv_ignores_gaps_between_weight_rows(device, dtype, transposed):
+    """Rows of a column slice, at every alignment; NaN in the rest of the wide matrix must not leak in."""
+    x = torch.randn(3, 40 if transposed else 57, device=device).to(dtype)
+    for start in range(9):
+        wide = torch.full((40, 80), float("nan"), device=device, dtype=dtype)
+        wide[:, start : start + 57] = torch.randn(40, 57, device=device) * 0.1
+        assert_matches(SPEC, Sample(x, wide[:, start : start + 57], transposed=transposed))
+
+
+@over_layouts
+def test_gemv_large(device, transposed):
+    """A model-sized matrix, so that work is really split; half precision accumulates in float32."""
+    x, weight = torch.randn(1, 4096, device=device), torch.randn(1536, 4096, device=device) / 64
+    for dtype in (torch.float32, torch.float16):
+        stored = (weight.t().contiguous() if transposed else weight).to(dtype)
+        result = assert_matches(SPEC, Sample(x.to(dtype), stored, transposed=transposed))
+        assert same_bits(result, SPEC(x.to(dtype), stored, transposed=transposed))
+
+
+def test_gemv_refuses_too_many_rows(device):
+    x, weight = torch.randn(MAX_ROWS + 1, 8, device=device), torch.randn(4, 8, device=device)
+    with pytest.raises(ValueError, match="x has 17 rows, expected 1 to 16: use nn.Linear"):
+        SPEC(x, weight)
+    with pytest.raises(ValueError, match="x has 0 rows"):
+        SPEC(x[:0], weight)
+
+
+def test_gemv_reference_is_the_models_layers():
+    from transformers.pytorch_utils import Conv1D
+
+    x, weight, bias = torch.randn(3, 24), torch.randn(10, 24), torch.randn(10)
+    linear, conv = torch.nn.Linear(24, 10), Conv1D(10, 24)
+    with torch.no_grad():
+        linear.weight.copy_(weight), linear.bias.copy_(bias)
+        assert same_bits(SPEC.reference(x, linear.weight, linear.bias), linear(x))
+        x, weight, bias = (
+            torch.randint(-3, 4, t.shape).float() for t in (x, weight, bias)
+        )  # exact in any order
+        conv.weight.copy_(weight.t()), conv.bias.copy_(bias)
+        assert torch.equal(SPEC.reference(x, conv.weight, conv.bias, transposed=True), conv(x))
