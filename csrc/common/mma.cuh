@@ -4,8 +4,8 @@
 //   A: a0 = A[g, 2q..], a1 = A[g + 8, 2q..], a2 = A[g, 2q + 8..], a3 = A[g + 8, 2q + 8..]
 //   B: b0 = B[2q.., g], b1 = B[2q + 8.., g]
 //   C: c0, c1 = C[g, 2q], C[g, 2q + 1]; c2, c3 = C[g + 8, 2q], C[g + 8, 2q + 1]
-// A sum does not depend on the order of k, nor does it matter which column of B is called which: the kernels here
-// choose both orders so that what a lane needs lies in 16 contiguous bytes of device memory.
+// A sum does not depend on the order of k, nor does it matter which row of A or column of B is called which:
+// the kernels here choose the orders so that what a lane needs lies in 16 contiguous bytes of device memory.
 #pragma once
 
 #include <cuda_bf16.h>
@@ -30,17 +30,17 @@ __device__ __forceinline__ void mma(float (&c)[4], uint32_t a0, uint32_t a1, uin
   }
 }
 
-// The same where rows 8 to 15 of A are zero: only the sums of rows 0 to 7 exist, in half the registers.
-template <class T>
-__device__ __forceinline__ void mma_upper(float (&c)[2], uint32_t a0, uint32_t a2, uint32_t b0, uint32_t b1) {
-  float c4[4] = {c[0], c[1], 0.f, 0.f};
-  mma<T>(c4, a0, 0u, a2, 0u, b0, b1);
-  c[0] = c4[0], c[1] = c4[1];
-}
-
 // Of two words that hold neighbors (x0, x1) and (y0, y1): (x0, y0) and (x1, y1). Turns pieces of two matrix rows into
-// operands that pair the rows.
+// an operand that pairs the rows.
 __device__ __forceinline__ uint32_t pair_low(uint32_t x, uint32_t y) { return __byte_perm(x, y, 0x5410); }
 __device__ __forceinline__ uint32_t pair_high(uint32_t x, uint32_t y) { return __byte_perm(x, y, 0x7632); }
+
+// A[16, 16] out of four rows r0..r3 of a row-major matrix [k, n], of which a lane holds word w of its 16 bytes, that is
+// the neighbors n = 2w and 2w + 1 of its eight: rows pair up in k, n = 2w is row g and n = 2w + 1 row g + 8 of A.
+template <class T>
+__device__ __forceinline__ void mma_columns(float (&c)[4], uint32_t r0, uint32_t r1, uint32_t r2, uint32_t r3,
+                                            uint32_t b0, uint32_t b1) {
+  mma<T>(c, pair_low(r0, r1), pair_high(r0, r1), pair_low(r2, r3), pair_high(r2, r3), b0, b1);
+}
 
 }  // namespace hf_fastpath

@@ -51,22 +51,22 @@ void attention_chunk_portable(const AttentionChunk& chunk) {
   with_storage(chunk.kv_dtype, [&](auto* tag) { run_chunk<std::remove_pointer_t<decltype(tag)>>(chunk); });
 }
 
-void attention_merge_portable(DType dtype, const float* sums, const float* maxima, const float* weights, int64_t parts,
+void attention_merge_portable(DType dtype, const float* sums, float* maxima, const float* weights, int64_t parts,
                               int64_t sums_stride, int64_t stat_stride, int64_t head_dim, void* out) {
   float top = kMinusInfinity;
   for (int64_t p = 0; p < parts; ++p) top = std::max(top, maxima[p * stat_stride]);
-  const auto factor = [&](int64_t p) {
-    const float maximum = maxima[p * stat_stride];
-    return maximum == kMinusInfinity ? 0.0f : std::exp(maximum - top);
-  };
   float total = 0.0f;
-  for (int64_t p = 0; p < parts; ++p) total += weights[p * stat_stride] * factor(p);
+  for (int64_t p = 0; p < parts; ++p) {
+    float* maximum = maxima + p * stat_stride;
+    *maximum = *maximum == kMinusInfinity ? 0.0f : std::exp(*maximum - top);  // the part's factor
+    total += weights[p * stat_stride] * *maximum;
+  }
   const float inverse = total == 0.0f ? 0.0f : 1.0f / total;
   with_storage(dtype, [&](auto* tag) {
     auto* to = static_cast<std::remove_pointer_t<decltype(tag)>*>(out);
     for (int64_t d = 0; d < head_dim; ++d) {
       float sum = 0.0f;
-      for (int64_t p = 0; p < parts; ++p) sum += sums[p * sums_stride + d] * factor(p);
+      for (int64_t p = 0; p < parts; ++p) sum += sums[p * sums_stride + d] * maxima[p * stat_stride];
       from_float(sum * inverse, to + d);
     }
   });
@@ -75,9 +75,10 @@ void attention_merge_portable(DType dtype, const float* sums, const float* maxim
 namespace {
 
 constexpr int64_t kMinHeadDim = 32, kMaxHeadDim = 256;
-// Positions of a chunk, about: enough to outweigh its merge, few enough to balance a handful of heads over the
-// threads. The division depends on lengths only, so that results do not depend on the number of threads.
-constexpr int64_t kChunkPositions = 256;
+// Positions of a chunk, about: at least enough to outweigh its merge, and as many as leave this many chunks in all,
+// to balance a handful of heads over the threads. The division depends on lengths and heads only, so that results do
+// not depend on the number of threads.
+constexpr int64_t kMinChunkPositions = 256, kMaxChunkPositions = 2048, kTargetChunks = 64;
 // Partial results worth another thread in the merge.
 constexpr int64_t kMergeFloatsPerPart = 64 * 1024;
 
@@ -114,17 +115,22 @@ Tensor decode_attention(const Tensor& q, const Tensor& k_cache, const Tensor& v_
   thread_local std::vector<VisibleRange> range_buffer;
   range_buffer.resize(batch);
   VisibleRange* const ranges = range_buffer.data();  // not the vector: in another thread its name is another one
-  int64_t row_chunks = 0, positions = 0;
+  int64_t positions = 0;
   for (int64_t b = 0; b < batch; ++b) {
     const int64_t end = lens[b], first_query = end - query_len;
     // The ring holds the newest `capacity` positions.
     int64_t begin = std::max<int64_t>({0, end - cache.capacity, first != nullptr ? first[b] : 0});
     if (window > 0) begin = std::max(begin, first_query - window + 1);
-    const int64_t length = std::max<int64_t>(0, end - begin);
-    const int64_t chunks = (length + kChunkPositions - 1) / kChunkPositions;
-    ranges[b] = {begin, end, first_query, chunks, row_chunks};
-    row_chunks += chunks;
-    positions += length;
+    ranges[b] = {begin, std::max(begin, end), first_query, 0, 0};
+    positions += ranges[b].end - begin;
+  }
+  const int64_t chunk_positions =
+      std::clamp(positions * cache.num_kv_heads / kTargetChunks, kMinChunkPositions, kMaxChunkPositions);
+  int64_t row_chunks = 0;
+  for (int64_t b = 0; b < batch; ++b) {
+    ranges[b].chunks = (ranges[b].end - ranges[b].begin + chunk_positions - 1) / chunk_positions;
+    ranges[b].first_chunk = row_chunks;
+    row_chunks += ranges[b].chunks;
   }
   const int64_t group = num_heads / cache.num_kv_heads, queries = query_len * group;
   const int64_t heads = cache.num_kv_heads, items = row_chunks * heads;

@@ -35,10 +35,10 @@ void attention_chunk_portable(const AttentionChunk& chunk);
 void attention_chunk_avx2(const AttentionChunk& chunk);
 
 // out[d] = sum over parts of sums * exp(max - M) / (sum of weights * exp(max - M)); zeros if nothing is visible.
-// The parts of sums lie `sums_stride` floats apart, those of maxima and weights `stat_stride`.
-void attention_merge_portable(DType dtype, const float* sums, const float* maxima, const float* weights, int64_t parts,
+// The parts of sums lie `sums_stride` floats apart, those of maxima and weights `stat_stride`; maxima are overwritten.
+void attention_merge_portable(DType dtype, const float* sums, float* maxima, const float* weights, int64_t parts,
                               int64_t sums_stride, int64_t stat_stride, int64_t head_dim, void* out);
-void attention_merge_avx2(DType dtype, const float* sums, const float* maxima, const float* weights, int64_t parts,
+void attention_merge_avx2(DType dtype, const float* sums, float* maxima, const float* weights, int64_t parts,
                           int64_t sums_stride, int64_t stat_stride, int64_t head_dim, void* out);
 
 }  // namespace hf_fastpath

@@ -2,9 +2,10 @@
 //   tensor cores, for q, K and V in one 16-bit type. Scores, softmax and sums are float32; the weights of V are
 //   rounded to 16 bits, as in every flash attention.
 // Work split: grid (splits, KV heads * row blocks, batch rows), see split.cuh. A block takes one chunk of positions and
-//   8 or 16 rows, that is queries of the KV head's group of heads; its four warps take 16 positions each in turn.
-//   Queries are the A operand. A lane loads 16 bytes of a K row for two k-steps of the scores, and 16 bytes of each of
-//   four V rows, which byte permutes pair into operands: K and V go from device memory to the tensor cores without
+//   8 or 16 rows, that is queries of the KV head's group of heads; its warps take 16 positions each in turn.
+//   For the scores, queries are the A operand and a lane's 16 bytes of a K row serve two k-steps; for the outputs, V is
+//   the A operand, 16 bytes of each of four rows paired by byte permutes, and the weights of V are the B operand in
+//   the very registers where the scores came out. K and V go from device memory to the tensor cores without
 //   shared memory. The next 16 positions' K and V are in flight while these are used.
 // Traffic: 2 * positions * head_dim * 2 bytes a KV head and batch row (again from L2 for more than 16 rows), plus
 //   splits * rows * (head_dim + 2) * 4 bytes of partial results through L2.
@@ -17,14 +18,14 @@
 namespace hf_fastpath {
 namespace {
 
-constexpr int kWarps = 4;
+constexpr int kWarps = 8;  // fewer, larger blocks than one of 4: half the splits to merge
 constexpr int kThreads = kWarps * kWarpSize;
 constexpr int kTile = 16;     // positions of a warp's step: k of the second product, two n tiles of the first
 constexpr int kElems = 8;     // of a 16-byte load
-constexpr int kHalfRows = 8;  // rows in each half of the A operand
+constexpr int kHalfRows = 8;  // rows in each half of the scores, and of a B operand
 // Blocks an SM runs at once: registers for queries, sums and the loads in flight bound it.
 template <int kDims, int kHalves>
-constexpr int kBlocksPerSm = kDims > 128 ? 1 : kDims * kHalves > 128 ? 2 : 3;
+constexpr int kBlocksPerSm = kDims * kHalves > 64 ? 1 : 2;
 
 // kDims: head_dim rounded up to 64, 128 or 256. kHalves: 1 for 8 rows a block, 2 for 16.
 template <class T, int kDims, int kHalves>
@@ -34,7 +35,10 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerSm<kDims, kHalves>)
   constexpr int kRows = kHalves * kHalfRows;
   constexpr int kPieces = kDims / 32;  // 16-byte pieces of a K row a lane takes: 4 lanes share a row
   constexpr int kBlocks = kDims / 64;  // of 64 dims: 8 lanes share a V row's piece of a block
-  __shared__ WarpResults<kWarps, kRows, kDims> results;
+  constexpr int kBlocksInFlight = kDims == 128 ? 2 : 1;  // more would not fit in registers
+  using Results = WarpResults<kWarps, kRows, kDims>;
+  extern __shared__ __align__(16) char shared[];
+  Results& results = *reinterpret_cast<Results*>(shared);
 
   const int lane = threadIdx.x % kWarpSize, warp = threadIdx.x / kWarpSize;
   const int g = lane / 4, q = lane % 4;  // as in common/mma.cuh
@@ -46,7 +50,7 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerSm<kDims, kHalves>)
   if (int(blockIdx.x) >= s.active) return;
 
   const auto row_of = [&](const char* cache, int position) {
-    return reinterpret_cast<const T*>(cache) + int64_t(s.slot(position - s.begin)) * p.head_dim;
+    return reinterpret_cast<const T*>(cache) + s.slot(position - s.begin) * uint64_t(uint32_t(p.head_dim));
   };
   // K of positions base + g and base + 8 + g; dims 32 c + 8 q and the following 7.
   uint4 k_raw[2][kPieces];
@@ -63,24 +67,26 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerSm<kDims, kHalves>)
     }
   };
   // V of positions base + 2q, 2q + 1, 2q + 8, 2q + 9; dims 64 b + 8 g and the following 7.
-  uint4 v_raw[4][kBlocks];
-  const auto load_v = [&](int base) {
+  uint4 v_raw[4][kBlocksInFlight];
+  const auto load_v = [&](int base, int b) {
+    const int dim = b * 64 + g * kElems;
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
       const int position = base + i / 2 * 8 + 2 * q + i % 2;
-      const T* at = row_of(s.v, position);
-#pragma unroll
-      for (int b = 0; b < kBlocks; ++b) {
-        const int dim = b * 64 + g * kElems;
-        v_raw[i][b] = position < s.end && dim < p.head_dim ? C::load_streaming(at + dim) : C::zero();
-      }
+      v_raw[i][b % kBlocksInFlight] =
+          position < s.end && dim < p.head_dim ? C::load_streaming(row_of(s.v, position) + dim) : C::zero();
     }
   };
   int base = s.begin + warp * kTile;
   load_k(base);
-  load_v(base);
+#pragma unroll
+  for (int b = 0; b < kBlocksInFlight; ++b) load_v(base, b);
 
-  uint4 queries[kHalves][kPieces];  // in K's order of dims
+  // Queries in K's order of dims: in registers, or where they would not fit there in shared memory, whose rows are
+  // padded so that two rows' 64 bytes, which eight lanes read at once, lie in different banks.
+  constexpr int kSharedQueries = kDims > 128 ? kHalfRows : 0;
+  __shared__ uint4 shared_queries[kSharedQueries + 1][kDims / kElems + 4];
+  uint4 queries[kHalves][kPieces];
   int row_first[kHalves], row_last[kHalves];  // positions rows g and g + 8 see
 #pragma unroll
   for (int h = 0; h < kHalves; ++h) {
@@ -93,35 +99,33 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerSm<kDims, kHalves>)
     for (int c = 0; c < kPieces; ++c) {
       const int dim = c * 32 + q * kElems;
       queries[h][c] = row < rows && dim < p.head_dim ? C::load_readonly(at + dim) : C::zero();
+      if (kSharedQueries > 0 && warp == 0) shared_queries[g][dim / kElems] = queries[h][c];
     }
   }
+  if (kSharedQueries > 0) __syncthreads();  // the queries, written by one warp for all
   const float scale = p.scale * kLog2e;
 
   float max_score[kHalves], sum[kHalves];  // max: of the row; sum: of this lane's positions
-  float acc[kBlocks][kElems][2 * kHalves] = {};
+  float acc[kBlocks][kElems / 2][kHalves][4] = {};  // of dims 64 b + 8 g + 2 w and the next, rows 2 q and the next
 #pragma unroll
   for (int h = 0; h < kHalves; ++h) max_score[h] = -INFINITY, sum[h] = 0.f;
 
 #pragma unroll 1
   for (; base < s.end; base += kWarps * kTile) {
-    float scores[2][2 * kHalves] = {};  // positions base + 8 t + 2 q and its neighbor, rows g and g + 8
+    float scores[2][4] = {};  // rows g and g + 8 of positions base + 8 t + 2 q and its neighbor
 #pragma unroll
     for (int t = 0; t < 2; ++t)
 #pragma unroll
       for (int c = 0; c < kPieces; ++c) {
-        const uint4 k = k_raw[t][c], upper = queries[0][c];
-        if constexpr (kHalves == 1) {
-          mma_upper<T>(scores[t], upper.x, upper.y, k.x, k.y);
-          mma_upper<T>(scores[t], upper.z, upper.w, k.z, k.w);
-        } else {
-          const uint4 lower = queries[1][c];
-          mma<T>(scores[t], upper.x, lower.x, upper.y, lower.y, k.x, k.y);
-          mma<T>(scores[t], upper.z, lower.z, upper.w, lower.w, k.z, k.w);
-        }
+        const uint4 k = k_raw[t][c];
+        const uint4 upper = kSharedQueries > 0 ? shared_queries[g][c * 4 + q] : queries[0][c];
+        const uint4 lower = kHalves > 1 ? queries[kHalves - 1][c] : C::zero();
+        mma<T>(scores[t], upper.x, lower.x, upper.y, lower.y, k.x, k.y);
+        mma<T>(scores[t], upper.z, lower.z, upper.w, lower.w, k.z, k.w);
       }
     load_k(base + kWarps * kTile);
 
-    uint32_t weights[kHalves][2];  // the A operand of the second product
+    uint32_t weights[kHalves][2];  // the B operand of the second product: the layout scores come in
 #pragma unroll
     for (int h = 0; h < kHalves; ++h) {
       float w[2][2];
@@ -140,10 +144,14 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerSm<kDims, kHalves>)
       const float shrink = exp2_below(max_score[h], max);
       if (__any_sync(kAllLanes, max > max_score[h])) {  // rarely after the first steps
         sum[h] *= shrink;
+        const float even = __shfl_sync(kAllLanes, shrink, 8 * q), odd = __shfl_sync(kAllLanes, shrink, 8 * q + 4);
 #pragma unroll
         for (int b = 0; b < kBlocks; ++b)
 #pragma unroll
-          for (int e = 0; e < kElems; ++e) acc[b][e][2 * h] *= shrink, acc[b][e][2 * h + 1] *= shrink;
+          for (int w = 0; w < kElems / 2; ++w) {
+            acc[b][w][h][0] *= even, acc[b][w][h][1] *= odd;
+            acc[b][w][h][2] *= even, acc[b][w][h][3] *= odd;
+          }
       }
       max_score[h] = max;
 #pragma unroll
@@ -160,22 +168,18 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerSm<kDims, kHalves>)
       uint32_t words[4][4];
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
-        const uint4 v = v_raw[i][b];
+        const uint4 v = v_raw[i][b % kBlocksInFlight];
         words[i][0] = v.x, words[i][1] = v.y, words[i][2] = v.z, words[i][3] = v.w;
       }
 #pragma unroll
-      for (int e = 0; e < kElems; ++e) {
-        const int w = e / 2;
-        const uint32_t b0 = e % 2 ? pair_high(words[0][w], words[1][w]) : pair_low(words[0][w], words[1][w]);
-        const uint32_t b1 = e % 2 ? pair_high(words[2][w], words[3][w]) : pair_low(words[2][w], words[3][w]);
-        if constexpr (kHalves == 1) {
-          mma_upper<T>(acc[b][e], weights[0][0], weights[0][1], b0, b1);
-        } else {
-          mma<T>(acc[b][e], weights[0][0], weights[1][0], weights[0][1], weights[1][1], b0, b1);
+      for (int w = 0; w < kElems / 2; ++w)
+#pragma unroll
+        for (int h = 0; h < kHalves; ++h) {
+          mma_columns<T>(acc[b][w][h], words[0][w], words[1][w], words[2][w], words[3][w], weights[h][0], weights[h][1]);
         }
-      }
+      const int ahead = b + kBlocksInFlight;
+      load_v(ahead < kBlocks ? base : base + kWarps * kTile, ahead % kBlocks);
     }
-    load_v(base + kWarps * kTile);
   }
 
 #pragma unroll
@@ -187,10 +191,10 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerSm<kDims, kHalves>)
 #pragma unroll
     for (int b = 0; b < kBlocks; ++b)
 #pragma unroll
-      for (int e = 0; e < kElems; ++e)
+      for (int w = 0; w < kElems / 2; ++w)
 #pragma unroll
-        for (int i = 0; i < 2; ++i) {
-          results.outputs[warp][row][b * 64 + (2 * q + i) * kElems + e] = acc[b][e][2 * h + i];
+        for (int i = 0; i < 4; ++i) {
+          results.outputs[warp][h * kHalfRows + 2 * q + i % 2][b * 64 + g * kElems + 2 * w + i / 2] = acc[b][w][h][i];
         }
   }
   finish_block(p, s, results, batch_row, kv_head, first_row, rows);
@@ -199,7 +203,10 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerSm<kDims, kHalves>)
 template <class T, int kDims, int kHalves>
 void launch(const DecodeAttentionParams& p, cudaStream_t stream) {
   const dim3 grid = split_grid(p, kHalves * kHalfRows, kBlocksPerSm<kDims, kHalves>), block(kThreads);
-  const size_t smem_bytes = 0;
+  const size_t smem_bytes = sizeof(WarpResults<kWarps, kHalves * kHalfRows, kDims>);
+  HF_FASTPATH_CUDA_CHECK(cudaFuncSetAttribute(decode_attention_mma_kernel<T, kDims, kHalves>,
+                                              cudaFuncAttributeMaxDynamicSharedMemorySize,
+                                              static_cast<int>(smem_bytes)));
   decode_attention_mma_kernel<T, kDims, kHalves><<<grid, block, smem_bytes, stream>>>(p);
   HF_FASTPATH_CUDA_CHECK(cudaGetLastError());
 }

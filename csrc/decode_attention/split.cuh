@@ -159,7 +159,7 @@ __device__ __forceinline__ void merge_splits(const DecodeAttentionParams& p, con
     const int r = i / quads, d = i % quads * 4;
     const float* outputs = partials.outputs + (base + r) * kMaxSplits * p.head_dim + d;
     float4 sum = make_float4(0.f, 0.f, 0.f, 0.f);
-#pragma unroll 8  // loads in flight: each goes to L2
+#pragma unroll 16  // loads in flight: each goes to L2
     for (int split = 0; split < s.active; ++split) {
       const float4 o = __ldcg(reinterpret_cast<const float4*>(outputs + int64_t(split) * p.head_dim));
       const float f = factors[r][split];

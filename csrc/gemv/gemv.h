@@ -17,7 +17,7 @@ struct GemvSegment {
   const void* weight;  // [features, k], rows `stride` elements apart; transposed: [k, features]
   const void* bias;    // [features] or null
   int64_t stride;      // elements between rows of `weight`
-  int64_t first;
+  int first;
 };
 
 // out[m, :] = activation(x[m, :] @ weight.T + bias) + residual[m, :], the features of all segments one after the
@@ -27,7 +27,8 @@ struct GemvParams {
   const void* residual;  // [m, n] contiguous, or null
   void* out;             // [m, n] contiguous
   GemvSegment segments[kMaxGemvSegments];
-  int64_t k, n;
+  int64_t k;         // below 2^31 elements, as n
+  int n;
   int m;             // 1 to kMaxGemvRows
   int num_segments;  // 1 to kMaxGemvSegments; 2 when gated
   bool gated;

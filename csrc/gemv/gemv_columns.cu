@@ -27,11 +27,13 @@ __global__ void __launch_bounds__(kColumnThreads) gemv_columns_kernel(GemvParams
 
   const int lane = threadIdx.x % kWarpSize, warp = threadIdx.x / kWarpSize;
   const int rank = blockIdx.x % cluster;  // blocks of a cluster are neighbors in the grid
-  const int64_t first_column = int64_t(blockIdx.x / cluster) * kColumns;
-  const int64_t column = first_column + (lane % kLanes) * kElems;
+  const int first_column = blockIdx.x / cluster * kColumns;
+  const int column = first_column + (lane % kLanes) * kElems;
   const bool has_column = column < p.n;  // n is a multiple of kElems here
   const int64_t stride = p.segments[0].stride;
   const T* x = static_cast<const T*>(p.x);
+
+  const auto addends = load_column_addends<T, kX, kColumns>(p, rank, first_column);
 
   const RowRange range = row_range(p.k, rank, cluster);
   int row = range.begin + warp * (kWarpSize / kLanes) + lane / kLanes;
@@ -79,13 +81,13 @@ __global__ void __launch_bounds__(kColumnThreads) gemv_columns_kernel(GemvParams
       }
       if (lane < kLanes) sums[warp][m][lane * kElems + e] = acc[m][e];
     }
-  merge_columns<T>(p, sums, cluster, rank, first_column);
+  merge_columns<T>(p, sums, addends, cluster, rank, first_column);
 }
 
 template <class T, int kElems, int kX>
 void launch(const GemvParams& p, cudaStream_t stream) {
   constexpr int kColumns = kLanesN<kElems> * kElems;
-  const int64_t column_blocks = (p.n + kColumns - 1) / kColumns;
+  const int column_blocks = (p.n + kColumns - 1) / kColumns;
   launch_columns_kernel(gemv_columns_kernel<T, kElems, kX>, p, column_blocks, choose_cluster(p, column_blocks), stream);
 }
 

@@ -26,36 +26,63 @@ __device__ __forceinline__ RowRange row_range(int64_t k, int rank, int cluster) 
   return {static_cast<int>(min(k, rank * part)), static_cast<int>(min(k, (rank + 1) * part))};
 }
 
+// What the block's outputs add to their sums: outputs i, i + kColumnThreads, ... of the block are a thread's.
+template <int kX, int kColumns>
+struct ColumnAddends {
+  static constexpr int kPerThread = (kX * kColumns + kColumnThreads - 1) / kColumnThreads;
+  Addends values[kPerThread];
+};
+
+// Loaded before the weights, so that their latency hides; only the block that writes the outputs needs them.
+template <class T, int kX, int kColumns>
+__device__ __forceinline__ ColumnAddends<kX, kColumns> load_column_addends(const GemvParams& p, int rank,
+                                                                           int first_column) {
+  ColumnAddends<kX, kColumns> addends;
+#pragma unroll
+  for (int j = 0; j < ColumnAddends<kX, kColumns>::kPerThread; ++j) {
+    const int i = threadIdx.x + j * kColumnThreads, m = i / kColumns, n = first_column + i % kColumns;
+    if (rank == 0 && m < p.m && n < p.n) addends.values[j] = load_addends<T>(p, m, n);
+  }
+  return addends;
+}
+
 // Sums over the warps, then over the blocks of the cluster, always in the same order, and writes the outputs
 // [m, first_column + c]. Every thread calls it once its sums are written; kX is at least p.m.
 template <class T, int kX, int kColumns>
 __device__ __forceinline__ void merge_columns(const GemvParams& p, const float (&sums)[kColumnWarps][kX][kColumns],
-                                              int cluster, int rank, int64_t first_column) {
+                                              const ColumnAddends<kX, kColumns>& addends, int cluster, int rank,
+                                              int first_column) {
+  constexpr int kPerThread = ColumnAddends<kX, kColumns>::kPerThread;
   __shared__ float totals[kX][kColumns];
   __syncthreads();  // every warp's sums
-  for (int i = threadIdx.x; i < p.m * kColumns; i += kColumnThreads) {
-    const int m = i / kColumns, c = i % kColumns;
-    float total = 0.f;
+  float total[kPerThread];
 #pragma unroll
-    for (int w = 0; w < kColumnWarps; ++w) total += sums[w][m][c];
-    totals[m][c] = total;
+  for (int j = 0; j < kPerThread; ++j) {
+    const int i = threadIdx.x + j * kColumnThreads, m = i / kColumns, c = i % kColumns;
+    total[j] = 0.f;
+    if (m >= p.m) continue;
+#pragma unroll
+    for (int w = 0; w < kColumnWarps; ++w) total[j] += sums[w][m][c];
+    if (rank > 0) totals[m][c] = total[j];
   }
 #if __CUDA_ARCH__ >= 900
   const cooperative_groups::cluster_group blocks = cooperative_groups::this_cluster();
   if (cluster > 1) blocks.sync();  // every block's totals
 #endif
-  if (rank == 0) {
-    // Each thread reads the totals it wrote itself; those of other blocks were published by the cluster barrier.
-    for (int i = threadIdx.x; i < p.m * kColumns; i += kColumnThreads) {
-      const int m = i / kColumns, c = i % kColumns;
-      const int64_t n = first_column + c;
-      if (n >= p.n) continue;
-      float dot = totals[m][c];
+#pragma unroll
+  for (int j = 0; j < kPerThread; ++j) {
+    const int i = threadIdx.x + j * kColumnThreads, m = i / kColumns, c = i % kColumns, n = first_column + c;
+    if (rank > 0 || m >= p.m || n >= p.n) continue;
 #if __CUDA_ARCH__ >= 900
-      for (int other = 1; other < cluster; ++other) dot += *blocks.map_shared_rank(&totals[m][c], other);
-#endif
-      finish<T>(p, m, n, dot, load_addends<T>(p, m, n));
+    float others[kMaxCluster];
+#pragma unroll  // all loads at once: each goes to another SM
+    for (int other = 1; other < kMaxCluster; ++other) {
+      others[other] = other < cluster ? *blocks.map_shared_rank(&totals[m][c], other) : 0.f;
     }
+#pragma unroll
+    for (int other = 1; other < kMaxCluster; ++other) total[j] += others[other];
+#endif
+    finish<T>(p, m, n, total[j], addends.values[j]);
   }
 #if __CUDA_ARCH__ >= 900
   if (cluster > 1) blocks.sync();  // no block may leave while its shared memory is read
@@ -63,7 +90,7 @@ __device__ __forceinline__ void merge_columns(const GemvParams& p, const float (
 }
 
 // Blocks that split k for `column_blocks` blocks of outputs on this GPU.
-inline int choose_cluster(const GemvParams& p, int64_t column_blocks) {
+inline int choose_cluster(const GemvParams& p, int column_blocks) {
   if (compute_capability_major() < 9) return 1;
   const int64_t wanted = multiprocessor_count();
   int cluster = 1;
@@ -72,9 +99,9 @@ inline int choose_cluster(const GemvParams& p, int64_t column_blocks) {
 }
 
 // Launches kernel(params, cluster) over column_blocks clusters.
-inline void launch_columns_kernel(void (*kernel)(GemvParams, int), const GemvParams& p, int64_t column_blocks,
+inline void launch_columns_kernel(void (*kernel)(GemvParams, int), const GemvParams& p, int column_blocks,
                                   int cluster, cudaStream_t stream) {
-  const dim3 grid(static_cast<unsigned>(column_blocks * cluster)), block(kColumnThreads);
+  const dim3 grid(column_blocks * cluster), block(kColumnThreads);
   const size_t smem_bytes = 0;
   cudaLaunchAttribute attribute{};
   attribute.id = cudaLaunchAttributeClusterDimension;

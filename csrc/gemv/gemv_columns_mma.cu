@@ -1,8 +1,8 @@
 // What: x rows times float16 or bfloat16 weights stored [k, n] (Conv1D) on tensor cores, with bias, activation and
 //   residual.
 // Work split: a block takes kColumns neighboring outputs, a warp 32 rows of k at a time; see gemv_columns.cuh for the
-//   split of k over a cluster. x is the A operand. A lane loads 16 bytes of each of 8 weight rows and pairs the rows
-//   by byte permutes into B operands, so that a warp's load covers whole 128-byte lines of 4 rows and nothing passes
+//   split of k over a cluster. x is the B operand. A lane loads 16 bytes of each of 8 weight rows and pairs the rows
+//   by byte permutes into A operands, so that a warp's load covers whole 128-byte lines of 4 rows and nothing passes
 //   through shared memory. Eight loads in flight a lane, replaced as they are used.
 // Traffic: n * k * sizeof(T) once, plus x per SM out of L2.
 // Roofline: read bandwidth for large weights, launch and memory latency at GPT-2's sizes. Not measured yet.
@@ -16,7 +16,7 @@ namespace {
 constexpr int kElems = 8;        // of a 16-byte load
 constexpr int kColumns = 64;     // 8 lanes of 16 bytes: one line of a weight row
 constexpr int kStepRows = 32;    // rows of a warp's step: 4 lanes of 8
-constexpr int kXRows = 8;        // x rows in each half of the A operand
+constexpr int kXRows = 8;        // x rows of a B operand
 
 // kHalves: 1 for at most 8 rows of x, 2 for at most 16.
 template <class T, int kHalves>
@@ -27,11 +27,13 @@ __global__ void __launch_bounds__(kColumnThreads, 2) gemv_columns_mma_kernel(Gem
   const int lane = threadIdx.x % kWarpSize, warp = threadIdx.x / kWarpSize;
   const int g = lane / 4, q = lane % 4;   // as in common/mma.cuh
   const int rank = blockIdx.x % cluster;  // blocks of a cluster are neighbors in the grid
-  const int64_t first_column = int64_t(blockIdx.x / cluster) * kColumns;
-  const int64_t column = first_column + g * kElems;
+  const int first_column = blockIdx.x / cluster * kColumns;
+  const int column = first_column + g * kElems;
   const bool has_column = column < p.n;  // n is a multiple of kElems here
   const int64_t stride = p.segments[0].stride;
   const T* weight = static_cast<const T*>(p.segments[0].weight) + (has_column ? column : 0);
+
+  const auto addends = load_column_addends<T, kHalves * kXRows, kColumns>(p, rank, first_column);
 
   const RowRange range = row_range(p.k, rank, cluster);  // multiples of kElems
   int row = range.begin + warp * kStepRows + q * kElems;
@@ -53,7 +55,7 @@ __global__ void __launch_bounds__(kColumnThreads, 2) gemv_columns_mma_kernel(Gem
 #pragma unroll
   for (int i = 0; i < kElems; ++i) load(i, row);
 
-  float c[kElems][2 * kHalves] = {};  // [column of the lane's eight][sums of that mma]
+  float c[kElems / 2][kHalves][4] = {};  // [pair of the lane's eight columns][x rows 0 to 7, 8 to 15]
 #pragma unroll 1
   for (; row - q * kElems < range.end; row += kColumnWarps * kStepRows) {
     const int next = row + kColumnWarps * kStepRows;
@@ -69,40 +71,32 @@ __global__ void __launch_bounds__(kColumnThreads, 2) gemv_columns_mma_kernel(Gem
         const uint4 v = raw[4 * s + i];
         words[i][0] = v.x, words[i][1] = v.y, words[i][2] = v.z, words[i][3] = v.w;
       }
-      uint32_t a[kHalves][2];
 #pragma unroll
-      for (int h = 0; h < kHalves; ++h) {
-        a[h][0] = s == 0 ? x_now[h].x : x_now[h].z;
-        a[h][1] = s == 0 ? x_now[h].y : x_now[h].w;
-      }
+      for (int w = 0; w < kElems / 2; ++w)
 #pragma unroll
-      for (int e = 0; e < kElems; ++e) {
-        const int w = e / 2;
-        const uint32_t b0 = e % 2 ? pair_high(words[0][w], words[1][w]) : pair_low(words[0][w], words[1][w]);
-        const uint32_t b1 = e % 2 ? pair_high(words[2][w], words[3][w]) : pair_low(words[2][w], words[3][w]);
-        if constexpr (kHalves == 1) {
-          mma_upper<T>(c[e], a[0][0], a[0][1], b0, b1);
-        } else {
-          mma<T>(c[e], a[0][0], a[1][0], a[0][1], a[1][1], b0, b1);
+        for (int h = 0; h < kHalves; ++h) {
+          const uint32_t b0 = s == 0 ? x_now[h].x : x_now[h].z, b1 = s == 0 ? x_now[h].y : x_now[h].w;
+          mma_columns<T>(c[w][h], words[0][w], words[1][w], words[2][w], words[3][w], b0, b1);
         }
-      }
 #pragma unroll
       for (int i = 0; i < 4; ++i) load(4 * s + i, next);
     }
   }
 
 #pragma unroll
-  for (int e = 0; e < kElems; ++e)
+  for (int w = 0; w < kElems / 2; ++w)
 #pragma unroll
-    for (int i = 0; i < 2 * kHalves; ++i) {
-      sums[warp][i / 2 * kXRows + g][(2 * q + i % 2) * kElems + e] = c[e][i];
-    }
-  merge_columns<T>(p, sums, cluster, rank, first_column);
+    for (int h = 0; h < kHalves; ++h)
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        sums[warp][h * kXRows + 2 * q + i % 2][g * kElems + 2 * w + i / 2] = c[w][h][i];
+      }
+  merge_columns<T>(p, sums, addends, cluster, rank, first_column);
 }
 
 template <class T, int kHalves>
 void launch(const GemvParams& p, cudaStream_t stream) {
-  const int64_t column_blocks = (p.n + kColumns - 1) / kColumns;
+  const int column_blocks = (p.n + kColumns - 1) / kColumns;
   launch_columns_kernel(gemv_columns_mma_kernel<T, kHalves>, p, column_blocks, choose_cluster(p, column_blocks),
                         stream);
 }

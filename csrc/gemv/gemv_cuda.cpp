@@ -15,7 +15,7 @@ Tensor gemv(const Tensor& x, const Tensor& weight, const std::optional<Tensor>& 
   add_segment(p, weight, bias, kOp);
   std::optional<Tensor> added;
   if (residual) {
-    STD_TORCH_CHECK(residual->numel() == p.m * p.n && dtype_of(*residual, kOp) == p.dtype,
+    STD_TORCH_CHECK(residual->numel() == int64_t(p.m) * p.n && dtype_of(*residual, kOp) == p.dtype,
                     "hf_fastpath::gemv: residual does not match the output's shape and dtype");
     added = hf_fastpath::contiguous(*residual);
     p.residual = added->data_ptr();

@@ -6,6 +6,8 @@
 
 namespace hf_fastpath {
 
+constexpr int64_t kMaxFeatures = int64_t(1) << 31;  // the kernels count features in 32 bits
+
 // Fills what follows from x alone.
 inline GemvParams gemv_params(const Tensor& x, const char* op) {
   GemvParams p{};
@@ -34,7 +36,9 @@ inline void add_segment(GemvParams& p, const Tensor& weight, const std::optional
   segment.bias = data_or_null(bias);
   segment.stride = weight.stride(0);
   segment.first = p.n;
-  p.n += features;
+  STD_TORCH_CHECK(p.k < kMaxFeatures && p.n + features < kMaxFeatures, "hf_fastpath::", op,
+                  ": more than 2^31 features");
+  p.n += static_cast<int>(features);
 }
 
 }  // namespace hf_fastpath

@@ -8,24 +8,27 @@
 
 namespace hf_fastpath {
 
-// Segment that holds output feature n.
-__device__ __forceinline__ int segment_of(const GemvParams& p, int64_t n) {
-  int segment = 0;
+// The segment that holds output feature n. One segment is the usual case: its fields are then plain kernel
+// parameters, where an index known at run time would cost a chain of loads before the first weight is asked for.
+__device__ __forceinline__ GemvSegment segment_of(const GemvParams& p, int n) {
+  GemvSegment s = p.segments[0];
+  if (p.num_segments > 1) {
 #pragma unroll
-  for (int i = 1; i < kMaxGemvSegments; ++i) {
-    if (i < p.num_segments && n >= p.segments[i].first) segment = i;
+    for (int i = 1; i < kMaxGemvSegments; ++i) {
+      if (i < p.num_segments && n >= p.segments[i].first) s = p.segments[i];
+    }
   }
-  return segment;
+  return s;
 }
 
 // First element of the weight row of output feature n; `part` 1 is the up half of a gated pair.
 template <class T, bool kGated>
-__device__ __forceinline__ const T* weight_row(const GemvParams& p, int64_t n, int part) {
+__device__ __forceinline__ const T* weight_row(const GemvParams& p, int n, int part) {
   if constexpr (kGated) {
-    const GemvSegment& s = p.segments[part];
-    return static_cast<const T*>(s.weight) + n * s.stride;
+    return static_cast<const T*>(part == 0 ? p.segments[0].weight : p.segments[1].weight) +
+           n * (part == 0 ? p.segments[0].stride : p.segments[1].stride);
   } else {
-    const GemvSegment& s = p.segments[segment_of(p, n)];
+    const GemvSegment s = segment_of(p, n);
     return static_cast<const T*>(s.weight) + (n - s.first) * s.stride;
   }
 }
@@ -36,23 +39,23 @@ struct Addends {
 };
 
 template <class T>
-__device__ __forceinline__ Addends load_addends(const GemvParams& p, int m, int64_t n) {
+__device__ __forceinline__ Addends load_addends(const GemvParams& p, int m, int n) {
   Addends a;
-  const GemvSegment& s = p.segments[segment_of(p, n)];
+  const GemvSegment s = segment_of(p, n);
   if (s.bias) a.bias = to_float(__ldg(static_cast<const T*>(s.bias) + (n - s.first)));
-  if (p.residual) a.residual = to_float(__ldg(static_cast<const T*>(p.residual) + m * p.n + n));
+  if (p.residual) a.residual = to_float(__ldg(static_cast<const T*>(p.residual) + int64_t(m) * p.n + n));
   return a;
 }
 
 template <class T>
-__device__ __forceinline__ void finish(const GemvParams& p, int m, int64_t n, float dot, const Addends& addends) {
+__device__ __forceinline__ void finish(const GemvParams& p, int m, int n, float dot, const Addends& addends) {
   const float y = activate(dot + addends.bias, p.activation) + addends.residual;
-  static_cast<T*>(p.out)[m * p.n + n] = from_float<T>(y);
+  static_cast<T*>(p.out)[int64_t(m) * p.n + n] = from_float<T>(y);
 }
 
 template <class T>
-__device__ __forceinline__ void finish_gated(const GemvParams& p, int m, int64_t n, float gate, float up) {
-  static_cast<T*>(p.out)[m * p.n + n] = from_float<T>(activate(gate, p.activation) * up);
+__device__ __forceinline__ void finish_gated(const GemvParams& p, int m, int n, float gate, float up) {
+  static_cast<T*>(p.out)[int64_t(m) * p.n + n] = from_float<T>(activate(gate, p.activation) * up);
 }
 
 }  // namespace hf_fastpath

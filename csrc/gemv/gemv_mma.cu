@@ -37,15 +37,14 @@ __global__ void __launch_bounds__(kThreads, kMinBlocks<kXTiles, kGated>) gemv_mm
   const int quad = lane / 4, quarter = lane % 4;  // row within half a tile; 16-byte piece of the 64-byte step
   const int part_of_k = warp % warps_per_tile;
   const int tiles_per_block = kWarps / warps_per_tile;
-  const int64_t first_row =
-      (int64_t(blockIdx.x) * tiles_per_block + warp / warps_per_tile) * (kFeatureTiles * kTileRows);
+  const int first_row = (blockIdx.x * tiles_per_block + warp / warps_per_tile) * (kFeatureTiles * kTileRows);
 
   const T* weight[kTiles][2];  // rows `quad` and `quad + 8` of each tile
 #pragma unroll
   for (int t = 0; t < kTiles; ++t)
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
-      const int64_t n = first_row + (kGated ? 0 : t * kTileRows) + h * 8 + quad;
+      const int n = first_row + (kGated ? 0 : t * kTileRows) + h * 8 + quad;
       weight[t][h] = weight_row<T, kGated>(p, min(n, p.n - 1), t);
     }
   const T* x[kXTiles];
@@ -106,7 +105,7 @@ __global__ void __launch_bounds__(kThreads, kMinBlocks<kXTiles, kGated>) gemv_mm
   for (int i = threadIdx.x; i < tiles_per_block * kFeatures * p.m; i += kThreads) {
     const int feature = i % kFeatures, rest = i / kFeatures;
     const int tile = rest % tiles_per_block, m = rest / tiles_per_block;
-    const int64_t n = (int64_t(blockIdx.x) * tiles_per_block + tile) * kFeatures + feature;
+    const int n = (blockIdx.x * tiles_per_block + tile) * kFeatures + feature;
     if (n >= p.n) continue;
     float dot = 0.f, up = 0.f;
     for (int w = tile * warps_per_tile; w < (tile + 1) * warps_per_tile; ++w) {
@@ -124,12 +123,12 @@ __global__ void __launch_bounds__(kThreads, kMinBlocks<kXTiles, kGated>) gemv_mm
 template <class T, int kTiles, int kXTiles, bool kGated>
 void launch(const GemvParams& p, cudaStream_t stream) {
   constexpr int kFeatures = kGated ? kTileRows : kTiles * kTileRows;
-  const int64_t tiles = (p.n + kFeatures - 1) / kFeatures;
+  const int tiles = (p.n + kFeatures - 1) / kFeatures;
   const int64_t wanted = int64_t(multiprocessor_count()) * kWantedWarpsPerSm;
   int warps_per_tile = 1;
-  while (warps_per_tile < kWarps && tiles * warps_per_tile < wanted) warps_per_tile *= 2;
+  while (warps_per_tile < kWarps && int64_t(tiles) * warps_per_tile < wanted) warps_per_tile *= 2;
   const int tiles_per_block = kWarps / warps_per_tile;
-  const dim3 grid(static_cast<unsigned>((tiles + tiles_per_block - 1) / tiles_per_block)), block(kThreads);
+  const dim3 grid((tiles + tiles_per_block - 1) / tiles_per_block), block(kThreads);
   const size_t smem_bytes = 0;
   gemv_mma_kernel<T, kTiles, kXTiles, kGated><<<grid, block, smem_bytes, stream>>>(p, warps_per_tile);
   HF_FASTPATH_CUDA_CHECK(cudaGetLastError());

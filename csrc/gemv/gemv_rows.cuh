@@ -38,14 +38,13 @@ __global__ void __launch_bounds__(kRowsThreads, kRowsMinBlocks<kX, kRows * (kGat
 
   const int lane = threadIdx.x % kWarpSize, warp = threadIdx.x / kWarpSize;
   const int part_of_k = warp % warps_per_row;
-  const int64_t group = int64_t(blockIdx.x) * (kRowsWarps / warps_per_row) + warp / warps_per_row;
-  const int64_t first_row = group * kRows;
+  const int first_row = (blockIdx.x * (kRowsWarps / warps_per_row) + warp / warps_per_row) * kRows;
   const T* x = static_cast<const T*>(p.x);
 
   const T* weight[kWeightRows];
 #pragma unroll
   for (int r = 0; r < kWeightRows; ++r) {
-    const int64_t n = min(first_row + r % kRows, p.n - 1);  // past the end: read a real row, write nothing
+    const int n = min(first_row + r % kRows, p.n - 1);  // past the end: read a real row, write nothing
     weight[r] = weight_row<T, kGated>(p, n, r / kRows);
   }
 
@@ -69,7 +68,7 @@ __global__ void __launch_bounds__(kRowsThreads, kRowsMinBlocks<kX, kRows * (kGat
 #pragma unroll
     for (int i = 0; i < kOutputsPerLane; ++i) {
       const int output = lane + i * kWarpSize, m = output % kX;
-      const int64_t n = first_row + output / kX;
+      const int n = first_row + output / kX;
       if (output < kOutputs && m < p.m && n < p.n) addends[i] = load_addends<T>(p, m, n);
     }
   }
@@ -119,12 +118,15 @@ __global__ void __launch_bounds__(kRowsThreads, kRowsMinBlocks<kX, kRows * (kGat
 #pragma unroll
   for (int i = 0; i < kOutputsPerLane; ++i) {
     const int output = lane + i * kWarpSize, m = output % kX;
-    const int64_t n = first_row + output / kX;
+    const int n = first_row + output / kX;
     if (output >= kOutputs || m >= p.m || n >= p.n) continue;
     float dot = 0.f, up = 0.f;
-    for (int w = 0; w < warps_per_row; ++w) {
-      dot += sums[warp + w][output];
-      if (kGated) up += sums[warp + w][(kParts - 1) * kOutputs + output];
+#pragma unroll  // all loads at once; a missing warp adds nothing
+    for (int w = 0; w < kRowsWarps; ++w) {
+      if (w < warps_per_row) {
+        dot += sums[warp + w][output];
+        if (kGated) up += sums[warp + w][(kParts - 1) * kOutputs + output];
+      }
     }
     if (kGated) {
       finish_gated<T>(p, m, n, dot, up);
@@ -136,9 +138,9 @@ __global__ void __launch_bounds__(kRowsThreads, kRowsMinBlocks<kX, kRows * (kGat
 
 template <class T, int kElems, int kX, int kRows, bool kGated, int kLoads>
 void launch_rows_kernel(const GemvParams& p, int warps_per_row, cudaStream_t stream) {
-  const int64_t groups = (p.n + kRows - 1) / kRows;
+  const int groups = (p.n + kRows - 1) / kRows;
   const int groups_per_block = kRowsWarps / warps_per_row;
-  const dim3 grid(static_cast<unsigned>((groups + groups_per_block - 1) / groups_per_block)), block(kRowsThreads);
+  const dim3 grid((groups + groups_per_block - 1) / groups_per_block), block(kRowsThreads);
   const size_t smem_bytes = 0;
   gemv_rows_kernel<T, kElems, kX, kRows, kGated, kLoads>
       <<<grid, block, smem_bytes, stream>>>(p, warps_per_row);

@@ -17,7 +17,7 @@ Tensor gemv_swiglu(const Tensor& x, const Tensor& gate_weight, const Tensor& up_
   add_segment(p, up_weight, std::nullopt, kOp);
   STD_TORCH_CHECK(gate_weight.size(0) == up_weight.size(0),
                   "hf_fastpath::gemv_swiglu: gate_weight and up_weight differ in shape");
-  p.n = gate_weight.size(0);
+  p.n = static_cast<int>(gate_weight.size(0));  // both weights make one set of features
   Tensor out = empty_like_with_sizes(input, sizes_with_last(input, p.n));
   p.out = out.data_ptr();
   launch_gemv(p, current_stream(guard.device()));

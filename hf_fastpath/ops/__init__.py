@@ -10,6 +10,7 @@ from .gemv import SPEC as gemv
 from .gemv_qkv import SPEC as gemv_qkv
 from .gemv_swiglu import SPEC as gemv_swiglu
 from .layer_norm import SPEC as layer_norm
+from .read_stream import SPEC as read_stream
 from .rms_norm import SPEC as rms_norm
 from .rope_append import SPEC as rope_append
 
@@ -21,6 +22,7 @@ __all__ = [
     "gemv_qkv",
     "gemv_swiglu",
     "layer_norm",
+    "read_stream",
     "rms_norm",
     "rope_append",
 ]

@@ -1,5 +1,5 @@
 // torch.ops.hf_fastpath.read_stream on a GPU: see hf_fastpath/ops/read_stream.py for the contract.
-#include "bandwidth/bandwidth.h"
+#include "read_stream/read_stream.h"
 #include "common/cuda_glue.h"
 
 namespace hf_fastpath {

@@ -1,6 +1,6 @@
 // read_stream on the CPU: checks, allocation, threads, and the portable kernel. R of a CPU is the size of a
 // large buffer over the time of a call, on the pool and with the threads that every other op uses.
-#include "bandwidth/bandwidth_cpu.h"
+#include "read_stream/read_stream_cpu.h"
 
 #include <atomic>
 

@@ -9,7 +9,7 @@
 
 #include <algorithm>
 
-#include "bandwidth/bandwidth.h"
+#include "read_stream/read_stream.h"
 #include "common/cuda_check.cuh"
 #include "common/numeric.cuh"
 #include "common/warp.cuh"
