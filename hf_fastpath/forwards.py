@@ -132,10 +132,12 @@ def _over_cache(patch: ModulePatch, part: AttentionPart, x: torch.Tensor, named:
     cache, index = named.get("past_key_values"), part.module.layer_idx
     if cache is None or x.dim() != 3 or x.shape[1] != 1 or cache.get_seq_length(index) == 0:
         return None
+    reason = patch.reason_now(x) or patch.parameters_reason(x)
+    if reason is not None:
+        return reason
     if not isinstance(cache, FastpathCache):
         return "other_cache"
-    reason = patch.reason_now(x) or patch.parameters_reason(x) or patch.part.reason()
-    if reason is not None:
+    if (reason := patch.part.reason()) is not None:
         return reason
     layer = cache.layers[index]
     if layer.sliding_window not in (None, part.window) or layer.batch_size != x.shape[0]:

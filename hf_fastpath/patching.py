@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from . import compat, loader, reasons
+from . import compat, loader, reasons, selftest
 from .architecture import Architecture, architectures
 from .cache import KV_DTYPES, FastpathCache
 from .decode import loop, structure
@@ -204,6 +204,8 @@ def patch(
         _bind_modules(model, state)
         _bind_generate(model, state)
         _check_coverage(model, state)
+        if state.loop_reason is None and selftest.is_due():
+            _self_test(model)
     except BaseException:
         _unbind(state)
         raise
@@ -254,6 +256,31 @@ def _check_coverage(model: nn.Module, state: PatchState) -> None:
         if state.options.strict:
             raise UnsupportedModelError(f"{text}. strict=True forbids that.")
         warnings.warn(f"hf_fastpath: {text}. See `python -m hf_fastpath info` and report(model).", stacklevel=3)
+
+
+#: set while the twin of a self-test is patched: it is not tested in turn
+_testing = threading.local()
+
+
+def _self_test(model: nn.Module) -> None:
+    """On an untested version of transformers, try our code on a small twin first.
+
+    Raises:
+        UnsupportedModelError: the twin does not decode as stock does.
+    """
+    if getattr(_testing, "active", False):
+        return
+    _testing.active = True
+    try:
+        difference = selftest.run(model)
+    finally:
+        _testing.active = False
+    if difference is not None:
+        raise UnsupportedModelError(
+            f"transformers {compat.transformers_version()} is not among the tested versions "
+            f"({', '.join(compat.TESTED_TRANSFORMERS)}) and a small {type(model).__name__} does not decode as stock "
+            f"does: {difference}"
+        )
 
 
 def _make_part(architecture: Architecture, kind: str, module: nn.Module) -> Any:

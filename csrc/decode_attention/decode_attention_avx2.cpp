@@ -17,9 +17,6 @@ constexpr float kMinusInfinity = -__builtin_inff();
 // Of K in a block: K and V of a block, and the K prefetched for the next, have to fit a 48 KiB first-level cache.
 constexpr int64_t kBlockBytes = 16 * 1024;
 constexpr int64_t kStreams = 4;  // places of K and of V that a block comes from; also the rows of K of a score tile
-// From so many queries on, V is converted to float32 once a block rather than once a tile of four queries.
-constexpr int64_t kConvertQueries = 8;
-constexpr int64_t kConvertFloats = kBlockBytes / 2;  // values of a block of 16-bit elements
 
 // ---- scores -------------------------------------------------------------------------------------------------------
 
@@ -202,17 +199,17 @@ HF_INLINE void value_rows(const BlockRows<Kv>& v, int64_t count, const float* we
   for (; d < head_dim; d += kLanes) value_tile<Kv, kM, 1, false>(v, d, count, weights, head_dim, sums, ahead);
 }
 
-// All queries; with kPrefetch the first ones prefetch.
-template <class Kv, bool kPrefetch>
+// All queries; the first ones prefetch.
+template <class Kv>
 void value_block(const BlockRows<Kv>& v, int64_t count, const float* weights, int64_t queries, int64_t head_dim,
                  float* sums, const BlockRows<Kv>& ahead) {
-  if (queries == 1) return value_rows<Kv, 1, 8, kPrefetch>(v, count, weights, head_dim, sums, ahead);
+  if (queries == 1) return value_rows<Kv, 1, 8, true>(v, count, weights, head_dim, sums, ahead);
   if (queries < 4) {
-    value_rows<Kv, 2, 4, kPrefetch>(v, count, weights, head_dim, sums, ahead);
+    value_rows<Kv, 2, 4, true>(v, count, weights, head_dim, sums, ahead);
     if (queries == 2) return;
     return value_rows<Kv, 1, 8, false>(v, count, weights + 2 * kBlockPositions, head_dim, sums + 2 * head_dim, ahead);
   }
-  value_rows<Kv, 4, 2, kPrefetch>(v, count, weights, head_dim, sums, ahead);
+  value_rows<Kv, 4, 2, true>(v, count, weights, head_dim, sums, ahead);
   int64_t m = 4;
   for (; m + 4 <= queries; m += 4) {
     value_rows<Kv, 4, 2, false>(v, count, weights + m * kBlockPositions, head_dim, sums + m * head_dim, ahead);
@@ -223,20 +220,6 @@ void value_block(const BlockRows<Kv>& v, int64_t count, const float* weights, in
   if (m < queries) {
     value_rows<Kv, 1, 8, false>(v, count, weights + m * kBlockPositions, head_dim, sums + m * head_dim, ahead);
   }
-}
-
-// As value_block, through a copy of V in float32: with many queries converting costs less than converting again.
-template <class Kv>
-void value_block_converted(const BlockRows<Kv>& v, int64_t count, const float* weights, int64_t queries,
-                           int64_t head_dim, float* sums, const BlockRows<Kv>& ahead) {
-  alignas(32) float wide[kConvertFloats];
-  for (int64_t p = 0; p < count; ++p) {
-    const auto* row = v.row(p);
-    prefetch_row<Kv>(ahead.row(p), head_dim);
-    for (int64_t d = 0; d < head_dim; d += kLanes) _mm256_store_ps(wide + p * head_dim + d, Kv::load(row + d));
-  }
-  const BlockRows<F32> rows{wide, head_dim, kStreams * head_dim};
-  value_block<F32, false>(rows, count, weights, queries, head_dim, sums, rows);
 }
 
 // ---- chunk --------------------------------------------------------------------------------------------------------
@@ -261,12 +244,7 @@ void run_block(const AttentionChunk& chunk, const BlockRows<Kv>& k, const BlockR
   }
   // The rows behind this block: the next one's, or those of the next chunk, or at worst a few of no use.
   const BlockRows<Kv> ahead{k.base + count / kStreams * k.step, k.apart, k.step};
-  if constexpr (sizeof(typename Kv::Storage) < sizeof(float)) {
-    if (queries >= kConvertQueries) {
-      return value_block_converted<Kv>(v, count, chunk.scratch, queries, dim, chunk.sums, ahead);
-    }
-  }
-  value_block<Kv, true>(v, count, chunk.scratch, queries, dim, chunk.sums, ahead);
+  value_block<Kv>(v, count, chunk.scratch, queries, dim, chunk.sums, ahead);
 }
 
 // Positions [begin, end), whose slots are contiguous; `streams` if every query sees all of them.

@@ -87,13 +87,12 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerSm<kDims, kHalves>)
   constexpr int kSharedQueries = kDims > 128 ? kHalfRows : 0;
   __shared__ uint4 shared_queries[kSharedQueries + 1][kDims / kElems + 4];
   uint4 queries[kHalves][kPieces];
-  int row_first[kHalves], row_last[kHalves];  // positions rows g and g + 8 see
+  int row_last[kHalves];  // last position rows g and g + 8 see
 #pragma unroll
   for (int h = 0; h < kHalves; ++h) {
     const int row = first_row + h * kHalfRows + g;
     const RowPlace place = row_place(p, s, kv_head, row < rows ? row : 0);
     row_last[h] = row < rows ? s.seq_len - p.query_len + place.token : -1;
-    row_first[h] = s.first_visible(row_last[h], p.window);
     const T* at = static_cast<const T*>(p.q) + out_offset(p, batch_row, place);  // q lies like the output
 #pragma unroll
     for (int c = 0; c < kPieces; ++c) {
@@ -103,7 +102,6 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerSm<kDims, kHalves>)
     }
   }
   if (kSharedQueries > 0) __syncthreads();  // the queries, written by one warp for all
-  const float scale = p.scale * kLog2e;
 
   float max_score[kHalves], sum[kHalves];  // max: of the row; sum: of this lane's positions
   float acc[kBlocks][kElems / 2][kHalves][4] = {};  // of dims 64 b + 8 g + 2 w and the next, rows 2 q and the next
@@ -135,8 +133,9 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerSm<kDims, kHalves>)
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
           const int position = base + t * 8 + 2 * q + i;
-          const bool visible = position < s.end && position <= row_last[h] && position >= row_first[h];
-          w[t][i] = visible ? scores[t][2 * h + i] * scale : -INFINITY;
+          const bool visible = position < s.end && position <= row_last[h] &&
+                               position >= s.first_visible(row_last[h], p.window);
+          w[t][i] = visible ? scores[t][2 * h + i] * (p.scale * kLog2e) : -INFINITY;
           max = fmaxf(max, w[t][i]);
         }
       max = fmaxf(max, __shfl_xor_sync(kAllLanes, max, 1));  // the row's four lanes

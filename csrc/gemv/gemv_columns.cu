@@ -18,7 +18,7 @@ template <int kElems>
 constexpr int kLanesN = kElems == 1 ? 32 : 8;
 
 template <class T, int kElems, int kX>
-__global__ void __launch_bounds__(kColumnThreads) gemv_columns_kernel(GemvParams p, int cluster) {
+__global__ void __launch_bounds__(kColumnThreads, 2) gemv_columns_kernel(GemvParams p, int cluster) {
   using C = Chunk<T, kElems>;
   constexpr int kLanes = kLanesN<kElems>;
   constexpr int kColumns = kLanes * kElems;                       // outputs of a block
@@ -33,6 +33,7 @@ __global__ void __launch_bounds__(kColumnThreads) gemv_columns_kernel(GemvParams
   const int64_t stride = p.segments[0].stride;
   const T* x = static_cast<const T*>(p.x);
 
+  announce_block(cluster);
   const auto addends = load_column_addends<T, kX, kColumns>(p, rank, first_column);
 
   const RowRange range = row_range(p.k, rank, cluster);
@@ -88,7 +89,8 @@ template <class T, int kElems, int kX>
 void launch(const GemvParams& p, cudaStream_t stream) {
   constexpr int kColumns = kLanesN<kElems> * kElems;
   const int column_blocks = (p.n + kColumns - 1) / kColumns;
-  launch_columns_kernel(gemv_columns_kernel<T, kElems, kX>, p, column_blocks, choose_cluster(p, column_blocks), stream);
+  const int cluster = choose_cluster(p, column_blocks, kClusterLimit<kX, kColumns>);
+  launch_columns_kernel(gemv_columns_kernel<T, kElems, kX>, p, column_blocks, cluster, stream);
 }
 
 template <class T, int kElems>

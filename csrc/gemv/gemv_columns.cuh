@@ -3,8 +3,6 @@
 // (sm_90 and up) in block order: no atomics, no workspace.
 #pragma once
 
-#include <cooperative_groups.h>
-
 #include "common/cuda_check.cuh"
 #include "gemv/gemv_device.cuh"
 
@@ -13,7 +11,7 @@ namespace hf_fastpath {
 constexpr int kColumnWarps = 8;
 constexpr int kColumnThreads = kColumnWarps * kWarpSize;
 constexpr int kMaxCluster = 8;     // largest cluster every GPU with clusters takes
-constexpr int64_t kMinRows = 128;  // weight rows a block should keep when k is split over a cluster
+constexpr int64_t kMinRows = 96;  // weight rows a block should keep when k is split over a cluster
 constexpr int kRowMultiple = 32;   // blocks' parts of k start on multiples of this, so that x stays aligned
 
 // The part of k a block takes: rows [begin, end).
@@ -46,15 +44,49 @@ __device__ __forceinline__ ColumnAddends<kX, kColumns> load_column_addends(const
   return addends;
 }
 
+// Largest cluster whose blocks' totals fit beside a block's own sums in shared memory.
+template <int kX, int kColumns>
+constexpr int kClusterLimit = kX * kColumns > 512 ? kMaxCluster / 2 : kMaxCluster;
+
+// Cluster barrier in halves, sm_90 and up. What a thread wrote before arriving is visible after the others' wait.
+__device__ __forceinline__ void cluster_arrive() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory");
+#endif
+}
+__device__ __forceinline__ void cluster_wait() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");
+#endif
+}
+
+// Stores to the same variable in the shared memory of the cluster's first block.
+__device__ __forceinline__ void store_to_first_block(float* p, float value) {
+#if __CUDA_ARCH__ >= 900
+  const uint32_t here = static_cast<uint32_t>(__cvta_generic_to_shared(p));
+  uint32_t there;
+  asm("mapa.shared::cluster.u32 %0, %1, 0;" : "=r"(there) : "r"(here));
+  asm volatile("st.shared::cluster.f32 [%0], %1;" ::"r"(there), "f"(value) : "memory");
+#endif
+}
+
+// First thing in the kernel: merge_columns waits for it, so that no block is written to before it runs.
+__device__ __forceinline__ void announce_block(int cluster) {
+  if (cluster > 1) cluster_arrive();
+}
+
 // Sums over the warps, then over the blocks of the cluster, always in the same order, and writes the outputs
-// [m, first_column + c]. Every thread calls it once its sums are written; kX is at least p.m.
+// [m, first_column + c]. Every thread calls it once its sums are written; kX is at least p.m. The blocks push their
+// totals to the first one and are done: a pull would wait for a round trip and keep them until it ends.
 template <class T, int kX, int kColumns>
 __device__ __forceinline__ void merge_columns(const GemvParams& p, const float (&sums)[kColumnWarps][kX][kColumns],
                                               const ColumnAddends<kX, kColumns>& addends, int cluster, int rank,
                                               int first_column) {
   constexpr int kPerThread = ColumnAddends<kX, kColumns>::kPerThread;
-  __shared__ float totals[kX][kColumns];
-  __syncthreads();  // every warp's sums
+  constexpr int kOthers = kClusterLimit<kX, kColumns> - 1;
+  __shared__ float totals[kOthers][kX][kColumns];  // of the cluster's other blocks
+  if (cluster > 1) cluster_wait();  // all blocks run
+  __syncthreads();                  // every warp's sums
   float total[kPerThread];
 #pragma unroll
   for (int j = 0; j < kPerThread; ++j) {
@@ -63,38 +95,32 @@ __device__ __forceinline__ void merge_columns(const GemvParams& p, const float (
     if (m >= p.m) continue;
 #pragma unroll
     for (int w = 0; w < kColumnWarps; ++w) total[j] += sums[w][m][c];
-    if (rank > 0) totals[m][c] = total[j];
+    if (rank > 0) store_to_first_block(&totals[rank - 1][m][c], total[j]);
   }
-#if __CUDA_ARCH__ >= 900
-  const cooperative_groups::cluster_group blocks = cooperative_groups::this_cluster();
-  if (cluster > 1) blocks.sync();  // every block's totals
-#endif
+  if (cluster > 1) {
+    __syncwarp();  // the barrier's halves want whole warps
+    cluster_arrive();
+    if (rank > 0) return;
+    cluster_wait();  // every block's totals
+  }
 #pragma unroll
   for (int j = 0; j < kPerThread; ++j) {
     const int i = threadIdx.x + j * kColumnThreads, m = i / kColumns, c = i % kColumns, n = first_column + c;
-    if (rank > 0 || m >= p.m || n >= p.n) continue;
-#if __CUDA_ARCH__ >= 900
-    float others[kMaxCluster];
-#pragma unroll  // all loads at once: each goes to another SM
-    for (int other = 1; other < kMaxCluster; ++other) {
-      others[other] = other < cluster ? *blocks.map_shared_rank(&totals[m][c], other) : 0.f;
-    }
+    if (m >= p.m || n >= p.n) continue;
 #pragma unroll
-    for (int other = 1; other < kMaxCluster; ++other) total[j] += others[other];
-#endif
+    for (int other = 0; other < kOthers; ++other) {
+      if (other < cluster - 1) total[j] += totals[other][m][c];
+    }
     finish<T>(p, m, n, total[j], addends.values[j]);
   }
-#if __CUDA_ARCH__ >= 900
-  if (cluster > 1) blocks.sync();  // no block may leave while its shared memory is read
-#endif
 }
 
 // Blocks that split k for `column_blocks` blocks of outputs on this GPU.
-inline int choose_cluster(const GemvParams& p, int column_blocks) {
+inline int choose_cluster(const GemvParams& p, int column_blocks, int limit) {
   if (compute_capability_major() < 9) return 1;
   const int64_t wanted = multiprocessor_count();
   int cluster = 1;
-  while (cluster < kMaxCluster && column_blocks * cluster < wanted && p.k / (2 * cluster) >= kMinRows) cluster *= 2;
+  while (cluster < limit && column_blocks * cluster < wanted && p.k / (2 * cluster) >= kMinRows) cluster *= 2;
   return cluster;
 }
 

@@ -33,6 +33,7 @@ __global__ void __launch_bounds__(kColumnThreads, 2) gemv_columns_mma_kernel(Gem
   const int64_t stride = p.segments[0].stride;
   const T* weight = static_cast<const T*>(p.segments[0].weight) + (has_column ? column : 0);
 
+  announce_block(cluster);
   const auto addends = load_column_addends<T, kHalves * kXRows, kColumns>(p, rank, first_column);
 
   const RowRange range = row_range(p.k, rank, cluster);  // multiples of kElems
@@ -97,8 +98,8 @@ __global__ void __launch_bounds__(kColumnThreads, 2) gemv_columns_mma_kernel(Gem
 template <class T, int kHalves>
 void launch(const GemvParams& p, cudaStream_t stream) {
   const int column_blocks = (p.n + kColumns - 1) / kColumns;
-  launch_columns_kernel(gemv_columns_mma_kernel<T, kHalves>, p, column_blocks, choose_cluster(p, column_blocks),
-                        stream);
+  const int cluster = choose_cluster(p, column_blocks, kClusterLimit<kHalves * kXRows, kColumns>);
+  launch_columns_kernel(gemv_columns_mma_kernel<T, kHalves>, p, column_blocks, cluster, stream);
 }
 
 template <class T>

@@ -6,25 +6,30 @@ namespace hf_fastpath {
 namespace {
 
 // Weight loads in flight a lane. 4 * 16 bytes * 32 lanes * 32 warps are 64 KB an SM, more than twice what the latency
-// of device memory needs; the forms of four weight rows take two loads of each.
+// of device memory needs; the forms for long rows take twice that from fewer warps.
 constexpr int kLoads = 4, kLoadsWide = 8;
 // Warps an SM should have before splitting k stops.
 constexpr int kWantedWarpsPerSm = 24;
 
-// Warps of a block that share output features, at most so many that each has `steps_per_warp` steps of its k.
-int split_by_steps(const GemvParams& p, int elems_per_step, int steps_per_warp) {
-  int split = 1;
-  while (split < kRowsWarps && p.k >= int64_t(elems_per_step) * steps_per_warp * split * 2) split *= 2;
-  return split;
+// Warps of a block that share output features: as many as possible, as long as at least kMinBusy of their steps
+// have weights to load.
+int split_evenly(const GemvParams& p, int elems_per_step) {
+  constexpr double kMinBusy = 0.85;
+  const double steps = static_cast<double>(p.k) / elems_per_step;
+  int best = 1;
+  for (int split = 2; split <= kRowsWarps; split *= 2) {
+    const double rounds = static_cast<double>((p.k + int64_t(elems_per_step) * split - 1) / (int64_t(elems_per_step) * split));
+    if (steps >= kMinBusy * rounds * split) best = split;
+  }
+  return best;
 }
 
-// The same, but no more than it takes to give every SM its warps.
+// Warps of a block that share output features: no more than it takes to give every SM its warps.
 int split_to_fill(const GemvParams& p, int elems_per_step, int rows) {
   const int64_t wanted = int64_t(multiprocessor_count()) * kWantedWarpsPerSm;
   const int64_t groups = (p.n + rows - 1) / rows;
-  const int most = split_by_steps(p, elems_per_step, 1);
   int split = 1;
-  while (split < most && groups * split < wanted) split *= 2;
+  while (split < kRowsWarps && groups * split < wanted && p.k >= int64_t(elems_per_step) * split * 2) split *= 2;
   return split;
 }
 
@@ -42,18 +47,17 @@ void launch_one_x_row(const GemvParams& p, cudaStream_t stream) {
   constexpr int kParts = kGated ? 2 : 1;
   constexpr int kRowElems = kElems * kWarpSize;  // of a weight row that one load of a warp covers
   const int64_t waves = int64_t(p.n) * kParts / (multiprocessor_count() * kWantedWarpsPerSm);
-  if (p.k <= 4 * kRowElems && waves >= 4) {  // short rows: four a warp, all in flight at once
+  if (p.k <= 4 * kRowElems && waves >= 4) {  // many short rows: four a warp, all in flight at once
     return launch_rows_kernel<T, kElems, 1, 4 / kParts, kGated, kLoads>(p, 1, stream);
   }
   if (p.k <= 8 * kRowElems && waves >= 1) {
     return launch_rows_kernel<T, kElems, 1, 2 / kParts, kGated, kLoads>(p, 1, stream);
   }
-  if (waves >= 4) {  // many long rows: the warps of a block share four, so that blocks end evenly
-    constexpr int kStep = kRowElems * kLoadsWide / 4;
-    const int split = split_by_steps(p, kStep, kGated ? 1 : 2);
-    return launch_rows_kernel<T, kElems, 1, 4 / kParts, kGated, kLoadsWide>(p, split, stream);
-  }
-  launch_form<T, kElems, 1, 1, kGated>(p, stream);
+  if (p.k <= 8 * kRowElems) return launch_form<T, kElems, 1, 1, kGated>(p, stream);
+  // Long rows: the warps of a block share two (of each weight), one step each if they can, so that everything a block
+  // needs is in flight at once and blocks end evenly.
+  return launch_rows_kernel<T, kElems, 1, 2, kGated, kLoadsWide>(
+      p, split_evenly(p, kRowElems * kLoadsWide / (2 * kParts)), stream);
 }
 
 template <class T, int kElems, bool kGated>

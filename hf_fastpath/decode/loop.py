@@ -37,7 +37,7 @@ def sample(original: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
         What ``original`` returns.
     """
     state: PatchState | None = vars(model).get("_hf_fastpath")
-    if state is None:
+    if state is None or not state.enabled:
         return original(model, *args, **kwargs)
     return _sample(state, original, model, *args, **kwargs)
 
@@ -79,8 +79,6 @@ def step_aside_reason(
 ) -> str | None:
     """The reason code for which this call is left to transformers' loop, or None."""
     cache = model_kwargs.get("past_key_values")
-    if not state.enabled:
-        return "paused"
     if state.loop_reason is not None:
         return state.loop_reason
     if synced_gpus:

@@ -1,0 +1,73 @@
+"""Self-test on a version of transformers that was not tested: a tiny random twin of the model, patched against stock."""
+
+from __future__ import annotations
+
+import copy
+
+import torch
+from torch import nn
+
+from .compat import TESTED_TRANSFORMERS, transformers_version
+
+#: sizes of the twin, by transformers' names; a config without an attribute keeps it so
+_TWIN = {
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "n_inner": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "vocab_size": 97,
+    "sliding_window": 8,
+    "pad_token_id": None,
+    "bos_token_id": None,
+    "eos_token_id": None,
+}
+_PROMPT_TOKENS, _NEW_TOKENS = 12, 16
+_passed: set[tuple] = set()
+
+
+def is_due() -> bool:
+    """Whether this transformers is one that was not tested."""
+    return transformers_version() not in TESTED_TRANSFORMERS
+
+
+def twin_config(config):
+    """``config`` at the size of the twin: its structure, windows and scalings, two layers, 97 tokens."""
+    small = copy.deepcopy(config)
+    if getattr(small, "layer_types", None) is not None:
+        small.layer_types = small.layer_types[:2]
+    for name, value in _TWIN.items():
+        if getattr(small, name, None) is not None:
+            setattr(small, name, value)
+    return small
+
+
+def run(model: nn.Module) -> str | None:
+    """Patch a twin of ``model`` and compare it with itself.
+
+    Returns:
+        What differed, or None if the twin decodes as stock does. A pass is remembered for the process.
+    """
+    from .verification import verify
+
+    device = next(model.parameters()).device
+    key = (type(model), transformers_version(), device.type)
+    if key in _passed:
+        return None
+    devices = [device] if device.type == "cuda" else []
+    with torch.random.fork_rng(devices=devices), torch.device("cpu"):
+        torch.manual_seed(0)
+        default = torch.get_default_dtype()
+        torch.set_default_dtype(torch.float32)
+        try:
+            twin = type(model)(twin_config(model.config)).eval().to(device)
+        finally:
+            torch.set_default_dtype(default)
+        prompt = torch.randint(0, _TWIN["vocab_size"], (1, _PROMPT_TOKENS)).to(device)
+        result = verify(twin, prompt, max_new_tokens=_NEW_TOKENS)
+    if not result.ok:
+        return str(result)
+    _passed.add(key)
+    return None
