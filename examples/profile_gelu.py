@@ -143,7 +143,7 @@ def measure(dtype: torch.dtype, device: torch.device, length: int, repeats: int)
         prompt = torch.randint(0, model.config.vocab_size, (1, length))
 
     def forward() -> torch.Tensor:
-        return model(prompt, use_cache=False).logits
+        return model(prompt, use_cache=False, logits_to_keep=1).logits  # as generate() runs a prompt
 
     results: dict[str, Result] = {}
     times: dict[str, list[tuple[float, float | None]]] = {name: [] for name in VARIANTS}

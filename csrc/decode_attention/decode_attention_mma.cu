@@ -18,25 +18,29 @@
 namespace hf_fastpath {
 namespace {
 
-constexpr int kWarps = 8;  // fewer, larger blocks than one of 4: half the splits to merge
-constexpr int kThreads = kWarps * kWarpSize;
-constexpr int kTile = 16;     // positions of a warp's step: k of the second product, two n tiles of the first
 constexpr int kElems = 8;     // of a 16-byte load
 constexpr int kHalfRows = 8;  // rows in each half of the scores, and of a B operand
-// Blocks an SM runs at once: registers for queries, sums and the loads in flight bound it.
-template <int kDims, int kHalves>
-constexpr int kBlocksPerSm = kDims * kHalves > 64 ? 1 : 2;
+// Warps a block. Eight where one block fills an SM's registers, since fewer blocks mean fewer splits to merge; small
+// heads leave room for three blocks of four.
+template <int kDims>
+constexpr int kWarps = kDims > 64 ? 8 : 4;
+template <int kDims>
+constexpr int kBlocksPerSm = kDims > 64 ? 1 : 3;
+// Positions of a warp's step, in groups of 8, which are the n side of the first product. The second product has 16 on
+// its k side; for the largest heads K and V of 16 would not fit in registers and half of it stays zero.
+template <int kDims>
+constexpr int kGroups = kDims > 128 ? 1 : 2;
 
 // kDims: head_dim rounded up to 64, 128 or 256. kHalves: 1 for 8 rows a block, 2 for 16.
 template <class T, int kDims, int kHalves>
-__global__ void __launch_bounds__(kThreads, kBlocksPerSm<kDims, kHalves>)
+__global__ void __launch_bounds__(kWarps<kDims> * kWarpSize, kBlocksPerSm<kDims>)
     decode_attention_mma_kernel(DecodeAttentionParams p) {
   using C = Chunk<T, kElems>;
   constexpr int kRows = kHalves * kHalfRows;
   constexpr int kPieces = kDims / 32;  // 16-byte pieces of a K row a lane takes: 4 lanes share a row
   constexpr int kBlocks = kDims / 64;  // of 64 dims: 8 lanes share a V row's piece of a block
-  constexpr int kBlocksInFlight = kDims == 128 ? 2 : 1;  // more would not fit in registers
-  using Results = WarpResults<kWarps, kRows, kDims>;
+  constexpr int kTile = kGroups<kDims> * 8, kStep = kWarps<kDims> * kTile;
+  using Results = WarpResults<kWarps<kDims>, kRows, kDims>;
   extern __shared__ __align__(16) char shared[];
   Results& results = *reinterpret_cast<Results*>(shared);
 
@@ -52,47 +56,48 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerSm<kDims, kHalves>)
   const auto row_of = [&](const char* cache, int position) {
     return reinterpret_cast<const T*>(cache) + s.slot(position - s.begin) * uint64_t(uint32_t(p.head_dim));
   };
-  // K of positions base + g and base + 8 + g; dims 32 c + 8 q and the following 7.
-  uint4 k_raw[2][kPieces];
-  const auto load_k = [&](int base) {
+  // K of position base + 8 t + g; dims 32 c + 8 q and the following 7.
+  uint4 k_raw[kGroups<kDims>][kPieces];
+  const auto load_k = [&](int base, int t) {
+    const int position = base + t * 8 + g;
+    const T* at = row_of(s.k, position);
 #pragma unroll
-    for (int t = 0; t < 2; ++t) {
-      const int position = base + t * 8 + g;
-      const T* at = row_of(s.k, position);
-#pragma unroll
-      for (int c = 0; c < kPieces; ++c) {
-        const int dim = c * 32 + q * kElems;
-        k_raw[t][c] = position < s.end && dim < p.head_dim ? C::load_streaming(at + dim) : C::zero();
-      }
+    for (int c = 0; c < kPieces; ++c) {
+      const int dim = c * 32 + q * kElems;
+      k_raw[t][c] = position < s.end && dim < p.head_dim ? C::load_streaming(at + dim) : C::zero();
     }
   };
-  // V of positions base + 2q, 2q + 1, 2q + 8, 2q + 9; dims 64 b + 8 g and the following 7.
-  uint4 v_raw[4][kBlocksInFlight];
+  // V of positions base + 8 t + 2 q and the next; dims 64 b + 8 g and the following 7.
+  uint4 v_raw[kBlocks][kGroups<kDims>][2];
   const auto load_v = [&](int base, int b) {
     const int dim = b * 64 + g * kElems;
 #pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      const int position = base + i / 2 * 8 + 2 * q + i % 2;
-      v_raw[i][b % kBlocksInFlight] =
-          position < s.end && dim < p.head_dim ? C::load_streaming(row_of(s.v, position) + dim) : C::zero();
-    }
+    for (int t = 0; t < kGroups<kDims>; ++t)
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        const int position = base + t * 8 + 2 * q + i;
+        v_raw[b][t][i] =
+            position < s.end && dim < p.head_dim ? C::load_streaming(row_of(s.v, position) + dim) : C::zero();
+      }
   };
   int base = s.begin + warp * kTile;
-  load_k(base);
 #pragma unroll
-  for (int b = 0; b < kBlocksInFlight; ++b) load_v(base, b);
+  for (int t = 0; t < kGroups<kDims>; ++t) load_k(base, t);
+#pragma unroll
+  for (int b = 0; b < kBlocks; ++b) load_v(base, b);
 
   // Queries in K's order of dims: in registers, or where they would not fit there in shared memory, whose rows are
   // padded so that two rows' 64 bytes, which eight lanes read at once, lie in different banks.
   constexpr int kSharedQueries = kDims > 128 ? kHalfRows : 0;
   __shared__ uint4 shared_queries[kSharedQueries + 1][kDims / kElems + 4];
   uint4 queries[kHalves][kPieces];
-  int row_last[kHalves];  // last position rows g and g + 8 see
+  int row_first[kHalves], row_last[kHalves];  // positions rows g and g + 8 see
 #pragma unroll
   for (int h = 0; h < kHalves; ++h) {
     const int row = first_row + h * kHalfRows + g;
     const RowPlace place = row_place(p, s, kv_head, row < rows ? row : 0);
     row_last[h] = row < rows ? s.seq_len - p.query_len + place.token : -1;
+    row_first[h] = s.first_visible(row_last[h], p.window);
     const T* at = static_cast<const T*>(p.q) + out_offset(p, batch_row, place);  // q lies like the output
 #pragma unroll
     for (int c = 0; c < kPieces; ++c) {
@@ -109,10 +114,10 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerSm<kDims, kHalves>)
   for (int h = 0; h < kHalves; ++h) max_score[h] = -INFINITY, sum[h] = 0.f;
 
 #pragma unroll 1
-  for (; base < s.end; base += kWarps * kTile) {
-    float scores[2][4] = {};  // rows g and g + 8 of positions base + 8 t + 2 q and its neighbor
+  for (; base < s.end; base += kStep) {
+    float scores[kGroups<kDims>][4] = {};  // rows g and g + 8 of positions base + 8 t + 2 q and its neighbor
 #pragma unroll
-    for (int t = 0; t < 2; ++t)
+    for (int t = 0; t < kGroups<kDims>; ++t) {
 #pragma unroll
       for (int c = 0; c < kPieces; ++c) {
         const uint4 k = k_raw[t][c];
@@ -121,20 +126,20 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerSm<kDims, kHalves>)
         mma<T>(scores[t], upper.x, lower.x, upper.y, lower.y, k.x, k.y);
         mma<T>(scores[t], upper.z, lower.z, upper.w, lower.w, k.z, k.w);
       }
-    load_k(base + kWarps * kTile);
+      load_k(base + kStep, t);
+    }
 
-    uint32_t weights[kHalves][2];  // the B operand of the second product: the layout scores come in
+    uint32_t weights[kHalves][2] = {};  // the B operand of the second product: the layout scores come in
 #pragma unroll
     for (int h = 0; h < kHalves; ++h) {
-      float w[2][2];
+      float w[kGroups<kDims>][2];
       float max = max_score[h];
 #pragma unroll
-      for (int t = 0; t < 2; ++t)
+      for (int t = 0; t < kGroups<kDims>; ++t)
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
           const int position = base + t * 8 + 2 * q + i;
-          const bool visible = position < s.end && position <= row_last[h] &&
-                               position >= s.first_visible(row_last[h], p.window);
+          const bool visible = position < s.end && position <= row_last[h] && position >= row_first[h];
           w[t][i] = visible ? scores[t][2 * h + i] * (p.scale * kLog2e) : -INFINITY;
           max = fmaxf(max, w[t][i]);
         }
@@ -154,7 +159,7 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerSm<kDims, kHalves>)
       }
       max_score[h] = max;
 #pragma unroll
-      for (int t = 0; t < 2; ++t) {
+      for (int t = 0; t < kGroups<kDims>; ++t) {
         w[t][0] = exp2_below(w[t][0], max);
         w[t][1] = exp2_below(w[t][1], max);
         sum[h] += w[t][0] + w[t][1];
@@ -164,20 +169,23 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerSm<kDims, kHalves>)
 
 #pragma unroll
     for (int b = 0; b < kBlocks; ++b) {
-      uint32_t words[4][4];
+      uint32_t words[4][4] = {};
 #pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        const uint4 v = v_raw[i][b % kBlocksInFlight];
-        words[i][0] = v.x, words[i][1] = v.y, words[i][2] = v.z, words[i][3] = v.w;
-      }
+      for (int t = 0; t < kGroups<kDims>; ++t)
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+          const uint4 v = v_raw[b][t][i];
+          uint32_t(&row)[4] = words[2 * t + i];
+          row[0] = v.x, row[1] = v.y, row[2] = v.z, row[3] = v.w;
+        }
 #pragma unroll
       for (int w = 0; w < kElems / 2; ++w)
 #pragma unroll
         for (int h = 0; h < kHalves; ++h) {
-          mma_columns<T>(acc[b][w][h], words[0][w], words[1][w], words[2][w], words[3][w], weights[h][0], weights[h][1]);
+          mma_columns<T>(acc[b][w][h], words[0][w], words[1][w], words[2][w], words[3][w], weights[h][0],
+                         weights[h][1]);
         }
-      const int ahead = b + kBlocksInFlight;
-      load_v(ahead < kBlocks ? base : base + kWarps * kTile, ahead % kBlocks);
+      load_v(base + kStep, b);
     }
   }
 
@@ -201,8 +209,8 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerSm<kDims, kHalves>)
 
 template <class T, int kDims, int kHalves>
 void launch(const DecodeAttentionParams& p, cudaStream_t stream) {
-  const dim3 grid = split_grid(p, kHalves * kHalfRows, kBlocksPerSm<kDims, kHalves>), block(kThreads);
-  const size_t smem_bytes = sizeof(WarpResults<kWarps, kHalves * kHalfRows, kDims>);
+  const dim3 grid = split_grid(p, kHalves * kHalfRows, kBlocksPerSm<kDims>), block(kWarps<kDims> * kWarpSize);
+  const size_t smem_bytes = sizeof(WarpResults<kWarps<kDims>, kHalves * kHalfRows, kDims>);
   HF_FASTPATH_CUDA_CHECK(cudaFuncSetAttribute(decode_attention_mma_kernel<T, kDims, kHalves>,
                                               cudaFuncAttributeMaxDynamicSharedMemorySize,
                                               static_cast<int>(smem_bytes)));

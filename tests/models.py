@@ -1,0 +1,141 @@
+"""Small models that the tests share: random ones at odd sizes, and the trained model of ``examples/``."""
+
+from __future__ import annotations
+
+import copy
+import functools
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    GPT2Config,
+    GPT2LMHeadModel,
+    LlamaConfig,
+    LlamaForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
+    PreTrainedModel,
+)
+
+import hf_fastpath
+from hf_fastpath import loader
+
+ARCHITECTURES = ("gpt2", "llama", "mistral")
+VOCAB = 307
+#: of the random Mistral; small, so that every test crosses it
+WINDOW = 16
+TINY_PYTHON = Path(__file__).resolve().parent.parent / "examples" / "tiny-python"
+# Wide enough that attention matters to the result; at transformers' 0.02 the embeddings decide nearly alone.
+_SPREAD = 0.15
+_TOKENS = {"vocab_size": VOCAB, "bos_token_id": 1, "eos_token_id": None, "pad_token_id": 0}
+
+
+def build(architecture: str, seed: int = 0, **changes) -> PreTrainedModel:
+    """A random float32 model on the CPU, in eval mode, without an end-of-sequence token.
+
+    Args:
+        architecture: one of ``ARCHITECTURES``.
+        seed: of its weights.
+        changes: config entries that differ from the test's usual ones.
+    """
+    if architecture == "gpt2":  # multi-head, head_dim 40
+        sizes = dict(n_embd=120, n_head=3, n_layer=2, n_inner=250, n_positions=1200)
+        cls, config = GPT2LMHeadModel, GPT2Config
+    elif architecture == "mistral":  # three queries a KV head, head_dim 40, and heads wider than the model
+        sizes = dict(hidden_size=104, num_attention_heads=6, num_key_value_heads=2, head_dim=40)
+        sizes |= dict(intermediate_size=250, num_hidden_layers=2, sliding_window=WINDOW)
+        cls, config = MistralForCausalLM, MistralConfig
+    else:  # multi-query, head_dim 80
+        sizes = dict(hidden_size=112, num_attention_heads=4, num_key_value_heads=1, head_dim=80)
+        sizes |= dict(intermediate_size=204, num_hidden_layers=2, max_position_embeddings=2048)
+        cls, config = LlamaForCausalLM, LlamaConfig
+    state = torch.get_rng_state()
+    torch.manual_seed(seed)
+    model = cls(config(**_TOKENS, **({"initializer_range": _SPREAD} | sizes | changes))).eval()
+    torch.set_rng_state(state)
+    return model
+
+
+def require_native(device: torch.device) -> None:
+    """Skip, visibly, where no compiled kernels serve ``device``: everything is stock code there."""
+    status = loader.ensure(device.type)
+    if not status.native:
+        pytest.skip(f"no native library: {status}")
+
+
+@functools.lru_cache(maxsize=None)
+def _pair(architecture: str, device: str, dtype: torch.dtype) -> tuple[PreTrainedModel, PreTrainedModel]:
+    stock = build(architecture).to(device, dtype)
+    return stock, hf_fastpath.patch(copy.deepcopy(stock), quiet=True)
+
+
+def pair(architecture: str, device: torch.device, dtype: torch.dtype = torch.float32):
+    """(stock, patched): the same random model twice, made once; tests do not change them."""
+    require_native(device)
+    return _pair(architecture, str(device), dtype)
+
+
+@functools.lru_cache(maxsize=None)
+def _trained(device: str) -> tuple[PreTrainedModel, PreTrainedModel]:
+    stock = AutoModelForCausalLM.from_pretrained(TINY_PYTHON, dtype=torch.float32).to(device).eval()
+    return stock, hf_fastpath.patch(copy.deepcopy(stock), quiet=True)
+
+
+def trained(device: torch.device) -> tuple[PreTrainedModel, PreTrainedModel]:
+    """(stock, patched): the trained model twice, float32."""
+    require_native(device)
+    return _trained(str(device))
+
+
+@functools.lru_cache(maxsize=None)
+def tokenizer():
+    """The trained model's tokenizer."""
+    return AutoTokenizer.from_pretrained(TINY_PYTHON)
+
+
+@functools.lru_cache(maxsize=None)
+def heldout_tokens(count: int) -> torch.Tensor:
+    """[1, count] first tokens of a text that the trained model has not seen."""
+    ids = tokenizer()((TINY_PYTHON / "heldout.txt").read_text(), return_tensors="pt")["input_ids"]
+    assert ids.shape[1] >= count, f"the held-out text has {ids.shape[1]} tokens, {count} are needed"
+    return ids[:, :count]
+
+
+def prompt(device: torch.device, batch: int = 1, length: int = 11, seed: int = 0) -> torch.Tensor:
+    """[batch, length] random token ids."""
+    generator = torch.Generator().manual_seed(1000 * seed + 10 * length + batch)
+    return torch.randint(3, VOCAB, (batch, length), generator=generator).to(device)
+
+
+def left_padded(device: torch.device, batch: int = 3, length: int = 11) -> dict[str, torch.Tensor]:
+    """input_ids and attention_mask of prompts of different lengths, the longest ``length``."""
+    ids = prompt(device, batch, length)
+    mask = torch.ones_like(ids)
+    for row in range(batch):
+        padding = (3 * row) % (length - 1)
+        ids[row, :padding], mask[row, :padding] = 0, 0
+    return {"input_ids": ids, "attention_mask": mask}
+
+
+class Counts:
+    """What happened on a patched model inside :func:`counting`."""
+
+    fast = fallback = 0
+    reasons: Counter = Counter()
+
+
+@contextmanager
+def counting(model: PreTrainedModel) -> Iterator[Counts]:
+    """Fast and stock tokens, and reason codes, of the calls inside the block."""
+    counts, before = Counts(), hf_fastpath.report(model).stats
+    yield counts
+    after = hf_fastpath.report(model).stats
+    counts.fast = after["fast_tokens"] - before["fast_tokens"]
+    counts.fallback = after["fallback_tokens"] - before["fallback_tokens"]
+    counts.reasons = Counter(after["reasons"]) - Counter(before["reasons"])

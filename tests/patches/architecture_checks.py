@@ -1,0 +1,209 @@
+"""What every architecture goes through, written once.
+
+``globals().update(architecture_tests("gpt2"))`` gives a test file its ``test_<arch>_...`` functions.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+
+import pytest
+import torch
+from models import VOCAB, WINDOW, build, counting, left_padded, pair, prompt, require_native
+from parity import LogitRule, RoundingCache, assert_same_tokens, float64_copy, forced_logits, walk
+from transformers import DynamicCache
+
+import hf_fastpath
+from hf_fastpath.registry import FLOAT_DTYPES
+
+SEEDS = range(4)
+#: positions that are compared for each seed
+POSITIONS = 64
+over_dtypes = pytest.mark.parametrize("dtype", FLOAT_DTYPES, ids=lambda dtype: str(dtype).removeprefix("torch."))
+
+
+def text_of(device: torch.device, batch: int, length: int, seed: int) -> torch.Tensor:
+    """[batch, length] random tokens that are the same on every device."""
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(3, VOCAB, (batch, length), generator=generator).to(device)
+
+
+class Golden:
+    """One seed's model three times: stock, patched, float64."""
+
+    def __init__(self, architecture: str, seed: int, device: torch.device, dtype: torch.dtype):
+        require_native(device)
+        self.device, self.dtype, self.seed = device, dtype, seed
+        self.stock = build(architecture, seed).to(device, dtype)
+        self.ours = hf_fastpath.patch(copy.deepcopy(self.stock), quiet=True)
+        self.ref = float64_copy(self.stock)
+
+    def text(self, batch: int, length: int) -> torch.Tensor:
+        return text_of(self.device, batch, length, self.seed)
+
+    def rounding_cache(self) -> RoundingCache:
+        return RoundingCache(self.ref.config, self.dtype)
+
+
+@torch.no_grad()
+def prefill(golden: Golden, rule: LogitRule) -> None:
+    """The logits of a whole prompt, without a cache."""
+    text = golden.text(1, POSITIONS)
+    rule.add(*(model(text, use_cache=False).logits for model in (golden.ours, golden.stock, golden.ref)))
+
+
+def decode(golden: Golden, rule: LogitRule) -> None:
+    """Four sequences, token by token, below the window."""
+    steps, first = POSITIONS // 4, 5
+    text = golden.text(4, first + steps)
+    ref = walk(golden.ref, text, [first] + [1] * steps, golden.rounding_cache())[:, first - 1 :]
+    with counting(golden.ours) as counts:
+        ours = forced_logits(golden.ours, text, first)
+    assert counts.fast == 4 * (steps + 1) and not counts.fallback, counts.reasons
+    rule.add(ours, forced_logits(golden.stock, text, first), ref)
+
+
+def padded(golden: Golden, rule: LogitRule) -> None:
+    """Four sequences with 0 to 9 tokens of left padding."""
+    steps, first = POSITIONS // 4, 12
+    text = golden.text(4, first + steps)
+    mask = torch.ones_like(text)
+    for row in range(4):
+        mask[row, : 3 * row] = 0
+    ref = walk(golden.ref, text, [first] + [1] * steps, golden.rounding_cache(), mask)[:, first - 1 :]
+    with counting(golden.ours) as counts:
+        ours = forced_logits(golden.ours, text, first, attention_mask=mask[:, :first])
+    assert counts.fast == 4 * (steps + 1) and not counts.fallback, counts.reasons
+    rule.add(ours, forced_logits(golden.stock, text, first, attention_mask=mask[:, :first]), ref)
+
+
+def window_edge(golden: Golden, rule: LogitRule) -> None:
+    """One token before the window's end to three windows past it."""
+    first = WINDOW - 1
+    text = golden.text(1, first + POSITIONS)
+    ref = walk(golden.ref, text, [first] + [1] * POSITIONS, golden.rounding_cache())[:, first - 1 :]
+    rule.add(forced_logits(golden.ours, text, first), forced_logits(golden.stock, text, first), ref)
+
+
+def chunked(golden: Golden, rule: LogitRule) -> None:
+    """A prompt in chunks, some tokens, then a second prompt over the same cache and more tokens."""
+    chunk, first, second = 7, 21, 6
+    steps = POSITIONS // 8
+    text = golden.text(4, first + steps + second + steps)
+    turn = first + steps + second
+    lengths = [chunk] * (first // chunk) + [1] * steps + [second] + [1] * steps
+    ref = walk(golden.ref, text, lengths, golden.rounding_cache())
+    found = []
+    for model in (golden.ours, golden.stock):
+        cache = hf_fastpath.FastpathCache(model.config) if model is golden.ours else DynamicCache(config=model.config)
+        once = forced_logits(model, text[:, : first + steps], first, past_key_values=cache, prefill_chunk_size=chunk)
+        # generate() has not fed the token it chose last, so the cache ends where the forced text does
+        assert cache.get_seq_length() == first + steps
+        again = forced_logits(model, text, turn, past_key_values=cache)
+        found.append(torch.cat((once, again), dim=1))
+    expected = (ref[:, first - 1 : first + steps], ref[:, turn - 1 :])
+    rule.add(*found, torch.cat(expected, dim=1))
+
+
+GOLDEN: dict[str, Callable[[Golden, LogitRule], None]] = {
+    "prefill": prefill,
+    "decode": decode,
+    "left_padded": padded,
+    "window_edge": window_edge,
+    "chunked_continuation": chunked,
+}
+
+
+def architecture_tests(architecture: str) -> dict[str, Callable]:
+    """The test functions of one architecture, by name."""
+
+    @over_dtypes
+    @pytest.mark.parametrize("case", GOLDEN)
+    def golden_matrix(case, dtype, device):
+        """As near to float64 as stock is, on the logits of every golden case."""
+        rule = LogitRule()
+        for seed in SEEDS:
+            GOLDEN[case](Golden(architecture, seed, device, dtype), rule)
+        rule.check(f"{architecture} {case} {dtype} {device}", POSITIONS * len(SEEDS))
+
+    @over_dtypes
+    def decodes_deterministically(dtype, device):
+        """The same call twice gives the same bits."""
+        _, ours = pair(architecture, device, dtype)
+        text = text_of(device, 2, 40, 5)
+        assert torch.equal(forced_logits(ours, text, 9), forced_logits(ours, text, 9))
+
+    @pytest.mark.parametrize("batch", (1, 2, 5, 16))
+    def greedy_tokens_equal(batch, device):
+        stock, ours = pair(architecture, device)
+        ids = prompt(device, batch)
+        options = dict(max_new_tokens=24, do_sample=False, attention_mask=torch.ones_like(ids))
+        with counting(ours) as counts:
+            found = ours.generate(ids, **options)
+        assert (counts.fast, counts.fallback) == (24 * batch, 0), counts.reasons
+        assert_same_tokens(found, stock.generate(ids, **options), stock)
+
+    def left_padded_tokens_equal(device):
+        stock, ours = pair(architecture, device)
+        inputs = left_padded(device, 5, 13)
+        options = dict(max_new_tokens=24, do_sample=False)
+        with counting(ours) as counts:
+            found = ours.generate(**inputs, **options)
+        assert counts.fallback == 0 and counts.fast == 5 * 24, counts.reasons
+        assert_same_tokens(found, stock.generate(**inputs, **options), stock, inputs["attention_mask"])
+
+    def handwritten_loop_tokens_equal(device):
+        """A user's own forward loop over a FastpathCache takes the fused layers, and equals stock's."""
+        stock, ours = pair(architecture, device)
+        text = text_of(device, 2, 30, 3)
+        lengths = [9] + [1] * 21
+        cache = hf_fastpath.FastpathCache(ours.config)
+        found = walk(ours, text, lengths, cache).argmax(-1)
+        expected = walk(stock, text, lengths, DynamicCache(config=stock.config)).argmax(-1)
+        assert cache.get_seq_length() == 30
+        assert torch.equal(found, expected)
+
+    def everything_is_patched(device):
+        _, ours = pair(architecture, device)
+        report = hf_fastpath.report(ours)
+        assert report.architecture == architecture and report.loop == "fast" and not report.declined
+        norms = 0 if architecture == "gpt2" else 5
+        expected = {"layer": 2, "attention": 2, "mlp": 2} | ({"norm": norms} if norms else {})
+        assert report.patched == expected
+
+    tests = (
+        *(golden_matrix, decodes_deterministically, greedy_tokens_equal, left_padded_tokens_equal),
+        *(handwritten_loop_tokens_equal, everything_is_patched),
+    )
+    return {f"test_{architecture}_{test.__name__}": test for test in tests}
+
+
+def assert_variant_right(
+    architecture: str, device: torch.device, fast: bool = True, reason: str | None = None, **changes
+) -> None:
+    """A config that differs in ``changes`` gives stock's tokens and logits; ``fast`` says by which loop."""
+    require_native(device)
+    stock = build(architecture, **changes).to(device)
+    with pytest.warns(UserWarning) if reason == "declined" else _nothing():
+        ours = hf_fastpath.patch(copy.deepcopy(stock), quiet=True)
+    inputs = left_padded(device)
+    options = dict(max_new_tokens=20, do_sample=False)
+    with counting(ours) as counts:
+        found = ours.generate(**inputs, **options)
+    assert bool(counts.fast) == fast, counts.reasons
+    assert reason in (None, "declined") or reason in counts.reasons, counts.reasons
+    assert_same_tokens(found, stock.generate(**inputs, **options), stock, inputs["attention_mask"])
+    rule = LogitRule()
+    ref = float64_copy(stock)
+    for seed in SEEDS:
+        text = text_of(device, 4, 5 + POSITIONS // 4, seed)
+        expected = walk(ref, text, [5] + [1] * (POSITIONS // 4), RoundingCache(ref.config, torch.float32))[:, 4:]
+        rule.add(forced_logits(ours, text, 5), forced_logits(stock, text, 5), expected)
+    rule.check(f"{architecture} {changes}")
+
+
+class _nothing:
+    def __enter__(self) -> None: ...
+
+    def __exit__(self, *exception) -> None: ...

@@ -1,0 +1,98 @@
+"""Run every op's samples under sanitizers: ASan and UBSan for the CPU library, compute-sanitizer for the CUDA one.
+
+    python tests/sanitize.py [cpu] [cuda]        # default: what this machine has
+
+Not a pytest file: the sanitizers have to be in the process from its start.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+CUDA_TOOLS = ("memcheck", "racecheck", "synccheck")
+#: samples of each op and dtype under the slow CUDA tools: the smallest come first
+CUDA_SAMPLES = 4
+
+
+def run_samples(device: str, library: str | None, most: int | None) -> None:
+    """Call every op on its samples; ``library`` is loaded instead of the installed one."""
+    import torch
+
+    from hf_fastpath import loader, registry
+
+    if library is not None:
+        torch.ops.load_library(library)
+    elif not loader.status()[device].native:
+        raise SystemExit(f"no native library for {device}: {loader.status()[device]}")
+    calls = 0
+    for name, spec in registry.all_ops().items():
+        for dtype in registry.FLOAT_DTYPES:
+            torch.manual_seed(0)
+            for sample in list(spec.samples(torch.device(device), dtype))[:most]:
+                spec.overload(*sample.args, **sample.kwargs)
+                calls += 1
+        print(f"  {name}: done", flush=True)
+    if device == "cuda":
+        torch.cuda.synchronize()
+    print(f"{calls} calls on {device}")
+
+
+def child(device: str, *options: str) -> list[str]:
+    return [sys.executable, __file__, "--samples", device, *options]
+
+
+def sanitize_cpu() -> int:
+    """Build the CPU library with ASan and UBSan and run the samples on one and on two threads."""
+    from hf_fastpath import build
+
+    preload = [
+        subprocess.run(["g++", f"-print-file-name={name}"], capture_output=True, text=True, check=True).stdout.strip()
+        for name in ("libasan.so", "libubsan.so")
+    ]
+    with tempfile.TemporaryDirectory() as folder:
+        flags = ["-fsanitize=address,undefined", "-fno-sanitize-recover=undefined", "-fno-omit-frame-pointer"]
+        library = build.build("cpu", Path(folder), flags=flags)
+        env = dict(os.environ, LD_PRELOAD=":".join(preload), HF_FASTPATH_NATIVE="0")
+        env["ASAN_OPTIONS"] = "detect_leaks=0"  # Python itself keeps memory until the end
+        status = 0
+        for threads in ("1", "2"):
+            print(f"ASan and UBSan, {threads} threads")
+            command = child("cpu", "--library", str(library))
+            status |= subprocess.run(command, env=dict(env, OMP_NUM_THREADS=threads)).returncode
+        return status
+
+
+def sanitize_cuda() -> int:
+    """Run the smallest samples under each tool of compute-sanitizer."""
+    status = 0
+    for tool in CUDA_TOOLS:
+        print(f"compute-sanitizer {tool}")
+        command = ["compute-sanitizer", "--tool", tool, "--error-exitcode", "9"]
+        status |= subprocess.run([*command, *child("cuda", "--most", str(CUDA_SAMPLES))]).returncode
+    return status
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("devices", nargs="*", choices=("cpu", "cuda", []))
+    parser.add_argument("--samples", choices=("cpu", "cuda"), help=argparse.SUPPRESS)
+    parser.add_argument("--library", help=argparse.SUPPRESS)
+    parser.add_argument("--most", type=int, help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    if arguments.samples:
+        run_samples(arguments.samples, arguments.library, arguments.most)
+        return 0
+    devices = arguments.devices or ["cpu", *(["cuda"] if shutil.which("compute-sanitizer") else [])]
+    results = {device: sanitize_cpu() if device == "cpu" else sanitize_cuda() for device in devices}
+    print(", ".join(f"{device}: {'clean' if code == 0 else 'ERRORS'}" for device, code in results.items()))
+    return max(results.values())
+
+
+if __name__ == "__main__":
+    sys.exit(main())
