@@ -3,10 +3,10 @@
 from pathlib import Path
 
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer, set_seed
 
 MODEL = Path(__file__).parent / "tiny-python"
-PROMPT = '"""Utilities for reading configuration files."""\n\nimport os\nimport sys\n\n\nclass Config'
+PROMPT = "import os\n\n\ndef"
 
 
 def load(device: str = "cuda" if torch.cuda.is_available() else "cpu"):
@@ -16,9 +16,10 @@ def load(device: str = "cuda" if torch.cuda.is_available() else "cpu"):
 
 
 def generate(model, tokenizer, prompt: str = PROMPT, max_new_tokens: int = 200) -> torch.Tensor:
-    """Continue ``prompt`` greedily; returns [1, seq_len] token ids, the prompt's included."""
+    """Continue ``prompt``, sampling with a fixed seed; returns [1, seq_len] token ids, the prompt's included."""
+    set_seed(0)
     inputs = tokenizer(prompt, return_tensors="pt").to(model.device)
-    return model.generate(**inputs, max_new_tokens=max_new_tokens, do_sample=False)
+    return model.generate(**inputs, max_new_tokens=max_new_tokens, do_sample=True, top_p=0.9, temperature=0.7)
 
 
 if __name__ == "__main__":

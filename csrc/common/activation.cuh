@@ -1,4 +1,5 @@
-// Activations in float32. Each is written as x * sigmoid-like, which does not cancel where 1 + tanh or 1 + erf would.
+// Activations in float32. Each is written as x * sigmoid-like, which does not cancel where 1 + tanh or 1 +
+// erf would.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -7,8 +8,8 @@
 
 namespace hf_fastpath {
 
-// x / (1 + exp(-z)). exp and the division are the hardware's approximations, within a few ulp; an exponential that
-// overflows gives 0, and x = -inf gives NaN, as in PyTorch.
+// x / (1 + exp(-z)). exp and the division are the hardware's approximations, within a few ulp; an exponential
+// that overflows gives 0, and x = -inf gives NaN, as in PyTorch.
 __device__ __forceinline__ float times_sigmoid(float x, float z) { return __fdividef(x, 1.f + __expf(-z)); }
 
 __device__ __forceinline__ float silu(float x) { return times_sigmoid(x, x); }

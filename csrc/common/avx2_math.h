@@ -1,6 +1,6 @@
 // Eight-lane float32 building blocks of the AVX2 kernels: loads and stores that convert, exp and activations.
-// Included by *_avx2.cpp only. Internal linkage throughout: no AVX2 code may leak into a function that the linker
-// could also pick for the portable path.
+// Included by *_avx2.cpp only. Internal linkage throughout: no AVX2 code may leak into a function that the
+// linker could also pick for the portable path.
 #pragma once
 
 #include <immintrin.h>
@@ -12,7 +12,7 @@
 namespace hf_fastpath {
 namespace {
 
-constexpr int64_t kLanes = 8;          // float32 values in a 256-bit register
+constexpr int64_t kLanes = 8;  // float32 values in a 256-bit register
 constexpr int64_t kCacheLineBytes = 64;
 
 #define HF_INLINE [[maybe_unused]] static inline __attribute__((always_inline))
@@ -37,13 +37,18 @@ HF_INLINE __m256i lane_mask(int64_t count) {
   return _mm256_cmpgt_epi32(_mm256_set1_epi32(static_cast<int>(count)), lanes);
 }
 
-// One struct per element type: load, store, and both for the first `count` < 8 lanes (the rest reads as zero).
+// One struct per element type: load, store, and both for the first `count` < 8 lanes (the rest reads as
+// zero).
 struct F32 {
   using Storage = float;
   HF_INLINE __m256 load(const float* from) { return _mm256_loadu_ps(from); }
-  HF_INLINE __m256 load(const float* from, int64_t count) { return _mm256_maskload_ps(from, lane_mask(count)); }
+  HF_INLINE __m256 load(const float* from, int64_t count) {
+    return _mm256_maskload_ps(from, lane_mask(count));
+  }
   HF_INLINE void store(float* to, __m256 value) { _mm256_storeu_ps(to, value); }
-  HF_INLINE void store(float* to, __m256 value, int64_t count) { _mm256_maskstore_ps(to, lane_mask(count), value); }
+  HF_INLINE void store(float* to, __m256 value, int64_t count) {
+    _mm256_maskstore_ps(to, lane_mask(count), value);
+  }
 };
 
 struct F16 {
@@ -84,7 +89,9 @@ struct BF16 {
   HF_INLINE void store(uint16_t* to, __m256 value) {
     _mm_storeu_si128(reinterpret_cast<__m128i*>(to), narrow(value));
   }
-  HF_INLINE void store(uint16_t* to, __m256 value, int64_t count) { store_partial_16(to, narrow(value), count); }
+  HF_INLINE void store(uint16_t* to, __m256 value, int64_t count) {
+    store_partial_16(to, narrow(value), count);
+  }
 };
 
 // Calls body(F32{} | F16{} | BF16{}).
@@ -147,15 +154,15 @@ HF_INLINE __m256 times_sigmoid(__m256 x, __m256 z) {
 
 HF_INLINE __m256 silu_ps(__m256 x) { return times_sigmoid(x, x); }
 
-// 0.5 (1 + tanh(u)) is the logistic function of 2u = x (2 sqrt(2/pi) + 0.044715 * 2 sqrt(2/pi) x^2): one exp and
-// no cancellation where tanh nears -1.
+// 0.5 (1 + tanh(u)) is the logistic function of 2u = x (2 sqrt(2/pi) + 0.044715 * 2 sqrt(2/pi) x^2): one exp
+// and no cancellation where tanh nears -1.
 HF_INLINE __m256 gelu_tanh_ps(__m256 x) {
   const __m256 cubic = _mm256_mul_ps(_mm256_set1_ps(0.07135481627260025f), _mm256_mul_ps(x, x));
   return times_sigmoid(x, _mm256_mul_ps(x, _mm256_add_ps(_mm256_set1_ps(1.5957691216057308f), cubic)));
 }
 
-// x * Phi(x), Phi the normal distribution. With t = |x|: Phi(-t) = exp(-t^2/2) * q(s), s = 1 / (1 + t/4), where
-// q is a minimax polynomial for 0 <= t <= 14 with relative error 1.4e-8; Phi(t) = 1 - Phi(-t).
+// x * Phi(x), Phi the normal distribution. With t = |x|: Phi(-t) = exp(-t^2/2) * q(s), s = 1 / (1 + t/4),
+// where q is a minimax polynomial for 0 <= t <= 14 with relative error 1.4e-8; Phi(t) = 1 - Phi(-t).
 HF_INLINE __m256 gelu_erf_ps(__m256 x) {
   const __m256 one = _mm256_set1_ps(1.0f);
   const __m256 t = _mm256_andnot_ps(_mm256_set1_ps(-0.0f), x);

@@ -13,8 +13,8 @@
 
 namespace hf_fastpath {
 
-// True when the AVX2 kernels may run here. HF_FASTPATH_CPU_ISA=baseline keeps to the portable kernels, so that
-// they can be tested on any machine. Decided once.
+// True when the AVX2 kernels may run here. HF_FASTPATH_CPU_ISA=baseline keeps to the portable kernels, so
+// that they can be tested on any machine. Decided once.
 inline bool use_avx2() {
   static const bool value = [] {
     const char* wanted = std::getenv("HF_FASTPATH_CPU_ISA");
@@ -24,8 +24,8 @@ inline bool use_avx2() {
   return value;
 }
 
-// Number of parts a call of `work` units is worth: one a thread of ATen's pool, but none below `work_per_part`,
-// since waking a thread costs a few microseconds.
+// Number of parts a call of `work` units is worth: one a thread of ATen's pool, but none below
+// `work_per_part`, since waking a thread costs a few microseconds.
 inline int64_t part_count(int64_t work, int64_t work_per_part) {
   if (work < 2 * work_per_part) return 1;  // before asking ATen: most decode steps end here for the small ops
   return std::min<int64_t>(torch::stable::get_num_threads(), work / work_per_part);
@@ -53,10 +53,12 @@ inline int64_t part_begin(int64_t total, int64_t parts, int64_t part, int64_t gr
   return std::min(total, blocks * part / parts * granule);
 }
 
-inline int64_t round_up(int64_t value, int64_t multiple) { return (value + multiple - 1) / multiple * multiple; }
+inline int64_t round_up(int64_t value, int64_t multiple) {
+  return (value + multiple - 1) / multiple * multiple;
+}
 
-// Uninitialized, 64-byte aligned memory that the calling thread keeps between calls; a second call in the same
-// op invalidates the first.
+// Uninitialized, 64-byte aligned memory that the calling thread keeps between calls; a second call in the
+// same op invalidates the first.
 inline float* scratch(int64_t floats) {
   struct Buffer {
     float* data = nullptr;
@@ -84,7 +86,8 @@ inline char* at(void* base, int64_t offset, DType dtype) {
   return static_cast<char*>(base) + offset * element_size(dtype);
 }
 
-// A tensor as rows of its last dimension, `stride` elements apart. Copied only if its rows are not evenly spaced.
+// A tensor as rows of its last dimension, `stride` elements apart. Copied only if its rows are not evenly
+// spaced.
 struct RowView {
   Tensor tensor;  // keeps the memory alive
   const void* data;
@@ -109,7 +112,8 @@ inline RowView row_view(const Tensor& input) {
   return {copy, copy.const_data_ptr(), rows, columns, columns};
 }
 
-// The data of an optional tensor, null when it is absent. `holder` keeps a contiguous copy alive if one is made.
+// The data of an optional tensor, null when it is absent. `holder` keeps a contiguous copy alive if one is
+// made.
 inline const void* optional_data(const std::optional<Tensor>& tensor, std::optional<Tensor>& holder) {
   if (!tensor.has_value()) return nullptr;
   holder = hf_fastpath::contiguous(*tensor);
@@ -121,7 +125,8 @@ inline void check_vector(const std::optional<Tensor>& tensor, int64_t length, DT
   if (!tensor.has_value()) return;
   STD_TORCH_CHECK(tensor->dim() == 1 && tensor->size(0) == length, "hf_fastpath::", op, ": ", name,
                   " has to have one dimension of ", length, " elements");
-  STD_TORCH_CHECK(dtype_of(*tensor, op) == dtype, "hf_fastpath::", op, ": ", name, " differs in dtype: cast it");
+  STD_TORCH_CHECK(dtype_of(*tensor, op) == dtype, "hf_fastpath::", op, ": ", name,
+                  " differs in dtype: cast it");
 }
 
 }  // namespace hf_fastpath

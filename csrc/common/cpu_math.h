@@ -1,6 +1,6 @@
 // Scalar element conversions and activations for the portable CPU kernels: any x86-64, free of torch.
-// Everything has internal linkage: an inline function with external linkage could be merged by the linker with a
-// copy compiled for AVX2 and then fail on a CPU without it.
+// Everything has internal linkage: an inline function with external linkage could be merged by the linker
+// with a copy compiled for AVX2 and then fail on a CPU without it.
 #pragma once
 
 #include <cmath>
@@ -41,7 +41,8 @@ struct BFloat16 {
 [[maybe_unused]] inline float to_float(Half value) {
   const uint32_t sign = static_cast<uint32_t>(value.bits & 0x8000u) << 16;
   const uint32_t magnitude = value.bits & 0x7fffu;
-  if (magnitude >= 0x7c00u) return bits_to_float(sign | 0x7f800000u | (magnitude & 0x3ffu) << 13);  // Inf, NaN
+  if (magnitude >= 0x7c00u)
+    return bits_to_float(sign | 0x7f800000u | (magnitude & 0x3ffu) << 13);  // Inf, NaN
   // Scaling by a power of two moves the exponent bias and makes subnormals normal, exactly.
   const float scaled = bits_to_float(magnitude << 13) * bits_to_float(0x77800000u);  // * 2^112
   return bits_to_float(sign | float_to_bits(scaled));

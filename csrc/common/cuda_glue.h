@@ -1,5 +1,5 @@
-// What every torch-facing CUDA file needs: the tensor's device made current, and torch's current stream on it.
-// Only *_cuda.cpp files include this.
+// What every torch-facing CUDA file needs: the tensor's device made current, and torch's current stream on
+// it. Only *_cuda.cpp files include this.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -32,8 +32,8 @@ class DeviceGuard {
   int previous_ = 0;
 };
 
-// torch's current stream on `device`. The symbol is looked up at run time, so that the library links on a machine
-// whose torch has no CUDA; whoever holds a CUDA tensor has libtorch_cuda loaded.
+// torch's current stream on `device`. The symbol is looked up at run time, so that the library links on a
+// machine whose torch has no CUDA; whoever holds a CUDA tensor has libtorch_cuda loaded.
 inline cudaStream_t current_stream(int device) {
   using GetStream = int32_t (*)(int32_t device_index, void** stream);
   static const GetStream get_stream = [] {
@@ -41,9 +41,10 @@ inline cudaStream_t current_stream(int device) {
     void* symbol = library ? dlsym(library, "aoti_torch_get_current_cuda_stream") : nullptr;
     return reinterpret_cast<GetStream>(symbol);
   }();
-  STD_TORCH_CHECK(get_stream != nullptr,
-                  "hf_fastpath: this torch has no aoti_torch_get_current_cuda_stream: install a CUDA build of "
-                  "torch 2.10 or newer");
+  STD_TORCH_CHECK(
+      get_stream != nullptr,
+      "hf_fastpath: this torch has no aoti_torch_get_current_cuda_stream: install a CUDA build of "
+      "torch 2.10 or newer");
   void* stream = nullptr;
   STD_TORCH_CHECK(get_stream(device, &stream) == 0, "hf_fastpath: no current CUDA stream on device ", device);
   return static_cast<cudaStream_t>(stream);

@@ -1,5 +1,5 @@
-// What the two ops that touch the KV cache share on the CPU: the checked cache arguments. Torch-facing; included by
-// *_cpu.cpp only.
+// What the two ops that touch the KV cache share on the CPU: the checked cache arguments. Torch-facing;
+// included by *_cpu.cpp only.
 #pragma once
 
 #include "common/cpu_glue.h"
@@ -17,8 +17,9 @@ struct KvCache {
 };
 
 // The caches, or the addresses and the capacity in row `layer` of kv_table in their place.
-inline KvCache load_kv_cache(const Tensor& k_cache, const Tensor& v_cache, const std::optional<Tensor>& kv_table,
-                             int64_t layer, int64_t batch, const char* op) {
+inline KvCache load_kv_cache(const Tensor& k_cache, const Tensor& v_cache,
+                             const std::optional<Tensor>& kv_table, int64_t layer, int64_t batch,
+                             const char* op) {
   const DType dtype = dtype_of(k_cache, op);
   STD_TORCH_CHECK(k_cache.dim() == 4 && v_cache.dim() == 4 && k_cache.size(0) == batch, "hf_fastpath::", op,
                   ": the caches have to be [batch, kv_heads, capacity, head_dim]");
@@ -26,15 +27,21 @@ inline KvCache load_kv_cache(const Tensor& k_cache, const Tensor& v_cache, const
     STD_TORCH_CHECK(k_cache.size(i) == v_cache.size(i), "hf_fastpath::", op,
                     ": k_cache and v_cache differ in shape");
   }
-  STD_TORCH_CHECK(dtype_of(v_cache, op) == dtype, "hf_fastpath::", op, ": k_cache and v_cache differ in dtype");
+  STD_TORCH_CHECK(dtype_of(v_cache, op) == dtype, "hf_fastpath::", op,
+                  ": k_cache and v_cache differ in dtype");
   STD_TORCH_CHECK(k_cache.is_contiguous() && v_cache.is_contiguous(), "hf_fastpath::", op,
                   ": k_cache and v_cache have to be contiguous");
-  KvCache cache{dtype,           k_cache.mutable_data_ptr(), v_cache.mutable_data_ptr(),
-                k_cache.size(1), k_cache.size(2),            k_cache.size(3)};
+  KvCache cache{dtype,
+                k_cache.mutable_data_ptr(),
+                v_cache.mutable_data_ptr(),
+                k_cache.size(1),
+                k_cache.size(2),
+                k_cache.size(3)};
   if (kv_table.has_value()) {
     STD_TORCH_CHECK(kv_table->scalar_type() == ScalarType::Long && kv_table->dim() == 2 &&
                         kv_table->size(1) == kTableColumns && layer >= 0 && layer < kv_table->size(0),
-                    "hf_fastpath::", op, ": kv_table has to be int64 [layers, 3] with layer inside, layer is ", layer);
+                    "hf_fastpath::", op,
+                    ": kv_table has to be int64 [layers, 3] with layer inside, layer is ", layer);
     const auto* row = static_cast<const int64_t*>(kv_table->const_data_ptr()) + layer * kv_table->stride(0);
     const int64_t step = kv_table->stride(1);
     cache.k = reinterpret_cast<void*>(row[0]);

@@ -17,26 +17,29 @@
 namespace hf_fastpath {
 
 template <class T>
-__device__ __forceinline__ void mma(float (&c)[4], uint32_t a0, uint32_t a1, uint32_t a2, uint32_t a3, uint32_t b0,
-                                    uint32_t b1) {
+__device__ __forceinline__ void mma(float (&c)[4], uint32_t a0, uint32_t a1, uint32_t a2, uint32_t a3,
+                                    uint32_t b0, uint32_t b1) {
   if constexpr (std::is_same_v<T, __half>) {
-    asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+    asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, "
+        "{%0,%1,%2,%3};"
         : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
         : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
   } else {
-    asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+    asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, "
+        "{%0,%1,%2,%3};"
         : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
         : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
   }
 }
 
-// Of two words that hold neighbors (x0, x1) and (y0, y1): (x0, y0) and (x1, y1). Turns pieces of two matrix rows into
-// an operand that pairs the rows.
+// Of two words that hold neighbors (x0, x1) and (y0, y1): (x0, y0) and (x1, y1). Turns pieces of two matrix
+// rows into an operand that pairs the rows.
 __device__ __forceinline__ uint32_t pair_low(uint32_t x, uint32_t y) { return __byte_perm(x, y, 0x5410); }
 __device__ __forceinline__ uint32_t pair_high(uint32_t x, uint32_t y) { return __byte_perm(x, y, 0x7632); }
 
-// A[16, 16] out of four rows r0..r3 of a row-major matrix [k, n], of which a lane holds word w of its 16 bytes, that is
-// the neighbors n = 2w and 2w + 1 of its eight: rows pair up in k, n = 2w is row g and n = 2w + 1 row g + 8 of A.
+// A[16, 16] out of four rows r0..r3 of a row-major matrix [k, n], of which a lane holds word w of its 16
+// bytes, that is the neighbors n = 2w and 2w + 1 of its eight: rows pair up in k, n = 2w is row g and n = 2w
+// + 1 row g + 8 of A.
 template <class T>
 __device__ __forceinline__ void mma_columns(float (&c)[4], uint32_t r0, uint32_t r1, uint32_t r2, uint32_t r3,
                                             uint32_t b0, uint32_t b1) {

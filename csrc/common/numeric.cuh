@@ -35,7 +35,8 @@ __device__ __forceinline__ __nv_bfloat16 from_float<__nv_bfloat16>(float x) {
 __device__ __forceinline__ float2 unpack2(uint32_t bits, __half) {
   return __half22float2(*reinterpret_cast<const __half2*>(&bits));
 }
-__device__ __forceinline__ float2 unpack2(uint32_t bits, __nv_bfloat16) {  // bfloat16 is the upper half of a float32
+__device__ __forceinline__ float2 unpack2(uint32_t bits,
+                                          __nv_bfloat16) {  // bfloat16 is the upper half of a float32
   return make_float2(__uint_as_float(bits << 16), __uint_as_float(bits & 0xffff0000u));
 }
 __device__ __forceinline__ uint32_t pack2(float a, float b, __half) {
@@ -51,8 +52,9 @@ __device__ __forceinline__ uint32_t pack2(float a, float b, __nv_bfloat16) {
 template <class T>
 constexpr int kVecElems = 16 / static_cast<int>(sizeof(T));
 
-// What a thread moves in one access: kElems elements of T, either 16 bytes or, where rows are not aligned, one
-// element. `Raw` is the value as loaded; conversion is separate so that loads can be issued ahead of their use.
+// What a thread moves in one access: kElems elements of T, either 16 bytes or, where rows are not aligned,
+// one element. `Raw` is the value as loaded; conversion is separate so that loads can be issued ahead of
+// their use.
 template <class T, int kElems>
 struct Chunk {
   static_assert(kElems == kVecElems<T>, "a chunk is 16 bytes or one element");
@@ -62,9 +64,9 @@ struct Chunk {
   static __device__ __forceinline__ Raw load_readonly(const T* p) {
     return __ldg(reinterpret_cast<const uint4*>(p));
   }
-  // Data used once: keeps out of L1, which is left to what is shared. Volatile, so that the compiler issues the
-  // loads where they stand in the source and not next to their use. L2 fetches whole lines: a warp's load that takes
-  // 64 bytes of each row finds the other half there.
+  // Data used once: keeps out of L1, which is left to what is shared. Volatile, so that the compiler issues
+  // the loads where they stand in the source and not next to their use. L2 fetches whole lines: a warp's load
+  // that takes 64 bytes of each row finds the other half there.
   static __device__ __forceinline__ Raw load_streaming(const T* p) {
     uint4 v;
     asm volatile("ld.global.nc.L1::no_allocate.L2::128B.v4.u32 {%0,%1,%2,%3}, [%4];"
@@ -75,7 +77,9 @@ struct Chunk {
   // Read-only data that other warps of the SM read too; issued where it stands, like load_streaming.
   static __device__ __forceinline__ Raw load_shared_line(const T* p) {
     uint4 v;
-    asm volatile("ld.global.nc.v4.u32 {%0,%1,%2,%3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(p));
+    asm volatile("ld.global.nc.v4.u32 {%0,%1,%2,%3}, [%4];"
+                 : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
+                 : "l"(p));
     return v;
   }
   static __device__ __forceinline__ void unpack(const Raw& raw, float (&f)[kElems]) {
@@ -94,9 +98,11 @@ struct Chunk {
   static __device__ __forceinline__ void store(T* p, const float (&f)[kElems]) {
     uint4 v;
     if constexpr (sizeof(T) == 4) {
-      v = make_uint4(__float_as_uint(f[0]), __float_as_uint(f[1]), __float_as_uint(f[2]), __float_as_uint(f[3]));
+      v = make_uint4(__float_as_uint(f[0]), __float_as_uint(f[1]), __float_as_uint(f[2]),
+                     __float_as_uint(f[3]));
     } else {
-      v = make_uint4(pack2(f[0], f[1], T()), pack2(f[2], f[3], T()), pack2(f[4], f[5], T()), pack2(f[6], f[7], T()));
+      v = make_uint4(pack2(f[0], f[1], T()), pack2(f[2], f[3], T()), pack2(f[4], f[5], T()),
+                     pack2(f[6], f[7], T()));
     }
     *reinterpret_cast<uint4*>(p) = v;
   }
@@ -109,7 +115,17 @@ struct Chunk<T, 1> {
   static __device__ __forceinline__ Raw load(const T* p) { return *p; }
   static __device__ __forceinline__ Raw load_readonly(const T* p) { return __ldg(p); }
   static __device__ __forceinline__ Raw load_streaming(const T* p) { return __ldg(p); }
-  static __device__ __forceinline__ Raw load_shared_line(const T* p) { return __ldg(p); }
+  static __device__ __forceinline__ Raw load_shared_line(const T* p) {
+    if constexpr (sizeof(T) == 4) {
+      float v;
+      asm volatile("ld.global.nc.f32 %0, [%1];" : "=f"(v) : "l"(p));
+      return v;
+    } else {
+      uint16_t bits;
+      asm volatile("ld.global.nc.u16 %0, [%1];" : "=h"(bits) : "l"(p));
+      return *reinterpret_cast<const T*>(&bits);
+    }
+  }
   static __device__ __forceinline__ void unpack(const Raw& raw, float (&f)[1]) { f[0] = to_float(raw); }
   static __device__ __forceinline__ void store(T* p, const float (&f)[1]) { *p = from_float<T>(f[0]); }
 };

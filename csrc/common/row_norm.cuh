@@ -1,5 +1,5 @@
-// What rms_norm and layer_norm share: a row of x held in the registers of one block between its statistics and its
-// output, so that x is read once.
+// What rms_norm and layer_norm share: a row of x held in the registers of one block between its statistics
+// and its output, so that x is read once.
 #pragma once
 
 #include <cstdint>
@@ -45,8 +45,9 @@ struct Row {
   }
 };
 
-// Launches `kernel` families by the number of chunks a thread keeps. `Launch::run<T, kElems, kChunks>(params, grid,
-// block, stream)` starts one; kChunks = 0 is the form that reads x again for each use, for rows that fit nowhere.
+// Launches `kernel` families by the number of chunks a thread keeps. `Launch::run<T, kElems, kChunks>(params,
+// grid, block, stream)` starts one; kChunks = 0 is the form that reads x again for each use, for rows that
+// fit nowhere.
 template <class Launch, class T>
 void launch_norm(const NormParams<T>& p, cudaStream_t stream) {
   if (p.rows == 0 || p.columns == 0) return;
@@ -54,8 +55,8 @@ void launch_norm(const NormParams<T>& p, cudaStream_t stream) {
   const bool aligned = p.columns % kElems == 0 && is_aligned16(p.x) && is_aligned16(p.out) &&
                        (!p.weight || is_aligned16(p.weight)) && (!p.bias || is_aligned16(p.bias));
   const int64_t chunks = aligned ? p.columns / kElems : p.columns;
-  // Few rows: the widest block, for the shortest latency. Many: four chunks a thread, so that more rows are resident
-  // and a row costs fewer barriers.
+  // Few rows: the widest block, for the shortest latency. Many: four chunks a thread, so that more rows are
+  // resident and a row costs fewer barriers.
   const bool many_rows = p.rows >= 4 * int64_t(multiprocessor_count());
   const int64_t per_thread = many_rows ? kMaxNormChunks : 1;
   int64_t threads = (chunks + per_thread - 1) / per_thread;

@@ -1,4 +1,5 @@
-// Sums and maxima over the lanes of a warp and the warps of a block, in a fixed order: results are reproducible.
+// Sums and maxima over the lanes of a warp and the warps of a block, in a fixed order: results are
+// reproducible.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -16,12 +17,13 @@ __device__ __forceinline__ float warp_sum(float x) {
   return x;
 }
 
-// Sums kCount values (a power of two, at most 32) over the warp at once: each step halves the values a lane keeps,
-// so that kCount - 1 + log2(32 / kCount) shuffles do the work of 5 * kCount. Returns the sum of value
+// Sums kCount values (a power of two, at most 32) over the warp at once: each step halves the values a lane
+// keeps, so that kCount - 1 + log2(32 / kCount) shuffles do the work of 5 * kCount. Returns the sum of value
 // `lane >> (5 - log2(kCount))`; destroys `values`.
 template <int kCount>
 __device__ __forceinline__ float warp_sums(float (&values)[kCount], int lane) {
-  static_assert(kCount >= 1 && kCount <= kWarpSize && (kCount & (kCount - 1)) == 0, "kCount is a power of two");
+  static_assert(kCount >= 1 && kCount <= kWarpSize && (kCount & (kCount - 1)) == 0,
+                "kCount is a power of two");
   int offset = kWarpSize / 2;
 #pragma unroll
   for (int count = kCount; count > 1; count /= 2, offset /= 2) {

@@ -1,14 +1,14 @@
-// What: softmax(scale * q @ K.T) @ V of 1 to 16 new tokens over the visible positions of a KV cache, in one pass, on
-//   CUDA cores: any pair of types, float32 arithmetic. See decode_attention_mma.cu for queries and caches in the same
-//   16-bit type.
-// Work split: grid (splits, KV heads * row blocks, batch rows). A block takes one chunk of positions (see split.cuh)
-//   and kRows rows, that is queries of the KV head's group of heads, so that K and V are read once for all of them.
-//   kLanes lanes of a warp share a position, each owning 16-byte pieces of its K and V; the warp works on
-//   32 / kLanes * kUnroll positions at a time and keeps the next ones' K and V in flight in registers. Scores are
-//   summed over the lanes of a position, softmax is online, and the last block of a KV head to finish merges the
-//   splits.
-// Traffic: 2 * positions * head_dim * sizeof(KV) a KV head and batch row, plus splits * rows * (head_dim + 2) * 4
-//   bytes of partial results through L2.
+// What: softmax(scale * q @ K.T) @ V of 1 to 16 new tokens over the visible positions of a KV cache, in one
+//   pass, on CUDA cores: any pair of types, float32 arithmetic. See decode_attention_mma.cu for queries and
+//   caches in the same 16-bit type.
+// Work split: grid (splits, KV heads * row blocks, batch rows). A block takes one chunk of positions (see
+//   split.cuh) and kRows rows, that is queries of the KV head's group of heads, so that K and V are read once
+//   for all of them. kLanes lanes of a warp share a position, each owning 16-byte pieces of its K and V; the
+//   warp works on 32 / kLanes * kUnroll positions at a time and keeps the next ones' K and V in flight in
+//   registers. Scores are summed over the lanes of a position, softmax is online, and the last block of a KV
+//   head to finish merges the splits.
+// Traffic: 2 * positions * head_dim * sizeof(KV) a KV head and batch row, plus splits * rows * (head_dim + 2)
+//   * 4 bytes of partial results through L2.
 // Roofline: read bandwidth for long caches, memory latency for short ones. Not measured yet.
 
 #include "decode_attention/decode_attention.h"
@@ -22,9 +22,6 @@ constexpr int kThreads = kWarps * kWarpSize;
 // Blocks an SM runs at once: registers for the queries and the sums, both of kRows rows, bound it.
 template <int kLanes, int kChunks, int kRows>
 constexpr int kBlocksPerSm = kRows * kChunks <= 4 && kLanes > 4 ? 3 : 2;
-
-// Rows of a KV head from which tensor cores are used.
-constexpr int kMinMmaAttentionRows = 1;
 
 // Sums kCount values over groups of kLanes neighboring lanes at once; see warp_sums. A lane ends with values
 // `group_sums_first` and the following kCount / kLanes - 1 in front.
@@ -50,18 +47,20 @@ __device__ __forceinline__ void group_sums(float (&values)[kCount], int lane) {
   }
 }
 
-// KV: type of the caches. kLanes: lanes a position. kChunks: 16-byte pieces a lane owns of it. kRows: rows a block.
+// KV: type of the caches. kLanes: lanes a position. kChunks: 16-byte pieces a lane owns of it. kRows: rows a
+// block.
 template <class KV, int kLanes, int kChunks, int kRows>
-__global__ void __launch_bounds__(kThreads, kBlocksPerSm<kLanes, kChunks, kRows>) decode_attention_kernel(DecodeAttentionParams p) {
+__global__ void __launch_bounds__(kThreads, kBlocksPerSm<kLanes, kChunks, kRows>)
+    decode_attention_kernel(DecodeAttentionParams p) {
   using C = Chunk<KV, kVecElems<KV>>;
   constexpr int kElems = kVecElems<KV>;
-  constexpr int kGroups = kWarpSize / kLanes;           // positions side by side in a warp
-  constexpr int kUnroll = kRows <= 4 ? 4 : 2;           // positions a group works on at once
+  constexpr int kGroups = kWarpSize / kLanes;  // positions side by side in a warp
+  constexpr int kUnroll = kRows <= 4 ? 4 : 2;  // positions a group works on at once
   constexpr int kWarpStep = kGroups * kUnroll, kStep = kWarps * kWarpStep;
   constexpr int kScores = kUnroll * kRows;
   constexpr int kScoresPerLane = kScores > kLanes ? kScores / kLanes : 1;
   constexpr int kLanesPerScore = kLanes > kScores ? kLanes / kScores : 1;
-  constexpr int kDims = kLanes * kChunks * kElems;      // head_dim rounded up to what the lanes own
+  constexpr int kDims = kLanes * kChunks * kElems;  // head_dim rounded up to what the lanes own
   __shared__ __align__(16) float scores[kWarps][kGroups][kScores];
   __shared__ WarpResults<kWarps, kRows, kDims> results;
 
@@ -266,14 +265,15 @@ int64_t decode_attention_counter_bytes(const DecodeAttentionParams& params) {
 
 int64_t decode_attention_workspace_bytes(const DecodeAttentionParams& params) {
   const int64_t rows = int64_t(params.batch) * params.query_len * params.num_heads;
-  return rows * kMaxSplits * (params.head_dim + 2) * int64_t(sizeof(float)) + decode_attention_counter_bytes(params);
+  return rows * kMaxSplits * (params.head_dim + 2) * int64_t(sizeof(float)) +
+         decode_attention_counter_bytes(params);
 }
 
 void launch_decode_attention(const DecodeAttentionParams& params, cudaStream_t stream) {
   if (params.batch == 0) return;
-  // One row a KV head leaves 7 of 8 of a tensor core's rows empty, and CUDA cores keep up with memory.
-  if (params.dtype == params.kv_dtype && params.dtype != DType::kFloat32 &&
-      rows_per_kv_head(params) >= kMinMmaAttentionRows) {
+  // Even one row a KV head, of the 8 a tensor core has, is faster there: converting K and V costs more than
+  // the sums.
+  if (params.dtype == params.kv_dtype && params.dtype != DType::kFloat32) {
     return launch_decode_attention_mma(params, stream);
   }
   with_type(params.kv_dtype, [&](auto zero) { launch_head_dim<decltype(zero)>(params, stream); });

@@ -23,24 +23,25 @@ struct DecodeAttentionParams {
   const int64_t* kv_table;  // [layers, 3] on the device: addresses of K and V and the capacity, or null
   int64_t layer;            // row of kv_table
   int64_t capacity;
-  void* out;                // [batch, query_len, num_heads * head_dim], dtype
-  void* workspace;          // see decode_attention_workspace_bytes
+  void* out;        // [batch, query_len, num_heads * head_dim], dtype
+  void* workspace;  // see decode_attention_workspace_bytes
   int64_t workspace_bytes;
   float scale;
-  int window;               // 0: none
+  int window;  // 0: none
   int batch, query_len, num_heads, num_kv_heads, head_dim;
   DType dtype, kv_dtype;
 };
 
-// Bytes of workspace for this shape: for every query and head kMaxSplits partial outputs with their maximum and sum
-// from the start of the buffer, and counters, which have to be zero before the first call and are zero after each,
-// from its end backwards. So calls of different shapes may share one buffer.
+// Bytes of workspace for this shape: for every query and head kMaxSplits partial outputs with their maximum
+// and sum from the start of the buffer, and counters, which have to be zero before the first call and are
+// zero after each, from its end backwards. So calls of different shapes may share one buffer.
 int64_t decode_attention_workspace_bytes(const DecodeAttentionParams& params);
 
 // Bytes at the end of the workspace that hold counters.
 int64_t decode_attention_counter_bytes(const DecodeAttentionParams& params);
 
-// The kernel on tensor cores: q and the caches in the same 16-bit type. launch_decode_attention uses it where it fits.
+// The kernel on tensor cores: q and the caches in the same 16-bit type. launch_decode_attention uses it where
+// it fits.
 void launch_decode_attention_mma(const DecodeAttentionParams& params, cudaStream_t stream);
 
 void launch_decode_attention(const DecodeAttentionParams& params, cudaStream_t stream);

@@ -33,8 +33,9 @@ void run_chunk(const AttentionChunk& chunk) {
                                          ((parts[1] + parts[5]) + (parts[3] + parts[7])));
       const float before = chunk.maxima[m], now = score > before ? score : before;
       if (now == kMinusInfinity && score == kMinusInfinity) continue;  // weighs nothing
-      const float base = now == kMinusInfinity ? 0.0f : now;  // score may be NaN
-      const float shrink = before == kMinusInfinity ? 0.0f : std::exp(before - base), weight = std::exp(score - base);
+      const float base = now == kMinusInfinity ? 0.0f : now;           // score may be NaN
+      const float shrink = before == kMinusInfinity ? 0.0f : std::exp(before - base),
+                  weight = std::exp(score - base);
       const bool rescale = now != before;
       chunk.weights[m] = (rescale ? chunk.weights[m] * shrink : chunk.weights[m]) + weight;
       for (int64_t d = 0; d < dim; ++d) {
@@ -51,8 +52,9 @@ void attention_chunk_portable(const AttentionChunk& chunk) {
   with_storage(chunk.kv_dtype, [&](auto* tag) { run_chunk<std::remove_pointer_t<decltype(tag)>>(chunk); });
 }
 
-void attention_merge_portable(DType dtype, const float* sums, float* maxima, const float* weights, int64_t parts,
-                              int64_t sums_stride, int64_t stat_stride, int64_t head_dim, void* out) {
+void attention_merge_portable(DType dtype, const float* sums, float* maxima, const float* weights,
+                              int64_t parts, int64_t sums_stride, int64_t stat_stride, int64_t head_dim,
+                              void* out) {
   float top = kMinusInfinity;
   for (int64_t p = 0; p < parts; ++p) top = std::max(top, maxima[p * stat_stride]);
   float total = 0.0f;
@@ -75,9 +77,9 @@ void attention_merge_portable(DType dtype, const float* sums, float* maxima, con
 namespace {
 
 constexpr int64_t kMinHeadDim = 32, kMaxHeadDim = 256;
-// Positions of a chunk, about: at least enough to outweigh its merge, and as many as leave this many chunks in all,
-// to balance a handful of heads over the threads. The division depends on lengths and heads only, so that results do
-// not depend on the number of threads.
+// Positions of a chunk, about: at least enough to outweigh its merge, and as many as leave this many chunks
+// in all, to balance a handful of heads over the threads. The division depends on lengths and heads only, so
+// that results do not depend on the number of threads.
 constexpr int64_t kMinChunkPositions = 256, kMaxChunkPositions = 2048, kTargetChunks = 64;
 // Partial results worth another thread in the merge.
 constexpr int64_t kMergeFloatsPerPart = 64 * 1024;
@@ -93,12 +95,13 @@ int64_t chunk_begin(const VisibleRange& range, int64_t chunk) {
 }
 
 Tensor decode_attention(const Tensor& q, const Tensor& k_cache, const Tensor& v_cache, const Tensor& seq_lens,
-                        std::optional<Tensor> starts, double scale, int64_t window, std::optional<Tensor> kv_table,
-                        int64_t layer, std::optional<Tensor> workspace) {
+                        std::optional<Tensor> starts, double scale, int64_t window,
+                        std::optional<Tensor> kv_table, int64_t layer, std::optional<Tensor> workspace) {
   const char* op = "decode_attention";
   const DType dtype = dtype_of(q, op);
   STD_TORCH_CHECK(q.dim() == 4 && q.size(1) >= 1 && q.size(1) <= kMaxQueryLen,
-                  "hf_fastpath::decode_attention: q has to be [batch, 1 to ", kMaxQueryLen, ", heads, head_dim]");
+                  "hf_fastpath::decode_attention: q has to be [batch, 1 to ", kMaxQueryLen,
+                  ", heads, head_dim]");
   const int64_t batch = q.size(0), query_len = q.size(1), num_heads = q.size(2), dim = q.size(3);
   const KvCache cache = load_kv_cache(k_cache, v_cache, kv_table, layer, batch, op);
   STD_TORCH_CHECK(cache.head_dim == dim && num_heads % cache.num_kv_heads == 0 && num_heads > 0,
@@ -109,12 +112,14 @@ Tensor decode_attention(const Tensor& q, const Tensor& k_cache, const Tensor& v_
   STD_TORCH_CHECK(window >= 0, "hf_fastpath::decode_attention: window is ", window, ", expected 0 or more");
   std::optional<Tensor> lens_holder, starts_holder;
   const int32_t* lens = load_int_vector(seq_lens, batch, lens_holder, op, "seq_lens");
-  const int32_t* first = starts.has_value() ? load_int_vector(*starts, batch, starts_holder, op, "starts") : nullptr;
+  const int32_t* first =
+      starts.has_value() ? load_int_vector(*starts, batch, starts_holder, op, "starts") : nullptr;
 
   // What is visible, and its chunks.
   thread_local std::vector<VisibleRange> range_buffer;
   range_buffer.resize(batch);
-  VisibleRange* const ranges = range_buffer.data();  // not the vector: in another thread its name is another one
+  VisibleRange* const ranges =
+      range_buffer.data();  // not the vector: in another thread its name is another one
   int64_t positions = 0;
   for (int64_t b = 0; b < batch; ++b) {
     const int64_t end = lens[b], first_query = end - query_len;
@@ -167,7 +172,8 @@ Tensor decode_attention(const Tensor& q, const Tensor& k_cache, const Tensor& v_
     for (int64_t item = begin; item < end; ++item) {
       while (item >= heads * (ranges[b].first_chunk + ranges[b].chunks)) ++b;
       const VisibleRange& range = ranges[b];
-      const int64_t within = item - heads * range.first_chunk, h = within / range.chunks, c = within % range.chunks;
+      const int64_t within = item - heads * range.first_chunk, h = within / range.chunks,
+                    c = within % range.chunks;
       AttentionChunk chunk{};
       chunk.kv_dtype = cache.dtype;
       chunk.head_dim = dim;
@@ -203,8 +209,8 @@ Tensor decode_attention(const Tensor& q, const Tensor& k_cache, const Tensor& v_
       const int64_t item = heads * ranges[b].first_chunk + h * ranges[b].chunks;
       for (int64_t m = 0; m < queries; ++m) {
         const int64_t token = m / group, head = h * group + m % group;
-        merge(dtype, sums + (item * queries + m) * dim, maxima + item * queries + m, weights + item * queries + m,
-              ranges[b].chunks, queries * dim, queries, dim,
+        merge(dtype, sums + (item * queries + m) * dim, maxima + item * queries + m,
+              weights + item * queries + m, ranges[b].chunks, queries * dim, queries, dim,
               at(to, ((b * query_len + token) * num_heads + head) * dim, dtype));
       }
     }

@@ -8,25 +8,25 @@ namespace hf_fastpath {
 // A chunk of the cache of one KV head, and where its partial result goes.
 struct AttentionChunk {
   DType kv_dtype;
-  int64_t head_dim;       // a multiple of 8
-  int64_t capacity;       // slots; position j lies in slot j % capacity
-  const void* k;          // [capacity, head_dim] of this batch row and KV head
+  int64_t head_dim;  // a multiple of 8
+  int64_t capacity;  // slots; position j lies in slot j % capacity
+  const void* k;     // [capacity, head_dim] of this batch row and KV head
   const void* v;
-  int64_t begin, end;     // positions of the chunk
-  int64_t query_len;      // tokens
-  int64_t group;          // query heads that share the KV head
-  const float* q;         // [query_len * group, head_dim]
-  int64_t first_query;    // position of token 0; token i sees the positions up to first_query + i ...
-  int64_t window;         // ... and from first_query + i - window + 1 on, unless 0
+  int64_t begin, end;   // positions of the chunk
+  int64_t query_len;    // tokens
+  int64_t group;        // query heads that share the KV head
+  const float* q;       // [query_len * group, head_dim]
+  int64_t first_query;  // position of token 0; token i sees the positions up to first_query + i ...
+  int64_t window;       // ... and from first_query + i - window + 1 on, unless 0
   float scale;
-  float* sums;            // [query_len * group, head_dim]: sum of exp(score - max) * v over the chunk
-  float* maxima;          // [query_len * group]: largest score, -infinity if no position is visible
-  float* weights;         // [query_len * group]: sum of exp(score - max)
-  float* scratch;         // attention_scratch_floats(query_len * group) floats, 32-byte aligned
+  float* sums;     // [query_len * group, head_dim]: sum of exp(score - max) * v over the chunk
+  float* maxima;   // [query_len * group]: largest score, -infinity if no position is visible
+  float* weights;  // [query_len * group]: sum of exp(score - max)
+  float* scratch;  // attention_scratch_floats(query_len * group) floats, 32-byte aligned
 };
 
-// Positions whose scores are held at a time. The K and V of a block have to stay in the first-level cache between
-// the loads that share them, and the softmax is vectorized over it.
+// Positions whose scores are held at a time. The K and V of a block have to stay in the first-level cache
+// between the loads that share them, and the softmax is vectorized over it.
 constexpr int64_t kBlockPositions = 64;
 
 constexpr int64_t attention_scratch_floats(int64_t queries) { return queries * kBlockPositions; }
@@ -34,10 +34,12 @@ constexpr int64_t attention_scratch_floats(int64_t queries) { return queries * k
 void attention_chunk_portable(const AttentionChunk& chunk);
 void attention_chunk_avx2(const AttentionChunk& chunk);
 
-// out[d] = sum over parts of sums * exp(max - M) / (sum of weights * exp(max - M)); zeros if nothing is visible.
-// The parts of sums lie `sums_stride` floats apart, those of maxima and weights `stat_stride`; maxima are overwritten.
-void attention_merge_portable(DType dtype, const float* sums, float* maxima, const float* weights, int64_t parts,
-                              int64_t sums_stride, int64_t stat_stride, int64_t head_dim, void* out);
+// out[d] = sum over parts of sums * exp(max - M) / (sum of weights * exp(max - M)); zeros if nothing is
+// visible. The parts of sums lie `sums_stride` floats apart, those of maxima and weights `stat_stride`;
+// maxima are overwritten.
+void attention_merge_portable(DType dtype, const float* sums, float* maxima, const float* weights,
+                              int64_t parts, int64_t sums_stride, int64_t stat_stride, int64_t head_dim,
+                              void* out);
 void attention_merge_avx2(DType dtype, const float* sums, float* maxima, const float* weights, int64_t parts,
                           int64_t sums_stride, int64_t stat_stride, int64_t head_dim, void* out);
 

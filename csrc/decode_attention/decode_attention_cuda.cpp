@@ -9,19 +9,23 @@ bool is_aligned16(const Tensor& tensor) { return reinterpret_cast<uintptr_t>(ten
 
 Tensor decode_attention(const Tensor& q, const Tensor& k_cache, const Tensor& v_cache, const Tensor& seq_lens,
                         const std::optional<Tensor>& starts, double scale, int64_t window,
-                        const std::optional<Tensor>& kv_table, int64_t layer, std::optional<Tensor> workspace) {
+                        const std::optional<Tensor>& kv_table, int64_t layer,
+                        std::optional<Tensor> workspace) {
   constexpr const char* kOp = "decode_attention";
   STD_TORCH_CHECK(q.dim() == 4 && q.size(1) >= 1 && q.size(1) <= kMaxQueryLen,
                   "hf_fastpath::decode_attention: q has to be [batch, 1 to 16, heads, head_dim]");
   const int64_t batch = q.size(0), query_len = q.size(1), num_heads = q.size(2), head_dim = q.size(3);
   STD_TORCH_CHECK(head_dim >= kMinHeadDim && head_dim <= kMaxHeadDim && head_dim % 8 == 0,
-                  "hf_fastpath::decode_attention: head_dim is ", head_dim, ", expected 32 to 256 in steps of 8");
-  STD_TORCH_CHECK(k_cache.dim() == 4 && sizes_of(k_cache) == sizes_of(v_cache) && k_cache.size(0) == batch &&
-                      k_cache.size(3) == head_dim && k_cache.size(1) > 0 && num_heads % k_cache.size(1) == 0,
-                  "hf_fastpath::decode_attention: the caches do not match q: expected [batch, kv_heads, capacity, "
-                  "head_dim] with kv_heads a divisor of q's heads");
-  STD_TORCH_CHECK(k_cache.is_contiguous() && v_cache.is_contiguous() && is_aligned16(k_cache) && is_aligned16(v_cache),
-                  "hf_fastpath::decode_attention: the caches have to be contiguous and 16-byte aligned");
+                  "hf_fastpath::decode_attention: head_dim is ", head_dim,
+                  ", expected 32 to 256 in steps of 8");
+  STD_TORCH_CHECK(
+      k_cache.dim() == 4 && sizes_of(k_cache) == sizes_of(v_cache) && k_cache.size(0) == batch &&
+          k_cache.size(3) == head_dim && k_cache.size(1) > 0 && num_heads % k_cache.size(1) == 0,
+      "hf_fastpath::decode_attention: the caches do not match q: expected [batch, kv_heads, capacity, "
+      "head_dim] with kv_heads a divisor of q's heads");
+  STD_TORCH_CHECK(
+      k_cache.is_contiguous() && v_cache.is_contiguous() && is_aligned16(k_cache) && is_aligned16(v_cache),
+      "hf_fastpath::decode_attention: the caches have to be contiguous and 16-byte aligned");
   STD_TORCH_CHECK(dtype_of(v_cache, kOp) == dtype_of(k_cache, kOp),
                   "hf_fastpath::decode_attention: k_cache and v_cache differ in dtype");
   STD_TORCH_CHECK(seq_lens.numel() == batch && seq_lens.scalar_type() == ScalarType::Int &&
@@ -66,8 +70,8 @@ Tensor decode_attention(const Tensor& q, const Tensor& k_cache, const Tensor& v_
   p.workspace_bytes = scratch.numel() * (workspace ? 1 : element_size(p.dtype));
   STD_TORCH_CHECK(!workspace || (scratch.scalar_type() == ScalarType::Byte && scratch.is_contiguous() &&
                                  is_aligned16(scratch) && p.workspace_bytes >= needed),
-                  "hf_fastpath::decode_attention: workspace has to be contiguous, aligned uint8 of at least ", needed,
-                  " bytes: allocate workspace_bytes(...), zeroed");
+                  "hf_fastpath::decode_attention: workspace has to be contiguous, aligned uint8 of at least ",
+                  needed, " bytes: allocate workspace_bytes(...), zeroed");
   p.workspace_bytes -= p.workspace_bytes % 4;  // counters are words, from the end backwards
   if (!workspace) {
     const int64_t counters = decode_attention_counter_bytes(p);

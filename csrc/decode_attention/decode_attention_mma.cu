@@ -1,14 +1,15 @@
-// What: softmax(scale * q @ K.T) @ V of 1 to 16 new tokens over the visible positions of a KV cache, in one pass, on
-//   tensor cores, for q, K and V in one 16-bit type. Scores, softmax and sums are float32; the weights of V are
-//   rounded to 16 bits, as in every flash attention.
-// Work split: grid (splits, KV heads * row blocks, batch rows), see split.cuh. A block takes one chunk of positions and
-//   8 or 16 rows, that is queries of the KV head's group of heads; its warps take 16 positions each in turn.
-//   For the scores, queries are the A operand and a lane's 16 bytes of a K row serve two k-steps; for the outputs, V is
-//   the A operand, 16 bytes of each of four rows paired by byte permutes, and the weights of V are the B operand in
-//   the very registers where the scores came out. K and V go from device memory to the tensor cores without
-//   shared memory. The next 16 positions' K and V are in flight while these are used.
-// Traffic: 2 * positions * head_dim * 2 bytes a KV head and batch row (again from L2 for more than 16 rows), plus
-//   splits * rows * (head_dim + 2) * 4 bytes of partial results through L2.
+// What: softmax(scale * q @ K.T) @ V of 1 to 16 new tokens over the visible positions of a KV cache, in one
+//   pass, on tensor cores, for q, K and V in one 16-bit type. Scores, softmax and sums are float32; the
+//   weights of V are rounded to 16 bits, as in every flash attention.
+// Work split: grid (splits, KV heads * row blocks, batch rows), see split.cuh. A block takes one chunk of
+//   positions and 8 or 16 rows, that is queries of the KV head's group of heads; its warps take 16 positions
+//   each in turn. For the scores, queries are the A operand and a lane's 16 bytes of a K row serve two
+//   k-steps; for the outputs, V is the A operand, 16 bytes of each of four rows paired by byte permutes, and
+//   the weights of V are the B operand in the very registers where the scores came out. K and V go from
+//   device memory to the tensor cores without shared memory. The next 16 positions' K and V are in flight
+//   while these are used.
+// Traffic: 2 * positions * head_dim * 2 bytes a KV head and batch row (again from L2 for more than 16 rows),
+//   plus splits * rows * (head_dim + 2) * 4 bytes of partial results through L2.
 // Roofline: read bandwidth for long caches, memory latency for short ones. Not measured yet.
 
 #include "common/mma.cuh"
@@ -20,20 +21,21 @@ namespace {
 
 constexpr int kElems = 8;     // of a 16-byte load
 constexpr int kHalfRows = 8;  // rows in each half of the scores, and of a B operand
-// Warps a block. Eight where one block fills an SM's registers, since fewer blocks mean fewer splits to merge; small
-// heads leave room for three blocks of four.
+// Warps a block. Eight where one block fills an SM's registers, since fewer blocks mean fewer splits to
+// merge; small heads leave room for three blocks of four.
 template <int kDims>
 constexpr int kWarps = kDims > 64 ? 8 : 4;
 template <int kDims>
 constexpr int kBlocksPerSm = kDims > 64 ? 1 : 3;
-// Positions of a warp's step, in groups of 8, which are the n side of the first product. The second product has 16 on
-// its k side; for the largest heads K and V of 16 would not fit in registers and half of it stays zero.
+// Positions of a warp's step, in groups of 8, which are the n side of the first product. The second product
+// has 16 on its k side; for the largest heads K and V of 16 would not fit in registers and half of it stays
+// zero.
 template <int kDims>
 constexpr int kGroups = kDims > 128 ? 1 : 2;
 
 // kDims: head_dim rounded up to 64, 128 or 256. kHalves: 1 for 8 rows a block, 2 for 16.
 template <class T, int kDims, int kHalves>
-__global__ void __launch_bounds__(kWarps<kDims> * kWarpSize, kBlocksPerSm<kDims>)
+__global__ void __launch_bounds__(kWarps<kDims>* kWarpSize, kBlocksPerSm<kDims>)
     decode_attention_mma_kernel(DecodeAttentionParams p) {
   using C = Chunk<T, kElems>;
   constexpr int kRows = kHalves * kHalfRows;
@@ -86,8 +88,8 @@ __global__ void __launch_bounds__(kWarps<kDims> * kWarpSize, kBlocksPerSm<kDims>
 #pragma unroll
   for (int b = 0; b < kBlocks; ++b) load_v(base, b);
 
-  // Queries in K's order of dims: in registers, or where they would not fit there in shared memory, whose rows are
-  // padded so that two rows' 64 bytes, which eight lanes read at once, lie in different banks.
+  // Queries in K's order of dims: in registers, or where they would not fit there in shared memory, whose
+  // rows are padded so that two rows' 64 bytes, which eight lanes read at once, lie in different banks.
   constexpr int kSharedQueries = kDims > 128 ? kHalfRows : 0;
   __shared__ uint4 shared_queries[kSharedQueries + 1][kDims / kElems + 4];
   uint4 queries[kHalves][kPieces];
@@ -109,7 +111,8 @@ __global__ void __launch_bounds__(kWarps<kDims> * kWarpSize, kBlocksPerSm<kDims>
   if (kSharedQueries > 0) __syncthreads();  // the queries, written by one warp for all
 
   float max_score[kHalves], sum[kHalves];  // max: of the row; sum: of this lane's positions
-  float acc[kBlocks][kElems / 2][kHalves][4] = {};  // of dims 64 b + 8 g + 2 w and the next, rows 2 q and the next
+  float acc[kBlocks][kElems / 2][kHalves][4] =
+      {};  // of dims 64 b + 8 g + 2 w and the next, rows 2 q and the next
 #pragma unroll
   for (int h = 0; h < kHalves; ++h) max_score[h] = -INFINITY, sum[h] = 0.f;
 
@@ -148,7 +151,8 @@ __global__ void __launch_bounds__(kWarps<kDims> * kWarpSize, kBlocksPerSm<kDims>
       const float shrink = exp2_below(max_score[h], max);
       if (__any_sync(kAllLanes, max > max_score[h])) {  // rarely after the first steps
         sum[h] *= shrink;
-        const float even = __shfl_sync(kAllLanes, shrink, 8 * q), odd = __shfl_sync(kAllLanes, shrink, 8 * q + 4);
+        const float even = __shfl_sync(kAllLanes, shrink, 8 * q),
+                    odd = __shfl_sync(kAllLanes, shrink, 8 * q + 4);
 #pragma unroll
         for (int b = 0; b < kBlocks; ++b)
 #pragma unroll
@@ -175,7 +179,7 @@ __global__ void __launch_bounds__(kWarps<kDims> * kWarpSize, kBlocksPerSm<kDims>
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
           const uint4 v = v_raw[b][t][i];
-          uint32_t(&row)[4] = words[2 * t + i];
+          uint32_t (&row)[4] = words[2 * t + i];
           row[0] = v.x, row[1] = v.y, row[2] = v.z, row[3] = v.w;
         }
 #pragma unroll
@@ -201,7 +205,8 @@ __global__ void __launch_bounds__(kWarps<kDims> * kWarpSize, kBlocksPerSm<kDims>
       for (int w = 0; w < kElems / 2; ++w)
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
-          results.outputs[warp][h * kHalfRows + 2 * q + i % 2][b * 64 + g * kElems + 2 * w + i / 2] = acc[b][w][h][i];
+          results.outputs[warp][h * kHalfRows + 2 * q + i % 2][b * 64 + g * kElems + 2 * w + i / 2] =
+              acc[b][w][h][i];
         }
   }
   finish_block(p, s, results, batch_row, kv_head, first_row, rows);

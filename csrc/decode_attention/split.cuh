@@ -1,5 +1,6 @@
-// How a KV head's visible positions are split over blocks, and how the blocks' partial results become one. The grid
-// depends on shapes alone; how many of its blocks have work is computed on the device from the lengths there.
+// How a KV head's visible positions are split over blocks, and how the blocks' partial results become one.
+// The grid depends on shapes alone; how many of its blocks have work is computed on the device from the
+// lengths there.
 #pragma once
 
 #include "common/cuda_check.cuh"
@@ -9,8 +10,8 @@
 
 namespace hf_fastpath {
 
-constexpr int kMinChunk = 64;        // positions of a split: fewer cost more in merging than they save
-constexpr int kChunkMultiple = 16;   // chunks end on whole warp steps
+constexpr int kMinChunk = 64;       // positions of a split: fewer cost more in merging than they save
+constexpr int kChunkMultiple = 16;  // chunks end on whole warp steps
 constexpr float kLog2e = 1.4426950408889634f;
 
 __device__ __forceinline__ float exp2_approx(float x) {  // 2 ulp; -inf gives 0
@@ -20,15 +21,17 @@ __device__ __forceinline__ float exp2_approx(float x) {  // 2 ulp; -inf gives 0
 }
 
 // 2^(x - max) where max may be -inf (nothing seen yet): then 0, unless x is NaN.
-__device__ __forceinline__ float exp2_below(float x, float max) { return exp2_approx(x - (max == -INFINITY ? 0.f : max)); }
+__device__ __forceinline__ float exp2_below(float x, float max) {
+  return exp2_approx(x - (max == -INFINITY ? 0.f : max));
+}
 
 // Positions one block handles, of one row of the batch and one KV head.
 struct Split {
-  int seq_len, start;   // of the row; start: first position padding leaves visible
-  int begin, end;       // positions of this block
-  int active;           // splits that have work, at least 1
+  int seq_len, start;             // of the row; start: first position padding leaves visible
+  int begin, end;                 // positions of this block
+  int active;                     // splits that have work, at least 1
   uint32_t capacity, first_slot;  // slots of a cache row; slot of `begin`
-  const char* k;        // this row's and head's cache
+  const char* k;                  // this row's and head's cache
   const char* v;
 
   // Slot of position begin + i, i < capacity.
@@ -57,11 +60,13 @@ __device__ __forceinline__ Split find_split(const DecodeAttentionParams& p, int 
     capacity = __ldg(reinterpret_cast<const long long*>(entry) + 2);
   }
   s.capacity = static_cast<uint32_t>(capacity);
-  const int64_t head_offset = (int64_t(row) * p.num_kv_heads + kv_head) * capacity * p.head_dim * kv_elem_bytes;
+  const int64_t head_offset =
+      (int64_t(row) * p.num_kv_heads + kv_head) * capacity * p.head_dim * kv_elem_bytes;
   s.k = k + head_offset;
   s.v = v + head_offset;
   // What the first token sees bounds what any sees; a ring holds no more than its capacity.
-  const int first = max(max(s.first_visible(s.seq_len - p.query_len, p.window), 0), s.seq_len - int(s.capacity));
+  const int first =
+      max(max(s.first_visible(s.seq_len - p.query_len, p.window), 0), s.seq_len - int(s.capacity));
   const int length = max(s.seq_len - first, 0);
   int chunk = max((length + splits - 1) / splits, kMinChunk);
   chunk = (chunk + kChunkMultiple - 1) / kChunkMultiple * kChunkMultiple;
@@ -72,11 +77,12 @@ __device__ __forceinline__ Split find_split(const DecodeAttentionParams& p, int 
   return s;
 }
 
-// The workspace as the kernel sees it. A "row" here is one query of one head; rows of a KV head are neighbors.
+// The workspace as the kernel sees it. A "row" here is one query of one head; rows of a KV head are
+// neighbors.
 struct Partials {
-  float* outputs;       // [rows, kMaxSplits, head_dim] sums weighted by 2^(score - max)
-  float2* max_sums;     // [rows, kMaxSplits] max and sum of the weights
-  unsigned* counters;   // from the end backwards, one for every block of rows of a KV head
+  float* outputs;      // [rows, kMaxSplits, head_dim] sums weighted by 2^(score - max)
+  float2* max_sums;    // [rows, kMaxSplits] max and sum of the weights
+  unsigned* counters;  // from the end backwards, one for every block of rows of a KV head
 
   __device__ __forceinline__ explicit Partials(const DecodeAttentionParams& p) {
     const int64_t rows = int64_t(p.batch) * p.query_len * p.num_heads;
@@ -93,11 +99,12 @@ __host__ __device__ inline int rows_per_kv_head(const DecodeAttentionParams& p) 
 
 // A row's place: which query of which head, and what it sees.
 struct RowPlace {
-  int token, head;   // query of query_len; query head
-  bool sees_any;     // some position is visible to it
+  int token, head;  // query of query_len; query head
+  bool sees_any;    // some position is visible to it
 };
 
-__device__ __forceinline__ RowPlace row_place(const DecodeAttentionParams& p, const Split& s, int kv_head, int row) {
+__device__ __forceinline__ RowPlace row_place(const DecodeAttentionParams& p, const Split& s, int kv_head,
+                                              int row) {
   const int group = p.num_heads / p.num_kv_heads;
   RowPlace place;
   place.token = row / group;
@@ -107,29 +114,32 @@ __device__ __forceinline__ RowPlace row_place(const DecodeAttentionParams& p, co
   return place;
 }
 
-__device__ __forceinline__ int64_t out_offset(const DecodeAttentionParams& p, int batch_row, const RowPlace& place) {
+__device__ __forceinline__ int64_t out_offset(const DecodeAttentionParams& p, int batch_row,
+                                              const RowPlace& place) {
   return ((int64_t(batch_row) * p.query_len + place.token) * p.num_heads + place.head) * p.head_dim;
 }
 
 // 1 / sum, or 0 for a token that sees nothing; a token whose every score is -inf gets NaN, as in PyTorch.
 __device__ __forceinline__ float inverse_sum(float sum, bool sees_any) { return sees_any ? 1.f / sum : 0.f; }
 
-// Says in every thread of the block whether it is the last of `active` blocks to arrive; their partial results are
-// then visible to it. The counter wraps to zero by itself.
+// Says in every thread of the block whether it is the last of `active` blocks to arrive; their partial
+// results are then visible to it. The counter wraps to zero by itself.
 __device__ __forceinline__ bool arrive_last(unsigned* counter, int active) {
   __shared__ bool last;
   __threadfence();  // this thread's partial results, before the block's arrival
   __syncthreads();  // all threads' partial results
   if (threadIdx.x == 0) last = atomicInc(counter, active - 1) == unsigned(active - 1);
-  __syncthreads();  // `last`
+  __syncthreads();            // `last`
   if (last) __threadfence();  // the other blocks' results, after their arrival
   return last;
 }
 
-// Merges the `active` partial results of rows [first_row, first_row + kRows) of a KV head and writes the outputs.
+// Merges the `active` partial results of rows [first_row, first_row + kRows) of a KV head and writes the
+// outputs.
 template <int kRows, int kThreads>
-__device__ __forceinline__ void merge_splits(const DecodeAttentionParams& p, const Split& s, const Partials& partials,
-                                             int batch_row, int kv_head, int first_row, int rows) {
+__device__ __forceinline__ void merge_splits(const DecodeAttentionParams& p, const Split& s,
+                                             const Partials& partials, int batch_row, int kv_head,
+                                             int first_row, int rows) {
   __shared__ float factors[kRows][kMaxSplits];  // of each split's output
   const int lane = threadIdx.x % kWarpSize, warp = threadIdx.x / kWarpSize;
   const int64_t base = (int64_t(batch_row) * p.num_kv_heads + kv_head) * rows + first_row;
@@ -146,12 +156,14 @@ __device__ __forceinline__ void merge_splits(const DecodeAttentionParams& p, con
       max = fmaxf(max, max_sum[i].x);
     }
 #pragma unroll
-    for (int offset = kWarpSize / 2; offset > 0; offset /= 2) max = fmaxf(max, __shfl_xor_sync(kAllLanes, max, offset));
+    for (int offset = kWarpSize / 2; offset > 0; offset /= 2)
+      max = fmaxf(max, __shfl_xor_sync(kAllLanes, max, offset));
 #pragma unroll
     for (int i = 0; i < kPerLane; ++i) sum += max_sum[i].y * exp2_below(max_sum[i].x, max);
     const float inverse = inverse_sum(warp_sum(sum), row_place(p, s, kv_head, first_row + r).sees_any);
 #pragma unroll
-    for (int i = 0; i < kPerLane; ++i) factors[r][lane + i * kWarpSize] = exp2_below(max_sum[i].x, max) * inverse;
+    for (int i = 0; i < kPerLane; ++i)
+      factors[r][lane + i * kWarpSize] = exp2_below(max_sum[i].x, max) * inverse;
   }
   __syncthreads();  // factors
   const int quads = p.head_dim / 4;
@@ -181,8 +193,8 @@ struct WarpResults {
   float2 max_sums[kWarps][kRows];
 };
 
-// Merges the warps' results, and as the last block of the KV head the blocks'. Every thread calls it once its part of
-// `results` is written.
+// Merges the warps' results, and as the last block of the KV head the blocks'. Every thread calls it once its
+// part of `results` is written.
 template <int kWarps, int kRows, int kDims>
 __device__ __forceinline__ void finish_block(const DecodeAttentionParams& p, const Split& s,
                                              const WarpResults<kWarps, kRows, kDims>& results, int batch_row,
@@ -219,8 +231,8 @@ __device__ __forceinline__ void finish_block(const DecodeAttentionParams& p, con
   merge_splits<kRows, kThreads>(p, s, partials, batch_row, kv_head, first_row, rows);
 }
 
-// Splits to launch for `units` independent pieces of work when `slots` blocks run at once and a piece can be cut into
-// at most `most`: the smallest number whose waves are within 5 % of the best.
+// Splits to launch for `units` independent pieces of work when `slots` blocks run at once and a piece can be
+// cut into at most `most`: the smallest number whose waves are within 5 % of the best.
 inline int choose_splits(int64_t units, int64_t slots, int64_t most) {
   const auto time = [&](int64_t splits) {
     return static_cast<double>((units * splits + slots - 1) / slots) / static_cast<double>(splits);
@@ -240,7 +252,8 @@ inline int64_t most_splits(const DecodeAttentionParams& p) {
   return (longest + kMinChunk - 1) / kMinChunk;
 }
 
-// Grid (splits, KV heads * blocks of rows, batch rows) when an SM runs `blocks_per_sm` blocks of kRows rows at once.
+// Grid (splits, KV heads * blocks of rows, batch rows) when an SM runs `blocks_per_sm` blocks of kRows rows
+// at once.
 inline dim3 split_grid(const DecodeAttentionParams& p, int rows_per_block, int blocks_per_sm) {
   const int row_blocks = (rows_per_kv_head(p) + rows_per_block - 1) / rows_per_block;
   const int64_t units = int64_t(p.batch) * p.num_kv_heads * row_blocks;

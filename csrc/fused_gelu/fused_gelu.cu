@@ -1,9 +1,9 @@
 // What: GELU (tanh form or erf form) of every element.
-// Work split: a block takes kThreads * kUnroll neighboring chunks of 16 bytes, a thread every kThreads-th of them, its
-//   loads issued before the first use. Elements after the last whole chunk, or all of them when a pointer is not
-//   16-byte aligned, go one to a thread through the same kernel.
-// Traffic: 2 * count * sizeof(T): one read, one write. Loads and stores use the caches normally, since the layer
-//   before has often just written x and the layer after reads the result.
+// Work split: a block takes kThreads * kUnroll neighboring chunks of 16 bytes, a thread every kThreads-th of
+//   them, its loads issued before the first use. Elements after the last whole chunk, or all of them when a
+//   pointer is not 16-byte aligned, go one to a thread through the same kernel.
+// Traffic: 2 * count * sizeof(T): one read, one write. Loads and stores use the caches normally, since the
+//   layer before has often just written x and the layer after reads the result.
 // Roofline: copy bandwidth. Not measured yet.
 
 #include <algorithm>

@@ -7,8 +7,8 @@ namespace {
 
 Tensor fused_gelu(const Tensor& x, const std::string& approximate) {
   constexpr const char* kOp = "fused_gelu";
-  STD_TORCH_CHECK(approximate == "tanh" || approximate == "none",
-                  "hf_fastpath::fused_gelu: approximate is '", approximate, "', expected tanh or none");
+  STD_TORCH_CHECK(approximate == "tanh" || approximate == "none", "hf_fastpath::fused_gelu: approximate is '",
+                  approximate, "', expected tanh or none");
   const DeviceGuard guard(x);
   const Tensor input = hf_fastpath::contiguous(x);
   Tensor out = empty_like_with_sizes(input, sizes_of(input));

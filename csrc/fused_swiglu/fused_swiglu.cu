@@ -1,8 +1,8 @@
 // What: activation(gate) * up, element by element; gate and up may be the halves of one projection.
-// Work split: grid.x covers a row in tiles of kThreads * kUnroll chunks of 16 bytes, grid.y the rows (contiguous
-//   inputs are one long row); a thread takes every kThreads-th chunk of its tile, its loads issued before the first
-//   use. What is left after the last whole chunk, and inputs whose rows are not 16-byte aligned, go element by
-//   element through the same kernel.
+// Work split: grid.x covers a row in tiles of kThreads * kUnroll chunks of 16 bytes, grid.y the rows
+//   (contiguous inputs are one long row); a thread takes every kThreads-th chunk of its tile, its loads
+//   issued before the first use. What is left after the last whole chunk, and inputs whose rows are not
+//   16-byte aligned, go element by element through the same kernel.
 // Traffic: 3 * count * sizeof(T): two reads, one write.
 // Roofline: copy bandwidth. Not measured yet.
 

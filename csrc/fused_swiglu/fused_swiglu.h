@@ -9,8 +9,8 @@
 
 namespace hf_fastpath {
 
-// out[r, c] = activation(gate[r, c]) * up[r, c]. gate and up: `rows` rows of `columns` elements, their strides in
-// elements; out: contiguous. `activation` is kSilu, kGeluTanh or kGelu.
+// out[r, c] = activation(gate[r, c]) * up[r, c]. gate and up: `rows` rows of `columns` elements, their
+// strides in elements; out: contiguous. `activation` is kSilu, kGeluTanh or kGelu.
 void launch_fused_swiglu(const void* gate, const void* up, void* out, int64_t rows, int64_t columns,
                          int64_t gate_stride, int64_t up_stride, DType dtype, Activation activation,
                          cudaStream_t stream);

@@ -13,7 +13,8 @@ void gated_portable(DType dtype, Activation activation, const void* gate, const 
     const T* g = static_cast<const T*>(gate);
     const T* u = static_cast<const T*>(up);
     T* to = static_cast<T*>(out);
-    for (int64_t i = 0; i < count; ++i) from_float(activate(activation, to_float(g[i])) * to_float(u[i]), to + i);
+    for (int64_t i = 0; i < count; ++i)
+      from_float(activate(activation, to_float(g[i])) * to_float(u[i]), to + i);
   });
 }
 
@@ -22,7 +23,8 @@ namespace {
 Tensor fused_swiglu(const Tensor& gate, const Tensor& up, std::string activation) {
   const char* op = "fused_swiglu";
   const DType dtype = dtype_of(gate, op);
-  STD_TORCH_CHECK(dtype_of(up, op) == dtype, "hf_fastpath::fused_swiglu: gate and up differ in dtype: cast one");
+  STD_TORCH_CHECK(dtype_of(up, op) == dtype,
+                  "hf_fastpath::fused_swiglu: gate and up differ in dtype: cast one");
   const std::vector<int64_t> sizes = sizes_of(gate);
   STD_TORCH_CHECK(sizes_of(up) == sizes, "hf_fastpath::fused_swiglu: gate and up differ in shape");
   const Activation act = activation_of(activation, op);
@@ -35,7 +37,8 @@ Tensor fused_swiglu(const Tensor& gate, const Tensor& up, std::string activation
   if (g.stride == g.columns && u.stride == u.columns) {
     for_each_part(parts, [&](int64_t part) {
       const int64_t begin = part_begin(count, parts, part, 64), end = part_begin(count, parts, part + 1, 64);
-      kernel(dtype, act, at(g.data, begin, dtype), at(u.data, begin, dtype), at(to, begin, dtype), end - begin);
+      kernel(dtype, act, at(g.data, begin, dtype), at(u.data, begin, dtype), at(to, begin, dtype),
+             end - begin);
     });
   } else {
     for_each_part(parts, [&](int64_t part) {

@@ -6,7 +6,9 @@
 namespace hf_fastpath {
 
 // out[i] = activation(gate[i]) * up[i] for `count` contiguous elements of `dtype`.
-void gated_portable(DType dtype, Activation activation, const void* gate, const void* up, void* out, int64_t count);
-void gated_avx2(DType dtype, Activation activation, const void* gate, const void* up, void* out, int64_t count);
+void gated_portable(DType dtype, Activation activation, const void* gate, const void* up, void* out,
+                    int64_t count);
+void gated_avx2(DType dtype, Activation activation, const void* gate, const void* up, void* out,
+                int64_t count);
 
 }  // namespace hf_fastpath

@@ -8,8 +8,8 @@
 namespace hf_fastpath {
 namespace {
 
-// x rows from which tensor cores take over for [n, k] weights: one row is as fast on CUDA cores, whose loads take whole
-// lines of a weight row.
+// x rows from which tensor cores take over for [n, k] weights: one row is as fast on CUDA cores, whose loads
+// take whole lines of a weight row.
 constexpr int kMinMmaRows = 2;
 
 // Whether every access of the tensor-core kernels is 16 bytes, aligned.

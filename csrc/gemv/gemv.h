@@ -9,8 +9,8 @@
 
 namespace hf_fastpath {
 
-constexpr int kMaxGemvRows = 16;      // rows of x
-constexpr int kMaxGemvSegments = 3;   // weights side by side: query, key, value
+constexpr int kMaxGemvRows = 16;     // rows of x
+constexpr int kMaxGemvSegments = 3;  // weights side by side: query, key, value
 
 // One weight matrix. Its output features start at `first` of the output's.
 struct GemvSegment {
@@ -20,19 +20,19 @@ struct GemvSegment {
   int first;
 };
 
-// out[m, :] = activation(x[m, :] @ weight.T + bias) + residual[m, :], the features of all segments one after the
-// other. Gated: out[m, :] = activation(x[m, :] @ segments[0].T) * (x[m, :] @ segments[1].T).
+// out[m, :] = activation(x[m, :] @ weight.T + bias) + residual[m, :], the features of all segments one after
+// the other. Gated: out[m, :] = activation(x[m, :] @ segments[0].T) * (x[m, :] @ segments[1].T).
 struct GemvParams {
   const void* x;         // [m, k], contiguous
   const void* residual;  // [m, n] contiguous, or null
   void* out;             // [m, n] contiguous
   GemvSegment segments[kMaxGemvSegments];
-  int64_t k;         // below 2^31 elements, as n
+  int64_t k;  // below 2^31 elements, as n
   int n;
   int m;             // 1 to kMaxGemvRows
   int num_segments;  // 1 to kMaxGemvSegments; 2 when gated
   bool gated;
-  bool transposed;   // one segment [k, n]
+  bool transposed;  // one segment [k, n]
   DType dtype;
   Activation activation;
 };
@@ -41,9 +41,11 @@ struct GemvParams {
 void launch_gemv(const GemvParams& params, cudaStream_t stream);
 
 // The kernels, one a file.
-void launch_gemv_rows(const GemvParams& params, cudaStream_t stream);     // dot products, rows of [n, k] weights
-void launch_gemv_mma(const GemvParams& params, cudaStream_t stream);      // the same on tensor cores, 16-bit types
+void launch_gemv_rows(const GemvParams& params, cudaStream_t stream);  // dot products, rows of [n, k] weights
+void launch_gemv_mma(const GemvParams& params,
+                     cudaStream_t stream);  // the same on tensor cores, 16-bit types
 void launch_gemv_columns(const GemvParams& params, cudaStream_t stream);  // [k, n] weights
-void launch_gemv_columns_mma(const GemvParams& params, cudaStream_t stream);  // the same on tensor cores, 16-bit types
+void launch_gemv_columns_mma(const GemvParams& params,
+                             cudaStream_t stream);  // the same on tensor cores, 16-bit types
 
 }  // namespace hf_fastpath

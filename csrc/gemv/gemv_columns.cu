@@ -1,8 +1,9 @@
-// What: x rows times weights stored [k, n] (Conv1D) on CUDA cores, with bias, activation and residual: float32, and
-//   16-bit weights whose rows are not aligned.
-// Work split: a block takes kLanesN * kElems neighboring outputs; a lane owns kElems of them (16 bytes of a weight
-//   row), the other lanes of a warp and the warps of the block take different rows; see gemv_columns.cuh for the
-//   split of k over a cluster. A lane keeps kUnroll loads in flight and replaces each as it is used.
+// What: x rows times weights stored [k, n] (Conv1D) on CUDA cores, with bias, activation and residual:
+//   float32, and 16-bit weights whose rows are not aligned.
+// Work split: a block takes kLanesN * kElems neighboring outputs; a lane owns kElems of them (16 bytes of a
+//   weight row), the other lanes of a warp and the warps of the block take different rows; see
+//   gemv_columns.cuh for the split of k over a cluster. A lane keeps kUnroll loads in flight and replaces
+//   each as it is used.
 // Traffic: n * k * sizeof(T) once, plus x per SM out of L2.
 // Roofline: read bandwidth for large weights, launch and memory latency at GPT-2's sizes. Not measured yet.
 
@@ -45,7 +46,8 @@ __global__ void __launch_bounds__(kColumnThreads, 2) gemv_columns_kernel(GemvPar
   const auto load = [&](int u, int from) {
     const int r = from + u * kRowsAtOnce;
     raw[u] = has_column && r < range.end ? C::load_streaming(weight + r * stride) : C::zero();
-    // As far ahead as the weights: L1 answers in order, so a load issued late waits for all weights before it.
+    // As far ahead as the weights: L1 answers in order, so a load issued late waits for all weights before
+    // it.
     if (kX == 1) x_raw[u] = r < range.end ? __ldg(x + r) : from_float<T>(0.f);
   };
 #pragma unroll

@@ -1,6 +1,6 @@
-// What the kernels for weights stored [k, n] share: blocks of neighboring outputs, k split over warps and, where
-// that gives too few blocks for the GPU, over the blocks of a cluster that merge through distributed shared memory
-// (sm_90 and up) in block order: no atomics, no workspace.
+// What the kernels for weights stored [k, n] share: blocks of neighboring outputs, k split over warps and,
+// where that gives too few blocks for the GPU, over the blocks of a cluster that merge through distributed
+// shared memory (sm_90 and up) in block order: no atomics, no workspace.
 #pragma once
 
 #include "common/cuda_check.cuh"
@@ -10,9 +10,9 @@ namespace hf_fastpath {
 
 constexpr int kColumnWarps = 8;
 constexpr int kColumnThreads = kColumnWarps * kWarpSize;
-constexpr int kMaxCluster = 8;     // largest cluster every GPU with clusters takes
+constexpr int kMaxCluster = 8;    // largest cluster every GPU with clusters takes
 constexpr int64_t kMinRows = 96;  // weight rows a block should keep when k is split over a cluster
-constexpr int kRowMultiple = 32;   // blocks' parts of k start on multiples of this, so that x stays aligned
+constexpr int kRowMultiple = 32;  // blocks' parts of k start on multiples of this, so that x stays aligned
 
 // The part of k a block takes: rows [begin, end).
 struct RowRange {
@@ -25,19 +25,19 @@ __device__ __forceinline__ RowRange row_range(int64_t k, int rank, int cluster) 
 }
 
 // What the block's outputs add to their sums: outputs i, i + kColumnThreads, ... of the block are a thread's.
-template <int kX, int kColumns>
+template <class T, int kX, int kColumns>
 struct ColumnAddends {
   static constexpr int kPerThread = (kX * kColumns + kColumnThreads - 1) / kColumnThreads;
-  Addends values[kPerThread];
+  Addends<T> values[kPerThread];
 };
 
 // Loaded before the weights, so that their latency hides; only the block that writes the outputs needs them.
 template <class T, int kX, int kColumns>
-__device__ __forceinline__ ColumnAddends<kX, kColumns> load_column_addends(const GemvParams& p, int rank,
-                                                                           int first_column) {
-  ColumnAddends<kX, kColumns> addends;
+__device__ __forceinline__ ColumnAddends<T, kX, kColumns> load_column_addends(const GemvParams& p, int rank,
+                                                                              int first_column) {
+  ColumnAddends<T, kX, kColumns> addends;
 #pragma unroll
-  for (int j = 0; j < ColumnAddends<kX, kColumns>::kPerThread; ++j) {
+  for (int j = 0; j < ColumnAddends<T, kX, kColumns>::kPerThread; ++j) {
     const int i = threadIdx.x + j * kColumnThreads, m = i / kColumns, n = first_column + i % kColumns;
     if (rank == 0 && m < p.m && n < p.n) addends.values[j] = load_addends<T>(p, m, n);
   }
@@ -48,7 +48,8 @@ __device__ __forceinline__ ColumnAddends<kX, kColumns> load_column_addends(const
 template <int kX, int kColumns>
 constexpr int kClusterLimit = kX * kColumns > 512 ? kMaxCluster / 2 : kMaxCluster;
 
-// Cluster barrier in halves, sm_90 and up. What a thread wrote before arriving is visible after the others' wait.
+// Cluster barrier in halves, sm_90 and up. What a thread wrote before arriving is visible after the others'
+// wait.
 __device__ __forceinline__ void cluster_arrive() {
 #if __CUDA_ARCH__ >= 900
   asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory");
@@ -76,17 +77,18 @@ __device__ __forceinline__ void announce_block(int cluster) {
 }
 
 // Sums over the warps, then over the blocks of the cluster, always in the same order, and writes the outputs
-// [m, first_column + c]. Every thread calls it once its sums are written; kX is at least p.m. The blocks push their
-// totals to the first one and are done: a pull would wait for a round trip and keep them until it ends.
+// [m, first_column + c]. Every thread calls it once its sums are written; kX is at least p.m. The blocks push
+// their totals to the first one and are done: a pull would wait for a round trip and keep them until it ends.
 template <class T, int kX, int kColumns>
-__device__ __forceinline__ void merge_columns(const GemvParams& p, const float (&sums)[kColumnWarps][kX][kColumns],
-                                              const ColumnAddends<kX, kColumns>& addends, int cluster, int rank,
-                                              int first_column) {
-  constexpr int kPerThread = ColumnAddends<kX, kColumns>::kPerThread;
+__device__ __forceinline__ void merge_columns(const GemvParams& p,
+                                              const float (&sums)[kColumnWarps][kX][kColumns],
+                                              const ColumnAddends<T, kX, kColumns>& addends, int cluster,
+                                              int rank, int first_column) {
+  constexpr int kPerThread = ColumnAddends<T, kX, kColumns>::kPerThread;
   constexpr int kOthers = kClusterLimit<kX, kColumns> - 1;
   __shared__ float totals[kOthers][kX][kColumns];  // of the cluster's other blocks
-  if (cluster > 1) cluster_wait();  // all blocks run
-  __syncthreads();                  // every warp's sums
+  if (cluster > 1) cluster_wait();                 // all blocks run
+  __syncthreads();                                 // every warp's sums
   float total[kPerThread];
 #pragma unroll
   for (int j = 0; j < kPerThread; ++j) {

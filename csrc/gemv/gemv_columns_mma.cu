@@ -1,9 +1,9 @@
-// What: x rows times float16 or bfloat16 weights stored [k, n] (Conv1D) on tensor cores, with bias, activation and
-//   residual.
-// Work split: a block takes kColumns neighboring outputs, a warp 32 rows of k at a time; see gemv_columns.cuh for the
-//   split of k over a cluster. x is the B operand. A lane loads 16 bytes of each of 8 weight rows and pairs the rows
-//   by byte permutes into A operands, so that a warp's load covers whole 128-byte lines of 4 rows and nothing passes
-//   through shared memory. Eight loads in flight a lane, replaced as they are used.
+// What: x rows times float16 or bfloat16 weights stored [k, n] (Conv1D) on tensor cores, with bias,
+//   activation and residual.
+// Work split: a block takes kColumns neighboring outputs, a warp 32 rows of k at a time; see gemv_columns.cuh
+//   for the split of k over a cluster. x is the B operand. A lane loads 16 bytes of each of 8 weight rows and
+//   pairs the rows by byte permutes into A operands, so that a warp's load covers whole 128-byte lines of 4
+//   rows and nothing passes through shared memory. Eight loads in flight a lane, replaced as they are used.
 // Traffic: n * k * sizeof(T) once, plus x per SM out of L2.
 // Roofline: read bandwidth for large weights, launch and memory latency at GPT-2's sizes. Not measured yet.
 
@@ -13,14 +13,15 @@
 namespace hf_fastpath {
 namespace {
 
-constexpr int kElems = 8;        // of a 16-byte load
-constexpr int kColumns = 64;     // 8 lanes of 16 bytes: one line of a weight row
-constexpr int kStepRows = 32;    // rows of a warp's step: 4 lanes of 8
-constexpr int kXRows = 8;        // x rows of a B operand
+constexpr int kElems = 8;      // of a 16-byte load
+constexpr int kColumns = 64;   // 8 lanes of 16 bytes: one line of a weight row
+constexpr int kStepRows = 32;  // rows of a warp's step: 4 lanes of 8
+constexpr int kXRows = 8;      // x rows of a B operand
 
 // kHalves: 1 for at most 8 rows of x, 2 for at most 16.
 template <class T, int kHalves>
-__global__ void __launch_bounds__(kColumnThreads, 2) gemv_columns_mma_kernel(GemvParams p, int cluster) {
+__global__ void __launch_bounds__(kColumnThreads, kHalves == 1 ? 2 : 1)
+    gemv_columns_mma_kernel(GemvParams p, int cluster) {
   using C = Chunk<T, kElems>;
   __shared__ float sums[kColumnWarps][kHalves * kXRows][kColumns];
 

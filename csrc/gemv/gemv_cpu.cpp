@@ -96,7 +96,8 @@ void conv1d_merge_portable(const LinearArgs& args, int64_t n_begin, int64_t n_en
 
 namespace {
 
-// Inputs a part of a Conv1D product sums over, about; fewer would leave its eight streams too short to prefetch.
+// Inputs a part of a Conv1D product sums over, about; fewer would leave its eight streams too short to
+// prefetch.
 constexpr int64_t kInputsPerPart = 384;
 // More parts than this cost more to merge than they balance.
 constexpr int64_t kMaxInputParts = 8;
@@ -128,22 +129,25 @@ void run_conv1d(const LinearArgs& args, float* partials, int64_t partial_stride)
   const int64_t bytes = args.out_features * args.in_features * element_size(args.dtype);
   const int64_t threads = part_count(bytes, kBytesPerPart);
   // Strips of outputs, only as many as give every thread the same number of (input range, strip) items.
-  const int64_t strips = std::min(threads / std::gcd(threads, splits),
-                                  std::max<int64_t>(1, args.out_features / kMinOutputs));
+  const int64_t strips =
+      std::min(threads / std::gcd(threads, splits), std::max<int64_t>(1, args.out_features / kMinOutputs));
   const int64_t items = splits * strips;
   const int64_t parts = std::min(threads, items);
   for_each_part(parts, [&](int64_t part) {
     for (int64_t item = part_begin(items, parts, part); item < part_begin(items, parts, part + 1); ++item) {
       const int64_t split = item / strips, strip = item % strips;
-      kernel(args, part_begin(args.in_features, splits, split), part_begin(args.in_features, splits, split + 1),
-             part_begin(args.out_features, strips, strip, 64), part_begin(args.out_features, strips, strip + 1, 64),
-             partials + split * part_stride, partial_stride);
+      kernel(args, part_begin(args.in_features, splits, split),
+             part_begin(args.in_features, splits, split + 1),
+             part_begin(args.out_features, strips, strip, 64),
+             part_begin(args.out_features, strips, strip + 1, 64), partials + split * part_stride,
+             partial_stride);
     }
   });
   const int64_t mergers = part_count(splits * args.rows * args.out_features, kMergePerPart);
   for_each_part(mergers, [&](int64_t part) {
     merge(args, part_begin(args.out_features, mergers, part, 64),
-          part_begin(args.out_features, mergers, part + 1, 64), partials, splits, part_stride, partial_stride);
+          part_begin(args.out_features, mergers, part + 1, 64), partials, splits, part_stride,
+          partial_stride);
   });
 }
 

@@ -1,48 +1,51 @@
-// Products of one to sixteen activation rows with a weight, on the CPU: kernel interface, free of torch. The ops
-// gemv, gemv_qkv and gemv_swiglu are glue over these kernels.
+// Products of one to sixteen activation rows with a weight, on the CPU: kernel interface, free of torch. The
+// ops gemv, gemv_qkv and gemv_swiglu are glue over these kernels.
 #pragma once
 
 #include "common/dtype.h"
 
 namespace hf_fastpath {
 
-constexpr int64_t kMaxRows = 16;  // activation rows a call may have; sizes the kernels' register and stack tiles
+constexpr int64_t kMaxRows =
+    16;  // activation rows a call may have; sizes the kernels' register and stack tiles
 
 // One projection. Activations arrive in float32: the glue converts them once a call, for all threads.
 struct LinearArgs {
-  DType dtype;            // of weights, bias, residual and out
-  int64_t rows;           // activation rows, 1 to kMaxRows
+  DType dtype;   // of weights, bias, residual and out
+  int64_t rows;  // activation rows, 1 to kMaxRows
   int64_t in_features;
   int64_t out_features;
-  const float* x;         // [rows, x_stride], zeros from in_features on
-  int64_t x_stride;       // multiple of 8, at least in_features
-  const void* weight;     // [out_features, in_features], or [in_features, out_features] for the conv1d kernels
+  const float* x;      // [rows, x_stride], zeros from in_features on
+  int64_t x_stride;    // multiple of 8, at least in_features
+  const void* weight;  // [out_features, in_features], or [in_features, out_features] for the conv1d kernels
   int64_t weight_stride;  // elements between rows of the weight
-  const void* up_weight;  // like weight: out = activation(x @ weight.T) * (x @ up_weight.T); null if not gated
+  const void*
+      up_weight;  // like weight: out = activation(x @ weight.T) * (x @ up_weight.T); null if not gated
   int64_t up_stride;
-  const void* bias;       // [out_features] or null
-  const void* residual;   // [rows, out_features], contiguous, or null; added after the activation
-  void* out;              // [rows, out_features], rows `out_stride` elements apart
+  const void* bias;      // [out_features] or null
+  const void* residual;  // [rows, out_features], contiguous, or null; added after the activation
+  void* out;             // [rows, out_features], rows `out_stride` elements apart
   int64_t out_stride;
   Activation activation;
 };
 
-// nn.Linear layout: computes outputs [begin, end) of every row. The sums of an output do not depend on the range.
+// nn.Linear layout: computes outputs [begin, end) of every row. The sums of an output do not depend on the
+// range.
 void linear_portable(const LinearArgs& args, int64_t begin, int64_t end);
 void linear_avx2(const LinearArgs& args, int64_t begin, int64_t end);
 
-// Conv1D layout: writes to partial[row * partial_stride + n] the sum over inputs [k_begin, k_end) for the outputs n
-// in [n_begin, n_end). The sums depend on the input range, not on the output range.
+// Conv1D layout: writes to partial[row * partial_stride + n] the sum over inputs [k_begin, k_end) for the
+// outputs n in [n_begin, n_end). The sums depend on the input range, not on the output range.
 void conv1d_portable(const LinearArgs& args, int64_t k_begin, int64_t k_end, int64_t n_begin, int64_t n_end,
                      float* partial, int64_t partial_stride);
 void conv1d_avx2(const LinearArgs& args, int64_t k_begin, int64_t k_end, int64_t n_begin, int64_t n_end,
                  float* partial, int64_t partial_stride);
 
-// Adds the `parts` partials, `part_stride` floats apart, in order, and applies bias, activation and residual to
-// outputs [n_begin, n_end) of every row.
+// Adds the `parts` partials, `part_stride` floats apart, in order, and applies bias, activation and residual
+// to outputs [n_begin, n_end) of every row.
 void conv1d_merge_portable(const LinearArgs& args, int64_t n_begin, int64_t n_end, const float* partials,
                            int64_t parts, int64_t part_stride, int64_t partial_stride);
-void conv1d_merge_avx2(const LinearArgs& args, int64_t n_begin, int64_t n_end, const float* partials, int64_t parts,
-                       int64_t part_stride, int64_t partial_stride);
+void conv1d_merge_avx2(const LinearArgs& args, int64_t n_begin, int64_t n_end, const float* partials,
+                       int64_t parts, int64_t part_stride, int64_t partial_stride);
 
 }  // namespace hf_fastpath

@@ -23,14 +23,17 @@ inline GemvParams gemv_params(const Tensor& x, const char* op) {
 }
 
 // Appends a weight (and bias) after the features the segments hold so far.
-inline void add_segment(GemvParams& p, const Tensor& weight, const std::optional<Tensor>& bias, const char* op) {
-  STD_TORCH_CHECK(weight.dim() == 2 && weight.size(p.transposed ? 0 : 1) == p.k && dtype_of(weight, op) == p.dtype,
-                  "hf_fastpath::", op, ": a weight does not match x's last dimension (", p.k, ") and dtype");
+inline void add_segment(GemvParams& p, const Tensor& weight, const std::optional<Tensor>& bias,
+                        const char* op) {
+  STD_TORCH_CHECK(
+      weight.dim() == 2 && weight.size(p.transposed ? 0 : 1) == p.k && dtype_of(weight, op) == p.dtype,
+      "hf_fastpath::", op, ": a weight does not match x's last dimension (", p.k, ") and dtype");
   STD_TORCH_CHECK(weight.size(1) <= 1 || weight.stride(1) == 1, "hf_fastpath::", op,
                   ": a weight's rows are not contiguous");
   const int64_t features = weight.size(p.transposed ? 1 : 0);
-  STD_TORCH_CHECK(!bias || (bias->numel() == features && bias->is_contiguous() && dtype_of(*bias, op) == p.dtype),
-                  "hf_fastpath::", op, ": a bias does not match its weight (", features, " features) and dtype");
+  STD_TORCH_CHECK(
+      !bias || (bias->numel() == features && bias->is_contiguous() && dtype_of(*bias, op) == p.dtype),
+      "hf_fastpath::", op, ": a bias does not match its weight (", features, " features) and dtype");
   GemvSegment& segment = p.segments[p.num_segments++];
   segment.weight = weight.data_ptr();
   segment.bias = data_or_null(bias);

@@ -9,7 +9,8 @@
 namespace hf_fastpath {
 
 // The segment that holds output feature n. One segment is the usual case: its fields are then plain kernel
-// parameters, where an index known at run time would cost a chain of loads before the first weight is asked for.
+// parameters, where an index known at run time would cost a chain of loads before the first weight is asked
+// for.
 __device__ __forceinline__ GemvSegment segment_of(const GemvParams& p, int n) {
   GemvSegment s = p.segments[0];
   if (p.num_segments > 1) {
@@ -33,23 +34,40 @@ __device__ __forceinline__ const T* weight_row(const GemvParams& p, int n, int p
   }
 }
 
-// What is added to a dot product, loaded before the weights so that its latency hides behind theirs.
+// What is added to a dot product, loaded before the weights are used so that its latency hides behind theirs;
+// kept as loaded, since a conversion would wait for it.
+template <class T>
 struct Addends {
-  float bias = 0.f, residual = 0.f;
+  T bias = from_float<T>(0.f), residual = from_float<T>(0.f);
 };
 
 template <class T>
-__device__ __forceinline__ Addends load_addends(const GemvParams& p, int m, int n) {
-  Addends a;
+__device__ __forceinline__ Addends<T> load_addends(const GemvParams& p, int m, int n) {
+  using C = Chunk<T, 1>;
+  Addends<T> a;
   const GemvSegment s = segment_of(p, n);
-  if (s.bias) a.bias = to_float(__ldg(static_cast<const T*>(s.bias) + (n - s.first)));
-  if (p.residual) a.residual = to_float(__ldg(static_cast<const T*>(p.residual) + int64_t(m) * p.n + n));
+  if (s.bias) a.bias = C::load_shared_line(static_cast<const T*>(s.bias) + (n - s.first));
+  if (p.residual) a.residual = C::load_shared_line(static_cast<const T*>(p.residual) + int64_t(m) * p.n + n);
   return a;
 }
 
+// Brings them into L2 without a register to wait for: for kernels that have none to spare until the sums are
+// done.
 template <class T>
-__device__ __forceinline__ void finish(const GemvParams& p, int m, int n, float dot, const Addends& addends) {
-  const float y = activate(dot + addends.bias, p.activation) + addends.residual;
+__device__ __forceinline__ void prefetch_addends(const GemvParams& p, int m, int n) {
+  const GemvSegment s = segment_of(p, n);
+  if (s.bias) {
+    asm volatile("prefetch.global.L2 [%0];" ::"l"(static_cast<const T*>(s.bias) + (n - s.first)));
+  }
+  if (p.residual) {
+    asm volatile("prefetch.global.L2 [%0];" ::"l"(static_cast<const T*>(p.residual) + int64_t(m) * p.n + n));
+  }
+}
+
+template <class T>
+__device__ __forceinline__ void finish(const GemvParams& p, int m, int n, float dot,
+                                       const Addends<T>& addends) {
+  const float y = activate(dot + to_float(addends.bias), p.activation) + to_float(addends.residual);
   static_cast<T*>(p.out)[int64_t(m) * p.n + n] = from_float<T>(y);
 }
 

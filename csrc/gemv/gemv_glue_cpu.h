@@ -1,5 +1,5 @@
-// What the glue of gemv, gemv_qkv and gemv_swiglu shares on the CPU: checked arguments and converted activations.
-// Torch-facing; included by *_cpu.cpp only.
+// What the glue of gemv, gemv_qkv and gemv_swiglu shares on the CPU: checked arguments and converted
+// activations. Torch-facing; included by *_cpu.cpp only.
 #pragma once
 
 #include "common/convert_cpu.h"
@@ -38,13 +38,14 @@ inline void check_weight(const Tensor& weight, const Activations& x, bool transp
                          const char* name) {
   STD_TORCH_CHECK(dtype_of(weight, op) == x.dtype, "hf_fastpath::", op, ": ", name,
                   " differs from x in dtype: cast one");
-  STD_TORCH_CHECK(weight.dim() == 2 && weight.size(transposed ? 0 : 1) == x.in_features, "hf_fastpath::", op, ": ",
-                  name, " is not a matrix over x's ", x.in_features, " features");
+  STD_TORCH_CHECK(weight.dim() == 2 && weight.size(transposed ? 0 : 1) == x.in_features, "hf_fastpath::", op,
+                  ": ", name, " is not a matrix over x's ", x.in_features, " features");
   STD_TORCH_CHECK(weight.size(1) <= 1 || weight.stride(1) == 1, "hf_fastpath::", op, ": ", name,
                   " has strided rows: make them contiguous");
 }
 
-// Arguments of a projection without bias, residual and activation; rows of out are `out_stride` elements apart.
+// Arguments of a projection without bias, residual and activation; rows of out are `out_stride` elements
+// apart.
 inline LinearArgs linear_args(const Activations& x, const Tensor& weight, bool transposed, void* out,
                               int64_t out_stride) {
   LinearArgs args{};

@@ -1,11 +1,12 @@
 // What: the products of gemv_rows.cuh for 2 to 16 x rows in float16 or bfloat16, on tensor cores.
-// Work split: a warp takes kTiles tiles of 16 output features (gate and up tile of the same features when gated) as
-//   the M side of mma.m16n8k16 and kXTiles * 8 x rows as its N side; `warps_per_tile` warps of a block split k,
-//   interleaved, and merge through shared memory in warp order. A product does not care in which order k runs, as
-//   long as both operands agree, so a lane loads 16 contiguous bytes of a row and feeds two mma with them: weights
-//   go from device memory to the tensor cores without shared memory or shuffles. x comes through L1.
-// Traffic: n * k * sizeof(T) (twice that when gated) once, plus m * k * sizeof(T) of x a tile out of L1 and L2.
-// Roofline: read bandwidth. Not measured yet.
+// Work split: a warp takes kTiles tiles of 16 output features (gate and up tile of the same features when
+//   gated) as the M side of mma.m16n8k16 and kXTiles * 8 x rows as its N side; `warps_per_tile` warps of a
+//   block split k, interleaved, and merge through shared memory in warp order. A product does not care in
+//   which order k runs, as long as both operands agree, so a lane loads 16 contiguous bytes of a row and
+//   feeds two mma with them: weights go from device memory to the tensor cores without shared memory or
+//   shuffles. x comes through L1.
+// Traffic: n * k * sizeof(T) (twice that when gated) once, plus m * k * sizeof(T) of x a tile out of L1 and
+//   L2. Roofline: read bandwidth. Not measured yet.
 
 #include "common/cuda_check.cuh"
 #include "common/mma.cuh"
@@ -25,8 +26,15 @@ constexpr int kWantedWarpsPerSm = 16;
 template <int kXTiles, bool kGated>
 constexpr int kMinBlocks = kXTiles == 2 && kGated ? 1 : 2;
 
+// Where an output of a block comes from: its tile, the feature in the tile and the x row; and its feature in
+// all.
+struct Place {
+  int tile, feature, m, n;
+};
+
 template <class T, int kTiles, int kXTiles, bool kGated>
-__global__ void __launch_bounds__(kThreads, kMinBlocks<kXTiles, kGated>) gemv_mma_kernel(GemvParams p, int warps_per_tile) {
+__global__ void __launch_bounds__(kThreads, kMinBlocks<kXTiles, kGated>)
+    gemv_mma_kernel(GemvParams p, int warps_per_tile) {
   using C = Chunk<T, kVecElems<T>>;
   static_assert(!kGated || kTiles == 2, "gated: one tile of gate, one of up");
   constexpr int kFeatureTiles = kGated ? 1 : kTiles;  // tiles of different features
@@ -65,12 +73,30 @@ __global__ void __launch_bounds__(kThreads, kMinBlocks<kXTiles, kGated>) gemv_mm
     for (int t = 0; t < kTiles; ++t)
 #pragma unroll
       for (int h = 0; h < 2; ++h) raw[u][t][h] = at < k ? C::load_streaming(weight[t][h] + at) : C::zero();
-    // x as far ahead as the weights: L1 answers in order, so a load issued late waits for all weights before it.
+    // x as far ahead as the weights: L1 answers in order, so a load issued late waits for all weights before
+    // it.
 #pragma unroll
-    for (int t = 0; t < kXTiles; ++t) xs[u][t] = has_x[t] && at < k ? C::load_shared_line(x[t] + at) : C::zero();
+    for (int t = 0; t < kXTiles; ++t)
+      xs[u][t] = has_x[t] && at < k ? C::load_shared_line(x[t] + at) : C::zero();
   };
 #pragma unroll
   for (int u = 0; u < kUnroll; ++u) load(u, base);
+
+  // The block's outputs, neighbors in n to neighboring threads; most threads have one, whose addends are
+  // loaded now.
+  constexpr int kFeatures = kFeatureTiles * kTileRows;
+  const int outputs = tiles_per_block * kFeatures * p.m;
+  const auto place = [&](int i) {
+    const int feature = i % kFeatures, tile = i / kFeatures % tiles_per_block,
+              m = i / kFeatures / tiles_per_block;
+    return Place{tile, feature, m, int(blockIdx.x * tiles_per_block + tile) * kFeatures + feature};
+  };
+  constexpr bool kEarlyAddends = !kGated && kXTiles == 1;  // more x rows leave no registers for it
+  Addends<T> addends;
+  if (kEarlyAddends && int(threadIdx.x) < outputs) {
+    const auto [tile, feature, m, n] = place(threadIdx.x);
+    if (n < p.n) addends = load_addends<T>(p, m, n);
+  }
 
   float c[kTiles][kXTiles][4] = {};
 #pragma unroll 1
@@ -100,22 +126,21 @@ __global__ void __launch_bounds__(kThreads, kMinBlocks<kXTiles, kGated>) gemv_mm
       }
   __syncthreads();  // every warp's sums
 
-  // The block's outputs, neighbors in n to neighboring threads.
-  constexpr int kFeatures = kFeatureTiles * kTileRows;
-  for (int i = threadIdx.x; i < tiles_per_block * kFeatures * p.m; i += kThreads) {
-    const int feature = i % kFeatures, rest = i / kFeatures;
-    const int tile = rest % tiles_per_block, m = rest / tiles_per_block;
-    const int n = (blockIdx.x * tiles_per_block + tile) * kFeatures + feature;
+  for (int i = threadIdx.x; i < outputs; i += kThreads) {
+    const auto [tile, feature, m, n] = place(i);
     if (n >= p.n) continue;
     float dot = 0.f, up = 0.f;
-    for (int w = tile * warps_per_tile; w < (tile + 1) * warps_per_tile; ++w) {
-      dot += sums[w][feature][m];
-      if (kGated) up += sums[w][(kTiles - 1) * kTileRows + feature][m];
+#pragma unroll  // all loads at once; a missing warp adds nothing
+    for (int w = 0; w < kWarps; ++w) {
+      if (w < warps_per_tile) {
+        dot += sums[tile * warps_per_tile + w][feature][m];
+        if (kGated) up += sums[tile * warps_per_tile + w][(kTiles - 1) * kTileRows + feature][m];
+      }
     }
     if (kGated) {
       finish_gated<T>(p, m, n, dot, up);
     } else {
-      finish<T>(p, m, n, dot, load_addends<T>(p, m, n));
+      finish<T>(p, m, n, dot, kEarlyAddends && i < kThreads ? addends : load_addends<T>(p, m, n));
     }
   }
 }

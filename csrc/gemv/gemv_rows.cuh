@@ -1,10 +1,11 @@
-// What: dot products of x rows with weight rows [n, k] on CUDA cores, with bias, activation and residual, or the
-//   gated pair activation(x @ gate) * (x @ up).
-// Work split: a warp takes kRows output features (of gate and up both when gated) and all x rows; `warps_per_row`
-//   warps of a block share the features and split k, interleaved, so that k-long rows still give enough warps. A lane
-//   keeps kLoads 16-byte loads of weights in flight over its rows and replaces each as it is consumed. x comes
-//   through L1, which the weights bypass: every warp of an SM reads the same few KB. A single x row is loaded as far
-//   ahead as the weights, because L1 answers in order and a load issued late waits for all weights before it.
+// What: dot products of x rows with weight rows [n, k] on CUDA cores, with bias, activation and residual, or
+//   the gated pair activation(x @ gate) * (x @ up).
+// Work split: a warp takes kRows output features (of gate and up both when gated) and all x rows;
+//   `warps_per_row` warps of a block share the features and split k, interleaved, so that k-long rows still
+//   give enough warps. A lane keeps kLoads 16-byte loads of weights in flight over its rows and replaces each
+//   as it is consumed. x comes through L1, which the weights bypass: every warp of an SM reads the same few
+//   KB. A single x row is loaded as far ahead as the weights, because L1 answers in order and a load issued
+//   late waits for all weights before it.
 // Traffic: n * k * sizeof(T) (twice that when gated) once, plus x per SM out of L2.
 // Roofline: read bandwidth. Not measured yet.
 #pragma once
@@ -16,22 +17,27 @@ namespace hf_fastpath {
 
 constexpr int kRowsWarps = 8;                         // warps a block
 constexpr int kRowsThreads = kRowsWarps * kWarpSize;  // 4 blocks of 64 registers a thread fill an SM
-// Blocks an SM should hold: registers for one weight and one x row allow four; more rows need pointers and sums.
+// Blocks an SM should hold: registers for one weight and one x row allow four; more rows need pointers and
+// sums.
 template <int kX, int kWeightRows, int kLoads>
-constexpr int kRowsMinBlocks = kX == 1 ? (kLoads > 8 ? 2 : kWeightRows == 1 ? 4 : 3) : kX <= 4 ? 2 : 1;
-constexpr int kMaxSumsPerWarp = 64;                   // kRows * (gate and up) * x rows
+constexpr int kRowsMinBlocks = kX == 1   ? (kLoads > 8         ? 2
+                                            : kWeightRows == 1 ? 4
+                                                               : 3)
+                               : kX <= 4 ? 2
+                                         : 1;
+constexpr int kMaxSumsPerWarp = 64;  // kRows * (gate and up) * x rows
 
-// kElems: elements a load. kX: x rows kept, at least p.m. kRows: output features a warp. kLoads: weight loads in
-// flight a lane.
+// kElems: elements a load. kX: x rows kept, at least p.m. kRows: output features a warp. kLoads: weight loads
+// in flight a lane.
 template <class T, int kElems, int kX, int kRows, bool kGated, int kLoads>
-__global__ void __launch_bounds__(kRowsThreads, kRowsMinBlocks<kX, kRows * (kGated ? 2 : 1), kLoads>)
+__global__ void __launch_bounds__(kRowsThreads, kRowsMinBlocks<kX, kRows*(kGated ? 2 : 1), kLoads>)
     gemv_rows_kernel(GemvParams p, int warps_per_row) {
   using C = Chunk<T, kElems>;
   constexpr int kParts = kGated ? 2 : 1;
   constexpr int kWeightRows = kRows * kParts;
   constexpr int kUnroll = kLoads / kWeightRows < 1 ? 1 : kLoads / kWeightRows;
   constexpr int kSums = kWeightRows * kX;
-  constexpr int kOutputs = kRows * kX;                                    // outputs a group of warps produces
+  constexpr int kOutputs = kRows * kX;  // outputs a group of warps produces
   constexpr int kOutputsPerLane = (kOutputs + kWarpSize - 1) / kWarpSize;
   static_assert(kSums <= kMaxSumsPerWarp, "too many sums for the shared buffer");
   __shared__ float sums[kRowsWarps][kSums];
@@ -41,6 +47,9 @@ __global__ void __launch_bounds__(kRowsThreads, kRowsMinBlocks<kX, kRows * (kGat
   const int first_row = (blockIdx.x * (kRowsWarps / warps_per_row) + warp / warps_per_row) * kRows;
   const T* x = static_cast<const T*>(p.x);
 
+  // The rows of a warp are neighbors: one line holds what is added to all of them.
+  if (!kGated && part_of_k == 0 && lane < p.m && first_row < p.n) prefetch_addends<T>(p, lane, first_row);
+
   const T* weight[kWeightRows];
 #pragma unroll
   for (int r = 0; r < kWeightRows; ++r) {
@@ -49,7 +58,7 @@ __global__ void __launch_bounds__(kRowsThreads, kRowsMinBlocks<kX, kRows * (kGat
   }
 
   const int chunks = static_cast<int>(p.k / kElems);
-  int base = part_of_k * kUnroll * kWarpSize;       // first chunk of this warp's step, without the lane
+  int base = part_of_k * kUnroll * kWarpSize;  // first chunk of this warp's step, without the lane
   const int step = warps_per_row * kUnroll * kWarpSize;
   typename C::Raw raw[kUnroll][kWeightRows], x_raw[kUnroll];
   const auto load = [&](int u, int from) {
@@ -62,16 +71,6 @@ __global__ void __launch_bounds__(kRowsThreads, kRowsMinBlocks<kX, kRows * (kGat
   };
 #pragma unroll
   for (int u = 0; u < kUnroll; ++u) load(u, base);
-
-  Addends addends[kOutputsPerLane];
-  if (!kGated && part_of_k == 0) {
-#pragma unroll
-    for (int i = 0; i < kOutputsPerLane; ++i) {
-      const int output = lane + i * kWarpSize, m = output % kX;
-      const int n = first_row + output / kX;
-      if (output < kOutputs && m < p.m && n < p.n) addends[i] = load_addends<T>(p, m, n);
-    }
-  }
 
   float acc[kSums];
 #pragma unroll
@@ -88,7 +87,8 @@ __global__ void __launch_bounds__(kRowsThreads, kRowsMinBlocks<kX, kRows * (kGat
       for (int m = 0; m < kX; ++m) {
         if (kX > 1 && m >= p.m) break;
         float xs[kElems];
-        if (kX > 1) x_raw[u] = chunk < chunks ? C::load_readonly(x + m * p.k + int64_t(chunk) * kElems) : C::zero();
+        if (kX > 1)
+          x_raw[u] = chunk < chunks ? C::load_readonly(x + m * p.k + int64_t(chunk) * kElems) : C::zero();
         C::unpack(x_raw[u], xs);
 #pragma unroll
         for (int r = 0; r < kWeightRows; ++r)
@@ -96,6 +96,16 @@ __global__ void __launch_bounds__(kRowsThreads, kRowsMinBlocks<kX, kRows * (kGat
           for (int e = 0; e < kElems; ++e) acc[r * kX + m] = fmaf(w[r][e], xs[e], acc[r * kX + m]);
       }
       load(u, base + step);
+    }
+  }
+
+  Addends<T> addends[kOutputsPerLane];
+  if (!kGated && part_of_k == 0) {
+#pragma unroll
+    for (int i = 0; i < kOutputsPerLane; ++i) {
+      const int output = lane + i * kWarpSize, m = output % kX;
+      const int n = first_row + output / kX;
+      if (output < kOutputs && m < p.m && n < p.n) addends[i] = load_addends<T>(p, m, n);
     }
   }
 

@@ -26,7 +26,8 @@ Tensor gemv_qkv(const Tensor& x, const Tensor& q_weight, const Tensor& k_weight,
   LinearArgs args[kProjections];
   int64_t first[kProjections + 1] = {};  // first output of each projection among all of them
   for (int i = 0; i < kProjections; ++i) {
-    args[i] = linear_args(input, *weights[i], false, at(static_cast<void*>(to), first[i], input.dtype), total);
+    args[i] =
+        linear_args(input, *weights[i], false, at(static_cast<void*>(to), first[i], input.dtype), total);
     args[i].bias = optional_data(*biases[i], holders[i]);
     first[i + 1] = first[i] + args[i].out_features;
   }

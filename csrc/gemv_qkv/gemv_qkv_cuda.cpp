@@ -1,5 +1,5 @@
-// torch.ops.hf_fastpath.gemv_qkv on a GPU: see hf_fastpath/ops/gemv_qkv.py for the contract. One launch of the gemv
-// kernels over three weights where the model keeps them.
+// torch.ops.hf_fastpath.gemv_qkv on a GPU: see hf_fastpath/ops/gemv_qkv.py for the contract. One launch of
+// the gemv kernels over three weights where the model keeps them.
 #include "gemv/gemv_cuda_glue.h"
 
 namespace hf_fastpath {

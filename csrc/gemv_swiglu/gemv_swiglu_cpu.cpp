@@ -4,14 +4,15 @@
 namespace hf_fastpath {
 namespace {
 
-Tensor gemv_swiglu(const Tensor& x, const Tensor& gate_weight, const Tensor& up_weight, std::string activation) {
+Tensor gemv_swiglu(const Tensor& x, const Tensor& gate_weight, const Tensor& up_weight,
+                   std::string activation) {
   const char* op = "gemv_swiglu";
   const Activations input = load_activations(x, op);
   check_weight(gate_weight, input, false, op, "gate_weight");
   check_weight(up_weight, input, false, op, "up_weight");
   const int64_t out_features = gate_weight.size(0);
-  STD_TORCH_CHECK(up_weight.size(0) == out_features, "hf_fastpath::gemv_swiglu: up_weight has ", up_weight.size(0),
-                  " rows, expected gate_weight's ", out_features);
+  STD_TORCH_CHECK(up_weight.size(0) == out_features, "hf_fastpath::gemv_swiglu: up_weight has ",
+                  up_weight.size(0), " rows, expected gate_weight's ", out_features);
   Tensor out = empty_like_with_sizes(x, sizes_with_last(x, out_features));
   LinearArgs args = linear_args(input, gate_weight, false, out.mutable_data_ptr(), out_features);
   args.up_weight = up_weight.const_data_ptr();

@@ -1,5 +1,5 @@
-// torch.ops.hf_fastpath.gemv_swiglu on a GPU: see hf_fastpath/ops/gemv_swiglu.py for the contract. The gated form of
-// the gemv kernels over two weights where the model keeps them.
+// torch.ops.hf_fastpath.gemv_swiglu on a GPU: see hf_fastpath/ops/gemv_swiglu.py for the contract. The gated
+// form of the gemv kernels over two weights where the model keeps them.
 #include "gemv/gemv_cuda_glue.h"
 
 namespace hf_fastpath {

@@ -1,10 +1,10 @@
-// What: (x - mean) / sqrt(var + eps) * weight + bias over each row, statistics and product in float32, rounded once.
-//   The variance is the mean of squared deviations from the mean: no cancellation.
-// Work split: one block a row, up to 1024 threads of 1 to 4 chunks of 16 bytes held in registers; longer rows are
-//   read three times.
+// What: (x - mean) / sqrt(var + eps) * weight + bias over each row, statistics and product in float32,
+//   rounded once. The variance is the mean of squared deviations from the mean: no cancellation.
+// Work split: one block a row, up to 1024 threads of 1 to 4 chunks of 16 bytes held in registers; longer rows
+//   are read three times.
 // Traffic: (2 * rows + 2) * columns * sizeof(T); weight and bias stay in L2.
-// Roofline: copy bandwidth for many rows, latency of one load, two reductions and one store for one row.
-//   Not measured yet.
+// Roofline: copy bandwidth for many rows, latency of one load, two reductions and one store for one row. Not
+//   measured yet.
 
 #include "common/row_norm.cuh"
 #include "layer_norm/layer_norm.h"
@@ -19,7 +19,7 @@ __global__ void __launch_bounds__(kMaxNormThreads) layer_norm_kernel(NormParams<
   const T* x = p.x + blockIdx.x * int64_t(p.columns);
   T* out = p.out + blockIdx.x * int64_t(p.columns);
 
-  const auto emit = [&](int i, const float(&values)[kElems], float mean, float scale) {
+  const auto emit = [&](int i, const float (&values)[kElems], float mean, float scale) {
     float weight[kElems], bias[kElems], y[kElems];
     if (p.weight) C::unpack(C::load_readonly(p.weight + i), weight);
     if (p.bias) C::unpack(C::load_readonly(p.bias + i), bias);
@@ -88,8 +88,8 @@ struct LayerNorm {
 
 }  // namespace
 
-void launch_layer_norm(const void* x, const void* weight, const void* bias, void* out, int64_t rows, int64_t columns,
-                       float eps, DType dtype, cudaStream_t stream) {
+void launch_layer_norm(const void* x, const void* weight, const void* bias, void* out, int64_t rows,
+                       int64_t columns, float eps, DType dtype, cudaStream_t stream) {
   with_type(dtype, [&](auto zero) {
     using T = decltype(zero);
     launch_norm<LayerNorm>(

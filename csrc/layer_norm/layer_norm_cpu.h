@@ -6,8 +6,8 @@
 namespace hf_fastpath {
 
 struct LayerNormArgs {
-  DType dtype;         // of x, weight, bias and out
-  const void* x;       // [rows, hidden_size], rows `x_stride` elements apart
+  DType dtype;    // of x, weight, bias and out
+  const void* x;  // [rows, hidden_size], rows `x_stride` elements apart
   int64_t x_stride;
   const void* weight;  // [hidden_size] or null for 1
   const void* bias;    // [hidden_size] or null for 0

@@ -13,8 +13,9 @@ Tensor layer_norm(const Tensor& x, const std::optional<Tensor>& weight, const st
   std::optional<Tensor> scale, shift;
   for (auto [given, kept] : {std::pair(&weight, &scale), std::pair(&bias, &shift)}) {
     if (!*given) continue;
-    STD_TORCH_CHECK((*given)->dim() == 1 && (*given)->size(0) == columns && dtype_of(**given, kOp) == dtype_of(x, kOp),
-                    "hf_fastpath::layer_norm: weight or bias does not match x's last dimension and dtype");
+    STD_TORCH_CHECK(
+        (*given)->dim() == 1 && (*given)->size(0) == columns && dtype_of(**given, kOp) == dtype_of(x, kOp),
+        "hf_fastpath::layer_norm: weight or bias does not match x's last dimension and dtype");
     *kept = hf_fastpath::contiguous(**given);
   }
   const DeviceGuard guard(x);

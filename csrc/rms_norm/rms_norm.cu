@@ -1,9 +1,9 @@
 // What: weight * x / sqrt(mean(x^2) + eps) over each row, statistics and product in float32, rounded once.
-// Work split: one block a row, up to 1024 threads of 1 to 4 chunks of 16 bytes held in registers; longer rows are
-//   read twice.
+// Work split: one block a row, up to 1024 threads of 1 to 4 chunks of 16 bytes held in registers; longer rows
+//   are read twice.
 // Traffic: (2 * rows + 1) * columns * sizeof(T); the weight stays in L2.
-// Roofline: copy bandwidth for many rows, latency of one load, one reduction and one store for one row.
-//   Not measured yet.
+// Roofline: copy bandwidth for many rows, latency of one load, one reduction and one store for one row. Not
+//   measured yet.
 
 #include "common/row_norm.cuh"
 #include "rms_norm/rms_norm.h"
@@ -18,7 +18,7 @@ __global__ void __launch_bounds__(kMaxNormThreads) rms_norm_kernel(NormParams<T>
   const T* x = p.x + blockIdx.x * int64_t(p.columns);
   T* out = p.out + blockIdx.x * int64_t(p.columns);
 
-  const auto emit = [&](int i, const float(&values)[kElems], float scale) {
+  const auto emit = [&](int i, const float (&values)[kElems], float scale) {
     float weight[kElems], y[kElems];
     C::unpack(C::load_readonly(p.weight + i), weight);
 #pragma unroll

@@ -1,8 +1,9 @@
 // What: weight * x / sqrt(mean(x^2) + eps), statistics and product in float32.
-// Work split: the glue gives every thread a contiguous range of rows; a row is read twice, the second time from
-//   the first-level cache.
+// Work split: the glue gives every thread a contiguous range of rows; a row is read twice, the second time
+//   from the first-level cache.
 // Traffic: rows * hidden_size * 2 * element size, plus the weight, which stays cached.
-// Roofline: memory bandwidth.
+// Roofline: read and write bandwidth; 50 to 106 % of the read bandwidth for 512 x 4096 (Xeon 2.8 GHz,
+//   2026-11).
 #include "common/avx2_math.h"
 #include "rms_norm/rms_norm_cpu.h"
 

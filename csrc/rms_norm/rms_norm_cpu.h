@@ -6,8 +6,8 @@
 namespace hf_fastpath {
 
 struct RmsNormArgs {
-  DType dtype;         // of x, weight and out
-  const void* x;       // [rows, hidden_size], rows `x_stride` elements apart
+  DType dtype;    // of x, weight and out
+  const void* x;  // [rows, hidden_size], rows `x_stride` elements apart
   int64_t x_stride;
   const void* weight;  // [hidden_size]
   void* out;           // [rows, hidden_size], contiguous

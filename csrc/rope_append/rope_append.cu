@@ -1,10 +1,10 @@
-// What: adds the bias, rotates the new queries and keys (half-split pairs), writes keys and values into their cache
-//   slots and the queries to q_out; one rounding to each destination's type.
-// Work split: a thread takes one pair of a head of a token: elements p and p + rotary_dim / 2 of the rotated part, two
-//   neighbors of the rest. grid.x covers the pairs of a token, grid.y the tokens of all rows.
+// What: adds the bias, rotates the new queries and keys (half-split pairs), writes keys and values into their
+//   cache slots and the queries to q_out; one rounding to each destination's type.
+// Work split: a thread takes one pair of a head of a token: elements p and p + rotary_dim / 2 of the rotated
+//   part, two neighbors of the rest. grid.x covers the pairs of a token, grid.y the tokens of all rows.
 // Traffic: qkv, bias, cos and sin read once, q_out and the new cache slots written once.
-// Roofline: latency of two dependent loads (the table or the lengths, then the slot's address); a few KB a token.
-//   Not measured yet.
+// Roofline: latency of two dependent loads (the table or the lengths, then the slot's address); a few KB a
+//   token. Not measured yet.
 
 #include "common/cuda_check.cuh"
 #include "common/numeric.cuh"
@@ -65,8 +65,8 @@ __global__ void __launch_bounds__(kThreads) rope_append_kernel(RopeAppendParams 
   int64_t slot = position % capacity;
   if (slot < 0) slot += capacity;  // a wrong length must not write outside the cache
   const int kv_head = head - p.num_heads - (is_value ? p.num_kv_heads : 0);
-  Cache* out = static_cast<Cache*>(cache) +
-               ((int64_t(row) * p.num_kv_heads + kv_head) * capacity + slot) * p.head_dim;
+  Cache* out =
+      static_cast<Cache*>(cache) + ((int64_t(row) * p.num_kv_heads + kv_head) * capacity + slot) * p.head_dim;
   out[first] = from_float<Cache>(a);
   if (has_second) out[second] = from_float<Cache>(b);
 }

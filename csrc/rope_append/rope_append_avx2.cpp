@@ -1,5 +1,5 @@
-// What: q, k, v = split(qkv + bias); rotate q and k (half-split pairs); write k and v to their slots of the cache;
-//   return q. All in float32, one rounding per value.
+// What: q, k, v = split(qkv + bias); rotate q and k (half-split pairs); write k and v to their slots of the
+//   cache; return q. All in float32, one rounding per value.
 // Work split: one thread for the few tokens of a decode step, else a contiguous range of tokens a thread.
 // Traffic: qkv once, q and the new k and v once; some kilobytes a token.
 // Roofline: latency; the call costs more than its bytes.
@@ -21,8 +21,8 @@ HF_INLINE void store_some(typename Element::Storage* to, __m256 value, int64_t c
 }
 
 template <class Element>
-HF_INLINE __m256 load_biased(const typename Element::Storage* x, const typename Element::Storage* bias, int64_t i,
-                             int64_t count) {
+HF_INLINE __m256 load_biased(const typename Element::Storage* x, const typename Element::Storage* bias,
+                             int64_t i, int64_t count) {
   const __m256 value = load_some<Element>(x + i, count);
   return bias != nullptr ? _mm256_add_ps(value, load_some<Element>(bias + i, count)) : value;
 }
@@ -80,7 +80,8 @@ void append_tokens(const RopeAppendArgs& args, int64_t begin, int64_t end) {
 
 void rope_append_avx2(const RopeAppendArgs& args, int64_t begin, int64_t end) {
   with_element(args.dtype, [&](auto element) {
-    with_element(args.kv_dtype, [&](auto kv) { append_tokens<decltype(element), decltype(kv)>(args, begin, end); });
+    with_element(args.kv_dtype,
+                 [&](auto kv) { append_tokens<decltype(element), decltype(kv)>(args, begin, end); });
   });
 }
 

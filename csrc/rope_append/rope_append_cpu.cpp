@@ -52,7 +52,8 @@ void append_tokens(const RopeAppendArgs& args, int64_t begin, int64_t end) {
 void rope_append_portable(const RopeAppendArgs& args, int64_t begin, int64_t end) {
   with_storage(args.dtype, [&](auto* tag) {
     with_storage(args.kv_dtype, [&](auto* kv_tag) {
-      append_tokens<std::remove_pointer_t<decltype(tag)>, std::remove_pointer_t<decltype(kv_tag)>>(args, begin, end);
+      append_tokens<std::remove_pointer_t<decltype(tag)>, std::remove_pointer_t<decltype(kv_tag)>>(
+          args, begin, end);
     });
   });
 }
@@ -69,7 +70,8 @@ Tensor rope_append(const Tensor& qkv, std::optional<Tensor> bias, std::optional<
   const int64_t batch = qkv.size(0), query_len = qkv.size(1), features = qkv.size(2);
   const KvCache cache = load_kv_cache(k_cache, v_cache, kv_table, layer, batch, op);
   STD_TORCH_CHECK(num_heads >= 0 && features == (num_heads + 2 * cache.num_kv_heads) * cache.head_dim,
-                  "hf_fastpath::rope_append: qkv has ", features, " features, expected (heads + 2*kv_heads)*head_dim");
+                  "hf_fastpath::rope_append: qkv has ", features,
+                  " features, expected (heads + 2*kv_heads)*head_dim");
   STD_TORCH_CHECK(query_len <= cache.capacity, "hf_fastpath::rope_append: query_len ", query_len,
                   " exceeds the cache's capacity ", cache.capacity, ": grow the cache first");
   check_vector(bias, features, dtype, op, "bias");
@@ -77,8 +79,9 @@ Tensor rope_append(const Tensor& qkv, std::optional<Tensor> bias, std::optional<
   int64_t rotary_dim = 0, angle_rows = 1;
   if (cos.has_value()) {
     STD_TORCH_CHECK(cos->dim() == 3 && sin->dim() == 3 && (cos->size(0) == 1 || cos->size(0) == batch) &&
-                        cos->size(1) == query_len && cos->size(2) % 2 == 0 && cos->size(2) <= cache.head_dim &&
-                        sin->size(0) == cos->size(0) && sin->size(1) == cos->size(1) && sin->size(2) == cos->size(2),
+                        cos->size(1) == query_len && cos->size(2) % 2 == 0 &&
+                        cos->size(2) <= cache.head_dim && sin->size(0) == cos->size(0) &&
+                        sin->size(1) == cos->size(1) && sin->size(2) == cos->size(2),
                     "hf_fastpath::rope_append: cos and sin have to be [batch or 1, query_len, even]");
     STD_TORCH_CHECK(dtype_of(*cos, op) == dtype && dtype_of(*sin, op) == dtype,
                     "hf_fastpath::rope_append: cos and sin differ from qkv in dtype: cast them");
@@ -108,7 +111,8 @@ Tensor rope_append(const Tensor& qkv, std::optional<Tensor> bias, std::optional<
   args.q_out = out.mutable_data_ptr();
   const auto kernel = use_avx2() ? rope_append_avx2 : rope_append_portable;
   const int64_t tokens = batch * query_len;
-  const int64_t parts = std::min(tokens, part_count(2 * tokens * features * element_size(dtype), kBytesPerPart));
+  const int64_t parts =
+      std::min(tokens, part_count(2 * tokens * features * element_size(dtype), kBytesPerPart));
   for_each_part(parts, [&](int64_t part) {
     kernel(args, part_begin(tokens, parts, part), part_begin(tokens, parts, part + 1));
   });

@@ -6,26 +6,27 @@
 namespace hf_fastpath {
 
 struct RopeAppendArgs {
-  DType dtype;             // of qkv, bias, cos, sin and q_out
-  DType kv_dtype;          // of the caches
+  DType dtype;     // of qkv, bias, cos, sin and q_out
+  DType kv_dtype;  // of the caches
   int64_t query_len;
   int64_t num_heads;
   int64_t num_kv_heads;
   int64_t head_dim;
-  int64_t rotary_dim;      // 0: no rotation
-  int64_t capacity;        // slots of the caches
-  const void* qkv;         // [batch, query_len, (num_heads + 2 * num_kv_heads) * head_dim]
-  const void* bias;        // [(num_heads + 2 * num_kv_heads) * head_dim] or null
-  const void* cos;         // [batch or 1, query_len, rotary_dim]
-  const void* sin;         // like cos
-  int64_t angle_stride;    // elements between the batch rows of cos and sin, 0 if they share one
-  void* k_cache;           // [batch, num_kv_heads, capacity, head_dim]
-  void* v_cache;           // like k_cache
-  const int32_t* seq_lens; // [batch]
-  void* q_out;             // [batch, query_len, num_heads, head_dim]
+  int64_t rotary_dim;       // 0: no rotation
+  int64_t capacity;         // slots of the caches
+  const void* qkv;          // [batch, query_len, (num_heads + 2 * num_kv_heads) * head_dim]
+  const void* bias;         // [(num_heads + 2 * num_kv_heads) * head_dim] or null
+  const void* cos;          // [batch or 1, query_len, rotary_dim]
+  const void* sin;          // like cos
+  int64_t angle_stride;     // elements between the batch rows of cos and sin, 0 if they share one
+  void* k_cache;            // [batch, num_kv_heads, capacity, head_dim]
+  void* v_cache;            // like k_cache
+  const int32_t* seq_lens;  // [batch]
+  void* q_out;              // [batch, query_len, num_heads, head_dim]
 };
 
-// Slot of the position of token `token` of batch row `row`. Internal linkage: AVX2 code must not be merged with it.
+// Slot of the position of token `token` of batch row `row`. Internal linkage: AVX2 code must not be merged
+// with it.
 [[maybe_unused]] static inline int64_t slot_of(const RopeAppendArgs& args, int64_t row, int64_t token) {
   const int64_t slot = (args.seq_lens[row] - args.query_len + token) % args.capacity;
   return slot < 0 ? slot + args.capacity : slot;

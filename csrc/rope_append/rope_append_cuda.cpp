@@ -7,20 +7,23 @@ namespace {
 
 Tensor rope_append(const Tensor& qkv, const std::optional<Tensor>& bias, const std::optional<Tensor>& cos,
                    const std::optional<Tensor>& sin, const Tensor& k_cache, const Tensor& v_cache,
-                   const Tensor& seq_lens, int64_t num_heads, const std::optional<Tensor>& kv_table, int64_t layer) {
+                   const Tensor& seq_lens, int64_t num_heads, const std::optional<Tensor>& kv_table,
+                   int64_t layer) {
   constexpr const char* kOp = "rope_append";
-  STD_TORCH_CHECK(qkv.dim() == 3 && k_cache.dim() == 4 && sizes_of(k_cache) == sizes_of(v_cache),
-                  "hf_fastpath::rope_append: expected qkv [batch, query_len, features] and caches of one shape "
-                  "[batch, kv_heads, capacity, head_dim]");
+  STD_TORCH_CHECK(
+      qkv.dim() == 3 && k_cache.dim() == 4 && sizes_of(k_cache) == sizes_of(v_cache),
+      "hf_fastpath::rope_append: expected qkv [batch, query_len, features] and caches of one shape "
+      "[batch, kv_heads, capacity, head_dim]");
   const int64_t batch = qkv.size(0), query_len = qkv.size(1), features = qkv.size(2);
   const int64_t kv_heads = k_cache.size(1), head_dim = k_cache.size(3);
   STD_TORCH_CHECK(features == (num_heads + 2 * kv_heads) * head_dim && k_cache.size(0) == batch,
                   "hf_fastpath::rope_append: qkv has ", features, " features and batch ", batch,
                   ", expected (heads + 2*kv_heads)*head_dim = ", (num_heads + 2 * kv_heads) * head_dim,
                   " and batch ", k_cache.size(0));
-  STD_TORCH_CHECK(k_cache.is_contiguous() && v_cache.is_contiguous() && seq_lens.numel() == batch &&
-                      seq_lens.scalar_type() == ScalarType::Int && dtype_of(v_cache, kOp) == dtype_of(k_cache, kOp),
-                  "hf_fastpath::rope_append: the caches have to be contiguous and alike, seq_lens int32 [batch]");
+  STD_TORCH_CHECK(
+      k_cache.is_contiguous() && v_cache.is_contiguous() && seq_lens.numel() == batch &&
+          seq_lens.scalar_type() == ScalarType::Int && dtype_of(v_cache, kOp) == dtype_of(k_cache, kOp),
+      "hf_fastpath::rope_append: the caches have to be contiguous and alike, seq_lens int32 [batch]");
   STD_TORCH_CHECK(cos.has_value() == sin.has_value(), "hf_fastpath::rope_append: cos and sin go together");
   STD_TORCH_CHECK(!kv_table || (kv_table->dim() == 2 && layer >= 0 && layer < kv_table->size(0)),
                   "hf_fastpath::rope_append: layer ", layer, " is not a row of kv_table");

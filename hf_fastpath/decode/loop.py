@@ -22,6 +22,10 @@ if TYPE_CHECKING:
 
 #: how many tokens the host may be ahead of the device: enough to hide its work, few enough to waste little at the end
 MAX_AHEAD = 8
+#: what the loop understands of ``model_kwargs``; the tokenizer comes along with stop strings and goes unused
+KNOWN_MODEL_KWARGS = frozenset(
+    {"past_key_values", "use_cache", "attention_mask", "position_ids", "logits_to_keep", "tokenizer"}
+)
 #: columns the token buffer has free at the start, and gains at least when it is full
 GROW_TOKENS = 512
 
@@ -95,8 +99,7 @@ def step_aside_reason(
         return "other_cache"
     if input_ids.shape[0] > min(MAX_ROWS, state.options.max_batch_size):
         return "batch_size"
-    extra = set(model_kwargs) - {"past_key_values", "use_cache", "attention_mask", "position_ids", "logits_to_keep"}
-    if any(model_kwargs[name] is not None for name in extra):
+    if any(value is not None for name, value in model_kwargs.items() if name not in KNOWN_MODEL_KWARGS):
         return "unsupported_input"
     if input_ids.shape[1] == 0 or input_ids.device != state.part.embedding.weight.device:
         return "device" if input_ids.shape[1] else "unsupported_input"

@@ -1,0 +1,189 @@
+"""What only exists on a GPU: graph replay, running ahead of the device, streams, capture beside other work."""
+
+from __future__ import annotations
+
+import copy
+import threading
+
+import pytest
+import torch
+from models import ARCHITECTURES, build, counting, pair, prompt, require_native
+from parity import assert_same_tokens
+
+import hf_fastpath
+from hf_fastpath.decode import plan as plan_module
+from hf_fastpath.decode.plan import DecodePlan
+from hf_fastpath.verification import decode_logits
+
+over_architectures = pytest.mark.parametrize("architecture", ARCHITECTURES)
+GREEDY = dict(max_new_tokens=20, do_sample=False)
+
+
+@pytest.fixture
+def captures(monkeypatch):
+    """Counts captures of plans into graphs."""
+    made = []
+
+    def capture(program, device):
+        made.append(program)
+        return real(program, device)
+
+    real = plan_module.capture
+    monkeypatch.setattr(plan_module, "capture", capture)
+    return made
+
+
+@over_architectures
+@pytest.mark.parametrize("dtype", (torch.float32, torch.float16, torch.bfloat16))
+def test_graph_replay_equals_eager(dtype, architecture, cuda, monkeypatch):
+    """Bit for bit: the graph holds the very kernels that run eagerly."""
+    _, ours = pair(architecture, cuda, dtype)
+    text = prompt(cuda, 3, 40)
+    replayed = decode_logits(ours, text, 9, fast=True)
+    eager = copy.deepcopy(ours)
+    real = DecodePlan.step
+
+    def step(self, tokens):
+        self.warm = False  # never captures
+        return real(self, tokens)
+
+    monkeypatch.setattr(DecodePlan, "step", step)
+    assert torch.equal(decode_logits(eager, text, 9, fast=True), replayed)
+
+
+def test_one_capture_serves_every_cache_and_length(cuda, captures):
+    """Other prompts, growth, a continued conversation and in-place changes of weights: one capture."""
+    require_native(cuda)
+    stock = build("mistral").to(cuda)
+    ours = hf_fastpath.patch(copy.deepcopy(stock), quiet=True)
+    for length in (5, 40, 200):
+        ids = prompt(cuda, 2, length)
+        found = ours.generate(ids, max_new_tokens=200, do_sample=False)
+        assert_same_tokens(found, stock.generate(ids, max_new_tokens=200, do_sample=False), stock)
+    with torch.no_grad():
+        for model in (ours, stock):
+            for parameter in model.parameters():
+                parameter.mul_(0.9)
+    assert_same_tokens(ours.generate(ids, **GREEDY), stock.generate(ids, **GREEDY), stock)
+    assert len(captures) == 1
+
+
+@over_architectures
+def test_growth_under_replay(architecture, cuda, captures):
+    """The buffers move several times while one graph is replayed."""
+    require_native(cuda)
+    stock = build(architecture).to(cuda)
+    ours = hf_fastpath.patch(copy.deepcopy(stock), quiet=True)
+    ids = prompt(cuda, 1, 3)
+    found = ours.generate(ids, max_new_tokens=700, do_sample=False)
+    assert len(captures) == 1
+    assert_same_tokens(found, stock.generate(ids, max_new_tokens=700, do_sample=False), stock)
+
+
+@pytest.mark.parametrize("sample", (False, True))
+def test_late_end_is_undone(sample, cuda):
+    """Tokens past the end leave no trace: sequences, cache, generator, and the next turn are stock's."""
+    stock, ours = pair("mistral", cuda)
+    for seed in range(6):
+        ids, results = prompt(cuda, 2, 9, seed=seed), []
+        for model in (ours, stock):
+            torch.manual_seed(seed)
+            options = dict(do_sample=sample, max_new_tokens=80, eos_token_id=list(range(60, 160)))
+            options |= dict(return_dict_in_generate=True, output_scores=True)
+            out = model.generate(ids, **options)
+            state = torch.cuda.get_rng_state()
+            more = torch.cat((out.sequences, prompt(cuda, 2, 3)), dim=1)
+            then = model.generate(more, past_key_values=out.past_key_values, max_new_tokens=10, do_sample=sample)
+            results.append((out, state, out.past_key_values.get_seq_length(), then))
+        (a, a_state, _, a_then), (b, b_state, _, b_then) = results
+        assert_same_tokens(a.sequences, b.sequences, None if sample else stock)
+        assert torch.equal(a_state, b_state) and len(a.scores) == len(b.scores)
+        assert_same_tokens(a_then, b_then, None if sample else stock)
+
+
+def test_non_default_stream(cuda):
+    """Work before, in and after generate() on a stream of the user's keeps its order."""
+    for architecture in ARCHITECTURES:
+        require_native(cuda)
+        stock = build(architecture).to(cuda)
+        ours = hf_fastpath.patch(copy.deepcopy(stock), quiet=True)
+        expected = stock.generate(prompt(cuda, 2), **GREEDY)
+        for _ in range(2):
+            stream = torch.cuda.Stream(cuda)
+            stream.wait_stream(torch.cuda.current_stream(cuda))
+            with torch.cuda.stream(stream):
+                busy = torch.randn(2048, 2048, device=cuda)
+                for _ in range(20):
+                    busy = busy @ busy * 1e-3
+                ids = prompt(cuda, 2) + (busy[0, 0] * 0).long()  # depends on the queue in front of it
+                found = ours.generate(ids, **GREEDY).clone()
+            torch.cuda.current_stream(cuda).wait_stream(stream)
+            assert_same_tokens(found, expected, stock)
+        assert_same_tokens(ours.generate(prompt(cuda, 2), **GREEDY), expected, stock)
+
+
+def test_another_thread_allocates_during_capture(cuda):
+    stop, errors, ready = threading.Event(), [], threading.Event()
+
+    def allocate() -> None:
+        generator = torch.Generator().manual_seed(0)
+        try:
+            while not stop.is_set():
+                size = int(torch.randint(1, 1 << 22, (1,), generator=generator))
+                torch.empty(size, device=cuda).fill_(1.0)
+                ready.set()
+        except BaseException as error:
+            errors.append(error)
+
+    require_native(cuda)
+    stock = build("llama").to(cuda)
+    expected = stock.generate(prompt(cuda, 2), **GREEDY)
+    thread = threading.Thread(target=allocate)
+    thread.start()
+    try:
+        assert ready.wait(60)
+        for _ in range(8):
+            ours = hf_fastpath.patch(copy.deepcopy(stock), quiet=True)
+            assert_same_tokens(ours.generate(prompt(cuda, 2), **GREEDY), expected, stock)
+    finally:
+        stop.set()
+        thread.join(60)
+    assert not errors, errors
+
+
+def test_steady_state_does_not_synchronize(cuda):
+    """No blocking call a token: the host waits for the prompt and for the end only."""
+    _, ours = pair("llama", cuda)
+    ours.generate(prompt(cuda, 2), **GREEDY)
+    real, blocking = DecodePlan.step, []
+
+    def step(self, tokens):
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            return real(self, tokens)
+        except RuntimeError as error:
+            blocking.append(str(error))
+            raise
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+
+    DecodePlan.step = step
+    try:
+        with counting(ours) as counts:
+            ours.generate(prompt(cuda, 2), **GREEDY)
+    finally:
+        DecodePlan.step = real
+    assert not blocking and counts.fast == 40
+
+
+def test_plans_do_not_hold_caches(cuda):
+    """After a call the KV memory is free again."""
+    require_native(cuda)
+    ours = hf_fastpath.patch(build("llama").to(cuda), quiet=True)
+    ours.generate(prompt(cuda, 2), **GREEDY)
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_allocated()
+    for length in (100, 400, 900):
+        ours.generate(prompt(cuda, 2, length), **GREEDY)
+    torch.cuda.synchronize()
+    assert torch.cuda.memory_allocated() <= before + (1 << 16)

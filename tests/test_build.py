@@ -1,0 +1,245 @@
+"""The build recipe with stand-ins for the compilers: what it asks of them, and how it fails."""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import os
+import stat
+import time
+from pathlib import Path
+
+import pytest
+
+from hf_fastpath import build
+
+CXX = """#!/bin/sh
+case "$*" in *--version*) echo "stub c++ 1.2.3"; exit 0;; esac
+echo "$*" >> "{log}"
+out=""; dep=""
+while [ $# -gt 0 ]; do
+  case "$1" in -o) out="$2"; shift;; esac
+  shift
+done
+echo "{content}" > "$out"
+: > "$out.d"
+exit {status}
+"""
+
+
+def stub(folder: Path, content: str = "object", status: int = 0) -> Path:
+    """A compiler that writes down its arguments and makes a file."""
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / "c++"
+    path.write_text(CXX.format(log=folder / "log", content=content, status=status))
+    path.chmod(path.stat().st_mode | stat.S_IXUSR)
+    return path
+
+
+def quiet(line: str) -> None: ...
+
+
+@pytest.fixture
+def compiler(monkeypatch, tmp_path):
+    """The stub as the C++ compiler, and no nvcc."""
+    path = stub(tmp_path / "bin")
+    monkeypatch.setenv("CXX", str(path))
+    monkeypatch.setattr(build, "find_nvcc", lambda: None)
+    return path
+
+
+def test_build_leaves_library_and_description(compiler, tmp_path):
+    lines = []
+    path = build.build("cpu", tmp_path / "out", progress=lines.append)
+    assert path == tmp_path / "out" / build.library_name("cpu") and path.read_text() == "object\n"
+    info = build.description(path)
+    assert info["sources"] == build.sources_hash("cpu") and info["compiler"] == "stub c++ 1.2.3"
+    assert len(lines) == 2 and "building the CPU kernels" in lines[0]
+    assert sorted(p.name for p in (tmp_path / "out").iterdir()) == [path.name, f"{path.name}.json"], "scratch is left"
+
+
+def test_only_avx2_files_get_avx2_flags(compiler, tmp_path):
+    build.build("cpu", tmp_path / "out", progress=quiet)
+    calls = (compiler.parent / "log").read_text().splitlines()
+    compiles = [call for call in calls if " -c " in call]
+    assert len(compiles) == len(build.sources("cpu")) and len(calls) == len(compiles) + 1
+    for call in compiles:
+        assert ("-mavx2" in call) == ("_avx2.cpp" in call), call
+        assert f"-DTORCH_TARGET_VERSION={build.TORCH_TARGET_VERSION}" in call
+        assert "-march=native" not in call, "the library must run on other CPUs"
+    link = calls[-1]
+    assert "-shared" in link and "-ltorch_cpu" in link and "python" not in link.split("-o")[1].split()[0]
+
+
+def test_extra_flags_reach_compiler_and_linker(compiler, tmp_path):
+    build.build("cpu", tmp_path / "out", progress=quiet, flags=["-fsanitize=address"])
+    calls = (compiler.parent / "log").read_text().splitlines()
+    assert all("-fsanitize=address" in call for call in calls)
+
+
+def test_failing_compiler_is_quoted(monkeypatch, tmp_path):
+    monkeypatch.setenv("CXX", str(stub(tmp_path / "bin", status=1)))
+    with pytest.raises(build.BuildError, match="building the CPU kernels failed"):
+        build.build("cpu", tmp_path / "out", progress=quiet)
+    assert build.description(tmp_path / "out" / build.library_name("cpu")) is None
+
+
+def test_compiler_that_cannot_tell_its_version_is_a_build_error(monkeypatch, tmp_path):
+    """CXX names something that is no compiler: the loader's fallback takes BuildError and OSError."""
+    broken = tmp_path / "broken"
+    broken.write_text("#!/bin/sh\nexit 1\n")
+    broken.chmod(0o755)
+    monkeypatch.setenv("CXX", str(broken))
+    with pytest.raises((build.BuildError, OSError)):
+        build.cache_dir("cpu")
+
+
+def test_missing_compiler_gives_a_clear_line(monkeypatch):
+    monkeypatch.delenv("CXX", raising=False)
+    monkeypatch.setattr(build.shutil, "which", lambda *args, **kwargs: None)
+    with pytest.raises(build.BuildError, match=r"no C\+\+ compiler: install g\+\+ .* or set CXX"):
+        build.find_toolchain("cpu")
+
+
+def test_missing_nvcc_gives_a_clear_line(compiler):
+    with pytest.raises(build.BuildError, match="no nvcc: install the CUDA toolkit .* or set CUDA_HOME"):
+        build.find_toolchain("cuda")
+
+
+def test_missing_ninja_gives_a_clear_line(compiler, monkeypatch, tmp_path):
+    monkeypatch.setattr(build.shutil, "which", lambda *args, **kwargs: None)
+    with pytest.raises(build.BuildError, match="ninja is not installed: pip install ninja"):
+        build.build("cpu", tmp_path, progress=quiet)
+
+
+def test_missing_sources_give_a_clear_line(compiler, monkeypatch, tmp_path):
+    monkeypatch.setattr(build, "_PACKAGE", tmp_path / "hf_fastpath")
+    with pytest.raises(build.BuildError, match="csrc.* not installed: reinstall"):
+        build.build("cpu", tmp_path, progress=quiet)
+
+
+def test_unknown_target_is_named(tmp_path):
+    with pytest.raises(build.BuildError, match="unknown target 'rocm', expected one of cpu, cuda"):
+        build.build("rocm", tmp_path)
+
+
+def test_interrupted_build_is_never_taken_for_a_library(compiler, monkeypatch, tmp_path):
+    """Whichever file is written last may be missing, over nothing and over an older library."""
+    out = tmp_path / "out"
+    real = build._replace
+    for older in (False, True):
+        for survivors in (0, 1):
+            for path in out.glob("*") if out.exists() else ():
+                path.unlink()
+            out.mkdir(exist_ok=True)
+            library = out / build.library_name("cpu")
+            if older:
+                library.write_text("older")
+                Path(f"{library}.json").write_text(json.dumps({"sources": "older"}))
+            written = []
+
+            def interrupted(path, content, written=written, survivors=survivors):
+                if len(written) == survivors:
+                    raise KeyboardInterrupt
+                written.append(path)
+                real(path, content)
+
+            monkeypatch.setattr(build, "_replace", interrupted)
+            with pytest.raises(KeyboardInterrupt):
+                build.build("cpu", out, progress=quiet)
+            info = build.description(library)
+            if info is not None and info["sources"] == build.sources_hash("cpu"):
+                assert library.read_text() == "object\n", "an older library is described as made from these sources"
+
+
+def test_cache_key_follows_what_the_library_is_made_from(compiler, monkeypatch, tmp_path):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    first = build.cache_dir("cpu")
+    assert first == build.cache_dir("cpu") and first.parent == tmp_path / "hf_fastpath"
+    compiler.write_text(compiler.read_text().replace("1.2.3", "4.5.6"))
+    other_compiler = build.cache_dir("cpu")
+    monkeypatch.setattr(build, "sources_hash", lambda target: "0" * 16)
+    other_sources = build.cache_dir("cpu")
+    assert len({first, other_compiler, other_sources, build.cache_dir("cpu", ["80"]), build.cache_dir("cpu", ["90a"])}) == 5
+
+
+def test_sources_hash_sees_headers(monkeypatch, tmp_path):
+    (tmp_path / "common").mkdir()
+    (tmp_path / "gemv").mkdir()
+    (tmp_path / "gemv" / "gemv_cpu.cpp").write_text("1")
+    monkeypatch.setattr(build, "source_dir", lambda: tmp_path)
+    seen = {build.sources_hash("cpu")}
+    for name in ("common/x.h", "gemv/gemv.cuh"):
+        (tmp_path / name).write_text("1")
+        seen.add(build.sources_hash("cpu"))
+    (tmp_path / "common" / "x.h").write_text("2")
+    seen.add(build.sources_hash("cpu"))
+    assert len(seen) == 4
+
+
+def _hold(folder: Path, log: Path) -> None:
+    with build.locked(folder):
+        with log.open("a") as handle:
+            handle.write(f"in {os.getpid()}\n")
+        time.sleep(0.2)
+        with log.open("a") as handle:
+            handle.write(f"out {os.getpid()}\n")
+
+
+def test_lock_excludes_other_processes(tmp_path):
+    context = multiprocessing.get_context("fork")
+    processes = [context.Process(target=_hold, args=(tmp_path / "key", tmp_path / "log")) for _ in range(3)]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join(60)
+    lines = (tmp_path / "log").read_text().split()
+    assert lines[0::4] == ["in"] * 3 and lines[2::4] == ["out"] * 3 and lines[1::4] == lines[3::4]
+
+
+# ---- CUDA flags and reports ---------------------------------------------------------------------------------------
+
+
+def test_gencode_adds_ptx_of_the_newest_generic_architecture():
+    flags = build._gencode(["80", "90a", "120"])
+    assert "-gencode=arch=compute_90a,code=sm_90a" in flags
+    assert flags[-1] == "-gencode=arch=compute_120,code=compute_120" and len(flags) == 4
+    assert len(build._gencode(["80", "90a"])) == 2, "there is no PTX for an architecture-specific target"
+
+
+PTXAS = """ptxas info    : 0 bytes gmem
+ptxas info    : Compiling entry function '_Z5firstPf' for 'sm_80'
+ptxas info    : Function properties for _Z5firstPf
+    0 bytes stack frame, 0 bytes spill stores, 0 bytes spill loads
+ptxas info    : Used 40 registers, used 1 barriers, 1024 bytes smem, 400 bytes cmem[0]
+ptxas info    : Compiling entry function '_Z6secondPf' for 'sm_90a'
+ptxas info    : Function properties for _Z6secondPf
+    16 bytes stack frame, 12 bytes spill stores, 8 bytes spill loads
+ptxas info    : Used 255 registers, used 0 barriers, 400 bytes cmem[0]
+"""
+
+
+def test_ptxas_report_is_parsed(tmp_path):
+    (tmp_path / "gemv_gemv.cu.o.ptxas").write_text(PTXAS)
+    first, second = build.parse_ptxas(tmp_path / "gemv_gemv.cu.o.ptxas")
+    assert tuple(first) == build.PTXAS_COLUMNS
+    assert tuple(first.values()) == ("gemv_gemv", "_Z5firstPf", "80", "40", "0", "0", "1024")
+    assert tuple(second.values()) == ("gemv_gemv", "_Z6secondPf", "90a", "255", "12", "8", "0")
+
+
+def test_ptxas_report_names_new_spills_once(tmp_path):
+    """A spill is new when the table that was there does not have it; the written table does."""
+    (tmp_path / "gemv_gemv.cu.o.ptxas").write_text(PTXAS)
+    table = tmp_path / "report.csv"
+    lines = build.write_ptxas_report(tmp_path, table)
+    assert len(lines) == 1 and "second" in lines[0] and "sm_90a" in lines[0] and "12 bytes" in lines[0]
+    assert table.read_text().splitlines()[0] == ",".join(build.PTXAS_COLUMNS)
+    assert build.write_ptxas_report(tmp_path, table) == []
+    (tmp_path / "gemv_gemv.cu.o.ptxas").write_text(PTXAS.replace("12 bytes spill", "40 bytes spill"))
+    assert len(build.write_ptxas_report(tmp_path, table)) == 1
+
+
+def test_command_line_reports_errors(compiler, capsys, tmp_path):
+    assert build.main(["cuda", "--output", str(tmp_path)]) == 1
+    assert "no nvcc" in capsys.readouterr().err
+    assert build.main(["cpu", "--output", str(tmp_path)]) == 0
