@@ -49,13 +49,17 @@ class Options:
         Raises:
             ValueError: which argument, what it got, what is expected.
         """
-        if isinstance(kv_dtype, str) and kv_dtype != "auto":
-            kv_dtype = getattr(torch, kv_dtype, kv_dtype)
-        if kv_dtype != "auto" and kv_dtype not in KV_DTYPES:
+        by_name = {str(dtype).removeprefix("torch."): dtype for dtype in KV_DTYPES}
+        stored = by_name.get(kv_dtype, kv_dtype) if isinstance(kv_dtype, str) else kv_dtype
+        if stored != "auto" and stored not in KV_DTYPES:
             raise ValueError(f"kv_dtype is {kv_dtype!r}, expected 'auto', torch.float32, float16 or bfloat16")
         if weights is not None:
             raise ValueError(f"weights is {weights!r}, expected None: the model's own weights are used as they are")
+        if not isinstance(ops, (str, Iterable)):
+            raise ValueError(f"ops is {ops!r}, expected 'all' or some of {', '.join(COMPONENTS)}")
         chosen = COMPONENTS if ops == "all" else (ops,) if isinstance(ops, str) else tuple(ops)
+        if not chosen:
+            raise ValueError(f"ops is empty, expected 'all' or some of {', '.join(COMPONENTS)}")
         for name in chosen:
             if name not in COMPONENTS:
                 close = difflib.get_close_matches(str(name), COMPONENTS, n=1)
@@ -63,7 +67,7 @@ class Options:
                 raise ValueError(f"ops names {name!r}, expected 'all' or some of {', '.join(COMPONENTS)}.{hint}")
         if not isinstance(max_batch_size, int) or not 1 <= max_batch_size <= MAX_ROWS:
             raise ValueError(f"max_batch_size is {max_batch_size!r}, expected a whole number from 1 to {MAX_ROWS}")
-        return cls(None if kv_dtype == "auto" else kv_dtype, frozenset(chosen), bool(strict), max_batch_size)
+        return cls(None if stored == "auto" else stored, frozenset(chosen), bool(strict), max_batch_size)
 
 
 class _ThreadLock:
@@ -90,7 +94,7 @@ class PatchState:
 
     Attributes:
         options: as given to ``patch()``.
-        part: the model in its architecture's roles, or None if only modules are patched.
+        model_architecture: the one that covers the whole model, or None if only modules are patched.
         bindings: (module, attribute, what its ``__dict__`` held before or _ABSENT), in the order they were made.
         declined: (module name, part, reason code) of everything recognized that kept its stock forward.
         loop_reason: why generate() always uses transformers' loop on this model, or None.
@@ -98,7 +102,7 @@ class PatchState:
     """
 
     options: Options
-    part: structure.ModelPart | None = None
+    model_architecture: Architecture | None = None
     bindings: list[tuple[nn.Module, str, Any]] = field(default_factory=list)
     patched: dict[str, int] = field(default_factory=dict)
     declined: list[tuple[str, str, str]] = field(default_factory=list)
@@ -119,20 +123,25 @@ class PatchState:
         if self.options.strict and self.enabled:
             raise FallbackError(f"stock code would run ({reason}: {reasons.REASONS[reason]}) and strict=True forbids it")
 
-    def plan(self, batch: int, cache: FastpathCache) -> DecodePlan:
-        """The decode plan for this batch and cache, made anew if the model's parameters have moved."""
-        kv_dtype = cache.layers[0].k_buffer.dtype
+    def plan(self, part: structure.ModelPart, batch: int, cache: FastpathCache) -> DecodePlan:
+        """The decode plan for this model, batch and cache, made anew if the model's parameters have moved."""
+        kv_dtype, current = cache.layers[0].k_buffer.dtype, structure.fingerprint(part)
+        self.plans = [plan for plan in self.plans if plan.fingerprint == current]
         for plan in self.plans:
-            if plan.serves(self.part, batch, kv_dtype):
+            if (plan.batch, plan.kv_dtype) == (batch, kv_dtype):
                 return plan
-        current = structure.fingerprint(self.part)
-        kept = [p for p in self.plans if p.fingerprint == current and (p.batch, p.kv_dtype) != (batch, kv_dtype)]
-        self.plans = [DecodePlan(self.part, batch, kv_dtype), *kept[: MAX_PLANS - 1]]
-        return self.plans[0]
+        made = DecodePlan(part, batch, kv_dtype)
+        self.plans = [made, *self.plans[: MAX_PLANS - 1]]
+        return made
+
+    def part_of(self, model: nn.Module) -> structure.ModelPart | None:
+        """``model`` in its architecture's roles as it is now, or None if no architecture covers it."""
+        architecture = self.model_architecture
+        return None if architecture is None else structure.model_part(architecture, model)
 
     def copy_into(self, made: PatchState, memo: dict) -> None:
         """Fill the state of a deep copy of the model: its own modules, no shared plans or counts."""
-        for name in ("part", "bindings", "patched", "declined", "architecture", "loop_reason"):
+        for name in ("model_architecture", "bindings", "patched", "declined", "architecture", "loop_reason"):
             setattr(made, name, copy.deepcopy(getattr(self, name), memo))
         if made.loop_reason is None:
             compat.install_sample_loop(made, loop.sample)
@@ -283,21 +292,21 @@ def _self_test(model: nn.Module) -> None:
         )
 
 
-def _make_part(architecture: Architecture, kind: str, module: nn.Module) -> Any:
+def _make_part(architecture: Architecture, kind: str, module: nn.Module) -> structure.Part:
     if kind == "norm":
-        return structure.NormPart(architecture.norm, module)
+        return structure.NormPart(architecture, module)
     if kind == "mlp":
-        return structure.MLPPart(architecture.mlp, module)
+        return structure.MLPPart(architecture, module)
     if kind == "attention":
-        return structure.AttentionPart(architecture.attention, module, _window(module))
+        return structure.AttentionPart(architecture, module, _window(module))
     attention = getattr(module, architecture.layer.attention)
-    return structure.layer_part(architecture, module, _window(attention))
+    return structure.LayerPart(architecture, module, _window(attention))
 
 
 def _window(attention: nn.Module) -> int | None:
     """Sliding window of an attention module, by its place in the config."""
     windows = compat.layer_windows(attention.config)
-    return None if windows is None else windows[attention.layer_idx]
+    return None if windows is None or attention.layer_idx >= len(windows) else windows[attention.layer_idx]
 
 
 #: reasons that no later call can cure; all others are looked at again at every call
@@ -380,15 +389,15 @@ def _bind_generate(model: nn.Module, state: PatchState) -> None:
 
 
 def _loop_reason(model: nn.Module, state: PatchState) -> str | None:
-    """Why ``generate()`` keeps transformers' loop on this model, or None; sets ``state.part``."""
+    """Why ``generate()`` keeps transformers' loop on this model, or None; sets ``state.model_architecture``."""
     if "loop" not in state.options.ops:
         return "module_disabled"
     declined = {reason for *_, reason in state.declined} - {"module_disabled"}
     if declined:
         return "no_native_library" if "no_native_library" in declined else "partial_patch"
-    parts = (structure.model_part(architecture, model) for architecture in architectures())
-    state.part = next((part for part in parts if part is not None), None)
-    if state.part is None:
+    covering = (a for a in architectures() if structure.model_part(a, model) is not None)
+    state.model_architecture = next(covering, None)
+    if state.model_architecture is None:
         return "class_not_supported"
     return None if compat.uses_generation_mixin_sample(model) else "custom_sample"
 
@@ -400,6 +409,7 @@ def _prepare_cache(self: nn.Module, generation_config: Any, model_kwargs: dict, 
     result = compat.prepare_cache_stock(self, generation_config, model_kwargs, generation_mode, *rest, **named)
     if not state.enabled:
         return result
+    state.stats.new_call()
     if not compat.is_sample_mode(generation_mode):
         state.fall_back("generation_mode")
     made = model_kwargs.get("past_key_values")

@@ -25,7 +25,6 @@ REASONS: dict[str, str] = {
     "attention_mask": "this attention mask is not plain left padding",
     "attention_outputs": "attentions or hidden states were requested",
     "batch_size": "more than 16 rows at once, or more than max_batch_size",
-    "query_len": "more than 16 new tokens at once over a cache",
     "no_cache": "no KV cache is in use (use_cache=False)",
     "other_cache": "the KV cache is not a FastpathCache",
     "position_ids": "position ids are not one row a sequence",

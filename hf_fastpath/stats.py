@@ -25,11 +25,19 @@ class Stats:
     reasons: Counter = field(default_factory=Counter)
     last_tokens_per_second: float | None = None
     _lock: threading.Lock = field(default_factory=threading.Lock, repr=False)
+    _noted: set[str] = field(default_factory=set, repr=False)
+
+    def new_call(self) -> None:
+        """A new generate() begins: each reason counts once in it, however many modules and tokens give it."""
+        with self._lock:
+            self._noted.clear()
 
     def note(self, reason: str) -> None:
-        """Count one call that ran stock code."""
+        """Count a call that ran stock code."""
         with self._lock:
-            self.reasons[check(reason)] += 1
+            if check(reason) not in self._noted:
+                self._noted.add(reason)
+                self.reasons[reason] += 1
 
     def generated(self, tokens: int, started: float, reason: str | None = None, timed: int | None = None) -> None:
         """Count the tokens of one ``generate()``.

@@ -72,14 +72,15 @@ def decode_logits(model: nn.Module, input_ids: torch.Tensor, prefill: int, fast:
         ValueError: ``fast`` on a model without a decode plan.
     """
     state = state_of(model)
-    if fast and (state is None or state.part is None):
+    part = None if state is None else state.part_of(model)
+    if fast and part is None:
         raise ValueError(f"this {type(model).__name__} has no decode plan: patch it and see report(model)")
     made = DynamicCache(config=model.config)
     cache = FastpathCache.from_dynamic(made, state.options.kv_dtype) if fast else made
     model(input_ids[:, :prefill], past_key_values=cache, use_cache=True, logits_to_keep=1)
     rows = []
     if fast:
-        plan = state.plan(input_ids.shape[0], cache)
+        plan = state.plan(part, input_ids.shape[0], cache)
         first = torch.full((input_ids.shape[0],), prefill, dtype=torch.long, device=input_ids.device)
         plan.begin(cache, first, None)
         for position in range(prefill, input_ids.shape[1]):

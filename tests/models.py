@@ -69,7 +69,7 @@ def require_native(device: torch.device) -> None:
         pytest.skip(f"no native library: {status}")
 
 
-@functools.lru_cache(maxsize=None)
+@functools.cache
 def _pair(architecture: str, device: str, dtype: torch.dtype) -> tuple[PreTrainedModel, PreTrainedModel]:
     stock = build(architecture).to(device, dtype)
     return stock, hf_fastpath.patch(copy.deepcopy(stock), quiet=True)
@@ -81,7 +81,7 @@ def pair(architecture: str, device: torch.device, dtype: torch.dtype = torch.flo
     return _pair(architecture, str(device), dtype)
 
 
-@functools.lru_cache(maxsize=None)
+@functools.cache
 def _trained(device: str) -> tuple[PreTrainedModel, PreTrainedModel]:
     stock = AutoModelForCausalLM.from_pretrained(TINY_PYTHON, dtype=torch.float32).to(device).eval()
     return stock, hf_fastpath.patch(copy.deepcopy(stock), quiet=True)
@@ -93,13 +93,13 @@ def trained(device: torch.device) -> tuple[PreTrainedModel, PreTrainedModel]:
     return _trained(str(device))
 
 
-@functools.lru_cache(maxsize=None)
+@functools.cache
 def tokenizer():
     """The trained model's tokenizer."""
     return AutoTokenizer.from_pretrained(TINY_PYTHON)
 
 
-@functools.lru_cache(maxsize=None)
+@functools.cache
 def heldout_tokens(count: int) -> torch.Tensor:
     """[1, count] first tokens of a text that the trained model has not seen."""
     ids = tokenizer()((TINY_PYTHON / "heldout.txt").read_text(), return_tensors="pt")["input_ids"]

@@ -1,4 +1,4 @@
-"""The two rules by which a patched model is compared with stock: logits to the noise floor, tokens to the last.
+"""The two rules that compare a patched model with stock: logits to the noise floor, tokens to the last.
 
 *ref* is a float64 copy of the stock model that makes the same calls over a cache that rounds as stock's does.
 """
@@ -117,7 +117,9 @@ class LogitRule:
         assert len(errors) >= least_positions, f"only {len(errors)} positions were compared"
         ours, stock = errors.mean().item(), stock_errors.mean().item()
         assert stock > 0, f"{what}: stock equals float64, so the comparison means nothing"
-        assert ours <= 1.1 * stock, f"{what}: mean error {ours:.3e}, stock's {stock:.3e} ({ours / stock:.2f}x)"
+        assert ours <= 1.1 * stock, (
+            f"{what}: mean error {ours:.3e}, stock's {stock:.3e} ({ours / stock:.2f}x)"
+        )
 
 
 @torch.no_grad()
@@ -127,7 +129,10 @@ def _last_logits(model: PreTrainedModel, text: torch.Tensor, cache, mask: torch.
 
 
 def assert_same_tokens(
-    ours: torch.Tensor, stock: torch.Tensor, model: PreTrainedModel | None = None, mask: torch.Tensor | None = None
+    ours: torch.Tensor,
+    stock: torch.Tensor,
+    model: PreTrainedModel | None = None,
+    mask: torch.Tensor | None = None,
 ) -> None:
     """Assert that two greedy generations are equal, up to ties.
 
@@ -159,7 +164,7 @@ def assert_same_tokens(
         best, second = ref.topk(2).values.tolist()
         error = (own - ref).abs().max().item()
         assert best - second < 2 * error, (
-            f"row {row} parts from stock at position {first} ({ours[row, first]} for {stock[row, first]}), where the "
+            f"row {row} parts from stock at {first} ({ours[row, first]} for {stock[row, first]}), where the "
             f"float64 margin is {best - second:.3e} and stock's error {error:.3e}"
         )
     assert ours.shape == stock.shape, f"lengths differ: {list(ours.shape)}, stock {list(stock.shape)}"

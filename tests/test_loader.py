@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 import threading
@@ -31,7 +32,8 @@ for architecture in ("gpt2", "mistral"):
         ours = hf_fastpath.patch(copy.deepcopy(stock), quiet=True)
     seen += [str(w.message) for w in caught if "hf_fastpath" in str(w.message)]
     options = dict(max_new_tokens=12, do_sample=False)
-    assert_same_tokens(ours.generate(prompt(cpu, 2), **options), stock.generate(prompt(cpu, 2), **options), stock)
+    ids = prompt(cpu, 2)
+    assert_same_tokens(ours.generate(ids, **options), stock.generate(ids, **options), stock)
     hf_fastpath.unpatch(ours)
     assert "_hf_fastpath" not in vars(ours)
     hf_fastpath.patch(ours, quiet=True)
@@ -50,7 +52,7 @@ print(json.dumps({"warnings": seen, "strict": strict, "op": out.sum().item(),
 def test_without_native_library_everything_is_right(tmp_path):
     """HF_FASTPATH_NATIVE=0: patch() warns, tokens are stock's, the report says why, strict raises."""
     tests = str(Path(__file__).resolve().parent)
-    environment = {**__import__("os").environ, "HF_FASTPATH_NATIVE": "0"}
+    environment = {**os.environ, "HF_FASTPATH_NATIVE": "0"}
     command = [sys.executable, "-c", SCRIPT, tests]
     result = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=tmp_path)
     assert result.returncode == 0, result.stderr[-3000:]
@@ -62,7 +64,7 @@ def test_without_native_library_everything_is_right(tmp_path):
     assert found["op"] == pytest.approx(16)
 
 
-# ---- the order in which the loader looks, without compiling anything --------------------------------------------
+# ---- the order in which the loader looks, without compiling anything ---------------------------------------
 
 
 @pytest.fixture
@@ -178,7 +180,9 @@ def test_force_builds_once_in_a_process(fresh, monkeypatch):
 
 def test_invalid_mode_is_named(fresh, monkeypatch):
     monkeypatch.setenv("HF_FASTPATH_BUILD", "sometimes")
-    with pytest.raises(ValueError, match="HF_FASTPATH_BUILD is 'sometimes', expected one of auto, never, force"):
+    with pytest.raises(
+        ValueError, match="HF_FASTPATH_BUILD is 'sometimes', expected one of auto, never, force"
+    ):
         loader.ensure("cpu")
 
 

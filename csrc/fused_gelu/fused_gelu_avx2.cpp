@@ -1,7 +1,7 @@
 // What: GELU of contiguous elements, tanh or erf form, in float32.
 // Work split: the glue gives every thread one contiguous range; eight elements a step.
 // Traffic: read and written once, 2 * count * element size.
-// Roofline: arithmetic (one exp, one or two divisions); 19 to 43 % of the read bandwidth for 512 x 4096 (Xeon
+// Roofline: arithmetic (one exp, one or two divisions); 17 to 52 % of the read bandwidth for 512 x 4096 (Xeon
 //   2.8 GHz, 2026-11).
 #include "common/avx2_math.h"
 #include "fused_gelu/fused_gelu_cpu.h"

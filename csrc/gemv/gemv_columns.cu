@@ -5,7 +5,8 @@
 //   gemv_columns.cuh for the split of k over a cluster. A lane keeps kUnroll loads in flight and replaces
 //   each as it is used.
 // Traffic: n * k * sizeof(T) once, plus x per SM out of L2.
-// Roofline: read bandwidth for large weights, launch and memory latency at GPT-2's sizes. Not measured yet.
+// Roofline: read bandwidth for large weights, launch and memory latency at GPT-2's sizes. float32, one x row:
+//   29 % of read bandwidth for 768 to 2304, 36 % for 3072 to 768 (H200, 2026-11).
 
 #include "gemv/gemv_columns.cuh"
 

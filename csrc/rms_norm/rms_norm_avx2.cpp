@@ -2,8 +2,8 @@
 // Work split: the glue gives every thread a contiguous range of rows; a row is read twice, the second time
 //   from the first-level cache.
 // Traffic: rows * hidden_size * 2 * element size, plus the weight, which stays cached.
-// Roofline: read and write bandwidth; 50 to 106 % of the read bandwidth for 512 x 4096 (Xeon 2.8 GHz,
-//   2026-11).
+// Roofline: read and write bandwidth; 48 % (bfloat16) to over 100 % of the read bandwidth for 512 x 4096
+//   (Xeon 2.8 GHz, 2026-11).
 #include "common/avx2_math.h"
 #include "rms_norm/rms_norm_cpu.h"
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from typing import TYPE_CHECKING
 
 import torch
@@ -28,10 +29,17 @@ def capture(program: Program, device: torch.device) -> torch.cuda.CUDAGraph:
     with torch.cuda.device(device), torch.cuda.stream(side), below_autograd():
         # thread_local: another thread may allocate meanwhile. Not torch.cuda.graph(): that empties the allocator's
         # cache and collects garbage, a tenth of a second at every capture.
-        graph.capture_begin(capture_error_mode="thread_local")
+        # No garbage collection meanwhile: it may destroy an old graph, and that breaks the capture.
+        collecting = gc.isenabled()
+        gc.disable()
         try:
-            program.run()
+            graph.capture_begin(capture_error_mode="thread_local")
+            try:
+                program.run()
+            finally:
+                graph.capture_end()
         finally:
-            graph.capture_end()
+            if collecting:
+                gc.enable()
     current.wait_stream(side)
     return graph

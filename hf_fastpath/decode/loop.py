@@ -19,6 +19,7 @@ from ..ops.gemv import MAX_ROWS
 
 if TYPE_CHECKING:
     from ..patching import PatchState
+    from .structure import ModelPart
 
 #: how many tokens the host may be ahead of the device: enough to hide its work, few enough to waste little at the end
 MAX_AHEAD = 8
@@ -26,8 +27,6 @@ MAX_AHEAD = 8
 KNOWN_MODEL_KWARGS = frozenset(
     {"past_key_values", "use_cache", "attention_mask", "position_ids", "logits_to_keep", "tokenizer"}
 )
-#: columns the token buffer has free at the start, and gains at least when it is full
-GROW_TOKENS = 512
 
 
 def sample(original: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
@@ -58,7 +57,9 @@ def _sample(
     streamer: Any = None,
     **model_kwargs: Any,
 ) -> Any:
-    reason = step_aside_reason(state, model, input_ids, generation_config, synced_gpus, model_kwargs)
+    state.stats.new_call()
+    part = state.part_of(model)
+    reason = step_aside_reason(state, part, input_ids, generation_config, synced_gpus, model_kwargs)
     if reason is None and not state.lock.acquire_for_thread():
         reason = "reentrant"
     if reason is not None:
@@ -73,18 +74,23 @@ def _sample(
         return result
     try:
         loop = _Loop(state, model, input_ids, logits_processor, stopping_criteria, generation_config, streamer)
-        return loop.run(model_kwargs)
+        return loop.run(part, model_kwargs)
     finally:
         state.lock.release()
 
 
 def step_aside_reason(
-    state: PatchState, model: Any, input_ids: torch.Tensor, config: Any, synced_gpus: bool, model_kwargs: dict
+    state: PatchState,
+    part: ModelPart | None,
+    input_ids: torch.Tensor,
+    config: Any,
+    synced_gpus: bool,
+    model_kwargs: dict,
 ) -> str | None:
     """The reason code for which this call is left to transformers' loop, or None."""
     cache = model_kwargs.get("past_key_values")
-    if state.loop_reason is not None:
-        return state.loop_reason
+    if state.loop_reason is not None or part is None:
+        return state.loop_reason or "unsupported_config"
     if synced_gpus:
         return "synced_gpus"
     if config.is_assistant:
@@ -101,24 +107,22 @@ def step_aside_reason(
         return "batch_size"
     if any(value is not None for name, value in model_kwargs.items() if name not in KNOWN_MODEL_KWARGS):
         return "unsupported_input"
-    if input_ids.shape[1] == 0 or input_ids.device != state.part.embedding.weight.device:
+    if input_ids.shape[1] == 0 or input_ids.device != part.embedding.weight.device:
         return "device" if input_ids.shape[1] else "unsupported_input"
     if torch.is_autocast_enabled(input_ids.device.type):
         return "autocast"
     if torch.compiler.is_compiling():
         return "compiling"
     layout = _layout_reason(input_ids, model_kwargs, cache.get_seq_length())
-    return _cache_reason(state, cache) or layout or state.part.reason()
+    return part.reason() or _cache_reason(part, cache) or layout
 
 
-def _cache_reason(state: PatchState, cache: FastpathCache) -> str | None:
+def _cache_reason(part: ModelPart, cache: FastpathCache) -> str | None:
     """A cache the user made for another model, or without its windows, is left to stock code."""
-    if len(cache.layers) > len(state.part.layers):
+    if len(cache.layers) > len(part.windows):
         return "other_cache"
-    for layer, part in zip(cache.layers, state.part.layers):
-        if layer.sliding_window not in (None, part.attention.window):
-            return "other_cache"
-    return None
+    fits = all(layer.sliding_window in (None, window) for layer, window in zip(cache.layers, part.windows))
+    return None if fits else "other_cache"
 
 
 def _layout_reason(input_ids: torch.Tensor, model_kwargs: dict, past_len: int) -> str | None:
@@ -160,9 +164,7 @@ class _Loop:
         self.batch, self.prompt_len = input_ids.shape
         self.has_eos = any(hasattr(criterion, "eos_token_id") for criterion in stopping_criteria)
         self.max_length = stopping_criteria.max_length
-        self.ids = input_ids.new_empty(self.batch, self.prompt_len + GROW_TOKENS)
-        self.ids[:, : self.prompt_len] = input_ids
-        self.length = self.prompt_len
+        self.ids = input_ids
         self.scores: list[torch.Tensor] = []
         self.logits: list[torch.Tensor] = []
         self.unfinished = torch.ones(self.batch, dtype=torch.long, device=self.device)
@@ -180,8 +182,13 @@ class _Loop:
             return 0
         return MAX_AHEAD if self.device.type == "cuda" else 0
 
-    def run(self, model_kwargs: dict) -> Any:
-        outputs = compat.prefill(self.model, self.ids[:, : self.length].clone(), self.config, model_kwargs)
+    @property
+    def length(self) -> int:
+        """Tokens of a sequence so far, the prompt's included."""
+        return self.ids.shape[1]
+
+    def run(self, part: ModelPart, model_kwargs: dict) -> Any:
+        outputs = compat.prefill(self.model, self.ids, self.config, model_kwargs)
         cache, position_ids = outputs.past_key_values, model_kwargs["position_ids"]
         mask = model_kwargs.get("attention_mask")
         starts = None if mask is None else (mask == 0).sum(1)
@@ -196,7 +203,7 @@ class _Loop:
                 if self._finish_step(tokens):
                     break
                 if plan is None:
-                    plan = self.state.plan(self.batch, cache)
+                    plan = self.state.plan(part, self.batch, cache)
                     plan.begin(cache, next_positions, starts)
                 next_logits = plan.step(tokens)
                 if first:  # building and capturing the plan is not decoding speed
@@ -217,7 +224,7 @@ class _Loop:
     def _choose(self, next_logits: torch.Tensor) -> torch.Tensor:
         """[batch] next tokens out of [batch, vocab_size] logits, exactly as transformers chooses them."""
         logits = next_logits.to(copy=True, dtype=torch.float32)
-        scores = self.processors(self.ids[:, : self.length], logits)
+        scores = self.processors(self.ids, logits)
         if self.config.return_dict_in_generate:
             if self.config.output_scores:
                 self.scores.append(scores)
@@ -236,13 +243,8 @@ class _Loop:
 
     def _finish_step(self, tokens: torch.Tensor) -> bool:
         """Append the tokens; say whether to stop."""
-        if self.length == self.ids.shape[1]:
-            room = self.ids.new_empty(self.batch, max(GROW_TOKENS, self.length // 4))
-            self.ids = torch.cat((self.ids, room), dim=1)
-        self.ids[:, self.length] = tokens
-        self.length += 1
-        scores = tuple(self.scores) if self.scores else None
-        done = self.criteria(self.ids[:, : self.length], scores)
+        self.ids = torch.cat((self.ids, tokens[:, None]), dim=1)
+        done = self.criteria(self.ids, tuple(self.scores) if self.scores else None)
         self.unfinished = self.unfinished & ~done
         if not self.ahead:
             if self.streamer is not None:
@@ -288,7 +290,7 @@ class _Loop:
 
     def _undo(self, steps: int, cache: FastpathCache) -> None:
         """Take back ``steps`` tokens: sequences, scores, cache, and the random numbers they used."""
-        self.length -= steps
+        self.ids = self.ids[:, :-steps]
         for recorded in (self.scores, self.logits):
             del recorded[len(recorded) - steps if recorded else 0 :]
         cache.crop(-steps)
@@ -296,7 +298,7 @@ class _Loop:
             compat.set_philox_offset(self.device, self.offsets[self.length])
 
     def _result(self, cache: FastpathCache) -> Any:
-        sequences = self.ids[:, : self.length].clone()
+        sequences = self.ids.contiguous()
         if not self.config.return_dict_in_generate:
             return sequences
         return compat.GenerateDecoderOnlyOutput(

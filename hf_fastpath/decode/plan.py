@@ -79,7 +79,7 @@ class DecodePlan:
     """
 
     def __init__(self, part: ModelPart, batch: int, kv_dtype: torch.dtype):
-        self.part, self.batch, self.kv_dtype = part, batch, kv_dtype
+        self.batch, self.kv_dtype = batch, kv_dtype
         self.fingerprint = fingerprint(part)
         weight = part.embedding.weight
         self.device, self.dtype = weight.device, weight.dtype
@@ -99,11 +99,11 @@ class DecodePlan:
                 self.kv_table = torch.zeros(len(part.layers), 3, dtype=torch.long, device=self.device)
         self.program = Program()
         self._caches = [(self.program.register(), self.program.register()) for _ in part.layers]
-        self._logits = self._record()
+        self._logits = self._record(part)
 
-    def _record(self) -> Register:
+    def _record(self, part: ModelPart) -> Register:
         """Write the token step down; returns the register of the logits [batch, 1, vocab_size]."""
-        part, emit = self.part, self.program.emit
+        emit = self.program.emit
         emit(_aten.add_.Scalar, self.seq_lens, 1)
         hidden = emit(_aten.embedding.default, part.embedding.weight, self.tokens)
         cos = sin = None
@@ -121,10 +121,6 @@ class DecodePlan:
         logits = steps.projection(emit, part.head, hidden)
         emit(_aten.add_.Scalar, self.positions, 1)
         return logits
-
-    def serves(self, part: ModelPart, batch: int, kv_dtype: torch.dtype) -> bool:
-        """Whether this plan is still the one for that model as it is now."""
-        return (batch, kv_dtype) == (self.batch, self.kv_dtype) and self.fingerprint == fingerprint(part)
 
     def begin(self, cache: FastpathCache, positions: torch.Tensor, starts: torch.Tensor | None) -> None:
         """Start or continue generating over ``cache``.

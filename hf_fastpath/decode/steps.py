@@ -46,7 +46,7 @@ class Positions:
 def norm(emit: Emit, part: NormPart, x: Any) -> Any:
     """``part(x)``."""
     module = part.module
-    if part.spec.kind == "rms":
+    if part.architecture.norm.kind == "rms":
         return emit(ops.rms_norm.overload, x, module.weight, part.eps)
     return emit(ops.layer_norm.overload, x, module.weight, module.bias, part.eps)
 

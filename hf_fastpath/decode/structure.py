@@ -5,13 +5,14 @@ Nothing here copies a weight: parts hold modules and look parameters up when the
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
 
 from .. import architecture as arch
+from ..architecture import Architecture
 from ..compat import Conv1D, activation_name, has_hooks, has_static_rope, layer_windows
 from ..ops.decode_attention import MAX_HEAD_DIM, MIN_HEAD_DIM
 from ..registry import FLOAT_DTYPES
@@ -24,10 +25,10 @@ def own_code_reason(module: nn.Module) -> str | None:
     if has_hooks(module):
         return "hooks"
     override = vars(module).get("forward")
-    # An unpickled module may carry its class's own forward as a bound method: that is no override.
-    if override is not None and getattr(override, "__func__", None) is not type(module).forward:
-        return "instance_forward"
-    return None
+    function = getattr(override, "__func__", None)
+    # Ours is no override; nor is the class's own forward, which an unpickled module may carry as a bound method.
+    ours = getattr(function, "__module__", "").startswith("hf_fastpath.")
+    return None if override is None or ours or function is type(module).forward else "instance_forward"
 
 
 def projection_reason(module: nn.Module) -> str | None:
@@ -50,37 +51,53 @@ def is_transposed(module: nn.Module) -> bool:
     return type(module) is Conv1D
 
 
-@dataclass
-class NormPart:
-    """A norm: ``kind``, the module, and its epsilon."""
+@dataclass(frozen=True)
+class Part:
+    """A module in a role. What is inside the module is looked up at every use: it may be replaced after patching."""
 
-    spec: arch.Norm
+    architecture: Architecture
     module: nn.Module
+
+    def parameters(self) -> list[torch.Tensor | None]:
+        """Parameters the kernels read for it; None for a bias that is not there."""
+        raise NotImplementedError
+
+    def reason(self) -> str | None:
+        """Why the kernels cannot stand in for it right now, or None."""
+        raise NotImplementedError
+
+    def _own_reason(self, kind: str) -> str | None:
+        return None if self.architecture.part_of(self.module) == kind else "class_not_supported"
+
+
+class NormPart(Part):
+    """A norm."""
 
     @property
     def eps(self) -> float:
-        return getattr(self.module, self.spec.eps)
+        return getattr(self.module, self.architecture.norm.eps)
 
     def parameters(self) -> list[torch.Tensor | None]:
         return [self.module.weight, getattr(self.module, "bias", None)]
 
     def reason(self) -> str | None:
-        """Why the kernels cannot stand in for it, or None."""
-        if self.spec.kind == "layer" and type(self.module) is not nn.LayerNorm:
-            return "class_not_supported"
+        if self.architecture.norm.kind == "layer":
+            if type(self.module) is not nn.LayerNorm:
+                return "class_not_supported"
+        elif (reason := self._own_reason("norm")) is not None:
+            return reason
         if any(p is not None and p.dtype not in FLOAT_DTYPES for p in self.parameters()):
             return "dtype"
-        return own_code_reason(self.module) if type(self.module) is nn.LayerNorm else _patched_reason(self.module)
+        return own_code_reason(self.module)
 
 
-@dataclass
-class MLPPart:
+class MLPPart(Part):
     """A plain or gated MLP."""
 
-    spec: arch.MLP
-    module: nn.Module
+    @property
+    def spec(self) -> arch.MLP:
+        return self.architecture.mlp
 
-    # Looked up at every use: PEFT and others replace projections after patching.
     @property
     def up(self) -> nn.Module:
         return getattr(self.module, self.spec.up)
@@ -110,21 +127,25 @@ class MLPPart:
         return own_code_reason(getattr(self.module, self.spec.activation))
 
     def reason(self) -> str | None:
-        """Why the fused projections cannot stand in, or None."""
-        reasons = [self.activation_reason(), _patched_reason(self.module)]
+        reasons = [self._own_reason("mlp"), self.activation_reason(), own_code_reason(self.module)]
         reasons += [projection_reason(linear) for linear in self.projections()]
-        if self.spec.dropout is not None and _drops(getattr(self.module, self.spec.dropout)):
-            reasons.append("dropout")
+        reasons.append(dropout_reason(self.module, self.spec.dropout))
         return next((reason for reason in reasons if reason), None)
 
 
-@dataclass
-class AttentionPart:
-    """An attention module with separate or fused query, key and value projections."""
+@dataclass(frozen=True)
+class AttentionPart(Part):
+    """An attention module with separate or fused query, key and value projections.
 
-    spec: arch.Attention
-    module: nn.Module
+    Attributes:
+        window: positions a token sees, itself included; None for all.
+    """
+
     window: int | None
+
+    @property
+    def spec(self) -> arch.Attention:
+        return self.architecture.attention
 
     def projections(self) -> list[nn.Module]:
         return [getattr(self.module, name) for name in (*self.spec.qkv, self.spec.out)]
@@ -145,81 +166,124 @@ class AttentionPart:
         return float(getattr(self.module, self.spec.scaling))
 
     def reason(self) -> str | None:
-        """Why the kernels cannot stand in for it, or None."""
         if any(getattr(self.module, name, False) for name in self.spec.refuse):
             return "unsupported_config"
         if not MIN_HEAD_DIM <= self.head_dim <= MAX_HEAD_DIM or self.head_dim % 8:
             return "unsupported_head_dim"
-        reasons = [projection_reason(linear) for linear in self.projections()] + [_patched_reason(self.module)]
-        dropouts = [getattr(self.module, self.spec.attention_dropout, 0.0)]
-        if self.spec.residual_dropout is not None:
-            dropouts.append(getattr(self.module, self.spec.residual_dropout))
-        if self.module.training and any(_probability(dropout) > 0 for dropout in dropouts):
-            reasons.append("dropout")
+        reasons = [self._own_reason("attention"), own_code_reason(self.module)]
+        reasons += [projection_reason(linear) for linear in self.projections()]
+        reasons += [dropout_reason(self.module, self.spec.attention_dropout)]
+        reasons += [dropout_reason(self.module, self.spec.residual_dropout)]
         return next((reason for reason in reasons if reason), None)
 
 
-@dataclass
-class LayerPart:
-    """A decoder layer and its four parts."""
+@dataclass(frozen=True)
+class LayerPart(Part):
+    """A decoder layer and its four parts.
 
-    spec: arch.Layer
-    module: nn.Module
-    attention_norm: NormPart
-    attention: AttentionPart
-    mlp_norm: NormPart
-    mlp: MLPPart
+    Attributes:
+        window: sliding window of its attention, or None.
+    """
 
-    def parts(self) -> list[Any]:
+    window: int | None
+
+    def _child(self, name: str) -> nn.Module:
+        return getattr(self.module, name)
+
+    @property
+    def attention_norm(self) -> NormPart:
+        return NormPart(self.architecture, self._child(self.architecture.layer.attention_norm))
+
+    @property
+    def attention(self) -> AttentionPart:
+        return AttentionPart(self.architecture, self._child(self.architecture.layer.attention), self.window)
+
+    @property
+    def mlp_norm(self) -> NormPart:
+        return NormPart(self.architecture, self._child(self.architecture.layer.mlp_norm))
+
+    @property
+    def mlp(self) -> MLPPart:
+        return MLPPart(self.architecture, self._child(self.architecture.layer.mlp))
+
+    def parts(self) -> list[Part]:
         return [self.attention_norm, self.attention, self.mlp_norm, self.mlp]
 
     def parameters(self) -> list[torch.Tensor | None]:
         return [parameter for part in self.parts() for parameter in part.parameters()]
 
     def reason(self) -> str | None:
-        """Why the fused layer cannot stand in, or None."""
-        if any(hasattr(self.module, name) for name in self.spec.refuse):
+        if any(hasattr(self.module, name) for name in self.architecture.layer.refuse):
             return "unsupported_config"
-        reasons = (part.reason() for part in self.parts())
-        return next((reason for reason in reasons if reason), None) or _patched_reason(self.module)
+        own = self._own_reason("layer") or own_code_reason(self.module)
+        return own or next((reason for part in self.parts() if (reason := part.reason())), None)
 
 
-@dataclass
-class ModelPart:
-    """A causal LM: what a decode plan needs of it."""
+@dataclass(frozen=True)
+class ModelPart(Part):
+    """A causal LM as it is now: what a decode plan needs of it.
 
-    architecture: arch.Architecture
-    model: nn.Module
-    layers: list[LayerPart]
-    final_norm: NormPart
-    head: nn.Module
-    embedding: nn.Embedding
-    position_embedding: nn.Embedding | None
-    rotary: nn.Module | None
-    decoder: nn.Module = field(repr=False)
+    Attributes:
+        windows: sliding window of each layer, None for full attention.
+    """
+
+    windows: tuple[int | None, ...]
+
+    @property
+    def decoder(self) -> nn.Module:
+        return getattr(self.module, self.architecture.base)
+
+    def _optional(self, name: str | None) -> Any:
+        return None if name is None else getattr(self.decoder, name)
+
+    @property
+    def layers(self) -> list[LayerPart]:
+        modules = getattr(self.decoder, self.architecture.layers)
+        return [LayerPart(self.architecture, module, window) for module, window in zip(modules, self.windows)]
+
+    @property
+    def final_norm(self) -> NormPart:
+        return NormPart(self.architecture, getattr(self.decoder, self.architecture.final_norm))
+
+    @property
+    def head(self) -> nn.Module:
+        return getattr(self.module, self.architecture.head)
+
+    @property
+    def embedding(self) -> nn.Module:
+        return getattr(self.decoder, self.architecture.embedding)
+
+    @property
+    def position_embedding(self) -> nn.Module | None:
+        return self._optional(self.architecture.position_embedding)
+
+    @property
+    def rotary(self) -> nn.Module | None:
+        return self._optional(self.architecture.rotary)
+
+    def _embeddings(self) -> list[nn.Module]:
+        return [module for module in (self.embedding, self.position_embedding) if module is not None]
 
     def parameters(self) -> list[torch.Tensor | None]:
-        embeddings = [self.embedding.weight, self.head.weight, self.head.bias]
-        if self.position_embedding is not None:
-            embeddings.append(self.position_embedding.weight)
-        return embeddings + self.final_norm.parameters() + [p for layer in self.layers for p in layer.parameters()]
+        outer = [self.head.weight, self.head.bias, *(module.weight for module in self._embeddings())]
+        return outer + self.final_norm.parameters() + [p for layer in self.layers for p in layer.parameters()]
 
     def reason(self) -> str | None:
-        """Why a decode plan of this model would not be right now, or None. Cheap enough for every generate()."""
-        embeddings = [self.embedding] + ([self.position_embedding] if self.position_embedding is not None else [])
-        if any(type(module) is not nn.Embedding for module in embeddings):
+        """Why a decode plan of the model would not be right now, or None. Cheap enough for every generate()."""
+        if len(getattr(self.decoder, self.architecture.layers)) != len(self.windows):
+            return "unsupported_config"
+        if any(type(module) is not nn.Embedding for module in self._embeddings()):
             return "unsupported_projection"
-        reasons = [own_code_reason(module) for module in embeddings]
+        reasons = [own_code_reason(module) for module in (*self._embeddings(), self.decoder, self.module)]
+        reasons += [projection_reason(self.head), self.final_norm.reason()]
+        reasons.append(dropout_reason(self.decoder, self.architecture.embedding_dropout))
         if self.rotary is not None:
-            reasons += [None if has_static_rope(self.rotary) else "dynamic_rope", own_code_reason(self.rotary)]
-        reasons += [projection_reason(self.head), self.final_norm.reason(), self._types_reason()]
-        reasons += ["hooks" if has_hooks(module) else None for module in (self.model, self.decoder)]
-        reasons += [own_code_reason(self.decoder), own_code_reason(self.model)]
-        dropout = self.architecture.embedding_dropout
-        if dropout is not None and _drops(getattr(self.decoder, dropout)):
-            reasons.append("dropout")
+            known = type(self.rotary).__module__ == self.architecture.module
+            reasons += [None if known else "class_not_supported", own_code_reason(self.rotary)]
+            reasons.append(None if has_static_rope(self.rotary) else "dynamic_rope")
         found = next((reason for reason in reasons if reason), None)
-        return found or next((reason for layer in self.layers if (reason := layer.reason())), None)
+        found = found or next((reason for layer in self.layers if (reason := layer.reason())), None)
+        return found or self._types_reason()
 
     def _types_reason(self) -> str | None:
         present = [parameter for parameter in self.parameters() if parameter is not None]
@@ -228,62 +292,24 @@ class ModelPart:
         return "device" if len({parameter.device for parameter in present}) > 1 else None
 
 
-def _patched_reason(module: nn.Module) -> str | None:
-    """Like ``own_code_reason`` for a module that may carry our own forward."""
-    if has_hooks(module):
-        return "hooks"
-    override = vars(module).get("forward")
-    function = getattr(override, "__func__", None)
-    ours = getattr(function, "__module__", "").startswith("hf_fastpath.")
-    return None if override is None or ours or function is type(module).forward else "instance_forward"
+def dropout_reason(module: nn.Module, name: str | None) -> str | None:
+    """Why a fused span cannot skip the dropout ``name`` of ``module``: a probability or an ``nn.Dropout``."""
+    dropout = None if name is None else getattr(module, name)
+    if not isinstance(dropout, nn.Module):
+        return "dropout" if dropout and module.training else None
+    if type(dropout) not in (nn.Dropout, nn.Identity):
+        return "class_not_supported"
+    active = type(dropout) is nn.Dropout and dropout.training and dropout.p > 0
+    return "dropout" if active else own_code_reason(dropout)
 
 
-def _probability(dropout: Any) -> float:
-    return dropout.p if isinstance(dropout, nn.Dropout) else float(dropout or 0.0)
-
-
-def _drops(dropout: nn.Dropout) -> bool:
-    return dropout.training and dropout.p > 0
-
-
-def layer_part(architecture: arch.Architecture, module: nn.Module, window: int | None) -> LayerPart:
-    """The parts of one decoder layer."""
-    spec = architecture.layer
-    return LayerPart(
-        spec,
-        module,
-        NormPart(architecture.norm, getattr(module, spec.attention_norm)),
-        AttentionPart(architecture.attention, getattr(module, spec.attention), window),
-        NormPart(architecture.norm, getattr(module, spec.mlp_norm)),
-        MLPPart(architecture.mlp, getattr(module, spec.mlp)),
-    )
-
-
-def model_part(architecture: arch.Architecture, model: nn.Module) -> ModelPart | None:
-    """The parts of a causal LM of ``architecture``, or None if ``model`` is not exactly one or is of other layers."""
+def model_part(architecture: Architecture, model: nn.Module) -> ModelPart | None:
+    """A causal LM of ``architecture``, or None if ``model`` is not exactly one."""
     cls = type(model)
     if (cls.__module__, cls.__name__) != (architecture.module, architecture.causal_lm):
         return None
-    decoder = getattr(model, architecture.base)
-    layers = getattr(decoder, architecture.layers)
     windows = layer_windows(model.config)
-    if windows is None or any(architecture.part_of(layer) != "layer" for layer in layers):
-        return None
-
-    def optional(name: str | None) -> Any:
-        return None if name is None else getattr(decoder, name)
-
-    return ModelPart(
-        architecture,
-        model,
-        [layer_part(architecture, layer, window) for layer, window in zip(layers, windows)],
-        NormPart(architecture.norm, getattr(decoder, architecture.final_norm)),
-        getattr(model, architecture.head),
-        getattr(decoder, architecture.embedding),
-        optional(architecture.position_embedding),
-        optional(architecture.rotary),
-        decoder,
-    )
+    return None if windows is None else ModelPart(architecture, model, tuple(windows))
 
 
 def fingerprint(part: ModelPart) -> tuple:

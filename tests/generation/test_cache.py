@@ -79,7 +79,9 @@ class Walk:
         return f"crop(-{count})"
 
     def reorder(self) -> str:
-        order = torch.tensor([self.random.randrange(self.batch) for _ in range(self.batch)], device=self.device)
+        order = torch.tensor(
+            [self.random.randrange(self.batch) for _ in range(self.batch)], device=self.device
+        )
         self.ours.reorder_cache(order)
         self.stock.reorder_cache(order)
         return f"reorder({order.tolist()})"
@@ -309,9 +311,10 @@ def test_is_a_transformers_cache():
     cache = FastpathCache(build("mistral").config)
     assert isinstance(cache, Cache) and len(cache) == 2 and cache.is_sliding == [True, True]
     assert not cache.is_compileable
-    assert cache.get_seq_length() == 0 and cache.get_max_length() == DynamicCache(
-        config=build("mistral").config
-    ).get_max_length()
+    assert (
+        cache.get_seq_length() == 0
+        and cache.get_max_length() == DynamicCache(config=build("mistral").config).get_max_length()
+    )
     assert "FastpathLayer" in repr(cache)
 
 

@@ -54,7 +54,9 @@ def test_text_streamer_prints_the_same(device, capsys):
     inputs = tokenizer()("import os\n\n\ndef", return_tensors="pt").to(device)
     printed = []
     for model in (ours, stock):
-        model.generate(**inputs, streamer=TextStreamer(tokenizer(), skip_prompt=True), max_new_tokens=40, do_sample=False)
+        model.generate(
+            **inputs, streamer=TextStreamer(tokenizer(), skip_prompt=True), max_new_tokens=40, do_sample=False
+        )
         printed.append(capsys.readouterr().out)
     assert printed[0] == printed[1] and len(printed[0]) > 20
 
@@ -84,14 +86,10 @@ def test_generate_from_inside_the_streamer(device):
                 inner.append(ours.generate(prompt(device, 2, seed=9), **OPTIONS))
 
     with counting(ours) as counts:
-        found = ours.generate(prompt(device, 2), streamer=_batched(Nosy()), **OPTIONS)
+        found = ours.generate(prompt(device, 2), streamer=Nosy(), **OPTIONS)
     assert counts.reasons["reentrant"] == 1 and counts.fast == 40 and counts.fallback == 40
     assert_same_tokens(found, stock.generate(prompt(device, 2), **OPTIONS), stock)
     assert_same_tokens(inner[0], stock.generate(prompt(device, 2, seed=9), **OPTIONS), stock)
-
-
-def _batched(streamer: BaseStreamer) -> BaseStreamer:
-    return streamer
 
 
 @pytest.mark.parametrize("error", (RuntimeError, KeyboardInterrupt))

@@ -50,7 +50,7 @@ def both(stock, ours, seed: int = 7, **kwargs):
     return results
 
 
-# ---- greedy -------------------------------------------------------------------------------------------------
+# ---- greedy ------------------------------------------------------------------------------------------------
 
 
 def test_trained_model_greedy_tokens_equal(device):
@@ -58,7 +58,9 @@ def test_trained_model_greedy_tokens_equal(device):
     stock, ours = trained(device)
     ids = heldout_tokens(60).to(device)
     with counting(ours) as counts:
-        found, expected = both(stock, ours, input_ids=ids, max_new_tokens=320, do_sample=False, eos_token_id=None)
+        found, expected = both(
+            stock, ours, input_ids=ids, max_new_tokens=320, do_sample=False, eos_token_id=None
+        )
     assert counts.fast == 320 and not counts.fallback
     assert_same_tokens(found, expected)
 
@@ -148,7 +150,7 @@ def test_users_position_ids_tokens_equal(device):
     assert_same_tokens(found, expected, stock)
 
 
-# ---- sampling -----------------------------------------------------------------------------------------------
+# ---- sampling ----------------------------------------------------------------------------------------------
 
 
 SAMPLING = {
@@ -187,13 +189,15 @@ def test_sampling_that_ends_early_leaves_the_generator_as_stock_does(device):
     """Rows end at different steps; steps run past the end must leave no trace in the generator."""
     stock, ours = pair("llama", device)
     for seed in range(4):
-        options = dict(do_sample=True, top_k=20, max_new_tokens=60, eos_token_id=list(range(100, 200)), seed=seed)
+        options = dict(
+            do_sample=True, top_k=20, max_new_tokens=60, eos_token_id=list(range(100, 200)), seed=seed
+        )
         found, expected = both(stock, ours, input_ids=prompt(device, 3, seed=seed), **options)
         assert found.shape[1] < 11 + 60
         assert_same_tokens(found, expected)
 
 
-# ---- ends ---------------------------------------------------------------------------------------------------
+# ---- ends --------------------------------------------------------------------------------------------------
 
 
 def chosen_token(stock, ids: torch.Tensor, step: int, row: int = 0) -> int:
@@ -270,7 +274,9 @@ def test_custom_stopping_criteria(device):
         criterion = StopAtLength(19)
         options = dict(return_dict_in_generate=True, output_scores=True)
         with counting(ours) as counts:
-            out = model.generate(ids, stopping_criteria=StoppingCriteriaList([criterion]), **GREEDY, **options)
+            out = model.generate(
+                ids, stopping_criteria=StoppingCriteriaList([criterion]), **GREEDY, **options
+            )
         if model is ours:
             assert counts.reasons == {"custom_stopping_criteria": 1} and counts.fast == 16
         results.append(out.sequences)
@@ -321,7 +327,7 @@ def test_processor_that_keeps_ids_is_not_overwritten(device):
     assert len(kept) == 20 and all(torch.equal(*both_) for both_ in kept)
 
 
-# ---- what generate() returns ----------------------------------------------------------------------------------
+# ---- what generate() returns -------------------------------------------------------------------------------
 
 
 @over_architectures
@@ -388,7 +394,7 @@ def test_requested_outputs_fall_back(wanted, device):
     assert_same_tokens(again, expected.sequences, stock)
 
 
-# ---- other ways to generate -----------------------------------------------------------------------------------
+# ---- other ways to generate --------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("options", (dict(), dict(num_beams=1, num_return_sequences=3, do_sample=True)))
@@ -425,7 +431,9 @@ def test_prompt_lookup_across_the_window(device):
     """Rejected drafts are cropped from layers that have moved on."""
     stock, ours = trained(device)
     ids = heldout_tokens(300).to(device)
-    found, expected = both(stock, ours, input_ids=ids, prompt_lookup_num_tokens=8, max_new_tokens=80, do_sample=False)
+    found, expected = both(
+        stock, ours, input_ids=ids, prompt_lookup_num_tokens=8, max_new_tokens=80, do_sample=False
+    )
     assert_same_tokens(found, expected)
 
 
@@ -484,7 +492,7 @@ def test_token_type_ids_fall_back(device):
     assert_same_tokens(found, expected)
 
 
-# ---- caches and conversations ----------------------------------------------------------------------------------
+# ---- caches and conversations ------------------------------------------------------------------------------
 
 
 @over_architectures
@@ -516,7 +524,11 @@ def test_conversation_continues(whole, architecture, device):
             options = dict(past_key_values=cache) if cache is not None else {}
             with counting(ours) as counts:
                 out = model.generate(
-                    given, attention_mask=mask, return_dict_in_generate=True, **options, **(GREEDY | {"max_new_tokens": 9})
+                    given,
+                    attention_mask=mask,
+                    return_dict_in_generate=True,
+                    **options,
+                    **(GREEDY | {"max_new_tokens": 9}),
                 )
             if model is ours:
                 assert counts.fast == 27 and not counts.fallback, counts.reasons
@@ -616,7 +628,7 @@ def test_inference_mode_then_no_grad(device):
         assert_same_tokens(found, stock.generate(longer.clone(), **GREEDY), stock)
 
 
-# ---- perplexity ------------------------------------------------------------------------------------------------
+# ---- perplexity --------------------------------------------------------------------------------------------
 
 
 def nll(logits: torch.Tensor, text: torch.Tensor) -> float:
@@ -630,7 +642,7 @@ def perplexity(logits: torch.Tensor, text: torch.Tensor) -> float:
 
 @pytest.fixture(scope="module")
 def stock_perplexity():
-    """Stock's perplexity on 4,000 tokens in one pass, by device; token by token it is the same (tested below)."""
+    """Stock's perplexity on 4,000 tokens in one pass, by device; and token by token, see below."""
     found: dict[torch.device, float] = {}
 
     def of(device: torch.device) -> float:

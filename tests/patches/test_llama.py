@@ -21,7 +21,12 @@ def test_llama_scaled_rope(kind, device):
 
 
 def test_llama_dynamic_rope_runs_stock(device):
-    rope = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0, "original_max_position_embeddings": 16}
+    rope = {
+        "rope_type": "dynamic",
+        "factor": 2.0,
+        "rope_theta": 10000.0,
+        "original_max_position_embeddings": 16,
+    }
     changes = {"rope_parameters": rope, "max_position_embeddings": 16}
     assert_variant_right("llama", device, fast=False, reason="dynamic_rope", **changes)
 
