@@ -148,9 +148,7 @@ def _run_round(name: str, model: PreTrainedModel, work: Workload, seen: Timings,
     seen.token.append((long - short) / work.new_tokens)
 
 
-def run_workload(
-    model: PreTrainedModel, work: Workload, engines: Sequence[str], repeats: int
-) -> dict[str, Timings]:
+def run_workload(model: PreTrainedModel, work: Workload, engines: Sequence[str], repeats: int) -> dict[str, Timings]:
     """Time every engine on ``work``, alternating, ``repeats`` times."""
     seen = {name: Timings() for name in engines}
     for turn in range(-1, repeats):  # turn -1 is the first call
@@ -211,8 +209,7 @@ TABLE = (
 
 def _line(cells: Sequence[str]) -> str:
     padded = (
-        str(cell).ljust(-width) if width < 0 else str(cell).rjust(width)
-        for cell, (_, width, _) in zip(cells, TABLE)
+        str(cell).ljust(-width) if width < 0 else str(cell).rjust(width) for cell, (_, width, _) in zip(cells, TABLE)
     )
     return " ".join(padded).rstrip()
 
@@ -264,9 +261,7 @@ def bench(
         # all.
         for context in sorted(contexts):
             for batch in sorted(batches):
-                work = Workload(
-                    shapes.prompt(model, batch, context), max(2, min(16, new_tokens // 4)), new_tokens
-                )
+                work = Workload(shapes.prompt(model, batch, context), max(2, min(16, new_tokens // 4)), new_tokens)
                 length = context + work.warm_tokens + new_tokens
                 limit = getattr(model.config.get_text_config(), "max_position_embeddings", length)
                 if length > limit:
@@ -283,22 +278,16 @@ def bench(
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", nargs="+", default=["mistral-7b"], choices=list(shapes.MODELS))
     parser.add_argument("--dtype", default="fp16", choices=list(DTYPES))
     parser.add_argument("--device", help="cuda, cuda:1, cpu; default: cuda if there is one")
     parser.add_argument("--context", nargs="+", type=int, default=[128, 4096])
     parser.add_argument("--batch", nargs="+", type=int, default=[1])
-    parser.add_argument(
-        "--engines", default=",".join(ENGINES), help="comma-separated, of: " + ", ".join(ENGINES)
-    )
+    parser.add_argument("--engines", default=",".join(ENGINES), help="comma-separated, of: " + ", ".join(ENGINES))
     parser.add_argument("--new-tokens", type=int, default=128)
     parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument(
-        "--csv", nargs="?", const="", help="append the rows; without a path to benchmarks/data"
-    )
+    parser.add_argument("--csv", nargs="?", const="", help="append the rows; without a path to benchmarks/data")
     arguments = parser.parse_args(argv)
     engines = arguments.engines.split(",")
     if unknown := set(engines) - set(ENGINES):

@@ -82,9 +82,7 @@ def _gemv(name: str, k: int, n: int, rows: int = 1, **options) -> Call:
 
 def _conv1d(name: str, k: int, n: int, **options) -> Call:
     weight = _randn(k, n, std=k**-0.5)
-    return Call(
-        name, _sample(_randn(1, 1, k), weight, _randn(n), transposed=True, **options), ("fp16", "fp32")
-    )
+    return Call(name, _sample(_randn(1, 1, k), weight, _randn(n), transposed=True, **options), ("fp16", "fp32"))
 
 
 def _qkv(name: str, k: int, nq: int, nkv: int, rows: int = 1) -> Call:
@@ -108,18 +106,14 @@ def _attention(
 ) -> Call:
     def arguments(device: torch.device, dtype: torch.dtype) -> Sample:
         q = torch.randn(batch, query_len, heads, head_dim, device=device, dtype=dtype)
-        caches = [
-            torch.randn(batch, kv_heads, length, head_dim, device=device, dtype=dtype) for _ in range(2)
-        ]
+        caches = [torch.randn(batch, kv_heads, length, head_dim, device=device, dtype=dtype) for _ in range(2)]
         lens = torch.full((batch,), length, device=device, dtype=torch.int32)
         return Sample(q, *caches, lens, None, head_dim**-0.5, 0)
 
     return Call(name, arguments, **options)
 
 
-def _rope(
-    name: str, heads: int, kv_heads: int, head_dim: int, rotary_dim: int, bias: bool, batch: int = 1
-) -> Call:
+def _rope(name: str, heads: int, kv_heads: int, head_dim: int, rotary_dim: int, bias: bool, batch: int = 1) -> Call:
     features, capacity, length = (heads + 2 * kv_heads) * head_dim, 1024, 1000
 
     def arguments(device: torch.device, dtype: torch.dtype) -> Sample:
@@ -128,9 +122,7 @@ def _rope(
         if rotary_dim:
             angle = torch.rand(batch, 1, rotary_dim // 2, device=device).repeat(1, 1, 2) * 2 * math.pi
             cos, sin = angle.cos().to(dtype), angle.sin().to(dtype)
-        caches = [
-            torch.randn(batch, kv_heads, capacity, head_dim, device=device, dtype=dtype) for _ in range(2)
-        ]
+        caches = [torch.randn(batch, kv_heads, capacity, head_dim, device=device, dtype=dtype) for _ in range(2)]
         lens = torch.full((batch,), length, device=device, dtype=torch.int32)
         row = torch.randn(features, device=device, dtype=dtype) if bias else None
         return Sample(qkv, row, cos, sin, *caches, lens, heads)
@@ -365,8 +357,7 @@ def _row(
 
 
 HEADER = (
-    f"{'op':17}{'call':36}{'dtype':6}{'implementation':17}"
-    f"{'us':>10} {'±%':>4}{'GB/s':>8}{'% of R':>8}{'x ours':>8}"
+    f"{'op':17}{'call':36}{'dtype':6}{'implementation':17}{'us':>10} {'±%':>4}{'GB/s':>8}{'% of R':>8}{'x ours':>8}"
 )
 
 
@@ -436,25 +427,17 @@ def bench(
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     default = "cuda" if torch.cuda.is_available() else "cpu"
     parser.add_argument("--device", default=default, help="cuda, cuda:1 or cpu (here: %(default)s)")
     parser.add_argument("--ops", nargs="+", default=[], choices=sorted(registry.all_ops()), metavar="OP")
-    parser.add_argument(
-        "--dtype", nargs="+", default=[], choices=list(DTYPES), help="instead of each call's own"
-    )
+    parser.add_argument("--dtype", nargs="+", default=[], choices=list(DTYPES), help="instead of each call's own")
     parser.add_argument("--rounds", type=int, default=9)
-    parser.add_argument(
-        "--csv", nargs="?", const="", help="append the rows; without a path to benchmarks/data"
-    )
+    parser.add_argument("--csv", nargs="?", const="", help="append the rows; without a path to benchmarks/data")
     arguments = parser.parse_args(argv)
     path = None
     if arguments.csv is not None:
-        path = (
-            Path(arguments.csv) if arguments.csv else measure.csv_path("ops", torch.device(arguments.device))
-        )
+        path = Path(arguments.csv) if arguments.csv else measure.csv_path("ops", torch.device(arguments.device))
     bench(arguments.device, arguments.ops, arguments.dtype, arguments.rounds, path)
     return 0
 

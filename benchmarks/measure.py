@@ -71,9 +71,7 @@ def graph_timer(step: Callable[[], object], device: torch.device, calls: int = 1
     stream = torch.cuda.Stream(device)
     stream.wait_stream(torch.cuda.current_stream(device))
     with torch.cuda.stream(stream):
-        for _ in range(
-            2
-        ):  # libraries choose their algorithms and allocate their workspaces outside the capture
+        for _ in range(2):  # libraries choose their algorithms and allocate their workspaces outside the capture
             step()
     torch.cuda.current_stream(device).wait_stream(stream)
     graph = torch.cuda.CUDAGraph()

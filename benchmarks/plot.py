@@ -93,9 +93,7 @@ def plot_ops(source: Path, target: Path) -> Path:
     calls = {label: found for label, found in calls.items() if "hf_fastpath" in found}
     figure, axes = pyplot.subplots(figsize=(7, 1.2 + 0.2 * len(calls)))
     places = range(len(calls))
-    axes.barh(
-        places, [found["hf_fastpath"] for found in calls.values()], 0.7, color=OURS_COLOR, label="hf_fastpath"
-    )
+    axes.barh(places, [found["hf_fastpath"] for found in calls.values()], 0.7, color=OURS_COLOR, label="hf_fastpath")
     best = [
         (at, max(share for name, share in found.items() if name != "hf_fastpath"))
         for at, found in enumerate(calls.values())
@@ -115,28 +113,20 @@ def plot_ops(source: Path, target: Path) -> Path:
     axes.set_xlim(0, 110)
     axes.set_xlabel("% of R")
     axes.set_title(f"{rows[-1]['device']}, R = {float(rows[-1]['r_gb_s']):.0f} GB/s", fontsize=9)
-    axes.legend(
-        fontsize=7, loc="upper center", bbox_to_anchor=(0.5, -0.25 / (0.3 + 0.05 * len(calls))), ncol=2
-    )
+    axes.legend(fontsize=7, loc="upper center", bbox_to_anchor=(0.5, -0.25 / (0.3 + 0.05 * len(calls))), ncol=2)
     axes.spines[["top", "right"]].set_visible(False)
     return _save(figure, target)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--data", type=Path, default=DATA_DIR)
     parser.add_argument("--output", type=Path, default=PLOT_DIR)
     arguments = parser.parse_args(argv)
     matplotlib.rcParams["svg.hashsalt"] = "hf_fastpath"  # element ids that do not change from run to run
     matplotlib.rcParams["svg.fonttype"] = "none"  # text stays text: a third of the size
     for source in sorted(arguments.data.glob("generate_*.csv")):
-        print(
-            plot_decode(
-                source, arguments.output / source.name.replace("generate_", "decode_").replace("csv", "svg")
-            )
-        )
+        print(plot_decode(source, arguments.output / source.name.replace("generate_", "decode_").replace("csv", "svg")))
     for source in sorted(arguments.data.glob("ops_*.csv")):
         print(plot_ops(source, arguments.output / source.with_suffix(".svg").name))
     return 0

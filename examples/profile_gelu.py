@@ -87,9 +87,7 @@ def profile_forward(forward: Forward, device: torch.device) -> tuple[dict[str, i
     microseconds = 0.0
     for event in trace.events():
         if device.type == "cuda":
-            if event.device_type != torch.autograd.DeviceType.CUDA or event.name.startswith(
-                ("Memcpy", "Memset")
-            ):
+            if event.device_type != torch.autograd.DeviceType.CUDA or event.name.startswith(("Memcpy", "Memset")):
                 continue
             took = event.time_range.elapsed_us()
         else:
@@ -179,9 +177,7 @@ def show(results: dict[str, Result], dtype: str, length: int, device: torch.devi
     bound = results["no GELU"]
     unit = "kernels" if device.type == "cuda" else "operators"
     print(f"\nGPT-2 124M, {dtype}, {length} tokens")
-    print(
-        f"{'':10}{unit:>10}{'of GELU':>10}{'in GELU ms':>12}{'eager ms':>11}{'graph ms':>11}{'speed-up':>10}"
-    )
+    print(f"{'':10}{unit:>10}{'of GELU':>10}{'in GELU ms':>12}{'eager ms':>11}{'graph ms':>11}{'speed-up':>10}")
     for name, result in results.items():
         best = result.graph or result.eager
         speed_up = (results["stock"].graph or results["stock"].eager) / best
@@ -195,9 +191,7 @@ def show(results: dict[str, Result], dtype: str, length: int, device: torch.devi
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--dtype", nargs="+", default=["fp32", "fp16"], choices=list(DTYPES))
     parser.add_argument("--length", type=int, default=1000)
@@ -205,9 +199,7 @@ def main() -> int:
     arguments = parser.parse_args()
     device = torch.device(arguments.device)
     repeats = arguments.repeats or (50 if device.type == "cuda" else 3)
-    print(
-        f"{torch.cuda.get_device_name(device) if device.type == 'cuda' else 'CPU'}, torch {torch.__version__}"
-    )
+    print(f"{torch.cuda.get_device_name(device) if device.type == 'cuda' else 'CPU'}, torch {torch.__version__}")
     for dtype in arguments.dtype:
         show(measure(DTYPES[dtype], device, arguments.length, repeats), dtype, arguments.length, device)
     return 0

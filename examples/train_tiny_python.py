@@ -265,9 +265,7 @@ def train(model: MistralForCausalLM, ids: torch.Tensor, validation_ids: torch.Te
     print(f"kept the weights with validation loss {best_loss:.4f}; {step} steps, {tokens_seen:,} tokens")
 
 
-def save(
-    model: MistralForCausalLM, tokenizer: PreTrainedTokenizerFast, heldout: list[str], output_dir: Path
-) -> None:
+def save(model: MistralForCausalLM, tokenizer: PreTrainedTokenizerFast, heldout: list[str], output_dir: Path) -> None:
     """Write the float16 weights, the tokenizer, the generation config and the held-out text."""
     output_dir.mkdir(parents=True, exist_ok=True)
     model.generation_config = GenerationConfig(

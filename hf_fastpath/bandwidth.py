@@ -16,9 +16,7 @@ FREE_SHARE = 0.8
 PATTERN_ELEMENTS = 1 << 24
 
 
-def measure_read_bandwidth(
-    device: torch.device | str, num_bytes: int | None = None, repeats: int = 9
-) -> float:
+def measure_read_bandwidth(device: torch.device | str, num_bytes: int | None = None, repeats: int = 9) -> float:
     """Bytes a second that ``device`` reads at best: the fastest of all repeats and all ways to read.
 
     On the CPU with the threads of ``torch.get_num_threads()``. Where no native library is loaded the PyTorch
@@ -67,9 +65,7 @@ def _cpu_seconds(buffer: torch.Tensor, variant: int, repeats: int) -> float:
 def _cuda_seconds(buffer: torch.Tensor, variant: int, repeats: int) -> float:
     with torch.cuda.device(buffer.device):
         events = [torch.cuda.Event(enable_timing=True) for _ in range(repeats + 1)]
-        SPEC.overload(
-            buffer, variant
-        )  # loads the kernel, and keeps the GPU busy while the host queues the rest
+        SPEC.overload(buffer, variant)  # loads the kernel, and keeps the GPU busy while the host queues the rest
         events[0].record()
         for event in events[1:]:
             SPEC.overload(buffer, variant)

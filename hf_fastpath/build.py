@@ -17,6 +17,7 @@ import importlib.util
 import json
 import os
 import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -128,7 +129,12 @@ def find_toolchain(target: str) -> Toolchain:
 
 
 def _version(command: str) -> str:
-    return subprocess.run([command, "--version"], capture_output=True, text=True, check=True).stdout.strip()
+    result = None
+    with contextlib.suppress(OSError):
+        result = subprocess.run([*shlex.split(command), "--version"], capture_output=True, text=True)
+    if result is None or result.returncode:
+        raise BuildError(f"`{command} --version` fails: set CXX or CUDA_HOME to compilers that work")
+    return result.stdout.strip()
 
 
 def _cuda_home(nvcc: str) -> Path:
@@ -235,9 +241,11 @@ def build(
         }
         for report in Path(work).glob("*.ptxas"):
             shutil.copy(report, output_dir / report.name)
-        # The description goes first: a library without one is never loaded, whenever this is interrupted.
-        _replace(output_dir / f"{library_name(target)}.json", json.dumps(info, indent=1).encode())
+        # A library without a description is never loaded: so whenever this is interrupted, no wrong pair is left.
+        description_path = output_dir / f"{library_name(target)}.json"
+        description_path.unlink(missing_ok=True)
         _replace(output_dir / library_name(target), Path(work, library_name(target)).read_bytes())
+        _replace(description_path, json.dumps(info, indent=1).encode())
     progress(f"hf_fastpath: built in {time.monotonic() - started:.0f} s")
     return output_dir / library_name(target)
 
@@ -293,7 +301,14 @@ def parse_ptxas(report: Path) -> list[dict[str, str]]:
             spills = match.groups()
         elif (match := re.search(r"Used (\d+) registers", line)) and kernel:
             smem = re.search(r"(\d+) bytes smem", line)
-            values = (report.name.split(".cu")[0], kernel, arch, match.group(1), *spills, smem.group(1) if smem else "0")
+            values = (
+                report.name.split(".cu")[0],
+                kernel,
+                arch,
+                match.group(1),
+                *spills,
+                smem.group(1) if smem else "0",
+            )
             rows.append(dict(zip(PTXAS_COLUMNS, values)))
     return rows
 

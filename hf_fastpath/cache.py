@@ -191,7 +191,8 @@ class FastpathLayer(CacheLayerMixin):
                 "FastpathCache does not record gradients: run under torch.no_grad(), or train with use_cache=False "
                 "or a transformers DynamicCache"
             )
-        if not self.is_initialized:
+        other = self.is_initialized and key_states.shape[:2] != self.k_buffer.shape[:2]
+        if not self.is_initialized or (other and self.cumulative_length == 0):  # also after reset(), another batch
             self.lazy_initialization(key_states, value_states)
         past = self._held()
         stored = [states.to(self.k_buffer.dtype) for states in (key_states, value_states)]
@@ -232,12 +233,12 @@ class FastpathLayer(CacheLayerMixin):
             ValueError: a positive number.
             RuntimeError: a sliding-window layer no longer holds what would become visible.
         """
+        self.cumulative_length = self.cropped_length(tokens_to_remove)
+
+    def cropped_length(self, tokens_to_remove: int) -> int:
+        """Length after ``crop(tokens_to_remove)``; raises what that would raise."""
         if tokens_to_remove > 0:
-            raise ValueError(
-                f"crop({tokens_to_remove}) is not supported: pass a negative number, the tokens to remove"
-            )
-        if tokens_to_remove == 0 or not self.is_initialized:
-            return
+            raise ValueError(f"crop({tokens_to_remove}) is not supported: pass a negative number, the tokens to remove")
         length = max(0, self.cumulative_length + tokens_to_remove)
         if self.is_sliding and self.oldest > max(0, length - self.sliding_window + 1):
             most = self.cumulative_length - self.oldest - self.sliding_window + 1
@@ -245,7 +246,7 @@ class FastpathLayer(CacheLayerMixin):
                 f"cannot remove {-tokens_to_remove} tokens from a sliding-window layer that has moved on: at most "
                 f"{max(0, most)}. Call activate_past_recording() before generating them."
             )
-        self.cumulative_length = length
+        return length
 
     def reset(self) -> None:
         """Forget every position; the buffers stay."""
@@ -326,6 +327,11 @@ class FastpathCache(Cache):
         """Count positions that kernels have written in every layer."""
         for layer in self.layers:
             layer.advance(num_tokens)
+
+    def crop(self, tokens_to_remove: int) -> None:
+        for layer in self.layers:
+            layer.cropped_length(tokens_to_remove)  # all layers or none
+        super().crop(tokens_to_remove)
 
     def seq_lens(self, layer_idx: int, new_tokens: int) -> torch.Tensor:
         """int32 [batch]: tokens each row of a layer holds once ``new_tokens`` more are there. Do not write to it."""

@@ -199,7 +199,8 @@ def uninstall_sample_loop(user: Any) -> None:
 
 def _remove_if_unused() -> None:
     global _wrapper
-    if not _users and _wrapper is not None and GenerationMixin._sample is _wrapper:
+    in_use = any(True for _ in _users)  # len() may still count the one that is dying
+    if not in_use and _wrapper is not None and GenerationMixin._sample is _wrapper:
         GenerationMixin._sample = _wrapper.__wrapped__
         _wrapper = None
 

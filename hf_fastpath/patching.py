@@ -121,7 +121,9 @@ class PatchState:
         """
         self.stats.note(reason)
         if self.options.strict and self.enabled:
-            raise FallbackError(f"stock code would run ({reason}: {reasons.REASONS[reason]}) and strict=True forbids it")
+            raise FallbackError(
+                f"stock code would run ({reason}: {reasons.REASONS[reason]}) and strict=True forbids it"
+            )
 
     def plan(self, part: structure.ModelPart, batch: int, cache: FastpathCache) -> DecodePlan:
         """The decode plan for this model, batch and cache, made anew if the model's parameters have moved."""
@@ -418,9 +420,17 @@ def _prepare_cache(self: nn.Module, generation_config: Any, model_kwargs: dict, 
     return result
 
 
+def _is_ours(value: Any) -> bool:
+    function = getattr(value, "__func__", None)
+    return isinstance(value, (ModulePatch, PatchState)) or getattr(function, "__module__", "").startswith(
+        "hf_fastpath."
+    )
+
+
 def _unbind(state: PatchState) -> None:
     for module, name, previous in reversed(state.bindings):
-        _restore(vars(module), name, previous)
+        if _is_ours(vars(module).get(name)):  # else the user has put something there since
+            _restore(vars(module), name, previous)
     state.bindings.clear()
     state.plans.clear()
     compat.uninstall_sample_loop(state)

@@ -7,7 +7,7 @@ import torch
 
 import hf_fastpath  # noqa: F401  (defines the ops)
 
-pytest.register_assert_rewrite("checks", "memory")
+pytest.register_assert_rewrite("checks", "memory", "parity", "models", "architecture_checks")
 
 TARGETS = ("cpu", "cuda")
 

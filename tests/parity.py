@@ -117,9 +117,7 @@ class LogitRule:
         assert len(errors) >= least_positions, f"only {len(errors)} positions were compared"
         ours, stock = errors.mean().item(), stock_errors.mean().item()
         assert stock > 0, f"{what}: stock equals float64, so the comparison means nothing"
-        assert ours <= 1.1 * stock, (
-            f"{what}: mean error {ours:.3e}, stock's {stock:.3e} ({ours / stock:.2f}x)"
-        )
+        assert ours <= 1.1 * stock, f"{what}: mean error {ours:.3e}, stock's {stock:.3e} ({ours / stock:.2f}x)"
 
 
 @torch.no_grad()

@@ -55,9 +55,7 @@ def test_build_leaves_library_and_description(compiler, tmp_path):
     info = build.description(path)
     assert info["sources"] == build.sources_hash("cpu") and info["compiler"] == "stub c++ 1.2.3"
     assert len(lines) == 2 and "building the CPU kernels" in lines[0]
-    assert sorted(p.name for p in (tmp_path / "out").iterdir()) == [path.name, f"{path.name}.json"], (
-        "scratch is left"
-    )
+    assert sorted(p.name for p in (tmp_path / "out").iterdir()) == [path.name, f"{path.name}.json"], "scratch is left"
 
 
 def test_only_avx2_files_get_avx2_flags(compiler, tmp_path):
@@ -151,9 +149,7 @@ def test_interrupted_build_is_never_taken_for_a_library(compiler, monkeypatch, t
                 build.build("cpu", out, progress=quiet)
             info = build.description(library)
             if info is not None and info["sources"] == build.sources_hash("cpu"):
-                assert library.read_text() == "object\n", (
-                    "an older library is described as made from these sources"
-                )
+                assert library.read_text() == "object\n", "an older library is described as made from these sources"
 
 
 def test_cache_key_follows_what_the_library_is_made_from(compiler, monkeypatch, tmp_path):

@@ -180,9 +180,7 @@ def test_force_builds_once_in_a_process(fresh, monkeypatch):
 
 def test_invalid_mode_is_named(fresh, monkeypatch):
     monkeypatch.setenv("HF_FASTPATH_BUILD", "sometimes")
-    with pytest.raises(
-        ValueError, match="HF_FASTPATH_BUILD is 'sometimes', expected one of auto, never, force"
-    ):
+    with pytest.raises(ValueError, match="HF_FASTPATH_BUILD is 'sometimes', expected one of auto, never, force"):
         loader.ensure("cpu")
 
 

@@ -187,9 +187,7 @@ def test_a_failing_patch_leaves_nothing(failing, after, monkeypatch):
     from hf_fastpath import patching
 
     require_native(CPU)
-    anchor = hf_fastpath.patch(
-        build("gpt2"), quiet=True
-    )  # keeps the wrapper in place, so that it can be compared
+    anchor = hf_fastpath.patch(build("gpt2"), quiet=True)  # keeps the wrapper in place, so that it can be compared
     model, sample, users = build("mistral"), GenerationMixin._sample, set(compat._users)
     before, real, calls = instances(model), getattr(patching, failing), []
 
@@ -328,9 +326,7 @@ def test_train_a_step_then_generate(architecture, device):
         same_weights = copy.deepcopy(stock)
         same_weights.load_state_dict(ours.state_dict())
         assert_equal_generation(ours, same_weights)
-    assert not torch.equal(same_weights.generate(prompt(device), **GREEDY), untrained), (
-        "training changed nothing"
-    )
+    assert not torch.equal(same_weights.generate(prompt(device), **GREEDY), untrained), "training changed nothing"
 
 
 @over_architectures
@@ -339,9 +335,7 @@ def test_train_a_step_then_generate(architecture, device):
 def test_gradients_within_rule(checkpointing, dropout, architecture, device):
     """As near to float64 as stock's; with dropout, made with the same random numbers."""
     if dropout:
-        names = (
-            ("resid_pdrop", "embd_pdrop", "attn_pdrop") if architecture == "gpt2" else ("attention_dropout",)
-        )
+        names = ("resid_pdrop", "embd_pdrop", "attn_pdrop") if architecture == "gpt2" else ("attention_dropout",)
         changes = dict.fromkeys(names, dropout)
     else:
         changes = dict(resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0) if architecture == "gpt2" else {}
@@ -362,10 +356,7 @@ def test_gradients_within_rule(checkpointing, dropout, architecture, device):
         for name, gradient in found[1].items():
             torch.testing.assert_close(found[0][name], gradient, rtol=1e-4, atol=1e-5)
         return
-    mean = [
-        sum((g[n].double() - found[2][n]).abs().mean().item() for n in found[2]) / len(found[2])
-        for g in found[:2]
-    ]
+    mean = [sum((g[n].double() - found[2][n]).abs().mean().item() for n in found[2]) / len(found[2]) for g in found[:2]]
     assert 0 < mean[1] and mean[0] <= 1.1 * mean[1]
 
 
@@ -666,9 +657,7 @@ def test_default_dtype_of_the_user(dtype, architecture, device):
     try:
         found = ours.generate(**left_padded(device), **GREEDY)
         other = stock.generate(**left_padded(device), **GREEDY)
-        patched_then = hf_fastpath.patch(copy.deepcopy(stock), quiet=True).generate(
-            **left_padded(device), **GREEDY
-        )
+        patched_then = hf_fastpath.patch(copy.deepcopy(stock), quiet=True).generate(**left_padded(device), **GREEDY)
     finally:
         torch.set_default_dtype(torch.float32)
     assert torch.equal(other, expected)
@@ -716,9 +705,7 @@ def test_two_threads_on_one_model(device):
     inputs = [prompt(device, batch, 9, seed=batch) for batch in (1, 2, 1, 3)]
     expected = [stock.generate(ids, max_new_tokens=30, do_sample=False) for ids in inputs]
     with counting(ours) as counts:
-        found = in_threads(
-            *(lambda ids=ids: ours.generate(ids, max_new_tokens=30, do_sample=False) for ids in inputs)
-        )
+        found = in_threads(*(lambda ids=ids: ours.generate(ids, max_new_tokens=30, do_sample=False) for ids in inputs))
     assert counts.fast == 7 * 30 and not counts.reasons
     for a, b in zip(found, expected):
         assert_same_tokens(a, b, stock)
@@ -727,9 +714,7 @@ def test_two_threads_on_one_model(device):
 def test_two_threads_on_two_models(device):
     pairs = [fresh(architecture, device) for architecture in ("gpt2", "llama")]
     ids = prompt(device, 2)
-    found = in_threads(
-        *(lambda m=ours: m.generate(ids, max_new_tokens=30, do_sample=False) for _, ours in pairs)
-    )
+    found = in_threads(*(lambda m=ours: m.generate(ids, max_new_tokens=30, do_sample=False) for _, ours in pairs))
     for tokens, (stock, _) in zip(found, pairs):
         assert_same_tokens(tokens, stock.generate(ids, max_new_tokens=30, do_sample=False), stock)
 
@@ -738,16 +723,12 @@ def test_two_threads_on_two_models(device):
 
 
 def _bert():
-    sizes = dict(
-        hidden_size=32, num_attention_heads=2, num_hidden_layers=1, intermediate_size=64, vocab_size=99
-    )
+    sizes = dict(hidden_size=32, num_attention_heads=2, num_hidden_layers=1, intermediate_size=64, vocab_size=99)
     return BertModel(BertConfig(**sizes))
 
 
 def _t5():
-    return T5ForConditionalGeneration(
-        T5Config(d_model=32, d_kv=16, num_heads=2, d_ff=64, num_layers=1, vocab_size=99)
-    )
+    return T5ForConditionalGeneration(T5Config(d_model=32, d_kv=16, num_heads=2, d_ff=64, num_layers=1, vocab_size=99))
 
 
 @pytest.mark.parametrize("make", (_bert, _t5, lambda: nn.Linear(4, 4)), ids=("bert", "t5", "linear"))
@@ -770,11 +751,7 @@ def test_partial_coverage_warns():
     with pytest.warns(UserWarning, match="unsupported_activation"):
         hf_fastpath.patch(model, quiet=True)
     report = hf_fastpath.report(model)
-    assert (
-        report.loop == "partial_patch"
-        and report.patched["mlp"] == 1
-        and any("mlp" in d for d in report.declined)
-    )
+    assert report.loop == "partial_patch" and report.patched["mlp"] == 1 and any("mlp" in d for d in report.declined)
     assert_equal_generation(model, hf_fastpath.unpatch(copy.deepcopy(model)), fast=False)
     with pytest.raises(UnsupportedModelError, match="strict=True"):
         hf_fastpath.patch(hf_fastpath.unpatch(model), strict=True, quiet=True)

@@ -140,16 +140,12 @@ def test_grad_is_refused_where_there_is_no_backward(spec):
 @pytest.mark.parametrize("target", TARGETS)
 def test_required_library_is_native(target):
     """``HF_FASTPATH_REQUIRE_NATIVE=cpu,cuda``: a run meant for kernels must not test the references."""
-    required = [
-        name.strip() for name in os.environ.get("HF_FASTPATH_REQUIRE_NATIVE", "").split(",") if name.strip()
-    ]
+    required = [name.strip() for name in os.environ.get("HF_FASTPATH_REQUIRE_NATIVE", "").split(",") if name.strip()]
     assert set(required) <= set(TARGETS), f"HF_FASTPATH_REQUIRE_NATIVE names {required}, known: {TARGETS}"
     if target not in required:
         pytest.skip(f"HF_FASTPATH_REQUIRE_NATIVE does not name {target}")
     status = library_status()
-    assert target in status and status[target].native, (
-        f"the {target} library is not native: {status.get(target)}"
-    )
+    assert target in status and status[target].native, f"the {target} library is not native: {status.get(target)}"
     has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key
     missing = [spec.name for spec in SPECS if not has_kernel(f"hf_fastpath::{spec.name}", KEYS[target])]
     assert not missing, f"the {target} library does not implement {', '.join(missing)}"
@@ -215,9 +211,7 @@ for holder, old in zip(holders, before):
 """
 
 
-@pytest.mark.parametrize(
-    "script", (IMPORT_ALONE, IMPORT_BESIDE_TRANSFORMERS), ids=("alone", "beside_transformers")
-)
+@pytest.mark.parametrize("script", (IMPORT_ALONE, IMPORT_BESIDE_TRANSFORMERS), ids=("alone", "beside_transformers"))
 def test_import_changes_nothing(script, tmp_path):
     root = str(Path(hf_fastpath.__file__).parent.parent)
     path = os.pathsep.join(filter(None, (root, os.environ.get("PYTHONPATH"))))

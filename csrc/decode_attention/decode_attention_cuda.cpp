@@ -23,9 +23,8 @@ Tensor decode_attention(const Tensor& q, const Tensor& k_cache, const Tensor& v_
           k_cache.size(3) == head_dim && k_cache.size(1) > 0 && num_heads % k_cache.size(1) == 0,
       "hf_fastpath::decode_attention: the caches do not match q: expected [batch, kv_heads, capacity, "
       "head_dim] with kv_heads a divisor of q's heads");
-  STD_TORCH_CHECK(
-      k_cache.is_contiguous() && v_cache.is_contiguous() && is_aligned16(k_cache) && is_aligned16(v_cache),
-      "hf_fastpath::decode_attention: the caches have to be contiguous and 16-byte aligned");
+  STD_TORCH_CHECK(k_cache.is_contiguous() && v_cache.is_contiguous(),
+                  "hf_fastpath::decode_attention: the caches have to be contiguous");
   STD_TORCH_CHECK(dtype_of(v_cache, kOp) == dtype_of(k_cache, kOp),
                   "hf_fastpath::decode_attention: k_cache and v_cache differ in dtype");
   STD_TORCH_CHECK(seq_lens.numel() == batch && seq_lens.scalar_type() == ScalarType::Int &&
@@ -38,6 +37,8 @@ Tensor decode_attention(const Tensor& q, const Tensor& k_cache, const Tensor& v_
   const cudaStream_t stream = current_stream(guard.device());
   Tensor query = hf_fastpath::contiguous(q);
   if (!is_aligned16(query)) query = torch::stable::clone(query);  // a view that starts anywhere
+  const Tensor keys = is_aligned16(k_cache) ? k_cache : torch::stable::clone(k_cache);
+  const Tensor values = is_aligned16(v_cache) ? v_cache : torch::stable::clone(v_cache);
   const Tensor lens = hf_fastpath::contiguous(seq_lens);
   std::optional<Tensor> first, table;
   if (starts) first = hf_fastpath::contiguous(*starts);
@@ -46,8 +47,8 @@ Tensor decode_attention(const Tensor& q, const Tensor& k_cache, const Tensor& v_
 
   DecodeAttentionParams p{};
   p.q = query.data_ptr();
-  p.k_cache = k_cache.data_ptr();
-  p.v_cache = v_cache.data_ptr();
+  p.k_cache = keys.data_ptr();
+  p.v_cache = values.data_ptr();
   p.seq_lens = static_cast<const int32_t*>(lens.data_ptr());
   p.starts = static_cast<const int32_t*>(data_or_null(first));
   p.kv_table = static_cast<const int64_t*>(data_or_null(table));

@@ -12,7 +12,7 @@ Tensor gemv(const Tensor& x, const Tensor& weight, const std::optional<Tensor>& 
   GemvParams p = gemv_params(input, kOp);
   p.activation = activation_of(activation, kOp);
   p.transposed = transposed;
-  add_segment(p, weight, bias, kOp);
+  const std::optional<Tensor> kept = add_segment(p, weight, bias, kOp);
   std::optional<Tensor> added;
   if (residual) {
     STD_TORCH_CHECK(residual->numel() == int64_t(p.m) * p.n && dtype_of(*residual, kOp) == p.dtype,

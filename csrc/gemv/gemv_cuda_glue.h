@@ -22,9 +22,10 @@ inline GemvParams gemv_params(const Tensor& x, const char* op) {
   return p;
 }
 
-// Appends a weight (and bias) after the features the segments hold so far.
-inline void add_segment(GemvParams& p, const Tensor& weight, const std::optional<Tensor>& bias,
-                        const char* op) {
+// Appends a weight (and bias) after the features the segments hold so far. Returns the tensor that has to live
+// until the launch: the bias made contiguous.
+inline std::optional<Tensor> add_segment(GemvParams& p, const Tensor& weight,
+                                         const std::optional<Tensor>& bias, const char* op) {
   STD_TORCH_CHECK(
       weight.dim() == 2 && weight.size(p.transposed ? 0 : 1) == p.k && dtype_of(weight, op) == p.dtype,
       "hf_fastpath::", op, ": a weight does not match x's last dimension (", p.k, ") and dtype");
@@ -32,16 +33,19 @@ inline void add_segment(GemvParams& p, const Tensor& weight, const std::optional
                   ": a weight's rows are not contiguous");
   const int64_t features = weight.size(p.transposed ? 1 : 0);
   STD_TORCH_CHECK(
-      !bias || (bias->numel() == features && bias->is_contiguous() && dtype_of(*bias, op) == p.dtype),
+      !bias || (bias->numel() == features && dtype_of(*bias, op) == p.dtype),
       "hf_fastpath::", op, ": a bias does not match its weight (", features, " features) and dtype");
   GemvSegment& segment = p.segments[p.num_segments++];
   segment.weight = weight.data_ptr();
-  segment.bias = data_or_null(bias);
+  std::optional<Tensor> kept;
+  if (bias) kept = hf_fastpath::contiguous(*bias);
+  segment.bias = data_or_null(kept);
   segment.stride = weight.stride(0);
   segment.first = p.n;
   STD_TORCH_CHECK(p.k < kMaxFeatures && p.n + features < kMaxFeatures, "hf_fastpath::", op,
                   ": more than 2^31 features");
   p.n += static_cast<int>(features);
+  return kept;
 }
 
 }  // namespace hf_fastpath

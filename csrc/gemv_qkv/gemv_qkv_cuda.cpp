@@ -12,11 +12,12 @@ Tensor gemv_qkv(const Tensor& x, const Tensor& q_weight, const Tensor& k_weight,
   const DeviceGuard guard(x);
   const Tensor input = hf_fastpath::contiguous(x);
   GemvParams p = gemv_params(input, kOp);
-  add_segment(p, q_weight, q_bias, kOp);
-  add_segment(p, k_weight, k_bias, kOp);
-  add_segment(p, v_weight, v_bias, kOp);
+  const std::optional<Tensor> kept[] = {add_segment(p, q_weight, q_bias, kOp),
+                                        add_segment(p, k_weight, k_bias, kOp),
+                                        add_segment(p, v_weight, v_bias, kOp)};
   Tensor out = empty_like_with_sizes(input, sizes_with_last(input, p.n));
   p.out = out.data_ptr();
+  static_cast<void>(kept);
   launch_gemv(p, current_stream(guard.device()));
   return out;
 }

@@ -25,6 +25,17 @@ Tensor rope_append(const Tensor& qkv, const std::optional<Tensor>& bias, const s
           seq_lens.scalar_type() == ScalarType::Int && dtype_of(v_cache, kOp) == dtype_of(k_cache, kOp),
       "hf_fastpath::rope_append: the caches have to be contiguous and alike, seq_lens int32 [batch]");
   STD_TORCH_CHECK(cos.has_value() == sin.has_value(), "hf_fastpath::rope_append: cos and sin go together");
+  const DType dtype = dtype_of(qkv, kOp);
+  for (const std::optional<Tensor>* given : {&bias, &cos, &sin}) {
+    STD_TORCH_CHECK(!*given || dtype_of(**given, kOp) == dtype,
+                    "hf_fastpath::rope_append: bias, cos and sin have to be of qkv's dtype");
+  }
+  STD_TORCH_CHECK(!bias || bias->numel() == features, "hf_fastpath::rope_append: bias has ",
+                  bias ? bias->numel() : 0, " elements, expected ", features);
+  STD_TORCH_CHECK(!cos || (cos->dim() == 3 && sizes_of(*cos) == sizes_of(*sin) && cos->size(1) == query_len &&
+                           (cos->size(0) == 1 || cos->size(0) == batch) && cos->size(2) <= head_dim &&
+                           cos->size(2) % 2 == 0),
+                  "hf_fastpath::rope_append: cos and sin have to be [batch or 1, query_len, rotary_dim]");
   STD_TORCH_CHECK(!kv_table || (kv_table->dim() == 2 && layer >= 0 && layer < kv_table->size(0)),
                   "hf_fastpath::rope_append: layer ", layer, " is not a row of kv_table");
 
@@ -55,7 +66,7 @@ Tensor rope_append(const Tensor& qkv, const std::optional<Tensor>& bias, const s
   p.head_dim = static_cast<int>(head_dim);
   p.rotary_dim = c ? static_cast<int>(c->size(2)) : 0;
   p.cos_batch_stride = c && c->size(0) > 1 ? query_len * p.rotary_dim : 0;
-  p.dtype = dtype_of(input, kOp);
+  p.dtype = dtype;
   p.cache_dtype = dtype_of(k_cache, kOp);
   launch_rope_append(p, current_stream(guard.device()));
   return q;

@@ -141,7 +141,7 @@ def _layout_reason(input_ids: torch.Tensor, model_kwargs: dict, past_len: int) -
 def is_left_padding(mask: torch.Tensor) -> bool:
     """Whether every row of a [batch, seq_len] mask is zeros, then ones, and ends in a one."""
     ones = mask.to(torch.int8)
-    return bool(((ones[:, 1:] >= ones[:, :-1]).all() & (ones[:, -1] == 1).all() & ((mask == 0) | (mask == 1)).all()))
+    return bool((ones[:, 1:] >= ones[:, :-1]).all() & (ones[:, -1] == 1).all() & ((mask == 0) | (mask == 1)).all())
 
 
 @dataclass
@@ -255,9 +255,9 @@ class _Loop:
 
     def _send(self, tokens: torch.Tensor) -> None:
         """Start copying this step's outcome to the host."""
-        finished = torch.empty((), dtype=torch.bool, pin_memory=True)
+        finished = torch.empty((), dtype=torch.bool, device="cpu", pin_memory=True)
         finished.copy_(self.unfinished.max() == 0, non_blocking=True)
-        on_host = torch.empty(self.batch, dtype=torch.long, pin_memory=True)
+        on_host = torch.empty(self.batch, dtype=torch.long, device="cpu", pin_memory=True)
         if self.streamer is not None:
             on_host.copy_(tokens, non_blocking=True)
         event = torch.cuda.Event()

@@ -141,7 +141,7 @@ class DecodePlan:
         layers = self.cache.layers
         if self.kv_table is not None:
             rows = [[layer.k_buffer.data_ptr(), layer.v_buffer.data_ptr(), layer.capacity] for layer in layers]
-            self.kv_table.copy_(torch.tensor(rows, dtype=torch.long))
+            self.kv_table.copy_(torch.tensor(rows, dtype=torch.long, device="cpu"))
         for (k, v), layer in zip(self._caches, layers):
             self.program.values[k.index], self.program.values[v.index] = layer.k_buffer, layer.v_buffer
 

@@ -313,5 +313,11 @@ def model_part(architecture: Architecture, model: nn.Module) -> ModelPart | None
 
 
 def fingerprint(part: ModelPart) -> tuple:
-    """What a decode plan bakes in of the model: which parameters, where they are, and of which type."""
-    return tuple(None if p is None else (id(p), p.data_ptr(), p.dtype) for p in part.parameters())
+    """What a decode plan bakes in of the model: parameters, where and of which type they are, and constants."""
+    parameters = [None if p is None else (id(p), p.data_ptr(), p.dtype) for p in part.parameters()]
+    constants = [
+        (layer.attention.scaling, layer.attention.num_heads, layer.window, layer.mlp.activation)
+        + (layer.attention_norm.eps, layer.mlp_norm.eps)
+        for layer in part.layers
+    ]
+    return (*parameters, *constants, part.final_norm.eps)

@@ -7,9 +7,7 @@ import torch
 from ..registry import OpSpec, Sample, nbytes, register, shape_reason, tensor_reasons
 
 
-def reference(
-    x: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor | None, eps: float
-) -> torch.Tensor:
+def reference(x: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor | None, eps: float) -> torch.Tensor:
     """``(x - mean) / sqrt(var + eps) * weight + bias`` over the last dimension (biased variance).
 
     Args:

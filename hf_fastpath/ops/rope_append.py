@@ -59,7 +59,7 @@ def reference(
     num_kv_heads, capacity, head_dim = k_cache.shape[1:]
     if bias is not None:
         qkv = qkv + bias
-    q, k, v = qkv.view(batch, query_len, -1, head_dim).split([num_heads, num_kv_heads, num_kv_heads], dim=2)
+    q, k, v = qkv.reshape(batch, query_len, -1, head_dim).split([num_heads, num_kv_heads, num_kv_heads], dim=2)
     if cos is not None:
         q, k = _rotate(q, cos, sin), _rotate(k, cos, sin)
     slots = positions(seq_lens, query_len) % capacity
@@ -90,7 +90,9 @@ def why_not(qkv, bias, cos, sin, k_cache, v_cache, seq_lens, num_heads, kv_table
         if (cos is None) != (sin is None):
             reasons.append("cos and sin go together: pass both or neither")
         elif cos is not None and (cos.shape != sin.shape or not _fits(cos, batch, query_len, head_dim)):
-            reasons.append(f"cos {tuple(cos.shape)}, sin {tuple(sin.shape)}: expected [{batch} or 1, {query_len}, even]")
+            reasons.append(
+                f"cos {tuple(cos.shape)}, sin {tuple(sin.shape)}: expected [{batch} or 1, {query_len}, even]"
+            )
     return reasons
 
 
@@ -118,9 +120,7 @@ def samples(device: torch.device, dtype: torch.dtype):
         if rotary_dim:
             angle = torch.rand(batch, query_len, rotary_dim // 2, device=device).repeat(1, 1, 2) * 6.28
             cos, sin = angle.cos().to(dtype), angle.sin().to(dtype)
-        caches = [
-            torch.randn(batch, kv_heads, capacity, head_dim, device=device).to(kv or dtype) for _ in range(2)
-        ]
+        caches = [torch.randn(batch, kv_heads, capacity, head_dim, device=device).to(kv or dtype) for _ in range(2)]
         lens = torch.tensor(seq_lens, device=device, dtype=torch.int32)
         row = torch.randn(features, device=device, dtype=dtype) if bias else None
         return Sample(qkv, row, cos, sin, *caches, lens, heads)

@@ -79,9 +79,7 @@ class Walk:
         return f"crop(-{count})"
 
     def reorder(self) -> str:
-        order = torch.tensor(
-            [self.random.randrange(self.batch) for _ in range(self.batch)], device=self.device
-        )
+        order = torch.tensor([self.random.randrange(self.batch) for _ in range(self.batch)], device=self.device)
         self.ours.reorder_cache(order)
         self.stock.reorder_cache(order)
         return f"reorder({order.tolist()})"

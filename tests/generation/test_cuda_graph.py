@@ -93,9 +93,7 @@ def test_late_end_is_undone(sample, cuda):
             out = model.generate(ids, **options)
             state = torch.cuda.get_rng_state()
             more = torch.cat((out.sequences, prompt(cuda, 2, 3)), dim=1)
-            then = model.generate(
-                more, past_key_values=out.past_key_values, max_new_tokens=10, do_sample=sample
-            )
+            then = model.generate(more, past_key_values=out.past_key_values, max_new_tokens=10, do_sample=sample)
             results.append((out, state, out.past_key_values.get_seq_length(), then))
         (a, a_state, _, a_then), (b, b_state, _, b_then) = results
         assert_same_tokens(a.sequences, b.sequences, None if sample else stock)

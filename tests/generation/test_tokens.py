@@ -58,9 +58,7 @@ def test_trained_model_greedy_tokens_equal(device):
     stock, ours = trained(device)
     ids = heldout_tokens(60).to(device)
     with counting(ours) as counts:
-        found, expected = both(
-            stock, ours, input_ids=ids, max_new_tokens=320, do_sample=False, eos_token_id=None
-        )
+        found, expected = both(stock, ours, input_ids=ids, max_new_tokens=320, do_sample=False, eos_token_id=None)
     assert counts.fast == 320 and not counts.fallback
     assert_same_tokens(found, expected)
 
@@ -189,9 +187,7 @@ def test_sampling_that_ends_early_leaves_the_generator_as_stock_does(device):
     """Rows end at different steps; steps run past the end must leave no trace in the generator."""
     stock, ours = pair("llama", device)
     for seed in range(4):
-        options = dict(
-            do_sample=True, top_k=20, max_new_tokens=60, eos_token_id=list(range(100, 200)), seed=seed
-        )
+        options = dict(do_sample=True, top_k=20, max_new_tokens=60, eos_token_id=list(range(100, 200)), seed=seed)
         found, expected = both(stock, ours, input_ids=prompt(device, 3, seed=seed), **options)
         assert found.shape[1] < 11 + 60
         assert_same_tokens(found, expected)
@@ -274,9 +270,7 @@ def test_custom_stopping_criteria(device):
         criterion = StopAtLength(19)
         options = dict(return_dict_in_generate=True, output_scores=True)
         with counting(ours) as counts:
-            out = model.generate(
-                ids, stopping_criteria=StoppingCriteriaList([criterion]), **GREEDY, **options
-            )
+            out = model.generate(ids, stopping_criteria=StoppingCriteriaList([criterion]), **GREEDY, **options)
         if model is ours:
             assert counts.reasons == {"custom_stopping_criteria": 1} and counts.fast == 16
         results.append(out.sequences)
@@ -431,9 +425,7 @@ def test_prompt_lookup_across_the_window(device):
     """Rejected drafts are cropped from layers that have moved on."""
     stock, ours = trained(device)
     ids = heldout_tokens(300).to(device)
-    found, expected = both(
-        stock, ours, input_ids=ids, prompt_lookup_num_tokens=8, max_new_tokens=80, do_sample=False
-    )
+    found, expected = both(stock, ours, input_ids=ids, prompt_lookup_num_tokens=8, max_new_tokens=80, do_sample=False)
     assert_same_tokens(found, expected)
 
 

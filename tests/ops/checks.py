@@ -38,9 +38,7 @@ def tensors(spec: OpSpec, sample: Sample) -> dict[str, torch.Tensor]:
 
 def written(spec: OpSpec) -> set[str]:
     """Names of the arguments that the schema says the op writes to."""
-    return {
-        a.name for a in spec.overload._schema.arguments if a.alias_info is not None and a.alias_info.is_write
-    }
+    return {a.name for a in spec.overload._schema.arguments if a.alias_info is not None and a.alias_info.is_write}
 
 
 def replaced(spec: OpSpec, sample: Sample, **values: object) -> Sample:
@@ -95,18 +93,14 @@ def assert_rule(ours: torch.Tensor, stock: torch.Tensor, ref: torch.Tensor, what
     if wrong.any():
         first = tuple(wrong.nonzero()[0].tolist())
         values = f"{ours[first].item()} where the reference has {ref[first].item()}"
-        raise AssertionError(
-            f"{what}: {int(wrong.sum())} of {ref.numel()} elements wrong, first at {first}: {values}"
-        )
+        raise AssertionError(f"{what}: {int(wrong.sum())} of {ref.numel()} elements wrong, first at {first}: {values}")
     finite = ours.isfinite() & stock.isfinite() & ref.isfinite()
     if not finite.any():
         return
     error, stock_error = ((t.double() - ref)[finite].abs().max().item() for t in (ours, stock))
     scale = ref[finite].abs().max().item()
     bound = 2 * stock_error + torch.finfo(ours.dtype).eps * scale
-    assert error <= bound, (
-        f"{what}: error {error:.3e}, bound {bound:.3e} (stock {stock_error:.3e}, scale {scale:.3e})"
-    )
+    assert error <= bound, f"{what}: error {error:.3e}, bound {bound:.3e} (stock {stock_error:.3e}, scale {scale:.3e})"
 
 
 def _same_kind(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
@@ -183,21 +177,15 @@ def formula(spec: OpSpec) -> type[torch.autograd.Function]:
     Native kernels take no float64, so ``gradcheck`` has to reach the formula without them.
     """
     methods = {"forward": spec.reference, "setup_context": spec.setup_context, "backward": spec.backward}
-    return type(
-        f"{spec.name}_formula", (torch.autograd.Function,), {k: staticmethod(f) for k, f in methods.items()}
-    )
+    return type(f"{spec.name}_formula", (torch.autograd.Function,), {k: staticmethod(f) for k, f in methods.items()})
 
 
-def assert_gradients(
-    spec: OpSpec, inputs: tuple[torch.Tensor, ...], upstream: torch.Tensor, *options: object
-) -> None:
+def assert_gradients(spec: OpSpec, inputs: tuple[torch.Tensor, ...], upstream: torch.Tensor, *options: object) -> None:
     """Assert the numerics rule on the gradients of ``inputs``; ref and stock are autograd's own."""
 
     def gradients(function: Callable[..., torch.Tensor], wide: bool) -> tuple[torch.Tensor, ...]:
         leaves = [(upcast(t) if wide else t.clone()).requires_grad_() for t in inputs]
-        return torch.autograd.grad(
-            function(*leaves, *options), leaves, upstream.double() if wide else upstream
-        )
+        return torch.autograd.grad(function(*leaves, *options), leaves, upstream.double() if wide else upstream)
 
     ref, stock = gradients(spec.reference, True), gradients(spec.reference, False)
     for number, got in enumerate(gradients(spec.overload, False)):
@@ -246,9 +234,7 @@ def common_tests(spec: OpSpec, odd_sizes: Samples | None = None) -> dict[str, Ca
                     taken |= single
                     if number == 0:
                         assert_same_as_copy(spec, call, f"{layout.__name__} {name}:")
-                assert_same_as_copy(
-                    spec, replaced(spec, sample, **taken), f"{layout.__name__} {list(taken)}:"
-                )
+                assert_same_as_copy(spec, replaced(spec, sample, **taken), f"{layout.__name__} {list(taken)}:")
 
     @over_dtypes
     def handles_broadcast_views(device: torch.device, dtype: torch.dtype) -> None:
@@ -277,9 +263,7 @@ def common_tests(spec: OpSpec, odd_sizes: Samples | None = None) -> dict[str, Ca
                     again = run(spec, spec.overload, call)
                 assert intact(again["result"]), f"{describe(spec, sample)}: elements left unwritten"
                 for name, tensor in again.items():
-                    assert same_bits(tensor, first[name]), (
-                        f"{describe(spec, sample)}: {name} differs between runs"
-                    )
+                    assert same_bits(tensor, first[name]), f"{describe(spec, sample)}: {name} differs between runs"
 
     def opcheck(device: torch.device) -> None:
         """The schema tells the truth, the fake agrees with the op, autograd and AOT dispatch work."""
@@ -325,9 +309,7 @@ def common_tests(spec: OpSpec, odd_sizes: Samples | None = None) -> dict[str, Ca
                 with torch.autocast(device.type, dtype=region):
                     got = ours(spec, sample)
                 for name, tensor in got.items():
-                    assert same_bits(tensor, expected[name]), (
-                        f"autocast {region} {describe(spec, sample)}: {name}"
-                    )
+                    assert same_bits(tensor, expected[name]), f"autocast {region} {describe(spec, sample)}: {name}"
 
     @pytest.mark.parametrize("threads", (1, 2, 3))
     def any_thread_count(threads: int) -> None:

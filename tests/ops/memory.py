@@ -28,9 +28,7 @@ def compact(tensor: torch.Tensor) -> torch.Tensor:
 
 def same_storage(a: torch.Tensor, b: torch.Tensor) -> bool:
     """Whether the memory behind two tensors, gaps between elements included, holds the same bytes."""
-    return torch.equal(
-        *(torch.empty(0, dtype=torch.uint8, device=t.device).set_(t.untyped_storage()) for t in (a, b))
-    )
+    return torch.equal(*(torch.empty(0, dtype=torch.uint8, device=t.device).set_(t.untyped_storage()) for t in (a, b)))
 
 
 def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:

@@ -35,9 +35,7 @@ def make(
     for _ in range(2):
         cache = torch.full((batch, kv_heads, capacity, head_dim), float("nan"), device=device).to(kv or dtype)
         for row, seq_len in enumerate(seq_lens):
-            slots = [
-                position % capacity for position in seen(seq_len, query_len, starts and starts[row], window)
-            ]
+            slots = [position % capacity for position in seen(seq_len, query_len, starts and starts[row], window)]
             cache[row, :, slots] = torch.randn(kv_heads, len(slots), head_dim, device=device).to(cache.dtype)
         caches.append(cache)
     return Sample(
@@ -65,9 +63,7 @@ def naive(sample: Sample) -> torch.Tensor:
     out = torch.zeros(batch, query_len, num_heads, head_dim, dtype=torch.float64)
     for b, i, h in itertools.product(range(batch), range(query_len), range(num_heads)):
         p = int(a["seq_lens"][b]) - query_len + i
-        first = max(
-            int(a["starts"][b]) if a["starts"] is not None else 0, p - a["window"] + 1 if a["window"] else 0
-        )
+        first = max(int(a["starts"][b]) if a["starts"] is not None else 0, p - a["window"] + 1 if a["window"] else 0)
         slots = [j % capacity for j in range(first, p + 1)]
         if slots:
             k, v = (a[name][b, h // group, slots].double() for name in ("k_cache", "v_cache"))
@@ -101,9 +97,7 @@ globals().update(common_tests(SPEC, odd_sizes))
 def test_decode_attention_reference_is_the_formula():
     for sample in itertools.chain(odd_sizes(CPU, torch.float64), edges(CPU, torch.float64)):
         expected = naive(sample)
-        assert (SPEC.reference(**sample.kwargs) - expected).abs().max() <= 1e3 * torch.finfo(
-            torch.float64
-        ).eps
+        assert (SPEC.reference(**sample.kwargs) - expected).abs().max() <= 1e3 * torch.finfo(torch.float64).eps
 
 
 def edges(device, dtype):
@@ -141,14 +135,10 @@ def edges(device, dtype):
             seq_lens=[seq_len],
             window=window,
         )
-    yield make(
-        device, dtype, heads=2, kv_heads=2, head_dim=32, capacity=30, seq_lens=[30], window=1
-    )  # itself only
+    yield make(device, dtype, heads=2, kv_heads=2, head_dim=32, capacity=30, seq_lens=[30], window=1)  # itself only
     yield make(device, dtype, heads=2, kv_heads=2, head_dim=32, capacity=30, seq_lens=[20], window=1000)
     for starts in ([0, 19, 20], [18, 5, 1]):  # everything, the last token only, nothing visible
-        yield make(
-            device, dtype, heads=4, kv_heads=1, head_dim=64, capacity=32, seq_lens=[20, 20, 20], starts=starts
-        )
+        yield make(device, dtype, heads=4, kv_heads=1, head_dim=64, capacity=32, seq_lens=[20, 20, 20], starts=starts)
         yield make(
             device,
             dtype,
@@ -182,9 +172,7 @@ def test_decode_attention_edges(device, dtype):
 
 
 def test_decode_attention_sees_nothing_gives_zeros(device):
-    sample = make(
-        device, torch.float32, heads=2, kv_heads=1, head_dim=32, capacity=9, seq_lens=[6, 6], starts=[6, 0]
-    )
+    sample = make(device, torch.float32, heads=2, kv_heads=1, head_dim=32, capacity=9, seq_lens=[6, 6], starts=[6, 0])
     with poisoned(device, 2 * 64 * 4):
         result = SPEC(**sample.kwargs)
     assert not result[0].any() and result[1].any()
@@ -260,9 +248,7 @@ def test_decode_attention_large_scores(device, dtype):
 def test_decode_attention_special_values(device, dtype):
     """A NaN key spoils its head group, a NaN or infinite value its column, and nothing else."""
     for length in (9, 200):
-        sample = make(
-            device, dtype, heads=4, kv_heads=2, head_dim=32, capacity=length, seq_lens=[length, length]
-        )
+        sample = make(device, dtype, heads=4, kv_heads=2, head_dim=32, capacity=length, seq_lens=[length, length])
         sample.kwargs["k_cache"][0, 1, length - 2, 3] = float("nan")
         sample.kwargs["v_cache"][1, 0, 1, 5] = float("inf")
         sample.kwargs["v_cache"][1, 1, length - 1, 31] = float("nan")
@@ -307,9 +293,7 @@ def test_decode_attention_reuses_its_workspace(device, dtype):
     workspace = torch.zeros(size, dtype=torch.uint8, device=device)
     for call in calls:
         assert_matches(SPEC, call)
-        with poisoned(
-            device, workspace_bytes(*call.kwargs["q"].shape)
-        ):  # what the op allocates itself is not zero
+        with poisoned(device, workspace_bytes(*call.kwargs["q"].shape)):  # what the op allocates itself is not zero
             call.fresh = SPEC(**call.kwargs)
     for call in (*calls, *reversed(calls), calls[0], calls[0]):
         assert same_bits(SPEC(**call.kwargs, workspace=workspace), call.fresh)

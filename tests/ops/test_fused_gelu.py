@@ -80,9 +80,7 @@ def test_fused_gelu_gradient(device, dtype, approximate):
 def test_fused_gelu_trains_through_views_and_compile(device):
     x = torch.randn(6, 10, device=device).t().requires_grad_()
     (expected,) = torch.autograd.grad(torch.ops.hf_fastpath.fused_gelu(x).square().sum(), x)
-    compiled = torch.compile(
-        lambda x: torch.ops.hf_fastpath.fused_gelu(x), fullgraph=True, backend="aot_eager"
-    )
+    compiled = torch.compile(lambda x: torch.ops.hf_fastpath.fused_gelu(x), fullgraph=True, backend="aot_eager")
     (got,) = torch.autograd.grad(compiled(x).square().sum(), x)
     assert same_bits(got, expected)
 

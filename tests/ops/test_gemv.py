@@ -32,14 +32,10 @@ def odd_sizes(device, dtype):
     )
     for transposed in (False, True):
         for rows, k, n in sizes:
-            yield Sample(
-                randn(rows, k), matrix(k, n, transposed), randn(n), randn(rows, n), transposed=transposed
-            )
+            yield Sample(randn(rows, k), matrix(k, n, transposed), randn(n), randn(rows, n), transposed=transposed)
         for rows in range(1, MAX_ROWS + 1):
             yield Sample(randn(rows, 70), matrix(70, 21, transposed), transposed=transposed)
-    yield Sample(
-        randn(50), randn(7, 50), randn(7), randn(7), "silu"
-    )  # a single row without a batch dimension
+    yield Sample(randn(50), randn(7, 50), randn(7), randn(7), "silu")  # a single row without a batch dimension
     yield Sample(randn(2, 1, 3, 20), randn(9, 20), None, randn(2, 1, 3, 9), "gelu")
 
 
@@ -128,8 +124,6 @@ def test_gemv_reference_is_the_models_layers():
     with torch.no_grad():
         linear.weight.copy_(weight), linear.bias.copy_(bias)
         assert same_bits(SPEC.reference(x, linear.weight, linear.bias), linear(x))
-        x, weight, bias = (
-            torch.randint(-3, 4, t.shape).float() for t in (x, weight, bias)
-        )  # exact in any order
+        x, weight, bias = (torch.randint(-3, 4, t.shape).float() for t in (x, weight, bias))  # exact in any order
         conv.weight.copy_(weight.t()), conv.bias.copy_(bias)
         assert torch.equal(SPEC.reference(x, conv.weight, conv.bias, transposed=True), conv(x))

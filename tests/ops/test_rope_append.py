@@ -131,9 +131,7 @@ def test_rope_append_leaves_the_rest_of_a_head(device, dtype):
 @over_dtypes
 def test_rope_append_shares_angles_between_rows(device, dtype):
     """cos and sin of batch 1 serve every row; so do expanded ones."""
-    sample = make(
-        device, dtype, heads=4, kv_heads=2, head_dim=32, capacity=9, seq_lens=[3, 9, 30], rotary_dim=32
-    )
+    sample = make(device, dtype, heads=4, kv_heads=2, head_dim=32, capacity=9, seq_lens=[3, 9, 30], rotary_dim=32)
     one = {name: sample.kwargs[name][:1] for name in ("cos", "sin")}
     shared = replaced(SPEC, sample, **one)
     expanded = replaced(SPEC, sample, **{name: tensor.expand(3, -1, -1) for name, tensor in one.items()})
@@ -152,9 +150,7 @@ def test_rope_append_special_values(device, dtype):
 
 def test_rope_append_overflow_of_a_half_cache_is_infinite(device):
     """A key beyond float16's range becomes inf in a float16 cache, as a cast does."""
-    sample = make(
-        device, torch.float32, heads=1, kv_heads=1, head_dim=32, capacity=4, seq_lens=[2], kv=torch.float16
-    )
+    sample = make(device, torch.float32, heads=1, kv_heads=1, head_dim=32, capacity=4, seq_lens=[2], kv=torch.float16)
     sample.kwargs["qkv"][0, 0, 32], sample.kwargs["qkv"][0, 0, 64] = 1e6, -65520.0
     result = ours(SPEC, sample)
     assert result["k_cache"][0, 0, 1, 0] == float("inf") and result["v_cache"][0, 0, 1, 0] == -float("inf")
@@ -187,9 +183,7 @@ def test_rope_append_follows_kv_table(device, kv):
     assert same_bits(SPEC(**call.kwargs), expected["result"])
     assert same_bits(k_cache, expected["k_cache"]) and same_bits(v_cache, expected["v_cache"])
     for name in ("k_cache", "v_cache"):
-        assert same_bits(call.kwargs[name], sample.kwargs[name]), (
-            f"{name} was written beside the table's cache"
-        )
+        assert same_bits(call.kwargs[name], sample.kwargs[name]), f"{name} was written beside the table's cache"
 
 
 @pytest.mark.parametrize(

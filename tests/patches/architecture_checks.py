@@ -20,9 +20,7 @@ from hf_fastpath.registry import FLOAT_DTYPES
 SEEDS = range(4)
 #: positions that are compared for each seed
 POSITIONS = 64
-over_dtypes = pytest.mark.parametrize(
-    "dtype", FLOAT_DTYPES, ids=lambda dtype: str(dtype).removeprefix("torch.")
-)
+over_dtypes = pytest.mark.parametrize("dtype", FLOAT_DTYPES, ids=lambda dtype: str(dtype).removeprefix("torch."))
 
 
 def text_of(device: torch.device, batch: int, length: int, seed: int) -> torch.Tensor:
@@ -98,14 +96,8 @@ def chunked(golden: Golden, rule: LogitRule) -> None:
     ref = walk(golden.ref, text, lengths, golden.rounding_cache())
     found = []
     for model in (golden.ours, golden.stock):
-        cache = (
-            hf_fastpath.FastpathCache(model.config)
-            if model is golden.ours
-            else DynamicCache(config=model.config)
-        )
-        once = forced_logits(
-            model, text[:, : first + steps], first, past_key_values=cache, prefill_chunk_size=chunk
-        )
+        cache = hf_fastpath.FastpathCache(model.config) if model is golden.ours else DynamicCache(config=model.config)
+        once = forced_logits(model, text[:, : first + steps], first, past_key_values=cache, prefill_chunk_size=chunk)
         # generate() has not fed the token it chose last, so the cache ends where the forced text does
         assert cache.get_seq_length() == first + steps
         again = forced_logits(model, text, turn, past_key_values=cache)
@@ -209,9 +201,7 @@ def assert_variant_right(
     ref = float64_copy(stock)
     for seed in SEEDS:
         text = text_of(device, 4, 5 + POSITIONS // 4, seed)
-        expected = walk(ref, text, [5] + [1] * (POSITIONS // 4), RoundingCache(ref.config, torch.float32))[
-            :, 4:
-        ]
+        expected = walk(ref, text, [5] + [1] * (POSITIONS // 4), RoundingCache(ref.config, torch.float32))[:, 4:]
         rule.add(forced_logits(ours, text, 5), forced_logits(stock, text, 5), expected)
     rule.check(f"{architecture} {changes}")
 
