@@ -48,7 +48,7 @@ def main() -> None:
     print("--- parity --------------------------------------------------------------------")
     print(f"tokens equal: {torch.equal(stock_ids, fast_ids)} ({fast_ids.shape[1]} tokens)")
     print(check)
-    print("--- speed (whole generate(), prompt included, median of %d) ---------------------" % REPEATS)
+    print(f"--- speed (whole generate(), prompt included, median of {REPEATS}) ---------------------")
     new_tokens = fast_ids.shape[1] - tokenizer(PROMPT, return_tensors="pt")["input_ids"].shape[1]
     stock, fast = (new_tokens / statistics.median(seconds) for seconds in (stock_seconds, fast_seconds))
     print(f"stock {stock:8.1f} tok/s   patched {fast:8.1f} tok/s   {fast / stock:.2f}x   ({model.device})")

@@ -1,4 +1,4 @@
-"""Self-test on a version of transformers that was not tested: a tiny random twin of the model, patched against stock."""
+"""Self-test on an untested version of transformers: a tiny random twin of the model, patched against stock."""
 
 from __future__ import annotations
 
