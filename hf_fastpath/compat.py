@@ -104,9 +104,13 @@ def _is_capturing_hook(hook: Callable[..., Any]) -> bool:
 
 def has_hooks(module: nn.Module) -> bool:
     """Whether calling ``module`` would run hooks of the user's."""
-    hooks = (*module._forward_hooks.values(), *module._forward_pre_hooks.values())
-    own = any(not _is_capturing_hook(hook) for hook in hooks)
-    return own or bool(torch_module._global_forward_hooks or torch_module._global_forward_pre_hooks)
+    if torch_module._global_forward_hooks or torch_module._global_forward_pre_hooks:
+        return True
+    contents = module.__dict__
+    after, before = contents["_forward_hooks"], contents["_forward_pre_hooks"]
+    if not after and not before:
+        return False
+    return any(not _is_capturing_hook(hook) for hook in (*after.values(), *before.values()))
 
 
 def outputs_are_captured() -> bool:

@@ -15,7 +15,7 @@ from torch import nn
 
 from . import loader, ops
 from .cache import FastpathCache, FastpathLayer
-from .compat import outputs_are_captured
+from .compat import below_autograd, outputs_are_captured
 from .decode import steps
 from .decode.structure import AttentionPart, LayerPart, MLPPart, NormPart
 from .ops.gemv import MAX_ROWS
@@ -46,7 +46,7 @@ class ModulePatch:
             return "autocast"
         if x.dtype not in FLOAT_DTYPES:
             return "dtype"
-        return None if is_native(x.device.type) else "no_native_library"
+        return None if loader.is_native(x.device.type) else "no_native_library"
 
     def parameters_reason(self, x: torch.Tensor) -> str | None:
         """Why the fused ops cannot take the part's parameters together with ``x``; None if they can."""
@@ -63,12 +63,6 @@ class ModulePatch:
             if grad and parameter.requires_grad:
                 return "gradient"
         return None
-
-
-def is_native(device_type: str) -> bool:
-    """Whether compiled kernels serve a device type."""
-    status = loader.status().get(device_type)
-    return status is not None and status.native
 
 
 #: stock code by design: switched off, or traced, or training with an op that has no backward
@@ -90,6 +84,14 @@ def norm(self: nn.Module, hidden_states: torch.Tensor) -> torch.Tensor:
     return ops.rms_norm.overload(hidden_states, self.weight, patch.part.eps)
 
 
+def _activate(op: Callable[..., torch.Tensor], *arguments: Any) -> torch.Tensor:
+    """Call an op that has a backward; its Python autograd kernel is skipped where nothing is recorded."""
+    if torch.is_grad_enabled():
+        return op(*arguments)
+    with below_autograd():
+        return op(*arguments)
+
+
 def mlp(self: nn.Module, hidden_states: torch.Tensor) -> torch.Tensor:
     patch: ModulePatch = vars(self)[KEY]
     part: MLPPart = patch.part
@@ -104,9 +106,10 @@ def mlp(self: nn.Module, hidden_states: torch.Tensor) -> torch.Tensor:
         if part.activation not in ("gelu", "gelu_tanh"):
             return stock(self, "unsupported_activation", hidden_states)
         up = part.up(hidden_states)
-        out = part.down(ops.fused_gelu.overload(up, "tanh" if part.activation == "gelu_tanh" else "none"))
+        out = part.down(_activate(ops.fused_gelu.overload, up, "tanh" if part.activation == "gelu_tanh" else "none"))
     else:
-        out = part.down(ops.fused_swiglu.overload(part.gate(hidden_states), part.up(hidden_states), part.activation))
+        gate, up = part.gate(hidden_states), part.up(hidden_states)
+        out = part.down(_activate(ops.fused_swiglu.overload, gate, up, part.activation))
     return out if part.spec.dropout is None else getattr(self, part.spec.dropout)(out)
 
 

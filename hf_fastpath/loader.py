@@ -50,6 +50,12 @@ def status() -> dict[str, Status]:
     return dict(_status)
 
 
+def is_native(device: str) -> bool:
+    """Whether compiled kernels serve ``device``."""
+    found = _status.get(device)
+    return found is not None and found.native
+
+
 def build_mode() -> str:
     """Value of ``HF_FASTPATH_BUILD``.
 

@@ -22,7 +22,7 @@ from .cache import KV_DTYPES, FastpathCache
 from .decode import loop, structure
 from .decode.plan import DecodePlan
 from .errors import FallbackError, UnsupportedModelError
-from .forwards import FORWARDS, KEY, ModulePatch, is_native
+from .forwards import FORWARDS, KEY, ModulePatch
 from .ops.gemv import MAX_ROWS
 from .reporting import Report
 from .stats import Stats
@@ -228,7 +228,7 @@ def patch(
 def _bind_modules(model: nn.Module, state: PatchState) -> None:
     """Bind our forwards through ``model.apply``, or note why a module keeps its own."""
     names = {id(module): name for name, module in model.named_modules()}
-    native = all(is_native(parameter.device.type) for parameter in model.parameters())
+    native = all(loader.is_native(parameter.device.type) for parameter in model.parameters())
 
     def visit(module: nn.Module) -> None:
         found = ((architecture, architecture.part_of(module)) for architecture in architectures())

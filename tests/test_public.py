@@ -669,10 +669,11 @@ def test_default_dtype_of_the_user(dtype, architecture, device):
 def test_default_device_of_the_user(architecture, device):
     stock, ours = fresh(architecture, device)
     expected = stock.generate(**left_padded(device), **GREEDY)
+    inputs = left_padded(device)
     with torch.device(device), counting(ours) as counts:
-        found = ours.generate(**left_padded(device), **GREEDY)
+        found = ours.generate(**inputs, **GREEDY)
     assert counts.fast
-    assert_same_tokens(found, expected, stock, left_padded(device)["attention_mask"])
+    assert_same_tokens(found, expected, stock, inputs["attention_mask"])
 
 
 # ---- threads -----------------------------------------------------------------------------------------------

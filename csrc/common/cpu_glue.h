@@ -39,7 +39,7 @@ constexpr int64_t kBytesPerPart = 96 * 1024;
 template <class Body>
 void for_each_part(int64_t parts, const Body& body) {
   if (parts <= 1) {
-    body(int64_t{0});
+    if (parts == 1) body(int64_t{0});  // no parts, nothing to do: an empty tensor
     return;
   }
   torch::stable::parallel_for(0, parts, 1, [&body](int64_t begin, int64_t end) {

@@ -2,12 +2,12 @@
 // Only *_cpu.cpp and *_cuda.cpp include this; kernels stay free of torch.
 #pragma once
 
-#include <string>
-#include <vector>
-
 #include <torch/csrc/stable/library.h>
 #include <torch/csrc/stable/ops.h>
 #include <torch/csrc/stable/tensor.h>
+
+#include <string>
+#include <vector>
 
 #include "common/dtype.h"
 
@@ -25,7 +25,8 @@ inline DType dtype_of(const Tensor& tensor, const char* op) {
     case ScalarType::BFloat16:
       return DType::kBFloat16;
     default:
-      STD_TORCH_CHECK(false, "hf_fastpath::", op, ": dtype is not float32, float16 or bfloat16: cast the inputs");
+      STD_TORCH_CHECK(false, "hf_fastpath::", op,
+                      ": dtype is not float32, float16 or bfloat16: cast the inputs");
   }
 }
 
@@ -43,7 +44,8 @@ inline Tensor contiguous(const Tensor& tensor) {
   return tensor.is_contiguous() ? tensor : torch::stable::contiguous(tensor);
 }
 
-// Uninitialized contiguous tensor like `like` (dtype, device) with these sizes, without a trip through the dispatcher.
+// Uninitialized contiguous tensor like `like` (dtype, device) with these sizes, without a trip through the
+// dispatcher.
 inline Tensor empty_like_with_sizes(const Tensor& like, const std::vector<int64_t>& sizes) {
   std::vector<int64_t> strides(sizes.size());
   int64_t stride = 1;
@@ -56,8 +58,9 @@ inline Tensor empty_like_with_sizes(const Tensor& like, const std::vector<int64_
   STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_device_type(like.get(), &device_type));
   STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_device_index(like.get(), &device_index));
   AtenTensorHandle handle;
-  STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_empty_strided(
-      static_cast<int64_t>(sizes.size()), sizes.data(), strides.data(), dtype, device_type, device_index, &handle));
+  STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_empty_strided(static_cast<int64_t>(sizes.size()), sizes.data(),
+                                                         strides.data(), dtype, device_type, device_index,
+                                                         &handle));
   return Tensor(handle);
 }
 

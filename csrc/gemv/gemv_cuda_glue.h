@@ -22,8 +22,8 @@ inline GemvParams gemv_params(const Tensor& x, const char* op) {
   return p;
 }
 
-// Appends a weight (and bias) after the features the segments hold so far. Returns the tensor that has to live
-// until the launch: the bias made contiguous.
+// Appends a weight (and bias) after the features the segments hold so far. Returns the tensor that has to
+// live until the launch: the bias made contiguous.
 inline std::optional<Tensor> add_segment(GemvParams& p, const Tensor& weight,
                                          const std::optional<Tensor>& bias, const char* op) {
   STD_TORCH_CHECK(
@@ -32,9 +32,8 @@ inline std::optional<Tensor> add_segment(GemvParams& p, const Tensor& weight,
   STD_TORCH_CHECK(weight.size(1) <= 1 || weight.stride(1) == 1, "hf_fastpath::", op,
                   ": a weight's rows are not contiguous");
   const int64_t features = weight.size(p.transposed ? 1 : 0);
-  STD_TORCH_CHECK(
-      !bias || (bias->numel() == features && dtype_of(*bias, op) == p.dtype),
-      "hf_fastpath::", op, ": a bias does not match its weight (", features, " features) and dtype");
+  STD_TORCH_CHECK(!bias || (bias->numel() == features && dtype_of(*bias, op) == p.dtype), "hf_fastpath::", op,
+                  ": a bias does not match its weight (", features, " features) and dtype");
   GemvSegment& segment = p.segments[p.num_segments++];
   segment.weight = weight.data_ptr();
   std::optional<Tensor> kept;

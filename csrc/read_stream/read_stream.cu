@@ -9,10 +9,10 @@
 
 #include <algorithm>
 
-#include "read_stream/read_stream.h"
 #include "common/cuda_check.cuh"
 #include "common/numeric.cuh"
 #include "common/warp.cuh"
+#include "read_stream/read_stream.h"
 
 namespace hf_fastpath {
 namespace {

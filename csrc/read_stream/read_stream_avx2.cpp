@@ -14,7 +14,7 @@ namespace {
 
 constexpr int kStreams = 8;
 constexpr int kVecBytes = 32;
-constexpr int kStepVecs = 4;  // two cache lines of each stream a step
+constexpr int kStepVecs = 4;           // two cache lines of each stream a step
 constexpr int kBests = 2 * kStepVecs;  // two sets of maxima, so that no step waits for the one before it
 constexpr int64_t kLineBytes = 64;
 // How far ahead to prefetch: one page, since the hardware prefetchers stop at its end.

@@ -10,16 +10,16 @@
 namespace hf_fastpath {
 
 struct RopeAppendParams {
-  const void* qkv;          // [batch, query_len, (num_heads + 2 * num_kv_heads) * head_dim], dtype
-  const void* bias;         // [(num_heads + 2 * num_kv_heads) * head_dim], dtype, or null
-  const void* cos;          // [batch or 1, query_len, rotary_dim], dtype, or null for no rotation
-  const void* sin;          // as cos
-  void* k_cache;            // [batch, num_kv_heads, capacity, head_dim], cache_dtype
-  void* v_cache;            // as k_cache
-  void* q_out;              // [batch, query_len, num_heads, head_dim], dtype
-  const int32_t* seq_lens;  // [batch], tokens a row holds after this append
-  const int64_t* kv_table;  // [layers, 3]: addresses of K and V and the capacity, which replace k_cache,
-                            // v_cache and capacity; or null
+  const void* qkv;           // [batch, query_len, (num_heads + 2 * num_kv_heads) * head_dim], dtype
+  const void* bias;          // [(num_heads + 2 * num_kv_heads) * head_dim], dtype, or null
+  const void* cos;           // [batch or 1, query_len, rotary_dim], dtype, or null for no rotation
+  const void* sin;           // as cos
+  void* k_cache;             // [batch, num_kv_heads, capacity, head_dim], cache_dtype
+  void* v_cache;             // as k_cache
+  void* q_out;               // [batch, query_len, num_heads, head_dim], dtype
+  const int32_t* seq_lens;   // [batch], tokens a row holds after this append
+  const int64_t* kv_table;   // [layers, 3]: addresses of K and V and the capacity, which replace k_cache,
+                             // v_cache and capacity; or null
   int64_t layer;             // row of kv_table
   int64_t capacity;          // slots of a cache row
   int64_t cos_batch_stride;  // elements between batch rows of cos and sin; 0 when they have one row

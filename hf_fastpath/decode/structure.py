@@ -20,15 +20,26 @@ from ..registry import FLOAT_DTYPES
 _PLAIN_TENSORS = (torch.Tensor, nn.Parameter)
 
 
+def child(module: nn.Module, name: str) -> Any:
+    """``getattr(module, name)``, without the detour through ``nn.Module.__getattr__`` where that is possible.
+
+    Every generate() looks at every module of the model, so it counts.
+    """
+    found = module.__dict__["_modules"].get(name)
+    return getattr(module, name) if found is None else found
+
+
 def own_code_reason(module: nn.Module) -> str | None:
     """Why calling ``module`` is more than its class's forward, or None."""
     if has_hooks(module):
         return "hooks"
-    override = vars(module).get("forward")
+    override = module.__dict__.get("forward")
+    if override is None:
+        return None
     function = getattr(override, "__func__", None)
     # Ours is no override; nor is the class's own forward, which an unpickled module may carry as a bound method.
     ours = getattr(function, "__module__", "").startswith("hf_fastpath.")
-    return None if override is None or ours or function is type(module).forward else "instance_forward"
+    return None if ours or function is type(module).forward else "instance_forward"
 
 
 def projection_reason(module: nn.Module) -> str | None:
@@ -38,10 +49,11 @@ def projection_reason(module: nn.Module) -> str | None:
     """
     if type(module) not in (nn.Linear, Conv1D):
         return "unsupported_projection"
-    weight = module.weight
+    parameters = module.__dict__["_parameters"]
+    weight, bias = parameters.get("weight"), parameters.get("bias")
     if type(weight) not in _PLAIN_TENSORS or weight.stride(-1) != 1:
         return "unsupported_projection"
-    if weight.dtype not in FLOAT_DTYPES or (module.bias is not None and module.bias.dtype != weight.dtype):
+    if weight.dtype not in FLOAT_DTYPES or (bias is not None and bias.dtype != weight.dtype):
         return "dtype"
     return own_code_reason(module)
 
@@ -100,19 +112,19 @@ class MLPPart(Part):
 
     @property
     def up(self) -> nn.Module:
-        return getattr(self.module, self.spec.up)
+        return child(self.module, self.spec.up)
 
     @property
     def down(self) -> nn.Module:
-        return getattr(self.module, self.spec.down)
+        return child(self.module, self.spec.down)
 
     @property
     def gate(self) -> nn.Module | None:
-        return None if self.spec.gate is None else getattr(self.module, self.spec.gate)
+        return None if self.spec.gate is None else child(self.module, self.spec.gate)
 
     @property
     def activation(self) -> str | None:
-        return activation_name(getattr(self.module, self.spec.activation))
+        return activation_name(child(self.module, self.spec.activation))
 
     def projections(self) -> list[nn.Module]:
         return [linear for linear in (self.gate, self.up, self.down) if linear is not None]
@@ -124,7 +136,7 @@ class MLPPart(Part):
         """Why the fused activation cannot stand in, or None."""
         if self.activation is None or (self.spec.gate is not None and self.activation == "relu"):
             return "unsupported_activation"
-        return own_code_reason(getattr(self.module, self.spec.activation))
+        return own_code_reason(child(self.module, self.spec.activation))
 
     def reason(self) -> str | None:
         reasons = [self._own_reason("mlp"), self.activation_reason(), own_code_reason(self.module)]
@@ -148,7 +160,7 @@ class AttentionPart(Part):
         return self.architecture.attention
 
     def projections(self) -> list[nn.Module]:
-        return [getattr(self.module, name) for name in (*self.spec.qkv, self.spec.out)]
+        return [child(self.module, name) for name in (*self.spec.qkv, self.spec.out)]
 
     def parameters(self) -> list[torch.Tensor | None]:
         return [p for linear in self.projections() for p in (linear.weight, linear.bias)]
@@ -188,7 +200,7 @@ class LayerPart(Part):
     window: int | None
 
     def _child(self, name: str) -> nn.Module:
-        return getattr(self.module, name)
+        return child(self.module, name)
 
     @property
     def attention_norm(self) -> NormPart:

@@ -63,7 +63,10 @@ class Walk:
             keys, values = states(self.device, self.batch, count, self.generator)
             seen = self.ours.update(keys, values, index), self.stock.update(keys, values, index)
             for mine, theirs in zip(*seen):
-                assert torch.equal(mine, theirs), f"update({count}) of layer {index} returns other states"
+                seen_by_mask = theirs[
+                    :, :, -mine.shape[2] :
+                ]  # before 5.23, recording layers return older states as well
+                assert torch.equal(mine, seen_by_mask), f"update({count}) of layer {index} returns other states"
         return f"update({count})"
 
     def crop(self) -> str:
@@ -153,7 +156,7 @@ def test_reset_starts_anew_with_any_batch_size(kinds, device):
                     assert torch.equal(mine, theirs)
         assert_alike(ours, stock, f"batch {batch}")
         ours.reset()
-        stock.reset()
+        stock = dynamic(kinds)  # a new one: before 5.23, transformers' own reset() left zeros behind
         assert ours.get_seq_length() == 0
 
 

@@ -90,6 +90,8 @@ def poisoned(device: torch.device, size: int) -> Iterator[None]:
         return
     mallopt, perturb = ctypes.CDLL(None).mallopt, -6  # glibc's M_PERTURB: malloc fills with the complement
     mallopt(perturb, 0x80)
+    blocks = [torch.full((size,), 0x7F, dtype=torch.uint8) for _ in range(8)]  # small ones come from a cache unfilled
+    del blocks
     try:
         yield
     finally:
