@@ -8,16 +8,26 @@
 
 namespace hf_fastpath {
 
-// x / (1 + exp(-z)). exp and the division are the hardware's approximations, within a few ulp; an exponential
-// that overflows gives 0, and x = -inf gives NaN, as in PyTorch.
-__device__ __forceinline__ float times_sigmoid(float x, float z) { return __fdividef(x, 1.f + __expf(-z)); }
+// x / (1 + exp(-z)). An exponential that overflows gives 0, and x = -inf gives NaN, as in PyTorch.
+// Elementwise kernels take the hardware's approximations of exp and division, within a few ulp: nothing is
+// rounded before. After a dot product (kExact) those ulp would add to its own rounding, and a value an output
+// costs no time.
+template <bool kExact>
+__device__ __forceinline__ float times_sigmoid(float x, float z) {
+  if constexpr (kExact) return x / (1.f + expf(-z));
+  return __fdividef(x, 1.f + __expf(-z));
+}
 
-__device__ __forceinline__ float silu(float x) { return times_sigmoid(x, x); }
+template <bool kExact>
+__device__ __forceinline__ float silu(float x) {
+  return times_sigmoid<kExact>(x, x);
+}
 
 // 0.5 x (1 + tanh(u)) = x * sigmoid(2u), u = sqrt(2/pi) (x + 0.044715 x^3)
+template <bool kExact>
 __device__ __forceinline__ float gelu_tanh(float x) {
   constexpr float kTwoSqrt2OverPi = 1.5957691216057308f, kCubic = 0.044715f;
-  return times_sigmoid(x, kTwoSqrt2OverPi * x * fmaf(kCubic * x, x, 1.f));
+  return times_sigmoid<kExact>(x, kTwoSqrt2OverPi * x * fmaf(kCubic * x, x, 1.f));
 }
 
 __device__ __forceinline__ float gelu_erf(float x) {
@@ -30,8 +40,8 @@ __device__ __forceinline__ float relu(float x) { return x > 0.f || x != x ? x : 
 template <Activation kActivation>
 __device__ __forceinline__ float activate(float x) {
   if constexpr (kActivation == Activation::kRelu) return relu(x);
-  if constexpr (kActivation == Activation::kSilu) return silu(x);
-  if constexpr (kActivation == Activation::kGeluTanh) return gelu_tanh(x);
+  if constexpr (kActivation == Activation::kSilu) return silu<false>(x);
+  if constexpr (kActivation == Activation::kGeluTanh) return gelu_tanh<false>(x);
   if constexpr (kActivation == Activation::kGelu) return gelu_erf(x);
   return x;
 }
@@ -42,9 +52,9 @@ __device__ __forceinline__ float activate(float x, Activation activation) {
     case Activation::kRelu:
       return relu(x);
     case Activation::kSilu:
-      return silu(x);
+      return silu<true>(x);
     case Activation::kGeluTanh:
-      return gelu_tanh(x);
+      return gelu_tanh<true>(x);
     case Activation::kGelu:
       return gelu_erf(x);
     default:
