@@ -5,28 +5,16 @@ from __future__ import annotations
 import pytest
 import torch
 
-import hf_fastpath  # noqa: F401  (defines the ops)
+from hf_fastpath import build, loader
 
 pytest.register_assert_rewrite("checks", "memory", "parity", "models", "architecture_checks")
-
-TARGETS = ("cpu", "cuda")
-
-
-def library_status() -> dict[str, object]:
-    """What the loader says of each library; every entry prints as one line and has ``native: bool``."""
-    try:
-        from hf_fastpath import loader
-    except ImportError:
-        return {}
-    return loader.status()
 
 
 def pytest_report_header(config: pytest.Config) -> list[str]:
     """Without a native library an op *is* its reference, and then the comparisons below hold trivially."""
-    status = library_status()
     cuda = torch.cuda.get_device_name() if torch.cuda.is_available() else "no CUDA device"
     lines = [f"torch {torch.__version__}, {torch.get_num_threads()} threads, {cuda}"]
-    return lines + [f"hf_fastpath {target} library: {status.get(target, 'no loader')}" for target in TARGETS]
+    return lines + [f"hf_fastpath library for {loader.status()[target]}" for target in build.TARGETS]
 
 
 needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
@@ -47,9 +35,11 @@ def cuda() -> torch.device:
 
 
 @pytest.fixture(autouse=True)
-def repeatable():
+def repeatable(request: pytest.FixtureRequest):
     """The same random numbers whatever ran before, and no trace of a test in the next one's globals."""
     threads = torch.get_num_threads()
     torch.manual_seed(1729)
+    if request.path.parent.name in ("patches", "generation"):
+        torch.set_num_threads(1)  # tiny models: handing a microsecond of work to a pool takes longer than doing it
     yield
     torch.set_num_threads(threads)

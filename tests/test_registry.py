@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import TARGETS, library_status
 
 import hf_fastpath
-from hf_fastpath import registry
+from hf_fastpath import loader, registry
+from hf_fastpath.build import TARGETS
 from hf_fastpath.registry import OpInputError, OpSpec
 
 CPU = torch.device("cpu")
@@ -144,7 +144,7 @@ def test_required_library_is_native(target):
     assert set(required) <= set(TARGETS), f"HF_FASTPATH_REQUIRE_NATIVE names {required}, known: {TARGETS}"
     if target not in required:
         pytest.skip(f"HF_FASTPATH_REQUIRE_NATIVE does not name {target}")
-    status = library_status()
+    status = loader.status()
     assert target in status and status[target].native, f"the {target} library is not native: {status.get(target)}"
     has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key
     missing = [spec.name for spec in SPECS if not has_kernel(f"hf_fastpath::{spec.name}", KEYS[target])]

@@ -60,7 +60,7 @@ def reference(
     if bias is not None:
         qkv = qkv + bias
     q, k, v = qkv.reshape(batch, query_len, -1, head_dim).split([num_heads, num_kv_heads, num_kv_heads], dim=2)
-    if cos is not None:
+    if cos is not None and sin is not None:
         q, k = _rotate(q, cos, sin), _rotate(k, cos, sin)
     slots = positions(seq_lens, query_len) % capacity
     rows = torch.arange(batch, device=qkv.device)[:, None]
