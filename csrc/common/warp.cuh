@@ -20,8 +20,8 @@ __device__ __forceinline__ float warp_sum(float x) {
 // Sums kCount values (a power of two, at most 32) over the warp at once: each step halves the values a lane
 // keeps, so that kCount - 1 + log2(32 / kCount) shuffles do the work of 5 * kCount. Returns the sum of value
 // `lane >> (5 - log2(kCount))`; destroys `values`.
-template <int kCount>
-__device__ __forceinline__ float warp_sums(float (&values)[kCount], int lane) {
+template <int kCount, typename Sum>
+__device__ __forceinline__ Sum warp_sums(Sum (&values)[kCount], int lane) {
   static_assert(kCount >= 1 && kCount <= kWarpSize && (kCount & (kCount - 1)) == 0,
                 "kCount is a power of two");
   int offset = kWarpSize / 2;
@@ -30,12 +30,12 @@ __device__ __forceinline__ float warp_sums(float (&values)[kCount], int lane) {
     const bool upper = lane & offset;
 #pragma unroll
     for (int i = 0; i < count / 2; ++i) {
-      const float keep = upper ? values[i + count / 2] : values[i];
-      const float send = upper ? values[i] : values[i + count / 2];
+      const Sum keep = upper ? values[i + count / 2] : values[i];
+      const Sum send = upper ? values[i] : values[i + count / 2];
       values[i] = keep + __shfl_xor_sync(kAllLanes, send, offset);
     }
   }
-  float sum = values[0];
+  Sum sum = values[0];
 #pragma unroll
   for (int step = kWarpSize / kCount / 2; step > 0; step /= 2) sum += __shfl_xor_sync(kAllLanes, sum, step);
   return sum;

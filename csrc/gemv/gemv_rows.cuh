@@ -11,6 +11,8 @@
 //   4096, 66 % for 4096 to 4096; gated 92 % for 4096 to 14336 twice (H200, 2026-11).
 #pragma once
 
+#include <type_traits>
+
 #include "common/cuda_check.cuh"
 #include "gemv/gemv_device.cuh"
 
@@ -119,10 +121,12 @@ __global__ void __launch_bounds__(kRowsThreads, kRowsMinBlocks<kX, kRows*(kGated
   constexpr int kAtOnce = kSums < kWarpSize ? kSums : kWarpSize;
 #pragma unroll
   for (int first = 0; first < kSums; first += kAtOnce) {
-    float some[kAtOnce];
+    // float32 results keep every bit of a lane's sum: the roundings of five float additions would show in
+    // them.
+    std::conditional_t<sizeof(T) == 4, double, float> some[kAtOnce];
 #pragma unroll
     for (int i = 0; i < kAtOnce; ++i) some[i] = acc[first + i];
-    const float sum = warp_sums<kAtOnce>(some, lane);
+    const float sum = static_cast<float>(warp_sums<kAtOnce>(some, lane));
     if (lane % (kWarpSize / kAtOnce) == 0) sums[warp][first + lane / (kWarpSize / kAtOnce)] = sum;
   }
   if (warps_per_row > 1) {
