@@ -136,11 +136,6 @@ def prefill(model: Any, input_ids: torch.Tensor, generation_config: Any, model_k
     return model._prefill(input_ids, generation_config, model_kwargs, is_first_iteration=True)
 
 
-def update_model_kwargs(model: Any, outputs: Any, model_kwargs: dict) -> dict:
-    """Model kwargs after a forward, as ``GenerationMixin._sample`` keeps them."""
-    return model._update_model_kwargs_for_generation(outputs, model_kwargs, is_encoder_decoder=False)
-
-
 def pad_token(generation_config: Any) -> torch.Tensor | None:
     """The pad token as ``generate()`` resolved it, a tensor."""
     return generation_config._pad_token_tensor

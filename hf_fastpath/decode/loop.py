@@ -171,6 +171,7 @@ class _Loop:
         self.ahead = self._how_far_ahead()
         self.pending: deque[_Pending] = deque()
         self.offsets: dict[int, int] = {}
+        self.finished_length: int | None = None  # where every row had ended, once the host knows
 
     def _how_far_ahead(self) -> int:
         """0 where the host must see every token before the next: on the CPU, and with the user's own objects."""
@@ -279,8 +280,6 @@ class _Loop:
                 self.finished_length = oldest.length
                 return True
         return False
-
-    finished_length: int | None = None
 
     def _drain(self) -> int:
         """Wait for the tokens on their way; returns how many steps past the end there were."""
