@@ -1,7 +1,7 @@
 """The vocabulary in which ``patches/`` describes decoder architectures: data, no logic per model.
 
 An architecture file holds one :class:`Architecture` literal named ``ARCHITECTURE``. Names are attribute paths
-inside transformers' modules; what they lead to is checked when a model is patched.
+inside transformers' modules; what they lead to is checked when a model is patched, and by the tests.
 """
 
 from __future__ import annotations
@@ -10,6 +10,8 @@ import importlib
 import pkgutil
 from dataclasses import dataclass
 from functools import lru_cache
+
+from .errors import UnsupportedModelError
 
 
 @dataclass(frozen=True)
@@ -129,17 +131,21 @@ class Architecture:
             raise ValueError(f"architecture {self.name!r}: give either rotary or position_embedding")
 
     def check_classes(self) -> None:
-        """Fail now, not when used, if this transformers lacks a class.
+        """Fail if the installed transformers lacks a class. ``patch()`` calls it once it knows the architecture.
 
         Raises:
-            AttributeError: names the missing class and the module it was looked for in.
+            UnsupportedModelError: names the architecture, the class and the module it was looked for in.
         """
-        module = importlib.import_module(self.module)
-        names = [self.causal_lm, self.layer.class_name, self.attention.class_name, self.mlp.class_name]
-        names += [self.norm.class_name] if self.norm.kind == "rms" else []
-        for name in names:
-            if not hasattr(module, name):
-                raise AttributeError(f"architecture {self.name!r}: {self.module} has no class {name!r}")
+        names = (self.causal_lm, self.layer.class_name, self.attention.class_name, self.mlp.class_name)
+        places = [(self.module, name) for name in names]
+        places.append(("torch.nn" if self.norm.kind == "layer" else self.module, self.norm.class_name))
+        for place, name in places:
+            try:
+                found = hasattr(importlib.import_module(place), name)
+            except ModuleNotFoundError as error:
+                raise UnsupportedModelError(f"architecture {self.name!r}: there is no module {place!r}") from error
+            if not found:
+                raise UnsupportedModelError(f"architecture {self.name!r}: {place} has no class {name!r}")
 
     def part_of(self, module) -> str | None:
         """``"layer"``, ``"attention"``, ``"mlp"`` or ``"norm"`` if ``module`` is exactly that part, else None."""

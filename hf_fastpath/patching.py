@@ -195,7 +195,8 @@ def patch(
         The same model.
 
     Raises:
-        UnsupportedModelError: nothing in the model could be patched.
+        UnsupportedModelError: nothing in the model could be patched, or its architecture file names a class that
+            the installed transformers lacks.
         ValueError: an argument is off, or the model is patched already with other options.
         TypeError: ``model`` is not a module.
     """
@@ -235,6 +236,8 @@ def _bind_modules(model: nn.Module, state: PatchState) -> None:
         architecture, kind = next((pair for pair in found if pair[1] is not None), (None, None))
         if kind is None:
             return
+        if architecture.name != state.architecture:
+            architecture.check_classes()
         state.architecture = architecture.name
         part = _make_part(architecture, kind, module)
         reason = "module_disabled" if kind not in state.options.ops else None if native else "no_native_library"

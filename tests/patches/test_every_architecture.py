@@ -1,0 +1,59 @@
+"""What every architecture file declares exists in the installed transformers, and a wrong name is no silent miss."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from dataclasses import replace
+
+import pytest
+from models import build
+
+from hf_fastpath import UnsupportedModelError, patching
+from hf_fastpath.architecture import Architecture, architectures
+
+over_all = pytest.mark.parametrize("architecture", architectures(), ids=lambda architecture: architecture.name)
+LLAMA = next(architecture for architecture in architectures() if architecture.name == "llama")
+ROLES = ("causal_lm", "layer", "attention", "mlp", "norm")
+
+
+def misdeclared(architecture: Architecture, role: str) -> Architecture:
+    """``architecture`` with a class name for ``role`` that no module has."""
+    if role == "causal_lm":
+        return replace(architecture, causal_lm="NoSuchClass")
+    return replace(architecture, **{role: replace(getattr(architecture, role), class_name="NoSuchClass")})
+
+
+@over_all
+def test_classes_exist(architecture):
+    architecture.check_classes()
+
+
+@pytest.mark.parametrize("role", ROLES)
+@over_all
+def test_wrong_class_name_is_named(architecture, role):
+    with pytest.raises(UnsupportedModelError, match=f"'{architecture.name}': .* has no class 'NoSuchClass'"):
+        misdeclared(architecture, role).check_classes()
+
+
+def test_wrong_module_is_named():
+    wrong = replace(LLAMA, module="transformers.models.llama.no_such_module")
+    with pytest.raises(UnsupportedModelError, match="'llama': there is no module 'transformers.models.llama.no_such"):
+        wrong.check_classes()
+
+
+@pytest.mark.parametrize("role", ROLES)
+def test_patch_with_a_wrong_class_name_fails(role, monkeypatch):
+    """At the latest here, and the model is as it was."""
+    model = build("llama")
+    before = [dict(vars(module)) for module in model.modules()]
+    monkeypatch.setattr(patching, "architectures", lambda: (misdeclared(LLAMA, role),))
+    with pytest.raises(UnsupportedModelError, match="'llama': .* has no class 'NoSuchClass'"):
+        patching.patch(model, quiet=True)
+    assert [dict(vars(module)) for module in model.modules()] == before
+
+
+def test_collecting_architectures_imports_no_model_code():
+    script = "import sys, hf_fastpath.architecture as a; a.architectures(); print('transformers' in sys.modules)"
+    result = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    assert result.stdout == "False\n", result.stdout + result.stderr
