@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch import nn
 from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,
@@ -27,6 +28,11 @@ import hf_fastpath
 from hf_fastpath import loader
 
 ARCHITECTURES = ("gpt2", "llama", "mistral")
+over_architectures = pytest.mark.parametrize("architecture", ARCHITECTURES)
+CPU = torch.device("cpu")
+GREEDY = dict(max_new_tokens=20, do_sample=False)
+#: for tests of what goes on around the tokens
+SHORT = dict(max_new_tokens=12, do_sample=False)
 VOCAB = 307
 #: of the random Mistral; small, so that every test crosses it
 WINDOW = 16
@@ -81,6 +87,13 @@ def pair(architecture: str, device: torch.device, dtype: torch.dtype = torch.flo
     return _pair(architecture, str(device), dtype)
 
 
+def fresh(architecture: str, device: torch.device = CPU, **changes) -> tuple[PreTrainedModel, PreTrainedModel]:
+    """(stock, patched) that a test may change."""
+    require_native(device)
+    stock = build(architecture, **changes).to(device)
+    return stock, hf_fastpath.patch(copy.deepcopy(stock), quiet=True)
+
+
 @functools.cache
 def _trained(device: str) -> tuple[PreTrainedModel, PreTrainedModel]:
     stock = AutoModelForCausalLM.from_pretrained(TINY_PYTHON, dtype=torch.float32).to(device).eval()
@@ -121,6 +134,19 @@ def left_padded(device: torch.device, batch: int = 3, length: int = 11) -> dict[
         padding = (3 * row) % (length - 1)
         ids[row, :padding], mask[row, :padding] = 0, 0
     return {"input_ids": ids, "attention_mask": mask}
+
+
+def instances(model: nn.Module) -> dict[str, dict]:
+    """``vars(module)`` of every module, by name."""
+    return {name: dict(vars(module)) for name, module in model.named_modules()}
+
+
+def assert_same_instances(now: dict[str, dict], before: dict[str, dict]) -> None:
+    """Assert that two results of :func:`instances` hold the same objects under the same names."""
+    assert list(now) == list(before)
+    for name, contents in now.items():
+        assert list(contents) == list(before[name]), f"{name}: {set(contents) ^ set(before[name])}"
+        assert all(value is before[name][key] for key, value in contents.items()), name
 
 
 class Counts:

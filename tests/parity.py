@@ -1,4 +1,4 @@
-"""The two rules that compare a patched model with stock: logits to the noise floor, tokens to the last.
+"""The rules that compare a patched model with stock: logits to the noise floor, tokens to the last.
 
 *ref* is a float64 copy of the stock model that makes the same calls over a cache that rounds as stock's does.
 """
@@ -9,6 +9,7 @@ import copy
 from collections.abc import Sequence
 
 import torch
+from models import SHORT, counting, left_padded
 from transformers import DynamicCache, LogitsProcessor, LogitsProcessorList, PreTrainedModel
 
 from hf_fastpath import FastpathCache
@@ -166,3 +167,28 @@ def assert_same_tokens(
             f"float64 margin is {best - second:.3e} and stock's error {error:.3e}"
         )
     assert ours.shape == stock.shape, f"lengths differ: {list(ours.shape)}, stock {list(stock.shape)}"
+
+
+def assert_equal_generation(ours: PreTrainedModel, stock: PreTrainedModel, fast: bool | None = True, **options) -> None:
+    """Assert that greedy tokens of both are equal; ``fast`` says whether by our loop (None: either)."""
+    inputs = left_padded(stock.device, 2)
+    with counting(ours) as counts:
+        found = ours.generate(**inputs, **(SHORT | options))
+    assert fast is None or bool(counts.fast) == fast, counts.reasons
+    assert_same_tokens(found, stock.generate(**inputs, **(SHORT | options)), stock, inputs["attention_mask"])
+
+
+def rng_state(device: torch.device) -> torch.Tensor:
+    """State of the generator that generate() draws from on ``device``."""
+    return torch.cuda.get_rng_state(device) if device.type == "cuda" else torch.get_rng_state()
+
+
+def both(stock: PreTrainedModel, ours: PreTrainedModel, seed: int = 7, **kwargs) -> list:
+    """[ours, stock] of the same generate() call from the same seed; the generators must end alike."""
+    results, states = [], []
+    for model in (ours, stock):
+        torch.manual_seed(seed)
+        results.append(model.generate(**kwargs))
+        states.append(rng_state(model.device))
+    assert torch.equal(*states), "the random number generators ended in different states"
+    return results

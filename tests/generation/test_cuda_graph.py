@@ -7,16 +7,13 @@ import threading
 
 import pytest
 import torch
-from models import ARCHITECTURES, build, counting, pair, prompt, require_native
+from models import ARCHITECTURES, GREEDY, build, counting, over_architectures, pair, prompt, require_native
 from parity import assert_same_tokens
 
 import hf_fastpath
 from hf_fastpath.decode import plan as plan_module
 from hf_fastpath.decode.plan import DecodePlan
 from hf_fastpath.verification import decode_logits
-
-over_architectures = pytest.mark.parametrize("architecture", ARCHITECTURES)
-GREEDY = dict(max_new_tokens=20, do_sample=False)
 
 
 @pytest.fixture

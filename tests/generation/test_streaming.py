@@ -6,12 +6,10 @@ import threading
 
 import pytest
 import torch
-from models import counting, left_padded, pair, prompt, tokenizer, trained
+from models import GREEDY, counting, left_padded, pair, prompt, tokenizer, trained
 from parity import assert_same_tokens
 from transformers import TextIteratorStreamer, TextStreamer
 from transformers.generation.streamers import BaseStreamer
-
-OPTIONS = dict(max_new_tokens=20, do_sample=False)
 
 
 class Recorder(BaseStreamer):
@@ -33,9 +31,9 @@ def test_users_streamer_gets_stocks_calls(batch, device):
     stock, ours = pair("mistral", device)
     recorders = Recorder(), Recorder()
     with counting(ours) as counts:
-        ours.generate(**left_padded(device, batch), streamer=recorders[0], **OPTIONS)
+        ours.generate(**left_padded(device, batch), streamer=recorders[0], **GREEDY)
     assert counts.fast == 20 * batch
-    stock.generate(**left_padded(device, batch), streamer=recorders[1], **OPTIONS)
+    stock.generate(**left_padded(device, batch), streamer=recorders[1], **GREEDY)
     assert recorders[0].calls == recorders[1].calls
     assert recorders[0].calls.count("end") == 1 and len(recorders[0].calls) == 22
 
@@ -45,7 +43,7 @@ def test_streamer_does_not_see_tokens_past_the_end(device):
     eos = int(stock.generate(prompt(device), max_new_tokens=7, do_sample=False)[0, -1])
     recorders = Recorder(), Recorder()
     for model, recorder in zip((ours, stock), recorders):
-        model.generate(prompt(device), streamer=recorder, eos_token_id=eos, **OPTIONS)
+        model.generate(prompt(device), streamer=recorder, eos_token_id=eos, **GREEDY)
     assert recorders[0].calls == recorders[1].calls and len(recorders[1].calls) < 22
 
 
@@ -83,13 +81,13 @@ def test_generate_from_inside_the_streamer(device):
         def put(self, value):
             super().put(value)
             if len(self.calls) == 6:
-                inner.append(ours.generate(prompt(device, 2, seed=9), **OPTIONS))
+                inner.append(ours.generate(prompt(device, 2, seed=9), **GREEDY))
 
     with counting(ours) as counts:
-        found = ours.generate(prompt(device, 2), streamer=Nosy(), **OPTIONS)
+        found = ours.generate(prompt(device, 2), streamer=Nosy(), **GREEDY)
     assert counts.reasons["reentrant"] == 1 and counts.fast == 40 and counts.fallback == 40
-    assert_same_tokens(found, stock.generate(prompt(device, 2), **OPTIONS), stock)
-    assert_same_tokens(inner[0], stock.generate(prompt(device, 2, seed=9), **OPTIONS), stock)
+    assert_same_tokens(found, stock.generate(prompt(device, 2), **GREEDY), stock)
+    assert_same_tokens(inner[0], stock.generate(prompt(device, 2, seed=9), **GREEDY), stock)
 
 
 @pytest.mark.parametrize("error", (RuntimeError, KeyboardInterrupt))
@@ -103,8 +101,8 @@ def test_an_exception_in_the_streamer_leaves_the_model_usable(error, device):
                 raise error("stop")
 
     with pytest.raises(error):
-        ours.generate(prompt(device), streamer=Failing(), **OPTIONS)
+        ours.generate(prompt(device), streamer=Failing(), **GREEDY)
     with counting(ours) as counts:
-        found = ours.generate(prompt(device), **OPTIONS)
+        found = ours.generate(prompt(device), **GREEDY)
     assert counts.fast == 20, counts.reasons
-    assert torch.equal(found, stock.generate(prompt(device), **OPTIONS))
+    assert torch.equal(found, stock.generate(prompt(device), **GREEDY))

@@ -7,7 +7,7 @@ import sys
 from dataclasses import replace
 
 import pytest
-from models import build
+from models import assert_same_instances, build, instances
 
 from hf_fastpath import UnsupportedModelError, patching
 from hf_fastpath.architecture import Architecture, architectures
@@ -46,11 +46,11 @@ def test_wrong_module_is_named():
 def test_patch_with_a_wrong_class_name_fails(role, monkeypatch):
     """At the latest here, and the model is as it was."""
     model = build("llama")
-    before = [dict(vars(module)) for module in model.modules()]
+    before = instances(model)
     monkeypatch.setattr(patching, "architectures", lambda: (misdeclared(LLAMA, role),))
     with pytest.raises(UnsupportedModelError, match="'llama': .* has no class 'NoSuchClass'"):
         patching.patch(model, quiet=True)
-    assert [dict(vars(module)) for module in model.modules()] == before
+    assert_same_instances(instances(model), before)
 
 
 def test_collecting_architectures_imports_no_model_code():

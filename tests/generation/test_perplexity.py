@@ -1,0 +1,72 @@
+"""Perplexity of the trained model over held-out text, token by token."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from models import heldout_tokens, trained
+
+import hf_fastpath
+
+
+def nll(logits: torch.Tensor, text: torch.Tensor) -> float:
+    """Mean negative log likelihood of ``text`` [1, n] under logits [1, n - 1 or n, vocab_size]."""
+    return torch.nn.functional.cross_entropy(logits[0, : text.shape[1] - 1].double(), text[0, 1:]).item()
+
+
+def perplexity(logits: torch.Tensor, text: torch.Tensor) -> float:
+    return float(torch.tensor(nll(logits, text), dtype=torch.float64).exp())
+
+
+@pytest.fixture(scope="module")
+def stock_perplexity():
+    """Stock's perplexity on 4,000 tokens in one pass, by device; and token by token, see below."""
+    found: dict[torch.device, float] = {}
+
+    def of(device: torch.device) -> float:
+        if device not in found:
+            text = heldout_tokens(4000).to(device)
+            with torch.no_grad():
+                found[device] = perplexity(trained(device)[0](text, use_cache=False).logits, text)
+        return found[device]
+
+    return of
+
+
+def decoded_perplexity(model, device: torch.device, count: int, fast: bool) -> float:
+    from hf_fastpath.verification import decode_logits
+
+    text = heldout_tokens(count).to(device)
+    return perplexity(torch.cat((_first(model, text), decode_logits(model, text, 1, fast)), dim=1), text)
+
+
+@torch.no_grad()
+def _first(model, text: torch.Tensor) -> torch.Tensor:
+    return model(text[:, :1], use_cache=False).logits
+
+
+def test_stock_perplexity_token_by_token_equals_one_pass(device):
+    """What makes one pass a reference for the next test: 400 tokens, past the window, both ways."""
+    stock, _ = trained(device)
+    text = heldout_tokens(400).to(device)
+    with torch.no_grad():
+        one_pass = perplexity(stock(text, use_cache=False).logits, text)
+    assert abs(decoded_perplexity(stock, device, 400, fast=False) - one_pass) < 0.001
+
+
+def test_perplexity_of_the_trained_model(device, stock_perplexity):
+    """4,000 tokens of held-out text, decoded token by token through the cache."""
+    _, ours = trained(device)
+    reference = stock_perplexity(device)
+    assert reference < 60, "the trained model should know its language"
+    assert abs(decoded_perplexity(ours, device, 4000, fast=True) - reference) < 0.001
+
+
+def test_perplexity_with_float16_kv_cache(device, stock_perplexity):
+    """Within 0.1 % of the float32 KV cache."""
+    with hf_fastpath.patched(copy.deepcopy(trained(device)[0]), kv_dtype="float16", quiet=True) as ours:
+        found = decoded_perplexity(ours, device, 4000, fast=True)
+    reference = stock_perplexity(device)
+    assert abs(found - reference) < 0.001 * reference

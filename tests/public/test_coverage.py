@@ -1,0 +1,142 @@
+"""Models that are not covered in full, what the options choose, and arguments that are off."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+
+import pytest
+import torch
+from models import CPU, assert_same_instances, build, instances, prompt, require_native
+from parity import assert_equal_generation
+from torch import nn
+from transformers import BertConfig, BertModel, T5Config, T5ForConditionalGeneration
+
+import hf_fastpath
+from hf_fastpath import UnsupportedModelError
+
+
+def _bert():
+    sizes = dict(hidden_size=32, num_attention_heads=2, num_hidden_layers=1, intermediate_size=64, vocab_size=99)
+    return BertModel(BertConfig(**sizes))
+
+
+def _t5():
+    return T5ForConditionalGeneration(T5Config(d_model=32, d_kv=16, num_heads=2, d_ff=64, num_layers=1, vocab_size=99))
+
+
+@pytest.mark.parametrize("make", (_bert, _t5, lambda: nn.Linear(4, 4)), ids=("bert", "t5", "linear"))
+def test_unsupported_model_raises_and_names_what_was_looked_for(make):
+    model = make()
+    before = instances(model)
+    with pytest.raises(UnsupportedModelError) as caught:
+        hf_fastpath.patch(model, quiet=True)
+    text = str(caught.value)
+    assert type(model).__name__ in text
+    for name in ("GPT2Block", "MistralDecoderLayer", "LlamaDecoderLayer"):
+        assert name in text
+    assert_same_instances(instances(model), before)
+
+
+def test_partial_coverage_warns():
+    require_native(CPU)
+    model = build("gpt2")
+    model.transformer.h[1].mlp.act = nn.Tanh()
+    with pytest.warns(UserWarning, match="unsupported_activation"):
+        hf_fastpath.patch(model, quiet=True)
+    report = hf_fastpath.report(model)
+    assert report.loop == "partial_patch" and report.patched["mlp"] == 1 and any("mlp" in d for d in report.declined)
+    assert_equal_generation(model, hf_fastpath.unpatch(copy.deepcopy(model)), fast=False)
+    with pytest.raises(UnsupportedModelError, match="strict=True"):
+        hf_fastpath.patch(hf_fastpath.unpatch(model), strict=True, quiet=True)
+
+
+def test_base_model_and_classifier_get_their_modules_patched(device):
+    """What has no generate() is still patched, module by module."""
+    from transformers import MistralForSequenceClassification, MistralModel
+
+    require_native(device)
+    config = build("mistral").config
+    for cls in (MistralModel, MistralForSequenceClassification):
+        stock = cls(config).to(device).eval()
+        ours = hf_fastpath.patch(copy.deepcopy(stock), quiet=True)
+        report = hf_fastpath.report(ours)
+        assert report.loop == "class_not_supported" and report.patched["layer"] == 2
+        with torch.no_grad():
+            ids = prompt(device, 1, 20)
+            for a, b in zip(ours(ids, use_cache=False).values(), stock(ids, use_cache=False).values()):
+                torch.testing.assert_close(a, b)
+
+
+def test_subclass_of_a_known_class_keeps_stocks_loop_and_says_so(device):
+    require_native(device)
+    stock = build("llama").to(device)
+
+    class Own(type(stock)):
+        def prepare_inputs_for_generation(self, input_ids, **kwargs):
+            return super().prepare_inputs_for_generation(input_ids, **kwargs)
+
+    stock.__class__ = Own
+    ours = hf_fastpath.patch(copy.deepcopy(stock), quiet=True)
+    assert hf_fastpath.report(ours).loop == "class_not_supported"
+    assert_equal_generation(ours, stock, fast=False)
+
+
+@pytest.mark.parametrize("ops", ("norm", ("mlp", "norm"), ("attention",), ["layer", "loop"], "loop"))
+def test_ops_chooses_what_is_patched(ops, device):
+    require_native(device)
+    stock = build("llama").to(device)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # what the user left out is no news
+        ours = hf_fastpath.patch(copy.deepcopy(stock), ops=ops, quiet=True)
+    chosen = {ops} if isinstance(ops, str) else set(ops)
+    report = hf_fastpath.report(ours)
+    assert set(report.patched) == chosen - {"loop"}
+    assert (report.loop == "fast") == ("loop" in chosen)
+    assert_equal_generation(ours, stock, fast="loop" in chosen)
+
+
+def test_max_batch_size(device):
+    require_native(device)
+    stock = build("llama").to(device)
+    ours = hf_fastpath.patch(copy.deepcopy(stock), max_batch_size=1, quiet=True)
+    assert_equal_generation(ours, stock, fast=False)
+    assert hf_fastpath.report(ours).stats["reasons"]["batch_size"]
+
+
+BAD = {
+    "kv_dtype_word": (dict(kv_dtype="int99"), ValueError, "kv_dtype is 'int99', expected 'auto'"),
+    "kv_dtype_type": (dict(kv_dtype=torch.float64), ValueError, "kv_dtype is torch.float64"),
+    "kv_dtype_none": (dict(kv_dtype=None), ValueError, "kv_dtype is None"),
+    "weights": (dict(weights="int4"), ValueError, "weights is 'int4'"),
+    "ops": (dict(ops="atention"), ValueError, "Did you mean 'attention'"),
+    "ops_list": (dict(ops=["mlp", "everything"]), ValueError, "ops names 'everything'"),
+    "ops_empty": (dict(ops=()), ValueError, "ops"),
+    "ops_number": (dict(ops=3), (ValueError, TypeError), "ops"),
+    "max_batch_size": (dict(max_batch_size=17), ValueError, "max_batch_size is 17, expected .* from 1 to 16"),
+    "max_batch_size_0": (dict(max_batch_size=0), ValueError, "max_batch_size is 0"),
+    "max_batch_size_text": (dict(max_batch_size="4"), ValueError, "max_batch_size is '4'"),
+    "unknown": (dict(kv_type="auto"), TypeError, "kv_type"),
+}
+
+
+@pytest.mark.parametrize(("options", "error", "match"), BAD.values(), ids=BAD)
+def test_bad_arguments_give_clear_errors(options, error, match):
+    model = build("llama")
+    before = instances(model)
+    with pytest.raises(error, match=match):
+        hf_fastpath.patch(model, quiet=True, **options)
+    assert_same_instances(instances(model), before)
+
+
+def test_patch_of_something_else_gives_a_clear_error():
+    for thing in (None, "mistral", dict(model=1)):
+        with pytest.raises(TypeError, match=f"patch\\(\\) got {type(thing).__name__}"):
+            hf_fastpath.patch(thing)
+    with pytest.raises(TypeError):
+        hf_fastpath.patch(build("llama"), "float16")
+
+
+def test_report_of_a_stock_model_gives_a_clear_error():
+    with pytest.raises(ValueError, match="not patched: call hf_fastpath.patch"):
+        hf_fastpath.report(build("llama"))

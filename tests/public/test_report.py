@@ -1,0 +1,100 @@
+"""strict, report(), reason codes, and the names of the package."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+from models import CPU, SHORT, build, counting, fresh, prompt, require_native
+
+import hf_fastpath
+from hf_fastpath import FallbackError
+from hf_fastpath.reasons import REASONS
+
+ROOT = Path(__file__).resolve().parents[2]
+STOCK_CALLS = {
+    "no_cache": dict(use_cache=False),
+    "generation_mode": dict(num_beams=2),
+    "attention_outputs": dict(output_hidden_states=True, return_dict_in_generate=True),
+    "other_cache": dict(cache_implementation="static", disable_compile=True),
+}
+
+
+@pytest.mark.parametrize(("reason", "options"), STOCK_CALLS.items(), ids=STOCK_CALLS)
+def test_strict_raises_where_stock_would_run(reason, options, device):
+    require_native(device)
+    ours = hf_fastpath.patch(build("llama").to(device), strict=True, quiet=True)
+    ours.generate(prompt(device), **SHORT)
+    with pytest.raises(FallbackError, match=f"{reason}.*strict=True"):
+        ours.generate(prompt(device), **(SHORT | options))
+    ours.generate(prompt(device), **SHORT)  # and is as good as before
+    with pytest.raises(FallbackError, match="batch_size"):
+        ours.generate(prompt(device, 17), **SHORT)
+
+
+def test_report_contents(device, capsys):
+    require_native(device)
+    ours = hf_fastpath.patch(build("mistral").to(device))
+    printed = capsys.readouterr().out
+    assert "hf_fastpath on mistral" in printed and "decode loop: fast" in printed
+    assert len(printed.splitlines()) <= 4, "one short report"
+    ours.generate(prompt(device, 2), **SHORT)
+    ours.generate(prompt(device, 1), num_beams=2, **SHORT)
+    ours.generate(prompt(device, 17), **SHORT)
+    report = hf_fastpath.report(ours)
+    found = json.loads(json.dumps(report.to_dict()))
+    assert found["stats"]["fast_tokens"] == 24 and found["stats"]["fallback_tokens"] == 17 * 12
+    assert found["stats"]["reasons"]["generation_mode"] == 1 and found["stats"]["reasons"]["batch_size"] >= 1
+    assert found["stats"]["last_tokens_per_second"] > 0
+    text = str(report)
+    for part in ("2 layer", "24 fast", "204 stock", "batch_size", REASONS["batch_size"]):
+        assert part in text
+
+
+def test_a_call_gives_its_own_reasons_only(device):
+    """A fallback of the loop does not drag other reasons along."""
+    _, ours = fresh("llama", device)
+    with counting(ours) as counts:
+        ours.generate(prompt(device, 17), **SHORT)
+    assert set(counts.reasons) == {"batch_size"} and counts.fallback == 17 * 12
+
+
+def test_quiet_prints_nothing(capsys):
+    require_native(CPU)
+    hf_fastpath.patch(build("llama"), quiet=True)
+    assert capsys.readouterr() == ("", "")
+
+
+def test_reason_codes_are_documented():
+    page = (ROOT / "docs" / "reason-codes.md").read_text()
+    missing = [code for code in REASONS if f"`{code}`" not in page]
+    assert not missing, f"docs/reason-codes.md lacks {missing}"
+    known = set(re.findall(r"^\|? ?`([a-z_]+)`", page, flags=re.M))
+    assert known <= set(REASONS), f"docs/reason-codes.md has {known - set(REASONS)}, which the code does not"
+
+
+def test_reason_codes_in_the_code_are_known():
+    """Every entry of the table is in use, and a code that is not there is refused."""
+    text = "\n".join(p.read_text() for p in (ROOT / "hf_fastpath").rglob("*.py") if p.name != "reasons.py")
+    unused = [code for code in REASONS if f'"{code}"' not in text]
+    assert not unused, f"reason codes that nothing gives: {unused}"
+    with pytest.raises(KeyError, match="no_such"):
+        hf_fastpath.patching.reasons.check("no_such")
+
+
+def test_import_and_names():
+    assert set(hf_fastpath.__all__) >= {
+        "patch",
+        "unpatch",
+        "patched",
+        "report",
+        "verify",
+        "FastpathCache",
+        "ops",
+    }
+    for name in hf_fastpath.__all__:
+        assert getattr(hf_fastpath, name) is not None
+    with pytest.raises(AttributeError, match="no attribute 'pach'"):
+        hf_fastpath.pach  # noqa: B018
