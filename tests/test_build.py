@@ -5,16 +5,21 @@ from __future__ import annotations
 import json
 import multiprocessing
 import os
+import shutil
 import stat
+import subprocess
+import sys
 import time
+import zipfile
 from pathlib import Path
 
 import pytest
 
 from hf_fastpath import build
 
+ROOT = Path(__file__).resolve().parent.parent
 CXX = """#!/bin/sh
-case "$*" in *--version*) echo "stub c++ 1.2.3"; exit 0;; esac
+case "$*" in *--version*|*--dryrun*) echo "stub c++ 1.2.3"; exit 0;; esac
 echo "$*" >> "{log}"
 out=""; dep=""
 while [ $# -gt 0 ]; do
@@ -27,10 +32,10 @@ exit {status}
 """
 
 
-def stub(folder: Path, content: str = "object", status: int = 0) -> Path:
+def stub(folder: Path, content: str = "object", status: int = 0, name: str = "c++") -> Path:
     """A compiler that writes down its arguments and makes a file."""
     folder.mkdir(parents=True, exist_ok=True)
-    path = folder / "c++"
+    path = folder / name
     path.write_text(CXX.format(log=folder / "log", content=content, status=status))
     path.chmod(path.stat().st_mode | stat.S_IXUSR)
     return path
@@ -254,3 +259,86 @@ def test_command_line_reports_errors(compiler, capsys, tmp_path):
     assert build.main(["cuda", "--output", str(tmp_path)]) == 1
     assert "no nvcc" in capsys.readouterr().err
     assert build.main(["cpu", "--output", str(tmp_path)]) == 0
+
+
+# ---- the wheel ---------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def tree(tmp_path):
+    """A copy of what a wheel is made from, without libraries."""
+    made = tmp_path / "tree"
+    for folder in ("hf_fastpath", "patches", "csrc"):
+        shutil.copytree(ROOT / folder, made / folder, ignore=shutil.ignore_patterns("lib", "__pycache__"))
+    for file in ("setup.py", "pyproject.toml", "README.md", "LICENSE"):
+        shutil.copy(ROOT / file, made)
+    return made
+
+
+@pytest.fixture
+def compilers(tmp_path):
+    """Environment with stubs for g++ and nvcc."""
+    stub(tmp_path / "cuda" / "bin", name="nvcc")
+    return {"CXX": str(stub(tmp_path / "bin")), "CUDA_HOME": str(tmp_path / "cuda")}
+
+
+def run_setup(tree: Path, **environment: str) -> subprocess.CompletedProcess:
+    """``setup.py bdist_wheel`` in ``tree``, as pip runs it."""
+    inherited = {name: os.environ[name] for name in ("HOME", "LD_LIBRARY_PATH", "PATH") if name in os.environ}
+    command = [sys.executable, "setup.py", "-q", "bdist_wheel", "-d", "dist"]
+    return subprocess.run(command, cwd=tree, env=inherited | environment, capture_output=True, text=True)
+
+
+def wheel(tree: Path, **environment: str) -> tuple[str, dict[str, bytes], str]:
+    """Tags of the wheel that ``tree`` makes, its files without the metadata, and what was printed."""
+    shutil.rmtree(tree / "dist", ignore_errors=True)
+    result = run_setup(tree, **environment)
+    assert result.returncode == 0, result.stderr
+    (path,) = (tree / "dist").iterdir()
+    with zipfile.ZipFile(path) as archive:
+        files = {name: archive.read(name) for name in archive.namelist() if ".dist-info/" not in name}
+    return path.stem.split("-", 2)[2], files, result.stdout
+
+
+def packaged(tree: Path) -> set[str]:
+    """What a wheel of ``tree`` holds whatever compilers there are."""
+    found = {path.relative_to(tree).as_posix() for path in (tree / "hf_fastpath").rglob("*.py")}
+    for pattern in ("patches/*.py", "csrc/*/*.*"):
+        found |= {f"hf_fastpath/{path.relative_to(tree).as_posix()}" for path in tree.glob(pattern)}
+    return found
+
+
+def test_wheel_without_compilers_is_for_any_platform(tree):
+    tags, files, printed = wheel(tree, PATH=str(tree))
+    assert tags == "py3-none-any" and set(files) == packaged(tree)
+    assert printed.count("no C++ compiler: install g++") == 2, "one line a target"
+
+
+def test_wheel_holds_the_libraries_and_nothing_that_is_gone(tree, compilers):
+    """Made twice in one tree: a source and an architecture removed in between are not in the second wheel."""
+    removed = [tree / "csrc" / "gemv" / "old_cpu.cpp", tree / "patches" / "old.py"]
+    for path in removed:
+        path.write_text("")
+    lib = {f"hf_fastpath/lib/{build.library_name(target)}{end}" for target in build.TARGETS for end in ("", ".json")}
+    for _ in range(2):
+        tags, files, _ = wheel(tree, **compilers)
+        assert tags.startswith("py3-none-") and tags != "py3-none-any"
+        assert set(files) == packaged(tree) | lib
+        for path in removed:
+            path.unlink(missing_ok=True)
+
+
+def test_wheel_holds_the_architectures_that_were_asked_for(tree, compilers, monkeypatch):
+    """A library that lies in the tree is taken as it is, unless it lacks one of them."""
+    for name, value in compilers.items():
+        monkeypatch.setenv(name, value)
+    build.build("cuda", tree / "hf_fastpath" / "lib", ["80", "90a"], quiet)
+    for wanted, held in ((None, ["80", "90a"]), ("90a", ["80", "90a"]), ("100", ["100"])):
+        environment = compilers if wanted is None else compilers | {"HF_FASTPATH_CUDA_ARCHS": wanted}
+        _, files, _ = wheel(tree, **environment)
+        assert json.loads(files[f"hf_fastpath/lib/{build.library_name('cuda')}.json"])["cuda_archs"] == held
+
+
+def test_architectures_that_are_no_architectures_are_named(tree):
+    result = run_setup(tree, HF_FASTPATH_CUDA_ARCHS="sm_80;sm_90a")
+    assert result.returncode != 0 and "HF_FASTPATH_CUDA_ARCHS is 'sm_80;sm_90a', expected" in result.stderr
