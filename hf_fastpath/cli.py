@@ -98,7 +98,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             for name, value in found.items():
                 lines = value.values() if isinstance(value, dict) else [value]
                 text = [", ".join(map(str, line)) if isinstance(line, list) else str(line) for line in lines]
-                print(f"{name + ':':14}" + f"\n{'':14}".join(text))
+                print(f"{name + ':':15}" + f"\n{'':15}".join(text))
         return 0
     if arguments.command == "explain":
         if arguments.code is not None and arguments.code not in REASONS:

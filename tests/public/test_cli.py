@@ -19,6 +19,7 @@ def test_cli_info(capsys):
     printed = capsys.readouterr().out
     for part in ("hf_fastpath:", torch.__version__, "cpu:", "cuda:", "mistral", "decode_attention"):
         assert part in printed
+    assert all(line[14] == " " for line in printed.splitlines()), "values stand in one column"
 
 
 def test_cli_info_json(capsys):
