@@ -85,6 +85,32 @@ def _cuda_archs() -> Sequence[str]:
     return sorted({"90a" if major == 9 else f"{major}{minor}" for major, minor in capabilities})
 
 
+def _covers(archs: Sequence[str], capability: tuple[int, int]) -> bool:
+    """Whether a library made for ``archs`` has code for a GPU: its own, or PTX of the newest generic architecture."""
+    major, minor = capability
+    if any(f"{major}{minor}{suffix}" in archs for suffix in ("a", "f")):
+        return True
+    generic = [(int(arch[:-1]), int(arch[-1])) for arch in archs if arch.isdigit()]
+    same_major = any(major == made and minor >= minor_made for made, minor_made in generic)
+    return same_major or (bool(generic) and capability >= max(generic))
+
+
+def _wrong_gpu(device: str) -> str | None:
+    """Why the library that came with the package cannot serve a GPU at hand, or None."""
+    path = _packaged(device) if device == "cuda" and build_mode() != "force" and torch.cuda.is_available() else None
+    if path is None:
+        return None
+    archs = (build.description(path) or {}).get("cuda_archs", ())
+    for index in range(torch.cuda.device_count()):
+        capability = torch.cuda.get_device_capability(index)
+        if not _covers(archs, capability):
+            return (
+                f"{path} is made for sm_{', sm_'.join(archs)} and GPU {index} is sm_{capability[0]}{capability[1]}: "
+                "HF_FASTPATH_BUILD=force builds one at patch()"
+            )
+    return None
+
+
 def _load(device: str, source: str, path: Path) -> bool:
     """Load the library at ``path``; on failure the status says why."""
     try:
@@ -135,9 +161,10 @@ def ensure(device: str, progress: Callable[[str], None] = print) -> Status:
     if device not in _status:
         return Status(device, "reference", f"no kernels for {device}")
     mode = build_mode()
-    if _status[device].native:
+    native = _status[device].native
+    reason = (None if native else _unusable(device)) or _wrong_gpu(device)
+    if reason is None and native:
         return _status[device]
-    reason = _unusable(device)
     if reason is not None:
         _status[device] = Status(device, "reference", reason)
         return _status[device]

@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 import threading
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -100,12 +101,12 @@ class Fakes:
         return put_library(output_dir, build.sources_hash(target))
 
 
-def put_library(folder: Path, sources: str, target: str = "cpu") -> Path:
+def put_library(folder: Path, sources: str, target: str = "cpu", archs: Sequence[str] = ()) -> Path:
     """A library of a kind: two files as build() leaves them."""
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / build.library_name(target)
     path.write_bytes(b"not really")
-    Path(f"{path}.json").write_text(json.dumps({"target": target, "sources": sources}))
+    Path(f"{path}.json").write_text(json.dumps({"target": target, "sources": sources, "cuda_archs": list(archs)}))
     return path
 
 
@@ -216,3 +217,50 @@ def test_two_threads_build_once(fresh, monkeypatch):
     for thread in threads:
         thread.join(60)
     assert len(fresh.built) == 1 and loader.status()["cpu"].native
+
+
+@pytest.fixture
+def gpu(monkeypatch):
+    """Makes torch believe in one GPU of a compute capability."""
+
+    def pretend(*capability: int) -> None:
+        monkeypatch.setattr(loader.torch.backends.cuda, "is_built", lambda: True)
+        monkeypatch.setattr(loader.torch.cuda, "is_available", lambda: True)
+        monkeypatch.setattr(loader.torch.cuda, "device_count", lambda: 1)
+        monkeypatch.setattr(loader.torch.cuda, "get_device_capability", lambda index: capability)
+
+    return pretend
+
+
+GPUS = (
+    (["90a"], (9, 0), True),
+    (["90a"], (8, 0), False),
+    (["90a"], (10, 0), False),
+    (["80", "90a"], (8, 9), True),
+    (["86"], (8, 0), False),
+    (["80"], (12, 0), True),
+    (build.WHEEL_CUDA_ARCHS, (10, 3), True),
+    (build.WHEEL_CUDA_ARCHS, (7, 5), False),
+)
+
+
+@pytest.mark.parametrize(("archs", "capability", "serves"), GPUS)
+def test_prebuilt_library_for_another_gpu_serves_nothing(archs, capability, serves, fresh, gpu, tmp_path):
+    """It is loaded at import, which does not look at the GPU; patch() does, says why and how to get another."""
+    gpu(*capability)
+    path = put_library(tmp_path / "lib", build.sources_hash("cuda"), "cuda", archs)
+    loader.load_existing()
+    for _ in range(2):
+        status = loader.ensure("cuda", lambda line: None)
+        assert status.native == serves == loader.is_native("cuda")
+        if not serves:
+            assert str(path) in status.detail and "HF_FASTPATH_BUILD=force" in status.detail
+    assert not fresh.built
+
+
+def test_force_builds_for_the_gpu_at_hand(fresh, gpu, monkeypatch, tmp_path):
+    gpu(8, 0)
+    monkeypatch.setenv("HF_FASTPATH_BUILD", "force")
+    put_library(tmp_path / "lib", build.sources_hash("cuda"), "cuda", ["90a"])
+    loader.load_existing()
+    assert loader.ensure("cuda", lambda line: None).source == "built" and len(fresh.built) == 1
