@@ -85,9 +85,23 @@ def _conv1d(name: str, k: int, n: int, **options) -> Call:
     return Call(name, _sample(_randn(1, 1, k), weight, _randn(n), transposed=True, **options), ("fp16", "fp32"))
 
 
-def _qkv(name: str, k: int, nq: int, nkv: int, rows: int = 1) -> Call:
-    std = k**-0.5
-    return Call(name, _sample(_randn(1, rows, k), _randn(nq, k, std=std), *[_randn(nkv, k, std=std)] * 2))
+def _qkv(name: str, k: int, heads: int, kv_heads: int, head_dim: int, query_len: int = 1) -> Call:
+    """Norm, projections, rotation and append of a Mistral or Llama."""
+
+    def arguments(device: torch.device, dtype: torch.dtype) -> Sample:
+        def randn(*shape, std=1.0):
+            return torch.randn(*shape, device=device, dtype=dtype) * std
+
+        weights = [randn(n * head_dim, k, std=k**-0.5) for n in (heads, kv_heads, kv_heads)]
+        angle = torch.rand(1, query_len, head_dim // 2, device=device).repeat(1, 1, 2) * 2 * math.pi
+        caches = [randn(1, kv_heads, 1024, head_dim) for _ in range(2)]
+        lens = torch.full((1,), 1000, device=device, dtype=torch.int32)
+        return Sample(
+            *(randn(1, query_len, k), *weights, None, None, None, False, angle.cos().to(dtype), angle.sin().to(dtype)),
+            *(*caches, lens, heads, None, 0, "rms", randn(k), None, 1e-5),
+        )
+
+    return Call(name, arguments)
 
 
 def _swiglu(name: str, k: int, n: int, rows: int = 1) -> Call:
@@ -130,6 +144,18 @@ def _rope(name: str, heads: int, kv_heads: int, head_dim: int, rotary_dim: int, 
     return Call(name, arguments)
 
 
+def _greedy(name: str, vocab_size: int, batch: int = 1) -> Call:
+    def arguments(device: torch.device, dtype: torch.dtype) -> Sample:
+        def whole(*shape, dtype=torch.long):
+            return torch.ones(*shape, device=device, dtype=dtype)
+
+        logits = torch.randn(batch, vocab_size, device=device, dtype=dtype)
+        lens = whole(batch, dtype=torch.int32)
+        return Sample(logits, whole(batch), whole(batch, 1), whole(batch, 1), lens, whole(8, 2, batch))
+
+    return Call(name, arguments)
+
+
 _GPU = ("cuda",)
 _GELU_DTYPES = ("fp32", "fp16")
 
@@ -162,11 +188,11 @@ SHAPES: dict[str, list[Call]] = {
         _conv1d("gpt2 proj 3072->768, Conv1D", 3072, 768),
         _gemv("gpt2 head 768->50257", 768, 50257),
     ],
-    "gemv_qkv": [
-        _qkv("mistral 4096->4096+2x1024", 4096, 4096, 1024),
-        _qkv("mistral 4096->4096+2x1024, 8 rows", 4096, 4096, 1024, rows=8),
-        _qkv("tinyllama 2048->2048+2x256", 2048, 2048, 256),
-        _qkv("llama-3.2 2048->2048+2x512", 2048, 2048, 512),
+    "qkv_rope_append": [
+        _qkv("mistral 4096->4096+2x1024", 4096, 32, 8, 128),
+        _qkv("mistral 4096->4096+2x1024, 8 queries", 4096, 32, 8, 128, query_len=8),
+        _qkv("tinyllama 2048->2048+2x256", 2048, 32, 4, 64),
+        _qkv("llama-3.2 2048->2048+2x512", 2048, 32, 8, 64),
     ],
     "gemv_swiglu": [
         _swiglu("mistral 4096->2x14336", 4096, 14336),
@@ -186,6 +212,11 @@ SHAPES: dict[str, list[Call]] = {
         _attention("llama-3.2 4k", 32, 8, 64, 4096),
         _attention("gpt2 1k", 12, 12, 64, 1024),
         _attention("gemma-2b 16k", 8, 1, 256, 16384),
+    ],
+    "greedy_token": [
+        _greedy("mistral 32000", 32000),
+        _greedy("gpt2 50257", 50257),
+        _greedy("llama-3.2 128256, batch 8", 128256, batch=8),
     ],
     "rms_norm": [
         Call("mistral 1x4096", _sample(_randn(1, 1, 4096), _randn(4096), 1e-5)),
@@ -246,8 +277,9 @@ REFERENCE_NAMES = {
     "fused_gelu": "NewGELU",
     "fused_swiglu": "F.silu, mul",
     "gemv": "F.linear",
-    "gemv_qkv": "3 F.linear, cat",
+    "qkv_rope_append": "norm, 3 F.linear, rope",
     "gemv_swiglu": "2 F.linear, gate",
+    "greedy_token": "argmax, copies",
     "rms_norm": "MistralRMSNorm",
     "layer_norm": "F.layer_norm",
     "rope_append": "rope, index_put",

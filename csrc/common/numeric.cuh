@@ -64,12 +64,24 @@ struct Chunk {
   static __device__ __forceinline__ Raw load_readonly(const T* p) {
     return __ldg(reinterpret_cast<const uint4*>(p));
   }
+  // Data that a kernel still running when this one started may have written: from L2, where it is.
+  static __device__ __forceinline__ Raw load_l2(const T* p) {
+    return __ldcg(reinterpret_cast<const uint4*>(p));
+  }
   // Data used once: keeps out of L1, which is left to what is shared. Volatile, so that the compiler issues
   // the loads where they stand in the source and not next to their use. L2 fetches whole lines: a warp's load
   // that takes 64 bytes of each row finds the other half there.
   static __device__ __forceinline__ Raw load_streaming(const T* p) {
     uint4 v;
     asm volatile("ld.global.nc.L1::no_allocate.L2::128B.v4.u32 {%0,%1,%2,%3}, [%4];"
+                 : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
+                 : "l"(p));
+    return v;
+  }
+  // The same for data of which a kernel still running when this one started may have written a part.
+  static __device__ __forceinline__ Raw load_streaming_l2(const T* p) {
+    uint4 v;
+    asm volatile("ld.relaxed.gpu.global.L1::no_allocate.L2::128B.v4.u32 {%0,%1,%2,%3}, [%4];"
                  : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
                  : "l"(p));
     return v;
@@ -114,6 +126,7 @@ struct Chunk<T, 1> {
   static __device__ __forceinline__ Raw zero() { return from_float<T>(0.f); }
   static __device__ __forceinline__ Raw load(const T* p) { return *p; }
   static __device__ __forceinline__ Raw load_readonly(const T* p) { return __ldg(p); }
+  static __device__ __forceinline__ Raw load_l2(const T* p) { return __ldcg(p); }
   static __device__ __forceinline__ Raw load_streaming(const T* p) { return __ldg(p); }
   static __device__ __forceinline__ Raw load_shared_line(const T* p) {
     if constexpr (sizeof(T) == 4) {
@@ -153,14 +166,14 @@ __device__ __forceinline__ float load_as_float(const void* p, int64_t i, DType d
   if (dtype == DType::kFloat16) return __half2float(static_cast<const __half*>(p)[i]);
   return __bfloat162float(static_cast<const __nv_bfloat16*>(p)[i]);
 }
-// kElems (4 or 8) elements from element i on, which starts a whole access of that size.
+// kElems (4 or 8) elements from element i on, which starts a whole access of that size; from L2, as load_l2.
 template <int kElems>
 __device__ __forceinline__ void load_as_floats(const void* p, int64_t i, DType dtype, float (&f)[kElems]) {
   static_assert(kElems == 4 || kElems == 8, "one or two accesses of 8 or 16 bytes");
   if (dtype == DType::kFloat32) {
 #pragma unroll
     for (int e = 0; e < kElems; e += 4) {
-      const float4 v = *reinterpret_cast<const float4*>(static_cast<const float*>(p) + i + e);
+      const float4 v = __ldcg(reinterpret_cast<const float4*>(static_cast<const float*>(p) + i + e));
       f[e] = v.x, f[e + 1] = v.y, f[e + 2] = v.z, f[e + 3] = v.w;
     }
     return;
@@ -168,7 +181,7 @@ __device__ __forceinline__ void load_as_floats(const void* p, int64_t i, DType d
   uint32_t words[kElems / 2];
 #pragma unroll
   for (int w = 0; w < kElems / 2; w += 2) {
-    const uint2 v = *reinterpret_cast<const uint2*>(static_cast<const uint16_t*>(p) + i + 2 * w);
+    const uint2 v = __ldcg(reinterpret_cast<const uint2*>(static_cast<const uint16_t*>(p) + i + 2 * w));
     words[w] = v.x, words[w + 1] = v.y;
   }
 #pragma unroll

@@ -12,6 +12,7 @@
 // Roofline: read bandwidth for long caches, memory latency for short ones. 38 % of read bandwidth for
 //   float32, 32/8 heads of 128, 4096 positions (H200, 2026-11).
 
+#include "common/async.cuh"
 #include "decode_attention/decode_attention.h"
 #include "decode_attention/split.cuh"
 
@@ -71,6 +72,7 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerSm<kLanes, kChunks, kRows>
   const int first_row = blockIdx.y / p.num_kv_heads * kRows;
   const int rows = rows_per_kv_head(p);
 
+  allow_next_kernel();
   const Split s = find_split(p, batch_row, kv_head, blockIdx.x, gridDim.x, sizeof(KV));
   if (int(blockIdx.x) >= s.active) return;
 
@@ -81,14 +83,17 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerSm<kLanes, kChunks, kRows>
 #pragma unroll
     for (int c = 0; c < kChunks; ++c) {
       const int dim = (c * kLanes + member) * kElems;
-      raw[c] = position < s.end && dim < p.head_dim ? C::load_streaming(at + dim) : C::zero();
+      raw[c] = position < s.end && dim < p.head_dim ? C::load_streaming_l2(at + dim) : C::zero();
     }
   };
   int position = s.begin + warp * kWarpStep + group;  // of unroll step 0
+  const bool is_old = s.begin + (warp + 1) * kWarpStep <= s.seq_len - p.query_len;
+  if (!is_old) wait_for_previous_kernel();  // it appends the newest positions
 #pragma unroll
   for (int u = 0; u < kUnroll; ++u) load(s.k, position + u * kGroups, k_raw[u]);
 #pragma unroll
   for (int u = 0; u < kUnroll; ++u) load(s.v, position + u * kGroups, v_raw[u]);
+  if (is_old) wait_for_previous_kernel();
 
   float q[kRows][kChunks * kElems];
   int row_first[kRows], row_last[kRows];  // positions each row sees
@@ -233,8 +238,8 @@ template <class KV, int kLanes, int kChunks, int kRows>
 void launch(const DecodeAttentionParams& p, cudaStream_t stream) {
   const dim3 grid = split_grid(p, kRows, kBlocksPerSm<kLanes, kChunks, kRows>), block(kThreads);
   const size_t smem_bytes = 0;
-  decode_attention_kernel<KV, kLanes, kChunks, kRows><<<grid, block, smem_bytes, stream>>>(p);
-  HF_FASTPATH_CUDA_CHECK(cudaGetLastError());
+  HF_FASTPATH_CUDA_CHECK(launch_overlapping(decode_attention_kernel<KV, kLanes, kChunks, kRows>, grid, block,
+                                            smem_bytes, stream, p.overlap, p));
 }
 
 template <class KV, int kLanes, int kChunks>

@@ -96,7 +96,8 @@ int64_t chunk_begin(const VisibleRange& range, int64_t chunk) {
 
 Tensor decode_attention(const Tensor& q, const Tensor& k_cache, const Tensor& v_cache, const Tensor& seq_lens,
                         std::optional<Tensor> starts, double scale, int64_t window,
-                        std::optional<Tensor> kv_table, int64_t layer, std::optional<Tensor> workspace) {
+                        std::optional<Tensor> kv_table, int64_t layer, std::optional<Tensor> workspace,
+                        bool /*overlap*/) {
   const char* op = "decode_attention";
   const DType dtype = dtype_of(q, op);
   STD_TORCH_CHECK(q.dim() == 4 && q.size(1) >= 1 && q.size(1) <= kMaxQueryLen,

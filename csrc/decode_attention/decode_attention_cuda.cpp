@@ -9,8 +9,8 @@ bool is_aligned16(const Tensor& tensor) { return reinterpret_cast<uintptr_t>(ten
 
 Tensor decode_attention(const Tensor& q, const Tensor& k_cache, const Tensor& v_cache, const Tensor& seq_lens,
                         const std::optional<Tensor>& starts, double scale, int64_t window,
-                        const std::optional<Tensor>& kv_table, int64_t layer,
-                        std::optional<Tensor> workspace) {
+                        const std::optional<Tensor>& kv_table, int64_t layer, std::optional<Tensor> workspace,
+                        bool overlap) {
   constexpr const char* kOp = "decode_attention";
   STD_TORCH_CHECK(q.dim() == 4 && q.size(1) >= 1 && q.size(1) <= kMaxQueryLen,
                   "hf_fastpath::decode_attention: q has to be [batch, 1 to 16, heads, head_dim]");
@@ -57,6 +57,7 @@ Tensor decode_attention(const Tensor& q, const Tensor& k_cache, const Tensor& v_
   p.out = out.data_ptr();
   p.scale = static_cast<float>(scale);
   p.window = static_cast<int>(window);
+  p.overlap = overlap;
   p.batch = static_cast<int>(batch);
   p.query_len = static_cast<int>(query_len);
   p.num_heads = static_cast<int>(num_heads);

@@ -13,6 +13,7 @@
 // Roofline: read bandwidth for long caches, memory latency for short ones. float16, 32/8 heads of 128: 72 %
 //   of read bandwidth at 32768 positions, 30 % at 4096, 11 % at 1024 (H200, 2026-11).
 
+#include "common/async.cuh"
 #include "common/mma.cuh"
 #include "decode_attention/decode_attention.h"
 #include "decode_attention/split.cuh"
@@ -22,10 +23,9 @@ namespace {
 
 constexpr int kElems = 8;     // of a 16-byte load
 constexpr int kHalfRows = 8;  // rows in each half of the scores, and of a B operand
-// Warps a block. Eight where one block fills an SM's registers, since fewer blocks mean fewer splits to
-// merge; small heads leave room for three blocks of four.
-template <int kDims>
-constexpr int kWarps = kDims > 64 ? 8 : 4;
+// Small blocks: one fits beside two of gemv_ring_kernel, which fetch the next weights meanwhile.
+constexpr int kWarps = 4;
+// Blocks an SM gets: few for large heads, since fewer blocks mean fewer splits to merge.
 template <int kDims>
 constexpr int kBlocksPerSm = kDims > 64 ? 1 : 3;
 // Positions of a warp's step, in groups of 8, which are the n side of the first product. The second product
@@ -36,14 +36,13 @@ constexpr int kGroups = kDims > 128 ? 1 : 2;
 
 // kDims: head_dim rounded up to 64, 128 or 256. kHalves: 1 for 8 rows a block, 2 for 16.
 template <class T, int kDims, int kHalves>
-__global__ void __launch_bounds__(kWarps<kDims>* kWarpSize, kBlocksPerSm<kDims>)
-    decode_attention_mma_kernel(DecodeAttentionParams p) {
+__global__ void __launch_bounds__(kWarps* kWarpSize, 2) decode_attention_mma_kernel(DecodeAttentionParams p) {
   using C = Chunk<T, kElems>;
   constexpr int kRows = kHalves * kHalfRows;
   constexpr int kPieces = kDims / 32;  // 16-byte pieces of a K row a lane takes: 4 lanes share a row
   constexpr int kBlocks = kDims / 64;  // of 64 dims: 8 lanes share a V row's piece of a block
-  constexpr int kTile = kGroups<kDims> * 8, kStep = kWarps<kDims> * kTile;
-  using Results = WarpResults<kWarps<kDims>, kRows, kDims>;
+  constexpr int kTile = kGroups<kDims> * 8, kStep = kWarps * kTile;
+  using Results = WarpResults<kWarps, kRows, kDims>;
   extern __shared__ __align__(16) char shared[];
   Results& results = *reinterpret_cast<Results*>(shared);
 
@@ -53,8 +52,15 @@ __global__ void __launch_bounds__(kWarps<kDims>* kWarpSize, kBlocksPerSm<kDims>)
   const int first_row = blockIdx.y / p.num_kv_heads * kRows;
   const int rows = rows_per_kv_head(p);
 
+  allow_next_kernel();
   const Split s = find_split(p, batch_row, kv_head, blockIdx.x, gridDim.x, sizeof(T));
+#if HF_FASTPATH_HOPPER
+  const int clustered = cluster_size();
+  if (int(blockIdx.x) / clustered * clustered >= s.active) return;
+  if (int(blockIdx.x) >= s.active) return finish_cluster(p, s, results, batch_row, kv_head, first_row, rows);
+#else
   if (int(blockIdx.x) >= s.active) return;
+#endif
 
   const auto row_of = [&](const char* cache, int position) {
     return reinterpret_cast<const T*>(cache) + s.slot(position - s.begin) * uint64_t(uint32_t(p.head_dim));
@@ -67,7 +73,7 @@ __global__ void __launch_bounds__(kWarps<kDims>* kWarpSize, kBlocksPerSm<kDims>)
 #pragma unroll
     for (int c = 0; c < kPieces; ++c) {
       const int dim = c * 32 + q * kElems;
-      k_raw[t][c] = position < s.end && dim < p.head_dim ? C::load_streaming(at + dim) : C::zero();
+      k_raw[t][c] = position < s.end && dim < p.head_dim ? C::load_streaming_l2(at + dim) : C::zero();
     }
   };
   // V of positions base + 8 t + 2 q and the next; dims 64 b + 8 g and the following 7.
@@ -79,15 +85,19 @@ __global__ void __launch_bounds__(kWarps<kDims>* kWarpSize, kBlocksPerSm<kDims>)
 #pragma unroll
       for (int i = 0; i < 2; ++i) {
         const int position = base + t * 8 + 2 * q + i;
-        v_raw[b][t][i] =
-            position < s.end && dim < p.head_dim ? C::load_streaming(row_of(s.v, position) + dim) : C::zero();
+        v_raw[b][t][i] = position < s.end && dim < p.head_dim
+                             ? C::load_streaming_l2(row_of(s.v, position) + dim)
+                             : C::zero();
       }
   };
   int base = s.begin + warp * kTile;
+  const bool is_old = base + kTile <= s.seq_len - p.query_len;
+  if (!is_old) wait_for_previous_kernel();  // it appends the newest positions
 #pragma unroll
   for (int t = 0; t < kGroups<kDims>; ++t) load_k(base, t);
 #pragma unroll
   for (int b = 0; b < kBlocks; ++b) load_v(base, b);
+  if (is_old) wait_for_previous_kernel();
 
   // Queries in K's order of dims: in registers, or where they would not fit there in shared memory, whose
   // rows are padded so that two rows' 64 bytes, which eight lanes read at once, lie in different banks.
@@ -105,7 +115,7 @@ __global__ void __launch_bounds__(kWarps<kDims>* kWarpSize, kBlocksPerSm<kDims>)
 #pragma unroll
     for (int c = 0; c < kPieces; ++c) {
       const int dim = c * 32 + q * kElems;
-      queries[h][c] = row < rows && dim < p.head_dim ? C::load_readonly(at + dim) : C::zero();
+      queries[h][c] = row < rows && dim < p.head_dim ? C::load_l2(at + dim) : C::zero();
       if (kSharedQueries > 0 && warp == 0) shared_queries[g][dim / kElems] = queries[h][c];
     }
   }
@@ -210,18 +220,28 @@ __global__ void __launch_bounds__(kWarps<kDims>* kWarpSize, kBlocksPerSm<kDims>)
               acc[b][w][h][i];
         }
   }
+#if HF_FASTPATH_HOPPER
+  if (clustered > 1) return finish_cluster(p, s, results, batch_row, kv_head, first_row, rows);
+#endif
   finish_block(p, s, results, batch_row, kv_head, first_row, rows);
 }
 
 template <class T, int kDims, int kHalves>
 void launch(const DecodeAttentionParams& p, cudaStream_t stream) {
-  const dim3 grid = split_grid(p, kHalves * kHalfRows, kBlocksPerSm<kDims>), block(kWarps<kDims> * kWarpSize);
-  const size_t smem_bytes = sizeof(WarpResults<kWarps<kDims>, kHalves * kHalfRows, kDims>);
+  dim3 grid = split_grid(p, kHalves * kHalfRows, kBlocksPerSm<kDims>);
+  const int cluster = cluster_of(grid.x);
+  const dim3 block(kWarps * kWarpSize);
+  const size_t smem_bytes = sizeof(WarpResults<kWarps, kHalves * kHalfRows, kDims>);
   HF_FASTPATH_CUDA_CHECK(cudaFuncSetAttribute(decode_attention_mma_kernel<T, kDims, kHalves>,
                                               cudaFuncAttributeMaxDynamicSharedMemorySize,
                                               static_cast<int>(smem_bytes)));
-  decode_attention_mma_kernel<T, kDims, kHalves><<<grid, block, smem_bytes, stream>>>(p);
-  HF_FASTPATH_CUDA_CHECK(cudaGetLastError());
+  // The setting of its neighbors: an SM does not mix settings, and blocks of this kernel would wait for it to
+  // be empty.
+  HF_FASTPATH_CUDA_CHECK(cudaFuncSetAttribute(decode_attention_mma_kernel<T, kDims, kHalves>,
+                                              cudaFuncAttributePreferredSharedMemoryCarveout,
+                                              cudaSharedmemCarveoutMaxShared));
+  HF_FASTPATH_CUDA_CHECK(launch_clusters(decode_attention_mma_kernel<T, kDims, kHalves>, grid, block,
+                                         smem_bytes, stream, p.overlap, cluster, p));
 }
 
 template <class T>

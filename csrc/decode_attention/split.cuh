@@ -3,6 +3,7 @@
 // lengths there.
 #pragma once
 
+#include "common/async.cuh"
 #include "common/cuda_check.cuh"
 #include "common/numeric.cuh"
 #include "common/warp.cuh"
@@ -134,11 +135,11 @@ __device__ __forceinline__ bool arrive_last(unsigned* counter, int active) {
   return last;
 }
 
-// Merges the `active` partial results of rows [first_row, first_row + kRows) of a KV head and writes the
+// Merges the first `count` partial results of rows [first_row, first_row + kRows) of a KV head and writes the
 // outputs.
 template <int kRows, int kThreads>
 __device__ __forceinline__ void merge_splits(const DecodeAttentionParams& p, const Split& s,
-                                             const Partials& partials, int batch_row, int kv_head,
+                                             const Partials& partials, int count, int batch_row, int kv_head,
                                              int first_row, int rows) {
   __shared__ float factors[kRows][kMaxSplits];  // of each split's output
   const int lane = threadIdx.x % kWarpSize, warp = threadIdx.x / kWarpSize;
@@ -151,8 +152,8 @@ __device__ __forceinline__ void merge_splits(const DecodeAttentionParams& p, con
 #pragma unroll
     for (int i = 0; i < kPerLane; ++i) {
       const int split = lane + i * kWarpSize;
-      max_sum[i] = split < s.active ? __ldcg(partials.max_sums + (base + r) * kMaxSplits + split)
-                                    : make_float2(-INFINITY, 0.f);
+      max_sum[i] = split < count ? __ldcg(partials.max_sums + (base + r) * kMaxSplits + split)
+                                 : make_float2(-INFINITY, 0.f);
       max = fmaxf(max, max_sum[i].x);
     }
 #pragma unroll
@@ -172,7 +173,7 @@ __device__ __forceinline__ void merge_splits(const DecodeAttentionParams& p, con
     const float* outputs = partials.outputs + (base + r) * kMaxSplits * p.head_dim + d;
     float4 sum = make_float4(0.f, 0.f, 0.f, 0.f);
 #pragma unroll 16  // loads in flight: each goes to L2
-    for (int split = 0; split < s.active; ++split) {
+    for (int split = 0; split < count; ++split) {
       const float4 o = __ldcg(reinterpret_cast<const float4*>(outputs + int64_t(split) * p.head_dim));
       const float f = factors[r][split];
       sum.x = fmaf(o.x, f, sum.x), sum.y = fmaf(o.y, f, sum.y);
@@ -193,6 +194,80 @@ struct WarpResults {
   float2 max_sums[kWarps][kRows];
 };
 
+// Merges the warps' results for element d of row r.
+template <int kWarps, int kRows, int kDims>
+__device__ __forceinline__ float merge_warps(const WarpResults<kWarps, kRows, kDims>& results, int r, int d,
+                                             float2& max_sum) {
+  float max = -INFINITY, total = 0.f, out = 0.f;
+#pragma unroll
+  for (int w = 0; w < kWarps; ++w) max = fmaxf(max, results.max_sums[w][r].x);
+#pragma unroll
+  for (int w = 0; w < kWarps; ++w) {
+    const float shrink = exp2_below(results.max_sums[w][r].x, max);
+    total += results.max_sums[w][r].y * shrink;
+    out += results.outputs[w][r][d] * shrink;
+  }
+  max_sum = make_float2(max, total);
+  return out;
+}
+
+#if HF_FASTPATH_HOPPER
+
+// finish_block() for blocks in clusters: the blocks of a cluster merge through each other's shared memory,
+// and only several clusters of a KV head need device memory. Every block of a cluster calls it, those without
+// work too.
+template <int kWarps, int kRows, int kDims>
+__device__ __forceinline__ void finish_cluster(const DecodeAttentionParams& p, const Split& s,
+                                               const WarpResults<kWarps, kRows, kDims>& results,
+                                               int batch_row, int kv_head, int first_row, int rows) {
+  constexpr int kThreads = kWarps * kWarpSize;
+  __shared__ float outputs[kRows][kDims];
+  __shared__ float2 max_sums[kRows];
+  const int here = min(kRows, rows - first_row), items = here * p.head_dim;
+  const int size = cluster_size(), rank = cluster_rank();
+  const int cluster = blockIdx.x / size, busy = min(size, s.active - cluster * size);  // blocks with work
+  const int clusters = (s.active + size - 1) / size;
+  __syncthreads();  // every warp's result
+  if (rank < busy) {
+    for (int i = threadIdx.x; i < items; i += kThreads) {
+      const int r = i / p.head_dim, d = i % p.head_dim;
+      float2 max_sum;
+      outputs[r][d] = merge_warps(results, r, d, max_sum);
+      if (d == 0) max_sums[r] = max_sum;
+    }
+  }
+  sync_cluster();  // every block's result
+  const Partials partials(p);
+  const int64_t base = (int64_t(batch_row) * p.num_kv_heads + kv_head) * rows + first_row;
+  for (int i = rank * kThreads + threadIdx.x; i < items; i += size * kThreads) {
+    const int r = i / p.head_dim, d = i % p.head_dim;
+    float max = -INFINITY, total = 0.f, out = 0.f;
+    for (int b = 0; b < busy; ++b) max = fmaxf(max, load_cluster(cluster_address(&max_sums[r].x, b)));
+    for (int b = 0; b < busy; ++b) {
+      const float2 max_sum = load_cluster2(cluster_address(&max_sums[r], b));
+      const float shrink = exp2_below(max_sum.x, max);
+      total += max_sum.y * shrink;
+      out += load_cluster(cluster_address(&outputs[r][d], b)) * shrink;
+    }
+    if (clusters == 1) {
+      const RowPlace place = row_place(p, s, kv_head, first_row + r);
+      store_from_float(p.out, out_offset(p, batch_row, place) + d, p.dtype,
+                       out * inverse_sum(total, place.sees_any));
+    } else {
+      const int64_t at = (base + r) * kMaxSplits + cluster;
+      partials.outputs[at * p.head_dim + d] = out;
+      if (d == 0) partials.max_sums[at] = make_float2(max, total);
+    }
+  }
+  sync_cluster();  // shared memory is read by others until here
+  if (clusters == 1) return;
+  const int counter = batch_row * gridDim.y + blockIdx.y;
+  if (!arrive_last(partials.counters - 1 - counter, clusters * size)) return;
+  merge_splits<kRows, kThreads>(p, s, partials, clusters, batch_row, kv_head, first_row, rows);
+}
+
+#endif  // HF_FASTPATH_HOPPER
+
 // Merges the warps' results, and as the last block of the KV head the blocks'. Every thread calls it once its
 // part of `results` is written.
 template <int kWarps, int kRows, int kDims>
@@ -206,29 +281,22 @@ __device__ __forceinline__ void finish_block(const DecodeAttentionParams& p, con
   for (int i = threadIdx.x; i < kRows * p.head_dim; i += kThreads) {
     const int r = i / p.head_dim, d = i % p.head_dim;
     if (first_row + r >= rows) break;
-    float max = -INFINITY, total = 0.f, out = 0.f;
-#pragma unroll
-    for (int w = 0; w < kWarps; ++w) max = fmaxf(max, results.max_sums[w][r].x);
-#pragma unroll
-    for (int w = 0; w < kWarps; ++w) {
-      const float shrink = exp2_below(results.max_sums[w][r].x, max);
-      total += results.max_sums[w][r].y * shrink;
-      out += results.outputs[w][r][d] * shrink;
-    }
+    float2 max_sum;
+    const float out = merge_warps(results, r, d, max_sum);
     if (s.active == 1) {
       const RowPlace place = row_place(p, s, kv_head, first_row + r);
       store_from_float(p.out, out_offset(p, batch_row, place) + d, p.dtype,
-                       out * inverse_sum(total, place.sees_any));
+                       out * inverse_sum(max_sum.y, place.sees_any));
     } else {
       const int64_t at = (base + r) * kMaxSplits + blockIdx.x;
       partials.outputs[at * p.head_dim + d] = out;
-      if (d == 0) partials.max_sums[at] = make_float2(max, total);
+      if (d == 0) partials.max_sums[at] = max_sum;
     }
   }
   if (s.active == 1) return;
   const int counter = batch_row * gridDim.y + blockIdx.y;
   if (!arrive_last(partials.counters - 1 - counter, s.active)) return;
-  merge_splits<kRows, kThreads>(p, s, partials, batch_row, kv_head, first_row, rows);
+  merge_splits<kRows, kThreads>(p, s, partials, s.active, batch_row, kv_head, first_row, rows);
 }
 
 // Splits to launch for `units` independent pieces of work when `slots` blocks run at once and a piece can be
@@ -250,6 +318,16 @@ inline int64_t most_splits(const DecodeAttentionParams& p) {
   int64_t longest = p.kv_table ? int64_t(kMaxSplits) * kMinChunk : p.capacity;
   if (p.window > 0 && p.window + p.query_len - 1 < longest) longest = p.window + p.query_len - 1;
   return (longest + kMinChunk - 1) / kMinChunk;
+}
+
+// Blocks of a cluster for `splits` blocks over a KV head, which it rounds down to whole clusters.
+inline int cluster_of(unsigned& splits) {
+  constexpr unsigned kLargest = 8;  // that every device of compute capability 9.0 and up takes
+  if (compute_capability_major() < kHopper) return 1;
+  unsigned cluster = 1;
+  while (cluster < kLargest && 2 * cluster <= splits) cluster *= 2;
+  splits = splits / cluster * cluster;
+  return static_cast<int>(cluster);
 }
 
 // Grid (splits, KV heads * blocks of rows, batch rows) when an SM runs `blocks_per_sm` blocks of kRows rows

@@ -26,6 +26,7 @@ bool fits_mma(const GemvParams& p) {
 
 void launch_gemv(const GemvParams& params, cudaStream_t stream) {
   if (params.n == 0) return;
+  if (fits_gemv_ring(params, nullptr)) return launch_gemv_ring(params, nullptr, stream);
   if (fits_mma(params)) {
     if (params.transposed) return launch_gemv_columns_mma(params, stream);
     if (params.m >= kMinMmaRows) return launch_gemv_mma(params, stream);

@@ -1,4 +1,4 @@
-// Torch-free launch of the skinny matrix products on a GPU: gemv, gemv_qkv and gemv_swiglu share them.
+// Torch-free launch of the skinny matrix products on a GPU: gemv, gemv_swiglu and qkv_rope_append share them.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -6,6 +6,7 @@
 #include <cstdint>
 
 #include "common/dtype.h"
+#include "rope_append/rope_append.h"
 
 namespace hf_fastpath {
 
@@ -18,6 +19,14 @@ struct GemvSegment {
   const void* bias;    // [features] or null
   int64_t stride;      // elements between rows of `weight`
   int first;
+};
+
+// What happens to x before the product, rows of k elements.
+struct GemvNorm {
+  Norm kind;
+  const void* weight;  // [k]; null means 1
+  const void* bias;    // [k] or null, for Norm::kLayer
+  float eps;
 };
 
 // out[m, :] = activation(x[m, :] @ weight.T + bias) + residual[m, :], the features of all segments one after
@@ -33,8 +42,10 @@ struct GemvParams {
   int num_segments;  // 1 to kMaxGemvSegments; 2 when gated
   bool gated;
   bool transposed;  // one segment [k, n]
+  bool overlap;     // weights may be read before the kernel in front on the stream is complete
   DType dtype;
   Activation activation;
+  GemvNorm norm;  // only launch_gemv_ring takes one
 };
 
 // Picks the kernel below that suits the shape and alignment, and launches it.
@@ -47,5 +58,10 @@ void launch_gemv_mma(const GemvParams& params,
 void launch_gemv_columns(const GemvParams& params, cudaStream_t stream);  // [k, n] weights
 void launch_gemv_columns_mma(const GemvParams& params,
                              cudaStream_t stream);  // the same on tensor cores, 16-bit types
+
+// The kernel for one x row on Hopper, which also takes a norm in front and, with `rope`, turns and appends
+// the features instead of writing them to out: [query, key, value] of the one token of a batch of one.
+bool fits_gemv_ring(const GemvParams& params, const RopeAppendParams* rope);
+void launch_gemv_ring(const GemvParams& params, const RopeAppendParams* rope, cudaStream_t stream);
 
 }  // namespace hf_fastpath

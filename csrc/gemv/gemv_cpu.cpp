@@ -3,6 +3,7 @@
 
 #include <numeric>
 
+#include "common/composed_ops.h"
 #include "common/cpu_glue.h"
 #include "common/cpu_math.h"
 #include "gemv/gemv_glue_cpu.h"
@@ -151,10 +152,15 @@ void run_conv1d(const LinearArgs& args, float* partials, int64_t partial_stride)
   });
 }
 
-Tensor gemv(const Tensor& x, const Tensor& weight, std::optional<Tensor> bias, std::optional<Tensor> residual,
-            std::string activation, bool transposed) {
+}  // namespace
+
+Tensor gemv_cpu(const Tensor& raw, const Tensor& weight, const std::optional<Tensor>& bias,
+                const std::optional<Tensor>& residual, const std::string& activation, bool transposed,
+                const std::string& norm, const std::optional<Tensor>& norm_weight,
+                const std::optional<Tensor>& norm_bias, double norm_eps, bool /*overlap*/) {
   const char* op = "gemv";
   STD_TORCH_CHECK(weight.dim() == 2, "hf_fastpath::gemv: weight is not a matrix");
+  const Tensor x = normed_cpu(raw, norm_of(norm, op), norm_weight, norm_bias, norm_eps);
   const int64_t out_features = weight.size(transposed ? 1 : 0);
   const int64_t partial_stride = round_up(out_features, 16);
   const int64_t partials = transposed ? input_parts(weight.size(0)) * kMaxRows * partial_stride : 0;
@@ -180,7 +186,6 @@ Tensor gemv(const Tensor& x, const Tensor& weight, std::optional<Tensor> bias, s
   return out;
 }
 
-STABLE_TORCH_LIBRARY_IMPL(hf_fastpath, CPU, m) { m.impl("gemv", TORCH_BOX(&gemv)); }
+STABLE_TORCH_LIBRARY_IMPL(hf_fastpath, CPU, m) { m.impl("gemv", TORCH_BOX(&gemv_cpu)); }
 
-}  // namespace
 }  // namespace hf_fastpath

@@ -1,5 +1,5 @@
 // Products of one to sixteen activation rows with a weight, on the CPU: kernel interface, free of torch. The
-// ops gemv, gemv_qkv and gemv_swiglu are glue over these kernels.
+// ops gemv, gemv_swiglu and qkv_rope_append are glue over these kernels.
 #pragma once
 
 #include "common/dtype.h"

@@ -2,16 +2,19 @@
 #include "gemv/gemv_cuda_glue.h"
 
 namespace hf_fastpath {
-namespace {
 
-Tensor gemv(const Tensor& x, const Tensor& weight, const std::optional<Tensor>& bias,
-            const std::optional<Tensor>& residual, const std::string& activation, bool transposed) {
+Tensor gemv_cuda(const Tensor& x, const Tensor& weight, const std::optional<Tensor>& bias,
+                 const std::optional<Tensor>& residual, const std::string& activation, bool transposed,
+                 const std::string& norm, const std::optional<Tensor>& norm_weight,
+                 const std::optional<Tensor>& norm_bias, double norm_eps, bool overlap) {
   constexpr const char* kOp = "gemv";
   const DeviceGuard guard(x);
   const Tensor input = hf_fastpath::contiguous(x);
   GemvParams p = gemv_params(input, kOp);
   p.activation = activation_of(activation, kOp);
   p.transposed = transposed;
+  p.overlap = overlap;
+  const InputNorm input_norm(input, norm, norm_weight, norm_bias, norm_eps, kOp);
   const std::optional<Tensor> kept = add_segment(p, weight, bias, kOp);
   std::optional<Tensor> added;
   if (residual) {
@@ -22,12 +25,10 @@ Tensor gemv(const Tensor& x, const Tensor& weight, const std::optional<Tensor>& 
   }
   Tensor out = empty_like_with_sizes(input, sizes_with_last(input, p.n));
   p.out = out.data_ptr();
-  launch_gemv(p, current_stream(guard.device()));
+  input_norm.launch(p, input, current_stream(guard.device()));
   return out;
 }
 
-}  // namespace
-
-STABLE_TORCH_LIBRARY_IMPL(hf_fastpath, CUDA, m) { m.impl("gemv", TORCH_BOX(&gemv)); }
+STABLE_TORCH_LIBRARY_IMPL(hf_fastpath, CUDA, m) { m.impl("gemv", TORCH_BOX(&gemv_cuda)); }
 
 }  // namespace hf_fastpath

@@ -1,6 +1,7 @@
-// Torch-facing checks that gemv, gemv_qkv and gemv_swiglu share on a GPU.
+// Torch-facing checks that gemv, gemv_swiglu and qkv_rope_append share on a GPU.
 #pragma once
 
+#include "common/composed_ops.h"
 #include "common/cuda_glue.h"
 #include "gemv/gemv.h"
 
@@ -46,5 +47,49 @@ inline std::optional<Tensor> add_segment(GemvParams& p, const Tensor& weight,
   p.n += static_cast<int>(features);
   return kept;
 }
+
+// The norm in front of a product; its tensors are kept until the launch.
+class InputNorm {
+ public:
+  InputNorm(const Tensor& x, const std::string& norm, const std::optional<Tensor>& weight,
+            const std::optional<Tensor>& bias, double eps, const char* op)
+      : kind_(norm_of(norm, op)), eps_(eps) {
+    for (auto [given, kept] : {std::pair(&weight, &weight_), std::pair(&bias, &bias_)}) {
+      if (!*given) continue;
+      STD_TORCH_CHECK(kind_ != Norm::kNone && (*given)->dim() == 1 &&
+                          (*given)->size(0) == x.size(x.dim() - 1) &&
+                          dtype_of(**given, op) == dtype_of(x, op),
+                      "hf_fastpath::", op, ": norm_weight or norm_bias does not match x and norm");
+      *kept = hf_fastpath::contiguous(**given);
+    }
+    STD_TORCH_CHECK(kind_ != Norm::kRms || (weight_ && !bias_), "hf_fastpath::", op,
+                    ": norm 'rms' takes norm_weight and no norm_bias");
+  }
+
+  // Launches norm and product (and with `rope` the append) as one kernel, if there is one for them.
+  bool launch_as_one(GemvParams& p, const RopeAppendParams* rope, cudaStream_t stream) const {
+    p.norm = {kind_, data_or_null(weight_), data_or_null(bias_), static_cast<float>(eps_)};
+    if (!fits_gemv_ring(p, rope)) return false;
+    launch_gemv_ring(p, rope, stream);
+    return true;
+  }
+
+  // Launches them as two.
+  void launch_apart(GemvParams& p, const Tensor& x, cudaStream_t stream) const {
+    const Tensor normed = normed_cuda(x, kind_, weight_, bias_, eps_);
+    p.x = normed.data_ptr();
+    p.norm = {};
+    launch_gemv(p, stream);
+  }
+
+  void launch(GemvParams& p, const Tensor& x, cudaStream_t stream) const {
+    if (!launch_as_one(p, nullptr, stream)) launch_apart(p, x, stream);
+  }
+
+ private:
+  Norm kind_;
+  std::optional<Tensor> weight_, bias_;
+  double eps_;
+};
 
 }  // namespace hf_fastpath

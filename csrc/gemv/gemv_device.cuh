@@ -47,7 +47,7 @@ __device__ __forceinline__ Addends<T> load_addends(const GemvParams& p, int m, i
   Addends<T> a;
   const GemvSegment s = segment_of(p, n);
   if (s.bias) a.bias = C::load_shared_line(static_cast<const T*>(s.bias) + (n - s.first));
-  if (p.residual) a.residual = C::load_shared_line(static_cast<const T*>(p.residual) + int64_t(m) * p.n + n);
+  if (p.residual) a.residual = C::load_l2(static_cast<const T*>(p.residual) + int64_t(m) * p.n + n);
   return a;
 }
 

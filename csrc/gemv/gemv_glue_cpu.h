@@ -1,4 +1,4 @@
-// What the glue of gemv, gemv_qkv and gemv_swiglu shares on the CPU: checked arguments and converted
+// What the glue of gemv, gemv_swiglu and qkv_rope_append shares on the CPU: checked arguments and converted
 // activations. Torch-facing; included by *_cpu.cpp only.
 #pragma once
 

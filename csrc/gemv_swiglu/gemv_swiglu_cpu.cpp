@@ -1,12 +1,15 @@
 // gemv_swiglu on the CPU: gemv's Linear kernel over two weights at once.
+#include "common/composed_ops.h"
 #include "gemv/gemv_glue_cpu.h"
 
 namespace hf_fastpath {
 namespace {
 
-Tensor gemv_swiglu(const Tensor& x, const Tensor& gate_weight, const Tensor& up_weight,
-                   std::string activation) {
+Tensor gemv_swiglu(const Tensor& raw, const Tensor& gate_weight, const Tensor& up_weight,
+                   std::string activation, const std::string& norm, const std::optional<Tensor>& norm_weight,
+                   const std::optional<Tensor>& norm_bias, double norm_eps, bool /*overlap*/) {
   const char* op = "gemv_swiglu";
+  const Tensor x = normed_cpu(raw, norm_of(norm, op), norm_weight, norm_bias, norm_eps);
   const Activations input = load_activations(x, op);
   check_weight(gate_weight, input, false, op, "gate_weight");
   check_weight(up_weight, input, false, op, "up_weight");

@@ -6,12 +6,16 @@ namespace hf_fastpath {
 namespace {
 
 Tensor gemv_swiglu(const Tensor& x, const Tensor& gate_weight, const Tensor& up_weight,
-                   const std::string& activation) {
+                   const std::string& activation, const std::string& norm,
+                   const std::optional<Tensor>& norm_weight, const std::optional<Tensor>& norm_bias,
+                   double norm_eps, bool overlap) {
   constexpr const char* kOp = "gemv_swiglu";
   const DeviceGuard guard(x);
   const Tensor input = hf_fastpath::contiguous(x);
   GemvParams p = gemv_params(input, kOp);
   p.gated = true;
+  p.overlap = overlap;
+  const InputNorm input_norm(input, norm, norm_weight, norm_bias, norm_eps, kOp);
   p.activation = activation_of(activation, kOp);
   add_segment(p, gate_weight, std::nullopt, kOp);
   add_segment(p, up_weight, std::nullopt, kOp);
@@ -20,7 +24,7 @@ Tensor gemv_swiglu(const Tensor& x, const Tensor& gate_weight, const Tensor& up_
   p.n = static_cast<int>(gate_weight.size(0));  // both weights make one set of features
   Tensor out = empty_like_with_sizes(input, sizes_with_last(input, p.n));
   p.out = out.data_ptr();
-  launch_gemv(p, current_stream(guard.device()));
+  input_norm.launch(p, input, current_stream(guard.device()));
   return out;
 }
 

@@ -1,6 +1,7 @@
 // layer_norm on the CPU: checks, allocation, threads, and the portable kernel.
 #include "layer_norm/layer_norm_cpu.h"
 
+#include "common/composed_ops.h"
 #include "common/cpu_glue.h"
 #include "common/cpu_math.h"
 
@@ -37,9 +38,8 @@ void layer_norm_portable(const LayerNormArgs& args, int64_t begin, int64_t end) 
   });
 }
 
-namespace {
-
-Tensor layer_norm(const Tensor& x, std::optional<Tensor> weight, std::optional<Tensor> bias, double eps) {
+Tensor layer_norm_cpu(const Tensor& x, const std::optional<Tensor>& weight, const std::optional<Tensor>& bias,
+                      double eps) {
   const char* op = "layer_norm";
   const DType dtype = dtype_of(x, op);
   STD_TORCH_CHECK(x.dim() >= 1, "hf_fastpath::layer_norm: x has no dimensions, expected [..., hidden_size]");
@@ -65,7 +65,6 @@ Tensor layer_norm(const Tensor& x, std::optional<Tensor> weight, std::optional<T
   return out;
 }
 
-STABLE_TORCH_LIBRARY_IMPL(hf_fastpath, CPU, m) { m.impl("layer_norm", TORCH_BOX(&layer_norm)); }
+STABLE_TORCH_LIBRARY_IMPL(hf_fastpath, CPU, m) { m.impl("layer_norm", TORCH_BOX(&layer_norm_cpu)); }
 
-}  // namespace
 }  // namespace hf_fastpath

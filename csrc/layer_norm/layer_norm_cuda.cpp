@@ -1,12 +1,12 @@
 // torch.ops.hf_fastpath.layer_norm on a GPU: see hf_fastpath/ops/layer_norm.py for the contract.
+#include "common/composed_ops.h"
 #include "common/cuda_glue.h"
 #include "layer_norm/layer_norm.h"
 
 namespace hf_fastpath {
-namespace {
 
-Tensor layer_norm(const Tensor& x, const std::optional<Tensor>& weight, const std::optional<Tensor>& bias,
-                  double eps) {
+Tensor layer_norm_cuda(const Tensor& x, const std::optional<Tensor>& weight,
+                       const std::optional<Tensor>& bias, double eps) {
   constexpr const char* kOp = "layer_norm";
   STD_TORCH_CHECK(x.dim() >= 1, "hf_fastpath::layer_norm: x is a scalar, expected [..., hidden_size]");
   const int64_t columns = x.size(x.dim() - 1);
@@ -29,8 +29,6 @@ Tensor layer_norm(const Tensor& x, const std::optional<Tensor>& weight, const st
   return out;
 }
 
-}  // namespace
-
-STABLE_TORCH_LIBRARY_IMPL(hf_fastpath, CUDA, m) { m.impl("layer_norm", TORCH_BOX(&layer_norm)); }
+STABLE_TORCH_LIBRARY_IMPL(hf_fastpath, CUDA, m) { m.impl("layer_norm", TORCH_BOX(&layer_norm_cuda)); }
 
 }  // namespace hf_fastpath

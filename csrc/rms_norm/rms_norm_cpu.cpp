@@ -1,6 +1,7 @@
 // rms_norm on the CPU: checks, allocation, threads, and the portable kernel.
 #include "rms_norm/rms_norm_cpu.h"
 
+#include "common/composed_ops.h"
 #include "common/cpu_glue.h"
 #include "common/cpu_math.h"
 
@@ -25,9 +26,7 @@ void rms_norm_portable(const RmsNormArgs& args, int64_t begin, int64_t end) {
   });
 }
 
-namespace {
-
-Tensor rms_norm(const Tensor& x, const Tensor& weight, double eps) {
+Tensor rms_norm_cpu(const Tensor& x, const Tensor& weight, double eps) {
   const char* op = "rms_norm";
   const DType dtype = dtype_of(x, op);
   STD_TORCH_CHECK(x.dim() >= 1, "hf_fastpath::rms_norm: x has no dimensions, expected [..., hidden_size]");
@@ -46,7 +45,6 @@ Tensor rms_norm(const Tensor& x, const Tensor& weight, double eps) {
   return out;
 }
 
-STABLE_TORCH_LIBRARY_IMPL(hf_fastpath, CPU, m) { m.impl("rms_norm", TORCH_BOX(&rms_norm)); }
+STABLE_TORCH_LIBRARY_IMPL(hf_fastpath, CPU, m) { m.impl("rms_norm", TORCH_BOX(&rms_norm_cpu)); }
 
-}  // namespace
 }  // namespace hf_fastpath

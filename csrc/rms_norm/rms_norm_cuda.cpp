@@ -1,11 +1,11 @@
 // torch.ops.hf_fastpath.rms_norm on a GPU: see hf_fastpath/ops/rms_norm.py for the contract.
+#include "common/composed_ops.h"
 #include "common/cuda_glue.h"
 #include "rms_norm/rms_norm.h"
 
 namespace hf_fastpath {
-namespace {
 
-Tensor rms_norm(const Tensor& x, const Tensor& weight, double eps) {
+Tensor rms_norm_cuda(const Tensor& x, const Tensor& weight, double eps) {
   constexpr const char* kOp = "rms_norm";
   STD_TORCH_CHECK(x.dim() >= 1 && weight.dim() == 1 && weight.size(0) == x.size(x.dim() - 1) &&
                       dtype_of(weight, kOp) == dtype_of(x, kOp),
@@ -21,8 +21,6 @@ Tensor rms_norm(const Tensor& x, const Tensor& weight, double eps) {
   return out;
 }
 
-}  // namespace
-
-STABLE_TORCH_LIBRARY_IMPL(hf_fastpath, CUDA, m) { m.impl("rms_norm", TORCH_BOX(&rms_norm)); }
+STABLE_TORCH_LIBRARY_IMPL(hf_fastpath, CUDA, m) { m.impl("rms_norm", TORCH_BOX(&rms_norm_cuda)); }
 
 }  // namespace hf_fastpath

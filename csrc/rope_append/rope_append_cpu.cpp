@@ -1,6 +1,7 @@
 // rope_append on the CPU: checks, allocation, threads, and the portable kernel.
 #include "rope_append/rope_append_cpu.h"
 
+#include "common/composed_ops.h"
 #include "common/cpu_glue.h"
 #include "common/cpu_math.h"
 #include "common/kv_cache_cpu.h"
@@ -58,11 +59,10 @@ void rope_append_portable(const RopeAppendArgs& args, int64_t begin, int64_t end
   });
 }
 
-namespace {
-
-Tensor rope_append(const Tensor& qkv, std::optional<Tensor> bias, std::optional<Tensor> cos,
-                   std::optional<Tensor> sin, Tensor k_cache, Tensor v_cache, const Tensor& seq_lens,
-                   int64_t num_heads, std::optional<Tensor> kv_table, int64_t layer) {
+Tensor rope_append_cpu(const Tensor& qkv, const std::optional<Tensor>& bias, const std::optional<Tensor>& cos,
+                       const std::optional<Tensor>& sin, const Tensor& k_cache, const Tensor& v_cache,
+                       const Tensor& seq_lens, int64_t num_heads, const std::optional<Tensor>& kv_table,
+                       int64_t layer) {
   const char* op = "rope_append";
   const DType dtype = dtype_of(qkv, op);
   STD_TORCH_CHECK(qkv.dim() == 3 && qkv.size(1) >= 1 && qkv.size(1) <= kMaxQueryLen,
@@ -119,7 +119,6 @@ Tensor rope_append(const Tensor& qkv, std::optional<Tensor> bias, std::optional<
   return out;
 }
 
-STABLE_TORCH_LIBRARY_IMPL(hf_fastpath, CPU, m) { m.impl("rope_append", TORCH_BOX(&rope_append)); }
+STABLE_TORCH_LIBRARY_IMPL(hf_fastpath, CPU, m) { m.impl("rope_append", TORCH_BOX(&rope_append_cpu)); }
 
-}  // namespace
 }  // namespace hf_fastpath

@@ -16,9 +16,11 @@ import torch
 from .. import compat
 from ..cache import FastpathCache
 from ..ops.gemv import MAX_ROWS
+from .plan import MAX_EOS_TOKENS
 
 if TYPE_CHECKING:
     from ..patching import PatchState
+    from .plan import DecodePlan
     from .structure import ModelPart
 
 #: how many tokens the host may be ahead of the device: enough to hide its work, few enough to waste little at the end
@@ -27,6 +29,7 @@ MAX_AHEAD = 8
 KNOWN_MODEL_KWARGS = frozenset(
     {"past_key_values", "use_cache", "attention_mask", "position_ids", "logits_to_keep", "tokenizer"}
 )
+_TOO_MANY = torch.empty(0)  # stands for more end tokens than a plan looks for
 
 
 def sample(original: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
@@ -146,12 +149,19 @@ def is_left_padding(mask: torch.Tensor) -> bool:
 
 @dataclass
 class _Pending:
-    """A token on its way from the device to the host."""
+    """A step's tokens on their way from the device to the host.
+
+    Attributes:
+        length: of the sequences with them.
+        tokens, unfinished: [batch] in host memory, valid once ``event`` has passed.
+        chosen_by_plan: the host has not seen them in any other way.
+    """
 
     length: int
-    finished: torch.Tensor
     tokens: torch.Tensor
+    unfinished: torch.Tensor
     event: torch.cuda.Event | None
+    chosen_by_plan: bool = False
 
 
 class _Loop:
@@ -165,6 +175,8 @@ class _Loop:
         self.has_eos = any(hasattr(criterion, "eos_token_id") for criterion in stopping_criteria)
         self.max_length = stopping_criteria.max_length
         self.ids = input_ids
+        self.length = self.prompt_len  # of the sequences, tokens included that the device has chosen by itself
+        self.chosen: list[torch.Tensor] = []  # those tokens, [batch] each, that follow ids
         self.scores: list[torch.Tensor] = []
         self.logits: list[torch.Tensor] = []
         self.unfinished = torch.ones(self.batch, dtype=torch.long, device=self.device)
@@ -183,10 +195,23 @@ class _Loop:
             return 0
         return MAX_AHEAD if self.device.type == "cuda" else 0
 
-    @property
-    def length(self) -> int:
-        """Tokens of a sequence so far, the prompt's included."""
-        return self.ids.shape[1]
+    def _plan_chooses(self) -> bool:
+        """Whether the plan's own choice is this call's: greedy, nothing to process, nothing else to stop for."""
+        config, criteria = self.config, self.criteria
+        if (
+            config.do_sample
+            or len(self.processors)
+            or (config.return_dict_in_generate and (config.output_scores or config.output_logits))
+        ):
+            return False
+        known = all(type(criterion) in (compat.MaxLengthCriteria, compat.EosTokenCriteria) for criterion in criteria)
+        return known and self.max_length is not None and self._eos_tokens() is not _TOO_MANY
+
+    def _eos_tokens(self) -> torch.Tensor | None:
+        ends = [criterion.eos_token_id.flatten() for criterion in self.criteria if hasattr(criterion, "eos_token_id")]
+        if not ends:
+            return None
+        return torch.cat(ends) if sum(end.numel() for end in ends) <= MAX_EOS_TOKENS else _TOO_MANY
 
     def run(self, part: ModelPart, model_kwargs: dict) -> Any:
         outputs = compat.prefill(self.model, self.ids, self.config, model_kwargs)
@@ -197,22 +222,32 @@ class _Loop:
         next_logits = outputs.logits[:, -1]
         del outputs
         started, first = time.perf_counter(), True
-        plan = None
+        plan, plan_chooses = None, self._plan_chooses()
         try:
             while True:
-                tokens = self._choose(next_logits)
-                if self._finish_step(tokens):
+                if plan is None or not plan_chooses:
+                    tokens = self._choose(next_logits)
+                    done = self._finish_step(tokens)
+                else:
+                    done = self._follow_plan(plan, cache.get_seq_length())
+                if done:
                     break
                 if plan is None:
                     plan = self.state.plan(part, self.batch, cache)
-                    plan.begin(cache, next_positions, starts)
-                next_logits = plan.step(tokens)
+                    eos = (self._eos_tokens(), compat.pad_token(self.config)) if self.has_eos and plan_chooses else ()
+                    plan.begin(cache, next_positions, starts, self.unfinished, *eos)
+                    next_logits = plan.step(tokens)
+                else:
+                    next_logits = plan.step(None if plan_chooses else tokens)
                 if first:  # building and capturing the plan is not decoding speed
                     started, first = time.perf_counter(), False
             dropped = self._drain()
         finally:
             if plan is not None:
                 plan.end()
+        if self.chosen:
+            self.ids = torch.cat((self.ids, torch.stack(self.chosen, dim=1).to(self.device)), dim=1)
+            self.criteria(self.ids[:, :-1], None)  # warns, as at every step, of lengths the model was not made for
         if dropped:
             self._undo(dropped, cache)
         new_tokens = (self.length - self.prompt_len) * self.batch
@@ -245,6 +280,7 @@ class _Loop:
     def _finish_step(self, tokens: torch.Tensor) -> bool:
         """Append the tokens; say whether to stop."""
         self.ids = torch.cat((self.ids, tokens[:, None]), dim=1)
+        self.length += 1
         done = self.criteria(self.ids, tuple(self.scores) if self.scores else None)
         self.unfinished = self.unfinished & ~done
         if not self.ahead:
@@ -254,29 +290,42 @@ class _Loop:
         self._send(tokens)
         return self._look_back() or (self.max_length is not None and self.length >= self.max_length)
 
+    def _follow_plan(self, plan: DecodePlan, cache_length: int) -> bool:
+        """Take in the plan's own choice; say whether to stop."""
+        self.length += 1
+        event = self._event() if self.device.type == "cuda" else None
+        self.pending.append(_Pending(self.length, *plan.choice(cache_length), event, chosen_by_plan=True))
+        return self._look_back() or self.length >= self.max_length
+
     def _send(self, tokens: torch.Tensor) -> None:
         """Start copying this step's outcome to the host."""
-        finished = torch.empty((), dtype=torch.bool, device="cpu", pin_memory=True)
-        finished.copy_(self.unfinished.max() == 0, non_blocking=True)
+        unfinished = torch.empty(self.batch, dtype=torch.long, device="cpu", pin_memory=True)
+        unfinished.copy_(self.unfinished, non_blocking=True)
         on_host = torch.empty(self.batch, dtype=torch.long, device="cpu", pin_memory=True)
         if self.streamer is not None:
             on_host.copy_(tokens, non_blocking=True)
+        self.pending.append(_Pending(self.length, on_host, unfinished, self._event()))
+
+    def _event(self) -> torch.cuda.Event:
         event = torch.cuda.Event()
         event.record(torch.cuda.current_stream(self.device))
-        self.pending.append(_Pending(self.length, finished, on_host, event))
+        return event
 
     def _look_back(self, wait: bool = False) -> bool:
         """Take in what has arrived; wait only when the host is too far ahead. True once every row had finished."""
         while self.pending:
             oldest = self.pending[0]
-            if not (wait or len(self.pending) > self.ahead or oldest.event.query()):
-                return False
-            oldest.event.synchronize()
+            if oldest.event is not None:
+                if not (wait or len(self.pending) > self.ahead or oldest.event.query()):
+                    return False
+                oldest.event.synchronize()
             self.pending.popleft()
             self.offsets.pop(oldest.length - 1, None)
+            if oldest.chosen_by_plan:
+                self.chosen.append(oldest.tokens.clone())
             if self.streamer is not None:
                 self.streamer.put(oldest.tokens.clone())
-            if bool(oldest.finished):
+            if not oldest.unfinished.any():
                 self.finished_length = oldest.length
                 return True
         return False
@@ -289,7 +338,8 @@ class _Loop:
 
     def _undo(self, steps: int, cache: FastpathCache) -> None:
         """Take back ``steps`` tokens: sequences, scores, cache, and the random numbers they used."""
-        self.ids = self.ids[:, :-steps]
+        self.length -= steps
+        self.ids = self.ids[:, : self.length]  # what the plan chose past the end was never read
         for recorded in (self.scores, self.logits):
             del recorded[len(recorded) - steps if recorded else 0 :]
         cache.crop(-steps)

@@ -6,12 +6,12 @@ model's own parameters, so changed values are seen; a parameter that moved or wa
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Callable
 from typing import Any
 
 import torch
 
+from .. import ops
 from ..cache import FastpathCache
 from ..compat import below_autograd
 from ..ops.decode_attention import workspace_bytes
@@ -20,6 +20,13 @@ from .graph import capture
 from .structure import ModelPart, fingerprint
 
 _aten = torch.ops.aten
+
+#: end tokens a plan looks for; more are left to the host
+MAX_EOS_TOKENS = 16
+#: choices the host may leave unread before they are overwritten
+RECORD_SLOTS = 32
+#: rows of the first table of rotary angles, unless the model's longest context is shorter
+_ANGLE_ROWS = 32768
 
 
 class Register:
@@ -67,7 +74,10 @@ class Program:
 
 
 class DecodePlan:
-    """One new token for each of ``batch`` sequences.
+    """One new token for each of ``batch`` sequences, and the greedy choice of the next.
+
+    Every step ends in that choice, so that greedy search needs the host for nothing; another choice is given to the
+    next :meth:`step`.
 
     Args:
         part: the model.
@@ -85,12 +95,19 @@ class DecodePlan:
         self.device, self.dtype = weight.device, weight.dtype
         self.cache: FastpathCache | None = None
         self.graph: torch.cuda.CUDAGraph | None = None
+        self._ahead = 1
         self.warm = False  # the first step runs eagerly: it loads kernels, which a capture must not
         with torch.inference_mode(False):  # buffers outlive the mode generate() was called in
             self.tokens = torch.zeros(batch, 1, dtype=torch.long, device=self.device)
             self.positions = torch.zeros(batch, 1, dtype=torch.long, device=self.device)
             self.seq_lens = torch.zeros(batch, dtype=torch.int32, device=self.device)
             self.starts = torch.zeros(batch, dtype=torch.int32, device=self.device)
+            self.unfinished = torch.ones(batch, dtype=torch.long, device=self.device)
+            self.eos_tokens = torch.full((MAX_EOS_TOKENS,), -1, device=self.device)
+            self.pad_token = torch.zeros(1, dtype=torch.long, device=self.device)
+            self.record = torch.zeros(RECORD_SLOTS, 2, batch, dtype=torch.long, device="cpu")
+            if self.device.type == "cuda":
+                self.record = self.record.pin_memory()
             self.kv_table = self.workspace = None
             if self.device.type == "cuda":
                 attention = part.layers[0].attention
@@ -99,41 +116,63 @@ class DecodePlan:
                 self.kv_table = torch.zeros(len(part.layers), 3, dtype=torch.long, device=self.device)
         self.program = Program()
         self._caches = [(self.program.register(), self.program.register()) for _ in part.layers]
+        self._rotary, self._angles = part.rotary, (self.program.register(), self.program.register())
         self._logits = self._record(part)
 
     def _record(self, part: ModelPart) -> Register:
         """Write the token step down; returns the register of the logits [batch, 1, vocab_size]."""
         emit = self.program.emit
-        emit(_aten.add_.Scalar, self.seq_lens, 1)
         hidden = emit(_aten.embedding.default, part.embedding.weight, self.tokens)
         cos = sin = None
         if part.position_embedding is not None:
             learned = emit(_aten.embedding.default, part.position_embedding.weight, self.positions)
             hidden = emit(_aten.add.Tensor, hidden, learned)
         if part.rotary is not None:
-            # transformers' own module, so every kind of scaling is right; x only gives dtype and device
-            pair = emit(part.rotary.forward, part.embedding.weight, self.positions)
-            cos, sin = emit(operator.itemgetter(0), pair), emit(operator.itemgetter(1), pair)
-        at = steps.Positions(cos, sin, self.seq_lens, self.starts, self.kv_table, self.workspace)
+            cos, sin = (emit(_aten.embedding.default, table, self.positions) for table in self._angles)
+        # Nothing in the step writes a parameter or the table, and lengths only change in its last kernel.
+        overlap = self.device.type == "cuda"
+        at = steps.Positions(cos, sin, self.seq_lens, self.starts, self.kv_table, self.workspace, overlap)
         for index, layer in enumerate(part.layers):
             hidden = steps.decoder_layer(emit, layer, hidden, self._caches[index], at, index)
-        hidden = steps.norm(emit, part.final_norm, hidden)
-        logits = steps.projection(emit, part.head, hidden)
-        emit(_aten.add_.Scalar, self.positions, 1)
-        return logits
+        logits = steps.projection(emit, part.head, hidden, norm=part.final_norm, overlap=overlap)
+        last = emit(_aten.select.int, logits, 1, 0)
+        emit(
+            ops.greedy_token.overload,
+            *(last, self.unfinished, self.tokens, self.positions, self.seq_lens, self.record),
+            *(self.eos_tokens, self.pad_token, overlap),
+        )
+        return last
 
-    def begin(self, cache: FastpathCache, positions: torch.Tensor, starts: torch.Tensor | None) -> None:
+    def begin(
+        self,
+        cache: FastpathCache,
+        positions: torch.Tensor,
+        starts: torch.Tensor | None,
+        unfinished: torch.Tensor | None = None,
+        eos_tokens: torch.Tensor | None = None,
+        pad_token: torch.Tensor | None = None,
+    ) -> None:
         """Start or continue generating over ``cache``.
 
         Args:
             cache: holds the prompt; every layer initialized.
             positions: int64 [batch], position ids of the next tokens.
             starts: [batch] left padding of each row, or None for none.
+            unfinished: int64 [batch], 1 for rows that go on; None: all.
+            eos_tokens: at most MAX_EOS_TOKENS end tokens of the greedy choice, or None.
+            pad_token: what it chooses for a row that has ended; needed with ``eos_tokens``.
         """
-        self.seq_lens.fill_(cache.get_seq_length())
+        self.seq_lens.fill_(cache.get_seq_length() + 1)
+        self.unfinished.fill_(1) if unfinished is None else self.unfinished.copy_(unfinished)
+        self.eos_tokens.fill_(-1)
+        if eos_tokens is not None:
+            self.eos_tokens[: eos_tokens.numel()] = eos_tokens
+            self.pad_token.copy_(pad_token.reshape(1))
         self.positions.copy_(positions[:, None])
         self.starts.zero_() if starts is None else self.starts.copy_(starts)
         self.cache = cache
+        # rows of the tables that a step needs beyond the length of the cache; positions may be the user's own
+        self._ahead = int(positions.max()) + 1 - cache.get_seq_length()
         self._bind()
 
     def _bind(self) -> None:
@@ -145,22 +184,48 @@ class DecodePlan:
         for (k, v), layer in zip(self._caches, layers):
             self.program.values[k.index], self.program.values[v.index] = layer.k_buffer, layer.v_buffer
 
+    def _reserve_angles(self, positions: int) -> None:
+        """Make the tables of rotary angles reach ``positions``: computed by the model's own module, so every kind of
+        scaling is right."""
+        if self._rotary is None:
+            return
+        cos, sin = (self.program.values[table.index] for table in self._angles)
+        rows = 0 if cos is None else cos.shape[0]
+        if positions <= rows:
+            return
+        longest = getattr(self._rotary, "max_seq_len_cached", _ANGLE_ROWS)
+        rows = max(positions, 2 * rows, min(longest, _ANGLE_ROWS))
+        with torch.inference_mode(False), torch.no_grad():
+            like = torch.empty(0, dtype=self.dtype, device=self.device)
+            angles = self._rotary.forward(like, torch.arange(rows, device=self.device)[None])
+        for table, values in zip(self._angles, angles):
+            self.program.values[table.index] = values[0].contiguous()
+        self.graph = None  # it reads the old tables
+
     @property
     def logits(self) -> torch.Tensor:
-        return self.program.values[self._logits.index][:, 0]
+        return self.program.values[self._logits.index]
 
-    def step(self, tokens: torch.Tensor) -> torch.Tensor:
+    def choice(self, length: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Views of what the step that made a cache of ``length`` tokens chose: tokens and unfinished rows, [batch]
+        each, in host memory; valid once the device has passed that step and until RECORD_SLOTS steps later."""
+        slot = self.record[(length + 1) % RECORD_SLOTS]
+        return slot[0], slot[1]
+
+    def step(self, tokens: torch.Tensor | None = None) -> torch.Tensor:
         """Run one token.
 
         Args:
-            tokens: int64 [batch].
+            tokens: int64 [batch]; None: what the step before chose.
 
         Returns:
             [batch, vocab_size] logits of the next token, valid until the next step.
         """
         if self.cache.reserve(1):
             self._bind()
-        self.tokens.copy_(tokens[:, None])
+        self._reserve_angles(self.cache.get_seq_length() + self._ahead)
+        if tokens is not None:
+            self.tokens.copy_(tokens[:, None])
         if self.device.type == "cuda" and self.warm and self.graph is None:
             self.graph = capture(self.program, self.device)
         if self.graph is not None:

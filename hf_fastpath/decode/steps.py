@@ -33,6 +33,7 @@ class Positions:
         starts: int32 [batch], left padding of each row, or None.
         kv_table: see ``ops.rope_append``; None uses the caches' own addresses.
         workspace: see ``ops.decode_attention``.
+        overlap: a kernel may start on what does not depend on the one in front; see ``ops.gemv``.
     """
 
     cos: Any
@@ -41,57 +42,76 @@ class Positions:
     starts: Any
     kv_table: Any = None
     workspace: Any = None
+    overlap: bool = False
 
 
-def norm(emit: Emit, part: NormPart, x: Any) -> Any:
-    """``part(x)``."""
-    module = part.module
-    if part.architecture.norm.kind == "rms":
-        return emit(ops.rms_norm.overload, x, module.weight, part.eps)
-    return emit(ops.layer_norm.overload, x, module.weight, module.bias, part.eps)
+def _norm_arguments(part: NormPart | None) -> tuple:
+    """The norm of an op's input, as the ops take it; ``part`` None is no norm."""
+    if part is None:
+        return "none", None, None, 0.0
+    return part.architecture.norm.kind, part.module.weight, getattr(part.module, "bias", None), part.eps
 
 
-def projection(emit: Emit, linear: nn.Module, x: Any, residual: Any = None, activation: str = "none") -> Any:
-    """``activation(linear(x)) + residual``."""
-    return emit(ops.gemv.overload, x, linear.weight, linear.bias, residual, activation, is_transposed(linear))
+def projection(
+    emit: Emit,
+    linear: nn.Module,
+    x: Any,
+    residual: Any = None,
+    activation: str = "none",
+    norm: NormPart | None = None,
+    overlap: bool = False,
+) -> Any:
+    """``activation(linear(norm(x))) + residual``."""
+    return emit(
+        ops.gemv.overload,
+        *(x, linear.weight, linear.bias, residual, activation, is_transposed(linear)),
+        *(*_norm_arguments(norm), overlap),
+    )
 
 
 def attention(
-    emit: Emit, part: AttentionPart, x: Any, cache: tuple[Any, Any], at: Positions, layer: int, residual: Any = None
+    emit: Emit,
+    part: AttentionPart,
+    x: Any,
+    cache: tuple[Any, Any],
+    at: Positions,
+    layer: int,
+    residual: Any = None,
+    norm: NormPart | None = None,
 ) -> Any:
-    """``residual + part(x)``, appending to ``cache`` (its K and V buffers), the ``layer``-th of the model."""
+    """``residual + part(norm(x))``, appending to ``cache`` (its K and V buffers), the ``layer``-th of the model."""
     *qkv, out = part.projections()
-    if len(qkv) == 1:
-        states = projection(emit, qkv[0], x)
-    else:
-        weights, biases = [linear.weight for linear in qkv], [linear.bias for linear in qkv]
-        states = emit(ops.gemv_qkv.overload, x, *weights, *biases)
+    absent = [None] * (3 - len(qkv))  # one projection may hold all three
+    weights, biases = ([getattr(linear, name) for linear in qkv] + absent for name in ("weight", "bias"))
     queries = emit(
-        ops.rope_append.overload,
-        *(states, None, at.cos, at.sin, *cache, at.seq_lens, part.num_heads, at.kv_table, layer),
+        ops.qkv_rope_append.overload,
+        *(x, *weights, *biases, is_transposed(qkv[0]), at.cos, at.sin, *cache, at.seq_lens, part.num_heads),
+        *(at.kv_table, layer, *_norm_arguments(norm), at.overlap),
     )
     mixed = emit(
         ops.decode_attention.overload,
         *(queries, *cache, at.seq_lens, at.starts, part.scaling, part.window or 0, at.kv_table, layer, at.workspace),
+        at.overlap,
     )
-    return projection(emit, out, mixed, residual)
+    return projection(emit, out, mixed, residual, overlap=at.overlap)
 
 
-def mlp(emit: Emit, part: MLPPart, x: Any, residual: Any = None) -> Any:
-    """``residual + part(x)``."""
+def mlp(
+    emit: Emit, part: MLPPart, x: Any, residual: Any = None, norm: NormPart | None = None, overlap: bool = False
+) -> Any:
+    """``residual + part(norm(x))``."""
     if part.gate is None:
-        hidden = projection(emit, part.up, x, activation=part.activation)
+        hidden = projection(emit, part.up, x, activation=part.activation, norm=norm, overlap=overlap)
     elif part.gate.bias is None and part.up.bias is None:
-        hidden = emit(ops.gemv_swiglu.overload, x, part.gate.weight, part.up.weight, part.activation)
+        weights = part.gate.weight, part.up.weight
+        hidden = emit(ops.gemv_swiglu.overload, x, *weights, part.activation, *_norm_arguments(norm), overlap)
     else:
-        gate, up = projection(emit, part.gate, x), projection(emit, part.up, x)
+        gate, up = (projection(emit, linear, x, norm=norm, overlap=overlap) for linear in (part.gate, part.up))
         hidden = emit(ops.fused_swiglu.overload, gate, up, part.activation)
-    return projection(emit, part.down, hidden, residual)
+    return projection(emit, part.down, hidden, residual, overlap=overlap)
 
 
 def decoder_layer(emit: Emit, part: LayerPart, hidden: Any, cache: tuple[Any, Any], at: Positions, layer: int) -> Any:
     """The whole layer: ``hidden`` [batch, query_len, hidden_size] in and out."""
-    x = norm(emit, part.attention_norm, hidden)
-    hidden = attention(emit, part.attention, x, cache, at, layer, residual=hidden)
-    x = norm(emit, part.mlp_norm, hidden)
-    return mlp(emit, part.mlp, x, residual=hidden)
+    hidden = attention(emit, part.attention, hidden, cache, at, layer, hidden, part.attention_norm)
+    return mlp(emit, part.mlp, hidden, hidden, part.mlp_norm, at.overlap)

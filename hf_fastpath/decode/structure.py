@@ -332,4 +332,12 @@ def fingerprint(part: ModelPart) -> tuple:
         + (layer.attention_norm.eps, layer.mlp_norm.eps)
         for layer in part.layers
     ]
-    return (*parameters, *constants, part.final_norm.eps)
+    angles = () if part.rotary is None else _values_of(part.rotary)
+    return (*parameters, *constants, part.final_norm.eps, angles)
+
+
+def _values_of(rotary: nn.Module) -> tuple:
+    """What a table of rotary angles depends on."""
+    buffers = [buffer for buffer in rotary.buffers() if not buffer.is_inference()]
+    changes = [(id(buffer), buffer.data_ptr(), buffer._version) for buffer in buffers]
+    return (id(rotary), getattr(rotary, "attention_scaling", None), *changes)

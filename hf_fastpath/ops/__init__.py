@@ -7,9 +7,10 @@ from .decode_attention import SPEC as decode_attention
 from .fused_gelu import SPEC as fused_gelu
 from .fused_swiglu import SPEC as fused_swiglu
 from .gemv import SPEC as gemv
-from .gemv_qkv import SPEC as gemv_qkv
 from .gemv_swiglu import SPEC as gemv_swiglu
+from .greedy_token import SPEC as greedy_token
 from .layer_norm import SPEC as layer_norm
+from .qkv_rope_append import SPEC as qkv_rope_append
 from .read_stream import SPEC as read_stream
 from .rms_norm import SPEC as rms_norm
 from .rope_append import SPEC as rope_append
@@ -19,9 +20,10 @@ __all__ = [
     "fused_gelu",
     "fused_swiglu",
     "gemv",
-    "gemv_qkv",
     "gemv_swiglu",
+    "greedy_token",
     "layer_norm",
+    "qkv_rope_append",
     "read_stream",
     "rms_norm",
     "rope_append",

@@ -21,6 +21,7 @@ def reference(
     kv_table: torch.Tensor | None = None,
     layer: int = 0,
     workspace: torch.Tensor | None = None,
+    overlap: bool = False,
 ) -> torch.Tensor:
     """``softmax(scale * q @ K.T) @ V`` over the visible positions of each row.
 
@@ -42,6 +43,9 @@ def reference(
         workspace: uint8 from ``workspace_bytes`` on q's device, zeroed once by the caller; the CUDA kernel keeps
             its partial results and counters there and leaves the counters zero. None: allocated by the call.
             Two calls that may overlap in time need two workspaces. Ignored on the CPU.
+        overlap: CUDA may read lengths, table and all but the newest query_len positions of the cache while the
+            kernel launched before on this stream still runs; only allowed where that kernel writes none of
+            them. No effect on the result.
 
     Returns:
         [batch, query_len, num_heads*head_dim] in q's dtype; softmax and sums in float32.
@@ -69,7 +73,7 @@ def reference(
     return out.transpose(1, 2).reshape(batch, query_len, num_heads * head_dim)
 
 
-def fake(q, k_cache, v_cache, seq_lens, starts, scale, window=0, kv_table=None, layer=0, workspace=None):
+def fake(q, k_cache, v_cache, seq_lens, starts, scale, window=0, kv_table=None, layer=0, workspace=None, overlap=False):
     return q.new_empty(q.shape[0], q.shape[1], q.shape[2] * q.shape[3])
 
 
@@ -87,7 +91,7 @@ MAX_SPLITS = 64
 
 
 def why_not(
-    q, k_cache, v_cache, seq_lens, starts, scale, window=0, kv_table=None, layer=0, workspace=None
+    q, k_cache, v_cache, seq_lens, starts, scale, window=0, kv_table=None, layer=0, workspace=None, overlap=False
 ) -> list[str]:
     if q.dim() != 4 or not 1 <= q.shape[1] <= MAX_QUERY_LEN:
         return [f"q has shape {tuple(q.shape)}, expected [batch, 1 to {MAX_QUERY_LEN}, heads, head_dim]"]
@@ -112,7 +116,9 @@ def why_not(
     return reasons
 
 
-def moved(q, k_cache, v_cache, seq_lens, starts, scale, window=0, kv_table=None, layer=0, workspace=None) -> int:
+def moved(
+    q, k_cache, v_cache, seq_lens, starts, scale, window=0, kv_table=None, layer=0, workspace=None, overlap=False
+) -> int:
     length = seq_lens.long() if starts is None else seq_lens.long() - starts.long()
     if window:
         length = length.clamp(max=window + q.shape[1] - 1)
@@ -121,7 +127,9 @@ def moved(q, k_cache, v_cache, seq_lens, starts, scale, window=0, kv_table=None,
 
 
 def samples(device: torch.device, dtype: torch.dtype):
-    def call(batch, query_len, heads, kv_heads, head_dim, capacity, seq_lens, starts=None, window=0, kv=None):
+    def call(
+        batch, query_len, heads, kv_heads, head_dim, capacity, seq_lens, starts=None, window=0, kv=None, overlap=False
+    ):
         q = torch.randn(batch, query_len, heads, head_dim, device=device, dtype=dtype)
         shape = (batch, kv_heads, capacity, head_dim)
         caches = [torch.randn(shape, device=device).to(kv or dtype) for _ in range(2)]
@@ -130,10 +138,12 @@ def samples(device: torch.device, dtype: torch.dtype):
         for cache in caches:  # whatever was never written must not matter
             cache[(held < 0)[:, None, :, None].expand(shape)] = float("nan")
         first = None if starts is None else torch.tensor(starts, device=device, dtype=torch.int32)
-        return Sample(q, *caches, lens, first, head_dim**-0.5, window)
+        return Sample(q, *caches, lens, first, head_dim**-0.5, window, overlap=overlap)
 
     yield call(1, 1, 4, 4, 32, 16, [1])
     yield call(1, 1, 32, 8, 128, 300, [257])  # GQA 4
+    yield call(1, 1, 32, 8, 128, 300, [257], overlap=True)
+    yield call(2, 3, 4, 2, 64, 90, [5, 90], overlap=True)
     yield call(1, 1, 8, 1, 64, 1100, [1030])  # MQA, several splits
     yield call(2, 1, 12, 12, 64, 70, [70, 33], starts=[5, 0])
     yield call(3, 4, 8, 2, 80, 50, [44, 50, 4], starts=[0, 40, 0])
@@ -150,7 +160,7 @@ SPEC = register(
         name="decode_attention",
         schema=(
             "(Tensor q, Tensor k_cache, Tensor v_cache, Tensor seq_lens, Tensor? starts, float scale, int window=0, "
-            "Tensor? kv_table=None, int layer=0, Tensor(a!)? workspace=None) -> Tensor"
+            "Tensor? kv_table=None, int layer=0, Tensor(a!)? workspace=None, bool overlap=False) -> Tensor"
         ),
         reference=reference,
         fake=fake,

@@ -6,6 +6,7 @@ import torch
 
 from ..registry import OpSpec, Sample, choice_reason, nbytes, register, shape_reason, tensor_reasons
 from .fused_swiglu import GATES, activate
+from .norm import NORM_SCHEMA, NORMS, norm_reasons, normed
 
 MAX_ROWS = 16
 ACTIVATIONS = ("none", "relu", *GATES)
@@ -18,8 +19,13 @@ def reference(
     residual: torch.Tensor | None = None,
     activation: str = "none",
     transposed: bool = False,
+    norm: str = "none",
+    norm_weight: torch.Tensor | None = None,
+    norm_bias: torch.Tensor | None = None,
+    norm_eps: float = 0.0,
+    overlap: bool = False,
 ) -> torch.Tensor:
-    """``activation(x @ weight.T + bias) + residual``.
+    """``activation(norm(x) @ weight.T + bias) + residual``.
 
     Args:
         x: [..., in_features], at most 16 rows in all.
@@ -29,6 +35,12 @@ def reference(
         residual: [..., out_features] or None, added after the activation.
         activation: ``none``, ``relu``, ``silu``, ``gelu_tanh`` or ``gelu``.
         transposed: layout of ``weight``.
+        norm: ``none``, ``rms`` (as ``rms_norm``) or ``layer`` (as ``layer_norm``).
+        norm_weight, norm_bias: [in_features] of the norm; ``rms`` takes a weight only.
+        norm_eps: of the norm.
+        overlap: CUDA may read weight, bias and the norm's parameters while the kernel launched before on this
+            stream still runs. Only allowed where that kernel writes none of them, and none before it that may
+            still run. No effect on the result.
 
     Returns:
         [..., out_features] in x's dtype, contiguous; accumulated in float32 and rounded once.
@@ -38,12 +50,13 @@ def reference(
 
     Source: ``torch.nn.Linear``; transformers ``pytorch_utils.py@5.17``, ``Conv1D``.
     """
+    x = normed(x, norm, norm_weight, norm_bias, norm_eps)
     out = torch.nn.functional.linear(x, weight.t() if transposed else weight, bias)
     out = activate(out, activation)
     return out if residual is None else out + residual
 
 
-def fake(x, weight, bias=None, residual=None, activation="none", transposed=False):
+def fake(x, weight, bias=None, residual=None, activation="none", transposed=False, *norm_and_overlap):
     return x.new_empty(*x.shape[:-1], weight.shape[1 if transposed else 0])
 
 
@@ -63,8 +76,21 @@ def weight_reason(name: str, x: torch.Tensor, weight: torch.Tensor, transposed: 
     return [] if weight.stride(1) == 1 else [f"{name} has strides {weight.stride()}: make its rows contiguous"]
 
 
-def why_not(x, weight, bias=None, residual=None, activation="none", transposed=False) -> list[str]:
+def why_not(
+    x,
+    weight,
+    bias=None,
+    residual=None,
+    activation="none",
+    transposed=False,
+    norm="none",
+    norm_weight=None,
+    norm_bias=None,
+    norm_eps=0.0,
+    overlap=False,
+) -> list[str]:
     reasons = tensor_reasons(x, weight=weight, bias=bias, residual=residual)
+    reasons += norm_reasons(x, norm, norm_weight, norm_bias)
     reasons += rows_reason(x) + weight_reason("weight", x, weight, transposed)
     if weight.dim() == 2:
         out_features = weight.shape[1 if transposed else 0]
@@ -73,8 +99,20 @@ def why_not(x, weight, bias=None, residual=None, activation="none", transposed=F
     return reasons + choice_reason("activation", activation, ACTIVATIONS)
 
 
-def moved(x, weight, bias=None, residual=None, activation="none", transposed=False) -> int:
-    return nbytes(x, weight, bias, residual) + nbytes(fake(x, weight, transposed=transposed))
+def moved(
+    x,
+    weight,
+    bias=None,
+    residual=None,
+    activation="none",
+    transposed=False,
+    norm="none",
+    norm_weight=None,
+    norm_bias=None,
+    norm_eps=0.0,
+    overlap=False,
+) -> int:
+    return nbytes(x, weight, bias, residual, norm_weight, norm_bias) + nbytes(fake(x, weight, transposed=transposed))
 
 
 def samples(device: torch.device, dtype: torch.dtype):
@@ -91,6 +129,13 @@ def samples(device: torch.device, dtype: torch.dtype):
     yield Sample(randn(2, 2, 256), weight(256, 304, 256), randn(304), randn(2, 2, 304), "gelu_tanh", True)
     for activation in ACTIVATIONS:
         yield Sample(randn(5, 128), weight(48, 128, 128), randn(48), None, activation)
+    for norm in NORMS[1:]:
+        shift = randn(256) if norm == "layer" else None
+        for stored, transposed in ((weight(72, 256, 256), False), (weight(256, 72, 256), True)):
+            x, residual = randn(2, 256) + 1, randn(2, 72)
+            yield Sample(x, stored, None, residual, "none", transposed, norm, randn(256), shift, 1e-5, True)
+            yield Sample(x[:1], stored, randn(72), None, "gelu", transposed, norm, randn(256), shift, 1e-5)
+    yield Sample(randn(1, 96), weight(50, 96, 96), norm="layer", norm_eps=1e-5)
     wide = weight(40, 200, 100)
     yield Sample(randn(1, 100), wide[:, 100:])  # a column slice: strided rows, 4- or 2-byte alignment
     yield Sample(randn(4, 3, 99).transpose(0, 1), weight(64, 99, 99))
@@ -101,7 +146,7 @@ SPEC = register(
         name="gemv",
         schema=(
             "(Tensor x, Tensor weight, Tensor? bias=None, Tensor? residual=None, "
-            'str activation="none", bool transposed=False) -> Tensor'
+            f'str activation="none", bool transposed=False, {NORM_SCHEMA}, bool overlap=False) -> Tensor'
         ),
         reference=reference,
         fake=fake,

@@ -8,18 +8,28 @@ from ..registry import OpSpec, Sample, choice_reason, nbytes, register, shape_re
 from .fused_swiglu import GATES
 from .fused_swiglu import reference as gated
 from .gemv import rows_reason, weight_reason
+from .norm import NORM_SCHEMA, NORMS, norm_reasons, normed
 
 
 def reference(
-    x: torch.Tensor, gate_weight: torch.Tensor, up_weight: torch.Tensor, activation: str = "silu"
+    x: torch.Tensor,
+    gate_weight: torch.Tensor,
+    up_weight: torch.Tensor,
+    activation: str = "silu",
+    norm: str = "none",
+    norm_weight: torch.Tensor | None = None,
+    norm_bias: torch.Tensor | None = None,
+    norm_eps: float = 0.0,
+    overlap: bool = False,
 ) -> torch.Tensor:
-    """``activation(x @ gate_weight.T) * (x @ up_weight.T)``.
+    """``activation(norm(x) @ gate_weight.T) * (norm(x) @ up_weight.T)``.
 
     Args:
         x: [..., hidden_size], at most 16 rows in all.
         gate_weight, up_weight: [intermediate_size, hidden_size], the two ``nn.Linear`` weights where the model
             keeps them.
         activation: ``silu``, ``gelu_tanh`` or ``gelu``.
+        norm, norm_weight, norm_bias, norm_eps, overlap: as in ``gemv``.
 
     Returns:
         [..., intermediate_size] in x's dtype, contiguous; rounded once.
@@ -29,16 +39,28 @@ def reference(
 
     Source: transformers ``models/mistral/modeling_mistral.py@5.17``, ``MistralMLP``.
     """
+    x = normed(x, norm, norm_weight, norm_bias, norm_eps)
     linear = torch.nn.functional.linear
     return gated(linear(x, gate_weight), linear(x, up_weight), activation)
 
 
-def fake(x, gate_weight, up_weight, activation="silu"):
+def fake(x, gate_weight, up_weight, activation="silu", *norm_and_overlap):
     return x.new_empty(*x.shape[:-1], gate_weight.shape[0])
 
 
-def why_not(x, gate_weight, up_weight, activation="silu") -> list[str]:
+def why_not(
+    x,
+    gate_weight,
+    up_weight,
+    activation="silu",
+    norm="none",
+    norm_weight=None,
+    norm_bias=None,
+    norm_eps=0.0,
+    overlap=False,
+) -> list[str]:
     reasons = tensor_reasons(x, gate_weight=gate_weight, up_weight=up_weight) + rows_reason(x)
+    reasons += norm_reasons(x, norm, norm_weight, norm_bias)
     reasons += weight_reason("gate_weight", x, gate_weight)
     reasons += shape_reason("up_weight", up_weight, tuple(gate_weight.shape))
     if not reasons:
@@ -46,8 +68,18 @@ def why_not(x, gate_weight, up_weight, activation="silu") -> list[str]:
     return reasons + choice_reason("activation", activation, GATES)
 
 
-def moved(x, gate_weight, up_weight, activation="silu") -> int:
-    return nbytes(x, gate_weight, up_weight) + nbytes(fake(x, gate_weight, up_weight))
+def moved(
+    x,
+    gate_weight,
+    up_weight,
+    activation="silu",
+    norm="none",
+    norm_weight=None,
+    norm_bias=None,
+    norm_eps=0.0,
+    overlap=False,
+) -> int:
+    return nbytes(x, gate_weight, up_weight, norm_weight, norm_bias) + nbytes(fake(x, gate_weight, up_weight))
 
 
 def samples(device: torch.device, dtype: torch.dtype):
@@ -57,12 +89,20 @@ def samples(device: torch.device, dtype: torch.dtype):
     for rows, k, n in ((1, 111, 37), (1, 256, 704), (2, 64, 65), (7, 100, 48), (16, 128, 96)):
         for activation in GATES:
             yield Sample(randn(1, rows, k), randn(n, k) * k**-0.5, randn(n, k) * k**-0.5, activation)
+    for norm in NORMS[1:]:
+        shift = randn(256) if norm == "layer" else None
+        weights = [randn(72, 256) / 16 for _ in range(2)]
+        yield Sample(randn(1, 256), *weights, "silu", norm, randn(256), shift, 1e-5, True)
+        yield Sample(randn(3, 256), *weights, "gelu", norm, randn(256), shift, 1e-5)
 
 
 SPEC = register(
     OpSpec(
         name="gemv_swiglu",
-        schema='(Tensor x, Tensor gate_weight, Tensor up_weight, str activation="silu") -> Tensor',
+        schema=(
+            '(Tensor x, Tensor gate_weight, Tensor up_weight, str activation="silu", '
+            f"{NORM_SCHEMA}, bool overlap=False) -> Tensor"
+        ),
         reference=reference,
         fake=fake,
         why_not=why_not,

@@ -31,9 +31,9 @@ def test_verify_sees_a_wrong_model(monkeypatch, device):
 
     stock, _ = trained(device)
     real = DecodePlan.step
-    monkeypatch.setattr(DecodePlan, "step", lambda self, tokens: real(self, tokens).flip(-1))
+    monkeypatch.setattr(DecodePlan, "step", lambda self, tokens=None: real(self, tokens).flip(-1))
     result = hf_fastpath.verify(stock, heldout_tokens(20).to(device), max_new_tokens=8)
-    assert not result.ok and not result.tokens_equal and "DIFFERENT" in str(result)
+    assert not result.ok and result.top1_agreement < 1 and "DIFFERENT" in str(result)
 
 
 def test_verify_gives_clear_errors():

@@ -1,0 +1,178 @@
+// Hopper's asynchronous copies and the overlap of one kernel with the next (compute capability 9.0 and up).
+#pragma once
+
+#include <cuda_runtime.h>
+
+#include <cstdint>
+
+#include "common/cuda_check.cuh"
+
+namespace hf_fastpath {
+
+// Whether this compilation is for a device that has them; kernels that need them are empty elsewhere.
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+#define HF_FASTPATH_HOPPER 1
+#else
+#define HF_FASTPATH_HOPPER 0
+#endif
+
+#if !HF_FASTPATH_HOPPER
+
+// Nothing overlaps.
+__device__ __forceinline__ void allow_next_kernel() {}
+__device__ __forceinline__ void wait_for_previous_kernel() {}
+
+#else
+
+// Lets the next kernel of the stream start now, if it was launched to overlap. It may do whatever does not
+// depend on this kernel and then has to call wait_for_previous_kernel().
+__device__ __forceinline__ void allow_next_kernel() {
+  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+}
+
+// Returns once the kernel before this one is complete and its writes are visible. By induction so are those
+// of all kernels before it.
+__device__ __forceinline__ void wait_for_previous_kernel() {
+  asm volatile("griddepcontrol.wait;" ::: "memory");
+}
+
+__device__ __forceinline__ uint32_t shared_address(const void* p) {
+  return static_cast<uint32_t>(__cvta_generic_to_shared(p));
+}
+
+__device__ __forceinline__ void barrier_init(uint32_t barrier, int arrivals) {
+  asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(arrivals) : "memory");
+}
+
+// Makes initialized barriers visible to the copy engine; __syncthreads() still has to follow.
+__device__ __forceinline__ void barrier_init_done() {
+  asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+  asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+}
+
+__device__ __forceinline__ void barrier_arrive(uint32_t barrier) {
+  asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
+}
+
+// Arrives and announces that copies of `bytes` bytes will arrive too.
+__device__ __forceinline__ void barrier_arrive_expect(uint32_t barrier, uint32_t bytes) {
+  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes)
+               : "memory");
+}
+
+// Waits until the phase with this parity is over.
+__device__ __forceinline__ void barrier_wait(uint32_t barrier, uint32_t parity) {
+  uint32_t done;
+  do {
+    asm volatile(
+        "{\n"
+        ".reg .pred p;\n"
+        "mbarrier.try_wait.parity.shared::cta.b64 p, [%1], %2;\n"
+        "selp.u32 %0, 1, 0, p;\n"
+        "}\n"
+        : "=r"(done)
+        : "r"(barrier), "r"(parity)
+        : "memory");
+  } while (!done);
+}
+
+// L2 policy for data that is read once.
+__device__ __forceinline__ uint64_t read_once_policy() {
+  uint64_t policy;
+  asm volatile("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
+  return policy;
+}
+
+// Starts a copy of `bytes` bytes (a multiple of 16, both ends 16-byte aligned) into shared memory, which
+// arrives at `barrier`.
+__device__ __forceinline__ void copy_to_shared(uint32_t to, const void* from, uint32_t bytes,
+                                               uint32_t barrier, uint64_t policy) {
+  asm volatile(
+      "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1], %2, "
+      "[%3], "
+      "%4;" ::"r"(to),
+      "l"(from), "r"(bytes), "r"(barrier), "l"(policy)
+      : "memory");
+}
+
+// This block's place in its cluster.
+__device__ __forceinline__ int cluster_rank() {
+  int rank;
+  asm volatile("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
+  return rank;
+}
+
+__device__ __forceinline__ int cluster_size() {
+  int size;
+  asm volatile("mov.u32 %0, %%cluster_nctarank;" : "=r"(size));
+  return size;
+}
+
+// __syncthreads() for all blocks of the cluster; shared memory written before is visible to them after.
+__device__ __forceinline__ void sync_cluster() {
+  asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory");
+  asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");
+}
+
+// Address, for load_cluster, of what lies at `p` in the shared memory of another block of the cluster.
+__device__ __forceinline__ uint32_t cluster_address(const void* p, int rank) {
+  uint32_t address;
+  asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(address) : "r"(shared_address(p)), "r"(rank));
+  return address;
+}
+
+__device__ __forceinline__ float load_cluster(uint32_t address) {
+  float value;
+  asm volatile("ld.shared::cluster.f32 %0, [%1];" : "=f"(value) : "r"(address));
+  return value;
+}
+
+__device__ __forceinline__ float2 load_cluster2(uint32_t address) {
+  float2 value;
+  asm volatile("ld.shared::cluster.v2.f32 {%0, %1}, [%2];" : "=f"(value.x), "=f"(value.y) : "r"(address));
+  return value;
+}
+
+// __syncthreads() for the first `threads` threads of the block; `id` from 1 to 15.
+__device__ __forceinline__ void sync_some(int id, int threads) {
+  asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");
+}
+
+#endif  // HF_FASTPATH_HOPPER
+
+constexpr int kHopper = 9;  // major compute capability
+
+// Launches a kernel in clusters of `cluster` blocks along x. With `overlap` it may start before the kernel in
+// front of it on the stream is complete.
+template <class... Params, class... Args>
+cudaError_t launch_clusters(void (*kernel)(Params...), dim3 grid, dim3 block, size_t smem_bytes,
+                            cudaStream_t stream, bool overlap, int cluster, const Args&... args) {
+  cudaLaunchAttribute attributes[2] = {};
+  int count = 0;
+  if (overlap && compute_capability_major() >= kHopper) {
+    attributes[count].id = cudaLaunchAttributeProgrammaticStreamSerialization;
+    attributes[count++].val.programmaticStreamSerializationAllowed = 1;
+  }
+  if (cluster > 1) {
+    attributes[count].id = cudaLaunchAttributeClusterDimension;
+    attributes[count].val.clusterDim.x = cluster;
+    attributes[count].val.clusterDim.y = attributes[count].val.clusterDim.z = 1;
+    ++count;
+  }
+  cudaLaunchConfig_t config = {};
+  config.gridDim = grid;
+  config.blockDim = block;
+  config.dynamicSmemBytes = smem_bytes;
+  config.stream = stream;
+  config.attrs = attributes;
+  config.numAttrs = count;
+  return cudaLaunchKernelEx(&config, kernel, Params(args)...);
+}
+
+template <class... Params, class... Args>
+cudaError_t launch_overlapping(void (*kernel)(Params...), dim3 grid, dim3 block, size_t smem_bytes,
+                               cudaStream_t stream, bool overlap, const Args&... args) {
+  return launch_clusters(kernel, grid, block, smem_bytes, stream, overlap, 1, args...);
+}
+
+}  // namespace hf_fastpath

@@ -1,0 +1,54 @@
+// Ops that other ops consist of where no kernel does all at once, as C++ functions. Torch-facing.
+#pragma once
+
+#include <optional>
+
+#include "common/torch_glue.h"
+
+namespace hf_fastpath {
+
+inline Norm norm_of(const std::string& name, const char* op) {
+  if (name == "none") return Norm::kNone;
+  if (name == "rms") return Norm::kRms;
+  if (name == "layer") return Norm::kLayer;
+  STD_TORCH_CHECK(false, "hf_fastpath::", op, ": unknown norm ", name);
+}
+
+// Refuses projections of qkv_rope_append that do not go together.
+inline void check_projections(const Tensor& x, const std::optional<Tensor>& k_weight,
+                              const std::optional<Tensor>& v_weight, const std::optional<Tensor>& k_bias,
+                              const std::optional<Tensor>& v_bias, bool transposed) {
+  STD_TORCH_CHECK(x.dim() == 3, "hf_fastpath::qkv_rope_append: x has to be [batch, query_len, hidden_size]");
+  STD_TORCH_CHECK(k_weight.has_value() == v_weight.has_value() && (k_weight || !(k_bias || v_bias)),
+                  "hf_fastpath::qkv_rope_append: k_weight and v_weight go together, with their biases");
+  STD_TORCH_CHECK(!transposed || !k_weight,
+                  "hf_fastpath::qkv_rope_append: transposed takes all projections in q_weight");
+}
+
+#define HF_FASTPATH_COMPOSED_OPS(device)                                                                   \
+  Tensor rms_norm_##device(const Tensor& x, const Tensor& weight, double eps);                             \
+  Tensor layer_norm_##device(const Tensor& x, const std::optional<Tensor>& weight,                         \
+                             const std::optional<Tensor>& bias, double eps);                               \
+  Tensor rope_append_##device(const Tensor& qkv, const std::optional<Tensor>& bias,                        \
+                              const std::optional<Tensor>& cos, const std::optional<Tensor>& sin,          \
+                              const Tensor& k_cache, const Tensor& v_cache, const Tensor& seq_lens,        \
+                              int64_t num_heads, const std::optional<Tensor>& kv_table, int64_t layer);    \
+  Tensor gemv_##device(const Tensor& x, const Tensor& weight, const std::optional<Tensor>& bias,           \
+                       const std::optional<Tensor>& residual, const std::string& activation,               \
+                       bool transposed, const std::string& norm, const std::optional<Tensor>& norm_weight, \
+                       const std::optional<Tensor>& norm_bias, double norm_eps, bool overlap);             \
+  inline Tensor normed_##device(const Tensor& x, Norm norm, const std::optional<Tensor>& weight,           \
+                                const std::optional<Tensor>& bias, double eps) {                           \
+    if (norm == Norm::kNone) return x;                                                                     \
+    STD_TORCH_CHECK(norm != Norm::kRms || (weight && !bias),                                               \
+                    "hf_fastpath: norm 'rms' takes norm_weight and no norm_bias");                         \
+    return norm == Norm::kRms ? rms_norm_##device(x, *weight, eps)                                         \
+                              : layer_norm_##device(x, weight, bias, eps);                                 \
+  }
+
+HF_FASTPATH_COMPOSED_OPS(cpu)
+HF_FASTPATH_COMPOSED_OPS(cuda)
+
+#undef HF_FASTPATH_COMPOSED_OPS
+
+}  // namespace hf_fastpath

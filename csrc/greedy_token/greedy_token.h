@@ -1,0 +1,68 @@
+// The arguments of greedy_token and what its CPU and CUDA kernels share. Free of torch.
+#pragma once
+
+#include <cstdint>
+#include <cstring>
+
+#include "common/dtype.h"
+
+#if defined(__CUDACC__)
+#define HF_FASTPATH_BOTH __host__ __device__
+#else
+#define HF_FASTPATH_BOTH
+#endif
+
+namespace hf_fastpath {
+
+struct GreedyTokenParams {
+  const void* logits;  // [batch, vocab_size], rows `stride` elements apart
+  int64_t vocab_size, stride;
+  int64_t* unfinished;  // [batch]
+  int64_t* tokens;      // [batch]
+  int64_t* positions;   // [batch]
+  int32_t* seq_lens;    // [batch]
+  int64_t* record;      // [slots, 2, batch]
+  int64_t slots;
+  const int64_t* eos_tokens;  // [num_eos_tokens] or null
+  int64_t num_eos_tokens;
+  const int64_t* pad_token;  // one, or null
+  int batch;
+  bool overlap;
+  DType dtype;
+};
+
+// A number that is larger for the logit that argmax prefers: the larger value, NaN before all, the first of
+// equals.
+HF_FASTPATH_BOTH inline uint64_t preference(float logit, int64_t index) {
+  const float value = logit + 0.0f;  // -0 equals 0
+  uint32_t bits;
+  memcpy(&bits, &value, sizeof(bits));
+  bits = value != value ? 0xffffffffu : bits & 0x80000000u ? ~bits : bits | 0x80000000u;
+  return uint64_t(bits) << 32 | (0xffffffffu - static_cast<uint32_t>(index));
+}
+
+HF_FASTPATH_BOTH inline int64_t preferred_index(uint64_t preference) {
+  return 0xffffffffu - static_cast<uint32_t>(preference);
+}
+
+// Everything after the choice, for one row.
+HF_FASTPATH_BOTH inline void take_token(const GreedyTokenParams& p, int row, int64_t token) {
+  int64_t unfinished = p.unfinished[row];
+  if (p.eos_tokens != nullptr) {
+    if (unfinished != 1) token = *p.pad_token;
+    for (int64_t i = 0; i < p.num_eos_tokens; ++i) {
+      if (p.eos_tokens[i] == token) unfinished = 0;
+    }
+    p.unfinished[row] = unfinished;
+  }
+  p.tokens[row] = token;
+  p.positions[row] += 1;
+  const int32_t seq_len = p.seq_lens[row] += 1;
+  int64_t* slot = p.record + (seq_len % p.slots + p.slots) % p.slots * 2 * p.batch;
+  slot[row] = token;
+  slot[p.batch + row] = unfinished;
+}
+
+#undef HF_FASTPATH_BOTH
+
+}  // namespace hf_fastpath

@@ -1,0 +1,29 @@
+// greedy_token on the CPU: a row is a few microseconds of one core's bandwidth; no other form is needed.
+#include "common/cpu_glue.h"
+#include "common/cpu_math.h"
+#include "greedy_token/greedy_token_glue.h"
+
+namespace hf_fastpath {
+namespace {
+
+void greedy_token(const Tensor& logits, Tensor unfinished, Tensor tokens, Tensor positions, Tensor seq_lens,
+                  Tensor record, const std::optional<Tensor>& eos_tokens,
+                  const std::optional<Tensor>& pad_token, bool overlap) {
+  const GreedyTokenCall call(logits, unfinished, tokens, positions, seq_lens, record, eos_tokens, pad_token,
+                             overlap);
+  const GreedyTokenParams& p = call.params;
+  with_storage(p.dtype, [&](auto* tag) {
+    using T = std::remove_pointer_t<decltype(tag)>;
+    for (int row = 0; row < p.batch; ++row) {
+      const T* values = static_cast<const T*>(p.logits) + row * p.stride;
+      uint64_t best = 0;
+      for (int64_t i = 0; i < p.vocab_size; ++i) best = std::max(best, preference(to_float(values[i]), i));
+      take_token(p, row, preferred_index(best));
+    }
+  });
+}
+
+STABLE_TORCH_LIBRARY_IMPL(hf_fastpath, CPU, m) { m.impl("greedy_token", TORCH_BOX(&greedy_token)); }
+
+}  // namespace
+}  // namespace hf_fastpath

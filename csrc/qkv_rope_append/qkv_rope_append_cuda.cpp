@@ -1,0 +1,53 @@
+// torch.ops.hf_fastpath.qkv_rope_append on a GPU: see hf_fastpath/ops/qkv_rope_append.py for the contract.
+// One kernel where gemv_ring.cuh takes the shape; else the norm, the projections over weights where the model
+// keeps them, and rope_append.
+#include "gemv/gemv_cuda_glue.h"
+#include "rope_append/rope_append_cuda_glue.h"
+
+namespace hf_fastpath {
+namespace {
+
+Tensor qkv_rope_append(const Tensor& x, const Tensor& q_weight, const std::optional<Tensor>& k_weight,
+                       const std::optional<Tensor>& v_weight, const std::optional<Tensor>& q_bias,
+                       const std::optional<Tensor>& k_bias, const std::optional<Tensor>& v_bias,
+                       bool transposed, const std::optional<Tensor>& cos, const std::optional<Tensor>& sin,
+                       const Tensor& k_cache, const Tensor& v_cache, const Tensor& seq_lens,
+                       int64_t num_heads, const std::optional<Tensor>& kv_table, int64_t layer,
+                       const std::string& norm, const std::optional<Tensor>& norm_weight,
+                       const std::optional<Tensor>& norm_bias, double norm_eps, bool overlap) {
+  constexpr const char* kOp = "qkv_rope_append";
+  check_projections(x, k_weight, v_weight, k_bias, v_bias, transposed);
+  const DeviceGuard guard(x);
+  const Tensor input = hf_fastpath::contiguous(x);
+  GemvParams p = gemv_params(input, kOp);
+  p.transposed = transposed;
+  p.overlap = overlap;
+  std::optional<Tensor> kept[3] = {add_segment(p, q_weight, q_bias, kOp)};
+  if (k_weight) {
+    kept[1] = add_segment(p, *k_weight, k_bias, kOp);
+    kept[2] = add_segment(p, *v_weight, v_bias, kOp);
+  }
+  const InputNorm input_norm(input, norm, norm_weight, norm_bias, norm_eps, kOp);
+  const int64_t batch = x.size(0), query_len = x.size(1);
+  RopeAppendCall call(batch, query_len, p.n, p.dtype, cos, sin, k_cache, v_cache, seq_lens, num_heads,
+                      kv_table, layer, kOp);
+  STD_TORCH_CHECK(!k_weight || (q_weight.size(0) == num_heads * k_cache.size(3) &&
+                                k_weight->size(0) == v_weight->size(0)),
+                  "hf_fastpath::qkv_rope_append: the projections' features do not match the heads");
+  const cudaStream_t stream = current_stream(guard.device());
+  Tensor q = empty_like_with_sizes(input, {batch, query_len, num_heads, k_cache.size(3)});
+  call.params.q_out = q.data_ptr();
+  if (input_norm.launch_as_one(p, &call.params, stream)) return q;
+  Tensor qkv = empty_like_with_sizes(input, sizes_with_last(input, p.n));
+  p.out = qkv.data_ptr();
+  input_norm.launch_apart(p, input, stream);
+  call.params.qkv = p.out;
+  launch_rope_append(call.params, stream);
+  return q;
+}
+
+}  // namespace
+
+STABLE_TORCH_LIBRARY_IMPL(hf_fastpath, CUDA, m) { m.impl("qkv_rope_append", TORCH_BOX(&qkv_rope_append)); }
+
+}  // namespace hf_fastpath

@@ -1,0 +1,201 @@
+"""Query, key and value projections of a few new tokens, their rotation and their append to the KV cache, in one."""
+
+from __future__ import annotations
+
+import torch
+
+from ..registry import OpSpec, Sample, nbytes, register, shape_reason, tensor_reasons
+from .gemv import MAX_ROWS, rows_reason, weight_reason
+from .kv_cache import refuse_kv_table
+from .norm import NORM_SCHEMA, NORMS, norm_reasons, normed
+from .rope_append import reference as rope_append
+from .rope_append import why_not as rope_reasons
+
+
+def reference(
+    x: torch.Tensor,
+    q_weight: torch.Tensor,
+    k_weight: torch.Tensor | None,
+    v_weight: torch.Tensor | None,
+    q_bias: torch.Tensor | None,
+    k_bias: torch.Tensor | None,
+    v_bias: torch.Tensor | None,
+    transposed: bool,
+    cos: torch.Tensor | None,
+    sin: torch.Tensor | None,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    seq_lens: torch.Tensor,
+    num_heads: int,
+    kv_table: torch.Tensor | None = None,
+    layer: int = 0,
+    norm: str = "none",
+    norm_weight: torch.Tensor | None = None,
+    norm_bias: torch.Tensor | None = None,
+    norm_eps: float = 0.0,
+    overlap: bool = False,
+) -> torch.Tensor:
+    """``rope_append`` of the projections of ``norm(x)``.
+
+    Args:
+        x: [batch, query_len, hidden_size], at most 16 rows in all.
+        q_weight, k_weight, v_weight: [num_heads*head_dim | num_kv_heads*head_dim, hidden_size], three ``nn.Linear``
+            weights where the model keeps them; or all three projections one after the other in ``q_weight``, the
+            others None.
+        q_bias, k_bias, v_bias: one per output feature, or None.
+        transposed: ``q_weight`` holds all projections as a ``Conv1D`` does, [hidden_size, features].
+        cos, sin, k_cache, v_cache, seq_lens, num_heads, kv_table, layer: as in ``rope_append``.
+        norm, norm_weight, norm_bias, norm_eps, overlap: as in ``gemv``. With ``overlap`` lengths and table may be
+            read early too.
+
+    Returns:
+        [batch, query_len, num_heads, head_dim] rotated queries in x's dtype.
+
+    Raises:
+        OpInputError: shapes, dtypes or devices that do not fit, or more than 16 rows.
+
+    Source: transformers ``models/mistral/modeling_mistral.py@5.17``, ``MistralAttention``.
+    """
+    refuse_kv_table(kv_table)
+    x = normed(x, norm, norm_weight, norm_bias, norm_eps)
+    linear = torch.nn.functional.linear
+    if k_weight is None or v_weight is None:
+        qkv = linear(x, q_weight.t() if transposed else q_weight, q_bias)
+    else:
+        qkv = torch.cat([linear(x, q_weight, q_bias), linear(x, k_weight, k_bias), linear(x, v_weight, v_bias)], -1)
+    return rope_append(qkv, None, cos, sin, k_cache, v_cache, seq_lens, num_heads)
+
+
+def fake(x, q_weight, k_weight, v_weight, q_bias, k_bias, v_bias, transposed, cos, sin, k_cache, *rest):
+    return x.new_empty(x.shape[0], x.shape[1], rest[2], k_cache.shape[-1])
+
+
+def why_not(
+    x,
+    q_weight,
+    k_weight,
+    v_weight,
+    q_bias,
+    k_bias,
+    v_bias,
+    transposed,
+    cos,
+    sin,
+    k_cache,
+    v_cache,
+    seq_lens,
+    num_heads,
+    kv_table=None,
+    layer=0,
+    norm="none",
+    norm_weight=None,
+    norm_bias=None,
+    norm_eps=0.0,
+    overlap=False,
+) -> list[str]:
+    if x.dim() != 3:
+        return [f"x has shape {tuple(x.shape)}, expected [batch, query_len, hidden_size]"]
+    weights = {"q": (q_weight, q_bias), "k": (k_weight, k_bias), "v": (v_weight, v_bias)}
+    reasons = rows_reason(x) + norm_reasons(x, norm, norm_weight, norm_bias)
+    if (k_weight is None) != (v_weight is None) or (k_weight is None and not (k_bias is None and v_bias is None)):
+        reasons.append("k_weight and v_weight go together, with their biases: pass both or neither")
+    if transposed and k_weight is not None:
+        reasons.append("transposed takes all projections in q_weight: pass k_weight and v_weight as None")
+    if reasons:
+        return reasons
+    features = 0
+    for name, (weight, bias) in weights.items():
+        if weight is None:
+            continue
+        reasons += tensor_reasons(x, **{f"{name}_weight": weight, f"{name}_bias": bias})
+        reasons += weight_reason(f"{name}_weight", x, weight, transposed)
+        if weight.dim() == 2:
+            width = weight.shape[1 if transposed else 0]
+            features += width
+            reasons += shape_reason(f"{name}_bias", bias, (width,))
+    if not reasons and k_weight is not None and k_cache.dim() == 4:
+        head_dim = k_cache.shape[3]
+        sizes = {"q_weight": num_heads * head_dim, "k_weight": k_cache.shape[1] * head_dim}
+        sizes["v_weight"] = sizes["k_weight"]
+        for (name, size), (weight, _) in zip(sizes.items(), weights.values()):
+            reasons += shape_reason(name, weight, (size, x.shape[-1]))
+    if reasons:
+        return reasons
+    qkv = x.new_empty(x.shape[0], x.shape[1], features)
+    return rope_reasons(qkv, None, cos, sin, k_cache, v_cache, seq_lens, num_heads, kv_table, layer)
+
+
+def moved(
+    x, q_weight, k_weight, v_weight, q_bias, k_bias, v_bias, transposed, cos, sin, k_cache, v_cache, seq_lens, *rest
+) -> int:
+    appended = 2 * x.shape[0] * x.shape[1] * k_cache.shape[1] * k_cache.shape[3] * k_cache.element_size()
+    inputs = nbytes(x, q_weight, k_weight, v_weight, q_bias, k_bias, v_bias, cos, sin, seq_lens)
+    return inputs + appended + x.shape[0] * x.shape[1] * rest[0] * k_cache.shape[3] * x.element_size()
+
+
+def samples(device: torch.device, dtype: torch.dtype):
+    def randn(*shape):
+        return torch.randn(*shape, device=device, dtype=dtype)
+
+    def call(
+        batch,
+        query_len,
+        hidden_size,
+        heads,
+        kv_heads,
+        head_dim,
+        seq_lens,
+        rotary_dim=None,
+        layout="separate",
+        bias=False,
+        kv=None,
+        norm="none",
+        overlap=False,
+    ):
+        sizes = [heads * head_dim, kv_heads * head_dim, kv_heads * head_dim]
+        if layout != "separate":
+            sizes = [sum(sizes)]
+        weights = [randn(size, hidden_size) * hidden_size**-0.5 for size in sizes]
+        if layout == "conv1d":
+            weights = [weights[0].t().contiguous()]
+        biases = [randn(size) if bias else None for size in sizes]
+        weights, biases = (part + [None] * (3 - len(part)) for part in (weights, biases))
+        cos = sin = None
+        if rotary_dim:
+            angle = torch.rand(batch, query_len, rotary_dim // 2, device=device).repeat(1, 1, 2) * 6.28
+            cos, sin = angle.cos().to(dtype), angle.sin().to(dtype)
+        caches = [torch.randn(batch, kv_heads, 9, head_dim, device=device).to(kv or dtype) for _ in range(2)]
+        lens = torch.tensor(seq_lens, device=device, dtype=torch.int32)
+        norm_weight = None if norm == "none" else randn(hidden_size)
+        norm_bias = randn(hidden_size) if norm == "layer" else None
+        return Sample(
+            *(randn(batch, query_len, hidden_size), *weights, *biases, layout == "conv1d", cos, sin, *caches, lens),
+            *(heads, None, 0, norm, norm_weight, norm_bias, 1e-5, overlap),
+        )
+
+    yield call(1, 1, 256, 4, 2, 32, [5], rotary_dim=32)
+    yield call(1, 1, 256, 8, 2, 32, [5], rotary_dim=32, norm="rms", overlap=True)
+    yield call(1, 1, 192, 3, 3, 64, [30], layout="conv1d", bias=True, norm="layer", overlap=True)
+    yield call(1, 1, 192, 3, 1, 64, [9], 32, layout="fused", bias=True, norm="layer")
+    yield call(2, 3, 111, 4, 1, 40, [3, 17], rotary_dim=40, bias=True)
+    yield call(MAX_ROWS, 1, 64, 2, 2, 32, list(range(1, MAX_ROWS + 1)), rotary_dim=32, norm="rms")
+    yield call(1, 1, 128, 4, 4, 80, [7], rotary_dim=32, bias=True, kv=torch.float16, norm=NORMS[1])
+    yield call(1, 1, 104, 2, 1, 256, [7], rotary_dim=256, kv=torch.bfloat16)
+
+
+SPEC = register(
+    OpSpec(
+        name="qkv_rope_append",
+        schema=(
+            "(Tensor x, Tensor q_weight, Tensor? k_weight, Tensor? v_weight, Tensor? q_bias, Tensor? k_bias, "
+            "Tensor? v_bias, bool transposed, Tensor? cos, Tensor? sin, Tensor(a!) k_cache, Tensor(b!) v_cache, "
+            f"Tensor seq_lens, int num_heads, Tensor? kv_table=None, int layer=0, {NORM_SCHEMA}, "
+            "bool overlap=False) -> Tensor"
+        ),
+        reference=reference,
+        fake=fake,
+        why_not=why_not,
+        bytes=moved,
+        samples=samples,
+    )
+)
