@@ -57,7 +57,7 @@ sanitize: $(READY)
 
 bench: $(CPU_LIB)
 	$(BIN)/python benchmarks/bench_ops.py --device cpu
-	$(BIN)/python benchmarks/bench_generate.py --device cpu --model tinyllama --dtype float16 --context 32
+	$(BIN)/python benchmarks/bench_generate.py --device cpu --model tinyllama-1.1b --dtype fp16 --context 32
 
 clean:
 	rm -rf build dist *.egg-info hf_fastpath/lib

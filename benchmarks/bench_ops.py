@@ -165,6 +165,8 @@ SHAPES: dict[str, list[Call]] = {
         Call("gpt2 prefill 1000x3072", _sample(_randn(1000, 3072)), _GELU_DTYPES),
         Call("gpt2 prefill 16000x3072", _sample(_randn(16000, 3072)), _GELU_DTYPES, _GPU),
         Call("gpt2 decode 1x3072", _sample(_randn(1, 3072)), _GELU_DTYPES),
+        Call("erf 1000x3072", _sample(_randn(1000, 3072), "none"), _GELU_DTYPES),
+        Call("erf 1x3072", _sample(_randn(1, 3072), "none"), _GELU_DTYPES),
     ],
     "fused_swiglu": [
         Call("mistral prefill 512x14336", _sample(*[_randn(512, 14336)] * 2)),
@@ -269,12 +271,13 @@ def _repeat_kv(sample: Sample) -> torch.Tensor:
 
 
 def _fused_gelu(sample: Sample) -> torch.Tensor:
-    return functional.gelu(sample.args[0], approximate="tanh")
+    x, approximate = (*sample.args, "tanh")[:2]
+    return functional.gelu(x, approximate=approximate)
 
 
 #: op -> what its reference is called here: the calls that a stock model makes
 REFERENCE_NAMES = {
-    "fused_gelu": "NewGELU",
+    "fused_gelu": "stock formula",
     "fused_swiglu": "F.silu, mul",
     "gemv": "F.linear",
     "qkv_rope_append": "norm, 3 F.linear, rope",
@@ -286,7 +289,7 @@ REFERENCE_NAMES = {
 }
 #: op -> {name of another way: function of a Sample}
 ALTERNATIVES: dict[str, dict[str, Callable[[Sample], torch.Tensor]]] = {
-    "fused_gelu": {"F.gelu(tanh)": _fused_gelu, "copy": _copy_bytes},
+    "fused_gelu": {"F.gelu": _fused_gelu, "copy": _copy_bytes},
     "decode_attention": {"SDPA enable_gqa": _sdpa, "SDPA repeat_kv": _repeat_kv},
     "rms_norm": {
         "F.rms_norm": lambda s: functional.rms_norm(s.args[0], s.args[1].shape, s.args[1], s.args[2]),
