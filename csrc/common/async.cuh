@@ -108,29 +108,28 @@ __device__ __forceinline__ int cluster_size() {
   return size;
 }
 
-// __syncthreads() for all blocks of the cluster; shared memory written before is visible to them after.
-__device__ __forceinline__ void sync_cluster() {
+// __syncthreads() for all blocks of the cluster, in two halves; shared memory written before is visible
+// after.
+__device__ __forceinline__ void arrive_cluster() {
   asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory");
+}
+__device__ __forceinline__ void wait_cluster() {
   asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");
 }
 
-// Address, for load_cluster, of what lies at `p` in the shared memory of another block of the cluster.
+// Address, for store_cluster, of what lies at `p` in the shared memory of another block of the cluster.
 __device__ __forceinline__ uint32_t cluster_address(const void* p, int rank) {
   uint32_t address;
   asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(address) : "r"(shared_address(p)), "r"(rank));
   return address;
 }
 
-__device__ __forceinline__ float load_cluster(uint32_t address) {
-  float value;
-  asm volatile("ld.shared::cluster.f32 %0, [%1];" : "=f"(value) : "r"(address));
-  return value;
+__device__ __forceinline__ void store_cluster(uint32_t address, float value) {
+  asm volatile("st.shared::cluster.f32 [%0], %1;" ::"r"(address), "f"(value) : "memory");
 }
-
-__device__ __forceinline__ float2 load_cluster2(uint32_t address) {
-  float2 value;
-  asm volatile("ld.shared::cluster.v2.f32 {%0, %1}, [%2];" : "=f"(value.x), "=f"(value.y) : "r"(address));
-  return value;
+__device__ __forceinline__ void store_cluster(uint32_t address, float2 value) {
+  asm volatile("st.shared::cluster.v2.f32 [%0], {%1, %2};" ::"r"(address), "f"(value.x), "f"(value.y)
+               : "memory");
 }
 
 // __syncthreads() for the first `threads` threads of the block; `id` from 1 to 15.

@@ -27,16 +27,19 @@ constexpr int kHalfRows = 8;  // rows in each half of the scores, and of a B ope
 constexpr int kWarps = 4;
 // Blocks an SM gets: few for large heads, since fewer blocks mean fewer splits to merge.
 template <int kDims>
-constexpr int kBlocksPerSm = kDims > 64 ? 1 : 3;
+constexpr int kBlocksPerSm = kDims > 128  ? 1
+                             : kDims > 64 ? 2
+                                          : 3;
 // Positions of a warp's step, in groups of 8, which are the n side of the first product. The second product
 // has 16 on its k side; for the largest heads K and V of 16 would not fit in registers and half of it stays
 // zero.
 template <int kDims>
-constexpr int kGroups = kDims > 128 ? 1 : 2;
+constexpr int kGroups = kDims > 64 ? 1 : 2;
 
 // kDims: head_dim rounded up to 64, 128 or 256. kHalves: 1 for 8 rows a block, 2 for 16.
 template <class T, int kDims, int kHalves>
-__global__ void __launch_bounds__(kWarps* kWarpSize, 2) decode_attention_mma_kernel(DecodeAttentionParams p) {
+__global__ void __launch_bounds__(kWarps* kWarpSize, kHalves == 1 && kDims <= 128 ? 4 : 2)
+    decode_attention_mma_kernel(DecodeAttentionParams p) {
   using C = Chunk<T, kElems>;
   constexpr int kRows = kHalves * kHalfRows;
   constexpr int kPieces = kDims / 32;  // 16-byte pieces of a K row a lane takes: 4 lanes share a row
@@ -57,6 +60,7 @@ __global__ void __launch_bounds__(kWarps* kWarpSize, 2) decode_attention_mma_ker
 #if HF_FASTPATH_HOPPER
   const int clustered = cluster_size();
   if (int(blockIdx.x) / clustered * clustered >= s.active) return;
+  if (clustered > 1) arrive_cluster();
   if (int(blockIdx.x) >= s.active) return finish_cluster(p, s, results, batch_row, kv_head, first_row, rows);
 #else
   if (int(blockIdx.x) >= s.active) return;
@@ -101,7 +105,7 @@ __global__ void __launch_bounds__(kWarps* kWarpSize, 2) decode_attention_mma_ker
 
   // Queries in K's order of dims: in registers, or where they would not fit there in shared memory, whose
   // rows are padded so that two rows' 64 bytes, which eight lanes read at once, lie in different banks.
-  constexpr int kSharedQueries = kDims > 128 ? kHalfRows : 0;
+  constexpr int kSharedQueries = kDims > 64 && kHalves == 1 ? kHalfRows : 0;
   __shared__ uint4 shared_queries[kSharedQueries + 1][kDims / kElems + 4];
   uint4 queries[kHalves][kPieces];
   int row_first[kHalves], row_last[kHalves];  // positions rows g and g + 8 see

@@ -13,6 +13,7 @@ namespace hf_fastpath {
 
 constexpr int kMinChunk = 64;       // positions of a split: fewer cost more in merging than they save
 constexpr int kChunkMultiple = 16;  // chunks end on whole warp steps
+constexpr int kMaxCluster = 8;      // blocks: what every device of compute capability 9.0 and up takes
 constexpr float kLog2e = 1.4426950408889634f;
 
 __device__ __forceinline__ float exp2_approx(float x) {  // 2 ulp; -inf gives 0
@@ -213,41 +214,43 @@ __device__ __forceinline__ float merge_warps(const WarpResults<kWarps, kRows, kD
 
 #if HF_FASTPATH_HOPPER
 
-// finish_block() for blocks in clusters: the blocks of a cluster merge through each other's shared memory,
-// and only several clusters of a KV head need device memory. Every block of a cluster calls it, those without
-// work too.
+// finish_block() for blocks in clusters: the blocks of a cluster hand each other a share of their results
+// through shared memory, and only several clusters of a KV head need device memory. Every block of a cluster
+// calls it, those without work too, after arrive_cluster(): a block has to run before others write to it.
 template <int kWarps, int kRows, int kDims>
 __device__ __forceinline__ void finish_cluster(const DecodeAttentionParams& p, const Split& s,
                                                const WarpResults<kWarps, kRows, kDims>& results,
                                                int batch_row, int kv_head, int first_row, int rows) {
   constexpr int kThreads = kWarps * kWarpSize;
-  __shared__ float outputs[kRows][kDims];
-  __shared__ float2 max_sums[kRows];
+  __shared__ float outputs[kRows * kDims + kMaxCluster];  // [blocks, share]
+  __shared__ float2 max_sums[kMaxCluster][kRows];
   const int here = min(kRows, rows - first_row), items = here * p.head_dim;
-  const int size = cluster_size(), rank = cluster_rank();
+  const int size = cluster_size(), rank = cluster_rank(), share = (items + size - 1) / size;
   const int cluster = blockIdx.x / size, busy = min(size, s.active - cluster * size);  // blocks with work
   const int clusters = (s.active + size - 1) / size;
   __syncthreads();  // every warp's result
+  wait_cluster();   // every block runs
   if (rank < busy) {
     for (int i = threadIdx.x; i < items; i += kThreads) {
-      const int r = i / p.head_dim, d = i % p.head_dim;
+      const int r = i / p.head_dim, d = i - r * p.head_dim, to = i / share;
       float2 max_sum;
-      outputs[r][d] = merge_warps(results, r, d, max_sum);
-      if (d == 0) max_sums[r] = max_sum;
+      const float out = merge_warps(results, r, d, max_sum);
+      store_cluster(cluster_address(&outputs[rank * share + i - to * share], to), out);
+      if (d < size) store_cluster(cluster_address(&max_sums[rank][r], d), max_sum);
     }
   }
-  sync_cluster();  // every block's result
+  arrive_cluster();
+  wait_cluster();  // every block's results
   const Partials partials(p);
   const int64_t base = (int64_t(batch_row) * p.num_kv_heads + kv_head) * rows + first_row;
-  for (int i = rank * kThreads + threadIdx.x; i < items; i += size * kThreads) {
-    const int r = i / p.head_dim, d = i % p.head_dim;
+  for (int i = rank * share + threadIdx.x; i < min((rank + 1) * share, items); i += kThreads) {
+    const int r = i / p.head_dim, d = i - r * p.head_dim;
     float max = -INFINITY, total = 0.f, out = 0.f;
-    for (int b = 0; b < busy; ++b) max = fmaxf(max, load_cluster(cluster_address(&max_sums[r].x, b)));
+    for (int b = 0; b < busy; ++b) max = fmaxf(max, max_sums[b][r].x);
     for (int b = 0; b < busy; ++b) {
-      const float2 max_sum = load_cluster2(cluster_address(&max_sums[r], b));
-      const float shrink = exp2_below(max_sum.x, max);
-      total += max_sum.y * shrink;
-      out += load_cluster(cluster_address(&outputs[r][d], b)) * shrink;
+      const float shrink = exp2_below(max_sums[b][r].x, max);
+      total += max_sums[b][r].y * shrink;
+      out += outputs[b * share + i - rank * share] * shrink;
     }
     if (clusters == 1) {
       const RowPlace place = row_place(p, s, kv_head, first_row + r);
@@ -259,7 +262,6 @@ __device__ __forceinline__ void finish_cluster(const DecodeAttentionParams& p, c
       if (d == 0) partials.max_sums[at] = make_float2(max, total);
     }
   }
-  sync_cluster();  // shared memory is read by others until here
   if (clusters == 1) return;
   const int counter = batch_row * gridDim.y + blockIdx.y;
   if (!arrive_last(partials.counters - 1 - counter, clusters * size)) return;
@@ -322,10 +324,9 @@ inline int64_t most_splits(const DecodeAttentionParams& p) {
 
 // Blocks of a cluster for `splits` blocks over a KV head, which it rounds down to whole clusters.
 inline int cluster_of(unsigned& splits) {
-  constexpr unsigned kLargest = 8;  // that every device of compute capability 9.0 and up takes
   if (compute_capability_major() < kHopper) return 1;
   unsigned cluster = 1;
-  while (cluster < kLargest && 2 * cluster <= splits) cluster *= 2;
+  while (cluster < kMaxCluster && 2 * cluster <= splits) cluster *= 2;
   splits = splits / cluster * cluster;
   return static_cast<int>(cluster);
 }

@@ -9,7 +9,7 @@ namespace {
 constexpr int kRingBytes = 96 * 1024, kBlockBytes = 112 * 1024;
 // Weights an SM up to which one block with twice that ring does as well: beside blocks of other kernels it
 // finds room where two would not, and all it has to fetch is under way early.
-constexpr int kOneBlockBytes = 272 * 1024;
+constexpr int kOneBlockBytes = 272 * 1024, kLargeRingBytes = 160 * 1024;
 constexpr int kInFlightBytes = 64 * 1024;  // an SM
 
 // Chunks a lane: template arguments that exist.
@@ -29,15 +29,9 @@ void launch_form(const GemvParams& p, const RopeAppendParams* rope, cudaStream_t
   int blocks_per_sm = bytes > int64_t(kOneBlockBytes) * sms ? kRingBlocksPerSm : 1;
   const int ring_bytes = bytes > int64_t(kOneBlockBytes) * sms || bytes <= 2 * int64_t(kRingBytes) * sms
                              ? kRingBytes
-                             : 2 * kRingBytes;
+                             : kLargeRingBytes;
   plan.slots = ring_bytes / Shape::kSlotBytes;
   plan.in_flight = kInFlightBytes / blocks_per_sm / Shape::kSlotBytes;
-#ifdef HF_FASTPATH_TUNE
-  if (const char* v = getenv("RING_BLOCKS")) blocks_per_sm = atoi(v);
-  if (const char* v = getenv("RING_SLOTS_KB")) plan.slots = atoi(v) * 1024 / Shape::kSlotBytes;
-  if (const char* v = getenv("RING_FLIGHT_KB"))
-    plan.in_flight = atoi(v) * 1024 / blocks_per_sm / Shape::kSlotBytes;
-#endif
   if (plan.slots > kMaxRingSlots) plan.slots = kMaxRingSlots;
   const int grid = plan.units < sms * blocks_per_sm ? plan.units : sms * blocks_per_sm;
   const int64_t rows = int64_t((plan.units + grid - 1) / grid) * plan.halves;

@@ -227,6 +227,9 @@ __device__ __forceinline__ void ring_compute(const GemvParams& p, const RopeAppe
     }
   }
 
+  __shared__ RopeToken token;
+  if (plan.append && tid == 0) find_rope_slot(rope, token);
+
   wait_for_previous_kernel();
 
   uint4 x_raw[kChunks];
@@ -235,9 +238,13 @@ __device__ __forceinline__ void ring_compute(const GemvParams& p, const RopeAppe
     const T* at = static_cast<const T*>(p.x) + (lane_chunk + c * kGroupWarps * kWarpSize) * kElems;
     x_raw[c] = present(c) ? C::load_l2(at) : C::zero();
   }
-  // What is added at the end is asked for now.
-  __shared__ RopeToken token;
-  if (plan.append) load_rope_token<T>(rope, token, tid, kRingConsumers);
+  // What is needed at the end is asked for now.
+  static_assert(kMaxRotaryDim <= kRingConsumers, "a thread loads one angle");
+  T cos = from_float<T>(1.f), sin = from_float<T>(0.f);
+  if (plan.append && tid < rope.rotary_dim) {
+    cos = Chunk<T, 1>::load_l2(static_cast<const T*>(rope.cos) + tid);
+    sin = Chunk<T, 1>::load_l2(static_cast<const T*>(rope.sin) + tid);
+  }
   Addends<T> addends[2];
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
@@ -304,7 +311,8 @@ __device__ __forceinline__ void ring_compute(const GemvParams& p, const RopeAppe
         first + index / Shape::kRows * Shape::kSlotRows + group * Shape::kRows + index % Shape::kRows;
     if (lane % kLanesPerSum == 0 && row < rows) parts[row * kGroupWarps + warp % kGroupWarps] = sum;
   }
-  sync_some(1, kRingConsumers);  // every warp's part of every sum
+  if (plan.append && tid < rope.rotary_dim) token.cos[tid] = to_float(cos), token.sin[tid] = to_float(sin);
+  sync_some(1, kRingConsumers);  // every warp's part of every sum, and the angles
 
   float scale = 1.f;
   if (kTakesNorm && p.norm.kind == Norm::kRms) {

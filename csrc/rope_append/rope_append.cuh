@@ -26,15 +26,8 @@ struct RopeToken {
   char *k_cache, *v_cache;
 };
 
-// The first `threads` threads load it; a barrier has to follow.
-template <class T>
-__device__ __forceinline__ void load_rope_token(const RopeAppendParams& p, RopeToken& token, int thread,
-                                                int threads) {
-  for (int i = thread; i < p.rotary_dim; i += threads) {
-    token.cos[i] = to_float(static_cast<const T*>(p.cos)[i]);
-    token.sin[i] = to_float(static_cast<const T*>(p.sin)[i]);
-  }
-  if (thread != 0) return;
+// Where the token goes. For one thread; a barrier has to follow.
+__device__ __forceinline__ void find_rope_slot(const RopeAppendParams& p, RopeToken& token) {
   token.capacity = p.capacity;
   token.k_cache = static_cast<char*>(p.k_cache);
   token.v_cache = static_cast<char*>(p.v_cache);

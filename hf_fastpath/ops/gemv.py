@@ -56,7 +56,19 @@ def reference(
     return out if residual is None else out + residual
 
 
-def fake(x, weight, bias=None, residual=None, activation="none", transposed=False, *norm_and_overlap):
+def fake(
+    x,
+    weight,
+    bias=None,
+    residual=None,
+    activation="none",
+    transposed=False,
+    norm="none",
+    norm_weight=None,
+    norm_bias=None,
+    norm_eps=0.0,
+    overlap=False,
+):
     return x.new_empty(*x.shape[:-1], weight.shape[1 if transposed else 0])
 
 

@@ -44,7 +44,17 @@ def reference(
     return gated(linear(x, gate_weight), linear(x, up_weight), activation)
 
 
-def fake(x, gate_weight, up_weight, activation="silu", *norm_and_overlap):
+def fake(
+    x,
+    gate_weight,
+    up_weight,
+    activation="silu",
+    norm="none",
+    norm_weight=None,
+    norm_bias=None,
+    norm_eps=0.0,
+    overlap=False,
+):
     return x.new_empty(*x.shape[:-1], gate_weight.shape[0])
 
 

@@ -88,7 +88,9 @@ def why_not(
     return reasons
 
 
-def moved(logits, unfinished, tokens, positions, seq_lens, *rest) -> int:
+def moved(
+    logits, unfinished, tokens, positions, seq_lens, record, eos_tokens=None, pad_token=None, overlap=False
+) -> int:
     return nbytes(logits, tokens) + 2 * nbytes(unfinished, positions, seq_lens)
 
 

@@ -66,8 +66,30 @@ def reference(
     return rope_append(qkv, None, cos, sin, k_cache, v_cache, seq_lens, num_heads)
 
 
-def fake(x, q_weight, k_weight, v_weight, q_bias, k_bias, v_bias, transposed, cos, sin, k_cache, *rest):
-    return x.new_empty(x.shape[0], x.shape[1], rest[2], k_cache.shape[-1])
+def fake(
+    x,
+    q_weight,
+    k_weight,
+    v_weight,
+    q_bias,
+    k_bias,
+    v_bias,
+    transposed,
+    cos,
+    sin,
+    k_cache,
+    v_cache,
+    seq_lens,
+    num_heads,
+    kv_table=None,
+    layer=0,
+    norm="none",
+    norm_weight=None,
+    norm_bias=None,
+    norm_eps=0.0,
+    overlap=False,
+):
+    return x.new_empty(x.shape[0], x.shape[1], num_heads, k_cache.shape[-1])
 
 
 def why_not(
@@ -126,11 +148,31 @@ def why_not(
 
 
 def moved(
-    x, q_weight, k_weight, v_weight, q_bias, k_bias, v_bias, transposed, cos, sin, k_cache, v_cache, seq_lens, *rest
+    x,
+    q_weight,
+    k_weight,
+    v_weight,
+    q_bias,
+    k_bias,
+    v_bias,
+    transposed,
+    cos,
+    sin,
+    k_cache,
+    v_cache,
+    seq_lens,
+    num_heads,
+    kv_table=None,
+    layer=0,
+    norm="none",
+    norm_weight=None,
+    norm_bias=None,
+    norm_eps=0.0,
+    overlap=False,
 ) -> int:
     appended = 2 * x.shape[0] * x.shape[1] * k_cache.shape[1] * k_cache.shape[3] * k_cache.element_size()
-    inputs = nbytes(x, q_weight, k_weight, v_weight, q_bias, k_bias, v_bias, cos, sin, seq_lens)
-    return inputs + appended + x.shape[0] * x.shape[1] * rest[0] * k_cache.shape[3] * x.element_size()
+    inputs = nbytes(x, q_weight, k_weight, v_weight, q_bias, k_bias, v_bias, cos, sin, seq_lens, norm_weight, norm_bias)
+    return inputs + appended + x.shape[0] * x.shape[1] * num_heads * k_cache.shape[3] * x.element_size()
 
 
 def samples(device: torch.device, dtype: torch.dtype):
