@@ -12,6 +12,8 @@
 // Roofline: read bandwidth for long caches, memory latency for short ones. 38 % of read bandwidth for
 //   float32, 32/8 heads of 128, 4096 positions (H200, 2026-11).
 
+#include <algorithm>
+
 #include "common/async.cuh"
 #include "decode_attention/decode_attention.h"
 #include "decode_attention/split.cuh"
@@ -64,13 +66,13 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerSm<kLanes, kChunks, kRows>
   constexpr int kLanesPerScore = kLanes > kScores ? kLanes / kScores : 1;
   constexpr int kDims = kLanes * kChunks * kElems;  // head_dim rounded up to what the lanes own
   __shared__ __align__(16) float scores[kWarps][kGroups][kScores];
-  __shared__ WarpResults<kWarps, kRows, kDims> results;
+  extern __shared__ __align__(16) char shared[];
 
   const int lane = threadIdx.x % kWarpSize, warp = threadIdx.x / kWarpSize;
   const int member = lane % kLanes, group = lane / kLanes;
   const int batch_row = blockIdx.z, kv_head = blockIdx.y % p.num_kv_heads;
-  const int first_row = blockIdx.y / p.num_kv_heads * kRows;
-  const int rows = rows_per_kv_head(p);
+  const Rows rows = block_rows<kRows>(p);
+  const Results<kWarps, kDims> results(shared, min(kRows, rows_per_kv_head(p)));
 
   allow_next_kernel();
   const Split s = find_split(p, batch_row, kv_head, blockIdx.x, gridDim.x, sizeof(KV));
@@ -99,8 +101,8 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerSm<kLanes, kChunks, kRows>
   int row_first[kRows], row_last[kRows];  // positions each row sees
 #pragma unroll
   for (int r = 0; r < kRows; ++r) {
-    const bool present = first_row + r < rows;
-    const RowPlace place = row_place(p, s, kv_head, present ? first_row + r : 0);
+    const bool present = r < rows.count;
+    const RowPlace place = row_place(p, s, kv_head, present ? rows.first + r : 0);
     row_last[r] = present ? s.seq_len - p.query_len + place.token : -1;
     row_first[r] = s.first_visible(row_last[r], p.window);
     const int64_t at = out_offset(p, batch_row, place);  // q lies like the output
@@ -223,23 +225,25 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerSm<kLanes, kChunks, kRows>
         acc[r][d] += __shfl_xor_sync(kAllLanes, acc[r][d], offset);
       }
     }
-    if (group == 0) {
+    if (group == 0 && r < rows.count) {
+      float* out = results.outputs + (warp * results.rows + r) * kDims;
 #pragma unroll
       for (int d = 0; d < kChunks * kElems; ++d) {
-        results.outputs[warp][r][(d / kElems * kLanes + member) * kElems + d % kElems] = acc[r][d];
+        out[(d / kElems * kLanes + member) * kElems + d % kElems] = acc[r][d];
       }
-      if (member == 0) results.max_sums[warp][r] = make_float2(max_score[r], sum[r]);
+      if (member == 0) results.max_sums[warp * results.rows + r] = make_float2(max_score[r], sum[r]);
     }
   }
-  finish_block(p, s, results, batch_row, kv_head, first_row, rows);
+  finish_block(p, s, results, batch_row, kv_head, rows);
 }
 
 template <class KV, int kLanes, int kChunks, int kRows>
 void launch(const DecodeAttentionParams& p, cudaStream_t stream) {
   const dim3 grid = split_grid(p, kRows, kBlocksPerSm<kLanes, kChunks, kRows>), block(kThreads);
-  const size_t smem_bytes = 0;
-  HF_FASTPATH_CUDA_CHECK(launch_overlapping(decode_attention_kernel<KV, kLanes, kChunks, kRows>, grid, block,
-                                            smem_bytes, stream, p.overlap, p));
+  const size_t smem_bytes =
+      Results<kWarps, kLanes * kChunks * kVecElems<KV>>::bytes(std::min(kRows, rows_per_kv_head(p)), 1);
+  launch_attention(decode_attention_kernel<KV, kLanes, kChunks, kRows>, grid, block, smem_bytes, stream, 1,
+                   p);
 }
 
 template <class KV, int kLanes, int kChunks>

@@ -13,6 +13,8 @@
 // Roofline: read bandwidth for long caches, memory latency for short ones. float16, 32/8 heads of 128: 72 %
 //   of read bandwidth at 32768 positions, 30 % at 4096, 11 % at 1024 (H200, 2026-11).
 
+#include <algorithm>
+
 #include "common/async.cuh"
 #include "common/mma.cuh"
 #include "decode_attention/decode_attention.h"
@@ -45,15 +47,13 @@ __global__ void __launch_bounds__(kWarps* kWarpSize, kHalves == 1 && kDims <= 12
   constexpr int kPieces = kDims / 32;  // 16-byte pieces of a K row a lane takes: 4 lanes share a row
   constexpr int kBlocks = kDims / 64;  // of 64 dims: 8 lanes share a V row's piece of a block
   constexpr int kTile = kGroups<kDims> * 8, kStep = kWarps * kTile;
-  using Results = WarpResults<kWarps, kRows, kDims>;
   extern __shared__ __align__(16) char shared[];
-  Results& results = *reinterpret_cast<Results*>(shared);
 
   const int lane = threadIdx.x % kWarpSize, warp = threadIdx.x / kWarpSize;
   const int g = lane / 4, q = lane % 4;  // as in common/mma.cuh
   const int batch_row = blockIdx.z, kv_head = blockIdx.y % p.num_kv_heads;
-  const int first_row = blockIdx.y / p.num_kv_heads * kRows;
-  const int rows = rows_per_kv_head(p);
+  const Rows rows = block_rows<kRows>(p);
+  const int held = min(kRows, rows_per_kv_head(p));
 
   allow_next_kernel();
   const Split s = find_split(p, batch_row, kv_head, blockIdx.x, gridDim.x, sizeof(T));
@@ -61,7 +61,9 @@ __global__ void __launch_bounds__(kWarps* kWarpSize, kHalves == 1 && kDims <= 12
   const int clustered = cluster_size();
   if (int(blockIdx.x) / clustered * clustered >= s.active) return;
   if (clustered > 1) arrive_cluster();
-  if (int(blockIdx.x) >= s.active) return finish_cluster(p, s, results, batch_row, kv_head, first_row, rows);
+  if (int(blockIdx.x) >= s.active) {
+    return finish_cluster(p, s, Results<kWarps, kDims>(shared, held), batch_row, kv_head, rows);
+  }
 #else
   if (int(blockIdx.x) >= s.active) return;
 #endif
@@ -111,15 +113,15 @@ __global__ void __launch_bounds__(kWarps* kWarpSize, kHalves == 1 && kDims <= 12
   int row_first[kHalves], row_last[kHalves];  // positions rows g and g + 8 see
 #pragma unroll
   for (int h = 0; h < kHalves; ++h) {
-    const int row = first_row + h * kHalfRows + g;
-    const RowPlace place = row_place(p, s, kv_head, row < rows ? row : 0);
-    row_last[h] = row < rows ? s.seq_len - p.query_len + place.token : -1;
+    const int row = h * kHalfRows + g;
+    const RowPlace place = row_place(p, s, kv_head, row < rows.count ? rows.first + row : 0);
+    row_last[h] = row < rows.count ? s.seq_len - p.query_len + place.token : -1;
     row_first[h] = s.first_visible(row_last[h], p.window);
     const T* at = static_cast<const T*>(p.q) + out_offset(p, batch_row, place);  // q lies like the output
 #pragma unroll
     for (int c = 0; c < kPieces; ++c) {
       const int dim = c * 32 + q * kElems;
-      queries[h][c] = row < rows && dim < p.head_dim ? C::load_l2(at + dim) : C::zero();
+      queries[h][c] = row < rows.count && dim < p.head_dim ? C::load_l2(at + dim) : C::zero();
       if (kSharedQueries > 0 && warp == 0) shared_queries[g][dim / kElems] = queries[h][c];
     }
   }
@@ -208,26 +210,33 @@ __global__ void __launch_bounds__(kWarps* kWarpSize, kHalves == 1 && kDims <= 12
     }
   }
 
+  const Results<kWarps, kDims> results(shared, held);
 #pragma unroll
   for (int h = 0; h < kHalves; ++h) {
     const int row = h * kHalfRows + g;
     sum[h] += __shfl_xor_sync(kAllLanes, sum[h], 1);
     sum[h] += __shfl_xor_sync(kAllLanes, sum[h], 2);
-    if (q == 0) results.max_sums[warp][row] = make_float2(max_score[h], sum[h]);
+    if (q == 0 && row < rows.count) {
+      results.max_sums[warp * results.rows + row] = make_float2(max_score[h], sum[h]);
+    }
 #pragma unroll
-    for (int b = 0; b < kBlocks; ++b)
+    for (int odd = 0; odd < 2; ++odd) {
+      const int out_row = h * kHalfRows + 2 * q + odd;
+      if (out_row >= rows.count) continue;
+      float* out = results.outputs + (warp * results.rows + out_row) * kDims + g * kElems;
 #pragma unroll
-      for (int w = 0; w < kElems / 2; ++w)
+      for (int b = 0; b < kBlocks; ++b)
 #pragma unroll
-        for (int i = 0; i < 4; ++i) {
-          results.outputs[warp][h * kHalfRows + 2 * q + i % 2][b * 64 + g * kElems + 2 * w + i / 2] =
-              acc[b][w][h][i];
+        for (int w = 0; w < kElems / 2; ++w) {
+          *reinterpret_cast<float2*>(out + b * 64 + 2 * w) =
+              make_float2(acc[b][w][h][odd], acc[b][w][h][odd + 2]);
         }
+    }
   }
 #if HF_FASTPATH_HOPPER
-  if (clustered > 1) return finish_cluster(p, s, results, batch_row, kv_head, first_row, rows);
+  if (clustered > 1) return finish_cluster(p, s, results, batch_row, kv_head, rows);
 #endif
-  finish_block(p, s, results, batch_row, kv_head, first_row, rows);
+  finish_block(p, s, results, batch_row, kv_head, rows);
 }
 
 template <class T, int kDims, int kHalves>
@@ -235,17 +244,10 @@ void launch(const DecodeAttentionParams& p, cudaStream_t stream) {
   dim3 grid = split_grid(p, kHalves * kHalfRows, kBlocksPerSm<kDims>);
   const int cluster = cluster_of(grid.x);
   const dim3 block(kWarps * kWarpSize);
-  const size_t smem_bytes = sizeof(WarpResults<kWarps, kHalves * kHalfRows, kDims>);
-  HF_FASTPATH_CUDA_CHECK(cudaFuncSetAttribute(decode_attention_mma_kernel<T, kDims, kHalves>,
-                                              cudaFuncAttributeMaxDynamicSharedMemorySize,
-                                              static_cast<int>(smem_bytes)));
-  // The setting of its neighbors: an SM does not mix settings, and blocks of this kernel would wait for it to
-  // be empty.
-  HF_FASTPATH_CUDA_CHECK(cudaFuncSetAttribute(decode_attention_mma_kernel<T, kDims, kHalves>,
-                                              cudaFuncAttributePreferredSharedMemoryCarveout,
-                                              cudaSharedmemCarveoutMaxShared));
-  HF_FASTPATH_CUDA_CHECK(launch_clusters(decode_attention_mma_kernel<T, kDims, kHalves>, grid, block,
-                                         smem_bytes, stream, p.overlap, cluster, p));
+  const int rows = std::min(kHalves * kHalfRows, rows_per_kv_head(p));
+  const size_t smem_bytes = Results<kWarps, kDims>::bytes(rows, cluster);
+  launch_attention(decode_attention_mma_kernel<T, kDims, kHalves>, grid, block, smem_bytes, stream, cluster,
+                   p);
 }
 
 template <class T>

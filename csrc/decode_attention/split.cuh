@@ -99,6 +99,18 @@ __host__ __device__ inline int rows_per_kv_head(const DecodeAttentionParams& p) 
   return p.num_heads / p.num_kv_heads * p.query_len;
 }
 
+// A block's rows: queries of one KV head.
+struct Rows {
+  int first, count;
+};
+
+// Rows of the block at blockIdx.y, when a block takes up to kRows.
+template <int kRows>
+__device__ __forceinline__ Rows block_rows(const DecodeAttentionParams& p) {
+  const int first = blockIdx.y / p.num_kv_heads * kRows;
+  return {first, min(kRows, rows_per_kv_head(p) - first)};
+}
+
 // A row's place: which query of which head, and what it sees.
 struct RowPlace {
   int token, head;  // query of query_len; query head
@@ -136,17 +148,15 @@ __device__ __forceinline__ bool arrive_last(unsigned* counter, int active) {
   return last;
 }
 
-// Merges the first `count` partial results of rows [first_row, first_row + kRows) of a KV head and writes the
-// outputs.
-template <int kRows, int kThreads>
+// Merges the first `count` partial results of `rows` of a KV head and writes the
+// outputs. `factors`: shared memory for kMaxSplits values a row.
+template <int kThreads>
 __device__ __forceinline__ void merge_splits(const DecodeAttentionParams& p, const Split& s,
                                              const Partials& partials, int count, int batch_row, int kv_head,
-                                             int first_row, int rows) {
-  __shared__ float factors[kRows][kMaxSplits];  // of each split's output
+                                             Rows rows, float* factors) {
   const int lane = threadIdx.x % kWarpSize, warp = threadIdx.x / kWarpSize;
-  const int64_t base = (int64_t(batch_row) * p.num_kv_heads + kv_head) * rows + first_row;
-  const int here = min(kRows, rows - first_row);
-  for (int r = warp; r < here; r += kThreads / kWarpSize) {
+  const int64_t base = (int64_t(batch_row) * p.num_kv_heads + kv_head) * rows_per_kv_head(p) + rows.first;
+  for (int r = warp; r < rows.count; r += kThreads / kWarpSize) {
     constexpr int kPerLane = kMaxSplits / kWarpSize;
     float2 max_sum[kPerLane];
     float max = -INFINITY, sum = 0.f;
@@ -162,25 +172,25 @@ __device__ __forceinline__ void merge_splits(const DecodeAttentionParams& p, con
       max = fmaxf(max, __shfl_xor_sync(kAllLanes, max, offset));
 #pragma unroll
     for (int i = 0; i < kPerLane; ++i) sum += max_sum[i].y * exp2_below(max_sum[i].x, max);
-    const float inverse = inverse_sum(warp_sum(sum), row_place(p, s, kv_head, first_row + r).sees_any);
+    const float inverse = inverse_sum(warp_sum(sum), row_place(p, s, kv_head, rows.first + r).sees_any);
 #pragma unroll
     for (int i = 0; i < kPerLane; ++i)
-      factors[r][lane + i * kWarpSize] = exp2_below(max_sum[i].x, max) * inverse;
+      factors[r * kMaxSplits + lane + i * kWarpSize] = exp2_below(max_sum[i].x, max) * inverse;
   }
   __syncthreads();  // factors
   const int quads = p.head_dim / 4;
-  for (int i = threadIdx.x; i < here * quads; i += kThreads) {
+  for (int i = threadIdx.x; i < rows.count * quads; i += kThreads) {
     const int r = i / quads, d = i % quads * 4;
     const float* outputs = partials.outputs + (base + r) * kMaxSplits * p.head_dim + d;
     float4 sum = make_float4(0.f, 0.f, 0.f, 0.f);
 #pragma unroll 16  // loads in flight: each goes to L2
     for (int split = 0; split < count; ++split) {
       const float4 o = __ldcg(reinterpret_cast<const float4*>(outputs + int64_t(split) * p.head_dim));
-      const float f = factors[r][split];
+      const float f = factors[r * kMaxSplits + split];
       sum.x = fmaf(o.x, f, sum.x), sum.y = fmaf(o.y, f, sum.y);
       sum.z = fmaf(o.z, f, sum.z), sum.w = fmaf(o.w, f, sum.w);
     }
-    const int64_t at = out_offset(p, batch_row, row_place(p, s, kv_head, first_row + r)) + d;
+    const int64_t at = out_offset(p, batch_row, row_place(p, s, kv_head, rows.first + r)) + d;
     store_from_float(p.out, at, p.dtype, sum.x);
     store_from_float(p.out, at + 1, p.dtype, sum.y);
     store_from_float(p.out, at + 2, p.dtype, sum.z);
@@ -188,43 +198,63 @@ __device__ __forceinline__ void merge_splits(const DecodeAttentionParams& p, con
   }
 }
 
-// One warp's result: sums weighted by 2^(score - max), and that max and the sum of the weights, of each row.
-template <int kWarps, int kRows, int kDims>
-struct WarpResults {
-  float outputs[kWarps][kRows][kDims];
-  float2 max_sums[kWarps][kRows];
-};
+// What the warps of a block, and the blocks of a cluster, hand each other. In dynamic shared memory, no more
+// than the rows need: a small block finds room beside those of the kernel in front and starts before they are
+// done.
+template <int kWarps, int kDims>
+struct Results {
+  int rows;
+  float* outputs;          // [kWarps, rows, kDims] sums weighted by 2^(score - max)
+  float2* max_sums;        // [kWarps, rows] that max and the sum of the weights
+  float2* block_max_sums;  // [kMaxCluster, rows] of the cluster's blocks
+  float* shares;  // [blocks, share] of the cluster's blocks: this block's share of the merged outputs
 
-// Merges the warps' results for element d of row r.
-template <int kWarps, int kRows, int kDims>
-__device__ __forceinline__ float merge_warps(const WarpResults<kWarps, kRows, kDims>& results, int r, int d,
-                                             float2& max_sum) {
-  float max = -INFINITY, total = 0.f, out = 0.f;
-#pragma unroll
-  for (int w = 0; w < kWarps; ++w) max = fmaxf(max, results.max_sums[w][r].x);
-#pragma unroll
-  for (int w = 0; w < kWarps; ++w) {
-    const float shrink = exp2_below(results.max_sums[w][r].x, max);
-    total += results.max_sums[w][r].y * shrink;
-    out += results.outputs[w][r][d] * shrink;
+  __device__ __forceinline__ Results(char* shared, int rows) : rows(rows) {
+    outputs = reinterpret_cast<float*>(shared);
+    max_sums = reinterpret_cast<float2*>(outputs + kWarps * rows * kDims);
+    block_max_sums = max_sums + kWarps * rows;
+    shares = reinterpret_cast<float*>(block_max_sums + kMaxCluster * rows);
   }
-  max_sum = make_float2(max, total);
-  return out;
-}
+
+  static size_t bytes(int rows, int cluster) {
+    const size_t block = kWarps * rows * (kDims * sizeof(float) + sizeof(float2));
+    const size_t shares = kMaxCluster * rows * sizeof(float2) + (rows * kDims + kMaxCluster) * sizeof(float);
+    return cluster > 1 ? block + shares : block;
+  }
+
+  // Merges the warps' results for element d of row r.
+  __device__ __forceinline__ float merge(int r, int d, float2& max_sum) const {
+    float max = -INFINITY, total = 0.f, out = 0.f;
+#pragma unroll
+    for (int w = 0; w < kWarps; ++w) max = fmaxf(max, max_sums[w * rows + r].x);
+#pragma unroll
+    for (int w = 0; w < kWarps; ++w) {
+      const float shrink = exp2_below(max_sums[w * rows + r].x, max);
+      total += max_sums[w * rows + r].y * shrink;
+      out += outputs[(w * rows + r) * kDims + d] * shrink;
+    }
+    max_sum = make_float2(max, total);
+    return out;
+  }
+
+  // Shared memory for merge_splits, once these results have been read.
+  __device__ __forceinline__ float* factors() const {
+    static_assert(kWarps * kDims >= kMaxSplits, "no room for the factors");
+    return outputs;
+  }
+};
 
 #if HF_FASTPATH_HOPPER
 
 // finish_block() for blocks in clusters: the blocks of a cluster hand each other a share of their results
 // through shared memory, and only several clusters of a KV head need device memory. Every block of a cluster
 // calls it, those without work too, after arrive_cluster(): a block has to run before others write to it.
-template <int kWarps, int kRows, int kDims>
+template <int kWarps, int kDims>
 __device__ __forceinline__ void finish_cluster(const DecodeAttentionParams& p, const Split& s,
-                                               const WarpResults<kWarps, kRows, kDims>& results,
-                                               int batch_row, int kv_head, int first_row, int rows) {
+                                               const Results<kWarps, kDims>& results, int batch_row,
+                                               int kv_head, Rows rows) {
   constexpr int kThreads = kWarps * kWarpSize;
-  __shared__ float outputs[kRows * kDims + kMaxCluster];  // [blocks, share]
-  __shared__ float2 max_sums[kMaxCluster][kRows];
-  const int here = min(kRows, rows - first_row), items = here * p.head_dim;
+  const int items = rows.count * p.head_dim;
   const int size = cluster_size(), rank = cluster_rank(), share = (items + size - 1) / size;
   const int cluster = blockIdx.x / size, busy = min(size, s.active - cluster * size);  // blocks with work
   const int clusters = (s.active + size - 1) / size;
@@ -234,26 +264,29 @@ __device__ __forceinline__ void finish_cluster(const DecodeAttentionParams& p, c
     for (int i = threadIdx.x; i < items; i += kThreads) {
       const int r = i / p.head_dim, d = i - r * p.head_dim, to = i / share;
       float2 max_sum;
-      const float out = merge_warps(results, r, d, max_sum);
-      store_cluster(cluster_address(&outputs[rank * share + i - to * share], to), out);
-      if (d < size) store_cluster(cluster_address(&max_sums[rank][r], d), max_sum);
+      const float out = results.merge(r, d, max_sum);
+      store_cluster(cluster_address(results.shares + rank * share + i - to * share, to), out);
+      if (d < size) {
+        store_cluster(cluster_address(results.block_max_sums + rank * results.rows + r, d), max_sum);
+      }
     }
   }
   arrive_cluster();
   wait_cluster();  // every block's results
   const Partials partials(p);
-  const int64_t base = (int64_t(batch_row) * p.num_kv_heads + kv_head) * rows + first_row;
+  const int64_t base = (int64_t(batch_row) * p.num_kv_heads + kv_head) * rows_per_kv_head(p) + rows.first;
   for (int i = rank * share + threadIdx.x; i < min((rank + 1) * share, items); i += kThreads) {
     const int r = i / p.head_dim, d = i - r * p.head_dim;
+    const float2* max_sums = results.block_max_sums + r;
     float max = -INFINITY, total = 0.f, out = 0.f;
-    for (int b = 0; b < busy; ++b) max = fmaxf(max, max_sums[b][r].x);
+    for (int b = 0; b < busy; ++b) max = fmaxf(max, max_sums[b * results.rows].x);
     for (int b = 0; b < busy; ++b) {
-      const float shrink = exp2_below(max_sums[b][r].x, max);
-      total += max_sums[b][r].y * shrink;
-      out += outputs[b * share + i - rank * share] * shrink;
+      const float shrink = exp2_below(max_sums[b * results.rows].x, max);
+      total += max_sums[b * results.rows].y * shrink;
+      out += results.shares[b * share + i - rank * share] * shrink;
     }
     if (clusters == 1) {
-      const RowPlace place = row_place(p, s, kv_head, first_row + r);
+      const RowPlace place = row_place(p, s, kv_head, rows.first + r);
       store_from_float(p.out, out_offset(p, batch_row, place) + d, p.dtype,
                        out * inverse_sum(total, place.sees_any));
     } else {
@@ -265,28 +298,27 @@ __device__ __forceinline__ void finish_cluster(const DecodeAttentionParams& p, c
   if (clusters == 1) return;
   const int counter = batch_row * gridDim.y + blockIdx.y;
   if (!arrive_last(partials.counters - 1 - counter, clusters * size)) return;
-  merge_splits<kRows, kThreads>(p, s, partials, clusters, batch_row, kv_head, first_row, rows);
+  merge_splits<kThreads>(p, s, partials, clusters, batch_row, kv_head, rows, results.factors());
 }
 
 #endif  // HF_FASTPATH_HOPPER
 
 // Merges the warps' results, and as the last block of the KV head the blocks'. Every thread calls it once its
 // part of `results` is written.
-template <int kWarps, int kRows, int kDims>
+template <int kWarps, int kDims>
 __device__ __forceinline__ void finish_block(const DecodeAttentionParams& p, const Split& s,
-                                             const WarpResults<kWarps, kRows, kDims>& results, int batch_row,
-                                             int kv_head, int first_row, int rows) {
+                                             const Results<kWarps, kDims>& results, int batch_row,
+                                             int kv_head, Rows rows) {
   constexpr int kThreads = kWarps * kWarpSize;
   __syncthreads();  // every warp's result
   const Partials partials(p);
-  const int64_t base = (int64_t(batch_row) * p.num_kv_heads + kv_head) * rows + first_row;
-  for (int i = threadIdx.x; i < kRows * p.head_dim; i += kThreads) {
+  const int64_t base = (int64_t(batch_row) * p.num_kv_heads + kv_head) * rows_per_kv_head(p) + rows.first;
+  for (int i = threadIdx.x; i < rows.count * p.head_dim; i += kThreads) {
     const int r = i / p.head_dim, d = i % p.head_dim;
-    if (first_row + r >= rows) break;
     float2 max_sum;
-    const float out = merge_warps(results, r, d, max_sum);
+    const float out = results.merge(r, d, max_sum);
     if (s.active == 1) {
-      const RowPlace place = row_place(p, s, kv_head, first_row + r);
+      const RowPlace place = row_place(p, s, kv_head, rows.first + r);
       store_from_float(p.out, out_offset(p, batch_row, place) + d, p.dtype,
                        out * inverse_sum(max_sum.y, place.sees_any));
     } else {
@@ -298,7 +330,7 @@ __device__ __forceinline__ void finish_block(const DecodeAttentionParams& p, con
   if (s.active == 1) return;
   const int counter = batch_row * gridDim.y + blockIdx.y;
   if (!arrive_last(partials.counters - 1 - counter, s.active)) return;
-  merge_splits<kRows, kThreads>(p, s, partials, s.active, batch_row, kv_head, first_row, rows);
+  merge_splits<kThreads>(p, s, partials, s.active, batch_row, kv_head, rows, results.factors());
 }
 
 // Splits to launch for `units` independent pieces of work when `slots` blocks run at once and a piece can be
@@ -338,6 +370,17 @@ inline dim3 split_grid(const DecodeAttentionParams& p, int rows_per_block, int b
   const int64_t units = int64_t(p.batch) * p.num_kv_heads * row_blocks;
   const int64_t slots = int64_t(multiprocessor_count()) * blocks_per_sm;
   return dim3(choose_splits(units, slots, most_splits(p)), p.num_kv_heads * row_blocks, p.batch);
+}
+
+inline void launch_attention(void (*kernel)(DecodeAttentionParams), dim3 grid, dim3 block, size_t smem_bytes,
+                             cudaStream_t stream, int cluster, const DecodeAttentionParams& p) {
+  HF_FASTPATH_CUDA_CHECK(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
+                                              static_cast<int>(smem_bytes)));
+  // The setting of its neighbors: an SM does not mix settings, and blocks of this kernel would wait for it to
+  // be empty.
+  HF_FASTPATH_CUDA_CHECK(cudaFuncSetAttribute(kernel, cudaFuncAttributePreferredSharedMemoryCarveout,
+                                              cudaSharedmemCarveoutMaxShared));
+  HF_FASTPATH_CUDA_CHECK(launch_clusters(kernel, grid, block, smem_bytes, stream, p.overlap, cluster, p));
 }
 
 }  // namespace hf_fastpath
