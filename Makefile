@@ -1,6 +1,7 @@
 # make demo: the main job on a fresh machine.  make test: set up and run the tests.  The rest is for developers.
 PYTHON ?= python3
 VENV ?= .venv
+TESTS ?= tests
 BIN := $(VENV)/bin
 # The CPU build of this torch serves development and CI; a machine with a GPU uses the torch it has (test-gpu).
 TORCH ?= torch==2.13.0
@@ -31,12 +32,12 @@ demo: $(CPU_LIB)
 	$(BIN)/python examples/demo.py
 
 test: $(CPU_LIB)
-	HF_FASTPATH_REQUIRE_NATIVE=cpu $(BIN)/python -m pytest -q tests $(ARGS)
+	HF_FASTPATH_REQUIRE_NATIVE=cpu $(BIN)/python -m pytest -q $(TESTS) $(ARGS)
 
 # On a machine with a GPU and its own torch: nothing is downloaded, libraries built elsewhere are used as they are.
 test-gpu:
 	HF_FASTPATH_BUILD=never $(PYTHON) -m pip install --quiet --no-deps --no-build-isolation -e .
-	HF_FASTPATH_REQUIRE_NATIVE=cpu,cuda $(PYTHON) -m pytest -q tests $(ARGS)
+	HF_FASTPATH_REQUIRE_NATIVE=cpu,cuda $(PYTHON) -m pytest -q $(TESTS) $(ARGS)
 
 style: $(READY)
 	$(BIN)/python -m pip install --quiet ruff clang-format mypy

@@ -16,8 +16,8 @@ import tempfile
 from pathlib import Path
 
 CUDA_TOOLS = ("memcheck", "racecheck", "synccheck")
-#: samples of each op and dtype under the slow CUDA tools: the smallest come first
-CUDA_SAMPLES = 4
+#: samples of each op and dtype under the slow CUDA tools, taken from all over the list
+CUDA_SAMPLES = 6
 
 
 def run_samples(device: str, library: str | None, most: int | None) -> None:
@@ -34,7 +34,8 @@ def run_samples(device: str, library: str | None, most: int | None) -> None:
     for name, spec in registry.all_ops().items():
         for dtype in registry.FLOAT_DTYPES:
             torch.manual_seed(0)
-            for sample in list(spec.samples(torch.device(device), dtype))[:most]:
+            samples = list(spec.samples(torch.device(device), dtype))
+            for sample in samples[:: -(-len(samples) // most) if most else 1]:
                 spec.overload(*sample.args, **sample.kwargs)
                 calls += 1
         print(f"  {name}: done", flush=True)

@@ -16,11 +16,19 @@ namespace hf_fastpath {
 #define HF_FASTPATH_HOPPER 0
 #endif
 
+constexpr int kHopper = 9;      // major compute capability
+constexpr int kMaxCluster = 8;  // blocks: the largest that every device with clusters takes
+
 #if !HF_FASTPATH_HOPPER
 
-// Nothing overlaps.
+// Nothing overlaps, and there are no clusters.
 __device__ __forceinline__ void allow_next_kernel() {}
 __device__ __forceinline__ void wait_for_previous_kernel() {}
+__device__ __forceinline__ void drop_l1() {}
+__device__ __forceinline__ void arrive_cluster() {}
+__device__ __forceinline__ void wait_cluster() {}
+__device__ __forceinline__ uint32_t cluster_address(const void*, int) { return 0; }
+__device__ __forceinline__ void store_cluster(uint32_t, float) {}
 
 #else
 
@@ -30,11 +38,15 @@ __device__ __forceinline__ void allow_next_kernel() {
   asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
 }
 
-// Returns once the kernel before this one is complete and its writes are visible. By induction so are those
-// of all kernels before it.
+// Returns once the kernel before this one is complete and its writes are visible in L2. By induction so are
+// those of all kernels before it. This SM's L1 may still hold older values: either load from L2, or drop_l1()
+// first.
 __device__ __forceinline__ void wait_for_previous_kernel() {
   asm volatile("griddepcontrol.wait;" ::: "memory");
 }
+
+// Plain loads after it come from L2.
+__device__ __forceinline__ void drop_l1() { asm volatile("fence.acq_rel.gpu;" ::: "memory"); }
 
 __device__ __forceinline__ uint32_t shared_address(const void* p) {
   return static_cast<uint32_t>(__cvta_generic_to_shared(p));
@@ -139,8 +151,6 @@ __device__ __forceinline__ void sync_some(int id, int threads) {
 
 #endif  // HF_FASTPATH_HOPPER
 
-constexpr int kHopper = 9;  // major compute capability
-
 // Launches a kernel in clusters of `cluster` blocks along x. With `overlap` it may start before the kernel in
 // front of it on the stream is complete.
 template <class... Params, class... Args>
@@ -151,6 +161,9 @@ cudaError_t launch_clusters(void (*kernel)(Params...), dim3 grid, dim3 block, si
   if (overlap && compute_capability_major() >= kHopper) {
     attributes[count].id = cudaLaunchAttributeProgrammaticStreamSerialization;
     attributes[count++].val.programmaticStreamSerializationAllowed = 1;
+    // An SM does not mix settings: blocks of a kernel with another one would wait until the SM is empty.
+    HF_FASTPATH_CUDA_CHECK(cudaFuncSetAttribute(kernel, cudaFuncAttributePreferredSharedMemoryCarveout,
+                                                cudaSharedmemCarveoutMaxShared));
   }
   if (cluster > 1) {
     attributes[count].id = cudaLaunchAttributeClusterDimension;

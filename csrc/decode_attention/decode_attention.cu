@@ -12,8 +12,6 @@
 // Roofline: read bandwidth for long caches, memory latency for short ones. 38 % of read bandwidth for
 //   float32, 32/8 heads of 128, 4096 positions (H200, 2026-11).
 
-#include <algorithm>
-
 #include "common/async.cuh"
 #include "decode_attention/decode_attention.h"
 #include "decode_attention/split.cuh"
@@ -72,7 +70,6 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerSm<kLanes, kChunks, kRows>
   const int member = lane % kLanes, group = lane / kLanes;
   const int batch_row = blockIdx.z, kv_head = blockIdx.y % p.num_kv_heads;
   const Rows rows = block_rows<kRows>(p);
-  const Results<kWarps, kDims> results(shared, min(kRows, rows_per_kv_head(p)));
 
   allow_next_kernel();
   const Split s = find_split(p, batch_row, kv_head, blockIdx.x, gridDim.x, sizeof(KV));
@@ -101,7 +98,7 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerSm<kLanes, kChunks, kRows>
   int row_first[kRows], row_last[kRows];  // positions each row sees
 #pragma unroll
   for (int r = 0; r < kRows; ++r) {
-    const bool present = r < rows.count;
+    const bool present = r < rows.count(p);
     const RowPlace place = row_place(p, s, kv_head, present ? rows.first + r : 0);
     row_last[r] = present ? s.seq_len - p.query_len + place.token : -1;
     row_first[r] = s.first_visible(row_last[r], p.window);
@@ -210,6 +207,7 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerSm<kLanes, kChunks, kRows>
   }
 
   // One result a warp: merge the groups, which saw different positions.
+  const Results<kWarps, kDims> results(shared, kRows);
 #pragma unroll
   for (int r = 0; r < kRows; ++r) {
 #pragma unroll
@@ -225,7 +223,7 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerSm<kLanes, kChunks, kRows>
         acc[r][d] += __shfl_xor_sync(kAllLanes, acc[r][d], offset);
       }
     }
-    if (group == 0 && r < rows.count) {
+    if (group == 0) {
       float* out = results.outputs + (warp * results.rows + r) * kDims;
 #pragma unroll
       for (int d = 0; d < kChunks * kElems; ++d) {
@@ -240,8 +238,7 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerSm<kLanes, kChunks, kRows>
 template <class KV, int kLanes, int kChunks, int kRows>
 void launch(const DecodeAttentionParams& p, cudaStream_t stream) {
   const dim3 grid = split_grid(p, kRows, kBlocksPerSm<kLanes, kChunks, kRows>), block(kThreads);
-  const size_t smem_bytes =
-      Results<kWarps, kLanes * kChunks * kVecElems<KV>>::bytes(std::min(kRows, rows_per_kv_head(p)), 1);
+  const size_t smem_bytes = Results<kWarps, kLanes * kChunks * kVecElems<KV>>::bytes(kRows, 1);
   launch_attention(decode_attention_kernel<KV, kLanes, kChunks, kRows>, grid, block, smem_bytes, stream, 1,
                    p);
 }

@@ -36,12 +36,11 @@ constexpr int kBlocksPerSm = kDims > 128  ? 1
 // has 16 on its k side; for the largest heads K and V of 16 would not fit in registers and half of it stays
 // zero.
 template <int kDims>
-constexpr int kGroups = kDims > 64 ? 1 : 2;
+constexpr int kGroups = kDims > 128 ? 1 : 2;
 
 // kDims: head_dim rounded up to 64, 128 or 256. kHalves: 1 for 8 rows a block, 2 for 16.
 template <class T, int kDims, int kHalves>
-__global__ void __launch_bounds__(kWarps* kWarpSize, kHalves == 1 && kDims <= 128 ? 4 : 2)
-    decode_attention_mma_kernel(DecodeAttentionParams p) {
+__global__ void __launch_bounds__(kWarps* kWarpSize, 2) decode_attention_mma_kernel(DecodeAttentionParams p) {
   using C = Chunk<T, kElems>;
   constexpr int kRows = kHalves * kHalfRows;
   constexpr int kPieces = kDims / 32;  // 16-byte pieces of a K row a lane takes: 4 lanes share a row
@@ -58,15 +57,15 @@ __global__ void __launch_bounds__(kWarps* kWarpSize, kHalves == 1 && kDims <= 12
   allow_next_kernel();
   const Split s = find_split(p, batch_row, kv_head, blockIdx.x, gridDim.x, sizeof(T));
 #if HF_FASTPATH_HOPPER
-  const int clustered = cluster_size();
-  if (int(blockIdx.x) / clustered * clustered >= s.active) return;
-  if (clustered > 1) arrive_cluster();
-  if (int(blockIdx.x) >= s.active) {
-    return finish_cluster(p, s, Results<kWarps, kDims>(shared, held), batch_row, kv_head, rows);
+  const bool one_cluster = cluster_size() > 1 && s.active <= cluster_size();
+  if (one_cluster && int(blockIdx.x) < cluster_size()) {
+    arrive_cluster();
+    if (int(blockIdx.x) >= s.active) {
+      return finish_cluster(p, s, Results<kWarps, kDims>(shared, held), batch_row, kv_head, rows);
+    }
   }
-#else
-  if (int(blockIdx.x) >= s.active) return;
 #endif
+  if (int(blockIdx.x) >= s.active) return;
 
   const auto row_of = [&](const char* cache, int position) {
     return reinterpret_cast<const T*>(cache) + s.slot(position - s.begin) * uint64_t(uint32_t(p.head_dim));
@@ -114,14 +113,14 @@ __global__ void __launch_bounds__(kWarps* kWarpSize, kHalves == 1 && kDims <= 12
 #pragma unroll
   for (int h = 0; h < kHalves; ++h) {
     const int row = h * kHalfRows + g;
-    const RowPlace place = row_place(p, s, kv_head, row < rows.count ? rows.first + row : 0);
-    row_last[h] = row < rows.count ? s.seq_len - p.query_len + place.token : -1;
+    const RowPlace place = row_place(p, s, kv_head, row < rows.count(p) ? rows.first + row : 0);
+    row_last[h] = row < rows.count(p) ? s.seq_len - p.query_len + place.token : -1;
     row_first[h] = s.first_visible(row_last[h], p.window);
     const T* at = static_cast<const T*>(p.q) + out_offset(p, batch_row, place);  // q lies like the output
 #pragma unroll
     for (int c = 0; c < kPieces; ++c) {
       const int dim = c * 32 + q * kElems;
-      queries[h][c] = row < rows.count && dim < p.head_dim ? C::load_l2(at + dim) : C::zero();
+      queries[h][c] = row < rows.count(p) && dim < p.head_dim ? C::load_l2(at + dim) : C::zero();
       if (kSharedQueries > 0 && warp == 0) shared_queries[g][dim / kElems] = queries[h][c];
     }
   }
@@ -216,13 +215,13 @@ __global__ void __launch_bounds__(kWarps* kWarpSize, kHalves == 1 && kDims <= 12
     const int row = h * kHalfRows + g;
     sum[h] += __shfl_xor_sync(kAllLanes, sum[h], 1);
     sum[h] += __shfl_xor_sync(kAllLanes, sum[h], 2);
-    if (q == 0 && row < rows.count) {
+    if (q == 0 && row < rows.count(p)) {
       results.max_sums[warp * results.rows + row] = make_float2(max_score[h], sum[h]);
     }
 #pragma unroll
     for (int odd = 0; odd < 2; ++odd) {
       const int out_row = h * kHalfRows + 2 * q + odd;
-      if (out_row >= rows.count) continue;
+      if (out_row >= rows.count(p)) continue;
       float* out = results.outputs + (warp * results.rows + out_row) * kDims + g * kElems;
 #pragma unroll
       for (int b = 0; b < kBlocks; ++b)
@@ -234,7 +233,7 @@ __global__ void __launch_bounds__(kWarps* kWarpSize, kHalves == 1 && kDims <= 12
     }
   }
 #if HF_FASTPATH_HOPPER
-  if (clustered > 1) return finish_cluster(p, s, results, batch_row, kv_head, rows);
+  if (one_cluster) return finish_cluster(p, s, results, batch_row, kv_head, rows);
 #endif
   finish_block(p, s, results, batch_row, kv_head, rows);
 }

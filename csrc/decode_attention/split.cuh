@@ -13,7 +13,6 @@ namespace hf_fastpath {
 
 constexpr int kMinChunk = 64;       // positions of a split: fewer cost more in merging than they save
 constexpr int kChunkMultiple = 16;  // chunks end on whole warp steps
-constexpr int kMaxCluster = 8;      // blocks: what every device of compute capability 9.0 and up takes
 constexpr float kLog2e = 1.4426950408889634f;
 
 __device__ __forceinline__ float exp2_approx(float x) {  // 2 ulp; -inf gives 0
@@ -101,14 +100,17 @@ __host__ __device__ inline int rows_per_kv_head(const DecodeAttentionParams& p) 
 
 // A block's rows: queries of one KV head.
 struct Rows {
-  int first, count;
+  int first, most;
+
+  __device__ __forceinline__ int count(const DecodeAttentionParams& p) const {
+    return min(most, rows_per_kv_head(p) - first);
+  }
 };
 
 // Rows of the block at blockIdx.y, when a block takes up to kRows.
 template <int kRows>
 __device__ __forceinline__ Rows block_rows(const DecodeAttentionParams& p) {
-  const int first = blockIdx.y / p.num_kv_heads * kRows;
-  return {first, min(kRows, rows_per_kv_head(p) - first)};
+  return {int(blockIdx.y) / p.num_kv_heads * kRows, kRows};
 }
 
 // A row's place: which query of which head, and what it sees.
@@ -156,7 +158,7 @@ __device__ __forceinline__ void merge_splits(const DecodeAttentionParams& p, con
                                              Rows rows, float* factors) {
   const int lane = threadIdx.x % kWarpSize, warp = threadIdx.x / kWarpSize;
   const int64_t base = (int64_t(batch_row) * p.num_kv_heads + kv_head) * rows_per_kv_head(p) + rows.first;
-  for (int r = warp; r < rows.count; r += kThreads / kWarpSize) {
+  for (int r = warp; r < rows.count(p); r += kThreads / kWarpSize) {
     constexpr int kPerLane = kMaxSplits / kWarpSize;
     float2 max_sum[kPerLane];
     float max = -INFINITY, sum = 0.f;
@@ -179,7 +181,7 @@ __device__ __forceinline__ void merge_splits(const DecodeAttentionParams& p, con
   }
   __syncthreads();  // factors
   const int quads = p.head_dim / 4;
-  for (int i = threadIdx.x; i < rows.count * quads; i += kThreads) {
+  for (int i = threadIdx.x; i < rows.count(p) * quads; i += kThreads) {
     const int r = i / quads, d = i % quads * 4;
     const float* outputs = partials.outputs + (base + r) * kMaxSplits * p.head_dim + d;
     float4 sum = make_float4(0.f, 0.f, 0.f, 0.f);
@@ -246,21 +248,19 @@ struct Results {
 
 #if HF_FASTPATH_HOPPER
 
-// finish_block() for blocks in clusters: the blocks of a cluster hand each other a share of their results
-// through shared memory, and only several clusters of a KV head need device memory. Every block of a cluster
-// calls it, those without work too, after arrive_cluster(): a block has to run before others write to it.
+// finish_block() for one cluster that holds all blocks with work: they hand each other a share of their
+// results through shared memory. Every block of the cluster calls it, those without work too, after
+// arrive_cluster(): a block has to run before others write to it.
 template <int kWarps, int kDims>
 __device__ __forceinline__ void finish_cluster(const DecodeAttentionParams& p, const Split& s,
                                                const Results<kWarps, kDims>& results, int batch_row,
                                                int kv_head, Rows rows) {
   constexpr int kThreads = kWarps * kWarpSize;
-  const int items = rows.count * p.head_dim;
+  const int items = rows.count(p) * p.head_dim;
   const int size = cluster_size(), rank = cluster_rank(), share = (items + size - 1) / size;
-  const int cluster = blockIdx.x / size, busy = min(size, s.active - cluster * size);  // blocks with work
-  const int clusters = (s.active + size - 1) / size;
   __syncthreads();  // every warp's result
   wait_cluster();   // every block runs
-  if (rank < busy) {
+  if (rank < s.active) {
     for (int i = threadIdx.x; i < items; i += kThreads) {
       const int r = i / p.head_dim, d = i - r * p.head_dim, to = i / share;
       float2 max_sum;
@@ -273,32 +273,20 @@ __device__ __forceinline__ void finish_cluster(const DecodeAttentionParams& p, c
   }
   arrive_cluster();
   wait_cluster();  // every block's results
-  const Partials partials(p);
-  const int64_t base = (int64_t(batch_row) * p.num_kv_heads + kv_head) * rows_per_kv_head(p) + rows.first;
   for (int i = rank * share + threadIdx.x; i < min((rank + 1) * share, items); i += kThreads) {
     const int r = i / p.head_dim, d = i - r * p.head_dim;
     const float2* max_sums = results.block_max_sums + r;
     float max = -INFINITY, total = 0.f, out = 0.f;
-    for (int b = 0; b < busy; ++b) max = fmaxf(max, max_sums[b * results.rows].x);
-    for (int b = 0; b < busy; ++b) {
+    for (int b = 0; b < s.active; ++b) max = fmaxf(max, max_sums[b * results.rows].x);
+    for (int b = 0; b < s.active; ++b) {
       const float shrink = exp2_below(max_sums[b * results.rows].x, max);
       total += max_sums[b * results.rows].y * shrink;
       out += results.shares[b * share + i - rank * share] * shrink;
     }
-    if (clusters == 1) {
-      const RowPlace place = row_place(p, s, kv_head, rows.first + r);
-      store_from_float(p.out, out_offset(p, batch_row, place) + d, p.dtype,
-                       out * inverse_sum(total, place.sees_any));
-    } else {
-      const int64_t at = (base + r) * kMaxSplits + cluster;
-      partials.outputs[at * p.head_dim + d] = out;
-      if (d == 0) partials.max_sums[at] = make_float2(max, total);
-    }
+    const RowPlace place = row_place(p, s, kv_head, rows.first + r);
+    store_from_float(p.out, out_offset(p, batch_row, place) + d, p.dtype,
+                     out * inverse_sum(total, place.sees_any));
   }
-  if (clusters == 1) return;
-  const int counter = batch_row * gridDim.y + blockIdx.y;
-  if (!arrive_last(partials.counters - 1 - counter, clusters * size)) return;
-  merge_splits<kThreads>(p, s, partials, clusters, batch_row, kv_head, rows, results.factors());
 }
 
 #endif  // HF_FASTPATH_HOPPER
@@ -313,7 +301,7 @@ __device__ __forceinline__ void finish_block(const DecodeAttentionParams& p, con
   __syncthreads();  // every warp's result
   const Partials partials(p);
   const int64_t base = (int64_t(batch_row) * p.num_kv_heads + kv_head) * rows_per_kv_head(p) + rows.first;
-  for (int i = threadIdx.x; i < rows.count * p.head_dim; i += kThreads) {
+  for (int i = threadIdx.x; i < rows.count(p) * p.head_dim; i += kThreads) {
     const int r = i / p.head_dim, d = i % p.head_dim;
     float2 max_sum;
     const float out = results.merge(r, d, max_sum);
@@ -376,10 +364,6 @@ inline void launch_attention(void (*kernel)(DecodeAttentionParams), dim3 grid, d
                              cudaStream_t stream, int cluster, const DecodeAttentionParams& p) {
   HF_FASTPATH_CUDA_CHECK(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
                                               static_cast<int>(smem_bytes)));
-  // The setting of its neighbors: an SM does not mix settings, and blocks of this kernel would wait for it to
-  // be empty.
-  HF_FASTPATH_CUDA_CHECK(cudaFuncSetAttribute(kernel, cudaFuncAttributePreferredSharedMemoryCarveout,
-                                              cudaSharedmemCarveoutMaxShared));
   HF_FASTPATH_CUDA_CHECK(launch_clusters(kernel, grid, block, smem_bytes, stream, p.overlap, cluster, p));
 }
 

@@ -24,14 +24,18 @@ bool fits_mma(const GemvParams& p) {
 
 }  // namespace
 
-void launch_gemv(const GemvParams& params, cudaStream_t stream) {
+bool fits_one_kernel(const GemvParams& params, const RopeAppendParams* rope) {
+  return fits_gemv_ring(params, rope) || fits_gemv_columns(params, rope);
+}
+
+void launch_gemv(const GemvParams& params, const RopeAppendParams* rope, cudaStream_t stream) {
   if (params.n == 0) return;
-  if (fits_gemv_ring(params, nullptr)) return launch_gemv_ring(params, nullptr, stream);
+  if (fits_gemv_ring(params, rope)) return launch_gemv_ring(params, rope, stream);
   if (fits_mma(params)) {
-    if (params.transposed) return launch_gemv_columns_mma(params, stream);
+    if (params.transposed) return launch_gemv_columns_mma(params, rope, stream);
     if (params.m >= kMinMmaRows) return launch_gemv_mma(params, stream);
   }
-  if (params.transposed) return launch_gemv_columns(params, stream);
+  if (params.transposed) return launch_gemv_columns(params, rope, stream);
   launch_gemv_rows(params, stream);
 }
 

@@ -45,22 +45,28 @@ struct GemvParams {
   bool overlap;     // weights may be read before the kernel in front on the stream is complete
   DType dtype;
   Activation activation;
-  GemvNorm norm;  // only launch_gemv_ring takes one
+  GemvNorm norm;  // where fits_one_kernel
 };
 
-// Picks the kernel below that suits the shape and alignment, and launches it.
-void launch_gemv(const GemvParams& params, cudaStream_t stream);
+// Whether one kernel does the norm in front and the append behind, too. `rope`, if any: turns and appends the
+// features instead of writing them to out.
+bool fits_one_kernel(const GemvParams& params, const RopeAppendParams* rope);
+
+// Picks the kernel below that suits the shape and alignment, and launches it. A norm or `rope` has to fit.
+void launch_gemv(const GemvParams& params, const RopeAppendParams* rope, cudaStream_t stream);
 
 // The kernels, one a file.
 void launch_gemv_rows(const GemvParams& params, cudaStream_t stream);  // dot products, rows of [n, k] weights
 void launch_gemv_mma(const GemvParams& params,
                      cudaStream_t stream);  // the same on tensor cores, 16-bit types
-void launch_gemv_columns(const GemvParams& params, cudaStream_t stream);  // [k, n] weights
-void launch_gemv_columns_mma(const GemvParams& params,
-                             cudaStream_t stream);  // the same on tensor cores, 16-bit types
+// [k, n] weights; with a norm or `rope` only where fits_gemv_columns.
+void launch_gemv_columns(const GemvParams& params, const RopeAppendParams* rope, cudaStream_t stream);
+// The same on tensor cores, 16-bit types.
+void launch_gemv_columns_mma(const GemvParams& params, const RopeAppendParams* rope, cudaStream_t stream);
+bool fits_gemv_columns(const GemvParams& params, const RopeAppendParams* rope);
 
-// The kernel for one x row on Hopper, which also takes a norm in front and, with `rope`, turns and appends
-// the features instead of writing them to out: [query, key, value] of the one token of a batch of one.
+// The kernel for one x row on Hopper: [n, k] weights, any norm, and [query, key, value] of the one token of a
+// batch of one to turn and append.
 bool fits_gemv_ring(const GemvParams& params, const RopeAppendParams* rope);
 void launch_gemv_ring(const GemvParams& params, const RopeAppendParams* rope, cudaStream_t stream);
 

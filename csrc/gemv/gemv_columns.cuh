@@ -1,16 +1,19 @@
 // What the kernels for weights stored [k, n] share: blocks of neighboring outputs, k split over warps and,
 // where that gives too few blocks for the GPU, over the blocks of a cluster that merge through distributed
-// shared memory (sm_90 and up) in block order: no atomics, no workspace.
+// shared memory (sm_90 and up) in block order: no atomics, no workspace. The first weights are asked for
+// before the kernel in front is complete. A norm in front is computed by every block for itself; features may
+// go to queries and KV cache instead of the output.
 #pragma once
 
+#include "common/async.cuh"
 #include "common/cuda_check.cuh"
 #include "gemv/gemv_device.cuh"
+#include "rope_append/rope_append.cuh"
 
 namespace hf_fastpath {
 
 constexpr int kColumnWarps = 8;
 constexpr int kColumnThreads = kColumnWarps * kWarpSize;
-constexpr int kMaxCluster = 8;    // largest cluster every GPU with clusters takes
 constexpr int64_t kMinRows = 96;  // weight rows a block should keep when k is split over a cluster
 constexpr int kRowMultiple = 32;  // blocks' parts of k start on multiples of this, so that x stays aligned
 
@@ -22,6 +25,96 @@ struct RowRange {
 __device__ __forceinline__ RowRange row_range(int64_t k, int rank, int cluster) {
   const int64_t part = ((k + cluster - 1) / cluster + kRowMultiple - 1) / kRowMultiple * kRowMultiple;
   return {static_cast<int>(min(k, rank * part)), static_cast<int>(min(k, (rank + 1) * part))};
+}
+
+// How a launch runs over a shape.
+struct ColumnsPlan {
+  int cluster;  // blocks that split k
+  bool append;  // the features go to queries and KV cache instead of the output
+};
+
+// norm(x) in shared memory, if the launch has a norm: rows `stride` elements apart, so that eight rows are
+// read without bank conflicts.
+template <class T>
+struct NormedX {
+  static constexpr int kElems = kVecElems<T>;
+  static constexpr int kPad = 64 / static_cast<int>(sizeof(T));
+  T* rows;  // null without a norm
+  int k, m;
+
+  static size_t bytes(const GemvParams& p) {
+    return p.norm.kind == Norm::kNone ? 0 : (p.m + 2) * (p.k + kPad) * sizeof(T);
+  }
+  __device__ __forceinline__ NormedX(const GemvParams& p, char* shared)
+      : rows(p.norm.kind == Norm::kNone ? nullptr : reinterpret_cast<T*>(shared)), k(p.k), m(p.m) {}
+
+  __device__ __forceinline__ T* at(int row, int i) const { return rows + row * (k + kPad) + i; }
+
+  // Brings the norm's parameters: before x is there.
+  __device__ __forceinline__ void load_parameters(const GemvNorm& norm) const {
+    using C = Chunk<T, kElems>;
+    if (!rows) return;
+    for (int i = threadIdx.x * kElems; i < k; i += kColumnThreads * kElems) {
+      *reinterpret_cast<uint4*>(at(m, i)) = C::load_readonly(static_cast<const T*>(norm.weight) + i);
+      if (norm.bias)
+        *reinterpret_cast<uint4*>(at(m + 1, i)) = C::load_readonly(static_cast<const T*>(norm.bias) + i);
+    }
+  }
+
+  // Brings x and norms it, rounded to T as the norm by itself does. Ends with a barrier.
+  __device__ __forceinline__ void load(const GemvParams& p) const {
+    using C = Chunk<T, kElems>;
+    if (!rows) return;
+    const int lane = threadIdx.x % kWarpSize, warp = threadIdx.x / kWarpSize;
+    for (int row = 0; row < m; ++row) {
+      const T* x = static_cast<const T*>(p.x) + int64_t(row) * k;
+      for (int i = threadIdx.x * kElems; i < k; i += kColumnThreads * kElems)
+        *reinterpret_cast<uint4*>(at(row, i)) = C::load_l2(x + i);
+    }
+    __syncthreads();  // x and the parameters
+    const bool centered = p.norm.kind == Norm::kLayer;
+    for (int row = warp; row < m; row += kColumnWarps) {
+      float sum = 0.f, squares = 0.f, v[kElems];
+      if (centered) {
+        for (int i = lane * kElems; i < k; i += kWarpSize * kElems) {
+          C::unpack(*reinterpret_cast<const uint4*>(at(row, i)), v);
+#pragma unroll
+          for (int e = 0; e < kElems; ++e) sum += v[e];
+        }
+      }
+      const float mean = centered ? warp_sum(sum) / k : 0.f;
+      for (int i = lane * kElems; i < k; i += kWarpSize * kElems) {
+        C::unpack(*reinterpret_cast<const uint4*>(at(row, i)), v);
+#pragma unroll
+        for (int e = 0; e < kElems; ++e) squares = fmaf(v[e] - mean, v[e] - mean, squares);
+      }
+      const float scale = rsqrtf(warp_sum(squares) / k + p.norm.eps);
+      for (int i = lane * kElems; i < k; i += kWarpSize * kElems) {
+        float weight[kElems], bias[kElems] = {};
+        C::unpack(*reinterpret_cast<const uint4*>(at(row, i)), v);
+        C::unpack(*reinterpret_cast<const uint4*>(at(m, i)), weight);
+        if (p.norm.bias) C::unpack(*reinterpret_cast<const uint4*>(at(m + 1, i)), bias);
+#pragma unroll
+        for (int e = 0; e < kElems; ++e) v[e] = (v[e] - mean) * scale * weight[e] + bias[e];
+        C::store(at(row, i), v);
+      }
+    }
+    __syncthreads();  // the normed rows
+  }
+};
+
+// Where appended tokens go: in shared memory.
+struct AppendSlots {
+  CachePlace place;
+  int64_t slots[kMaxGemvRows];
+};
+
+// A barrier has to follow.
+__device__ __forceinline__ void find_slots(const RopeAppendParams& rope, int tokens, AppendSlots& to) {
+  if (int(threadIdx.x) >= tokens) return;
+  const CachePlace place = cache_place(rope);
+  if (threadIdx.x == 0) to.place = place;
+  to.slots[threadIdx.x] = cache_slot(rope, place.capacity, threadIdx.x);
 }
 
 // What the block's outputs add to their sums: outputs i, i + kColumnThreads, ... of the block are a thread's.
@@ -48,46 +141,21 @@ __device__ __forceinline__ ColumnAddends<T, kX, kColumns> load_column_addends(co
 template <int kX, int kColumns>
 constexpr int kClusterLimit = kX * kColumns > 512 ? kMaxCluster / 2 : kMaxCluster;
 
-// Cluster barrier in halves, sm_90 and up. What a thread wrote before arriving is visible after the others'
-// wait.
-__device__ __forceinline__ void cluster_arrive() {
-#if __CUDA_ARCH__ >= 900
-  asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory");
-#endif
-}
-__device__ __forceinline__ void cluster_wait() {
-#if __CUDA_ARCH__ >= 900
-  asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");
-#endif
-}
-
-// Stores to the same variable in the shared memory of the cluster's first block.
-__device__ __forceinline__ void store_to_first_block(float* p, float value) {
-#if __CUDA_ARCH__ >= 900
-  const uint32_t here = static_cast<uint32_t>(__cvta_generic_to_shared(p));
-  uint32_t there;
-  asm("mapa.shared::cluster.u32 %0, %1, 0;" : "=r"(there) : "r"(here));
-  asm volatile("st.shared::cluster.f32 [%0], %1;" ::"r"(there), "f"(value) : "memory");
-#endif
-}
-
-// First thing in the kernel: merge_columns waits for it, so that no block is written to before it runs.
-__device__ __forceinline__ void announce_block(int cluster) {
-  if (cluster > 1) cluster_arrive();
-}
-
 // Sums over the warps, then over the blocks of the cluster, always in the same order, and writes the outputs
-// [m, first_column + c]. Every thread calls it once its sums are written; kX is at least p.m. The blocks push
-// their totals to the first one and are done: a pull would wait for a round trip and keep them until it ends.
+// [m, first_column + c]. Every thread calls it once its sums are written and after arrive_cluster(), so that
+// no block is written to before it runs; kX is at least p.m. The blocks push their totals to the first one
+// and are done: a pull would wait for a round trip and keep them until it ends.
 template <class T, int kX, int kColumns>
 __device__ __forceinline__ void merge_columns(const GemvParams& p,
                                               const float (&sums)[kColumnWarps][kX][kColumns],
-                                              const ColumnAddends<T, kX, kColumns>& addends, int cluster,
-                                              int rank, int first_column) {
+                                              const ColumnAddends<T, kX, kColumns>& addends,
+                                              const RopeAppendParams& rope, const AppendSlots& slots,
+                                              const ColumnsPlan& plan, int rank, int first_column) {
+  const int cluster = plan.cluster;
   constexpr int kPerThread = ColumnAddends<T, kX, kColumns>::kPerThread;
   constexpr int kOthers = kClusterLimit<kX, kColumns> - 1;
   __shared__ float totals[kOthers][kX][kColumns];  // of the cluster's other blocks
-  if (cluster > 1) cluster_wait();                 // all blocks run
+  if (cluster > 1) wait_cluster();                 // all blocks run
   __syncthreads();                                 // every warp's sums
   float total[kPerThread];
 #pragma unroll
@@ -97,13 +165,13 @@ __device__ __forceinline__ void merge_columns(const GemvParams& p,
     if (m >= p.m) continue;
 #pragma unroll
     for (int w = 0; w < kColumnWarps; ++w) total[j] += sums[w][m][c];
-    if (rank > 0) store_to_first_block(&totals[rank - 1][m][c], total[j]);
+    if (rank > 0) store_cluster(cluster_address(&totals[rank - 1][m][c], 0), total[j]);
   }
   if (cluster > 1) {
     __syncwarp();  // the barrier's halves want whole warps
-    cluster_arrive();
+    arrive_cluster();
     if (rank > 0) return;
-    cluster_wait();  // every block's totals
+    wait_cluster();  // every block's totals
   }
 #pragma unroll
   for (int j = 0; j < kPerThread; ++j) {
@@ -113,36 +181,38 @@ __device__ __forceinline__ void merge_columns(const GemvParams& p,
     for (int other = 0; other < kOthers; ++other) {
       if (other < cluster - 1) total[j] += totals[other][m][c];
     }
-    finish<T>(p, m, n, total[j], addends.values[j]);
+    if (plan.append) {
+      store_feature<T>(rope, slots.place, slots.slots[m], m, n, total[j] + to_float(addends.values[j].bias));
+    } else {
+      finish<T>(p, m, n, total[j], addends.values[j]);
+    }
   }
 }
 
 // Blocks that split k for `column_blocks` blocks of outputs on this GPU.
 inline int choose_cluster(const GemvParams& p, int column_blocks, int limit) {
-  if (compute_capability_major() < 9) return 1;
+  if (compute_capability_major() < kHopper) return 1;
   const int64_t wanted = multiprocessor_count();
   int cluster = 1;
   while (cluster < limit && column_blocks * cluster < wanted && p.k / (2 * cluster) >= kMinRows) cluster *= 2;
   return cluster;
 }
 
-// Launches kernel(params, cluster) over column_blocks clusters.
-inline void launch_columns_kernel(void (*kernel)(GemvParams, int), const GemvParams& p, int column_blocks,
-                                  int cluster, cudaStream_t stream) {
+using ColumnsKernel = void (*)(GemvParams, RopeAppendParams, ColumnsPlan);
+
+// Launches `kernel` over column_blocks clusters.
+template <class T>
+void launch_columns_kernel(ColumnsKernel kernel, const GemvParams& p, const RopeAppendParams* rope,
+                           int column_blocks, int cluster, cudaStream_t stream) {
   const dim3 grid(column_blocks * cluster), block(kColumnThreads);
-  const size_t smem_bytes = 0;
-  cudaLaunchAttribute attribute{};
-  attribute.id = cudaLaunchAttributeClusterDimension;
-  attribute.val.clusterDim.x = cluster;
-  attribute.val.clusterDim.y = attribute.val.clusterDim.z = 1;
-  cudaLaunchConfig_t config{};
-  config.gridDim = grid;
-  config.blockDim = block;
-  config.dynamicSmemBytes = smem_bytes;
-  config.stream = stream;
-  config.attrs = &attribute;
-  config.numAttrs = cluster > 1 ? 1 : 0;
-  HF_FASTPATH_CUDA_CHECK(cudaLaunchKernelEx(&config, kernel, p, cluster));
+  const size_t smem_bytes = NormedX<T>::bytes(p);
+  if (smem_bytes > 0) {
+    HF_FASTPATH_CUDA_CHECK(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
+                                                static_cast<int>(smem_bytes)));
+  }
+  HF_FASTPATH_CUDA_CHECK(launch_clusters(kernel, grid, block, smem_bytes, stream, p.overlap, cluster, p,
+                                         rope ? *rope : RopeAppendParams{},
+                                         ColumnsPlan{cluster, rope != nullptr}));
 }
 
 }  // namespace hf_fastpath

@@ -22,25 +22,29 @@ constexpr int kXRows = 8;      // x rows of a B operand
 // kHalves: 1 for at most 8 rows of x, 2 for at most 16.
 template <class T, int kHalves>
 __global__ void __launch_bounds__(kColumnThreads, kHalves == 1 ? 2 : 1)
-    gemv_columns_mma_kernel(GemvParams p, int cluster) {
+    gemv_columns_mma_kernel(const __grid_constant__ GemvParams p,
+                            const __grid_constant__ RopeAppendParams rope,
+                            const __grid_constant__ ColumnsPlan plan) {
   using C = Chunk<T, kElems>;
   __shared__ float sums[kColumnWarps][kHalves * kXRows][kColumns];
+  __shared__ AppendSlots slots;
+  extern __shared__ __align__(16) char shared[];
 
   const int lane = threadIdx.x % kWarpSize, warp = threadIdx.x / kWarpSize;
-  const int g = lane / 4, q = lane % 4;   // as in common/mma.cuh
-  const int rank = blockIdx.x % cluster;  // blocks of a cluster are neighbors in the grid
-  const int first_column = blockIdx.x / cluster * kColumns;
+  const int g = lane / 4, q = lane % 4;        // as in common/mma.cuh
+  const int rank = blockIdx.x % plan.cluster;  // blocks of a cluster are neighbors in the grid
+  const int first_column = blockIdx.x / plan.cluster * kColumns;
   const int column = first_column + g * kElems;
   const bool has_column = column < p.n;  // n is a multiple of kElems here
   const int64_t stride = p.segments[0].stride;
   const T* weight = static_cast<const T*>(p.segments[0].weight) + (has_column ? column : 0);
 
-  announce_block(cluster);
-  const auto addends = load_column_addends<T, kHalves * kXRows, kColumns>(p, rank, first_column);
-
-  const RowRange range = row_range(p.k, rank, cluster);  // multiples of kElems
+  allow_next_kernel();
+  if (plan.cluster > 1) arrive_cluster();
+  const RowRange range = row_range(p.k, rank, plan.cluster);  // multiples of kElems
   int row = range.begin + warp * kStepRows + q * kElems;
 
+  const NormedX<T> normed(p, shared);
   uint4 raw[kElems], x_raw[kHalves];
   const auto load = [&](int i, int from) {
     raw[i] = has_column && from < range.end ? C::load_streaming(weight + (from + i) * stride) : C::zero();
@@ -49,14 +53,24 @@ __global__ void __launch_bounds__(kColumnThreads, kHalves == 1 ? 2 : 1)
 #pragma unroll
     for (int h = 0; h < kHalves; ++h) {
       const int m = h * kXRows + g;
-      x_raw[h] = m < p.m && from < range.end
-                     ? C::load_shared_line(static_cast<const T*>(p.x) + m * p.k + from)
-                     : C::zero();
+      if (m >= p.m || from >= range.end) {
+        x_raw[h] = C::zero();
+      } else if (normed.rows) {
+        x_raw[h] = *reinterpret_cast<const uint4*>(normed.at(m, from));
+      } else {
+        x_raw[h] = C::load_l2(static_cast<const T*>(p.x) + m * p.k + from);
+      }
     }
   };
-  load_x(row);
 #pragma unroll
   for (int i = 0; i < kElems; ++i) load(i, row);
+  normed.load_parameters(p.norm);
+  if (plan.append) find_slots(rope, p.m, slots);
+
+  wait_for_previous_kernel();
+  const auto addends = load_column_addends<T, kHalves * kXRows, kColumns>(p, rank, first_column);
+  normed.load(p);
+  load_x(row);
 
   float c[kElems / 2][kHalves][4] = {};  // [pair of the lane's eight columns][x rows 0 to 7, 8 to 15]
 #pragma unroll 1
@@ -94,27 +108,27 @@ __global__ void __launch_bounds__(kColumnThreads, kHalves == 1 ? 2 : 1)
       for (int i = 0; i < 4; ++i) {
         sums[warp][h * kXRows + 2 * q + i % 2][g * kElems + 2 * w + i / 2] = c[w][h][i];
       }
-  merge_columns<T>(p, sums, addends, cluster, rank, first_column);
+  merge_columns<T>(p, sums, addends, rope, slots, plan, rank, first_column);
 }
 
 template <class T, int kHalves>
-void launch(const GemvParams& p, cudaStream_t stream) {
+void launch(const GemvParams& p, const RopeAppendParams* rope, cudaStream_t stream) {
   const int column_blocks = (p.n + kColumns - 1) / kColumns;
   const int cluster = choose_cluster(p, column_blocks, kClusterLimit<kHalves * kXRows, kColumns>);
-  launch_columns_kernel(gemv_columns_mma_kernel<T, kHalves>, p, column_blocks, cluster, stream);
+  launch_columns_kernel<T>(gemv_columns_mma_kernel<T, kHalves>, p, rope, column_blocks, cluster, stream);
 }
 
 template <class T>
-void launch_typed(const GemvParams& p, cudaStream_t stream) {
-  if (p.m <= kXRows) return launch<T, 1>(p, stream);
-  launch<T, 2>(p, stream);
+void launch_typed(const GemvParams& p, const RopeAppendParams* rope, cudaStream_t stream) {
+  if (p.m <= kXRows) return launch<T, 1>(p, rope, stream);
+  launch<T, 2>(p, rope, stream);
 }
 
 }  // namespace
 
-void launch_gemv_columns_mma(const GemvParams& params, cudaStream_t stream) {
-  if (params.dtype == DType::kFloat16) return launch_typed<__half>(params, stream);
-  launch_typed<__nv_bfloat16>(params, stream);
+void launch_gemv_columns_mma(const GemvParams& params, const RopeAppendParams* rope, cudaStream_t stream) {
+  if (params.dtype == DType::kFloat16) return launch_typed<__half>(params, rope, stream);
+  launch_typed<__nv_bfloat16>(params, rope, stream);
 }
 
 }  // namespace hf_fastpath

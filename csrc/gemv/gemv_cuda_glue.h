@@ -69,8 +69,8 @@ class InputNorm {
   // Launches norm and product (and with `rope` the append) as one kernel, if there is one for them.
   bool launch_as_one(GemvParams& p, const RopeAppendParams* rope, cudaStream_t stream) const {
     p.norm = {kind_, data_or_null(weight_), data_or_null(bias_), static_cast<float>(eps_)};
-    if (!fits_gemv_ring(p, rope)) return false;
-    launch_gemv_ring(p, rope, stream);
+    if ((rope || kind_ != Norm::kNone) && !fits_one_kernel(p, rope)) return false;
+    launch_gemv(p, rope, stream);
     return true;
   }
 
@@ -79,7 +79,7 @@ class InputNorm {
     const Tensor normed = normed_cuda(x, kind_, weight_, bias_, eps_);
     p.x = normed.data_ptr();
     p.norm = {};
-    launch_gemv(p, stream);
+    launch_gemv(p, nullptr, stream);
   }
 
   void launch(GemvParams& p, const Tensor& x, cudaStream_t stream) const {

@@ -7,9 +7,6 @@ namespace {
 
 // A block's shared memory: two blocks of different kernels have to fit on an SM, and the static arrays.
 constexpr int kRingBytes = 96 * 1024, kBlockBytes = 112 * 1024;
-// Weights an SM up to which one block with twice that ring does as well: beside blocks of other kernels it
-// finds room where two would not, and all it has to fetch is under way early.
-constexpr int kOneBlockBytes = 272 * 1024, kLargeRingBytes = 160 * 1024;
 constexpr int kInFlightBytes = 64 * 1024;  // an SM
 
 // Chunks a lane: template arguments that exist.
@@ -26,26 +23,22 @@ void launch_form(const GemvParams& p, const RopeAppendParams* rope, cudaStream_t
   plan.units = plan.append ? p.n / 2 : p.n;
   const int sms = multiprocessor_count();
   const int64_t bytes = int64_t(plan.units) * plan.halves * p.k * int64_t(sizeof(T));
-  int blocks_per_sm = bytes > int64_t(kOneBlockBytes) * sms ? kRingBlocksPerSm : 1;
-  const int ring_bytes = bytes > int64_t(kOneBlockBytes) * sms || bytes <= 2 * int64_t(kRingBytes) * sms
-                             ? kRingBytes
-                             : kLargeRingBytes;
-  plan.slots = ring_bytes / Shape::kSlotBytes;
+  // One block where its ring holds all that the SM reads: it is easier to place beside blocks of other
+  // kernels.
+  const int blocks_per_sm = bytes > int64_t(kRingBytes) * sms ? kRingBlocksPerSm : 1;
+  plan.slots = kRingBytes / Shape::kSlotBytes;
   plan.in_flight = kInFlightBytes / blocks_per_sm / Shape::kSlotBytes;
   if (plan.slots > kMaxRingSlots) plan.slots = kMaxRingSlots;
   const int grid = plan.units < sms * blocks_per_sm ? plan.units : sms * blocks_per_sm;
   const int64_t rows = int64_t((plan.units + grid - 1) / grid) * plan.halves;
   const int64_t part_bytes = rows * kGroupWarps * int64_t(sizeof(RingSum<T>));
-  const int64_t most = kBlockBytes + ring_bytes - kRingBytes;
-  while (plan.slots > 3 && plan.slots * Shape::kSlotBytes + part_bytes > most) --plan.slots;
+  while (plan.slots > 3 && plan.slots * Shape::kSlotBytes + part_bytes > kBlockBytes) --plan.slots;
   if (plan.in_flight > plan.slots) plan.in_flight = plan.slots;
   if (plan.in_flight < 1) plan.in_flight = 1;
   const size_t smem_bytes = plan.slots * Shape::kSlotBytes + part_bytes;
   const auto kernel = gemv_ring_kernel<T, kChunks, kGroupWarps>;
   HF_FASTPATH_CUDA_CHECK(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
                                               static_cast<int>(smem_bytes)));
-  HF_FASTPATH_CUDA_CHECK(cudaFuncSetAttribute(kernel, cudaFuncAttributePreferredSharedMemoryCarveout,
-                                              cudaSharedmemCarveoutMaxShared));
   HF_FASTPATH_CUDA_CHECK(launch_overlapping(kernel, dim3(grid), dim3(kRingThreads), smem_bytes, stream,
                                             p.overlap, p, rope ? *rope : RopeAppendParams{}, plan));
 }

@@ -228,7 +228,10 @@ __device__ __forceinline__ void ring_compute(const GemvParams& p, const RopeAppe
   }
 
   __shared__ RopeToken token;
-  if (plan.append && tid == 0) find_rope_slot(rope, token);
+  if (plan.append && tid == 0) {
+    token.place = cache_place(rope);
+    token.slot = cache_slot(rope, token.place.capacity, 0);
+  }
 
   wait_for_previous_kernel();
 

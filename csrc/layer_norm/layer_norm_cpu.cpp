@@ -13,21 +13,16 @@ void layer_norm_portable(const LayerNormArgs& args, int64_t begin, int64_t end) 
     const T* weight = static_cast<const T*>(args.weight);
     const T* bias = static_cast<const T*>(args.bias);
     const int64_t n = args.hidden_size;
-    // Eight short chains round less than a long one.
-    const auto total = [](const float* s) {
-      return ((s[0] + s[4]) + (s[2] + s[6])) + ((s[1] + s[5]) + (s[3] + s[7]));
-    };
     for (int64_t row = begin; row < end; ++row) {
       const T* x = static_cast<const T*>(args.x) + row * args.x_stride;
       T* out = static_cast<T*>(args.out) + row * n;
-      float sums[8] = {}, squares[8] = {};
-      for (int64_t i = 0; i < n; ++i) sums[i % 8] += to_float(x[i]);
-      const float mean = total(sums) / static_cast<float>(n);
-      for (int64_t i = 0; i < n; ++i) {
-        const float d = to_float(x[i]) - mean;
-        squares[i % 8] += d * d;
-      }
-      const float variance = total(squares) / static_cast<float>(n);
+      double sum = 0, squares = 0;
+      for (int64_t i = 0; i < n; ++i) sum += to_float(x[i]);
+      const double exact_mean = sum / static_cast<double>(n);
+      for (int64_t i = 0; i < n; ++i)
+        squares += (to_float(x[i]) - exact_mean) * (to_float(x[i]) - exact_mean);
+      const float mean = static_cast<float>(exact_mean);
+      const float variance = static_cast<float>(squares / static_cast<double>(n));
       const float scale = 1.0f / std::sqrt(variance + static_cast<float>(args.eps));
       for (int64_t i = 0; i < n; ++i) {
         const float w = weight != nullptr ? to_float(weight[i]) : 1.0f;

@@ -15,11 +15,9 @@ void rms_norm_portable(const RmsNormArgs& args, int64_t begin, int64_t end) {
     for (int64_t row = begin; row < end; ++row) {
       const T* x = static_cast<const T*>(args.x) + row * args.x_stride;
       T* out = static_cast<T*>(args.out) + row * n;
-      float sums[8] = {};  // eight short chains round less than a long one
-      for (int64_t i = 0; i < n; ++i) sums[i % 8] += to_float(x[i]) * to_float(x[i]);
-      const float total =
-          ((sums[0] + sums[4]) + (sums[2] + sums[6])) + ((sums[1] + sums[5]) + (sums[3] + sums[7]));
-      const float mean = total / static_cast<float>(n);
+      double total = 0;
+      for (int64_t i = 0; i < n; ++i) total += double(to_float(x[i])) * to_float(x[i]);
+      const float mean = static_cast<float>(total / static_cast<double>(n));
       const float scale = 1.0f / std::sqrt(mean + static_cast<float>(args.eps));
       for (int64_t i = 0; i < n; ++i) from_float(to_float(x[i]) * scale * to_float(weight[i]), out + i);
     }

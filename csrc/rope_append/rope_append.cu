@@ -7,8 +7,7 @@
 //   token. 1.8 us for one token of 32/8 heads of 128, float16, in a CUDA graph (H200, 2026-11).
 
 #include "common/cuda_check.cuh"
-#include "common/numeric.cuh"
-#include "rope_append/rope_append.h"
+#include "rope_append/rope_append.cuh"
 
 namespace hf_fastpath {
 namespace {
@@ -32,6 +31,8 @@ __global__ void __launch_bounds__(kThreads) rope_append_kernel(RopeAppendParams 
   const bool has_second = second < p.head_dim;
 
   const int64_t features = int64_t(heads) * p.head_dim, column = int64_t(head) * p.head_dim;
+  const CachePlace place = cache_place(p);
+  const int64_t slot = cache_slot(p, place.capacity, token);
   const T* qkv = static_cast<const T*>(p.qkv) + token * features + column;
   float a = to_float(qkv[first]), b = has_second ? to_float(qkv[second]) : 0.f;
   if (p.bias) {
@@ -54,19 +55,9 @@ __global__ void __launch_bounds__(kThreads) rope_append_kernel(RopeAppendParams 
     if (has_second) out[second] = from_float<T>(b);
     return;
   }
-  int64_t capacity = p.capacity;
-  void* cache = is_value ? p.v_cache : p.k_cache;
-  if (p.kv_table) {
-    const int64_t* entry = p.kv_table + 3 * p.layer;
-    cache = reinterpret_cast<void*>(entry[is_value ? 1 : 0]);
-    capacity = entry[2];
-  }
-  const int64_t position = int64_t(p.seq_lens[row]) - p.query_len + step;
-  int64_t slot = position % capacity;
-  if (slot < 0) slot += capacity;  // a wrong length must not write outside the cache
   const int kv_head = head - p.num_heads - (is_value ? p.num_kv_heads : 0);
-  Cache* out =
-      static_cast<Cache*>(cache) + ((int64_t(row) * p.num_kv_heads + kv_head) * capacity + slot) * p.head_dim;
+  Cache* out = reinterpret_cast<Cache*>(is_value ? place.v_cache : place.k_cache) +
+               ((int64_t(row) * p.num_kv_heads + kv_head) * place.capacity + slot) * p.head_dim;
   out[first] = from_float<Cache>(a);
   if (has_second) out[second] = from_float<Cache>(b);
 }

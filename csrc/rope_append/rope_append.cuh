@@ -19,34 +19,54 @@ __device__ __forceinline__ int pair_feature(const RopeAppendParams& p, int pair,
   return head * p.head_dim + element;
 }
 
+// Where the caches lie.
+struct CachePlace {
+  char *k_cache, *v_cache;
+  int64_t capacity;
+};
+
+__device__ __forceinline__ CachePlace cache_place(const RopeAppendParams& p) {
+  if (!p.kv_table) return {static_cast<char*>(p.k_cache), static_cast<char*>(p.v_cache), p.capacity};
+  const int64_t* entry = p.kv_table + 3 * p.layer;
+  return {reinterpret_cast<char*>(entry[0]), reinterpret_cast<char*>(entry[1]), entry[2]};
+}
+
+// Slot of the cache row that a token of [batch, query_len] goes to.
+__device__ __forceinline__ int64_t cache_slot(const RopeAppendParams& p, int64_t capacity, int token) {
+  const int row = token / p.query_len, step = token - row * p.query_len;
+  const int64_t slot = (int64_t(p.seq_lens[row]) - p.query_len + step) % capacity;
+  return slot < 0 ? slot + capacity : slot;  // a wrong length must not write outside the cache
+}
+
+// Writes one feature of a token, which is not to be rotated, where it belongs.
+template <class T>
+__device__ __forceinline__ void store_feature(const RopeAppendParams& p, const CachePlace& place,
+                                              int64_t slot, int token, int feature, float value) {
+  const int head = feature / p.head_dim, d = feature - head * p.head_dim;
+  if (head < p.num_heads) {
+    const int64_t at = (int64_t(token) * p.num_heads + head) * p.head_dim + d;
+    static_cast<T*>(p.q_out)[at] = from_float<T>(value);
+    return;
+  }
+  const bool is_value = head >= p.num_heads + p.num_kv_heads;
+  const int kv_head = head - p.num_heads - (is_value ? p.num_kv_heads : 0), row = token / p.query_len;
+  const int64_t at = ((int64_t(row) * p.num_kv_heads + kv_head) * place.capacity + slot) * p.head_dim + d;
+  store_from_float(is_value ? place.v_cache : place.k_cache, at, p.cache_dtype, value);
+}
+
 // What writing the pairs of the only token of a one-row batch takes: in shared memory.
 struct RopeToken {
   float cos[kMaxRotaryDim], sin[kMaxRotaryDim];
-  int64_t capacity, slot;
-  char *k_cache, *v_cache;
+  CachePlace place;
+  int64_t slot;
 };
-
-// Where the token goes. For one thread; a barrier has to follow.
-__device__ __forceinline__ void find_rope_slot(const RopeAppendParams& p, RopeToken& token) {
-  token.capacity = p.capacity;
-  token.k_cache = static_cast<char*>(p.k_cache);
-  token.v_cache = static_cast<char*>(p.v_cache);
-  if (p.kv_table) {
-    const int64_t* entry = p.kv_table + 3 * p.layer;
-    token.k_cache = reinterpret_cast<char*>(entry[0]);
-    token.v_cache = reinterpret_cast<char*>(entry[1]);
-    token.capacity = entry[2];
-  }
-  token.slot = (int64_t(p.seq_lens[0]) - 1) % token.capacity;
-  if (token.slot < 0) token.slot += token.capacity;  // a wrong length must not write outside the cache
-}
 
 // Turns the pair (a, b) and writes it where it belongs.
 template <class T>
 __device__ __forceinline__ void store_pair(const RopeAppendParams& p, const RopeToken& token, int pair,
                                            float a, float b) {
   const int pairs = p.head_dim / 2, head = pair / pairs, i = pair - head * pairs;
-  const bool is_query = head < p.num_heads, is_value = head >= p.num_heads + p.num_kv_heads;
+  const bool is_value = head >= p.num_heads + p.num_kv_heads;
   const int first = pair_feature(p, pair, 0) - head * p.head_dim;
   const int second = pair_feature(p, pair, 1) - head * p.head_dim;
   if (!is_value && i < p.rotary_dim / 2) {
@@ -54,17 +74,8 @@ __device__ __forceinline__ void store_pair(const RopeAppendParams& p, const Rope
     b = b * token.cos[second] + a * token.sin[second];
     a = turned;
   }
-  if (is_query) {
-    T* out = static_cast<T*>(p.q_out) + int64_t(head) * p.head_dim;
-    out[first] = from_float<T>(a);
-    out[second] = from_float<T>(b);
-    return;
-  }
-  const int kv_head = head - p.num_heads - (is_value ? p.num_kv_heads : 0);
-  char* cache = is_value ? token.v_cache : token.k_cache;
-  const int64_t at = (kv_head * token.capacity + token.slot) * p.head_dim;
-  store_from_float(cache, at + first, p.cache_dtype, a);
-  store_from_float(cache, at + second, p.cache_dtype, b);
+  store_feature<T>(p, token.place, token.slot, 0, head * p.head_dim + first, a);
+  store_feature<T>(p, token.place, token.slot, 0, head * p.head_dim + second, b);
 }
 
 }  // namespace hf_fastpath
