@@ -25,10 +25,13 @@ constexpr int kMaxCluster = 8;  // blocks: the largest that every device with cl
 __device__ __forceinline__ void allow_next_kernel() {}
 __device__ __forceinline__ void wait_for_previous_kernel() {}
 __device__ __forceinline__ void drop_l1() {}
+__device__ __forceinline__ int cluster_rank() { return 0; }
+__device__ __forceinline__ int cluster_size() { return 1; }
 __device__ __forceinline__ void arrive_cluster() {}
 __device__ __forceinline__ void wait_cluster() {}
 __device__ __forceinline__ uint32_t cluster_address(const void*, int) { return 0; }
-__device__ __forceinline__ void store_cluster(uint32_t, float) {}
+template <class Value>
+__device__ __forceinline__ void store_cluster(uint32_t, Value) {}
 
 #else
 

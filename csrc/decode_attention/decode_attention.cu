@@ -72,7 +72,7 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerSm<kLanes, kChunks, kRows>
   const Rows rows = block_rows<kRows>(p);
 
   allow_next_kernel();
-  const Split s = find_split(p, batch_row, kv_head, blockIdx.x, gridDim.x, sizeof(KV));
+  const Split s = find_split(p, batch_row, kv_head, blockIdx.x, gridDim.x, 1, sizeof(KV));
   if (int(blockIdx.x) >= s.active) return;
 
   // Rolling loads: each register is refilled as soon as its position is done.

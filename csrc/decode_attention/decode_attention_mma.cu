@@ -55,17 +55,16 @@ __global__ void __launch_bounds__(kWarps* kWarpSize, 2) decode_attention_mma_ker
   const int held = min(kRows, rows_per_kv_head(p));
 
   allow_next_kernel();
-  const Split s = find_split(p, batch_row, kv_head, blockIdx.x, gridDim.x, sizeof(T));
-#if HF_FASTPATH_HOPPER
-  const bool one_cluster = cluster_size() > 1 && s.active <= cluster_size();
-  if (one_cluster && int(blockIdx.x) < cluster_size()) {
+  const int split = blockIdx.x, cluster = cluster_size();
+  const Split s = find_split(p, batch_row, kv_head, split, gridDim.x, cluster, sizeof(T));
+  const bool one_cluster = cluster > 1 && s.active <= cluster;
+  if (one_cluster && split < cluster) {
     arrive_cluster();
-    if (int(blockIdx.x) >= s.active) {
+    if (split >= s.active) {
       return finish_cluster(p, s, Results<kWarps, kDims>(shared, held), batch_row, kv_head, rows);
     }
   }
-#endif
-  if (int(blockIdx.x) >= s.active) return;
+  if (split >= s.active) return;
 
   const auto row_of = [&](const char* cache, int position) {
     return reinterpret_cast<const T*>(cache) + s.slot(position - s.begin) * uint64_t(uint32_t(p.head_dim));
@@ -232,9 +231,7 @@ __global__ void __launch_bounds__(kWarps* kWarpSize, 2) decode_attention_mma_ker
         }
     }
   }
-#if HF_FASTPATH_HOPPER
   if (one_cluster) return finish_cluster(p, s, results, batch_row, kv_head, rows);
-#endif
   finish_block(p, s, results, batch_row, kv_head, rows);
 }
 

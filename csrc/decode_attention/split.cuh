@@ -13,6 +13,11 @@ namespace hf_fastpath {
 
 constexpr int kMinChunk = 64;       // positions of a split: fewer cost more in merging than they save
 constexpr int kChunkMultiple = 16;  // chunks end on whole warp steps
+// Blocks of a cluster. All have to find room in one group of SMs at once: larger clusters leave SMs without
+// work when every SM is to have some.
+constexpr int kSplitCluster = 4;
+// Positions of a split up to which a cluster does all, which saves the merge through device memory.
+constexpr int kClusterChunk = 128;
 constexpr float kLog2e = 1.4426950408889634f;
 
 __device__ __forceinline__ float exp2_approx(float x) {  // 2 ulp; -inf gives 0
@@ -47,7 +52,7 @@ struct Split {
 };
 
 __device__ __forceinline__ Split find_split(const DecodeAttentionParams& p, int row, int kv_head, int split,
-                                            int splits, int kv_elem_bytes) {
+                                            int splits, int cluster, int kv_elem_bytes) {
   Split s;
   s.seq_len = __ldg(p.seq_lens + row);
   s.start = p.starts ? max(__ldg(p.starts + row), 0) : 0;
@@ -69,6 +74,7 @@ __device__ __forceinline__ Split find_split(const DecodeAttentionParams& p, int 
   const int first =
       max(max(s.first_visible(s.seq_len - p.query_len, p.window), 0), s.seq_len - int(s.capacity));
   const int length = max(s.seq_len - first, 0);
+  if (cluster > 1 && length <= cluster * kClusterChunk) splits = cluster;
   int chunk = max((length + splits - 1) / splits, kMinChunk);
   chunk = (chunk + kChunkMultiple - 1) / kChunkMultiple * kChunkMultiple;
   s.active = max((length + chunk - 1) / chunk, 1);
@@ -208,19 +214,20 @@ struct Results {
   int rows;
   float* outputs;          // [kWarps, rows, kDims] sums weighted by 2^(score - max)
   float2* max_sums;        // [kWarps, rows] that max and the sum of the weights
-  float2* block_max_sums;  // [kMaxCluster, rows] of the cluster's blocks
+  float2* block_max_sums;  // [kSplitCluster, rows] of the cluster's blocks
   float* shares;  // [blocks, share] of the cluster's blocks: this block's share of the merged outputs
 
   __device__ __forceinline__ Results(char* shared, int rows) : rows(rows) {
     outputs = reinterpret_cast<float*>(shared);
     max_sums = reinterpret_cast<float2*>(outputs + kWarps * rows * kDims);
     block_max_sums = max_sums + kWarps * rows;
-    shares = reinterpret_cast<float*>(block_max_sums + kMaxCluster * rows);
+    shares = reinterpret_cast<float*>(block_max_sums + kSplitCluster * rows);
   }
 
   static size_t bytes(int rows, int cluster) {
     const size_t block = kWarps * rows * (kDims * sizeof(float) + sizeof(float2));
-    const size_t shares = kMaxCluster * rows * sizeof(float2) + (rows * kDims + kMaxCluster) * sizeof(float);
+    const size_t shares =
+        kSplitCluster * rows * sizeof(float2) + (rows * kDims + kSplitCluster) * sizeof(float);
     return cluster > 1 ? block + shares : block;
   }
 
@@ -245,8 +252,6 @@ struct Results {
     return outputs;
   }
 };
-
-#if HF_FASTPATH_HOPPER
 
 // finish_block() for one cluster that holds all blocks with work: they hand each other a share of their
 // results through shared memory. Every block of the cluster calls it, those without work too, after
@@ -288,8 +293,6 @@ __device__ __forceinline__ void finish_cluster(const DecodeAttentionParams& p, c
                      out * inverse_sum(total, place.sees_any));
   }
 }
-
-#endif  // HF_FASTPATH_HOPPER
 
 // Merges the warps' results, and as the last block of the KV head the blocks'. Every thread calls it once its
 // part of `results` is written.
@@ -346,7 +349,7 @@ inline int64_t most_splits(const DecodeAttentionParams& p) {
 inline int cluster_of(unsigned& splits) {
   if (compute_capability_major() < kHopper) return 1;
   unsigned cluster = 1;
-  while (cluster < kMaxCluster && 2 * cluster <= splits) cluster *= 2;
+  while (cluster < kSplitCluster && 2 * cluster <= splits) cluster *= 2;
   splits = splits / cluster * cluster;
   return static_cast<int>(cluster);
 }
