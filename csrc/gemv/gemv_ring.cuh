@@ -1,11 +1,12 @@
 // What: one x row times weight rows [n, k], on Hopper, with everything around it: the norm in front, bias,
 //   activation, residual, the gated pair, or rotation and append to the KV cache behind.
-// Work split: one or two blocks an SM, each a range of consecutive output features (or pairs of them: gate and
-//   up, the two halves of a rotation). One warp only fetches: bulk copies bring weight rows into a ring of
-//   slots in shared memory, before the kernel in front is even complete, because weights do not depend on it.
-//   Eight warps compute: kGroupWarps of them share a row, a lane keeps its part of x in registers for the
-//   whole kernel and reads its part of every row from the ring. Sums over lanes wait until several rows are
-//   done, sums over warps until all are: one barrier a kernel.
+// Work split: one or two blocks an SM, each a range of consecutive output features (or pairs of them:
+//   gate and up, the two halves of a rotation). One warp only fetches: bulk copies bring weight rows
+//   into a ring of slots in shared memory, before the kernel in front is even complete, because
+//   weights do not depend on it. Eight warps compute: kGroupWarps of them share a row, a lane keeps
+//   its part of x in registers for the whole kernel and reads its part of every row from the ring.
+//   Sums over lanes wait until several rows are done, sums over warps until all are: one barrier a
+//   kernel.
 // Traffic: n * k * sizeof(T) (of both weights when gated) once, plus x and the norm's weight per block out of
 //   L2.
 // Roofline: read bandwidth. No more than RingPlan::in_flight slots are under way at a time: a deeper queue in
