@@ -29,6 +29,7 @@ from torch.nn import functional
 import hf_fastpath.ops.read_stream  # noqa: F401  (an op of the registry even where hf_fastpath.ops does not list it)
 from hf_fastpath import loader, registry
 from hf_fastpath.bandwidth import measure_read_bandwidth
+from hf_fastpath.ops.decode_attention import workspace_bytes
 from hf_fastpath.registry import OpInputError, OpSpec, Sample, nbytes
 
 #: what the argument sets of a call have to exceed together: a GPU's L2 (60 MB on an H200), a server CPU's L3
@@ -122,7 +123,11 @@ def _attention(
         q = torch.randn(batch, query_len, heads, head_dim, device=device, dtype=dtype)
         caches = [torch.randn(batch, kv_heads, length, head_dim, device=device, dtype=dtype) for _ in range(2)]
         lens = torch.full((batch,), length, device=device, dtype=torch.int32)
-        return Sample(q, *caches, lens, None, head_dim**-0.5, 0)
+        workspace = {}  # one for all steps, as a decode plan keeps it
+        if device.type == "cuda":
+            size = workspace_bytes(batch, query_len, heads, head_dim)
+            workspace["workspace"] = torch.zeros(size, device=device, dtype=torch.uint8)
+        return Sample(q, *caches, lens, None, head_dim**-0.5, 0, **workspace)
 
     return Call(name, arguments, **options)
 
