@@ -165,6 +165,7 @@ def _ninja_text(target: str, tools: Toolchain, archs: Sequence[str], flags: Sequ
         cxxflags += ["-DUSE_CUDA", f"-isystem{home / 'include'}"]
         nvccflags = ["-O3", "-std=c++17", "-Xcompiler=-fPIC,-fvisibility=hidden", "-Xptxas=-v", f"-I{csrc}"]
         nvccflags += _gencode(archs)
+        nvccflags += [flag for flag in flags if flag.startswith("-D")]
         link = (
             f"$nvcc -shared -cudart static -o $out $in -L{tools.torch_dir / 'lib'} -ltorch_cpu "
             "-Xlinker=--exclude-libs=libcudart_static.a"

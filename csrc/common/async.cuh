@@ -6,6 +6,7 @@
 #include <cstdint>
 
 #include "common/cuda_check.cuh"
+#include "common/trace.cuh"
 
 namespace hf_fastpath {
 
@@ -19,41 +20,68 @@ namespace hf_fastpath {
 constexpr int kHopper = 9;      // major compute capability
 constexpr int kMaxCluster = 8;  // blocks: the largest that every device with clusters takes
 
+__device__ __forceinline__ uint32_t shared_address(const void* p) {
+  return static_cast<uint32_t>(__cvta_generic_to_shared(p));
+}
+
+// Asks for 16 bytes of device memory, past L1, into shared memory, both aligned; zeros without `present`.
+// Every device from sm_80 on.
+__device__ __forceinline__ void copy_async(void* to, const void* from, bool present) {
+  asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(shared_address(to)), "l"(from),
+               "r"(present ? 16 : 0)
+               : "memory");
+}
+// Closes a group of this thread's copies.
+__device__ __forceinline__ void commit_copies() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+// Waits for all but the newest kGroups of this thread's groups.
+template <int kGroups>
+__device__ __forceinline__ void wait_for_copies() {
+  asm volatile("cp.async.wait_group %0;" ::"n"(kGroups) : "memory");
+}
+
+// Holds a warp up for a random time, at most 4 us, in a library built to find missing waits
+// (tests/replays.py).
+__device__ __forceinline__ void jitter() {
+#ifdef HF_FASTPATH_JITTER
+  const unsigned bits =
+      static_cast<unsigned>(clock64()) * 2654435761u;  // the same in all lanes that come here together
+  if (bits >> 30 == 0) __nanosleep(bits >> 8 & 4095);
+#endif
+}
+
 #if !HF_FASTPATH_HOPPER
 
 // Nothing overlaps, and there are no clusters.
-__device__ __forceinline__ void allow_next_kernel() {}
+__device__ __forceinline__ void allow_next_kernel() { trace(TracePoint::kBegin); }
 __device__ __forceinline__ void wait_for_previous_kernel() {}
 __device__ __forceinline__ void drop_l1() {}
-__device__ __forceinline__ int cluster_rank() { return 0; }
-__device__ __forceinline__ int cluster_size() { return 1; }
 __device__ __forceinline__ void arrive_cluster() {}
 __device__ __forceinline__ void wait_cluster() {}
 __device__ __forceinline__ uint32_t cluster_address(const void*, int) { return 0; }
-template <class Value>
-__device__ __forceinline__ void store_cluster(uint32_t, Value) {}
+__device__ __forceinline__ void store_cluster(uint32_t, float) {}
 
 #else
 
 // Lets the next kernel of the stream start now, if it was launched to overlap. It may do whatever does not
 // depend on this kernel and then has to call wait_for_previous_kernel().
 __device__ __forceinline__ void allow_next_kernel() {
+  trace(TracePoint::kBegin);
   asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+  jitter();
 }
 
 // Returns once the kernel before this one is complete and its writes are visible in L2. By induction so are
 // those of all kernels before it. This SM's L1 may still hold older values: either load from L2, or drop_l1()
 // first.
 __device__ __forceinline__ void wait_for_previous_kernel() {
+  jitter();
   asm volatile("griddepcontrol.wait;" ::: "memory");
+  trace(TracePoint::kInput);
+  jitter();
 }
 
 // Plain loads after it come from L2.
 __device__ __forceinline__ void drop_l1() { asm volatile("fence.acq_rel.gpu;" ::: "memory"); }
-
-__device__ __forceinline__ uint32_t shared_address(const void* p) {
-  return static_cast<uint32_t>(__cvta_generic_to_shared(p));
-}
 
 __device__ __forceinline__ void barrier_init(uint32_t barrier, int arrivals) {
   asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(arrivals) : "memory");
@@ -66,6 +94,7 @@ __device__ __forceinline__ void barrier_init_done() {
 }
 
 __device__ __forceinline__ void barrier_arrive(uint32_t barrier) {
+  jitter();
   asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
 }
 
@@ -110,19 +139,6 @@ __device__ __forceinline__ void copy_to_shared(uint32_t to, const void* from, ui
       : "memory");
 }
 
-// This block's place in its cluster.
-__device__ __forceinline__ int cluster_rank() {
-  int rank;
-  asm volatile("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
-  return rank;
-}
-
-__device__ __forceinline__ int cluster_size() {
-  int size;
-  asm volatile("mov.u32 %0, %%cluster_nctarank;" : "=r"(size));
-  return size;
-}
-
 // __syncthreads() for all blocks of the cluster, in two halves; shared memory written before is visible
 // after.
 __device__ __forceinline__ void arrive_cluster() {
@@ -141,10 +157,6 @@ __device__ __forceinline__ uint32_t cluster_address(const void* p, int rank) {
 
 __device__ __forceinline__ void store_cluster(uint32_t address, float value) {
   asm volatile("st.shared::cluster.f32 [%0], %1;" ::"r"(address), "f"(value) : "memory");
-}
-__device__ __forceinline__ void store_cluster(uint32_t address, float2 value) {
-  asm volatile("st.shared::cluster.v2.f32 [%0], {%1, %2};" ::"r"(address), "f"(value.x), "f"(value.y)
-               : "memory");
 }
 
 // __syncthreads() for the first `threads` threads of the block; `id` from 1 to 15.

@@ -25,6 +25,14 @@ inline int multiprocessor_count() {
   return count;
 }
 
+// Shared memory that a block may have on the current device.
+inline int shared_bytes_of_block() {
+  int device = 0, bytes = 0;
+  HF_FASTPATH_CUDA_CHECK(cudaGetDevice(&device));
+  HF_FASTPATH_CUDA_CHECK(cudaDeviceGetAttribute(&bytes, cudaDevAttrMaxSharedMemoryPerBlockOptin, device));
+  return bytes;
+}
+
 // Major number of the current device's compute capability.
 inline int compute_capability_major() {
   int device = 0, major = 0;

@@ -72,7 +72,7 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerSm<kLanes, kChunks, kRows>
   const Rows rows = block_rows<kRows>(p);
 
   allow_next_kernel();
-  const Split s = find_split(p, batch_row, kv_head, blockIdx.x, gridDim.x, 1, sizeof(KV));
+  const Split s = find_split(p, batch_row, kv_head, blockIdx.x, gridDim.x, 0, sizeof(KV));
   if (int(blockIdx.x) >= s.active) return;
 
   // Rolling loads: each register is refilled as soon as its position is done.
@@ -207,7 +207,8 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerSm<kLanes, kChunks, kRows>
   }
 
   // One result a warp: merge the groups, which saw different positions.
-  const Results<kWarps, kDims> results(shared, kRows);
+  using Results = WarpResults<kWarps, kDims>;
+  const Results results{shared, Results::bytes(kRows)};
 #pragma unroll
   for (int r = 0; r < kRows; ++r) {
 #pragma unroll
@@ -224,23 +225,23 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerSm<kLanes, kChunks, kRows>
       }
     }
     if (group == 0) {
-      float* out = results.outputs + (warp * results.rows + r) * kDims;
+      float* out = results.outputs(warp) + r * kDims;
 #pragma unroll
       for (int d = 0; d < kChunks * kElems; ++d) {
         out[(d / kElems * kLanes + member) * kElems + d % kElems] = acc[r][d];
       }
-      if (member == 0) results.max_sums[warp * results.rows + r] = make_float2(max_score[r], sum[r]);
+      if (member == 0) results.max_sums(warp)[r] = make_float2(max_score[r], sum[r]);
     }
   }
   finish_block(p, s, results, batch_row, kv_head, rows);
+  trace(TracePoint::kEnd);
 }
 
 template <class KV, int kLanes, int kChunks, int kRows>
 void launch(const DecodeAttentionParams& p, cudaStream_t stream) {
   const dim3 grid = split_grid(p, kRows, kBlocksPerSm<kLanes, kChunks, kRows>), block(kThreads);
-  const size_t smem_bytes = Results<kWarps, kLanes * kChunks * kVecElems<KV>>::bytes(kRows, 1);
-  launch_attention(decode_attention_kernel<KV, kLanes, kChunks, kRows>, grid, block, smem_bytes, stream, 1,
-                   p);
+  const size_t smem_bytes = kWarps * WarpResults<kWarps, kLanes * kChunks * kVecElems<KV>>::bytes(kRows);
+  launch_attention(decode_attention_kernel<KV, kLanes, kChunks, kRows>, grid, block, smem_bytes, stream, p);
 }
 
 template <class KV, int kLanes, int kChunks>

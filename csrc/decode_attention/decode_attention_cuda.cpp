@@ -62,6 +62,7 @@ Tensor decode_attention(const Tensor& q, const Tensor& k_cache, const Tensor& v_
   p.query_len = static_cast<int>(query_len);
   p.num_heads = static_cast<int>(num_heads);
   p.num_kv_heads = static_cast<int>(k_cache.size(1));
+  p.group = p.num_heads / p.num_kv_heads;
   p.head_dim = static_cast<int>(head_dim);
   p.dtype = dtype_of(query, kOp);
   p.kv_dtype = dtype_of(k_cache, kOp);

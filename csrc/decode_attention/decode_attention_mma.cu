@@ -2,19 +2,16 @@
 //   pass, on tensor cores, for q, K and V in one 16-bit type. Scores, softmax and sums are float32; the
 //   weights of V are rounded to 16 bits, as in every flash attention.
 // Work split: grid (splits, KV heads * row blocks, batch rows), see split.cuh. A block takes one chunk of
-//   positions and 8 or 16 rows, that is queries of the KV head's group of heads; its warps take 16 positions
-//   each in turn. For the scores, queries are the A operand and a lane's 16 bytes of a K row serve two
-//   k-steps; for the outputs, V is the A operand, 16 bytes of each of four rows paired by byte permutes, and
-//   the weights of V are the B operand in the very registers where the scores came out. K and V go from
-//   device memory to the tensor cores without shared memory. The next 16 positions' K and V are in flight
-//   while these are used.
+//   positions and 8 or 16 rows, that is queries of the KV head's group of heads; its warps take tiles of 16
+//   positions in turn, each through a ring of tiles of its own in shared memory: asynchronous copies keep
+//   kStages - 1 to kStages tiles a warp under way without a register, and no warp waits for another. What is
+//   not new is asked for before the kernel in front is complete. For the scores, queries are the A operand
+//   and a lane's 16 bytes of a K row serve two k-steps; for the outputs, V is the A operand, 16 bytes of each
+//   of four rows paired by byte permutes, and the weights of V are the B operand in the very registers where
+//   the scores came out. 16-byte pieces of a row are permuted so that both read without bank conflicts.
 // Traffic: 2 * positions * head_dim * 2 bytes a KV head and batch row (again from L2 for more than 16 rows),
 //   plus splits * rows * (head_dim + 2) * 4 bytes of partial results through L2.
-// Roofline: read bandwidth for long caches, memory latency for short ones. float16, 32/8 heads of 128, a call
-//   by itself: 55 % of read bandwidth at 131072 positions, 46 % at 32768, 19 % at 4096, 8 % at 1024 (H200,
-//   2026-11).
-
-#include <algorithm>
+// Roofline: read bandwidth for long caches, memory latency for short ones.
 
 #include "common/async.cuh"
 #include "common/mma.cuh"
@@ -24,107 +21,113 @@
 namespace hf_fastpath {
 namespace {
 
-constexpr int kElems = 8;     // of a 16-byte load
-constexpr int kHalfRows = 8;  // rows in each half of the scores, and of a B operand
-// Small blocks: one fits beside two of gemv_ring_kernel, which fetch the next weights meanwhile.
-constexpr int kWarps = 4;
-// Blocks an SM gets: few for large heads, since fewer blocks mean fewer splits to merge.
+constexpr int kSharedBytesEverywhere = 99 * 1024;  // that a block may have, from sm_80 on
+
+constexpr int kElems = 8;       // of a 16-byte load
+constexpr int kHalfRows = 8;    // rows in each half of the scores, and of a B operand
+constexpr int kTile = 16;       // positions: the k side of the second product
+constexpr int kTileGroups = 2;  // of 8 positions, the n side of the first product
+
+// Warps of a block with head dims rounded up to kDims, where shared memory holds their tiles; half as many
+// else.
 template <int kDims>
-constexpr int kBlocksPerSm = kDims > 128  ? 1
-                             : kDims > 64 ? 2
-                                          : 3;
-// Positions of a warp's step, in groups of 8, which are the n side of the first product. The second product
-// has 16 on its k side; for the largest heads K and V of 16 would not fit in registers and half of it stays
-// zero.
+constexpr int kMostWarps = kDims > 128 ? 4 : 8;
 template <int kDims>
-constexpr int kGroups = kDims > 128 ? 1 : 2;
+constexpr int kStages = kDims > 64 ? 2 : 3;  // tiles of K and V a warp keeps
+template <int kDims>
+constexpr int kBlocksPerSm = kDims > 64 && kDims <= 128 ? 1 : 2;
+
+// A warp's tiles. Row r of a tile is a position; its 16-byte piece i lies at piece(r, i) of the row.
+template <class T, int kDims>
+struct WarpTiles {
+  static constexpr int kRowBytes = kDims * 2, kTileBytes = kTile * kRowBytes;
+  static constexpr int kBytes = kStages<kDims> * 2 * kTileBytes;
+  char* shared;
+
+  __device__ __forceinline__ char* k(int stage) const { return shared + stage * 2 * kTileBytes; }
+  __device__ __forceinline__ char* v(int stage) const { return k(stage) + kTileBytes; }
+
+  // Eight lanes that read together take rows r and r + 1 of K (r even), four pieces each, and two pieces of
+  // rows r, r + 2, r + 4, r + 6 of V.
+  static __device__ __forceinline__ int k_at(int row, int piece) {
+    return row * kRowBytes + (piece ^ row % 2 * 4) * 16;
+  }
+  static __device__ __forceinline__ int v_at(int row, int piece) {
+    return row * kRowBytes + (piece ^ (row & 6)) * 16;
+  }
+
+  // Asks for the tile of positions base and following, zeros where there are none.
+  __device__ __forceinline__ void fetch(const DecodeAttentionParams& p, const Split& s, int base, int stage,
+                                        int lane) const {
+    constexpr int kPieces = kDims / kElems, kRowsAtOnce = kWarpSize / kPieces;
+    const int piece = lane % kPieces;
+    const bool has_dims = piece * kElems < p.head_dim;
+#pragma unroll
+    for (int j = 0; j < kTile / kRowsAtOnce; ++j) {
+      const int row = j * kRowsAtOnce + lane / kPieces, position = base + row;
+      const bool present = has_dims && position < s.end;
+      const uint64_t at =
+          present ? (s.slot(position - s.begin) * uint64_t(uint32_t(p.head_dim)) + piece * kElems) * sizeof(T)
+                  : 0;
+      copy_async(k(stage) + k_at(row, piece), s.k + at, present);
+      copy_async(v(stage) + v_at(row, piece), s.v + at, present);
+    }
+  }
+};
 
 // kDims: head_dim rounded up to 64, 128 or 256. kHalves: 1 for 8 rows a block, 2 for 16.
-template <class T, int kDims, int kHalves>
-__global__ void __launch_bounds__(kWarps* kWarpSize, 2) decode_attention_mma_kernel(DecodeAttentionParams p) {
+template <class T, int kDims, int kHalves, int kWarps>
+__global__ void __launch_bounds__(kWarps* kWarpSize, 1) decode_attention_mma_kernel(DecodeAttentionParams p) {
   using C = Chunk<T, kElems>;
+  using Tiles = WarpTiles<T, kDims>;
   constexpr int kRows = kHalves * kHalfRows;
   constexpr int kPieces = kDims / 32;  // 16-byte pieces of a K row a lane takes: 4 lanes share a row
   constexpr int kBlocks = kDims / 64;  // of 64 dims: 8 lanes share a V row's piece of a block
-  constexpr int kTile = kGroups<kDims> * 8, kStep = kWarps * kTile;
+  constexpr int kStep = kWarps * kTile;
+  using Results = WarpResults<kWarps, kDims>;
+  static_assert(Results::bytes(kRows) <= Tiles::kBytes, "a warp's result replaces its tiles");
   extern __shared__ __align__(16) char shared[];
 
   const int lane = threadIdx.x % kWarpSize, warp = threadIdx.x / kWarpSize;
   const int g = lane / 4, q = lane % 4;  // as in common/mma.cuh
   const int batch_row = blockIdx.z, kv_head = blockIdx.y % p.num_kv_heads;
   const Rows rows = block_rows<kRows>(p);
-  const int held = min(kRows, rows_per_kv_head(p));
 
   allow_next_kernel();
-  const int split = blockIdx.x, cluster = cluster_size();
-  const Split s = find_split(p, batch_row, kv_head, split, gridDim.x, cluster, sizeof(T));
-  const bool one_cluster = cluster > 1 && s.active <= cluster;
-  if (one_cluster && split < cluster) {
-    arrive_cluster();
-    if (split >= s.active) {
-      return finish_cluster(p, s, Results<kWarps, kDims>(shared, held), batch_row, kv_head, rows);
-    }
-  }
-  if (split >= s.active) return;
+  const Split s = find_split(p, batch_row, kv_head, blockIdx.x, gridDim.x, kStages<kDims> * kStep, sizeof(T));
+  if (int(blockIdx.x) >= s.active) return;
 
-  const auto row_of = [&](const char* cache, int position) {
-    return reinterpret_cast<const T*>(cache) + s.slot(position - s.begin) * uint64_t(uint32_t(p.head_dim));
-  };
-  // K of position base + 8 t + g; dims 32 c + 8 q and the following 7.
-  uint4 k_raw[kGroups<kDims>][kPieces];
-  const auto load_k = [&](int base, int t) {
-    const int position = base + t * 8 + g;
-    const T* at = row_of(s.k, position);
-#pragma unroll
-    for (int c = 0; c < kPieces; ++c) {
-      const int dim = c * 32 + q * kElems;
-      k_raw[t][c] = position < s.end && dim < p.head_dim ? C::load_streaming_l2(at + dim) : C::zero();
-    }
-  };
-  // V of positions base + 8 t + 2 q and the next; dims 64 b + 8 g and the following 7.
-  uint4 v_raw[kBlocks][kGroups<kDims>][2];
-  const auto load_v = [&](int base, int b) {
-    const int dim = b * 64 + g * kElems;
-#pragma unroll
-    for (int t = 0; t < kGroups<kDims>; ++t)
-#pragma unroll
-      for (int i = 0; i < 2; ++i) {
-        const int position = base + t * 8 + 2 * q + i;
-        v_raw[b][t][i] = position < s.end && dim < p.head_dim
-                             ? C::load_streaming_l2(row_of(s.v, position) + dim)
-                             : C::zero();
-      }
-  };
+  // The first tiles, those with new positions once the kernel in front has appended them.
+  const Tiles tiles{shared + warp * Tiles::kBytes};
   int base = s.begin + warp * kTile;
-  const bool is_old = base + kTile <= s.seq_len - p.query_len;
-  if (!is_old) wait_for_previous_kernel();  // it appends the newest positions
+  bool waited = false;
 #pragma unroll
-  for (int t = 0; t < kGroups<kDims>; ++t) load_k(base, t);
-#pragma unroll
-  for (int b = 0; b < kBlocks; ++b) load_v(base, b);
-  if (is_old) wait_for_previous_kernel();
+  for (int stage = 0; stage < kStages<kDims>; ++stage) {
+    const int from = base + stage * kStep;
+    if (!waited && min(from + kTile, s.end) > s.seq_len - p.query_len) {
+      wait_for_previous_kernel();
+      waited = true;
+    }
+    if (from < s.end) tiles.fetch(p, s, from, stage, lane);
+    commit_copies();
+  }
+  if (!waited) wait_for_previous_kernel();
 
-  // Queries in K's order of dims: in registers, or where they would not fit there in shared memory, whose
-  // rows are padded so that two rows' 64 bytes, which eight lanes read at once, lie in different banks.
-  constexpr int kSharedQueries = kDims > 64 && kHalves == 1 ? kHalfRows : 0;
-  __shared__ uint4 shared_queries[kSharedQueries + 1][kDims / kElems + 4];
-  uint4 queries[kHalves][kPieces];
+  uint4 queries[kHalves][kPieces];            // in K's order of dims
   int row_first[kHalves], row_last[kHalves];  // positions rows g and g + 8 see
 #pragma unroll
   for (int h = 0; h < kHalves; ++h) {
     const int row = h * kHalfRows + g;
     const RowPlace place = row_place(p, s, kv_head, row < rows.count(p) ? rows.first + row : 0);
-    row_last[h] = row < rows.count(p) ? s.seq_len - p.query_len + place.token : -1;
-    row_first[h] = s.first_visible(row_last[h], p.window);
+    row_last[h] = row < rows.count(p) ? min(s.seq_len - p.query_len + place.token, s.end - 1) : -1;
+    row_first[h] = s.first_visible(s.seq_len - p.query_len + place.token, p.window);
     const T* at = static_cast<const T*>(p.q) + out_offset(p, batch_row, place);  // q lies like the output
 #pragma unroll
     for (int c = 0; c < kPieces; ++c) {
       const int dim = c * 32 + q * kElems;
       queries[h][c] = row < rows.count(p) && dim < p.head_dim ? C::load_l2(at + dim) : C::zero();
-      if (kSharedQueries > 0 && warp == 0) shared_queries[g][dim / kElems] = queries[h][c];
     }
   }
-  if (kSharedQueries > 0) __syncthreads();  // the queries, written by one warp for all
 
   float max_score[kHalves], sum[kHalves];  // max: of the row; sum: of this lane's positions
   float acc[kBlocks][kElems / 2][kHalves][4] =
@@ -132,33 +135,36 @@ __global__ void __launch_bounds__(kWarps* kWarpSize, 2) decode_attention_mma_ker
 #pragma unroll
   for (int h = 0; h < kHalves; ++h) max_score[h] = -INFINITY, sum[h] = 0.f;
 
+  trace(TracePoint::kReady);
+  int stage = 0;
 #pragma unroll 1
   for (; base < s.end; base += kStep) {
-    float scores[kGroups<kDims>][4] = {};  // rows g and g + 8 of positions base + 8 t + 2 q and its neighbor
+    wait_for_copies<kStages<kDims> - 1>();
+    __syncwarp();  // every lane's copies
+    const char *k_tile = tiles.k(stage), *v_tile = tiles.v(stage);
+    float scores[kTileGroups][4] = {};  // rows g and g + 8 of positions base + 8 t + 2 q and its neighbor
 #pragma unroll
-    for (int t = 0; t < kGroups<kDims>; ++t) {
+    for (int t = 0; t < kTileGroups; ++t)
 #pragma unroll
       for (int c = 0; c < kPieces; ++c) {
-        const uint4 k = k_raw[t][c];
-        const uint4 upper = kSharedQueries > 0 ? shared_queries[g][c * 4 + q] : queries[0][c];
+        const uint4 k = *reinterpret_cast<const uint4*>(k_tile + Tiles::k_at(t * 8 + g, c * 4 + q));
+        const uint4 upper = queries[0][c];
         const uint4 lower = kHalves > 1 ? queries[kHalves - 1][c] : C::zero();
         mma<T>(scores[t], upper.x, lower.x, upper.y, lower.y, k.x, k.y);
         mma<T>(scores[t], upper.z, lower.z, upper.w, lower.w, k.z, k.w);
       }
-      load_k(base + kStep, t);
-    }
 
-    uint32_t weights[kHalves][2] = {};  // the B operand of the second product: the layout scores come in
+    uint32_t weights[kHalves][2];  // the B operand of the second product: the layout scores come in
 #pragma unroll
     for (int h = 0; h < kHalves; ++h) {
-      float w[kGroups<kDims>][2];
+      float w[kTileGroups][2];
       float max = max_score[h];
 #pragma unroll
-      for (int t = 0; t < kGroups<kDims>; ++t)
+      for (int t = 0; t < kTileGroups; ++t)
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
           const int position = base + t * 8 + 2 * q + i;
-          const bool visible = position < s.end && position <= row_last[h] && position >= row_first[h];
+          const bool visible = position <= row_last[h] && position >= row_first[h];
           w[t][i] = visible ? scores[t][2 * h + i] * (p.scale * kLog2e) : -INFINITY;
           max = fmaxf(max, w[t][i]);
         }
@@ -179,7 +185,7 @@ __global__ void __launch_bounds__(kWarps* kWarpSize, 2) decode_attention_mma_ker
       }
       max_score[h] = max;
 #pragma unroll
-      for (int t = 0; t < kGroups<kDims>; ++t) {
+      for (int t = 0; t < kTileGroups; ++t) {
         w[t][0] = exp2_below(w[t][0], max);
         w[t][1] = exp2_below(w[t][1], max);
         sum[h] += w[t][0] + w[t][1];
@@ -189,12 +195,12 @@ __global__ void __launch_bounds__(kWarps* kWarpSize, 2) decode_attention_mma_ker
 
 #pragma unroll
     for (int b = 0; b < kBlocks; ++b) {
-      uint32_t words[4][4] = {};
+      uint32_t words[4][4];
 #pragma unroll
-      for (int t = 0; t < kGroups<kDims>; ++t)
+      for (int t = 0; t < kTileGroups; ++t)
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
-          const uint4 v = v_raw[b][t][i];
+          const uint4 v = *reinterpret_cast<const uint4*>(v_tile + Tiles::v_at(t * 8 + 2 * q + i, b * 8 + g));
           uint32_t (&row)[4] = words[2 * t + i];
           row[0] = v.x, row[1] = v.y, row[2] = v.z, row[3] = v.w;
         }
@@ -205,24 +211,25 @@ __global__ void __launch_bounds__(kWarps* kWarpSize, 2) decode_attention_mma_ker
           mma_columns<T>(acc[b][w][h], words[0][w], words[1][w], words[2][w], words[3][w], weights[h][0],
                          weights[h][1]);
         }
-      load_v(base + kStep, b);
     }
+    __syncwarp();  // every lane has read the tile
+    const int next = base + kStages<kDims> * kStep;
+    if (next < s.end) tiles.fetch(p, s, next, stage, lane);
+    commit_copies();
+    stage = stage + 1 == kStages<kDims> ? 0 : stage + 1;
   }
 
-  const Results<kWarps, kDims> results(shared, held);
+  trace(TracePoint::kSums);
+  const Results results{shared, Tiles::kBytes};
 #pragma unroll
   for (int h = 0; h < kHalves; ++h) {
     const int row = h * kHalfRows + g;
     sum[h] += __shfl_xor_sync(kAllLanes, sum[h], 1);
     sum[h] += __shfl_xor_sync(kAllLanes, sum[h], 2);
-    if (q == 0 && row < rows.count(p)) {
-      results.max_sums[warp * results.rows + row] = make_float2(max_score[h], sum[h]);
-    }
+    if (q == 0) results.max_sums(warp)[row] = make_float2(max_score[h], sum[h]);
 #pragma unroll
     for (int odd = 0; odd < 2; ++odd) {
-      const int out_row = h * kHalfRows + 2 * q + odd;
-      if (out_row >= rows.count(p)) continue;
-      float* out = results.outputs + (warp * results.rows + out_row) * kDims + g * kElems;
+      float* out = results.outputs(warp) + (h * kHalfRows + 2 * q + odd) * kDims + g * kElems;
 #pragma unroll
       for (int b = 0; b < kBlocks; ++b)
 #pragma unroll
@@ -232,19 +239,25 @@ __global__ void __launch_bounds__(kWarps* kWarpSize, 2) decode_attention_mma_ker
         }
     }
   }
-  if (one_cluster) return finish_cluster(p, s, results, batch_row, kv_head, rows);
   finish_block(p, s, results, batch_row, kv_head, rows);
+  trace(TracePoint::kEnd);
+}
+
+template <class T, int kDims, int kHalves, int kWarps>
+void launch_warps(const DecodeAttentionParams& p, cudaStream_t stream) {
+  const dim3 grid = split_grid(p, kHalves * kHalfRows, kBlocksPerSm<kDims>), block(kWarps * kWarpSize);
+  const size_t smem_bytes = kWarps * WarpTiles<T, kDims>::kBytes;
+  launch_attention(decode_attention_mma_kernel<T, kDims, kHalves, kWarps>, grid, block, smem_bytes, stream,
+                   p);
 }
 
 template <class T, int kDims, int kHalves>
 void launch(const DecodeAttentionParams& p, cudaStream_t stream) {
-  dim3 grid = split_grid(p, kHalves * kHalfRows, kBlocksPerSm<kDims>);
-  const int cluster = cluster_of(grid.x);
-  const dim3 block(kWarps * kWarpSize);
-  const int rows = std::min(kHalves * kHalfRows, rows_per_kv_head(p));
-  const size_t smem_bytes = Results<kWarps, kDims>::bytes(rows, cluster);
-  launch_attention(decode_attention_mma_kernel<T, kDims, kHalves>, grid, block, smem_bytes, stream, cluster,
-                   p);
+  constexpr int kMost = kMostWarps<kDims>, kBytes = kMost * WarpTiles<T, kDims>::kBytes;
+  if constexpr (kBytes > kSharedBytesEverywhere) {
+    if (kBytes > shared_bytes_of_block()) return launch_warps<T, kDims, kHalves, kMost / 2>(p, stream);
+  }
+  launch_warps<T, kDims, kHalves, kMost>(p, stream);
 }
 
 template <class T>

@@ -13,11 +13,6 @@ namespace hf_fastpath {
 
 constexpr int kMinChunk = 64;       // positions of a split: fewer cost more in merging than they save
 constexpr int kChunkMultiple = 16;  // chunks end on whole warp steps
-// Blocks of a cluster. All have to find room in one group of SMs at once: larger clusters leave SMs without
-// work when every SM is to have some.
-constexpr int kSplitCluster = 4;
-// Positions of a split up to which a cluster does all, which saves the merge through device memory.
-constexpr int kClusterChunk = 128;
 constexpr float kLog2e = 1.4426950408889634f;
 
 __device__ __forceinline__ float exp2_approx(float x) {  // 2 ulp; -inf gives 0
@@ -51,8 +46,9 @@ struct Split {
   }
 };
 
+// `alone`: positions that one block takes without a split.
 __device__ __forceinline__ Split find_split(const DecodeAttentionParams& p, int row, int kv_head, int split,
-                                            int splits, int cluster, int kv_elem_bytes) {
+                                            int splits, int alone, int kv_elem_bytes) {
   Split s;
   s.seq_len = __ldg(p.seq_lens + row);
   s.start = p.starts ? max(__ldg(p.starts + row), 0) : 0;
@@ -74,8 +70,7 @@ __device__ __forceinline__ Split find_split(const DecodeAttentionParams& p, int 
   const int first =
       max(max(s.first_visible(s.seq_len - p.query_len, p.window), 0), s.seq_len - int(s.capacity));
   const int length = max(s.seq_len - first, 0);
-  if (cluster > 1 && length <= cluster * kClusterChunk) splits = cluster;
-  int chunk = max((length + splits - 1) / splits, kMinChunk);
+  int chunk = max((length + splits - 1) / splits, length <= alone ? alone : kMinChunk);
   chunk = (chunk + kChunkMultiple - 1) / kChunkMultiple * kChunkMultiple;
   s.active = max((length + chunk - 1) / chunk, 1);
   s.begin = first + split * chunk;
@@ -101,7 +96,7 @@ struct Partials {
 
 // Queries that share a KV head's cache.
 __host__ __device__ inline int rows_per_kv_head(const DecodeAttentionParams& p) {
-  return p.num_heads / p.num_kv_heads * p.query_len;
+  return p.group * p.query_len;
 }
 
 // A block's rows: queries of one KV head.
@@ -127,10 +122,9 @@ struct RowPlace {
 
 __device__ __forceinline__ RowPlace row_place(const DecodeAttentionParams& p, const Split& s, int kv_head,
                                               int row) {
-  const int group = p.num_heads / p.num_kv_heads;
   RowPlace place;
-  place.token = row / group;
-  place.head = kv_head * group + row % group;
+  place.token = p.query_len == 1 ? 0 : row / p.group;
+  place.head = kv_head * p.group + row - place.token * p.group;
   const int position = s.seq_len - p.query_len + place.token;
   place.sees_any = position >= max(s.first_visible(position, p.window), 0);
   return place;
@@ -144,6 +138,18 @@ __device__ __forceinline__ int64_t out_offset(const DecodeAttentionParams& p, in
 // 1 / sum, or 0 for a token that sees nothing; a token whose every score is -inf gets NaN, as in PyTorch.
 __device__ __forceinline__ float inverse_sum(float sum, bool sees_any) { return sees_any ? 1.f / sum : 0.f; }
 
+// Stores four neighbors of the output.
+__device__ __forceinline__ void store_out(const DecodeAttentionParams& p, int64_t at, float4 x) {
+  if (p.dtype == DType::kFloat32) {
+    *reinterpret_cast<float4*>(static_cast<float*>(p.out) + at) = x;
+    return;
+  }
+  const bool half = p.dtype == DType::kFloat16;
+  const uint2 packed = half ? make_uint2(pack2(x.x, x.y, __half()), pack2(x.z, x.w, __half()))
+                            : make_uint2(pack2(x.x, x.y, __nv_bfloat16()), pack2(x.z, x.w, __nv_bfloat16()));
+  *reinterpret_cast<uint2*>(static_cast<char*>(p.out) + at * 2) = packed;
+}
+
 // Says in every thread of the block whether it is the last of `active` blocks to arrive; their partial
 // results are then visible to it. The counter wraps to zero by itself.
 __device__ __forceinline__ bool arrive_last(unsigned* counter, int active) {
@@ -156,14 +162,30 @@ __device__ __forceinline__ bool arrive_last(unsigned* counter, int active) {
   return last;
 }
 
-// Merges the first `count` partial results of `rows` of a KV head and writes the
-// outputs. `factors`: shared memory for kMaxSplits values a row.
-template <int kThreads>
+// Merges the first `count` partial results of `rows` of a KV head and writes the outputs. `factors`: shared
+// memory for kMaxSplits values a row.
+template <int kThreads, int kDims>
 __device__ __forceinline__ void merge_splits(const DecodeAttentionParams& p, const Split& s,
                                              const Partials& partials, int count, int batch_row, int kv_head,
                                              Rows rows, float* factors) {
+  constexpr int kQuads = kDims / 4, kAhead = 16;
   const int lane = threadIdx.x % kWarpSize, warp = threadIdx.x / kWarpSize;
   const int64_t base = (int64_t(batch_row) * p.num_kv_heads + kv_head) * rows_per_kv_head(p) + rows.first;
+  const auto outputs_of = [&](int i) {
+    return reinterpret_cast<const float4*>(partials.outputs + (base + i / kQuads) * kMaxSplits * p.head_dim +
+                                           i % kQuads * 4);
+  };
+  const auto is_output = [&](int i) { return i < rows.count(p) * kQuads && i % kQuads * 4 < p.head_dim; };
+  const int split_stride = p.head_dim / 4;
+  float4 ahead[kAhead];  // in flight: each goes to L2
+  const auto ask = [&](int i, int first) {
+#pragma unroll
+    for (int j = 0; j < kAhead; ++j) {
+      ahead[j] = is_output(i) && first + j < count ? __ldcg(outputs_of(i) + (first + j) * split_stride)
+                                                   : make_float4(0.f, 0.f, 0.f, 0.f);
+    }
+  };
+  ask(threadIdx.x, 0);  // before the factors, which take as long to come
   for (int r = warp; r < rows.count(p); r += kThreads / kWarpSize) {
     constexpr int kPerLane = kMaxSplits / kWarpSize;
     float2 max_sum[kPerLane];
@@ -186,61 +208,57 @@ __device__ __forceinline__ void merge_splits(const DecodeAttentionParams& p, con
       factors[r * kMaxSplits + lane + i * kWarpSize] = exp2_below(max_sum[i].x, max) * inverse;
   }
   __syncthreads();  // factors
-  const int quads = p.head_dim / 4;
-  for (int i = threadIdx.x; i < rows.count(p) * quads; i += kThreads) {
-    const int r = i / quads, d = i % quads * 4;
-    const float* outputs = partials.outputs + (base + r) * kMaxSplits * p.head_dim + d;
+  for (int i = threadIdx.x; i < rows.count(p) * kQuads; i += kThreads) {
+    if (!is_output(i)) continue;
+    const int r = i / kQuads;
     float4 sum = make_float4(0.f, 0.f, 0.f, 0.f);
-#pragma unroll 16  // loads in flight: each goes to L2
-    for (int split = 0; split < count; ++split) {
-      const float4 o = __ldcg(reinterpret_cast<const float4*>(outputs + int64_t(split) * p.head_dim));
-      const float f = factors[r * kMaxSplits + split];
-      sum.x = fmaf(o.x, f, sum.x), sum.y = fmaf(o.y, f, sum.y);
-      sum.z = fmaf(o.z, f, sum.z), sum.w = fmaf(o.w, f, sum.w);
+    for (int first = 0; first < count; first += kAhead) {
+      if (i >= kThreads || first > 0) ask(i, first);
+#pragma unroll
+      for (int j = 0; j < kAhead; ++j) {
+        const float f = first + j < count ? factors[r * kMaxSplits + first + j] : 0.f;
+        sum.x = fmaf(ahead[j].x, f, sum.x), sum.y = fmaf(ahead[j].y, f, sum.y);
+        sum.z = fmaf(ahead[j].z, f, sum.z), sum.w = fmaf(ahead[j].w, f, sum.w);
+      }
     }
-    const int64_t at = out_offset(p, batch_row, row_place(p, s, kv_head, rows.first + r)) + d;
-    store_from_float(p.out, at, p.dtype, sum.x);
-    store_from_float(p.out, at + 1, p.dtype, sum.y);
-    store_from_float(p.out, at + 2, p.dtype, sum.z);
-    store_from_float(p.out, at + 3, p.dtype, sum.w);
+    store_out(p, out_offset(p, batch_row, row_place(p, s, kv_head, rows.first + r)) + i % kQuads * 4, sum);
   }
 }
 
-// What the warps of a block, and the blocks of a cluster, hand each other. In dynamic shared memory, no more
-// than the rows need: a small block finds room beside those of the kernel in front and starts before they are
-// done.
+// What the warps of a block hand each other: in dynamic shared memory, `stride` bytes apart.
 template <int kWarps, int kDims>
-struct Results {
-  int rows;
-  float* outputs;          // [kWarps, rows, kDims] sums weighted by 2^(score - max)
-  float2* max_sums;        // [kWarps, rows] that max and the sum of the weights
-  float2* block_max_sums;  // [kSplitCluster, rows] of the cluster's blocks
-  float* shares;  // [blocks, share] of the cluster's blocks: this block's share of the merged outputs
+struct WarpResults {
+  char* shared;
+  int stride;
 
-  __device__ __forceinline__ Results(char* shared, int rows) : rows(rows) {
-    outputs = reinterpret_cast<float*>(shared);
-    max_sums = reinterpret_cast<float2*>(outputs + kWarps * rows * kDims);
-    block_max_sums = max_sums + kWarps * rows;
-    shares = reinterpret_cast<float*>(block_max_sums + kSplitCluster * rows);
+  static constexpr int kMaxRows = 16;
+  static __host__ __device__ constexpr int bytes(int rows) {
+    return kMaxRows * sizeof(float2) + rows * kDims * sizeof(float);
   }
 
-  static size_t bytes(int rows, int cluster) {
-    const size_t block = kWarps * rows * (kDims * sizeof(float) + sizeof(float2));
-    const size_t shares =
-        kSplitCluster * rows * sizeof(float2) + (rows * kDims + kSplitCluster) * sizeof(float);
-    return cluster > 1 ? block + shares : block;
+  // [rows] maximum of the scores, sum of 2^(score - max)
+  __device__ __forceinline__ float2* max_sums(int warp) const {
+    return reinterpret_cast<float2*>(shared + warp * stride);
+  }
+  // [rows, kDims] V weighted by 2^(score - max)
+  __device__ __forceinline__ float* outputs(int warp) const {
+    return reinterpret_cast<float*>(max_sums(warp) + kMaxRows);
   }
 
-  // Merges the warps' results for element d of row r.
-  __device__ __forceinline__ float merge(int r, int d, float2& max_sum) const {
-    float max = -INFINITY, total = 0.f, out = 0.f;
+  // Merges the warps' results for elements d to d + 3 of row r.
+  __device__ __forceinline__ float4 merge(int r, int d, float2& max_sum) const {
+    float2 of_warp[kWarps];
+    float max = -INFINITY, total = 0.f;
 #pragma unroll
-    for (int w = 0; w < kWarps; ++w) max = fmaxf(max, max_sums[w * rows + r].x);
+    for (int w = 0; w < kWarps; ++w) of_warp[w] = max_sums(w)[r], max = fmaxf(max, of_warp[w].x);
+    float4 out = make_float4(0.f, 0.f, 0.f, 0.f);
 #pragma unroll
     for (int w = 0; w < kWarps; ++w) {
-      const float shrink = exp2_below(max_sums[w * rows + r].x, max);
-      total += max_sums[w * rows + r].y * shrink;
-      out += outputs[(w * rows + r) * kDims + d] * shrink;
+      const float shrink = exp2_below(of_warp[w].x, max);
+      const float4 x = *reinterpret_cast<const float4*>(outputs(w) + r * kDims + d);
+      total += of_warp[w].y * shrink;
+      out.x = fmaf(x.x, shrink, out.x), out.y = fmaf(x.y, shrink, out.y);
+      out.z = fmaf(x.z, shrink, out.z), out.w = fmaf(x.w, shrink, out.w);
     }
     max_sum = make_float2(max, total);
     return out;
@@ -249,79 +267,42 @@ struct Results {
   // Shared memory for merge_splits, once these results have been read.
   __device__ __forceinline__ float* factors() const {
     static_assert(kWarps * kDims >= kMaxSplits, "no room for the factors");
-    return outputs;
+    return reinterpret_cast<float*>(shared);
   }
 };
-
-// finish_block() for one cluster that holds all blocks with work: they hand each other a share of their
-// results through shared memory. Every block of the cluster calls it, those without work too, after
-// arrive_cluster(): a block has to run before others write to it.
-template <int kWarps, int kDims>
-__device__ __forceinline__ void finish_cluster(const DecodeAttentionParams& p, const Split& s,
-                                               const Results<kWarps, kDims>& results, int batch_row,
-                                               int kv_head, Rows rows) {
-  constexpr int kThreads = kWarps * kWarpSize;
-  const int items = rows.count(p) * p.head_dim;
-  const int size = cluster_size(), rank = cluster_rank(), share = (items + size - 1) / size;
-  __syncthreads();  // every warp's result
-  wait_cluster();   // every block runs
-  if (rank < s.active) {
-    for (int i = threadIdx.x; i < items; i += kThreads) {
-      const int r = i / p.head_dim, d = i - r * p.head_dim, to = i / share;
-      float2 max_sum;
-      const float out = results.merge(r, d, max_sum);
-      store_cluster(cluster_address(results.shares + rank * share + i - to * share, to), out);
-      if (d < size) {
-        store_cluster(cluster_address(results.block_max_sums + rank * results.rows + r, d), max_sum);
-      }
-    }
-  }
-  arrive_cluster();
-  wait_cluster();  // every block's results
-  for (int i = rank * share + threadIdx.x; i < min((rank + 1) * share, items); i += kThreads) {
-    const int r = i / p.head_dim, d = i - r * p.head_dim;
-    const float2* max_sums = results.block_max_sums + r;
-    float max = -INFINITY, total = 0.f, out = 0.f;
-    for (int b = 0; b < s.active; ++b) max = fmaxf(max, max_sums[b * results.rows].x);
-    for (int b = 0; b < s.active; ++b) {
-      const float shrink = exp2_below(max_sums[b * results.rows].x, max);
-      total += max_sums[b * results.rows].y * shrink;
-      out += results.shares[b * share + i - rank * share] * shrink;
-    }
-    const RowPlace place = row_place(p, s, kv_head, rows.first + r);
-    store_from_float(p.out, out_offset(p, batch_row, place) + d, p.dtype,
-                     out * inverse_sum(total, place.sees_any));
-  }
-}
 
 // Merges the warps' results, and as the last block of the KV head the blocks'. Every thread calls it once its
 // part of `results` is written.
 template <int kWarps, int kDims>
 __device__ __forceinline__ void finish_block(const DecodeAttentionParams& p, const Split& s,
-                                             const Results<kWarps, kDims>& results, int batch_row,
+                                             const WarpResults<kWarps, kDims>& results, int batch_row,
                                              int kv_head, Rows rows) {
   constexpr int kThreads = kWarps * kWarpSize;
   __syncthreads();  // every warp's result
+  trace(TracePoint::kMerged);
   const Partials partials(p);
   const int64_t base = (int64_t(batch_row) * p.num_kv_heads + kv_head) * rows_per_kv_head(p) + rows.first;
-  for (int i = threadIdx.x; i < rows.count(p) * p.head_dim; i += kThreads) {
-    const int r = i / p.head_dim, d = i % p.head_dim;
+  constexpr int kQuads = kDims / 4;
+  for (int i = threadIdx.x; i < rows.count(p) * kQuads; i += kThreads) {
+    const int r = i / kQuads, d = i % kQuads * 4;
+    if (d >= p.head_dim) continue;
     float2 max_sum;
-    const float out = results.merge(r, d, max_sum);
+    float4 out = results.merge(r, d, max_sum);
     if (s.active == 1) {
       const RowPlace place = row_place(p, s, kv_head, rows.first + r);
-      store_from_float(p.out, out_offset(p, batch_row, place) + d, p.dtype,
-                       out * inverse_sum(max_sum.y, place.sees_any));
+      const float inverse = inverse_sum(max_sum.y, place.sees_any);
+      out.x *= inverse, out.y *= inverse, out.z *= inverse, out.w *= inverse;
+      store_out(p, out_offset(p, batch_row, place) + d, out);
     } else {
       const int64_t at = (base + r) * kMaxSplits + blockIdx.x;
-      partials.outputs[at * p.head_dim + d] = out;
+      *reinterpret_cast<float4*>(partials.outputs + at * p.head_dim + d) = out;
       if (d == 0) partials.max_sums[at] = max_sum;
     }
   }
   if (s.active == 1) return;
   const int counter = batch_row * gridDim.y + blockIdx.y;
   if (!arrive_last(partials.counters - 1 - counter, s.active)) return;
-  merge_splits<kThreads>(p, s, partials, s.active, batch_row, kv_head, rows, results.factors());
+  merge_splits<kThreads, kDims>(p, s, partials, s.active, batch_row, kv_head, rows, results.factors());
 }
 
 // Splits to launch for `units` independent pieces of work when `slots` blocks run at once and a piece can be
@@ -345,15 +326,6 @@ inline int64_t most_splits(const DecodeAttentionParams& p) {
   return (longest + kMinChunk - 1) / kMinChunk;
 }
 
-// Blocks of a cluster for `splits` blocks over a KV head, which it rounds down to whole clusters.
-inline int cluster_of(unsigned& splits) {
-  if (compute_capability_major() < kHopper) return 1;
-  unsigned cluster = 1;
-  while (cluster < kSplitCluster && 2 * cluster <= splits) cluster *= 2;
-  splits = splits / cluster * cluster;
-  return static_cast<int>(cluster);
-}
-
 // Grid (splits, KV heads * blocks of rows, batch rows) when an SM runs `blocks_per_sm` blocks of kRows rows
 // at once.
 inline dim3 split_grid(const DecodeAttentionParams& p, int rows_per_block, int blocks_per_sm) {
@@ -364,10 +336,10 @@ inline dim3 split_grid(const DecodeAttentionParams& p, int rows_per_block, int b
 }
 
 inline void launch_attention(void (*kernel)(DecodeAttentionParams), dim3 grid, dim3 block, size_t smem_bytes,
-                             cudaStream_t stream, int cluster, const DecodeAttentionParams& p) {
+                             cudaStream_t stream, const DecodeAttentionParams& p) {
   HF_FASTPATH_CUDA_CHECK(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
                                               static_cast<int>(smem_bytes)));
-  HF_FASTPATH_CUDA_CHECK(launch_clusters(kernel, grid, block, smem_bytes, stream, p.overlap, cluster, p));
+  HF_FASTPATH_CUDA_CHECK(launch_overlapping(kernel, grid, block, smem_bytes, stream, p.overlap, p));
 }
 
 }  // namespace hf_fastpath

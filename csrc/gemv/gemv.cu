@@ -25,12 +25,13 @@ bool fits_mma(const GemvParams& p) {
 }  // namespace
 
 bool fits_one_kernel(const GemvParams& params, const RopeAppendParams* rope) {
-  return fits_gemv_ring(params, rope) || fits_gemv_columns(params, rope);
+  return fits_gemv_ring(params, rope) || fits_gemv_ring_mma(params, rope) || fits_gemv_columns(params, rope);
 }
 
 void launch_gemv(const GemvParams& params, const RopeAppendParams* rope, cudaStream_t stream) {
   if (params.n == 0) return;
   if (fits_gemv_ring(params, rope)) return launch_gemv_ring(params, rope, stream);
+  if (fits_gemv_ring_mma(params, rope)) return launch_gemv_ring_mma(params, rope, stream);
   if (fits_mma(params)) {
     if (params.transposed) return launch_gemv_columns_mma(params, rope, stream);
     if (params.m >= kMinMmaRows) return launch_gemv_mma(params, stream);

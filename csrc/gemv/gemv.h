@@ -70,4 +70,8 @@ bool fits_gemv_columns(const GemvParams& params, const RopeAppendParams* rope);
 bool fits_gemv_ring(const GemvParams& params, const RopeAppendParams* rope);
 void launch_gemv_ring(const GemvParams& params, const RopeAppendParams* rope, cudaStream_t stream);
 
+// The same for 2 to 8 x rows of 16-bit types, whose k is a multiple of 256.
+bool fits_gemv_ring_mma(const GemvParams& params, const RopeAppendParams* rope);
+void launch_gemv_ring_mma(const GemvParams& params, const RopeAppendParams* rope, cudaStream_t stream);
+
 }  // namespace hf_fastpath

@@ -111,6 +111,7 @@ __global__ void __launch_bounds__(kColumnThreads, 2)
       if (lane < kLanes) sums[warp][m][lane * kElems + e] = acc[m][e];
     }
   merge_columns<T>(p, sums, addends, rope, slots, plan, rank, first_column);
+  trace(TracePoint::kEnd);
 }
 
 template <class T, int kElems, int kX>

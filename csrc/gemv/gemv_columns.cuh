@@ -103,20 +103,6 @@ struct NormedX {
   }
 };
 
-// Where appended tokens go: in shared memory.
-struct AppendSlots {
-  CachePlace place;
-  int64_t slots[kMaxGemvRows];
-};
-
-// A barrier has to follow.
-__device__ __forceinline__ void find_slots(const RopeAppendParams& rope, int tokens, AppendSlots& to) {
-  if (int(threadIdx.x) >= tokens) return;
-  const CachePlace place = cache_place(rope);
-  if (threadIdx.x == 0) to.place = place;
-  to.slots[threadIdx.x] = cache_slot(rope, place.capacity, threadIdx.x);
-}
-
 // What the block's outputs add to their sums: outputs i, i + kColumnThreads, ... of the block are a thread's.
 template <class T, int kX, int kColumns>
 struct ColumnAddends {
@@ -173,6 +159,7 @@ __device__ __forceinline__ void merge_columns(const GemvParams& p,
     if (rank > 0) return;
     wait_cluster();  // every block's totals
   }
+  trace(TracePoint::kMerged);
 #pragma unroll
   for (int j = 0; j < kPerThread; ++j) {
     const int i = threadIdx.x + j * kColumnThreads, m = i / kColumns, c = i % kColumns, n = first_column + c;

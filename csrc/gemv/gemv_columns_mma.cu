@@ -109,6 +109,7 @@ __global__ void __launch_bounds__(kColumnThreads, kHalves == 1 ? 2 : 1)
         sums[warp][h * kXRows + 2 * q + i % 2][g * kElems + 2 * w + i / 2] = c[w][h][i];
       }
   merge_columns<T>(p, sums, addends, rope, slots, plan, rank, first_column);
+  trace(TracePoint::kEnd);
 }
 
 template <class T, int kHalves>

@@ -74,16 +74,18 @@ class InputNorm {
     return true;
   }
 
-  // Launches them as two.
-  void launch_apart(GemvParams& p, const Tensor& x, cudaStream_t stream) const {
-    const Tensor normed = normed_cuda(x, kind_, weight_, bias_, eps_);
+  // Launches the norm by itself; `normed` has to live until the product's launch.
+  void launch_norm(GemvParams& p, const Tensor& x, Tensor& normed) const {
+    normed = normed_cuda(x, kind_, weight_, bias_, eps_);
     p.x = normed.data_ptr();
     p.norm = {};
-    launch_gemv(p, nullptr, stream);
   }
 
   void launch(GemvParams& p, const Tensor& x, cudaStream_t stream) const {
-    if (!launch_as_one(p, nullptr, stream)) launch_apart(p, x, stream);
+    if (launch_as_one(p, nullptr, stream)) return;
+    Tensor normed;
+    launch_norm(p, x, normed);
+    launch_gemv(p, nullptr, stream);
   }
 
  private:

@@ -229,11 +229,9 @@ __device__ __forceinline__ void ring_compute(const GemvParams& p, const RopeAppe
     }
   }
 
-  __shared__ RopeToken token;
-  if (plan.append && tid == 0) {
-    token.place = cache_place(rope);
-    token.slot = cache_slot(rope, token.place.capacity, 0);
-  }
+  __shared__ AppendSlots slots;
+  __shared__ float all_cos[kMaxRotaryDim], all_sin[kMaxRotaryDim];
+  if (plan.append) find_slots(rope, 1, slots);
 
   wait_for_previous_kernel();
 
@@ -263,6 +261,8 @@ __device__ __forceinline__ void ring_compute(const GemvParams& p, const RopeAppe
     ring_norm<T, kChunks, kGroupWarps, kElems>(p.norm, norm_weight, x, lane_chunk, chunks,
                                                static_cast<int>(p.k), warp, lane, scratch);
   }
+
+  trace(TracePoint::kReady);
 
   RingCursor at;
 #pragma unroll 1
@@ -316,9 +316,11 @@ __device__ __forceinline__ void ring_compute(const GemvParams& p, const RopeAppe
         first + index / Shape::kRows * Shape::kSlotRows + group * Shape::kRows + index % Shape::kRows;
     if (lane % kLanesPerSum == 0 && row < rows) parts[row * kGroupWarps + warp % kGroupWarps] = sum;
   }
-  if (plan.append && tid < rope.rotary_dim) token.cos[tid] = to_float(cos), token.sin[tid] = to_float(sin);
+  trace(TracePoint::kSums);
+  if (plan.append && tid < rope.rotary_dim) all_cos[tid] = to_float(cos), all_sin[tid] = to_float(sin);
   sync_some(1, kRingConsumers);  // every warp's part of every sum, and the angles
 
+  trace(TracePoint::kMerged);
   float scale = 1.f;
   if (kTakesNorm && p.norm.kind == Norm::kRms) {
     float squares = 0.f;
@@ -346,8 +348,15 @@ __device__ __forceinline__ void ring_compute(const GemvParams& p, const RopeAppe
       }
     }
     if (plan.append) {
-      store_pair<T>(rope, token, unit, dot(i) + to_float(addends[0].bias),
-                    dot(units + i) + to_float(addends[1].bias));
+      const Pair pair = find_pair(rope, unit);
+      float pair_cos[2], pair_sin[2];
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        pair_cos[half] = pair.turns ? all_cos[pair.angle[half]] : 1.f;
+        pair_sin[half] = pair.turns ? all_sin[pair.angle[half]] : 0.f;
+      }
+      store_pair<T>(rope, slots.place, slots.slots[0], 0, pair, pair_cos, pair_sin,
+                    dot(i) + to_float(addends[0].bias), dot(units + i) + to_float(addends[1].bias));
     } else {
       finish<T>(p, 0, unit, dot(i), addends[0]);
     }
@@ -380,6 +389,7 @@ __global__ void __launch_bounds__(kRingThreads, kRingBlocksPerSm)
   }
   RingSum<T>* parts = reinterpret_cast<RingSum<T>*>(ring + plan.slots * Shape::kSlotBytes);
   ring_compute<T, kChunks, kGroupWarps>(p, rope, plan, ring, full, empty, parts);
+  trace(TracePoint::kEnd);
 #endif
 }
 

@@ -65,6 +65,7 @@ __global__ void __launch_bounds__(kThreads) greedy_token_kernel(const __grid_con
   if (warp != 0) return;
   best = warp_max(bests[lane]);
   if (lane == 0) take_token(p, row, preferred_index(best));
+  trace(TracePoint::kEnd);
 }
 
 }  // namespace

@@ -38,9 +38,15 @@ Tensor qkv_rope_append(const Tensor& x, const Tensor& q_weight, const std::optio
   Tensor q = empty_like_with_sizes(input, {batch, query_len, num_heads, k_cache.size(3)});
   call.params.q_out = q.data_ptr();
   if (input_norm.launch_as_one(p, &call.params, stream)) return q;
+  Tensor normed;
+  input_norm.launch_norm(p, input, normed);
+  if (fits_one_kernel(p, &call.params)) {
+    launch_gemv(p, &call.params, stream);
+    return q;
+  }
   Tensor qkv = empty_like_with_sizes(input, sizes_with_last(input, p.n));
   p.out = qkv.data_ptr();
-  input_norm.launch_apart(p, input, stream);
+  launch_gemv(p, nullptr, stream);
   call.params.qkv = p.out;
   launch_rope_append(call.params, stream);
   return q;

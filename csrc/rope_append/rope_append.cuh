@@ -54,28 +54,60 @@ __device__ __forceinline__ void store_feature(const RopeAppendParams& p, const C
   store_from_float(is_value ? place.v_cache : place.k_cache, at, p.cache_dtype, value);
 }
 
-// What writing the pairs of the only token of a one-row batch takes: in shared memory.
-struct RopeToken {
-  float cos[kMaxRotaryDim], sin[kMaxRotaryDim];
+// Where appended tokens go: in shared memory.
+struct AppendSlots {
+  static constexpr int kMaxTokens = 16;
   CachePlace place;
-  int64_t slot;
+  int64_t slots[kMaxTokens];
 };
 
-// Turns the pair (a, b) and writes it where it belongs.
-template <class T>
-__device__ __forceinline__ void store_pair(const RopeAppendParams& p, const RopeToken& token, int pair,
-                                           float a, float b) {
+// By the first `tokens` threads of the block; a barrier has to follow.
+__device__ __forceinline__ void find_slots(const RopeAppendParams& p, int tokens, AppendSlots& to) {
+  if (int(threadIdx.x) >= tokens) return;
+  const CachePlace place = cache_place(p);
+  if (threadIdx.x == 0) to.place = place;
+  to.slots[threadIdx.x] = cache_slot(p, place.capacity, threadIdx.x);
+}
+
+// A pair of features and how it turns.
+struct Pair {
+  int feature[2];
+  int angle[2];  // elements of cos and sin
+  bool turns;
+};
+
+__device__ __forceinline__ Pair find_pair(const RopeAppendParams& p, int pair) {
   const int pairs = p.head_dim / 2, head = pair / pairs, i = pair - head * pairs;
-  const bool is_value = head >= p.num_heads + p.num_kv_heads;
-  const int first = pair_feature(p, pair, 0) - head * p.head_dim;
-  const int second = pair_feature(p, pair, 1) - head * p.head_dim;
-  if (!is_value && i < p.rotary_dim / 2) {
-    const float turned = a * token.cos[first] - b * token.sin[first];
-    b = b * token.cos[second] + a * token.sin[second];
+  Pair found;
+  found.turns = head < p.num_heads + p.num_kv_heads && i < p.rotary_dim / 2;
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    found.feature[half] = pair_feature(p, pair, half);
+    found.angle[half] = found.feature[half] - head * p.head_dim;
+  }
+  return found;
+}
+
+// First element of a token's cos or sin.
+template <class T>
+__device__ __forceinline__ const T* token_angles(const RopeAppendParams& p, const void* angles, int token) {
+  const int row = token / p.query_len, step = token - row * p.query_len;
+  return static_cast<const T*>(angles) + row * p.cos_batch_stride + int64_t(step) * p.rotary_dim;
+}
+
+// Turns the pair (a, b) by cos[half] and sin[half] of its elements, if it turns, and writes it where it
+// belongs.
+template <class T>
+__device__ __forceinline__ void store_pair(const RopeAppendParams& p, const CachePlace& place, int64_t slot,
+                                           int token, const Pair& pair, const float (&cos)[2],
+                                           const float (&sin)[2], float a, float b) {
+  if (pair.turns) {
+    const float turned = a * cos[0] - b * sin[0];
+    b = b * cos[1] + a * sin[1];
     a = turned;
   }
-  store_feature<T>(p, token.place, token.slot, 0, head * p.head_dim + first, a);
-  store_feature<T>(p, token.place, token.slot, 0, head * p.head_dim + second, b);
+  store_feature<T>(p, place, slot, token, pair.feature[0], a);
+  store_feature<T>(p, place, slot, token, pair.feature[1], b);
 }
 
 }  // namespace hf_fastpath

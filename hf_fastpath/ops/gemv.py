@@ -148,6 +148,12 @@ def samples(device: torch.device, dtype: torch.dtype):
             yield Sample(x, stored, None, residual, "none", transposed, norm, randn(256), shift, 1e-5, True)
             yield Sample(x[:1], stored, randn(72), None, "gelu", transposed, norm, randn(256), shift, 1e-5)
     yield Sample(randn(1, 96), weight(50, 96, 96), norm="layer", norm_eps=1e-5)
+    yield Sample(randn(8, 2048), weight(70, 2048, 2048), randn(70), randn(8, 70))
+    yield Sample(randn(3, 2048), weight(33, 2048, 2048), norm="rms", norm_weight=randn(2048), norm_eps=1e-5)
+    yield Sample(
+        randn(2, 2048), weight(50, 2048, 2048), None, None, "gelu", False, "layer", randn(2048), randn(2048), 1e-5
+    )
+    yield Sample(randn(8, 4352), weight(40, 4352, 4352), overlap=True)
     wide = weight(40, 200, 100)
     yield Sample(randn(1, 100), wide[:, 100:])  # a column slice: strided rows, 4- or 2-byte alignment
     yield Sample(randn(4, 3, 99).transpose(0, 1), weight(64, 99, 99))

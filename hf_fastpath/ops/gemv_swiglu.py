@@ -99,6 +99,9 @@ def samples(device: torch.device, dtype: torch.dtype):
     for rows, k, n in ((1, 111, 37), (1, 256, 704), (2, 64, 65), (7, 100, 48), (16, 128, 96)):
         for activation in GATES:
             yield Sample(randn(1, rows, k), randn(n, k) * k**-0.5, randn(n, k) * k**-0.5, activation)
+    weights = [randn(40, 2048) / 45 for _ in range(2)]
+    yield Sample(randn(4, 2048), *weights, "silu", "rms", randn(2048), None, 1e-5, True)
+    yield Sample(randn(7, 2048), *weights, "gelu")
     for norm in NORMS[1:]:
         shift = randn(256) if norm == "layer" else None
         weights = [randn(72, 256) / 16 for _ in range(2)]

@@ -220,6 +220,8 @@ def samples(device: torch.device, dtype: torch.dtype):
     yield call(1, 1, 192, 3, 3, 64, [30], layout="conv1d", bias=True, norm="layer", overlap=True)
     yield call(1, 1, 192, 3, 1, 64, [9], 32, layout="fused", bias=True, norm="layer")
     yield call(2, 3, 111, 4, 1, 40, [3, 17], rotary_dim=40, bias=True)
+    yield call(3, 2, 2048, 4, 2, 32, [3, 17, 9], rotary_dim=16, norm="rms", overlap=True)
+    yield call(8, 1, 2048, 3, 1, 64, list(range(1, 9)), rotary_dim=64, bias=True, layout="fused")
     yield call(MAX_ROWS, 1, 64, 2, 2, 32, list(range(1, MAX_ROWS + 1)), rotary_dim=32, norm="rms")
     yield call(1, 1, 128, 4, 4, 80, [7], rotary_dim=32, bias=True, kv=torch.float16, norm=NORMS[1])
     yield call(1, 1, 104, 2, 1, 256, [7], rotary_dim=256, kv=torch.bfloat16)

@@ -127,3 +127,13 @@ def test_gemv_reference_is_the_models_layers():
         x, weight, bias = (torch.randint(-3, 4, t.shape).float() for t in (x, weight, bias))  # exact in any order
         conv.weight.copy_(weight.t()), conv.bias.copy_(bias)
         assert torch.equal(SPEC.reference(x, conv.weight, conv.bias, transposed=True), conv(x))
+
+
+@pytest.mark.parametrize("dtype", (torch.float16, torch.bfloat16))
+@pytest.mark.parametrize("rows", (1, 2, 8))
+def test_gemv_of_many_features(cuda, dtype, rows):
+    """Every multiprocessor takes several groups of features; long rows of x come in parts."""
+    for k, n in ((2048, 9001), (8192, 4300), (14336, 300)):
+        weight = torch.randn(n, k, device=cuda, dtype=dtype) * k**-0.5
+        x, residual = torch.randn(rows, k, device=cuda, dtype=dtype), torch.randn(rows, n, device=cuda, dtype=dtype)
+        assert_matches(SPEC, Sample(x, weight, None, residual))
