@@ -325,7 +325,7 @@ class _Loop:
                 self.chosen.append(oldest.tokens.clone())
             if self.streamer is not None:
                 self.streamer.put(oldest.tokens.clone())
-            if not oldest.unfinished.any():
+            if not oldest.unfinished.numpy().any():
                 self.finished_length = oldest.length
                 return True
         return False

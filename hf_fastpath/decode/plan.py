@@ -25,8 +25,9 @@ _aten = torch.ops.aten
 MAX_EOS_TOKENS = 16
 #: choices the host may leave unread before they are overwritten
 RECORD_SLOTS = 32
-#: rows of the first table of rotary angles, unless the model's longest context is shorter
-_ANGLE_ROWS = 32768
+#: rows of the first table of rotary angles, unless the model's longest context is shorter; a captured graph holds the
+#: table's address, so that a larger one makes a new capture
+_ANGLE_ROWS = {"cuda": 131072, "cpu": 4096}
 
 
 class Register:
@@ -193,8 +194,9 @@ class DecodePlan:
         rows = 0 if cos is None else cos.shape[0]
         if positions <= rows:
             return
-        longest = getattr(self._rotary, "max_seq_len_cached", _ANGLE_ROWS)
-        rows = max(positions, 2 * rows, min(longest, _ANGLE_ROWS))
+        most = _ANGLE_ROWS.get(self.device.type, positions)
+        longest = getattr(self._rotary, "max_seq_len_cached", most)
+        rows = max(positions, 2 * rows, min(longest, most))
         with torch.inference_mode(False), torch.no_grad():
             like = torch.empty(0, dtype=self.dtype, device=self.device)
             angles = self._rotary.forward(like, torch.arange(rows, device=self.device)[None])

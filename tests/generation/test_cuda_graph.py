@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import threading
+from collections import Counter
 
 import pytest
 import torch
@@ -184,3 +185,21 @@ def test_plans_do_not_hold_caches(cuda):
         ours.generate(prompt(cuda, 2, length), **GREEDY)
     torch.cuda.synchronize()
     assert torch.cuda.memory_allocated() <= before + (1 << 16)
+
+
+def test_no_synchronization_a_token(cuda):
+    """Twice the tokens take not one more call that waits for the device."""
+    require_native(cuda)
+    _, ours = pair("mistral", cuda, torch.float16)
+    ids = prompt(cuda, 1, 20)
+    waiting = ("cudaStreamSynchronize", "cudaDeviceSynchronize", "cudaMemcpy", "aten::_local_scalar_dense")
+    ours.generate(ids, max_new_tokens=80, do_sample=False)  # captures
+
+    def waits(tokens: int) -> Counter:
+        with torch.profiler.profile(activities=list(torch.profiler.supported_activities())) as trace:
+            ours.generate(ids, max_new_tokens=tokens, do_sample=False)
+        names = Counter(event.name for event in trace.events())
+        assert names["cudaGraphLaunch"] >= tokens - 1, "the trace has lost the steps"
+        return Counter({name: names[name] for name in waiting})
+
+    assert waits(80) == waits(40)

@@ -1,0 +1,74 @@
+"""Repeat steps of decode plans many times and compare each with the first pass, bit for bit.
+
+    python hf_fastpath/build.py cuda --cuda-arch 90a --flags=-DHF_FASTPATH_JITTER
+    python tests/replays.py --replays 10000
+
+Sanitizers do not see races through device memory, nor kernels that start before the one in front is complete. A
+library built with ``HF_FASTPATH_JITTER`` holds warps up at random where they wait for each other, so that a wait that
+is missing shows. Not a pytest file: it takes minutes and wants that library.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+
+import torch
+
+CONTEXT, STEPS = 100, 20
+
+
+def differing(device: torch.device, architecture: str, dtype: torch.dtype, batch: int, replays: int) -> int:
+    """How many of ``replays`` steps, taken ``STEPS`` at a time from one state, differ from the first pass."""
+    from models import build, prompt
+
+    import hf_fastpath
+    from hf_fastpath.decode.plan import DecodePlan
+
+    # Sizes that the kernels for one row and for aligned weights take.
+    sizes = dict(n_embd=256, n_head=4, n_inner=1024) if architecture == "gpt2" else dict(hidden_size=256, head_dim=64)
+    if architecture != "gpt2":
+        sizes |= dict(num_attention_heads=4, num_key_value_heads=2, intermediate_size=768, sliding_window=None)
+    model = hf_fastpath.patch(build(architecture, **sizes).to(device, dtype), quiet=True)
+    ids = prompt(device, batch, CONTEXT)
+    out = model.generate(ids, max_new_tokens=2, do_sample=False, return_dict_in_generate=True)
+    cache = out.past_key_values
+    part = vars(model)["_hf_fastpath"].part_of(model)
+    start = torch.full((batch,), cache.get_seq_length(), device=device)
+    wrong, seen, first = 0, 0, []
+    with torch.inference_mode():
+        plan = DecodePlan(part, batch, cache.layers[0].k_buffer.dtype)
+        cache.reserve(STEPS + 1)
+        length = cache.get_seq_length()
+        while seen < replays:
+            for layer in cache.layers:
+                layer.cumulative_length = length
+            plan.begin(cache, start, None)
+            found = [plan.step(ids[:, 0] if step == 0 else None).clone() for step in range(STEPS)]
+            if not first:
+                first = found
+            wrong += sum(not torch.equal(a, b) for a, b in zip(first, found))
+            seen += STEPS
+        plan.end()
+    return wrong
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--device", type=torch.device, default=torch.device("cuda"))
+    parser.add_argument("--replays", type=int, default=10000)
+    arguments = parser.parse_args()
+    failed = 0
+    for architecture in ("gpt2", "mistral"):
+        for dtype in (torch.float16, torch.float32):
+            for batch in (1, 3):
+                wrong = differing(arguments.device, architecture, dtype, batch, arguments.replays)
+                print(
+                    f"{architecture} {dtype} batch {batch}: {wrong} of {arguments.replays} replays differ", flush=True
+                )
+                failed += wrong
+    return failed > 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
