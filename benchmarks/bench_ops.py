@@ -422,6 +422,7 @@ def bench(
     rounds: int = 9,
     csv: Path | None = None,
     echo: Callable[[str], None] = print,
+    shapes: dict[str, list[Call]] | None = None,
 ) -> list[dict[str, object]]:
     """Run the benchmark and print its table, line by line as it comes.
 
@@ -432,6 +433,7 @@ def bench(
         rounds: timed rounds.
         csv: file to append the rows to.
         echo: receives every line.
+        shapes: calls of each op; None: :data:`SHAPES`.
 
     Raises:
         ValueError: an op of the registry has no entry in :data:`SHAPES`.
@@ -447,7 +449,7 @@ def bench(
     rows = []
     for name in ops or registry.all_ops():
         spec = registry.get(name)
-        for call in SHAPES[name]:
+        for call in (shapes or SHAPES)[name]:
             if device.type not in call.devices:
                 continue
             for dtype in dtypes or call.dtypes:
