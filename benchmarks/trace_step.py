@@ -1,11 +1,13 @@
-"""Where a token's time goes: when the blocks of every kernel of a decode step begin, have their input and end.
+"""Time the CUDA graph of a decode step, and show when the blocks of each of its kernels begin, have input and end.
 
+    python benchmarks/trace_step.py --model mistral-7b --dtype fp16 --context 128
     python hf_fastpath/build.py cuda --cuda-arch 90a --flags=-DHF_FASTPATH_TRACE
     python benchmarks/trace_step.py --model mistral-7b --dtype fp16 --context 128 --csv
 
-Method. A library built with ``HF_FASTPATH_TRACE`` stamps the device's clock into a record a block. Of one replay of
-the step's graph, after some others, every kernel gets a row: microseconds from the end of the kernel in front (its
-last block) until its first and last block begin, have their input, are ready and end; negative where it overlaps.
+Method. The graph is replayed without the host in between: what a step takes when nothing else does. A library built
+with ``HF_FASTPATH_TRACE`` stamps the device's clock into a record a block; without, the first line is all. Of one
+replay, after some others, every kernel gets a row: microseconds from the end of the kernel in front (its last block)
+until its first and last block begin, have their input, are ready and end; negative where it overlaps.
 ``adds`` is from the one end to the other: these add up to the step. Rows of layers are averaged. The stamps themselves
 cost time, which the difference to a step without them shows (bench_generate.py).
 """
@@ -25,6 +27,8 @@ from measure import DTYPE_NAMES, DTYPES
 
 import hf_fastpath
 from hf_fastpath import loader
+from hf_fastpath.bandwidth import measure_read_bandwidth
+from hf_fastpath.cache import FastpathCache
 from hf_fastpath.decode.plan import DecodePlan
 
 POINTS = ("begin", "input", "ready", "sums", "merged", "end")
@@ -41,19 +45,36 @@ RECORD = np.dtype(
 RECORDS = 1 << 16
 
 
-def take_trace() -> np.ndarray:
-    """The records since the last call, of all kernels."""
+REPLAYS, ROUNDS = 40, 5
+
+
+def take_trace() -> np.ndarray | None:
+    """The records since the last call, of all kernels; None from a library that keeps none."""
     library = ctypes.CDLL(str(loader.status()["cuda"].detail))
     if not hasattr(library, "hf_fastpath_take_trace"):
-        raise SystemExit(f"{loader.status('cuda').path} was built without -DHF_FASTPATH_TRACE, see --help")
+        return None
     found, file = [], 0
     buffer = np.empty(8 + RECORDS * RECORD.itemsize, np.uint8)
     while library.hf_fastpath_take_trace(file, ctypes.c_void_p(buffer.ctypes.data)):
-        count = int(buffer[:4].view("<u4")[0])
-        count = min(count, RECORDS)
+        count = min(int(buffer[:4].view("<u4")[0]), RECORDS)
         found.append(buffer[8 : 8 + count * RECORD.itemsize].view(RECORD).copy())
         file += 1
     return np.concatenate(found)
+
+
+def replay_ms(plan: DecodePlan, seq_lens: torch.Tensor) -> float:
+    """Median time of a step's graph, from where the cache stood at ``seq_lens``."""
+    times = []
+    for _ in range(ROUNDS):
+        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        plan.seq_lens.copy_(seq_lens)
+        start.record()
+        for _ in range(REPLAYS):
+            plan.graph.replay()
+        end.record()
+        torch.cuda.synchronize()
+        times.append(start.elapsed_time(end) / REPLAYS)
+    return sorted(times)[ROUNDS // 2]
 
 
 def kernels(records: np.ndarray) -> list[dict[str, float]]:
@@ -76,6 +97,15 @@ def kernels(records: np.ndarray) -> list[dict[str, float]]:
     return rows
 
 
+def cache_bytes(cache: FastpathCache, context: int) -> int:
+    """Bytes of K and V that a step at this context reads."""
+    return sum(
+        buffer.shape[0] * buffer.shape[1] * buffer.shape[3] * buffer.element_size() * context
+        for layer in cache.layers
+        for buffer in (layer.k_buffer, layer.v_buffer)
+    )
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="mistral-7b", choices=list(shapes.MODELS))
@@ -92,17 +122,27 @@ def main() -> None:
     cache = out.past_key_values
     with torch.inference_mode():
         plan = DecodePlan(part, arguments.batch, cache.layers[0].k_buffer.dtype)
-        cache.reserve(16)
+        cache.reserve(REPLAYS + 16)
         plan.begin(cache, torch.full((arguments.batch,), cache.get_seq_length(), device="cuda"), None)
         plan.step(torch.zeros(arguments.batch, dtype=torch.long, device="cuda"))
-        for _ in range(8):
-            plan.step(None)
         torch.cuda.synchronize()
+        bandwidth = measure_read_bandwidth("cuda")
+        step_bytes = shapes.weight_bytes(model, arguments.batch) + cache_bytes(cache, arguments.context)
+        ms = replay_ms(plan, plan.seq_lens.clone())
+        share = step_bytes / ms * 1e3 / bandwidth
+        print(
+            f"{arguments.model} {DTYPE_NAMES[dtype]} context {arguments.context} batch {arguments.batch}: {ms:.4f} ms, "
+            f"{arguments.batch / ms * 1e3:.0f} tok/s, {share:.1%} of R = {bandwidth / 1e9:.0f} GB/s, "
+            f"{len(plan.program)} kernels"
+        )
         take_trace()
         plan.step(None)
         torch.cuda.synchronize()
-        rows = kernels(take_trace())
+        records = take_trace()
         plan.end()
+    if records is None:
+        return
+    rows = kernels(records)
     # The same place of every layer but the first and last, whose neighbors differ.
     layers, each = len(part.layers), (len(rows) - 2) // len(part.layers)
     places: dict[str, list[dict[str, float]]] = defaultdict(list)
@@ -122,7 +162,7 @@ def main() -> None:
         "adds",
         *(f"{edge} {name}" for name in POINTS for edge in ("first", "last")),
     ]
-    print(f"{arguments.model} {DTYPE_NAMES[dtype]} context {arguments.context}: {step:.1f} us, {len(rows)} kernels")
+    print(f"with stamps: {step:.1f} us")
     print(f"{'kernel':10}" + "".join(f"{column:>12}" for column in columns))
     for name, row in means.items():
         print(f"{name:10}" + "".join(f"{row[column]:12.2f}" for column in columns))

@@ -25,7 +25,8 @@ __device__ __forceinline__ uint32_t shared_address(const void* p) {
 }
 
 // Asks for 16 bytes of device memory, past L1, into shared memory, both aligned; zeros without `present`.
-// Every device from sm_80 on.
+// Every device from sm_80 on. No cache policy: with one, and a size that is not constant, the H200 reports an
+// illegal instruction.
 __device__ __forceinline__ void copy_async(void* to, const void* from, bool present) {
   asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(shared_address(to)), "l"(from),
                "r"(present ? 16 : 0)
