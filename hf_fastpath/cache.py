@@ -119,15 +119,19 @@ class FastpathLayer(CacheLayerMixin):
         count = min(self.cumulative_length - self.oldest, capacity)
         first = self.cumulative_length - count
         k_new, v_new = self._allocate(self.batch_size, capacity)
-        for old, new in ((self.k_buffer, k_new), (self.v_buffer, v_new)):
-            self._store(new, self._ordered(old, count), first)
+        if count > 0:
+            for old, new in ((self.k_buffer, k_new), (self.v_buffer, v_new)):
+                self._store(new, self._ordered(old, count), first)
         self.k_buffer, self.v_buffer, self.oldest = k_new, v_new, first
 
     @staticmethod
     def _store(buffer: torch.Tensor, states: torch.Tensor, first: int) -> None:
         """Write ``states``, positions ``first`` on, into their slots; only the newest capacity of them fit."""
-        capacity = buffer.shape[2]
-        surplus = max(0, states.shape[2] - capacity)
+        capacity, count = buffer.shape[2], states.shape[2]
+        if first + count <= capacity:  # the usual case, and every view costs host time
+            buffer.narrow(2, first, count).copy_(states)
+            return
+        surplus = max(0, count - capacity)
         states, first = states[:, :, surplus:], (first + surplus) % capacity
         head = min(states.shape[2], capacity - first)
         buffer[:, :, first : first + head].copy_(states[:, :, :head])

@@ -125,15 +125,20 @@ class _OverCache:
         return self.layer.k_buffer, self.layer.v_buffer
 
 
-def _over_cache(patch: ModulePatch, part: AttentionPart, x: torch.Tensor, named: dict) -> _OverCache | str | None:
+def _over_cache(
+    patch: ModulePatch, part: AttentionPart, x: torch.Tensor, args: tuple, kwargs: dict
+) -> _OverCache | str | None:
     """Whether this call is one new token a row over our cache, and the kernels can take it.
 
     Returns:
         What the fused ops need; a reason code if stock code has to run though it is such a call; None for every
         other call (prompts, no cache), which are stock code's by design.
     """
+    if x.dim() != 3 or x.shape[1] != 1:
+        return None
+    named = dict(zip(patch.argument_names, args), **kwargs)
     cache, index = named.get("past_key_values"), part.module.layer_idx
-    if cache is None or x.dim() != 3 or x.shape[1] != 1 or cache.get_seq_length(index) == 0:
+    if cache is None or cache.get_seq_length(index) == 0:
         return None
     reason = patch.reason_now(x) or patch.parameters_reason(x)
     if reason is not None:
@@ -160,7 +165,7 @@ def _over_cache(patch: ModulePatch, part: AttentionPart, x: torch.Tensor, named:
 
 def attention(self: nn.Module, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
     patch: ModulePatch = vars(self)[KEY]
-    found = _over_cache(patch, patch.part, hidden_states, dict(zip(patch.argument_names, args), **kwargs))
+    found = _over_cache(patch, patch.part, hidden_states, args, kwargs)
     if not isinstance(found, _OverCache):
         return stock(self, found, hidden_states, *args, **kwargs)
     out = steps.attention(steps.run, patch.part, hidden_states, found.buffers, found.at, self.layer_idx)
@@ -171,7 +176,7 @@ def attention(self: nn.Module, hidden_states: torch.Tensor, *args: Any, **kwargs
 def layer(self: nn.Module, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
     patch: ModulePatch = vars(self)[KEY]
     part: LayerPart = patch.part
-    found = _over_cache(patch, part.attention, hidden_states, dict(zip(patch.argument_names, args), **kwargs))
+    found = _over_cache(patch, part.attention, hidden_states, args, kwargs)
     if not isinstance(found, _OverCache):
         return stock(self, found, hidden_states, *args, **kwargs)
     index = part.attention.module.layer_idx

@@ -29,6 +29,13 @@ def child(module: nn.Module, name: str) -> Any:
     return getattr(module, name) if found is None else found
 
 
+def weight_and_bias(module: nn.Module) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    """``module.weight`` and ``module.bias``, None where there is none; as :func:`child`."""
+    parameters = module.__dict__["_parameters"]
+    weight = parameters["weight"] if "weight" in parameters else getattr(module, "weight", None)
+    return weight, parameters["bias"] if "bias" in parameters else getattr(module, "bias", None)
+
+
 def own_code_reason(module: nn.Module) -> str | None:
     """Why calling ``module`` is more than its class's forward, or None."""
     if has_hooks(module):
@@ -90,7 +97,7 @@ class NormPart(Part):
         return getattr(self.module, self.architecture.norm.eps)
 
     def parameters(self) -> list[torch.Tensor | None]:
-        return [self.module.weight, getattr(self.module, "bias", None)]
+        return list(weight_and_bias(self.module))
 
     def reason(self) -> str | None:
         if self.architecture.norm.kind == "layer":
@@ -130,7 +137,7 @@ class MLPPart(Part):
         return [linear for linear in (self.gate, self.up, self.down) if linear is not None]
 
     def parameters(self) -> list[torch.Tensor | None]:
-        return [p for linear in self.projections() for p in (linear.weight, linear.bias)]
+        return [p for linear in self.projections() for p in weight_and_bias(linear)]
 
     def activation_reason(self) -> str | None:
         """Why the fused activation cannot stand in, or None."""
@@ -163,7 +170,7 @@ class AttentionPart(Part):
         return [child(self.module, name) for name in (*self.spec.qkv, self.spec.out)]
 
     def parameters(self) -> list[torch.Tensor | None]:
-        return [p for linear in self.projections() for p in (linear.weight, linear.bias)]
+        return [p for linear in self.projections() for p in weight_and_bias(linear)]
 
     @property
     def head_dim(self) -> int:
@@ -277,7 +284,7 @@ class ModelPart(Part):
         return [module for module in (self.embedding, self.position_embedding) if module is not None]
 
     def parameters(self) -> list[torch.Tensor | None]:
-        outer = [self.head.weight, self.head.bias, *(module.weight for module in self._embeddings())]
+        outer = [*weight_and_bias(self.head), *(module.weight for module in self._embeddings())]
         return outer + self.final_norm.parameters() + [p for layer in self.layers for p in layer.parameters()]
 
     def reason(self) -> str | None:
