@@ -1,5 +1,5 @@
-// Which kernel a matrix product of 1 to 16 x rows gets: see gemv_rows.cuh, gemv_mma.cu, gemv_columns.cu and
-// gemv_columns_mma.cu.
+// Which kernel a matrix product of 1 to 16 x rows gets: see gemv_ring.cuh, gemv_ring_mma.cuh, gemv_rows.cuh,
+// gemv_mma.cu, gemv_columns.cu and gemv_columns_mma.cu.
 
 #include "common/cuda_check.cuh"
 #include "common/numeric.cuh"
