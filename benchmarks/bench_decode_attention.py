@@ -8,7 +8,6 @@ Method: that of bench_ops.py, on a GPU.
 from __future__ import annotations
 
 import argparse
-from pathlib import Path
 
 import bench_ops
 import measure
@@ -35,13 +34,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--dtype", choices=("fp16", "bf16"), default="fp16")
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--csv", nargs="?", const="", help="append the rows; without a path to benchmarks/data")
+    measure.add_csv_argument(parser)
     arguments = parser.parse_args()
     if not torch.cuda.is_available():
         raise SystemExit("no CUDA device: bench_ops.py --device cpu --ops decode_attention times the CPU kernel")
-    path = None
-    if arguments.csv is not None:
-        path = Path(arguments.csv) if arguments.csv else measure.csv_path("decode_attention", torch.device("cuda"))
+    path = measure.chosen_csv(arguments.csv, "decode_attention", torch.device("cuda"))
     shapes = {"decode_attention": calls(arguments.dtype)}
     bench_ops.bench("cuda", ["decode_attention"], rounds=arguments.rounds, csv=path, shapes=shapes)
 

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable
-from pathlib import Path
 
 import measure
 import shapes
@@ -159,14 +158,13 @@ def main() -> None:
     parser.add_argument("--dtype", nargs="+", choices=list(DTYPES), default=["fp16"])
     parser.add_argument("--batch", nargs="+", type=int, default=[1])
     parser.add_argument("--rounds", type=int, default=9)
-    parser.add_argument(
-        "--csv", nargs="?", type=Path, const=measure.DATA_DIR / "gemv_h200.csv", help="append rows there"
-    )
+    measure.add_csv_argument(parser)
     arguments = parser.parse_args()
     if not torch.cuda.is_available():
         raise SystemExit("no CUDA device: this benchmark times CUDA graphs")
     print(loader.status()["cuda"])
     device = torch.device("cuda")
+    path = measure.chosen_csv(arguments.csv, "gemv", device)
     for name in arguments.model:
         for dtype in arguments.dtype:
             for batch in arguments.batch:
@@ -177,8 +175,8 @@ def main() -> None:
                         f"±{row['spread_percent']}% {row['percent_of_r']:6.1f} % of R = {row['r_gb_s']} GB/s",
                         flush=True,
                     )
-                if arguments.csv:
-                    measure.append_csv(arguments.csv, rows)
+                if path:
+                    measure.append_csv(path, rows)
 
 
 if __name__ == "__main__":

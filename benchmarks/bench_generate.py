@@ -287,15 +287,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--engines", default=",".join(ENGINES), help="comma-separated, of: " + ", ".join(ENGINES))
     parser.add_argument("--new-tokens", type=int, default=128)
     parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--csv", nargs="?", const="", help="append the rows; without a path to benchmarks/data")
+    measure.add_csv_argument(parser)
     arguments = parser.parse_args(argv)
     engines = arguments.engines.split(",")
     if unknown := set(engines) - set(ENGINES):
         parser.error(f"unknown engine {', '.join(sorted(unknown))}, expected {', '.join(ENGINES)}")
     device = arguments.device or ("cuda" if torch.cuda.is_available() else "cpu")
-    path = None
-    if arguments.csv is not None:
-        path = Path(arguments.csv) if arguments.csv else measure.csv_path("generate", torch.device(device))
+    path = measure.chosen_csv(arguments.csv, "generate", torch.device(device))
     bench(
         arguments.model,
         dtype=arguments.dtype,

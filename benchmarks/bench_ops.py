@@ -475,11 +475,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--ops", nargs="+", default=[], choices=sorted(registry.all_ops()), metavar="OP")
     parser.add_argument("--dtype", nargs="+", default=[], choices=list(DTYPES), help="instead of each call's own")
     parser.add_argument("--rounds", type=int, default=9)
-    parser.add_argument("--csv", nargs="?", const="", help="append the rows; without a path to benchmarks/data")
+    measure.add_csv_argument(parser)
     arguments = parser.parse_args(argv)
-    path = None
-    if arguments.csv is not None:
-        path = Path(arguments.csv) if arguments.csv else measure.csv_path("ops", torch.device(arguments.device))
+    path = measure.chosen_csv(arguments.csv, "ops", torch.device(arguments.device))
     bench(arguments.device, arguments.ops, arguments.dtype, arguments.rounds, path)
     return 0
 

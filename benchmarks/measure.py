@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import csv
 import datetime
 import platform
@@ -156,6 +157,18 @@ def csv_path(kind: str, device: torch.device) -> Path:
         return DATA_DIR / f"{kind}_cpu.csv"
     words = torch.cuda.get_device_name(device).replace("NVIDIA", "").replace("GeForce", "").split()
     return DATA_DIR / f"{kind}_{'_'.join(words).lower()}.csv"
+
+
+def add_csv_argument(parser: argparse.ArgumentParser) -> None:
+    """``--csv [PATH]``, as :func:`chosen_csv` takes it."""
+    parser.add_argument("--csv", nargs="?", const="", help="append the rows; without a path to benchmarks/data")
+
+
+def chosen_csv(argument: str | None, kind: str, device: torch.device) -> Path | None:
+    """Where ``--csv`` wants the rows: None without it, :func:`csv_path` without a path."""
+    if argument is None:
+        return None
+    return Path(argument) if argument else csv_path(kind, device)
 
 
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}

@@ -17,7 +17,6 @@ from __future__ import annotations
 import argparse
 import ctypes
 from collections import defaultdict
-from pathlib import Path
 
 import measure
 import numpy as np
@@ -28,7 +27,6 @@ from measure import DTYPE_NAMES, DTYPES
 import hf_fastpath
 from hf_fastpath import loader
 from hf_fastpath.bandwidth import measure_read_bandwidth
-from hf_fastpath.cache import FastpathCache
 from hf_fastpath.decode.plan import DecodePlan
 
 POINTS = ("begin", "input", "ready", "sums", "merged", "end")
@@ -97,24 +95,15 @@ def kernels(records: np.ndarray) -> list[dict[str, float]]:
     return rows
 
 
-def cache_bytes(cache: FastpathCache, context: int) -> int:
-    """Bytes of K and V that a step at this context reads."""
-    return sum(
-        buffer.shape[0] * buffer.shape[1] * buffer.shape[3] * buffer.element_size() * context
-        for layer in cache.layers
-        for buffer in (layer.k_buffer, layer.v_buffer)
-    )
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="mistral-7b", choices=list(shapes.MODELS))
     parser.add_argument("--dtype", default="fp16", choices=list(DTYPES))
     parser.add_argument("--context", type=int, default=128)
     parser.add_argument("--batch", type=int, default=1)
-    parser.add_argument("--csv", nargs="?", type=Path, const=measure.DATA_DIR / "trace_step_h200.csv")
+    measure.add_csv_argument(parser)
     arguments = parser.parse_args()
-    dtype = DTYPES[arguments.dtype]
+    device, dtype = torch.device("cuda"), DTYPES[arguments.dtype]
     model = hf_fastpath.patch(shapes.build_model(arguments.model, "cuda", dtype), quiet=True)
     part = vars(model)["_hf_fastpath"].part_of(model)
     prompt = torch.randint(0, model.config.vocab_size, (arguments.batch, arguments.context), device="cuda")
@@ -127,7 +116,8 @@ def main() -> None:
         plan.step(torch.zeros(arguments.batch, dtype=torch.long, device="cuda"))
         torch.cuda.synchronize()
         bandwidth = measure_read_bandwidth("cuda")
-        step_bytes = shapes.weight_bytes(model, arguments.batch) + cache_bytes(cache, arguments.context)
+        step_bytes = shapes.weight_bytes(model, arguments.batch)
+        step_bytes += shapes.kv_bytes(model.config, arguments.context, dtype, arguments.batch)
         ms = replay_ms(plan, plan.seq_lens.clone())
         share = step_bytes / ms * 1e3 / bandwidth
         print(
@@ -166,13 +156,14 @@ def main() -> None:
     print(f"{'kernel':10}" + "".join(f"{column:>12}" for column in columns))
     for name, row in means.items():
         print(f"{name:10}" + "".join(f"{row[column]:12.2f}" for column in columns))
-    if arguments.csv:
+    path = measure.chosen_csv(arguments.csv, "trace_step", device)
+    if path:
+        same = measure.environment(device) | {"model": arguments.model, "dtype": DTYPE_NAMES[dtype]}
+        same |= {"context": arguments.context, "batch": arguments.batch}
         measure.append_csv(
-            arguments.csv,
+            path,
             [
-                {"model": arguments.model, "dtype": DTYPE_NAMES[dtype], "context": arguments.context}
-                | {"batch": arguments.batch, "kernel": name}
-                | {key.replace(" ", "_"): round(value, 3) for key, value in row.items()}
+                same | {"kernel": name} | {key.replace(" ", "_"): round(value, 3) for key, value in row.items()}
                 for name, row in means.items()
             ],
         )
