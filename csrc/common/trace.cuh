@@ -1,5 +1,5 @@
 // When blocks begin, have their input and end, in a library built with HF_FASTPATH_TRACE; nothing otherwise.
-// benchmarks/trace_step.py draws it.
+// benchmarks/trace_step.py prints it.
 #pragma once
 
 #include <cuda_runtime.h>

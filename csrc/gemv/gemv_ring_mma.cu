@@ -7,8 +7,8 @@
 namespace hf_fastpath {
 namespace {
 
-// A ring as deep as shared memory allows, and not much of it under way: with 96 KB the memory system is
-// slower. For few rows a shorter one is faster (H200, 2026-11).
+// A ring as deep as shared memory allows, and not much of it under way: with 96 KB the kernel is slower. For
+// few rows a shorter one is faster (H200, 2026-11).
 constexpr int kSlots = 6, kSlotsFewRows = 4, kFewRows = 4;
 constexpr int kInFlight = 2;
 

@@ -1,8 +1,8 @@
 // What: gemv_ring.cuh for 2 to 8 x rows of 16-bit types, on tensor cores, with everything behind it.
 // Work split: one block an SM, a range of consecutive output features (or pairs of them). One warp only
 //   fetches: a slot of the ring takes up to 4 KB each of eight weight rows, under way before the kernel in
-//   front is complete. Long pieces of a row matter: device memory gives pieces of 512 bytes at half the
-//   bandwidth. Eight warps compute, each a part of k: weights are the B operand; a warp keeps its part of x
+//   front is complete; shorter pieces of a row made every form of this kernel slower (docs/performance.md).
+//   Eight warps compute, each a part of k: weights are the B operand; a warp keeps its part of x
 //   in registers as the A operand. x that is too long for the registers comes in phases, for some tiles of
 //   eight rows together. One more warp adds the warps' sums of a tile, which meet in shared memory, and
 //   writes the outputs, so that those who compute never wait for what is added there. Rows of a slot are 64
