@@ -205,8 +205,7 @@ __device__ __forceinline__ void ring_mma_compute(const GemvParams& p, const MmaR
         *even = i == 0 ? first : *even + first;
         *odd = i == 0 ? second : *odd + second;
         if (i == plan.phases - 1) {
-          __syncwarp();  // every lane's sums
-          if (lane == 0) barrier_arrive(summed + 8 * part.slot);
+          barrier_arrive(summed + 8 * part.slot);
         }
         part.advance(kMmaParts);
       }
@@ -276,8 +275,7 @@ __device__ __forceinline__ void ring_mma_write(const GemvParams& p, const RopeAp
 #pragma unroll
         for (int w = 0; w < kRingWarps; ++w) dots[o][half] += sums[(w * kMmaTileRows + row) * kMmaXRows + m];
       }
-    __syncwarp();  // every lane has read the sums
-    if (lane == 0) barrier_arrive(written + 8 * part.slot);
+    barrier_arrive(written + 8 * part.slot);
     part.advance(kMmaParts);
 #pragma unroll
     for (int o = 0; o < kOutputs; ++o) {
@@ -319,8 +317,8 @@ __global__ void __launch_bounds__(kMmaThreads, 1)
       barrier_init(empty + 8 * slot, kRingWarps);
     }
     for (int part = 0; part < kMmaParts; ++part) {
-      barrier_init(summed + 8 * part, kRingWarps);
-      barrier_init(written + 8 * part, 1);
+      barrier_init(summed + 8 * part, kRingConsumers);
+      barrier_init(written + 8 * part, kWarpSize);
     }
     barrier_init_done();
   }
