@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import difflib
 import functools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -32,10 +32,19 @@ class Sample:
     def __init__(self, *args: Any, **kwargs: Any):
         self.args, self.kwargs = args, kwargs
 
+    def tensors(self) -> Iterator[torch.Tensor]:
+        """Every tensor argument, those in lists too."""
+        for value in (*self.args, *self.kwargs.values()):
+            for item in value if isinstance(value, (list, tuple)) else (value,):
+                if isinstance(item, torch.Tensor):
+                    yield item
+
     def map_tensors(self, function: Callable[[torch.Tensor], torch.Tensor]) -> Sample:
-        """A copy in which every tensor argument went through ``function``."""
+        """A copy in which every tensor argument, in lists too, went through ``function``."""
 
         def convert(value: Any) -> Any:
+            if isinstance(value, (list, tuple)):
+                return [convert(item) for item in value]
             return function(value) if isinstance(value, torch.Tensor) else value
 
         return Sample(*map(convert, self.args), **{name: convert(value) for name, value in self.kwargs.items()})
@@ -75,15 +84,15 @@ class OpSpec:
             OpInputError: what was wrong with which argument, what was expected, and the remedy.
         """
         reasons = self.why_not(*args, **kwargs)
-        if self.backward is None and _needs_grad((*args, *kwargs.values())):
+        if self.backward is None and _needs_grad(Sample(*args, **kwargs)):
             reasons.append("it has no backward and an argument requires grad: call it under torch.no_grad()")
         if reasons:
             raise OpInputError(f"hf_fastpath.ops.{self.name}: " + "; ".join(reasons))
         return self.overload(*args, **kwargs)
 
 
-def _needs_grad(values: Iterable[Any]) -> bool:
-    return torch.is_grad_enabled() and any(isinstance(v, torch.Tensor) and v.requires_grad for v in values)
+def _needs_grad(call: Sample) -> bool:
+    return torch.is_grad_enabled() and any(tensor.requires_grad for tensor in call.tensors())
 
 
 def _outside_autocast(reference: Callable[..., Any]) -> Callable[..., Any]:

@@ -14,12 +14,14 @@ import torch
 from .. import ops
 from ..cache import FastpathCache
 from ..compat import below_autograd
-from ..ops.decode_attention import workspace_bytes
+from ..ops.decode_attention import workspace_bytes as attention_workspace_bytes
+from ..ops.decode_layers import workspace_bytes as layers_workspace_bytes
 from . import steps
 from .graph import capture
 from .structure import ModelPart, fingerprint
 
 _aten = torch.ops.aten
+_WHOLE_STEP = True  # all layers in one call where that is possible
 
 #: end tokens a plan looks for; more are left to the host
 MAX_EOS_TOKENS = 16
@@ -44,7 +46,8 @@ class Program:
 
     def __init__(self) -> None:
         self.values: list[Any] = []
-        self._calls: list[tuple[Callable[..., Any], list[Any], list[tuple[int, int]], int]] = []
+        #: function, arguments, where values go (a list, a place in it, a register), register of the result
+        self._calls: list[tuple[Callable[..., Any], list[Any], list[tuple[list, int, int]], int]] = []
 
     def register(self, value: Any = None) -> Register:
         """A new register, holding ``value``."""
@@ -52,10 +55,12 @@ class Program:
         return Register(len(self.values) - 1)
 
     def emit(self, op: Callable[..., Any], *arguments: Any) -> Register:
-        """Note a call; its result is in the returned register once the program ran."""
+        """Note a call; its result is in the returned register once the program ran. Registers may lie in lists."""
         out = self.register()
-        holes = [(place, a.index) for place, a in enumerate(arguments) if type(a) is Register]
-        self._calls.append((op, list(arguments), holes, out.index))
+        given = [list(a) if isinstance(a, list) else a for a in arguments]
+        lists = [given, *(a for a in given if isinstance(a, list))]
+        holes = [(a, place, r.index) for a in lists for place, r in enumerate(a) if type(r) is Register]
+        self._calls.append((op, given, holes, out.index))
         return out
 
     def __len__(self) -> int:
@@ -69,9 +74,19 @@ class Program:
         """Make every call."""
         values = self.values
         for op, arguments, holes, out in self._calls:
-            for place, index in holes:
-                arguments[place] = values[index]
+            for target, place, index in holes:
+                target[place] = values[index]
             values[out] = op(*arguments)
+
+
+def _workspace_bytes(part: ModelPart, batch: int, whole: bool) -> int:
+    """Size of the workspace that the kernels of a step need, in bytes."""
+    if whole:
+        model = steps.all_sizes(part)
+        features = model.qkv_features, model.q_features, model.intermediate_size
+        return layers_workspace_bytes(model.hidden_size, *features)
+    attention = part.layers[0].attention
+    return attention_workspace_bytes(batch, 1, attention.num_heads, attention.head_dim)
 
 
 class DecodePlan:
@@ -109,19 +124,19 @@ class DecodePlan:
             self.record = torch.zeros(RECORD_SLOTS, 2, batch, dtype=torch.long, device="cpu")
             if self.device.type == "cuda":
                 self.record = self.record.pin_memory()
+            whole = _WHOLE_STEP and batch == 1 and not steps.one_call_reasons(part, kv_dtype)
             self.kv_table = self.workspace = None
             if self.device.type == "cuda":
-                attention = part.layers[0].attention
-                size = workspace_bytes(batch, 1, attention.num_heads, attention.head_dim)
+                size = _workspace_bytes(part, batch, whole)
                 self.workspace = torch.zeros(size, dtype=torch.uint8, device=self.device)
                 self.kv_table = torch.zeros(len(part.layers), 3, dtype=torch.long, device=self.device)
-        self.program = Program()
-        self._caches = [(self.program.register(), self.program.register()) for _ in part.layers]
-        self._rotary, self._angles = part.rotary, (self.program.register(), self.program.register())
-        self._logits = self._record(part)
+            self.program = Program()
+            self._caches = [(self.program.register(), self.program.register()) for _ in part.layers]
+            self._rotary, self._angles = part.rotary, (self.program.register(), self.program.register())
+            self._logits = self._record(part, whole)
 
-    def _record(self, part: ModelPart) -> Register:
-        """Write the token step down; returns the register of the logits [batch, 1, vocab_size]."""
+    def _record(self, part: ModelPart, whole: bool) -> Register:
+        """Write the token step down, ``whole`` with one call for all layers; returns the register of the logits."""
         emit = self.program.emit
         hidden = emit(_aten.embedding.default, part.embedding.weight, self.tokens)
         cos = sin = None
@@ -133,9 +148,12 @@ class DecodePlan:
         # Nothing in the step writes a parameter or the table, and lengths only change in its last kernel.
         overlap = self.device.type == "cuda"
         at = steps.Positions(cos, sin, self.seq_lens, self.starts, self.kv_table, self.workspace, overlap)
-        for index, layer in enumerate(part.layers):
-            hidden = steps.decoder_layer(emit, layer, hidden, self._caches[index], at, index)
-        logits = steps.projection(emit, part.head, hidden, norm=part.final_norm, overlap=overlap)
+        if whole:
+            logits = steps.all_layers(emit, part, hidden, self._caches, at)
+        else:
+            for index, layer in enumerate(part.layers):
+                hidden = steps.decoder_layer(emit, layer, hidden, self._caches[index], at, index)
+            logits = steps.projection(emit, part.head, hidden, norm=part.final_norm, overlap=overlap)
         last = emit(_aten.select.int, logits, 1, 0)
         emit(
             ops.greedy_token.overload,

@@ -10,10 +10,12 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import nn
 
 from .. import ops
-from .structure import AttentionPart, LayerPart, MLPPart, NormPart, is_transposed
+from ..ops.decode_layers import LAYER_TENSORS, OUTER_TENSORS, Sizes, kernel_reasons, sizes, weight_reasons
+from .structure import AttentionPart, LayerPart, MLPPart, ModelPart, NormPart, is_transposed, weight_and_bias
 
 Emit = Callable[..., Any]
 
@@ -115,3 +117,80 @@ def decoder_layer(emit: Emit, part: LayerPart, hidden: Any, cache: tuple[Any, An
     """The whole layer: ``hidden`` [batch, query_len, hidden_size] in and out."""
     hidden = attention(emit, part.attention, hidden, cache, at, layer, hidden, part.attention_norm)
     return mlp(emit, part.mlp, hidden, hidden, part.mlp_norm, at.overlap)
+
+
+# ---- a whole model in one call ---------------------------------------------------------------------------------
+
+
+def _named(roles: dict[str, nn.Module | None]) -> dict[str, torch.Tensor | None]:
+    """Weights and biases of modules, as ``<role>_weight`` and ``<role>_bias``."""
+    pairs = {role: weight_and_bias(module) for role, module in roles.items() if module is not None}
+    return {f"{role}_{name}": p for role, pair in pairs.items() for name, p in zip(("weight", "bias"), pair)}
+
+
+def _layer_tensors(part: LayerPart) -> dict[str, torch.Tensor | None]:
+    *qkv, out = part.attention.projections()
+    roles = {"attention_norm": part.attention_norm.module, **dict(zip("qkv", qkv)), "out": out}
+    roles |= {"mlp_norm": part.mlp_norm.module, "gate": part.mlp.gate, "up": part.mlp.up, "down": part.mlp.down}
+    return _named(roles)
+
+
+def _all_weights(part: ModelPart) -> list[torch.Tensor]:
+    """The model's parameters as ``ops.decode_layers`` takes them."""
+    absent = part.head.weight.new_empty(0)
+    outer = _named({"final_norm": part.final_norm.module, "head": part.head})
+    found = [layer.get(name) for layer in map(_layer_tensors, part.layers) for name in LAYER_TENSORS]
+    return [absent if p is None else p for p in (*found, *(outer.get(name) for name in OUTER_TENSORS))]
+
+
+def _constants(part: LayerPart) -> tuple:
+    """What ``ops.decode_layers`` takes once for all layers."""
+    attention, mlp = part.attention, part.mlp
+    kinds = {is_transposed(linear) for linear in (*attention.projections(), *mlp.projections())}
+    return attention.num_heads, attention.head_dim, attention.scaling, mlp.activation, kinds
+
+
+def all_sizes(part: ModelPart) -> Sizes:
+    """Sizes of the model, as its first layer has them."""
+    first = part.layers[0]
+    features = first.attention.num_heads * first.attention.head_dim
+    return sizes(_all_weights(part), features, is_transposed(first.mlp.up))
+
+
+def one_call_reasons(part: ModelPart, kv_dtype: torch.dtype) -> list[str]:
+    """Reasons why ``ops.decode_layers`` cannot take all of the model's layers over caches of ``kv_dtype``."""
+    layers, weights = part.layers, _all_weights(part)
+    constants = _constants(layers[0])
+    if any(_constants(layer) != constants for layer in layers):
+        return ["the layers differ in a constant"]
+    norms = [part.final_norm, *(norm for layer in layers for norm in (layer.attention_norm, layer.mlp_norm))]
+    if len({norm.eps for norm in norms}) > 1:
+        return ["the norms differ in eps"]
+    num_heads, head_dim, _, activation, kinds = constants
+    if len(kinds) > 1 or is_transposed(part.head):
+        return ["the projections are stored in different ways"]
+    if any(layer.mlp.gate is not None and layer.mlp.gate.bias is not None for layer in layers):
+        return ["a gate has a bias"]
+    model, (transposed,) = all_sizes(part), kinds
+    num_kv_heads = (model.qkv_features - model.q_features) // (2 * head_dim)
+    x = part.head.weight.new_empty(1, 1, model.hidden_size)
+    kind = part.architecture.norm.kind
+    reasons = weight_reasons(x, weights, num_heads, num_kv_heads, head_dim, kind, activation, transposed)
+    if reasons or x.device.type != "cuda":
+        return reasons
+    return kernel_reasons(weights, num_heads, head_dim, transposed, kv_dtype)
+
+
+def all_layers(emit: Emit, part: ModelPart, hidden: Any, caches: list[tuple[Any, Any]], at: Positions) -> Any:
+    """All layers, the final norm and the head of a model without :func:`one_call_reasons`, over one new token of one
+    sequence: ``hidden`` [1, 1, hidden_size] in, logits [1, 1, vocab_size] out."""
+    layers = part.layers
+    first = layers[0]
+    norm, _, _, eps = _norm_arguments(first.attention_norm)
+    return emit(
+        ops.decode_layers.overload,
+        *(hidden, _all_weights(part), [k for k, _ in caches], [v for _, v in caches]),
+        *(at.cos, at.sin, at.seq_lens, at.starts, first.attention.num_heads, first.attention.scaling),
+        *([layer.window or 0 for layer in layers], norm, eps, first.mlp.activation, is_transposed(first.mlp.up)),
+        *(at.kv_table, at.workspace, at.overlap),
+    )

@@ -4,6 +4,7 @@
 """
 
 from .decode_attention import SPEC as decode_attention
+from .decode_layers import SPEC as decode_layers
 from .fused_gelu import SPEC as fused_gelu
 from .fused_swiglu import SPEC as fused_swiglu
 from .gemv import SPEC as gemv
@@ -17,6 +18,7 @@ from .rope_append import SPEC as rope_append
 
 __all__ = [
     "decode_attention",
+    "decode_layers",
     "fused_gelu",
     "fused_swiglu",
     "gemv",

@@ -1,0 +1,493 @@
+"""All decoder layers of one new token of one sequence, the final norm and the head, in one call."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from ..registry import OpSpec, Sample, choice_reason, nbytes, register, shape_reason, tensor_reasons
+from .decode_attention import moved as attention_bytes
+from .decode_attention import reference as decode_attention
+from .decode_attention import why_not as attention_reasons
+from .fused_swiglu import GATES
+from .gemv import ACTIVATIONS
+from .gemv import reference as gemv
+from .gemv_swiglu import reference as gemv_swiglu
+from .kv_cache import refuse_kv_table, slot_positions
+from .norm import NORMS
+from .qkv_rope_append import reference as qkv_rope_append
+from .rope_append import why_not as rope_reasons
+
+#: what ``weights`` holds of every layer, in this order
+LAYER_TENSORS = (
+    "attention_norm_weight",
+    "attention_norm_bias",
+    "q_weight",
+    "q_bias",
+    "k_weight",
+    "k_bias",
+    "v_weight",
+    "v_bias",
+    "out_weight",
+    "out_bias",
+    "mlp_norm_weight",
+    "mlp_norm_bias",
+    "gate_weight",
+    "up_weight",
+    "up_bias",
+    "down_weight",
+    "down_bias",
+)
+#: what follows the layers in ``weights``
+OUTER_TENSORS = ("final_norm_weight", "final_norm_bias", "head_weight", "head_bias")
+_HEAD = OUTER_TENSORS.index("head_weight") - len(OUTER_TENSORS)  # its place from the end
+#: weights that every model has
+_NEEDED = ("q_weight", "out_weight", "up_weight", "down_weight", "head_weight")
+
+# What the CUDA kernel is made for; see kernel_reasons().
+_MIN_CAPABILITY = 9
+_HEAD_DIMS = (64, 128)
+_MAX_LAYERS = 64
+_FEATURES_MULTIPLE = 64
+_MAX_ROW_BYTES = 32768
+_MAX_GROUP = 8
+_ALIGNMENT = 16
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """Sizes of a model, as its first layer and its head have them; ``qkv_features`` counts all three projections."""
+
+    layers: int
+    hidden_size: int
+    q_features: int
+    qkv_features: int
+    intermediate_size: int
+    vocab_size: int
+
+
+def by_name(weights: Sequence[torch.Tensor]) -> tuple[list[dict[str, torch.Tensor]], dict[str, torch.Tensor]]:
+    """``weights`` as one dictionary for every layer, and one for what follows them."""
+    layers, size = len(weights) // len(LAYER_TENSORS), len(LAYER_TENSORS)
+    named = [dict(zip(LAYER_TENSORS, weights[i * size : (i + 1) * size])) for i in range(layers)]
+    return named, dict(zip(OUTER_TENSORS, weights[layers * size :]))
+
+
+def sizes(weights: Sequence[torch.Tensor], q_features: int, transposed: bool) -> Sizes:
+    """Sizes of the model that ``weights`` make up; 0 for one that no matrix tells."""
+    layers, outer = by_name(weights)
+
+    def outputs(weight: torch.Tensor, transposed: bool = False) -> int:
+        return weight.shape[1 if transposed else 0] if weight.dim() == 2 else 0
+
+    first = layers[0]
+    return Sizes(
+        layers=len(layers),
+        hidden_size=outputs(first["out_weight"], transposed),
+        q_features=q_features,
+        qkv_features=sum(outputs(first[name], transposed) for name in ("q_weight", "k_weight", "v_weight")),
+        intermediate_size=outputs(first["up_weight"], transposed),
+        vocab_size=outputs(outer["head_weight"]),
+    )
+
+
+def workspace_bytes(hidden_size: int, qkv_features: int, q_features: int, intermediate_size: int) -> int:
+    """Size of the ``workspace`` that calls for a model of these sizes need, in bytes."""
+    return 8 * (qkv_features + q_features * 66 + 2 * hidden_size + intermediate_size) + 4096
+
+
+def reference(
+    x: torch.Tensor,
+    weights: Sequence[torch.Tensor],
+    k_caches: Sequence[torch.Tensor],
+    v_caches: Sequence[torch.Tensor],
+    cos: torch.Tensor | None,
+    sin: torch.Tensor | None,
+    seq_lens: torch.Tensor,
+    starts: torch.Tensor | None,
+    num_heads: int,
+    scale: float,
+    windows: Sequence[int],
+    norm: str,
+    norm_eps: float,
+    activation: str,
+    transposed: bool,
+    kv_table: torch.Tensor | None = None,
+    workspace: torch.Tensor | None = None,
+    overlap: bool = False,
+) -> torch.Tensor:
+    """Layer by layer ``x += out(attention(norm(x)))`` and ``x += down(mlp(norm(x)))``, then ``head(norm(x))``.
+
+    Args:
+        x: [1, 1, hidden_size], the new token's embedding.
+        weights: for every layer the tensors named in ``LAYER_TENSORS``, then those of ``OUTER_TENSORS``; one that
+            the model lacks is an empty tensor. Layers are alike in what they have and in its shapes. Without
+            ``k_weight`` and ``v_weight``, ``q_weight`` holds all three projections one after the other. With
+            ``gate_weight`` the MLP is ``activation(gate) * up``, without biases; else ``activation(up)``.
+        k_caches, v_caches: [1, num_kv_heads, capacity, head_dim] for every layer, as in ``qkv_rope_append``; written
+            in place. A layer may have its own capacity.
+        cos, sin: [1, 1, rotary_dim], rotary_dim even and at most head_dim; None: no rotation.
+        seq_lens: int32 [1], tokens the sequence holds with the new one.
+        starts: int32 [1], first visible position (left padding), or None for 0.
+        num_heads: number of query heads.
+        scale: factor on the scores.
+        windows: for every layer the positions a token sees, itself included; 0 for all.
+        norm: ``rms`` or ``layer``, of every norm.
+        norm_eps: of every norm.
+        activation: of the MLP; with a gate ``silu``, ``gelu_tanh`` or ``gelu``, else one that ``gemv`` takes.
+        transposed: the layers' matrices are stored [in_features, out_features] as ``Conv1D`` does; then ``q_weight``
+            holds all three projections and there is no gate. The head's is [vocab_size, hidden_size] always.
+        kv_table: int64 [layers, 3], see ``rope_append``; replaces the addresses and capacities of the caches.
+        workspace: uint8 from ``workspace_bytes`` on x's device, zeroed once by the caller and used by one call at a
+            time; the CUDA kernel leaves it fit for the next. None: allocated by the call. Ignored on the CPU.
+        overlap: CUDA may read weights, lengths, table and all but the newest position of the caches while the kernel
+            launched before on this stream still runs; only allowed where that kernel writes none of them. No effect
+            on the result.
+
+    Returns:
+        [1, 1, vocab_size] logits in x's dtype.
+
+    Raises:
+        OpInputError: shapes, dtypes or devices that do not fit, lists of wrong lengths, layers that are not alike; on
+            CUDA also a model that the kernel is not made for, see ``kernel_reasons``.
+
+    Source: transformers ``models/mistral/modeling_mistral.py@5.17``, ``MistralDecoderLayer``, ``MistralModel``;
+    ``models/gpt2/modeling_gpt2.py@5.17``, ``GPT2Block``.
+    """
+    refuse_kv_table(kv_table)
+    layers, outer = by_name([tensor if tensor.numel() else None for tensor in weights])
+    for w, k_cache, v_cache, window in zip(layers, k_caches, v_caches, windows):
+        attention_norm = norm, w["attention_norm_weight"], w["attention_norm_bias"], norm_eps
+        mlp_norm = norm, w["mlp_norm_weight"], w["mlp_norm_bias"], norm_eps
+        queries = qkv_rope_append(
+            *(x, w["q_weight"], w["k_weight"], w["v_weight"], w["q_bias"], w["k_bias"], w["v_bias"], transposed),
+            *(cos, sin, k_cache, v_cache, seq_lens, num_heads, None, 0, *attention_norm),
+        )
+        mixed = decode_attention(queries, k_cache, v_cache, seq_lens, starts, scale, window)
+        x = gemv(mixed, w["out_weight"], w["out_bias"], x, "none", transposed)
+        if w["gate_weight"] is None:
+            hidden = gemv(x, w["up_weight"], w["up_bias"], None, activation, transposed, *mlp_norm)
+        else:
+            hidden = gemv_swiglu(x, w["gate_weight"], w["up_weight"], activation, *mlp_norm)
+        x = gemv(hidden, w["down_weight"], w["down_bias"], x, "none", transposed)
+    final_norm = norm, outer["final_norm_weight"], outer["final_norm_bias"], norm_eps
+    return gemv(x, outer["head_weight"], outer["head_bias"], None, "none", False, *final_norm)
+
+
+def fake(
+    x,
+    weights,
+    k_caches,
+    v_caches,
+    cos,
+    sin,
+    seq_lens,
+    starts,
+    num_heads,
+    scale,
+    windows,
+    norm,
+    norm_eps,
+    activation,
+    transposed,
+    kv_table=None,
+    workspace=None,
+    overlap=False,
+):
+    return x.new_empty(1, 1, weights[_HEAD].shape[0])
+
+
+def kernel_reasons(
+    weights: Sequence[torch.Tensor], num_heads: int, head_dim: int, transposed: bool, cache_dtype: torch.dtype
+) -> list[str]:
+    """Reasons why the CUDA kernel does not take a model whose other arguments fit together."""
+    model = sizes(weights, num_heads * head_dim, transposed)
+    head = weights[_HEAD]
+    capability = torch.cuda.get_device_capability(head.device)
+    group = 2 * num_heads * head_dim // max(1, model.qkv_features - model.q_features)
+    reasons = []
+    if capability[0] < _MIN_CAPABILITY:
+        reasons.append(f"the GPU has compute capability {capability[0]}.{capability[1]}, needed is 9.0")
+    if cache_dtype != head.dtype:
+        reasons.append(f"the caches are {cache_dtype}, expected {head.dtype} as the weights on CUDA")
+    if head_dim not in _HEAD_DIMS:
+        reasons.append(f"head_dim is {head_dim}, expected 64 or 128 on CUDA")
+    if model.layers > _MAX_LAYERS:
+        reasons.append(f"there are {model.layers} layers, expected at most {_MAX_LAYERS} on CUDA")
+    if group > _MAX_GROUP:
+        reasons.append(f"{group} heads share a KV head, expected at most {_MAX_GROUP} on CUDA")
+    for name in ("hidden_size", "q_features", "intermediate_size"):
+        features = getattr(model, name)
+        if features % _FEATURES_MULTIPLE:
+            reasons.append(f"{name} is {features}, expected a multiple of {_FEATURES_MULTIPLE} on CUDA")
+        if features * head.element_size() > _MAX_ROW_BYTES:
+            reasons.append(f"{name} is {features} {head.dtype}, expected at most {_MAX_ROW_BYTES} bytes on CUDA")
+    if not all(weight.is_contiguous() and weight.data_ptr() % _ALIGNMENT == 0 for weight in weights):
+        reasons.append(f"a weight is not contiguous or not aligned to {_ALIGNMENT} bytes: clone it")
+    return reasons
+
+
+def why_not(
+    x,
+    weights,
+    k_caches,
+    v_caches,
+    cos,
+    sin,
+    seq_lens,
+    starts,
+    num_heads,
+    scale,
+    windows,
+    norm,
+    norm_eps,
+    activation,
+    transposed,
+    kv_table=None,
+    workspace=None,
+    overlap=False,
+) -> list[str]:
+    if x.dim() != 3 or tuple(x.shape[:2]) != (1, 1):
+        return [f"x has shape {tuple(x.shape)}, expected [1, 1, hidden_size]: one token of one sequence"]
+    reasons = _count_reasons(weights, k_caches, v_caches, windows)
+    if not reasons and k_caches[0].dim() != 4:
+        reasons = [f"k_caches[0] has shape {tuple(k_caches[0].shape)}, expected [1, kv_heads, capacity, head_dim]"]
+    if reasons:
+        return reasons
+    num_kv_heads, _, head_dim = k_caches[0].shape[1:]
+    reasons = choice_reason("norm", norm, NORMS[1:]) + tensor_reasons(x)
+    reasons += weight_reasons(x, weights, num_heads, num_kv_heads, head_dim, norm, activation, transposed)
+    qkv = x.new_empty(1, 1, (num_heads + 2 * num_kv_heads) * head_dim)
+    q = x.new_empty(1, 1, num_heads, head_dim)
+    for layer, (k_cache, v_cache, window) in enumerate(zip(k_caches, v_caches, windows)):
+        found = rope_reasons(qkv, None, cos, sin, k_cache, v_cache, seq_lens, num_heads, kv_table, layer)
+        found += attention_reasons(q, k_cache, v_cache, seq_lens, starts, scale, window, kv_table, layer)
+        reasons += [f"layer {layer}: {reason}" for reason in dict.fromkeys(found)]
+        if found:
+            break  # the next layer's would be the same
+    if workspace is not None:
+        model = sizes(weights, num_heads * head_dim, transposed)
+        size = workspace_bytes(model.hidden_size, model.qkv_features, model.q_features, model.intermediate_size)
+        if workspace.device != x.device or workspace.dtype != torch.uint8 or workspace.numel() < size:
+            reasons.append(
+                f"workspace is {workspace.dtype} with {workspace.numel()} elements on {workspace.device}, expected "
+                f"torch.uint8, workspace_bytes(...) = {size}, {x.device}"
+            )
+    if reasons or x.device.type != "cuda":
+        return reasons
+    dtypes = [cache.dtype for cache in k_caches if cache.dtype != x.dtype]
+    return kernel_reasons(weights, num_heads, head_dim, transposed, dtypes[0] if dtypes else x.dtype)
+
+
+def _count_reasons(weights, k_caches, v_caches, windows) -> list[str]:
+    """Reasons why the lists do not have the lengths that go together."""
+    layers = len(k_caches)
+    if not layers:
+        return ["k_caches is empty, expected one cache for every layer"]
+    reasons = []
+    for name, values in (("v_caches", v_caches), ("windows", windows)):
+        if len(values) != layers:
+            reasons.append(f"{name} has {len(values)} entries, expected {layers}, one for every layer as k_caches")
+    if len(weights) != layers * len(LAYER_TENSORS) + len(OUTER_TENSORS):
+        reasons.append(
+            f"weights has {len(weights)} tensors, expected {len(LAYER_TENSORS)} for each of the {layers} layers and "
+            f"{len(OUTER_TENSORS)} more"
+        )
+    return reasons
+
+
+def weight_reasons(
+    x: torch.Tensor,
+    weights: Sequence[torch.Tensor],
+    num_heads: int,
+    num_kv_heads: int,
+    head_dim: int,
+    norm: str,
+    activation: str,
+    transposed: bool,
+) -> list[str]:
+    """Reasons why the weights do not go together, up to the first layer that has one; ``x`` as in ``reference``."""
+    layers, outer = by_name(weights)
+    model = sizes(weights, num_heads * head_dim, transposed)
+    present = {name for name, tensor in layers[0].items() if tensor.numel()}
+    gated, separate = "gate_weight" in present, "k_weight" in present
+    reasons = choice_reason("activation", activation, GATES if gated else ACTIVATIONS)
+    if separate != ("v_weight" in present) or (not separate and present & {"k_bias", "v_bias"}):
+        reasons.append("k_weight and v_weight go together, with their biases: pass both or neither")
+    if transposed and (separate or gated):
+        reasons.append("transposed takes all projections in q_weight and no gate_weight: pass the others empty")
+    if gated and "up_bias" in present:
+        reasons.append("gate_weight takes no up_bias: pass it empty")
+    if reasons:
+        return reasons
+    hidden, inner = x.shape[2], model.intermediate_size
+    kv_features = num_kv_heads * head_dim
+    q_features = model.q_features + (0 if separate else 2 * kv_features)
+    matrices = {
+        "q": (q_features, hidden),
+        "k": (kv_features, hidden),
+        "v": (kv_features, hidden),
+        "out": (hidden, model.q_features),
+        "gate": (inner, hidden),
+        "up": (inner, hidden),
+        "down": (hidden, inner),
+    }
+    shapes = {f"{name}_weight": size[::-1] if transposed else size for name, size in matrices.items()}
+    shapes |= {f"{name}_bias": size[:1] for name, size in matrices.items()}
+    shapes |= {"head_weight": (model.vocab_size, hidden), "head_bias": (model.vocab_size,)}
+    for number, tensors in enumerate([*layers, outer]):
+        where = f"layer {number}: " if number < len(layers) else ""
+        for name, tensor in tensors.items():
+            found = tensor_reasons(x, **{name: tensor})
+            if tensor.numel():
+                found += shape_reason(name, tensor, shapes.get(name, (hidden,)))
+                if tensor.dim() == 2 and tensor.stride(1) != 1:
+                    found.append(f"{name} has strides {tensor.stride()}: make its rows contiguous")
+                if norm == "rms" and name.endswith("norm_bias"):
+                    found.append(f"norm 'rms' takes no {name}: pass it empty")
+            elif name in _NEEDED or (norm == "rms" and name.endswith("norm_weight")):
+                found.append(f"{name} is empty, expected a weight")
+            if number < len(layers) and bool(tensor.numel()) != (name in present):
+                found.append(f"{name} is {'given' if tensor.numel() else 'empty'}, unlike the first layer's")
+            reasons += [where + reason for reason in dict.fromkeys(found)]
+        if reasons:
+            break  # the next layer's would be the same
+    return reasons
+
+
+def moved(
+    x,
+    weights,
+    k_caches,
+    v_caches,
+    cos,
+    sin,
+    seq_lens,
+    starts,
+    num_heads,
+    scale,
+    windows,
+    norm,
+    norm_eps,
+    activation,
+    transposed,
+    kv_table=None,
+    workspace=None,
+    overlap=False,
+) -> int:
+    nothing = x.new_empty(1, 1, 0, k_caches[0].shape[3])  # queries stay where they are made
+    read = sum(
+        attention_bytes(nothing, k_cache, v_cache, seq_lens, starts, scale, window)
+        for k_cache, v_cache, window in zip(k_caches, v_caches, windows)
+    )
+    logits = weights[_HEAD].shape[0] * x.element_size()
+    return nbytes(x, *weights, cos, sin, seq_lens, starts) + read + logits
+
+
+def samples(device: torch.device, dtype: torch.dtype):
+    def randn(*shape):
+        return torch.randn(*shape, device=device, dtype=dtype)
+
+    def call(
+        hidden_size,
+        heads,
+        kv_heads,
+        head_dim,
+        intermediate_size,
+        vocab_size,
+        seq_len,
+        capacities,
+        windows=None,
+        start=None,
+        norm="rms",
+        activation="silu",
+        gated=True,
+        layout="separate",
+        bias=False,
+        rotary_dim=None,
+        kv=None,
+        overlap=False,
+    ):
+        absent = randn(0)
+
+        def matrix(out_features, in_features):
+            weight = randn(out_features, in_features) * in_features**-0.5
+            return weight.t().contiguous() if layout == "conv1d" else weight
+
+        def linear(out_features, in_features):
+            return [matrix(out_features, in_features), randn(out_features) if bias else absent]
+
+        def norm_tensors():
+            return [randn(hidden_size), randn(hidden_size) if norm == "layer" else absent]
+
+        features, kv_features = heads * head_dim, kv_heads * head_dim
+        weights, caches = [], [[], []]
+        lens = torch.tensor([seq_len], device=device, dtype=torch.int32)
+        for capacity in capacities:
+            weights += norm_tensors()
+            if layout == "separate":
+                for size in (features, kv_features, kv_features):
+                    weights += linear(size, hidden_size)
+            else:
+                weights += [*linear(features + 2 * kv_features, hidden_size), *[absent] * 4]
+            weights += linear(hidden_size, features) + norm_tensors()
+            weights += [matrix(intermediate_size, hidden_size) if gated else absent]
+            weights += (
+                [matrix(intermediate_size, hidden_size), absent] if gated else linear(intermediate_size, hidden_size)
+            )
+            weights += linear(hidden_size, intermediate_size)
+            for part in caches:
+                cache = torch.randn(1, kv_heads, capacity, head_dim, device=device).to(kv or dtype)
+                cache[:, :, slot_positions(lens - 1, capacity)[0] < 0] = float("nan")  # never written
+                part.append(cache)
+        weights += norm_tensors()
+        weights += [randn(vocab_size, hidden_size) * hidden_size**-0.5, randn(vocab_size) if bias else absent]
+        cos = sin = None
+        if rotary_dim:
+            angle = torch.rand(1, 1, rotary_dim // 2, device=device).repeat(1, 1, 2) * 6.28
+            cos, sin = angle.cos().to(dtype), angle.sin().to(dtype)
+        starts = None if start is None else torch.tensor([start], device=device, dtype=torch.int32)
+        return Sample(
+            *(randn(1, 1, hidden_size), weights, *caches, cos, sin, lens, starts, heads, head_dim**-0.5),
+            *(windows or [0] * len(capacities), norm, 1e-5, activation, layout == "conv1d"),
+            overlap=overlap,
+        )
+
+    # Mistral, the second layer with a ring; GPT-2; Llama; many heads to a KV head and padding; a plain MLP
+    yield call(256, 4, 2, 64, 512, 501, 40, [64, 24], windows=[0, 16], rotary_dim=64)
+    yield call(
+        *(256, 4, 4, 64, 1024, 503, 33, [33, 40]),
+        norm="layer",
+        activation="gelu_tanh",
+        gated=False,
+        layout="conv1d",
+        bias=True,
+        overlap=True,
+    )
+    yield call(1024, 8, 2, 128, 2816, 1000, 701, [1024], rotary_dim=128)
+    yield call(256, 8, 1, 64, 320, 100, 20, [32, 32, 32], start=3, rotary_dim=64, overlap=True)
+    yield call(192, 3, 1, 64, 256, 64, 1, [8], activation="relu", gated=False, layout="fused", bias=True)
+    yield call(128, 2, 2, 64, 192, 77, 300, [310, 310], activation="gelu", gated=False, bias=True, rotary_dim=32)
+    if device.type == "cpu":  # sizes and cache types that the CUDA kernel does not take
+        yield call(90, 3, 1, 40, 111, 7, 19, [30, 30], windows=[8, 8], activation="gelu", rotary_dim=24)
+        yield call(33, 2, 1, 32, 17, 1, 9, [9], norm="layer", activation="gelu", bias=True, kv=torch.float16)
+
+
+SPEC = register(
+    OpSpec(
+        name="decode_layers",
+        schema=(
+            "(Tensor x, Tensor[] weights, Tensor(a!)[] k_caches, Tensor(b!)[] v_caches, Tensor? cos, Tensor? sin, "
+            "Tensor seq_lens, Tensor? starts, int num_heads, float scale, int[] windows, str norm, float norm_eps, "
+            "str activation, bool transposed, Tensor? kv_table=None, Tensor(c!)? workspace=None, bool overlap=False) "
+            "-> Tensor"
+        ),
+        reference=reference,
+        fake=fake,
+        why_not=why_not,
+        bytes=moved,
+        samples=samples,
+    )
+)
