@@ -3,6 +3,7 @@
 
 #include <limits>
 
+#include "common/composed_ops.h"
 #include "common/convert_cpu.h"
 #include "common/cpu_glue.h"
 #include "common/cpu_math.h"
@@ -94,10 +95,12 @@ int64_t chunk_begin(const VisibleRange& range, int64_t chunk) {
   return range.begin + part_begin(range.end - range.begin, range.chunks, chunk, kBlockPositions);
 }
 
-Tensor decode_attention(const Tensor& q, const Tensor& k_cache, const Tensor& v_cache, const Tensor& seq_lens,
-                        std::optional<Tensor> starts, double scale, int64_t window,
-                        std::optional<Tensor> kv_table, int64_t layer, std::optional<Tensor> workspace,
-                        bool /*overlap*/) {
+}  // namespace
+
+Tensor decode_attention_cpu(const Tensor& q, const Tensor& k_cache, const Tensor& v_cache,
+                            const Tensor& seq_lens, const std::optional<Tensor>& starts, double scale,
+                            int64_t window, const std::optional<Tensor>& kv_table, int64_t layer,
+                            const std::optional<Tensor>& /*workspace*/, bool /*overlap*/) {
   const char* op = "decode_attention";
   const DType dtype = dtype_of(q, op);
   STD_TORCH_CHECK(q.dim() == 4 && q.size(1) >= 1 && q.size(1) <= kMaxQueryLen,
@@ -219,7 +222,8 @@ Tensor decode_attention(const Tensor& q, const Tensor& k_cache, const Tensor& v_
   return out;
 }
 
-STABLE_TORCH_LIBRARY_IMPL(hf_fastpath, CPU, m) { m.impl("decode_attention", TORCH_BOX(&decode_attention)); }
+STABLE_TORCH_LIBRARY_IMPL(hf_fastpath, CPU, m) {
+  m.impl("decode_attention", TORCH_BOX(&decode_attention_cpu));
+}
 
-}  // namespace
 }  // namespace hf_fastpath

@@ -3,11 +3,11 @@
 #include "gemv/gemv_glue_cpu.h"
 
 namespace hf_fastpath {
-namespace {
 
-Tensor gemv_swiglu(const Tensor& raw, const Tensor& gate_weight, const Tensor& up_weight,
-                   std::string activation, const std::string& norm, const std::optional<Tensor>& norm_weight,
-                   const std::optional<Tensor>& norm_bias, double norm_eps, bool /*overlap*/) {
+Tensor gemv_swiglu_cpu(const Tensor& raw, const Tensor& gate_weight, const Tensor& up_weight,
+                       const std::string& activation, const std::string& norm,
+                       const std::optional<Tensor>& norm_weight, const std::optional<Tensor>& norm_bias,
+                       double norm_eps, bool /*overlap*/) {
   const char* op = "gemv_swiglu";
   const Tensor x = normed_cpu(raw, norm_of(norm, op), norm_weight, norm_bias, norm_eps);
   const Activations input = load_activations(x, op);
@@ -31,7 +31,6 @@ Tensor gemv_swiglu(const Tensor& raw, const Tensor& gate_weight, const Tensor& u
   return out;
 }
 
-STABLE_TORCH_LIBRARY_IMPL(hf_fastpath, CPU, m) { m.impl("gemv_swiglu", TORCH_BOX(&gemv_swiglu)); }
+STABLE_TORCH_LIBRARY_IMPL(hf_fastpath, CPU, m) { m.impl("gemv_swiglu", TORCH_BOX(&gemv_swiglu_cpu)); }
 
-}  // namespace
 }  // namespace hf_fastpath

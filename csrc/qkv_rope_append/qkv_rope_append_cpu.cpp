@@ -44,14 +44,16 @@ Tensor project(const Tensor& x, const Tensor* const (&weights)[kProjections],
   return out;
 }
 
-Tensor qkv_rope_append(const Tensor& raw, const Tensor& q_weight, const std::optional<Tensor>& k_weight,
-                       const std::optional<Tensor>& v_weight, const std::optional<Tensor>& q_bias,
-                       const std::optional<Tensor>& k_bias, const std::optional<Tensor>& v_bias,
-                       bool transposed, const std::optional<Tensor>& cos, const std::optional<Tensor>& sin,
-                       const Tensor& k_cache, const Tensor& v_cache, const Tensor& seq_lens,
-                       int64_t num_heads, const std::optional<Tensor>& kv_table, int64_t layer,
-                       const std::string& norm, const std::optional<Tensor>& norm_weight,
-                       const std::optional<Tensor>& norm_bias, double norm_eps, bool /*overlap*/) {
+}  // namespace
+
+Tensor qkv_rope_append_cpu(const Tensor& raw, const Tensor& q_weight, const std::optional<Tensor>& k_weight,
+                           const std::optional<Tensor>& v_weight, const std::optional<Tensor>& q_bias,
+                           const std::optional<Tensor>& k_bias, const std::optional<Tensor>& v_bias,
+                           bool transposed, const std::optional<Tensor>& cos,
+                           const std::optional<Tensor>& sin, const Tensor& k_cache, const Tensor& v_cache,
+                           const Tensor& seq_lens, int64_t num_heads, const std::optional<Tensor>& kv_table,
+                           int64_t layer, const std::string& norm, const std::optional<Tensor>& norm_weight,
+                           const std::optional<Tensor>& norm_bias, double norm_eps, bool /*overlap*/) {
   const char* op = "qkv_rope_append";
   check_projections(raw, k_weight, v_weight, k_bias, v_bias, transposed);
   const auto append = [&](const Tensor& qkv) {
@@ -69,7 +71,6 @@ Tensor qkv_rope_append(const Tensor& raw, const Tensor& q_weight, const std::opt
   return append(qkv);
 }
 
-STABLE_TORCH_LIBRARY_IMPL(hf_fastpath, CPU, m) { m.impl("qkv_rope_append", TORCH_BOX(&qkv_rope_append)); }
+STABLE_TORCH_LIBRARY_IMPL(hf_fastpath, CPU, m) { m.impl("qkv_rope_append", TORCH_BOX(&qkv_rope_append_cpu)); }
 
-}  // namespace
 }  // namespace hf_fastpath

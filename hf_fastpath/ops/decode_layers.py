@@ -277,8 +277,11 @@ def why_not(
             )
     if reasons or x.device.type != "cuda":
         return reasons
-    dtypes = [cache.dtype for cache in k_caches if cache.dtype != x.dtype]
-    return kernel_reasons(weights, num_heads, head_dim, transposed, dtypes[0] if dtypes else x.dtype)
+    other = [cache.dtype for cache in k_caches if cache.dtype != x.dtype]
+    reasons = kernel_reasons(weights, num_heads, head_dim, transposed, other[0] if other else x.dtype)
+    if any(cache.data_ptr() % _ALIGNMENT for cache in (*k_caches, *v_caches)):
+        reasons.append(f"a cache is not aligned to {_ALIGNMENT} bytes: pass whole buffers")
+    return reasons
 
 
 def _count_reasons(weights, k_caches, v_caches, windows) -> list[str]:
@@ -455,7 +458,7 @@ def samples(device: torch.device, dtype: torch.dtype):
             overlap=overlap,
         )
 
-    # Mistral, the second layer with a ring; GPT-2; Llama; many heads to a KV head and padding; a plain MLP
+    # Mistral, the second layer with a ring; GPT-2; Llama; many heads to a KV head, and padding; plain MLPs
     yield call(256, 4, 2, 64, 512, 501, 40, [64, 24], windows=[0, 16], rotary_dim=64)
     yield call(
         *(256, 4, 4, 64, 1024, 503, 33, [33, 40]),

@@ -32,8 +32,18 @@ def arguments(spec: OpSpec, sample: Sample) -> dict[str, object]:
 
 
 def tensors(spec: OpSpec, sample: Sample) -> dict[str, torch.Tensor]:
-    """The sample's tensor arguments by name."""
-    return {name: value for name, value in arguments(spec, sample).items() if isinstance(value, torch.Tensor)}
+    """The sample's tensor arguments by name.
+
+    Those in lists are called ``name[index]``; empty ones, which stand for absent ones there, are left out.
+    """
+    found = {}
+    for name, value in arguments(spec, sample).items():
+        if isinstance(value, torch.Tensor):
+            found[name] = value
+        elif isinstance(value, list):
+            items = enumerate(value)
+            found |= {f"{name}[{i}]": t for i, t in items if isinstance(t, torch.Tensor) and t.numel()}
+    return found
 
 
 def written(spec: OpSpec) -> set[str]:
@@ -41,17 +51,30 @@ def written(spec: OpSpec) -> set[str]:
     return {a.name for a in spec.overload._schema.arguments if a.alias_info is not None and a.alias_info.is_write}
 
 
+def is_written(spec: OpSpec, name: str) -> bool:
+    """Whether the op writes to this one of its ``tensors()``."""
+    return name.partition("[")[0] in written(spec)
+
+
 def replaced(spec: OpSpec, sample: Sample, **values: object) -> Sample:
-    """The sample with some arguments exchanged, by name."""
-    return Sample(**(arguments(spec, sample) | values))
+    """The sample with some arguments exchanged, by name; ``name[index]`` is one tensor of a list."""
+    given = arguments(spec, sample)
+    for key, value in values.items():
+        name, _, index = key.partition("[")
+        if index:
+            given[name] = list(given[name])
+            given[name][int(index[:-1])] = value
+        else:
+            given[name] = value
+    return Sample(**given)
 
 
 def run(spec: OpSpec, function: Callable[..., torch.Tensor], sample: Sample) -> dict[str, torch.Tensor]:
     """Call ``function`` on ``sample``: the returned tensor and the floating arguments it wrote, by name."""
     result = {"result": function(*sample.args, **sample.kwargs)}
-    for name in written(spec) & tensors(spec, sample).keys():
-        if tensors(spec, sample)[name].is_floating_point():
-            result[name] = tensors(spec, sample)[name]
+    for name, tensor in tensors(spec, sample).items():
+        if is_written(spec, name) and tensor.is_floating_point():
+            result[name] = tensor
     return result
 
 
@@ -59,9 +82,10 @@ def ours(spec: OpSpec, sample: Sample) -> dict[str, torch.Tensor]:
     """The op on a copy of ``sample`` that has the same layout; checks that it writes only where it may."""
     call = sample.map_tensors(duplicate)
     result = run(spec, spec.overload, call)
+    after = tensors(spec, call)
     for name, before in tensors(spec, sample).items():
-        if name not in written(spec):
-            assert same_storage(before, tensors(spec, call)[name]), f"{spec.name} changed its argument {name}"
+        if not is_written(spec, name):
+            assert same_storage(before, after[name]), f"{spec.name} changed its argument {name}"
     return result
 
 
@@ -69,6 +93,8 @@ def describe(spec: OpSpec, sample: Sample) -> str:
     """The call in one line: shapes of tensors (strides where they are unusual), values of the rest."""
 
     def text(value: object) -> str:
+        if isinstance(value, list):
+            return f"[{', '.join(map(text, value))}]"
         if not isinstance(value, torch.Tensor):
             return repr(value)
         strides = "" if value.is_contiguous() else f" strides {list(value.stride())}"
@@ -242,7 +268,7 @@ def common_tests(spec: OpSpec, odd_sizes: Samples | None = None) -> dict[str, Ca
         for sample in itertools.islice(spec.samples(device, dtype), 6):
             for name, tensor in tensors(spec, sample).items():
                 if (
-                    name in written(spec)
+                    is_written(spec, name)
                     or not tensor.is_floating_point()
                     or tensor.isnan().any()
                     or not tensor.numel()
@@ -336,8 +362,9 @@ def common_tests(spec: OpSpec, odd_sizes: Samples | None = None) -> dict[str, Ca
                 result = run(spec, spec.overload, static)
             expected = ours(spec, fresh)
             for _ in range(2):
+                values = tensors(spec, fresh)
                 for name, tensor in tensors(spec, static).items():
-                    tensor.copy_(tensors(spec, fresh)[name])
+                    tensor.copy_(values[name])
                 graph.replay()
                 for name, tensor in result.items():
                     assert same_bits(tensor, expected[name]), f"replayed {describe(spec, sample)}: {name}"
