@@ -78,6 +78,12 @@ class Program:
                 target[place] = values[index]
             values[out] = op(*arguments)
 
+    def release(self) -> None:
+        """Let go of what the calls were made with; the registers keep what they hold."""
+        for _, _, holes, _ in self._calls:
+            for target, place, _ in holes:
+                target[place] = None
+
 
 def _workspace_bytes(part: ModelPart, batch: int, whole: bool) -> int:
     """Size of the workspace that the kernels of a step need, in bytes."""
@@ -263,3 +269,4 @@ class DecodePlan:
         for k, v in self._caches:
             # A captured graph finds the buffers through kv_table; keeping them here would only hold memory.
             self.program.values[k.index] = self.program.values[v.index] = None
+        self.program.release()
