@@ -30,6 +30,7 @@ import hf_fastpath.ops.read_stream  # noqa: F401  (an op of the registry even wh
 from hf_fastpath import loader, registry
 from hf_fastpath.bandwidth import measure_read_bandwidth
 from hf_fastpath.ops.decode_attention import workspace_bytes
+from hf_fastpath.ops.decode_layers import workspace_bytes as step_workspace_bytes
 from hf_fastpath.registry import OpInputError, OpSpec, Sample, nbytes
 
 #: what the argument sets of a call have to exceed together: a GPU's L2 (60 MB on an H200), a server CPU's L3
@@ -132,6 +133,60 @@ def _attention(
     return Call(name, arguments, **options)
 
 
+def _step(
+    name: str,
+    layers: int,
+    hidden_size: int,
+    heads: int,
+    kv_heads: int,
+    head_dim: int,
+    intermediate_size: int,
+    vocab_size: int,
+    gpt2: bool = False,
+    length: int = 1024,
+    **options,
+) -> Call:
+    """A step of a whole Mistral or Llama, or of a GPT-2."""
+
+    def arguments(device: torch.device, dtype: torch.dtype) -> Sample:
+        def randn(*shape, std=1.0):
+            return torch.randn(*shape, device=device, dtype=dtype) * std
+
+        def linear(out_features, in_features):
+            shape = (in_features, out_features) if gpt2 else (out_features, in_features)
+            return [randn(*shape, std=in_features**-0.5), randn(out_features) if gpt2 else absent]
+
+        def norm():
+            return [randn(hidden_size), randn(hidden_size) if gpt2 else absent]
+
+        absent, features, kv_features = randn(0), heads * head_dim, kv_heads * head_dim
+        weights = []
+        for _ in range(layers):
+            qkv = [features + 2 * kv_features] if gpt2 else [features, kv_features, kv_features]
+            weights += norm() + [tensor for size in qkv for tensor in linear(size, hidden_size)]
+            weights += [absent] * (4 if gpt2 else 0) + linear(hidden_size, features) + norm()
+            weights += [absent] if gpt2 else linear(intermediate_size, hidden_size)[:1]
+            weights += linear(intermediate_size, hidden_size) + linear(hidden_size, intermediate_size)
+        weights += [*norm(), randn(vocab_size, hidden_size, std=hidden_size**-0.5), absent]
+        caches = [[randn(1, kv_heads, length, head_dim) for _ in range(layers)] for _ in range(2)]
+        angle = torch.rand(1, 1, head_dim // 2, device=device).repeat(1, 1, 2) * 2 * math.pi
+        angles = [None, None] if gpt2 else [angle.cos().to(dtype), angle.sin().to(dtype)]
+        lens = torch.full((1,), length, device=device, dtype=torch.int32)
+        workspace = {}  # one for all steps, as a decode plan keeps it
+        if device.type == "cuda":
+            sizes = hidden_size, features + 2 * kv_features, features, intermediate_size
+            size = step_workspace_bytes(*sizes)
+            workspace["workspace"] = torch.zeros(size, device=device, dtype=torch.uint8)
+        activation = "gelu_tanh" if gpt2 else "silu"
+        return Sample(
+            *(randn(1, 1, hidden_size), weights, *caches, *angles, lens, None, heads, head_dim**-0.5, [0] * layers),
+            *("layer" if gpt2 else "rms", 1e-5, activation, gpt2),
+            **workspace,
+        )
+
+    return Call(name, arguments, **options)
+
+
 def _rope(name: str, heads: int, kv_heads: int, head_dim: int, rotary_dim: int, bias: bool, batch: int = 1) -> Call:
     features, capacity, length = (heads + 2 * kv_heads) * head_dim, 1024, 1000
 
@@ -220,6 +275,10 @@ SHAPES: dict[str, list[Call]] = {
         _attention("gpt2 1k", 12, 12, 64, 1024),
         _attention("gemma-2b 16k", 8, 1, 256, 16384),
     ],
+    "decode_layers": [
+        _step("mistral, 2 layers, 1k", 2, 4096, 32, 8, 128, 14336, 32000, dtypes=("fp16",)),
+        _step("gpt2, 12 layers, 1k", 12, 768, 12, 12, 64, 3072, 50257, gpt2=True, dtypes=("fp16", "fp32")),
+    ],
     "greedy_token": [
         _greedy("mistral 32000", 32000),
         _greedy("gpt2 50257", 50257),
@@ -287,6 +346,7 @@ REFERENCE_NAMES = {
     "gemv": "F.linear",
     "qkv_rope_append": "norm, 3 F.linear, rope",
     "gemv_swiglu": "2 F.linear, gate",
+    "decode_layers": "layer by layer",
     "greedy_token": "argmax, copies",
     "rms_norm": "MistralRMSNorm",
     "layer_norm": "F.layer_norm",
@@ -323,8 +383,7 @@ def implementations(spec: OpSpec) -> dict[str, Callable[[Sample], torch.Tensor]]
 
 
 def _argument_bytes(sample: Sample) -> int:
-    values = (*sample.args, *sample.kwargs.values())
-    return nbytes(*(value for value in values if isinstance(value, torch.Tensor)))
+    return nbytes(*sample.tensors())
 
 
 def _timer(function: Callable[[Sample], object], sets: list[Sample], calls: int) -> Callable[[], float]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -68,8 +69,8 @@ class Sizes:
     vocab_size: int
 
 
-def by_name(weights: Sequence[torch.Tensor]) -> tuple[list[dict[str, torch.Tensor]], dict[str, torch.Tensor]]:
-    """``weights`` as one dictionary for every layer, and one for what follows them."""
+def by_name(weights: Sequence[Any]) -> tuple[list[dict[str, Any]], dict[str, Any]]:
+    """``weights``, or what stands for them, as one dictionary for every layer, and one for what follows them."""
     layers, size = len(weights) // len(LAYER_TENSORS), len(LAYER_TENSORS)
     named = [dict(zip(LAYER_TENSORS, weights[i * size : (i + 1) * size])) for i in range(layers)]
     return named, dict(zip(OUTER_TENSORS, weights[layers * size :]))
@@ -157,23 +158,25 @@ def reference(
     ``models/gpt2/modeling_gpt2.py@5.17``, ``GPT2Block``.
     """
     refuse_kv_table(kv_table)
+
+    def normed_by(tensors: dict[str, Any], name: str) -> dict[str, Any]:
+        weight, bias = tensors[f"{name}_weight"], tensors[f"{name}_bias"]
+        return {"norm": norm, "norm_weight": weight, "norm_bias": bias, "norm_eps": norm_eps}
+
     layers, outer = by_name([tensor if tensor.numel() else None for tensor in weights])
     for w, k_cache, v_cache, window in zip(layers, k_caches, v_caches, windows):
-        attention_norm = norm, w["attention_norm_weight"], w["attention_norm_bias"], norm_eps
-        mlp_norm = norm, w["mlp_norm_weight"], w["mlp_norm_bias"], norm_eps
-        queries = qkv_rope_append(
-            *(x, w["q_weight"], w["k_weight"], w["v_weight"], w["q_bias"], w["k_bias"], w["v_bias"], transposed),
-            *(cos, sin, k_cache, v_cache, seq_lens, num_heads, None, 0, *attention_norm),
-        )
-        mixed = decode_attention(queries, k_cache, v_cache, seq_lens, starts, scale, window)
+        attention_norm, mlp_norm = normed_by(w, "attention_norm"), normed_by(w, "mlp_norm")
+        qkv = w["q_weight"], w["k_weight"], w["v_weight"], w["q_bias"], w["k_bias"], w["v_bias"]
+        at = k_cache, v_cache, seq_lens
+        queries = qkv_rope_append(x, *qkv, transposed, cos, sin, *at, num_heads, **attention_norm)
+        mixed = decode_attention(queries, *at, starts, scale, window)
         x = gemv(mixed, w["out_weight"], w["out_bias"], x, "none", transposed)
         if w["gate_weight"] is None:
-            hidden = gemv(x, w["up_weight"], w["up_bias"], None, activation, transposed, *mlp_norm)
+            hidden = gemv(x, w["up_weight"], w["up_bias"], None, activation, transposed, **mlp_norm)
         else:
-            hidden = gemv_swiglu(x, w["gate_weight"], w["up_weight"], activation, *mlp_norm)
+            hidden = gemv_swiglu(x, w["gate_weight"], w["up_weight"], activation, **mlp_norm)
         x = gemv(hidden, w["down_weight"], w["down_bias"], x, "none", transposed)
-    final_norm = norm, outer["final_norm_weight"], outer["final_norm_bias"], norm_eps
-    return gemv(x, outer["head_weight"], outer["head_bias"], None, "none", False, *final_norm)
+    return gemv(x, outer["head_weight"], outer["head_bias"], **normed_by(outer, "final_norm"))
 
 
 def fake(
@@ -337,8 +340,8 @@ def weight_reasons(
         "up": (inner, hidden),
         "down": (hidden, inner),
     }
-    shapes = {f"{name}_weight": size[::-1] if transposed else size for name, size in matrices.items()}
-    shapes |= {f"{name}_bias": size[:1] for name, size in matrices.items()}
+    shapes: dict[str, tuple[int, ...]] = {f"{name}_bias": size[:1] for name, size in matrices.items()}
+    shapes |= {f"{name}_weight": size[::-1] if transposed else size for name, size in matrices.items()}
     shapes |= {"head_weight": (model.vocab_size, hidden), "head_bias": (model.vocab_size,)}
     for number, tensors in enumerate([*layers, outer]):
         where = f"layer {number}: " if number < len(layers) else ""
