@@ -135,6 +135,13 @@ def test_grad_is_refused_where_there_is_no_backward(spec):
             assert out is None or not out.requires_grad
 
 
+def test_grad_in_a_list_is_refused():
+    sample = first_sample(registry.get("decode_layers"))
+    sample.args[1][0].requires_grad_()
+    with pytest.raises(OpInputError, match="it has no backward"):
+        hf_fastpath.ops.decode_layers(*sample.args, **sample.kwargs)
+
+
 # ---- native libraries --------------------------------------------------------------------------------------
 
 
