@@ -30,7 +30,6 @@ import hf_fastpath.ops.read_stream  # noqa: F401  (an op of the registry even wh
 from hf_fastpath import loader, registry
 from hf_fastpath.bandwidth import measure_read_bandwidth
 from hf_fastpath.ops.decode_attention import workspace_bytes
-from hf_fastpath.ops.decode_layers import workspace_bytes as step_workspace_bytes
 from hf_fastpath.registry import OpInputError, OpSpec, Sample, nbytes
 
 #: what the argument sets of a call have to exceed together: a GPU's L2 (60 MB on an H200), a server CPU's L3
@@ -174,8 +173,7 @@ def _step(
         lens = torch.full((1,), length, device=device, dtype=torch.int32)
         workspace = {}  # one for all steps, as a decode plan keeps it
         if device.type == "cuda":
-            sizes = hidden_size, features + 2 * kv_features, features, intermediate_size
-            size = step_workspace_bytes(*sizes)
+            size = workspace_bytes(1, 1, heads, head_dim)
             workspace["workspace"] = torch.zeros(size, device=device, dtype=torch.uint8)
         activation = "gelu_tanh" if gpt2 else "silu"
         return Sample(

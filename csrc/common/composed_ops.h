@@ -37,6 +37,23 @@ inline void check_projections(const Tensor& x, const std::optional<Tensor>& k_we
                        const std::optional<Tensor>& residual, const std::string& activation,               \
                        bool transposed, const std::string& norm, const std::optional<Tensor>& norm_weight, \
                        const std::optional<Tensor>& norm_bias, double norm_eps, bool overlap);             \
+  Tensor qkv_rope_append_##device(                                                                         \
+      const Tensor& x, const Tensor& q_weight, const std::optional<Tensor>& k_weight,                      \
+      const std::optional<Tensor>& v_weight, const std::optional<Tensor>& q_bias,                          \
+      const std::optional<Tensor>& k_bias, const std::optional<Tensor>& v_bias, bool transposed,           \
+      const std::optional<Tensor>& cos, const std::optional<Tensor>& sin, const Tensor& k_cache,           \
+      const Tensor& v_cache, const Tensor& seq_lens, int64_t num_heads,                                    \
+      const std::optional<Tensor>& kv_table, int64_t layer, const std::string& norm,                       \
+      const std::optional<Tensor>& norm_weight, const std::optional<Tensor>& norm_bias, double norm_eps,   \
+      bool overlap);                                                                                       \
+  Tensor decode_attention_##device(const Tensor& q, const Tensor& k_cache, const Tensor& v_cache,          \
+                                   const Tensor& seq_lens, const std::optional<Tensor>& starts,            \
+                                   double scale, int64_t window, const std::optional<Tensor>& kv_table,    \
+                                   int64_t layer, const std::optional<Tensor>& workspace, bool overlap);   \
+  Tensor gemv_swiglu_##device(const Tensor& x, const Tensor& gate_weight, const Tensor& up_weight,         \
+                              const std::string& activation, const std::string& norm,                      \
+                              const std::optional<Tensor>& norm_weight,                                    \
+                              const std::optional<Tensor>& norm_bias, double norm_eps, bool overlap);      \
   inline Tensor normed_##device(const Tensor& x, Norm norm, const std::optional<Tensor>& weight,           \
                                 const std::optional<Tensor>& bias, double eps) {                           \
     if (norm == Norm::kNone) return x;                                                                     \
@@ -50,23 +67,5 @@ HF_FASTPATH_COMPOSED_OPS(cpu)
 HF_FASTPATH_COMPOSED_OPS(cuda)
 
 #undef HF_FASTPATH_COMPOSED_OPS
-
-// What decode_layers consists of besides, on the CPU.
-Tensor qkv_rope_append_cpu(const Tensor& x, const Tensor& q_weight, const std::optional<Tensor>& k_weight,
-                           const std::optional<Tensor>& v_weight, const std::optional<Tensor>& q_bias,
-                           const std::optional<Tensor>& k_bias, const std::optional<Tensor>& v_bias,
-                           bool transposed, const std::optional<Tensor>& cos,
-                           const std::optional<Tensor>& sin, const Tensor& k_cache, const Tensor& v_cache,
-                           const Tensor& seq_lens, int64_t num_heads, const std::optional<Tensor>& kv_table,
-                           int64_t layer, const std::string& norm, const std::optional<Tensor>& norm_weight,
-                           const std::optional<Tensor>& norm_bias, double norm_eps, bool overlap);
-Tensor decode_attention_cpu(const Tensor& q, const Tensor& k_cache, const Tensor& v_cache,
-                            const Tensor& seq_lens, const std::optional<Tensor>& starts, double scale,
-                            int64_t window, const std::optional<Tensor>& kv_table, int64_t layer,
-                            const std::optional<Tensor>& workspace, bool overlap);
-Tensor gemv_swiglu_cpu(const Tensor& x, const Tensor& gate_weight, const Tensor& up_weight,
-                       const std::string& activation, const std::string& norm,
-                       const std::optional<Tensor>& norm_weight, const std::optional<Tensor>& norm_bias,
-                       double norm_eps, bool overlap);
 
 }  // namespace hf_fastpath

@@ -1,4 +1,5 @@
 // torch.ops.hf_fastpath.decode_attention on a GPU: see hf_fastpath/ops/decode_attention.py for the contract.
+#include "common/composed_ops.h"
 #include "common/cuda_glue.h"
 #include "decode_attention/decode_attention.h"
 
@@ -7,10 +8,12 @@ namespace {
 
 bool is_aligned16(const Tensor& tensor) { return reinterpret_cast<uintptr_t>(tensor.data_ptr()) % 16 == 0; }
 
-Tensor decode_attention(const Tensor& q, const Tensor& k_cache, const Tensor& v_cache, const Tensor& seq_lens,
-                        const std::optional<Tensor>& starts, double scale, int64_t window,
-                        const std::optional<Tensor>& kv_table, int64_t layer, std::optional<Tensor> workspace,
-                        bool overlap) {
+}  // namespace
+
+Tensor decode_attention_cuda(const Tensor& q, const Tensor& k_cache, const Tensor& v_cache,
+                             const Tensor& seq_lens, const std::optional<Tensor>& starts, double scale,
+                             int64_t window, const std::optional<Tensor>& kv_table, int64_t layer,
+                             const std::optional<Tensor>& workspace, bool overlap) {
   constexpr const char* kOp = "decode_attention";
   STD_TORCH_CHECK(q.dim() == 4 && q.size(1) >= 1 && q.size(1) <= kMaxQueryLen,
                   "hf_fastpath::decode_attention: q has to be [batch, 1 to 16, heads, head_dim]");
@@ -85,8 +88,8 @@ Tensor decode_attention(const Tensor& q, const Tensor& k_cache, const Tensor& v_
   return out;
 }
 
-}  // namespace
-
-STABLE_TORCH_LIBRARY_IMPL(hf_fastpath, CUDA, m) { m.impl("decode_attention", TORCH_BOX(&decode_attention)); }
+STABLE_TORCH_LIBRARY_IMPL(hf_fastpath, CUDA, m) {
+  m.impl("decode_attention", TORCH_BOX(&decode_attention_cuda));
+}
 
 }  // namespace hf_fastpath

@@ -3,12 +3,11 @@
 #include "gemv/gemv_cuda_glue.h"
 
 namespace hf_fastpath {
-namespace {
 
-Tensor gemv_swiglu(const Tensor& x, const Tensor& gate_weight, const Tensor& up_weight,
-                   const std::string& activation, const std::string& norm,
-                   const std::optional<Tensor>& norm_weight, const std::optional<Tensor>& norm_bias,
-                   double norm_eps, bool overlap) {
+Tensor gemv_swiglu_cuda(const Tensor& x, const Tensor& gate_weight, const Tensor& up_weight,
+                        const std::string& activation, const std::string& norm,
+                        const std::optional<Tensor>& norm_weight, const std::optional<Tensor>& norm_bias,
+                        double norm_eps, bool overlap) {
   constexpr const char* kOp = "gemv_swiglu";
   const DeviceGuard guard(x);
   const Tensor input = hf_fastpath::contiguous(x);
@@ -28,8 +27,6 @@ Tensor gemv_swiglu(const Tensor& x, const Tensor& gate_weight, const Tensor& up_
   return out;
 }
 
-}  // namespace
-
-STABLE_TORCH_LIBRARY_IMPL(hf_fastpath, CUDA, m) { m.impl("gemv_swiglu", TORCH_BOX(&gemv_swiglu)); }
+STABLE_TORCH_LIBRARY_IMPL(hf_fastpath, CUDA, m) { m.impl("gemv_swiglu", TORCH_BOX(&gemv_swiglu_cuda)); }
 
 }  // namespace hf_fastpath

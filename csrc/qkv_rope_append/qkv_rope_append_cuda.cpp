@@ -5,16 +5,15 @@
 #include "rope_append/rope_append_cuda_glue.h"
 
 namespace hf_fastpath {
-namespace {
 
-Tensor qkv_rope_append(const Tensor& x, const Tensor& q_weight, const std::optional<Tensor>& k_weight,
-                       const std::optional<Tensor>& v_weight, const std::optional<Tensor>& q_bias,
-                       const std::optional<Tensor>& k_bias, const std::optional<Tensor>& v_bias,
-                       bool transposed, const std::optional<Tensor>& cos, const std::optional<Tensor>& sin,
-                       const Tensor& k_cache, const Tensor& v_cache, const Tensor& seq_lens,
-                       int64_t num_heads, const std::optional<Tensor>& kv_table, int64_t layer,
-                       const std::string& norm, const std::optional<Tensor>& norm_weight,
-                       const std::optional<Tensor>& norm_bias, double norm_eps, bool overlap) {
+Tensor qkv_rope_append_cuda(const Tensor& x, const Tensor& q_weight, const std::optional<Tensor>& k_weight,
+                            const std::optional<Tensor>& v_weight, const std::optional<Tensor>& q_bias,
+                            const std::optional<Tensor>& k_bias, const std::optional<Tensor>& v_bias,
+                            bool transposed, const std::optional<Tensor>& cos,
+                            const std::optional<Tensor>& sin, const Tensor& k_cache, const Tensor& v_cache,
+                            const Tensor& seq_lens, int64_t num_heads, const std::optional<Tensor>& kv_table,
+                            int64_t layer, const std::string& norm, const std::optional<Tensor>& norm_weight,
+                            const std::optional<Tensor>& norm_bias, double norm_eps, bool overlap) {
   constexpr const char* kOp = "qkv_rope_append";
   check_projections(x, k_weight, v_weight, k_bias, v_bias, transposed);
   const DeviceGuard guard(x);
@@ -52,8 +51,8 @@ Tensor qkv_rope_append(const Tensor& x, const Tensor& q_weight, const std::optio
   return q;
 }
 
-}  // namespace
-
-STABLE_TORCH_LIBRARY_IMPL(hf_fastpath, CUDA, m) { m.impl("qkv_rope_append", TORCH_BOX(&qkv_rope_append)); }
+STABLE_TORCH_LIBRARY_IMPL(hf_fastpath, CUDA, m) {
+  m.impl("qkv_rope_append", TORCH_BOX(&qkv_rope_append_cuda));
+}
 
 }  // namespace hf_fastpath

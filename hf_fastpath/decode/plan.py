@@ -14,14 +14,12 @@ import torch
 from .. import ops
 from ..cache import FastpathCache
 from ..compat import below_autograd
-from ..ops.decode_attention import workspace_bytes as attention_workspace_bytes
-from ..ops.decode_layers import workspace_bytes as layers_workspace_bytes
+from ..ops.decode_attention import workspace_bytes
 from . import steps
 from .graph import capture
 from .structure import ModelPart, fingerprint
 
 _aten = torch.ops.aten
-_WHOLE_STEP = True  # all layers in one call where that is possible
 
 #: end tokens a plan looks for; more are left to the host
 MAX_EOS_TOKENS = 16
@@ -85,14 +83,9 @@ class Program:
                 target[place] = None
 
 
-def _workspace_bytes(part: ModelPart, batch: int, whole: bool) -> int:
-    """Size of the workspace that the kernels of a step need, in bytes."""
-    if whole:
-        model = steps.all_sizes(part)
-        features = model.qkv_features, model.q_features, model.intermediate_size
-        return layers_workspace_bytes(model.hidden_size, *features)
-    attention = part.layers[0].attention
-    return attention_workspace_bytes(batch, 1, attention.num_heads, attention.head_dim)
+def one_call(device: torch.device, batch: int) -> bool:
+    """Whether a step is to be one call for all layers. On a GPU a step is a graph, which costs the same either way."""
+    return device.type == "cpu" and batch == 1
 
 
 class DecodePlan:
@@ -130,19 +123,19 @@ class DecodePlan:
             self.record = torch.zeros(RECORD_SLOTS, 2, batch, dtype=torch.long, device="cpu")
             if self.device.type == "cuda":
                 self.record = self.record.pin_memory()
-            whole = _WHOLE_STEP and batch == 1 and not steps.one_call_reasons(part, kv_dtype)
             self.kv_table = self.workspace = None
             if self.device.type == "cuda":
-                size = _workspace_bytes(part, batch, whole)
+                attention = part.layers[0].attention
+                size = workspace_bytes(batch, 1, attention.num_heads, attention.head_dim)
                 self.workspace = torch.zeros(size, dtype=torch.uint8, device=self.device)
                 self.kv_table = torch.zeros(len(part.layers), 3, dtype=torch.long, device=self.device)
             self.program = Program()
             self._caches = [(self.program.register(), self.program.register()) for _ in part.layers]
             self._rotary, self._angles = part.rotary, (self.program.register(), self.program.register())
-            self._logits = self._record(part, whole)
+            self._logits = self._record(part)
 
-    def _record(self, part: ModelPart, whole: bool) -> Register:
-        """Write the token step down, ``whole`` with one call for all layers; returns the register of the logits."""
+    def _record(self, part: ModelPart) -> Register:
+        """Write the token step down; returns the register of the logits [batch, 1, vocab_size]."""
         emit = self.program.emit
         hidden = emit(_aten.embedding.default, part.embedding.weight, self.tokens)
         cos = sin = None
@@ -154,7 +147,7 @@ class DecodePlan:
         # Nothing in the step writes a parameter or the table, and lengths only change in its last kernel.
         overlap = self.device.type == "cuda"
         at = steps.Positions(cos, sin, self.seq_lens, self.starts, self.kv_table, self.workspace, overlap)
-        if whole:
+        if one_call(self.device, self.batch) and not steps.one_call_reasons(part):
             logits = steps.all_layers(emit, part, hidden, self._caches, at)
         else:
             for index, layer in enumerate(part.layers):

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from .. import ops
-from ..ops.decode_layers import LAYER_TENSORS, OUTER_TENSORS, Sizes, kernel_reasons, sizes, weight_reasons
+from ..ops.decode_layers import LAYER_TENSORS, OUTER_TENSORS, sizes, weight_reasons
 from .structure import AttentionPart, LayerPart, MLPPart, ModelPart, NormPart, is_transposed, weight_and_bias
 
 Emit = Callable[..., Any]
@@ -150,15 +150,8 @@ def _constants(part: LayerPart) -> tuple:
     return attention.num_heads, attention.head_dim, attention.scaling, mlp.activation, kinds
 
 
-def all_sizes(part: ModelPart) -> Sizes:
-    """Sizes of the model, as its first layer has them."""
-    first = part.layers[0]
-    features = first.attention.num_heads * first.attention.head_dim
-    return sizes(_all_weights(part), features, is_transposed(first.mlp.up))
-
-
-def one_call_reasons(part: ModelPart, kv_dtype: torch.dtype) -> list[str]:
-    """Reasons why ``ops.decode_layers`` cannot take all of the model's layers over caches of ``kv_dtype``."""
+def one_call_reasons(part: ModelPart) -> list[str]:
+    """Reasons why ``ops.decode_layers`` cannot take all of the model's layers."""
     layers, weights = part.layers, _all_weights(part)
     constants = _constants(layers[0])
     if any(_constants(layer) != constants for layer in layers):
@@ -171,14 +164,12 @@ def one_call_reasons(part: ModelPart, kv_dtype: torch.dtype) -> list[str]:
         return ["the projections are stored in different ways"]
     if any(layer.mlp.gate is not None and layer.mlp.gate.bias is not None for layer in layers):
         return ["a gate has a bias"]
-    model, (transposed,) = all_sizes(part), kinds
+    (transposed,) = kinds
+    model = sizes(weights, num_heads * head_dim, transposed)
     num_kv_heads = (model.qkv_features - model.q_features) // (2 * head_dim)
     x = part.head.weight.new_empty(1, 1, model.hidden_size)
     kind = part.architecture.norm.kind
-    reasons = weight_reasons(x, weights, num_heads, num_kv_heads, head_dim, kind, activation, transposed)
-    if reasons or x.device.type != "cuda":
-        return reasons
-    return kernel_reasons(weights, num_heads, head_dim, transposed, kv_dtype)
+    return weight_reasons(x, weights, num_heads, num_kv_heads, head_dim, kind, activation, transposed)
 
 
 def all_layers(emit: Emit, part: ModelPart, hidden: Any, caches: list[tuple[Any, Any]], at: Positions) -> Any:

@@ -47,15 +47,6 @@ _HEAD = OUTER_TENSORS.index("head_weight") - len(OUTER_TENSORS)  # its place fro
 #: weights that every model has
 _NEEDED = ("q_weight", "out_weight", "up_weight", "down_weight", "head_weight")
 
-# What the CUDA kernel is made for; see kernel_reasons().
-_MIN_CAPABILITY = 9
-_HEAD_DIMS = (64, 128)
-_MAX_LAYERS = 64
-_FEATURES_MULTIPLE = 64
-_MAX_ROW_BYTES = 32768
-_MAX_GROUP = 8
-_ALIGNMENT = 16
-
 
 @dataclass(frozen=True)
 class Sizes:
@@ -92,11 +83,6 @@ def sizes(weights: Sequence[torch.Tensor], q_features: int, transposed: bool) ->
         intermediate_size=outputs(first["up_weight"], transposed),
         vocab_size=outputs(outer["head_weight"]),
     )
-
-
-def workspace_bytes(hidden_size: int, qkv_features: int, q_features: int, intermediate_size: int) -> int:
-    """Size of the ``workspace`` that calls for a model of these sizes need, in bytes."""
-    return 8 * (qkv_features + q_features * 66 + 2 * hidden_size + intermediate_size) + 4096
 
 
 def reference(
@@ -141,8 +127,7 @@ def reference(
         transposed: the layers' matrices are stored [in_features, out_features] as ``Conv1D`` does; then ``q_weight``
             holds all three projections and there is no gate. The head's is [vocab_size, hidden_size] always.
         kv_table: int64 [layers, 3], see ``rope_append``; replaces the addresses and capacities of the caches.
-        workspace: uint8 from ``workspace_bytes`` on x's device, zeroed once by the caller and used by one call at a
-            time; the CUDA kernel leaves it fit for the next. None: allocated by the call. Ignored on the CPU.
+        workspace: see ``decode_attention``.
         overlap: CUDA may read weights, lengths, table and all but the newest position of the caches while the kernel
             launched before on this stream still runs; only allowed where that kernel writes none of them. No effect
             on the result.
@@ -151,8 +136,7 @@ def reference(
         [1, 1, vocab_size] logits in x's dtype.
 
     Raises:
-        OpInputError: shapes, dtypes or devices that do not fit, lists of wrong lengths, layers that are not alike; on
-            CUDA also a model that the kernel is not made for, see ``kernel_reasons``.
+        OpInputError: shapes, dtypes or devices that do not fit, lists of wrong lengths, layers that are not alike.
 
     Source: transformers ``models/mistral/modeling_mistral.py@5.17``, ``MistralDecoderLayer``, ``MistralModel``;
     ``models/gpt2/modeling_gpt2.py@5.17``, ``GPT2Block``.
@@ -202,36 +186,6 @@ def fake(
     return x.new_empty(1, 1, weights[_HEAD].shape[0])
 
 
-def kernel_reasons(
-    weights: Sequence[torch.Tensor], num_heads: int, head_dim: int, transposed: bool, cache_dtype: torch.dtype
-) -> list[str]:
-    """Reasons why the CUDA kernel does not take a model whose other arguments fit together."""
-    model = sizes(weights, num_heads * head_dim, transposed)
-    head = weights[_HEAD]
-    capability = torch.cuda.get_device_capability(head.device)
-    group = 2 * num_heads * head_dim // max(1, model.qkv_features - model.q_features)
-    reasons = []
-    if capability[0] < _MIN_CAPABILITY:
-        reasons.append(f"the GPU has compute capability {capability[0]}.{capability[1]}, needed is 9.0")
-    if cache_dtype != head.dtype:
-        reasons.append(f"the caches are {cache_dtype}, expected {head.dtype} as the weights on CUDA")
-    if head_dim not in _HEAD_DIMS:
-        reasons.append(f"head_dim is {head_dim}, expected 64 or 128 on CUDA")
-    if model.layers > _MAX_LAYERS:
-        reasons.append(f"there are {model.layers} layers, expected at most {_MAX_LAYERS} on CUDA")
-    if group > _MAX_GROUP:
-        reasons.append(f"{group} heads share a KV head, expected at most {_MAX_GROUP} on CUDA")
-    for name in ("hidden_size", "q_features", "intermediate_size"):
-        features = getattr(model, name)
-        if features % _FEATURES_MULTIPLE:
-            reasons.append(f"{name} is {features}, expected a multiple of {_FEATURES_MULTIPLE} on CUDA")
-        if features * head.element_size() > _MAX_ROW_BYTES:
-            reasons.append(f"{name} is {features} {head.dtype}, expected at most {_MAX_ROW_BYTES} bytes on CUDA")
-    if not all(weight.is_contiguous() and weight.data_ptr() % _ALIGNMENT == 0 for weight in weights):
-        reasons.append(f"a weight is not contiguous or not aligned to {_ALIGNMENT} bytes: clone it")
-    return reasons
-
-
 def why_not(
     x,
     weights,
@@ -266,24 +220,10 @@ def why_not(
     q = x.new_empty(1, 1, num_heads, head_dim)
     for layer, (k_cache, v_cache, window) in enumerate(zip(k_caches, v_caches, windows)):
         found = rope_reasons(qkv, None, cos, sin, k_cache, v_cache, seq_lens, num_heads, kv_table, layer)
-        found += attention_reasons(q, k_cache, v_cache, seq_lens, starts, scale, window, kv_table, layer)
+        found += attention_reasons(q, k_cache, v_cache, seq_lens, starts, scale, window, kv_table, layer, workspace)
         reasons += [f"layer {layer}: {reason}" for reason in dict.fromkeys(found)]
         if found:
             break  # the next layer's would be the same
-    if workspace is not None:
-        model = sizes(weights, num_heads * head_dim, transposed)
-        size = workspace_bytes(model.hidden_size, model.qkv_features, model.q_features, model.intermediate_size)
-        if workspace.device != x.device or workspace.dtype != torch.uint8 or workspace.numel() < size:
-            reasons.append(
-                f"workspace is {workspace.dtype} with {workspace.numel()} elements on {workspace.device}, expected "
-                f"torch.uint8, workspace_bytes(...) = {size}, {x.device}"
-            )
-    if reasons or x.device.type != "cuda":
-        return reasons
-    other = [cache.dtype for cache in k_caches if cache.dtype != x.dtype]
-    reasons = kernel_reasons(weights, num_heads, head_dim, transposed, other[0] if other else x.dtype)
-    if any(cache.data_ptr() % _ALIGNMENT for cache in (*k_caches, *v_caches)):
-        reasons.append(f"a cache is not aligned to {_ALIGNMENT} bytes: pass whole buffers")
     return reasons
 
 
@@ -475,9 +415,8 @@ def samples(device: torch.device, dtype: torch.dtype):
     yield call(256, 8, 1, 64, 320, 100, 20, [32, 32, 32], start=3, rotary_dim=64, overlap=True)
     yield call(192, 3, 1, 64, 256, 64, 1, [8], activation="relu", gated=False, layout="fused", bias=True)
     yield call(128, 2, 2, 64, 192, 77, 300, [310, 310], activation="gelu", gated=False, bias=True, rotary_dim=32)
-    if device.type == "cpu":  # sizes and cache types that the CUDA kernel does not take
-        yield call(90, 3, 1, 40, 111, 7, 19, [30, 30], windows=[8, 8], activation="gelu", rotary_dim=24)
-        yield call(33, 2, 1, 32, 17, 1, 9, [9], norm="layer", activation="gelu", bias=True, kv=torch.float16)
+    yield call(90, 3, 1, 40, 111, 7, 19, [30, 30], windows=[8, 8], activation="gelu", rotary_dim=24)
+    yield call(33, 2, 1, 32, 17, 1, 9, [9], norm="layer", activation="gelu", bias=True, kv=torch.float16)
     yield call(1024, 8, 2, 128, 2816, 1000, 701, [1024], rotary_dim=128)  # Llama, several parts of everything
 
 

@@ -1,0 +1,85 @@
+// decode_layers: the ops of a decoder layer one after the other, without the way back to Python; the same on
+// every device. Torch-facing.
+#pragma once
+
+#include "common/composed_ops.h"
+
+namespace hf_fastpath {
+
+// Places in `weights`, as LAYER_TENSORS and OUTER_TENSORS of hf_fastpath/ops/decode_layers.py name them.
+enum LayerTensor : size_t {
+  kAttentionNormWeight,
+  kAttentionNormBias,
+  kQWeight,
+  kQBias,
+  kKWeight,
+  kKBias,
+  kVWeight,
+  kVBias,
+  kOutWeight,
+  kOutBias,
+  kMlpNormWeight,
+  kMlpNormBias,
+  kGateWeight,
+  kUpWeight,
+  kUpBias,
+  kDownWeight,
+  kDownBias,
+  kLayerTensors,
+};
+enum OuterTensor : size_t { kFinalNormWeight, kFinalNormBias, kHeadWeight, kHeadBias, kOuterTensors };
+
+inline std::optional<Tensor> given(const Tensor& tensor) {
+  return tensor.numel() > 0 ? std::optional<Tensor>(tensor) : std::nullopt;
+}
+
+// Ops: the functions of composed_ops.h for a device.
+template <class Ops>
+Tensor decode_layers(const Tensor& token, const std::vector<Tensor>& weights,
+                     const std::vector<Tensor>& k_caches, const std::vector<Tensor>& v_caches,
+                     const std::optional<Tensor>& cos, const std::optional<Tensor>& sin,
+                     const Tensor& seq_lens, const std::optional<Tensor>& starts, int64_t num_heads,
+                     double scale, const std::vector<int64_t>& windows, const std::string& norm,
+                     double norm_eps, const std::string& activation, bool transposed,
+                     const std::optional<Tensor>& kv_table, const std::optional<Tensor>& workspace,
+                     bool overlap) {
+  const size_t layers = k_caches.size();
+  STD_TORCH_CHECK(token.dim() == 3 && token.size(0) == 1 && token.size(1) == 1,
+                  "hf_fastpath::decode_layers: x has to be [1, 1, hidden_size]");
+  STD_TORCH_CHECK(layers > 0 && v_caches.size() == layers && windows.size() == layers,
+                  "hf_fastpath::decode_layers: ", layers, " k_caches, ", v_caches.size(), " v_caches and ",
+                  windows.size(), " windows, expected one of each for every layer");
+  STD_TORCH_CHECK(weights.size() == layers * kLayerTensors + kOuterTensors,
+                  "hf_fastpath::decode_layers: ", weights.size(), " weights, expected ",
+                  layers * kLayerTensors + kOuterTensors);
+  STD_TORCH_CHECK(norm_of(norm, "decode_layers") != Norm::kNone,
+                  "hf_fastpath::decode_layers: norm is none, expected rms or layer");
+  Tensor x = token;
+  for (size_t i = 0; i < layers; ++i) {
+    const Tensor* w = weights.data() + i * kLayerTensors;
+    const int64_t layer = static_cast<int64_t>(i);
+    const Tensor queries = Ops::qkv_rope_append(
+        x, w[kQWeight], given(w[kKWeight]), given(w[kVWeight]), given(w[kQBias]), given(w[kKBias]),
+        given(w[kVBias]), transposed, cos, sin, k_caches[i], v_caches[i], seq_lens, num_heads, kv_table,
+        layer, norm, given(w[kAttentionNormWeight]), given(w[kAttentionNormBias]), norm_eps, overlap);
+    const Tensor mixed = Ops::decode_attention(queries, k_caches[i], v_caches[i], seq_lens, starts, scale,
+                                               windows[i], kv_table, layer, workspace, overlap);
+    x = Ops::gemv(mixed, w[kOutWeight], given(w[kOutBias]), x, "none", transposed, "none", std::nullopt,
+                  std::nullopt, 0.0, overlap);
+    const bool gated = w[kGateWeight].numel() > 0;
+    STD_TORCH_CHECK(!gated || (!transposed && w[kUpBias].numel() == 0),
+                    "hf_fastpath::decode_layers: gate_weight goes with neither transposed nor up_bias");
+    const std::optional<Tensor> norm_weight = given(w[kMlpNormWeight]), norm_bias = given(w[kMlpNormBias]);
+    const Tensor hidden = gated ? Ops::gemv_swiglu(x, w[kGateWeight], w[kUpWeight], activation, norm,
+                                                   norm_weight, norm_bias, norm_eps, overlap)
+                                : Ops::gemv(x, w[kUpWeight], given(w[kUpBias]), std::nullopt, activation,
+                                            transposed, norm, norm_weight, norm_bias, norm_eps, overlap);
+    x = Ops::gemv(hidden, w[kDownWeight], given(w[kDownBias]), x, "none", transposed, "none", std::nullopt,
+                  std::nullopt, 0.0, overlap);
+  }
+  const Tensor* w = weights.data() + layers * kLayerTensors;
+  return Ops::gemv(x, w[kHeadWeight], given(w[kHeadBias]), std::nullopt, "none", false, norm,
+                   given(w[kFinalNormWeight]), given(w[kFinalNormBias]), norm_eps, overlap);
+}
+
+}  // namespace hf_fastpath
