@@ -113,7 +113,8 @@ def main() -> None:
         plan = DecodePlan(part, arguments.batch, cache.layers[0].k_buffer.dtype)
         cache.reserve(REPLAYS + 16)
         plan.begin(cache, torch.full((arguments.batch,), cache.get_seq_length(), device="cuda"), None)
-        plan.step(torch.zeros(arguments.batch, dtype=torch.long, device="cuda"))
+        for _ in range(2):  # eagerly, then captured
+            plan.step(torch.zeros(arguments.batch, dtype=torch.long, device="cuda"))
         torch.cuda.synchronize()
         bandwidth = measure_read_bandwidth("cuda")
         step_bytes = shapes.weight_bytes(model, arguments.batch)
