@@ -4,12 +4,13 @@
 
 Engines, on the same weights: ``stock`` (transformers as it is), ``static``
 (``cache_implementation="static"``, which transformers compiles by itself on CUDA), ``ours``
-(``hf_fastpath.patch``).
+(``hf_fastpath.patch``); ``ours-sampled`` is ``ours`` with temperature, top-k and top-p, ``ours-streamed`` with a
+``TextStreamer`` (batch 1).
 
-Method. All times are of ``model.generate()``, greedy, with random prompts and no end token, so every length
-is exact. Prefill is the time of one call that makes one token. Decode is ``(t2 - t1) / (n2 - n1)`` for two
-calls that differ only in the number of new tokens, n1 and n2: prefill, set-up and whatever else a call costs
-once cancel out, and no callback or streamer slows an engine down. After an engine is switched on it makes an
+Method. All times are of ``model.generate()``, greedy unless named otherwise, with random prompts and no end
+token, so every length is exact. Prefill is the time of one call that makes one token. Decode is
+``(t2 - t1) / (n2 - n1)`` for two calls that differ only in the number of new tokens, n1 and n2: prefill, set-up
+and whatever else a call costs once cancel out. After an engine is switched on it makes an
 untimed call of the longest kind. Engines alternate, every second round in reverse order; tables give medians
 with half the distance between the 20th and 80th percentile. ``% of R`` is the share of the measured read
 bandwidth that reading the weights once and the KV cache up to the mean position would take.
@@ -25,18 +26,47 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import measure
 import shapes
 import torch
 from measure import DTYPE_NAMES, DTYPES, Spread
-from transformers import PreTrainedModel
+from transformers import PreTrainedModel, TextStreamer
 
 import hf_fastpath
 from hf_fastpath import loader
 from hf_fastpath.bandwidth import measure_read_bandwidth
 
-ENGINES = ("stock", "static", "ours")
+
+class NumberStreamer(TextStreamer):
+    """A ``TextStreamer`` that needs no vocabulary and prints nothing: a token's text is its number."""
+
+    def __init__(self) -> None:
+        super().__init__(self)  # stands in for the tokenizer, of which decode() is used
+
+    @staticmethod
+    def decode(token_ids: Sequence[int]) -> str:
+        return " ".join(map(str, token_ids))
+
+    def on_finalized_text(self, text: str, stream_end: bool = False) -> None:
+        pass
+
+
+#: engine -> options of its generate()
+ENGINES: dict[str, Callable[[], dict[str, Any]]] = {
+    "stock": dict,
+    "static": lambda: {"cache_implementation": "static"},
+    "ours": dict,
+    "ours-sampled": lambda: {"do_sample": True, "temperature": 0.8, "top_k": 50, "top_p": 0.95},
+    "ours-streamed": lambda: {"streamer": NumberStreamer()},
+}
+DEFAULT_ENGINES = ("stock", "static", "ours")
+
+
+def is_ours(name: str) -> bool:
+    """Whether an engine is the patched model."""
+    return name.startswith("ours")
 
 
 @dataclass
@@ -78,23 +108,21 @@ def engine(name: str, model: PreTrainedModel) -> Iterator[Callable[[torch.Tensor
     """
     if name not in ENGINES:
         raise ValueError(f"unknown engine {name!r}, expected one of {', '.join(ENGINES)}")
-    options = {"do_sample": False, "eos_token_id": None, "pad_token_id": 0}
-    if name == "static":
-        options["cache_implementation"] = "static"
 
     def generate(prompt: torch.Tensor, new_tokens: int) -> torch.Tensor:
+        options = {"do_sample": False, "eos_token_id": None, "pad_token_id": 0} | ENGINES[name]()
         mask = torch.ones_like(prompt)
         out = model.generate(prompt, attention_mask=mask, max_new_tokens=new_tokens, **options)
         if out.shape[1] != prompt.shape[1] + new_tokens:
             raise RuntimeError(f"{name} made {out.shape[1] - prompt.shape[1]} tokens, expected {new_tokens}")
         return out
 
-    if name == "ours":
+    if is_ours(name):
         hf_fastpath.patch(model, quiet=True)
     try:
         yield generate
     finally:
-        if name == "ours":
+        if is_ours(name):
             hf_fastpath.unpatch(model)
 
 
@@ -138,7 +166,7 @@ def _run_round(name: str, model: PreTrainedModel, work: Workload, seen: Timings,
         if not timed:  # the patch itself and whatever is built, compiled or captured
             seen.first_call = time.perf_counter() - start
             seen.peak_memory = _peak(device)
-            seen.note = _fallback_note(model) if name == "ours" else ""
+            seen.note = _fallback_note(model) if is_ours(name) else ""
             return
         one, short, long = (
             measure.seconds(lambda count=count: generate(work.prompt, count), device)
@@ -195,7 +223,7 @@ TABLE = (
     ("dtype", -5, lambda r: r["dtype"]),
     ("ctx", 6, lambda r: r["context"]),
     ("batch", 5, lambda r: r["batch"]),
-    ("engine", -7, lambda r: r["engine"]),
+    ("engine", -13, lambda r: r["engine"]),
     ("prefill tok/s", 15, lambda r: f"{r['prefill_tok_s']:,.0f} ±{r['prefill_spread_percent']:.0f}%"),
     ("decode tok/s", 15, lambda r: f"{r['decode_tok_s']:,.1f} ±{r['decode_spread_percent']:.0f}%"),
     ("ms/token", 9, lambda r: f"{r['ms_per_token']:.3f}"),
@@ -221,7 +249,7 @@ def bench(
     device: str | None = None,
     contexts: Sequence[int] = (128, 4096),
     batches: Sequence[int] = (1,),
-    engines: Sequence[str] = ENGINES,
+    engines: Sequence[str] = DEFAULT_ENGINES,
     new_tokens: int = 128,
     repeats: int = 5,
     csv: Path | None = None,
@@ -284,7 +312,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--device", help="cuda, cuda:1, cpu; default: cuda if there is one")
     parser.add_argument("--context", nargs="+", type=int, default=[128, 4096])
     parser.add_argument("--batch", nargs="+", type=int, default=[1])
-    parser.add_argument("--engines", default=",".join(ENGINES), help="comma-separated, of: " + ", ".join(ENGINES))
+    parser.add_argument(
+        "--engines", default=",".join(DEFAULT_ENGINES), help="comma-separated, of: " + ", ".join(ENGINES)
+    )
     parser.add_argument("--new-tokens", type=int, default=128)
     parser.add_argument("--repeats", type=int, default=5)
     measure.add_csv_argument(parser)
