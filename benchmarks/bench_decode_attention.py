@@ -26,7 +26,7 @@ def calls(dtype: str) -> list[bench_ops.Call]:
         for label, length in LENGTHS.items():
             for queries in QUERIES if group == next(iter(HEADS)) else (1,):
                 name = f"{group}, {label}" + (f", {queries} queries" if queries > 1 else "")
-                found.append(bench_ops._attention(name, *sizes, length, query_len=queries, dtypes=(dtype,)))
+                found.append(bench_ops.attention_call(name, *sizes, length, query_len=queries, dtypes=(dtype,)))
     return found
 
 

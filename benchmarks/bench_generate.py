@@ -4,16 +4,16 @@
 
 Engines, on the same weights: ``stock`` (transformers as it is), ``static``
 (``cache_implementation="static"``, which transformers compiles by itself on CUDA), ``ours``
-(``hf_fastpath.patch``); ``ours-sampled`` is ``ours`` with temperature, top-k and top-p, ``ours-streamed`` with a
-``TextStreamer`` (batch 1).
+(``hf_fastpath.patch``); ``ours-sampled`` is ``ours`` with temperature, top-k and top-p, ``ours-streamed``
+with a ``TextStreamer`` (batch 1).
 
 Method. All times are of ``model.generate()``, greedy unless named otherwise, with random prompts and no end
-token, so every length is exact. Prefill is the time of one call that makes one token. Decode is
-``(t2 - t1) / (n2 - n1)`` for two calls that differ only in the number of new tokens, n1 and n2: prefill, set-up
-and whatever else a call costs once cancel out. After an engine is switched on it makes an
-untimed call of the longest kind. Engines alternate, every second round in reverse order; tables give medians
-with half the distance between the 20th and 80th percentile. ``% of R`` is the share of the measured read
-bandwidth that reading the weights once and the KV cache up to the mean position would take.
+token, so every length is exact. Prefill is the time of one call that makes one token. Decode is ``(t2 - t1) /
+(n2 - n1)`` for two calls that differ only in the number of new tokens, n1 and n2: prefill, set-up and
+whatever else a call costs once cancel out. After an engine is switched on it makes an untimed call of the
+longest kind. Engines alternate, every second round in reverse order; tables give medians with half the
+distance between the 20th and 80th percentile. ``% of R`` is the share of the measured read bandwidth that
+reading the weights once and the KV cache up to the mean position would take.
 """
 
 from __future__ import annotations

@@ -86,6 +86,21 @@ def _conv1d(name: str, k: int, n: int, **options) -> Call:
     return Call(name, _sample(_randn(1, 1, k), weight, _randn(n), transposed=True, **options), ("fp16", "fp32"))
 
 
+def _angles(
+    device: torch.device, dtype: torch.dtype, rotary_dim: int, batch: int = 1, query_len: int = 1
+) -> list[torch.Tensor]:
+    """Cosines and sines of the rotation."""
+    angle = torch.rand(batch, query_len, rotary_dim // 2, device=device).repeat(1, 1, 2) * 2 * math.pi
+    return [angle.cos().to(dtype), angle.sin().to(dtype)]
+
+
+def _workspace(device: torch.device, *sizes: int) -> dict[str, torch.Tensor]:
+    """One workspace for all calls, as a decode plan keeps it; the CPU needs none."""
+    if device.type != "cuda":
+        return {}
+    return {"workspace": torch.zeros(workspace_bytes(*sizes), device=device, dtype=torch.uint8)}
+
+
 def _qkv(name: str, k: int, heads: int, kv_heads: int, head_dim: int, query_len: int = 1) -> Call:
     """Norm, projections, rotation and append of a Mistral or Llama."""
 
@@ -94,11 +109,18 @@ def _qkv(name: str, k: int, heads: int, kv_heads: int, head_dim: int, query_len:
             return torch.randn(*shape, device=device, dtype=dtype) * std
 
         weights = [randn(n * head_dim, k, std=k**-0.5) for n in (heads, kv_heads, kv_heads)]
-        angle = torch.rand(1, query_len, head_dim // 2, device=device).repeat(1, 1, 2) * 2 * math.pi
         caches = [randn(1, kv_heads, 1024, head_dim) for _ in range(2)]
         lens = torch.full((1,), 1000, device=device, dtype=torch.int32)
         return Sample(
-            *(randn(1, query_len, k), *weights, None, None, None, False, angle.cos().to(dtype), angle.sin().to(dtype)),
+            *(
+                randn(1, query_len, k),
+                *weights,
+                None,
+                None,
+                None,
+                False,
+                *_angles(device, dtype, head_dim, query_len=query_len),
+            ),
             *(*caches, lens, heads, None, 0, "rms", randn(k), None, 1e-5),
         )
 
@@ -109,7 +131,7 @@ def _swiglu(name: str, k: int, n: int, rows: int = 1) -> Call:
     return Call(name, _sample(_randn(1, rows, k), *[_randn(n, k, std=k**-0.5)] * 2))
 
 
-def _attention(
+def attention_call(
     name: str,
     heads: int,
     kv_heads: int,
@@ -123,10 +145,7 @@ def _attention(
         q = torch.randn(batch, query_len, heads, head_dim, device=device, dtype=dtype)
         caches = [torch.randn(batch, kv_heads, length, head_dim, device=device, dtype=dtype) for _ in range(2)]
         lens = torch.full((batch,), length, device=device, dtype=torch.int32)
-        workspace = {}  # one for all steps, as a decode plan keeps it
-        if device.type == "cuda":
-            size = workspace_bytes(batch, query_len, heads, head_dim)
-            workspace["workspace"] = torch.zeros(size, device=device, dtype=torch.uint8)
+        workspace = _workspace(device, batch, query_len, heads, head_dim)
         return Sample(q, *caches, lens, None, head_dim**-0.5, 0, **workspace)
 
     return Call(name, arguments, **options)
@@ -168,18 +187,13 @@ def _step(
             weights += linear(intermediate_size, hidden_size) + linear(hidden_size, intermediate_size)
         weights += [*norm(), randn(vocab_size, hidden_size, std=hidden_size**-0.5), absent]
         caches = [[randn(1, kv_heads, length, head_dim) for _ in range(layers)] for _ in range(2)]
-        angle = torch.rand(1, 1, head_dim // 2, device=device).repeat(1, 1, 2) * 2 * math.pi
-        angles = [None, None] if gpt2 else [angle.cos().to(dtype), angle.sin().to(dtype)]
+        angles = [None, None] if gpt2 else _angles(device, dtype, head_dim)
         lens = torch.full((1,), length, device=device, dtype=torch.int32)
-        workspace = {}  # one for all steps, as a decode plan keeps it
-        if device.type == "cuda":
-            size = workspace_bytes(1, 1, heads, head_dim)
-            workspace["workspace"] = torch.zeros(size, device=device, dtype=torch.uint8)
         activation = "gelu_tanh" if gpt2 else "silu"
         return Sample(
             *(randn(1, 1, hidden_size), weights, *caches, *angles, lens, None, heads, head_dim**-0.5, [0] * layers),
             *("layer" if gpt2 else "rms", 1e-5, activation, gpt2),
-            **workspace,
+            **_workspace(device, 1, 1, heads, head_dim),
         )
 
     return Call(name, arguments, **options)
@@ -190,14 +204,11 @@ def _rope(name: str, heads: int, kv_heads: int, head_dim: int, rotary_dim: int, 
 
     def arguments(device: torch.device, dtype: torch.dtype) -> Sample:
         qkv = torch.randn(batch, 1, features, device=device, dtype=dtype)
-        cos = sin = None
-        if rotary_dim:
-            angle = torch.rand(batch, 1, rotary_dim // 2, device=device).repeat(1, 1, 2) * 2 * math.pi
-            cos, sin = angle.cos().to(dtype), angle.sin().to(dtype)
+        angles = _angles(device, dtype, rotary_dim, batch) if rotary_dim else [None, None]
         caches = [torch.randn(batch, kv_heads, capacity, head_dim, device=device, dtype=dtype) for _ in range(2)]
         lens = torch.full((batch,), length, device=device, dtype=torch.int32)
         row = torch.randn(features, device=device, dtype=dtype) if bias else None
-        return Sample(qkv, row, cos, sin, *caches, lens, heads)
+        return Sample(qkv, row, *angles, *caches, lens, heads)
 
     return Call(name, arguments)
 
@@ -261,17 +272,17 @@ SHAPES: dict[str, list[Call]] = {
         _swiglu("llama-3.2 2048->2x8192", 2048, 8192),
     ],
     "decode_attention": [
-        _attention("mistral 1k", 32, 8, 128, 1024),
-        _attention("mistral 4k", 32, 8, 128, 4096),
-        _attention("mistral 32k", 32, 8, 128, 32768),
-        _attention("mistral 128k", 32, 8, 128, 131072, devices=_GPU),
-        _attention("mistral 1k, batch 8", 32, 8, 128, 1024, batch=8),
-        _attention("mistral 16k, 8 queries", 32, 8, 128, 16384, query_len=8),
-        _attention("mistral 16k, 16 queries", 32, 8, 128, 16384, query_len=16),
-        _attention("tinyllama 2k", 32, 4, 64, 2048),
-        _attention("llama-3.2 4k", 32, 8, 64, 4096),
-        _attention("gpt2 1k", 12, 12, 64, 1024),
-        _attention("gemma-2b 16k", 8, 1, 256, 16384),
+        attention_call("mistral 1k", 32, 8, 128, 1024),
+        attention_call("mistral 4k", 32, 8, 128, 4096),
+        attention_call("mistral 32k", 32, 8, 128, 32768),
+        attention_call("mistral 128k", 32, 8, 128, 131072, devices=_GPU),
+        attention_call("mistral 1k, batch 8", 32, 8, 128, 1024, batch=8),
+        attention_call("mistral 16k, 8 queries", 32, 8, 128, 16384, query_len=8),
+        attention_call("mistral 16k, 16 queries", 32, 8, 128, 16384, query_len=16),
+        attention_call("tinyllama 2k", 32, 4, 64, 2048),
+        attention_call("llama-3.2 4k", 32, 8, 64, 4096),
+        attention_call("gpt2 1k", 12, 12, 64, 1024),
+        attention_call("gemma-2b 16k", 8, 1, 256, 16384),
     ],
     "decode_layers": [
         _step("mistral, 2 layers, 1k", 2, 4096, 32, 8, 128, 14336, 32000, dtypes=("fp16",)),

@@ -7,7 +7,7 @@ import weakref
 
 import pytest
 import torch
-from models import CPU, build, over_architectures, prompt, require_native
+from models import CPU, build, fresh, over_architectures, prompt, require_native
 from parity import assert_same_tokens
 from torch import nn
 
@@ -15,16 +15,6 @@ import hf_fastpath
 from hf_fastpath.decode import plan as plan_module
 from hf_fastpath.decode.plan import DecodePlan
 from hf_fastpath.verification import decode_logits
-
-_LLAMA = dict(hidden_size=256, num_attention_heads=4, num_key_value_heads=2, head_dim=64, intermediate_size=768)
-SIZES = {"gpt2": dict(n_embd=256, n_head=4, n_inner=1024), "llama": _LLAMA, "mistral": _LLAMA}
-
-
-def models(architecture: str, device: torch.device):
-    """(stock, patched) at these sizes."""
-    require_native(device)
-    stock = build(architecture, **SIZES[architecture]).to(device)
-    return stock, hf_fastpath.patch(copy.deepcopy(stock), quiet=True)
 
 
 def plans(model: nn.Module) -> list[DecodePlan]:
@@ -40,7 +30,7 @@ def calls(plan: DecodePlan) -> list[str]:
 @over_architectures
 def test_one_sequence_takes_one_call_a_token(architecture):
     """As many tokens as cross the window and make the cache grow; then a longer prompt over another cache."""
-    stock, ours = models(architecture, CPU)
+    stock, ours = fresh(architecture)
     for length in (5, 70):
         ids = prompt(CPU, 1, length)
         options = dict(max_new_tokens=60, do_sample=False)
@@ -51,7 +41,7 @@ def test_one_sequence_takes_one_call_a_token(architecture):
 
 @over_architectures
 def test_several_sequences_take_one_op_after_the_other(architecture, device):
-    _, ours = models(architecture, device)
+    _, ours = fresh(architecture, device)
     ours.generate(prompt(device, 2), max_new_tokens=3, do_sample=False)
     (plan,) = plans(ours)
     assert calls(plan)[:2] == ["qkv_rope_append", "decode_attention"] and "decode_layers" not in calls(plan)
@@ -61,7 +51,7 @@ def test_several_sequences_take_one_op_after_the_other(architecture, device):
 @pytest.mark.parametrize("dtype", (torch.float32, torch.float16, torch.bfloat16), ids=str)
 def test_one_call_is_the_same_step(architecture, dtype, monkeypatch):
     """The same bits on the CPU, where the call consists of those very ops."""
-    _, ours = models(architecture, CPU)
+    _, ours = fresh(architecture)
     ours, text = ours.to(dtype), prompt(CPU, 1, 40)
     whole = decode_logits(ours, text, 9, fast=True)
     plans(ours).clear()
@@ -110,7 +100,7 @@ def _bias_in_one_layer(model: nn.Module) -> None:
 )
 def test_layers_that_differ_take_one_op_after_the_other(architecture, change, device):
     require_native(device)
-    stock = build(architecture, **SIZES[architecture]).to(device)
+    stock = build(architecture).to(device)
     change(stock)
     ours, ids = hf_fastpath.patch(copy.deepcopy(stock), quiet=True), prompt(device)
     options = dict(max_new_tokens=8, do_sample=False)
@@ -120,7 +110,7 @@ def test_layers_that_differ_take_one_op_after_the_other(architecture, change, de
 
 
 def test_same_change_in_every_layer_keeps_one_call():
-    stock, _ = models("llama", CPU)
+    stock, _ = fresh("llama")
     for layer in stock.model.layers:
         layer.self_attn.scaling *= 1.5
     ours, ids = hf_fastpath.patch(copy.deepcopy(stock), quiet=True), prompt(CPU)
@@ -132,7 +122,7 @@ def test_same_change_in_every_layer_keeps_one_call():
 @pytest.mark.parametrize("batch", (1, 2))
 def test_plan_lets_go_of_the_cache(batch, device):
     """Neither registers nor the arguments of recorded calls keep the KV memory after a call."""
-    _, ours = models("llama", device)
+    _, ours = fresh("llama", device)
     out = ours.generate(prompt(device, batch), max_new_tokens=3, do_sample=False, return_dict_in_generate=True)
     buffer = weakref.ref(out.past_key_values.layers[0].k_buffer)
     assert plans(ours) and buffer() is not None
