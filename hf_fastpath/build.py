@@ -326,7 +326,8 @@ def write_ptxas_report(directory: Path, path: Path) -> list[str]:
     if shutil.which("c++filt"):
         names = subprocess.run(["c++filt"], input="\n".join(names), capture_output=True, text=True).stdout.splitlines()
     for row, name in zip(rows, names):
-        row["kernel"] = re.sub(r"\(.*", "", name.replace("(anonymous namespace)::", "")).replace("void ", "")
+        name = re.sub(r"\([\w:]+\)(?=\d)", "", name.replace("(anonymous namespace)::", ""))  # enum template arguments
+        row["kernel"] = re.sub(r"\(.*", "", name).replace("void ", "")
     before = {}
     if path.is_file():
         with path.open(newline="") as handle:

@@ -165,6 +165,11 @@ __device__ __forceinline__ void sync_some(int id, int threads) {
   asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");
 }
 
+// Arrives at the same without waiting.
+__device__ __forceinline__ void arrive_some(int id, int threads) {
+  asm volatile("bar.arrive %0, %1;" ::"r"(id), "r"(threads) : "memory");
+}
+
 #endif  // HF_FASTPATH_HOPPER
 
 // Launches a kernel in clusters of `cluster` blocks along x. With `overlap` it may start before the kernel in

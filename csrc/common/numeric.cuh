@@ -107,16 +107,17 @@ struct Chunk {
       }
     }
   }
-  static __device__ __forceinline__ void store(T* p, const float (&f)[kElems]) {
-    uint4 v;
+  static __device__ __forceinline__ Raw pack(const float (&f)[kElems]) {
     if constexpr (sizeof(T) == 4) {
-      v = make_uint4(__float_as_uint(f[0]), __float_as_uint(f[1]), __float_as_uint(f[2]),
-                     __float_as_uint(f[3]));
+      return make_uint4(__float_as_uint(f[0]), __float_as_uint(f[1]), __float_as_uint(f[2]),
+                        __float_as_uint(f[3]));
     } else {
-      v = make_uint4(pack2(f[0], f[1], T()), pack2(f[2], f[3], T()), pack2(f[4], f[5], T()),
-                     pack2(f[6], f[7], T()));
+      return make_uint4(pack2(f[0], f[1], T()), pack2(f[2], f[3], T()), pack2(f[4], f[5], T()),
+                        pack2(f[6], f[7], T()));
     }
-    *reinterpret_cast<uint4*>(p) = v;
+  }
+  static __device__ __forceinline__ void store(T* p, const float (&f)[kElems]) {
+    *reinterpret_cast<uint4*>(p) = pack(f);
   }
 };
 

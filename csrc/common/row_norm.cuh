@@ -27,6 +27,23 @@ struct NormParams {
 // Chunks a thread keeps: 8 elements each in half precision, so 1024 threads hold rows of 32768 elements.
 constexpr int kMaxNormChunks = 4;
 constexpr int kMaxNormThreads = 1024;
+// Rows up to which a norm may be part of a decode step: only then it overlaps with the kernel in front. To
+// drop L1 in each of many blocks would take longer than it saves.
+constexpr int64_t kMaxOverlappingNormRows = 64;
+
+template <class T>
+__host__ __device__ bool overlaps(const NormParams<T>& p) {
+  return p.rows <= kMaxOverlappingNormRows;
+}
+
+// Before the first load.
+template <class T>
+__device__ __forceinline__ void begin_norm(const NormParams<T>& p) {
+  allow_next_kernel();
+  if (!overlaps(p)) return;
+  wait_for_previous_kernel();
+  drop_l1();
+}
 
 // One row in registers: chunk c of thread t is chunk t + c * blockDim.x of the row; absent chunks hold zeros.
 template <class T, int kElems, int kChunks>

@@ -1,5 +1,7 @@
 // Which form of gemv_ring_kernel (gemv_ring.cuh) a shape gets.
 
+#include <algorithm>
+
 #include "gemv/gemv_ring.cuh"
 
 namespace hf_fastpath {
@@ -7,15 +9,15 @@ namespace {
 
 // A block's shared memory: two blocks of different kernels have to fit on an SM, and the static arrays.
 constexpr int kRingBytes = 96 * 1024, kBlockBytes = 112 * 1024;
-constexpr int kInFlightBytes = 64 * 1024;  // an SM
+constexpr int kInFlightBytes = 64 * 1024, kStreamingBytes = 96 * 1024;  // an SM
 
 // Chunks a lane: template arguments that exist.
 constexpr int kMaxChunks = 8;
 
 int64_t chunks_of(const GemvParams& p) { return p.k * element_size(p.dtype) / 16; }
 
-template <class T, int kChunks, int kGroupWarps>
-void launch_form(const GemvParams& p, const RopeAppendParams* rope, cudaStream_t stream) {
+template <class T, int kChunks, int kGroupWarps, RingEnd kEnd>
+void launch_end(const GemvParams& p, const RopeAppendParams* rope, cudaStream_t stream) {
   using Shape = RingShape<kChunks, kGroupWarps>;
   RingPlan plan{};
   plan.append = rope != nullptr;
@@ -27,20 +29,30 @@ void launch_form(const GemvParams& p, const RopeAppendParams* rope, cudaStream_t
   // kernels.
   const int blocks_per_sm = bytes > int64_t(kRingBytes) * sms ? kRingBlocksPerSm : 1;
   plan.slots = kRingBytes / Shape::kSlotBytes;
-  plan.in_flight = kInFlightBytes / blocks_per_sm / Shape::kSlotBytes;
   if (plan.slots > kMaxRingSlots) plan.slots = kMaxRingSlots;
   const int grid = plan.units < sms * blocks_per_sm ? plan.units : sms * blocks_per_sm;
-  const int64_t rows = int64_t((plan.units + grid - 1) / grid) * plan.halves;
+  plan.share = plan.units / grid, plan.larger = plan.units % grid;
+  const int64_t rows = int64_t(plan.share + 1) * plan.halves;
   const int64_t part_bytes = rows * kGroupWarps * int64_t(sizeof(RingSum<T>));
   while (plan.slots > 3 && plan.slots * Shape::kSlotBytes + part_bytes > kBlockBytes) --plan.slots;
-  if (plan.in_flight > plan.slots) plan.in_flight = plan.slots;
-  if (plan.in_flight < 1) plan.in_flight = 1;
+  const auto slots_of = [&](int bytes) {
+    return std::clamp(bytes / blocks_per_sm / Shape::kSlotBytes, 1, plan.slots);
+  };
+  plan.in_flight = slots_of(kInFlightBytes);
+  plan.streaming = slots_of(kStreamingBytes);
   const size_t smem_bytes = plan.slots * Shape::kSlotBytes + part_bytes;
-  const auto kernel = gemv_ring_kernel<T, kChunks, kGroupWarps>;
+  const auto kernel = gemv_ring_kernel<T, kChunks, kGroupWarps, kEnd>;
   HF_FASTPATH_CUDA_CHECK(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
                                               static_cast<int>(smem_bytes)));
   HF_FASTPATH_CUDA_CHECK(launch_overlapping(kernel, dim3(grid), dim3(kRingThreads), smem_bytes, stream,
                                             p.overlap, p, rope ? *rope : RopeAppendParams{}, plan));
+}
+
+template <class T, int kChunks, int kGroupWarps>
+void launch_form(const GemvParams& p, const RopeAppendParams* rope, cudaStream_t stream) {
+  if (rope) return launch_end<T, kChunks, kGroupWarps, RingEnd::kAppend>(p, rope, stream);
+  if (p.gated) return launch_end<T, kChunks, kGroupWarps, RingEnd::kGated>(p, rope, stream);
+  launch_end<T, kChunks, kGroupWarps, RingEnd::kPlain>(p, rope, stream);
 }
 
 template <class T>
@@ -81,7 +93,7 @@ bool fits_gemv_ring(const GemvParams& p, const RopeAppendParams* rope) {
   for (int i = 0; i < p.num_segments; ++i) {
     fits = fits && is_aligned16(p.segments[i].weight) && p.segments[i].stride % elems == 0;
   }
-  if (rope) fits = fits && rope->head_dim % 2 == 0 && rope->rotary_dim <= kMaxRotaryDim;
+  if (rope) fits = fits && rope->head_dim % 2 == 0;
   // Sums of all rows of a block wait in shared memory.
   const int64_t rows = int64_t(p.n) * (p.gated ? 2 : 1) / multiprocessor_count() + 2;
   fits = fits && rows * kRingWarps * int64_t(sizeof(double)) <= 32 * 1024;

@@ -258,8 +258,8 @@ __device__ __forceinline__ void ring_mma_write(const GemvParams& p, const RopeAp
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
         if (!pairs[o].turns) continue;
-        cos[o][half] = Chunk<T, 1>::load_l2(token_angles<T>(rope, rope.cos, m) + pairs[o].angle[half]);
-        sin[o][half] = Chunk<T, 1>::load_l2(token_angles<T>(rope, rope.sin, m) + pairs[o].angle[half]);
+        cos[o][half] = Chunk<T, 1>::load_l2(token_angles<T>(rope, rope.cos, m) + pairs[o].element[half]);
+        sin[o][half] = Chunk<T, 1>::load_l2(token_angles<T>(rope, rope.sin, m) + pairs[o].element[half]);
       }
     }
     barrier_wait(summed + 8 * part.slot, part.parity);

@@ -18,9 +18,7 @@ __global__ void __launch_bounds__(kMaxNormThreads) layer_norm_kernel(NormParams<
   __shared__ float scratch[kWarpSize];
   const T* x = p.x + blockIdx.x * int64_t(p.columns);
   T* out = p.out + blockIdx.x * int64_t(p.columns);
-  allow_next_kernel();
-  wait_for_previous_kernel();
-  drop_l1();
+  begin_norm(p);
 
   const auto emit = [&](int i, const float (&values)[kElems], float mean, float scale) {
     float weight[kElems], bias[kElems], y[kElems];
@@ -85,7 +83,7 @@ struct LayerNorm {
   template <class T, int kElems, int kChunks>
   static void run(const NormParams<T>& p, dim3 grid, dim3 block, cudaStream_t stream) {
     HF_FASTPATH_CUDA_CHECK(
-        launch_overlapping(layer_norm_kernel<T, kElems, kChunks>, grid, block, 0, stream, true, p));
+        launch_overlapping(layer_norm_kernel<T, kElems, kChunks>, grid, block, 0, stream, overlaps(p), p));
   }
 };
 

@@ -7,16 +7,29 @@
 
 namespace hf_fastpath {
 
-constexpr int kMaxRotaryDim = 256;  // as the largest head
-
 // A head's elements form head_dim / 2 pairs: element i and i + rotary_dim / 2 of the rotated part, the two
 // halves of the rest (of a value: of all).
-__device__ __forceinline__ int pair_feature(const RopeAppendParams& p, int pair, int half) {
-  const int pairs = p.head_dim / 2, head = pair / pairs, i = pair - head * pairs;
+struct Pair {
+  int head;        // of queries, keys and values together
+  int element[2];  // of the head; of cos and sin, too
+  bool turns;
+};
+
+__device__ __forceinline__ Pair find_pair(const RopeAppendParams& p, int pair) {
+  const int pairs = p.head_dim / 2;
+  // Heads mostly have a power of two of elements, and a division takes long.
+  const int head = pairs & (pairs - 1) ? pair / pairs : pair >> (31 - __clz(pairs)), i = pair - head * pairs;
   const int rotary_dim = head >= p.num_heads + p.num_kv_heads ? 0 : p.rotary_dim;
   const int turned = rotary_dim / 2, rest = (p.head_dim - rotary_dim) / 2;
-  const int element = i < turned ? i + half * turned : turned + i + half * rest;
-  return head * p.head_dim + element;
+  const bool turns = i < turned;
+  const int first = turns ? i : turned + i;
+  return {head, {first, first + (turns ? turned : rest)}, turns};
+}
+
+// Feature of one half of a pair.
+__device__ __forceinline__ int pair_feature(const RopeAppendParams& p, int pair, int half) {
+  const Pair found = find_pair(p, pair);
+  return found.head * p.head_dim + (half ? found.element[1] : found.element[0]);
 }
 
 // Where the caches lie.
@@ -31,11 +44,37 @@ __device__ __forceinline__ CachePlace cache_place(const RopeAppendParams& p) {
   return {reinterpret_cast<char*>(entry[0]), reinterpret_cast<char*>(entry[1]), entry[2]};
 }
 
-// Slot of the cache row that a token of [batch, query_len] goes to.
+// Slot of a cache row that a position goes to.
+__device__ __forceinline__ int64_t slot_of(int64_t position, int64_t capacity) {
+  int64_t slot = position;
+  if (slot < 0 || slot >= capacity) slot %= capacity;  // rare, and a division takes long
+  return slot < 0 ? slot + capacity : slot;            // a wrong length must not write outside the cache
+}
+
+// The same of a token of [batch, query_len].
 __device__ __forceinline__ int64_t cache_slot(const RopeAppendParams& p, int64_t capacity, int token) {
   const int row = token / p.query_len, step = token - row * p.query_len;
-  const int64_t slot = (int64_t(p.seq_lens[row]) - p.query_len + step) % capacity;
-  return slot < 0 ? slot + capacity : slot;  // a wrong length must not write outside the cache
+  return slot_of(int64_t(p.seq_lens[row]) - p.query_len + step, capacity);
+}
+
+// Where element d of a token's head goes: in q_out or in a cache.
+struct FeaturePlace {
+  void* element;
+  DType dtype;
+};
+
+template <class T>
+__device__ __forceinline__ FeaturePlace feature_place(const RopeAppendParams& p, const CachePlace& place,
+                                                      int64_t slot, int token, int head, int d) {
+  if (head < p.num_heads) {
+    const int64_t at = (int64_t(token) * p.num_heads + head) * p.head_dim + d;
+    return {static_cast<T*>(p.q_out) + at, p.dtype};
+  }
+  const bool is_value = head >= p.num_heads + p.num_kv_heads;
+  const int kv_head = head - p.num_heads - (is_value ? p.num_kv_heads : 0), row = token / p.query_len;
+  const int64_t at = ((int64_t(row) * p.num_kv_heads + kv_head) * place.capacity + slot) * p.head_dim + d;
+  char* cache = is_value ? place.v_cache : place.k_cache;
+  return {cache + at * (p.cache_dtype == DType::kFloat32 ? 4 : 2), p.cache_dtype};
 }
 
 // Writes one feature of a token, which is not to be rotated, where it belongs.
@@ -43,15 +82,8 @@ template <class T>
 __device__ __forceinline__ void store_feature(const RopeAppendParams& p, const CachePlace& place,
                                               int64_t slot, int token, int feature, float value) {
   const int head = feature / p.head_dim, d = feature - head * p.head_dim;
-  if (head < p.num_heads) {
-    const int64_t at = (int64_t(token) * p.num_heads + head) * p.head_dim + d;
-    static_cast<T*>(p.q_out)[at] = from_float<T>(value);
-    return;
-  }
-  const bool is_value = head >= p.num_heads + p.num_kv_heads;
-  const int kv_head = head - p.num_heads - (is_value ? p.num_kv_heads : 0), row = token / p.query_len;
-  const int64_t at = ((int64_t(row) * p.num_kv_heads + kv_head) * place.capacity + slot) * p.head_dim + d;
-  store_from_float(is_value ? place.v_cache : place.k_cache, at, p.cache_dtype, value);
+  const FeaturePlace to = feature_place<T>(p, place, slot, token, head, d);
+  store_from_float(to.element, 0, to.dtype, value);
 }
 
 // Where appended tokens go: in shared memory.
@@ -69,25 +101,6 @@ __device__ __forceinline__ void find_slots(const RopeAppendParams& p, int tokens
   to.slots[threadIdx.x] = cache_slot(p, place.capacity, threadIdx.x);
 }
 
-// A pair of features and how it turns.
-struct Pair {
-  int feature[2];
-  int angle[2];  // elements of cos and sin
-  bool turns;
-};
-
-__device__ __forceinline__ Pair find_pair(const RopeAppendParams& p, int pair) {
-  const int pairs = p.head_dim / 2, head = pair / pairs, i = pair - head * pairs;
-  Pair found;
-  found.turns = head < p.num_heads + p.num_kv_heads && i < p.rotary_dim / 2;
-#pragma unroll
-  for (int half = 0; half < 2; ++half) {
-    found.feature[half] = pair_feature(p, pair, half);
-    found.angle[half] = found.feature[half] - head * p.head_dim;
-  }
-  return found;
-}
-
 // First element of a token's cos or sin.
 template <class T>
 __device__ __forceinline__ const T* token_angles(const RopeAppendParams& p, const void* angles, int token) {
@@ -95,19 +108,25 @@ __device__ __forceinline__ const T* token_angles(const RopeAppendParams& p, cons
   return static_cast<const T*>(angles) + row * p.cos_batch_stride + int64_t(step) * p.rotary_dim;
 }
 
-// Turns the pair (a, b) by cos[half] and sin[half] of its elements, if it turns, and writes it where it
-// belongs.
+// Turns the pair (a, b) by cos[half] and sin[half] of its elements.
+__device__ __forceinline__ void turn_pair(const float (&cos)[2], const float (&sin)[2], float& a, float& b) {
+  const float turned = a * cos[0] - b * sin[0];
+  b = b * cos[1] + a * sin[1];
+  a = turned;
+}
+
+// The same if it turns, and writes it where it belongs.
 template <class T>
 __device__ __forceinline__ void store_pair(const RopeAppendParams& p, const CachePlace& place, int64_t slot,
                                            int token, const Pair& pair, const float (&cos)[2],
                                            const float (&sin)[2], float a, float b) {
-  if (pair.turns) {
-    const float turned = a * cos[0] - b * sin[0];
-    b = b * cos[1] + a * sin[1];
-    a = turned;
+  if (pair.turns) turn_pair(cos, sin, a, b);
+  const float values[2] = {a, b};
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    const FeaturePlace to = feature_place<T>(p, place, slot, token, pair.head, pair.element[half]);
+    store_from_float(to.element, 0, to.dtype, values[half]);
   }
-  store_feature<T>(p, place, slot, token, pair.feature[0], a);
-  store_feature<T>(p, place, slot, token, pair.feature[1], b);
 }
 
 }  // namespace hf_fastpath
