@@ -4,7 +4,8 @@
 
 ``generate_<device>.csv`` gives ``decode_<device>.svg``: tokens a second of each engine, beside the limit that
 the read bandwidth sets. ``ops_<device>.csv`` gives ``ops_<device>.svg``: per cent of R of each op. Where a
-file has several rows of one measurement, the last one counts.
+file has several rows of one measurement, the last one counts. ``trace_step_<device>.csv`` gives
+``stages_<device>.svg``: where a layer's time goes, beside what its bytes take at R.
 """
 
 from __future__ import annotations
@@ -15,7 +16,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import matplotlib
-from measure import DATA_DIR
+import shapes
+from measure import DATA_DIR, DTYPES
 
 matplotlib.use("Agg")
 from matplotlib import pyplot  # noqa: E402  (after the backend is chosen)
@@ -26,6 +28,14 @@ ENGINES = {
     "stock": ("transformers", "#b0b7bf"),
     "static": ("transformers, static cache + compile", "#6f7d8c"),
     "ours": ("hf_fastpath", "#d9541e"),
+}
+#: a layer's kernels in the order of a trace, from attention to the next layer's projections; colors
+STAGES = {
+    "attention": "#e8b04a",
+    "output projection": "#9bb8d3",
+    "up (and gate)": "#d9541e",
+    "down": "#e98b5f",
+    "projections of the next layer": "#6f9a6b",
 }
 LIMIT_COLOR, OURS_COLOR, OTHER_COLOR = "#1a1a1a", "#d9541e", "#8a97a5"
 
@@ -118,6 +128,59 @@ def plot_ops(source: Path, target: Path) -> Path:
     return _save(figure, target)
 
 
+def stage_bytes(config, context: int, batch: int, itemsize: int) -> list[int]:
+    """Bytes a layer's kernels have to read, in the order of ``STAGES``."""
+    hidden, heads = config.hidden_size, config.num_attention_heads
+    head_dim = getattr(config, "head_dim", None) or hidden // heads
+    kv_width = (getattr(config, "num_key_value_heads", None) or heads) * head_dim
+    gpt2 = config.model_type == "gpt2"
+    inner = 4 * hidden if gpt2 else config.intermediate_size
+    elements = (
+        2 * kv_width * context * batch,
+        heads * head_dim * hidden,
+        (1 if gpt2 else 2) * hidden * inner,
+        inner * hidden,
+        hidden * (heads * head_dim + 2 * kv_width),
+    )
+    return [itemsize * count for count in elements]
+
+
+def plot_stages(source: Path, target: Path) -> Path:
+    """Two bars a traced step: a layer's kernels as measured, and their bytes at R."""
+    keys = ("model", "dtype", "context", "batch")
+    rows = [row for row in _rows(source, (*keys, "kernel")) if row["kernel"].startswith("layer.")]
+    steps: dict[tuple[str, ...], list[dict[str, str]]] = {}
+    for row in rows:
+        steps.setdefault(tuple(row[key] for key in keys), []).append(row)
+    figure, axes = pyplot.subplots(figsize=(7, 1.0 + 0.75 * len(steps)))
+    ticks = []
+    for number, ((model, dtype, context, batch), kernels) in enumerate(steps.items()):
+        config = shapes.shape(model).build_config()
+        sizes = stage_bytes(config, int(context), int(batch), DTYPES[dtype].itemsize)
+        measured = [float(row["adds"]) for row in sorted(kernels, key=lambda row: row["kernel"])]
+        at_limit = [size / float(kernels[0]["r_gb_s"]) / 1e3 for size in sizes]
+        label = f"{shapes.shape(model).label} {dtype}, {context}"
+        for place, name, times in ((number - 0.19, label, measured), (number + 0.19, "bytes at R", at_limit)):
+            ticks.append((place, name))
+            left = 0.0
+            for time, color in zip(times, STAGES.values()):
+                share = time / sum(measured) * 100
+                axes.barh(place, share, 0.34, left=left, color=color)
+                if share > 3.5:
+                    axes.text(left + share / 2, place, f"{time:.1f}", ha="center", va="center", fontsize=7)
+                left += share
+    axes.set_yticks([place for place, _ in ticks], [name for _, name in ticks], fontsize=7)
+    axes.invert_yaxis()
+    axes.set_xlim(0, 102)
+    axes.set_xlabel("% of a layer's time (labels: microseconds)", fontsize=8)
+    axes.set_title(f"{rows[-1]['device']}: where a layer's time goes", fontsize=9)
+    patches = [pyplot.Rectangle((0, 0), 1, 1, color=color) for color in STAGES.values()]
+    height = 1.0 + 0.75 * len(steps)
+    axes.legend(patches, list(STAGES), fontsize=7, ncol=5, loc="upper center", bbox_to_anchor=(0.45, -0.55 / height))
+    axes.spines[["top", "right"]].set_visible(False)
+    return _save(figure, target)
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--data", type=Path, default=DATA_DIR)
@@ -129,6 +192,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(plot_decode(source, arguments.output / source.name.replace("generate_", "decode_").replace("csv", "svg")))
     for source in sorted(arguments.data.glob("ops_*.csv")):
         print(plot_ops(source, arguments.output / source.with_suffix(".svg").name))
+    for source in sorted(arguments.data.glob("trace_step_*.csv")):
+        print(
+            plot_stages(source, arguments.output / source.name.replace("trace_step_", "stages_").replace("csv", "svg"))
+        )
     return 0
 
 

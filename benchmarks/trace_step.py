@@ -160,7 +160,7 @@ def main() -> None:
     path = measure.chosen_csv(arguments.csv, "trace_step", device)
     if path:
         same = measure.environment(device) | {"model": arguments.model, "dtype": DTYPE_NAMES[dtype]}
-        same |= {"context": arguments.context, "batch": arguments.batch}
+        same |= {"context": arguments.context, "batch": arguments.batch, "r_gb_s": round(bandwidth / 1e9)}
         measure.append_csv(
             path,
             [
