@@ -45,10 +45,7 @@ class Chain:
         self.gpt2 = config.model_type == "gpt2"
         self.device, self.dtype = device, dtype
         hidden = config.hidden_size
-        head_dim = getattr(config, "head_dim", None) or hidden // config.num_attention_heads
-        self.width = config.num_attention_heads * head_dim
-        kv_width = getattr(config, "num_key_value_heads", config.num_attention_heads) * head_dim
-        inner = 4 * hidden if self.gpt2 else config.intermediate_size
+        self.width, kv_width, inner = shapes.layer_widths(config)
         self.x = self._randn(batch, hidden)
         self.norm = self._randn(hidden)
         self.layers = [

@@ -17,6 +17,7 @@ from pathlib import Path
 
 import matplotlib
 import shapes
+import torch
 from measure import DATA_DIR, DTYPES
 
 matplotlib.use("Agg")
@@ -128,21 +129,14 @@ def plot_ops(source: Path, target: Path) -> Path:
     return _save(figure, target)
 
 
-def stage_bytes(config, context: int, batch: int, itemsize: int) -> list[int]:
+def stage_bytes(config, context: int, batch: int, dtype: torch.dtype) -> list[int]:
     """Bytes a layer's kernels have to read, in the order of ``STAGES``."""
-    hidden, heads = config.hidden_size, config.num_attention_heads
-    head_dim = getattr(config, "head_dim", None) or hidden // heads
-    kv_width = (getattr(config, "num_key_value_heads", None) or heads) * head_dim
-    gpt2 = config.model_type == "gpt2"
-    inner = 4 * hidden if gpt2 else config.intermediate_size
-    elements = (
-        2 * kv_width * context * batch,
-        heads * head_dim * hidden,
-        (1 if gpt2 else 2) * hidden * inner,
-        inner * hidden,
-        hidden * (heads * head_dim + 2 * kv_width),
-    )
-    return [itemsize * count for count in elements]
+    hidden = config.hidden_size
+    width, kv_width, inner = shapes.layer_widths(config)
+    ups = 1 if config.model_type == "gpt2" else 2
+    weights = (width * hidden, ups * hidden * inner, inner * hidden, hidden * (width + 2 * kv_width))
+    kv = shapes.kv_bytes(config, context, dtype, batch) // config.num_hidden_layers
+    return [kv, *(dtype.itemsize * count for count in weights)]
 
 
 def plot_stages(source: Path, target: Path) -> Path:
@@ -152,11 +146,12 @@ def plot_stages(source: Path, target: Path) -> Path:
     steps: dict[tuple[str, ...], list[dict[str, str]]] = {}
     for row in rows:
         steps.setdefault(tuple(row[key] for key in keys), []).append(row)
-    figure, axes = pyplot.subplots(figsize=(7, 1.0 + 0.75 * len(steps)))
+    height = 1.0 + 0.75 * len(steps)
+    figure, axes = pyplot.subplots(figsize=(7, height))
     ticks = []
     for number, ((model, dtype, context, batch), kernels) in enumerate(steps.items()):
         config = shapes.shape(model).build_config()
-        sizes = stage_bytes(config, int(context), int(batch), DTYPES[dtype].itemsize)
+        sizes = stage_bytes(config, int(context), int(batch), DTYPES[dtype])
         measured = [float(row["adds"]) for row in sorted(kernels, key=lambda row: row["kernel"])]
         at_limit = [size / float(kernels[0]["r_gb_s"]) / 1e3 for size in sizes]
         label = f"{shapes.shape(model).label} {dtype}, {context}"
@@ -175,10 +170,13 @@ def plot_stages(source: Path, target: Path) -> Path:
     axes.set_xlabel("% of a layer's time (labels: microseconds)", fontsize=8)
     axes.set_title(f"{rows[-1]['device']}: where a layer's time goes", fontsize=9)
     patches = [pyplot.Rectangle((0, 0), 1, 1, color=color) for color in STAGES.values()]
-    height = 1.0 + 0.75 * len(steps)
     axes.legend(patches, list(STAGES), fontsize=7, ncol=5, loc="upper center", bbox_to_anchor=(0.45, -0.55 / height))
     axes.spines[["top", "right"]].set_visible(False)
     return _save(figure, target)
+
+
+#: start of a CSV's name -> what draws it, start of the plot's name
+PLOTS = {"generate": (plot_decode, "decode"), "ops": (plot_ops, "ops"), "trace_step": (plot_stages, "stages")}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -188,14 +186,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = parser.parse_args(argv)
     matplotlib.rcParams["svg.hashsalt"] = "hf_fastpath"  # element ids that do not change from run to run
     matplotlib.rcParams["svg.fonttype"] = "none"  # text stays text: a third of the size
-    for source in sorted(arguments.data.glob("generate_*.csv")):
-        print(plot_decode(source, arguments.output / source.name.replace("generate_", "decode_").replace("csv", "svg")))
-    for source in sorted(arguments.data.glob("ops_*.csv")):
-        print(plot_ops(source, arguments.output / source.with_suffix(".svg").name))
-    for source in sorted(arguments.data.glob("trace_step_*.csv")):
-        print(
-            plot_stages(source, arguments.output / source.name.replace("trace_step_", "stages_").replace("csv", "svg"))
-        )
+    for kind, (plot, name) in PLOTS.items():
+        for source in sorted(arguments.data.glob(f"{kind}_*.csv")):
+            device = source.stem.removeprefix(f"{kind}_")
+            print(plot(source, arguments.output / f"{name}_{device}.svg"))
     return 0
 
 

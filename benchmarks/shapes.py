@@ -199,15 +199,23 @@ def weight_bytes(model: PreTrainedModel, batch: int = 1) -> int:
     return rows + sum(p.numel() * p.element_size() for p in model.parameters() if id(p) not in gathered)
 
 
+def layer_widths(config: PreTrainedConfig) -> tuple[int, int, int]:
+    """Features of a layer's queries, of its keys (as many as of its values), and inside its MLP."""
+    heads = config.num_attention_heads
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
+    kv_heads = getattr(config, "num_key_value_heads", None) or heads
+    inner = getattr(config, "intermediate_size", None) or getattr(config, "n_inner", None) or 4 * config.hidden_size
+    return heads * head_dim, kv_heads * head_dim, inner
+
+
 def kv_bytes(config: PreTrainedConfig, context: float, dtype: torch.dtype, batch: int = 1) -> int:
     """Bytes of keys and values that a decode step reads when each sequence holds ``context`` positions."""
     config = config.get_text_config(decoder=True)
-    heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
-    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    _, kv_width, _ = layer_widths(config)
     window = getattr(config, "sliding_window", None)
     kinds = getattr(config, "layer_types", None) or ["sliding_attention"] * config.num_hidden_layers
     positions = sum(min(context, window) if window and "sliding" in kind else context for kind in kinds)
-    return int(2 * positions * heads * head_dim * dtype.itemsize * batch)
+    return int(2 * positions * kv_width * dtype.itemsize * batch)
 
 
 def shape_weight_bytes(name: str, dtype: torch.dtype, batch: int = 1) -> int:
