@@ -22,8 +22,7 @@
 #include "common/async.cuh"
 #include "common/cuda_check.cuh"
 #include "common/mma.cuh"
-#include "gemv/gemv_device.cuh"
-#include "rope_append/rope_append.cuh"
+#include "gemv/gemv_ring_end.cuh"
 
 namespace hf_fastpath {
 
@@ -82,13 +81,6 @@ constexpr bool kRingTwoSums = kRingMma<T> && kChunks > 4;
 // registers.
 template <class T, class Shape>
 constexpr int kRingDeferred = kRingMma<T> || Shape::kRows >= 4 ? 2 : 4;
-
-// What becomes of sums.
-enum class RingEnd {
-  kPlain,   // bias, activation, residual
-  kGated,   // activation(gate) * up
-  kAppend,  // bias, rotation, cache
-};
 
 // Blocks whose registers an SM has room for, those of other kernels counted: the fewer a block has, the more
 // kernels start early. An append has too much to keep.
@@ -169,104 +161,6 @@ __device__ __forceinline__ void ring_fetch(const GemvParams& p, const RopeAppend
     }
   }
 }
-
-// How a unit's sums end: prepare() before the wait for the kernel in front, load() behind it, store() at the
-// end. What is loaded is first used in store(): no instruction waits for it before.
-template <class T, RingEnd kEnd>
-struct RingUnit;
-
-template <class T>
-struct RingUnit<T, RingEnd::kPlain> {
-  using One = Chunk<T, 1>;
-  T bias = from_float<T>(0.f), residual = from_float<T>(0.f);
-  const T* residual_at;
-  T* out;
-
-  __device__ __forceinline__ void prepare(const GemvParams& p, const RopeAppendParams&, int unit) {
-    const GemvSegment s = segment_of(p, unit);
-    if (s.bias) bias = One::load_shared_line(static_cast<const T*>(s.bias) + (unit - s.first));
-    residual_at = p.residual ? static_cast<const T*>(p.residual) + unit : nullptr;
-    out = static_cast<T*>(p.out) + unit;
-  }
-  __device__ __forceinline__ void load(const RopeAppendParams&) {
-    if (residual_at) residual = One::load_l2(residual_at);
-  }
-  __device__ __forceinline__ void store(const GemvParams& p, const RopeAppendParams&,
-                                        const float (&dots)[1]) const {
-    float y = dots[0] + to_float(bias);
-    if (p.activation != Activation::kNone) y = activate(y, p.activation);
-    *out = from_float<T>(y + to_float(residual));
-  }
-};
-
-template <class T>
-struct RingUnit<T, RingEnd::kGated> {
-  T* out;
-
-  __device__ __forceinline__ void prepare(const GemvParams& p, const RopeAppendParams&, int unit) {
-    out = static_cast<T*>(p.out) + unit;
-  }
-  __device__ __forceinline__ void load(const RopeAppendParams&) {}
-  __device__ __forceinline__ void store(const GemvParams& p, const RopeAppendParams&,
-                                        const float (&dots)[2]) const {
-    const float gate =
-        p.activation == Activation::kSilu ? silu<true>(dots[0]) : activate(dots[0], p.activation);
-    *out = from_float<T>(gate * dots[1]);
-  }
-};
-
-template <class T>
-struct RingUnit<T, RingEnd::kAppend> {
-  using One = Chunk<T, 1>;
-  Pair pair;
-  T bias[2] = {from_float<T>(0.f), from_float<T>(0.f)}, cos[2], sin[2];
-  char* cache;  // that a key or value goes to
-  uint32_t capacity;
-  int seq_len;
-
-  __device__ __forceinline__ void prepare(const GemvParams& p, const RopeAppendParams& rope, int unit) {
-    pair = find_pair(rope, unit);
-#pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      const int feature = pair.head * rope.head_dim + pair.element[half];
-      const GemvSegment s = segment_of(p, feature);
-      if (s.bias) bias[half] = One::load_shared_line(static_cast<const T*>(s.bias) + (feature - s.first));
-    }
-    const bool is_value = pair.head >= rope.num_heads + rope.num_kv_heads;
-    if (rope.kv_table) {
-      const int64_t* entry = rope.kv_table + 3 * rope.layer;
-      cache = reinterpret_cast<char*>(entry[is_value]), capacity = static_cast<uint32_t>(entry[2]);
-    } else {
-      cache = static_cast<char*>(is_value ? rope.v_cache : rope.k_cache),
-      capacity = static_cast<uint32_t>(rope.capacity);
-    }
-    seq_len = __ldcg(rope.seq_lens);
-  }
-  __device__ __forceinline__ void load(const RopeAppendParams& rope) {
-#pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      if (!pair.turns) continue;
-      cos[half] = One::load_l2(static_cast<const T*>(rope.cos) + pair.element[half]);
-      sin[half] = One::load_l2(static_cast<const T*>(rope.sin) + pair.element[half]);
-    }
-  }
-  __device__ __forceinline__ void store(const GemvParams&, const RopeAppendParams& rope,
-                                        const float (&dots)[2]) const {
-    float values[2] = {dots[0] + to_float(bias[0]), dots[1] + to_float(bias[1])};
-    if (pair.turns) {
-      const float turn_cos[2] = {to_float(cos[0]), to_float(cos[1])};
-      const float turn_sin[2] = {to_float(sin[0]), to_float(sin[1])};
-      turn_pair(turn_cos, turn_sin, values[0], values[1]);
-    }
-    const CachePlace place{cache, cache, capacity};
-    const int64_t slot = slot_of(int64_t(seq_len) - 1, capacity);
-#pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      const FeaturePlace to = feature_place<T>(rope, place, slot, 0, pair.head, pair.element[half]);
-      store_from_float(to.element, 0, to.dtype, values[half]);
-    }
-  }
-};
 
 // Multiplies this warp's part of x by the norm's weight, rounded once, and by a power of two that keeps
 // float16 from overflowing. Returns what products have to be multiplied by to undo the latter.
@@ -405,7 +299,7 @@ __device__ __forceinline__ void ring_compute(const GemvParams& p, const RopeAppe
     return total;
   };
   float values[kMma ? 1 : kChunks][kElems];  // x in float32
-  float undo = 1.f, squares = 0.f;
+  float undo = 1.f, squares = 0.f;           // squares: of this lane's part of x
   if constexpr (!kMma) {
 #pragma unroll
     for (int c = 0; c < kChunks; ++c) C::unpack(x[c], values[c]);
@@ -443,11 +337,7 @@ __device__ __forceinline__ void ring_compute(const GemvParams& p, const RopeAppe
   RingCursor at;
 #pragma unroll 1
   for (int first = 0; first < rows; first += Shape::kSlotRows * kDeferred) {
-    float acc[kSums][kMma ? 4 : 1], acc_high[kTwoSums ? kSums : 1][4] = {};
-#pragma unroll
-    for (int i = 0; i < kSums; ++i)
-#pragma unroll
-      for (float& value : acc[i]) value = 0.f;
+    float acc[kSums][kMma ? 4 : 1] = {}, acc_high[kTwoSums ? kSums : 1][4] = {};
 #pragma unroll
     for (int d = 0; d < kDeferred; ++d) {
       if (d > 0 && first + d * Shape::kSlotRows >= rows) break;
