@@ -40,7 +40,7 @@ class Attention:
         scaling: attribute that holds the factor on the scores.
         attention_dropout: name of the dropout probability attribute, or of an ``nn.Dropout``.
         refuse: config attributes that must be falsy for the kernels' arithmetic to be the model's.
-        residual_dropout: name of an ``nn.Dropout`` after the output projection, or None.
+        residual_dropout: the same after the output projection, or None.
     """
 
     class_name: str
@@ -61,7 +61,7 @@ class MLP:
         activation: name of the activation module.
         up, down: names of the projections.
         gate: name of the gate projection; None for a plain MLP.
-        dropout: name of an ``nn.Dropout`` after ``down``, or None.
+        dropout: name of the dropout probability attribute after ``down``, or of an ``nn.Dropout``; or None.
     """
 
     class_name: str
@@ -103,7 +103,8 @@ class Architecture:
         head: name of the output projection inside the causal LM.
         rotary: name of the rotary embedding module inside the decoder, or None.
         position_embedding: name of a learned position embedding inside the decoder, or None.
-        embedding_dropout: name of an ``nn.Dropout`` after the embeddings, or None.
+        embedding_dropout: name of the dropout probability attribute after the embeddings, or of an ``nn.Dropout``; or
+            None.
     """
 
     name: str

@@ -17,7 +17,7 @@ from . import loader, ops
 from .cache import FastpathCache, FastpathLayer
 from .compat import below_autograd, outputs_are_captured
 from .decode import steps
-from .decode.structure import AttentionPart, LayerPart, MLPPart, NormPart
+from .decode.structure import AttentionPart, LayerPart, MLPPart, NormPart, apply_dropout
 from .ops.gemv import MAX_ROWS
 from .registry import FLOAT_DTYPES
 
@@ -110,7 +110,7 @@ def mlp(self: nn.Module, hidden_states: torch.Tensor) -> torch.Tensor:
     else:
         gate, up = part.gate(hidden_states), part.up(hidden_states)
         out = part.down(_activate(ops.fused_swiglu.overload, gate, up, part.activation))
-    return out if part.spec.dropout is None else getattr(self, part.spec.dropout)(out)
+    return apply_dropout(self, part.spec.dropout, out)
 
 
 @dataclass

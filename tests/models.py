@@ -19,14 +19,21 @@ from transformers import (
     GPT2LMHeadModel,
     LlamaConfig,
     LlamaForCausalLM,
+    MinistralConfig,
+    MinistralForCausalLM,
     MistralConfig,
     MistralForCausalLM,
     PreTrainedModel,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+    Starcoder2Config,
+    Starcoder2ForCausalLM,
 )
 
 import hf_fastpath
 from hf_fastpath import loader
 
+#: that tests of everything around the layers run on
 ARCHITECTURES = ("gpt2", "llama", "mistral")
 over_architectures = pytest.mark.parametrize("architecture", ARCHITECTURES)
 CPU = torch.device("cpu")
@@ -46,7 +53,7 @@ def build(architecture: str, seed: int = 0, **changes) -> PreTrainedModel:
     """A random float32 model on the CPU, in eval mode, without an end-of-sequence token.
 
     Args:
-        architecture: one of ``ARCHITECTURES``.
+        architecture: its name, as in ``patches/``.
         seed: of its weights.
         changes: config entries that differ from the test's usual ones.
     """
@@ -57,6 +64,18 @@ def build(architecture: str, seed: int = 0, **changes) -> PreTrainedModel:
         sizes = dict(hidden_size=104, num_attention_heads=6, num_key_value_heads=2, head_dim=40)
         sizes |= dict(intermediate_size=250, num_hidden_layers=2, sliding_window=WINDOW)
         cls, config = MistralForCausalLM, MistralConfig
+    elif architecture == "qwen2":  # biases, two queries a KV head, head_dim 32; windows in the upper layer
+        sizes = dict(hidden_size=128, num_attention_heads=4, num_key_value_heads=2, intermediate_size=220)
+        sizes |= dict(num_hidden_layers=2, use_sliding_window=True, sliding_window=WINDOW, max_window_layers=1)
+        cls, config = Qwen2ForCausalLM, Qwen2Config
+    elif architecture == "ministral":  # three queries a KV head, head_dim 48; windows in the lower layer
+        sizes = dict(hidden_size=96, num_attention_heads=6, num_key_value_heads=2, head_dim=48, sliding_window=WINDOW)
+        sizes |= dict(intermediate_size=236, num_hidden_layers=2, layer_types=["sliding_attention", "full_attention"])
+        cls, config = MinistralForCausalLM, MinistralConfig
+    elif architecture == "starcoder2":  # four queries a KV head, head_dim 32
+        sizes = dict(hidden_size=128, num_attention_heads=4, num_key_value_heads=1, intermediate_size=260)
+        sizes |= dict(num_hidden_layers=2, sliding_window=WINDOW)
+        cls, config = Starcoder2ForCausalLM, Starcoder2Config
     else:  # multi-query, head_dim 80
         sizes = dict(hidden_size=112, num_attention_heads=4, num_key_value_heads=1, head_dim=80)
         sizes |= dict(intermediate_size=204, num_hidden_layers=2, max_position_embeddings=2048)
@@ -64,6 +83,10 @@ def build(architecture: str, seed: int = 0, **changes) -> PreTrainedModel:
     state = torch.get_rng_state()
     torch.manual_seed(seed)
     model = cls(config(**_TOKENS, **({"initializer_range": _SPREAD} | sizes | changes))).eval()
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if name.endswith("bias"):  # transformers starts with zeros, which a forgotten bias would not change
+                parameter.normal_(std=_SPREAD)
     torch.set_rng_state(state)
     return model
 

@@ -322,6 +322,14 @@ def dropout_reason(module: nn.Module, name: str | None) -> str | None:
     return "dropout" if active else own_code_reason(dropout)
 
 
+def apply_dropout(module: nn.Module, name: str | None, x: torch.Tensor) -> torch.Tensor:
+    """The dropout ``name`` of ``module``, if there is one, as stock code applies it."""
+    dropout = None if name is None else getattr(module, name)
+    if isinstance(dropout, nn.Module):
+        return dropout(x)
+    return nn.functional.dropout(x, dropout, module.training) if dropout else x
+
+
 def model_part(architecture: Architecture, model: nn.Module) -> ModelPart | None:
     """A causal LM of ``architecture``, or None if ``model`` is not exactly one."""
     cls = type(model)

@@ -1,0 +1,24 @@
+"""Ministral: as Mistral, windows by layer."""
+
+from hf_fastpath.architecture import MLP, Architecture, Attention, Layer, Norm
+
+ARCHITECTURE = Architecture(
+    name="ministral",
+    module="transformers.models.ministral.modeling_ministral",
+    causal_lm="MinistralForCausalLM",
+    base="model",
+    embedding="embed_tokens",
+    rotary="rotary_emb",
+    layers="layers",
+    final_norm="norm",
+    norm=Norm("MinistralRMSNorm", kind="rms", eps="variance_epsilon"),
+    attention=Attention("MinistralAttention", qkv=("q_proj", "k_proj", "v_proj"), out="o_proj"),
+    mlp=MLP("MinistralMLP", activation="act_fn", gate="gate_proj", up="up_proj", down="down_proj"),
+    layer=Layer(
+        "MinistralDecoderLayer",
+        attention_norm="input_layernorm",
+        attention="self_attn",
+        mlp_norm="post_attention_layernorm",
+        mlp="mlp",
+    ),
+)
