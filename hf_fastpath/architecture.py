@@ -41,6 +41,7 @@ class Attention:
         attention_dropout: name of the dropout probability attribute, or of an ``nn.Dropout``.
         refuse: config attributes that must be falsy for the kernels' arithmetic to be the model's.
         residual_dropout: the same after the output projection, or None.
+        head_norms: names of norms over every head's query and key, between projection and rotation; or None.
     """
 
     class_name: str
@@ -50,6 +51,7 @@ class Attention:
     attention_dropout: str = "attention_dropout"
     refuse: tuple[str, ...] = ()
     residual_dropout: str | None = None
+    head_norms: tuple[str, str] | None = None
 
 
 @dataclass(frozen=True)
@@ -128,6 +130,8 @@ class Architecture:
             raise ValueError(f"architecture {self.name!r}: norm kind {self.norm.kind!r}, expected 'rms' or 'layer'")
         if len(self.attention.qkv) not in (1, 3):
             raise ValueError(f"architecture {self.name!r}: qkv names one fused or three separate projections")
+        if self.attention.head_norms and (len(self.attention.qkv) != 3 or self.norm.kind != "rms"):
+            raise ValueError(f"architecture {self.name!r}: head_norms need separate projections and an RMS norm")
         if (self.rotary is None) == (self.position_embedding is None):
             raise ValueError(f"architecture {self.name!r}: give either rotary or position_embedding")
 

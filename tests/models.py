@@ -26,6 +26,8 @@ from transformers import (
     PreTrainedModel,
     Qwen2Config,
     Qwen2ForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
     Starcoder2Config,
     Starcoder2ForCausalLM,
 )
@@ -68,6 +70,10 @@ def build(architecture: str, seed: int = 0, **changes) -> PreTrainedModel:
         sizes = dict(hidden_size=128, num_attention_heads=4, num_key_value_heads=2, intermediate_size=220)
         sizes |= dict(num_hidden_layers=2, use_sliding_window=True, sliding_window=WINDOW, max_window_layers=1)
         cls, config = Qwen2ForCausalLM, Qwen2Config
+    elif architecture == "qwen3":  # heads wider than the model, two queries a KV head
+        sizes = dict(hidden_size=96, num_attention_heads=4, num_key_value_heads=2, head_dim=40, intermediate_size=188)
+        sizes |= dict(num_hidden_layers=2)
+        cls, config = Qwen3ForCausalLM, Qwen3Config
     elif architecture == "ministral":  # three queries a KV head, head_dim 48; windows in the lower layer
         sizes = dict(hidden_size=96, num_attention_heads=6, num_key_value_heads=2, head_dim=48, sliding_window=WINDOW)
         sizes |= dict(intermediate_size=236, num_hidden_layers=2, layer_types=["sliding_attention", "full_attention"])
@@ -87,6 +93,8 @@ def build(architecture: str, seed: int = 0, **changes) -> PreTrainedModel:
         for name, parameter in model.named_parameters():
             if name.endswith("bias"):  # transformers starts with zeros, which a forgotten bias would not change
                 parameter.normal_(std=_SPREAD)
+            elif name.endswith(("q_norm.weight", "k_norm.weight")):  # and ones, which none would not
+                parameter.normal_(mean=1.0, std=_SPREAD)
     torch.set_rng_state(state)
     return model
 

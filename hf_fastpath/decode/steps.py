@@ -71,6 +71,16 @@ def projection(
     )
 
 
+def head_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    """RMS norm of every head: [batch, query_len, heads * head_dim] in and out."""
+    return ops.rms_norm.overload(x.unflatten(-1, (-1, weight.numel())), weight, eps).flatten(-2)
+
+
+def joined(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    """Features side by side."""
+    return torch.cat((q, k, v), dim=-1)
+
+
 def attention(
     emit: Emit,
     part: AttentionPart,
@@ -83,13 +93,21 @@ def attention(
 ) -> Any:
     """``residual + part(norm(x))``, appending to ``cache`` (its K and V buffers), the ``layer``-th of the model."""
     *qkv, out = part.projections()
-    absent = [None] * (3 - len(qkv))  # one projection may hold all three
-    weights, biases = ([getattr(linear, name) for linear in qkv] + absent for name in ("weight", "bias"))
-    queries = emit(
-        ops.qkv_rope_append.overload,
-        *(x, *weights, *biases, is_transposed(qkv[0]), at.cos, at.sin, *cache, at.seq_lens, part.num_heads),
-        *(at.kv_table, layer, *_norm_arguments(norm), at.overlap),
-    )
+    if part.head_norms:
+        q, k, v = (projection(emit, linear, x, norm=norm, overlap=at.overlap) for linear in qkv)
+        q, k = (emit(head_norm, y, each.module.weight, each.eps) for y, each in zip((q, k), part.head_norms))
+        queries = emit(
+            ops.rope_append.overload,
+            *(emit(joined, q, k, v), None, at.cos, at.sin, *cache, at.seq_lens, part.num_heads, at.kv_table, layer),
+        )
+    else:
+        absent = [None] * (3 - len(qkv))  # one projection may hold all three
+        weights, biases = ([getattr(linear, name) for linear in qkv] + absent for name in ("weight", "bias"))
+        queries = emit(
+            ops.qkv_rope_append.overload,
+            *(x, *weights, *biases, is_transposed(qkv[0]), at.cos, at.sin, *cache, at.seq_lens, part.num_heads),
+            *(at.kv_table, layer, *_norm_arguments(norm), at.overlap),
+        )
     mixed = emit(
         ops.decode_attention.overload,
         *(queries, *cache, at.seq_lens, at.starts, part.scaling, part.window or 0, at.kv_table, layer, at.workspace),
@@ -153,6 +171,8 @@ def _constants(part: LayerPart) -> tuple:
 def one_call_reasons(part: ModelPart) -> list[str]:
     """Reasons why ``ops.decode_layers`` cannot take all of the model's layers."""
     layers, weights = part.layers, _all_weights(part)
+    if any(layer.attention.head_norms for layer in layers):
+        return ["heads have norms of their own"]
     constants = _constants(layers[0])
     if any(_constants(layer) != constants for layer in layers):
         return ["the layers differ in a constant"]

@@ -169,8 +169,14 @@ class AttentionPart(Part):
     def projections(self) -> list[nn.Module]:
         return [child(self.module, name) for name in (*self.spec.qkv, self.spec.out)]
 
+    @property
+    def head_norms(self) -> list[NormPart]:
+        """Norms over every head's query and key, or none."""
+        return [NormPart(self.architecture, child(self.module, name)) for name in self.spec.head_norms or ()]
+
     def parameters(self) -> list[torch.Tensor | None]:
-        return [p for linear in self.projections() for p in weight_and_bias(linear)]
+        found = [p for linear in self.projections() for p in weight_and_bias(linear)]
+        return found + [p for norm in self.head_norms for p in norm.parameters()]
 
     @property
     def head_dim(self) -> int:
@@ -192,6 +198,7 @@ class AttentionPart(Part):
         reasons = [self._own_reason("attention"), own_code_reason(self.module)]
         reasons += [projection_reason(linear) for linear in self.projections()]
         reasons += [dropout_reason(self.module, self.spec.attention_dropout)]
+        reasons += [norm.reason() for norm in self.head_norms]
         reasons += [dropout_reason(self.module, self.spec.residual_dropout)]
         return next((reason for reason in reasons if reason), None)
 
@@ -344,7 +351,7 @@ def fingerprint(part: ModelPart) -> tuple:
     parameters = [None if p is None else (id(p), p.data_ptr(), p.dtype) for p in part.parameters()]
     constants = [
         (layer.attention.scaling, layer.attention.num_heads, layer.window, layer.mlp.activation)
-        + (layer.attention_norm.eps, layer.mlp_norm.eps)
+        + (layer.attention_norm.eps, layer.mlp_norm.eps, *(norm.eps for norm in layer.attention.head_norms))
         for layer in part.layers
     ]
     angles = () if part.rotary is None else _values_of(part.rotary)

@@ -175,7 +175,7 @@ def architecture_tests(architecture: str) -> dict[str, Callable]:
         declared = next(found for found in architectures() if found.name == architecture)
         expected = {"layer": 2, "attention": 2, "mlp": 2}
         if declared.norm.kind == "rms":  # nn.LayerNorm stays as it is
-            expected["norm"] = 5
+            expected["norm"] = 5 + 2 * len(declared.attention.head_norms or ())
         assert report.patched == expected
 
     tests = (
