@@ -81,7 +81,8 @@ class Layer:
     Attributes:
         class_name: transformers class.
         attention_norm, attention, mlp_norm, mlp: names of its parts.
-        refuse: names of parts whose presence means another structure (cross-attention).
+        refuse: names of parts or switches whose presence means another structure (cross-attention).
+        dropout: name of the dropout probability attribute after the MLP, or of an ``nn.Dropout``; or None.
     """
 
     class_name: str
@@ -90,6 +91,7 @@ class Layer:
     mlp_norm: str
     mlp: str
     refuse: tuple[str, ...] = ()
+    dropout: str | None = None
 
 
 @dataclass(frozen=True)

@@ -28,6 +28,10 @@ from transformers import (
     Qwen2ForCausalLM,
     Qwen3Config,
     Qwen3ForCausalLM,
+    SeedOssConfig,
+    SeedOssForCausalLM,
+    StableLmConfig,
+    StableLmForCausalLM,
     Starcoder2Config,
     Starcoder2ForCausalLM,
 )
@@ -74,6 +78,14 @@ def build(architecture: str, seed: int = 0, **changes) -> PreTrainedModel:
         sizes = dict(hidden_size=96, num_attention_heads=4, num_key_value_heads=2, head_dim=40, intermediate_size=188)
         sizes |= dict(num_hidden_layers=2)
         cls, config = Qwen3ForCausalLM, Qwen3Config
+    elif architecture == "seed_oss":  # two queries a KV head, head_dim 56
+        sizes = dict(hidden_size=112, num_attention_heads=2, num_key_value_heads=1, head_dim=56, mlp_bias=True)
+        sizes |= dict(intermediate_size=168, num_hidden_layers=2, attention_out_bias=True)
+        cls, config = SeedOssForCausalLM, SeedOssConfig
+    elif architecture == "stablelm":  # multi-head, a quarter of 64 turns
+        sizes = dict(hidden_size=128, num_attention_heads=2, num_key_value_heads=2, intermediate_size=180)
+        sizes |= dict(num_hidden_layers=2)
+        cls, config = StableLmForCausalLM, StableLmConfig
     elif architecture == "ministral":  # three queries a KV head, head_dim 48; windows in the lower layer
         sizes = dict(hidden_size=96, num_attention_heads=6, num_key_value_heads=2, head_dim=48, sliding_window=WINDOW)
         sizes |= dict(intermediate_size=236, num_hidden_layers=2, layer_types=["sliding_attention", "full_attention"])

@@ -239,9 +239,10 @@ class LayerPart(Part):
         return [parameter for part in self.parts() for parameter in part.parameters()]
 
     def reason(self) -> str | None:
-        if any(hasattr(self.module, name) for name in self.architecture.layer.refuse):
+        spec = self.architecture.layer
+        if any(getattr(self.module, name, False) is not False for name in spec.refuse):
             return "unsupported_config"
-        own = self._own_reason("layer") or own_code_reason(self.module)
+        own = self._own_reason("layer") or own_code_reason(self.module) or dropout_reason(self.module, spec.dropout)
         return own or next((reason for part in self.parts() if (reason := part.reason())), None)
 
 

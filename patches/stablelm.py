@@ -1,0 +1,28 @@
+"""StableLM: layer norm, separate q/k/v, rotary positions of a part of each head, gated SiLU MLP."""
+
+from hf_fastpath.architecture import MLP, Architecture, Attention, Layer, Norm
+
+ARCHITECTURE = Architecture(
+    name="stablelm",
+    module="transformers.models.stablelm.modeling_stablelm",
+    causal_lm="StableLmForCausalLM",
+    base="model",
+    embedding="embed_tokens",
+    rotary="rotary_emb",
+    layers="layers",
+    final_norm="norm",
+    norm=Norm("LayerNorm", kind="layer", eps="eps"),
+    attention=Attention(
+        "StableLmAttention", qkv=("q_proj", "k_proj", "v_proj"), out="o_proj", refuse=("qk_layernorm",)
+    ),
+    mlp=MLP("StableLmMLP", activation="act_fn", gate="gate_proj", up="up_proj", down="down_proj"),
+    layer=Layer(
+        "StableLmDecoderLayer",
+        attention_norm="input_layernorm",
+        attention="self_attn",
+        mlp_norm="post_attention_layernorm",
+        mlp="mlp",
+        refuse=("use_parallel_residual",),
+        dropout="dropout",
+    ),
+)
