@@ -62,7 +62,7 @@ class MLP:
         class_name: transformers class.
         activation: name of the activation module.
         up, down: names of the projections.
-        gate: name of the gate projection; None for a plain MLP.
+        gate: name of the gate projection; that of ``up`` if one projection holds gate | up; None for a plain MLP.
         dropout: name of the dropout probability attribute after ``down``, or of an ``nn.Dropout``; or None.
     """
 
@@ -82,7 +82,7 @@ class Layer:
         class_name: transformers class.
         attention_norm, attention, mlp_norm, mlp: names of its parts.
         refuse: names of parts or switches whose presence means another structure (cross-attention).
-        dropout: name of the dropout probability attribute after the MLP, or of an ``nn.Dropout``; or None.
+        dropouts: names of dropout probability attributes after attention and MLP, or of ``nn.Dropout``s.
     """
 
     class_name: str
@@ -91,7 +91,7 @@ class Layer:
     mlp_norm: str
     mlp: str
     refuse: tuple[str, ...] = ()
-    dropout: str | None = None
+    dropouts: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)

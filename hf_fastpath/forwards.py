@@ -108,7 +108,8 @@ def mlp(self: nn.Module, hidden_states: torch.Tensor) -> torch.Tensor:
         up = part.up(hidden_states)
         out = part.down(_activate(ops.fused_gelu.overload, up, "tanh" if part.activation == "gelu_tanh" else "none"))
     else:
-        gate, up = part.gate(hidden_states), part.up(hidden_states)
+        joined = part.up(hidden_states)
+        gate, up = joined.chunk(2, dim=-1) if part.is_joined else (part.gate(hidden_states), joined)
         out = part.down(_activate(ops.fused_swiglu.overload, gate, up, part.activation))
     return apply_dropout(self, part.spec.dropout, out)
 

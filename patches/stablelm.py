@@ -23,6 +23,6 @@ ARCHITECTURE = Architecture(
         mlp_norm="post_attention_layernorm",
         mlp="mlp",
         refuse=("use_parallel_residual",),
-        dropout="dropout",
+        dropouts=("dropout",),
     ),
 )

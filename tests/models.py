@@ -23,6 +23,8 @@ from transformers import (
     MinistralForCausalLM,
     MistralConfig,
     MistralForCausalLM,
+    Phi3Config,
+    Phi3ForCausalLM,
     PreTrainedModel,
     Qwen2Config,
     Qwen2ForCausalLM,
@@ -86,6 +88,10 @@ def build(architecture: str, seed: int = 0, **changes) -> PreTrainedModel:
         sizes = dict(hidden_size=128, num_attention_heads=2, num_key_value_heads=2, intermediate_size=180)
         sizes |= dict(num_hidden_layers=2)
         cls, config = StableLmForCausalLM, StableLmConfig
+    elif architecture == "phi3":  # multi-head, head_dim 48
+        sizes = dict(hidden_size=96, num_attention_heads=2, num_key_value_heads=2, intermediate_size=140)
+        sizes |= dict(num_hidden_layers=2, sliding_window=None)
+        cls, config = Phi3ForCausalLM, Phi3Config
     elif architecture == "ministral":  # three queries a KV head, head_dim 48; windows in the lower layer
         sizes = dict(hidden_size=96, num_attention_heads=6, num_key_value_heads=2, head_dim=48, sliding_window=WINDOW)
         sizes |= dict(intermediate_size=236, num_hidden_layers=2, layer_types=["sliding_attention", "full_attention"])

@@ -123,7 +123,7 @@ def mlp(
     if part.gate is None:
         hidden = projection(emit, part.up, x, activation=part.activation, norm=norm, overlap=overlap)
     elif part.gate.bias is None and part.up.bias is None:
-        weights = part.gate.weight, part.up.weight
+        weights = part.gate_and_up()
         hidden = emit(ops.gemv_swiglu.overload, x, *weights, part.activation, *_norm_arguments(norm), overlap)
     else:
         gate, up = (projection(emit, linear, x, norm=norm, overlap=overlap) for linear in (part.gate, part.up))
@@ -150,7 +150,10 @@ def _layer_tensors(part: LayerPart) -> dict[str, torch.Tensor | None]:
     *qkv, out = part.attention.projections()
     roles = {"attention_norm": part.attention_norm.module, **dict(zip("qkv", qkv)), "out": out}
     roles |= {"mlp_norm": part.mlp_norm.module, "gate": part.mlp.gate, "up": part.mlp.up, "down": part.mlp.down}
-    return _named(roles)
+    found = _named(roles)
+    if part.mlp.gate is not None:
+        found["gate_weight"], found["up_weight"] = part.mlp.gate_and_up()
+    return found
 
 
 def _all_weights(part: ModelPart) -> list[torch.Tensor]:

@@ -133,8 +133,18 @@ class MLPPart(Part):
     def activation(self) -> str | None:
         return activation_name(child(self.module, self.spec.activation))
 
+    @property
+    def is_joined(self) -> bool:
+        """Whether gate and up are one projection."""
+        return self.spec.gate == self.spec.up
+
+    def gate_and_up(self) -> list[torch.Tensor]:
+        """Weights of gate and up: those of two projections, or views of one's halves."""
+        return list(self.up.weight.chunk(2)) if self.is_joined else [self.gate.weight, self.up.weight]
+
     def projections(self) -> list[nn.Module]:
-        return [linear for linear in (self.gate, self.up, self.down) if linear is not None]
+        gate = None if self.is_joined else self.gate
+        return [linear for linear in (gate, self.up, self.down) if linear is not None]
 
     def parameters(self) -> list[torch.Tensor | None]:
         return [p for linear in self.projections() for p in weight_and_bias(linear)]
@@ -148,6 +158,8 @@ class MLPPart(Part):
     def reason(self) -> str | None:
         reasons = [self._own_reason("mlp"), self.activation_reason(), own_code_reason(self.module)]
         reasons += [projection_reason(linear) for linear in self.projections()]
+        if self.is_joined and (self.up.bias is not None or is_transposed(self.up)):
+            reasons.append("unsupported_projection")
         reasons.append(dropout_reason(self.module, self.spec.dropout))
         return next((reason for reason in reasons if reason), None)
 
@@ -242,8 +254,10 @@ class LayerPart(Part):
         spec = self.architecture.layer
         if any(getattr(self.module, name, False) is not False for name in spec.refuse):
             return "unsupported_config"
-        own = self._own_reason("layer") or own_code_reason(self.module) or dropout_reason(self.module, spec.dropout)
-        return own or next((reason for part in self.parts() if (reason := part.reason())), None)
+        reasons = [self._own_reason("layer"), own_code_reason(self.module)]
+        reasons += [dropout_reason(self.module, name) for name in spec.dropouts]
+        reasons += [part.reason() for part in self.parts()]
+        return next((reason for reason in reasons if reason), None)
 
 
 @dataclass(frozen=True)
