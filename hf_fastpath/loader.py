@@ -86,13 +86,14 @@ def _cuda_archs() -> Sequence[str]:
 
 
 def _covers(archs: Sequence[str], capability: tuple[int, int]) -> bool:
-    """Whether a library made for ``archs`` has code for a GPU: its own, or PTX of the newest generic architecture."""
+    """Whether a library made for ``archs`` has code for a GPU: its own, or PTX (of the newest architecture, if it is a
+    generic one)."""
     major, minor = capability
     if any(f"{major}{minor}{suffix}" in archs for suffix in ("a", "f")):
         return True
-    generic = [(int(arch[:-1]), int(arch[-1])) for arch in archs if arch.isdigit()]
-    same_major = any(major == made and minor >= minor_made for made, minor_made in generic)
-    return same_major or (bool(generic) and capability >= max(generic))
+    made = sorted((int(arch.rstrip("af")[:-1]), int(arch.rstrip("af")[-1]), arch.isdigit()) for arch in archs)
+    same_major = any(generic and major == of and minor >= least for of, least, generic in made)
+    return same_major or (bool(made) and made[-1][2] and capability >= made[-1][:2])
 
 
 def _wrong_gpu(device: str) -> str | None:

@@ -17,7 +17,6 @@ namespace hf_fastpath {
 #define HF_FASTPATH_HOPPER 0
 #endif
 
-constexpr int kHopper = 9;      // major compute capability
 constexpr int kMaxCluster = 8;  // blocks: the largest that every device with clusters takes
 
 __device__ __forceinline__ uint32_t shared_address(const void* p) {
@@ -179,7 +178,7 @@ cudaError_t launch_clusters(void (*kernel)(Params...), dim3 grid, dim3 block, si
                             cudaStream_t stream, bool overlap, int cluster, const Args&... args) {
   cudaLaunchAttribute attributes[2] = {};
   int count = 0;
-  if (overlap && compute_capability_major() >= kHopper) {
+  if (overlap && has_hopper_code()) {
     attributes[count].id = cudaLaunchAttributeProgrammaticStreamSerialization;
     attributes[count++].val.programmaticStreamSerializationAllowed = 1;
     // An SM does not mix settings: blocks of a kernel with another one would wait until the SM is empty.

@@ -178,7 +178,7 @@ __device__ __forceinline__ void merge_columns(const GemvParams& p,
 
 // Blocks that split k for `column_blocks` blocks of outputs on this GPU.
 inline int choose_cluster(const GemvParams& p, int column_blocks, int limit) {
-  if (compute_capability_major() < kHopper) return 1;
+  if (!has_hopper_code()) return 1;
   const int64_t wanted = multiprocessor_count();
   int cluster = 1;
   while (cluster < limit && column_blocks * cluster < wanted && p.k / (2 * cluster) >= kMinRows) cluster *= 2;

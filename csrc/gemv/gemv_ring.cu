@@ -97,7 +97,7 @@ bool fits_gemv_ring(const GemvParams& p, const RopeAppendParams* rope) {
   // Sums of all rows of a block wait in shared memory.
   const int64_t rows = int64_t(p.n) * (p.gated ? 2 : 1) / multiprocessor_count() + 2;
   fits = fits && rows * kRingWarps * int64_t(sizeof(double)) <= 32 * 1024;
-  return fits && compute_capability_major() >= kHopper;
+  return fits && has_hopper_code();
 }
 
 void launch_gemv_ring(const GemvParams& params, const RopeAppendParams* rope, cudaStream_t stream) {

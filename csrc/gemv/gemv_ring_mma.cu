@@ -45,7 +45,7 @@ bool fits_gemv_ring_mma(const GemvParams& p, const RopeAppendParams* rope) {
     fits = fits && is_aligned16(p.segments[i].weight) && p.segments[i].stride % kElems == 0;
   }
   if (rope) fits = fits && rope->head_dim % 2 == 0;
-  return fits && compute_capability_major() >= kHopper;
+  return fits && has_hopper_code();
 }
 
 void launch_gemv_ring_mma(const GemvParams& params, const RopeAppendParams* rope, cudaStream_t stream) {

@@ -28,7 +28,6 @@ constexpr int kTileChunks = kThreads * kLoads;  // 32 KiB
 constexpr int kSlotChunks = 1024;  // 16 KiB a bulk copy: large enough that issuing it costs nothing
 constexpr int kSlotBytes = kSlotChunks * 16;
 constexpr int kStages = 12;  // 192 KiB of the 227 KiB that a block may have: one block an SM
-constexpr int kBulkCapability = 9;
 
 // The buffer cut into whole 16-byte chunks and the elements before and after them (fewer than a chunk's
 // each).
@@ -247,7 +246,7 @@ void launch(const T* data, int64_t count, ReadVariant variant, float* out, cudaS
 
 void launch_read_stream(const void* data, int64_t count, DType dtype, ReadVariant variant, float* out,
                         cudaStream_t stream) {
-  if (variant == ReadVariant::kBulk && compute_capability_major() < kBulkCapability) {
+  if (variant == ReadVariant::kBulk && !has_hopper_code()) {
     throw std::runtime_error("hf_fastpath: read_stream: bulk copies need compute capability 9.0: use 0 or 1");
   }
   HF_FASTPATH_CUDA_CHECK(cudaMemsetAsync(out, 0, sizeof(*out), stream));  // the least magnitude there is
