@@ -17,6 +17,18 @@ namespace hf_fastpath {
 #define HF_FASTPATH_HOPPER 0
 #endif
 
+// Whether the current device has them and this library code for it: a library made for older devices alone
+// runs on newer ones through its PTX.
+inline bool has_hopper_code() {
+  constexpr int kArchs[] = {__CUDA_ARCH_LIST__};
+  bool compiled = false;
+  for (const int arch : kArchs) compiled = compiled || arch >= 900;
+  int device = 0, major = 0;
+  HF_FASTPATH_CUDA_CHECK(cudaGetDevice(&device));
+  HF_FASTPATH_CUDA_CHECK(cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device));
+  return compiled && major >= 9;
+}
+
 constexpr int kMaxCluster = 8;  // blocks: the largest that every device with clusters takes
 
 __device__ __forceinline__ uint32_t shared_address(const void* p) {

@@ -33,20 +33,4 @@ inline int shared_bytes_of_block() {
   return bytes;
 }
 
-// Whether the current device has Hopper's instructions (compute capability 9.0) and this library code with
-// them: one that was made for older devices alone runs on newer ones through its PTX.
-inline bool has_hopper_code() {
-#ifdef __CUDA_ARCH_LIST__
-  constexpr int kArchs[] = {__CUDA_ARCH_LIST__};
-  bool compiled = false;
-  for (const int arch : kArchs) compiled = compiled || arch >= 900;
-  int device = 0, major = 0;
-  HF_FASTPATH_CUDA_CHECK(cudaGetDevice(&device));
-  HF_FASTPATH_CUDA_CHECK(cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device));
-  return compiled && major >= 9;
-#else
-#error "has_hopper_code() has to be compiled by nvcc"
-#endif
-}
-
 }  // namespace hf_fastpath

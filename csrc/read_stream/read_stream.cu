@@ -9,6 +9,7 @@
 
 #include <algorithm>
 
+#include "common/async.cuh"
 #include "common/cuda_check.cuh"
 #include "common/numeric.cuh"
 #include "common/warp.cuh"
