@@ -56,6 +56,13 @@ def is_native(device: str) -> bool:
     return found is not None and found.native
 
 
+def cuda_archs() -> tuple[str, ...]:
+    """What the loaded CUDA library was compiled for, as ``build.build`` takes it; empty without a library."""
+    found = _status["cuda"]
+    info = build.description(Path(found.detail)) if found.native else None
+    return tuple((info or {}).get("cuda_archs", ()))
+
+
 def build_mode() -> str:
     """Value of ``HF_FASTPATH_BUILD``.
 

@@ -51,6 +51,16 @@ __device__ __forceinline__ void wait_for_copies() {
   asm volatile("cp.async.wait_group %0;" ::"n"(kGroups) : "memory");
 }
 
+// __syncthreads() for the first `threads` threads of the block; `id` from 1 to 15.
+__device__ __forceinline__ void sync_some(int id, int threads) {
+  asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");
+}
+
+// Arrives at the same without waiting.
+__device__ __forceinline__ void arrive_some(int id, int threads) {
+  asm volatile("bar.arrive %0, %1;" ::"r"(id), "r"(threads) : "memory");
+}
+
 // Holds a warp up for a random time, at most 4 us, in a library built to find missing waits
 // (tests/replays.py).
 __device__ __forceinline__ void jitter() {
@@ -169,16 +179,6 @@ __device__ __forceinline__ uint32_t cluster_address(const void* p, int rank) {
 
 __device__ __forceinline__ void store_cluster(uint32_t address, float value) {
   asm volatile("st.shared::cluster.f32 [%0], %1;" ::"r"(address), "f"(value) : "memory");
-}
-
-// __syncthreads() for the first `threads` threads of the block; `id` from 1 to 15.
-__device__ __forceinline__ void sync_some(int id, int threads) {
-  asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");
-}
-
-// Arrives at the same without waiting.
-__device__ __forceinline__ void arrive_some(int id, int threads) {
-  asm volatile("bar.arrive %0, %1;" ::"r"(id), "r"(threads) : "memory");
 }
 
 #endif  // HF_FASTPATH_HOPPER

@@ -65,13 +65,13 @@ void launch_gemv_columns(const GemvParams& params, const RopeAppendParams* rope,
 void launch_gemv_columns_mma(const GemvParams& params, const RopeAppendParams* rope, cudaStream_t stream);
 bool fits_gemv_columns(const GemvParams& params, const RopeAppendParams* rope);
 
-// The kernel for one x row on Hopper: [n, k] weights, any norm, and [query, key, value] of the one token of a
+// The kernel for one x row: [n, k] weights, any norm, and [query, key, value] of the one token of a
 // batch of one to turn and append.
 bool fits_gemv_ring(const GemvParams& params, const RopeAppendParams* rope);
 void launch_gemv_ring(const GemvParams& params, const RopeAppendParams* rope, cudaStream_t stream);
 
-// The same for 2 to 8 x rows of 16-bit types, whose k is a multiple of 256.
-bool fits_gemv_ring_mma(const GemvParams& params, const RopeAppendParams* rope);
-void launch_gemv_ring_mma(const GemvParams& params, const RopeAppendParams* rope, cudaStream_t stream);
+// The same for 2 to 8 x rows of 16-bit types: no layer norm.
+bool fits_gemv_ring_rows(const GemvParams& params, const RopeAppendParams* rope);
+void launch_gemv_ring_rows(const GemvParams& params, const RopeAppendParams* rope, cudaStream_t stream);
 
 }  // namespace hf_fastpath

@@ -51,17 +51,13 @@ __device__ __forceinline__ Addends<T> load_addends(const GemvParams& p, int m, i
   return a;
 }
 
-// Brings them into L2 without a register to wait for: for kernels that have none to spare until the sums are
+// Brings them into L2: for kernels that have none to spare until the sums are
 // done.
 template <class T>
 __device__ __forceinline__ void prefetch_addends(const GemvParams& p, int m, int n) {
   const GemvSegment s = segment_of(p, n);
-  if (s.bias) {
-    asm volatile("prefetch.global.L2 [%0];" ::"l"(static_cast<const T*>(s.bias) + (n - s.first)));
-  }
-  if (p.residual) {
-    asm volatile("prefetch.global.L2 [%0];" ::"l"(static_cast<const T*>(p.residual) + int64_t(m) * p.n + n));
-  }
+  if (s.bias) prefetch_l2(static_cast<const T*>(s.bias) + (n - s.first));
+  if (p.residual) prefetch_l2(static_cast<const T*>(p.residual) + int64_t(m) * p.n + n);
 }
 
 template <class T>

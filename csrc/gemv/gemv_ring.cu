@@ -1,15 +1,9 @@
 // Which form of gemv_ring_kernel (gemv_ring.cuh) a shape gets.
 
-#include <algorithm>
-
 #include "gemv/gemv_ring.cuh"
 
 namespace hf_fastpath {
 namespace {
-
-// A block's shared memory: two blocks of different kernels have to fit on an SM, and the static arrays.
-constexpr int kRingBytes = 96 * 1024, kBlockBytes = 112 * 1024;
-constexpr int kInFlightBytes = 64 * 1024, kStreamingBytes = 96 * 1024;  // an SM
 
 // Chunks a lane: template arguments that exist.
 constexpr int kMaxChunks = 8;
@@ -18,34 +12,9 @@ int64_t chunks_of(const GemvParams& p) { return p.k * element_size(p.dtype) / 16
 
 template <class T, int kChunks, int kGroupWarps, RingEnd kEnd>
 void launch_end(const GemvParams& p, const RopeAppendParams* rope, cudaStream_t stream) {
-  using Shape = RingShape<kChunks, kGroupWarps>;
-  RingPlan plan{};
-  plan.append = rope != nullptr;
-  plan.halves = p.gated || plan.append ? 2 : 1;
-  plan.units = plan.append ? p.n / 2 : p.n;
-  const int sms = multiprocessor_count();
-  const int64_t bytes = int64_t(plan.units) * plan.halves * p.k * int64_t(sizeof(T));
-  // One block where its ring holds all that the SM reads: it is easier to place beside blocks of other
-  // kernels.
-  const int blocks_per_sm = bytes > int64_t(kRingBytes) * sms ? kRingBlocksPerSm : 1;
-  plan.slots = kRingBytes / Shape::kSlotBytes;
-  if (plan.slots > kMaxRingSlots) plan.slots = kMaxRingSlots;
-  const int grid = plan.units < sms * blocks_per_sm ? plan.units : sms * blocks_per_sm;
-  plan.share = plan.units / grid, plan.larger = plan.units % grid;
-  const int64_t rows = int64_t(plan.share + 1) * plan.halves;
-  const int64_t part_bytes = rows * kGroupWarps * int64_t(sizeof(RingSum<T>));
-  while (plan.slots > 3 && plan.slots * Shape::kSlotBytes + part_bytes > kBlockBytes) --plan.slots;
-  const auto slots_of = [&](int bytes) {
-    return std::clamp(bytes / blocks_per_sm / Shape::kSlotBytes, 1, plan.slots);
-  };
-  plan.in_flight = slots_of(kInFlightBytes);
-  plan.streaming = slots_of(kStreamingBytes);
-  const size_t smem_bytes = plan.slots * Shape::kSlotBytes + part_bytes;
-  const auto kernel = gemv_ring_kernel<T, kChunks, kGroupWarps, kEnd>;
-  HF_FASTPATH_CUDA_CHECK(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
-                                              static_cast<int>(smem_bytes)));
-  HF_FASTPATH_CUDA_CHECK(launch_overlapping(kernel, dim3(grid), dim3(kRingThreads), smem_bytes, stream,
-                                            p.overlap, p, rope ? *rope : RopeAppendParams{}, plan));
+  const RingLaunch as =
+      plan_ring<RingShape<kChunks, kGroupWarps>>(p, rope, kGroupWarps * int(sizeof(RingSum<T>)));
+  launch_ring(gemv_ring_kernel<T, kChunks, kGroupWarps, kEnd>, as, p, rope, stream);
 }
 
 template <class T, int kChunks, int kGroupWarps>
@@ -83,21 +52,8 @@ void launch_typed(const GemvParams& p, const RopeAppendParams* rope, cudaStream_
 }  // namespace
 
 bool fits_gemv_ring(const GemvParams& p, const RopeAppendParams* rope) {
-  const int elems = static_cast<int>(16 / element_size(p.dtype));
-  bool fits = p.m == 1 && p.n > 0 && !p.transposed && p.k % elems == 0 && is_aligned16(p.x) &&
-              chunks_of(p) <= kMaxChunks * kRingConsumers && is_aligned16(p.norm.weight) &&
-              is_aligned16(p.norm.bias);
-  if (p.norm.kind != Norm::kNone) {
-    fits = fits && p.norm.weight && chunks_of(p) <= kMaxNormedChunks * kRingConsumers;
-  }
-  for (int i = 0; i < p.num_segments; ++i) {
-    fits = fits && is_aligned16(p.segments[i].weight) && p.segments[i].stride % elems == 0;
-  }
-  if (rope) fits = fits && rope->head_dim % 2 == 0;
-  // Sums of all rows of a block wait in shared memory.
-  const int64_t rows = int64_t(p.n) * (p.gated ? 2 : 1) / multiprocessor_count() + 2;
-  fits = fits && rows * kRingWarps * int64_t(sizeof(double)) <= 32 * 1024;
-  return fits && has_hopper_code();
+  const int most = p.norm.kind == Norm::kNone ? kMaxChunks : kMaxNormedChunks;
+  return p.m == 1 && fits_ring(p, rope) && chunks_of(p) <= most * kRingConsumers;
 }
 
 void launch_gemv_ring(const GemvParams& params, const RopeAppendParams* rope, cudaStream_t stream) {

@@ -1,12 +1,11 @@
-// What: one x row times weight rows [n, k], on Hopper, with everything around it: the norm in front, bias,
+// What: one x row times weight rows [n, k], with everything around it: the norm in front, bias,
 //   activation, residual, the gated pair, or rotation and append to the KV cache behind.
 // Work split: one or two blocks an SM, each a range of consecutive output features (or pairs of them: gate
-// and
-//   up, the two halves of a rotation). One warp only fetches: bulk copies bring weight rows into a ring of
-//   slots in shared memory, before the kernel in front is even complete, because weights do not depend on
-//   it. Eight warps compute: kGroupWarps of them share a row, a lane keeps its part of x in registers for
-//   the whole kernel and reads its part of every row from the ring. Sums over lanes wait until several rows
-//   are done, sums over warps until all are: one barrier a kernel.
+//   and up, the two halves of a rotation). Weight rows come through a ring of slots in shared memory, which
+//   is filled before the kernel in front is complete, because weights do not depend on it
+//   (gemv_ring_slots.cuh). Eight warps compute: kGroupWarps of them share a row, a lane keeps its part of x
+//   in registers for the whole kernel and reads its part of every row from the ring. Sums over lanes wait
+//   until several rows are done, sums over warps until all are: one barrier a kernel.
 // Traffic: n * k * sizeof(T) (of both weights when gated) once, plus x and the norm's weight per block out of
 //   L2.
 // Roofline: read bandwidth. While the ring is filled, no more than RingPlan::in_flight slots are under way at
@@ -19,49 +18,14 @@
 
 #include <type_traits>
 
-#include "common/async.cuh"
-#include "common/cuda_check.cuh"
 #include "common/mma.cuh"
 #include "gemv/gemv_ring_end.cuh"
+#include "gemv/gemv_ring_slots.cuh"
 
 namespace hf_fastpath {
 
-constexpr int kRingWarps = 8;  // that compute
-constexpr int kRingConsumers = kRingWarps * kWarpSize;
-constexpr int kRingThreads = kRingConsumers + kWarpSize;
-constexpr int kRingBlocksPerSm = 2;
-constexpr int kMaxRingSlots = 32;
 // Chunks a lane up to which the norm's weight fits in registers beside x.
 constexpr int kMaxNormedChunks = 4;
-
-// How a launch runs over a shape.
-struct RingPlan {
-  int units;      // output features, or pairs of them
-  int share;      // units of a block,
-  int larger;     // of which this many have one more
-  int halves;     // weight rows of a unit: 1 or 2
-  int slots;      // of the ring
-  int in_flight;  // slots that may be under way at a time until the ring has been filled once
-  int streaming;  // and from then on
-  bool append;    // rotate and append instead of writing the output
-};
-
-// How rows lie in the ring's slots: kChunks 16-byte chunks a lane of each row, kGroupWarps warps a row.
-template <int kChunks, int kGroupWarps>
-struct RingShape {
-  static constexpr int kGroups = kRingWarps / kGroupWarps;
-  static constexpr int kColumnBytes =
-      kGroupWarps * kWarpSize * 16;       // of a row that one load of its warps covers
-  static constexpr int kSlotColumns = 4;  // of all groups together: 16 KB
-  static constexpr int kPieces = (kChunks + kSlotColumns - 1) / kSlotColumns;  // slots a row takes
-  static constexpr int kPieceChunks = (kChunks + kPieces - 1) / kPieces;
-  static constexpr int kRows = kPieces > 1                  ? 1
-                               : kSlotColumns / kChunks < 4 ? (kSlotColumns / kChunks < 2 ? 1 : 2)
-                                                            : 4;
-  static constexpr int kSlotRows = kRows * kGroups;
-  static constexpr int kSlotBytes = kSlotRows * kPieceChunks * kColumnBytes;
-  static_assert(kPieces == 1 || kGroups == 1, "only rows of all warps are cut in pieces");
-};
 
 template <class T>
 using RingSum =
@@ -85,113 +49,66 @@ constexpr int kRingDeferred = kRingMma<T> || Shape::kRows >= 4 ? 2 : 4;
 // Blocks whose registers an SM has room for, those of other kernels counted: the fewer a block has, the more
 // kernels start early. An append has too much to keep.
 template <class T, int kChunks, RingEnd kEnd>
-constexpr int kRingMinBlocks =
-    kRingMma<T> && kEnd != RingEnd::kAppend && (kChunks <= 2 || kRingTwoSums<T, kChunks>) ? 3 : 2;
+constexpr int kRingMinBlocks = HF_FASTPATH_HOPPER && kRingMma<T> && kEnd != RingEnd::kAppend &&
+                                       (kChunks <= 2 || kRingTwoSums<T, kChunks>)
+                                   ? 3
+                                   : 2;
 
-#if HF_FASTPATH_HOPPER
-
-// Units of this block. Two blocks of an SM are neighbors, so that SMs get the same number within one.
-__device__ __forceinline__ void ring_range(const RingPlan& plan, int& begin, int& end) {
-  const int block = blockIdx.x, blocks = gridDim.x, half = blocks / 2;
-  const int at = blocks % 2 ? block : block < half ? 2 * block : 2 * (block - half) + 1;
-  begin = at * plan.share + min(at, plan.larger);
-  end = begin + plan.share + (at < plan.larger);
-}
-
-// Output feature of one half of a unit.
-__device__ __forceinline__ int ring_feature(const RopeAppendParams& rope, bool append, int unit, int half) {
-  return append ? pair_feature(rope, unit, half) : unit;
+// Of a lane's part of x, for an RMS norm.
+template <class T, int kChunks>
+__device__ __forceinline__ float ring_sum_of_squares(const uint4 (&x)[kChunks]) {
+  constexpr int kElems = kVecElems<T>;
+  float total = 0.f;
+#pragma unroll
+  for (int c = 0; c < kChunks; ++c) {
+    float values[kElems];
+    Chunk<T, kElems>::unpack(x[c], values);
+#pragma unroll
+    for (int e = 0; e < kElems; ++e) total = fmaf(values[e], values[e], total);
+  }
+  return total;
 }
 
 template <class T>
-__device__ __forceinline__ const T* ring_row(const GemvParams& p, const RopeAppendParams& rope,
-                                             const RingPlan& plan, int unit, int half) {
-  if (p.gated) return weight_row<T, true>(p, unit, half);
-  return weight_row<T, false>(p, ring_feature(rope, plan.append, unit, half), 0);
-}
+using Two = std::conditional_t<std::is_same_v<T, __half>, __half2, __nv_bfloat162>;
 
-// A position in the ring.
-struct RingCursor {
-  int slot = 0;
-  uint32_t parity = 0;
-  __device__ __forceinline__ void advance(int slots) {
-    if (++slot == slots) slot = 0, parity ^= 1;
-  }
-};
-
-// Fetches the rows of this block, in order.
-template <class T, class Shape>
-__device__ __forceinline__ void ring_fetch(const GemvParams& p, const RopeAppendParams& rope,
-                                           const RingPlan& plan, uint32_t ring, uint32_t full, uint32_t empty,
-                                           int lane) {
-  int begin, end;
-  ring_range(plan, begin, end);
-  const int units = end - begin, rows = units * plan.halves;
-  const int row_bytes = static_cast<int>(p.k) * static_cast<int>(sizeof(T));
-  const uint64_t policy = read_once_policy();
-  RingCursor at, oldest;
-  int under_way = 0, fetched = 0;
-#pragma unroll 1
-  for (int first = 0; first < rows; first += Shape::kSlotRows) {
-    const int here = min(Shape::kSlotRows, rows - first), row = first + lane;
-    const char* from = nullptr;
-    if (lane < here) {
-      const int half = row >= units;
-      from = reinterpret_cast<const char*>(ring_row<T>(p, rope, plan, begin + row - half * units, half));
-    }
-#pragma unroll 1
-    for (int piece = 0; piece < Shape::kPieces; ++piece) {
-      constexpr int kPieceBytes = Shape::kPieceChunks * Shape::kColumnBytes;
-      const int bytes = min(kPieceBytes, row_bytes - piece * kPieceBytes);
-      if (fetched >= plan.slots) barrier_wait(empty + 8 * at.slot, at.parity ^ 1);
-      if (under_way >= (fetched < plan.slots ? plan.in_flight : plan.streaming)) {
-        barrier_wait(full + 8 * oldest.slot, oldest.parity);
-        oldest.advance(plan.slots);
-      } else {
-        ++under_way;
-      }
-      ++fetched;
-      if (lane == 0) barrier_arrive_expect(full + 8 * at.slot, here * bytes);
-      __syncwarp();  // announced before anything can arrive
-      if (lane < here) {
-        copy_to_shared(ring + at.slot * Shape::kSlotBytes + lane * kPieceBytes, from + piece * kPieceBytes,
-                       bytes, full + 8 * at.slot, policy);
-      }
-      at.advance(plan.slots);
-    }
+// x *= weight, rounded once.
+template <class T>
+__device__ __forceinline__ void multiply_chunk(uint4& x, uint4 weight) {
+#pragma unroll
+  for (int w = 0; w < 4; ++w) {
+    Two<T>& pair = reinterpret_cast<Two<T>*>(&x)[w];
+    pair = __hmul2(pair, reinterpret_cast<Two<T>*>(&weight)[w]);
   }
 }
 
-// Multiplies this warp's part of x by the norm's weight, rounded once, and by a power of two that keeps
-// float16 from overflowing. Returns what products have to be multiplied by to undo the latter.
-template <class T, int kChunks>
-__device__ __forceinline__ float ring_times_weight(uint4 (&x)[kChunks], const uint4 (&weight)[kChunks]) {
-  using Two = std::conditional_t<std::is_same_v<T, __half>, __half2, __nv_bfloat162>;
-  const auto words = [](auto& chunk) { return reinterpret_cast<Two*>(&chunk); };
-  float undo = 1.f;
-  if constexpr (std::is_same_v<T, __half>) {
-    __half2 largest = __half2half2(__ushort_as_half(0));
+// Largest magnitude of a part of x, in float16.
+template <int kChunks>
+__device__ __forceinline__ __half largest_of(const uint4 (&x)[kChunks]) {
+  __half2 largest = __half2half2(__ushort_as_half(0));
 #pragma unroll
-    for (int c = 0; c < kChunks; ++c)
+  for (int c = 0; c < kChunks; ++c)
 #pragma unroll
-      for (int w = 0; w < 4; ++w) largest = __hmax2(largest, __habs2(words(x[c])[w]));
-    const unsigned bits = __half_as_ushort(__hmax(__low2half(largest), __high2half(largest)));
-    // The largest comes to lie from 8 to 16; factors of more than 2^15 are no float16.
-    const int exponent = min(15, 18 - static_cast<int>(__reduce_max_sync(kAllLanes, bits) >> 10));
-    const __half2 factor = __half2half2(__ushort_as_half(static_cast<unsigned short>((15 + exponent) << 10)));
-    undo = __uint_as_float((127 - exponent) << 23);
+    for (int w = 0; w < 4; ++w)
+      largest = __hmax2(largest, __habs2(reinterpret_cast<const __half2*>(&x[c])[w]));
+  return __hmax(__low2half(largest), __high2half(largest));
+}
+
+// Multiplies a part of x by a power of two that keeps float16 from overflowing when it is multiplied by the
+// norm's weight. `largest`: bits of the part's largest magnitude. Returns what undoes it.
+template <int kChunks>
+__device__ __forceinline__ float make_room(uint4 (&x)[kChunks], unsigned largest) {
+  // The largest comes to lie from 8 to 16; factors of more than 2^15 are no float16.
+  const int exponent = min(15, 18 - static_cast<int>(largest >> 10));
+  const __half2 factor = __half2half2(__ushort_as_half(static_cast<unsigned short>((15 + exponent) << 10)));
 #pragma unroll
-    for (int c = 0; c < kChunks; ++c)
+  for (int c = 0; c < kChunks; ++c)
 #pragma unroll
-      for (int w = 0; w < 4; ++w) words(x[c])[w] = __hmul2(words(x[c])[w], factor);
-  }
-#pragma unroll
-  for (int c = 0; c < kChunks; ++c) {
-    uint4 scale = weight[c];
-#pragma unroll
-    for (int w = 0; w < 4; ++w) words(x[c])[w] = __hmul2(words(x[c])[w], words(scale)[w]);
-  }
-  return undo;
+    for (int w = 0; w < 4; ++w) {
+      __half2& pair = reinterpret_cast<__half2*>(&x[c])[w];
+      pair = __hmul2(pair, factor);
+    }
+  return __uint_as_float((127 - exponent) << 23);
 }
 
 // Layer norm of x, of which every group of warps holds all. `scratch`: two floats a warp.
@@ -242,8 +159,8 @@ __device__ __forceinline__ void ring_layer_norm(const GemvNorm& norm, const uint
 
 template <class T, int kChunks, int kGroupWarps, RingEnd kEnd>
 __device__ __forceinline__ void ring_compute(const GemvParams& p, const RopeAppendParams& rope,
-                                             const RingPlan& plan, const char* ring, uint32_t full,
-                                             uint32_t empty, RingSum<T>* parts) {
+                                             const RingPlan& plan, char* ring, RingBarriers barriers,
+                                             RingSum<T>* parts) {
   using Shape = RingShape<kChunks, kGroupWarps>;
   using C = Chunk<T, kVecElems<T>>;
   using Sum = RingSum<T>;
@@ -257,6 +174,17 @@ __device__ __forceinline__ void ring_compute(const GemvParams& p, const RopeAppe
   int begin, end;
   ring_range(plan, begin, end);
   const int units = end - begin, rows = units * kHalves;
+
+  const auto each_row = [&](auto f) {
+#pragma unroll
+    for (int r = 0; r < Shape::kRows; ++r) f(group * Shape::kRows + r);
+  };
+  const auto each_offset = [&](auto f) {
+#pragma unroll
+    for (int c = 0; c < Shape::kPieceChunks; ++c) f(c * Shape::kColumnBytes + lane_chunk * 16);
+  };
+  auto reader = ring_reader<T, Shape>(p, rope, plan, ring, barriers, each_row, each_offset);
+  reader.start();
 
   // Only the last chunk of a lane may lie past the end of a row.
   const auto present = [&](int c) {
@@ -274,30 +202,18 @@ __device__ __forceinline__ void ring_compute(const GemvParams& p, const RopeAppe
     }
   }
   RingUnit<T, kEnd> mine;
-  if (tid < units) mine.prepare(p, rope, begin + tid);
-  sync_some(2, kRingThreads);  // initialized barriers
+  if (tid < units) mine.prepare(p, rope, begin + tid, 0);
+  barriers.wait_until_ready();
 
   wait_for_previous_kernel();
 
-  if (tid < units) mine.load(rope);  // first: code that branches waits for what was loaded before it
+  if (tid < units) mine.load(p, rope);  // first: code that branches waits for what was loaded before it
   uint4 x[kChunks];
 #pragma unroll
   for (int c = 0; c < kChunks; ++c) {
     x[c] = present(c) ? C::load_l2(static_cast<const T*>(p.x) + element(c)) : C::zero();
   }
 
-  // Of this lane's part of x, for an RMS norm.
-  const auto sum_of_squares = [&](const uint4(&from)[kChunks]) {
-    float total = 0.f;
-#pragma unroll
-    for (int c = 0; c < kChunks; ++c) {
-      float values[kElems];
-      C::unpack(from[c], values);
-#pragma unroll
-      for (int e = 0; e < kElems; ++e) total = fmaf(values[e], values[e], total);
-    }
-    return total;
-  };
   float values[kMma ? 1 : kChunks][kElems];  // x in float32
   float undo = 1.f, squares = 0.f;           // squares: of this lane's part of x
   if constexpr (!kMma) {
@@ -305,9 +221,13 @@ __device__ __forceinline__ void ring_compute(const GemvParams& p, const RopeAppe
     for (int c = 0; c < kChunks; ++c) C::unpack(x[c], values[c]);
   }
   if (norm == Norm::kRms) {
-    squares = sum_of_squares(x);
+    squares = ring_sum_of_squares<T>(x);
     if constexpr (kMma) {
-      undo = ring_times_weight<T>(x, norm_weight);
+      if constexpr (std::is_same_v<T, __half>) {
+        undo = make_room(x, __reduce_max_sync(kAllLanes, unsigned(__half_as_ushort(largest_of(x)))));
+      }
+#pragma unroll
+      for (int c = 0; c < kChunks; ++c) multiply_chunk<T>(x[c], norm_weight[c]);
     } else {
 #pragma unroll
       for (int c = 0; c < kChunks; ++c) {
@@ -334,7 +254,6 @@ __device__ __forceinline__ void ring_compute(const GemvParams& p, const RopeAppe
 
   trace(TracePoint::kReady);
 
-  RingCursor at;
 #pragma unroll 1
   for (int first = 0; first < rows; first += Shape::kSlotRows * kDeferred) {
     float acc[kSums][kMma ? 4 : 1] = {}, acc_high[kTwoSums ? kSums : 1][4] = {};
@@ -343,9 +262,7 @@ __device__ __forceinline__ void ring_compute(const GemvParams& p, const RopeAppe
       if (d > 0 && first + d * Shape::kSlotRows >= rows) break;
 #pragma unroll
       for (int piece = 0; piece < Shape::kPieces; ++piece) {
-        barrier_wait(full + 8 * at.slot, at.parity);
-        const char* slot = ring + at.slot * Shape::kSlotBytes +
-                           group * Shape::kRows * Shape::kPieceChunks * Shape::kColumnBytes + lane_chunk * 16;
+        const char* slot = reader.wait() + group * Shape::kRows * Shape::kRowStride + lane_chunk * 16;
         uint4 raw[Shape::kRows][Shape::kPieceChunks];
 #pragma unroll
         for (int r = 0; r < Shape::kRows; ++r)
@@ -378,9 +295,7 @@ __device__ __forceinline__ void ring_compute(const GemvParams& p, const RopeAppe
               for (int e = 0; e < kElems; ++e) sum[0] = fmaf(weights[e], values[chunk][e], sum[0]);
             }
           }
-        __syncwarp();  // every lane has its part
-        if (lane == 0) barrier_arrive(empty + 8 * at.slot);
-        at.advance(plan.slots);
+        reader.release();
       }
     }
     Sum sums[kSums];
@@ -432,40 +347,22 @@ __device__ __forceinline__ void ring_compute(const GemvParams& p, const RopeAppe
   store(mine, tid);
 #pragma unroll 1
   for (int i = tid + kRingConsumers; i < units; i += kRingConsumers) {
-    mine.prepare(p, rope, begin + i);
-    mine.load(rope);
+    mine.prepare(p, rope, begin + i, 0);
+    mine.load(p, rope);
     store(mine, i);
   }
 }
-
-#endif  // HF_FASTPATH_HOPPER
 
 template <class T, int kChunks, int kGroupWarps, RingEnd kEnd>
 __global__ void __launch_bounds__(kRingThreads, kRingMinBlocks<T, kChunks, kEnd>)
     gemv_ring_kernel(const __grid_constant__ GemvParams p, const __grid_constant__ RopeAppendParams rope,
                      const __grid_constant__ RingPlan plan) {
-#if HF_FASTPATH_HOPPER
   using Shape = RingShape<kChunks, kGroupWarps>;
   extern __shared__ __align__(128) char ring[];
-  __shared__ __align__(8) uint64_t barriers[2][kMaxRingSlots];
-  const uint32_t full = shared_address(barriers[0]), empty = shared_address(barriers[1]);
-  allow_next_kernel();
-  if (threadIdx.x >= kRingConsumers) {
-    const int lane = threadIdx.x % kWarpSize;
-    if (lane < plan.slots) {
-      barrier_init(full + 8 * lane, 1);
-      barrier_init(empty + 8 * lane, kRingWarps);
-      barrier_init_done();
-    }
-    __syncwarp();
-    arrive_some(2, kRingThreads);  // initialized barriers: this warp waits for nobody
-    ring_fetch<T, Shape>(p, rope, plan, shared_address(ring), full, empty, lane);
-    return;
-  }
-  RingSum<T>* parts = reinterpret_cast<RingSum<T>*>(ring + plan.slots * Shape::kSlotBytes);
-  ring_compute<T, kChunks, kGroupWarps, kEnd>(p, rope, plan, ring, full, empty, parts);
-  trace(TracePoint::kEnd);
-#endif
+  run_ring<T, Shape, false>(p, rope, plan, ring, [&](RingBarriers barriers) {
+    RingSum<T>* parts = reinterpret_cast<RingSum<T>*>(ring + plan.slots * Shape::kSlotBytes);
+    ring_compute<T, kChunks, kGroupWarps, kEnd>(p, rope, plan, ring, barriers, parts);
+  });
 }
 
 }  // namespace hf_fastpath

@@ -15,10 +15,8 @@ enum class RingEnd {
   kAppend,  // bias, rotation, cache
 };
 
-#if HF_FASTPATH_HOPPER
-
-// How a unit's sums end: prepare() before the wait for the kernel in front, load() behind it, store() at the
-// end. What is loaded is first used in store(): no instruction waits for it before.
+// How a unit's sums for row m of x end: prepare() before the wait for the kernel in front, load() behind it,
+// store() at the end. What is loaded is first used in store(): no instruction waits for it before.
 template <class T, RingEnd kEnd>
 struct RingUnit;
 
@@ -26,23 +24,21 @@ template <class T>
 struct RingUnit<T, RingEnd::kPlain> {
   using One = Chunk<T, 1>;
   T bias = from_float<T>(0.f), residual = from_float<T>(0.f);
-  const T* residual_at;
-  T* out;
+  int64_t at;  // of residual and out
 
-  __device__ __forceinline__ void prepare(const GemvParams& p, const RopeAppendParams&, int unit) {
+  __device__ __forceinline__ void prepare(const GemvParams& p, const RopeAppendParams&, int unit, int m) {
     const GemvSegment s = segment_of(p, unit);
     if (s.bias) bias = One::load_shared_line(static_cast<const T*>(s.bias) + (unit - s.first));
-    residual_at = p.residual ? static_cast<const T*>(p.residual) + unit : nullptr;
-    out = static_cast<T*>(p.out) + unit;
+    at = int64_t(m) * p.n + unit;
   }
-  __device__ __forceinline__ void load(const RopeAppendParams&) {
-    if (residual_at) residual = One::load_l2(residual_at);
+  __device__ __forceinline__ void load(const GemvParams& p, const RopeAppendParams&) {
+    if (p.residual) residual = One::load_l2(static_cast<const T*>(p.residual) + at);
   }
   __device__ __forceinline__ void store(const GemvParams& p, const RopeAppendParams&,
                                         const float (&dots)[1]) const {
     float y = dots[0] + to_float(bias);
     if (p.activation != Activation::kNone) y = activate(y, p.activation);
-    *out = from_float<T>(y + to_float(residual));
+    static_cast<T*>(p.out)[at] = from_float<T>(y + to_float(residual));
   }
 };
 
@@ -50,10 +46,10 @@ template <class T>
 struct RingUnit<T, RingEnd::kGated> {
   T* out;
 
-  __device__ __forceinline__ void prepare(const GemvParams& p, const RopeAppendParams&, int unit) {
-    out = static_cast<T*>(p.out) + unit;
+  __device__ __forceinline__ void prepare(const GemvParams& p, const RopeAppendParams&, int unit, int m) {
+    out = static_cast<T*>(p.out) + int64_t(m) * p.n + unit;
   }
-  __device__ __forceinline__ void load(const RopeAppendParams&) {}
+  __device__ __forceinline__ void load(const GemvParams&, const RopeAppendParams&) {}
   __device__ __forceinline__ void store(const GemvParams& p, const RopeAppendParams&,
                                         const float (&dots)[2]) const {
     const float gate =
@@ -69,9 +65,11 @@ struct RingUnit<T, RingEnd::kAppend> {
   T bias[2] = {from_float<T>(0.f), from_float<T>(0.f)}, cos[2], sin[2];
   char* cache;  // that a key or value goes to
   uint32_t capacity;
-  int seq_len;
+  int token, position;
 
-  __device__ __forceinline__ void prepare(const GemvParams& p, const RopeAppendParams& rope, int unit) {
+  __device__ __forceinline__ void prepare(const GemvParams& p, const RopeAppendParams& rope, int unit,
+                                          int m) {
+    token = m;
     pair = find_pair(rope, unit);
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
@@ -89,14 +87,15 @@ struct RingUnit<T, RingEnd::kAppend> {
       cache = static_cast<char*>(is_value ? rope.v_cache : rope.k_cache),
       capacity = static_cast<uint32_t>(rope.capacity);
     }
-    seq_len = __ldcg(rope.seq_lens);
+    const int row = m / rope.query_len;
+    position = __ldcg(rope.seq_lens + row) - rope.query_len + (m - row * rope.query_len);
   }
-  __device__ __forceinline__ void load(const RopeAppendParams& rope) {
+  __device__ __forceinline__ void load(const GemvParams&, const RopeAppendParams& rope) {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       if (!pair.turns) continue;
-      cos[half] = One::load_l2(static_cast<const T*>(rope.cos) + pair.element[half]);
-      sin[half] = One::load_l2(static_cast<const T*>(rope.sin) + pair.element[half]);
+      cos[half] = One::load_l2(token_angles<T>(rope, rope.cos, token) + pair.element[half]);
+      sin[half] = One::load_l2(token_angles<T>(rope, rope.sin, token) + pair.element[half]);
     }
   }
   __device__ __forceinline__ void store(const GemvParams&, const RopeAppendParams& rope,
@@ -108,15 +107,13 @@ struct RingUnit<T, RingEnd::kAppend> {
       turn_pair(turn_cos, turn_sin, values[0], values[1]);
     }
     const CachePlace place{cache, cache, capacity};
-    const int64_t slot = slot_of(int64_t(seq_len) - 1, capacity);
+    const int64_t slot = slot_of(position, capacity);
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      const FeaturePlace to = feature_place<T>(rope, place, slot, 0, pair.head, pair.element[half]);
+      const FeaturePlace to = feature_place<T>(rope, place, slot, token, pair.head, pair.element[half]);
       store_from_float(to.element, 0, to.dtype, values[half]);
     }
   }
 };
-
-#endif  // HF_FASTPATH_HOPPER
 
 }  // namespace hf_fastpath

@@ -248,7 +248,9 @@ void launch(const T* data, int64_t count, ReadVariant variant, float* out, cudaS
 void launch_read_stream(const void* data, int64_t count, DType dtype, ReadVariant variant, float* out,
                         cudaStream_t stream) {
   if (variant == ReadVariant::kBulk && !has_hopper_code()) {
-    throw std::runtime_error("hf_fastpath: read_stream: bulk copies need compute capability 9.0: use 0 or 1");
+    throw std::runtime_error(
+        "hf_fastpath: read_stream: bulk copies need compute capability 9.0 and a library made for it: use 0 "
+        "or 1");
   }
   HF_FASTPATH_CUDA_CHECK(cudaMemsetAsync(out, 0, sizeof(*out), stream));  // the least magnitude there is
   with_type(dtype, [&](auto zero) {

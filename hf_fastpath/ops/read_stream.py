@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from .. import loader
 from ..registry import OpSpec, Sample, nbytes, register, tensor_reasons
 
 #: ways of reading on a GPU, by number; on a CPU 0 is one stream a thread, the others are eight
@@ -40,7 +41,9 @@ def variants(device: torch.device) -> tuple[int, ...]:
     """Numbers of the variants that differ on ``device``."""
     if device.type != "cuda":
         return (0, 1)
-    bulk = torch.cuda.get_device_capability(device) >= BULK_COPY_CAPABILITY
+    bulk = torch.cuda.get_device_capability(device) >= BULK_COPY_CAPABILITY and any(
+        int(arch.rstrip("af")) >= 90 for arch in loader.cuda_archs()
+    )
     return (0, 1, 2) if bulk else (0, 1)
 
 
@@ -53,7 +56,7 @@ def why_not(buffer, variant=0) -> list[str]:
     if not 0 <= variant < len(VARIANTS):
         reasons.append(f"variant is {variant}, expected 0 to {len(VARIANTS) - 1} ({', '.join(VARIANTS)})")
     elif buffer.device.type == "cuda" and variant not in variants(buffer.device):
-        reasons.append(f"variant {variant} ({VARIANTS[variant]}) needs compute capability 9.0: use 0 or 1")
+        reasons.append(f"variant {variant} ({VARIANTS[variant]}) needs compute capability 9.0 and a library made for it: use 0 or 1")
     return reasons
 
 
