@@ -39,8 +39,8 @@ __host__ __device__ bool overlaps(const NormParams<T>& p) {
 // Before the first load.
 template <class T>
 __device__ __forceinline__ void begin_norm(const NormParams<T>& p) {
-  allow_next_kernel();
   if (!overlaps(p)) return;
+  allow_next_kernel();
   wait_for_previous_kernel();
   drop_l1();
 }

@@ -37,55 +37,137 @@ constexpr int kStages = kDims > 64 ? 2 : 3;  // tiles of K and V a warp keeps
 template <int kDims>
 constexpr int kBlocksPerSm = kDims > 64 && kDims <= 128 ? 1 : 2;
 
-// A warp's tiles. Row r of a tile is a position; its 16-byte piece i lies at piece(r, i) of the row.
+// A warp's ring of tiles of K and V; rows are positions.
 template <class T, int kDims>
 struct WarpTiles {
-  static constexpr int kRowBytes = kDims * 2, kTileBytes = kTile * kRowBytes;
-  static constexpr int kBytes = kStages<kDims> * 2 * kTileBytes;
+  static constexpr int kTileBytes = kTile * kDims * 2, kBytes = kStages<kDims> * 2 * kTileBytes;
   char* shared;
 
   __device__ __forceinline__ char* k(int stage) const { return shared + stage * 2 * kTileBytes; }
   __device__ __forceinline__ char* v(int stage) const { return k(stage) + kTileBytes; }
+};
 
-  // Eight lanes that read together take rows r and r + 1 of K (r even), four pieces each, and two pieces of
-  // rows r, r + 2, r + 4, r + 6 of V.
-  static __device__ __forceinline__ int k_at(int row, int piece) {
+// Tiles that come by asynchronous copies of 16 bytes by all lanes, with zeros where there are no positions or
+// dims. Pieces of a row are permuted so that eight lanes that read together meet in no bank: rows r and r + 1
+// of K (r even), four pieces each, and two pieces of rows r, r + 2, r + 4, r + 6 of V.
+template <class T, int kDims>
+struct CopiedTiles : WarpTiles<T, kDims> {
+  static constexpr int kRowBytes = kDims * 2;
+  int lane;
+
+  __device__ __forceinline__ CopiedTiles(const DecodeAttentionParams&, char* warp_shared, uint64_t*, int lane)
+      : WarpTiles<T, kDims>{warp_shared}, lane(lane) {}
+  __device__ __forceinline__ int k_at(int row, int piece) const {
     return row * kRowBytes + (piece ^ row % 2 * 4) * 16;
   }
-  static __device__ __forceinline__ int v_at(int row, int piece) {
+  __device__ __forceinline__ int v_at(int row, int piece) const {
     return row * kRowBytes + (piece ^ (row & 6)) * 16;
   }
 
-  // Asks for the tile of positions base and following, zeros where there are none.
-  __device__ __forceinline__ void fetch(const DecodeAttentionParams& p, const Split& s, int base, int stage,
-                                        int lane) const {
+  __device__ __forceinline__ void fetch(const DecodeAttentionParams& p, const Split& s, int base, int stage) {
     constexpr int kPieces = kDims / kElems, kRowsAtOnce = kWarpSize / kPieces;
     const int piece = lane % kPieces;
     const bool has_dims = piece * kElems < p.head_dim;
+    if (base < s.end) {
 #pragma unroll
-    for (int j = 0; j < kTile / kRowsAtOnce; ++j) {
-      const int row = j * kRowsAtOnce + lane / kPieces, position = base + row;
-      const bool present = has_dims && position < s.end;
-      const uint64_t at =
-          present ? (s.slot(position - s.begin) * uint64_t(uint32_t(p.head_dim)) + piece * kElems) * sizeof(T)
-                  : 0;
-      copy_async(k(stage) + k_at(row, piece), s.k + at, present);
-      copy_async(v(stage) + v_at(row, piece), s.v + at, present);
+      for (int j = 0; j < kTile / kRowsAtOnce; ++j) {
+        const int row = j * kRowsAtOnce + lane / kPieces, position = base + row;
+        const bool present = has_dims && position < s.end;
+        const uint64_t at =
+            present
+                ? (s.slot(position - s.begin) * uint64_t(uint32_t(p.head_dim)) + piece * kElems) * sizeof(T)
+                : 0;
+        copy_async(this->k(stage) + k_at(row, piece), s.k + at, present);
+        copy_async(this->v(stage) + v_at(row, piece), s.v + at, present);
+      }
     }
+    commit_copies();
+  }
+  __device__ __forceinline__ void wait(const Split&, int, int) const {
+    wait_for_copies<kStages<kDims> - 1>();
+    __syncwarp();  // every lane's copies
+  }
+  __device__ __forceinline__ uint4 read(const char* from, bool) const {
+    return *reinterpret_cast<const uint4*>(from);
   }
 };
+
+#if HF_FASTPATH_HOPPER
+// Tiles that come by bulk copies of one lane: rows lie as in the cache. Reads of K meet twice in a bank and
+// reads of V four times, which costs less than copies of 16 bytes: with those, memory gives four fifths of
+// its bandwidth.
+template <class T, int kDims>
+struct BulkTiles : WarpTiles<T, kDims> {
+  uint32_t full;  // the warp's barriers, one a stage
+  int row_bytes, lane;
+  uint64_t policy;
+  uint32_t parity = 0;
+
+  __device__ __forceinline__ BulkTiles(const DecodeAttentionParams& p, char* warp_shared, uint64_t* barriers,
+                                       int lane)
+      : WarpTiles<T, kDims>{warp_shared},
+        full(shared_address(barriers)),
+        row_bytes(p.head_dim * int(sizeof(T))),
+        lane(lane),
+        policy(read_once_policy()) {
+    if (lane < kStages<kDims>) {
+      barrier_init(full + 8 * lane, 1);
+      barrier_init_done();
+    }
+    __syncwarp();
+  }
+  // Offset of a row's 16-byte piece i.
+  __device__ __forceinline__ int k_at(int row, int piece) const { return row * row_bytes + piece * 16; }
+  __device__ __forceinline__ int v_at(int row, int piece) const { return k_at(row, piece); }
+
+  // Asks for the tile of positions base and following; every lane comes here for every tile.
+  __device__ __forceinline__ void fetch(const DecodeAttentionParams&, const Split& s, int base, int stage) {
+    const int count = min(kTile, s.end - base);
+    if (count <= 0 || lane != 0) return;
+    const uint32_t slot = s.slot(base - s.begin);
+    const int before_wrap = min(count, int(s.capacity - slot)) * row_bytes;
+    const int wrapped = count * row_bytes - before_wrap;  // from slot 0 on
+    const uint32_t barrier = full + 8 * stage;
+    barrier_arrive_expect(barrier, 2 * count * row_bytes);
+    const auto copy = [&](char* to, const char* from) {
+      copy_to_shared(shared_address(to), from + uint64_t(slot) * row_bytes, before_wrap, barrier, policy);
+      if (wrapped > 0) copy_to_shared(shared_address(to) + before_wrap, from, wrapped, barrier, policy);
+    };
+    copy(this->k(stage), s.k);
+    copy(this->v(stage), s.v);
+  }
+  // Waits for it. What follows the last position is zeros in V, which weights of zero are multiplied by.
+  __device__ __forceinline__ void wait(const Split& s, int base, int stage) {
+    barrier_wait(full + 8 * stage, parity);
+    if (stage + 1 == kStages<kDims>) parity ^= 1;
+    if (base + kTile <= s.end) return;
+    for (int i = (s.end - base) * row_bytes + lane * 16; i < kTile * row_bytes; i += kWarpSize * 16)
+      *reinterpret_cast<uint4*>(this->v(stage) + i) = make_uint4(0, 0, 0, 0);
+    __syncwarp();  // zeros
+  }
+  __device__ __forceinline__ uint4 read(const char* from, bool present) const {
+    return present ? *reinterpret_cast<const uint4*>(from) : make_uint4(0, 0, 0, 0);
+  }
+};
+
+// Short heads are for short caches first, where the copies of lanes start earlier.
+template <class T, int kDims>
+using Tiles = std::conditional_t<(kDims > 64), BulkTiles<T, kDims>, CopiedTiles<T, kDims>>;
+#else
+template <class T, int kDims>
+using Tiles = CopiedTiles<T, kDims>;
+#endif
 
 // kDims: head_dim rounded up to 64, 128 or 256. kHalves: 1 for 8 rows a block, 2 for 16.
 template <class T, int kDims, int kHalves, int kWarps>
 __global__ void __launch_bounds__(kWarps* kWarpSize, 1) decode_attention_mma_kernel(DecodeAttentionParams p) {
   using C = Chunk<T, kElems>;
-  using Tiles = WarpTiles<T, kDims>;
-  constexpr int kRows = kHalves * kHalfRows;
+  constexpr int kRows = kHalves * kHalfRows, kTilesBytes = WarpTiles<T, kDims>::kBytes;
   constexpr int kPieces = kDims / 32;  // 16-byte pieces of a K row a lane takes: 4 lanes share a row
   constexpr int kBlocks = kDims / 64;  // of 64 dims: 8 lanes share a V row's piece of a block
   constexpr int kStep = kWarps * kTile;
   using Results = WarpResults<kWarps, kDims>;
-  static_assert(Results::bytes(kRows) <= Tiles::kBytes, "a warp's result replaces its tiles");
+  static_assert(Results::bytes(kRows) <= kTilesBytes, "a warp's result replaces its tiles");
   extern __shared__ __align__(16) char shared[];
 
   const int lane = threadIdx.x % kWarpSize, warp = threadIdx.x / kWarpSize;
@@ -98,7 +180,8 @@ __global__ void __launch_bounds__(kWarps* kWarpSize, 1) decode_attention_mma_ker
   if (int(blockIdx.x) >= s.active) return;
 
   // The first tiles, those with new positions once the kernel in front has appended them.
-  const Tiles tiles{shared + warp * Tiles::kBytes};
+  __shared__ __align__(8) uint64_t barriers[kWarps][kStages<kDims>];
+  Tiles<T, kDims> tiles(p, shared + warp * kTilesBytes, barriers[warp], lane);
   int base = s.begin + warp * kTile;
   bool waited = false;
 #pragma unroll
@@ -108,8 +191,7 @@ __global__ void __launch_bounds__(kWarps* kWarpSize, 1) decode_attention_mma_ker
       wait_for_previous_kernel();
       waited = true;
     }
-    if (from < s.end) tiles.fetch(p, s, from, stage, lane);
-    commit_copies();
+    tiles.fetch(p, s, from, stage);
   }
   if (!waited) wait_for_previous_kernel();
 
@@ -139,15 +221,15 @@ __global__ void __launch_bounds__(kWarps* kWarpSize, 1) decode_attention_mma_ker
   int stage = 0;
 #pragma unroll 1
   for (; base < s.end; base += kStep) {
-    wait_for_copies<kStages<kDims> - 1>();
-    __syncwarp();  // every lane's copies
+    tiles.wait(s, base, stage);
     const char *k_tile = tiles.k(stage), *v_tile = tiles.v(stage);
     float scores[kTileGroups][4] = {};  // rows g and g + 8 of positions base + 8 t + 2 q and its neighbor
 #pragma unroll
     for (int t = 0; t < kTileGroups; ++t)
 #pragma unroll
       for (int c = 0; c < kPieces; ++c) {
-        const uint4 k = *reinterpret_cast<const uint4*>(k_tile + Tiles::k_at(t * 8 + g, c * 4 + q));
+        const uint4 k =
+            tiles.read(k_tile + tiles.k_at(t * 8 + g, c * 4 + q), (c * 4 + q) * kElems < p.head_dim);
         const uint4 upper = queries[0][c];
         const uint4 lower = kHalves > 1 ? queries[kHalves - 1][c] : C::zero();
         mma<T>(scores[t], upper.x, lower.x, upper.y, lower.y, k.x, k.y);
@@ -200,7 +282,8 @@ __global__ void __launch_bounds__(kWarps* kWarpSize, 1) decode_attention_mma_ker
       for (int t = 0; t < kTileGroups; ++t)
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
-          const uint4 v = *reinterpret_cast<const uint4*>(v_tile + Tiles::v_at(t * 8 + 2 * q + i, b * 8 + g));
+          const uint4 v = tiles.read(v_tile + tiles.v_at(t * 8 + 2 * q + i, b * 8 + g),
+                                     (b * 8 + g) * kElems < p.head_dim);
           uint32_t (&row)[4] = words[2 * t + i];
           row[0] = v.x, row[1] = v.y, row[2] = v.z, row[3] = v.w;
         }
@@ -213,14 +296,12 @@ __global__ void __launch_bounds__(kWarps* kWarpSize, 1) decode_attention_mma_ker
         }
     }
     __syncwarp();  // every lane has read the tile
-    const int next = base + kStages<kDims> * kStep;
-    if (next < s.end) tiles.fetch(p, s, next, stage, lane);
-    commit_copies();
+    tiles.fetch(p, s, base + kStages<kDims> * kStep, stage);
     stage = stage + 1 == kStages<kDims> ? 0 : stage + 1;
   }
 
   trace(TracePoint::kSums);
-  const Results results{shared, Tiles::kBytes};
+  const Results results{shared, kTilesBytes};
 #pragma unroll
   for (int h = 0; h < kHalves; ++h) {
     const int row = h * kHalfRows + g;

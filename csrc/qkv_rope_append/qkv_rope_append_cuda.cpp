@@ -1,5 +1,5 @@
 // torch.ops.hf_fastpath.qkv_rope_append on a GPU: see hf_fastpath/ops/qkv_rope_append.py for the contract.
-// One kernel where gemv_ring.cuh takes the shape; the norm and one where gemv_ring_mma.cuh does; else the
+// One kernel where gemv_ring.cuh, gemv_ring_rows.cuh or gemv_columns.cuh takes the shape; else the
 // norm, the projections over weights where the model keeps them, and rope_append.
 #include "gemv/gemv_cuda_glue.h"
 #include "rope_append/rope_append_cuda_glue.h"
