@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -14,7 +14,13 @@ from torch.nn.modules import module as torch_module
 from transformers import activations
 from transformers.cache_utils import DynamicCache
 from transformers.generation import GenerationMixin, GenerationMode
-from transformers.generation.logits_process import LogitsProcessor
+from transformers.generation.logits_process import (
+    LogitsProcessor,
+    MinPLogitsWarper,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+)
 from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengthCriteria, StoppingCriteria
 from transformers.generation.utils import GenerateDecoderOnlyOutput
 from transformers.pytorch_utils import Conv1D
@@ -129,6 +135,31 @@ def forward_attribute(module: nn.Module) -> str:
 def is_stock(thing: LogitsProcessor | StoppingCriteria) -> bool:
     """Whether a processor or criterion is one of transformers' own classes."""
     return type(thing).__module__.startswith("transformers.")
+
+
+#: warpers in the order in which generate() applies them: attribute with the setting, value that changes nothing
+_WARPERS: dict[type[LogitsProcessor], tuple[str, float]] = {
+    TemperatureLogitsWarper: ("temperature", 1.0),
+    TopKLogitsWarper: ("top_k", 0.0),
+    TopPLogitsWarper: ("top_p", 1.0),
+    MinPLogitsWarper: ("min_p", 0.0),
+}
+
+
+def sampling_settings(processors: Sequence[LogitsProcessor]) -> list[float] | None:
+    """temperature, top_k, top_p and min_p of ``processors``, or None if they are anything but these warpers, each at
+    most once and in this order, that keep at least one token and give the others no chance; or if float32 cannot hold
+    the temperature and its inverse."""
+    settings, kinds = [neutral for _, neutral in _WARPERS.values()], list(_WARPERS)
+    last = -1
+    for processor in processors:
+        place = kinds.index(type(processor)) if type(processor) in kinds else -1
+        keeps, filtered = (getattr(processor, name, None) for name in ("min_tokens_to_keep", "filter_value"))
+        if place <= last or keeps not in (None, 1) or filtered not in (None, -float("inf")):
+            return None
+        settings[place], last = float(getattr(processor, _WARPERS[kinds[place]][0])), place
+    limits = torch.finfo(torch.float32)
+    return settings if limits.tiny <= settings[0] <= 1 / limits.tiny else None
 
 
 def prefill(model: Any, input_ids: torch.Tensor, generation_config: Any, model_kwargs: dict) -> Any:

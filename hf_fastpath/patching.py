@@ -29,7 +29,7 @@ from .stats import Stats
 
 #: names that patch(ops=...) takes: the parts of an architecture, and the decode loop over all of them
 COMPONENTS = (*FORWARDS, "loop")
-#: decode plans kept for one model: one a batch size and KV type in turn
+#: decode plans kept for one model: one a batch size, KV type and way to choose in turn
 MAX_PLANS = 4
 
 
@@ -125,14 +125,14 @@ class PatchState:
                 f"stock code would run ({reason}: {reasons.REASONS[reason]}) and strict=True forbids it"
             )
 
-    def plan(self, part: structure.ModelPart, batch: int, cache: FastpathCache) -> DecodePlan:
+    def plan(self, part: structure.ModelPart, batch: int, cache: FastpathCache, sampled: bool = False) -> DecodePlan:
         """The decode plan for this model, batch and cache, made anew if the model's parameters have moved."""
         kv_dtype, current = cache.layers[0].k_buffer.dtype, structure.fingerprint(part)
         self.plans = [plan for plan in self.plans if plan.fingerprint == current]
         for plan in self.plans:
-            if (plan.batch, plan.kv_dtype) == (batch, kv_dtype):
+            if (plan.batch, plan.kv_dtype, plan.sampled) == (batch, kv_dtype, sampled):
                 return plan
-        made = DecodePlan(part, batch, kv_dtype)
+        made = DecodePlan(part, batch, kv_dtype, sampled)
         self.plans = [made, *self.plans[: MAX_PLANS - 1]]
         return made
 

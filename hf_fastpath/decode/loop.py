@@ -174,6 +174,8 @@ class _Loop:
         self.batch, self.prompt_len = input_ids.shape
         self.has_eos = any(hasattr(criterion, "eos_token_id") for criterion in stopping_criteria)
         self.max_length = stopping_criteria.max_length
+        #: of sampling that a plan can do
+        self.settings = compat.sampling_settings(logits_processor) if config.do_sample else None
         self.ids = input_ids
         self.length = self.prompt_len  # of the sequences, tokens included that the device has chosen by itself
         self.chosen: list[torch.Tensor] = []  # those tokens, [batch] each, that follow ids
@@ -196,13 +198,11 @@ class _Loop:
         return MAX_AHEAD if self.device.type == "cuda" else 0
 
     def _plan_chooses(self) -> bool:
-        """Whether the plan's own choice is this call's: greedy, nothing to process, nothing else to stop for."""
+        """Whether the plan's own choice is this call's: no other processors, nothing else to stop for."""
         config, criteria = self.config, self.criteria
-        if (
-            config.do_sample
-            or len(self.processors)
-            or (config.return_dict_in_generate and (config.output_scores or config.output_logits))
-        ):
+        if self.settings is None if config.do_sample else len(self.processors):
+            return False
+        if config.return_dict_in_generate and (config.output_scores or config.output_logits):
             return False
         known = all(type(criterion) in (compat.MaxLengthCriteria, compat.EosTokenCriteria) for criterion in criteria)
         return known and self.max_length is not None and self._eos_tokens() is not _TOO_MANY
@@ -223,6 +223,7 @@ class _Loop:
         del outputs
         started, first = time.perf_counter(), True
         plan, plan_chooses = None, self._plan_chooses()
+        sampled = plan_chooses and self.config.do_sample
         try:
             while True:
                 if plan is None or not plan_chooses:
@@ -233,12 +234,15 @@ class _Loop:
                 if done:
                     break
                 if plan is None:
-                    plan = self.state.plan(part, self.batch, cache)
-                    eos = (self._eos_tokens(), compat.pad_token(self.config)) if self.has_eos and plan_chooses else ()
-                    plan.begin(cache, next_positions, starts, self.unfinished, *eos)
-                    next_logits = plan.step(tokens)
-                else:
-                    next_logits = plan.step(None if plan_chooses else tokens)
+                    plan = self.state.plan(part, self.batch, cache, sampled)
+                    end = self.has_eos and plan_chooses
+                    eos = (self._eos_tokens(), compat.pad_token(self.config)) if end else (None, None)
+                    plan.begin(cache, next_positions, starts, self.unfinished, *eos, self.settings)
+                elif plan_chooses:
+                    tokens = None
+                if sampled:
+                    self._note_offset()
+                next_logits = plan.step(tokens)
                 if first:  # building and capturing the plan is not decoding speed
                     started, first = time.perf_counter(), False
             dropped = self._drain()
@@ -267,8 +271,7 @@ class _Loop:
             if self.config.output_logits:
                 self.logits.append(logits)
         if self.config.do_sample:
-            if self.ahead:
-                self.offsets[self.length] = compat.philox_offset(self.device)
+            self._note_offset()
             probabilities = torch.nn.functional.softmax(scores, dim=-1)
             tokens = torch.multinomial(probabilities, num_samples=1).squeeze(1)
         else:
@@ -276,6 +279,11 @@ class _Loop:
         if self.has_eos:
             tokens = tokens * self.unfinished + compat.pad_token(self.config).to(self.device) * (1 - self.unfinished)
         return tokens
+
+    def _note_offset(self) -> None:
+        """Remember where the generator stands before the next token is drawn, if that may have to be undone."""
+        if self.ahead:
+            self.offsets[self.length] = compat.philox_offset(self.device)
 
     def _finish_step(self, tokens: torch.Tensor) -> bool:
         """Append the tokens; say whether to stop."""

@@ -6,7 +6,7 @@ model's own parameters, so changed values are seen; a parameter that moved or wa
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -17,7 +17,7 @@ from ..compat import below_autograd
 from ..ops.decode_attention import workspace_bytes
 from . import steps
 from .graph import capture
-from .structure import ModelPart, fingerprint
+from .structure import ModelPart, fingerprint, out_features
 
 _aten = torch.ops.aten
 
@@ -89,22 +89,24 @@ def one_call(device: torch.device, batch: int) -> bool:
 
 
 class DecodePlan:
-    """One new token for each of ``batch`` sequences, and the greedy choice of the next.
+    """One new token for each of ``batch`` sequences, and the choice of the next.
 
-    Every step ends in that choice, so that greedy search needs the host for nothing; another choice is given to the
-    next :meth:`step`.
+    Every step ends in that choice, so that greedy search and sampling need the host for nothing; another choice is
+    given to the next :meth:`step`.
 
     Args:
         part: the model.
         batch: number of sequences.
         kv_dtype: storage type of the caches it will serve.
+        sampled: the choice is a sample, drawn with the default generator as ``torch.multinomial`` draws it; else it is
+            the most likely token.
 
     Attributes:
         logits: [batch, vocab_size] in the model's dtype, overwritten by the next step.
     """
 
-    def __init__(self, part: ModelPart, batch: int, kv_dtype: torch.dtype):
-        self.batch, self.kv_dtype = batch, kv_dtype
+    def __init__(self, part: ModelPart, batch: int, kv_dtype: torch.dtype, sampled: bool = False):
+        self.batch, self.kv_dtype, self.sampled = batch, kv_dtype, sampled
         self.fingerprint = fingerprint(part)
         weight = part.embedding.weight
         self.device, self.dtype = weight.device, weight.dtype
@@ -123,6 +125,9 @@ class DecodePlan:
             self.record = torch.zeros(RECORD_SLOTS, 2, batch, dtype=torch.long, device="cpu")
             if self.device.type == "cuda":
                 self.record = self.record.pin_memory()
+            if sampled:
+                self.noise = torch.empty(batch, out_features(part.head), dtype=torch.float32, device=self.device)
+                self.settings = torch.zeros(4, dtype=torch.float64, device=self.device)
             self.kv_table = self.workspace = None
             if self.device.type == "cuda":
                 attention = part.layers[0].attention
@@ -137,6 +142,8 @@ class DecodePlan:
     def _record(self, part: ModelPart) -> Register:
         """Write the token step down; returns the register of the logits [batch, 1, vocab_size]."""
         emit = self.program.emit
+        if self.sampled:  # first, so that the kernels after the layers overlap
+            emit(_aten.exponential_.default, self.noise)
         hidden = emit(_aten.embedding.default, part.embedding.weight, self.tokens)
         cos = sin = None
         if part.position_embedding is not None:
@@ -153,10 +160,12 @@ class DecodePlan:
             for index, layer in enumerate(part.layers):
                 hidden = steps.decoder_layer(emit, layer, hidden, self._caches[index], at, index)
             logits = steps.projection(emit, part.head, hidden, norm=part.final_norm, overlap=overlap)
-        last = emit(_aten.select.int, logits, 1, 0)
+        last = preferred = emit(_aten.select.int, logits, 1, 0)
+        if self.sampled:
+            preferred = emit(ops.exponential_race.overload, last, self.noise, self.settings, overlap)
         emit(
             ops.greedy_token.overload,
-            *(last, self.unfinished, self.tokens, self.positions, self.seq_lens, self.record),
+            *(preferred, self.unfinished, self.tokens, self.positions, self.seq_lens, self.record),
             *(self.eos_tokens, self.pad_token, overlap),
         )
         return last
@@ -169,6 +178,7 @@ class DecodePlan:
         unfinished: torch.Tensor | None = None,
         eos_tokens: torch.Tensor | None = None,
         pad_token: torch.Tensor | None = None,
+        settings: Sequence[float] | None = None,
     ) -> None:
         """Start or continue generating over ``cache``.
 
@@ -177,9 +187,12 @@ class DecodePlan:
             positions: int64 [batch], position ids of the next tokens.
             starts: [batch] left padding of each row, or None for none.
             unfinished: int64 [batch], 1 for rows that go on; None: all.
-            eos_tokens: at most MAX_EOS_TOKENS end tokens of the greedy choice, or None.
+            eos_tokens: at most MAX_EOS_TOKENS end tokens of the plan's choice, or None.
             pad_token: what it chooses for a row that has ended; needed with ``eos_tokens``.
+            settings: of a plan that samples: temperature, top_k, top_p and min_p, as ``exponential_race`` takes them.
         """
+        if self.sampled:
+            self.settings.copy_(torch.tensor(settings, dtype=torch.float64, device="cpu"))
         self.seq_lens.fill_(cache.get_seq_length() + 1)
         self.unfinished.fill_(1) if unfinished is None else self.unfinished.copy_(unfinished)
         self.eos_tokens.fill_(-1)
