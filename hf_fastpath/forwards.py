@@ -81,7 +81,7 @@ def norm(self: nn.Module, hidden_states: torch.Tensor) -> torch.Tensor:
     reason = patch.reason_now(hidden_states) or patch.parameters_reason(hidden_states)
     if reason is not None:
         return stock(self, reason, hidden_states)
-    return ops.rms_norm.overload(hidden_states, self.weight, patch.part.eps)
+    return steps.norm(steps.run, patch.part, hidden_states)
 
 
 def _activate(op: Callable[..., torch.Tensor], *arguments: Any) -> torch.Tensor:
@@ -138,7 +138,7 @@ def _over_cache(
     if x.dim() != 3 or x.shape[1] != 1:
         return None
     named = dict(zip(patch.argument_names, args), **kwargs)
-    cache, index = named.get("past_key_values"), part.module.layer_idx
+    cache, index = named.get(part.spec.cache), part.module.layer_idx
     if cache is None or cache.get_seq_length(index) == 0:
         return None
     reason = patch.reason_now(x) or patch.parameters_reason(x)
@@ -160,8 +160,8 @@ def _over_cache(
     if named.get("output_attentions") or outputs_are_captured():
         return "attention_outputs"
     layer.reserve(1)
-    cos, sin = named.get("position_embeddings") or (None, None)
-    return _OverCache(layer, steps.Positions(cos, sin, cache.seq_lens(index, 1), None))
+    angles = [table.to(x.dtype) for table in named.get("position_embeddings") or ()] or (None, None)
+    return _OverCache(layer, steps.Positions(*angles, cache.seq_lens(index, 1), None))
 
 
 def attention(self: nn.Module, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:

@@ -17,12 +17,16 @@ from transformers import (
     AutoTokenizer,
     GPT2Config,
     GPT2LMHeadModel,
+    GraniteConfig,
+    GraniteForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
     MinistralConfig,
     MinistralForCausalLM,
     MistralConfig,
     MistralForCausalLM,
+    Olmo2Config,
+    Olmo2ForCausalLM,
     Phi3Config,
     Phi3ForCausalLM,
     PreTrainedModel,
@@ -32,6 +36,8 @@ from transformers import (
     Qwen3ForCausalLM,
     SeedOssConfig,
     SeedOssForCausalLM,
+    SmolLM3Config,
+    SmolLM3ForCausalLM,
     StableLmConfig,
     StableLmForCausalLM,
     Starcoder2Config,
@@ -100,6 +106,19 @@ def build(architecture: str, seed: int = 0, **changes) -> PreTrainedModel:
         sizes = dict(hidden_size=128, num_attention_heads=4, num_key_value_heads=1, intermediate_size=260)
         sizes |= dict(num_hidden_layers=2, sliding_window=WINDOW)
         cls, config = Starcoder2ForCausalLM, Starcoder2Config
+    elif architecture == "granite":  # two queries a KV head, head_dim 48
+        sizes = dict(hidden_size=96, num_attention_heads=2, num_key_value_heads=1, intermediate_size=180)
+        sizes |= dict(num_hidden_layers=2, embedding_multiplier=3.0, residual_multiplier=0.6)
+        sizes |= dict(attention_multiplier=0.2, logits_scaling=1.7, max_position_embeddings=2048)
+        cls, config = GraniteForCausalLM, GraniteConfig
+    elif architecture == "smollm3":  # two queries a KV head, head_dim 32; the upper layer does not rotate
+        sizes = dict(hidden_size=128, num_attention_heads=4, num_key_value_heads=2, intermediate_size=212)
+        sizes |= dict(num_hidden_layers=2, no_rope_layers=[1, 0], max_position_embeddings=2048)
+        cls, config = SmolLM3ForCausalLM, SmolLM3Config
+    elif architecture == "olmo2":  # two queries a KV head, head_dim 40
+        sizes = dict(hidden_size=160, num_attention_heads=4, num_key_value_heads=2, intermediate_size=196)
+        sizes |= dict(num_hidden_layers=2)
+        cls, config = Olmo2ForCausalLM, Olmo2Config
     else:  # multi-query, head_dim 80
         sizes = dict(hidden_size=112, num_attention_heads=4, num_key_value_heads=1, head_dim=80)
         sizes |= dict(intermediate_size=204, num_hidden_layers=2, max_position_embeddings=2048)
@@ -111,7 +130,7 @@ def build(architecture: str, seed: int = 0, **changes) -> PreTrainedModel:
         for name, parameter in model.named_parameters():
             if name.endswith("bias"):  # transformers starts with zeros, which a forgotten bias would not change
                 parameter.normal_(std=_SPREAD)
-            elif name.endswith(("q_norm.weight", "k_norm.weight")):  # and ones, which none would not
+            elif parameter.dim() == 1:  # norms: and ones, which a forgotten weight would not
                 parameter.normal_(mean=1.0, std=_SPREAD)
     torch.set_rng_state(state)
     return model

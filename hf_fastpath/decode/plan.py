@@ -137,11 +137,8 @@ class DecodePlan:
     def _record(self, part: ModelPart) -> Register:
         """Write the token step down; returns the register of the logits [batch, 1, vocab_size]."""
         emit = self.program.emit
-        hidden = emit(_aten.embedding.default, part.embedding.weight, self.tokens)
+        hidden = steps.embedded(emit, part, self.tokens, self.positions)
         cos = sin = None
-        if part.position_embedding is not None:
-            learned = emit(_aten.embedding.default, part.position_embedding.weight, self.positions)
-            hidden = emit(_aten.add.Tensor, hidden, learned)
         if part.rotary is not None:
             cos, sin = (emit(_aten.embedding.default, table, self.positions) for table in self._angles)
         # Nothing in the step writes a parameter or the table, and lengths only change in its last kernel.
@@ -153,7 +150,7 @@ class DecodePlan:
             for index, layer in enumerate(part.layers):
                 hidden = steps.decoder_layer(emit, layer, hidden, self._caches[index], at, index)
             logits = steps.projection(emit, part.head, hidden, norm=part.final_norm, overlap=overlap)
-        last = emit(_aten.select.int, logits, 1, 0)
+        last = emit(_aten.select.int, steps.scaled_logits(emit, part, logits), 1, 0)
         emit(
             ops.greedy_token.overload,
             *(last, self.unfinished, self.tokens, self.positions, self.seq_lens, self.record),
@@ -218,7 +215,7 @@ class DecodePlan:
             like = torch.empty(0, dtype=self.dtype, device=self.device)
             angles = self._rotary.forward(like, torch.arange(rows, device=self.device)[None])
         for table, values in zip(self._angles, angles):
-            self.program.values[table.index] = values[0].contiguous()
+            self.program.values[table.index] = values[0].to(self.dtype).contiguous()
         self.graph = None  # it reads the old tables
 
     @property

@@ -18,6 +18,7 @@ from ..ops.decode_layers import LAYER_TENSORS, OUTER_TENSORS, sizes, weight_reas
 from .structure import AttentionPart, LayerPart, MLPPart, ModelPart, NormPart, is_transposed, weight_and_bias
 
 Emit = Callable[..., Any]
+_aten = torch.ops.aten
 
 
 def run(op: Callable[..., Any], *arguments: Any) -> Any:
@@ -46,6 +47,10 @@ class Positions:
     workspace: Any = None
     overlap: bool = False
 
+    def angles(self, part: AttentionPart) -> tuple[Any, Any]:
+        """``cos`` and ``sin`` as ``part`` uses them: None where it does not rotate."""
+        return (self.cos, self.sin) if part.rotates else (None, None)
+
 
 def _norm_arguments(part: NormPart | None) -> tuple:
     """The norm of an op's input, as the ops take it; ``part`` None is no norm."""
@@ -71,14 +76,62 @@ def projection(
     )
 
 
+def norm(emit: Emit, part: NormPart, x: Any) -> Any:
+    """``part(x)``."""
+    kind, weight, bias, eps = _norm_arguments(part)
+    if kind == "rms":
+        return emit(ops.rms_norm.overload, x, weight, eps)
+    return emit(ops.layer_norm.overload, x, weight, bias, eps)
+
+
 def head_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    """RMS norm of every head: [batch, query_len, heads * head_dim] in and out."""
+    """RMS norm of every head, or of all if ``weight`` is as long: [batch, query_len, heads * head_dim] in and out."""
     return ops.rms_norm.overload(x.unflatten(-1, (-1, weight.numel())), weight, eps).flatten(-2)
 
 
 def joined(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
     """Features side by side."""
     return torch.cat((q, k, v), dim=-1)
+
+
+def ungrouped(qkv: torch.Tensor, head_dim: int, group: int) -> torch.Tensor:
+    """``query | key | value`` of features that lie by KV head: ``group`` queries, a key, a value."""
+    heads = qkv.unflatten(-1, (-1, group + 2, head_dim))
+    return torch.cat([part.flatten(2) for part in heads.split((group, 1, 1), dim=3)], dim=-1)
+
+
+def turn_neighbors(
+    qkv: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, num_heads: int, head_dim: int
+) -> torch.Tensor:
+    """Rotation of elements 2i and 2i + 1 of the first ``num_heads`` heads, queries and keys; in float32 as stock."""
+    heads = qkv.unflatten(-1, (-1, head_dim))
+    turned = heads[:, :, :num_heads, : cos.shape[-1]].float()
+    crossed = torch.stack((-turned[..., 1::2], turned[..., ::2]), dim=-1).flatten(-2)
+    made = heads.clone()
+    made[:, :, :num_heads, : cos.shape[-1]] = turned * cos[:, :, None] + crossed * sin[:, :, None]
+    return made.flatten(-2)
+
+
+def scaled_sum(x: torch.Tensor, y: torch.Tensor, factor: float) -> torch.Tensor:
+    """``x + factor * y``."""
+    return torch.add(x, y, alpha=factor)
+
+
+def _queries_composed(
+    emit: Emit, part: AttentionPart, x: Any, cache: tuple[Any, Any], at: Positions, layer: int, norm: NormPart | None
+) -> Any:
+    """As ``ops.qkv_rope_append``, for what that op does not do."""
+    projected = [projection(emit, linear, x, norm=norm, overlap=at.overlap) for linear in part.projections()[:-1]]
+    for place, each in enumerate(part.head_norms):
+        projected[place] = emit(head_norm, projected[place], each.module.weight, each.eps)
+    qkv = projected[0] if len(projected) == 1 else emit(joined, *projected)
+    if part.spec.by_kv_head:
+        qkv = emit(ungrouped, qkv, part.head_dim, part.num_heads // part.num_kv_heads)
+    cos, sin = at.angles(part)
+    if cos is not None and part.spec.pairs == "neighbors":
+        qkv = emit(turn_neighbors, qkv, cos, sin, part.num_heads + part.num_kv_heads, part.head_dim)
+        cos = sin = None
+    return emit(ops.rope_append.overload, qkv, None, cos, sin, *cache, at.seq_lens, part.num_heads, at.kv_table, layer)
 
 
 def attention(
@@ -93,19 +146,15 @@ def attention(
 ) -> Any:
     """``residual + part(norm(x))``, appending to ``cache`` (its K and V buffers), the ``layer``-th of the model."""
     *qkv, out = part.projections()
-    if part.head_norms:
-        q, k, v = (projection(emit, linear, x, norm=norm, overlap=at.overlap) for linear in qkv)
-        q, k = (emit(head_norm, y, each.module.weight, each.eps) for y, each in zip((q, k), part.head_norms))
-        queries = emit(
-            ops.rope_append.overload,
-            *(emit(joined, q, k, v), None, at.cos, at.sin, *cache, at.seq_lens, part.num_heads, at.kv_table, layer),
-        )
+    if part.is_composed:
+        queries = _queries_composed(emit, part, x, cache, at, layer, norm)
     else:
         absent = [None] * (3 - len(qkv))  # one projection may hold all three
         weights, biases = ([getattr(linear, name) for linear in qkv] + absent for name in ("weight", "bias"))
+        cos, sin = at.angles(part)
         queries = emit(
             ops.qkv_rope_append.overload,
-            *(x, *weights, *biases, is_transposed(qkv[0]), at.cos, at.sin, *cache, at.seq_lens, part.num_heads),
+            *(x, *weights, *biases, is_transposed(qkv[0]), cos, sin, *cache, at.seq_lens, part.num_heads),
             *(at.kv_table, layer, *_norm_arguments(norm), at.overlap),
         )
     mixed = emit(
@@ -131,10 +180,55 @@ def mlp(
     return projection(emit, part.down, hidden, residual, overlap=overlap)
 
 
+def _added(emit: Emit, part: LayerPart, stream: Any, post_norm: NormPart | None, block: Callable[[Any], Any]) -> Any:
+    """``stream + residual_multiplier * post_norm(block)``.
+
+    Args:
+        block: emits attention or MLP; adds its argument in the last projection, where nothing lies between.
+    """
+    if post_norm is None and part.residual_multiplier == 1:
+        return block(stream)
+    out = block(None)
+    if post_norm is not None:
+        out = norm(emit, post_norm, out)
+    return emit(scaled_sum, stream, out, part.residual_multiplier)
+
+
 def decoder_layer(emit: Emit, part: LayerPart, hidden: Any, cache: tuple[Any, Any], at: Positions, layer: int) -> Any:
     """The whole layer: ``hidden`` [batch, query_len, hidden_size] in and out."""
-    hidden = attention(emit, part.attention, hidden, cache, at, layer, hidden, part.attention_norm)
-    return mlp(emit, part.mlp, hidden, hidden, part.mlp_norm, at.overlap)
+
+    def attend(residual: Any) -> Any:
+        return attention(emit, part.attention, hidden, cache, at, layer, residual, part.attention_norm)
+
+    attended = _added(emit, part, hidden, part.attention_post_norm, attend)
+    source = hidden if part.is_parallel else attended
+
+    def feed_forward(residual: Any) -> Any:
+        return mlp(emit, part.mlp, source, residual, part.mlp_norm, at.overlap)
+
+    return _added(emit, part, attended, part.mlp_post_norm, feed_forward)
+
+
+def embedded(emit: Emit, part: ModelPart, tokens: Any, positions: Any) -> Any:
+    """What the first layer takes: [batch, query_len, hidden_size] for int64 [batch, query_len] each."""
+    hidden = emit(_aten.embedding.default, part.embedding.weight, tokens)
+    if part.embedding_multiplier != 1:
+        hidden = emit(_aten.mul.Scalar, hidden, part.embedding_multiplier)
+    if part.position_embedding is not None:
+        if part.position_offset:
+            positions = emit(_aten.add.Scalar, positions, part.position_offset)
+        learned = emit(_aten.embedding.default, part.position_embedding.weight, positions)
+        hidden = emit(_aten.add.Tensor, hidden, learned)
+    return hidden
+
+
+def scaled_logits(emit: Emit, part: ModelPart, logits: Any) -> Any:
+    """What the model makes of its head's output."""
+    if part.logits_multiplier != 1:
+        logits = emit(_aten.mul.Scalar, logits, part.logits_multiplier)
+    if part.logits_divisor != 1:
+        logits = emit(_aten.div.Scalar, logits, part.logits_divisor)
+    return logits
 
 
 # ---- a whole model in one call ---------------------------------------------------------------------------------
@@ -168,26 +262,29 @@ def _constants(part: LayerPart) -> tuple:
     """What ``ops.decode_layers`` takes once for all layers."""
     attention, mlp = part.attention, part.mlp
     kinds = {is_transposed(linear) for linear in (*attention.projections(), *mlp.projections())}
-    return attention.num_heads, attention.head_dim, attention.scaling, mlp.activation, kinds
+    return attention.num_heads, attention.head_dim, attention.scaling, mlp.activation, attention.rotates, kinds
 
 
 def one_call_reasons(part: ModelPart) -> list[str]:
     """Reasons why ``ops.decode_layers`` cannot take all of the model's layers."""
-    layers, weights = part.layers, _all_weights(part)
-    if any(layer.attention.head_norms for layer in layers):
-        return ["heads have norms of their own"]
+    layers = part.layers
+    if not all(layer.is_sequential for layer in layers):
+        return ["the layers are not norm, attention, norm and MLP in turn"]
+    if any(layer.attention.is_composed for layer in layers):
+        return ["queries and keys take several ops"]
     constants = _constants(layers[0])
     if any(_constants(layer) != constants for layer in layers):
         return ["the layers differ in a constant"]
     norms = [part.final_norm, *(norm for layer in layers for norm in (layer.attention_norm, layer.mlp_norm))]
     if len({norm.eps for norm in norms}) > 1:
         return ["the norms differ in eps"]
-    num_heads, head_dim, _, activation, kinds = constants
+    num_heads, head_dim, _, activation, _, kinds = constants
     if len(kinds) > 1 or is_transposed(part.head):
         return ["the projections are stored in different ways"]
     if any(layer.mlp.gate is not None and layer.mlp.gate.bias is not None for layer in layers):
         return ["a gate has a bias"]
     (transposed,) = kinds
+    weights = _all_weights(part)
     model = sizes(weights, num_heads * head_dim, transposed)
     num_kv_heads = (model.qkv_features - model.q_features) // (2 * head_dim)
     x = part.head.weight.new_empty(1, 1, model.hidden_size)
@@ -204,7 +301,7 @@ def all_layers(emit: Emit, part: ModelPart, hidden: Any, caches: list[tuple[Any,
     return emit(
         ops.decode_layers.overload,
         *(hidden, _all_weights(part), [k for k, _ in caches], [v for _, v in caches]),
-        *(at.cos, at.sin, at.seq_lens, at.starts, first.attention.num_heads, first.attention.scaling),
+        *(*at.angles(first.attention), at.seq_lens, at.starts, first.attention.num_heads, first.attention.scaling),
         *([layer.window or 0 for layer in layers], norm, eps, first.mlp.activation, is_transposed(first.mlp.up)),
         *(at.kv_table, at.workspace, at.overlap),
     )

@@ -6,6 +6,7 @@ Nothing here copies a weight: parts hold modules and look parameters up when the
 from __future__ import annotations
 
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -100,11 +101,13 @@ class NormPart(Part):
         return list(weight_and_bias(self.module))
 
     def reason(self) -> str | None:
-        if self.architecture.norm.kind == "layer":
+        if self.architecture.norm.is_torchs:
             if type(self.module) is not nn.LayerNorm:
                 return "class_not_supported"
         elif (reason := self._own_reason("norm")) is not None:
             return reason
+        if any(p is not None and p.dim() != 1 for p in self.parameters()):
+            return "unsupported_config"
         if any(p is not None and p.dtype not in FLOAT_DTYPES for p in self.parameters()):
             return "dtype"
         return own_code_reason(self.module)
@@ -156,7 +159,8 @@ class MLPPart(Part):
         return own_code_reason(child(self.module, self.spec.activation))
 
     def reason(self) -> str | None:
-        reasons = [self._own_reason("mlp"), self.activation_reason(), own_code_reason(self.module)]
+        kind = "mlp" if self.spec.class_name is not None else "layer"
+        reasons = [self._own_reason(kind), self.activation_reason(), own_code_reason(self.module)]
         reasons += [projection_reason(linear) for linear in self.projections()]
         if self.is_joined and (self.up.bias is not None or is_transposed(self.up)):
             reasons.append("unsupported_projection")
@@ -183,7 +187,7 @@ class AttentionPart(Part):
 
     @property
     def head_norms(self) -> list[NormPart]:
-        """Norms over every head's query and key, or none."""
+        """Norms over query and key, or none."""
         return [NormPart(self.architecture, child(self.module, name)) for name in self.spec.head_norms or ()]
 
     def parameters(self) -> list[torch.Tensor | None]:
@@ -192,15 +196,29 @@ class AttentionPart(Part):
 
     @property
     def head_dim(self) -> int:
-        return self.module.head_dim
+        return getattr(self.module, self.spec.head_dim)
 
     @property
     def num_heads(self) -> int:
         return self.module.config.num_attention_heads
 
     @property
+    def num_kv_heads(self) -> int:
+        return getattr(self.module.config, "num_key_value_heads", None) or self.num_heads
+
+    @property
     def scaling(self) -> float:
         return float(getattr(self.module, self.spec.scaling))
+
+    @property
+    def rotates(self) -> bool:
+        """Whether queries and keys are turned by their position."""
+        return self.architecture.rotary is not None and is_on(self.module, self.spec.rotates, default=True)
+
+    @property
+    def is_composed(self) -> bool:
+        """Whether more than ``ops.qkv_rope_append`` does lies between the norm and the cache."""
+        return bool(self.spec.head_norms) or self.spec.by_kv_head or self.spec.pairs != "halves"
 
     def reason(self) -> str | None:
         if any(getattr(self.module, name, False) for name in self.spec.refuse):
@@ -225,34 +243,71 @@ class LayerPart(Part):
 
     window: int | None
 
-    def _child(self, name: str) -> nn.Module:
-        return child(self.module, name)
+    @property
+    def spec(self) -> arch.Layer:
+        return self.architecture.layer
+
+    def _norm(self, name: str | None) -> NormPart | None:
+        return None if name is None else NormPart(self.architecture, child(self.module, name))
 
     @property
-    def attention_norm(self) -> NormPart:
-        return NormPart(self.architecture, self._child(self.architecture.layer.attention_norm))
+    def attention_norm(self) -> NormPart | None:
+        return self._norm(self.spec.attention_norm)
 
     @property
     def attention(self) -> AttentionPart:
-        return AttentionPart(self.architecture, self._child(self.architecture.layer.attention), self.window)
+        return AttentionPart(self.architecture, child(self.module, self.spec.attention), self.window)
 
     @property
-    def mlp_norm(self) -> NormPart:
-        return NormPart(self.architecture, self._child(self.architecture.layer.mlp_norm))
+    def attention_post_norm(self) -> NormPart | None:
+        return self._norm(self.spec.attention_post_norm)
+
+    @property
+    def mlp_norm(self) -> NormPart | None:
+        shared = self.spec.mlp_norm is None and self.is_parallel
+        return self.attention_norm if shared else self._norm(self.spec.mlp_norm)
 
     @property
     def mlp(self) -> MLPPart:
-        return MLPPart(self.architecture, self._child(self.architecture.layer.mlp))
+        name = self.spec.mlp
+        return MLPPart(self.architecture, self.module if name is None else child(self.module, name))
+
+    @property
+    def mlp_post_norm(self) -> NormPart | None:
+        return self._norm(self.spec.mlp_post_norm)
+
+    @property
+    def norms(self) -> list[NormPart]:
+        """The layer's own norms."""
+        return [self._norm(name) for name in self.spec.norms]
+
+    @property
+    def is_parallel(self) -> bool:
+        """Whether attention and MLP take the same input."""
+        parallel = self.spec.parallel
+        return is_on(self.module, parallel) if isinstance(parallel, str) else parallel
+
+    @property
+    def residual_multiplier(self) -> float:
+        return number(self.module, self.spec.residual_multiplier)
+
+    @property
+    def is_sequential(self) -> bool:
+        """Whether it is ``x += attention(norm(x)); x += mlp(norm(x))``."""
+        before = None not in (self.spec.attention_norm, self.spec.mlp_norm)
+        return before and len(self.spec.norms) == 2 and not self.is_parallel and self.residual_multiplier == 1
 
     def parts(self) -> list[Part]:
-        return [self.attention_norm, self.attention, self.mlp_norm, self.mlp]
+        return [*self.norms, self.attention, self.mlp]
 
     def parameters(self) -> list[torch.Tensor | None]:
         return [parameter for part in self.parts() for parameter in part.parameters()]
 
     def reason(self) -> str | None:
-        spec = self.architecture.layer
+        spec = self.spec
         if any(getattr(self.module, name, False) is not False for name in spec.refuse):
+            return "unsupported_config"
+        if not all(getattr(self.module, name) for name in spec.require):
             return "unsupported_config"
         reasons = [self._own_reason("layer"), own_code_reason(self.module)]
         reasons += [dropout_reason(self.module, name) for name in spec.dropouts]
@@ -272,7 +327,7 @@ class ModelPart(Part):
 
     @property
     def decoder(self) -> nn.Module:
-        return getattr(self.module, self.architecture.base)
+        return attrgetter(self.architecture.base)(self.module)
 
     def _optional(self, name: str | None) -> Any:
         return None if name is None else getattr(self.decoder, name)
@@ -299,8 +354,24 @@ class ModelPart(Part):
         return self._optional(self.architecture.position_embedding)
 
     @property
+    def position_offset(self) -> int:
+        return int(number(self.position_embedding, self.architecture.position_offset, default=0))
+
+    @property
     def rotary(self) -> nn.Module | None:
         return self._optional(self.architecture.rotary)
+
+    @property
+    def embedding_multiplier(self) -> float:
+        return number(self.decoder, self.architecture.embedding_multiplier)
+
+    @property
+    def logits_multiplier(self) -> float:
+        return number(self.module, self.architecture.logits_multiplier)
+
+    @property
+    def logits_divisor(self) -> float:
+        return number(self.module, self.architecture.logits_divisor)
 
     def _embeddings(self) -> list[nn.Module]:
         return [module for module in (self.embedding, self.position_embedding) if module is not None]
@@ -313,7 +384,9 @@ class ModelPart(Part):
         """Why a decode plan of the model would not be right now, or None. Cheap enough for every generate()."""
         if len(getattr(self.decoder, self.architecture.layers)) != len(self.windows):
             return "unsupported_config"
-        if any(type(module) is not nn.Embedding for module in self._embeddings()):
+        if any(getattr(self.decoder, name, None) is not None for name in self.architecture.refuse):
+            return "unsupported_config"
+        if any(not self._is_known_embedding(module) for module in self._embeddings()):
             return "unsupported_projection"
         reasons = [own_code_reason(module) for module in (*self._embeddings(), self.decoder, self.module)]
         reasons += [projection_reason(self.head), self.final_norm.reason()]
@@ -326,11 +399,26 @@ class ModelPart(Part):
         found = found or next((reason for layer in self.layers if (reason := layer.reason())), None)
         return found or self._types_reason()
 
+    def _is_known_embedding(self, module: nn.Module) -> bool:
+        if module is self.position_embedding and self.architecture.position_offset is not None:
+            return isinstance(module, nn.Embedding) and type(module).__module__ == self.architecture.module
+        return type(module) is nn.Embedding
+
     def _types_reason(self) -> str | None:
         present = [parameter for parameter in self.parameters() if parameter is not None]
         if len({parameter.dtype for parameter in present}) > 1:
             return "dtype"
         return "device" if len({parameter.device for parameter in present}) > 1 else None
+
+
+def number(module: nn.Module | None, path: str | None, default: float = 1.0) -> float:
+    """The number at ``path`` inside ``module``; ``default`` without a path."""
+    return default if path is None else float(attrgetter(path)(module))
+
+
+def is_on(module: nn.Module, path: str | None, default: bool = False) -> bool:
+    """The switch at ``path`` inside ``module``; ``default`` without a path."""
+    return default if path is None else bool(attrgetter(path)(module))
 
 
 def dropout_reason(module: nn.Module, name: str | None) -> str | None:
@@ -366,11 +454,13 @@ def fingerprint(part: ModelPart) -> tuple:
     parameters = [None if p is None else (id(p), p.data_ptr(), p.dtype) for p in part.parameters()]
     constants = [
         (layer.attention.scaling, layer.attention.num_heads, layer.window, layer.mlp.activation)
-        + (layer.attention_norm.eps, layer.mlp_norm.eps, *(norm.eps for norm in layer.attention.head_norms))
+        + (layer.attention.rotates, layer.is_parallel, layer.residual_multiplier)
+        + tuple(norm.eps for norm in (*layer.norms, *layer.attention.head_norms))
         for layer in part.layers
     ]
+    outer = (part.embedding_multiplier, part.logits_multiplier, part.logits_divisor, part.position_offset)
     angles = () if part.rotary is None else _values_of(part.rotary)
-    return (*parameters, *constants, part.final_norm.eps, angles)
+    return (*parameters, *constants, *outer, part.final_norm.eps, angles)
 
 
 def _values_of(rotary: nn.Module) -> tuple:
