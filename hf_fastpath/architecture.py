@@ -98,7 +98,7 @@ class Layer:
         class_name: transformers class.
         attention_norm: name of the norm in front of attention, or None.
         attention: name of the attention module.
-        mlp_norm: name of the norm in front of the MLP, or None; a parallel layer's MLP then takes attention_norm's.
+        mlp_norm: name of the norm in front of the MLP, or None; a parallel layer without one uses attention_norm.
         mlp: name of the MLP, or None if its parts lie in the layer itself.
         refuse: names of parts or switches whose presence means another structure (cross-attention).
         require: names of switches that are on in this structure.

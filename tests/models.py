@@ -15,8 +15,14 @@ from torch import nn
 from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,
+    Cohere2Config,
+    Cohere2ForCausalLM,
+    CohereConfig,
+    CohereForCausalLM,
     GPT2Config,
     GPT2LMHeadModel,
+    GPTNeoXConfig,
+    GPTNeoXForCausalLM,
     GraniteConfig,
     GraniteForCausalLM,
     LlamaConfig,
@@ -27,8 +33,12 @@ from transformers import (
     MistralForCausalLM,
     Olmo2Config,
     Olmo2ForCausalLM,
+    OPTConfig,
+    OPTForCausalLM,
     Phi3Config,
     Phi3ForCausalLM,
+    PhiConfig,
+    PhiForCausalLM,
     PreTrainedModel,
     Qwen2Config,
     Qwen2ForCausalLM,
@@ -119,6 +129,26 @@ def build(architecture: str, seed: int = 0, **changes) -> PreTrainedModel:
         sizes = dict(hidden_size=160, num_attention_heads=4, num_key_value_heads=2, intermediate_size=196)
         sizes |= dict(num_hidden_layers=2)
         cls, config = Olmo2ForCausalLM, Olmo2Config
+    elif architecture == "phi":  # two queries a KV head, half of 40 turns
+        sizes = dict(hidden_size=160, num_attention_heads=4, num_key_value_heads=2, intermediate_size=228)
+        sizes |= dict(num_hidden_layers=2, max_position_embeddings=2048)
+        cls, config = PhiForCausalLM, PhiConfig
+    elif architecture == "gpt_neox":  # multi-head, a quarter of 64 turns
+        sizes = dict(hidden_size=128, num_attention_heads=2, intermediate_size=244, num_hidden_layers=2)
+        cls, config = GPTNeoXForCausalLM, GPTNeoXConfig
+    elif architecture == "cohere":  # three queries a KV head, head_dim 32
+        sizes = dict(hidden_size=96, num_attention_heads=3, num_key_value_heads=1, intermediate_size=172)
+        sizes |= dict(num_hidden_layers=2, logit_scale=0.3, max_position_embeddings=2048)
+        cls, config = CohereForCausalLM, CohereConfig
+    elif architecture == "cohere2":  # two queries a KV head, head_dim 40; only the lower layer rotates, over a window
+        sizes = dict(hidden_size=80, num_attention_heads=2, num_key_value_heads=1, head_dim=40, intermediate_size=148)
+        sizes |= dict(num_hidden_layers=2, layer_types=["sliding_attention", "full_attention"], logit_scale=0.3)
+        sizes |= dict(sliding_window=WINDOW)
+        cls, config = Cohere2ForCausalLM, Cohere2Config
+    elif architecture == "opt":  # multi-head, head_dim 56
+        sizes = dict(hidden_size=112, num_attention_heads=2, ffn_dim=236, num_hidden_layers=2, word_embed_proj_dim=112)
+        sizes |= dict(max_position_embeddings=1200, init_std=_SPREAD)
+        cls, config = OPTForCausalLM, OPTConfig
     else:  # multi-query, head_dim 80
         sizes = dict(hidden_size=112, num_attention_heads=4, num_key_value_heads=1, head_dim=80)
         sizes |= dict(intermediate_size=204, num_hidden_layers=2, max_position_embeddings=2048)

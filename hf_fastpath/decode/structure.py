@@ -248,7 +248,8 @@ class LayerPart(Part):
         return self.architecture.layer
 
     def _norm(self, name: str | None) -> NormPart | None:
-        return None if name is None else NormPart(self.architecture, child(self.module, name))
+        module = None if name is None else child(self.module, name)
+        return None if module is None else NormPart(self.architecture, module)
 
     @property
     def attention_norm(self) -> NormPart | None:
@@ -264,8 +265,8 @@ class LayerPart(Part):
 
     @property
     def mlp_norm(self) -> NormPart | None:
-        shared = self.spec.mlp_norm is None and self.is_parallel
-        return self.attention_norm if shared else self._norm(self.spec.mlp_norm)
+        own = self._norm(self.spec.mlp_norm)
+        return self.attention_norm if own is None and self.is_parallel else own
 
     @property
     def mlp(self) -> MLPPart:
@@ -278,8 +279,8 @@ class LayerPart(Part):
 
     @property
     def norms(self) -> list[NormPart]:
-        """The layer's own norms."""
-        return [self._norm(name) for name in self.spec.norms]
+        """The norms it has, each once."""
+        return [norm for name in self.spec.norms if (norm := self._norm(name)) is not None]
 
     @property
     def is_parallel(self) -> bool:
@@ -294,8 +295,8 @@ class LayerPart(Part):
     @property
     def is_sequential(self) -> bool:
         """Whether it is ``x += attention(norm(x)); x += mlp(norm(x))``."""
-        before = None not in (self.spec.attention_norm, self.spec.mlp_norm)
-        return before and len(self.spec.norms) == 2 and not self.is_parallel and self.residual_multiplier == 1
+        before = None not in (self.attention_norm, self.mlp_norm)
+        return before and len(self.norms) == 2 and not self.is_parallel and self.residual_multiplier == 1
 
     def parts(self) -> list[Part]:
         return [*self.norms, self.attention, self.mlp]
@@ -383,6 +384,8 @@ class ModelPart(Part):
     def reason(self) -> str | None:
         """Why a decode plan of the model would not be right now, or None. Cheap enough for every generate()."""
         if len(getattr(self.decoder, self.architecture.layers)) != len(self.windows):
+            return "unsupported_config"
+        if self.final_norm.module is None:
             return "unsupported_config"
         if any(getattr(self.decoder, name, None) is not None for name in self.architecture.refuse):
             return "unsupported_config"
