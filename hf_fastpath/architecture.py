@@ -22,11 +22,13 @@ class Norm:
         class_name: transformers class, or ``LayerNorm`` for that of ``torch.nn``, which is not patched by itself.
         kind: ``"rms"`` or ``"layer"``.
         eps: attribute that holds epsilon.
+        unit_offset: the factor is ``1 + weight``, which takes an op of its own wherever the norm stands.
     """
 
     class_name: str
     kind: str
     eps: str
+    unit_offset: bool = False
 
     @property
     def is_torchs(self) -> bool:
@@ -46,11 +48,14 @@ class Attention:
         head_dim: attribute that holds the size of a head.
         scaling: attribute that holds the factor on the scores.
         attention_dropout: name of the dropout probability attribute, or of an ``nn.Dropout``.
-        refuse: config attributes that must be falsy for the kernels' arithmetic to be the model's.
+        refuse, require: attributes that must be falsy, or not, for the kernels' arithmetic to be the model's.
         residual_dropout: the same after the output projection, or None.
         head_norms: names of norms over query and key, of every head or of all, between projection and rotation; or
             None.
         rotates: switch that is off in layers without rotation; None where all rotate or none.
+        layer_type: attribute that holds the kind of layer, if the rotary embedding has angles for each; or None.
+        softcap: attribute that holds ``cap``, if scores become ``cap * tanh(scores / cap)``, which takes ops of their
+            own; or None.
         pairs: what is turned together: element i and i + half (``"halves"``), or 2i and 2i + 1 (``"neighbors"``).
         cache: name of the argument in which the forwards of the module and of its layer take the KV cache.
     """
@@ -63,9 +68,12 @@ class Attention:
     scaling: str = "scaling"
     attention_dropout: str = "attention_dropout"
     refuse: tuple[str, ...] = ()
+    require: tuple[str, ...] = ()
     residual_dropout: str | None = None
     head_norms: tuple[str, str] | None = None
     rotates: str | None = None
+    layer_type: str | None = None
+    softcap: str | None = None
     pairs: str = "halves"
     cache: str = "past_key_values"
 
@@ -146,8 +154,11 @@ class Architecture:
         embedding_dropout: name of the dropout probability attribute after the embeddings, or of an ``nn.Dropout``; or
             None.
         embedding_multiplier: attribute of the decoder that holds a factor on the embeddings, or None.
+        embedding_scale: buffer of the embedding that holds a factor on what it gives; the embedding then is of a
+            class of ``module``. None: an ``nn.Embedding``, no factor.
         logits_multiplier, logits_divisor: paths inside the causal LM to what the logits are multiplied or divided by,
             or None.
+        logits_softcap: path inside the causal LM to ``cap``, if logits become ``cap * tanh(logits / cap)``; or None.
         refuse: names inside the decoder whose presence means another structure.
     """
 
@@ -168,13 +179,17 @@ class Architecture:
     position_offset: str | None = None
     embedding_dropout: str | None = None
     embedding_multiplier: str | None = None
+    embedding_scale: str | None = None
     logits_multiplier: str | None = None
     logits_divisor: str | None = None
+    logits_softcap: str | None = None
     refuse: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         if self.norm.kind not in ("rms", "layer"):
             raise ValueError(f"architecture {self.name!r}: norm kind {self.norm.kind!r}, expected 'rms' or 'layer'")
+        if self.norm.unit_offset and self.norm.kind != "rms":
+            raise ValueError(f"architecture {self.name!r}: unit_offset is for norms of kind 'rms'")
         if len(self.attention.qkv) not in (1, 3):
             raise ValueError(f"architecture {self.name!r}: qkv names one fused or three separate projections")
         if self.attention.head_norms and (len(self.attention.qkv) != 3 or self.norm.kind != "rms"):

@@ -17,7 +17,8 @@ from . import loader, ops
 from .cache import FastpathCache, FastpathLayer
 from .compat import below_autograd, outputs_are_captured
 from .decode import steps
-from .decode.structure import AttentionPart, LayerPart, MLPPart, NormPart, apply_dropout
+from .decode.modules import apply_dropout
+from .decode.structure import AttentionPart, LayerPart, MLPPart, NormPart
 from .ops.gemv import MAX_ROWS
 from .registry import FLOAT_DTYPES
 
@@ -160,8 +161,9 @@ def _over_cache(
     if named.get("output_attentions") or outputs_are_captured():
         return "attention_outputs"
     layer.reserve(1)
-    angles = [table.to(x.dtype) for table in named.get("position_embeddings") or ()] or (None, None)
-    return _OverCache(layer, steps.Positions(*angles, cache.seq_lens(index, 1), None))
+    angles = named.get("position_embeddings")
+    angles = {} if angles is None else {part.layer_type: tuple(table.to(x.dtype) for table in angles)}
+    return _OverCache(layer, steps.Positions(angles, cache.seq_lens(index, 1), None))
 
 
 def attention(self: nn.Module, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:

@@ -19,6 +19,12 @@ from transformers import (
     Cohere2ForCausalLM,
     CohereConfig,
     CohereForCausalLM,
+    Gemma2Config,
+    Gemma2ForCausalLM,
+    Gemma3ForCausalLM,
+    Gemma3TextConfig,
+    GemmaConfig,
+    GemmaForCausalLM,
     GPT2Config,
     GPT2LMHeadModel,
     GPTNeoXConfig,
@@ -145,6 +151,20 @@ def build(architecture: str, seed: int = 0, **changes) -> PreTrainedModel:
         sizes |= dict(num_hidden_layers=2, layer_types=["sliding_attention", "full_attention"], logit_scale=0.3)
         sizes |= dict(sliding_window=WINDOW)
         cls, config = Cohere2ForCausalLM, Cohere2Config
+    elif architecture == "gemma":  # multi-query, heads wider than the model
+        sizes = dict(hidden_size=88, num_attention_heads=2, num_key_value_heads=1, head_dim=64, intermediate_size=164)
+        sizes |= dict(num_hidden_layers=2)
+        cls, config = GemmaForCausalLM, GemmaConfig
+    elif architecture == "gemma2":  # two queries a KV head, head_dim 48; windows in the lower layer
+        sizes = dict(hidden_size=96, num_attention_heads=2, num_key_value_heads=1, head_dim=48, intermediate_size=140)
+        sizes |= dict(num_hidden_layers=2, layer_types=["sliding_attention", "full_attention"], sliding_window=WINDOW)
+        sizes |= dict(query_pre_attn_scalar=24, attn_logit_softcapping=1.5, final_logit_softcapping=2.0)
+        cls, config = Gemma2ForCausalLM, Gemma2Config
+    elif architecture == "gemma3_text":  # two queries a KV head, head_dim 40; windows in the lower layer
+        sizes = dict(hidden_size=96, num_attention_heads=2, num_key_value_heads=1, head_dim=40, intermediate_size=156)
+        sizes |= dict(num_hidden_layers=2, layer_types=["sliding_attention", "full_attention"], sliding_window=WINDOW)
+        sizes |= dict(query_pre_attn_scalar=24, max_position_embeddings=2048)
+        cls, config = Gemma3ForCausalLM, Gemma3TextConfig
     elif architecture == "opt":  # multi-head, head_dim 56
         sizes = dict(hidden_size=112, num_attention_heads=2, ffn_dim=236, num_hidden_layers=2, word_embed_proj_dim=112)
         sizes |= dict(max_position_embeddings=1200, init_std=_SPREAD)

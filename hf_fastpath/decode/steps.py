@@ -14,8 +14,10 @@ import torch
 from torch import nn
 
 from .. import ops
+from ..ops.decode_attention import visible_slots
 from ..ops.decode_layers import LAYER_TENSORS, OUTER_TENSORS, sizes, weight_reasons
-from .structure import AttentionPart, LayerPart, MLPPart, ModelPart, NormPart, is_transposed, weight_and_bias
+from .modules import is_transposed, weight_and_bias
+from .structure import AttentionPart, LayerPart, MLPPart, ModelPart, NormPart
 
 Emit = Callable[..., Any]
 _aten = torch.ops.aten
@@ -31,7 +33,8 @@ class Positions:
     """Where the new tokens stand; tensors, or registers of a plan.
 
     Attributes:
-        cos, sin: [batch or 1, query_len, rotary_dim] in the model's dtype, or None without rotary embedding.
+        angles: cos and sin of every kind of layer, [batch or 1, query_len, rotary_dim] in the model's dtype; see
+            ``AttentionPart.layer_type``. Empty without rotary embedding.
         seq_lens: int32 [batch], tokens a row holds with the new ones.
         starts: int32 [batch], left padding of each row, or None.
         kv_table: see ``ops.rope_append``; None uses the caches' own addresses.
@@ -39,17 +42,16 @@ class Positions:
         overlap: a kernel may start on what does not depend on the one in front; see ``ops.gemv``.
     """
 
-    cos: Any
-    sin: Any
+    angles: dict[str | None, tuple[Any, Any]]
     seq_lens: Any
     starts: Any
     kv_table: Any = None
     workspace: Any = None
     overlap: bool = False
 
-    def angles(self, part: AttentionPart) -> tuple[Any, Any]:
-        """``cos`` and ``sin`` as ``part`` uses them: None where it does not rotate."""
-        return (self.cos, self.sin) if part.rotates else (None, None)
+    def angles_of(self, part: AttentionPart) -> tuple[Any, Any]:
+        """cos and sin that ``part`` uses: None where it does not rotate."""
+        return self.angles[part.layer_type] if part.rotates else (None, None)
 
 
 def _norm_arguments(part: NormPart | None) -> tuple:
@@ -76,17 +78,35 @@ def projection(
     )
 
 
+def unit_offset_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    """RMS norm with the factor ``1 + weight``; in float32 and rounded once, as stock."""
+    return nn.functional.rms_norm(x.float(), weight.shape, 1.0 + weight.float(), eps).to(x.dtype)
+
+
+def _norm_op(part: NormPart) -> tuple:
+    """An op that computes the norm of its first argument, and its other arguments."""
+    kind, weight, bias, eps = _norm_arguments(part)
+    if part.architecture.norm.unit_offset:
+        return unit_offset_norm, weight, eps
+    return (ops.rms_norm.overload, weight, eps) if kind == "rms" else (ops.layer_norm.overload, weight, bias, eps)
+
+
 def norm(emit: Emit, part: NormPart, x: Any) -> Any:
     """``part(x)``."""
-    kind, weight, bias, eps = _norm_arguments(part)
-    if kind == "rms":
-        return emit(ops.rms_norm.overload, x, weight, eps)
-    return emit(ops.layer_norm.overload, x, weight, bias, eps)
+    op, *arguments = _norm_op(part)
+    return emit(op, x, *arguments)
 
 
-def head_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    """RMS norm of every head, or of all if ``weight`` is as long: [batch, query_len, heads * head_dim] in and out."""
-    return ops.rms_norm.overload(x.unflatten(-1, (-1, weight.numel())), weight, eps).flatten(-2)
+def in_front(emit: Emit, part: NormPart | None, x: Any) -> tuple[Any, NormPart | None]:
+    """``x`` and its norm as projections take them: a norm that they cannot apply is emitted."""
+    if part is None or not part.architecture.norm.unit_offset:
+        return x, part
+    return norm(emit, part, x), None
+
+
+def head_norm(x: torch.Tensor, op: Callable[..., torch.Tensor], weight: torch.Tensor, eps: float) -> torch.Tensor:
+    """Norm of every head, or of all if ``weight`` is as long: [batch, query_len, heads * head_dim] in and out."""
+    return op(x.unflatten(-1, (-1, weight.numel())), weight, eps).flatten(-2)
 
 
 def joined(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
@@ -112,9 +132,42 @@ def turn_neighbors(
     return made.flatten(-2)
 
 
+def scaled(x: torch.Tensor, factor: torch.Tensor) -> torch.Tensor:
+    """``factor * x``, the factor rounded to x's dtype first."""
+    return x * factor.to(x.dtype)
+
+
 def scaled_sum(x: torch.Tensor, y: torch.Tensor, factor: float) -> torch.Tensor:
     """``x + factor * y``."""
     return torch.add(x, y, alpha=factor)
+
+
+def soft_capped(x: torch.Tensor, cap: float) -> torch.Tensor:
+    """``cap * tanh(x / cap)``."""
+    return torch.tanh(x / cap) * cap
+
+
+def soft_capped_attention(
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    seq_lens: torch.Tensor,
+    starts: torch.Tensor | None,
+    scale: float,
+    window: int,
+    cap: float,
+) -> torch.Tensor:
+    """As ``ops.decode_attention``, of scores ``cap * tanh(scores / cap)``, over the whole buffers; in float32."""
+    batch, query_len, num_heads, head_dim = q.shape
+    num_kv_heads, capacity = k_cache.shape[1:3]
+    visible = visible_slots(seq_lens, starts, query_len, capacity, window)[:, None, None]
+    used = visible.any(3)[:, 0, :, :, None]  # slots that no token sees may hold anything
+    k, v = (torch.where(used, cache, 0).float()[:, :, None] for cache in (k_cache, v_cache))
+    grouped = q.float().view(batch, query_len, num_kv_heads, -1, head_dim).permute(0, 2, 3, 1, 4)
+    scores = soft_capped(scale * grouped @ k.transpose(-1, -2), cap).masked_fill(~visible, -torch.inf)
+    seen = visible.any(4, keepdim=True)  # a row of padding sees nothing
+    weights = torch.where(seen, scores.softmax(-1), 0.0)
+    return (weights @ v).permute(0, 3, 1, 2, 4).reshape(batch, query_len, num_heads * head_dim).to(q.dtype)
 
 
 def _queries_composed(
@@ -123,11 +176,11 @@ def _queries_composed(
     """As ``ops.qkv_rope_append``, for what that op does not do."""
     projected = [projection(emit, linear, x, norm=norm, overlap=at.overlap) for linear in part.projections()[:-1]]
     for place, each in enumerate(part.head_norms):
-        projected[place] = emit(head_norm, projected[place], each.module.weight, each.eps)
+        projected[place] = emit(head_norm, projected[place], *_norm_op(each))
     qkv = projected[0] if len(projected) == 1 else emit(joined, *projected)
     if part.spec.by_kv_head:
         qkv = emit(ungrouped, qkv, part.head_dim, part.num_heads // part.num_kv_heads)
-    cos, sin = at.angles(part)
+    cos, sin = at.angles_of(part)
     if cos is not None and part.spec.pairs == "neighbors":
         qkv = emit(turn_neighbors, qkv, cos, sin, part.num_heads + part.num_kv_heads, part.head_dim)
         cos = sin = None
@@ -146,22 +199,23 @@ def attention(
 ) -> Any:
     """``residual + part(norm(x))``, appending to ``cache`` (its K and V buffers), the ``layer``-th of the model."""
     *qkv, out = part.projections()
+    x, norm = in_front(emit, norm, x)
     if part.is_composed:
         queries = _queries_composed(emit, part, x, cache, at, layer, norm)
     else:
         absent = [None] * (3 - len(qkv))  # one projection may hold all three
         weights, biases = ([getattr(linear, name) for linear in qkv] + absent for name in ("weight", "bias"))
-        cos, sin = at.angles(part)
+        cos, sin = at.angles_of(part)
         queries = emit(
             ops.qkv_rope_append.overload,
             *(x, *weights, *biases, is_transposed(qkv[0]), cos, sin, *cache, at.seq_lens, part.num_heads),
             *(at.kv_table, layer, *_norm_arguments(norm), at.overlap),
         )
-    mixed = emit(
-        ops.decode_attention.overload,
-        *(queries, *cache, at.seq_lens, at.starts, part.scaling, part.window or 0, at.kv_table, layer, at.workspace),
-        at.overlap,
-    )
+    seen = (queries, *cache, at.seq_lens, at.starts, part.scaling, part.window or 0)
+    if part.softcap:
+        mixed = emit(soft_capped_attention, *seen, part.softcap)
+    else:
+        mixed = emit(ops.decode_attention.overload, *seen, at.kv_table, layer, at.workspace, at.overlap)
     return projection(emit, out, mixed, residual, overlap=at.overlap)
 
 
@@ -169,6 +223,7 @@ def mlp(
     emit: Emit, part: MLPPart, x: Any, residual: Any = None, norm: NormPart | None = None, overlap: bool = False
 ) -> Any:
     """``residual + part(norm(x))``."""
+    x, norm = in_front(emit, norm, x)
     if part.gate is None:
         hidden = projection(emit, part.up, x, activation=part.activation, norm=norm, overlap=overlap)
     elif part.gate.bias is None and part.up.bias is None:
@@ -212,6 +267,8 @@ def decoder_layer(emit: Emit, part: LayerPart, hidden: Any, cache: tuple[Any, An
 def embedded(emit: Emit, part: ModelPart, tokens: Any, positions: Any) -> Any:
     """What the first layer takes: [batch, query_len, hidden_size] for int64 [batch, query_len] each."""
     hidden = emit(_aten.embedding.default, part.embedding.weight, tokens)
+    if part.embedding_scale is not None:
+        hidden = emit(scaled, hidden, part.embedding_scale)
     if part.embedding_multiplier != 1:
         hidden = emit(_aten.mul.Scalar, hidden, part.embedding_multiplier)
     if part.position_embedding is not None:
@@ -222,12 +279,20 @@ def embedded(emit: Emit, part: ModelPart, tokens: Any, positions: Any) -> Any:
     return hidden
 
 
+def head(emit: Emit, part: ModelPart, hidden: Any, overlap: bool = False) -> Any:
+    """The head's output after the last layer's."""
+    hidden, norm = in_front(emit, part.final_norm, hidden)
+    return projection(emit, part.head, hidden, norm=norm, overlap=overlap)
+
+
 def scaled_logits(emit: Emit, part: ModelPart, logits: Any) -> Any:
     """What the model makes of its head's output."""
     if part.logits_multiplier != 1:
         logits = emit(_aten.mul.Scalar, logits, part.logits_multiplier)
     if part.logits_divisor != 1:
         logits = emit(_aten.div.Scalar, logits, part.logits_divisor)
+    if part.logits_softcap:
+        logits = emit(soft_capped, logits, part.logits_softcap)
     return logits
 
 
@@ -262,7 +327,8 @@ def _constants(part: LayerPart) -> tuple:
     """What ``ops.decode_layers`` takes once for all layers."""
     attention, mlp = part.attention, part.mlp
     kinds = {is_transposed(linear) for linear in (*attention.projections(), *mlp.projections())}
-    return attention.num_heads, attention.head_dim, attention.scaling, mlp.activation, attention.rotates, kinds
+    rotation = attention.rotates, attention.layer_type
+    return attention.num_heads, attention.head_dim, attention.scaling, mlp.activation, rotation, kinds
 
 
 def one_call_reasons(part: ModelPart) -> list[str]:
@@ -270,8 +336,8 @@ def one_call_reasons(part: ModelPart) -> list[str]:
     layers = part.layers
     if not all(layer.is_sequential for layer in layers):
         return ["the layers are not norm, attention, norm and MLP in turn"]
-    if any(layer.attention.is_composed for layer in layers):
-        return ["queries and keys take several ops"]
+    if any(layer.attention.is_composed or layer.attention.softcap for layer in layers):
+        return ["attention takes other ops"]
     constants = _constants(layers[0])
     if any(_constants(layer) != constants for layer in layers):
         return ["the layers differ in a constant"]
@@ -301,7 +367,7 @@ def all_layers(emit: Emit, part: ModelPart, hidden: Any, caches: list[tuple[Any,
     return emit(
         ops.decode_layers.overload,
         *(hidden, _all_weights(part), [k for k, _ in caches], [v for _, v in caches]),
-        *(*at.angles(first.attention), at.seq_lens, at.starts, first.attention.num_heads, first.attention.scaling),
+        *(*at.angles_of(first.attention), at.seq_lens, at.starts, first.attention.num_heads, first.attention.scaling),
         *([layer.window or 0 for layer in layers], norm, eps, first.mlp.activation, is_transposed(first.mlp.up)),
         *(at.kv_table, at.workspace, at.overlap),
     )

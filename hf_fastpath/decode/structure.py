@@ -14,61 +14,19 @@ from torch import nn
 
 from .. import architecture as arch
 from ..architecture import Architecture
-from ..compat import Conv1D, activation_name, has_hooks, has_static_rope, layer_windows
+from ..compat import activation_name, caps_scores, has_static_rope, layer_windows
 from ..ops.decode_attention import MAX_HEAD_DIM, MIN_HEAD_DIM
 from ..registry import FLOAT_DTYPES
-
-_PLAIN_TENSORS = (torch.Tensor, nn.Parameter)
-
-
-def child(module: nn.Module, name: str) -> Any:
-    """``getattr(module, name)``, without the detour through ``nn.Module.__getattr__`` where that is possible.
-
-    Every generate() looks at every module of the model, so it counts.
-    """
-    found = module.__dict__["_modules"].get(name)
-    return getattr(module, name) if found is None else found
-
-
-def weight_and_bias(module: nn.Module) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-    """``module.weight`` and ``module.bias``, None where there is none; as :func:`child`."""
-    parameters = module.__dict__["_parameters"]
-    weight = parameters["weight"] if "weight" in parameters else getattr(module, "weight", None)
-    return weight, parameters["bias"] if "bias" in parameters else getattr(module, "bias", None)
-
-
-def own_code_reason(module: nn.Module) -> str | None:
-    """Why calling ``module`` is more than its class's forward, or None."""
-    if has_hooks(module):
-        return "hooks"
-    override = module.__dict__.get("forward")
-    if override is None:
-        return None
-    function = getattr(override, "__func__", None)
-    # Ours is no override; nor is the class's own forward, which an unpickled module may carry as a bound method.
-    ours = getattr(function, "__module__", "").startswith("hf_fastpath.")
-    return None if ours or function is type(module).forward else "instance_forward"
-
-
-def projection_reason(module: nn.Module) -> str | None:
-    """Why the kernels cannot stand in for this projection, or None.
-
-    Only the exact classes count: LoRA's ``weight`` is the base weight, a quantized one is not a plain tensor.
-    """
-    if type(module) not in (nn.Linear, Conv1D):
-        return "unsupported_projection"
-    parameters = module.__dict__["_parameters"]
-    weight, bias = parameters.get("weight"), parameters.get("bias")
-    if type(weight) not in _PLAIN_TENSORS or weight.stride(-1) != 1:
-        return "unsupported_projection"
-    if weight.dtype not in FLOAT_DTYPES or (bias is not None and bias.dtype != weight.dtype):
-        return "dtype"
-    return own_code_reason(module)
-
-
-def is_transposed(module: nn.Module) -> bool:
-    """Whether a projection's weight is [in_features, out_features]."""
-    return type(module) is Conv1D
+from .modules import (
+    child,
+    dropout_reason,
+    is_on,
+    is_transposed,
+    number,
+    own_code_reason,
+    projection_reason,
+    weight_and_bias,
+)
 
 
 @dataclass(frozen=True)
@@ -211,17 +169,35 @@ class AttentionPart(Part):
         return float(getattr(self.module, self.spec.scaling))
 
     @property
+    def softcap(self) -> float:
+        """0 for none."""
+        applies = self.spec.softcap is not None and caps_scores(self.module.config)
+        return number(self.module, self.spec.softcap, default=0.0) if applies else 0.0
+
+    @property
     def rotates(self) -> bool:
         """Whether queries and keys are turned by their position."""
         return self.architecture.rotary is not None and is_on(self.module, self.spec.rotates, default=True)
+
+    @property
+    def layer_type(self) -> str | None:
+        """For which kind of layer the rotary embedding is asked; None where it knows no kinds."""
+        return None if self.spec.layer_type is None else getattr(self.module, self.spec.layer_type)
 
     @property
     def is_composed(self) -> bool:
         """Whether more than ``ops.qkv_rope_append`` does lies between the norm and the cache."""
         return bool(self.spec.head_norms) or self.spec.by_kv_head or self.spec.pairs != "halves"
 
+    @property
+    def reads_buffers(self) -> bool:
+        """Whether an op reads the cache where it is bound, instead of through a ``kv_table``."""
+        return self.softcap > 0
+
     def reason(self) -> str | None:
         if any(getattr(self.module, name, False) for name in self.spec.refuse):
+            return "unsupported_config"
+        if not all(getattr(self.module, name) for name in self.spec.require):
             return "unsupported_config"
         if not MIN_HEAD_DIM <= self.head_dim <= MAX_HEAD_DIM or self.head_dim % 8:
             return "unsupported_head_dim"
@@ -294,7 +270,9 @@ class LayerPart(Part):
 
     @property
     def is_sequential(self) -> bool:
-        """Whether it is ``x += attention(norm(x)); x += mlp(norm(x))``."""
+        """Whether it is ``x += attention(norm(x)); x += mlp(norm(x))``, with norms that the kernels have."""
+        if self.architecture.norm.unit_offset:
+            return False
         before = None not in (self.attention_norm, self.mlp_norm)
         return before and len(self.norms) == 2 and not self.is_parallel and self.residual_multiplier == 1
 
@@ -367,12 +345,27 @@ class ModelPart(Part):
         return number(self.decoder, self.architecture.embedding_multiplier)
 
     @property
+    def embedding_scale(self) -> torch.Tensor | None:
+        name = self.architecture.embedding_scale
+        return None if name is None else getattr(self.embedding, name)
+
+    @property
+    def rope_kinds(self) -> tuple[str | None, ...]:
+        """The kinds of layers that the rotary embedding has angles for; ``(None,)`` if it knows no kinds."""
+        return () if self.rotary is None else tuple({layer.attention.layer_type: None for layer in self.layers})
+
+    @property
     def logits_multiplier(self) -> float:
         return number(self.module, self.architecture.logits_multiplier)
 
     @property
     def logits_divisor(self) -> float:
         return number(self.module, self.architecture.logits_divisor)
+
+    @property
+    def logits_softcap(self) -> float:
+        """0 for none."""
+        return number(self.module, self.architecture.logits_softcap, default=0.0)
 
     def _embeddings(self) -> list[nn.Module]:
         return [module for module in (self.embedding, self.position_embedding) if module is not None]
@@ -403,44 +396,17 @@ class ModelPart(Part):
         return found or self._types_reason()
 
     def _is_known_embedding(self, module: nn.Module) -> bool:
-        if module is self.position_embedding and self.architecture.position_offset is not None:
-            return isinstance(module, nn.Embedding) and type(module).__module__ == self.architecture.module
-        return type(module) is nn.Embedding
+        spec = self.architecture
+        of_its_own = spec.embedding_scale if module is self.embedding else spec.position_offset
+        if of_its_own is None:
+            return type(module) is nn.Embedding
+        return isinstance(module, nn.Embedding) and type(module).__module__ == spec.module
 
     def _types_reason(self) -> str | None:
         present = [parameter for parameter in self.parameters() if parameter is not None]
         if len({parameter.dtype for parameter in present}) > 1:
             return "dtype"
         return "device" if len({parameter.device for parameter in present}) > 1 else None
-
-
-def number(module: nn.Module | None, path: str | None, default: float = 1.0) -> float:
-    """The number at ``path`` inside ``module``; ``default`` without a path."""
-    return default if path is None else float(attrgetter(path)(module))
-
-
-def is_on(module: nn.Module, path: str | None, default: bool = False) -> bool:
-    """The switch at ``path`` inside ``module``; ``default`` without a path."""
-    return default if path is None else bool(attrgetter(path)(module))
-
-
-def dropout_reason(module: nn.Module, name: str | None) -> str | None:
-    """Why a fused span cannot skip the dropout ``name`` of ``module``: a probability or an ``nn.Dropout``."""
-    dropout = None if name is None else getattr(module, name)
-    if not isinstance(dropout, nn.Module):
-        return "dropout" if dropout and module.training else None
-    if type(dropout) not in (nn.Dropout, nn.Identity):
-        return "class_not_supported"
-    active = type(dropout) is nn.Dropout and dropout.training and dropout.p > 0
-    return "dropout" if active else own_code_reason(dropout)
-
-
-def apply_dropout(module: nn.Module, name: str | None, x: torch.Tensor) -> torch.Tensor:
-    """The dropout ``name`` of ``module``, if there is one, as stock code applies it."""
-    dropout = None if name is None else getattr(module, name)
-    if isinstance(dropout, nn.Module):
-        return dropout(x)
-    return nn.functional.dropout(x, dropout, module.training) if dropout else x
 
 
 def model_part(architecture: Architecture, model: nn.Module) -> ModelPart | None:
@@ -456,12 +422,14 @@ def fingerprint(part: ModelPart) -> tuple:
     """What a decode plan bakes in of the model: parameters, where and of which type they are, and constants."""
     parameters = [None if p is None else (id(p), p.data_ptr(), p.dtype) for p in part.parameters()]
     constants = [
-        (layer.attention.scaling, layer.attention.num_heads, layer.window, layer.mlp.activation)
-        + (layer.attention.rotates, layer.is_parallel, layer.residual_multiplier)
+        (layer.attention.scaling, layer.attention.softcap, layer.attention.num_heads, layer.window)
+        + (layer.mlp.activation,)
+        + (layer.attention.rotates, layer.attention.layer_type, layer.is_parallel, layer.residual_multiplier)
         + tuple(norm.eps for norm in (*layer.norms, *layer.attention.head_norms))
         for layer in part.layers
     ]
-    outer = (part.embedding_multiplier, part.logits_multiplier, part.logits_divisor, part.position_offset)
+    outer = (part.embedding_multiplier, part.logits_multiplier, part.logits_divisor, part.logits_softcap)
+    outer += (part.position_offset, None if part.embedding_scale is None else id(part.embedding_scale))
     angles = () if part.rotary is None else _values_of(part.rotary)
     return (*parameters, *constants, *outer, part.final_norm.eps, angles)
 
@@ -470,4 +438,5 @@ def _values_of(rotary: nn.Module) -> tuple:
     """What a table of rotary angles depends on."""
     buffers = [buffer for buffer in rotary.buffers() if not buffer.is_inference()]
     changes = [(id(buffer), buffer.data_ptr(), buffer._version) for buffer in buffers]
-    return (id(rotary), getattr(rotary, "attention_scaling", None), *changes)
+    scalings = {name: value for name, value in vars(rotary).items() if name.endswith("attention_scaling")}
+    return (id(rotary), *sorted(scalings.items()), *changes)
