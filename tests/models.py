@@ -39,6 +39,8 @@ from transformers import (
     MistralForCausalLM,
     Olmo2Config,
     Olmo2ForCausalLM,
+    Olmo3Config,
+    Olmo3ForCausalLM,
     OPTConfig,
     OPTForCausalLM,
     Phi3Config,
@@ -165,6 +167,10 @@ def build(architecture: str, seed: int = 0, **changes) -> PreTrainedModel:
         sizes |= dict(num_hidden_layers=2, layer_types=["sliding_attention", "full_attention"], sliding_window=WINDOW)
         sizes |= dict(query_pre_attn_scalar=24, max_position_embeddings=2048)
         cls, config = Gemma3ForCausalLM, Gemma3TextConfig
+    elif architecture == "olmo3":  # multi-head, head_dim 56; windows in the lower layer
+        sizes = dict(hidden_size=112, num_attention_heads=2, num_key_value_heads=2, intermediate_size=188)
+        sizes |= dict(num_hidden_layers=2, layer_types=["sliding_attention", "full_attention"], sliding_window=WINDOW)
+        cls, config = Olmo3ForCausalLM, Olmo3Config
     elif architecture == "opt":  # multi-head, head_dim 56
         sizes = dict(hidden_size=112, num_attention_heads=2, ffn_dim=236, num_hidden_layers=2, word_embed_proj_dim=112)
         sizes |= dict(max_position_embeddings=1200, init_std=_SPREAD)
