@@ -162,11 +162,11 @@ def soft_capped_attention(
     num_kv_heads, capacity = k_cache.shape[1:3]
     visible = visible_slots(seq_lens, starts, query_len, capacity, window)[:, None, None]
     used = visible.any(3)[:, 0, :, :, None]  # slots that no token sees may hold anything
-    k, v = (torch.where(used, cache, 0).float()[:, :, None] for cache in (k_cache, v_cache))
+    k, v = (cache.masked_fill(~used, 0).float()[:, :, None] for cache in (k_cache, v_cache))
     grouped = q.float().view(batch, query_len, num_kv_heads, -1, head_dim).permute(0, 2, 3, 1, 4)
     scores = soft_capped(scale * grouped @ k.transpose(-1, -2), cap).masked_fill(~visible, -torch.inf)
     seen = visible.any(4, keepdim=True)  # a row of padding sees nothing
-    weights = torch.where(seen, scores.softmax(-1), 0.0)
+    weights = scores.softmax(-1).masked_fill(~seen, 0)
     return (weights @ v).permute(0, 3, 1, 2, 4).reshape(batch, query_len, num_heads * head_dim).to(q.dtype)
 
 
