@@ -14,8 +14,8 @@ import torch
 from torch import nn
 
 from .. import ops
-from ..ops.decode_attention import visible_slots
 from ..ops.decode_layers import LAYER_TENSORS, OUTER_TENSORS, sizes, weight_reasons
+from . import composed
 from .modules import is_transposed, weight_and_bias
 from .structure import AttentionPart, LayerPart, MLPPart, ModelPart, NormPart
 
@@ -78,16 +78,11 @@ def projection(
     )
 
 
-def unit_offset_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    """RMS norm with the factor ``1 + weight``; in float32 and rounded once, as stock."""
-    return nn.functional.rms_norm(x.float(), weight.shape, 1.0 + weight.float(), eps).to(x.dtype)
-
-
 def _norm_op(part: NormPart) -> tuple:
     """An op that computes the norm of its first argument, and its other arguments."""
     kind, weight, bias, eps = _norm_arguments(part)
     if part.architecture.norm.unit_offset:
-        return unit_offset_norm, weight, eps
+        return composed.unit_offset_norm, weight, eps
     return (ops.rms_norm.overload, weight, eps) if kind == "rms" else (ops.layer_norm.overload, weight, bias, eps)
 
 
@@ -104,85 +99,19 @@ def in_front(emit: Emit, part: NormPart | None, x: Any) -> tuple[Any, NormPart |
     return norm(emit, part, x), None
 
 
-def head_norm(x: torch.Tensor, op: Callable[..., torch.Tensor], weight: torch.Tensor, eps: float) -> torch.Tensor:
-    """Norm of every head, or of all if ``weight`` is as long: [batch, query_len, heads * head_dim] in and out."""
-    return op(x.unflatten(-1, (-1, weight.numel())), weight, eps).flatten(-2)
-
-
-def joined(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-    """Features side by side."""
-    return torch.cat((q, k, v), dim=-1)
-
-
-def ungrouped(qkv: torch.Tensor, head_dim: int, group: int) -> torch.Tensor:
-    """``query | key | value`` of features that lie by KV head: ``group`` queries, a key, a value."""
-    heads = qkv.unflatten(-1, (-1, group + 2, head_dim))
-    return torch.cat([part.flatten(2) for part in heads.split((group, 1, 1), dim=3)], dim=-1)
-
-
-def turn_neighbors(
-    qkv: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, num_heads: int, head_dim: int
-) -> torch.Tensor:
-    """Rotation of elements 2i and 2i + 1 of the first ``num_heads`` heads, queries and keys; in float32 as stock."""
-    heads = qkv.unflatten(-1, (-1, head_dim))
-    turned = heads[:, :, :num_heads, : cos.shape[-1]].float()
-    crossed = torch.stack((-turned[..., 1::2], turned[..., ::2]), dim=-1).flatten(-2)
-    made = heads.clone()
-    made[:, :, :num_heads, : cos.shape[-1]] = turned * cos[:, :, None] + crossed * sin[:, :, None]
-    return made.flatten(-2)
-
-
-def scaled(x: torch.Tensor, factor: torch.Tensor) -> torch.Tensor:
-    """``factor * x``, the factor rounded to x's dtype first."""
-    return x * factor.to(x.dtype)
-
-
-def scaled_sum(x: torch.Tensor, y: torch.Tensor, factor: float) -> torch.Tensor:
-    """``x + factor * y``."""
-    return torch.add(x, y, alpha=factor)
-
-
-def soft_capped(x: torch.Tensor, cap: float) -> torch.Tensor:
-    """``cap * tanh(x / cap)``."""
-    return torch.tanh(x / cap) * cap
-
-
-def soft_capped_attention(
-    q: torch.Tensor,
-    k_cache: torch.Tensor,
-    v_cache: torch.Tensor,
-    seq_lens: torch.Tensor,
-    starts: torch.Tensor | None,
-    scale: float,
-    window: int,
-    cap: float,
-) -> torch.Tensor:
-    """As ``ops.decode_attention``, of scores ``cap * tanh(scores / cap)``, over the whole buffers; in float32."""
-    batch, query_len, num_heads, head_dim = q.shape
-    num_kv_heads, capacity = k_cache.shape[1:3]
-    visible = visible_slots(seq_lens, starts, query_len, capacity, window)[:, None, None]
-    used = visible.any(3)[:, 0, :, :, None]  # slots that no token sees may hold anything
-    k, v = (cache.masked_fill(~used, 0).float()[:, :, None] for cache in (k_cache, v_cache))
-    grouped = q.float().view(batch, query_len, num_kv_heads, -1, head_dim).permute(0, 2, 3, 1, 4)
-    scores = soft_capped(scale * grouped @ k.transpose(-1, -2), cap).masked_fill(~visible, -torch.inf)
-    seen = visible.any(4, keepdim=True)  # a row of padding sees nothing
-    weights = scores.softmax(-1).masked_fill(~seen, 0)
-    return (weights @ v).permute(0, 3, 1, 2, 4).reshape(batch, query_len, num_heads * head_dim).to(q.dtype)
-
-
 def _queries_composed(
     emit: Emit, part: AttentionPart, x: Any, cache: tuple[Any, Any], at: Positions, layer: int, norm: NormPart | None
 ) -> Any:
     """As ``ops.qkv_rope_append``, for what that op does not do."""
     projected = [projection(emit, linear, x, norm=norm, overlap=at.overlap) for linear in part.projections()[:-1]]
     for place, each in enumerate(part.head_norms):
-        projected[place] = emit(head_norm, projected[place], *_norm_op(each))
-    qkv = projected[0] if len(projected) == 1 else emit(joined, *projected)
+        projected[place] = emit(composed.head_norm, projected[place], *_norm_op(each))
+    qkv = projected[0] if len(projected) == 1 else emit(composed.joined, *projected)
     if part.spec.by_kv_head:
-        qkv = emit(ungrouped, qkv, part.head_dim, part.num_heads // part.num_kv_heads)
+        qkv = emit(composed.ungrouped, qkv, part.head_dim, part.num_heads // part.num_kv_heads)
     cos, sin = at.angles_of(part)
     if cos is not None and part.spec.pairs == "neighbors":
-        qkv = emit(turn_neighbors, qkv, cos, sin, part.num_heads + part.num_kv_heads, part.head_dim)
+        qkv = emit(composed.turn_neighbors, qkv, cos, sin, part.num_heads + part.num_kv_heads, part.head_dim)
         cos = sin = None
     return emit(ops.rope_append.overload, qkv, None, cos, sin, *cache, at.seq_lens, part.num_heads, at.kv_table, layer)
 
@@ -213,7 +142,7 @@ def attention(
         )
     seen = (queries, *cache, at.seq_lens, at.starts, part.scaling, part.window or 0)
     if part.softcap:
-        mixed = emit(soft_capped_attention, *seen, part.softcap)
+        mixed = emit(composed.soft_capped_attention, *seen, part.softcap)
     else:
         mixed = emit(ops.decode_attention.overload, *seen, at.kv_table, layer, at.workspace, at.overlap)
     return projection(emit, out, mixed, residual, overlap=at.overlap)
@@ -246,7 +175,7 @@ def _added(emit: Emit, part: LayerPart, stream: Any, post_norm: NormPart | None,
     out = block(None)
     if post_norm is not None:
         out = norm(emit, post_norm, out)
-    return emit(scaled_sum, stream, out, part.residual_multiplier)
+    return emit(composed.scaled_sum, stream, out, part.residual_multiplier)
 
 
 def decoder_layer(emit: Emit, part: LayerPart, hidden: Any, cache: tuple[Any, Any], at: Positions, layer: int) -> Any:
@@ -268,7 +197,7 @@ def embedded(emit: Emit, part: ModelPart, tokens: Any, positions: Any) -> Any:
     """What the first layer takes: [batch, query_len, hidden_size] for int64 [batch, query_len] each."""
     hidden = emit(_aten.embedding.default, part.embedding.weight, tokens)
     if part.embedding_scale is not None:
-        hidden = emit(scaled, hidden, part.embedding_scale)
+        hidden = emit(composed.scaled, hidden, part.embedding_scale)
     if part.embedding_multiplier != 1:
         hidden = emit(_aten.mul.Scalar, hidden, part.embedding_multiplier)
     if part.position_embedding is not None:
@@ -292,7 +221,7 @@ def scaled_logits(emit: Emit, part: ModelPart, logits: Any) -> Any:
     if part.logits_divisor != 1:
         logits = emit(_aten.div.Scalar, logits, part.logits_divisor)
     if part.logits_softcap:
-        logits = emit(soft_capped, logits, part.logits_softcap)
+        logits = emit(composed.soft_capped, logits, part.logits_softcap)
     return logits
 
 
