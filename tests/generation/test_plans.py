@@ -9,7 +9,7 @@ from operator import attrgetter
 import pytest
 import torch
 from models import CPU, build, fresh, over_architectures, prompt, require_native
-from parity import assert_same_tokens, forced_logits
+from parity import LogitRule, RoundingCache, assert_same_tokens, float64_copy, forced_logits, walk
 from torch import nn
 
 import hf_fastpath
@@ -159,14 +159,18 @@ def test_layers_of_other_kinds_take_what_they_need(architecture, changes, expect
 )
 def test_changed_factor_makes_a_new_plan(architecture, module, name):
     stock, ours = fresh(architecture)
-    text = prompt(CPU, 1, 20)
+    text = prompt(CPU, 8, 40)
     before = forced_logits(ours, text, 9)
     for model in (stock, ours):
         holder = attrgetter(module)(model) if module else model
         setattr(holder, name, 0.4 * getattr(holder, name))
     after = forced_logits(ours, text, 9)
-    torch.testing.assert_close(after, forced_logits(stock, text, 9))
     assert not torch.allclose(after, before)
+    ref = float64_copy(stock)
+    expected = walk(ref, text, [9] + [1] * 31, RoundingCache(ref.config, torch.float32))[:, 8:]
+    rule = LogitRule()
+    rule.add(after, forced_logits(stock, text, 9), expected)
+    rule.check(f"{architecture} {name}")
 
 
 @pytest.mark.parametrize("batch", (1, 2))
