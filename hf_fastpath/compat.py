@@ -100,7 +100,14 @@ def activation_name(module: nn.Module) -> str | None:
 
 def has_static_rope(rotary: nn.Module) -> bool:
     """Whether a rotary embedding's frequencies are the same at every length."""
-    return getattr(rotary, "rope_type", None) in ("default", "linear", "llama3", "yarn")
+    kinds = getattr(rotary, "rope_type", None)
+    kinds = set(kinds.values()) if isinstance(kinds, dict) else {kinds}  # one a kind of layer, or one for all
+    return kinds <= {"default", "linear", "llama3", "yarn"}
+
+
+def caps_scores(config: Any) -> bool:
+    """Whether the chosen implementation of attention applies a soft-cap: sdpa passes over it."""
+    return config._attn_implementation != "sdpa"
 
 
 def _is_capturing_hook(hook: Callable[..., Any]) -> bool:

@@ -17,7 +17,8 @@ from . import loader, ops
 from .cache import FastpathCache, FastpathLayer
 from .compat import below_autograd, outputs_are_captured
 from .decode import steps
-from .decode.structure import AttentionPart, LayerPart, MLPPart, NormPart, apply_dropout
+from .decode.modules import apply_dropout
+from .decode.structure import AttentionPart, LayerPart, MLPPart, NormPart
 from .ops.gemv import MAX_ROWS
 from .registry import FLOAT_DTYPES
 
@@ -81,7 +82,7 @@ def norm(self: nn.Module, hidden_states: torch.Tensor) -> torch.Tensor:
     reason = patch.reason_now(hidden_states) or patch.parameters_reason(hidden_states)
     if reason is not None:
         return stock(self, reason, hidden_states)
-    return ops.rms_norm.overload(hidden_states, self.weight, patch.part.eps)
+    return steps.norm(steps.run, patch.part, hidden_states)
 
 
 def _activate(op: Callable[..., torch.Tensor], *arguments: Any) -> torch.Tensor:
@@ -138,7 +139,7 @@ def _over_cache(
     if x.dim() != 3 or x.shape[1] != 1:
         return None
     named = dict(zip(patch.argument_names, args), **kwargs)
-    cache, index = named.get("past_key_values"), part.module.layer_idx
+    cache, index = named.get(part.spec.cache), part.module.layer_idx
     if cache is None or cache.get_seq_length(index) == 0:
         return None
     reason = patch.reason_now(x) or patch.parameters_reason(x)
@@ -160,8 +161,9 @@ def _over_cache(
     if named.get("output_attentions") or outputs_are_captured():
         return "attention_outputs"
     layer.reserve(1)
-    cos, sin = named.get("position_embeddings") or (None, None)
-    return _OverCache(layer, steps.Positions(cos, sin, cache.seq_lens(index, 1), None))
+    angles = named.get("position_embeddings")
+    angles = {} if angles is None else {part.layer_type: tuple(table.to(x.dtype) for table in angles)}
+    return _OverCache(layer, steps.Positions(angles, cache.seq_lens(index, 1), None))
 
 
 def attention(self: nn.Module, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:

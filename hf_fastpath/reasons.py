@@ -11,7 +11,7 @@ REASONS: dict[str, str] = {
     "unsupported_activation": "the activation is not one the kernels have",
     "unsupported_head_dim": "head_dim is not 32 to 256 in steps of 8",
     "unsupported_projection": "a projection is not exactly nn.Linear or Conv1D (LoRA, quantized, sharded, ...)",
-    "unsupported_config": "the config asks for attention arithmetic that the kernels do not do",
+    "unsupported_config": "the config asks for arithmetic or a structure that is not covered",
     "instance_forward": "a module inside the fused span has a forward of its own on the instance",
     "dynamic_rope": "the rotary embedding changes with the sequence length",
     # a call runs stock code (decided at each call)

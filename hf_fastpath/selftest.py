@@ -14,6 +14,8 @@ _TWIN = {
     "hidden_size": 64,
     "intermediate_size": 96,
     "n_inner": 96,
+    "ffn_dim": 96,
+    "word_embed_proj_dim": 64,
     "num_hidden_layers": 2,
     "num_attention_heads": 2,
     "num_key_value_heads": 2,
@@ -24,6 +26,8 @@ _TWIN = {
     "bos_token_id": None,
     "eos_token_id": None,
 }
+#: lists with an entry for every layer
+_BY_LAYER = ("layer_types", "no_rope_layers")
 _PROMPT_TOKENS, _NEW_TOKENS = 12, 16
 _passed: set[tuple] = set()
 
@@ -34,10 +38,13 @@ def is_due() -> bool:
 
 
 def twin_config(config):
-    """``config`` at the size of the twin: its structure, windows and scalings, two layers, 97 tokens."""
+    """``config`` at the size of the twin: its structure, windows and scalings, 97 tokens, two layers, which differ if
+    the model's do."""
     small = copy.deepcopy(config)
-    if getattr(small, "layer_types", None) is not None:
-        small.layer_types = small.layer_types[:2]
+    for name in _BY_LAYER:
+        kinds = getattr(small, name, None)
+        if kinds:
+            setattr(small, name, [kinds[0], next((kind for kind in kinds if kind != kinds[0]), kinds[0])])
     for name, value in _TWIN.items():
         if getattr(small, name, None) is not None:
             setattr(small, name, value)

@@ -10,7 +10,15 @@ from collections.abc import Sequence
 
 import torch
 from models import SHORT, counting, left_padded
-from transformers import DynamicCache, LogitsProcessor, LogitsProcessorList, PreTrainedModel
+from transformers import (
+    AttentionInterface,
+    AttentionMaskInterface,
+    DynamicCache,
+    LogitsProcessor,
+    LogitsProcessorList,
+    PreTrainedModel,
+)
+from transformers.masking_utils import eager_mask
 
 from hf_fastpath import FastpathCache
 
@@ -92,9 +100,28 @@ def walk(
     return torch.cat(rows, dim=1)
 
 
+def float64_attention(module, query, key, value, attention_mask, scaling, softcap=None, **kwargs):
+    """Eager attention with its softmax in float64, where transformers' own is in float32 whatever the model."""
+    groups = query.shape[1] // key.shape[1]
+    key, value = (states.repeat_interleave(groups, dim=1) for states in (key, value))
+    scores = query @ key.transpose(2, 3) * scaling
+    if softcap is not None:
+        scores = softcap * torch.tanh(scores / softcap)
+    if attention_mask is not None:
+        scores = scores + attention_mask
+    return (scores.softmax(-1) @ value).transpose(1, 2).contiguous(), None
+
+
+AttentionInterface.register("float64", float64_attention)
+AttentionMaskInterface.register("float64", eager_mask)
+
+
 def float64_copy(model: PreTrainedModel) -> PreTrainedModel:
     """The same weights in float64."""
-    return copy.deepcopy(model).double()
+    made = copy.deepcopy(model).double()
+    if made.config._attn_implementation == "eager":
+        made.config._attn_implementation = "float64"
+    return made
 
 
 class LogitRule:

@@ -134,9 +134,12 @@ class DecodePlan:
                 size = workspace_bytes(batch, 1, attention.num_heads, attention.head_dim)
                 self.workspace = torch.zeros(size, dtype=torch.uint8, device=self.device)
                 self.kv_table = torch.zeros(len(part.layers), 3, dtype=torch.long, device=self.device)
+            self._reads_buffers = any(layer.attention.reads_buffers for layer in part.layers)
             self.program = Program()
             self._caches = [(self.program.register(), self.program.register()) for _ in part.layers]
-            self._rotary, self._angles = part.rotary, (self.program.register(), self.program.register())
+            self._rotary = part.rotary
+            #: kind of layer -> tables of cos and sin, a row a position
+            self._angles = {kind: (self.program.register(), self.program.register()) for kind in part.rope_kinds}
             self._logits = self._record(part)
 
     def _record(self, part: ModelPart) -> Register:
@@ -144,23 +147,21 @@ class DecodePlan:
         emit = self.program.emit
         if self.sampled:  # first, so that the kernels after the layers overlap
             emit(_aten.exponential_.default, self.noise)
-        hidden = emit(_aten.embedding.default, part.embedding.weight, self.tokens)
-        cos = sin = None
-        if part.position_embedding is not None:
-            learned = emit(_aten.embedding.default, part.position_embedding.weight, self.positions)
-            hidden = emit(_aten.add.Tensor, hidden, learned)
-        if part.rotary is not None:
-            cos, sin = (emit(_aten.embedding.default, table, self.positions) for table in self._angles)
+        hidden = steps.embedded(emit, part, self.tokens, self.positions)
+        angles = {
+            kind: tuple(emit(_aten.embedding.default, table, self.positions) for table in tables)
+            for kind, tables in self._angles.items()
+        }
         # Nothing in the step writes a parameter or the table, and lengths only change in its last kernel.
         overlap = self.device.type == "cuda"
-        at = steps.Positions(cos, sin, self.seq_lens, self.starts, self.kv_table, self.workspace, overlap)
+        at = steps.Positions(angles, self.seq_lens, self.starts, self.kv_table, self.workspace, overlap)
         if one_call(self.device, self.batch) and not steps.one_call_reasons(part):
             logits = steps.all_layers(emit, part, hidden, self._caches, at)
         else:
             for index, layer in enumerate(part.layers):
                 hidden = steps.decoder_layer(emit, layer, hidden, self._caches[index], at, index)
-            logits = steps.projection(emit, part.head, hidden, norm=part.final_norm, overlap=overlap)
-        last = preferred = emit(_aten.select.int, logits, 1, 0)
+            logits = steps.head(emit, part, hidden, overlap)
+        last = preferred = emit(_aten.select.int, steps.scaled_logits(emit, part, logits), 1, 0)
         if self.sampled:
             preferred = emit(ops.exponential_race.overload, last, self.noise, self.settings, overlap)
         emit(
@@ -212,6 +213,8 @@ class DecodePlan:
         if self.kv_table is not None:
             rows = [[layer.k_buffer.data_ptr(), layer.v_buffer.data_ptr(), layer.capacity] for layer in layers]
             self.kv_table.copy_(torch.tensor(rows, dtype=torch.long, device="cpu"))
+        if self._reads_buffers:
+            self.graph = None  # it holds the old buffers
         for (k, v), layer in zip(self._caches, layers):
             self.program.values[k.index], self.program.values[v.index] = layer.k_buffer, layer.v_buffer
 
@@ -220,8 +223,8 @@ class DecodePlan:
         scaling is right."""
         if self._rotary is None:
             return
-        cos, sin = (self.program.values[table.index] for table in self._angles)
-        rows = 0 if cos is None else cos.shape[0]
+        first = self.program.values[next(iter(self._angles.values()))[0].index]
+        rows = 0 if first is None else first.shape[0]
         if positions <= rows:
             return
         most = _ANGLE_ROWS.get(self.device.type, positions)
@@ -229,9 +232,11 @@ class DecodePlan:
         rows = max(positions, 2 * rows, min(longest, most))
         with torch.inference_mode(False), torch.no_grad():
             like = torch.empty(0, dtype=self.dtype, device=self.device)
-            angles = self._rotary.forward(like, torch.arange(rows, device=self.device)[None])
-        for table, values in zip(self._angles, angles):
-            self.program.values[table.index] = values[0].contiguous()
+            every = torch.arange(rows, device=self.device)[None]
+            for kind, tables in self._angles.items():
+                made = self._rotary.forward(like, every, *(() if kind is None else (kind,)))
+                for table, values in zip(tables, made):
+                    self.program.values[table.index] = values[0].to(self.dtype).contiguous()
         self.graph = None  # it reads the old tables
 
     @property

@@ -173,9 +173,11 @@ def architecture_tests(architecture: str) -> dict[str, Callable]:
         report = hf_fastpath.report(ours)
         assert report.architecture == architecture and report.loop == "fast" and not report.declined
         declared = next(found for found in architectures() if found.name == architecture)
-        expected = {"layer": 2, "attention": 2, "mlp": 2}
-        if declared.norm.kind == "rms":  # nn.LayerNorm stays as it is
-            expected["norm"] = 5 + 2 * len(declared.attention.head_norms or ())
+        expected = {"layer": 2, "attention": 2}
+        if declared.mlp.class_name is not None:
+            expected["mlp"] = 2
+        if not declared.norm.is_torchs:
+            expected["norm"] = 1 + 2 * len((*declared.layer.norms, *(declared.attention.head_norms or ())))
         assert report.patched == expected
 
     tests = (
