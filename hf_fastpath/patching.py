@@ -121,8 +121,9 @@ class PatchState:
         """
         self.stats.note(reason)
         if self.options.strict and self.enabled:
+            meaning, remedy = reasons.REASONS[reason]
             raise FallbackError(
-                f"stock code would run ({reason}: {reasons.REASONS[reason]}) and strict=True forbids it"
+                f"stock code would run ({reason}: {meaning}) and strict=True forbids it. What helps: {remedy}"
             )
 
     def plan(self, part: structure.ModelPart, batch: int, cache: FastpathCache) -> DecodePlan:
@@ -258,18 +259,20 @@ def _check_coverage(model: nn.Module, state: PatchState) -> None:
         UnsupportedModelError: nothing could be patched, or not all of it with ``strict=True``.
     """
     why = "; ".join(f"{name} ({kind}): {reason}" for name, kind, reason in state.declined[:6])
+    partial = sorted({reason for *_, reason in state.declined} - {"module_disabled"})
+    remedies = "; ".join(f"{reason}: {reasons.REASONS[reason].remedy}" for reason in partial)
+    helps = f" What helps: {remedies}." if partial else ""
     if not state.patched and state.loop_reason is not None and state.loop_reason != "no_native_library":
         looked_for = ", ".join(f"{a.name} ({a.layer.class_name})" for a in architectures())
         raise UnsupportedModelError(
             f"nothing in this {type(model).__name__} can be patched. Looked for: {looked_for}. "
-            + (f"Found, but declined: {why}." if why else "None of these is in the model.")
+            + (f"Found, but declined: {why}.{helps}" if why else "None of these is in the model.")
         )
-    partial = sorted({reason for *_, reason in state.declined} - {"module_disabled"})
     if partial:
         text = f"{len(state.declined)} modules keep stock code ({', '.join(partial)}): {why}"
         if state.options.strict:
-            raise UnsupportedModelError(f"{text}. strict=True forbids that.")
-        warnings.warn(f"hf_fastpath: {text}. See `python -m hf_fastpath info` and report(model).", stacklevel=3)
+            raise UnsupportedModelError(f"{text}. strict=True forbids that.{helps}")
+        warnings.warn(f"hf_fastpath: {text}.{helps} See report(model).", stacklevel=3)
 
 
 #: set while the twin of a self-test is patched: it is not tested in turn

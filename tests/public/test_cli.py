@@ -35,7 +35,7 @@ def test_cli_explain(capsys):
     assert cli.main(["explain"]) == 0
     assert len(capsys.readouterr().out.splitlines()) == len(REASONS)
     assert cli.main(["explain", "batch_size"]) == 0
-    assert capsys.readouterr().out == f"batch_size: {REASONS['batch_size']}\n"
+    assert capsys.readouterr().out == "batch_size: {}; {}\n".format(*REASONS["batch_size"])
     with pytest.raises(SystemExit) as caught:
         cli.main(["explain", "batchsize"])
     assert caught.value.code == 2 and "unknown reason code 'batchsize'" in capsys.readouterr().err
