@@ -6,7 +6,6 @@ import copy
 import difflib
 import inspect
 import threading
-import warnings
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -16,7 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from . import compat, loader, reasons, selftest
+from . import compat, coverage, loader, reasons, selftest
 from .architecture import Architecture, architectures
 from .cache import KV_DTYPES, FastpathCache
 from .decode import loop, structure
@@ -214,9 +213,9 @@ def patch(
         loader.ensure(device, progress)
     state = PatchState(options)
     try:
-        _bind_modules(model, state)
+        _bind_modules(model, state, all(loader.is_native(p.device.type) for p in model.parameters()))
         _bind_generate(model, state)
-        _check_coverage(model, state)
+        coverage.check(model, state)
         if state.loop_reason is None and selftest.is_due():
             _self_test(model)
     except BaseException:
@@ -227,10 +226,29 @@ def patch(
     return model
 
 
-def _bind_modules(model: nn.Module, state: PatchState) -> None:
-    """Bind our forwards through ``model.apply``, or note why a module keeps its own."""
+def examine(model: nn.Module) -> Report:
+    """What ``patch(model)`` would make fast where kernels serve the model's device, and what not and why.
+
+    The model, which may be on the meta device, is left as it was.
+
+    Raises:
+        UnsupportedModelError: nothing in the model could be patched.
+    """
+    state = PatchState(Options.parse("auto", None, "all", False, MAX_ROWS))
+    try:
+        _bind_modules(model, state, native=True)
+        _bind_generate(model, state)
+        coverage.check_anything(model, state)
+        if state.loop_reason is None:  # what every generate() would find
+            state.loop_reason = state.part_of(model).reason()
+        return Report.of(state)
+    finally:
+        _unbind(state)
+
+
+def _bind_modules(model: nn.Module, state: PatchState, native: bool) -> None:
+    """Bind our forwards through ``model.apply``, or note why a module keeps its own; ``native``: there are kernels."""
     names = {id(module): name for name, module in model.named_modules()}
-    native = all(loader.is_native(parameter.device.type) for parameter in model.parameters())
 
     def visit(module: nn.Module) -> None:
         found = ((architecture, architecture.part_of(module)) for architecture in architectures())
@@ -250,29 +268,6 @@ def _bind_modules(model: nn.Module, state: PatchState) -> None:
         state.patched[kind] = state.patched.get(kind, 0) + 1
 
     model.apply(visit)
-
-
-def _check_coverage(model: nn.Module, state: PatchState) -> None:
-    """Say so when little or nothing was patched.
-
-    Raises:
-        UnsupportedModelError: nothing could be patched, or not all of it with ``strict=True``.
-    """
-    why = "; ".join(f"{name} ({kind}): {reason}" for name, kind, reason in state.declined[:6])
-    partial = sorted({reason for *_, reason in state.declined} - {"module_disabled"})
-    remedies = "; ".join(f"{reason}: {reasons.REASONS[reason].remedy}" for reason in partial)
-    helps = f" What helps: {remedies}." if partial else ""
-    if not state.patched and state.loop_reason is not None and state.loop_reason != "no_native_library":
-        looked_for = ", ".join(f"{a.name} ({a.layer.class_name})" for a in architectures())
-        raise UnsupportedModelError(
-            f"nothing in this {type(model).__name__} can be patched. Looked for: {looked_for}. "
-            + (f"Found, but declined: {why}.{helps}" if why else "None of these is in the model.")
-        )
-    if partial:
-        text = f"{len(state.declined)} modules keep stock code ({', '.join(partial)}): {why}"
-        if state.options.strict:
-            raise UnsupportedModelError(f"{text}. strict=True forbids that.{helps}")
-        warnings.warn(f"hf_fastpath: {text}.{helps} See report(model).", stacklevel=3)
 
 
 #: set while the twin of a self-test is patched: it is not tested in turn

@@ -50,10 +50,15 @@ class Report:
         """Plain data, ready for JSON."""
         return asdict(self)
 
-    def __str__(self) -> str:
+    def parts(self) -> list[str]:
+        """Lines on what is fast and what is stock."""
         fast = ", ".join(f"{count} {part}" for part, count in self.patched.items()) or "nothing"
         lines = [f"hf_fastpath on {self.architecture}: {fast} patched; decode loop: {self._explain(self.loop)}"]
-        lines += [f"  stock: {count} {what} ({REASONS[what.split(': ')[1]]})" for what, count in self.declined.items()]
+        declined = self.declined.items()
+        return lines + [f"  stock: {count} {what} ({REASONS[what.split(': ')[1]]})" for what, count in declined]
+
+    def __str__(self) -> str:
+        lines = self.parts()
         lines += [f"  kernels: {line}" for line in self.kernels] or ["  kernels: none, PyTorch references"]
         stats = self.stats
         if stats["fast_tokens"] or stats["fallback_tokens"]:
