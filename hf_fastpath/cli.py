@@ -99,11 +99,13 @@ def _explain(arguments: argparse.Namespace, parser: argparse.ArgumentParser) -> 
 
 def _bandwidth(text: str) -> float | str:
     """GB/s, or ``"measure"``."""
+    if text == "measure":
+        return text
     try:
-        value = text if text == "measure" else float(text)
+        value = float(text)
     except ValueError:
         value = 0.0
-    if value == "measure" or 0 < value < float("inf"):
+    if 0 < value < float("inf"):
         return value
     raise argparse.ArgumentTypeError(f"got {text!r}, expected GB/s or 'measure'")
 

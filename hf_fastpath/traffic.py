@@ -10,7 +10,7 @@ from torch import nn
 from .compat import layer_windows
 
 
-def weight_bytes(model: nn.Module, batch: int = 1) -> int:
+def weight_bytes(model: Any, batch: int = 1) -> int:
     """Bytes of weights one decode step reads.
 
     Every parameter once whatever the batch, but of an embedding table only a row for each sequence; a head
