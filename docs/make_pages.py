@@ -5,17 +5,79 @@ Such a part stands between ``<!-- generated: NAME -->`` and ``<!-- end of NAME -
 
 from __future__ import annotations
 
+import csv
+import importlib
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from hf_fastpath.reasons import markdown_table
+from hf_fastpath.architecture import Architecture, architectures
+from hf_fastpath.reasons import REASONS
 
 DOCS = Path(__file__).resolve().parent
+GOLDEN = DOCS / "data" / "golden.csv"
+RECORD = "make test TESTS=tests/patches ARGS='-k golden_matrix --record-golden docs/data/golden.csv'"
+
+
+def markdown_table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """A Markdown table of text."""
+    return "\n".join(f"| {' | '.join(cells)} |" for cells in (columns, ["---"] * len(columns), *rows))
+
+
+def reason_codes() -> str:
+    """Every reason code, what it means and what helps."""
+    return markdown_table(("code", "meaning", "what helps"), [(f"`{code}`", *REASONS[code]) for code in REASONS])
+
+
+def _described(architecture: Architecture) -> tuple[str, str]:
+    """Name and structure of a family, out of its file's first line."""
+    text = importlib.import_module(f"hf_fastpath.patches.{architecture.name}").__doc__ or ""
+    name, colon, structure = " ".join(text.split()).partition(": ")
+    if not colon or not structure.endswith("."):
+        raise ValueError(
+            f"patches/{architecture.name}.py: the docstring is {text!r}, expected 'Family: its structure.'"
+        )
+    return name, structure.rstrip(".")
+
+
+def families() -> str:
+    """Every architecture file: what is patched, and the tests."""
+    rows = []
+    for architecture in architectures():
+        parts = [architecture.mlp.class_name, architecture.attention.class_name, architecture.layer.class_name]
+        parts += [architecture.norm.class_name] if architecture.norm.kind == "rms" else []
+        patched = ", ".join(f"`{name}`" for name in parts) + ", decode plan"
+        rows.append((*_described(architecture), patched, f"`tests/patches/test_{architecture.name}.py`"))
+    return markdown_table(("family", "structure", "patched", "tests"), rows)
+
+
+def golden_matrix() -> str:
+    """Mean logit errors of ours and of stock, from the figures that the tests recorded.
+
+    Raises:
+        ValueError: an architecture without figures.
+    """
+    with GOLDEN.open(newline="") as file:
+        recorded = list(csv.DictReader(file))
+    missing = {architecture.name for architecture in architectures()} - {row["architecture"] for row in recorded}
+    if missing:
+        raise ValueError(f"{GOLDEN.name} has no figures of {', '.join(sorted(missing))}: run `{RECORD}`")
+    cases = list(dict.fromkeys(row["case"] for row in recorded))
+    lines: dict[tuple[str, ...], dict[str, str]] = {}
+    for row in recorded:
+        figures = lines.setdefault((row["architecture"], row["device"], row["dtype"]), {})
+        figures[row["case"]] = f"{row['error']} / {row['stock_error']}"
+    rows = [(*names, *(figures.get(case, "") for case in cases)) for names, figures in lines.items()]
+    made_with = sorted({(row["device"], row["hardware"], row["torch"], row["transformers"]) for row in recorded})
+    notes = [f"{device}: {hardware}, torch {torch}, transformers {tf}" for device, hardware, torch, tf in made_with]
+    heads = ("family", "device", "dtype", *(case.replace("_", " ") for case in cases))
+    return markdown_table(heads, rows) + f"\n\nMeasured with {'; '.join(notes)}."
+
 
 #: page -> name of a generated part -> what makes it
 PAGES: dict[str, dict[str, Callable[[], str]]] = {
-    "reason-codes.md": {"reason codes": markdown_table},
+    "reason-codes.md": {"reason codes": reason_codes},
+    "support.md": {"families": families, "golden matrix": golden_matrix},
 }
 
 

@@ -122,9 +122,3 @@ def check(code: str) -> str:
     if code not in REASONS:
         raise KeyError(f"unknown reason code {code!r}: add it to hf_fastpath/reasons.py")
     return code
-
-
-def markdown_table() -> str:
-    """Every code as a row of a Markdown table."""
-    rows = ["| code | meaning | what helps |", "| --- | --- | --- |"]
-    return "\n".join(rows + [f"| `{code}` | {reason.meaning} | {reason.remedy} |" for code, reason in REASONS.items()])
