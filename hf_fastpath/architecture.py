@@ -109,6 +109,7 @@ class Architecture:
         position_embedding: name of a learned position embedding inside the decoder, or None.
         embedding_dropout: name of the dropout probability attribute after the embeddings, or of an ``nn.Dropout``; or
             None.
+        like: name of the architecture file that this one was derived from by structure; None for one with a file.
     """
 
     name: str
@@ -126,6 +127,7 @@ class Architecture:
     rotary: str | None = None
     position_embedding: str | None = None
     embedding_dropout: str | None = None
+    like: str | None = None
 
     def __post_init__(self) -> None:
         if self.norm.kind not in ("rms", "layer"):

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from torch import nn
 
+from . import structural
 from .architecture import architectures
 from .errors import UnsupportedModelError
 from .reasons import REASONS
@@ -32,14 +33,16 @@ def check_anything(model: nn.Module, state: PatchState) -> None:
     if state.patched or state.loop_reason in (None, "no_native_library"):
         return
     why, helps, _ = _declined(state)
+    nearest = structural.match(model)
     looked_for = ", ".join(f"{a.name} ({a.layer.class_name})" for a in architectures())
     raise UnsupportedModelError(
         f"nothing in this {type(model).__name__} can be patched. Looked for: {looked_for}. "
         + (f"Found, but declined: {why}.{helps}" if why else "None of these is in the model.")
+        + ("" if why or nearest is None or not nearest.differences else f" {nearest}")
     )
 
 
-def check(model: nn.Module, state: PatchState) -> None:
+def check_coverage(model: nn.Module, state: PatchState) -> None:
     """Say so when little or nothing was patched.
 
     Raises:

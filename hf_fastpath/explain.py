@@ -47,7 +47,8 @@ class Explanation:
         report: what ``patch()`` would report, or None.
         unsupported: why nothing would be fast, or None.
         kernels: what serves the device here.
-        self_tested: whether ``patch()`` would try a small twin first (an untested version of transformers).
+        self_tested: whether ``patch()`` would try a small twin first: an untested version of transformers, or a family
+            known by its structure only.
         bandwidth: bytes a second, or None.
         steps: what decode steps read; empty where nothing would be fast.
     """
@@ -79,12 +80,12 @@ class Explanation:
         if self.report is None:
             return "\n".join([*lines, f"  nothing would be fast: {self.unsupported}"])
         lines += [
-            f"  architecture file: patches/{self.report.architecture}.py",
+            f"  architecture file: patches/{self.report.like or self.report.architecture}.py",
             *(f"  {line}" for line in self.report.parts()),
         ]
         lines.append(f"  kernels here: {self.kernels}")
         if self.self_tested:
-            lines.append("  patch() tries a small twin first: this version of transformers is not a tested one")
+            lines.append("  patch() tries a small random twin first, and declines if it does not decode as stock does")
         if self.steps:
             lines += ["", *self._table()]
         return "\n".join(lines)
@@ -164,7 +165,7 @@ def explain(
         report=report,
         unsupported=unsupported,
         kernels=str(loader.status().get(device, loader.Status(device, "reference", "no kernels for this device"))),
-        self_tested=selftest.is_due(),
+        self_tested=report is not None and (selftest.is_due() or report.like is not None),
         bandwidth=bandwidth,
         steps=() if report is None else _steps(model, dtype, bandwidth),
     )

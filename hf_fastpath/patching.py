@@ -7,7 +7,7 @@ import difflib
 import inspect
 import threading
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from types import MethodType
 from typing import Any
@@ -15,14 +15,16 @@ from typing import Any
 import torch
 from torch import nn
 
-from . import compat, coverage, loader, reasons, selftest
+from . import compat, loader, reasons, selftest, structural
 from .architecture import Architecture, architectures
 from .cache import KV_DTYPES, FastpathCache
+from .coverage import check_anything, check_coverage
 from .decode import loop, structure
 from .decode.plan import DecodePlan
 from .errors import FallbackError, UnsupportedModelError
 from .forwards import FORWARDS, KEY, ModulePatch
 from .ops.gemv import MAX_ROWS
+from .progress import announced
 from .reporting import Report
 from .stats import Stats
 
@@ -93,6 +95,7 @@ class PatchState:
 
     Attributes:
         options: as given to ``patch()``.
+        known: the architectures whose classes are looked for: the listed ones, or the model's own, found by structure.
         model_architecture: the one that covers the whole model, or None if only modules are patched.
         bindings: (module, attribute, what its ``__dict__`` held before or _ABSENT), in the order they were made.
         declined: (module name, part, reason code) of everything recognized that kept its stock forward.
@@ -101,6 +104,7 @@ class PatchState:
     """
 
     options: Options
+    known: tuple[Architecture, ...] = ()
     model_architecture: Architecture | None = None
     bindings: list[tuple[nn.Module, str, Any]] = field(default_factory=list)
     patched: dict[str, int] = field(default_factory=dict)
@@ -143,7 +147,7 @@ class PatchState:
 
     def copy_into(self, made: PatchState, memo: dict) -> None:
         """Fill the state of a deep copy of the model: its own modules, no shared plans or counts."""
-        for name in ("model_architecture", "bindings", "patched", "declined", "architecture", "loop_reason"):
+        for name in ("known", "model_architecture", "bindings", "patched", "declined", "architecture", "loop_reason"):
             setattr(made, name, copy.deepcopy(getattr(self, name), memo))
         if made.loop_reason is None:
             compat.install_sample_loop(made, loop.sample)
@@ -215,9 +219,12 @@ def patch(
     try:
         _bind_modules(model, state, all(loader.is_native(p.device.type) for p in model.parameters()))
         _bind_generate(model, state)
-        coverage.check(model, state)
-        if state.loop_reason is None and selftest.is_due():
-            _self_test(model)
+        check_coverage(model, state)
+        by_structure = next((architecture for architecture in state.known if architecture.like), None)
+        due = state.loop_reason is None and selftest.is_due() or by_structure and state.patched
+        if due and not getattr(_testing, "active", False):
+            with nullcontext() if quiet else announced("trying a small random twin of the model"):
+                _self_test(model, by_structure)
     except BaseException:
         _unbind(state)
         raise
@@ -238,7 +245,7 @@ def examine(model: nn.Module) -> Report:
     try:
         _bind_modules(model, state, native=True)
         _bind_generate(model, state)
-        coverage.check_anything(model, state)
+        check_anything(model, state)
         if state.loop_reason is None:  # what every generate() would find
             state.loop_reason = state.part_of(model).reason()
         return Report.of(state)
@@ -249,9 +256,10 @@ def examine(model: nn.Module) -> Report:
 def _bind_modules(model: nn.Module, state: PatchState, native: bool) -> None:
     """Bind our forwards through ``model.apply``, or note why a module keeps its own; ``native``: there are kernels."""
     names = {id(module): name for name, module in model.named_modules()}
+    state.known = structural.known_for(model, architectures())
 
     def visit(module: nn.Module) -> None:
-        found = ((architecture, architecture.part_of(module)) for architecture in architectures())
+        found = ((architecture, architecture.part_of(module)) for architecture in state.known)
         architecture, kind = next((pair for pair in found if pair[1] is not None), (None, None))
         if kind is None:
             return
@@ -274,24 +282,25 @@ def _bind_modules(model: nn.Module, state: PatchState, native: bool) -> None:
 _testing = threading.local()
 
 
-def _self_test(model: nn.Module) -> None:
-    """On an untested version of transformers, try our code on a small twin first.
+def _self_test(model: nn.Module, by_structure: Architecture | None) -> None:
+    """On an untested version of transformers, and a family known by its structure, try our code on a small twin first.
 
     Raises:
         UnsupportedModelError: the twin does not decode as stock does.
     """
-    if getattr(_testing, "active", False):
-        return
     _testing.active = True
     try:
         difference = selftest.run(model)
     finally:
         _testing.active = False
     if difference is not None:
+        if by_structure is not None:
+            why = f"{by_structure.name} has no architecture file and was taken for a {by_structure.like}"
+        else:
+            tested = ", ".join(compat.TESTED_TRANSFORMERS)
+            why = f"transformers {compat.transformers_version()} is not among the tested versions ({tested})"
         raise UnsupportedModelError(
-            f"transformers {compat.transformers_version()} is not among the tested versions "
-            f"({', '.join(compat.TESTED_TRANSFORMERS)}) and a small {type(model).__name__} does not decode as stock "
-            f"does: {difference}"
+            f"{why}, and a small {type(model).__name__} does not decode as stock does: {difference}"
         )
 
 
@@ -398,7 +407,7 @@ def _loop_reason(model: nn.Module, state: PatchState) -> str | None:
     declined = {reason for *_, reason in state.declined} - {"module_disabled"}
     if declined:
         return "no_native_library" if "no_native_library" in declined else "partial_patch"
-    covering = (a for a in architectures() if structure.model_part(a, model) is not None)
+    covering = (a for a in state.known if structure.model_part(a, model) is not None)
     state.model_architecture = next(covering, None)
     if state.model_architecture is None:
         return "class_not_supported"
