@@ -44,9 +44,9 @@ def families() -> str:
     """Every architecture file: what is patched, and the tests."""
     rows = []
     for architecture in architectures():
-        parts = [architecture.mlp.class_name, architecture.attention.class_name, architecture.layer.class_name]
-        parts += [architecture.norm.class_name] if architecture.norm.kind == "rms" else []
-        patched = ", ".join(f"`{name}`" for name in parts) + ", decode plan"
+        parts = (architecture.mlp, architecture.attention, architecture.layer, architecture.norm)
+        names = [part.class_name for part in parts if part.class_name not in (None, "LayerNorm")]
+        patched = ", ".join(f"`{name}`" for name in names) + ", decode plan"
         rows.append((*_described(architecture), patched, f"`tests/patches/test_{architecture.name}.py`"))
     return markdown_table(("family", "structure", "patched", "tests"), rows)
 

@@ -13,6 +13,7 @@ import builtins
 import importlib
 import inspect
 import logging
+import re
 import textwrap
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
@@ -27,6 +28,10 @@ from .errors import UnsupportedModelError
 
 #: methods that decide on weights and attributes, which are read from the model itself
 _NOT_COMPARED = ("__init__", "_init_weights")
+
+
+#: differences that an error names
+_SHOWN = 6
 
 
 @dataclass(frozen=True)
@@ -44,7 +49,9 @@ class Match:
     architecture: Architecture | None
 
     def __str__(self) -> str:
-        return f"Most like {self.like}, but: {'; '.join(self.differences)}."
+        shown = "; ".join(self.differences[:_SHOWN])
+        more = len(self.differences) - _SHOWN
+        return f"Most like {self.like}, but: {shown}{f'; and {more} more' if more > 0 else ''}."
 
 
 def known_for(model: nn.Module, listed: tuple[Architecture, ...]) -> tuple[Architecture, ...]:
@@ -67,83 +74,80 @@ def _compare(architecture: Architecture, model: nn.Module) -> Match | None:
         architecture.check_classes()
     except UnsupportedModelError:  # not in this version of transformers
         return None
-    decoder = getattr(model, architecture.base, None)
-    layers = getattr(decoder, architecture.layers, None)
+    modules = dict(model.named_modules())
+    layers = modules.get(f"{architecture.base}.{architecture.layers}")
     if not isinstance(layers, nn.ModuleList) or not len(layers):
         return None
-    known, ours = _classes(architecture), _classes_of(architecture, model)
+    known = _classes(architecture)
+    ours = {path: type(modules[path]) if path in modules else None for path in known}
     missing = [f"{path} is missing" for path, cls in ours.items() if cls is None]
-    homes = {cls.__module__ for cls in ours.values() if cls not in (None, nn.LayerNorm)}
+    homes = {cls.__module__ for cls in ours.values() if cls is not None and not cls.__module__.startswith("torch.")}
     if len(homes) > 1:
         missing.append(f"its classes are in several modules, {', '.join(sorted(homes))}")
-    inner = architecture.layer.attention, architecture.layer.mlp
+    inner = [name for name in (architecture.layer.attention, architecture.layer.mlp) if name is not None]
     kinds = {(type(layer), *(type(getattr(layer, name, None)) for name in inner)) for layer in layers}
     if len(kinds) > 1:
         missing.append("its layers are of several kinds")
-    if missing:
-        return Match(architecture.name, tuple(missing), None)
-    pairs = {known[role]: cls for role, cls in ours.items()}
+    present = {path: cls for path, cls in ours.items() if cls is not None}
+    pairs = {known[path]: cls for path, cls in present.items()}
     comparison = _Comparison(pairs)
-    for role, cls in ours.items():
-        if role == _path(architecture, "rotary"):
-            comparison.functions(f"{cls.__name__}.forward", known[role].forward, cls.forward)
+    for path, cls in present.items():
+        if path == _path(architecture, "rotary"):
+            comparison.functions(f"{cls.__name__}.forward", known[path].forward, cls.forward)
         else:
-            comparison.classes(known[role], cls)
-    differences = tuple(dict.fromkeys(comparison.differences))
+            comparison.classes(known[path], cls)
+    differences = tuple(dict.fromkeys((*missing, *comparison.differences)))
     return Match(architecture.name, differences, None if differences else _twin(architecture, model, pairs, known))
 
 
-def _path(architecture: Architecture, role: str) -> str:
-    """Where a role is inside the causal LM."""
-    layer = f"{architecture.base}.{architecture.layers}.0"
-    inner = {"attention": architecture.layer.attention, "mlp": architecture.layer.mlp}
-    if role in inner:
-        return f"{layer}.{inner[role]}"
-    if role == "norm":
-        return f"{layer}.{architecture.layer.attention_norm}"
-    return {"causal_lm": "", "base": architecture.base, "layer": layer}.get(
-        role, f"{architecture.base}.{architecture.rotary}"
-    )
+def _path(architecture: Architecture, role: str) -> str | None:
+    """Where a role is inside the causal LM; None if the architecture has none of it."""
+    base, layer = architecture.base, architecture.layer
+    if role in ("attention", "mlp"):
+        name = getattr(layer, role)
+        return None if name is None else f"{base}.{architecture.layers}.0.{name}"
+    if role in ("embedding", "position_embedding", "rotary"):
+        name = getattr(architecture, role)
+        return None if name is None else f"{base}.{name}"
+    outer = {"causal_lm": "", "base": base, "layer": f"{base}.{architecture.layers}.0"}
+    return outer.get(role, f"{base}.{architecture.final_norm}")
 
 
-def _classes_of(architecture: Architecture, model: nn.Module) -> dict[str, type | None]:
-    """The classes that play the roles in ``model``, by path; None where there is no module."""
-    modules = dict(model.named_modules())
-    paths = [_path(architecture, role) for role in _roles(architecture)]
-    return {path: type(modules[path]) if path in modules else None for path in paths}
-
-
-def _roles(architecture: Architecture) -> tuple[str, ...]:
-    common = ("causal_lm", "base", "layer", "attention", "mlp", "norm")
-    return common if architecture.rotary is None else (*common, "rotary")
+_ROLES = ("causal_lm", "base", "embedding", "position_embedding", "rotary", "layer", "attention", "mlp", "norm")
 
 
 @cache
 def _classes(architecture: Architecture) -> dict[str, type]:
-    """The listed family's classes, by the same paths."""
+    """The listed family's classes, by their paths."""
     module = importlib.import_module(architecture.module)
-    causal_lm = getattr(module, architecture.causal_lm)
-    base = _assigned_class(causal_lm, architecture.base)
-    roles = {
-        "causal_lm": causal_lm,
-        "base": base,
-        "layer": getattr(module, architecture.layer.class_name),
-        "attention": getattr(module, architecture.attention.class_name),
-        "mlp": getattr(module, architecture.mlp.class_name),
-        "norm": nn.LayerNorm if architecture.norm.kind == "layer" else getattr(module, architecture.norm.class_name),
-    }
-    if architecture.rotary is not None:
-        roles["rotary"] = _assigned_class(base, architecture.rotary)
-    return {_path(architecture, role): cls for role, cls in roles.items()}
+    causal_lm = base = getattr(module, architecture.causal_lm)
+    for name in architecture.base.split("."):
+        base = _assigned_class(base, name)
+    found = {}
+    for role in _ROLES:
+        path = _path(architecture, role)
+        if path is None:
+            continue
+        if role in ("causal_lm", "base"):
+            found[path] = causal_lm if role == "causal_lm" else base
+        elif role in ("layer", "attention", "mlp", "norm"):
+            name = getattr(architecture, role).class_name
+            found[path] = nn.LayerNorm if name == "LayerNorm" else getattr(module, name)
+        else:
+            found[path] = _assigned_class(base, getattr(architecture, role))
+    return found
 
 
 def _assigned_class(cls: type, attribute: str) -> type:
     """The class that ``cls.__init__`` makes ``self.<attribute>`` of."""
     for node in ast.walk(_tree(cls.__init__)):
-        if isinstance(node, ast.Assign) and isinstance(node.value, ast.Call) and isinstance(node.value.func, ast.Name):
-            target = node.targets[0]
-            if isinstance(target, ast.Attribute) and target.attr == attribute:
-                return cls.__init__.__globals__[node.value.func.id]
+        if isinstance(node, ast.Assign) and isinstance(node.value, ast.Call):
+            target, names = node.targets[0], ast.unparse(node.value.func).split(".")
+            if isinstance(target, ast.Attribute) and target.attr == attribute and names[0] in cls.__init__.__globals__:
+                found = cls.__init__.__globals__[names[0]]
+                for name in names[1:]:
+                    found = getattr(found, name)
+                return found
     raise UnsupportedModelError(f"{cls.__name__}.__init__ makes no {attribute!r}")
 
 
@@ -152,8 +156,9 @@ def _twin(
 ) -> Architecture:
     """``architecture`` with the names of ``model``'s classes."""
 
-    def name(role: str) -> str:
-        return pairs[known[_path(architecture, role)]].__name__
+    def part(role: str) -> Any:
+        path, declared = _path(architecture, role), getattr(architecture, role)
+        return declared if path is None else replace(declared, class_name=pairs[known[path]].__name__)
 
     return replace(
         architecture,
@@ -161,10 +166,10 @@ def _twin(
         like=architecture.name,
         module=type(model).__module__,
         causal_lm=type(model).__name__,
-        layer=replace(architecture.layer, class_name=name("layer")),
-        attention=replace(architecture.attention, class_name=name("attention")),
-        mlp=replace(architecture.mlp, class_name=name("mlp")),
-        norm=replace(architecture.norm, class_name=name("norm")),
+        layer=part("layer"),
+        attention=part("attention"),
+        mlp=part("mlp"),
+        norm=part("norm"),
     )
 
 
@@ -180,6 +185,7 @@ class _Comparison:
 
     def __init__(self, pairs: dict[type, type]):
         self.pairs = pairs
+        self.names = {known.__name__: found.__name__ for known, found in pairs.items()}
         self.differences: list[str] = []
         self._seen: set[tuple] = set()
 
@@ -205,12 +211,12 @@ class _Comparison:
         if known is found or (known, found) in self._seen:
             return
         self._seen.add((known, found))
-        one, other = _normal_source(known), _normal_source(found)
+        one, other = _normal_source(known, tuple(self.names.items())), _normal_source(found)
         if one is None or one != other:
             self.differences.append(f"{what} is not as {known.__qualname__}")
             return
         for name in sorted(_names(known)):
-            self._globals(what, name, known.__globals__.get(name), found.__globals__.get(name))
+            self._globals(what, name, known.__globals__.get(name), found.__globals__.get(self.names.get(name, name)))
 
     def _globals(self, what: str, name: str, known: Any, found: Any) -> None:
         if known is found or (isinstance(known, type) and self.pairs.get(known) is found):
@@ -237,10 +243,16 @@ def _tree(function: Callable) -> ast.AST:
 
 
 @cache
-def _normal_source(function: Callable) -> str | None:
-    """The function as a string without docstring, annotations and comments; None if there is no source."""
+def _normal_source(function: Callable, renamed: tuple[tuple[str, str], ...] = ()) -> str | None:
+    """The function as a string without docstring, annotations and comments; None if there is no source.
+
+    ``renamed``: pairs of words, also in what it says, and what they are called instead.
+    """
     try:
-        tree = ast.parse(ast.unparse(_tree(function)))
+        text = ast.unparse(_tree(function))
+        for name, other in renamed:
+            text = re.sub(rf"\b{name}\b", other, text)
+        tree = ast.parse(text)
     except (OSError, TypeError, SyntaxError):
         return None
     return ast.dump(_Normalize().visit(tree))

@@ -5,18 +5,19 @@ from __future__ import annotations
 import copy
 import importlib.util
 import inspect
+import re
 import sys
+from dataclasses import replace
 
 import pytest
 import torch
 import transformers
-from models import CPU, GREEDY, VOCAB, assert_same_instances, instances, left_padded, require_native
+from models import CPU, VOCAB, assert_same_instances, build, instances, left_padded, require_native
 from parity import assert_equal_generation
-from transformers.models.llama import modeling_llama
 
 import hf_fastpath
 from hf_fastpath import UnsupportedModelError, selftest, structural
-from hf_fastpath.explain import explain
+from hf_fastpath.architecture import architectures
 from hf_fastpath.patching import examine
 
 SIZES = dict(hidden_size=96, num_attention_heads=2, num_key_value_heads=1, intermediate_size=140)
@@ -24,46 +25,60 @@ SIZES |= dict(num_hidden_layers=2, vocab_size=VOCAB, bos_token_id=1, eos_token_i
 SIZES |= dict(initializer_range=0.15)
 
 
-def relative(model_code: str, old: str, new: str) -> str:
-    assert old in model_code, f"transformers' Llama has no {old!r}: choose another line to change"
-    return model_code.replace(old, new, 1)
+#: name of the listed family -> what its classes are called, and sizes that differ
+FAMILIES = {"llama": ("Llama", {}), "qwen3": ("Qwen3", {"head_dim": 40}), "gpt2": ("GPT2", {})}
 
 
 @pytest.fixture
 def family(tmp_path, monkeypatch):
-    """Makes a model of remote code: Llama's under other names, with lines replaced."""
+    """Makes a model of code of its own: a listed family's under other names, with lines replaced."""
 
-    def make(*changes: tuple[str, str], **config):
-        code = inspect.getsource(modeling_llama).replace("LlamaConfig", "Config").replace("Llama", "Alpaca")
-        code = code.replace("from ...", "from transformers.").replace("from .configuration_llama import", "# ")
-        code = code.replace("import torch\n", "import torch\nfrom transformers import LlamaConfig as Config\n", 1)
+    def make(*changes: tuple[str, str], like: str = "llama"):
+        name, sizes = FAMILIES[like]
+        source = importlib.import_module(f"transformers.models.{like}.modeling_{like}")
+        code = re.sub(rf"\b{name}(?!Config)", "Alpaca", inspect.getsource(source))
+        code = code.replace("from ... import", "from transformers import").replace("from ...", "from transformers.")
+        code = code.replace("from .configuration_", f"from transformers.models.{like}.configuration_")
         for old, new in changes:
-            code = relative(code, old, new)
+            assert old in code, f"transformers' {name} has no {old!r}: choose another line to change"
+            code = code.replace(old, new, 1)
         path = tmp_path / "modeling_alpaca.py"
         path.write_text(code)
         spec = importlib.util.spec_from_file_location("modeling_alpaca", path)
         module = importlib.util.module_from_spec(spec)
         monkeypatch.setitem(sys.modules, "modeling_alpaca", module)
         spec.loader.exec_module(module)
+        cls = next(value for key, value in vars(module).items() if re.fullmatch("Alpaca(ForCausalLM|LMHeadModel)", key))
         torch.manual_seed(0)
-        return module.AlpacaForCausalLM(transformers.LlamaConfig(**SIZES, **config)).eval()
+        return cls(cls.config_class(**SIZES, **sizes)).eval()
 
     return make
 
 
-def test_a_twin_is_patched_and_right(family, device, capsys):
+@pytest.mark.parametrize("like", FAMILIES)
+def test_a_twin_is_patched_and_right(like, family, device, capsys):
     require_native(device)
-    stock = family().to(device)
+    stock = family(like=like).to(device)
     ours = hf_fastpath.patch(copy.deepcopy(stock))
     report = hf_fastpath.report(ours)
-    assert report.loop == "fast" and report.like == "llama" and not report.declined
-    assert report.patched == {"layer": 2, "attention": 2, "mlp": 2, "norm": 5}
-    assert "(structural: like llama)" in capsys.readouterr().out
+    assert report.loop == "fast" and report.like == like and not report.declined
+    norms = {"llama": {"norm": 5}, "qwen3": {"norm": 9}, "gpt2": {}}
+    assert report.patched == {"layer": 2, "attention": 2, "mlp": 2} | norms[like]
+    assert f"(structural: like {like})" in capsys.readouterr().out
+    assert examine(stock).like == like
     assert_equal_generation(ours, stock)
     assert_equal_generation(copy.deepcopy(ours), stock)
     assert hf_fastpath.verify(ours, left_padded(device)["input_ids"], max_new_tokens=8).ok
     before = instances(stock)
     assert_same_instances(instances(hf_fastpath.unpatch(hf_fastpath.patch(stock, quiet=True))), before)
+
+
+@pytest.mark.parametrize("architecture", architectures(), ids=lambda architecture: architecture.name)
+def test_every_listed_family_is_its_own_twin(architecture):
+    """What is looked for is found in the family itself, and in no other."""
+    found = structural.match(build(architecture.name))
+    assert found.like == architecture.name and not found.differences, str(found)
+    assert found.architecture == replace(architecture, like=architecture.name)
 
 
 def test_comments_annotations_and_docstrings_do_not_matter(family):
@@ -96,18 +111,13 @@ DIFFERENT = {
         ),
         r"only AlpacaMLP has __call__\(\)",
     ),
-    "name": (("input_layernorm", "first_norm"), "input_layernorm is missing"),
+    "name": (("self.self_attn = ", "self.attention = "), "model.layers.0.self_attn is missing"),
 }
 
 
 @pytest.mark.parametrize(("change", "named"), DIFFERENT.values(), ids=DIFFERENT)
 def test_a_model_that_differs_is_declined_and_says_where(change, named, family):
-    if change[0] == "input_layernorm":
-        model = family()
-        for layer in model.model.layers:
-            layer.first_norm = layer._modules.pop("input_layernorm")
-    else:
-        model = family(change)
+    model = family(change)
     before = instances(model)
     with pytest.raises(UnsupportedModelError, match=f"Most like llama, but: .*{named}"):
         hf_fastpath.patch(model, quiet=True)
@@ -130,19 +140,3 @@ def test_a_listed_family_needs_no_structure(monkeypatch):
     require_native(CPU)
     model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**SIZES)).eval()
     assert hf_fastpath.report(hf_fastpath.patch(model, quiet=True)).like is None
-
-
-@pytest.mark.skipif(not hasattr(transformers, "InternLM3ForCausalLM"), reason="this transformers has no InternLM3")
-def test_a_family_of_transformers_without_a_file(tmp_path):
-    """InternLM3 computes what Llama does."""
-    require_native(CPU)
-    config = transformers.InternLM3Config(**SIZES, head_dim=24 + 8)
-    torch.manual_seed(0)
-    stock = transformers.InternLM3ForCausalLM(config).eval()
-    ours = hf_fastpath.patch(copy.deepcopy(stock), quiet=True)
-    assert hf_fastpath.report(ours).like == "llama"
-    assert_equal_generation(ours, stock, **GREEDY)
-    assert examine(stock).like == "llama"
-    config.save_pretrained(tmp_path)
-    found = explain(str(tmp_path))
-    assert found.fast and found.self_tested and "patches/llama.py" in str(found)
