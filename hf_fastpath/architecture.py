@@ -160,6 +160,7 @@ class Architecture:
             or None.
         logits_softcap: path inside the causal LM to ``cap``, if logits become ``cap * tanh(logits / cap)``; or None.
         refuse: names inside the decoder whose presence means another structure.
+        like: name of the architecture file that this one was derived from by structure; None for one with a file.
     """
 
     name: str
@@ -184,6 +185,7 @@ class Architecture:
     logits_divisor: str | None = None
     logits_softcap: str | None = None
     refuse: tuple[str, ...] = ()
+    like: str | None = None
 
     def __post_init__(self) -> None:
         if self.norm.kind not in ("rms", "layer"):

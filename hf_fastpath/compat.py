@@ -13,7 +13,7 @@ from torch import nn
 from torch.nn.modules import module as torch_module
 from transformers import activations
 from transformers.cache_utils import DynamicCache
-from transformers.generation import GenerationMixin, GenerationMode
+from transformers.generation import GenerationConfig, GenerationMixin, GenerationMode
 from transformers.generation.logits_process import (
     LogitsProcessor,
     MinPLogitsWarper,
@@ -31,6 +31,7 @@ __all__ = [
     "DynamicCache",
     "EosTokenCriteria",
     "GenerateDecoderOnlyOutput",
+    "GenerationConfig",
     "GenerationMixin",
     "MaxLengthCriteria",
 ]

@@ -6,9 +6,8 @@ import copy
 import difflib
 import inspect
 import threading
-import warnings
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from types import MethodType
 from typing import Any
@@ -16,14 +15,16 @@ from typing import Any
 import torch
 from torch import nn
 
-from . import compat, loader, reasons, selftest
+from . import compat, loader, reasons, selftest, structural
 from .architecture import Architecture, architectures
 from .cache import KV_DTYPES, FastpathCache
+from .coverage import check_anything, check_coverage
 from .decode import loop, structure
 from .decode.plan import DecodePlan
 from .errors import FallbackError, UnsupportedModelError
 from .forwards import FORWARDS, KEY, ModulePatch
 from .ops.gemv import MAX_ROWS
+from .progress import announced
 from .reporting import Report
 from .stats import Stats
 
@@ -94,6 +95,7 @@ class PatchState:
 
     Attributes:
         options: as given to ``patch()``.
+        known: the architectures whose classes are looked for: the listed ones, or the model's own, found by structure.
         model_architecture: the one that covers the whole model, or None if only modules are patched.
         bindings: (module, attribute, what its ``__dict__`` held before or _ABSENT), in the order they were made.
         declined: (module name, part, reason code) of everything recognized that kept its stock forward.
@@ -102,6 +104,7 @@ class PatchState:
     """
 
     options: Options
+    known: tuple[Architecture, ...] = ()
     model_architecture: Architecture | None = None
     bindings: list[tuple[nn.Module, str, Any]] = field(default_factory=list)
     patched: dict[str, int] = field(default_factory=dict)
@@ -121,8 +124,9 @@ class PatchState:
         """
         self.stats.note(reason)
         if self.options.strict and self.enabled:
+            meaning, remedy = reasons.REASONS[reason]
             raise FallbackError(
-                f"stock code would run ({reason}: {reasons.REASONS[reason]}) and strict=True forbids it"
+                f"stock code would run ({reason}: {meaning}) and strict=True forbids it. What helps: {remedy}"
             )
 
     def plan(self, part: structure.ModelPart, batch: int, cache: FastpathCache, sampled: bool = False) -> DecodePlan:
@@ -143,7 +147,7 @@ class PatchState:
 
     def copy_into(self, made: PatchState, memo: dict) -> None:
         """Fill the state of a deep copy of the model: its own modules, no shared plans or counts."""
-        for name in ("model_architecture", "bindings", "patched", "declined", "architecture", "loop_reason"):
+        for name in ("known", "model_architecture", "bindings", "patched", "declined", "architecture", "loop_reason"):
             setattr(made, name, copy.deepcopy(getattr(self, name), memo))
         if made.loop_reason is None:
             compat.install_sample_loop(made, loop.sample)
@@ -213,11 +217,14 @@ def patch(
         loader.ensure(device, progress)
     state = PatchState(options)
     try:
-        _bind_modules(model, state)
+        _bind_modules(model, state, all(loader.is_native(p.device.type) for p in model.parameters()))
         _bind_generate(model, state)
-        _check_coverage(model, state)
-        if state.loop_reason is None and selftest.is_due():
-            _self_test(model)
+        check_coverage(model, state)
+        by_structure = next((architecture for architecture in state.known if architecture.like), None)
+        due = state.loop_reason is None and selftest.is_due() or by_structure and state.patched
+        if due and not getattr(_testing, "active", False):
+            with nullcontext() if quiet else announced("trying a small random twin of the model"):
+                _self_test(model, by_structure)
     except BaseException:
         _unbind(state)
         raise
@@ -226,13 +233,33 @@ def patch(
     return model
 
 
-def _bind_modules(model: nn.Module, state: PatchState) -> None:
-    """Bind our forwards through ``model.apply``, or note why a module keeps its own."""
+def examine(model: nn.Module) -> Report:
+    """What ``patch(model)`` would make fast where kernels serve the model's device, and what not and why.
+
+    The model, which may be on the meta device, is left as it was.
+
+    Raises:
+        UnsupportedModelError: nothing in the model could be patched.
+    """
+    state = PatchState(Options.parse("auto", None, "all", False, MAX_ROWS))
+    try:
+        _bind_modules(model, state, native=True)
+        _bind_generate(model, state)
+        check_anything(model, state)
+        if state.loop_reason is None:  # what every generate() would find
+            state.loop_reason = state.part_of(model).reason()
+        return Report.of(state)
+    finally:
+        _unbind(state)
+
+
+def _bind_modules(model: nn.Module, state: PatchState, native: bool) -> None:
+    """Bind our forwards through ``model.apply``, or note why a module keeps its own; ``native``: there are kernels."""
     names = {id(module): name for name, module in model.named_modules()}
-    native = all(loader.is_native(parameter.device.type) for parameter in model.parameters())
+    state.known = structural.known_for(model, architectures())
 
     def visit(module: nn.Module) -> None:
-        found = ((architecture, architecture.part_of(module)) for architecture in architectures())
+        found = ((architecture, architecture.part_of(module)) for architecture in state.known)
         architecture, kind = next((pair for pair in found if pair[1] is not None), (None, None))
         if kind is None:
             return
@@ -251,49 +278,29 @@ def _bind_modules(model: nn.Module, state: PatchState) -> None:
     model.apply(visit)
 
 
-def _check_coverage(model: nn.Module, state: PatchState) -> None:
-    """Say so when little or nothing was patched.
-
-    Raises:
-        UnsupportedModelError: nothing could be patched, or not all of it with ``strict=True``.
-    """
-    why = "; ".join(f"{name} ({kind}): {reason}" for name, kind, reason in state.declined[:6])
-    if not state.patched and state.loop_reason is not None and state.loop_reason != "no_native_library":
-        looked_for = ", ".join(f"{a.name} ({a.layer.class_name})" for a in architectures())
-        raise UnsupportedModelError(
-            f"nothing in this {type(model).__name__} can be patched. Looked for: {looked_for}. "
-            + (f"Found, but declined: {why}." if why else "None of these is in the model.")
-        )
-    partial = sorted({reason for *_, reason in state.declined} - {"module_disabled"})
-    if partial:
-        text = f"{len(state.declined)} modules keep stock code ({', '.join(partial)}): {why}"
-        if state.options.strict:
-            raise UnsupportedModelError(f"{text}. strict=True forbids that.")
-        warnings.warn(f"hf_fastpath: {text}. See `python -m hf_fastpath info` and report(model).", stacklevel=3)
-
-
 #: set while the twin of a self-test is patched: it is not tested in turn
 _testing = threading.local()
 
 
-def _self_test(model: nn.Module) -> None:
-    """On an untested version of transformers, try our code on a small twin first.
+def _self_test(model: nn.Module, by_structure: Architecture | None) -> None:
+    """On an untested version of transformers, and a family known by its structure, try our code on a small twin first.
 
     Raises:
         UnsupportedModelError: the twin does not decode as stock does.
     """
-    if getattr(_testing, "active", False):
-        return
     _testing.active = True
     try:
         difference = selftest.run(model)
     finally:
         _testing.active = False
     if difference is not None:
+        if by_structure is not None:
+            why = f"{by_structure.name} has no architecture file and was taken for a {by_structure.like}"
+        else:
+            tested = ", ".join(compat.TESTED_TRANSFORMERS)
+            why = f"transformers {compat.transformers_version()} is not among the tested versions ({tested})"
         raise UnsupportedModelError(
-            f"transformers {compat.transformers_version()} is not among the tested versions "
-            f"({', '.join(compat.TESTED_TRANSFORMERS)}) and a small {type(model).__name__} does not decode as stock "
-            f"does: {difference}"
+            f"{why}, and a small {type(model).__name__} does not decode as stock does: {difference}"
         )
 
 
@@ -400,7 +407,7 @@ def _loop_reason(model: nn.Module, state: PatchState) -> str | None:
     declined = {reason for *_, reason in state.declined} - {"module_disabled"}
     if declined:
         return "no_native_library" if "no_native_library" in declined else "partial_patch"
-    covering = (a for a in architectures() if structure.model_part(a, model) is not None)
+    covering = (a for a in state.known if structure.model_part(a, model) is not None)
     state.model_architecture = next(covering, None)
     if state.model_architecture is None:
         return "class_not_supported"

@@ -139,11 +139,15 @@ class LogitRule:
         self.errors.append((ours.double() - ref).abs().flatten(0, -2))
         self.stock_errors.append((stock.double() - ref).abs().flatten(0, -2))
 
+    def means(self) -> tuple[float, float, int]:
+        """Mean error of ours and of stock, and the number of positions."""
+        errors, stock_errors = torch.cat(self.errors), torch.cat(self.stock_errors)
+        return errors.mean().item(), stock_errors.mean().item(), len(errors)
+
     def check(self, what: str, least_positions: int = 256) -> None:
         """Assert the rule over at least ``least_positions`` positions (64 for each of 4 seeds)."""
-        errors, stock_errors = torch.cat(self.errors), torch.cat(self.stock_errors)
-        assert len(errors) >= least_positions, f"only {len(errors)} positions were compared"
-        ours, stock = errors.mean().item(), stock_errors.mean().item()
+        ours, stock, count = self.means()
+        assert count >= least_positions, f"only {count} positions were compared"
         assert stock > 0, f"{what}: stock equals float64, so the comparison means nothing"
         assert ours <= 1.1 * stock, f"{what}: mean error {ours:.3e}, stock's {stock:.3e} ({ours / stock:.2f}x)"
 

@@ -121,12 +121,13 @@ def architecture_tests(architecture: str) -> dict[str, Callable]:
 
     @over_dtypes
     @pytest.mark.parametrize("case", GOLDEN)
-    def golden_matrix(case, dtype, device):
+    def golden_matrix(case, dtype, device, golden_figures):
         """As near to float64 as stock is, on the logits of every golden case."""
         rule = LogitRule()
         for seed in SEEDS:
             GOLDEN[case](Golden(architecture, seed, device, dtype), rule)
         rule.check(f"{architecture} {case} {dtype} {device}", POSITIONS * len(SEEDS))
+        golden_figures(architecture, device, dtype, case, *rule.means())
 
     @over_dtypes
     def decodes_deterministically(dtype, device):

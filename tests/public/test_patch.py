@@ -135,7 +135,7 @@ def test_unpatch_of_a_stock_model_changes_nothing():
     assert_same_instances(instances(model), before)
 
 
-@pytest.mark.parametrize("failing", ("_bind_module", "_bind_generate", "_check_coverage"))
+@pytest.mark.parametrize("failing", ("_bind_module", "_bind_generate", "check_coverage"))
 @pytest.mark.parametrize("after", (0, 3))
 def test_a_failing_patch_leaves_nothing(failing, after, monkeypatch):
     """All or nothing, whatever goes wrong in the middle."""
