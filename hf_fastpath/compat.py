@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import sys
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -14,9 +15,10 @@ from torch.nn.modules import module as torch_module
 from transformers import activations
 from transformers.cache_utils import DynamicCache
 from transformers.generation import GenerationMixin, GenerationMode
-from transformers.generation.logits_process import LogitsProcessor
+from transformers.generation.logits_process import LogitsProcessor, PrefixConstrainedLogitsProcessor
 from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengthCriteria, StoppingCriteria
 from transformers.generation.utils import GenerateDecoderOnlyOutput
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.pytorch_utils import Conv1D
 from transformers.utils import output_capturing
 
@@ -56,7 +58,7 @@ def layer_windows(config: Any) -> list[int | None] | None:
             windows.append(None)
         else:
             return None
-    return windows or [None] * config.num_hidden_layers
+    return windows or [None] * config.get_text_config(decoder=True).num_hidden_layers
 
 
 def prepare_cache_stock(model: Any, *args: Any, **kwargs: Any) -> Any:
@@ -92,6 +94,40 @@ def activation_name(module: nn.Module) -> str | None:
     return _ACTIVATIONS.get(type(module))
 
 
+#: packages whose functions are what our ops were compared with; ``kernels`` wraps functions of transformers
+_LIBRARIES = ("transformers", "torch", "kernels")
+
+
+def is_library_code(function: Callable[..., Any] | None) -> bool:
+    """Whether a function, and all that its decorators wrap, is defined in transformers or torch."""
+    while function is not None:
+        if isinstance(function, nn.Module):  # a function that ``kernels`` may replace by one of the hub's
+            function = vars(function).get("forward", type(function).forward)
+        function = getattr(function, "func", function)  # functools.partial
+        defined_in = getattr(function, "__globals__", {}).get("__name__", "")
+        if defined_in.partition(".")[0] not in _LIBRARIES:
+            return False
+        function = getattr(function, "__wrapped__", None)
+    return True
+
+
+def attention_function(module: nn.Module) -> Callable[..., Any] | None:
+    """What the attention of ``module`` runs through, as its config says."""
+    name = module.config._attn_implementation
+    if name not in (None, "eager"):
+        return ALL_ATTENTION_FUNCTIONS.get(name)
+    return _global_of(module, "eager_attention_forward")
+
+
+def rotation_function(module: nn.Module) -> Callable[..., Any] | None:
+    """What an attention module turns queries and keys with; None if that is its own code."""
+    return _global_of(module, "apply_rotary_pos_emb")
+
+
+def _global_of(module: nn.Module, name: str) -> Any:
+    return vars(sys.modules[type(module).__module__]).get(name)
+
+
 def has_static_rope(rotary: nn.Module) -> bool:
     """Whether a rotary embedding's frequencies are the same at every length."""
     return getattr(rotary, "rope_type", None) in ("default", "linear", "llama3", "yarn")
@@ -118,6 +154,10 @@ def outputs_are_captured() -> bool:
     return bool(output_capturing._active_collector.get())  # an empty collector asks for nothing
 
 
+#: where a module may keep the forward that computes
+FORWARD_ATTRIBUTES = ("forward", "_old_forward")
+
+
 def forward_attribute(module: nn.Module) -> str:
     """Where a module keeps the forward that computes: under an accelerate hook it is ``_old_forward``."""
     return "_old_forward" if hasattr(module, "_hf_hook") and "_old_forward" in vars(module) else "forward"
@@ -126,9 +166,25 @@ def forward_attribute(module: nn.Module) -> str:
 # ---- the decode loop --------------------------------------------------------------------------------------------
 
 
+#: methods that ``GenerationMixin._sample`` calls for every token and our loop does not
+_TOKEN_METHODS = ("prepare_inputs_for_generation", "_update_model_kwargs_for_generation")
+
+
+def overrides_generation(model: Any) -> bool:
+    """Whether other code has put itself between ``generate()`` and the model's forward."""
+    for name in _TOKEN_METHODS:
+        of_class, of_instance = getattr(type(model), name), vars(model).get(name)
+        if not is_library_code(of_class):
+            return True
+        # the class's own, bound: left behind by PEFT
+        if of_instance is not None and getattr(of_instance, "__func__", None) is not of_class:
+            return True
+    return False
+
+
 def is_stock(thing: LogitsProcessor | StoppingCriteria) -> bool:
-    """Whether a processor or criterion is one of transformers' own classes."""
-    return type(thing).__module__.startswith("transformers.")
+    """Whether a processor or criterion is one of transformers' own classes, and calls no function of the user's."""
+    return type(thing).__module__.startswith("transformers.") and type(thing) is not PrefixConstrainedLogitsProcessor
 
 
 def prefill(model: Any, input_ids: torch.Tensor, generation_config: Any, model_kwargs: dict) -> Any:
@@ -206,4 +262,4 @@ def _remove_if_unused() -> None:
 
 def uses_generation_mixin_sample(model: Any) -> bool:
     """Whether the model's class has transformers' own greedy and sampling loop."""
-    return type(model)._sample is GenerationMixin._sample
+    return getattr(type(model), "_sample", None) is GenerationMixin._sample

@@ -71,20 +71,18 @@ class Options:
 
 
 class _ThreadLock:
-    """A lock that other threads wait for and that its own thread is refused."""
+    """A lock that other threads wait for. ``with lock as free`` says whether its own thread was outside it."""
 
     def __init__(self) -> None:
-        self._lock, self._owner = threading.Lock(), None
+        self._lock, self._depth = threading.RLock(), 0
 
-    def acquire_for_thread(self) -> bool:
-        if self._owner == threading.get_ident():
-            return False
+    def __enter__(self) -> bool:
         self._lock.acquire()
-        self._owner = threading.get_ident()
-        return True
+        self._depth += 1
+        return self._depth == 1
 
-    def release(self) -> None:
-        self._owner = None
+    def __exit__(self, *exception: Any) -> None:
+        self._depth -= 1
         self._lock.release()
 
 
@@ -98,6 +96,7 @@ class PatchState:
         bindings: (module, attribute, what its ``__dict__`` held before or _ABSENT), in the order they were made.
         declined: (module name, part, reason code) of everything recognized that kept its stock forward.
         loop_reason: why generate() always uses transformers' loop on this model, or None.
+        generates: whether the model's generate() passes through us, be it only to be counted.
         enabled: False while ``verify`` compares with stock code.
     """
 
@@ -108,6 +107,7 @@ class PatchState:
     declined: list[tuple[str, str, str]] = field(default_factory=list)
     architecture: str = ""
     loop_reason: str | None = None
+    generates: bool = False
     enabled: bool = True
     stats: Stats = field(default_factory=Stats)
     plans: list[DecodePlan] = field(default_factory=list)
@@ -117,10 +117,10 @@ class PatchState:
         """Count a call of stock code.
 
         Raises:
-            FallbackError: the model was patched with ``strict=True``.
+            FallbackError: the model was patched with ``strict=True``, and the reason is not the user's own choice.
         """
         self.stats.note(reason)
-        if self.options.strict and self.enabled:
+        if self.options.strict and self.enabled and reason != "module_disabled":
             raise FallbackError(
                 f"stock code would run ({reason}: {reasons.REASONS[reason]}) and strict=True forbids it"
             )
@@ -143,9 +143,10 @@ class PatchState:
 
     def copy_into(self, made: PatchState, memo: dict) -> None:
         """Fill the state of a deep copy of the model: its own modules, no shared plans or counts."""
-        for name in ("model_architecture", "bindings", "patched", "declined", "architecture", "loop_reason"):
+        names = ("model_architecture", "bindings", "patched", "declined", "architecture", "loop_reason", "generates")
+        for name in names:
             setattr(made, name, copy.deepcopy(getattr(self, name), memo))
-        if made.loop_reason is None:
+        if made.generates:
             compat.install_sample_loop(made, loop.sample)
 
 
@@ -218,18 +219,20 @@ def patch(
         _check_coverage(model, state)
         if state.loop_reason is None and selftest.is_due():
             _self_test(model)
+        if not quiet:
+            print(report(model))
     except BaseException:
         _unbind(state)
         raise
-    if not quiet:
-        print(report(model))
     return model
 
 
 def _bind_modules(model: nn.Module, state: PatchState) -> None:
     """Bind our forwards through ``model.apply``, or note why a module keeps its own."""
     names = {id(module): name for name, module in model.named_modules()}
-    native = all(loader.is_native(parameter.device.type) for parameter in model.parameters())
+    # offloaded parameters are "meta" until a hook brings them: each call looks where they are
+    devices = {parameter.device.type for parameter in model.parameters()} - {"meta"}
+    native = all(map(loader.is_native, devices))
 
     def visit(module: nn.Module) -> None:
         found = ((architecture, architecture.part_of(module)) for architecture in architectures())
@@ -383,12 +386,13 @@ def _deepcopy(self: nn.Module, memo: dict) -> nn.Module:
 
 
 def _bind_generate(model: nn.Module, state: PatchState) -> None:
-    """Give the model our cache and decode loop, if it is a causal LM that an architecture covers wholly."""
+    """Give the model our cache and decode loop; one that no architecture covers wholly is only counted."""
     state.bindings.append((model, KEY, vars(model).get(KEY, _ABSENT)))
     vars(model)[KEY] = state
     _bind_copying(state, model)
     state.loop_reason = _loop_reason(model, state)
-    if state.loop_reason is None:
+    state.generates = compat.uses_generation_mixin_sample(model)
+    if state.generates:
         _bind(state, model, compat.PREPARE_CACHE, _prepare_cache)
         compat.install_sample_loop(state, loop.sample)
 
@@ -416,11 +420,20 @@ def _prepare_cache(self: nn.Module, generation_config: Any, model_kwargs: dict, 
         return result
     state.stats.new_call()
     if not compat.is_sample_mode(generation_mode):
-        state.fall_back("generation_mode")
+        state.fall_back(state.loop_reason or "generation_mode")
     made = model_kwargs.get("past_key_values")
-    if not users_own and generation_config.cache_implementation is None and type(made) is compat.DynamicCache:
+    plain = generation_config.cache_implementation in (None, "dynamic") and type(made) is compat.DynamicCache
+    if plain and not users_own and _takes_our_cache(self, state):
         model_kwargs["past_key_values"] = FastpathCache.from_dynamic(made, state.options.kv_dtype)
     return result
+
+
+def _takes_our_cache(model: nn.Module, state: PatchState) -> bool:
+    """Whether a FastpathCache serves this model: our loop uses it, or every layer's attention does."""
+    if state.loop_reason is None:
+        return not compat.overrides_generation(model)
+    windows = compat.layer_windows(model.config)
+    return windows is not None and len(windows) in (state.patched.get("attention"), state.patched.get("layer"))
 
 
 def _is_ours(value: Any) -> bool:
@@ -434,9 +447,18 @@ def _unbind(state: PatchState) -> None:
     for module, name, previous in reversed(state.bindings):
         if _is_ours(vars(module).get(name)):  # else the user has put something there since
             _restore(vars(module), name, previous)
+        elif name in compat.FORWARD_ATTRIBUTES:
+            _unwrap_forward(module)
     state.bindings.clear()
     state.plans.clear()
     compat.uninstall_sample_loop(state)
+
+
+def _unwrap_forward(module: nn.Module) -> None:
+    """Take our forward from where an accelerate hook that came or went since ``patch()`` has put it."""
+    for name in compat.FORWARD_ATTRIBUTES:
+        if _is_ours(vars(module).get(name)):
+            vars(module)[name] = MethodType(type(module).forward, module)
 
 
 def unpatch(model: nn.Module) -> nn.Module:

@@ -13,6 +13,8 @@ REASONS: dict[str, str] = {
     "unsupported_projection": "a projection is not exactly nn.Linear or Conv1D (LoRA, quantized, sharded, ...)",
     "unsupported_config": "the config asks for attention arithmetic that the kernels do not do",
     "instance_forward": "a module inside the fused span has a forward of its own on the instance",
+    "class_forward": "other code has replaced the forward of a class, or a function that it calls",
+    "attention_function": "attention runs through a function that is not transformers' own",
     "dynamic_rope": "the rotary embedding changes with the sequence length",
     # a call runs stock code (decided at each call)
     "autocast": "autocast is active: it would change the types the kernels see",
@@ -33,6 +35,7 @@ REASONS: dict[str, str] = {
     "paused": "the patch is switched off for this call (verify)",
     "assistant": "the model is the assistant of assisted decoding",
     "generation_mode": "beam search, assisted or another loop than greedy search and sampling",
+    "generation_method": "a method that generate() calls for every token is overridden on the model (prompt tuning, ...)",
     "synced_gpus": "generation is synchronized over several processes",
     "custom_sample": "the model class has a decode loop of its own",
     "compile_config": "a compile_config was given",

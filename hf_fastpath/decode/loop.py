@@ -63,23 +63,21 @@ def _sample(
     state.stats.new_call()
     part = state.part_of(model)
     reason = step_aside_reason(state, part, input_ids, generation_config, synced_gpus, model_kwargs)
-    if reason is None and not state.lock.acquire_for_thread():
+    if reason is None:
+        with state.lock as free:
+            if free:
+                loop = _Loop(state, model, input_ids, logits_processor, stopping_criteria, generation_config, streamer)
+                return loop.run(part, model_kwargs)
         reason = "reentrant"
-    if reason is not None:
-        state.fall_back(reason)
-        before, started = input_ids.shape[1], time.perf_counter()
-        result = original(
-            *(model, input_ids, logits_processor, stopping_criteria, generation_config, synced_gpus, streamer),
-            **model_kwargs,
-        )
-        sequences = result if isinstance(result, torch.Tensor) else result.sequences
-        state.stats.generated(sequences.numel() - before * sequences.shape[0], started, reason)
-        return result
-    try:
-        loop = _Loop(state, model, input_ids, logits_processor, stopping_criteria, generation_config, streamer)
-        return loop.run(part, model_kwargs)
-    finally:
-        state.lock.release()
+    state.fall_back(reason)
+    before, started = input_ids.shape[1], time.perf_counter()
+    result = original(
+        *(model, input_ids, logits_processor, stopping_criteria, generation_config, synced_gpus, streamer),
+        **model_kwargs,
+    )
+    sequences = result if isinstance(result, torch.Tensor) else result.sequences
+    state.stats.generated(sequences.numel() - before * sequences.shape[0], started, reason)
+    return result
 
 
 def step_aside_reason(
@@ -93,7 +91,7 @@ def step_aside_reason(
     """The reason code for which this call is left to transformers' loop, or None."""
     cache = model_kwargs.get("past_key_values")
     if state.loop_reason is not None or part is None:
-        return state.loop_reason or "unsupported_config"
+        return state.loop_reason or "class_not_supported"
     if synced_gpus:
         return "synced_gpus"
     if config.is_assistant:
@@ -214,6 +212,14 @@ class _Loop:
         return torch.cat(ends) if sum(end.numel() for end in ends) <= MAX_EOS_TOKENS else _TOO_MANY
 
     def run(self, part: ModelPart, model_kwargs: dict) -> Any:
+        cache = model_kwargs["past_key_values"]
+        try:
+            return self._generate(part, model_kwargs)
+        except BaseException:
+            cache.settle(len(part.layers))
+            raise
+
+    def _generate(self, part: ModelPart, model_kwargs: dict) -> Any:
         outputs = compat.prefill(self.model, self.ids, self.config, model_kwargs)
         cache, position_ids = outputs.past_key_values, model_kwargs["position_ids"]
         mask = model_kwargs.get("attention_mask")

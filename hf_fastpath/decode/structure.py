@@ -13,7 +13,17 @@ from torch import nn
 
 from .. import architecture as arch
 from ..architecture import Architecture
-from ..compat import Conv1D, activation_name, has_hooks, has_static_rope, layer_windows
+from ..compat import (
+    Conv1D,
+    activation_name,
+    attention_function,
+    has_hooks,
+    has_static_rope,
+    is_library_code,
+    layer_windows,
+    overrides_generation,
+    rotation_function,
+)
 from ..ops.decode_attention import MAX_HEAD_DIM, MIN_HEAD_DIM
 from ..registry import FLOAT_DTYPES
 
@@ -40,6 +50,8 @@ def own_code_reason(module: nn.Module) -> str | None:
     """Why calling ``module`` is more than its class's forward, or None."""
     if has_hooks(module):
         return "hooks"
+    if not is_library_code(type(module).forward):
+        return "class_forward"
     override = module.__dict__.get("forward")
     if override is None:
         return None
@@ -207,6 +219,10 @@ class AttentionPart(Part):
             return "unsupported_config"
         if not MIN_HEAD_DIM <= self.head_dim <= MAX_HEAD_DIM or self.head_dim % 8:
             return "unsupported_head_dim"
+        if not is_library_code(attention_function(self.module)):
+            return "attention_function"
+        if not is_library_code(rotation_function(self.module)):
+            return "class_forward"
         reasons = [self._own_reason("attention"), own_code_reason(self.module)]
         reasons += [projection_reason(linear) for linear in self.projections()]
         reasons += [dropout_reason(self.module, self.spec.attention_dropout)]
@@ -315,6 +331,8 @@ class ModelPart(Part):
             return "unsupported_config"
         if any(type(module) is not nn.Embedding for module in self._embeddings()):
             return "unsupported_projection"
+        if overrides_generation(self.module):
+            return "generation_method"
         reasons = [own_code_reason(module) for module in (*self._embeddings(), self.decoder, self.module)]
         reasons += [projection_reason(self.head), self.final_norm.reason()]
         reasons.append(dropout_reason(self.decoder, self.architecture.embedding_dropout))
