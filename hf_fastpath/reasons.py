@@ -35,7 +35,7 @@ REASONS: dict[str, str] = {
     "paused": "the patch is switched off for this call (verify)",
     "assistant": "the model is the assistant of assisted decoding",
     "generation_mode": "beam search, assisted or another loop than greedy search and sampling",
-    "generation_method": "a method that generate() calls for every token is overridden on the model (prompt tuning, ...)",
+    "generation_method": "a method that generate() calls for every token is overridden (prompt tuning, ...)",
     "synced_gpus": "generation is synchronized over several processes",
     "custom_sample": "the model class has a decode loop of its own",
     "compile_config": "a compile_config was given",

@@ -21,7 +21,6 @@ from ..compat import (
     has_static_rope,
     is_library_code,
     layer_windows,
-    overrides_generation,
     rotation_function,
 )
 from ..ops.decode_attention import MAX_HEAD_DIM, MIN_HEAD_DIM
@@ -331,8 +330,6 @@ class ModelPart(Part):
             return "unsupported_config"
         if any(type(module) is not nn.Embedding for module in self._embeddings()):
             return "unsupported_projection"
-        if overrides_generation(self.module):
-            return "generation_method"
         reasons = [own_code_reason(module) for module in (*self._embeddings(), self.decoder, self.module)]
         reasons += [projection_reason(self.head), self.final_norm.reason()]
         reasons.append(dropout_reason(self.decoder, self.architecture.embedding_dropout))
