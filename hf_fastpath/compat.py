@@ -111,6 +111,13 @@ def is_library_code(function: Callable[..., Any] | None) -> bool:
     return True
 
 
+def is_wrapped_by(function: Callable[..., Any] | None, outer: Callable[..., Any] | None) -> bool:
+    """Whether ``function`` is ``outer``, or what a decorator of it wraps."""
+    while outer is not None and outer is not function:
+        outer = getattr(outer, "__wrapped__", None)
+    return outer is not None
+
+
 def attention_function(module: nn.Module) -> Callable[..., Any] | None:
     """What the attention of ``module`` runs through, as its config says."""
     name = module.config._attn_implementation
@@ -133,20 +140,25 @@ def has_static_rope(rotary: nn.Module) -> bool:
     return getattr(rotary, "rope_type", None) in ("default", "linear", "llama3", "yarn")
 
 
-def _is_capturing_hook(hook: Callable[..., Any]) -> bool:
-    # transformers leaves these on the modules after the first output_hidden_states=True; alone they do nothing.
-    return getattr(hook, "__module__", None) == output_capturing.__name__
+def _does_nothing(hook: Callable[..., Any]) -> bool:
+    """Whether a hook is one of transformers' that leaves a forward without gradients as it is."""
+    # Those that the first output_hidden_states=True leaves on the modules; alone they do nothing.
+    if getattr(hook, "__module__", None) == output_capturing.__name__:
+        return True
+    # That of enable_input_require_grads(), which comes with activation checkpointing.
+    name = getattr(hook, "__qualname__", "")
+    return is_library_code(hook) and name.endswith("enable_input_require_grads.<locals>.make_inputs_require_grads")
 
 
 def has_hooks(module: nn.Module) -> bool:
-    """Whether calling ``module`` would run hooks of the user's."""
+    """Whether calling ``module`` without gradients would run hooks that matter."""
     if torch_module._global_forward_hooks or torch_module._global_forward_pre_hooks:
         return True
     contents = module.__dict__
     after, before = contents["_forward_hooks"], contents["_forward_pre_hooks"]
     if not after and not before:
         return False
-    return any(not _is_capturing_hook(hook) for hook in (*after.values(), *before.values()))
+    return any(not _does_nothing(hook) for hook in (*after.values(), *before.values()))
 
 
 def outputs_are_captured() -> bool:

@@ -23,6 +23,7 @@ REASONS: dict[str, str] = {
     "dtype": "dtype is not float32, float16 or bfloat16, or the types are mixed",
     "gradient": "gradients are needed and the fused op has no backward",
     "dropout": "dropout is active inside the fused span",
+    "checkpointing": "activation checkpointing is active (train mode): stock runs without a KV cache",
     "hooks": "a module inside the fused span has forward hooks",
     "attention_mask": "this attention mask is not plain left padding",
     "attention_outputs": "attentions or hidden states were requested",

@@ -20,6 +20,7 @@ from ..compat import (
     has_hooks,
     has_static_rope,
     is_library_code,
+    is_wrapped_by,
     layer_windows,
     rotation_function,
 )
@@ -55,9 +56,10 @@ def own_code_reason(module: nn.Module) -> str | None:
     if override is None:
         return None
     function = getattr(override, "__func__", None)
-    # Ours is no override; nor is the class's own forward, which an unpickled module may carry as a bound method.
+    # Ours is no override; nor is the class's own forward, bound: an unpickled module may carry it, and accelerate leaves
+    # it without its decorators.
     ours = getattr(function, "__module__", "").startswith("hf_fastpath.")
-    return None if ours or function is type(module).forward else "instance_forward"
+    return None if ours or is_wrapped_by(function, type(module).forward) else "instance_forward"
 
 
 def projection_reason(module: nn.Module) -> str | None:
@@ -269,6 +271,8 @@ class LayerPart(Part):
         spec = self.architecture.layer
         if any(getattr(self.module, name, False) is not False for name in spec.refuse):
             return "unsupported_config"
+        if self.module.training and getattr(self.module, "gradient_checkpointing", False):
+            return "checkpointing"
         reasons = [self._own_reason("layer"), own_code_reason(self.module)]
         reasons += [dropout_reason(self.module, name) for name in spec.dropouts]
         reasons += [part.reason() for part in self.parts()]
