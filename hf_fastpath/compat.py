@@ -1,4 +1,4 @@
-"""The only file that touches private or version-dependent names of transformers, accelerate and torch."""
+"""The only file that touches private or version-dependent names of transformers, accelerate, torch and Python."""
 
 from __future__ import annotations
 
@@ -96,10 +96,15 @@ def activation_name(module: nn.Module) -> str | None:
 
 #: packages whose functions are what our ops were compared with; ``kernels`` wraps functions of transformers
 _LIBRARIES = ("transformers", "torch", "kernels")
+#: functions known to be theirs, by id: every module is asked at every call
+_library_code: dict[int, Callable[..., Any] | None] = {id(None): None}
 
 
 def is_library_code(function: Callable[..., Any] | None) -> bool:
     """Whether a function, and all that its decorators wrap, is defined in transformers or torch."""
+    if _library_code.get(id(function)) is function:
+        return True
+    outermost = function
     while function is not None:
         if isinstance(function, nn.Module):  # a function that ``kernels`` may replace by one of the hub's
             function = vars(function).get("forward", type(function).forward)
@@ -108,6 +113,8 @@ def is_library_code(function: Callable[..., Any] | None) -> bool:
         if defined_in.partition(".")[0] not in _LIBRARIES:
             return False
         function = getattr(function, "__wrapped__", None)
+    if not isinstance(outermost, nn.Module):  # whose forward may change
+        _library_code[id(outermost)] = outermost
     return True
 
 
@@ -227,6 +234,11 @@ def _cuda_generator(device: torch.device) -> torch.Generator:
 def below_autograd() -> Any:
     """Context in which ops skip the autograd dispatch keys; only for code that needs no gradients."""
     return torch._C._AutoDispatchBelowAutograd()
+
+
+def is_held_here(lock: Any) -> bool:
+    """Whether this thread holds a ``threading.RLock``."""
+    return lock._is_owned()
 
 
 Loop = Callable[..., Any]

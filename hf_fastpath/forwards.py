@@ -25,7 +25,8 @@ if TYPE_CHECKING:
     from .patching import PatchState
 
 Part = NormPart | MLPPart | AttentionPart | LayerPart
-KEY = "_hf_fastpath"
+#: where a patched module keeps its ModulePatch, and a model that was given to ``patch()`` its PatchState
+KEY, STATE_KEY = "_hf_fastpath_module", "_hf_fastpath"
 
 
 @dataclass

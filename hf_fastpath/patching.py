@@ -22,7 +22,7 @@ from .cache import KV_DTYPES, FastpathCache
 from .decode import loop, structure
 from .decode.plan import DecodePlan
 from .errors import FallbackError, UnsupportedModelError
-from .forwards import FORWARDS, KEY, ModulePatch
+from .forwards import FORWARDS, KEY, STATE_KEY, ModulePatch
 from .ops.gemv import MAX_ROWS
 from .reporting import Report
 from .stats import Stats
@@ -70,22 +70,6 @@ class Options:
         return cls(None if stored == "auto" else stored, frozenset(chosen), bool(strict), max_batch_size)
 
 
-class _ThreadLock:
-    """A lock that other threads wait for. ``with lock as free`` says whether its own thread was outside it."""
-
-    def __init__(self) -> None:
-        self._lock, self._depth = threading.RLock(), 0
-
-    def __enter__(self) -> bool:
-        self._lock.acquire()
-        self._depth += 1
-        return self._depth == 1
-
-    def __exit__(self, *exception: Any) -> None:
-        self._depth -= 1
-        self._lock.release()
-
-
 @dataclass(eq=False)
 class PatchState:
     """Everything ``patch()`` keeps about one model; it lives in the model's ``__dict__``, and in its modules' patches.
@@ -111,7 +95,7 @@ class PatchState:
     enabled: bool = True
     stats: Stats = field(default_factory=Stats)
     plans: list[DecodePlan] = field(default_factory=list)
-    lock: _ThreadLock = field(default_factory=_ThreadLock)
+    lock: Any = field(default_factory=threading.RLock)
 
     def fall_back(self, reason: str) -> None:
         """Count a call of stock code.
@@ -165,7 +149,7 @@ _ABSENT = _Absent()
 
 def state_of(model: nn.Module) -> PatchState | None:
     """The patch state of ``model``, or None if it is not patched."""
-    return vars(model).get(KEY) if isinstance(model, nn.Module) else None
+    return vars(model).get(STATE_KEY) if isinstance(model, nn.Module) else None
 
 
 def patch(
@@ -214,6 +198,8 @@ def patch(
         loader.ensure(device, progress)
     state = PatchState(options)
     try:
+        state.bindings.append((model, STATE_KEY, _ABSENT))  # the last to be undone, so that unpatch() can be repeated
+        vars(model)[STATE_KEY] = state
         _bind_modules(model, state)
         _bind_generate(model, state)
         _check_coverage(model, state)
@@ -354,8 +340,7 @@ def _bind_copying(state: PatchState, module: nn.Module) -> None:
 def _getstate(self: nn.Module) -> dict:
     """The module's ``__dict__`` as it was before ``patch()``, for pickle and ``copy.copy``."""
     contents = dict(vars(self))
-    held = contents[KEY]
-    state = held if isinstance(held, PatchState) else held.state
+    state = state_of(self) or contents[KEY].state
     for module, name, previous in reversed(state.bindings):
         if module is self:
             _restore(contents, name, previous)
@@ -371,24 +356,22 @@ def _restore(contents: dict, name: str, previous: Any) -> None:
 
 def _deepcopy(self: nn.Module, memo: dict) -> nn.Module:
     """A copy of a patched model is patched; a copy of one of its modules alone is stock."""
-    held = vars(self)[KEY]
+    state = state_of(self)
     made = self.__class__.__new__(self.__class__)
     memo[id(self)] = made
     contents = vars(self)
-    if isinstance(held, PatchState):
-        memo[id(held)] = PatchState(held.options)  # the modules' patches, copied next, lead here
-    elif id(held.state) not in memo:
+    if state is not None:
+        memo[id(state)] = PatchState(state.options)  # the modules' patches, copied next, lead here
+    elif id(contents[KEY].state) not in memo:
         contents = _getstate(self)
     vars(made).update(copy.deepcopy(contents, memo))
-    if isinstance(held, PatchState):
-        held.copy_into(memo[id(held)], memo)
+    if state is not None:
+        state.copy_into(memo[id(state)], memo)
     return made
 
 
 def _bind_generate(model: nn.Module, state: PatchState) -> None:
     """Give the model our cache and decode loop; one that no architecture covers wholly is only counted."""
-    state.bindings.append((model, KEY, vars(model).get(KEY, _ABSENT)))
-    vars(model)[KEY] = state
     _bind_copying(state, model)
     state.loop_reason = _loop_reason(model, state)
     state.generates = compat.uses_generation_mixin_sample(model)
@@ -413,7 +396,7 @@ def _loop_reason(model: nn.Module, state: PatchState) -> str | None:
 
 def _prepare_cache(self: nn.Module, generation_config: Any, model_kwargs: dict, generation_mode: Any, *rest, **named):
     """Like the class's own, with a FastpathCache where that would make a plain ``DynamicCache``."""
-    state: PatchState = vars(self)[KEY]
+    state: PatchState = vars(self)[STATE_KEY]
     users_own = model_kwargs.get("past_key_values") is not None
     result = compat.prepare_cache_stock(self, generation_config, model_kwargs, generation_mode, *rest, **named)
     if not state.enabled:
@@ -444,14 +427,15 @@ def _is_ours(value: Any) -> bool:
 
 
 def _unbind(state: PatchState) -> None:
-    for module, name, previous in reversed(state.bindings):
+    state.plans.clear()
+    compat.uninstall_sample_loop(state)
+    while state.bindings:
+        module, name, previous = state.bindings[-1]
         if _is_ours(vars(module).get(name)):  # else the user has put something there since
             _restore(vars(module), name, previous)
         elif name in compat.FORWARD_ATTRIBUTES:
             _unwrap_forward(module)
-    state.bindings.clear()
-    state.plans.clear()
-    compat.uninstall_sample_loop(state)
+        state.bindings.pop()
 
 
 def _unwrap_forward(module: nn.Module) -> None:

@@ -15,6 +15,7 @@ import torch
 
 from .. import compat
 from ..cache import FastpathCache
+from ..forwards import STATE_KEY
 from ..ops.gemv import MAX_ROWS
 from .plan import MAX_EOS_TOKENS
 
@@ -42,7 +43,7 @@ def sample(original: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
     Returns:
         What ``original`` returns.
     """
-    state: PatchState | None = vars(model).get("_hf_fastpath")
+    state: PatchState | None = vars(model).get(STATE_KEY)
     if state is None or not state.enabled:
         return original(model, *args, **kwargs)
     return _sample(state, original, model, *args, **kwargs)
@@ -63,12 +64,12 @@ def _sample(
     state.stats.new_call()
     part = state.part_of(model)
     reason = step_aside_reason(state, part, input_ids, generation_config, synced_gpus, model_kwargs)
-    if reason is None:
-        with state.lock as free:
-            if free:
-                loop = _Loop(state, model, input_ids, logits_processor, stopping_criteria, generation_config, streamer)
-                return loop.run(part, model_kwargs)
+    if reason is None and compat.is_held_here(state.lock):
         reason = "reentrant"
+    if reason is None:
+        with state.lock:  # other threads wait; entered and left in one bytecode, so that no interrupt leaves it held
+            loop = _Loop(state, model, input_ids, logits_processor, stopping_criteria, generation_config, streamer)
+            return loop.run(part, model_kwargs)
     state.fall_back(reason)
     before, started = input_ids.shape[1], time.perf_counter()
     result = original(

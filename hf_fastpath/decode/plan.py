@@ -217,9 +217,9 @@ class DecodePlan:
         with torch.inference_mode(False), torch.no_grad():
             like = torch.empty(0, dtype=self.dtype, device=self.device)
             angles = self._rotary.forward(like, torch.arange(rows, device=self.device)[None])
-        for table, values in zip(self._angles, angles):
-            self.program.values[table.index] = values[0].contiguous()
         self.graph = None  # it reads the old tables
+        for table, values in reversed(list(zip(self._angles, angles))):  # cos comes last: its length stands for both
+            self.program.values[table.index] = values[0].contiguous()
 
     @property
     def logits(self) -> torch.Tensor:

@@ -56,7 +56,7 @@ def own_code_reason(module: nn.Module) -> str | None:
     if override is None:
         return None
     function = getattr(override, "__func__", None)
-    # Ours is no override; nor is the class's own forward, bound: an unpickled module may carry it, and accelerate leaves
+    # Ours is no override; nor is the class's own forward, bound: an unpickled module may carry it; accelerate leaves
     # it without its decorators.
     ours = getattr(function, "__module__", "").startswith("hf_fastpath.")
     return None if ours or is_wrapped_by(function, type(module).forward) else "instance_forward"
