@@ -131,6 +131,22 @@ STOCK_CACHES = {
 }
 
 
+@pytest.mark.parametrize("patched", ("main", "assistant", "both"))
+def test_assisted_sampling(patched, device):
+    """Drafts are accepted and rejected by chance: the same numbers are drawn."""
+    require_native(device)
+    stock, ours = pair("mistral", device)
+    assistant = build("mistral", num_hidden_layers=1).to(device)
+    results = []
+    for model in (stock, stock if patched == "assistant" else ours):
+        if results and patched != "main":
+            hf_fastpath.patch(assistant, quiet=True)
+        torch.manual_seed(3)
+        options = dict(max_new_tokens=20, do_sample=True, temperature=0.7)
+        results.append(model.generate(prompt(device), assistant_model=assistant, **options))
+    assert_same_tokens(results[1], results[0])
+
+
 @pytest.mark.parametrize("name", STOCK_CACHES)
 def test_cache_implementation_falls_back(name, device):
     """A kind of cache the user asks for is the one that is used."""
