@@ -1,8 +1,9 @@
-"""The only file that touches private or version-dependent names of transformers, accelerate and torch."""
+"""The only file that touches private or version-dependent names of transformers, accelerate, torch and Python."""
 
 from __future__ import annotations
 
 import functools
+import sys
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -17,12 +18,14 @@ from transformers.generation import GenerationConfig, GenerationMixin, Generatio
 from transformers.generation.logits_process import (
     LogitsProcessor,
     MinPLogitsWarper,
+    PrefixConstrainedLogitsProcessor,
     TemperatureLogitsWarper,
     TopKLogitsWarper,
     TopPLogitsWarper,
 )
 from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengthCriteria, StoppingCriteria
 from transformers.generation.utils import GenerateDecoderOnlyOutput
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.pytorch_utils import Conv1D
 from transformers.utils import output_capturing
 
@@ -63,7 +66,7 @@ def layer_windows(config: Any) -> list[int | None] | None:
             windows.append(None)
         else:
             return None
-    return windows or [None] * config.num_hidden_layers
+    return windows or [None] * config.get_text_config(decoder=True).num_hidden_layers
 
 
 def prepare_cache_stock(model: Any, *args: Any, **kwargs: Any) -> Any:
@@ -99,6 +102,55 @@ def activation_name(module: nn.Module) -> str | None:
     return _ACTIVATIONS.get(type(module))
 
 
+#: packages whose functions are what our ops were compared with; ``kernels`` wraps functions of transformers
+_LIBRARIES = ("transformers", "torch", "kernels")
+#: (id of a function, where else it may be defined) -> the function, if it is known: every module is asked at every call
+_known_code: dict[tuple[int, str], Callable[..., Any]] = {}
+
+
+def is_known_code(function: Callable[..., Any] | None, home: str = "") -> bool:
+    """Whether a function, and all that its decorators wrap, is defined in transformers or torch; or in ``home``, the
+    module of a class that ``patch()`` compared with a listed one."""
+    key, outermost = (id(function), home), function
+    if function is None or _known_code.get(key) is function:
+        return True
+    while function is not None:
+        if isinstance(function, nn.Module):  # a function that ``kernels`` may replace by one of the hub's
+            function = vars(function).get("forward", type(function).forward)
+        function = getattr(function, "func", function)  # functools.partial
+        defined_in = getattr(function, "__globals__", {}).get("__name__", "")
+        if defined_in != home and defined_in.partition(".")[0] not in _LIBRARIES:
+            return False
+        function = getattr(function, "__wrapped__", None)
+    if not isinstance(outermost, nn.Module):  # whose forward may change
+        _known_code[key] = outermost
+    return True
+
+
+def is_wrapped_by(function: Callable[..., Any] | None, outer: Callable[..., Any] | None) -> bool:
+    """Whether ``function`` is ``outer``, or what a decorator of it wraps."""
+    while outer is not None and outer is not function:
+        outer = getattr(outer, "__wrapped__", None)
+    return outer is not None
+
+
+def attention_function(module: nn.Module) -> Callable[..., Any] | None:
+    """What the attention of ``module`` runs through, as its config says."""
+    name = module.config._attn_implementation
+    if name not in (None, "eager"):
+        return ALL_ATTENTION_FUNCTIONS.get(name)
+    return _global_of(module, "eager_attention_forward")
+
+
+def rotation_function(module: nn.Module) -> Callable[..., Any] | None:
+    """What an attention module turns queries and keys with; None if that is its own code."""
+    return _global_of(module, "apply_rotary_pos_emb")
+
+
+def _global_of(module: nn.Module, name: str) -> Any:
+    return vars(sys.modules[type(module).__module__]).get(name)
+
+
 def has_static_rope(rotary: nn.Module) -> bool:
     """Whether a rotary embedding's frequencies are the same at every length."""
     kinds = getattr(rotary, "rope_type", None)
@@ -111,25 +163,34 @@ def caps_scores(config: Any) -> bool:
     return config._attn_implementation != "sdpa"
 
 
-def _is_capturing_hook(hook: Callable[..., Any]) -> bool:
-    # transformers leaves these on the modules after the first output_hidden_states=True; alone they do nothing.
-    return getattr(hook, "__module__", None) == output_capturing.__name__
+def _does_nothing(hook: Callable[..., Any]) -> bool:
+    """Whether a hook is one of transformers' that leaves a forward without gradients as it is."""
+    # Those that the first output_hidden_states=True leaves on the modules; alone they do nothing.
+    if getattr(hook, "__module__", None) == output_capturing.__name__:
+        return True
+    # That of enable_input_require_grads(), which comes with activation checkpointing.
+    name = getattr(hook, "__qualname__", "")
+    return is_known_code(hook) and name.endswith("enable_input_require_grads.<locals>.make_inputs_require_grads")
 
 
 def has_hooks(module: nn.Module) -> bool:
-    """Whether calling ``module`` would run hooks of the user's."""
+    """Whether calling ``module`` without gradients would run hooks that matter."""
     if torch_module._global_forward_hooks or torch_module._global_forward_pre_hooks:
         return True
     contents = module.__dict__
     after, before = contents["_forward_hooks"], contents["_forward_pre_hooks"]
     if not after and not before:
         return False
-    return any(not _is_capturing_hook(hook) for hook in (*after.values(), *before.values()))
+    return any(not _does_nothing(hook) for hook in (*after.values(), *before.values()))
 
 
 def outputs_are_captured() -> bool:
     """Whether the running forward was asked for attentions or hidden states."""
     return bool(output_capturing._active_collector.get())  # an empty collector asks for nothing
+
+
+#: where a module may keep the forward that computes
+FORWARD_ATTRIBUTES = ("forward", "_old_forward")
 
 
 def forward_attribute(module: nn.Module) -> str:
@@ -140,9 +201,25 @@ def forward_attribute(module: nn.Module) -> str:
 # ---- the decode loop --------------------------------------------------------------------------------------------
 
 
+#: methods that ``GenerationMixin._sample`` calls for every token and our loop does not
+_TOKEN_METHODS = ("prepare_inputs_for_generation", "_update_model_kwargs_for_generation")
+
+
+def overrides_generation(model: Any) -> bool:
+    """Whether other code has put itself between ``generate()`` and the model's forward."""
+    for name in _TOKEN_METHODS:
+        of_class, of_instance = getattr(type(model), name), vars(model).get(name)
+        if not is_known_code(of_class, type(model).__module__):
+            return True
+        # the class's own, bound: left behind by PEFT
+        if of_instance is not None and getattr(of_instance, "__func__", None) is not of_class:
+            return True
+    return False
+
+
 def is_stock(thing: LogitsProcessor | StoppingCriteria) -> bool:
-    """Whether a processor or criterion is one of transformers' own classes."""
-    return type(thing).__module__.startswith("transformers.")
+    """Whether a processor or criterion is one of transformers' own classes, and calls no function of the user's."""
+    return type(thing).__module__.startswith("transformers.") and type(thing) is not PrefixConstrainedLogitsProcessor
 
 
 #: warpers in the order in which generate() applies them: attribute with the setting, value that changes nothing
@@ -200,6 +277,11 @@ def below_autograd() -> Any:
     return torch._C._AutoDispatchBelowAutograd()
 
 
+def is_held_here(lock: Any) -> bool:
+    """Whether this thread holds a ``threading.RLock``."""
+    return lock._is_owned()
+
+
 Loop = Callable[..., Any]
 _users: weakref.WeakSet = weakref.WeakSet()
 _wrapper: Callable[..., Any] | None = None
@@ -245,4 +327,4 @@ def _remove_if_unused() -> None:
 
 def uses_generation_mixin_sample(model: Any) -> bool:
     """Whether the model's class has transformers' own greedy and sampling loop."""
-    return type(model)._sample is GenerationMixin._sample
+    return getattr(type(model), "_sample", None) is GenerationMixin._sample

@@ -22,7 +22,7 @@ from .coverage import check_anything, check_coverage
 from .decode import loop, structure
 from .decode.plan import DecodePlan
 from .errors import FallbackError, UnsupportedModelError
-from .forwards import FORWARDS, KEY, ModulePatch
+from .forwards import FORWARDS, KEY, STATE_KEY, ModulePatch
 from .ops.gemv import MAX_ROWS
 from .progress import announced
 from .reporting import Report
@@ -71,24 +71,6 @@ class Options:
         return cls(None if stored == "auto" else stored, frozenset(chosen), bool(strict), max_batch_size)
 
 
-class _ThreadLock:
-    """A lock that other threads wait for and that its own thread is refused."""
-
-    def __init__(self) -> None:
-        self._lock, self._owner = threading.Lock(), None
-
-    def acquire_for_thread(self) -> bool:
-        if self._owner == threading.get_ident():
-            return False
-        self._lock.acquire()
-        self._owner = threading.get_ident()
-        return True
-
-    def release(self) -> None:
-        self._owner = None
-        self._lock.release()
-
-
 @dataclass(eq=False)
 class PatchState:
     """Everything ``patch()`` keeps about one model; it lives in the model's ``__dict__``, and in its modules' patches.
@@ -100,6 +82,7 @@ class PatchState:
         bindings: (module, attribute, what its ``__dict__`` held before or _ABSENT), in the order they were made.
         declined: (module name, part, reason code) of everything recognized that kept its stock forward.
         loop_reason: why generate() always uses transformers' loop on this model, or None.
+        generates: whether the model's generate() passes through us, be it only to be counted.
         enabled: False while ``verify`` compares with stock code.
     """
 
@@ -111,19 +94,20 @@ class PatchState:
     declined: list[tuple[str, str, str]] = field(default_factory=list)
     architecture: str = ""
     loop_reason: str | None = None
+    generates: bool = False
     enabled: bool = True
     stats: Stats = field(default_factory=Stats)
     plans: list[DecodePlan] = field(default_factory=list)
-    lock: _ThreadLock = field(default_factory=_ThreadLock)
+    lock: Any = field(default_factory=threading.RLock)
 
     def fall_back(self, reason: str) -> None:
         """Count a call of stock code.
 
         Raises:
-            FallbackError: the model was patched with ``strict=True``.
+            FallbackError: the model was patched with ``strict=True``, and the reason is not the user's own choice.
         """
         self.stats.note(reason)
-        if self.options.strict and self.enabled:
+        if self.options.strict and self.enabled and reason != "module_disabled":
             meaning, remedy = reasons.REASONS[reason]
             raise FallbackError(
                 f"stock code would run ({reason}: {meaning}) and strict=True forbids it. What helps: {remedy}"
@@ -147,9 +131,10 @@ class PatchState:
 
     def copy_into(self, made: PatchState, memo: dict) -> None:
         """Fill the state of a deep copy of the model: its own modules, no shared plans or counts."""
-        for name in ("known", "model_architecture", "bindings", "patched", "declined", "architecture", "loop_reason"):
+        names = ("known", "model_architecture", "bindings", "patched", "declined", "architecture", "loop_reason")
+        for name in (*names, "generates"):
             setattr(made, name, copy.deepcopy(getattr(self, name), memo))
-        if made.loop_reason is None:
+        if made.generates:
             compat.install_sample_loop(made, loop.sample)
 
 
@@ -168,7 +153,7 @@ _ABSENT = _Absent()
 
 def state_of(model: nn.Module) -> PatchState | None:
     """The patch state of ``model``, or None if it is not patched."""
-    return vars(model).get(KEY) if isinstance(model, nn.Module) else None
+    return vars(model).get(STATE_KEY) if isinstance(model, nn.Module) else None
 
 
 def patch(
@@ -217,19 +202,20 @@ def patch(
         loader.ensure(device, progress)
     state = PatchState(options)
     try:
-        _bind_modules(model, state, all(loader.is_native(p.device.type) for p in model.parameters()))
-        _bind_generate(model, state)
+        # offloaded parameters are "meta" until a hook brings them: each call looks where they are
+        devices = {parameter.device.type for parameter in model.parameters()} - {"meta"}
+        _bind_all(model, state, all(map(loader.is_native, devices)))
         check_coverage(model, state)
         by_structure = next((architecture for architecture in state.known if architecture.like), None)
         due = state.loop_reason is None and selftest.is_due() or by_structure and state.patched
         if due and not getattr(_testing, "active", False):
             with nullcontext() if quiet else announced("trying a small random twin of the model"):
                 _self_test(model, by_structure)
+        if not quiet:
+            print(report(model))
     except BaseException:
         _unbind(state)
         raise
-    if not quiet:
-        print(report(model))
     return model
 
 
@@ -243,8 +229,7 @@ def examine(model: nn.Module) -> Report:
     """
     state = PatchState(Options.parse("auto", None, "all", False, MAX_ROWS))
     try:
-        _bind_modules(model, state, native=True)
-        _bind_generate(model, state)
+        _bind_all(model, state, native=True)
         check_anything(model, state)
         if state.loop_reason is None:  # what every generate() would find
             state.loop_reason = state.part_of(model).reason()
@@ -253,8 +238,16 @@ def examine(model: nn.Module) -> Report:
         _unbind(state)
 
 
+def _bind_all(model: nn.Module, state: PatchState, native: bool) -> None:
+    """Bind all that is to be fast, noted so that :func:`_unbind` can undo it; ``native``: there are kernels."""
+    state.bindings.append((model, STATE_KEY, _ABSENT))  # the last to be undone, so that unpatch() can be repeated
+    vars(model)[STATE_KEY] = state
+    _bind_modules(model, state, native)
+    _bind_generate(model, state)
+
+
 def _bind_modules(model: nn.Module, state: PatchState, native: bool) -> None:
-    """Bind our forwards through ``model.apply``, or note why a module keeps its own; ``native``: there are kernels."""
+    """Bind our forwards through ``model.apply``, or note why a module keeps its own."""
     names = {id(module): name for name, module in model.named_modules()}
     state.known = structural.known_for(model, architectures())
 
@@ -358,8 +351,7 @@ def _bind_copying(state: PatchState, module: nn.Module) -> None:
 def _getstate(self: nn.Module) -> dict:
     """The module's ``__dict__`` as it was before ``patch()``, for pickle and ``copy.copy``."""
     contents = dict(vars(self))
-    held = contents[KEY]
-    state = held if isinstance(held, PatchState) else held.state
+    state = state_of(self) or contents[KEY].state
     for module, name, previous in reversed(state.bindings):
         if module is self:
             _restore(contents, name, previous)
@@ -375,27 +367,26 @@ def _restore(contents: dict, name: str, previous: Any) -> None:
 
 def _deepcopy(self: nn.Module, memo: dict) -> nn.Module:
     """A copy of a patched model is patched; a copy of one of its modules alone is stock."""
-    held = vars(self)[KEY]
+    state = state_of(self)
     made = self.__class__.__new__(self.__class__)
     memo[id(self)] = made
     contents = vars(self)
-    if isinstance(held, PatchState):
-        memo[id(held)] = PatchState(held.options)  # the modules' patches, copied next, lead here
-    elif id(held.state) not in memo:
+    if state is not None:
+        memo[id(state)] = PatchState(state.options)  # the modules' patches, copied next, lead here
+    elif id(contents[KEY].state) not in memo:
         contents = _getstate(self)
     vars(made).update(copy.deepcopy(contents, memo))
-    if isinstance(held, PatchState):
-        held.copy_into(memo[id(held)], memo)
+    if state is not None:
+        state.copy_into(memo[id(state)], memo)
     return made
 
 
 def _bind_generate(model: nn.Module, state: PatchState) -> None:
-    """Give the model our cache and decode loop, if it is a causal LM that an architecture covers wholly."""
-    state.bindings.append((model, KEY, vars(model).get(KEY, _ABSENT)))
-    vars(model)[KEY] = state
+    """Give the model our cache and decode loop; one that no architecture covers wholly is only counted."""
     _bind_copying(state, model)
     state.loop_reason = _loop_reason(model, state)
-    if state.loop_reason is None:
+    state.generates = compat.uses_generation_mixin_sample(model)
+    if state.generates:
         _bind(state, model, compat.PREPARE_CACHE, _prepare_cache)
         compat.install_sample_loop(state, loop.sample)
 
@@ -416,18 +407,27 @@ def _loop_reason(model: nn.Module, state: PatchState) -> str | None:
 
 def _prepare_cache(self: nn.Module, generation_config: Any, model_kwargs: dict, generation_mode: Any, *rest, **named):
     """Like the class's own, with a FastpathCache where that would make a plain ``DynamicCache``."""
-    state: PatchState = vars(self)[KEY]
+    state: PatchState = vars(self)[STATE_KEY]
     users_own = model_kwargs.get("past_key_values") is not None
     result = compat.prepare_cache_stock(self, generation_config, model_kwargs, generation_mode, *rest, **named)
     if not state.enabled:
         return result
     state.stats.new_call()
     if not compat.is_sample_mode(generation_mode):
-        state.fall_back("generation_mode")
+        state.fall_back(state.loop_reason or "generation_mode")
     made = model_kwargs.get("past_key_values")
-    if not users_own and generation_config.cache_implementation is None and type(made) is compat.DynamicCache:
+    plain = generation_config.cache_implementation in (None, "dynamic") and type(made) is compat.DynamicCache
+    if plain and not users_own and _takes_our_cache(self, state):
         model_kwargs["past_key_values"] = FastpathCache.from_dynamic(made, state.options.kv_dtype)
     return result
+
+
+def _takes_our_cache(model: nn.Module, state: PatchState) -> bool:
+    """Whether a FastpathCache serves this model: our loop uses it, or every layer's attention does."""
+    if state.loop_reason is None:
+        return not compat.overrides_generation(model)
+    windows = compat.layer_windows(model.config)
+    return windows is not None and len(windows) in (state.patched.get("attention"), state.patched.get("layer"))
 
 
 def _is_ours(value: Any) -> bool:
@@ -438,12 +438,22 @@ def _is_ours(value: Any) -> bool:
 
 
 def _unbind(state: PatchState) -> None:
-    for module, name, previous in reversed(state.bindings):
-        if _is_ours(vars(module).get(name)):  # else the user has put something there since
-            _restore(vars(module), name, previous)
-    state.bindings.clear()
     state.plans.clear()
     compat.uninstall_sample_loop(state)
+    while state.bindings:
+        module, name, previous = state.bindings[-1]
+        if _is_ours(vars(module).get(name)):  # else the user has put something there since
+            _restore(vars(module), name, previous)
+        elif name in compat.FORWARD_ATTRIBUTES:
+            _unwrap_forward(module)
+        state.bindings.pop()
+
+
+def _unwrap_forward(module: nn.Module) -> None:
+    """Take our forward from where an accelerate hook that came or went since ``patch()`` has put it."""
+    for name in compat.FORWARD_ATTRIBUTES:
+        if _is_ours(vars(module).get(name)):
+            vars(module)[name] = MethodType(type(module).forward, module)
 
 
 def unpatch(model: nn.Module) -> nn.Module:

@@ -48,6 +48,14 @@ REASONS: dict[str, Reason] = {
         "a module inside the fused span has a forward of its own on the instance",
         "remove it (`del module.forward`) before patch()",
     ),
+    "class_forward": Reason(
+        "other code has replaced the forward of a class, or a function that it calls",
+        "leave out the package that replaces it",
+    ),
+    "attention_function": Reason(
+        "attention runs through a function that is not transformers' own",
+        "load the model with attn_implementation='sdpa' or 'eager'",
+    ),
     "dynamic_rope": Reason(
         "the rotary embedding changes with the sequence length",
         "set rope_type to default, linear, llama3 or yarn where the model allows it",
@@ -69,6 +77,9 @@ REASONS: dict[str, Reason] = {
         "gradients are needed and the fused op has no backward", "use torch.no_grad() unless this is training"
     ),
     "dropout": Reason("dropout is active inside the fused span", "call model.eval()"),
+    "checkpointing": Reason(
+        "activation checkpointing is active (train mode): stock runs without a KV cache", "call model.eval()"
+    ),
     "hooks": Reason("a module inside the fused span has forward hooks", "remove the hooks"),
     "attention_mask": Reason(
         "this attention mask is not plain left padding", "pad on the left: tokenizer.padding_side = 'left'"
@@ -91,6 +102,10 @@ REASONS: dict[str, Reason] = {
     "generation_mode": Reason(
         "beam search, assisted or another loop than greedy search and sampling",
         "use num_beams=1 without an assistant: other loops run over patched modules",
+    ),
+    "generation_method": Reason(
+        "a method that generate() calls for every token is overridden (prompt tuning, ...)",
+        "merge or leave out what overrides it",
     ),
     "synced_gpus": Reason("generation is synchronized over several processes", "pass synced_gpus=False"),
     "custom_sample": Reason("the model class has a decode loop of its own", "nothing to set: it belongs to the model"),

@@ -15,6 +15,7 @@ import torch
 
 from .. import compat
 from ..cache import FastpathCache
+from ..forwards import STATE_KEY
 from ..ops.gemv import MAX_ROWS
 from .plan import MAX_EOS_TOKENS
 
@@ -42,7 +43,7 @@ def sample(original: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
     Returns:
         What ``original`` returns.
     """
-    state: PatchState | None = vars(model).get("_hf_fastpath")
+    state: PatchState | None = vars(model).get(STATE_KEY)
     if state is None or not state.enabled:
         return original(model, *args, **kwargs)
     return _sample(state, original, model, *args, **kwargs)
@@ -63,23 +64,21 @@ def _sample(
     state.stats.new_call()
     part = state.part_of(model)
     reason = step_aside_reason(state, part, input_ids, generation_config, synced_gpus, model_kwargs)
-    if reason is None and not state.lock.acquire_for_thread():
+    if reason is None and compat.is_held_here(state.lock):
         reason = "reentrant"
-    if reason is not None:
-        state.fall_back(reason)
-        before, started = input_ids.shape[1], time.perf_counter()
-        result = original(
-            *(model, input_ids, logits_processor, stopping_criteria, generation_config, synced_gpus, streamer),
-            **model_kwargs,
-        )
-        sequences = result if isinstance(result, torch.Tensor) else result.sequences
-        state.stats.generated(sequences.numel() - before * sequences.shape[0], started, reason)
-        return result
-    try:
-        loop = _Loop(state, model, input_ids, logits_processor, stopping_criteria, generation_config, streamer)
-        return loop.run(part, model_kwargs)
-    finally:
-        state.lock.release()
+    if reason is None:
+        with state.lock:  # other threads wait; entered and left in one bytecode, so that no interrupt leaves it held
+            loop = _Loop(state, model, input_ids, logits_processor, stopping_criteria, generation_config, streamer)
+            return loop.run(part, model_kwargs)
+    state.fall_back(reason)
+    before, started = input_ids.shape[1], time.perf_counter()
+    result = original(
+        *(model, input_ids, logits_processor, stopping_criteria, generation_config, synced_gpus, streamer),
+        **model_kwargs,
+    )
+    sequences = result if isinstance(result, torch.Tensor) else result.sequences
+    state.stats.generated(sequences.numel() - before * sequences.shape[0], started, reason)
+    return result
 
 
 def step_aside_reason(
@@ -93,7 +92,9 @@ def step_aside_reason(
     """The reason code for which this call is left to transformers' loop, or None."""
     cache = model_kwargs.get("past_key_values")
     if state.loop_reason is not None or part is None:
-        return state.loop_reason or "unsupported_config"
+        return state.loop_reason or "class_not_supported"
+    if compat.overrides_generation(part.module):
+        return "generation_method"
     if synced_gpus:
         return "synced_gpus"
     if config.is_assistant:
@@ -214,6 +215,14 @@ class _Loop:
         return torch.cat(ends) if sum(end.numel() for end in ends) <= MAX_EOS_TOKENS else _TOO_MANY
 
     def run(self, part: ModelPart, model_kwargs: dict) -> Any:
+        cache = model_kwargs["past_key_values"]
+        try:
+            return self._generate(part, model_kwargs)
+        except BaseException:
+            cache.settle(len(part.layers))
+            raise
+
+    def _generate(self, part: ModelPart, model_kwargs: dict) -> Any:
         outputs = compat.prefill(self.model, self.ids, self.config, model_kwargs)
         cache, position_ids = outputs.past_key_values, model_kwargs["position_ids"]
         mask = model_kwargs.get("attention_mask")

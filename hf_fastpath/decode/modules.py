@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..compat import Conv1D, has_hooks
+from ..compat import Conv1D, has_hooks, is_known_code, is_wrapped_by
 from ..registry import FLOAT_DTYPES
 
 _PLAIN_TENSORS = (torch.Tensor, nn.Parameter)
@@ -34,13 +34,16 @@ def own_code_reason(module: nn.Module) -> str | None:
     """Why calling ``module`` is more than its class's forward, or None."""
     if has_hooks(module):
         return "hooks"
+    if not is_known_code(type(module).forward, type(module).__module__):
+        return "class_forward"
     override = module.__dict__.get("forward")
     if override is None:
         return None
     function = getattr(override, "__func__", None)
-    # Ours is no override; nor is the class's own forward, which an unpickled module may carry as a bound method.
+    # Ours is no override; nor is the class's own forward, bound: an unpickled module may carry it; accelerate leaves
+    # it without its decorators.
     ours = getattr(function, "__module__", "").startswith("hf_fastpath.")
-    return None if ours or function is type(module).forward else "instance_forward"
+    return None if ours or is_wrapped_by(function, type(module).forward) else "instance_forward"
 
 
 def projection_reason(module: nn.Module) -> str | None:

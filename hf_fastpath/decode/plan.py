@@ -233,11 +233,13 @@ class DecodePlan:
         with torch.inference_mode(False), torch.no_grad():
             like = torch.empty(0, dtype=self.dtype, device=self.device)
             every = torch.arange(rows, device=self.device)[None]
+            made = []
             for kind, tables in self._angles.items():
-                made = self._rotary.forward(like, every, *(() if kind is None else (kind,)))
-                for table, values in zip(tables, made):
-                    self.program.values[table.index] = values[0].to(self.dtype).contiguous()
+                angles = self._rotary.forward(like, every, *(() if kind is None else (kind,)))
+                made += [(table, values[0].to(self.dtype).contiguous()) for table, values in zip(tables, angles)]
         self.graph = None  # it reads the old tables
+        for table, values in reversed(made):  # the first table comes last: its length stands for all
+            self.program.values[table.index] = values
 
     @property
     def logits(self) -> torch.Tensor:

@@ -14,7 +14,15 @@ from torch import nn
 
 from .. import architecture as arch
 from ..architecture import Architecture
-from ..compat import activation_name, caps_scores, has_static_rope, layer_windows
+from ..compat import (
+    activation_name,
+    attention_function,
+    caps_scores,
+    has_static_rope,
+    is_known_code,
+    layer_windows,
+    rotation_function,
+)
 from ..ops.decode_attention import MAX_HEAD_DIM, MIN_HEAD_DIM
 from ..registry import FLOAT_DTYPES
 from .modules import (
@@ -206,6 +214,11 @@ class AttentionPart(Part):
             return "unsupported_config"
         if not MIN_HEAD_DIM <= self.head_dim <= MAX_HEAD_DIM or self.head_dim % 8:
             return "unsupported_head_dim"
+        home = type(self.module).__module__
+        if not is_known_code(attention_function(self.module), home):
+            return "attention_function"
+        if not is_known_code(rotation_function(self.module), home):
+            return "class_forward"
         reasons = [self._own_reason("attention"), own_code_reason(self.module)]
         reasons += [projection_reason(linear) for linear in self.projections()]
         reasons += [dropout_reason(self.module, self.spec.attention_dropout)]
@@ -293,6 +306,8 @@ class LayerPart(Part):
             return "unsupported_config"
         if not all(getattr(self.module, name) for name in spec.require):
             return "unsupported_config"
+        if self.module.training and getattr(self.module, "gradient_checkpointing", False):
+            return "checkpointing"
         reasons = [self._own_reason("layer"), own_code_reason(self.module)]
         reasons += [dropout_reason(self.module, name) for name in spec.dropouts]
         reasons += [part.reason() for part in self.parts()]

@@ -113,19 +113,45 @@ def test_mask_with_holes_falls_back(device):
     assert_same_tokens(found, expected)
 
 
-def test_boolean_mask_tokens_equal(device):
+@over_architectures
+def test_right_padding_falls_back(architecture, device):
+    """As stock computes it, tokens after the padding included."""
+    stock, ours = pair(architecture, device)
+    inputs = {name: given.flip(1) for name, given in left_padded(device).items()}
+    with counting(ours) as counts:
+        found, expected = both(stock, ours, **inputs, **GREEDY)
+    assert counts.reasons["attention_mask"] and not counts.fast
+    assert_same_tokens(found, expected, stock, inputs["attention_mask"])
+
+
+@pytest.mark.parametrize("dtype", (torch.bool, torch.int32, torch.float32), ids=str)
+def test_mask_of_any_type_tokens_equal(dtype, device):
     stock, ours = pair("llama", device)
     inputs = left_padded(device)
-    inputs["attention_mask"] = inputs["attention_mask"].bool()
-    found, expected = both(stock, ours, **inputs, **GREEDY)
+    inputs["attention_mask"] = inputs["attention_mask"].to(dtype)
+    with counting(ours) as counts:
+        found, expected = both(stock, ours, **inputs, **GREEDY)
+    assert counts.fast == 60
     assert_same_tokens(found, expected)
 
 
-def test_users_position_ids_tokens_equal(device):
-    stock, ours = pair("mistral", device)
-    ids = prompt(device, 2)
-    where = torch.arange(5, 16, device=device).expand(2, -1)
-    found, expected = both(stock, ours, input_ids=ids, position_ids=where, **GREEDY)
+@over_architectures
+@pytest.mark.parametrize("rows", (1, 2))
+@pytest.mark.parametrize("first", (0, 5, 900))
+def test_users_position_ids_tokens_equal(first, rows, architecture, device):
+    stock, ours = pair(architecture, device)
+    where = torch.arange(first, first + 11, device=device).expand(rows, -1)
+    with counting(ours) as counts:
+        found, expected = both(stock, ours, input_ids=prompt(device, 2), position_ids=where, **GREEDY)
+    assert counts.fast == 40
+    assert_same_tokens(found, expected, stock)
+
+
+def test_users_position_ids_that_jump_tokens_equal(device):
+    """Packed and shifted positions, other ones in each row."""
+    stock, ours = pair("llama", device)
+    where = torch.tensor([[0, 1, 2, 0, 1, 2, 3, 4, 5, 6, 7], [7, 9, 11, 20, 21, 22, 23, 24, 50, 51, 52]], device=device)
+    found, expected = both(stock, ours, input_ids=prompt(device, 2), position_ids=where, **GREEDY)
     assert_same_tokens(found, expected, stock)
 
 

@@ -66,6 +66,39 @@ def test_torch_compile_after_patching(architecture):
     assert_equal_generation(ours, stock)
 
 
+def _compiled_forward(model):
+    model.forward = torch.compile(model.forward, backend="eager")
+    return model
+
+
+def _compiled_layers(model):
+    for layer in model.model.layers:
+        layer.compile(backend="eager")
+    return model
+
+
+COMPILED = {
+    "torch.compile": (lambda model: torch.compile(model, backend="eager"), True),
+    "layer.compile": (_compiled_layers, True),
+    "model.forward": (_compiled_forward, False),
+}
+
+
+@pytest.mark.parametrize("name", COMPILED)
+def test_generate_of_a_compiled_model(name):
+    """Compiled after patching, as users do it; a forward on the instance is the user's, so that stock's loop runs."""
+    make, fast = COMPILED[name]
+    torch._dynamo.reset()
+    stock, ours = fresh("llama", num_hidden_layers=1)
+    options = dict(max_new_tokens=3, do_sample=False)  # the compiler looks at each length anew
+    compiled = make(ours)
+    with counting(ours) as counts:
+        found = compiled.generate(prompt(CPU, 2), **options)
+    assert bool(counts.fast) == fast and (fast or counts.reasons["instance_forward"]), counts.reasons
+    assert_same_tokens(found, stock.generate(prompt(CPU, 2), **options), stock)
+    torch._dynamo.reset()
+
+
 @pytest.mark.parametrize("dtype", (torch.float64, torch.bfloat16))
 @over_architectures
 def test_default_dtype_of_the_user(dtype, architecture, device):

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -51,6 +53,36 @@ def test_report_contents(device, capsys):
     text = str(report)
     for part in ("2 layer", "24 fast", "204 stock", "batch_size", str(REASONS["batch_size"])):
         assert part in text
+
+
+STOCK_LOOPS = """
+import sys, warnings
+sys.path.insert(0, sys.argv[1])
+import torch
+torch.set_num_threads(1)
+import hf_fastpath
+from models import build, prompt
+warnings.simplefilter("ignore")
+model, partly = build("llama"), build("gpt2")
+model.__class__ = type("Own", (type(model),), {})
+partly.transformer.h[1].mlp.act = torch.nn.Tanh()
+for each in (model, partly):
+    hf_fastpath.patch(each, quiet=True)
+    for _ in range(2):
+        each.generate(prompt(torch.device("cpu"), 2), max_new_tokens=4, do_sample=False)
+    stats = hf_fastpath.report(each).stats
+    print(stats["fast_tokens"], stats["fallback_tokens"], stats["reasons"])
+"""
+
+
+def test_stock_loop_is_counted(tmp_path):
+    """In a process of its own, where no other model has brought the wrapper: stock's tokens count, and our layers and
+    cache serve them."""
+    require_native(CPU)
+    command = [sys.executable, "-c", STOCK_LOOPS, str(ROOT / "tests")]
+    result = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path)
+    assert result.returncode == 0, result.stderr[-2000:]
+    assert result.stdout.splitlines() == ["0 16 {'class_not_supported': 2}", "0 16 {'partial_patch': 2}"]
 
 
 def test_a_call_gives_its_own_reasons_only(device):
