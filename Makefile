@@ -8,7 +8,7 @@ TORCH ?= torch==2.13.0
 READY := $(VENV)/.ready
 CUDA_ARCHS ?= 80 90a
 
-.PHONY: env demo test test-gpu style quality ptxas sanitize bench docs clean
+.PHONY: env demo test test-full test-gpu style quality ptxas sanitize bench docs clean
 
 env: $(READY)
 
@@ -33,6 +33,10 @@ demo: $(CPU_LIB)
 
 test: $(CPU_LIB)
 	HF_FASTPATH_REQUIRE_NATIVE=cpu $(BIN)/python -m pytest -q $(TESTS) $(ARGS)
+
+# What `make test` leaves out as well: every family in every type and batch on four models each.
+test-full: override ARGS += --full
+test-full: test
 
 # On a machine with a GPU and its own torch: nothing is downloaded, libraries built elsewhere are used as they are.
 test-gpu:

@@ -16,11 +16,26 @@ pytest.register_assert_rewrite("checks", "memory", "parity", "models", "architec
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--full", action="store_true", help="everything, and not the selection that `make test` runs")
     parser.addoption(
         "--record-golden",
         metavar="CSV",
         help="put the errors of the golden matrix into this file, in place of what it holds of the same cases",
     )
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if config.getoption("--record-golden") and not config.getoption("--full"):
+        raise pytest.UsageError("--record-golden records what --full compares: give both")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leave out what is marked ``full``, unless asked for; pytest says how many these are."""
+    if config.getoption("--full"):
+        return
+    left_out = [item for item in items if item.get_closest_marker("full")]
+    items[:] = [item for item in items if item not in set(left_out)]
+    config.hook.pytest_deselected(items=left_out)
 
 
 def pytest_report_header(config: pytest.Config) -> list[str]:

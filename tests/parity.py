@@ -145,7 +145,7 @@ class LogitRule:
         return errors.mean().item(), stock_errors.mean().item(), len(errors)
 
     def check(self, what: str, least_positions: int = 256) -> None:
-        """Assert the rule over at least ``least_positions`` positions (64 for each of 4 seeds)."""
+        """Assert the rule over at least ``least_positions`` positions."""
         ours, stock, count = self.means()
         assert count >= least_positions, f"only {count} positions were compared"
         assert stock > 0, f"{what}: stock equals float64, so the comparison means nothing"

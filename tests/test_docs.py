@@ -31,7 +31,7 @@ def test_a_family_without_figures_is_named(tmp_path, monkeypatch):
     lines = make_pages.GOLDEN.read_text().splitlines(keepends=True)
     (tmp_path / "golden.csv").write_text("".join(line for line in lines if not line.startswith("gpt2,")))
     monkeypatch.setattr(make_pages, "GOLDEN", tmp_path / "golden.csv")
-    with pytest.raises(ValueError, match="no figures of .*gpt2.*: run `make test .*--record-golden"):
+    with pytest.raises(ValueError, match="no figures of .*gpt2.*: run `make test-full .*--record-golden"):
         make_pages.golden_matrix()
 
 

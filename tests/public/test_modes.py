@@ -46,7 +46,9 @@ def test_autocast_runs_stock(dtype, architecture, device):
     assert counts.reasons["autocast"] and not counts.fast
 
 
-@over_architectures
+@pytest.mark.parametrize(
+    "architecture", ("llama", *(pytest.param(name, marks=pytest.mark.full) for name in ("gpt2", "mistral")))
+)
 def test_torch_compile_after_patching(architecture):
     """The compiler traces stock code, whole prompts and steps over a cache."""
     torch._dynamo.reset()
