@@ -9,6 +9,9 @@ from torch import nn
 
 from .compat import layer_windows
 
+#: config entries that hold the features inside an MLP; without them there are four times the model's
+_MLP_WIDTHS = ("intermediate_size", "n_inner", "ffn_dim")
+
 
 def weight_bytes(model: Any, batch: int = 1) -> int:
     """Bytes of weights one decode step reads.
@@ -30,7 +33,7 @@ def layer_widths(config: Any) -> tuple[int, int, int]:
     heads = config.num_attention_heads
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
     kv_heads = getattr(config, "num_key_value_heads", None) or heads
-    inner = getattr(config, "intermediate_size", None) or getattr(config, "n_inner", None) or 4 * config.hidden_size
+    inner = next(filter(None, (getattr(config, name, None) for name in _MLP_WIDTHS)), 4 * config.hidden_size)
     return heads * head_dim, kv_heads * head_dim, inner
 
 

@@ -67,6 +67,11 @@ def is_transposed(module: nn.Module) -> bool:
     return type(module) is Conv1D
 
 
+def out_features(module: nn.Module) -> int:
+    """Width of what a projection gives."""
+    return module.weight.shape[1 if is_transposed(module) else 0]
+
+
 def number(module: nn.Module | None, path: str | None, default: float = 1.0) -> float:
     """The number at ``path`` inside ``module``; ``default`` without a path, or where None is."""
     found = None if path is None else attrgetter(path)(module)

@@ -17,7 +17,8 @@ from ..compat import below_autograd
 from ..ops.decode_attention import workspace_bytes
 from . import steps
 from .graph import capture
-from .structure import ModelPart, fingerprint, out_features
+from .modules import out_features
+from .structure import ModelPart, fingerprint
 
 _aten = torch.ops.aten
 

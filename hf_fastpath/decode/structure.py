@@ -37,11 +37,6 @@ from .modules import (
 )
 
 
-def out_features(module: nn.Module) -> int:
-    """Width of what a projection gives."""
-    return module.weight.shape[1 if is_transposed(module) else 0]
-
-
 @dataclass(frozen=True)
 class Part:
     """A module in a role. What is inside the module is looked up at every use: it may be replaced after patching."""

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -207,7 +208,7 @@ def assert_variant_right(
     """A config that differs in ``changes`` gives stock's tokens and logits; ``fast`` says by which loop."""
     require_native(device)
     stock = build(architecture, **changes).to(device)
-    with pytest.warns(UserWarning) if reason == "declined" else _nothing():
+    with pytest.warns(UserWarning) if reason == "declined" else nullcontext():
         ours = hf_fastpath.patch(copy.deepcopy(stock), quiet=True)
     inputs = left_padded(device)
     options = dict(max_new_tokens=20, do_sample=False)
@@ -222,9 +223,3 @@ def assert_variant_right(
     expected = walk(ref, text, [first] + [1] * steps, RoundingCache(ref.config, torch.float32))[:, first - 1 :]
     rule.add(forced_logits(ours, text, first), forced_logits(stock, text, first), expected)
     rule.check(f"{architecture} {changes}", POSITIONS)
-
-
-class _nothing:
-    def __enter__(self) -> None: ...
-
-    def __exit__(self, *exception) -> None: ...

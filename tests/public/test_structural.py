@@ -12,7 +12,7 @@ from dataclasses import replace
 import pytest
 import torch
 import transformers
-from models import CPU, VOCAB, assert_same_instances, build, instances, left_padded, require_native
+from models import CPU, VOCAB, assert_same_instances, build, counting, instances, left_padded, require_native
 from parity import assert_equal_generation
 
 import hf_fastpath
@@ -132,6 +132,18 @@ def test_a_twin_whose_attributes_mean_something_else_fails_the_self_test(family)
     with pytest.raises(UnsupportedModelError, match="has no architecture file and was taken for a llama, and a small"):
         hf_fastpath.patch(model, quiet=True)
     assert_same_instances(instances(model), before)
+
+
+def test_a_forward_that_other_code_gives_a_twin_is_honored(family, monkeypatch):
+    require_native(CPU)
+    stock = family()
+    ours = hf_fastpath.patch(copy.deepcopy(stock), quiet=True)
+    mlp = type(stock.model.layers[0].mlp)
+    real = mlp.forward
+    monkeypatch.setattr(mlp, "forward", lambda self, x: 2 * real(self, x))
+    with counting(ours) as counts:
+        assert_equal_generation(ours, stock, fast=False)
+    assert counts.reasons["class_forward"], counts.reasons
 
 
 def test_a_listed_family_needs_no_structure(monkeypatch):
