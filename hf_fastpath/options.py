@@ -34,7 +34,7 @@ class Options:
             ValueError: which argument, what it got, what is expected.
         """
         by_name = {str(dtype).removeprefix("torch."): dtype for dtype in KV_DTYPES}
-        stored = by_name.get(kv_dtype, kv_dtype) if isinstance(kv_dtype, str) else kv_dtype
+        stored: Any = by_name.get(kv_dtype, kv_dtype) if isinstance(kv_dtype, str) else kv_dtype
         if stored != "auto" and stored not in KV_DTYPES:
             raise ValueError(f"kv_dtype is {kv_dtype!r}, expected 'auto', torch.float32, float16 or bfloat16")
         if weights is not None:
