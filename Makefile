@@ -8,7 +8,7 @@ TORCH ?= torch==2.13.0
 READY := $(VENV)/.ready
 CUDA_ARCHS ?= 80 90a
 
-.PHONY: env demo test test-gpu style quality ptxas sanitize bench clean
+.PHONY: env demo test test-full test-gpu style quality ptxas sanitize bench docs clean
 
 env: $(READY)
 
@@ -33,6 +33,10 @@ demo: $(CPU_LIB)
 
 test: $(CPU_LIB)
 	HF_FASTPATH_REQUIRE_NATIVE=cpu $(BIN)/python -m pytest -q $(TESTS) $(ARGS)
+
+# What `make test` leaves out as well: every family in every type and batch on four models each.
+test-full: override ARGS += --full
+test-full: test
 
 # On a machine with a GPU and its own torch: nothing is downloaded, libraries built elsewhere are used as they are.
 test-gpu:
@@ -59,6 +63,10 @@ sanitize: $(READY)
 bench: $(CPU_LIB)
 	$(BIN)/python benchmarks/bench_ops.py --device cpu
 	$(BIN)/python benchmarks/bench_generate.py --device cpu --model tinyllama-1.1b --dtype fp16 --context 32
+
+# The parts of docs/ that are made from code and data.
+docs: $(READY)
+	$(BIN)/python docs/make_pages.py
 
 clean:
 	rm -rf build dist *.egg-info hf_fastpath/lib

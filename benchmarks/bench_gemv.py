@@ -23,7 +23,7 @@ from measure import DTYPE_NAMES, DTYPES
 from torch.nn import functional
 from transformers import PreTrainedConfig
 
-from hf_fastpath import loader, ops
+from hf_fastpath import loader, ops, traffic
 from hf_fastpath.bandwidth import measure_read_bandwidth
 
 Step = Callable[[], object]
@@ -45,7 +45,7 @@ class Chain:
         self.gpt2 = config.model_type == "gpt2"
         self.device, self.dtype = device, dtype
         hidden = config.hidden_size
-        self.width, kv_width, inner = shapes.layer_widths(config)
+        self.width, kv_width, inner = traffic.layer_widths(config)
         self.x = self._randn(batch, hidden)
         self.norm = self._randn(hidden)
         self.layers = [

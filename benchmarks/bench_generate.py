@@ -35,7 +35,7 @@ from measure import DTYPE_NAMES, DTYPES, Spread
 from transformers import PreTrainedModel, TextStreamer
 
 import hf_fastpath
-from hf_fastpath import loader
+from hf_fastpath import loader, traffic
 from hf_fastpath.bandwidth import measure_read_bandwidth
 
 
@@ -190,8 +190,8 @@ def _row(
 ) -> dict[str, object]:
     batch, context = work.prompt.shape
     prefill, token = Spread.of(seen.prefill), Spread.of(seen.token)
-    kv = shapes.kv_bytes(model.config, work.mean_context, model.dtype, batch)
-    moved = shapes.weight_bytes(model, batch) + kv
+    kv = traffic.kv_bytes(model.config, work.mean_context, model.dtype, batch)
+    moved = traffic.weight_bytes(model, batch) + kv
     return {
         "model": label,
         "dtype": DTYPE_NAMES[model.dtype],

@@ -225,6 +225,15 @@ def _greedy(name: str, vocab_size: int, batch: int = 1) -> Call:
     return Call(name, arguments)
 
 
+def _race(name: str, vocab_size: int, *settings: float, batch: int = 1) -> Call:
+    def arguments(device: torch.device, dtype: torch.dtype) -> Sample:
+        logits = 3 * torch.randn(batch, vocab_size, device=device, dtype=dtype)
+        noise = torch.empty(batch, vocab_size, device=device).exponential_()
+        return Sample(logits, noise, torch.tensor(settings, dtype=torch.float64, device=device))
+
+    return Call(name, arguments)
+
+
 _GPU = ("cuda",)
 _GELU_DTYPES = ("fp32", "fp16")
 
@@ -293,6 +302,14 @@ SHAPES: dict[str, list[Call]] = {
         _greedy("gpt2 50257", 50257),
         _greedy("llama-3.2 128256, batch 8", 128256, batch=8),
     ],
+    "exponential_race": [
+        _race("mistral 32000, temperature", 32000, 0.8, 0, 1.0, 0.0),
+        _race("mistral 32000, top-k 50, top-p", 32000, 0.8, 50, 0.95, 0.0),
+        _race("mistral 32000, top-p", 32000, 0.8, 0, 0.95, 0.0),
+        _race("gpt2 50257, top-k 50, top-p", 50257, 0.8, 50, 0.95, 0.0),
+        _race("llama-3.2 128256, top-k 50, top-p, batch 8", 128256, 0.8, 50, 0.95, 0.0, batch=8),
+        _race("llama-3.2 128256, top-p, batch 8", 128256, 0.8, 0, 0.95, 0.0, batch=8),
+    ],
     "rms_norm": [
         Call("mistral 1x4096", _sample(_randn(1, 1, 4096), _randn(4096), 1e-5)),
         Call("mistral 512x4096", _sample(_randn(512, 4096), _randn(4096), 1e-5)),
@@ -357,6 +374,7 @@ REFERENCE_NAMES = {
     "gemv_swiglu": "2 F.linear, gate",
     "decode_layers": "layer by layer",
     "greedy_token": "argmax, copies",
+    "exponential_race": "warpers, softmax, division",
     "rms_norm": "MistralRMSNorm",
     "layer_norm": "F.layer_norm",
     "rope_append": "rope, index_put",

@@ -20,6 +20,8 @@ import shapes
 import torch
 from measure import DATA_DIR, DTYPES
 
+from hf_fastpath import traffic
+
 matplotlib.use("Agg")
 from matplotlib import pyplot  # noqa: E402  (after the backend is chosen)
 
@@ -132,10 +134,10 @@ def plot_ops(source: Path, target: Path) -> Path:
 def stage_bytes(config, context: int, batch: int, dtype: torch.dtype) -> list[int]:
     """Bytes a layer's kernels have to read, in the order of ``STAGES``."""
     hidden = config.hidden_size
-    width, kv_width, inner = shapes.layer_widths(config)
+    width, kv_width, inner = traffic.layer_widths(config)
     ups = 1 if config.model_type == "gpt2" else 2
     weights = (width * hidden, ups * hidden * inner, inner * hidden, hidden * (width + 2 * kv_width))
-    kv = shapes.kv_bytes(config, context, dtype, batch) // config.num_hidden_layers
+    kv = traffic.kv_bytes(config, context, dtype, batch) // config.num_hidden_layers
     return [kv, *(dtype.itemsize * count for count in weights)]
 
 

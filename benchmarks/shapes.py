@@ -11,6 +11,8 @@ import torch
 from torch.overrides import TorchFunctionMode
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
+from hf_fastpath.traffic import weight_bytes
+
 #: standard deviation of random weights: what most models are initialized with, so that nothing overflows
 WEIGHT_STD = 0.02
 
@@ -184,41 +186,7 @@ def no_model() -> Iterator[None]:
 # ---- bytes a token ----------------------------------------------------------------------------------------
 
 
-def weight_bytes(model: PreTrainedModel, batch: int = 1) -> int:
-    """Bytes of weights one decode step reads.
-
-    Every parameter once whatever the batch, but of an embedding table only a row for each sequence; a head
-    that is tied to an embedding table is read in full.
-    """
-    head = model.get_output_embeddings()
-    tables = [module.weight for module in model.modules() if isinstance(module, torch.nn.Embedding)]
-    gathered = {id(table) for table in tables}
-    if head is not None:
-        gathered.discard(id(head.weight))
-    rows = sum(batch * table.shape[1] * table.element_size() for table in tables)
-    return rows + sum(p.numel() * p.element_size() for p in model.parameters() if id(p) not in gathered)
-
-
-def layer_widths(config: PreTrainedConfig) -> tuple[int, int, int]:
-    """Features of a layer's queries, of its keys (as many as of its values), and inside its MLP."""
-    heads = config.num_attention_heads
-    head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
-    kv_heads = getattr(config, "num_key_value_heads", None) or heads
-    inner = getattr(config, "intermediate_size", None) or getattr(config, "n_inner", None) or 4 * config.hidden_size
-    return heads * head_dim, kv_heads * head_dim, inner
-
-
-def kv_bytes(config: PreTrainedConfig, context: float, dtype: torch.dtype, batch: int = 1) -> int:
-    """Bytes of keys and values that a decode step reads when each sequence holds ``context`` positions."""
-    config = config.get_text_config(decoder=True)
-    _, kv_width, _ = layer_widths(config)
-    window = getattr(config, "sliding_window", None)
-    kinds = getattr(config, "layer_types", None) or ["sliding_attention"] * config.num_hidden_layers
-    positions = sum(min(context, window) if window and "sliding" in kind else context for kind in kinds)
-    return int(2 * positions * kv_width * dtype.itemsize * batch)
-
-
 def shape_weight_bytes(name: str, dtype: torch.dtype, batch: int = 1) -> int:
-    """:func:`weight_bytes` of a shape, without building the model."""
+    """:func:`hf_fastpath.traffic.weight_bytes` of a shape, without building the model."""
     with no_model():
         return weight_bytes(AutoModelForCausalLM.from_config(shape(name).build_config(), dtype=dtype), batch)

@@ -25,7 +25,7 @@ import torch
 from measure import DTYPE_NAMES, DTYPES
 
 import hf_fastpath
-from hf_fastpath import loader
+from hf_fastpath import loader, traffic
 from hf_fastpath.bandwidth import measure_read_bandwidth
 from hf_fastpath.decode.plan import DecodePlan
 
@@ -117,8 +117,8 @@ def main() -> None:
             plan.step(torch.zeros(arguments.batch, dtype=torch.long, device="cuda"))
         torch.cuda.synchronize()
         bandwidth = measure_read_bandwidth("cuda")
-        step_bytes = shapes.weight_bytes(model, arguments.batch)
-        step_bytes += shapes.kv_bytes(model.config, arguments.context, dtype, arguments.batch)
+        step_bytes = traffic.weight_bytes(model, arguments.batch)
+        step_bytes += traffic.kv_bytes(model.config, arguments.context, dtype, arguments.batch)
         ms = replay_ms(plan, plan.seq_lens.clone())
         share = step_bytes / ms * 1e3 / bandwidth
         print(

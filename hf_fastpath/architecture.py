@@ -19,14 +19,21 @@ class Norm:
     """A norm module.
 
     Attributes:
-        class_name: transformers or ``torch.nn`` class.
+        class_name: transformers class, or ``LayerNorm`` for that of ``torch.nn``, which is not patched by itself.
         kind: ``"rms"`` or ``"layer"``.
         eps: attribute that holds epsilon.
+        unit_offset: the factor is ``1 + weight``, which takes an op of its own wherever the norm stands.
     """
 
     class_name: str
     kind: str
     eps: str
+    unit_offset: bool = False
+
+    @property
+    def is_torchs(self) -> bool:
+        """Whether the class is ``torch.nn.LayerNorm``."""
+        return self.class_name == "LayerNorm"
 
 
 @dataclass(frozen=True)
@@ -37,21 +44,38 @@ class Attention:
         class_name: transformers class.
         qkv: names of the query, key and value projections, or of one fused projection (query | key | value).
         out: name of the output projection.
+        by_kv_head: a fused projection has its rows by KV head: the head's queries, its key, its value.
+        head_dim: attribute that holds the size of a head.
         scaling: attribute that holds the factor on the scores.
         attention_dropout: name of the dropout probability attribute, or of an ``nn.Dropout``.
-        refuse: config attributes that must be falsy for the kernels' arithmetic to be the model's.
+        refuse, require: attributes that must be falsy, or not, for the kernels' arithmetic to be the model's.
         residual_dropout: the same after the output projection, or None.
-        head_norms: names of norms over every head's query and key, between projection and rotation; or None.
+        head_norms: names of norms over query and key, of every head or of all, between projection and rotation; or
+            None.
+        rotates: switch that is off in layers without rotation; None where all rotate or none.
+        layer_type: attribute that holds the kind of layer, if the rotary embedding has angles for each; or None.
+        softcap: attribute that holds ``cap``, if scores become ``cap * tanh(scores / cap)``, which takes ops of their
+            own; or None.
+        pairs: what is turned together: element i and i + half (``"halves"``), or 2i and 2i + 1 (``"neighbors"``).
+        cache: name of the argument in which the forwards of the module and of its layer take the KV cache.
     """
 
     class_name: str
     qkv: tuple[str, ...]
     out: str
+    by_kv_head: bool = False
+    head_dim: str = "head_dim"
     scaling: str = "scaling"
     attention_dropout: str = "attention_dropout"
     refuse: tuple[str, ...] = ()
+    require: tuple[str, ...] = ()
     residual_dropout: str | None = None
     head_norms: tuple[str, str] | None = None
+    rotates: str | None = None
+    layer_type: str | None = None
+    softcap: str | None = None
+    pairs: str = "halves"
+    cache: str = "past_key_values"
 
 
 @dataclass(frozen=True)
@@ -59,14 +83,14 @@ class MLP:
     """A feed-forward module.
 
     Attributes:
-        class_name: transformers class.
+        class_name: transformers class; None if its parts lie in the layer itself.
         activation: name of the activation module.
         up, down: names of the projections.
         gate: name of the gate projection; that of ``up`` if one projection holds gate | up; None for a plain MLP.
         dropout: name of the dropout probability attribute after ``down``, or of an ``nn.Dropout``; or None.
     """
 
-    class_name: str
+    class_name: str | None
     activation: str
     up: str
     down: str
@@ -76,22 +100,40 @@ class MLP:
 
 @dataclass(frozen=True)
 class Layer:
-    """A decoder layer: ``x += attention(norm(x)); x += mlp(norm(x))``.
+    """A decoder layer: ``x += attention(norm(x)); x += mlp(norm(x))``, or a variation that the last fields declare.
 
     Attributes:
         class_name: transformers class.
-        attention_norm, attention, mlp_norm, mlp: names of its parts.
+        attention_norm: name of the norm in front of attention, or None.
+        attention: name of the attention module.
+        mlp_norm: name of the norm in front of the MLP, or None; a parallel layer without one uses attention_norm.
+        mlp: name of the MLP, or None if its parts lie in the layer itself.
         refuse: names of parts or switches whose presence means another structure (cross-attention).
+        require: names of switches that are on in this structure.
         dropouts: names of dropout probability attributes after attention and MLP, or of ``nn.Dropout``s.
+        attention_post_norm, mlp_post_norm: names of norms over what is added to x, or None.
+        residual_multiplier: attribute that holds a factor on what is added to x, or None.
+        parallel: attention and MLP take the same x. True, False, or the switch that says so.
     """
 
     class_name: str
-    attention_norm: str
+    attention_norm: str | None
     attention: str
-    mlp_norm: str
-    mlp: str
+    mlp_norm: str | None
+    mlp: str | None
     refuse: tuple[str, ...] = ()
+    require: tuple[str, ...] = ()
     dropouts: tuple[str, ...] = ()
+    attention_post_norm: str | None = None
+    mlp_post_norm: str | None = None
+    residual_multiplier: str | None = None
+    parallel: bool | str = False
+
+    @property
+    def norms(self) -> tuple[str, ...]:
+        """Names of the layer's own norms."""
+        names = (self.attention_norm, self.attention_post_norm, self.mlp_norm, self.mlp_post_norm)
+        return tuple(name for name in names if name is not None)
 
 
 @dataclass(frozen=True)
@@ -102,13 +144,23 @@ class Architecture:
         name: name of the file, and transformers' ``model_type``.
         module: transformers module that defines the classes.
         causal_lm: class with ``generate()``.
-        base: name of the decoder inside it.
+        base: name of the decoder inside it, a path with dots where that lies deeper.
         embedding, layers, final_norm: names inside the decoder.
         head: name of the output projection inside the causal LM.
         rotary: name of the rotary embedding module inside the decoder, or None.
         position_embedding: name of a learned position embedding inside the decoder, or None.
+        position_offset: attribute of that embedding that holds what is added to positions; the embedding then is of a
+            class of ``module``. None: an ``nn.Embedding``, nothing added.
         embedding_dropout: name of the dropout probability attribute after the embeddings, or of an ``nn.Dropout``; or
             None.
+        embedding_multiplier: attribute of the decoder that holds a factor on the embeddings, or None.
+        embedding_scale: buffer of the embedding that holds a factor on what it gives; the embedding then is of a
+            class of ``module``. None: an ``nn.Embedding``, no factor.
+        logits_multiplier, logits_divisor: paths inside the causal LM to what the logits are multiplied or divided by,
+            or None.
+        logits_softcap: path inside the causal LM to ``cap``, if logits become ``cap * tanh(logits / cap)``; or None.
+        refuse: names inside the decoder whose presence means another structure.
+        like: name of the architecture file that this one was derived from by structure; None for one with a file.
     """
 
     name: str
@@ -125,15 +177,31 @@ class Architecture:
     head: str = "lm_head"
     rotary: str | None = None
     position_embedding: str | None = None
+    position_offset: str | None = None
     embedding_dropout: str | None = None
+    embedding_multiplier: str | None = None
+    embedding_scale: str | None = None
+    logits_multiplier: str | None = None
+    logits_divisor: str | None = None
+    logits_softcap: str | None = None
+    refuse: tuple[str, ...] = ()
+    like: str | None = None
 
     def __post_init__(self) -> None:
         if self.norm.kind not in ("rms", "layer"):
             raise ValueError(f"architecture {self.name!r}: norm kind {self.norm.kind!r}, expected 'rms' or 'layer'")
+        if self.norm.unit_offset and self.norm.kind != "rms":
+            raise ValueError(f"architecture {self.name!r}: unit_offset is for norms of kind 'rms'")
         if len(self.attention.qkv) not in (1, 3):
             raise ValueError(f"architecture {self.name!r}: qkv names one fused or three separate projections")
         if self.attention.head_norms and (len(self.attention.qkv) != 3 or self.norm.kind != "rms"):
             raise ValueError(f"architecture {self.name!r}: head_norms need separate projections and an RMS norm")
+        if self.attention.by_kv_head and len(self.attention.qkv) != 1:
+            raise ValueError(f"architecture {self.name!r}: by_kv_head describes a fused projection")
+        if self.attention.pairs not in ("halves", "neighbors"):
+            raise ValueError(
+                f"architecture {self.name!r}: pairs {self.attention.pairs!r}, expected 'halves' or 'neighbors'"
+            )
         if (self.rotary is None) == (self.position_embedding is None):
             raise ValueError(f"architecture {self.name!r}: give either rotary or position_embedding")
 
@@ -144,8 +212,8 @@ class Architecture:
             UnsupportedModelError: names the architecture, the class and the module it was looked for in.
         """
         names = (self.causal_lm, self.layer.class_name, self.attention.class_name, self.mlp.class_name)
-        places = [(self.module, name) for name in names]
-        places.append(("torch.nn" if self.norm.kind == "layer" else self.module, self.norm.class_name))
+        places = [(self.module, name) for name in names if name is not None]
+        places.append(("torch.nn" if self.norm.is_torchs else self.module, self.norm.class_name))
         for place, name in places:
             try:
                 found = hasattr(importlib.import_module(place), name)

@@ -337,6 +337,17 @@ class FastpathCache(Cache):
             layer.cropped_length(tokens_to_remove)  # all layers or none
         super().crop(tokens_to_remove)
 
+    def settle(self, num_layers: int) -> None:
+        """Give the layers of a model one length again after a forward that was interrupted: the shortest layer's. If a
+        window has moved on too far for that, forget everything, so that the whole text is read again."""
+        lengths = [layer.cumulative_length for layer in self.layers]
+        shortest = min(lengths) if len(lengths) == num_layers else 0
+        try:
+            for layer in self.layers:
+                layer.crop(shortest - layer.cumulative_length)
+        except RuntimeError:
+            self.reset()
+
     def seq_lens(self, layer_idx: int, new_tokens: int) -> torch.Tensor:
         """int32 [batch]: tokens each row of a layer holds once ``new_tokens`` more are there. Do not write to it."""
         layer = self.layers[layer_idx]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import difflib
 import json
 import platform
 import sys
@@ -15,6 +16,9 @@ import torch
 from . import __version__, build, loader, registry
 from .architecture import architectures
 from .reasons import REASONS
+
+DTYPES = ("float32", "float16", "bfloat16")
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 
 def info() -> dict[str, Any]:
@@ -55,6 +59,57 @@ def _verify(arguments: argparse.Namespace) -> int:
     return 0 if result.ok else 1
 
 
+def _explain(arguments: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
+    """Explain a reason code, or a model by its config."""
+    what = arguments.what
+    if what is None or what in REASONS:
+        codes = REASONS if what is None else (what,)
+        if arguments.json:
+            print(json.dumps({code: REASONS[code]._asdict() for code in codes}, indent=1))
+        else:
+            print("\n".join(f"{code}: {REASONS[code]}" for code in codes))
+        return 0
+    close = [] if Path(what).exists() else difflib.get_close_matches(what, REASONS, n=1, cutoff=0.8)
+    if close:
+        parser.error(f"unknown reason code {what!r}. Did you mean {close[0]!r}?")
+    from .bandwidth import measure_read_bandwidth
+    from .explain import explain
+    from .progress import announced
+
+    loader.ensure(arguments.device, lambda line: print(line, file=sys.stderr))
+    bandwidth = arguments.bandwidth
+    if bandwidth == "measure":
+        with announced(f"measuring the read bandwidth of {arguments.device}"):
+            bandwidth = measure_read_bandwidth(arguments.device) / 1e9
+    dtype = None if arguments.dtype is None else getattr(torch, arguments.dtype)
+    try:
+        with announced(f"building {what} without weights"):
+            found = explain(
+                what,
+                dtype,
+                arguments.device,
+                None if bandwidth is None else bandwidth * 1e9,
+                arguments.trust_remote_code,
+            )
+    except ValueError as error:
+        parser.error(str(error))
+    print(json.dumps(found.to_dict(), indent=1) if arguments.json else found)
+    return 0 if found.fast else 1
+
+
+def _bandwidth(text: str) -> float | str:
+    """GB/s, or ``"measure"``."""
+    if text == "measure":
+        return text
+    try:
+        value = float(text)
+    except ValueError:
+        value = 0.0
+    if 0 < value < float("inf"):
+        return value
+    raise argparse.ArgumentTypeError(f"got {text!r}, expected GB/s or 'measure'")
+
+
 def _bench(rest: Sequence[str]) -> int:
     """Run the benchmark script of the source checkout."""
     script = Path(__file__).resolve().parent.parent / "benchmarks" / "bench_generate.py"
@@ -75,13 +130,24 @@ def main(argv: Sequence[str] | None = None) -> int:
     commands = parser.add_subparsers(dest="command", required=True)
     info_parser = commands.add_parser("info", help="versions, devices, kernels and why")
     info_parser.add_argument("--json", action="store_true")
-    explain = commands.add_parser("explain", help="what a reason code means")
-    explain.add_argument("code", nargs="?", help="a reason code; none: all of them")
+    explain = commands.add_parser(
+        "explain",
+        help="what a reason code means; what patch() would make of a model, from its config alone",
+        description="Exit status of a model: 0 if its decode loop would be fast, else 1.",
+    )
+    explain.add_argument("what", nargs="?", help="a reason code; a folder, config.json or model id; none: all codes")
+    explain.add_argument("--dtype", choices=DTYPES, help="of the weights; default: what the config names")
+    explain.add_argument(
+        "--device", default=DEVICE, choices=("cpu", "cuda"), help="whose kernels and bandwidth are meant"
+    )
+    explain.add_argument("--bandwidth", type=_bandwidth, help="GB/s the device reads, or 'measure': shows the limits")
+    explain.add_argument("--trust-remote-code", action="store_true", help="run model code that comes with the config")
+    explain.add_argument("--json", action="store_true")
     verify = commands.add_parser("verify", help="compare a model patched with itself unpatched")
     verify.add_argument("model", help="folder or name of a causal LM")
     verify.add_argument("--prompt", default="import os\n\n\ndef", help="text to continue")
-    verify.add_argument("--dtype", default="float32", choices=("float32", "float16", "bfloat16"))
-    verify.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    verify.add_argument("--dtype", default="float32", choices=DTYPES)
+    verify.add_argument("--device", default=DEVICE)
     verify.add_argument("--max-new-tokens", type=int, default=64)
     verify.add_argument("--json", action="store_true")
     commands.add_parser("bench", help="decode speed beside stock; see benchmarks/bench_generate.py", add_help=False)
@@ -101,9 +167,5 @@ def main(argv: Sequence[str] | None = None) -> int:
                 print(f"{name + ':':15}" + f"\n{'':15}".join(text))
         return 0
     if arguments.command == "explain":
-        if arguments.code is not None and arguments.code not in REASONS:
-            parser.error(f"unknown reason code {arguments.code!r}; known: {', '.join(REASONS)}")
-        for code in REASONS if arguments.code is None else (arguments.code,):
-            print(f"{code}: {REASONS[code]}")
-        return 0
+        return _explain(arguments, parser)
     return _verify(arguments)

@@ -1,10 +1,11 @@
-"""The only file that touches private or version-dependent names of transformers, accelerate and torch."""
+"""The only file that touches private or version-dependent names of transformers, accelerate, torch and Python."""
 
 from __future__ import annotations
 
 import functools
+import sys
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -13,10 +14,18 @@ from torch import nn
 from torch.nn.modules import module as torch_module
 from transformers import activations
 from transformers.cache_utils import DynamicCache
-from transformers.generation import GenerationMixin, GenerationMode
-from transformers.generation.logits_process import LogitsProcessor
+from transformers.generation import GenerationConfig, GenerationMixin, GenerationMode
+from transformers.generation.logits_process import (
+    LogitsProcessor,
+    MinPLogitsWarper,
+    PrefixConstrainedLogitsProcessor,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+)
 from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengthCriteria, StoppingCriteria
 from transformers.generation.utils import GenerateDecoderOnlyOutput
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.pytorch_utils import Conv1D
 from transformers.utils import output_capturing
 
@@ -25,6 +34,7 @@ __all__ = [
     "DynamicCache",
     "EosTokenCriteria",
     "GenerateDecoderOnlyOutput",
+    "GenerationConfig",
     "GenerationMixin",
     "MaxLengthCriteria",
 ]
@@ -56,7 +66,7 @@ def layer_windows(config: Any) -> list[int | None] | None:
             windows.append(None)
         else:
             return None
-    return windows or [None] * config.num_hidden_layers
+    return windows or [None] * config.get_text_config(decoder=True).num_hidden_layers
 
 
 def prepare_cache_stock(model: Any, *args: Any, **kwargs: Any) -> Any:
@@ -92,30 +102,95 @@ def activation_name(module: nn.Module) -> str | None:
     return _ACTIVATIONS.get(type(module))
 
 
+#: packages whose functions are what our ops were compared with; ``kernels`` wraps functions of transformers
+_LIBRARIES = ("transformers", "torch", "kernels")
+#: (id of a function, where else it may be defined) -> the function, if it is known: every module is asked at every call
+_known_code: dict[tuple[int, str], Callable[..., Any]] = {}
+
+
+def is_known_code(function: Callable[..., Any] | None, home: str = "") -> bool:
+    """Whether a function, and all that its decorators wrap, is defined in transformers or torch; or in ``home``, the
+    module of a class that ``patch()`` compared with a listed one."""
+    key, outermost = (id(function), home), function
+    if function is None or _known_code.get(key) is function:
+        return True
+    while function is not None:
+        if isinstance(function, nn.Module):  # a function that ``kernels`` may replace by one of the hub's
+            function = vars(function).get("forward", type(function).forward)
+        function = getattr(function, "func", function)  # functools.partial
+        defined_in = getattr(function, "__globals__", {}).get("__name__", "")
+        if defined_in != home and defined_in.partition(".")[0] not in _LIBRARIES:
+            return False
+        function = getattr(function, "__wrapped__", None)
+    if not isinstance(outermost, nn.Module):  # whose forward may change
+        _known_code[key] = outermost
+    return True
+
+
+def is_wrapped_by(function: Callable[..., Any] | None, outer: Callable[..., Any] | None) -> bool:
+    """Whether ``function`` is ``outer``, or what a decorator of it wraps."""
+    while outer is not None and outer is not function:
+        outer = getattr(outer, "__wrapped__", None)
+    return outer is not None
+
+
+def attention_function(module: nn.Module) -> Callable[..., Any] | None:
+    """What the attention of ``module`` runs through, as its config says."""
+    name = module.config._attn_implementation
+    if name not in (None, "eager"):
+        return ALL_ATTENTION_FUNCTIONS.get(name)
+    return _global_of(module, "eager_attention_forward")
+
+
+def rotation_function(module: nn.Module) -> Callable[..., Any] | None:
+    """What an attention module turns queries and keys with; None if that is its own code."""
+    return _global_of(module, "apply_rotary_pos_emb")
+
+
+def _global_of(module: nn.Module, name: str) -> Any:
+    return vars(sys.modules[type(module).__module__]).get(name)
+
+
 def has_static_rope(rotary: nn.Module) -> bool:
     """Whether a rotary embedding's frequencies are the same at every length."""
-    return getattr(rotary, "rope_type", None) in ("default", "linear", "llama3", "yarn")
+    kinds = getattr(rotary, "rope_type", None)
+    kinds = set(kinds.values()) if isinstance(kinds, dict) else {kinds}  # one a kind of layer, or one for all
+    return kinds <= {"default", "linear", "llama3", "yarn"}
 
 
-def _is_capturing_hook(hook: Callable[..., Any]) -> bool:
-    # transformers leaves these on the modules after the first output_hidden_states=True; alone they do nothing.
-    return getattr(hook, "__module__", None) == output_capturing.__name__
+def caps_scores(config: Any) -> bool:
+    """Whether the chosen implementation of attention applies a soft-cap: sdpa passes over it."""
+    return config._attn_implementation != "sdpa"
+
+
+def _does_nothing(hook: Callable[..., Any]) -> bool:
+    """Whether a hook is one of transformers' that leaves a forward without gradients as it is."""
+    # Those that the first output_hidden_states=True leaves on the modules; alone they do nothing.
+    if getattr(hook, "__module__", None) == output_capturing.__name__:
+        return True
+    # That of enable_input_require_grads(), which comes with activation checkpointing.
+    name = getattr(hook, "__qualname__", "")
+    return is_known_code(hook) and name.endswith("enable_input_require_grads.<locals>.make_inputs_require_grads")
 
 
 def has_hooks(module: nn.Module) -> bool:
-    """Whether calling ``module`` would run hooks of the user's."""
+    """Whether calling ``module`` without gradients would run hooks that matter."""
     if torch_module._global_forward_hooks or torch_module._global_forward_pre_hooks:
         return True
     contents = module.__dict__
     after, before = contents["_forward_hooks"], contents["_forward_pre_hooks"]
     if not after and not before:
         return False
-    return any(not _is_capturing_hook(hook) for hook in (*after.values(), *before.values()))
+    return any(not _does_nothing(hook) for hook in (*after.values(), *before.values()))
 
 
 def outputs_are_captured() -> bool:
     """Whether the running forward was asked for attentions or hidden states."""
     return bool(output_capturing._active_collector.get())  # an empty collector asks for nothing
+
+
+#: where a module may keep the forward that computes
+FORWARD_ATTRIBUTES = ("forward", "_old_forward")
 
 
 def forward_attribute(module: nn.Module) -> str:
@@ -126,9 +201,50 @@ def forward_attribute(module: nn.Module) -> str:
 # ---- the decode loop --------------------------------------------------------------------------------------------
 
 
+#: methods that ``GenerationMixin._sample`` calls for every token and our loop does not
+_TOKEN_METHODS = ("prepare_inputs_for_generation", "_update_model_kwargs_for_generation")
+
+
+def overrides_generation(model: Any) -> bool:
+    """Whether other code has put itself between ``generate()`` and the model's forward."""
+    for name in _TOKEN_METHODS:
+        of_class, of_instance = getattr(type(model), name), vars(model).get(name)
+        if not is_known_code(of_class, type(model).__module__):
+            return True
+        # the class's own, bound: left behind by PEFT
+        if of_instance is not None and getattr(of_instance, "__func__", None) is not of_class:
+            return True
+    return False
+
+
 def is_stock(thing: LogitsProcessor | StoppingCriteria) -> bool:
-    """Whether a processor or criterion is one of transformers' own classes."""
-    return type(thing).__module__.startswith("transformers.")
+    """Whether a processor or criterion is one of transformers' own classes, and calls no function of the user's."""
+    return type(thing).__module__.startswith("transformers.") and type(thing) is not PrefixConstrainedLogitsProcessor
+
+
+#: warpers in the order in which generate() applies them: attribute with the setting, value that changes nothing
+_WARPERS: dict[type[LogitsProcessor], tuple[str, float]] = {
+    TemperatureLogitsWarper: ("temperature", 1.0),
+    TopKLogitsWarper: ("top_k", 0.0),
+    TopPLogitsWarper: ("top_p", 1.0),
+    MinPLogitsWarper: ("min_p", 0.0),
+}
+
+
+def sampling_settings(processors: Sequence[LogitsProcessor]) -> list[float] | None:
+    """temperature, top_k, top_p and min_p of ``processors``, or None if they are anything but these warpers, each at
+    most once and in this order, that keep at least one token and give the others no chance; or if float32 cannot hold
+    the temperature and its inverse."""
+    settings, kinds = [neutral for _, neutral in _WARPERS.values()], list(_WARPERS)
+    last = -1
+    for processor in processors:
+        place = kinds.index(type(processor)) if type(processor) in kinds else -1
+        keeps, filtered = (getattr(processor, name, None) for name in ("min_tokens_to_keep", "filter_value"))
+        if place <= last or keeps not in (None, 1) or filtered not in (None, -float("inf")):
+            return None
+        settings[place], last = float(getattr(processor, _WARPERS[kinds[place]][0])), place
+    limits = torch.finfo(torch.float32)
+    return settings if limits.tiny <= settings[0] <= 1 / limits.tiny else None
 
 
 def prefill(model: Any, input_ids: torch.Tensor, generation_config: Any, model_kwargs: dict) -> Any:
@@ -159,6 +275,11 @@ def _cuda_generator(device: torch.device) -> torch.Generator:
 def below_autograd() -> Any:
     """Context in which ops skip the autograd dispatch keys; only for code that needs no gradients."""
     return torch._C._AutoDispatchBelowAutograd()
+
+
+def is_held_here(lock: Any) -> bool:
+    """Whether this thread holds a ``threading.RLock``."""
+    return lock._is_owned()
 
 
 Loop = Callable[..., Any]
@@ -206,4 +327,4 @@ def _remove_if_unused() -> None:
 
 def uses_generation_mixin_sample(model: Any) -> bool:
     """Whether the model's class has transformers' own greedy and sampling loop."""
-    return type(model)._sample is GenerationMixin._sample
+    return getattr(type(model), "_sample", None) is GenerationMixin._sample

@@ -15,9 +15,10 @@ from torch import nn
 
 from . import loader, ops
 from .cache import FastpathCache, FastpathLayer
-from .compat import below_autograd, outputs_are_captured
+from .compat import below_autograd, is_known_code, outputs_are_captured
 from .decode import steps
-from .decode.structure import AttentionPart, LayerPart, MLPPart, NormPart, apply_dropout
+from .decode.modules import apply_dropout
+from .decode.structure import AttentionPart, LayerPart, MLPPart, NormPart
 from .ops.gemv import MAX_ROWS
 from .registry import FLOAT_DTYPES
 
@@ -25,7 +26,8 @@ if TYPE_CHECKING:
     from .patching import PatchState
 
 Part = NormPart | MLPPart | AttentionPart | LayerPart
-KEY = "_hf_fastpath"
+#: where a patched module keeps its ModulePatch, and a model that was given to ``patch()`` its PatchState
+KEY, STATE_KEY = "_hf_fastpath_module", "_hf_fastpath"
 
 
 @dataclass
@@ -46,6 +48,9 @@ class ModulePatch:
             return "autocast"
         if x.dtype not in FLOAT_DTYPES:
             return "dtype"
+        kind = type(self.part.module)
+        if not is_known_code(kind.forward, kind.__module__):
+            return "class_forward"
         return None if loader.is_native(x.device.type) else "no_native_library"
 
     def parameters_reason(self, x: torch.Tensor) -> str | None:
@@ -70,18 +75,23 @@ _UNCOUNTED = (None, "paused", "compiling", "gradient")
 
 
 def stock(module: nn.Module, reason: str | None, *args: Any, **kwargs: Any) -> Any:
-    """The class's own forward; a reason is counted, and refused under ``strict=True``."""
+    """The class's own forward; a reason is counted, and refused under ``strict=True``.
+
+    A module without a patch runs it too: other code may have wrapped our forward and hold it after ``unpatch()``.
+    """
     if reason not in _UNCOUNTED:
         vars(module)[KEY].state.fall_back(reason)
     return type(module).forward(module, *args, **kwargs)
 
 
 def norm(self: nn.Module, hidden_states: torch.Tensor) -> torch.Tensor:
-    patch: ModulePatch = vars(self)[KEY]
+    patch: ModulePatch | None = vars(self).get(KEY)
+    if patch is None:
+        return stock(self, None, hidden_states)
     reason = patch.reason_now(hidden_states) or patch.parameters_reason(hidden_states)
     if reason is not None:
         return stock(self, reason, hidden_states)
-    return ops.rms_norm.overload(hidden_states, self.weight, patch.part.eps)
+    return steps.norm(steps.run, patch.part, hidden_states)
 
 
 def _activate(op: Callable[..., torch.Tensor], *arguments: Any) -> torch.Tensor:
@@ -93,7 +103,9 @@ def _activate(op: Callable[..., torch.Tensor], *arguments: Any) -> torch.Tensor:
 
 
 def mlp(self: nn.Module, hidden_states: torch.Tensor) -> torch.Tensor:
-    patch: ModulePatch = vars(self)[KEY]
+    patch: ModulePatch | None = vars(self).get(KEY)
+    if patch is None:
+        return stock(self, None, hidden_states)
     part: MLPPart = patch.part
     reason = patch.reason_now(hidden_states) or part.activation_reason()
     if reason is not None:
@@ -135,10 +147,12 @@ def _over_cache(
         What the fused ops need; a reason code if stock code has to run though it is such a call; None for every
         other call (prompts, no cache), which are stock code's by design.
     """
+    if kwargs.get("cache") is not None:  # continuous batching: several prompts and tokens in one row
+        return patch.reason_now(x) or "other_cache"
     if x.dim() != 3 or x.shape[1] != 1:
         return None
     named = dict(zip(patch.argument_names, args), **kwargs)
-    cache, index = named.get("past_key_values"), part.module.layer_idx
+    cache, index = named.get(part.spec.cache), part.module.layer_idx
     if cache is None or cache.get_seq_length(index) == 0:
         return None
     reason = patch.reason_now(x) or patch.parameters_reason(x)
@@ -160,12 +174,15 @@ def _over_cache(
     if named.get("output_attentions") or outputs_are_captured():
         return "attention_outputs"
     layer.reserve(1)
-    cos, sin = named.get("position_embeddings") or (None, None)
-    return _OverCache(layer, steps.Positions(cos, sin, cache.seq_lens(index, 1), None))
+    angles = named.get("position_embeddings")
+    angles = {} if angles is None else {part.layer_type: tuple(table.to(x.dtype) for table in angles)}
+    return _OverCache(layer, steps.Positions(angles, cache.seq_lens(index, 1), None))
 
 
 def attention(self: nn.Module, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-    patch: ModulePatch = vars(self)[KEY]
+    patch: ModulePatch | None = vars(self).get(KEY)
+    if patch is None:
+        return stock(self, None, hidden_states, *args, **kwargs)
     found = _over_cache(patch, patch.part, hidden_states, args, kwargs)
     if not isinstance(found, _OverCache):
         return stock(self, found, hidden_states, *args, **kwargs)
@@ -175,7 +192,9 @@ def attention(self: nn.Module, hidden_states: torch.Tensor, *args: Any, **kwargs
 
 
 def layer(self: nn.Module, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-    patch: ModulePatch = vars(self)[KEY]
+    patch: ModulePatch | None = vars(self).get(KEY)
+    if patch is None:
+        return stock(self, None, hidden_states, *args, **kwargs)
     part: LayerPart = patch.part
     found = _over_cache(patch, part.attention, hidden_states, args, kwargs)
     if not isinstance(found, _OverCache):

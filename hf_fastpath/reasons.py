@@ -1,46 +1,130 @@
-"""Reason codes: why a call, a module or a token ran stock code. ``docs/reason-codes.md`` says the same."""
+"""Reason codes: why a call, a module or a token ran stock code, and what helps. ``docs/reason-codes.md`` is made from
+this table by ``docs/make_pages.py``."""
 
 from __future__ import annotations
 
-#: code -> what it means and what the user can do about it
-REASONS: dict[str, str] = {
+from typing import NamedTuple
+
+
+class Reason(NamedTuple):
+    """What a reason code means and what the user can do about it.
+
+    Attributes:
+        meaning: why stock code runs.
+        remedy: what makes it fast, or that nothing has to be done.
+    """
+
+    meaning: str
+    remedy: str
+
+    def __str__(self) -> str:
+        return f"{self.meaning}; {self.remedy}"
+
+
+REASONS: dict[str, Reason] = {
     # a module keeps its stock forward (decided at patch())
-    "class_not_supported": "no architecture file covers this class",
-    "module_disabled": "left out by patch(ops=...)",
-    "no_native_library": "no compiled kernels for this device: see `python -m hf_fastpath info`",
-    "unsupported_activation": "the activation is not one the kernels have",
-    "unsupported_head_dim": "head_dim is not 32 to 256 in steps of 8",
-    "unsupported_projection": "a projection is not exactly nn.Linear or Conv1D (LoRA, quantized, sharded, ...)",
-    "unsupported_config": "the config asks for attention arithmetic that the kernels do not do",
-    "instance_forward": "a module inside the fused span has a forward of its own on the instance",
-    "dynamic_rope": "the rotary embedding changes with the sequence length",
+    "class_not_supported": Reason(
+        "no architecture file covers this class",
+        "use a family that `python -m hf_fastpath info` lists, or write its architecture file",
+    ),
+    "module_disabled": Reason("left out by patch(ops=...)", "name it in ops, or leave ops out"),
+    "no_native_library": Reason(
+        "no compiled kernels for this device", "`python -m hf_fastpath info` says what the build lacks"
+    ),
+    "unsupported_activation": Reason(
+        "the activation is not one the kernels have", "nothing to set: it belongs to the model"
+    ),
+    "unsupported_head_dim": Reason(
+        "head_dim is not 32 to 256 in steps of 8", "nothing to set: it belongs to the model"
+    ),
+    "unsupported_projection": Reason(
+        "a projection is not exactly nn.Linear or Conv1D (LoRA, quantized, sharded, ...)",
+        "merge the adapter, load unquantized weights, or use one device",
+    ),
+    "unsupported_config": Reason(
+        "the config asks for arithmetic or a structure that is not covered", "nothing to set: it belongs to the model"
+    ),
+    "instance_forward": Reason(
+        "a module inside the fused span has a forward of its own on the instance",
+        "remove it (`del module.forward`) before patch()",
+    ),
+    "class_forward": Reason(
+        "other code has replaced the forward of a class, or a function that it calls",
+        "leave out the package that replaces it",
+    ),
+    "attention_function": Reason(
+        "attention runs through a function that is not transformers' own",
+        "load the model with attn_implementation='sdpa' or 'eager'",
+    ),
+    "dynamic_rope": Reason(
+        "the rotary embedding changes with the sequence length",
+        "set rope_type to default, linear, llama3 or yarn where the model allows it",
+    ),
     # a call runs stock code (decided at each call)
-    "autocast": "autocast is active: it would change the types the kernels see",
-    "compiling": "torch.compile is tracing: it gets the stock code",
-    "device": "tensors are on devices without kernels, or on different ones",
-    "dtype": "dtype is not float32, float16 or bfloat16, or the types are mixed",
-    "gradient": "gradients are needed and the fused op has no backward",
-    "dropout": "dropout is active inside the fused span",
-    "hooks": "a module inside the fused span has forward hooks",
-    "attention_mask": "this attention mask is not plain left padding",
-    "attention_outputs": "attentions or hidden states were requested",
-    "batch_size": "more than 16 rows at once, or more than max_batch_size",
-    "no_cache": "no KV cache is in use (use_cache=False)",
-    "other_cache": "the KV cache is not a FastpathCache",
-    "position_ids": "position ids are not one row a sequence",
-    "unsupported_input": "inputs_embeds, token_type_ids or encoder states were passed",
+    "autocast": Reason(
+        "autocast is active: it would change the types the kernels see", "load the model in half precision instead"
+    ),
+    "compiling": Reason("torch.compile is tracing: it gets the stock code", "do not compile a patched model"),
+    "device": Reason(
+        "tensors are on devices without kernels, or on different ones",
+        "move the whole model and the inputs to one CPU or CUDA device",
+    ),
+    "dtype": Reason(
+        "dtype is not float32, float16 or bfloat16, or the types are mixed",
+        "load the model in one of these: dtype=torch.float16",
+    ),
+    "gradient": Reason(
+        "gradients are needed and the fused op has no backward", "use torch.no_grad() unless this is training"
+    ),
+    "dropout": Reason("dropout is active inside the fused span", "call model.eval()"),
+    "checkpointing": Reason(
+        "activation checkpointing is active (train mode): stock runs without a KV cache", "call model.eval()"
+    ),
+    "hooks": Reason("a module inside the fused span has forward hooks", "remove the hooks"),
+    "attention_mask": Reason(
+        "this attention mask is not plain left padding", "pad on the left: tokenizer.padding_side = 'left'"
+    ),
+    "attention_outputs": Reason(
+        "attentions or hidden states were requested", "leave out output_attentions and output_hidden_states"
+    ),
+    "batch_size": Reason("more than 16 rows at once, or more than max_batch_size", "generate in smaller batches"),
+    "no_cache": Reason("no KV cache is in use (use_cache=False)", "leave use_cache on"),
+    "other_cache": Reason(
+        "the KV cache is not a FastpathCache of this model", "pass none, or hf_fastpath.FastpathCache(model.config)"
+    ),
+    "position_ids": Reason("position ids are not one row a sequence", "leave them out: generate() makes them"),
+    "unsupported_input": Reason(
+        "inputs_embeds, token_type_ids or encoder states were passed", "pass input_ids and attention_mask only"
+    ),
     # the decode loop steps aside (decided at each generate())
-    "paused": "the patch is switched off for this call (verify)",
-    "assistant": "the model is the assistant of assisted decoding",
-    "generation_mode": "beam search, assisted or another loop than greedy search and sampling",
-    "synced_gpus": "generation is synchronized over several processes",
-    "custom_sample": "the model class has a decode loop of its own",
-    "compile_config": "a compile_config was given",
-    "partial_patch": "some layer of the model could not be patched",
-    "reentrant": "generate() was called from inside this model's own decode loop",
+    "paused": Reason("the patch is switched off for this call (verify)", "nothing to do: it comes back by itself"),
+    "assistant": Reason("the model is the assistant of assisted decoding", "leave out assistant_model"),
+    "generation_mode": Reason(
+        "beam search, assisted or another loop than greedy search and sampling",
+        "use num_beams=1 without an assistant: other loops run over patched modules",
+    ),
+    "generation_method": Reason(
+        "a method that generate() calls for every token is overridden (prompt tuning, ...)",
+        "merge or leave out what overrides it",
+    ),
+    "synced_gpus": Reason("generation is synchronized over several processes", "pass synced_gpus=False"),
+    "custom_sample": Reason("the model class has a decode loop of its own", "nothing to set: it belongs to the model"),
+    "compile_config": Reason("a compile_config was given", "leave it out"),
+    "partial_patch": Reason(
+        "some layer of the model could not be patched", "see the reasons of its modules in report(model)"
+    ),
+    "reentrant": Reason(
+        "generate() was called from inside this model's own decode loop", "call it after the outer generate()"
+    ),
     # the fast loop runs, but cannot run ahead of the device
-    "custom_stopping_criteria": "a stopping criterion of the user's own: the host waits for every token",
-    "custom_logits_processor": "a logits processor of the user's own: the host waits for every token",
+    "custom_stopping_criteria": Reason(
+        "a stopping criterion of the user's own: the host waits for every token",
+        "use transformers' own criteria where one does the same",
+    ),
+    "custom_logits_processor": Reason(
+        "a logits processor of the user's own: the host waits for every token",
+        "use transformers' own processors where one does the same",
+    ),
 }
 
 

@@ -18,7 +18,8 @@ class Report:
     """What ``report(model)`` returns: printable, and plain data through ``to_dict()``.
 
     Attributes:
-        architecture: name of the architecture file that covers the model.
+        architecture: name of the architecture that covers the model.
+        like: the listed one it was recognized as by its structure, or None if it has a file of its own.
         patched: part -> number of modules with our forward.
         declined: "part: reason code" -> number of modules that kept stock's.
         loop: ``"fast"``, or the reason code for which generate() uses transformers' loop.
@@ -27,6 +28,7 @@ class Report:
     """
 
     architecture: str
+    like: str | None
     patched: dict[str, int]
     declined: dict[str, int]
     loop: str
@@ -39,6 +41,7 @@ class Report:
         declined = Counter(f"{kind}: {reason}" for _, kind, reason in state.declined)
         return cls(
             architecture=state.architecture,
+            like=next((a.like for a in state.known if a.name == state.architecture), None),
             patched=dict(state.patched),
             declined=dict(declined),
             loop=state.loop_reason or "fast",
@@ -50,10 +53,16 @@ class Report:
         """Plain data, ready for JSON."""
         return asdict(self)
 
-    def __str__(self) -> str:
+    def parts(self) -> list[str]:
+        """Lines on what is fast and what is stock."""
         fast = ", ".join(f"{count} {part}" for part, count in self.patched.items()) or "nothing"
-        lines = [f"hf_fastpath on {self.architecture}: {fast} patched; decode loop: {self._explain(self.loop)}"]
-        lines += [f"  stock: {count} {what} ({REASONS[what.split(': ')[1]]})" for what, count in self.declined.items()]
+        family = self.architecture if self.like is None else f"{self.architecture} (structural: like {self.like})"
+        lines = [f"hf_fastpath on {family}: {fast} patched; decode loop: {self._explain(self.loop)}"]
+        declined = self.declined.items()
+        return lines + [f"  stock: {count} {what} ({REASONS[what.split(': ')[1]]})" for what, count in declined]
+
+    def __str__(self) -> str:
+        lines = self.parts()
         lines += [f"  kernels: {line}" for line in self.kernels] or ["  kernels: none, PyTorch references"]
         stats = self.stats
         if stats["fast_tokens"] or stats["fallback_tokens"]:

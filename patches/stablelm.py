@@ -22,7 +22,7 @@ ARCHITECTURE = Architecture(
         attention="self_attn",
         mlp_norm="post_attention_layernorm",
         mlp="mlp",
-        refuse=("use_parallel_residual",),
         dropouts=("dropout",),
+        parallel="use_parallel_residual",
     ),
 )

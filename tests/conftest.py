@@ -2,12 +2,40 @@
 
 from __future__ import annotations
 
+import csv
+from pathlib import Path
+
 import pytest
 import torch
+import transformers
 
 from hf_fastpath import build, loader
+from hf_fastpath.registry import FLOAT_DTYPES
 
 pytest.register_assert_rewrite("checks", "memory", "parity", "models", "architecture_checks")
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--full", action="store_true", help="everything, and not the selection that `make test` runs")
+    parser.addoption(
+        "--record-golden",
+        metavar="CSV",
+        help="put the errors of the golden matrix into this file, in place of what it holds of the same cases",
+    )
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if config.getoption("--record-golden") and not config.getoption("--full"):
+        raise pytest.UsageError("--record-golden records what --full compares: give both")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leave out what is marked ``full``, unless asked for; pytest says how many these are."""
+    if config.getoption("--full"):
+        return
+    left_out = [item for item in items if item.get_closest_marker("full")]
+    items[:] = [item for item in items if item not in set(left_out)]
+    config.hook.pytest_deselected(items=left_out)
 
 
 def pytest_report_header(config: pytest.Config) -> list[str]:
@@ -39,7 +67,43 @@ def repeatable(request: pytest.FixtureRequest):
     """The same random numbers whatever ran before, and no trace of a test in the next one's globals."""
     threads = torch.get_num_threads()
     torch.manual_seed(1729)
-    if request.path.parent.name in ("generation", "patches", "public"):
+    if request.path.parent.name in ("ecosystem", "generation", "patches", "public"):
         torch.set_num_threads(1)  # tiny models: handing a microsecond of work to a pool takes longer than doing it
     yield
     torch.set_num_threads(threads)
+
+
+#: the golden matrix: a case, and what was measured on it
+GOLDEN_KEY = ("architecture", "device", "dtype", "case")
+GOLDEN_COLUMNS = (*GOLDEN_KEY, "error", "stock_error", "positions", "hardware", "torch", "transformers")
+
+
+@pytest.fixture(scope="session")
+def golden_figures(request: pytest.FixtureRequest):
+    """Takes the figures of each golden case; ``--record-golden`` writes them down."""
+    rows: list[dict] = []
+
+    def take(architecture: str, device: torch.device, dtype: torch.dtype, case: str, *figures) -> None:
+        on_gpu = device.type == "cuda"
+        hardware = torch.cuda.get_device_name(device) if on_gpu else torch.backends.cpu.get_cpu_capability()
+        error, stock_error, positions = figures
+        names = (architecture, device.type, str(dtype).removeprefix("torch."), case)
+        versions = (hardware, torch.__version__, transformers.__version__)
+        values = (*names, f"{error:.2e}", f"{stock_error:.2e}", positions, *versions)
+        rows.append(dict(zip(GOLDEN_COLUMNS, values)))
+
+    yield take
+    if (path := request.config.getoption("--record-golden")) is not None:
+        merge_golden(Path(path), rows)
+
+
+def merge_golden(path: Path, rows: list[dict]) -> None:
+    """Put ``rows`` into the file, in place of those of the same cases."""
+    known = list(csv.DictReader(path.open(newline=""))) if path.is_file() else []
+    by_case = {tuple(row[name] for name in GOLDEN_KEY): row for row in (*known, *rows)}
+    dtypes = [str(dtype).removeprefix("torch.") for dtype in FLOAT_DTYPES]
+    merged = sorted(by_case.values(), key=lambda r: (r["architecture"], r["device"], dtypes.index(r["dtype"])))
+    with path.open("w", newline="") as file:
+        writer = csv.DictWriter(file, GOLDEN_COLUMNS, lineterminator="\n")
+        writer.writeheader()
+        writer.writerows(merged)

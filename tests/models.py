@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import importlib
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -12,34 +13,11 @@ from pathlib import Path
 import pytest
 import torch
 from torch import nn
-from transformers import (
-    AutoModelForCausalLM,
-    AutoTokenizer,
-    GPT2Config,
-    GPT2LMHeadModel,
-    LlamaConfig,
-    LlamaForCausalLM,
-    MinistralConfig,
-    MinistralForCausalLM,
-    MistralConfig,
-    MistralForCausalLM,
-    Phi3Config,
-    Phi3ForCausalLM,
-    PreTrainedModel,
-    Qwen2Config,
-    Qwen2ForCausalLM,
-    Qwen3Config,
-    Qwen3ForCausalLM,
-    SeedOssConfig,
-    SeedOssForCausalLM,
-    StableLmConfig,
-    StableLmForCausalLM,
-    Starcoder2Config,
-    Starcoder2ForCausalLM,
-)
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 import hf_fastpath
 from hf_fastpath import loader
+from hf_fastpath.architecture import architectures
 
 #: that tests of everything around the layers run on
 ARCHITECTURES = ("gpt2", "llama", "mistral")
@@ -54,7 +32,172 @@ WINDOW = 16
 TINY_PYTHON = Path(__file__).resolve().parent.parent / "examples" / "tiny-python"
 # Wide enough that attention matters to the result; at transformers' 0.02 the embeddings decide nearly alone.
 _SPREAD = 0.15
-_TOKENS = {"vocab_size": VOCAB, "bos_token_id": 1, "eos_token_id": None, "pad_token_id": 0}
+_COMMON = dict(num_hidden_layers=2, vocab_size=VOCAB, bos_token_id=1, eos_token_id=None, pad_token_id=0)
+_COMMON |= dict(initializer_range=_SPREAD)
+#: config entries of the random models, in odd sizes; what each is to meet
+_SIZES = {
+    # three queries a KV head, head_dim 32
+    "cohere": dict(
+        hidden_size=96,
+        num_attention_heads=3,
+        num_key_value_heads=1,
+        intermediate_size=172,
+        logit_scale=0.3,
+        max_position_embeddings=2048,
+    ),
+    # two queries a KV head, head_dim 40; only the lower layer rotates, over a window
+    "cohere2": dict(
+        hidden_size=80,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=40,
+        intermediate_size=148,
+        layer_types=["sliding_attention", "full_attention"],
+        logit_scale=0.3,
+        sliding_window=WINDOW,
+    ),
+    # multi-query, heads wider than the model
+    "gemma": dict(hidden_size=88, num_attention_heads=2, num_key_value_heads=1, head_dim=64, intermediate_size=164),
+    # two queries a KV head, head_dim 48; windows in the lower layer; eager, as sdpa passes over the cap
+    "gemma2": dict(
+        hidden_size=96,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=48,
+        intermediate_size=140,
+        layer_types=["sliding_attention", "full_attention"],
+        sliding_window=WINDOW,
+        query_pre_attn_scalar=24,
+        attn_logit_softcapping=1.5,
+        final_logit_softcapping=2.0,
+        attn_implementation="eager",
+    ),
+    # two queries a KV head, head_dim 40; windows in the lower layer
+    "gemma3_text": dict(
+        hidden_size=96,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=40,
+        intermediate_size=156,
+        layer_types=["sliding_attention", "full_attention"],
+        sliding_window=WINDOW,
+        query_pre_attn_scalar=24,
+        max_position_embeddings=2048,
+    ),
+    # multi-head, head_dim 40
+    "gpt2": dict(n_embd=120, n_head=3, n_inner=250, n_positions=1200),
+    # multi-head, a quarter of 64 turns
+    "gpt_neox": dict(hidden_size=128, num_attention_heads=2, intermediate_size=244),
+    # two queries a KV head, head_dim 48
+    "granite": dict(
+        hidden_size=96,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        intermediate_size=180,
+        embedding_multiplier=3.0,
+        residual_multiplier=0.6,
+        attention_multiplier=0.2,
+        logits_scaling=1.7,
+        max_position_embeddings=2048,
+    ),
+    # multi-query, head_dim 80
+    "llama": dict(
+        hidden_size=112,
+        num_attention_heads=4,
+        num_key_value_heads=1,
+        head_dim=80,
+        intermediate_size=204,
+        max_position_embeddings=2048,
+    ),
+    # three queries a KV head, head_dim 48; windows in the lower layer
+    "ministral": dict(
+        hidden_size=96,
+        num_attention_heads=6,
+        num_key_value_heads=2,
+        head_dim=48,
+        sliding_window=WINDOW,
+        intermediate_size=236,
+        layer_types=["sliding_attention", "full_attention"],
+    ),
+    # three queries a KV head, head_dim 40, and heads wider than the model
+    "mistral": dict(
+        hidden_size=104,
+        num_attention_heads=6,
+        num_key_value_heads=2,
+        head_dim=40,
+        intermediate_size=250,
+        sliding_window=WINDOW,
+    ),
+    # two queries a KV head, head_dim 40
+    "olmo2": dict(hidden_size=160, num_attention_heads=4, num_key_value_heads=2, intermediate_size=196),
+    # multi-head, head_dim 56; windows in the lower layer
+    "olmo3": dict(
+        hidden_size=112,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+        intermediate_size=188,
+        layer_types=["sliding_attention", "full_attention"],
+        sliding_window=WINDOW,
+    ),
+    # multi-head, head_dim 56
+    "opt": dict(
+        hidden_size=112,
+        num_attention_heads=2,
+        ffn_dim=236,
+        word_embed_proj_dim=112,
+        max_position_embeddings=1200,
+        init_std=_SPREAD,
+    ),
+    # two queries a KV head, half of 40 turns
+    "phi": dict(
+        hidden_size=160,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        intermediate_size=228,
+        max_position_embeddings=2048,
+    ),
+    # multi-head, head_dim 48
+    "phi3": dict(
+        hidden_size=96, num_attention_heads=2, num_key_value_heads=2, intermediate_size=140, sliding_window=None
+    ),
+    # biases, two queries a KV head, head_dim 32; windows in the upper layer
+    "qwen2": dict(
+        hidden_size=128,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        intermediate_size=220,
+        use_sliding_window=True,
+        sliding_window=WINDOW,
+        max_window_layers=1,
+    ),
+    # heads wider than the model, two queries a KV head
+    "qwen3": dict(hidden_size=96, num_attention_heads=4, num_key_value_heads=2, head_dim=40, intermediate_size=188),
+    # two queries a KV head, head_dim 56
+    "seed_oss": dict(
+        hidden_size=112,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=56,
+        mlp_bias=True,
+        intermediate_size=168,
+        attention_out_bias=True,
+    ),
+    # two queries a KV head, head_dim 32; the upper layer does not rotate
+    "smollm3": dict(
+        hidden_size=128,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        intermediate_size=212,
+        no_rope_layers=[1, 0],
+        max_position_embeddings=2048,
+    ),
+    # multi-head, a quarter of 64 turns
+    "stablelm": dict(hidden_size=128, num_attention_heads=2, num_key_value_heads=2, intermediate_size=180),
+    # four queries a KV head, head_dim 32
+    "starcoder2": dict(
+        hidden_size=128, num_attention_heads=4, num_key_value_heads=1, intermediate_size=260, sliding_window=WINDOW
+    ),
+}
 
 
 def build(architecture: str, seed: int = 0, **changes) -> PreTrainedModel:
@@ -65,53 +208,17 @@ def build(architecture: str, seed: int = 0, **changes) -> PreTrainedModel:
         seed: of its weights.
         changes: config entries that differ from the test's usual ones.
     """
-    if architecture == "gpt2":  # multi-head, head_dim 40
-        sizes = dict(n_embd=120, n_head=3, n_layer=2, n_inner=250, n_positions=1200)
-        cls, config = GPT2LMHeadModel, GPT2Config
-    elif architecture == "mistral":  # three queries a KV head, head_dim 40, and heads wider than the model
-        sizes = dict(hidden_size=104, num_attention_heads=6, num_key_value_heads=2, head_dim=40)
-        sizes |= dict(intermediate_size=250, num_hidden_layers=2, sliding_window=WINDOW)
-        cls, config = MistralForCausalLM, MistralConfig
-    elif architecture == "qwen2":  # biases, two queries a KV head, head_dim 32; windows in the upper layer
-        sizes = dict(hidden_size=128, num_attention_heads=4, num_key_value_heads=2, intermediate_size=220)
-        sizes |= dict(num_hidden_layers=2, use_sliding_window=True, sliding_window=WINDOW, max_window_layers=1)
-        cls, config = Qwen2ForCausalLM, Qwen2Config
-    elif architecture == "qwen3":  # heads wider than the model, two queries a KV head
-        sizes = dict(hidden_size=96, num_attention_heads=4, num_key_value_heads=2, head_dim=40, intermediate_size=188)
-        sizes |= dict(num_hidden_layers=2)
-        cls, config = Qwen3ForCausalLM, Qwen3Config
-    elif architecture == "seed_oss":  # two queries a KV head, head_dim 56
-        sizes = dict(hidden_size=112, num_attention_heads=2, num_key_value_heads=1, head_dim=56, mlp_bias=True)
-        sizes |= dict(intermediate_size=168, num_hidden_layers=2, attention_out_bias=True)
-        cls, config = SeedOssForCausalLM, SeedOssConfig
-    elif architecture == "stablelm":  # multi-head, a quarter of 64 turns
-        sizes = dict(hidden_size=128, num_attention_heads=2, num_key_value_heads=2, intermediate_size=180)
-        sizes |= dict(num_hidden_layers=2)
-        cls, config = StableLmForCausalLM, StableLmConfig
-    elif architecture == "phi3":  # multi-head, head_dim 48
-        sizes = dict(hidden_size=96, num_attention_heads=2, num_key_value_heads=2, intermediate_size=140)
-        sizes |= dict(num_hidden_layers=2, sliding_window=None)
-        cls, config = Phi3ForCausalLM, Phi3Config
-    elif architecture == "ministral":  # three queries a KV head, head_dim 48; windows in the lower layer
-        sizes = dict(hidden_size=96, num_attention_heads=6, num_key_value_heads=2, head_dim=48, sliding_window=WINDOW)
-        sizes |= dict(intermediate_size=236, num_hidden_layers=2, layer_types=["sliding_attention", "full_attention"])
-        cls, config = MinistralForCausalLM, MinistralConfig
-    elif architecture == "starcoder2":  # four queries a KV head, head_dim 32
-        sizes = dict(hidden_size=128, num_attention_heads=4, num_key_value_heads=1, intermediate_size=260)
-        sizes |= dict(num_hidden_layers=2, sliding_window=WINDOW)
-        cls, config = Starcoder2ForCausalLM, Starcoder2Config
-    else:  # multi-query, head_dim 80
-        sizes = dict(hidden_size=112, num_attention_heads=4, num_key_value_heads=1, head_dim=80)
-        sizes |= dict(intermediate_size=204, num_hidden_layers=2, max_position_embeddings=2048)
-        cls, config = LlamaForCausalLM, LlamaConfig
+    declared = next(found for found in architectures() if found.name == architecture)
+    cls = getattr(importlib.import_module(declared.module), declared.causal_lm)
+    config = cls.config_class(**(_COMMON | _SIZES[architecture] | changes))
     state = torch.get_rng_state()
     torch.manual_seed(seed)
-    model = cls(config(**_TOKENS, **({"initializer_range": _SPREAD} | sizes | changes))).eval()
+    model = cls(config).eval()
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if name.endswith("bias"):  # transformers starts with zeros, which a forgotten bias would not change
                 parameter.normal_(std=_SPREAD)
-            elif name.endswith(("q_norm.weight", "k_norm.weight")):  # and ones, which none would not
+            elif parameter.dim() == 1:  # norms: and ones, which a forgotten weight would not
                 parameter.normal_(mean=1.0, std=_SPREAD)
     torch.set_rng_state(state)
     return model

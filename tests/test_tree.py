@@ -36,6 +36,8 @@ def project_files() -> list[Path]:
         folders = parts[:-1]
         if any(part.startswith(".") and part != ".github" or part in _NOT_SOURCE for part in folders):
             continue
+        if path.name == ".git":
+            continue  # a file, in a work tree beside the clone
         if path.is_file() and path.suffix in _TEXT and not any(part.endswith(".egg-info") for part in folders):
             files.append(path)
     return files

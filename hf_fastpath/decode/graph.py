@@ -26,7 +26,15 @@ def capture(program: Program, device: torch.device) -> torch.cuda.CUDAGraph:
     current = torch.cuda.current_stream(device)
     side = torch.cuda.Stream(device)
     side.wait_stream(current)
-    with torch.cuda.device(device), torch.cuda.stream(side), below_autograd():
+    # Replays write the state of the random number generator that a capture makes; in inference mode they could do so
+    # only in that mode.
+    with (
+        torch.inference_mode(False),
+        torch.no_grad(),
+        torch.cuda.device(device),
+        torch.cuda.stream(side),
+        below_autograd(),
+    ):
         # thread_local: another thread may allocate meanwhile. Not torch.cuda.graph(): that empties the allocator's
         # cache and collects garbage, a tenth of a second at every capture.
         # No garbage collection meanwhile: it may destroy an old graph, and that breaks the capture.

@@ -15,6 +15,7 @@ import torch
 
 from .. import compat
 from ..cache import FastpathCache
+from ..forwards import STATE_KEY
 from ..ops.gemv import MAX_ROWS
 from .plan import MAX_EOS_TOKENS
 
@@ -42,7 +43,7 @@ def sample(original: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
     Returns:
         What ``original`` returns.
     """
-    state: PatchState | None = vars(model).get("_hf_fastpath")
+    state: PatchState | None = vars(model).get(STATE_KEY)
     if state is None or not state.enabled:
         return original(model, *args, **kwargs)
     return _sample(state, original, model, *args, **kwargs)
@@ -63,23 +64,21 @@ def _sample(
     state.stats.new_call()
     part = state.part_of(model)
     reason = step_aside_reason(state, part, input_ids, generation_config, synced_gpus, model_kwargs)
-    if reason is None and not state.lock.acquire_for_thread():
+    if reason is None and compat.is_held_here(state.lock):
         reason = "reentrant"
-    if reason is not None:
-        state.fall_back(reason)
-        before, started = input_ids.shape[1], time.perf_counter()
-        result = original(
-            *(model, input_ids, logits_processor, stopping_criteria, generation_config, synced_gpus, streamer),
-            **model_kwargs,
-        )
-        sequences = result if isinstance(result, torch.Tensor) else result.sequences
-        state.stats.generated(sequences.numel() - before * sequences.shape[0], started, reason)
-        return result
-    try:
-        loop = _Loop(state, model, input_ids, logits_processor, stopping_criteria, generation_config, streamer)
-        return loop.run(part, model_kwargs)
-    finally:
-        state.lock.release()
+    if reason is None:
+        with state.lock:  # other threads wait; entered and left in one bytecode, so that no interrupt leaves it held
+            loop = _Loop(state, model, input_ids, logits_processor, stopping_criteria, generation_config, streamer)
+            return loop.run(part, model_kwargs)
+    state.fall_back(reason)
+    before, started = input_ids.shape[1], time.perf_counter()
+    result = original(
+        *(model, input_ids, logits_processor, stopping_criteria, generation_config, synced_gpus, streamer),
+        **model_kwargs,
+    )
+    sequences = result if isinstance(result, torch.Tensor) else result.sequences
+    state.stats.generated(sequences.numel() - before * sequences.shape[0], started, reason)
+    return result
 
 
 def step_aside_reason(
@@ -93,7 +92,9 @@ def step_aside_reason(
     """The reason code for which this call is left to transformers' loop, or None."""
     cache = model_kwargs.get("past_key_values")
     if state.loop_reason is not None or part is None:
-        return state.loop_reason or "unsupported_config"
+        return state.loop_reason or "class_not_supported"
+    if compat.overrides_generation(part.module):
+        return "generation_method"
     if synced_gpus:
         return "synced_gpus"
     if config.is_assistant:
@@ -174,6 +175,8 @@ class _Loop:
         self.batch, self.prompt_len = input_ids.shape
         self.has_eos = any(hasattr(criterion, "eos_token_id") for criterion in stopping_criteria)
         self.max_length = stopping_criteria.max_length
+        #: of sampling that a plan can do
+        self.settings = compat.sampling_settings(logits_processor) if config.do_sample else None
         self.ids = input_ids
         self.length = self.prompt_len  # of the sequences, tokens included that the device has chosen by itself
         self.chosen: list[torch.Tensor] = []  # those tokens, [batch] each, that follow ids
@@ -196,13 +199,11 @@ class _Loop:
         return MAX_AHEAD if self.device.type == "cuda" else 0
 
     def _plan_chooses(self) -> bool:
-        """Whether the plan's own choice is this call's: greedy, nothing to process, nothing else to stop for."""
+        """Whether the plan's own choice is this call's: no other processors, nothing else to stop for."""
         config, criteria = self.config, self.criteria
-        if (
-            config.do_sample
-            or len(self.processors)
-            or (config.return_dict_in_generate and (config.output_scores or config.output_logits))
-        ):
+        if self.settings is None if config.do_sample else len(self.processors):
+            return False
+        if config.return_dict_in_generate and (config.output_scores or config.output_logits):
             return False
         known = all(type(criterion) in (compat.MaxLengthCriteria, compat.EosTokenCriteria) for criterion in criteria)
         return known and self.max_length is not None and self._eos_tokens() is not _TOO_MANY
@@ -214,6 +215,14 @@ class _Loop:
         return torch.cat(ends) if sum(end.numel() for end in ends) <= MAX_EOS_TOKENS else _TOO_MANY
 
     def run(self, part: ModelPart, model_kwargs: dict) -> Any:
+        cache = model_kwargs["past_key_values"]
+        try:
+            return self._generate(part, model_kwargs)
+        except BaseException:
+            cache.settle(len(part.layers))
+            raise
+
+    def _generate(self, part: ModelPart, model_kwargs: dict) -> Any:
         outputs = compat.prefill(self.model, self.ids, self.config, model_kwargs)
         cache, position_ids = outputs.past_key_values, model_kwargs["position_ids"]
         mask = model_kwargs.get("attention_mask")
@@ -223,6 +232,7 @@ class _Loop:
         del outputs
         started, first = time.perf_counter(), True
         plan, plan_chooses = None, self._plan_chooses()
+        sampled = plan_chooses and self.config.do_sample
         try:
             while True:
                 if plan is None or not plan_chooses:
@@ -233,12 +243,15 @@ class _Loop:
                 if done:
                     break
                 if plan is None:
-                    plan = self.state.plan(part, self.batch, cache)
-                    eos = (self._eos_tokens(), compat.pad_token(self.config)) if self.has_eos and plan_chooses else ()
-                    plan.begin(cache, next_positions, starts, self.unfinished, *eos)
-                    next_logits = plan.step(tokens)
-                else:
-                    next_logits = plan.step(None if plan_chooses else tokens)
+                    plan = self.state.plan(part, self.batch, cache, sampled)
+                    end = self.has_eos and plan_chooses
+                    eos = (self._eos_tokens(), compat.pad_token(self.config)) if end else (None, None)
+                    plan.begin(cache, next_positions, starts, self.unfinished, *eos, self.settings)
+                elif plan_chooses:
+                    tokens = None
+                if sampled:
+                    self._note_offset()
+                next_logits = plan.step(tokens)
                 if first:  # building and capturing the plan is not decoding speed
                     started, first = time.perf_counter(), False
             dropped = self._drain()
@@ -267,8 +280,7 @@ class _Loop:
             if self.config.output_logits:
                 self.logits.append(logits)
         if self.config.do_sample:
-            if self.ahead:
-                self.offsets[self.length] = compat.philox_offset(self.device)
+            self._note_offset()
             probabilities = torch.nn.functional.softmax(scores, dim=-1)
             tokens = torch.multinomial(probabilities, num_samples=1).squeeze(1)
         else:
@@ -276,6 +288,11 @@ class _Loop:
         if self.has_eos:
             tokens = tokens * self.unfinished + compat.pad_token(self.config).to(self.device) * (1 - self.unfinished)
         return tokens
+
+    def _note_offset(self) -> None:
+        """Remember where the generator stands before the next token is drawn, if that may have to be undone."""
+        if self.ahead:
+            self.offsets[self.length] = compat.philox_offset(self.device)
 
     def _finish_step(self, tokens: torch.Tensor) -> bool:
         """Append the tokens; say whether to stop."""

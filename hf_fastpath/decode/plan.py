@@ -6,7 +6,7 @@ model's own parameters, so changed values are seen; a parameter that moved or wa
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -17,6 +17,7 @@ from ..compat import below_autograd
 from ..ops.decode_attention import workspace_bytes
 from . import steps
 from .graph import capture
+from .modules import out_features
 from .structure import ModelPart, fingerprint
 
 _aten = torch.ops.aten
@@ -89,22 +90,24 @@ def one_call(device: torch.device, batch: int) -> bool:
 
 
 class DecodePlan:
-    """One new token for each of ``batch`` sequences, and the greedy choice of the next.
+    """One new token for each of ``batch`` sequences, and the choice of the next.
 
-    Every step ends in that choice, so that greedy search needs the host for nothing; another choice is given to the
-    next :meth:`step`.
+    Every step ends in that choice, so that greedy search and sampling need the host for nothing; another choice is
+    given to the next :meth:`step`.
 
     Args:
         part: the model.
         batch: number of sequences.
         kv_dtype: storage type of the caches it will serve.
+        sampled: the choice is a sample, drawn with the default generator as ``torch.multinomial`` draws it; else it is
+            the most likely token.
 
     Attributes:
         logits: [batch, vocab_size] in the model's dtype, overwritten by the next step.
     """
 
-    def __init__(self, part: ModelPart, batch: int, kv_dtype: torch.dtype):
-        self.batch, self.kv_dtype = batch, kv_dtype
+    def __init__(self, part: ModelPart, batch: int, kv_dtype: torch.dtype, sampled: bool = False):
+        self.batch, self.kv_dtype, self.sampled = batch, kv_dtype, sampled
         self.fingerprint = fingerprint(part)
         weight = part.embedding.weight
         self.device, self.dtype = weight.device, weight.dtype
@@ -123,40 +126,48 @@ class DecodePlan:
             self.record = torch.zeros(RECORD_SLOTS, 2, batch, dtype=torch.long, device="cpu")
             if self.device.type == "cuda":
                 self.record = self.record.pin_memory()
+            if sampled:
+                self.noise = torch.empty(batch, out_features(part.head), dtype=torch.float32, device=self.device)
+                self.settings = torch.zeros(4, dtype=torch.float64, device=self.device)
             self.kv_table = self.workspace = None
             if self.device.type == "cuda":
                 attention = part.layers[0].attention
                 size = workspace_bytes(batch, 1, attention.num_heads, attention.head_dim)
                 self.workspace = torch.zeros(size, dtype=torch.uint8, device=self.device)
                 self.kv_table = torch.zeros(len(part.layers), 3, dtype=torch.long, device=self.device)
+            self._reads_buffers = any(layer.attention.reads_buffers for layer in part.layers)
             self.program = Program()
             self._caches = [(self.program.register(), self.program.register()) for _ in part.layers]
-            self._rotary, self._angles = part.rotary, (self.program.register(), self.program.register())
+            self._rotary = part.rotary
+            #: kind of layer -> tables of cos and sin, a row a position
+            self._angles = {kind: (self.program.register(), self.program.register()) for kind in part.rope_kinds}
             self._logits = self._record(part)
 
     def _record(self, part: ModelPart) -> Register:
         """Write the token step down; returns the register of the logits [batch, 1, vocab_size]."""
         emit = self.program.emit
-        hidden = emit(_aten.embedding.default, part.embedding.weight, self.tokens)
-        cos = sin = None
-        if part.position_embedding is not None:
-            learned = emit(_aten.embedding.default, part.position_embedding.weight, self.positions)
-            hidden = emit(_aten.add.Tensor, hidden, learned)
-        if part.rotary is not None:
-            cos, sin = (emit(_aten.embedding.default, table, self.positions) for table in self._angles)
+        if self.sampled:  # first, so that the kernels after the layers overlap
+            emit(_aten.exponential_.default, self.noise)
+        hidden = steps.embedded(emit, part, self.tokens, self.positions)
+        angles = {
+            kind: tuple(emit(_aten.embedding.default, table, self.positions) for table in tables)
+            for kind, tables in self._angles.items()
+        }
         # Nothing in the step writes a parameter or the table, and lengths only change in its last kernel.
         overlap = self.device.type == "cuda"
-        at = steps.Positions(cos, sin, self.seq_lens, self.starts, self.kv_table, self.workspace, overlap)
+        at = steps.Positions(angles, self.seq_lens, self.starts, self.kv_table, self.workspace, overlap)
         if one_call(self.device, self.batch) and not steps.one_call_reasons(part):
             logits = steps.all_layers(emit, part, hidden, self._caches, at)
         else:
             for index, layer in enumerate(part.layers):
                 hidden = steps.decoder_layer(emit, layer, hidden, self._caches[index], at, index)
-            logits = steps.projection(emit, part.head, hidden, norm=part.final_norm, overlap=overlap)
-        last = emit(_aten.select.int, logits, 1, 0)
+            logits = steps.head(emit, part, hidden, overlap)
+        last = preferred = emit(_aten.select.int, steps.scaled_logits(emit, part, logits), 1, 0)
+        if self.sampled:
+            preferred = emit(ops.exponential_race.overload, last, self.noise, self.settings, overlap)
         emit(
             ops.greedy_token.overload,
-            *(last, self.unfinished, self.tokens, self.positions, self.seq_lens, self.record),
+            *(preferred, self.unfinished, self.tokens, self.positions, self.seq_lens, self.record),
             *(self.eos_tokens, self.pad_token, overlap),
         )
         return last
@@ -169,6 +180,7 @@ class DecodePlan:
         unfinished: torch.Tensor | None = None,
         eos_tokens: torch.Tensor | None = None,
         pad_token: torch.Tensor | None = None,
+        settings: Sequence[float] | None = None,
     ) -> None:
         """Start or continue generating over ``cache``.
 
@@ -177,9 +189,12 @@ class DecodePlan:
             positions: int64 [batch], position ids of the next tokens.
             starts: [batch] left padding of each row, or None for none.
             unfinished: int64 [batch], 1 for rows that go on; None: all.
-            eos_tokens: at most MAX_EOS_TOKENS end tokens of the greedy choice, or None.
+            eos_tokens: at most MAX_EOS_TOKENS end tokens of the plan's choice, or None.
             pad_token: what it chooses for a row that has ended; needed with ``eos_tokens``.
+            settings: of a plan that samples: temperature, top_k, top_p and min_p, as ``exponential_race`` takes them.
         """
+        if self.sampled:
+            self.settings.copy_(torch.tensor(settings, dtype=torch.float64, device="cpu"))
         self.seq_lens.fill_(cache.get_seq_length() + 1)
         self.unfinished.fill_(1) if unfinished is None else self.unfinished.copy_(unfinished)
         self.eos_tokens.fill_(-1)
@@ -199,6 +214,8 @@ class DecodePlan:
         if self.kv_table is not None:
             rows = [[layer.k_buffer.data_ptr(), layer.v_buffer.data_ptr(), layer.capacity] for layer in layers]
             self.kv_table.copy_(torch.tensor(rows, dtype=torch.long, device="cpu"))
+        if self._reads_buffers:
+            self.graph = None  # it holds the old buffers
         for (k, v), layer in zip(self._caches, layers):
             self.program.values[k.index], self.program.values[v.index] = layer.k_buffer, layer.v_buffer
 
@@ -207,8 +224,8 @@ class DecodePlan:
         scaling is right."""
         if self._rotary is None:
             return
-        cos, sin = (self.program.values[table.index] for table in self._angles)
-        rows = 0 if cos is None else cos.shape[0]
+        first = self.program.values[next(iter(self._angles.values()))[0].index]
+        rows = 0 if first is None else first.shape[0]
         if positions <= rows:
             return
         most = _ANGLE_ROWS.get(self.device.type, positions)
@@ -216,10 +233,14 @@ class DecodePlan:
         rows = max(positions, 2 * rows, min(longest, most))
         with torch.inference_mode(False), torch.no_grad():
             like = torch.empty(0, dtype=self.dtype, device=self.device)
-            angles = self._rotary.forward(like, torch.arange(rows, device=self.device)[None])
-        for table, values in zip(self._angles, angles):
-            self.program.values[table.index] = values[0].contiguous()
+            every = torch.arange(rows, device=self.device)[None]
+            made = []
+            for kind, tables in self._angles.items():
+                angles = self._rotary.forward(like, every, *(() if kind is None else (kind,)))
+                made += [(table, values[0].to(self.dtype).contiguous()) for table, values in zip(tables, angles)]
         self.graph = None  # it reads the old tables
+        for table, values in reversed(made):  # the first table comes last: its length stands for all
+            self.program.values[table.index] = values
 
     @property
     def logits(self) -> torch.Tensor:

@@ -15,9 +15,12 @@ from torch import nn
 
 from .. import ops
 from ..ops.decode_layers import LAYER_TENSORS, OUTER_TENSORS, sizes, weight_reasons
-from .structure import AttentionPart, LayerPart, MLPPart, ModelPart, NormPart, is_transposed, weight_and_bias
+from . import composed
+from .modules import is_transposed, weight_and_bias
+from .structure import AttentionPart, LayerPart, MLPPart, ModelPart, NormPart
 
 Emit = Callable[..., Any]
+_aten = torch.ops.aten
 
 
 def run(op: Callable[..., Any], *arguments: Any) -> Any:
@@ -30,7 +33,8 @@ class Positions:
     """Where the new tokens stand; tensors, or registers of a plan.
 
     Attributes:
-        cos, sin: [batch or 1, query_len, rotary_dim] in the model's dtype, or None without rotary embedding.
+        angles: cos and sin of every kind of layer, [batch or 1, query_len, rotary_dim] in the model's dtype; see
+            ``AttentionPart.layer_type``. Empty without rotary embedding.
         seq_lens: int32 [batch], tokens a row holds with the new ones.
         starts: int32 [batch], left padding of each row, or None.
         kv_table: see ``ops.rope_append``; None uses the caches' own addresses.
@@ -38,13 +42,16 @@ class Positions:
         overlap: a kernel may start on what does not depend on the one in front; see ``ops.gemv``.
     """
 
-    cos: Any
-    sin: Any
+    angles: dict[str | None, tuple[Any, Any]]
     seq_lens: Any
     starts: Any
     kv_table: Any = None
     workspace: Any = None
     overlap: bool = False
+
+    def angles_of(self, part: AttentionPart) -> tuple[Any, Any]:
+        """cos and sin that ``part`` uses: None where it does not rotate."""
+        return self.angles[part.layer_type] if part.rotates else (None, None)
 
 
 def _norm_arguments(part: NormPart | None) -> tuple:
@@ -71,14 +78,42 @@ def projection(
     )
 
 
-def head_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    """RMS norm of every head: [batch, query_len, heads * head_dim] in and out."""
-    return ops.rms_norm.overload(x.unflatten(-1, (-1, weight.numel())), weight, eps).flatten(-2)
+def _norm_op(part: NormPart) -> tuple:
+    """An op that computes the norm of its first argument, and its other arguments."""
+    kind, weight, bias, eps = _norm_arguments(part)
+    if part.architecture.norm.unit_offset:
+        return composed.unit_offset_norm, weight, eps
+    return (ops.rms_norm.overload, weight, eps) if kind == "rms" else (ops.layer_norm.overload, weight, bias, eps)
 
 
-def joined(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-    """Features side by side."""
-    return torch.cat((q, k, v), dim=-1)
+def norm(emit: Emit, part: NormPart, x: Any) -> Any:
+    """``part(x)``."""
+    op, *arguments = _norm_op(part)
+    return emit(op, x, *arguments)
+
+
+def in_front(emit: Emit, part: NormPart | None, x: Any) -> tuple[Any, NormPart | None]:
+    """``x`` and its norm as projections take them: a norm that they cannot apply is emitted."""
+    if part is None or not part.architecture.norm.unit_offset:
+        return x, part
+    return norm(emit, part, x), None
+
+
+def _queries_composed(
+    emit: Emit, part: AttentionPart, x: Any, cache: tuple[Any, Any], at: Positions, layer: int, norm: NormPart | None
+) -> Any:
+    """As ``ops.qkv_rope_append``, for what that op does not do."""
+    projected = [projection(emit, linear, x, norm=norm, overlap=at.overlap) for linear in part.projections()[:-1]]
+    for place, each in enumerate(part.head_norms):
+        projected[place] = emit(composed.head_norm, projected[place], *_norm_op(each))
+    qkv = projected[0] if len(projected) == 1 else emit(composed.joined, *projected)
+    if part.spec.by_kv_head:
+        qkv = emit(composed.ungrouped, qkv, part.head_dim, part.num_heads // part.num_kv_heads)
+    cos, sin = at.angles_of(part)
+    if cos is not None and part.spec.pairs == "neighbors":
+        qkv = emit(composed.turn_neighbors, qkv, cos, sin, part.num_heads + part.num_kv_heads, part.head_dim)
+        cos = sin = None
+    return emit(ops.rope_append.overload, qkv, None, cos, sin, *cache, at.seq_lens, part.num_heads, at.kv_table, layer)
 
 
 def attention(
@@ -93,26 +128,23 @@ def attention(
 ) -> Any:
     """``residual + part(norm(x))``, appending to ``cache`` (its K and V buffers), the ``layer``-th of the model."""
     *qkv, out = part.projections()
-    if part.head_norms:
-        q, k, v = (projection(emit, linear, x, norm=norm, overlap=at.overlap) for linear in qkv)
-        q, k = (emit(head_norm, y, each.module.weight, each.eps) for y, each in zip((q, k), part.head_norms))
-        queries = emit(
-            ops.rope_append.overload,
-            *(emit(joined, q, k, v), None, at.cos, at.sin, *cache, at.seq_lens, part.num_heads, at.kv_table, layer),
-        )
+    x, norm = in_front(emit, norm, x)
+    if part.is_composed:
+        queries = _queries_composed(emit, part, x, cache, at, layer, norm)
     else:
         absent = [None] * (3 - len(qkv))  # one projection may hold all three
         weights, biases = ([getattr(linear, name) for linear in qkv] + absent for name in ("weight", "bias"))
+        cos, sin = at.angles_of(part)
         queries = emit(
             ops.qkv_rope_append.overload,
-            *(x, *weights, *biases, is_transposed(qkv[0]), at.cos, at.sin, *cache, at.seq_lens, part.num_heads),
+            *(x, *weights, *biases, is_transposed(qkv[0]), cos, sin, *cache, at.seq_lens, part.num_heads),
             *(at.kv_table, layer, *_norm_arguments(norm), at.overlap),
         )
-    mixed = emit(
-        ops.decode_attention.overload,
-        *(queries, *cache, at.seq_lens, at.starts, part.scaling, part.window or 0, at.kv_table, layer, at.workspace),
-        at.overlap,
-    )
+    seen = (queries, *cache, at.seq_lens, at.starts, part.scaling, part.window or 0)
+    if part.softcap:
+        mixed = emit(composed.soft_capped_attention, *seen, part.softcap)
+    else:
+        mixed = emit(ops.decode_attention.overload, *seen, at.kv_table, layer, at.workspace, at.overlap)
     return projection(emit, out, mixed, residual, overlap=at.overlap)
 
 
@@ -120,6 +152,7 @@ def mlp(
     emit: Emit, part: MLPPart, x: Any, residual: Any = None, norm: NormPart | None = None, overlap: bool = False
 ) -> Any:
     """``residual + part(norm(x))``."""
+    x, norm = in_front(emit, norm, x)
     if part.gate is None:
         hidden = projection(emit, part.up, x, activation=part.activation, norm=norm, overlap=overlap)
     elif part.gate.bias is None and part.up.bias is None:
@@ -131,10 +164,65 @@ def mlp(
     return projection(emit, part.down, hidden, residual, overlap=overlap)
 
 
+def _added(emit: Emit, part: LayerPart, stream: Any, post_norm: NormPart | None, block: Callable[[Any], Any]) -> Any:
+    """``stream + residual_multiplier * post_norm(block)``.
+
+    Args:
+        block: emits attention or MLP; adds its argument in the last projection, where nothing lies between.
+    """
+    if post_norm is None and part.residual_multiplier == 1:
+        return block(stream)
+    out = block(None)
+    if post_norm is not None:
+        out = norm(emit, post_norm, out)
+    return emit(composed.scaled_sum, stream, out, part.residual_multiplier)
+
+
 def decoder_layer(emit: Emit, part: LayerPart, hidden: Any, cache: tuple[Any, Any], at: Positions, layer: int) -> Any:
     """The whole layer: ``hidden`` [batch, query_len, hidden_size] in and out."""
-    hidden = attention(emit, part.attention, hidden, cache, at, layer, hidden, part.attention_norm)
-    return mlp(emit, part.mlp, hidden, hidden, part.mlp_norm, at.overlap)
+
+    def attend(residual: Any) -> Any:
+        return attention(emit, part.attention, hidden, cache, at, layer, residual, part.attention_norm)
+
+    attended = _added(emit, part, hidden, part.attention_post_norm, attend)
+    source = hidden if part.is_parallel else attended
+
+    def feed_forward(residual: Any) -> Any:
+        return mlp(emit, part.mlp, source, residual, part.mlp_norm, at.overlap)
+
+    return _added(emit, part, attended, part.mlp_post_norm, feed_forward)
+
+
+def embedded(emit: Emit, part: ModelPart, tokens: Any, positions: Any) -> Any:
+    """What the first layer takes: [batch, query_len, hidden_size] for int64 [batch, query_len] each."""
+    hidden = emit(_aten.embedding.default, part.embedding.weight, tokens)
+    if part.embedding_scale is not None:
+        hidden = emit(composed.scaled, hidden, part.embedding_scale)
+    if part.embedding_multiplier != 1:
+        hidden = emit(_aten.mul.Scalar, hidden, part.embedding_multiplier)
+    if part.position_embedding is not None:
+        if part.position_offset:
+            positions = emit(_aten.add.Scalar, positions, part.position_offset)
+        learned = emit(_aten.embedding.default, part.position_embedding.weight, positions)
+        hidden = emit(_aten.add.Tensor, hidden, learned)
+    return hidden
+
+
+def head(emit: Emit, part: ModelPart, hidden: Any, overlap: bool = False) -> Any:
+    """The head's output after the last layer's."""
+    hidden, norm = in_front(emit, part.final_norm, hidden)
+    return projection(emit, part.head, hidden, norm=norm, overlap=overlap)
+
+
+def scaled_logits(emit: Emit, part: ModelPart, logits: Any) -> Any:
+    """What the model makes of its head's output."""
+    if part.logits_multiplier != 1:
+        logits = emit(_aten.mul.Scalar, logits, part.logits_multiplier)
+    if part.logits_divisor != 1:
+        logits = emit(_aten.div.Scalar, logits, part.logits_divisor)
+    if part.logits_softcap:
+        logits = emit(composed.soft_capped, logits, part.logits_softcap)
+    return logits
 
 
 # ---- a whole model in one call ---------------------------------------------------------------------------------
@@ -168,26 +256,30 @@ def _constants(part: LayerPart) -> tuple:
     """What ``ops.decode_layers`` takes once for all layers."""
     attention, mlp = part.attention, part.mlp
     kinds = {is_transposed(linear) for linear in (*attention.projections(), *mlp.projections())}
-    return attention.num_heads, attention.head_dim, attention.scaling, mlp.activation, kinds
+    rotation = attention.rotates, attention.layer_type
+    return attention.num_heads, attention.head_dim, attention.scaling, mlp.activation, rotation, kinds
 
 
 def one_call_reasons(part: ModelPart) -> list[str]:
     """Reasons why ``ops.decode_layers`` cannot take all of the model's layers."""
-    layers, weights = part.layers, _all_weights(part)
-    if any(layer.attention.head_norms for layer in layers):
-        return ["heads have norms of their own"]
+    layers = part.layers
+    if not all(layer.is_sequential for layer in layers):
+        return ["the layers are not norm, attention, norm and MLP in turn"]
+    if any(layer.attention.is_composed or layer.attention.softcap for layer in layers):
+        return ["attention takes other ops"]
     constants = _constants(layers[0])
     if any(_constants(layer) != constants for layer in layers):
         return ["the layers differ in a constant"]
     norms = [part.final_norm, *(norm for layer in layers for norm in (layer.attention_norm, layer.mlp_norm))]
     if len({norm.eps for norm in norms}) > 1:
         return ["the norms differ in eps"]
-    num_heads, head_dim, _, activation, kinds = constants
+    num_heads, head_dim, _, activation, _, kinds = constants
     if len(kinds) > 1 or is_transposed(part.head):
         return ["the projections are stored in different ways"]
     if any(layer.mlp.gate is not None and layer.mlp.gate.bias is not None for layer in layers):
         return ["a gate has a bias"]
     (transposed,) = kinds
+    weights = _all_weights(part)
     model = sizes(weights, num_heads * head_dim, transposed)
     num_kv_heads = (model.qkv_features - model.q_features) // (2 * head_dim)
     x = part.head.weight.new_empty(1, 1, model.hidden_size)
@@ -204,7 +296,7 @@ def all_layers(emit: Emit, part: ModelPart, hidden: Any, caches: list[tuple[Any,
     return emit(
         ops.decode_layers.overload,
         *(hidden, _all_weights(part), [k for k, _ in caches], [v for _, v in caches]),
-        *(at.cos, at.sin, at.seq_lens, at.starts, first.attention.num_heads, first.attention.scaling),
+        *(*at.angles_of(first.attention), at.seq_lens, at.starts, first.attention.num_heads, first.attention.scaling),
         *([layer.window or 0 for layer in layers], norm, eps, first.mlp.activation, is_transposed(first.mlp.up)),
         *(at.kv_table, at.workspace, at.overlap),
     )

@@ -6,6 +6,7 @@ Nothing here copies a weight: parts hold modules and look parameters up when the
 from __future__ import annotations
 
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -13,61 +14,27 @@ from torch import nn
 
 from .. import architecture as arch
 from ..architecture import Architecture
-from ..compat import Conv1D, activation_name, has_hooks, has_static_rope, layer_windows
+from ..compat import (
+    activation_name,
+    attention_function,
+    caps_scores,
+    has_static_rope,
+    is_known_code,
+    layer_windows,
+    rotation_function,
+)
 from ..ops.decode_attention import MAX_HEAD_DIM, MIN_HEAD_DIM
 from ..registry import FLOAT_DTYPES
-
-_PLAIN_TENSORS = (torch.Tensor, nn.Parameter)
-
-
-def child(module: nn.Module, name: str) -> Any:
-    """``getattr(module, name)``, without the detour through ``nn.Module.__getattr__`` where that is possible.
-
-    Every generate() looks at every module of the model, so it counts.
-    """
-    found = module.__dict__["_modules"].get(name)
-    return getattr(module, name) if found is None else found
-
-
-def weight_and_bias(module: nn.Module) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-    """``module.weight`` and ``module.bias``, None where there is none; as :func:`child`."""
-    parameters = module.__dict__["_parameters"]
-    weight = parameters["weight"] if "weight" in parameters else getattr(module, "weight", None)
-    return weight, parameters["bias"] if "bias" in parameters else getattr(module, "bias", None)
-
-
-def own_code_reason(module: nn.Module) -> str | None:
-    """Why calling ``module`` is more than its class's forward, or None."""
-    if has_hooks(module):
-        return "hooks"
-    override = module.__dict__.get("forward")
-    if override is None:
-        return None
-    function = getattr(override, "__func__", None)
-    # Ours is no override; nor is the class's own forward, which an unpickled module may carry as a bound method.
-    ours = getattr(function, "__module__", "").startswith("hf_fastpath.")
-    return None if ours or function is type(module).forward else "instance_forward"
-
-
-def projection_reason(module: nn.Module) -> str | None:
-    """Why the kernels cannot stand in for this projection, or None.
-
-    Only the exact classes count: LoRA's ``weight`` is the base weight, a quantized one is not a plain tensor.
-    """
-    if type(module) not in (nn.Linear, Conv1D):
-        return "unsupported_projection"
-    parameters = module.__dict__["_parameters"]
-    weight, bias = parameters.get("weight"), parameters.get("bias")
-    if type(weight) not in _PLAIN_TENSORS or weight.stride(-1) != 1:
-        return "unsupported_projection"
-    if weight.dtype not in FLOAT_DTYPES or (bias is not None and bias.dtype != weight.dtype):
-        return "dtype"
-    return own_code_reason(module)
-
-
-def is_transposed(module: nn.Module) -> bool:
-    """Whether a projection's weight is [in_features, out_features]."""
-    return type(module) is Conv1D
+from .modules import (
+    child,
+    dropout_reason,
+    is_on,
+    is_transposed,
+    number,
+    own_code_reason,
+    projection_reason,
+    weight_and_bias,
+)
 
 
 @dataclass(frozen=True)
@@ -100,11 +67,13 @@ class NormPart(Part):
         return list(weight_and_bias(self.module))
 
     def reason(self) -> str | None:
-        if self.architecture.norm.kind == "layer":
+        if self.architecture.norm.is_torchs:
             if type(self.module) is not nn.LayerNorm:
                 return "class_not_supported"
         elif (reason := self._own_reason("norm")) is not None:
             return reason
+        if any(p is not None and p.dim() != 1 for p in self.parameters()):
+            return "unsupported_config"
         if any(p is not None and p.dtype not in FLOAT_DTYPES for p in self.parameters()):
             return "dtype"
         return own_code_reason(self.module)
@@ -156,7 +125,8 @@ class MLPPart(Part):
         return own_code_reason(child(self.module, self.spec.activation))
 
     def reason(self) -> str | None:
-        reasons = [self._own_reason("mlp"), self.activation_reason(), own_code_reason(self.module)]
+        kind = "mlp" if self.spec.class_name is not None else "layer"
+        reasons = [self._own_reason(kind), self.activation_reason(), own_code_reason(self.module)]
         reasons += [projection_reason(linear) for linear in self.projections()]
         if self.is_joined and (self.up.bias is not None or is_transposed(self.up)):
             reasons.append("unsupported_projection")
@@ -183,7 +153,7 @@ class AttentionPart(Part):
 
     @property
     def head_norms(self) -> list[NormPart]:
-        """Norms over every head's query and key, or none."""
+        """Norms over query and key, or none."""
         return [NormPart(self.architecture, child(self.module, name)) for name in self.spec.head_norms or ()]
 
     def parameters(self) -> list[torch.Tensor | None]:
@@ -192,21 +162,58 @@ class AttentionPart(Part):
 
     @property
     def head_dim(self) -> int:
-        return self.module.head_dim
+        return getattr(self.module, self.spec.head_dim)
 
     @property
     def num_heads(self) -> int:
         return self.module.config.num_attention_heads
 
     @property
+    def num_kv_heads(self) -> int:
+        return getattr(self.module.config, "num_key_value_heads", None) or self.num_heads
+
+    @property
     def scaling(self) -> float:
         return float(getattr(self.module, self.spec.scaling))
+
+    @property
+    def softcap(self) -> float:
+        """0 for none."""
+        applies = self.spec.softcap is not None and caps_scores(self.module.config)
+        return number(self.module, self.spec.softcap, default=0.0) if applies else 0.0
+
+    @property
+    def rotates(self) -> bool:
+        """Whether queries and keys are turned by their position."""
+        return self.architecture.rotary is not None and is_on(self.module, self.spec.rotates, default=True)
+
+    @property
+    def layer_type(self) -> str | None:
+        """For which kind of layer the rotary embedding is asked; None where it knows no kinds."""
+        return None if self.spec.layer_type is None else getattr(self.module, self.spec.layer_type)
+
+    @property
+    def is_composed(self) -> bool:
+        """Whether more than ``ops.qkv_rope_append`` does lies between the norm and the cache."""
+        return bool(self.spec.head_norms) or self.spec.by_kv_head or self.spec.pairs != "halves"
+
+    @property
+    def reads_buffers(self) -> bool:
+        """Whether an op reads the cache where it is bound, instead of through a ``kv_table``."""
+        return self.softcap > 0
 
     def reason(self) -> str | None:
         if any(getattr(self.module, name, False) for name in self.spec.refuse):
             return "unsupported_config"
+        if not all(getattr(self.module, name) for name in self.spec.require):
+            return "unsupported_config"
         if not MIN_HEAD_DIM <= self.head_dim <= MAX_HEAD_DIM or self.head_dim % 8:
             return "unsupported_head_dim"
+        home = type(self.module).__module__
+        if not is_known_code(attention_function(self.module), home):
+            return "attention_function"
+        if not is_known_code(rotation_function(self.module), home):
+            return "class_forward"
         reasons = [self._own_reason("attention"), own_code_reason(self.module)]
         reasons += [projection_reason(linear) for linear in self.projections()]
         reasons += [dropout_reason(self.module, self.spec.attention_dropout)]
@@ -225,35 +232,77 @@ class LayerPart(Part):
 
     window: int | None
 
-    def _child(self, name: str) -> nn.Module:
-        return child(self.module, name)
+    @property
+    def spec(self) -> arch.Layer:
+        return self.architecture.layer
+
+    def _norm(self, name: str | None) -> NormPart | None:
+        module = None if name is None else child(self.module, name)
+        return None if module is None else NormPart(self.architecture, module)
 
     @property
-    def attention_norm(self) -> NormPart:
-        return NormPart(self.architecture, self._child(self.architecture.layer.attention_norm))
+    def attention_norm(self) -> NormPart | None:
+        return self._norm(self.spec.attention_norm)
 
     @property
     def attention(self) -> AttentionPart:
-        return AttentionPart(self.architecture, self._child(self.architecture.layer.attention), self.window)
+        return AttentionPart(self.architecture, child(self.module, self.spec.attention), self.window)
 
     @property
-    def mlp_norm(self) -> NormPart:
-        return NormPart(self.architecture, self._child(self.architecture.layer.mlp_norm))
+    def attention_post_norm(self) -> NormPart | None:
+        return self._norm(self.spec.attention_post_norm)
+
+    @property
+    def mlp_norm(self) -> NormPart | None:
+        own = self._norm(self.spec.mlp_norm)
+        return self.attention_norm if own is None and self.is_parallel else own
 
     @property
     def mlp(self) -> MLPPart:
-        return MLPPart(self.architecture, self._child(self.architecture.layer.mlp))
+        name = self.spec.mlp
+        return MLPPart(self.architecture, self.module if name is None else child(self.module, name))
+
+    @property
+    def mlp_post_norm(self) -> NormPart | None:
+        return self._norm(self.spec.mlp_post_norm)
+
+    @property
+    def norms(self) -> list[NormPart]:
+        """The norms it has, each once."""
+        return [norm for name in self.spec.norms if (norm := self._norm(name)) is not None]
+
+    @property
+    def is_parallel(self) -> bool:
+        """Whether attention and MLP take the same input."""
+        parallel = self.spec.parallel
+        return is_on(self.module, parallel) if isinstance(parallel, str) else parallel
+
+    @property
+    def residual_multiplier(self) -> float:
+        return number(self.module, self.spec.residual_multiplier)
+
+    @property
+    def is_sequential(self) -> bool:
+        """Whether it is ``x += attention(norm(x)); x += mlp(norm(x))``, with norms that the kernels have."""
+        if self.architecture.norm.unit_offset:
+            return False
+        before = None not in (self.attention_norm, self.mlp_norm)
+        return before and len(self.norms) == 2 and not self.is_parallel and self.residual_multiplier == 1
 
     def parts(self) -> list[Part]:
-        return [self.attention_norm, self.attention, self.mlp_norm, self.mlp]
+        return [*self.norms, self.attention, self.mlp]
 
     def parameters(self) -> list[torch.Tensor | None]:
         return [parameter for part in self.parts() for parameter in part.parameters()]
 
     def reason(self) -> str | None:
-        spec = self.architecture.layer
+        spec = self.spec
         if any(getattr(self.module, name, False) is not False for name in spec.refuse):
             return "unsupported_config"
+        if not all(getattr(self.module, name) for name in spec.require):
+            return "unsupported_config"
+        if self.module.training and getattr(self.module, "gradient_checkpointing", False):
+            return "checkpointing"
         reasons = [self._own_reason("layer"), own_code_reason(self.module)]
         reasons += [dropout_reason(self.module, name) for name in spec.dropouts]
         reasons += [part.reason() for part in self.parts()]
@@ -272,7 +321,7 @@ class ModelPart(Part):
 
     @property
     def decoder(self) -> nn.Module:
-        return getattr(self.module, self.architecture.base)
+        return attrgetter(self.architecture.base)(self.module)
 
     def _optional(self, name: str | None) -> Any:
         return None if name is None else getattr(self.decoder, name)
@@ -299,8 +348,39 @@ class ModelPart(Part):
         return self._optional(self.architecture.position_embedding)
 
     @property
+    def position_offset(self) -> int:
+        return int(number(self.position_embedding, self.architecture.position_offset, default=0))
+
+    @property
     def rotary(self) -> nn.Module | None:
         return self._optional(self.architecture.rotary)
+
+    @property
+    def embedding_multiplier(self) -> float:
+        return number(self.decoder, self.architecture.embedding_multiplier)
+
+    @property
+    def embedding_scale(self) -> torch.Tensor | None:
+        name = self.architecture.embedding_scale
+        return None if name is None else getattr(self.embedding, name)
+
+    @property
+    def rope_kinds(self) -> tuple[str | None, ...]:
+        """The kinds of layers that the rotary embedding has angles for; ``(None,)`` if it knows no kinds."""
+        return () if self.rotary is None else tuple({layer.attention.layer_type: None for layer in self.layers})
+
+    @property
+    def logits_multiplier(self) -> float:
+        return number(self.module, self.architecture.logits_multiplier)
+
+    @property
+    def logits_divisor(self) -> float:
+        return number(self.module, self.architecture.logits_divisor)
+
+    @property
+    def logits_softcap(self) -> float:
+        """0 for none."""
+        return number(self.module, self.architecture.logits_softcap, default=0.0)
 
     def _embeddings(self) -> list[nn.Module]:
         return [module for module in (self.embedding, self.position_embedding) if module is not None]
@@ -313,7 +393,11 @@ class ModelPart(Part):
         """Why a decode plan of the model would not be right now, or None. Cheap enough for every generate()."""
         if len(getattr(self.decoder, self.architecture.layers)) != len(self.windows):
             return "unsupported_config"
-        if any(type(module) is not nn.Embedding for module in self._embeddings()):
+        if self.final_norm.module is None:
+            return "unsupported_config"
+        if any(getattr(self.decoder, name, None) is not None for name in self.architecture.refuse):
+            return "unsupported_config"
+        if any(not self._is_known_embedding(module) for module in self._embeddings()):
             return "unsupported_projection"
         reasons = [own_code_reason(module) for module in (*self._embeddings(), self.decoder, self.module)]
         reasons += [projection_reason(self.head), self.final_norm.reason()]
@@ -326,30 +410,18 @@ class ModelPart(Part):
         found = found or next((reason for layer in self.layers if (reason := layer.reason())), None)
         return found or self._types_reason()
 
+    def _is_known_embedding(self, module: nn.Module) -> bool:
+        spec = self.architecture
+        of_its_own = spec.embedding_scale if module is self.embedding else spec.position_offset
+        if of_its_own is None:
+            return type(module) is nn.Embedding
+        return isinstance(module, nn.Embedding) and type(module).__module__ == spec.module
+
     def _types_reason(self) -> str | None:
         present = [parameter for parameter in self.parameters() if parameter is not None]
         if len({parameter.dtype for parameter in present}) > 1:
             return "dtype"
         return "device" if len({parameter.device for parameter in present}) > 1 else None
-
-
-def dropout_reason(module: nn.Module, name: str | None) -> str | None:
-    """Why a fused span cannot skip the dropout ``name`` of ``module``: a probability or an ``nn.Dropout``."""
-    dropout = None if name is None else getattr(module, name)
-    if not isinstance(dropout, nn.Module):
-        return "dropout" if dropout and module.training else None
-    if type(dropout) not in (nn.Dropout, nn.Identity):
-        return "class_not_supported"
-    active = type(dropout) is nn.Dropout and dropout.training and dropout.p > 0
-    return "dropout" if active else own_code_reason(dropout)
-
-
-def apply_dropout(module: nn.Module, name: str | None, x: torch.Tensor) -> torch.Tensor:
-    """The dropout ``name`` of ``module``, if there is one, as stock code applies it."""
-    dropout = None if name is None else getattr(module, name)
-    if isinstance(dropout, nn.Module):
-        return dropout(x)
-    return nn.functional.dropout(x, dropout, module.training) if dropout else x
 
 
 def model_part(architecture: Architecture, model: nn.Module) -> ModelPart | None:
@@ -365,16 +437,21 @@ def fingerprint(part: ModelPart) -> tuple:
     """What a decode plan bakes in of the model: parameters, where and of which type they are, and constants."""
     parameters = [None if p is None else (id(p), p.data_ptr(), p.dtype) for p in part.parameters()]
     constants = [
-        (layer.attention.scaling, layer.attention.num_heads, layer.window, layer.mlp.activation)
-        + (layer.attention_norm.eps, layer.mlp_norm.eps, *(norm.eps for norm in layer.attention.head_norms))
+        (layer.attention.scaling, layer.attention.softcap, layer.attention.num_heads, layer.window)
+        + (layer.mlp.activation,)
+        + (layer.attention.rotates, layer.attention.layer_type, layer.is_parallel, layer.residual_multiplier)
+        + tuple(norm.eps for norm in (*layer.norms, *layer.attention.head_norms))
         for layer in part.layers
     ]
+    outer = (part.embedding_multiplier, part.logits_multiplier, part.logits_divisor, part.logits_softcap)
+    outer += (part.position_offset, None if part.embedding_scale is None else id(part.embedding_scale))
     angles = () if part.rotary is None else _values_of(part.rotary)
-    return (*parameters, *constants, part.final_norm.eps, angles)
+    return (*parameters, *constants, *outer, part.final_norm.eps, angles)
 
 
 def _values_of(rotary: nn.Module) -> tuple:
     """What a table of rotary angles depends on."""
     buffers = [buffer for buffer in rotary.buffers() if not buffer.is_inference()]
     changes = [(id(buffer), buffer.data_ptr(), buffer._version) for buffer in buffers]
-    return (id(rotary), getattr(rotary, "attention_scaling", None), *changes)
+    scalings = {name: value for name, value in vars(rotary).items() if name.endswith("attention_scaling")}
+    return (id(rotary), *sorted(scalings.items()), *changes)

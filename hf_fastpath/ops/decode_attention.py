@@ -57,13 +57,7 @@ def reference(
     """
     refuse_kv_table(kv_table)
     batch, query_len, num_heads, head_dim = q.shape
-    held = slot_positions(seq_lens, k_cache.shape[2])[:, None]  # [batch, 1, capacity]
-    query = positions(seq_lens, query_len)[:, :, None]  # [batch, query_len, 1]
-    visible = (held >= 0) & (held <= query)
-    if window:
-        visible &= held > query - window
-    if starts is not None:
-        visible &= held >= starts.long()[:, None, None]
+    visible = visible_slots(seq_lens, starts, query_len, k_cache.shape[2], window)
     used = visible.any(1)[:, None, :, None]
     k, v = (torch.where(used, cache, 0).to(q.dtype) for cache in (k_cache, v_cache))
     out = torch.nn.functional.scaled_dot_product_attention(
@@ -71,6 +65,20 @@ def reference(
     )
     out = torch.where(visible.any(2)[:, None, :, None], out, 0)
     return out.transpose(1, 2).reshape(batch, query_len, num_heads * head_dim)
+
+
+def visible_slots(
+    seq_lens: torch.Tensor, starts: torch.Tensor | None, query_len: int, capacity: int, window: int
+) -> torch.Tensor:
+    """bool [batch, query_len, capacity]: the slots of the cache that each token sees."""
+    held = slot_positions(seq_lens, capacity)[:, None]  # [batch, 1, capacity]
+    query = positions(seq_lens, query_len)[:, :, None]  # [batch, query_len, 1]
+    visible = (held >= 0) & (held <= query)
+    if window:
+        visible &= held > query - window
+    if starts is not None:
+        visible &= held >= starts.long()[:, None, None]
+    return visible
 
 
 def fake(q, k_cache, v_cache, seq_lens, starts, scale, window=0, kv_table=None, layer=0, workspace=None, overlap=False):

@@ -119,6 +119,35 @@ def test_prefix_reuse_with_deepcopied_cache(architecture, device):
     assert cache.get_seq_length() == 20
 
 
+@over_architectures
+def test_cropped_cache_continues(architecture, device):
+    """The user takes back the end of a turn and goes on differently: as if the text had been so from the start."""
+    stock, ours = pair(architecture, device)
+    out = ours.generate(prompt(device, 2), return_dict_in_generate=True, **GREEDY)
+    cache, kept = out.past_key_values, 22
+    cache.crop(kept - cache.get_seq_length())
+    ids = torch.cat((out.sequences[:, :kept], prompt(device, 2, 4, seed=3)), dim=1)
+    with counting(ours) as counts:
+        found = ours.generate(ids, past_key_values=cache, **GREEDY)
+    assert counts.fast == 40
+    assert_same_tokens(found, stock.generate(ids, **GREEDY), stock)
+
+
+@over_architectures
+def test_one_prefix_for_several_rows(architecture, device):
+    """A cached prefix of one row, repeated for a batch."""
+    stock, ours = pair(architecture, device)
+    prefix, cache = prompt(device, 1, 20), FastpathCache(ours.config)
+    with torch.no_grad():
+        ours(prefix, past_key_values=cache, use_cache=True)
+    cache.batch_repeat_interleave(3)
+    ids = torch.cat((prefix.expand(3, -1), prompt(device, 3, 4)), dim=1)
+    with counting(ours) as counts:
+        found = ours.generate(ids, past_key_values=cache, **GREEDY)
+    assert counts.fast == 60
+    assert_same_tokens(found, stock.generate(ids, **GREEDY), stock)
+
+
 def test_cache_of_another_batch_size_gives_a_clear_error_or_stocks(device):
     """A conversation of 2 rows cannot be continued with 3: an error, never other tokens."""
     _, ours = pair("llama", device)

@@ -8,12 +8,12 @@ from collections import Counter
 
 import pytest
 import torch
-from models import ARCHITECTURES, GREEDY, build, counting, over_architectures, pair, prompt, require_native
-from parity import assert_same_tokens
+from models import ARCHITECTURES, GREEDY, build, counting, fresh, over_architectures, pair, prompt, require_native
+from parity import assert_same_tokens, both
 
 import hf_fastpath
 from hf_fastpath.decode import plan as plan_module
-from hf_fastpath.decode.plan import DecodePlan
+from hf_fastpath.decode.plan import MAX_EOS_TOKENS, DecodePlan
 from hf_fastpath.verification import decode_logits
 
 
@@ -66,6 +66,32 @@ def test_one_capture_serves_every_cache_and_length(cuda, captures):
     assert len(captures) == 1
 
 
+def test_one_capture_serves_every_setting(cuda, captures):
+    """Temperatures, top-k, seeds and modes change between the calls; one graph draws what stock draws."""
+    require_native(cuda)
+    stock, ours = fresh("mistral", cuda)
+    settings = (dict(), dict(temperature=0.4), dict(top_p=0.8, top_k=0), dict(top_k=9, min_p=0.1))
+    for seed, options in enumerate(settings):
+        for mode in (torch.inference_mode, torch.no_grad):
+            with mode():
+                options |= dict(input_ids=prompt(cuda, 2), do_sample=True, max_new_tokens=40)
+                assert_same_tokens(*both(stock, ours, seed=seed, **options))
+    assert len(captures) == 1
+
+
+def test_sampling_and_other_random_numbers_share_the_generator(cuda):
+    """What a program draws between two calls is stock's."""
+    stock, ours = pair("llama", cuda)
+    drawn = []
+    for model in (ours, stock):
+        torch.manual_seed(5)
+        for _ in range(3):
+            drawn.append(model.generate(prompt(cuda, 3), do_sample=True, max_new_tokens=9))
+            drawn.append(torch.rand(1000, device=cuda))
+    for found, expected in zip(drawn[:6], drawn[6:], strict=True):
+        assert torch.equal(found, expected)
+
+
 @over_architectures
 def test_growth_under_replay(architecture, cuda, captures):
     """The buffers move several times while one graph is replayed."""
@@ -78,16 +104,18 @@ def test_growth_under_replay(architecture, cuda, captures):
     assert_same_tokens(found, stock.generate(ids, max_new_tokens=700, do_sample=False), stock)
 
 
+@pytest.mark.parametrize("scores", (False, True))
 @pytest.mark.parametrize("sample", (False, True))
-def test_late_end_is_undone(sample, cuda):
+def test_late_end_is_undone(sample, scores, cuda):
     """Tokens past the end leave no trace: sequences, cache, generator, and the next turn are stock's."""
     stock, ours = pair("mistral", cuda)
     for seed in range(6):
         ids, results = prompt(cuda, 2, 9, seed=seed), []
         for model in (ours, stock):
             torch.manual_seed(seed)
-            options = dict(do_sample=sample, max_new_tokens=80, eos_token_id=list(range(60, 160)))
-            options |= dict(return_dict_in_generate=True, output_scores=True)
+            ends = 100 if scores else MAX_EOS_TOKENS  # with few, and no scores, the plan chooses
+            options = dict(do_sample=sample, max_new_tokens=80, eos_token_id=list(range(60, 60 + ends)))
+            options |= dict(return_dict_in_generate=True, output_scores=scores)
             out = model.generate(ids, **options)
             state = torch.cuda.get_rng_state()
             more = torch.cat((out.sequences, prompt(cuda, 2, 3)), dim=1)
@@ -95,7 +123,8 @@ def test_late_end_is_undone(sample, cuda):
             results.append((out, state, out.past_key_values.get_seq_length(), then))
         (a, a_state, _, a_then), (b, b_state, _, b_then) = results
         assert_same_tokens(a.sequences, b.sequences, None if sample else stock)
-        assert torch.equal(a_state, b_state) and len(a.scores) == len(b.scores)
+        assert torch.equal(a_state, b_state)
+        assert not scores or len(a.scores) == len(b.scores)
         assert_same_tokens(a_then, b_then, None if sample else stock)
 
 
@@ -149,10 +178,12 @@ def test_another_thread_allocates_during_capture(cuda):
     assert not errors, errors
 
 
-def test_steady_state_does_not_synchronize(cuda):
+@pytest.mark.parametrize("sample", (False, True))
+def test_steady_state_does_not_synchronize(sample, cuda):
     """No blocking call a token: the host waits for the prompt and for the end only."""
     _, ours = pair("llama", cuda)
-    ours.generate(prompt(cuda, 2), **GREEDY)
+    options = GREEDY | dict(do_sample=sample)
+    ours.generate(prompt(cuda, 2), **options)
     real, blocking = DecodePlan.step, []
 
     def step(self, tokens):
@@ -168,7 +199,7 @@ def test_steady_state_does_not_synchronize(cuda):
     DecodePlan.step = step
     try:
         with counting(ours) as counts:
-            ours.generate(prompt(cuda, 2), **GREEDY)
+            ours.generate(prompt(cuda, 2), **options)
     finally:
         DecodePlan.step = real
     assert not blocking and counts.fast == 40
@@ -187,17 +218,18 @@ def test_plans_do_not_hold_caches(cuda):
     assert torch.cuda.memory_allocated() <= before + (1 << 16)
 
 
-def test_no_synchronization_a_token(cuda):
+@pytest.mark.parametrize("sample", (False, True))
+def test_no_synchronization_a_token(sample, cuda):
     """Twice the tokens take not one more call that waits for the device."""
     require_native(cuda)
     _, ours = pair("mistral", cuda, torch.float16)
     ids = prompt(cuda, 1, 20)
     waiting = ("cudaStreamSynchronize", "cudaDeviceSynchronize", "cudaMemcpy", "aten::_local_scalar_dense")
-    ours.generate(ids, max_new_tokens=80, do_sample=False)  # captures
+    ours.generate(ids, max_new_tokens=80, do_sample=sample)  # captures
 
     def waits(tokens: int) -> Counter:
         with torch.profiler.profile(activities=list(torch.profiler.supported_activities())) as trace:
-            ours.generate(ids, max_new_tokens=tokens, do_sample=False)
+            ours.generate(ids, max_new_tokens=tokens, do_sample=sample)
         names = Counter(event.name for event in trace.events())
         assert names["cudaGraphLaunch"] >= tokens - 1, "the trace has lost the steps"
         return Counter({name: names[name] for name in waiting})

@@ -42,6 +42,52 @@ def test_beams(options, architecture, device):
     assert_same_tokens(found, expected)
 
 
+def test_beam_scores_and_indices(device):
+    stock, ours = pair("mistral", device)
+    options = dict(num_beams=3, max_new_tokens=20, do_sample=False, length_penalty=0.5, early_stopping=True)
+    options |= dict(return_dict_in_generate=True, output_scores=True, eos_token_id=list(range(40, 60)))
+    found, expected = both(stock, ours, **left_padded(device, 2), **options)
+    assert_same_tokens(found.sequences, expected.sequences)
+    assert torch.equal(found.beam_indices, expected.beam_indices)
+    torch.testing.assert_close(found.sequences_scores, expected.sequences_scores)
+    assert len(found.scores) == len(expected.scores)
+
+
+def test_modes_that_transformers_moved_out_give_its_own_error(device):
+    stock, ours = pair("llama", device)
+    for options in (dict(num_beams=4, num_beam_groups=2, diversity_penalty=0.5), dict(penalty_alpha=0.6, top_k=4)):
+        messages = []
+        for model in (ours, stock):
+            with pytest.raises(ValueError, match="trust_remote_code") as caught:
+                model.generate(prompt(device), **options, **GREEDY)
+            messages.append(str(caught.value))
+        assert messages[0] == messages[1]
+
+
+def test_users_own_decode_loop(device):
+    """custom_generate= gets our cache, and its forwards the fused layers."""
+
+    def greedy(model, input_ids, logits_processor, stopping_criteria, generation_config, **model_kwargs):
+        while True:
+            inputs = model.prepare_inputs_for_generation(
+                input_ids,
+                next_sequence_length=input_ids.shape[1] - model_kwargs["past_key_values"].get_seq_length(),
+                **model_kwargs,
+            )
+            outputs = model(**inputs, return_dict=True)
+            model_kwargs = model._update_model_kwargs_for_generation(outputs, model_kwargs)
+            input_ids = torch.cat((input_ids, outputs.logits[:, -1:].argmax(-1)), dim=1)
+            if stopping_criteria(input_ids, None).all():
+                return input_ids
+
+    stock, ours = pair("llama", device)
+    with counting(ours) as counts:
+        found, expected = both(stock, ours, input_ids=prompt(device, 2), custom_generate=greedy, **GREEDY)
+    assert not counts.reasons
+    assert_same_tokens(found, expected, stock)
+    assert_same_tokens(expected, stock.generate(prompt(device, 2), **GREEDY), stock)
+
+
 @pytest.mark.parametrize("sample", (False, True))
 def test_prompt_lookup(sample, device):
     stock, ours = trained(device)
@@ -77,13 +123,51 @@ def test_assisted_decoding(architecture, patched, device):
     assert_same_tokens(found, expected, stock)
 
 
-def test_static_cache_falls_back(device):
+QUANTIZED = dict(backend="quanto", nbits=4, q_group_size=16, residual_length=8)
+STOCK_CACHES = {
+    "static": dict(cache_implementation="static", disable_compile=True),
+    "offloaded": dict(cache_implementation="offloaded"),
+    "quantized": dict(cache_implementation="quantized", cache_config=QUANTIZED),
+}
+
+
+@pytest.mark.parametrize("patched", ("main", "assistant", "both"))
+def test_assisted_sampling(patched, device):
+    """Drafts are accepted and rejected by chance: the same numbers are drawn."""
+    require_native(device)
+    stock, ours = pair("mistral", device)
+    assistant = build("mistral", num_hidden_layers=1).to(device)
+    results = []
+    for model in (stock, stock if patched == "assistant" else ours):
+        if results and patched != "main":
+            hf_fastpath.patch(assistant, quiet=True)
+        torch.manual_seed(3)
+        options = dict(max_new_tokens=20, do_sample=True, temperature=0.7)
+        results.append(model.generate(prompt(device), assistant_model=assistant, **options))
+    assert_same_tokens(results[1], results[0])
+
+
+@pytest.mark.parametrize("name", STOCK_CACHES)
+def test_cache_implementation_falls_back(name, device):
+    """A kind of cache the user asks for is the one that is used."""
+    if name == "quantized":
+        pytest.importorskip("optimum.quanto", reason="optimum-quanto quantizes the cache")
+    if name == "offloaded" and device.type == "cpu":
+        pytest.skip("transformers offloads from a GPU")
     stock, ours = pair("llama", device)
-    options = dict(cache_implementation="static", disable_compile=True, **GREEDY)
     with counting(ours) as counts:
-        found, expected = both(stock, ours, input_ids=prompt(device, 2), **options)
+        found, expected = both(stock, ours, input_ids=prompt(device, 2), **STOCK_CACHES[name], **GREEDY)
     assert counts.reasons["other_cache"] and not counts.fast
     assert_same_tokens(found, expected)
+
+
+def test_dynamic_cache_by_name_is_fast(device):
+    """It is what generate() makes without a name."""
+    stock, ours = pair("mistral", device)
+    with counting(ours) as counts:
+        found, expected = both(stock, ours, input_ids=prompt(device, 2), cache_implementation="dynamic", **GREEDY)
+    assert counts.fast == 40 and not counts.reasons
+    assert_same_tokens(found, expected, stock)
 
 
 @over_architectures
@@ -112,3 +196,22 @@ def test_token_type_ids_fall_back(device):
         found, expected = both(stock, ours, input_ids=prompt(device, 2), token_type_ids=types, **GREEDY)
     assert counts.reasons["unsupported_input"] and not counts.fast
     assert_same_tokens(found, expected)
+
+
+def test_inputs_embeds_with_input_ids_fall_back(device):
+    stock, ours = pair("llama", device)
+    inputs = left_padded(device, 2)
+    embeds = stock.get_input_embeddings()(inputs["input_ids"]).detach()
+    with counting(ours) as counts:
+        found, expected = both(stock, ours, inputs_embeds=embeds, **inputs, **GREEDY)
+    assert counts.reasons["unsupported_input"] and not counts.fast
+    assert_same_tokens(found, expected, stock, inputs["attention_mask"])
+
+
+def test_without_a_prompt(device):
+    """generate() starts from the first token of the vocabulary."""
+    stock, ours = pair("mistral", device)
+    with counting(ours) as counts:
+        found, expected = both(stock, ours, **GREEDY)
+    assert counts.fast == 20 and found.shape == (1, 21)
+    assert_same_tokens(found, expected, stock)

@@ -39,12 +39,7 @@ def decoded_perplexity(model, device: torch.device, count: int, fast: bool) -> f
     from hf_fastpath.verification import decode_logits
 
     text = heldout_tokens(count).to(device)
-    return perplexity(torch.cat((_first(model, text), decode_logits(model, text, 1, fast)), dim=1), text)
-
-
-@torch.no_grad()
-def _first(model, text: torch.Tensor) -> torch.Tensor:
-    return model(text[:, :1], use_cache=False).logits
+    return perplexity(decode_logits(model, text, 1, fast), text)
 
 
 def test_stock_perplexity_token_by_token_equals_one_pass(device):

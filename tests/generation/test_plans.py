@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import copy
 import weakref
+from operator import attrgetter
 
 import pytest
 import torch
 from models import CPU, build, fresh, over_architectures, prompt, require_native
-from parity import assert_same_tokens
+from parity import LogitRule, RoundingCache, assert_same_tokens, float64_copy, forced_logits, walk
 from torch import nn
 
 import hf_fastpath
@@ -117,6 +118,59 @@ def test_same_change_in_every_layer_keeps_one_call():
     options = dict(max_new_tokens=8, do_sample=False)
     assert_same_tokens(ours.generate(ids, **options), stock.generate(ids, **options), stock)
     assert calls(plans(ours)[0]) == ["decode_layers"]
+
+
+ONES = dict(embedding_multiplier=1.0, residual_multiplier=1.0, logits_scaling=1.0)
+
+
+@pytest.mark.parametrize(
+    ("architecture", "changes", "expected"),
+    (
+        ("granite", {}, {"qkv_rope_append": 2, "rms_norm": 0, "scaled_sum": 4, "mul": 1, "div": 1}),
+        ("granite", ONES, {"decode_layers": 1, "mul": 0, "div": 0}),
+        ("granite", ONES | dict(embedding_multiplier=2.0), {"decode_layers": 1, "mul": 1}),
+        ("smollm3", {}, {"qkv_rope_append": 2, "decode_attention": 2}),
+        ("smollm3", dict(no_rope_layers=[0, 0]), {"decode_layers": 1}),
+        ("olmo2", {}, {"rope_append": 2, "rms_norm": 4, "head_norm": 4, "scaled_sum": 4}),
+        ("phi", {}, {"qkv_rope_append": 2, "decode_attention": 2, "gemv": 7, "scaled_sum": 0}),
+        ("gpt_neox", {}, {"ungrouped": 2, "rope_append": 2, "gemv": 9}),
+        ("gemma", {}, {"qkv_rope_append": 2, "unit_offset_norm": 5, "scaled": 1}),
+        ("gemma2", {}, {"soft_capped_attention": 2, "decode_attention": 0, "soft_capped": 1}),
+    ),
+)
+def test_layers_of_other_kinds_take_what_they_need(architecture, changes, expected):
+    """What the kernels fuse stays fused, and an op that does nothing is left out."""
+    _, ours = fresh(architecture, **changes)
+    ours.generate(prompt(CPU), max_new_tokens=3, do_sample=False)
+    names = calls(plans(ours)[0])
+    assert {name: names.count(name) for name in expected} == expected
+
+
+@pytest.mark.parametrize(
+    ("architecture", "module", "name"),
+    (
+        ("granite", "model", "embedding_multiplier"),
+        ("granite", "model.layers.1", "residual_multiplier"),
+        ("granite", "config", "logits_scaling"),
+        ("cohere", "", "logit_scale"),
+        ("gemma2", "model.layers.0.self_attn", "attn_logit_softcapping"),
+        ("gemma2", "config", "final_logit_softcapping"),
+    ),
+)
+def test_changed_factor_makes_a_new_plan(architecture, module, name):
+    stock, ours = fresh(architecture)
+    text = prompt(CPU, 8, 40)
+    before = forced_logits(ours, text, 9)
+    for model in (stock, ours):
+        holder = attrgetter(module)(model) if module else model
+        setattr(holder, name, 0.4 * getattr(holder, name))
+    after = forced_logits(ours, text, 9)
+    assert not torch.allclose(after, before)
+    ref = float64_copy(stock)
+    expected = walk(ref, text, [9] + [1] * 31, RoundingCache(ref.config, torch.float32))[:, 8:]
+    rule = LogitRule()
+    rule.add(after, forced_logits(stock, text, 9), expected)
+    rule.check(f"{architecture} {name}")
 
 
 @pytest.mark.parametrize("batch", (1, 2))

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 import threading
 
 import pytest
 import torch
 from models import GREEDY, counting, left_padded, pair, prompt, tokenizer, trained
 from parity import assert_same_tokens
-from transformers import TextIteratorStreamer, TextStreamer
+from transformers import AsyncTextIteratorStreamer, TextIteratorStreamer, TextStreamer
 from transformers.generation.streamers import BaseStreamer
 
 
@@ -70,6 +71,32 @@ def test_text_iterator_streamer_in_a_thread(device):
     text = "".join(streamer)
     thread.join()
     assert text == tokenizer().decode(expected[0])
+
+
+def test_async_text_iterator_streamer(device):
+    """The event loop reads while another thread generates."""
+    stock, ours = trained(device)
+    inputs = tokenizer()("import os\n\n\ndef", return_tensors="pt").to(device)
+
+    async def read(model) -> list[str]:
+        streamer = AsyncTextIteratorStreamer(tokenizer(), timeout=60)
+        options = dict(**inputs, streamer=streamer, max_new_tokens=40, do_sample=False)
+        thread = threading.Thread(target=model.generate, kwargs=options)
+        thread.start()
+        texts = [text async for text in streamer]
+        thread.join()
+        return texts
+
+    found, expected = asyncio.run(read(ours)), asyncio.run(read(stock))
+    assert found == expected and len(found) > 20
+
+
+def test_sampled_tokens_are_streamed(device):
+    """Drawn on the device, end tokens on the way: the streamer gets what the call returns."""
+    _, ours = pair("mistral", device)
+    recorder = Recorder()
+    out = ours.generate(prompt(device), streamer=recorder, do_sample=True, max_new_tokens=60, eos_token_id=[5, 60, 61])
+    assert sum(recorder.calls[1:-1], []) == out[0, 11:].tolist()
 
 
 def test_generate_from_inside_the_streamer(device):

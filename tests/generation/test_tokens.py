@@ -9,6 +9,7 @@ from models import (
     GREEDY,
     WINDOW,
     counting,
+    fresh,
     heldout_tokens,
     left_padded,
     over_architectures,
@@ -18,6 +19,17 @@ from models import (
     trained,
 )
 from parity import assert_same_tokens, both
+from transformers import LogitsProcessorList
+from transformers.generation.logits_process import (
+    MinPLogitsWarper,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+    TypicalLogitsWarper,
+)
+
+from hf_fastpath import compat
+from hf_fastpath.decode.plan import MAX_EOS_TOKENS
 
 # ---- greedy ------------------------------------------------------------------------------------------------
 
@@ -101,19 +113,45 @@ def test_mask_with_holes_falls_back(device):
     assert_same_tokens(found, expected)
 
 
-def test_boolean_mask_tokens_equal(device):
+@over_architectures
+def test_right_padding_falls_back(architecture, device):
+    """As stock computes it, tokens after the padding included."""
+    stock, ours = pair(architecture, device)
+    inputs = {name: given.flip(1) for name, given in left_padded(device).items()}
+    with counting(ours) as counts:
+        found, expected = both(stock, ours, **inputs, **GREEDY)
+    assert counts.reasons["attention_mask"] and not counts.fast
+    assert_same_tokens(found, expected, stock, inputs["attention_mask"])
+
+
+@pytest.mark.parametrize("dtype", (torch.bool, torch.int32, torch.float32), ids=str)
+def test_mask_of_any_type_tokens_equal(dtype, device):
     stock, ours = pair("llama", device)
     inputs = left_padded(device)
-    inputs["attention_mask"] = inputs["attention_mask"].bool()
-    found, expected = both(stock, ours, **inputs, **GREEDY)
+    inputs["attention_mask"] = inputs["attention_mask"].to(dtype)
+    with counting(ours) as counts:
+        found, expected = both(stock, ours, **inputs, **GREEDY)
+    assert counts.fast == 60
     assert_same_tokens(found, expected)
 
 
-def test_users_position_ids_tokens_equal(device):
-    stock, ours = pair("mistral", device)
-    ids = prompt(device, 2)
-    where = torch.arange(5, 16, device=device).expand(2, -1)
-    found, expected = both(stock, ours, input_ids=ids, position_ids=where, **GREEDY)
+@over_architectures
+@pytest.mark.parametrize("rows", (1, 2))
+@pytest.mark.parametrize("first", (0, 5, 900))
+def test_users_position_ids_tokens_equal(first, rows, architecture, device):
+    stock, ours = pair(architecture, device)
+    where = torch.arange(first, first + 11, device=device).expand(rows, -1)
+    with counting(ours) as counts:
+        found, expected = both(stock, ours, input_ids=prompt(device, 2), position_ids=where, **GREEDY)
+    assert counts.fast == 40
+    assert_same_tokens(found, expected, stock)
+
+
+def test_users_position_ids_that_jump_tokens_equal(device):
+    """Packed and shifted positions, other ones in each row."""
+    stock, ours = pair("llama", device)
+    where = torch.tensor([[0, 1, 2, 0, 1, 2, 3, 4, 5, 6, 7], [7, 9, 11, 20, 21, 22, 23, 24, 50, 51, 52]], device=device)
+    found, expected = both(stock, ours, input_ids=prompt(device, 2), position_ids=where, **GREEDY)
     assert_same_tokens(found, expected, stock)
 
 
@@ -143,6 +181,74 @@ def test_sampling_tokens_equal(options, device):
         assert_same_tokens(found, expected)
 
 
+@pytest.mark.parametrize(
+    "options",
+    (
+        dict(top_k=0),
+        dict(top_k=1000, top_p=0.6),
+        dict(temperature=0.3, top_k=0, min_p=0.05),
+        dict(temperature=3.0, top_k=40, top_p=0.9, min_p=0.02),
+        dict(top_p=0.0),
+    ),
+    ids=str,
+)
+@pytest.mark.parametrize("batch", (1, 5, 16))
+def test_sampling_in_the_plan_tokens_equal(batch, options, device):
+    """The warpers that a plan knows; padded rows, rows that end at different steps."""
+    stock, ours = pair("llama", device)
+    inputs = left_padded(device, batch)
+    options |= dict(do_sample=True, max_new_tokens=40, eos_token_id=list(range(100, 106)), pad_token_id=1)
+    found, expected = both(stock, ours, **inputs, **options)
+    assert_same_tokens(found, expected)
+    assert any(plan.sampled and plan.batch == batch for plan in vars(ours)["_hf_fastpath"].plans)
+
+
+@pytest.mark.parametrize(
+    "options",
+    (
+        dict(repetition_penalty=1.3),
+        dict(typical_p=0.9),
+        dict(renormalize_logits=True),
+        dict(top_k=5, return_dict_in_generate=True, output_scores=True),
+    ),
+    ids=str,
+)
+def test_other_sampling_is_left_to_the_processors(options, device):
+    stock, ours = fresh("llama", device)
+    found, expected = both(stock, ours, input_ids=prompt(device, 2), do_sample=True, max_new_tokens=10, **options)
+    assert_same_tokens(*(out if torch.is_tensor(out) else out.sequences for out in (found, expected)))
+    (plan,) = vars(ours)["_hf_fastpath"].plans
+    assert not plan.sampled
+
+
+@pytest.mark.parametrize(
+    ("processors", "settings"),
+    (
+        ([], [1.0, 0.0, 1.0, 0.0]),
+        ([TopKLogitsWarper(7)], [1.0, 7.0, 1.0, 0.0]),
+        ([TemperatureLogitsWarper(0.5), TopPLogitsWarper(0.8), MinPLogitsWarper(0.1)], [0.5, 0.0, 0.8, 0.1]),
+        ([TopKLogitsWarper(7), TemperatureLogitsWarper(0.5)], None),
+        ([TopKLogitsWarper(7), TopKLogitsWarper(3)], None),
+        ([TopKLogitsWarper(7, filter_value=-1e9)], None),
+        ([TopPLogitsWarper(0.9, min_tokens_to_keep=2)], None),
+        ([TypicalLogitsWarper(0.9)], None),
+        ([TemperatureLogitsWarper(1e-40)], None),
+        ([TemperatureLogitsWarper(torch.inf)], None),
+        ([type("Mine", (TopKLogitsWarper,), {})(7)], None),
+    ),
+)
+def test_settings_of_warpers(processors, settings):
+    assert compat.sampling_settings(processors) == settings
+
+
+def test_sampling_with_a_users_warper_tokens_equal(device):
+    """After or before those of generate(): in the order that transformers makes of them."""
+    stock, ours = pair("llama", device)
+    for given in (TemperatureLogitsWarper(2.0), TopKLogitsWarper(3), MinPLogitsWarper(0.3)):
+        options = dict(do_sample=True, max_new_tokens=20, top_k=30, logits_processor=LogitsProcessorList([given]))
+        assert_same_tokens(*both(stock, ours, input_ids=prompt(device, 2), **options))
+
+
 def test_sampling_on_the_trained_model_tokens_equal(device):
     stock, ours = trained(device)
     ids = heldout_tokens(30).to(device)
@@ -155,8 +261,9 @@ def test_sampling_on_the_trained_model_tokens_equal(device):
 def test_sampling_that_ends_early_leaves_the_generator_as_stock_does(device):
     """Rows end at different steps; steps run past the end must leave no trace in the generator."""
     stock, ours = pair("llama", device)
-    for seed in range(4):
-        options = dict(do_sample=True, top_k=20, max_new_tokens=60, eos_token_id=list(range(100, 200)), seed=seed)
-        found, expected = both(stock, ours, input_ids=prompt(device, 3, seed=seed), **options)
-        assert found.shape[1] < 11 + 60
-        assert_same_tokens(found, expected)
+    for ends in (100, MAX_EOS_TOKENS):  # with few, the plan chooses
+        for seed in range(4):
+            options = dict(do_sample=True, top_k=20, max_new_tokens=200, eos_token_id=list(range(100, 100 + ends)))
+            found, expected = both(stock, ours, seed, input_ids=prompt(device, 3, seed=seed), **options)
+            assert found.shape[1] < 11 + 200
+            assert_same_tokens(found, expected)

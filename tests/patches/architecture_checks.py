@@ -6,7 +6,8 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -18,10 +19,10 @@ import hf_fastpath
 from hf_fastpath.architecture import architectures
 from hf_fastpath.registry import FLOAT_DTYPES
 
-SEEDS = range(4)
-#: positions that are compared for each seed
-POSITIONS = 64
-over_dtypes = pytest.mark.parametrize("dtype", FLOAT_DTYPES, ids=lambda dtype: str(dtype).removeprefix("torch."))
+#: positions that the logit rule compares, over all random models of a case
+POSITIONS = 256
+#: families unlike each other; without --full the others are checked in fewer types and batches, on one model
+CORE = ("gemma2", "gpt2", "llama", "mistral", "phi3", "qwen3")
 
 
 def text_of(device: torch.device, batch: int, length: int, seed: int) -> torch.Tensor:
@@ -31,17 +32,21 @@ def text_of(device: torch.device, batch: int, length: int, seed: int) -> torch.T
 
 
 class Golden:
-    """One seed's model three times: stock, patched, float64."""
+    """One seed's model three times: stock, patched, float64.
 
-    def __init__(self, architecture: str, seed: int, device: torch.device, dtype: torch.dtype):
+    Args:
+        positions: that a case is to compare on this model, in batches of 4 sequences for each 64.
+    """
+
+    def __init__(self, architecture: str, seed: int, device: torch.device, dtype: torch.dtype, positions: int):
         require_native(device)
-        self.device, self.dtype, self.seed = device, dtype, seed
+        self.device, self.dtype, self.seed, self.batch = device, dtype, seed, positions // 16
         self.stock = build(architecture, seed).to(device, dtype)
         self.ours = hf_fastpath.patch(copy.deepcopy(self.stock), quiet=True)
         self.ref = float64_copy(self.stock)
 
-    def text(self, batch: int, length: int) -> torch.Tensor:
-        return text_of(self.device, batch, length, self.seed)
+    def text(self, length: int, batch: int | None = None) -> torch.Tensor:
+        return text_of(self.device, batch or self.batch, length, self.seed)
 
     def rounding_cache(self) -> RoundingCache:
         return RoundingCache(self.ref.config, self.dtype)
@@ -50,39 +55,39 @@ class Golden:
 @torch.no_grad()
 def prefill(golden: Golden, rule: LogitRule) -> None:
     """The logits of a whole prompt, without a cache."""
-    text = golden.text(1, POSITIONS)
+    text = golden.text(64, golden.batch // 4)
     rule.add(*(model(text, use_cache=False).logits for model in (golden.ours, golden.stock, golden.ref)))
 
 
 def decode(golden: Golden, rule: LogitRule) -> None:
-    """Four sequences, token by token, below the window."""
-    steps, first = POSITIONS // 4, 5
-    text = golden.text(4, first + steps)
+    """Token by token, below the window."""
+    steps, first = 16, 5
+    text = golden.text(first + steps)
     ref = walk(golden.ref, text, [first] + [1] * steps, golden.rounding_cache())[:, first - 1 :]
     with counting(golden.ours) as counts:
         ours = forced_logits(golden.ours, text, first)
-    assert counts.fast == 4 * (steps + 1) and not counts.fallback, counts.reasons
+    assert counts.fast == golden.batch * (steps + 1) and not counts.fallback, counts.reasons
     rule.add(ours, forced_logits(golden.stock, text, first), ref)
 
 
 def padded(golden: Golden, rule: LogitRule) -> None:
-    """Four sequences with 0 to 9 tokens of left padding."""
-    steps, first = POSITIONS // 4, 12
-    text = golden.text(4, first + steps)
+    """Sequences with 0 to 9 tokens of left padding."""
+    steps, first = 16, 12
+    text = golden.text(first + steps)
     mask = torch.ones_like(text)
-    for row in range(4):
-        mask[row, : 3 * row] = 0
+    for row in range(golden.batch):
+        mask[row, : 3 * (row % 4)] = 0
     ref = walk(golden.ref, text, [first] + [1] * steps, golden.rounding_cache(), mask)[:, first - 1 :]
     with counting(golden.ours) as counts:
         ours = forced_logits(golden.ours, text, first, attention_mask=mask[:, :first])
-    assert counts.fast == 4 * (steps + 1) and not counts.fallback, counts.reasons
+    assert counts.fast == golden.batch * (steps + 1) and not counts.fallback, counts.reasons
     rule.add(ours, forced_logits(golden.stock, text, first, attention_mask=mask[:, :first]), ref)
 
 
 def window_edge(golden: Golden, rule: LogitRule) -> None:
-    """Two sequences from one token before the window's end to two windows past it."""
-    first, steps = WINDOW - 1, POSITIONS // 2
-    text = golden.text(2, first + steps)
+    """From one token before the window's end to two windows past it."""
+    first, steps = WINDOW - 1, 2 * WINDOW
+    text = golden.text(first + steps, golden.batch // 2)
     ref = walk(golden.ref, text, [first] + [1] * steps, golden.rounding_cache())[:, first - 1 :]
     rule.add(forced_logits(golden.ours, text, first), forced_logits(golden.stock, text, first), ref)
 
@@ -90,8 +95,8 @@ def window_edge(golden: Golden, rule: LogitRule) -> None:
 def chunked(golden: Golden, rule: LogitRule) -> None:
     """A prompt in chunks, some tokens, then a second prompt over the same cache and more tokens."""
     chunk, first, second = 7, 21, 6
-    steps = POSITIONS // 8
-    text = golden.text(4, first + steps + second + steps)
+    steps = 8
+    text = golden.text(first + steps + second + steps)
     turn = first + steps + second
     lengths = [chunk] * (first // chunk) + [1] * steps + [second] + [1] * steps
     ref = walk(golden.ref, text, lengths, golden.rounding_cache())
@@ -118,15 +123,25 @@ GOLDEN: dict[str, Callable[[Golden, LogitRule], None]] = {
 
 def architecture_tests(architecture: str) -> dict[str, Callable]:
     """The test functions of one architecture, by name."""
+    is_core = architecture in CORE
+
+    def over(name: str, usual: Sequence, full: Sequence):
+        """Parametrize by ``full``; without --full a family that is not of the core by ``usual`` only."""
+        values = [pytest.param(each, marks=[] if is_core or each in usual else pytest.mark.full) for each in full]
+        return pytest.mark.parametrize(name, values, ids=lambda each: str(each).removeprefix("torch."))
+
+    over_dtypes = over("dtype", (torch.float32, torch.bfloat16), FLOAT_DTYPES)
 
     @over_dtypes
     @pytest.mark.parametrize("case", GOLDEN)
-    def golden_matrix(case, dtype, device):
+    def golden_matrix(case, dtype, device, golden_figures, request):
         """As near to float64 as stock is, on the logits of every golden case."""
         rule = LogitRule()
-        for seed in SEEDS:
-            GOLDEN[case](Golden(architecture, seed, device, dtype), rule)
-        rule.check(f"{architecture} {case} {dtype} {device}", POSITIONS * len(SEEDS))
+        num_models = 4 if request.config.getoption("--full") else 2 if is_core else 1
+        for seed in range(num_models):
+            GOLDEN[case](Golden(architecture, seed, device, dtype, POSITIONS // num_models), rule)
+        rule.check(f"{architecture} {case} {dtype} {device}", POSITIONS)
+        golden_figures(architecture, device, dtype, case, *rule.means())
 
     @over_dtypes
     def decodes_deterministically(dtype, device):
@@ -135,7 +150,7 @@ def architecture_tests(architecture: str) -> dict[str, Callable]:
         text = text_of(device, 2, 40, 5)
         assert torch.equal(forced_logits(ours, text, 9), forced_logits(ours, text, 9))
 
-    @pytest.mark.parametrize("batch", (1, 2, 5, 16))
+    @over("batch", (1, 5), (1, 2, 5, 16))
     def greedy_tokens_equal(batch, device):
         stock, ours = pair(architecture, device)
         ids = prompt(device, batch)
@@ -173,9 +188,11 @@ def architecture_tests(architecture: str) -> dict[str, Callable]:
         report = hf_fastpath.report(ours)
         assert report.architecture == architecture and report.loop == "fast" and not report.declined
         declared = next(found for found in architectures() if found.name == architecture)
-        expected = {"layer": 2, "attention": 2, "mlp": 2}
-        if declared.norm.kind == "rms":  # nn.LayerNorm stays as it is
-            expected["norm"] = 5 + 2 * len(declared.attention.head_norms or ())
+        expected = {"layer": 2, "attention": 2}
+        if declared.mlp.class_name is not None:
+            expected["mlp"] = 2
+        if not declared.norm.is_torchs:
+            expected["norm"] = 1 + 2 * len((*declared.layer.norms, *(declared.attention.head_norms or ())))
         assert report.patched == expected
 
     tests = (
@@ -191,7 +208,7 @@ def assert_variant_right(
     """A config that differs in ``changes`` gives stock's tokens and logits; ``fast`` says by which loop."""
     require_native(device)
     stock = build(architecture, **changes).to(device)
-    with pytest.warns(UserWarning) if reason == "declined" else _nothing():
+    with pytest.warns(UserWarning) if reason == "declined" else nullcontext():
         ours = hf_fastpath.patch(copy.deepcopy(stock), quiet=True)
     inputs = left_padded(device)
     options = dict(max_new_tokens=20, do_sample=False)
@@ -201,15 +218,8 @@ def assert_variant_right(
     assert reason in (None, "declined") or reason in counts.reasons, counts.reasons
     assert_same_tokens(found, stock.generate(**inputs, **options), stock, inputs["attention_mask"])
     rule = LogitRule()
-    ref = float64_copy(stock)
-    for seed in SEEDS:
-        text = text_of(device, 4, 5 + POSITIONS // 4, seed)
-        expected = walk(ref, text, [5] + [1] * (POSITIONS // 4), RoundingCache(ref.config, torch.float32))[:, 4:]
-        rule.add(forced_logits(ours, text, 5), forced_logits(stock, text, 5), expected)
-    rule.check(f"{architecture} {changes}")
-
-
-class _nothing:
-    def __enter__(self) -> None: ...
-
-    def __exit__(self, *exception) -> None: ...
+    ref, first, steps = float64_copy(stock), 5, 16
+    text = text_of(device, POSITIONS // steps, first + steps, 0)
+    expected = walk(ref, text, [first] + [1] * steps, RoundingCache(ref.config, torch.float32))[:, first - 1 :]
+    rule.add(forced_logits(ours, text, first), forced_logits(stock, text, first), expected)
+    rule.check(f"{architecture} {changes}", POSITIONS)

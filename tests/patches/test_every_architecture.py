@@ -7,9 +7,10 @@ import sys
 from dataclasses import replace
 
 import pytest
-from models import assert_same_instances, build, instances
+from architecture_checks import CORE
+from models import CPU, assert_same_instances, build, instances, require_native
 
-from hf_fastpath import UnsupportedModelError, patching
+from hf_fastpath import UnsupportedModelError, patching, selftest
 from hf_fastpath.architecture import Architecture, architectures
 
 over_all = pytest.mark.parametrize("architecture", architectures(), ids=lambda architecture: architecture.name)
@@ -34,6 +35,23 @@ def test_classes_exist(architecture):
 def test_wrong_class_name_is_named(architecture, role):
     with pytest.raises(UnsupportedModelError, match=f"'{architecture.name}': .* has no class 'NoSuchClass'"):
         misdeclared(architecture, role).check_classes()
+
+
+@pytest.mark.parametrize(
+    "architecture", [pytest.param(a.name, marks=[] if a.name in CORE else pytest.mark.full) for a in architectures()]
+)
+def test_self_test_passes(architecture, monkeypatch):
+    """What patch() does on a version of transformers that was not tested."""
+    require_native(CPU)
+    monkeypatch.setattr(selftest, "_passed", set())
+    assert selftest.run(build(architecture)) is None
+    assert selftest._passed
+
+
+def test_twin_has_layers_of_every_kind():
+    layers = {"layer_types": ["sliding_attention"] * 3 + ["full_attention"], "num_hidden_layers": 4}
+    small = selftest.twin_config(build("gemma3_text", **layers).config)
+    assert (small.num_hidden_layers, small.layer_types) == (2, ["sliding_attention", "full_attention"])
 
 
 def test_wrong_module_is_named():

@@ -18,5 +18,5 @@ def test_stablelm_norms_of_heads_run_stock(device):
     assert_variant_right("stablelm", device, fast=False, reason="declined", qk_layernorm=True)
 
 
-def test_stablelm_parallel_residual_runs_stock(device):
-    assert_variant_right("stablelm", device, fast=False, reason="declined", use_parallel_residual=True)
+def test_stablelm_mlp_beside_attention(device):
+    assert_variant_right("stablelm", device, use_parallel_residual=True)

@@ -3,13 +3,21 @@
 from __future__ import annotations
 
 import copy
+import functools
 import inspect
+import types
 
 import pytest
 import torch
+from accelerate.hooks import ModelHook, add_hook_to_module, remove_hook_from_module
 from models import SHORT, build, counting, fresh, left_padded, over_architectures, prompt, require_native
-from parity import assert_same_tokens
+from parity import assert_equal_generation, assert_same_tokens
 from torch import nn
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, sdpa_mask
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+from transformers.models.llama import modeling_llama
+from transformers.utils import ModelOutput
 
 import hf_fastpath
 from hf_fastpath import FallbackError
@@ -157,10 +165,130 @@ def test_lora_like_projection(target, when, device):
         hf_fastpath.patch(ours, strict=True, quiet=True).generate(prompt(device), **SHORT)
 
 
+# ---- code that other packages put on classes and in transformers' tables --------------------------------------
+
+
+def replaced_forward(real, wraps: bool):
+    """A class's forward by somebody else: changes the result; ``wraps`` makes it look like the original."""
+
+    def forward(self, *args, **kwargs):
+        out = real(self, *args, **kwargs)
+        if not isinstance(out, ModelOutput):
+            return _doubled(out)
+        out[next(iter(out))] = out[0].roll(1, -1)
+        return out
+
+    return functools.wraps(real)(forward) if wraps else forward
+
+
+@pytest.mark.parametrize("wraps", (False, True))
+@pytest.mark.parametrize("when", ("before_patch", "after_generate"))
+@pytest.mark.parametrize(
+    "name", ("LlamaMLP", "LlamaRMSNorm", "LlamaAttention", "LlamaDecoderLayer", "LlamaModel", "LlamaForCausalLM")
+)
+def test_replaced_forward_of_a_class(name, when, wraps, monkeypatch, device):
+    stock, ours = fresh("llama", device)
+    inputs = left_padded(device, 2)
+    plain = ours.generate(**inputs, **SHORT)
+    if when == "before_patch":
+        hf_fastpath.unpatch(ours)
+    cls = getattr(modeling_llama, name)
+    monkeypatch.setattr(cls, "forward", replaced_forward(cls.forward, wraps))
+    hf_fastpath.patch(ours, quiet=True)
+    with counting(ours) as counts:
+        found = ours.generate(**inputs, **SHORT)
+    expected = stock.generate(**inputs, **SHORT)
+    assert counts.reasons["class_forward"] and not counts.fast, counts.reasons
+    assert not torch.equal(expected, plain), "the other forward changes nothing, so the test shows nothing"
+    assert torch.equal(found, expected)
+    monkeypatch.undo()
+    with counting(ours) as counts:
+        assert torch.equal(ours.generate(**inputs, **SHORT), plain)
+    assert counts.fast == 24
+
+
+@pytest.mark.parametrize("name", ("apply_rotary_pos_emb", "eager_attention_forward"))
+def test_replaced_function_of_a_module(name, monkeypatch, device):
+    """What a patched class calls by name is looked at as well."""
+    require_native(device)
+    stock = build("llama", attn_implementation="eager").to(device)
+    ours = hf_fastpath.patch(copy.deepcopy(stock), quiet=True)
+    plain, real = ours.generate(prompt(device), **SHORT), getattr(modeling_llama, name)
+
+    def doubled(*args, **kwargs):
+        first, second = real(*args, **kwargs)
+        return first * 2, second
+
+    monkeypatch.setattr(modeling_llama, name, doubled)
+    with counting(ours) as counts:
+        found = ours.generate(prompt(device), **SHORT)
+    assert counts.reasons and not counts.fast
+    expected = stock.generate(prompt(device), **SHORT)
+    assert torch.equal(found, expected) and not torch.equal(expected, plain)
+
+
+@pytest.mark.parametrize("name", ("of_my_own", "sdpa"))
+def test_users_attention_function(name, monkeypatch, device):
+    """Under a name of its own, or in the place of one of transformers'."""
+
+    def doubled(module, query, key, value, attention_mask, **kwargs):
+        return sdpa_attention_forward(module, query, key, value * 2, attention_mask, **kwargs)
+
+    stock, ours = fresh("mistral", device)
+    plain = ours.generate(prompt(device, 2), **SHORT)
+    monkeypatch.setitem(ALL_ATTENTION_FUNCTIONS._global_mapping, name, doubled)
+    monkeypatch.setitem(ALL_MASK_ATTENTION_FUNCTIONS._global_mapping, name, sdpa_mask)
+    for model in (stock, ours):
+        model.set_attn_implementation(name)
+    with counting(ours) as counts:
+        found = ours.generate(prompt(device, 2), **SHORT)
+    expected = stock.generate(prompt(device, 2), **SHORT)
+    assert counts.reasons == {"attention_function": 1} and not counts.fast
+    assert torch.equal(found, expected) and not torch.equal(expected, plain)
+
+
+def test_attention_functions_of_transformers_are_fast(device):
+    for name in ("eager", "sdpa"):
+        stock, ours = fresh("mistral", device, attn_implementation=name)
+        assert_equal_generation(ours, stock)
+
+
+@pytest.mark.parametrize("name", ("prepare_inputs_for_generation", "_update_model_kwargs_for_generation"))
+@pytest.mark.parametrize("place", ("instance", "class"))
+def test_overridden_method_of_generate(place, name, monkeypatch, device):
+    """Whoever steps between generate() and the forward is called for every token, as in stock."""
+    stock, ours = fresh("llama", device)
+    real, calls = getattr(type(stock), name), []
+
+    def override(self, *args, **kwargs):
+        calls.append(1)
+        return real(self, *args, **kwargs)
+
+    override = functools.wraps(real)(override)
+    made = []
+    if place == "class":
+        monkeypatch.setattr(type(stock), name, override)
+    for model in (ours, stock):
+        if place == "instance":
+            setattr(model, name, types.MethodType(override, model))
+        with counting(ours) as counts:
+            tokens = model.generate(prompt(device), return_dict_in_generate=True, **SHORT)
+        assert (model is ours) == bool(counts.reasons["generation_method"]) and not counts.fast
+        made.append((tokens.sequences.tolist(), type(tokens.past_key_values), len(calls)))
+        calls.clear()
+    assert made[0] == made[1] and made[0][2] >= 12
+    if place == "instance":
+        setattr(ours, name, types.MethodType(real, ours))  # as PEFT leaves it
+        with counting(ours) as counts:
+            ours.generate(prompt(device), **SHORT)
+        assert counts.fast == 12
+
+
+# ---- accelerate ----------------------------------------------------------------------------------------------
+
+
 def test_accelerate_hooks_are_respected(device):
     """A module under an accelerate hook keeps it: the hook runs around our forward."""
-    from accelerate.hooks import ModelHook, add_hook_to_module, remove_hook_from_module
-
     require_native(device)
     stock, calls = build("llama").to(device), []
     ours = copy.deepcopy(stock)
@@ -181,3 +309,35 @@ def test_accelerate_hooks_are_respected(device):
     for name in ("self_attn", "mlp"):
         remove_hook_from_module(getattr(ours.model.layers[0], name))
     assert_same_tokens(ours.generate(**inputs, **SHORT), found)
+
+
+@pytest.mark.parametrize("hooks_come", ("before_patch", "after_patch"))
+@pytest.mark.parametrize("hooks_go", ("before_unpatch", "after_unpatch"))
+def test_accelerate_hooks_come_and_go_in_any_order(hooks_come, hooks_go, device):
+    """In the end the modules hold nothing of ours, and the model is stock's."""
+    require_native(device)
+    stock = build("llama").to(device)
+    expected, ours = stock.generate(prompt(device), **SHORT), copy.deepcopy(stock)
+    add = [lambda: add_hook_to_module(ours.model.layers[0], ModelHook()), lambda: hf_fastpath.patch(ours, quiet=True)]
+    remove = [lambda: remove_hook_from_module(ours.model.layers[0]), lambda: hf_fastpath.unpatch(ours)]
+    steps = [*(add if hooks_come == "before_patch" else add[::-1])]
+    steps += [*(remove if hooks_go == "before_unpatch" else remove[::-1])]
+    for step in steps:
+        step()
+        assert_same_tokens(ours.generate(prompt(device), **SHORT), expected, stock)
+    for module in ours.modules():
+        assert not [name for name in vars(module) if name.startswith("_hf_")]
+        functions = (getattr(value, "__func__", None) for value in vars(module).values())
+        assert not any(getattr(f, "__module__", "").startswith("hf_fastpath") for f in functions if f)
+
+
+def test_forward_that_others_wrapped_outlives_unpatch(device):
+    """Somebody keeps our bound forward inside their own: after unpatch() it runs stock's."""
+    stock, ours = fresh("llama", device)
+    mlp = ours.model.layers[0].mlp
+    held = mlp.forward
+    mlp.forward = lambda hidden_states: held(hidden_states) * 1.0
+    hf_fastpath.unpatch(ours)
+    x = torch.randn(1, 5, 112, device=device)
+    with torch.no_grad():
+        assert torch.equal(mlp(x), stock.model.layers[0].mlp(x))

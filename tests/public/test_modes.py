@@ -46,7 +46,9 @@ def test_autocast_runs_stock(dtype, architecture, device):
     assert counts.reasons["autocast"] and not counts.fast
 
 
-@over_architectures
+@pytest.mark.parametrize(
+    "architecture", ("llama", *(pytest.param(name, marks=pytest.mark.full) for name in ("gpt2", "mistral")))
+)
 def test_torch_compile_after_patching(architecture):
     """The compiler traces stock code, whole prompts and steps over a cache."""
     torch._dynamo.reset()
@@ -64,6 +66,39 @@ def test_torch_compile_after_patching(architecture):
         torch.testing.assert_close(a.grad, b.grad, msg=lambda text, name=name: f"{name}: {text}")
     torch._dynamo.reset()
     assert_equal_generation(ours, stock)
+
+
+def _compiled_forward(model):
+    model.forward = torch.compile(model.forward, backend="eager")
+    return model
+
+
+def _compiled_layers(model):
+    for layer in model.model.layers:
+        layer.compile(backend="eager")
+    return model
+
+
+COMPILED = {
+    "torch.compile": (lambda model: torch.compile(model, backend="eager"), True),
+    "layer.compile": (_compiled_layers, True),
+    "model.forward": (_compiled_forward, False),
+}
+
+
+@pytest.mark.parametrize("name", COMPILED)
+def test_generate_of_a_compiled_model(name):
+    """Compiled after patching, as users do it; a forward on the instance is the user's, so that stock's loop runs."""
+    make, fast = COMPILED[name]
+    torch._dynamo.reset()
+    stock, ours = fresh("llama", num_hidden_layers=1)
+    options = dict(max_new_tokens=3, do_sample=False)  # the compiler looks at each length anew
+    compiled = make(ours)
+    with counting(ours) as counts:
+        found = compiled.generate(prompt(CPU, 2), **options)
+    assert bool(counts.fast) == fast and (fast or counts.reasons["instance_forward"]), counts.reasons
+    assert_same_tokens(found, stock.generate(prompt(CPU, 2), **options), stock)
+    torch._dynamo.reset()
 
 
 @pytest.mark.parametrize("dtype", (torch.float64, torch.bfloat16))

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from faults import Fault, places
 from models import (
     CPU,
     SHORT,
@@ -135,7 +136,7 @@ def test_unpatch_of_a_stock_model_changes_nothing():
     assert_same_instances(instances(model), before)
 
 
-@pytest.mark.parametrize("failing", ("_bind_module", "_bind_generate", "_check_coverage"))
+@pytest.mark.parametrize("failing", ("_bind_module", "_bind_generate", "check_coverage"))
 @pytest.mark.parametrize("after", (0, 3))
 def test_a_failing_patch_leaves_nothing(failing, after, monkeypatch):
     """All or nothing, whatever goes wrong in the middle."""
@@ -161,6 +162,69 @@ def test_a_failing_patch_leaves_nothing(failing, after, monkeypatch):
     monkeypatch.undo()
     hf_fastpath.patch(model, quiet=True)
     model.generate(prompt(CPU), **SHORT)
+
+
+#: not compat.py: finalizers of other tests' models run there
+FILES = ("patching.py", "coverage.py", "architecture.py", "decode/structure.py", "reporting.py")
+
+
+@over_architectures
+def test_patch_interrupted_anywhere(architecture):
+    """An interrupt at any line of patch(), its report included, leaves the model as it was."""
+    require_native(CPU)
+    model = build(architecture)
+    before = instances(model)
+    anchor = hf_fastpath.patch(build("gpt2"), quiet=True)  # keeps the wrapper in place, so that it can be compared
+    users = set(compat._users)
+    for _ in range(2):  # the first time, caches are filled
+        with Fault(FILES) as whole:
+            hf_fastpath.patch(model)
+        hf_fastpath.unpatch(model)
+        assert_same_instances(instances(model), before)
+    for at in places(whole.lines - 1, 60):  # the last line is the return
+        with Fault(FILES, at) as fault, pytest.raises(KeyboardInterrupt):
+            hf_fastpath.patch(model)
+        assert hf_fastpath.patching.state_of(model) is None, fault.where
+        assert_same_instances(instances(model), before)
+        assert set(compat._users) <= users
+    assert_equal_generation(hf_fastpath.patch(model, quiet=True), build(architecture))
+    hf_fastpath.unpatch(anchor)
+
+
+@over_architectures
+def test_unpatch_interrupted_anywhere(architecture):
+    """Called again, it goes on where it was; meanwhile the model gives stock's tokens."""
+    require_native(CPU)
+    model, stock = build(architecture), build(architecture)
+    before = instances(model)
+    hf_fastpath.patch(model, quiet=True)
+    with Fault(FILES) as whole:
+        hf_fastpath.unpatch(model)
+    expected = stock.generate(prompt(CPU), **SHORT)
+    for at in places(whole.lines, 25):
+        hf_fastpath.patch(model, quiet=True)
+        with Fault(FILES, at) as fault, pytest.raises(KeyboardInterrupt):
+            hf_fastpath.unpatch(model)
+        assert torch.equal(model.generate(prompt(CPU), **SHORT), expected), fault.where
+        hf_fastpath.unpatch(model)
+        assert_same_instances(instances(model), before)
+
+
+PIECES = ("model.layers.0", "model.layers.0.mlp", "model.layers.1.self_attn", "model.norm", "model.layers", "model")
+
+
+@pytest.mark.parametrize("name", PIECES)
+def test_patch_of_a_piece(name, device):
+    """A module of a model may be patched alone, copied, pickled and unpatched."""
+    require_native(device)
+    stock = build("llama").to(device)
+    model = copy.deepcopy(stock)
+    before, piece = instances(model), model.get_submodule(name)
+    assert hf_fastpath.patch(piece, quiet=True) is piece and hf_fastpath.report(piece).patched
+    for twin in (model, copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        assert torch.equal(twin.generate(prompt(device), **SHORT), stock.generate(prompt(device), **SHORT))
+    hf_fastpath.unpatch(piece)
+    assert_same_instances(instances(model), before)
 
 
 def test_patched_context_manager(device):
@@ -206,7 +270,7 @@ def test_deepcopy_stays_patched_and_independent(architecture, device):
 def test_deepcopy_of_one_module_is_stock():
     _, ours = fresh("llama")
     alone = copy.deepcopy(ours.model.layers[0].mlp)
-    assert "_hf_fastpath" not in vars(alone) and "forward" not in vars(alone)
+    assert not {"_hf_fastpath", "_hf_fastpath_module", "forward"} & set(vars(alone))
     x = torch.randn(1, 3, 112)
     with torch.no_grad():
         torch.testing.assert_close(alone(x), ours.model.layers[0].mlp(x))

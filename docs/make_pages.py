@@ -1,0 +1,107 @@
+"""Writes the parts of the docs that are made from code and data: ``python docs/make_pages.py``.
+
+Such a part stands between ``<!-- generated: NAME -->`` and ``<!-- end of NAME -->``.
+"""
+
+from __future__ import annotations
+
+import csv
+import importlib
+import re
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from hf_fastpath.architecture import Architecture, architectures
+from hf_fastpath.reasons import REASONS
+
+DOCS = Path(__file__).resolve().parent
+GOLDEN = DOCS / "data" / "golden.csv"
+RECORD = "make test-full TESTS=tests/patches ARGS='-k golden_matrix --record-golden docs/data/golden.csv'"
+
+
+def markdown_table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """A Markdown table of text."""
+    return "\n".join(f"| {' | '.join(cells)} |" for cells in (columns, ["---"] * len(columns), *rows))
+
+
+def reason_codes() -> str:
+    """Every reason code, what it means and what helps."""
+    return markdown_table(("code", "meaning", "what helps"), [(f"`{code}`", *REASONS[code]) for code in REASONS])
+
+
+def _described(architecture: Architecture) -> tuple[str, str]:
+    """Name and structure of a family, out of its file's first line."""
+    text = importlib.import_module(f"hf_fastpath.patches.{architecture.name}").__doc__ or ""
+    name, colon, structure = " ".join(text.split()).partition(": ")
+    if not colon or not structure.endswith("."):
+        raise ValueError(
+            f"patches/{architecture.name}.py: the docstring is {text!r}, expected 'Family: its structure.'"
+        )
+    return name, structure.rstrip(".")
+
+
+def families() -> str:
+    """Every architecture file: what is patched, and the tests."""
+    rows = []
+    for architecture in architectures():
+        parts = (architecture.mlp, architecture.attention, architecture.layer, architecture.norm)
+        names = [part.class_name for part in parts if part.class_name not in (None, "LayerNorm")]
+        patched = ", ".join(f"`{name}`" for name in names) + ", decode plan"
+        rows.append((*_described(architecture), patched, f"`tests/patches/test_{architecture.name}.py`"))
+    return markdown_table(("family", "structure", "patched", "tests"), rows)
+
+
+def golden_matrix() -> str:
+    """Mean logit errors of ours and of stock, from the figures that the tests recorded.
+
+    Raises:
+        ValueError: an architecture without figures.
+    """
+    with GOLDEN.open(newline="") as file:
+        recorded = list(csv.DictReader(file))
+    missing = {architecture.name for architecture in architectures()} - {row["architecture"] for row in recorded}
+    if missing:
+        raise ValueError(f"{GOLDEN.name} has no figures of {', '.join(sorted(missing))}: run `{RECORD}`")
+    cases = list(dict.fromkeys(row["case"] for row in recorded))
+    lines: dict[tuple[str, ...], dict[str, str]] = {}
+    for row in recorded:
+        figures = lines.setdefault((row["architecture"], row["device"], row["dtype"]), {})
+        figures[row["case"]] = f"{row['error']} / {row['stock_error']}"
+    rows = [(*names, *(figures.get(case, "") for case in cases)) for names, figures in lines.items()]
+    made_with = sorted({(row["device"], row["hardware"], row["torch"], row["transformers"]) for row in recorded})
+    notes = [f"{device}: {hardware}, torch {torch}, transformers {tf}" for device, hardware, torch, tf in made_with]
+    heads = ("family", "device", "dtype", *(case.replace("_", " ") for case in cases))
+    return markdown_table(heads, rows) + f"\n\nMeasured with {'; '.join(notes)}."
+
+
+#: page -> name of a generated part -> what makes it
+PAGES: dict[str, dict[str, Callable[[], str]]] = {
+    "reason-codes.md": {"reason codes": reason_codes},
+    "support.md": {"families": families, "golden matrix": golden_matrix},
+}
+
+
+def with_generated_parts(page: str) -> str:
+    """The text of ``docs/<page>`` with its generated parts made anew.
+
+    Raises:
+        ValueError: a part's markers are not in the page.
+    """
+    text = (DOCS / page).read_text()
+    for name, make in PAGES[page].items():
+        begin, end = f"<!-- generated: {name} -->\n", f"<!-- end of {name} -->"
+        pattern = re.escape(begin) + ".*?" + re.escape(end)
+        if len(re.findall(pattern, text, flags=re.S)) != 1:
+            raise ValueError(f"docs/{page} needs the lines {begin.strip()!r} and {end!r}, once each and in this order")
+        made = f"{begin}\n{make()}\n\n{end}"
+        text = re.sub(pattern, lambda _, made=made: made, text, flags=re.S)
+    return text
+
+
+def main() -> None:
+    for page in PAGES:
+        (DOCS / page).write_text(with_generated_parts(page))
+
+
+if __name__ == "__main__":
+    main()

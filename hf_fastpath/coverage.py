@@ -1,0 +1,57 @@
+"""What patch() says where it could patch nothing, or not all of a model."""
+
+from __future__ import annotations
+
+import warnings
+from typing import TYPE_CHECKING
+
+from torch import nn
+
+from . import structural
+from .architecture import architectures
+from .errors import UnsupportedModelError
+from .reasons import REASONS
+
+if TYPE_CHECKING:
+    from .patching import PatchState
+
+
+def _declined(state: PatchState) -> tuple[str, str, list[str]]:
+    """Which modules were declined; what helps; the reason codes that the user has not asked for."""
+    why = "; ".join(f"{name} ({kind}): {reason}" for name, kind, reason in state.declined[:6])
+    partial = sorted({reason for *_, reason in state.declined} - {"module_disabled"})
+    remedies = "; ".join(f"{reason}: {REASONS[reason].remedy}" for reason in partial)
+    return why, f" What helps: {remedies}." if partial else "", partial
+
+
+def check_anything(model: nn.Module, state: PatchState) -> None:
+    """Fail if nothing was patched.
+
+    Raises:
+        UnsupportedModelError: says what was looked for, and why what was found is declined.
+    """
+    if state.patched or state.loop_reason in (None, "no_native_library"):
+        return
+    why, helps, _ = _declined(state)
+    nearest = structural.match(model)
+    looked_for = ", ".join(f"{a.name} ({a.layer.class_name})" for a in architectures())
+    raise UnsupportedModelError(
+        f"nothing in this {type(model).__name__} can be patched. Looked for: {looked_for}. "
+        + (f"Found, but declined: {why}.{helps}" if why else "None of these is in the model.")
+        + ("" if why or nearest is None or not nearest.differences else f" {nearest}")
+    )
+
+
+def check_coverage(model: nn.Module, state: PatchState) -> None:
+    """Say so when little or nothing was patched.
+
+    Raises:
+        UnsupportedModelError: nothing could be patched, or not all of it with ``strict=True``.
+    """
+    check_anything(model, state)
+    why, helps, partial = _declined(state)
+    if partial:
+        text = f"{len(state.declined)} modules keep stock code ({', '.join(partial)}): {why}"
+        if state.options.strict:
+            raise UnsupportedModelError(f"{text}. strict=True forbids that.{helps}")
+        warnings.warn(f"hf_fastpath: {text}.{helps} See report(model).", stacklevel=3)

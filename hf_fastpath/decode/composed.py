@@ -1,0 +1,82 @@
+"""What no kernel does, as compositions of PyTorch ops: a decode plan records them beside the kernels, and a CUDA graph
+captures them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import nn
+
+from ..ops.decode_attention import visible_slots
+
+
+def unit_offset_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    """RMS norm with the factor ``1 + weight``; in float32 and rounded once, as stock."""
+    return nn.functional.rms_norm(x.float(), weight.shape, 1.0 + weight.float(), eps).to(x.dtype)
+
+
+def head_norm(x: torch.Tensor, op: Callable[..., torch.Tensor], weight: torch.Tensor, eps: float) -> torch.Tensor:
+    """Norm of every head, or of all if ``weight`` is as long: [batch, query_len, heads * head_dim] in and out."""
+    return op(x.unflatten(-1, (-1, weight.numel())), weight, eps).flatten(-2)
+
+
+def joined(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    """Features side by side."""
+    return torch.cat((q, k, v), dim=-1)
+
+
+def ungrouped(qkv: torch.Tensor, head_dim: int, group: int) -> torch.Tensor:
+    """``query | key | value`` of features that lie by KV head: ``group`` queries, a key, a value."""
+    heads = qkv.unflatten(-1, (-1, group + 2, head_dim))
+    return torch.cat([part.flatten(2) for part in heads.split((group, 1, 1), dim=3)], dim=-1)
+
+
+def turn_neighbors(
+    qkv: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, num_heads: int, head_dim: int
+) -> torch.Tensor:
+    """Rotation of elements 2i and 2i + 1 of the first ``num_heads`` heads, queries and keys; in float32 as stock."""
+    heads = qkv.unflatten(-1, (-1, head_dim))
+    turned = heads[:, :, :num_heads, : cos.shape[-1]].float()
+    crossed = torch.stack((-turned[..., 1::2], turned[..., ::2]), dim=-1).flatten(-2)
+    made = heads.clone()
+    made[:, :, :num_heads, : cos.shape[-1]] = turned * cos[:, :, None] + crossed * sin[:, :, None]
+    return made.flatten(-2)
+
+
+def scaled(x: torch.Tensor, factor: torch.Tensor) -> torch.Tensor:
+    """``factor * x``, the factor rounded to x's dtype first."""
+    return x * factor.to(x.dtype)
+
+
+def scaled_sum(x: torch.Tensor, y: torch.Tensor, factor: float) -> torch.Tensor:
+    """``x + factor * y``."""
+    return torch.add(x, y, alpha=factor)
+
+
+def soft_capped(x: torch.Tensor, cap: float) -> torch.Tensor:
+    """``cap * tanh(x / cap)``."""
+    return torch.tanh(x / cap) * cap
+
+
+def soft_capped_attention(
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    seq_lens: torch.Tensor,
+    starts: torch.Tensor | None,
+    scale: float,
+    window: int,
+    cap: float,
+) -> torch.Tensor:
+    """As ``ops.decode_attention``, of scores ``cap * tanh(scores / cap)``, over the whole buffers; in float32."""
+    batch, query_len, num_heads, head_dim = q.shape
+    num_kv_heads, capacity = k_cache.shape[1:3]
+    visible = visible_slots(seq_lens, starts, query_len, capacity, window)[:, None, None]
+    used = visible.any(3)[:, 0, :, :, None]  # slots that no token sees may hold anything
+    k, v = (cache.masked_fill(~used, 0).float()[:, :, None] for cache in (k_cache, v_cache))
+    grouped = q.float().view(batch, query_len, num_kv_heads, -1, head_dim).permute(0, 2, 3, 1, 4)
+    scores = soft_capped(scale * grouped @ k.transpose(-1, -2), cap).masked_fill(~visible, -torch.inf)
+    seen = visible.any(4, keepdim=True)  # a row of padding sees nothing
+    weights = scores.softmax(-1).masked_fill(~seen, 0)
+    return (weights @ v).permute(0, 3, 1, 2, 4).reshape(batch, query_len, num_heads * head_dim).to(q.dtype)

@@ -1,0 +1,102 @@
+"""What a module, or something inside it, is, and whether kernels can stand in for it."""
+
+from __future__ import annotations
+
+from operator import attrgetter
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..compat import Conv1D, has_hooks, is_known_code, is_wrapped_by
+from ..registry import FLOAT_DTYPES
+
+_PLAIN_TENSORS = (torch.Tensor, nn.Parameter)
+
+
+def child(module: nn.Module, name: str) -> Any:
+    """``getattr(module, name)``, without the detour through ``nn.Module.__getattr__`` where that is possible.
+
+    Every generate() looks at every module of the model, so it counts.
+    """
+    found = module.__dict__["_modules"].get(name)
+    return getattr(module, name) if found is None else found
+
+
+def weight_and_bias(module: nn.Module) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    """``module.weight`` and ``module.bias``, None where there is none; as :func:`child`."""
+    parameters = module.__dict__["_parameters"]
+    weight = parameters["weight"] if "weight" in parameters else getattr(module, "weight", None)
+    return weight, parameters["bias"] if "bias" in parameters else getattr(module, "bias", None)
+
+
+def own_code_reason(module: nn.Module) -> str | None:
+    """Why calling ``module`` is more than its class's forward, or None."""
+    if has_hooks(module):
+        return "hooks"
+    if not is_known_code(type(module).forward, type(module).__module__):
+        return "class_forward"
+    override = module.__dict__.get("forward")
+    if override is None:
+        return None
+    function = getattr(override, "__func__", None)
+    # Ours is no override; nor is the class's own forward, bound: an unpickled module may carry it; accelerate leaves
+    # it without its decorators.
+    ours = getattr(function, "__module__", "").startswith("hf_fastpath.")
+    return None if ours or is_wrapped_by(function, type(module).forward) else "instance_forward"
+
+
+def projection_reason(module: nn.Module) -> str | None:
+    """Why the kernels cannot stand in for this projection, or None.
+
+    Only the exact classes count: LoRA's ``weight`` is the base weight, a quantized one is not a plain tensor.
+    """
+    if type(module) not in (nn.Linear, Conv1D):
+        return "unsupported_projection"
+    parameters = module.__dict__["_parameters"]
+    weight, bias = parameters.get("weight"), parameters.get("bias")
+    if type(weight) not in _PLAIN_TENSORS or weight.stride(-1) != 1:
+        return "unsupported_projection"
+    if weight.dtype not in FLOAT_DTYPES or (bias is not None and bias.dtype != weight.dtype):
+        return "dtype"
+    return own_code_reason(module)
+
+
+def is_transposed(module: nn.Module) -> bool:
+    """Whether a projection's weight is [in_features, out_features]."""
+    return type(module) is Conv1D
+
+
+def out_features(module: nn.Module) -> int:
+    """Width of what a projection gives."""
+    return module.weight.shape[1 if is_transposed(module) else 0]
+
+
+def number(module: nn.Module | None, path: str | None, default: float = 1.0) -> float:
+    """The number at ``path`` inside ``module``; ``default`` without a path, or where None is."""
+    found = None if path is None else attrgetter(path)(module)
+    return default if found is None else float(found)
+
+
+def is_on(module: nn.Module, path: str | None, default: bool = False) -> bool:
+    """The switch at ``path`` inside ``module``; ``default`` without a path."""
+    return default if path is None else bool(attrgetter(path)(module))
+
+
+def dropout_reason(module: nn.Module, name: str | None) -> str | None:
+    """Why a fused span cannot skip the dropout ``name`` of ``module``: a probability or an ``nn.Dropout``."""
+    dropout = None if name is None else getattr(module, name)
+    if not isinstance(dropout, nn.Module):
+        return "dropout" if dropout and module.training else None
+    if type(dropout) not in (nn.Dropout, nn.Identity):
+        return "class_not_supported"
+    active = type(dropout) is nn.Dropout and dropout.training and dropout.p > 0
+    return "dropout" if active else own_code_reason(dropout)
+
+
+def apply_dropout(module: nn.Module, name: str | None, x: torch.Tensor) -> torch.Tensor:
+    """The dropout ``name`` of ``module``, if there is one, as stock code applies it."""
+    dropout = None if name is None else getattr(module, name)
+    if isinstance(dropout, nn.Module):
+        return dropout(x)
+    return nn.functional.dropout(x, dropout, module.training) if dropout else x

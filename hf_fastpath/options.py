@@ -1,0 +1,54 @@
+"""The arguments of ``patch()``."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from .cache import KV_DTYPES
+from .forwards import FORWARDS
+from .ops.gemv import MAX_ROWS
+
+#: names that patch(ops=...) takes: the parts of an architecture, and the decode loop over all of them
+COMPONENTS = (*FORWARDS, "loop")
+
+
+@dataclass(frozen=True)
+class Options:
+    """Arguments of ``patch()``, checked."""
+
+    kv_dtype: torch.dtype | None
+    ops: frozenset[str]
+    strict: bool
+    max_batch_size: int
+
+    @classmethod
+    def parse(cls, kv_dtype: Any, weights: Any, ops: Any, strict: bool, max_batch_size: int) -> Options:
+        """Check the arguments.
+
+        Raises:
+            ValueError: which argument, what it got, what is expected.
+        """
+        by_name = {str(dtype).removeprefix("torch."): dtype for dtype in KV_DTYPES}
+        stored: Any = by_name.get(kv_dtype, kv_dtype) if isinstance(kv_dtype, str) else kv_dtype
+        if stored != "auto" and stored not in KV_DTYPES:
+            raise ValueError(f"kv_dtype is {kv_dtype!r}, expected 'auto', torch.float32, float16 or bfloat16")
+        if weights is not None:
+            raise ValueError(f"weights is {weights!r}, expected None: the model's own weights are used as they are")
+        if not isinstance(ops, (str, Iterable)):
+            raise ValueError(f"ops is {ops!r}, expected 'all' or some of {', '.join(COMPONENTS)}")
+        chosen = COMPONENTS if ops == "all" else (ops,) if isinstance(ops, str) else tuple(ops)
+        if not chosen:
+            raise ValueError(f"ops is empty, expected 'all' or some of {', '.join(COMPONENTS)}")
+        for name in chosen:
+            if name not in COMPONENTS:
+                close = difflib.get_close_matches(str(name), COMPONENTS, n=1)
+                hint = f" Did you mean {close[0]!r}?" if close else ""
+                raise ValueError(f"ops names {name!r}, expected 'all' or some of {', '.join(COMPONENTS)}.{hint}")
+        if not isinstance(max_batch_size, int) or not 1 <= max_batch_size <= MAX_ROWS:
+            raise ValueError(f"max_batch_size is {max_batch_size!r}, expected a whole number from 1 to {MAX_ROWS}")
+        return cls(None if stored == "auto" else stored, frozenset(chosen), bool(strict), max_batch_size)

@@ -1,0 +1,289 @@
+"""Families without an architecture file that compute what a listed one computes, found by their source.
+
+transformers generates many models from one another, so that the code of their forwards is the same but for the names
+of classes. Such a model is patched like its twin, and only if everything that our code stands in for is the same:
+every method of the causal LM, decoder, layer, attention, MLP and norm classes, the forward of the rotary embedding, and
+every function these use. patch() then runs the self-test besides.
+"""
+
+from __future__ import annotations
+
+import ast
+import builtins
+import importlib
+import inspect
+import logging
+import re
+import textwrap
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from functools import cache
+from types import FunctionType
+from typing import Any
+
+from torch import nn
+
+from .architecture import Architecture, architectures
+from .errors import UnsupportedModelError
+
+#: methods that decide on weights and attributes, which are read from the model itself
+_NOT_COMPARED = ("__init__", "_init_weights")
+
+
+#: differences that an error names
+_SHOWN = 6
+
+
+@dataclass(frozen=True)
+class Match:
+    """The listed architecture that a model is most like.
+
+    Attributes:
+        like: its name.
+        differences: what of it the model lacks or does otherwise; none if it is a twin.
+        architecture: the model's own, or None.
+    """
+
+    like: str
+    differences: tuple[str, ...]
+    architecture: Architecture | None
+
+    def __str__(self) -> str:
+        shown = "; ".join(self.differences[:_SHOWN])
+        more = len(self.differences) - _SHOWN
+        return f"Most like {self.like}, but: {shown}{f'; and {more} more' if more > 0 else ''}."
+
+
+def known_for(model: nn.Module, listed: tuple[Architecture, ...]) -> tuple[Architecture, ...]:
+    """``listed``; or the model's own architecture, if none of their classes is in it and its structure is theirs."""
+    if any(architecture.part_of(module) for module in model.modules() for architecture in listed):
+        return listed
+    found = match(model)
+    return listed if found is None or found.architecture is None else (found.architecture,)
+
+
+def match(model: nn.Module) -> Match | None:
+    """The listed architecture that ``model``, a causal LM, is most like; None if it is like none at all."""
+    found = [_compare(architecture, model) for architecture in architectures()]
+    known = [result for result in found if result is not None]
+    return min(known, key=lambda result: len(result.differences), default=None)
+
+
+def _compare(architecture: Architecture, model: nn.Module) -> Match | None:
+    try:
+        architecture.check_classes()
+    except UnsupportedModelError:  # not in this version of transformers
+        return None
+    modules = dict(model.named_modules())
+    layers = modules.get(f"{architecture.base}.{architecture.layers}")
+    if not isinstance(layers, nn.ModuleList) or not len(layers):
+        return None
+    known = _classes(architecture)
+    ours = {path: type(modules[path]) if path in modules else None for path in known}
+    missing = [f"{path} is missing" for path, cls in ours.items() if cls is None]
+    homes = {cls.__module__ for cls in ours.values() if cls is not None and not cls.__module__.startswith("torch.")}
+    if len(homes) > 1:
+        missing.append(f"its classes are in several modules, {', '.join(sorted(homes))}")
+    inner = [name for name in (architecture.layer.attention, architecture.layer.mlp) if name is not None]
+    kinds = {(type(layer), *(type(getattr(layer, name, None)) for name in inner)) for layer in layers}
+    if len(kinds) > 1:
+        missing.append("its layers are of several kinds")
+    present = {path: cls for path, cls in ours.items() if cls is not None}
+    pairs = {known[path]: cls for path, cls in present.items()}
+    comparison = _Comparison(pairs)
+    for path, cls in present.items():
+        if path == _path(architecture, "rotary"):
+            comparison.functions(f"{cls.__name__}.forward", known[path].forward, cls.forward)
+        else:
+            comparison.classes(known[path], cls)
+    differences = tuple(dict.fromkeys((*missing, *comparison.differences)))
+    return Match(architecture.name, differences, None if differences else _twin(architecture, model, pairs, known))
+
+
+def _path(architecture: Architecture, role: str) -> str | None:
+    """Where a role is inside the causal LM; None if the architecture has none of it."""
+    base, layer = architecture.base, architecture.layer
+    if role in ("attention", "mlp"):
+        name = getattr(layer, role)
+        return None if name is None else f"{base}.{architecture.layers}.0.{name}"
+    if role in ("embedding", "position_embedding", "rotary"):
+        name = getattr(architecture, role)
+        return None if name is None else f"{base}.{name}"
+    outer = {"causal_lm": "", "base": base, "layer": f"{base}.{architecture.layers}.0"}
+    return outer.get(role, f"{base}.{architecture.final_norm}")
+
+
+_ROLES = ("causal_lm", "base", "embedding", "position_embedding", "rotary", "layer", "attention", "mlp", "norm")
+
+
+@cache
+def _classes(architecture: Architecture) -> dict[str, type]:
+    """The listed family's classes, by their paths."""
+    module = importlib.import_module(architecture.module)
+    causal_lm = base = getattr(module, architecture.causal_lm)
+    for name in architecture.base.split("."):
+        base = _assigned_class(base, name)
+    found = {}
+    for role in _ROLES:
+        path = _path(architecture, role)
+        if path is None:
+            continue
+        if role in ("causal_lm", "base"):
+            found[path] = causal_lm if role == "causal_lm" else base
+        elif role in ("layer", "attention", "mlp", "norm"):
+            name = getattr(architecture, role).class_name
+            found[path] = nn.LayerNorm if name == "LayerNorm" else getattr(module, name)
+        else:
+            found[path] = _assigned_class(base, getattr(architecture, role))
+    return found
+
+
+def _assigned_class(cls: type, attribute: str) -> type:
+    """The class that ``cls.__init__`` makes ``self.<attribute>`` of."""
+    for node in ast.walk(_tree(cls.__init__)):
+        if isinstance(node, ast.Assign) and isinstance(node.value, ast.Call):
+            target, names = node.targets[0], ast.unparse(node.value.func).split(".")
+            if isinstance(target, ast.Attribute) and target.attr == attribute and names[0] in cls.__init__.__globals__:
+                found = cls.__init__.__globals__[names[0]]
+                for name in names[1:]:
+                    found = getattr(found, name)
+                return found
+    raise UnsupportedModelError(f"{cls.__name__}.__init__ makes no {attribute!r}")
+
+
+def _twin(
+    architecture: Architecture, model: nn.Module, pairs: dict[type, type], known: dict[str, type]
+) -> Architecture:
+    """``architecture`` with the names of ``model``'s classes."""
+
+    def part(role: str) -> Any:
+        path, declared = _path(architecture, role), getattr(architecture, role)
+        return declared if path is None else replace(declared, class_name=pairs[known[path]].__name__)
+
+    return replace(
+        architecture,
+        name=getattr(model.config, "model_type", type(model).__name__),
+        like=architecture.name,
+        module=type(model).__module__,
+        causal_lm=type(model).__name__,
+        layer=part("layer"),
+        attention=part("attention"),
+        mlp=part("mlp"),
+        norm=part("norm"),
+    )
+
+
+# ---- sources ----------------------------------------------------------------------------------------------------
+
+
+class _Comparison:
+    """Compares functions and classes of two models; notes what differs.
+
+    Args:
+        pairs: class of the listed model -> the class that plays its role in the other.
+    """
+
+    def __init__(self, pairs: dict[type, type]):
+        self.pairs = pairs
+        self.names = {known.__name__: found.__name__ for known, found in pairs.items()}
+        self.differences: list[str] = []
+        self._seen: set[tuple] = set()
+
+    def classes(self, known: type, found: type) -> None:
+        """Every method, those of base classes included."""
+        if len(known.__mro__) != len(found.__mro__):
+            self.differences.append(f"{found.__name__} has other base classes than {known.__name__}")
+            return
+        for one, other in zip(known.__mro__, found.__mro__):
+            if one is other:
+                continue
+            methods = dict(_methods(one)), dict(_methods(other))
+            for name in dict.fromkeys((*methods[0], *methods[1])):
+                if name not in methods[0] or name not in methods[1]:
+                    where = other if name in methods[1] else one
+                    self.differences.append(f"only {where.__name__} has {name}()")
+                else:
+                    self.functions(f"{other.__name__}.{name}", methods[0][name], methods[1][name])
+
+    def functions(self, what: str, known: Callable, found: Callable) -> None:
+        """The source of both, and all that it refers to."""
+        known, found = inspect.unwrap(known), inspect.unwrap(found)
+        if known is found or (known, found) in self._seen:
+            return
+        self._seen.add((known, found))
+        one, other = _normal_source(known, tuple(self.names.items())), _normal_source(found)
+        if one is None or one != other:
+            self.differences.append(f"{what} is not as {known.__qualname__}")
+            return
+        for name in sorted(_names(known)):
+            self._globals(what, name, known.__globals__.get(name), found.__globals__.get(self.names.get(name, name)))
+
+    def _globals(self, what: str, name: str, known: Any, found: Any) -> None:
+        if known is found or (isinstance(known, type) and self.pairs.get(known) is found):
+            return
+        if isinstance(known, logging.Logger) and isinstance(found, logging.Logger):
+            return
+        if isinstance(known, FunctionType) and isinstance(found, FunctionType):
+            self.functions(f"{name}() of {found.__module__}", known, found)
+        elif type(known) is not type(found) or known != found:
+            self.differences.append(f"{what} uses another {name}")
+
+
+def _methods(cls: type) -> Iterator[tuple[str, Callable]]:
+    for name, value in vars(cls).items():
+        function = value.fget if isinstance(value, property) else getattr(value, "__func__", value)
+        if isinstance(inspect.unwrap(function) if callable(function) else None, FunctionType):
+            if name not in _NOT_COMPARED:
+                yield name, function
+
+
+@cache
+def _tree(function: Callable) -> ast.AST:
+    return ast.parse(textwrap.dedent(inspect.getsource(inspect.unwrap(function))))
+
+
+@cache
+def _normal_source(function: Callable, renamed: tuple[tuple[str, str], ...] = ()) -> str | None:
+    """The function as a string without docstring, annotations and comments; None if there is no source.
+
+    ``renamed``: pairs of words, also in what it says, and what they are called instead.
+    """
+    try:
+        text = ast.unparse(_tree(function))
+        for name, other in renamed:
+            text = re.sub(rf"\b{name}\b", other, text)
+        tree = ast.parse(text)
+    except (OSError, TypeError, SyntaxError):
+        return None
+    return ast.dump(_Normalize().visit(tree))
+
+
+class _Normalize(ast.NodeTransformer):
+    """Takes out what does not compute."""
+
+    def visit_FunctionDef(self, node: ast.FunctionDef) -> ast.AST:
+        self.generic_visit(node)
+        node.returns = None
+        node.name = "function"
+        node.decorator_list = [d for d in node.decorator_list if "docstring" not in ast.unparse(d)]
+        first = node.body[0]
+        if isinstance(first, ast.Expr) and isinstance(first.value, ast.Constant) and isinstance(first.value.value, str):
+            node.body = node.body[1:] or [ast.Pass()]
+        return node
+
+    def visit_arg(self, node: ast.arg) -> ast.AST:
+        node.annotation = None
+        return node
+
+    def visit_AnnAssign(self, node: ast.AnnAssign) -> ast.AST | None:
+        if node.value is None:
+            return None
+        return ast.Assign(targets=[node.target], value=self.visit(node.value), lineno=0)
+
+
+@cache
+def _names(function: Callable) -> frozenset[str]:
+    """Global names that the function refers to."""
+    tree = _Normalize().visit(ast.parse(ast.unparse(_tree(function))))
+    loaded = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)}
+    return frozenset(name for name in loaded if name in function.__globals__ and not hasattr(builtins, name))

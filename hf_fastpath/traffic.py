@@ -1,0 +1,51 @@
+"""Bytes that one decode step has to read: what bounds its speed."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from .compat import layer_windows
+
+#: config entries that hold the features inside an MLP; without them there are four times the model's
+_MLP_WIDTHS = ("intermediate_size", "n_inner", "ffn_dim")
+
+
+def weight_bytes(model: Any, batch: int = 1) -> int:
+    """Bytes of weights one decode step reads.
+
+    Every parameter once whatever the batch, but of an embedding table only a row for each sequence; a head
+    that is tied to an embedding table is read in full.
+    """
+    head = model.get_output_embeddings()
+    tables = [module.weight for module in model.modules() if isinstance(module, nn.Embedding)]
+    gathered = {id(table) for table in tables}
+    if head is not None:
+        gathered.discard(id(head.weight))
+    rows = sum(batch * table.shape[1] * table.element_size() for table in tables)
+    return rows + sum(p.numel() * p.element_size() for p in model.parameters() if id(p) not in gathered)
+
+
+def layer_widths(config: Any) -> tuple[int, int, int]:
+    """Features of a layer's queries, of its keys (as many as of its values), and inside its MLP."""
+    heads = config.num_attention_heads
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
+    kv_heads = getattr(config, "num_key_value_heads", None) or heads
+    inner = next(filter(None, (getattr(config, name, None) for name in _MLP_WIDTHS)), 4 * config.hidden_size)
+    return heads * head_dim, kv_heads * head_dim, inner
+
+
+def kv_bytes(config: Any, context: float, dtype: torch.dtype, batch: int = 1) -> int:
+    """Bytes of keys and values that a decode step reads when each sequence holds ``context`` positions.
+
+    Raises:
+        ValueError: a layer is neither full nor sliding attention.
+    """
+    config = config.get_text_config(decoder=True)
+    windows = layer_windows(config)
+    if windows is None:
+        raise ValueError(f"{type(config).__name__} has layers that are neither full nor sliding attention")
+    positions = sum(context if window is None else min(context, window) for window in windows)
+    return int(2 * positions * layer_widths(config)[1] * dtype.itemsize * batch)

@@ -1,0 +1,32 @@
+"""OLMo 3: as OLMo 2, with windows in most layers, whose angles may be scaled in another way."""
+
+from hf_fastpath.architecture import MLP, Architecture, Attention, Layer, Norm
+
+ARCHITECTURE = Architecture(
+    name="olmo3",
+    module="transformers.models.olmo3.modeling_olmo3",
+    causal_lm="Olmo3ForCausalLM",
+    base="model",
+    embedding="embed_tokens",
+    rotary="rotary_emb",
+    layers="layers",
+    final_norm="norm",
+    norm=Norm("Olmo3RMSNorm", kind="rms", eps="variance_epsilon"),
+    attention=Attention(
+        "Olmo3Attention",
+        qkv=("q_proj", "k_proj", "v_proj"),
+        out="o_proj",
+        head_norms=("q_norm", "k_norm"),
+        layer_type="attention_type",
+    ),
+    mlp=MLP("Olmo3MLP", activation="act_fn", gate="gate_proj", up="up_proj", down="down_proj"),
+    layer=Layer(
+        "Olmo3DecoderLayer",
+        attention_norm=None,
+        attention="self_attn",
+        attention_post_norm="post_attention_layernorm",
+        mlp_norm=None,
+        mlp="mlp",
+        mlp_post_norm="post_feedforward_layernorm",
+    ),
+)

@@ -1,0 +1,24 @@
+"""SmolLM3: as Llama, with layers that do not rotate and may have windows."""
+
+from hf_fastpath.architecture import MLP, Architecture, Attention, Layer, Norm
+
+ARCHITECTURE = Architecture(
+    name="smollm3",
+    module="transformers.models.smollm3.modeling_smollm3",
+    causal_lm="SmolLM3ForCausalLM",
+    base="model",
+    embedding="embed_tokens",
+    rotary="rotary_emb",
+    layers="layers",
+    final_norm="norm",
+    norm=Norm("SmolLM3RMSNorm", kind="rms", eps="variance_epsilon"),
+    attention=Attention("SmolLM3Attention", qkv=("q_proj", "k_proj", "v_proj"), out="o_proj", rotates="use_rope"),
+    mlp=MLP("SmolLM3MLP", activation="act_fn", gate="gate_proj", up="up_proj", down="down_proj"),
+    layer=Layer(
+        "SmolLM3DecoderLayer",
+        attention_norm="input_layernorm",
+        attention="self_attn",
+        mlp_norm="post_attention_layernorm",
+        mlp="mlp",
+    ),
+)

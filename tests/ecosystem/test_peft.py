@@ -1,0 +1,132 @@
+"""PEFT over a patched model: adapters switched, merged, disabled, and virtual tokens."""
+
+from __future__ import annotations
+
+import warnings
+
+import pytest
+import torch
+from models import SHORT, counting, fresh, left_padded
+from parity import assert_same_tokens
+
+peft = pytest.importorskip("peft", reason="PEFT is not installed")
+
+TARGETS = {"llama": ["q_proj", "down_proj"], "gpt2": ["c_attn", "c_fc"]}
+
+
+def wrapped(architecture: str, device: torch.device, make) -> tuple:
+    """(patched model, stock under PEFT, patched under PEFT) with the same adapter."""
+    stock, ours = fresh(architecture, device)
+    made = []
+    for model in (stock, ours):
+        torch.manual_seed(0)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # about Conv1D
+            made.append(make(model).eval())
+    return ours, *made
+
+
+def lora(targets: list[str], rank: int):
+    return peft.LoraConfig(
+        r=rank,
+        lora_alpha=8 * rank,
+        target_modules=targets,
+        init_lora_weights=False,
+        task_type="CAUSAL_LM",
+        fan_in_fan_out="c_attn" in targets,
+    )
+
+
+def tokens(patched, stock_peft, ours_peft, fast: bool) -> list:
+    """Stock's tokens; asserts that ours are the same, and by which loop."""
+    inputs = left_padded(patched.device, 2)
+    expected = stock_peft.generate(**inputs, **SHORT)
+    with counting(patched) as counts:
+        found = ours_peft.generate(**inputs, **SHORT)
+    assert_same_tokens(found, expected)
+    assert bool(counts.fast) == fast, counts.reasons
+    assert fast or counts.reasons["unsupported_projection"] or counts.reasons["generation_method"], counts.reasons
+    return expected.tolist()
+
+
+@pytest.mark.parametrize("architecture", TARGETS)
+def test_lora_adapters(architecture, device):
+    """Two adapters, each way of switching them on and off; after merge_and_unload() the loop is fast again."""
+    first, second = lora(TARGETS[architecture], 4), lora(TARGETS[architecture], 2)
+
+    def make(model):
+        made = peft.get_peft_model(model, first)
+        made.add_adapter("second", second)
+        return made
+
+    models = wrapped(architecture, device, make)
+    seen = [tokens(*models, fast=False)]
+    for model in models[1:]:
+        model.set_adapter("second")
+    seen.append(tokens(*models, fast=False))
+    with models[1].disable_adapter(), models[2].disable_adapter():
+        seen.append(tokens(*models, fast=False))
+    for model in models[1:]:
+        model.merge_adapter()
+    assert tokens(*models, fast=False) == seen[1]
+    for model in models[1:]:
+        model.unmerge_adapter()
+    assert tokens(*models, fast=False) == seen[1]
+    unloaded = [model.merge_and_unload() for model in models[1:]]
+    assert tokens(models[0], *unloaded, fast=True) == seen[1]
+    assert seen[0] != seen[1] != seen[2] != seen[0], "an adapter changes nothing, so the test shows nothing"
+
+
+def test_lora_on_a_patched_model_trains(device):
+    """The adapters get stock's gradients, and the next tokens are those of the trained adapter."""
+    models = wrapped("llama", device, lambda model: peft.get_peft_model(model, lora(TARGETS["llama"], 4)))
+    before, losses = tokens(*models, fast=False), []
+    for model in models[1:]:
+        optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=0.05)
+        ids = left_padded(device, 2)["input_ids"]
+        for _ in range(2):
+            loss = model(input_ids=ids, labels=ids).loss
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        losses.append(loss.item())
+    assert losses[0] == pytest.approx(losses[1], rel=1e-4)
+    models[2].load_state_dict(models[1].state_dict())  # rounding apart, so that the tokens are comparable
+    assert tokens(*models, fast=False) != before
+
+
+VIRTUAL = {
+    "prompt_tuning": lambda: peft.PromptTuningConfig(num_virtual_tokens=4, task_type="CAUSAL_LM"),
+    "prefix_tuning": lambda: peft.PrefixTuningConfig(num_virtual_tokens=4, task_type="CAUSAL_LM"),
+    "p_tuning": lambda: peft.PromptEncoderConfig(num_virtual_tokens=4, encoder_hidden_size=16, task_type="CAUSAL_LM"),
+}
+
+
+@pytest.mark.parametrize("name", VIRTUAL)
+def test_virtual_tokens(name, device):
+    """PEFT steps between generate() and the forward, so that stock's loop runs; without it ours is back."""
+    stock, plain = fresh("llama", device)
+    models = wrapped("llama", device, lambda model: peft.get_peft_model(model, VIRTUAL[name]()))
+    with torch.no_grad():
+        for model in models[1:]:
+            for parameter in model.prompt_encoder.parameters():
+                parameter.mul_(3)  # so that the virtual tokens matter
+    with_prompt = tokens(*models, fast=False)
+    inputs = left_padded(device, 2)
+    with counting(plain) as counts:
+        without = plain.generate(**inputs, **SHORT)
+    assert counts.fast and without.tolist() != with_prompt
+    with counting(models[0]) as counts:
+        assert_same_tokens(models[0].generate(**inputs, **SHORT), stock.generate(**inputs, **SHORT), stock)
+    assert counts.fast == 24
+
+
+def test_ia3(device):
+    config = peft.IA3Config(
+        task_type="CAUSAL_LM",
+        target_modules=["k_proj", "v_proj", "down_proj"],
+        feedforward_modules=["down_proj"],
+        init_ia3_weights=False,
+    )
+    models = wrapped("llama", device, lambda model: peft.get_peft_model(model, config))
+    tokens(*models, fast=False)

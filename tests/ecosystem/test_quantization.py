@@ -1,0 +1,81 @@
+"""Quantized projections: right, with a reason, quantized before or after patching."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from models import SHORT, build, counting, left_padded, require_native
+from parity import assert_same_tokens
+from torch import nn
+
+import hf_fastpath
+
+
+class Int8Linear(nn.Linear):
+    """A subclass whose weight is int8 with one scale a row, as bitsandbytes and others have it."""
+
+    def __init__(self, base: nn.Linear):
+        super().__init__(base.in_features, base.out_features, bias=base.bias is not None, device="meta")
+        scale = base.weight.detach().abs().amax(1, keepdim=True) / 127
+        del self.weight
+        self.register_buffer("weight", (base.weight.detach() / scale).round().to(torch.int8))
+        self.register_buffer("scale", scale)
+        self.bias = base.bias
+
+    def forward(self, x):
+        return nn.functional.linear(x, self.weight.to(x.dtype) * self.scale, self.bias)
+
+
+def stand_in(model: nn.Module) -> None:
+    for name, module in list(model.named_modules()):
+        if type(module) is nn.Linear and name != "lm_head":
+            parent, _, attribute = name.rpartition(".")
+            setattr(model.get_submodule(parent), attribute, Int8Linear(module))
+
+
+def torchao(model: nn.Module) -> None:
+    """The weight is a tensor subclass in a plain nn.Linear."""
+    library = pytest.importorskip("torchao.quantization", reason="torchao is not installed")
+    library.quantize_(model, library.Int8WeightOnlyConfig())
+
+
+def quanto(model: nn.Module) -> None:
+    library = pytest.importorskip("optimum.quanto", reason="optimum-quanto is not installed")
+    library.quantize(model, weights=library.qint8)
+    library.freeze(model)
+
+
+def bitsandbytes(model: nn.Module) -> None:
+    library = pytest.importorskip("bitsandbytes", reason="bitsandbytes is not installed")
+    device = model.device
+    for name, module in list(model.named_modules()):
+        if type(module) is nn.Linear and name != "lm_head":
+            made = library.nn.Linear4bit(module.in_features, module.out_features, bias=False, quant_type="nf4")
+            made.weight = library.nn.Params4bit(module.weight.data.cpu(), requires_grad=False, quant_type="nf4")
+            parent, _, attribute = name.rpartition(".")
+            setattr(model.get_submodule(parent), attribute, made.to(device))
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("when", ("before_patch", "after_patch", "after_generate"))
+@pytest.mark.parametrize("quantize", (stand_in, torchao, quanto, bitsandbytes), ids=lambda f: f.__name__)
+def test_quantized_projections(quantize, when, device):
+    require_native(device)
+    stock = build("llama").to(device)
+    ours, inputs = copy.deepcopy(stock), left_padded(device, 2)
+    plain = stock(**inputs).logits
+    quantize(stock)
+    assert not torch.equal(stock(**inputs).logits, plain), "quantization changes nothing, so the test shows nothing"
+    if when != "before_patch":
+        hf_fastpath.patch(ours, quiet=True)
+    if when == "after_generate":
+        ours.generate(**inputs, **SHORT)
+    quantize(ours)
+    hf_fastpath.patch(ours, quiet=True)
+    with counting(ours) as counts:
+        found = ours.generate(**inputs, **SHORT)
+    expected = stock.generate(**inputs, **SHORT)
+    assert counts.reasons["unsupported_projection"] and not counts.fast, counts.reasons
+    assert_same_tokens(found, expected)

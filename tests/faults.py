@@ -1,0 +1,61 @@
+"""Faults at chosen places of the package: an exception on the n-th line that runs in some of its files."""
+
+from __future__ import annotations
+
+import linecache
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import hf_fastpath
+
+PACKAGE = Path(hf_fastpath.__file__).parent
+
+
+class Fault:
+    """Counts the lines that run in ``files`` of the package, and raises ``error`` instead of line ``at``.
+
+    The line of a ``with`` is no such place: it runs again when the block is left, and there Python takes no interrupt
+    before a lock is released.
+
+    Args:
+        files: relative to the package.
+        at: which line, from 0; None: none, only count.
+        error: what is raised.
+    """
+
+    def __init__(self, files: tuple[str, ...], at: int | None = None, error: type[BaseException] = KeyboardInterrupt):
+        self.files = {str(PACKAGE / file) for file in files}
+        self.at, self.error, self.lines, self.where = at, error, 0, ""
+
+    def __enter__(self) -> Fault:
+        self.before = sys.gettrace()
+        sys.settrace(self._enter_call)
+        return self
+
+    def __exit__(self, *exception: Any) -> None:
+        sys.settrace(self.before)
+
+    def _enter_call(self, frame: FrameType, event: str, argument: Any) -> Callable | None:
+        return self._line if frame.f_code.co_filename in self.files else None
+
+    def _line(self, frame: FrameType, event: str, argument: Any) -> Callable | None:
+        if event == "line" and not self._is_with(frame):
+            self.lines += 1
+            if self.at is not None and self.lines > self.at:
+                self.where = f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}"
+                sys.settrace(None)
+                raise self.error(f"at {self.where}")
+        return self._line
+
+    @staticmethod
+    def _is_with(frame: FrameType) -> bool:
+        return linecache.getline(frame.f_code.co_filename, frame.f_lineno).lstrip().startswith("with ")
+
+
+def places(count: int, most: int) -> list[int]:
+    """At most ``most`` of ``count`` lines, evenly spread, the first and the last among them."""
+    most = min(most, count)
+    return sorted({round(index * (count - 1) / max(1, most - 1)) for index in range(most)})

@@ -1,0 +1,80 @@
+"""generate() broken off anywhere: the model, the cache and the next call are as good as before."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+from faults import Fault, places
+from models import counting, left_padded, over_architectures, pair, prompt
+from parity import assert_same_tokens
+
+from hf_fastpath import FastpathCache
+
+FILES = ("decode/loop.py", "decode/plan.py", "decode/steps.py", "cache.py", "forwards.py")
+FEW = dict(max_new_tokens=5, do_sample=False)
+POINTS = 30
+
+
+def broken_off(model, make_options: Callable[[], dict]) -> Iterator[tuple[dict, str]]:
+    """generate() with ``make_options()``, interrupted at up to POINTS places from its first line on to its last.
+
+    Yields:
+        The options and the place, after each interrupt.
+    """
+    state = vars(model)["_hf_fastpath"]
+    state.plans.clear()
+    options = make_options()
+    with Fault(FILES) as whole:
+        model.generate(**options)
+    assert whole.lines > 100
+    for at in places(whole.lines, POINTS):
+        state.plans.clear()  # making one is broken off as well
+        options = make_options()
+        with Fault(FILES, at) as fault, pytest.raises(KeyboardInterrupt):
+            model.generate(**options)
+        yield options, fault.where
+
+
+@over_architectures
+def test_interrupted_generate(architecture):
+    """Wherever the interrupt lands, the next call gives stock's tokens by the fast loop."""
+    stock, ours = pair(architecture, torch.device("cpu"))
+    inputs = left_padded(stock.device, 2)
+    expected = stock.generate(**inputs, **FEW)
+    for _, where in broken_off(ours, lambda: dict(**inputs, **FEW)):
+        with counting(ours) as counts:
+            found = ours.generate(**inputs, **FEW)
+        assert counts.fast == 10 and not counts.reasons, f"{where}: {counts.reasons}"
+        assert_same_tokens(found, expected, stock, inputs["attention_mask"])
+
+
+@pytest.mark.parametrize(("length", "with_config"), ((5, False), (40, True)))
+@over_architectures
+def test_users_cache_after_an_interrupt(architecture, length, with_config):
+    """The layers of the user's cache agree on a length, and the text goes on from there as in stock."""
+    stock, ours = pair(architecture, torch.device("cpu"))
+    ids = prompt(stock.device, 1, length)
+    text = stock.generate(ids, **FEW)
+    expected = stock.generate(torch.cat((text, ids[:, :3]), dim=1), **FEW)
+
+    def options() -> dict:
+        cache = FastpathCache(ours.config) if with_config else FastpathCache()
+        return dict(input_ids=ids, past_key_values=cache, **FEW)
+
+    for given, where in broken_off(ours, options):
+        kept = given["past_key_values"]
+        lengths = {layer.get_seq_length() for layer in kept.layers}
+        assert len(lengths) <= 1 and max(lengths, default=0) < text.shape[1], f"{where}: {lengths}"
+        found = ours.generate(torch.cat((text, ids[:, :3]), dim=1), past_key_values=kept, **FEW)
+        assert_same_tokens(found, expected, stock)
+
+
+def test_interrupted_stock_loop_leaves_the_model_usable():
+    """The same where transformers' loop runs over our modules."""
+    stock, ours = pair("llama", torch.device("cpu"))
+    options = dict(num_beams=2, **FEW)
+    expected = stock.generate(prompt(stock.device), **options)
+    for _ in broken_off(ours, lambda: dict(input_ids=prompt(stock.device), **options)):
+        assert_same_tokens(ours.generate(prompt(stock.device), **options), expected, stock)

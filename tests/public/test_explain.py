@@ -1,0 +1,128 @@
+"""explain: what patch() would make of a model, from its config alone."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+from models import VOCAB, WINDOW, assert_same_instances, build, fresh, instances
+from transformers import BertConfig, GenerationMixin
+
+import hf_fastpath
+from hf_fastpath import cli, traffic
+from hf_fastpath.architecture import architectures
+from hf_fastpath.explain import explain
+from hf_fastpath.patching import examine
+
+FLOAT = 4
+
+
+def saved(tmp_path, architecture: str, **changes) -> str:
+    build(architecture, **changes).config.save_pretrained(tmp_path)
+    return str(tmp_path)
+
+
+@pytest.mark.parametrize("architecture", [architecture.name for architecture in architectures()])
+def test_examine_says_what_patch_does(architecture):
+    stock, ours = fresh(architecture)
+    before, sample = instances(stock), GenerationMixin._sample
+    found, expected = examine(stock), hf_fastpath.report(ours)
+    assert (found.architecture, found.patched, found.declined, found.loop) == (
+        expected.architecture,
+        expected.patched,
+        expected.declined,
+        expected.loop,
+    )
+    assert_same_instances(instances(stock), before)
+    assert GenerationMixin._sample is sample
+
+
+@pytest.mark.parametrize("place", ("", "/config.json"), ids=("folder", "file"))
+def test_explain_a_config(place, tmp_path):
+    found = explain(saved(tmp_path, "llama") + place, bandwidth=1e9)
+    parameters = list(build("llama").parameters())
+    assert found.fast and found.report.patched["layer"] == 2 and found.dtype == "float32"
+    assert found.parameters == sum(parameter.numel() for parameter in parameters)
+    assert found.weight_bytes == FLOAT * found.parameters
+    assert [(step.batch, step.context) for step in found.steps] == [(1, 1024), (1, 2048), (8, 1024), (8, 2048)]
+    for step in found.steps:  # two layers, one KV head of 80; of the embedding table one row a sequence
+        assert step.weight_bytes == found.weight_bytes - FLOAT * 112 * (VOCAB - step.batch)
+        assert step.kv_bytes == step.batch * 2 * 2 * 80 * FLOAT * step.context
+        assert step.tokens_per_second == pytest.approx(step.batch * 1e9 / (step.weight_bytes + step.kv_bytes))
+    for part in ("LlamaForCausalLM", "patches/llama.py", "2 layer", "decode loop: fast", "tok/s at 1 GB/s"):
+        assert part in str(found)
+
+
+def test_explain_takes_the_dtype_and_needs_no_bandwidth(tmp_path):
+    found = explain(saved(tmp_path, "llama"), torch.float16)
+    assert found.weight_bytes == 2 * found.parameters and found.dtype == "float16"
+    assert {step.tokens_per_second for step in found.steps} == {None} and "tok/s" not in str(found)
+
+
+def test_windows_bound_the_kv_bytes():
+    all_windows, one_window, none = build("mistral"), build("ministral"), build("mistral", sliding_window=None)
+    for context in (WINDOW - 3, 500):
+        seen = min(context, WINDOW)
+        assert traffic.kv_bytes(all_windows.config, context, torch.float16) == 2 * 2 * (2 * seen) * 2 * 40
+        assert traffic.kv_bytes(one_window.config, context, torch.float16) == 2 * 2 * (seen + context) * 2 * 48
+        assert traffic.kv_bytes(none.config, context, torch.float16) == 2 * 2 * (2 * context) * 2 * 40
+
+
+STOCK = {
+    "activation": (dict(hidden_act="tanh"), "partial_patch", "unsupported_activation"),
+    "rope": (dict(rope_parameters={"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}), "dynamic_rope", ""),
+}
+
+
+@pytest.mark.parametrize(("changes", "loop", "declined"), STOCK.values(), ids=STOCK)
+def test_explain_says_what_stays_stock_and_why(changes, loop, declined, tmp_path, capsys):
+    source = saved(tmp_path, "llama", **changes)
+    found = explain(source)
+    assert not found.fast and found.report.loop == loop and f"decode loop: stock ({loop}:" in str(found)
+    assert bool(declined) == bool(found.report.declined) and declined in str(found)
+    assert cli.main(["explain", source]) == 1
+    assert loop in capsys.readouterr().out
+
+
+def test_explain_a_model_without_an_architecture(tmp_path, capsys):
+    BertConfig(num_hidden_layers=1, is_decoder=True).save_pretrained(tmp_path)
+    assert cli.main(["explain", str(tmp_path)]) == 1
+    printed = capsys.readouterr().out
+    for part in ("BertLMHeadModel", "nothing would be fast", "LlamaDecoderLayer"):
+        assert part in printed
+
+
+def test_explain_does_not_promise_speed_for_quantized_weights(tmp_path):
+    found = explain(saved(tmp_path, "llama", quantization_config={"quant_method": "awq", "bits": 4}))
+    assert not found.fast and not found.steps and "unsupported_projection" in str(found)
+
+
+def test_cli_explain_a_model(tmp_path, capsys):
+    source = saved(tmp_path, "mistral")
+    assert cli.main(["explain", source, "--dtype", "bfloat16", "--bandwidth", "50", "--device", "cpu", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["fast"] and found["dtype"] == "bfloat16" and found["report"]["architecture"] == "mistral"
+    assert found["bandwidth"] == 50e9 and found["steps"][0]["tokens_per_second"] > 0
+
+
+def test_cli_explain_measures_the_bandwidth(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr("hf_fastpath.bandwidth.measure_read_bandwidth", lambda device: {"cpu": 12e9}[device])
+    assert cli.main(["explain", saved(tmp_path, "llama"), "--bandwidth", "measure", "--device", "cpu"]) == 0
+    assert "tok/s at 12 GB/s" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    (
+        (["batchsize"], "Did you mean 'batch_size'"),
+        (["no/such/folder"], "'no/such/folder' is no folder, config.json or model id"),
+        (["autocast", "--bandwidth", "fast"], "got 'fast', expected GB/s or 'measure'"),
+        (["autocast", "--bandwidth", "-1"], "got '-1', expected GB/s"),
+    ),
+)
+def test_cli_explain_refuses(arguments, text, capsys, monkeypatch):
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    with pytest.raises(SystemExit) as caught:
+        cli.main(["explain", *arguments])
+    assert caught.value.code == 2 and text in capsys.readouterr().err
