@@ -133,8 +133,8 @@ STOCK_CACHES = {
 
 @pytest.mark.parametrize("patched", ("main", "assistant", "both"))
 def test_assisted_sampling(patched, device):
-    """Drafts are accepted and rejected by chance: the same numbers are drawn. Without windows: over these, stock of transformers 5.17
-    fails once they are full."""
+    """Drafts are accepted and rejected by chance: the same numbers are drawn. Without windows, over which stock of
+    transformers 5.17 fails once they are full."""
     require_native(device)
     stock, ours = pair("llama", device)
     assistant = build("llama", num_hidden_layers=1).to(device)
