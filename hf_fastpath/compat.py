@@ -110,7 +110,7 @@ _known_code: dict[tuple[int, str], Callable[..., Any]] = {}
 
 def is_known_code(function: Callable[..., Any] | None, home: str = "") -> bool:
     """Whether a function, and all that its decorators wrap, is defined in transformers or torch; or in ``home``, the
-    module of a class that ``patch()`` compared with a listed one."""
+    module of the model's architecture, whose code ``patch()`` may have compared with a listed one's."""
     key, outermost = (id(function), home), function
     if function is None or _known_code.get(key) is function:
         return True
@@ -205,11 +205,11 @@ def forward_attribute(module: nn.Module) -> str:
 _TOKEN_METHODS = ("prepare_inputs_for_generation", "_update_model_kwargs_for_generation")
 
 
-def overrides_generation(model: Any) -> bool:
-    """Whether other code has put itself between ``generate()`` and the model's forward."""
+def overrides_generation(model: Any, home: str) -> bool:
+    """Whether other code than that of ``home`` has put itself between ``generate()`` and the model's forward."""
     for name in _TOKEN_METHODS:
         of_class, of_instance = getattr(type(model), name), vars(model).get(name)
-        if not is_known_code(of_class, type(model).__module__):
+        if not is_known_code(of_class, home):
             return True
         # the class's own, bound: left behind by PEFT
         if of_instance is not None and getattr(of_instance, "__func__", None) is not of_class:

@@ -48,8 +48,7 @@ class ModulePatch:
             return "autocast"
         if x.dtype not in FLOAT_DTYPES:
             return "dtype"
-        kind = type(self.part.module)
-        if not is_known_code(kind.forward, kind.__module__):
+        if not is_known_code(type(self.part.module).forward, self.part.architecture.module):
             return "class_forward"
         return None if loader.is_native(x.device.type) else "no_native_library"
 

@@ -386,7 +386,7 @@ def _prepare_cache(self: nn.Module, generation_config: Any, model_kwargs: dict, 
 def _takes_our_cache(model: nn.Module, state: PatchState) -> bool:
     """Whether a FastpathCache serves this model: our loop uses it, or every layer's attention does."""
     if state.loop_reason is None:
-        return not compat.overrides_generation(model)
+        return not compat.overrides_generation(model, state.model_architecture.module)
     windows = compat.layer_windows(model.config)
     return windows is not None and len(windows) in (state.patched.get("attention"), state.patched.get("layer"))
 

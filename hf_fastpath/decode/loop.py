@@ -93,7 +93,7 @@ def step_aside_reason(
     cache = model_kwargs.get("past_key_values")
     if state.loop_reason is not None or part is None:
         return state.loop_reason or "class_not_supported"
-    if compat.overrides_generation(part.module):
+    if compat.overrides_generation(part.module, part.architecture.module):
         return "generation_method"
     if synced_gpus:
         return "synced_gpus"

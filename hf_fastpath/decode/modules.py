@@ -30,11 +30,11 @@ def weight_and_bias(module: nn.Module) -> tuple[torch.Tensor | None, torch.Tenso
     return weight, parameters["bias"] if "bias" in parameters else getattr(module, "bias", None)
 
 
-def own_code_reason(module: nn.Module) -> str | None:
-    """Why calling ``module`` is more than its class's forward, or None."""
+def own_code_reason(module: nn.Module, home: str = "") -> str | None:
+    """Why calling ``module`` is more than its class's forward, or None; ``home`` as in ``compat.is_known_code``."""
     if has_hooks(module):
         return "hooks"
-    if not is_known_code(type(module).forward, type(module).__module__):
+    if not is_known_code(type(module).forward, home):
         return "class_forward"
     override = module.__dict__.get("forward")
     if override is None:

@@ -55,6 +55,10 @@ class Part:
     def _own_reason(self, kind: str) -> str | None:
         return None if self.architecture.part_of(self.module) == kind else "class_not_supported"
 
+    def _code_reason(self, module: nn.Module | None = None) -> str | None:
+        """:func:`own_code_reason` of the module or of one inside it."""
+        return own_code_reason(self.module if module is None else module, self.architecture.module)
+
 
 class NormPart(Part):
     """A norm."""
@@ -76,7 +80,7 @@ class NormPart(Part):
             return "unsupported_config"
         if any(p is not None and p.dtype not in FLOAT_DTYPES for p in self.parameters()):
             return "dtype"
-        return own_code_reason(self.module)
+        return self._code_reason()
 
 
 class MLPPart(Part):
@@ -126,7 +130,7 @@ class MLPPart(Part):
 
     def reason(self) -> str | None:
         kind = "mlp" if self.spec.class_name is not None else "layer"
-        reasons = [self._own_reason(kind), self.activation_reason(), own_code_reason(self.module)]
+        reasons = [self._own_reason(kind), self.activation_reason(), self._code_reason()]
         reasons += [projection_reason(linear) for linear in self.projections()]
         if self.is_joined and (self.up.bias is not None or is_transposed(self.up)):
             reasons.append("unsupported_projection")
@@ -209,12 +213,12 @@ class AttentionPart(Part):
             return "unsupported_config"
         if not MIN_HEAD_DIM <= self.head_dim <= MAX_HEAD_DIM or self.head_dim % 8:
             return "unsupported_head_dim"
-        home = type(self.module).__module__
+        home = self.architecture.module
         if not is_known_code(attention_function(self.module), home):
             return "attention_function"
         if not is_known_code(rotation_function(self.module), home):
             return "class_forward"
-        reasons = [self._own_reason("attention"), own_code_reason(self.module)]
+        reasons = [self._own_reason("attention"), self._code_reason()]
         reasons += [projection_reason(linear) for linear in self.projections()]
         reasons += [dropout_reason(self.module, self.spec.attention_dropout)]
         reasons += [norm.reason() for norm in self.head_norms]
@@ -303,7 +307,7 @@ class LayerPart(Part):
             return "unsupported_config"
         if self.module.training and getattr(self.module, "gradient_checkpointing", False):
             return "checkpointing"
-        reasons = [self._own_reason("layer"), own_code_reason(self.module)]
+        reasons = [self._own_reason("layer"), self._code_reason()]
         reasons += [dropout_reason(self.module, name) for name in spec.dropouts]
         reasons += [part.reason() for part in self.parts()]
         return next((reason for reason in reasons if reason), None)
@@ -399,12 +403,12 @@ class ModelPart(Part):
             return "unsupported_config"
         if any(not self._is_known_embedding(module) for module in self._embeddings()):
             return "unsupported_projection"
-        reasons = [own_code_reason(module) for module in (*self._embeddings(), self.decoder, self.module)]
+        reasons = [self._code_reason(module) for module in (*self._embeddings(), self.decoder, self.module)]
         reasons += [projection_reason(self.head), self.final_norm.reason()]
         reasons.append(dropout_reason(self.decoder, self.architecture.embedding_dropout))
         if self.rotary is not None:
             known = type(self.rotary).__module__ == self.architecture.module
-            reasons += [None if known else "class_not_supported", own_code_reason(self.rotary)]
+            reasons += [None if known else "class_not_supported", self._code_reason(self.rotary)]
             reasons.append(None if has_static_rope(self.rotary) else "dynamic_rope")
         found = next((reason for reason in reasons if reason), None)
         found = found or next((reason for layer in self.layers if (reason := layer.reason())), None)

@@ -133,10 +133,11 @@ STOCK_CACHES = {
 
 @pytest.mark.parametrize("patched", ("main", "assistant", "both"))
 def test_assisted_sampling(patched, device):
-    """Drafts are accepted and rejected by chance: the same numbers are drawn."""
+    """Drafts are accepted and rejected by chance: the same numbers are drawn. Without windows, over which stock of
+    transformers 5.17 fails once they are full."""
     require_native(device)
-    stock, ours = pair("mistral", device)
-    assistant = build("mistral", num_hidden_layers=1).to(device)
+    stock, ours = pair("llama", device)
+    assistant = build("llama", num_hidden_layers=1).to(device)
     results = []
     for model in (stock, stock if patched == "assistant" else ours):
         if results and patched != "main":

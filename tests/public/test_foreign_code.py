@@ -207,6 +207,27 @@ def test_replaced_forward_of_a_class(name, when, wraps, monkeypatch, device):
     assert counts.fast == 24
 
 
+class RolledDecoder(modeling_llama.LlamaModel):
+    """A decoder of the user's own in the place of transformers'."""
+
+    def forward(self, *args, **kwargs):
+        out = super().forward(*args, **kwargs)
+        out.last_hidden_state = out.last_hidden_state.roll(1, -1)
+        return out
+
+
+@pytest.mark.parametrize("when", ("before_patch", "after_patch"))
+def test_class_of_the_users_own(when, device):
+    stock, ours = fresh("llama", device)
+    if when == "before_patch":
+        hf_fastpath.unpatch(ours)
+    stock.model.__class__ = ours.model.__class__ = RolledDecoder
+    hf_fastpath.patch(ours, quiet=True)
+    with counting(ours) as counts:
+        assert_equal_generation(ours, stock, fast=False)
+    assert counts.reasons["class_forward"], counts.reasons
+
+
 @pytest.mark.parametrize("name", ("apply_rotary_pos_emb", "eager_attention_forward"))
 def test_replaced_function_of_a_module(name, monkeypatch, device):
     """What a patched class calls by name is looked at as well."""
