@@ -25,10 +25,12 @@ def differing(device: torch.device, architecture: str, dtype: torch.dtype, batch
     import hf_fastpath
     from hf_fastpath.decode.plan import DecodePlan
 
-    # Sizes that the kernels for one row and for aligned weights take.
-    sizes = dict(n_embd=256, n_head=4, n_inner=1024) if architecture == "gpt2" else dict(hidden_size=256, head_dim=64)
-    if architecture != "gpt2":
-        sizes |= dict(num_attention_heads=4, num_key_value_heads=2, intermediate_size=768, sliding_window=None)
+    # Sizes that the kernels for aligned weights take; rows so long that several rows of x come in phases.
+    if architecture == "gpt2":
+        sizes = dict(n_embd=256, n_head=4, n_inner=1024)
+    else:
+        sizes = dict(hidden_size=256, head_dim=128, num_attention_heads=4, num_key_value_heads=2)
+        sizes |= dict(intermediate_size=4608, sliding_window=None)
     model = hf_fastpath.patch(build(architecture, **sizes).to(device, dtype), quiet=True)
     ids = prompt(device, batch, CONTEXT)
     out = model.generate(ids, max_new_tokens=2, do_sample=False, return_dict_in_generate=True)
@@ -61,7 +63,7 @@ def main() -> int:
     failed = 0
     for architecture in ("gpt2", "mistral"):
         for dtype in (torch.float16, torch.float32):
-            for batch in (1, 3):
+            for batch in (1, 3, 8):
                 wrong = differing(arguments.device, architecture, dtype, batch, arguments.replays)
                 print(
                     f"{architecture} {dtype} batch {batch}: {wrong} of {arguments.replays} replays differ", flush=True
