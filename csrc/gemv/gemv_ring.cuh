@@ -357,12 +357,14 @@ template <class T, int kChunks, int kGroupWarps, RingEnd kEnd>
 __global__ void __launch_bounds__(kRingThreads, kRingMinBlocks<T, kChunks, kEnd>)
     gemv_ring_kernel(const __grid_constant__ GemvParams p, const __grid_constant__ RopeAppendParams rope,
                      const __grid_constant__ RingPlan plan) {
-  using Shape = RingShape<kChunks, kGroupWarps>;
-  extern __shared__ __align__(128) char ring[];
-  run_ring<T, Shape, false>(p, rope, plan, ring, [&](RingBarriers barriers) {
-    RingSum<T>* parts = reinterpret_cast<RingSum<T>*>(ring + plan.slots * Shape::kSlotBytes);
-    ring_compute<T, kChunks, kGroupWarps, kEnd>(p, rope, plan, ring, barriers, parts);
-  });
+  if constexpr (HF_FASTPATH_HOPPER || kRingMma<T>) {
+    using Shape = RingShape<kChunks, kGroupWarps>;
+    extern __shared__ __align__(128) char ring[];
+    run_ring<T, Shape, false>(p, rope, plan, ring, [&](RingBarriers barriers) {
+      RingSum<T>* parts = reinterpret_cast<RingSum<T>*>(ring + plan.slots * Shape::kSlotBytes);
+      ring_compute<T, kChunks, kGroupWarps, kEnd>(p, rope, plan, ring, barriers, parts);
+    });
+  }
 }
 
 }  // namespace hf_fastpath

@@ -101,6 +101,7 @@ inline void launch_ring(void (*kernel)(GemvParams, RopeAppendParams, RingPlan), 
 }
 
 // What every kernel over a ring needs: whole, aligned 16-byte chunks of x, of weight rows and of a norm.
+// Before Hopper only 16-bit types have one.
 inline bool fits_ring(const GemvParams& p, const RopeAppendParams* rope) {
   const int elems = static_cast<int>(16 / element_size(p.dtype));
   bool fits = p.n > 0 && p.k > 0 && !p.transposed && p.k % elems == 0 && is_aligned16(p.x) &&
@@ -110,7 +111,7 @@ inline bool fits_ring(const GemvParams& p, const RopeAppendParams* rope) {
     fits = fits && is_aligned16(p.segments[i].weight) && p.segments[i].stride % elems == 0;
   }
   if (rope) fits = fits && rope->head_dim % 2 == 0;
-  return fits;
+  return fits && (p.dtype != DType::kFloat32 || has_hopper_code());
 }
 
 // Units of this block. Two blocks of an SM are neighbors, so that SMs get the same number within one.
