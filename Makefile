@@ -2,6 +2,8 @@
 PYTHON ?= python3
 VENV ?= .venv
 TESTS ?= tests
+# processes that share the tests
+JOBS ?= 2
 BIN := $(VENV)/bin
 # The CPU build of this torch serves development and CI; a machine with a GPU uses the torch it has (test-gpu).
 TORCH ?= torch==2.13.0
@@ -32,7 +34,7 @@ demo: $(CPU_LIB)
 	$(BIN)/python examples/demo.py
 
 test: $(CPU_LIB)
-	HF_FASTPATH_REQUIRE_NATIVE=cpu $(BIN)/python -m pytest -q $(TESTS) $(ARGS)
+	HF_FASTPATH_REQUIRE_NATIVE=cpu $(BIN)/python -m pytest -q -n $(JOBS) $(TESTS) $(ARGS)
 
 # What `make test` leaves out as well: every family in every type and batch on four models each.
 test-full: override ARGS += --full

@@ -16,7 +16,7 @@ from hf_fastpath.reasons import REASONS
 
 DOCS = Path(__file__).resolve().parent
 GOLDEN = DOCS / "data" / "golden.csv"
-RECORD = "make test-full TESTS=tests/patches ARGS='-k golden_matrix --record-golden docs/data/golden.csv'"
+RECORD = "make test-full JOBS=0 TESTS=tests/patches ARGS='-k golden_matrix --record-golden docs/data/golden.csv'"
 
 
 def markdown_table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:

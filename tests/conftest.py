@@ -27,6 +27,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_configure(config: pytest.Config) -> None:
     if config.getoption("--record-golden") and not config.getoption("--full"):
         raise pytest.UsageError("--record-golden records what --full compares: give both")
+    if config.getoption("--record-golden") and config.getoption("numprocesses", None):
+        raise pytest.UsageError("--record-golden writes one file at the end of one process: make it JOBS=0")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

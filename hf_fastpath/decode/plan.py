@@ -29,6 +29,8 @@ RECORD_SLOTS = 32
 #: rows of the first table of rotary angles, unless the model's longest context is shorter; a captured graph holds the
 #: table's address, so that a larger one makes a new capture
 _ANGLE_ROWS = {"cuda": 131072, "cpu": 4096}
+#: positions whose angles are computed at once: on the way they are float32, and several times as large
+_ANGLE_PIECE = 8192
 
 
 class Register:
@@ -233,11 +235,12 @@ class DecodePlan:
         rows = max(positions, 2 * rows, min(longest, most))
         with torch.inference_mode(False), torch.no_grad():
             like = torch.empty(0, dtype=self.dtype, device=self.device)
-            every = torch.arange(rows, device=self.device)[None]
+            pieces = torch.arange(rows, device=self.device)[None].split(_ANGLE_PIECE, dim=1)
             made = []
             for kind, tables in self._angles.items():
-                angles = self._rotary.forward(like, every, *(() if kind is None else (kind,)))
-                made += [(table, values[0].to(self.dtype).contiguous()) for table, values in zip(tables, angles)]
+                arguments = () if kind is None else (kind,)
+                angles = zip(*(self._rotary.forward(like, piece, *arguments) for piece in pieces))
+                made += [(table, torch.cat(values, dim=1)[0].to(self.dtype)) for table, values in zip(tables, angles)]
         self.graph = None  # it reads the old tables
         for table, values in reversed(made):  # the first table comes last: its length stands for all
             self.program.values[table.index] = values
