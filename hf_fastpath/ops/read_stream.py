@@ -56,7 +56,8 @@ def why_not(buffer, variant=0) -> list[str]:
     if not 0 <= variant < len(VARIANTS):
         reasons.append(f"variant is {variant}, expected 0 to {len(VARIANTS) - 1} ({', '.join(VARIANTS)})")
     elif buffer.device.type == "cuda" and variant not in variants(buffer.device):
-        reasons.append(f"variant {variant} ({VARIANTS[variant]}) needs compute capability 9.0 and a library made for it: use 0 or 1")
+        needs = "compute capability 9.0 and a library made for it"
+        reasons.append(f"variant {variant} ({VARIANTS[variant]}) needs {needs}: use 0 or 1")
     return reasons
 
 
