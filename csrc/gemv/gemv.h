@@ -48,29 +48,29 @@ struct GemvParams {
   GemvNorm norm;  // where fits_one_kernel
 };
 
-// Whether one kernel does the norm in front and the append behind, too. `rope`, if any: turns and appends the
-// features instead of writing them to out.
+// Whether a kernel does the product with the norm in front and the append behind. `rope`, if any: turns and
+// appends the features instead of writing them to out.
 bool fits_one_kernel(const GemvParams& params, const RopeAppendParams* rope);
 
 // Picks the kernel below that suits the shape and alignment, and launches it. A norm or `rope` has to fit.
 void launch_gemv(const GemvParams& params, const RopeAppendParams* rope, cudaStream_t stream);
 
-// The kernels, one a file.
-void launch_gemv_rows(const GemvParams& params, cudaStream_t stream);  // dot products, rows of [n, k] weights
-void launch_gemv_mma(const GemvParams& params,
-                     cudaStream_t stream);  // the same on tensor cores, 16-bit types
-// [k, n] weights; with a norm or `rope` only where fits_gemv_columns.
-void launch_gemv_columns(const GemvParams& params, const RopeAppendParams* rope, cudaStream_t stream);
-// The same on tensor cores, 16-bit types.
-void launch_gemv_columns_mma(const GemvParams& params, const RopeAppendParams* rope, cudaStream_t stream);
+// The kernels, one a file; gemv.cu says for which rows and types. Dot products with rows of [n, k] weights:
+void launch_gemv_rows(const GemvParams& params, cudaStream_t stream);
+// The same on tensor cores.
+void launch_gemv_mma(const GemvParams& params, cudaStream_t stream);
+// [k, n] weights.
 bool fits_gemv_columns(const GemvParams& params, const RopeAppendParams* rope);
+void launch_gemv_columns(const GemvParams& params, const RopeAppendParams* rope, cudaStream_t stream);
+// The same on tensor cores.
+void launch_gemv_columns_mma(const GemvParams& params, const RopeAppendParams* rope, cudaStream_t stream);
 
-// The kernel for one x row: [n, k] weights, any norm, and [query, key, value] of the one token of a
-// batch of one to turn and append.
+// One x row, [n, k] weights: any norm, and [query, key, value] of the one token of a batch of one to turn and
+// append.
 bool fits_gemv_ring(const GemvParams& params, const RopeAppendParams* rope);
 void launch_gemv_ring(const GemvParams& params, const RopeAppendParams* rope, cudaStream_t stream);
 
-// The same for 2 to 8 x rows of 16-bit types: no layer norm.
+// The same for several x rows: no layer norm.
 bool fits_gemv_ring_rows(const GemvParams& params, const RopeAppendParams* rope);
 void launch_gemv_ring_rows(const GemvParams& params, const RopeAppendParams* rope, cudaStream_t stream);
 

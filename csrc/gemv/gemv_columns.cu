@@ -134,11 +134,8 @@ void launch_x_rows(const GemvParams& p, const RopeAppendParams* rope, cudaStream
 bool fits_gemv_columns(const GemvParams& p, const RopeAppendParams* rope) {
   if (!p.transposed || (rope && rope->rotary_dim > 0)) return false;
   if (p.norm.kind == Norm::kNone) return true;
-  const int64_t elem_bytes = element_size(p.dtype), elems = 16 / elem_bytes;
-  const GemvSegment& s = p.segments[0];
-  return is_aligned16(p.x) && is_aligned16(s.weight) && p.norm.weight && is_aligned16(p.norm.weight) &&
-         is_aligned16(p.norm.bias) && p.k % elems == 0 && p.n % elems == 0 && s.stride % elems == 0 &&
-         (p.m + 2) * p.k * elem_bytes <= kMaxNormedBytes;
+  return has_aligned_rows(p) && p.norm.weight && is_aligned16(p.norm.weight) && is_aligned16(p.norm.bias) &&
+         (p.m + 2) * p.k * element_size(p.dtype) <= kMaxNormedBytes;
 }
 
 void launch_gemv_columns(const GemvParams& params, const RopeAppendParams* rope, cudaStream_t stream) {

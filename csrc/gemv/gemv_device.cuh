@@ -1,4 +1,4 @@
-// What the gemv kernels share on the device: where a weight row lies, and the end of a sum.
+// What the gemv kernels share: alignment, where a weight row lies, and the end of a sum.
 #pragma once
 
 #include "common/activation.cuh"
@@ -7,6 +7,16 @@
 #include "gemv/gemv.h"
 
 namespace hf_fastpath {
+
+// Whether x and the rows of [n, k] or [k, n] weights are whole 16-byte chunks, aligned.
+inline bool has_aligned_rows(const GemvParams& p) {
+  const int elems = static_cast<int>(16 / element_size(p.dtype));
+  bool aligned = is_aligned16(p.x) && p.k % elems == 0 && (!p.transposed || p.n % elems == 0);
+  for (int i = 0; i < p.num_segments; ++i) {
+    aligned = aligned && is_aligned16(p.segments[i].weight) && p.segments[i].stride % elems == 0;
+  }
+  return aligned;
+}
 
 // The segment that holds output feature n. One segment is the usual case: its fields are then plain kernel
 // parameters, where an index known at run time would cost a chain of loads before the first weight is asked
@@ -51,8 +61,7 @@ __device__ __forceinline__ Addends<T> load_addends(const GemvParams& p, int m, i
   return a;
 }
 
-// Brings them into L2: for kernels that have none to spare until the sums are
-// done.
+// Brings them into L2: for kernels that have none to spare until the sums are done.
 template <class T>
 __device__ __forceinline__ void prefetch_addends(const GemvParams& p, int m, int n) {
   const GemvSegment s = segment_of(p, n);

@@ -8,25 +8,20 @@ namespace {
 // Chunks a lane: template arguments that exist.
 constexpr int kMaxChunks = 8;
 
-int64_t chunks_of(const GemvParams& p) { return p.k * element_size(p.dtype) / 16; }
-
-template <class T, int kChunks, int kGroupWarps, RingEnd kEnd>
-void launch_end(const GemvParams& p, const RopeAppendParams* rope, cudaStream_t stream) {
-  const RingLaunch as =
-      plan_ring<RingShape<kChunks, kGroupWarps>>(p, rope, kGroupWarps * int(sizeof(RingSum<T>)));
-  launch_ring(gemv_ring_kernel<T, kChunks, kGroupWarps, kEnd>, as, p, rope, stream);
-}
+int64_t row_chunks(const GemvParams& p) { return p.k * element_size(p.dtype) / 16; }
 
 template <class T, int kChunks, int kGroupWarps>
 void launch_form(const GemvParams& p, const RopeAppendParams* rope, cudaStream_t stream) {
-  if (rope) return launch_end<T, kChunks, kGroupWarps, RingEnd::kAppend>(p, rope, stream);
-  if (p.gated) return launch_end<T, kChunks, kGroupWarps, RingEnd::kGated>(p, rope, stream);
-  launch_end<T, kChunks, kGroupWarps, RingEnd::kPlain>(p, rope, stream);
+  const RingLaunch as =
+      plan_ring<RingShape<kChunks, kGroupWarps>>(p, rope, kGroupWarps * int(sizeof(RingSum<T>)));
+  with_ring_end(p, rope, [&](auto end) {
+    launch_ring(gemv_ring_kernel<T, kChunks, kGroupWarps, decltype(end)::value>, as, p, rope, stream);
+  });
 }
 
 template <class T>
 void launch_typed(const GemvParams& p, const RopeAppendParams* rope, cudaStream_t stream) {
-  const int chunks = static_cast<int>(chunks_of(p));
+  const int chunks = static_cast<int>(row_chunks(p));
   if (chunks > 64 && chunks <= 96) return launch_form<T, 3, 1>(p, rope, stream);
   if (chunks <= 128) return launch_form<T, 1, 4>(p, rope, stream);
   if (chunks <= 256) return launch_form<T, 2, 4>(p, rope, stream);
@@ -53,7 +48,7 @@ void launch_typed(const GemvParams& p, const RopeAppendParams* rope, cudaStream_
 
 bool fits_gemv_ring(const GemvParams& p, const RopeAppendParams* rope) {
   const int most = p.norm.kind == Norm::kNone ? kMaxChunks : kMaxNormedChunks;
-  return p.m == 1 && fits_ring(p, rope) && chunks_of(p) <= most * kRingConsumers;
+  return fits_ring(p, rope) && row_chunks(p) <= most * kRingConsumers;
 }
 
 void launch_gemv_ring(const GemvParams& params, const RopeAppendParams* rope, cudaStream_t stream) {

@@ -19,7 +19,6 @@
 #include <type_traits>
 
 #include "common/mma.cuh"
-#include "gemv/gemv_ring_end.cuh"
 #include "gemv/gemv_ring_slots.cuh"
 
 namespace hf_fastpath {
@@ -262,7 +261,7 @@ __device__ __forceinline__ void ring_compute(const GemvParams& p, const RopeAppe
       if (d > 0 && first + d * Shape::kSlotRows >= rows) break;
 #pragma unroll
       for (int piece = 0; piece < Shape::kPieces; ++piece) {
-        const char* slot = reader.wait() + group * Shape::kRows * Shape::kRowStride + lane_chunk * 16;
+        const char* slot = reader.wait() + group * Shape::kRows * Shape::kPieceBytes + lane_chunk * 16;
         uint4 raw[Shape::kRows][Shape::kPieceChunks];
 #pragma unroll
         for (int r = 0; r < Shape::kRows; ++r)

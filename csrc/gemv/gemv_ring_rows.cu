@@ -11,29 +11,24 @@ template <int kXRows>
 constexpr int kMostChunks = 8 / kXRows;
 
 // Of a whole row.
-int chunks_of(const GemvParams& p) {
+int thread_chunks(const GemvParams& p) {
   return static_cast<int>((p.k * element_size(p.dtype) / 16 + kRingConsumers - 1) / kRingConsumers);
-}
-
-template <class T, int kChunks, int kXRows, RingEnd kEnd>
-void launch_end(const GemvParams& p, const RopeAppendParams* rope, cudaStream_t stream) {
-  RingLaunch as =
-      plan_ring<RingShape<kChunks, kRingWarps>>(p, rope, kXRows * kRingWarps * int(sizeof(float)));
-  as.plan.phases = (chunks_of(p) + kChunks - 1) / kChunks;
-  launch_ring(gemv_ring_rows_kernel<T, kChunks, kXRows, kEnd>, as, p, rope, stream);
 }
 
 template <class T, int kChunks, int kXRows>
 void launch_form(const GemvParams& p, const RopeAppendParams* rope, cudaStream_t stream) {
-  if (rope) return launch_end<T, kChunks, kXRows, RingEnd::kAppend>(p, rope, stream);
-  if (p.gated) return launch_end<T, kChunks, kXRows, RingEnd::kGated>(p, rope, stream);
-  launch_end<T, kChunks, kXRows, RingEnd::kPlain>(p, rope, stream);
+  RingLaunch as =
+      plan_ring<RingShape<kChunks, kRingWarps>>(p, rope, kXRows * kRingWarps * int(sizeof(float)));
+  as.plan.phases = (thread_chunks(p) + kChunks - 1) / kChunks;
+  with_ring_end(p, rope, [&](auto end) {
+    launch_ring(gemv_ring_rows_kernel<T, kChunks, kXRows, decltype(end)::value>, as, p, rope, stream);
+  });
 }
 
 template <class T, int kXRows>
 void launch_rows(const GemvParams& p, const RopeAppendParams* rope, cudaStream_t stream) {
   constexpr int kMost = kMostChunks<kXRows>;
-  const int chunks = chunks_of(p);
+  const int chunks = thread_chunks(p);
   if (kMost == 1 || chunks == 1) return launch_form<T, 1, kXRows>(p, rope, stream);
   if constexpr (kMost == 2) {
     launch_form<T, 2, kXRows>(p, rope, stream);
@@ -53,8 +48,7 @@ void launch_typed(const GemvParams& p, const RopeAppendParams* rope, cudaStream_
 }  // namespace
 
 bool fits_gemv_ring_rows(const GemvParams& p, const RopeAppendParams* rope) {
-  return p.m >= 2 && p.m <= kMaxRingXRows && p.dtype != DType::kFloat32 && p.norm.kind != Norm::kLayer &&
-         fits_ring(p, rope);
+  return p.norm.kind != Norm::kLayer && fits_ring(p, rope);
 }
 
 void launch_gemv_ring_rows(const GemvParams& params, const RopeAppendParams* rope, cudaStream_t stream) {

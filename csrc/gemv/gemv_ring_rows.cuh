@@ -133,14 +133,14 @@ __device__ __forceinline__ void ring_rows_compute(const GemvParams& p, const Rop
     if (phase == 0) trace(TracePoint::kReady);
 #pragma unroll 1
     for (int first = 0; first < rows; first += Shape::kSlotRows) {
-      const char* weights = reader.wait() + g / kGroups * Shape::kRowStride;
+      const char* weights = reader.wait() + g / kGroups * Shape::kPieceBytes;
       // Of every second product of a round: rows g and g + 8 of A, columns 2 q and the next of B.
       float acc[Shape::kRounds][2][4] = {};
 #pragma unroll
       for (int i = 0; i < kLoads; ++i)
 #pragma unroll
         for (int round = 0; round < Shape::kRounds; ++round) {
-          const char* from = weights + round * (kTogether * Shape::kRowStride) + offset_of(i);
+          const char* from = weights + round * (kTogether * Shape::kPieceBytes) + offset_of(i);
           const uint4 w = chunk_of(phase, i) < chunks ? *reinterpret_cast<const uint4*>(from) : C::zero();
           mma<T>(acc[round][0], x[0][i].x, x[1][i].x, x[0][i].y, x[1][i].y, w.x, w.y);
           mma<T>(acc[round][1], x[0][i].z, x[1][i].z, x[0][i].w, x[1][i].w, w.z, w.w);

@@ -4,11 +4,12 @@
 #pragma once
 
 #include <algorithm>
+#include <type_traits>
 
 #include "common/async.cuh"
 #include "common/cuda_check.cuh"
 #include "gemv/gemv_device.cuh"
-#include "rope_append/rope_append.cuh"
+#include "gemv/gemv_ring_end.cuh"
 
 namespace hf_fastpath {
 
@@ -17,6 +18,7 @@ constexpr int kRingConsumers = kRingWarps * kWarpSize;
 constexpr int kRingThreads = kRingConsumers + kWarpSize;
 constexpr int kRingBlocksPerSm = 2;
 constexpr int kMaxRingSlots = 32;
+
 // How a launch runs over a shape.
 struct RingPlan {
   int units;      // output features, or pairs of them
@@ -43,8 +45,8 @@ struct RingShape {
                                : kSlotColumns / kChunks < 4 ? (kSlotColumns / kChunks < 2 ? 1 : 2)
                                                             : 4;
   static constexpr int kSlotRows = kRows * kGroups;
-  static constexpr int kPieceBytes = kPieceChunks * kColumnBytes, kRowStride = kPieceBytes;
-  static constexpr int kSlotBytes = kSlotRows * kRowStride;
+  static constexpr int kPieceBytes = kPieceChunks * kColumnBytes;  // of a row in a slot
+  static constexpr int kSlotBytes = kSlotRows * kPieceBytes;
   static_assert(kPieces == 1 || kGroups == 1, "only rows of all warps are cut in pieces");
 };
 
@@ -61,10 +63,9 @@ struct RingLaunch {
   int smem_bytes;
 };
 
-// `row_part_bytes`: what the sums of one weight row take until the end, beside `fixed_bytes`.
+// `row_part_bytes`: what the sums of one weight row take until the end.
 template <class Shape>
-RingLaunch plan_ring(const GemvParams& p, const RopeAppendParams* rope, int row_part_bytes,
-                     int fixed_bytes = 0) {
+RingLaunch plan_ring(const GemvParams& p, const RopeAppendParams* rope, int row_part_bytes) {
   RingPlan plan{};
   plan.append = rope != nullptr;
   plan.halves = p.gated || plan.append ? 2 : 1;
@@ -79,7 +80,7 @@ RingLaunch plan_ring(const GemvParams& p, const RopeAppendParams* rope, int row_
   const int grid =
       static_cast<int>(std::min<int64_t>(plan.units, std::max<int64_t>(sms * blocks_per_sm, least)));
   plan.share = plan.units / grid, plan.larger = plan.units % grid;
-  const int part_bytes = (plan.share + 1) * plan.halves * row_part_bytes + fixed_bytes;
+  const int part_bytes = (plan.share + 1) * plan.halves * row_part_bytes;
   plan.slots = std::min({kRingBytes / Shape::kSlotBytes, (kBlockBytes - part_bytes) / Shape::kSlotBytes,
                          has_hopper_code() ? kMaxRingSlots : kOwnSlots});
   const auto slots_of = [&](int bytes) {
@@ -100,16 +101,20 @@ inline void launch_ring(void (*kernel)(GemvParams, RopeAppendParams, RingPlan), 
                          as.smem_bytes, stream, p.overlap, p, rope ? *rope : RopeAppendParams{}, as.plan));
 }
 
+// Launches for the end that a product has: launch(RingEnd as a constant).
+template <class Launch>
+void with_ring_end(const GemvParams& p, const RopeAppendParams* rope, Launch launch) {
+  if (rope) return launch(std::integral_constant<RingEnd, RingEnd::kAppend>{});
+  if (p.gated) return launch(std::integral_constant<RingEnd, RingEnd::kGated>{});
+  launch(std::integral_constant<RingEnd, RingEnd::kPlain>{});
+}
+
 // What every kernel over a ring needs: whole, aligned 16-byte chunks of x, of weight rows and of a norm.
 // Before Hopper only 16-bit types have one.
 inline bool fits_ring(const GemvParams& p, const RopeAppendParams* rope) {
-  const int elems = static_cast<int>(16 / element_size(p.dtype));
-  bool fits = p.n > 0 && p.k > 0 && !p.transposed && p.k % elems == 0 && is_aligned16(p.x) &&
-              is_aligned16(p.norm.weight) && is_aligned16(p.norm.bias);
+  bool fits =
+      p.n > 0 && p.k > 0 && has_aligned_rows(p) && is_aligned16(p.norm.weight) && is_aligned16(p.norm.bias);
   if (p.norm.kind != Norm::kNone) fits = fits && p.norm.weight;
-  for (int i = 0; i < p.num_segments; ++i) {
-    fits = fits && is_aligned16(p.segments[i].weight) && p.segments[i].stride % elems == 0;
-  }
   if (rope) fits = fits && rope->head_dim % 2 == 0;
   return fits && (p.dtype != DType::kFloat32 || has_hopper_code());
 }
@@ -122,16 +127,12 @@ __device__ __forceinline__ void ring_range(const RingPlan& plan, int& begin, int
   end = begin + plan.share + (at < plan.larger);
 }
 
-// Output feature of one half of a unit.
-__device__ __forceinline__ int ring_feature(const RopeAppendParams& rope, bool append, int unit, int half) {
-  return append ? pair_feature(rope, unit, half) : unit;
-}
-
+// The weight row of one half of a unit.
 template <class T>
 __device__ __forceinline__ const T* ring_row(const GemvParams& p, const RopeAppendParams& rope,
                                              const RingPlan& plan, int unit, int half) {
   if (p.gated) return weight_row<T, true>(p, unit, half);
-  return weight_row<T, false>(p, ring_feature(rope, plan.append, unit, half), 0);
+  return weight_row<T, false>(p, plan.append ? pair_feature(rope, unit, half) : unit, 0);
 }
 
 // A position in the ring.
@@ -141,6 +142,18 @@ struct RingCursor {
   __device__ __forceinline__ void advance(int slots) {
     if (++slot == slots) slot = 0, parity ^= 1;
   }
+};
+
+// The ring's slots one after the other, for the warps that compute: start(), then wait() and release() for
+// each.
+template <class EachRow, class EachOffset>
+struct RingReaderBase {
+  const GemvParams& p;
+  const RopeAppendParams& rope;
+  const RingPlan& plan;
+  char* ring;
+  EachRow each_row;        // each_row(f): f(row of the slot) for every row that this lane reads
+  EachOffset each_offset;  // each_offset(f): f(offset in bytes) for every 16 bytes of such a row
 };
 
 #if HF_FASTPATH_HOPPER
@@ -183,7 +196,7 @@ __device__ __forceinline__ void ring_fetch(const GemvParams& p, const RopeAppend
         if (lane == 0) barrier_arrive_expect(full + 8 * at.slot, here * bytes);
         __syncwarp();  // announced before anything can arrive
         if (lane < here) {
-          copy_to_shared(ring + at.slot * Shape::kSlotBytes + lane * Shape::kRowStride, from + start, bytes,
+          copy_to_shared(ring + at.slot * Shape::kSlotBytes + lane * Shape::kPieceBytes, from + start, bytes,
                          full + 8 * at.slot, policy);
         }
         at.advance(plan.slots);
@@ -197,28 +210,21 @@ struct RingBarriers {
   __device__ __forceinline__ void wait_until_ready() const { sync_some(2, kRingThreads); }
 };
 
-// The ring's slots one after the other, for the warps that compute.
 template <class T, class Shape, class EachRow, class EachOffset>
-struct RingReader {
-  const GemvParams& p;
-  const RopeAppendParams& rope;
-  const RingPlan& plan;
-  char* ring;
+struct RingReader : RingReaderBase<EachRow, EachOffset> {
   RingBarriers barriers;
-  EachRow each_row;        // each_row(f): f(row of the slot) for every row that this lane reads
-  EachOffset each_offset;  // each_offset(f): f(offset in bytes) for every 16 bytes of such a row
   RingCursor at = {};
 
   __device__ __forceinline__ void start() {}
   __device__ __forceinline__ const char* wait() const {
     barrier_wait(barriers.full + 8 * at.slot, at.parity);
-    return ring + at.slot * Shape::kSlotBytes;
+    return this->ring + at.slot * Shape::kSlotBytes;
   }
   // Every lane has read its part of the slot.
   __device__ __forceinline__ void release() {
     __syncwarp();
     if (threadIdx.x % kWarpSize == 0) barrier_arrive(barriers.empty + 8 * at.slot);
-    at.advance(plan.slots);
+    at.advance(this->plan.slots);
   }
 };
 
@@ -252,14 +258,8 @@ struct RingBarriers {
 };
 
 template <class T, class Shape, class EachRow, class EachOffset>
-struct RingReader {
-  const GemvParams& p;
-  const RopeAppendParams& rope;
-  const RingPlan& plan;
-  char* ring;
+struct RingReader : RingReaderBase<EachRow, EachOffset> {
   RingBarriers barriers;
-  EachRow each_row;
-  EachOffset each_offset;
   int slot = 0, to_fetch = 0, first = 0, piece = 0, phase = 0;  // first, piece and phase: of what to fetch
 
   __device__ __forceinline__ void start() {
@@ -267,7 +267,7 @@ struct RingReader {
   }
   __device__ __forceinline__ const char* wait() const {
     wait_for_copies<kOwnSlots - 1>();
-    return ring + slot * Shape::kSlotBytes;
+    return this->ring + slot * Shape::kSlotBytes;
   }
   __device__ __forceinline__ void release() {
     fetch();
@@ -275,19 +275,21 @@ struct RingReader {
   }
 
   __device__ __forceinline__ void fetch() {
+    const GemvParams& p = this->p;
+    const RingPlan& plan = this->plan;
     int begin, end;
     ring_range(plan, begin, end);
     const int units = end - begin, rows = units * plan.halves;
     const int row_bytes = static_cast<int>(p.k) * static_cast<int>(sizeof(T));
     const int start = (phase * Shape::kPieces + piece) * Shape::kPieceBytes;
     if (phase < plan.phases) {
-      each_row([&](int row_of_slot) {
+      this->each_row([&](int row_of_slot) {
         const int row = first + row_of_slot, half = row >= units;
         const bool there = row < rows;
-        const T* from = there ? ring_row<T>(p, rope, plan, begin + row - half * units, half) : nullptr;
-        each_offset([&](int offset) {
+        const T* from = there ? ring_row<T>(p, this->rope, plan, begin + row - half * units, half) : nullptr;
+        this->each_offset([&](int offset) {
           const bool present = there && start + offset < row_bytes;
-          copy_async(ring + to_fetch * Shape::kSlotBytes + row_of_slot * Shape::kRowStride + offset,
+          copy_async(this->ring + to_fetch * Shape::kSlotBytes + row_of_slot * Shape::kPieceBytes + offset,
                      present ? reinterpret_cast<const char*>(from) + start + offset : p.x, present);
         });
       });
@@ -311,7 +313,7 @@ template <class T, class Shape, class EachRow, class EachOffset>
 __device__ __forceinline__ RingReader<T, Shape, EachRow, EachOffset> ring_reader(
     const GemvParams& p, const RopeAppendParams& rope, const RingPlan& plan, char* ring,
     RingBarriers barriers, EachRow each_row, EachOffset each_offset) {
-  return {p, rope, plan, ring, barriers, each_row, each_offset};
+  return {{p, rope, plan, ring, each_row, each_offset}, barriers};
 }
 
 }  // namespace hf_fastpath

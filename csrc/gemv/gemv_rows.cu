@@ -78,11 +78,7 @@ void launch_x_rows(const GemvParams& p, cudaStream_t stream) {
 template <class T, bool kGated>
 void launch_typed(const GemvParams& p, cudaStream_t stream) {
   constexpr int kElems = kVecElems<T>;
-  bool aligned = is_aligned16(p.x) && p.k % kElems == 0;
-  for (int i = 0; i < p.num_segments; ++i) {
-    aligned = aligned && is_aligned16(p.segments[i].weight) && p.segments[i].stride % kElems == 0;
-  }
-  if (aligned && (sizeof(T) == 4 || p.m == 1)) return launch_x_rows<T, kElems, kGated>(p, stream);
+  if (has_aligned_rows(p) && (sizeof(T) == 4 || p.m == 1)) return launch_x_rows<T, kElems, kGated>(p, stream);
   // Rows that start anywhere: element by element, the same code with chunks of one.
   if (p.m == 1) return launch_form<T, 1, 1, 1, kGated>(p, stream);
   if (p.m <= 4) return launch_form<T, 1, 4, kGated ? 1 : 2, kGated>(p, stream);
