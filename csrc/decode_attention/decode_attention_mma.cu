@@ -4,11 +4,13 @@
 // Work split: grid (splits, KV heads * row blocks, batch rows), see split.cuh. A block takes one chunk of
 //   positions and 8 or 16 rows, that is queries of the KV head's group of heads; its warps take tiles of 16
 //   positions in turn, each through a ring of tiles of its own in shared memory: asynchronous copies keep
-//   kStages - 1 to kStages tiles a warp under way without a register, and no warp waits for another. What is
-//   not new is asked for before the kernel in front is complete. For the scores, queries are the A operand
-//   and a lane's 16 bytes of a K row serve two k-steps; for the outputs, V is the A operand, 16 bytes of each
-//   of four rows paired by byte permutes, and the weights of V are the B operand in the very registers where
-//   the scores came out. 16-byte pieces of a row are permuted so that both read without bank conflicts.
+//   kStages - 1 to kStages tiles a warp under way without a register, and no warp waits for another. Heads of
+//   more than 64 on Hopper come by bulk copies, a tile of K or V each (BulkTiles); others by 16-byte copies,
+//   whose pieces of a row are permuted so that reads meet no bank conflicts (CopiedTiles). What is not new is
+//   asked for before the kernel in front is complete. For the scores, queries are the A operand and a lane's
+//   16 bytes of a K row serve two k-steps; for the outputs, V is the A operand, 16 bytes of each of four rows
+//   paired by byte permutes, and the weights of V are the B operand in the very registers where the scores
+//   came out.
 // Traffic: 2 * positions * head_dim * 2 bytes a KV head and batch row (again from L2 for more than 16 rows),
 //   plus splits * rows * (head_dim + 2) * 4 bytes of partial results through L2.
 // Roofline: read bandwidth for long caches, memory latency for short ones.

@@ -36,7 +36,6 @@ struct Shared {
 };
 
 // ---- integers that order as the logits do: zeros of both signs are equal, NaN is the largest
-// ----------------
 
 template <class T>
 constexpr uint32_t kSignBit = 1u << (8 * sizeof(T) - 1);
@@ -89,7 +88,6 @@ __device__ __forceinline__ void keys_of(const T& raw, uint32_t (&keys)[1]) {
 }
 
 // ---- the tokens still in the race
-// ----------------------------------------------------------------------------
 
 template <class T, int kElems>
 struct Tokens {
@@ -132,7 +130,6 @@ struct Tokens {
 };
 
 // ---- radix select
-// ----------------------------------------------------------------------------------------------
 
 struct Selected {
   uint32_t digits;  // the least for which the weights of all tokens up to it sum to more than the target

@@ -8,10 +8,9 @@
 //   until several rows are done, sums over warps until all are: one barrier a kernel.
 // Traffic: n * k * sizeof(T) (of both weights when gated) once, plus x and the norm's weight per block out of
 //   L2.
-// Roofline: read bandwidth. While the ring is filled, no more than RingPlan::in_flight slots are under way at
-// a
-//   time: a deeper queue in the memory system would not be faster, and the few small reads between kernels
-//   would have to stand in it. Few registers let blocks of several kernels be on an SM at once.
+// Roofline: read bandwidth. While the ring is filled, no more than RingPlan::in_flight slots are under way:
+//   a deeper queue in the memory system would not be faster, and the few small reads between kernels would
+//   have to stand in it. Few registers let blocks of several kernels be on an SM at once.
 //   float16, a call by itself: 93 % of read bandwidth for 4096 to 32000, 86 % for 14336 to 4096, 68 % for
 //   4096 to 4096, gated 92 % for 4096 to 14336 twice; a whole step of Mistral-7B 93 % (H200, 2026-11).
 #pragma once

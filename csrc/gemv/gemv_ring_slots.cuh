@@ -184,7 +184,6 @@ __device__ __forceinline__ void ring_fetch(const GemvParams& p, const RopeAppend
       for (int piece = 0; piece < Shape::kPieces; ++piece) {
         const int start = (phase * Shape::kPieces + piece) * Shape::kPieceBytes;
         const int bytes = min(Shape::kPieceBytes, row_bytes - start);
-        if (kPhased && bytes <= 0) break;
         if (fetched >= plan.slots) barrier_wait(empty + 8 * at.slot, at.parity ^ 1);
         if (under_way >= (fetched < plan.slots ? plan.in_flight : plan.streaming)) {
           barrier_wait(full + 8 * oldest.slot, oldest.parity);
