@@ -124,7 +124,7 @@ def main() -> None:
         print(
             f"{arguments.model} {DTYPE_NAMES[dtype]} context {arguments.context} batch {arguments.batch}: {ms:.4f} ms, "
             f"{arguments.batch / ms * 1e3:.0f} tok/s, {share:.1%} of R = {bandwidth / 1e9:.0f} GB/s, "
-            f"{len(plan.program)} kernels"
+            f"{len(plan.program)} calls"
         )
         take_trace()
         plan.step(None)

@@ -25,9 +25,10 @@ def differing(device: torch.device, architecture: str, dtype: torch.dtype, batch
     import hf_fastpath
     from hf_fastpath.decode.plan import DecodePlan
 
-    # Sizes that the kernels for aligned weights take; rows so long that several rows of x come in phases.
+    # Sizes that the kernels for aligned weights and for layers of small models take; rows so long that several rows of
+    # x come in phases.
     if architecture == "gpt2":
-        sizes = dict(n_embd=256, n_head=4, n_inner=1024)
+        sizes = dict(n_embd=768, n_head=12, n_inner=3072)
     else:
         sizes = dict(hidden_size=256, head_dim=128, num_attention_heads=4, num_key_value_heads=2)
         sizes |= dict(intermediate_size=4608, sliding_window=None)

@@ -1,6 +1,7 @@
 // Hopper's asynchronous copies and the overlap of one kernel with the next (compute capability 9.0 and up).
 #pragma once
 
+#include <cuda.h>
 #include <cuda_runtime.h>
 
 #include <cstdint>
@@ -81,6 +82,7 @@ __device__ __forceinline__ void arrive_cluster() {}
 __device__ __forceinline__ void wait_cluster() {}
 __device__ __forceinline__ uint32_t cluster_address(const void*, int) { return 0; }
 __device__ __forceinline__ void store_cluster(uint32_t, float) {}
+__device__ __forceinline__ void store_cluster(uint32_t, uint64_t) {}
 
 #else
 
@@ -161,6 +163,24 @@ __device__ __forceinline__ void copy_to_shared(uint32_t to, const void* from, ui
       : "memory");
 }
 
+// The same for the tile of a tensor map of three dimensions that starts at (x, y, z); `to` is aligned to 128
+// bytes.
+__device__ __forceinline__ void copy_tile_to_shared(uint32_t to, const CUtensorMap* map, int x, int y, int z,
+                                                    uint32_t barrier) {
+  asm volatile(
+      "cp.async.bulk.tensor.3d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3, "
+      "%4}], [%5];" ::"r"(to),
+      "l"(map), "r"(x), "r"(y), "r"(z), "r"(barrier)
+      : "memory");
+}
+
+// Brings such a tile into L2.
+__device__ __forceinline__ void prefetch_tile(const CUtensorMap* map, int x, int y, int z) {
+  asm volatile("cp.async.bulk.prefetch.tensor.3d.L2.global.tile [%0, {%1, %2, %3}];" ::"l"(map), "r"(x),
+               "r"(y), "r"(z)
+               : "memory");
+}
+
 // __syncthreads() for all blocks of the cluster, in two halves; shared memory written before is visible
 // after.
 __device__ __forceinline__ void arrive_cluster() {
@@ -177,8 +197,24 @@ __device__ __forceinline__ uint32_t cluster_address(const void* p, int rank) {
   return address;
 }
 
+__device__ __forceinline__ uint32_t cluster_address(uint32_t shared, int rank) {
+  uint32_t address;
+  asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(address) : "r"(shared), "r"(rank));
+  return address;
+}
+
 __device__ __forceinline__ void store_cluster(uint32_t address, float value) {
   asm volatile("st.shared::cluster.f32 [%0], %1;" ::"r"(address), "f"(value) : "memory");
+}
+__device__ __forceinline__ void store_cluster(uint32_t address, uint64_t value) {
+  asm volatile("st.shared::cluster.u64 [%0], %1;" ::"r"(address), "l"(value) : "memory");
+}
+
+// The same as a message: its 4 bytes arrive at a barrier of that block, which has to expect them.
+__device__ __forceinline__ void send_to_cluster(uint32_t address, float value, uint32_t barrier) {
+  asm volatile("st.async.shared::cluster.mbarrier::complete_tx::bytes.b32 [%0], %1, [%2];" ::"r"(address),
+               "r"(__float_as_uint(value)), "r"(barrier)
+               : "memory");
 }
 
 #endif  // HF_FASTPATH_HOPPER

@@ -9,6 +9,7 @@ struct Ops {
   static constexpr auto decode_attention = decode_attention_cpu;
   static constexpr auto gemv = gemv_cpu;
   static constexpr auto gemv_swiglu = gemv_swiglu_cpu;
+  static std::optional<Tensor> at_once(const DecodeLayersCall&) { return std::nullopt; }
 };
 
 }  // namespace

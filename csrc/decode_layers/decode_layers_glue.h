@@ -33,30 +33,49 @@ inline std::optional<Tensor> given(const Tensor& tensor) {
   return tensor.numel() > 0 ? std::optional<Tensor>(tensor) : std::nullopt;
 }
 
-// Ops: the functions of composed_ops.h for a device.
+// The arguments of decode_layers, checked.
+struct DecodeLayersCall {
+  const Tensor& token;
+  const std::vector<Tensor>&weights, &k_caches, &v_caches;
+  const std::optional<Tensor>&cos, &sin;
+  const Tensor& seq_lens;
+  const std::optional<Tensor>& starts;
+  int64_t num_heads;
+  double scale;
+  const std::vector<int64_t>& windows;
+  const std::string& norm;
+  double norm_eps;
+  const std::string& activation;
+  bool transposed;
+  const std::optional<Tensor>&kv_table, &workspace;
+  bool overlap;
+
+  size_t layers() const { return k_caches.size(); }
+  // Tensors of a layer, by LayerTensor; of what follows the last, by OuterTensor.
+  const Tensor* layer(size_t i) const { return weights.data() + i * kLayerTensors; }
+
+  void check() const {
+    STD_TORCH_CHECK(token.dim() == 3 && token.size(0) == 1 && token.size(1) == 1,
+                    "hf_fastpath::decode_layers: x has to be [1, 1, hidden_size]");
+    STD_TORCH_CHECK(layers() > 0 && v_caches.size() == layers() && windows.size() == layers(),
+                    "hf_fastpath::decode_layers: ", layers(), " k_caches, ", v_caches.size(),
+                    " v_caches and ", windows.size(), " windows, expected one of each for every layer");
+    STD_TORCH_CHECK(weights.size() == layers() * kLayerTensors + kOuterTensors,
+                    "hf_fastpath::decode_layers: ", weights.size(), " weights, expected ",
+                    layers() * kLayerTensors + kOuterTensors);
+    STD_TORCH_CHECK(norm_of(norm, "decode_layers") != Norm::kNone,
+                    "hf_fastpath::decode_layers: norm is none, expected rms or layer");
+  }
+};
+
+// The layers, op by op. Ops: the functions of composed_ops.h for a device.
 template <class Ops>
-Tensor decode_layers(const Tensor& token, const std::vector<Tensor>& weights,
-                     const std::vector<Tensor>& k_caches, const std::vector<Tensor>& v_caches,
-                     const std::optional<Tensor>& cos, const std::optional<Tensor>& sin,
-                     const Tensor& seq_lens, const std::optional<Tensor>& starts, int64_t num_heads,
-                     double scale, const std::vector<int64_t>& windows, const std::string& norm,
-                     double norm_eps, const std::string& activation, bool transposed,
-                     const std::optional<Tensor>& kv_table, const std::optional<Tensor>& workspace,
-                     bool overlap) {
-  const size_t layers = k_caches.size();
-  STD_TORCH_CHECK(token.dim() == 3 && token.size(0) == 1 && token.size(1) == 1,
-                  "hf_fastpath::decode_layers: x has to be [1, 1, hidden_size]");
-  STD_TORCH_CHECK(layers > 0 && v_caches.size() == layers && windows.size() == layers,
-                  "hf_fastpath::decode_layers: ", layers, " k_caches, ", v_caches.size(), " v_caches and ",
-                  windows.size(), " windows, expected one of each for every layer");
-  STD_TORCH_CHECK(weights.size() == layers * kLayerTensors + kOuterTensors,
-                  "hf_fastpath::decode_layers: ", weights.size(), " weights, expected ",
-                  layers * kLayerTensors + kOuterTensors);
-  STD_TORCH_CHECK(norm_of(norm, "decode_layers") != Norm::kNone,
-                  "hf_fastpath::decode_layers: norm is none, expected rms or layer");
+Tensor layer_by_layer(const DecodeLayersCall& call) {
+  const auto& [token, weights, k_caches, v_caches, cos, sin, seq_lens, starts, num_heads, scale, windows,
+               norm, norm_eps, activation, transposed, kv_table, workspace, overlap] = call;
   Tensor x = token;
-  for (size_t i = 0; i < layers; ++i) {
-    const Tensor* w = weights.data() + i * kLayerTensors;
+  for (size_t i = 0; i < call.layers(); ++i) {
+    const Tensor* w = call.layer(i);
     const int64_t layer = static_cast<int64_t>(i);
     const Tensor queries = Ops::qkv_rope_append(
         x, w[kQWeight], given(w[kKWeight]), given(w[kVWeight]), given(w[kQBias]), given(w[kKBias]),
@@ -77,8 +96,27 @@ Tensor decode_layers(const Tensor& token, const std::vector<Tensor>& weights,
     x = Ops::gemv(hidden, w[kDownWeight], given(w[kDownBias]), x, "none", transposed, "none", std::nullopt,
                   std::nullopt, 0.0, overlap);
   }
-  const Tensor* w = weights.data() + layers * kLayerTensors;
-  return Ops::gemv(x, w[kHeadWeight], given(w[kHeadBias]), std::nullopt, "none", false, norm,
+  return x;
+}
+
+// Ops has besides `at_once`: all layers by kernels of their own, or nothing where there are none for them.
+template <class Ops>
+Tensor decode_layers(const Tensor& token, const std::vector<Tensor>& weights,
+                     const std::vector<Tensor>& k_caches, const std::vector<Tensor>& v_caches,
+                     const std::optional<Tensor>& cos, const std::optional<Tensor>& sin,
+                     const Tensor& seq_lens, const std::optional<Tensor>& starts, int64_t num_heads,
+                     double scale, const std::vector<int64_t>& windows, const std::string& norm,
+                     double norm_eps, const std::string& activation, bool transposed,
+                     const std::optional<Tensor>& kv_table, const std::optional<Tensor>& workspace,
+                     bool overlap) {
+  const DecodeLayersCall call{token,    weights,    k_caches,   v_caches, cos,       sin,
+                              seq_lens, starts,     num_heads,  scale,    windows,   norm,
+                              norm_eps, activation, transposed, kv_table, workspace, overlap};
+  call.check();
+  std::optional<Tensor> x = Ops::at_once(call);
+  if (!x) x = layer_by_layer<Ops>(call);
+  const Tensor* w = call.layer(call.layers());
+  return Ops::gemv(*x, w[kHeadWeight], given(w[kHeadBias]), std::nullopt, "none", false, norm,
                    given(w[kFinalNormWeight]), given(w[kFinalNormBias]), norm_eps, overlap);
 }
 

@@ -45,20 +45,33 @@ HF_FASTPATH_BOTH inline int64_t preferred_index(uint64_t preference) {
   return 0xffffffffu - static_cast<uint32_t>(preference);
 }
 
-// Everything after the choice, for one row.
-HF_FASTPATH_BOTH inline void take_token(const GreedyTokenParams& p, int row, int64_t token) {
-  int64_t unfinished = p.unfinished[row];
-  if (p.eos_tokens != nullptr) {
-    if (unfinished != 1) token = *p.pad_token;
-    for (int64_t i = 0; i < p.num_eos_tokens; ++i) {
-      if (p.eos_tokens[i] == token) unfinished = 0;
-    }
-    p.unfinished[row] = unfinished;
-  }
+// What the choice for a row finds.
+struct TokenState {
+  int64_t unfinished, position, pad_token;
+  int32_t seq_len;
+};
+
+HF_FASTPATH_BOTH inline TokenState token_state(const GreedyTokenParams& p, int row) {
+  return {p.unfinished[row], p.positions[row], p.eos_tokens != nullptr ? *p.pad_token : 0, p.seq_lens[row]};
+}
+
+// The token that the row gets for `token`.
+HF_FASTPATH_BOTH inline int64_t taken_token(const GreedyTokenParams& p, const TokenState& state,
+                                            int64_t token) {
+  return p.eos_tokens != nullptr && state.unfinished != 1 ? state.pad_token : token;
+}
+
+// Everything after that; `ends`: the token is among eos_tokens.
+HF_FASTPATH_BOTH inline void take_token(const GreedyTokenParams& p, int row, const TokenState& state,
+                                        int64_t token, bool ends) {
+  const int64_t unfinished = ends ? 0 : state.unfinished;
+  p.unfinished[row] = unfinished;
   p.tokens[row] = token;
-  p.positions[row] += 1;
-  const int32_t seq_len = p.seq_lens[row] += 1;
-  int64_t* slot = p.record + (seq_len % p.slots + p.slots) % p.slots * 2 * p.batch;
+  p.positions[row] = state.position + 1;
+  const int32_t seq_len = state.seq_len + 1;
+  p.seq_lens[row] = seq_len;
+  const int64_t at = seq_len % p.slots;
+  int64_t* slot = p.record + (at < 0 ? at + p.slots : at) * 2 * p.batch;
   slot[row] = token;
   slot[p.batch + row] = unfinished;
 }

@@ -1,4 +1,6 @@
 // greedy_token on the CPU: a row is a few microseconds of one core's bandwidth; no other form is needed.
+#include <algorithm>
+
 #include "common/cpu_glue.h"
 #include "common/cpu_math.h"
 #include "greedy_token/greedy_token_glue.h"
@@ -18,7 +20,11 @@ void greedy_token(const Tensor& logits, Tensor unfinished, Tensor tokens, Tensor
       const T* values = static_cast<const T*>(p.logits) + row * p.stride;
       uint64_t best = 0;
       for (int64_t i = 0; i < p.vocab_size; ++i) best = std::max(best, preference(to_float(values[i]), i));
-      take_token(p, row, preferred_index(best));
+      const TokenState state = token_state(p, row);
+      const int64_t token = taken_token(p, state, preferred_index(best));
+      const bool ends =
+          std::find(p.eos_tokens, p.eos_tokens + p.num_eos_tokens, token) != p.eos_tokens + p.num_eos_tokens;
+      take_token(p, row, state, token, ends);
     }
   });
 }

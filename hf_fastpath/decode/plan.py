@@ -86,11 +86,6 @@ class Program:
                 target[place] = None
 
 
-def one_call(device: torch.device, batch: int) -> bool:
-    """Whether a step is to be one call for all layers. On a GPU a step is a graph, which costs the same either way."""
-    return device.type == "cpu" and batch == 1
-
-
 class DecodePlan:
     """One new token for each of ``batch`` sequences, and the choice of the next.
 
@@ -150,15 +145,13 @@ class DecodePlan:
         emit = self.program.emit
         if self.sampled:  # first, so that the kernels after the layers overlap
             emit(_aten.exponential_.default, self.noise)
-        hidden = steps.embedded(emit, part, self.tokens, self.positions)
-        angles = {
-            kind: tuple(emit(_aten.embedding.default, table, self.positions) for table in tables)
-            for kind, tables in self._angles.items()
-        }
+        tables = [table for pair in self._angles.values() for table in pair]
+        hidden, rows = steps.step_inputs(emit, part, self.tokens, self.positions, tables)
+        angles = dict(zip(self._angles, zip(rows[::2], rows[1::2])))
         # Nothing in the step writes a parameter or the table, and lengths only change in its last kernel.
         overlap = self.device.type == "cuda"
         at = steps.Positions(angles, self.seq_lens, self.starts, self.kv_table, self.workspace, overlap)
-        if one_call(self.device, self.batch) and not steps.one_call_reasons(part):
+        if self.batch == 1 and not steps.one_call_reasons(part):
             logits = steps.all_layers(emit, part, hidden, self._caches, at)
         else:
             for index, layer in enumerate(part.layers):

@@ -6,6 +6,7 @@ decode plan passes its recorder, which notes the call. So the layer is written d
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -193,19 +194,25 @@ def decoder_layer(emit: Emit, part: LayerPart, hidden: Any, cache: tuple[Any, An
     return _added(emit, part, attended, part.mlp_post_norm, feed_forward)
 
 
-def embedded(emit: Emit, part: ModelPart, tokens: Any, positions: Any) -> Any:
-    """What the first layer takes: [batch, query_len, hidden_size] for int64 [batch, query_len] each."""
-    hidden = emit(_aten.embedding.default, part.embedding.weight, tokens)
+def step_inputs(emit: Emit, part: ModelPart, tokens: Any, positions: Any, tables: list[Any]) -> tuple[Any, list[Any]]:
+    """What the first layer takes: [batch, query_len, hidden_size] for int64 [batch, query_len] each, and the rows of
+    ``tables`` at the positions."""
+    learned = None if part.position_embedding is None else part.position_embedding.weight
+    in_one = part.embedding_scale is None and part.embedding_multiplier == 1  # nothing comes before that sum
+    found = emit(
+        ops.step_inputs.overload,
+        *(part.embedding.weight, tokens, positions, learned if in_one else None, part.position_offset, tables),
+    )
+    hidden, *rows = (emit(operator.getitem, found, place) for place in range(1 + len(tables)))
     if part.embedding_scale is not None:
         hidden = emit(composed.scaled, hidden, part.embedding_scale)
     if part.embedding_multiplier != 1:
         hidden = emit(_aten.mul.Scalar, hidden, part.embedding_multiplier)
-    if part.position_embedding is not None:
+    if learned is not None and not in_one:
         if part.position_offset:
             positions = emit(_aten.add.Scalar, positions, part.position_offset)
-        learned = emit(_aten.embedding.default, part.position_embedding.weight, positions)
-        hidden = emit(_aten.add.Tensor, hidden, learned)
-    return hidden
+        hidden = emit(_aten.add.Tensor, hidden, emit(_aten.embedding.default, learned, positions))
+    return hidden, rows
 
 
 def head(emit: Emit, part: ModelPart, hidden: Any, overlap: bool = False) -> Any:

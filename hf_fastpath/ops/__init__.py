@@ -16,6 +16,7 @@ from .qkv_rope_append import SPEC as qkv_rope_append
 from .read_stream import SPEC as read_stream
 from .rms_norm import SPEC as rms_norm
 from .rope_append import SPEC as rope_append
+from .step_inputs import SPEC as step_inputs
 
 __all__ = [
     "decode_attention",
@@ -31,4 +32,5 @@ __all__ = [
     "read_stream",
     "rms_norm",
     "rope_append",
+    "step_inputs",
 ]

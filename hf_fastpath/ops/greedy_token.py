@@ -30,7 +30,8 @@ def reference(
             ``seq_lens mod slots`` (after the increase) receives the choice and ``unfinished``.
         eos_tokens: int64 [count] end tokens, or None: rows never finish.
         pad_token: int64 with one element, needed with ``eos_tokens``.
-        overlap: CUDA may launch while the kernel before on this stream still runs. No effect on the result.
+        overlap: CUDA may read all but ``logits`` while the kernel before on this stream still runs; only allowed where
+            that kernel writes none of it. No effect on the result.
 
     Returns:
         Nothing.
