@@ -225,6 +225,19 @@ def _greedy(name: str, vocab_size: int, batch: int = 1) -> Call:
     return Call(name, arguments)
 
 
+def _inputs(name: str, vocab_size: int, hidden_size: int, rows: int, head_dim: int = 0) -> Call:
+    def arguments(device: torch.device, dtype: torch.dtype) -> Sample:
+        def randn(*shape):
+            return torch.randn(*shape, device=device, dtype=dtype)
+
+        one = torch.ones(1, 1, device=device, dtype=torch.long)
+        tables = [randn(rows, head_dim) for _ in range(2 if head_dim else 0)]
+        learned = None if head_dim else randn(rows, hidden_size)
+        return Sample(randn(vocab_size, hidden_size), one, one, learned, 0, tables)
+
+    return Call(name, arguments)
+
+
 def _race(name: str, vocab_size: int, *settings: float, batch: int = 1) -> Call:
     def arguments(device: torch.device, dtype: torch.dtype) -> Sample:
         logits = 3 * torch.randn(batch, vocab_size, device=device, dtype=dtype)
@@ -302,6 +315,10 @@ SHAPES: dict[str, list[Call]] = {
         _greedy("gpt2 50257", 50257),
         _greedy("llama-3.2 128256, batch 8", 128256, batch=8),
     ],
+    "step_inputs": [
+        _inputs("mistral", 32000, 4096, 4096, head_dim=128),
+        _inputs("gpt2", 50257, 768, 1024),
+    ],
     "exponential_race": [
         _race("mistral 32000, temperature", 32000, 0.8, 0, 1.0, 0.0),
         _race("mistral 32000, top-k 50, top-p", 32000, 0.8, 50, 0.95, 0.0),
@@ -374,6 +391,7 @@ REFERENCE_NAMES = {
     "gemv_swiglu": "2 F.linear, gate",
     "decode_layers": "layer by layer",
     "greedy_token": "argmax, copies",
+    "step_inputs": "F.embedding",
     "exponential_race": "warpers, softmax, division",
     "rms_norm": "MistralRMSNorm",
     "layer_norm": "F.layer_norm",

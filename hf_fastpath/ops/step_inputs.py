@@ -90,8 +90,8 @@ def samples(device: torch.device, dtype: torch.dtype):
             [randn(rows, width) for width in widths],
         )
 
-    yield call(501, 256, 1, widths=(64, 64))
     yield call(503, 768, 3, learned=True)
+    yield call(501, 256, 1, widths=(64, 64))
     yield call(77, 111, 2, 4, learned=True, offset=2, widths=(24, 5, 1))
     yield call(1, 1, 1, rows=1)
     yield call(50, 64, 8, 2, widths=[32] * MAX_TABLES)

@@ -1,38 +1,33 @@
-"""step_inputs: the rows that PyTorch takes, bit for bit; views, indices outside a table, what it refuses."""
+"""step_inputs: the common tests, PyTorch's rows bit for bit, indices outside a table, what it refuses."""
 
 from __future__ import annotations
 
 import pytest
 import torch
-from checks import over_dtypes, replaced
+from checks import common_tests, over_dtypes, replaced
 from memory import same_bits
 
 from hf_fastpath.ops.step_inputs import MAX_TABLES, SPEC
 from hf_fastpath.registry import OpInputError, Sample
 
-
-def assert_matches(sample: Sample) -> None:
-    found, expected = (call(*sample.args, **sample.kwargs) for call in (SPEC, SPEC.reference))
-    assert len(found) == len(expected)
-    for rows, right in zip(found, expected):
-        assert rows.shape == right.shape and rows.is_contiguous() and same_bits(rows, right)
+globals().update(common_tests(SPEC))
 
 
 @over_dtypes
-def test_step_inputs_matches_reference(device, dtype):
-    for sample in SPEC.samples(device, dtype):
-        assert_matches(sample)
-
-
-@over_dtypes
-def test_step_inputs_takes_views(device, dtype):
-    """Tables with gaps between rows, or that start anywhere, and indices that are no contiguous memory."""
+def test_step_inputs_is_pytorch(device, dtype):
+    """The same bits and shapes, contiguous; also out of tables with gaps between rows, or that start anywhere."""
     wide, longer = (torch.randn(rows, 100, device=device, dtype=dtype) for rows in (40, 50))
     indices = torch.randint(40, (5, 6), device=device)
     tokens, positions = indices[:, ::2], indices.t()[:3].t()
-    for first in (0, 3):
-        view = wide[:, first : first + 64]
-        assert_matches(Sample(view, tokens, positions, longer[7:, :64], 3, [view, wide[:, 64:]]))
+    views = [
+        Sample(wide[:, first : first + 64], tokens, positions, longer[7:, :64], 3, [wide[:, first:]])
+        for first in (0, 3)
+    ]
+    for sample in (*SPEC.samples(device, dtype), *views):
+        found, expected = (call(*sample.args, **sample.kwargs) for call in (SPEC, SPEC.reference))
+        assert len(found) == len(expected)
+        for rows, right in zip(found, expected):
+            assert rows.shape == right.shape and rows.is_contiguous() and same_bits(rows, right)
 
 
 def test_step_inputs_outside_a_table(device):
