@@ -48,7 +48,9 @@ class Attention:
         head_dim: attribute that holds the size of a head.
         scaling: attribute that holds the factor on the scores.
         attention_dropout: name of the dropout probability attribute, or of an ``nn.Dropout``.
-        refuse, require: attributes that must be falsy, or not, for the kernels' arithmetic to be the model's.
+        num_kv_heads: attribute that holds the number of KV heads; None: that of the config.
+        repeats_kv: switch that is on if the cache holds keys and values for every query head; None for never.
+        refuse, require: attributes that must be falsy, or not, for the kernels' arithmetic to be the model's; paths.
         residual_dropout: the same after the output projection, or None.
         head_norms: names of norms over query and key, of every head or of all, between projection and rotation; or
             None.
@@ -65,6 +67,8 @@ class Attention:
     out: str
     by_kv_head: bool = False
     head_dim: str = "head_dim"
+    num_kv_heads: str | None = None
+    repeats_kv: str | None = None
     scaling: str = "scaling"
     attention_dropout: str = "attention_dropout"
     refuse: tuple[str, ...] = ()
@@ -104,9 +108,9 @@ class Layer:
 
     Attributes:
         class_name: transformers class.
-        attention_norm: name of the norm in front of attention, or None.
+        attention_norm: name of the norm in front of attention, or None. Several: the first that the layer has.
         attention: name of the attention module.
-        mlp_norm: name of the norm in front of the MLP, or None; a parallel layer without one uses attention_norm.
+        mlp_norm: the same in front of the MLP; a parallel layer without one uses attention_norm.
         mlp: name of the MLP, or None if its parts lie in the layer itself.
         refuse: names of parts or switches whose presence means another structure (cross-attention).
         require: names of switches that are on in this structure.
@@ -114,12 +118,13 @@ class Layer:
         attention_post_norm, mlp_post_norm: names of norms over what is added to x, or None.
         residual_multiplier: attribute that holds a factor on what is added to x, or None.
         parallel: attention and MLP take the same x. True, False, or the switch that says so.
+        returns_weights: its forward gives a pair, of which the second is the attention weights or None.
     """
 
     class_name: str
-    attention_norm: str | None
+    attention_norm: str | tuple[str, ...] | None
     attention: str
-    mlp_norm: str | None
+    mlp_norm: str | tuple[str, ...] | None
     mlp: str | None
     refuse: tuple[str, ...] = ()
     require: tuple[str, ...] = ()
@@ -128,10 +133,11 @@ class Layer:
     mlp_post_norm: str | None = None
     residual_multiplier: str | None = None
     parallel: bool | str = False
+    returns_weights: bool = False
 
     @property
-    def norms(self) -> tuple[str, ...]:
-        """Names of the layer's own norms."""
+    def norms(self) -> tuple[str | tuple[str, ...], ...]:
+        """Names of the layer's own norms, as they are declared."""
         names = (self.attention_norm, self.attention_post_norm, self.mlp_norm, self.mlp_post_norm)
         return tuple(name for name in names if name is not None)
 
@@ -159,6 +165,8 @@ class Architecture:
         logits_multiplier, logits_divisor: paths inside the causal LM to what the logits are multiplied or divided by,
             or None.
         logits_softcap: path inside the causal LM to ``cap``, if logits become ``cap * tanh(logits / cap)``; or None.
+        linear: class of ``module`` that computes what ``nn.Linear`` does, of the layers' projections; None: there is
+            none.
         refuse: names inside the decoder whose presence means another structure.
         like: name of the architecture file that this one was derived from by structure; None for one with a file.
     """
@@ -184,6 +192,7 @@ class Architecture:
     logits_multiplier: str | None = None
     logits_divisor: str | None = None
     logits_softcap: str | None = None
+    linear: str | None = None
     refuse: tuple[str, ...] = ()
     like: str | None = None
 
@@ -211,7 +220,7 @@ class Architecture:
         Raises:
             UnsupportedModelError: names the architecture, the class and the module it was looked for in.
         """
-        names = (self.causal_lm, self.layer.class_name, self.attention.class_name, self.mlp.class_name)
+        names = (self.causal_lm, self.layer.class_name, self.attention.class_name, self.mlp.class_name, self.linear)
         places = [(self.module, name) for name in names if name is not None]
         places.append(("torch.nn" if self.norm.is_torchs else self.module, self.norm.class_name))
         for place, name in places:

@@ -190,7 +190,7 @@ def attention(self: nn.Module, hidden_states: torch.Tensor, *args: Any, **kwargs
     return out, None
 
 
-def layer(self: nn.Module, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+def layer(self: nn.Module, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
     patch: ModulePatch | None = vars(self).get(KEY)
     if patch is None:
         return stock(self, None, hidden_states, *args, **kwargs)
@@ -201,7 +201,7 @@ def layer(self: nn.Module, hidden_states: torch.Tensor, *args: Any, **kwargs: An
     index = part.attention.module.layer_idx
     out = steps.decoder_layer(steps.run, part, hidden_states, found.buffers, found.at, index)
     found.layer.advance(1)
-    return out
+    return (out, None) if part.spec.returns_weights else out
 
 
 #: part of an architecture -> the forward that takes the place of stock's

@@ -16,10 +16,12 @@ _TWIN = {
     "intermediate_size": 96,
     "n_inner": 96,
     "ffn_dim": 96,
+    "ffn_hidden_size": 96,
     "word_embed_proj_dim": 64,
     "num_hidden_layers": 2,
     "num_attention_heads": 2,
     "num_key_value_heads": 2,
+    "num_kv_heads": 2,
     "head_dim": 32,
     "vocab_size": 97,
     "sliding_window": 8,
@@ -47,7 +49,8 @@ def twin_config(config):
         if kinds:
             setattr(small, name, [kinds[0], next((kind for kind in kinds if kind != kinds[0]), kinds[0])])
     for name, value in _TWIN.items():
-        if getattr(small, name, None) is not None:
+        is_derived = isinstance(getattr(type(small), name, None), property)
+        if getattr(small, name, None) is not None and not is_derived:
             setattr(small, name, value)
     return small
 

@@ -103,6 +103,9 @@ def _compare(architecture: Architecture, model: nn.Module) -> Match | None:
 def _path(architecture: Architecture, role: str) -> str | None:
     """Where a role is inside the causal LM; None if the architecture has none of it."""
     base, layer = architecture.base, architecture.layer
+    if role == "linear":
+        inner = filter(None, (layer.mlp, architecture.mlp.up))
+        return None if architecture.linear is None else f"{base}.{architecture.layers}.0.{'.'.join(inner)}"
     if role in ("attention", "mlp"):
         name = getattr(layer, role)
         return None if name is None else f"{base}.{architecture.layers}.0.{name}"
@@ -113,7 +116,8 @@ def _path(architecture: Architecture, role: str) -> str | None:
     return outer.get(role, f"{base}.{architecture.final_norm}")
 
 
-_ROLES = ("causal_lm", "base", "embedding", "position_embedding", "rotary", "layer", "attention", "mlp", "norm")
+_PARTS = ("layer", "attention", "mlp", "norm")
+_ROLES = ("causal_lm", "base", "embedding", "position_embedding", "rotary", "linear", *_PARTS)
 
 
 @cache
@@ -130,7 +134,9 @@ def _classes(architecture: Architecture) -> dict[str, type]:
             continue
         if role in ("causal_lm", "base"):
             found[path] = causal_lm if role == "causal_lm" else base
-        elif role in ("layer", "attention", "mlp", "norm"):
+        elif role == "linear":
+            found[path] = getattr(module, architecture.linear)
+        elif role in _PARTS:
             name = getattr(architecture, role).class_name
             found[path] = nn.LayerNorm if name == "LayerNorm" else getattr(module, name)
         else:
@@ -160,6 +166,7 @@ def _twin(
         path, declared = _path(architecture, role), getattr(architecture, role)
         return declared if path is None else replace(declared, class_name=pairs[known[path]].__name__)
 
+    linear = architecture.linear and pairs[known[_path(architecture, "linear")]].__name__
     return replace(
         architecture,
         name=getattr(model.config, "model_type", type(model).__name__),
@@ -170,6 +177,7 @@ def _twin(
         attention=part("attention"),
         mlp=part("mlp"),
         norm=part("norm"),
+        linear=linear,
     )
 
 

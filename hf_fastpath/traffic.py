@@ -10,7 +10,7 @@ from torch import nn
 from .compat import layer_windows
 
 #: config entries that hold the features inside an MLP; without them there are four times the model's
-_MLP_WIDTHS = ("intermediate_size", "n_inner", "ffn_dim")
+_MLP_WIDTHS = ("intermediate_size", "n_inner", "ffn_dim", "ffn_hidden_size")
 
 
 def weight_bytes(model: Any, batch: int = 1) -> int:
@@ -33,6 +33,8 @@ def layer_widths(config: Any) -> tuple[int, int, int]:
     heads = config.num_attention_heads
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
     kv_heads = getattr(config, "num_key_value_heads", None) or heads
+    if getattr(config, "multi_query", False) and not getattr(config, "new_decoder_architecture", False):
+        kv_heads = 1  # Falcon; the newer one keeps keys and values for every query head
     inner = next(filter(None, (getattr(config, name, None) for name in _MLP_WIDTHS)), 4 * config.hidden_size)
     return heads * head_dim, kv_heads * head_dim, inner
 

@@ -56,6 +56,14 @@ _SIZES = {
         logit_scale=0.3,
         sliding_window=WINDOW,
     ),
+    # two queries a KV head, head_dim 40, two norms a layer
+    "falcon": dict(
+        hidden_size=160,
+        num_attention_heads=4,
+        num_kv_heads=2,
+        ffn_hidden_size=212,
+        new_decoder_architecture=True,
+    ),
     # multi-query, heads wider than the model
     "gemma": dict(hidden_size=88, num_attention_heads=2, num_key_value_heads=1, head_dim=64, intermediate_size=164),
     # two queries a KV head, head_dim 48; windows in the lower layer; eager, as sdpa passes over the cap

@@ -32,6 +32,12 @@ def ungrouped(qkv: torch.Tensor, head_dim: int, group: int) -> torch.Tensor:
     return torch.cat([part.flatten(2) for part in heads.split((group, 1, 1), dim=3)], dim=-1)
 
 
+def repeated_kv(qkv: torch.Tensor, num_heads: int, head_dim: int, group: int) -> torch.Tensor:
+    """``query | key | value`` with every key and value head ``group`` times, for the query heads that read it."""
+    q, kv = qkv.unflatten(-1, (-1, head_dim)).tensor_split((num_heads,), dim=2)
+    return torch.cat((q, kv.repeat_interleave(group, dim=2)), dim=2).flatten(2)
+
+
 def turn_neighbors(
     qkv: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, num_heads: int, head_dim: int
 ) -> torch.Tensor:

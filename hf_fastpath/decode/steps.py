@@ -108,11 +108,13 @@ def _queries_composed(
         projected[place] = emit(composed.head_norm, projected[place], *_norm_op(each))
     qkv = projected[0] if len(projected) == 1 else emit(composed.joined, *projected)
     if part.spec.by_kv_head:
-        qkv = emit(composed.ungrouped, qkv, part.head_dim, part.num_heads // part.num_kv_heads)
+        qkv = emit(composed.ungrouped, qkv, part.head_dim, part.group)
     cos, sin = at.angles_of(part)
     if cos is not None and part.spec.pairs == "neighbors":
         qkv = emit(composed.turn_neighbors, qkv, cos, sin, part.num_heads + part.num_kv_heads, part.head_dim)
         cos = sin = None
+    if part.repeats_kv:
+        qkv = emit(composed.repeated_kv, qkv, part.num_heads, part.head_dim, part.group)
     return emit(ops.rope_append.overload, qkv, None, cos, sin, *cache, at.seq_lens, part.num_heads, at.kv_table, layer)
 
 

@@ -28,6 +28,7 @@ from ..registry import FLOAT_DTYPES
 from .modules import (
     child,
     dropout_reason,
+    found_at,
     is_on,
     is_transposed,
     number,
@@ -131,7 +132,7 @@ class MLPPart(Part):
     def reason(self) -> str | None:
         kind = "mlp" if self.spec.class_name is not None else "layer"
         reasons = [self._own_reason(kind), self.activation_reason(), self._code_reason()]
-        reasons += [projection_reason(linear) for linear in self.projections()]
+        reasons += [projection_reason(linear, self.architecture) for linear in self.projections()]
         if self.is_joined and (self.up.bias is not None or is_transposed(self.up)):
             reasons.append("unsupported_projection")
         reasons.append(dropout_reason(self.module, self.spec.dropout))
@@ -174,7 +175,19 @@ class AttentionPart(Part):
 
     @property
     def num_kv_heads(self) -> int:
+        if self.spec.num_kv_heads is not None:
+            return getattr(self.module, self.spec.num_kv_heads)
         return getattr(self.module.config, "num_key_value_heads", None) or self.num_heads
+
+    @property
+    def group(self) -> int:
+        """Query heads a KV head."""
+        return self.num_heads // self.num_kv_heads
+
+    @property
+    def repeats_kv(self) -> bool:
+        """Whether the cache holds keys and values ``group`` times."""
+        return is_on(self.module, self.spec.repeats_kv) and self.group > 1
 
     @property
     def scaling(self) -> float:
@@ -199,7 +212,8 @@ class AttentionPart(Part):
     @property
     def is_composed(self) -> bool:
         """Whether more than ``ops.qkv_rope_append`` does lies between the norm and the cache."""
-        return bool(self.spec.head_norms) or self.spec.by_kv_head or self.spec.pairs != "halves"
+        interleaved = self.spec.by_kv_head and self.num_kv_heads > 1
+        return bool(self.spec.head_norms) or interleaved or self.repeats_kv or self.spec.pairs != "halves"
 
     @property
     def reads_buffers(self) -> bool:
@@ -207,9 +221,9 @@ class AttentionPart(Part):
         return self.softcap > 0
 
     def reason(self) -> str | None:
-        if any(getattr(self.module, name, False) for name in self.spec.refuse):
+        if any(found_at(self.module, path) for path in self.spec.refuse):
             return "unsupported_config"
-        if not all(getattr(self.module, name) for name in self.spec.require):
+        if not all(found_at(self.module, path) for path in self.spec.require):
             return "unsupported_config"
         if not MIN_HEAD_DIM <= self.head_dim <= MAX_HEAD_DIM or self.head_dim % 8:
             return "unsupported_head_dim"
@@ -219,7 +233,7 @@ class AttentionPart(Part):
         if not is_known_code(rotation_function(self.module), home):
             return "class_forward"
         reasons = [self._own_reason("attention"), self._code_reason()]
-        reasons += [projection_reason(linear) for linear in self.projections()]
+        reasons += [projection_reason(linear, self.architecture) for linear in self.projections()]
         reasons += [dropout_reason(self.module, self.spec.attention_dropout)]
         reasons += [norm.reason() for norm in self.head_norms]
         reasons += [dropout_reason(self.module, self.spec.residual_dropout)]
@@ -240,8 +254,10 @@ class LayerPart(Part):
     def spec(self) -> arch.Layer:
         return self.architecture.layer
 
-    def _norm(self, name: str | None) -> NormPart | None:
-        module = None if name is None else child(self.module, name)
+    def _norm(self, names: str | tuple[str, ...] | None) -> NormPart | None:
+        if isinstance(names, tuple):
+            names = next((name for name in names if hasattr(self.module, name)), None)
+        module = None if names is None else child(self.module, names)
         return None if module is None else NormPart(self.architecture, module)
 
     @property
@@ -404,7 +420,7 @@ class ModelPart(Part):
         if any(not self._is_known_embedding(module) for module in self._embeddings()):
             return "unsupported_projection"
         reasons = [self._code_reason(module) for module in (*self._embeddings(), self.decoder, self.module)]
-        reasons += [projection_reason(self.head), self.final_norm.reason()]
+        reasons += [projection_reason(self.head, self.architecture), self.final_norm.reason()]
         reasons.append(dropout_reason(self.decoder, self.architecture.embedding_dropout))
         if self.rotary is not None:
             known = type(self.rotary).__module__ == self.architecture.module
