@@ -6,6 +6,7 @@
 from .decode_attention import SPEC as decode_attention
 from .decode_layers import SPEC as decode_layers
 from .exponential_race import SPEC as exponential_race
+from .fused_experts import SPEC as fused_experts
 from .fused_gelu import SPEC as fused_gelu
 from .fused_swiglu import SPEC as fused_swiglu
 from .gemv import SPEC as gemv
@@ -21,6 +22,7 @@ __all__ = [
     "decode_attention",
     "decode_layers",
     "exponential_race",
+    "fused_experts",
     "fused_gelu",
     "fused_swiglu",
     "gemv",
