@@ -103,6 +103,38 @@ class MLP:
 
 
 @dataclass(frozen=True)
+class MoE:
+    """A mixture of experts: a router chooses, for each token, the gated MLPs that it goes through.
+
+    Attributes:
+        class_name: transformers class.
+        router, router_class: name and class of the module that scores the experts: a ``weight``, then softmax.
+        experts, experts_class: name and class of the module that holds the weights of all experts.
+        activation: name of the activation module inside the experts.
+        gate_up, down: names of the experts' parameters [num_experts, features, in_features], gate then up in one.
+        top_k: attribute of the router with the number of experts that a token goes through.
+        normalized: whether their weights are made to sum to one. True, or the switch of the router that says so.
+        rounded: whether their weights are rounded to the model's dtype.
+        jitter: attribute that holds the strength of noise in training, or None.
+        dense: the MLP of layers that are no mixture, which may stand in the same place; or None.
+    """
+
+    class_name: str
+    router: str
+    router_class: str
+    experts: str
+    experts_class: str
+    activation: str
+    gate_up: str = "gate_up_proj"
+    down: str = "down_proj"
+    top_k: str = "top_k"
+    normalized: bool | str = True
+    rounded: bool = False
+    jitter: str | None = None
+    dense: MLP | None = None
+
+
+@dataclass(frozen=True)
 class Layer:
     """A decoder layer: ``x += attention(norm(x)); x += mlp(norm(x))``, or a variation that the last fields declare.
 
@@ -111,7 +143,7 @@ class Layer:
         attention_norm: name of the norm in front of attention, or None. Several: the first that the layer has.
         attention: name of the attention module.
         mlp_norm: the same in front of the MLP; a parallel layer without one uses attention_norm.
-        mlp: name of the MLP, or None if its parts lie in the layer itself.
+        mlp: name of the MLP or mixture, or None if its parts lie in the layer itself.
         refuse: names of parts or switches whose presence means another structure (cross-attention).
         require: names of switches that are on in this structure.
         dropouts: names of dropout probability attributes after attention and MLP, or of ``nn.Dropout``s.
@@ -180,7 +212,7 @@ class Architecture:
     final_norm: str
     norm: Norm
     attention: Attention
-    mlp: MLP
+    mlp: MLP | MoE
     layer: Layer
     head: str = "lm_head"
     rotary: str | None = None
@@ -214,13 +246,25 @@ class Architecture:
         if (self.rotary is None) == (self.position_embedding is None):
             raise ValueError(f"architecture {self.name!r}: give either rotary or position_embedding")
 
+    @property
+    def moe(self) -> MoE | None:
+        """The mixture of experts, if it has any."""
+        return self.mlp if isinstance(self.mlp, MoE) else None
+
+    @property
+    def dense_mlp(self) -> MLP | None:
+        """The MLP that is no mixture of experts, if it has any."""
+        return self.mlp if isinstance(self.mlp, MLP) else self.mlp.dense
+
     def check_classes(self) -> None:
         """Fail if the installed transformers lacks a class. ``patch()`` calls it once it knows the architecture.
 
         Raises:
             UnsupportedModelError: names the architecture, the class and the module it was looked for in.
         """
-        names = (self.causal_lm, self.layer.class_name, self.attention.class_name, self.mlp.class_name, self.linear)
+        names = [self.causal_lm, self.layer.class_name, self.attention.class_name, self.mlp.class_name, self.linear]
+        if self.moe is not None:
+            names += [self.moe.router_class, self.moe.experts_class, self.moe.dense and self.moe.dense.class_name]
         places = [(self.module, name) for name in names if name is not None]
         places.append(("torch.nn" if self.norm.is_torchs else self.module, self.norm.class_name))
         for place, name in places:
@@ -238,7 +282,7 @@ class Architecture:
             parts = {
                 self.layer.class_name: "layer",
                 self.attention.class_name: "attention",
-                self.mlp.class_name: "mlp",
+                **{part.class_name: "mlp" for part in (self.mlp, self.dense_mlp) if part is not None},
                 self.norm.class_name: "norm",
             }
             return parts.get(cls.__name__)

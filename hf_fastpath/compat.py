@@ -25,6 +25,7 @@ from transformers.generation.logits_process import (
 )
 from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengthCriteria, StoppingCriteria
 from transformers.generation.utils import GenerateDecoderOnlyOutput
+from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.pytorch_utils import Conv1D
 from transformers.utils import output_capturing
@@ -140,6 +141,12 @@ def attention_function(module: nn.Module) -> Callable[..., Any] | None:
     if name not in (None, "eager"):
         return ALL_ATTENTION_FUNCTIONS.get(name)
     return _global_of(module, "eager_attention_forward")
+
+
+def experts_function(module: nn.Module) -> Callable[..., Any] | None:
+    """What a module with the weights of experts runs through, as its config says; None if that is its own code."""
+    name = module.config._experts_implementation
+    return None if name in (None, "eager") else ALL_EXPERTS_FUNCTIONS.get(name)
 
 
 def rotation_function(module: nn.Module) -> Callable[..., Any] | None:

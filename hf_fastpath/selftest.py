@@ -14,6 +14,10 @@ from .compat import TESTED_TRANSFORMERS, transformers_version
 _TWIN = {
     "hidden_size": 64,
     "intermediate_size": 96,
+    "moe_intermediate_size": 48,
+    "num_local_experts": 4,
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
     "n_inner": 96,
     "ffn_dim": 96,
     "ffn_hidden_size": 96,

@@ -104,8 +104,11 @@ def _path(architecture: Architecture, role: str) -> str | None:
     """Where a role is inside the causal LM; None if the architecture has none of it."""
     base, layer = architecture.base, architecture.layer
     if role == "linear":
-        inner = filter(None, (layer.mlp, architecture.mlp.up))
+        inner = filter(None, (layer.mlp, architecture.mlp.up if architecture.linear else None))
         return None if architecture.linear is None else f"{base}.{architecture.layers}.0.{'.'.join(inner)}"
+    if role in _MOE_ROLES:
+        moe = architecture.moe
+        return None if moe is None else f"{base}.{architecture.layers}.0.{layer.mlp}.{getattr(moe, role)}"
     if role in ("attention", "mlp"):
         name = getattr(layer, role)
         return None if name is None else f"{base}.{architecture.layers}.0.{name}"
@@ -117,7 +120,8 @@ def _path(architecture: Architecture, role: str) -> str | None:
 
 
 _PARTS = ("layer", "attention", "mlp", "norm")
-_ROLES = ("causal_lm", "base", "embedding", "position_embedding", "rotary", "linear", *_PARTS)
+_MOE_ROLES = ("router", "experts")
+_ROLES = ("causal_lm", "base", "embedding", "position_embedding", "rotary", "linear", *_MOE_ROLES, *_PARTS)
 
 
 @cache
@@ -136,6 +140,8 @@ def _classes(architecture: Architecture) -> dict[str, type]:
             found[path] = causal_lm if role == "causal_lm" else base
         elif role == "linear":
             found[path] = getattr(module, architecture.linear)
+        elif role in _MOE_ROLES:
+            found[path] = getattr(module, getattr(architecture.moe, f"{role}_class"))
         elif role in _PARTS:
             name = getattr(architecture, role).class_name
             found[path] = nn.LayerNorm if name == "LayerNorm" else getattr(module, name)
@@ -167,6 +173,11 @@ def _twin(
         return declared if path is None else replace(declared, class_name=pairs[known[path]].__name__)
 
     linear = architecture.linear and pairs[known[_path(architecture, "linear")]].__name__
+    mlp = part("mlp")
+    if architecture.moe is not None:
+        names = {f"{role}_class": pairs[known[_path(architecture, role)]].__name__ for role in _MOE_ROLES}
+        is_listed = type(model).__module__ == architecture.module
+        mlp = replace(mlp, **names, dense=mlp.dense if is_listed else None)  # which was not compared
     return replace(
         architecture,
         name=getattr(model.config, "model_type", type(model).__name__),
@@ -175,7 +186,7 @@ def _twin(
         causal_lm=type(model).__name__,
         layer=part("layer"),
         attention=part("attention"),
-        mlp=part("mlp"),
+        mlp=mlp,
         norm=part("norm"),
         linear=linear,
     )

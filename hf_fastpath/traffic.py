@@ -16,8 +16,9 @@ _MLP_WIDTHS = ("intermediate_size", "n_inner", "ffn_dim", "ffn_hidden_size")
 def weight_bytes(model: Any, batch: int = 1) -> int:
     """Bytes of weights one decode step reads.
 
-    Every parameter once whatever the batch, but of an embedding table only a row for each sequence; a head
-    that is tied to an embedding table is read in full.
+    Every parameter once whatever the batch, but of an embedding table only a row for each sequence, and of a
+    mixture's experts only those that are chosen, if no two sequences choose the same; a head that is tied to an
+    embedding table is read in full.
     """
     head = model.get_output_embeddings()
     tables = [module.weight for module in model.modules() if isinstance(module, nn.Embedding)]
@@ -25,7 +26,14 @@ def weight_bytes(model: Any, batch: int = 1) -> int:
     if head is not None:
         gathered.discard(id(head.weight))
     rows = sum(batch * table.shape[1] * table.element_size() for table in tables)
-    return rows + sum(p.numel() * p.element_size() for p in model.parameters() if id(p) not in gathered)
+    top_k = getattr(model.config.get_text_config(decoder=True), "num_experts_per_tok", None)
+    total = rows
+    for parameter in model.parameters():
+        if id(parameter) not in gathered:
+            is_stack = top_k is not None and parameter.dim() == 3
+            part = min(1.0, batch * top_k / parameter.shape[0]) if is_stack else 1
+            total += int(parameter.nbytes * part)
+    return total
 
 
 def layer_widths(config: Any) -> tuple[int, int, int]:

@@ -8,6 +8,7 @@ from collections.abc import Callable
 import torch
 from torch import nn
 
+from ..ops import fused_experts
 from ..ops.decode_attention import visible_slots
 
 
@@ -48,6 +49,27 @@ def turn_neighbors(
     made = heads.clone()
     made[:, :, :num_heads, : cos.shape[-1]] = turned * cos[:, :, None] + crossed * sin[:, :, None]
     return made.flatten(-2)
+
+
+def routed_experts(
+    x: torch.Tensor,
+    logits: torch.Tensor,
+    gate_up_weight: torch.Tensor,
+    down_weight: torch.Tensor,
+    residual: torch.Tensor | None,
+    top_k: int,
+    normalized: bool,
+    rounded: bool,
+    activation: str,
+    overlap: bool,
+) -> torch.Tensor:
+    """``ops.fused_experts`` of the ``top_k`` experts that ``logits``, [..., num_experts], are largest for."""
+    weights, ids = logits.flatten(0, -2).softmax(-1, dtype=torch.float32).topk(top_k)
+    if normalized:
+        weights = weights / weights.sum(-1, keepdim=True)
+    if rounded:
+        weights = weights.to(x.dtype).float()
+    return fused_experts.overload(x, ids, weights, gate_up_weight, down_weight, residual, activation, overlap)
 
 
 def scaled(x: torch.Tensor, factor: torch.Tensor) -> torch.Tensor:

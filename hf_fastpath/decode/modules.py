@@ -12,7 +12,8 @@ from ..architecture import Architecture
 from ..compat import Conv1D, has_hooks, is_known_code, is_wrapped_by
 from ..registry import FLOAT_DTYPES
 
-_PLAIN_TENSORS = (torch.Tensor, nn.Parameter)
+#: what weights are, unless they are quantized, sharded or otherwise special
+PLAIN_TENSORS = (torch.Tensor, nn.Parameter)
 
 
 def child(module: nn.Module, name: str) -> Any:
@@ -57,7 +58,7 @@ def projection_reason(module: nn.Module, architecture: Architecture) -> str | No
         return "unsupported_projection"
     parameters = module.__dict__["_parameters"]
     weight, bias = parameters.get("weight"), parameters.get("bias")
-    if type(weight) not in _PLAIN_TENSORS or weight.stride(-1) != 1:
+    if type(weight) not in PLAIN_TENSORS or weight.stride(-1) != 1:
         return "unsupported_projection"
     if weight.dtype not in FLOAT_DTYPES or (bias is not None and bias.dtype != weight.dtype):
         return "dtype"

@@ -17,7 +17,8 @@ from .. import ops
 from ..ops.decode_layers import LAYER_TENSORS, OUTER_TENSORS, sizes, weight_reasons
 from . import composed
 from .modules import is_transposed, weight_and_bias
-from .structure import AttentionPart, LayerPart, MLPPart, ModelPart, NormPart
+from .parts import FeedForwardPart, MLPPart, MoEPart, NormPart
+from .structure import AttentionPart, LayerPart, ModelPart
 
 Emit = Callable[..., Any]
 _aten = torch.ops.aten
@@ -73,7 +74,7 @@ def projection(
     """``activation(linear(norm(x))) + residual``."""
     return emit(
         ops.gemv.overload,
-        *(x, linear.weight, linear.bias, residual, activation, is_transposed(linear)),
+        *(x, *weight_and_bias(linear), residual, activation, is_transposed(linear)),
         *(*_norm_arguments(norm), overlap),
     )
 
@@ -166,6 +167,23 @@ def mlp(
     return projection(emit, part.down, hidden, residual, overlap=overlap)
 
 
+def mixture(
+    emit: Emit, part: MoEPart, x: Any, residual: Any = None, norm: NormPart | None = None, overlap: bool = False
+) -> Any:
+    """``residual + part(norm(x))``."""
+    if norm is not None:  # router and experts take it
+        op, *arguments = _norm_op(norm)
+        x = emit(op, x, *arguments)
+    logits = projection(emit, part.router, x, overlap=overlap)
+    routing = (part.top_k, part.is_normalized, part.spec.rounded)
+    return emit(composed.routed_experts, x, logits, *part.stacks(), residual, *routing, part.activation, overlap)
+
+
+def feed_forward(emit: Emit, part: FeedForwardPart, *arguments: Any) -> Any:
+    """:func:`mlp` or :func:`mixture`."""
+    return (mixture if isinstance(part, MoEPart) else mlp)(emit, part, *arguments)
+
+
 def _added(emit: Emit, part: LayerPart, stream: Any, post_norm: NormPart | None, block: Callable[[Any], Any]) -> Any:
     """``stream + residual_multiplier * post_norm(block)``.
 
@@ -189,10 +207,10 @@ def decoder_layer(emit: Emit, part: LayerPart, hidden: Any, cache: tuple[Any, An
     attended = _added(emit, part, hidden, part.attention_post_norm, attend)
     source = hidden if part.is_parallel else attended
 
-    def feed_forward(residual: Any) -> Any:
-        return mlp(emit, part.mlp, source, residual, part.mlp_norm, at.overlap)
+    def transform(residual: Any) -> Any:
+        return feed_forward(emit, part.mlp, source, residual, part.mlp_norm, at.overlap)
 
-    return _added(emit, part, attended, part.mlp_post_norm, feed_forward)
+    return _added(emit, part, attended, part.mlp_post_norm, transform)
 
 
 def embedded(emit: Emit, part: ModelPart, tokens: Any, positions: Any) -> Any:

@@ -15,7 +15,6 @@ from torch import nn
 from .. import architecture as arch
 from ..architecture import Architecture
 from ..compat import (
-    activation_name,
     attention_function,
     caps_scores,
     has_static_rope,
@@ -24,119 +23,8 @@ from ..compat import (
     rotation_function,
 )
 from ..ops.decode_attention import MAX_HEAD_DIM, MIN_HEAD_DIM
-from ..registry import FLOAT_DTYPES
-from .modules import (
-    child,
-    dropout_reason,
-    found_at,
-    is_on,
-    is_transposed,
-    number,
-    own_code_reason,
-    projection_reason,
-    weight_and_bias,
-)
-
-
-@dataclass(frozen=True)
-class Part:
-    """A module in a role. What is inside the module is looked up at every use: it may be replaced after patching."""
-
-    architecture: Architecture
-    module: nn.Module
-
-    def parameters(self) -> list[torch.Tensor | None]:
-        """Parameters the kernels read for it; None for a bias that is not there."""
-        raise NotImplementedError
-
-    def reason(self) -> str | None:
-        """Why the kernels cannot stand in for it right now, or None."""
-        raise NotImplementedError
-
-    def _own_reason(self, kind: str) -> str | None:
-        return None if self.architecture.part_of(self.module) == kind else "class_not_supported"
-
-    def _code_reason(self, module: nn.Module | None = None) -> str | None:
-        """:func:`own_code_reason` of the module or of one inside it."""
-        return own_code_reason(self.module if module is None else module, self.architecture.module)
-
-
-class NormPart(Part):
-    """A norm."""
-
-    @property
-    def eps(self) -> float:
-        return getattr(self.module, self.architecture.norm.eps)
-
-    def parameters(self) -> list[torch.Tensor | None]:
-        return list(weight_and_bias(self.module))
-
-    def reason(self) -> str | None:
-        if self.architecture.norm.is_torchs:
-            if type(self.module) is not nn.LayerNorm:
-                return "class_not_supported"
-        elif (reason := self._own_reason("norm")) is not None:
-            return reason
-        if any(p is not None and p.dim() != 1 for p in self.parameters()):
-            return "unsupported_config"
-        if any(p is not None and p.dtype not in FLOAT_DTYPES for p in self.parameters()):
-            return "dtype"
-        return self._code_reason()
-
-
-class MLPPart(Part):
-    """A plain or gated MLP."""
-
-    @property
-    def spec(self) -> arch.MLP:
-        return self.architecture.mlp
-
-    @property
-    def up(self) -> nn.Module:
-        return child(self.module, self.spec.up)
-
-    @property
-    def down(self) -> nn.Module:
-        return child(self.module, self.spec.down)
-
-    @property
-    def gate(self) -> nn.Module | None:
-        return None if self.spec.gate is None else child(self.module, self.spec.gate)
-
-    @property
-    def activation(self) -> str | None:
-        return activation_name(child(self.module, self.spec.activation))
-
-    @property
-    def is_joined(self) -> bool:
-        """Whether gate and up are one projection."""
-        return self.spec.gate == self.spec.up
-
-    def gate_and_up(self) -> list[torch.Tensor]:
-        """Weights of gate and up: those of two projections, or views of one's halves."""
-        return list(self.up.weight.chunk(2)) if self.is_joined else [self.gate.weight, self.up.weight]
-
-    def projections(self) -> list[nn.Module]:
-        gate = None if self.is_joined else self.gate
-        return [linear for linear in (gate, self.up, self.down) if linear is not None]
-
-    def parameters(self) -> list[torch.Tensor | None]:
-        return [p for linear in self.projections() for p in weight_and_bias(linear)]
-
-    def activation_reason(self) -> str | None:
-        """Why the fused activation cannot stand in, or None."""
-        if self.activation is None or (self.spec.gate is not None and self.activation == "relu"):
-            return "unsupported_activation"
-        return own_code_reason(child(self.module, self.spec.activation))
-
-    def reason(self) -> str | None:
-        kind = "mlp" if self.spec.class_name is not None else "layer"
-        reasons = [self._own_reason(kind), self.activation_reason(), self._code_reason()]
-        reasons += [projection_reason(linear, self.architecture) for linear in self.projections()]
-        if self.is_joined and (self.up.bias is not None or is_transposed(self.up)):
-            reasons.append("unsupported_projection")
-        reasons.append(dropout_reason(self.module, self.spec.dropout))
-        return next((reason for reason in reasons if reason), None)
+from .modules import child, dropout_reason, found_at, is_on, number, projection_reason, weight_and_bias
+from .parts import FeedForwardPart, MoEPart, NormPart, Part, feed_forward_part
 
 
 @dataclass(frozen=True)
@@ -278,9 +166,9 @@ class LayerPart(Part):
         return self.attention_norm if own is None and self.is_parallel else own
 
     @property
-    def mlp(self) -> MLPPart:
+    def mlp(self) -> FeedForwardPart:
         name = self.spec.mlp
-        return MLPPart(self.architecture, self.module if name is None else child(self.module, name))
+        return feed_forward_part(self.architecture, self.module if name is None else child(self.module, name))
 
     @property
     def mlp_post_norm(self) -> NormPart | None:
@@ -304,7 +192,7 @@ class LayerPart(Part):
     @property
     def is_sequential(self) -> bool:
         """Whether it is ``x += attention(norm(x)); x += mlp(norm(x))``, with norms that the kernels have."""
-        if self.architecture.norm.unit_offset:
+        if self.architecture.norm.unit_offset or isinstance(self.mlp, MoEPart):
             return False
         before = None not in (self.attention_norm, self.mlp_norm)
         return before and len(self.norms) == 2 and not self.is_parallel and self.residual_multiplier == 1
@@ -458,7 +346,7 @@ def fingerprint(part: ModelPart) -> tuple:
     parameters = [None if p is None else (id(p), p.data_ptr(), p.dtype) for p in part.parameters()]
     constants = [
         (layer.attention.scaling, layer.attention.softcap, layer.attention.num_heads, layer.window)
-        + (layer.mlp.activation,)
+        + layer.mlp.constants
         + (layer.attention.rotates, layer.attention.layer_type, layer.is_parallel, layer.residual_multiplier)
         + tuple(norm.eps for norm in (*layer.norms, *layer.attention.head_norms))
         for layer in part.layers
