@@ -264,7 +264,8 @@ class Architecture:
         """
         names = [self.causal_lm, self.layer.class_name, self.attention.class_name, self.mlp.class_name, self.linear]
         if self.moe is not None:
-            names += [self.moe.router_class, self.moe.experts_class, self.moe.dense and self.moe.dense.class_name]
+            dense = None if self.moe.dense is None else self.moe.dense.class_name
+            names += [self.moe.router_class, self.moe.experts_class, dense]
         places = [(self.module, name) for name in names if name is not None]
         places.append(("torch.nn" if self.norm.is_torchs else self.module, self.norm.class_name))
         for place, name in places:

@@ -26,13 +26,12 @@ def weight_bytes(model: Any, batch: int = 1) -> int:
     if head is not None:
         gathered.discard(id(head.weight))
     rows = sum(batch * table.shape[1] * table.element_size() for table in tables)
-    top_k = getattr(model.config.get_text_config(decoder=True), "num_experts_per_tok", None)
+    chosen = batch * (getattr(model.config.get_text_config(decoder=True), "num_experts_per_tok", None) or 0)
     total = rows
     for parameter in model.parameters():
         if id(parameter) not in gathered:
-            is_stack = top_k is not None and parameter.dim() == 3
-            part = min(1.0, batch * top_k / parameter.shape[0]) if is_stack else 1
-            total += int(parameter.nbytes * part)
+            is_stack = chosen and parameter.dim() == 3
+            total += parameter.nbytes * min(chosen, len(parameter)) // len(parameter) if is_stack else parameter.nbytes
     return total
 
 
