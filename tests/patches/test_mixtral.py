@@ -115,6 +115,15 @@ def test_mixtral_changed_experts_are_read(device):
     assert_equal_generation(ours, stock)
 
 
+def test_mixtral_verify(device):
+    """In higher precision, which only the experts' own code has; the config is as it was."""
+    _, ours = fresh("mixtral", device)
+    before = copy.deepcopy(ours.config)
+    assert hf_fastpath.verify(ours, prompt(device, 1, 12), max_new_tokens=8).ok
+    assert ours.config.to_dict() == before.to_dict()
+    assert ours.config._experts_implementation == before._experts_implementation != "eager"
+
+
 def test_mixtral_bytes_of_a_step():
     """Of five experts two are read for one sequence, four for two."""
     model = build("mixtral")
