@@ -287,8 +287,10 @@ void launch_form(const FusedExpertsParams& p, cudaStream_t stream) {
 template <class T, int kElems>
 void launch_rows(const FusedExpertsParams& p, cudaStream_t stream) {
   if (p.rows == 1) return launch_form<T, kElems, 1>(p, stream);
-  if (p.rows == 2) return launch_form<T, kElems, 2>(p, stream);
-  if (p.rows <= 4) return launch_form<T, kElems, 4>(p, stream);
+  if constexpr (kElems > 1) {  // else alignment costs more than rows that are not there
+    if (p.rows == 2) return launch_form<T, kElems, 2>(p, stream);
+    if (p.rows <= 4) return launch_form<T, kElems, 4>(p, stream);
+  }
   return launch_form<T, kElems, kMaxX>(p, stream);
 }
 
