@@ -148,6 +148,14 @@ def _experts(name: str, hidden_size: int, width: int, num_experts: int, top_k: i
     return Call(name, arguments, **options)
 
 
+def _router(name: str, num_experts: int, top_k: int, rows: int = 1) -> Call:
+    def arguments(device: torch.device, dtype: torch.dtype) -> Sample:
+        ids = torch.zeros(rows, top_k, dtype=torch.long, device=device)
+        return Sample(torch.randn(rows, num_experts, device=device, dtype=dtype), ids)
+
+    return Call(name, arguments)
+
+
 def attention_call(
     name: str,
     heads: int,
@@ -303,6 +311,7 @@ SHAPES: dict[str, list[Call]] = {
         _experts("qwen3-30b 8 of 128, 2048->2x768", 2048, 768, 128, 8, dtypes=("bf16",)),
         _experts("qwen3-30b 8 of 128, 8 rows", 2048, 768, 128, 8, rows=8, dtypes=("bf16",)),
     ],
+    "topk_softmax": [_router("mixtral 2 of 8", 8, 2), _router("qwen3-30b 8 of 128", 128, 8)],
     "decode_attention": [
         attention_call("mistral 1k", 32, 8, 128, 1024),
         attention_call("mistral 4k", 32, 8, 128, 4096),
@@ -396,6 +405,7 @@ REFERENCE_NAMES = {
     "qkv_rope_append": "norm, 3 F.linear, rope",
     "gemv_swiglu": "2 F.linear, gate",
     "fused_experts": "batched_mm",
+    "topk_softmax": "softmax, topk, division",
     "decode_layers": "layer by layer",
     "greedy_token": "argmax, copies",
     "exponential_race": "warpers, softmax, division",

@@ -8,7 +8,7 @@ from collections.abc import Callable
 import torch
 from torch import nn
 
-from ..ops import fused_experts
+from ..ops import fused_experts, topk_softmax
 from ..ops.decode_attention import visible_slots
 
 
@@ -64,11 +64,9 @@ def routed_experts(
     overlap: bool,
 ) -> torch.Tensor:
     """``ops.fused_experts`` of the ``top_k`` experts that ``logits``, [..., num_experts], are largest for."""
-    weights, ids = logits.flatten(0, -2).softmax(-1, dtype=torch.float32).topk(top_k)
-    if normalized:
-        weights = weights / weights.sum(-1, keepdim=True)
-    if rounded:
-        weights = weights.to(x.dtype).float()
+    scores = logits.flatten(0, -2)
+    ids = torch.empty(len(scores), top_k, dtype=torch.int64, device=x.device)
+    weights = topk_softmax.overload(scores, ids, normalized, rounded, overlap)
     return fused_experts.overload(x, ids, weights, gate_up_weight, down_weight, residual, activation, overlap)
 
 

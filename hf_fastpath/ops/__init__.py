@@ -17,6 +17,7 @@ from .qkv_rope_append import SPEC as qkv_rope_append
 from .read_stream import SPEC as read_stream
 from .rms_norm import SPEC as rms_norm
 from .rope_append import SPEC as rope_append
+from .topk_softmax import SPEC as topk_softmax
 
 __all__ = [
     "decode_attention",
@@ -33,4 +34,5 @@ __all__ = [
     "read_stream",
     "rms_norm",
     "rope_append",
+    "topk_softmax",
 ]
