@@ -157,6 +157,15 @@ _SIZES = {
         layer_types=["sliding_attention", "full_attention"],
         sliding_window=WINDOW,
     ),
+    # multi-head, head_dim 48; two of six experts
+    "olmoe": dict(
+        hidden_size=96,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+        intermediate_size=72,
+        num_experts=6,
+        num_experts_per_tok=2,
+    ),
     # multi-head, head_dim 56
     "opt": dict(
         hidden_size=112,

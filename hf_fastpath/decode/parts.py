@@ -12,6 +12,7 @@ from ..architecture import Architecture
 from ..compat import activation_name, experts_function, is_known_code
 from ..ops.fused_experts import MAX_TOP_K
 from ..ops.fused_swiglu import GATES
+from ..ops.topk_softmax import MAX_EXPERTS
 from ..registry import FLOAT_DTYPES
 from .modules import (
     PLAIN_TENSORS,
@@ -186,7 +187,7 @@ class MoEPart(Part):
             return "unsupported_projection"
         if any(p.dtype not in FLOAT_DTYPES for p in self.parameters()):
             return "dtype"
-        if self.top_k > MAX_TOP_K or getattr(experts, "_is_expert_parallel", False):
+        if self.top_k > MAX_TOP_K or len(router.weight) > MAX_EXPERTS or getattr(experts, "_is_expert_parallel", False):
             return "unsupported_config"
         if self.activation not in GATES:
             return "unsupported_activation"
