@@ -103,12 +103,12 @@ def _compare(architecture: Architecture, model: nn.Module) -> Match | None:
 def _path(architecture: Architecture, role: str) -> str | None:
     """Where a role is inside the causal LM; None if the architecture has none of it."""
     base, layer = architecture.base, architecture.layer
-    if role == "linear":
-        inner = filter(None, (layer.mlp, architecture.mlp.up if architecture.linear else None))
-        return None if architecture.linear is None else f"{base}.{architecture.layers}.0.{'.'.join(inner)}"
-    if role in _MOE_ROLES:
-        moe = architecture.moe
-        return None if moe is None else f"{base}.{architecture.layers}.0.{layer.mlp}.{getattr(moe, role)}"
+    if role == "linear" and architecture.linear is not None:
+        return ".".join(filter(None, (base, architecture.layers, "0", layer.mlp, architecture.mlp.up)))
+    if role in _MOE_ROLES and architecture.moe is not None:
+        return f"{base}.{architecture.layers}.0.{layer.mlp}.{getattr(architecture.moe, role)}"
+    if role in ("linear", *_MOE_ROLES):
+        return None
     if role in ("attention", "mlp"):
         name = getattr(layer, role)
         return None if name is None else f"{base}.{architecture.layers}.0.{name}"
