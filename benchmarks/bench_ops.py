@@ -131,6 +131,31 @@ def _swiglu(name: str, k: int, n: int, rows: int = 1) -> Call:
     return Call(name, _sample(_randn(1, rows, k), *[_randn(n, k, std=k**-0.5)] * 2))
 
 
+def _experts(name: str, hidden_size: int, width: int, num_experts: int, top_k: int, rows: int = 1, **options) -> Call:
+    """Experts that a random router chooses, and the residual."""
+
+    def arguments(device: torch.device, dtype: torch.dtype) -> Sample:
+        def randn(*shape, std=1.0):
+            return torch.randn(*shape, device=device, dtype=dtype) * std
+
+        weights, ids = torch.randn(rows, num_experts, device=device).softmax(-1).topk(top_k)
+        stacks = (
+            randn(num_experts, 2 * width, hidden_size, std=hidden_size**-0.5),
+            randn(num_experts, hidden_size, width, std=width**-0.5),
+        )
+        return Sample(randn(rows, 1, hidden_size), ids, weights, *stacks, randn(rows, 1, hidden_size))
+
+    return Call(name, arguments, **options)
+
+
+def _router(name: str, num_experts: int, top_k: int, rows: int = 1) -> Call:
+    def arguments(device: torch.device, dtype: torch.dtype) -> Sample:
+        ids = torch.zeros(rows, top_k, dtype=torch.long, device=device)
+        return Sample(torch.randn(rows, num_experts, device=device, dtype=dtype), ids)
+
+    return Call(name, arguments)
+
+
 def attention_call(
     name: str,
     heads: int,
@@ -293,6 +318,13 @@ SHAPES: dict[str, list[Call]] = {
         _swiglu("tinyllama 2048->2x5632", 2048, 5632),
         _swiglu("llama-3.2 2048->2x8192", 2048, 8192),
     ],
+    "fused_experts": [
+        _experts("mixtral 2 of 8, 4096->2x14336", 4096, 14336, 8, 2, dtypes=("bf16",), devices=_GPU),
+        _experts("mixtral 2 of 8, 8 rows", 4096, 14336, 8, 2, rows=8, dtypes=("bf16",), devices=_GPU),
+        _experts("qwen3-30b 8 of 128, 2048->2x768", 2048, 768, 128, 8, dtypes=("bf16",)),
+        _experts("qwen3-30b 8 of 128, 8 rows", 2048, 768, 128, 8, rows=8, dtypes=("bf16",)),
+    ],
+    "topk_softmax": [_router("mixtral 2 of 8", 8, 2), _router("qwen3-30b 8 of 128", 128, 8)],
     "decode_attention": [
         attention_call("mistral 1k", 32, 8, 128, 1024),
         attention_call("mistral 4k", 32, 8, 128, 4096),
@@ -389,6 +421,8 @@ REFERENCE_NAMES = {
     "gemv": "F.linear",
     "qkv_rope_append": "norm, 3 F.linear, rope",
     "gemv_swiglu": "2 F.linear, gate",
+    "fused_experts": "batched_mm",
+    "topk_softmax": "softmax, topk, division",
     "decode_layers": "layer by layer",
     "greedy_token": "argmax, copies",
     "step_inputs": "F.embedding",

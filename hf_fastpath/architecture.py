@@ -48,7 +48,9 @@ class Attention:
         head_dim: attribute that holds the size of a head.
         scaling: attribute that holds the factor on the scores.
         attention_dropout: name of the dropout probability attribute, or of an ``nn.Dropout``.
-        refuse, require: attributes that must be falsy, or not, for the kernels' arithmetic to be the model's.
+        num_kv_heads: attribute that holds the number of KV heads; None: that of the config.
+        repeats_kv: switch that is on if the cache holds keys and values for every query head; None for never.
+        refuse, require: attributes that must be falsy, or not, for the kernels' arithmetic to be the model's; paths.
         residual_dropout: the same after the output projection, or None.
         head_norms: names of norms over query and key, of every head or of all, between projection and rotation; or
             None.
@@ -65,6 +67,8 @@ class Attention:
     out: str
     by_kv_head: bool = False
     head_dim: str = "head_dim"
+    num_kv_heads: str | None = None
+    repeats_kv: str | None = None
     scaling: str = "scaling"
     attention_dropout: str = "attention_dropout"
     refuse: tuple[str, ...] = ()
@@ -99,27 +103,60 @@ class MLP:
 
 
 @dataclass(frozen=True)
+class MoE:
+    """A mixture of experts: a router chooses, for each token, the gated MLPs that it goes through.
+
+    Attributes:
+        class_name: transformers class.
+        router, router_class: name and class of the module that scores the experts: a ``weight``, then softmax.
+        experts, experts_class: name and class of the module that holds the weights of all experts.
+        activation: name of the activation module inside the experts.
+        gate_up, down: names of the experts' parameters [num_experts, features, in_features], gate then up in one.
+        top_k: attribute of the router with the number of experts that a token goes through.
+        normalized: whether their weights are made to sum to one. True, or the switch of the router that says so.
+        rounded: whether their weights are rounded to the model's dtype.
+        jitter: attribute that holds the strength of noise in training, or None.
+        dense: the MLP of layers that are no mixture, which may stand in the same place; or None.
+    """
+
+    class_name: str
+    router: str
+    router_class: str
+    experts: str
+    experts_class: str
+    activation: str
+    gate_up: str = "gate_up_proj"
+    down: str = "down_proj"
+    top_k: str = "top_k"
+    normalized: bool | str = True
+    rounded: bool = False
+    jitter: str | None = None
+    dense: MLP | None = None
+
+
+@dataclass(frozen=True)
 class Layer:
     """A decoder layer: ``x += attention(norm(x)); x += mlp(norm(x))``, or a variation that the last fields declare.
 
     Attributes:
         class_name: transformers class.
-        attention_norm: name of the norm in front of attention, or None.
+        attention_norm: name of the norm in front of attention, or None. Several: the first that the layer has.
         attention: name of the attention module.
-        mlp_norm: name of the norm in front of the MLP, or None; a parallel layer without one uses attention_norm.
-        mlp: name of the MLP, or None if its parts lie in the layer itself.
+        mlp_norm: the same in front of the MLP; a parallel layer without one uses attention_norm.
+        mlp: name of the MLP or mixture, or None if its parts lie in the layer itself.
         refuse: names of parts or switches whose presence means another structure (cross-attention).
         require: names of switches that are on in this structure.
         dropouts: names of dropout probability attributes after attention and MLP, or of ``nn.Dropout``s.
         attention_post_norm, mlp_post_norm: names of norms over what is added to x, or None.
         residual_multiplier: attribute that holds a factor on what is added to x, or None.
         parallel: attention and MLP take the same x. True, False, or the switch that says so.
+        returns_weights: its forward gives a pair, of which the second is the attention weights or None.
     """
 
     class_name: str
-    attention_norm: str | None
+    attention_norm: str | tuple[str, ...] | None
     attention: str
-    mlp_norm: str | None
+    mlp_norm: str | tuple[str, ...] | None
     mlp: str | None
     refuse: tuple[str, ...] = ()
     require: tuple[str, ...] = ()
@@ -128,10 +165,11 @@ class Layer:
     mlp_post_norm: str | None = None
     residual_multiplier: str | None = None
     parallel: bool | str = False
+    returns_weights: bool = False
 
     @property
-    def norms(self) -> tuple[str, ...]:
-        """Names of the layer's own norms."""
+    def norms(self) -> tuple[str | tuple[str, ...], ...]:
+        """Names of the layer's own norms, as they are declared."""
         names = (self.attention_norm, self.attention_post_norm, self.mlp_norm, self.mlp_post_norm)
         return tuple(name for name in names if name is not None)
 
@@ -159,6 +197,8 @@ class Architecture:
         logits_multiplier, logits_divisor: paths inside the causal LM to what the logits are multiplied or divided by,
             or None.
         logits_softcap: path inside the causal LM to ``cap``, if logits become ``cap * tanh(logits / cap)``; or None.
+        linear: class of ``module`` that computes what ``nn.Linear`` does, of the layers' projections; None: there is
+            none.
         refuse: names inside the decoder whose presence means another structure.
         like: name of the architecture file that this one was derived from by structure; None for one with a file.
     """
@@ -172,7 +212,7 @@ class Architecture:
     final_norm: str
     norm: Norm
     attention: Attention
-    mlp: MLP
+    mlp: MLP | MoE
     layer: Layer
     head: str = "lm_head"
     rotary: str | None = None
@@ -184,6 +224,7 @@ class Architecture:
     logits_multiplier: str | None = None
     logits_divisor: str | None = None
     logits_softcap: str | None = None
+    linear: str | None = None
     refuse: tuple[str, ...] = ()
     like: str | None = None
 
@@ -205,13 +246,26 @@ class Architecture:
         if (self.rotary is None) == (self.position_embedding is None):
             raise ValueError(f"architecture {self.name!r}: give either rotary or position_embedding")
 
+    @property
+    def moe(self) -> MoE | None:
+        """The mixture of experts, if it has any."""
+        return self.mlp if isinstance(self.mlp, MoE) else None
+
+    @property
+    def dense_mlp(self) -> MLP | None:
+        """The MLP that is no mixture of experts, if it has any."""
+        return self.mlp if isinstance(self.mlp, MLP) else self.mlp.dense
+
     def check_classes(self) -> None:
         """Fail if the installed transformers lacks a class. ``patch()`` calls it once it knows the architecture.
 
         Raises:
             UnsupportedModelError: names the architecture, the class and the module it was looked for in.
         """
-        names = (self.causal_lm, self.layer.class_name, self.attention.class_name, self.mlp.class_name)
+        names = [self.causal_lm, self.layer.class_name, self.attention.class_name, self.mlp.class_name, self.linear]
+        if self.moe is not None:
+            dense = None if self.moe.dense is None else self.moe.dense.class_name
+            names += [self.moe.router_class, self.moe.experts_class, dense]
         places = [(self.module, name) for name in names if name is not None]
         places.append(("torch.nn" if self.norm.is_torchs else self.module, self.norm.class_name))
         for place, name in places:
@@ -229,7 +283,7 @@ class Architecture:
             parts = {
                 self.layer.class_name: "layer",
                 self.attention.class_name: "attention",
-                self.mlp.class_name: "mlp",
+                **{part.class_name: "mlp" for part in (self.mlp, self.dense_mlp) if part is not None},
                 self.norm.class_name: "norm",
             }
             return parts.get(cls.__name__)

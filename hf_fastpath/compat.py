@@ -5,7 +5,8 @@ from __future__ import annotations
 import functools
 import sys
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -25,6 +26,7 @@ from transformers.generation.logits_process import (
 )
 from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengthCriteria, StoppingCriteria
 from transformers.generation.utils import GenerateDecoderOnlyOutput
+from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.pytorch_utils import Conv1D
 from transformers.utils import output_capturing
@@ -140,6 +142,27 @@ def attention_function(module: nn.Module) -> Callable[..., Any] | None:
     if name not in (None, "eager"):
         return ALL_ATTENTION_FUNCTIONS.get(name)
     return _global_of(module, "eager_attention_forward")
+
+
+def experts_function(module: nn.Module) -> Callable[..., Any] | None:
+    """What a module with the weights of experts runs through, as its config says; None if that is its own code."""
+    name = module.config._experts_implementation
+    return None if name in (None, "eager") else ALL_EXPERTS_FUNCTIONS.get(name)
+
+
+@contextmanager
+def eager_experts(model: nn.Module) -> Iterator[None]:
+    """Run experts by the model's own code, which alone takes every dtype, for the length of a ``with`` block."""
+    name = "_experts_implementation_internal"  # without its setter, which writes the configs of submodels too
+    configs = {id(m.config): m.config for m in model.modules() if hasattr(getattr(m, "config", None), name)}
+    kept = {key: getattr(config, name) for key, config in configs.items()}
+    try:
+        for config in configs.values():
+            setattr(config, name, "eager")
+        yield
+    finally:
+        for key, config in configs.items():
+            setattr(config, name, kept[key])
 
 
 def rotation_function(module: nn.Module) -> Callable[..., Any] | None:

@@ -18,14 +18,15 @@ from .cache import FastpathCache, FastpathLayer
 from .compat import below_autograd, is_known_code, outputs_are_captured
 from .decode import steps
 from .decode.modules import apply_dropout
-from .decode.structure import AttentionPart, LayerPart, MLPPart, NormPart
+from .decode.parts import FeedForwardPart, MLPPart, MoEPart, NormPart
+from .decode.structure import AttentionPart, LayerPart
 from .ops.gemv import MAX_ROWS
 from .registry import FLOAT_DTYPES
 
 if TYPE_CHECKING:
     from .patching import PatchState
 
-Part = NormPart | MLPPart | AttentionPart | LayerPart
+Part = NormPart | FeedForwardPart | AttentionPart | LayerPart
 #: where a patched module keeps its ModulePatch, and a model that was given to ``patch()`` its PatchState
 KEY, STATE_KEY = "_hf_fastpath_module", "_hf_fastpath"
 
@@ -101,15 +102,32 @@ def _activate(op: Callable[..., torch.Tensor], *arguments: Any) -> torch.Tensor:
         return op(*arguments)
 
 
+def _is_few(hidden_states: torch.Tensor) -> bool:
+    """Whether the ops for 1 to MAX_ROWS rows take it."""
+    return 0 < hidden_states.numel() <= MAX_ROWS * hidden_states.shape[-1]
+
+
+def _mixture(patch: ModulePatch, part: MoEPart, hidden_states: torch.Tensor) -> torch.Tensor:
+    reason = None
+    if _is_few(hidden_states):  # prompts are stock code's by design
+        reason = patch.reason_now(hidden_states) or part.reason() or patch.parameters_reason(hidden_states)
+        reason = reason or ("attention_outputs" if outputs_are_captured() else None)
+        if reason is None:
+            return steps.mixture(steps.run, part, hidden_states)
+    return stock(part.module, reason, hidden_states)
+
+
 def mlp(self: nn.Module, hidden_states: torch.Tensor) -> torch.Tensor:
     patch: ModulePatch | None = vars(self).get(KEY)
     if patch is None:
         return stock(self, None, hidden_states)
+    if isinstance(patch.part, MoEPart):
+        return _mixture(patch, patch.part, hidden_states)
     part: MLPPart = patch.part
     reason = patch.reason_now(hidden_states) or part.activation_reason()
     if reason is not None:
         return stock(self, reason, hidden_states)
-    if hidden_states.numel() <= MAX_ROWS * hidden_states.shape[-1] and hidden_states.numel():
+    if _is_few(hidden_states):
         if part.reason() is None and patch.parameters_reason(hidden_states) is None:
             return steps.mlp(steps.run, part, hidden_states)
     # Many rows, gradients, or projections with a life of their own (LoRA, quantized): only the activation is fused.
@@ -190,7 +208,7 @@ def attention(self: nn.Module, hidden_states: torch.Tensor, *args: Any, **kwargs
     return out, None
 
 
-def layer(self: nn.Module, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+def layer(self: nn.Module, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
     patch: ModulePatch | None = vars(self).get(KEY)
     if patch is None:
         return stock(self, None, hidden_states, *args, **kwargs)
@@ -201,7 +219,7 @@ def layer(self: nn.Module, hidden_states: torch.Tensor, *args: Any, **kwargs: An
     index = part.attention.module.layer_idx
     out = steps.decoder_layer(steps.run, part, hidden_states, found.buffers, found.at, index)
     found.layer.advance(1)
-    return out
+    return (out, None) if part.spec.returns_weights else out
 
 
 #: part of an architecture -> the forward that takes the place of stock's

@@ -18,7 +18,7 @@ from . import compat, loader, reasons, selftest, structural
 from .architecture import Architecture, architectures
 from .cache import FastpathCache
 from .coverage import check_anything, check_coverage
-from .decode import loop, structure
+from .decode import loop, parts, structure
 from .decode.plan import DecodePlan
 from .errors import FallbackError, UnsupportedModelError
 from .forwards import FORWARDS, KEY, STATE_KEY, ModulePatch
@@ -258,11 +258,11 @@ def _self_test(model: nn.Module, by_structure: Architecture | None) -> None:
         )
 
 
-def _make_part(architecture: Architecture, kind: str, module: nn.Module) -> structure.Part:
+def _make_part(architecture: Architecture, kind: str, module: nn.Module) -> parts.Part:
     if kind == "norm":
-        return structure.NormPart(architecture, module)
+        return parts.NormPart(architecture, module)
     if kind == "mlp":
-        return structure.MLPPart(architecture, module)
+        return parts.feed_forward_part(architecture, module)
     if kind == "attention":
         return structure.AttentionPart(architecture, module, _window(module))
     attention = getattr(module, architecture.layer.attention)

@@ -38,7 +38,8 @@ REASONS: dict[str, Reason] = {
         "head_dim is not 32 to 256 in steps of 8", "nothing to set: it belongs to the model"
     ),
     "unsupported_projection": Reason(
-        "a projection is not exactly nn.Linear or Conv1D (LoRA, quantized, sharded, ...)",
+        "a projection is not exactly nn.Linear or Conv1D, or experts not of their family's class (LoRA, quantized, "
+        "sharded, ...)",
         "merge the adapter, load unquantized weights, or use one device",
     ),
     "unsupported_config": Reason(
@@ -55,6 +56,10 @@ REASONS: dict[str, Reason] = {
     "attention_function": Reason(
         "attention runs through a function that is not transformers' own",
         "load the model with attn_implementation='sdpa' or 'eager'",
+    ),
+    "experts_function": Reason(
+        "experts run through a function that is not transformers' own",
+        "load the model with experts_implementation='grouped_mm' or 'eager'",
     ),
     "dynamic_rope": Reason(
         "the rotary embedding changes with the sequence length",
@@ -85,7 +90,8 @@ REASONS: dict[str, Reason] = {
         "this attention mask is not plain left padding", "pad on the left: tokenizer.padding_side = 'left'"
     ),
     "attention_outputs": Reason(
-        "attentions or hidden states were requested", "leave out output_attentions and output_hidden_states"
+        "attentions, hidden states or router logits were requested",
+        "leave out output_attentions, output_hidden_states and output_router_logits",
     ),
     "batch_size": Reason("more than 16 rows at once, or more than max_batch_size", "generate in smaller batches"),
     "no_cache": Reason("no KV cache is in use (use_cache=False)", "leave use_cache on"),

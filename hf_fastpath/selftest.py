@@ -14,12 +14,18 @@ from .compat import TESTED_TRANSFORMERS, transformers_version
 _TWIN = {
     "hidden_size": 64,
     "intermediate_size": 96,
+    "moe_intermediate_size": 48,
+    "num_local_experts": 4,
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
     "n_inner": 96,
     "ffn_dim": 96,
+    "ffn_hidden_size": 96,
     "word_embed_proj_dim": 64,
     "num_hidden_layers": 2,
     "num_attention_heads": 2,
     "num_key_value_heads": 2,
+    "num_kv_heads": 2,
     "head_dim": 32,
     "vocab_size": 97,
     "sliding_window": 8,
@@ -47,7 +53,8 @@ def twin_config(config):
         if kinds:
             setattr(small, name, [kinds[0], next((kind for kind in kinds if kind != kinds[0]), kinds[0])])
     for name, value in _TWIN.items():
-        if getattr(small, name, None) is not None:
+        is_derived = isinstance(getattr(type(small), name, None), property)
+        if getattr(small, name, None) is not None and not is_derived:
             setattr(small, name, value)
     return small
 

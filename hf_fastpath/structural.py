@@ -103,6 +103,12 @@ def _compare(architecture: Architecture, model: nn.Module) -> Match | None:
 def _path(architecture: Architecture, role: str) -> str | None:
     """Where a role is inside the causal LM; None if the architecture has none of it."""
     base, layer = architecture.base, architecture.layer
+    if role == "linear" and architecture.linear is not None:
+        return ".".join(filter(None, (base, architecture.layers, "0", layer.mlp, architecture.mlp.up)))
+    if role in _MOE_ROLES and architecture.moe is not None:
+        return f"{base}.{architecture.layers}.0.{layer.mlp}.{getattr(architecture.moe, role)}"
+    if role in ("linear", *_MOE_ROLES):
+        return None
     if role in ("attention", "mlp"):
         name = getattr(layer, role)
         return None if name is None else f"{base}.{architecture.layers}.0.{name}"
@@ -113,7 +119,9 @@ def _path(architecture: Architecture, role: str) -> str | None:
     return outer.get(role, f"{base}.{architecture.final_norm}")
 
 
-_ROLES = ("causal_lm", "base", "embedding", "position_embedding", "rotary", "layer", "attention", "mlp", "norm")
+_PARTS = ("layer", "attention", "mlp", "norm")
+_MOE_ROLES = ("router", "experts")
+_ROLES = ("causal_lm", "base", "embedding", "position_embedding", "rotary", "linear", *_MOE_ROLES, *_PARTS)
 
 
 @cache
@@ -130,7 +138,11 @@ def _classes(architecture: Architecture) -> dict[str, type]:
             continue
         if role in ("causal_lm", "base"):
             found[path] = causal_lm if role == "causal_lm" else base
-        elif role in ("layer", "attention", "mlp", "norm"):
+        elif role == "linear":
+            found[path] = getattr(module, architecture.linear)
+        elif role in _MOE_ROLES:
+            found[path] = getattr(module, getattr(architecture.moe, f"{role}_class"))
+        elif role in _PARTS:
             name = getattr(architecture, role).class_name
             found[path] = nn.LayerNorm if name == "LayerNorm" else getattr(module, name)
         else:
@@ -160,6 +172,12 @@ def _twin(
         path, declared = _path(architecture, role), getattr(architecture, role)
         return declared if path is None else replace(declared, class_name=pairs[known[path]].__name__)
 
+    linear = architecture.linear and pairs[known[_path(architecture, "linear")]].__name__
+    mlp = part("mlp")
+    if architecture.moe is not None:
+        names = {f"{role}_class": pairs[known[_path(architecture, role)]].__name__ for role in _MOE_ROLES}
+        is_listed = type(model).__module__ == architecture.module
+        mlp = replace(mlp, **names, dense=mlp.dense if is_listed else None)  # which was not compared
     return replace(
         architecture,
         name=getattr(model.config, "model_type", type(model).__name__),
@@ -168,8 +186,9 @@ def _twin(
         causal_lm=type(model).__name__,
         layer=part("layer"),
         attention=part("attention"),
-        mlp=part("mlp"),
+        mlp=mlp,
         norm=part("norm"),
+        linear=linear,
     )
 
 

@@ -10,14 +10,15 @@ from torch import nn
 from .compat import layer_windows
 
 #: config entries that hold the features inside an MLP; without them there are four times the model's
-_MLP_WIDTHS = ("intermediate_size", "n_inner", "ffn_dim")
+_MLP_WIDTHS = ("intermediate_size", "n_inner", "ffn_dim", "ffn_hidden_size")
 
 
 def weight_bytes(model: Any, batch: int = 1) -> int:
     """Bytes of weights one decode step reads.
 
-    Every parameter once whatever the batch, but of an embedding table only a row for each sequence; a head
-    that is tied to an embedding table is read in full.
+    Every parameter once whatever the batch, but of an embedding table only a row for each sequence, and of a
+    mixture's experts only those that are chosen, if no two sequences choose the same; a head that is tied to an
+    embedding table is read in full.
     """
     head = model.get_output_embeddings()
     tables = [module.weight for module in model.modules() if isinstance(module, nn.Embedding)]
@@ -25,7 +26,13 @@ def weight_bytes(model: Any, batch: int = 1) -> int:
     if head is not None:
         gathered.discard(id(head.weight))
     rows = sum(batch * table.shape[1] * table.element_size() for table in tables)
-    return rows + sum(p.numel() * p.element_size() for p in model.parameters() if id(p) not in gathered)
+    chosen = batch * (getattr(model.config.get_text_config(decoder=True), "num_experts_per_tok", None) or 0)
+    total = rows
+    for parameter in model.parameters():
+        if id(parameter) not in gathered:
+            is_stack = chosen and parameter.dim() == 3
+            total += parameter.nbytes * min(chosen, len(parameter)) // len(parameter) if is_stack else parameter.nbytes
+    return total
 
 
 def layer_widths(config: Any) -> tuple[int, int, int]:
@@ -33,6 +40,8 @@ def layer_widths(config: Any) -> tuple[int, int, int]:
     heads = config.num_attention_heads
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
     kv_heads = getattr(config, "num_key_value_heads", None) or heads
+    if getattr(config, "multi_query", False) and not getattr(config, "new_decoder_architecture", False):
+        kv_heads = 1  # Falcon; the newer one keeps keys and values for every query head
     inner = next(filter(None, (getattr(config, name, None) for name in _MLP_WIDTHS)), 4 * config.hidden_size)
     return heads * head_dim, kv_heads * head_dim, inner
 

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from .cache import FastpathCache
-from .compat import DynamicCache, GenerationConfig
+from .compat import DynamicCache, GenerationConfig, eager_experts
 from .ops.gemv import MAX_ROWS
 from .patching import patch, paused, state_of, unpatch
 from .progress import announced
@@ -314,7 +314,8 @@ def _in_higher_precision(model: nn.Module) -> Iterator[None]:
     handles = [owner.register_forward_pre_hook(widen) for owner in owners]
     handles += [owner.register_forward_hook(narrow, always_call=True) for owner in owners]
     try:
-        yield
+        with eager_experts(model):
+            yield
     finally:
         for handle in handles:
             handle.remove()

@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 import hf_fastpath
 from hf_fastpath import loader
-from hf_fastpath.architecture import architectures
+from hf_fastpath.architecture import Architecture, architectures
 
 #: that tests of everything around the layers run on
 ARCHITECTURES = ("gpt2", "llama", "mistral")
@@ -55,6 +55,14 @@ _SIZES = {
         layer_types=["sliding_attention", "full_attention"],
         logit_scale=0.3,
         sliding_window=WINDOW,
+    ),
+    # two queries a KV head, head_dim 40, two norms a layer
+    "falcon": dict(
+        hidden_size=160,
+        num_attention_heads=4,
+        num_kv_heads=2,
+        ffn_hidden_size=212,
+        new_decoder_architecture=True,
     ),
     # multi-query, heads wider than the model
     "gemma": dict(hidden_size=88, num_attention_heads=2, num_key_value_heads=1, head_dim=64, intermediate_size=164),
@@ -128,6 +136,16 @@ _SIZES = {
         intermediate_size=250,
         sliding_window=WINDOW,
     ),
+    # three queries a KV head, head_dim 40; two of five experts
+    "mixtral": dict(
+        hidden_size=120,
+        num_attention_heads=3,
+        num_key_value_heads=1,
+        intermediate_size=152,
+        num_local_experts=5,
+        num_experts_per_tok=2,
+        sliding_window=None,
+    ),
     # two queries a KV head, head_dim 40
     "olmo2": dict(hidden_size=160, num_attention_heads=4, num_key_value_heads=2, intermediate_size=196),
     # multi-head, head_dim 56; windows in the lower layer
@@ -138,6 +156,15 @@ _SIZES = {
         intermediate_size=188,
         layer_types=["sliding_attention", "full_attention"],
         sliding_window=WINDOW,
+    ),
+    # multi-head, head_dim 48; two of six experts
+    "olmoe": dict(
+        hidden_size=96,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+        intermediate_size=72,
+        num_experts=6,
+        num_experts_per_tok=2,
     ),
     # multi-head, head_dim 56
     "opt": dict(
@@ -172,6 +199,17 @@ _SIZES = {
     ),
     # heads wider than the model, two queries a KV head
     "qwen3": dict(hidden_size=96, num_attention_heads=4, num_key_value_heads=2, head_dim=40, intermediate_size=188),
+    # heads wider than the model, two queries a KV head; three of eight experts
+    "qwen3_moe": dict(
+        hidden_size=96,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=40,
+        intermediate_size=188,
+        moe_intermediate_size=80,
+        num_experts=8,
+        num_experts_per_tok=3,
+    ),
     # two queries a KV head, head_dim 56
     "seed_oss": dict(
         hidden_size=112,
@@ -220,8 +258,34 @@ def build(architecture: str, seed: int = 0, **changes) -> PreTrainedModel:
                 parameter.normal_(std=_SPREAD)
             elif parameter.dim() == 1:  # norms: and ones, which a forgotten weight would not
                 parameter.normal_(mean=1.0, std=_SPREAD)
+        if declared.moe is not None:
+            _route_by_token(model, declared)
     torch.set_rng_state(state)
     return model
+
+
+def _route_by_token(model: PreTrainedModel, declared: Architecture) -> None:
+    """Let every token have experts of its own, by levels far apart in features that no layer adds to.
+
+    With random routers a rounding may change a choice, and what another expert gives is no error to compare.
+    """
+    base = getattr(model, declared.base)
+    mixtures = [getattr(layer, declared.layer.mlp) for layer in getattr(base, declared.layers)]
+    routers = [getattr(each, declared.moe.router) for each in mixtures if hasattr(each, declared.moe.router)]
+    count = len(routers[0].weight)
+    embeddings = getattr(base, declared.embedding).weight
+    embeddings[:, :count] = torch.rand(len(embeddings), count).argsort(-1) / count
+    for router in routers:
+        router.weight.zero_()[:, :count] = 4 * torch.eye(count)
+    for layer, each in zip(getattr(base, declared.layers), mixtures):
+        getattr(layer, declared.layer.mlp_norm).weight[:count] = 1
+        attention, experts = getattr(layer, declared.layer.attention), getattr(each, declared.moe.experts, None)
+        for parameter in getattr(attention, declared.attention.out).parameters():
+            parameter[:count] = 0
+        if experts is None:
+            getattr(each, declared.dense_mlp.down).weight[:count] = 0
+        else:
+            getattr(experts, declared.moe.down)[:, :count] = 0
 
 
 def require_native(device: torch.device) -> None:

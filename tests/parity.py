@@ -121,6 +121,8 @@ def float64_copy(model: PreTrainedModel) -> PreTrainedModel:
     made = copy.deepcopy(model).double()
     if made.config._attn_implementation == "eager":
         made.config._attn_implementation = "float64"
+    if hasattr(made.config, "num_experts_per_tok"):
+        made.set_experts_implementation("eager")  # the others have no float64
     return made
 
 

@@ -62,7 +62,7 @@ def main() -> int:
     parser.add_argument("--replays", type=int, default=10000)
     arguments = parser.parse_args()
     failed = 0
-    for architecture in ("gpt2", "mistral"):
+    for architecture in ("gpt2", "mistral", "mixtral"):
         for dtype in (torch.float16, torch.float32):
             for batch in (1, 3, 8):
                 wrong = differing(arguments.device, architecture, dtype, batch, arguments.replays)

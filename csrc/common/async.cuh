@@ -77,6 +77,7 @@ __device__ __forceinline__ void jitter() {
 // Nothing overlaps, and there are no clusters.
 __device__ __forceinline__ void allow_next_kernel() { trace(TracePoint::kBegin); }
 __device__ __forceinline__ void wait_for_previous_kernel() {}
+__device__ __forceinline__ void wait_and_allow_next_kernel() { trace(TracePoint::kBegin); }
 __device__ __forceinline__ void drop_l1() {}
 __device__ __forceinline__ void arrive_cluster() {}
 __device__ __forceinline__ void wait_cluster() {}
@@ -102,6 +103,13 @@ __device__ __forceinline__ void wait_for_previous_kernel() {
   asm volatile("griddepcontrol.wait;" ::: "memory");
   trace(TracePoint::kInput);
   jitter();
+}
+
+// The two in the other order: the next kernel may read what the kernels before this one wrote without a wait.
+__device__ __forceinline__ void wait_and_allow_next_kernel() {
+  trace(TracePoint::kBegin);
+  wait_for_previous_kernel();
+  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
 }
 
 // Plain loads after it come from L2.

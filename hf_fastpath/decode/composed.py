@@ -8,6 +8,7 @@ from collections.abc import Callable
 import torch
 from torch import nn
 
+from ..ops import fused_experts, topk_softmax
 from ..ops.decode_attention import visible_slots
 
 
@@ -32,6 +33,12 @@ def ungrouped(qkv: torch.Tensor, head_dim: int, group: int) -> torch.Tensor:
     return torch.cat([part.flatten(2) for part in heads.split((group, 1, 1), dim=3)], dim=-1)
 
 
+def repeated_kv(qkv: torch.Tensor, num_heads: int, head_dim: int, group: int) -> torch.Tensor:
+    """``query | key | value`` with every key and value head ``group`` times, for the query heads that read it."""
+    q, kv = qkv.unflatten(-1, (-1, head_dim)).tensor_split((num_heads,), dim=2)
+    return torch.cat((q, kv.repeat_interleave(group, dim=2)), dim=2).flatten(2)
+
+
 def turn_neighbors(
     qkv: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, num_heads: int, head_dim: int
 ) -> torch.Tensor:
@@ -42,6 +49,25 @@ def turn_neighbors(
     made = heads.clone()
     made[:, :, :num_heads, : cos.shape[-1]] = turned * cos[:, :, None] + crossed * sin[:, :, None]
     return made.flatten(-2)
+
+
+def routed_experts(
+    x: torch.Tensor,
+    logits: torch.Tensor,
+    gate_up_weight: torch.Tensor,
+    down_weight: torch.Tensor,
+    residual: torch.Tensor | None,
+    top_k: int,
+    normalized: bool,
+    rounded: bool,
+    activation: str,
+    overlap: bool,
+) -> torch.Tensor:
+    """``ops.fused_experts`` of the ``top_k`` experts that ``logits``, [..., num_experts], are largest for."""
+    scores = logits.flatten(0, -2)
+    ids = torch.empty(len(scores), top_k, dtype=torch.int64, device=x.device)
+    weights = topk_softmax.overload(scores, ids, normalized, rounded, overlap)
+    return fused_experts.overload(x, ids, weights, gate_up_weight, down_weight, residual, activation, overlap)
 
 
 def scaled(x: torch.Tensor, factor: torch.Tensor) -> torch.Tensor:

@@ -8,10 +8,12 @@ from typing import Any
 import torch
 from torch import nn
 
+from ..architecture import Architecture
 from ..compat import Conv1D, has_hooks, is_known_code, is_wrapped_by
 from ..registry import FLOAT_DTYPES
 
-_PLAIN_TENSORS = (torch.Tensor, nn.Parameter)
+#: what weights are, unless they are quantized, sharded or otherwise special
+PLAIN_TENSORS = (torch.Tensor, nn.Parameter)
 
 
 def child(module: nn.Module, name: str) -> Any:
@@ -46,20 +48,21 @@ def own_code_reason(module: nn.Module, home: str = "") -> str | None:
     return None if ours or is_wrapped_by(function, type(module).forward) else "instance_forward"
 
 
-def projection_reason(module: nn.Module) -> str | None:
+def projection_reason(module: nn.Module, architecture: Architecture) -> str | None:
     """Why the kernels cannot stand in for this projection, or None.
 
     Only the exact classes count: LoRA's ``weight`` is the base weight, a quantized one is not a plain tensor.
     """
-    if type(module) not in (nn.Linear, Conv1D):
+    cls = type(module)
+    if cls not in (nn.Linear, Conv1D) and (cls.__module__, cls.__name__) != (architecture.module, architecture.linear):
         return "unsupported_projection"
     parameters = module.__dict__["_parameters"]
     weight, bias = parameters.get("weight"), parameters.get("bias")
-    if type(weight) not in _PLAIN_TENSORS or weight.stride(-1) != 1:
+    if type(weight) not in PLAIN_TENSORS or weight.stride(-1) != 1:
         return "unsupported_projection"
     if weight.dtype not in FLOAT_DTYPES or (bias is not None and bias.dtype != weight.dtype):
         return "dtype"
-    return own_code_reason(module)
+    return own_code_reason(module, architecture.module)
 
 
 def is_transposed(module: nn.Module) -> bool:
@@ -70,6 +73,13 @@ def is_transposed(module: nn.Module) -> bool:
 def out_features(module: nn.Module) -> int:
     """Width of what a projection gives."""
     return module.weight.shape[1 if is_transposed(module) else 0]
+
+
+def found_at(module: Any, path: str) -> Any:
+    """What ``path`` leads to inside ``module``; None where it leads nowhere."""
+    for name in path.split("."):
+        module = getattr(module, name, None)
+    return module
 
 
 def number(module: nn.Module | None, path: str | None, default: float = 1.0) -> float:

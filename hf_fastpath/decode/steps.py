@@ -18,7 +18,8 @@ from .. import ops
 from ..ops.decode_layers import LAYER_TENSORS, OUTER_TENSORS, sizes, weight_reasons
 from . import composed
 from .modules import is_transposed, weight_and_bias
-from .structure import AttentionPart, LayerPart, MLPPart, ModelPart, NormPart
+from .parts import FeedForwardPart, MLPPart, MoEPart, NormPart
+from .structure import AttentionPart, LayerPart, ModelPart
 
 Emit = Callable[..., Any]
 _aten = torch.ops.aten
@@ -74,7 +75,7 @@ def projection(
     """``activation(linear(norm(x))) + residual``."""
     return emit(
         ops.gemv.overload,
-        *(x, linear.weight, linear.bias, residual, activation, is_transposed(linear)),
+        *(x, *weight_and_bias(linear), residual, activation, is_transposed(linear)),
         *(*_norm_arguments(norm), overlap),
     )
 
@@ -109,11 +110,13 @@ def _queries_composed(
         projected[place] = emit(composed.head_norm, projected[place], *_norm_op(each))
     qkv = projected[0] if len(projected) == 1 else emit(composed.joined, *projected)
     if part.spec.by_kv_head:
-        qkv = emit(composed.ungrouped, qkv, part.head_dim, part.num_heads // part.num_kv_heads)
+        qkv = emit(composed.ungrouped, qkv, part.head_dim, part.group)
     cos, sin = at.angles_of(part)
     if cos is not None and part.spec.pairs == "neighbors":
         qkv = emit(composed.turn_neighbors, qkv, cos, sin, part.num_heads + part.num_kv_heads, part.head_dim)
         cos = sin = None
+    if part.repeats_kv:
+        qkv = emit(composed.repeated_kv, qkv, part.num_heads, part.head_dim, part.group)
     return emit(ops.rope_append.overload, qkv, None, cos, sin, *cache, at.seq_lens, part.num_heads, at.kv_table, layer)
 
 
@@ -165,6 +168,23 @@ def mlp(
     return projection(emit, part.down, hidden, residual, overlap=overlap)
 
 
+def mixture(
+    emit: Emit, part: MoEPart, x: Any, residual: Any = None, norm: NormPart | None = None, overlap: bool = False
+) -> Any:
+    """``residual + part(norm(x))``."""
+    if norm is not None:  # router and experts take it
+        op, *arguments = _norm_op(norm)
+        x = emit(op, x, *arguments)
+    logits = projection(emit, part.router, x, overlap=overlap)
+    routing = (part.top_k, part.is_normalized, part.spec.rounded)
+    return emit(composed.routed_experts, x, logits, *part.stacks(), residual, *routing, part.activation, overlap)
+
+
+def feed_forward(emit: Emit, part: FeedForwardPart, *arguments: Any) -> Any:
+    """:func:`mlp` or :func:`mixture`."""
+    return (mixture if isinstance(part, MoEPart) else mlp)(emit, part, *arguments)
+
+
 def _added(emit: Emit, part: LayerPart, stream: Any, post_norm: NormPart | None, block: Callable[[Any], Any]) -> Any:
     """``stream + residual_multiplier * post_norm(block)``.
 
@@ -188,10 +208,10 @@ def decoder_layer(emit: Emit, part: LayerPart, hidden: Any, cache: tuple[Any, An
     attended = _added(emit, part, hidden, part.attention_post_norm, attend)
     source = hidden if part.is_parallel else attended
 
-    def feed_forward(residual: Any) -> Any:
-        return mlp(emit, part.mlp, source, residual, part.mlp_norm, at.overlap)
+    def transform(residual: Any) -> Any:
+        return feed_forward(emit, part.mlp, source, residual, part.mlp_norm, at.overlap)
 
-    return _added(emit, part, attended, part.mlp_post_norm, feed_forward)
+    return _added(emit, part, attended, part.mlp_post_norm, transform)
 
 
 def step_inputs(emit: Emit, part: ModelPart, tokens: Any, positions: Any, tables: list[Any]) -> tuple[Any, list[Any]]:

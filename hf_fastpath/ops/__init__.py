@@ -6,6 +6,7 @@
 from .decode_attention import SPEC as decode_attention
 from .decode_layers import SPEC as decode_layers
 from .exponential_race import SPEC as exponential_race
+from .fused_experts import SPEC as fused_experts
 from .fused_gelu import SPEC as fused_gelu
 from .fused_swiglu import SPEC as fused_swiglu
 from .gemv import SPEC as gemv
@@ -17,11 +18,13 @@ from .read_stream import SPEC as read_stream
 from .rms_norm import SPEC as rms_norm
 from .rope_append import SPEC as rope_append
 from .step_inputs import SPEC as step_inputs
+from .topk_softmax import SPEC as topk_softmax
 
 __all__ = [
     "decode_attention",
     "decode_layers",
     "exponential_race",
+    "fused_experts",
     "fused_gelu",
     "fused_swiglu",
     "gemv",
@@ -33,4 +36,5 @@ __all__ = [
     "rms_norm",
     "rope_append",
     "step_inputs",
+    "topk_softmax",
 ]

@@ -24,6 +24,9 @@ POSITIONS = 256
 #: families unlike each other; without --full the others are checked in fewer types and batches
 CORE = ("gemma2", "gpt2", "llama", "mistral", "phi3", "qwen3")
 
+#: families whose forward makes a mask for every token, which runs stock outside of the decode plan
+ALWAYS_MASKED = ("falcon",)
+
 
 def text_of(device: torch.device, batch: int, length: int, seed: int) -> torch.Tensor:
     """[batch, length] random tokens that are the same on every device."""
@@ -180,7 +183,8 @@ def architecture_tests(architecture: str) -> dict[str, Callable]:
         expected = walk(stock, text, lengths, DynamicCache(config=stock.config)).argmax(-1)
         assert cache.get_seq_length() == 30
         assert torch.equal(found, expected)
-        if getattr(ours.config, "sliding_window", None) is None:  # else transformers passes a mask once it is full
+        # transformers passes a mask once a window is full, and some models' code always does
+        if getattr(ours.config, "sliding_window", None) is None and architecture not in ALWAYS_MASKED:
             assert not counts.reasons, counts.reasons
 
     def everything_is_patched(device):

@@ -1,0 +1,315 @@
+// What: the chosen experts of a mixture for few x rows: activation(x @ gate) * (x @ up) of every choice, then
+//   the weighted sum of the products with down. Choices are read on the device.
+// Work split: two kernels, 8 rows of x at a time. Gate and up: blockIdx.y is a choice (row, k), a warp takes
+// one
+//   feature of both matrices for every row that chose that expert; blocks of later choices of the same expert
+//   end at once. Down: a warp takes one output and walks through the chosen experts, adding each product to
+//   the rows that chose it, so that sums run in one order and need no atomics. A lane keeps kLoads 16-byte
+//   loads in flight and replaces each as it is consumed. Down starts early: what it reads before the other
+//   kernel is complete are choices and its own first weights.
+// Traffic: 3 * width * hidden_size * sizeof(T) once for each expert that any of 8 rows chose; x, hidden and
+// out
+//   are small.
+// Roofline: read bandwidth.
+#include <type_traits>
+
+#include "common/activation.cuh"
+#include "common/async.cuh"
+#include "common/numeric.cuh"
+#include "common/warp.cuh"
+#include "fused_experts/fused_experts.h"
+
+namespace hf_fastpath {
+namespace {
+
+constexpr int kWarps = 8;
+constexpr int kThreads = kWarps * kWarpSize;
+constexpr int kMaxX = 8;  // x rows a kernel takes at once; more are further blocks, which read weights again
+// 16-byte loads of weights in flight a lane: 8 * 16 * 32 lanes * 16 warps are 64 KB an SM, more than twice
+// what the latency of device memory needs.
+constexpr int kLoads = 8;
+constexpr int kMinBlocks = 2;  // an SM: leaves 128 registers a thread
+static_assert(kMaxX == kWarps, "a warp of the down kernel reads the choices of one row");
+static_assert(kMaxTopK == kWarpSize, "a lane reads one choice");
+
+// First element of row `row` of an expert's matrix.
+template <class T>
+__device__ __forceinline__ const T* stack_row(const ExpertStack& stack, int64_t expert, int row) {
+  return static_cast<const T*>(stack.weight) + expert * stack.expert_stride + row * stack.row_stride;
+}
+
+// The `lane`-th choice of row m, or -1 if there is none. From L2: it was written just before.
+__device__ __forceinline__ int64_t choice(const FusedExpertsParams& p, int m, int lane) {
+  if (m >= p.rows || lane >= p.top_k) return -1;
+  const int64_t expert = __ldcg(p.expert_ids + m * p.top_k + lane);
+  return expert < p.num_experts ? expert : -1;
+}
+
+// kX: x rows kept, at least the rows of a block.
+template <class T, int kElems, int kX>
+__global__ void __launch_bounds__(kThreads, kMinBlocks) gate_up_kernel(FusedExpertsParams p) {
+  using C = Chunk<T, kElems>;
+  constexpr int kUnroll = kLoads / 2;  // of gate and up
+  const int lane = threadIdx.x % kWarpSize, warp = threadIdx.x / kWarpSize;
+  const int feature = blockIdx.x * kWarps + warp;
+  const int first_row = blockIdx.z * kMaxX, mine = blockIdx.y / p.top_k, k = blockIdx.y % p.top_k;
+  // The next kernel reads choices before it waits: it may only start once the one that made them is complete.
+  wait_and_allow_next_kernel();
+  if (first_row + mine >= p.rows) return;
+  const int64_t expert = __ldcg(p.expert_ids + (first_row + mine) * p.top_k + k);
+  if (expert < 0 || expert >= p.num_experts) return;
+
+  int source[kX];  // which choice of each row is this expert; -1: none
+#pragma unroll
+  for (int m = 0; m < kX; ++m) {
+    const unsigned same = __ballot_sync(kAllLanes, choice(p, first_row + m, lane) == expert);
+    source[m] = __ffs(same) - 1;
+    if (m < mine && same != 0 || m == mine && source[m] != k) return;  // another block has this expert
+  }
+
+  const T* gate = stack_row<T>(p.gate_up, expert, min(feature, p.width - 1));
+  const T* up = stack_row<T>(p.gate_up, expert, p.width + min(feature, p.width - 1));
+  const T* x = static_cast<const T*>(p.x) + int64_t(first_row) * p.hidden_size;
+  const int chunks = p.hidden_size / kElems;
+  typename C::Raw raw[kUnroll][2], x_raw[kUnroll];
+  const auto load = [&](int u, int chunk) {
+    const bool present = chunk < chunks;
+    raw[u][0] = present ? C::load_streaming(gate + int64_t(chunk) * kElems) : C::zero();
+    raw[u][1] = present ? C::load_streaming(up + int64_t(chunk) * kElems) : C::zero();
+    // One x row is loaded as far ahead as the weights: L1 answers in order.
+    if (kX == 1) x_raw[u] = present ? C::load(x + int64_t(chunk) * kElems) : C::zero();
+  };
+  drop_l1();  // x comes through L1, which all warps of the SM share
+#pragma unroll
+  for (int u = 0; u < kUnroll; ++u) load(u, u * kWarpSize + lane);
+  float sums[2 * kX];
+#pragma unroll
+  for (int i = 0; i < 2 * kX; ++i) sums[i] = 0.f;
+#pragma unroll 1
+  for (int base = lane; base - lane < chunks; base += kUnroll * kWarpSize) {
+#pragma unroll
+    for (int u = 0; u < kUnroll; ++u) {
+      const int chunk = base + u * kWarpSize;
+      float w[2][kElems];
+      C::unpack(raw[u][0], w[0]);
+      C::unpack(raw[u][1], w[1]);
+#pragma unroll
+      for (int m = 0; m < kX; ++m) {
+        if (source[m] < 0) continue;  // the same in all lanes
+        float xs[kElems];
+        if (kX > 1)
+          x_raw[u] =
+              chunk < chunks ? C::load(x + int64_t(m) * p.hidden_size + int64_t(chunk) * kElems) : C::zero();
+        C::unpack(x_raw[u], xs);
+#pragma unroll
+        for (int e = 0; e < kElems; ++e) {
+          sums[m] = fmaf(w[0][e], xs[e], sums[m]);
+          sums[kX + m] = fmaf(w[1][e], xs[e], sums[kX + m]);
+        }
+      }
+      load(u, chunk + kUnroll * kWarpSize);
+    }
+  }
+
+  // float32 results keep every bit of a lane's sum, as in gemv_rows.cuh.
+  std::conditional_t<sizeof(T) == 4, double, float> gate_sums[kX], up_sums[kX];
+#pragma unroll
+  for (int m = 0; m < kX; ++m) gate_sums[m] = sums[m], up_sums[m] = sums[kX + m];
+  const float gate_sum = static_cast<float>(warp_sums<kX>(gate_sums, lane));
+  const float up_sum = static_cast<float>(warp_sums<kX>(up_sums, lane));
+  constexpr int kLanesPerRow = kWarpSize / kX;
+  const int m = lane / kLanesPerRow;
+  if (lane % kLanesPerRow != 0 || feature >= p.width) return;
+  int chosen = -1;  // source[m], without an array indexed at run time
+#pragma unroll
+  for (int i = 0; i < kX; ++i) {
+    if (i == m) chosen = source[i];
+  }
+  if (chosen < 0) return;
+  T* hidden = static_cast<T*>(p.hidden) + (int64_t(first_row + m) * p.top_k + chosen) * p.width;
+  hidden[feature] = from_float<T>(activate(gate_sum, p.activation) * up_sum);
+}
+
+// The experts that the rows of a block chose, each once, in the order of rows and choices.
+template <int kX>
+struct Chosen {
+  static constexpr int kMost = kX * kMaxTopK;
+  int count;
+  int64_t expert[kMost];
+  float weight[kMost][kX];  // of the expert in each row
+  int source[kMost][kX];    // choice that the row's hidden features are kept by; -1: not chosen
+};
+
+// Fills `chosen` with all threads; returns after a barrier.
+template <int kX>
+__device__ __forceinline__ void find_chosen(const FusedExpertsParams& p, int first_row, Chosen<kX>& chosen) {
+  __shared__ int64_t ids[kX][kMaxTopK];
+  __shared__ int found[kX];  // experts that a row is the first to choose
+  const int lane = threadIdx.x % kWarpSize, m = threadIdx.x / kWarpSize;
+  const int64_t id = m < kX ? choice(p, first_row + m, lane) : -1;
+  if (m < kX) ids[m][lane] = id;
+  for (int i = threadIdx.x; i < Chosen<kX>::kMost * kX; i += kThreads) (&chosen.source[0][0])[i] = -1;
+  __syncthreads();  // every row's choices are in `ids`, and no expert has a source
+  // The first of the row's own choices that is this expert, and whether an earlier row has it.
+  int own = lane;
+  bool is_first = id >= 0;
+  if (id >= 0) {
+    for (int k = lane - 1; k >= 0; --k) own = ids[m][k] == id ? k : own;
+    is_first = own == lane;
+    for (int row = 0; row < m; ++row)
+      for (int k = 0; k < p.top_k; ++k) is_first = is_first && ids[row][k] != id;
+  }
+  const unsigned firsts = __ballot_sync(kAllLanes, is_first);
+  if (m < kX && lane == 0) found[m] = __popc(firsts);
+  __syncthreads();  // every row's count is in `found`
+  int place = __popc(firsts & ((1u << lane) - 1));
+  for (int row = 0; row < m && row < kX; ++row) place += found[row];
+  if (is_first) chosen.expert[place] = id;
+  if (threadIdx.x == 0) {
+    int count = 0;
+    for (int row = 0; row < kX; ++row) count += found[row];
+    chosen.count = count;
+  }
+  __syncthreads();  // the list of experts is complete
+  if (id >= 0 && own == lane) {
+    int at = 0;
+    while (chosen.expert[at] != id) ++at;
+    float weight = 0.f;
+    for (int k = lane; k < p.top_k; ++k)
+      if (ids[m][k] == id) weight += __ldcg(p.expert_weights + (first_row + m) * p.top_k + k);
+    chosen.weight[at][m] = weight;
+    chosen.source[at][m] = lane;
+  }
+  __syncthreads();  // weights and sources are complete
+}
+
+template <class T, int kElems, int kX>
+__global__ void __launch_bounds__(kThreads, kMinBlocks) down_kernel(FusedExpertsParams p) {
+  using C = Chunk<T, kElems>;
+  __shared__ Chosen<kX> chosen;
+  const int lane = threadIdx.x % kWarpSize, warp = threadIdx.x / kWarpSize;
+  const int output = blockIdx.x * kWarps + warp, n = min(output, p.hidden_size - 1);
+  const int first_row = blockIdx.y * kMaxX;
+  allow_next_kernel();
+  find_chosen(p, first_row, chosen);
+
+  const int chunks = p.width / kElems;
+  const T* hidden = static_cast<const T*>(p.hidden) + int64_t(first_row) * p.top_k * p.width;
+  // Where loads are, and where their use is: an expert of the list and a chunk of its row, without the lane.
+  int next = 0, next_base = 0, at = 0, base = 0;
+  typename C::Raw raw[kLoads], hidden_raw[kLoads];
+  const auto load_hidden = [&](int u, int expert, int from) {
+    const int chunk = from + lane;
+    const bool present = expert < chosen.count && chunk < chunks;
+    hidden_raw[u] =
+        present ? C::load(hidden + int64_t(chosen.source[expert][0]) * p.width + int64_t(chunk) * kElems)
+                : C::zero();
+  };
+  const auto load = [&](int u) {
+    const int chunk = next_base + lane;
+    const bool present = next < chosen.count && chunk < chunks;
+    raw[u] = present
+                 ? C::load_streaming(stack_row<T>(p.down, chosen.expert[next], n) + int64_t(chunk) * kElems)
+                 : C::zero();
+  };
+  const auto advance = [&](int& expert, int& from) {
+    from += kWarpSize;
+    if (from >= chunks) ++expert, from = 0;
+  };
+#pragma unroll
+  for (int u = 0; u < kLoads; ++u) load(u), advance(next, next_base);
+  wait_for_previous_kernel();  // for `hidden`
+  drop_l1();
+  if (kX == 1) {
+    int expert = 0, from = 0;
+#pragma unroll
+    for (int u = 0; u < kLoads; ++u) load_hidden(u, expert, from), advance(expert, from);
+  }
+
+  float sums[kX];
+#pragma unroll
+  for (int m = 0; m < kX; ++m) sums[m] = 0.f;
+#pragma unroll 1
+  while (at < chosen.count) {
+#pragma unroll
+    for (int u = 0; u < kLoads; ++u) {
+      if (at < chosen.count) {
+        float w[kElems];
+        C::unpack(raw[u], w);
+#pragma unroll
+        for (int m = 0; m < kX; ++m) {
+          const int source = chosen.source[at][m];
+          if (source < 0) continue;  // the same in all lanes
+          if (kX > 1) {
+            const int chunk = base + lane;
+            const T* row = hidden + (int64_t(m) * p.top_k + source) * p.width;
+            hidden_raw[u] = chunk < chunks ? C::load(row + int64_t(chunk) * kElems) : C::zero();
+          }
+          float h[kElems], product = 0.f;
+          C::unpack(hidden_raw[u], h);
+#pragma unroll
+          for (int e = 0; e < kElems; ++e) product = fmaf(w[e], h[e], product);
+          sums[m] = fmaf(chosen.weight[at][m], product, sums[m]);
+        }
+      }
+      advance(at, base);
+      load(u);
+      if (kX == 1) load_hidden(u, next, next_base);
+      advance(next, next_base);
+    }
+  }
+
+  std::conditional_t<sizeof(T) == 4, double, float> wide[kX];
+#pragma unroll
+  for (int m = 0; m < kX; ++m) wide[m] = sums[m];
+  float sum = static_cast<float>(warp_sums<kX>(wide, lane));
+  constexpr int kLanesPerRow = kWarpSize / kX;
+  const int m = first_row + lane / kLanesPerRow;
+  if (lane % kLanesPerRow != 0 || m >= p.rows || output >= p.hidden_size) return;
+  const int64_t place = int64_t(m) * p.hidden_size + output;
+  if (p.residual) sum += to_float(__ldcg(static_cast<const T*>(p.residual) + place));
+  static_cast<T*>(p.out)[place] = from_float<T>(sum);
+}
+
+template <class T, int kElems, int kX>
+void launch_form(const FusedExpertsParams& p, cudaStream_t stream) {
+  const int rows = p.rows < kMaxX ? p.rows : kMaxX, groups = (p.rows + kMaxX - 1) / kMaxX;
+  const dim3 grid((p.width + kWarps - 1) / kWarps, rows * p.top_k, groups), block(kThreads);
+  const dim3 down_grid((p.hidden_size + kWarps - 1) / kWarps, groups);
+  const size_t smem_bytes = 0;
+  HF_FASTPATH_CUDA_CHECK(
+      launch_overlapping(gate_up_kernel<T, kElems, kX>, grid, block, smem_bytes, stream, p.overlap, p));
+  // The kernel in front is our own: it writes nothing that is read early.
+  HF_FASTPATH_CUDA_CHECK(
+      launch_overlapping(down_kernel<T, kElems, kX>, down_grid, block, smem_bytes, stream, true, p));
+}
+
+template <class T, int kElems>
+void launch_rows(const FusedExpertsParams& p, cudaStream_t stream) {
+  if (p.rows == 1) return launch_form<T, kElems, 1>(p, stream);
+  if constexpr (kElems > 1) {  // else alignment costs more than rows that are not there
+    if (p.rows == 2) return launch_form<T, kElems, 2>(p, stream);
+    if (p.rows <= 4) return launch_form<T, kElems, 4>(p, stream);
+  }
+  return launch_form<T, kElems, kMaxX>(p, stream);
+}
+
+// Whether every row of the stack starts a 16-byte access and is made of whole ones.
+bool is_aligned(const ExpertStack& stack, int columns, int elems) {
+  return is_aligned16(stack.weight) && stack.expert_stride % elems == 0 && stack.row_stride % elems == 0 &&
+         columns % elems == 0;
+}
+
+}  // namespace
+
+void launch_fused_experts(const FusedExpertsParams& p, cudaStream_t stream) {
+  with_type(p.dtype, [&](auto type) {
+    using T = decltype(type);
+    constexpr int kElems = kVecElems<T>;
+    const bool aligned = is_aligned(p.gate_up, p.hidden_size, kElems) &&
+                         is_aligned(p.down, p.width, kElems) && is_aligned16(p.x) && is_aligned16(p.hidden);
+    return aligned ? launch_rows<T, kElems>(p, stream) : launch_rows<T, 1>(p, stream);
+  });
+}
+
+}  // namespace hf_fastpath

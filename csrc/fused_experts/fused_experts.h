@@ -1,0 +1,40 @@
+// Torch-free launch of the chosen experts of a mixture on a GPU.
+#pragma once
+
+#include <cuda_runtime.h>
+
+#include <cstdint>
+
+#include "common/dtype.h"
+
+namespace hf_fastpath {
+
+constexpr int kMaxExpertRows = 16;  // rows of x
+constexpr int kMaxTopK = 32;        // experts a row chooses
+
+// Matrices of all experts: row r of expert e starts at e * expert_stride + r * row_stride elements.
+struct ExpertStack {
+  const void* weight;
+  int64_t expert_stride, row_stride;
+};
+
+// out[m, :] = sum over k of expert_weights[m, k] * expert(expert_ids[m, k], x[m, :]) + residual[m, :].
+struct FusedExpertsParams {
+  const void* x;                // [rows, hidden_size], contiguous
+  const int64_t* expert_ids;    // [rows, top_k]; one outside of [0, num_experts) adds nothing
+  const float* expert_weights;  // [rows, top_k]
+  ExpertStack gate_up;          // rows: gate [width], then up [width]; columns [hidden_size]
+  ExpertStack down;             // rows [hidden_size], columns [width]
+  const void* residual;         // [rows, hidden_size] or null
+  void* hidden;                 // [rows, top_k, width]: what the activations give, written and read
+  void* out;                    // [rows, hidden_size]
+  int64_t num_experts;
+  int rows, top_k, hidden_size, width;
+  DType dtype;
+  Activation activation;
+  bool overlap;  // may start before the kernel in front on the stream is complete
+};
+
+void launch_fused_experts(const FusedExpertsParams& params, cudaStream_t stream);
+
+}  // namespace hf_fastpath

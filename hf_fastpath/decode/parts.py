@@ -1,0 +1,207 @@
+"""The parts of a model that hold no other: norms, MLPs and mixtures of experts."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from .. import architecture as arch
+from ..architecture import Architecture
+from ..compat import activation_name, experts_function, is_known_code
+from ..ops.fused_experts import MAX_TOP_K
+from ..ops.fused_swiglu import GATES
+from ..ops.topk_softmax import MAX_EXPERTS
+from ..registry import FLOAT_DTYPES
+from .modules import (
+    PLAIN_TENSORS,
+    child,
+    dropout_reason,
+    is_on,
+    is_transposed,
+    own_code_reason,
+    projection_reason,
+    weight_and_bias,
+)
+
+
+@dataclass(frozen=True)
+class Part:
+    """A module in a role. What is inside the module is looked up at every use: it may be replaced after patching."""
+
+    architecture: Architecture
+    module: nn.Module
+
+    def parameters(self) -> list[torch.Tensor | None]:
+        """Parameters the kernels read for it; None for a bias that is not there."""
+        raise NotImplementedError
+
+    def reason(self) -> str | None:
+        """Why the kernels cannot stand in for it right now, or None."""
+        raise NotImplementedError
+
+    def _own_reason(self, kind: str) -> str | None:
+        return None if self.architecture.part_of(self.module) == kind else "class_not_supported"
+
+    def _code_reason(self, module: nn.Module | None = None) -> str | None:
+        """:func:`own_code_reason` of the module or of one inside it."""
+        return own_code_reason(self.module if module is None else module, self.architecture.module)
+
+
+class NormPart(Part):
+    """A norm."""
+
+    @property
+    def eps(self) -> float:
+        return getattr(self.module, self.architecture.norm.eps)
+
+    def parameters(self) -> list[torch.Tensor | None]:
+        return list(weight_and_bias(self.module))
+
+    def reason(self) -> str | None:
+        if self.architecture.norm.is_torchs:
+            if type(self.module) is not nn.LayerNorm:
+                return "class_not_supported"
+        elif (reason := self._own_reason("norm")) is not None:
+            return reason
+        if any(p is not None and p.dim() != 1 for p in self.parameters()):
+            return "unsupported_config"
+        if any(p is not None and p.dtype not in FLOAT_DTYPES for p in self.parameters()):
+            return "dtype"
+        return self._code_reason()
+
+
+class MLPPart(Part):
+    """A plain or gated MLP."""
+
+    @property
+    def spec(self) -> arch.MLP:
+        return self.architecture.dense_mlp
+
+    @property
+    def up(self) -> nn.Module:
+        return child(self.module, self.spec.up)
+
+    @property
+    def down(self) -> nn.Module:
+        return child(self.module, self.spec.down)
+
+    @property
+    def gate(self) -> nn.Module | None:
+        return None if self.spec.gate is None else child(self.module, self.spec.gate)
+
+    @property
+    def activation(self) -> str | None:
+        return activation_name(child(self.module, self.spec.activation))
+
+    @property
+    def is_joined(self) -> bool:
+        """Whether gate and up are one projection."""
+        return self.spec.gate == self.spec.up
+
+    def gate_and_up(self) -> list[torch.Tensor]:
+        """Weights of gate and up: those of two projections, or views of one's halves."""
+        return list(self.up.weight.chunk(2)) if self.is_joined else [self.gate.weight, self.up.weight]
+
+    def projections(self) -> list[nn.Module]:
+        gate = None if self.is_joined else self.gate
+        return [linear for linear in (gate, self.up, self.down) if linear is not None]
+
+    def parameters(self) -> list[torch.Tensor | None]:
+        return [p for linear in self.projections() for p in weight_and_bias(linear)]
+
+    @property
+    def constants(self) -> tuple:
+        """What a decode plan bakes in beside parameters."""
+        return (self.activation,)
+
+    def activation_reason(self) -> str | None:
+        """Why the fused activation cannot stand in, or None."""
+        if self.activation is None or (self.spec.gate is not None and self.activation == "relu"):
+            return "unsupported_activation"
+        return own_code_reason(child(self.module, self.spec.activation))
+
+    def reason(self) -> str | None:
+        kind = "mlp" if self.spec.class_name is not None else "layer"
+        reasons = [self._own_reason(kind), self.activation_reason(), self._code_reason()]
+        reasons += [projection_reason(linear, self.architecture) for linear in self.projections()]
+        if self.is_joined and (self.up.bias is not None or is_transposed(self.up)):
+            reasons.append("unsupported_projection")
+        reasons.append(dropout_reason(self.module, self.spec.dropout))
+        return next((reason for reason in reasons if reason), None)
+
+
+class MoEPart(Part):
+    """A mixture of experts."""
+
+    @property
+    def spec(self) -> arch.MoE:
+        return self.architecture.moe
+
+    @property
+    def router(self) -> nn.Module:
+        return child(self.module, self.spec.router)
+
+    @property
+    def experts(self) -> nn.Module:
+        return child(self.module, self.spec.experts)
+
+    @property
+    def activation(self) -> str | None:
+        return activation_name(child(self.experts, self.spec.activation))
+
+    @property
+    def top_k(self) -> int:
+        return getattr(self.router, self.spec.top_k)
+
+    @property
+    def is_normalized(self) -> bool:
+        """Whether the weights of a token's experts are made to sum to one."""
+        normalized = self.spec.normalized
+        return is_on(self.router, normalized) if isinstance(normalized, str) else normalized
+
+    @property
+    def constants(self) -> tuple:
+        """What a decode plan bakes in beside parameters."""
+        return self.activation, self.top_k, self.is_normalized
+
+    def stacks(self) -> list[torch.Tensor]:
+        """The weights of all experts: gate and up, and down."""
+        return [getattr(self.experts, name) for name in (self.spec.gate_up, self.spec.down)]
+
+    def parameters(self) -> list[torch.Tensor | None]:
+        return [self.router.weight, *self.stacks()]
+
+    def _is_of(self, module: nn.Module, class_name: str) -> bool:
+        cls = type(module)
+        return (cls.__module__, cls.__name__) == (self.architecture.module, class_name)
+
+    def reason(self) -> str | None:
+        spec, router, experts = self.spec, self.router, self.experts
+        if not self._is_of(self.module, spec.class_name):
+            return "class_not_supported"
+        if not self._is_of(router, spec.router_class) or not self._is_of(experts, spec.experts_class):
+            return "unsupported_projection"
+        if any(type(p) not in PLAIN_TENSORS or p.stride(-1) != 1 for p in self.parameters()):
+            return "unsupported_projection"
+        if any(p.dtype not in FLOAT_DTYPES for p in self.parameters()):
+            return "dtype"
+        if self.top_k > MAX_TOP_K or len(router.weight) > MAX_EXPERTS or getattr(experts, "_is_expert_parallel", False):
+            return "unsupported_config"
+        if self.activation not in GATES:
+            return "unsupported_activation"
+        if not is_known_code(experts_function(experts), self.architecture.module):
+            return "experts_function"
+        reasons = [self._code_reason(module) for module in (self.module, router, experts)]
+        reasons += [own_code_reason(child(experts, spec.activation)), dropout_reason(self.module, spec.jitter)]
+        return next((reason for reason in reasons if reason), None)
+
+
+FeedForwardPart = MLPPart | MoEPart
+
+
+def feed_forward_part(architecture: Architecture, module: nn.Module) -> FeedForwardPart:
+    """``module`` as a mixture of experts where it is one, else as an MLP."""
+    is_moe = architecture.moe is not None and type(module).__name__ == architecture.moe.class_name
+    return MoEPart(architecture, module) if is_moe else MLPPart(architecture, module)

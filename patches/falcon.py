@@ -1,0 +1,39 @@
+"""Falcon: layer norm, one for attention and one for a plain MLP beside it or one for both, fused q/k/v by head or with
+one key and value, rotary positions."""
+
+from hf_fastpath.architecture import MLP, Architecture, Attention, Layer, Norm
+
+ARCHITECTURE = Architecture(
+    name="falcon",
+    module="transformers.models.falcon.modeling_falcon",
+    causal_lm="FalconForCausalLM",
+    base="transformer",
+    embedding="word_embeddings",
+    rotary="rotary_emb",
+    layers="h",
+    final_norm="ln_f",
+    linear="FalconLinear",
+    norm=Norm("LayerNorm", kind="layer", eps="eps"),
+    attention=Attention(
+        "FalconAttention",
+        qkv=("query_key_value",),
+        by_kv_head=True,
+        num_kv_heads="num_kv_heads",
+        repeats_kv="new_decoder_architecture",
+        out="dense",
+        scaling="inv_norm_factor",
+        refuse=("config.alibi",),
+        cache="layer_past",
+    ),
+    mlp=MLP("FalconMLP", activation="act", up="dense_h_to_4h", down="dense_4h_to_h"),
+    layer=Layer(
+        "FalconDecoderLayer",
+        attention_norm=("ln_attn", "input_layernorm"),
+        attention="self_attention",
+        mlp_norm=("ln_mlp", "post_attention_layernorm"),
+        mlp="mlp",
+        dropouts=("hidden_dropout",),
+        parallel="config.parallel_attn",
+        returns_weights=True,
+    ),
+)

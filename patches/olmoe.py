@@ -1,0 +1,39 @@
+"""OLMoE: as Llama, with norms over all heads' queries and keys, and a mixture of gated SiLU MLPs."""
+
+from hf_fastpath.architecture import Architecture, Attention, Layer, MoE, Norm
+
+ARCHITECTURE = Architecture(
+    name="olmoe",
+    module="transformers.models.olmoe.modeling_olmoe",
+    causal_lm="OlmoeForCausalLM",
+    base="model",
+    embedding="embed_tokens",
+    rotary="rotary_emb",
+    layers="layers",
+    final_norm="norm",
+    norm=Norm("OlmoeRMSNorm", kind="rms", eps="variance_epsilon"),
+    attention=Attention(
+        "OlmoeAttention",
+        qkv=("q_proj", "k_proj", "v_proj"),
+        out="o_proj",
+        refuse=("config.clip_qkv",),
+        head_norms=("q_norm", "k_norm"),
+    ),
+    mlp=MoE(
+        "OlmoeSparseMoeBlock",
+        router="gate",
+        router_class="OlmoeTopKRouter",
+        experts="experts",
+        experts_class="OlmoeExperts",
+        activation="act_fn",
+        normalized="norm_topk_prob",
+        rounded=True,
+    ),
+    layer=Layer(
+        "OlmoeDecoderLayer",
+        attention_norm="input_layernorm",
+        attention="self_attn",
+        mlp_norm="post_attention_layernorm",
+        mlp="mlp",
+    ),
+)

@@ -1,0 +1,78 @@
+"""Falcon: the common checks, and the switches of its config."""
+
+import pytest
+import torch
+from architecture_checks import architecture_tests, assert_variant_right
+from models import CPU, build, fresh, prompt
+
+import hf_fastpath
+from hf_fastpath import traffic
+from hf_fastpath.decode import steps
+
+globals().update(architecture_tests("falcon"))
+
+#: Falcon 7B's structure; the test model has that of 40B and 180B
+OLD = {"new_decoder_architecture": False}
+
+
+@pytest.mark.parametrize("multi_query", (True, False))
+def test_falcon_one_norm(multi_query, device):
+    assert_variant_right("falcon", device, multi_query=multi_query, num_kv_heads=4, **OLD)
+
+
+@pytest.mark.parametrize("multi_query", (True, False))
+def test_falcon_mlp_follows_attention(multi_query, device):
+    assert_variant_right("falcon", device, parallel_attn=False, multi_query=multi_query, num_kv_heads=4, **OLD)
+
+
+@pytest.mark.parametrize("num_kv_heads", (1, 4))
+def test_falcon_kv_heads(num_kv_heads, device):
+    assert_variant_right("falcon", device, num_kv_heads=num_kv_heads)
+
+
+def test_falcon_one_norm_for_both(device):
+    assert_variant_right("falcon", device, num_ln_in_parallel_attn=1)
+
+
+@pytest.mark.parametrize("changes", ({}, OLD | {"parallel_attn": False}), ids=("parallel", "in_turn"))
+def test_falcon_biases(changes, device):
+    assert_variant_right("falcon", device, bias=True, **changes)
+
+
+def test_falcon_eager_attention(device):
+    assert_variant_right("falcon", device, attn_implementation="eager")
+
+
+def test_falcon_separate_head(device):
+    assert_variant_right("falcon", device, tie_word_embeddings=False)
+
+
+def test_falcon_alibi_runs_stock(device):
+    assert_variant_right("falcon", device, fast=False, reason="declined", alibi=True)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("changes", ({}, OLD, OLD | {"multi_query": False, "num_kv_heads": 4}))
+def test_falcon_kv_bytes_are_those_of_the_cache(changes):
+    model = build("falcon", **changes)
+    cache = model(prompt(CPU, 1, 9), use_cache=True).past_key_values
+    held = sum(layer.keys.nbytes + layer.values.nbytes for layer in cache.layers)
+    assert traffic.kv_bytes(model.config, 9, torch.float32) == held
+
+
+@torch.no_grad()
+def test_falcon_layers_without_a_mask(monkeypatch):
+    """A layer called by the user's own code for one token gives the pair that stock gives."""
+    outputs, fused, decoder_layer = [], [], steps.decoder_layer
+    monkeypatch.setattr(steps, "decoder_layer", lambda *given: fused.append(0) or decoder_layer(*given))
+    for model in fresh("falcon"):
+        cache = hf_fastpath.FastpathCache(model.config)
+        model(prompt(CPU, 1, 9), past_key_values=cache)
+        x = torch.linspace(-1, 1, 160).view(1, 1, 160)
+        angles = model.transformer.rotary_emb(x, torch.tensor([[9]]))
+        outputs.append(
+            model.transformer.h[0](x, None, None, layer_past=cache, use_cache=True, position_embeddings=angles)
+        )
+    (expected, _), (found, weights) = outputs
+    assert fused and weights is None
+    torch.testing.assert_close(found, expected)

@@ -1,0 +1,134 @@
+"""Mixtral: the common checks, the switches of its config, and what becomes of experts that the kernels do not take."""
+
+import copy
+
+import pytest
+import torch
+from architecture_checks import architecture_tests, assert_variant_right
+from models import WINDOW, build, counting, fresh, prompt, require_native
+from parity import assert_equal_generation
+from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
+from transformers.models.mixtral.modeling_mixtral import MixtralExperts
+
+import hf_fastpath
+from hf_fastpath import traffic
+
+globals().update(architecture_tests("mixtral"))
+
+
+@pytest.mark.parametrize("top_k", (1, 5))
+def test_mixtral_experts_a_token(top_k, device):
+    assert_variant_right("mixtral", device, num_experts_per_tok=top_k)
+
+
+def test_mixtral_window(device):
+    assert_variant_right("mixtral", device, sliding_window=WINDOW)
+
+
+def test_mixtral_gelu_gate(device):
+    assert_variant_right("mixtral", device, hidden_act="gelu_pytorch_tanh")
+
+
+def test_mixtral_tied_head(device):
+    assert_variant_right("mixtral", device, tie_word_embeddings=True)
+
+
+@pytest.mark.parametrize("implementation", ("eager", "batched_mm"))
+def test_mixtral_experts_implementations(implementation, device):
+    assert_variant_right("mixtral", device, experts_implementation=implementation)
+
+
+def test_mixtral_relu_experts_run_stock(device):
+    assert_variant_right("mixtral", device, fast=False, reason="declined", hidden_act="relu")
+
+
+def test_mixtral_experts_of_another_class_run_stock(device):
+    """As quantized ones are; what is around them is patched."""
+
+    class OtherExperts(MixtralExperts):
+        pass
+
+    require_native(device)
+    stock = build("mixtral").to(device)
+    for layer in stock.model.layers:
+        layer.mlp.experts.__class__ = OtherExperts
+    ours = hf_fastpath.patch(copy.deepcopy(stock), quiet=True)
+    with counting(ours) as counts:
+        assert_equal_generation(ours, stock, fast=False)
+    assert counts.reasons["unsupported_projection"] and hf_fastpath.report(ours).patched["attention"] == 2
+
+
+def test_mixtral_experts_function_of_the_users_own_runs(device, monkeypatch):
+    def doubled(self, hidden_states, top_k_index, top_k_weights):
+        return 2 * MixtralExperts.forward.__wrapped__(self, hidden_states, top_k_index, top_k_weights)
+
+    monkeypatch.setitem(ALL_EXPERTS_FUNCTIONS._global_mapping, "doubled", doubled)
+    stock, ours = fresh("mixtral", device)
+    for model in (stock, ours):
+        model.config._experts_implementation = "doubled"
+    with counting(ours) as counts:
+        assert_equal_generation(ours, stock, fast=False)
+    assert counts.reasons["experts_function"]
+
+
+@torch.no_grad()
+def test_mixtral_router_logits(device):
+    stock, ours = fresh("mixtral", device)
+    ids = prompt(device, 1, 5)
+    with counting(ours) as counts:
+        found = ours(ids, output_router_logits=True).router_logits
+    assert counts.reasons["attention_outputs"] and len(found) == 2
+    for mine, expected in zip(found, stock(ids, output_router_logits=True).router_logits):
+        torch.testing.assert_close(mine, expected)
+
+
+def test_mixtral_gradients(device):
+    stock, ours = fresh("mixtral", device)
+    ids = prompt(device, 1, 7)
+    for model in (stock, ours):
+        model(ids, labels=ids).loss.backward()
+    for mine, expected in zip(ours.parameters(), stock.parameters()):
+        torch.testing.assert_close(mine.grad, expected.grad)
+
+
+def test_mixtral_noise_in_training(device):
+    losses = []
+    for model in fresh("mixtral", device, router_jitter_noise=0.2):
+        torch.manual_seed(5)
+        ids = prompt(device, batch=1, length=9)
+        with torch.no_grad():
+            losses.append(model.train()(ids, labels=ids).loss)
+    torch.testing.assert_close(losses[1], losses[0])
+
+
+def test_mixtral_changed_experts_are_read(device):
+    """The plan holds the stacks of all experts: values that change are seen, and a stack that is replaced."""
+    stock, ours = fresh("mixtral", device)
+    for change in ("values", "stack"):
+        assert_equal_generation(ours, stock)
+        for model in (stock, ours):
+            experts = model.model.layers[1].mlp.experts
+            if change == "values":
+                experts.down_proj.data.mul_(-0.5)
+            else:
+                experts.gate_up_proj = torch.nn.Parameter(experts.gate_up_proj.detach().flip(0))
+    assert_equal_generation(ours, stock)
+
+
+def test_mixtral_verify(device):
+    """In higher precision, which only the experts' own code has; the config is as it was."""
+    _, ours = fresh("mixtral", device)
+    before = copy.deepcopy(ours.config)
+    assert hf_fastpath.verify(ours, prompt(device, 1, 12), max_new_tokens=8).ok
+    assert ours.config.to_dict() == before.to_dict()
+    assert ours.config._experts_implementation == before._experts_implementation != "eager"
+
+
+def test_mixtral_bytes_of_a_step():
+    """Of five experts two are read for one sequence, four for two."""
+    model = build("mixtral")
+    stacks = sum(p.nbytes for p in model.parameters() if p.dim() == 3)
+    two, four, all_of_them = (traffic.weight_bytes(model, batch) for batch in (1, 2, 4))
+    row = model.model.embed_tokens.weight[0].nbytes
+    assert four - two == pytest.approx(stacks * 2 / 5 + row, abs=8)
+    assert all_of_them - four == pytest.approx(stacks / 5 + 2 * row, abs=8)
