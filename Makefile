@@ -10,7 +10,7 @@ TORCH ?= torch==2.13.0
 READY := $(VENV)/.ready
 CUDA_ARCHS ?= 80 90a
 
-.PHONY: env demo test test-full test-oldest test-gpu style quality ptxas sanitize bench docs clean
+.PHONY: env demo test test-full test-conformance test-oldest test-gpu style quality ptxas sanitize bench docs clean
 
 env: $(READY)
 
@@ -36,9 +36,24 @@ demo: $(CPU_LIB)
 test: $(CPU_LIB)
 	HF_FASTPATH_REQUIRE_NATIVE=cpu $(BIN)/python -m pytest -q -n $(JOBS) $(TESTS) $(ARGS)
 
-# What `make test` leaves out as well: every family in every type and batch on four models each.
+# Other projects' tests: what these import, and transformers' own, which are skipped where GitHub is out of reach.
+FULL_READY := $(VENV)/.ready-full
+$(FULL_READY): $(READY)
+	HF_FASTPATH_BUILD=never $(BIN)/python -m pip install --quiet --no-build-isolation -e ".[test,full]"
+	touch $@
+
+.PHONY: transformers-tests
+transformers-tests: $(FULL_READY)
+	-$(BIN)/python tests/conformance/sources.py
+
+# What `make test` leaves out as well: every family in every type and batch on four models each, and other projects.
 test-full: override ARGS += --full
-test-full: test
+test-full: transformers-tests test
+
+# transformers' own tests of every listed family, on patched models.
+test-conformance: override ARGS += --full
+test-conformance: override TESTS = tests/conformance
+test-conformance: transformers-tests test
 
 # The oldest transformers that pyproject.toml admits, in an environment that has everything else from the first.
 OLDEST_TRANSFORMERS := $(shell sed -n 's/.*"transformers>=\([0-9.]*\)".*/\1/p' pyproject.toml)
