@@ -34,7 +34,7 @@ TIMEOUT = 1800
 def tests() -> Path:
     """A checkout with transformers' tests; what they import is installed, and there are kernels."""
     require_native(CPU)
-    for name in ("datasets", "httpx", "parameterized"):
+    for name in ("datasets", "httpx", "parameterized", "timeout_decorator"):
         if importlib.util.find_spec(name) is None:
             pytest.skip(f"transformers' tests import {name}: `make test-conformance` installs it")
     if (why := sources.missing()) is not None:
