@@ -17,7 +17,7 @@ import transformers
 
 REPOSITORY = "https://github.com/huggingface/transformers"
 #: what the tests need of it, besides the files at its root
-FOLDERS = ("tests", "utils/test_module")
+FOLDERS = ("src", "tests", "utils/test_module")
 TIMEOUT = 600
 
 
@@ -42,7 +42,7 @@ def fetch() -> None:
     """Fetch the tests, unless they are there.
 
     Raises:
-        subprocess.SubprocessError: git did not get them.
+        OSError, subprocess.SubprocessError: git did not get them.
     """
     place = checkout()
     if missing() is None:
@@ -54,20 +54,17 @@ def fetch() -> None:
         how = ("--quiet", "--depth=1", "--filter=blob:none", "--sparse", f"--branch={tag}")
         _git("clone", *how, REPOSITORY, str(made))
         _git("-C", str(made), "sparse-checkout", "set", *FOLDERS)
-        # some tests read the sources beside them; what is installed is what they are to test
-        (made / "src").mkdir()
-        (made / "src" / "transformers").symlink_to(Path(transformers.__file__).parent)
         shutil.move(made, place)
 
 
 def _git(*arguments: str) -> None:
     environment = {**os.environ, "GIT_TERMINAL_PROMPT": "0"}
-    subprocess.run(("git", *arguments), check=True, timeout=TIMEOUT, env=environment)
+    subprocess.run(("git", "-c", "advice.detachedHead=false", *arguments), check=True, timeout=TIMEOUT, env=environment)
 
 
 if __name__ == "__main__":
     try:
         fetch()
     except (OSError, subprocess.SubprocessError) as error:
-        sys.exit(f"transformers' own tests will be skipped: {error}")
+        sys.exit(f"transformers' own tests are out of reach and will be skipped: {error}")
     print(f"transformers' own tests: {checkout()}")
