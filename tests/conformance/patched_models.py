@@ -140,11 +140,9 @@ def with_wide_heads(set_up: Callable) -> Callable:
         heads = getattr(tester, "num_attention_heads", None)
         if heads is None:
             return
-        for name, size in {
-            "hidden_size": HEAD_DIM * heads,
-            "head_dim": HEAD_DIM,
-            "embed_dim": HEAD_DIM * heads,
-        }.items():
+        wide = HEAD_DIM * heads
+        sizes = {"hidden_size": wide, "embed_dim": wide, "word_embed_proj_dim": wide, "head_dim": HEAD_DIM}
+        for name, size in sizes.items():
             if hasattr(tester, name):
                 setattr(tester, name, size)
 

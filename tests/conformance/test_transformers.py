@@ -27,6 +27,8 @@ FAMILIES = sorted({architecture.module.split(".")[2] for architecture in archite
 QUICK = ("gpt2", "llama")
 #: of these the tests of torch.compile run too, which take longer than all others together
 COMPILED = ("gpt2", "llama")
+#: tests of what ``patch()`` is there to change; all that fails on patched models but not on stock ones is here
+DECLARED = {"test_generate_compile_model_forward_fullgraph": "asserts that generate() fills a DynamicCache"}
 TIMEOUT = 1800
 
 
@@ -91,6 +93,6 @@ def test_no_failure_that_stock_has_not(family, tests, tmp_path, request):
     unlike = [name for name, (outcome, _) in found.items() if outcome == "failed" or (full and outcome == "skipped")]
     stock = outcomes(tests, tmp_path, unlike, "--stock")["outcomes"] if unlike else {}
     assert set(stock) == set(unlike)
-    ours = [name for name in unlike if stock[name][0] == "passed"]
+    ours = [name for name in unlike if stock[name][0] == "passed" and name.rpartition("::")[2] not in DECLARED]
     details = "\n\n".join(f"{name} {found[name][0]}:\n{found[name][1]}" for name in ours)
     assert not ours, f"{len(ours)} tests pass on stock models and not on patched ones:\n{details}"
