@@ -10,7 +10,7 @@ TORCH ?= torch==2.13.0
 READY := $(VENV)/.ready
 CUDA_ARCHS ?= 80 90a
 
-.PHONY: env demo test test-full test-gpu style quality ptxas sanitize bench docs clean
+.PHONY: env demo test test-full test-conformance test-oldest test-gpu style quality ptxas sanitize bench docs clean
 
 env: $(READY)
 
@@ -36,9 +36,42 @@ demo: $(CPU_LIB)
 test: $(CPU_LIB)
 	HF_FASTPATH_REQUIRE_NATIVE=cpu $(BIN)/python -m pytest -q -n $(JOBS) $(TESTS) $(ARGS)
 
-# What `make test` leaves out as well: every family in every type and batch on four models each.
+# Other projects' tests: what these import, and transformers' own, which are skipped where GitHub is out of reach.
+FULL_READY := $(VENV)/.ready-full
+$(FULL_READY): $(READY)
+	HF_FASTPATH_BUILD=never $(BIN)/python -m pip install --quiet --no-build-isolation -e ".[test,full]"
+	touch $@
+
+.PHONY: transformers-tests
+transformers-tests: $(FULL_READY)
+	-$(BIN)/python tests/conformance/sources.py
+
+# What `make test` leaves out as well: every family in every type and batch on four models each, and other projects.
 test-full: override ARGS += --full
-test-full: test
+test-full: transformers-tests test
+
+# transformers' own tests of every listed family, on patched models.
+test-conformance: override ARGS += --full
+test-conformance: override TESTS = tests/conformance
+test-conformance: transformers-tests test
+
+# The oldest transformers that pyproject.toml admits, in an environment that has everything else from the first.
+OLDEST_TRANSFORMERS := $(shell sed -n 's/.*"transformers>=\([0-9.]*\)".*/\1/p' pyproject.toml)
+OLDEST_VENV ?= $(VENV)-oldest
+OLDEST_READY := $(OLDEST_VENV)/.ready
+$(OLDEST_READY): $(READY)
+	$(BIN)/python -m venv $(OLDEST_VENV)
+	$(BIN)/python -c "import sysconfig; print('import site; site.addsitedir(%r)' % sysconfig.get_path('purelib'))" \
+		> $$($(OLDEST_VENV)/bin/python -c "import sysconfig; print(sysconfig.get_path('purelib'))")/first.pth
+	$(OLDEST_VENV)/bin/python -m pip install --quiet "transformers==$(OLDEST_TRANSFORMERS).*"
+	touch $@
+
+# On the oldest transformers: what patch() does, tokens, and one case of the golden matrix a family.
+test-oldest: $(CPU_LIB) $(OLDEST_READY)
+	HF_FASTPATH_REQUIRE_NATIVE=cpu $(OLDEST_VENV)/bin/python -m pytest -q -n $(JOBS) tests/public/test_patch.py \
+		tests/public/test_report.py tests/public/test_versions.py tests/generation/test_tokens.py tests/patches \
+		-k "test_patch.py or test_report.py or test_versions.py or test_tokens.py or \
+		(golden_matrix and left_padded and float32)" $(ARGS)
 
 # On a machine with a GPU and its own torch: nothing is downloaded, libraries built elsewhere are used as they are.
 test-gpu:

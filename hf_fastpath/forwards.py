@@ -170,7 +170,8 @@ def _over_cache(
         return None
     named = dict(zip(patch.argument_names, args), **kwargs)
     cache, index = named.get(part.spec.cache), part.module.layer_idx
-    if cache is None or cache.get_seq_length(index) == 0:
+    length = 0 if cache is None else cache.get_seq_length(index)
+    if isinstance(length, int) and length == 0:  # a static cache's lies on the device: it is not brought to the host
         return None
     reason = patch.reason_now(x) or patch.parameters_reason(x)
     if reason is not None:

@@ -43,7 +43,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 def pytest_report_header(config: pytest.Config) -> list[str]:
     """Without a native library an op *is* its reference, and then the comparisons below hold trivially."""
     cuda = torch.cuda.get_device_name() if torch.cuda.is_available() else "no CUDA device"
-    lines = [f"torch {torch.__version__}, {torch.get_num_threads()} threads, {cuda}"]
+    versions = f"torch {torch.__version__}, transformers {transformers.__version__}"
+    lines = [f"{versions}, {torch.get_num_threads()} threads, {cuda}"]
     return lines + [f"hf_fastpath library for {loader.status()[target]}" for target in build.TARGETS]
 
 

@@ -9,6 +9,7 @@ import pytest
 import torch
 from models import CPU, SHORT, counting, fresh, left_padded, over_architectures, pair, prompt
 from parity import assert_equal_generation, assert_same_tokens, rng_state
+from transformers import StaticCache
 
 import hf_fastpath
 
@@ -66,6 +67,22 @@ def test_torch_compile_after_patching(architecture):
         torch.testing.assert_close(a.grad, b.grad, msg=lambda text, name=name: f"{name}: {text}")
     torch._dynamo.reset()
     assert_equal_generation(ours, stock)
+
+
+@pytest.mark.parametrize("architecture", ("llama", pytest.param("gpt2", marks=pytest.mark.full)))
+def test_compiled_steps_over_a_static_cache_have_no_graph_break(architecture):
+    """What generate(cache_implementation="static") does on a GPU: the cache's length is a tensor that nobody reads."""
+    torch._dynamo.reset()
+    layers = {"n_layer": 1} if architecture == "gpt2" else {"num_hidden_layers": 1}
+    stock, ours = fresh(architecture, **layers)
+    ids, cache = prompt(CPU, 2), StaticCache(config=ours.config, max_cache_len=16)
+    compiled = torch.compile(ours, backend="eager", fullgraph=True)
+    with torch.no_grad():
+        ours(ids[:, :-1], past_key_values=cache)
+        positions = torch.tensor([[ids.shape[1] - 1]])
+        found = compiled(ids[:, -1:], past_key_values=cache, position_ids=positions).logits
+        torch.testing.assert_close(found[:, -1], stock(ids).logits[:, -1])
+    torch._dynamo.reset()
 
 
 def _compiled_forward(model):

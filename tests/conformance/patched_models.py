@@ -1,0 +1,167 @@
+"""A pytest plugin for transformers' own tests: models are patched as they are made, and outcomes are noted.
+
+``test_transformers.py`` loads it into a pytest of its own, which runs in a checkout of transformers. ``--outcomes``
+says where; ``--stock`` runs the same tests on stock models.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import random
+import sys
+import zlib
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy
+import pytest
+import torch
+from transformers import PreTrainedModel
+
+import hf_fastpath
+from hf_fastpath.architecture import architectures
+
+#: of the models in transformers' tests, whose own are too small for the kernels
+HEAD_DIM = 32
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--outcomes", metavar="JSON", help="note the outcome of every test in this file")
+    parser.addoption("--stock", action="store_true", help="patch nothing")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    patched = PatchedModels()
+    config.pluginmanager.register(Outcomes(Path(config.getoption("--outcomes")), patched))
+    if not config.getoption("--stock"):
+        patched.install()
+
+
+class PatchedModels:
+    """Patches what transformers' tests make, and keeps count.
+
+    Attributes:
+        stats: of every model that was patched; they outlive it.
+        loops: how often ``report(model).loop`` was what.
+        refused: errors of ``patch()``.
+    """
+
+    def __init__(self) -> None:
+        self.stats: list = []
+        self.loops: Counter = Counter()
+        self.refused: Counter = Counter()
+        self.homes = {architecture.module for architecture in architectures()}
+
+    def install(self) -> None:
+        """From now on models are patched at the end of ``__init__``, or once ``from_pretrained`` has their weights."""
+        post_init, from_pretrained = PreTrainedModel.post_init, PreTrainedModel.from_pretrained.__func__
+
+        @functools.wraps(post_init)
+        def patched_init(model):
+            post_init(model)
+            self.patch(model)
+
+        @functools.wraps(from_pretrained)
+        def patched_loading(cls, *args, **kwargs):
+            result = from_pretrained(cls, *args, **kwargs)
+            self.patch(result[0] if isinstance(result, tuple) else result)
+            return result
+
+        PreTrainedModel.post_init = patched_init
+        PreTrainedModel.from_pretrained = classmethod(patched_loading)
+
+    def patch(self, model: PreTrainedModel) -> None:
+        """Patch a model of a listed architecture that has its weights."""
+        listed = any(cls.__module__ in self.homes for cls in type(model).__mro__)
+        if not listed or any(parameter.is_meta for parameter in model.parameters()):
+            return
+        for part in model.modules():
+            hf_fastpath.unpatch(part)  # its base model was a whole one when it was made
+        try:
+            hf_fastpath.patch(model, quiet=True)
+        except hf_fastpath.UnsupportedModelError as error:
+            self.refused[str(error)] += 1
+            return
+        self.stats.append(hf_fastpath.patching.state_of(model).stats)
+        self.loops[hf_fastpath.report(model).loop] += 1
+
+    def to_dict(self) -> dict:
+        """The counts as plain data."""
+        return {
+            "models": len(self.stats),
+            "loops": self.loops,
+            "refused": self.refused,
+            "fast_tokens": sum(stats.fast_tokens for stats in self.stats),
+            "fallback_tokens": sum(stats.fallback_tokens for stats in self.stats),
+            "reasons": sum((stats.reasons for stats in self.stats), Counter()),
+        }
+
+
+class Outcomes:
+    """Makes tests alike in every run and notes how they end."""
+
+    def __init__(self, path: Path, patched: PatchedModels):
+        self.path, self.patched = path, patched
+        self.outcomes: dict[str, tuple[str, str]] = {}
+
+    def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
+        for cls in {item.cls for item in items if item.cls is not None}:
+            for name, change in _CHANGES.items():
+                if hasattr(cls, name):
+                    setattr(cls, name, change(getattr(cls, name)))
+
+    def pytest_runtest_setup(self, item: pytest.Item) -> None:
+        seed = zlib.crc32(item.nodeid.encode())
+        common = sys.modules.get("tests.test_modeling_common")
+        generators = [random, numpy.random] + ([common.global_rng] if common else [])
+        for generator in generators:
+            generator.seed(seed)
+        torch.manual_seed(seed)
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        """A test passes if its setup, its call, all its subtests and its teardown do."""
+        before = self.outcomes.setdefault(report.nodeid, ("passed", ""))[0]
+        if report.failed or (report.skipped and before == "passed"):
+            self.outcomes[report.nodeid] = (report.outcome, str(report.longrepr)[-4000:])
+
+    def pytest_sessionfinish(self) -> None:
+        self.path.write_text(json.dumps({"outcomes": self.outcomes, **self.patched.to_dict()}, indent=1))
+
+
+def with_wide_heads(set_up: Callable) -> Callable:
+    """``setUp`` of a class of tests, whose models get heads that the kernels take."""
+
+    @functools.wraps(set_up)
+    def widened(self):
+        set_up(self)
+        tester = getattr(self, "model_tester", None)
+        heads = getattr(tester, "num_attention_heads", None)
+        if heads is None:
+            return
+        wide = HEAD_DIM * heads
+        sizes = {"hidden_size": wide, "embed_dim": wide, "word_embed_proj_dim": wide, "head_dim": HEAD_DIM}
+        for name, size in sizes.items():
+            if hasattr(tester, name):
+                setattr(tester, name, size)
+
+    return widened
+
+
+def padded_on_the_left(prepare: Callable) -> Callable:
+    """The inputs of tests of ``generate()``, with the padding where generation wants it."""
+
+    @functools.wraps(prepare)
+    def prepared(self, *args, **kwargs):
+        config, inputs = prepare(self, *args, **kwargs)
+        mask = inputs.get("attention_mask")
+        if mask is not None and mask.dim() == 2:
+            inputs["attention_mask"] = mask.sort(dim=1).values
+        return config, inputs
+
+    return prepared
+
+
+#: methods of classes of tests, and what takes their place
+_CHANGES = {"setUp": with_wide_heads, "prepare_config_and_inputs_for_generate": padded_on_the_left}

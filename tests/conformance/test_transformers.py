@@ -1,0 +1,98 @@
+"""transformers' own tests of the listed families pass on patched models wherever they pass on stock ones.
+
+Each family's tests run in a pytest of their own, with every model patched (``patched_models.py``). What does not pass
+there runs again on stock models, and must not pass there either.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import sources
+from models import CPU, require_native
+
+import hf_fastpath
+from hf_fastpath.architecture import architectures
+
+HERE = Path(__file__).resolve().parent
+#: names of transformers' folders of models
+FAMILIES = sorted({architecture.module.split(".")[2] for architecture in architectures()})
+#: of these `make test` runs what concerns generation
+QUICK = ("gpt2", "llama")
+#: of these the tests of torch.compile run too, which take longer than all others together
+COMPILED = ("gpt2", "llama")
+#: tests of what ``patch()`` is there to change; all that fails on patched models but not on stock ones is here
+DECLARED = {"test_generate_compile_model_forward_fullgraph": "asserts that generate() fills a DynamicCache"}
+TIMEOUT = 1800
+
+
+@pytest.fixture(scope="session")
+def tests() -> Path:
+    """A checkout with transformers' tests; what they import is installed, and there are kernels."""
+    require_native(CPU)
+    for name in ("datasets", "httpx", "parameterized", "timeout_decorator"):
+        if importlib.util.find_spec(name) is None:
+            pytest.skip(f"transformers' tests import {name}: `make test-conformance` installs it")
+    if (why := sources.missing()) is not None:
+        pytest.skip(why)
+    return sources.checkout()
+
+
+def outcomes(tests: Path, folder: Path, arguments: list[str], *options: str) -> dict:
+    """What ``patched_models.py`` notes of a run of transformers' tests.
+
+    Args:
+        tests: a checkout of transformers.
+        folder: for what is written.
+        arguments: which tests.
+        options: of pytest.
+    """
+    noted, listed = folder / "outcomes.json", folder / "arguments.txt"
+    noted.unlink(missing_ok=True)
+    listed.write_text("\n".join(arguments))
+    paths = (str(HERE), str(Path(hf_fastpath.__file__).parents[1]), os.environ.get("PYTHONPATH", ""))
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
+    environment |= {"PYTHONPATH": os.pathsep.join(filter(None, paths)), "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
+    command = (
+        sys.executable,
+        "-m",
+        "pytest",
+        "-q",
+        "-p",
+        "patched_models",
+        "-p",
+        "no:cacheprovider",
+        "-p",
+        "no:warnings",
+    )
+    result = subprocess.run(
+        (*command, "--outcomes", noted, *options, f"@{listed}"),
+        **dict(cwd=tests, env=environment, timeout=TIMEOUT, capture_output=True, text=True),
+    )
+    assert noted.is_file() and result.returncode in (0, 1), result.stdout[-4000:] + result.stderr[-4000:]
+    return json.loads(noted.read_text())
+
+
+@pytest.mark.parametrize(
+    "family", [pytest.param(family, marks=() if family in QUICK else pytest.mark.full) for family in FAMILIES]
+)
+def test_no_failure_that_stock_has_not(family, tests, tmp_path, request):
+    full = request.config.getoption("--full")
+    options = () if full and family in COMPILED else ("-k", "not compil")
+    options += () if full else ("-m", "generate")
+    file = f"tests/models/{family}/test_modeling_{family}.py"
+    patched = outcomes(tests, tmp_path, [file], *options)
+    assert patched["fast_tokens"] and not patched["refused"], {**patched, "outcomes": ...}
+    found = patched["outcomes"]
+    unlike = [name for name, (outcome, _) in found.items() if outcome == "failed" or (full and outcome == "skipped")]
+    stock = outcomes(tests, tmp_path, unlike, "--stock")["outcomes"] if unlike else {}
+    assert set(stock) == set(unlike)
+    ours = [name for name in unlike if stock[name][0] == "passed" and name.rpartition("::")[2] not in DECLARED]
+    details = "\n\n".join(f"{name} {found[name][0]}:\n{found[name][1]}" for name in ours)
+    assert not ours, f"{len(ours)} tests pass on stock models and not on patched ones:\n{details}"

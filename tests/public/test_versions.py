@@ -1,0 +1,58 @@
+"""Versions of transformers: the oldest is named once, and one that nobody has tried is tried on a twin first."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+from models import CPU, assert_same_instances, build, instances, require_native
+from transformers.models.llama import modeling_llama
+
+import hf_fastpath
+from hf_fastpath import UnsupportedModelError, compat, selftest
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.fixture
+def untested(monkeypatch):
+    """The installed transformers as one that was not tested; gives the models of which a twin was tried."""
+    require_native(CPU)
+    tried, run = [], selftest.run
+    monkeypatch.setattr(selftest, "_passed", set())
+    monkeypatch.setattr(compat.transformers, "__version__", "99.1.0")
+    monkeypatch.setattr(selftest, "run", lambda model: (tried.append(model), run(model))[1])
+    return tried
+
+
+def test_oldest_version_is_a_tested_one():
+    oldest = re.search(r'"transformers>=([\d.]+)"', (ROOT / "pyproject.toml").read_text()).group(1)
+    assert oldest == compat.TESTED_TRANSFORMERS[0]
+
+
+def test_tested_version_needs_no_self_test(monkeypatch):
+    require_native(CPU)
+    monkeypatch.setattr(selftest, "run", lambda model: pytest.fail("ran the self-test"))
+    hf_fastpath.patch(build("llama"), quiet=True)
+
+
+def test_untested_version_that_computes_as_the_tested_ones_is_patched(untested):
+    model = hf_fastpath.patch(build("llama"), quiet=True)
+    assert untested == [model]
+    assert hf_fastpath.report(model).loop == "fast"
+
+
+def test_untested_version_that_computes_otherwise_is_declined(untested, monkeypatch):
+    """transformers' own code has another MLP, which only a comparison can tell."""
+    change = "def forward(self, x): return 2 * self.down_proj(self.act_fn(self.gate_proj(x)) * self.up_proj(x))"
+    exec(change, home := dict(vars(modeling_llama)))
+    monkeypatch.setattr(modeling_llama.LlamaMLP, "forward", home["forward"])
+    model = build("llama")
+    before = instances(model)
+    with pytest.raises(
+        UnsupportedModelError, match="transformers 99.1 is not among the tested versions .*, and a small"
+    ):
+        hf_fastpath.patch(model, quiet=True)
+    assert untested == [model]
+    assert_same_instances(instances(model), before)
