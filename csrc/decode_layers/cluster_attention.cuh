@@ -68,9 +68,9 @@ struct HeadAttention<T, true> {
     for (int i = 0; i < kAhead; ++i) load(begin + group() + i * kAtOnce, k_raw[i], v_raw[i]);
   }
 
-  // The block's output of the head, in all its threads' `out` behind the next barrier, from query, key and
-  // value of the new token one after the other in `qkv`; appends the key and the value. All threads of the
-  // block.
+  // Brings the head's output, [kClusterHeadDim] in shared memory behind the next barrier, to `out` of every
+  // block of the cluster, from query, key and value of the new token one after the other in `qkv`; appends
+  // the key and the value. All threads of the block come here.
   __device__ __forceinline__ void mix(const ClusterBlockParams& p, const float* qkv, HeadParts& parts,
                                       const Inbox& inbox, float* out) {
     const float scale = p.scale * 1.4426950408889634f;  // of powers of 2

@@ -258,6 +258,7 @@ __global__ void __launch_bounds__(kClusterBlockThreads, 2)
   const float* inner = shared.inner;
   if constexpr (kAttention) {
     attention.mix(p, shared.inner, shared.mixed, mixed_in, shared.mixed_head);
+    __syncthreads();  // the head's output
     inner = shared.mixed_head;
   }
   second_in.wait();
