@@ -1,16 +1,18 @@
 // What: the chosen experts of a mixture for few x rows: activation(x @ gate) * (x @ up) of every choice, then
 //   the weighted sum of the products with down. Choices are read on the device.
 // Work split: two kernels, 8 rows of x at a time. Gate and up: blockIdx.y is a choice (row, k), a warp takes
-// one
-//   feature of both matrices for every row that chose that expert; blocks of later choices of the same expert
-//   end at once. Down: a warp takes one output and walks through the chosen experts, adding each product to
-//   the rows that chose it, so that sums run in one order and need no atomics. A lane keeps kLoads 16-byte
-//   loads in flight and replaces each as it is consumed. Down starts early: what it reads before the other
-//   kernel is complete are choices and its own first weights.
+//   one feature of both matrices for every row that chose that expert; blocks of later choices of the same
+//   expert end at once. Down: a warp takes one output and walks through the chosen experts, adding each
+//   product to the rows that chose it, so that sums run in one order and need no atomics. A lane keeps kLoads
+//   16-byte loads in flight and replaces each as it is consumed. Down starts early: what it reads before the
+//   other kernel is complete are choices and its own first weights.
 // Traffic: 3 * width * hidden_size * sizeof(T) once for each expert that any of 8 rows chose; x, hidden and
 // out
 //   are small.
-// Roofline: read bandwidth.
+// Roofline: read bandwidth. float16, Mixtral's 2 of 8 experts: 80 % of it for one row, 28 for 8, whose x
+// comes
+//   out of L2 for every feature; 8 of 128 of width 768: 56 and 34 % (H200, 2026-11).
+
 #include <type_traits>
 
 #include "common/activation.cuh"
