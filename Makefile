@@ -2,8 +2,9 @@
 PYTHON ?= python3
 VENV ?= .venv
 TESTS ?= tests
-# processes that share the tests
+# processes that share the tests; with several, one thread each: more would wait for each other
 JOBS ?= 2
+THREADS := $(if $(filter-out 0 1,$(JOBS)),OMP_NUM_THREADS=1)
 BIN := $(VENV)/bin
 # The CPU build of this torch serves development and CI; a machine with a GPU uses the torch it has (test-gpu).
 TORCH ?= torch==2.13.0
@@ -34,7 +35,7 @@ demo: $(CPU_LIB)
 	$(BIN)/python examples/demo.py
 
 test: $(CPU_LIB)
-	HF_FASTPATH_REQUIRE_NATIVE=cpu $(BIN)/python -m pytest -q -n $(JOBS) $(TESTS) $(ARGS)
+	$(THREADS) HF_FASTPATH_REQUIRE_NATIVE=cpu $(BIN)/python -m pytest -q -n $(JOBS) $(TESTS) $(ARGS)
 
 # Other projects' tests: what these import, and transformers' own, which are skipped where GitHub is out of reach.
 FULL_READY := $(VENV)/.ready-full
@@ -68,7 +69,7 @@ $(OLDEST_READY): $(READY)
 
 # On the oldest transformers: what patch() does, tokens, and one case of the golden matrix a family.
 test-oldest: $(CPU_LIB) $(OLDEST_READY)
-	HF_FASTPATH_REQUIRE_NATIVE=cpu $(OLDEST_VENV)/bin/python -m pytest -q -n $(JOBS) tests/public/test_patch.py \
+	$(THREADS) HF_FASTPATH_REQUIRE_NATIVE=cpu $(OLDEST_VENV)/bin/python -m pytest -q -n $(JOBS) tests/public/test_patch.py \
 		tests/public/test_report.py tests/public/test_versions.py tests/generation/test_tokens.py tests/patches \
 		-k "test_patch.py or test_report.py or test_versions.py or test_tokens.py or \
 		(golden_matrix and left_padded and float32)" $(ARGS)
