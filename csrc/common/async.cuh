@@ -171,6 +171,11 @@ __device__ __forceinline__ void copy_to_shared(uint32_t to, const void* from, ui
       : "memory");
 }
 
+// Brings `bytes` bytes (a multiple of 16, 16-byte aligned) into L2.
+__device__ __forceinline__ void prefetch_bulk(const void* from, uint32_t bytes) {
+  asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(from), "r"(bytes) : "memory");
+}
+
 // The same for the tile of a tensor map of three dimensions that starts at (x, y, z); `to` is aligned to 128
 // bytes.
 __device__ __forceinline__ void copy_tile_to_shared(uint32_t to, const CUtensorMap* map, int x, int y, int z,

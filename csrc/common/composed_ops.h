@@ -36,7 +36,8 @@ inline void check_projections(const Tensor& x, const std::optional<Tensor>& k_we
   Tensor gemv_##device(const Tensor& x, const Tensor& weight, const std::optional<Tensor>& bias,           \
                        const std::optional<Tensor>& residual, const std::string& activation,               \
                        bool transposed, const std::string& norm, const std::optional<Tensor>& norm_weight, \
-                       const std::optional<Tensor>& norm_bias, double norm_eps, bool overlap);             \
+                       const std::optional<Tensor>& norm_bias, double norm_eps, bool overlap,              \
+                       const std::optional<Tensor>& next_weight);                                          \
   Tensor qkv_rope_append_##device(                                                                         \
       const Tensor& x, const Tensor& q_weight, const std::optional<Tensor>& k_weight,                      \
       const std::optional<Tensor>& v_weight, const std::optional<Tensor>& q_bias,                          \
@@ -53,7 +54,8 @@ inline void check_projections(const Tensor& x, const std::optional<Tensor>& k_we
   Tensor gemv_swiglu_##device(const Tensor& x, const Tensor& gate_weight, const Tensor& up_weight,         \
                               const std::string& activation, const std::string& norm,                      \
                               const std::optional<Tensor>& norm_weight,                                    \
-                              const std::optional<Tensor>& norm_bias, double norm_eps, bool overlap);      \
+                              const std::optional<Tensor>& norm_bias, double norm_eps, bool overlap,       \
+                              const std::optional<Tensor>& next_weight);                                   \
   inline Tensor normed_##device(const Tensor& x, Norm norm, const std::optional<Tensor>& weight,           \
                                 const std::optional<Tensor>& bias, double eps) {                           \
     if (norm == Norm::kNone) return x;                                                                     \

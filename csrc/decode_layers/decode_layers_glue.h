@@ -83,18 +83,20 @@ Tensor layer_by_layer(const DecodeLayersCall& call) {
         layer, norm, given(w[kAttentionNormWeight]), given(w[kAttentionNormBias]), norm_eps, overlap);
     const Tensor mixed = Ops::decode_attention(queries, k_caches[i], v_caches[i], seq_lens, starts, scale,
                                                windows[i], kv_table, layer, workspace, overlap);
-    x = Ops::gemv(mixed, w[kOutWeight], given(w[kOutBias]), x, "none", transposed, "none", std::nullopt,
-                  std::nullopt, 0.0, overlap);
     const bool gated = w[kGateWeight].numel() > 0;
+    const std::optional<Tensor> none;
+    x = Ops::gemv(mixed, w[kOutWeight], given(w[kOutBias]), x, "none", transposed, "none", none, none, 0.0,
+                  overlap, w[gated ? kGateWeight : kUpWeight]);
     STD_TORCH_CHECK(!gated || (!transposed && w[kUpBias].numel() == 0),
                     "hf_fastpath::decode_layers: gate_weight goes with neither transposed nor up_bias");
     const std::optional<Tensor> norm_weight = given(w[kMlpNormWeight]), norm_bias = given(w[kMlpNormBias]);
     const Tensor hidden = gated ? Ops::gemv_swiglu(x, w[kGateWeight], w[kUpWeight], activation, norm,
-                                                   norm_weight, norm_bias, norm_eps, overlap)
-                                : Ops::gemv(x, w[kUpWeight], given(w[kUpBias]), std::nullopt, activation,
-                                            transposed, norm, norm_weight, norm_bias, norm_eps, overlap);
-    x = Ops::gemv(hidden, w[kDownWeight], given(w[kDownBias]), x, "none", transposed, "none", std::nullopt,
-                  std::nullopt, 0.0, overlap);
+                                                   norm_weight, norm_bias, norm_eps, overlap, w[kDownWeight])
+                                : Ops::gemv(x, w[kUpWeight], given(w[kUpBias]), none, activation, transposed,
+                                            norm, norm_weight, norm_bias, norm_eps, overlap, w[kDownWeight]);
+    const Tensor* next = call.layer(i + 1);
+    x = Ops::gemv(hidden, w[kDownWeight], given(w[kDownBias]), x, "none", transposed, "none", none, none, 0.0,
+                  overlap, next[i + 1 < call.layers() ? size_t(kQWeight) : size_t(kHeadWeight)]);
   }
   return x;
 }
@@ -117,7 +119,7 @@ Tensor decode_layers(const Tensor& token, const std::vector<Tensor>& weights,
   if (!x) x = layer_by_layer<Ops>(call);
   const Tensor* w = call.layer(call.layers());
   return Ops::gemv(*x, w[kHeadWeight], given(w[kHeadBias]), std::nullopt, "none", false, norm,
-                   given(w[kFinalNormWeight]), given(w[kFinalNormBias]), norm_eps, overlap);
+                   given(w[kFinalNormWeight]), given(w[kFinalNormBias]), norm_eps, overlap, std::nullopt);
 }
 
 }  // namespace hf_fastpath

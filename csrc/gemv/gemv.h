@@ -45,7 +45,9 @@ struct GemvParams {
   bool overlap;     // weights may be read before the kernel in front on the stream is complete
   DType dtype;
   Activation activation;
-  GemvNorm norm;  // where fits_one_kernel
+  GemvNorm norm;            // where fits_one_kernel
+  const void* next_weight;  // that the kernel behind this one reads, or null
+  int64_t next_bytes;       // of it
 };
 
 // Whether a kernel does the product with the norm in front and the append behind. `rope`, if any: turns and

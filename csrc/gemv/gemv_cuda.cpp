@@ -6,7 +6,8 @@ namespace hf_fastpath {
 Tensor gemv_cuda(const Tensor& x, const Tensor& weight, const std::optional<Tensor>& bias,
                  const std::optional<Tensor>& residual, const std::string& activation, bool transposed,
                  const std::string& norm, const std::optional<Tensor>& norm_weight,
-                 const std::optional<Tensor>& norm_bias, double norm_eps, bool overlap) {
+                 const std::optional<Tensor>& norm_bias, double norm_eps, bool overlap,
+                 const std::optional<Tensor>& next_weight) {
   constexpr const char* kOp = "gemv";
   const DeviceGuard guard(x);
   const Tensor input = hf_fastpath::contiguous(x);
@@ -14,6 +15,7 @@ Tensor gemv_cuda(const Tensor& x, const Tensor& weight, const std::optional<Tens
   p.activation = activation_of(activation, kOp);
   p.transposed = transposed;
   p.overlap = overlap;
+  set_next_weight(p, next_weight);
   const InputNorm input_norm(input, norm, norm_weight, norm_bias, norm_eps, kOp);
   const std::optional<Tensor> kept = add_segment(p, weight, bias, kOp);
   std::optional<Tensor> added;

@@ -30,6 +30,10 @@ struct RingPlan {
   int streaming;  // and from then on
   bool append;    // rotate and append instead of writing the output
   int phases;     // pieces of k that every row is taken in, all rows before the next (gemv_ring_rows.cuh)
+  // What the kernel behind this one reads first: every block brings as many pieces to L2, of its share of it.
+  const char* next;
+  uint32_t next_share;  // bytes
+  int next_pieces;
 };
 
 // How rows lie in the ring's slots: kChunks 16-byte chunks a lane of each row, kGroupWarps warps a row.
@@ -56,6 +60,14 @@ constexpr int kOwnSlots = 3;  // of a ring that every thread fills for itself
 constexpr int kRingBytes = 98 * 1024, kBlockBytes = 112 * 1024;
 constexpr int kMaxPartBytes = 48 * 1024;                                // of it, where sums over warps wait
 constexpr int kInFlightBytes = 64 * 1024, kStreamingBytes = 96 * 1024;  // an SM
+
+// Memory would rest between two kernels once the second one's rings are full, so the first one brings some of
+// what follows to L2. A matrix of which rings hold more than half gains nothing: it is there in time, and
+// what is brought besides is in the way of small reads.
+constexpr int kNextBytes = 48 * 1024;  // an SM
+constexpr int64_t kNextLeastBytes = 48 << 20;
+constexpr int kNextPieceBytes = 4096;
+static_assert(kNextBytes <= kWarpSize * kNextPieceBytes, "a piece a lane");
 
 struct RingLaunch {
   RingPlan plan;
@@ -88,6 +100,11 @@ RingLaunch plan_ring(const GemvParams& p, const RopeAppendParams* rope, int row_
   };
   plan.in_flight = slots_of(kInFlightBytes);
   plan.streaming = slots_of(kStreamingBytes);
+  if (blocks_per_sm == kRingBlocksPerSm && p.next_bytes >= kNextLeastBytes && is_aligned16(p.next_weight)) {
+    plan.next = static_cast<const char*>(p.next_weight);
+    plan.next_share = static_cast<uint32_t>(p.next_bytes / grid / 16 * 16);
+    plan.next_pieces = std::min<int>(kNextBytes / blocks_per_sm, plan.next_share) / kNextPieceBytes;
+  }
   return {plan, grid, plan.slots * Shape::kSlotBytes + part_bytes};
 }
 
@@ -119,10 +136,16 @@ inline bool fits_ring(const GemvParams& p, const RopeAppendParams* rope) {
   return fits && (p.dtype != DType::kFloat32 || has_hopper_code());
 }
 
-// Units of this block. Two blocks of an SM are neighbors, so that SMs get the same number within one.
-__device__ __forceinline__ void ring_range(const RingPlan& plan, int& begin, int& end) {
+// Which of as many shares is this block's. Two blocks of an SM are neighbors, so that SMs get the same number
+// of units within one.
+__device__ __forceinline__ int ring_share() {
   const int block = blockIdx.x, blocks = gridDim.x, half = blocks / 2;
-  const int at = blocks % 2 ? block : block < half ? 2 * block : 2 * (block - half) + 1;
+  return blocks % 2 ? block : block < half ? 2 * block : 2 * (block - half) + 1;
+}
+
+// Units of this block.
+__device__ __forceinline__ void ring_range(const RingPlan& plan, int& begin, int& end) {
+  const int at = ring_share();
   begin = at * plan.share + min(at, plan.larger);
   end = begin + plan.share + (at < plan.larger);
 }
@@ -201,6 +224,10 @@ __device__ __forceinline__ void ring_fetch(const GemvParams& p, const RopeAppend
         at.advance(plan.slots);
       }
     }
+  if (lane < plan.next_pieces) {
+    prefetch_bulk(plan.next + uint64_t(ring_share()) * plan.next_share + lane * kNextPieceBytes,
+                  kNextPieceBytes);
+  }
 }
 
 struct RingBarriers {

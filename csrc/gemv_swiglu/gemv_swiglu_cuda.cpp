@@ -7,13 +7,14 @@ namespace hf_fastpath {
 Tensor gemv_swiglu_cuda(const Tensor& x, const Tensor& gate_weight, const Tensor& up_weight,
                         const std::string& activation, const std::string& norm,
                         const std::optional<Tensor>& norm_weight, const std::optional<Tensor>& norm_bias,
-                        double norm_eps, bool overlap) {
+                        double norm_eps, bool overlap, const std::optional<Tensor>& next_weight) {
   constexpr const char* kOp = "gemv_swiglu";
   const DeviceGuard guard(x);
   const Tensor input = hf_fastpath::contiguous(x);
   GemvParams p = gemv_params(input, kOp);
   p.gated = true;
   p.overlap = overlap;
+  set_next_weight(p, next_weight);
   const InputNorm input_norm(input, norm, norm_weight, norm_bias, norm_eps, kOp);
   p.activation = activation_of(activation, kOp);
   add_segment(p, gate_weight, std::nullopt, kOp);

@@ -62,7 +62,7 @@ Tensor qkv_rope_append_cpu(const Tensor& raw, const Tensor& q_weight, const std:
   };
   if (!k_weight) {
     return append(gemv_cpu(raw, q_weight, q_bias, std::nullopt, "none", transposed, norm, norm_weight,
-                           norm_bias, norm_eps, false));
+                           norm_bias, norm_eps, false, std::nullopt));
   }
   const Tensor x = normed_cpu(raw, norm_of(norm, op), norm_weight, norm_bias, norm_eps);
   const Tensor* weights[] = {&q_weight, &*k_weight, &*v_weight};

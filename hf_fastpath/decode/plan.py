@@ -7,6 +7,7 @@ model's own parameters, so changed values are seen; a parameter that moved or wa
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -21,6 +22,9 @@ from .modules import out_features
 from .structure import ModelPart, fingerprint
 
 _aten = torch.ops.aten
+
+#: ops whose second argument is the matrix they read; the first two of them take the next one's
+_PRODUCTS = (ops.gemv.overload, ops.gemv_swiglu.overload, ops.qkv_rope_append.overload)
 
 #: end tokens a plan looks for; more are left to the host
 MAX_EOS_TOKENS = 16
@@ -63,6 +67,12 @@ class Program:
         holes = [(a, place, r.index) for a in lists for place, r in enumerate(a) if type(r) is Register]
         self._calls.append((op, given, holes, out.index))
         return out
+
+    def announce_weights(self) -> None:
+        """Give every product in front of another one, as its last argument, the matrix which that reads."""
+        for (op, arguments, *_), (following, its_arguments, *_) in pairwise(self._calls):
+            if op in _PRODUCTS[:2] and following in _PRODUCTS:
+                arguments.append(its_arguments[1])
 
     def __len__(self) -> int:
         return len(self._calls)
@@ -165,6 +175,8 @@ class DecodePlan:
             *(preferred, self.unfinished, self.tokens, self.positions, self.seq_lens, self.record),
             *(self.eos_tokens, self.pad_token, overlap),
         )
+        if overlap:
+            self.program.announce_weights()
         return last
 
     def begin(

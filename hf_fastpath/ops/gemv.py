@@ -24,6 +24,7 @@ def reference(
     norm_bias: torch.Tensor | None = None,
     norm_eps: float = 0.0,
     overlap: bool = False,
+    next_weight: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """``activation(norm(x) @ weight.T + bias) + residual``.
 
@@ -41,6 +42,8 @@ def reference(
         overlap: CUDA may read weight, bias and the norm's parameters while the kernel launched before on this
             stream still runs. Only allowed where that kernel writes none of them, and none before it that may
             still run. No effect on the result.
+        next_weight: the matrix that the next kernel on this stream reads, of x's dtype and device, or None. While this
+            call ends CUDA may bring parts of it closer. No effect on the result.
 
     Returns:
         [..., out_features] in x's dtype, contiguous; accumulated in float32 and rounded once.
@@ -68,6 +71,7 @@ def fake(
     norm_bias=None,
     norm_eps=0.0,
     overlap=False,
+    next_weight=None,
 ):
     return x.new_empty(*x.shape[:-1], weight.shape[1 if transposed else 0])
 
@@ -100,8 +104,9 @@ def why_not(
     norm_bias=None,
     norm_eps=0.0,
     overlap=False,
+    next_weight=None,
 ) -> list[str]:
-    reasons = tensor_reasons(x, weight=weight, bias=bias, residual=residual)
+    reasons = tensor_reasons(x, weight=weight, bias=bias, residual=residual, next_weight=next_weight)
     reasons += norm_reasons(x, norm, norm_weight, norm_bias)
     reasons += rows_reason(x) + weight_reason("weight", x, weight, transposed)
     if weight.dim() == 2:
@@ -123,6 +128,7 @@ def moved(
     norm_bias=None,
     norm_eps=0.0,
     overlap=False,
+    next_weight=None,
 ) -> int:
     return nbytes(x, weight, bias, residual, norm_weight, norm_bias) + nbytes(fake(x, weight, transposed=transposed))
 
@@ -154,6 +160,7 @@ def samples(device: torch.device, dtype: torch.dtype):
         randn(2, 2048), weight(50, 2048, 2048), None, None, "gelu", False, "layer", randn(2048), randn(2048), 1e-5
     )
     yield Sample(randn(8, 4352), weight(40, 4352, 4352), overlap=True)
+    yield Sample(randn(1, 256), weight(48, 256, 256), overlap=True, next_weight=weight(99, 48, 48))
     wide = weight(40, 200, 100)
     yield Sample(randn(1, 100), wide[:, 100:])  # a column slice: strided rows, 4- or 2-byte alignment
     yield Sample(randn(4, 3, 99).transpose(0, 1), weight(64, 99, 99))
@@ -164,7 +171,8 @@ SPEC = register(
         name="gemv",
         schema=(
             "(Tensor x, Tensor weight, Tensor? bias=None, Tensor? residual=None, "
-            f'str activation="none", bool transposed=False, {NORM_SCHEMA}, bool overlap=False) -> Tensor'
+            f'str activation="none", bool transposed=False, {NORM_SCHEMA}, bool overlap=False, '
+            "Tensor? next_weight=None) -> Tensor"
         ),
         reference=reference,
         fake=fake,

@@ -21,6 +21,7 @@ def reference(
     norm_bias: torch.Tensor | None = None,
     norm_eps: float = 0.0,
     overlap: bool = False,
+    next_weight: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """``activation(norm(x) @ gate_weight.T) * (norm(x) @ up_weight.T)``.
 
@@ -29,7 +30,7 @@ def reference(
         gate_weight, up_weight: [intermediate_size, hidden_size], the two ``nn.Linear`` weights where the model
             keeps them.
         activation: ``silu``, ``gelu_tanh`` or ``gelu``.
-        norm, norm_weight, norm_bias, norm_eps, overlap: as in ``gemv``.
+        norm, norm_weight, norm_bias, norm_eps, overlap, next_weight: as in ``gemv``.
 
     Returns:
         [..., intermediate_size] in x's dtype, contiguous; rounded once.
@@ -54,6 +55,7 @@ def fake(
     norm_bias=None,
     norm_eps=0.0,
     overlap=False,
+    next_weight=None,
 ):
     return x.new_empty(*x.shape[:-1], gate_weight.shape[0])
 
@@ -68,8 +70,10 @@ def why_not(
     norm_bias=None,
     norm_eps=0.0,
     overlap=False,
+    next_weight=None,
 ) -> list[str]:
-    reasons = tensor_reasons(x, gate_weight=gate_weight, up_weight=up_weight) + rows_reason(x)
+    reasons = tensor_reasons(x, gate_weight=gate_weight, up_weight=up_weight, next_weight=next_weight)
+    reasons += rows_reason(x)
     reasons += norm_reasons(x, norm, norm_weight, norm_bias)
     reasons += weight_reason("gate_weight", x, gate_weight)
     reasons += shape_reason("up_weight", up_weight, tuple(gate_weight.shape))
@@ -88,6 +92,7 @@ def moved(
     norm_bias=None,
     norm_eps=0.0,
     overlap=False,
+    next_weight=None,
 ) -> int:
     return nbytes(x, gate_weight, up_weight, norm_weight, norm_bias) + nbytes(fake(x, gate_weight, up_weight))
 
@@ -114,7 +119,7 @@ SPEC = register(
         name="gemv_swiglu",
         schema=(
             '(Tensor x, Tensor gate_weight, Tensor up_weight, str activation="silu", '
-            f"{NORM_SCHEMA}, bool overlap=False) -> Tensor"
+            f"{NORM_SCHEMA}, bool overlap=False, Tensor? next_weight=None) -> Tensor"
         ),
         reference=reference,
         fake=fake,
