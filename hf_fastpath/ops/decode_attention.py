@@ -56,8 +56,8 @@ def reference(
     Raises:
         OpInputError: shapes, dtypes or devices that do not fit.
 
-    Source: transformers ``integrations/sdpa_attention.py@5.17``; with sinks ``models/gpt_oss/modeling_gpt_oss.py@5.23``,
-    ``eager_attention_forward``; flash decoding (split KV), arXiv:2205.14135.
+    Source: transformers ``integrations/sdpa_attention.py@5.17``, with sinks ``eager_attention_forward`` of
+    ``models/gpt_oss/modeling_gpt_oss.py@5.23``; flash decoding (split KV), arXiv:2205.14135.
     """
     refuse_kv_table(kv_table)
     batch, query_len, num_heads, head_dim = q.shape
