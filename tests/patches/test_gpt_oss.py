@@ -7,8 +7,9 @@ import pytest
 import torch
 from architecture_checks import architecture_tests, assert_variant_right
 from models import build, counting, fresh, prompt, require_native
-from parity import assert_equal_generation
-from transformers import GptOssForCausalLM
+from parity import LogitRule, RoundingCache, assert_equal_generation, float64_copy, forced_logits, walk
+from safetensors.torch import save_file
+from transformers import GptOssForCausalLM, Mxfp4Config
 from transformers.integrations import mxfp4
 from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts
 
@@ -45,23 +46,23 @@ def test_gpt_oss_experts_implementations(implementation, device):
     assert_variant_right("gpt_oss", device, experts_implementation=implementation)
 
 
-def test_gpt_oss_sinks_count(device):
-    """They are read at every step: changed values are seen, and a tensor that takes their place."""
+@pytest.mark.parametrize("change", ("values", "tensor"))
+def test_gpt_oss_changed_sinks_are_read(change, device):
     stock, ours = fresh("gpt_oss", device)
-    ids = prompt(device)
-    for change in ("none", "values", "tensor"):
-        for model in (stock, ours):
-            attention = model.model.layers[1].self_attn
-            if change == "values":
-                attention.sinks.data.add_(4)
-            elif change == "tensor":
-                attention.sinks = torch.nn.Parameter(attention.sinks.detach() - 9)
-        assert_equal_generation(ours, stock)
-        logits = [
-            model.generate(ids, max_new_tokens=8, do_sample=False, return_dict_in_generate=True, output_logits=True)
-            for model in (stock, ours)
-        ]
-        torch.testing.assert_close(torch.stack(logits[1].logits), torch.stack(logits[0].logits))
+    text = prompt(device, 8, 40)
+    before = forced_logits(ours, text, 9)
+    for model in (stock, ours):
+        attention = model.model.layers[1].self_attn
+        if change == "values":
+            attention.sinks.data.add_(3)
+        else:
+            attention.sinks = torch.nn.Parameter(attention.sinks.detach() - 9)
+    after = forced_logits(ours, text, 9)
+    assert not torch.allclose(after, before, rtol=1e-2)
+    ref, rule = float64_copy(stock), LogitRule()
+    expected = walk(ref, text, [9] + [1] * 31, RoundingCache(ref.config, torch.float32))[:, 8:]
+    rule.add(after, forced_logits(stock, text, 9), expected)
+    rule.check(f"sinks: {change}")
 
 
 @torch.no_grad()
@@ -75,7 +76,7 @@ def test_gpt_oss_mixture_gives_weights_too(device):
     assert type(found) is tuple and len(found) == 2
     for mine, theirs in zip(found, expected):
         assert mine.dtype == theirs.dtype
-        torch.testing.assert_close(mine, theirs)
+        torch.testing.assert_close(mine, theirs, rtol=1e-5, atol=2e-5)
 
 
 @torch.no_grad()
@@ -164,3 +165,26 @@ def test_gpt_oss_norms_in_float32_run_stock(device, tmp_path):
     with counting(ours) as counts:
         assert_equal_generation(ours, stock, fast=False)
     assert counts.reasons["dtype"]
+
+
+def test_gpt_oss_unpacked_checkpoint_is_fast(device, tmp_path):
+    """As published, in MXFP4, and unpacked as it is loaded."""
+    require_native(device)
+    model = build("gpt_oss", hidden_size=128, intermediate_size=64).to(torch.bfloat16)
+    tensors = {name: tensor.contiguous() for name, tensor in model.state_dict().items()}
+    for name in [name for name in tensors if name.endswith(("gate_up_proj", "down_proj"))]:
+        experts, in_features, features = tensors.pop(name).shape
+        blocks = experts, features, in_features // 32
+        tensors[f"{name}_blocks"] = torch.randint(0, 256, (*blocks, 16), dtype=torch.uint8)
+        tensors[f"{name}_scales"] = torch.full(blocks, 124, dtype=torch.uint8)  # times 2 ** -3
+    model.config.quantization_config = {"quant_method": "mxfp4"}
+    model.config.save_pretrained(tmp_path)
+    save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    unpacked = Mxfp4Config(dequantize=True)
+    stock = GptOssForCausalLM.from_pretrained(tmp_path, quantization_config=unpacked, dtype="auto").eval().to(device)
+    assert {parameter.dtype for parameter in stock.parameters()} == {torch.bfloat16}
+    ours = hf_fastpath.patch(copy.deepcopy(stock), quiet=True)
+    ids = prompt(device)
+    with counting(ours) as counts:
+        found = ours.generate(ids, max_new_tokens=8, do_sample=False)
+    assert counts.fast == 8 and not counts.fallback and found.shape == (1, ids.shape[1] + 8)
