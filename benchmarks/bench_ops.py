@@ -131,8 +131,17 @@ def _swiglu(name: str, k: int, n: int, rows: int = 1) -> Call:
     return Call(name, _sample(_randn(1, rows, k), *[_randn(n, k, std=k**-0.5)] * 2))
 
 
-def _experts(name: str, hidden_size: int, width: int, num_experts: int, top_k: int, rows: int = 1, **options) -> Call:
-    """Experts that a random router chooses, and the residual."""
+def _experts(
+    name: str,
+    hidden_size: int,
+    width: int,
+    num_experts: int,
+    top_k: int,
+    rows: int = 1,
+    transposed: bool = False,
+    **options,
+) -> Call:
+    """Experts that a random router chooses, and the residual; ``transposed``: as gpt-oss's, with biases."""
 
     def arguments(device: torch.device, dtype: torch.dtype) -> Sample:
         def randn(*shape, std=1.0):
@@ -143,7 +152,12 @@ def _experts(name: str, hidden_size: int, width: int, num_experts: int, top_k: i
             randn(num_experts, 2 * width, hidden_size, std=hidden_size**-0.5),
             randn(num_experts, hidden_size, width, std=width**-0.5),
         )
-        return Sample(randn(rows, 1, hidden_size), ids, weights, *stacks, randn(rows, 1, hidden_size))
+        form = {}
+        if transposed:
+            stacks = [stack.mT.contiguous() for stack in stacks]
+            biases = {"gate_up_bias": randn(num_experts, 2 * width), "down_bias": randn(num_experts, hidden_size)}
+            form = biases | {"transposed": True, "activation": "clamped_swiglu"}
+        return Sample(randn(rows, 1, hidden_size), ids, weights, *stacks, randn(rows, 1, hidden_size), **form)
 
     return Call(name, arguments, **options)
 
@@ -323,6 +337,8 @@ SHAPES: dict[str, list[Call]] = {
         _experts("mixtral 2 of 8, 8 rows", 4096, 14336, 8, 2, rows=8, dtypes=("bf16",), devices=_GPU),
         _experts("qwen3-30b 8 of 128, 2048->2x768", 2048, 768, 128, 8, dtypes=("bf16",)),
         _experts("qwen3-30b 8 of 128, 8 rows", 2048, 768, 128, 8, rows=8, dtypes=("bf16",)),
+        _experts("gpt-oss-20b 4 of 32, 2880->2x2880", 2880, 2880, 32, 4, transposed=True, dtypes=("bf16",)),
+        _experts("gpt-oss-20b 4 of 32, 8 rows", 2880, 2880, 32, 4, rows=8, transposed=True, dtypes=("bf16",)),
     ],
     "topk_softmax": [_router("mixtral 2 of 8", 8, 2), _router("qwen3-30b 8 of 128", 128, 8)],
     "decode_attention": [

@@ -58,6 +58,8 @@ class Attention:
         layer_type: attribute that holds the kind of layer, if the rotary embedding has angles for each; or None.
         softcap: attribute that holds ``cap``, if scores become ``cap * tanh(scores / cap)``, which takes ops of their
             own; or None.
+        sinks: name of a parameter with one more score for each head, which takes part in the softmax and weighs nothing
+            in what it gives; or None.
         pairs: what is turned together: element i and i + half (``"halves"``), or 2i and 2i + 1 (``"neighbors"``).
         cache: name of the argument in which the forwards of the module and of its layer take the KV cache.
     """
@@ -78,6 +80,7 @@ class Attention:
     rotates: str | None = None
     layer_type: str | None = None
     softcap: str | None = None
+    sinks: str | None = None
     pairs: str = "halves"
     cache: str = "past_key_values"
 
@@ -110,12 +113,17 @@ class MoE:
         class_name: transformers class.
         router, router_class: name and class of the module that scores the experts: a ``weight``, then softmax.
         experts, experts_class: name and class of the module that holds the weights of all experts.
-        activation: name of the activation module inside the experts.
+        activation: name of the activation module inside the experts; None where ``clamped`` is given.
+        clamped: names of the experts' method that applies the gate ``clamped_swiglu`` of ``ops.fused_experts``, and of
+            the attributes that hold its alpha and its limit; or None.
         gate_up, down: names of the experts' parameters [num_experts, features, in_features], gate then up in one.
+        gate_up_bias, down_bias: names of the experts' parameters [num_experts, features], or None.
+        transposed: the weights are [num_experts, in_features, features], and gate and up features take turns.
         top_k: attribute of the router with the number of experts that a token goes through.
         normalized: whether their weights are made to sum to one. True, or the switch of the router that says so.
         rounded: whether their weights are rounded to the model's dtype.
         jitter: attribute that holds the strength of noise in training, or None.
+        returns_weights: the module's forward gives its output and the weights of the chosen experts.
         dense: the MLP of layers that are no mixture, which may stand in the same place; or None.
     """
 
@@ -124,13 +132,18 @@ class MoE:
     router_class: str
     experts: str
     experts_class: str
-    activation: str
+    activation: str | None = None
+    clamped: tuple[str, str, str] | None = None
     gate_up: str = "gate_up_proj"
     down: str = "down_proj"
+    gate_up_bias: str | None = None
+    down_bias: str | None = None
+    transposed: bool = False
     top_k: str = "top_k"
     normalized: bool | str = True
     rounded: bool = False
     jitter: str | None = None
+    returns_weights: bool = False
     dense: MLP | None = None
 
 
@@ -186,6 +199,7 @@ class Architecture:
         embedding, layers, final_norm: names inside the decoder.
         head: name of the output projection inside the causal LM.
         rotary: name of the rotary embedding module inside the decoder, or None.
+        half_angles: it gives each angle once, not for both elements that turn together.
         position_embedding: name of a learned position embedding inside the decoder, or None.
         position_offset: attribute of that embedding that holds what is added to positions; the embedding then is of a
             class of ``module``. None: an ``nn.Embedding``, nothing added.
@@ -216,6 +230,7 @@ class Architecture:
     layer: Layer
     head: str = "lm_head"
     rotary: str | None = None
+    half_angles: bool = False
     position_embedding: str | None = None
     position_offset: str | None = None
     embedding_dropout: str | None = None
@@ -243,6 +258,14 @@ class Architecture:
             raise ValueError(
                 f"architecture {self.name!r}: pairs {self.attention.pairs!r}, expected 'halves' or 'neighbors'"
             )
+        if self.half_angles and self.attention.pairs != "halves":
+            raise ValueError(f"architecture {self.name!r}: half_angles go with pairs 'halves'")
+        if self.attention.sinks and self.attention.softcap:
+            raise ValueError(f"architecture {self.name!r}: there is no attention with both sinks and a softcap")
+        if self.moe is not None and (self.moe.activation is None) == (self.moe.clamped is None):
+            raise ValueError(f"architecture {self.name!r}: give either activation or clamped of the experts")
+        if self.moe is not None and not self.moe.transposed and (self.moe.clamped or self.moe.gate_up_bias):
+            raise ValueError(f"architecture {self.name!r}: clamped gates and biases go with transposed experts")
         if (self.rotary is None) == (self.position_embedding is None):
             raise ValueError(f"architecture {self.name!r}: give either rotary or position_embedding")
 

@@ -19,7 +19,7 @@ from .compat import below_autograd, is_known_code, outputs_are_captured
 from .decode import steps
 from .decode.modules import apply_dropout
 from .decode.parts import FeedForwardPart, MLPPart, MoEPart, NormPart
-from .decode.structure import AttentionPart, LayerPart
+from .decode.structure import AttentionPart, LayerPart, full_angles
 from .ops.gemv import MAX_ROWS
 from .registry import FLOAT_DTYPES
 
@@ -113,7 +113,8 @@ def _mixture(patch: ModulePatch, part: MoEPart, hidden_states: torch.Tensor) -> 
         reason = patch.reason_now(hidden_states) or part.reason() or patch.parameters_reason(hidden_states)
         reason = reason or ("attention_outputs" if outputs_are_captured() else None)
         if reason is None:
-            return steps.mixture(steps.run, part, hidden_states)
+            out = steps.mixture(steps.run, part, hidden_states)
+            return (out, steps.expert_weights(part, hidden_states)) if part.spec.returns_weights else out
     return stock(part.module, reason, hidden_states)
 
 
@@ -193,8 +194,9 @@ def _over_cache(
         return "attention_outputs"
     layer.reserve(1)
     angles = named.get("position_embeddings")
-    angles = {} if angles is None else {part.layer_type: tuple(table.to(x.dtype) for table in angles)}
-    return _OverCache(layer, steps.Positions(angles, cache.seq_lens(index, 1), None))
+    if angles is not None:
+        angles = {part.layer_type: tuple(full_angles(part.architecture, table.to(x.dtype)) for table in angles)}
+    return _OverCache(layer, steps.Positions(angles or {}, cache.seq_lens(index, 1), None))
 
 
 def attention(self: nn.Module, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:

@@ -96,6 +96,20 @@ _SIZES = {
     "gpt2": dict(n_embd=120, n_head=3, n_inner=250, n_positions=1200),
     # multi-head, a quarter of 64 turns
     "gpt_neox": dict(hidden_size=128, num_attention_heads=2, intermediate_size=244),
+    # four queries a KV head, head_dim 40, heads wider than the model; two of five experts; windows in the lower layer;
+    # a limit that many gates and ups meet, where transformers takes it from the config
+    "gpt_oss": dict(
+        hidden_size=120,
+        num_attention_heads=4,
+        num_key_value_heads=1,
+        head_dim=40,
+        intermediate_size=72,
+        num_local_experts=5,
+        num_experts_per_tok=2,
+        swiglu_limit=1.5,
+        sliding_window=WINDOW,
+        max_position_embeddings=2048,
+    ),
     # two queries a KV head, head_dim 48
     "granite": dict(
         hidden_size=96,
@@ -277,6 +291,8 @@ def _route_by_token(model: PreTrainedModel, declared: Architecture) -> None:
     embeddings[:, :count] = torch.rand(len(embeddings), count).argsort(-1) / count
     for router in routers:
         router.weight.zero_()[:, :count] = 4 * torch.eye(count)
+        if getattr(router, "bias", None) is not None:
+            router.bias.uniform_(-0.05, 0.05)
     for layer, each in zip(getattr(base, declared.layers), mixtures):
         getattr(layer, declared.layer.mlp_norm).weight[:count] = 1
         attention, experts = getattr(layer, declared.layer.attention), getattr(each, declared.moe.experts, None)
@@ -285,7 +301,10 @@ def _route_by_token(model: PreTrainedModel, declared: Architecture) -> None:
         if experts is None:
             getattr(each, declared.dense_mlp.down).weight[:count] = 0
         else:
-            getattr(experts, declared.moe.down)[:, :count] = 0
+            down = getattr(experts, declared.moe.down)
+            (down.mT if declared.moe.transposed else down)[:, :count] = 0
+            if declared.moe.down_bias is not None:
+                getattr(experts, declared.moe.down_bias)[:, :count] = 0
 
 
 def require_native(device: torch.device) -> None:

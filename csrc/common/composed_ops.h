@@ -50,7 +50,8 @@ inline void check_projections(const Tensor& x, const std::optional<Tensor>& k_we
   Tensor decode_attention_##device(const Tensor& q, const Tensor& k_cache, const Tensor& v_cache,          \
                                    const Tensor& seq_lens, const std::optional<Tensor>& starts,            \
                                    double scale, int64_t window, const std::optional<Tensor>& kv_table,    \
-                                   int64_t layer, const std::optional<Tensor>& workspace, bool overlap);   \
+                                   int64_t layer, const std::optional<Tensor>& workspace, bool overlap,    \
+                                   const std::optional<Tensor>& sinks);                                    \
   Tensor gemv_swiglu_##device(const Tensor& x, const Tensor& gate_weight, const Tensor& up_weight,         \
                               const std::string& activation, const std::string& norm,                      \
                               const std::optional<Tensor>& norm_weight,                                    \

@@ -20,6 +20,7 @@ struct DecodeAttentionParams {
   const void* v_cache;      // as k_cache
   const int32_t* seq_lens;  // [batch], on the device
   const int32_t* starts;    // [batch], on the device, or null for 0
+  const void* sinks;  // [num_heads], dtype: a score more in each head's softmax, without a value; or null
   const int64_t* kv_table;  // [layers, 3] on the device: addresses of K and V and the capacity, or null
   int64_t layer;            // row of kv_table
   int64_t capacity;

@@ -308,11 +308,11 @@ void run_chunk(const AttentionChunk& chunk) {
 
 template <class Element>
 void merge(const float* sums, float* maxima, const float* weights, int64_t parts, int64_t sums_stride,
-           int64_t stat_stride, int64_t head_dim, typename Element::Storage* out) {
-  float top = kMinusInfinity;
+           int64_t stat_stride, int64_t head_dim, float sink, typename Element::Storage* out) {
+  float top = sink;
   for (int64_t p = 0; p < parts; ++p) top = maxima[p * stat_stride] > top ? maxima[p * stat_stride] : top;
   const float base = top == kMinusInfinity ? 0.0f : top;
-  float total = 0.0f;
+  float total = _mm256_cvtss_f32(exp_ps(_mm256_set1_ps(sink - base)));
   for (int64_t p = 0; p < parts; ++p) {
     float* maximum = maxima + p * stat_stride;
     *maximum =
@@ -337,10 +337,10 @@ void attention_chunk_avx2(const AttentionChunk& chunk) {
 }
 
 void attention_merge_avx2(DType dtype, const float* sums, float* maxima, const float* weights, int64_t parts,
-                          int64_t sums_stride, int64_t stat_stride, int64_t head_dim, void* out) {
+                          int64_t sums_stride, int64_t stat_stride, int64_t head_dim, float sink, void* out) {
   with_element(dtype, [=](auto element) {
     using Element = decltype(element);
-    merge<Element>(sums, maxima, weights, parts, sums_stride, stat_stride, head_dim,
+    merge<Element>(sums, maxima, weights, parts, sums_stride, stat_stride, head_dim, sink,
                    static_cast<typename Element::Storage*>(out));
   });
 }

@@ -55,10 +55,10 @@ void attention_chunk_portable(const AttentionChunk& chunk) {
 
 void attention_merge_portable(DType dtype, const float* sums, float* maxima, const float* weights,
                               int64_t parts, int64_t sums_stride, int64_t stat_stride, int64_t head_dim,
-                              void* out) {
-  float top = kMinusInfinity;
+                              float sink, void* out) {
+  float top = sink;
   for (int64_t p = 0; p < parts; ++p) top = std::max(top, maxima[p * stat_stride]);
-  float total = 0.0f;
+  float total = sink == kMinusInfinity ? 0.0f : std::exp(sink - top);
   for (int64_t p = 0; p < parts; ++p) {
     float* maximum = maxima + p * stat_stride;
     *maximum = *maximum == kMinusInfinity ? 0.0f : std::exp(*maximum - top);  // the part's factor
@@ -100,7 +100,8 @@ int64_t chunk_begin(const VisibleRange& range, int64_t chunk) {
 Tensor decode_attention_cpu(const Tensor& q, const Tensor& k_cache, const Tensor& v_cache,
                             const Tensor& seq_lens, const std::optional<Tensor>& starts, double scale,
                             int64_t window, const std::optional<Tensor>& kv_table, int64_t layer,
-                            const std::optional<Tensor>& /*workspace*/, bool /*overlap*/) {
+                            const std::optional<Tensor>& /*workspace*/, bool /*overlap*/,
+                            const std::optional<Tensor>& sinks) {
   const char* op = "decode_attention";
   const DType dtype = dtype_of(q, op);
   STD_TORCH_CHECK(q.dim() == 4 && q.size(1) >= 1 && q.size(1) <= kMaxQueryLen,
@@ -118,6 +119,10 @@ Tensor decode_attention_cpu(const Tensor& q, const Tensor& k_cache, const Tensor
   const int32_t* lens = load_int_vector(seq_lens, batch, lens_holder, op, "seq_lens");
   const int32_t* first =
       starts.has_value() ? load_int_vector(*starts, batch, starts_holder, op, "starts") : nullptr;
+
+  check_vector(sinks, num_heads, dtype, op, "sinks");
+  std::optional<Tensor> sinks_holder;
+  const void* sink_of = optional_data(sinks, sinks_holder);
 
   // What is visible, and its chunks.
   thread_local std::vector<VisibleRange> range_buffer;
@@ -213,8 +218,10 @@ Tensor decode_attention_cpu(const Tensor& q, const Tensor& k_cache, const Tensor
       const int64_t item = heads * ranges[b].first_chunk + h * ranges[b].chunks;
       for (int64_t m = 0; m < queries; ++m) {
         const int64_t token = m / group, head = h * group + m % group;
+        float sink = kMinusInfinity;
+        if (sink_of != nullptr) convert(dtype, at(sink_of, head, dtype), &sink, 1);
         merge(dtype, sums + (item * queries + m) * dim, maxima + item * queries + m,
-              weights + item * queries + m, ranges[b].chunks, queries * dim, queries, dim,
+              weights + item * queries + m, ranges[b].chunks, queries * dim, queries, dim, sink,
               at(to, ((b * query_len + token) * num_heads + head) * dim, dtype));
       }
     }

@@ -34,13 +34,13 @@ constexpr int64_t attention_scratch_floats(int64_t queries) { return queries * k
 void attention_chunk_portable(const AttentionChunk& chunk);
 void attention_chunk_avx2(const AttentionChunk& chunk);
 
-// out[d] = sum over parts of sums * exp(max - M) / (sum of weights * exp(max - M)); zeros if nothing is
-// visible. The parts of sums lie `sums_stride` floats apart, those of maxima and weights `stat_stride`;
-// maxima are overwritten.
+// out[d] = sum over parts of sums * exp(max - M) / (sum of weights * exp(max - M) + exp(sink - M)), with M
+// the largest of the maxima and `sink`; zeros if nothing is visible. A sink of -infinity is none. The parts
+// of sums lie `sums_stride` floats apart, those of maxima and weights `stat_stride`; maxima are overwritten.
 void attention_merge_portable(DType dtype, const float* sums, float* maxima, const float* weights,
                               int64_t parts, int64_t sums_stride, int64_t stat_stride, int64_t head_dim,
-                              void* out);
+                              float sink, void* out);
 void attention_merge_avx2(DType dtype, const float* sums, float* maxima, const float* weights, int64_t parts,
-                          int64_t sums_stride, int64_t stat_stride, int64_t head_dim, void* out);
+                          int64_t sums_stride, int64_t stat_stride, int64_t head_dim, float sink, void* out);
 
 }  // namespace hf_fastpath

@@ -13,7 +13,8 @@ bool is_aligned16(const Tensor& tensor) { return reinterpret_cast<uintptr_t>(ten
 Tensor decode_attention_cuda(const Tensor& q, const Tensor& k_cache, const Tensor& v_cache,
                              const Tensor& seq_lens, const std::optional<Tensor>& starts, double scale,
                              int64_t window, const std::optional<Tensor>& kv_table, int64_t layer,
-                             const std::optional<Tensor>& workspace, bool overlap) {
+                             const std::optional<Tensor>& workspace, bool overlap,
+                             const std::optional<Tensor>& sinks) {
   constexpr const char* kOp = "decode_attention";
   STD_TORCH_CHECK(q.dim() == 4 && q.size(1) >= 1 && q.size(1) <= kMaxQueryLen,
                   "hf_fastpath::decode_attention: q has to be [batch, 1 to 16, heads, head_dim]");
@@ -36,6 +37,10 @@ Tensor decode_attention_cuda(const Tensor& q, const Tensor& k_cache, const Tenso
   STD_TORCH_CHECK(!kv_table || (kv_table->dim() == 2 && layer >= 0 && layer < kv_table->size(0)),
                   "hf_fastpath::decode_attention: layer ", layer, " is not a row of kv_table");
 
+  STD_TORCH_CHECK(!sinks || (dtype_of(*sinks, kOp) == dtype_of(q, kOp) && sinks->dim() == 1 &&
+                             sinks->size(0) == num_heads),
+                  "hf_fastpath::decode_attention: sinks has to be [heads] in q's dtype");
+
   const DeviceGuard guard(q);
   const cudaStream_t stream = current_stream(guard.device());
   Tensor query = hf_fastpath::contiguous(q);
@@ -43,9 +48,10 @@ Tensor decode_attention_cuda(const Tensor& q, const Tensor& k_cache, const Tenso
   const Tensor keys = is_aligned16(k_cache) ? k_cache : torch::stable::clone(k_cache);
   const Tensor values = is_aligned16(v_cache) ? v_cache : torch::stable::clone(v_cache);
   const Tensor lens = hf_fastpath::contiguous(seq_lens);
-  std::optional<Tensor> first, table;
+  std::optional<Tensor> first, table, logits;
   if (starts) first = hf_fastpath::contiguous(*starts);
   if (kv_table) table = hf_fastpath::contiguous(*kv_table);
+  if (sinks) logits = hf_fastpath::contiguous(*sinks);
   Tensor out = empty_like_with_sizes(query, {batch, query_len, num_heads * head_dim});
 
   DecodeAttentionParams p{};
@@ -55,6 +61,7 @@ Tensor decode_attention_cuda(const Tensor& q, const Tensor& k_cache, const Tenso
   p.seq_lens = static_cast<const int32_t*>(lens.data_ptr());
   p.starts = static_cast<const int32_t*>(data_or_null(first));
   p.kv_table = static_cast<const int64_t*>(data_or_null(table));
+  p.sinks = data_or_null(logits);
   p.layer = layer;
   p.capacity = k_cache.size(2);
   p.out = out.data_ptr();

@@ -135,8 +135,16 @@ __device__ __forceinline__ int64_t out_offset(const DecodeAttentionParams& p, in
   return ((int64_t(batch_row) * p.query_len + place.token) * p.num_heads + place.head) * p.head_dim;
 }
 
-// 1 / sum, or 0 for a token that sees nothing; a token whose every score is -inf gets NaN, as in PyTorch.
-__device__ __forceinline__ float inverse_sum(float sum, bool sees_any) { return sees_any ? 1.f / sum : 0.f; }
+// What a row's sums, weighted by 2^(score - max), are multiplied by: 1 / sum, where a sink adds to the sum;
+// or 0 for a token that sees nothing. A token whose every score is -inf gets NaN, as in PyTorch.
+__device__ __forceinline__ float inverse_sum(const DecodeAttentionParams& p, const RowPlace& place, float max,
+                                             float sum) {
+  if (!place.sees_any) return 0.f;
+  if (!p.sinks) return 1.f / sum;
+  const float sink = load_as_float(p.sinks, place.head, p.dtype) * kLog2e, top = fmaxf(max, sink);
+  const float kept = exp2_below(max, top);
+  return kept / fmaf(sum, kept, exp2_approx(sink - top));
+}
 
 // Stores four neighbors of the output.
 __device__ __forceinline__ void store_out(const DecodeAttentionParams& p, int64_t at, float4 x) {
@@ -202,7 +210,7 @@ __device__ __forceinline__ void merge_splits(const DecodeAttentionParams& p, con
       max = fmaxf(max, __shfl_xor_sync(kAllLanes, max, offset));
 #pragma unroll
     for (int i = 0; i < kPerLane; ++i) sum += max_sum[i].y * exp2_below(max_sum[i].x, max);
-    const float inverse = inverse_sum(warp_sum(sum), row_place(p, s, kv_head, rows.first + r).sees_any);
+    const float inverse = inverse_sum(p, row_place(p, s, kv_head, rows.first + r), max, warp_sum(sum));
 #pragma unroll
     for (int i = 0; i < kPerLane; ++i)
       factors[r * kMaxSplits + lane + i * kWarpSize] = exp2_below(max_sum[i].x, max) * inverse;
@@ -290,7 +298,7 @@ __device__ __forceinline__ void finish_block(const DecodeAttentionParams& p, con
     float4 out = results.merge(r, d, max_sum);
     if (s.active == 1) {
       const RowPlace place = row_place(p, s, kv_head, rows.first + r);
-      const float inverse = inverse_sum(max_sum.y, place.sees_any);
+      const float inverse = inverse_sum(p, place, max_sum.x, max_sum.y);
       out.x *= inverse, out.y *= inverse, out.z *= inverse, out.w *= inverse;
       store_out(p, out_offset(p, batch_row, place) + d, out);
     } else {

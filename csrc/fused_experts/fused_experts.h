@@ -25,16 +25,25 @@ struct FusedExpertsParams {
   const float* expert_weights;  // [rows, top_k]
   ExpertStack gate_up;          // rows: gate [width], then up [width]; columns [hidden_size]
   ExpertStack down;             // rows [hidden_size], columns [width]
+  const void* gate_up_bias;     // [num_experts, 2 * width], contiguous, or null; null unless transposed
+  const void* down_bias;        // [num_experts, hidden_size], the same
   const void* residual;         // [rows, hidden_size] or null
   void* hidden;                 // [rows, top_k, width]: what the activations give, written and read
-  void* out;                    // [rows, hidden_size]
+  float* products;  // [rows, top_k, hidden_size]: of down, written and read; null unless transposed
+  void* out;        // [rows, hidden_size]
   int64_t num_experts;
   int rows, top_k, hidden_size, width;
   DType dtype;
   Activation activation;
+  bool clamped;  // gate * sigmoid(alpha * gate) * (up + 1) instead, of values clamped to `limit`
+  float alpha, limit;
   bool overlap;  // may start before the kernel in front on the stream is complete
 };
 
 void launch_fused_experts(const FusedExpertsParams& params, cudaStream_t stream);
+
+// The same of transposed stacks: of gate_up rows [hidden_size], columns gate 0, up 0, gate 1, ...; of down
+// rows [width], columns [hidden_size].
+void launch_fused_experts_columns(const FusedExpertsParams& params, cudaStream_t stream);
 
 }  // namespace hf_fastpath

@@ -4,6 +4,7 @@ captures them."""
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import nn
@@ -51,23 +52,29 @@ def turn_neighbors(
     return made.flatten(-2)
 
 
+def chosen_experts(
+    logits: torch.Tensor, top_k: int, normalized: bool, rounded: bool, overlap: bool
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The ``top_k`` experts that ``logits``, [..., num_experts], are largest for, and their weights: [rows, top_k]."""
+    scores = logits.flatten(0, -2)
+    ids = torch.empty(len(scores), top_k, dtype=torch.int64, device=logits.device)
+    return ids, topk_softmax.overload(scores, ids, normalized, rounded, overlap)
+
+
 def routed_experts(
     x: torch.Tensor,
     logits: torch.Tensor,
     gate_up_weight: torch.Tensor,
     down_weight: torch.Tensor,
     residual: torch.Tensor | None,
-    top_k: int,
-    normalized: bool,
-    rounded: bool,
+    routing: tuple[int, bool, bool],
     activation: str,
     overlap: bool,
+    *form: Any,
 ) -> torch.Tensor:
-    """``ops.fused_experts`` of the ``top_k`` experts that ``logits``, [..., num_experts], are largest for."""
-    scores = logits.flatten(0, -2)
-    ids = torch.empty(len(scores), top_k, dtype=torch.int64, device=x.device)
-    weights = topk_softmax.overload(scores, ids, normalized, rounded, overlap)
-    return fused_experts.overload(x, ids, weights, gate_up_weight, down_weight, residual, activation, overlap)
+    """``ops.fused_experts`` of the :func:`chosen_experts`; ``form``: its arguments from ``gate_up_bias`` on."""
+    choice = chosen_experts(logits, *routing, overlap)
+    return fused_experts.overload(x, *choice, gate_up_weight, down_weight, residual, activation, overlap, *form)
 
 
 def scaled(x: torch.Tensor, factor: torch.Tensor) -> torch.Tensor:

@@ -10,8 +10,7 @@ from torch import nn
 from .. import architecture as arch
 from ..architecture import Architecture
 from ..compat import activation_name, experts_function, is_known_code
-from ..ops.fused_experts import MAX_TOP_K
-from ..ops.fused_swiglu import GATES
+from ..ops.fused_experts import EXPERT_GATES, MAX_TOP_K
 from ..ops.topk_softmax import MAX_EXPERTS
 from ..registry import FLOAT_DTYPES
 from .modules import (
@@ -149,7 +148,8 @@ class MoEPart(Part):
 
     @property
     def activation(self) -> str | None:
-        return activation_name(child(self.experts, self.spec.activation))
+        name = self.spec.activation
+        return "clamped_swiglu" if name is None else activation_name(child(self.experts, name))
 
     @property
     def top_k(self) -> int:
@@ -164,14 +164,32 @@ class MoEPart(Part):
     @property
     def constants(self) -> tuple:
         """What a decode plan bakes in beside parameters."""
-        return self.activation, self.top_k, self.is_normalized
+        return self.activation, self.top_k, self.is_normalized, *self.gate_limits
+
+    @property
+    def gate_limits(self) -> tuple[float, ...]:
+        """alpha and limit of a clamped gate."""
+        clamped = self.spec.clamped
+        return () if clamped is None else tuple(float(getattr(self.experts, name)) for name in clamped[1:])
 
     def stacks(self) -> list[torch.Tensor]:
         """The weights of all experts: gate and up, and down."""
         return [getattr(self.experts, name) for name in (self.spec.gate_up, self.spec.down)]
 
+    def stack_biases(self) -> list[torch.Tensor | None]:
+        """The biases of all experts, in the same order."""
+        names = self.spec.gate_up_bias, self.spec.down_bias
+        return [None if name is None else getattr(self.experts, name) for name in names]
+
     def parameters(self) -> list[torch.Tensor | None]:
-        return [self.router.weight, *self.stacks()]
+        return [*weight_and_bias(self.router), *self.stacks(), *self.stack_biases()]
+
+    def _is_gate_known(self) -> bool:
+        """Whether the experts' method that applies the gate, if there is one, is their family's."""
+        if self.spec.clamped is None:
+            return True
+        method = getattr(self.experts, self.spec.clamped[0])
+        return is_known_code(getattr(method, "__func__", method), self.architecture.module)
 
     def _is_of(self, module: nn.Module, class_name: str) -> bool:
         cls = type(module)
@@ -181,20 +199,27 @@ class MoEPart(Part):
         spec, router, experts = self.spec, self.router, self.experts
         if not self._is_of(self.module, spec.class_name):
             return "class_not_supported"
+        if (reason := self._code_reason()) is not None:  # first: what is inside may go with a forward of the instance
+            return reason
         if not self._is_of(router, spec.router_class) or not self._is_of(experts, spec.experts_class):
             return "unsupported_projection"
-        if any(type(p) not in PLAIN_TENSORS or p.stride(-1) != 1 for p in self.parameters()):
+        present = [p for p in self.parameters() if p is not None]
+        if any(type(p) not in PLAIN_TENSORS or p.stride(-1) != 1 for p in present):
             return "unsupported_projection"
-        if any(p.dtype not in FLOAT_DTYPES for p in self.parameters()):
+        if any(p.dtype not in FLOAT_DTYPES for p in present):
             return "dtype"
         if self.top_k > MAX_TOP_K or len(router.weight) > MAX_EXPERTS or getattr(experts, "_is_expert_parallel", False):
             return "unsupported_config"
-        if self.activation not in GATES:
+        if self.activation not in EXPERT_GATES or not all(value > 0 for value in self.gate_limits):
             return "unsupported_activation"
+        if not self._is_gate_known():
+            return "class_forward"
         if not is_known_code(experts_function(experts), self.architecture.module):
             return "experts_function"
-        reasons = [self._code_reason(module) for module in (self.module, router, experts)]
-        reasons += [own_code_reason(child(experts, spec.activation)), dropout_reason(self.module, spec.jitter)]
+        reasons = [self._code_reason(module) for module in (router, experts)]
+        if spec.activation is not None:
+            reasons.append(own_code_reason(child(experts, spec.activation)))
+        reasons.append(dropout_reason(self.module, spec.jitter))
         return next((reason for reason in reasons if reason), None)
 
 
@@ -202,6 +227,9 @@ FeedForwardPart = MLPPart | MoEPart
 
 
 def feed_forward_part(architecture: Architecture, module: nn.Module) -> FeedForwardPart:
-    """``module`` as a mixture of experts where it is one, else as an MLP."""
-    is_moe = architecture.moe is not None and type(module).__name__ == architecture.moe.class_name
-    return MoEPart(architecture, module) if is_moe else MLPPart(architecture, module)
+    """``module`` as a mixture of experts where it is one or nothing else is known, else as an MLP."""
+    if architecture.dense_mlp is None or (
+        architecture.moe is not None and type(module).__name__ == architecture.moe.class_name
+    ):
+        return MoEPart(architecture, module)
+    return MLPPart(architecture, module)

@@ -19,7 +19,7 @@ from ..ops.decode_attention import workspace_bytes
 from . import steps
 from .graph import capture
 from .modules import out_features
-from .structure import ModelPart, fingerprint
+from .structure import ModelPart, fingerprint, full_angles
 
 _aten = torch.ops.aten
 
@@ -145,7 +145,7 @@ class DecodePlan:
             self._reads_buffers = any(layer.attention.reads_buffers for layer in part.layers)
             self.program = Program()
             self._caches = [(self.program.register(), self.program.register()) for _ in part.layers]
-            self._rotary = part.rotary
+            self._architecture, self._rotary = part.architecture, part.rotary
             #: kind of layer -> tables of cos and sin, a row a position
             self._angles = {kind: (self.program.register(), self.program.register()) for kind in part.rope_kinds}
             self._logits = self._record(part)
@@ -245,7 +245,8 @@ class DecodePlan:
             for kind, tables in self._angles.items():
                 arguments = () if kind is None else (kind,)
                 angles = zip(*(self._rotary.forward(like, piece, *arguments) for piece in pieces))
-                made += [(table, torch.cat(values, dim=1)[0].to(self.dtype)) for table, values in zip(tables, angles)]
+                joined = (torch.cat(values, dim=1)[0].to(self.dtype) for values in angles)
+                made += [(table, full_angles(self._architecture, values)) for table, values in zip(tables, joined)]
         self.graph = None  # it reads the old tables
         for table, values in reversed(made):  # the first table comes last: its length stands for all
             self.program.values[table.index] = values

@@ -148,7 +148,7 @@ def attention(
     if part.softcap:
         mixed = emit(composed.soft_capped_attention, *seen, part.softcap)
     else:
-        mixed = emit(ops.decode_attention.overload, *seen, at.kv_table, layer, at.workspace, at.overlap)
+        mixed = emit(ops.decode_attention.overload, *seen, at.kv_table, layer, at.workspace, at.overlap, part.sinks)
     return projection(emit, out, mixed, residual, overlap=at.overlap)
 
 
@@ -176,8 +176,21 @@ def mixture(
         op, *arguments = _norm_op(norm)
         x = emit(op, x, *arguments)
     logits = projection(emit, part.router, x, overlap=overlap)
-    routing = (part.top_k, part.is_normalized, part.spec.rounded)
-    return emit(composed.routed_experts, x, logits, *part.stacks(), residual, *routing, part.activation, overlap)
+    form = (*part.stack_biases(), part.spec.transposed, *part.gate_limits)
+    return emit(
+        composed.routed_experts,
+        *(x, logits, *part.stacks(), residual, _routing(part), part.activation, overlap, *form),
+    )
+
+
+def _routing(part: MoEPart) -> tuple[int, bool, bool]:
+    return part.top_k, part.is_normalized, part.spec.rounded
+
+
+def expert_weights(part: MoEPart, x: torch.Tensor) -> torch.Tensor:
+    """Weights of the experts that :func:`mixture` chooses for ``x``, [rows, top_k] in x's dtype."""
+    _, weights = composed.chosen_experts(projection(run, part.router, x), *_routing(part), overlap=False)
+    return weights.to(x.dtype)
 
 
 def feed_forward(emit: Emit, part: FeedForwardPart, *arguments: Any) -> Any:
@@ -292,7 +305,8 @@ def one_call_reasons(part: ModelPart) -> list[str]:
     layers = part.layers
     if not all(layer.is_sequential for layer in layers):
         return ["the layers are not norm, attention, norm and MLP in turn"]
-    if any(layer.attention.is_composed or layer.attention.softcap for layer in layers):
+    attentions = [layer.attention for layer in layers]
+    if any(part.is_composed or part.softcap or part.sinks is not None for part in attentions):
         return ["attention takes other ops"]
     constants = _constants(layers[0])
     if any(_constants(layer) != constants for layer in layers):

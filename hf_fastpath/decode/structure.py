@@ -23,7 +23,7 @@ from ..compat import (
     rotation_function,
 )
 from ..ops.decode_attention import MAX_HEAD_DIM, MIN_HEAD_DIM
-from .modules import child, dropout_reason, found_at, is_on, number, projection_reason, weight_and_bias
+from .modules import PLAIN_TENSORS, child, dropout_reason, found_at, is_on, number, projection_reason, weight_and_bias
 from .parts import FeedForwardPart, MoEPart, NormPart, Part, feed_forward_part
 
 
@@ -51,7 +51,7 @@ class AttentionPart(Part):
 
     def parameters(self) -> list[torch.Tensor | None]:
         found = [p for linear in self.projections() for p in weight_and_bias(linear)]
-        return found + [p for norm in self.head_norms for p in norm.parameters()]
+        return found + [p for norm in self.head_norms for p in norm.parameters()] + [self.sinks]
 
     @property
     def head_dim(self) -> int:
@@ -88,6 +88,11 @@ class AttentionPart(Part):
         return number(self.module, self.spec.softcap, default=0.0) if applies else 0.0
 
     @property
+    def sinks(self) -> torch.Tensor | None:
+        """A score for each head beside those of its positions."""
+        return None if self.spec.sinks is None else getattr(self.module, self.spec.sinks)
+
+    @property
     def rotates(self) -> bool:
         """Whether queries and keys are turned by their position."""
         return self.architecture.rotary is not None and is_on(self.module, self.spec.rotates, default=True)
@@ -115,6 +120,8 @@ class AttentionPart(Part):
             return "unsupported_config"
         if not MIN_HEAD_DIM <= self.head_dim <= MAX_HEAD_DIM or self.head_dim % 8:
             return "unsupported_head_dim"
+        if self.sinks is not None and type(self.sinks) not in PLAIN_TENSORS:
+            return "unsupported_projection"
         home = self.architecture.module
         if not is_known_code(attention_function(self.module), home):
             return "attention_function"
@@ -339,6 +346,11 @@ def model_part(architecture: Architecture, model: nn.Module) -> ModelPart | None
         return None
     windows = layer_windows(model.config)
     return None if windows is None else ModelPart(architecture, model, tuple(windows))
+
+
+def full_angles(architecture: Architecture, table: torch.Tensor) -> torch.Tensor:
+    """cos or sin as the kernels take them: [..., rotary_dim], of both elements that turn together."""
+    return torch.cat((table, table), dim=-1) if architecture.half_angles else table
 
 
 def fingerprint(part: ModelPart) -> tuple:

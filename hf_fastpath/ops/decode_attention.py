@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from ..registry import OpSpec, Sample, nbytes, register, tensor_reasons
+from ..registry import OpSpec, Sample, nbytes, register, shape_reason, tensor_reasons
 from .kv_cache import MAX_QUERY_LEN, cache_reasons, positions, refuse_kv_table, slot_positions
 
 MIN_HEAD_DIM, MAX_HEAD_DIM = 32, 256
@@ -22,6 +22,7 @@ def reference(
     layer: int = 0,
     workspace: torch.Tensor | None = None,
     overlap: bool = False,
+    sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """``softmax(scale * q @ K.T) @ V`` over the visible positions of each row.
 
@@ -46,6 +47,8 @@ def reference(
         overlap: CUDA may read lengths, table and all but the newest query_len positions of the cache while the
             kernel launched before on this stream still runs; only allowed where that kernel writes none of
             them. No effect on the result.
+        sinks: [num_heads] in q's dtype, or None: a score more for each head, which takes part in the softmax and
+            weighs nothing in the output.
 
     Returns:
         [batch, query_len, num_heads*head_dim] in q's dtype; softmax and sums in float32.
@@ -53,18 +56,33 @@ def reference(
     Raises:
         OpInputError: shapes, dtypes or devices that do not fit.
 
-    Source: transformers ``integrations/sdpa_attention.py@5.17``; flash decoding (split KV), arXiv:2205.14135.
+    Source: transformers ``integrations/sdpa_attention.py@5.17``, with sinks ``eager_attention_forward`` of
+    ``models/gpt_oss/modeling_gpt_oss.py@5.23``; flash decoding (split KV), arXiv:2205.14135.
     """
     refuse_kv_table(kv_table)
     batch, query_len, num_heads, head_dim = q.shape
     visible = visible_slots(seq_lens, starts, query_len, k_cache.shape[2], window)
     used = visible.any(1)[:, None, :, None]
     k, v = (torch.where(used, cache, 0).to(q.dtype) for cache in (k_cache, v_cache))
-    out = torch.nn.functional.scaled_dot_product_attention(
-        q.transpose(1, 2), k, v, attn_mask=visible[:, None], scale=scale, enable_gqa=k.shape[1] != num_heads
-    )
+    if sinks is None:
+        out = torch.nn.functional.scaled_dot_product_attention(
+            q.transpose(1, 2), k, v, attn_mask=visible[:, None], scale=scale, enable_gqa=k.shape[1] != num_heads
+        )
+    else:
+        out = _with_sinks(q.transpose(1, 2), k, v, visible[:, None], scale, sinks)
     out = torch.where(visible.any(2)[:, None, :, None], out, 0)
     return out.transpose(1, 2).reshape(batch, query_len, num_heads * head_dim)
+
+
+def _with_sinks(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, visible: torch.Tensor, scale: float, sinks: torch.Tensor
+) -> torch.Tensor:
+    """[batch, num_heads, query_len, head_dim] of a softmax that has the sinks beside the scores."""
+    k, v = (each.repeat_interleave(q.shape[1] // each.shape[1], dim=1) for each in (k, v))
+    scores = (q @ k.transpose(2, 3) * scale).masked_fill(~visible, -torch.inf)
+    scores = torch.cat((scores, sinks.view(1, -1, 1, 1).expand(*scores.shape[:3], 1)), dim=-1)
+    scores = scores - scores.amax(-1, keepdim=True)
+    return scores.softmax(-1)[..., :-1] @ v
 
 
 def visible_slots(
@@ -81,7 +99,20 @@ def visible_slots(
     return visible
 
 
-def fake(q, k_cache, v_cache, seq_lens, starts, scale, window=0, kv_table=None, layer=0, workspace=None, overlap=False):
+def fake(
+    q,
+    k_cache,
+    v_cache,
+    seq_lens,
+    starts,
+    scale,
+    window=0,
+    kv_table=None,
+    layer=0,
+    workspace=None,
+    overlap=False,
+    sinks=None,
+):
     return q.new_empty(q.shape[0], q.shape[1], q.shape[2] * q.shape[3])
 
 
@@ -99,12 +130,24 @@ MAX_SPLITS = 64
 
 
 def why_not(
-    q, k_cache, v_cache, seq_lens, starts, scale, window=0, kv_table=None, layer=0, workspace=None, overlap=False
+    q,
+    k_cache,
+    v_cache,
+    seq_lens,
+    starts,
+    scale,
+    window=0,
+    kv_table=None,
+    layer=0,
+    workspace=None,
+    overlap=False,
+    sinks=None,
 ) -> list[str]:
     if q.dim() != 4 or not 1 <= q.shape[1] <= MAX_QUERY_LEN:
         return [f"q has shape {tuple(q.shape)}, expected [batch, 1 to {MAX_QUERY_LEN}, heads, head_dim]"]
     batch, query_len, num_heads, head_dim = q.shape
-    reasons = tensor_reasons(q) + cache_reasons(k_cache, v_cache, seq_lens, batch, q.device, kv_table, layer)
+    reasons = tensor_reasons(q, sinks=sinks) + shape_reason("sinks", sinks, (num_heads,))
+    reasons += cache_reasons(k_cache, v_cache, seq_lens, batch, q.device, kv_table, layer)
     if k_cache.dim() == 4 and (k_cache.shape[3] != head_dim or num_heads % k_cache.shape[1]):
         reasons.append(
             f"q has {num_heads} heads of {head_dim}, the cache {k_cache.shape[1]} of {k_cache.shape[3]}: "
@@ -125,18 +168,40 @@ def why_not(
 
 
 def moved(
-    q, k_cache, v_cache, seq_lens, starts, scale, window=0, kv_table=None, layer=0, workspace=None, overlap=False
+    q,
+    k_cache,
+    v_cache,
+    seq_lens,
+    starts,
+    scale,
+    window=0,
+    kv_table=None,
+    layer=0,
+    workspace=None,
+    overlap=False,
+    sinks=None,
 ) -> int:
     length = seq_lens.long() if starts is None else seq_lens.long() - starts.long()
     if window:
         length = length.clamp(max=window + q.shape[1] - 1)
     row = 2 * k_cache.shape[1] * k_cache.shape[3] * k_cache.element_size()
-    return int(length.clamp(max=k_cache.shape[2]).sum()) * row + 2 * nbytes(q)
+    return int(length.clamp(max=k_cache.shape[2]).sum()) * row + 2 * nbytes(q) + nbytes(sinks)
 
 
 def samples(device: torch.device, dtype: torch.dtype):
     def call(
-        batch, query_len, heads, kv_heads, head_dim, capacity, seq_lens, starts=None, window=0, kv=None, overlap=False
+        batch,
+        query_len,
+        heads,
+        kv_heads,
+        head_dim,
+        capacity,
+        seq_lens,
+        starts=None,
+        window=0,
+        kv=None,
+        sinks=False,
+        overlap=False,
     ):
         q = torch.randn(batch, query_len, heads, head_dim, device=device, dtype=dtype)
         shape = (batch, kv_heads, capacity, head_dim)
@@ -146,13 +211,14 @@ def samples(device: torch.device, dtype: torch.dtype):
         for cache in caches:  # whatever was never written must not matter
             cache[(held < 0)[:, None, :, None].expand(shape)] = float("nan")
         first = None if starts is None else torch.tensor(starts, device=device, dtype=torch.int32)
-        return Sample(q, *caches, lens, first, head_dim**-0.5, window, overlap=overlap)
+        logits = torch.linspace(-2, 2, heads, device=device).to(dtype) if sinks else None
+        return Sample(q, *caches, lens, first, head_dim**-0.5, window, overlap=overlap, sinks=logits)
 
     yield call(1, 1, 4, 4, 32, 16, [1])
     yield call(1, 1, 32, 8, 128, 300, [257])  # GQA 4
-    yield call(1, 1, 32, 8, 128, 300, [257], overlap=True)
-    yield call(2, 3, 4, 2, 64, 90, [5, 90], overlap=True)
-    yield call(1, 1, 8, 1, 64, 1100, [1030])  # MQA, several splits
+    yield call(1, 1, 32, 8, 128, 300, [257], sinks=True, overlap=True)
+    yield call(2, 3, 4, 2, 64, 90, [5, 90], sinks=True, overlap=True)
+    yield call(1, 1, 8, 1, 64, 1100, [1030], sinks=True)  # MQA, several splits
     yield call(2, 1, 12, 12, 64, 70, [70, 33], starts=[5, 0])
     yield call(3, 4, 8, 2, 80, 50, [44, 50, 4], starts=[0, 40, 0])
     yield call(1, 16, 4, 2, 256, 40, [40])
@@ -168,7 +234,8 @@ SPEC = register(
         name="decode_attention",
         schema=(
             "(Tensor q, Tensor k_cache, Tensor v_cache, Tensor seq_lens, Tensor? starts, float scale, int window=0, "
-            "Tensor? kv_table=None, int layer=0, Tensor(a!)? workspace=None, bool overlap=False) -> Tensor"
+            "Tensor? kv_table=None, int layer=0, Tensor(a!)? workspace=None, bool overlap=False, "
+            "Tensor? sinks=None) -> Tensor"
         ),
         reference=reference,
         fake=fake,

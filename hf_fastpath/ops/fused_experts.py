@@ -10,6 +10,8 @@ from .fused_swiglu import reference as gated
 from .gemv import rows_reason
 
 MAX_TOP_K = 32
+#: activations of a gate, by name: of one value, and the one that clamps gate and up
+EXPERT_GATES = (*GATES, "clamped_swiglu")
 
 
 def reference(
@@ -21,6 +23,11 @@ def reference(
     residual: torch.Tensor | None = None,
     activation: str = "silu",
     overlap: bool = False,
+    gate_up_bias: torch.Tensor | None = None,
+    down_bias: torch.Tensor | None = None,
+    transposed: bool = False,
+    alpha: float = 1.702,
+    limit: float = 7.0,
 ) -> torch.Tensor:
     """``sum over k of expert_weights[:, k] * expert(expert_ids[:, k], x) + residual``, where
     ``expert(e, x) = (activation(gate) * up) @ down_weight[e].T`` and ``gate | up = x @ gate_up_weight[e].T``.
@@ -34,9 +41,15 @@ def reference(
             keeps them. Experts and rows may be strided; the last dimension is contiguous.
         down_weight: [num_experts, hidden_size, intermediate_size], as ``gate_up_weight``.
         residual: [..., hidden_size] or None.
-        activation: ``silu``, ``gelu_tanh`` or ``gelu``.
+        activation: ``silu``, ``gelu_tanh`` or ``gelu``; with ``transposed`` also ``clamped_swiglu``: of a gate that
+            is at most ``limit``, and up within ``limit`` of zero, ``gate * sigmoid(alpha * gate) * (up + 1)``.
         overlap: CUDA may launch while the kernel before on this stream still runs; see ``gemv``. No effect on the
             result.
+        gate_up_bias: [num_experts, 2 * intermediate_size], added to gate and up, or None; with ``transposed`` only.
+        down_bias: [num_experts, hidden_size], added to each expert's output before it is weighed; the same.
+        transposed: the weights are stored [num_experts, hidden_size, 2 * intermediate_size] and
+            [num_experts, intermediate_size, hidden_size], and gate and up features take turns: gate 0, up 0, gate 1.
+        alpha, limit: of ``clamped_swiglu``; limit is positive.
 
     Returns:
         [..., hidden_size] in x's dtype, contiguous. What an expert's activation gives is rounded to that dtype.
@@ -44,21 +57,53 @@ def reference(
     Raises:
         OpInputError: shapes, dtypes or devices that do not fit, more than 16 rows, unknown activation.
 
-    Source: transformers ``integrations/moe.py@5.23``, ``batched_mm_experts_forward``.
+    Source: transformers ``integrations/moe.py@5.23``, ``batched_mm_experts_forward``; transposed
+    ``models/gpt_oss/modeling_gpt_oss.py@5.23``, ``GptOssExperts``.
     """
-    num_experts, hidden_size, _ = down_weight.shape
+    num_experts, hidden_size = down_weight.shape[0], x.shape[-1]
     rows, top_k = expert_ids.shape
     is_known = (expert_ids >= 0) & (expert_ids < num_experts)
     chosen = expert_ids.clamp(0, num_experts - 1).flatten()
     repeated = x.reshape(rows, -1).repeat_interleave(top_k, dim=0)
-    gate, up = (gate_up_weight[chosen] @ repeated.unsqueeze(-1)).squeeze(-1).chunk(2, dim=-1)
-    out = (down_weight[chosen] @ gated(gate, up, activation).unsqueeze(-1)).squeeze(-1)
+    gate_up = _products(repeated, gate_up_weight[chosen], transposed)
+    if gate_up_bias is not None:
+        gate_up = gate_up + gate_up_bias[chosen]
+    gate, up = (gate_up[..., ::2], gate_up[..., 1::2]) if transposed else gate_up.chunk(2, dim=-1)
+    hidden = clamped(gate, up, alpha, limit) if activation == "clamped_swiglu" else gated(gate, up, activation)
+    out = _products(hidden, down_weight[chosen], transposed)
+    if down_bias is not None:
+        out = out + down_bias[chosen]
     weighted = out.view(rows, top_k, hidden_size) * expert_weights.unsqueeze(-1)
     total = weighted.masked_fill(~is_known.unsqueeze(-1), 0).sum(dim=1).to(x.dtype).view(x.shape)
     return total if residual is None else total + residual
 
 
-def fake(x, expert_ids, expert_weights, gate_up_weight, down_weight, residual=None, activation="silu", overlap=False):
+def _products(x: torch.Tensor, weights: torch.Tensor, transposed: bool) -> torch.Tensor:
+    """[pairs, features]: each row of x times its own matrix."""
+    return ((x.unsqueeze(1) @ weights) if transposed else (weights @ x.unsqueeze(-1)).mT).squeeze(1)
+
+
+def clamped(gate: torch.Tensor, up: torch.Tensor, alpha: float, limit: float) -> torch.Tensor:
+    """``gate * sigmoid(alpha * gate) * (up + 1)`` of values that ``limit`` bounds."""
+    gate = gate.clamp(max=limit)
+    return (up.clamp(min=-limit, max=limit) + 1) * (gate * torch.sigmoid(gate * alpha))
+
+
+def fake(
+    x,
+    expert_ids,
+    expert_weights,
+    gate_up_weight,
+    down_weight,
+    residual=None,
+    activation="silu",
+    overlap=False,
+    gate_up_bias=None,
+    down_bias=None,
+    transposed=False,
+    alpha=1.702,
+    limit=7.0,
+):
     return x.new_empty(x.shape)
 
 
@@ -70,10 +115,28 @@ def _stack_reason(name: str, stack: torch.Tensor, expected: tuple[int, ...]) -> 
 
 
 def why_not(
-    x, expert_ids, expert_weights, gate_up_weight, down_weight, residual=None, activation="silu", overlap=False
+    x,
+    expert_ids,
+    expert_weights,
+    gate_up_weight,
+    down_weight,
+    residual=None,
+    activation="silu",
+    overlap=False,
+    gate_up_bias=None,
+    down_bias=None,
+    transposed=False,
+    alpha=1.702,
+    limit=7.0,
 ) -> list[str]:
-    reasons = tensor_reasons(x, gate_up_weight=gate_up_weight, down_weight=down_weight, residual=residual)
-    reasons += rows_reason(x) + choice_reason("activation", activation, GATES)
+    stacks = {"gate_up_weight": gate_up_weight, "down_weight": down_weight}
+    biases = {"gate_up_bias": gate_up_bias, "down_bias": down_bias}
+    reasons = tensor_reasons(x, **stacks, residual=residual, **biases)
+    reasons += rows_reason(x) + choice_reason("activation", activation, EXPERT_GATES if transposed else GATES)
+    if not transposed:
+        reasons += [f"{name} goes with transposed" for name, bias in biases.items() if bias is not None]
+    if not limit > 0:
+        reasons.append(f"limit is {limit}, expected a positive number")
     reasons += shape_reason("residual", residual, tuple(x.shape))
     for name, tensor, dtype in (
         ("expert_ids", expert_ids, torch.int64),
@@ -85,25 +148,40 @@ def why_not(
             reasons.append(f"{name} is on {tensor.device}, expected {x.device}: move it")
     if x.dim() == 0 or down_weight.dim() != 3:
         return [*reasons, f"down_weight has shape {tuple(down_weight.shape)}, expected [experts, hidden, intermediate]"]
-    hidden_size, (num_experts, _, width) = x.shape[-1], down_weight.shape
+    hidden_size, num_experts, width = x.shape[-1], down_weight.shape[0], down_weight.shape[1 if transposed else 2]
     rows, top_k = x.numel() // max(1, hidden_size), expert_ids.shape[-1] if expert_ids.dim() else 0
     if tuple(expert_ids.shape) != (rows, top_k) or not 1 <= top_k <= MAX_TOP_K:
         reasons.append(f"expert_ids has shape {tuple(expert_ids.shape)}, expected [{rows}, 1 to {MAX_TOP_K}]")
     reasons += shape_reason("expert_weights", expert_weights, tuple(expert_ids.shape))
-    reasons += _stack_reason("gate_up_weight", gate_up_weight, (num_experts, 2 * width, hidden_size))
-    return reasons + _stack_reason("down_weight", down_weight, (num_experts, hidden_size, width))
+    for name, features, in_features in (("gate_up", 2 * width, hidden_size), ("down", hidden_size, width)):
+        sides = (in_features, features) if transposed else (features, in_features)
+        reasons += _stack_reason(f"{name}_weight", stacks[f"{name}_weight"], (num_experts, *sides))
+        reasons += shape_reason(f"{name}_bias", biases[f"{name}_bias"], (num_experts, features))
+    return reasons
 
 
 def moved(
-    x, expert_ids, expert_weights, gate_up_weight, down_weight, residual=None, activation="silu", overlap=False
+    x,
+    expert_ids,
+    expert_weights,
+    gate_up_weight,
+    down_weight,
+    residual=None,
+    activation="silu",
+    overlap=False,
+    gate_up_bias=None,
+    down_bias=None,
+    transposed=False,
+    alpha=1.702,
+    limit=7.0,
 ) -> int:
     count = expert_ids.unique().numel()
-    weights = count * (nbytes(gate_up_weight) + nbytes(down_weight)) // gate_up_weight.shape[0]
+    weights = count * nbytes(gate_up_weight, down_weight, gate_up_bias, down_bias) // gate_up_weight.shape[0]
     return 2 * nbytes(x) + nbytes(expert_ids, expert_weights, residual) + weights
 
 
 def samples(device: torch.device, dtype: torch.dtype):
-    def call(rows, top_k, num_experts, hidden_size, width, residual=False, **options):
+    def call(rows, top_k, num_experts, hidden_size, width, residual=False, biases=False, **options):
         def randn(*shape, std=1.0):
             return (torch.randn(*shape, device=device) * std).to(dtype)
 
@@ -111,6 +189,10 @@ def samples(device: torch.device, dtype: torch.dtype):
         weights, ids = scores.softmax(-1).topk(top_k)
         stacks = randn(num_experts, 2 * width, hidden_size, std=hidden_size**-0.5)
         down = randn(num_experts, hidden_size, width, std=width**-0.5)
+        if options.get("transposed"):
+            stacks, down = (stack.mT.contiguous() for stack in (stacks, down))
+        if biases:
+            options |= dict(gate_up_bias=randn(num_experts, 2 * width), down_bias=randn(num_experts, hidden_size))
         added = randn(1, rows, hidden_size) if residual else None
         return Sample(randn(1, rows, hidden_size), ids, weights, stacks, down, added, **options)
 
@@ -122,6 +204,10 @@ def samples(device: torch.device, dtype: torch.dtype):
     yield call(7, 2, 3, 96, 64, residual=True, overlap=True)
     yield call(8, 4, 32, 136, 48)
     yield call(16, 2, 4, 80, 56, residual=True)
+    oss = dict(transposed=True, biases=True, activation="clamped_swiglu")
+    yield call(1, 4, 8, 128, 96, residual=True, overlap=True, **oss)
+    yield call(2, 2, 4, 60, 37, limit=0.5, alpha=1.3, **oss)
+    yield call(9, 2, 3, 72, 64, residual=True, transposed=True)
 
 
 SPEC = register(
@@ -129,7 +215,8 @@ SPEC = register(
         name="fused_experts",
         schema=(
             "(Tensor x, Tensor expert_ids, Tensor expert_weights, Tensor gate_up_weight, Tensor down_weight, "
-            'Tensor? residual=None, str activation="silu", bool overlap=False) -> Tensor'
+            'Tensor? residual=None, str activation="silu", bool overlap=False, Tensor? gate_up_bias=None, '
+            "Tensor? down_bias=None, bool transposed=False, float alpha=1.702, float limit=7.0) -> Tensor"
         ),
         reference=reference,
         fake=fake,

@@ -136,6 +136,7 @@ ONES = dict(embedding_multiplier=1.0, residual_multiplier=1.0, logits_scaling=1.
         ("gpt_neox", {}, {"ungrouped": 2, "rope_append": 2, "gemv": 9}),
         ("gemma", {}, {"qkv_rope_append": 2, "unit_offset_norm": 5, "scaled": 1}),
         ("gemma2", {}, {"soft_capped_attention": 2, "decode_attention": 0, "soft_capped": 1}),
+        ("gpt_oss", {}, {"qkv_rope_append": 2, "decode_attention": 2, "gemv": 5, "routed_experts": 2}),
     ),
 )
 def test_layers_of_other_kinds_take_what_they_need(architecture, changes, expected):
@@ -155,6 +156,8 @@ def test_layers_of_other_kinds_take_what_they_need(architecture, changes, expect
         ("cohere", "", "logit_scale"),
         ("gemma2", "model.layers.0.self_attn", "attn_logit_softcapping"),
         ("gemma2", "config", "final_logit_softcapping"),
+        ("gpt_oss", "model.layers.1.mlp.experts", "limit"),
+        ("gpt_oss", "model.layers.0.mlp.experts", "alpha"),
     ),
 )
 def test_changed_factor_makes_a_new_plan(architecture, module, name):

@@ -28,6 +28,7 @@ def make(
     starts=None,
     window=0,
     kv=None,
+    sinks=False,
 ) -> Sample:
     """One call whose cache holds NaN in every slot that no token of the call sees."""
     batch = len(seq_lens)
@@ -46,6 +47,7 @@ def make(
         starts=None if starts is None else torch.tensor(starts, device=device, dtype=torch.int32),
         scale=head_dim**-0.5,
         window=window,
+        sinks=torch.linspace(-2, 2, heads, device=device).to(dtype) if sinks else None,
     )
 
 
@@ -67,7 +69,10 @@ def naive(sample: Sample) -> torch.Tensor:
         slots = [j % capacity for j in range(first, p + 1)]
         if slots:
             k, v = (a[name][b, h // group, slots].double() for name in ("k_cache", "v_cache"))
-            out[b, i, h] = torch.softmax(a["scale"] * (k @ a["q"][b, i, h].double()), 0) @ v
+            scores = a["scale"] * (k @ a["q"][b, i, h].double())
+            if a["sinks"] is not None:
+                scores = torch.cat((scores, a["sinks"][h : h + 1].double()))
+            out[b, i, h] = torch.softmax(scores, 0)[: len(v)] @ v
     return out.flatten(2)
 
 
@@ -89,6 +94,9 @@ def odd_sizes(device, dtype):
         yield make(device, dtype, heads=2, kv_heads=1, head_dim=head_dim, capacity=19, seq_lens=[19])
     for length in (2, 15, 63, 64, 65, 127, 129, 511, 1023, 1025):
         yield make(device, dtype, heads=4, kv_heads=2, head_dim=64, capacity=length + 3, seq_lens=[length])
+    for length, head_dim in ((1, 32), (63, 40), (65, 96), (129, 128), (1025, 64)):
+        sizes = dict(heads=8, kv_heads=1, head_dim=head_dim, capacity=length + 3)
+        yield make(device, dtype, **sizes, seq_lens=[length], sinks=True)
 
 
 globals().update(common_tests(SPEC, odd_sizes))
@@ -114,6 +122,7 @@ def edges(device, dtype):
                 capacity=capacity,
                 seq_lens=[seq_len],
                 window=window,
+                sinks=capacity == 9,
             )
     for seq_len in (
         5,
@@ -150,6 +159,7 @@ def edges(device, dtype):
             starts=starts,
             query_len=3,
             window=6,
+            sinks=True,
         )
     yield make(
         device,
@@ -214,6 +224,27 @@ def test_decode_attention_one_position_copies_v(device, dtype):
         )
         v = sample.kwargs["v_cache"][:, :, seq_len - 1].repeat_interleave(3, 1).flatten(1)
         assert torch.equal(SPEC(**sample.kwargs)[:, 0], v)
+
+
+@over_dtypes
+@pytest.mark.parametrize("length", (1, 64, 700))
+def test_decode_attention_sinks(length, device, dtype):
+    """None where they are -inf, everything where they are large, and half of it where they are a lone score."""
+    sizes = dict(heads=4, kv_heads=2, head_dim=64, capacity=length, seq_lens=[length, length], starts=[0, length])
+    sample = make(device, dtype, **sizes)
+
+    def sunk(value: float) -> torch.Tensor:
+        sinks = torch.full((4,), value, device=device, dtype=dtype)
+        return SPEC(**replaced(SPEC, sample, sinks=sinks).kwargs)
+
+    without = SPEC(**sample.kwargs)
+    assert same_bits(sunk(-torch.inf), without)
+    assert not sunk(1000.0).any()
+    sample.kwargs["k_cache"].zero_()
+    sample.kwargs["v_cache"].fill_(1)
+    expected = torch.full((256,), length / (length + 1), device=device).to(dtype)
+    torch.testing.assert_close(sunk(0.0)[0, 0], expected)
+    assert not sunk(0.0)[1].any()  # sees nothing
 
 
 @over_dtypes
@@ -326,6 +357,7 @@ def test_decode_attention_follows_kv_table(device, kv):
         ({"window": -1}, "window is -1"),
         ({"starts": torch.zeros(2, dtype=torch.int32)}, r"starts is torch.int32 \(2,\)"),
         ({"workspace": torch.zeros(8, dtype=torch.uint8)}, "workspace has 8 bytes"),
+        ({"sinks": torch.zeros(2)}, r"sinks has shape \(2,\), expected \(4,\)"),
         ({"k_cache": torch.randn(1, 2, 16, 32)[:, :, ::2]}, "have to be contiguous"),
     ),
 )
@@ -343,5 +375,18 @@ def test_decode_attention_reference_is_transformers():
     module.num_key_value_groups, module.is_causal = 2, True
     q, k, v = sample.kwargs["q"].transpose(1, 2), sample.kwargs["k_cache"], sample.kwargs["v_cache"]
     expected, _ = sdpa_attention_forward(module, q, k, v, None, scaling=sample.kwargs["scale"])
+    got = SPEC.reference(**sample.kwargs)
+    assert (got - expected.flatten(2)).abs().max() <= 4 * torch.finfo(torch.float32).eps
+
+
+def test_decode_attention_sinks_are_transformers():
+    from transformers.models.gpt_oss.modeling_gpt_oss import eager_attention_forward
+
+    sizes = dict(heads=4, kv_heads=2, head_dim=32, capacity=9, seq_lens=[9, 9])
+    sample = make(CPU, torch.float32, **sizes, sinks=True)
+    module = torch.nn.Module()
+    module.num_key_value_groups, module.sinks = 2, sample.kwargs["sinks"]
+    q, k, v = sample.kwargs["q"].transpose(1, 2), sample.kwargs["k_cache"], sample.kwargs["v_cache"]
+    expected, _ = eager_attention_forward(module, q, k, v, None, scaling=sample.kwargs["scale"])
     got = SPEC.reference(**sample.kwargs)
     assert (got - expected.flatten(2)).abs().max() <= 4 * torch.finfo(torch.float32).eps

@@ -1,0 +1,190 @@
+"""gpt-oss: the common checks, the switches of its config, sinks, gates, and quantized experts."""
+
+import copy
+from types import MethodType
+
+import pytest
+import torch
+from architecture_checks import architecture_tests, assert_variant_right
+from models import build, counting, fresh, prompt, require_native
+from parity import LogitRule, RoundingCache, assert_equal_generation, float64_copy, forced_logits, walk
+from safetensors.torch import save_file
+from transformers import GptOssForCausalLM, Mxfp4Config
+from transformers.integrations import mxfp4
+from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts
+
+import hf_fastpath
+
+globals().update(architecture_tests("gpt_oss"))
+
+
+@pytest.mark.parametrize("top_k", (1, 5))
+def test_gpt_oss_experts_a_token(top_k, device):
+    assert_variant_right("gpt_oss", device, num_experts_per_tok=top_k)
+
+
+@pytest.mark.parametrize("kind", ("full_attention", "sliding_attention"))
+def test_gpt_oss_layers_of_one_kind(kind, device):
+    assert_variant_right("gpt_oss", device, layer_types=[kind] * 2)
+
+
+def test_gpt_oss_without_attention_bias(device):
+    assert_variant_right("gpt_oss", device, attention_bias=False)
+
+
+def test_gpt_oss_tied_head(device):
+    assert_variant_right("gpt_oss", device, tie_word_embeddings=True)
+
+
+def test_gpt_oss_plain_angles(device):
+    """The checkpoints' are scaled by yarn, and so are those of the other tests."""
+    assert_variant_right("gpt_oss", device, rope_parameters={"rope_type": "default", "rope_theta": 150000.0})
+
+
+@pytest.mark.parametrize("implementation", ("eager", "batched_mm"))
+def test_gpt_oss_experts_implementations(implementation, device):
+    assert_variant_right("gpt_oss", device, experts_implementation=implementation)
+
+
+@pytest.mark.parametrize("change", ("values", "tensor"))
+def test_gpt_oss_changed_sinks_are_read(change, device):
+    stock, ours = fresh("gpt_oss", device)
+    text = prompt(device, 8, 40)
+    before = forced_logits(ours, text, 9)
+    for model in (stock, ours):
+        attention = model.model.layers[1].self_attn
+        if change == "values":
+            attention.sinks.data.add_(3)
+        else:
+            attention.sinks = torch.nn.Parameter(attention.sinks.detach() - 9)
+    after = forced_logits(ours, text, 9)
+    assert not torch.allclose(after, before, rtol=1e-2)
+    ref, rule = float64_copy(stock), LogitRule()
+    expected = walk(ref, text, [9] + [1] * 31, RoundingCache(ref.config, torch.float32))[:, 8:]
+    rule.add(after, forced_logits(stock, text, 9), expected)
+    rule.check(f"sinks: {change}")
+
+
+@torch.no_grad()
+def test_gpt_oss_mixture_gives_weights_too(device):
+    stock, ours = fresh("gpt_oss", device)
+    x = torch.randn(3, 1, 120, device=device)
+    with counting(ours) as counts:
+        found = ours.model.layers[0].mlp(x)
+    assert not counts.reasons
+    expected = stock.model.layers[0].mlp(x)
+    assert type(found) is tuple and len(found) == 2
+    for mine, theirs in zip(found, expected):
+        assert mine.dtype == theirs.dtype
+        torch.testing.assert_close(mine, theirs, rtol=1e-5, atol=2e-5)
+
+
+@torch.no_grad()
+def test_gpt_oss_router_logits(device):
+    stock, ours = fresh("gpt_oss", device)
+    ids = prompt(device, 1, 5)
+    with counting(ours) as counts:
+        found = ours(ids, output_router_logits=True).router_logits
+    assert counts.reasons["attention_outputs"] and len(found) == 2
+    for mine, expected in zip(found, stock(ids, output_router_logits=True).router_logits):
+        torch.testing.assert_close(mine, expected)
+
+
+@pytest.mark.parametrize("where", ("class", "instance"))
+def test_gpt_oss_gate_of_the_users_own_runs(where, device, monkeypatch):
+    def other(self, gate_up):
+        gate, up = gate_up.chunk(2, dim=-1)
+        return torch.tanh(gate) * up
+
+    stock, ours = fresh("gpt_oss", device)
+    if where == "class":
+        monkeypatch.setattr(GptOssExperts, "_apply_gate", other)
+    else:
+        for model in (stock, ours):
+            for layer in model.model.layers:
+                layer.mlp.experts._apply_gate = MethodType(other, layer.mlp.experts)
+    with counting(ours) as counts:
+        assert_equal_generation(ours, stock, fast=False)
+    assert counts.reasons["class_forward"]
+
+
+def test_gpt_oss_gradients(device):
+    stock, ours = fresh("gpt_oss", device)
+    ids = prompt(device, 1, 7)
+    for model in (stock, ours):
+        model(ids, labels=ids).loss.backward()
+    for mine, expected in zip(ours.parameters(), stock.parameters()):
+        torch.testing.assert_close(mine.grad, expected.grad)
+
+
+def test_gpt_oss_verify(device):
+    _, ours = fresh("gpt_oss", device)
+    assert hf_fastpath.verify(ours, prompt(device, 1, 12), max_new_tokens=8).ok
+
+
+def quantize(model, monkeypatch) -> None:
+    """Put transformers' own modules for MXFP4 into the model, which compute as before: their kernels need a GPU."""
+
+    def unquantized(self, hidden_states):
+        return self.unquantized[0](hidden_states)
+
+    for layer in model.model.layers:
+        kept, experts = layer.mlp, mxfp4.Mxfp4GptOssExperts(model.config).to(model.device)
+        if hasattr(mxfp4, "Mxfp4GptOssMLP"):
+            monkeypatch.setattr(mxfp4.Mxfp4GptOssMLP, "forward", unquantized)
+            layer.mlp = mxfp4.Mxfp4GptOssMLP(kept.router, experts)
+        else:  # older versions of transformers leave the class and set a forward
+            layer.mlp = copy.deepcopy(kept)
+            layer.mlp.experts = experts
+            layer.mlp.forward = MethodType(unquantized, layer.mlp)
+        layer.mlp.unquantized = [kept]  # in a list: no part of the model
+
+
+def test_gpt_oss_quantized_experts_run_stock(device, monkeypatch):
+    """The mixture and its layers, with a reason; attention and norms around them are fast."""
+    require_native(device)
+    stock = build("gpt_oss").to(device)
+    quantize(stock, monkeypatch)
+    with pytest.warns(UserWarning, match="class_not_supported|instance_forward"):
+        ours = hf_fastpath.patch(copy.deepcopy(stock), quiet=True)
+    with counting(ours) as counts:
+        assert_equal_generation(ours, stock, fast=False)
+    report = hf_fastpath.report(ours)
+    assert report.patched == {"attention": 2, "norm": 5} and report.loop == "partial_patch"
+    assert {what.split(": ")[1] for what in report.declined} <= {"class_not_supported", "instance_forward"}
+    assert counts.reasons["partial_patch"]
+
+
+def test_gpt_oss_norms_in_float32_run_stock(device, tmp_path):
+    """transformers loads them so beside float16, and every parameter of ours has one type."""
+    require_native(device)
+    build("gpt_oss").save_pretrained(tmp_path)
+    stock = GptOssForCausalLM.from_pretrained(tmp_path, dtype=torch.float16).eval().to(device)
+    assert stock.model.norm.weight.dtype == torch.float32
+    ours = hf_fastpath.patch(copy.deepcopy(stock), quiet=True)
+    with counting(ours) as counts:
+        assert_equal_generation(ours, stock, fast=False)
+    assert counts.reasons["dtype"]
+
+
+def test_gpt_oss_unpacked_checkpoint_is_fast(device, tmp_path):
+    """As published, in MXFP4, and unpacked as it is loaded."""
+    require_native(device)
+    model = build("gpt_oss", hidden_size=128, intermediate_size=64).to(torch.bfloat16)
+    tensors = {name: tensor.contiguous() for name, tensor in model.state_dict().items()}
+    for name in [name for name in tensors if name.endswith(("gate_up_proj", "down_proj"))]:
+        experts, in_features, features = tensors.pop(name).shape
+        blocks = experts, features, in_features // 32
+        tensors[f"{name}_blocks"] = torch.randint(0, 256, (*blocks, 16), dtype=torch.uint8)
+        tensors[f"{name}_scales"] = torch.full(blocks, 124, dtype=torch.uint8)  # times 2 ** -3
+    model.config.quantization_config = {"quant_method": "mxfp4"}
+    model.config.save_pretrained(tmp_path)
+    save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    unpacked = Mxfp4Config(dequantize=True)
+    stock = GptOssForCausalLM.from_pretrained(tmp_path, quantization_config=unpacked, dtype="auto").eval().to(device)
+    assert {parameter.dtype for parameter in stock.parameters()} == {torch.bfloat16}
+    ours = hf_fastpath.patch(copy.deepcopy(stock), quiet=True)
+    ids = prompt(device)
+    with counting(ours) as counts:
+        found = ours.generate(ids, max_new_tokens=8, do_sample=False)
+    assert counts.fast == 8 and not counts.fallback and found.shape == (1, ids.shape[1] + 8)
