@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import inspect
 import sys
 import weakref
 from collections.abc import Callable, Iterator, Sequence
@@ -14,7 +15,7 @@ import transformers
 from torch import nn
 from torch.nn.modules import module as torch_module
 from transformers import activations
-from transformers.cache_utils import DynamicCache
+from transformers.cache_utils import Cache, DynamicCache
 from transformers.generation import GenerationConfig, GenerationMixin, GenerationMode
 from transformers.generation.logits_process import (
     LogitsProcessor,
@@ -69,6 +70,26 @@ def layer_windows(config: Any) -> list[int | None] | None:
         else:
             return None
     return windows or [None] * config.get_text_config(decoder=True).num_hidden_layers
+
+
+def _prefetch_waits() -> bool:
+    """Whether an offloading cache's copies back to the GPU wait for those to the host, as they do not in 5.17."""
+    try:
+        return "prefetch_stream.wait_stream" in inspect.getsource(Cache.update)
+    except OSError:  # no source: one wait too many does no harm
+        return False
+
+
+_PREFETCH_WAITS = _prefetch_waits()
+
+
+def order_offloading(cache: Any, device: torch.device) -> None:
+    """Let what an offloading ``cache`` will bring back to the GPU wait for all that was started on it so far.
+
+    Without that a fast model reads layers that have not reached the host yet. Other caches are left alone.
+    """
+    if not _PREFETCH_WAITS and getattr(cache, "offloading", False):
+        cache.prefetch_stream.wait_stream(torch.cuda.default_stream(device))
 
 
 def prepare_cache_stock(model: Any, *args: Any, **kwargs: Any) -> Any:
