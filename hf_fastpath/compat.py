@@ -59,6 +59,10 @@ def record_past_of(layer: Any) -> bool:
     return getattr(layer, "record_past", False)
 
 
+#: below this transformers' cache keeps all that was ever seen, and prompts and single tokens see different things
+MIN_WINDOW = 2
+
+
 def layer_windows(config: Any) -> list[int | None] | None:
     """Sliding window of each decoder layer (None: full attention), or None if a layer is of another kind."""
     windows = []

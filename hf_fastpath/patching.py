@@ -363,6 +363,8 @@ def _loop_reason(model: nn.Module, state: PatchState) -> str | None:
     state.model_architecture = next(covering, None)
     if state.model_architecture is None:
         return "class_not_supported"
+    if any(window is not None and window < compat.MIN_WINDOW for window in state.part_of(model).windows):
+        return "unsupported_config"
     return None if compat.uses_generation_mixin_sample(model) else "custom_sample"
 
 

@@ -15,6 +15,7 @@ from torch import nn
 from .. import architecture as arch
 from ..architecture import Architecture
 from ..compat import (
+    MIN_WINDOW,
     attention_function,
     caps_scores,
     has_static_rope,
@@ -112,6 +113,8 @@ class AttentionPart(Part):
         if any(found_at(self.module, path) for path in self.spec.refuse):
             return "unsupported_config"
         if not all(found_at(self.module, path) for path in self.spec.require):
+            return "unsupported_config"
+        if self.window is not None and self.window < MIN_WINDOW:
             return "unsupported_config"
         if not MIN_HEAD_DIM <= self.head_dim <= MAX_HEAD_DIM or self.head_dim % 8:
             return "unsupported_head_dim"
