@@ -8,6 +8,7 @@ import sys
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from itertools import chain
 from typing import Any
 
 import torch
@@ -244,6 +245,30 @@ FORWARD_ATTRIBUTES = ("forward", "_old_forward")
 def forward_attribute(module: nn.Module) -> str:
     """Where a module keeps the forward that computes: under an accelerate hook it is ``_old_forward``."""
     return "_old_forward" if hasattr(module, "_hf_hook") and "_old_forward" in vars(module) else "forward"
+
+
+def placement(module: nn.Module) -> str | None:
+    """What the accelerate hook in the place of the instance's ``forward`` is there for.
+
+    Returns:
+        ``"placed"``: it moves tensors to where the module's weights are, and changes no call whose tensors are there;
+        ``"offloaded"``: weights are brought for every call; None: anything else, or there is no hook.
+    """
+    contents = vars(module)
+    hook, outer = contents.get("_hf_hook"), contents.get("forward")
+    if (type(hook).__module__, type(hook).__qualname__) != ("accelerate.hooks", "AlignDevicesHook"):
+        return None
+    if not isinstance(outer, functools.partial) or outer.args != (module,):
+        return None
+    if outer.func.__module__ != "accelerate.hooks" or hook.no_grad:
+        return None
+    here = next((tensor.device for tensor in chain(module.parameters(), module.buffers())), None)
+    if hook.offload or (here is not None and here.type == "meta"):
+        return "offloaded"
+    if here is None or hook.execution_device is None:  # values are the same wherever they are
+        return "placed"
+    there = torch.device(hook.execution_device)
+    return "placed" if there.type == here.type and there.index in (None, here.index) else None
 
 
 # ---- the decode loop --------------------------------------------------------------------------------------------

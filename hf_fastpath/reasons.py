@@ -49,6 +49,10 @@ REASONS: dict[str, Reason] = {
         "a module inside the fused span has a forward of its own on the instance",
         "remove it (`del module.forward`) before patch()",
     ),
+    "offloaded": Reason(
+        "weights wait in host memory or on disk and are brought for every call",
+        "load the model where it fits whole: a smaller dtype, or a device_map of GPUs alone",
+    ),
     "class_forward": Reason(
         "other code has replaced the forward of a class, or a function that it calls",
         "leave out the package that replaces it",
