@@ -35,7 +35,7 @@ from measure import DTYPE_NAMES, DTYPES, Spread
 from transformers import PreTrainedModel, TextStreamer
 
 import hf_fastpath
-from hf_fastpath import loader, traffic
+from hf_fastpath import arguments, loader, traffic
 from hf_fastpath.bandwidth import measure_read_bandwidth
 
 
@@ -306,33 +306,34 @@ def bench(
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    options = dict(prog=Path(__file__).name, description=__doc__)
+    parser = argparse.ArgumentParser(**options, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", nargs="+", default=["mistral-7b"], choices=list(shapes.MODELS))
     parser.add_argument("--dtype", default="fp16", choices=list(DTYPES))
-    parser.add_argument("--device", help="cuda, cuda:1, cpu; default: cuda if there is one")
-    parser.add_argument("--context", nargs="+", type=int, default=[128, 4096])
-    parser.add_argument("--batch", nargs="+", type=int, default=[1])
+    parser.add_argument("--device", type=arguments.device, help="cuda, cuda:1, cpu; default: cuda if there is one")
+    parser.add_argument("--context", nargs="+", type=arguments.count, default=[128, 4096])
+    parser.add_argument("--batch", nargs="+", type=arguments.count, default=[1])
     parser.add_argument(
         "--engines", default=",".join(DEFAULT_ENGINES), help="comma-separated, of: " + ", ".join(ENGINES)
     )
-    parser.add_argument("--new-tokens", type=int, default=128)
-    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--new-tokens", type=arguments.count, default=128)
+    parser.add_argument("--repeats", type=arguments.count, default=5)
     measure.add_csv_argument(parser)
-    arguments = parser.parse_args(argv)
-    engines = arguments.engines.split(",")
+    given = parser.parse_args(argv)
+    engines = given.engines.split(",")
     if unknown := set(engines) - set(ENGINES):
         parser.error(f"unknown engine {', '.join(sorted(unknown))}, expected {', '.join(ENGINES)}")
-    device = arguments.device or ("cuda" if torch.cuda.is_available() else "cpu")
-    path = measure.chosen_csv(arguments.csv, "generate", torch.device(device))
+    device = given.device or ("cuda" if torch.cuda.is_available() else "cpu")
+    path = measure.chosen_csv(given.csv, "generate", torch.device(device))
     bench(
-        arguments.model,
-        dtype=arguments.dtype,
+        given.model,
+        dtype=given.dtype,
         device=device,
-        contexts=arguments.context,
-        batches=arguments.batch,
+        contexts=given.context,
+        batches=given.batch,
         engines=engines,
-        new_tokens=arguments.new_tokens,
-        repeats=arguments.repeats,
+        new_tokens=given.new_tokens,
+        repeats=given.repeats,
         csv=path,
     )
     return 0

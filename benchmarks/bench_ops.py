@@ -28,7 +28,7 @@ from op_shapes import SHAPES
 from torch.nn import functional
 
 import hf_fastpath.ops.read_stream  # noqa: F401  (an op of the registry even where hf_fastpath.ops does not list it)
-from hf_fastpath import loader, registry
+from hf_fastpath import arguments, loader, registry
 from hf_fastpath.bandwidth import measure_read_bandwidth
 from hf_fastpath.registry import OpInputError, OpSpec, Sample, nbytes
 
@@ -266,14 +266,16 @@ def bench(
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     default = "cuda" if torch.cuda.is_available() else "cpu"
-    parser.add_argument("--device", default=default, help="cuda, cuda:1 or cpu (here: %(default)s)")
+    parser.add_argument(
+        "--device", default=default, type=arguments.device, help="cuda, cuda:1 or cpu (here: %(default)s)"
+    )
     parser.add_argument("--ops", nargs="+", default=[], choices=sorted(registry.all_ops()), metavar="OP")
     parser.add_argument("--dtype", nargs="+", default=[], choices=list(DTYPES), help="instead of each call's own")
-    parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--rounds", type=arguments.count, default=9)
     measure.add_csv_argument(parser)
-    arguments = parser.parse_args(argv)
-    path = measure.chosen_csv(arguments.csv, "ops", torch.device(arguments.device))
-    bench(arguments.device, arguments.ops, arguments.dtype, arguments.rounds, path)
+    given = parser.parse_args(argv)
+    path = measure.chosen_csv(given.csv, "ops", torch.device(given.device))
+    bench(given.device, given.ops, given.dtype, given.rounds, path)
     return 0
 
 
