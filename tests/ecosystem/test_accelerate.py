@@ -58,7 +58,7 @@ def test_weights_offloaded_after_patching(offload, tmp_path, device):
     with counting(ours) as counts:
         found = ours.generate(**inputs, **SHORT)
     assert_same_tokens(found, expected, stock, inputs["attention_mask"])
-    assert not counts.fast and set(counts.reasons) & {"device", "offloaded"}, counts.reasons
+    assert not counts.fast and counts.reasons["offloaded"], counts.reasons
     hf_fastpath.unpatch(ours)
     assert_same_tokens(ours.generate(**inputs, **SHORT), expected, stock, inputs["attention_mask"])
     remove_hook_from_submodules(ours)
