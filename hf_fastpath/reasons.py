@@ -47,7 +47,7 @@ REASONS: dict[str, Reason] = {
     ),
     "instance_forward": Reason(
         "a module inside the fused span has a forward of its own on the instance",
-        "remove it (`del module.forward`) before patch()",
+        "remove it (`del module.forward`) before patch(), or load unquantized weights if it quantizes",
     ),
     "offloaded": Reason(
         "weights wait in host memory or on disk and are brought for every call",
