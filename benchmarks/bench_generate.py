@@ -37,6 +37,7 @@ from transformers import PreTrainedModel, TextStreamer
 import hf_fastpath
 from hf_fastpath import arguments, loader, traffic
 from hf_fastpath.bandwidth import measure_read_bandwidth
+from hf_fastpath.progress import announced
 
 
 class NumberStreamer(TextStreamer):
@@ -275,14 +276,16 @@ def bench(
     if isinstance(models, PreTrainedModel):
         where = models.device
     status = loader.ensure(where.type)
-    bandwidth = measure_read_bandwidth(where)
+    with announced(f"measuring the read bandwidth of {where}"):
+        bandwidth = measure_read_bandwidth(where)
     known = measure.environment(where)
     echo(f"{known['device']}: R = {bandwidth / 1e9:.1f} GB/s; torch {torch.__version__}; kernels {status}")
     echo(_line([heading for heading, _, _ in TABLE]))
     rows: list[dict[str, object]] = []
     for entry in [models] if isinstance(models, PreTrainedModel) else models:
         if isinstance(entry, str):
-            model, label = shapes.build_model(entry, where, DTYPES[dtype]), shapes.shape(entry).label
+            with announced(f"making a random {entry}"):
+                model, label = shapes.build_model(entry, where, DTYPES[dtype]), shapes.shape(entry).label
         else:
             model, label = entry, entry.config.model_type
         # Short contexts first: transformers keeps the longest static cache it ever made and would read it
@@ -295,7 +298,9 @@ def bench(
                 if length > limit:
                     echo(f"{label}: context {context} left out, {length} positions are more than its {limit}")
                     continue
-                for name, seen in run_workload(model, work, engines, repeats).items():
+                with announced(f"{label}: context {context}, batch {batch}"):
+                    found = run_workload(model, work, engines, repeats)
+                for name, seen in found.items():
                     row = {**known, **_row(model, label, name, work, seen, bandwidth)}
                     rows.append(row)
                     if csv is not None:
