@@ -168,6 +168,8 @@ def _over_cache(
         return patch.reason_now(x) or "other_cache"
     if x.dim() != 3 or x.shape[1] != 1:
         return None
+    if (reason := part.other_reason()) is not None:
+        return reason
     named = dict(zip(patch.argument_names, args), **kwargs)
     cache, index = named.get(part.spec.cache), part.module.layer_idx
     length = 0 if cache is None else cache.get_seq_length(index)

@@ -268,7 +268,9 @@ def _make_part(architecture: Architecture, kind: str, module: nn.Module) -> part
 
 
 def _window(attention: nn.Module) -> int | None:
-    """Sliding window of an attention module, by its place in the config."""
+    """Sliding window of an attention module, by its place in the config; None of what is none of transformers'."""
+    if not hasattr(attention, "config") or not hasattr(attention, "layer_idx"):
+        return None
     windows = compat.layer_windows(attention.config)
     return None if windows is None or attention.layer_idx >= len(windows) else windows[attention.layer_idx]
 

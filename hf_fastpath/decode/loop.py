@@ -113,7 +113,10 @@ def step_aside_reason(
         return "unsupported_input"
     if input_ids.shape[1] == 0:
         return "unsupported_input"
-    if input_ids.device != part.embedding.weight.device:
+    if (reason := part.other_reason()) is not None:
+        return reason
+    embeddings = getattr(part.embedding, "weight", None)
+    if embeddings is not None and input_ids.device != embeddings.device:
         return part.reason() or "device"  # that of weights that lie elsewhere says more
     if torch.is_autocast_enabled(input_ids.device.type):
         return "autocast"
