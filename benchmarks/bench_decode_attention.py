@@ -12,6 +12,7 @@ import argparse
 import bench_ops
 import measure
 import torch
+from op_calls import Call, attention_call
 
 #: query heads, KV heads, head_dim
 HEADS = {"32/8 heads of 128": (32, 8, 128), "32/32 heads of 128": (32, 32, 128), "64/8 heads of 128": (64, 8, 128)}
@@ -19,14 +20,14 @@ LENGTHS = {"128": 128, "1k": 1024, "4k": 4096, "32k": 32768, "128k": 131072}
 QUERIES = (1, 2, 4, 8)
 
 
-def calls(dtype: str) -> list[bench_ops.Call]:
+def calls(dtype: str) -> list[Call]:
     """One query at every length and group; more queries for the first group."""
     found = []
     for group, sizes in HEADS.items():
         for label, length in LENGTHS.items():
             for queries in QUERIES if group == next(iter(HEADS)) else (1,):
                 name = f"{group}, {label}" + (f", {queries} queries" if queries > 1 else "")
-                found.append(bench_ops.attention_call(name, *sizes, length, query_len=queries, dtypes=(dtype,)))
+                found.append(attention_call(name, *sizes, length, query_len=queries, dtypes=(dtype,)))
     return found
 
 

@@ -35,8 +35,9 @@ from measure import DTYPE_NAMES, DTYPES, Spread
 from transformers import PreTrainedModel, TextStreamer
 
 import hf_fastpath
-from hf_fastpath import loader, traffic
+from hf_fastpath import arguments, loader, traffic
 from hf_fastpath.bandwidth import measure_read_bandwidth
+from hf_fastpath.progress import announced
 
 
 class NumberStreamer(TextStreamer):
@@ -275,14 +276,16 @@ def bench(
     if isinstance(models, PreTrainedModel):
         where = models.device
     status = loader.ensure(where.type)
-    bandwidth = measure_read_bandwidth(where)
+    with announced(f"measuring the read bandwidth of {where}"):
+        bandwidth = measure_read_bandwidth(where)
     known = measure.environment(where)
     echo(f"{known['device']}: R = {bandwidth / 1e9:.1f} GB/s; torch {torch.__version__}; kernels {status}")
     echo(_line([heading for heading, _, _ in TABLE]))
     rows: list[dict[str, object]] = []
     for entry in [models] if isinstance(models, PreTrainedModel) else models:
         if isinstance(entry, str):
-            model, label = shapes.build_model(entry, where, DTYPES[dtype]), shapes.shape(entry).label
+            with announced(f"making a random {entry}"):
+                model, label = shapes.build_model(entry, where, DTYPES[dtype]), shapes.shape(entry).label
         else:
             model, label = entry, entry.config.model_type
         # Short contexts first: transformers keeps the longest static cache it ever made and would read it
@@ -295,7 +298,9 @@ def bench(
                 if length > limit:
                     echo(f"{label}: context {context} left out, {length} positions are more than its {limit}")
                     continue
-                for name, seen in run_workload(model, work, engines, repeats).items():
+                with announced(f"{label}: context {context}, batch {batch}"):
+                    found = run_workload(model, work, engines, repeats)
+                for name, seen in found.items():
                     row = {**known, **_row(model, label, name, work, seen, bandwidth)}
                     rows.append(row)
                     if csv is not None:
@@ -306,33 +311,34 @@ def bench(
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    options = dict(prog=Path(__file__).name, description=__doc__)
+    parser = argparse.ArgumentParser(**options, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", nargs="+", default=["mistral-7b"], choices=list(shapes.MODELS))
     parser.add_argument("--dtype", default="fp16", choices=list(DTYPES))
-    parser.add_argument("--device", help="cuda, cuda:1, cpu; default: cuda if there is one")
-    parser.add_argument("--context", nargs="+", type=int, default=[128, 4096])
-    parser.add_argument("--batch", nargs="+", type=int, default=[1])
+    parser.add_argument("--device", type=arguments.device, help="cuda, cuda:1, cpu; default: cuda if there is one")
+    parser.add_argument("--context", nargs="+", type=arguments.count, default=[128, 4096])
+    parser.add_argument("--batch", nargs="+", type=arguments.count, default=[1])
     parser.add_argument(
         "--engines", default=",".join(DEFAULT_ENGINES), help="comma-separated, of: " + ", ".join(ENGINES)
     )
-    parser.add_argument("--new-tokens", type=int, default=128)
-    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--new-tokens", type=arguments.count, default=128)
+    parser.add_argument("--repeats", type=arguments.count, default=5)
     measure.add_csv_argument(parser)
-    arguments = parser.parse_args(argv)
-    engines = arguments.engines.split(",")
+    given = parser.parse_args(argv)
+    engines = given.engines.split(",")
     if unknown := set(engines) - set(ENGINES):
         parser.error(f"unknown engine {', '.join(sorted(unknown))}, expected {', '.join(ENGINES)}")
-    device = arguments.device or ("cuda" if torch.cuda.is_available() else "cpu")
-    path = measure.chosen_csv(arguments.csv, "generate", torch.device(device))
+    device = given.device or ("cuda" if torch.cuda.is_available() else "cpu")
+    path = measure.chosen_csv(given.csv, "generate", torch.device(device))
     bench(
-        arguments.model,
-        dtype=arguments.dtype,
+        given.model,
+        dtype=given.dtype,
         device=device,
-        contexts=arguments.context,
-        batches=arguments.batch,
+        contexts=given.context,
+        batches=given.batch,
         engines=engines,
-        new_tokens=arguments.new_tokens,
-        repeats=arguments.repeats,
+        new_tokens=given.new_tokens,
+        repeats=given.repeats,
         csv=path,
     )
     return 0

@@ -9,7 +9,7 @@ from __future__ import annotations
 import importlib
 import pkgutil
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
 
 from .errors import UnsupportedModelError
 
@@ -302,15 +302,17 @@ class Architecture:
     def part_of(self, module) -> str | None:
         """``"layer"``, ``"attention"``, ``"mlp"`` or ``"norm"`` if ``module`` is exactly that part, else None."""
         cls = type(module)
-        if cls.__module__ == self.module:
-            parts = {
-                self.layer.class_name: "layer",
-                self.attention.class_name: "attention",
-                **{part.class_name: "mlp" for part in (self.mlp, self.dense_mlp) if part is not None},
-                self.norm.class_name: "norm",
-            }
-            return parts.get(cls.__name__)
-        return None
+        return self._kinds.get(cls.__name__) if cls.__module__ == self.module else None
+
+    @cached_property
+    def _kinds(self) -> dict[str | None, str]:
+        """Class names -> parts; every call of a patched layer asks several times."""
+        return {
+            self.layer.class_name: "layer",
+            self.attention.class_name: "attention",
+            **{part.class_name: "mlp" for part in (self.mlp, self.dense_mlp) if part is not None},
+            self.norm.class_name: "norm",
+        }
 
 
 @lru_cache(maxsize=1)

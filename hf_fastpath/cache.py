@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 import torch
 from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
 
-from .compat import record_past_of
+from .compat import MIN_WINDOW, record_past_of
 
 #: capacities are multiples of this, so that short conversations do not grow at every token
 CAPACITY_STEP = 64
@@ -299,7 +299,8 @@ class FastpathCache(Cache):
         kv_dtype: storage dtype (float32, float16 or bfloat16); None takes the dtype of the states.
 
     Raises:
-        ValueError: another ``kv_dtype``, or a config with layers that are neither full nor sliding attention.
+        ValueError: another ``kv_dtype``, a config with layers that are neither full nor sliding attention, or with a
+            sliding window of one token.
 
     Source: transformers ``cache_utils.py@5.17``, ``DynamicCache``.
     """
@@ -396,6 +397,11 @@ class FastpathCache(Cache):
 def _like(layer: CacheLayerMixin, kv_dtype: torch.dtype | None) -> FastpathLayer:
     """An empty FastpathLayer that plays the part of a transformers layer."""
     if type(layer) is DynamicSlidingWindowLayer:
+        if layer.sliding_window < MIN_WINDOW:
+            raise ValueError(
+                f"FastpathCache got sliding_window={layer.sliding_window}, expected {MIN_WINDOW} or more: use a "
+                "transformers cache, which keeps everything there"
+            )
         made = FastpathLayer(layer.sliding_window, kv_dtype)
     elif type(layer) is DynamicLayer:
         made = FastpathLayer(None, kv_dtype)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import difflib
+import importlib
 import json
 import platform
 import sys
@@ -13,11 +14,11 @@ from typing import Any
 
 import torch
 
-from . import __version__, build, loader, registry
+from . import __version__, arguments, build, loader, registry
 from .architecture import architectures
+from .progress import announced
 from .reasons import REASONS
 
-DTYPES = ("float32", "float16", "bfloat16")
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 
@@ -42,29 +43,37 @@ def info() -> dict[str, Any]:
     }
 
 
-def _load_model(arguments: argparse.Namespace) -> tuple[Any, Any]:
+def _load_model(given: argparse.Namespace) -> tuple[Any, Any]:
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    dtype = getattr(torch, arguments.dtype)
-    model = AutoModelForCausalLM.from_pretrained(arguments.model, dtype=dtype).to(arguments.device).eval()
-    return model, AutoTokenizer.from_pretrained(arguments.model)
+    with announced(f"loading {given.model}"):
+        remote = dict(trust_remote_code=given.trust_remote_code)
+        model = AutoModelForCausalLM.from_pretrained(given.model, dtype=given.dtype, **remote)
+        return model.to(given.device).eval(), AutoTokenizer.from_pretrained(given.model, **remote)
 
 
-def _verify(arguments: argparse.Namespace) -> int:
+def _verify(given: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
     from .verification import verify
 
-    model, tokenizer = _load_model(arguments)
-    result = verify(model, tokenizer(arguments.prompt, return_tensors="pt"), arguments.max_new_tokens)
-    print(json.dumps(result.to_dict(), indent=1) if arguments.json else result)
+    try:
+        model, tokenizer = _load_model(given)
+    except (OSError, ValueError) as error:
+        first = str(error).strip().splitlines()[0]
+        parser.error(f"{given.model!r} is no folder or model id of a causal LM with a tokenizer: {first}")
+    try:
+        result = verify(model, tokenizer(given.prompt, return_tensors="pt"), given.max_new_tokens)
+    except ValueError as error:  # an UnsupportedModelError too
+        parser.error(str(error))
+    print(json.dumps(result.to_dict(), indent=1) if given.json else result)
     return 0 if result.ok else 1
 
 
-def _explain(arguments: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
+def _explain(given: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
     """Explain a reason code, or a model by its config."""
-    what = arguments.what
+    what = given.what
     if what is None or what in REASONS:
         codes = REASONS if what is None else (what,)
-        if arguments.json:
+        if given.json:
             print(json.dumps({code: REASONS[code]._asdict() for code in codes}, indent=1))
         else:
             print("\n".join(f"{code}: {REASONS[code]}" for code in codes))
@@ -74,40 +83,29 @@ def _explain(arguments: argparse.Namespace, parser: argparse.ArgumentParser) -> 
         parser.error(f"unknown reason code {what!r}. Did you mean {close[0]!r}?")
     from .bandwidth import measure_read_bandwidth
     from .explain import explain
-    from .progress import announced
 
-    loader.ensure(arguments.device, lambda line: print(line, file=sys.stderr))
-    bandwidth = arguments.bandwidth
+    loader.ensure(given.device, lambda line: print(line, file=sys.stderr))
+    bandwidth = given.bandwidth
     if bandwidth == "measure":
-        with announced(f"measuring the read bandwidth of {arguments.device}"):
-            bandwidth = measure_read_bandwidth(arguments.device) / 1e9
-    dtype = None if arguments.dtype is None else getattr(torch, arguments.dtype)
+        try:
+            arguments.device(given.device)
+        except argparse.ArgumentTypeError as error:
+            parser.error(f"--bandwidth measure: {error}")
+        with announced(f"measuring the read bandwidth of {given.device}"):
+            bandwidth = measure_read_bandwidth(given.device) / 1e9
     try:
         with announced(f"building {what} without weights"):
             found = explain(
                 what,
-                dtype,
-                arguments.device,
+                given.dtype,
+                given.device,
                 None if bandwidth is None else bandwidth * 1e9,
-                arguments.trust_remote_code,
+                given.trust_remote_code,
             )
     except ValueError as error:
         parser.error(str(error))
-    print(json.dumps(found.to_dict(), indent=1) if arguments.json else found)
+    print(json.dumps(found.to_dict(), indent=1) if given.json else found)
     return 0 if found.fast else 1
-
-
-def _bandwidth(text: str) -> float | str:
-    """GB/s, or ``"measure"``."""
-    if text == "measure":
-        return text
-    try:
-        value = float(text)
-    except ValueError:
-        value = 0.0
-    if 0 < value < float("inf"):
-        return value
-    raise argparse.ArgumentTypeError(f"got {text!r}, expected GB/s or 'measure'")
 
 
 def _bench(rest: Sequence[str]) -> int:
@@ -116,12 +114,8 @@ def _bench(rest: Sequence[str]) -> int:
     if not script.is_file():
         print("hf_fastpath: the benchmarks are in the source checkout, which this is not", file=sys.stderr)
         return 1
-    import runpy
-
-    sys.path.insert(0, str(script.parent))
-    sys.argv = [str(script), *rest]
-    runpy.run_path(str(script), run_name="__main__")
-    return 0
+    sys.path.insert(0, str(script.parent))  # the scripts import each other
+    return importlib.import_module(script.stem).main(rest)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -136,36 +130,51 @@ def main(argv: Sequence[str] | None = None) -> int:
         description="Exit status of a model: 0 if its decode loop would be fast, else 1.",
     )
     explain.add_argument("what", nargs="?", help="a reason code; a folder, config.json or model id; none: all codes")
-    explain.add_argument("--dtype", choices=DTYPES, help="of the weights; default: what the config names")
+    explain.add_argument(
+        "--dtype",
+        type=arguments.dtype,
+        metavar="DTYPE",
+        help="of the weights: float32, float16, bfloat16; default: the config's",
+    )
     explain.add_argument(
         "--device", default=DEVICE, choices=("cpu", "cuda"), help="whose kernels and bandwidth are meant"
     )
-    explain.add_argument("--bandwidth", type=_bandwidth, help="GB/s the device reads, or 'measure': shows the limits")
+    explain.add_argument(
+        "--bandwidth", type=arguments.bandwidth, help="GB/s the device reads, or 'measure': shows the limits"
+    )
     explain.add_argument("--trust-remote-code", action="store_true", help="run model code that comes with the config")
     explain.add_argument("--json", action="store_true")
-    verify = commands.add_parser("verify", help="compare a model patched with itself unpatched")
+    verify = commands.add_parser(
+        "verify",
+        help="compare a model patched with itself unpatched",
+        description="Exit status: 0 if no error is above stock's own noise, 1 if one is, 2 if nothing was compared.",
+    )
     verify.add_argument("model", help="folder or name of a causal LM")
     verify.add_argument("--prompt", default="import os\n\n\ndef", help="text to continue")
-    verify.add_argument("--dtype", default="float32", choices=DTYPES)
-    verify.add_argument("--device", default=DEVICE)
-    verify.add_argument("--max-new-tokens", type=int, default=64)
+    verify.add_argument(
+        "--dtype", default="float32", type=arguments.dtype, help="of the weights: float32 (default), float16, bfloat16"
+    )
+    verify.add_argument("--device", default=DEVICE, type=arguments.device, help="here: %(default)s")
+    verify.add_argument("--max-new-tokens", type=arguments.count, default=64, help="that each row compares")
+    verify.add_argument("--trust-remote-code", action="store_true", help="run model code that comes with the weights")
     verify.add_argument("--json", action="store_true")
     commands.add_parser("bench", help="decode speed beside stock; see benchmarks/bench_generate.py", add_help=False)
-    arguments, rest = parser.parse_known_args(argv)
-    if arguments.command == "bench":
+    given, rest = parser.parse_known_args(argv)
+    if given.command == "bench":
         return _bench(rest)
+    command = commands.choices[given.command]
     if rest:
-        parser.error(f"unknown arguments: {' '.join(rest)}")
-    if arguments.command == "info":
+        command.error(f"unknown arguments: {' '.join(rest)}")
+    if given.command == "info":
         found = info()
-        if arguments.json:
+        if given.json:
             print(json.dumps(found, indent=1))
         else:
             for name, value in found.items():
                 lines = value.values() if isinstance(value, dict) else [value]
-                text = [", ".join(map(str, line)) if isinstance(line, list) else str(line) for line in lines]
+                text = [", ".join(map(str, line)) or "none" if isinstance(line, list) else str(line) for line in lines]
                 print(f"{name + ':':15}" + f"\n{'':15}".join(text))
         return 0
-    if arguments.command == "explain":
-        return _explain(arguments, parser)
-    return _verify(arguments)
+    if given.command == "explain":
+        return _explain(given, command)
+    return _verify(given, command)

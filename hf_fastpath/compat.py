@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import functools
+import inspect
 import sys
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from itertools import chain
 from typing import Any
 
 import torch
@@ -14,7 +16,7 @@ import transformers
 from torch import nn
 from torch.nn.modules import module as torch_module
 from transformers import activations
-from transformers.cache_utils import DynamicCache
+from transformers.cache_utils import Cache, DynamicCache
 from transformers.generation import GenerationConfig, GenerationMixin, GenerationMode
 from transformers.generation.logits_process import (
     LogitsProcessor,
@@ -58,6 +60,10 @@ def record_past_of(layer: Any) -> bool:
     return getattr(layer, "record_past", False)
 
 
+#: below this transformers' cache keeps all that was ever seen, and prompts and single tokens see different things
+MIN_WINDOW = 2
+
+
 def layer_windows(config: Any) -> list[int | None] | None:
     """Sliding window of each decoder layer (None: full attention), or None if a layer is of another kind."""
     windows = []
@@ -69,6 +75,26 @@ def layer_windows(config: Any) -> list[int | None] | None:
         else:
             return None
     return windows or [None] * config.get_text_config(decoder=True).num_hidden_layers
+
+
+def _prefetch_waits() -> bool:
+    """Whether an offloading cache's copies back to the GPU wait for those to the host, as they do not in 5.17."""
+    try:
+        return "prefetch_stream.wait_stream" in inspect.getsource(Cache.update)
+    except OSError:  # no source: one wait too many does no harm
+        return False
+
+
+_PREFETCH_WAITS = _prefetch_waits()
+
+
+def order_offloading(cache: Any, device: torch.device) -> None:
+    """Let what an offloading ``cache`` will bring back to the GPU wait for all that was started on it so far.
+
+    Without that a fast model reads layers that have not reached the host yet. Other caches are left alone.
+    """
+    if not _PREFETCH_WAITS and getattr(cache, "offloading", False):
+        cache.prefetch_stream.wait_stream(torch.cuda.default_stream(device))
 
 
 def prepare_cache_stock(model: Any, *args: Any, **kwargs: Any) -> Any:
@@ -219,6 +245,30 @@ FORWARD_ATTRIBUTES = ("forward", "_old_forward")
 def forward_attribute(module: nn.Module) -> str:
     """Where a module keeps the forward that computes: under an accelerate hook it is ``_old_forward``."""
     return "_old_forward" if hasattr(module, "_hf_hook") and "_old_forward" in vars(module) else "forward"
+
+
+def placement(module: nn.Module) -> str | None:
+    """What the accelerate hook in the place of the instance's ``forward`` is there for.
+
+    Returns:
+        ``"placed"``: it moves tensors to where the module's weights are, and changes no call whose tensors are there;
+        ``"offloaded"``: weights are brought for every call; None: anything else, or there is no hook.
+    """
+    contents = vars(module)
+    hook, outer = contents.get("_hf_hook"), contents.get("forward")
+    if (type(hook).__module__, type(hook).__qualname__) != ("accelerate.hooks", "AlignDevicesHook"):
+        return None
+    if not isinstance(outer, functools.partial) or outer.args != (module,):
+        return None
+    if outer.func.__module__ != "accelerate.hooks" or hook.no_grad:
+        return None
+    here = next((tensor.device for tensor in chain(module.parameters(), module.buffers())), None)
+    if hook.offload or (here is not None and here.type == "meta"):
+        return "offloaded"
+    if here is None or hook.execution_device is None:  # values are the same wherever they are
+        return "placed"
+    there = torch.device(hook.execution_device)
+    return "placed" if there.type == here.type and there.index in (None, here.index) else None
 
 
 # ---- the decode loop --------------------------------------------------------------------------------------------

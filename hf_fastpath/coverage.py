@@ -33,6 +33,8 @@ def check_anything(model: nn.Module, state: PatchState) -> None:
     if state.patched or state.loop_reason in (None, "no_native_library"):
         return
     why, helps, _ = _declined(state)
+    if why:
+        why += f"; the decode loop: {state.loop_reason}"
     nearest = structural.match(model)
     looked_for = ", ".join(f"{a.name} ({a.layer.class_name})" for a in architectures())
     raise UnsupportedModelError(

@@ -15,7 +15,7 @@ from torch import nn
 
 from . import loader, ops
 from .cache import FastpathCache, FastpathLayer
-from .compat import below_autograd, is_known_code, outputs_are_captured
+from .compat import below_autograd, is_known_code, order_offloading, outputs_are_captured
 from .decode import steps
 from .decode.modules import apply_dropout
 from .decode.parts import FeedForwardPart, MLPPart, MoEPart, NormPart
@@ -169,6 +169,8 @@ def _over_cache(
         return patch.reason_now(x) or "other_cache"
     if x.dim() != 3 or x.shape[1] != 1:
         return None
+    if (reason := part.other_reason()) is not None:
+        return reason
     named = dict(zip(patch.argument_names, args), **kwargs)
     cache, index = named.get(part.spec.cache), part.module.layer_idx
     length = 0 if cache is None else cache.get_seq_length(index)
@@ -199,13 +201,20 @@ def _over_cache(
     return _OverCache(layer, steps.Positions(angles or {}, cache.seq_lens(index, 1), None))
 
 
+def _stock_over_cache(patch: ModulePatch, reason: str | None, x: torch.Tensor, args: tuple, kwargs: dict) -> Any:
+    """:func:`stock` of an attention module or a layer."""
+    named = dict(zip(patch.argument_names, args), **kwargs)
+    order_offloading(named.get(patch.part.architecture.attention.cache), x.device)
+    return stock(patch.part.module, reason, x, *args, **kwargs)
+
+
 def attention(self: nn.Module, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
     patch: ModulePatch | None = vars(self).get(KEY)
     if patch is None:
         return stock(self, None, hidden_states, *args, **kwargs)
     found = _over_cache(patch, patch.part, hidden_states, args, kwargs)
     if not isinstance(found, _OverCache):
-        return stock(self, found, hidden_states, *args, **kwargs)
+        return _stock_over_cache(patch, found, hidden_states, args, kwargs)
     out = steps.attention(steps.run, patch.part, hidden_states, found.buffers, found.at, self.layer_idx)
     found.layer.advance(1)
     return out, None
@@ -218,7 +227,7 @@ def layer(self: nn.Module, hidden_states: torch.Tensor, *args: Any, **kwargs: An
     part: LayerPart = patch.part
     found = _over_cache(patch, part.attention, hidden_states, args, kwargs)
     if not isinstance(found, _OverCache):
-        return stock(self, found, hidden_states, *args, **kwargs)
+        return _stock_over_cache(patch, found, hidden_states, args, kwargs)
     index = part.attention.module.layer_idx
     out = steps.decoder_layer(steps.run, part, hidden_states, found.buffers, found.at, index)
     found.layer.advance(1)

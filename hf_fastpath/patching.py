@@ -192,9 +192,7 @@ def examine(model: nn.Module) -> Report:
     try:
         _bind_all(model, state, native=True)
         check_anything(model, state)
-        if state.loop_reason is None:  # what every generate() would find
-            state.loop_reason = state.part_of(model).reason()
-        return Report.of(state)
+        return Report.of(state, _loop_reason_now(model, state))
     finally:
         _unbind(state)
 
@@ -270,7 +268,9 @@ def _make_part(architecture: Architecture, kind: str, module: nn.Module) -> part
 
 
 def _window(attention: nn.Module) -> int | None:
-    """Sliding window of an attention module, by its place in the config."""
+    """Sliding window of an attention module, by its place in the config; None of what is none of transformers'."""
+    if not hasattr(attention, "config") or not hasattr(attention, "layer_idx"):
+        return None
     windows = compat.layer_windows(attention.config)
     return None if windows is None or attention.layer_idx >= len(windows) else windows[attention.layer_idx]
 
@@ -278,7 +278,7 @@ def _window(attention: nn.Module) -> int | None:
 #: reasons that no later call can cure; all others are looked at again at every call
 _LASTING = (
     *("unsupported_head_dim", "unsupported_config", "unsupported_activation"),
-    *("class_not_supported", "instance_forward"),
+    *("class_not_supported", "instance_forward", "offloaded"),
 )
 
 
@@ -363,7 +363,20 @@ def _loop_reason(model: nn.Module, state: PatchState) -> str | None:
     state.model_architecture = next(covering, None)
     if state.model_architecture is None:
         return "class_not_supported"
+    if any(window is not None and window < compat.MIN_WINDOW for window in state.part_of(model).windows):
+        return "unsupported_config"
     return None if compat.uses_generation_mixin_sample(model) else "custom_sample"
+
+
+def _loop_reason_now(model: nn.Module, state: PatchState) -> str | None:
+    """Why ``generate()`` would use transformers' loop on this model as it is, or None."""
+    if state.loop_reason is not None:
+        return state.loop_reason
+    part = state.part_of(model)
+    if part is None:
+        return "class_not_supported"
+    overridden = compat.overrides_generation(model, part.architecture.module)
+    return "generation_method" if overridden else part.reason()
 
 
 def _prepare_cache(self: nn.Module, generation_config: Any, model_kwargs: dict, generation_mode: Any, *rest, **named):
@@ -461,4 +474,4 @@ def report(model: nn.Module) -> Report:
     state = state_of(model)
     if state is None:
         raise ValueError(f"this {type(model).__name__} is not patched: call hf_fastpath.patch(model) first")
-    return Report.of(state)
+    return Report.of(state, _loop_reason_now(model, state))

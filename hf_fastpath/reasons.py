@@ -47,7 +47,11 @@ REASONS: dict[str, Reason] = {
     ),
     "instance_forward": Reason(
         "a module inside the fused span has a forward of its own on the instance",
-        "remove it (`del module.forward`) before patch()",
+        "remove it (`del module.forward`) before patch(), or load unquantized weights if it quantizes",
+    ),
+    "offloaded": Reason(
+        "weights wait in host memory or on disk and are brought for every call",
+        "load the model where it fits whole: a smaller dtype, or a device_map of GPUs alone",
     ),
     "class_forward": Reason(
         "other code has replaced the forward of a class, or a function that it calls",
@@ -87,7 +91,9 @@ REASONS: dict[str, Reason] = {
     ),
     "hooks": Reason("a module inside the fused span has forward hooks", "remove the hooks"),
     "attention_mask": Reason(
-        "this attention mask is not plain left padding", "pad on the left: tokenizer.padding_side = 'left'"
+        "this attention mask is not plain left padding (outside of greedy search and sampling: any mask, as that of a "
+        "full sliding window)",
+        "pad on the left (tokenizer.padding_side = 'left'), use greedy search or sampling",
     ),
     "attention_outputs": Reason(
         "attentions, hidden states or router logits were requested",

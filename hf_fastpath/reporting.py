@@ -22,7 +22,7 @@ class Report:
         like: the listed one it was recognized as by its structure, or None if it has a file of its own.
         patched: part -> number of modules with our forward.
         declined: "part: reason code" -> number of modules that kept stock's.
-        loop: ``"fast"``, or the reason code for which generate() uses transformers' loop.
+        loop: ``"fast"``, or the reason code for which generate() would use transformers' loop now.
         kernels: what serves each device.
         stats: counters since ``patch()``: fast and fallback tokens, reasons, tokens per second.
     """
@@ -36,15 +36,15 @@ class Report:
     stats: dict
 
     @classmethod
-    def of(cls, state: PatchState) -> Report:
-        """The present report of ``state``."""
+    def of(cls, state: PatchState, loop_reason: str | None) -> Report:
+        """The present report of ``state``; ``loop_reason`` as for ``loop``, None for fast."""
         declined = Counter(f"{kind}: {reason}" for _, kind, reason in state.declined)
         return cls(
             architecture=state.architecture,
             like=next((a.like for a in state.known if a.name == state.architecture), None),
             patched=dict(state.patched),
             declined=dict(declined),
-            loop=state.loop_reason or "fast",
+            loop=loop_reason or "fast",
             kernels=[str(status) for status in loader.status().values() if status.native],
             stats=state.stats.to_dict(),
         )

@@ -111,8 +111,13 @@ def step_aside_reason(
         return "batch_size"
     if any(value is not None for name, value in model_kwargs.items() if name not in KNOWN_MODEL_KWARGS):
         return "unsupported_input"
-    if input_ids.shape[1] == 0 or input_ids.device != part.embedding.weight.device:
-        return "device" if input_ids.shape[1] else "unsupported_input"
+    if input_ids.shape[1] == 0:
+        return "unsupported_input"
+    if (reason := part.other_reason()) is not None:
+        return reason
+    embeddings = getattr(part.embedding, "weight", None)
+    if embeddings is not None and input_ids.device != embeddings.device:
+        return part.reason() or "device"  # that of weights that lie elsewhere says more
     if torch.is_autocast_enabled(input_ids.device.type):
         return "autocast"
     if torch.compiler.is_compiling():

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from ..architecture import Architecture
-from ..compat import Conv1D, has_hooks, is_known_code, is_wrapped_by
+from ..compat import Conv1D, has_hooks, is_known_code, is_wrapped_by, placement
 from ..registry import FLOAT_DTYPES
 
 #: what weights are, unless they are quantized, sharded or otherwise special
@@ -41,11 +41,15 @@ def own_code_reason(module: nn.Module, home: str = "") -> str | None:
     override = module.__dict__.get("forward")
     if override is None:
         return None
+    if (placed := placement(module)) == "placed":  # and runs the forward that was there
+        override = module.__dict__["_old_forward"]
     function = getattr(override, "__func__", None)
     # Ours is no override; nor is the class's own forward, bound: an unpickled module may carry it; accelerate leaves
     # it without its decorators.
     ours = getattr(function, "__module__", "").startswith("hf_fastpath.")
-    return None if ours or is_wrapped_by(function, type(module).forward) else "instance_forward"
+    if ours or is_wrapped_by(function, type(module).forward):
+        return None
+    return "offloaded" if placed == "offloaded" else "instance_forward"
 
 
 def projection_reason(module: nn.Module, architecture: Architecture) -> str | None:

@@ -36,6 +36,10 @@ class Part:
         """Parameters the kernels read for it; None for a bias that is not there."""
         raise NotImplementedError
 
+    def other_reason(self) -> str | None:
+        """Why the module is none that the role was made for, so that nothing is known of what is inside; or None."""
+        raise NotImplementedError
+
     def reason(self) -> str | None:
         """Why the kernels cannot stand in for it right now, or None."""
         raise NotImplementedError
@@ -58,11 +62,13 @@ class NormPart(Part):
     def parameters(self) -> list[torch.Tensor | None]:
         return list(weight_and_bias(self.module))
 
-    def reason(self) -> str | None:
+    def other_reason(self) -> str | None:
         if self.architecture.norm.is_torchs:
-            if type(self.module) is not nn.LayerNorm:
-                return "class_not_supported"
-        elif (reason := self._own_reason("norm")) is not None:
+            return None if type(self.module) is nn.LayerNorm else "class_not_supported"
+        return self._own_reason("norm")
+
+    def reason(self) -> str | None:
+        if (reason := self.other_reason()) is not None:
             return reason
         if any(p is not None and p.dim() != 1 for p in self.parameters()):
             return "unsupported_config"
@@ -108,6 +114,8 @@ class MLPPart(Part):
         return [linear for linear in (gate, self.up, self.down) if linear is not None]
 
     def parameters(self) -> list[torch.Tensor | None]:
+        if self.other_reason() is not None:
+            return []
         return [p for linear in self.projections() for p in weight_and_bias(linear)]
 
     @property
@@ -121,9 +129,15 @@ class MLPPart(Part):
             return "unsupported_activation"
         return own_code_reason(child(self.module, self.spec.activation))
 
+    def other_reason(self) -> str | None:
+        if self.spec is None:  # the family has mixtures alone
+            return "class_not_supported"
+        return self._own_reason("mlp" if self.spec.class_name is not None else "layer")
+
     def reason(self) -> str | None:
-        kind = "mlp" if self.spec.class_name is not None else "layer"
-        reasons = [self._own_reason(kind), self.activation_reason(), self._code_reason()]
+        if (reason := self.other_reason()) is not None:
+            return reason
+        reasons = [self.activation_reason(), self._code_reason()]
         reasons += [projection_reason(linear, self.architecture) for linear in self.projections()]
         if self.is_joined and (self.up.bias is not None or is_transposed(self.up)):
             reasons.append("unsupported_projection")
@@ -182,6 +196,8 @@ class MoEPart(Part):
         return [None if name is None else getattr(self.experts, name) for name in names]
 
     def parameters(self) -> list[torch.Tensor | None]:
+        if self.other_reason() is not None:
+            return []
         return [*weight_and_bias(self.router), *self.stacks(), *self.stack_biases()]
 
     def _is_gate_known(self) -> bool:
@@ -195,14 +211,19 @@ class MoEPart(Part):
         cls = type(module)
         return (cls.__module__, cls.__name__) == (self.architecture.module, class_name)
 
-    def reason(self) -> str | None:
-        spec, router, experts = self.spec, self.router, self.experts
+    def other_reason(self) -> str | None:
+        spec = self.spec
         if not self._is_of(self.module, spec.class_name):
             return "class_not_supported"
         if (reason := self._code_reason()) is not None:  # first: what is inside may go with a forward of the instance
             return reason
-        if not self._is_of(router, spec.router_class) or not self._is_of(experts, spec.experts_class):
-            return "unsupported_projection"
+        known = self._is_of(self.router, spec.router_class) and self._is_of(self.experts, spec.experts_class)
+        return None if known else "unsupported_projection"
+
+    def reason(self) -> str | None:
+        if (reason := self.other_reason()) is not None:
+            return reason
+        spec, router, experts = self.spec, self.router, self.experts
         present = [p for p in self.parameters() if p is not None]
         if any(type(p) not in PLAIN_TENSORS or p.stride(-1) != 1 for p in present):
             return "unsupported_projection"

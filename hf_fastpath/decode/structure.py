@@ -15,6 +15,7 @@ from torch import nn
 from .. import architecture as arch
 from ..architecture import Architecture
 from ..compat import (
+    MIN_WINDOW,
     attention_function,
     caps_scores,
     has_static_rope,
@@ -50,6 +51,8 @@ class AttentionPart(Part):
         return [NormPart(self.architecture, child(self.module, name)) for name in self.spec.head_norms or ()]
 
     def parameters(self) -> list[torch.Tensor | None]:
+        if self.other_reason() is not None:
+            return []
         found = [p for linear in self.projections() for p in weight_and_bias(linear)]
         return found + [p for norm in self.head_norms for p in norm.parameters()] + [self.sinks]
 
@@ -113,10 +116,17 @@ class AttentionPart(Part):
         """Whether an op reads the cache where it is bound, instead of through a ``kv_table``."""
         return self.softcap > 0
 
+    def other_reason(self) -> str | None:
+        return self._own_reason("attention")
+
     def reason(self) -> str | None:
+        if (reason := self.other_reason()) is not None:
+            return reason
         if any(found_at(self.module, path) for path in self.spec.refuse):
             return "unsupported_config"
         if not all(found_at(self.module, path) for path in self.spec.require):
+            return "unsupported_config"
+        if self.window is not None and self.window < MIN_WINDOW:
             return "unsupported_config"
         if not MIN_HEAD_DIM <= self.head_dim <= MAX_HEAD_DIM or self.head_dim % 8:
             return "unsupported_head_dim"
@@ -127,7 +137,7 @@ class AttentionPart(Part):
             return "attention_function"
         if not is_known_code(rotation_function(self.module), home):
             return "class_forward"
-        reasons = [self._own_reason("attention"), self._code_reason()]
+        reasons = [self._code_reason()]
         reasons += [projection_reason(linear, self.architecture) for linear in self.projections()]
         reasons += [dropout_reason(self.module, self.spec.attention_dropout)]
         reasons += [norm.reason() for norm in self.head_norms]
@@ -210,7 +220,12 @@ class LayerPart(Part):
     def parameters(self) -> list[torch.Tensor | None]:
         return [parameter for part in self.parts() for parameter in part.parameters()]
 
+    def other_reason(self) -> str | None:
+        return self._own_reason("layer")
+
     def reason(self) -> str | None:
+        if (reason := self.other_reason()) is not None:
+            return reason
         spec = self.spec
         if any(getattr(self.module, name, False) is not False for name in spec.refuse):
             return "unsupported_config"
@@ -218,7 +233,7 @@ class LayerPart(Part):
             return "unsupported_config"
         if self.module.training and getattr(self.module, "gradient_checkpointing", False):
             return "checkpointing"
-        reasons = [self._own_reason("layer"), self._code_reason()]
+        reasons = [self._code_reason()]
         reasons += [dropout_reason(self.module, name) for name in spec.dropouts]
         reasons += [part.reason() for part in self.parts()]
         return next((reason for reason in reasons if reason), None)
@@ -304,8 +319,14 @@ class ModelPart(Part):
         outer = [*weight_and_bias(self.head), *(module.weight for module in self._embeddings())]
         return outer + self.final_norm.parameters() + [p for layer in self.layers for p in layer.parameters()]
 
+    def other_reason(self) -> str | None:
+        names = (self.architecture.layers, self.architecture.final_norm, self.architecture.embedding)
+        return None if all(hasattr(self.decoder, name) for name in names) else "class_not_supported"
+
     def reason(self) -> str | None:
         """Why a decode plan of the model would not be right now, or None. Cheap enough for every generate()."""
+        if (reason := self.other_reason()) is not None:
+            return reason
         if len(getattr(self.decoder, self.architecture.layers)) != len(self.windows):
             return "unsupported_config"
         if self.final_norm.module is None:

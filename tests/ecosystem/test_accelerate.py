@@ -11,19 +11,25 @@ from accelerate.hooks import remove_hook_from_submodules
 from accelerate.state import AcceleratorState
 from models import (
     SHORT,
+    TINY_PYTHON,
     assert_same_instances,
     build,
     counting,
     fresh,
+    heldout_tokens,
     instances,
     left_padded,
+    over_architectures,
     prompt,
     require_native,
 )
-from parity import assert_same_tokens
+from parity import assert_equal_generation, assert_same_tokens, both
+from torch import nn
+from transformers import AutoModelForCausalLM
 
 import hf_fastpath
 from hf_fastpath import UnsupportedModelError
+from hf_fastpath.decode import steps
 
 
 def to_disk(model, folder) -> None:
@@ -52,25 +58,38 @@ def test_weights_offloaded_after_patching(offload, tmp_path, device):
     with counting(ours) as counts:
         found = ours.generate(**inputs, **SHORT)
     assert_same_tokens(found, expected, stock, inputs["attention_mask"])
-    assert not counts.fast and set(counts.reasons) & {"device", "instance_forward"}, counts.reasons
+    assert not counts.fast and counts.reasons["offloaded"], counts.reasons
     hf_fastpath.unpatch(ours)
     assert_same_tokens(ours.generate(**inputs, **SHORT), expected, stock, inputs["attention_mask"])
     remove_hook_from_submodules(ours)
     assert not [name for module in ours.modules() for name in vars(module) if name.startswith("_hf_")]
 
 
-@over_offloads
-def test_offloaded_weights_are_refused(offload, tmp_path, device):
+def test_offloaded_weights_are_refused(tmp_path, device):
     """Where every projection has a hook that brings its weight, nothing is left to patch."""
     require_native(device)
     stock = build("llama").to(device)
     ours = copy.deepcopy(stock)
-    offload(ours, tmp_path)
+    to_cpu(ours, tmp_path)
     before = instances(ours)
-    with pytest.raises(UnsupportedModelError, match="instance_forward"):
+    with pytest.raises(UnsupportedModelError, match="offloaded: load the model where it fits whole"):
         hf_fastpath.patch(ours, quiet=True)
     assert_same_instances(instances(ours), before)
     assert_same_tokens(ours.generate(prompt(device), **SHORT), stock.generate(prompt(device), **SHORT), stock)
+
+
+def test_layers_that_are_not_offloaded_are_patched(tmp_path, device):
+    require_native(device)
+    stock = build("llama").to(device)
+    ours = copy.deepcopy(stock)
+    to_disk(ours, tmp_path)
+    before = instances(ours)
+    with pytest.warns(UserWarning, match=r"model.layers.1.mlp \(mlp\): offloaded"):
+        hf_fastpath.patch(ours, quiet=True)
+    report = hf_fastpath.report(ours)
+    assert report.patched["layer"] == 1 and report.loop == "partial_patch"
+    assert_equal_generation(ours, stock, fast=False)
+    assert_same_instances(instances(hf_fastpath.unpatch(ours)), before)
 
 
 def test_all_on_one_device_is_fast(device):
@@ -83,6 +102,121 @@ def test_all_on_one_device_is_fast(device):
         found = ours.generate(prompt(device, 2), **SHORT)
     assert counts.fast == 24
     assert_same_tokens(found, stock.generate(prompt(device, 2), **SHORT), stock)
+
+
+def places(model, first, second) -> dict:
+    """A device map: the second layer on ``second``, all else on ``first``."""
+    base = model.base_model_prefix
+    names = [name for name, _ in model.named_children() if name != base]
+    for name, child in getattr(model, base).named_children():
+        parts = [f".{place}" for place in range(len(child))] if isinstance(child, nn.ModuleList) else [""]
+        names += [f"{base}.{name}{part}" for part in parts]
+    return {name: second if name.endswith(".1") else first for name in names}
+
+
+@pytest.fixture
+def fused_layers(monkeypatch) -> list[torch.device]:
+    """Where the layers ran that ran fused, outside of a decode plan."""
+    devices, layer = [], steps.decoder_layer
+
+    def noted(emit, part, hidden, *arguments):
+        if emit is steps.run:
+            devices.append(hidden.device)
+        return layer(emit, part, hidden, *arguments)
+
+    monkeypatch.setattr(steps, "decoder_layer", noted)
+    return devices
+
+
+@over_architectures
+@pytest.mark.parametrize("hooks_come", ("before_patch", "after_patch"))
+def test_hooks_that_only_place_tensors_are_fast(hooks_come, architecture, fused_layers, device):
+    """Every module has one, and all are on one device: the plan, the fused layers, and back to stock."""
+    require_native(device)
+    stock = build(architecture).to(device)
+    ours = copy.deepcopy(stock)
+    if hooks_come == "after_patch":
+        hf_fastpath.patch(ours, quiet=True)
+    dispatch_model(ours, places(ours, device, device), skip_keys="past_key_values", force_hooks=True)
+    assert all(hasattr(module, "_hf_hook") for module in ours.modules() if list(module.parameters(recurse=False)))
+    before = instances(ours)
+    hf_fastpath.patch(ours, quiet=True)
+    assert hf_fastpath.report(ours).loop == "fast"
+    assert_equal_generation(ours, stock)
+    cache, ids = hf_fastpath.FastpathCache(ours.config), prompt(device, 2, 9)
+    with torch.no_grad():
+        found = [ours(part, past_key_values=cache).logits[:, -1] for part in ids.split((8, 1), dim=1)]
+    torch.testing.assert_close(found[1], stock(ids).logits[:, -1])
+    assert len(fused_layers) == 2
+    if hooks_come == "before_patch":
+        assert_same_instances(instances(hf_fastpath.unpatch(ours)), before)
+    hf_fastpath.unpatch(ours)
+    remove_hook_from_submodules(ours)
+    assert not [name for module in ours.modules() for name in vars(module) if name.startswith("_hf_")]
+    assert_same_tokens(ours.generate(prompt(device), **SHORT), stock.generate(prompt(device), **SHORT), stock)
+
+
+@pytest.fixture
+def two_gpus() -> tuple[torch.device, torch.device]:
+    if torch.cuda.device_count() < 2:
+        pytest.skip("fewer than two CUDA devices")
+    return torch.device("cuda", 0), torch.device("cuda", 1)
+
+
+@pytest.mark.parametrize("when", ("before_patch", "after_patch"))
+@over_architectures
+def test_layers_on_two_gpus(architecture, when, two_gpus, fused_layers):
+    """transformers' loop over fused layers, each with its part of the cache, and the reason is "device"."""
+    wide = {"sliding_window": 64} if architecture == "mistral" else {}  # a full one makes masks, which stock takes
+    stock, ours = build(architecture, **wide), build(architecture, **wide)
+    for model in (stock, ours):
+        if model is ours and when == "after_patch":
+            hf_fastpath.patch(ours.to(two_gpus[0]), quiet=True)
+        dispatch_model(model, places(model, *two_gpus), main_device=two_gpus[0], skip_keys="past_key_values")
+    hf_fastpath.patch(ours, quiet=True)
+    assert hf_fastpath.report(ours).loop == "device"
+    ids = prompt(two_gpus[0], 2)
+    for options in (SHORT, SHORT | dict(num_beams=2), SHORT | dict(do_sample=True, top_k=20)):
+        fused_layers.clear()
+        with counting(ours) as counts:
+            found, expected = both(stock, ours, input_ids=ids, return_dict_in_generate=True, **options)
+        assert_same_tokens(found.sequences, expected.sequences)
+        assert set(counts.reasons) <= {"device", "generation_mode"} and not counts.fast, counts.reasons
+        cache = found.past_key_values
+        assert isinstance(cache, hf_fastpath.FastpathCache)
+        assert [layer.k_buffer.device for layer in cache.layers] == list(two_gpus)
+        assert fused_layers == [*two_gpus] * 11, "a token did not go through the fused layers"
+    inputs = left_padded(two_gpus[0], 2)
+    assert_same_tokens(*both(stock, ours, **inputs, **SHORT))
+
+
+def test_model_on_the_second_gpu(two_gpus):
+    """While the first is the current device."""
+    stock, ours = fresh("mistral", two_gpus[1])
+    assert torch.cuda.current_device() == 0
+    assert_equal_generation(ours, stock)
+    assert_equal_generation(ours, stock, do_sample=True, top_k=1)
+
+
+def test_models_on_two_gpus_take_turns(two_gpus):
+    """Each by its own plan."""
+    pairs = [fresh("llama", device) for device in two_gpus]
+    for _ in range(2):
+        for stock, ours in pairs:
+            assert_equal_generation(ours, stock)
+
+
+@pytest.mark.parametrize("device_map", ("auto", "balanced", "sequential"))
+def test_from_pretrained_over_all_gpus(device_map, two_gpus):
+    """Wherever transformers puts the layers."""
+    kwargs = dict(dtype=torch.float32, device_map=device_map)
+    stock, ours = (AutoModelForCausalLM.from_pretrained(TINY_PYTHON, **kwargs) for _ in range(2))
+    hf_fastpath.patch(ours, quiet=True)
+    ids = heldout_tokens(40).to(stock.device)
+    with counting(ours) as counts:
+        found, expected = both(stock, ours, input_ids=ids, max_new_tokens=60, do_sample=False)
+    assert_same_tokens(found, expected)
+    assert counts.fast or set(counts.reasons) == {"device"}, counts.reasons
 
 
 @pytest.mark.parametrize("mixed_precision", ("no", "bf16"))

@@ -58,9 +58,21 @@ def bitsandbytes(model: nn.Module) -> None:
             setattr(model.get_submodule(parent), attribute, made.to(device))
 
 
+def compressed(model: nn.Module) -> None:
+    """Each projection keeps its class and gets scales, and a forward of its own."""
+    library = pytest.importorskip("compressed_tensors.quantization", reason="compressed-tensors is not installed")
+    weights = library.QuantizationArgs(num_bits=4, symmetric=True, strategy="channel")
+    schemes = {"all": library.QuantizationScheme(targets=["Linear"], weights=weights)}
+    library.apply_quantization_config(model, library.QuantizationConfig(config_groups=schemes, ignore=["lm_head"]))
+    for module in model.modules():
+        if hasattr(module, "weight_scale"):
+            module.weight_scale.data = module.weight.abs().amax(1, keepdim=True) / 7
+
+
 @torch.no_grad()
 @pytest.mark.parametrize("when", ("before_patch", "after_patch", "after_generate"))
-@pytest.mark.parametrize("quantize", (stand_in, torchao, quanto, bitsandbytes), ids=lambda f: f.__name__)
+@pytest.mark.filterwarnings("ignore:hf_fastpath:UserWarning")
+@pytest.mark.parametrize("quantize", (stand_in, torchao, quanto, bitsandbytes, compressed), ids=lambda f: f.__name__)
 def test_quantized_projections(quantize, when, device):
     require_native(device)
     stock = build("llama").to(device)
@@ -77,5 +89,7 @@ def test_quantized_projections(quantize, when, device):
     with counting(ours) as counts:
         found = ours.generate(**inputs, **SHORT)
     expected = stock.generate(**inputs, **SHORT)
-    assert counts.reasons["unsupported_projection"] and not counts.fast, counts.reasons
+    given = {*counts.reasons, *(what.split(": ")[1] for what in hf_fastpath.report(ours).declined)}
+    reason = "instance_forward" if quantize is compressed else "unsupported_projection"
+    assert reason in given and counts.reasons and not counts.fast, given
     assert_same_tokens(found, expected)

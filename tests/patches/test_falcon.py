@@ -3,7 +3,8 @@
 import pytest
 import torch
 from architecture_checks import architecture_tests, assert_variant_right
-from models import CPU, build, fresh, prompt
+from models import CPU, SHORT, build, counting, fresh, prompt
+from parity import assert_same_tokens
 
 import hf_fastpath
 from hf_fastpath import traffic
@@ -58,6 +59,21 @@ def test_falcon_kv_bytes_are_those_of_the_cache(changes):
     cache = model(prompt(CPU, 1, 9), use_cache=True).past_key_values
     held = sum(layer.keys.nbytes + layer.values.nbytes for layer in cache.layers)
     assert traffic.kv_bytes(model.config, 9, torch.float32) == held
+
+
+@torch.no_grad()
+def test_falcon_makes_a_mask_for_every_token(device):
+    """So that the user's own loop and beams run stock layers, and say why; generate()'s own loop is fast."""
+    stock, ours = fresh("falcon", device)
+    cache, ids = hf_fastpath.FastpathCache(ours.config), prompt(device, 2, 9)
+    with counting(ours) as counts:
+        found = [ours(part, past_key_values=cache).logits[:, -1] for part in ids.split((8, 1), dim=1)]
+    assert set(counts.reasons) == {"attention_mask"}
+    torch.testing.assert_close(found[1], stock(ids).logits[:, -1])
+    with counting(ours) as counts:
+        beams = ours.generate(ids, num_beams=3, **SHORT)
+    assert set(counts.reasons) == {"attention_mask", "generation_mode"}
+    assert_same_tokens(beams, stock.generate(ids, num_beams=3, **SHORT))
 
 
 @torch.no_grad()

@@ -8,7 +8,8 @@ import sys
 
 import pytest
 import torch
-from models import ARCHITECTURES, CPU, TINY_PYTHON, require_native
+from models import ARCHITECTURES, CPU, TINY_PYTHON, require_native, tokenizer
+from transformers import AutoModelForCausalLM, BloomConfig
 
 from hf_fastpath import cli
 from hf_fastpath.architecture import architectures
@@ -53,11 +54,66 @@ def test_cli_verify(json_wanted, capsys):
         assert "hf_fastpath.verify: ok over" in printed and "short" in printed
 
 
-@pytest.mark.parametrize("arguments", (["info", "--nonsense"], ["verify"], ["speed"], []))
-def test_cli_refuses_unknown_arguments(arguments, capsys):
+TINY = ["verify", str(TINY_PYTHON), "--device", "cpu"]
+#: what is wrong with arguments -> what is said about them
+REFUSED = {
+    "unknown option": (["info", "--nonsense"], "hf-fastpath info: error: unknown arguments: --nonsense"),
+    "unknown command": (["speed"], "invalid choice: 'speed'"),
+    "no command": ([], "required: command"),
+    "no model": (["verify"], "required: model"),
+    "no such model": (["verify", "/nowhere", "--device", "cpu"], "'/nowhere' is no folder or model id of a causal LM"),
+    "no model there": (["verify", ".", "--device", "cpu"], "'.' is no folder or model id of a causal LM"),
+    "no tokens": ([*TINY, "--max-new-tokens", "0"], "got '0', expected a whole number above 0"),
+    "no prompt": ([*TINY, "--prompt", ""], "expected [1 to 16 sequences, at least 2 tokens]"),
+    "device": (["verify", "x", "--device", "gpu"], "got 'gpu', expected cpu, cuda or cuda:1"),
+    "CUDA device": (["verify", "x", "--device", "cuda:99"], "CUDA device"),
+    "dtype": ([*TINY, "--dtype", "f16"], "got 'f16', expected float32"),
+    "bandwidth": (["explain", "x", "--bandwidth", "-1"], "got '-1', expected GB/s or 'measure'"),
+    "code": (["explain", "atention_mask"], "unknown reason code 'atention_mask'. Did you mean 'attention_mask'?"),
+}
+
+
+@pytest.mark.parametrize(("arguments", "error"), REFUSED.values(), ids=REFUSED)
+def test_cli_refuses(arguments, error, capsys):
+    """One line below the usage of the command, and no traceback."""
     with pytest.raises(SystemExit) as caught:
         cli.main(arguments)
-    assert caught.value.code == 2 and "usage: hf-fastpath" in capsys.readouterr().err
+    printed = capsys.readouterr().err
+    assert caught.value.code == 2 and "usage: hf-fastpath" in printed and error in printed.splitlines()[-1]
+    assert (
+        not arguments or arguments[0] not in ("info", "explain", "verify") or f"hf-fastpath {arguments[0]}" in printed
+    )
+
+
+def test_cli_takes_short_names_of_types(capsys):
+    arguments = ["explain", str(TINY_PYTHON), "--device", "cpu", "--json", "--dtype"]
+    for name in ("bf16", "bfloat16"):
+        assert cli.main([*arguments, name]) == 0
+        assert json.loads(capsys.readouterr().out)["dtype"] == "bfloat16"
+
+
+def test_cli_verify_of_what_is_not_covered(capsys, tmp_path):
+    """Says what patch() says."""
+    sizes = dict(n_layer=1, n_embd=32, n_head=2, vocab_size=4200, bos_token_id=1, eos_token_id=1)
+    AutoModelForCausalLM.from_config(BloomConfig(**sizes)).save_pretrained(tmp_path)
+    tokenizer().save_pretrained(tmp_path)
+    with pytest.raises(SystemExit) as caught:
+        cli.main(["verify", str(tmp_path), "--device", "cpu"])
+    assert caught.value.code == 2
+    assert "nothing in this BloomForCausalLM can be patched" in capsys.readouterr().err
+
+
+def test_cli_bench(capsys):
+    """The script's arguments are passed on; wrong ones give its usage."""
+    require_native(CPU)
+    arguments = "bench --model tiny --device cpu --dtype fp32 --engines ours --context 16 --new-tokens 4 --repeats 1"
+    assert cli.main(arguments.split()) == 0
+    printed = capsys.readouterr().out
+    assert "prefill tok/s" in printed and printed.splitlines()[-1].split()[:5] == ["tiny", "fp32", "16", "1", "ours"]
+    for wrong in ("--context 0", "--device gpu", "--model nope", "--engines nope"):
+        with pytest.raises(SystemExit) as caught:
+            cli.main(["bench", *wrong.split()])
+        assert caught.value.code == 2 and "usage: bench_generate.py" in capsys.readouterr().err
 
 
 def test_cli_runs_as_a_module():

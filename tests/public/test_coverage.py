@@ -96,6 +96,22 @@ def test_ops_chooses_what_is_patched(ops, device):
     assert_equal_generation(ours, stock, fast="loop" in chosen)
 
 
+@pytest.mark.parametrize("ops", ("all", ("mlp", "loop")), ids=str)
+@pytest.mark.parametrize("architecture", ("mistral", "gemma2"))
+@pytest.mark.filterwarnings("ignore:hf_fastpath:UserWarning")
+def test_window_of_one_token_is_left_to_stock(architecture, ops, device):
+    """transformers' cache keeps everything there, so that single tokens see more than prompts do."""
+    require_native(device)
+    stock = build(architecture, sliding_window=1).to(device)
+    ours = hf_fastpath.patch(copy.deepcopy(stock), ops=ops, quiet=True)
+    assert hf_fastpath.report(ours).loop in ("partial_patch", "unsupported_config")
+    assert_equal_generation(ours, stock, fast=False)
+    with pytest.raises(ValueError, match="got sliding_window=1, expected 2 or more"):
+        hf_fastpath.FastpathCache(stock.config)
+    with pytest.raises(UnsupportedModelError, match="the decode loop: unsupported_config"):
+        hf_fastpath.patch(stock, ops="loop", quiet=True)
+
+
 def test_max_batch_size(device):
     require_native(device)
     stock = build("llama").to(device)

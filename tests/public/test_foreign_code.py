@@ -13,6 +13,7 @@ from accelerate.hooks import ModelHook, add_hook_to_module, remove_hook_from_mod
 from models import SHORT, build, counting, fresh, left_padded, over_architectures, prompt, require_native
 from parity import assert_equal_generation, assert_same_tokens
 from torch import nn
+from transformers import DynamicCache
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, sdpa_mask
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
@@ -37,7 +38,7 @@ def decode_modules(model: nn.Module) -> list[str]:
 
 
 @over_architectures
-@pytest.mark.parametrize("kind", ("forward_hook", "forward_pre_hook", "instance_forward", "replaced"))
+@pytest.mark.parametrize("kind", ("forward_hook", "forward_pre_hook", "instance_forward", "replaced", "opaque"))
 def test_every_child_may_have_a_life_of_its_own(kind, architecture, device):
     """A hook, a forward on the instance, another module in its place: honored on each module in turn.
 
@@ -75,22 +76,26 @@ def _doubled(value):
     return type(value)(map(_doubled, value)) if type(value) in (tuple, list) else value
 
 
-class Replacement(nn.Module):
-    """Another module in the place of one: forwards to it, doubles the result."""
+class Opaque(nn.Module):
+    """Another module in the place of one: runs it, doubles the result, and has nothing else of it."""
 
     def __init__(self, inner: nn.Module, calls: list[int]):
         super().__init__()
         self.inner, self.calls = inner, calls
+
+    def forward(self, *args, **kwargs):
+        self.calls.append(1)
+        return _doubled(self.inner(*args, **kwargs))
+
+
+class Replacement(Opaque):
+    """It also has the attributes of what it replaces."""
 
     def __getattr__(self, name: str):
         try:
             return super().__getattr__(name)
         except AttributeError:
             return getattr(super().__getattr__("inner"), name)
-
-    def forward(self, *args, **kwargs):
-        self.calls.append(1)
-        return _doubled(self.inner(*args, **kwargs))
 
 
 def _interfere(model: nn.Module, name: str, kind: str, calls: list[int]):
@@ -118,9 +123,38 @@ def _interfere(model: nn.Module, name: str, kind: str, calls: list[int]):
         return lambda: None  # without these it is another model
     parent, _, attribute = name.rpartition(".")
     owner = model.get_submodule(parent)
-    replacement = Replacement(module, calls)
+    replacement = (Opaque if kind == "opaque" else Replacement)(module, calls)
     setattr(owner, attribute, replacement)
     return lambda: setattr(owner, attribute, module)
+
+
+OPAQUE = {
+    "llama": ("model", "model.embed_tokens", "model.layers.1", "model.layers.1.self_attn", "model.layers.1.mlp"),
+    "gpt2": ("transformer", "transformer.h.1", "transformer.h.1.attn", "transformer.h.1.mlp", "transformer.drop"),
+    "mixtral": ("model.layers.1.mlp", "model.layers.1.mlp.gate", "model.layers.1.mlp.experts"),
+}
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("when", ("before_patch", "after_generate"))
+@pytest.mark.parametrize(("architecture", "name"), [(a, name) for a, names in OPAQUE.items() for name in names])
+@pytest.mark.filterwarnings("ignore:hf_fastpath:UserWarning")
+def test_module_in_the_place_of_one(architecture, name, when, device):
+    """As in ablations: nothing of what our code looks up is there. By generate() and by hand, over either cache."""
+    stock, ours = fresh(architecture, device)
+    ours.generate(prompt(device), max_new_tokens=2, do_sample=False)
+    if when == "before_patch":
+        hf_fastpath.unpatch(ours)
+    for model in (stock, ours):
+        model.set_submodule(name, Opaque(model.get_submodule(name), []))
+    hf_fastpath.patch(ours, quiet=True)
+    assert hf_fastpath.report(ours).loop != "fast"
+    assert_equal_generation(ours, stock, fast=False)
+    ids = prompt(device, 2, 9)
+    expected = stock(ids).logits[:, -1]
+    for cache in (DynamicCache(config=ours.config), hf_fastpath.FastpathCache(ours.config)):
+        found = [ours(part, past_key_values=cache).logits[:, -1] for part in ids.split((8, 1), dim=1)]
+        torch.testing.assert_close(found[1], expected, rtol=1e-4, atol=1e-4)
 
 
 class LoraLinear(nn.Linear):

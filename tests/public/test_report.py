@@ -13,7 +13,7 @@ from models import CPU, SHORT, build, counting, fresh, prompt, require_native
 
 import hf_fastpath
 from hf_fastpath import FallbackError
-from hf_fastpath.reasons import REASONS
+from hf_fastpath.reasons import REASONS, check
 
 ROOT = Path(__file__).resolve().parents[2]
 STOCK_CALLS = {
@@ -112,7 +112,7 @@ def test_reason_codes_in_the_code_are_known():
     unused = [code for code in REASONS if f'"{code}"' not in text]
     assert not unused, f"reason codes that nothing gives: {unused}"
     with pytest.raises(KeyError, match="no_such"):
-        hf_fastpath.patching.reasons.check("no_such")
+        check("no_such")
 
 
 def test_import_and_names():

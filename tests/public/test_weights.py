@@ -120,6 +120,15 @@ def test_model_changed_after_patching(warm, change, architecture, device):
 
 
 @over_architectures
+def test_model_moved_after_patching(architecture, cuda):
+    """To the GPU and back, with a plan for where it was."""
+    stock, ours = fresh(architecture)
+    for device in ("cpu", cuda, "cpu", cuda):
+        stock.to(device), ours.to(device)
+        assert_equal_generation(ours, stock)
+
+
+@over_architectures
 def test_new_head_after_patching(architecture, device):
     """A replaced output projection, norm or MLP is used."""
     for warm in (False, True):

@@ -1,0 +1,255 @@
+"""Arguments of ops at sizes that models use, for ``bench_ops.py``."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from hf_fastpath.ops.decode_attention import workspace_bytes
+from hf_fastpath.registry import Sample
+
+
+@dataclass(frozen=True)
+class Call:
+    """A call of an op at a size that models use.
+
+    Attributes:
+        name: in tables and CSV.
+        arguments: ``(device, dtype)`` to a random set of arguments.
+        dtypes: those it is run in unless ``--dtype`` says otherwise.
+        devices: where it is run; a GPU's larger sizes would take minutes on a CPU.
+    """
+
+    name: str
+    arguments: Callable[[torch.device, torch.dtype], Sample]
+    dtypes: tuple[str, ...] = ("fp16", "bf16")
+    devices: tuple[str, ...] = ("cuda", "cpu")
+
+
+def drawn(*shape: int, std: float = 1.0) -> Callable[[torch.device, torch.dtype], torch.Tensor]:
+    """A random tensor for each set."""
+    return lambda device, dtype: torch.randn(shape, device=device, dtype=dtype) * std
+
+
+def sample_of(*parts, **named) -> Callable[[torch.device, torch.dtype], Sample]:
+    """Arguments of which the callables are drawn for each set."""
+
+    def draw(part, device, dtype):
+        return part(device, dtype) if callable(part) else part
+
+    return lambda device, dtype: Sample(
+        *(draw(part, device, dtype) for part in parts),
+        **{k: draw(part, device, dtype) for k, part in named.items()},
+    )
+
+
+def gemv_call(name: str, k: int, n: int, rows: int = 1, **options) -> Call:
+    return Call(name, sample_of(drawn(1, rows, k), drawn(n, k, std=k**-0.5), **options))
+
+
+def conv1d_call(name: str, k: int, n: int, **options) -> Call:
+    weight = drawn(k, n, std=k**-0.5)
+    return Call(name, sample_of(drawn(1, 1, k), weight, drawn(n), transposed=True, **options), ("fp16", "fp32"))
+
+
+def _angles(
+    device: torch.device, dtype: torch.dtype, rotary_dim: int, batch: int = 1, query_len: int = 1
+) -> list[torch.Tensor]:
+    """Cosines and sines of the rotation."""
+    angle = torch.rand(batch, query_len, rotary_dim // 2, device=device).repeat(1, 1, 2) * 2 * math.pi
+    return [angle.cos().to(dtype), angle.sin().to(dtype)]
+
+
+def _workspace(device: torch.device, *sizes: int) -> dict[str, torch.Tensor]:
+    """One workspace for all calls, as a decode plan keeps it; the CPU needs none."""
+    if device.type != "cuda":
+        return {}
+    return {"workspace": torch.zeros(workspace_bytes(*sizes), device=device, dtype=torch.uint8)}
+
+
+def qkv_call(name: str, k: int, heads: int, kv_heads: int, head_dim: int, query_len: int = 1) -> Call:
+    """Norm, projections, rotation and append of a Mistral or Llama."""
+
+    def arguments(device: torch.device, dtype: torch.dtype) -> Sample:
+        def randn(*shape, std=1.0):
+            return torch.randn(*shape, device=device, dtype=dtype) * std
+
+        weights = [randn(n * head_dim, k, std=k**-0.5) for n in (heads, kv_heads, kv_heads)]
+        caches = [randn(1, kv_heads, 1024, head_dim) for _ in range(2)]
+        lens = torch.full((1,), 1000, device=device, dtype=torch.int32)
+        return Sample(
+            *(
+                randn(1, query_len, k),
+                *weights,
+                None,
+                None,
+                None,
+                False,
+                *_angles(device, dtype, head_dim, query_len=query_len),
+            ),
+            *(*caches, lens, heads, None, 0, "rms", randn(k), None, 1e-5),
+        )
+
+    return Call(name, arguments)
+
+
+def swiglu_call(name: str, k: int, n: int, rows: int = 1) -> Call:
+    return Call(name, sample_of(drawn(1, rows, k), *[drawn(n, k, std=k**-0.5)] * 2))
+
+
+def experts_call(
+    name: str,
+    hidden_size: int,
+    width: int,
+    num_experts: int,
+    top_k: int,
+    rows: int = 1,
+    transposed: bool = False,
+    **options,
+) -> Call:
+    """Experts that a random router chooses, and the residual; ``transposed``: as gpt-oss's, with biases."""
+
+    def arguments(device: torch.device, dtype: torch.dtype) -> Sample:
+        def randn(*shape, std=1.0):
+            return torch.randn(*shape, device=device, dtype=dtype) * std
+
+        weights, ids = torch.randn(rows, num_experts, device=device).softmax(-1).topk(top_k)
+        stacks = (
+            randn(num_experts, 2 * width, hidden_size, std=hidden_size**-0.5),
+            randn(num_experts, hidden_size, width, std=width**-0.5),
+        )
+        form = {}
+        if transposed:
+            stacks = [stack.mT.contiguous() for stack in stacks]
+            biases = {"gate_up_bias": randn(num_experts, 2 * width), "down_bias": randn(num_experts, hidden_size)}
+            form = biases | {"transposed": True, "activation": "clamped_swiglu"}
+        return Sample(randn(rows, 1, hidden_size), ids, weights, *stacks, randn(rows, 1, hidden_size), **form)
+
+    return Call(name, arguments, **options)
+
+
+def router_call(name: str, num_experts: int, top_k: int, rows: int = 1) -> Call:
+    def arguments(device: torch.device, dtype: torch.dtype) -> Sample:
+        ids = torch.zeros(rows, top_k, dtype=torch.long, device=device)
+        return Sample(torch.randn(rows, num_experts, device=device, dtype=dtype), ids)
+
+    return Call(name, arguments)
+
+
+def attention_call(
+    name: str,
+    heads: int,
+    kv_heads: int,
+    head_dim: int,
+    length: int,
+    query_len: int = 1,
+    batch: int = 1,
+    **options,
+) -> Call:
+    def arguments(device: torch.device, dtype: torch.dtype) -> Sample:
+        q = torch.randn(batch, query_len, heads, head_dim, device=device, dtype=dtype)
+        caches = [torch.randn(batch, kv_heads, length, head_dim, device=device, dtype=dtype) for _ in range(2)]
+        lens = torch.full((batch,), length, device=device, dtype=torch.int32)
+        workspace = _workspace(device, batch, query_len, heads, head_dim)
+        return Sample(q, *caches, lens, None, head_dim**-0.5, 0, **workspace)
+
+    return Call(name, arguments, **options)
+
+
+def step_call(
+    name: str,
+    layers: int,
+    hidden_size: int,
+    heads: int,
+    kv_heads: int,
+    head_dim: int,
+    intermediate_size: int,
+    vocab_size: int,
+    gpt2: bool = False,
+    length: int = 1024,
+    **options,
+) -> Call:
+    """A step of a whole Mistral or Llama, or of a GPT-2."""
+
+    def arguments(device: torch.device, dtype: torch.dtype) -> Sample:
+        def randn(*shape, std=1.0):
+            return torch.randn(*shape, device=device, dtype=dtype) * std
+
+        def linear(out_features, in_features):
+            shape = (in_features, out_features) if gpt2 else (out_features, in_features)
+            return [randn(*shape, std=in_features**-0.5), randn(out_features) if gpt2 else absent]
+
+        def norm():
+            return [randn(hidden_size), randn(hidden_size) if gpt2 else absent]
+
+        absent, features, kv_features = randn(0), heads * head_dim, kv_heads * head_dim
+        weights = []
+        for _ in range(layers):
+            qkv = [features + 2 * kv_features] if gpt2 else [features, kv_features, kv_features]
+            weights += norm() + [tensor for size in qkv for tensor in linear(size, hidden_size)]
+            weights += [absent] * (4 if gpt2 else 0) + linear(hidden_size, features) + norm()
+            weights += [absent] if gpt2 else linear(intermediate_size, hidden_size)[:1]
+            weights += linear(intermediate_size, hidden_size) + linear(hidden_size, intermediate_size)
+        weights += [*norm(), randn(vocab_size, hidden_size, std=hidden_size**-0.5), absent]
+        caches = [[randn(1, kv_heads, length, head_dim) for _ in range(layers)] for _ in range(2)]
+        angles = [None, None] if gpt2 else _angles(device, dtype, head_dim)
+        lens = torch.full((1,), length, device=device, dtype=torch.int32)
+        activation = "gelu_tanh" if gpt2 else "silu"
+        return Sample(
+            *(randn(1, 1, hidden_size), weights, *caches, *angles, lens, None, heads, head_dim**-0.5, [0] * layers),
+            *("layer" if gpt2 else "rms", 1e-5, activation, gpt2),
+            **_workspace(device, 1, 1, heads, head_dim),
+        )
+
+    return Call(name, arguments, **options)
+
+
+def rope_call(name: str, heads: int, kv_heads: int, head_dim: int, rotary_dim: int, bias: bool, batch: int = 1) -> Call:
+    features, capacity, length = (heads + 2 * kv_heads) * head_dim, 1024, 1000
+
+    def arguments(device: torch.device, dtype: torch.dtype) -> Sample:
+        qkv = torch.randn(batch, 1, features, device=device, dtype=dtype)
+        angles = _angles(device, dtype, rotary_dim, batch) if rotary_dim else [None, None]
+        caches = [torch.randn(batch, kv_heads, capacity, head_dim, device=device, dtype=dtype) for _ in range(2)]
+        lens = torch.full((batch,), length, device=device, dtype=torch.int32)
+        row = torch.randn(features, device=device, dtype=dtype) if bias else None
+        return Sample(qkv, row, *angles, *caches, lens, heads)
+
+    return Call(name, arguments)
+
+
+def greedy_call(name: str, vocab_size: int, batch: int = 1) -> Call:
+    def arguments(device: torch.device, dtype: torch.dtype) -> Sample:
+        def whole(*shape, dtype=torch.long):
+            return torch.ones(*shape, device=device, dtype=dtype)
+
+        logits = torch.randn(batch, vocab_size, device=device, dtype=dtype)
+        lens = whole(batch, dtype=torch.int32)
+        return Sample(logits, whole(batch), whole(batch, 1), whole(batch, 1), lens, whole(8, 2, batch))
+
+    return Call(name, arguments)
+
+
+def inputs_call(name: str, vocab_size: int, hidden_size: int, rows: int, head_dim: int = 0) -> Call:
+    def arguments(device: torch.device, dtype: torch.dtype) -> Sample:
+        def randn(*shape):
+            return torch.randn(*shape, device=device, dtype=dtype)
+
+        one = torch.ones(1, 1, device=device, dtype=torch.long)
+        tables = [randn(rows, head_dim) for _ in range(2 if head_dim else 0)]
+        learned = None if head_dim else randn(rows, hidden_size)
+        return Sample(randn(vocab_size, hidden_size), one, one, learned, 0, tables)
+
+    return Call(name, arguments)
+
+
+def race_call(name: str, vocab_size: int, *settings: float, batch: int = 1) -> Call:
+    def arguments(device: torch.device, dtype: torch.dtype) -> Sample:
+        logits = 3 * torch.randn(batch, vocab_size, device=device, dtype=dtype)
+        noise = torch.empty(batch, vocab_size, device=device).exponential_()
+        return Sample(logits, noise, torch.tensor(settings, dtype=torch.float64, device=device))
+
+    return Call(name, arguments)

@@ -1,0 +1,134 @@
+"""The calls that ``bench_ops.py`` times, by op."""
+
+from __future__ import annotations
+
+from op_calls import (
+    Call,
+    attention_call,
+    conv1d_call,
+    drawn,
+    experts_call,
+    gemv_call,
+    greedy_call,
+    inputs_call,
+    qkv_call,
+    race_call,
+    rope_call,
+    router_call,
+    sample_of,
+    step_call,
+    swiglu_call,
+)
+
+_GPU = ("cuda",)
+_GELU_DTYPES = ("fp32", "fp16")
+
+#: op -> its calls; an op of the registry without an entry here is an error
+SHAPES: dict[str, list[Call]] = {
+    "fused_gelu": [
+        Call("gpt2 prefill 1000x3072", sample_of(drawn(1000, 3072)), _GELU_DTYPES),
+        Call("gpt2 prefill 16000x3072", sample_of(drawn(16000, 3072)), _GELU_DTYPES, _GPU),
+        Call("gpt2 decode 1x3072", sample_of(drawn(1, 3072)), _GELU_DTYPES),
+        Call("erf 1000x3072", sample_of(drawn(1000, 3072), "none"), _GELU_DTYPES),
+        Call("erf 1x3072", sample_of(drawn(1, 3072), "none"), _GELU_DTYPES),
+    ],
+    "fused_swiglu": [
+        Call("mistral prefill 512x14336", sample_of(*[drawn(512, 14336)] * 2)),
+        Call("mistral prefill 4096x14336", sample_of(*[drawn(4096, 14336)] * 2), devices=_GPU),
+        Call("tinyllama prefill 512x5632", sample_of(*[drawn(512, 5632)] * 2)),
+    ],
+    "gemv": [
+        gemv_call("mistral o 4096x4096", 4096, 4096),
+        gemv_call("mistral o 4096x4096 + residual", 4096, 4096, residual=drawn(1, 1, 4096)),
+        gemv_call("mistral down 14336->4096", 14336, 4096),
+        gemv_call("mistral head 4096->32000", 4096, 32000),
+        gemv_call("mistral o 4096x4096, 8 rows", 4096, 4096, rows=8),
+        gemv_call("mistral down 14336->4096, 16 rows", 14336, 4096, rows=16),
+        gemv_call("tinyllama o 2048x2048", 2048, 2048),
+        gemv_call("tinyllama down 5632->2048", 5632, 2048),
+        gemv_call("tinyllama head 2048->32000", 2048, 32000),
+        gemv_call("llama-3.2 head 2048->128256", 2048, 128256),
+        conv1d_call("gpt2 qkv 768->2304, Conv1D", 768, 2304),
+        conv1d_call("gpt2 o 768x768, Conv1D", 768, 768),
+        conv1d_call("gpt2 fc 768->3072 + gelu, Conv1D", 768, 3072, activation="gelu_tanh"),
+        conv1d_call("gpt2 proj 3072->768, Conv1D", 3072, 768),
+        gemv_call("gpt2 head 768->50257", 768, 50257),
+    ],
+    "qkv_rope_append": [
+        qkv_call("mistral 4096->4096+2x1024", 4096, 32, 8, 128),
+        qkv_call("mistral 4096->4096+2x1024, 8 queries", 4096, 32, 8, 128, query_len=8),
+        qkv_call("tinyllama 2048->2048+2x256", 2048, 32, 4, 64),
+        qkv_call("llama-3.2 2048->2048+2x512", 2048, 32, 8, 64),
+    ],
+    "gemv_swiglu": [
+        swiglu_call("mistral 4096->2x14336", 4096, 14336),
+        swiglu_call("mistral 4096->2x14336, 8 rows", 4096, 14336, rows=8),
+        swiglu_call("tinyllama 2048->2x5632", 2048, 5632),
+        swiglu_call("llama-3.2 2048->2x8192", 2048, 8192),
+    ],
+    "fused_experts": [
+        experts_call("mixtral 2 of 8, 4096->2x14336", 4096, 14336, 8, 2, dtypes=("bf16",), devices=_GPU),
+        experts_call("mixtral 2 of 8, 8 rows", 4096, 14336, 8, 2, rows=8, dtypes=("bf16",), devices=_GPU),
+        experts_call("qwen3-30b 8 of 128, 2048->2x768", 2048, 768, 128, 8, dtypes=("bf16",)),
+        experts_call("qwen3-30b 8 of 128, 8 rows", 2048, 768, 128, 8, rows=8, dtypes=("bf16",)),
+        experts_call("gpt-oss-20b 4 of 32, 2880->2x2880", 2880, 2880, 32, 4, transposed=True, dtypes=("bf16",)),
+        experts_call("gpt-oss-20b 4 of 32, 8 rows", 2880, 2880, 32, 4, rows=8, transposed=True, dtypes=("bf16",)),
+    ],
+    "topk_softmax": [router_call("mixtral 2 of 8", 8, 2), router_call("qwen3-30b 8 of 128", 128, 8)],
+    "decode_attention": [
+        attention_call("mistral 1k", 32, 8, 128, 1024),
+        attention_call("mistral 4k", 32, 8, 128, 4096),
+        attention_call("mistral 32k", 32, 8, 128, 32768),
+        attention_call("mistral 128k", 32, 8, 128, 131072, devices=_GPU),
+        attention_call("mistral 1k, batch 8", 32, 8, 128, 1024, batch=8),
+        attention_call("mistral 16k, 8 queries", 32, 8, 128, 16384, query_len=8),
+        attention_call("mistral 16k, 16 queries", 32, 8, 128, 16384, query_len=16),
+        attention_call("tinyllama 2k", 32, 4, 64, 2048),
+        attention_call("llama-3.2 4k", 32, 8, 64, 4096),
+        attention_call("gpt2 1k", 12, 12, 64, 1024),
+        attention_call("gemma-2b 16k", 8, 1, 256, 16384),
+    ],
+    "decode_layers": [
+        step_call("mistral, 2 layers, 1k", 2, 4096, 32, 8, 128, 14336, 32000, dtypes=("fp16",)),
+        step_call("gpt2, 12 layers, 1k", 12, 768, 12, 12, 64, 3072, 50257, gpt2=True, dtypes=("fp16", "fp32")),
+    ],
+    "greedy_token": [
+        greedy_call("mistral 32000", 32000),
+        greedy_call("gpt2 50257", 50257),
+        greedy_call("llama-3.2 128256, batch 8", 128256, batch=8),
+    ],
+    "step_inputs": [
+        inputs_call("mistral", 32000, 4096, 4096, head_dim=128),
+        inputs_call("gpt2", 50257, 768, 1024),
+    ],
+    "exponential_race": [
+        race_call("mistral 32000, temperature", 32000, 0.8, 0, 1.0, 0.0),
+        race_call("mistral 32000, top-k 50, top-p", 32000, 0.8, 50, 0.95, 0.0),
+        race_call("mistral 32000, top-p", 32000, 0.8, 0, 0.95, 0.0),
+        race_call("gpt2 50257, top-k 50, top-p", 50257, 0.8, 50, 0.95, 0.0),
+        race_call("llama-3.2 128256, top-k 50, top-p, batch 8", 128256, 0.8, 50, 0.95, 0.0, batch=8),
+        race_call("llama-3.2 128256, top-p, batch 8", 128256, 0.8, 0, 0.95, 0.0, batch=8),
+    ],
+    "rms_norm": [
+        Call("mistral 1x4096", sample_of(drawn(1, 1, 4096), drawn(4096), 1e-5)),
+        Call("mistral 512x4096", sample_of(drawn(512, 4096), drawn(4096), 1e-5)),
+        Call("mistral 4096x4096", sample_of(drawn(4096, 4096), drawn(4096), 1e-5), devices=_GPU),
+    ],
+    "layer_norm": [
+        Call("gpt2 1x768", sample_of(drawn(1, 1, 768), drawn(768), drawn(768), 1e-5)),
+        Call("gpt2 1000x768", sample_of(drawn(1000, 768), drawn(768), drawn(768), 1e-5)),
+        Call("gpt2 16000x768", sample_of(drawn(16000, 768), drawn(768), drawn(768), 1e-5), devices=_GPU),
+    ],
+    "rope_append": [
+        rope_call("mistral", 32, 8, 128, 128, False),
+        rope_call("mistral, batch 8", 32, 8, 128, 128, False, batch=8),
+        rope_call("tinyllama", 32, 4, 64, 64, False),
+        rope_call("gpt2, no rotation", 12, 12, 64, 0, True),
+    ],
+    "read_stream": [
+        Call("33.6 MB, variant 0", sample_of(drawn(1 << 24), 0), ("fp16",)),
+        Call("235 MB, variant 0", sample_of(drawn(28672 * 4096), 0), ("fp16",)),
+        Call("235 MB, variant 1", sample_of(drawn(28672 * 4096), 1), ("fp16",)),
+        Call("235 MB, variant 2", sample_of(drawn(28672 * 4096), 2), ("fp16",), _GPU),
+    ],
+}

@@ -1,0 +1,54 @@
+"""What command-line arguments may be; the errors are argparse's."""
+
+from __future__ import annotations
+
+import argparse
+
+import torch
+
+#: names of types, and the short ones of the benchmarks
+DTYPES = {"float32": "float32", "float16": "float16", "bfloat16": "bfloat16"}
+DTYPES |= {"fp32": "float32", "fp16": "float16", "bf16": "bfloat16"}
+
+
+def dtype(text: str) -> torch.dtype:
+    """float32, float16 or bfloat16 by either name."""
+    if text not in DTYPES:
+        raise argparse.ArgumentTypeError(f"got {text!r}, expected {', '.join(DTYPES)}")
+    return getattr(torch, DTYPES[text])
+
+
+def count(text: str) -> int:
+    """A whole number above 0."""
+    if text.isdecimal() and int(text) > 0:
+        return int(text)
+    raise argparse.ArgumentTypeError(f"got {text!r}, expected a whole number above 0")
+
+
+def device(text: str) -> str:
+    """cpu, or a CUDA device of this machine."""
+    kind, colon, index = text.partition(":")
+    if text == "cpu":
+        return text
+    if kind != "cuda" or (colon and not index.isdecimal()):
+        raise argparse.ArgumentTypeError(f"got {text!r}, expected cpu, cuda or cuda:1")
+    found = torch.cuda.device_count()
+    if not found:
+        why = "torch finds none" if torch.version.cuda else "this torch is built without CUDA"
+        raise argparse.ArgumentTypeError(f"there is no CUDA device: {why}")
+    if colon and int(index) >= found:
+        raise argparse.ArgumentTypeError(f"got {text!r}, but this machine has {found} CUDA device(s)")
+    return text
+
+
+def bandwidth(text: str) -> float | str:
+    """GB/s, or ``"measure"``."""
+    if text == "measure":
+        return text
+    try:
+        value = float(text)
+    except ValueError:
+        value = 0.0
+    if 0 < value < float("inf"):
+        return value
+    raise argparse.ArgumentTypeError(f"got {text!r}, expected GB/s or 'measure'")

@@ -1,0 +1,127 @@
+"""Arguments changed at random: an error or a result, and never the end of the process.
+
+The calls run in a process of its own, which says what it is about to call: a crash names its call.
+"""
+
+from __future__ import annotations
+
+import itertools
+import random
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+ROOT = Path(__file__).resolve().parents[2]
+CALLS = 150
+#: of each op, to start from
+SAMPLES = 6
+DTYPES = (*(torch.float32, torch.float16, torch.bfloat16, torch.float64), *(torch.int64, torch.int32, torch.bool))
+INTEGERS = (-(2**63), -1, 0, 1, 2, 3, 7, 64, 2**31, 2**63 - 1)
+FLOATS = (float("nan"), float("inf"), -1.0, 0.0, 1e300)
+WORDS = ("", "none", "rms", "layer", "silu", "gelu_new")
+
+
+@pytest.mark.parametrize(
+    "checked", (pytest.param(True, id="checked"), pytest.param(False, id="native", marks=pytest.mark.full))
+)
+def test_fuzzed_arguments_crash_nothing(checked, device):
+    """As a user calls ops, and as a decode plan does, where only the library's own checks are in the way."""
+    command = [sys.executable, str(Path(__file__)), device.type, str(int(checked))]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=580, cwd=ROOT)
+    last = (result.stdout.splitlines() or ["nothing"])[-1]
+    assert result.returncode == 0, f"exit status {result.returncode} in {last}\n{result.stderr[-2000:]}"
+    took, refused = map(int, last.split())
+    assert took > 100 and refused > 1000, last
+
+
+# ---- in the other process ------------------------------------------------------------------------------------
+
+
+def _shorter(draw: random.Random, tensor: torch.Tensor) -> torch.Tensor:
+    dim = draw.randrange(tensor.dim())
+    return tensor.narrow(dim, 0, draw.randrange(tensor.shape[dim] + 1))
+
+
+def _longer(draw: random.Random, tensor: torch.Tensor) -> torch.Tensor:
+    return torch.cat([tensor, tensor], draw.randrange(tensor.dim()))
+
+
+def _turned(draw: random.Random, tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.transpose(draw.randrange(tensor.dim()), draw.randrange(tensor.dim()))
+
+
+TENSOR_CHANGES: tuple[Callable[[random.Random, torch.Tensor], torch.Tensor | None], ...] = (
+    lambda draw, tensor: tensor.to(draw.choice(DTYPES)),
+    _shorter,
+    _longer,
+    _turned,
+    lambda draw, tensor: tensor[..., ::2],
+    lambda draw, tensor: tensor[None],
+    lambda draw, tensor: tensor[0],
+    lambda draw, tensor: tensor.flatten(),
+    lambda draw, tensor: tensor[:1].expand(3, *tensor.shape[1:]),
+    lambda draw, tensor: tensor.new_empty(0),
+    lambda draw, tensor: tensor.to("meta"),
+    lambda draw, tensor: None,
+)
+
+
+def changed(draw: random.Random, value: object) -> object:
+    """Something else of about the same kind."""
+    if isinstance(value, torch.Tensor):
+        return draw.choice(TENSOR_CHANGES)(draw, value) if value.numel() else None
+    if isinstance(value, list):
+        place = draw.randrange(len(value) + 1)
+        return value[:-1] if place == len(value) else [*value[:place], changed(draw, value[place]), *value[place + 1 :]]
+    if isinstance(value, bool):
+        return not value
+    choices = {int: INTEGERS, float: FLOATS, str: WORDS}.get(type(value), (*INTEGERS, *FLOATS, *WORDS))
+    return draw.choice(choices)
+
+
+def said(value: object) -> str:
+    if isinstance(value, torch.Tensor):
+        return f"{str(value.dtype)[6:]}{list(value.shape)}/{list(value.stride())}"
+    return f"[{', '.join(map(said, value))}]" if isinstance(value, list) else repr(value)
+
+
+def fuzz(device: torch.device, is_checked: bool) -> None:
+    from checks import arguments, replaced
+
+    from hf_fastpath import loader, registry
+
+    loader.ensure(device.type)
+    counts = [0, 0]
+    for name, spec in registry.all_ops().items():
+        draw = random.Random(name)
+        samples = list(itertools.islice(spec.samples(device, torch.float32), SAMPLES))
+        for number in range(CALLS):
+            sample = replaced(spec, samples[number % len(samples)])
+            # Addresses of other tensors cannot be checked.
+            given = {key: value for key, value in arguments(spec, sample).items() if key != "kv_table"}
+            for key in draw.sample(sorted(given), draw.choice((1, 1, 2))):
+                try:
+                    given[key] = changed(draw, given[key])
+                except (IndexError, ValueError, RuntimeError):  # that change is not for this tensor
+                    continue
+            print(f"{name}({', '.join(f'{key}={said(value)}' for key, value in given.items())})", flush=True)
+            try:
+                (spec if is_checked else spec.overload)(**given)
+                if device.type == "cuda":
+                    torch.cuda.synchronize()
+                counts[0] += 1
+            except torch.AcceleratorError:  # of the device: every later call would fail
+                raise
+            except Exception:
+                counts[1] += 1
+    print(*counts)
+
+
+if __name__ == "__main__":
+    sys.path.insert(0, str(ROOT))
+    with torch.no_grad():
+        fuzz(torch.device(sys.argv[1]), sys.argv[2] == "1")
