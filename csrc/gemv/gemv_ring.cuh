@@ -335,10 +335,7 @@ __device__ __forceinline__ void ring_compute(const GemvParams& p, const RopeAppe
     float dots[kHalves];
 #pragma unroll
     for (int half = 0; half < kHalves; ++half) {
-      Sum sum = 0;
-#pragma unroll
-      for (int w = 0; w < kGroupWarps; ++w) sum += parts[(half * units + i) * kGroupWarps + w];
-      dots[half] = static_cast<float>(sum) * scale;
+      dots[half] = static_cast<float>(sum_of<kGroupWarps>(parts + (half * units + i) * kGroupWarps)) * scale;
     }
     unit.store(p, rope, dots);
   };

@@ -37,7 +37,7 @@ __device__ __forceinline__ void ring_rows_compute(const GemvParams& p, const Rop
   using C = Chunk<T, kVecElems<T>>;
   constexpr int kElems = kVecElems<T>, kHalves = kEnd == RingEnd::kPlain ? 1 : 2;
   constexpr int kGroups = Shape::kGroups, kTogether = Shape::kTogether, kLoads = Shape::kLoads;
-  __shared__ float scratch[kXRows * kRingWarps];
+  __shared__ __align__(16) float scratch[kXRows * kRingWarps];
   const int tid = threadIdx.x, warp = tid / kWarpSize, lane = tid % kWarpSize;
   const int g = lane / 4, q = lane % 4;  // as in common/mma.cuh
   const int chunks = static_cast<int>(p.k) / kElems;
@@ -75,11 +75,9 @@ __device__ __forceinline__ void ring_rows_compute(const GemvParams& p, const Rop
       if (chunk_of(0, i) < chunks) prefetch_l2(norm_weight_at(chunk_of(0, i)));
     }
   }
-  RingUnit<T, kEnd> mine;  // of the block's output i: row i / units of x
-  const auto prepare = [&](int i) {
-    const int m = i / units;
-    mine.prepare(p, rope, begin + i - m * units, m);
-  };
+  RingUnit<T, kEnd>
+      mine;  // of the block's output i: row i % p.m of x, so that neighbors lie together in `parts`
+  const auto prepare = [&](int i) { mine.prepare(p, rope, begin + i / p.m, i % p.m); };
   if (tid < outputs) prepare(tid);
   barriers.wait_until_ready();
 
@@ -188,19 +186,13 @@ __device__ __forceinline__ void ring_rows_compute(const GemvParams& p, const Rop
       prepare(i);
       mine.load(p, rope);
     }
-    const auto over_warps = [](const float* of_warp) {
-      float sum = 0.f;
-#pragma unroll
-      for (int w = 0; w < kRingWarps; ++w) sum += of_warp[w];
-      return sum;
-    };
-    const int m = i / units, unit = i - m * units;
+    const int unit = i / p.m, m = i % p.m;
     const float scale =
-        norm == Norm::kRms ? rsqrtf(over_warps(scratch + m * kRingWarps) / p.k + p.norm.eps) : 1.f;
+        norm == Norm::kRms ? rsqrtf(sum_of<kRingWarps>(scratch + m * kRingWarps) / p.k + p.norm.eps) : 1.f;
     float dots[kHalves];
 #pragma unroll
     for (int half = 0; half < kHalves; ++half) {
-      dots[half] = over_warps(parts + ((half * units + unit) * kXRows + m) * kRingWarps) * scale;
+      dots[half] = sum_of<kRingWarps>(parts + ((half * units + unit) * kXRows + m) * kRingWarps) * scale;
     }
     mine.store(p, rope, dots);
   }

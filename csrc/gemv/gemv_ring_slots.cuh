@@ -158,6 +158,23 @@ __device__ __forceinline__ const T* ring_row(const GemvParams& p, const RopeAppe
   return weight_row<T, false>(p, plan.append ? pair_feature(rope, unit, half) : unit, 0);
 }
 
+// Sum of kCount neighbors at a multiple of 16 bytes, in their order.
+template <int kCount, class Sum>
+__device__ __forceinline__ Sum sum_of(const Sum* values) {
+  Sum sum = 0;
+  if constexpr (std::is_same_v<Sum, float> && kCount % 4 == 0) {
+#pragma unroll
+    for (int i = 0; i < kCount / 4; ++i) {
+      const float4 x = reinterpret_cast<const float4*>(values)[i];
+      sum = sum + x.x + x.y + x.z + x.w;
+    }
+  } else {
+#pragma unroll
+    for (int i = 0; i < kCount; ++i) sum += values[i];
+  }
+  return sum;
+}
+
 // A position in the ring.
 struct RingCursor {
   int slot = 0;
