@@ -48,6 +48,22 @@ def test_several_sequences_take_one_op_after_the_other(architecture, device):
     assert calls(plan)[:2] == ["qkv_rope_append", "decode_attention"] and "decode_layers" not in calls(plan)
 
 
+def test_products_are_told_the_next_matrix(device):
+    """A product in front of another one takes, as its last argument, the matrix which that reads; nothing changes."""
+    require_native(device)
+    _, ours = fresh("mistral", device)
+    ours.generate(prompt(device, 2), max_new_tokens=3, do_sample=False)
+    (plan,) = plans(ours)
+    if device.type == "cpu":
+        plan.program.announce_weights()
+    layers = ours.model.layers
+    expected = []
+    for layer, following in zip(layers, [*(layer.self_attn.q_proj for layer in layers[1:]), ours.lm_head]):
+        expected += [layer.mlp.gate_proj.weight, layer.mlp.down_proj.weight, following.weight]
+    found = [a[-1] for op, a, *_ in plan.program._calls if isinstance(a[-1], torch.Tensor) and "gemv" in op.__name__]
+    assert [tensor.data_ptr() for tensor in found] == [tensor.data_ptr() for tensor in expected]
+
+
 @over_architectures
 @pytest.mark.parametrize("dtype", (torch.float32, torch.float16, torch.bfloat16), ids=str)
 def test_one_call_is_the_same_step(architecture, dtype, monkeypatch):

@@ -137,3 +137,22 @@ def test_gemv_of_many_features(cuda, dtype, rows):
         weight = torch.randn(n, k, device=cuda, dtype=dtype) * k**-0.5
         x, residual = torch.randn(rows, k, device=cuda, dtype=dtype), torch.randn(rows, n, device=cuda, dtype=dtype)
         assert_matches(SPEC, Sample(x, weight, None, residual))
+
+
+@pytest.mark.parametrize("rows", (1, 2, 8))
+def test_next_weight_changes_nothing(cuda, rows):
+    """Whether the matrix behind is brought closer or not: too small, in several pieces, its last bytes included."""
+    x = torch.randn(rows, 2048, device=cuda, dtype=torch.float16)
+    weight = torch.randn(9001, 2048, device=cuda, dtype=torch.float16) / 45
+    expected = SPEC(x, weight)
+    for features in (7, 12_288, 40_001):
+        following = torch.empty(features, 2048, device=cuda, dtype=torch.float16)
+        assert same_bits(SPEC(x, weight, next_weight=following), expected)
+        assert same_bits(SPEC(x, weight, next_weight=following[:, :1000]), expected)  # not contiguous: left alone
+    torch.cuda.synchronize()
+
+
+def test_next_weight_is_checked(device):
+    x, weight = torch.randn(1, 16, device=device), torch.randn(8, 16, device=device)
+    with pytest.raises(ValueError, match="next_weight has dtype torch.float16"):
+        SPEC(x, weight, next_weight=weight.half())
