@@ -156,9 +156,12 @@ def test_cache_implementation_falls_back(name, device):
     if name == "offloaded" and device.type == "cpu":
         pytest.skip("transformers offloads from a GPU")
     stock, ours = pair("llama", device)
+    ids = prompt(device, 2)
     with counting(ours) as counts:
-        found, expected = both(stock, ours, input_ids=prompt(device, 2), **STOCK_CACHES[name], **GREEDY)
+        found, expected = both(stock, ours, input_ids=ids, **STOCK_CACHES[name], **GREEDY)
     assert counts.reasons["other_cache"] and not counts.fast
+    if name == "offloaded":  # in transformers 5.17 stock's own copies race (compat.order_offloading)
+        expected = stock.generate(ids, **GREEDY)
     assert_same_tokens(found, expected)
 
 
