@@ -92,6 +92,8 @@ struct CopiedTiles : WarpTiles<T, kDims> {
   __device__ __forceinline__ uint4 read(const char* from, bool) const {
     return *reinterpret_cast<const uint4*>(from);
   }
+  // This lane has read what it reads of a tile.
+  __device__ __forceinline__ void done() const {}
 };
 
 #if HF_FASTPATH_HOPPER
@@ -147,6 +149,7 @@ struct BulkTiles : WarpTiles<T, kDims> {
       *reinterpret_cast<uint4*>(this->v(stage) + i) = make_uint4(0, 0, 0, 0);
     __syncwarp();  // zeros
   }
+  __device__ __forceinline__ void done() const { reads_before_copies(); }
   __device__ __forceinline__ uint4 read(const char* from, bool present) const {
     return present ? *reinterpret_cast<const uint4*>(from) : make_uint4(0, 0, 0, 0);
   }
@@ -297,6 +300,7 @@ __global__ void __launch_bounds__(kWarps* kWarpSize, 1) decode_attention_mma_ker
                          weights[h][1]);
         }
     }
+    tiles.done();
     __syncwarp();  // every lane has read the tile
     tiles.fetch(p, s, base + kStages<kDims> * kStep, stage);
     stage = stage + 1 == kStages<kDims> ? 0 : stage + 1;

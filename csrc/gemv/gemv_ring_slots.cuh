@@ -265,6 +265,7 @@ struct RingReader : RingReaderBase<EachRow, EachOffset> {
   }
   // Every lane has read its part of the slot.
   __device__ __forceinline__ void release() {
+    reads_before_copies();
     __syncwarp();
     if (threadIdx.x % kWarpSize == 0) barrier_arrive(barriers.empty + 8 * at.slot);
     at.advance(this->plan.slots);
