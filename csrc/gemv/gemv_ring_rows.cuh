@@ -75,8 +75,8 @@ __device__ __forceinline__ void ring_rows_compute(const GemvParams& p, const Rop
       if (chunk_of(0, i) < chunks) prefetch_l2(norm_weight_at(chunk_of(0, i)));
     }
   }
-  RingUnit<T, kEnd>
-      mine;  // of the block's output i: row i % p.m of x, so that neighbors lie together in `parts`
+  // Output i of the block is of row i % p.m of x, so that neighbors lie together in `parts`.
+  RingUnit<T, kEnd> mine;
   const auto prepare = [&](int i) { mine.prepare(p, rope, begin + i / p.m, i % p.m); };
   if (tid < outputs) prepare(tid);
   barriers.wait_until_ready();
