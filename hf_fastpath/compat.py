@@ -77,23 +77,28 @@ def layer_windows(config: Any) -> list[int | None] | None:
     return windows or [None] * config.get_text_config(decoder=True).num_hidden_layers
 
 
-def _prefetch_waits() -> bool:
-    """Whether an offloading cache's copies back to the GPU wait for those to the host, as they do not in 5.17."""
+def _update_waits() -> bool:
     try:
         return "prefetch_stream.wait_stream" in inspect.getsource(Cache.update)
     except OSError:  # no source: one wait too many does no harm
         return False
 
 
-_PREFETCH_WAITS = _prefetch_waits()
+_PREFETCH_WAITS = _update_waits()
+
+
+def prefetch_waits() -> bool:
+    """Whether an offloading cache's copies back to the GPU wait for those to the host, as they do not in 5.17."""
+    return _PREFETCH_WAITS
 
 
 def order_offloading(cache: Any, device: torch.device) -> None:
     """Let what an offloading ``cache`` will bring back to the GPU wait for all that was started on it so far.
 
-    Without that a fast model reads layers that have not reached the host yet. Other caches are left alone.
+    Where not :func:`prefetch_waits`, a fast model reads layers that have not reached the host yet without it. Other
+    caches are left alone.
     """
-    if not _PREFETCH_WAITS and getattr(cache, "offloading", False):
+    if getattr(cache, "offloading", False):
         cache.prefetch_stream.wait_stream(torch.cuda.default_stream(device))
 
 

@@ -15,8 +15,8 @@ from torch import nn
 
 from . import loader, ops
 from .cache import FastpathCache, FastpathLayer
-from .compat import below_autograd, is_known_code, order_offloading, outputs_are_captured
-from .decode import steps
+from .compat import below_autograd, is_known_code, order_offloading, outputs_are_captured, prefetch_waits
+from .decode import composed, steps
 from .decode.modules import apply_dropout
 from .decode.parts import FeedForwardPart, MLPPart, MoEPart, NormPart
 from .decode.structure import AttentionPart, LayerPart, full_angles
@@ -113,8 +113,10 @@ def _mixture(patch: ModulePatch, part: MoEPart, hidden_states: torch.Tensor) -> 
         reason = patch.reason_now(hidden_states) or part.reason() or patch.parameters_reason(hidden_states)
         reason = reason or ("attention_outputs" if outputs_are_captured() else None)
         if reason is None:
-            out = steps.mixture(steps.run, part, hidden_states)
-            return (out, steps.expert_weights(part, hidden_states)) if part.spec.returns_weights else out
+            if not part.spec.returns_weights:
+                return steps.mixture(steps.run, part, hidden_states)
+            out, weights = steps.mixture(steps.run, part, hidden_states, experts=composed.experts_and_weights)
+            return out, weights.to(hidden_states.dtype)
     return stock(part.module, reason, hidden_states)
 
 
@@ -203,8 +205,9 @@ def _over_cache(
 
 def _stock_over_cache(patch: ModulePatch, reason: str | None, x: torch.Tensor, args: tuple, kwargs: dict) -> Any:
     """:func:`stock` of an attention module or a layer."""
-    named = dict(zip(patch.argument_names, args), **kwargs)
-    order_offloading(named.get(patch.part.architecture.attention.cache), x.device)
+    if not prefetch_waits():
+        named = dict(zip(patch.argument_names, args), **kwargs)
+        order_offloading(named.get(patch.part.architecture.attention.cache), x.device)
     return stock(patch.part.module, reason, x, *args, **kwargs)
 
 

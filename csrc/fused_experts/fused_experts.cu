@@ -7,11 +7,9 @@
 //   16-byte loads in flight and replaces each as it is consumed. Down starts early: what it reads before the
 //   other kernel is complete are choices and its own first weights.
 // Traffic: 3 * width * hidden_size * sizeof(T) once for each expert that any of 8 rows chose; x, hidden and
-// out
-//   are small.
+//   out are small.
 // Roofline: read bandwidth. float16, Mixtral's 2 of 8 experts: 80 % of it for one row, 28 for 8, whose x
-// comes
-//   out of L2 for every feature; 8 of 128 of width 768: 56 and 34 % (H200, 2026-11).
+//   comes out of L2 for every feature; 8 of 128 of width 768: 56 and 34 % (H200, 2026-11).
 
 #include <type_traits>
 

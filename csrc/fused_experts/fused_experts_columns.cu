@@ -1,7 +1,6 @@
 // What: the chosen experts of a mixture for few x rows, of weights stored [in_features, features] with gate
-// and
-//   up features in turn, with biases: the activations of every choice, then the weighted sum of the products
-//   with down. Choices are read on the device.
+//   and up features in turn, with biases: the activations of every choice, then the weighted sum of the
+//   products with down. Choices are read on the device.
 // Work split: three kernels, 8 rows of x at a time. Gate and up, and down: blockIdx.y is a choice (row, k); a
 //   block takes kColumns neighboring features of its expert for every row that chose it, and blocks of later
 //   choices of the same expert end at once. A lane owns 16 bytes of kUnroll neighboring weight rows at a time
@@ -10,8 +9,7 @@
 //   Down and the third start early: what they read before the kernel in front is complete are choices and
 //   first weights.
 // Traffic: 3 * width * hidden_size * sizeof(T) once for each expert that any of 8 rows chose; x, the
-// activations
-//   and the products, rows * top_k * hidden_size * 4 bytes, come out of L2.
+//   activations and the products, rows * top_k * hidden_size * 4 bytes, come out of L2.
 // Roofline: read bandwidth.
 
 #include <type_traits>

@@ -1,6 +1,6 @@
 // What: softmax of a row of router scores, its top_k largest values with their indices, and their sum made
-// one. Work split: a warp takes a row and keeps it in registers, interleaved over the lanes. It finds the
-// largest
+//   one.
+// Work split: a warp takes a row and keeps it in registers, interleaved over the lanes. It finds the largest
 //   value top_k times; keys of value and index together make the choice of equal values that of the lower
 //   index.
 // Traffic: rows * num_experts * sizeof(T), and 12 bytes a choice: a few KB.

@@ -52,16 +52,7 @@ def turn_neighbors(
     return made.flatten(-2)
 
 
-def chosen_experts(
-    logits: torch.Tensor, top_k: int, normalized: bool, rounded: bool, overlap: bool
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """The ``top_k`` experts that ``logits``, [..., num_experts], are largest for, and their weights: [rows, top_k]."""
-    scores = logits.flatten(0, -2)
-    ids = torch.empty(len(scores), top_k, dtype=torch.int64, device=logits.device)
-    return ids, topk_softmax.overload(scores, ids, normalized, rounded, overlap)
-
-
-def routed_experts(
+def experts_and_weights(
     x: torch.Tensor,
     logits: torch.Tensor,
     gate_up_weight: torch.Tensor,
@@ -71,10 +62,26 @@ def routed_experts(
     activation: str,
     overlap: bool,
     *form: Any,
-) -> torch.Tensor:
-    """``ops.fused_experts`` of the :func:`chosen_experts`; ``form``: its arguments from ``gate_up_bias`` on."""
-    choice = chosen_experts(logits, *routing, overlap)
-    return fused_experts.overload(x, *choice, gate_up_weight, down_weight, residual, activation, overlap, *form)
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """``ops.fused_experts`` of the experts that ``logits``, [..., num_experts], are largest for, and their weights.
+
+    Args:
+        routing: how many experts a row goes through, and ``normalized`` and ``rounded`` of ``ops.topk_softmax``.
+        form: arguments of ``ops.fused_experts`` from ``gate_up_bias`` on.
+
+    Returns:
+        The output, of x's shape and dtype; float32 weights [rows, top_k].
+    """
+    (top_k, *kind), scores = routing, logits.flatten(0, -2)
+    ids = torch.empty(len(scores), top_k, dtype=torch.int64, device=x.device)
+    weights = topk_softmax.overload(scores, ids, *kind, overlap)
+    stacks = gate_up_weight, down_weight
+    return fused_experts.overload(x, ids, weights, *stacks, residual, activation, overlap, *form), weights
+
+
+def routed_experts(*arguments: Any) -> torch.Tensor:
+    """The output of :func:`experts_and_weights`."""
+    return experts_and_weights(*arguments)[0]
 
 
 def scaled(x: torch.Tensor, factor: torch.Tensor) -> torch.Tensor:

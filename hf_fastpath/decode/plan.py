@@ -23,8 +23,10 @@ from .structure import ModelPart, fingerprint, full_angles
 
 _aten = torch.ops.aten
 
-#: ops whose second argument is the matrix they read; the first two of them take the next one's
-_PRODUCTS = (ops.gemv.overload, ops.gemv_swiglu.overload, ops.qkv_rope_append.overload)
+#: ops whose last argument is the matrix that the next call reads
+_BRING_NEXT = (ops.gemv.overload, ops.gemv_swiglu.overload)
+#: ops whose second argument is the matrix they read
+_PRODUCTS = (*_BRING_NEXT, ops.qkv_rope_append.overload)
 
 #: end tokens a plan looks for; more are left to the host
 MAX_EOS_TOKENS = 16
@@ -71,7 +73,7 @@ class Program:
     def announce_weights(self) -> None:
         """Give every product in front of another one, as its last argument, the matrix which that reads."""
         for (op, arguments, *_), (following, its_arguments, *_) in pairwise(self._calls):
-            if op in _PRODUCTS[:2] and following in _PRODUCTS:
+            if op in _BRING_NEXT and following in _PRODUCTS:
                 arguments.append(its_arguments[1])
 
     def __len__(self) -> int:

@@ -169,28 +169,22 @@ def mlp(
 
 
 def mixture(
-    emit: Emit, part: MoEPart, x: Any, residual: Any = None, norm: NormPart | None = None, overlap: bool = False
+    emit: Emit,
+    part: MoEPart,
+    x: Any,
+    residual: Any = None,
+    norm: NormPart | None = None,
+    overlap: bool = False,
+    experts: Callable[..., Any] = composed.routed_experts,
 ) -> Any:
-    """``residual + part(norm(x))``."""
+    """``residual + part(norm(x))``; what ``experts`` gives: it may be ``composed.experts_and_weights``."""
     if norm is not None:  # router and experts take it
         op, *arguments = _norm_op(norm)
         x = emit(op, x, *arguments)
     logits = projection(emit, part.router, x, overlap=overlap)
+    routing = (part.top_k, part.is_normalized, part.spec.rounded)
     form = (*part.stack_biases(), part.spec.transposed, *part.gate_limits)
-    return emit(
-        composed.routed_experts,
-        *(x, logits, *part.stacks(), residual, _routing(part), part.activation, overlap, *form),
-    )
-
-
-def _routing(part: MoEPart) -> tuple[int, bool, bool]:
-    return part.top_k, part.is_normalized, part.spec.rounded
-
-
-def expert_weights(part: MoEPart, x: torch.Tensor) -> torch.Tensor:
-    """Weights of the experts that :func:`mixture` chooses for ``x``, [rows, top_k] in x's dtype."""
-    _, weights = composed.chosen_experts(projection(run, part.router, x), *_routing(part), overlap=False)
-    return weights.to(x.dtype)
+    return emit(experts, x, logits, *part.stacks(), residual, routing, part.activation, overlap, *form)
 
 
 def feed_forward(emit: Emit, part: FeedForwardPart, *arguments: Any) -> Any:

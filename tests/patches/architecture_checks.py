@@ -11,7 +11,7 @@ from contextlib import nullcontext
 
 import pytest
 import torch
-from models import VOCAB, WINDOW, build, counting, left_padded, pair, prompt, require_native
+from models import VOCAB, WINDOW, build, counting, fresh, left_padded, pair, prompt, require_native
 from parity import LogitRule, RoundingCache, assert_same_tokens, float64_copy, forced_logits, walk
 from transformers import DynamicCache
 
@@ -227,3 +227,13 @@ def assert_variant_right(
     expected = walk(ref, text, [first] + [1] * steps, RoundingCache(ref.config, torch.float32))[:, first - 1 :]
     rule.add(forced_logits(ours, text, first), forced_logits(stock, text, first), expected)
     rule.check(f"{architecture} {changes}", POSITIONS)
+
+
+def assert_same_gradients(architecture: str, device: torch.device) -> None:
+    """A model patched has stock's gradients, of every parameter."""
+    stock, ours = fresh(architecture, device)
+    ids = prompt(device, 1, 7)
+    for model in (stock, ours):
+        model(ids, labels=ids).loss.backward()
+    for mine, expected in zip(ours.parameters(), stock.parameters()):
+        torch.testing.assert_close(mine.grad, expected.grad)
