@@ -48,7 +48,6 @@ class Attention:
         head_dim: attribute that holds the size of a head.
         scaling: attribute that holds the factor on the scores.
         attention_dropout: name of the dropout probability attribute, or of an ``nn.Dropout``.
-        num_kv_heads: attribute that holds the number of KV heads; None: that of the config.
         repeats_kv: switch that is on if the cache holds keys and values for every query head; None for never.
         refuse, require: attributes that must be falsy, or not, for the kernels' arithmetic to be the model's; paths.
         residual_dropout: the same after the output projection, or None.
@@ -69,7 +68,6 @@ class Attention:
     out: str
     by_kv_head: bool = False
     head_dim: str = "head_dim"
-    num_kv_heads: str | None = None
     repeats_kv: str | None = None
     scaling: str = "scaling"
     attention_dropout: str = "attention_dropout"

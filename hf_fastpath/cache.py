@@ -175,6 +175,12 @@ class FastpathLayer(CacheLayerMixin):
         self.v_buffer = self.k_buffer
         self.is_initialized = True
 
+    def prepare(self, states: torch.Tensor) -> None:
+        """Get ready for states of this shape, [batch, num_kv_heads, any, head_dim], and dtype; what it holds stays."""
+        other = self.is_initialized and states.shape[:2] != self.k_buffer.shape[:2]
+        if not self.is_initialized or (other and self.cumulative_length == 0):  # also after reset(), another batch
+            self.lazy_initialization(states, states)
+
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args, **kwargs
     ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -195,9 +201,7 @@ class FastpathLayer(CacheLayerMixin):
                 "FastpathCache does not record gradients: run under torch.no_grad(), or train with use_cache=False "
                 "or a transformers DynamicCache"
             )
-        other = self.is_initialized and key_states.shape[:2] != self.k_buffer.shape[:2]
-        if not self.is_initialized or (other and self.cumulative_length == 0):  # also after reset(), another batch
-            self.lazy_initialization(key_states, value_states)
+        self.prepare(key_states)
         past = self._held()
         stored = [states.to(self.k_buffer.dtype) for states in (key_states, value_states)]
         seen = None
@@ -316,9 +320,17 @@ class FastpathCache(Cache):
         super().__init__(layers=[_like(layer, kv_dtype) for layer in DynamicCache(config=config).layers])
 
     def update(self, key_states, value_states, layer_idx, *args, **kwargs):
-        while len(self.layers) <= layer_idx:
-            self.layers.append(FastpathLayer(kv_dtype=self.kv_dtype))
+        self._grow(layer_idx + 1)
         return super().update(key_states, value_states, layer_idx, *args, **kwargs)
+
+    def _grow(self, num_layers: int) -> None:
+        while len(self.layers) < num_layers:
+            self.layers.append(FastpathLayer(kv_dtype=self.kv_dtype))
+
+    def prepare(self, layer_idx: int, states: torch.Tensor) -> None:
+        """Get a layer ready for states of this shape and dtype; see ``FastpathLayer.prepare``."""
+        self._grow(layer_idx + 1)
+        self.layers[layer_idx].prepare(states)
 
     def reserve(self, num_tokens: int) -> bool:
         """Make room for ``num_tokens`` more positions in every layer, one layer after the other.

@@ -325,6 +325,16 @@ def sampling_settings(processors: Sequence[LogitsProcessor]) -> list[float] | No
     return settings if limits.tiny <= settings[0] <= 1 / limits.tiny else None
 
 
+def new_tokens(input_ids: torch.Tensor, generation_config: Any, model_kwargs: dict) -> torch.Tensor:
+    """Those of ``input_ids`` that the cache does not hold, told by the mask's length as ``GenerationMixin._prefill``
+    tells it: the caller gives the whole text or only what is new."""
+    mask = model_kwargs.get("attention_mask")
+    # a mask of ones may have been dropped, its length noted
+    covered = getattr(generation_config, "_mask_length", -1) if mask is None else mask.shape[1]
+    past_len = model_kwargs["past_key_values"].get_seq_length()
+    return input_ids[:, past_len:] if covered == input_ids.shape[1] else input_ids
+
+
 def prefill(model: Any, input_ids: torch.Tensor, generation_config: Any, model_kwargs: dict) -> Any:
     """Run the prompt as ``GenerationMixin._sample`` does."""
     return model._prefill(input_ids, generation_config, model_kwargs, is_first_iteration=True)

@@ -18,7 +18,6 @@ ARCHITECTURE = Architecture(
         "FalconAttention",
         qkv=("query_key_value",),
         by_kv_head=True,
-        num_kv_heads="num_kv_heads",
         repeats_kv="new_decoder_architecture",
         out="dense",
         scaling="inv_norm_factor",

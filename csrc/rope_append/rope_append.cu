@@ -1,7 +1,7 @@
 // What: adds the bias, rotates the new queries and keys (half-split pairs), writes keys and values into their
 //   cache slots and the queries to q_out; one rounding to each destination's type.
 // Work split: a thread takes one pair of a head of a token: elements p and p + rotary_dim / 2 of the rotated
-//   part, two neighbors of the rest. grid.x covers the pairs of a token, grid.y the tokens of all rows.
+//   part, two neighbors of the rest. grid.x counts the tokens of all rows, grid.y covers the pairs of a token.
 // Traffic: qkv, bias, cos and sin read once, q_out and the new cache slots written once.
 // Roofline: latency of two dependent loads (the table or the lengths, then the slot's address); a few KB a
 //   token. 1.8 us for one token of 32/8 heads of 128, float16, in a CUDA graph (H200, 2026-11).
@@ -18,10 +18,10 @@ template <class T, class Cache>
 __global__ void __launch_bounds__(kThreads) rope_append_kernel(RopeAppendParams p) {
   const int pairs = (p.head_dim + 1) / 2;  // of a head; an odd head_dim leaves one element alone
   const int heads = p.num_heads + 2 * p.num_kv_heads;
-  const int index = blockIdx.x * kThreads + threadIdx.x;
+  const int index = blockIdx.y * kThreads + threadIdx.x;
   if (index >= heads * pairs) return;
   const int head = index / pairs, pair = index % pairs;
-  const int token = blockIdx.y, row = token / p.query_len, step = token % p.query_len;
+  const int token = blockIdx.x, row = token / p.query_len, step = token % p.query_len;
 
   const bool is_value = head >= p.num_heads + p.num_kv_heads;
   const int half = is_value ? 0 : p.rotary_dim / 2;
@@ -68,7 +68,7 @@ void launch_rope_append(const RopeAppendParams& params, cudaStream_t stream) {
   const int tokens = params.batch * params.query_len;
   const int pairs = (params.num_heads + 2 * params.num_kv_heads) * ((params.head_dim + 1) / 2);
   if (tokens == 0 || pairs == 0) return;
-  const dim3 grid((pairs + kThreads - 1) / kThreads, tokens), block(kThreads);
+  const dim3 grid(tokens, (pairs + kThreads - 1) / kThreads), block(kThreads);
   const size_t smem_bytes = 0;
   with_type(params.dtype, [&](auto zero) {
     with_type(params.cache_dtype, [&](auto cache_zero) {

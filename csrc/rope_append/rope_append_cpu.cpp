@@ -65,8 +65,8 @@ Tensor rope_append_cpu(const Tensor& qkv, const std::optional<Tensor>& bias, con
                        int64_t layer) {
   const char* op = "rope_append";
   const DType dtype = dtype_of(qkv, op);
-  STD_TORCH_CHECK(qkv.dim() == 3 && qkv.size(1) >= 1 && qkv.size(1) <= kMaxQueryLen,
-                  "hf_fastpath::rope_append: qkv has to be [batch, 1 to ", kMaxQueryLen, ", features]");
+  STD_TORCH_CHECK(qkv.dim() == 3 && qkv.size(1) >= 1,
+                  "hf_fastpath::rope_append: qkv has to be [batch, 1 or more, features]");
   const int64_t batch = qkv.size(0), query_len = qkv.size(1), features = qkv.size(2);
   const KvCache cache = load_kv_cache(k_cache, v_cache, kv_table, layer, batch, op);
   STD_TORCH_CHECK(num_heads >= 0 && features == (num_heads + 2 * cache.num_kv_heads) * cache.head_dim,

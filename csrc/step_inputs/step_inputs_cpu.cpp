@@ -9,8 +9,9 @@ namespace hf_fastpath {
 namespace {
 
 const void* row_of(const GatheredTable& table, int64_t row, DType dtype) {
-  STD_TORCH_CHECK(row >= 0 && row < table.count, "hf_fastpath::step_inputs: row ", row, " of a table of ",
-                  table.count, " rows");
+  STD_TORCH_CHECK(row >= 0 && row < table.count, "hf_fastpath::step_inputs: a token or position is ", row,
+                  ", outside of its table of ", table.count,
+                  " rows: the tokenizer and the model have to belong together");
   return at(table.rows, row * table.stride, dtype);
 }
 

@@ -17,6 +17,7 @@ from .. import compat
 from ..cache import FastpathCache
 from ..forwards import STATE_KEY
 from ..ops.gemv import MAX_ROWS
+from . import prompt
 from .plan import MAX_EOS_TOKENS
 
 if TYPE_CHECKING:
@@ -228,13 +229,11 @@ class _Loop:
             raise
 
     def _generate(self, part: ModelPart, model_kwargs: dict) -> Any:
-        outputs = compat.prefill(self.model, self.ids, self.config, model_kwargs)
-        cache, position_ids = outputs.past_key_values, model_kwargs["position_ids"]
+        cache, position_ids = model_kwargs["past_key_values"], model_kwargs["position_ids"]
         mask = model_kwargs.get("attention_mask")
         starts = None if mask is None else (mask == 0).sum(1)
         next_positions = position_ids[:, -1].expand(self.batch) + 1
-        next_logits = outputs.logits[:, -1]
-        del outputs
+        next_logits = self._read_prompt(part, model_kwargs, starts)
         started, first = time.perf_counter(), True
         plan, plan_chooses = None, self._plan_chooses()
         sampled = plan_chooses and self.config.do_sample
@@ -274,6 +273,18 @@ class _Loop:
         if self.streamer is not None:
             self.streamer.end()
         return self._result(cache)
+
+    def _read_prompt(self, part: ModelPart, model_kwargs: dict, starts: torch.Tensor | None) -> torch.Tensor:
+        """[batch, vocab_size] logits of the first token; the prompt is in the cache then."""
+        cache = model_kwargs["past_key_values"]
+        if self.config.prefill_chunk_size is None:
+            tokens = compat.new_tokens(self.ids, self.config, model_kwargs)
+            positions = model_kwargs["position_ids"][:, -tokens.shape[1] :]
+            given = prompt.Prompt(tokens, positions, starts if starts is not None and starts.any() else None)
+            if prompt.is_readable(part, cache, given):
+                with compat.below_autograd():
+                    return prompt.read(part, cache, given)
+        return compat.prefill(self.model, self.ids, self.config, model_kwargs).logits[:, -1]
 
     def _choose(self, next_logits: torch.Tensor) -> torch.Tensor:
         """[batch] next tokens out of [batch, vocab_size] logits, exactly as transformers chooses them."""

@@ -24,7 +24,17 @@ from ..compat import (
     rotation_function,
 )
 from ..ops.decode_attention import MAX_HEAD_DIM, MIN_HEAD_DIM
-from .modules import PLAIN_TENSORS, child, dropout_reason, found_at, is_on, number, projection_reason, weight_and_bias
+from .modules import (
+    PLAIN_TENSORS,
+    child,
+    dropout_reason,
+    found_at,
+    is_on,
+    number,
+    out_features,
+    projection_reason,
+    weight_and_bias,
+)
 from .parts import FeedForwardPart, MoEPart, NormPart, Part, feed_forward_part
 
 
@@ -66,9 +76,8 @@ class AttentionPart(Part):
 
     @property
     def num_kv_heads(self) -> int:
-        if self.spec.num_kv_heads is not None:
-            return getattr(self.module, self.spec.num_kv_heads)
-        return getattr(self.module.config, "num_key_value_heads", None) or self.num_heads
+        heads = sum(out_features(linear) for linear in self.projections()[:-1]) // self.head_dim
+        return (heads - self.num_heads) // 2
 
     @property
     def group(self) -> int:

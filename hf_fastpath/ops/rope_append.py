@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from ..registry import OpSpec, Sample, nbytes, register, shape_reason, tensor_reasons
-from .kv_cache import MAX_QUERY_LEN, cache_reasons, positions, refuse_kv_table
+from .kv_cache import cache_reasons, positions, refuse_kv_table
 
 
 def _rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
@@ -35,7 +35,7 @@ def reference(
     first ``rotary_dim`` elements form the pairs).
 
     Args:
-        qkv: [batch, query_len, (num_heads + 2*num_kv_heads)*head_dim], query_len 1 to 16, contiguous rows.
+        qkv: [batch, query_len, (num_heads + 2*num_kv_heads)*head_dim], query_len 1 to capacity, contiguous rows.
         bias: [(num_heads + 2*num_kv_heads)*head_dim] added first, or None.
         cos, sin: [batch or 1, query_len, rotary_dim], rotary_dim even and at most head_dim; None: no rotation.
         k_cache, v_cache: [batch, num_kv_heads, capacity, head_dim], contiguous, float32, float16 or bfloat16;
@@ -74,8 +74,8 @@ def fake(qkv, bias, cos, sin, k_cache, v_cache, seq_lens, num_heads, kv_table=No
 
 
 def why_not(qkv, bias, cos, sin, k_cache, v_cache, seq_lens, num_heads, kv_table=None, layer=0) -> list[str]:
-    if qkv.dim() != 3 or not 1 <= qkv.shape[1] <= MAX_QUERY_LEN:
-        return [f"qkv has shape {tuple(qkv.shape)}, expected [batch, 1 to {MAX_QUERY_LEN}, features]"]
+    if qkv.dim() != 3 or qkv.shape[1] < 1:
+        return [f"qkv has shape {tuple(qkv.shape)}, expected [batch, 1 or more, features]"]
     batch, query_len, features = qkv.shape
     reasons = tensor_reasons(qkv, bias=bias, cos=cos, sin=sin)
     reasons += cache_reasons(k_cache, v_cache, seq_lens, batch, qkv.device, kv_table, layer)
@@ -129,6 +129,7 @@ def samples(device: torch.device, dtype: torch.dtype):
     yield call(1, 1, 12, 12, 64, 33, [33], bias=True)  # GPT-2: no rotation, fused bias
     yield call(2, 3, 8, 2, 40, 20, [3, 17], rotary_dim=40, bias=True)
     yield call(2, 16, 4, 1, 128, 24, [30, 100], rotary_dim=64)  # wraps; half of the head rotated
+    yield call(2, 19, 4, 1, 64, 24, [19, 23], rotary_dim=64)
     yield call(3, 1, 2, 1, 256, 8, [8, 9, 1], rotary_dim=256)
     yield call(1, 2, 4, 4, 80, 7, [7], rotary_dim=32, kv=torch.float16)
     yield call(1, 1, 4, 4, 64, 7, [7], rotary_dim=64, kv=torch.bfloat16)

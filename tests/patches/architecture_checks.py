@@ -73,18 +73,23 @@ def decode(golden: Golden, rule: LogitRule) -> None:
     rule.add(ours, forced_logits(golden.stock, text, first), ref)
 
 
-def padded(golden: Golden, rule: LogitRule) -> None:
-    """Sequences with 0 to 9 tokens of left padding."""
-    steps, first = 16, 12
+def padded(golden: Golden, rule: LogitRule, first: int = 12, pad: int = 3) -> None:
+    """Sequences with left padding, ``pad`` more in each of four rows."""
+    steps = 16
     text = golden.text(first + steps)
     mask = torch.ones_like(text)
     for row in range(golden.batch):
-        mask[row, : 3 * (row % 4)] = 0
+        mask[row, : pad * (row % 4)] = 0
     ref = walk(golden.ref, text, [first] + [1] * steps, golden.rounding_cache(), mask)[:, first - 1 :]
     with counting(golden.ours) as counts:
         ours = forced_logits(golden.ours, text, first, attention_mask=mask[:, :first])
     assert counts.fast == golden.batch * (steps + 1) and not counts.fallback, counts.reasons
     rule.add(ours, forced_logits(golden.stock, text, first, attention_mask=mask[:, :first]), ref)
+
+
+def long_prompt(golden: Golden, rule: LogitRule) -> None:
+    """More than a tile of attention's kernels, with up to 57 tokens of padding."""
+    padded(golden, rule, first=150, pad=19)
 
 
 def window_edge(golden: Golden, rule: LogitRule) -> None:
@@ -119,6 +124,7 @@ GOLDEN: dict[str, Callable[[Golden, LogitRule], None]] = {
     "prefill": prefill,
     "decode": decode,
     "left_padded": padded,
+    "long_prompt": long_prompt,
     "window_edge": window_edge,
     "chunked_continuation": chunked,
 }

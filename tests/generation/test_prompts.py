@@ -1,0 +1,125 @@
+"""Prompts that run op by op, and those that are left to the model's own code."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from models import SHORT, VOCAB, WINDOW, counting, heldout_tokens, left_padded, pair, prompt, trained
+from parity import assert_same_tokens, both
+
+from hf_fastpath import FastpathCache
+from hf_fastpath.decode import prompt as prompts
+
+
+@pytest.fixture
+def read_lengths(monkeypatch) -> list[int]:
+    """Lengths of the prompts that were read op by op."""
+    lengths = []
+
+    def noted(part, cache, prompt):
+        lengths.append(prompt.tokens.shape[1])
+        return read(part, cache, prompt)
+
+    read = prompts.read
+    monkeypatch.setattr(prompts, "read", noted)
+    return lengths
+
+
+@pytest.mark.parametrize("padded", (False, True), ids=("plain", "padded"))
+@pytest.mark.parametrize("length", (1, 2, 17, 130))
+@pytest.mark.parametrize("architecture", ("gpt2", "llama", "gpt_neox", "olmo2", "opt", "phi3"))
+def test_tokens_equal(architecture, length, padded, device, read_lengths):
+    stock, ours = pair(architecture, device)
+    inputs = {"input_ids": prompt(device, 3, length)}
+    inputs["attention_mask"] = torch.ones_like(inputs["input_ids"])
+    if padded:
+        for row in range(3):
+            inputs["attention_mask"][row, : row * length // 4] = 0
+    with counting(ours) as counts:
+        found, expected = both(stock, ours, **inputs, **SHORT)
+    assert read_lengths == [length] and not counts.reasons
+    assert_same_tokens(found, expected, stock, inputs["attention_mask"])
+
+
+@pytest.mark.parametrize("padded", (False, True), ids=("plain", "padded"))
+@pytest.mark.parametrize("architecture", ("gpt2", "llama", "falcon"))
+def test_turns_of_a_conversation(architecture, padded, device, read_lengths):
+    """Only what is new is read, with and without padding in front of what the cache holds."""
+    stock, ours = pair(architecture, device)
+    inputs = left_padded(device, 2, 30) if padded else {"input_ids": prompt(device, 2, 30)}
+    mask = inputs.setdefault("attention_mask", torch.ones_like(inputs["input_ids"]))
+    texts, caches = [inputs["input_ids"]] * 2, [None, FastpathCache(ours.config)]
+    for turn, new in enumerate((0, 1, 40)):
+        more = prompt(device, 2, new, seed=turn) if new else texts[0][:, :0]
+        texts = [torch.cat((text, more), dim=1) for text in texts]
+        mask = torch.nn.functional.pad(mask, (0, texts[0].shape[1] - mask.shape[1]), value=1)
+        made = []
+        for place, model in enumerate((stock, ours)):
+            options = SHORT | dict(return_dict_in_generate=True, past_key_values=caches[place])
+            made.append(model.generate(texts[place], attention_mask=mask, **options))
+        texts, caches = [out.sequences for out in made], [out.past_key_values for out in made]
+        assert_same_tokens(texts[1], texts[0], stock, mask)
+    assert read_lengths == [30, 2, 41]  # the last token of a turn is new to the cache
+
+
+@pytest.mark.parametrize(
+    ("architecture", "length", "options"),
+    (
+        ("mistral", WINDOW + 1, {}),  # a window ends inside of the prompt
+        ("mixtral", 9, {}),
+        ("gpt_oss", 9, {}),
+        ("llama", 9, {"prefill_chunk_size": 4}),
+    ),
+    ids=("window", "mixture", "sinks", "chunks"),
+)
+def test_left_to_the_models_own_code(architecture, length, options, device, read_lengths):
+    stock, ours = pair(architecture, device)
+    ids = prompt(device, 2, length)
+    inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids)} | options
+    with counting(ours) as counts:
+        found, expected = both(stock, ours, **inputs, **SHORT)
+    assert not read_lengths and counts.fast == 2 * 12
+    assert_same_tokens(found, expected, stock, inputs["attention_mask"])
+
+
+def test_prompt_up_to_the_window(device, read_lengths):
+    stock, ours = pair("mistral", device)
+    ids = prompt(device, 2, WINDOW)
+    found, expected = both(stock, ours, input_ids=ids, attention_mask=torch.ones_like(ids), **SHORT)
+    assert read_lengths == [WINDOW]
+    assert_same_tokens(found, expected, stock)
+
+
+@pytest.mark.parametrize("mask", (True, False), ids=("mask", "no_mask"))
+def test_trained_model(mask, device, read_lengths):
+    stock, ours = trained(device)
+    ids = heldout_tokens(200).to(device)
+    given = {"attention_mask": torch.ones_like(ids)} if mask else {"attention_mask": None}
+    found, expected = both(stock, ours, input_ids=ids, pad_token_id=0, **given, **SHORT)
+    assert read_lengths == [200]
+    assert torch.equal(found, expected)
+
+
+def test_cache_in_another_type(device, read_lengths):
+    """A float32 model over a float16 cache: attention sees the rounded keys and values, as it will in later steps."""
+    stock, ours = pair("llama", device)
+    ids = prompt(device, 2, 40)
+    caches = [FastpathCache(ours.config, kv_dtype=torch.float16) for _ in range(2)]
+    with torch.no_grad():
+        expected = ours(ids, past_key_values=caches[0]).logits[:, -1]  # a prompt outside of generate()
+    options = dict(max_new_tokens=1, do_sample=False, return_dict_in_generate=True, output_logits=True)
+    found = ours.generate(ids, attention_mask=torch.ones_like(ids), past_key_values=caches[1], **options).logits[0]
+    assert read_lengths == [40]
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
+    for one, other in zip(*(cache.layers for cache in caches)):
+        torch.testing.assert_close(one.keys, other.keys, rtol=2e-3, atol=2e-3)
+
+
+def test_tokens_out_of_the_vocabulary_leave_the_cache(read_lengths):
+    _, ours = pair("llama", torch.device("cpu"))
+    ids = prompt(torch.device("cpu"), 1, 20)
+    ids[0, 3] = VOCAB
+    cache = FastpathCache(ours.config)
+    with pytest.raises(Exception, match="outside of its table"):
+        ours.generate(ids, attention_mask=torch.ones_like(ids), past_key_values=cache, **SHORT)
+    assert read_lengths == [20] and cache.get_seq_length() == 0
