@@ -68,8 +68,9 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerSm<kLanes, kChunks, kRows>
 
   const int lane = threadIdx.x % kWarpSize, warp = threadIdx.x / kWarpSize;
   const int member = lane % kLanes, group = lane / kLanes;
-  const int batch_row = blockIdx.z, kv_head = blockIdx.y % p.num_kv_heads;
-  const Rows rows = block_rows<kRows>(p);
+  const int batch_row = blockIdx.z, row_block = divide(blockIdx.y, p.num_kv_heads_inverse);
+  const int kv_head = blockIdx.y - row_block * p.num_kv_heads;
+  const Rows rows{row_block * kRows, kRows};
 
   allow_next_kernel();
   const Split s = find_split(p, batch_row, kv_head, blockIdx.x, gridDim.x, 0, sizeof(KV));
@@ -233,7 +234,7 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerSm<kLanes, kChunks, kRows>
       if (member == 0) results.max_sums(warp)[r] = make_float2(max_score[r], sum[r]);
     }
   }
-  finish_block(p, s, results, batch_row, kv_head, rows);
+  finish_block<void>(p, s, results, batch_row, kv_head, rows);
   trace(TracePoint::kEnd);
 }
 

@@ -68,19 +68,18 @@ struct CopiedTiles : WarpTiles<T, kDims> {
 
   __device__ __forceinline__ void fetch(const DecodeAttentionParams& p, const Split& s, int base, int stage) {
     constexpr int kPieces = kDims / kElems, kRowsAtOnce = kWarpSize / kPieces;
-    const int piece = lane % kPieces;
-    const bool has_dims = piece * kElems < p.head_dim;
     if (base < s.end) {
+      const int piece = lane % kPieces, first = lane / kPieces;
+      const uint32_t row_bytes = p.head_dim * int(sizeof(T));
+      const int rows = piece * kElems < p.head_dim ? s.end - base : 0;
+      const char *from_k = s.k + piece * 16, *from_v = s.v + piece * 16;
 #pragma unroll
       for (int j = 0; j < kTile / kRowsAtOnce; ++j) {
-        const int row = j * kRowsAtOnce + lane / kPieces, position = base + row;
-        const bool present = has_dims && position < s.end;
-        const uint64_t at =
-            present
-                ? (s.slot(position - s.begin) * uint64_t(uint32_t(p.head_dim)) + piece * kElems) * sizeof(T)
-                : 0;
-        copy_async(this->k(stage) + k_at(row, piece), s.k + at, present);
-        copy_async(this->v(stage) + v_at(row, piece), s.v + at, present);
+        // This row's offset is the sum, without a carry, of those of row `first` and of row `before`.
+        const int before = j * kRowsAtOnce, row = before + first;
+        const uint64_t at = uint64_t(s.slot(base - s.begin + row)) * row_bytes;
+        copy_async(this->k(stage) + (k_at(first, piece) ^ k_at(before, 0)), from_k + at, row < rows);
+        copy_async(this->v(stage) + (v_at(first, piece) ^ v_at(before, 0)), from_v + at, row < rows);
       }
     }
     commit_copies();
@@ -127,7 +126,7 @@ struct BulkTiles : WarpTiles<T, kDims> {
   // Asks for the tile of positions base and following; every lane comes here for every tile.
   __device__ __forceinline__ void fetch(const DecodeAttentionParams&, const Split& s, int base, int stage) {
     const int count = min(kTile, s.end - base);
-    if (count <= 0 || lane != 0) return;
+    if (count <= 0 || !is_elected()) return;
     const uint32_t slot = s.slot(base - s.begin);
     const int before_wrap = min(count, int(s.capacity - slot)) * row_bytes;
     const int wrapped = count * row_bytes - before_wrap;  // from slot 0 on
@@ -177,8 +176,9 @@ __global__ void __launch_bounds__(kWarps* kWarpSize, 1) decode_attention_mma_ker
 
   const int lane = threadIdx.x % kWarpSize, warp = threadIdx.x / kWarpSize;
   const int g = lane / 4, q = lane % 4;  // as in common/mma.cuh
-  const int batch_row = blockIdx.z, kv_head = blockIdx.y % p.num_kv_heads;
-  const Rows rows = block_rows<kRows>(p);
+  const int batch_row = blockIdx.z, row_block = divide(blockIdx.y, p.num_kv_heads_inverse);
+  const int kv_head = blockIdx.y - row_block * p.num_kv_heads;
+  const Rows rows{row_block * kRows, kRows};
 
   allow_next_kernel();
   const Split s = find_split(p, batch_row, kv_head, blockIdx.x, gridDim.x, kStages<kDims> * kStep, sizeof(T));
@@ -189,7 +189,7 @@ __global__ void __launch_bounds__(kWarps* kWarpSize, 1) decode_attention_mma_ker
   Tiles<T, kDims> tiles(p, shared + warp * kTilesBytes, barriers[warp], lane);
   int base = s.begin + warp * kTile;
   bool waited = false;
-#pragma unroll
+#pragma unroll 1
   for (int stage = 0; stage < kStages<kDims>; ++stage) {
     const int from = base + stage * kStep;
     if (!waited && min(from + kTile, s.end) > s.seq_len - p.query_len) {
@@ -326,7 +326,7 @@ __global__ void __launch_bounds__(kWarps* kWarpSize, 1) decode_attention_mma_ker
         }
     }
   }
-  finish_block(p, s, results, batch_row, kv_head, rows);
+  finish_block<T>(p, s, results, batch_row, kv_head, rows);
   trace(TracePoint::kEnd);
 }
 
