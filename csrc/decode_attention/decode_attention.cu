@@ -79,7 +79,8 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerSm<kLanes, kChunks, kRows>
   // Rolling loads: each register is refilled as soon as its position is done.
   typename C::Raw k_raw[kUnroll][kChunks], v_raw[kUnroll][kChunks];
   const auto load = [&](const char* cache, int position, typename C::Raw(&raw)[kChunks]) {
-    const KV* at = reinterpret_cast<const KV*>(cache) + int64_t(s.slot(position - s.begin)) * p.head_dim;
+    const uint64_t row = uint64_t(s.slot(position - s.begin)) * uint32_t(p.head_dim);
+    const KV* at = reinterpret_cast<const KV*>(cache) + row;
 #pragma unroll
     for (int c = 0; c < kChunks; ++c) {
       const int dim = (c * kLanes + member) * kElems;
