@@ -159,6 +159,20 @@ __device__ __forceinline__ void reads_before_copies() {
   asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
 }
 
+// True in one lane of a warp whose lanes are all here, the same one every time. The compiler does not know
+// that of other conditions, and asks for copies in a loop over lanes.
+__device__ __forceinline__ bool is_elected() {
+  uint32_t elected;
+  asm volatile(
+      "{\n"
+      ".reg .pred p;\n"
+      "elect.sync _|p, 0xffffffff;\n"
+      "selp.u32 %0, 1, 0, p;\n"
+      "}\n"
+      : "=r"(elected));
+  return elected;
+}
+
 // L2 policy for data that is read once.
 __device__ __forceinline__ uint64_t read_once_policy() {
   uint64_t policy;

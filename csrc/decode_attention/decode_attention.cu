@@ -68,8 +68,9 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerSm<kLanes, kChunks, kRows>
 
   const int lane = threadIdx.x % kWarpSize, warp = threadIdx.x / kWarpSize;
   const int member = lane % kLanes, group = lane / kLanes;
-  const int batch_row = blockIdx.z, kv_head = blockIdx.y % p.num_kv_heads;
-  const Rows rows = block_rows<kRows>(p);
+  const int batch_row = blockIdx.z, row_block = divide(blockIdx.y, p.num_kv_heads_inverse);
+  const int kv_head = blockIdx.y - row_block * p.num_kv_heads;
+  const Rows rows{row_block * kRows, kRows};
 
   allow_next_kernel();
   const Split s = find_split(p, batch_row, kv_head, blockIdx.x, gridDim.x, 0, sizeof(KV));
@@ -78,7 +79,8 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerSm<kLanes, kChunks, kRows>
   // Rolling loads: each register is refilled as soon as its position is done.
   typename C::Raw k_raw[kUnroll][kChunks], v_raw[kUnroll][kChunks];
   const auto load = [&](const char* cache, int position, typename C::Raw(&raw)[kChunks]) {
-    const KV* at = reinterpret_cast<const KV*>(cache) + int64_t(s.slot(position - s.begin)) * p.head_dim;
+    const uint64_t row = uint64_t(s.slot(position - s.begin)) * uint32_t(p.head_dim);
+    const KV* at = reinterpret_cast<const KV*>(cache) + row;
 #pragma unroll
     for (int c = 0; c < kChunks; ++c) {
       const int dim = (c * kLanes + member) * kElems;
@@ -102,7 +104,7 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerSm<kLanes, kChunks, kRows>
     const RowPlace place = row_place(p, s, kv_head, present ? rows.first + r : 0);
     row_last[r] = present ? s.seq_len - p.query_len + place.token : -1;
     row_first[r] = s.first_visible(row_last[r], p.window);
-    const int64_t at = out_offset(p, batch_row, place);  // q lies like the output
+    const int64_t at = out_offset(p, batch_row, place, p.head_dim);  // q lies like the output
 #pragma unroll
     for (int c = 0; c < kChunks; ++c) {
       const int dim = (c * kLanes + member) * kElems;
@@ -233,7 +235,7 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerSm<kLanes, kChunks, kRows>
       if (member == 0) results.max_sums(warp)[r] = make_float2(max_score[r], sum[r]);
     }
   }
-  finish_block(p, s, results, batch_row, kv_head, rows);
+  finish_block<void>(p, s, results, batch_row, kv_head, rows, p.head_dim);
   trace(TracePoint::kEnd);
 }
 

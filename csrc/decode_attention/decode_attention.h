@@ -30,10 +30,16 @@ struct DecodeAttentionParams {
   float scale;
   int window;  // 0: none
   int batch, query_len, num_heads, num_kv_heads, head_dim;
-  int group;     // num_heads / num_kv_heads: query heads that share a KV head
+  int group;                                     // num_heads / num_kv_heads: query heads that share a KV head
+  uint32_t group_inverse, num_kv_heads_inverse;  // see inverse_of
   bool overlap;  // old positions, lengths and table may be read before the kernel in front is complete
   DType dtype, kv_dtype;
 };
+
+// What a number below 2^31 / divisor is multiplied by, and shifted right by 31 bits, to be divided.
+constexpr uint32_t inverse_of(int divisor) {
+  return static_cast<uint32_t>(((int64_t(1) << 31) + divisor - 1) / divisor);
+}
 
 // Bytes of workspace for this shape: for every query and head kMaxSplits partial outputs with their maximum
 // and sum from the start of the buffer, and counters, which have to be zero before the first call and are

@@ -73,6 +73,8 @@ Tensor decode_attention_cuda(const Tensor& q, const Tensor& k_cache, const Tenso
   p.num_heads = static_cast<int>(num_heads);
   p.num_kv_heads = static_cast<int>(k_cache.size(1));
   p.group = p.num_heads / p.num_kv_heads;
+  p.group_inverse = inverse_of(p.group);
+  p.num_kv_heads_inverse = inverse_of(p.num_kv_heads);
   p.head_dim = static_cast<int>(head_dim);
   p.dtype = dtype_of(query, kOp);
   p.kv_dtype = dtype_of(k_cache, kOp);

@@ -3,6 +3,8 @@
 // lengths there.
 #pragma once
 
+#include <type_traits>
+
 #include "common/async.cuh"
 #include "common/cuda_check.cuh"
 #include "common/numeric.cuh"
@@ -48,7 +50,7 @@ struct Split {
 
 // `alone`: positions that one block takes without a split.
 __device__ __forceinline__ Split find_split(const DecodeAttentionParams& p, int row, int kv_head, int split,
-                                            int splits, int alone, int kv_elem_bytes) {
+                                            unsigned splits, unsigned alone, int kv_elem_bytes) {
   Split s;
   s.seq_len = __ldg(p.seq_lens + row);
   s.start = p.starts ? max(__ldg(p.starts + row), 0) : 0;
@@ -62,17 +64,17 @@ __device__ __forceinline__ Split find_split(const DecodeAttentionParams& p, int 
     capacity = __ldg(reinterpret_cast<const long long*>(entry) + 2);
   }
   s.capacity = static_cast<uint32_t>(capacity);
-  const int64_t head_offset =
-      (int64_t(row) * p.num_kv_heads + kv_head) * capacity * p.head_dim * kv_elem_bytes;
+  const uint64_t head_offset =
+      uint64_t(uint32_t(row * p.num_kv_heads + kv_head)) * s.capacity * uint32_t(p.head_dim * kv_elem_bytes);
   s.k = k + head_offset;
   s.v = v + head_offset;
   // What the first token sees bounds what any sees; a ring holds no more than its capacity.
   const int first =
       max(max(s.first_visible(s.seq_len - p.query_len, p.window), 0), s.seq_len - int(s.capacity));
-  const int length = max(s.seq_len - first, 0);
-  int chunk = max((length + splits - 1) / splits, length <= alone ? alone : kMinChunk);
+  const unsigned length = max(s.seq_len - first, 0);  // unsigned numbers take fewer instructions to divide
+  unsigned chunk = max((length + splits - 1) / splits, unsigned(length <= alone ? alone : kMinChunk));
   chunk = (chunk + kChunkMultiple - 1) / kChunkMultiple * kChunkMultiple;
-  s.active = max((length + chunk - 1) / chunk, 1);
+  s.active = max(int((length + chunk - 1) / chunk), 1);
   s.begin = first + split * chunk;
   s.end = min(s.begin + chunk, s.seq_len);
   s.first_slot = static_cast<uint32_t>(max(s.begin, 0)) % s.capacity;
@@ -87,12 +89,17 @@ struct Partials {
   unsigned* counters;  // from the end backwards, one for every block of rows of a KV head
 
   __device__ __forceinline__ explicit Partials(const DecodeAttentionParams& p) {
-    const int64_t rows = int64_t(p.batch) * p.query_len * p.num_heads;
+    const uint32_t splits = p.batch * p.query_len * p.num_heads * kMaxSplits;  // of all rows
     outputs = static_cast<float*>(p.workspace);
-    max_sums = reinterpret_cast<float2*>(outputs + rows * kMaxSplits * p.head_dim);
+    max_sums = reinterpret_cast<float2*>(outputs + uint64_t(splits) * uint32_t(p.head_dim));
     counters = reinterpret_cast<unsigned*>(static_cast<char*>(p.workspace) + p.workspace_bytes);
   }
 };
+
+// number / divisor, where `inverse` is inverse_of(divisor).
+__device__ __forceinline__ int divide(int number, uint32_t inverse) {
+  return static_cast<int>(uint64_t(uint32_t(number)) * inverse >> 31);
+}
 
 // Queries that share a KV head's cache.
 __host__ __device__ inline int rows_per_kv_head(const DecodeAttentionParams& p) {
@@ -108,10 +115,10 @@ struct Rows {
   }
 };
 
-// Rows of the block at blockIdx.y, when a block takes up to kRows.
-template <int kRows>
-__device__ __forceinline__ Rows block_rows(const DecodeAttentionParams& p) {
-  return {int(blockIdx.y) / p.num_kv_heads * kRows, kRows};
+// Index in the workspace of a block's first row.
+__device__ __forceinline__ int first_row_of(const DecodeAttentionParams& p, int batch_row, int kv_head,
+                                            Rows rows) {
+  return (batch_row * p.num_kv_heads + kv_head) * rows_per_kv_head(p) + rows.first;
 }
 
 // A row's place: which query of which head, and what it sees.
@@ -123,7 +130,7 @@ struct RowPlace {
 __device__ __forceinline__ RowPlace row_place(const DecodeAttentionParams& p, const Split& s, int kv_head,
                                               int row) {
   RowPlace place;
-  place.token = p.query_len == 1 ? 0 : row / p.group;
+  place.token = divide(row, p.group_inverse);
   place.head = kv_head * p.group + row - place.token * p.group;
   const int position = s.seq_len - p.query_len + place.token;
   place.sees_any = position >= max(s.first_visible(position, p.window), 0);
@@ -131,28 +138,44 @@ __device__ __forceinline__ RowPlace row_place(const DecodeAttentionParams& p, co
 }
 
 __device__ __forceinline__ int64_t out_offset(const DecodeAttentionParams& p, int batch_row,
-                                              const RowPlace& place) {
-  return ((int64_t(batch_row) * p.query_len + place.token) * p.num_heads + place.head) * p.head_dim;
+                                              const RowPlace& place, int head_dim) {
+  const int row = (batch_row * p.query_len + place.token) * p.num_heads + place.head;
+  return uint64_t(uint32_t(row)) * uint32_t(head_dim);
+}
+
+// Type of q and the output: Q, or that of the parameters where Q is void.
+template <class Q>
+__device__ __forceinline__ DType query_dtype(const DecodeAttentionParams& p) {
+  if constexpr (std::is_void_v<Q>) return p.dtype;
+  return std::is_same_v<Q, float>    ? DType::kFloat32
+         : std::is_same_v<Q, __half> ? DType::kFloat16
+                                     : DType::kBFloat16;
 }
 
 // What a row's sums, weighted by 2^(score - max), are multiplied by: 1 / sum, where a sink adds to the sum;
 // or 0 for a token that sees nothing. A token whose every score is -inf gets NaN, as in PyTorch.
+template <class Q>
 __device__ __forceinline__ float inverse_sum(const DecodeAttentionParams& p, const RowPlace& place, float max,
                                              float sum) {
   if (!place.sees_any) return 0.f;
-  if (!p.sinks) return 1.f / sum;
-  const float sink = load_as_float(p.sinks, place.head, p.dtype) * kLog2e, top = fmaxf(max, sink);
-  const float kept = exp2_below(max, top);
-  return kept / fmaf(sum, kept, exp2_approx(sink - top));
+  float kept = 1.f;
+  if (p.sinks) {
+    const float sink = load_as_float(p.sinks, place.head, query_dtype<Q>(p)) * kLog2e, top = fmaxf(max, sink);
+    kept = exp2_below(max, top);
+    sum = fmaf(sum, kept, exp2_approx(sink - top));
+  }
+  return kept / sum;
 }
 
 // Stores four neighbors of the output.
+template <class Q>
 __device__ __forceinline__ void store_out(const DecodeAttentionParams& p, int64_t at, float4 x) {
-  if (p.dtype == DType::kFloat32) {
+  const DType dtype = query_dtype<Q>(p);
+  if (dtype == DType::kFloat32) {
     *reinterpret_cast<float4*>(static_cast<float*>(p.out) + at) = x;
     return;
   }
-  const bool half = p.dtype == DType::kFloat16;
+  const bool half = dtype == DType::kFloat16;
   const uint2 packed = half ? make_uint2(pack2(x.x, x.y, __half()), pack2(x.z, x.w, __half()))
                             : make_uint2(pack2(x.x, x.y, __nv_bfloat16()), pack2(x.z, x.w, __nv_bfloat16()));
   *reinterpret_cast<uint2*>(static_cast<char*>(p.out) + at * 2) = packed;
@@ -170,32 +193,16 @@ __device__ __forceinline__ bool arrive_last(unsigned* counter, int active) {
   return last;
 }
 
-// Merges the first `count` partial results of `rows` of a KV head and writes the outputs. `factors`: shared
-// memory for kMaxSplits values a row.
-template <int kThreads, int kDims>
-__device__ __forceinline__ void merge_splits(const DecodeAttentionParams& p, const Split& s,
-                                             const Partials& partials, int count, int batch_row, int kv_head,
+// Writes what the first `count` partial results of each of `rows` are multiplied by: kMaxSplits values a row,
+// zeros from `count` on. `base`: the first row's index in the workspace.
+template <class Q, int kThreads>
+__device__ __forceinline__ void find_factors(const DecodeAttentionParams& p, const Split& s,
+                                             const Partials& partials, int base, int count, int kv_head,
                                              Rows rows, float* factors) {
-  constexpr int kQuads = kDims / 4, kAhead = 16;
+  constexpr int kPerLane = kMaxSplits / kWarpSize;
   const int lane = threadIdx.x % kWarpSize, warp = threadIdx.x / kWarpSize;
-  const int64_t base = (int64_t(batch_row) * p.num_kv_heads + kv_head) * rows_per_kv_head(p) + rows.first;
-  const auto outputs_of = [&](int i) {
-    return reinterpret_cast<const float4*>(partials.outputs + (base + i / kQuads) * kMaxSplits * p.head_dim +
-                                           i % kQuads * 4);
-  };
-  const auto is_output = [&](int i) { return i < rows.count(p) * kQuads && i % kQuads * 4 < p.head_dim; };
-  const int split_stride = p.head_dim / 4;
-  float4 ahead[kAhead];  // in flight: each goes to L2
-  const auto ask = [&](int i, int first) {
-#pragma unroll
-    for (int j = 0; j < kAhead; ++j) {
-      ahead[j] = is_output(i) && first + j < count ? __ldcg(outputs_of(i) + (first + j) * split_stride)
-                                                   : make_float4(0.f, 0.f, 0.f, 0.f);
-    }
-  };
-  ask(threadIdx.x, 0);  // before the factors, which take as long to come
+#pragma unroll 1
   for (int r = warp; r < rows.count(p); r += kThreads / kWarpSize) {
-    constexpr int kPerLane = kMaxSplits / kWarpSize;
     float2 max_sum[kPerLane];
     float max = -INFINITY, sum = 0.f;
 #pragma unroll
@@ -210,27 +217,61 @@ __device__ __forceinline__ void merge_splits(const DecodeAttentionParams& p, con
       max = fmaxf(max, __shfl_xor_sync(kAllLanes, max, offset));
 #pragma unroll
     for (int i = 0; i < kPerLane; ++i) sum += max_sum[i].y * exp2_below(max_sum[i].x, max);
-    const float inverse = inverse_sum(p, row_place(p, s, kv_head, rows.first + r), max, warp_sum(sum));
+    const float inverse = inverse_sum<Q>(p, row_place(p, s, kv_head, rows.first + r), max, warp_sum(sum));
 #pragma unroll
     for (int i = 0; i < kPerLane; ++i)
       factors[r * kMaxSplits + lane + i * kWarpSize] = exp2_below(max_sum[i].x, max) * inverse;
   }
-  __syncthreads();  // factors
-  for (int i = threadIdx.x; i < rows.count(p) * kQuads; i += kThreads) {
-    if (!is_output(i)) continue;
-    const int r = i / kQuads;
-    float4 sum = make_float4(0.f, 0.f, 0.f, 0.f);
-    for (int first = 0; first < count; first += kAhead) {
-      if (i >= kThreads || first > 0) ask(i, first);
+}
+
+// Merges the first `count` partial results of `rows` of a KV head and writes the outputs. `factors`: shared
+// memory for kMaxSplits values a row.
+template <class Q, int kThreads, int kDims>
+__device__ __forceinline__ void merge_splits(const DecodeAttentionParams& p, const Split& s,
+                                             const Partials& partials, int count, int batch_row, int kv_head,
+                                             Rows rows, int head_dim, float* factors) {
+  constexpr int kQuads = kDims / 4, kAhead = 16;
+  static_assert(kMaxSplits % kAhead == 0, "factors are read kAhead at a time");
+  const int base = first_row_of(p, batch_row, kv_head, rows), quads = rows.count(p) * kQuads;
+  // Every thread takes each of its fours of outputs through the splits, kAhead at a time: one loop over both,
+  // so that the many instructions of a step exist once.
+  int quad = threadIdx.x, first = 0;
+  float4 sum = make_float4(0.f, 0.f, 0.f, 0.f);
+#pragma unroll 1
+  do {
+    const int r = unsigned(quad) / kQuads, d = unsigned(quad) % kQuads * 4;
+    const bool is_output = quad < quads && d < head_dim;
+    const int left = is_output ? count - first : 0;
+    const float* from =
+        partials.outputs + d + uint64_t(uint32_t((base + r) * kMaxSplits + first)) * uint32_t(head_dim);
+    float4 ahead[kAhead];  // in flight: each goes to L2
 #pragma unroll
-      for (int j = 0; j < kAhead; ++j) {
-        const float f = first + j < count ? factors[r * kMaxSplits + first + j] : 0.f;
-        sum.x = fmaf(ahead[j].x, f, sum.x), sum.y = fmaf(ahead[j].y, f, sum.y);
-        sum.z = fmaf(ahead[j].z, f, sum.z), sum.w = fmaf(ahead[j].w, f, sum.w);
+    for (int i = 0; i < kAhead; ++i, from += head_dim)
+      ahead[i] = i < left ? __ldcg(reinterpret_cast<const float4*>(from)) : make_float4(0.f, 0.f, 0.f, 0.f);
+    if (quad == int(threadIdx.x) && first == 0) {  // after the first loads, which take as long to come
+      find_factors<Q, kThreads>(p, s, partials, base, count, kv_head, rows, factors);
+      __syncthreads();  // factors
+    }
+    if (is_output) {
+#pragma unroll
+      for (int i = 0; i < kAhead; i += 4) {
+        const float4 four = *reinterpret_cast<const float4*>(factors + r * kMaxSplits + first + i);
+        const float f[4] = {four.x, four.y, four.z, four.w};
+#pragma unroll
+        for (int j = 0; j < 4; ++j) {
+          const float4 x = ahead[i + j];
+          sum.x = fmaf(x.x, f[j], sum.x), sum.y = fmaf(x.y, f[j], sum.y);
+          sum.z = fmaf(x.z, f[j], sum.z), sum.w = fmaf(x.w, f[j], sum.w);
+        }
       }
     }
-    store_out(p, out_offset(p, batch_row, row_place(p, s, kv_head, rows.first + r)) + i % kQuads * 4, sum);
-  }
+    first += kAhead;
+    if (first < count) continue;
+    if (is_output)
+      store_out<Q>(p, out_offset(p, batch_row, row_place(p, s, kv_head, rows.first + r), head_dim) + d, sum);
+    sum = make_float4(0.f, 0.f, 0.f, 0.f);
+    quad += kThreads, first = 0;
+  } while (quad < quads);
 }
 
 // What the warps of a block hand each other: in dynamic shared memory, `stride` bytes apart.
@@ -280,37 +321,38 @@ struct WarpResults {
 };
 
 // Merges the warps' results, and as the last block of the KV head the blocks'. Every thread calls it once its
-// part of `results` is written.
-template <int kWarps, int kDims>
+// part of `results` is written. `head_dim`: that of `p`, where known a constant.
+template <class Q, int kWarps, int kDims>
 __device__ __forceinline__ void finish_block(const DecodeAttentionParams& p, const Split& s,
                                              const WarpResults<kWarps, kDims>& results, int batch_row,
-                                             int kv_head, Rows rows) {
+                                             int kv_head, Rows rows, int head_dim) {
   constexpr int kThreads = kWarps * kWarpSize;
   __syncthreads();  // every warp's result
   trace(TracePoint::kMerged);
   const Partials partials(p);
-  const int64_t base = (int64_t(batch_row) * p.num_kv_heads + kv_head) * rows_per_kv_head(p) + rows.first;
+  const int base = first_row_of(p, batch_row, kv_head, rows);
   constexpr int kQuads = kDims / 4;
   for (int i = threadIdx.x; i < rows.count(p) * kQuads; i += kThreads) {
-    const int r = i / kQuads, d = i % kQuads * 4;
-    if (d >= p.head_dim) continue;
+    const int r = unsigned(i) / kQuads, d = unsigned(i) % kQuads * 4;
+    if (d >= head_dim) continue;
     float2 max_sum;
     float4 out = results.merge(r, d, max_sum);
     if (s.active == 1) {
       const RowPlace place = row_place(p, s, kv_head, rows.first + r);
-      const float inverse = inverse_sum(p, place, max_sum.x, max_sum.y);
+      const float inverse = inverse_sum<Q>(p, place, max_sum.x, max_sum.y);
       out.x *= inverse, out.y *= inverse, out.z *= inverse, out.w *= inverse;
-      store_out(p, out_offset(p, batch_row, place) + d, out);
+      store_out<Q>(p, out_offset(p, batch_row, place, head_dim) + d, out);
     } else {
-      const int64_t at = (base + r) * kMaxSplits + blockIdx.x;
-      *reinterpret_cast<float4*>(partials.outputs + at * p.head_dim + d) = out;
+      const uint32_t at = (base + r) * kMaxSplits + blockIdx.x;
+      *reinterpret_cast<float4*>(partials.outputs + uint64_t(at) * uint32_t(head_dim) + d) = out;
       if (d == 0) partials.max_sums[at] = max_sum;
     }
   }
   if (s.active == 1) return;
   const int counter = batch_row * gridDim.y + blockIdx.y;
   if (!arrive_last(partials.counters - 1 - counter, s.active)) return;
-  merge_splits<kThreads, kDims>(p, s, partials, s.active, batch_row, kv_head, rows, results.factors());
+  merge_splits<Q, kThreads, kDims>(p, s, partials, s.active, batch_row, kv_head, rows, head_dim,
+                                   results.factors());
 }
 
 // Splits to launch for `units` independent pieces of work when `slots` blocks run at once and a piece can be

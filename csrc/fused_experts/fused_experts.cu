@@ -18,58 +18,33 @@
 #include "common/numeric.cuh"
 #include "common/warp.cuh"
 #include "fused_experts/fused_experts.h"
+#include "fused_experts/fused_experts_device.cuh"
 
 namespace hf_fastpath {
 namespace {
 
 constexpr int kWarps = 8;
 constexpr int kThreads = kWarps * kWarpSize;
-constexpr int kMaxX = 8;  // x rows a kernel takes at once; more are further blocks, which read weights again
 // 16-byte loads of weights in flight a lane: 8 * 16 * 32 lanes * 16 warps are 64 KB an SM, more than twice
 // what the latency of device memory needs.
 constexpr int kLoads = 8;
 constexpr int kMinBlocks = 2;  // an SM: leaves 128 registers a thread
 static_assert(kMaxX == kWarps, "a warp of the down kernel reads the choices of one row");
-static_assert(kMaxTopK == kWarpSize, "a lane reads one choice");
 
-// First element of row `row` of an expert's matrix.
-template <class T>
-__device__ __forceinline__ const T* stack_row(const ExpertStack& stack, int64_t expert, int row) {
-  return static_cast<const T*>(stack.weight) + expert * stack.expert_stride + row * stack.row_stride;
-}
-
-// The `lane`-th choice of row m, or -1 if there is none. From L2: it was written just before.
-__device__ __forceinline__ int64_t choice(const FusedExpertsParams& p, int m, int lane) {
-  if (m >= p.rows || lane >= p.top_k) return -1;
-  const int64_t expert = __ldcg(p.expert_ids + m * p.top_k + lane);
-  return expert < p.num_experts ? expert : -1;
-}
-
-// kX: x rows kept, at least the rows of a block.
 template <class T, int kElems, int kX>
 __global__ void __launch_bounds__(kThreads, kMinBlocks) gate_up_kernel(FusedExpertsParams p) {
   using C = Chunk<T, kElems>;
   constexpr int kUnroll = kLoads / 2;  // of gate and up
   const int lane = threadIdx.x % kWarpSize, warp = threadIdx.x / kWarpSize;
   const int feature = blockIdx.x * kWarps + warp;
-  const int first_row = blockIdx.z * kMaxX, mine = blockIdx.y / p.top_k, k = blockIdx.y % p.top_k;
   // The next kernel reads choices before it waits: it may only start once the one that made them is complete.
   wait_and_allow_next_kernel();
-  if (first_row + mine >= p.rows) return;
-  const int64_t expert = __ldcg(p.expert_ids + (first_row + mine) * p.top_k + k);
-  if (expert < 0 || expert >= p.num_experts) return;
+  const ExpertWork<kX> work = find_work<kX>(p, lane);
+  if (!work.is_some) return;
 
-  int source[kX];  // which choice of each row is this expert; -1: none
-#pragma unroll
-  for (int m = 0; m < kX; ++m) {
-    const unsigned same = __ballot_sync(kAllLanes, choice(p, first_row + m, lane) == expert);
-    source[m] = __ffs(same) - 1;
-    if (m < mine && same != 0 || m == mine && source[m] != k) return;  // another block has this expert
-  }
-
-  const T* gate = stack_row<T>(p.gate_up, expert, min(feature, p.width - 1));
-  const T* up = stack_row<T>(p.gate_up, expert, p.width + min(feature, p.width - 1));
-  const T* x = static_cast<const T*>(p.x) + int64_t(first_row) * p.hidden_size;
+  const T* gate = stack_row<T>(p.gate_up, work.expert, min(feature, p.width - 1));
+  const T* up = stack_row<T>(p.gate_up, work.expert, p.width + min(feature, p.width - 1));
+  const T* x = static_cast<const T*>(p.x) + int64_t(work.first_row) * p.hidden_size;
   const int chunks = p.hidden_size / kElems;
   typename C::Raw raw[kUnroll][2], x_raw[kUnroll];
   const auto load = [&](int u, int chunk) {
@@ -95,7 +70,7 @@ __global__ void __launch_bounds__(kThreads, kMinBlocks) gate_up_kernel(FusedExpe
       C::unpack(raw[u][1], w[1]);
 #pragma unroll
       for (int m = 0; m < kX; ++m) {
-        if (source[m] < 0) continue;  // the same in all lanes
+        if (work.source[m] < 0) continue;  // the same in all lanes
         float xs[kElems];
         if (kX > 1)
           x_raw[u] =
@@ -120,13 +95,13 @@ __global__ void __launch_bounds__(kThreads, kMinBlocks) gate_up_kernel(FusedExpe
   constexpr int kLanesPerRow = kWarpSize / kX;
   const int m = lane / kLanesPerRow;
   if (lane % kLanesPerRow != 0 || feature >= p.width) return;
-  int chosen = -1;  // source[m], without an array indexed at run time
+  int chosen = -1;  // work.source[m], without an array indexed at run time
 #pragma unroll
   for (int i = 0; i < kX; ++i) {
-    if (i == m) chosen = source[i];
+    if (i == m) chosen = work.source[i];
   }
   if (chosen < 0) return;
-  T* hidden = static_cast<T*>(p.hidden) + (int64_t(first_row + m) * p.top_k + chosen) * p.width;
+  T* hidden = static_cast<T*>(p.hidden) + (int64_t(work.first_row + m) * p.top_k + chosen) * p.width;
   hidden[feature] = from_float<T>(activate(gate_sum, p.activation) * up_sum);
 }
 
@@ -273,9 +248,8 @@ __global__ void __launch_bounds__(kThreads, kMinBlocks) down_kernel(FusedExperts
 
 template <class T, int kElems, int kX>
 void launch_form(const FusedExpertsParams& p, cudaStream_t stream) {
-  const int rows = p.rows < kMaxX ? p.rows : kMaxX, groups = (p.rows + kMaxX - 1) / kMaxX;
-  const dim3 grid((p.width + kWarps - 1) / kWarps, rows * p.top_k, groups), block(kThreads);
-  const dim3 down_grid((p.hidden_size + kWarps - 1) / kWarps, groups);
+  const dim3 grid = expert_grid(p, p.width, kWarps), block(kThreads);
+  const dim3 down_grid((p.hidden_size + kWarps - 1) / kWarps, row_groups(p));
   const size_t smem_bytes = 0;
   HF_FASTPATH_CUDA_CHECK(
       launch_overlapping(gate_up_kernel<T, kElems, kX>, grid, block, smem_bytes, stream, p.overlap, p));
@@ -292,12 +266,6 @@ void launch_rows(const FusedExpertsParams& p, cudaStream_t stream) {
     if (p.rows <= 4) return launch_form<T, kElems, 4>(p, stream);
   }
   return launch_form<T, kElems, kMaxX>(p, stream);
-}
-
-// Whether every row of the stack starts a 16-byte access and is made of whole ones.
-bool is_aligned(const ExpertStack& stack, int columns, int elems) {
-  return is_aligned16(stack.weight) && stack.expert_stride % elems == 0 && stack.row_stride % elems == 0 &&
-         columns % elems == 0;
 }
 
 }  // namespace

@@ -97,6 +97,9 @@ def odd_sizes(device, dtype):
     for length, head_dim in ((1, 32), (63, 40), (65, 96), (129, 128), (1025, 64)):
         sizes = dict(heads=8, kv_heads=1, head_dim=head_dim, capacity=length + 3)
         yield make(device, dtype, **sizes, seq_lens=[length], sinks=True)
+    for head_dim, query_len in ((96, 2), (200, 3)):  # over 16 splits, blocks of rows, threads with several outputs
+        sizes = dict(heads=8, kv_heads=1, head_dim=head_dim, capacity=1500, query_len=query_len)
+        yield make(device, dtype, **sizes, seq_lens=[1480], sinks=True)
 
 
 globals().update(common_tests(SPEC, odd_sizes))
