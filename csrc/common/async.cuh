@@ -152,11 +152,12 @@ __device__ __forceinline__ void barrier_wait(uint32_t barrier, uint32_t parity) 
   } while (!done);
 }
 
-// Keeps copies that are asked for after it, by whatever thread this one then lets go on, behind what this
-// thread has read from shared memory. An arrival alone does not: loads may still be on their way when it is
-// seen (H200: 128 bytes of the next copy, one time in 10^5 tiles while loads wait behind others).
-__device__ __forceinline__ void reads_before_copies() {
-  asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+// `address`, known only once everything that `sums` comes of is: a copy that is asked for there, or by the
+// thread that an arrival there lets go on, is behind the loads that went into the sums. An arrival alone is
+// not: loads may still be on their way when it is seen (H200: 128 bytes of the next copy, one time in 10^5
+// tiles while loads wait behind others). `zero`: 0, which the compiler does not know.
+__device__ __forceinline__ uint32_t behind_reads(uint32_t address, uint32_t sums, uint32_t zero) {
+  return address + (sums & zero);
 }
 
 // True in one lane of a warp whose lanes are all here, the same one every time. The compiler does not know

@@ -32,6 +32,7 @@ struct DecodeAttentionParams {
   int batch, query_len, num_heads, num_kv_heads, head_dim;
   int group;                                     // num_heads / num_kv_heads: query heads that share a KV head
   uint32_t group_inverse, num_kv_heads_inverse;  // see inverse_of
+  uint32_t zero;                                 // see behind_reads
   bool overlap;  // old positions, lengths and table may be read before the kernel in front is complete
   DType dtype, kv_dtype;
 };

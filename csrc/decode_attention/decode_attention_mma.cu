@@ -93,8 +93,8 @@ struct CopiedTiles : WarpTiles<T, kDims> {
   __device__ __forceinline__ uint4 read(const char* from, bool) const {
     return *reinterpret_cast<const uint4*>(from);
   }
-  // This lane has read what it reads of a tile.
-  __device__ __forceinline__ void done() const {}
+  // This lane has read what it reads of a tile; `sums` comes of all of it.
+  __device__ __forceinline__ void done(const DecodeAttentionParams&, uint32_t) const {}
 };
 
 #if HF_FASTPATH_HOPPER
@@ -151,7 +151,9 @@ struct BulkTiles : WarpTiles<T, kDims> {
       *reinterpret_cast<uint4*>(this->v(stage) + i) = make_uint4(0, 0, 0, 0);
     __syncwarp();  // zeros
   }
-  __device__ __forceinline__ void done() const { reads_before_copies(); }
+  __device__ __forceinline__ void done(const DecodeAttentionParams& p, uint32_t sums) {
+    full = behind_reads(full, sums, p.zero);
+  }
   __device__ __forceinline__ uint4 read(const char* from, bool present) const {
     return present ? *reinterpret_cast<const uint4*>(from) : make_uint4(0, 0, 0, 0);
   }
@@ -305,7 +307,10 @@ __global__ void __launch_bounds__(kWarps* kWarpSize, 1) decode_attention_mma_ker
                          weights[h][1]);
         }
     }
-    tiles.done();
+    uint32_t sums = 0;
+#pragma unroll
+    for (int b = 0; b < kBlocks; ++b) sums ^= __float_as_uint(acc[b][0][0][0]);
+    tiles.done(p, sums);
     __syncwarp();  // every lane has read the tile
     tiles.fetch(p, s, base + kStages<kDims> * kStep, stage);
     stage = stage + 1 == kStages<kDims> ? 0 : stage + 1;

@@ -293,7 +293,10 @@ __device__ __forceinline__ void ring_compute(const GemvParams& p, const RopeAppe
               for (int e = 0; e < kElems; ++e) sum[0] = fmaf(weights[e], values[chunk][e], sum[0]);
             }
           }
-        reader.release();
+        uint32_t bits = 0;
+#pragma unroll
+        for (int r = 0; r < Shape::kRows; ++r) bits ^= __float_as_uint(acc[d * Shape::kRows + r][0]);
+        reader.release(bits);
       }
     }
     Sum sums[kSums];

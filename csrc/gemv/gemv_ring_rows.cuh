@@ -143,7 +143,10 @@ __device__ __forceinline__ void ring_rows_compute(const GemvParams& p, const Rop
           mma<T>(acc[round][0], x[0][i].x, x[1][i].x, x[0][i].y, x[1][i].y, w.x, w.y);
           mma<T>(acc[round][1], x[0][i].z, x[1][i].z, x[0][i].w, x[1][i].w, w.z, w.w);
         }
-      reader.release();
+      uint32_t bits = 0;
+#pragma unroll
+      for (int round = 0; round < Shape::kRounds; ++round) bits ^= __float_as_uint(acc[round][0][0]);
+      reader.release(bits);
 #pragma unroll
       for (int round = 0; round < Shape::kRounds; ++round) {
         // Column 2 q or the next has the same piece of k as row g, or neither has.

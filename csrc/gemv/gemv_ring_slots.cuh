@@ -29,6 +29,7 @@ struct RingPlan {
   int in_flight;  // slots that may be under way at a time until the ring has been filled once
   int streaming;  // and from then on
   bool append;    // rotate and append instead of writing the output
+  uint32_t zero;  // see behind_reads
   int phases;     // pieces of k that every row is taken in, all rows before the next (gemv_ring_rows.cuh)
   // What the kernel behind this one reads first: every block brings as many pieces to L2, of its share of it.
   const char* next;
@@ -263,11 +264,12 @@ struct RingReader : RingReaderBase<EachRow, EachOffset> {
     barrier_wait(barriers.full + 8 * at.slot, at.parity);
     return this->ring + at.slot * Shape::kSlotBytes;
   }
-  // Every lane has read its part of the slot.
-  __device__ __forceinline__ void release() {
-    reads_before_copies();
+  // Every lane has read its part of the slot; `sums` comes of all of it.
+  __device__ __forceinline__ void release(uint32_t sums) {
     __syncwarp();
-    if (threadIdx.x % kWarpSize == 0) barrier_arrive(barriers.empty + 8 * at.slot);
+    if (threadIdx.x % kWarpSize == 0) {
+      barrier_arrive(behind_reads(barriers.empty + 8 * at.slot, sums, this->plan.zero));
+    }
     at.advance(this->plan.slots);
   }
 };
@@ -313,7 +315,7 @@ struct RingReader : RingReaderBase<EachRow, EachOffset> {
     wait_for_copies<kOwnSlots - 1>();
     return this->ring + slot * Shape::kSlotBytes;
   }
-  __device__ __forceinline__ void release() {
+  __device__ __forceinline__ void release(uint32_t) {
     fetch();
     slot = slot + 1 == kOwnSlots ? 0 : slot + 1;
   }
