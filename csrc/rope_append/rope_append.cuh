@@ -108,10 +108,10 @@ __device__ __forceinline__ const T* token_angles(const RopeAppendParams& p, cons
   return static_cast<const T*>(angles) + row * p.cos_batch_stride + int64_t(step) * p.rotary_dim;
 }
 
-// Turns the pair (a, b) by cos[half] and sin[half] of its elements.
+// Turns the pair (a, b) by cos[half] and sin[half] of its elements; rounded in the same way by every kernel.
 __device__ __forceinline__ void turn_pair(const float (&cos)[2], const float (&sin)[2], float& a, float& b) {
-  const float turned = a * cos[0] - b * sin[0];
-  b = b * cos[1] + a * sin[1];
+  const float turned = fmaf(a, cos[0], -b * sin[0]);
+  b = fmaf(b, cos[1], a * sin[1]);
   a = turned;
 }
 

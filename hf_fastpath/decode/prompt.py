@@ -120,15 +120,10 @@ class _ManyRows:
     def __init__(self, length: int, mask: torch.Tensor | None):
         self._length, self._mask = length, mask
         self._normed: tuple[Any, Any, Any] = (None, None, None)
-        self._instead: dict[Callable[..., Any], Callable[..., Any]] = {
-            ops.gemv.overload: self._project,
-            ops.gemv_swiglu.overload: self._gate,
-            ops.qkv_rope_append.overload: self._append,
-            ops.decode_attention.overload: self._attend,
-        }
 
     def __call__(self, op: Callable[..., Any], *arguments: Any) -> Any:
-        return self._instead.get(op, op)(*arguments)
+        instead = _INSTEAD.get(op)
+        return op(*arguments) if instead is None else instead(self, *arguments)
 
     def _norm(self, x, kind, weight, bias, eps):
         """``x`` behind its norm; projections that take the same input, one after the other, share it."""
@@ -175,6 +170,14 @@ class _ManyRows:
         )
         return out.transpose(1, 2).flatten(2)
 
+
+#: op for a few rows -> what takes its place
+_INSTEAD: dict[Callable[..., Any], Callable[..., Any]] = {
+    ops.gemv.overload: _ManyRows._project,
+    ops.gemv_swiglu.overload: _ManyRows._gate,
+    ops.qkv_rope_append.overload: _ManyRows._append,
+    ops.decode_attention.overload: _ManyRows._attend,
+}
 
 _ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "gelu": lambda x: ops.fused_gelu.overload(x, "none"),

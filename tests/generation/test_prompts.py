@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+
 import pytest
 import torch
 from models import SHORT, VOCAB, WINDOW, counting, heldout_tokens, left_padded, pair, prompt, trained
@@ -123,3 +125,17 @@ def test_tokens_out_of_the_vocabulary_leave_the_cache(read_lengths):
     with pytest.raises(Exception, match="outside of its table"):
         ours.generate(ids, attention_mask=torch.ones_like(ids), past_key_values=cache, **SHORT)
     assert read_lengths == [20] and cache.get_seq_length() == 0
+
+
+def test_nothing_is_left_in_memory(device):
+    """No cycle of references: what a prompt took is free when generate() returns."""
+    _, ours = pair("llama", device)
+    ids = prompt(device, 1, 50)
+    ours.generate(ids, attention_mask=torch.ones_like(ids), **SHORT)
+    gc.collect()
+    gc.disable()
+    try:
+        ours.generate(ids, attention_mask=torch.ones_like(ids), **SHORT)
+        assert not any(type(each) is prompts._ManyRows for each in gc.get_objects())
+    finally:
+        gc.enable()
