@@ -33,6 +33,11 @@ TARGETS = ("cpu", "cuda")
 TORCH_TARGET_VERSION = "0x020a000000000000"
 #: what a wheel carries; a local build takes the architecture at hand
 WHEEL_CUDA_ARCHS = ("80", "86", "89", "90a", "100", "120")
+#: what CPU sources of these names are compiled with; which of them runs is decided at run time
+CPU_FLAGS = {
+    "_avx2.cpp": "-mavx2 -mfma -mf16c",
+    "_avx512.cpp": "-mavx2 -mfma -mf16c -mavx512f -mavx512bw -mavx512dq -mavx512vl",
+}
 
 _PACKAGE = Path(__file__).resolve().parent
 #: where installed and in-tree libraries lie
@@ -62,7 +67,7 @@ def library_name(target: str) -> str:
 
 def sources(target: str) -> list[Path]:
     """Source files of ``target``, sorted."""
-    patterns = ("*/*_cpu.cpp", "*/*_avx2.cpp") if target == "cpu" else ("*/*.cu", "*/*_cuda.cpp")
+    patterns = ("*/*_cpu.cpp", *(f"*/*{suffix}" for suffix in CPU_FLAGS)) if target == "cpu" else ("*/*.cu", "*/*_cuda.cpp")
     return sorted(path for pattern in patterns for path in source_dir().glob(pattern))
 
 
@@ -185,7 +190,8 @@ def _ninja_text(target: str, tools: Toolchain, archs: Sequence[str], flags: Sequ
         obj = f"{path.parent.name}_{path.name}.o"
         objects.append(obj)
         rule = "nvcc" if path.suffix == ".cu" else "cxx"
-        extra = "\n  extra = -mavx2 -mfma -mf16c" if path.name.endswith("_avx2.cpp") else ""
+        flags_of_name = [flags for suffix, flags in CPU_FLAGS.items() if path.name.endswith(suffix)]
+        extra = f"\n  extra = {flags_of_name[0]}" if flags_of_name else ""
         lines.append(f"build {obj}: {rule} {path}{extra}")
     lines.append(f"build {library_name(target)}: link {' '.join(objects)}")
     return "\n".join(lines) + "\n"
