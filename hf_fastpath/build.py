@@ -67,8 +67,8 @@ def library_name(target: str) -> str:
 
 def sources(target: str) -> list[Path]:
     """Source files of ``target``, sorted."""
-    patterns = ("*/*_cpu.cpp", *(f"*/*{suffix}" for suffix in CPU_FLAGS)) if target == "cpu" else ("*/*.cu", "*/*_cuda.cpp")
-    return sorted(path for pattern in patterns for path in source_dir().glob(pattern))
+    patterns = ("*_cpu.cpp", *(f"*{end}" for end in CPU_FLAGS)) if target == "cpu" else ("*.cu", "*_cuda.cpp")
+    return sorted(path for pattern in patterns for path in source_dir().glob(f"*/{pattern}"))
 
 
 def sources_hash(target: str) -> str:
@@ -190,9 +190,8 @@ def _ninja_text(target: str, tools: Toolchain, archs: Sequence[str], flags: Sequ
         obj = f"{path.parent.name}_{path.name}.o"
         objects.append(obj)
         rule = "nvcc" if path.suffix == ".cu" else "cxx"
-        flags_of_name = [flags for suffix, flags in CPU_FLAGS.items() if path.name.endswith(suffix)]
-        extra = f"\n  extra = {flags_of_name[0]}" if flags_of_name else ""
-        lines.append(f"build {obj}: {rule} {path}{extra}")
+        extra = next((flags for end, flags in CPU_FLAGS.items() if path.name.endswith(end)), "")
+        lines.append(f"build {obj}: {rule} {path}\n  extra = {extra}")
     lines.append(f"build {library_name(target)}: link {' '.join(objects)}")
     return "\n".join(lines) + "\n"
 

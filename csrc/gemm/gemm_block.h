@@ -2,6 +2,8 @@
 // by these only; internal linkage as in avx2_math.h.
 #pragma once
 
+#include <utility>
+
 #include "common/avx2_math.h"
 #include "common/epilogue_avx2.h"
 #include "gemm/gemm_cpu.h"
@@ -12,8 +14,7 @@ namespace {
 // Rows of x that pass over a panel while it stays in the first-level cache: 192 KiB of float32.
 constexpr int64_t kRowBlock = 192;
 
-// ---- a block of the weight, widened to float32
-// --------------------------------------------------------------
+// ---- a block of the weight, widened to float32 --------------------------------------------------------
 
 // to[k * step + r] = w[r][k] for 16 weight rows and 8 inputs: 16-bit values are transposed before they are
 // widened.
@@ -80,23 +81,28 @@ void pack_rows(const typename Element::Storage* w, int64_t stride, int64_t count
   }
 }
 
-// The same of a Conv1D weight, w[k][r].
+// All panels of a Conv1D weight's block at once, w[k][r] with `columns` outputs: its rows are read from end
+// to end.
 template <class Element, int kN>
-void pack_columns(const typename Element::Storage* w, int64_t stride, int64_t count, int64_t length,
-                  int64_t depth, float* panel) {
+void pack_columns(const typename Element::Storage* w, int64_t stride, int64_t columns, int64_t length,
+                  int64_t depth, float* block) {
+  constexpr int64_t kLine = kCacheLineBytes / static_cast<int64_t>(sizeof(uint16_t));
+  constexpr int64_t kAhead = 16;  // rows: pages apart, where no prefetcher of the hardware follows
   for (int64_t k = 0; k < depth; ++k, w += stride) {
-    for (int64_t r = 0; r < kN; r += kLanes) {
-      const int64_t left = k < length ? min_of(kLanes, count - r) : 0;
+    for (int64_t r = 0; r < columns; r += kLine) {
+      _mm_prefetch(reinterpret_cast<const char*>(w + kAhead * stride + r), _MM_HINT_T0);
+    }
+    for (int64_t r = 0; r < (columns + kN - 1) / kN * kN; r += kLanes) {
+      const int64_t left = k < length ? min_of(kLanes, columns - r) : 0;
       __m256 wide = _mm256_setzero_ps();
       if (left == kLanes) wide = Element::load(w + r);
       if (left > 0 && left < kLanes) wide = Element::load(w + r, left);
-      _mm256_store_ps(panel + k * kN + r, wide);
+      _mm256_store_ps(block + r / kN * kN * kGemmDepth + k * kN + r % kN, wide);
     }
   }
 }
 
-// ---- products
-// -----------------------------------------------------------------------------------------------
+// ---- products -----------------------------------------------------------------------------------------
 
 // sums[m][n] (+)= sum over k of x[m][k] * panel[k][n], for kM rows and two vectors of outputs.
 template <class Vector, int kM>
@@ -168,13 +174,12 @@ void strip(const GemmArgs& args, int64_t row_begin, int64_t row_end, int64_t beg
   const auto* weight = static_cast<const Storage*>(args.weight);
   for (int64_t k = 0; k < args.in_features; k += kGemmDepth) {
     const int64_t length = min_of(kGemmDepth, args.in_features - k), depth = (length + 7) / 8 * 8;
-    for (int64_t n = begin; n < end; n += kN) {
-      float* panel = block + (n - begin) * kGemmDepth;
-      const int64_t count = min_of(kN, end - n);
-      if (args.transposed) {
-        pack_columns<Element, kN>(weight + k * stride + n, stride, count, length, depth, panel);
-      } else {
-        pack_rows<Element, kN>(weight + n * stride + k, stride, count, length, depth, panel);
+    if (args.transposed) {
+      pack_columns<Element, kN>(weight + k * stride + begin, stride, end - begin, length, depth, block);
+    } else {
+      for (int64_t n = begin; n < end; n += kN) {
+        pack_rows<Element, kN>(weight + n * stride + k, stride, min_of(kN, end - n), length, depth,
+                               block + (n - begin) * kGemmDepth);
       }
     }
     const float* x = args.x + k * args.rows + row_begin * kGemmDepth;

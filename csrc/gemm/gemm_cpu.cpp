@@ -42,8 +42,7 @@ constexpr int64_t kMinRows = 96;
 
 auto converter() { return use_avx2() ? convert_to_float_avx2 : convert_to_float_portable; }
 
-// ---- own kernels
-// --------------------------------------------------------------------------------------------
+// ---- own kernels --------------------------------------------------------------------------------------
 
 // Multiplications that are worth a thread.
 constexpr int64_t kWorkPerPart = 1 << 20;
@@ -99,8 +98,7 @@ void run_blocked(GemmArgs args, const RowView& x, GemmStrip* kernel) {
   }
 }
 
-// ---- PyTorch's product
-// --------------------------------------------------------------------------------------
+// ---- PyTorch's product --------------------------------------------------------------------------------
 
 // Weight in float32 that is kept at a time, about.
 constexpr int64_t kWeightBytes = 4 << 20;
@@ -177,8 +175,7 @@ void run_widened(const GemmArgs& args, const RowView& x) {
   }
 }
 
-// ---- the op
-// -------------------------------------------------------------------------------------------------
+// ---- the op -------------------------------------------------------------------------------------------
 
 bool cpuid_bit(unsigned subleaf, int output, int bit) {
   unsigned found[4] = {};

@@ -95,5 +95,6 @@ SPEC = register(
         why_not=why_not,
         bytes=moved,
         samples=samples,
+        native=("cpu",),  # cuBLAS does on a GPU what kernels do here
     )
 )
