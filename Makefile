@@ -24,7 +24,7 @@ $(READY): pyproject.toml setup.py
 
 # The library is rebuilt whenever a source is newer; the loader would notice too, at patch().
 CPU_LIB := hf_fastpath/lib/libhf_fastpath_cpu.so
-$(CPU_LIB): $(READY) hf_fastpath/build.py $(wildcard csrc/*/*_cpu.cpp csrc/*/*_avx2.cpp csrc/*/*.h)
+$(CPU_LIB): $(READY) hf_fastpath/build.py $(wildcard csrc/*/*_cpu.cpp csrc/*/*_avx*.cpp csrc/*/*.h)
 	$(BIN)/python hf_fastpath/build.py cpu
 
 CUDA_LIB := hf_fastpath/lib/libhf_fastpath_cuda.so

@@ -38,7 +38,6 @@ MAX_SETS = 64
 #: a round lasts at least this long, in bytes read at full speed (about 1 ms on an H200, 30 ms on two CPU
 #: cores)
 ROUND_BYTES = {"cuda": 4e9, "cpu": 1e9}
-MAX_CALLS = 1024
 
 
 # ---- what PyTorch offers ----------------------------------------------------------------------------------
@@ -75,6 +74,7 @@ def _fused_gelu(sample: Sample) -> torch.Tensor:
 REFERENCE_NAMES = {
     "fused_gelu": "stock formula",
     "fused_swiglu": "F.silu, mul",
+    "gemm": "F.linear",
     "gemv": "F.linear",
     "qkv_rope_append": "norm, 3 F.linear, rope",
     "gemv_swiglu": "2 F.linear, gate",
@@ -159,9 +159,9 @@ def bench_call(
         raise OpInputError("; ".join(reasons))
     wanted = ROTATION_BYTES[device.type] / _argument_bytes(first)
     # The same values in other memory: drawing them again would take longer than the benchmark.
-    sets = [first] + [first.map_tensors(torch.clone) for _ in range(min(MAX_SETS, math.ceil(wanted)) - 1)]
+    sets = [first] + [first.map_tensors(torch.clone) for _ in range(min(MAX_SETS, call.most, math.ceil(wanted)) - 1)]
     moved = spec.bytes(*first.args, **first.kwargs)
-    calls = max(len(sets), min(MAX_CALLS, int(ROUND_BYTES[device.type] / max(moved, _argument_bytes(first)))))
+    calls = max(len(sets), min(call.most, int(ROUND_BYTES[device.type] / max(moved, _argument_bytes(first)))))
     timers = {name: _timer(function, sets, calls) for name, function in implementations(spec).items()}
     spreads = measure.alternate(timers, rounds)
     ours = spreads["hf_fastpath"].p50

@@ -21,12 +21,14 @@ class Call:
         arguments: ``(device, dtype)`` to a random set of arguments.
         dtypes: those it is run in unless ``--dtype`` says otherwise.
         devices: where it is run; a GPU's larger sizes would take minutes on a CPU.
+        most: calls a round, and sets of arguments, at most: where it is arithmetic that takes the time.
     """
 
     name: str
     arguments: Callable[[torch.device, torch.dtype], Sample]
     dtypes: tuple[str, ...] = ("fp16", "bf16")
     devices: tuple[str, ...] = ("cuda", "cpu")
+    most: int = 1024
 
 
 def drawn(*shape: int, std: float = 1.0) -> Callable[[torch.device, torch.dtype], torch.Tensor]:
@@ -48,6 +50,11 @@ def sample_of(*parts, **named) -> Callable[[torch.device, torch.dtype], Sample]:
 
 def gemv_call(name: str, k: int, n: int, rows: int = 1, **options) -> Call:
     return Call(name, sample_of(drawn(1, rows, k), drawn(n, k, std=k**-0.5), **options))
+
+
+def gemm_call(name: str, k: int, n: int, rows: int, **options) -> Call:
+    arguments = sample_of(drawn(1, rows, k), drawn(n, k, std=k**-0.5), **options)
+    return Call(name, arguments, ("fp16", "bf16", "fp32"), ("cpu",), max(2, int(5e9 / (rows * k * n))))
 
 
 def conv1d_call(name: str, k: int, n: int, **options) -> Call:

@@ -8,6 +8,7 @@ from op_calls import (
     conv1d_call,
     drawn,
     experts_call,
+    gemm_call,
     gemv_call,
     greedy_call,
     inputs_call,
@@ -53,6 +54,12 @@ SHAPES: dict[str, list[Call]] = {
         conv1d_call("gpt2 fc 768->3072 + gelu, Conv1D", 768, 3072, activation="gelu_tanh"),
         conv1d_call("gpt2 proj 3072->768, Conv1D", 3072, 768),
         gemv_call("gpt2 head 768->50257", 768, 50257),
+    ],
+    "gemm": [
+        *(gemm_call(f"tinyllama o 2048x2048, {rows} rows", 2048, 2048, rows) for rows in (32, 128, 512, 2048)),
+        *(gemm_call(f"tinyllama k 2048->256, {rows} rows", 2048, 256, rows) for rows in (32, 128, 512, 2048)),
+        *(gemm_call(f"tinyllama up 2048->5632, {rows} rows", 2048, 5632, rows) for rows in (32, 128, 512, 2048)),
+        *(gemm_call(f"tinyllama down 5632->2048, {rows} rows", 5632, 2048, rows) for rows in (32, 128, 512, 2048)),
     ],
     "qkv_rope_append": [
         qkv_call("mistral 4096->4096+2x1024", 4096, 32, 8, 128),

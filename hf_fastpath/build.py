@@ -33,6 +33,11 @@ TARGETS = ("cpu", "cuda")
 TORCH_TARGET_VERSION = "0x020a000000000000"
 #: what a wheel carries; a local build takes the architecture at hand
 WHEEL_CUDA_ARCHS = ("80", "86", "89", "90a", "100", "120")
+#: what CPU sources of these names are compiled with; which of them runs is decided at run time
+CPU_FLAGS = {
+    "_avx2.cpp": "-mavx2 -mfma -mf16c",
+    "_avx512.cpp": "-mavx2 -mfma -mf16c -mavx512f -mavx512bw -mavx512dq -mavx512vl",
+}
 
 _PACKAGE = Path(__file__).resolve().parent
 #: where installed and in-tree libraries lie
@@ -62,8 +67,8 @@ def library_name(target: str) -> str:
 
 def sources(target: str) -> list[Path]:
     """Source files of ``target``, sorted."""
-    patterns = ("*/*_cpu.cpp", "*/*_avx2.cpp") if target == "cpu" else ("*/*.cu", "*/*_cuda.cpp")
-    return sorted(path for pattern in patterns for path in source_dir().glob(pattern))
+    patterns = ("*_cpu.cpp", *(f"*{end}" for end in CPU_FLAGS)) if target == "cpu" else ("*.cu", "*_cuda.cpp")
+    return sorted(path for pattern in patterns for path in source_dir().glob(f"*/{pattern}"))
 
 
 def sources_hash(target: str) -> str:
@@ -185,8 +190,8 @@ def _ninja_text(target: str, tools: Toolchain, archs: Sequence[str], flags: Sequ
         obj = f"{path.parent.name}_{path.name}.o"
         objects.append(obj)
         rule = "nvcc" if path.suffix == ".cu" else "cxx"
-        extra = "\n  extra = -mavx2 -mfma -mf16c" if path.name.endswith("_avx2.cpp") else ""
-        lines.append(f"build {obj}: {rule} {path}{extra}")
+        extra = next((flags for end, flags in CPU_FLAGS.items() if path.name.endswith(end)), "")
+        lines.append(f"build {obj}: {rule} {path}\n  extra = {extra}")
     lines.append(f"build {library_name(target)}: link {' '.join(objects)}")
     return "\n".join(lines) + "\n"
 

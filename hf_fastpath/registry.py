@@ -64,6 +64,7 @@ class OpSpec:
         bytes: least number of bytes of device memory the call has to move.
         samples: ``samples(device, dtype)`` yields small calls, odd sizes among them.
         backward, setup_context: optional autograd formula, as ``torch.library.register_autograd`` takes it.
+        native: devices that have kernels; on others the reference is the op.
     """
 
     name: str
@@ -75,6 +76,7 @@ class OpSpec:
     samples: Callable[[torch.device, torch.dtype], Iterable[Sample]]
     backward: Callable[..., Any] | None = None
     setup_context: Callable[..., Any] | None = None
+    native: tuple[str, ...] = ("cpu", "cuda")
     overload: Any = field(init=False, compare=False, default=None)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:

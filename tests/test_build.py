@@ -63,13 +63,14 @@ def test_build_leaves_library_and_description(compiler, tmp_path):
     assert sorted(p.name for p in (tmp_path / "out").iterdir()) == [path.name, f"{path.name}.json"], "scratch is left"
 
 
-def test_only_avx2_files_get_avx2_flags(compiler, tmp_path):
+def test_only_files_named_so_get_wider_instructions(compiler, tmp_path):
     build.build("cpu", tmp_path / "out", progress=quiet)
     calls = (compiler.parent / "log").read_text().splitlines()
     compiles = [call for call in calls if " -c " in call]
     assert len(compiles) == len(build.sources("cpu")) and len(calls) == len(compiles) + 1
     for call in compiles:
-        assert ("-mavx2" in call) == ("_avx2.cpp" in call), call
+        assert ("-mavx2" in call) == ("_avx2.cpp" in call or "_avx512.cpp" in call), call
+        assert ("-mavx512" in call) == ("_avx512.cpp" in call), call
         assert f"-DTORCH_TARGET_VERSION={build.TORCH_TARGET_VERSION}" in call
         assert "-march=native" not in call, "the library must run on other CPUs"
     link = calls[-1]

@@ -53,12 +53,11 @@ struct F32 {
 
 struct F16 {
   using Storage = uint16_t;
+  HF_INLINE __m256 widen(__m128i bits) { return _mm256_cvtph_ps(bits); }
   HF_INLINE __m256 load(const uint16_t* from) {
-    return _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from)));
+    return widen(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from)));
   }
-  HF_INLINE __m256 load(const uint16_t* from, int64_t count) {
-    return _mm256_cvtph_ps(load_partial_16(from, count));
-  }
+  HF_INLINE __m256 load(const uint16_t* from, int64_t count) { return widen(load_partial_16(from, count)); }
   HF_INLINE void store(uint16_t* to, __m256 value) {
     _mm_storeu_si128(reinterpret_cast<__m128i*>(to), _mm256_cvtps_ph(value, _MM_FROUND_TO_NEAREST_INT));
   }

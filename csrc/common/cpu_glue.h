@@ -13,14 +13,32 @@
 
 namespace hf_fastpath {
 
-// True when the AVX2 kernels may run here. HF_FASTPATH_CPU_ISA=baseline keeps to the portable kernels, so
-// that they can be tested on any machine. Decided once.
-inline bool use_avx2() {
-  static const bool value = [] {
+// The most that HF_FASTPATH_CPU_ISA lets kernels use, so that others can be tested on any machine. Read once.
+enum class IsaLimit { kBaseline, kAvx2, kAvx512, kNone };
+
+inline IsaLimit isa_limit() {
+  static const IsaLimit value = [] {
     const char* wanted = std::getenv("HF_FASTPATH_CPU_ISA");
-    if (wanted != nullptr && std::strcmp(wanted, "baseline") == 0) return false;
-    return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c");
+    if (wanted == nullptr) return IsaLimit::kNone;
+    if (std::strcmp(wanted, "baseline") == 0) return IsaLimit::kBaseline;
+    if (std::strcmp(wanted, "avx2") == 0) return IsaLimit::kAvx2;
+    return std::strcmp(wanted, "avx512") == 0 ? IsaLimit::kAvx512 : IsaLimit::kNone;
   }();
+  return value;
+}
+
+// True when the AVX2 kernels may run here. Decided once.
+inline bool use_avx2() {
+  static const bool value = isa_limit() >= IsaLimit::kAvx2 && __builtin_cpu_supports("avx2") &&
+                            __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c");
+  return value;
+}
+
+// The same of the AVX-512 kernels.
+inline bool use_avx512() {
+  static const bool value = isa_limit() >= IsaLimit::kAvx512 && use_avx2() &&
+                            __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+                            __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
   return value;
 }
 

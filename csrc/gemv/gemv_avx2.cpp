@@ -14,6 +14,7 @@
 //   for weights of 20 MB and more, 75 to 93 % for 8 to 17 MB; Conv1D 73 to 98 % in 16-bit types, 89 to 107 %
 //   in float32.
 #include "common/avx2_math.h"
+#include "common/epilogue_avx2.h"
 #include "gemv/gemv_cpu.h"
 
 namespace hf_fastpath {
@@ -162,30 +163,6 @@ void outputs_chunk(const LinearArgs& args, int64_t begin, int64_t end, int64_t l
   // One output at a time; each row's sums run in the same order as in the full tile.
   for (; n < end; ++n) {
     outputs_tile<Element, kGated ? 2 : 1, kGated>(args, n, last, y + (n - begin), up + (n - begin));
-  }
-}
-
-// out[0..count) of one row from float32 sums: bias, activation, product with `up`, residual, one rounding.
-template <class Element, Activation kActivation>
-void epilogue(const float* sums, const float* up, const typename Element::Storage* bias,
-              const typename Element::Storage* residual, typename Element::Storage* out, int64_t count) {
-  int64_t i = 0;
-  for (; i + kLanes <= count; i += kLanes) {
-    __m256 v = _mm256_loadu_ps(sums + i);
-    if (bias != nullptr) v = _mm256_add_ps(v, Element::load(bias + i));
-    v = activate_ps<kActivation>(v);
-    if (up != nullptr) v = _mm256_mul_ps(v, _mm256_loadu_ps(up + i));
-    if (residual != nullptr) v = _mm256_add_ps(v, Element::load(residual + i));
-    Element::store(out + i, v);
-  }
-  if (i < count) {
-    const int64_t n = count - i;
-    __m256 v = F32::load(sums + i, n);
-    if (bias != nullptr) v = _mm256_add_ps(v, Element::load(bias + i, n));
-    v = activate_ps<kActivation>(v);
-    if (up != nullptr) v = _mm256_mul_ps(v, F32::load(up + i, n));
-    if (residual != nullptr) v = _mm256_add_ps(v, Element::load(residual + i, n));
-    Element::store(out + i, v, n);
   }
 }
 

@@ -9,6 +9,7 @@ from .exponential_race import SPEC as exponential_race
 from .fused_experts import SPEC as fused_experts
 from .fused_gelu import SPEC as fused_gelu
 from .fused_swiglu import SPEC as fused_swiglu
+from .gemm import SPEC as gemm
 from .gemv import SPEC as gemv
 from .gemv_swiglu import SPEC as gemv_swiglu
 from .greedy_token import SPEC as greedy_token
@@ -27,6 +28,7 @@ __all__ = [
     "fused_experts",
     "fused_gelu",
     "fused_swiglu",
+    "gemm",
     "gemv",
     "gemv_swiglu",
     "greedy_token",

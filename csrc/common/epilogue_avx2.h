@@ -1,0 +1,36 @@
+// What follows the sums of a projection, eight outputs at a time. Included by the AVX2 kernels only; internal
+// linkage as in avx2_math.h.
+#pragma once
+
+#include "common/avx2_math.h"
+
+namespace hf_fastpath {
+namespace {
+
+// out[0..count) of one row from its sums, float32 unless Sum says otherwise: bias, activation, product with
+// `up`, residual, one rounding. `sums` may be `out`.
+template <class Element, Activation kActivation, class Sum = F32>
+void epilogue(const typename Sum::Storage* sums, const float* up, const typename Element::Storage* bias,
+              const typename Element::Storage* residual, typename Element::Storage* out, int64_t count) {
+  int64_t i = 0;
+  for (; i + kLanes <= count; i += kLanes) {
+    __m256 v = Sum::load(sums + i);
+    if (bias != nullptr) v = _mm256_add_ps(v, Element::load(bias + i));
+    v = activate_ps<kActivation>(v);
+    if (up != nullptr) v = _mm256_mul_ps(v, _mm256_loadu_ps(up + i));
+    if (residual != nullptr) v = _mm256_add_ps(v, Element::load(residual + i));
+    Element::store(out + i, v);
+  }
+  if (i < count) {
+    const int64_t n = count - i;
+    __m256 v = Sum::load(sums + i, n);
+    if (bias != nullptr) v = _mm256_add_ps(v, Element::load(bias + i, n));
+    v = activate_ps<kActivation>(v);
+    if (up != nullptr) v = _mm256_mul_ps(v, F32::load(up + i, n));
+    if (residual != nullptr) v = _mm256_add_ps(v, Element::load(residual + i, n));
+    Element::store(out + i, v, n);
+  }
+}
+
+}  // namespace
+}  // namespace hf_fastpath

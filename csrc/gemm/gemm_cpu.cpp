@@ -1,0 +1,241 @@
+// gemm on the CPU: checks, allocation, threads, the choice of the way, and the ways that use PyTorch's
+// product.
+#include "gemm/gemm_cpu.h"
+
+#include <cpuid.h>
+#include <torch/csrc/inductor/aoti_torch/generated/c_shim_cpu.h>
+
+#include <atomic>
+
+#include "common/convert_cpu.h"
+#include "common/cpu_glue.h"
+#include "common/cpu_math.h"
+
+namespace hf_fastpath {
+
+void finish_rows_portable(const FinishArgs& args, int64_t begin, int64_t end) {
+  with_storage(args.dtype, [&](auto* tag) {
+    using T = std::remove_pointer_t<decltype(tag)>;
+    for (int64_t row = begin; row < end; ++row) {
+      const T* residual = static_cast<const T*>(args.residual);
+      T* out = static_cast<T*>(args.out) + row * args.stride;
+      for (int64_t n = 0; n < args.columns; ++n) {
+        const int64_t from = row * args.sums_stride + n;
+        float value = args.sums_dtype == DType::kFloat32 ? static_cast<const float*>(args.sums)[from]
+                                                         : to_float(static_cast<const T*>(args.sums)[from]);
+        if (args.bias != nullptr) value += to_float(static_cast<const T*>(args.bias)[n]);
+        value = activate(args.activation, value);
+        if (residual != nullptr) value += to_float(residual[row * args.stride + n]);
+        from_float(value, out + n);
+      }
+    }
+  });
+}
+
+namespace {
+
+constexpr int64_t kFloat = sizeof(float);
+// x in float32 that is kept at a time, about: for more rows the weight is read and widened again.
+constexpr int64_t kInputBytes = 16 << 20;
+// Fewest rows that a weight is widened for, where there are more.
+constexpr int64_t kMinRows = 96;
+
+auto converter() { return use_avx2() ? convert_to_float_avx2 : convert_to_float_portable; }
+
+// ---- own kernels --------------------------------------------------------------------------------------
+
+// Multiplications that are worth a thread.
+constexpr int64_t kWorkPerPart = 1 << 20;
+// Least number of strips for a thread: they are taken in turn, so that none waits long for the last.
+constexpr int64_t kStripsPerPart = 2;
+
+// Rows [first, first + rows) of x as the kernels read them.
+void convert_blocks(const RowView& x, DType dtype, int64_t first, int64_t rows, float* out) {
+  const auto convert = converter();
+  const int64_t parts = std::min(rows, part_count(rows * x.columns * kFloat, kBytesPerPart));
+  for_each_part(parts, [&](int64_t part) {
+    for (int64_t row = part_begin(rows, parts, part); row < part_begin(rows, parts, part + 1); ++row) {
+      for (int64_t k = 0; k < x.columns; k += kGemmDepth) {
+        const int64_t count = std::min(kGemmDepth, x.columns - k);
+        float* to = out + k * rows + row * kGemmDepth;
+        convert(dtype, at(x.data, (first + row) * x.stride + k, dtype), to, count);
+        std::fill(to + count, to + round_up(count, 8), 0.0f);
+      }
+    }
+  });
+}
+
+void run_blocked(GemmArgs args, const RowView& x, GemmStrip* kernel) {
+  const int64_t padded = round_up(args.in_features, kGemmDepth);
+  const int64_t pieces = std::max<int64_t>(1, x.rows / std::max(kMinRows, kInputBytes / kFloat / padded));
+  const int64_t most = (x.rows + pieces - 1) / pieces;
+  const int64_t threads = part_count(most * args.out_features * args.in_features, kWorkPerPart);
+  const int64_t wanted = threads > 1 ? threads * kStripsPerPart : 1;
+  // Narrower strips where there are few outputs, and where even these are too few, rows apart.
+  const int64_t width =
+      std::clamp(args.out_features / wanted / kGemmPanel * kGemmPanel, kGemmPanel, kGemmStrip);
+  const int64_t strips = (args.out_features + width - 1) / width;
+  const int64_t splits = std::clamp<int64_t>(wanted / strips, 1, std::max<int64_t>(1, most / kMinRows));
+  const int64_t each = gemm_scratch_floats((most + splits - 1) / splits);
+  float* memory = scratch(padded * most + threads * each);
+  char* out = static_cast<char*>(args.out);
+  const void* residual = args.residual;
+  args.x = memory;
+  for (int64_t piece = 0; piece < pieces; ++piece) {
+    const int64_t first = part_begin(x.rows, pieces, piece);
+    args.rows = part_begin(x.rows, pieces, piece + 1) - first;
+    args.out = at(out, first * args.out_features, args.dtype);
+    if (residual != nullptr) args.residual = at(residual, first * args.out_features, args.dtype);
+    convert_blocks(x, args.dtype, first, args.rows, memory);
+    std::atomic<int64_t> next{0};
+    for_each_part(threads, [&](int64_t part) {
+      for (int64_t item = next++; item < strips * splits; item = next++) {
+        const int64_t begin = item / splits * width, split = item % splits;
+        kernel(args, part_begin(args.rows, splits, split), part_begin(args.rows, splits, split + 1), begin,
+               std::min(begin + width, args.out_features), memory + padded * most + part * each);
+      }
+    });
+  }
+}
+
+// ---- PyTorch's product --------------------------------------------------------------------------------
+
+// Weight in float32 that is kept at a time, about.
+constexpr int64_t kWeightBytes = 4 << 20;
+
+// A matrix in memory that others own.
+Tensor matrix(const void* data, DType dtype, int64_t rows, int64_t columns, int64_t row_stride,
+              int64_t column_stride) {
+  const int64_t sizes[] = {rows, columns}, strides[] = {row_stride, column_stride};
+  const int32_t type = dtype == DType::kFloat32   ? aoti_torch_dtype_float32()
+                       : dtype == DType::kFloat16 ? aoti_torch_dtype_float16()
+                                                  : aoti_torch_dtype_bfloat16();
+  AtenTensorHandle handle;
+  STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_create_tensor_from_blob(
+      const_cast<void*>(data), 2, sizes, strides, 0, type, aoti_torch_device_type_cpu(), -1, &handle));
+  return Tensor(handle);
+}
+
+// out = x @ weight, not through the dispatcher: there autocast would step in.
+void multiply(const Tensor& out, const Tensor& x, const Tensor& weight) {
+  STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_cpu_mm_out(out.get(), x.get(), weight.get()));
+}
+
+void finish(const FinishArgs& args) {
+  const auto kernel = use_avx2() ? finish_rows_avx2 : finish_rows_portable;
+  const int64_t parts = std::min(args.rows, part_count(args.rows * args.columns * kFloat, kBytesPerPart));
+  for_each_part(parts, [&](int64_t part) {
+    kernel(args, part_begin(args.rows, parts, part), part_begin(args.rows, parts, part + 1));
+  });
+}
+
+// In the tensors' own type: the product is rounded, too.
+void run_torch(const GemmArgs& args, const RowView& x) {
+  const int64_t n = args.out_features, k = args.in_features, stride = args.weight_stride;
+  multiply(matrix(args.out, args.dtype, x.rows, n, n, 1), matrix(x.data, args.dtype, x.rows, k, x.stride, 1),
+           args.transposed ? matrix(args.weight, args.dtype, k, n, stride, 1)
+                           : matrix(args.weight, args.dtype, k, n, 1, stride));
+  if (args.bias == nullptr && args.residual == nullptr && args.activation == Activation::kNone) return;
+  finish({args.dtype, args.dtype, x.rows, n, args.out, n, args.bias, args.residual, args.out, n,
+          args.activation});
+}
+
+// In float32, over pieces of x and of the weight that are widened.
+void run_widened(const GemmArgs& args, const RowView& x) {
+  const auto widen = [&](const void* from, int64_t stride, int64_t rows, int64_t columns, float* to) {
+    const int64_t parts = std::min(rows, part_count(rows * columns * kFloat, kBytesPerPart));
+    for_each_part(parts, [&](int64_t part) {
+      for (int64_t row = part_begin(rows, parts, part); row < part_begin(rows, parts, part + 1); ++row) {
+        converter()(args.dtype, at(from, row * stride, args.dtype), to + row * columns, columns);
+      }
+    });
+  };
+  const int64_t n = args.out_features, k = args.in_features;
+  const int64_t most = std::min(x.rows, std::max(kMinRows, kInputBytes / kFloat / k));
+  const int64_t width = std::min(n, std::max<int64_t>(64, kWeightBytes / kFloat / k / 16 * 16));
+  float* input = scratch(round_up(most * k, 16) + round_up(width * k, 16) + most * width);
+  float* block = input + round_up(most * k, 16);
+  float* sums = block + round_up(width * k, 16);
+  for (int64_t first = 0; first < x.rows; first += most) {
+    const int64_t rows = std::min(most, x.rows - first);
+    widen(at(x.data, first * x.stride, args.dtype), x.stride, rows, k, input);
+    for (int64_t begin = 0; begin < n; begin += width) {
+      const int64_t columns = std::min(width, n - begin), corner = first * n + begin;
+      const void* weight = at(args.weight, args.transposed ? begin : begin * args.weight_stride, args.dtype);
+      widen(weight, args.weight_stride, args.transposed ? k : columns, args.transposed ? columns : k, block);
+      multiply(matrix(sums, DType::kFloat32, rows, columns, columns, 1),
+               matrix(input, DType::kFloat32, rows, k, k, 1),
+               args.transposed ? matrix(block, DType::kFloat32, k, columns, columns, 1)
+                               : matrix(block, DType::kFloat32, k, columns, 1, k));
+      finish({args.dtype, DType::kFloat32, rows, columns, sums, columns,
+              args.bias != nullptr ? at(args.bias, begin, args.dtype) : nullptr,
+              args.residual != nullptr ? at(args.residual, corner, args.dtype) : nullptr,
+              at(args.out, corner, args.dtype), n, args.activation});
+    }
+  }
+}
+
+// ---- the op -------------------------------------------------------------------------------------------
+
+bool cpuid_bit(unsigned subleaf, int output, int bit) {
+  unsigned found[4] = {};
+  __get_cpuid_count(7, subleaf, &found[0], &found[1], &found[2], &found[3]);
+  return (found[output] >> bit & 1u) != 0;
+}
+
+// Whether this CPU multiplies matrices of `dtype` faster than float32, so that oneDNN, which PyTorch calls,
+// does: by AMX, and AMD's by vdpbf16ps, which Intel's issue half as often as an FMA.
+bool torch_is_faster(DType dtype) {
+  if (dtype == DType::kFloat32) return true;  // MKL is as fast as own kernels
+  if (isa_limit() != IsaLimit::kNone || !__builtin_cpu_supports("avx512f")) return false;
+  static const bool float16 = cpuid_bit(1, 0, 21);  // AMX-FP16
+  static const bool bfloat16 =
+      cpuid_bit(0, 3, 22) || (__builtin_cpu_is("amd") && __builtin_cpu_supports("avx512bf16"));  // AMX-BF16
+  return dtype == DType::kFloat16 ? float16 : bfloat16;
+}
+
+Tensor gemm(const Tensor& x, const Tensor& weight, const std::optional<Tensor>& bias,
+            const std::optional<Tensor>& residual, const std::string& activation, bool transposed) {
+  const char* op = "gemm";
+  GemmArgs args{};
+  args.dtype = dtype_of(x, op);
+  STD_TORCH_CHECK(x.dim() >= 1 && x.size(x.dim() - 1) > 0, "hf_fastpath::gemm: x has no features");
+  const RowView view = row_view(x);
+  args.in_features = view.columns;
+  STD_TORCH_CHECK(dtype_of(weight, op) == args.dtype,
+                  "hf_fastpath::gemm: weight differs from x in dtype: cast one");
+  STD_TORCH_CHECK(weight.dim() == 2 && weight.size(transposed ? 0 : 1) == args.in_features,
+                  "hf_fastpath::gemm: weight is not a matrix over x's ", args.in_features, " features");
+  STD_TORCH_CHECK(weight.size(1) <= 1 || weight.stride(1) == 1,
+                  "hf_fastpath::gemm: weight has strided rows: make them contiguous");
+  args.out_features = weight.size(transposed ? 1 : 0);
+  args.weight = weight.const_data_ptr();
+  args.weight_stride = weight.stride(0);
+  args.transposed = transposed;
+  args.activation = activation_of(activation, op);
+  check_vector(bias, args.out_features, args.dtype, op, "bias");
+  const std::vector<int64_t> sizes = sizes_with_last(x, args.out_features);
+  if (residual.has_value()) {
+    STD_TORCH_CHECK(dtype_of(*residual, op) == args.dtype && sizes_of(*residual) == sizes,
+                    "hf_fastpath::gemm: residual differs from the output in dtype or shape");
+  }
+  Tensor out = empty_like_with_sizes(x, sizes);
+  if (view.rows == 0 || args.out_features == 0) return out;
+  std::optional<Tensor> bias_holder, residual_holder;
+  args.bias = optional_data(bias, bias_holder);
+  args.residual = optional_data(residual, residual_holder);
+  args.out = out.mutable_data_ptr();
+  if (torch_is_faster(args.dtype)) {
+    run_torch(args, view);
+  } else if (use_avx2()) {
+    run_blocked(args, view, use_avx512() ? gemm_strip_avx512 : gemm_strip_avx2);
+  } else {
+    run_widened(args, view);
+  }
+  return out;
+}
+
+STABLE_TORCH_LIBRARY_IMPL(hf_fastpath, CPU, m) { m.impl("gemm", TORCH_BOX(&gemm)); }
+
+}  // namespace
+}  // namespace hf_fastpath

@@ -1,0 +1,57 @@
+// Products of many activation rows with a weight, on the CPU: kernel interface, free of torch.
+#pragma once
+
+#include "common/dtype.h"
+
+namespace hf_fastpath {
+
+// Inputs of one block. Sums of a block start from zero, so chains of float32 additions stay short.
+constexpr int64_t kGemmDepth = 256;
+// Most outputs of one strip: with kGemmDepth inputs 128 KiB of float32, which a second-level cache holds.
+constexpr int64_t kGemmStrip = 128;
+// Strips begin at multiples of this: the outputs of the wider kernel's panel.
+constexpr int64_t kGemmPanel = 32;
+
+struct GemmArgs {
+  DType dtype;  // of weight, bias, residual and out
+  int64_t rows;
+  int64_t in_features;
+  int64_t out_features;
+  const float* x;         // [blocks of inputs, rows, kGemmDepth], zeros from in_features on
+  const void* weight;     // [out_features, in_features], or [in_features, out_features] if transposed
+  int64_t weight_stride;  // elements between rows of the weight
+  bool transposed;
+  const void* bias;      // [out_features] or null
+  const void* residual;  // [rows, out_features], contiguous, or null; added after the activation
+  void* out;             // [rows, out_features], contiguous
+  Activation activation;
+};
+
+// Floats of scratch memory that a strip of `rows` rows takes: a block of the weight, and sums.
+constexpr int64_t gemm_scratch_floats(int64_t rows) { return kGemmStrip * (kGemmDepth + rows); }
+
+// Computes rows [row_begin, row_end) of outputs [begin, end). The order of an output's sums depends on
+// nothing but in_features. `scratch` is 64-byte aligned.
+using GemmStrip = void(const GemmArgs& args, int64_t row_begin, int64_t row_end, int64_t begin, int64_t end,
+                       float* scratch);
+GemmStrip gemm_strip_avx2;
+GemmStrip gemm_strip_avx512;
+
+// out = activation(sums + bias) + residual, for products that were computed elsewhere.
+struct FinishArgs {
+  DType dtype;       // of bias, residual and out
+  DType sums_dtype;  // kFloat32, or `dtype`
+  int64_t rows, columns;
+  const void* sums;  // [rows, columns], rows sums_stride elements apart; may be `out`
+  int64_t sums_stride;
+  const void* bias;      // [columns] or null
+  const void* residual;  // [rows, columns] or null, rows `stride` elements apart
+  void* out;             // the same
+  int64_t stride;
+  Activation activation;
+};
+
+void finish_rows_portable(const FinishArgs& args, int64_t begin, int64_t end);
+void finish_rows_avx2(const FinishArgs& args, int64_t begin, int64_t end);
+
+}  // namespace hf_fastpath

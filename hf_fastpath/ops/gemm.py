@@ -1,0 +1,100 @@
+"""Linear layer for many rows: a matrix product whose half-precision weight is widened piece by piece."""
+
+from __future__ import annotations
+
+import torch
+
+from ..registry import OpSpec, Sample, choice_reason, nbytes, register, shape_reason, tensor_reasons
+from .fused_swiglu import activate
+from .gemv import ACTIVATIONS, weight_reason
+
+
+def reference(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    residual: torch.Tensor | None = None,
+    activation: str = "none",
+    transposed: bool = False,
+) -> torch.Tensor:
+    """``activation(x @ weight.T + bias) + residual``.
+
+    Args:
+        x: [..., in_features], any number of rows.
+        weight: [out_features, in_features] as ``nn.Linear`` stores it, or [in_features, out_features] with
+            ``transposed`` as ``Conv1D`` does. Rows may be strided; the last dimension is contiguous.
+        bias: [out_features] or None.
+        residual: [..., out_features] or None, added after the activation.
+        activation: ``none``, ``relu``, ``silu``, ``gelu_tanh`` or ``gelu``.
+        transposed: layout of ``weight``.
+
+    Returns:
+        [..., out_features] in x's dtype, contiguous. On CPUs without arithmetic in float16 or bfloat16 sums are
+        float32 and rounded once, after bias, activation and residual; where PyTorch multiplies these types faster
+        than float32, its product is rounded first.
+
+    Raises:
+        OpInputError: shapes, dtypes or devices that do not fit, no features, unknown activation.
+
+    Source: ``torch.nn.Linear``; transformers ``pytorch_utils.py@5.17``, ``Conv1D``.
+    """
+    out = torch.nn.functional.linear(x, weight.t() if transposed else weight, bias)
+    out = activate(out, activation)
+    return (out if residual is None else out + residual).contiguous()
+
+
+def fake(x, weight, bias=None, residual=None, activation="none", transposed=False):
+    return x.new_empty(*x.shape[:-1], weight.shape[1 if transposed else 0])
+
+
+def why_not(x, weight, bias=None, residual=None, activation="none", transposed=False) -> list[str]:
+    reasons = tensor_reasons(x, weight=weight, bias=bias, residual=residual)
+    if not x.dim() or not x.shape[-1]:
+        reasons.append(f"x has shape {tuple(x.shape)}, expected [..., in_features] with at least one feature")
+    reasons += weight_reason("weight", x, weight, transposed)
+    if weight.dim() == 2 and x.dim():
+        out_features = weight.shape[1 if transposed else 0]
+        reasons += shape_reason("bias", bias, (out_features,))
+        reasons += shape_reason("residual", residual, (*x.shape[:-1], out_features))
+    return reasons + choice_reason("activation", activation, ACTIVATIONS)
+
+
+def moved(x, weight, bias=None, residual=None, activation="none", transposed=False) -> int:
+    return nbytes(x, weight, bias, residual) + nbytes(fake(x, weight, transposed=transposed))
+
+
+def samples(device: torch.device, dtype: torch.dtype):
+    def randn(*shape):
+        return torch.randn(*shape, device=device, dtype=dtype)
+
+    def weight(rows, columns, fan_in):
+        return randn(rows, columns) * fan_in**-0.5
+
+    for rows, k, n in ((32, 111, 37), (17, 768, 300), (100, 64, 65), (67, 300, 33), (1, 7, 5)):
+        yield Sample(randn(rows, k), weight(n, k, k))
+        yield Sample(randn(rows, k), weight(k, n, k), transposed=True)
+    yield Sample(randn(1, 20, 256), weight(300, 256, 256), randn(300), randn(1, 20, 300))
+    yield Sample(randn(2, 11, 256), weight(256, 304, 256), randn(304), randn(2, 11, 304), "gelu_tanh", True)
+    for activation in ACTIVATIONS:
+        yield Sample(randn(30, 128), weight(48, 128, 128), randn(48), None, activation)
+    yield Sample(randn(200, 520), weight(150, 520, 520), None, randn(200, 150), "relu")
+    wide = weight(40, 200, 100)
+    yield Sample(randn(19, 100), wide[:, 100:])  # a column slice: strided rows, 4- or 2-byte alignment
+    yield Sample(randn(4, 13, 120)[..., 7:106], weight(64, 99, 99))
+
+
+SPEC = register(
+    OpSpec(
+        name="gemm",
+        schema=(
+            "(Tensor x, Tensor weight, Tensor? bias=None, Tensor? residual=None, "
+            'str activation="none", bool transposed=False) -> Tensor'
+        ),
+        reference=reference,
+        fake=fake,
+        why_not=why_not,
+        bytes=moved,
+        samples=samples,
+        native=("cpu",),  # cuBLAS does on a GPU what kernels do here
+    )
+)
