@@ -138,10 +138,7 @@ class _ManyRows:
 
     def _project(self, x, weight, bias, residual, activation, transposed, *norm_and_overlap):
         *norm, _ = norm_and_overlap
-        out = _linear(self._norm(x, *norm), weight, bias, transposed)
-        if activation != "none":
-            out = _ACTIVATIONS[activation](out)
-        return out if residual is None else out.add_(residual)
+        return _linear(self._norm(x, *norm), weight, bias, transposed, residual, activation)
 
     def _gate(self, x, gate, up, activation, *norm_and_overlap):
         *norm, _ = norm_and_overlap
@@ -187,10 +184,16 @@ _ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 }
 
 
-def _linear(x, weight, bias=None, transposed=False):
-    """``x @ weight.T + bias`` for weight [out_features, in_features], or its transpose."""
-    if not transposed:
-        return nn.functional.linear(x, weight, bias)
-    rows = x.flatten(0, -2)
-    out = torch.mm(rows, weight) if bias is None else torch.addmm(bias, rows, weight)
-    return out.unflatten(0, x.shape[:-1])
+def _linear(x, weight, bias=None, transposed=False, residual=None, activation="none"):
+    """As ``ops.gemm``, whose place PyTorch takes where no kernel is: that op's reference would go through Python."""
+    if x.device.type in ops.gemm.native:
+        return ops.gemm.overload(x, weight, bias, residual, activation, transposed)
+    if transposed:
+        rows = x.flatten(0, -2)
+        out = torch.mm(rows, weight) if bias is None else torch.addmm(bias, rows, weight)
+        out = out.unflatten(0, x.shape[:-1])
+    else:
+        out = nn.functional.linear(x, weight, bias)
+    if activation != "none":
+        out = _ACTIVATIONS[activation](out)
+    return out if residual is None else out.add_(residual)
