@@ -1,19 +1,22 @@
 """Chain benchmark: every product of a model's decode step, one after the other, without attention.
 
     python benchmarks/bench_gemv.py --model mistral-7b tinyllama-1.1b gpt2-124m --dtype fp16 --csv
+    python benchmarks/bench_gemv.py --device cpu --model tinyllama-1.1b --dtype fp16 bf16 fp32
 
 Method. A chain holds the weights of all layers, more than any cache, and each product takes the one before as
 its input, as in a decode step; attention is left out, its output projection takes the queries. All of a chain
 lies in one CUDA graph, and events time its replay. Chains: ``hf_fastpath`` (norms, activations and residuals
 inside the products, weights asked for before the kernel in front is complete), ``no overlap`` (the same without
 that), ``F.linear`` (the same in PyTorch calls), ``read`` (one plain read of the same bytes a product: what a
-product without any exchange would take). They alternate; rows give the median with the 20th and 80th
+product without any exchange would take). On a CPU the calls themselves are timed, without ``no overlap``, which
+would be the same. They alternate; rows give the median with the 20th and 80th
 percentile. ``% of R``: the weights' bytes over the time, over the read bandwidth measured in the same run.
 """
 
 from __future__ import annotations
 
 import argparse
+import functools
 from collections.abc import Callable
 
 import measure
@@ -130,7 +133,13 @@ def rows_of(name: str, dtype: torch.dtype, batch: int, rounds: int, device: torc
         "read": lambda: chain.read(buffer),
     }
     with torch.inference_mode():
-        found = measure.alternate({way: measure.graph_timer(step, device) for way, step in ways.items()}, rounds)
+        if device.type == "cuda":
+            timers = {way: measure.graph_timer(step, device) for way, step in ways.items()}
+        else:
+            del ways["no overlap"]
+            timers = {way: functools.partial(measure.seconds, step, device) for way, step in ways.items()}
+            measure.alternate(timers, 1)
+        found = measure.alternate(timers, rounds)
     return [
         {
             **measure.environment(device),
@@ -156,11 +165,12 @@ def main() -> None:
     parser.add_argument("--batch", nargs="+", type=int, default=[1])
     parser.add_argument("--rounds", type=int, default=9)
     measure.add_csv_argument(parser)
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     arguments = parser.parse_args()
-    if not torch.cuda.is_available():
-        raise SystemExit("no CUDA device: this benchmark times CUDA graphs")
-    print(loader.status()["cuda"])
-    device = torch.device("cuda")
+    if arguments.device == "cuda" and not torch.cuda.is_available():
+        raise SystemExit("no CUDA device: give --device cpu")
+    print(loader.status()[arguments.device])
+    device = torch.device(arguments.device)
     path = measure.chosen_csv(arguments.csv, "gemv", device)
     for name in arguments.model:
         for dtype in arguments.dtype:

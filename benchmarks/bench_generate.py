@@ -5,15 +5,19 @@
 Engines, on the same weights: ``stock`` (transformers as it is), ``static``
 (``cache_implementation="static"``, which transformers compiles by itself on CUDA), ``ours``
 (``hf_fastpath.patch``); ``ours-sampled`` is ``ours`` with temperature, top-k and top-p, ``ours-streamed``
-with a ``TextStreamer`` (batch 1).
+with a ``TextStreamer`` (batch 1). With ``--gguf`` also ``llama.cpp``: its ``llama-bench``, found on PATH, on a
+GGUF file of the same sizes, which ``benchmarks/gguf.py`` writes (batch 1, decode only).
 
 Method. All times are of ``model.generate()``, greedy unless named otherwise, with random prompts and no end
 token, so every length is exact. Prefill is the time of one call that makes one token. Decode is ``(t2 - t1) /
 (n2 - n1)`` for two calls that differ only in the number of new tokens, n1 and n2: prefill, set-up and
-whatever else a call costs once cancel out. After an engine is switched on it makes an untimed call of the
-longest kind. Engines alternate, every second round in reverse order; tables give medians with half the
-distance between the 20th and 80th percentile. ``% of R`` is the share of the measured read bandwidth that
-reading the weights once and the KV cache up to the mean position would take.
+whatever else a call costs once cancel out. With ``--filled`` a prompt is not read but its keys and values, all
+but the last, are drawn at random, so that long contexts cost no long prompts; there is no prefill then. After
+an engine is switched on it makes an untimed call of the longest kind. Engines alternate, every second round in
+reverse order; tables give medians with half the distance between the 20th and 80th percentile. ``% of R`` is
+the share of the measured read bandwidth that reading the weights once and the KV cache up to the mean position
+would take. On a CPU, where it drifts, the bandwidth is measured in every round, and each round's share is of
+its own.
 """
 
 from __future__ import annotations
@@ -22,52 +26,25 @@ import argparse
 import contextlib
 import gc
 import resource
+import statistics
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import measure
 import shapes
 import torch
+from engines import ENGINES, LLAMA_CPP, LlamaBench, copied_cache, engine, is_ours, random_cache
 from measure import DTYPE_NAMES, DTYPES, Spread
-from transformers import PreTrainedModel, TextStreamer
+from transformers import DynamicCache, PreTrainedModel
 
 import hf_fastpath
 from hf_fastpath import arguments, loader, traffic
 from hf_fastpath.bandwidth import measure_read_bandwidth
 from hf_fastpath.progress import announced
 
-
-class NumberStreamer(TextStreamer):
-    """A ``TextStreamer`` that needs no vocabulary and prints nothing: a token's text is its number."""
-
-    def __init__(self) -> None:
-        super().__init__(self)  # stands in for the tokenizer, of which decode() is used
-
-    @staticmethod
-    def decode(token_ids: Sequence[int]) -> str:
-        return " ".join(map(str, token_ids))
-
-    def on_finalized_text(self, text: str, stream_end: bool = False) -> None:
-        pass
-
-
-#: engine -> options of its generate()
-ENGINES: dict[str, Callable[[], dict[str, Any]]] = {
-    "stock": dict,
-    "static": lambda: {"cache_implementation": "static"},
-    "ours": dict,
-    "ours-sampled": lambda: {"do_sample": True, "temperature": 0.8, "top_k": 50, "top_p": 0.95},
-    "ours-streamed": lambda: {"streamer": NumberStreamer()},
-}
 DEFAULT_ENGINES = ("stock", "static", "ours")
-
-
-def is_ours(name: str) -> bool:
-    """Whether an engine is the patched model."""
-    return name.startswith("ours")
 
 
 @dataclass
@@ -77,11 +54,13 @@ class Workload:
     Attributes:
         prompt: int64 [batch, context] on the model's device.
         warm_tokens, new_tokens: n1, and n2 - n1.
+        cache: holds all but the last position of the prompt; None: the prompt is read.
     """
 
     prompt: torch.Tensor
     warm_tokens: int
     new_tokens: int
+    cache: DynamicCache | None = None
 
     @property
     def mean_context(self) -> float:
@@ -91,40 +70,15 @@ class Workload:
 
 @dataclass
 class Timings:
-    """What was seen of one engine on one workload: seconds a call or a token, bytes at the peak."""
+    """What was seen of one engine on one workload: seconds a call or a token, the read bandwidth of every round, bytes
+    at the peak."""
 
     first_call: float = 0.0
     peak_memory: int | None = None
     prefill: list[float] = field(default_factory=list)
     token: list[float] = field(default_factory=list)
+    bandwidth: list[float] = field(default_factory=list)
     note: str = ""
-
-
-@contextlib.contextmanager
-def engine(name: str, model: PreTrainedModel) -> Iterator[Callable[[torch.Tensor, int], torch.Tensor]]:
-    """Turns ``model`` into the engine ``name``; yields ``generate(prompt, new_tokens)``.
-
-    Raises:
-        ValueError: no such engine.
-    """
-    if name not in ENGINES:
-        raise ValueError(f"unknown engine {name!r}, expected one of {', '.join(ENGINES)}")
-
-    def generate(prompt: torch.Tensor, new_tokens: int) -> torch.Tensor:
-        options = {"do_sample": False, "eos_token_id": None, "pad_token_id": 0} | ENGINES[name]()
-        mask = torch.ones_like(prompt)
-        out = model.generate(prompt, attention_mask=mask, max_new_tokens=new_tokens, **options)
-        if out.shape[1] != prompt.shape[1] + new_tokens:
-            raise RuntimeError(f"{name} made {out.shape[1] - prompt.shape[1]} tokens, expected {new_tokens}")
-        return out
-
-    if is_ours(name):
-        hf_fastpath.patch(model, quiet=True)
-    try:
-        yield generate
-    finally:
-        if is_ours(name):
-            hf_fastpath.unpatch(model)
 
 
 def _reset_peak(device: torch.device) -> None:
@@ -162,27 +116,42 @@ def _run_round(name: str, model: PreTrainedModel, work: Workload, seen: Timings,
         _reset_peak(device)
     start = time.perf_counter()
     with engine(name, model) as generate:
-        generate(work.prompt, longest)
+        cache = copied_cache(name, work.cache)
+        generate(work.prompt, longest, cache)
         measure.synchronize(device)
         if not timed:  # the patch itself and whatever is built, compiled or captured
             seen.first_call = time.perf_counter() - start
             seen.peak_memory = _peak(device)
             seen.note = _fallback_note(model) if is_ours(name) else ""
             return
-        one, short, long = (
-            measure.seconds(lambda count=count: generate(work.prompt, count), device)
-            for count in (1, work.warm_tokens, longest)
-        )
-    seen.prefill.append(one)
+
+        def timed_call(count: int) -> float:
+            cache = copied_cache(name, work.cache)
+            return measure.seconds(lambda: generate(work.prompt, count, cache), device)
+
+        one, short, long = (timed_call(count) for count in (1, work.warm_tokens, longest))
+    if work.cache is None:
+        seen.prefill.append(one)
     seen.token.append((long - short) / work.new_tokens)
 
 
-def run_workload(model: PreTrainedModel, work: Workload, engines: Sequence[str], repeats: int) -> dict[str, Timings]:
-    """Time every engine on ``work``, alternating, ``repeats`` times."""
-    seen = {name: Timings() for name in engines}
+def run_workload(
+    model: PreTrainedModel, work: Workload, engines: Sequence[str], repeats: int, llama: LlamaBench | None = None
+) -> dict[str, Timings]:
+    """Time every engine on ``work``, and ``llama``, alternating, ``repeats`` times."""
+    seen = {name: Timings() for name in (*engines, *([LLAMA_CPP] if llama else []))}
+    device = work.prompt.device
     for turn in range(-1, repeats):  # turn -1 is the first call
-        for name in engines if turn % 2 == 0 else list(reversed(engines)):
-            _run_round(name, model, work, seen[name], timed=turn >= 0)
+        if device.type == "cpu" and turn >= 0:
+            bandwidth = measure_read_bandwidth(device, repeats=3)
+            for timings in seen.values():
+                timings.bandwidth.append(bandwidth)
+        for name in seen if turn % 2 == 0 else reversed(seen):
+            if name != LLAMA_CPP:
+                _run_round(name, model, work, seen[name], timed=turn >= 0)
+            elif turn >= 0:
+                context = work.prompt.shape[1] + work.warm_tokens
+                seen[name].token.append(llama.seconds_per_token(context, work.new_tokens))
     return seen
 
 
@@ -190,7 +159,9 @@ def _row(
     model: PreTrainedModel, label: str, name: str, work: Workload, seen: Timings, bandwidth: float
 ) -> dict[str, object]:
     batch, context = work.prompt.shape
-    prefill, token = Spread.of(seen.prefill), Spread.of(seen.token)
+    prefill, token = Spread.of(seen.prefill) if seen.prefill else None, Spread.of(seen.token)
+    rounds = seen.bandwidth or [bandwidth] * len(seen.token)
+    bandwidth = statistics.median(rounds)
     kv = traffic.kv_bytes(model.config, work.mean_context, model.dtype, batch)
     moved = traffic.weight_bytes(model, batch) + kv
     return {
@@ -199,13 +170,13 @@ def _row(
         "context": context,
         "batch": batch,
         "engine": name,
-        "prefill_tok_s": round(batch * context / prefill.p50, 1),
-        "prefill_spread_percent": round(prefill.percent, 1),
+        "prefill_tok_s": round(batch * context / prefill.p50, 1) if prefill else None,
+        "prefill_spread_percent": round(prefill.percent, 1) if prefill else None,
         "decode_tok_s": round(batch / token.p50, 2),
         "decode_spread_percent": round(token.percent, 1),
         "ms_per_token": round(1000 * token.p50, 4),
         "gb_s": round(moved / token.p50 / 1e9, 1),
-        "percent_of_r": round(100 * moved / token.p50 / bandwidth, 1),
+        "percent_of_r": round(statistics.median(100 * moved / t / r for t, r in zip(seen.token, rounds)), 1),
         "r_gb_s": round(bandwidth / 1e9, 1),
         "limit_tok_s": round(batch * bandwidth / moved, 1),
         "bytes_per_token": moved,
@@ -225,7 +196,11 @@ TABLE = (
     ("ctx", 6, lambda r: r["context"]),
     ("batch", 5, lambda r: r["batch"]),
     ("engine", -13, lambda r: r["engine"]),
-    ("prefill tok/s", 15, lambda r: f"{r['prefill_tok_s']:,.0f} ±{r['prefill_spread_percent']:.0f}%"),
+    (
+        "prefill tok/s",
+        15,
+        lambda r: f"{r['prefill_tok_s']:,.0f} ±{r['prefill_spread_percent']:.0f}%" if r["prefill_tok_s"] else "",
+    ),
     ("decode tok/s", 15, lambda r: f"{r['decode_tok_s']:,.1f} ±{r['decode_spread_percent']:.0f}%"),
     ("ms/token", 9, lambda r: f"{r['ms_per_token']:.3f}"),
     ("GB/s", 7, lambda r: f"{r['gb_s']:.0f}" if r["gb_s"] >= 100 else f"{r['gb_s']:.1f}"),
@@ -253,6 +228,8 @@ def bench(
     engines: Sequence[str] = DEFAULT_ENGINES,
     new_tokens: int = 128,
     repeats: int = 5,
+    filled: bool = False,
+    gguf: Path | None = None,
     csv: Path | None = None,
     echo: Callable[[str], None] = print,
 ) -> list[dict[str, object]]:
@@ -266,6 +243,8 @@ def bench(
         engines: of :data:`ENGINES`.
         new_tokens: tokens timed by one decode measurement.
         repeats: timed rounds.
+        filled: take prompts from random caches instead of reading them.
+        gguf: file for llama.cpp, of the one model's sizes.
         csv: file to append the rows to.
         echo: receives every line.
 
@@ -275,6 +254,7 @@ def bench(
     where = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
     if isinstance(models, PreTrainedModel):
         where = models.device
+    llama = LlamaBench(gguf) if gguf is not None else None
     status = loader.ensure(where.type)
     with announced(f"measuring the read bandwidth of {where}"):
         bandwidth = measure_read_bandwidth(where)
@@ -298,8 +278,10 @@ def bench(
                 if length > limit:
                     echo(f"{label}: context {context} left out, {length} positions are more than its {limit}")
                     continue
+                if filled and context > 1:
+                    work.cache = random_cache(model, batch, context - 1)
                 with announced(f"{label}: context {context}, batch {batch}"):
-                    found = run_workload(model, work, engines, repeats)
+                    found = run_workload(model, work, engines, repeats, llama if batch == 1 else None)
                 for name, seen in found.items():
                     row = {**known, **_row(model, label, name, work, seen, bandwidth)}
                     rows.append(row)
@@ -323,11 +305,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--new-tokens", type=arguments.count, default=128)
     parser.add_argument("--repeats", type=arguments.count, default=5)
+    parser.add_argument("--filled", action="store_true", help="random keys and values instead of reading the prompt")
+    parser.add_argument("--gguf", type=Path, help="also run llama-bench on this file")
     measure.add_csv_argument(parser)
     given = parser.parse_args(argv)
     engines = given.engines.split(",")
     if unknown := set(engines) - set(ENGINES):
         parser.error(f"unknown engine {', '.join(sorted(unknown))}, expected {', '.join(ENGINES)}")
+    if given.filled and "static" in engines:
+        parser.error("engine static makes its own cache: leave it out with --filled")
     device = given.device or ("cuda" if torch.cuda.is_available() else "cpu")
     path = measure.chosen_csv(given.csv, "generate", torch.device(device))
     bench(
@@ -339,6 +325,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         engines=engines,
         new_tokens=given.new_tokens,
         repeats=given.repeats,
+        filled=given.filled,
+        gguf=given.gguf,
         csv=path,
     )
     return 0

@@ -30,6 +30,7 @@ PLOT_DIR = DATA_DIR.parent.parent / "docs" / "plots"
 ENGINES = {
     "stock": ("transformers", "#b0b7bf"),
     "static": ("transformers, static cache + compile", "#6f7d8c"),
+    "llama.cpp": ("llama.cpp", "#6f9a6b"),
     "ours": ("hf_fastpath", "#d9541e"),
 }
 #: a layer's kernels in the order of a trace, from attention to the next layer's projections; colors
@@ -71,13 +72,12 @@ def plot_decode(source: Path, target: Path) -> Path:
         batch = f", batch {row['batch']}" if row["batch"] != "1" else ""
         label = f"{row['model']}\n{row['dtype']}, {row['context']}{batch}"
         groups.setdefault(label, {})[row["engine"]] = row
-    width = 0.8 / len(ENGINES)
+    drawn = {engine: look for engine, look in ENGINES.items() if any(engine in found for found in groups.values())}
+    width = 0.8 / max(3, len(drawn))
     figure, axes = pyplot.subplots(figsize=(max(6.0, 2.5 + 1.5 * len(groups)), 3.6))
-    for number, (engine, (name, color)) in enumerate(ENGINES.items()):
+    for number, (engine, (name, color)) in enumerate(drawn.items()):
         seen = [(at, found[engine]) for at, found in enumerate(groups.values()) if engine in found]
-        if not seen:
-            continue
-        places = [at + (number - 1) * width for at, _ in seen]
+        places = [at + (number - (len(drawn) - 1) / 2) * width for at, _ in seen]
         # Share of the limit, so that models of all sizes fit one scale; the bar says the tokens a second.
         shares = [100 * float(row["decode_tok_s"]) / float(row["limit_tok_s"]) for _, row in seen]
         bars = axes.bar(places, shares, width * 0.94, color=color, label=name)

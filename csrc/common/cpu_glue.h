@@ -3,6 +3,7 @@
 #pragma once
 
 #include <algorithm>
+#include <atomic>
 #include <cstdint>
 #include <cstdlib>
 #include <cstring>
@@ -73,6 +74,36 @@ inline int64_t part_begin(int64_t total, int64_t parts, int64_t part, int64_t gr
 
 inline int64_t round_up(int64_t value, int64_t multiple) {
   return (value + multiple - 1) / multiple * multiple;
+}
+
+// Runs body(begin, end) until it has had all of [0, total), on `parts` threads. Each takes the next piece
+// when it is done with one, a quarter of an even share of what is left but at least `least` units, in
+// multiples of `granule`: threads of one machine differ in speed from call to call, and the slowest would
+// hold up all.
+template <class Body>
+void share_out(int64_t total, int64_t parts, int64_t granule, int64_t least, const Body& body) {
+  if (parts <= 1) {
+    if (total > 0) body(int64_t{0}, total);
+    return;
+  }
+  std::atomic<int64_t> next{0};
+  for_each_part(parts, [&](int64_t) {
+    // Relaxed: pieces are independent, and the end of parallel_for orders what they write.
+    int64_t begin = next.load(std::memory_order_relaxed);
+    while (begin < total) {
+      const int64_t piece = std::max(least, (total - begin) / (4 * parts));
+      const int64_t end = std::min(total, begin + round_up(piece, granule));
+      if (!next.compare_exchange_weak(begin, end, std::memory_order_relaxed)) continue;
+      body(begin, end);
+      begin = next.load(std::memory_order_relaxed);
+    }
+  });
+}
+
+// Least units of `bytes` each that share_out() hands out: a smaller piece ends before its streams have
+// started.
+inline int64_t least_piece(int64_t bytes) {
+  return std::max<int64_t>(1, kBytesPerPart / std::max<int64_t>(1, bytes));
 }
 
 // Uninitialized, 64-byte aligned memory that the calling thread keeps between calls; a second call in the

@@ -1,18 +1,18 @@
 // What: out = activation(x @ W.T + bias) + residual, or activation(x @ W.T) * (x @ U.T), for 1 to 16 rows of
 //   x, with the weight as nn.Linear stores it ([out, in]) or as Conv1D does ([in, out]). Float32 sums,
 //   rounded once.
-// Work split: Linear: a thread owns a contiguous range of outputs. It walks eight weight rows at a time (four
-//   when there are several rows of x), sharing each load of x; eight streams keep more of the hardware
-//   prefetchers and line buffers busy than one sequential stream does, and a software prefetch fetches the
-//   next eight rows. Conv1D: a thread owns a range of inputs (and, with many threads, of outputs) and walks
-//   it as eight streams, each an unbroken piece of memory; partial sums of the ranges are added in order
-//   afterwards.
+// Work split: Linear: a thread owns a contiguous range of outputs. It walks its range as four streams, each
+// an
+//   unbroken piece of memory, which share the loads of x; several streams keep more of the hardware
+//   prefetchers and line buffers busy than one does, and long ones are what those prefetchers follow. Conv1D:
+//   a thread owns a range of inputs (and, with many threads, of outputs) and walks it as eight streams, too;
+//   partial sums of the ranges are added in order afterwards.
 // Traffic: the weight once, out_features * in_features * element size; x, bias and outputs are small. Conv1D
 //   adds two float32 passes over parts * rows * out_features.
-// Roofline: read bandwidth up to about two rows in 16-bit types and four in float32, then arithmetic. Of the
-//   read bandwidth measured beside it (two threads, 27 to 30 GB/s, Xeon 2.8 GHz, 2026-11): Linear 93 to 105 %
-//   for weights of 20 MB and more, 75 to 93 % for 8 to 17 MB; Conv1D 73 to 98 % in 16-bit types, 89 to 107 %
-//   in float32.
+// Roofline: read bandwidth for one row of x, then arithmetic: with eight rows half of either. Of a plain read
+//   of the same memory (two threads, 25 to 28 GB/s, Xeon 2.6 GHz, 2026-11), all matrices of TinyLlama one
+//   after the other: Linear 100 % in every type. Conv1D, of R, 2.8 GHz: 73 to 98 % in 16-bit types, 89 to
+//   107 % in float32.
 #include "common/avx2_math.h"
 #include "common/epilogue_avx2.h"
 #include "gemv/gemv_cpu.h"
@@ -22,23 +22,22 @@ namespace {
 
 // ---- Linear layout ------------------------------------------------------------------------------------
 
-// Eight accumulators are what it takes to hide an FMA's latency (4 cycles, 2 a cycle): 8 weight rows x 1 row
-// of x.
-constexpr int kWideTile = 8;
-// With more rows of x the tile is 4 weight rows x up to 3 rows of x: 12 accumulators and 4 operands fill the
-// 16 registers.
-constexpr int kNarrowTile = 4;
+// Streams of weight rows, and with up to three rows of x the accumulators of a tile: 12, and 4 operands, fill
+// the 16 registers. More streams do not read faster: 4 reach the read bandwidth in every type.
+constexpr int kRowStreams = 4;
+// How far ahead in its stream a row is prefetched: past the end of a page, where the hardware prefetchers
+// stop.
+constexpr int64_t kRowAheadBytes = 2048;
 // Inputs summed into one chain of float32 before it is added to the total: short chains round less. The
 // additions are 3 % more arithmetic, hidden behind the loads.
 constexpr int64_t kBlock = 256;
-// Outputs computed before bias and activation are applied to them, eight at a time.
-constexpr int64_t kChunk = 64;
+// Outputs of a stream computed before bias and activation are applied to them, eight at a time.
+constexpr int64_t kRun = 16;
 
-// Where a tile's weight rows start, and how far behind each lies the row its successor tile will read.
+// Where a tile's weight rows are.
 template <class Element, int kTile>
 struct TileRows {
   const typename Element::Storage* row[kTile];
-  int64_t prefetch;  // elements
 };
 
 // total[r * stride + m] += sum over n inputs of w.row[r] * x[m], lane by lane.
@@ -46,6 +45,7 @@ template <class Element, int kTile, int kM, bool kPrefetch>
 HF_INLINE void accumulate(const TileRows<Element, kTile>& w, const float* x, int64_t x_stride, int64_t n,
                           __m256* total, int64_t stride) {
   constexpr int64_t kLine = kCacheLineBytes / static_cast<int64_t>(sizeof(typename Element::Storage));
+  constexpr int64_t kAhead = kRowAheadBytes / static_cast<int64_t>(sizeof(typename Element::Storage));
   __m256 sum[kTile][kM];
   for (int r = 0; r < kTile; ++r) {
     for (int m = 0; m < kM; ++m) sum[r][m] = _mm256_setzero_ps();
@@ -66,7 +66,7 @@ HF_INLINE void accumulate(const TileRows<Element, kTile>& w, const float* x, int
     if constexpr (kPrefetch) {
 #pragma GCC unroll 8
       for (int r = 0; r < kTile; ++r) {
-        _mm_prefetch(reinterpret_cast<const char*>(w.row[r] + k + w.prefetch), _MM_HINT_T0);
+        _mm_prefetch(reinterpret_cast<const char*>(w.row[r] + k + kAhead), _MM_HINT_T0);
       }
     }
 #pragma GCC unroll 4
@@ -114,7 +114,7 @@ HF_INLINE float rounded_sum(__m256 v) {
   return static_cast<float>(_mm_cvtsd_f64(_mm_add_sd(sum, _mm_unpackhi_pd(sum, sum))));
 }
 
-// y[m * kChunk + r] = the dot product of weight row r and row m of x, for one tile of weight rows.
+// y[r][m * kRun] = the dot product of weight row r and row m of x, for one tile of weight rows.
 template <class Element, int kTile>
 void dot_tile(const LinearArgs& args, TileRows<Element, kTile> w, float* const (&y)[kTile]) {
   __m256 total[kTile * kMaxRows];
@@ -129,40 +129,7 @@ void dot_tile(const LinearArgs& args, TileRows<Element, kTile> w, float* const (
     for (int r = 0; r < kTile; ++r) w.row[r] += n;
   }
   for (int r = 0; r < kTile; ++r) {
-    for (int64_t m = 0; m < args.rows; ++m) y[r][m * kChunk] = rounded_sum(total[r * kMaxRows + m]);
-  }
-}
-
-// Outputs [n, n + kTile) into y, or [n, n + kTile / 2) of both weights into y and up.
-template <class Element, int kTile, bool kGated>
-void outputs_tile(const LinearArgs& args, int64_t n, int64_t end, float* y, float* up) {
-  using Storage = typename Element::Storage;
-  constexpr int kEach = kGated ? kTile / 2 : kTile;
-  TileRows<Element, kTile> w;
-  float* to[kTile];
-  for (int r = 0; r < kEach; ++r) {
-    w.row[r] = static_cast<const Storage*>(args.weight) + (n + r) * args.weight_stride;
-    to[r] = y + r;
-    if constexpr (kGated) {
-      w.row[kEach + r] = static_cast<const Storage*>(args.up_weight) + (n + r) * args.up_stride;
-      to[kEach + r] = up + r;
-    }
-  }
-  // The last tile has no successor: it would fetch what another thread reads.
-  w.prefetch = n + 2 * kEach <= end ? kEach * args.weight_stride : 0;
-  dot_tile<Element, kTile>(args, w, to);
-}
-
-template <class Element, int kTile, bool kGated>
-void outputs_chunk(const LinearArgs& args, int64_t begin, int64_t end, int64_t last, float* y, float* up) {
-  constexpr int kEach = kGated ? kTile / 2 : kTile;
-  int64_t n = begin;
-  for (; n + kEach <= end; n += kEach) {
-    outputs_tile<Element, kTile, kGated>(args, n, last, y + (n - begin), up + (n - begin));
-  }
-  // One output at a time; each row's sums run in the same order as in the full tile.
-  for (; n < end; ++n) {
-    outputs_tile<Element, kGated ? 2 : 1, kGated>(args, n, last, y + (n - begin), up + (n - begin));
+    for (int64_t m = 0; m < args.rows; ++m) y[r][m * kRun] = rounded_sum(total[r * kMaxRows + m]);
   }
 }
 
@@ -183,22 +150,44 @@ void epilogue_rows(const LinearArgs& args, const float* y, int64_t y_stride, con
   });
 }
 
+// Outputs [begin, end) as kStreams streams of equal length, or with a gate as half as many of both weights;
+// returns where the streams end, fewer than kStreams outputs before `end`. The sums of an output run in the
+// same order whatever the number of streams.
+template <class Element, int kStreams, bool kGated>
+int64_t linear_streams(const LinearArgs& args, int64_t begin, int64_t end) {
+  using Storage = typename Element::Storage;
+  constexpr int kEach = kGated ? kStreams / 2 : kStreams;
+  alignas(32) float y[kStreams][kMaxRows * kRun];
+  const int64_t length = (end - begin) / kEach;
+  for (int64_t i = 0; i < length; i += kRun) {
+    const int64_t count = min_of(kRun, length - i);
+    for (int64_t j = 0; j < count; ++j) {
+      TileRows<Element, kStreams> w;
+      float* to[kStreams];
+      for (int s = 0; s < kStreams; ++s) {
+        const bool is_up = kGated && s >= kEach;
+        const auto* weight = static_cast<const Storage*>(is_up ? args.up_weight : args.weight);
+        w.row[s] =
+            weight + (begin + s % kEach * length + i + j) * (is_up ? args.up_stride : args.weight_stride);
+        to[s] = y[s] + j;
+      }
+      dot_tile<Element, kStreams>(args, w, to);
+    }
+    for (int s = 0; s < kEach; ++s) {
+      epilogue_rows<Element>(args, y[s], kRun, kGated ? y[kEach + s] : nullptr, begin + s * length + i,
+                             count);
+    }
+  }
+  return begin + kEach * length;
+}
+
 template <class Element>
 void linear_range(const LinearArgs& args, int64_t begin, int64_t end) {
-  alignas(32) float y[kMaxRows * kChunk], up[kMaxRows * kChunk];
-  const bool gated = args.up_weight != nullptr;
-  for (int64_t n = begin; n < end; n += kChunk) {
-    const int64_t stop = min_of(n + kChunk, end);
-    if (gated && args.rows == 1) {
-      outputs_chunk<Element, kWideTile, true>(args, n, stop, end, y, up);
-    } else if (gated) {
-      outputs_chunk<Element, kNarrowTile, true>(args, n, stop, end, y, up);
-    } else if (args.rows == 1) {
-      outputs_chunk<Element, kWideTile, false>(args, n, stop, end, y, up);
-    } else {
-      outputs_chunk<Element, kNarrowTile, false>(args, n, stop, end, y, up);
-    }
-    epilogue_rows<Element>(args, y, kChunk, gated ? up : nullptr, n, stop - n);
+  if (args.up_weight != nullptr) {
+    linear_streams<Element, 2, true>(args, linear_streams<Element, kRowStreams, true>(args, begin, end), end);
+  } else {
+    linear_streams<Element, 1, false>(args, linear_streams<Element, kRowStreams, false>(args, begin, end),
+                                      end);
   }
 }
 
@@ -208,6 +197,8 @@ constexpr int kStreams = 8;               // weight rows read at once, each from
 constexpr int64_t kPrefetchBytes = 1024;  // ahead in the same stream
 // Float32 sums one pass keeps: half of a 48 KiB first-level cache.
 constexpr int64_t kPassFloats = 6144;
+// Outputs merged before bias and activation are applied to them.
+constexpr int64_t kChunk = 64;
 
 // sums[m][c] += sum over streams s of x[m][s] * w[s][c], for kM rows and kVectors vectors of columns.
 template <class Element, int kS, int kM, int kVectors>

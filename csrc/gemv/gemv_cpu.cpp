@@ -112,16 +112,6 @@ int64_t input_parts(int64_t in_features) {
   return std::clamp<int64_t>(in_features / kInputsPerPart, 1, kMaxInputParts);
 }
 
-void run_linear(const LinearArgs& args) {
-  const auto kernel = use_avx2() ? linear_avx2 : linear_portable;
-  const int64_t bytes = args.out_features * args.in_features * element_size(args.dtype);
-  const int64_t parts = std::min(part_count(bytes, kBytesPerPart), args.out_features);
-  for_each_part(parts, [&](int64_t part) {
-    kernel(args, part_begin(args.out_features, parts, part, kOutputGranule),
-           part_begin(args.out_features, parts, part + 1, kOutputGranule));
-  });
-}
-
 void run_conv1d(const LinearArgs& args, float* partials, int64_t partial_stride) {
   const auto kernel = use_avx2() ? conv1d_avx2 : conv1d_portable;
   const auto merge = use_avx2() ? conv1d_merge_avx2 : conv1d_merge_portable;

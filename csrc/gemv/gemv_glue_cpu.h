@@ -66,4 +66,19 @@ inline LinearArgs linear_args(const Activations& x, const Tensor& weight, bool t
 // Threads divide outputs in multiples of the kernels' tile.
 constexpr int64_t kOutputGranule = 8;
 
+// Runs body(begin, end) over the outputs of projections of which each reads `output_bytes` of weights.
+template <class Body>
+void share_outputs(int64_t outputs, int64_t output_bytes, const Body& body) {
+  const int64_t parts = std::min(part_count(outputs * output_bytes, kBytesPerPart), outputs);
+  share_out(outputs, parts, kOutputGranule, least_piece(output_bytes), body);
+}
+
+// All outputs of a projection in the Linear layout.
+inline void run_linear(const LinearArgs& args) {
+  const auto kernel = use_avx2() ? linear_avx2 : linear_portable;
+  const int64_t matrices = args.up_weight != nullptr ? 2 : 1;
+  share_outputs(args.out_features, matrices * args.in_features * element_size(args.dtype),
+                [&](int64_t begin, int64_t end) { kernel(args, begin, end); });
+}
+
 }  // namespace hf_fastpath

@@ -21,13 +21,7 @@ Tensor gemv_swiglu_cpu(const Tensor& raw, const Tensor& gate_weight, const Tenso
   args.up_weight = up_weight.const_data_ptr();
   args.up_stride = up_weight.stride(0);
   args.activation = activation_of(activation, op);
-  const auto kernel = use_avx2() ? linear_avx2 : linear_portable;
-  const int64_t bytes = 2 * out_features * input.in_features * element_size(input.dtype);
-  const int64_t parts = std::min(part_count(bytes, kBytesPerPart), std::max<int64_t>(out_features, 1));
-  for_each_part(parts, [&](int64_t part) {
-    kernel(args, part_begin(out_features, parts, part, kOutputGranule),
-           part_begin(out_features, parts, part + 1, kOutputGranule));
-  });
+  run_linear(args);
   return out;
 }
 

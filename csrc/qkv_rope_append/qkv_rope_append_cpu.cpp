@@ -31,11 +31,7 @@ Tensor project(const Tensor& x, const Tensor* const (&weights)[kProjections],
     first[i + 1] = first[i] + args[i].out_features;
   }
   const auto kernel = use_avx2() ? linear_avx2 : linear_portable;
-  const int64_t bytes = total * input.in_features * element_size(input.dtype);
-  const int64_t parts = std::min(part_count(bytes, kBytesPerPart), std::max<int64_t>(total, 1));
-  for_each_part(parts, [&](int64_t part) {
-    const int64_t begin = part_begin(total, parts, part, kOutputGranule);
-    const int64_t end = part_begin(total, parts, part + 1, kOutputGranule);
+  share_outputs(total, input.in_features * element_size(input.dtype), [&](int64_t begin, int64_t end) {
     for (int i = 0; i < kProjections; ++i) {
       const int64_t from = std::max(begin, first[i]), stop = std::min(end, first[i + 1]);
       if (from < stop) kernel(args[i], from - first[i], stop - first[i]);

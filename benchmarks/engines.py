@@ -1,0 +1,127 @@
+"""What ``bench_generate.py`` compares: transformers in several modes, the patched model, and llama.cpp."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import json
+import shutil
+import subprocess
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import DynamicCache, PreTrainedModel, TextStreamer
+
+import hf_fastpath
+from hf_fastpath import traffic
+
+#: name of the engine that is a program of its own
+LLAMA_CPP = "llama.cpp"
+
+
+class NumberStreamer(TextStreamer):
+    """A ``TextStreamer`` that needs no vocabulary and prints nothing: a token's text is its number."""
+
+    def __init__(self) -> None:
+        super().__init__(self)  # stands in for the tokenizer, of which decode() is used
+
+    @staticmethod
+    def decode(token_ids: Sequence[int]) -> str:
+        return " ".join(map(str, token_ids))
+
+    def on_finalized_text(self, text: str, stream_end: bool = False) -> None:
+        pass
+
+
+#: engine -> options of its generate()
+ENGINES: dict[str, Callable[[], dict[str, Any]]] = {
+    "stock": dict,
+    "static": lambda: {"cache_implementation": "static"},
+    "ours": dict,
+    "ours-sampled": lambda: {"do_sample": True, "temperature": 0.8, "top_k": 50, "top_p": 0.95},
+    "ours-streamed": lambda: {"streamer": NumberStreamer()},
+}
+
+
+def is_ours(name: str) -> bool:
+    """Whether an engine is the patched model."""
+    return name.startswith("ours")
+
+
+def random_cache(model: PreTrainedModel, batch: int, length: int) -> DynamicCache:
+    """Random keys and values of ``length`` positions."""
+    config = model.config.get_text_config(decoder=True)
+    features, kv_features, _ = traffic.layer_widths(config)
+    head_dim = features // config.num_attention_heads
+    size = (batch, kv_features // head_dim, length, head_dim)
+    cache = DynamicCache(config=config)
+    for layer in range(config.num_hidden_layers):
+        cache.update(*(torch.randn(size, device=model.device).to(model.dtype) for _ in range(2)), layer)
+    return cache
+
+
+def copied_cache(name: str, cache: DynamicCache | None) -> DynamicCache | hf_fastpath.FastpathCache | None:
+    """A copy of ``cache`` as the engine ``name`` takes it."""
+    return hf_fastpath.FastpathCache.from_dynamic(cache) if cache and is_ours(name) else copy.deepcopy(cache)
+
+
+Generate = Callable[[torch.Tensor, int, Any], torch.Tensor]
+
+
+@contextlib.contextmanager
+def engine(name: str, model: PreTrainedModel) -> Iterator[Generate]:
+    """Turns ``model`` into the engine ``name``; yields ``generate(prompt, new_tokens, cache)``, where a cache holds
+    the first positions of the prompt.
+
+    Raises:
+        ValueError: no such engine.
+    """
+    if name not in ENGINES:
+        raise ValueError(f"unknown engine {name!r}, expected one of {', '.join(ENGINES)}")
+
+    def generate(prompt: torch.Tensor, new_tokens: int, cache: Any = None) -> torch.Tensor:
+        options = {"do_sample": False, "eos_token_id": None, "pad_token_id": 0} | ENGINES[name]()
+        if cache is not None:
+            options["past_key_values"] = cache
+        mask = torch.ones_like(prompt)
+        out = model.generate(prompt, attention_mask=mask, max_new_tokens=new_tokens, **options)
+        if out.shape[1] != prompt.shape[1] + new_tokens:
+            raise RuntimeError(f"{name} made {out.shape[1] - prompt.shape[1]} tokens, expected {new_tokens}")
+        return out
+
+    if is_ours(name):
+        hf_fastpath.patch(model, quiet=True)
+    try:
+        yield generate
+    finally:
+        if is_ours(name):
+            hf_fastpath.unpatch(model)
+
+
+class LlamaBench:
+    """llama.cpp's own benchmark on a GGUF file of the same shape, one sequence.
+
+    Args:
+        gguf: the file.
+
+    Raises:
+        FileNotFoundError: ``llama-bench`` is not on PATH, or there is no such file.
+    """
+
+    def __init__(self, gguf: Path):
+        program = shutil.which("llama-bench")
+        if program is None:
+            raise FileNotFoundError("llama-bench is not on PATH: build llama.cpp and add its folder of programs")
+        if not gguf.is_file():
+            raise FileNotFoundError(f"there is no file {gguf}: benchmarks/gguf.py writes one")
+        self.program, self.gguf = program, gguf
+
+    def seconds_per_token(self, context: int, new_tokens: int) -> float:
+        """Of one run of ``new_tokens`` behind ``context`` positions; loading and warm-up are not timed."""
+        sizes = {"-p": 0, "-n": new_tokens, "-d": context, "-r": 1, "-t": torch.get_num_threads()}
+        options = [str(word) for pair in sizes.items() for word in pair]
+        command = [self.program, "-m", str(self.gguf), *options, "-o", "json"]
+        out = subprocess.run(command, check=True, capture_output=True, text=True).stdout
+        return json.loads(out)[0]["avg_ns"] / 1e9 / new_tokens

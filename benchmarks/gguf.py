@@ -1,0 +1,124 @@
+"""Writes a GGUF file of a model shape with random weights, for ``bench_generate.py --gguf``.
+
+    python benchmarks/gguf.py --model tinyllama-1.1b --dtype fp16 tinyllama-f16.gguf
+
+llama.cpp then computes at the same sizes and bytes as the random model beside it. Its vocabulary is empty, so
+that only programs that need no text, as ``llama-bench``, can use the file. Llama and Mistral shapes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import struct
+from collections.abc import Iterator
+from pathlib import Path
+from typing import BinaryIO
+
+import measure
+import shapes
+import torch
+from transformers import PreTrainedConfig
+
+from hf_fastpath.traffic import layer_widths
+
+ALIGNMENT = 32
+#: types of metadata values: number in the format, how they are packed
+_UINT32, _FLOAT32, _STRING = 4, 6, 8
+#: torch dtype -> number of the tensor type, and what llama.cpp calls the file
+TENSOR_TYPES = {torch.float32: (0, 0), torch.float16: (1, 1), torch.bfloat16: (30, 32)}
+
+Tensors = dict[str, tuple[int, ...]]
+
+
+def _text(value: str) -> bytes:
+    data = value.encode()
+    return struct.pack("<Q", len(data)) + data
+
+
+def _entry(key: str, value: int | float | str) -> bytes:
+    """One pair of the metadata."""
+    if isinstance(value, str):
+        return _text(key) + struct.pack("<I", _STRING) + _text(value)
+    if isinstance(value, float):
+        return _text(key) + struct.pack("<If", _FLOAT32, value)
+    return _text(key) + struct.pack("<II", _UINT32, value)
+
+
+def _metadata(config: PreTrainedConfig, dtype: torch.dtype) -> dict[str, int | float | str]:
+    features, _, inner = layer_widths(config)
+    head_dim = features // config.num_attention_heads
+    sizes = {
+        "vocab_size": config.vocab_size,
+        "context_length": config.max_position_embeddings,
+        "embedding_length": config.hidden_size,
+        "block_count": config.num_hidden_layers,
+        "feed_forward_length": inner,
+        "attention.head_count": config.num_attention_heads,
+        "attention.head_count_kv": config.num_key_value_heads,
+        "attention.key_length": head_dim,
+        "attention.value_length": head_dim,
+        "rope.dimension_count": head_dim,
+        "attention.layer_norm_rms_epsilon": float(config.rms_norm_eps),
+        "rope.freq_base": 10000.0,
+    }
+    general = {"general.architecture": "llama", "general.file_type": TENSOR_TYPES[dtype][1]}
+    return {**general, "tokenizer.ggml.model": "no_vocab", **{f"llama.{key}": value for key, value in sizes.items()}}
+
+
+def _tensors(config: PreTrainedConfig) -> Iterator[tuple[str, tuple[int, ...]]]:
+    """Names and shapes as PyTorch has them."""
+    hidden, vocab = config.hidden_size, config.vocab_size
+    features, kv_features, inner = layer_widths(config)
+    yield "token_embd", (vocab, hidden)
+    for layer in range(config.num_hidden_layers):
+        yield f"blk.{layer}.attn_norm", (hidden,)
+        yield f"blk.{layer}.attn_q", (features, hidden)
+        yield f"blk.{layer}.attn_k", (kv_features, hidden)
+        yield f"blk.{layer}.attn_v", (kv_features, hidden)
+        yield f"blk.{layer}.attn_output", (hidden, features)
+        yield f"blk.{layer}.ffn_norm", (hidden,)
+        yield f"blk.{layer}.ffn_gate", (inner, hidden)
+        yield f"blk.{layer}.ffn_up", (inner, hidden)
+        yield f"blk.{layer}.ffn_down", (hidden, inner)
+    yield "output_norm", (hidden,)
+    if not config.tie_word_embeddings:
+        yield "output", (vocab, hidden)
+
+
+def _padding(written: int) -> bytes:
+    return bytes(-written % ALIGNMENT)
+
+
+def write(file: BinaryIO, config: PreTrainedConfig, dtype: torch.dtype) -> None:
+    """Write a Llama of ``config`` with random weights; norms are float32, as llama.cpp keeps them."""
+    tensors = [(f"{name}.weight", size, torch.float32 if len(size) == 1 else dtype) for name, size in _tensors(config)]
+    metadata = _metadata(config, dtype)
+    head = struct.pack("<4sIQQ", b"GGUF", 3, len(tensors), len(metadata))
+    head += b"".join(_entry(key, value) for key, value in metadata.items())
+    offset = 0
+    for name, size, kind in tensors:
+        dimensions = size[::-1]  # the innermost first
+        head += _text(name) + struct.pack(f"<I{len(size)}QIQ", len(size), *dimensions, TENSOR_TYPES[kind][0], offset)
+        count = torch.Size(size).numel() * kind.itemsize
+        offset += count + len(_padding(count))
+    file.write(head + _padding(len(head)))
+    generator = torch.Generator().manual_seed(0)
+    for _, size, kind in tensors:
+        values = torch.ones(size) if len(size) == 1 else torch.randn(size, generator=generator) * shapes.WEIGHT_STD
+        data = values.to(kind).view(torch.uint8).numpy().tobytes()
+        file.write(data + _padding(len(data)))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    known = [name for name, model in shapes.MODELS.items() if model.model_type in ("llama", "mistral")]
+    parser.add_argument("--model", default="tinyllama-1.1b", choices=known)
+    parser.add_argument("--dtype", default="fp16", choices=list(measure.DTYPES))
+    parser.add_argument("path", type=Path)
+    arguments = parser.parse_args()
+    with arguments.path.open("wb") as file:
+        write(file, shapes.shape(arguments.model).build_config(), measure.DTYPES[arguments.dtype])
+
+
+if __name__ == "__main__":
+    main()
