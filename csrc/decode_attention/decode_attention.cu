@@ -104,7 +104,7 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerSm<kLanes, kChunks, kRows>
     const RowPlace place = row_place(p, s, kv_head, present ? rows.first + r : 0);
     row_last[r] = present ? s.seq_len - p.query_len + place.token : -1;
     row_first[r] = s.first_visible(row_last[r], p.window);
-    const int64_t at = out_offset(p, batch_row, place, p.head_dim);  // q lies like the output
+    const int64_t at = out_offset(p, batch_row, place);  // q lies like the output
 #pragma unroll
     for (int c = 0; c < kChunks; ++c) {
       const int dim = (c * kLanes + member) * kElems;
@@ -235,7 +235,7 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerSm<kLanes, kChunks, kRows>
       if (member == 0) results.max_sums(warp)[r] = make_float2(max_score[r], sum[r]);
     }
   }
-  finish_block<void>(p, s, results, batch_row, kv_head, rows, p.head_dim);
+  finish_block<void>(p, s, results, batch_row, kv_head, rows);
   trace(TracePoint::kEnd);
 }
 

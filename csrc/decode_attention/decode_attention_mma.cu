@@ -39,8 +39,7 @@ constexpr int kStages = kDims > 64 ? 2 : 3;  // tiles of K and V a warp keeps
 template <int kDims>
 constexpr int kBlocksPerSm = kDims > 64 && kDims <= 128 ? 1 : 2;
 
-// A warp's ring of tiles of K and V; rows are positions. kDims: head_dim rounded up to 64, 128 or 256; kFull:
-// it is kDims.
+// A warp's ring of tiles of K and V; rows are positions.
 template <class T, int kDims>
 struct WarpTiles {
   static constexpr int kTileBytes = kTile * kDims * 2, kBytes = kStages<kDims> * 2 * kTileBytes;
@@ -53,7 +52,7 @@ struct WarpTiles {
 // Tiles that come by asynchronous copies of 16 bytes by all lanes, with zeros where there are no positions or
 // dims. Pieces of a row are permuted so that eight lanes that read together meet in no bank: rows r and r + 1
 // of K (r even), four pieces each, and two pieces of rows r, r + 2, r + 4, r + 6 of V.
-template <class T, int kDims, bool kFull>
+template <class T, int kDims>
 struct CopiedTiles : WarpTiles<T, kDims> {
   static constexpr int kRowBytes = kDims * 2;
   int lane;
@@ -69,11 +68,10 @@ struct CopiedTiles : WarpTiles<T, kDims> {
 
   __device__ __forceinline__ void fetch(const DecodeAttentionParams& p, const Split& s, int base, int stage) {
     constexpr int kPieces = kDims / kElems, kRowsAtOnce = kWarpSize / kPieces;
-    const int head_dim = kFull ? kDims : p.head_dim;
     if (base < s.end) {
       const int piece = lane % kPieces, first = lane / kPieces;
-      const uint32_t row_bytes = head_dim * int(sizeof(T));
-      const int rows = piece * kElems < head_dim ? s.end - base : 0;
+      const uint32_t row_bytes = p.head_dim * int(sizeof(T));
+      const int rows = piece * kElems < p.head_dim ? s.end - base : 0;
       const char *from_k = s.k + piece * 16, *from_v = s.v + piece * 16;
 #pragma unroll
       for (int j = 0; j < kTile / kRowsAtOnce; ++j) {
@@ -100,7 +98,7 @@ struct CopiedTiles : WarpTiles<T, kDims> {
 #if HF_FASTPATH_HOPPER
 // Tiles that come by bulk copies of one lane: rows lie as in the cache. Reads of K meet twice in a bank and
 // reads of V four times, which costs less than copies of 16 bytes: with those, memory gives four fifths of
-// its bandwidth.
+// its bandwidth. kFull: the head has all of kDims.
 template <class T, int kDims, bool kFull>
 struct BulkTiles : WarpTiles<T, kDims> {
   uint32_t full;  // the warp's barriers, one a stage
@@ -161,13 +159,13 @@ struct BulkTiles : WarpTiles<T, kDims> {
 
 // Short heads are for short caches first, where the copies of lanes start earlier.
 template <class T, int kDims, bool kFull>
-using Tiles = std::conditional_t<(kDims > 64), BulkTiles<T, kDims, kFull>, CopiedTiles<T, kDims, kFull>>;
+using Tiles = std::conditional_t<(kDims > 64), BulkTiles<T, kDims, kFull>, CopiedTiles<T, kDims>>;
 #else
-template <class T, int kDims, bool kFull>
-using Tiles = CopiedTiles<T, kDims, kFull>;
+template <class T, int kDims, bool>
+using Tiles = CopiedTiles<T, kDims>;
 #endif
 
-// kHalves: 1 for 8 rows a block, 2 for 16.
+// kDims: head_dim rounded up to 64, 128 or 256; kFull: it is kDims. kHalves: 1 for 8 rows a block, 2 for 16.
 template <class T, int kDims, bool kFull, int kHalves, int kWarps>
 __global__ void __launch_bounds__(kWarps* kWarpSize, 1) decode_attention_mma_kernel(DecodeAttentionParams p) {
   using C = Chunk<T, kElems>;
@@ -214,8 +212,7 @@ __global__ void __launch_bounds__(kWarps* kWarpSize, 1) decode_attention_mma_ker
     const RowPlace place = row_place(p, s, kv_head, row < rows.count(p) ? rows.first + row : 0);
     row_last[h] = row < rows.count(p) ? min(s.seq_len - p.query_len + place.token, s.end - 1) : -1;
     row_first[h] = s.first_visible(s.seq_len - p.query_len + place.token, p.window);
-    const T* at =
-        static_cast<const T*>(p.q) + out_offset(p, batch_row, place, head_dim);  // q lies like the output
+    const T* at = static_cast<const T*>(p.q) + out_offset(p, batch_row, place);  // q lies like the output
 #pragma unroll
     for (int c = 0; c < kPieces; ++c) {
       const int dim = c * 32 + q * kElems;
@@ -336,7 +333,7 @@ __global__ void __launch_bounds__(kWarps* kWarpSize, 1) decode_attention_mma_ker
         }
     }
   }
-  finish_block<T>(p, s, results, batch_row, kv_head, rows, head_dim);
+  finish_block<T>(p, s, results, batch_row, kv_head, rows);
   trace(TracePoint::kEnd);
 }
 
@@ -359,7 +356,9 @@ void launch_full(const DecodeAttentionParams& p, cudaStream_t stream) {
 
 template <class T, int kDims, int kHalves>
 void launch(const DecodeAttentionParams& p, cudaStream_t stream) {
-  if (p.head_dim == kDims) return launch_full<T, kDims, true, kHalves>(p, stream);
+  if constexpr (kDims > 64) {  // where tiles lie as in the cache
+    if (p.head_dim == kDims) return launch_full<T, kDims, true, kHalves>(p, stream);
+  }
   launch_full<T, kDims, false, kHalves>(p, stream);
 }
 

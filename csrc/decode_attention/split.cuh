@@ -138,9 +138,9 @@ __device__ __forceinline__ RowPlace row_place(const DecodeAttentionParams& p, co
 }
 
 __device__ __forceinline__ int64_t out_offset(const DecodeAttentionParams& p, int batch_row,
-                                              const RowPlace& place, int head_dim) {
+                                              const RowPlace& place) {
   const int row = (batch_row * p.query_len + place.token) * p.num_heads + place.head;
-  return uint64_t(uint32_t(row)) * uint32_t(head_dim);
+  return uint64_t(uint32_t(row)) * uint32_t(p.head_dim);
 }
 
 // Type of q and the output: Q, or that of the parameters where Q is void.
@@ -229,7 +229,7 @@ __device__ __forceinline__ void find_factors(const DecodeAttentionParams& p, con
 template <class Q, int kThreads, int kDims>
 __device__ __forceinline__ void merge_splits(const DecodeAttentionParams& p, const Split& s,
                                              const Partials& partials, int count, int batch_row, int kv_head,
-                                             Rows rows, int head_dim, float* factors) {
+                                             Rows rows, float* factors) {
   constexpr int kQuads = kDims / 4, kAhead = 16;
   static_assert(kMaxSplits % kAhead == 0, "factors are read kAhead at a time");
   const int base = first_row_of(p, batch_row, kv_head, rows), quads = rows.count(p) * kQuads;
@@ -240,13 +240,13 @@ __device__ __forceinline__ void merge_splits(const DecodeAttentionParams& p, con
 #pragma unroll 1
   do {
     const int r = unsigned(quad) / kQuads, d = unsigned(quad) % kQuads * 4;
-    const bool is_output = quad < quads && d < head_dim;
+    const bool is_output = quad < quads && d < p.head_dim;
     const int left = is_output ? count - first : 0;
     const float* from =
-        partials.outputs + d + uint64_t(uint32_t((base + r) * kMaxSplits + first)) * uint32_t(head_dim);
+        partials.outputs + d + uint64_t(uint32_t((base + r) * kMaxSplits + first)) * uint32_t(p.head_dim);
     float4 ahead[kAhead];  // in flight: each goes to L2
 #pragma unroll
-    for (int i = 0; i < kAhead; ++i, from += head_dim)
+    for (int i = 0; i < kAhead; ++i, from += p.head_dim)
       ahead[i] = i < left ? __ldcg(reinterpret_cast<const float4*>(from)) : make_float4(0.f, 0.f, 0.f, 0.f);
     if (quad == int(threadIdx.x) && first == 0) {  // after the first loads, which take as long to come
       find_factors<Q, kThreads>(p, s, partials, base, count, kv_head, rows, factors);
@@ -268,7 +268,7 @@ __device__ __forceinline__ void merge_splits(const DecodeAttentionParams& p, con
     first += kAhead;
     if (first < count) continue;
     if (is_output)
-      store_out<Q>(p, out_offset(p, batch_row, row_place(p, s, kv_head, rows.first + r), head_dim) + d, sum);
+      store_out<Q>(p, out_offset(p, batch_row, row_place(p, s, kv_head, rows.first + r)) + d, sum);
     sum = make_float4(0.f, 0.f, 0.f, 0.f);
     quad += kThreads, first = 0;
   } while (quad < quads);
@@ -321,11 +321,11 @@ struct WarpResults {
 };
 
 // Merges the warps' results, and as the last block of the KV head the blocks'. Every thread calls it once its
-// part of `results` is written. `head_dim`: that of `p`, where known a constant.
+// part of `results` is written.
 template <class Q, int kWarps, int kDims>
 __device__ __forceinline__ void finish_block(const DecodeAttentionParams& p, const Split& s,
                                              const WarpResults<kWarps, kDims>& results, int batch_row,
-                                             int kv_head, Rows rows, int head_dim) {
+                                             int kv_head, Rows rows) {
   constexpr int kThreads = kWarps * kWarpSize;
   __syncthreads();  // every warp's result
   trace(TracePoint::kMerged);
@@ -334,25 +334,24 @@ __device__ __forceinline__ void finish_block(const DecodeAttentionParams& p, con
   constexpr int kQuads = kDims / 4;
   for (int i = threadIdx.x; i < rows.count(p) * kQuads; i += kThreads) {
     const int r = unsigned(i) / kQuads, d = unsigned(i) % kQuads * 4;
-    if (d >= head_dim) continue;
+    if (d >= p.head_dim) continue;
     float2 max_sum;
     float4 out = results.merge(r, d, max_sum);
     if (s.active == 1) {
       const RowPlace place = row_place(p, s, kv_head, rows.first + r);
       const float inverse = inverse_sum<Q>(p, place, max_sum.x, max_sum.y);
       out.x *= inverse, out.y *= inverse, out.z *= inverse, out.w *= inverse;
-      store_out<Q>(p, out_offset(p, batch_row, place, head_dim) + d, out);
+      store_out<Q>(p, out_offset(p, batch_row, place) + d, out);
     } else {
       const uint32_t at = (base + r) * kMaxSplits + blockIdx.x;
-      *reinterpret_cast<float4*>(partials.outputs + uint64_t(at) * uint32_t(head_dim) + d) = out;
+      *reinterpret_cast<float4*>(partials.outputs + uint64_t(at) * uint32_t(p.head_dim) + d) = out;
       if (d == 0) partials.max_sums[at] = max_sum;
     }
   }
   if (s.active == 1) return;
   const int counter = batch_row * gridDim.y + blockIdx.y;
   if (!arrive_last(partials.counters - 1 - counter, s.active)) return;
-  merge_splits<Q, kThreads, kDims>(p, s, partials, s.active, batch_row, kv_head, rows, head_dim,
-                                   results.factors());
+  merge_splits<Q, kThreads, kDims>(p, s, partials, s.active, batch_row, kv_head, rows, results.factors());
 }
 
 // Splits to launch for `units` independent pieces of work when `slots` blocks run at once and a piece can be
