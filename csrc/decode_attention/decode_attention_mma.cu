@@ -98,11 +98,11 @@ struct CopiedTiles : WarpTiles<T, kDims> {
 #if HF_FASTPATH_HOPPER
 // Tiles that come by bulk copies of one lane: rows lie as in the cache. Reads of K meet twice in a bank and
 // reads of V four times, which costs less than copies of 16 bytes: with those, memory gives four fifths of
-// its bandwidth. kFull: the head has all of kDims.
-template <class T, int kDims, bool kFull>
+// its bandwidth.
+template <class T, int kDims>
 struct BulkTiles : WarpTiles<T, kDims> {
   uint32_t full;  // the warp's barriers, one a stage
-  int head_dim, lane;
+  int row_bytes, lane;
   uint64_t policy;
   uint32_t parity = 0;
 
@@ -110,7 +110,7 @@ struct BulkTiles : WarpTiles<T, kDims> {
                                        int lane)
       : WarpTiles<T, kDims>{warp_shared},
         full(shared_address(barriers)),
-        head_dim(p.head_dim),
+        row_bytes(p.head_dim * int(sizeof(T))),
         lane(lane),
         policy(read_once_policy()) {
     if (lane < kStages<kDims>) {
@@ -119,9 +119,8 @@ struct BulkTiles : WarpTiles<T, kDims> {
     }
     __syncwarp();
   }
-  __device__ __forceinline__ int row_bytes() const { return (kFull ? kDims : head_dim) * int(sizeof(T)); }
   // Offset of a row's 16-byte piece i.
-  __device__ __forceinline__ int k_at(int row, int piece) const { return row * row_bytes() + piece * 16; }
+  __device__ __forceinline__ int k_at(int row, int piece) const { return row * row_bytes + piece * 16; }
   __device__ __forceinline__ int v_at(int row, int piece) const { return k_at(row, piece); }
 
   // Asks for the tile of positions base and following; every lane comes here for every tile.
@@ -129,12 +128,12 @@ struct BulkTiles : WarpTiles<T, kDims> {
     const int count = min(kTile, s.end - base);
     if (count <= 0 || !is_elected()) return;
     const uint32_t slot = s.slot(base - s.begin);
-    const int before_wrap = min(count, int(s.capacity - slot)) * row_bytes();
-    const int wrapped = count * row_bytes() - before_wrap;  // from slot 0 on
+    const int before_wrap = min(count, int(s.capacity - slot)) * row_bytes;
+    const int wrapped = count * row_bytes - before_wrap;  // from slot 0 on
     const uint32_t barrier = full + 8 * stage;
-    barrier_arrive_expect(barrier, 2 * count * row_bytes());
+    barrier_arrive_expect(barrier, 2 * count * row_bytes);
     const auto copy = [&](char* to, const char* from) {
-      copy_to_shared(shared_address(to), from + uint64_t(slot) * row_bytes(), before_wrap, barrier, policy);
+      copy_to_shared(shared_address(to), from + uint64_t(slot) * row_bytes, before_wrap, barrier, policy);
       if (wrapped > 0) copy_to_shared(shared_address(to) + before_wrap, from, wrapped, barrier, policy);
     };
     copy(this->k(stage), s.k);
@@ -145,7 +144,7 @@ struct BulkTiles : WarpTiles<T, kDims> {
     barrier_wait(full + 8 * stage, parity);
     if (stage + 1 == kStages<kDims>) parity ^= 1;
     if (base + kTile <= s.end) return;
-    for (int i = (s.end - base) * row_bytes() + lane * 16; i < kTile * row_bytes(); i += kWarpSize * 16)
+    for (int i = (s.end - base) * row_bytes + lane * 16; i < kTile * row_bytes; i += kWarpSize * 16)
       *reinterpret_cast<uint4*>(this->v(stage) + i) = make_uint4(0, 0, 0, 0);
     __syncwarp();  // zeros
   }
@@ -158,15 +157,15 @@ struct BulkTiles : WarpTiles<T, kDims> {
 };
 
 // Short heads are for short caches first, where the copies of lanes start earlier.
-template <class T, int kDims, bool kFull>
-using Tiles = std::conditional_t<(kDims > 64), BulkTiles<T, kDims, kFull>, CopiedTiles<T, kDims>>;
+template <class T, int kDims>
+using Tiles = std::conditional_t<(kDims > 64), BulkTiles<T, kDims>, CopiedTiles<T, kDims>>;
 #else
-template <class T, int kDims, bool>
+template <class T, int kDims>
 using Tiles = CopiedTiles<T, kDims>;
 #endif
 
-// kDims: head_dim rounded up to 64, 128 or 256; kFull: it is kDims. kHalves: 1 for 8 rows a block, 2 for 16.
-template <class T, int kDims, bool kFull, int kHalves, int kWarps>
+// kDims: head_dim rounded up to 64, 128 or 256. kHalves: 1 for 8 rows a block, 2 for 16.
+template <class T, int kDims, int kHalves, int kWarps>
 __global__ void __launch_bounds__(kWarps* kWarpSize, 1) decode_attention_mma_kernel(DecodeAttentionParams p) {
   using C = Chunk<T, kElems>;
   constexpr int kRows = kHalves * kHalfRows, kTilesBytes = WarpTiles<T, kDims>::kBytes;
@@ -182,7 +181,6 @@ __global__ void __launch_bounds__(kWarps* kWarpSize, 1) decode_attention_mma_ker
   const int batch_row = blockIdx.z, row_block = divide(blockIdx.y, p.num_kv_heads_inverse);
   const int kv_head = blockIdx.y - row_block * p.num_kv_heads;
   const Rows rows{row_block * kRows, kRows};
-  const int head_dim = kFull ? kDims : p.head_dim;
 
   allow_next_kernel();
   const Split s = find_split(p, batch_row, kv_head, blockIdx.x, gridDim.x, kStages<kDims> * kStep, sizeof(T));
@@ -190,7 +188,7 @@ __global__ void __launch_bounds__(kWarps* kWarpSize, 1) decode_attention_mma_ker
 
   // The first tiles, those with new positions once the kernel in front has appended them.
   __shared__ __align__(8) uint64_t barriers[kWarps][kStages<kDims>];
-  Tiles<T, kDims, kFull> tiles(p, shared + warp * kTilesBytes, barriers[warp], lane);
+  Tiles<T, kDims> tiles(p, shared + warp * kTilesBytes, barriers[warp], lane);
   int base = s.begin + warp * kTile;
   bool waited = false;
 #pragma unroll 1
@@ -216,7 +214,7 @@ __global__ void __launch_bounds__(kWarps* kWarpSize, 1) decode_attention_mma_ker
 #pragma unroll
     for (int c = 0; c < kPieces; ++c) {
       const int dim = c * 32 + q * kElems;
-      queries[h][c] = row < rows.count(p) && dim < head_dim ? C::load_l2(at + dim) : C::zero();
+      queries[h][c] = row < rows.count(p) && dim < p.head_dim ? C::load_l2(at + dim) : C::zero();
     }
   }
 
@@ -238,7 +236,7 @@ __global__ void __launch_bounds__(kWarps* kWarpSize, 1) decode_attention_mma_ker
 #pragma unroll
       for (int c = 0; c < kPieces; ++c) {
         const uint4 k =
-            tiles.read(k_tile + tiles.k_at(t * 8 + g, c * 4 + q), (c * 4 + q) * kElems < head_dim);
+            tiles.read(k_tile + tiles.k_at(t * 8 + g, c * 4 + q), (c * 4 + q) * kElems < p.head_dim);
         const uint4 upper = queries[0][c];
         const uint4 lower = kHalves > 1 ? queries[kHalves - 1][c] : C::zero();
         mma<T>(scores[t], upper.x, lower.x, upper.y, lower.y, k.x, k.y);
@@ -291,8 +289,8 @@ __global__ void __launch_bounds__(kWarps* kWarpSize, 1) decode_attention_mma_ker
       for (int t = 0; t < kTileGroups; ++t)
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
-          const uint4 v =
-              tiles.read(v_tile + tiles.v_at(t * 8 + 2 * q + i, b * 8 + g), (b * 8 + g) * kElems < head_dim);
+          const uint4 v = tiles.read(v_tile + tiles.v_at(t * 8 + 2 * q + i, b * 8 + g),
+                                     (b * 8 + g) * kElems < p.head_dim);
           uint32_t (&row)[4] = words[2 * t + i];
           row[0] = v.x, row[1] = v.y, row[2] = v.z, row[3] = v.w;
         }
@@ -337,29 +335,21 @@ __global__ void __launch_bounds__(kWarps* kWarpSize, 1) decode_attention_mma_ker
   trace(TracePoint::kEnd);
 }
 
-template <class T, int kDims, bool kFull, int kHalves, int kWarps>
+template <class T, int kDims, int kHalves, int kWarps>
 void launch_warps(const DecodeAttentionParams& p, cudaStream_t stream) {
   const dim3 grid = split_grid(p, kHalves * kHalfRows, kBlocksPerSm<kDims>), block(kWarps * kWarpSize);
   const size_t smem_bytes = kWarps * WarpTiles<T, kDims>::kBytes;
-  launch_attention(decode_attention_mma_kernel<T, kDims, kFull, kHalves, kWarps>, grid, block, smem_bytes,
-                   stream, p);
-}
-
-template <class T, int kDims, bool kFull, int kHalves>
-void launch_full(const DecodeAttentionParams& p, cudaStream_t stream) {
-  constexpr int kMost = kMostWarps<kDims>, kBytes = kMost * WarpTiles<T, kDims>::kBytes;
-  if constexpr (kBytes > kSharedBytesEverywhere) {
-    if (kBytes > shared_bytes_of_block()) return launch_warps<T, kDims, kFull, kHalves, kMost / 2>(p, stream);
-  }
-  launch_warps<T, kDims, kFull, kHalves, kMost>(p, stream);
+  launch_attention(decode_attention_mma_kernel<T, kDims, kHalves, kWarps>, grid, block, smem_bytes, stream,
+                   p);
 }
 
 template <class T, int kDims, int kHalves>
 void launch(const DecodeAttentionParams& p, cudaStream_t stream) {
-  if constexpr (kDims > 64) {  // where tiles lie as in the cache
-    if (p.head_dim == kDims) return launch_full<T, kDims, true, kHalves>(p, stream);
+  constexpr int kMost = kMostWarps<kDims>, kBytes = kMost * WarpTiles<T, kDims>::kBytes;
+  if constexpr (kBytes > kSharedBytesEverywhere) {
+    if (kBytes > shared_bytes_of_block()) return launch_warps<T, kDims, kHalves, kMost / 2>(p, stream);
   }
-  launch_full<T, kDims, false, kHalves>(p, stream);
+  launch_warps<T, kDims, kHalves, kMost>(p, stream);
 }
 
 template <class T>
