@@ -6,6 +6,7 @@ import time
 
 import torch
 
+from .huge_pages import ask_for
 from .ops.read_stream import SPEC, variants
 
 #: bytes read: far beyond any cache, and long enough (2 ms on an H200) that starting a kernel does not show
@@ -47,6 +48,7 @@ def _random_floats(device: torch.device, count: int) -> torch.Tensor:
     """float32 [count], never zeros: some memory reads those faster."""
     pattern = torch.randn(min(count, PATTERN_ELEMENTS), device=device, dtype=torch.float32)
     buffer = torch.empty(count, device=device, dtype=torch.float32)
+    ask_for(buffer)  # as a patched model's weights
     for chunk in buffer.split(PATTERN_ELEMENTS):
         chunk.copy_(pattern[: chunk.numel()])
     return buffer

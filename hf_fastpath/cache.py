@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 import torch
 from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
 
+from . import huge_pages
 from .compat import MIN_WINDOW, record_past_of
 
 #: capacities are multiples of this, so that short conversations do not grow at every token
@@ -109,10 +110,13 @@ class FastpathLayer(CacheLayerMixin):
         _, heads, _, head_dim = self.k_buffer.shape
         # Tensors born in inference mode could not be written outside it, and a cache may live in both.
         with torch.inference_mode(False):
-            return tuple(
+            made = tuple(
                 torch.empty((batch, heads, capacity, head_dim), dtype=self.k_buffer.dtype, device=self.k_buffer.device)
                 for _ in range(2)
             )
+        for buffer in made:
+            huge_pages.ask_for(buffer)
+        return made
 
     def _resize(self, capacity: int) -> None:
         """Move what is held into buffers of ``capacity`` slots."""

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from . import compat, loader, reasons, selftest, structural
+from . import compat, huge_pages, loader, reasons, selftest, structural
 from .architecture import Architecture, architectures
 from .cache import FastpathCache
 from .coverage import check_anything, check_coverage
@@ -45,6 +45,7 @@ class PatchState:
         loop_reason: why generate() always uses transformers' loop on this model, or None.
         generates: whether the model's generate() passes through us, be it only to be counted.
         enabled: False while ``verify`` compares with stock code.
+        huge_page_bytes: of the parameters in host memory, what was moved into pages of 2 MB.
     """
 
     options: Options
@@ -57,6 +58,7 @@ class PatchState:
     loop_reason: str | None = None
     generates: bool = False
     enabled: bool = True
+    huge_page_bytes: int = 0
     stats: Stats = field(default_factory=Stats)
     plans: list[DecodePlan] = field(default_factory=list)
     lock: Any = field(default_factory=threading.RLock)
@@ -172,6 +174,9 @@ def patch(
         if due and not getattr(_testing, "active", False):
             with nullcontext() if quiet else announced("trying a small random twin of the model"):
                 _self_test(model, by_structure)
+        if "cpu" in devices and loader.is_native("cpu"):
+            with nullcontext() if quiet else announced("moving the weights into pages of 2 MB"):
+                state.huge_page_bytes = huge_pages.move_into(model.parameters())
         if not quiet:
             print(report(model))
     except BaseException:

@@ -24,6 +24,7 @@ class Report:
         declined: "part: reason code" -> number of modules that kept stock's.
         loop: ``"fast"``, or the reason code for which generate() would use transformers' loop now.
         kernels: what serves each device.
+        huge_page_bytes: of parameters in host memory, what lies in pages of 2 MB.
         stats: counters since ``patch()``: fast and fallback tokens, reasons, tokens per second.
     """
 
@@ -33,6 +34,7 @@ class Report:
     declined: dict[str, int]
     loop: str
     kernels: list[str]
+    huge_page_bytes: int
     stats: dict
 
     @classmethod
@@ -46,6 +48,7 @@ class Report:
             declined=dict(declined),
             loop=loop_reason or "fast",
             kernels=[str(status) for status in loader.status().values() if status.native],
+            huge_page_bytes=state.huge_page_bytes,
             stats=state.stats.to_dict(),
         )
 
@@ -64,6 +67,8 @@ class Report:
     def __str__(self) -> str:
         lines = self.parts()
         lines += [f"  kernels: {line}" for line in self.kernels] or ["  kernels: none, PyTorch references"]
+        if self.huge_page_bytes:
+            lines.append(f"  memory: {self.huge_page_bytes / 1e9:.2f} GB of weights in pages of 2 MB")
         stats = self.stats
         if stats["fast_tokens"] or stats["fallback_tokens"]:
             speed = stats["last_tokens_per_second"]
