@@ -131,7 +131,8 @@ def patch(
 ) -> nn.Module:
     """Speed up ``model`` in place: its modules' forwards, its KV cache and its ``generate()`` loop.
 
-    Classes and weights are not touched; ``unpatch(model)`` restores the model bit for bit. What cannot be sped up
+    Classes and weights are not touched, except that Linux is asked to keep weights in host memory in pages of 2 MB, at
+    the same addresses; ``unpatch(model)`` restores the model bit for bit. What cannot be sped up
     runs stock code and is counted with a reason (``report(model)``).
 
     Args:
