@@ -1,0 +1,104 @@
+"""What the benchmarks compare with, as far as it can be wrong without being noticed."""
+
+from __future__ import annotations
+
+import io
+import struct
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from models import CPU, build, pair, prompt
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
+
+import engines  # noqa: E402
+import gguf  # noqa: E402
+
+
+class Reader:
+    """Enough of the GGUF format, by its specification, to read a file back."""
+
+    def __init__(self, data: bytes):
+        self.data, self.at = data, 0
+        magic, version, tensors, pairs = self.take("<4sIQQ")
+        assert (magic, version) == (b"GGUF", 3)
+        self.metadata = dict(self.pair() for _ in range(pairs))
+        self.tensors = {}
+        for _ in range(tensors):
+            name, (rank,) = self.text(), self.take("<I")
+            shape = self.take(f"<{rank}Q")[::-1]
+            self.tensors[name] = (shape, *self.take("<IQ"))
+        self.start = -(-self.at // 32) * 32
+
+    def take(self, layout: str) -> tuple:
+        values = struct.unpack_from(layout, self.data, self.at)
+        self.at += struct.calcsize(layout)
+        return values
+
+    def text(self) -> str:
+        (length,) = self.take("<Q")
+        return self.take(f"<{length}s")[0].decode()
+
+    def pair(self) -> tuple:
+        key, (kind,) = self.text(), self.take("<I")
+        return key, self.text() if kind == 8 else self.take({4: "<I", 6: "<f"}[kind])[0]
+
+    def tensor(self, name: str) -> torch.Tensor:
+        shape, kind, offset = self.tensors[name]
+        assert offset % 32 == 0
+        dtype = {0: torch.float32, 1: torch.float16, 30: torch.bfloat16}[kind]
+        count, begin = torch.Size(shape).numel(), self.start + offset
+        return torch.frombuffer(bytearray(self.data[begin : begin + count * dtype.itemsize]), dtype=dtype).view(shape)
+
+
+@pytest.mark.parametrize("dtype", (torch.float32, torch.float16, torch.bfloat16), ids=str)
+@pytest.mark.parametrize("tied", (True, False), ids=("tied", "untied"))
+def test_gguf_file_has_the_models_sizes(tied, dtype):
+    model = build("llama", tie_word_embeddings=tied).to(dtype)
+    file = io.BytesIO()
+    gguf.write(file, model.config, dtype)
+    read = Reader(file.getvalue())
+    config = model.config
+    assert read.metadata["llama.block_count"] == config.num_hidden_layers
+    assert read.metadata["llama.attention.head_count_kv"] == config.num_key_value_heads
+    assert read.metadata["llama.vocab_size"] == config.vocab_size
+    matrices = [name for name, (shape, *_) in read.tensors.items() if len(shape) == 2]
+    assert all(read.tensor(name).dtype == dtype for name in matrices)
+    weights = {p.data_ptr(): p for p in model.parameters()}.values()
+    shapes = sorted(shape for shape, *_ in read.tensors.values())
+    assert shapes == sorted(tuple(p.shape) for p in weights if p.numel())
+    for name in read.tensors:
+        values = read.tensor(name).float()
+        assert values.isfinite().all() and (values.std() > 0 if name in matrices else (values == 1).all())
+
+
+def test_filled_caches_are_alike():
+    stock, ours = pair("llama", CPU)
+    cache = engines.random_cache(stock, 2, 30)
+    text = torch.cat((prompt(CPU, 2, 30), prompt(CPU, 2, 1, seed=1)), dim=1)
+    found = []
+    for name, model in (("stock", stock), ("ours", ours)):
+        mine = engines.copied_cache(name, cache)
+        assert mine.get_seq_length() == 30 and mine is not cache
+        options = dict(attention_mask=torch.ones_like(text), max_new_tokens=8, do_sample=False)
+        found.append(model.generate(text, past_key_values=mine, **options))
+    assert torch.equal(*found)
+
+
+def test_llama_bench_is_asked_for_decode_alone(tmp_path, monkeypatch):
+    program, file = tmp_path / "llama-bench", tmp_path / "model.gguf"
+    program.write_text(f'#!/bin/sh\necho "$@" > {tmp_path}/asked\necho \'[{{"avg_ns": 3000000000}}]\'\n')
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(FileNotFoundError, match="no file .*gguf.py writes one"):
+        engines.LlamaBench(file)
+    file.touch()
+    assert engines.LlamaBench(file).seconds_per_token(context=77, new_tokens=6) == pytest.approx(0.5)
+    asked = (tmp_path / "asked").read_text().split()
+    options = dict(zip(asked[::2], asked[1::2]))
+    assert (options["-m"], options["-p"], options["-n"], options["-d"]) == (str(file), "0", "6", "77")
+    program.unlink()
+    with pytest.raises(FileNotFoundError, match="not on PATH"):
+        engines.LlamaBench(file)
