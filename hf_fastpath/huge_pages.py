@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import functools
 import sys
 from collections.abc import Iterable
 
@@ -15,12 +16,15 @@ PAGE_BYTES = 2 << 20
 _HUGE_PAGE, _COLLAPSE = 14, 25
 
 
+@functools.cache
+def _libc() -> ctypes.CDLL | None:
+    return ctypes.CDLL(None) if sys.platform.startswith("linux") else None
+
+
 def _madvise(address: int, num_bytes: int, advice: int) -> bool:
     """Whether the kernel took the advice."""
-    if not sys.platform.startswith("linux"):
-        return False
-    libc = ctypes.CDLL(None)
-    return libc.madvise(ctypes.c_void_p(address), ctypes.c_size_t(num_bytes), advice) == 0
+    libc = _libc()
+    return libc is not None and libc.madvise(ctypes.c_void_p(address), ctypes.c_size_t(num_bytes), advice) == 0
 
 
 def _advise(tensor: torch.Tensor, advice: int) -> int:
