@@ -132,8 +132,8 @@ def patch(
     """Speed up ``model`` in place: its modules' forwards, its KV cache and its ``generate()`` loop.
 
     Classes and weights are not touched, except that Linux is asked to keep weights in host memory in pages of 2 MB, at
-    the same addresses; ``unpatch(model)`` restores the model bit for bit. What cannot be sped up
-    runs stock code and is counted with a reason (``report(model)``).
+    the same addresses; ``unpatch(model)`` restores the model bit for bit. What cannot be sped up runs stock code and is
+    counted with a reason (``report(model)``).
 
     Args:
         model: a transformers causal LM on the CPU or a CUDA device.

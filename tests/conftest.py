@@ -12,7 +12,7 @@ import transformers
 from hf_fastpath import build, loader
 from hf_fastpath.registry import FLOAT_DTYPES
 
-pytest.register_assert_rewrite("checks", "memory", "parity", "models", "architecture_checks")
+pytest.register_assert_rewrite("checks", "linear_checks", "memory", "parity", "models", "architecture_checks")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -6,7 +6,6 @@
 
 namespace hf_fastpath {
 
-constexpr int64_t kMaxQueryLen = 16;
 constexpr int64_t kTableColumns = 3;  // of a kv_table row: address of K, address of V, capacity
 
 struct KvCache {

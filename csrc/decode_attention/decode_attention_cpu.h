@@ -5,6 +5,8 @@
 
 namespace hf_fastpath {
 
+constexpr int64_t kMaxQueryLen = 16;
+
 // A chunk of the cache of one KV head, and where its partial result goes.
 struct AttentionChunk {
   DType kv_dtype;

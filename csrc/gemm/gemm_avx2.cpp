@@ -35,9 +35,7 @@ struct Vector8 {
 
 void gemm_strip_avx2(const GemmArgs& args, int64_t row_begin, int64_t row_end, int64_t begin, int64_t end,
                      float* scratch) {
-  if (args.dtype == DType::kFloat16)
-    return strip<Vector8, F16>(args, row_begin, row_end, begin, end, scratch);
-  strip<Vector8, BF16>(args, row_begin, row_end, begin, end, scratch);
+  strip<Vector8>(args, row_begin, row_end, begin, end, scratch);
 }
 
 void finish_rows_avx2(const FinishArgs& args, int64_t begin, int64_t end) {

@@ -34,9 +34,7 @@ struct Vector16 {
 
 void gemm_strip_avx512(const GemmArgs& args, int64_t row_begin, int64_t row_end, int64_t begin, int64_t end,
                        float* scratch) {
-  if (args.dtype == DType::kFloat16)
-    return strip<Vector16, F16>(args, row_begin, row_end, begin, end, scratch);
-  strip<Vector16, BF16>(args, row_begin, row_end, begin, end, scratch);
+  strip<Vector16>(args, row_begin, row_end, begin, end, scratch);
 }
 
 }  // namespace hf_fastpath

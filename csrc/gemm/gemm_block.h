@@ -164,8 +164,8 @@ void multiply_rows(const float* x, int64_t rows, const float* panel, int64_t dep
 }
 
 template <class Vector, class Element>
-void strip(const GemmArgs& args, int64_t row_begin, int64_t row_end, int64_t begin, int64_t end,
-           float* scratch) {
+void strip_of(const GemmArgs& args, int64_t row_begin, int64_t row_end, int64_t begin, int64_t end,
+              float* scratch) {
   using Storage = typename Element::Storage;
   constexpr int kN = 2 * Vector::kWidth;
   const int64_t rows = row_end - row_begin, stride = args.weight_stride;
@@ -200,6 +200,14 @@ void strip(const GemmArgs& args, int64_t row_begin, int64_t row_end, int64_t beg
           residual != nullptr ? residual + at : nullptr, static_cast<Storage*>(args.out) + at, end - begin);
     }
   });
+}
+
+// A GemmStrip in float16 or bfloat16.
+template <class Vector>
+void strip(const GemmArgs& args, int64_t row_begin, int64_t row_end, int64_t begin, int64_t end,
+           float* scratch) {
+  const bool half = args.dtype == DType::kFloat16;
+  (half ? strip_of<Vector, F16> : strip_of<Vector, BF16>)(args, row_begin, row_end, begin, end, scratch);
 }
 
 }  // namespace

@@ -1,9 +1,8 @@
 // What: adds the bias, rotates the new queries and keys (half-split pairs), writes keys and values into their
 //   cache slots and the queries to q_out; one rounding to each destination's type.
 // Work split: a thread takes kElems pairs of a head of a token: elements p and p + rotary_dim / 2 of the
-// rotated
-//   part, neighboring runs of the rest; 16 bytes at a time where shapes allow it. grid.x counts the tokens of
-//   all rows, grid.y covers the pairs of a token.
+//   rotated part, neighboring runs of the rest; 16 bytes at a time where shapes allow it. grid.x counts the
+//   tokens of all rows, grid.y covers the pairs of a token.
 // Traffic: qkv, bias, cos and sin read once, q_out and the new cache slots written once.
 // Roofline: latency of two dependent loads (the table or the lengths, then the slot's address); a few KB a
 //   token. 1.8 us for one token of 32/8 heads of 128, float16, in a CUDA graph (H200, 2026-11).
@@ -28,7 +27,7 @@ __global__ void __launch_bounds__(kThreads) rope_append_kernel(RopeAppendParams 
   const int index = blockIdx.y * kThreads + threadIdx.x;
   if (index >= heads * units) return;
   const int head = index / units, unit = index % units;
-  const int token = blockIdx.x, row = token / p.query_len, step = token % p.query_len;
+  const int token = blockIdx.x, row = token / p.query_len;
 
   const bool is_value = head >= p.num_heads + p.num_kv_heads;
   const int half = is_value ? 0 : p.rotary_dim / 2;

@@ -5,9 +5,10 @@ from __future__ import annotations
 import torch
 
 from ..registry import OpSpec, Sample, nbytes, register, shape_reason, tensor_reasons
-from .kv_cache import MAX_QUERY_LEN, cache_reasons, positions, refuse_kv_table, slot_positions
+from .kv_cache import cache_reasons, positions, refuse_kv_table, slot_positions
 
 MIN_HEAD_DIM, MAX_HEAD_DIM = 32, 256
+MAX_QUERY_LEN = 16
 
 
 def reference(

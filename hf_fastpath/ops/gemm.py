@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import torch
 
-from ..registry import OpSpec, Sample, choice_reason, nbytes, register, shape_reason, tensor_reasons
-from .fused_swiglu import activate
-from .gemv import ACTIVATIONS, weight_reason
+from ..registry import OpSpec, Sample, nbytes, register, tensor_reasons
+from .gemv import ACTIVATIONS, product_reasons
+from .gemv import reference as of_few_rows
 
 
 def reference(
@@ -38,9 +38,7 @@ def reference(
 
     Source: ``torch.nn.Linear``; transformers ``pytorch_utils.py@5.17``, ``Conv1D``.
     """
-    out = torch.nn.functional.linear(x, weight.t() if transposed else weight, bias)
-    out = activate(out, activation)
-    return (out if residual is None else out + residual).contiguous()
+    return of_few_rows(x, weight, bias, residual, activation, transposed).contiguous()
 
 
 def fake(x, weight, bias=None, residual=None, activation="none", transposed=False):
@@ -51,12 +49,7 @@ def why_not(x, weight, bias=None, residual=None, activation="none", transposed=F
     reasons = tensor_reasons(x, weight=weight, bias=bias, residual=residual)
     if not x.dim() or not x.shape[-1]:
         reasons.append(f"x has shape {tuple(x.shape)}, expected [..., in_features] with at least one feature")
-    reasons += weight_reason("weight", x, weight, transposed)
-    if weight.dim() == 2 and x.dim():
-        out_features = weight.shape[1 if transposed else 0]
-        reasons += shape_reason("bias", bias, (out_features,))
-        reasons += shape_reason("residual", residual, (*x.shape[:-1], out_features))
-    return reasons + choice_reason("activation", activation, ACTIVATIONS)
+    return reasons + product_reasons(x, weight, bias, residual, activation, transposed)
 
 
 def moved(x, weight, bias=None, residual=None, activation="none", transposed=False) -> int:

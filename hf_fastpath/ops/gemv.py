@@ -92,6 +92,16 @@ def weight_reason(name: str, x: torch.Tensor, weight: torch.Tensor, transposed: 
     return [] if weight.stride(1) == 1 else [f"{name} has strides {weight.stride()}: make its rows contiguous"]
 
 
+def product_reasons(x, weight, bias, residual, activation: str, transposed: bool) -> list[str]:
+    """Reasons why these are no arguments of a linear layer, its activation and a residual."""
+    reasons = weight_reason("weight", x, weight, transposed)
+    if weight.dim() == 2:
+        out_features = weight.shape[1 if transposed else 0]
+        reasons += shape_reason("bias", bias, (out_features,))
+        reasons += shape_reason("residual", residual, (*x.shape[:-1], out_features))
+    return reasons + choice_reason("activation", activation, ACTIVATIONS)
+
+
 def why_not(
     x,
     weight,
@@ -108,12 +118,8 @@ def why_not(
 ) -> list[str]:
     reasons = tensor_reasons(x, weight=weight, bias=bias, residual=residual, next_weight=next_weight)
     reasons += norm_reasons(x, norm, norm_weight, norm_bias)
-    reasons += rows_reason(x) + weight_reason("weight", x, weight, transposed)
-    if weight.dim() == 2:
-        out_features = weight.shape[1 if transposed else 0]
-        reasons += shape_reason("bias", bias, (out_features,))
-        reasons += shape_reason("residual", residual, (*x.shape[:-1], out_features))
-    return reasons + choice_reason("activation", activation, ACTIVATIONS)
+    reasons += rows_reason(x)
+    return reasons + product_reasons(x, weight, bias, residual, activation, transposed)
 
 
 def moved(

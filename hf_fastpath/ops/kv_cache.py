@@ -6,7 +6,6 @@ import torch
 
 from ..registry import FLOAT_DTYPES
 
-MAX_QUERY_LEN = 16
 #: columns of a ``kv_table`` row: address of K, address of V, capacity in positions
 KV_TABLE_COLUMNS = 3
 

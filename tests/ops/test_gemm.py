@@ -9,7 +9,13 @@ from pathlib import Path
 
 import pytest
 import torch
-from checks import DTYPES, assert_exact, assert_matches, common_tests, is_native, over_dtypes, small_integers
+from checks import DTYPES, assert_matches, common_tests, is_native, over_dtypes
+from linear_checks import (
+    exact_on_integers,
+    ignores_gaps_between_weight_rows,
+    over_layouts,
+    reference_is_the_models_layers,
+)
 from memory import same_bits
 
 from hf_fastpath.ops.gemm import SPEC
@@ -17,7 +23,6 @@ from hf_fastpath.ops.gemv import ACTIVATIONS
 from hf_fastpath.registry import Sample
 
 ROOT = Path(__file__).resolve().parents[2]
-over_layouts = pytest.mark.parametrize("transposed", (False, True), ids=("linear", "conv1d"))
 
 
 def odd_sizes(device, dtype):
@@ -42,17 +47,14 @@ def odd_sizes(device, dtype):
 globals().update(common_tests(SPEC, odd_sizes))
 
 
-def exact_on_integers(device, dtype, transposed):
-    for rows, k, n in ((17, 111, 37), (40, 2000, 65), (21, 64, 165), (200, 768, 40), (70, 129, 331)):
-        x, weight = small_integers(device, dtype, (rows, k), (n, k))
-        weight = weight.t().contiguous() if transposed else weight
-        bias, residual = (torch.randint(-9, 10, s, device=device).to(dtype) for s in ((n,), (rows, n)))
-        assert_exact(SPEC, Sample(x, weight, transposed=transposed))
-        assert_exact(SPEC, Sample(x, weight, bias, residual, "none", transposed))
-        assert_exact(SPEC, Sample(x, weight, bias, residual, "relu", transposed))
+def integers(device, dtype, transposed):
+    """Bit for bit: a skipped or doubled product cannot hide in rounding."""
+    sizes = ((17, 111, 37), (40, 2000, 65), (21, 64, 165), (200, 768, 40), (70, 129, 331))
+    exact_on_integers(SPEC, sizes, device, dtype, transposed)
 
 
-def uses_every_weight_once(device, dtype, transposed):
+def every_weight_once(device, dtype, transposed):
+    """Unit vectors as x pick out single weights, whatever their value."""
     for k, n in ((45, 23), (300, 140)):
         weight = torch.randn(n, k, device=device).to(dtype)
         stored = weight.t().contiguous() if transposed else weight
@@ -61,6 +63,7 @@ def uses_every_weight_once(device, dtype, transposed):
 
 
 def special_values(device, dtype, transposed):
+    """NaN and infinity reach exactly the outputs they belong to."""
     nan, inf = float("nan"), float("inf")
     x = torch.randn(20, 300, device=device).to(dtype)
     weight = torch.randn(50, 300, device=device).to(dtype) / 16
@@ -73,50 +76,30 @@ def special_values(device, dtype, transposed):
     assert clean[:, [i for i in range(50) if i not in (3, 7, 9)]].isfinite().all()
 
 
-def ignores_gaps_between_rows(device, dtype, transposed):
-    x = torch.randn(30, 40 if transposed else 57, device=device).to(dtype)
-    for start in range(9):
-        wide = torch.full((40, 80), float("nan"), device=device, dtype=dtype)
-        wide[:, start : start + 57] = torch.randn(40, 57, device=device) * 0.1
-        assert_matches(SPEC, Sample(x, wide[:, start : start + 57], transposed=transposed))
+def gaps_between_weight_rows(device, dtype, transposed):
+    """NaN between the rows of a column slice must not leak in."""
+    ignores_gaps_between_weight_rows(SPEC, 30, device, dtype, transposed)
+
+
+CHECKS = (integers, every_weight_once, special_values, gaps_between_weight_rows)
 
 
 @over_dtypes
 @over_layouts
-def test_gemm_exact_on_integers(device, dtype, transposed):
-    """Bit for bit: a skipped or doubled product cannot hide in rounding."""
-    exact_on_integers(device, dtype, transposed)
-
-
-@over_dtypes
-@over_layouts
-def test_gemm_uses_every_weight_once(device, dtype, transposed):
-    """Unit vectors as x pick out single weights, whatever their value."""
-    uses_every_weight_once(device, dtype, transposed)
-
-
-@over_dtypes
-@over_layouts
-def test_gemm_special_values(device, dtype, transposed):
-    """NaN and infinity reach exactly the outputs they belong to."""
-    special_values(device, dtype, transposed)
-
-
-@over_dtypes
-@over_layouts
-def test_gemm_ignores_gaps_between_weight_rows(device, dtype, transposed):
-    """Rows of a column slice, at every alignment; NaN in the rest of the wide matrix must not leak in."""
-    ignores_gaps_between_rows(device, dtype, transposed)
+@pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
+def test_gemm_of(check, device, dtype, transposed):
+    check(device, dtype, transposed)
 
 
 @pytest.mark.parametrize("dtype", (torch.float16, torch.bfloat16))
 @over_layouts
 def test_gemm_in_pieces(dtype, transposed):
-    """More rows than are widened at a time; their number and their neighbors change no bit of a row."""
+    """More rows than are widened at a time."""
     in_pieces(dtype, transposed, rows=4700)
 
 
 def in_pieces(dtype, transposed, rows):
+    """Whether the number of rows, and the neighbors of a row, change no bit of it; PyTorch's products promise less."""
     x, weight = torch.randn(rows, 2100).to(dtype), (torch.randn(70, 2100) / 45).to(dtype)
     residual = torch.randn(rows, 70).to(dtype)
     stored = weight.t().contiguous() if transposed else weight
@@ -150,7 +133,7 @@ def every_way(isa: str) -> None:
                 for sample in samples(device, dtype):
                     assert_matches(SPEC, sample, isa)
             for transposed in (False, True):
-                for check in (exact_on_integers, uses_every_weight_once, special_values, ignores_gaps_between_rows):
+                for check in CHECKS:
                     check(device, dtype, transposed)
     for dtype in DTYPES[1:]:
         same = in_pieces(dtype, False, rows=4700)
@@ -158,16 +141,7 @@ def every_way(isa: str) -> None:
 
 
 def test_gemm_reference_is_the_models_layers():
-    from transformers.pytorch_utils import Conv1D
-
-    x, weight, bias = torch.randn(30, 24), torch.randn(10, 24), torch.randn(10)
-    linear, conv = torch.nn.Linear(24, 10), Conv1D(10, 24)
-    with torch.no_grad():
-        linear.weight.copy_(weight), linear.bias.copy_(bias)
-        assert same_bits(SPEC.reference(x, linear.weight, linear.bias), linear(x))
-        x, weight, bias = (torch.randint(-3, 4, t.shape).float() for t in (x, weight, bias))  # exact in any order
-        conv.weight.copy_(weight.t()), conv.bias.copy_(bias)
-        assert torch.equal(SPEC.reference(x, conv.weight, conv.bias, transposed=True), conv(x))
+    reference_is_the_models_layers(SPEC, rows=30)
 
 
 if __name__ == "__main__":

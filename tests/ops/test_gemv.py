@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import pytest
 import torch
-from checks import assert_exact, assert_matches, common_tests, over_dtypes, small_integers
+from checks import assert_matches, common_tests, over_dtypes
+from linear_checks import (
+    exact_on_integers,
+    ignores_gaps_between_weight_rows,
+    over_layouts,
+    reference_is_the_models_layers,
+)
 from memory import same_bits
 
 from hf_fastpath.ops.gemv import ACTIVATIONS, MAX_ROWS, SPEC
 from hf_fastpath.registry import Sample
-
-over_layouts = pytest.mark.parametrize("transposed", (False, True), ids=("linear", "conv1d"))
 
 
 def odd_sizes(device, dtype):
@@ -45,14 +49,8 @@ globals().update(common_tests(SPEC, odd_sizes))
 @over_dtypes
 @over_layouts
 def test_gemv_exact_on_integers(device, dtype, transposed):
-    """Bit for bit: a skipped or doubled product cannot hide in rounding."""
-    for rows, k, n in ((1, 111, 37), (1, 2000, 65), (2, 64, 65), (4, 768, 40), (7, 129, 33), (16, 1000, 19)):
-        x, weight = small_integers(device, dtype, (rows, k), (n, k))
-        weight = weight.t().contiguous() if transposed else weight
-        bias, residual = (torch.randint(-9, 10, s, device=device).to(dtype) for s in ((n,), (rows, n)))
-        assert_exact(SPEC, Sample(x, weight, transposed=transposed))
-        assert_exact(SPEC, Sample(x, weight, bias, residual, "none", transposed))
-        assert_exact(SPEC, Sample(x, weight, bias, residual, "relu", transposed))
+    sizes = ((1, 111, 37), (1, 2000, 65), (2, 64, 65), (4, 768, 40), (7, 129, 33), (16, 1000, 19))
+    exact_on_integers(SPEC, sizes, device, dtype, transposed)
 
 
 @over_dtypes
@@ -90,12 +88,7 @@ def test_gemv_special_values(device, dtype, transposed):
 @over_dtypes
 @over_layouts
 def test_gemv_ignores_gaps_between_weight_rows(device, dtype, transposed):
-    """Rows of a column slice, at every alignment; NaN in the rest of the wide matrix must not leak in."""
-    x = torch.randn(3, 40 if transposed else 57, device=device).to(dtype)
-    for start in range(9):
-        wide = torch.full((40, 80), float("nan"), device=device, dtype=dtype)
-        wide[:, start : start + 57] = torch.randn(40, 57, device=device) * 0.1
-        assert_matches(SPEC, Sample(x, wide[:, start : start + 57], transposed=transposed))
+    ignores_gaps_between_weight_rows(SPEC, 3, device, dtype, transposed)
 
 
 @over_layouts
@@ -117,16 +110,7 @@ def test_gemv_refuses_too_many_rows(device):
 
 
 def test_gemv_reference_is_the_models_layers():
-    from transformers.pytorch_utils import Conv1D
-
-    x, weight, bias = torch.randn(3, 24), torch.randn(10, 24), torch.randn(10)
-    linear, conv = torch.nn.Linear(24, 10), Conv1D(10, 24)
-    with torch.no_grad():
-        linear.weight.copy_(weight), linear.bias.copy_(bias)
-        assert same_bits(SPEC.reference(x, linear.weight, linear.bias), linear(x))
-        x, weight, bias = (torch.randint(-3, 4, t.shape).float() for t in (x, weight, bias))  # exact in any order
-        conv.weight.copy_(weight.t()), conv.bias.copy_(bias)
-        assert torch.equal(SPEC.reference(x, conv.weight, conv.bias, transposed=True), conv(x))
+    reference_is_the_models_layers(SPEC, rows=3)
 
 
 @pytest.mark.parametrize("dtype", (torch.float16, torch.bfloat16))
