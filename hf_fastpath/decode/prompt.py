@@ -188,12 +188,7 @@ def _linear(x, weight, bias=None, transposed=False, residual=None, activation="n
     """As ``ops.gemm``, whose place PyTorch takes where no kernel is: that op's reference would go through Python."""
     if x.device.type in ops.gemm.native:
         return ops.gemm.overload(x, weight, bias, residual, activation, transposed)
-    if transposed:
-        rows = x.flatten(0, -2)
-        out = torch.mm(rows, weight) if bias is None else torch.addmm(bias, rows, weight)
-        out = out.unflatten(0, x.shape[:-1])
-    else:
-        out = nn.functional.linear(x, weight, bias)
+    out = nn.functional.linear(x, weight.t() if transposed else weight, bias)
     if activation != "none":
         out = _ACTIVATIONS[activation](out)
     return out if residual is None else out.add_(residual)
