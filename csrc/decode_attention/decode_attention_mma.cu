@@ -174,7 +174,7 @@ __global__ void __launch_bounds__(kWarps* kWarpSize, 1) decode_attention_mma_ker
   constexpr int kStep = kWarps * kTile;
   using Results = WarpResults<kWarps, kDims>;
   static_assert(Results::bytes(kRows) <= kTilesBytes, "a warp's result replaces its tiles");
-  extern __shared__ __align__(16) char shared[];
+  extern __shared__ __align__(128) char shared[];  // bulk copies to other addresses are slower
 
   const int lane = threadIdx.x % kWarpSize, warp = threadIdx.x / kWarpSize;
   const int g = lane / 4, q = lane % 4;  // as in common/mma.cuh

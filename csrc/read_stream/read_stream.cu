@@ -156,7 +156,7 @@ __device__ __forceinline__ void copy_slot(uint4* slot, const void* source, uint6
 template <class T>
 __global__ void __launch_bounds__(kThreads) read_bulk_kernel(Span<T> span, float* out) {
 #if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 900
-  extern __shared__ uint4 ring[];
+  extern __shared__ __align__(128) uint4 ring[];
   __shared__ uint64_t full[kStages], empty[kStages];
   if (threadIdx.x == 0) {
     for (int stage = 0; stage < kStages; ++stage) {
