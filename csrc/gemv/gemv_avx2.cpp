@@ -1,18 +1,17 @@
 // What: out = activation(x @ W.T + bias) + residual, or activation(x @ W.T) * (x @ U.T), for 1 to 16 rows of
 //   x, with the weight as nn.Linear stores it ([out, in]) or as Conv1D does ([in, out]). Float32 sums,
 //   rounded once.
-// Work split: Linear: a thread owns a contiguous range of outputs. It walks its range as four streams, each
-// an
-//   unbroken piece of memory, which share the loads of x; several streams keep more of the hardware
-//   prefetchers and line buffers busy than one does, and long ones are what those prefetchers follow. Conv1D:
-//   a thread owns a range of inputs (and, with many threads, of outputs) and walks it as eight streams, too;
+// Work split: Linear: a thread owns ranges of outputs. It walks a range as four or six streams, each an
+//   unbroken piece of memory; several streams keep more of the hardware prefetchers and line buffers busy
+//   than one does, and long ones are what those prefetchers follow. gemv_linear.h has the product. Conv1D: a
+//   thread owns a range of inputs (and, with many threads, of outputs) and walks it as eight streams, too;
 //   partial sums of the ranges are added in order afterwards.
 // Traffic: the weight once, out_features * in_features * element size; x, bias and outputs are small. Conv1D
 //   adds two float32 passes over parts * rows * out_features.
-// Roofline: read bandwidth for one row of x, then arithmetic: with eight rows half of either. Of a plain read
-//   of the same memory (two threads, 25 to 28 GB/s, Xeon 2.6 GHz, 2026-11), all matrices of TinyLlama one
-//   after the other: Linear 100 % in every type. Conv1D, of R, 2.8 GHz: 73 to 98 % in 16-bit types, 89 to
-//   107 % in float32.
+// Roofline: read bandwidth up to four rows of x, then arithmetic. Of a plain read of the same memory (two
+//   threads, 35 GB/s, Xeon 2.6 GHz, 2026-11), all matrices of TinyLlama one after the other: Linear, 16-bit
+//   types, 94 % for one and two rows, 91 for four, 55 to 61 for eight (155 to 165 GFLOP/s; a loop of FMAs
+//   reaches 217). Conv1D, of R, 2.8 GHz: 73 to 98 % in 16-bit types, 89 to 107 % in float32.
 #include "gemv/gemv_linear.h"
 
 namespace hf_fastpath {

@@ -1,4 +1,12 @@
-// HEADER
+// What: out = activation(x @ W.T + bias) + residual, or activation(x @ W.T) * (x @ U.T), for 1 to 16 rows of
+//   x, with the weight as nn.Linear stores it ([out, in]). Float32 sums, rounded once. gemv_linear.h has the
+//   product, for vectors of 16 values here.
+// Work split: as in gemv_avx2.cpp, with up to eight rows of x at a time.
+// Traffic: the weight once.
+// Roofline: read bandwidth up to four rows of x, then arithmetic. All matrices of TinyLlama one after the
+// other,
+//   two threads, Xeon with AMX, 2026-11, of a plain read of the same memory: 16-bit types 94 % for one to
+//   four rows, 70 % for eight (200 GFLOP/s, a loop of FMAs reaches 404 to 426), float32 91 %.
 #include <type_traits>
 
 #include "gemv/gemv_linear.h"
@@ -19,15 +27,19 @@ struct Vector16 {
   }
   template <class Element>
   HF_INLINE Type weight(const typename Element::Storage* from) {
-    if constexpr (std::is_same_v<Element, F32>) return _mm512_loadu_ps(from);
-    else return widen<Element>(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(from)));
+    if constexpr (std::is_same_v<Element, F32>)
+      return _mm512_loadu_ps(from);
+    else
+      return widen<Element>(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(from)));
   }
   // The first `count` < 16 values, zeros behind them.
   template <class Element>
   HF_INLINE Type weight(const typename Element::Storage* from, int64_t count) {
     const auto mask = static_cast<__mmask16>((1u << count) - 1);
-    if constexpr (std::is_same_v<Element, F32>) return _mm512_maskz_loadu_ps(mask, from);
-    else return widen<Element>(_mm256_maskz_loadu_epi16(mask, from));
+    if constexpr (std::is_same_v<Element, F32>)
+      return _mm512_maskz_loadu_ps(mask, from);
+    else
+      return widen<Element>(_mm256_maskz_loadu_epi16(mask, from));
   }
   HF_INLINE Type add(Type a, Type b) { return _mm512_add_ps(a, b); }
   HF_INLINE Type fma(Type a, Type b, Type c) { return _mm512_fmadd_ps(a, b, c); }

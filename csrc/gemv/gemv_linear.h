@@ -9,8 +9,14 @@
 namespace hf_fastpath {
 namespace {
 
-// Streams of weight rows. More do not read faster.
-constexpr int kRowStreams = 6;
+// Streams of weight rows: four reach the read bandwidth. With more than two rows of x, six, three of which
+// pass over a block of x at once: as many sums as registers hold, and x read from the second-level cache less
+// often.
+constexpr int kFewStreams = 4, kRowStreams = 6;
+constexpr int64_t kFewRows = 2;
+// How far ahead in its stream a row is prefetched: past the end of a page, where the hardware prefetchers
+// stop.
+constexpr int64_t kRowAheadBytes = 2048;
 // Inputs of a block: the rows of x stay in the first-level cache while the streams pass over them in turn.
 // Its sums are one chain of float32 before they are added to the total: short chains round less.
 constexpr int64_t kBlock = 256;
@@ -24,11 +30,12 @@ struct TileRows {
 };
 
 // total[r * kMaxRows + m] += sum over n inputs of w[r] * x[m], lane by lane, for kW weight rows and kM rows
-// of x. Reads the block that follows ahead: past the end of a page, where the hardware prefetchers stop.
+// of x.
 template <class Vector, class Element, int kW, int kM>
 HF_INLINE void accumulate(const typename Element::Storage* const* rows, const float* x, int64_t x_stride,
                           int64_t n, bool prefetch, typename Vector::Type* total) {
   constexpr int64_t kLine = kCacheLineBytes / static_cast<int64_t>(sizeof(typename Element::Storage));
+  constexpr int64_t kAhead = kRowAheadBytes / static_cast<int64_t>(sizeof(typename Element::Storage));
   // All loops over the sums are unrolled where GCC is told so: it keeps them in memory otherwise.
   typename Vector::Type sum[kW][kM];
   const typename Element::Storage* w[kW];
@@ -56,7 +63,7 @@ HF_INLINE void accumulate(const typename Element::Storage* const* rows, const fl
     if (prefetch) {
 #pragma GCC unroll 8
       for (int r = 0; r < kW; ++r) {
-        _mm_prefetch(reinterpret_cast<const char*>(w[r] + k + kBlock), _MM_HINT_T0);
+        _mm_prefetch(reinterpret_cast<const char*>(w[r] + k + kAhead), _MM_HINT_T0);
       }
     }
     for (int64_t j = 0; j < kLine; j += Vector::kWidth) step(k + j, whole);
@@ -72,8 +79,7 @@ HF_INLINE void accumulate(const typename Element::Storage* const* rows, const fl
   }
 }
 
-// As above for `rows` rows of x, at most kM, and all weight rows of a tile. One or two rows of x leave
-// registers for more weight rows at once.
+// As above for `rows` rows of x, at most kM, and all weight rows of a tile.
 template <class Vector, class Element, int kTile, int kM>
 void accumulate_rows(int64_t rows, const TileRows<Element, kTile>& w, const float* x, int64_t x_stride,
                      int64_t n, bool prefetch, typename Vector::Type* total) {
@@ -82,8 +88,7 @@ void accumulate_rows(int64_t rows, const TileRows<Element, kTile>& w, const floa
       return accumulate_rows<Vector, Element, kTile, kM - 1>(rows, w, x, x_stride, n, prefetch, total);
     }
   }
-  constexpr int kAtOnce = kM <= 2 ? 6 : 3, kW = kAtOnce < kTile ? kAtOnce : kTile;
-  static_assert(kTile % kW == 0);
+  constexpr int kW = kTile == kRowStreams ? kTile / 2 : kTile;
   for (int r = 0; r < kTile; r += kW) {
     accumulate<Vector, Element, kW, kM>(w.row + r, x, x_stride, n, prefetch, total + r * kMaxRows);
   }
@@ -105,19 +110,21 @@ void dot_tile(const LinearArgs& args, TileRows<Element, kTile> w, float* const (
   for (int r = 0; r < kTile; ++r) {
     for (int64_t m = 0; m < args.rows; ++m) total[r * kMaxRows + m] = Vector::zero();
   }
-  const int64_t groups = (args.rows + Vector::kRows - 1) / Vector::kRows;
+  constexpr int kMost = kTile == kFewStreams ? kFewRows : Vector::kRows;
+  const int64_t groups = (args.rows + kMost - 1) / kMost;
   for (int64_t k = 0; k < args.in_features; k += kBlock) {
     const int64_t n = min_of(kBlock, args.in_features - k);
     for (int64_t g = 0, m = 0; g < groups; ++g) {
       const int64_t rows = (args.rows - m + groups - g - 1) / (groups - g);
-      accumulate_rows<Vector, Element, kTile, Vector::kRows>(rows, w, args.x + m * args.x_stride + k,
-                                                             args.x_stride, n, m == 0, total + m);
+      accumulate_rows<Vector, Element, kTile, kMost>(rows, w, args.x + m * args.x_stride + k, args.x_stride,
+                                                     n, m == 0, total + m);
       m += rows;
     }
     for (int r = 0; r < kTile; ++r) w.row[r] += n;
   }
   for (int r = 0; r < kTile; ++r) {
-    for (int64_t m = 0; m < args.rows; ++m) y[r][m * kRun] = rounded_sum(Vector::half(total[r * kMaxRows + m]));
+    for (int64_t m = 0; m < args.rows; ++m)
+      y[r][m * kRun] = rounded_sum(Vector::half(total[r * kMaxRows + m]));
   }
 }
 
@@ -173,11 +180,14 @@ template <class Vector>
 HF_INLINE void linear_range(const LinearArgs& args, int64_t begin, int64_t end) {
   with_element(args.dtype, [&](auto element) {
     using Element = decltype(element);
+    const bool few = args.rows <= kFewRows;
     if (args.up_weight != nullptr) {
-      begin = linear_streams<Vector, Element, kRowStreams, true>(args, begin, end);
+      begin = (few ? linear_streams<Vector, Element, kFewStreams, true>
+                   : linear_streams<Vector, Element, kRowStreams, true>)(args, begin, end);
       linear_streams<Vector, Element, 2, true>(args, begin, end);
     } else {
-      begin = linear_streams<Vector, Element, kRowStreams, false>(args, begin, end);
+      begin = (few ? linear_streams<Vector, Element, kFewStreams, false>
+                   : linear_streams<Vector, Element, kRowStreams, false>)(args, begin, end);
       linear_streams<Vector, Element, 1, false>(args, begin, end);
     }
   });
