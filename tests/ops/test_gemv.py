@@ -21,7 +21,6 @@ from memory import same_bits
 from hf_fastpath.ops.gemv import ACTIVATIONS, MAX_ROWS, SPEC
 from hf_fastpath.registry import Sample
 
-
 ROOT = Path(__file__).resolve().parents[2]
 
 
