@@ -49,9 +49,11 @@ HF_INLINE void accumulate(const typename Element::Storage* const* rows, const fl
     typename Vector::Type weight[kW];
 #pragma GCC unroll 8
     for (int r = 0; r < kW; ++r) weight[r] = load(w[r] + k);
+    const float* here = x + k;
+    if constexpr (kM > 4) asm("" : "+r"(here));  // or GCC keeps a pointer a row of x, most of them in memory
 #pragma GCC unroll 8
     for (int m = 0; m < kM; ++m) {
-      typename Vector::Type value = Vector::load(x + m * x_stride + k);
+      typename Vector::Type value = Vector::load(here + m * x_stride);
       if constexpr (kW > 1) asm("" : "+v"(value));  // one load for all rows, not one an FMA
 #pragma GCC unroll 8
       for (int r = 0; r < kW; ++r) sum[r][m] = Vector::fma(weight[r], value, sum[r][m]);
@@ -102,13 +104,21 @@ HF_INLINE float rounded_sum(__m256 v) {
   return static_cast<float>(_mm_cvtsd_f64(_mm_add_sd(sum, _mm_unpackhi_pd(sum, sum))));
 }
 
+// The sums of four times eight lanes in float32, for outputs of 16 bits: those round them much more.
+HF_INLINE __m128 four_sums(const __m256 (&v)[4]) {
+  const __m256 halves = _mm256_hadd_ps(_mm256_hadd_ps(v[0], v[1]), _mm256_hadd_ps(v[2], v[3]));
+  return _mm_add_ps(_mm256_castps256_ps128(halves), _mm256_extractf128_ps(halves, 1));
+}
+
 // y[r][m * kRun] = the dot product of weight row r and row m of x, for one tile of weight rows. Rows of x
 // pass in groups of about equal size; an output's sums run in the same order whatever their number.
 template <class Vector, class Element, int kTile>
 void dot_tile(const LinearArgs& args, TileRows<Element, kTile> w, float* const (&y)[kTile]) {
+  constexpr int kFour = 4;  // rows of x whose lanes are added up together
+  const int64_t padded_rows = (args.rows + kFour - 1) / kFour * kFour;
   typename Vector::Type total[kTile * kMaxRows];
   for (int r = 0; r < kTile; ++r) {
-    for (int64_t m = 0; m < args.rows; ++m) total[r * kMaxRows + m] = Vector::zero();
+    for (int64_t m = 0; m < padded_rows; ++m) total[r * kMaxRows + m] = Vector::zero();
   }
   constexpr int kMost = kTile == kFewStreams ? kFewRows : Vector::kRows;
   const int64_t groups = (args.rows + kMost - 1) / kMost;
@@ -123,8 +133,17 @@ void dot_tile(const LinearArgs& args, TileRows<Element, kTile> w, float* const (
     for (int r = 0; r < kTile; ++r) w.row[r] += n;
   }
   for (int r = 0; r < kTile; ++r) {
-    for (int64_t m = 0; m < args.rows; ++m)
-      y[r][m * kRun] = rounded_sum(Vector::half(total[r * kMaxRows + m]));
+    for (int64_t m = 0; m < args.rows; m += kFour) {
+      __m256 sums[kFour];
+      for (int i = 0; i < kFour; ++i) sums[i] = Vector::half(total[r * kMaxRows + m + i]);
+      alignas(16) float four[kFour];
+      if constexpr (sizeof(typename Element::Storage) == 2) {
+        _mm_store_ps(four, four_sums(sums));
+      } else {
+        for (int i = 0; i < kFour; ++i) four[i] = rounded_sum(sums[i]);
+      }
+      for (int64_t i = 0; i < min_of(kFour, args.rows - m); ++i) y[r][(m + i) * kRun] = four[i];
+    }
   }
 }
 
