@@ -1,0 +1,104 @@
+"""packed_gemv: the common tests, every format against its float64 weights, exact integers, special values."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from checks import assert_exact, assert_matches, common_tests, over_dtypes
+
+from hf_fastpath.ops.gemv import MAX_ROWS
+from hf_fastpath.ops.packed_gemv import SPEC
+from hf_fastpath.quantization import FORMATS, quantize
+from hf_fastpath.quantization.formats import pack, padded
+from hf_fastpath.registry import Sample
+
+over_formats = pytest.mark.parametrize("form", FORMATS.values(), ids=FORMATS)
+
+
+def packed(form, weight):
+    made = quantize(weight, form)
+    return made.quants, made.scales, made.zeros, made.multiplier, form.name
+
+
+def odd_sizes(device, dtype):
+    def randn(*shape):
+        return torch.randn(*shape, device=device, dtype=dtype)
+
+    for form in FORMATS.values():
+        for rows, k, n in ((1, 1, 1), (2, 3, 1), (3, 31, 129), (13, 127, 31), (1, 2049, 515), (5, 129, 7)):
+            weight = torch.randn(n, k, device=device) * k**-0.5
+            yield Sample(randn(rows, k), *packed(form, weight), randn(n), randn(rows, n))
+        for rows in range(1, MAX_ROWS + 1):
+            yield Sample(randn(rows, 200), *packed(form, torch.randn(21, 200, device=device)))
+
+
+globals().update(common_tests(SPEC, odd_sizes))
+
+
+def of_small_integers(form, rows, columns, device):
+    """A packed weight of whole numbers, its scales powers of two."""
+    width = padded(columns)
+    groups = rows, form.groups(columns)
+    zeros = torch.randint(5, 10, groups, device=device).to(torch.uint8) if form.has_zeros else None
+    center = zeros.repeat_interleave(width // groups[1], dim=1) if form.has_zeros else form.zero
+    quants = center + torch.randint(-3, 4, (rows, width), device=device)
+    quants[:, columns:] = 77 if form.bits == 8 else 3  # x has no input there
+    quants = quants.to(torch.float8_e4m3fn).view(torch.uint8) if form.is_float else quants.to(torch.uint8)
+    scales = 2.0 ** torch.randint(-1, 2, groups, device=device)
+    return pack(form, quants), scales.half(), zeros, 2.0, form.name
+
+
+@over_dtypes
+@over_formats
+def test_packed_gemv_exact_on_integers(device, dtype, form):
+    """Bit for bit: a skipped or doubled product, or one with another's weight, cannot hide in rounding."""
+    for rows, k, n in ((1, 11, 37), (1, 150, 65), (2, 64, 65), (4, 130, 40), (7, 33, 33), (16, 40, 19)):
+        x = torch.randint(-1, 2, (rows, k), device=device).to(dtype)
+        x[:, ::2] = 0  # sums of all types stay below 256
+        assert_exact(SPEC, Sample(x, *of_small_integers(form, n, k, device)))
+
+
+@over_dtypes
+@over_formats
+def test_packed_gemv_uses_every_weight_once(device, dtype, form):
+    """Unit vectors as x pick out single weights."""
+    for k, n in ((45, 23), (256, 40)):
+        made = quantize(torch.randn(n, k, device=device), form)
+        weight = made.dequantize(torch.float64)
+        units = torch.eye(k, device=device, dtype=dtype)
+        parts = made.quants, made.scales, made.zeros, made.multiplier, form.name
+        for rows in (1, MAX_ROWS):
+            picked = torch.cat([SPEC(unit, *parts) for unit in units.split(rows)])
+            torch.testing.assert_close(picked, weight.t().to(dtype), rtol=2 * torch.finfo(dtype).eps, atol=0)
+
+
+@over_dtypes
+@over_formats
+def test_packed_gemv_special_values(device, dtype, form):
+    """Infinities and NaN in x reach the outputs of their row as in PyTorch, and no other row."""
+    for value in (float("inf"), float("nan"), float("-inf")):
+        x = torch.randn(3, 130, device=device).to(dtype)
+        x[1, 129] = value
+        made = packed(form, torch.randn(50, 130, device=device))
+        assert_matches(SPEC, Sample(x, *made))
+
+
+@over_dtypes
+@over_formats
+def test_packed_gemv_small_and_large_inputs(device, dtype, form):
+    """Inputs of very different size beside each other, zeros, subnormals."""
+    for scale in (1e-7, 1e-3, 1.0, 1e3):
+        x = torch.randn(2, 512, device=device) * scale
+        x[:, ::37] *= 300
+        x[:, 128:256] = 0
+        x[1, 256:384] *= 1e-4
+        assert_matches(SPEC, Sample(x.to(dtype), *packed(form, torch.randn(40, 512, device=device) / 16)))
+
+
+@over_formats
+def test_packed_gemv_large(device, form):
+    """A model-sized matrix, so that work is really split."""
+    x = torch.randn(1, 4096, device=device)
+    made = packed(form, torch.randn(1536, 4096, device=device) / 64)
+    for dtype in (torch.float32, torch.bfloat16):
+        assert_matches(SPEC, Sample(x.to(dtype), *made))
