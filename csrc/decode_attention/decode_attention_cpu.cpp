@@ -174,7 +174,8 @@ Tensor decode_attention_cpu(const Tensor& q, const Tensor& k_cache, const Tensor
   }
 
   // Items in the order (row, KV head, chunk); a row's first item is heads * first_chunk.
-  const auto kernel = avx2 ? attention_chunk_avx2 : attention_chunk_portable;
+  const auto widest = use_avx512() && dim % 16 == 0 ? attention_chunk_avx512 : attention_chunk_avx2;
+  const auto kernel = avx2 ? widest : attention_chunk_portable;
   for_each_part(parts, [&](int64_t part) {
     const int64_t begin = part_begin(items, parts, part), end = part_begin(items, parts, part + 1);
     int64_t b = 0;

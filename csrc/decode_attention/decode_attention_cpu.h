@@ -24,17 +24,21 @@ struct AttentionChunk {
   float* sums;     // [query_len * group, head_dim]: sum of exp(score - max) * v over the chunk
   float* maxima;   // [query_len * group]: largest score, -infinity if no position is visible
   float* weights;  // [query_len * group]: sum of exp(score - max)
-  float* scratch;  // attention_scratch_floats(query_len * group) floats, 32-byte aligned
+  float* scratch;  // attention_scratch_floats(query_len * group) floats, 64-byte aligned
 };
 
 // Positions whose scores are held at a time. The K and V of a block have to stay in the first-level cache
 // between the loads that share them, and the softmax is vectorized over it.
 constexpr int64_t kBlockPositions = 64;
 
-constexpr int64_t attention_scratch_floats(int64_t queries) { return queries * kBlockPositions; }
+// Scores of a block, and the largest of each query.
+constexpr int64_t attention_scratch_floats(int64_t queries) {
+  return queries * kBlockPositions + (queries + 15) / 16 * 16;
+}
 
 void attention_chunk_portable(const AttentionChunk& chunk);
 void attention_chunk_avx2(const AttentionChunk& chunk);
+void attention_chunk_avx512(const AttentionChunk& chunk);  // head_dim a multiple of 16
 
 // out[d] = sum over parts of sums * exp(max - M) / (sum of weights * exp(max - M) + exp(sink - M)), with M
 // the largest of the maxima and `sink`; zeros if nothing is visible. A sink of -infinity is none. The parts

@@ -26,7 +26,7 @@ bool fits_cluster_layers(const DecodeLayersCall& call) {
   const Tensor& x = call.token;
   const int64_t hidden = x.size(2), heads = call.num_heads, inner = 4 * hidden,
                 features = heads * kClusterHeadDim;
-  if (!call.transposed || call.cos || norm_of(call.norm, "decode_layers") != Norm::kLayer ||
+  if (x.size(0) != 1 || !call.transposed || call.cos || norm_of(call.norm, "decode_layers") != Norm::kLayer ||
       !x.is_contiguous() || !fits_cluster_layers(hidden, heads, dtype_of(x, "decode_layers"))) {
     return false;
   }

@@ -55,8 +55,8 @@ struct DecodeLayersCall {
   const Tensor* layer(size_t i) const { return weights.data() + i * kLayerTensors; }
 
   void check() const {
-    STD_TORCH_CHECK(token.dim() == 3 && token.size(0) == 1 && token.size(1) == 1,
-                    "hf_fastpath::decode_layers: x has to be [1, 1, hidden_size]");
+    STD_TORCH_CHECK(token.dim() == 3 && token.size(1) == 1,
+                    "hf_fastpath::decode_layers: x has to be [batch, 1, hidden_size]");
     STD_TORCH_CHECK(layers() > 0 && v_caches.size() == layers() && windows.size() == layers(),
                     "hf_fastpath::decode_layers: ", layers(), " k_caches, ", v_caches.size(),
                     " v_caches and ", windows.size(), " windows, expected one of each for every layer");

@@ -16,7 +16,7 @@ struct LinearArgs {
   int64_t in_features;
   int64_t out_features;
   const float* x;      // [rows, x_stride], zeros from in_features on
-  int64_t x_stride;    // multiple of 8, at least in_features
+  int64_t x_stride;    // multiple of 16, at least in_features
   const void* weight;  // [out_features, in_features], or [in_features, out_features] for the conv1d kernels
   int64_t weight_stride;  // elements between rows of the weight
   const void*
@@ -31,8 +31,8 @@ struct LinearArgs {
 
 // nn.Linear layout: computes outputs [begin, end) of every row. The sums of an output do not depend on the
 // range.
-void linear_portable(const LinearArgs& args, int64_t begin, int64_t end);
-void linear_avx2(const LinearArgs& args, int64_t begin, int64_t end);
+using Linear = void(const LinearArgs& args, int64_t begin, int64_t end);
+Linear linear_portable, linear_avx2, linear_avx512;
 
 // Conv1D layout: writes to partial[row * partial_stride + n] the sum over inputs [k_begin, k_end) for the
 // outputs n in [n_begin, n_end). The sums depend on the input range, not on the output range.

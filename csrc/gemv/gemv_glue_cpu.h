@@ -63,8 +63,12 @@ inline LinearArgs linear_args(const Activations& x, const Tensor& weight, bool t
   return args;
 }
 
-// Threads divide outputs in multiples of the kernels' tile.
-constexpr int64_t kOutputGranule = 8;
+// Threads divide outputs in multiples of the kernels' streams, and of eight, a store.
+constexpr int64_t kOutputGranule = 24;
+
+inline Linear* linear_kernel() {
+  return use_avx512() ? linear_avx512 : use_avx2() ? linear_avx2 : linear_portable;
+}
 
 // Runs body(begin, end) over the outputs of projections of which each reads `output_bytes` of weights.
 template <class Body>
@@ -75,7 +79,7 @@ void share_outputs(int64_t outputs, int64_t output_bytes, const Body& body) {
 
 // All outputs of a projection in the Linear layout.
 inline void run_linear(const LinearArgs& args) {
-  const auto kernel = use_avx2() ? linear_avx2 : linear_portable;
+  Linear* const kernel = linear_kernel();
   const int64_t matrices = args.up_weight != nullptr ? 2 : 1;
   share_outputs(args.out_features, matrices * args.in_features * element_size(args.dtype),
                 [&](int64_t begin, int64_t end) { kernel(args, begin, end); });

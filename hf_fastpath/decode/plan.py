@@ -163,7 +163,9 @@ class DecodePlan:
         # Nothing in the step writes a parameter or the table, and lengths only change in its last kernel.
         overlap = self.device.type == "cuda"
         at = steps.Positions(angles, self.seq_lens, self.starts, self.kv_table, self.workspace, overlap)
-        if self.batch == 1 and not steps.one_call_reasons(part):
+        # A graph of several sequences takes the ops one by one, as they were measured.
+        in_one = (self.batch == 1 or self.device.type == "cpu") and not steps.one_call_reasons(part)
+        if in_one:
             logits = steps.all_layers(emit, part, hidden, self._caches, at)
         else:
             for index, layer in enumerate(part.layers):

@@ -344,8 +344,8 @@ def one_call_reasons(part: ModelPart) -> list[str]:
 
 
 def all_layers(emit: Emit, part: ModelPart, hidden: Any, caches: list[tuple[Any, Any]], at: Positions) -> Any:
-    """All layers, the final norm and the head of a model without :func:`one_call_reasons`, over one new token of one
-    sequence: ``hidden`` [1, 1, hidden_size] in, logits [1, 1, vocab_size] out."""
+    """All layers, the final norm and the head of a model without :func:`one_call_reasons`, over one new token of each
+    sequence: ``hidden`` [batch, 1, hidden_size] in, logits [batch, 1, vocab_size] out."""
     layers = part.layers
     first = layers[0]
     norm, _, _, eps = _norm_arguments(first.attention_norm)

@@ -1,4 +1,4 @@
-"""All decoder layers of one new token of one sequence, the final norm and the head, in one call."""
+"""All decoder layers of one new token of each sequence, the final norm and the head, in one call."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from .decode_attention import moved as attention_bytes
 from .decode_attention import reference as decode_attention
 from .decode_attention import why_not as attention_reasons
 from .fused_swiglu import GATES
-from .gemv import ACTIVATIONS
+from .gemv import ACTIVATIONS, MAX_ROWS
 from .gemv import reference as gemv
 from .gemv_swiglu import reference as gemv_swiglu
 from .kv_cache import refuse_kv_table, slot_positions
@@ -108,16 +108,16 @@ def reference(
     """Layer by layer ``x += out(attention(norm(x)))`` and ``x += down(mlp(norm(x)))``, then ``head(norm(x))``.
 
     Args:
-        x: [1, 1, hidden_size], the new token's embedding.
+        x: [batch, 1, hidden_size], embeddings of the new tokens; batch 1 to 16, on CUDA 1.
         weights: for every layer the tensors named in ``LAYER_TENSORS``, then those of ``OUTER_TENSORS``; one that
             the model lacks is an empty tensor. Layers are alike in what they have and in its shapes. Without
             ``k_weight`` and ``v_weight``, ``q_weight`` holds all three projections one after the other. With
             ``gate_weight`` the MLP is ``activation(gate) * up``, without biases; else ``activation(up)``.
-        k_caches, v_caches: [1, num_kv_heads, capacity, head_dim] for every layer, as in ``qkv_rope_append``; written
-            in place. A layer may have its own capacity.
-        cos, sin: [1, 1, rotary_dim], rotary_dim even and at most head_dim; None: no rotation.
-        seq_lens: int32 [1], tokens the sequence holds with the new one.
-        starts: int32 [1], first visible position (left padding), or None for 0.
+        k_caches, v_caches: [batch, num_kv_heads, capacity, head_dim] for every layer, as in ``qkv_rope_append``;
+            written in place. A layer may have its own capacity.
+        cos, sin: [batch or 1, 1, rotary_dim], rotary_dim even and at most head_dim; None: no rotation.
+        seq_lens: int32 [batch], tokens a sequence holds with the new one.
+        starts: int32 [batch], first visible position (left padding), or None for 0.
         num_heads: number of query heads.
         scale: factor on the scores.
         windows: for every layer the positions a token sees, itself included; 0 for all.
@@ -133,7 +133,7 @@ def reference(
             on the result.
 
     Returns:
-        [1, 1, vocab_size] logits in x's dtype.
+        [batch, 1, vocab_size] logits in x's dtype.
 
     Raises:
         OpInputError: shapes, dtypes or devices that do not fit, lists of wrong lengths, layers that are not alike.
@@ -183,7 +183,7 @@ def fake(
     workspace=None,
     overlap=False,
 ):
-    return x.new_empty(1, 1, weights[_HEAD].shape[0])
+    return x.new_empty(x.shape[0], 1, weights[_HEAD].shape[0])
 
 
 def why_not(
@@ -206,18 +206,20 @@ def why_not(
     workspace=None,
     overlap=False,
 ) -> list[str]:
-    if x.dim() != 3 or tuple(x.shape[:2]) != (1, 1):
-        return [f"x has shape {tuple(x.shape)}, expected [1, 1, hidden_size]: one token of one sequence"]
+    most = 1 if x.device.type == "cuda" else MAX_ROWS
+    if x.dim() != 3 or x.shape[1] != 1 or not 1 <= x.shape[0] <= most:
+        expected = f"[1 to {most}, 1, hidden_size]: one token of each sequence"
+        return [f"x has shape {tuple(x.shape)}, expected {expected}"]
     reasons = _count_reasons(weights, k_caches, v_caches, windows)
     if not reasons and k_caches[0].dim() != 4:
-        reasons = [f"k_caches[0] has shape {tuple(k_caches[0].shape)}, expected [1, kv_heads, capacity, head_dim]"]
+        reasons = [f"k_caches[0] has shape {tuple(k_caches[0].shape)}, expected [batch, kv_heads, capacity, head_dim]"]
     if reasons:
         return reasons
     num_kv_heads, _, head_dim = k_caches[0].shape[1:]
     reasons = choice_reason("norm", norm, NORMS[1:]) + tensor_reasons(x)
     reasons += weight_reasons(x, weights, num_heads, num_kv_heads, head_dim, norm, activation, transposed)
-    qkv = x.new_empty(1, 1, (num_heads + 2 * num_kv_heads) * head_dim)
-    q = x.new_empty(1, 1, num_heads, head_dim)
+    qkv = x.new_empty(x.shape[0], 1, (num_heads + 2 * num_kv_heads) * head_dim)
+    q = x.new_empty(x.shape[0], 1, num_heads, head_dim)
     for layer, (k_cache, v_cache, window) in enumerate(zip(k_caches, v_caches, windows)):
         found = rope_reasons(qkv, None, cos, sin, k_cache, v_cache, seq_lens, num_heads, kv_table, layer)
         found += attention_reasons(q, k_cache, v_cache, seq_lens, starts, scale, window, kv_table, layer, workspace)
@@ -323,7 +325,7 @@ def moved(
     workspace=None,
     overlap=False,
 ) -> int:
-    nothing = x.new_empty(1, 1, 0, k_caches[0].shape[3])  # queries stay where they are made
+    nothing = x.new_empty(x.shape[0], 1, 0, k_caches[0].shape[3])  # queries stay where they are made
     read = sum(
         attention_bytes(nothing, k_cache, v_cache, seq_lens, starts, scale, window)
         for k_cache, v_cache, window in zip(k_caches, v_caches, windows)
@@ -357,6 +359,8 @@ def samples(device: torch.device, dtype: torch.dtype):
         overlap=False,
     ):
         absent = randn(0)
+        seq_lens = [seq_len] if isinstance(seq_len, int) else seq_len
+        batch = len(seq_lens)
 
         def matrix(out_features, in_features):
             weight = randn(out_features, in_features) * in_features**-0.5
@@ -370,7 +374,7 @@ def samples(device: torch.device, dtype: torch.dtype):
 
         features, kv_features = heads * head_dim, kv_heads * head_dim
         weights, caches = [], [[], []]
-        lens = torch.tensor([seq_len], device=device, dtype=torch.int32)
+        lens = torch.tensor(seq_lens, device=device, dtype=torch.int32)
         for capacity in capacities:
             weights += norm_tensors()
             if layout == "separate":
@@ -385,18 +389,19 @@ def samples(device: torch.device, dtype: torch.dtype):
             )
             weights += linear(hidden_size, intermediate_size)
             for part in caches:
-                cache = torch.randn(1, kv_heads, capacity, head_dim, device=device).to(kv or dtype)
-                cache[:, :, slot_positions(lens - 1, capacity)[0] < 0] = float("nan")  # never written
+                cache = torch.randn(batch, kv_heads, capacity, head_dim, device=device).to(kv or dtype)
+                unwritten = (slot_positions(lens - 1, capacity) < 0)[:, None, :, None]
+                cache.masked_fill_(unwritten, float("nan"))
                 part.append(cache)
         weights += norm_tensors()
         weights += [randn(vocab_size, hidden_size) * hidden_size**-0.5, randn(vocab_size) if bias else absent]
         cos = sin = None
         if rotary_dim:
-            angle = torch.rand(1, 1, rotary_dim // 2, device=device).repeat(1, 1, 2) * 6.28
+            angle = torch.rand(batch, 1, rotary_dim // 2, device=device).repeat(1, 1, 2) * 6.28
             cos, sin = angle.cos().to(dtype), angle.sin().to(dtype)
-        starts = None if start is None else torch.tensor([start], device=device, dtype=torch.int32)
+        starts = None if start is None else torch.tensor([start] * batch, device=device, dtype=torch.int32)
         return Sample(
-            *(randn(1, 1, hidden_size), weights, *caches, cos, sin, lens, starts, heads, head_dim**-0.5),
+            *(randn(batch, 1, hidden_size), weights, *caches, cos, sin, lens, starts, heads, head_dim**-0.5),
             *(windows or [0] * len(capacities), norm, 1e-5, activation, layout == "conv1d"),
             overlap=overlap,
         )
@@ -419,6 +424,8 @@ def samples(device: torch.device, dtype: torch.dtype):
     yield call(33, 2, 1, 32, 17, 1, 9, [9], norm="layer", activation="gelu", bias=True, kv=torch.float16)
     yield call(1024, 8, 2, 128, 2816, 1000, 701, [1024], rotary_dim=128)  # Llama, several parts of everything
     if device.type != "cuda":
+        yield call(128, 4, 2, 32, 192, 70, [40, 7, 33], [64, 24], windows=[0, 16], start=3, rotary_dim=32)
+        yield call(128, 2, 2, 64, 256, 70, [9] * MAX_ROWS, [16], norm="layer", gated=False, layout="conv1d", bias=True)
         return
     # GPT-2's own sizes, small and medium, for which CUDA has kernels of its own
     gpt2 = {"norm": "layer", "activation": "gelu_tanh", "gated": False, "layout": "conv1d", "bias": True}

@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import itertools
+import os
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -13,6 +17,7 @@ from hf_fastpath.ops.decode_attention import SPEC, workspace_bytes
 from hf_fastpath.registry import OpInputError, Sample
 
 CPU = torch.device("cpu")
+ROOT = Path(__file__).resolve().parents[2]
 
 
 def make(
@@ -100,6 +105,9 @@ def odd_sizes(device, dtype):
     for head_dim, query_len in ((96, 2), (200, 3)):  # over 16 splits, blocks of rows, threads with several outputs
         sizes = dict(heads=8, kv_heads=1, head_dim=head_dim, capacity=1500, query_len=query_len)
         yield make(device, dtype, **sizes, seq_lens=[1480], sinks=True)
+    for query_len, group in itertools.product((1, 2, 3, 7), (3, 5, 6)):  # tiles of unequal numbers of queries
+        sizes = dict(heads=2 * group, kv_heads=2, head_dim=80, capacity=140, query_len=query_len)
+        yield make(device, dtype, **sizes, seq_lens=[31 + group, 130])
 
 
 globals().update(common_tests(SPEC, odd_sizes))
@@ -182,6 +190,26 @@ def test_decode_attention_edges(device, dtype):
     """Window, ring and padding edges; slots outside hold NaN, so one slot too many shows."""
     for sample in edges(device, dtype):
         assert not assert_matches(SPEC, sample).isnan().any()
+
+
+@over_dtypes
+@pytest.mark.parametrize("scale", (-1.0, 4.0, 300.0))
+def test_decode_attention_of_far_apart_scores(device, dtype, scale):
+    """A score that is far below the largest weighs nothing, whatever the factor's sign."""
+    far_apart(device, dtype, scale)
+
+
+def far_apart(device, dtype, scale):
+    for heads, length in ((2, 70), (8, 300), (5, 33)):
+        sizes = dict(heads=heads, kv_heads=1, head_dim=64, capacity=length + 2)
+        sample = make(device, dtype, **sizes, seq_lens=[length], starts=[3])
+        keys = torch.where(torch.arange(length + 2, device=device) % 3 == 0, 1.0, -1.0)[:, None]
+        change = {"q": torch.ones_like(sample.kwargs["q"]), "k_cache": sample.kwargs["k_cache"] * 0 + keys.to(dtype)}
+        result = assert_matches(SPEC, replaced(SPEC, sample, scale=scale, **change))
+        v = sample.kwargs["v_cache"][:, 0, 3:length].float()
+        best = v[:, keys[3:length, 0] == (1 if scale > 0 else -1)].mean(1)
+        eps = torch.finfo(dtype).eps
+        assert (result.float().unflatten(2, (heads, 64)) - best).abs().max() <= 4 * eps * v.abs().max()
 
 
 def test_decode_attention_sees_nothing_gives_zeros(device):
@@ -393,3 +421,34 @@ def test_decode_attention_sinks_are_transformers():
     expected, _ = eager_attention_forward(module, q, k, v, None, scaling=sample.kwargs["scale"])
     got = SPEC.reference(**sample.kwargs)
     assert (got - expected.flatten(2)).abs().max() <= 4 * torch.finfo(torch.float32).eps
+
+
+@pytest.mark.parametrize("isa", ("baseline", "avx2", "avx512"))
+def test_decode_attention_every_way(isa):
+    """The kernels this CPU does not choose by itself, in a process of their own."""
+    if not is_native(SPEC, CPU):
+        pytest.skip("no library for the CPU")
+    environment = os.environ | {"HF_FASTPATH_CPU_ISA": isa, "PYTHONPATH": str(ROOT)}
+    result = subprocess.run([sys.executable, __file__, isa], capture_output=True, text=True, env=environment)
+    assert result.returncode == 0, result.stderr[-2000:]
+
+
+def every_way(isa: str) -> None:
+    from hf_fastpath import loader
+
+    loader.ensure("cpu")
+    assert is_native(SPEC, CPU)
+    torch.manual_seed(1729)
+    for dtype in DTYPES:
+        for sample in itertools.chain(SPEC.samples(CPU, dtype), odd_sizes(CPU, dtype), edges(CPU, dtype)):
+            found = []
+            for threads in (1, 3):
+                torch.set_num_threads(threads)
+                found.append(assert_matches(SPEC, sample, isa))
+            assert same_bits(*found), "the result depends on the number of threads"
+        for scale in (-1.0, 4.0, 300.0):
+            far_apart(CPU, dtype, scale)
+
+
+if __name__ == "__main__":
+    every_way(sys.argv[1])

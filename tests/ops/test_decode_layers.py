@@ -117,7 +117,7 @@ def test_decode_layers_reuses_its_workspace(device, dtype):
 
 def workspace_size(sample: Sample) -> int:
     call = named(sample)
-    return workspace_bytes(1, 1, call["num_heads"], call["k_caches"][0].shape[3])
+    return workspace_bytes(len(call["x"]), 1, call["num_heads"], call["k_caches"][0].shape[3])
 
 
 def test_decode_layers_sizes():
@@ -172,7 +172,12 @@ def test_decode_layers_names_wrong_lengths(change, message):
 @pytest.mark.parametrize(
     ("change", "message"),
     (
-        (lambda call: {"x": torch.zeros(2, 1, 256)}, r"x has shape \(2, 1, 256\), expected \[1, 1, hidden_size\]"),
+        (
+            lambda call: {"x": torch.zeros(1, 2, 256)},
+            r"x has shape \(1, 2, 256\), expected \[1 to 16, 1, hidden_size\]",
+        ),
+        (lambda call: {"x": torch.zeros(17, 1, 256)}, r"x has shape \(17, 1, 256\), expected \[1 to 16, 1"),
+        (lambda call: {"x": torch.zeros(2, 1, 256)}, r"layer 0: k_cache has shape \(1, 2, 64, 64\), expected \[2,"),
         (changed("down_weight", torch.empty(0)), "layer 1: down_weight is empty, expected a weight"),
         (changed("head_weight", torch.empty(0)), "head_weight is empty, expected a weight"),
         (changed("mlp_norm_weight", torch.empty(0)), "layer 1: mlp_norm_weight is empty, expected a weight"),

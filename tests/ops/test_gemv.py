@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+from pathlib import Path
+
 import pytest
 import torch
-from checks import assert_matches, common_tests, over_dtypes
+from checks import DTYPES, assert_matches, common_tests, is_native, over_dtypes
 from linear_checks import (
     exact_on_integers,
     ignores_gaps_between_weight_rows,
@@ -15,6 +20,8 @@ from memory import same_bits
 
 from hf_fastpath.ops.gemv import ACTIVATIONS, MAX_ROWS, SPEC
 from hf_fastpath.registry import Sample
+
+ROOT = Path(__file__).resolve().parents[2]
 
 
 def odd_sizes(device, dtype):
@@ -101,6 +108,36 @@ def test_gemv_large(device, transposed):
         assert same_bits(result, SPEC(x.to(dtype), stored, transposed=transposed))
 
 
+@pytest.mark.parametrize("isa", ("baseline", "avx2", "avx512"))
+def test_gemv_every_way(isa):
+    """The kernels this CPU does not choose by itself, in a process of their own."""
+    if not is_native(SPEC, torch.device("cpu")):
+        pytest.skip("no library for the CPU")
+    environment = os.environ | {"HF_FASTPATH_CPU_ISA": isa, "PYTHONPATH": str(ROOT)}
+    result = subprocess.run([sys.executable, __file__, isa], capture_output=True, text=True, env=environment)
+    assert result.returncode == 0, result.stderr[-2000:]
+
+
+def every_way(isa: str) -> None:
+    from hf_fastpath import loader
+
+    loader.ensure("cpu")
+    device = torch.device("cpu")
+    assert is_native(SPEC, device)
+    torch.manual_seed(1729)
+    for dtype in DTYPES:
+        for sample in odd_sizes(device, dtype):
+            assert_matches(SPEC, sample, isa)
+        x, weight = torch.randn(MAX_ROWS, 2100).to(dtype), (torch.randn(515, 2100) / 45).to(dtype)
+        weight[7, 2099], weight[9] = float("nan"), torch.full((2100,), torch.finfo(dtype).tiny / 4)  # subnormal
+        whole = SPEC(x, weight)
+        assert_matches(SPEC, Sample(x, weight), isa)
+        for threads in (1, 3):  # neither these nor the other rows change a bit
+            torch.set_num_threads(threads)
+            for rows in range(1, MAX_ROWS + 1):
+                assert same_bits(SPEC(x[:rows], weight), whole[:rows]), (dtype, threads, rows)
+
+
 def test_gemv_refuses_too_many_rows(device):
     x, weight = torch.randn(MAX_ROWS + 1, 8, device=device), torch.randn(4, 8, device=device)
     with pytest.raises(ValueError, match="x has 17 rows, expected 1 to 16: use nn.Linear"):
@@ -157,3 +194,8 @@ def test_gemv_beside_other_kernels(cuda, rows):
                 found += [SPEC.overload(x, weight) for _ in range(150)]
         torch.cuda.synchronize()
         assert not any((out != expected).any() for out in found)
+
+
+if __name__ == "__main__":
+    with torch.no_grad():
+        every_way(sys.argv[1])

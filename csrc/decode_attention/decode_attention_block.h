@@ -1,0 +1,365 @@
+// A chunk of decode attention, which decode_attention_avx2.cpp and decode_attention_avx512.cpp instantiate,
+// each with its own vectors. Included by these only; internal linkage as in avx2_math.h.
+#pragma once
+
+#include <type_traits>
+
+#include "common/avx2_math.h"
+#include "decode_attention/decode_attention_cpu.h"
+
+namespace hf_fastpath {
+namespace {
+
+#define HF_ALWAYS_INLINE __attribute__((always_inline))
+
+constexpr float kMinusInfinity = -__builtin_inff();
+// Of K in a block: K and V of a block, and the K prefetched for the next, have to fit a 48 KiB first-level
+// cache.
+constexpr int64_t kBlockBytes = 16 * 1024;
+// The same for four queries and more, whose tiles read a block again and again: 8 and 16 KiB are 2 to 15 %
+// slower.
+constexpr int64_t kSharedBlockBytes = 4 * 1024;
+constexpr int kValueRows = 4;  // queries of a tile of the product with V
+// Places of K and of V that a block comes from; also the rows of K of a score tile.
+constexpr int64_t kStreams = 4;
+
+// The positions of a block, in groups of four: position 4 * i + s of the block is row i * step + s * apart of
+// K or V. A block of adjacent positions has apart = 1 and step = 4, one of four streams has step = 1.
+template <class Kv>
+struct BlockRows {
+  const typename Kv::Storage* base;
+  int64_t apart, step;  // elements
+};
+
+// The rows of positions p to p + 3.
+template <class Kv>
+HF_INLINE void prefetch_four(const BlockRows<Kv>& rows, int64_t p, int64_t head_dim) {
+  constexpr int64_t kLine = kCacheLineBytes / static_cast<int64_t>(sizeof(typename Kv::Storage));
+  const auto* row = rows.base + p / kStreams * rows.step;
+  for (int64_t i = 0; i < head_dim; i += kLine) {
+#pragma GCC unroll 4
+    for (int s = 0; s < kStreams; ++s) {
+      _mm_prefetch(reinterpret_cast<const char*>(row + s * rows.apart + i), _MM_HINT_T0);
+    }
+  }
+}
+
+// Calls body(m, rows, prefetch) for tiles of `rows` queries from query m on, of which the first prefetches.
+template <int kMost, class Body>
+HF_INLINE void for_query_tiles(int64_t queries, const Body& body) {
+  constexpr std::integral_constant<int, kMost> most;
+  constexpr std::integral_constant<int, 2> two;
+  constexpr std::integral_constant<int, 1> one;
+  constexpr std::true_type prefetch;
+  constexpr std::false_type fetched;
+  if (queries == 1) return body(0, one, prefetch);
+  int64_t m = 0;
+  // Two pairs are better than three and one.
+  const auto fits = [&] { return queries - m >= kMost && (kMost != 3 || queries - m != 4); };
+  if (fits()) {
+    body(m, most, prefetch);
+    m += kMost;
+  } else {
+    body(m, two, prefetch);
+    m += 2;
+  }
+  for (; fits(); m += kMost) body(m, most, fetched);
+  for (; queries - m >= 2; m += 2) body(m, two, fetched);
+  if (m < queries) body(m, one, fetched);
+}
+
+// ---- scores -------------------------------------------------------------------------------------------
+
+// scores[m * kBlockPositions + p] = k[p] . q[m] for four rows of K and kM query rows.
+template <class Vector, class Kv, int kM>
+HF_INLINE void score_tile(const typename Kv::Storage* k, int64_t apart, const float* q, int64_t head_dim,
+                          float* scores) {
+  typename Vector::Type sum[kM][kStreams];
+  for (int m = 0; m < kM; ++m) {
+    for (int p = 0; p < kStreams; ++p) sum[m][p] = Vector::zero();
+  }
+  for (int64_t d = 0; d < head_dim; d += Vector::kWidth) {
+    typename Vector::Type query[kM];
+#pragma GCC unroll 8
+    for (int m = 0; m < kM; ++m) query[m] = Vector::template load<F32>(q + m * head_dim + d);
+#pragma GCC unroll 4
+    for (int p = 0; p < kStreams; ++p) {
+      const auto key = Vector::template load<Kv>(k + p * apart + d);
+#pragma GCC unroll 8
+      for (int m = 0; m < kM; ++m) sum[m][p] = Vector::fma(key, query[m], sum[m][p]);
+    }
+  }
+#pragma GCC unroll 8
+  for (int m = 0; m < kM; ++m) {
+    _mm_storeu_ps(scores + m * kBlockPositions,
+                  Vector::sum_of_four(sum[m][0], sum[m][1], sum[m][2], sum[m][3]));
+  }
+}
+
+// Scores of a block for kM queries; positions at the end that do not make four are multiplied one at a time.
+// With kPrefetch, prefetches the rows `ahead` as it goes.
+template <class Vector, class Kv, int kM, bool kPrefetch>
+HF_INLINE void score_rows(const BlockRows<Kv>& k, int64_t count, const float* q, int64_t head_dim,
+                          float* scores, const BlockRows<Kv>& ahead) {
+  int64_t p = 0;
+  const auto* rows = k.base;
+  for (; p + kStreams <= count; p += kStreams, rows += k.step) {
+    if constexpr (kPrefetch) prefetch_four(ahead, p, head_dim);
+    score_tile<Vector, Kv, kM>(rows, k.apart, q, head_dim, scores + p);
+  }
+  for (; p < count; ++p, rows += k.apart) {
+    for (int m = 0; m < kM; ++m) {
+      auto sum = Vector::zero();
+      for (int64_t d = 0; d < head_dim; d += Vector::kWidth) {
+        sum = Vector::fma(Vector::template load<Kv>(rows + d),
+                          Vector::template load<F32>(q + m * head_dim + d), sum);
+      }
+      scores[m * kBlockPositions + p] = _mm_cvtss_f32(Vector::sum_of_four(sum, sum, sum, sum));
+    }
+  }
+}
+
+// All queries; the first ones prefetch.
+template <class Vector, class Kv>
+void score_block(const BlockRows<Kv>& k, int64_t count, const float* q, int64_t queries, int64_t head_dim,
+                 float* scores, const BlockRows<Kv>& ahead) {
+  for_query_tiles<Vector::kScoreRows>(queries, [&](int64_t m, auto rows, auto prefetch) HF_ALWAYS_INLINE {
+    score_rows<Vector, Kv, decltype(rows)::value, decltype(prefetch)::value>(
+        k, count, q + m * head_dim, head_dim, scores + m * kBlockPositions, ahead);
+  });
+}
+
+// ---- softmax ------------------------------------------------------------------------------------------
+
+// exp(x) for x <= 0 within about one unit in the last place, exactly 0 below -87.7; NaN stays NaN. Steps as
+// in exp_ps, of which this leaves out what only larger and subnormal results need.
+template <class Vector>
+HF_INLINE typename Vector::Type exp_of_negative(typename Vector::Type x) {
+  x = Vector::max(Vector::set(-88.0f), x);  // the second operand if one is NaN
+  // Adding this rounds to an integer n and leaves n + 127, the biased exponent, in the lowest bits.
+  const auto rounding = Vector::set(0x1.8p23f + 127.0f);
+  const auto shifted = Vector::fma(x, Vector::set(1.44269504f), rounding);
+  const auto n = Vector::sub(shifted, rounding);
+  auto r = Vector::fnma(n, Vector::set(0x1.62e4p-1f), x);
+  r = Vector::fnma(n, Vector::set(0x1.7f7d1cp-20f), r);
+  auto p = Vector::set(0x1.6a2350p-10f);
+  p = Vector::fma(p, r, Vector::set(0x1.123a6cp-7f));
+  p = Vector::fma(p, r, Vector::set(0x1.5558f4p-5f));
+  p = Vector::fma(p, r, Vector::set(0x1.555490p-3f));
+  p = Vector::fma(p, r, Vector::set(0x1.fffffcp-2f));
+  p = Vector::add(Vector::fma(Vector::mul(r, r), p, r), Vector::set(1.0f));
+  return Vector::mul(p, Vector::exponent(shifted));
+}
+
+// Scales the scores of one query at block positions [low, high), makes the others -infinity, and returns the
+// largest of them.
+template <class Vector>
+HF_INLINE float scale_scores(float* scores, int64_t low, int64_t high, int64_t padded, float scale) {
+  constexpr int64_t kWidth = Vector::kWidth;
+  const auto factor = Vector::set(scale);
+  auto top = Vector::set(kMinusInfinity);
+  if (low == 0 && high == padded) {
+    for (int64_t p = 0; p < padded; p += kWidth) {
+      const auto score = Vector::mul(Vector::template load<F32>(scores + p), factor);
+      Vector::store(scores + p, score);
+      top = Vector::max(score, top);  // a NaN score loses against the second operand, and shows in exp below
+    }
+    return Vector::largest(top);
+  }
+  for (int64_t p = 0; p < padded; ++p) {  // not -infinity times scale, which may be negative
+    scores[p] = p < low || p >= high ? kMinusInfinity : scores[p] * scale;
+  }
+  for (int64_t p = 0; p < padded; p += kWidth) {
+    top = Vector::max(Vector::template load<F32>(scores + p), top);
+  }
+  return Vector::largest(top);
+}
+
+// Turns scaled scores into exp(score - max), and updates the query's running maximum, weight and sums.
+template <class Vector>
+HF_INLINE void weigh_scores(float* scores, int64_t padded, float block_top, float* maximum, float* weight,
+                            float* sums, int64_t head_dim) {
+  constexpr int64_t kWidth = Vector::kWidth;
+  const float before = *maximum;
+  const float now = block_top > before ? block_top : before;
+  // With nothing visible so far the maximum is -infinity, and -infinity minus itself is NaN: subtract 0 then.
+  const auto base = Vector::set(now == kMinusInfinity ? 0.0f : now);
+  auto total = Vector::zero();
+#pragma GCC unroll 4
+  for (int64_t p = 0; p < padded; p += kWidth) {
+    const auto value = exp_of_negative<Vector>(Vector::sub(Vector::template load<F32>(scores + p), base));
+    Vector::store(scores + p, value);
+    total = Vector::add(total, value);
+  }
+  float shrink = 1.0f;
+  if (now != before) {  // before may be -infinity: the sums are 0
+    shrink = before == kMinusInfinity ? 0.0f : _mm256_cvtss_f32(exp_ps(_mm256_set1_ps(before - now)));
+    const auto by = Vector::set(shrink);
+    for (int64_t d = 0; d < head_dim; d += kWidth) {
+      Vector::store(sums + d, Vector::mul(Vector::template load<F32>(sums + d), by));
+    }
+  }
+  *weight = *weight * shrink + Vector::sum(total);
+  *maximum = now;
+}
+
+// Of all queries; positions [position, position + count) if adjacent, else all are visible.
+template <class Vector>
+void softmax_block(const AttentionChunk& chunk, int64_t count, bool adjacent, int64_t position) {
+  constexpr int64_t kWidth = Vector::kWidth;
+  const int64_t dim = chunk.head_dim, queries = chunk.query_len * chunk.group;
+  const int64_t padded = (count + kWidth - 1) / kWidth * kWidth;
+  float* const tops = chunk.scratch + queries * kBlockPositions;
+  for (int64_t m = 0; m < queries; ++m) {
+    int64_t low = 0, high = count;
+    if (adjacent) {
+      const int64_t last = chunk.first_query + m / chunk.group;
+      const int64_t oldest = chunk.window > 0 ? last - chunk.window + 1 : position;
+      low = oldest > position ? min_of(oldest - position, count) : 0;
+      high = min_of(last + 1 - position, count);
+      if (high < low) high = low;
+    }
+    tops[m] = scale_scores<Vector>(chunk.scratch + m * kBlockPositions, low, high, padded, chunk.scale);
+  }
+  for (int64_t m = 0; m < queries; ++m) {
+    weigh_scores<Vector>(chunk.scratch + m * kBlockPositions, padded, tops[m], chunk.maxima + m,
+                         chunk.weights + m, chunk.sums + m * dim, dim);
+  }
+}
+
+// ---- product with V -----------------------------------------------------------------------------------
+
+// sums[m][d] += sum over count positions p of weights[m][p] * v[p][d], for kM queries and kVectors vectors of
+// d from `first` on. With kPrefetch, prefetches the rows `ahead` as it goes.
+template <class Vector, class Kv, int kM, int kVectors, bool kPrefetch>
+HF_INLINE void value_tile(const BlockRows<Kv>& v, int64_t first, int64_t count, const float* weights,
+                          int64_t head_dim, float* sums, const BlockRows<Kv>& ahead) {
+  constexpr int kWidth = Vector::kWidth;
+  typename Vector::Type sum[kM][kVectors];
+  for (int m = 0; m < kM; ++m) {
+    for (int i = 0; i < kVectors; ++i) {
+      sum[m][i] = Vector::template load<F32>(sums + m * head_dim + first + i * kWidth);
+    }
+  }
+  const auto step = [&](int64_t p, const typename Kv::Storage* row) HF_ALWAYS_INLINE {
+    typename Vector::Type value[kVectors];
+#pragma GCC unroll 8
+    for (int i = 0; i < kVectors; ++i) value[i] = Vector::template load<Kv>(row + i * kWidth);
+#pragma GCC unroll 8
+    for (int m = 0; m < kM; ++m) {
+      const auto weight = Vector::broadcast(weights + m * kBlockPositions + p);
+#pragma GCC unroll 8
+      for (int i = 0; i < kVectors; ++i) sum[m][i] = Vector::fma(value[i], weight, sum[m][i]);
+    }
+  };
+  int64_t p = 0;
+  const auto* rows = v.base + first;
+  for (; p + kStreams <= count; p += kStreams, rows += v.step) {
+    if constexpr (kPrefetch) prefetch_four(ahead, p, head_dim);
+#pragma GCC unroll 4
+    for (int s = 0; s < kStreams; ++s) step(p + s, rows + s * v.apart);
+  }
+  for (; p < count; ++p, rows += v.apart) step(p, rows);
+  for (int m = 0; m < kM; ++m) {
+    for (int i = 0; i < kVectors; ++i) {
+      Vector::store(sums + m * head_dim + first + i * kWidth, sum[m][i]);
+    }
+  }
+}
+
+// kM queries over the whole of head_dim, in tiles of kVectors, 2 and 1 vectors.
+template <class Vector, class Kv, int kM, int kVectors, bool kPrefetch>
+HF_INLINE void value_rows(const BlockRows<Kv>& v, int64_t count, const float* weights, int64_t head_dim,
+                          float* sums, const BlockRows<Kv>& ahead) {
+  constexpr int kWidth = Vector::kWidth;
+  int64_t d = 0;
+  if (kPrefetch && head_dim >= kVectors * kWidth) {
+    value_tile<Vector, Kv, kM, kVectors, kPrefetch>(v, 0, count, weights, head_dim, sums, ahead);
+    d = kVectors * kWidth;
+  }
+  for (; d + kVectors * kWidth <= head_dim; d += kVectors * kWidth) {
+    value_tile<Vector, Kv, kM, kVectors, false>(v, d, count, weights, head_dim, sums, ahead);
+  }
+  for (; d + 2 * kWidth <= head_dim; d += 2 * kWidth) {
+    value_tile<Vector, Kv, kM, 2, false>(v, d, count, weights, head_dim, sums, ahead);
+  }
+  for (; d < head_dim; d += kWidth) {
+    value_tile<Vector, Kv, kM, 1, false>(v, d, count, weights, head_dim, sums, ahead);
+  }
+}
+
+// All queries; the first ones prefetch.
+template <class Vector, class Kv>
+void value_block(const BlockRows<Kv>& v, int64_t count, const float* weights, int64_t queries,
+                 int64_t head_dim, float* sums, const BlockRows<Kv>& ahead) {
+  for_query_tiles<kValueRows>(queries, [&](int64_t m, auto rows, auto prefetch) HF_ALWAYS_INLINE {
+    constexpr int kM = decltype(rows)::value;
+    value_rows<Vector, Kv, kM, Vector::value_vectors(kM), decltype(prefetch)::value>(
+        v, count, weights + m * kBlockPositions, head_dim, sums + m * head_dim, ahead);
+  });
+}
+
+// ---- chunk --------------------------------------------------------------------------------------------
+
+// One block: positions [position, position + count) if adjacent, else all visible to every query.
+template <class Vector, class Kv>
+void run_block(const AttentionChunk& chunk, const BlockRows<Kv>& k, const BlockRows<Kv>& v, int64_t count,
+               bool adjacent, int64_t position) {
+  const int64_t dim = chunk.head_dim, queries = chunk.query_len * chunk.group;
+  score_block<Vector>(k, count, chunk.q, queries, dim, chunk.scratch, v);
+  softmax_block<Vector>(chunk, count, adjacent, position);
+  // The rows behind this block: the next one's, or those of the next chunk, or at worst a few of no use.
+  const BlockRows<Kv> ahead{k.base + count / kStreams * k.step, k.apart, k.step};
+  value_block<Vector>(v, count, chunk.scratch, queries, dim, chunk.sums, ahead);
+}
+
+// Positions [begin, end), whose slots are contiguous; `streams` if every query sees all of them.
+template <class Vector, class Kv>
+void run_range(const AttentionChunk& chunk, int64_t begin, int64_t end, bool streams) {
+  using Storage = typename Kv::Storage;
+  const int64_t dim = chunk.head_dim, row_bytes = dim * static_cast<int64_t>(sizeof(Storage));
+  const int64_t bytes = chunk.query_len * chunk.group < kValueRows ? kBlockBytes : kSharedBlockBytes;
+  const int64_t fitting = (bytes / row_bytes + Vector::kWidth - 1) / Vector::kWidth * Vector::kWidth;
+  const int64_t block = min_of(kBlockPositions, fitting);
+  const int64_t slot = begin % chunk.capacity;
+  const auto* k = static_cast<const Storage*>(chunk.k) + slot * dim;
+  const auto* v = static_cast<const Storage*>(chunk.v) + slot * dim;
+  const int64_t length = streams ? (end - begin) / kStreams : 0;  // of a stream
+  for (int64_t i = 0; i < length; i += block / kStreams) {
+    const int64_t count = min_of(block, (length - i) * kStreams);
+    run_block<Vector, Kv>(chunk, {k + i * dim, length * dim, dim}, {v + i * dim, length * dim, dim}, count,
+                          false, 0);
+  }
+  for (int64_t i = length * kStreams; i < end - begin; i += block) {
+    run_block<Vector, Kv>(chunk, {k + i * dim, dim, kStreams * dim}, {v + i * dim, dim, kStreams * dim},
+                          min_of(block, end - begin - i), true, begin + i);
+  }
+}
+
+template <class Vector, class Kv>
+void run_chunk(const AttentionChunk& chunk) {
+  const int64_t dim = chunk.head_dim, queries = chunk.query_len * chunk.group;
+  for (int64_t m = 0; m < queries; ++m) {
+    chunk.maxima[m] = kMinusInfinity;
+    chunk.weights[m] = 0.0f;
+  }
+  for (int64_t i = 0; i < queries * dim; i += kLanes) _mm256_storeu_ps(chunk.sums + i, _mm256_setzero_ps());
+  // Every query sees the positions from `common_begin` up to, not including, `common_end`.
+  const int64_t common_end = chunk.first_query + 1;
+  const int64_t newest = chunk.first_query + chunk.query_len - 1;
+  const int64_t common_begin = chunk.window > 0 ? newest - chunk.window + 1 : chunk.begin;
+  for (int64_t begin = chunk.begin; begin < chunk.end;) {
+    // A range ends where the ring does, and where visibility to all begins or ends.
+    int64_t end = min_of(chunk.end, begin + chunk.capacity - begin % chunk.capacity);
+    if (begin < common_begin) {
+      end = min_of(end, common_begin);
+    } else if (begin < common_end) {
+      end = min_of(end, common_end);
+    }
+    run_range<Vector, Kv>(chunk, begin, end, begin >= common_begin && begin < common_end);
+    begin = end;
+  }
+}
+
+}  // namespace
+}  // namespace hf_fastpath

@@ -1,0 +1,197 @@
+// The product in nn.Linear's layout that gemv_avx2.cpp and gemv_avx512.cpp instantiate, each with its own
+// vectors. Included by these only; internal linkage as in avx2_math.h.
+#pragma once
+
+#include "common/avx2_math.h"
+#include "common/epilogue_avx2.h"
+#include "gemv/gemv_cpu.h"
+
+namespace hf_fastpath {
+namespace {
+
+// Streams of weight rows: four reach the read bandwidth. With more than two rows of x, six, three of which
+// pass over a block of x at once: as many sums as registers hold, and x read from the second-level cache less
+// often.
+constexpr int kFewStreams = 4, kRowStreams = 6;
+constexpr int64_t kFewRows = 2;
+// How far ahead in its stream a row is prefetched: past the end of a page, where the hardware prefetchers
+// stop.
+constexpr int64_t kRowAheadBytes = 2048;
+// Inputs of a block: the rows of x stay in the first-level cache while the streams pass over them in turn.
+// Its sums are one chain of float32 before they are added to the total: short chains round less.
+constexpr int64_t kBlock = 256;
+// Outputs of a stream computed before bias and activation are applied to them, eight at a time.
+constexpr int64_t kRun = 16;
+
+// Where a tile's weight rows are.
+template <class Element, int kTile>
+struct TileRows {
+  const typename Element::Storage* row[kTile];
+};
+
+// total[r * kMaxRows + m] += sum over n inputs of w[r] * x[m], lane by lane, for kW weight rows and kM rows
+// of x.
+template <class Vector, class Element, int kW, int kM>
+HF_INLINE void accumulate(const typename Element::Storage* const* rows, const float* x, int64_t x_stride,
+                          int64_t n, bool prefetch, typename Vector::Type* total) {
+  constexpr int64_t kLine = kCacheLineBytes / static_cast<int64_t>(sizeof(typename Element::Storage));
+  constexpr int64_t kAhead = kRowAheadBytes / static_cast<int64_t>(sizeof(typename Element::Storage));
+  // All loops over the sums are unrolled where GCC is told so: it keeps them in memory otherwise.
+  typename Vector::Type sum[kW][kM];
+  const typename Element::Storage* w[kW];
+#pragma GCC unroll 8
+  for (int r = 0; r < kW; ++r) {
+    w[r] = rows[r];
+#pragma GCC unroll 8
+    for (int m = 0; m < kM; ++m) sum[r][m] = Vector::zero();
+  }
+  const auto step = [&](int64_t k, auto load) __attribute__((always_inline)) {
+    typename Vector::Type weight[kW];
+#pragma GCC unroll 8
+    for (int r = 0; r < kW; ++r) weight[r] = load(w[r] + k);
+#pragma GCC unroll 8
+    for (int m = 0; m < kM; ++m) {
+      typename Vector::Type value = Vector::load(x + m * x_stride + k);
+      if constexpr (kW > 1) asm("" : "+v"(value));  // one load for all rows, not one an FMA
+#pragma GCC unroll 8
+      for (int r = 0; r < kW; ++r) sum[r][m] = Vector::fma(weight[r], value, sum[r][m]);
+    }
+  };
+  const auto whole = [](const auto* from) { return Vector::template weight<Element>(from); };
+  int64_t k = 0;
+  for (; k + kLine <= n; k += kLine) {
+    if (prefetch) {
+#pragma GCC unroll 8
+      for (int r = 0; r < kW; ++r) {
+        _mm_prefetch(reinterpret_cast<const char*>(w[r] + k + kAhead), _MM_HINT_T0);
+      }
+    }
+    for (int64_t j = 0; j < kLine; j += Vector::kWidth) step(k + j, whole);
+  }
+  for (; k + Vector::kWidth <= n; k += Vector::kWidth) step(k, whole);
+  if (k < n) step(k, [=](const auto* from) { return Vector::template weight<Element>(from, n - k); });
+#pragma GCC unroll 8
+  for (int r = 0; r < kW; ++r) {
+#pragma GCC unroll 8
+    for (int m = 0; m < kM; ++m) {
+      total[r * kMaxRows + m] = Vector::add(total[r * kMaxRows + m], sum[r][m]);
+    }
+  }
+}
+
+// As above for `rows` rows of x, at most kM, and all weight rows of a tile.
+template <class Vector, class Element, int kTile, int kM>
+void accumulate_rows(int64_t rows, const TileRows<Element, kTile>& w, const float* x, int64_t x_stride,
+                     int64_t n, bool prefetch, typename Vector::Type* total) {
+  if constexpr (kM > 1) {
+    if (rows < kM) {
+      return accumulate_rows<Vector, Element, kTile, kM - 1>(rows, w, x, x_stride, n, prefetch, total);
+    }
+  }
+  constexpr int kW = kTile == kRowStreams ? kTile / 2 : kTile;
+  for (int r = 0; r < kTile; r += kW) {
+    accumulate<Vector, Element, kW, kM>(w.row + r, x, x_stride, n, prefetch, total + r * kMaxRows);
+  }
+}
+
+// The sum of eight lanes, added in float64: these last additions are the ones of the full magnitude.
+HF_INLINE float rounded_sum(__m256 v) {
+  const __m256d pairs =
+      _mm256_add_pd(_mm256_cvtps_pd(_mm256_castps256_ps128(v)), _mm256_cvtps_pd(_mm256_extractf128_ps(v, 1)));
+  const __m128d sum = _mm_add_pd(_mm256_castpd256_pd128(pairs), _mm256_extractf128_pd(pairs, 1));
+  return static_cast<float>(_mm_cvtsd_f64(_mm_add_sd(sum, _mm_unpackhi_pd(sum, sum))));
+}
+
+// y[r][m * kRun] = the dot product of weight row r and row m of x, for one tile of weight rows. Rows of x
+// pass in groups of about equal size; an output's sums run in the same order whatever their number.
+template <class Vector, class Element, int kTile>
+void dot_tile(const LinearArgs& args, TileRows<Element, kTile> w, float* const (&y)[kTile]) {
+  typename Vector::Type total[kTile * kMaxRows];
+  for (int r = 0; r < kTile; ++r) {
+    for (int64_t m = 0; m < args.rows; ++m) total[r * kMaxRows + m] = Vector::zero();
+  }
+  constexpr int kMost = kTile == kFewStreams ? kFewRows : Vector::kRows;
+  const int64_t groups = (args.rows + kMost - 1) / kMost;
+  for (int64_t k = 0; k < args.in_features; k += kBlock) {
+    const int64_t n = min_of(kBlock, args.in_features - k);
+    for (int64_t g = 0, m = 0; g < groups; ++g) {
+      const int64_t rows = (args.rows - m + groups - g - 1) / (groups - g);
+      accumulate_rows<Vector, Element, kTile, kMost>(rows, w, args.x + m * args.x_stride + k, args.x_stride,
+                                                     n, m == 0, total + m);
+      m += rows;
+    }
+    for (int r = 0; r < kTile; ++r) w.row[r] += n;
+  }
+  for (int r = 0; r < kTile; ++r) {
+    for (int64_t m = 0; m < args.rows; ++m)
+      y[r][m * kRun] = rounded_sum(Vector::half(total[r * kMaxRows + m]));
+  }
+}
+
+template <class Element>
+void epilogue_rows(const LinearArgs& args, const float* y, int64_t y_stride, const float* up, int64_t begin,
+                   int64_t count) {
+  using Storage = typename Element::Storage;
+  const auto* bias = static_cast<const Storage*>(args.bias);
+  const auto* residual = static_cast<const Storage*>(args.residual);
+  with_activation(args.activation, [&](auto tag) {
+    for (int64_t m = 0; m < args.rows; ++m) {
+      epilogue<Element, decltype(tag)::value>(
+          y + m * y_stride, up != nullptr ? up + m * y_stride : nullptr,
+          bias != nullptr ? bias + begin : nullptr,
+          residual != nullptr ? residual + m * args.out_features + begin : nullptr,
+          static_cast<Storage*>(args.out) + m * args.out_stride + begin, count);
+    }
+  });
+}
+
+// Outputs [begin, end) as kStreams streams of equal length, or with a gate as half as many of both weights;
+// returns where the streams end, fewer than kStreams outputs before `end`. The sums of an output run in the
+// same order whatever the number of streams.
+template <class Vector, class Element, int kStreams, bool kGated>
+int64_t linear_streams(const LinearArgs& args, int64_t begin, int64_t end) {
+  using Storage = typename Element::Storage;
+  constexpr int kEach = kGated ? kStreams / 2 : kStreams;
+  alignas(32) float y[kStreams][kMaxRows * kRun];
+  const int64_t length = (end - begin) / kEach;
+  for (int64_t i = 0; i < length; i += kRun) {
+    const int64_t count = min_of(kRun, length - i);
+    for (int64_t j = 0; j < count; ++j) {
+      TileRows<Element, kStreams> w;
+      float* to[kStreams];
+      for (int s = 0; s < kStreams; ++s) {
+        const bool is_up = kGated && s >= kEach;
+        const auto* weight = static_cast<const Storage*>(is_up ? args.up_weight : args.weight);
+        w.row[s] =
+            weight + (begin + s % kEach * length + i + j) * (is_up ? args.up_stride : args.weight_stride);
+        to[s] = y[s] + j;
+      }
+      dot_tile<Vector, Element, kStreams>(args, w, to);
+    }
+    for (int s = 0; s < kEach; ++s) {
+      epilogue_rows<Element>(args, y[s], kRun, kGated ? y[kEach + s] : nullptr, begin + s * length + i,
+                             count);
+    }
+  }
+  return begin + kEach * length;
+}
+
+template <class Vector>
+HF_INLINE void linear_range(const LinearArgs& args, int64_t begin, int64_t end) {
+  with_element(args.dtype, [&](auto element) {
+    using Element = decltype(element);
+    const bool few = args.rows <= kFewRows;
+    if (args.up_weight != nullptr) {
+      begin = (few ? linear_streams<Vector, Element, kFewStreams, true>
+                   : linear_streams<Vector, Element, kRowStreams, true>)(args, begin, end);
+      linear_streams<Vector, Element, 2, true>(args, begin, end);
+    } else {
+      begin = (few ? linear_streams<Vector, Element, kFewStreams, false>
+                   : linear_streams<Vector, Element, kRowStreams, false>)(args, begin, end);
+      linear_streams<Vector, Element, 1, false>(args, begin, end);
+    }
+  });
+}
+
+}  // namespace
+}  // namespace hf_fastpath
