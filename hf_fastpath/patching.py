@@ -193,7 +193,7 @@ def patch(
             with nullcontext() if quiet else announced("trying a small random twin of the model"):
                 _self_test(model, by_structure)
         if options.weights is not None:
-            _quantize(model, state, progress)
+            _quantize(model, state, quiet)
         if "cpu" in devices and loader.is_native("cpu"):
             with nullcontext() if quiet else announced("moving the weights into pages of 2 MB"):
                 state.huge_page_bytes = huge_pages.move_into(
@@ -207,27 +207,25 @@ def patch(
     return model
 
 
-def _quantize(model: nn.Module, state: PatchState, progress: Callable[[str], None]) -> None:
+def _quantize(model: nn.Module, state: PatchState, quiet: bool) -> None:
     """Put quantized weights in place, as the options ask for.
 
     Raises:
         ValueError: there are no kernels for it.
     """
     options = state.options
-    devices = {parameter.device.type for parameter in model.parameters()}
-    if devices != {"cpu"} or not loader.is_native("cpu"):
-        raise ValueError(
-            f"weights={options.weights!r} has kernels for the CPU alone, this model is on {sorted(devices)}"
-        )
+    wanted = f"weights={options.weights!r}"
+    devices = sorted({parameter.device.type for parameter in model.parameters()})
+    if devices != ["cpu"] or not loader.is_native("cpu"):
+        raise ValueError(f"{wanted} has kernels for the CPU alone, this model is on {', '.join(devices)}")
     part = state.part_of(model)
-    if part is None or (reason := part.reason()) is not None:
-        why = "class_not_supported" if part is None else reason
+    why = "class_not_supported" if part is None else part.reason()
+    if why is not None:
         raise ValueError(
-            f"weights={options.weights!r} takes a model that decodes fast as a whole; this one: {why} ({reasons.REASONS[why]})"
+            f"{wanted} takes a model that decodes fast as a whole; this one: {why} ({reasons.REASONS[why]})"
         )
     head = None if options.lm_head == HEADS[0] else FORMATS[options.lm_head]
-    say = (lambda line: None) if len(part.layers) < 8 else lambda line: progress(f"hf_fastpath: quantizing, {line}")
-    quantize_model(part, FORMATS[options.weights], head, state.replaced, say)
+    quantize_model(part, FORMATS[options.weights], head, state.replaced, quiet)
     _bind(state, model, "save_pretrained", _no_saving)
     if not options.keep_original:
         free_originals(state.replaced)

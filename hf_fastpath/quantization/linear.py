@@ -9,6 +9,7 @@ from torch import nn
 
 from ..ops.gemv import MAX_ROWS
 from ..ops.packed_gemv import SPEC
+from ..registry import FLOAT_DTYPES
 from .formats import PackedWeight
 
 _PARTS = ("quants", "scale_bits", "zeros")
@@ -48,11 +49,17 @@ class PackedLinear(nn.Module):
         return self.quants, self.scales, self.zeros, self.multiplier, self.form.name
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        grad = torch.is_grad_enabled() and (x.requires_grad or self.bias is not None and self.bias.requires_grad)
-        rows = x.numel() // max(1, x.shape[-1])
-        if 1 <= rows <= MAX_ROWS and not grad and not torch.compiler.is_compiling() and x.device.type in SPEC.native:
+        if self._takes_op(x):
             return SPEC(x, *self.op_weight(), self.bias)
         return nn.functional.linear(x, self.packed.dequantize(x.dtype), self.bias)
+
+    def _takes_op(self, x: torch.Tensor) -> bool:
+        device = x.device.type
+        if torch.compiler.is_compiling() or torch.is_autocast_enabled(device) or device not in SPEC.native:
+            return False
+        if torch.is_grad_enabled() and (x.requires_grad or self.bias is not None and self.bias.requires_grad):
+            return False
+        return 1 <= x.numel() // max(1, x.shape[-1]) <= MAX_ROWS and x.dtype in FLOAT_DTYPES
 
     def extra_repr(self) -> str:
         return f"in_features={self.in_features}, out_features={self.out_features}, format={self.form.name}"

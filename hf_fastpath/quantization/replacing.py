@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
+from contextlib import nullcontext
 from dataclasses import dataclass
 
 import torch
@@ -11,7 +12,8 @@ from torch import nn
 from ..compat import Conv1D
 from ..decode.parts import MoEPart
 from ..decode.structure import LayerPart, ModelPart
-from .formats import FORMATS, Format
+from ..progress import announced
+from .formats import Format
 from .linear import PackedLinear
 from .quantizer import quantize
 
@@ -41,7 +43,7 @@ class Replaced:
 
 
 def quantize_model(
-    part: ModelPart, form: Format, head: Format | None, replaced: list[Replaced], say: Callable[[str], None]
+    part: ModelPart, form: Format, head: Format | None, replaced: list[Replaced], quiet: bool = False
 ) -> None:
     """Put quantized layers in the place of the projections of every decoder layer.
 
@@ -53,20 +55,20 @@ def quantize_model(
         form: of the layers' weights.
         head: of the head's, or None to leave it.
         replaced: gets what was done, step by step, so that a caller can undo it after a fault.
-        say: told of progress.
+        quiet: no progress on a terminal.
     """
     places: dict[int, list[tuple[nn.Module, str]]] = {}
     for parent in part.module.modules():
         for name, module in parent._modules.items():
             places.setdefault(id(module), []).append((parent, name))
     layers = part.layers
-    for number, layer in enumerate(layers):
-        say(f"layer {number + 1} of {len(layers)}")
-        for linears in _of_one_input(layer):
-            _replace(linears, form, places, replaced)
+    for number, layer in enumerate(layers, 1):
+        with nullcontext() if quiet else announced(f"quantizing layer {number} of {len(layers)}"):
+            for linears in _of_one_input(layer):
+                _replace(linears, form, places, replaced)
     if head is not None:
-        say("head")
-        _replace([part.head], head, places, replaced)
+        with nullcontext() if quiet else announced("quantizing the head"):
+            _replace([part.head], head, places, replaced)
 
 
 def _of_one_input(layer: LayerPart) -> Iterator[list[nn.Module]]:
@@ -97,14 +99,3 @@ def free_originals(replaced: list[Replaced]) -> None:
     """Let go of the weights that quantized ones stand for."""
     for each in replaced:
         each.original.weight.data = each.original.weight.data.new_empty(0)
-
-
-def format_of(argument: str, name: str) -> Format:
-    """The format called ``name``.
-
-    Raises:
-        ValueError: there is none; says what ``argument`` takes.
-    """
-    if name not in FORMATS:
-        raise ValueError(f"{argument} is {name!r}, expected None or one of {', '.join(FORMATS)}")
-    return FORMATS[name]
