@@ -16,8 +16,8 @@ from torch import nn
 
 from .. import ops
 from ..ops.decode_layers import LAYER_TENSORS, OUTER_TENSORS, sizes, weight_reasons
-from . import composed
 from ..quantization.linear import joined as joined_weights
+from . import composed
 from .modules import is_packed, is_transposed, weight_and_bias
 from .parts import FeedForwardPart, MLPPart, MoEPart, NormPart
 from .structure import AttentionPart, LayerPart, ModelPart

@@ -4,10 +4,10 @@ A row of a weight is cut into groups; what a group's weights have in common is o
 format has them: ``weight = multiplier * scale * (quant - zero)``. Quants, scales and zeros are tensors apart, so that a
 kernel reads each as one unbroken stream:
 
-* quants, uint8 [rows, blocks * BLOCK * bits / 8]: rows are padded to whole blocks of 128 weights. A block is words of 32
-  bits, little-endian, with four or eight neighboring weights each, the first in the lowest bits. Word ``4 w + s`` belongs
-  to the ``s``-th 32 of the block's weights, and is the ``w``-th of theirs: four neighboring words belong to four
-  stretches of 32, so that 16 bytes are one word of each, and a lane that reads every fourth word has one stretch alone.
+* quants, uint8 [rows, blocks * BLOCK * bits / 8]: rows are padded to whole blocks of 128 weights. A block is words of
+  32 bits, little-endian, with four or eight neighboring weights each, the first in the lowest bits. Word ``4 w + s``
+  belongs to the ``s``-th 32 of the block's weights, and is the ``w``-th of theirs: four neighboring words belong to
+  four stretches of 32, so that 16 bytes are one word of each, and a lane that reads every fourth word has one stretch.
 * scales, float16 [rows, groups], and zeros, uint8 [rows, groups]; a block's padding is quants of zero value.
 * multiplier, a power of two for the whole matrix, keeps the scales within float16's normal range.
 """
