@@ -1,4 +1,4 @@
-"""Run every op's samples under sanitizers: ASan, UBSan and TSan for the CPU library, compute-sanitizer for the CUDA one.
+"""Run every op's samples under sanitizers: ASan, UBSan and TSan for the CPU, compute-sanitizer for CUDA.
 
     python tests/sanitize.py [cpu] [cuda]        # default: what this machine has
 
