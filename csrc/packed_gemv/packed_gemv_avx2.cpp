@@ -34,10 +34,14 @@ struct Avx2 {
             _mm256_cvtph_ps(_mm256_extracti128_si256(halves, 1))};
   }
   // Sign, exponent and mantissa as float16 has them, whose exponent's bias is 8 more.
-  HF_INLINE Floats widen_fp8(const uint8_t* from) {
-    const __m256i wide = _mm256_cvtepi8_epi16(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from)));
-    return widen(_mm256_and_si256(_mm256_slli_epi16(wide, 7), _mm256_set1_epi16(short(0xbfff))));
+  HF_INLINE void widen_fp8(const uint8_t* from, Floats (&to)[2]) {
+    for (int i = 0; i < 2; ++i) {
+      const auto* bytes = reinterpret_cast<const __m128i*>(from + 16 * i);
+      const __m256i wide = _mm256_cvtepi8_epi16(_mm_loadu_si128(bytes));
+      to[i] = widen(_mm256_and_si256(_mm256_slli_epi16(wide, 7), _mm256_set1_epi16(short(0xbfff))));
+    }
   }
+  HF_INLINE Floats pair(const float* from) { return {_mm256_set1_ps(from[0]), _mm256_set1_ps(from[1])}; }
 
   struct Pieces {
     __m256i piece[8];
@@ -66,7 +70,7 @@ struct Avx2 {
   }
 
   using Total = __m256i;
-  HF_INLINE Total start(__m256i lanes) { return lanes; }
+  HF_INLINE Total none() { return _mm256_setzero_si256(); }
   HF_INLINE Total dot(Total total, const Pieces& pieces, const int16_t* steps) {
     const auto* from = reinterpret_cast<const __m256i*>(steps);
 #pragma GCC unroll 8
@@ -223,7 +227,7 @@ void float_range(const PackedArgs& args, int64_t begin, int64_t end) {
 
 }  // namespace
 
-bool packed_steps_avx2(const PackedArgs& args, const float* x, int16_t* steps, float* sizes, int32_t* offsets) {
+bool packed_steps_avx2(const PackedArgs& args, const float* x, int16_t* steps, float* sizes, float* offsets) {
   for (int64_t b = 0; b < args.blocks; ++b, x += kPackedBlock) {
     float inverse[kStretches];
     alignas(16) float size[kStretches];
@@ -241,11 +245,12 @@ bool packed_steps_avx2(const PackedArgs& args, const float* x, int16_t* steps, f
     }
     _mm256_store_ps(sizes + b * kPackedLanes, lanes);
     const int zero = args.form == PackedForm::kInt4G32 ? -8 : -1;
-    _mm256_store_si256(reinterpret_cast<__m256i*>(offsets + b * kPackedLanes),
-                       _mm256_mullo_epi32(sum, _mm256_set1_epi32(zero)));
+    const __m256 offset = _mm256_cvtepi32_ps(_mm256_mullo_epi32(sum, _mm256_set1_epi32(zero)));
+    _mm256_store_ps(offsets + b * kPackedLanes, offset);
   }
   for (int64_t b = args.blocks; b < args.step_blocks; ++b) {
     _mm256_store_ps(sizes + b * kPackedLanes, _mm256_setzero_ps());
+    _mm256_store_ps(offsets + b * kPackedLanes, _mm256_setzero_ps());
   }
   return true;
 }

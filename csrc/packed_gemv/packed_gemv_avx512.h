@@ -19,9 +19,14 @@ struct Avx512 {
     return _mm256_add_ps(_mm512_castps512_ps256(value), _mm512_extractf32x8_ps(value, 1));
   }
   HF_INLINE Floats widen(__m256i halves) { return _mm512_cvtph_ps(halves); }
-  HF_INLINE Floats widen_fp8(const uint8_t* from) {
-    const __m256i wide = _mm256_cvtepi8_epi16(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from)));
-    return widen(_mm256_and_si256(_mm256_slli_epi16(wide, 7), _mm256_set1_epi16(short(0xbfff))));
+  HF_INLINE Floats pair(const float* from) {
+    return _mm512_mask_broadcastss_ps(_mm512_set1_ps(from[0]), 0xff00, _mm_load_ss(from + 1));
+  }
+  HF_INLINE void widen_fp8(const uint8_t* from, Floats (&to)[2]) {
+    const __m512i wide = _mm512_cvtepi8_epi16(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(from)));
+    const __m512i halves = _mm512_and_si512(_mm512_slli_epi16(wide, 7), _mm512_set1_epi16(short(0xbfff)));
+    to[0] = widen(_mm512_castsi512_si256(halves));
+    to[1] = widen(_mm512_extracti64x4_epi64(halves, 1));
   }
 
   struct Pieces {
@@ -43,7 +48,7 @@ struct Avx512 {
   }
 
   using Total = __m512i;
-  HF_INLINE Total start(__m256i lanes) { return _mm512_zextsi256_si512(lanes); }
+  HF_INLINE Total none() { return _mm512_setzero_si512(); }
   HF_INLINE Total dot(Total total, const Pieces& pieces, const int16_t* steps) {
 #pragma GCC unroll 4
     for (int i = 0; i < 4; ++i) {

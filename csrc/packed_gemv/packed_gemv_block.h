@@ -2,11 +2,12 @@
 // each with its own vectors. Included by these only; internal linkage as in avx2_math.h.
 //
 // An Isa has
-//   kRows, kFloatRows     rows of x whose sums stay in registers, for integers and for fp8
+//   kSums                                       sums that stay in registers
 //   Floats, load, zero, mul, fma, add, half     16 values; half folds them to eight lanes
-//   widen(16 halves), widen_fp8(16 bytes)       as Floats
+//   widen(16 halves), widen_fp8(32 bytes, to)   as Floats
+//   pair(from)                                  from[0] eight times, then from[1]
 //   Pieces, pieces_of<bits>(block)              a block's quants in 16 bits
-//   Total, start(8 integers), dot(total, pieces, steps)   32-bit sums of a block
+//   Total, none, dot(total, pieces, steps)      32-bit sums of a block
 //   floats(total, total)                        the sums of two blocks, eight lanes each
 // Whatever the Isa, integers go through the same operations in the same order: all give the same bits.
 #pragma once
@@ -50,34 +51,47 @@ HF_INLINE void prefetch_quants(const uint8_t* quants, int64_t bytes) {
 
 // ---- integers -----------------------------------------------------------------------------------------
 
-// What the lanes' sums of blocks b and, if kBlocks is two, b + 1 are multiplied by but for the steps' size: 16
-// halves.
-template <PackedForm kForm, int kBlocks>
-HF_INLINE __m256i scales_of(const Row& row, int64_t b) {
-  if constexpr (kForm == PackedForm::kInt4G32) {
-    const auto* from = reinterpret_cast<const __m128i*>(row.scales + b * kStretches);
-    const __m128i eight = kBlocks == 2 ? _mm_loadu_si128(from) : _mm_loadl_epi64(from);
-    return _mm256_permute4x64_epi64(_mm256_castsi128_si256(eight), 0x50);
-  } else {
-    int pair = 0;
-    __builtin_memcpy(&pair, row.scales + b, kBlocks * sizeof(uint16_t));
-    const __m256i second = _mm256_set_epi64x(0x0302030203020302, 0x0302030203020302, 0x0100010001000100,
-                                             0x0100010001000100);
-    return _mm256_shuffle_epi8(_mm256_set1_epi32(pair), second);
+// Scales and zeros of a row's next blocks in float32; after them zeros, which a last block without a second
+// reads.
+constexpr int64_t kFactors = 16;
+struct Factors {
+  alignas(64) float scale[kFactors + 1];
+  alignas(64) float zero[kFactors + 1];
+};
+
+// Those of blocks [b, b + kFactors), the first `count` of which exist.
+template <PackedForm kForm>
+HF_INLINE void fill(const Row& row, int64_t b, int64_t count, Factors& to) {
+  alignas(16) uint16_t some_scales[kFactors] = {};
+  alignas(16) uint8_t some_zeros[kFactors] = {};
+  const uint16_t* scales = row.scales + b;
+  const uint8_t* zeros = kForm == PackedForm::kInt4 ? row.zeros + b : nullptr;
+  if (count < kFactors) {  // memory may end behind them
+    for (int64_t i = 0; i < count; ++i) {
+      some_scales[i] = scales[i];
+      if constexpr (kForm == PackedForm::kInt4) some_zeros[i] = zeros[i];
+    }
+    scales = some_scales, zeros = some_zeros;
+  }
+  for (int64_t i = 0; i < kFactors; i += 8) {
+    _mm256_store_ps(to.scale + i,
+                    _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(scales + i))));
+    if constexpr (kForm == PackedForm::kInt4) {
+      const __m128i bytes = _mm_loadl_epi64(reinterpret_cast<const __m128i*>(zeros + i));
+      _mm256_store_ps(to.zero + i, _mm256_cvtepi32_ps(_mm256_cvtepu8_epi32(bytes)));
+    }
   }
 }
 
-// The sums that lanes of a block start from.
-template <class Isa, PackedForm kForm>
-HF_INLINE typename Isa::Total start_of(const int32_t* offsets, const Row& row, int64_t b) {
-  if constexpr (bits_of(kForm) == 8) {
-    return Isa::start(_mm256_setzero_si256());
-  } else {  // quants are 0 to 15
-    __m256i start = _mm256_load_si256(reinterpret_cast<const __m256i*>(offsets));
-    if constexpr (kForm == PackedForm::kInt4) {
-      start = _mm256_mullo_epi32(start, _mm256_set1_epi32(row.zeros[b]));
-    }
-    return Isa::start(start);
+// What the lanes' sums of blocks b and, if kBlocks is two, b + 1 are multiplied by but for the steps' size.
+template <class Isa, PackedForm kForm, int kBlocks>
+HF_INLINE typename Isa::Floats scales_of(const Row& row, int64_t b, const float* factors) {
+  if constexpr (kForm == PackedForm::kInt4G32) {
+    const auto* from = reinterpret_cast<const __m128i*>(row.scales + b * kStretches);
+    const __m128i eight = kBlocks == 2 ? _mm_loadu_si128(from) : _mm_loadl_epi64(from);
+    return Isa::widen(_mm256_permute4x64_epi64(_mm256_castsi128_si256(eight), 0x50));
+  } else {
+    return Isa::pair(factors);
   }
 }
 
@@ -93,49 +107,63 @@ void integer_tile(const PackedArgs& args, const Row* row, int64_t first_row, flo
   }
   const int16_t* all_steps = args.steps + first_row * args.step_blocks * kPackedBlock;
   const float* all_sizes = args.step_sizes + first_row * args.step_blocks * kPackedLanes;
-  const int32_t* all_offsets = args.step_offsets + first_row * args.step_blocks * kPackedLanes;
+  const float* all_offsets = args.step_offsets + first_row * args.step_blocks * kPackedLanes;
   const int64_t stride = args.step_blocks;
-  const auto blocks = [&](int64_t b, auto count) __attribute__((always_inline)) {
+  constexpr bool kHasFactors = kForm != PackedForm::kInt4G32;
+  Factors factors[kHasFactors ? kS : 1];
+  const auto blocks = [&](int64_t b, int64_t factor, auto count) __attribute__((always_inline)) {
     constexpr int kBlocks = decltype(count)::value;
 #pragma GCC unroll 4
     for (int r = 0; r < kS; ++r) {
       const uint8_t* quants = row[r].quants + b * kBytes;
       prefetch_quants(quants, kBlocks * kBytes);
-      if constexpr (kForm == PackedForm::kInt4G32) {
-        _mm_prefetch(reinterpret_cast<const char*>(row[r].scales + b * kStretches) + kScalesAheadBytes,
-                     _MM_HINT_T0);
-      }
       typename Isa::Total first[kM];
       const auto piece = Isa::template pieces_of<bits_of(kForm)>(quants);
 #pragma GCC unroll 4
       for (int m = 0; m < kM; ++m) {
-        const int64_t at = m * stride + b;
-        first[m] = Isa::dot(start_of<Isa, kForm>(all_offsets + at * kPackedLanes, row[r], b), piece,
-                            all_steps + at * kPackedBlock);
+        first[m] = Isa::dot(Isa::none(), piece, all_steps + (m * stride + b) * kPackedBlock);
       }
-      const auto scales = Isa::widen(scales_of<kForm, kBlocks>(row[r], b));
+      const auto scales = scales_of<Isa, kForm, kBlocks>(row[r], b, factors[kHasFactors ? r : 0].scale + factor);
+      [[maybe_unused]] const auto zeros = Isa::pair(factors[kHasFactors ? r : 0].zero + factor);
       const auto add = [&](int m, typename Isa::Floats value) __attribute__((always_inline)) {
-        const auto worth = Isa::mul(scales, Isa::load(all_sizes + (m * stride + b) * kPackedLanes));
+        const int64_t at = (m * stride + b) * kPackedLanes;
+        // Exact: sums and offsets are integers below 2^24.
+        if constexpr (kForm == PackedForm::kInt4) value = Isa::fma(zeros, Isa::load(all_offsets + at), value);
+        if constexpr (kForm == PackedForm::kInt4G32) value = Isa::add(value, Isa::load(all_offsets + at));
+        const auto worth = Isa::mul(scales, Isa::load(all_sizes + at));
         sum[r][m] = Isa::fma(value, worth, sum[r][m]);
       };
       if constexpr (kBlocks == 2) {
         const auto next = Isa::template pieces_of<bits_of(kForm)>(quants + kBytes);
 #pragma GCC unroll 4
         for (int m = 0; m < kM; ++m) {
-          const int64_t at = m * stride + b + 1;
-          add(m, Isa::floats(first[m],
-                             Isa::dot(start_of<Isa, kForm>(all_offsets + at * kPackedLanes, row[r], b + 1),
-                                      next, all_steps + at * kPackedBlock)));
+          const auto* steps = all_steps + (m * stride + b + 1) * kPackedBlock;
+          add(m, Isa::floats(first[m], Isa::dot(Isa::none(), next, steps)));
         }
       } else {
 #pragma GCC unroll 4
-        for (int m = 0; m < kM; ++m) add(m, Isa::floats(first[m], Isa::start(_mm256_setzero_si256())));
+        for (int m = 0; m < kM; ++m) add(m, Isa::floats(first[m], Isa::none()));
       }
     }
   };
-  int64_t b = 0;
-  for (; b + 2 <= args.blocks; b += 2) blocks(b, Constant<2>());
-  if (b < args.blocks) blocks(b, Constant<1>());
+  for (int64_t begin = 0; begin < args.blocks; begin += kFactors) {
+    const int64_t end = min_of(args.blocks, begin + kFactors);
+    const int64_t base = args.blocks < kFactors ? 0 : min_of(begin, args.blocks - kFactors);
+    for (int r = 0; r < kS; ++r) {
+      const auto* scales = reinterpret_cast<const char*>(row[r].scales + begin * (kHasFactors ? 1 : kStretches));
+      constexpr int64_t kLength = kFactors * sizeof(uint16_t) * (kHasFactors ? 1 : kStretches);
+      for (int64_t line = 0; line < kLength; line += kCacheLineBytes) {
+        _mm_prefetch(scales + line + kScalesAheadBytes, _MM_HINT_T0);
+      }
+      if constexpr (kForm == PackedForm::kInt4) {
+        _mm_prefetch(reinterpret_cast<const char*>(row[r].zeros + begin + kScalesAheadBytes / 2), _MM_HINT_T0);
+      }
+      if constexpr (kHasFactors) fill<kForm>(row[r], base, min_of(args.blocks, kFactors), factors[r]);
+    }
+    int64_t b = begin;
+    for (; b + 2 <= end; b += 2) blocks(b, b - base, Constant<2>());
+    if (b < end) blocks(b, b - base, Constant<1>());
+  }
 #pragma GCC unroll 4
   for (int r = 0; r < kS; ++r) {
 #pragma GCC unroll 4
@@ -167,13 +195,15 @@ void fp8_tile(const PackedArgs& args, const Row* row, int64_t first_row, float* 
 #pragma GCC unroll 4
       for (int r = 0; r < kS; ++r) prefetch_quants(row[r].quants + line, kCacheLineBytes);
 #pragma GCC unroll 4
-      for (int64_t i = line; i < line + kCacheLineBytes; i += 16) {
+      for (int64_t i = line; i < line + kCacheLineBytes; i += 32) {
 #pragma GCC unroll 4
         for (int r = 0; r < kS; ++r) {
-          const auto weight = Isa::widen_fp8(row[r].quants + i);
+          typename Isa::Floats weight[2];
+          Isa::widen_fp8(row[r].quants + i, weight);
 #pragma GCC unroll 4
           for (int m = 0; m < kM; ++m) {
-            sum[r][m] = Isa::fma(weight, Isa::load(x + m * width + i), sum[r][m]);
+            sum[r][m] = Isa::fma(weight[0], Isa::load(x + m * width + i), sum[r][m]);
+            sum[r][m] = Isa::fma(weight[1], Isa::load(x + m * width + i + 16), sum[r][m]);
           }
         }
       }

@@ -173,7 +173,7 @@ Tensor packed_gemv_cpu(const Tensor& raw, const Tensor& raw_quants, const Tensor
   if (is_integer) {
     int16_t* steps = take<int16_t>(memory, args.rows * step_width);
     float* step_sizes = take<float>(memory, args.rows * lanes);
-    int32_t* step_offsets = take<int32_t>(memory, args.rows * lanes);
+    float* step_offsets = take<float>(memory, args.rows * lanes);
     for (int64_t row = 0; row < args.rows && is_integer; ++row) {
       is_integer = packed_steps_avx2(args, given + row * width, steps + row * step_width, step_sizes + row * lanes,
                                step_offsets + row * lanes);

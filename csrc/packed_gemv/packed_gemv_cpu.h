@@ -34,7 +34,7 @@ struct PackedArgs {
   // place i; in four bits the i / 32-th lowest of the block's 16-bit piece i % 32.
   const int16_t* steps;
   const float* step_sizes;      // [rows, step_blocks, kPackedLanes]: what a step is worth, by its product's lane
-  const int32_t* step_offsets;  // likewise: the lane's sum of steps, times what is to be added to all quants
+  const float* step_offsets;    // likewise: the lane's sum of steps, times what is to be added to all quants
   int64_t step_blocks;          // blocks and one more, of size zero, if that makes them even
   const uint8_t* quants;
   const uint16_t* scales;  // float16 [out_features, groups]
@@ -58,6 +58,6 @@ PackedGemv packed_gemv_portable, packed_gemv_avx2, packed_gemv_avx512, packed_ge
 PackedGemv packed_floats_avx2;
 
 // Inputs of a row, float32 in order, as args.steps and what belongs to it. False where one is not finite.
-bool packed_steps_avx2(const PackedArgs& args, const float* x, int16_t* steps, float* sizes, int32_t* offsets);
+bool packed_steps_avx2(const PackedArgs& args, const float* x, int16_t* steps, float* sizes, float* offsets);
 
 }  // namespace hf_fastpath
