@@ -3,7 +3,9 @@
 //   two, so that all but inputs far smaller than the largest are exact, as are products and their sums over a
 //   block of 128 inputs; blocks are then weighted and summed in float32. For x in float32, and weights in
 //   fp8, weights are widened to float32.
-// Work split: a thread takes a range of outputs and walks it as four streams, see gemv_avx2.cpp.
+//   packed_gemv_block.h has the products, for 16 values as two vectors of eight here.
+// Work split: a thread takes a range of outputs and walks it as four streams, see gemv_avx2.cpp; up to four
+//   rows of x share a block's quants.
 // Traffic: quants, scales and zeros once; x, bias and outputs are small.
 // Roofline: read bandwidth for one row of x.
 #include "packed_gemv/packed_gemv_block.h"
@@ -100,9 +102,9 @@ HF_INLINE __m256i eight_steps(const float* x, int64_t distance, __m256 inverse) 
   return _mm256_cvtps_epi32(_mm256_mul_ps(values, inverse));
 }
 
-// The exponent that gives the largest of a stretch 15 bits, as bits of a float32: steps' size, and what inputs
-// are multiplied by. Below 2^-100 inputs are far beyond 16-bit floats: a norm's subnormals. False if one is not
-// finite.
+// The exponent that gives the largest of a stretch 15 bits, as bits of a float32: steps' size, and what
+// inputs are multiplied by. Below 2^-100 inputs are far beyond 16-bit floats: a norm's subnormals. False if
+// one is not finite.
 HF_INLINE bool size_of(const float* x, float& size, float& inverse) {
   constexpr int kExponent = 23, kBias = 127;
   const __m256i magnitude = _mm256_set1_epi32(0x7fffffff);
@@ -116,8 +118,11 @@ HF_INLINE bool size_of(const float* x, float& size, float& inverse) {
   top = _mm_max_epi32(top, _mm_shuffle_epi32(top, 0xb1));
   const int exponent = (_mm_cvtsi128_si32(top) >> kExponent) - kBias;  // of the leading bit
   const bool is_tiny = exponent < -100;
-  size = is_tiny ? 0.0f : _mm_cvtss_f32(_mm_castsi128_ps(_mm_cvtsi32_si128((exponent - 14 + kBias) << kExponent)));
-  inverse = is_tiny ? 0.0f : _mm_cvtss_f32(_mm_castsi128_ps(_mm_cvtsi32_si128((14 - exponent + kBias) << kExponent)));
+  size = is_tiny ? 0.0f
+                 : _mm_cvtss_f32(_mm_castsi128_ps(_mm_cvtsi32_si128((exponent - 14 + kBias) << kExponent)));
+  inverse = is_tiny
+                ? 0.0f
+                : _mm_cvtss_f32(_mm_castsi128_ps(_mm_cvtsi32_si128((14 - exponent + kBias) << kExponent)));
   return exponent <= kBias;
 }
 
@@ -126,8 +131,8 @@ HF_INLINE __m256i steps_of_bytes(const float* x, const float* inverse, int16_t* 
   const __m256 even = _mm256_set_m128(_mm_set1_ps(inverse[2]), _mm_set1_ps(inverse[0]));
   const __m256 odd = _mm256_set_m128(_mm_set1_ps(inverse[3]), _mm_set1_ps(inverse[1]));
   for (int64_t i = 0; i < kStretch; i += 4) {  // a word of each stretch
-    const __m256i steps =
-        _mm256_packs_epi32(eight_steps(x + i, 2 * kStretch, even), eight_steps(x + kStretch + i, 2 * kStretch, odd));
+    const __m256i steps = _mm256_packs_epi32(eight_steps(x + i, 2 * kStretch, even),
+                                             eight_steps(x + kStretch + i, 2 * kStretch, odd));
     _mm256_store_si256(reinterpret_cast<__m256i*>(to + i * kStretches), steps);
   }
   return _mm256_setzero_si256();  // no zeros ask for it
@@ -135,8 +140,8 @@ HF_INLINE __m256i steps_of_bytes(const float* x, const float* inverse, int16_t* 
 
 HF_INLINE __m256i steps_of_nibbles(const float* x, const float* inverse, int16_t* to) {
   // Of a word's eight steps, those of one piece's place beside each other.
-  const __m256i by_plane = _mm256_broadcastsi128_si256(
-      _mm_setr_epi8(0, 1, 8, 9, 2, 3, 10, 11, 4, 5, 12, 13, 6, 7, 14, 15));
+  const __m256i by_plane =
+      _mm256_broadcastsi128_si256(_mm_setr_epi8(0, 1, 8, 9, 2, 3, 10, 11, 4, 5, 12, 13, 6, 7, 14, 15));
   __m256i sum = _mm256_setzero_si256();
   for (int64_t half = 0; half < 2; ++half) {
     __m256i word[kStretches], plane[4];
@@ -219,9 +224,8 @@ void float_rows(const PackedArgs& args, const Row (&row)[kS], float* const (&y)[
 
 template <PackedForm kForm>
 void float_range(const PackedArgs& args, int64_t begin, int64_t end) {
-  begin = streams<kStreams>(args, begin, end, [&](const auto& row, const auto& y) {
-    float_rows<kForm, kStreams>(args, row, y);
-  });
+  begin = streams<kStreams>(
+      args, begin, end, [&](const auto& row, const auto& y) { float_rows<kForm, kStreams>(args, row, y); });
   streams<1>(args, begin, end, [&](const auto& row, const auto& y) { float_rows<kForm, 1>(args, row, y); });
 }
 

@@ -123,7 +123,8 @@ void integer_tile(const PackedArgs& args, const Row* row, int64_t first_row, flo
       for (int m = 0; m < kM; ++m) {
         first[m] = Isa::dot(Isa::none(), piece, all_steps + (m * stride + b) * kPackedBlock);
       }
-      const auto scales = scales_of<Isa, kForm, kBlocks>(row[r], b, factors[kHasFactors ? r : 0].scale + factor);
+      const auto scales =
+          scales_of<Isa, kForm, kBlocks>(row[r], b, factors[kHasFactors ? r : 0].scale + factor);
       [[maybe_unused]] const auto zeros = Isa::pair(factors[kHasFactors ? r : 0].zero + factor);
       const auto add = [&](int m, typename Isa::Floats value) __attribute__((always_inline)) {
         const int64_t at = (m * stride + b) * kPackedLanes;
@@ -150,13 +151,15 @@ void integer_tile(const PackedArgs& args, const Row* row, int64_t first_row, flo
     const int64_t end = min_of(args.blocks, begin + kFactors);
     const int64_t base = args.blocks < kFactors ? 0 : min_of(begin, args.blocks - kFactors);
     for (int r = 0; r < kS; ++r) {
-      const auto* scales = reinterpret_cast<const char*>(row[r].scales + begin * (kHasFactors ? 1 : kStretches));
+      const auto* scales =
+          reinterpret_cast<const char*>(row[r].scales + begin * (kHasFactors ? 1 : kStretches));
       constexpr int64_t kLength = kFactors * sizeof(uint16_t) * (kHasFactors ? 1 : kStretches);
       for (int64_t line = 0; line < kLength; line += kCacheLineBytes) {
         _mm_prefetch(scales + line + kScalesAheadBytes, _MM_HINT_T0);
       }
       if constexpr (kForm == PackedForm::kInt4) {
-        _mm_prefetch(reinterpret_cast<const char*>(row[r].zeros + begin + kScalesAheadBytes / 2), _MM_HINT_T0);
+        _mm_prefetch(reinterpret_cast<const char*>(row[r].zeros + begin + kScalesAheadBytes / 2),
+                     _MM_HINT_T0);
       }
       if constexpr (kHasFactors) fill<kForm>(row[r], base, min_of(args.blocks, kFactors), factors[r]);
     }
@@ -289,9 +292,8 @@ int64_t streams(const PackedArgs& args, int64_t begin, int64_t end, const Tile& 
 
 template <class Isa, PackedForm kForm>
 void range_of(const PackedArgs& args, int64_t begin, int64_t end) {
-  begin = streams<kStreams>(args, begin, end, [&](const auto& row, const auto& y) {
-    tile<Isa, kForm, kStreams>(args, row, y);
-  });
+  begin = streams<kStreams>(
+      args, begin, end, [&](const auto& row, const auto& y) { tile<Isa, kForm, kStreams>(args, row, y); });
   streams<1>(args, begin, end, [&](const auto& row, const auto& y) { tile<Isa, kForm, 1>(args, row, y); });
 }
 

@@ -175,8 +175,8 @@ Tensor packed_gemv_cpu(const Tensor& raw, const Tensor& raw_quants, const Tensor
     float* step_sizes = take<float>(memory, args.rows * lanes);
     float* step_offsets = take<float>(memory, args.rows * lanes);
     for (int64_t row = 0; row < args.rows && is_integer; ++row) {
-      is_integer = packed_steps_avx2(args, given + row * width, steps + row * step_width, step_sizes + row * lanes,
-                               step_offsets + row * lanes);
+      is_integer = packed_steps_avx2(args, given + row * width, steps + row * step_width,
+                                     step_sizes + row * lanes, step_offsets + row * lanes);
     }
     args.steps = steps, args.step_sizes = step_sizes, args.step_offsets = step_offsets;
   }

@@ -30,12 +30,12 @@ struct PackedArgs {
   int64_t rows, blocks, out_features;
   // x as the weights lie, [rows, blocks * kPackedBlock], zeros behind the last input.
   const float* x;
-  // x as integers, or null: [rows, step_blocks, kPackedBlock]. Step i of a block meets, in bytes, the quant at
-  // place i; in four bits the i / 32-th lowest of the block's 16-bit piece i % 32.
+  // x as integers, or null: [rows, step_blocks, kPackedBlock]. Step i of a block meets, in bytes, the quant
+  // at place i; in four bits the i / 32-th lowest of the block's 16-bit piece i % 32.
   const int16_t* steps;
-  const float* step_sizes;      // [rows, step_blocks, kPackedLanes]: what a step is worth, by its product's lane
-  const float* step_offsets;    // likewise: the lane's sum of steps, times what is to be added to all quants
-  int64_t step_blocks;          // blocks and one more, of size zero, if that makes them even
+  const float* step_sizes;  // [rows, step_blocks, kPackedLanes]: what a step is worth, by its product's lane
+  const float* step_offsets;  // likewise: the lane's sum of steps, times what is to be added to all quants
+  int64_t step_blocks;        // blocks and one more, of size zero, if that makes them even
   const uint8_t* quants;
   const uint16_t* scales;  // float16 [out_features, groups]
   const uint8_t* zeros;    // [out_features, groups], or null
