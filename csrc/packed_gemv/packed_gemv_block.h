@@ -64,6 +64,7 @@ template <PackedForm kForm>
 HF_INLINE void fill(const Row& row, int64_t b, int64_t count, Factors& to) {
   alignas(16) uint16_t some_scales[kFactors] = {};
   alignas(16) uint8_t some_zeros[kFactors] = {};
+  to.scale[kFactors] = to.zero[kFactors] = 0.0f;
   const uint16_t* scales = row.scales + b;
   const uint8_t* zeros = kForm == PackedForm::kInt4 ? row.zeros + b : nullptr;
   if (count < kFactors) {  // memory may end behind them
@@ -125,11 +126,12 @@ void integer_tile(const PackedArgs& args, const Row* row, int64_t first_row, flo
       }
       const auto scales =
           scales_of<Isa, kForm, kBlocks>(row[r], b, factors[kHasFactors ? r : 0].scale + factor);
-      [[maybe_unused]] const auto zeros = Isa::pair(factors[kHasFactors ? r : 0].zero + factor);
       const auto add = [&](int m, typename Isa::Floats value) __attribute__((always_inline)) {
         const int64_t at = (m * stride + b) * kPackedLanes;
         // Exact: sums and offsets are integers below 2^24.
-        if constexpr (kForm == PackedForm::kInt4) value = Isa::fma(zeros, Isa::load(all_offsets + at), value);
+        if constexpr (kForm == PackedForm::kInt4) {
+          value = Isa::fma(Isa::pair(factors[r].zero + factor), Isa::load(all_offsets + at), value);
+        }
         if constexpr (kForm == PackedForm::kInt4G32) value = Isa::add(value, Isa::load(all_offsets + at));
         const auto worth = Isa::mul(scales, Isa::load(all_sizes + at));
         sum[r][m] = Isa::fma(value, worth, sum[r][m]);
