@@ -1,4 +1,12 @@
-// packed_gemv_avx512.cpp with products and sums of integers in one instruction: the same bits.
+// What: packed_gemv_avx512.cpp with products and sums of integers in one instruction: the same bits.
+// Work split: as in packed_gemv_avx2.cpp.
+// Traffic: quants, scales and zeros once.
+// Roofline: read bandwidth for one row of x, then instructions. All matrices of TinyLlama one after the
+// other,
+//   two threads, Xeon with AMX, 2026-11, of a plain read of the same memory, for 1, 2, 4 and 8 rows in
+//   float16: int8 78, 73, 66, 37 %; fp8 72, 66, 49, 25 %; int4 65, 55, 35, 19 %; int4_g32 70, 76, 40, 22 %.
+//   In runs with quieter neighbors one row reached 88 % (int8) and 83 % (int4_g32). From the second-level
+//   cache a core takes 52, 18, 21 and 23 GB/s of these weights for one row; memory gives it 16.
 #include "packed_gemv/packed_gemv_avx512.h"
 
 namespace hf_fastpath {
