@@ -5,8 +5,8 @@
 // other,
 //   two threads, Xeon with AMX, 2026-11, of a plain read of the same memory, for 1, 2, 4 and 8 rows in
 //   float16: int8 78, 73, 66, 37 %; fp8 72, 66, 49, 25 %; int4 65, 55, 35, 19 %; int4_g32 70, 76, 40, 22 %.
-//   In runs with quieter neighbors one row reached 88 % (int8) and 83 % (int4_g32). From the second-level
-//   cache a core takes 52, 18, 21 and 23 GB/s of these weights for one row; memory gives it 16.
+//   Speed of
+//   this shared machine varies by a tenth from run to run.
 #include "packed_gemv/packed_gemv_avx512.h"
 
 namespace hf_fastpath {
