@@ -67,37 +67,27 @@ void packed_gemv_portable(const PackedArgs& args, int64_t begin, int64_t end) {
 
 namespace {
 
-// Inputs of a row, float32 in order, as integers. False where one is not finite.
-bool count_steps(const PackedArgs& args, const float* x, int16_t* steps, float* sizes, int32_t* sums) {
-  for (int64_t b = 0; b < args.blocks; ++b, x += kPackedBlock) {
-    float size[kStretches], inverse[kStretches];
-    for (int64_t s = 0; s < kStretches; ++s) {
-      float most = 0.0f, check = 0.0f;
-      for (int64_t i = 0; i < kStretch; ++i) {
-        const float value = x[s * kStretch + i];
-        most = std::max(most, std::fabs(value));
-        check += value * 0.0f;
-      }
-      if (check != 0.0f) return false;  // NaN, of NaN or infinity
-      // The largest input takes 15 bits. Below 2^-100 it is far beyond 16-bit floats: a norm's subnormals.
-      int exponent;
-      std::frexp(most, &exponent);
-      size[s] = most > 0x1p-100f ? std::ldexp(1.0f, exponent - 15) : 0.0f;
-      inverse[s] = most > 0x1p-100f ? std::ldexp(1.0f, 15 - exponent) : 0.0f;
-    }
-    int16_t* to = steps + b * kPackedBlock;
-    int32_t* sum = sums + b * kPackedLanes;
-    std::fill(sum, sum + kPackedLanes, 0);
-    for (int64_t i = 0; i < kPackedBlock; ++i) {
-      const int64_t weight = weight_at(args.form, place_of_step(args.form, i)), s = weight / kStretch;
-      const auto step = static_cast<int16_t>(std::lrint(x[weight] * inverse[s]));
-      const int64_t lane = i % 16 / 2;
-      to[i] = step;
-      sum[lane] += step;
-      sizes[b * kPackedLanes + lane] = size[s];
+bool use_avx512_vnni() {
+  static const bool value =
+      use_avx512() && isa_limit() == IsaLimit::kNone && __builtin_cpu_supports("avx512vnni");
+  return value;
+}
+
+PackedGemv* kernel_for(const PackedArgs& args) {
+  if (!use_avx2()) return packed_gemv_portable;
+  if (args.steps == nullptr && args.form != PackedForm::kFp8) return packed_floats_avx2;
+  if (!use_avx512()) return packed_gemv_avx2;
+  return use_avx512_vnni() ? packed_gemv_avx512_vnni : packed_gemv_avx512;
+}
+
+// Inputs as the weights lie: to[i] = x[weight_at(form, i)] in every block.
+template <int64_t kWord>
+void order(const float* x, float* to, int64_t blocks) {
+  for (int64_t b = 0; b < blocks; ++b, x += kPackedBlock) {
+    for (int64_t word = 0; word < kPackedBlock / kWord; ++word, to += kWord) {
+      std::copy_n(x + word % kStretches * kStretch + word / kStretches * kWord, kWord, to);
     }
   }
-  return true;
 }
 
 PackedForm form_of(const std::string& name) {
@@ -169,8 +159,10 @@ Tensor packed_gemv_cpu(const Tensor& raw, const Tensor& raw_quants, const Tensor
   args.out = out.mutable_data_ptr();
   args.activation = activation_of(activation, op);
 
-  const int64_t width = args.blocks * kPackedBlock, lanes = args.blocks * kPackedLanes;
-  float* memory = scratch(args.rows * (2 * width + width / 2 + 2 * lanes) + 5 * 16);
+  args.step_blocks = round_up(args.blocks, 2);
+  const int64_t width = args.blocks * kPackedBlock;
+  const int64_t step_width = args.step_blocks * kPackedBlock, lanes = args.step_blocks * kPackedLanes;
+  float* memory = scratch(args.rows * (2 * width + step_width / 2 + 2 * lanes) + 5 * 16);
   float* given = take<float>(memory, args.rows * width);
   const auto convert = use_avx2() ? convert_to_float_avx2 : convert_to_float_portable;
   for (int64_t row = 0; row < args.rows; ++row) {
@@ -179,24 +171,22 @@ Tensor packed_gemv_cpu(const Tensor& raw, const Tensor& raw_quants, const Tensor
   }
   bool is_integer = use_avx2() && args.dtype != DType::kFloat32 && args.form != PackedForm::kFp8;
   if (is_integer) {
-    int16_t* steps = take<int16_t>(memory, args.rows * width);
+    int16_t* steps = take<int16_t>(memory, args.rows * step_width);
     float* step_sizes = take<float>(memory, args.rows * lanes);
-    int32_t* step_sums = take<int32_t>(memory, args.rows * lanes);
+    float* step_offsets = take<float>(memory, args.rows * lanes);
     for (int64_t row = 0; row < args.rows && is_integer; ++row) {
-      is_integer = count_steps(args, given + row * width, steps + row * width, step_sizes + row * lanes,
-                               step_sums + row * lanes);
+      is_integer = packed_steps_avx2(args, given + row * width, steps + row * step_width,
+                                     step_sizes + row * lanes, step_offsets + row * lanes);
     }
-    args.steps = steps, args.step_sizes = step_sizes, args.step_sums = step_sums;
+    args.steps = steps, args.step_sizes = step_sizes, args.step_offsets = step_offsets;
   }
   if (!is_integer) {
     args.steps = nullptr;
     float* ordered = take<float>(memory, args.rows * width);
-    for (int64_t i = 0; i < args.rows * width; ++i) {
-      ordered[i] = given[i / kPackedBlock * kPackedBlock + weight_at(args.form, i % kPackedBlock)];
-    }
+    (bits_of(args.form) == 8 ? order<4> : order<8>)(given, ordered, args.rows * args.blocks);
     args.x = ordered;
   }
-  const auto kernel = use_avx2() ? packed_gemv_avx2 : packed_gemv_portable;
+  PackedGemv* const kernel = kernel_for(args);
   const int64_t output_bytes = args.row_bytes() + args.groups * (zeros.has_value() ? 3 : 2);
   const int64_t parts =
       std::min(part_count(args.out_features * output_bytes, kBytesPerPart), args.out_features);

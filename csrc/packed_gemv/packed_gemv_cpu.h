@@ -24,25 +24,18 @@ constexpr int64_t weight_at(PackedForm form, int64_t place) {
   return word % kStretches * kStretch + word / kStretches * word_size + place % word_size;
 }
 
-// Place whose weight meets step `i` of a block in the integer kernels. Bytes in order. Four bits: 16-bit
-// pieces of half a block, one for each step of a vector, and of each its lowest four bits, then the next.
-constexpr int64_t place_of_step(PackedForm form, int64_t i) {
-  if (bits_of(form) == 8) return i;
-  const int64_t half = i / 64, plane = i / 16 % 4, piece = i % 16;
-  return half * 64 + piece * 4 + plane;
-}
-
 struct PackedArgs {
   DType dtype;  // of bias, residual and out
   PackedForm form;
   int64_t rows, blocks, out_features;
   // x as the weights lie, [rows, blocks * kPackedBlock], zeros behind the last input.
   const float* x;
-  // x as integers, or null: [rows, blocks, kPackedBlock] in the order of place_of_step; what a step is worth,
-  // [rows, blocks, kPackedLanes] by the lane its products end in; and the lanes' sums of steps.
+  // x as integers, or null: [rows, step_blocks, kPackedBlock]. Step i of a block meets, in bytes, the quant
+  // at place i; in four bits the i / 32-th lowest of the block's 16-bit piece i % 32.
   const int16_t* steps;
-  const float* step_sizes;
-  const int32_t* step_sums;
+  const float* step_sizes;  // [rows, step_blocks, kPackedLanes]: what a step is worth, by its product's lane
+  const float* step_offsets;  // likewise: the lane's sum of steps, times what is to be added to all quants
+  int64_t step_blocks;        // blocks and one more, of size zero, if that makes them even
   const uint8_t* quants;
   const uint16_t* scales;  // float16 [out_features, groups]
   const uint8_t* zeros;    // [out_features, groups], or null
@@ -56,8 +49,15 @@ struct PackedArgs {
   int64_t row_bytes() const { return blocks * kPackedBlock * bits_of(form) / 8; }
 };
 
-// Computes outputs [begin, end) of every row. The sums of an output do not depend on the range.
-void packed_gemv_portable(const PackedArgs& args, int64_t begin, int64_t end);
-void packed_gemv_avx2(const PackedArgs& args, int64_t begin, int64_t end);
+// Computes outputs [begin, end) of every row. The sums of an output do not depend on the range. All but the
+// first take x in steps, and in float32 with weights in fp8.
+using PackedGemv = void(const PackedArgs& args, int64_t begin, int64_t end);
+PackedGemv packed_gemv_portable, packed_gemv_avx2, packed_gemv_avx512, packed_gemv_avx512_vnni;
+
+// The same for x in float32, with any weight.
+PackedGemv packed_floats_avx2;
+
+// Inputs of a row, float32 in order, as args.steps and what belongs to it. False where one is not finite.
+bool packed_steps_avx2(const PackedArgs& args, const float* x, int16_t* steps, float* sizes, float* offsets);
 
 }  // namespace hf_fastpath

@@ -2,15 +2,23 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+from pathlib import Path
+
 import pytest
 import torch
-from checks import assert_exact, assert_matches, common_tests, over_dtypes
+from checks import DTYPES, assert_exact, assert_matches, common_tests, is_native, over_dtypes
+from memory import same_bits
 
 from hf_fastpath.ops.gemv import MAX_ROWS
 from hf_fastpath.ops.packed_gemv import SPEC
 from hf_fastpath.quantization import FORMATS, quantize
 from hf_fastpath.quantization.formats import pack, padded
 from hf_fastpath.registry import Sample
+
+ROOT = Path(__file__).resolve().parents[2]
 
 over_formats = pytest.mark.parametrize("form", FORMATS.values(), ids=FORMATS)
 
@@ -102,3 +110,53 @@ def test_packed_gemv_large(device, form):
     made = packed(form, torch.randn(1536, 4096, device=device) / 64)
     for dtype in (torch.float32, torch.bfloat16):
         assert_matches(SPEC, Sample(x.to(dtype), *made))
+
+
+def products(form, dtype):
+    """An odd number of blocks, one weight row more than the streams share evenly; x of 1 to 16 rows."""
+    torch.manual_seed(1729)
+    x, parts = torch.randn(MAX_ROWS, 2100).to(dtype), packed(form, torch.randn(517, 2100) / 45)
+    return lambda rows: SPEC(x[:rows], *parts)
+
+
+@pytest.mark.parametrize("isa", ("baseline", "avx2", "avx512"))
+def test_packed_gemv_every_way(isa, tmp_path):
+    """The kernels this CPU does not choose by itself, in a process of their own; sums of integers are the same bits."""
+    if not is_native(SPEC, torch.device("cpu")):
+        pytest.skip("no library for the CPU")
+    environment = os.environ | {"HF_FASTPATH_CPU_ISA": isa, "PYTHONPATH": str(ROOT)}
+    command = [sys.executable, __file__, isa, str(tmp_path / "products")]
+    result = subprocess.run(command, capture_output=True, text=True, env=environment)
+    assert result.returncode == 0, result.stderr[-2000:]
+    if "baseline" in (isa, os.environ.get("HF_FASTPATH_CPU_ISA")):
+        return  # that way has no integers
+    theirs = torch.load(tmp_path / "products")
+    for form in FORMATS.values():
+        for dtype in (torch.float16, torch.bfloat16):
+            assert form.is_float or same_bits(theirs[form.name, dtype], products(form, dtype)(MAX_ROWS))
+
+
+def every_way(isa: str, path: str) -> None:
+    from hf_fastpath import loader
+
+    loader.ensure("cpu")
+    device = torch.device("cpu")
+    assert is_native(SPEC, device)
+    torch.manual_seed(1729)
+    found = {}
+    for dtype in DTYPES:
+        for sample in odd_sizes(device, dtype):
+            assert_matches(SPEC, sample, isa)
+        for form in FORMATS.values():
+            product = products(form, dtype)
+            whole = found[form.name, dtype] = product(MAX_ROWS)
+            for threads in (1, 3):  # neither these nor the other rows change a bit
+                torch.set_num_threads(threads)
+                for rows in (1, 2, 3, 4, 7):
+                    assert same_bits(product(rows), whole[:rows]), (form.name, dtype, threads, rows)
+    torch.save(found, path)
+
+
+if __name__ == "__main__":
+    with torch.no_grad():
+        every_way(*sys.argv[1:])
