@@ -43,6 +43,7 @@ import hf_fastpath
 from hf_fastpath import arguments, loader, traffic
 from hf_fastpath.bandwidth import measure_read_bandwidth
 from hf_fastpath.progress import announced
+from hf_fastpath.quantization import FORMATS
 
 DEFAULT_ENGINES = ("stock", "static", "ours")
 
@@ -229,6 +230,7 @@ def bench(
     new_tokens: int = 128,
     repeats: int = 5,
     filled: bool = False,
+    weights: str | None = None,
     gguf: Path | None = None,
     csv: Path | None = None,
     echo: Callable[[str], None] = print,
@@ -244,6 +246,7 @@ def bench(
         new_tokens: tokens timed by one decode measurement.
         repeats: timed rounds.
         filled: take prompts from random caches instead of reading them.
+        weights: format that the model's weights are quantized to, for engines that are ours; or None.
         gguf: file for llama.cpp, of the one model's sizes.
         csv: file to append the rows to.
         echo: receives every line.
@@ -268,6 +271,9 @@ def bench(
                 model, label = shapes.build_model(entry, where, DTYPES[dtype]), shapes.shape(entry).label
         else:
             model, label = entry, entry.config.model_type
+        if weights is not None:
+            hf_fastpath.patch(model, weights=weights, keep_original=False)
+            label = f"{label} {weights}"
         # Short contexts first: transformers keeps the longest static cache it ever made and would read it
         # all.
         for context in sorted(contexts):
@@ -306,6 +312,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--new-tokens", type=arguments.count, default=128)
     parser.add_argument("--repeats", type=arguments.count, default=5)
     parser.add_argument("--filled", action="store_true", help="random keys and values instead of reading the prompt")
+    parser.add_argument("--weights", choices=list(FORMATS), help="quantize the model's weights; engines: ours alone")
     parser.add_argument("--gguf", type=Path, help="also run llama-bench on this file")
     measure.add_csv_argument(parser)
     given = parser.parse_args(argv)
@@ -314,6 +321,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         parser.error(f"unknown engine {', '.join(sorted(unknown))}, expected {', '.join(ENGINES)}")
     if given.filled and "static" in engines:
         parser.error("engine static makes its own cache: leave it out with --filled")
+    if given.weights and not all(map(is_ours, engines)):
+        parser.error(f"--weights leaves nothing for {given.engines} to run on: --engines ours")
     device = given.device or ("cuda" if torch.cuda.is_available() else "cpu")
     path = measure.chosen_csv(given.csv, "generate", torch.device(device))
     bench(
@@ -326,6 +335,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         new_tokens=given.new_tokens,
         repeats=given.repeats,
         filled=given.filled,
+        weights=given.weights,
         gguf=given.gguf,
         csv=path,
     )

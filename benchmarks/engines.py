@@ -16,6 +16,7 @@ from transformers import DynamicCache, PreTrainedModel, TextStreamer
 
 import hf_fastpath
 from hf_fastpath import traffic
+from hf_fastpath.patching import state_of
 
 #: name of the engine that is a program of its own
 LLAMA_CPP = "llama.cpp"
@@ -91,13 +92,9 @@ def engine(name: str, model: PreTrainedModel) -> Iterator[Generate]:
             raise RuntimeError(f"{name} made {out.shape[1] - prompt.shape[1]} tokens, expected {new_tokens}")
         return out
 
-    if is_ours(name):
-        hf_fastpath.patch(model, quiet=True)
-    try:
+    patches = is_ours(name) and state_of(model) is None  # one with quantized weights stays patched
+    with hf_fastpath.patched(model, quiet=True) if patches else contextlib.nullcontext():
         yield generate
-    finally:
-        if is_ours(name):
-            hf_fastpath.unpatch(model)
 
 
 class LlamaBench:

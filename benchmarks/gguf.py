@@ -10,11 +10,11 @@ from __future__ import annotations
 
 import argparse
 import struct
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
 
-import measure
 import shapes
 import torch
 from transformers import PreTrainedConfig
@@ -24,8 +24,54 @@ from hf_fastpath.traffic import layer_widths
 ALIGNMENT = 32
 #: types of metadata values: number in the format, how they are packed
 _UINT32, _FLOAT32, _STRING = 4, 6, 8
-#: torch dtype -> number of the tensor type, and what llama.cpp calls the file
-TENSOR_TYPES = {torch.float32: (0, 0), torch.float16: (1, 1), torch.bfloat16: (30, 32)}
+
+
+def _plain(dtype: torch.dtype) -> Callable[[torch.Tensor], torch.Tensor]:
+    return lambda values: values.to(dtype)
+
+
+def _q8_0(values: torch.Tensor) -> torch.Tensor:
+    blocks = values.view(-1, _BLOCK)
+    scale = (blocks.abs().amax(-1, keepdim=True) / 127).half()
+    quants = (blocks / scale.float()).round().to(torch.int8)
+    return torch.cat((scale.view(torch.uint8), quants.view(torch.uint8)), dim=1)
+
+
+def _q4_0(values: torch.Tensor) -> torch.Tensor:
+    blocks = values.view(-1, _BLOCK)
+    extreme = blocks.gather(-1, blocks.abs().argmax(-1, keepdim=True))
+    scale = (extreme / -8).half()
+    quants = ((blocks / scale.float()).round() + 8).clamp(0, 15).to(torch.uint8)
+    return torch.cat((scale.view(torch.uint8), quants[:, :16] | quants[:, 16:] << 4), dim=1)
+
+
+@dataclass(frozen=True)
+class TensorType:
+    """How the elements of a tensor are stored.
+
+    Attributes:
+        number: of the type in the format.
+        file_number: what llama.cpp calls a file of it.
+        encode: float32 values to what is written.
+    """
+
+    number: int
+    file_number: int
+    encode: Callable[[torch.Tensor], torch.Tensor]
+
+    def nbytes(self, count: int) -> int:
+        return self.encode(torch.ones(_BLOCK)).nbytes * count // _BLOCK
+
+
+#: weights that share a scale
+_BLOCK = 32
+TENSOR_TYPES = {
+    "fp32": TensorType(0, 0, _plain(torch.float32)),
+    "fp16": TensorType(1, 1, _plain(torch.float16)),
+    "bf16": TensorType(30, 32, _plain(torch.bfloat16)),
+    "q4_0": TensorType(2, 2, _q4_0),
+    "q8_0": TensorType(8, 7, _q8_0),
+}
 
 Tensors = dict[str, tuple[int, ...]]
 
@@ -44,7 +90,7 @@ def _entry(key: str, value: int | float | str) -> bytes:
     return _text(key) + struct.pack("<II", _UINT32, value)
 
 
-def _metadata(config: PreTrainedConfig, dtype: torch.dtype) -> dict[str, int | float | str]:
+def _metadata(config: PreTrainedConfig, kind: str) -> dict[str, int | float | str]:
     features, _, inner = layer_widths(config)
     head_dim = features // config.num_attention_heads
     sizes = {
@@ -61,7 +107,7 @@ def _metadata(config: PreTrainedConfig, dtype: torch.dtype) -> dict[str, int | f
         "attention.layer_norm_rms_epsilon": float(config.rms_norm_eps),
         "rope.freq_base": 10000.0,
     }
-    general = {"general.architecture": "llama", "general.file_type": TENSOR_TYPES[dtype][1]}
+    general = {"general.architecture": "llama", "general.file_type": TENSOR_TYPES[kind].file_number}
     return {**general, "tokenizer.ggml.model": "no_vocab", **{f"llama.{key}": value for key, value in sizes.items()}}
 
 
@@ -89,23 +135,29 @@ def _padding(written: int) -> bytes:
     return bytes(-written % ALIGNMENT)
 
 
-def write(file: BinaryIO, config: PreTrainedConfig, dtype: torch.dtype) -> None:
-    """Write a Llama of ``config`` with random weights; norms are float32, as llama.cpp keeps them."""
-    tensors = [(f"{name}.weight", size, torch.float32 if len(size) == 1 else dtype) for name, size in _tensors(config)]
-    metadata = _metadata(config, dtype)
+def _type_of(name: str, size: tuple[int, ...], kind: str) -> TensorType:
+    """Norms are float32, as llama.cpp keeps them; of a quantized file embeddings and head are float16, as ours are."""
+    is_outer = kind.startswith("q") and not name.startswith("blk")
+    return TENSOR_TYPES["fp32" if len(size) == 1 else "fp16" if is_outer else kind]
+
+
+def write(file: BinaryIO, config: PreTrainedConfig, kind: str) -> None:
+    """Write a Llama of ``config`` with random weights of a type out of ``TENSOR_TYPES``."""
+    tensors = [(f"{name}.weight", size, _type_of(name, size, kind)) for name, size in _tensors(config)]
+    metadata = _metadata(config, kind)
     head = struct.pack("<4sIQQ", b"GGUF", 3, len(tensors), len(metadata))
     head += b"".join(_entry(key, value) for key, value in metadata.items())
     offset = 0
-    for name, size, kind in tensors:
+    for name, size, stored in tensors:
         dimensions = size[::-1]  # the innermost first
-        head += _text(name) + struct.pack(f"<I{len(size)}QIQ", len(size), *dimensions, TENSOR_TYPES[kind][0], offset)
-        count = torch.Size(size).numel() * kind.itemsize
+        head += _text(name) + struct.pack(f"<I{len(size)}QIQ", len(size), *dimensions, stored.number, offset)
+        count = stored.nbytes(torch.Size(size).numel())
         offset += count + len(_padding(count))
     file.write(head + _padding(len(head)))
     generator = torch.Generator().manual_seed(0)
-    for _, size, kind in tensors:
+    for _, size, stored in tensors:
         values = torch.ones(size) if len(size) == 1 else torch.randn(size, generator=generator) * shapes.WEIGHT_STD
-        data = values.to(kind).view(torch.uint8).numpy().tobytes()
+        data = stored.encode(values).contiguous().view(torch.uint8).numpy().tobytes()
         file.write(data + _padding(len(data)))
 
 
@@ -113,11 +165,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     known = [name for name, model in shapes.MODELS.items() if model.model_type in ("llama", "mistral")]
     parser.add_argument("--model", default="tinyllama-1.1b", choices=known)
-    parser.add_argument("--dtype", default="fp16", choices=list(measure.DTYPES))
+    parser.add_argument("--dtype", default="fp16", choices=list(TENSOR_TYPES))
     parser.add_argument("path", type=Path)
     arguments = parser.parse_args()
     with arguments.path.open("wb") as file:
-        write(file, shapes.shape(arguments.model).build_config(), measure.DTYPES[arguments.dtype])
+        write(file, shapes.shape(arguments.model).build_config(), arguments.dtype)
 
 
 if __name__ == "__main__":

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import torch
 
 from hf_fastpath.ops.decode_attention import workspace_bytes
+from hf_fastpath.quantization.formats import FORMATS, padded
 from hf_fastpath.registry import Sample
 
 
@@ -55,6 +56,20 @@ def gemv_call(name: str, k: int, n: int, rows: int = 1, **options) -> Call:
 def gemm_call(name: str, k: int, n: int, rows: int, **options) -> Call:
     arguments = sample_of(drawn(1, rows, k), drawn(n, k, std=k**-0.5), **options)
     return Call(name, arguments, ("fp16", "bf16", "fp32"), ("cpu",), max(2, int(5e9 / (rows * k * n))))
+
+
+def packed_call(name: str, form: str, k: int, n: int, rows: int = 1) -> Call:
+    found = FORMATS[form]
+    groups = n, found.groups(k)
+
+    def random_bytes(*shape: int, below: int = 256) -> Callable[[torch.device, torch.dtype], torch.Tensor]:
+        return lambda device, dtype: torch.randint(below, shape, device=device, dtype=torch.uint8)
+
+    # the largest bytes of fp8 are NaN
+    quants = random_bytes(n, padded(k) * found.bits // 8, below=127 if found.is_float else 256)
+    zeros = random_bytes(*groups, below=16) if found.has_zeros else None
+    arguments = sample_of(drawn(1, rows, k), quants, lambda device, _: torch.rand(groups, device=device).half(), zeros)
+    return Call(name, lambda *to: Sample(*arguments(*to).args, 1 / 64, form), devices=("cpu",))
 
 
 def conv1d_call(name: str, k: int, n: int, **options) -> Call:

@@ -12,6 +12,7 @@ from op_calls import (
     gemv_call,
     greedy_call,
     inputs_call,
+    packed_call,
     qkv_call,
     race_call,
     rope_call,
@@ -60,6 +61,12 @@ SHAPES: dict[str, list[Call]] = {
         *(gemm_call(f"tinyllama k 2048->256, {rows} rows", 2048, 256, rows) for rows in (32, 128, 512, 2048)),
         *(gemm_call(f"tinyllama up 2048->5632, {rows} rows", 2048, 5632, rows) for rows in (32, 128, 512, 2048)),
         *(gemm_call(f"tinyllama down 5632->2048, {rows} rows", 5632, 2048, rows) for rows in (32, 128, 512, 2048)),
+    ],
+    "packed_gemv": [
+        packed_call(f"tinyllama {name}, {form}, {rows} rows", form, k, n, rows)
+        for name, k, n in (("o 2048x2048", 2048, 2048), ("gate, up 2048->11264", 2048, 11264))
+        for form in ("int8", "fp8", "int4", "int4_g32")
+        for rows in (1, 4)
     ],
     "qkv_rope_append": [
         qkv_call("mistral 4096->4096+2x1024", 4096, 32, 8, 128),

@@ -11,7 +11,10 @@ import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+import torch
+
 from hf_fastpath.architecture import Architecture, architectures
+from hf_fastpath.quantization import FORMATS, quantize
 from hf_fastpath.reasons import REASONS
 
 DOCS = Path(__file__).resolve().parent
@@ -74,8 +77,28 @@ def golden_matrix() -> str:
     return markdown_table(heads, rows) + f"\n\nMeasured with {'; '.join(notes)}."
 
 
+def formats() -> str:
+    """Every format of quantized weights."""
+    torch.manual_seed(0)
+    weight = torch.randn(128, 4096)
+    rows = []
+    for form in FORMATS.values():
+        packed = quantize(weight, form)
+        error = (packed.dequantize() - weight).norm() / weight.norm()
+        kind = (
+            "float8_e4m3fn"
+            if form.is_float
+            else f"{form.lowest} to {form.highest}" + ", a zero point for each scale" * form.has_zeros
+        )
+        group = f"{form.group} weights" if form.group else "a row"
+        bits = form.nbytes(*weight.shape) * 8 / weight.numel()
+        rows.append((f"`{form.name}`", kind, group, f"{bits:.2f}", f"{error:.2%}"))
+    return markdown_table(("format", "quants", "a scale for", "bits", "error"), rows)
+
+
 #: page -> name of a generated part -> what makes it
 PAGES: dict[str, dict[str, Callable[[], str]]] = {
+    "quantized-weights.md": {"formats": formats},
     "reason-codes.md": {"reason codes": reason_codes},
     "support.md": {"families": families, "golden matrix": golden_matrix},
 }

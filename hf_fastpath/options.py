@@ -12,9 +12,12 @@ import torch
 from .cache import KV_DTYPES
 from .forwards import FORWARDS
 from .ops.gemv import MAX_ROWS
+from .quantization import FORMATS
 
 #: names that patch(ops=...) takes: the parts of an architecture, and the decode loop over all of them
 COMPONENTS = (*FORWARDS, "loop")
+#: what patch(lm_head=...) takes: the head as it is, or a format
+HEADS = ("fp16", "int8")
 
 
 @dataclass(frozen=True)
@@ -22,12 +25,24 @@ class Options:
     """Arguments of ``patch()``, checked."""
 
     kv_dtype: torch.dtype | None
+    weights: str | None
+    lm_head: str
+    keep_original: bool
     ops: frozenset[str]
     strict: bool
     max_batch_size: int
 
     @classmethod
-    def parse(cls, kv_dtype: Any, weights: Any, ops: Any, strict: bool, max_batch_size: int) -> Options:
+    def parse(
+        cls,
+        kv_dtype: Any = "auto",
+        weights: Any = None,
+        ops: Any = "all",
+        strict: bool = False,
+        max_batch_size: int = MAX_ROWS,
+        lm_head: Any = HEADS[0],
+        keep_original: bool = True,
+    ) -> Options:
         """Check the arguments.
 
         Raises:
@@ -37,8 +52,10 @@ class Options:
         stored: Any = by_name.get(kv_dtype, kv_dtype) if isinstance(kv_dtype, str) else kv_dtype
         if stored != "auto" and stored not in KV_DTYPES:
             raise ValueError(f"kv_dtype is {kv_dtype!r}, expected 'auto', torch.float32, float16 or bfloat16")
-        if weights is not None:
-            raise ValueError(f"weights is {weights!r}, expected None: the model's own weights are used as they are")
+        if weights is not None and weights not in FORMATS:
+            raise ValueError(f"weights is {weights!r}, expected None or one of {', '.join(FORMATS)}")
+        if lm_head not in HEADS or (weights is None and lm_head != HEADS[0]):
+            raise ValueError(f"lm_head is {lm_head!r}, expected one of {', '.join(HEADS)}, and weights= beside it")
         if not isinstance(ops, (str, Iterable)):
             raise ValueError(f"ops is {ops!r}, expected 'all' or some of {', '.join(COMPONENTS)}")
         chosen = COMPONENTS if ops == "all" else (ops,) if isinstance(ops, str) else tuple(ops)
@@ -51,4 +68,5 @@ class Options:
                 raise ValueError(f"ops names {name!r}, expected 'all' or some of {', '.join(COMPONENTS)}.{hint}")
         if not isinstance(max_batch_size, int) or not 1 <= max_batch_size <= MAX_ROWS:
             raise ValueError(f"max_batch_size is {max_batch_size!r}, expected a whole number from 1 to {MAX_ROWS}")
-        return cls(None if stored == "auto" else stored, frozenset(chosen), bool(strict), max_batch_size)
+        kv = None if stored == "auto" else stored
+        return cls(kv, weights, lm_head, bool(keep_original), frozenset(chosen), bool(strict), max_batch_size)

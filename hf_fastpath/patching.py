@@ -23,8 +23,10 @@ from .decode.plan import DecodePlan
 from .errors import FallbackError, UnsupportedModelError
 from .forwards import FORWARDS, KEY, STATE_KEY, ModulePatch
 from .ops.gemv import MAX_ROWS
-from .options import Options
+from .options import HEADS, Options
 from .progress import announced
+from .quantization import FORMATS
+from .quantization.replacing import Replaced, free_originals, quantize_model
 from .reporting import Report
 from .stats import Stats
 
@@ -60,6 +62,7 @@ class PatchState:
     enabled: bool = True
     huge_page_bytes: int = 0
     stats: Stats = field(default_factory=Stats)
+    replaced: list[Replaced] = field(default_factory=list)
     plans: list[DecodePlan] = field(default_factory=list)
     lock: Any = field(default_factory=threading.RLock)
 
@@ -94,7 +97,16 @@ class PatchState:
 
     def copy_into(self, made: PatchState, memo: dict) -> None:
         """Fill the state of a deep copy of the model: its own modules, no shared plans or counts."""
-        names = ("known", "model_architecture", "bindings", "patched", "declined", "architecture", "loop_reason")
+        names = (
+            "replaced",
+            "known",
+            "model_architecture",
+            "bindings",
+            "patched",
+            "declined",
+            "architecture",
+            "loop_reason",
+        )
         for name in (*names, "generates"):
             setattr(made, name, copy.deepcopy(getattr(self, name), memo))
         if made.generates:
@@ -123,10 +135,12 @@ def patch(
     model: nn.Module,
     *,
     kv_dtype: str | torch.dtype = "auto",
-    weights: None = None,
+    weights: str | None = None,
     ops: str | Iterable[str] = "all",
     strict: bool = False,
     max_batch_size: int = MAX_ROWS,
+    lm_head: str = HEADS[0],
+    keep_original: bool = True,
     quiet: bool = False,
 ) -> nn.Module:
     """Speed up ``model`` in place: its modules' forwards, its KV cache and its ``generate()`` loop.
@@ -138,7 +152,10 @@ def patch(
     Args:
         model: a transformers causal LM on the CPU or a CUDA device.
         kv_dtype: storage type of the KV cache: ``"auto"`` (the model's own), float32, float16 or bfloat16.
-        weights: None; quantized weights are not available.
+        weights: None for the model's own, or a format to quantize the decoder layers' weights to, layer by layer:
+            ``"int8"``, ``"fp8"``, ``"int4"`` or ``"int4_g32"`` (see ``quantization.FORMATS``). CPU only.
+        lm_head: with ``weights``, the head: ``"fp16"`` leaves it as it is, ``"int8"`` quantizes it.
+        keep_original: with ``weights``, keep the model's own in host memory for ``unpatch()``; False frees them.
         ops: ``"all"``, or names out of ``norm``, ``mlp``, ``attention``, ``layer``, ``loop``.
         strict: raise FallbackError wherever stock code would run instead of ours.
         max_batch_size: sequences the decode loop takes at most, 1 to 16.
@@ -155,7 +172,7 @@ def patch(
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"patch() got {type(model).__name__}, expected a transformers model (torch.nn.Module)")
-    options = Options.parse(kv_dtype, weights, ops, strict, max_batch_size)
+    options = Options.parse(kv_dtype, weights, ops, strict, max_batch_size, lm_head, keep_original)
     existing = state_of(model)
     if existing is not None:
         if existing.options != options:
@@ -175,15 +192,50 @@ def patch(
         if due and not getattr(_testing, "active", False):
             with nullcontext() if quiet else announced("trying a small random twin of the model"):
                 _self_test(model, by_structure)
+        if options.weights is not None:
+            _quantize(model, state, quiet)
         if "cpu" in devices and loader.is_native("cpu"):
             with nullcontext() if quiet else announced("moving the weights into pages of 2 MB"):
-                state.huge_page_bytes = huge_pages.move_into(model.parameters())
+                state.huge_page_bytes = huge_pages.move_into(
+                    [*model.parameters(), *(each.packed.quants for each in state.replaced)]
+                )
         if not quiet:
             print(report(model))
     except BaseException:
         _unbind(state)
         raise
     return model
+
+
+def _quantize(model: nn.Module, state: PatchState, quiet: bool) -> None:
+    """Put quantized weights in place, as the options ask for.
+
+    Raises:
+        ValueError: there are no kernels for it.
+    """
+    options = state.options
+    wanted = f"weights={options.weights!r}"
+    devices = sorted({parameter.device.type for parameter in model.parameters()})
+    if devices != ["cpu"] or not loader.is_native("cpu"):
+        raise ValueError(f"{wanted} has kernels for the CPU alone, this model is on {', '.join(devices)}")
+    part = state.part_of(model)
+    why = "class_not_supported" if part is None else part.reason()
+    if why is not None:
+        raise ValueError(
+            f"{wanted} takes a model that decodes fast as a whole; this one: {why} ({reasons.REASONS[why]})"
+        )
+    head = None if options.lm_head == HEADS[0] else FORMATS[options.lm_head]
+    quantize_model(part, FORMATS[options.weights], head, state.replaced, quiet)
+    _bind(state, model, "save_pretrained", _no_saving)
+    if not options.keep_original:
+        free_originals(state.replaced)
+
+
+def _no_saving(self: nn.Module, *args: Any, **kwargs: Any) -> None:
+    raise ValueError(
+        "save_pretrained() would write a checkpoint that transformers cannot load: its weights are quantized by "
+        "hf_fastpath. unpatch(model) first, which brings the model's own back"
+    )
 
 
 def examine(model: nn.Module) -> Report:
@@ -194,7 +246,7 @@ def examine(model: nn.Module) -> Report:
     Raises:
         UnsupportedModelError: nothing in the model could be patched.
     """
-    state = PatchState(Options.parse("auto", None, "all", False, MAX_ROWS))
+    state = PatchState(Options.parse())
     try:
         _bind_all(model, state, native=True)
         check_anything(model, state)
@@ -419,6 +471,8 @@ def _is_ours(value: Any) -> bool:
 
 def _unbind(state: PatchState) -> None:
     state.plans.clear()
+    while state.replaced:
+        state.replaced.pop().undo()
     compat.uninstall_sample_loop(state)
     while state.bindings:
         module, name, previous = state.bindings[-1]
@@ -443,8 +497,11 @@ def unpatch(model: nn.Module) -> nn.Module:
         The same model; one that is not patched is returned as it is.
     """
     state = state_of(model)
-    if state is not None:
-        _unbind(state)
+    if state is None:
+        return model
+    if state.replaced and not state.options.keep_original:
+        raise ValueError("unpatch() cannot bring the model's own weights back: patch(keep_original=False) freed them")
+    _unbind(state)
     return model
 
 

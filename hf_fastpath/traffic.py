@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from .compat import layer_windows
+from .quantization.linear import PackedLinear
 
 #: config entries that hold the features inside an MLP; without them there are four times the model's
 _MLP_WIDTHS = ("intermediate_size", "n_inner", "ffn_dim", "ffn_hidden_size")
@@ -24,7 +25,7 @@ def weight_bytes(model: Any, batch: int = 1) -> int:
     tables = [module.weight for module in model.modules() if isinstance(module, nn.Embedding)]
     gathered = {id(table) for table in tables}
     if head is not None:
-        gathered.discard(id(head.weight))
+        gathered.discard(id(getattr(head, "weight", None)))
     rows = sum(batch * table.shape[1] * table.element_size() for table in tables)
     chosen = batch * (getattr(model.config.get_text_config(decoder=True), "num_experts_per_tok", None) or 0)
     total = rows
@@ -32,7 +33,9 @@ def weight_bytes(model: Any, batch: int = 1) -> int:
         if id(parameter) not in gathered:
             is_stack = chosen and parameter.dim() == 3
             total += parameter.nbytes * min(chosen, len(parameter)) // len(parameter) if is_stack else parameter.nbytes
-    return total
+    return total + sum(
+        buffer.nbytes for module in model.modules() if isinstance(module, PackedLinear) for buffer in module.buffers()
+    )
 
 
 def layer_widths(config: Any) -> tuple[int, int, int]:

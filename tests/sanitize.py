@@ -1,4 +1,4 @@
-"""Run every op's samples under sanitizers: ASan and UBSan for the CPU library, compute-sanitizer for the CUDA one.
+"""Run every op's samples under sanitizers: ASan, UBSan and TSan for the CPU, compute-sanitizer for CUDA.
 
     python tests/sanitize.py [cpu] [cuda]        # default: what this machine has
 
@@ -16,8 +16,10 @@ import tempfile
 from pathlib import Path
 
 CUDA_TOOLS = ("memcheck", "racecheck", "synccheck")
-#: samples of each op and dtype under the slow CUDA tools, taken from all over the list
-CUDA_SAMPLES = 6
+#: samples of each op and dtype under the slow tools, taken from all over the list
+SLOW_TOOLS_SAMPLES = 6
+#: what TSan cannot know: libgomp hands our closure from thread to thread
+TSAN_SUPPRESSIONS = "race_top:torch::stable::parallel_for\nrace_top:_ZZN5torch6stable12parallel_for\n"
 
 
 def run_samples(device: str, library: str | None, most: int | None) -> None:
@@ -48,18 +50,43 @@ def child(device: str, *options: str) -> list[str]:
     return [sys.executable, __file__, "--samples", device, *options]
 
 
+def _preloaded(*names: str) -> str:
+    found = [
+        subprocess.run(["g++", f"-print-file-name={name}"], capture_output=True, text=True, check=True).stdout.strip()
+        for name in names
+    ]
+    return ":".join(found)
+
+
 def sanitize_cpu() -> int:
-    """Build the CPU library with ASan and UBSan and run the samples on one and on two threads."""
+    """Build the CPU library with sanitizers and run the samples, on one and on two threads."""
+    return sanitize_memory() | sanitize_threads()
+
+
+def sanitize_threads() -> int:
+    """TSan: data races between the threads of an op. It sees our code alone, and no addresses may be random."""
     from hf_fastpath import build
 
-    preload = [
-        subprocess.run(["g++", f"-print-file-name={name}"], capture_output=True, text=True, check=True).stdout.strip()
-        for name in ("libasan.so", "libubsan.so")
-    ]
+    with tempfile.TemporaryDirectory() as folder:
+        library = build.build("cpu", Path(folder), flags=["-fsanitize=thread", "-fno-omit-frame-pointer"])
+        env = dict(os.environ, LD_PRELOAD=_preloaded("libtsan.so"), HF_FASTPATH_NATIVE="0", OMP_NUM_THREADS="2")
+        suppressions = Path(folder, "suppressions")
+        suppressions.write_text(TSAN_SUPPRESSIONS)
+        env["TSAN_OPTIONS"] = f"ignore_noninstrumented_modules=1 exitcode=9 suppressions={suppressions}"
+        print("TSan, 2 threads")
+        samples = child("cpu", "--library", str(library), "--most", str(SLOW_TOOLS_SAMPLES))
+        command = ["setarch", "--addr-no-randomize", *samples]
+        return subprocess.run(command, env=env).returncode
+
+
+def sanitize_memory() -> int:
+    """ASan and UBSan: accesses outside of memory, and what C++ does not define."""
+    from hf_fastpath import build
+
     with tempfile.TemporaryDirectory() as folder:
         flags = ["-fsanitize=address,undefined", "-fno-sanitize-recover=undefined", "-fno-omit-frame-pointer"]
         library = build.build("cpu", Path(folder), flags=flags)
-        env = dict(os.environ, LD_PRELOAD=":".join(preload), HF_FASTPATH_NATIVE="0")
+        env = dict(os.environ, LD_PRELOAD=_preloaded("libasan.so", "libubsan.so"), HF_FASTPATH_NATIVE="0")
         env["ASAN_OPTIONS"] = "detect_leaks=0"  # Python itself keeps memory until the end
         status = 0
         for threads in ("1", "2"):
@@ -75,7 +102,7 @@ def sanitize_cuda() -> int:
     for tool in CUDA_TOOLS:
         print(f"compute-sanitizer {tool}")
         command = ["compute-sanitizer", "--tool", tool, "--error-exitcode", "9"]
-        status |= subprocess.run([*command, *child("cuda", "--most", str(CUDA_SAMPLES))]).returncode
+        status |= subprocess.run([*command, *child("cuda", "--most", str(SLOW_TOOLS_SAMPLES))]).returncode
     return status
 
 

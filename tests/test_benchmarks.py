@@ -15,6 +15,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
 
 import engines  # noqa: E402
 import gguf  # noqa: E402
+import measure  # noqa: E402
 
 
 class Reader:
@@ -53,12 +54,13 @@ class Reader:
         return torch.frombuffer(bytearray(self.data[begin : begin + count * dtype.itemsize]), dtype=dtype).view(shape)
 
 
-@pytest.mark.parametrize("dtype", (torch.float32, torch.float16, torch.bfloat16), ids=str)
+@pytest.mark.parametrize("kind", measure.DTYPES)
 @pytest.mark.parametrize("tied", (True, False), ids=("tied", "untied"))
-def test_gguf_file_has_the_models_sizes(tied, dtype):
+def test_gguf_file_has_the_models_sizes(tied, kind):
+    dtype = measure.DTYPES[kind]
     model = build("llama", tie_word_embeddings=tied).to(dtype)
     file = io.BytesIO()
-    gguf.write(file, model.config, dtype)
+    gguf.write(file, model.config, kind)
     read = Reader(file.getvalue())
     config = model.config
     assert read.metadata["llama.block_count"] == config.num_hidden_layers
@@ -72,6 +74,25 @@ def test_gguf_file_has_the_models_sizes(tied, dtype):
     for name in read.tensors:
         values = read.tensor(name).float()
         assert values.isfinite().all() and (values.std() > 0 if name in matrices else (values == 1).all())
+
+
+@pytest.mark.parametrize(("kind", "bits"), (("q4_0", 4), ("q8_0", 8)))
+def test_gguf_blocks_hold_the_weights(kind, bits):
+    """32 weights behind their scale; of four bits the first sixteen low, the others high."""
+    values = torch.randn(4, 64)
+    blocks = gguf.TENSOR_TYPES[kind].encode(values)
+    assert blocks.nbytes == gguf.TENSOR_TYPES[kind].nbytes(values.numel()) == 8 * (2 + 32 * bits // 8)
+    scale, quants = blocks[:, :2].contiguous().view(torch.float16).float(), blocks[:, 2:]
+    steps = torch.cat((quants & 15, quants >> 4), dim=1).float() - 8 if bits == 4 else quants.view(torch.int8).float()
+    assert ((steps * scale).view(4, 64) - values).abs().max() <= scale.abs().max() * 1.01
+
+
+def test_quantized_gguf_file_keeps_norms_and_head():
+    model, file = build("llama", hidden_size=64, intermediate_size=128, tie_word_embeddings=False), io.BytesIO()
+    gguf.write(file, model.config, "q4_0")
+    kinds = {name: kind for name, (_, kind, _) in Reader(file.getvalue()).tensors.items()}
+    assert kinds["output.weight"] == kinds["token_embd.weight"] == 1 and kinds["output_norm.weight"] == 0
+    assert kinds["blk.1.ffn_down.weight"] == 2
 
 
 def test_filled_caches_are_alike():

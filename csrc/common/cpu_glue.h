@@ -53,6 +53,24 @@ inline int64_t part_count(int64_t work, int64_t work_per_part) {
 // Bytes of memory traffic that justify another thread: about 10 us of one core's bandwidth.
 constexpr int64_t kBytesPerPart = 96 * 1024;
 
+// Tells ThreadSanitizer, which does not see into OpenMP, that parallel_for starts and ends with all threads.
+class ForkAndJoin {
+ public:
+#ifdef __SANITIZE_THREAD__
+  ForkAndJoin() { started_.store(1, std::memory_order_release); }
+  void begin() { started_.load(std::memory_order_acquire); }
+  void end() { ended_.fetch_add(1, std::memory_order_acq_rel); }
+  void join() { ended_.load(std::memory_order_acquire); }
+
+ private:
+  std::atomic<int> started_{0}, ended_{0};
+#else
+  void begin() {}
+  void end() {}
+  void join() {}
+#endif
+};
+
 // Runs body(part) for every part in [0, parts), one part a thread; the same part goes to the same thread from
 // call to call.
 template <class Body>
@@ -61,9 +79,13 @@ void for_each_part(int64_t parts, const Body& body) {
     if (parts == 1) body(int64_t{0});  // no parts, nothing to do: an empty tensor
     return;
   }
-  torch::stable::parallel_for(0, parts, 1, [&body](int64_t begin, int64_t end) {
+  ForkAndJoin threads;
+  torch::stable::parallel_for(0, parts, 1, [&](int64_t begin, int64_t end) {
+    threads.begin();
     for (int64_t part = begin; part < end; ++part) body(part);
+    threads.end();
   });
+  threads.join();
 }
 
 // First unit of `part` when `total` units are divided over `parts`, in multiples of `granule`.

@@ -10,6 +10,7 @@ from torch import nn
 
 from ..architecture import Architecture
 from ..compat import Conv1D, has_hooks, is_known_code, is_wrapped_by, placement
+from ..quantization.linear import PackedLinear
 from ..registry import FLOAT_DTYPES
 
 #: what weights are, unless they are quantized, sharded or otherwise special
@@ -58,6 +59,8 @@ def projection_reason(module: nn.Module, architecture: Architecture) -> str | No
     Only the exact classes count: LoRA's ``weight`` is the base weight, a quantized one is not a plain tensor.
     """
     cls = type(module)
+    if cls is PackedLinear:
+        return "hooks" if has_hooks(module) else "instance_forward" if "forward" in module.__dict__ else None
     if cls not in (nn.Linear, Conv1D) and (cls.__module__, cls.__name__) != (architecture.module, architecture.linear):
         return "unsupported_projection"
     parameters = module.__dict__["_parameters"]
@@ -69,6 +72,11 @@ def projection_reason(module: nn.Module, architecture: Architecture) -> str | No
     return own_code_reason(module, architecture.module)
 
 
+def is_packed(module: nn.Module) -> bool:
+    """Whether a projection's weight is quantized by ``patch()``."""
+    return type(module) is PackedLinear
+
+
 def is_transposed(module: nn.Module) -> bool:
     """Whether a projection's weight is [in_features, out_features]."""
     return type(module) is Conv1D
@@ -76,7 +84,7 @@ def is_transposed(module: nn.Module) -> bool:
 
 def out_features(module: nn.Module) -> int:
     """Width of what a projection gives."""
-    return module.weight.shape[1 if is_transposed(module) else 0]
+    return module.out_features if is_packed(module) else module.weight.shape[1 if is_transposed(module) else 0]
 
 
 def found_at(module: Any, path: str) -> Any:

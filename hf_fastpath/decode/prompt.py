@@ -16,6 +16,7 @@ from torch import nn
 from .. import ops
 from ..cache import FastpathCache
 from ..ops.decode_attention import visible_slots
+from ..quantization import FORMATS, PackedWeight
 from . import composed, steps
 from .parts import MoEPart
 from .structure import ModelPart, full_angles
@@ -140,6 +141,14 @@ class _ManyRows:
         *norm, _ = norm_and_overlap
         return _linear(self._norm(x, *norm), weight, bias, transposed, residual, activation)
 
+    def _project_packed(
+        self, x, quants, scales, zeros, multiplier, form, bias, residual, activation, *norm_and_overlap
+    ):
+        *norm, _ = norm_and_overlap
+        x = self._norm(x, *norm)
+        packed = PackedWeight(FORMATS[form], x.shape[-1], quants, scales, zeros, multiplier)
+        return _linear(x, packed.dequantize(x.dtype), bias, False, residual, activation)
+
     def _gate(self, x, gate, up, activation, *norm_and_overlap):
         *norm, _ = norm_and_overlap
         x = self._norm(x, *norm)
@@ -171,6 +180,7 @@ class _ManyRows:
 #: op for a few rows -> what takes its place
 _INSTEAD: dict[Callable[..., Any], Callable[..., Any]] = {
     ops.gemv.overload: _ManyRows._project,
+    ops.packed_gemv.overload: _ManyRows._project_packed,
     ops.gemv_swiglu.overload: _ManyRows._gate,
     ops.qkv_rope_append.overload: _ManyRows._append,
     ops.decode_attention.overload: _ManyRows._attend,

@@ -16,8 +16,9 @@ from torch import nn
 
 from .. import ops
 from ..ops.decode_layers import LAYER_TENSORS, OUTER_TENSORS, sizes, weight_reasons
+from ..quantization.linear import joined as joined_weights
 from . import composed
-from .modules import is_transposed, weight_and_bias
+from .modules import is_packed, is_transposed, weight_and_bias
 from .parts import FeedForwardPart, MLPPart, MoEPart, NormPart
 from .structure import AttentionPart, LayerPart, ModelPart
 
@@ -73,11 +74,19 @@ def projection(
     overlap: bool = False,
 ) -> Any:
     """``activation(linear(norm(x))) + residual``."""
+    if is_packed(linear):
+        after = (linear.bias, residual, activation, *_norm_arguments(norm), overlap)
+        return emit(ops.packed_gemv.overload, x, *linear.op_weight(), *after)
     return emit(
         ops.gemv.overload,
         *(x, *weight_and_bias(linear), residual, activation, is_transposed(linear)),
         *(*_norm_arguments(norm), overlap),
     )
+
+
+def _joined(linears: list[nn.Module]) -> tuple | None:
+    """Packed projections of one input as one weight, where they lie so."""
+    return joined_weights(linears) if all(map(is_packed, linears)) else None
 
 
 def _norm_op(part: NormPart) -> tuple:
@@ -105,10 +114,16 @@ def _queries_composed(
     emit: Emit, part: AttentionPart, x: Any, cache: tuple[Any, Any], at: Positions, layer: int, norm: NormPart | None
 ) -> Any:
     """As ``ops.qkv_rope_append``, for what that op does not do."""
-    projected = [projection(emit, linear, x, norm=norm, overlap=at.overlap) for linear in part.projections()[:-1]]
-    for place, each in enumerate(part.head_norms):
-        projected[place] = emit(composed.head_norm, projected[place], *_norm_op(each))
-    qkv = projected[0] if len(projected) == 1 else emit(composed.joined, *projected)
+    linears = part.projections()[:-1]
+    together = None if part.head_norms else _joined(linears)
+    if together is not None:
+        after = (None, None, "none", *_norm_arguments(norm), at.overlap)
+        qkv = emit(ops.packed_gemv.overload, x, *together, *after)
+    else:
+        projected = [projection(emit, linear, x, norm=norm, overlap=at.overlap) for linear in linears]
+        for place, each in enumerate(part.head_norms):
+            projected[place] = emit(composed.head_norm, projected[place], *_norm_op(each))
+        qkv = projected[0] if len(projected) == 1 else emit(composed.joined, *projected)
     if part.spec.by_kv_head:
         qkv = emit(composed.ungrouped, qkv, part.head_dim, part.group)
     cos, sin = at.angles_of(part)
@@ -133,7 +148,7 @@ def attention(
     """``residual + part(norm(x))``, appending to ``cache`` (its K and V buffers), the ``layer``-th of the model."""
     *qkv, out = part.projections()
     x, norm = in_front(emit, norm, x)
-    if part.is_composed:
+    if part.is_composed or any(map(is_packed, qkv)):
         queries = _queries_composed(emit, part, x, cache, at, layer, norm)
     else:
         absent = [None] * (3 - len(qkv))  # one projection may hold all three
@@ -159,7 +174,11 @@ def mlp(
     x, norm = in_front(emit, norm, x)
     if part.gate is None:
         hidden = projection(emit, part.up, x, activation=part.activation, norm=norm, overlap=overlap)
-    elif part.gate.bias is None and part.up.bias is None:
+    elif (together := _joined(part.projections()[:-1])) is not None:
+        after = (None, None, "none", *_norm_arguments(norm), overlap)
+        both = emit(ops.packed_gemv.overload, x, *together, *after)
+        hidden = emit(composed.gated_halves, both, part.activation)
+    elif not is_packed(part.up) and not is_packed(part.gate) and part.gate.bias is None and part.up.bias is None:
         weights = part.gate_and_up()
         hidden = emit(ops.gemv_swiglu.overload, x, *weights, part.activation, *_norm_arguments(norm), overlap)
     else:
@@ -302,6 +321,8 @@ def one_call_reasons(part: ModelPart) -> list[str]:
     attentions = [layer.attention for layer in layers]
     if any(part.is_composed or part.softcap or part.sinks is not None for part in attentions):
         return ["attention takes other ops"]
+    if any(is_packed(linear) for layer in layers for linear in layer.projections()):
+        return ["weights are quantized"]
     constants = _constants(layers[0])
     if any(_constants(layer) != constants for layer in layers):
         return ["the layers differ in a constant"]

@@ -30,6 +30,7 @@ from .modules import (
     dropout_reason,
     found_at,
     is_on,
+    is_packed,
     number,
     out_features,
     projection_reason,
@@ -223,6 +224,11 @@ class LayerPart(Part):
         before = None not in (self.attention_norm, self.mlp_norm)
         return before and len(self.norms) == 2 and not self.is_parallel and self.residual_multiplier == 1
 
+    def projections(self) -> list[nn.Module]:
+        """Of attention and MLP; a mixture's experts are none."""
+        mlp = self.mlp
+        return self.attention.projections() + ([] if isinstance(mlp, MoEPart) else mlp.projections())
+
     def parts(self) -> list[Part]:
         return [*self.norms, self.attention, self.mlp]
 
@@ -386,6 +392,8 @@ def full_angles(architecture: Architecture, table: torch.Tensor) -> torch.Tensor
 def fingerprint(part: ModelPart) -> tuple:
     """What a decode plan bakes in of the model: parameters, where and of which type they are, and constants."""
     parameters = [None if p is None else (id(p), p.data_ptr(), p.dtype) for p in part.parameters()]
+    linears = [part.head, *(linear for layer in part.layers for linear in layer.projections())]
+    parameters += [(id(linear.quants), linear.quants.data_ptr()) for linear in linears if is_packed(linear)]
     constants = [
         (layer.attention.scaling, layer.attention.softcap, layer.attention.num_heads, layer.window)
         + layer.mlp.constants

@@ -1,0 +1,277 @@
+// What: out = activation(x @ W.T + bias) + residual for 1 to 16 rows of x and a weight of 4 or 8 bits. For x
+//   in 16 bits, integers: x is 16-bit steps of a size that each 32 inputs have for themselves, a power of
+//   two, so that all but inputs far smaller than the largest are exact, as are products and their sums over a
+//   block of 128 inputs; blocks are then weighted and summed in float32. For x in float32, and weights in
+//   fp8, weights are widened to float32.
+//   packed_gemv_block.h has the products, for 16 values as two vectors of eight here.
+// Work split: a thread takes a range of outputs and walks it as four streams, see gemv_avx2.cpp; up to four
+//   rows of x share a block's quants.
+// Traffic: quants, scales and zeros once; x, bias and outputs are small.
+// Roofline: read bandwidth for one row of x.
+#include "packed_gemv/packed_gemv_block.h"
+
+namespace hf_fastpath {
+namespace {
+
+struct Avx2 {
+  static constexpr int kSums = 4;  // in half of the registers
+
+  struct Floats {
+    __m256 low, high;
+  };
+  HF_INLINE Floats zero() { return {_mm256_setzero_ps(), _mm256_setzero_ps()}; }
+  HF_INLINE Floats load(const float* from) { return {_mm256_loadu_ps(from), _mm256_loadu_ps(from + 8)}; }
+  HF_INLINE Floats mul(Floats a, Floats b) {
+    return {_mm256_mul_ps(a.low, b.low), _mm256_mul_ps(a.high, b.high)};
+  }
+  HF_INLINE Floats fma(Floats a, Floats b, Floats c) {
+    return {_mm256_fmadd_ps(a.low, b.low, c.low), _mm256_fmadd_ps(a.high, b.high, c.high)};
+  }
+  HF_INLINE Floats add(Floats a, Floats b) {
+    return {_mm256_add_ps(a.low, b.low), _mm256_add_ps(a.high, b.high)};
+  }
+  HF_INLINE __m256 half(Floats value) { return _mm256_add_ps(value.low, value.high); }
+  HF_INLINE Floats widen(__m256i halves) {
+    return {_mm256_cvtph_ps(_mm256_castsi256_si128(halves)),
+            _mm256_cvtph_ps(_mm256_extracti128_si256(halves, 1))};
+  }
+  // Sign, exponent and mantissa as float16 has them, whose exponent's bias is 8 more.
+  HF_INLINE void widen_fp8(const uint8_t* from, Floats (&to)[2]) {
+    for (int i = 0; i < 2; ++i) {
+      const auto* bytes = reinterpret_cast<const __m128i*>(from + 16 * i);
+      const __m256i wide = _mm256_cvtepi8_epi16(_mm_loadu_si128(bytes));
+      to[i] = widen(_mm256_and_si256(_mm256_slli_epi16(wide, 7), _mm256_set1_epi16(short(0xbfff))));
+    }
+  }
+  HF_INLINE Floats pair(const float* from) { return {_mm256_set1_ps(from[0]), _mm256_set1_ps(from[1])}; }
+
+  struct Pieces {
+    __m256i piece[8];
+  };
+  template <int kBits>
+  HF_INLINE Pieces pieces_of(const uint8_t* quants) {
+    Pieces made;
+    if constexpr (kBits == 8) {
+#pragma GCC unroll 8
+      for (int i = 0; i < 8; ++i) {
+        const auto* from = reinterpret_cast<const __m128i*>(quants + 16 * i);
+        made.piece[i] = _mm256_cvtepi8_epi16(_mm_loadu_si128(from));
+      }
+    } else {
+      const __m256i low = _mm256_set1_epi16(15);
+#pragma GCC unroll 2
+      for (int half = 0; half < 2; ++half) {
+        const __m256i q = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(quants + 32 * half));
+        made.piece[half] = _mm256_and_si256(q, low);
+        made.piece[half + 2] = _mm256_and_si256(_mm256_srli_epi16(q, 4), low);
+        made.piece[half + 4] = _mm256_and_si256(_mm256_srli_epi16(q, 8), low);
+        made.piece[half + 6] = _mm256_srli_epi16(q, 12);
+      }
+    }
+    return made;
+  }
+
+  using Total = __m256i;
+  HF_INLINE Total none() { return _mm256_setzero_si256(); }
+  HF_INLINE Total dot(Total total, const Pieces& pieces, const int16_t* steps) {
+    const auto* from = reinterpret_cast<const __m256i*>(steps);
+#pragma GCC unroll 8
+    for (int i = 0; i < 8; ++i) {
+      total = _mm256_add_epi32(total, _mm256_madd_epi16(pieces.piece[i], _mm256_load_si256(from + i)));
+    }
+    return total;
+  }
+  HF_INLINE Floats floats(Total a, Total b) { return {_mm256_cvtepi32_ps(a), _mm256_cvtepi32_ps(b)}; }
+};
+
+// ---- x as integers ------------------------------------------------------------------------------------
+
+// The 4 x 4 matrix of 32-bit values that each half of four registers holds, transposed.
+HF_INLINE void transpose(const __m256i (&row)[4], __m256i (&column)[4]) {
+  const __m256i low = _mm256_unpacklo_epi32(row[0], row[1]), high = _mm256_unpackhi_epi32(row[0], row[1]);
+  const __m256i low2 = _mm256_unpacklo_epi32(row[2], row[3]), high2 = _mm256_unpackhi_epi32(row[2], row[3]);
+  column[0] = _mm256_unpacklo_epi64(low, low2);
+  column[1] = _mm256_unpackhi_epi64(low, low2);
+  column[2] = _mm256_unpacklo_epi64(high, high2);
+  column[3] = _mm256_unpackhi_epi64(high, high2);
+}
+
+// Eight steps: x[0..3] and x[distance..], each four times its inverse.
+HF_INLINE __m256i eight_steps(const float* x, int64_t distance, __m256 inverse) {
+  const __m256 values = _mm256_set_m128(_mm_loadu_ps(x + distance), _mm_loadu_ps(x));
+  return _mm256_cvtps_epi32(_mm256_mul_ps(values, inverse));
+}
+
+// The exponent that gives the largest of a stretch 15 bits, as bits of a float32: steps' size, and what
+// inputs are multiplied by. Below 2^-100 inputs are far beyond 16-bit floats: a norm's subnormals. False if
+// one is not finite.
+HF_INLINE bool size_of(const float* x, float& size, float& inverse) {
+  constexpr int kExponent = 23, kBias = 127;
+  const __m256i magnitude = _mm256_set1_epi32(0x7fffffff);
+  __m256i most = _mm256_setzero_si256();
+  for (int64_t i = 0; i < kStretch; i += 8) {
+    const __m256i bits = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(x + i));
+    most = _mm256_max_epi32(most, _mm256_and_si256(bits, magnitude));
+  }
+  __m128i top = _mm_max_epi32(_mm256_castsi256_si128(most), _mm256_extracti128_si256(most, 1));
+  top = _mm_max_epi32(top, _mm_shuffle_epi32(top, 0x4e));
+  top = _mm_max_epi32(top, _mm_shuffle_epi32(top, 0xb1));
+  const int exponent = (_mm_cvtsi128_si32(top) >> kExponent) - kBias;  // of the leading bit
+  const bool is_tiny = exponent < -100;
+  size = is_tiny ? 0.0f
+                 : _mm_cvtss_f32(_mm_castsi128_ps(_mm_cvtsi32_si128((exponent - 14 + kBias) << kExponent)));
+  inverse = is_tiny
+                ? 0.0f
+                : _mm_cvtss_f32(_mm_castsi128_ps(_mm_cvtsi32_si128((14 - exponent + kBias) << kExponent)));
+  return exponent <= kBias;
+}
+
+// Steps of a block by stretch, its inverses in `inverse`; returns the lanes' sums of them.
+HF_INLINE __m256i steps_of_bytes(const float* x, const float* inverse, int16_t* to) {
+  const __m256 even = _mm256_set_m128(_mm_set1_ps(inverse[2]), _mm_set1_ps(inverse[0]));
+  const __m256 odd = _mm256_set_m128(_mm_set1_ps(inverse[3]), _mm_set1_ps(inverse[1]));
+  for (int64_t i = 0; i < kStretch; i += 4) {  // a word of each stretch
+    const __m256i steps = _mm256_packs_epi32(eight_steps(x + i, 2 * kStretch, even),
+                                             eight_steps(x + kStretch + i, 2 * kStretch, odd));
+    _mm256_store_si256(reinterpret_cast<__m256i*>(to + i * kStretches), steps);
+  }
+  return _mm256_setzero_si256();  // no zeros ask for it
+}
+
+HF_INLINE __m256i steps_of_nibbles(const float* x, const float* inverse, int16_t* to) {
+  // Of a word's eight steps, those of one piece's place beside each other.
+  const __m256i by_plane =
+      _mm256_broadcastsi128_si256(_mm_setr_epi8(0, 1, 8, 9, 2, 3, 10, 11, 4, 5, 12, 13, 6, 7, 14, 15));
+  __m256i sum = _mm256_setzero_si256();
+  for (int64_t half = 0; half < 2; ++half) {
+    __m256i word[kStretches], plane[4];
+    for (int64_t s = 0; s < kStretches; ++s) {
+      const float* from = x + s * kStretch + half * 16;
+      const __m256 all = _mm256_set1_ps(inverse[s]);
+      const __m256i two = _mm256_packs_epi32(eight_steps(from, 8, all), eight_steps(from + 4, 8, all));
+      word[s] = _mm256_shuffle_epi8(two, by_plane);
+    }
+    transpose(word, plane);
+    for (int64_t p = 0; p < 4; ++p) {
+      _mm256_store_si256(reinterpret_cast<__m256i*>(to + p * 32 + half * 16), plane[p]);
+      sum = _mm256_add_epi32(sum, _mm256_madd_epi16(plane[p], _mm256_set1_epi16(1)));
+    }
+  }
+  return sum;
+}
+
+// ---- float32 ------------------------------------------------------------------------------------------
+
+// A block's weights as they lie, but for the multiplier.
+template <PackedForm kForm>
+HF_INLINE void widen(const Row& row, int64_t b, float* to) {
+  constexpr int64_t kBytes = kPackedBlock * bits_of(kForm) / 8;
+  const uint8_t* quants = row.quants + b * kBytes;
+  if constexpr (kForm == PackedForm::kInt8) {
+    const __m256 scale = _mm256_set1_ps(half_to_float(row.scales[b]));
+    for (int64_t i = 0; i < kPackedBlock; i += 8) {
+      const __m128i bytes = _mm_loadl_epi64(reinterpret_cast<const __m128i*>(quants + i));
+      _mm256_store_ps(to + i, _mm256_mul_ps(_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(bytes)), scale));
+    }
+  } else {
+    const __m256i shifts = _mm256_setr_epi32(0, 4, 8, 12, 16, 20, 24, 28);
+    const __m256i zero = _mm256_set1_epi32(kForm == PackedForm::kInt4 ? row.zeros[b] : 8);
+    for (int64_t word = 0; word < kPackedBlock / 8; ++word) {
+      const int64_t group = kForm == PackedForm::kInt4 ? b : b * kStretches + word % kStretches;
+      const __m256i eight =
+          _mm256_srlv_epi32(_mm256_set1_epi32(reinterpret_cast<const int32_t*>(quants)[word]), shifts);
+      const __m256i steps = _mm256_sub_epi32(_mm256_and_si256(eight, _mm256_set1_epi32(15)), zero);
+      _mm256_store_ps(to + word * 8, _mm256_mul_ps(_mm256_cvtepi32_ps(steps),
+                                                   _mm256_set1_ps(half_to_float(row.scales[group]))));
+    }
+  }
+}
+
+template <PackedForm kForm, int kS>
+void float_rows(const PackedArgs& args, const Row (&row)[kS], float* const (&y)[kS]) {
+  alignas(32) float weights[kPackedBlock];
+  __m256 total[kS][kPackedRows];
+  for (int r = 0; r < kS; ++r) {
+    for (int64_t m = 0; m < args.rows; ++m) total[r][m] = _mm256_setzero_ps();
+  }
+  for (int64_t b = 0; b < args.blocks; ++b) {
+    for (int r = 0; r < kS; ++r) {
+      constexpr int64_t kBytes = kPackedBlock * bits_of(kForm) / 8;
+      for (int64_t line = 0; line < kBytes; line += kCacheLineBytes) {
+        _mm_prefetch(reinterpret_cast<const char*>(row[r].quants + b * kBytes + line + kAheadBytes),
+                     _MM_HINT_T0);
+      }
+      widen<kForm>(row[r], b, weights);
+      for (int64_t m = 0; m < args.rows; ++m) {
+        const float* x = args.x + (m * args.blocks + b) * kPackedBlock;
+        __m256 sum[4] = {};
+        for (int64_t i = 0; i < kPackedBlock; i += 32) {
+#pragma GCC unroll 4
+          for (int j = 0; j < 4; ++j) {
+            sum[j] =
+                _mm256_fmadd_ps(_mm256_load_ps(weights + i + 8 * j), _mm256_load_ps(x + i + 8 * j), sum[j]);
+          }
+        }
+        const __m256 all = _mm256_add_ps(_mm256_add_ps(sum[0], sum[1]), _mm256_add_ps(sum[2], sum[3]));
+        total[r][m] = _mm256_add_ps(total[r][m], all);
+      }
+    }
+  }
+  for (int r = 0; r < kS; ++r) {
+    for (int64_t m = 0; m < args.rows; ++m) y[r][m * kRun] = horizontal_sum(total[r][m]);
+  }
+}
+
+template <PackedForm kForm>
+void float_range(const PackedArgs& args, int64_t begin, int64_t end) {
+  begin = streams<kStreams>(
+      args, begin, end, [&](const auto& row, const auto& y) { float_rows<kForm, kStreams>(args, row, y); });
+  streams<1>(args, begin, end, [&](const auto& row, const auto& y) { float_rows<kForm, 1>(args, row, y); });
+}
+
+}  // namespace
+
+bool packed_steps_avx2(const PackedArgs& args, const float* x, int16_t* steps, float* sizes, float* offsets) {
+  for (int64_t b = 0; b < args.blocks; ++b, x += kPackedBlock) {
+    float inverse[kStretches];
+    alignas(16) float size[kStretches];
+    for (int64_t s = 0; s < kStretches; ++s) {
+      if (!size_of(x + s * kStretch, size[s], inverse[s])) return false;
+    }
+    const __m256 by_stretch = _mm256_broadcast_ps(reinterpret_cast<const __m128*>(size));
+    __m256 lanes = by_stretch;
+    __m256i sum;
+    if (bits_of(args.form) == 8) {
+      lanes = _mm256_permutevar8x32_ps(by_stretch, _mm256_setr_epi32(0, 0, 1, 1, 2, 2, 3, 3));
+      sum = steps_of_bytes(x, inverse, steps + b * kPackedBlock);
+    } else {
+      sum = steps_of_nibbles(x, inverse, steps + b * kPackedBlock);
+    }
+    _mm256_store_ps(sizes + b * kPackedLanes, lanes);
+    const int zero = args.form == PackedForm::kInt4G32 ? -8 : -1;
+    const __m256 offset = _mm256_cvtepi32_ps(_mm256_mullo_epi32(sum, _mm256_set1_epi32(zero)));
+    _mm256_store_ps(offsets + b * kPackedLanes, offset);
+  }
+  for (int64_t b = args.blocks; b < args.step_blocks; ++b) {
+    _mm256_store_ps(sizes + b * kPackedLanes, _mm256_setzero_ps());
+    _mm256_store_ps(offsets + b * kPackedLanes, _mm256_setzero_ps());
+  }
+  return true;
+}
+
+void packed_floats_avx2(const PackedArgs& args, int64_t begin, int64_t end) {
+  switch (args.form) {
+    case PackedForm::kInt8:
+      return float_range<PackedForm::kInt8>(args, begin, end);
+    case PackedForm::kFp8:
+      return range_of<Avx2, PackedForm::kFp8>(args, begin, end);
+    case PackedForm::kInt4:
+      return float_range<PackedForm::kInt4>(args, begin, end);
+    case PackedForm::kInt4G32:
+      return float_range<PackedForm::kInt4G32>(args, begin, end);
+  }
+}
+
+void packed_gemv_avx2(const PackedArgs& args, int64_t begin, int64_t end) { range<Avx2>(args, begin, end); }
+
+}  // namespace hf_fastpath

@@ -1,0 +1,67 @@
+// Vectors of the AVX-512 kernels. Included by packed_gemv_avx512.cpp and packed_gemv_avx512_vnni.cpp only.
+#pragma once
+
+#include "packed_gemv/packed_gemv_block.h"
+
+namespace hf_fastpath {
+namespace {
+
+struct Avx512 {
+  static constexpr int kSums = 16;  // in half of the registers
+
+  using Floats = __m512;
+  HF_INLINE Floats zero() { return _mm512_setzero_ps(); }
+  HF_INLINE Floats load(const float* from) { return _mm512_loadu_ps(from); }
+  HF_INLINE Floats mul(Floats a, Floats b) { return _mm512_mul_ps(a, b); }
+  HF_INLINE Floats fma(Floats a, Floats b, Floats c) { return _mm512_fmadd_ps(a, b, c); }
+  HF_INLINE Floats add(Floats a, Floats b) { return _mm512_add_ps(a, b); }
+  HF_INLINE __m256 half(Floats value) {
+    return _mm256_add_ps(_mm512_castps512_ps256(value), _mm512_extractf32x8_ps(value, 1));
+  }
+  HF_INLINE Floats widen(__m256i halves) { return _mm512_cvtph_ps(halves); }
+  HF_INLINE Floats pair(const float* from) {
+    return _mm512_mask_broadcastss_ps(_mm512_set1_ps(from[0]), 0xff00, _mm_load_ss(from + 1));
+  }
+  HF_INLINE void widen_fp8(const uint8_t* from, Floats (&to)[2]) {
+    const __m512i wide = _mm512_cvtepi8_epi16(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(from)));
+    const __m512i halves = _mm512_and_si512(_mm512_slli_epi16(wide, 7), _mm512_set1_epi16(short(0xbfff)));
+    to[0] = widen(_mm512_castsi512_si256(halves));
+    to[1] = widen(_mm512_extracti64x4_epi64(halves, 1));
+  }
+
+  struct Pieces {
+    __m512i piece[4];
+  };
+  template <int kBits>
+  HF_INLINE Pieces pieces_of(const uint8_t* quants) {
+    if constexpr (kBits == 8) {
+      const auto* from = reinterpret_cast<const __m256i*>(quants);
+      return {{_mm512_cvtepi8_epi16(_mm256_loadu_si256(from)),
+               _mm512_cvtepi8_epi16(_mm256_loadu_si256(from + 1)),
+               _mm512_cvtepi8_epi16(_mm256_loadu_si256(from + 2)),
+               _mm512_cvtepi8_epi16(_mm256_loadu_si256(from + 3))}};
+    } else {
+      const __m512i low = _mm512_set1_epi16(15), q = _mm512_loadu_si512(quants);
+      return {{_mm512_and_si512(q, low), _mm512_and_si512(_mm512_srli_epi16(q, 4), low),
+               _mm512_and_si512(_mm512_srli_epi16(q, 8), low), _mm512_srli_epi16(q, 12)}};
+    }
+  }
+
+  using Total = __m512i;
+  HF_INLINE Total none() { return _mm512_setzero_si512(); }
+  HF_INLINE Total dot(Total total, const Pieces& pieces, const int16_t* steps) {
+#pragma GCC unroll 4
+    for (int i = 0; i < 4; ++i) {
+      const __m512i product = _mm512_madd_epi16(pieces.piece[i], _mm512_load_si512(steps + 32 * i));
+      total = _mm512_add_epi32(total, product);
+    }
+    return total;
+  }
+  HF_INLINE Floats floats(Total a, Total b) {
+    return _mm512_cvtepi32_ps(
+        _mm512_add_epi32(_mm512_shuffle_i64x2(a, b, 0x44), _mm512_shuffle_i64x2(a, b, 0xee)));
+  }
+};
+
+}  // namespace
+}  // namespace hf_fastpath

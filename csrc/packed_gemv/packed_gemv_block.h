@@ -1,0 +1,317 @@
+// The products that packed_gemv_avx2.cpp, packed_gemv_avx512.cpp and packed_gemv_avx512_vnni.cpp instantiate,
+// each with its own vectors. Included by these only; internal linkage as in avx2_math.h.
+//
+// An Isa has
+//   kSums                                       sums that stay in registers
+//   Floats, load, zero, mul, fma, add, half     16 values; half folds them to eight lanes
+//   widen(16 halves), widen_fp8(32 bytes, to)   as Floats
+//   pair(from)                                  from[0] eight times, then from[1]
+//   Pieces, pieces_of<bits>(block)              a block's quants in 16 bits
+//   Total, none, dot(total, pieces, steps)      32-bit sums of a block
+//   floats(total, total)                        the sums of two blocks, eight lanes each
+// Whatever the Isa, integers go through the same operations in the same order: all give the same bits.
+#pragma once
+
+#include <type_traits>
+
+#include "common/avx2_math.h"
+#include "common/epilogue_avx2.h"
+#include "packed_gemv/packed_gemv_cpu.h"
+
+namespace hf_fastpath {
+namespace {
+
+constexpr int kStreams = 4;
+constexpr int64_t kAheadBytes = 2048;       // prefetched in each stream
+constexpr int64_t kScalesAheadBytes = 512;  // and of its scales
+constexpr int64_t kRun = 16;  // outputs of a stream before bias and activation are applied to them
+
+// Where a stream's weight row is.
+struct Row {
+  const uint8_t* quants;
+  const uint16_t* scales;
+  const uint8_t* zeros;
+
+  HF_INLINE Row of(const PackedArgs& args, int64_t n) {
+    return {args.quants + n * args.row_bytes(), args.scales + n * args.groups,
+            args.zeros != nullptr ? args.zeros + n * args.groups : nullptr};
+  }
+};
+
+template <int kValue>
+using Constant = std::integral_constant<int, kValue>;
+
+HF_INLINE float half_to_float(uint16_t bits) { return _mm_cvtss_f32(_mm_cvtph_ps(_mm_cvtsi32_si128(bits))); }
+
+HF_INLINE void prefetch_quants(const uint8_t* quants, int64_t bytes) {
+  for (int64_t line = 0; line < bytes; line += kCacheLineBytes) {
+    _mm_prefetch(reinterpret_cast<const char*>(quants + line + kAheadBytes), _MM_HINT_T0);
+  }
+}
+
+// ---- integers -----------------------------------------------------------------------------------------
+
+// Scales and zeros of a row's next blocks in float32; after them zeros, which a last block without a second
+// reads.
+constexpr int64_t kFactors = 16;
+struct Factors {
+  alignas(64) float scale[kFactors + 1];
+  alignas(64) float zero[kFactors + 1];
+};
+
+// Those of blocks [b, b + kFactors), the first `count` of which exist.
+template <PackedForm kForm>
+HF_INLINE void fill(const Row& row, int64_t b, int64_t count, Factors& to) {
+  alignas(16) uint16_t some_scales[kFactors] = {};
+  alignas(16) uint8_t some_zeros[kFactors] = {};
+  to.scale[kFactors] = to.zero[kFactors] = 0.0f;
+  const uint16_t* scales = row.scales + b;
+  const uint8_t* zeros = kForm == PackedForm::kInt4 ? row.zeros + b : nullptr;
+  if (count < kFactors) {  // memory may end behind them
+    for (int64_t i = 0; i < count; ++i) {
+      some_scales[i] = scales[i];
+      if constexpr (kForm == PackedForm::kInt4) some_zeros[i] = zeros[i];
+    }
+    scales = some_scales, zeros = some_zeros;
+  }
+  for (int64_t i = 0; i < kFactors; i += 8) {
+    _mm256_store_ps(to.scale + i,
+                    _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(scales + i))));
+    if constexpr (kForm == PackedForm::kInt4) {
+      const __m128i bytes = _mm_loadl_epi64(reinterpret_cast<const __m128i*>(zeros + i));
+      _mm256_store_ps(to.zero + i, _mm256_cvtepi32_ps(_mm256_cvtepu8_epi32(bytes)));
+    }
+  }
+}
+
+// What the lanes' sums of blocks b and, if kBlocks is two, b + 1 are multiplied by but for the steps' size.
+template <class Isa, PackedForm kForm, int kBlocks>
+HF_INLINE typename Isa::Floats scales_of(const Row& row, int64_t b, const float* factors) {
+  if constexpr (kForm == PackedForm::kInt4G32) {
+    const auto* from = reinterpret_cast<const __m128i*>(row.scales + b * kStretches);
+    const __m128i eight = kBlocks == 2 ? _mm_loadu_si128(from) : _mm_loadl_epi64(from);
+    return Isa::widen(_mm256_permute4x64_epi64(_mm256_castsi128_si256(eight), 0x50));
+  } else {
+    return Isa::pair(factors);
+  }
+}
+
+// y[r][m * kRun] = the product of weight row r and rows first_row + m of x, but for the multiplier.
+template <class Isa, PackedForm kForm, int kS, int kM>
+void integer_tile(const PackedArgs& args, const Row* row, int64_t first_row, float* const* y) {
+  constexpr int64_t kBytes = kPackedBlock * bits_of(kForm) / 8;
+  typename Isa::Floats sum[kS][kM];
+#pragma GCC unroll 4
+  for (int r = 0; r < kS; ++r) {
+#pragma GCC unroll 4
+    for (int m = 0; m < kM; ++m) sum[r][m] = Isa::zero();
+  }
+  const int16_t* all_steps = args.steps + first_row * args.step_blocks * kPackedBlock;
+  const float* all_sizes = args.step_sizes + first_row * args.step_blocks * kPackedLanes;
+  const float* all_offsets = args.step_offsets + first_row * args.step_blocks * kPackedLanes;
+  const int64_t stride = args.step_blocks;
+  constexpr bool kHasFactors = kForm != PackedForm::kInt4G32;
+  Factors factors[kHasFactors ? kS : 1];
+  const auto blocks = [&](int64_t b, int64_t factor, auto count) __attribute__((always_inline)) {
+    constexpr int kBlocks = decltype(count)::value;
+#pragma GCC unroll 4
+    for (int r = 0; r < kS; ++r) {
+      const uint8_t* quants = row[r].quants + b * kBytes;
+      prefetch_quants(quants, kBlocks * kBytes);
+      typename Isa::Total first[kM];
+      const auto piece = Isa::template pieces_of<bits_of(kForm)>(quants);
+#pragma GCC unroll 4
+      for (int m = 0; m < kM; ++m) {
+        first[m] = Isa::dot(Isa::none(), piece, all_steps + (m * stride + b) * kPackedBlock);
+      }
+      const auto scales =
+          scales_of<Isa, kForm, kBlocks>(row[r], b, factors[kHasFactors ? r : 0].scale + factor);
+      const auto add = [&](int m, typename Isa::Floats value) __attribute__((always_inline)) {
+        const int64_t at = (m * stride + b) * kPackedLanes;
+        // Exact: sums and offsets are integers below 2^24.
+        if constexpr (kForm == PackedForm::kInt4) {
+          value = Isa::fma(Isa::pair(factors[r].zero + factor), Isa::load(all_offsets + at), value);
+        }
+        if constexpr (kForm == PackedForm::kInt4G32) value = Isa::add(value, Isa::load(all_offsets + at));
+        const auto worth = Isa::mul(scales, Isa::load(all_sizes + at));
+        sum[r][m] = Isa::fma(value, worth, sum[r][m]);
+      };
+      if constexpr (kBlocks == 2) {
+        const auto next = Isa::template pieces_of<bits_of(kForm)>(quants + kBytes);
+#pragma GCC unroll 4
+        for (int m = 0; m < kM; ++m) {
+          const auto* steps = all_steps + (m * stride + b + 1) * kPackedBlock;
+          add(m, Isa::floats(first[m], Isa::dot(Isa::none(), next, steps)));
+        }
+      } else {
+#pragma GCC unroll 4
+        for (int m = 0; m < kM; ++m) add(m, Isa::floats(first[m], Isa::none()));
+      }
+    }
+  };
+  for (int64_t begin = 0; begin < args.blocks; begin += kFactors) {
+    const int64_t end = min_of(args.blocks, begin + kFactors);
+    const int64_t base = args.blocks < kFactors ? 0 : min_of(begin, args.blocks - kFactors);
+    for (int r = 0; r < kS; ++r) {
+      const auto* scales =
+          reinterpret_cast<const char*>(row[r].scales + begin * (kHasFactors ? 1 : kStretches));
+      constexpr int64_t kLength = kFactors * sizeof(uint16_t) * (kHasFactors ? 1 : kStretches);
+      for (int64_t line = 0; line < kLength; line += kCacheLineBytes) {
+        _mm_prefetch(scales + line + kScalesAheadBytes, _MM_HINT_T0);
+      }
+      if constexpr (kForm == PackedForm::kInt4) {
+        _mm_prefetch(reinterpret_cast<const char*>(row[r].zeros + begin + kScalesAheadBytes / 2),
+                     _MM_HINT_T0);
+      }
+      if constexpr (kHasFactors) fill<kForm>(row[r], base, min_of(args.blocks, kFactors), factors[r]);
+    }
+    int64_t b = begin;
+    for (; b + 2 <= end; b += 2) blocks(b, b - base, Constant<2>());
+    if (b < end) blocks(b, b - base, Constant<1>());
+  }
+#pragma GCC unroll 4
+  for (int r = 0; r < kS; ++r) {
+#pragma GCC unroll 4
+    for (int m = 0; m < kM; ++m) y[r][m * kRun] = horizontal_sum(Isa::half(sum[r][m]));
+  }
+}
+
+// ---- fp8 ----------------------------------------------------------------------------------------------
+
+// Inputs whose products are one chain of float32 before they are added to the total: short chains round less.
+constexpr int64_t kChain = 4 * kPackedBlock;
+
+template <class Isa, PackedForm, int kS, int kM>
+void fp8_tile(const PackedArgs& args, const Row* row, int64_t first_row, float* const* y) {
+  const int64_t width = args.blocks * kPackedBlock;
+  const float* x = args.x + first_row * width;
+  typename Isa::Floats total[kS][kM], sum[kS][kM];
+  for (int r = 0; r < kS; ++r) {
+    for (int m = 0; m < kM; ++m) total[r][m] = Isa::zero();
+  }
+  for (int64_t begin = 0; begin < width; begin += kChain) {
+#pragma GCC unroll 4
+    for (int r = 0; r < kS; ++r) {
+#pragma GCC unroll 4
+      for (int m = 0; m < kM; ++m) sum[r][m] = Isa::zero();
+    }
+    const int64_t end = min_of(width, begin + kChain);
+    for (int64_t line = begin; line < end; line += kCacheLineBytes) {
+#pragma GCC unroll 4
+      for (int r = 0; r < kS; ++r) prefetch_quants(row[r].quants + line, kCacheLineBytes);
+#pragma GCC unroll 4
+      for (int64_t i = line; i < line + kCacheLineBytes; i += 32) {
+#pragma GCC unroll 4
+        for (int r = 0; r < kS; ++r) {
+          typename Isa::Floats weight[2];
+          Isa::widen_fp8(row[r].quants + i, weight);
+#pragma GCC unroll 4
+          for (int m = 0; m < kM; ++m) {
+            sum[r][m] = Isa::fma(weight[0], Isa::load(x + m * width + i), sum[r][m]);
+            sum[r][m] = Isa::fma(weight[1], Isa::load(x + m * width + i + 16), sum[r][m]);
+          }
+        }
+      }
+    }
+#pragma GCC unroll 4
+    for (int r = 0; r < kS; ++r) {
+#pragma GCC unroll 4
+      for (int m = 0; m < kM; ++m) total[r][m] = Isa::add(total[r][m], sum[r][m]);
+    }
+  }
+  for (int r = 0; r < kS; ++r) {
+    const float scale = half_to_float(row[r].scales[0]) * 256.0f;  // see widen_fp8
+    for (int m = 0; m < kM; ++m) y[r][m * kRun] = horizontal_sum(Isa::half(total[r][m])) * scale;
+  }
+}
+
+// ---- outputs ------------------------------------------------------------------------------------------
+
+// All rows of x against kS weight rows: kM rows of x at a time, of kW weight rows.
+template <class Isa, PackedForm kForm, int kS>
+void tile(const PackedArgs& args, const Row (&row)[kS], float* const (&y)[kS]) {
+  constexpr bool kFp8 = kForm == PackedForm::kFp8;
+  int64_t m = 0;
+  const auto rows = [&](auto count) {
+    constexpr int kM = decltype(count)::value, kMost = Isa::kSums / kM, kW = kMost < kS ? kMost : kS;
+    static_assert(kS % kW == 0);
+    for (int r = 0; r < kS; r += kW) {
+      float* to[kW];
+      for (int i = 0; i < kW; ++i) to[i] = y[r + i] + m * kRun;
+      if constexpr (kFp8) {
+        fp8_tile<Isa, kForm, kW, kM>(args, row + r, m, to);
+      } else {
+        integer_tile<Isa, kForm, kW, kM>(args, row + r, m, to);
+      }
+    }
+    m += kM;
+  };
+  while (args.rows - m >= 4) rows(Constant<4>());
+  if (args.rows - m >= 2) rows(Constant<2>());
+  if (args.rows - m >= 1) rows(Constant<1>());
+}
+
+template <class Element>
+void finish(const PackedArgs& args, float* y, int64_t begin, int64_t count) {
+  using Storage = typename Element::Storage;
+  const auto* bias = static_cast<const Storage*>(args.bias);
+  const auto* residual = static_cast<const Storage*>(args.residual);
+  with_activation(args.activation, [&](auto tag) {
+    for (int64_t m = 0; m < args.rows; ++m) {
+      const int64_t at = m * args.out_features + begin;
+      for (int64_t i = 0; i < kRun; ++i) y[m * kRun + i] *= args.multiplier;
+      epilogue<Element, decltype(tag)::value>(y + m * kRun, nullptr, bias != nullptr ? bias + begin : nullptr,
+                                              residual != nullptr ? residual + at : nullptr,
+                                              static_cast<Storage*>(args.out) + at, count);
+    }
+  });
+}
+
+// Outputs [begin, end) as kS streams of equal length; returns where they end.
+template <int kS, class Tile>
+int64_t streams(const PackedArgs& args, int64_t begin, int64_t end, const Tile& tile) {
+  alignas(32) float y[kS][kPackedRows * kRun] = {};
+  const int64_t length = (end - begin) / kS;
+  for (int64_t i = 0; i < length; i += kRun) {
+    const int64_t count = min_of(kRun, length - i);
+    for (int64_t j = 0; j < count; ++j) {
+      Row row[kS];
+      float* to[kS];
+      for (int s = 0; s < kS; ++s) {
+        row[s] = Row::of(args, begin + s * length + i + j);
+        to[s] = y[s] + j;
+      }
+      tile(row, to);
+    }
+    for (int s = 0; s < kS; ++s) {
+      with_element(args.dtype, [&](auto element) {
+        finish<decltype(element)>(args, y[s], begin + s * length + i, count);
+      });
+    }
+  }
+  return begin + kS * length;
+}
+
+template <class Isa, PackedForm kForm>
+void range_of(const PackedArgs& args, int64_t begin, int64_t end) {
+  begin = streams<kStreams>(
+      args, begin, end, [&](const auto& row, const auto& y) { tile<Isa, kForm, kStreams>(args, row, y); });
+  streams<1>(args, begin, end, [&](const auto& row, const auto& y) { tile<Isa, kForm, 1>(args, row, y); });
+}
+
+template <class Isa>
+HF_INLINE void range(const PackedArgs& args, int64_t begin, int64_t end) {
+  switch (args.form) {
+    case PackedForm::kInt8:
+      return range_of<Isa, PackedForm::kInt8>(args, begin, end);
+    case PackedForm::kFp8:
+      return range_of<Isa, PackedForm::kFp8>(args, begin, end);
+    case PackedForm::kInt4:
+      return range_of<Isa, PackedForm::kInt4>(args, begin, end);
+    case PackedForm::kInt4G32:
+      return range_of<Isa, PackedForm::kInt4G32>(args, begin, end);
+  }
+}
+
+}  // namespace
+}  // namespace hf_fastpath

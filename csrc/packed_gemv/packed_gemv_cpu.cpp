@@ -1,0 +1,200 @@
+// packed_gemv on the CPU: checks, x as the kernels want it, threads, and the portable kernel.
+#include "packed_gemv/packed_gemv_cpu.h"
+
+#include <cmath>
+
+#include "common/composed_ops.h"
+#include "common/convert_cpu.h"
+#include "common/cpu_glue.h"
+#include "common/cpu_math.h"
+
+namespace hf_fastpath {
+namespace {
+
+float fp8_to_float(uint8_t bits) {
+  const float magnitude = to_float(Half{static_cast<uint16_t>((bits & 0x7f) << 7)}) * 256.0f;
+  return bits & 0x80 ? -magnitude : magnitude;
+}
+
+// The weight at `place` of block b, but for the scale of its group and the multiplier.
+float step_at(const PackedArgs& args, int64_t n, int64_t b, int64_t place) {
+  const uint8_t* quants = args.quants + n * args.row_bytes() + b * kPackedBlock * bits_of(args.form) / 8;
+  switch (args.form) {
+    case PackedForm::kInt8:
+      return static_cast<float>(static_cast<int8_t>(quants[place]));
+    case PackedForm::kFp8:
+      return fp8_to_float(quants[place]);
+    default: {
+      const int quant = quants[place / 2] >> place % 2 * 4 & 15;
+      return static_cast<float>(quant - (args.zeros != nullptr ? args.zeros[n * args.groups + b] : 8));
+    }
+  }
+}
+
+}  // namespace
+
+void packed_gemv_portable(const PackedArgs& args, int64_t begin, int64_t end) {
+  const int64_t per_block = args.form == PackedForm::kInt4G32 ? kStretches : 1;
+  float weights[kPackedBlock];
+  with_storage(args.dtype, [&](auto* tag) {
+    using T = std::remove_pointer_t<decltype(tag)>;
+    for (int64_t n = begin; n < end; ++n) {
+      float sums[kPackedRows] = {};
+      for (int64_t b = 0; b < args.blocks; ++b) {
+        for (int64_t place = 0; place < kPackedBlock; ++place) {
+          const int64_t stretch = weight_at(args.form, place) / kStretch;
+          const int64_t group = args.groups == 1 ? 0 : b * per_block + stretch % per_block;
+          weights[place] = step_at(args, n, b, place) * to_float(Half{args.scales[n * args.groups + group]});
+        }
+        for (int64_t m = 0; m < args.rows; ++m) {
+          const float* x = args.x + (m * args.blocks + b) * kPackedBlock;
+          float sum[8] = {};
+          for (int64_t i = 0; i < kPackedBlock; ++i) sum[i % 8] += weights[i] * x[i];
+          sums[m] += ((sum[0] + sum[4]) + (sum[2] + sum[6])) + ((sum[1] + sum[5]) + (sum[3] + sum[7]));
+        }
+      }
+      for (int64_t m = 0; m < args.rows; ++m) {
+        float value = sums[m] * args.multiplier;
+        if (args.bias != nullptr) value += to_float(static_cast<const T*>(args.bias)[n]);
+        value = activate(args.activation, value);
+        const int64_t at = m * args.out_features + n;
+        if (args.residual != nullptr) value += to_float(static_cast<const T*>(args.residual)[at]);
+        from_float(value, static_cast<T*>(args.out) + at);
+      }
+    }
+  });
+}
+
+namespace {
+
+bool use_avx512_vnni() {
+  static const bool value =
+      use_avx512() && isa_limit() == IsaLimit::kNone && __builtin_cpu_supports("avx512vnni");
+  return value;
+}
+
+PackedGemv* kernel_for(const PackedArgs& args) {
+  if (!use_avx2()) return packed_gemv_portable;
+  if (args.steps == nullptr && args.form != PackedForm::kFp8) return packed_floats_avx2;
+  if (!use_avx512()) return packed_gemv_avx2;
+  return use_avx512_vnni() ? packed_gemv_avx512_vnni : packed_gemv_avx512;
+}
+
+// Inputs as the weights lie: to[i] = x[weight_at(form, i)] in every block.
+template <int64_t kWord>
+void order(const float* x, float* to, int64_t blocks) {
+  for (int64_t b = 0; b < blocks; ++b, x += kPackedBlock) {
+    for (int64_t word = 0; word < kPackedBlock / kWord; ++word, to += kWord) {
+      std::copy_n(x + word % kStretches * kStretch + word / kStretches * kWord, kWord, to);
+    }
+  }
+}
+
+PackedForm form_of(const std::string& name) {
+  if (name == "int8") return PackedForm::kInt8;
+  if (name == "fp8") return PackedForm::kFp8;
+  if (name == "int4") return PackedForm::kInt4;
+  if (name == "int4_g32") return PackedForm::kInt4G32;
+  STD_TORCH_CHECK(false, "hf_fastpath::packed_gemv: unknown format ", name);
+}
+
+int64_t groups_of(PackedForm form, int64_t blocks) {
+  return form == PackedForm::kFp8 ? 1 : form == PackedForm::kInt4G32 ? blocks * kStretches : blocks;
+}
+
+template <class T>
+T* take(float*& memory, int64_t count) {
+  T* taken = reinterpret_cast<T*>(memory);
+  memory += round_up(count * int64_t(sizeof(T)) / 4, 16);
+  return taken;
+}
+
+}  // namespace
+
+Tensor packed_gemv_cpu(const Tensor& raw, const Tensor& raw_quants, const Tensor& raw_scales,
+                       const std::optional<Tensor>& raw_zeros, double multiplier, const std::string& format,
+                       const std::optional<Tensor>& bias, const std::optional<Tensor>& residual,
+                       const std::string& activation, const std::string& norm,
+                       const std::optional<Tensor>& norm_weight, const std::optional<Tensor>& norm_bias,
+                       double norm_eps, bool /*overlap*/) {
+  const char* op = "packed_gemv";
+  const Tensor x = normed_cpu(raw, norm_of(norm, op), norm_weight, norm_bias, norm_eps);
+  PackedArgs args{};
+  args.dtype = dtype_of(x, op);
+  args.form = form_of(format);
+  const RowView view = row_view(x);
+  STD_TORCH_CHECK(x.dim() >= 1 && view.rows >= 1 && view.rows <= kPackedRows,
+                  "hf_fastpath::packed_gemv: x has to have 1 to 16 rows");
+  args.rows = view.rows;
+  args.blocks = (view.columns + kPackedBlock - 1) / kPackedBlock;
+  args.groups = groups_of(args.form, args.blocks);
+  const Tensor quants = hf_fastpath::contiguous(raw_quants), scales = hf_fastpath::contiguous(raw_scales);
+  std::optional<Tensor> zeros;
+  if (raw_zeros.has_value()) zeros = hf_fastpath::contiguous(*raw_zeros);
+  STD_TORCH_CHECK(quants.dim() == 2 && quants.element_size() == 1 && quants.size(1) == args.row_bytes(),
+                  "hf_fastpath::packed_gemv: quants are no rows of ", args.row_bytes(), " bytes");
+  args.out_features = quants.size(0);
+  const auto fits = [&](const Tensor& t) {
+    return t.dim() == 2 && t.size(0) == args.out_features && t.size(1) == args.groups;
+  };
+  STD_TORCH_CHECK(fits(scales) && dtype_of(scales, op) == DType::kFloat16,
+                  "hf_fastpath::packed_gemv: scales have to be float16 [out_features, ", args.groups, "]");
+  STD_TORCH_CHECK(zeros.has_value() == (args.form == PackedForm::kInt4) &&
+                      (!zeros || (fits(*zeros) && zeros->element_size() == 1)),
+                  "hf_fastpath::packed_gemv: format ", format, " and zeros do not go together");
+  check_vector(bias, args.out_features, args.dtype, op, "bias");
+  const std::vector<int64_t> sizes = sizes_with_last(x, args.out_features);
+  if (residual.has_value()) {
+    STD_TORCH_CHECK(dtype_of(*residual, op) == args.dtype && sizes_of(*residual) == sizes,
+                    "hf_fastpath::packed_gemv: residual differs from the output in dtype or shape");
+  }
+  Tensor out = empty_like_with_sizes(x, sizes);
+  std::optional<Tensor> bias_holder, residual_holder;
+  args.quants = static_cast<const uint8_t*>(quants.const_data_ptr());
+  args.scales = static_cast<const uint16_t*>(scales.const_data_ptr());
+  args.zeros = zeros.has_value() ? static_cast<const uint8_t*>(zeros->const_data_ptr()) : nullptr;
+  args.multiplier = static_cast<float>(multiplier);
+  args.bias = optional_data(bias, bias_holder);
+  args.residual = optional_data(residual, residual_holder);
+  args.out = out.mutable_data_ptr();
+  args.activation = activation_of(activation, op);
+
+  args.step_blocks = round_up(args.blocks, 2);
+  const int64_t width = args.blocks * kPackedBlock;
+  const int64_t step_width = args.step_blocks * kPackedBlock, lanes = args.step_blocks * kPackedLanes;
+  float* memory = scratch(args.rows * (2 * width + step_width / 2 + 2 * lanes) + 5 * 16);
+  float* given = take<float>(memory, args.rows * width);
+  const auto convert = use_avx2() ? convert_to_float_avx2 : convert_to_float_portable;
+  for (int64_t row = 0; row < args.rows; ++row) {
+    convert(args.dtype, at(view.data, row * view.stride, args.dtype), given + row * width, view.columns);
+    std::fill(given + row * width + view.columns, given + (row + 1) * width, 0.0f);
+  }
+  bool is_integer = use_avx2() && args.dtype != DType::kFloat32 && args.form != PackedForm::kFp8;
+  if (is_integer) {
+    int16_t* steps = take<int16_t>(memory, args.rows * step_width);
+    float* step_sizes = take<float>(memory, args.rows * lanes);
+    float* step_offsets = take<float>(memory, args.rows * lanes);
+    for (int64_t row = 0; row < args.rows && is_integer; ++row) {
+      is_integer = packed_steps_avx2(args, given + row * width, steps + row * step_width,
+                                     step_sizes + row * lanes, step_offsets + row * lanes);
+    }
+    args.steps = steps, args.step_sizes = step_sizes, args.step_offsets = step_offsets;
+  }
+  if (!is_integer) {
+    args.steps = nullptr;
+    float* ordered = take<float>(memory, args.rows * width);
+    (bits_of(args.form) == 8 ? order<4> : order<8>)(given, ordered, args.rows * args.blocks);
+    args.x = ordered;
+  }
+  PackedGemv* const kernel = kernel_for(args);
+  const int64_t output_bytes = args.row_bytes() + args.groups * (zeros.has_value() ? 3 : 2);
+  const int64_t parts =
+      std::min(part_count(args.out_features * output_bytes, kBytesPerPart), args.out_features);
+  share_out(args.out_features, parts, 8, least_piece(output_bytes),
+            [&](int64_t begin, int64_t end) { kernel(args, begin, end); });
+  return out;
+}
+
+STABLE_TORCH_LIBRARY_IMPL(hf_fastpath, CPU, m) { m.impl("packed_gemv", TORCH_BOX(&packed_gemv_cpu)); }
+
+}  // namespace hf_fastpath

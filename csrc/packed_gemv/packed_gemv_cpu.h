@@ -1,0 +1,63 @@
+// Products of one to sixteen activation rows with a quantized weight, on the CPU: kernel interface, free of
+// torch. hf_fastpath/quantization/formats.py says how quants, scales and zeros lie.
+#pragma once
+
+#include "common/dtype.h"
+
+namespace hf_fastpath {
+
+constexpr int64_t kPackedRows = 16;    // activation rows a call may have
+constexpr int64_t kPackedBlock = 128;  // weights that are ordered together
+constexpr int64_t kStretches = 4;      // of a block, whose 32-bit words take turns
+constexpr int64_t kStretch = kPackedBlock / kStretches;
+constexpr int64_t kPackedLanes = 8;  // 32-bit sums that the integer kernels keep of a block
+
+enum class PackedForm : int { kInt8, kFp8, kInt4, kInt4G32 };
+
+constexpr int bits_of(PackedForm form) {
+  return form == PackedForm::kInt8 || form == PackedForm::kFp8 ? 8 : 4;
+}
+
+// Weight of its stretch-by-stretch block that lies at `place`, a byte or four bits.
+constexpr int64_t weight_at(PackedForm form, int64_t place) {
+  const int64_t word_size = 32 / bits_of(form), word = place / word_size;
+  return word % kStretches * kStretch + word / kStretches * word_size + place % word_size;
+}
+
+struct PackedArgs {
+  DType dtype;  // of bias, residual and out
+  PackedForm form;
+  int64_t rows, blocks, out_features;
+  // x as the weights lie, [rows, blocks * kPackedBlock], zeros behind the last input.
+  const float* x;
+  // x as integers, or null: [rows, step_blocks, kPackedBlock]. Step i of a block meets, in bytes, the quant
+  // at place i; in four bits the i / 32-th lowest of the block's 16-bit piece i % 32.
+  const int16_t* steps;
+  const float* step_sizes;  // [rows, step_blocks, kPackedLanes]: what a step is worth, by its product's lane
+  const float* step_offsets;  // likewise: the lane's sum of steps, times what is to be added to all quants
+  int64_t step_blocks;        // blocks and one more, of size zero, if that makes them even
+  const uint8_t* quants;
+  const uint16_t* scales;  // float16 [out_features, groups]
+  const uint8_t* zeros;    // [out_features, groups], or null
+  int64_t groups;
+  float multiplier;
+  const void* bias;      // [out_features] or null
+  const void* residual;  // [rows, out_features], contiguous, or null; added after the activation
+  void* out;             // [rows, out_features]
+  Activation activation;
+
+  int64_t row_bytes() const { return blocks * kPackedBlock * bits_of(form) / 8; }
+};
+
+// Computes outputs [begin, end) of every row. The sums of an output do not depend on the range. All but the
+// first take x in steps, and in float32 with weights in fp8.
+using PackedGemv = void(const PackedArgs& args, int64_t begin, int64_t end);
+PackedGemv packed_gemv_portable, packed_gemv_avx2, packed_gemv_avx512, packed_gemv_avx512_vnni;
+
+// The same for x in float32, with any weight.
+PackedGemv packed_floats_avx2;
+
+// Inputs of a row, float32 in order, as args.steps and what belongs to it. False where one is not finite.
+bool packed_steps_avx2(const PackedArgs& args, const float* x, int16_t* steps, float* sizes, float* offsets);
+
+}  // namespace hf_fastpath

@@ -1,0 +1,180 @@
+"""Linear layer with a quantized weight for a few rows, fused with the norm of its input and what follows."""
+
+from __future__ import annotations
+
+import torch
+
+from ..quantization import FORMATS, PackedWeight, quantize
+from ..quantization.formats import padded
+from ..registry import OpSpec, Sample, choice_reason, nbytes, register, shape_reason, tensor_reasons
+from .fused_swiglu import activate
+from .gemv import ACTIVATIONS, rows_reason
+from .norm import NORM_SCHEMA, NORMS, norm_reasons, normed
+
+
+def reference(
+    x: torch.Tensor,
+    quants: torch.Tensor,
+    scales: torch.Tensor,
+    zeros: torch.Tensor | None,
+    multiplier: float,
+    format: str,
+    bias: torch.Tensor | None = None,
+    residual: torch.Tensor | None = None,
+    activation: str = "none",
+    norm: str = "none",
+    norm_weight: torch.Tensor | None = None,
+    norm_bias: torch.Tensor | None = None,
+    norm_eps: float = 0.0,
+    overlap: bool = False,
+) -> torch.Tensor:
+    """``activation(norm(x) @ weight.T + bias) + residual``.
+
+    Args:
+        x: [..., in_features], at most 16 rows in all.
+        quants, scales, zeros, multiplier: the weight, as ``quantization.PackedWeight`` holds it.
+        format: a name out of ``quantization.FORMATS``.
+        bias: [out_features] or None.
+        residual: [..., out_features] or None, added after the activation.
+        activation: ``none``, ``relu``, ``silu``, ``gelu_tanh`` or ``gelu``.
+        norm, norm_weight, norm_bias, norm_eps: of x, as in ``gemv``.
+        overlap: as in ``gemv``.
+
+    Returns:
+        [..., out_features] in x's dtype, contiguous; rounded once. For x in 16 bits sums over 128 inputs may be
+        integers, of x in steps of 1/32768 to 1/16384 of the largest of each 32.
+
+    Raises:
+        OpInputError: shapes, dtypes or devices that do not fit, more than 16 rows, unknown format or activation.
+
+    Source: ``torch.nn.Linear`` over ``PackedWeight.dequantize()``.
+    """
+    x = normed(x, norm, norm_weight, norm_bias, norm_eps)
+    packed = PackedWeight(FORMATS[format], x.shape[-1], quants, scales, zeros, multiplier)
+    out = activate(torch.nn.functional.linear(x, packed.dequantize(x.dtype), bias), activation)
+    return out if residual is None else out + residual
+
+
+def fake(
+    x,
+    quants,
+    scales,
+    zeros,
+    multiplier,
+    format,
+    bias=None,
+    residual=None,
+    activation="none",
+    norm="none",
+    norm_weight=None,
+    norm_bias=None,
+    norm_eps=0.0,
+    overlap=False,
+):
+    return x.new_empty(*x.shape[:-1], quants.shape[0])
+
+
+def _part_reasons(name: str, x, part, dtype: torch.dtype, shape: tuple[int, ...]) -> list[str]:
+    """Reasons if a tensor of the packed weight is not what its format wants."""
+    reasons = shape_reason(name, part, shape)
+    if part.dtype != dtype:
+        reasons.append(f"{name} has dtype {part.dtype}, expected {dtype}")
+    if part.device != x.device:
+        reasons.append(f"{name} is on {part.device}, expected {x.device}: move it")
+    return reasons
+
+
+def why_not(
+    x,
+    quants,
+    scales,
+    zeros,
+    multiplier,
+    format,
+    bias=None,
+    residual=None,
+    activation="none",
+    norm="none",
+    norm_weight=None,
+    norm_bias=None,
+    norm_eps=0.0,
+    overlap=False,
+) -> list[str]:
+    reasons = choice_reason("format", format, FORMATS)
+    reasons += tensor_reasons(x, bias=bias, residual=residual)
+    reasons += norm_reasons(x, norm, norm_weight, norm_bias) + rows_reason(x)
+    reasons += choice_reason("activation", activation, ACTIVATIONS)
+    if reasons:
+        return reasons
+    form, out_features = FORMATS[format], quants.shape[0] if quants.dim() else 0
+    groups = out_features, form.groups(x.shape[-1])
+    reasons += _part_reasons("quants", x, quants, torch.uint8, (out_features, padded(x.shape[-1]) * form.bits // 8))
+    reasons += _part_reasons("scales", x, scales, torch.float16, groups)
+    if form.has_zeros != (zeros is not None):
+        reasons.append(f"zeros is {'missing' if zeros is None else 'given'}, which format {format} does not go with")
+    elif zeros is not None:
+        reasons += _part_reasons("zeros", x, zeros, torch.uint8, groups)
+    reasons += shape_reason("bias", bias, (out_features,))
+    return reasons + shape_reason("residual", residual, (*x.shape[:-1], out_features))
+
+
+def moved(
+    x,
+    quants,
+    scales,
+    zeros,
+    multiplier,
+    format,
+    bias=None,
+    residual=None,
+    activation="none",
+    norm="none",
+    norm_weight=None,
+    norm_bias=None,
+    norm_eps=0.0,
+    overlap=False,
+) -> int:
+    return nbytes(x, quants, scales, zeros, bias, residual, norm_weight, norm_bias) + nbytes(
+        x.new_empty(*x.shape[:-1], quants.shape[0])
+    )
+
+
+def samples(device: torch.device, dtype: torch.dtype):
+    def randn(*shape):
+        return torch.randn(*shape, device=device, dtype=dtype)
+
+    def packed(form, rows, columns):
+        made = quantize(torch.randn(rows, columns, device=device) * columns**-0.5, form)
+        return made.quants, made.scales, made.zeros, made.multiplier, form.name
+
+    for form in FORMATS.values():
+        for rows, k, n in ((1, 768, 70), (1, 111, 37), (2, 64, 65), (3, 1000, 33), (16, 300, 41), (1, 7, 5)):
+            yield Sample(randn(rows, k), *packed(form, n, k))
+        yield Sample(randn(1, 1, 256), *packed(form, 300, 256), randn(300), randn(1, 1, 300))
+        for activation in ACTIVATIONS:
+            yield Sample(randn(5, 128), *packed(form, 48, 128), randn(48), None, activation)
+        for norm in NORMS[1:]:
+            shift = randn(256) if norm == "layer" else None
+            x, residual = randn(2, 256) + 1, randn(2, 72)
+            weight = packed(form, 72, 256)
+            yield Sample(x, *weight, None, residual, "none", norm, randn(256), shift, 1e-5, True)
+            yield Sample(x[:1], *weight, randn(72), None, "gelu", norm, randn(256), shift, 1e-5)
+        yield Sample(randn(8, 2048), *packed(form, 70, 2048), randn(70), randn(8, 70))
+        yield Sample(randn(4, 3, 99).transpose(0, 1), *packed(form, 64, 99))
+
+
+SPEC = register(
+    OpSpec(
+        name="packed_gemv",
+        schema=(
+            "(Tensor x, Tensor quants, Tensor scales, Tensor? zeros, float multiplier, str format, Tensor? bias=None, "
+            f'Tensor? residual=None, str activation="none", {NORM_SCHEMA}, bool overlap=False) -> Tensor'
+        ),
+        reference=reference,
+        fake=fake,
+        why_not=why_not,
+        bytes=moved,
+        samples=samples,
+        native=("cpu",),
+    )
+)

@@ -1,0 +1,140 @@
+"""Formats of quantized weights: the one description that the quantizer, the kernels, the tests and the docs read.
+
+A row of a weight is cut into groups; what a group's weights have in common is one scale, and a zero point where the
+format has them: ``weight = multiplier * scale * (quant - zero)``. Quants, scales and zeros are tensors apart, so that a
+kernel reads each as one unbroken stream:
+
+* quants, uint8 [rows, blocks * BLOCK * bits / 8]: rows are padded to whole blocks of 128 weights. A block is words of
+  32 bits, little-endian, with four or eight neighboring weights each, the first in the lowest bits. Word ``4 w + s``
+  belongs to the ``s``-th 32 of the block's weights, and is the ``w``-th of theirs: four neighboring words belong to
+  four stretches of 32, so that 16 bytes are one word of each, and a lane that reads every fourth word has one stretch.
+* scales, float16 [rows, groups], and zeros, uint8 [rows, groups]; a block's padding is quants of zero value.
+* multiplier, a power of two for the whole matrix, keeps the scales within float16's normal range.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+#: weights that are ordered together; rows are padded to whole blocks
+BLOCK = 128
+_STRETCHES = 4  # of a block, whose words take turns
+
+
+@dataclass(frozen=True)
+class Format:
+    """How weights of few bits are stored.
+
+    Attributes:
+        name: what ``patch(weights=)`` takes.
+        bits: of a quant: 4 or 8.
+        group: weights that share a scale; 0: a whole row.
+        lowest, highest: the range of a quant, less its zero where that is fixed; of a float its largest magnitude.
+        has_zeros: whether groups have zero points; else ``zero`` is everyone's.
+        zero: quant of the weight 0.
+        is_float: quants are float8_e4m3fn, not integers.
+    """
+
+    name: str
+    bits: int
+    group: int
+    lowest: int
+    highest: int
+    has_zeros: bool = False
+    zero: int = 0
+    is_float: bool = False
+
+    def groups(self, in_features: int) -> int:
+        """Groups of a row."""
+        return 1 if self.group == 0 else padded(in_features) // self.group
+
+    def nbytes(self, out_features: int, in_features: int) -> int:
+        """Bytes that a product reads of a matrix."""
+        groups = self.groups(in_features) * (3 if self.has_zeros else 2)
+        return out_features * (padded(in_features) * self.bits // 8 + groups)
+
+
+def padded(in_features: int) -> int:
+    """Weights of a row with its padding."""
+    return -(-in_features // BLOCK) * BLOCK
+
+
+#: every format, by name
+FORMATS = {
+    form.name: form
+    for form in (
+        Format("int8", 8, 128, -127, 127),
+        Format("fp8", 8, 0, -448, 448, is_float=True),
+        Format("int4", 4, 128, 0, 15, has_zeros=True),
+        Format("int4_g32", 4, 32, -8, 7, zero=8),
+    )
+}
+
+
+@dataclass(frozen=True)
+class PackedWeight:
+    """A quantized weight; see the module's docstring for its tensors.
+
+    Attributes:
+        form: its format.
+        in_features: weights of a row, without padding.
+        quants: uint8 [out_features, bytes of a row].
+        scales: float16 [out_features, groups].
+        zeros: uint8 [out_features, groups], or None where the format has none.
+        multiplier: a power of two.
+    """
+
+    form: Format
+    in_features: int
+    quants: torch.Tensor
+    scales: torch.Tensor
+    zeros: torch.Tensor | None
+    multiplier: float
+
+    @property
+    def out_features(self) -> int:
+        return self.quants.shape[0]
+
+    def split(self, rows: Sequence[int]) -> list[PackedWeight]:
+        """Views of as many rows each."""
+        zeros = [None] * len(rows) if self.zeros is None else self.zeros.split(rows)
+        parts = zip(self.quants.split(rows), self.scales.split(rows), zeros)
+        return [PackedWeight(self.form, self.in_features, *tensors, self.multiplier) for tensors in parts]
+
+    def dequantize(self, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+        """The weights, [out_features, in_features], rounded to ``dtype``; float32 holds them all."""
+        quants = unpack(self.form, self.quants)
+        rows, scales = self.out_features, self.scales.float()
+        if self.form.is_float:
+            values = quants.view(torch.float8_e4m3fn).float()
+        else:
+            zeros = self.form.zero if self.zeros is None else self.zeros.float()[..., None]
+            if self.form.bits == 8:
+                quants = quants.view(torch.int8)
+            values = quants.float().view(rows, scales.shape[1], -1) - zeros
+        values = values.view(rows, scales.shape[1], -1) * (scales[..., None] * self.multiplier)
+        return values.view(rows, -1)[:, : self.in_features].to(dtype)
+
+
+def _in_words(form: Format, quants: torch.Tensor) -> torch.Tensor:
+    """Quants [rows, n] as [rows, blocks, stretches, words, quants of a word]."""
+    word = 32 // form.bits
+    return quants.reshape(quants.shape[0], -1, _STRETCHES, BLOCK // _STRETCHES // word, word)
+
+
+def pack(form: Format, quants: torch.Tensor) -> torch.Tensor:
+    """Quants, uint8 [rows, blocks * BLOCK], as the format's bytes."""
+    ordered = _in_words(form, quants).transpose(2, 3).reshape(quants.shape)
+    return ordered if form.bits == 8 else ordered[:, 0::2] | ordered[:, 1::2] << 4
+
+
+def unpack(form: Format, packed: torch.Tensor) -> torch.Tensor:
+    """The quants that :func:`pack` was given."""
+    if form.bits == 4:
+        packed = torch.stack((packed & 15, packed >> 4), dim=-1).flatten(1)
+    rows, blocks = packed.shape[0], packed.shape[1] // BLOCK
+    word = 32 // form.bits
+    return packed.view(rows, blocks, BLOCK // _STRETCHES // word, _STRETCHES, word).transpose(2, 3).reshape(rows, -1)

@@ -1,0 +1,90 @@
+"""The module that takes a linear layer's place."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import nn
+
+from ..ops.gemv import MAX_ROWS
+from ..ops.packed_gemv import SPEC
+from ..registry import FLOAT_DTYPES
+from .formats import PackedWeight
+
+_PARTS = ("quants", "scale_bits", "zeros")
+
+
+class PackedLinear(nn.Module):
+    """A linear layer whose weight is quantized.
+
+    Few rows without gradients go through ``ops.packed_gemv``, others through the weight widened to x's type, so that
+    gradients reach x. Moving the module moves its weight; a cast leaves it as it is.
+
+    Args:
+        weight: the quantized weight.
+        bias: [out_features] or None; the parameter itself is kept.
+    """
+
+    def __init__(self, weight: PackedWeight, bias: nn.Parameter | None):
+        super().__init__()
+        self.form, self.multiplier = weight.form, weight.multiplier
+        self.in_features, self.out_features = weight.in_features, weight.out_features
+        self.register_buffer("quants", weight.quants)
+        self.register_buffer("scale_bits", weight.scales.view(torch.int16))  # no float: half() and float() pass it by
+        self.register_buffer("zeros", weight.zeros)
+        self.register_parameter("bias", bias)
+
+    @property
+    def scales(self) -> torch.Tensor:
+        return self.scale_bits.view(torch.float16)
+
+    @property
+    def packed(self) -> PackedWeight:
+        """The weight; its tensors are this module's."""
+        return PackedWeight(self.form, self.in_features, self.quants, self.scales, self.zeros, self.multiplier)
+
+    def op_weight(self) -> tuple:
+        """The weight as ``ops.packed_gemv`` takes it."""
+        return self.quants, self.scales, self.zeros, self.multiplier, self.form.name
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self._takes_op(x):
+            return SPEC(x, *self.op_weight(), self.bias)
+        return nn.functional.linear(x, self.packed.dequantize(x.dtype), self.bias)
+
+    def _takes_op(self, x: torch.Tensor) -> bool:
+        device = x.device.type
+        if torch.compiler.is_compiling() or torch.is_autocast_enabled(device) or device not in SPEC.native:
+            return False
+        if torch.is_grad_enabled() and (x.requires_grad or self.bias is not None and self.bias.requires_grad):
+            return False
+        return 1 <= x.numel() // max(1, x.shape[-1]) <= MAX_ROWS and x.dtype in FLOAT_DTYPES
+
+    def extra_repr(self) -> str:
+        return f"in_features={self.in_features}, out_features={self.out_features}, format={self.form.name}"
+
+
+def joined(linears: Sequence[PackedLinear]) -> tuple | None:
+    """The weights of layers that take the same input as one, for ``ops.packed_gemv``; None where they do not lie behind
+    each other in memory, or one has a bias."""
+    first = linears[0]
+    kind = first.form, first.in_features, first.multiplier
+    if any((each.form, each.in_features, each.multiplier) != kind or each.bias is not None for each in linears):
+        return None
+    parts: list[torch.Tensor | None] = []
+    for name in _PARTS:
+        tensors = [getattr(each, name) for each in linears]
+        if tensors[0] is None:
+            parts.append(None)
+            continue
+        storage = tensors[0].untyped_storage().data_ptr()
+        at = tensors[0].data_ptr()
+        for tensor in tensors:
+            if tensor.untyped_storage().data_ptr() != storage or tensor.data_ptr() != at or not tensor.is_contiguous():
+                return None
+            at += tensor.nbytes
+        rows = sum(len(tensor) for tensor in tensors)
+        parts.append(tensors[0].as_strided((rows, tensors[0].shape[1]), tensors[0].stride()))
+    quants, bits, zeros = parts
+    return quants, bits.view(torch.float16), zeros, first.multiplier, first.form.name

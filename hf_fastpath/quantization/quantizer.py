@@ -1,0 +1,115 @@
+"""Weights to quants: scales are searched for the least squared error, not taken from the largest weight alone."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch.nn import functional
+
+from .formats import Format, PackedWeight, pack, padded
+
+#: parts of the plain scale that are tried: a smaller one cuts the largest weights off and is finer for all others
+_SHRINKS = (1.0, 0.97, 0.94, 0.91, 0.88, 0.85, 0.81, 0.77, 0.72)
+#: times the scale is then set to what is best for the quants it gave
+_REFINEMENTS = 2
+#: weights worked on at a time: the search holds some ten float32 copies of them
+_PIECE = 1 << 22
+#: the largest scale lies below 2 ** this, so that float16 holds scales 2 ** 20 times smaller with all bits
+_LARGEST_SCALE = 7
+_TINY = torch.finfo(torch.float32).tiny
+
+
+def quantize(weight: torch.Tensor, form: Format) -> PackedWeight:
+    """Quantize a matrix.
+
+    Args:
+        weight: [out_features, in_features], any float type, on any device.
+        form: the format.
+
+    Raises:
+        ValueError: the weights are no matrix, or not all are finite.
+    """
+    if weight.dim() != 2 or not weight.is_floating_point():
+        raise ValueError(f"quantize() got {weight.dtype} {tuple(weight.shape)}, expected a matrix of floats")
+    with torch.no_grad():
+        largest = float(weight.abs().max()) if weight.numel() else 0.0
+        if not math.isfinite(largest):
+            raise ValueError("the weights hold infinities or NaN, which no quantized format has: mend them first")
+        plain = largest / form.highest
+        multiplier = 2.0 ** (math.frexp(plain)[1] - _LARGEST_SCALE) if plain else 1.0
+        width = padded(weight.shape[1])
+        rows = max(1, _PIECE // max(width, 1))
+        pieces = [_quantize_rows(piece, form, width, multiplier) for piece in weight.split(rows)]
+        quants, scales, zeros = (None if each[0] is None else torch.cat(each) for each in zip(*pieces))
+    return PackedWeight(form, weight.shape[1], quants, scales, zeros, multiplier)
+
+
+def _quantize_rows(weight: torch.Tensor, form: Format, width: int, multiplier: float):
+    rows = weight.shape[0]
+    groups = 1 if form.group == 0 else width // form.group
+    w = functional.pad(weight.float() / multiplier, (0, width - weight.shape[1])).view(rows, groups, -1)
+    best = _Best(w, form)
+    low, high = w.amin(-1, keepdim=True), w.amax(-1, keepdim=True)
+    for shrink in _SHRINKS:
+        if form.has_zeros:
+            low, high = low.clamp(max=0), high.clamp(min=0)
+            scale = (high - low) * (shrink / form.highest)
+            zero = (-low * shrink / scale.clamp(min=_TINY)).round_().clamp_(0, form.highest)
+            best.try_scale(scale, zero)
+            continue
+        extreme = torch.where(-low > high, low, high)
+        best.try_scale(extreme.abs() * (shrink / form.highest))
+        if form.lowest != -form.highest:  # the extreme weight takes the one quant that is farther out
+            best.try_scale(extreme * (shrink / form.lowest))
+    for _ in range(_REFINEMENTS):
+        best.refine()
+    return best.packed(rows)
+
+
+class _Best:
+    """The best scale and zero of every group so far."""
+
+    def __init__(self, w: torch.Tensor, form: Format):
+        self._w, self._form = w, form
+        self._error = torch.full_like(w[..., :1], torch.inf)
+        self._scale = torch.zeros_like(self._error)
+        self._zero = torch.full_like(self._error, form.zero)
+
+    def _steps(self, scale: torch.Tensor, zero: torch.Tensor) -> torch.Tensor:
+        """Weights in units of the scale, as the format holds them."""
+        form = self._form
+        # a scale of zero: all weights of the group are zero, or too small for float16
+        units = self._w / torch.where(scale == 0, torch.ones_like(scale), scale)
+        if form.is_float:
+            return units.clamp(form.lowest, form.highest).to(torch.float8_e4m3fn).float()
+        shift = zero if form.has_zeros else 0
+        return units.round_().add_(shift).clamp_(form.lowest, form.highest).sub_(shift)
+
+    def try_scale(self, scale: torch.Tensor, zero: torch.Tensor | None = None) -> None:
+        """Take it, as float16 rounds it, for the groups in which the squared error is less."""
+        zero = self._zero if zero is None else zero
+        scale = scale.half().float()
+        error = (self._steps(scale, zero) * scale).sub_(self._w).square_().sum(-1, keepdim=True)
+        better = error < self._error
+        self._error = torch.where(better, error, self._error)
+        self._scale = torch.where(better, scale, self._scale)
+        self._zero = torch.where(better, zero, self._zero)
+
+    def refine(self) -> None:
+        """Try the scale that is best for the present quants."""
+        steps = self._steps(self._scale, self._zero)
+        norm = steps.square().sum(-1, keepdim=True)
+        self.try_scale((steps * self._w).sum(-1, keepdim=True) / norm.clamp(min=_TINY), self._zero)
+
+    def packed(self, rows: int):
+        form = self._form
+        steps = self._steps(self._scale, self._zero).view(rows, -1)
+        scales = self._scale.half().view(rows, -1)
+        zeros = self._zero.to(torch.uint8).view(rows, -1) if form.has_zeros else None
+        if form.is_float:
+            return pack(form, steps.to(torch.float8_e4m3fn).view(torch.uint8)), scales, zeros
+        if form.bits == 8:
+            return pack(form, steps.to(torch.int8).view(torch.uint8)), scales, zeros
+        shift = self._zero.expand_as(self._w).reshape(rows, -1) if form.has_zeros else form.zero
+        return pack(form, (steps + shift).to(torch.uint8)), scales, zeros

@@ -1,0 +1,101 @@
+"""Quantized layers in the place of a model's own, and back."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import nullcontext
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from ..compat import Conv1D
+from ..decode.parts import MoEPart
+from ..decode.structure import LayerPart, ModelPart
+from ..progress import announced
+from .formats import Format
+from .linear import PackedLinear
+from .quantizer import quantize
+
+
+@dataclass(eq=False)
+class Replaced:
+    """A linear layer that a quantized one stands for.
+
+    Attributes:
+        original: it; its weight lies in host memory.
+        packed: what took its place.
+        places: (parent, name) of every place it had.
+        device: where its weight was.
+    """
+
+    original: nn.Module
+    packed: PackedLinear
+    places: list[tuple[nn.Module, str]]
+    device: torch.device
+
+    def undo(self) -> None:
+        """Put it back, its weight where the quantized one is now."""
+        self.original.weight.data = self.original.weight.data.to(self.packed.quants.device)
+        for parent, name in self.places:
+            if parent._modules.get(name) is self.packed:  # else the user has put something there since
+                parent._modules[name] = self.original
+
+
+def quantize_model(
+    part: ModelPart, form: Format, head: Format | None, replaced: list[Replaced], quiet: bool = False
+) -> None:
+    """Put quantized layers in the place of the projections of every decoder layer.
+
+    Those that take the same input lie behind each other in memory and are one product. The weights of a mixture's
+    experts stay as they are.
+
+    Args:
+        part: the model.
+        form: of the layers' weights.
+        head: of the head's, or None to leave it.
+        replaced: gets what was done, step by step, so that a caller can undo it after a fault.
+        quiet: no progress on a terminal.
+    """
+    places: dict[int, list[tuple[nn.Module, str]]] = {}
+    for parent in part.module.modules():
+        for name, module in parent._modules.items():
+            places.setdefault(id(module), []).append((parent, name))
+    layers = part.layers
+    for number, layer in enumerate(layers, 1):
+        with nullcontext() if quiet else announced(f"quantizing layer {number} of {len(layers)}"):
+            for linears in _of_one_input(layer):
+                _replace(linears, form, places, replaced)
+    if head is not None:
+        with nullcontext() if quiet else announced("quantizing the head"):
+            _replace([part.head], head, places, replaced)
+
+
+def _of_one_input(layer: LayerPart) -> Iterator[list[nn.Module]]:
+    *qkv, out = layer.attention.projections()
+    yield qkv
+    yield [out]
+    if not isinstance(layer.mlp, MoEPart):
+        *inputs, down = layer.mlp.projections()
+        yield inputs
+        yield [down]
+
+
+def _replace(
+    linears: list[nn.Module], form: Format, places: dict[int, list[tuple[nn.Module, str]]], replaced: list[Replaced]
+) -> None:
+    weights = [linear.weight.t() if type(linear) is Conv1D else linear.weight for linear in linears]
+    together = quantize(torch.cat(weights), form)
+    for linear, weight in zip(linears, together.split([len(each) for each in weights])):
+        packed = PackedLinear(weight, linear.bias).train(linear.training)
+        done = Replaced(linear, packed, places[id(linear)], linear.weight.device)
+        for parent, name in done.places:
+            parent._modules[name] = packed
+        replaced.append(done)
+        linear.weight.data = linear.weight.data.to("cpu")
+
+
+def free_originals(replaced: list[Replaced]) -> None:
+    """Let go of the weights that quantized ones stand for."""
+    for each in replaced:
+        each.original.weight.data = each.original.weight.data.new_empty(0)

@@ -1,0 +1,162 @@
+"""packed_gemv: the common tests, every format against its float64 weights, exact integers, special values."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from checks import DTYPES, assert_exact, assert_matches, common_tests, is_native, over_dtypes
+from memory import same_bits
+
+from hf_fastpath.ops.gemv import MAX_ROWS
+from hf_fastpath.ops.packed_gemv import SPEC
+from hf_fastpath.quantization import FORMATS, quantize
+from hf_fastpath.quantization.formats import pack, padded
+from hf_fastpath.registry import Sample
+
+ROOT = Path(__file__).resolve().parents[2]
+
+over_formats = pytest.mark.parametrize("form", FORMATS.values(), ids=FORMATS)
+
+
+def packed(form, weight):
+    made = quantize(weight, form)
+    return made.quants, made.scales, made.zeros, made.multiplier, form.name
+
+
+def odd_sizes(device, dtype):
+    def randn(*shape):
+        return torch.randn(*shape, device=device, dtype=dtype)
+
+    for form in FORMATS.values():
+        for rows, k, n in ((1, 1, 1), (2, 3, 1), (3, 31, 129), (13, 127, 31), (1, 2049, 515), (5, 129, 7)):
+            weight = torch.randn(n, k, device=device) * k**-0.5
+            yield Sample(randn(rows, k), *packed(form, weight), randn(n), randn(rows, n))
+        for rows in range(1, MAX_ROWS + 1):
+            yield Sample(randn(rows, 200), *packed(form, torch.randn(21, 200, device=device)))
+
+
+globals().update(common_tests(SPEC, odd_sizes))
+
+
+def of_small_integers(form, rows, columns, device):
+    """A packed weight of whole numbers, its scales powers of two."""
+    width = padded(columns)
+    groups = rows, form.groups(columns)
+    zeros = torch.randint(5, 10, groups, device=device).to(torch.uint8) if form.has_zeros else None
+    center = zeros.repeat_interleave(width // groups[1], dim=1) if form.has_zeros else form.zero
+    quants = center + torch.randint(-3, 4, (rows, width), device=device)
+    quants[:, columns:] = 77 if form.bits == 8 else 3  # x has no input there
+    quants = quants.to(torch.float8_e4m3fn).view(torch.uint8) if form.is_float else quants.to(torch.uint8)
+    scales = 2.0 ** torch.randint(-1, 2, groups, device=device)
+    return pack(form, quants), scales.half(), zeros, 2.0, form.name
+
+
+@over_dtypes
+@over_formats
+def test_packed_gemv_exact_on_integers(device, dtype, form):
+    """Bit for bit: a skipped or doubled product, or one with another's weight, cannot hide in rounding."""
+    for rows, k, n in ((1, 11, 37), (1, 150, 65), (2, 64, 65), (4, 130, 40), (7, 33, 33), (16, 40, 19)):
+        x = torch.randint(-1, 2, (rows, k), device=device).to(dtype)
+        x[:, ::2] = 0  # sums of all types stay below 256
+        assert_exact(SPEC, Sample(x, *of_small_integers(form, n, k, device)))
+
+
+@over_dtypes
+@over_formats
+def test_packed_gemv_uses_every_weight_once(device, dtype, form):
+    """Unit vectors as x pick out single weights."""
+    for k, n in ((45, 23), (256, 40)):
+        made = quantize(torch.randn(n, k, device=device), form)
+        weight = made.dequantize(torch.float64)
+        units = torch.eye(k, device=device, dtype=dtype)
+        parts = made.quants, made.scales, made.zeros, made.multiplier, form.name
+        for rows in (1, MAX_ROWS):
+            picked = torch.cat([SPEC(unit, *parts) for unit in units.split(rows)])
+            torch.testing.assert_close(picked, weight.t().to(dtype), rtol=2 * torch.finfo(dtype).eps, atol=0)
+
+
+@over_dtypes
+@over_formats
+def test_packed_gemv_special_values(device, dtype, form):
+    """Infinities and NaN in x reach the outputs of their row as in PyTorch, and no other row."""
+    for value in (float("inf"), float("nan"), float("-inf")):
+        x = torch.randn(3, 130, device=device).to(dtype)
+        x[1, 129] = value
+        made = packed(form, torch.randn(50, 130, device=device))
+        assert_matches(SPEC, Sample(x, *made))
+
+
+@over_dtypes
+@over_formats
+def test_packed_gemv_small_and_large_inputs(device, dtype, form):
+    """Inputs of very different size beside each other, zeros, subnormals."""
+    for scale in (1e-7, 1e-3, 1.0, 1e3):
+        x = torch.randn(2, 512, device=device) * scale
+        x[:, ::37] *= 300
+        x[:, 128:256] = 0
+        x[1, 256:384] *= 1e-4
+        assert_matches(SPEC, Sample(x.to(dtype), *packed(form, torch.randn(40, 512, device=device) / 16)))
+
+
+@over_formats
+def test_packed_gemv_large(device, form):
+    """A model-sized matrix, so that work is really split."""
+    x = torch.randn(1, 4096, device=device)
+    made = packed(form, torch.randn(1536, 4096, device=device) / 64)
+    for dtype in (torch.float32, torch.bfloat16):
+        assert_matches(SPEC, Sample(x.to(dtype), *made))
+
+
+def products(form, dtype):
+    """An odd number of blocks, one weight row more than the streams share evenly; x of 1 to 16 rows."""
+    torch.manual_seed(1729)
+    x, parts = torch.randn(MAX_ROWS, 2100).to(dtype), packed(form, torch.randn(517, 2100) / 45)
+    return lambda rows: SPEC(x[:rows], *parts)
+
+
+@pytest.mark.parametrize("isa", ("baseline", "avx2", "avx512"))
+def test_packed_gemv_every_way(isa, tmp_path):
+    """The kernels this CPU does not choose by itself, in a process of their own; sums of integers are the same bits."""
+    if not is_native(SPEC, torch.device("cpu")):
+        pytest.skip("no library for the CPU")
+    environment = os.environ | {"HF_FASTPATH_CPU_ISA": isa, "PYTHONPATH": str(ROOT)}
+    command = [sys.executable, __file__, isa, str(tmp_path / "products")]
+    result = subprocess.run(command, capture_output=True, text=True, env=environment)
+    assert result.returncode == 0, result.stderr[-2000:]
+    if "baseline" in (isa, os.environ.get("HF_FASTPATH_CPU_ISA")):
+        return  # that way has no integers
+    theirs = torch.load(tmp_path / "products")
+    for form in FORMATS.values():
+        for dtype in (torch.float16, torch.bfloat16):
+            assert form.is_float or same_bits(theirs[form.name, dtype], products(form, dtype)(MAX_ROWS))
+
+
+def every_way(isa: str, path: str) -> None:
+    from hf_fastpath import loader
+
+    loader.ensure("cpu")
+    device = torch.device("cpu")
+    assert is_native(SPEC, device)
+    torch.manual_seed(1729)
+    found = {}
+    for dtype in DTYPES:
+        for sample in odd_sizes(device, dtype):
+            assert_matches(SPEC, sample, isa)
+        for form in FORMATS.values():
+            product = products(form, dtype)
+            whole = found[form.name, dtype] = product(MAX_ROWS)
+            for threads in (1, 3):  # neither these nor the other rows change a bit
+                torch.set_num_threads(threads)
+                for rows in (1, 2, 3, 4, 7):
+                    assert same_bits(product(rows), whole[:rows]), (form.name, dtype, threads, rows)
+    torch.save(found, path)
+
+
+if __name__ == "__main__":
+    with torch.no_grad():
+        every_way(*sys.argv[1:])

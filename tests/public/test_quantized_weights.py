@@ -1,0 +1,194 @@
+"""patch(weights=...): the model decodes as one with the dequantized weights does, and comes back bit for bit."""
+
+from __future__ import annotations
+
+import copy
+import io
+
+import pytest
+import torch
+from models import CPU, SHORT, build
+from torch import nn
+from transformers.pytorch_utils import Conv1D
+
+import hf_fastpath
+from hf_fastpath import traffic
+from hf_fastpath.ops.packed_gemv import SPEC
+from hf_fastpath.quantization import FORMATS
+from hf_fastpath.quantization.linear import PackedLinear
+
+over_formats = pytest.mark.parametrize("form", FORMATS)
+#: separate and fused projections, Conv1D, biases, a mixture, norms over heads, a window
+FAMILIES = ("gpt2", "llama", "mistral", "phi3", "qwen2", "qwen3", "gemma2", "mixtral", "opt", "falcon")
+
+
+@pytest.fixture(autouse=True)
+def native():
+    if not hf_fastpath.loader.is_native("cpu"):
+        pytest.skip("no native CPU library")
+
+
+def prompt(batch: int = 2, length: int = 9) -> torch.Tensor:
+    return torch.randint(3, 300, (batch, length))
+
+
+def packed_in(model: nn.Module) -> dict[str, PackedLinear]:
+    return {name: module for name, module in model.named_modules() if type(module) is PackedLinear}
+
+
+def with_dequantized(stock: nn.Module, patched: nn.Module) -> nn.Module:
+    """A copy of ``stock`` whose weights are those that the patched model's quants stand for."""
+    made = copy.deepcopy(stock)
+    for name, packed in packed_in(patched).items():
+        linear = made.get_submodule(name)
+        weight = packed.packed.dequantize(linear.weight.dtype)
+        linear.weight = nn.Parameter(weight.t().contiguous() if type(linear) is Conv1D else weight)
+    return made
+
+
+@over_formats
+@pytest.mark.parametrize("family", FAMILIES)
+def test_decodes_as_the_dequantized_model(family, form):
+    stock = build(family)
+    ours = hf_fastpath.patch(copy.deepcopy(stock), weights=form, quiet=True)
+    same = with_dequantized(stock, ours)
+    ids = prompt()
+    want = same.generate(ids, **SHORT)
+    assert torch.equal(ours.generate(ids, **SHORT), want)
+    found = hf_fastpath.report(ours).stats
+    assert found["fallback_tokens"] == 0 and found["fast_tokens"] > 0
+    with torch.no_grad():
+        torch.testing.assert_close(ours(want).logits, same(want).logits, rtol=1e-4, atol=1e-4)
+
+
+@over_formats
+@pytest.mark.parametrize("dtype", (torch.float16, torch.bfloat16))
+def test_half_precision_within_stocks_error(form, dtype):
+    """Mean error of a token's logits, against float64 with the same quants, beside stock's with them."""
+    stock = build("llama").to(dtype)
+    ours = hf_fastpath.patch(copy.deepcopy(stock), weights=form, quiet=True)
+    same = with_dequantized(stock, ours)
+    exact = with_dequantized(stock, ours).double()
+    for name, packed in packed_in(ours).items():
+        exact.get_submodule(name).weight = nn.Parameter(packed.packed.dequantize(torch.float64))
+    errors = []
+    for ids in (prompt(1), prompt(3)):
+        for model in (ours, same):
+            out = model.generate(
+                ids, max_new_tokens=2, do_sample=False, output_logits=True, return_dict_in_generate=True
+            )
+            want = exact(out.sequences[:, :-1]).logits[:, -2:]
+            errors.append((torch.stack(out.logits, 1).double() - want).abs().mean())
+    assert sum(errors[::2]) <= 1.5 * sum(errors[1::2])
+
+
+@over_formats
+@pytest.mark.parametrize("family", ("gpt2", "mistral", "mixtral"))
+def test_unpatch_restores_bit_for_bit(family, form):
+    model = build(family)
+    modules, before = dict(model.named_modules()), {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    parameters = dict(model.named_parameters())
+    hf_fastpath.patch(model, weights=form, lm_head="int8", quiet=True)
+    assert type(model.get_output_embeddings()) is PackedLinear
+    hf_fastpath.unpatch(model)
+    assert dict(model.named_modules()) == modules
+    assert {name: id(p) for name, p in model.named_parameters()} == {name: id(p) for name, p in parameters.items()}
+    assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
+
+
+def test_originals_can_be_freed():
+    model = hf_fastpath.patch(build("llama"), weights="int4", keep_original=False, quiet=True)
+    want = model.generate(prompt(), **SHORT)
+    assert want.shape[0] == 2
+    with pytest.raises(ValueError, match="keep_original=False"):
+        hf_fastpath.unpatch(model)
+    assert packed_in(model)
+
+
+def test_a_fault_on_the_way_leaves_the_model_as_it_was(monkeypatch):
+    from hf_fastpath.quantization import replacing
+
+    real, calls = replacing.quantize, []
+
+    def third_fails(*args):
+        calls.append(args)
+        if len(calls) == 3:
+            raise MemoryError("no room")
+        return real(*args)
+
+    monkeypatch.setattr(replacing, "quantize", third_fails)
+    model = build("llama")
+    modules, before = dict(model.named_modules()), copy.deepcopy(model.state_dict())
+    with pytest.raises(MemoryError):
+        hf_fastpath.patch(model, weights="int8", quiet=True)
+    assert dict(model.named_modules()) == modules and not hasattr(model, "_hf_fastpath")
+    assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
+
+
+def test_weights_that_are_not_finite_are_refused():
+    model = build("llama")
+    with torch.no_grad():
+        model.model.layers[1].mlp.down_proj.weight[3, 5] = float("nan")
+    with pytest.raises(ValueError, match="infinities or NaN"):
+        hf_fastpath.patch(model, weights="int8", quiet=True)
+    assert not packed_in(model)
+
+
+def test_bytes_of_a_step_are_those_of_the_quants():
+    model = build("llama")
+    full = traffic.weight_bytes(model)
+    linears = [m for layer in model.model.layers for m in layer.modules() if type(m) is nn.Linear]
+    hf_fastpath.patch(model, weights="int4_g32", quiet=True)
+    form = FORMATS["int4_g32"]
+    quantized = sum(form.nbytes(*linear.weight.shape) for linear in linears)
+    assert traffic.weight_bytes(model) == full - sum(linear.weight.nbytes for linear in linears) + quantized
+
+
+def test_saving_says_what_helps(tmp_path):
+    model = hf_fastpath.patch(build("llama"), weights="int8", quiet=True)
+    with pytest.raises(ValueError, match="unpatch"):
+        model.save_pretrained(tmp_path)
+    hf_fastpath.unpatch(model).save_pretrained(tmp_path)
+    assert (tmp_path / "config.json").is_file()
+
+
+def test_copies_and_casts():
+    model = hf_fastpath.patch(build("llama"), weights="int4_g32", quiet=True)
+    ids = prompt()
+    want = model.generate(ids, **SHORT)
+    twin = copy.deepcopy(model)
+    assert torch.equal(twin.generate(ids, **SHORT), want)
+    assert hf_fastpath.report(twin).stats["fast_tokens"] > 0
+    hf_fastpath.unpatch(twin)
+    assert not packed_in(twin) and packed_in(model)
+    half = model.half()
+    linear = half.model.layers[0].mlp.down_proj
+    assert linear.quants.dtype == torch.uint8 and linear.scales.dtype == torch.float16
+    assert half.generate(ids, **SHORT).shape == want.shape
+    stored = io.BytesIO()
+    torch.save(linear, stored)
+    stored.seek(0)
+    loaded = torch.load(stored, weights_only=False)
+    assert torch.equal(loaded.packed.dequantize(), linear.packed.dequantize())
+
+
+def test_gradients_reach_what_is_in_front():
+    model = hf_fastpath.patch(build("llama"), weights="int8", quiet=True)
+    model(prompt(), labels=prompt()).loss.backward()
+    assert model.model.embed_tokens.weight.grad.abs().sum() > 0
+
+
+def test_projections_of_one_input_are_one_product():
+    ours = hf_fastpath.patch(build("llama"), weights="int4", quiet=True)
+    ours.generate(prompt(1), **SHORT)
+    (plan,) = vars(ours)["_hf_fastpath"].plans
+    names = plan.program.op_names()
+    assert sum("packed_gemv" in name for name in names) == 4 * len(ours.model.layers)
+
+
+def test_devices_without_kernels_are_refused():
+    with torch.device("meta"):
+        model = build("llama").to("meta")
+    with pytest.raises(ValueError, match="CPU"):
+        hf_fastpath.patch(model, weights="int8", quiet=True)
+    assert SPEC.native == (CPU.type,)
