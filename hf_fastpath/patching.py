@@ -228,7 +228,7 @@ def _quantize(model: nn.Module, state: PatchState, quiet: bool) -> None:
     quantize_model(part, FORMATS[options.weights], head, state.replaced, quiet)
     _bind(state, model, "save_pretrained", _no_saving)
     if not options.keep_original:
-        free_originals(state.replaced)
+        free_originals(model, state.replaced)
 
 
 def _no_saving(self: nn.Module, *args: Any, **kwargs: Any) -> None:

@@ -10,6 +10,7 @@ from torch import nn
 
 from ..architecture import Architecture
 from ..compat import Conv1D, has_hooks, is_known_code, is_wrapped_by, placement
+from ..ops import packed_gemv
 from ..quantization.linear import PackedLinear
 from ..registry import FLOAT_DTYPES
 
@@ -60,6 +61,8 @@ def projection_reason(module: nn.Module, architecture: Architecture) -> str | No
     """
     cls = type(module)
     if cls is PackedLinear:
+        if module.quants.device.type not in packed_gemv.native:
+            return "no_native_library"
         return "hooks" if has_hooks(module) else "instance_forward" if "forward" in module.__dict__ else None
     if cls not in (nn.Linear, Conv1D) and (cls.__module__, cls.__name__) != (architecture.module, architecture.linear):
         return "unsupported_projection"

@@ -26,13 +26,11 @@ class Replaced:
         original: it; its weight lies in host memory.
         packed: what took its place.
         places: (parent, name) of every place it had.
-        device: where its weight was.
     """
 
     original: nn.Module
     packed: PackedLinear
     places: list[tuple[nn.Module, str]]
-    device: torch.device
 
     def undo(self) -> None:
         """Put it back, its weight where the quantized one is now."""
@@ -88,14 +86,16 @@ def _replace(
     together = quantize(torch.cat(weights), form)
     for linear, weight in zip(linears, together.split([len(each) for each in weights])):
         packed = PackedLinear(weight, linear.bias).train(linear.training)
-        done = Replaced(linear, packed, places[id(linear)], linear.weight.device)
+        done = Replaced(linear, packed, places[id(linear)])
         for parent, name in done.places:
             parent._modules[name] = packed
         replaced.append(done)
         linear.weight.data = linear.weight.data.to("cpu")
 
 
-def free_originals(replaced: list[Replaced]) -> None:
-    """Let go of the weights that quantized ones stand for."""
+def free_originals(model: nn.Module, replaced: list[Replaced]) -> None:
+    """Let go of the weights that quantized ones stand for, but for what ``model`` uses otherwise: tied embeddings."""
+    used = {id(parameter) for parameter in model.parameters()}
     for each in replaced:
-        each.original.weight.data = each.original.weight.data.new_empty(0)
+        if id(each.original.weight) not in used:
+            each.original.weight.data = each.original.weight.data.new_empty(0)

@@ -105,6 +105,20 @@ def test_originals_can_be_freed():
     assert packed_in(model)
 
 
+def test_freed_originals_leave_tied_embeddings():
+    model = build("gpt2")
+    assert model.get_output_embeddings().weight is model.get_input_embeddings().weight
+    ids = prompt()
+    want = hf_fastpath.patch(copy.deepcopy(model), weights="int8", lm_head="int8", quiet=True).generate(ids, **SHORT)
+    hf_fastpath.patch(model, weights="int8", lm_head="int8", keep_original=False, quiet=True)
+    assert torch.equal(model.generate(ids, **SHORT), want)
+
+
+def test_modules_elsewhere_than_the_kernels_are_stocks():
+    model = hf_fastpath.patch(build("llama"), weights="int8", quiet=True).to("meta")
+    assert hf_fastpath.report(model).loop == "no_native_library"
+
+
 def test_a_fault_on_the_way_leaves_the_model_as_it_was(monkeypatch):
     from hf_fastpath.quantization import replacing
 
