@@ -75,13 +75,26 @@ def projection(
 ) -> Any:
     """``activation(linear(norm(x))) + residual``."""
     if is_packed(linear):
-        after = (linear.bias, residual, activation, *_norm_arguments(norm), overlap)
-        return emit(ops.packed_gemv.overload, x, *linear.op_weight(), *after)
+        return _packed(emit, linear.op_weight(), x, linear.bias, residual, activation, norm, overlap)
     return emit(
         ops.gemv.overload,
         *(x, *weight_and_bias(linear), residual, activation, is_transposed(linear)),
         *(*_norm_arguments(norm), overlap),
     )
+
+
+def _packed(
+    emit: Emit,
+    weight: tuple,
+    x: Any,
+    bias: Any = None,
+    residual: Any = None,
+    activation: str = "none",
+    norm: NormPart | None = None,
+    overlap: bool = False,
+) -> Any:
+    """As :func:`projection`, of a weight as ``ops.packed_gemv`` takes it."""
+    return emit(ops.packed_gemv.overload, x, *weight, bias, residual, activation, *_norm_arguments(norm), overlap)
 
 
 def _joined(linears: list[nn.Module]) -> tuple | None:
@@ -117,8 +130,7 @@ def _queries_composed(
     linears = part.projections()[:-1]
     together = None if part.head_norms else _joined(linears)
     if together is not None:
-        after = (None, None, "none", *_norm_arguments(norm), at.overlap)
-        qkv = emit(ops.packed_gemv.overload, x, *together, *after)
+        qkv = _packed(emit, together, x, norm=norm, overlap=at.overlap)
     else:
         projected = [projection(emit, linear, x, norm=norm, overlap=at.overlap) for linear in linears]
         for place, each in enumerate(part.head_norms):
@@ -175,8 +187,7 @@ def mlp(
     if part.gate is None:
         hidden = projection(emit, part.up, x, activation=part.activation, norm=norm, overlap=overlap)
     elif (together := _joined(part.projections()[:-1])) is not None:
-        after = (None, None, "none", *_norm_arguments(norm), overlap)
-        both = emit(ops.packed_gemv.overload, x, *together, *after)
+        both = _packed(emit, together, x, norm=norm, overlap=overlap)
         hidden = emit(composed.gated_halves, both, part.activation)
     elif not is_packed(part.up) and not is_packed(part.gate) and part.gate.bias is None and part.up.bias is None:
         weights = part.gate_and_up()
