@@ -58,7 +58,9 @@ def gemm_call(name: str, k: int, n: int, rows: int, **options) -> Call:
     return Call(name, arguments, ("fp16", "bf16", "fp32"), ("cpu",), max(2, int(5e9 / (rows * k * n))))
 
 
-def packed_call(name: str, form: str, k: int, n: int, rows: int = 1) -> Call:
+def packed_call(
+    name: str, form: str, k: int, n: int, rows: int = 1, devices: tuple[str, ...] = ("cuda", "cpu")
+) -> Call:
     found = FORMATS[form]
     groups = n, found.groups(k)
 
@@ -69,7 +71,7 @@ def packed_call(name: str, form: str, k: int, n: int, rows: int = 1) -> Call:
     quants = random_bytes(n, padded(k) * found.bits // 8, below=127 if found.is_float else 256)
     zeros = random_bytes(*groups, below=16) if found.has_zeros else None
     arguments = sample_of(drawn(1, rows, k), quants, lambda device, _: torch.rand(groups, device=device).half(), zeros)
-    return Call(name, lambda *to: Sample(*arguments(*to).args, 1 / 64, form), devices=("cpu",))
+    return Call(name, lambda *to: Sample(*arguments(*to).args, 1 / 64, form), devices=devices)
 
 
 def conv1d_call(name: str, k: int, n: int, **options) -> Call:

@@ -22,6 +22,8 @@ from op_calls import (
     swiglu_call,
 )
 
+from hf_fastpath.quantization import FORMATS
+
 _GPU = ("cuda",)
 _GELU_DTYPES = ("fp32", "fp16")
 
@@ -63,10 +65,26 @@ SHAPES: dict[str, list[Call]] = {
         *(gemm_call(f"tinyllama down 5632->2048, {rows} rows", 5632, 2048, rows) for rows in (32, 128, 512, 2048)),
     ],
     "packed_gemv": [
-        packed_call(f"tinyllama {name}, {form}, {rows} rows", form, k, n, rows)
-        for name, k, n in (("o 2048x2048", 2048, 2048), ("gate, up 2048->11264", 2048, 11264))
-        for form in ("int8", "fp8", "int4", "int4_g32")
-        for rows in (1, 4)
+        *(
+            packed_call(f"tinyllama {name}, {form}, {rows} rows", form, k, n, rows)
+            for name, k, n in (("o 2048x2048", 2048, 2048), ("gate, up 2048->11264", 2048, 11264))
+            for form in FORMATS
+            for rows in (1, 4)
+        ),
+        *(
+            packed_call(f"mistral {name}, {form}", form, k, n, devices=_GPU)
+            for name, k, n in (
+                ("o 4096x4096", 4096, 4096),
+                ("gate, up 4096->28672", 4096, 28672),
+                ("down 14336->4096", 14336, 4096),
+            )
+            for form in FORMATS
+        ),
+        *(
+            packed_call(f"mistral gate, up 4096->28672, {form}, {rows} rows", form, 4096, 28672, rows, _GPU)
+            for form in FORMATS
+            for rows in (2, 4, 8, 16)
+        ),
     ],
     "qkv_rope_append": [
         qkv_call("mistral 4096->4096+2x1024", 4096, 32, 8, 128),

@@ -209,6 +209,16 @@ __device__ __forceinline__ void copy_tile_to_shared(uint32_t to, const CUtensorM
       : "memory");
 }
 
+// The same, with an L2 policy.
+__device__ __forceinline__ void copy_tile_to_shared(uint32_t to, const CUtensorMap* map, int x, int y, int z,
+                                                    uint32_t barrier, uint64_t policy) {
+  asm volatile(
+      "cp.async.bulk.tensor.3d.shared::cluster.global.tile.mbarrier::complete_tx::bytes.L2::cache_hint [%0], "
+      "[%1, {%2, %3, %4}], [%5], %6;" ::"r"(to),
+      "l"(map), "r"(x), "r"(y), "r"(z), "r"(barrier), "l"(policy)
+      : "memory");
+}
+
 // Brings such a tile into L2.
 __device__ __forceinline__ void prefetch_tile(const CUtensorMap* map, int x, int y, int z) {
   asm volatile("cp.async.bulk.prefetch.tensor.3d.L2.global.tile [%0, {%1, %2, %3}];" ::"l"(map), "r"(x),

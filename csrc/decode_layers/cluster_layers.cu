@@ -21,6 +21,7 @@
 #include "common/activation.cuh"
 #include "common/async.cuh"
 #include "common/numeric.cuh"
+#include "common/tensor_map.h"
 #include "common/warp.cuh"
 #include "decode_layers/cluster_attention.cuh"
 #include "decode_layers/cluster_layers.h"
@@ -290,32 +291,16 @@ __global__ void stream_kernel(const __grid_constant__ StreamIn in, T* out, int h
 template <class T>
 CUtensorMap tiles_of(const void* weight, int64_t rows, int64_t columns, int64_t stride, int pieces,
                      int tile_rows, int tile_columns) {
-  using Encode = decltype(&cuTensorMapEncodeTiled);
-  static const Encode encode = [] {
-    void* found = nullptr;
-    cudaDriverEntryPointQueryResult result;
-    HF_FASTPATH_CUDA_CHECK(cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &found, 12000,
-                                                            cudaEnableDefault, &result));
-    return reinterpret_cast<Encode>(found);
-  }();
   constexpr CUtensorMapDataType kType = std::is_same_v<T, float>    ? CU_TENSOR_MAP_DATA_TYPE_FLOAT32
                                         : std::is_same_v<T, __half> ? CU_TENSOR_MAP_DATA_TYPE_FLOAT16
                                                                     : CU_TENSOR_MAP_DATA_TYPE_BFLOAT16;
-  const cuuint64_t piece = columns / pieces;
-  const cuuint64_t sizes[] = {piece, static_cast<cuuint64_t>(pieces), static_cast<cuuint64_t>(rows)};
-  const cuuint64_t strides[] = {piece * sizeof(T), static_cast<cuuint64_t>(stride) * sizeof(T)};
-  const cuuint32_t box[] = {static_cast<cuuint32_t>(tile_columns / pieces), static_cast<cuuint32_t>(pieces),
-                            static_cast<cuuint32_t>(tile_rows)};
-  const cuuint32_t steps[] = {1, 1, 1};
-  CUtensorMap map;
-  const CUresult status = encode(&map, kType, 3, const_cast<void*>(weight), sizes, strides, box, steps,
-                                 CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_NONE,
-                                 CU_TENSOR_MAP_L2_PROMOTION_L2_128B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
-  if (status != CUDA_SUCCESS) {
-    throw std::runtime_error("hf_fastpath: cuTensorMapEncodeTiled failed: " +
-                             std::to_string(static_cast<int>(status)));
-  }
-  return map;
+  const uint64_t piece = columns / pieces;
+  return tensor_map(weight, {kType,
+                             CU_TENSOR_MAP_SWIZZLE_NONE,
+                             {piece, static_cast<uint64_t>(pieces), static_cast<uint64_t>(rows)},
+                             {piece * sizeof(T), static_cast<uint64_t>(stride) * sizeof(T)},
+                             {static_cast<uint32_t>(tile_columns / pieces), static_cast<uint32_t>(pieces),
+                              static_cast<uint32_t>(tile_rows)}});
 }
 
 template <bool kAttention, class T, int kHidden>

@@ -72,9 +72,14 @@ class InputNorm {
                     ": norm 'rms' takes norm_weight and no norm_bias");
   }
 
+  // Leaves the norm to the product's kernel.
+  void fuse(GemvParams& p) const {
+    p.norm = {kind_, data_or_null(weight_), data_or_null(bias_), static_cast<float>(eps_)};
+  }
+
   // Launches norm and product (and with `rope` the append) as one kernel, if there is one for them.
   bool launch_as_one(GemvParams& p, const RopeAppendParams* rope, cudaStream_t stream) const {
-    p.norm = {kind_, data_or_null(weight_), data_or_null(bias_), static_cast<float>(eps_)};
+    fuse(p);
     if ((rope || kind_ != Norm::kNone) && !fits_one_kernel(p, rope)) return false;
     launch_gemv(p, rope, stream);
     return true;

@@ -7,6 +7,7 @@
 #include "common/convert_cpu.h"
 #include "common/cpu_glue.h"
 #include "common/cpu_math.h"
+#include "packed_gemv/packed_gemv_glue.h"
 
 namespace hf_fastpath {
 namespace {
@@ -90,18 +91,6 @@ void order(const float* x, float* to, int64_t blocks) {
   }
 }
 
-PackedForm form_of(const std::string& name) {
-  if (name == "int8") return PackedForm::kInt8;
-  if (name == "fp8") return PackedForm::kFp8;
-  if (name == "int4") return PackedForm::kInt4;
-  if (name == "int4_g32") return PackedForm::kInt4G32;
-  STD_TORCH_CHECK(false, "hf_fastpath::packed_gemv: unknown format ", name);
-}
-
-int64_t groups_of(PackedForm form, int64_t blocks) {
-  return form == PackedForm::kFp8 ? 1 : form == PackedForm::kInt4G32 ? blocks * kStretches : blocks;
-}
-
 template <class T>
 T* take(float*& memory, int64_t count) {
   T* taken = reinterpret_cast<T*>(memory);
@@ -121,27 +110,16 @@ Tensor packed_gemv_cpu(const Tensor& raw, const Tensor& raw_quants, const Tensor
   const Tensor x = normed_cpu(raw, norm_of(norm, op), norm_weight, norm_bias, norm_eps);
   PackedArgs args{};
   args.dtype = dtype_of(x, op);
-  args.form = form_of(format);
   const RowView view = row_view(x);
   STD_TORCH_CHECK(x.dim() >= 1 && view.rows >= 1 && view.rows <= kPackedRows,
                   "hf_fastpath::packed_gemv: x has to have 1 to 16 rows");
   args.rows = view.rows;
-  args.blocks = (view.columns + kPackedBlock - 1) / kPackedBlock;
-  args.groups = groups_of(args.form, args.blocks);
   const Tensor quants = hf_fastpath::contiguous(raw_quants), scales = hf_fastpath::contiguous(raw_scales);
   std::optional<Tensor> zeros;
   if (raw_zeros.has_value()) zeros = hf_fastpath::contiguous(*raw_zeros);
-  STD_TORCH_CHECK(quants.dim() == 2 && quants.element_size() == 1 && quants.size(1) == args.row_bytes(),
-                  "hf_fastpath::packed_gemv: quants are no rows of ", args.row_bytes(), " bytes");
-  args.out_features = quants.size(0);
-  const auto fits = [&](const Tensor& t) {
-    return t.dim() == 2 && t.size(0) == args.out_features && t.size(1) == args.groups;
-  };
-  STD_TORCH_CHECK(fits(scales) && dtype_of(scales, op) == DType::kFloat16,
-                  "hf_fastpath::packed_gemv: scales have to be float16 [out_features, ", args.groups, "]");
-  STD_TORCH_CHECK(zeros.has_value() == (args.form == PackedForm::kInt4) &&
-                      (!zeros || (fits(*zeros) && zeros->element_size() == 1)),
-                  "hf_fastpath::packed_gemv: format ", format, " and zeros do not go together");
+  const PackedShape shape = check_packed(view.columns, quants, scales, zeros, format, op);
+  args.form = shape.form, args.out_features = shape.rows, args.blocks = shape.blocks,
+  args.groups = shape.groups;
   check_vector(bias, args.out_features, args.dtype, op, "bias");
   const std::vector<int64_t> sizes = sizes_with_last(x, args.out_features);
   if (residual.has_value()) {

@@ -3,20 +3,12 @@
 #pragma once
 
 #include "common/dtype.h"
+#include "packed_gemv/packed_form.h"
 
 namespace hf_fastpath {
 
-constexpr int64_t kPackedRows = 16;    // activation rows a call may have
-constexpr int64_t kPackedBlock = 128;  // weights that are ordered together
-constexpr int64_t kStretches = 4;      // of a block, whose 32-bit words take turns
-constexpr int64_t kStretch = kPackedBlock / kStretches;
+constexpr int64_t kPackedRows = 16;  // activation rows a call may have
 constexpr int64_t kPackedLanes = 8;  // 32-bit sums that the integer kernels keep of a block
-
-enum class PackedForm : int { kInt8, kFp8, kInt4, kInt4G32 };
-
-constexpr int bits_of(PackedForm form) {
-  return form == PackedForm::kInt8 || form == PackedForm::kFp8 ? 8 : 4;
-}
 
 // Weight of its stretch-by-stretch block that lies at `place`, a byte or four bits.
 constexpr int64_t weight_at(PackedForm form, int64_t place) {

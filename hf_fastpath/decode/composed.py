@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..ops import fused_experts, fused_swiglu, topk_softmax
+from ..ops import fused_experts, topk_softmax
 from ..ops.decode_attention import visible_slots
 
 
@@ -26,11 +26,6 @@ def head_norm(x: torch.Tensor, op: Callable[..., torch.Tensor], weight: torch.Te
 def joined(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
     """Features side by side."""
     return torch.cat((q, k, v), dim=-1)
-
-
-def gated_halves(both: torch.Tensor, activation: str) -> torch.Tensor:
-    """``activation(gate) * up`` of ``gate | up``."""
-    return fused_swiglu.overload(*both.chunk(2, dim=-1), activation)
 
 
 def ungrouped(qkv: torch.Tensor, head_dim: int, group: int) -> torch.Tensor:

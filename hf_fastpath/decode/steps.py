@@ -187,8 +187,8 @@ def mlp(
     if part.gate is None:
         hidden = projection(emit, part.up, x, activation=part.activation, norm=norm, overlap=overlap)
     elif (together := _joined(part.projections()[:-1])) is not None:
-        both = _packed(emit, together, x, norm=norm, overlap=overlap)
-        hidden = emit(composed.gated_halves, both, part.activation)
+        arguments = (*together, part.activation, *_norm_arguments(norm), overlap)
+        hidden = emit(ops.packed_gemv_swiglu.overload, x, *arguments)
     elif not is_packed(part.up) and not is_packed(part.gate) and part.gate.bias is None and part.up.bias is None:
         weights = part.gate_and_up()
         hidden = emit(ops.gemv_swiglu.overload, x, *weights, part.activation, *_norm_arguments(norm), overlap)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from ..quantization import FORMATS, PackedWeight, quantize
-from ..quantization.formats import padded
+from ..quantization.formats import Format, padded
 from ..registry import OpSpec, Sample, choice_reason, nbytes, register, shape_reason, tensor_reasons
 from .fused_swiglu import activate
 from .gemv import ACTIVATIONS, rows_reason
@@ -41,8 +41,9 @@ def reference(
         overlap: as in ``gemv``.
 
     Returns:
-        [..., out_features] in x's dtype, contiguous; rounded once. For x in 16 bits sums over 128 inputs may be
-        integers, of x in steps of 1/32768 to 1/16384 of the largest of each 32.
+        [..., out_features] in x's dtype, contiguous; rounded once. On a CPU, for x in 16 bits, sums over 128 inputs may
+        be integers, of x in steps of 1/32768 to 1/16384 of the largest of each 32. On a GPU a row of x with infinities
+        gives NaN where PyTorch may have infinities.
 
     Raises:
         OpInputError: shapes, dtypes or devices that do not fit, more than 16 rows, unknown format or activation.
@@ -134,9 +135,16 @@ def moved(
     norm_eps=0.0,
     overlap=False,
 ) -> int:
-    return nbytes(x, quants, scales, zeros, bias, residual, norm_weight, norm_bias) + nbytes(
-        x.new_empty(*x.shape[:-1], quants.shape[0])
-    )
+    inputs = nbytes(x, quants, scales, zeros, bias, residual, norm_weight, norm_bias)
+    return inputs + nbytes(fake(x, quants, scales, zeros, multiplier, format))
+
+
+def random_weight(form: Format, rows: int, columns: int, device: torch.device) -> tuple:
+    """A weight for samples, as the op takes it."""
+    weight = torch.randn(rows, columns, device=device).clamp_(-4, 4)
+    weight[0, 0] = 4  # the same multiplier for all weights of a shape
+    made = quantize(weight * columns**-0.5, form)
+    return made.quants, made.scales, made.zeros, made.multiplier, form.name
 
 
 def samples(device: torch.device, dtype: torch.dtype):
@@ -144,8 +152,7 @@ def samples(device: torch.device, dtype: torch.dtype):
         return torch.randn(*shape, device=device, dtype=dtype)
 
     def packed(form, rows, columns):
-        made = quantize(torch.randn(rows, columns, device=device) * columns**-0.5, form)
-        return made.quants, made.scales, made.zeros, made.multiplier, form.name
+        return random_weight(form, rows, columns, device)
 
     for form in FORMATS.values():
         for rows, k, n in ((1, 768, 70), (1, 111, 37), (2, 64, 65), (3, 1000, 33), (16, 300, 41), (1, 7, 5)):
@@ -175,6 +182,5 @@ SPEC = register(
         why_not=why_not,
         bytes=moved,
         samples=samples,
-        native=("cpu",),
     )
 )

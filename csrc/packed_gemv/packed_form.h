@@ -1,0 +1,24 @@
+// How weights of few bits lie in memory, for every kernel; hf_fastpath/quantization/formats.py describes it.
+#pragma once
+
+#include <cstdint>
+
+namespace hf_fastpath {
+
+constexpr int64_t kPackedBlock = 128;  // weights that are ordered together
+constexpr int64_t kStretches = 4;      // of a block, whose 32-bit words take turns
+constexpr int64_t kStretch = kPackedBlock / kStretches;
+
+// Names in Python: "int8", "fp8", "int4", "int4_g32".
+enum class PackedForm : int { kInt8, kFp8, kInt4, kInt4G32 };
+
+constexpr int bits_of(PackedForm form) {
+  return form == PackedForm::kInt8 || form == PackedForm::kFp8 ? 8 : 4;
+}
+
+// Scales of a row.
+constexpr int64_t groups_of(PackedForm form, int64_t blocks) {
+  return form == PackedForm::kFp8 ? 1 : form == PackedForm::kInt4G32 ? blocks * kStretches : blocks;
+}
+
+}  // namespace hf_fastpath

@@ -1,0 +1,34 @@
+// Torch-free launch of products with quantized weights on a GPU.
+#pragma once
+
+#include "gemv/gemv.h"
+#include "packed_gemv/packed_form.h"
+
+namespace hf_fastpath {
+
+// A quantized matrix; GemvParams::segments[0] has its bias and, as weight and stride, its quants and their
+// bytes a row. Gated: the rows of gate, then those of up.
+struct PackedMatrix {
+  PackedForm form;
+  const uint16_t* scales;  // float16 [rows, groups]
+  const uint8_t* zeros;    // [rows, groups], for kInt4
+  int64_t rows;
+  int groups;        // of a row
+  int blocks;        // of a row, of kPackedBlock weights
+  float multiplier;  // of all scales
+};
+
+// Whether a kernel does the product with the norm in front and the append behind.
+bool fits_packed_gemv(const GemvParams& params, const RopeAppendParams* rope);
+
+// Launches it. `x_width`: values of a row of x, and of the norm's weight, in memory: whole chunks of 16
+// bytes, aligned, with zeros behind params.k.
+void launch_packed_gemv(const GemvParams& params, int x_width, const PackedMatrix& matrix,
+                        const RopeAppendParams* rope, cudaStream_t stream);
+
+// The same for one format, a file each.
+template <PackedForm kForm>
+void launch_packed_form(const GemvParams& params, int x_width, const PackedMatrix& matrix,
+                        const RopeAppendParams* rope, cudaStream_t stream);
+
+}  // namespace hf_fastpath

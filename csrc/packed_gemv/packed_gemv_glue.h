@@ -1,0 +1,48 @@
+// Torch-facing checks of quantized matrices that all devices share.
+#pragma once
+
+#include <optional>
+
+#include "common/torch_glue.h"
+#include "packed_gemv/packed_form.h"
+
+namespace hf_fastpath {
+
+struct PackedShape {
+  PackedForm form;
+  int64_t rows, blocks, groups;
+};
+
+// Whether contiguous tensors are a quantized matrix for `k` inputs, and which.
+inline PackedShape check_packed(int64_t k, const Tensor& quants, const Tensor& scales,
+                                const std::optional<Tensor>& zeros, const std::string& format,
+                                const char* op) {
+  PackedShape shape{};
+  if (format == "int8") {
+    shape.form = PackedForm::kInt8;
+  } else if (format == "fp8") {
+    shape.form = PackedForm::kFp8;
+  } else if (format == "int4") {
+    shape.form = PackedForm::kInt4;
+  } else {
+    STD_TORCH_CHECK(format == "int4_g32", "hf_fastpath::", op, ": unknown format ", format);
+    shape.form = PackedForm::kInt4G32;
+  }
+  shape.blocks = (k + kPackedBlock - 1) / kPackedBlock;
+  shape.groups = groups_of(shape.form, shape.blocks);
+  const int64_t row_bytes = shape.blocks * kPackedBlock * bits_of(shape.form) / 8;
+  STD_TORCH_CHECK(quants.dim() == 2 && quants.element_size() == 1 && quants.size(1) == row_bytes,
+                  "hf_fastpath::", op, ": quants are no rows of ", row_bytes, " bytes");
+  shape.rows = quants.size(0);
+  const auto fits = [&](const Tensor& t) {
+    return t.dim() == 2 && t.size(0) == shape.rows && t.size(1) == shape.groups;
+  };
+  STD_TORCH_CHECK(fits(scales) && dtype_of(scales, op) == DType::kFloat16, "hf_fastpath::", op,
+                  ": scales have to be float16 [out_features, ", shape.groups, "]");
+  STD_TORCH_CHECK(zeros.has_value() == (shape.form == PackedForm::kInt4) &&
+                      (!zeros || (fits(*zeros) && zeros->element_size() == 1)),
+                  "hf_fastpath::", op, ": format ", format, " and zeros do not go together");
+  return shape;
+}
+
+}  // namespace hf_fastpath
