@@ -25,8 +25,7 @@ from .forwards import FORWARDS, KEY, STATE_KEY, ModulePatch
 from .ops.gemv import MAX_ROWS
 from .options import HEADS, Options
 from .progress import announced
-from .quantization import FORMATS
-from .quantization.replacing import Replaced, free_originals, quantize_model
+from .quantization.replacing import Replaced, no_saving, quantize_as_asked
 from .reporting import Report
 from .stats import Stats
 
@@ -193,7 +192,8 @@ def patch(
             with nullcontext() if quiet else announced("trying a small random twin of the model"):
                 _self_test(model, by_structure)
         if options.weights is not None:
-            _quantize(model, state, quiet)
+            quantize_as_asked(model, state.part_of(model), options, state.replaced, quiet)
+            _bind(state, model, "save_pretrained", no_saving)
         if "cpu" in devices and loader.is_native("cpu"):
             with nullcontext() if quiet else announced("moving the weights into pages of 2 MB"):
                 state.huge_page_bytes = huge_pages.move_into(
@@ -205,37 +205,6 @@ def patch(
         _unbind(state)
         raise
     return model
-
-
-def _quantize(model: nn.Module, state: PatchState, quiet: bool) -> None:
-    """Put quantized weights in place, as the options ask for.
-
-    Raises:
-        ValueError: there are no kernels for it.
-    """
-    options = state.options
-    wanted = f"weights={options.weights!r}"
-    devices = sorted({parameter.device.type for parameter in model.parameters()})
-    if devices != ["cpu"] or not loader.is_native("cpu"):
-        raise ValueError(f"{wanted} has kernels for the CPU alone, this model is on {', '.join(devices)}")
-    part = state.part_of(model)
-    why = "class_not_supported" if part is None else part.reason()
-    if why is not None:
-        raise ValueError(
-            f"{wanted} takes a model that decodes fast as a whole; this one: {why} ({reasons.REASONS[why]})"
-        )
-    head = None if options.lm_head == HEADS[0] else FORMATS[options.lm_head]
-    quantize_model(part, FORMATS[options.weights], head, state.replaced, quiet)
-    _bind(state, model, "save_pretrained", _no_saving)
-    if not options.keep_original:
-        free_originals(model, state.replaced)
-
-
-def _no_saving(self: nn.Module, *args: Any, **kwargs: Any) -> None:
-    raise ValueError(
-        "save_pretrained() would write a checkpoint that transformers cannot load: its weights are quantized by "
-        "hf_fastpath. unpatch(model) first, which brings the model's own back"
-    )
 
 
 def examine(model: nn.Module) -> Report:

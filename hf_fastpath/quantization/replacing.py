@@ -5,15 +5,19 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import nn
 
+from .. import loader
 from ..compat import Conv1D
 from ..decode.parts import MoEPart
 from ..decode.structure import LayerPart, ModelPart
+from ..options import HEADS, Options
 from ..progress import announced
-from .formats import Format
+from ..reasons import REASONS
+from .formats import FORMATS, Format
 from .linear import PackedLinear
 from .quantizer import quantize
 
@@ -38,6 +42,39 @@ class Replaced:
         for parent, name in self.places:
             if parent._modules.get(name) is self.packed:  # else the user has put something there since
                 parent._modules[name] = self.original
+
+
+def quantize_as_asked(
+    model: nn.Module, part: ModelPart | None, options: Options, replaced: list[Replaced], quiet: bool
+) -> None:
+    """Quantize ``model`` as the options of ``patch()`` ask for.
+
+    Args:
+        part: the model in its roles, or None where no architecture covers it.
+        replaced: as in :func:`quantize_model`.
+
+    Raises:
+        ValueError: there are no kernels for it.
+    """
+    wanted = f"weights={options.weights!r}"
+    devices = sorted({parameter.device.type for parameter in model.parameters()})
+    if devices != ["cpu"] or not loader.is_native("cpu"):
+        raise ValueError(f"{wanted} has kernels for the CPU alone, this model is on {', '.join(devices)}")
+    why = "class_not_supported" if part is None else part.reason()
+    if part is None or why is not None:
+        raise ValueError(f"{wanted} takes a model that decodes fast as a whole; this one: {why} ({REASONS[why]})")
+    head = None if options.lm_head == HEADS[0] else FORMATS[options.lm_head]
+    quantize_model(part, FORMATS[options.weights], head, replaced, quiet)
+    if not options.keep_original:
+        free_originals(model, replaced)
+
+
+def no_saving(self: nn.Module, *args: Any, **kwargs: Any) -> None:
+    """Stands for ``save_pretrained()`` while weights are quantized."""
+    raise ValueError(
+        "save_pretrained() would write a checkpoint that transformers cannot load: its weights are quantized by "
+        "hf_fastpath. unpatch(model) first, which brings the model's own back"
+    )
 
 
 def quantize_model(
