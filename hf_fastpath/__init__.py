@@ -20,6 +20,8 @@ _PUBLIC = {
     "patched": "patching",
     "report": "patching",
     "verify": "verification",
+    "save_packed": "quantization.saving",
+    "load_packed": "quantization.loading",
     "FastpathCache": "cache",
     "UnsupportedModelError": "errors",
     "FallbackError": "errors",

@@ -47,6 +47,8 @@ class PatchState:
         generates: whether the model's generate() passes through us, be it only to be counted.
         enabled: False while ``verify`` compares with stock code.
         huge_page_bytes: of the parameters in host memory, what was moved into pages of 2 MB.
+        replaced: layers that quantized ones stand for.
+        lost: why ``unpatch()`` cannot bring the model's own weights back, or None.
     """
 
     options: Options
@@ -62,6 +64,7 @@ class PatchState:
     huge_page_bytes: int = 0
     stats: Stats = field(default_factory=Stats)
     replaced: list[Replaced] = field(default_factory=list)
+    lost: str | None = None
     plans: list[DecodePlan] = field(default_factory=list)
     lock: Any = field(default_factory=threading.RLock)
 
@@ -98,6 +101,7 @@ class PatchState:
         """Fill the state of a deep copy of the model: its own modules, no shared plans or counts."""
         names = (
             "replaced",
+            "lost",
             "known",
             "model_architecture",
             "bindings",
@@ -177,6 +181,20 @@ def patch(
         if existing.options != options:
             raise ValueError(f"the model is patched with {existing.options}: unpatch(model) first, then patch it anew")
         return model
+    return patch_with(model, options, quiet)
+
+
+def patch_with(
+    model: nn.Module,
+    options: Options,
+    quiet: bool,
+    put_weights: Callable[[PatchState], None] | None = None,
+) -> nn.Module:
+    """:func:`patch` with checked options, of a model that is not patched.
+
+    Args:
+        put_weights: puts quantized weights in place, instead of what the options ask for.
+    """
     progress = (lambda line: None) if quiet else print
     for device in sorted({parameter.device.type for parameter in model.parameters()}):
         loader.ensure(device, progress)
@@ -191,10 +209,14 @@ def patch(
         if due and not getattr(_testing, "active", False):
             with nullcontext() if quiet else announced("trying a small random twin of the model"):
                 _self_test(model, by_structure)
-        if options.weights is not None:
+        if put_weights is not None:
+            put_weights(state)
+        elif options.weights is not None:
             quantize_as_asked(model, state.part_of(model), options, state.replaced, quiet)
+            state.lost = None if options.keep_original else "patch(keep_original=False) freed them"
+        if state.replaced:
             _bind(state, model, "save_pretrained", no_saving)
-        if "cpu" in devices and loader.is_native("cpu"):
+        if loader.is_native("cpu"):
             with nullcontext() if quiet else announced("moving the weights into pages of 2 MB"):
                 state.huge_page_bytes = huge_pages.move_into(
                     [*model.parameters(), *(each.packed.quants for each in state.replaced)]
@@ -468,8 +490,8 @@ def unpatch(model: nn.Module) -> nn.Module:
     state = state_of(model)
     if state is None:
         return model
-    if state.replaced and not state.options.keep_original:
-        raise ValueError("unpatch() cannot bring the model's own weights back: patch(keep_original=False) freed them")
+    if state.lost is not None:
+        raise ValueError(f"unpatch() cannot bring the model's own weights back: {state.lost}")
     _unbind(state)
     return model
 

@@ -38,7 +38,8 @@ class Replaced:
 
     def undo(self) -> None:
         """Put it back, its weight where the quantized one is now."""
-        self.original.weight.data = self.original.weight.data.to(self.packed.quants.device)
+        if not self.original.weight.is_meta:
+            self.original.weight.data = self.original.weight.data.to(self.packed.quants.device)
         for parent, name in self.places:
             if parent._modules.get(name) is self.packed:  # else the user has put something there since
                 parent._modules[name] = self.original
@@ -73,7 +74,7 @@ def no_saving(self: nn.Module, *args: Any, **kwargs: Any) -> None:
     """Stands for ``save_pretrained()`` while weights are quantized."""
     raise ValueError(
         "save_pretrained() would write a checkpoint that transformers cannot load: its weights are quantized by "
-        "hf_fastpath. unpatch(model) first, which brings the model's own back"
+        "hf_fastpath. save_packed(model, directory) writes them as they are; unpatch(model) brings the model's own back"
     )
 
 
@@ -92,11 +93,7 @@ def quantize_model(
         replaced: gets what was done, step by step, so that a caller can undo it after a fault.
         quiet: no progress on a terminal.
     """
-    places: dict[int, list[tuple[nn.Module, str]]] = {}
-    for parent in part.module.modules():
-        for name, module in parent._modules.items():
-            places.setdefault(id(module), []).append((parent, name))
-    layers = part.layers
+    places, layers = places_of(part.module), part.layers
     for number, layer in enumerate(layers, 1):
         with nullcontext() if quiet else announced(f"quantizing layer {number} of {len(layers)}"):
             for linears in _of_one_input(layer):
@@ -104,6 +101,15 @@ def quantize_model(
     if head is not None:
         with nullcontext() if quiet else announced("quantizing the head"):
             _replace([part.head], head, places, replaced)
+
+
+def places_of(root: nn.Module) -> dict[int, list[tuple[nn.Module, str]]]:
+    """(parent, name) of every place of each module in ``root``, by its id."""
+    places: dict[int, list[tuple[nn.Module, str]]] = {}
+    for parent in root.modules():
+        for name, module in parent._modules.items():
+            places.setdefault(id(module), []).append((parent, name))
+    return places
 
 
 def _of_one_input(layer: LayerPart) -> Iterator[list[nn.Module]]:
