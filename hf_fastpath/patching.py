@@ -25,7 +25,8 @@ from .forwards import FORWARDS, KEY, STATE_KEY, ModulePatch
 from .ops.gemv import MAX_ROWS
 from .options import HEADS, Options
 from .progress import announced
-from .quantization.replacing import Replaced, no_saving, quantize_as_asked
+from .quantization.repacking import RemovedHooks, repack_checkpoint
+from .quantization.replacing import Replaced, free_originals, no_saving, quantize_as_asked
 from .reporting import Report
 from .stats import Stats
 
@@ -48,6 +49,7 @@ class PatchState:
         enabled: False while ``verify`` compares with stock code.
         huge_page_bytes: of the parameters in host memory, what was moved into pages of 2 MB.
         replaced: layers that quantized ones stand for.
+        removed_hooks: hooks of a checkpoint's package that has none of its layers left.
         lost: why ``unpatch()`` cannot bring the model's own weights back, or None.
     """
 
@@ -64,6 +66,7 @@ class PatchState:
     huge_page_bytes: int = 0
     stats: Stats = field(default_factory=Stats)
     replaced: list[Replaced] = field(default_factory=list)
+    removed_hooks: list[RemovedHooks] = field(default_factory=list)
     lost: str | None = None
     plans: list[DecodePlan] = field(default_factory=list)
     lock: Any = field(default_factory=threading.RLock)
@@ -101,6 +104,7 @@ class PatchState:
         """Fill the state of a deep copy of the model: its own modules, no shared plans or counts."""
         names = (
             "replaced",
+            "removed_hooks",
             "lost",
             "known",
             "model_architecture",
@@ -202,6 +206,8 @@ def patch_with(
     try:
         # offloaded parameters are "meta" until a hook brings them: each call looks where they are
         devices = {parameter.device.type for parameter in model.parameters()} - {"meta"}
+        if options.weights is None and put_weights is None and "loop" in options.ops:
+            repack_checkpoint(model, state.replaced, state.removed_hooks, quiet)
         _bind_all(model, state, all(map(loader.is_native, devices)))
         check_coverage(model, state)
         by_structure = next((architecture for architecture in state.known if architecture.like), None)
@@ -213,7 +219,9 @@ def patch_with(
             put_weights(state)
         elif options.weights is not None:
             quantize_as_asked(model, state.part_of(model), options, state.replaced, quiet)
-            state.lost = None if options.keep_original else "patch(keep_original=False) freed them"
+        if state.replaced and not options.keep_original:
+            free_originals(model, state.replaced)
+            state.lost = state.lost or "patch(keep_original=False) freed them"
         if state.replaced:
             _bind(state, model, "save_pretrained", no_saving)
         if loader.is_native("cpu"):
@@ -464,6 +472,8 @@ def _unbind(state: PatchState) -> None:
     state.plans.clear()
     while state.replaced:
         state.replaced.pop().undo()
+    while state.removed_hooks:
+        state.removed_hooks.pop().undo()
     compat.uninstall_sample_loop(state)
     while state.bindings:
         module, name, previous = state.bindings[-1]
