@@ -13,6 +13,7 @@ from op_calls import (
     greedy_call,
     inputs_call,
     packed_call,
+    q4_0_call,
     qkv_call,
     race_call,
     rope_call,
@@ -67,6 +68,9 @@ SHAPES: dict[str, list[Call]] = {
         for name, k, n in (("o 2048x2048", 2048, 2048), ("gate, up 2048->11264", 2048, 11264))
         for form in ("int8", "fp8", "int4", "int4_g32")
         for rows in (1, 4)
+    ],
+    "q4_0_gemv": [
+        q4_0_call("tinyllama gate, up 2048->11264", layout, 2048, 11264) for layout in ("interleaved", "split")
     ],
     "qkv_rope_append": [
         qkv_call("mistral 4096->4096+2x1024", 4096, 32, 8, 128),

@@ -108,14 +108,19 @@ def _explain(given: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
     return 0 if found.fast else 1
 
 
+#: what ``bench`` runs, by its first argument
+BENCHMARKS = {"generate": "bench_generate.py", "gemv": "bench_layouts.py"}
+
+
 def _bench(rest: Sequence[str]) -> int:
-    """Run the benchmark script of the source checkout."""
-    script = Path(__file__).resolve().parent.parent / "benchmarks" / "bench_generate.py"
+    """Run a benchmark script of the source checkout."""
+    which, *given = rest if rest and rest[0] in BENCHMARKS else ("generate", *rest)
+    script = Path(__file__).resolve().parent.parent / "benchmarks" / BENCHMARKS[which]
     if not script.is_file():
         print("hf_fastpath: the benchmarks are in the source checkout, which this is not", file=sys.stderr)
         return 1
     sys.path.insert(0, str(script.parent))  # the scripts import each other
-    return importlib.import_module(script.stem).main(rest)
+    return importlib.import_module(script.stem).main(given)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -158,7 +163,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     verify.add_argument("--max-new-tokens", type=arguments.count, default=64, help="that each row compares")
     verify.add_argument("--trust-remote-code", action="store_true", help="run model code that comes with the weights")
     verify.add_argument("--json", action="store_true")
-    commands.add_parser("bench", help="decode speed beside stock; see benchmarks/bench_generate.py", add_help=False)
+    commands.add_parser(
+        "bench",
+        help="decode speed beside stock; see benchmarks/bench_generate.py; bench gemv: layouts of quantized weights",
+        add_help=False,
+    )
     given, rest = parser.parse_known_args(argv)
     if given.command == "bench":
         return _bench(rest)
