@@ -12,6 +12,8 @@
 namespace hf_fastpath {
 namespace {
 
+constexpr int kChains = 4;  // sums side by side, so that none waits for the one before it
+
 HF_INLINE float float_of(const uint8_t* half) {
   uint16_t bits;
   std::memcpy(&bits, half, sizeof bits);
@@ -54,29 +56,41 @@ HF_INLINE __m256 group_sums(const uint8_t* quants, const float* x) {
   return sum;
 }
 
-template <class Type, bool kInSteps>
-void outputs(const Q40Args& args, int64_t begin, int64_t end) {
+// kBlockBytes: from one group's quants to the next's, kScaleBytes: the same of scales.
+template <class Type, int64_t kBlockBytes, int64_t kScaleBytes, class Input>
+void outputs(const Q40Args& args, const Input* x, const float* sizes, int64_t begin, int64_t end) {
   auto* out = static_cast<typename Type::Storage*>(args.out);
   for (int64_t row = begin; row < end; ++row) {
-    __m256 total = _mm256_setzero_ps();
-    for (int64_t group = 0; group < args.groups; ++group) {
-      const uint8_t* quants = args.quants_of(row, group);
-      const float scale = float_of(args.scale_of(row, group));
-      if constexpr (kInSteps) {
-        const __m256 sums = group_sums(quants, args.steps + group * kQ40Group);
-        total = _mm256_fmadd_ps(sums, _mm256_set1_ps(scale * args.sizes[group]), total);
-      } else {
-        const __m256 sums = group_sums(quants, args.x + group * kQ40Group);
-        total = _mm256_fmadd_ps(sums, _mm256_set1_ps(scale), total);
-      }
+    const uint8_t* quants = args.quants_of(row, 0);
+    const uint8_t* scales = args.scale_of(row, 0);
+    __m256 totals[kChains] = {};
+    const auto add = [&](int64_t group, __m256& total) {
+      float size = float_of(scales + group * kScaleBytes);
+      if (sizes != nullptr) size *= sizes[group];
+      const __m256 sums = group_sums(quants + group * kBlockBytes, x + group * kQ40Group);
+      total = _mm256_fmadd_ps(sums, _mm256_set1_ps(size), total);
+    };
+    int64_t group = 0;
+    for (; group + kChains <= args.groups; group += kChains) {
+#pragma GCC unroll 4
+      for (int chain = 0; chain < kChains; ++chain) add(group + chain, totals[chain]);
     }
-    Type::store(out + row, _mm256_set1_ps(sum_of(total)), 1);
+    for (; group < args.groups; ++group) add(group, totals[0]);
+    for (int chain = 1; chain < kChains; ++chain) totals[0] = _mm256_add_ps(totals[0], totals[chain]);
+    Type::store(out + row, _mm256_set1_ps(sum_of(totals[0])), 1);
   }
 }
 
 template <class Type>
 void outputs_of(const Q40Args& args, int64_t begin, int64_t end) {
-  args.steps != nullptr ? outputs<Type, true>(args, begin, end) : outputs<Type, false>(args, begin, end);
+  const bool is_apart = args.scales != nullptr;
+  if (args.steps != nullptr) {
+    is_apart ? outputs<Type, kQ40QuantBytes, 2>(args, args.steps, args.sizes, begin, end)
+             : outputs<Type, kQ40BlockBytes, kQ40BlockBytes>(args, args.steps, args.sizes, begin, end);
+  } else {
+    is_apart ? outputs<Type, kQ40QuantBytes, 2>(args, args.x, nullptr, begin, end)
+             : outputs<Type, kQ40BlockBytes, kQ40BlockBytes>(args, args.x, nullptr, begin, end);
+  }
 }
 
 }  // namespace
