@@ -20,6 +20,7 @@ _PUBLIC = {
     "patched": "patching",
     "report": "patching",
     "verify": "verification",
+    "compare_formats": "quality",
     "save_packed": "quantization.saving",
     "load_packed": "quantization.loading",
     "FastpathCache": "cache",
