@@ -13,6 +13,7 @@ from torch.nn import functional
 
 from .. import loader, structural
 from ..architecture import architectures
+from ..compat import has_hooks, placement
 from ..decode.structure import ModelPart, model_part
 from ..errors import NoCounterpart
 from ..ops import packed_gemv
@@ -167,6 +168,8 @@ def _repack(linears: list[nn.Module], places: dict[int, list[tuple[nn.Module, st
     found = [(linear, family) for linear, family in zip(linears, families) if family is not None]
     if not found:
         return
+    for linear, family in found:
+        _check_calls(linear, family.package)
     with torch.no_grad():
         weights = repacked([family.read(linear) for linear, family in found])
     for (linear, _), weight in zip(found, weights):
@@ -178,6 +181,20 @@ def _repack(linears: list[nn.Module], places: dict[int, list[tuple[nn.Module, st
         for parent, name in done.places:
             parent._modules[name] = packed
         replaced.append(done)
+
+
+def _check_calls(linear: nn.Module, package: str) -> None:
+    """Fail where calling a layer is more than its package's code.
+
+    Raises:
+        NoCounterpart: with the reason.
+    """
+    if has_hooks(linear) or placement(linear) is not None:
+        raise NoCounterpart("hooks")
+    forward = vars(linear).get("forward")
+    home = getattr(getattr(forward, "__func__", forward), "__module__", None) or ""
+    if forward is not None and home.partition(".")[0] not in (package, "torch"):
+        raise NoCounterpart("instance_forward")
 
 
 def _remove_hooks(model: nn.Module, hooks: list[RemovedHooks]) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import MethodType
 
 import pytest
 import torch
@@ -124,6 +125,18 @@ def test_compressed_tensors(bits, group, symmetric, form, tmp_path):
             raise
         pytest.skip(f"transformers does not load what compressed-tensors wrote: {error}")
     assert_repacked(model, weights, form)
+
+
+@pytest.mark.filterwarnings("ignore:hf_fastpath:UserWarning")
+def test_compressed_tensors_of_three_bits_keeps_running(tmp_path):
+    save_compressed(tmp_path, 3, 128, True)
+    ids = prompt(CPU)
+    expected, model = load(tmp_path).generate(ids, **SHORT), load(tmp_path)
+    hf_fastpath.patch(model, quiet=True)
+    assert not any(type(module) is PackedLinear for module in model.modules())
+    for _ in range(2):  # the first widens the package's layers
+        assert torch.equal(model.generate(ids, **SHORT), expected)
+    assert hf_fastpath.report(model).stats["fast_tokens"] == 0
 
 
 def test_compressed_tensors_after_a_call(tmp_path):
@@ -285,3 +298,21 @@ def test_one_layer_without_a_counterpart_leaves_all(tmp_path):
     hf_fastpath.patch(model, quiet=True)
     assert dict(model.named_modules()) == modules and dict(model._forward_pre_hooks) == hooks
     assert hf_fastpath.report(model).loop in ("hooks", "quantized_order")
+
+
+@pytest.mark.filterwarnings("ignore:hf_fastpath:UserWarning")
+@pytest.mark.parametrize("what", ("hook", "forward"))
+def test_layers_that_somebody_else_has_changed_are_left(what, tmp_path):
+    save_compressed(tmp_path, 4, 128, True)
+    model, seen = load(tmp_path), []
+    layer = model.model.layers[0].mlp.up_proj
+    if what == "hook":
+        layer.register_forward_hook(lambda module, inputs, output: seen.append(1))
+    else:
+        theirs = layer.forward
+        layer.forward = MethodType(lambda self, x: seen.append(1) or theirs(x), layer)
+    modules = dict(model.named_modules())
+    hf_fastpath.patch(model, quiet=True)
+    assert dict(model.named_modules()) == modules and hf_fastpath.report(model).loop != "fast"
+    model.generate(prompt(CPU), **SHORT)
+    assert seen
