@@ -77,6 +77,7 @@ REFERENCE_NAMES = {
     "gemm": "F.linear",
     "gemv": "F.linear",
     "packed_gemv": "dequantize, F.linear",
+    "q4_0_gemv": "dequantize, F.linear",
     "qkv_rope_append": "norm, 3 F.linear, rope",
     "gemv_swiglu": "2 F.linear, gate",
     "fused_experts": "batched_mm",

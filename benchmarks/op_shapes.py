@@ -13,6 +13,7 @@ from op_calls import (
     greedy_call,
     inputs_call,
     packed_call,
+    q4_0_call,
     qkv_call,
     race_call,
     rope_call,
@@ -85,6 +86,9 @@ SHAPES: dict[str, list[Call]] = {
             for form in FORMATS
             for rows in (2, 4, 8, 16)
         ),
+    ],
+    "q4_0_gemv": [
+        q4_0_call("tinyllama gate, up 2048->11264", layout, 2048, 11264) for layout in ("interleaved", "split")
     ],
     "qkv_rope_append": [
         qkv_call("mistral 4096->4096+2x1024", 4096, 32, 8, 128),

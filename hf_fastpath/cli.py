@@ -16,7 +16,9 @@ import torch
 
 from . import __version__, arguments, build, loader, registry
 from .architecture import architectures
+from .options import HEADS
 from .progress import announced
+from .quantization import FORMATS
 from .reasons import REASONS
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -61,11 +63,26 @@ def _verify(given: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
         first = str(error).strip().splitlines()[0]
         parser.error(f"{given.model!r} is no folder or model id of a causal LM with a tokenizer: {first}")
     try:
+        if given.weights:
+            return _compare_formats(given, model, tokenizer)
         result = verify(model, tokenizer(given.prompt, return_tensors="pt"), given.max_new_tokens)
     except ValueError as error:  # an UnsupportedModelError too
         parser.error(str(error))
     print(json.dumps(result.to_dict(), indent=1) if given.json else result)
     return 0 if result.ok else 1
+
+
+def _compare_formats(given: argparse.Namespace, model: Any, tokenizer: Any) -> int:
+    from .quality import compare_formats
+
+    try:
+        text = given.prompt if given.text is None else Path(given.text).read_text()
+    except OSError as error:
+        raise ValueError(f"--text {given.text}: {error.strerror}") from None
+    ids = tokenizer(text, return_tensors="pt")["input_ids"][:, : given.tokens]
+    found = compare_formats(model, ids, given.weights, given.lm_head)
+    print(json.dumps(found.to_dict(), indent=1) if given.json else found)
+    return 0
 
 
 def _explain(given: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
@@ -108,14 +125,19 @@ def _explain(given: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
     return 0 if found.fast else 1
 
 
+#: what ``bench`` runs, by its first argument
+BENCHMARKS = {"generate": "bench_generate.py", "gemv": "bench_layouts.py"}
+
+
 def _bench(rest: Sequence[str]) -> int:
-    """Run the benchmark script of the source checkout."""
-    script = Path(__file__).resolve().parent.parent / "benchmarks" / "bench_generate.py"
+    """Run a benchmark script of the source checkout."""
+    which, *given = rest if rest and rest[0] in BENCHMARKS else ("generate", *rest)
+    script = Path(__file__).resolve().parent.parent / "benchmarks" / BENCHMARKS[which]
     if not script.is_file():
         print("hf_fastpath: the benchmarks are in the source checkout, which this is not", file=sys.stderr)
         return 1
     sys.path.insert(0, str(script.parent))  # the scripts import each other
-    return importlib.import_module(script.stem).main(rest)
+    return importlib.import_module(script.stem).main(given)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -156,9 +178,23 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     verify.add_argument("--device", default=DEVICE, type=arguments.device, help="here: %(default)s")
     verify.add_argument("--max-new-tokens", type=arguments.count, default=64, help="that each row compares")
+    verify.add_argument(
+        "--weights",
+        nargs="+",
+        choices=tuple(FORMATS),
+        metavar="FORMAT",
+        help=f"instead: what quantizing costs, for some of {', '.join(FORMATS)}: perplexity and divergence over --text",
+    )
+    verify.add_argument("--lm-head", default=HEADS[0], choices=HEADS, help="with --weights: format of the head")
+    verify.add_argument("--text", metavar="FILE", help="with --weights: what is decoded; default: --prompt")
+    verify.add_argument("--tokens", type=arguments.count, default=4096, help="with --weights: of the text, at most")
     verify.add_argument("--trust-remote-code", action="store_true", help="run model code that comes with the weights")
     verify.add_argument("--json", action="store_true")
-    commands.add_parser("bench", help="decode speed beside stock; see benchmarks/bench_generate.py", add_help=False)
+    commands.add_parser(
+        "bench",
+        help="decode speed beside stock; see benchmarks/bench_generate.py; bench gemv: layouts of quantized weights",
+        add_help=False,
+    )
     given, rest = parser.parse_known_args(argv)
     if given.command == "bench":
         return _bench(rest)

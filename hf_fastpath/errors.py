@@ -9,3 +9,7 @@ class UnsupportedModelError(ValueError):
 
 class FallbackError(RuntimeError):
     """Stock code would have run on a model patched with ``strict=True``."""
+
+
+class NoCounterpart(Exception):
+    """A layer's quantized weight cannot be repacked; its argument is a reason code. Never leaves ``patch()``."""

@@ -150,7 +150,10 @@ def explain(
         raise ValueError(f"{source!r} is no causal LM: {str(error).strip().splitlines()[0]}") from None
     report, unsupported = None, None
     if getattr(config, "quantization_config", None) is not None:
-        unsupported = f"the weights are quantized (unsupported_projection: {REASONS['unsupported_projection']})"
+        unsupported = (
+            f"as far as a config tells: the weights are quantized (quantized_format: {REASONS['quantized_format']}). "
+            "patch() repacks some checkpoints: load it, patch it, and see report(model)"
+        )
     else:
         try:
             report = examine(model)

@@ -25,8 +25,8 @@ from .forwards import FORWARDS, KEY, STATE_KEY, ModulePatch
 from .ops.gemv import MAX_ROWS
 from .options import HEADS, Options
 from .progress import announced
-from .quantization import FORMATS
-from .quantization.replacing import Replaced, free_originals, quantize_model
+from .quantization.repacking import RemovedHooks, repack_checkpoint
+from .quantization.replacing import Replaced, free_originals, no_saving, quantize_as_asked
 from .reporting import Report
 from .stats import Stats
 
@@ -48,6 +48,9 @@ class PatchState:
         generates: whether the model's generate() passes through us, be it only to be counted.
         enabled: False while ``verify`` compares with stock code.
         huge_page_bytes: of the parameters in host memory, what was moved into pages of 2 MB.
+        replaced: layers that quantized ones stand for.
+        removed_hooks: hooks of a checkpoint's package that has none of its layers left.
+        lost: why ``unpatch()`` cannot bring the model's own weights back, or None.
     """
 
     options: Options
@@ -63,6 +66,8 @@ class PatchState:
     huge_page_bytes: int = 0
     stats: Stats = field(default_factory=Stats)
     replaced: list[Replaced] = field(default_factory=list)
+    removed_hooks: list[RemovedHooks] = field(default_factory=list)
+    lost: str | None = None
     plans: list[DecodePlan] = field(default_factory=list)
     lock: Any = field(default_factory=threading.RLock)
 
@@ -99,6 +104,8 @@ class PatchState:
         """Fill the state of a deep copy of the model: its own modules, no shared plans or counts."""
         names = (
             "replaced",
+            "removed_hooks",
+            "lost",
             "known",
             "model_architecture",
             "bindings",
@@ -178,6 +185,20 @@ def patch(
         if existing.options != options:
             raise ValueError(f"the model is patched with {existing.options}: unpatch(model) first, then patch it anew")
         return model
+    return patch_with(model, options, quiet)
+
+
+def patch_with(
+    model: nn.Module,
+    options: Options,
+    quiet: bool,
+    put_weights: Callable[[PatchState], None] | None = None,
+) -> nn.Module:
+    """:func:`patch` with checked options, of a model that is not patched.
+
+    Args:
+        put_weights: puts quantized weights in place, instead of what the options ask for.
+    """
     progress = (lambda line: None) if quiet else print
     for device in sorted({parameter.device.type for parameter in model.parameters()}):
         loader.ensure(device, progress)
@@ -185,6 +206,8 @@ def patch(
     try:
         # offloaded parameters are "meta" until a hook brings them: each call looks where they are
         devices = {parameter.device.type for parameter in model.parameters()} - {"meta"}
+        if options.weights is None and put_weights is None and "loop" in options.ops:
+            repack_checkpoint(model, state.replaced, state.removed_hooks, quiet)
         _bind_all(model, state, all(map(loader.is_native, devices)))
         check_coverage(model, state)
         by_structure = next((architecture for architecture in state.known if architecture.like), None)
@@ -192,9 +215,16 @@ def patch(
         if due and not getattr(_testing, "active", False):
             with nullcontext() if quiet else announced("trying a small random twin of the model"):
                 _self_test(model, by_structure)
-        if options.weights is not None:
-            _quantize(model, state, quiet)
-        if "cpu" in devices and loader.is_native("cpu"):
+        if put_weights is not None:
+            put_weights(state)
+        elif options.weights is not None:
+            quantize_as_asked(model, state.part_of(model), options, state.replaced, quiet)
+        if state.replaced and not options.keep_original:
+            free_originals(model, state.replaced)
+            state.lost = state.lost or "patch(keep_original=False) freed them"
+        if state.replaced:
+            _bind(state, model, "save_pretrained", no_saving)
+        if loader.is_native("cpu"):
             with nullcontext() if quiet else announced("moving the weights into pages of 2 MB"):
                 state.huge_page_bytes = huge_pages.move_into(
                     [*model.parameters(), *(each.packed.quants for each in state.replaced)]
@@ -205,37 +235,6 @@ def patch(
         _unbind(state)
         raise
     return model
-
-
-def _quantize(model: nn.Module, state: PatchState, quiet: bool) -> None:
-    """Put quantized weights in place, as the options ask for.
-
-    Raises:
-        ValueError: there are no kernels for it.
-    """
-    options = state.options
-    wanted = f"weights={options.weights!r}"
-    devices = sorted({parameter.device.type for parameter in model.parameters()})
-    if devices != ["cpu"] or not loader.is_native("cpu"):
-        raise ValueError(f"{wanted} has kernels for the CPU alone, this model is on {', '.join(devices)}")
-    part = state.part_of(model)
-    why = "class_not_supported" if part is None else part.reason()
-    if why is not None:
-        raise ValueError(
-            f"{wanted} takes a model that decodes fast as a whole; this one: {why} ({reasons.REASONS[why]})"
-        )
-    head = None if options.lm_head == HEADS[0] else FORMATS[options.lm_head]
-    quantize_model(part, FORMATS[options.weights], head, state.replaced, quiet)
-    _bind(state, model, "save_pretrained", _no_saving)
-    if not options.keep_original:
-        free_originals(model, state.replaced)
-
-
-def _no_saving(self: nn.Module, *args: Any, **kwargs: Any) -> None:
-    raise ValueError(
-        "save_pretrained() would write a checkpoint that transformers cannot load: its weights are quantized by "
-        "hf_fastpath. unpatch(model) first, which brings the model's own back"
-    )
 
 
 def examine(model: nn.Module) -> Report:
@@ -473,6 +472,8 @@ def _unbind(state: PatchState) -> None:
     state.plans.clear()
     while state.replaced:
         state.replaced.pop().undo()
+    while state.removed_hooks:
+        state.removed_hooks.pop().undo()
     compat.uninstall_sample_loop(state)
     while state.bindings:
         module, name, previous = state.bindings[-1]
@@ -499,8 +500,8 @@ def unpatch(model: nn.Module) -> nn.Module:
     state = state_of(model)
     if state is None:
         return model
-    if state.replaced and not state.options.keep_original:
-        raise ValueError("unpatch() cannot bring the model's own weights back: patch(keep_original=False) freed them")
+    if state.lost is not None:
+        raise ValueError(f"unpatch() cannot bring the model's own weights back: {state.lost}")
     _unbind(state)
     return model
 

@@ -42,12 +42,25 @@ REASONS: dict[str, Reason] = {
         "sharded, ...)",
         "merge the adapter, load unquantized weights, or use one device",
     ),
+    "quantized_format": Reason(
+        "the checkpoint's quantized weights have no exact counterpart among our formats (a table of values, "
+        "activations that are quantized too, zero points for fewer than 128 weights, ...)",
+        "load unquantized weights and patch(model, weights=...)",
+    ),
+    "quantized_order": Reason(
+        "the checkpoint's groups of weights are not neighbors (GPTQ with desc_act, activation order)",
+        "use a checkpoint without desc_act, or unquantized weights with patch(model, weights=...)",
+    ),
+    "quantized_in_use": Reason(
+        "a call has turned the checkpoint's quantized weights into another layout",
+        "patch(model) right after loading it, before its first call",
+    ),
     "unsupported_config": Reason(
         "the config asks for arithmetic or a structure that is not covered", "nothing to set: it belongs to the model"
     ),
     "instance_forward": Reason(
         "a module inside the fused span has a forward of its own on the instance",
-        "remove it (`del module.forward`) before patch(), or load unquantized weights if it quantizes",
+        "`del module.forward`; or, if it quantizes, patch before the first call, or load unquantized weights",
     ),
     "offloaded": Reason(
         "weights wait in host memory or on disk and are brought for every call",

@@ -151,7 +151,12 @@ class _Case:
     do_sample: bool = False
 
 
-def _sequences(inputs: Any) -> torch.Tensor:
+def sequences(inputs: Any) -> torch.Tensor:
+    """input_ids out of what ``verify`` takes.
+
+    Raises:
+        ValueError: they are too short, too many or padded.
+    """
     ids = inputs if isinstance(inputs, torch.Tensor) else inputs["input_ids"]
     if ids.dim() != 2 or ids.shape[1] < 2 or not 1 <= ids.shape[0] <= MAX_ROWS:
         expected = f"[1 to {MAX_ROWS} sequences, at least 2 tokens]"
@@ -362,7 +367,7 @@ def verify(model: nn.Module, inputs: Any, max_new_tokens: int = 32) -> Verificat
     Raises:
         ValueError: inputs that are too short, too many or padded; a model whose decode loop is not patched.
     """
-    ids = _sequences(inputs).to(next(model.parameters()).device)
+    ids = sequences(inputs).to(next(model.parameters()).device)
     was_patched = state_of(model) is not None
     if not was_patched:
         patch(model, quiet=True)

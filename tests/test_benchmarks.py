@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import csv
+import dataclasses
 import io
 import struct
 import sys
@@ -11,8 +13,12 @@ import pytest
 import torch
 from models import CPU, build, pair, prompt
 
+from hf_fastpath import cli, ops
+from hf_fastpath.quantization import FORMATS
+
 sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
 
+import bench_layouts  # noqa: E402
 import engines  # noqa: E402
 import gguf  # noqa: E402
 import measure  # noqa: E402
@@ -123,3 +129,42 @@ def test_llama_bench_is_asked_for_decode_alone(tmp_path, monkeypatch):
     program.unlink()
     with pytest.raises(FileNotFoundError, match="not on PATH"):
         engines.LlamaBench(file)
+
+
+# ---- layouts of quantized weights --------------------------------------------------------------------------
+
+TINY_STUDY = "--layers 2 --hidden 64 --inner 96 --rounds 2 --device cpu"
+
+
+def test_layouts_are_measured_on_the_same_bytes(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(bench_layouts, "measure_read_bandwidth", lambda device: 50e9)
+    path = tmp_path / "layouts.csv"
+    assert cli.main(["bench", "gemv", *f"{TINY_STUDY} --hidden 128 --inner 256 --csv {path}".split()]) == 0
+    rows = list(csv.DictReader(path.open()))
+    assert [row["layout"] for row in rows] == ["interleaved", "split", "packed"]
+    assert {row["weight_bytes"] for row in rows} == {str(2 * 3 * 128 * 256 * 18 // 32)}
+    for row in rows:
+        rate = int(row["weight_bytes"]) / (float(row["ms_per_token"]) * 1e-3) / 1e9
+        assert float(row["gb_s"]) == pytest.approx(rate, abs=0.06, rel=0.01) and row["r_gb_s"] == "50.0"
+        assert float(row["percent_of_r"]) == pytest.approx(2 * rate, abs=0.06, rel=0.01)
+    printed = capsys.readouterr().out
+    assert printed.count("ms/token") == 3 and "% of R = 50.0 GB/s" in printed
+
+
+def test_layouts_of_other_formats(capsys, monkeypatch):
+    monkeypatch.setattr(bench_layouts, "measure_read_bandwidth", lambda device: 50e9)
+    for name in FORMATS:
+        assert bench_layouts.main(f"{TINY_STUDY} --format {name} --dtype fp32".split()) == 0
+    for wrong in ("--format int8 --layout split", "--hidden 40", "--layers 0", "--layout tiled", "--device cuda:77"):
+        with pytest.raises(SystemExit):
+            bench_layouts.main(wrong.split())
+    assert "int8 has layout packed alone" in capsys.readouterr().err
+
+
+def test_layout_calls_are_finite():
+    study = bench_layouts.Study("q4_0", "interleaved", 1, 64, 96)
+    for layout, op in (("interleaved", ops.q4_0_gemv), ("split", ops.q4_0_gemv), ("packed", ops.packed_gemv)):
+        for rows, columns in dataclasses.replace(study, layout=layout).shapes():
+            made = bench_layouts.weight(dataclasses.replace(study, layout=layout), rows, columns, CPU)
+            out = op(torch.ones(1, columns), *made)
+            assert out.shape == (1, rows) and bool(out.isfinite().all()) and bool(out.any())

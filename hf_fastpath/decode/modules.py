@@ -11,6 +11,7 @@ from torch import nn
 from ..architecture import Architecture
 from ..compat import Conv1D, has_hooks, is_known_code, is_wrapped_by, placement
 from ..ops import packed_gemv
+from ..quantization.checkpoints import noted
 from ..quantization.linear import PackedLinear
 from ..registry import FLOAT_DTYPES
 
@@ -65,11 +66,11 @@ def projection_reason(module: nn.Module, architecture: Architecture) -> str | No
             return "no_native_library"
         return "hooks" if has_hooks(module) else "instance_forward" if "forward" in module.__dict__ else None
     if cls not in (nn.Linear, Conv1D) and (cls.__module__, cls.__name__) != (architecture.module, architecture.linear):
-        return "unsupported_projection"
+        return noted(module) or "unsupported_projection"
     parameters = module.__dict__["_parameters"]
     weight, bias = parameters.get("weight"), parameters.get("bias")
     if type(weight) not in PLAIN_TENSORS or weight.stride(-1) != 1:
-        return "unsupported_projection"
+        return noted(module) or "unsupported_projection"
     if weight.dtype not in FLOAT_DTYPES or (bias is not None and bias.dtype != weight.dtype):
         return "dtype"
     return own_code_reason(module, architecture.module)

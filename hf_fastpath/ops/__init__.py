@@ -16,6 +16,7 @@ from .greedy_token import SPEC as greedy_token
 from .layer_norm import SPEC as layer_norm
 from .packed_gemv import SPEC as packed_gemv
 from .packed_gemv_swiglu import SPEC as packed_gemv_swiglu
+from .q4_0_gemv import SPEC as q4_0_gemv
 from .qkv_rope_append import SPEC as qkv_rope_append
 from .read_stream import SPEC as read_stream
 from .rms_norm import SPEC as rms_norm
@@ -37,6 +38,7 @@ __all__ = [
     "layer_norm",
     "packed_gemv",
     "packed_gemv_swiglu",
+    "q4_0_gemv",
     "qkv_rope_append",
     "read_stream",
     "rms_norm",

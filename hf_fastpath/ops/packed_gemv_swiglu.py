@@ -46,7 +46,8 @@ def reference(
     """
     weight = quants, scales, zeros, multiplier, format
     both = product(x, *weight, None, None, "none", norm, norm_weight, norm_bias, norm_eps)
-    return gated(*both.chunk(2, dim=-1), activation)
+    gate, up = both.chunk(2, dim=-1)
+    return gated(gate, up, activation)
 
 
 def fake(

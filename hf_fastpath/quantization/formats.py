@@ -106,16 +106,14 @@ class PackedWeight:
 
     def dequantize(self, dtype: torch.dtype = torch.float32) -> torch.Tensor:
         """The weights, [out_features, in_features], rounded to ``dtype``; float32 holds them all."""
-        quants = unpack(self.form, self.quants)
-        rows, scales = self.out_features, self.scales.float()
-        if self.form.is_float:
-            values = quants.view(torch.float8_e4m3fn).float()
-        else:
-            zeros = self.form.zero if self.zeros is None else self.zeros.float()[..., None]
-            if self.form.bits == 8:
-                quants = quants.view(torch.int8)
-            values = quants.float().view(rows, scales.shape[1], -1) - zeros
-        values = values.view(rows, scales.shape[1], -1) * (scales[..., None] * self.multiplier)
+        form, quants = self.form, unpack(self.form, self.quants)
+        if form.bits == 8:
+            quants = quants.view(torch.float8_e4m3fn if form.is_float else torch.int8)
+        rows, scales = self.out_features, self.scales.float()[..., None]
+        values = quants.float().view(rows, scales.shape[1], -1)
+        if form.zero or self.zeros is not None:
+            values -= form.zero if self.zeros is None else self.zeros.float()[..., None]
+        values *= scales * self.multiplier
         return values.view(rows, -1)[:, : self.in_features].to(dtype)
 
 

@@ -47,18 +47,18 @@ def quantize(weight: torch.Tensor, form: Format) -> PackedWeight:
 
 def _quantize_rows(weight: torch.Tensor, form: Format, width: int, multiplier: float):
     rows = weight.shape[0]
-    groups = 1 if form.group == 0 else width // form.group
-    w = functional.pad(weight.float() / multiplier, (0, width - weight.shape[1])).view(rows, groups, -1)
+    w = functional.pad(weight.float() / multiplier, (0, width - weight.shape[1])).view(rows, form.groups(width), -1)
     best = _Best(w, form)
     low, high = w.amin(-1, keepdim=True), w.amax(-1, keepdim=True)
+    if form.has_zeros:  # their range holds zero
+        low, high = low.clamp_(max=0), high.clamp_(min=0)
+    extreme = torch.where(-low > high, low, high)
     for shrink in _SHRINKS:
         if form.has_zeros:
-            low, high = low.clamp(max=0), high.clamp(min=0)
             scale = (high - low) * (shrink / form.highest)
             zero = (-low * shrink / scale.clamp(min=_TINY)).round_().clamp_(0, form.highest)
             best.try_scale(scale, zero)
             continue
-        extreme = torch.where(-low > high, low, high)
         best.try_scale(extreme.abs() * (shrink / form.highest))
         if form.lowest != -form.highest:  # the extreme weight takes the one quant that is farther out
             best.try_scale(extreme * (shrink / form.lowest))

@@ -5,15 +5,21 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import nn
 
+from .. import loader
 from ..compat import Conv1D
+from ..decode.modules import PLAIN_TENSORS
 from ..decode.parts import MoEPart
 from ..decode.structure import LayerPart, ModelPart
+from ..options import HEADS, Options
 from ..progress import announced
-from .formats import Format
+from ..reasons import REASONS
+from .checkpoints import family_of
+from .formats import FORMATS, Format
 from .linear import PackedLinear
 from .quantizer import quantize
 
@@ -23,7 +29,7 @@ class Replaced:
     """A linear layer that a quantized one stands for.
 
     Attributes:
-        original: it; its weight lies in host memory.
+        original: it; a weight that was quantized by us lies in host memory.
         packed: what took its place.
         places: (parent, name) of every place it had.
     """
@@ -34,10 +40,50 @@ class Replaced:
 
     def undo(self) -> None:
         """Put it back, its weight where the quantized one is now."""
-        self.original.weight.data = self.original.weight.data.to(self.packed.quants.device)
+        tensors = [*self.original.parameters(), *self.original.buffers()]
+        device = self.packed.quants.device
+        if any(tensor.device != device and not tensor.is_meta for tensor in tensors):
+            self.original.to(device)
         for parent, name in self.places:
             if parent._modules.get(name) is self.packed:  # else the user has put something there since
                 parent._modules[name] = self.original
+
+
+def quantize_as_asked(
+    model: nn.Module, part: ModelPart | None, options: Options, replaced: list[Replaced], quiet: bool
+) -> None:
+    """Quantize ``model`` as the options of ``patch()`` ask for.
+
+    Args:
+        part: the model in its roles, or None where no architecture covers it.
+        replaced: as in :func:`quantize_model`.
+
+    Raises:
+        ValueError: there are no kernels for it.
+    """
+    wanted = f"weights={options.weights!r}"
+    family = next(filter(None, map(family_of, model.modules())), None)
+    if family is not None:
+        raise ValueError(
+            f"{wanted}: the model's weights are quantized already, by {family.name}: leave weights= out, or load "
+            "unquantized ones"
+        )
+    devices = sorted({parameter.device.type for parameter in model.parameters()})
+    if devices != ["cpu"] or not loader.is_native("cpu"):
+        raise ValueError(f"{wanted} has kernels for the CPU alone, this model is on {', '.join(devices)}")
+    why = "class_not_supported" if part is None else part.reason()
+    if part is None or why is not None:
+        raise ValueError(f"{wanted} takes a model that decodes fast as a whole; this one: {why} ({REASONS[why]})")
+    head = None if options.lm_head == HEADS[0] else FORMATS[options.lm_head]
+    quantize_model(part, FORMATS[options.weights], head, replaced, quiet)
+
+
+def no_saving(self: nn.Module, *args: Any, **kwargs: Any) -> None:
+    """Stands for ``save_pretrained()`` while weights are quantized."""
+    raise ValueError(
+        "save_pretrained() would write a checkpoint that transformers cannot load: its weights are quantized by "
+        "hf_fastpath. save_packed(model, directory) writes them as they are; unpatch(model) brings the model's own back"
+    )
 
 
 def quantize_model(
@@ -55,21 +101,26 @@ def quantize_model(
         replaced: gets what was done, step by step, so that a caller can undo it after a fault.
         quiet: no progress on a terminal.
     """
-    places: dict[int, list[tuple[nn.Module, str]]] = {}
-    for parent in part.module.modules():
-        for name, module in parent._modules.items():
-            places.setdefault(id(module), []).append((parent, name))
-    layers = part.layers
+    places, layers = places_of(part.module), part.layers
     for number, layer in enumerate(layers, 1):
         with nullcontext() if quiet else announced(f"quantizing layer {number} of {len(layers)}"):
-            for linears in _of_one_input(layer):
+            for linears in of_one_input(layer):
                 _replace(linears, form, places, replaced)
     if head is not None:
         with nullcontext() if quiet else announced("quantizing the head"):
             _replace([part.head], head, places, replaced)
 
 
-def _of_one_input(layer: LayerPart) -> Iterator[list[nn.Module]]:
+def places_of(root: nn.Module) -> dict[int, list[tuple[nn.Module, str]]]:
+    """(parent, name) of every place of each module in ``root``, by its id."""
+    places: dict[int, list[tuple[nn.Module, str]]] = {}
+    for parent in root.modules():
+        for name, module in parent._modules.items():
+            places.setdefault(id(module), []).append((parent, name))
+    return places
+
+
+def of_one_input(layer: LayerPart) -> Iterator[list[nn.Module]]:
     *qkv, out = layer.attention.projections()
     yield qkv
     yield [out]
@@ -94,8 +145,15 @@ def _replace(
 
 
 def free_originals(model: nn.Module, replaced: list[Replaced]) -> None:
-    """Let go of the weights that quantized ones stand for, but for what ``model`` uses otherwise: tied embeddings."""
-    used = {id(parameter) for parameter in model.parameters()}
+    """Let go of the weights that quantized ones stand for, but for what ``model`` uses otherwise: tied embeddings,
+    biases."""
+    used = {id(tensor) for tensor in (*model.parameters(), *model.buffers())}
     for each in replaced:
-        if id(each.original.weight) not in used:
-            each.original.weight.data = each.original.weight.data.new_empty(0)
+        for held in (each.original._parameters, each.original._buffers):
+            for name, tensor in held.items():
+                if tensor is None or id(tensor) in used:
+                    continue
+                if type(tensor) in PLAIN_TENSORS:
+                    tensor.data = tensor.data.new_empty(0)
+                else:
+                    held[name] = None

@@ -95,7 +95,7 @@ def test_explain_a_model_without_an_architecture(tmp_path, capsys):
 
 def test_explain_does_not_promise_speed_for_quantized_weights(tmp_path):
     found = explain(saved(tmp_path, "llama", quantization_config={"quant_method": "awq", "bits": 4}))
-    assert not found.fast and not found.steps and "unsupported_projection" in str(found)
+    assert not found.fast and not found.steps and "quantized_format" in str(found)
 
 
 def test_cli_explain_a_model(tmp_path, capsys):

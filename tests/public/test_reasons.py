@@ -79,6 +79,16 @@ def mlp_of(model: nn.Module) -> nn.Module:
 # ---- one function a code, where more than an expression is needed ------------------------------------------------
 
 
+def of_a_checkpoint(**attributes) -> set[str]:
+    """A projection is of a class that GPTQ's checkpoints are loaded into."""
+    cls = type("TorchLinear", (nn.Linear,), {"__module__": "gptqmodel.somewhere"})
+    model = build("llama")
+    made = cls(204, 112, bias=False)
+    vars(made).update(dict(bits=4, group_size=102, g_idx=torch.zeros(204)) | attributes)
+    model.model.layers[0].mlp.down_proj = made
+    return declined(model)
+
+
 def no_native_library(monkeypatch):
     monkeypatch.setattr(loader, "is_native", lambda device: False)
     return declined(build("llama"))
@@ -203,6 +213,9 @@ PROVOKED: dict[str, Callable[..., Iterable[str | None]]] = {
     "no_native_library": no_native_library,
     "unsupported_activation": unsupported_activation,
     "unsupported_head_dim": lambda: declined(build("llama", head_dim=36)),
+    "quantized_format": lambda: of_a_checkpoint(bits=3),
+    "quantized_in_use": lambda: of_a_checkpoint(linear_mode="inference"),
+    "quantized_order": lambda: of_a_checkpoint(qweight=torch.zeros(1)),
     "unsupported_projection": unsupported_projection,
     "unsupported_config": lambda: declined(build("mistral", sliding_window=1)),
     "instance_forward": instance_forward,

@@ -1,0 +1,138 @@
+"""compare_formats(model, inputs): what quantizing costs a model on a text, format by format."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn import functional
+
+from .options import HEADS
+from .patching import patched, state_of
+from .progress import announced
+from .quantization import FORMATS
+from .traffic import weight_bytes
+from .verification import decode_logits, sequences
+
+#: positions whose distributions are compared at once, in float64
+_PIECE = 64
+
+
+@dataclass(frozen=True)
+class FormatRow:
+    """A model in one format, on the text of its :class:`Quality`, decoded token by token.
+
+    Attributes:
+        weights, lm_head: as ``patch()`` takes them; None for the model's own.
+        weight_bytes: of weights that a token reads.
+        perplexity: of the text's tokens but the first.
+        kl: mean Kullback-Leibler divergence of the next token's distribution from that with the model's own weights,
+            nats; ``max_kl`` the largest.
+        top1_agreement: share of positions at which both name the same token.
+    """
+
+    weights: str | None
+    lm_head: str
+    weight_bytes: int
+    perplexity: float
+    kl: float
+    max_kl: float
+    top1_agreement: float
+
+
+@dataclass(frozen=True)
+class Quality:
+    """What ``compare_formats`` found: printable, and plain data through ``to_dict()``.
+
+    Attributes:
+        positions: tokens that were predicted.
+        own: the model with its own weights.
+        rows: the formats.
+    """
+
+    positions: int
+    own: FormatRow
+    rows: tuple[FormatRow, ...]
+
+    def change(self, row: FormatRow) -> float:
+        """How much larger a row's perplexity is, in per cent."""
+        return 100 * (row.perplexity / self.own.perplexity - 1)
+
+    def to_dict(self) -> dict:
+        """Plain data, ready for JSON."""
+        return {
+            "positions": self.positions,
+            "own": asdict(self.own),
+            "rows": [asdict(row) | {"perplexity_change_percent": self.change(row)} for row in self.rows],
+        }
+
+    def __str__(self) -> str:
+        head = f"{'weights':<10}{'head':<6}{'MB a token':>11}{'perplexity':>12}{'change':>9}{'mean KL':>10}{'max':>8}"
+        lines = [f"quality of quantized weights over {self.positions} tokens", f"{head}{'same top-1':>12}"]
+        for row in (self.own, *self.rows):
+            lines.append(
+                f"{row.weights or 'own':<10}{row.lm_head:<6}{row.weight_bytes / 1e6:>11.2f}{row.perplexity:>12.4f}"
+                f"{self.change(row):>+8.2f}%{row.kl:>10.6f}{row.max_kl:>8.4f}{100 * row.top1_agreement:>11.2f}%"
+            )
+        return "\n".join(lines)
+
+
+def _row(own: torch.Tensor, logits: torch.Tensor, text: torch.Tensor, **known: Any) -> FormatRow:
+    """Figures of ``logits`` [positions, vocab_size] for the tokens ``text`` [positions] that follow."""
+    nll, kl, agreeing, most = 0.0, 0.0, 0, 0.0
+    for mine, theirs, tokens in zip(logits.split(_PIECE), own.split(_PIECE), text.split(_PIECE)):
+        log_mine, log_own = mine.double().log_softmax(-1), theirs.double().log_softmax(-1)
+        nll += float(functional.nll_loss(log_mine, tokens, reduction="sum"))
+        each = (log_own.exp() * (log_own - log_mine)).sum(-1)
+        kl, most = kl + float(each.sum()), max(most, float(each.max()))
+        agreeing += int((mine.argmax(-1) == theirs.argmax(-1)).sum())
+    count = len(text)
+    perplexity = float(torch.tensor(nll / count, dtype=torch.float64).exp())
+    return FormatRow(**known, perplexity=perplexity, kl=kl / count, max_kl=most, top1_agreement=agreeing / count)
+
+
+@torch.no_grad()
+def compare_formats(
+    model: nn.Module, inputs: Any, weights: Sequence[str] = tuple(FORMATS), lm_head: str = HEADS[0]
+) -> Quality:
+    """Perplexity of a text, and divergence from the model's own weights, for each format.
+
+    The text is decoded token by token with the kernels of ``generate()``, with the model's own weights and then in
+    every format. The model comes back as it was.
+
+    Args:
+        model: a causal LM that is not patched, and takes ``patch(weights=...)``.
+        inputs: input_ids [1, seq_len] of at least two tokens, or a mapping that holds them (a tokenizer's output).
+        weights: formats, as ``patch()`` takes them.
+        lm_head: as ``patch()`` takes it, with each format.
+
+    Raises:
+        ValueError: the model is patched, a format or the inputs are off, or ``patch()`` says why it does not take them.
+    """
+    if state_of(model) is not None:
+        raise ValueError("compare_formats() got a patched model: unpatch(model) first")
+    unknown = [name for name in weights if name not in FORMATS]
+    if unknown or not weights:
+        raise ValueError(f"weights is {list(weights)!r}, expected some of {', '.join(FORMATS)}")
+    ids = sequences(inputs).to(next(model.parameters()).device)
+    if len(ids) != 1:
+        raise ValueError(f"compare_formats() got {len(ids)} sequences, expected one")
+    text = ids[0, 1:]
+
+    def decoded(**options: Any) -> tuple[torch.Tensor, int]:
+        with (
+            patched(model, quiet=True, **options),
+            announced(f"decoding {len(text)} tokens, {options or 'own weights'}"),
+        ):
+            return decode_logits(model, ids[:, :-1], 1, fast=True)[0], weight_bytes(model)
+
+    own, own_bytes = decoded()
+    rows = []
+    for form in weights:
+        logits, num_bytes = decoded(weights=form, lm_head=lm_head)
+        rows.append(_row(own, logits, text, weights=form, lm_head=lm_head, weight_bytes=num_bytes))
+    first = _row(own, own, text, weights=None, lm_head=HEADS[0], weight_bytes=own_bytes)
+    return Quality(len(text), first, tuple(rows))

@@ -1,0 +1,289 @@
+"""load_packed(model, directory): what save_packed() wrote, into a model."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from .. import huge_pages, loader
+from ..compat import Conv1D
+from ..ops.gemv import MAX_ROWS
+from ..options import Options
+from ..patching import PatchState, patch_with, state_of
+from .files import PackedFiles, not_persistent
+from .formats import FORMATS, PackedWeight, padded
+from .linear import PackedLinear
+from .replacing import Replaced, free_originals, places_of
+
+#: differences that an error names
+_MOST_NAMED = 5
+_LOST = "load_packed() brought packed weights alone. Load the model anew, with from_pretrained(), for its own"
+
+
+def load_packed(
+    model: nn.Module | str | os.PathLike,
+    directory: str | os.PathLike | None = None,
+    *,
+    device: str | torch.device | None = None,
+    kv_dtype: str | torch.dtype = "auto",
+    ops: str | Iterable[str] = "all",
+    strict: bool = False,
+    max_batch_size: int = MAX_ROWS,
+    quiet: bool = False,
+) -> nn.Module:
+    """Load what :func:`save_packed` wrote, and patch the model.
+
+    ``load_packed(directory)`` makes the model from the config saved there; ``load_packed(model, directory)`` fills one
+    that the caller made, on the meta device (``with torch.device("meta"): AutoModelForCausalLM.from_config(config)``)
+    or with weights, which are let go. In both every tensor is read from the files, types as they were saved; memory
+    never holds an unquantized weight of a packed layer. Nothing in the model changes before all files are read and
+    found right. ``unpatch()`` cannot undo it: there are no originals.
+
+    Args:
+        model: a causal LM of the class and sizes that was saved, not patched; or the directory.
+        directory: where the files are; left out where ``model`` is the directory.
+        device: where the tensors go; None: where the model is, or the CPU.
+        kv_dtype, ops, strict, max_batch_size, quiet: as for ``patch()``.
+
+    Returns:
+        The model, patched, in eval mode if it was made here.
+
+    Raises:
+        ValueError: files are missing, damaged or of another version; the model is another one, or patched.
+        UnsupportedModelError: as for ``patch()``.
+    """
+    if not isinstance(model, nn.Module):
+        if directory is not None:
+            raise TypeError(
+                f"load_packed() got {type(model).__name__} as model, expected a model, or a directory alone"
+            )
+        directory, given = model, None
+    elif directory is None:
+        raise TypeError("load_packed() got no directory beside the model")
+    else:
+        given = model
+    with PackedFiles(Path(directory)) as files:
+        made = _made(Path(directory)) if given is None else given
+        if state_of(made) is not None:
+            raise ValueError("load_packed() got a patched model: unpatch(model) first, or make another one")
+        options = Options.parse(
+            kv_dtype, files.header.options["weights"], ops, strict, max_batch_size, files.header.options["lm_head"]
+        )
+        _check_model(made, files)
+        loading = _Loading(made, files, _device_of(made, device))
+        loader.ensure(loading.device.type, (lambda line: None) if quiet else print)
+        loading.read()
+        try:
+            patch_with(made, options, quiet, loading.put)
+        except BaseException:
+            loading.undo()
+            raise
+    free_originals(made, state_of(made).replaced)
+    return made
+
+
+def _made(directory: Path) -> nn.Module:
+    """A model without weights, of the config in ``directory``."""
+    from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
+
+    try:
+        config = AutoConfig.from_pretrained(directory)
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(config)
+    except (OSError, ValueError, KeyError) as error:
+        first = str(error).strip().splitlines()[0]
+        raise ValueError(
+            f"load_packed(): the config in {directory} makes no causal LM ({first}): make the model yourself and call "
+            "load_packed(model, directory)"
+        ) from None
+    if (directory / "generation_config.json").is_file():
+        model.generation_config = GenerationConfig.from_pretrained(directory)
+    model.config._name_or_path = model.name_or_path = str(directory)
+    return model.eval()
+
+
+def _device_of(model: nn.Module, device: str | torch.device | None) -> torch.device:
+    if device is not None:
+        return torch.device(device)
+    own = next((parameter.device for parameter in model.parameters() if not parameter.is_meta), None)
+    return torch.device("cpu") if own is None else own
+
+
+def _features(module: nn.Module | None) -> tuple[int, int] | None:
+    """(in_features, out_features) of a linear layer, None of what is none."""
+    weight = getattr(module, "weight", None)
+    if not isinstance(weight, torch.Tensor) or weight.dim() != 2 or isinstance(module, nn.Embedding):
+        return None
+    out_features, in_features = weight.t().shape if isinstance(module, Conv1D) else weight.shape
+    return in_features, out_features
+
+
+def _tensors_of(model: nn.Module) -> dict[str, torch.Tensor]:
+    """Every parameter and buffer under each of its names."""
+    return dict(model.named_parameters(remove_duplicate=False)) | dict(model.named_buffers(remove_duplicate=False))
+
+
+def _check_model(model: nn.Module, files: PackedFiles) -> None:
+    """Fail if the files are of another model.
+
+    Raises:
+        ValueError: says what differs.
+    """
+    header = files.header
+    kind = type(model).__name__, getattr(model.config, "model_type", "")
+    if kind != (header.architecture, header.model_type):
+        raise ValueError(
+            f"load_packed(): the files are of a {header.architecture} ({header.model_type}), this model is a {kind[0]} "
+            f"({kind[1]}): make it from the config saved beside them"
+        )
+    differences = [*_weights_differences(model, files), *_other_differences(model, files)]
+    if differences:
+        more = len(differences) - _MOST_NAMED
+        text = "; ".join(differences[:_MOST_NAMED]) + (f"; and {more} more" if more > 0 else "")
+        raise ValueError(
+            f"load_packed(): the files do not fit this {kind[0]}: {text}. Make the model from the config saved beside "
+            "the files, or save it again"
+        )
+
+
+def _weights_differences(model: nn.Module, files: PackedFiles) -> Iterator[str]:
+    modules = dict(model.named_modules())
+    for name, weight in files.header.weights.items():
+        form = FORMATS.get(weight["format"])
+        if form is None:
+            yield f"{name} has format {weight['format']!r}, expected one of {', '.join(FORMATS)}"
+            continue
+        sizes = weight["in_features"], weight["out_features"]
+        found = _features(modules.get(name))
+        if found != sizes:
+            what = "no linear layer" if found is None else f"{found[0]} -> {found[1]}"
+            yield f"{name} is saved as {sizes[0]} -> {sizes[1]}, in the model it is {what}"
+        shapes = {
+            "quants": ("uint8", [sizes[1], padded(sizes[0]) * form.bits // 8]),
+            "scales": ("float16", [sizes[1], form.groups(sizes[0])]),
+        }
+        if form.has_zeros:
+            shapes["zeros"] = ("uint8", shapes["scales"][1])
+        for part, (dtype, shape) in shapes.items():
+            entry = files.entries.get(f"{name}.{part}")
+            if entry is None:
+                yield f"{name}.{part} is not in the files"
+            elif (entry.dtype, entry.shape) != (dtype, shape):
+                yield f"{name}.{part} is {entry.dtype} {entry.shape}, expected {dtype} {shape} of {form.name}"
+        if not form.has_zeros and f"{name}.zeros" in files.entries:
+            yield f"{name}.zeros is in the files, which {form.name} does not have"
+
+
+def _other_differences(model: nn.Module, files: PackedFiles) -> Iterator[str]:
+    header = files.header
+    own = {
+        name: tensor
+        for name, tensor in _tensors_of(model).items()
+        if name.removesuffix(".weight") not in header.weights or not name.endswith(".weight")
+    }
+    made_here = set(not_persistent(model))
+    beside = files.names_beside(iter(header.weights))
+    for name, tensor in own.items():
+        saved = header.tied.get(name, name)
+        if saved in beside:
+            shape = files.entries[saved].shape
+            if shape != list(tensor.shape):
+                yield f"{name} is saved with shape {shape}, in the model it has {list(tensor.shape)}"
+            if saved in own and own[saved] is not tensor:
+                yield f"{name} is tied to {saved} in the files, but not in the model"
+        elif name not in made_here or tensor.is_meta:
+            yield f"{name} is in the model, but not in the files"
+    for name in sorted(beside - set(own) - set(header.buffers)):
+        yield f"{name} is in the files, but not in the model"
+    first: dict[int, str] = {}
+    for name, tensor in own.items():
+        if first.setdefault(id(tensor), name) != name and header.tied.get(name, name) == name and name in beside:
+            yield f"{name} is tied to {first[id(tensor)]} in the model, but not in the files"
+
+
+class _Loading:
+    """Tensors read from the files, and the way into the model and back."""
+
+    def __init__(self, model: nn.Module, files: PackedFiles, device: torch.device):
+        self._model, self._files, self.device = model, files, device
+        self._weights: dict[str, PackedWeight] = {}
+        self._tensors: dict[str, torch.Tensor] = {}
+        self._before: list[tuple[dict, str, Any]] = []
+
+    def read(self) -> None:
+        """Read all tensors.
+
+        Raises:
+            ValueError: one is not what was saved.
+        """
+        header = self._files.header
+        for names in header.joined:
+            for name, weight in zip(names, self._read_joined(names)):
+                self._weights[name] = weight
+        for name in self._files.names_beside(iter(header.weights)):
+            self._tensors[name] = self._files.read(name).to(self.device, copy=True)
+
+    def _read_joined(self, names: list[str]) -> list[PackedWeight]:
+        """Packed weights behind each other in memory."""
+        said = [self._files.header.weights[name] for name in names]
+        form, in_features = FORMATS[said[0]["format"]], said[0]["in_features"]
+        rows = [weight["out_features"] for weight in said]
+        parts: list[torch.Tensor | None] = []
+        for part in ("quants", "scales", "zeros"):
+            if part == "zeros" and not form.has_zeros:
+                parts.append(None)
+                continue
+            first = self._files.entries[f"{names[0]}.{part}"]
+            together = torch.empty((sum(rows), first.shape[1]), dtype=getattr(torch, first.dtype), device=self.device)
+            huge_pages.ask_for(together)
+            for name, target in zip(names, together.split(rows)):
+                target.copy_(self._files.read(f"{name}.{part}"))
+            parts.append(together)
+        quants, scales, zeros = parts
+        together = PackedWeight(form, in_features, quants, scales, zeros, 1.0)
+        return [
+            PackedWeight(form, in_features, each.quants, each.scales, each.zeros, weight["multiplier"])
+            for each, weight in zip(together.split(rows), said)
+        ]
+
+    def put(self, state: PatchState) -> None:
+        """Put everything in place."""
+        header, model = self._files.header, self._model
+        made: dict[int, nn.Parameter] = {}
+        for name, own in _tensors_of(model).items():
+            saved = header.tied.get(name, name)
+            if saved not in self._tensors:
+                continue
+            at, _, attribute = name.rpartition(".")
+            module = model.get_submodule(at)
+            tensor = self._tensors[saved]
+            if attribute in module._parameters:
+                if id(own) not in made:
+                    made[id(own)] = nn.Parameter(tensor, requires_grad=own.requires_grad)
+                self._set(module._parameters, attribute, made[id(own)])
+            else:
+                self._set(module._buffers, attribute, tensor)
+        places = places_of(model)
+        for name, weight in self._weights.items():
+            linear = model.get_submodule(name)
+            packed = PackedLinear(weight, linear.bias if hasattr(linear, "bias") else None).train(linear.training)
+            done = Replaced(linear, packed, places[id(linear)])
+            state.replaced.append(done)
+            for parent, attribute in done.places:
+                parent._modules[attribute] = packed
+        state.lost = _LOST
+
+    def _set(self, contents: dict, name: str, value: Any) -> None:
+        self._before.append((contents, name, contents[name]))
+        contents[name] = value
+
+    def undo(self) -> None:
+        """Bring back what :meth:`put` has replaced, but for layers, which the patch's own undoing brings back."""
+        while self._before:
+            contents, name, value = self._before.pop()
+            contents[name] = value

@@ -1,0 +1,209 @@
+"""Weights that a checkpoint quantized, in our formats: the same values, in the order of our kernels."""
+
+from __future__ import annotations
+
+import math
+from collections import OrderedDict
+from contextlib import nullcontext
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+from torch.nn import functional
+
+from .. import loader, structural
+from ..architecture import architectures
+from ..compat import has_hooks, placement
+from ..decode.structure import ModelPart, model_part
+from ..errors import NoCounterpart
+from ..ops import packed_gemv
+from ..progress import announced
+from .checkpoints import IntWeight, family_of, note
+from .formats import FORMATS, Format, PackedWeight, pack, padded
+from .linear import PackedLinear
+from .replacing import Replaced, of_one_input, places_of
+
+#: scales that are not float16 are brought below 2 ** this by the multiplier
+_LARGEST_SCALE = 7
+
+
+@dataclass(eq=False)
+class RemovedHooks:
+    """Hooks that a package's layers need and ours do not.
+
+    Attributes:
+        module, hooks: whose they are, and all hooks as they were.
+    """
+
+    module: nn.Module
+    hooks: OrderedDict
+
+    def undo(self) -> None:
+        """Put them back."""
+        for key, hook in self.hooks.items():
+            self.module._forward_pre_hooks.setdefault(key, hook)
+
+
+def counterpart(weight: IntWeight) -> Format:
+    """The format that holds a weight's quants exactly.
+
+    Raises:
+        NoCounterpart: none does.
+    """
+    in_features = weight.quants.shape[1]
+
+    def groups_fit(form: Format) -> bool:
+        return weight.group >= in_features or weight.group % form.group == 0
+
+    int4, int4_g32, int8 = FORMATS["int4"], FORMATS["int4_g32"], FORMATS["int8"]
+    if weight.bits <= 4:
+        in_range = -8 <= int(weight.zeros.min()) and int(weight.zeros.max()) <= 7
+        if in_range and groups_fit(int4):
+            return int4
+        if groups_fit(int4_g32) and not bool(weight.zeros.any()):
+            return int4_g32
+    elif weight.bits == 8 and groups_fit(int8):
+        steps = weight.quants - _of_columns(weight.zeros, weight)
+        if -128 <= int(steps.min()) and int(steps.max()) <= 127:  # -128, which the quantizer leaves out, is none to us
+            return int8
+    raise NoCounterpart("quantized_format")
+
+
+def _of_columns(values: torch.Tensor, weight: IntWeight) -> torch.Tensor:
+    """[rows, groups] as [rows, in_features]."""
+    return values.repeat_interleave(weight.group, dim=1)[:, : weight.quants.shape[1]]
+
+
+def _of_groups(values: torch.Tensor, weight: IntWeight, form: Format) -> torch.Tensor:
+    """[rows, groups of the weight] as [rows, groups of the format]."""
+    starts = torch.arange(form.groups(weight.quants.shape[1]), device=values.device) * form.group
+    return values[:, (starts // weight.group).clamp(max=values.shape[1] - 1)]
+
+
+def _packed(weight: IntWeight, form: Format, multiplier: float) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Quants, scales and zeros; the latter of no meaning to formats without."""
+    zeros = _of_groups(weight.zeros, weight, form)
+    if form.bits == 8:
+        quants, rest = weight.quants - _of_columns(weight.zeros, weight), 0
+    else:
+        zeros = zeros + 8
+        quants, rest = weight.quants + 8, int(form.zero)
+    width = padded(weight.quants.shape[1])
+    padding = (0, width - quants.shape[1])
+    if form.has_zeros:  # padding is of zero value
+        whole = zeros.repeat_interleave(form.group, dim=1)
+        whole[:, : quants.shape[1]] = quants
+        quants = whole
+    else:
+        quants = functional.pad(quants, padding, value=rest)
+    scales = (_of_groups(weight.scales, weight, form).double() / multiplier).half()
+    as_bytes = quants.to(torch.int8).view(torch.uint8)
+    return pack(form, as_bytes), scales.contiguous(), zeros.to(torch.uint8).contiguous()
+
+
+def repacked(weights: list[IntWeight]) -> list[PackedWeight]:
+    """Weights of the same inputs, behind each other in memory where one format holds them all.
+
+    Raises:
+        NoCounterpart: no format holds one of them.
+    """
+    forms = [counterpart(weight) for weight in weights]
+    if len(set(forms)) > 1:
+        return [each for weight in weights for each in repacked([weight])]
+    form, in_features = forms[0], weights[0].quants.shape[1]
+    largest = max(float(weight.scales.abs().max()) for weight in weights)
+    if not math.isfinite(largest):
+        raise NoCounterpart("quantized_format")
+    is_half = all(weight.scales.dtype == torch.float16 for weight in weights)
+    multiplier = 1.0 if is_half or not largest else 2.0 ** (math.frexp(largest)[1] - _LARGEST_SCALE)
+    parts = zip(*(_packed(weight, form, multiplier) for weight in weights))
+    quants, scales, zeros = (torch.cat(part) for part in parts)
+    together = PackedWeight(form, in_features, quants, scales, zeros if form.has_zeros else None, multiplier)
+    return together.split([len(weight.quants) for weight in weights])
+
+
+def repack_checkpoint(model: nn.Module, replaced: list[Replaced], hooks: list[RemovedHooks], quiet: bool) -> None:
+    """Put our layers in the place of those that a package's checkpoint brought, all of the model's or none.
+
+    Args:
+        model: as transformers loaded it, not patched.
+        replaced, hooks: get what was done, so that a caller can undo it.
+        quiet: no progress on a terminal.
+    """
+    devices = {tensor.device.type for tensor in (*model.parameters(), *model.buffers())}
+    if not any(map(family_of, model.modules())) or len(devices) != 1:
+        return
+    (device,) = devices
+    if device not in packed_gemv.native or not loader.is_native(device):
+        return
+    known = structural.known_for(model, architectures())
+    part = next(filter(None, (model_part(architecture, model) for architecture in known)), None)
+    if part is None or part.other_reason() is not None:
+        return
+    first = len(replaced)
+    try:
+        _repack_layers(part, replaced, quiet)
+    except NoCounterpart as found:
+        while len(replaced) > first:
+            replaced.pop().undo()
+        reason = str(found)
+        for module in model.modules():
+            if family_of(module) is not None:
+                note(module, reason)
+        return
+    _remove_hooks(model, hooks)
+
+
+def _repack_layers(part: ModelPart, replaced: list[Replaced], quiet: bool) -> None:
+    places, layers = places_of(part.module), part.layers
+    for number, layer in enumerate(layers, 1):
+        with nullcontext() if quiet else announced(f"repacking layer {number} of {len(layers)}"):
+            for linears in of_one_input(layer):
+                _repack(linears, places, replaced)
+    _repack([part.head], places, replaced)
+
+
+def _repack(linears: list[nn.Module], places: dict[int, list[tuple[nn.Module, str]]], replaced: list[Replaced]) -> None:
+    families = [family_of(linear) for linear in linears]
+    found = [(linear, family) for linear, family in zip(linears, families) if family is not None]
+    if not found:
+        return
+    for linear, family in found:
+        _check_calls(linear, family.package)
+    with torch.no_grad():
+        weights = repacked([family.read(linear) for linear, family in found])
+    for (linear, _), weight in zip(found, weights):
+        bias = getattr(linear, "bias", None)
+        if bias is not None and not isinstance(bias, nn.Parameter):
+            bias = nn.Parameter(bias, requires_grad=False)
+        packed = PackedLinear(weight, bias).train(linear.training)
+        done = Replaced(linear, packed, places[id(linear)])
+        for parent, name in done.places:
+            parent._modules[name] = packed
+        replaced.append(done)
+
+
+def _check_calls(linear: nn.Module, package: str) -> None:
+    """Fail where calling a layer is more than its package's code.
+
+    Raises:
+        NoCounterpart: with the reason.
+    """
+    if has_hooks(linear) or placement(linear) is not None:
+        raise NoCounterpart("hooks")
+    forward = vars(linear).get("forward")
+    home = getattr(getattr(forward, "__func__", forward), "__module__", None) or ""
+    if forward is not None and home.partition(".")[0] not in (package, "torch"):
+        raise NoCounterpart("instance_forward")
+
+
+def _remove_hooks(model: nn.Module, hooks: list[RemovedHooks]) -> None:
+    """Take compressed-tensors' hook away that would widen all its layers at the first call: none is left."""
+    if any(family_of(module) is not None for module in model.modules()):
+        return
+    before = OrderedDict(model._forward_pre_hooks)
+    ours = [key for key, hook in before.items() if getattr(hook, "__module__", "").startswith("compressed_tensors.")]
+    if ours:
+        hooks.append(RemovedHooks(model, before))
+        for key in ours:
+            del model._forward_pre_hooks[key]

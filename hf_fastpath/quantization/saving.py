@@ -1,0 +1,114 @@
+"""save_packed(model, directory): a quantized model's weights as they are, in files."""
+
+from __future__ import annotations
+
+import copy
+import os
+import re
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from ..patching import state_of
+from . import files
+from .linear import PackedLinear
+
+_UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
+
+
+def _bytes_of(size: int | str) -> int:
+    """``"5GB"`` as a number of bytes.
+
+    Raises:
+        ValueError: it is none.
+    """
+    found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMG]I?B)?", str(size).strip(), flags=re.IGNORECASE)
+    count = 0 if found is None else int(float(found[1]) * _UNITS[(found[2] or "").upper()])
+    if count < 1:
+        raise ValueError(f"max_shard_size is {size!r}, expected a number of bytes, or one with KB, MB, GB or GiB")
+    return count
+
+
+def save_packed(model: nn.Module, directory: str | os.PathLike, max_shard_size: int | str = "5GB") -> None:
+    """Write a quantized model for :func:`load_packed`: packed weights, all other tensors, config and generation config.
+
+    The model's own weights, which ``unpatch()`` would bring back, are not written. Files are safetensors, named apart
+    from transformers' own, so that ``from_pretrained()`` does not take them for a checkpoint. Nothing is copied in
+    host memory; of a model on a GPU one file at a time. Older packed files in the directory are replaced.
+
+    Args:
+        model: one whose weights ``patch(model, weights=...)`` or :func:`load_packed` has packed.
+        directory: where to; it is made if it is not there.
+        max_shard_size: of a file, in bytes or as ``"5GB"``.
+
+    Raises:
+        ValueError: the model has no packed weights, or some are not in memory; ``max_shard_size`` is no size.
+    """
+    state = state_of(model)
+    limit = _bytes_of(max_shard_size)
+    packed = {name: module for name, module in model.named_modules() if type(module) is PackedLinear}
+    if state is None or not packed:
+        raise ValueError(
+            f"save_packed() got a {type(model).__name__} without packed weights: patch(model, weights='int4_g32') "
+            "first, or use save_pretrained()"
+        )
+    tensors: dict[str, torch.Tensor] = {}
+    for name, module in packed.items():
+        tensors |= {f"{name}.quants": module.quants, f"{name}.scales": module.scales}
+        if module.zeros is not None:
+            tensors[f"{name}.zeros"] = module.zeros
+    inside = {f"{name}.{part}" for name in packed for part in ("quants", "scale_bits", "zeros")}
+    own = [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
+    seen: dict[int, str] = {}
+    tied: dict[str, str] = {}
+    for name, tensor in own:
+        if name in inside:
+            continue
+        if tensor.is_meta:
+            raise ValueError(f"save_packed() finds {name} on the meta device: load the model where it fits whole")
+        first = seen.setdefault(id(tensor), name)
+        if first == name:
+            tensors[name] = tensor
+        else:
+            tied[name] = first
+    header = files.Header(
+        architecture=type(model).__name__,
+        model_type=getattr(model.config, "model_type", ""),
+        weights={
+            name: {
+                "format": module.form.name,
+                "in_features": module.in_features,
+                "out_features": module.out_features,
+                "multiplier": module.multiplier,
+            }
+            for name, module in packed.items()
+        },
+        joined=_joined(packed),
+        tied=tied,
+        buffers=[name for name in files.not_persistent(model) if name in tensors],
+        options={"weights": state.options.weights, "lm_head": state.options.lm_head},
+    )
+    target = Path(directory)
+    target.mkdir(parents=True, exist_ok=True)
+    files.write(target, header, tensors, limit)
+    _save_configs(model, target)
+
+
+def _joined(packed: dict[str, PackedLinear]) -> list[list[str]]:
+    """Names of the layers that share memory, each group in the order of its memory."""
+    groups: dict[int, list[str]] = {}
+    for name, module in packed.items():
+        groups.setdefault(module.quants.untyped_storage().data_ptr(), []).append(name)
+    return [sorted(names, key=lambda name: packed[name].quants.data_ptr()) for names in groups.values()]
+
+
+def _save_configs(model: nn.Module, directory: Path) -> None:
+    """As ``save_pretrained()`` does, but for what the weights were loaded from."""
+    config = copy.deepcopy(model.config)
+    config.architectures = [type(model).__name__]
+    if hasattr(config, "quantization_config"):
+        del config.quantization_config
+    config.save_pretrained(directory)
+    if getattr(model, "generation_config", None) is not None:
+        model.generation_config.save_pretrained(directory)

@@ -1,0 +1,318 @@
+"""Checkpoints that other packages quantized, through transformers: repacked exactly, or running as they are."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from types import MethodType
+
+import pytest
+import torch
+from models import SHORT, build, prompt, require_native
+from safetensors.torch import load_file, save_file
+from torch import nn
+from transformers import AutoModelForCausalLM
+
+import hf_fastpath
+from hf_fastpath.quantization.linear import PackedLinear
+
+CPU = torch.device("cpu")
+AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
+
+
+@pytest.fixture(autouse=True)
+def native():
+    require_native(CPU)
+
+
+def small() -> nn.Module:
+    """A Llama whose projections have whole groups of 128."""
+    sizes = dict(hidden_size=256, num_attention_heads=4, num_key_value_heads=2, head_dim=64, intermediate_size=384)
+    return build("llama", **sizes)
+
+
+def load(directory: Path, **options) -> nn.Module:
+    return AutoModelForCausalLM.from_pretrained(directory, **options).eval()
+
+
+def projections(model: nn.Module) -> list[str]:
+    return [name for name, _ in model.named_modules() if name.endswith("_proj")]
+
+
+def in_groups(weight: torch.Tensor, bits: int, group: int | None, symmetric: bool):
+    """Numbers from 0 up [out, in], zeros and scales [out, groups], of float16 precision, and what they stand for."""
+    grouped = weight.float().view(len(weight), -1, group or weight.shape[1])
+    if symmetric:
+        scales = grouped.abs().amax(-1) / (2 ** (bits - 1) - 0.5)
+        zeros = torch.full_like(scales, 2 ** (bits - 1))
+    else:
+        low, high = grouped.amin(-1).clamp(max=0), grouped.amax(-1).clamp(min=0)
+        scales = (high - low) / (2**bits - 1)
+        zeros = (-low / scales).round()
+    scales = scales.half()
+    numbers = (grouped / scales.float()[..., None]).round() + zeros[..., None]
+    numbers = numbers.clamp(0, 2**bits - 1)
+    stands_for = (numbers - zeros[..., None]) * scales.float()[..., None]
+    return numbers.view_as(weight).long(), zeros.long(), scales, stands_for.view_as(weight)
+
+
+def assert_repacked(model: nn.Module, weights: dict[str, torch.Tensor], form: str) -> None:
+    """Patch, and compare with a model of ``weights``; then without the patch again."""
+    same = small().to(model.dtype)
+    for name, weight in weights.items():
+        same.get_submodule(name).weight = nn.Parameter(weight.to(model.dtype), requires_grad=False)
+    modules, hooks = dict(model.named_modules()), dict(model._forward_pre_hooks)
+    hf_fastpath.patch(model, quiet=True)
+    for name, weight in weights.items():
+        layer = model.get_submodule(name)
+        assert type(layer) is PackedLinear and layer.form.name == form
+        assert torch.equal(layer.packed.dequantize(), weight), name
+    ids = prompt(CPU)
+    expected = same.generate(ids, **SHORT)
+    assert torch.equal(model.generate(ids, **SHORT), expected)
+    found = hf_fastpath.report(model)
+    assert found.loop == "fast" and found.stats["fast_tokens"] == SHORT["max_new_tokens"]
+    hf_fastpath.unpatch(model)
+    assert dict(model.named_modules()) == modules and dict(model._forward_pre_hooks) == hooks
+    assert torch.equal(model.generate(ids, **SHORT), expected)
+
+
+# ---- compressed-tensors ------------------------------------------------------------------------------------
+
+
+def save_compressed(directory: Path, bits: int, group: int | None, symmetric: bool) -> dict[str, torch.Tensor]:
+    """Let the package write a checkpoint; what its weights stand for, by layer."""
+    quantization = pytest.importorskip("compressed_tensors.quantization", reason="compressed-tensors is not installed")
+    compressors = pytest.importorskip("compressed_tensors.compressors")
+    model, weights = small(), {}
+    how = quantization.QuantizationArgs(
+        num_bits=bits, symmetric=symmetric, strategy="group" if group else "channel", group_size=group
+    )
+    scheme = quantization.QuantizationScheme(targets=["Linear"], weights=how, format="pack-quantized")
+    config = quantization.QuantizationConfig(
+        config_groups={"all": scheme}, ignore=["lm_head"], format="pack-quantized", quantization_status="compressed"
+    )
+    quantization.apply_quantization_config(model, config)
+    for name in projections(model):
+        module = model.get_submodule(name)
+        _, zeros, scales, weights[name] = in_groups(module.weight.detach(), bits, group, symmetric)
+        module.weight_scale.data = scales.to(module.weight_scale.dtype)
+        if not symmetric:
+            module.weight_zero_point.data = (zeros - 2 ** (bits - 1)).to(module.weight_zero_point.dtype)
+    compressor = compressors.ModelCompressor(quantization_config=config)
+    compressor.compress_model(model)
+    model.save_pretrained(directory)
+    compressor.update_config(directory)
+    return weights
+
+
+@pytest.mark.parametrize(
+    ("bits", "group", "symmetric", "form"),
+    (
+        (4, 128, True, "int4"),
+        (4, 128, False, "int4"),
+        (4, 32, True, "int4_g32"),
+        (8, None, True, "int8"),
+        (8, 128, True, "int8"),
+    ),
+)
+def test_compressed_tensors(bits, group, symmetric, form, tmp_path):
+    weights = save_compressed(tmp_path, bits, group, symmetric)
+    try:
+        model = load(tmp_path)
+    except RuntimeError as error:
+        if symmetric:
+            raise
+        pytest.skip(f"transformers does not load what compressed-tensors wrote: {error}")
+    assert_repacked(model, weights, form)
+
+
+@pytest.mark.filterwarnings("ignore:hf_fastpath:UserWarning")
+def test_compressed_tensors_of_three_bits_keeps_running(tmp_path):
+    save_compressed(tmp_path, 3, 128, True)
+    ids = prompt(CPU)
+    expected, model = load(tmp_path).generate(ids, **SHORT), load(tmp_path)
+    hf_fastpath.patch(model, quiet=True)
+    assert not any(type(module) is PackedLinear for module in model.modules())
+    for _ in range(2):  # the first widens the package's layers
+        assert torch.equal(model.generate(ids, **SHORT), expected)
+    assert hf_fastpath.report(model).stats["fast_tokens"] == 0
+
+
+def test_compressed_tensors_after_a_call(tmp_path):
+    """The package has widened its layers then: stock code, with a reason."""
+    save_compressed(tmp_path, 4, 128, True)
+    model, ids = load(tmp_path), prompt(CPU)
+    expected = model.generate(ids, **SHORT)
+    with pytest.raises(hf_fastpath.UnsupportedModelError, match="patch before the first call"):
+        hf_fastpath.patch(model, quiet=True)
+    assert torch.equal(model.generate(ids, **SHORT), expected)
+
+
+# ---- torchao, bitsandbytes ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", ("int8", "int4", "int4 with zeros"))
+def test_torchao(kind, tmp_path):
+    library = pytest.importorskip("torchao.quantization", reason="torchao is not installed")
+    from transformers import TorchAoConfig
+
+    if kind == "int8":
+        how, form = library.Int8WeightOnlyConfig(), "int8"
+    elif kind == "int4":
+        how = library.IntxWeightOnlyConfig(weight_dtype=torch.int4, granularity=library.PerGroup(32))
+        form = "int4_g32"
+    else:
+        mapping = library.MappingType.ASYMMETRIC
+        granularity = library.PerGroup(128)
+        how = library.IntxWeightOnlyConfig(weight_dtype=torch.int4, granularity=granularity, mapping_type=mapping)
+        form = "int4"
+    small().save_pretrained(tmp_path)
+    model = load(tmp_path, quantization_config=TorchAoConfig(how), dtype=torch.bfloat16)
+    weights = {}
+    for name in projections(model):
+        weight = model.get_submodule(name).weight
+        weight.scale = weight.scale.bfloat16().to(weight.scale.dtype)  # some are float32, which float16 would round
+        zeros = weight.zero_point.float().repeat_interleave(weight.block_size[1], 1)
+        weights[name] = (weight.qdata.float() - zeros) * weight.scale.float().repeat_interleave(weight.block_size[1], 1)
+        assert (weight.dequantize().float() - weights[name]).abs().max() <= 2**-8 * weights[name].abs().max()
+    hf_fastpath.patch(model, quiet=True)
+    for name, weight in weights.items():
+        layer = model.get_submodule(name)
+        assert layer.form.name == form and torch.equal(layer.packed.dequantize(), weight)
+    assert hf_fastpath.report(model).loop == "fast"
+    model.generate(prompt(CPU), **SHORT)
+    assert hf_fastpath.report(model).stats["fallback_tokens"] == 0
+    hf_fastpath.unpatch(model)
+    assert all(type(model.get_submodule(name).weight).__module__.startswith("torchao") for name in weights)
+
+
+@pytest.mark.filterwarnings("ignore:hf_fastpath:UserWarning")
+def test_bitsandbytes_keeps_running(tmp_path):
+    """NF4's values come out of a table."""
+    pytest.importorskip("bitsandbytes", reason="bitsandbytes is not installed")
+    from transformers import BitsAndBytesConfig
+
+    small().save_pretrained(tmp_path)
+    model = load(tmp_path, quantization_config=BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4"))
+    ids = prompt(CPU)
+    expected = model.generate(ids, **SHORT)
+    hf_fastpath.patch(model, quiet=True)
+    assert hf_fastpath.report(model).loop == "quantized_format"
+    assert torch.equal(model.generate(ids, **SHORT), expected)
+    found = hf_fastpath.report(model).stats
+    assert found["fast_tokens"] == 0 and "quantized_format" in found["reasons"]
+
+
+# ---- GPTQ and AWQ, both loaded by gptqmodel ----------------------------------------------------------------
+
+
+def words(numbers: torch.Tensor, order=range(8)) -> torch.Tensor:
+    """int32 [..., n / 8] of numbers [..., n] of four bits."""
+    parts = numbers.view(*numbers.shape[:-1], -1, 8)
+    made = sum(parts[..., which] << (4 * place) for place, which in enumerate(order))
+    return torch.where(made >= 2**31, made - 2**32, made).to(torch.int32)
+
+
+def save_gptqmodel(directory: Path, method: str, desc_act: bool = False) -> dict[str, torch.Tensor]:
+    """A float16 checkpoint as the formats' descriptions say; what its weights stand for, by layer."""
+    pytest.importorskip("gptqmodel", reason="gptqmodel is not installed, which transformers loads GPTQ and AWQ with")
+    pytest.importorskip("optimum", reason="optimum is not installed, which transformers loads GPTQ with")
+    model = small().half()
+    model.save_pretrained(directory)
+    tensors, weights = load_file(directory / "model.safetensors"), {}
+    for name in projections(model):
+        numbers, zeros, scales, weights[name] = in_groups(tensors.pop(f"{name}.weight"), 4, 128, method == "gptq")
+        tensors[f"{name}.scales"] = scales.t().contiguous()
+        if method == "gptq":
+            groups = torch.arange(numbers.shape[1]) // 128
+            tensors[f"{name}.g_idx"] = (groups.flip(0) if desc_act else groups).int()
+            tensors[f"{name}.qweight"] = words(numbers).t().contiguous()
+            tensors[f"{name}.qzeros"] = words((zeros - 1).t().contiguous())
+        else:
+            tensors[f"{name}.qweight"] = words(numbers.t().contiguous(), AWQ_ORDER)
+            tensors[f"{name}.qzeros"] = words(zeros.t().contiguous(), AWQ_ORDER)
+    save_file(tensors, directory / "model.safetensors", {"format": "pt"})
+    config = json.loads((directory / "config.json").read_text())
+    how = dict(quant_method=method, bits=4, group_size=128, desc_act=desc_act)
+    how |= dict(sym=True, checkpoint_format="gptq") if method == "gptq" else dict(zero_point=True, version="gemm")
+    (directory / "config.json").write_text(json.dumps(config | {"quantization_config": how}))
+    return weights
+
+
+@pytest.mark.parametrize("method", ("gptq", "awq"))
+def test_gptqmodel(method, tmp_path):
+    weights = save_gptqmodel(tmp_path, method)
+    assert_repacked(load(tmp_path, device_map="cpu"), weights, "int4")
+
+
+@pytest.mark.filterwarnings("ignore:hf_fastpath:UserWarning")
+def test_activation_order_keeps_running(tmp_path):
+    save_gptqmodel(tmp_path, "gptq", desc_act=True)
+    model, ids = load(tmp_path, device_map="cpu"), prompt(CPU)
+    expected = model.generate(ids, **SHORT)
+    hf_fastpath.patch(model, quiet=True)
+    assert hf_fastpath.report(model).loop == "quantized_order"
+    assert torch.equal(model.generate(ids, **SHORT), expected)
+
+
+# ---- around them -------------------------------------------------------------------------------------------
+
+
+def test_repacked_weights_are_saved_and_loaded(tmp_path):
+    save_compressed(tmp_path / "theirs", 4, 128, True)
+    model = hf_fastpath.patch(load(tmp_path / "theirs"), keep_original=False, quiet=True)
+    assert not any(tensor.numel() for tensor in _left_of_originals(model))
+    with pytest.raises(ValueError, match="keep_original=False"):
+        hf_fastpath.unpatch(model)
+    with pytest.raises(ValueError, match="save_packed"):
+        model.save_pretrained(tmp_path / "no")
+    hf_fastpath.save_packed(model, tmp_path / "ours")
+    loaded = hf_fastpath.load_packed(tmp_path / "ours", quiet=True)
+    ids = prompt(CPU)
+    assert torch.equal(loaded(ids).logits, model(ids).logits)
+    assert torch.equal(loaded.generate(ids, **SHORT), model.generate(ids, **SHORT))
+    assert "quantization_config" not in loaded.config.to_dict()
+
+
+def _left_of_originals(model: nn.Module) -> list[torch.Tensor]:
+    originals = [each.original for each in vars(model)["_hf_fastpath"].replaced]
+    return [tensor for each in originals for tensor in (*each.parameters(), *each.buffers())]
+
+
+def test_quantizing_again_is_refused_and_leaves_it(tmp_path):
+    save_compressed(tmp_path, 4, 128, True)
+    model = load(tmp_path)
+    modules, hooks = dict(model.named_modules()), dict(model._forward_pre_hooks)
+    with pytest.raises(ValueError, match="leave weights= out"):
+        hf_fastpath.patch(model, weights="int8", quiet=True)
+    assert dict(model.named_modules()) == modules and dict(model._forward_pre_hooks) == hooks
+
+
+def test_one_layer_without_a_counterpart_leaves_all(tmp_path):
+    save_compressed(tmp_path, 4, 128, True)
+    model = load(tmp_path)
+    odd = model.model.layers[1].mlp.down_proj
+    odd.register_parameter("weight_g_idx", nn.Parameter(torch.zeros(384, dtype=torch.int32), requires_grad=False))
+    modules, hooks = dict(model.named_modules()), dict(model._forward_pre_hooks)
+    hf_fastpath.patch(model, quiet=True)
+    assert dict(model.named_modules()) == modules and dict(model._forward_pre_hooks) == hooks
+    assert hf_fastpath.report(model).loop in ("hooks", "quantized_order")
+
+
+@pytest.mark.filterwarnings("ignore:hf_fastpath:UserWarning")
+@pytest.mark.parametrize("what", ("hook", "forward"))
+def test_layers_that_somebody_else_has_changed_are_left(what, tmp_path):
+    save_compressed(tmp_path, 4, 128, True)
+    model, seen = load(tmp_path), []
+    layer = model.model.layers[0].mlp.up_proj
+    if what == "hook":
+        layer.register_forward_hook(lambda module, inputs, output: seen.append(1))
+    else:
+        theirs = layer.forward
+        layer.forward = MethodType(lambda self, x: seen.append(1) or theirs(x), layer)
+    modules = dict(model.named_modules())
+    hf_fastpath.patch(model, quiet=True)
+    assert dict(model.named_modules()) == modules and hf_fastpath.report(model).loop != "fast"
+    model.generate(prompt(CPU), **SHORT)
+    assert seen

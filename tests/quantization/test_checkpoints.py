@@ -1,0 +1,274 @@
+"""Layouts of other packages' layers, made by their description: the same weights come out, or a reason."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import nn
+
+from hf_fastpath.errors import NoCounterpart
+from hf_fastpath.ops.packed_gemv import SPEC
+from hf_fastpath.quantization.checkpoints import FAMILIES, family_of
+from hf_fastpath.quantization.linear import PackedLinear, joined
+from hf_fastpath.quantization.repacking import repacked
+from hf_fastpath.reasons import REASONS
+
+ROWS, COLUMNS = 24, 256
+AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
+
+
+def of_package(package: str, name: str, base: type = nn.Module) -> type:
+    """An empty class as if it were of a package."""
+    return type(name, (base,), {"__module__": f"{package}.somewhere"})
+
+
+def words(numbers: list[int], bits: int, order=None) -> list[int]:
+    """int32 words of ``numbers``: the first in the lowest bits, or by ``order`` the one that each place holds."""
+    count, found = 32 // bits, []
+    for start in range(0, len(numbers), count):
+        word = 0
+        for place in range(count):
+            which = place if order is None else order[place]
+            word |= numbers[start + which] << (bits * place)
+        found.append(word - (1 << 32) if word >= 1 << 31 else word)
+    return found
+
+
+def packed_rows(matrix: torch.Tensor, bits: int, order=None) -> torch.Tensor:
+    return torch.tensor([words(row, bits, order) for row in matrix.tolist()], dtype=torch.int32)
+
+
+class Case:
+    """Numbers from 0 up [out, in], zeros and scales [out, groups], and the weight they stand for."""
+
+    def __init__(self, bits=4, group=128, symmetric=False, rows=ROWS, columns=COLUMNS, dtype=torch.float16):
+        self.bits, self.group = bits, columns if group == -1 else group
+        shape = rows, -(-columns // self.group)
+        self.numbers = torch.randint(0, 1 << bits, (rows, columns))
+        half = torch.full(shape, 1 << (bits - 1))
+        self.zeros = half if symmetric else torch.randint(0, 1 << bits, shape)
+        self.scales = (torch.rand(shape) * 0.02 + 0.001).to(dtype)
+        steps = self.numbers - self.zeros.repeat_interleave(self.group, 1)[:, :columns]
+        self.weight = steps * self.scales.float().repeat_interleave(self.group, 1)[:, :columns]
+
+
+def gptq(case: Case, version: int = 2, cls: str = "TorchLinear") -> nn.Module:
+    """qweight [in / per word, out], qzeros [groups, out / per word], g_idx [in]; version 1 holds zeros less one."""
+    made = of_package("gptqmodel", cls)()
+    made.in_features, made.out_features = case.numbers.shape[1], case.numbers.shape[0]
+    made.bits, made.group_size, made.bias = case.bits, case.group, None
+    made.register_buffer("qweight", packed_rows(case.numbers, case.bits).t().contiguous())
+    zeros = case.zeros if version == 2 else case.zeros - 1
+    made.register_buffer("qzeros", packed_rows(zeros.t(), case.bits))
+    made.register_buffer("scales", case.scales.t().contiguous())
+    made.register_buffer("g_idx", (torch.arange(made.in_features) // case.group).int())
+    made.qzero_format = lambda: version
+    return made
+
+
+def awq(case: Case) -> nn.Module:
+    """qweight [in, out / 8], qzeros [groups, out / 8], both in AWQ's order."""
+    made = of_package("gptqmodel", "AwqTorchLinear")()
+    made.in_features, made.out_features = case.numbers.shape[1], case.numbers.shape[0]
+    made.bits, made.group_size, made.bias = 4, case.group, None
+    made.register_buffer("qweight", packed_rows(case.numbers.t(), 4, AWQ_ORDER))
+    made.register_buffer("qzeros", packed_rows(case.zeros.t(), 4, AWQ_ORDER))
+    made.register_buffer("scales", case.scales.t().contiguous())
+    return made
+
+
+def compressed(case: Case, symmetric: bool = False, strategy: str = "group", packed_zeros: bool = True) -> nn.Module:
+    """weight_packed [out, in / per word], weight_scale [out, groups], zeros packed along out; all count from -8."""
+    made = nn.Linear(1, 1, bias=False)
+    del made.weight
+    weights = SimpleNamespace(
+        num_bits=case.bits, symmetric=symmetric, strategy=strategy, group_size=case.group, type="int", actorder=None
+    )
+    made.quantization_scheme = of_package("compressed_tensors", "QuantizationScheme", SimpleNamespace)(
+        weights=weights, input_activations=None, output_activations=None
+    )
+
+    def hold(name, tensor):
+        made.register_parameter(name, nn.Parameter(tensor, requires_grad=False))
+
+    hold("weight_packed", packed_rows(case.numbers, case.bits))
+    hold("weight_scale", case.scales)
+    hold("weight_shape", torch.tensor(case.numbers.shape))
+    if not symmetric and packed_zeros:
+        hold("weight_zero_point", packed_rows(case.zeros.t(), case.bits).t().contiguous())
+    elif not symmetric:
+        hold("weight_zero_point", (case.zeros - (1 << (case.bits - 1))).to(torch.int8))
+    return made
+
+
+class _QData(torch.Tensor):
+    """Stands for torchao's tensors, whose parts are attributes."""
+
+
+def torchao(case: Case, cls: str = "IntxUnpackedToInt8Tensor") -> nn.Module:
+    made = nn.Linear(1, 1, bias=False)
+    half = 1 << (case.bits - 1)
+    weight = torch.zeros(case.numbers.shape).as_subclass(of_package("torchao", cls, _QData))
+    weight.qdata = (case.numbers - half).to(torch.int8)
+    weight.scale, weight.zero_point = case.scales, (case.zeros - half).to(torch.int8)
+    weight.block_size, weight.target_dtype = (1, case.group), {8: torch.int8, 4: torch.int4}[case.bits]
+    made._parameters["weight"] = weight
+    return made
+
+
+def read(module: nn.Module):
+    return family_of(module).read(module)
+
+
+@pytest.mark.parametrize(
+    ("make", "case", "form"),
+    (
+        (gptq, dict(), "int4"),
+        (gptq, dict(symmetric=True), "int4"),
+        (gptq, dict(symmetric=True, group=32), "int4_g32"),
+        (gptq, dict(symmetric=True, group=64), "int4_g32"),
+        (gptq, dict(group=256), "int4"),
+        (gptq, dict(group=-1, columns=200), "int4"),
+        (gptq, dict(bits=2, rows=32), "int4"),
+        (gptq, dict(bits=8, symmetric=True), "int8"),
+        (lambda case: gptq(case, version=1), dict(symmetric=True), "int4"),
+        (awq, dict(), "int4"),
+        (compressed, dict(), "int4"),
+        (compressed, dict(dtype=torch.bfloat16), "int4"),
+        (lambda case: compressed(case, packed_zeros=False), dict(), "int4"),
+        (lambda case: compressed(case, symmetric=True), dict(symmetric=True), "int4"),
+        (lambda case: compressed(case, symmetric=True), dict(symmetric=True, group=32, columns=352), "int4_g32"),
+        (lambda case: compressed(case, symmetric=True), dict(symmetric=True, bits=8), "int8"),
+        (lambda case: compressed(case, True, "channel"), dict(symmetric=True, bits=8, group=-1, columns=200), "int8"),
+        (torchao, dict(), "int4"),
+        (torchao, dict(symmetric=True, group=32), "int4_g32"),
+        (lambda case: torchao(case, "Int8Tensor"), dict(symmetric=True, bits=8, group=-1), "int8"),
+    ),
+)
+def test_the_same_weights_come_out(make, case, form):
+    case = Case(**case)
+    (packed,) = repacked([read(make(case))])
+    assert packed.form.name == form and packed.in_features == case.numbers.shape[1]
+    assert torch.equal(packed.dequantize(), case.weight)  # float16's and bfloat16's scales are held exactly
+
+
+def test_float32_scales_are_rounded_to_float16():
+    case = Case(dtype=torch.float32)
+    (packed,) = repacked([read(compressed(case))])
+    error = (packed.dequantize() - case.weight).abs()
+    assert bool((error <= case.weight.abs() * 2.0**-11).all()) and bool(error.any())
+
+
+def test_weights_of_one_input_lie_behind_each_other():
+    cases = [Case(rows=rows, dtype=torch.bfloat16) for rows in (16, 8, 24)]
+    cases[1].scales *= 64  # one multiplier has to serve all
+    layers = [PackedLinear(weight, None) for weight in repacked([read(awq(case)) for case in cases])]
+    assert joined(layers) is not None and joined(layers)[0].shape[0] == 48
+    mixed = repacked([read(compressed(Case(group=128))), read(compressed(Case(group=32, symmetric=True), True))])
+    assert [each.form.name for each in mixed] == ["int4", "int4_g32"]
+
+
+def act_order(case):
+    made = gptq(case)
+    made.g_idx = made.g_idx.flip(0)
+    return made
+
+
+def grouped_activations(case):
+    made = compressed(case)
+    made.register_parameter("weight_g_idx", nn.Parameter(torch.zeros(COLUMNS), requires_grad=False))
+    return made
+
+
+def quantized_activations(case):
+    made = compressed(case)
+    made.quantization_scheme.input_activations = SimpleNamespace(num_bits=8)
+    return made
+
+
+def float_quants(case):
+    made = compressed(case)
+    made.quantization_scheme.weights.type = "float"
+    return made
+
+
+def called(case):
+    made = gptq(case)
+    made.linear_mode = "inference"
+    return made
+
+
+def with_adapter(case):
+    made = gptq(case)
+    made.adapter = object()
+    return made
+
+
+def activations_of_torchao(case):
+    made = torchao(case)
+    made.weight.activation_quantization = "int8_asym_per_token"
+    return made
+
+
+def codebook(case):
+    return of_package("bitsandbytes", "Linear4bit", nn.Linear)(8, 8)
+
+
+def zero_of_sixteen(case):
+    case.zeros[:] = 16
+    return gptq(case, version=1)
+
+
+@pytest.mark.parametrize(
+    ("make", "case", "reason"),
+    (
+        (act_order, dict(), "quantized_order"),
+        (grouped_activations, dict(), "quantized_order"),
+        (called, dict(), "quantized_in_use"),
+        (quantized_activations, dict(), "quantized_format"),
+        (float_quants, dict(), "quantized_format"),
+        (with_adapter, dict(), "quantized_format"),
+        (activations_of_torchao, dict(), "quantized_format"),
+        (codebook, dict(), "quantized_format"),
+        (zero_of_sixteen, dict(), "quantized_format"),
+        (gptq, dict(group=32), "quantized_format"),  # zero points for 32 weights
+        (gptq, dict(group=16, symmetric=True), "quantized_format"),
+        (compressed, dict(bits=8, group=64), "quantized_format"),
+        (torchao, dict(bits=8, group=128), "quantized_format"),  # zero points that take steps out of 8 bits
+    ),
+)
+def test_what_has_no_counterpart_says_why(make, case, reason):
+    with pytest.raises(NoCounterpart) as found:
+        repacked([read(make(Case(**case)))])
+    assert str(found.value) == reason and reason in REASONS
+
+
+def test_scales_that_are_not_finite_are_refused():
+    case = Case()
+    case.scales[3, 1] = float("inf")
+    with pytest.raises(NoCounterpart, match="quantized_format"):
+        repacked([read(awq(case))])
+
+
+def test_only_the_classes_that_are_known():
+    """ExLlama's layers have tensors of the same names and shapes, in another order."""
+    assert family_of(gptq(Case(), cls="ExllamaV2Linear")) is None
+    assert family_of(nn.Linear(4, 4)) is None
+    made = gptq(Case())
+    type(made).__module__ = "elsewhere"
+    assert family_of(made) is None
+    assert len({family.name for family in FAMILIES}) == len(FAMILIES)
+
+
+def test_products_take_minus_128(device):
+    """The quantizer never makes it; checkpoints do."""
+    case = Case(bits=8, symmetric=True, rows=40, columns=384)
+    case.numbers[:, ::3] = 0
+    case.scales = torch.ones_like(case.scales)
+    (packed,) = repacked([read(compressed(case, symmetric=True))])
+    layer = PackedLinear(packed, None).to(device)
+    x = torch.randint(-4, 5, (3, 384)).float()
+    expected = x @ (case.numbers - 128).float().t()
+    assert torch.equal(SPEC(x.to(device), *layer.op_weight()).cpu(), expected)
