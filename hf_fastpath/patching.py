@@ -160,7 +160,7 @@ def patch(
         model: a transformers causal LM on the CPU or a CUDA device.
         kv_dtype: storage type of the KV cache: ``"auto"`` (the model's own), float32, float16 or bfloat16.
         weights: None for the model's own, or a format to quantize the decoder layers' weights to, layer by layer:
-            ``"int8"``, ``"fp8"``, ``"int4"`` or ``"int4_g32"`` (see ``quantization.FORMATS``). CPU only.
+            ``"int8"``, ``"fp8"``, ``"int4"`` or ``"int4_g32"`` (see ``quantization.FORMATS``).
         lm_head: with ``weights``, the head: ``"fp16"`` leaves it as it is, ``"int8"`` quantizes it.
         keep_original: with ``weights``, keep the model's own in host memory for ``unpatch()``; False frees them.
         ops: ``"all"``, or names out of ``norm``, ``mlp``, ``attention``, ``layer``, ``loop``.

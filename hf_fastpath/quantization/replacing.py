@@ -15,6 +15,7 @@ from ..compat import Conv1D
 from ..decode.modules import PLAIN_TENSORS
 from ..decode.parts import MoEPart
 from ..decode.structure import LayerPart, ModelPart
+from ..ops.packed_gemv import SPEC
 from ..options import HEADS, Options
 from ..progress import announced
 from ..reasons import REASONS
@@ -69,8 +70,12 @@ def quantize_as_asked(
             "unquantized ones"
         )
     devices = sorted({parameter.device.type for parameter in model.parameters()})
-    if devices != ["cpu"] or not loader.is_native("cpu"):
-        raise ValueError(f"{wanted} has kernels for the CPU alone, this model is on {', '.join(devices)}")
+    missing = [device for device in devices if device not in SPEC.native or not loader.is_native(device)]
+    if missing:
+        raise ValueError(
+            f"{wanted} has no kernels for {' and '.join(missing)}, where weights of the model are: move it, or see "
+            "`python -m hf_fastpath info` for why there are none"
+        )
     why = "class_not_supported" if part is None else part.reason()
     if part is None or why is not None:
         raise ValueError(f"{wanted} takes a model that decodes fast as a whole; this one: {why} ({REASONS[why]})")

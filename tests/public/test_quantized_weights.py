@@ -23,9 +23,10 @@ FAMILIES = ("gpt2", "llama", "mistral", "phi3", "qwen2", "qwen3", "gemma2", "mix
 
 
 @pytest.fixture(autouse=True)
-def native():
-    if not hf_fastpath.loader.is_native("cpu"):
-        pytest.skip("no native CPU library")
+def native(request):
+    kind = request.node.callspec.params.get("device", "cpu") if hasattr(request.node, "callspec") else "cpu"
+    if not hf_fastpath.loader.is_native(kind):
+        pytest.skip(f"no native library for {kind}")
 
 
 def prompt(batch: int = 2, length: int = 9) -> torch.Tensor:
@@ -48,11 +49,11 @@ def with_dequantized(stock: nn.Module, patched: nn.Module) -> nn.Module:
 
 @over_formats
 @pytest.mark.parametrize("family", FAMILIES)
-def test_decodes_as_the_dequantized_model(family, form):
-    stock = build(family)
+def test_decodes_as_the_dequantized_model(device, family, form):
+    stock = build(family).to(device)
     ours = hf_fastpath.patch(copy.deepcopy(stock), weights=form, quiet=True)
     same = with_dequantized(stock, ours)
-    ids = prompt()
+    ids = prompt().to(device)
     want = same.generate(ids, **SHORT)
     assert torch.equal(ours.generate(ids, **SHORT), want)
     found = hf_fastpath.report(ours).stats
@@ -63,16 +64,16 @@ def test_decodes_as_the_dequantized_model(family, form):
 
 @over_formats
 @pytest.mark.parametrize("dtype", (torch.float16, torch.bfloat16))
-def test_half_precision_within_stocks_error(form, dtype):
+def test_half_precision_within_stocks_error(device, form, dtype):
     """Mean error of a token's logits, against float64 with the same quants, beside stock's with them."""
-    stock = build("llama").to(dtype)
+    stock = build("llama").to(device, dtype)
     ours = hf_fastpath.patch(copy.deepcopy(stock), weights=form, quiet=True)
     same = with_dequantized(stock, ours)
     exact = with_dequantized(stock, ours).double()
     for name, packed in packed_in(ours).items():
         exact.get_submodule(name).weight = nn.Parameter(packed.packed.dequantize(torch.float64))
     errors = []
-    for ids in (prompt(1), prompt(3)):
+    for ids in (prompt(1).to(device), prompt(3).to(device)):
         for model in (ours, same):
             out = model.generate(
                 ids, max_new_tokens=2, do_sample=False, output_logits=True, return_dict_in_generate=True
@@ -84,8 +85,8 @@ def test_half_precision_within_stocks_error(form, dtype):
 
 @over_formats
 @pytest.mark.parametrize("family", ("gpt2", "mistral", "mixtral"))
-def test_unpatch_restores_bit_for_bit(family, form):
-    model = build(family)
+def test_unpatch_restores_bit_for_bit(device, family, form):
+    model = build(family).to(device)
     modules, before = dict(model.named_modules()), {name: tensor.clone() for name, tensor in model.state_dict().items()}
     parameters = dict(model.named_parameters())
     hf_fastpath.patch(model, weights=form, lm_head="int8", quiet=True)
