@@ -6,6 +6,7 @@
 #include <torch/csrc/stable/ops.h>
 #include <torch/csrc/stable/tensor.h>
 
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -28,6 +29,31 @@ inline DType dtype_of(const Tensor& tensor, const char* op) {
       STD_TORCH_CHECK(false, "hf_fastpath::", op,
                       ": dtype is not float32, float16 or bfloat16: cast the inputs");
   }
+}
+
+// Of a KV cache.
+inline KvType kv_type_of(const Tensor& cache, const char* op) {
+  switch (cache.scalar_type()) {
+    case ScalarType::Char:
+      return KvType::kInt8;
+    case ScalarType::Float8_e4m3fn:
+      return KvType::kFloat8;
+    default:
+      return kv_type(dtype_of(cache, op));
+  }
+}
+
+// Refuses scales that are not those of a cache of this type.
+inline void check_kv_scales(const Tensor& cache, const std::optional<Tensor>& scales, KvType type,
+                            const char* op, const char* name) {
+  STD_TORCH_CHECK(scales.has_value() == is_quantized(type), "hf_fastpath::", op, ": ", name,
+                  " go with int8 and float8_e4m3fn caches, and with these only");
+  if (!scales) return;
+  STD_TORCH_CHECK(scales->scalar_type() == ScalarType::BFloat16 && scales->is_contiguous() &&
+                      scales->dim() == 3 && scales->size(0) == cache.size(0) &&
+                      scales->size(1) == cache.size(1) && scales->size(2) == cache.size(2),
+                  "hf_fastpath::", op, ": ", name,
+                  " has to be contiguous bfloat16 [batch, kv_heads, capacity]");
 }
 
 inline Activation activation_of(const std::string& name, const char* op) {

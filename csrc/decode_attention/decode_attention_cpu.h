@@ -9,11 +9,13 @@ constexpr int64_t kMaxQueryLen = 16;
 
 // A chunk of the cache of one KV head, and where its partial result goes.
 struct AttentionChunk {
-  DType kv_dtype;
+  KvType kv_type;
   int64_t head_dim;  // a multiple of 8
   int64_t capacity;  // slots; position j lies in slot j % capacity
   const void* k;     // [capacity, head_dim] of this batch row and KV head
   const void* v;
+  const uint16_t* k_scales;  // bfloat16 [capacity] of quantized caches, else null
+  const uint16_t* v_scales;
   int64_t begin, end;   // positions of the chunk
   int64_t query_len;    // tokens
   int64_t group;        // query heads that share the KV head
