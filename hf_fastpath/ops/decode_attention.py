@@ -232,7 +232,7 @@ def samples(device: torch.device, dtype: torch.dtype):
         held = slot_positions(lens, capacity)
         for cache in caches:  # whatever was never written must not matter
             cache[(held < 0)[:, None, :, None].expand(shape)] = float("nan")
-        scales: tuple[torch.Tensor | None, ...] = (None, None)
+        scales = (None, None)
         if is_quantized(kv or dtype):
             caches, scales = zip(*(quantized(cache, kv) for cache in caches))
         caches = [cache.to(kv or dtype) for cache in caches]

@@ -217,7 +217,7 @@ def samples(device: torch.device, dtype: torch.dtype):
             angle = torch.rand(batch, query_len, rotary_dim // 2, device=device).repeat(1, 1, 2) * 6.28
             cos, sin = angle.cos().to(dtype), angle.sin().to(dtype)
         caches = [torch.randn(batch, kv_heads, 9, head_dim, device=device) for _ in range(2)]
-        scales: list[torch.Tensor | None] = [None, None]
+        scales = [None, None]
         for place, cache in enumerate(caches):
             if is_quantized(kv or dtype):
                 caches[place], scales[place] = quantized(cache, kv)

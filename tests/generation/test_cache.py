@@ -13,7 +13,7 @@ from transformers import Cache, DynamicCache
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
 from hf_fastpath import FastpathCache
-from hf_fastpath.cache import RING_SLACK
+from hf_fastpath.cache_layer import RING_SLACK
 
 HEADS, HEAD_DIM = 2, 8
 KINDS = {"full": DynamicLayer, "sliding": lambda: DynamicSlidingWindowLayer(sliding_window=WINDOW)}
@@ -247,8 +247,8 @@ def test_kv_dtype_rounds_what_is_stored(kinds, kv_dtype, device):
 
 
 def test_refuses_unknown_kv_dtype():
-    with pytest.raises(ValueError, match="kv_dtype is torch.int8"):
-        FastpathCache(kv_dtype=torch.int8)
+    with pytest.raises(ValueError, match="kv_dtype is torch.int16"):
+        FastpathCache(kv_dtype=torch.int16)
 
 
 def test_refuses_gradients_clearly(device):
