@@ -336,6 +336,17 @@ class FastpathLayer(CacheLayerMixin):
     def batch_select_indices(self, indices: torch.Tensor) -> None:
         self._map_batch(lambda states: states[indices, ...])
 
+    def __getstate__(self) -> dict:
+        """Quants as bytes: PyTorch pickles no float8."""
+        state = vars(self).copy()
+        if self.is_quantized:
+            state |= {name: (state[name].view(torch.uint8), state[name].dtype) for name in BUFFERS[:2]}
+        return state
+
+    def __setstate__(self, state: dict) -> None:
+        pairs = {name: value for name, value in state.items() if isinstance(value, tuple)}
+        vars(self).update(state | {name: quants.view(dtype) for name, (quants, dtype) in pairs.items()})
+
     def offload(self) -> None:
         raise NotImplementedError("FastpathCache does not offload: pass cache_implementation='offloaded' to generate()")
 
