@@ -20,6 +20,10 @@ constexpr int64_t element_size(KvType type) {
   return is_quantized(type) ? 1 : type == KvType::kFloat32 ? 4 : 2;
 }
 
+// Columns of a kv_table: address of K, address of V, capacity; of quantized caches the addresses of the
+// scales of K and V follow.
+constexpr int64_t kTableColumns = 3, kQuantizedTableColumns = 5;
+
 // Of the quants; see hf_fastpath/ops/kv_cache.py.
 constexpr float kLargestInt8 = 127.0f, kLargestFloat8 = 448.0f;
 

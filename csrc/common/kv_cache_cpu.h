@@ -6,9 +6,6 @@
 
 namespace hf_fastpath {
 
-// Of a kv_table row: address of K, address of V, capacity; of quantized caches also addresses of the scales.
-constexpr int64_t kTableColumns = 3, kQuantizedTableColumns = 5;
-
 struct KvCache {
   KvType type;
   void* k;  // [batch, num_kv_heads, capacity, head_dim]
@@ -45,11 +42,7 @@ inline KvCache load_kv_cache(const Tensor& k_cache, const Tensor& v_cache,
                 k_cache.size(2),
                 k_cache.size(3)};
   if (kv_table.has_value()) {
-    const int64_t columns = is_quantized(type) ? kQuantizedTableColumns : kTableColumns;
-    STD_TORCH_CHECK(kv_table->scalar_type() == ScalarType::Long && kv_table->dim() == 2 &&
-                        kv_table->size(1) == columns && layer >= 0 && layer < kv_table->size(0),
-                    "hf_fastpath::", op, ": kv_table has to be int64 [layers, ", columns,
-                    "] with layer inside, layer is ", layer);
+    check_kv_table(kv_table, layer, type, op);
     const auto* row = static_cast<const int64_t*>(kv_table->const_data_ptr()) + layer * kv_table->stride(0);
     const int64_t step = kv_table->stride(1);
     cache.k = reinterpret_cast<void*>(row[0]);

@@ -56,6 +56,16 @@ inline void check_kv_scales(const Tensor& cache, const std::optional<Tensor>& sc
                   " has to be contiguous bfloat16 [batch, kv_heads, capacity]");
 }
 
+// Refuses a kv_table that is not one of caches of this type, or has no such row.
+inline void check_kv_table(const std::optional<Tensor>& table, int64_t layer, KvType type, const char* op) {
+  if (!table) return;
+  const int64_t columns = is_quantized(type) ? kQuantizedTableColumns : kTableColumns;
+  STD_TORCH_CHECK(table->scalar_type() == ScalarType::Long && table->dim() == 2 &&
+                      table->size(1) == columns && layer >= 0 && layer < table->size(0),
+                  "hf_fastpath::", op, ": kv_table has to be int64 [layers, ", columns,
+                  "] with layer inside, layer is ", layer);
+}
+
 inline Activation activation_of(const std::string& name, const char* op) {
   if (name == "none") return Activation::kNone;
   if (name == "relu") return Activation::kRelu;
