@@ -357,7 +357,17 @@ void run_block(const AttentionChunk& chunk, const BlockRows<Kv>& k, const BlockR
                const BlockScales& k_scales, const BlockScales& v_scales, int64_t count, bool adjacent,
                int64_t position) {
   const int64_t dim = chunk.head_dim, queries = chunk.query_len * chunk.group;
-  score_block<Vector>(k, count, chunk.q, queries, dim, chunk.scratch, v);
+  constexpr bool kMayStep = Vector::kWidth == 16 && std::is_same_v<Kv, I8>;
+  const bool in_steps = kMayStep && chunk.q_steps != nullptr;
+  const auto plain = [](const BlockRows<Kv>& rows) {
+    return Int8Rows{reinterpret_cast<const int8_t*>(rows.base), rows.apart, rows.step};
+  };
+  if (in_steps) {
+    score_block_avx512_vnni(plain(k), count, chunk.q_steps, chunk.q_units, queries, dim, chunk.scratch,
+                            plain(v));
+  } else {
+    score_block<Vector>(k, count, chunk.q, queries, dim, chunk.scratch, v);
+  }
   if constexpr (kIsQuantized<Kv>) {
     alignas(64) float of_scores[kBlockPositions], of_weights[kBlockPositions];
     load_scales<Vector, Kv>(k_scales, count, of_scores);
@@ -368,6 +378,10 @@ void run_block(const AttentionChunk& chunk, const BlockRows<Kv>& k, const BlockR
   }
   // The rows behind this block: the next one's, or those of the next chunk, or at worst a few of no use.
   const BlockRows<Kv> ahead{k.base + count / kStreams * k.step, k.apart, k.step};
+  if (in_steps &&
+      value_block_avx512_vnni(plain(v), count, chunk.scratch, queries, dim, chunk.sums, plain(ahead))) {
+    return;
+  }
   value_block<Vector>(v, count, chunk.scratch, queries, dim, chunk.sums, ahead);
 }
 

@@ -93,6 +93,35 @@ constexpr int64_t kMinChunkPositions = 256, kMaxChunkPositions = 2048, kTargetCh
 // Partial results worth another thread in the merge.
 constexpr int64_t kMergeFloatsPerPart = 64 * 1024;
 
+// Below this many positions a query is not worth its steps.
+constexpr int64_t kMinStepPositions = 64;
+
+bool use_avx512_vnni() {
+  static const bool has =
+      use_avx512() && isa_limit() == IsaLimit::kNone && __builtin_cpu_supports("avx512vnni");
+  return has;
+}
+
+// Queries [rows, head_dim] in 16-bit steps, and the size of each one's. False if one is not finite.
+bool queries_in_steps(const float* q, int64_t rows, int64_t head_dim, int16_t* steps, float* units) {
+  constexpr float kMostSteps = 32767.0f, kRounding = 0x1.8p23f;  // adding it rounds to an integer
+  for (int64_t r = 0; r < rows; ++r, q += head_dim, steps += head_dim) {
+    float largest = 0.0f, sum = 0.0f;
+    for (int64_t d = 0; d < head_dim; ++d) {
+      const float magnitude = std::fabs(q[d]);
+      largest = magnitude > largest ? magnitude : largest;
+      sum += magnitude;
+    }
+    if (!(sum <= std::numeric_limits<float>::max())) return false;
+    units[r] = largest / kMostSteps;
+    const float inverse = units[r] > std::numeric_limits<float>::min() ? 1.0f / units[r] : 0.0f;
+    for (int64_t d = 0; d < head_dim; ++d) {
+      steps[d] = static_cast<int16_t>(float_to_bits(q[d] * inverse + kRounding) - float_to_bits(kRounding));
+    }
+  }
+  return true;
+}
+
 // The visible cache of one batch row, the union over its tokens.
 struct VisibleRange {
   int64_t begin, end, first_query, chunks, first_chunk;
@@ -164,11 +193,18 @@ Tensor decode_attention_cpu(const Tensor& q, const Tensor& k_cache, const Tensor
   const int64_t q_floats = batch * query_len * num_heads * dim;
   const int64_t sums_floats = items * queries * dim, stat_floats = round_up(items * queries, 16);
   const int64_t score_floats = attention_scratch_floats(queries);
-  float* packed = scratch(round_up(q_floats, 16) + sums_floats + 2 * stat_floats + parts * score_floats);
+  const bool may_step = use_avx512_vnni() && cache.type == KvType::kInt8 && dtype != DType::kFloat32 &&
+                        dim % 32 == 0 && positions >= kMinStepPositions * batch;
+  const int64_t q_rows = batch * query_len * num_heads;
+  const int64_t step_floats = may_step ? round_up(q_floats / 2, 16) + q_rows : 0;
+  float* packed =
+      scratch(round_up(q_floats, 16) + sums_floats + 2 * stat_floats + parts * score_floats + step_floats);
   float* sums = packed + round_up(q_floats, 16);
   float* maxima = sums + sums_floats;
   float* weights = maxima + stat_floats;
   float* scores = weights + stat_floats;
+  auto* const q_steps = reinterpret_cast<int16_t*>(scores + parts * score_floats);
+  float* const q_units = scores + parts * score_floats + round_up(q_floats / 2, 16);
   const Tensor input = hf_fastpath::contiguous(q);
   const void* q_data = input.const_data_ptr();
   const bool avx2 = use_avx2();
@@ -181,6 +217,8 @@ Tensor decode_attention_cpu(const Tensor& q, const Tensor& k_cache, const Tensor
       }
     }
   }
+
+  const bool in_steps = may_step && queries_in_steps(packed, q_rows, dim, q_steps, q_units);
 
   // Items in the order (row, KV head, chunk); a row's first item is heads * first_chunk.
   const auto widest = use_avx512() && dim % 16 == 0 ? attention_chunk_avx512 : attention_chunk_avx2;
@@ -210,6 +248,10 @@ Tensor decode_attention_cpu(const Tensor& q, const Tensor& k_cache, const Tensor
       chunk.query_len = query_len;
       chunk.group = group;
       chunk.q = packed + (b * heads + h) * queries * dim;
+      if (in_steps) {
+        chunk.q_steps = q_steps + (b * heads + h) * queries * dim;
+        chunk.q_units = q_units + (b * heads + h) * queries;
+      }
       chunk.first_query = range.first_query;
       chunk.window = window;
       chunk.scale = static_cast<float>(scale);

@@ -38,7 +38,8 @@ def quantized(states: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, t
     most = LARGEST_QUANT[dtype]
     wide = states if states.dtype == torch.float64 else states.float()
     largest = wide.abs().amax(-1)
-    step = (largest.float() / most).view(torch.int32)
+    # A tensor: on CUDA, PyTorch multiplies by a number's reciprocal, which is not always the quotient.
+    step = (largest.float() / largest.new_full((), most, dtype=torch.float32)).view(torch.int32)
     scales = torch.where(largest.isfinite(), ((step + 0xFFFF) & -0x10000).view(torch.float32), torch.nan)
     divisor = scales[..., None]
     quants = torch.where(divisor > 0, wide / divisor, 0).clamp(-most, most)
