@@ -87,8 +87,8 @@ struct CopiedTiles : WarpTiles<T, KV, kDims> {
 
 #if HF_FASTPATH_HOPPER
 // Tiles that come by bulk copies of one lane: rows lie as in the cache. Reads of K meet twice in a bank and
-// reads of V four times, which costs less than copies of 16 bytes: with those, memory gives four fifths of
-// its bandwidth.
+// reads of V four times (of quants, half as long, both four times), which costs less than copies of 16 bytes:
+// with those, memory gives four fifths of its bandwidth.
 template <class T, class KV, int kDims>
 struct BulkTiles : WarpTiles<T, KV, kDims> {
   uint32_t full;  // the warp's barriers, one a stage
