@@ -5,8 +5,9 @@
 Engines, on the same weights: ``stock`` (transformers as it is), ``static``
 (``cache_implementation="static"``, which transformers compiles by itself on CUDA), ``ours``
 (``hf_fastpath.patch``); ``ours-sampled`` is ``ours`` with temperature, top-k and top-p, ``ours-streamed``
-with a ``TextStreamer`` (batch 1). With ``--gguf`` also ``llama.cpp``: its ``llama-bench``, found on PATH, on a
-GGUF file of the same sizes, which ``benchmarks/gguf.py`` writes (batch 1, decode only).
+with a ``TextStreamer`` (batch 1), ``ours-int8-kv`` and ``ours-fp8-kv`` with a quantized KV cache. With
+``--gguf`` also ``llama.cpp``: its ``llama-bench``, found on PATH, on a GGUF file of the same sizes, which
+``benchmarks/gguf.py`` writes (batch 1, decode only).
 
 Method. All times are of ``model.generate()``, greedy unless named otherwise, with random prompts and no end
 token, so every length is exact. Prefill is the time of one call that makes one token. Decode is ``(t2 - t1) /
@@ -35,7 +36,7 @@ from pathlib import Path
 import measure
 import shapes
 import torch
-from engines import ENGINES, LLAMA_CPP, LlamaBench, copied_cache, engine, is_ours, random_cache
+from engines import ENGINES, KV_DTYPES, LLAMA_CPP, LlamaBench, copied_cache, engine, is_ours, random_cache
 from measure import DTYPE_NAMES, DTYPES, Spread
 from transformers import DynamicCache, PreTrainedModel
 
@@ -163,7 +164,7 @@ def _row(
     prefill, token = Spread.of(seen.prefill) if seen.prefill else None, Spread.of(seen.token)
     rounds = seen.bandwidth or [bandwidth] * len(seen.token)
     bandwidth = statistics.median(rounds)
-    kv = traffic.kv_bytes(model.config, work.mean_context, model.dtype, batch)
+    kv = traffic.kv_bytes(model.config, work.mean_context, KV_DTYPES.get(name, model.dtype), batch)
     moved = traffic.weight_bytes(model, batch) + kv
     return {
         "model": label,

@@ -43,7 +43,11 @@ ENGINES: dict[str, Callable[[], dict[str, Any]]] = {
     "ours": dict,
     "ours-sampled": lambda: {"do_sample": True, "temperature": 0.8, "top_k": 50, "top_p": 0.95},
     "ours-streamed": lambda: {"streamer": NumberStreamer()},
+    "ours-int8-kv": dict,
+    "ours-fp8-kv": dict,
 }
+#: engine -> storage type of its KV cache, where that is not the model's
+KV_DTYPES = {"ours-int8-kv": torch.int8, "ours-fp8-kv": torch.float8_e4m3fn}
 
 
 def is_ours(name: str) -> bool:
@@ -65,7 +69,9 @@ def random_cache(model: PreTrainedModel, batch: int, length: int) -> DynamicCach
 
 def copied_cache(name: str, cache: DynamicCache | None) -> DynamicCache | hf_fastpath.FastpathCache | None:
     """A copy of ``cache`` as the engine ``name`` takes it."""
-    return hf_fastpath.FastpathCache.from_dynamic(cache) if cache and is_ours(name) else copy.deepcopy(cache)
+    if cache and is_ours(name):
+        return hf_fastpath.FastpathCache.from_dynamic(cache, KV_DTYPES.get(name))
+    return copy.deepcopy(cache)
 
 
 Generate = Callable[[torch.Tensor, int, Any], torch.Tensor]
@@ -84,6 +90,8 @@ def engine(name: str, model: PreTrainedModel) -> Iterator[Generate]:
 
     def generate(prompt: torch.Tensor, new_tokens: int, cache: Any = None) -> torch.Tensor:
         options = {"do_sample": False, "eos_token_id": None, "pad_token_id": 0} | ENGINES[name]()
+        if cache is None and name in KV_DTYPES:
+            cache = hf_fastpath.FastpathCache(model.config, KV_DTYPES[name])
         if cache is not None:
             options["past_key_values"] = cache
         mask = torch.ones_like(prompt)

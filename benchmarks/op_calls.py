@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import torch
 
 from hf_fastpath.ops.decode_attention import workspace_bytes
+from hf_fastpath.ops.kv_cache import quantized
 from hf_fastpath.quantization.formats import FORMATS, padded
 from hf_fastpath.registry import Sample
 
@@ -184,14 +185,21 @@ def attention_call(
     length: int,
     query_len: int = 1,
     batch: int = 1,
+    kv: torch.dtype | None = None,
     **options,
 ) -> Call:
+    """``kv``: a quantized cache's dtype; PyTorch's attention then runs over what it stands for, dequantized in time."""
+
     def arguments(device: torch.device, dtype: torch.dtype) -> Sample:
         q = torch.randn(batch, query_len, heads, head_dim, device=device, dtype=dtype)
         caches = [torch.randn(batch, kv_heads, length, head_dim, device=device, dtype=dtype) for _ in range(2)]
+        scales = {}
+        if kv is not None:
+            (k, k_scales), (v, v_scales) = (quantized(cache, kv) for cache in caches)
+            caches, scales = [k, v], dict(k_scales=k_scales, v_scales=v_scales)
         lens = torch.full((batch,), length, device=device, dtype=torch.int32)
         workspace = _workspace(device, batch, query_len, heads, head_dim)
-        return Sample(q, *caches, lens, None, head_dim**-0.5, 0, **workspace)
+        return Sample(q, *caches, lens, None, head_dim**-0.5, 0, **workspace, **scales)
 
     return Call(name, arguments, **options)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import torch
 from op_calls import (
     Call,
     attention_call,
@@ -123,6 +124,17 @@ SHAPES: dict[str, list[Call]] = {
         attention_call("llama-3.2 4k", 32, 8, 64, 4096),
         attention_call("gpt2 1k", 12, 12, 64, 1024),
         attention_call("gemma-2b 16k", 8, 1, 256, 16384),
+        *(
+            attention_call(f"{name}, {kv_name} KV", *sizes, kv=kv)
+            for kv_name, kv in (("int8", torch.int8), ("fp8", torch.float8_e4m3fn))
+            for name, sizes in (
+                ("mistral 4k", (32, 8, 128, 4096)),
+                ("mistral 32k", (32, 8, 128, 32768)),
+                ("tinyllama 8k", (32, 4, 64, 8192)),
+                ("gpt2 1k", (12, 12, 64, 1024)),
+            )
+        ),
+        attention_call("tinyllama 8k", 32, 4, 64, 8192),
     ],
     "decode_layers": [
         step_call("mistral, 2 layers, 1k", 2, 4096, 32, 8, 128, 14336, 32000, dtypes=("fp16",)),

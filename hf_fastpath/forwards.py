@@ -14,7 +14,8 @@ import torch
 from torch import nn
 
 from . import loader, ops
-from .cache import FastpathCache, FastpathLayer
+from .cache import FastpathCache
+from .cache_layer import FastpathLayer
 from .compat import below_autograd, is_known_code, order_offloading, outputs_are_captured, prefetch_waits
 from .decode import composed, steps
 from .decode.modules import apply_dropout
@@ -154,8 +155,8 @@ class _OverCache:
     at: steps.Positions
 
     @property
-    def buffers(self) -> tuple[torch.Tensor, torch.Tensor]:
-        return self.layer.k_buffer, self.layer.v_buffer
+    def buffers(self) -> tuple[torch.Tensor, ...]:
+        return self.layer.buffers
 
 
 def _over_cache(

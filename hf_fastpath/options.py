@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from .cache import KV_DTYPES
+from .cache_layer import KV_DTYPES
 from .forwards import FORWARDS
 from .ops.gemv import MAX_ROWS
 from .quantization import FORMATS
@@ -48,10 +48,11 @@ class Options:
         Raises:
             ValueError: which argument, what it got, what is expected.
         """
-        by_name = {str(dtype).removeprefix("torch."): dtype for dtype in KV_DTYPES}
+        by_name = {str(dtype).removeprefix("torch."): dtype for dtype in KV_DTYPES} | {"fp8": torch.float8_e4m3fn}
         stored: Any = by_name.get(kv_dtype, kv_dtype) if isinstance(kv_dtype, str) else kv_dtype
         if stored != "auto" and stored not in KV_DTYPES:
-            raise ValueError(f"kv_dtype is {kv_dtype!r}, expected 'auto', torch.float32, float16 or bfloat16")
+            expected = "'auto', 'int8', 'fp8', torch.float32, float16 or bfloat16"
+            raise ValueError(f"kv_dtype is {kv_dtype!r}, expected {expected}")
         if weights is not None and weights not in FORMATS:
             raise ValueError(f"weights is {weights!r}, expected None or one of {', '.join(FORMATS)}")
         if lm_head not in HEADS or (weights is None and lm_head != HEADS[0]):

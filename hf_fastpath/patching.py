@@ -158,7 +158,8 @@ def patch(
 
     Args:
         model: a transformers causal LM on the CPU or a CUDA device.
-        kv_dtype: storage type of the KV cache: ``"auto"`` (the model's own), float32, float16 or bfloat16.
+        kv_dtype: storage type of the KV cache: ``"auto"`` (the model's own), float32, float16 or bfloat16; or
+            ``"int8"`` or ``"fp8"`` (e4m3) with a scale for every head and token.
         weights: None for the model's own, or a format to quantize the decoder layers' weights to, layer by layer:
             ``"int8"``, ``"fp8"``, ``"int4"`` or ``"int4_g32"`` (see ``quantization.FORMATS``).
         lm_head: with ``weights``, the head: ``"fp16"`` leaves it as it is, ``"int8"`` quantizes it.

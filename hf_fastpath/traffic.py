@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from .compat import layer_windows
+from .ops.kv_cache import SCALE_DTYPE, is_quantized
 from .quantization.linear import PackedLinear
 
 #: config entries that hold the features inside an MLP; without them there are four times the model's
@@ -52,6 +53,9 @@ def layer_widths(config: Any) -> tuple[int, int, int]:
 def kv_bytes(config: Any, context: float, dtype: torch.dtype, batch: int = 1) -> int:
     """Bytes of keys and values that a decode step reads when each sequence holds ``context`` positions.
 
+    Args:
+        dtype: of the cache; quantized ones have their scales read, too.
+
     Raises:
         ValueError: a layer is neither full nor sliding attention.
     """
@@ -60,4 +64,8 @@ def kv_bytes(config: Any, context: float, dtype: torch.dtype, batch: int = 1) ->
     if windows is None:
         raise ValueError(f"{type(config).__name__} has layers that are neither full nor sliding attention")
     positions = sum(context if window is None else min(context, window) for window in windows)
-    return int(2 * positions * layer_widths(config)[1] * dtype.itemsize * batch)
+    width, kv_width, _ = layer_widths(config)
+    row = kv_width * dtype.itemsize
+    if is_quantized(dtype):
+        row += kv_width * config.num_attention_heads // width * SCALE_DTYPE.itemsize
+    return int(2 * positions * row * batch)

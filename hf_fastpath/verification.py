@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from .cache import FastpathCache
-from .compat import DynamicCache, GenerationConfig, eager_experts
+from .compat import Cache, DynamicCache, GenerationConfig, eager_experts
 from .ops.gemv import MAX_ROWS
 from .patching import patch, paused, state_of, unpatch
 from .progress import announced
@@ -206,7 +206,8 @@ def decode_logits(
         model: a patched model (``fast=True``), or any.
         input_ids: [batch, seq_len].
         prefill: tokens that go in one pass first, at least 1.
-        fast: use the decode plan and a FastpathCache; else the model's forward and a DynamicCache.
+        fast: use the decode plan and a FastpathCache; else the model's forward and, unless the model was patched with
+            a ``kv_dtype``, a DynamicCache.
         prompt_mask: [batch, prefill] attention mask of left-padded prompts; None: no padding.
 
     Returns:
@@ -221,8 +222,7 @@ def decode_logits(
     if fast and (part is None or reason is not None):
         why = "" if reason is None else f" ({reason}: {REASONS[reason]})"
         raise ValueError(f"this {type(model).__name__} has no decode plan{why}: patch it and see report(model)")
-    made = DynamicCache(config=model.config)
-    cache = FastpathCache.from_dynamic(made, state.options.kv_dtype) if fast else made
+    cache = _cache_for(model, fast)
     mask = torch.ones_like(input_ids[:, :prefill]) if prompt_mask is None else prompt_mask
     mask = torch.cat((mask, torch.ones_like(input_ids[:, prefill:])), dim=1)
     positions = _positions(mask)
@@ -245,19 +245,26 @@ def decode_logits(
     return torch.stack(rows, dim=1)
 
 
+def _cache_for(model: nn.Module, fast: bool) -> Cache:
+    """An empty cache. What a patched model rounds keys and values to, the stock computation beside it does, too."""
+    made, state = DynamicCache(config=model.config), state_of(model)
+    kv_dtype = None if state is None else state.options.kv_dtype
+    return FastpathCache.from_dynamic(made, kv_dtype) if fast or kv_dtype is not None else made
+
+
 def _compare(model: nn.Module, case: _Case, new_tokens: int) -> Row:
     options = {"max_new_tokens": new_tokens, "do_sample": case.do_sample, "attention_mask": case.mask}
     options |= {"top_k": 0} if case.do_sample else {}  # 50 by default
     prefill = case.ids.shape[1]
     prompt_mask = None if bool(case.mask.all()) else case.mask
 
-    def generate() -> torch.Tensor:
+    def generate(fast: bool) -> torch.Tensor:
         torch.manual_seed(SEED)
-        return model.generate(case.ids, **options)
+        return model.generate(case.ids, past_key_values=_cache_for(model, fast), **options)
 
-    fast_tokens = generate()
+    fast_tokens = generate(True)
     with paused(model):
-        stock_tokens = generate()
+        stock_tokens = generate(False)
         text = stock_tokens[:, :-1]
         stock = decode_logits(model, text, prefill, False, prompt_mask).float()
         mask = torch.cat((case.mask, torch.ones_like(text[:, prefill:])), dim=1)

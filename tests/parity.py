@@ -21,18 +21,25 @@ from transformers import (
 from transformers.masking_utils import eager_mask
 
 from hf_fastpath import FastpathCache
+from hf_fastpath.ops.kv_cache import dequantized, is_quantized, quantized
 
 
 class RoundingCache(DynamicCache):
-    """A DynamicCache of a float64 model whose entries are rounded to the type that stock stores."""
+    """A DynamicCache whose entries are rounded to the type that another one stores: for a float64 model what stock
+    does, and for stock what a quantized cache stands for."""
 
     def __init__(self, config, kv_dtype: torch.dtype):
         super().__init__(config=config)
         self.kv_dtype = kv_dtype
 
     def update(self, key_states, value_states, layer_idx, *args, **kwargs):
-        rounded = [states.to(self.kv_dtype).to(states.dtype) for states in (key_states, value_states)]
+        rounded = [self.rounded(states) for states in (key_states, value_states)]
         return super().update(*rounded, layer_idx, *args, **kwargs)
+
+    def rounded(self, states: torch.Tensor) -> torch.Tensor:
+        if is_quantized(self.kv_dtype):
+            return dequantized(*quantized(states, self.kv_dtype), states.dtype)
+        return states.to(self.kv_dtype).to(states.dtype)
 
 
 class Forced(LogitsProcessor):

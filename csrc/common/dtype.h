@@ -9,6 +9,24 @@ enum class DType : int { kFloat32 = 0, kFloat16 = 1, kBFloat16 = 2 };
 
 constexpr int64_t element_size(DType dtype) { return dtype == DType::kFloat32 ? 4 : 2; }
 
+// What a KV cache holds: floats, or quants in int8 or fp8 (e4m3) with a bfloat16 scale a head and position.
+enum class KvType : int { kFloat32 = 0, kFloat16 = 1, kBFloat16 = 2, kInt8 = 3, kFloat8 = 4 };
+
+constexpr KvType kv_type(DType dtype) { return static_cast<KvType>(dtype); }
+
+constexpr bool is_quantized(KvType type) { return type == KvType::kInt8 || type == KvType::kFloat8; }
+
+constexpr int64_t element_size(KvType type) {
+  return is_quantized(type) ? 1 : type == KvType::kFloat32 ? 4 : 2;
+}
+
+// Columns of a kv_table: address of K, address of V, capacity; of quantized caches the addresses of the
+// scales of K and V follow.
+constexpr int64_t kTableColumns = 3, kQuantizedTableColumns = 5;
+
+// Of the quants; see hf_fastpath/ops/kv_cache.py.
+constexpr float kLargestInt8 = 127.0f, kLargestFloat8 = 448.0f;
+
 // Names in Python: "none", "rms", "layer".
 enum class Norm : int { kNone = 0, kRms = 1, kLayer = 2 };
 

@@ -6,46 +6,52 @@
 
 namespace hf_fastpath {
 
-constexpr int64_t kTableColumns = 3;  // of a kv_table row: address of K, address of V, capacity
-
 struct KvCache {
-  DType dtype;
+  KvType type;
   void* k;  // [batch, num_kv_heads, capacity, head_dim]
   void* v;
+  uint16_t* k_scales;  // bfloat16 [batch, num_kv_heads, capacity], or null
+  uint16_t* v_scales;
   int64_t num_kv_heads, capacity, head_dim;
 };
 
 // The caches, or the addresses and the capacity in row `layer` of kv_table in their place.
 inline KvCache load_kv_cache(const Tensor& k_cache, const Tensor& v_cache,
+                             const std::optional<Tensor>& k_scales, const std::optional<Tensor>& v_scales,
                              const std::optional<Tensor>& kv_table, int64_t layer, int64_t batch,
                              const char* op) {
-  const DType dtype = dtype_of(k_cache, op);
+  const KvType type = kv_type_of(k_cache, op);
   STD_TORCH_CHECK(k_cache.dim() == 4 && v_cache.dim() == 4 && k_cache.size(0) == batch, "hf_fastpath::", op,
                   ": the caches have to be [batch, kv_heads, capacity, head_dim]");
   for (int64_t i = 0; i < 4; ++i) {
     STD_TORCH_CHECK(k_cache.size(i) == v_cache.size(i), "hf_fastpath::", op,
                     ": k_cache and v_cache differ in shape");
   }
-  STD_TORCH_CHECK(dtype_of(v_cache, op) == dtype, "hf_fastpath::", op,
+  STD_TORCH_CHECK(kv_type_of(v_cache, op) == type, "hf_fastpath::", op,
                   ": k_cache and v_cache differ in dtype");
   STD_TORCH_CHECK(k_cache.is_contiguous() && v_cache.is_contiguous(), "hf_fastpath::", op,
                   ": k_cache and v_cache have to be contiguous");
-  KvCache cache{dtype,
+  check_kv_scales(k_cache, k_scales, type, op, "k_scales");
+  check_kv_scales(k_cache, v_scales, type, op, "v_scales");
+  KvCache cache{type,
                 k_cache.mutable_data_ptr(),
                 v_cache.mutable_data_ptr(),
+                k_scales ? static_cast<uint16_t*>(k_scales->mutable_data_ptr()) : nullptr,
+                v_scales ? static_cast<uint16_t*>(v_scales->mutable_data_ptr()) : nullptr,
                 k_cache.size(1),
                 k_cache.size(2),
                 k_cache.size(3)};
   if (kv_table.has_value()) {
-    STD_TORCH_CHECK(kv_table->scalar_type() == ScalarType::Long && kv_table->dim() == 2 &&
-                        kv_table->size(1) == kTableColumns && layer >= 0 && layer < kv_table->size(0),
-                    "hf_fastpath::", op,
-                    ": kv_table has to be int64 [layers, 3] with layer inside, layer is ", layer);
+    check_kv_table(kv_table, layer, type, op);
     const auto* row = static_cast<const int64_t*>(kv_table->const_data_ptr()) + layer * kv_table->stride(0);
     const int64_t step = kv_table->stride(1);
     cache.k = reinterpret_cast<void*>(row[0]);
     cache.v = reinterpret_cast<void*>(row[step]);
     cache.capacity = row[2 * step];
+    if (is_quantized(type)) {
+      cache.k_scales = reinterpret_cast<uint16_t*>(row[3 * step]);
+      cache.v_scales = reinterpret_cast<uint16_t*>(row[4 * step]);
+    }
   }
   STD_TORCH_CHECK(cache.capacity > 0 && cache.num_kv_heads > 0 && cache.head_dim > 0 && cache.k != nullptr &&
                       cache.v != nullptr,

@@ -6,6 +6,7 @@
 #include <torch/csrc/stable/ops.h>
 #include <torch/csrc/stable/tensor.h>
 
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -28,6 +29,41 @@ inline DType dtype_of(const Tensor& tensor, const char* op) {
       STD_TORCH_CHECK(false, "hf_fastpath::", op,
                       ": dtype is not float32, float16 or bfloat16: cast the inputs");
   }
+}
+
+// Of a KV cache.
+inline KvType kv_type_of(const Tensor& cache, const char* op) {
+  switch (cache.scalar_type()) {
+    case ScalarType::Char:
+      return KvType::kInt8;
+    case ScalarType::Float8_e4m3fn:
+      return KvType::kFloat8;
+    default:
+      return kv_type(dtype_of(cache, op));
+  }
+}
+
+// Refuses scales that are not those of a cache of this type.
+inline void check_kv_scales(const Tensor& cache, const std::optional<Tensor>& scales, KvType type,
+                            const char* op, const char* name) {
+  STD_TORCH_CHECK(scales.has_value() == is_quantized(type), "hf_fastpath::", op, ": ", name,
+                  " go with int8 and float8_e4m3fn caches, and with these only");
+  if (!scales) return;
+  STD_TORCH_CHECK(scales->scalar_type() == ScalarType::BFloat16 && scales->is_contiguous() &&
+                      scales->dim() == 3 && scales->size(0) == cache.size(0) &&
+                      scales->size(1) == cache.size(1) && scales->size(2) == cache.size(2),
+                  "hf_fastpath::", op, ": ", name,
+                  " has to be contiguous bfloat16 [batch, kv_heads, capacity]");
+}
+
+// Refuses a kv_table that is not one of caches of this type, or has no such row.
+inline void check_kv_table(const std::optional<Tensor>& table, int64_t layer, KvType type, const char* op) {
+  if (!table) return;
+  const int64_t columns = is_quantized(type) ? kQuantizedTableColumns : kTableColumns;
+  STD_TORCH_CHECK(table->scalar_type() == ScalarType::Long && table->dim() == 2 &&
+                      table->size(1) == columns && layer >= 0 && layer < table->size(0),
+                  "hf_fastpath::", op, ": kv_table has to be int64 [layers, ", columns,
+                  "] with layer inside, layer is ", layer);
 }
 
 inline Activation activation_of(const std::string& name, const char* op) {

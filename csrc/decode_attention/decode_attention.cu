@@ -1,6 +1,6 @@
 // What: softmax(scale * q @ K.T) @ V of 1 to 16 new tokens over the visible positions of a KV cache, in one
-//   pass, on CUDA cores: any pair of types, float32 arithmetic. See decode_attention_mma.cu for queries and
-//   caches in the same 16-bit type.
+//   pass, on CUDA cores: any pair of types, quants with scales among them, float32 arithmetic. See
+//   decode_attention_mma.cu for queries and caches in the same 16-bit type.
 // Work split: grid (splits, KV heads * row blocks, batch rows). A block takes one chunk of positions (see
 //   split.cuh) and kRows rows, that is queries of the KV head's group of heads, so that K and V are read once
 //   for all of them. kLanes lanes of a warp share a position, each owning 16-byte pieces of its K and V; the
@@ -13,6 +13,7 @@
 //   float32, 32/8 heads of 128, 4096 positions (H200, 2026-11).
 
 #include "common/async.cuh"
+#include "common/kv_quants.cuh"
 #include "decode_attention/decode_attention.h"
 #include "decode_attention/split.cuh"
 
@@ -21,9 +22,10 @@ namespace {
 
 constexpr int kWarps = 4;
 constexpr int kThreads = kWarps * kWarpSize;
-// Blocks an SM runs at once: registers for the queries and the sums, both of kRows rows, bound it.
-template <int kLanes, int kChunks, int kRows>
-constexpr int kBlocksPerSm = kRows * kChunks <= 4 && kLanes > 4 ? 3 : 2;
+// Blocks an SM runs at once: registers for the queries and the sums, both of kRows rows, bound it, and of
+// quants their scales.
+template <class KV, int kLanes, int kChunks, int kRows>
+constexpr int kBlocksPerSm = kRows * kChunks <= (kIsQuant<KV> ? 1 : 4) && kLanes > 4 ? 3 : 2;
 
 // Sums kCount values over groups of kLanes neighboring lanes at once; see warp_sums. A lane ends with values
 // `group_sums_first` and the following kCount / kLanes - 1 in front.
@@ -49,13 +51,27 @@ __device__ __forceinline__ void group_sums(float (&values)[kCount], int lane) {
   }
 }
 
-// KV: type of the caches. kLanes: lanes a position. kChunks: 16-byte pieces a lane owns of it. kRows: rows a
+// A lane's piece of a position: 16 bytes, or 8 quants.
+template <class KV>
+constexpr int kPieceElems = kIsQuant<KV> ? 8 : kVecElems<KV>;
+template <class KV, bool kQuants = kIsQuant<KV>>
+struct KvPiece {
+  using Type = Chunk<KV, kVecElems<KV>>;
+};
+template <class KV>
+struct KvPiece<KV, true> {
+  using Type = QuantChunk<KV>;
+};
+template <class KV>
+using KvChunk = typename KvPiece<KV>::Type;
+
+// KV: type of the caches. kLanes: lanes a position. kChunks: pieces a lane owns of it. kRows: rows a
 // block.
 template <class KV, int kLanes, int kChunks, int kRows>
-__global__ void __launch_bounds__(kThreads, kBlocksPerSm<kLanes, kChunks, kRows>)
+__global__ void __launch_bounds__(kThreads, kBlocksPerSm<KV, kLanes, kChunks, kRows>)
     decode_attention_kernel(DecodeAttentionParams p) {
-  using C = Chunk<KV, kVecElems<KV>>;
-  constexpr int kElems = kVecElems<KV>;
+  using C = KvChunk<KV>;
+  constexpr int kElems = kPieceElems<KV>;
   constexpr int kGroups = kWarpSize / kLanes;  // positions side by side in a warp
   constexpr int kUnroll = kRows <= 4 ? 4 : 2;  // positions a group works on at once
   constexpr int kWarpStep = kGroups * kUnroll, kStep = kWarps * kWarpStep;
@@ -94,6 +110,21 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerSm<kLanes, kChunks, kRows>
   for (int u = 0; u < kUnroll; ++u) load(s.k, position + u * kGroups, k_raw[u]);
 #pragma unroll
   for (int u = 0; u < kUnroll; ++u) load(s.v, position + u * kGroups, v_raw[u]);
+  // Of quants, the same for their scales, times what widened quants are short of.
+  Scales scales{};
+  if constexpr (kIsQuant<KV>) scales = find_scales(p, s, batch_row, kv_head);
+  const auto load_scale = [&](const uint16_t* from, int position) {
+    if (position >= s.end) return 0.f;
+    return bfloat16_bits_to_float(__ldcg(from + s.slot(position - s.begin))) * (1.f / kQuantUnit<KV>);
+  };
+  float k_scale[kUnroll], v_scale[kUnroll];
+  if constexpr (kIsQuant<KV>) {
+#pragma unroll
+    for (int u = 0; u < kUnroll; ++u) {
+      k_scale[u] = load_scale(scales.k, position + u * kGroups);
+      v_scale[u] = load_scale(scales.v, position + u * kGroups);
+    }
+  }
   if (is_old) wait_for_previous_kernel();
 
   float q[kRows][kChunks * kElems];
@@ -161,6 +192,11 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerSm<kLanes, kChunks, kRows>
 #pragma unroll
     for (int u = 0; u < kUnroll; ++u) {
       const int at = position + u * kGroups;
+      if constexpr (kIsQuant<KV>) {
+#pragma unroll
+        for (int r = 0; r < kRows; ++r) weight[u * kRows + r] *= k_scale[u];
+        k_scale[u] = load_scale(scales.k, at + kStep);
+      }
 #pragma unroll
       for (int r = 0; r < kRows; ++r) {
         if (at >= s.end || at > row_last[r] || at < row_first[r]) weight[u * kRows + r] = -INFINITY;
@@ -192,7 +228,9 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerSm<kLanes, kChunks, kRows>
       for (int r = 0; r < kRows; ++r) {
         weight[u * kRows + r] = exp2_below(weight[u * kRows + r], max_score[r]);
         sum[r] += weight[u * kRows + r];
+        if constexpr (kIsQuant<KV>) weight[u * kRows + r] *= v_scale[u];
       }
+      if constexpr (kIsQuant<KV>) v_scale[u] = load_scale(scales.v, position + u * kGroups + kStep);
 #pragma unroll
       for (int c = 0; c < kChunks; ++c) {
         float v[kElems];
@@ -241,8 +279,8 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerSm<kLanes, kChunks, kRows>
 
 template <class KV, int kLanes, int kChunks, int kRows>
 void launch(const DecodeAttentionParams& p, cudaStream_t stream) {
-  const dim3 grid = split_grid(p, kRows, kBlocksPerSm<kLanes, kChunks, kRows>), block(kThreads);
-  const size_t smem_bytes = kWarps * WarpResults<kWarps, kLanes * kChunks * kVecElems<KV>>::bytes(kRows);
+  const dim3 grid = split_grid(p, kRows, kBlocksPerSm<KV, kLanes, kChunks, kRows>), block(kThreads);
+  const size_t smem_bytes = kWarps * WarpResults<kWarps, kLanes * kChunks * kPieceElems<KV>>::bytes(kRows);
   launch_attention(decode_attention_kernel<KV, kLanes, kChunks, kRows>, grid, block, smem_bytes, stream, p);
 }
 
@@ -256,8 +294,8 @@ void launch_rows(const DecodeAttentionParams& p, cudaStream_t stream) {
 
 template <class KV>
 void launch_head_dim(const DecodeAttentionParams& p, cudaStream_t stream) {
-  const int chunks = (p.head_dim + kVecElems<KV> - 1) / kVecElems<KV>;  // 16-byte pieces of a position
-  if constexpr (sizeof(KV) == 2) {
+  const int chunks = (p.head_dim + kPieceElems<KV> - 1) / kPieceElems<KV>;  // pieces of a position
+  if constexpr (kPieceElems<KV> == 8) {
     if (chunks <= 4) return launch_rows<KV, 4, 1>(p, stream);
   } else {
     if (chunks > 32) return launch_rows<KV, 32, 2>(p, stream);
@@ -283,10 +321,13 @@ void launch_decode_attention(const DecodeAttentionParams& params, cudaStream_t s
   if (params.batch == 0) return;
   // Even one row a KV head, of the 8 a tensor core has, is faster there: converting K and V costs more than
   // the sums.
-  if (params.dtype == params.kv_dtype && params.dtype != DType::kFloat32) {
+  if (params.kv_type == kv_type(params.dtype) && params.dtype != DType::kFloat32) {
     return launch_decode_attention_mma(params, stream);
   }
-  with_type(params.kv_dtype, [&](auto zero) { launch_head_dim<decltype(zero)>(params, stream); });
+  if (params.k_scales && params.dtype != DType::kFloat32 && params.head_dim % 16 == 0) {
+    return launch_decode_attention_mma_quants(params, stream);
+  }
+  with_kv_type(params.kv_type, [&](auto zero) { launch_head_dim<decltype(zero)>(params, stream); });
 }
 
 }  // namespace hf_fastpath

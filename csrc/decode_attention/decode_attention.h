@@ -15,13 +15,15 @@ constexpr int kMinHeadDim = 32, kMaxHeadDim = 256;  // in steps of 8
 constexpr int kMaxSplits = 64;
 
 struct DecodeAttentionParams {
-  const void* q;            // [batch, query_len, num_heads, head_dim] contiguous, dtype
-  const void* k_cache;      // [batch, num_kv_heads, capacity, head_dim] contiguous, kv_dtype, 16-byte aligned
-  const void* v_cache;      // as k_cache
-  const int32_t* seq_lens;  // [batch], on the device
-  const int32_t* starts;    // [batch], on the device, or null for 0
+  const void* q;             // [batch, query_len, num_heads, head_dim] contiguous, dtype
+  const void* k_cache;       // [batch, num_kv_heads, capacity, head_dim] contiguous, kv_type, 16-byte aligned
+  const void* v_cache;       // as k_cache
+  const uint16_t* k_scales;  // bfloat16 [batch, num_kv_heads, capacity] of quantized caches, else null
+  const uint16_t* v_scales;  // as k_scales
+  const int32_t* seq_lens;   // [batch], on the device
+  const int32_t* starts;     // [batch], on the device, or null for 0
   const void* sinks;  // [num_heads], dtype: a score more in each head's softmax, without a value; or null
-  const int64_t* kv_table;  // [layers, 3] on the device: addresses of K and V and the capacity, or null
+  const int64_t* kv_table;  // [layers, 3 or 5] on the device, see kTableColumns, or null
   int64_t layer;            // row of kv_table
   int64_t capacity;
   void* out;        // [batch, query_len, num_heads * head_dim], dtype
@@ -34,7 +36,8 @@ struct DecodeAttentionParams {
   uint32_t group_inverse, num_kv_heads_inverse;  // see inverse_of
   uint32_t zero;                                 // see behind_reads
   bool overlap;  // old positions, lengths and table may be read before the kernel in front is complete
-  DType dtype, kv_dtype;
+  DType dtype;
+  KvType kv_type;
 };
 
 // What a number below 2^31 / divisor is multiplied by, and shifted right by 31 bits, to be divided.
@@ -53,6 +56,9 @@ int64_t decode_attention_counter_bytes(const DecodeAttentionParams& params);
 // The kernel on tensor cores: q and the caches in the same 16-bit type. launch_decode_attention uses it where
 // it fits.
 void launch_decode_attention_mma(const DecodeAttentionParams& params, cudaStream_t stream);
+
+// The same for quantized caches and q in a 16-bit type; head_dim a multiple of 16, for copies of 16 bytes.
+void launch_decode_attention_mma_quants(const DecodeAttentionParams& params, cudaStream_t stream);
 
 void launch_decode_attention(const DecodeAttentionParams& params, cudaStream_t stream);
 

@@ -81,7 +81,7 @@ void merge(const float* sums, float* maxima, const float* weights, int64_t parts
 }  // namespace
 
 void attention_chunk_avx2(const AttentionChunk& chunk) {
-  with_element(chunk.kv_dtype, [&](auto kv) { run_chunk<Vector8, decltype(kv)>(chunk); });
+  with_kv_element(chunk.kv_type, [&](auto kv) { run_chunk<Vector8, decltype(kv)>(chunk); });
 }
 
 void attention_merge_avx2(DType dtype, const float* sums, float* maxima, const float* weights, int64_t parts,

@@ -21,6 +21,12 @@ struct Vector16 {
   HF_INLINE Type load(const typename Kv::Storage* from) {
     if constexpr (std::is_same_v<Kv, F32>) {
       return _mm512_loadu_ps(from);
+    } else if constexpr (std::is_same_v<Kv, I8>) {
+      const __m128i bytes = _mm_loadu_si128(reinterpret_cast<const __m128i*>(from));
+      return _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(bytes));
+    } else if constexpr (std::is_same_v<Kv, F8>) {  // as F8::load
+      const __m256i wide = _mm256_cvtepi8_epi16(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from)));
+      return _mm512_cvtph_ps(_mm256_and_si256(_mm256_slli_epi16(wide, 7), _mm256_set1_epi16(short(0xbfff))));
     } else {
       const __m256i bits = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(from));
       if constexpr (std::is_same_v<Kv, F16>) return _mm512_cvtph_ps(bits);
@@ -65,7 +71,7 @@ struct Vector16 {
 }  // namespace
 
 void attention_chunk_avx512(const AttentionChunk& chunk) {
-  with_element(chunk.kv_dtype, [&](auto kv) { run_chunk<Vector16, decltype(kv)>(chunk); });
+  with_kv_element(chunk.kv_type, [&](auto kv) { run_chunk<Vector16, decltype(kv)>(chunk); });
 }
 
 }  // namespace hf_fastpath

@@ -4,7 +4,7 @@
 
 #include <type_traits>
 
-#include "common/avx2_math.h"
+#include "common/kv_quants_avx2.h"
 #include "decode_attention/decode_attention_cpu.h"
 
 namespace hf_fastpath {
@@ -40,6 +40,45 @@ HF_INLINE void prefetch_four(const BlockRows<Kv>& rows, int64_t p, int64_t head_
 #pragma GCC unroll 4
     for (int s = 0; s < kStreams; ++s) {
       _mm_prefetch(reinterpret_cast<const char*>(row + s * rows.apart + i), _MM_HINT_T0);
+    }
+  }
+}
+
+// The scales of such rows, in elements of themselves; null if they are not quantized.
+struct BlockScales {
+  const uint16_t* base;
+  int64_t apart, step;
+};
+
+// The scales of a block in the order of its positions, times what widened quants are short of; zeros up to
+// whole vectors.
+template <class Vector, class Kv>
+HF_INLINE void load_scales(const BlockScales& scales, int64_t count, float* to) {
+  const __m256 unit = _mm256_set1_ps(1.0f / Kv::kUnit);
+  const uint16_t* base = scales.base;
+  int64_t p = 0;
+  if (scales.apart == 1) {  // adjacent positions
+    for (; p + kLanes <= count; p += kLanes)
+      _mm256_store_ps(to + p, _mm256_mul_ps(BF16::load(base + p), unit));
+    base += p;
+  } else {
+    for (; p + 4 * kStreams <= count; p += 4 * kStreams, base += 4) {  // four of each stream
+      __m128i four[kStreams];
+#pragma GCC unroll 4
+      for (int s = 0; s < kStreams; ++s) {
+        four[s] = _mm_loadl_epi64(reinterpret_cast<const __m128i*>(base + s * scales.apart));
+      }
+      const __m128i low = _mm_unpacklo_epi16(four[0], four[1]), high = _mm_unpacklo_epi16(four[2], four[3]);
+      _mm256_store_ps(to + p, _mm256_mul_ps(BF16::widen(_mm_unpacklo_epi32(low, high)), unit));
+      _mm256_store_ps(to + p + kLanes, _mm256_mul_ps(BF16::widen(_mm_unpackhi_epi32(low, high)), unit));
+    }
+  }
+  const int64_t padded = (count + Vector::kWidth - 1) / Vector::kWidth * Vector::kWidth;
+  for (; p < padded; p += kStreams, base += scales.step) {
+    for (int s = 0; s < kStreams; ++s) {
+      const uint32_t bits = p + s < count ? uint32_t(base[s * scales.apart]) << 16 : 0;
+      const __m128 scale = _mm_castsi128_ps(_mm_cvtsi32_si128(static_cast<int>(bits)));
+      to[p + s] = _mm_cvtss_f32(scale) * (1.0f / Kv::kUnit);
     }
   }
 }
@@ -151,23 +190,26 @@ HF_INLINE typename Vector::Type exp_of_negative(typename Vector::Type x) {
   return Vector::mul(p, Vector::exponent(shifted));
 }
 
-// Scales the scores of one query at block positions [low, high), makes the others -infinity, and returns the
-// largest of them.
-template <class Vector>
-HF_INLINE float scale_scores(float* scores, int64_t low, int64_t high, int64_t padded, float scale) {
+// Scales the scores of one query at block positions [low, high), each with its factor too where there are
+// any, makes the others -infinity, and returns the largest of them.
+template <class Vector, bool kFactors>
+HF_INLINE float scale_scores(float* scores, int64_t low, int64_t high, int64_t padded, float scale,
+                             const float* factors) {
   constexpr int64_t kWidth = Vector::kWidth;
   const auto factor = Vector::set(scale);
   auto top = Vector::set(kMinusInfinity);
   if (low == 0 && high == padded) {
     for (int64_t p = 0; p < padded; p += kWidth) {
-      const auto score = Vector::mul(Vector::template load<F32>(scores + p), factor);
+      auto score = Vector::mul(Vector::template load<F32>(scores + p), factor);
+      if constexpr (kFactors) score = Vector::mul(score, Vector::template load<F32>(factors + p));
       Vector::store(scores + p, score);
       top = Vector::max(score, top);  // a NaN score loses against the second operand, and shows in exp below
     }
     return Vector::largest(top);
   }
   for (int64_t p = 0; p < padded; ++p) {  // not -infinity times scale, which may be negative
-    scores[p] = p < low || p >= high ? kMinusInfinity : scores[p] * scale;
+    const float by = kFactors ? scale * factors[p] : scale;
+    scores[p] = p < low || p >= high ? kMinusInfinity : scores[p] * by;
   }
   for (int64_t p = 0; p < padded; p += kWidth) {
     top = Vector::max(Vector::template load<F32>(scores + p), top);
@@ -175,10 +217,11 @@ HF_INLINE float scale_scores(float* scores, int64_t low, int64_t high, int64_t p
   return Vector::largest(top);
 }
 
-// Turns scaled scores into exp(score - max), and updates the query's running maximum, weight and sums.
-template <class Vector>
+// Turns scaled scores into exp(score - max), times their factors where there are any, and updates the query's
+// running maximum, weight and sums.
+template <class Vector, bool kFactors>
 HF_INLINE void weigh_scores(float* scores, int64_t padded, float block_top, float* maximum, float* weight,
-                            float* sums, int64_t head_dim) {
+                            float* sums, int64_t head_dim, const float* factors) {
   constexpr int64_t kWidth = Vector::kWidth;
   const float before = *maximum;
   const float now = block_top > before ? block_top : before;
@@ -188,8 +231,12 @@ HF_INLINE void weigh_scores(float* scores, int64_t padded, float block_top, floa
 #pragma GCC unroll 4
   for (int64_t p = 0; p < padded; p += kWidth) {
     const auto value = exp_of_negative<Vector>(Vector::sub(Vector::template load<F32>(scores + p), base));
-    Vector::store(scores + p, value);
     total = Vector::add(total, value);
+    if constexpr (kFactors) {
+      Vector::store(scores + p, Vector::mul(value, Vector::template load<F32>(factors + p)));
+    } else {
+      Vector::store(scores + p, value);
+    }
   }
   float shrink = 1.0f;
   if (now != before) {  // before may be -infinity: the sums are 0
@@ -203,9 +250,11 @@ HF_INLINE void weigh_scores(float* scores, int64_t padded, float block_top, floa
   *maximum = now;
 }
 
-// Of all queries; positions [position, position + count) if adjacent, else all are visible.
-template <class Vector>
-void softmax_block(const AttentionChunk& chunk, int64_t count, bool adjacent, int64_t position) {
+// Of all queries; positions [position, position + count) if adjacent, else all are visible. With factors of
+// scores and of weights, or without both.
+template <class Vector, bool kFactors>
+void softmax_block(const AttentionChunk& chunk, int64_t count, bool adjacent, int64_t position,
+                   const float* of_scores, const float* of_weights) {
   constexpr int64_t kWidth = Vector::kWidth;
   const int64_t dim = chunk.head_dim, queries = chunk.query_len * chunk.group;
   const int64_t padded = (count + kWidth - 1) / kWidth * kWidth;
@@ -219,11 +268,12 @@ void softmax_block(const AttentionChunk& chunk, int64_t count, bool adjacent, in
       high = min_of(last + 1 - position, count);
       if (high < low) high = low;
     }
-    tops[m] = scale_scores<Vector>(chunk.scratch + m * kBlockPositions, low, high, padded, chunk.scale);
+    tops[m] = scale_scores<Vector, kFactors>(chunk.scratch + m * kBlockPositions, low, high, padded,
+                                             chunk.scale, of_scores);
   }
   for (int64_t m = 0; m < queries; ++m) {
-    weigh_scores<Vector>(chunk.scratch + m * kBlockPositions, padded, tops[m], chunk.maxima + m,
-                         chunk.weights + m, chunk.sums + m * dim, dim);
+    weigh_scores<Vector, kFactors>(chunk.scratch + m * kBlockPositions, padded, tops[m], chunk.maxima + m,
+                                   chunk.weights + m, chunk.sums + m * dim, dim, of_weights);
   }
 }
 
@@ -303,13 +353,35 @@ void value_block(const BlockRows<Kv>& v, int64_t count, const float* weights, in
 
 // One block: positions [position, position + count) if adjacent, else all visible to every query.
 template <class Vector, class Kv>
-void run_block(const AttentionChunk& chunk, const BlockRows<Kv>& k, const BlockRows<Kv>& v, int64_t count,
-               bool adjacent, int64_t position) {
+void run_block(const AttentionChunk& chunk, const BlockRows<Kv>& k, const BlockRows<Kv>& v,
+               const BlockScales& k_scales, const BlockScales& v_scales, int64_t count, bool adjacent,
+               int64_t position) {
   const int64_t dim = chunk.head_dim, queries = chunk.query_len * chunk.group;
-  score_block<Vector>(k, count, chunk.q, queries, dim, chunk.scratch, v);
-  softmax_block<Vector>(chunk, count, adjacent, position);
+  constexpr bool kMayStep = Vector::kWidth == 16 && std::is_same_v<Kv, I8>;
+  const bool in_steps = kMayStep && chunk.q_steps != nullptr;
+  const auto plain = [](const BlockRows<Kv>& rows) {
+    return Int8Rows{reinterpret_cast<const int8_t*>(rows.base), rows.apart, rows.step};
+  };
+  if (in_steps) {
+    score_block_avx512_vnni(plain(k), count, chunk.q_steps, chunk.q_units, queries, dim, chunk.scratch,
+                            plain(v));
+  } else {
+    score_block<Vector>(k, count, chunk.q, queries, dim, chunk.scratch, v);
+  }
+  if constexpr (kIsQuantized<Kv>) {
+    alignas(64) float of_scores[kBlockPositions], of_weights[kBlockPositions];
+    load_scales<Vector, Kv>(k_scales, count, of_scores);
+    load_scales<Vector, Kv>(v_scales, count, of_weights);
+    softmax_block<Vector, true>(chunk, count, adjacent, position, of_scores, of_weights);
+  } else {
+    softmax_block<Vector, false>(chunk, count, adjacent, position, nullptr, nullptr);
+  }
   // The rows behind this block: the next one's, or those of the next chunk, or at worst a few of no use.
   const BlockRows<Kv> ahead{k.base + count / kStreams * k.step, k.apart, k.step};
+  if (in_steps &&
+      value_block_avx512_vnni(plain(v), count, chunk.scratch, queries, dim, chunk.sums, plain(ahead))) {
+    return;
+  }
   value_block<Vector>(v, count, chunk.scratch, queries, dim, chunk.sums, ahead);
 }
 
@@ -324,14 +396,17 @@ void run_range(const AttentionChunk& chunk, int64_t begin, int64_t end, bool str
   const int64_t slot = begin % chunk.capacity;
   const auto* k = static_cast<const Storage*>(chunk.k) + slot * dim;
   const auto* v = static_cast<const Storage*>(chunk.v) + slot * dim;
+  const uint16_t* k_scales = kIsQuantized<Kv> ? chunk.k_scales + slot : nullptr;
+  const uint16_t* v_scales = kIsQuantized<Kv> ? chunk.v_scales + slot : nullptr;
   const int64_t length = streams ? (end - begin) / kStreams : 0;  // of a stream
   for (int64_t i = 0; i < length; i += block / kStreams) {
     const int64_t count = min_of(block, (length - i) * kStreams);
-    run_block<Vector, Kv>(chunk, {k + i * dim, length * dim, dim}, {v + i * dim, length * dim, dim}, count,
-                          false, 0);
+    run_block<Vector, Kv>(chunk, {k + i * dim, length * dim, dim}, {v + i * dim, length * dim, dim},
+                          {k_scales + i, length, 1}, {v_scales + i, length, 1}, count, false, 0);
   }
   for (int64_t i = length * kStreams; i < end - begin; i += block) {
     run_block<Vector, Kv>(chunk, {k + i * dim, dim, kStreams * dim}, {v + i * dim, dim, kStreams * dim},
+                          {k_scales + i, 1, kStreams}, {v_scales + i, 1, kStreams},
                           min_of(block, end - begin - i), true, begin + i);
   }
 }

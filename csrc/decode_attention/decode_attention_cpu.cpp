@@ -8,6 +8,7 @@
 #include "common/cpu_glue.h"
 #include "common/cpu_math.h"
 #include "common/kv_cache_cpu.h"
+#include "common/kv_quants.h"
 
 namespace hf_fastpath {
 namespace {
@@ -21,8 +22,14 @@ void run_chunk(const AttentionChunk& chunk) {
   std::fill(chunk.weights, chunk.weights + queries, 0.0f);
   std::fill(chunk.sums, chunk.sums + queries * dim, 0.0f);
   for (int64_t j = chunk.begin; j < chunk.end; ++j) {
-    const T* k = static_cast<const T*>(chunk.k) + j % chunk.capacity * dim;
-    const T* v = static_cast<const T*>(chunk.v) + j % chunk.capacity * dim;
+    const int64_t slot = j % chunk.capacity;
+    const T* k = static_cast<const T*>(chunk.k) + slot * dim;
+    const T* v = static_cast<const T*>(chunk.v) + slot * dim;
+    float k_scale = chunk.scale, v_scale = 1.0f;
+    if constexpr (kIsQuant<T>) {
+      k_scale *= to_float(BFloat16{chunk.k_scales[slot]});
+      v_scale = to_float(BFloat16{chunk.v_scales[slot]});
+    }
     for (int64_t m = 0; m < queries; ++m) {
       const int64_t position = chunk.first_query + m / chunk.group;
       if (j > position || (chunk.window > 0 && j <= position - chunk.window)) continue;
@@ -30,17 +37,18 @@ void run_chunk(const AttentionChunk& chunk) {
       float* sums = chunk.sums + m * dim;
       float parts[8] = {};  // eight short chains round less than a long one; head_dim is a multiple of 8
       for (int64_t d = 0; d < dim; ++d) parts[d % 8] += to_float(k[d]) * q[d];
-      const float score = chunk.scale * (((parts[0] + parts[4]) + (parts[2] + parts[6])) +
-                                         ((parts[1] + parts[5]) + (parts[3] + parts[7])));
+      const float score = k_scale * (((parts[0] + parts[4]) + (parts[2] + parts[6])) +
+                                     ((parts[1] + parts[5]) + (parts[3] + parts[7])));
       const float before = chunk.maxima[m], now = score > before ? score : before;
       if (now == kMinusInfinity && score == kMinusInfinity) continue;  // weighs nothing
       const float base = now == kMinusInfinity ? 0.0f : now;           // score may be NaN
       const float shrink = before == kMinusInfinity ? 0.0f : std::exp(before - base),
                   weight = std::exp(score - base);
       const bool rescale = now != before;
+      const float share = weight * v_scale;
       chunk.weights[m] = (rescale ? chunk.weights[m] * shrink : chunk.weights[m]) + weight;
       for (int64_t d = 0; d < dim; ++d) {
-        sums[d] = (rescale ? sums[d] * shrink : sums[d]) + weight * to_float(v[d]);
+        sums[d] = (rescale ? sums[d] * shrink : sums[d]) + share * to_float(v[d]);
       }
       chunk.maxima[m] = now;
     }
@@ -50,7 +58,7 @@ void run_chunk(const AttentionChunk& chunk) {
 }  // namespace
 
 void attention_chunk_portable(const AttentionChunk& chunk) {
-  with_storage(chunk.kv_dtype, [&](auto* tag) { run_chunk<std::remove_pointer_t<decltype(tag)>>(chunk); });
+  with_kv_storage(chunk.kv_type, [&](auto* tag) { run_chunk<std::remove_pointer_t<decltype(tag)>>(chunk); });
 }
 
 void attention_merge_portable(DType dtype, const float* sums, float* maxima, const float* weights,
@@ -85,6 +93,35 @@ constexpr int64_t kMinChunkPositions = 256, kMaxChunkPositions = 2048, kTargetCh
 // Partial results worth another thread in the merge.
 constexpr int64_t kMergeFloatsPerPart = 64 * 1024;
 
+// Below this many positions a query is not worth its steps.
+constexpr int64_t kMinStepPositions = 64;
+
+bool use_avx512_vnni() {
+  static const bool has =
+      use_avx512() && isa_limit() == IsaLimit::kNone && __builtin_cpu_supports("avx512vnni");
+  return has;
+}
+
+// Queries [rows, head_dim] in 16-bit steps, and the size of each one's. False if one is not finite.
+bool queries_in_steps(const float* q, int64_t rows, int64_t head_dim, int16_t* steps, float* units) {
+  constexpr float kMostSteps = 32767.0f, kRounding = 0x1.8p23f;  // adding it rounds to an integer
+  for (int64_t r = 0; r < rows; ++r, q += head_dim, steps += head_dim) {
+    float largest = 0.0f, sum = 0.0f;
+    for (int64_t d = 0; d < head_dim; ++d) {
+      const float magnitude = std::fabs(q[d]);
+      largest = magnitude > largest ? magnitude : largest;
+      sum += magnitude;
+    }
+    if (!(sum <= std::numeric_limits<float>::max())) return false;
+    units[r] = largest / kMostSteps;
+    const float inverse = units[r] > std::numeric_limits<float>::min() ? 1.0f / units[r] : 0.0f;
+    for (int64_t d = 0; d < head_dim; ++d) {
+      steps[d] = static_cast<int16_t>(float_to_bits(q[d] * inverse + kRounding) - float_to_bits(kRounding));
+    }
+  }
+  return true;
+}
+
 // The visible cache of one batch row, the union over its tokens.
 struct VisibleRange {
   int64_t begin, end, first_query, chunks, first_chunk;
@@ -101,14 +138,15 @@ Tensor decode_attention_cpu(const Tensor& q, const Tensor& k_cache, const Tensor
                             const Tensor& seq_lens, const std::optional<Tensor>& starts, double scale,
                             int64_t window, const std::optional<Tensor>& kv_table, int64_t layer,
                             const std::optional<Tensor>& /*workspace*/, bool /*overlap*/,
-                            const std::optional<Tensor>& sinks) {
+                            const std::optional<Tensor>& sinks, const std::optional<Tensor>& k_scales,
+                            const std::optional<Tensor>& v_scales) {
   const char* op = "decode_attention";
   const DType dtype = dtype_of(q, op);
   STD_TORCH_CHECK(q.dim() == 4 && q.size(1) >= 1 && q.size(1) <= kMaxQueryLen,
                   "hf_fastpath::decode_attention: q has to be [batch, 1 to ", kMaxQueryLen,
                   ", heads, head_dim]");
   const int64_t batch = q.size(0), query_len = q.size(1), num_heads = q.size(2), dim = q.size(3);
-  const KvCache cache = load_kv_cache(k_cache, v_cache, kv_table, layer, batch, op);
+  const KvCache cache = load_kv_cache(k_cache, v_cache, k_scales, v_scales, kv_table, layer, batch, op);
   STD_TORCH_CHECK(cache.head_dim == dim && num_heads % cache.num_kv_heads == 0 && num_heads > 0,
                   "hf_fastpath::decode_attention: q has ", num_heads, " heads of ", dim, ", the cache ",
                   cache.num_kv_heads, " of ", cache.head_dim);
@@ -148,18 +186,25 @@ Tensor decode_attention_cpu(const Tensor& q, const Tensor& k_cache, const Tensor
   }
   const int64_t group = num_heads / cache.num_kv_heads, queries = query_len * group;
   const int64_t heads = cache.num_kv_heads, items = row_chunks * heads;
-  const int64_t bytes = 2 * positions * heads * dim * element_size(cache.dtype);
+  const int64_t bytes = 2 * positions * heads * dim * element_size(cache.type);
   const int64_t parts = std::max<int64_t>(1, std::min(part_count(bytes, kBytesPerPart), items));
 
   // Scratch: q by (row, KV head, token, head of the group); partial results by item; block scores by part.
   const int64_t q_floats = batch * query_len * num_heads * dim;
   const int64_t sums_floats = items * queries * dim, stat_floats = round_up(items * queries, 16);
   const int64_t score_floats = attention_scratch_floats(queries);
-  float* packed = scratch(round_up(q_floats, 16) + sums_floats + 2 * stat_floats + parts * score_floats);
+  const bool may_step = use_avx512_vnni() && cache.type == KvType::kInt8 && dtype != DType::kFloat32 &&
+                        dim % 32 == 0 && positions >= kMinStepPositions * batch;
+  const int64_t q_rows = batch * query_len * num_heads;
+  const int64_t step_floats = may_step ? round_up(q_floats / 2, 16) + q_rows : 0;
+  float* packed =
+      scratch(round_up(q_floats, 16) + sums_floats + 2 * stat_floats + parts * score_floats + step_floats);
   float* sums = packed + round_up(q_floats, 16);
   float* maxima = sums + sums_floats;
   float* weights = maxima + stat_floats;
   float* scores = weights + stat_floats;
+  auto* const q_steps = reinterpret_cast<int16_t*>(scores + parts * score_floats);
+  float* const q_units = scores + parts * score_floats + round_up(q_floats / 2, 16);
   const Tensor input = hf_fastpath::contiguous(q);
   const void* q_data = input.const_data_ptr();
   const bool avx2 = use_avx2();
@@ -173,6 +218,8 @@ Tensor decode_attention_cpu(const Tensor& q, const Tensor& k_cache, const Tensor
     }
   }
 
+  const bool in_steps = may_step && queries_in_steps(packed, q_rows, dim, q_steps, q_units);
+
   // Items in the order (row, KV head, chunk); a row's first item is heads * first_chunk.
   const auto widest = use_avx512() && dim % 16 == 0 ? attention_chunk_avx512 : attention_chunk_avx2;
   const auto kernel = avx2 ? widest : attention_chunk_portable;
@@ -185,17 +232,26 @@ Tensor decode_attention_cpu(const Tensor& q, const Tensor& k_cache, const Tensor
       const int64_t within = item - heads * range.first_chunk, h = within / range.chunks,
                     c = within % range.chunks;
       AttentionChunk chunk{};
-      chunk.kv_dtype = cache.dtype;
+      chunk.kv_type = cache.type;
       chunk.head_dim = dim;
       chunk.capacity = cache.capacity;
-      const int64_t base = (b * heads + h) * cache.capacity * dim;
-      chunk.k = at(static_cast<const void*>(cache.k), base, cache.dtype);
-      chunk.v = at(static_cast<const void*>(cache.v), base, cache.dtype);
+      const int64_t base = (b * heads + h) * cache.capacity,
+                    bytes_before = base * dim * element_size(cache.type);
+      chunk.k = static_cast<const char*>(cache.k) + bytes_before;
+      chunk.v = static_cast<const char*>(cache.v) + bytes_before;
+      if (is_quantized(cache.type)) {
+        chunk.k_scales = cache.k_scales + base;
+        chunk.v_scales = cache.v_scales + base;
+      }
       chunk.begin = chunk_begin(range, c);
       chunk.end = chunk_begin(range, c + 1);
       chunk.query_len = query_len;
       chunk.group = group;
       chunk.q = packed + (b * heads + h) * queries * dim;
+      if (in_steps) {
+        chunk.q_steps = q_steps + (b * heads + h) * queries * dim;
+        chunk.q_units = q_units + (b * heads + h) * queries;
+      }
       chunk.first_query = range.first_query;
       chunk.window = window;
       chunk.scale = static_cast<float>(scale);

@@ -9,17 +9,21 @@ constexpr int64_t kMaxQueryLen = 16;
 
 // A chunk of the cache of one KV head, and where its partial result goes.
 struct AttentionChunk {
-  DType kv_dtype;
+  KvType kv_type;
   int64_t head_dim;  // a multiple of 8
   int64_t capacity;  // slots; position j lies in slot j % capacity
   const void* k;     // [capacity, head_dim] of this batch row and KV head
   const void* v;
-  int64_t begin, end;   // positions of the chunk
-  int64_t query_len;    // tokens
-  int64_t group;        // query heads that share the KV head
-  const float* q;       // [query_len * group, head_dim]
-  int64_t first_query;  // position of token 0; token i sees the positions up to first_query + i ...
-  int64_t window;       // ... and from first_query + i - window + 1 on, unless 0
+  const uint16_t* k_scales;  // bfloat16 [capacity] of quantized caches, else null
+  const uint16_t* v_scales;
+  int64_t begin, end;      // positions of the chunk
+  int64_t query_len;       // tokens
+  int64_t group;           // query heads that share the KV head
+  const float* q;          // [query_len * group, head_dim]
+  const int16_t* q_steps;  // the same in steps, for score_block_avx512_vnni; or null
+  const float* q_units;    // [query_len * group], the size of a query's steps
+  int64_t first_query;     // position of token 0; token i sees the positions up to first_query + i ...
+  int64_t window;          // ... and from first_query + i - window + 1 on, unless 0
   float scale;
   float* sums;     // [query_len * group, head_dim]: sum of exp(score - max) * v over the chunk
   float* maxima;   // [query_len * group]: largest score, -infinity if no position is visible
@@ -35,6 +39,19 @@ constexpr int64_t kBlockPositions = 64;
 constexpr int64_t attention_scratch_floats(int64_t queries) {
   return queries * kBlockPositions + (queries + 15) / 16 * 16;
 }
+
+// What a block of an int8 cache takes from K or V, see BlockRows.
+struct Int8Rows {
+  const int8_t* base;
+  int64_t apart, step;
+};
+
+// Scores, and product with V, of a block in integers: for head_dim a multiple of 32. The second does nothing
+// and returns false where weights are not finite, or too small.
+void score_block_avx512_vnni(const Int8Rows& k, int64_t count, const int16_t* q, const float* units,
+                             int64_t queries, int64_t head_dim, float* scores, const Int8Rows& ahead);
+bool value_block_avx512_vnni(const Int8Rows& v, int64_t count, const float* weights, int64_t queries,
+                             int64_t head_dim, float* sums, const Int8Rows& ahead);
 
 void attention_chunk_portable(const AttentionChunk& chunk);
 void attention_chunk_avx2(const AttentionChunk& chunk);

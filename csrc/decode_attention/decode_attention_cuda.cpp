@@ -14,7 +14,8 @@ Tensor decode_attention_cuda(const Tensor& q, const Tensor& k_cache, const Tenso
                              const Tensor& seq_lens, const std::optional<Tensor>& starts, double scale,
                              int64_t window, const std::optional<Tensor>& kv_table, int64_t layer,
                              const std::optional<Tensor>& workspace, bool overlap,
-                             const std::optional<Tensor>& sinks) {
+                             const std::optional<Tensor>& sinks, const std::optional<Tensor>& k_scales,
+                             const std::optional<Tensor>& v_scales) {
   constexpr const char* kOp = "decode_attention";
   STD_TORCH_CHECK(q.dim() == 4 && q.size(1) >= 1 && q.size(1) <= kMaxQueryLen,
                   "hf_fastpath::decode_attention: q has to be [batch, 1 to 16, heads, head_dim]");
@@ -29,14 +30,15 @@ Tensor decode_attention_cuda(const Tensor& q, const Tensor& k_cache, const Tenso
       "head_dim] with kv_heads a divisor of q's heads");
   STD_TORCH_CHECK(k_cache.is_contiguous() && v_cache.is_contiguous(),
                   "hf_fastpath::decode_attention: the caches have to be contiguous");
-  STD_TORCH_CHECK(dtype_of(v_cache, kOp) == dtype_of(k_cache, kOp),
+  const KvType type = kv_type_of(k_cache, kOp);
+  STD_TORCH_CHECK(kv_type_of(v_cache, kOp) == type,
                   "hf_fastpath::decode_attention: k_cache and v_cache differ in dtype");
+  check_kv_scales(k_cache, k_scales, type, kOp, "k_scales");
+  check_kv_scales(k_cache, v_scales, type, kOp, "v_scales");
+  check_kv_table(kv_table, layer, type, kOp);
   STD_TORCH_CHECK(seq_lens.numel() == batch && seq_lens.scalar_type() == ScalarType::Int &&
                       (!starts || (starts->numel() == batch && starts->scalar_type() == ScalarType::Int)),
                   "hf_fastpath::decode_attention: seq_lens and starts have to be int32 [batch]");
-  STD_TORCH_CHECK(!kv_table || (kv_table->dim() == 2 && layer >= 0 && layer < kv_table->size(0)),
-                  "hf_fastpath::decode_attention: layer ", layer, " is not a row of kv_table");
-
   STD_TORCH_CHECK(!sinks || (dtype_of(*sinks, kOp) == dtype_of(q, kOp) && sinks->dim() == 1 &&
                              sinks->size(0) == num_heads),
                   "hf_fastpath::decode_attention: sinks has to be [heads] in q's dtype");
@@ -77,7 +79,9 @@ Tensor decode_attention_cuda(const Tensor& q, const Tensor& k_cache, const Tenso
   p.num_kv_heads_inverse = inverse_of(p.num_kv_heads);
   p.head_dim = static_cast<int>(head_dim);
   p.dtype = dtype_of(query, kOp);
-  p.kv_dtype = dtype_of(k_cache, kOp);
+  p.kv_type = type;
+  if (k_scales) p.k_scales = static_cast<const uint16_t*>(k_scales->data_ptr());
+  if (v_scales) p.v_scales = static_cast<const uint16_t*>(v_scales->data_ptr());
 
   const int64_t needed = decode_attention_workspace_bytes(p);
   Tensor scratch = workspace ? *workspace : empty_like_with_sizes(query, {needed / element_size(p.dtype)});

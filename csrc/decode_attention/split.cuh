@@ -58,7 +58,8 @@ __device__ __forceinline__ Split find_split(const DecodeAttentionParams& p, int 
   const char* v = static_cast<const char*>(p.v_cache);
   int64_t capacity = p.capacity;
   if (p.kv_table) {
-    const int64_t* entry = p.kv_table + 3 * p.layer;
+    const int64_t* entry =
+        p.kv_table + (kv_elem_bytes == 1 ? kQuantizedTableColumns : kTableColumns) * p.layer;
     k = reinterpret_cast<const char*>(__ldg(reinterpret_cast<const long long*>(entry)));
     v = reinterpret_cast<const char*>(__ldg(reinterpret_cast<const long long*>(entry) + 1));
     capacity = __ldg(reinterpret_cast<const long long*>(entry) + 2);
@@ -79,6 +80,23 @@ __device__ __forceinline__ Split find_split(const DecodeAttentionParams& p, int 
   s.end = min(s.begin + chunk, s.seq_len);
   s.first_slot = static_cast<uint32_t>(max(s.begin, 0)) % s.capacity;
   return s;
+}
+
+// Scales of a quantized cache's positions, of one row and KV head, by slot.
+struct Scales {
+  const uint16_t *k, *v;
+};
+
+__device__ __forceinline__ Scales find_scales(const DecodeAttentionParams& p, const Split& s, int row,
+                                              int kv_head) {
+  const uint16_t *k = p.k_scales, *v = p.v_scales;
+  if (p.kv_table) {
+    const auto* entry = reinterpret_cast<const long long*>(p.kv_table + kQuantizedTableColumns * p.layer);
+    k = reinterpret_cast<const uint16_t*>(__ldg(entry + 3));
+    v = reinterpret_cast<const uint16_t*>(__ldg(entry + 4));
+  }
+  const uint64_t offset = uint64_t(uint32_t(row * p.num_kv_heads + kv_head)) * s.capacity;
+  return {k + offset, v + offset};
 }
 
 // The workspace as the kernel sees it. A "row" here is one query of one head; rows of a KV head are

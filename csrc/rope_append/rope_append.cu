@@ -104,12 +104,13 @@ void launch(const RopeAppendParams& params, cudaStream_t stream) {
 void launch_rope_append(const RopeAppendParams& params, cudaStream_t stream) {
   if (params.batch * params.query_len == 0 || params.head_dim == 0) return;
   if (params.num_heads + params.num_kv_heads == 0) return;
+  if (is_quantized(params.kv_type)) return launch_rope_append_quants(params, stream);
   with_type(params.dtype, [&](auto zero) {
     using T = decltype(zero);
-    if (params.cache_dtype == params.dtype && is_aligned<kVecElems<T>>(params)) {
+    if (params.kv_type == kv_type(params.dtype) && is_aligned<kVecElems<T>>(params)) {
       return launch<T, T, kVecElems<T>>(params, stream);
     }
-    with_type(params.cache_dtype,
+    with_type(static_cast<DType>(params.kv_type),
               [&](auto cache_zero) { launch<T, decltype(cache_zero), 1>(params, stream); });
   });
   HF_FASTPATH_CUDA_CHECK(cudaGetLastError());

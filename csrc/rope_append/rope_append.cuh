@@ -40,7 +40,7 @@ struct CachePlace {
 
 __device__ __forceinline__ CachePlace cache_place(const RopeAppendParams& p) {
   if (!p.kv_table) return {static_cast<char*>(p.k_cache), static_cast<char*>(p.v_cache), p.capacity};
-  const int64_t* entry = p.kv_table + 3 * p.layer;
+  const int64_t* entry = p.kv_table + kTableColumns * p.layer;
   return {reinterpret_cast<char*>(entry[0]), reinterpret_cast<char*>(entry[1]), entry[2]};
 }
 
@@ -74,7 +74,7 @@ __device__ __forceinline__ FeaturePlace feature_place(const RopeAppendParams& p,
   const int kv_head = head - p.num_heads - (is_value ? p.num_kv_heads : 0), row = token / p.query_len;
   const int64_t at = ((int64_t(row) * p.num_kv_heads + kv_head) * place.capacity + slot) * p.head_dim + d;
   char* cache = is_value ? place.v_cache : place.k_cache;
-  return {cache + at * (p.cache_dtype == DType::kFloat32 ? 4 : 2), p.cache_dtype};
+  return {cache + at * (p.kv_type == KvType::kFloat32 ? 4 : 2), static_cast<DType>(p.kv_type)};
 }
 
 // Writes one feature of a token, which is not to be rotated, where it belongs.

@@ -14,18 +14,26 @@ struct RopeAppendParams {
   const void* bias;          // [(num_heads + 2 * num_kv_heads) * head_dim], dtype, or null
   const void* cos;           // [batch or 1, query_len, rotary_dim], dtype, or null for no rotation
   const void* sin;           // as cos
-  void* k_cache;             // [batch, num_kv_heads, capacity, head_dim], cache_dtype
+  void* k_cache;             // [batch, num_kv_heads, capacity, head_dim], kv_type
   void* v_cache;             // as k_cache
+  uint16_t* k_scales;        // bfloat16 [batch, num_kv_heads, capacity] of quantized caches, else null
+  uint16_t* v_scales;        // as k_scales
   void* q_out;               // [batch, query_len, num_heads, head_dim], dtype
   const int32_t* seq_lens;   // [batch], tokens a row holds after this append
   const int64_t* kv_table;   // [layers, 3]: addresses of K and V and the capacity, which replace k_cache,
-                             // v_cache and capacity; or null
+                             // v_cache and capacity; or null; of quantized caches [layers, 5]
   int64_t layer;             // row of kv_table
   int64_t capacity;          // slots of a cache row
   int64_t cos_batch_stride;  // elements between batch rows of cos and sin; 0 when they have one row
   int batch, query_len, num_heads, num_kv_heads, head_dim, rotary_dim;
-  DType dtype, cache_dtype;
+  DType dtype;
+  KvType kv_type;  // of the caches
 };
+
+constexpr int kMaxQuantizedHeadDim = 512;  // of quantized caches
+
+// The kernel for quantized caches, which launch_rope_append uses for these.
+void launch_rope_append_quants(const RopeAppendParams& params, cudaStream_t stream);
 
 void launch_rope_append(const RopeAppendParams& params, cudaStream_t stream);
 

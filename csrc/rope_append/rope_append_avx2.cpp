@@ -1,9 +1,9 @@
 // What: q, k, v = split(qkv + bias); rotate q and k (half-split pairs); write k and v to their slots of the
-//   cache; return q. All in float32, one rounding per value.
+//   cache; return q. All in float32, one rounding per value; with scales, a head of a token is quantized.
 // Work split: one thread for the few tokens of a decode step, else a contiguous range of tokens a thread.
 // Traffic: qkv once, q and the new k and v once; some kilobytes a token.
 // Roofline: latency; the call costs more than its bytes.
-#include "common/avx2_math.h"
+#include "common/kv_quants_avx2.h"
 #include "rope_append/rope_append_cpu.h"
 
 namespace hf_fastpath {
@@ -47,6 +47,23 @@ void turn_head(const typename Element::Storage* x, const typename Element::Stora
   }
 }
 
+// As turn_head, to position `place` of a cache.
+template <class Element, class Kv>
+HF_INLINE void append_head(const typename Element::Storage* x, const typename Element::Storage* bias,
+                           const typename Element::Storage* cos, const typename Element::Storage* sin,
+                           int64_t rotary_dim, int64_t head_dim, void* cache, uint16_t* scales,
+                           int64_t place) {
+  auto* out = static_cast<typename Kv::Storage*>(cache) + place * head_dim;
+  if constexpr (kIsQuantized<Kv>) {
+    alignas(32) float values[kMaxQuantizedHeadDim];
+    if (head_dim % kLanes != 0) _mm256_store_ps(values + head_dim / kLanes * kLanes, _mm256_setzero_ps());
+    turn_head<Element, F32>(x, bias, cos, sin, rotary_dim, head_dim, values);
+    quantize_head_avx2<Kv>(values, head_dim, out, scales + place);
+  } else {
+    turn_head<Element, Kv>(x, bias, cos, sin, rotary_dim, head_dim, out);
+  }
+}
+
 template <class Element, class Kv>
 void append_tokens(const RopeAppendArgs& args, int64_t begin, int64_t end) {
   using Storage = typename Element::Storage;
@@ -63,15 +80,14 @@ void append_tokens(const RopeAppendArgs& args, int64_t begin, int64_t end) {
       turn_head<Element, Element>(x, bias, cos, sin, args.rotary_dim, dim, q_out + h * dim);
     }
     const int64_t slot = slot_of(args, row, token);
-    const auto in_cache = [&](void* cache, int64_t h) {
-      return static_cast<typename Kv::Storage*>(cache) +
-             ((row * args.num_kv_heads + h) * args.capacity + slot) * dim;
-    };
+    const int64_t first = row * args.num_kv_heads * args.capacity + slot;  // place of KV head 0
     for (int64_t h = 0; h < args.num_kv_heads; ++h, x += dim, bias += bias != nullptr ? dim : 0) {
-      turn_head<Element, Kv>(x, bias, cos, sin, args.rotary_dim, dim, in_cache(args.k_cache, h));
+      append_head<Element, Kv>(x, bias, cos, sin, args.rotary_dim, dim, args.k_cache, args.k_scales,
+                               first + h * args.capacity);
     }
     for (int64_t h = 0; h < args.num_kv_heads; ++h, x += dim, bias += bias != nullptr ? dim : 0) {
-      turn_head<Element, Kv>(x, bias, cos, sin, 0, dim, in_cache(args.v_cache, h));
+      append_head<Element, Kv>(x, bias, cos, sin, 0, dim, args.v_cache, args.v_scales,
+                               first + h * args.capacity);
     }
   }
 }
@@ -80,8 +96,8 @@ void append_tokens(const RopeAppendArgs& args, int64_t begin, int64_t end) {
 
 void rope_append_avx2(const RopeAppendArgs& args, int64_t begin, int64_t end) {
   with_element(args.dtype, [&](auto element) {
-    with_element(args.kv_dtype,
-                 [&](auto kv) { append_tokens<decltype(element), decltype(kv)>(args, begin, end); });
+    with_kv_element(args.kv_type,
+                    [&](auto kv) { append_tokens<decltype(element), decltype(kv)>(args, begin, end); });
   });
 }
 

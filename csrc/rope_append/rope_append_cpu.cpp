@@ -5,6 +5,7 @@
 #include "common/cpu_glue.h"
 #include "common/cpu_math.h"
 #include "common/kv_cache_cpu.h"
+#include "common/kv_quants.h"
 
 namespace hf_fastpath {
 namespace {
@@ -41,9 +42,16 @@ void append_tokens(const RopeAppendArgs& args, int64_t begin, int64_t end) {
       }
       const bool is_value = h >= args.num_heads + args.num_kv_heads;
       const int64_t kv_head = h - args.num_heads - (is_value ? args.num_kv_heads : 0);
-      Kv* out = static_cast<Kv*>(is_value ? args.v_cache : args.k_cache) +
-                ((row * args.num_kv_heads + kv_head) * args.capacity + slot) * dim;
-      turn_head(x, bias, cos, sin, is_value ? 0 : args.rotary_dim, dim, out);
+      const int64_t place = (row * args.num_kv_heads + kv_head) * args.capacity + slot;
+      Kv* out = static_cast<Kv*>(is_value ? args.v_cache : args.k_cache) + place * dim;
+      const int64_t rotary_dim = is_value ? 0 : args.rotary_dim;
+      if constexpr (kIsQuant<Kv>) {
+        float values[kMaxQuantizedHeadDim];
+        turn_head(x, bias, cos, sin, rotary_dim, dim, values);
+        quantize_head(values, dim, out, (is_value ? args.v_scales : args.k_scales) + place);
+      } else {
+        turn_head(x, bias, cos, sin, rotary_dim, dim, out);
+      }
     }
   }
 }
@@ -52,7 +60,7 @@ void append_tokens(const RopeAppendArgs& args, int64_t begin, int64_t end) {
 
 void rope_append_portable(const RopeAppendArgs& args, int64_t begin, int64_t end) {
   with_storage(args.dtype, [&](auto* tag) {
-    with_storage(args.kv_dtype, [&](auto* kv_tag) {
+    with_kv_storage(args.kv_type, [&](auto* kv_tag) {
       append_tokens<std::remove_pointer_t<decltype(tag)>, std::remove_pointer_t<decltype(kv_tag)>>(
           args, begin, end);
     });
@@ -62,13 +70,17 @@ void rope_append_portable(const RopeAppendArgs& args, int64_t begin, int64_t end
 Tensor rope_append_cpu(const Tensor& qkv, const std::optional<Tensor>& bias, const std::optional<Tensor>& cos,
                        const std::optional<Tensor>& sin, const Tensor& k_cache, const Tensor& v_cache,
                        const Tensor& seq_lens, int64_t num_heads, const std::optional<Tensor>& kv_table,
-                       int64_t layer) {
+                       int64_t layer, const std::optional<Tensor>& k_scales,
+                       const std::optional<Tensor>& v_scales) {
   const char* op = "rope_append";
   const DType dtype = dtype_of(qkv, op);
   STD_TORCH_CHECK(qkv.dim() == 3 && qkv.size(1) >= 1,
                   "hf_fastpath::rope_append: qkv has to be [batch, 1 or more, features]");
   const int64_t batch = qkv.size(0), query_len = qkv.size(1), features = qkv.size(2);
-  const KvCache cache = load_kv_cache(k_cache, v_cache, kv_table, layer, batch, op);
+  const KvCache cache = load_kv_cache(k_cache, v_cache, k_scales, v_scales, kv_table, layer, batch, op);
+  STD_TORCH_CHECK(!is_quantized(cache.type) || cache.head_dim <= kMaxQuantizedHeadDim,
+                  "hf_fastpath::rope_append: head_dim is ", cache.head_dim, ", expected at most ",
+                  kMaxQuantizedHeadDim, " in a quantized cache");
   STD_TORCH_CHECK(num_heads >= 0 && features == (num_heads + 2 * cache.num_kv_heads) * cache.head_dim,
                   "hf_fastpath::rope_append: qkv has ", features,
                   " features, expected (heads + 2*kv_heads)*head_dim");
@@ -93,7 +105,7 @@ Tensor rope_append_cpu(const Tensor& qkv, const std::optional<Tensor>& bias, con
   Tensor out = empty_like_with_sizes(qkv, {batch, query_len, num_heads, cache.head_dim});
   RopeAppendArgs args{};
   args.dtype = dtype;
-  args.kv_dtype = cache.dtype;
+  args.kv_type = cache.type;
   args.query_len = query_len;
   args.num_heads = num_heads;
   args.num_kv_heads = cache.num_kv_heads;
@@ -107,6 +119,8 @@ Tensor rope_append_cpu(const Tensor& qkv, const std::optional<Tensor>& bias, con
   args.angle_stride = angle_rows > 1 ? query_len * rotary_dim : 0;
   args.k_cache = cache.k;
   args.v_cache = cache.v;
+  args.k_scales = cache.k_scales;
+  args.v_scales = cache.v_scales;
   args.seq_lens = load_int_vector(seq_lens, batch, lens_holder, op, "seq_lens");
   args.q_out = out.mutable_data_ptr();
   const auto kernel = use_avx2() ? rope_append_avx2 : rope_append_portable;

@@ -7,7 +7,7 @@ namespace hf_fastpath {
 
 struct RopeAppendArgs {
   DType dtype;     // of qkv, bias, cos, sin and q_out
-  DType kv_dtype;  // of the caches
+  KvType kv_type;  // of the caches
   int64_t query_len;
   int64_t num_heads;
   int64_t num_kv_heads;
@@ -21,9 +21,13 @@ struct RopeAppendArgs {
   int64_t angle_stride;     // elements between the batch rows of cos and sin, 0 if they share one
   void* k_cache;            // [batch, num_kv_heads, capacity, head_dim]
   void* v_cache;            // like k_cache
+  uint16_t* k_scales;       // bfloat16 [batch, num_kv_heads, capacity], or null
+  uint16_t* v_scales;       // like k_scales
   const int32_t* seq_lens;  // [batch]
   void* q_out;              // [batch, query_len, num_heads, head_dim]
 };
+
+constexpr int64_t kMaxQuantizedHeadDim = 512;  // of quantized caches
 
 // Slot of the position of token `token` of batch row `row`. Internal linkage: AVX2 code must not be merged
 // with it.

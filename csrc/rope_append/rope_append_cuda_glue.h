@@ -15,7 +15,8 @@ struct RopeAppendCall {
   RopeAppendCall(int64_t batch, int64_t query_len, int64_t features, DType dtype,
                  const std::optional<Tensor>& cos_in, const std::optional<Tensor>& sin_in,
                  const Tensor& k_cache, const Tensor& v_cache, const Tensor& seq_lens, int64_t num_heads,
-                 const std::optional<Tensor>& kv_table, int64_t layer, const char* op) {
+                 const std::optional<Tensor>& kv_table, int64_t layer, const std::optional<Tensor>& k_scales,
+                 const std::optional<Tensor>& v_scales, const char* op) {
     STD_TORCH_CHECK(k_cache.dim() == 4 && sizes_of(k_cache) == sizes_of(v_cache), "hf_fastpath::", op,
                     ": expected caches of one shape [batch, kv_heads, capacity, head_dim]");
     const int64_t kv_heads = k_cache.size(1), head_dim = k_cache.size(3);
@@ -25,7 +26,7 @@ struct RopeAppendCall {
                     " and batch ", k_cache.size(0));
     STD_TORCH_CHECK(
         k_cache.is_contiguous() && v_cache.is_contiguous() && seq_lens.numel() == batch &&
-            seq_lens.scalar_type() == ScalarType::Int && dtype_of(v_cache, op) == dtype_of(k_cache, op),
+            seq_lens.scalar_type() == ScalarType::Int && kv_type_of(v_cache, op) == kv_type_of(k_cache, op),
         "hf_fastpath::", op, ": the caches have to be contiguous and alike, seq_lens int32 [batch]");
     STD_TORCH_CHECK(cos_in.has_value() == sin_in.has_value(), "hf_fastpath::", op,
                     ": cos and sin go together");
@@ -38,8 +39,13 @@ struct RopeAppendCall {
                     cos_in->size(1) == query_len && (cos_in->size(0) == 1 || cos_in->size(0) == batch) &&
                     cos_in->size(2) <= head_dim && cos_in->size(2) % 2 == 0),
         "hf_fastpath::", op, ": cos and sin have to be [batch or 1, query_len, rotary_dim]");
-    STD_TORCH_CHECK(!kv_table || (kv_table->dim() == 2 && layer >= 0 && layer < kv_table->size(0)),
-                    "hf_fastpath::", op, ": layer ", layer, " is not a row of kv_table");
+    params.kv_type = kv_type_of(k_cache, op);
+    check_kv_scales(k_cache, k_scales, params.kv_type, op, "k_scales");
+    check_kv_scales(k_cache, v_scales, params.kv_type, op, "v_scales");
+    check_kv_table(kv_table, layer, params.kv_type, op);
+    STD_TORCH_CHECK(!is_quantized(params.kv_type) || head_dim <= kMaxQuantizedHeadDim, "hf_fastpath::", op,
+                    ": head_dim is ", head_dim, ", expected at most ", kMaxQuantizedHeadDim,
+                    " in a quantized cache");
     if (cos_in) cos = hf_fastpath::contiguous(*cos_in), sin = hf_fastpath::contiguous(*sin_in);
     if (kv_table) table = hf_fastpath::contiguous(*kv_table);
     lens = hf_fastpath::contiguous(seq_lens);
@@ -59,7 +65,8 @@ struct RopeAppendCall {
     params.rotary_dim = cos ? static_cast<int>(cos->size(2)) : 0;
     params.cos_batch_stride = cos && cos->size(0) > 1 ? query_len * params.rotary_dim : 0;
     params.dtype = dtype;
-    params.cache_dtype = dtype_of(k_cache, op);
+    if (k_scales) params.k_scales = static_cast<uint16_t*>(k_scales->data_ptr());
+    if (v_scales) params.v_scales = static_cast<uint16_t*>(v_scales->data_ptr());
   }
 };
 

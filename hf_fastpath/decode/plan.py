@@ -7,7 +7,7 @@ model's own parameters, so changed values are seen; a parameter that moved or wa
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from itertools import pairwise
+from itertools import chain, pairwise
 from typing import Any
 
 import torch
@@ -16,6 +16,7 @@ from .. import ops
 from ..cache import FastpathCache
 from ..compat import below_autograd
 from ..ops.decode_attention import workspace_bytes
+from ..ops.kv_cache import is_quantized, table_columns
 from . import steps
 from .graph import capture
 from .modules import out_features
@@ -143,10 +144,12 @@ class DecodePlan:
                 attention = part.layers[0].attention
                 size = workspace_bytes(batch, 1, attention.num_heads, attention.head_dim)
                 self.workspace = torch.zeros(size, dtype=torch.uint8, device=self.device)
-                self.kv_table = torch.zeros(len(part.layers), 3, dtype=torch.long, device=self.device)
+                shape = len(part.layers), table_columns(kv_dtype)
+                self.kv_table = torch.zeros(shape, dtype=torch.long, device=self.device)
             self._reads_buffers = any(layer.attention.reads_buffers for layer in part.layers)
             self.program = Program()
-            self._caches = [(self.program.register(), self.program.register()) for _ in part.layers]
+            buffers = 4 if is_quantized(kv_dtype) else 2  # of a layer
+            self._caches = [tuple(self.program.register() for _ in range(buffers)) for _ in part.layers]
             self._architecture, self._rotary = part.architecture, part.rotary
             #: kind of layer -> tables of cos and sin, a row a position
             self._angles = {kind: (self.program.register(), self.program.register()) for kind in part.rope_kinds}
@@ -164,7 +167,7 @@ class DecodePlan:
         overlap = self.device.type == "cuda"
         at = steps.Positions(angles, self.seq_lens, self.starts, self.kv_table, self.workspace, overlap)
         # A graph of several sequences takes the ops one by one, as they were measured.
-        in_one = (self.batch == 1 or self.device.type == "cpu") and not steps.one_call_reasons(part)
+        in_one = (self.batch == 1 or self.device.type == "cpu") and not steps.one_call_reasons(part, self.kv_dtype)
         if in_one:
             logits = steps.all_layers(emit, part, hidden, self._caches, at)
         else:
@@ -223,12 +226,16 @@ class DecodePlan:
         """Tell the program where the cache's buffers are."""
         layers = self.cache.layers
         if self.kv_table is not None:
-            rows = [[layer.k_buffer.data_ptr(), layer.v_buffer.data_ptr(), layer.capacity] for layer in layers]
+            rows = []
+            for layer in layers:
+                k, v, *scales = (buffer.data_ptr() for buffer in layer.buffers)
+                rows.append([k, v, layer.capacity, *scales])
             self.kv_table.copy_(torch.tensor(rows, dtype=torch.long, device="cpu"))
         if self._reads_buffers:
             self.graph = None  # it holds the old buffers
-        for (k, v), layer in zip(self._caches, layers):
-            self.program.values[k.index], self.program.values[v.index] = layer.k_buffer, layer.v_buffer
+        for registers, layer in zip(self._caches, layers):
+            for register, buffer in zip(registers, layer.buffers):
+                self.program.values[register.index] = buffer
 
     def _reserve_angles(self, positions: int) -> None:
         """Make the tables of rotary angles reach ``positions``: computed by the model's own module, so every kind of
@@ -293,7 +300,7 @@ class DecodePlan:
     def end(self) -> None:
         """Let go of the cache."""
         self.cache = None
-        for k, v in self._caches:
+        for register in chain.from_iterable(self._caches):
             # A captured graph finds the buffers through kv_table; keeping them here would only hold memory.
-            self.program.values[k.index] = self.program.values[v.index] = None
+            self.program.values[register.index] = None
         self.program.release()

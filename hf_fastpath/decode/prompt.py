@@ -16,6 +16,7 @@ from torch import nn
 from .. import ops
 from ..cache import FastpathCache
 from ..ops.decode_attention import visible_slots
+from ..ops.kv_cache import dequantized
 from ..quantization import FORMATS, PackedWeight
 from . import composed, steps
 from .parts import MoEPart
@@ -81,8 +82,7 @@ def read(part: ModelPart, cache: FastpathCache, prompt: Prompt) -> torch.Tensor:
     hidden, _ = steps.step_inputs(emit, part, prompt.tokens, prompt.positions.expand(batch, -1), [])
     at = steps.Positions(_angles(part, hidden, prompt.positions), lengths, None)
     for index, layer in enumerate(part.layers):
-        buffers = cache.layers[index].k_buffer, cache.layers[index].v_buffer
-        hidden = steps.decoder_layer(emit, layer, hidden, buffers, at, index)
+        hidden = steps.decoder_layer(emit, layer, hidden, cache.layers[index].buffers, at, index)
     logits = steps.head(steps.run, part, hidden[:, -1:])
     cache.advance(query_len)
     return steps.scaled_logits(steps.run, part, logits)[:, 0]
@@ -156,15 +156,20 @@ class _ManyRows:
 
     def _append(self, x, *arguments):
         weights, biases, (transposed, *rest) = arguments[:3], arguments[3:6], arguments[6:]
-        cos, sin, k_cache, v_cache, seq_lens, num_heads, kv_table, layer, *norm, _ = rest
+        cos, sin, k_cache, v_cache, seq_lens, num_heads, kv_table, layer, *others = rest
+        (*norm, _), scales = others[:5], others[5:]
         x = self._norm(x, *norm)
         made = [_linear(x, w, b, transposed) for w, b in zip(weights, biases) if w is not None]
         qkv = made[0] if len(made) == 1 else composed.joined(*made)
-        to = (k_cache, v_cache, seq_lens, num_heads, kv_table, layer)
+        to = (k_cache, v_cache, seq_lens, num_heads, kv_table, layer, *scales)
         return ops.rope_append.overload(qkv, None, cos, sin, *to)
 
-    def _attend(self, q, k_cache, v_cache, seq_lens, starts, scale, *_):
-        k, v = (cache.narrow(2, 0, self._length).to(q.dtype) for cache in (k_cache, v_cache))
+    def _attend(self, q, k_cache, v_cache, seq_lens, starts, scale, *others):
+        # What is stored, of the prompt's own tokens too: then it makes no difference how a text is cut into prompts.
+        k, v, *scales = (each.narrow(2, 0, self._length) for each in (k_cache, v_cache, *others[6:]))
+        if scales:
+            k, v = (dequantized(*each, q.dtype) for each in zip((k, v), scales))
+        k, v = k.to(q.dtype), v.to(q.dtype)
         grouped = q.shape[2] != k.shape[1]
         if grouped and (self._mask is not None or q.dtype == torch.float32):
             # the kernels that take a mask, or float32, want as many KV heads as queries

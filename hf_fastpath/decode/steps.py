@@ -16,6 +16,7 @@ from torch import nn
 
 from .. import ops
 from ..ops.decode_layers import LAYER_TENSORS, OUTER_TENSORS, sizes, weight_reasons
+from ..ops.kv_cache import is_quantized
 from ..quantization.linear import joined as joined_weights
 from . import composed
 from .modules import is_packed, is_transposed, weight_and_bias
@@ -124,7 +125,7 @@ def in_front(emit: Emit, part: NormPart | None, x: Any) -> tuple[Any, NormPart |
 
 
 def _queries_composed(
-    emit: Emit, part: AttentionPart, x: Any, cache: tuple[Any, Any], at: Positions, layer: int, norm: NormPart | None
+    emit: Emit, part: AttentionPart, x: Any, cache: tuple, at: Positions, layer: int, norm: NormPart | None
 ) -> Any:
     """As ``ops.qkv_rope_append``, for what that op does not do."""
     linears = part.projections()[:-1]
@@ -144,21 +145,25 @@ def _queries_composed(
         cos = sin = None
     if part.repeats_kv:
         qkv = emit(composed.repeated_kv, qkv, part.num_heads, part.head_dim, part.group)
-    return emit(ops.rope_append.overload, qkv, None, cos, sin, *cache, at.seq_lens, part.num_heads, at.kv_table, layer)
+    k, v, *scales = cache
+    to = (k, v, at.seq_lens, part.num_heads, at.kv_table, layer, *scales)
+    return emit(ops.rope_append.overload, qkv, None, cos, sin, *to)
 
 
 def attention(
     emit: Emit,
     part: AttentionPart,
     x: Any,
-    cache: tuple[Any, Any],
+    cache: tuple,
     at: Positions,
     layer: int,
     residual: Any = None,
     norm: NormPart | None = None,
 ) -> Any:
-    """``residual + part(norm(x))``, appending to ``cache`` (its K and V buffers), the ``layer``-th of the model."""
+    """``residual + part(norm(x))``, appending to ``cache`` (its K and V buffers, and scales of quantized ones), the
+    ``layer``-th of the model."""
     *qkv, out = part.projections()
+    k, v, *scales = cache
     x, norm = in_front(emit, norm, x)
     if part.is_composed or any(map(is_packed, qkv)):
         queries = _queries_composed(emit, part, x, cache, at, layer, norm)
@@ -168,14 +173,15 @@ def attention(
         cos, sin = at.angles_of(part)
         queries = emit(
             ops.qkv_rope_append.overload,
-            *(x, *weights, *biases, is_transposed(qkv[0]), cos, sin, *cache, at.seq_lens, part.num_heads),
-            *(at.kv_table, layer, *_norm_arguments(norm), at.overlap),
+            *(x, *weights, *biases, is_transposed(qkv[0]), cos, sin, k, v, at.seq_lens, part.num_heads),
+            *(at.kv_table, layer, *_norm_arguments(norm), at.overlap, *scales),
         )
-    seen = (queries, *cache, at.seq_lens, at.starts, part.scaling, part.window or 0)
+    seen = (queries, k, v, at.seq_lens, at.starts, part.scaling, part.window or 0)
     if part.softcap:
-        mixed = emit(composed.soft_capped_attention, *seen, part.softcap)
+        mixed = emit(composed.soft_capped_attention, *seen, part.softcap, *scales)
     else:
-        mixed = emit(ops.decode_attention.overload, *seen, at.kv_table, layer, at.workspace, at.overlap, part.sinks)
+        place = at.kv_table, layer, at.workspace, at.overlap
+        mixed = emit(ops.decode_attention.overload, *seen, *place, part.sinks, *scales)
     return projection(emit, out, mixed, residual, overlap=at.overlap)
 
 
@@ -236,7 +242,7 @@ def _added(emit: Emit, part: LayerPart, stream: Any, post_norm: NormPart | None,
     return emit(composed.scaled_sum, stream, out, part.residual_multiplier)
 
 
-def decoder_layer(emit: Emit, part: LayerPart, hidden: Any, cache: tuple[Any, Any], at: Positions, layer: int) -> Any:
+def decoder_layer(emit: Emit, part: LayerPart, hidden: Any, cache: tuple, at: Positions, layer: int) -> Any:
     """The whole layer: ``hidden`` [batch, query_len, hidden_size] in and out."""
 
     def attend(residual: Any) -> Any:
@@ -324,9 +330,11 @@ def _constants(part: LayerPart) -> tuple:
     return attention.num_heads, attention.head_dim, attention.scaling, mlp.activation, rotation, kinds
 
 
-def one_call_reasons(part: ModelPart) -> list[str]:
-    """Reasons why ``ops.decode_layers`` cannot take all of the model's layers."""
+def one_call_reasons(part: ModelPart, kv_dtype: torch.dtype | None = None) -> list[str]:
+    """Reasons why ``ops.decode_layers`` cannot take all of the model's layers, over caches of ``kv_dtype``."""
     layers = part.layers
+    if kv_dtype is not None and is_quantized(kv_dtype):
+        return ["keys and values are quantized"]
     if not all(layer.is_sequential for layer in layers):
         return ["the layers are not norm, attention, norm and MLP in turn"]
     attentions = [layer.attention for layer in layers]
@@ -354,7 +362,7 @@ def one_call_reasons(part: ModelPart) -> list[str]:
     return weight_reasons(x, weights, num_heads, num_kv_heads, head_dim, kind, activation, transposed)
 
 
-def all_layers(emit: Emit, part: ModelPart, hidden: Any, caches: list[tuple[Any, Any]], at: Positions) -> Any:
+def all_layers(emit: Emit, part: ModelPart, hidden: Any, caches: list[tuple], at: Positions) -> Any:
     """All layers, the final norm and the head of a model without :func:`one_call_reasons`, over one new token of each
     sequence: ``hidden`` [batch, 1, hidden_size] in, logits [batch, 1, vocab_size] out."""
     layers = part.layers

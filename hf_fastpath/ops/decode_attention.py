@@ -5,7 +5,16 @@ from __future__ import annotations
 import torch
 
 from ..registry import OpSpec, Sample, nbytes, register, shape_reason, tensor_reasons
-from .kv_cache import cache_reasons, positions, refuse_kv_table, slot_positions
+from .kv_cache import (
+    cache_reasons,
+    dequantized,
+    is_quantized,
+    position_bytes,
+    positions,
+    quantized,
+    refuse_kv_table,
+    slot_positions,
+)
 
 MIN_HEAD_DIM, MAX_HEAD_DIM = 32, 256
 MAX_QUERY_LEN = 16
@@ -24,6 +33,8 @@ def reference(
     workspace: torch.Tensor | None = None,
     overlap: bool = False,
     sinks: torch.Tensor | None = None,
+    k_scales: torch.Tensor | None = None,
+    v_scales: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """``softmax(scale * q @ K.T) @ V`` over the visible positions of each row.
 
@@ -35,7 +46,7 @@ def reference(
     Args:
         q: [batch, query_len, num_heads, head_dim], query_len 1 to 16, head_dim 32 to 256 in steps of 8.
         k_cache, v_cache: [batch, num_kv_heads, capacity, head_dim], contiguous, float32, float16 or bfloat16
-            whatever q's dtype; num_kv_heads divides num_heads.
+            whatever q's dtype, or int8 or float8_e4m3fn with scales; num_kv_heads divides num_heads.
         seq_lens: int32 [batch], tokens a row holds, the new ones included; at most capacity, or any number when
             window + query_len - 1 <= capacity.
         starts: int32 [batch], first visible position (left padding), or None for 0.
@@ -50,6 +61,8 @@ def reference(
             them. No effect on the result.
         sinks: [num_heads] in q's dtype, or None: a score more for each head, which takes part in the softmax and
             weighs nothing in the output.
+        k_scales, v_scales: bfloat16 [batch, num_kv_heads, capacity], what quantized caches' quants are multiplied by;
+            None for others.
 
     Returns:
         [batch, query_len, num_heads*head_dim] in q's dtype; softmax and sums in float32.
@@ -64,6 +77,8 @@ def reference(
     batch, query_len, num_heads, head_dim = q.shape
     visible = visible_slots(seq_lens, starts, query_len, k_cache.shape[2], window)
     used = visible.any(1)[:, None, :, None]
+    if k_scales is not None and v_scales is not None:
+        k_cache, v_cache = dequantized(k_cache, k_scales, q.dtype), dequantized(v_cache, v_scales, q.dtype)
     k, v = (torch.where(used, cache, 0).to(q.dtype) for cache in (k_cache, v_cache))
     if sinks is None:
         out = torch.nn.functional.scaled_dot_product_attention(
@@ -113,6 +128,8 @@ def fake(
     workspace=None,
     overlap=False,
     sinks=None,
+    k_scales=None,
+    v_scales=None,
 ):
     return q.new_empty(q.shape[0], q.shape[1], q.shape[2] * q.shape[3])
 
@@ -143,12 +160,14 @@ def why_not(
     workspace=None,
     overlap=False,
     sinks=None,
+    k_scales=None,
+    v_scales=None,
 ) -> list[str]:
     if q.dim() != 4 or not 1 <= q.shape[1] <= MAX_QUERY_LEN:
         return [f"q has shape {tuple(q.shape)}, expected [batch, 1 to {MAX_QUERY_LEN}, heads, head_dim]"]
     batch, query_len, num_heads, head_dim = q.shape
     reasons = tensor_reasons(q, sinks=sinks) + shape_reason("sinks", sinks, (num_heads,))
-    reasons += cache_reasons(k_cache, v_cache, seq_lens, batch, q.device, kv_table, layer)
+    reasons += cache_reasons(k_cache, v_cache, seq_lens, batch, q.device, kv_table, layer, k_scales, v_scales)
     if k_cache.dim() == 4 and (k_cache.shape[3] != head_dim or num_heads % k_cache.shape[1]):
         reasons.append(
             f"q has {num_heads} heads of {head_dim}, the cache {k_cache.shape[1]} of {k_cache.shape[3]}: "
@@ -181,11 +200,13 @@ def moved(
     workspace=None,
     overlap=False,
     sinks=None,
+    k_scales=None,
+    v_scales=None,
 ) -> int:
     length = seq_lens.long() if starts is None else seq_lens.long() - starts.long()
     if window:
         length = length.clamp(max=window + q.shape[1] - 1)
-    row = 2 * k_cache.shape[1] * k_cache.shape[3] * k_cache.element_size()
+    row = 2 * k_cache.shape[1] * position_bytes(k_cache)
     return int(length.clamp(max=k_cache.shape[2]).sum()) * row + 2 * nbytes(q) + nbytes(sinks)
 
 
@@ -206,14 +227,19 @@ def samples(device: torch.device, dtype: torch.dtype):
     ):
         q = torch.randn(batch, query_len, heads, head_dim, device=device, dtype=dtype)
         shape = (batch, kv_heads, capacity, head_dim)
-        caches = [torch.randn(shape, device=device).to(kv or dtype) for _ in range(2)]
+        caches = [torch.randn(shape, device=device) for _ in range(2)]
         lens = torch.tensor(seq_lens, device=device, dtype=torch.int32)
         held = slot_positions(lens, capacity)
         for cache in caches:  # whatever was never written must not matter
             cache[(held < 0)[:, None, :, None].expand(shape)] = float("nan")
+        scales = (None, None)
+        if is_quantized(kv or dtype):
+            caches, scales = zip(*(quantized(cache, kv) for cache in caches))
+        caches = [cache.to(kv or dtype) for cache in caches]
         first = None if starts is None else torch.tensor(starts, device=device, dtype=torch.int32)
         logits = torch.linspace(-2, 2, heads, device=device).to(dtype) if sinks else None
-        return Sample(q, *caches, lens, first, head_dim**-0.5, window, overlap=overlap, sinks=logits)
+        options = dict(overlap=overlap, sinks=logits, k_scales=scales[0], v_scales=scales[1])
+        return Sample(q, *caches, lens, first, head_dim**-0.5, window, **options)
 
     yield call(1, 1, 4, 4, 32, 16, [1])
     yield call(1, 1, 32, 8, 128, 300, [257])  # GQA 4
@@ -228,6 +254,9 @@ def samples(device: torch.device, dtype: torch.dtype):
     yield call(2, 1, 4, 2, 64, 600, [555, 20], starts=[540, 3], window=128)
     yield call(1, 1, 4, 1, 128, 40, [40], kv=torch.float16)
     yield call(1, 2, 4, 1, 64, 40, [39], kv=torch.bfloat16)
+    yield call(1, 1, 8, 2, 64, 300, [257], kv=torch.int8)
+    yield call(2, 3, 4, 2, 80, 90, [5, 90], starts=[2, 0], kv=torch.float8_e4m3fn, sinks=True)
+    yield call(2, 1, 4, 2, 40, 24, [100, 7], window=8, kv=torch.int8)
 
 
 SPEC = register(
@@ -236,7 +265,7 @@ SPEC = register(
         schema=(
             "(Tensor q, Tensor k_cache, Tensor v_cache, Tensor seq_lens, Tensor? starts, float scale, int window=0, "
             "Tensor? kv_table=None, int layer=0, Tensor(a!)? workspace=None, bool overlap=False, "
-            "Tensor? sinks=None) -> Tensor"
+            "Tensor? sinks=None, Tensor? k_scales=None, Tensor? v_scales=None) -> Tensor"
         ),
         reference=reference,
         fake=fake,

@@ -1,4 +1,5 @@
-"""What the two ops that touch the KV cache share: where a position lives, and the table of cache addresses."""
+"""What the two ops that touch the KV cache share: where a position lives, quantized keys and values, and the table of
+cache addresses."""
 
 from __future__ import annotations
 
@@ -6,8 +7,49 @@ import torch
 
 from ..registry import FLOAT_DTYPES
 
-#: columns of a ``kv_table`` row: address of K, address of V, capacity in positions
-KV_TABLE_COLUMNS = 3
+#: columns of a ``kv_table`` row: address of K, address of V, capacity in positions; of quantized caches also the
+#: addresses of their scales
+KV_TABLE_COLUMNS, QUANTIZED_TABLE_COLUMNS = 3, 5
+#: storage of quantized keys and values -> the largest quant; ``quant * scale`` is the value
+LARGEST_QUANT = {torch.int8: 127.0, torch.float8_e4m3fn: 448.0}
+#: of the scales, one a head and token: as wide in range as float32, so that no head is too large or too small
+SCALE_DTYPE = torch.bfloat16
+
+
+def is_quantized(dtype: torch.dtype) -> bool:
+    """Whether a cache of this dtype has scales."""
+    return dtype in LARGEST_QUANT
+
+
+def quantized(states: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+    """Quants and scales of keys or values.
+
+    A head's scale is its largest magnitude over ``LARGEST_QUANT``, rounded up to bfloat16, so that no quant is clipped;
+    quants are rounded to the nearest, ties to even. A head of zeros has scale 0; one with an infinity or a NaN has
+    scale NaN, and so is NaN throughout.
+
+    Args:
+        states: [..., head_dim], floating.
+        dtype: a key of ``LARGEST_QUANT``.
+
+    Returns:
+        [..., head_dim] in ``dtype``, and [...] in bfloat16.
+    """
+    most = LARGEST_QUANT[dtype]
+    wide = states if states.dtype == torch.float64 else states.float()
+    largest = wide.abs().amax(-1)
+    # A tensor: on CUDA, PyTorch multiplies by a number's reciprocal, which is not always the quotient.
+    step = (largest.float() / largest.new_full((), most, dtype=torch.float32)).view(torch.int32)
+    scales = torch.where(largest.isfinite(), ((step + 0xFFFF) & -0x10000).view(torch.float32), torch.nan)
+    divisor = scales[..., None]
+    quants = torch.where(divisor > 0, wide / divisor, 0).clamp(-most, most)
+    return (quants.round() if dtype == torch.int8 else quants).to(dtype), scales.to(SCALE_DTYPE)
+
+
+def dequantized(quants: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """``quants * scales``, [..., head_dim] in ``dtype``, rounded once."""
+    wide = torch.float64 if dtype == torch.float64 else torch.float32
+    return quants.to(wide).mul_(scales.to(wide)[..., None]).to(dtype)
 
 
 def refuse_kv_table(kv_table: torch.Tensor | None) -> None:
@@ -18,6 +60,11 @@ def refuse_kv_table(kv_table: torch.Tensor | None) -> None:
     """
     if kv_table is not None:
         raise NotImplementedError("kv_table needs the native library of this device: build it, or pass the caches")
+
+
+def position_bytes(cache: torch.Tensor) -> int:
+    """What a head of one position takes in a cache, with its scale."""
+    return cache.shape[3] * cache.element_size() + is_quantized(cache.dtype) * SCALE_DTYPE.itemsize
 
 
 def positions(seq_lens: torch.Tensor, query_len: int) -> torch.Tensor:
@@ -33,25 +80,57 @@ def slot_positions(seq_lens: torch.Tensor, capacity: int) -> torch.Tensor:
     return last - torch.remainder(last - slots, capacity)
 
 
-def cache_reasons(k_cache, v_cache, seq_lens, batch: int, device: torch.device, kv_table, layer: int) -> list[str]:
+def cache_reasons(
+    k_cache, v_cache, seq_lens, batch: int, device: torch.device, kv_table, layer: int, k_scales=None, v_scales=None
+) -> list[str]:
     """Reasons why the cache arguments do not fit a batch on ``device``."""
     reasons = []
     if k_cache.dim() != 4 or k_cache.shape[0] != batch:
         reasons.append(f"k_cache has shape {tuple(k_cache.shape)}, expected [{batch}, kv_heads, capacity, head_dim]")
     if k_cache.shape != v_cache.shape or k_cache.dtype != v_cache.dtype:
         reasons.append("k_cache and v_cache differ in shape or dtype: allocate them alike")
-    if k_cache.dtype not in FLOAT_DTYPES:
-        reasons.append(f"k_cache has dtype {k_cache.dtype}, expected float32, float16 or bfloat16")
+    if k_cache.dtype not in (*FLOAT_DTYPES, *LARGEST_QUANT):
+        reasons.append(
+            f"k_cache has dtype {k_cache.dtype}, expected float32, float16 or bfloat16, or int8 or float8_e4m3fn with "
+            "scales"
+        )
+    reasons += _scales_reasons(k_cache, k_scales, v_scales)
     if not (k_cache.is_contiguous() and v_cache.is_contiguous()):
         reasons.append("k_cache and v_cache have to be contiguous: pass the whole buffers, not slices")
-    for name, tensor in (("k_cache", k_cache), ("v_cache", v_cache), ("seq_lens", seq_lens), ("kv_table", kv_table)):
+    tensors = dict(k_cache=k_cache, v_cache=v_cache, seq_lens=seq_lens, kv_table=kv_table)
+    tensors |= dict(k_scales=k_scales, v_scales=v_scales)
+    for name, tensor in tensors.items():
         if tensor is not None and tensor.device != device:
             reasons.append(f"{name} is on {tensor.device}, expected {device}: move it")
     if seq_lens.dtype != torch.int32 or tuple(seq_lens.shape) != (batch,):
         reasons.append(f"seq_lens is {seq_lens.dtype} {tuple(seq_lens.shape)}, expected torch.int32 ({batch},)")
     if kv_table is not None:
-        if kv_table.dtype != torch.int64 or kv_table.dim() != 2 or kv_table.shape[1] != KV_TABLE_COLUMNS:
-            reasons.append(f"kv_table is {kv_table.dtype} {tuple(kv_table.shape)}, expected torch.int64 [layers, 3]")
+        columns = table_columns(k_cache.dtype)
+        if kv_table.dtype != torch.int64 or kv_table.dim() != 2 or kv_table.shape[1] != columns:
+            expected = f"torch.int64 [layers, {columns}]"
+            reasons.append(f"kv_table is {kv_table.dtype} {tuple(kv_table.shape)}, expected {expected}")
         elif not 0 <= layer < kv_table.shape[0]:
             reasons.append(f"layer is {layer}, expected 0 to {kv_table.shape[0] - 1}")
+    return reasons
+
+
+def table_columns(dtype: torch.dtype) -> int:
+    """Columns of a ``kv_table`` of caches of this dtype."""
+    return QUANTIZED_TABLE_COLUMNS if is_quantized(dtype) else KV_TABLE_COLUMNS
+
+
+def _scales_reasons(k_cache, k_scales, v_scales) -> list[str]:
+    if not is_quantized(k_cache.dtype):
+        given = k_scales is not None or v_scales is not None
+        return [f"scales go with int8 and float8_e4m3fn caches, k_cache is {k_cache.dtype}: pass none"] * given
+    reasons = []
+    for name, scales in (("k_scales", k_scales), ("v_scales", v_scales)):
+        if scales is None:
+            reasons.append(f"{name} is None: caches of {k_cache.dtype} need the scales of their quants")
+            continue
+        if scales.dtype != SCALE_DTYPE or scales.shape != k_cache.shape[:3]:
+            expected = f"{SCALE_DTYPE} {tuple(k_cache.shape[:3])}"
+            reasons.append(f"{name} is {scales.dtype} {tuple(scales.shape)}, expected {expected}")
+        if not scales.is_contiguous():
+            reasons.append(f"{name} has to be contiguous: pass the whole buffer, not a slice")
     return reasons

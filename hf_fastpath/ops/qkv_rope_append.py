@@ -6,7 +6,7 @@ import torch
 
 from ..registry import OpSpec, Sample, nbytes, register, shape_reason, tensor_reasons
 from .gemv import MAX_ROWS, rows_reason, weight_reason
-from .kv_cache import refuse_kv_table
+from .kv_cache import is_quantized, position_bytes, quantized, refuse_kv_table
 from .norm import NORM_SCHEMA, NORMS, norm_reasons, normed
 from .rope_append import reference as rope_append
 from .rope_append import why_not as rope_reasons
@@ -34,6 +34,8 @@ def reference(
     norm_bias: torch.Tensor | None = None,
     norm_eps: float = 0.0,
     overlap: bool = False,
+    k_scales: torch.Tensor | None = None,
+    v_scales: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """``rope_append`` of the projections of ``norm(x)``.
 
@@ -47,6 +49,7 @@ def reference(
         cos, sin, k_cache, v_cache, seq_lens, num_heads, kv_table, layer: as in ``rope_append``.
         norm, norm_weight, norm_bias, norm_eps, overlap: as in ``gemv``. With ``overlap`` lengths and table may be
             read early too.
+        k_scales, v_scales: as in ``rope_append``.
 
     Returns:
         [batch, query_len, num_heads, head_dim] rotated queries in x's dtype.
@@ -63,7 +66,7 @@ def reference(
         qkv = linear(x, q_weight.t() if transposed else q_weight, q_bias)
     else:
         qkv = torch.cat([linear(x, q_weight, q_bias), linear(x, k_weight, k_bias), linear(x, v_weight, v_bias)], -1)
-    return rope_append(qkv, None, cos, sin, k_cache, v_cache, seq_lens, num_heads)
+    return rope_append(qkv, None, cos, sin, k_cache, v_cache, seq_lens, num_heads, k_scales=k_scales, v_scales=v_scales)
 
 
 def fake(
@@ -88,6 +91,8 @@ def fake(
     norm_bias=None,
     norm_eps=0.0,
     overlap=False,
+    k_scales=None,
+    v_scales=None,
 ):
     return x.new_empty(x.shape[0], x.shape[1], num_heads, k_cache.shape[-1])
 
@@ -114,6 +119,8 @@ def why_not(
     norm_bias=None,
     norm_eps=0.0,
     overlap=False,
+    k_scales=None,
+    v_scales=None,
 ) -> list[str]:
     if x.dim() != 3:
         return [f"x has shape {tuple(x.shape)}, expected [batch, query_len, hidden_size]"]
@@ -144,7 +151,8 @@ def why_not(
     if reasons:
         return reasons
     qkv = x.new_empty(x.shape[0], x.shape[1], features)
-    return rope_reasons(qkv, None, cos, sin, k_cache, v_cache, seq_lens, num_heads, kv_table, layer)
+    to = k_cache, v_cache, seq_lens, num_heads, kv_table, layer, k_scales, v_scales
+    return rope_reasons(qkv, None, cos, sin, *to)
 
 
 def moved(
@@ -169,8 +177,10 @@ def moved(
     norm_bias=None,
     norm_eps=0.0,
     overlap=False,
+    k_scales=None,
+    v_scales=None,
 ) -> int:
-    appended = 2 * x.shape[0] * x.shape[1] * k_cache.shape[1] * k_cache.shape[3] * k_cache.element_size()
+    appended = 2 * x.shape[0] * x.shape[1] * k_cache.shape[1] * position_bytes(k_cache)
     inputs = nbytes(x, q_weight, k_weight, v_weight, q_bias, k_bias, v_bias, cos, sin, seq_lens, norm_weight, norm_bias)
     return inputs + appended + x.shape[0] * x.shape[1] * num_heads * k_cache.shape[3] * x.element_size()
 
@@ -206,13 +216,19 @@ def samples(device: torch.device, dtype: torch.dtype):
         if rotary_dim:
             angle = torch.rand(batch, query_len, rotary_dim // 2, device=device).repeat(1, 1, 2) * 6.28
             cos, sin = angle.cos().to(dtype), angle.sin().to(dtype)
-        caches = [torch.randn(batch, kv_heads, 9, head_dim, device=device).to(kv or dtype) for _ in range(2)]
+        caches = [torch.randn(batch, kv_heads, 9, head_dim, device=device) for _ in range(2)]
+        scales = [None, None]
+        for place, cache in enumerate(caches):
+            if is_quantized(kv or dtype):
+                caches[place], scales[place] = quantized(cache, kv)
+            else:
+                caches[place] = cache.to(kv or dtype)
         lens = torch.tensor(seq_lens, device=device, dtype=torch.int32)
         norm_weight = None if norm == "none" else randn(hidden_size)
         norm_bias = randn(hidden_size) if norm == "layer" else None
         return Sample(
             *(randn(batch, query_len, hidden_size), *weights, *biases, layout == "conv1d", cos, sin, *caches, lens),
-            *(heads, None, 0, norm, norm_weight, norm_bias, 1e-5, overlap),
+            *(heads, None, 0, norm, norm_weight, norm_bias, 1e-5, overlap, *scales),
         )
 
     yield call(1, 1, 256, 4, 2, 32, [5], rotary_dim=32)
@@ -225,6 +241,8 @@ def samples(device: torch.device, dtype: torch.dtype):
     yield call(MAX_ROWS, 1, 64, 2, 2, 32, list(range(1, MAX_ROWS + 1)), rotary_dim=32, norm="rms")
     yield call(1, 1, 128, 4, 4, 80, [7], rotary_dim=32, bias=True, kv=torch.float16, norm=NORMS[1])
     yield call(1, 1, 104, 2, 1, 256, [7], rotary_dim=256, kv=torch.bfloat16)
+    yield call(1, 1, 104, 2, 1, 64, [7], rotary_dim=64, kv=torch.int8, norm="rms")
+    yield call(2, 2, 104, 2, 2, 40, [7, 30], rotary_dim=40, kv=torch.float8_e4m3fn)
 
 
 SPEC = register(
@@ -234,7 +252,7 @@ SPEC = register(
             "(Tensor x, Tensor q_weight, Tensor? k_weight, Tensor? v_weight, Tensor? q_bias, Tensor? k_bias, "
             "Tensor? v_bias, bool transposed, Tensor? cos, Tensor? sin, Tensor(a!) k_cache, Tensor(b!) v_cache, "
             f"Tensor seq_lens, int num_heads, Tensor? kv_table=None, int layer=0, {NORM_SCHEMA}, "
-            "bool overlap=False) -> Tensor"
+            "bool overlap=False, Tensor(c!)? k_scales=None, Tensor(d!)? v_scales=None) -> Tensor"
         ),
         reference=reference,
         fake=fake,

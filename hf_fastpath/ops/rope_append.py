@@ -5,7 +5,10 @@ from __future__ import annotations
 import torch
 
 from ..registry import OpSpec, Sample, nbytes, register, shape_reason, tensor_reasons
-from .kv_cache import cache_reasons, positions, refuse_kv_table
+from .kv_cache import cache_reasons, is_quantized, position_bytes, positions, quantized, refuse_kv_table
+
+#: of a quantized cache, whose kernels hold a head of a token in local memory
+MAX_QUANTIZED_HEAD_DIM = 512
 
 
 def _rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
@@ -27,6 +30,8 @@ def reference(
     num_heads: int,
     kv_table: torch.Tensor | None = None,
     layer: int = 0,
+    k_scales: torch.Tensor | None = None,
+    v_scales: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """``q, k, v = split(qkv + bias)``; rotate q and k; write k and v at their positions; return q.
 
@@ -38,13 +43,16 @@ def reference(
         qkv: [batch, query_len, (num_heads + 2*num_kv_heads)*head_dim], query_len 1 to capacity, contiguous rows.
         bias: [(num_heads + 2*num_kv_heads)*head_dim] added first, or None.
         cos, sin: [batch or 1, query_len, rotary_dim], rotary_dim even and at most head_dim; None: no rotation.
-        k_cache, v_cache: [batch, num_kv_heads, capacity, head_dim], contiguous, float32, float16 or bfloat16;
-            written in place.
+        k_cache, v_cache: [batch, num_kv_heads, capacity, head_dim], contiguous, float32, float16 or bfloat16, or
+            int8 or float8_e4m3fn with scales; written in place.
         seq_lens: int32 [batch], tokens a row holds after this append.
         num_heads: number of query heads.
         kv_table: int64 [layers, 3], row ``layer`` = addresses of K and V and the capacity, which then replace
-            those of ``k_cache`` and ``v_cache`` (a captured CUDA graph keeps working for another cache).
+            those of ``k_cache`` and ``v_cache`` (a captured CUDA graph keeps working for another cache). With scales
+            [layers, 5]: the addresses of ``k_scales`` and ``v_scales`` follow.
         layer: row of ``kv_table``.
+        k_scales, v_scales: bfloat16 [batch, num_kv_heads, capacity], written in place as ``kv_cache.quantized`` has
+            them, from keys and values in float32; None for caches that are not quantized.
 
     Returns:
         [batch, query_len, num_heads, head_dim] rotated queries in qkv's dtype.
@@ -64,27 +72,60 @@ def reference(
         q, k = _rotate(q, cos, sin), _rotate(k, cos, sin)
     slots = positions(seq_lens, query_len) % capacity
     rows = torch.arange(batch, device=qkv.device)[:, None]
-    k_cache[rows, :, slots] = k.to(k_cache.dtype)
-    v_cache[rows, :, slots] = v.to(v_cache.dtype)
+    for states, cache, scales in ((k, k_cache, k_scales), (v, v_cache, v_scales)):
+        if scales is None:
+            cache[rows, :, slots] = states.to(cache.dtype)
+            continue
+        quants, steps = quantized(states, cache.dtype)
+        cache.view(torch.int8)[rows, :, slots] = quants.view(torch.int8)  # PyTorch copies no float8 this way
+        scales[rows, :, slots] = steps.to(scales.dtype)
     return q.clone(memory_format=torch.contiguous_format)
 
 
-def fake(qkv, bias, cos, sin, k_cache, v_cache, seq_lens, num_heads, kv_table=None, layer=0):
+def fake(
+    qkv,
+    bias,
+    cos,
+    sin,
+    k_cache,
+    v_cache,
+    seq_lens,
+    num_heads,
+    kv_table=None,
+    layer=0,
+    k_scales=None,
+    v_scales=None,
+):
     return qkv.new_empty(qkv.shape[0], qkv.shape[1], num_heads, k_cache.shape[-1])
 
 
-def why_not(qkv, bias, cos, sin, k_cache, v_cache, seq_lens, num_heads, kv_table=None, layer=0) -> list[str]:
+def why_not(
+    qkv,
+    bias,
+    cos,
+    sin,
+    k_cache,
+    v_cache,
+    seq_lens,
+    num_heads,
+    kv_table=None,
+    layer=0,
+    k_scales=None,
+    v_scales=None,
+) -> list[str]:
     if qkv.dim() != 3 or qkv.shape[1] < 1:
         return [f"qkv has shape {tuple(qkv.shape)}, expected [batch, 1 or more, features]"]
     batch, query_len, features = qkv.shape
     reasons = tensor_reasons(qkv, bias=bias, cos=cos, sin=sin)
-    reasons += cache_reasons(k_cache, v_cache, seq_lens, batch, qkv.device, kv_table, layer)
+    reasons += cache_reasons(k_cache, v_cache, seq_lens, batch, qkv.device, kv_table, layer, k_scales, v_scales)
     reasons += shape_reason("bias", bias, (features,))
     if k_cache.dim() == 4:
         num_kv_heads, capacity, head_dim = k_cache.shape[1:]
         want = (num_heads + 2 * num_kv_heads) * head_dim
         if features != want:
             reasons.append(f"qkv has {features} features, expected (heads + 2*kv_heads)*head_dim = {want}")
+        if is_quantized(k_cache.dtype) and head_dim > MAX_QUANTIZED_HEAD_DIM:
+            reasons.append(f"head_dim is {head_dim}, expected at most {MAX_QUANTIZED_HEAD_DIM} in a quantized cache")
         if query_len > capacity:
             reasons.append(f"query_len {query_len} exceeds the cache's capacity {capacity}: grow the cache first")
         if (cos is None) != (sin is None):
@@ -106,8 +147,21 @@ def _fits(cos: torch.Tensor, batch: int, query_len: int, head_dim: int) -> bool:
     )
 
 
-def moved(qkv, bias, cos, sin, k_cache, v_cache, seq_lens, num_heads, kv_table=None, layer=0) -> int:
-    appended = 2 * qkv.shape[0] * qkv.shape[1] * k_cache.shape[1] * k_cache.shape[3] * k_cache.element_size()
+def moved(
+    qkv,
+    bias,
+    cos,
+    sin,
+    k_cache,
+    v_cache,
+    seq_lens,
+    num_heads,
+    kv_table=None,
+    layer=0,
+    k_scales=None,
+    v_scales=None,
+) -> int:
+    appended = 2 * qkv.shape[0] * qkv.shape[1] * k_cache.shape[1] * position_bytes(k_cache)
     queries = fake(qkv, bias, cos, sin, k_cache, v_cache, seq_lens, num_heads)
     return nbytes(qkv, bias, cos, sin, seq_lens, queries) + appended
 
@@ -120,10 +174,16 @@ def samples(device: torch.device, dtype: torch.dtype):
         if rotary_dim:
             angle = torch.rand(batch, query_len, rotary_dim // 2, device=device).repeat(1, 1, 2) * 6.28
             cos, sin = angle.cos().to(dtype), angle.sin().to(dtype)
-        caches = [torch.randn(batch, kv_heads, capacity, head_dim, device=device).to(kv or dtype) for _ in range(2)]
+        caches = [torch.randn(batch, kv_heads, capacity, head_dim, device=device) for _ in range(2)]
+        scales = [None, None]
+        for place, cache in enumerate(caches):
+            if is_quantized(kv or dtype):
+                caches[place], scales[place] = quantized(cache, kv)
+            else:
+                caches[place] = cache.to(kv or dtype)
         lens = torch.tensor(seq_lens, device=device, dtype=torch.int32)
         row = torch.randn(features, device=device, dtype=dtype) if bias else None
-        return Sample(qkv, row, cos, sin, *caches, lens, heads)
+        return Sample(qkv, row, cos, sin, *caches, lens, heads, k_scales=scales[0], v_scales=scales[1])
 
     yield call(1, 1, 4, 2, 32, 9, [5], rotary_dim=32)
     yield call(1, 1, 12, 12, 64, 33, [33], bias=True)  # GPT-2: no rotation, fused bias
@@ -133,6 +193,8 @@ def samples(device: torch.device, dtype: torch.dtype):
     yield call(3, 1, 2, 1, 256, 8, [8, 9, 1], rotary_dim=256)
     yield call(1, 2, 4, 4, 80, 7, [7], rotary_dim=32, kv=torch.float16)
     yield call(1, 1, 4, 4, 64, 7, [7], rotary_dim=64, kv=torch.bfloat16)
+    yield call(2, 3, 4, 2, 64, 9, [5, 20], rotary_dim=64, bias=True, kv=torch.int8)
+    yield call(2, 2, 3, 1, 40, 9, [2, 8], rotary_dim=24, kv=torch.float8_e4m3fn)
 
 
 SPEC = register(
@@ -140,7 +202,8 @@ SPEC = register(
         name="rope_append",
         schema=(
             "(Tensor qkv, Tensor? bias, Tensor? cos, Tensor? sin, Tensor(a!) k_cache, Tensor(b!) v_cache, "
-            "Tensor seq_lens, int num_heads, Tensor? kv_table=None, int layer=0) -> Tensor"
+            "Tensor seq_lens, int num_heads, Tensor? kv_table=None, int layer=0, Tensor(c!)? k_scales=None, "
+            "Tensor(d!)? v_scales=None) -> Tensor"
         ),
         reference=reference,
         fake=fake,

@@ -13,7 +13,8 @@ from transformers import Cache, DynamicCache
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
 from hf_fastpath import FastpathCache
-from hf_fastpath.cache import RING_SLACK
+from hf_fastpath.cache_layer import RING_SLACK
+from hf_fastpath.ops.kv_cache import LARGEST_QUANT, dequantized, quantized
 
 HEADS, HEAD_DIM = 2, 8
 KINDS = {"full": DynamicLayer, "sliding": lambda: DynamicSlidingWindowLayer(sliding_window=WINDOW)}
@@ -50,9 +51,9 @@ def assert_alike(ours: FastpathCache, stock: DynamicCache, what: str) -> None:
 class Walk:
     """A random sequence of operations on both caches."""
 
-    def __init__(self, kinds, device, seed: int):
-        self.stock = dynamic(kinds)
-        self.ours = FastpathCache.from_dynamic(self.stock)
+    def __init__(self, kinds, device, seed: int, kv_dtype: torch.dtype | None = None):
+        self.stock, self.kv_dtype = dynamic(kinds), kv_dtype
+        self.ours = FastpathCache.from_dynamic(self.stock, kv_dtype)
         self.device, self.kinds = device, kinds
         self.random, self.generator = random.Random(seed), torch.Generator().manual_seed(seed)
         self.batch, self.recording = 2, False
@@ -61,7 +62,10 @@ class Walk:
         count = self.random.choice((1, 1, 1, 2, 3, 7, 15, 16, 17, 40, 70))
         for index in range(len(self.kinds)):
             keys, values = states(self.device, self.batch, count, self.generator)
-            seen = self.ours.update(keys, values, index), self.stock.update(keys, values, index)
+            stored = keys, values
+            if self.kv_dtype is not None:
+                stored = tuple(dequantized(*quantized(s, self.kv_dtype), s.dtype) for s in stored)
+            seen = self.ours.update(keys, values, index), self.stock.update(*stored, index)
             for mine, theirs in zip(*seen):
                 seen_by_mask = theirs[
                     :, :, -mine.shape[2] :
@@ -116,8 +120,8 @@ class Walk:
         kept = self.ours
         self.ours = copy.deepcopy(kept)
         for layer in kept.layers:  # a copy shares nothing
-            if layer.k_buffer is not None:
-                layer.k_buffer.fill_(float("nan"))
+            for buffer in layer.buffers:
+                buffer.view(torch.uint8).fill_(0x7F)
         return "deepcopy"
 
     def pickles(self) -> str:
@@ -125,16 +129,27 @@ class Walk:
         return "pickle"
 
     def converts(self) -> str:
-        if self.recording:
+        if self.recording or self.kv_dtype is not None:
             return "nothing"  # a conversion keeps what is visible, recording is for one call of generate()
         self.ours = FastpathCache.from_dynamic(self.ours.to_dynamic())
         return "to_dynamic, from_dynamic"
 
 
 @over_kinds
+@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("kv_dtype", LARGEST_QUANT, ids=("int8", "fp8"))
+def test_random_operations_on_quants(kinds, seed, kv_dtype, device):
+    """Scales go where their quants go: everything reads as the values they stand for."""
+    random_operations(Walk(kinds, device, seed, kv_dtype))
+
+
+@over_kinds
 @pytest.mark.parametrize("seed", range(12))
 def test_random_operations_match_dynamic_cache(kinds, seed, device):
-    walk = Walk(kinds, device, seed)
+    random_operations(Walk(kinds, device, seed))
+
+
+def random_operations(walk: Walk) -> None:
     done = [walk.update()]
     steps = (*[walk.update] * 5, *[walk.crop] * 3, walk.reorder, walk.repeat, walk.select, walk.record)
     for _ in range(40):
@@ -247,8 +262,8 @@ def test_kv_dtype_rounds_what_is_stored(kinds, kv_dtype, device):
 
 
 def test_refuses_unknown_kv_dtype():
-    with pytest.raises(ValueError, match="kv_dtype is torch.int8"):
-        FastpathCache(kv_dtype=torch.int8)
+    with pytest.raises(ValueError, match="kv_dtype is torch.int16"):
+        FastpathCache(kv_dtype=torch.int16)
 
 
 def test_refuses_gradients_clearly(device):

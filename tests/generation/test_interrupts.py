@@ -12,7 +12,15 @@ from parity import assert_same_tokens
 
 from hf_fastpath import FastpathCache
 
-FILES = ("decode/loop.py", "decode/plan.py", "decode/prompt.py", "decode/steps.py", "cache.py", "forwards.py")
+FILES = (
+    "decode/loop.py",
+    "decode/plan.py",
+    "decode/prompt.py",
+    "decode/steps.py",
+    "cache.py",
+    "cache_layer.py",
+    "forwards.py",
+)
 FEW = dict(max_new_tokens=5, do_sample=False)
 POINTS = 30
 

@@ -65,3 +65,11 @@ def test_perplexity_with_float16_kv_cache(device, stock_perplexity):
         found = decoded_perplexity(ours, device, 4000, fast=True)
     reference = stock_perplexity(device)
     assert abs(found - reference) < 0.001 * reference
+
+
+@pytest.mark.parametrize(("name", "share"), (("int8", 0.002), ("fp8", 0.01)))
+def test_perplexity_with_quantized_kv_cache(name, share, device, stock_perplexity):
+    with hf_fastpath.patched(copy.deepcopy(trained(device)[0]), kv_dtype=name, quiet=True) as ours:
+        found = decoded_perplexity(ours, device, 4000, fast=True)
+    reference = stock_perplexity(device)
+    assert abs(found - reference) < share * reference

@@ -17,8 +17,9 @@ def duplicate(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def upcast(tensor: torch.Tensor) -> torch.Tensor:
-    """A float64 copy of a floating tensor; other tensors are copied as they are."""
-    return tensor.to(torch.float64, copy=True) if tensor.is_floating_point() else tensor.clone()
+    """A float64 copy of a floating tensor; other tensors, quants among them, are copied as they are."""
+    is_value = tensor.is_floating_point() and tensor.element_size() > 1
+    return tensor.to(torch.float64, copy=True) if is_value else tensor.clone()
 
 
 def compact(tensor: torch.Tensor) -> torch.Tensor:

@@ -1,0 +1,139 @@
+// Quantized keys and values on the device, as `quantized` of hf_fastpath/ops/kv_cache.py has them, bit for
+// bit.
+#pragma once
+
+#include <type_traits>
+
+#include "common/numeric.cuh"
+
+namespace hf_fastpath {
+
+struct Float8 {  // e4m3: no infinity, the largest is 448
+  uint8_t bits;
+};
+
+template <class KV>
+constexpr bool kIsQuant = sizeof(KV) == 1;
+
+// What widened quants are multiples of: 1 / kUnit makes them what they stand for.
+template <class Quant>
+constexpr float kQuantUnit = std::is_same_v<Quant, int8_t> ? 1.f : 0x1p-8f;
+
+__device__ __forceinline__ float bfloat16_bits_to_float(uint16_t bits) {
+  return __uint_as_float(uint32_t(bits) << 16);
+}
+
+// Of four e4m3 bytes the lower or the upper two, as float16 pairs: sign, exponent and mantissa as they are,
+// in an exponent whose bias is 8 more.
+template <bool kUpper>
+__device__ __forceinline__ uint32_t halves_of_float8(uint32_t bytes) {
+  const uint32_t raised = __byte_perm(bytes, 0, kUpper ? 0x3424 : 0x1404);  // byte, zero
+  return (raised & 0x80008000u) | (raised >> 1 & 0x3f803f80u);
+}
+
+// Eight quants, in one access. Members as those of Chunk.
+template <class Quant>
+struct QuantChunk {
+  using Raw = uint2;
+  static constexpr int kElems = 8;
+  static __device__ __forceinline__ Raw zero() { return make_uint2(0, 0); }
+  static __device__ __forceinline__ Raw load_streaming_l2(const Quant* p) {
+    uint2 v;
+    asm volatile("ld.relaxed.gpu.global.L1::no_allocate.L2::128B.v2.u32 {%0,%1}, [%2];"
+                 : "=r"(v.x), "=r"(v.y)
+                 : "l"(p));
+    return v;
+  }
+  static __device__ __forceinline__ void unpack(const Raw& raw, float (&f)[kElems]) {
+    const uint32_t words[2] = {raw.x, raw.y};
+#pragma unroll
+    for (int w = 0; w < 2; ++w) {
+      if constexpr (std::is_same_v<Quant, int8_t>) {
+        // A byte as the last of a float32 of 2^23: fewer cycles than a conversion takes.
+        const uint32_t raised = words[w] ^ 0x80808080u;
+#pragma unroll
+        for (int i = 0; i < 4; ++i)
+          f[4 * w + i] = __uint_as_float(__byte_perm(raised, 0x4b000000u, 0x7440 + i)) - (0x1p23f + 128.f);
+      } else {
+        const float2 lower = unpack2(halves_of_float8<false>(words[w]), __half());
+        const float2 upper = unpack2(halves_of_float8<true>(words[w]), __half());
+        f[4 * w] = lower.x, f[4 * w + 1] = lower.y, f[4 * w + 2] = upper.x, f[4 * w + 3] = upper.y;
+      }
+    }
+  }
+};
+
+// As kQuantUnit, of quants that widen_quants widens to T.
+template <class T, class Quant>
+constexpr float kWidenedUnit = std::is_same_v<T, __half> ? kQuantUnit<Quant> : 1.f;
+
+// Two bytes of a word as the low bytes of 16-bit values whose high bytes are those of `high`.
+template <bool kUpper>
+__device__ __forceinline__ uint32_t spread_bytes(uint32_t bytes, uint32_t high) {
+  return __byte_perm(bytes, high, kUpper ? 0x4342 : 0x4140);
+}
+
+// Two of four quants in a word, exactly, as a pair of T.
+template <class T, class Quant, bool kUpper>
+__device__ __forceinline__ uint32_t widen_pair(uint32_t quants) {
+  if constexpr (std::is_same_v<T, __half> && std::is_same_v<Quant, int8_t>) {
+    const uint32_t raised = spread_bytes<kUpper>(quants ^ 0x80808080u, 0x64646464u);  // 1024 + 128 + quant
+    const __half2 pair = __hsub2(reinterpret_cast<const __half2&>(raised), __float2half2_rn(1152.f));
+    return reinterpret_cast<const uint32_t&>(pair);
+  } else if constexpr (std::is_same_v<T, __half>) {
+    return halves_of_float8<kUpper>(quants);
+  } else if constexpr (std::is_same_v<Quant, int8_t>) {
+    // Of 128 + quant the lower seven bits as the mantissa of 128 to 255; the eighth says whether 128 or 256
+    // is to be taken off.
+    const uint32_t raised = spread_bytes<kUpper>(quants ^ 0x80808080u, 0x43434343u);
+    const uint32_t low = raised & 0xff7fff7fu, off = (raised & 0x00800080u) ^ 0x43804380u;
+    const __nv_bfloat162 pair =
+        __hsub2(reinterpret_cast<const __nv_bfloat162&>(low), reinterpret_cast<const __nv_bfloat162&>(off));
+    return reinterpret_cast<const uint32_t&>(pair);
+  } else {
+    const uint32_t raised = __byte_perm(quants, 0, kUpper ? 0x3424 : 0x1404);
+    const uint32_t small = (raised & 0x80008000u) | (raised >> 4 & 0x07f007f0u);  // 2^-120 of it
+    const uint32_t unit = 0x7b807b80u;                                            // 2^120
+    const __nv_bfloat162 pair = __hmul2(reinterpret_cast<const __nv_bfloat162&>(small),
+                                        reinterpret_cast<const __nv_bfloat162&>(unit));
+    return reinterpret_cast<const uint32_t&>(pair);
+  }
+}
+
+// Eight quants in T.
+template <class T, class Quant>
+__device__ __forceinline__ uint4 widen_quants(uint2 quants) {
+  return make_uint4(widen_pair<T, Quant, false>(quants.x), widen_pair<T, Quant, true>(quants.x),
+                    widen_pair<T, Quant, false>(quants.y), widen_pair<T, Quant, true>(quants.y));
+}
+
+// A head's scale, as bfloat16, out of the bits of its largest magnitude; NaN if that is not finite.
+__device__ __forceinline__ uint16_t quant_scale(uint32_t largest, float largest_quant) {
+  constexpr uint32_t kInfinity = 0x7f800000u, kNaN = 0x7fc0u;
+  if (largest >= kInfinity) return kNaN;
+  return (__float_as_uint(__fdiv_rn(__uint_as_float(largest), largest_quant)) + 0xffffu) >> 16;
+}
+
+// The quant nearest to `value`, ties to even, of a scale as quant_scale gives it.
+template <class Quant>
+__device__ __forceinline__ uint8_t quantize(float value, float scale) {
+  constexpr float kMost = std::is_same_v<Quant, int8_t> ? kLargestInt8 : kLargestFloat8;
+  float x = scale > 0.f ? __fdiv_rn(value, scale) : 0.f;
+  x = fminf(fmaxf(x, -kMost), kMost);
+  if constexpr (std::is_same_v<Quant, int8_t>) return static_cast<uint8_t>(__float2int_rn(x));
+  const uint32_t bits = __float_as_uint(x), sign = bits >> 24 & 0x80u, magnitude = bits & 0x7fffffffu;
+  // Below 2^-6, subnormal: adding 2^14 leaves the value, rounded to 2^-9, in the low mantissa bits.
+  const uint32_t small = __float_as_uint(__uint_as_float(magnitude) + 16384.f) - __float_as_uint(16384.f);
+  const uint32_t normal = (magnitude - 0x3c000000u + 0x7ffffu + (magnitude >> 20 & 1u)) >> 20;
+  return static_cast<uint8_t>(sign | (magnitude < 0x3c800000u ? small : normal));
+}
+
+// Calls `f` with a value of the C++ type that `type` names.
+template <class F>
+void with_kv_type(KvType type, F&& f) {
+  if (type == KvType::kInt8) return f(int8_t());
+  if (type == KvType::kFloat8) return f(Float8());
+  with_type(static_cast<DType>(type), f);
+}
+
+}  // namespace hf_fastpath
