@@ -5,9 +5,7 @@
 
 namespace hf_fastpath {
 
-bool fits_packed_gemv(const GemvParams& p, const RopeAppendParams* rope) {
-  return p.norm.kind != Norm::kLayer && (!rope || rope->head_dim % 2 == 0);
-}
+bool fits_packed_gemv(const GemvParams& p) { return p.norm.kind != Norm::kLayer; }
 
 void launch_packed_gemv(const GemvParams& params, int x_width, const PackedMatrix& matrix,
                         const RopeAppendParams* rope, cudaStream_t stream) {

@@ -18,11 +18,12 @@ struct PackedMatrix {
   float multiplier;  // of all scales
 };
 
-// Whether a kernel does the product with the norm in front and the append behind.
-bool fits_packed_gemv(const GemvParams& params, const RopeAppendParams* rope);
+// Whether the kernel does the product with the norm in front.
+bool fits_packed_gemv(const GemvParams& params);
 
-// Launches it. `x_width`: values of a row of x, and of the norm's weight, in memory: whole chunks of 16
-// bytes, aligned, with zeros behind params.k.
+// Launches it; `rope`, of an even head_dim: turns and appends the features instead of writing them to out.
+// `x_width`: values of a row of x, and of the norm's weight, in memory: whole chunks of 16 bytes, aligned,
+// with zeros behind params.k.
 void launch_packed_gemv(const GemvParams& params, int x_width, const PackedMatrix& matrix,
                         const RopeAppendParams* rope, cudaStream_t stream);
 

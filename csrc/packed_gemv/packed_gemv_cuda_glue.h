@@ -35,7 +35,7 @@ class PackedWeight {
   void launch(GemvParams& p, const RopeAppendParams* rope, const InputNorm& norm, const Tensor& x,
               std::vector<Tensor>& kept, cudaStream_t stream) const {
     norm.fuse(p);
-    if (!fits_packed_gemv(p, rope)) norm.launch_norm(p, x, kept.emplace_back(x));
+    if (!fits_packed_gemv(p)) norm.launch_norm(p, x, kept.emplace_back(x));
     int width = static_cast<int>(p.k);
     if (width % 8 || !is_aligned(p.x) || !is_aligned(p.norm.weight)) {
       width = (width + 7) / 8 * 8;

@@ -165,7 +165,14 @@ def attention(
     *qkv, out = part.projections()
     k, v, *scales = cache
     x, norm = in_front(emit, norm, x)
-    if part.is_composed or any(map(is_packed, qkv)):
+    together = None if part.is_composed else _joined(qkv)
+    if together is not None:
+        queries = emit(
+            ops.packed_qkv_rope_append.overload,
+            *(x, *together, *at.angles_of(part), k, v, at.seq_lens, part.num_heads, at.kv_table, layer),
+            *(*_norm_arguments(norm), at.overlap, *scales),
+        )
+    elif part.is_composed or any(map(is_packed, qkv)):
         queries = _queries_composed(emit, part, x, cache, at, layer, norm)
     else:
         absent = [None] * (3 - len(qkv))  # one projection may hold all three

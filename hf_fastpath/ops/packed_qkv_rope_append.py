@@ -1,0 +1,206 @@
+"""Query, key and value projections with quantized weights, their rotation and their append to the KV cache, in one."""
+
+from __future__ import annotations
+
+import torch
+
+from ..quantization import FORMATS
+from ..registry import OpSpec, Sample, nbytes, register
+from .gemv import MAX_ROWS
+from .kv_cache import is_quantized, quantized, refuse_kv_table
+from .norm import NORM_SCHEMA
+from .packed_gemv import random_weight
+from .packed_gemv import reference as product
+from .packed_gemv import why_not as product_reasons
+from .rope_append import reference as rope_append
+from .rope_append import why_not as rope_reasons
+
+
+def reference(
+    x: torch.Tensor,
+    quants: torch.Tensor,
+    scales: torch.Tensor,
+    zeros: torch.Tensor | None,
+    multiplier: float,
+    format: str,
+    cos: torch.Tensor | None,
+    sin: torch.Tensor | None,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    seq_lens: torch.Tensor,
+    num_heads: int,
+    kv_table: torch.Tensor | None = None,
+    layer: int = 0,
+    norm: str = "none",
+    norm_weight: torch.Tensor | None = None,
+    norm_bias: torch.Tensor | None = None,
+    norm_eps: float = 0.0,
+    overlap: bool = False,
+    k_scales: torch.Tensor | None = None,
+    v_scales: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """``rope_append`` of the projections of ``norm(x)``.
+
+    Args:
+        x: [batch, query_len, hidden_size], at most 16 rows in all.
+        quants, scales, zeros, multiplier, format: the rows of query, key and value one after the other, as in
+            ``packed_gemv``.
+        cos, sin, k_cache, v_cache, seq_lens, num_heads, kv_table, layer, k_scales, v_scales: as in ``rope_append``.
+        norm, norm_weight, norm_bias, norm_eps, overlap: as in ``qkv_rope_append``.
+
+    Returns:
+        [batch, query_len, num_heads, head_dim] rotated queries in x's dtype.
+
+    Raises:
+        OpInputError: shapes, dtypes or devices that do not fit, more than 16 rows, or an unknown format.
+
+    Source: transformers ``models/mistral/modeling_mistral.py@5.17``, ``MistralAttention``, over dequantized weights.
+    """
+    refuse_kv_table(kv_table)
+    weight = quants, scales, zeros, multiplier, format
+    qkv = product(x, *weight, None, None, "none", norm, norm_weight, norm_bias, norm_eps)
+    return rope_append(qkv, None, cos, sin, k_cache, v_cache, seq_lens, num_heads, k_scales=k_scales, v_scales=v_scales)
+
+
+def fake(
+    x,
+    quants,
+    scales,
+    zeros,
+    multiplier,
+    format,
+    cos,
+    sin,
+    k_cache,
+    v_cache,
+    seq_lens,
+    num_heads,
+    kv_table=None,
+    layer=0,
+    norm="none",
+    norm_weight=None,
+    norm_bias=None,
+    norm_eps=0.0,
+    overlap=False,
+    k_scales=None,
+    v_scales=None,
+):
+    return x.new_empty(x.shape[0], x.shape[1], num_heads, k_cache.shape[-1])
+
+
+def why_not(
+    x,
+    quants,
+    scales,
+    zeros,
+    multiplier,
+    format,
+    cos,
+    sin,
+    k_cache,
+    v_cache,
+    seq_lens,
+    num_heads,
+    kv_table=None,
+    layer=0,
+    norm="none",
+    norm_weight=None,
+    norm_bias=None,
+    norm_eps=0.0,
+    overlap=False,
+    k_scales=None,
+    v_scales=None,
+) -> list[str]:
+    if x.dim() != 3:
+        return [f"x has shape {tuple(x.shape)}, expected [batch, query_len, hidden_size]"]
+    weight = quants, scales, zeros, multiplier, format
+    reasons = product_reasons(x, *weight, None, None, "none", norm, norm_weight, norm_bias, norm_eps)
+    if reasons:
+        return reasons
+    qkv = x.new_empty(x.shape[0], x.shape[1], quants.shape[0])
+    to = (k_cache, v_cache, seq_lens, num_heads, kv_table, layer, k_scales, v_scales)
+    return rope_reasons(qkv, None, cos, sin, *to)
+
+
+def moved(
+    x,
+    quants,
+    scales,
+    zeros,
+    multiplier,
+    format,
+    cos,
+    sin,
+    k_cache,
+    v_cache,
+    seq_lens,
+    num_heads,
+    kv_table=None,
+    layer=0,
+    norm="none",
+    norm_weight=None,
+    norm_bias=None,
+    norm_eps=0.0,
+    overlap=False,
+    k_scales=None,
+    v_scales=None,
+) -> int:
+    appended = 2 * x.shape[0] * x.shape[1] * k_cache.shape[1] * k_cache.shape[3] * k_cache.element_size()
+    inputs = nbytes(x, quants, scales, zeros, cos, sin, seq_lens, norm_weight, norm_bias)
+    return inputs + appended + x.shape[0] * x.shape[1] * num_heads * k_cache.shape[3] * x.element_size()
+
+
+def samples(device: torch.device, dtype: torch.dtype):
+    def randn(*shape):
+        return torch.randn(*shape, device=device, dtype=dtype)
+
+    def call(
+        form, batch, query_len, hidden_size, heads, kv_heads, head_dim, seq_lens, rotary_dim, norm="none", kv=None
+    ):
+        weight = random_weight(form, (heads + 2 * kv_heads) * head_dim, hidden_size, device)
+        cos = sin = None
+        if rotary_dim:
+            angle = torch.rand(batch, query_len, rotary_dim // 2, device=device).repeat(1, 1, 2) * 6.28
+            cos, sin = angle.cos().to(dtype), angle.sin().to(dtype)
+        caches = [torch.randn(batch, kv_heads, 9, head_dim, device=device) for _ in range(2)]
+        scales = [None, None]
+        for place, cache in enumerate(caches):
+            if is_quantized(kv or dtype):
+                caches[place], scales[place] = quantized(cache, kv)
+            else:
+                caches[place] = cache.to(kv or dtype)
+        lens = torch.tensor(seq_lens, device=device, dtype=torch.int32)
+        norms = norm, None if norm == "none" else randn(hidden_size), randn(hidden_size) if norm == "layer" else None
+        return Sample(
+            *(randn(batch, query_len, hidden_size), *weight, cos, sin, *caches, lens, heads, None, 0, *norms, 1e-5),
+            *(norm == "rms", *scales),
+        )
+
+    for form in FORMATS.values():
+        yield call(form, 1, 1, 256, 4, 2, 32, [5], 32)
+        yield call(form, 1, 1, 256, 8, 2, 32, [5], 32, "rms")
+        yield call(form, 1, 1, 192, 3, 1, 64, [9], 32, "layer")
+        yield call(form, 3, 2, 2048, 4, 2, 32, [3, 17, 9], 16, "rms")
+    yield call(FORMATS["int4"], 2, 3, 111, 4, 1, 40, [3, 17], 40)
+    yield call(FORMATS["int4_g32"], MAX_ROWS, 1, 64, 2, 2, 32, list(range(1, MAX_ROWS + 1)), None, "rms")
+    yield call(FORMATS["int8"], 1, 1, 128, 4, 4, 80, [7], 32, "rms", torch.float16)
+    yield call(FORMATS["int4_g32"], 1, 1, 256, 2, 1, 64, [7], 64, "rms", torch.int8)
+    yield call(FORMATS["fp8"], 2, 2, 104, 2, 2, 40, [7, 30], 40, "none", torch.float8_e4m3fn)
+
+
+SPEC = register(
+    OpSpec(
+        name="packed_qkv_rope_append",
+        schema=(
+            "(Tensor x, Tensor quants, Tensor scales, Tensor? zeros, float multiplier, str format, Tensor? cos, "
+            "Tensor? sin, Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor seq_lens, int num_heads, "
+            f"Tensor? kv_table=None, int layer=0, {NORM_SCHEMA}, bool overlap=False, Tensor(c!)? k_scales=None, "
+            "Tensor(d!)? v_scales=None) -> Tensor"
+        ),
+        reference=reference,
+        fake=fake,
+        why_not=why_not,
+        bytes=moved,
+        samples=samples,
+    )
+)
