@@ -3,22 +3,18 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 import torch
-from checks import DTYPES, assert_exact, assert_matches, common_tests, is_native, over_dtypes
+from checks import DTYPES, assert_exact, assert_matches, common_tests, over_dtypes
 from memory import same_bits
+from ways import LIMIT, main, over_instruction_sets, run_limited
 
 from hf_fastpath.ops.gemv import MAX_ROWS
 from hf_fastpath.ops.packed_gemv import SPEC
 from hf_fastpath.quantization import FORMATS, quantize
 from hf_fastpath.quantization.formats import pack, padded
 from hf_fastpath.registry import Sample
-
-ROOT = Path(__file__).resolve().parents[2]
 
 over_formats = pytest.mark.parametrize("form", FORMATS.values(), ids=FORMATS)
 
@@ -119,16 +115,11 @@ def products(form, dtype):
     return lambda rows: SPEC(x[:rows], *parts)
 
 
-@pytest.mark.parametrize("isa", ("baseline", "avx2", "avx512"))
+@over_instruction_sets
 def test_packed_gemv_every_way(isa, tmp_path):
-    """The kernels this CPU does not choose by itself, in a process of their own; sums of integers are the same bits."""
-    if not is_native(SPEC, torch.device("cpu")):
-        pytest.skip("no library for the CPU")
-    environment = os.environ | {"HF_FASTPATH_CPU_ISA": isa, "PYTHONPATH": str(ROOT)}
-    command = [sys.executable, __file__, isa, str(tmp_path / "products")]
-    result = subprocess.run(command, capture_output=True, text=True, env=environment)
-    assert result.returncode == 0, result.stderr[-2000:]
-    if "baseline" in (isa, os.environ.get("HF_FASTPATH_CPU_ISA")):
+    """Sums of integers are the same bits."""
+    run_limited(SPEC, __file__, isa, tmp_path / "products")
+    if "baseline" in (isa, os.environ.get(LIMIT)):
         return  # that way has no integers
     theirs = torch.load(tmp_path / "products")
     for form in FORMATS.values():
@@ -137,12 +128,7 @@ def test_packed_gemv_every_way(isa, tmp_path):
 
 
 def every_way(isa: str, path: str) -> None:
-    from hf_fastpath import loader
-
-    loader.ensure("cpu")
     device = torch.device("cpu")
-    assert is_native(SPEC, device)
-    torch.manual_seed(1729)
     found = {}
     for dtype in DTYPES:
         for sample in odd_sizes(device, dtype):
@@ -158,5 +144,4 @@ def every_way(isa: str, path: str) -> None:
 
 
 if __name__ == "__main__":
-    with torch.no_grad():
-        every_way(*sys.argv[1:])
+    main(SPEC, every_way)
