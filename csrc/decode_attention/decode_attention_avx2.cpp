@@ -22,23 +22,10 @@
 namespace hf_fastpath {
 namespace {
 
-struct Vector8 {
-  using Type = __m256;
-  static constexpr int kWidth = 8;
+struct Vector8 : Floats8 {
   static constexpr int kScoreRows = 3;  // 12 sums, three queries and a key fill 16 registers
   static constexpr int value_vectors(int kM) { return kM == 1 ? 8 : kM == 2 ? 4 : 2; }
-  template <class Kv>
-  HF_INLINE Type load(const typename Kv::Storage* from) {
-    return Kv::load(from);
-  }
-  HF_INLINE void store(float* to, Type value) { _mm256_storeu_ps(to, value); }
-  HF_INLINE Type zero() { return _mm256_setzero_ps(); }
-  HF_INLINE Type set(float value) { return _mm256_set1_ps(value); }
-  HF_INLINE Type broadcast(const float* from) { return _mm256_broadcast_ss(from); }
-  HF_INLINE Type add(Type a, Type b) { return _mm256_add_ps(a, b); }
   HF_INLINE Type sub(Type a, Type b) { return _mm256_sub_ps(a, b); }
-  HF_INLINE Type mul(Type a, Type b) { return _mm256_mul_ps(a, b); }
-  HF_INLINE Type fma(Type a, Type b, Type c) { return _mm256_fmadd_ps(a, b, c); }
   HF_INLINE Type fnma(Type a, Type b, Type c) { return _mm256_fnmadd_ps(a, b, c); }
   HF_INLINE Type max(Type a, Type b) { return _mm256_max_ps(a, b); }
   // The lowest bits of every value as its exponent.

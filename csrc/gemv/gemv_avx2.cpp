@@ -17,23 +17,8 @@
 namespace hf_fastpath {
 namespace {
 
-struct Vector8 {
-  using Type = __m256;
-  static constexpr int kWidth = 8;
+struct Vector8 : Floats8 {
   static constexpr int kRows = 4;  // of x: 12 sums, three vectors of weights and one of x fill the registers
-  HF_INLINE Type zero() { return _mm256_setzero_ps(); }
-  HF_INLINE Type load(const float* from) { return _mm256_loadu_ps(from); }
-  template <class Element>
-  HF_INLINE Type weight(const typename Element::Storage* from) {
-    return Element::load(from);
-  }
-  template <class Element>
-  HF_INLINE Type weight(const typename Element::Storage* from, int64_t count) {
-    return Element::load(from, count);
-  }
-  HF_INLINE Type add(Type a, Type b) { return _mm256_add_ps(a, b); }
-  HF_INLINE Type fma(Type a, Type b, Type c) { return _mm256_fmadd_ps(a, b, c); }
-  HF_INLINE __m256 half(Type value) { return value; }
 };
 
 // ---- Conv1D layout ------------------------------------------------------------------------------------

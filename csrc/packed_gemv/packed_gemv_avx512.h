@@ -1,23 +1,16 @@
 // Vectors of the AVX-512 kernels. Included by packed_gemv_avx512.cpp and packed_gemv_avx512_vnni.cpp only.
 #pragma once
 
+#include "common/avx512_math.h"
 #include "packed_gemv/packed_gemv_block.h"
 
 namespace hf_fastpath {
 namespace {
 
-struct Avx512 {
+struct Avx512 : Floats16 {
   static constexpr int kSums = 16;  // in half of the registers
 
-  using Floats = __m512;
-  HF_INLINE Floats zero() { return _mm512_setzero_ps(); }
-  HF_INLINE Floats load(const float* from) { return _mm512_loadu_ps(from); }
-  HF_INLINE Floats mul(Floats a, Floats b) { return _mm512_mul_ps(a, b); }
-  HF_INLINE Floats fma(Floats a, Floats b, Floats c) { return _mm512_fmadd_ps(a, b, c); }
-  HF_INLINE Floats add(Floats a, Floats b) { return _mm512_add_ps(a, b); }
-  HF_INLINE __m256 half(Floats value) {
-    return _mm256_add_ps(_mm512_castps512_ps256(value), _mm512_extractf32x8_ps(value, 1));
-  }
+  using Floats = Type;
   HF_INLINE Floats widen(__m256i halves) { return _mm512_cvtph_ps(halves); }
   HF_INLINE Floats pair(const float* from) {
     return _mm512_mask_broadcastss_ps(_mm512_set1_ps(from[0]), 0xff00, _mm_load_ss(from + 1));
