@@ -8,10 +8,10 @@
 //   partial sums of the ranges are added in order afterwards.
 // Traffic: the weight once, out_features * in_features * element size; x, bias and outputs are small. Conv1D
 //   adds two float32 passes over parts * rows * out_features.
-// Roofline: read bandwidth up to four rows of x, then arithmetic. Of a plain read of the same memory (two
-//   threads, 35 GB/s, Xeon 2.6 GHz, 2026-11), all matrices of TinyLlama one after the other: Linear, 16-bit
-//   types, 94 % for one and two rows, 91 for four, 55 to 61 for eight (155 to 165 GFLOP/s; a loop of FMAs
-//   reaches 217). Conv1D, of R, 2.8 GHz: 73 to 98 % in 16-bit types, 89 to 107 % in float32.
+// Roofline: read bandwidth up to four rows of x, then arithmetic. All matrices of TinyLlama one after the
+//   other, two threads, R = 31.4 GB/s, Xeon with AMX, 2026-11, of R: Linear, 16-bit types, 94 % for one and
+//   two rows, 87 for four, 53 for eight (133 GFLOP/s; a loop of FMAs reaches 217). Conv1D, of R, 2.8 GHz: 73
+//   to 98 % in 16-bit types, 89 to 107 % in float32.
 #include "gemv/gemv_linear.h"
 
 namespace hf_fastpath {

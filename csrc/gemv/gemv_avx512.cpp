@@ -4,9 +4,8 @@
 // Work split: as in gemv_avx2.cpp, with up to eight rows of x at a time.
 // Traffic: the weight once.
 // Roofline: read bandwidth up to four rows of x, then arithmetic. All matrices of TinyLlama one after the
-// other,
-//   two threads, Xeon with AMX, 2026-11, of a plain read of the same memory: 16-bit types 94 % for one to
-//   four rows, 70 % for eight (200 GFLOP/s, a loop of FMAs reaches 404 to 426), float32 91 %.
+//   other, two threads, R = 31.4 GB/s, Xeon with AMX, 2026-11, of R: 16-bit types 94 % for one row, 92 for
+//   four, 67 for eight (168 GFLOP/s, a loop of FMAs reaches 404 to 426), float32 91 % for one row.
 #include "common/avx512_math.h"
 #include "gemv/gemv_linear.h"
 
