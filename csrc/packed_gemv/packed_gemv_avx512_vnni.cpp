@@ -11,10 +11,12 @@ namespace hf_fastpath {
 namespace {
 
 struct Avx512Vnni : Avx512 {
-  HF_INLINE Total dot(Total total, const Pieces& pieces, const int16_t* steps) {
+  HF_INLINE Total dot(const Pieces& pieces, const void* steps) {
+    Total total = none();
 #pragma GCC unroll 4
     for (int i = 0; i < 4; ++i) {
-      total = _mm512_dpwssd_epi32(total, pieces.piece[i], _mm512_load_si512(steps + 32 * i));
+      total = _mm512_dpwssd_epi32(total, pieces.piece[i],
+                                  _mm512_load_si512(static_cast<const __m512i*>(steps) + i));
     }
     return total;
   }

@@ -42,7 +42,7 @@ def reference(
 
     Returns:
         [..., out_features] in x's dtype, contiguous; rounded once. For x in 16 bits sums over 128 inputs may be
-        integers, of x in steps of 1/32768 to 1/16384 of the largest of each 32.
+        integers, of x in steps of 1/32768 to 1/16384 of the largest of each 32; 1/16384 to 1/8192 for 4 bits.
 
     Raises:
         OpInputError: shapes, dtypes or devices that do not fit, more than 16 rows, unknown format or activation.
