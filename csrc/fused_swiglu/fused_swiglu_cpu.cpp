@@ -1,6 +1,7 @@
 // fused_swiglu on the CPU: checks, allocation, threads, and the portable kernel.
 #include "fused_swiglu/fused_swiglu_cpu.h"
 
+#include "common/composed_ops.h"
 #include "common/cpu_glue.h"
 #include "common/cpu_math.h"
 
@@ -18,9 +19,7 @@ void gated_portable(DType dtype, Activation activation, const void* gate, const 
   });
 }
 
-namespace {
-
-Tensor fused_swiglu(const Tensor& gate, const Tensor& up, std::string activation) {
+Tensor fused_swiglu_cpu(const Tensor& gate, const Tensor& up, const std::string& activation) {
   const char* op = "fused_swiglu";
   const DType dtype = dtype_of(gate, op);
   STD_TORCH_CHECK(dtype_of(up, op) == dtype,
@@ -52,7 +51,6 @@ Tensor fused_swiglu(const Tensor& gate, const Tensor& up, std::string activation
   return out;
 }
 
-STABLE_TORCH_LIBRARY_IMPL(hf_fastpath, CPU, m) { m.impl("fused_swiglu", TORCH_BOX(&fused_swiglu)); }
+STABLE_TORCH_LIBRARY_IMPL(hf_fastpath, CPU, m) { m.impl("fused_swiglu", TORCH_BOX(&fused_swiglu_cpu)); }
 
-}  // namespace
 }  // namespace hf_fastpath

@@ -325,21 +325,21 @@ def _constants(part: LayerPart) -> tuple:
 
 
 def one_call_reasons(part: ModelPart) -> list[str]:
-    """Reasons why ``ops.decode_layers`` cannot take all of the model's layers."""
+    """Reasons why neither ``ops.decode_layers`` nor ``ops.packed_layers`` can take all of the model's layers."""
     layers = part.layers
     if not all(layer.is_sequential for layer in layers):
         return ["the layers are not norm, attention, norm and MLP in turn"]
     attentions = [layer.attention for layer in layers]
     if any(part.is_composed or part.softcap or part.sinks is not None for part in attentions):
         return ["attention takes other ops"]
-    if any(is_packed(linear) for layer in layers for linear in layer.projections()):
-        return ["weights are quantized"]
     constants = _constants(layers[0])
     if any(_constants(layer) != constants for layer in layers):
         return ["the layers differ in a constant"]
     norms = [part.final_norm, *(norm for layer in layers for norm in (layer.attention_norm, layer.mlp_norm))]
     if len({norm.eps for norm in norms}) > 1:
         return ["the norms differ in eps"]
+    if any(is_packed(linear) for layer in layers for linear in layer.projections()):
+        return _packed_reasons(part)
     num_heads, head_dim, _, activation, _, kinds = constants
     if len(kinds) > 1 or is_transposed(part.head):
         return ["the projections are stored in different ways"]
@@ -354,11 +354,55 @@ def one_call_reasons(part: ModelPart) -> list[str]:
     return weight_reasons(x, weights, num_heads, num_kv_heads, head_dim, kind, activation, transposed)
 
 
+def _packed_matrices(part: LayerPart) -> list[tuple | None]:
+    """A layer's quantized weights in the order of ``ops.packed_layers``; None for one that it does not take."""
+    *qkv, out = part.attention.projections()
+    *inputs, down = part.mlp.projections()
+    return [_joined(linears) for linears in (qkv, [out], inputs, [down])]
+
+
+def _packed_reasons(part: ModelPart) -> list[str]:
+    """What is left of :func:`one_call_reasons` where weights are quantized."""
+    matrices = [matrix for layer in part.layers for matrix in _packed_matrices(layer)]
+    if None in matrices:
+        return ["a projection has a bias, or those of one input are no one weight"]
+    if len({form for *_, form in matrices}) > 1:
+        return ["the projections are quantized in different ways"]
+    return []
+
+
+def _all_packed_layers(emit: Emit, part: ModelPart, hidden: Any, caches: list[tuple[Any, Any]], at: Positions) -> Any:
+    """:func:`all_layers` where weights are quantized."""
+    layers = part.layers
+    attention, mlp = layers[0].attention, layers[0].mlp
+    absent = part.embedding.weight.new_empty(0)
+    weights, multipliers = [], []
+    for layer in layers:
+        matrices = _packed_matrices(layer)
+        for place, (quants, scales, zeros, multiplier, _) in enumerate(matrices):
+            if place % 2 == 0:
+                _, *norm, _ = _norm_arguments(layer.mlp_norm if place else layer.attention_norm)
+                weights += norm
+            weights += [quants, scales, zeros]
+            multipliers.append(multiplier)
+    kind, _, _, eps = _norm_arguments(layers[0].attention_norm)
+    hidden = emit(
+        ops.packed_layers.overload,
+        *(hidden, [absent if p is None else p for p in weights], multipliers, matrices[0][-1]),
+        *([k for k, _ in caches], [v for _, v in caches], *at.angles_of(attention), at.seq_lens, at.starts),
+        *(attention.num_heads, attention.scaling, [layer.window or 0 for layer in layers], kind, eps),
+        *(mlp.activation, mlp.gate is not None),
+    )
+    return head(emit, part, hidden, at.overlap)
+
+
 def all_layers(emit: Emit, part: ModelPart, hidden: Any, caches: list[tuple[Any, Any]], at: Positions) -> Any:
     """All layers, the final norm and the head of a model without :func:`one_call_reasons`, over one new token of each
     sequence: ``hidden`` [batch, 1, hidden_size] in, logits [batch, 1, vocab_size] out."""
     layers = part.layers
     first = layers[0]
+    if is_packed(first.mlp.down):
+        return _all_packed_layers(emit, part, hidden, caches, at)
     norm, _, _, eps = _norm_arguments(first.attention_norm)
     return emit(
         ops.decode_layers.overload,

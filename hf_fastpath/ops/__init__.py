@@ -15,6 +15,7 @@ from .gemv_swiglu import SPEC as gemv_swiglu
 from .greedy_token import SPEC as greedy_token
 from .layer_norm import SPEC as layer_norm
 from .packed_gemv import SPEC as packed_gemv
+from .packed_layers import SPEC as packed_layers
 from .qkv_rope_append import SPEC as qkv_rope_append
 from .read_stream import SPEC as read_stream
 from .rms_norm import SPEC as rms_norm
@@ -35,6 +36,7 @@ __all__ = [
     "greedy_token",
     "layer_norm",
     "packed_gemv",
+    "packed_layers",
     "qkv_rope_append",
     "read_stream",
     "rms_norm",
