@@ -16,7 +16,7 @@ from .. import ops
 from ..cache import FastpathCache
 from ..compat import below_autograd
 from ..ops.decode_attention import workspace_bytes
-from . import steps
+from . import one_call, steps
 from .graph import capture
 from .modules import out_features
 from .structure import ModelPart, fingerprint, full_angles
@@ -164,9 +164,9 @@ class DecodePlan:
         overlap = self.device.type == "cuda"
         at = steps.Positions(angles, self.seq_lens, self.starts, self.kv_table, self.workspace, overlap)
         # A graph of several sequences takes the ops one by one, as they were measured.
-        in_one = (self.batch == 1 or self.device.type == "cpu") and not steps.one_call_reasons(part)
+        in_one = (self.batch == 1 or self.device.type == "cpu") and not one_call.one_call_reasons(part)
         if in_one:
-            logits = steps.all_layers(emit, part, hidden, self._caches, at)
+            logits = one_call.all_layers(emit, part, hidden, self._caches, at)
         else:
             for index, layer in enumerate(part.layers):
                 hidden = steps.decoder_layer(emit, layer, hidden, self._caches[index], at, index)
