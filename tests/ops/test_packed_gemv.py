@@ -36,6 +36,28 @@ def odd_sizes(device, dtype):
             yield Sample(randn(rows, 200), *packed(form, torch.randn(21, 200, device=device)))
 
 
+    yield from extremes(device, dtype)
+
+
+def extremes(device, dtype):
+    """The largest quants on the largest steps of x, whole or as bytes apart: sums of 16 bits must hold them."""
+    columns = 700  # five blocks and a half
+    for form in FORMATS.values():
+        if form.is_float:
+            continue
+        groups = 9, form.groups(columns)
+        quants = torch.full((9, padded(columns)), form.highest, device=device)
+        quants[1::2] = form.lowest
+        quants = (quants + form.zero).to(torch.uint8)  # two's complement in eight bits
+        zeros = torch.zeros(groups, device=device, dtype=torch.uint8) if form.has_zeros else None
+        scales = torch.ones(groups, device=device).half()
+        x = torch.full((3, columns), 2 - 2**-7, device=device)  # the low byte of a step is -128
+        x[1] = 2 - torch.finfo(dtype).eps
+        x[:, 1::2] *= torch.tensor([[1], [-1], [-1]], device=device)
+        for sign in (1, -1):
+            yield Sample((sign * x).to(dtype), pack(form, quants), scales, zeros, 1 / 128, form.name)
+
+
 globals().update(common_tests(SPEC, odd_sizes))
 
 
