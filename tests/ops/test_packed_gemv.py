@@ -35,7 +35,6 @@ def odd_sizes(device, dtype):
         for rows in range(1, MAX_ROWS + 1):
             yield Sample(randn(rows, 200), *packed(form, torch.randn(21, 200, device=device)))
 
-
     yield from extremes(device, dtype)
 
 
