@@ -87,6 +87,7 @@ REFERENCE_NAMES = {
     "fused_experts": "batched_mm",
     "topk_softmax": "softmax, topk, division",
     "decode_layers": "layer by layer",
+    "packed_layers": "dequantize, layer by layer",
     "greedy_token": "argmax, copies",
     "step_inputs": "F.embedding",
     "exponential_race": "warpers, softmax, division",

@@ -14,6 +14,7 @@ from op_calls import (
     greedy_call,
     inputs_call,
     packed_call,
+    packed_step_call,
     q4_0_call,
     qkv_call,
     race_call,
@@ -139,6 +140,10 @@ SHAPES: dict[str, list[Call]] = {
     "decode_layers": [
         step_call("mistral, 2 layers, 1k", 2, 4096, 32, 8, 128, 14336, 32000, dtypes=("fp16",)),
         step_call("gpt2, 12 layers, 1k", 12, 768, 12, 12, 64, 3072, 50257, gpt2=True, dtypes=("fp16", "fp32")),
+    ],
+    "packed_layers": [
+        packed_step_call(f"tinyllama, 22 layers, {form}", form, 22, 2048, 32, 4, 64, 5632)
+        for form in ("int8", "int4_g32")
     ],
     "greedy_token": [
         greedy_call("mistral 32000", 32000),

@@ -106,6 +106,31 @@ HF_INLINE void with_element(DType dtype, const Body& body) {
   }
 }
 
+// A vector of eight float32: the base of what blocked kernels take as their Vector.
+struct Floats8 {
+  using Type = __m256;
+  static constexpr int kWidth = 8;
+  HF_INLINE Type zero() { return _mm256_setzero_ps(); }
+  HF_INLINE Type set(float value) { return _mm256_set1_ps(value); }
+  HF_INLINE Type broadcast(const float* from) { return _mm256_broadcast_ss(from); }
+  HF_INLINE Type load(const float* from) { return _mm256_loadu_ps(from); }
+  template <class Element>
+  HF_INLINE Type load(const typename Element::Storage* from) {
+    return Element::load(from);
+  }
+  // The first `count` < kWidth values, zeros behind them.
+  template <class Element>
+  HF_INLINE Type load(const typename Element::Storage* from, int64_t count) {
+    return Element::load(from, count);
+  }
+  HF_INLINE void store(float* to, Type value) { _mm256_storeu_ps(to, value); }
+  HF_INLINE Type add(Type a, Type b) { return _mm256_add_ps(a, b); }
+  HF_INLINE Type mul(Type a, Type b) { return _mm256_mul_ps(a, b); }
+  HF_INLINE Type fma(Type a, Type b, Type c) { return _mm256_fmadd_ps(a, b, c); }
+  // The values added up to eight.
+  HF_INLINE __m256 half(Type value) { return value; }
+};
+
 HF_INLINE float horizontal_sum(__m256 v) {
   __m128 sum = _mm_add_ps(_mm256_castps256_ps128(v), _mm256_extractf128_ps(v, 1));
   sum = _mm_add_ps(sum, _mm_movehl_ps(sum, sum));

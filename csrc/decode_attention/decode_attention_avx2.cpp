@@ -1,17 +1,16 @@
-// What: softmax(scale * q @ K.T) @ V for 1 to 16 new tokens of one KV head over a chunk of its cache, and the
-//   merge of chunks. Softmax, scores and sums in float32.
-//   decode_attention_block.h has the chunk, for vectors of 8 values here.
+// What: softmax(scale * q @ K.T) @ V for 1 to 16 new tokens of one KV head over a chunk of its cache, and
+//   the merge of chunks. Softmax, scores and sums in float32. decode_attention_block.h has the chunk, for
+//   vectors of 8 values here.
 // Work split: the glue cuts every (batch row, KV head) into chunks of positions and gives a thread a
 //   contiguous range of chunks. A chunk runs in blocks of 8 to 64 positions: scores of all query heads of
-//   the group, online softmax over the block, product with V. A block takes its positions from four places of
-//   the chunk, so that K and V are read as eight streams, which keeps more of the hardware prefetchers busy
-//   than two. While K is used the block's V is prefetched, while V is used the next block's K.
+//   the group, online softmax over the block, product with V. A block takes its positions from four places
+//   of the chunk, so that K and V are read as eight streams, which keeps more of the hardware prefetchers
+//   busy than two. While K is used the block's V is prefetched, while V is used the next block's K.
 // Traffic: K and V once, 2 * positions * head_dim * element size a KV head.
 // Roofline: read bandwidth for up to four query rows a KV head, arithmetic for more. Two threads, Xeon with
-// AMX,
-//   2026-11, chunks of float16 out of memory that no cache holds, beside R = 29 to 31 GB/s: 12 heads of 64
-//   over 1000 positions and 32 of 128 over 2048, without groups, 31 GB/s; groups of 2 (64) 27.6; groups of 4
-//   (128) 27.3; groups of 8 (64) over 8000 positions 17.8, which is 142 GFLOP/s where a loop of FMAs in
+//   AMX, 2026-11, chunks of float16 out of memory that no cache holds, beside R = 29 to 31 GB/s: 12 heads of
+//   64 over 1000 positions and 32 of 128 over 2048, without groups, 31 GB/s; groups of 2 (64) 27.6; groups
+//   of 4 (128) 27.3; groups of 8 (64) over 8000 positions 17.8, which is 142 GFLOP/s where a loop of FMAs in
 //   registers makes 217. For 8 queries and heads of 64 a position is 64 FMAs for scores and 64 for V, 24 and
 //   16 conversions and an exp; its scores take 12.3 ns, softmax 2.7 and V 11.7, where 64 FMAs take 8.9 and
 //   ports 0 and 1, which do FMAs and conversions, 12.2 and 11.1. Tried for such groups: K and V converted
@@ -22,23 +21,10 @@
 namespace hf_fastpath {
 namespace {
 
-struct Vector8 {
-  using Type = __m256;
-  static constexpr int kWidth = 8;
+struct Vector8 : Floats8 {
   static constexpr int kScoreRows = 3;  // 12 sums, three queries and a key fill 16 registers
   static constexpr int value_vectors(int kM) { return kM == 1 ? 8 : kM == 2 ? 4 : 2; }
-  template <class Kv>
-  HF_INLINE Type load(const typename Kv::Storage* from) {
-    return Kv::load(from);
-  }
-  HF_INLINE void store(float* to, Type value) { _mm256_storeu_ps(to, value); }
-  HF_INLINE Type zero() { return _mm256_setzero_ps(); }
-  HF_INLINE Type set(float value) { return _mm256_set1_ps(value); }
-  HF_INLINE Type broadcast(const float* from) { return _mm256_broadcast_ss(from); }
-  HF_INLINE Type add(Type a, Type b) { return _mm256_add_ps(a, b); }
   HF_INLINE Type sub(Type a, Type b) { return _mm256_sub_ps(a, b); }
-  HF_INLINE Type mul(Type a, Type b) { return _mm256_mul_ps(a, b); }
-  HF_INLINE Type fma(Type a, Type b, Type c) { return _mm256_fmadd_ps(a, b, c); }
   HF_INLINE Type fnma(Type a, Type b, Type c) { return _mm256_fnmadd_ps(a, b, c); }
   HF_INLINE Type max(Type a, Type b) { return _mm256_max_ps(a, b); }
   // The lowest bits of every value as its exponent.

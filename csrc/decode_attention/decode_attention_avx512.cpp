@@ -1,20 +1,18 @@
-// What: a chunk of decode attention as in decode_attention_avx2.cpp, for head sizes that are a multiple
-// of 16.
-//   decode_attention_block.h has it, for vectors of 16 values here.
+// What: a chunk of decode attention as in decode_attention_avx2.cpp, for head sizes that are a multiple of
+//   16. decode_attention_block.h has it, for vectors of 16 values here.
 // Work split, Traffic: as there.
 // Roofline: read bandwidth for up to four query rows a KV head, arithmetic for eight. Two threads, Xeon with
 //   AMX, 2026-11, chunks of float16 out of memory that no cache holds, beside R = 29 to 31 GB/s: heads of 64
 //   and 128 without groups, groups of 2 (64) and of 4 (128) 30 to 31 GB/s; groups of 8 (64) over 8000
-//   positions 19.5 to 20.8. There a position takes 20 ns of which scores are half, and half of those the sums
-//   over lanes.
+//   positions 19.5 to 20.8. There a position takes 20 ns of which scores are half, and half of those the
+//   sums over lanes.
+#include "common/avx512_math.h"
 #include "decode_attention/decode_attention_block.h"
 
 namespace hf_fastpath {
 namespace {
 
-struct Vector16 {
-  using Type = __m512;
-  static constexpr int kWidth = 16;
+struct Vector16 : Floats16 {
   static constexpr int kScoreRows = 4;  // 16 sums, four queries and a key of 32 registers
   static constexpr int value_vectors(int kM) { return 4; }
   template <class Kv>
@@ -33,23 +31,14 @@ struct Vector16 {
       return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(bits), 16));
     }
   }
-  HF_INLINE void store(float* to, Type value) { _mm512_storeu_ps(to, value); }
-  HF_INLINE Type zero() { return _mm512_setzero_ps(); }
-  HF_INLINE Type set(float value) { return _mm512_set1_ps(value); }
-  HF_INLINE Type broadcast(const float* from) { return _mm512_set1_ps(*from); }
-  HF_INLINE Type add(Type a, Type b) { return _mm512_add_ps(a, b); }
   HF_INLINE Type sub(Type a, Type b) { return _mm512_sub_ps(a, b); }
-  HF_INLINE Type mul(Type a, Type b) { return _mm512_mul_ps(a, b); }
-  HF_INLINE Type fma(Type a, Type b, Type c) { return _mm512_fmadd_ps(a, b, c); }
   HF_INLINE Type fnma(Type a, Type b, Type c) { return _mm512_fnmadd_ps(a, b, c); }
   HF_INLINE Type max(Type a, Type b) { return _mm512_max_ps(a, b); }
   // The lowest bits of every value as its exponent.
   HF_INLINE Type exponent(Type bits) {
     return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_castps_si512(bits), 23));
   }
-  HF_INLINE float sum(Type values) {
-    return horizontal_sum(_mm256_add_ps(_mm512_castps512_ps256(values), _mm512_extractf32x8_ps(values, 1)));
-  }
+  HF_INLINE float sum(Type values) { return horizontal_sum(half(values)); }
   HF_INLINE float largest(Type values) {
     return horizontal_max(_mm256_max_ps(_mm512_castps512_ps256(values), _mm512_extractf32x8_ps(values, 1)));
   }
@@ -63,8 +52,8 @@ struct Vector16 {
                   second = _mm512_castps_pd(interleaved_sum(c, d));
     const __m512 sums = _mm512_add_ps(_mm512_castpd_ps(_mm512_unpacklo_pd(first, second)),
                                       _mm512_castpd_ps(_mm512_unpackhi_pd(first, second)));
-    const __m256 half = _mm256_add_ps(_mm512_castps512_ps256(sums), _mm512_extractf32x8_ps(sums, 1));
-    return _mm_add_ps(_mm256_castps256_ps128(half), _mm256_extractf128_ps(half, 1));
+    const __m256 eight = half(sums);
+    return _mm_add_ps(_mm256_castps256_ps128(eight), _mm256_extractf128_ps(eight, 1));
   }
 };
 

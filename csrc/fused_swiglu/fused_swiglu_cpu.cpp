@@ -1,6 +1,7 @@
 // fused_swiglu on the CPU: checks, allocation, threads, and the portable kernel.
 #include "fused_swiglu/fused_swiglu_cpu.h"
 
+#include "common/composed_ops.h"
 #include "common/cpu_glue.h"
 #include "common/cpu_math.h"
 

@@ -19,16 +19,8 @@
 namespace hf_fastpath {
 namespace {
 
-struct Vector8 {
-  using Type = __m256;
-  static constexpr int kWidth = 8;
+struct Vector8 : Floats8 {
   static constexpr int kRows = 6;  // 12 sums, two vectors of the panel and a broadcast: 15 of 16 registers
-  HF_INLINE Type zero() { return _mm256_setzero_ps(); }
-  HF_INLINE Type load(const float* from) { return _mm256_load_ps(from); }
-  HF_INLINE Type broadcast(const float* from) { return _mm256_broadcast_ss(from); }
-  HF_INLINE Type add(Type a, Type b) { return _mm256_add_ps(a, b); }
-  HF_INLINE Type fma(Type a, Type b, Type c) { return _mm256_fmadd_ps(a, b, c); }
-  HF_INLINE void store(float* to, Type value) { _mm256_store_ps(to, value); }
 };
 
 }  // namespace

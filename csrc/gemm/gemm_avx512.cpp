@@ -13,21 +13,14 @@
 //   float32 product of the same shape takes 0.9 to 1.5 times as long as this, F.linear in float16 5 to 10
 //   times where oneDNN has no float16, about as long where it has. MKL over pieces of the weight that were
 //   widened: 43 to 88 % of this kernel's speed.
+#include "common/avx512_math.h"
 #include "gemm/gemm_block.h"
 
 namespace hf_fastpath {
 namespace {
 
-struct Vector16 {
-  using Type = __m512;
-  static constexpr int kWidth = 16;
+struct Vector16 : Floats16 {
   static constexpr int kRows = 12;  // 24 sums, two vectors of the panel and a broadcast: 27 of 32 registers
-  HF_INLINE Type zero() { return _mm512_setzero_ps(); }
-  HF_INLINE Type load(const float* from) { return _mm512_load_ps(from); }
-  HF_INLINE Type broadcast(const float* from) { return _mm512_set1_ps(*from); }
-  HF_INLINE Type add(Type a, Type b) { return _mm512_add_ps(a, b); }
-  HF_INLINE Type fma(Type a, Type b, Type c) { return _mm512_fmadd_ps(a, b, c); }
-  HF_INLINE void store(float* to, Type value) { _mm512_store_ps(to, value); }
 };
 
 }  // namespace

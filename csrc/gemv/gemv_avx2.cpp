@@ -8,32 +8,17 @@
 //   partial sums of the ranges are added in order afterwards.
 // Traffic: the weight once, out_features * in_features * element size; x, bias and outputs are small. Conv1D
 //   adds two float32 passes over parts * rows * out_features.
-// Roofline: read bandwidth up to four rows of x, then arithmetic. Of a plain read of the same memory (two
-//   threads, 35 GB/s, Xeon 2.6 GHz, 2026-11), all matrices of TinyLlama one after the other: Linear, 16-bit
-//   types, 94 % for one and two rows, 91 for four, 55 to 61 for eight (155 to 165 GFLOP/s; a loop of FMAs
-//   reaches 217). Conv1D, of R, 2.8 GHz: 73 to 98 % in 16-bit types, 89 to 107 % in float32.
+// Roofline: read bandwidth up to four rows of x, then arithmetic. All matrices of TinyLlama one after the
+//   other, two threads, R = 31.4 GB/s, Xeon with AMX, 2026-11, of R: Linear, 16-bit types, 94 % for one and
+//   two rows, 87 for four, 53 for eight (133 GFLOP/s; a loop of FMAs reaches 217). Conv1D, of R, 2.8 GHz: 73
+//   to 98 % in 16-bit types, 89 to 107 % in float32.
 #include "gemv/gemv_linear.h"
 
 namespace hf_fastpath {
 namespace {
 
-struct Vector8 {
-  using Type = __m256;
-  static constexpr int kWidth = 8;
+struct Vector8 : Floats8 {
   static constexpr int kRows = 4;  // of x: 12 sums, three vectors of weights and one of x fill the registers
-  HF_INLINE Type zero() { return _mm256_setzero_ps(); }
-  HF_INLINE Type load(const float* from) { return _mm256_loadu_ps(from); }
-  template <class Element>
-  HF_INLINE Type weight(const typename Element::Storage* from) {
-    return Element::load(from);
-  }
-  template <class Element>
-  HF_INLINE Type weight(const typename Element::Storage* from, int64_t count) {
-    return Element::load(from, count);
-  }
-  HF_INLINE Type add(Type a, Type b) { return _mm256_add_ps(a, b); }
-  HF_INLINE Type fma(Type a, Type b, Type c) { return _mm256_fmadd_ps(a, b, c); }
-  HF_INLINE __m256 half(Type value) { return value; }
 };
 
 // ---- Conv1D layout ------------------------------------------------------------------------------------

@@ -6,8 +6,7 @@
 
 namespace hf_fastpath {
 
-constexpr int64_t kMaxRows =
-    16;  // activation rows a call may have; sizes the kernels' register and stack tiles
+constexpr int64_t kMaxRows = 16;  // activation rows a call may have; sizes the kernels' stack tiles
 
 // One projection. Activations arrive in float32: the glue converts them once a call, for all threads.
 struct LinearArgs {
@@ -19,8 +18,7 @@ struct LinearArgs {
   int64_t x_stride;    // multiple of 16, at least in_features
   const void* weight;  // [out_features, in_features], or [in_features, out_features] for the conv1d kernels
   int64_t weight_stride;  // elements between rows of the weight
-  const void*
-      up_weight;  // like weight: out = activation(x @ weight.T) * (x @ up_weight.T); null if not gated
+  const void* up_weight;  // like weight, or null: out = activation(x @ weight.T) * (x @ up_weight.T)
   int64_t up_stride;
   const void* bias;      // [out_features] or null
   const void* residual;  // [rows, out_features], contiguous, or null; added after the activation

@@ -59,7 +59,7 @@ HF_INLINE void accumulate(const typename Element::Storage* const* rows, const fl
       for (int r = 0; r < kW; ++r) sum[r][m] = Vector::fma(weight[r], value, sum[r][m]);
     }
   };
-  const auto whole = [](const auto* from) { return Vector::template weight<Element>(from); };
+  const auto whole = [](const auto* from) { return Vector::template load<Element>(from); };
   int64_t k = 0;
   for (; k + kLine <= n; k += kLine) {
     if (prefetch) {
@@ -71,7 +71,7 @@ HF_INLINE void accumulate(const typename Element::Storage* const* rows, const fl
     for (int64_t j = 0; j < kLine; j += Vector::kWidth) step(k + j, whole);
   }
   for (; k + Vector::kWidth <= n; k += Vector::kWidth) step(k, whole);
-  if (k < n) step(k, [=](const auto* from) { return Vector::template weight<Element>(from, n - k); });
+  if (k < n) step(k, [=](const auto* from) { return Vector::template load<Element>(from, n - k); });
 #pragma GCC unroll 8
   for (int r = 0; r < kW; ++r) {
 #pragma GCC unroll 8

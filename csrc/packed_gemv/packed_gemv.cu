@@ -7,6 +7,12 @@ namespace hf_fastpath {
 
 bool fits_packed_gemv(const GemvParams& p) { return p.norm.kind != Norm::kLayer; }
 
+bool fits_packed_append(const GemvParams& p, const RopeAppendParams& rope) {
+  constexpr int kMostFloatRows = 4;  // of sixteen columns
+  return rope.head_dim % 2 == 0 && !is_quantized(rope.kv_type) &&
+         (p.dtype != DType::kFloat32 || p.m <= kMostFloatRows);
+}
+
 void launch_packed_gemv(const GemvParams& params, int x_width, const PackedMatrix& matrix,
                         const RopeAppendParams* rope, cudaStream_t stream) {
   if (params.n == 0) return;

@@ -21,7 +21,11 @@ struct PackedMatrix {
 // Whether the kernel does the product with the norm in front.
 bool fits_packed_gemv(const GemvParams& params);
 
-// Launches it; `rope`, of an even head_dim: turns and appends the features instead of writing them to out.
+// Whether the kernel turns and appends the features as they come: float32 rows only as many as it takes at a
+// time, quantized caches want a whole head first.
+bool fits_packed_append(const GemvParams& params, const RopeAppendParams& rope);
+
+// Launches it; `rope`, if it fits: turns and appends the features instead of writing them to out.
 // `x_width`: values of a row of x, and of the norm's weight, in memory: whole chunks of 16 bytes, aligned,
 // with zeros behind params.k.
 void launch_packed_gemv(const GemvParams& params, int x_width, const PackedMatrix& matrix,

@@ -1,32 +1,27 @@
 // Vectors of the AVX-512 kernels. Included by packed_gemv_avx512.cpp and packed_gemv_avx512_vnni.cpp only.
 #pragma once
 
+#include "common/avx512_math.h"
 #include "packed_gemv/packed_gemv_block.h"
 
 namespace hf_fastpath {
 namespace {
 
-struct Avx512 {
+struct Avx512 : Floats16 {
   static constexpr int kSums = 16;  // in half of the registers
 
-  using Floats = __m512;
-  HF_INLINE Floats zero() { return _mm512_setzero_ps(); }
-  HF_INLINE Floats load(const float* from) { return _mm512_loadu_ps(from); }
-  HF_INLINE Floats mul(Floats a, Floats b) { return _mm512_mul_ps(a, b); }
-  HF_INLINE Floats fma(Floats a, Floats b, Floats c) { return _mm512_fmadd_ps(a, b, c); }
-  HF_INLINE Floats add(Floats a, Floats b) { return _mm512_add_ps(a, b); }
-  HF_INLINE __m256 half(Floats value) {
-    return _mm256_add_ps(_mm512_castps512_ps256(value), _mm512_extractf32x8_ps(value, 1));
+  using Floats = Type;
+  HF_INLINE Floats halves(const uint16_t* from) {
+    return _mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(from)));
   }
-  HF_INLINE Floats widen(__m256i halves) { return _mm512_cvtph_ps(halves); }
   HF_INLINE Floats pair(const float* from) {
     return _mm512_mask_broadcastss_ps(_mm512_set1_ps(from[0]), 0xff00, _mm_load_ss(from + 1));
   }
   HF_INLINE void widen_fp8(const uint8_t* from, Floats (&to)[2]) {
     const __m512i wide = _mm512_cvtepi8_epi16(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(from)));
     const __m512i halves = _mm512_and_si512(_mm512_slli_epi16(wide, 7), _mm512_set1_epi16(short(0xbfff)));
-    to[0] = widen(_mm512_castsi512_si256(halves));
-    to[1] = widen(_mm512_extracti64x4_epi64(halves, 1));
+    to[0] = _mm512_cvtph_ps(_mm512_castsi512_si256(halves));
+    to[1] = _mm512_cvtph_ps(_mm512_extracti64x4_epi64(halves, 1));
   }
 
   struct Pieces {
@@ -49,17 +44,25 @@ struct Avx512 {
 
   using Total = __m512i;
   HF_INLINE Total none() { return _mm512_setzero_si512(); }
-  HF_INLINE Total dot(Total total, const Pieces& pieces, const int16_t* steps) {
+  HF_INLINE Total dot(const Pieces& pieces, const void* steps) {
+    Total total = none();
 #pragma GCC unroll 4
     for (int i = 0; i < 4; ++i) {
-      const __m512i product = _mm512_madd_epi16(pieces.piece[i], _mm512_load_si512(steps + 32 * i));
+      const __m512i product =
+          _mm512_madd_epi16(pieces.piece[i], _mm512_load_si512(static_cast<const __m512i*>(steps) + i));
       total = _mm512_add_epi32(total, product);
     }
     return total;
   }
-  HF_INLINE Floats floats(Total a, Total b) {
+  // The halves of a, added, and those of b.
+  HF_INLINE Total folded(Total a, Total b) {
+    return _mm512_add_epi32(_mm512_shuffle_i64x2(a, b, 0x44), _mm512_shuffle_i64x2(a, b, 0xee));
+  }
+  HF_INLINE Floats floats(Total a, Total b) { return _mm512_cvtepi32_ps(folded(a, b)); }
+  HF_INLINE Floats floats(Total a, Total b, Total c, Total d) {
+    const Total front = folded(a, b), back = folded(c, d);  // two quarters each
     return _mm512_cvtepi32_ps(
-        _mm512_add_epi32(_mm512_shuffle_i64x2(a, b, 0x44), _mm512_shuffle_i64x2(a, b, 0xee)));
+        _mm512_add_epi32(_mm512_shuffle_i64x2(front, back, 0x88), _mm512_shuffle_i64x2(front, back, 0xdd)));
   }
 };
 

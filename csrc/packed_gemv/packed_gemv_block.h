@@ -4,11 +4,13 @@
 // An Isa has
 //   kSums                                       sums that stay in registers
 //   Floats, load, zero, mul, fma, add, half     16 values; half folds them to eight lanes
-//   widen(16 halves), widen_fp8(32 bytes, to)   as Floats
+//   widen_fp8(32 bytes, to)                     as two Floats
 //   pair(from)                                  from[0] eight times, then from[1]
-//   Pieces, pieces_of<bits>(block)              a block's quants in 16 bits
-//   Total, none, dot(total, pieces, steps)      32-bit sums of a block
-//   floats(total, total)                        the sums of two blocks, eight lanes each
+//   halves(from)                                16 float16
+//   Pieces<bits>, pieces_of<bits>(block)        a block's quants, spread
+//   Total, none, dot(pieces, steps)             32-bit sums of a block
+//   floats(two totals)                          the sums of two blocks, eight lanes each
+//   floats(four totals)                         of four blocks of four bits, a lane a stretch
 // Whatever the Isa, integers go through the same operations in the same order: all give the same bits.
 #pragma once
 
@@ -84,68 +86,74 @@ HF_INLINE void fill(const Row& row, int64_t b, int64_t count, Factors& to) {
   }
 }
 
-// What the lanes' sums of blocks b and, if kBlocks is two, b + 1 are multiplied by but for the steps' size.
-template <class Isa, PackedForm kForm, int kBlocks>
-HF_INLINE typename Isa::Floats scales_of(const Row& row, int64_t b, const float* factors) {
-  if constexpr (kForm == PackedForm::kInt4G32) {
-    const auto* from = reinterpret_cast<const __m128i*>(row.scales + b * kStretches);
-    const __m128i eight = kBlocks == 2 ? _mm_loadu_si128(from) : _mm_loadl_epi64(from);
-    return Isa::widen(_mm256_permute4x64_epi64(_mm256_castsi128_si256(eight), 0x50));
-  } else {
-    return Isa::pair(factors);
-  }
+// Scales of `blocks` blocks from b on, a lane a stretch.
+template <class Isa>
+HF_INLINE typename Isa::Floats scales_of(const Row& row, int64_t b, int blocks) {
+  const uint16_t* from = row.scales + b * kStretches;
+  if (blocks == 4) return Isa::halves(from);
+  alignas(32) uint16_t some[4 * kStretches] = {};  // memory may end behind them
+  for (int i = 0; i < blocks * kStretches; ++i) some[i] = from[i];
+  return Isa::halves(some);
 }
 
 // y[r][m * kRun] = the product of weight row r and rows first_row + m of x, but for the multiplier.
 template <class Isa, PackedForm kForm, int kS, int kM>
 void integer_tile(const PackedArgs& args, const Row* row, int64_t first_row, float* const* y) {
-  constexpr int64_t kBytes = kPackedBlock * bits_of(kForm) / 8;
-  typename Isa::Floats sum[kS][kM];
+  using Floats = typename Isa::Floats;
+  using Total = typename Isa::Total;
+  constexpr int64_t kBytes = kPackedBlock * bits_of(kForm) / 8, kLanes = lanes_of(kForm);
+  constexpr bool kHasFactors = kForm != PackedForm::kInt4G32;
+  constexpr int kUnit = 16 / kLanes;  // blocks whose sums are one Floats
+  Floats sum[kS][kM];
 #pragma GCC unroll 4
   for (int r = 0; r < kS; ++r) {
 #pragma GCC unroll 4
     for (int m = 0; m < kM; ++m) sum[r][m] = Isa::zero();
   }
-  const int16_t* all_steps = args.steps + first_row * args.step_blocks * kPackedBlock;
-  const float* all_sizes = args.step_sizes + first_row * args.step_blocks * kPackedLanes;
-  const float* all_offsets = args.step_offsets + first_row * args.step_blocks * kPackedLanes;
   const int64_t stride = args.step_blocks;
-  constexpr bool kHasFactors = kForm != PackedForm::kInt4G32;
+  const auto* all_steps = static_cast<const char*>(args.steps) + first_row * stride * kStepBytes;
+  const float* all_sizes = args.step_sizes + first_row * stride * kLanes;
+  const float* all_offsets = args.step_offsets + first_row * stride * kLanes;
   Factors factors[kHasFactors ? kS : 1];
-  const auto blocks = [&](int64_t b, int64_t factor, auto count) __attribute__((always_inline)) {
+  // `count` blocks from b on, at most kUnit.
+  const auto unit = [&](int64_t b, int64_t factor, auto count) __attribute__((always_inline)) {
     constexpr int kBlocks = decltype(count)::value;
 #pragma GCC unroll 4
     for (int r = 0; r < kS; ++r) {
       const uint8_t* quants = row[r].quants + b * kBytes;
       prefetch_quants(quants, kBlocks * kBytes);
-      typename Isa::Total first[kM];
-      const auto piece = Isa::template pieces_of<bits_of(kForm)>(quants);
+      Total total[kUnit][kM];
+#pragma GCC unroll 4
+      for (int i = 0; i < kUnit; ++i) {
+        if (i < kBlocks) {
+          const auto pieces = Isa::template pieces_of<bits_of(kForm)>(quants + i * kBytes);
+#pragma GCC unroll 4
+          for (int m = 0; m < kM; ++m) {
+            total[i][m] = Isa::dot(pieces, all_steps + (m * stride + b + i) * kStepBytes);
+          }
+        } else {
+#pragma GCC unroll 4
+          for (int m = 0; m < kM; ++m) total[i][m] = Isa::none();
+        }
+      }
+      Floats scales;
+      if constexpr (kHasFactors) scales = Isa::pair(factors[r].scale + factor);
+      if constexpr (!kHasFactors) scales = scales_of<Isa>(row[r], b, kBlocks);
 #pragma GCC unroll 4
       for (int m = 0; m < kM; ++m) {
-        first[m] = Isa::dot(Isa::none(), piece, all_steps + (m * stride + b) * kPackedBlock);
-      }
-      const auto scales =
-          scales_of<Isa, kForm, kBlocks>(row[r], b, factors[kHasFactors ? r : 0].scale + factor);
-      const auto add = [&](int m, typename Isa::Floats value) __attribute__((always_inline)) {
-        const int64_t at = (m * stride + b) * kPackedLanes;
-        // Exact: sums and offsets are integers below 2^24.
+        const int64_t at = (m * stride + b) * kLanes;
+        // Exact in four bits: sums and offsets are integers below 2^24.
+        Floats value;
+        if constexpr (kUnit == 4) {
+          value = Isa::add(Isa::floats(total[0][m], total[1][m], total[2][m], total[3][m]),
+                           Isa::load(all_offsets + at));
+        } else {
+          value = Isa::floats(total[0][m], total[1][m]);
+        }
         if constexpr (kForm == PackedForm::kInt4) {
           value = Isa::fma(Isa::pair(factors[r].zero + factor), Isa::load(all_offsets + at), value);
         }
-        if constexpr (kForm == PackedForm::kInt4G32) value = Isa::add(value, Isa::load(all_offsets + at));
-        const auto worth = Isa::mul(scales, Isa::load(all_sizes + at));
-        sum[r][m] = Isa::fma(value, worth, sum[r][m]);
-      };
-      if constexpr (kBlocks == 2) {
-        const auto next = Isa::template pieces_of<bits_of(kForm)>(quants + kBytes);
-#pragma GCC unroll 4
-        for (int m = 0; m < kM; ++m) {
-          const auto* steps = all_steps + (m * stride + b + 1) * kPackedBlock;
-          add(m, Isa::floats(first[m], Isa::dot(Isa::none(), next, steps)));
-        }
-      } else {
-#pragma GCC unroll 4
-        for (int m = 0; m < kM; ++m) add(m, Isa::floats(first[m], Isa::none()));
+        sum[r][m] = Isa::fma(value, Isa::mul(scales, Isa::load(all_sizes + at)), sum[r][m]);
       }
     }
   };
@@ -166,8 +174,12 @@ void integer_tile(const PackedArgs& args, const Row* row, int64_t first_row, flo
       if constexpr (kHasFactors) fill<kForm>(row[r], base, min_of(args.blocks, kFactors), factors[r]);
     }
     int64_t b = begin;
-    for (; b + 2 <= end; b += 2) blocks(b, b - base, Constant<2>());
-    if (b < end) blocks(b, b - base, Constant<1>());
+    for (; b + kUnit <= end; b += kUnit) unit(b, b - base, Constant<kUnit>());
+    if constexpr (kUnit == 4) {
+      if (end - b == 3) unit(b, 0, Constant<3>());
+      if (end - b == 2) unit(b, 0, Constant<2>());
+    }
+    if (end - b == 1) unit(b, b - base, Constant<1>());
   }
 #pragma GCC unroll 4
   for (int r = 0; r < kS; ++r) {

@@ -137,10 +137,10 @@ Tensor packed_gemv_cpu(const Tensor& raw, const Tensor& raw_quants, const Tensor
   args.out = out.mutable_data_ptr();
   args.activation = activation_of(activation, op);
 
-  args.step_blocks = round_up(args.blocks, 2);
+  args.step_blocks = round_up(args.blocks, 4);
   const int64_t width = args.blocks * kPackedBlock;
-  const int64_t step_width = args.step_blocks * kPackedBlock, lanes = args.step_blocks * kPackedLanes;
-  float* memory = scratch(args.rows * (2 * width + step_width / 2 + 2 * lanes) + 5 * 16);
+  const int64_t step_bytes = args.step_blocks * kStepBytes, lanes = args.step_blocks * lanes_of(args.form);
+  float* memory = scratch(args.rows * (2 * width + step_bytes / 4 + 2 * lanes) + 5 * 16);
   float* given = take<float>(memory, args.rows * width);
   const auto convert = use_avx2() ? convert_to_float_avx2 : convert_to_float_portable;
   for (int64_t row = 0; row < args.rows; ++row) {
@@ -149,11 +149,12 @@ Tensor packed_gemv_cpu(const Tensor& raw, const Tensor& raw_quants, const Tensor
   }
   bool is_integer = use_avx2() && args.dtype != DType::kFloat32 && args.form != PackedForm::kFp8;
   if (is_integer) {
-    int16_t* steps = take<int16_t>(memory, args.rows * step_width);
+    args.split = !use_avx512();
+    char* steps = take<char>(memory, args.rows * step_bytes);
     float* step_sizes = take<float>(memory, args.rows * lanes);
     float* step_offsets = take<float>(memory, args.rows * lanes);
     for (int64_t row = 0; row < args.rows && is_integer; ++row) {
-      is_integer = packed_steps_avx2(args, given + row * width, steps + row * step_width,
+      is_integer = packed_steps_avx2(args, given + row * width, steps + row * step_bytes,
                                      step_sizes + row * lanes, step_offsets + row * lanes);
     }
     args.steps = steps, args.step_sizes = step_sizes, args.step_offsets = step_offsets;

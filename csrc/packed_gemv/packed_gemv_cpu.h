@@ -8,7 +8,11 @@
 namespace hf_fastpath {
 
 constexpr int64_t kPackedRows = 16;  // activation rows a call may have
-constexpr int64_t kPackedLanes = 8;  // 32-bit sums that the integer kernels keep of a block
+
+// Sums of a block that the integer kernels weight: one a stretch where it has its own scale, else two.
+constexpr int64_t lanes_of(PackedForm form) { return form == PackedForm::kInt4G32 ? 4 : 8; }
+
+constexpr int64_t kStepBytes = 2 * kPackedBlock;  // x as integers, a block
 
 // Weight of its stretch-by-stretch block that lies at `place`, a byte or four bits.
 constexpr int64_t weight_at(PackedForm form, int64_t place) {
@@ -22,12 +26,15 @@ struct PackedArgs {
   int64_t rows, blocks, out_features;
   // x as the weights lie, [rows, blocks * kPackedBlock], zeros behind the last input.
   const float* x;
-  // x as integers, or null: [rows, step_blocks, kPackedBlock]. Step i of a block meets, in bytes, the quant
-  // at place i; in four bits the i / 32-th lowest of the block's 16-bit piece i % 32.
-  const int16_t* steps;
-  const float* step_sizes;  // [rows, step_blocks, kPackedLanes]: what a step is worth, by its product's lane
+  // x as integers, or null: [rows, step_blocks, kStepBytes]. For quants in bytes int16, the i-th meets the
+  // quant at place i. For four bits, int16 whose i-th meets the i / 32-th lowest of the block's 16-bit piece
+  // i % 32; or with `split`, steps as 256 * high + low in bytes: high of those that meet the lower halves of
+  // the block's 64 bytes, of those that meet the upper, then low of both.
+  const void* steps;
+  bool split;
+  const float* step_sizes;    // [rows, step_blocks, lanes]: what a step is worth, by its product's lane
   const float* step_offsets;  // likewise: the lane's sum of steps, times what is to be added to all quants
-  int64_t step_blocks;        // blocks and one more, of size zero, if that makes them even
+  int64_t step_blocks;        // blocks and up to three more, of size zero: a multiple of four
   const uint8_t* quants;
   const uint16_t* scales;  // float16 [out_features, groups]
   const uint8_t* zeros;    // [out_features, groups], or null
@@ -50,6 +57,6 @@ PackedGemv packed_gemv_portable, packed_gemv_avx2, packed_gemv_avx512, packed_ge
 PackedGemv packed_floats_avx2;
 
 // Inputs of a row, float32 in order, as args.steps and what belongs to it. False where one is not finite.
-bool packed_steps_avx2(const PackedArgs& args, const float* x, int16_t* steps, float* sizes, float* offsets);
+bool packed_steps_avx2(const PackedArgs& args, const float* x, void* steps, float* sizes, float* offsets);
 
 }  // namespace hf_fastpath

@@ -74,7 +74,7 @@ RingLaunch plan_packed(const GemvParams& p, const RopeAppendParams* rope, Packed
   plan.pieces = (plan.matrix.blocks + Slot::kBlocks - 1) / Slot::kBlocks;
   const int span_bytes = kRingWarps * 2 * int(kStretches) * kColumns * 64;  // of all warps
   const int all_spans = (plan.pieces + kSpanPieces - 1) / kSpanPieces;
-  const int spans = std::min(all_spans, std::max(1, kXBytes * kXColumns<T> / span_bytes));
+  const int spans = std::min(all_spans, std::max(1, kXBytes * (int(sizeof(T)) / 2) / span_bytes));
   plan.phase_pieces = std::min(plan.pieces, spans * kSpanPieces);
   ring.phases = (plan.pieces + plan.phase_pieces - 1) / plan.phase_pieces;
 
@@ -145,8 +145,8 @@ void launch_columns(const GemvParams& p, int x_width, const PackedMatrix& matrix
 }
 
 template <class T, PackedForm kForm>
-void launch_typed(const GemvParams& p, int x_width, const PackedMatrix& matrix, const RopeAppendParams* rope,
-                  cudaStream_t stream) {
+void launch_rows(const GemvParams& p, int x_width, const PackedMatrix& matrix, const RopeAppendParams* rope,
+                 cudaStream_t stream) {
   const int columns = p.m * kXColumns<T>;
   if constexpr (kXColumns<T> == 1) {
     const bool has_two_blocks = matrix.blocks % 2 == 0 && is_aligned16(matrix.scales);  // see add_two_blocks
@@ -156,8 +156,21 @@ void launch_typed(const GemvParams& p, int x_width, const PackedMatrix& matrix, 
   }
   if (columns <= 4) return launch_columns<T, kForm, 4>(p, x_width, matrix, rope, stream);
   if (columns <= 8) return launch_columns<T, kForm, 8>(p, x_width, matrix, rope, stream);
-  if (columns <= 16) return launch_columns<T, kForm, 16>(p, x_width, matrix, rope, stream);
-  if constexpr (kXColumns<T> == 2) launch_columns<T, kForm, 32>(p, x_width, matrix, rope, stream);
+  launch_columns<T, kForm, 16>(p, x_width, matrix, rope, stream);
+}
+
+// As many rows at a time as there are columns for.
+template <class T, PackedForm kForm>
+void launch_typed(GemvParams p, int x_width, const PackedMatrix& matrix, const RopeAppendParams* rope,
+                  cudaStream_t stream) {
+  constexpr int kMostRows = 16 / kXColumns<T>;
+  for (int left = p.m; left > 0; left -= kMostRows) {
+    p.m = std::min(left, kMostRows);
+    launch_rows<T, kForm>(p, x_width, matrix, rope, stream);
+    p.x = static_cast<const T*>(p.x) + int64_t(kMostRows) * x_width;
+    if (p.residual) p.residual = static_cast<const T*>(p.residual) + int64_t(kMostRows) * p.n;
+    p.out = static_cast<T*>(p.out) + int64_t(kMostRows) * p.n;
+  }
 }
 
 template <PackedForm kForm>

@@ -77,10 +77,13 @@ __device__ __forceinline__ void packed_range(const PackedPlan& plan, int& begin,
   begin *= plan.together, end *= plan.together;
 }
 
-// Columns of B that a row of x takes.
+// Columns of B that a row of x takes: a float32 x is the sum of three float16 parts, the fourth column
+// nothing.
 template <class T>
-constexpr int kXColumns = sizeof(T) == 4 ? 2 : 1;
-constexpr float kLowPart = 0x1p11f;  // the second one's factor
+constexpr int kXColumns = sizeof(T) == 4 ? 4 : 1;
+template <class T>
+constexpr int kXParts = sizeof(T) == 4 ? 3 : 1;
+constexpr float kNextPart = 0x1p11f;  // a part's factor beside the one before
 
 // The weight row of one half of a unit.
 __device__ __forceinline__ int packed_row(const GemvParams& p, const RopeAppendParams& rope,
@@ -187,25 +190,17 @@ struct Eight {
   }
 };
 
-// Eight x values as B has them for one word of int4 or two of 8 bits, rounded to float16, and their sum.
+// Eight float16 values of x, neighbors in pairs, as B has them for one word of int4 or two of 8 bits.
 template <PackedForm kForm, bool kCentered>
-__device__ __forceinline__ uint4 as_operand(const float (&x)[8], float& sum) {
-  constexpr float kHigh = kCentered ? 1.f : 0.0625f;  // see Quants
-  float rounded[8];
-  sum = 0.f;
-#pragma unroll
-  for (int e = 0; e < 8; ++e) {
-    rounded[e] = __half2float(__float2half_rn(x[e]));
-    sum += rounded[e];
-  }
-  const auto pair = [&](int a, int b, float factor) {
-    return pack2(rounded[a] * factor, rounded[b] * factor, __half());
+__device__ __forceinline__ uint4 as_operand(const uint32_t (&x)[4]) {
+  if constexpr (kBits<kForm> == 8) return make_uint4(x[0], x[1], x[2], x[3]);
+  const auto high = [](uint32_t pair) {  // see Quants
+    const __half2 less =
+        __hmul2(*reinterpret_cast<__half2*>(&pair), __float2half2_rn(kCentered ? 1.f : 0.0625f));
+    return *reinterpret_cast<const uint32_t*>(&less);
   };
-  if constexpr (kBits<kForm> == 4) {
-    return make_uint4(pair(0, 4, 1.f), pair(1, 5, kHigh), pair(2, 6, 1.f), pair(3, 7, kHigh));
-  } else {
-    return make_uint4(pair(0, 1, 1.f), pair(2, 3, 1.f), pair(4, 5, 1.f), pair(6, 7, 1.f));
-  }
+  return make_uint4(pair_low(x[0], x[2]), high(pair_high(x[0], x[2])), pair_low(x[1], x[3]),
+                    high(pair_high(x[1], x[3])));
 }
 
 __device__ __forceinline__ float warp_max(float value) {  // not below 0
@@ -245,7 +240,7 @@ struct WarpX {
       const int at = element(span);
       if (at < k) {
 #pragma unroll
-        for (int i = 0; i < kParts; ++i)
+        for (int i = 0; i < kRaw; ++i)
           weight.part[i] =
               __ldg(reinterpret_cast<const uint4*>(static_cast<const T*>(p.norm.weight) + at) + i);
       }
@@ -271,7 +266,7 @@ struct WarpX {
         const int at = element(span);
         const uint4* from = reinterpret_cast<const uint4*>(static_cast<const T*>(p.x) + m * k + at);
 #pragma unroll
-        for (int i = 0; i < kParts; ++i) copy_async(place(span, m, i), at < k ? from + i : p.x, at < k);
+        for (int i = 0; i < kRaw; ++i) copy_async(place(span, m, i), at < k ? from + i : p.x, at < k);
       }
     }
     commit_copies();
@@ -279,7 +274,7 @@ struct WarpX {
     const auto values_of = [&](int span, int m) {
       Eight<T> values;
 #pragma unroll
-      for (int i = 0; i < kParts; ++i) values.part[i] = *place(span, m, i);
+      for (int i = 0; i < kRaw; ++i) values.part[i] = *place(span, m, i);
       return values;
     };
 #pragma unroll 1
@@ -289,11 +284,18 @@ struct WarpX {
       for (int span = 0; span < spans; ++span) most = fmaxf(most, values_of(span, m).largest());
       // The largest comes to lie below 2^15.
       const int exponent = max(14 - 126, int(__float_as_uint(warp_max(most) * most_weight) >> 23) - 127);
-      const float factor = __uint_as_float(unsigned(127 + 14 - exponent) << 23);
 #pragma unroll 2
       for (int span = 0; span < spans; ++span) {
+        const Eight<T> found = values_of(span, m);
+        if constexpr (std::is_same_v<T, __half>) {
+          if (!rms) {
+            *place(span, m, 0) = as_operand<kForm, false>(scaled(found, 14 - exponent).words);
+            continue;
+          }
+        }
+        const float factor = __uint_as_float(unsigned(127 + 14 - exponent) << 23);
         float values[8];
-        values_of(span, m).unpack(values);
+        found.unpack(values);
         if (rms) {
           float factors[8];
           norm_weight(span).unpack(factors);
@@ -305,7 +307,18 @@ struct WarpX {
         }
 #pragma unroll
         for (int e = 0; e < 8; ++e) values[e] *= factor;
-        store(span, m, values);
+#pragma unroll
+        for (int part = 0; part < kXParts<T>; ++part) {
+          uint32_t rounded[4];
+#pragma unroll
+          for (int i = 0; i < 4; ++i) {
+            rounded[i] = pack2(values[2 * i], values[2 * i + 1], __half());
+            const float2 taken = unpack2(rounded[i], __half());
+            values[2 * i] = (values[2 * i] - taken.x) * kNextPart;
+            values[2 * i + 1] = (values[2 * i + 1] - taken.y) * kNextPart;
+          }
+          *place(span, m, part) = as_operand<kForm, kCenters<T>>(rounded);
+        }
       }
       if (rms) square = warp_sum(square);
       if (lane == 0) {
@@ -314,11 +327,15 @@ struct WarpX {
       }
     }
     __syncwarp();
+    if constexpr (Slot::kSums > 0 && !kCenters<T>) {
+#pragma unroll 2
+      for (int span = 0; span < spans; ++span) find_sums(span);
+      __syncwarp();
+    }
   }
 
  private:
-  static constexpr int kParts = sizeof(T) / 2;  // of 16 bytes, of eight values: one a column
-  static_assert(kParts == kXColumns<T>);
+  static constexpr int kRaw = sizeof(T) / 2;  // 16-byte pieces of eight values, which lie where columns will
 
   // The lane's operand for a column of row m.
   __device__ __forceinline__ uint4* place(int span, int m, int part) const {
@@ -327,31 +344,67 @@ struct WarpX {
     return operands + ((block * int(kStretches) + stretch) * kColumns + m * kXColumns<T> + part) * 4 + q;
   }
 
-  // Eight values of row m, the lane's of a span, in place.
-  __device__ __forceinline__ void store(int span, int m, float (&values)[8]) const {
-    const int lane = threadIdx.x % kWarpSize, block = span * 2 + lane / 16, stretch = lane % 16 / 4;
-    constexpr int kLanesPerSum = Slot::kSums == 4 ? 4 : 16;
-    constexpr float kExcess = kForm == PackedForm::kInt8 ? 128.f : kForm == PackedForm::kInt4G32 ? 8.f : 1.f;
+  struct Pairs {
+    uint32_t words[4];
+  };
+
+  // x times 2^exponent, which need not be a float16; not below 2^-14.
+  static __device__ __forceinline__ Pairs scaled(const Eight<T>& x, int exponent) {
+    const int first = min(exponent, 15), second = min(exponent - first, 15);
+    const auto power = [](int e) {
+      return __half2half2(__ushort_as_half(static_cast<unsigned short>((15 + e) << 10)));
+    };
+    Pairs made;
+    const auto* pairs = reinterpret_cast<const __half2*>(x.part);
 #pragma unroll
-    for (int part = 0; part < kXColumns<T>; ++part) {
-      const int column = m * kXColumns<T> + part;
-      float sum;
-      *place(span, m, part) = as_operand<kForm, kCenters<T>>(values, sum);
-      if constexpr (Slot::kSums > 0 && !kCenters<T>) {
+    for (int i = 0; i < 4; ++i) {
+      const __half2 pair = __hmul2(__hmul2(pairs[i], power(first)), power(second));
+      made.words[i] = *reinterpret_cast<const uint32_t*>(&pair);
+    }
+    return made;
+  }
+
+  // What quants of a span have in excess times x: a product with rows that are all alike.
+  __device__ __forceinline__ void find_sums(int span) const {
+    const int lane = threadIdx.x % kWarpSize, g = lane / 4, q = lane % 4;
+    constexpr uint32_t kExcess = kForm == PackedForm::kInt8 ? 128 : kForm == PackedForm::kInt4G32 ? 8 : 1;
+    constexpr uint32_t kLow = 0x80008000u | kExcess << 16 | kExcess;  // both negative, in units of quants
+    constexpr uint32_t kHigh = kBits<kForm> == 4 ? 0x80008000u | kExcess << 20 | kExcess << 4 : kLow;
+    const auto add = [&](float (&c)[4], const uint4& x) {
+      mma<__half>(c, kLow, kLow, kHigh, kHigh, x.x, x.y);
+      mma<__half>(c, kLow, kLow, kHigh, kHigh, x.z, x.w);
+    };
+    if constexpr (kColumns == 1) {  // columns of B are the span's eight stretches
+      float c[4] = {};
+      add(c, operands[span * 2 * int(kStretches) * 4 + lane]);
+      if constexpr (Slot::kSums == 4) {
+        if (g == 0) reinterpret_cast<float2*>(sums + span * 8)[q] = make_float2(c[0], c[1]);
+      } else {
+        float sum = c[0] + c[1];
+        sum += __shfl_xor_sync(kAllLanes, sum, 1);
+        if (g == 0 && q % 2 == 0) sums[span * 2 + q / 2] = sum;
+      }
+      return;
+    }
 #pragma unroll
-        for (int distance = 1; distance < kLanesPerSum; distance *= 2)
-          sum += __shfl_xor_sync(kAllLanes, sum, distance);
-        if (lane % kLanesPerSum == 0) {
-          sums[(block * kColumns + column) * Slot::kSums + (Slot::kSums == 4 ? stretch : 0)] =
-              sum * (-kExcess * kQuantUnit);
+    for (int half = 0; half < 2; ++half)
+#pragma unroll
+      for (int t = 0; t < (kColumns + 7) / 8; ++t) {
+        const int of_lane = kColumns >= 8 || g < kColumns ? t * 8 + g : 0, column = t * 8 + 2 * q;
+        const int block = span * 2 + half;
+        float c[4] = {};
+#pragma unroll
+        for (int s = 0; s < int(kStretches); ++s) {
+          add(c, operands[((block * int(kStretches) + s) * kColumns + of_lane) * 4 + q]);
+          if (Slot::kSums < 4 && s < 3) continue;
+#pragma unroll
+          for (int i = 0; i < 2; ++i) {
+            if (g == 0 && column + i < kColumns)
+              sums[(block * kColumns + column + i) * Slot::kSums + (Slot::kSums == 4 ? s : 0)] = c[i];
+            c[i] = c[i + 2] = 0.f;
+          }
         }
       }
-      if constexpr (kXColumns<T> == 2) {
-#pragma unroll
-        for (int e = 0; e < 8; ++e)
-          values[e] = (values[e] - __half2float(__float2half_rn(values[e]))) * kLowPart;
-      }
-    }
   }
 };
 
@@ -824,11 +877,13 @@ __device__ __forceinline__ void packed_compute(const GemvParams& p, const RopeAp
       for (int t = 0; t < kColumnTiles<kColumns>; ++t)
 #pragma unroll
         for (int h = 0; h < 2; ++h) {
-          if constexpr (kXColumns<T> == 2) {
-            const int m = t * 4 + q;
-            if (m < p.m)
-              here[m * kTileRows + Slot::row_of(g) + 8 * h] =
-                  (sums[h][t][0] + sums[h][t][1] * (1.f / kLowPart)) * x.undo[m];
+          if constexpr (sizeof(T) == 4) {  // parts in a lane's two columns and the neighbor's first
+            const int m = t * 2 + q / 2;
+            const float low =
+                sums[h][t][q % 2 ? 0 : 1] * (q % 2 ? 1.f / (kNextPart * kNextPart) : 1.f / kNextPart);
+            const float parts_sum =
+                (q % 2 ? 0.f : sums[h][t][0]) + (low + __shfl_xor_sync(kAllLanes, q % 2 ? low : 0.f, 1));
+            if (m < p.m && q % 2 == 0) here[m * kTileRows + Slot::row_of(g) + 8 * h] = parts_sum * x.undo[m];
           } else {
 #pragma unroll
             for (int i = 0; i < 2; ++i) {

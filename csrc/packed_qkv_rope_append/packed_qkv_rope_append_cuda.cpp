@@ -29,7 +29,7 @@ Tensor packed_qkv_rope_append_cuda(
   Tensor q = empty_like_with_sizes(input, {batch, query_len, num_heads, k_cache.size(3)});
   call.params.q_out = q.data_ptr();
   std::vector<Tensor> kept;
-  if (!is_quantized(call.params.kv_type) && call.params.head_dim % 2 == 0) {
+  if (fits_packed_append(p, call.params)) {
     weight.launch(p, &call.params, input_norm, input, kept, stream);
     return q;
   }

@@ -17,7 +17,7 @@ from ..cache import FastpathCache
 from ..compat import below_autograd
 from ..ops.decode_attention import workspace_bytes
 from ..ops.kv_cache import is_quantized, table_columns
-from . import steps
+from . import one_call, steps
 from .graph import capture
 from .modules import out_features
 from .structure import ModelPart, fingerprint, full_angles
@@ -167,9 +167,9 @@ class DecodePlan:
         overlap = self.device.type == "cuda"
         at = steps.Positions(angles, self.seq_lens, self.starts, self.kv_table, self.workspace, overlap)
         # A graph of several sequences takes the ops one by one, as they were measured.
-        in_one = (self.batch == 1 or self.device.type == "cpu") and not steps.one_call_reasons(part, self.kv_dtype)
+        in_one = (self.batch == 1 or self.device.type == "cpu") and not one_call.one_call_reasons(part, self.kv_dtype)
         if in_one:
-            logits = steps.all_layers(emit, part, hidden, self._caches, at)
+            logits = one_call.all_layers(emit, part, hidden, self._caches, at)
         else:
             for index, layer in enumerate(part.layers):
                 hidden = steps.decoder_layer(emit, layer, hidden, self._caches[index], at, index)

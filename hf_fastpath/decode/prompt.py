@@ -149,6 +149,17 @@ class _ManyRows:
         packed = PackedWeight(FORMATS[form], x.shape[-1], quants, scales, zeros, multiplier)
         return _linear(x, packed.dequantize(x.dtype), bias, False, residual, activation)
 
+    def _gate_packed(self, x, quants, scales, zeros, multiplier, form, activation, *norm_and_overlap):
+        weight = quants, scales, zeros, multiplier, form
+        both = self._project_packed(x, *weight, None, None, "none", *norm_and_overlap)
+        return ops.fused_swiglu.overload(*both.chunk(2, dim=-1), activation)
+
+    def _append_packed(self, x, quants, scales, zeros, multiplier, form, cos, sin, *arguments):
+        to, norm_and_overlap, of_cache = arguments[:6], arguments[6:11], arguments[11:]
+        weight = quants, scales, zeros, multiplier, form
+        qkv = self._project_packed(x, *weight, None, None, "none", *norm_and_overlap)
+        return ops.rope_append.overload(qkv, None, cos, sin, *to, *of_cache)
+
     def _gate(self, x, gate, up, activation, *norm_and_overlap):
         *norm, _ = norm_and_overlap
         x = self._norm(x, *norm)
@@ -187,6 +198,8 @@ _INSTEAD: dict[Callable[..., Any], Callable[..., Any]] = {
     ops.gemv.overload: _ManyRows._project,
     ops.packed_gemv.overload: _ManyRows._project_packed,
     ops.gemv_swiglu.overload: _ManyRows._gate,
+    ops.packed_gemv_swiglu.overload: _ManyRows._gate_packed,
+    ops.packed_qkv_rope_append.overload: _ManyRows._append_packed,
     ops.qkv_rope_append.overload: _ManyRows._append,
     ops.decode_attention.overload: _ManyRows._attend,
 }

@@ -15,8 +15,6 @@ import torch
 from torch import nn
 
 from .. import ops
-from ..ops.decode_layers import LAYER_TENSORS, OUTER_TENSORS, sizes, weight_reasons
-from ..ops.kv_cache import is_quantized
 from ..quantization.linear import joined as joined_weights
 from . import composed
 from .modules import is_packed, is_transposed, weight_and_bias
@@ -58,7 +56,7 @@ class Positions:
         return self.angles[part.layer_type] if part.rotates else (None, None)
 
 
-def _norm_arguments(part: NormPart | None) -> tuple:
+def norm_arguments(part: NormPart | None) -> tuple:
     """The norm of an op's input, as the ops take it; ``part`` None is no norm."""
     if part is None:
         return "none", None, None, 0.0
@@ -80,7 +78,7 @@ def projection(
     return emit(
         ops.gemv.overload,
         *(x, *weight_and_bias(linear), residual, activation, is_transposed(linear)),
-        *(*_norm_arguments(norm), overlap),
+        *(*norm_arguments(norm), overlap),
     )
 
 
@@ -95,17 +93,17 @@ def _packed(
     overlap: bool = False,
 ) -> Any:
     """As :func:`projection`, of a weight as ``ops.packed_gemv`` takes it."""
-    return emit(ops.packed_gemv.overload, x, *weight, bias, residual, activation, *_norm_arguments(norm), overlap)
+    return emit(ops.packed_gemv.overload, x, *weight, bias, residual, activation, *norm_arguments(norm), overlap)
 
 
-def _joined(linears: list[nn.Module]) -> tuple | None:
+def joined(linears: list[nn.Module]) -> tuple | None:
     """Packed projections of one input as one weight, where they lie so."""
     return joined_weights(linears) if all(map(is_packed, linears)) else None
 
 
 def _norm_op(part: NormPart) -> tuple:
     """An op that computes the norm of its first argument, and its other arguments."""
-    kind, weight, bias, eps = _norm_arguments(part)
+    kind, weight, bias, eps = norm_arguments(part)
     if part.architecture.norm.unit_offset:
         return composed.unit_offset_norm, weight, eps
     return (ops.rms_norm.overload, weight, eps) if kind == "rms" else (ops.layer_norm.overload, weight, bias, eps)
@@ -129,7 +127,7 @@ def _queries_composed(
 ) -> Any:
     """As ``ops.qkv_rope_append``, for what that op does not do."""
     linears = part.projections()[:-1]
-    together = None if part.head_norms else _joined(linears)
+    together = None if part.head_norms else joined(linears)
     if together is not None:
         qkv = _packed(emit, together, x, norm=norm, overlap=at.overlap)
     else:
@@ -165,12 +163,12 @@ def attention(
     *qkv, out = part.projections()
     k, v, *scales = cache
     x, norm = in_front(emit, norm, x)
-    together = None if part.is_composed else _joined(qkv)
+    together = None if part.is_composed else joined(qkv)
     if together is not None:
         queries = emit(
             ops.packed_qkv_rope_append.overload,
             *(x, *together, *at.angles_of(part), k, v, at.seq_lens, part.num_heads, at.kv_table, layer),
-            *(*_norm_arguments(norm), at.overlap, *scales),
+            *(*norm_arguments(norm), at.overlap, *scales),
         )
     elif part.is_composed or any(map(is_packed, qkv)):
         queries = _queries_composed(emit, part, x, cache, at, layer, norm)
@@ -181,7 +179,7 @@ def attention(
         queries = emit(
             ops.qkv_rope_append.overload,
             *(x, *weights, *biases, is_transposed(qkv[0]), cos, sin, k, v, at.seq_lens, part.num_heads),
-            *(at.kv_table, layer, *_norm_arguments(norm), at.overlap, *scales),
+            *(at.kv_table, layer, *norm_arguments(norm), at.overlap, *scales),
         )
     seen = (queries, k, v, at.seq_lens, at.starts, part.scaling, part.window or 0)
     if part.softcap:
@@ -199,12 +197,12 @@ def mlp(
     x, norm = in_front(emit, norm, x)
     if part.gate is None:
         hidden = projection(emit, part.up, x, activation=part.activation, norm=norm, overlap=overlap)
-    elif (together := _joined(part.projections()[:-1])) is not None:
-        arguments = (*together, part.activation, *_norm_arguments(norm), overlap)
+    elif (together := joined(part.projections()[:-1])) is not None:
+        arguments = (*together, part.activation, *norm_arguments(norm), overlap)
         hidden = emit(ops.packed_gemv_swiglu.overload, x, *arguments)
     elif not is_packed(part.up) and not is_packed(part.gate) and part.gate.bias is None and part.up.bias is None:
         weights = part.gate_and_up()
-        hidden = emit(ops.gemv_swiglu.overload, x, *weights, part.activation, *_norm_arguments(norm), overlap)
+        hidden = emit(ops.gemv_swiglu.overload, x, *weights, part.activation, *norm_arguments(norm), overlap)
     else:
         gate, up = (projection(emit, linear, x, norm=norm, overlap=overlap) for linear in (part.gate, part.up))
         hidden = emit(ops.fused_swiglu.overload, gate, up, part.activation)
@@ -300,85 +298,3 @@ def scaled_logits(emit: Emit, part: ModelPart, logits: Any) -> Any:
     if part.logits_softcap:
         logits = emit(composed.soft_capped, logits, part.logits_softcap)
     return logits
-
-
-# ---- a whole model in one call ---------------------------------------------------------------------------------
-
-
-def _named(roles: dict[str, nn.Module | None]) -> dict[str, torch.Tensor | None]:
-    """Weights and biases of modules, as ``<role>_weight`` and ``<role>_bias``."""
-    pairs = {role: weight_and_bias(module) for role, module in roles.items() if module is not None}
-    return {f"{role}_{name}": p for role, pair in pairs.items() for name, p in zip(("weight", "bias"), pair)}
-
-
-def _layer_tensors(part: LayerPart) -> dict[str, torch.Tensor | None]:
-    *qkv, out = part.attention.projections()
-    roles = {"attention_norm": part.attention_norm.module, **dict(zip("qkv", qkv)), "out": out}
-    roles |= {"mlp_norm": part.mlp_norm.module, "gate": part.mlp.gate, "up": part.mlp.up, "down": part.mlp.down}
-    found = _named(roles)
-    if part.mlp.gate is not None:
-        found["gate_weight"], found["up_weight"] = part.mlp.gate_and_up()
-    return found
-
-
-def _all_weights(part: ModelPart) -> list[torch.Tensor]:
-    """The model's parameters as ``ops.decode_layers`` takes them."""
-    absent = part.head.weight.new_empty(0)
-    outer = _named({"final_norm": part.final_norm.module, "head": part.head})
-    found = [layer.get(name) for layer in map(_layer_tensors, part.layers) for name in LAYER_TENSORS]
-    return [absent if p is None else p for p in (*found, *(outer.get(name) for name in OUTER_TENSORS))]
-
-
-def _constants(part: LayerPart) -> tuple:
-    """What ``ops.decode_layers`` takes once for all layers."""
-    attention, mlp = part.attention, part.mlp
-    kinds = {is_transposed(linear) for linear in (*attention.projections(), *mlp.projections())}
-    rotation = attention.rotates, attention.layer_type
-    return attention.num_heads, attention.head_dim, attention.scaling, mlp.activation, rotation, kinds
-
-
-def one_call_reasons(part: ModelPart, kv_dtype: torch.dtype | None = None) -> list[str]:
-    """Reasons why ``ops.decode_layers`` cannot take all of the model's layers, over caches of ``kv_dtype``."""
-    layers = part.layers
-    if kv_dtype is not None and is_quantized(kv_dtype):
-        return ["keys and values are quantized"]
-    if not all(layer.is_sequential for layer in layers):
-        return ["the layers are not norm, attention, norm and MLP in turn"]
-    attentions = [layer.attention for layer in layers]
-    if any(part.is_composed or part.softcap or part.sinks is not None for part in attentions):
-        return ["attention takes other ops"]
-    if any(is_packed(linear) for layer in layers for linear in layer.projections()):
-        return ["weights are quantized"]
-    constants = _constants(layers[0])
-    if any(_constants(layer) != constants for layer in layers):
-        return ["the layers differ in a constant"]
-    norms = [part.final_norm, *(norm for layer in layers for norm in (layer.attention_norm, layer.mlp_norm))]
-    if len({norm.eps for norm in norms}) > 1:
-        return ["the norms differ in eps"]
-    num_heads, head_dim, _, activation, _, kinds = constants
-    if len(kinds) > 1 or is_transposed(part.head):
-        return ["the projections are stored in different ways"]
-    if any(layer.mlp.gate is not None and layer.mlp.gate.bias is not None for layer in layers):
-        return ["a gate has a bias"]
-    (transposed,) = kinds
-    weights = _all_weights(part)
-    model = sizes(weights, num_heads * head_dim, transposed)
-    num_kv_heads = (model.qkv_features - model.q_features) // (2 * head_dim)
-    x = part.head.weight.new_empty(1, 1, model.hidden_size)
-    kind = part.architecture.norm.kind
-    return weight_reasons(x, weights, num_heads, num_kv_heads, head_dim, kind, activation, transposed)
-
-
-def all_layers(emit: Emit, part: ModelPart, hidden: Any, caches: list[tuple], at: Positions) -> Any:
-    """All layers, the final norm and the head of a model without :func:`one_call_reasons`, over one new token of each
-    sequence: ``hidden`` [batch, 1, hidden_size] in, logits [batch, 1, vocab_size] out."""
-    layers = part.layers
-    first = layers[0]
-    norm, _, _, eps = _norm_arguments(first.attention_norm)
-    return emit(
-        ops.decode_layers.overload,
-        *(hidden, _all_weights(part), [k for k, _ in caches], [v for _, v in caches]),
-        *(*at.angles_of(first.attention), at.seq_lens, at.starts, first.attention.num_heads, first.attention.scaling),
-        *([layer.window or 0 for layer in layers], norm, eps, first.mlp.activation, is_transposed(first.mlp.up)),
-        *(at.kv_table, at.workspace, at.overlap),
-    )

@@ -16,6 +16,7 @@ from .greedy_token import SPEC as greedy_token
 from .layer_norm import SPEC as layer_norm
 from .packed_gemv import SPEC as packed_gemv
 from .packed_gemv_swiglu import SPEC as packed_gemv_swiglu
+from .packed_layers import SPEC as packed_layers
 from .packed_qkv_rope_append import SPEC as packed_qkv_rope_append
 from .q4_0_gemv import SPEC as q4_0_gemv
 from .qkv_rope_append import SPEC as qkv_rope_append
@@ -39,6 +40,7 @@ __all__ = [
     "layer_norm",
     "packed_gemv",
     "packed_gemv_swiglu",
+    "packed_layers",
     "packed_qkv_rope_append",
     "q4_0_gemv",
     "qkv_rope_append",

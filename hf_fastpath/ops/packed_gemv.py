@@ -42,8 +42,8 @@ def reference(
 
     Returns:
         [..., out_features] in x's dtype, contiguous; rounded once. On a CPU, for x in 16 bits, sums over 128 inputs may
-        be integers, of x in steps of 1/32768 to 1/16384 of the largest of each 32. On a GPU a row of x with infinities
-        gives NaN where PyTorch may have infinities.
+        be integers, of x in steps of 1/32768 to 1/16384 of the largest of each 32; 1/16384 to 1/8192 for 4 bits. On a
+        GPU a row of x with infinities may give NaN where PyTorch has infinities.
 
     Raises:
         OpInputError: shapes, dtypes or devices that do not fit, more than 16 rows, unknown format or activation.

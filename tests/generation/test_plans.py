@@ -54,7 +54,7 @@ def test_several_sequences_on_a_gpu_take_one_op_after_the_other(architecture, de
 def test_products_are_told_the_next_matrix(device, monkeypatch):
     """A product in front of another one takes, as its last argument, the matrix which that reads; nothing changes."""
     require_native(device)
-    monkeypatch.setattr(plan_module.steps, "one_call_reasons", lambda *_: ["it is not wanted"])
+    monkeypatch.setattr(plan_module.one_call, "one_call_reasons", lambda *_: ["it is not wanted"])
     _, ours = fresh("mistral", device)
     ours.generate(prompt(device, 2), max_new_tokens=3, do_sample=False)
     (plan,) = plans(ours)
@@ -77,7 +77,7 @@ def test_one_call_is_the_same_step(architecture, dtype, batch, monkeypatch):
     ours, text = ours.to(dtype), prompt(CPU, batch, 40)
     whole = decode_logits(ours, text, 9, fast=True)
     plans(ours).clear()
-    monkeypatch.setattr(plan_module.steps, "one_call_reasons", lambda *_: ["it is not wanted"])
+    monkeypatch.setattr(plan_module.one_call, "one_call_reasons", lambda *_: ["it is not wanted"])
     assert torch.equal(decode_logits(ours, text, 9, fast=True), whole)
     assert "decode_layers" not in calls(plans(ours)[0])
 

@@ -3,21 +3,17 @@
 from __future__ import annotations
 
 import itertools
-import os
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 import torch
 from checks import DTYPES, assert_matches, common_tests, is_native, over_dtypes, replaced
 from memory import poisoned, same_bits
+from ways import main, over_instruction_sets, run_limited
 
 from hf_fastpath.ops.decode_attention import SPEC, workspace_bytes
 from hf_fastpath.registry import OpInputError, Sample
 
 CPU = torch.device("cpu")
-ROOT = Path(__file__).resolve().parents[2]
 
 
 def make(
@@ -423,22 +419,12 @@ def test_decode_attention_sinks_are_transformers():
     assert (got - expected.flatten(2)).abs().max() <= 4 * torch.finfo(torch.float32).eps
 
 
-@pytest.mark.parametrize("isa", ("baseline", "avx2", "avx512"))
+@over_instruction_sets
 def test_decode_attention_every_way(isa):
-    """The kernels this CPU does not choose by itself, in a process of their own."""
-    if not is_native(SPEC, CPU):
-        pytest.skip("no library for the CPU")
-    environment = os.environ | {"HF_FASTPATH_CPU_ISA": isa, "PYTHONPATH": str(ROOT)}
-    result = subprocess.run([sys.executable, __file__, isa], capture_output=True, text=True, env=environment)
-    assert result.returncode == 0, result.stderr[-2000:]
+    run_limited(SPEC, __file__, isa)
 
 
 def every_way(isa: str) -> None:
-    from hf_fastpath import loader
-
-    loader.ensure("cpu")
-    assert is_native(SPEC, CPU)
-    torch.manual_seed(1729)
     for dtype in DTYPES:
         for sample in itertools.chain(odd_sizes(CPU, dtype), edges(CPU, dtype), SPEC.samples(CPU, dtype)):
             found = []
@@ -451,4 +437,4 @@ def every_way(isa: str) -> None:
 
 
 if __name__ == "__main__":
-    every_way(sys.argv[1])
+    main(SPEC, every_way)

@@ -2,14 +2,9 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
 import torch
-from checks import DTYPES, assert_matches, common_tests, is_native, over_dtypes
+from checks import DTYPES, assert_matches, common_tests, over_dtypes
 from linear_checks import (
     exact_on_integers,
     ignores_gaps_between_weight_rows,
@@ -17,12 +12,11 @@ from linear_checks import (
     reference_is_the_models_layers,
 )
 from memory import same_bits
+from ways import main, over_instruction_sets, run_limited
 
 from hf_fastpath.ops.gemm import SPEC
 from hf_fastpath.ops.gemv import ACTIVATIONS
 from hf_fastpath.registry import Sample
-
-ROOT = Path(__file__).resolve().parents[2]
 
 
 def odd_sizes(device, dtype):
@@ -109,23 +103,13 @@ def in_pieces(dtype, transposed, rows):
     return same_bits(whole[1500:1530], SPEC(x[1500:1530], stored, None, residual[1500:1530], "silu", transposed))
 
 
-@pytest.mark.parametrize("isa", ("baseline", "avx2", "avx512"))
+@over_instruction_sets
 def test_gemm_every_way(isa):
-    """The kernels this CPU does not choose by itself, in a process of their own."""
-    if not is_native(SPEC, torch.device("cpu")):
-        pytest.skip("no library for the CPU")
-    environment = os.environ | {"HF_FASTPATH_CPU_ISA": isa, "PYTHONPATH": str(ROOT)}
-    result = subprocess.run([sys.executable, __file__, isa], capture_output=True, text=True, env=environment)
-    assert result.returncode == 0, result.stderr[-2000:]
+    run_limited(SPEC, __file__, isa)
 
 
 def every_way(isa: str) -> None:
-    from hf_fastpath import loader
-
-    loader.ensure("cpu")
-    assert is_native(SPEC, torch.device("cpu"))
     device = torch.device("cpu")
-    torch.manual_seed(1729)
     for threads in (1, 3):
         torch.set_num_threads(threads)
         for dtype in DTYPES:
@@ -145,5 +129,4 @@ def test_gemm_reference_is_the_models_layers():
 
 
 if __name__ == "__main__":
-    with torch.no_grad():
-        every_way(sys.argv[1])
+    main(SPEC, every_way)

@@ -13,6 +13,7 @@ from transformers.pytorch_utils import Conv1D
 
 import hf_fastpath
 from hf_fastpath import traffic
+from hf_fastpath.decode import one_call
 from hf_fastpath.ops.packed_gemv import SPEC
 from hf_fastpath.quantization import FORMATS
 from hf_fastpath.quantization.linear import PackedLinear
@@ -193,12 +194,32 @@ def test_gradients_reach_what_is_in_front():
     assert model.model.embed_tokens.weight.grad.abs().sum() > 0
 
 
-def test_projections_of_one_input_are_one_product():
+def op_names(model: nn.Module) -> list[str]:
+    """Of the one plan that the model has."""
+    (plan,) = vars(model)["_hf_fastpath"].plans
+    return [name.removesuffix(".default") for name in plan.program.op_names()]
+
+
+def test_projections_of_one_input_are_one_product(monkeypatch):
+    monkeypatch.setattr(one_call, "one_call_reasons", lambda part: ["it is not wanted"])
     ours = hf_fastpath.patch(build("llama"), weights="int4", quiet=True)
     ours.generate(prompt(1), **SHORT)
-    (plan,) = vars(ours)["_hf_fastpath"].plans
-    names = plan.program.op_names()
-    assert sum("packed_gemv" in name for name in names) == 4 * len(ours.model.layers)
+    assert sum("packed_gemv" in name for name in op_names(ours)) == 4 * len(ours.model.layers)
+
+
+@pytest.mark.parametrize("batch", (1, 3))
+@pytest.mark.parametrize(("family", "form"), (("llama", "int4_g32"), ("mistral", "int4"), ("phi3", "fp8")))
+def test_layers_are_one_call(family, form, batch, monkeypatch):
+    """The same bits as one op after the other."""
+    ours = hf_fastpath.patch(build(family).half(), weights=form, lm_head="int8", quiet=True)
+    ids, settings = prompt(batch), SHORT | {"output_logits": True, "return_dict_in_generate": True}
+    whole = ours.generate(ids, **settings)
+    assert [name for name in op_names(ours) if "packed" in name] == ["packed_layers", "packed_gemv"]
+    vars(ours)["_hf_fastpath"].plans.clear()
+    monkeypatch.setattr(one_call, "one_call_reasons", lambda part: ["it is not wanted"])
+    parts = ours.generate(ids, **settings)
+    assert "packed_layers" not in op_names(ours)
+    assert all(map(torch.equal, whole.logits, parts.logits)) and torch.equal(whole.sequences, parts.sequences)
 
 
 def test_devices_without_kernels_are_refused():

@@ -1,0 +1,312 @@
+"""All decoder layers with quantized weights over one new token of each sequence, in one call."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from ..quantization import FORMATS, quantize
+from ..quantization.formats import padded
+from ..registry import OpSpec, Sample, choice_reason, nbytes, register, shape_reason, tensor_reasons
+from .decode_attention import moved as attention_bytes
+from .decode_attention import reference as decode_attention
+from .decode_attention import why_not as attention_reasons
+from .fused_swiglu import GATES, activate
+from .gemv import ACTIVATIONS, MAX_ROWS
+from .norm import NORMS
+from .packed_gemv import reference as packed_gemv
+from .rope_append import reference as rope_append
+from .rope_append import why_not as rope_reasons
+
+#: matrices of a layer, in order, each with a multiplier of its own
+MATRICES = ("qkv", "out", "up", "down")
+
+
+def _tensors_of(*matrices: str) -> tuple[str, ...]:
+    return tuple(f"{name}_{part}" for name in matrices for part in ("quants", "scales", "zeros"))
+
+
+#: what ``weights`` holds of every layer, in this order
+LAYER_TENSORS = (
+    *("attention_norm_weight", "attention_norm_bias", *_tensors_of("qkv", "out")),
+    *("mlp_norm_weight", "mlp_norm_bias", *_tensors_of("up", "down")),
+)
+
+
+def by_name(weights: Sequence[Any]) -> list[dict[str, Any]]:
+    """``weights`` as a dictionary for every layer."""
+    size = len(LAYER_TENSORS)
+    return [dict(zip(LAYER_TENSORS, weights[at : at + size])) for at in range(0, len(weights), size)]
+
+
+def reference(
+    x: torch.Tensor,
+    weights: Sequence[torch.Tensor],
+    multipliers: Sequence[float],
+    format: str,
+    k_caches: Sequence[torch.Tensor],
+    v_caches: Sequence[torch.Tensor],
+    cos: torch.Tensor | None,
+    sin: torch.Tensor | None,
+    seq_lens: torch.Tensor,
+    starts: torch.Tensor | None,
+    num_heads: int,
+    scale: float,
+    windows: Sequence[int],
+    norm: str,
+    norm_eps: float,
+    activation: str,
+    gated: bool,
+) -> torch.Tensor:
+    """``decode_layers`` without its head: ``x += out(attention(norm(x)))`` and ``x += down(mlp(norm(x)))`` a layer.
+
+    Args:
+        x: [batch, 1, hidden_size], embeddings of the new tokens; batch 1 to 16.
+        weights: for every layer the tensors named in ``LAYER_TENSORS``; one that the model lacks is an empty tensor.
+            ``qkv`` holds query, key and value projections one after the other, ``up`` of a gated MLP its gate and then
+            its up projection. No biases.
+        multipliers: for every layer those of its ``MATRICES``, see ``quantization.PackedWeight``.
+        format: of all matrices, a name out of ``quantization.FORMATS``.
+        k_caches, v_caches, cos, sin, seq_lens, starts, num_heads, scale, windows, norm, norm_eps: as in
+            ``decode_layers``.
+        activation: of the MLP; with a gate ``silu``, ``gelu_tanh`` or ``gelu``, else one that ``gemv`` takes.
+        gated: the MLP is ``activation(gate) * up``, else ``activation(up)``.
+
+    Returns:
+        [batch, 1, hidden_size] in x's dtype.
+
+    Raises:
+        OpInputError: shapes, dtypes or devices that do not fit, lists of wrong lengths.
+
+    Source: as ``decode_layers``, over ``PackedWeight.dequantize()``.
+    """
+    for place, w in enumerate(by_name([tensor if tensor.numel() else None for tensor in weights])):
+        factors = dict(zip(MATRICES, multipliers[place * len(MATRICES) :]))
+
+        def product(name: str, given: torch.Tensor, residual=None, act="none", normed_by=None, w=w, factors=factors):
+            matrix = w[f"{name}_quants"], w[f"{name}_scales"], w[f"{name}_zeros"], factors[name], format
+            in_front = ("none", None, None, 0.0)
+            if normed_by is not None:
+                in_front = (norm, w[f"{normed_by}_norm_weight"], w[f"{normed_by}_norm_bias"], norm_eps)
+            return packed_gemv(given, *matrix, None, residual, act, *in_front)
+
+        at = k_caches[place], v_caches[place], seq_lens
+        queries = rope_append(product("qkv", x, normed_by="attention"), None, cos, sin, *at, num_heads)
+        mixed = decode_attention(queries, *at, starts, scale, windows[place])
+        x = product("out", mixed, x)
+        if gated:
+            gate, up = product("up", x, normed_by="mlp").chunk(2, dim=-1)
+            hidden = activate(gate, activation) * up
+        else:
+            hidden = product("up", x, act=activation, normed_by="mlp")
+        x = product("down", hidden, x)
+    return x
+
+
+def fake(
+    x,
+    weights,
+    multipliers,
+    format,
+    k_caches,
+    v_caches,
+    cos,
+    sin,
+    seq_lens,
+    starts,
+    num_heads,
+    scale,
+    windows,
+    norm,
+    norm_eps,
+    activation,
+    gated,
+):
+    return torch.empty_like(x, memory_format=torch.contiguous_format)
+
+
+def why_not(
+    x,
+    weights,
+    multipliers,
+    format,
+    k_caches,
+    v_caches,
+    cos,
+    sin,
+    seq_lens,
+    starts,
+    num_heads,
+    scale,
+    windows,
+    norm,
+    norm_eps,
+    activation,
+    gated,
+) -> list[str]:
+    if x.dim() != 3 or x.shape[1] != 1 or not 1 <= x.shape[0] <= MAX_ROWS:
+        return [f"x has shape {tuple(x.shape)}, expected [1 to {MAX_ROWS}, 1, hidden_size]: one token of each sequence"]
+    layers = len(k_caches)
+    reasons = choice_reason("format", format, FORMATS) + choice_reason("norm", norm, NORMS[1:])
+    reasons += choice_reason("activation", activation, GATES if gated else ACTIVATIONS) + tensor_reasons(x)
+    if not layers:
+        reasons.append("k_caches is empty, expected one cache for every layer")
+    each = {"v_caches": 1, "windows": 1, "multipliers": len(MATRICES), "weights": len(LAYER_TENSORS)}
+    for (name, count), values in zip(each.items(), (v_caches, windows, multipliers, weights)):
+        if len(values) != layers * count:
+            reasons.append(f"{name} has {len(values)} entries, expected {count} for each of the {layers} layers")
+    if not reasons and k_caches[0].dim() != 4:
+        reasons = [f"k_caches[0] has shape {tuple(k_caches[0].shape)}, expected [batch, kv_heads, capacity, head_dim]"]
+    if reasons:
+        return reasons
+    num_kv_heads, _, head_dim = k_caches[0].shape[1:]
+    qkv = x.new_empty(x.shape[0], 1, (num_heads + 2 * num_kv_heads) * head_dim)
+    q = x.new_empty(x.shape[0], 1, num_heads, head_dim)
+    for layer, (w, k_cache, v_cache, window) in enumerate(zip(by_name(weights), k_caches, v_caches, windows)):
+        found = weight_reasons(x, w, format, num_heads, num_kv_heads, head_dim, norm, gated)
+        found += rope_reasons(qkv, None, cos, sin, k_cache, v_cache, seq_lens, num_heads)
+        found += attention_reasons(q, k_cache, v_cache, seq_lens, starts, scale, window)
+        if found:
+            return [f"layer {layer}: {reason}" for reason in dict.fromkeys(found)]  # the next layer's would be the same
+    return []
+
+
+def weight_reasons(
+    x: torch.Tensor,
+    w: dict[str, torch.Tensor],
+    format: str,
+    num_heads: int,
+    num_kv_heads: int,
+    head_dim: int,
+    norm: str,
+    gated: bool,
+) -> list[str]:
+    """Reasons why the weights of a layer do not go together."""
+    form, hidden = FORMATS[format], x.shape[2]
+    both = w["up_quants"].shape[0] if w["up_quants"].dim() else 0
+    inner = both // 2 if gated else both
+    reasons = []
+    for name in ("attention", "mlp"):
+        weight, bias = w[f"{name}_norm_weight"], w[f"{name}_norm_bias"]
+        for which, tensor in (("weight", weight), ("bias", bias)):
+            reasons += tensor_reasons(x, **{f"{name}_norm_{which}": tensor})
+            if tensor.numel():
+                reasons += shape_reason(f"{name}_norm_{which}", tensor, (hidden,))
+        if norm == "rms" and (bias.numel() or not weight.numel()):
+            reasons.append(f"norm 'rms' takes {name}_norm_weight and no {name}_norm_bias")
+    if gated and both % 2:
+        reasons.append(f"up_quants has {both} rows, expected as many of the gate as of the up projection")
+    sizes = {
+        "qkv": ((num_heads + 2 * num_kv_heads) * head_dim, hidden),
+        "out": (hidden, num_heads * head_dim),
+        "up": (both, hidden),
+        "down": (hidden, inner),
+    }
+    for name, (rows, columns) in sizes.items():
+        groups = rows, form.groups(columns)
+        wanted = {
+            "quants": (torch.uint8, (rows, padded(columns) * form.bits // 8)),
+            "scales": (torch.float16, groups),
+            "zeros": (torch.uint8, groups),
+        }
+        for part, (dtype, shape) in wanted.items():
+            tensor, label = w[f"{name}_{part}"], f"{name}_{part}"
+            if part == "zeros" and not form.has_zeros:
+                if tensor.numel():
+                    reasons.append(f"{label} is given, which format {format} does not go with")
+                continue
+            reasons += shape_reason(label, tensor, shape)
+            if tensor.dtype != dtype:
+                reasons.append(f"{label} has dtype {tensor.dtype}, expected {dtype}")
+            if tensor.device != x.device:
+                reasons.append(f"{label} is on {tensor.device}, expected {x.device}: move it")
+    return reasons
+
+
+def moved(
+    x,
+    weights,
+    multipliers,
+    format,
+    k_caches,
+    v_caches,
+    cos,
+    sin,
+    seq_lens,
+    starts,
+    num_heads,
+    scale,
+    windows,
+    norm,
+    norm_eps,
+    activation,
+    gated,
+) -> int:
+    nothing = x.new_empty(x.shape[0], 1, 0, k_caches[0].shape[3])  # queries stay where they are made
+    read = sum(
+        attention_bytes(nothing, k_cache, v_cache, seq_lens, starts, scale, window)
+        for k_cache, v_cache, window in zip(k_caches, v_caches, windows)
+    )
+    return nbytes(x, *weights, cos, sin, seq_lens, starts) + read + x.nbytes
+
+
+def samples(device: torch.device, dtype: torch.dtype):
+    def randn(*shape):
+        return torch.randn(*shape, device=device, dtype=dtype)
+
+    def call(form, hidden, heads, kv_heads, head_dim, inner, seq_lens, capacities, norm="rms", **settings):
+        gated, activation = settings.get("gated", True), settings.get("activation", "silu")
+        rotary_dim, start, batch = settings.get("rotary_dim"), settings.get("start"), len(seq_lens)
+        sizes = ((heads + 2 * kv_heads) * head_dim, hidden), (hidden, heads * head_dim)
+        sizes += (inner * (2 if gated else 1), hidden), (hidden, inner)
+        weights, multipliers, caches = [], [], [[], []]
+        lens = torch.tensor(seq_lens, device=device, dtype=torch.int32)
+        for capacity in capacities:
+            for place, (rows, columns) in enumerate(sizes):
+                if place % 2 == 0:
+                    weights += [randn(hidden), randn(hidden) if norm == "layer" else randn(0)]
+                made = quantize(torch.randn(rows, columns, device=device) * columns**-0.5, FORMATS[form])
+                zeros = made.quants.new_empty(0) if made.zeros is None else made.zeros
+                weights += [made.quants, made.scales, zeros]
+                multipliers.append(made.multiplier)
+            for part in caches:
+                cache = torch.randn(batch, kv_heads, capacity, head_dim, device=device).to(dtype)
+                for row, length in enumerate(seq_lens):
+                    cache[row, :, length - 1 :] = float("nan")
+                part.append(cache)
+        cos = sin = None
+        if rotary_dim:
+            angle = torch.rand(batch, 1, rotary_dim // 2, device=device).repeat(1, 1, 2) * 6.28
+            cos, sin = angle.cos().to(dtype), angle.sin().to(dtype)
+        starts = None if start is None else torch.tensor([start] * batch, device=device, dtype=torch.int32)
+        windows = settings.get("windows") or [0] * len(capacities)
+        return Sample(
+            *(randn(batch, 1, hidden), weights, multipliers, form, *caches, cos, sin, lens, starts, heads),
+            *(head_dim**-0.5, windows, norm, 1e-5, activation, gated),
+        )
+
+    yield call("int4_g32", 256, 4, 2, 64, 384, [40], [64, 40], rotary_dim=64, windows=[0, 16])
+    yield call("int8", 256, 4, 4, 64, 300, [33], [33], norm="layer", activation="gelu_tanh", gated=False)
+    yield call("int4", 256, 8, 1, 64, 320, [20, 9], [32, 24], start=3, rotary_dim=64)
+    yield call("fp8", 90, 3, 1, 40, 111, [19, 7, 1], [30], activation="gelu", rotary_dim=24)
+    yield call("int4_g32", 128, 2, 2, 64, 256, [9] * MAX_ROWS, [16], activation="relu", gated=False)
+
+
+SPEC = register(
+    OpSpec(
+        name="packed_layers",
+        schema=(
+            "(Tensor x, Tensor[] weights, float[] multipliers, str format, Tensor(a!)[] k_caches, "
+            "Tensor(b!)[] v_caches, Tensor? cos, Tensor? sin, Tensor seq_lens, Tensor? starts, int num_heads, "
+            "float scale, int[] windows, str norm, float norm_eps, str activation, bool gated) -> Tensor"
+        ),
+        reference=reference,
+        fake=fake,
+        why_not=why_not,
+        bytes=moved,
+        samples=samples,
+        native=("cpu",),
+    )
+)

@@ -1,0 +1,40 @@
+"""Kernels that this CPU does not choose by itself: a test file runs once more, as a program that is limited to them."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from checks import is_native
+
+from hf_fastpath import loader
+from hf_fastpath.registry import OpSpec
+
+ROOT = Path(__file__).resolve().parents[2]
+LIMIT = "HF_FASTPATH_CPU_ISA"
+
+over_instruction_sets = pytest.mark.parametrize("isa", ("baseline", "avx2", "avx512"))
+
+
+def run_limited(spec: OpSpec, file: str, isa: str, *arguments: object) -> None:
+    """Run ``file``, which ends in :func:`main`, in a process whose kernels go no further than ``isa``."""
+    if not is_native(spec, torch.device("cpu")):
+        pytest.skip("no library for the CPU")
+    environment = os.environ | {LIMIT: isa, "PYTHONPATH": str(ROOT)}
+    command = [sys.executable, file, *map(str, arguments)]
+    result = subprocess.run(command, capture_output=True, text=True, env=environment)
+    assert result.returncode == 0, result.stderr[-2000:]
+
+
+def main(spec: OpSpec, check: Callable[..., None]) -> None:
+    """``check(isa, *arguments)`` of a process that :func:`run_limited` started."""
+    loader.ensure("cpu")
+    assert is_native(spec, torch.device("cpu"))
+    torch.manual_seed(1729)
+    with torch.no_grad():
+        check(os.environ[LIMIT], *sys.argv[1:])
