@@ -81,6 +81,8 @@ REFERENCE_NAMES = {
     "gemm": "F.linear",
     "gemv": "F.linear",
     "packed_gemv": "dequantize, F.linear",
+    "packed_gemv_swiglu": "dequantize, F.linear, gate",
+    "packed_qkv_rope_append": "norm, dequantize, F.linear, rope",
     "q4_0_gemv": "dequantize, F.linear",
     "qkv_rope_append": "norm, 3 F.linear, rope",
     "gemv_swiglu": "2 F.linear, gate",

@@ -75,6 +75,18 @@ def packed_call(
     return Call(name, lambda *to: Sample(*arguments(*to).args, 1 / 64, form), devices=devices)
 
 
+def packed_qkv_call(name: str, form: str, k: int, heads: int, kv_heads: int, head_dim: int) -> Call:
+    """As :func:`qkv_call`, over a quantized weight."""
+    product = packed_call(name, form, k, (heads + 2 * kv_heads) * head_dim)
+    plain = qkv_call(name, k, heads, kv_heads, head_dim)
+
+    def arguments(device: torch.device, dtype: torch.dtype) -> Sample:
+        x, *rest = plain.arguments(device, dtype).args
+        return Sample(x, *product.arguments(device, dtype).args[1:], *rest[7:])
+
+    return Call(name, arguments)
+
+
 def q4_0_call(name: str, layout: str, k: int, n: int) -> Call:
     def sample(device: torch.device, dtype: torch.dtype) -> Sample:
         quants = torch.randint(256, (n, k // 2), device=device, dtype=torch.uint8)

@@ -14,6 +14,7 @@ from op_calls import (
     greedy_call,
     inputs_call,
     packed_call,
+    packed_qkv_call,
     packed_step_call,
     q4_0_call,
     qkv_call,
@@ -140,6 +141,14 @@ SHAPES: dict[str, list[Call]] = {
     "decode_layers": [
         step_call("mistral, 2 layers, 1k", 2, 4096, 32, 8, 128, 14336, 32000, dtypes=("fp16",)),
         step_call("gpt2, 12 layers, 1k", 12, 768, 12, 12, 64, 3072, 50257, gpt2=True, dtypes=("fp16", "fp32")),
+    ],
+    "packed_gemv_swiglu": [
+        *(packed_call(f"mistral 4096->2x14336, {form}", form, 4096, 28672, devices=_GPU) for form in FORMATS),
+        packed_call("tinyllama 2048->2x5632, int4_g32", "int4_g32", 2048, 11264),
+    ],
+    "packed_qkv_rope_append": [
+        *(packed_qkv_call(f"mistral 4096->4096+2x1024, {form}", form, 4096, 32, 8, 128) for form in FORMATS),
+        packed_qkv_call("tinyllama 2048->2048+2x256, int4_g32", "int4_g32", 2048, 32, 4, 64),
     ],
     "packed_layers": [
         packed_step_call(f"tinyllama, 22 layers, {form}", form, 22, 2048, 32, 4, 64, 5632)

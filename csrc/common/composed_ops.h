@@ -71,14 +71,6 @@ inline void check_projections(const Tensor& x, const std::optional<Tensor>& k_we
 HF_FASTPATH_COMPOSED_OPS(cpu)
 HF_FASTPATH_COMPOSED_OPS(cuda)
 
-Tensor fused_swiglu_cpu(const Tensor& gate, const Tensor& up, const std::string& activation);
-Tensor packed_gemv_cpu(const Tensor& x, const Tensor& quants, const Tensor& scales,
-                       const std::optional<Tensor>& zeros, double multiplier, const std::string& format,
-                       const std::optional<Tensor>& bias, const std::optional<Tensor>& residual,
-                       const std::string& activation, const std::string& norm,
-                       const std::optional<Tensor>& norm_weight, const std::optional<Tensor>& norm_bias,
-                       double norm_eps, bool overlap);
-
 #undef HF_FASTPATH_COMPOSED_OPS
 
 Tensor fused_swiglu_cpu(const Tensor& gate, const Tensor& up, const std::string& activation);

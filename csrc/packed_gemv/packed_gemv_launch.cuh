@@ -5,6 +5,10 @@
 #include "packed_gemv/packed_gemv_ring.cuh"
 
 namespace hf_fastpath {
+
+// Of slots that may be under way at a time, an SM: two slots of both blocks. With one a block, or three,
+// products of 4096 to 28672 take up to 6 % longer (H200).
+constexpr int kPackedInFlightBytes = 72 * 1024;
 // Shared memory of x in a phase, of all warps.
 constexpr int kXBytes = 32 * 1024;
 // Where x and the sums leave little room for a ring, one block takes more than half of an SM.
@@ -118,11 +122,9 @@ RingLaunch plan_packed(const GemvParams& p, const RopeAppendParams* rope, Packed
   const int ring_bytes = ring.slots * plan.slot_bytes;
   for (int* each : {&plan.x_at, &plan.sums_at, &plan.scratch_at, &plan.parts_at, &plan.dots_at})
     *each += ring_bytes;
-  const auto slots_of = [&](int bytes) {
-    return std::clamp(bytes / blocks_per_sm / plan.slot_bytes, 1, std::max(1, ring.slots));
-  };
-  ring.in_flight = slots_of(kInFlightBytes);
-  ring.streaming = slots_of(kStreamingBytes);
+  ring.in_flight = ring.streaming =
+      std::clamp((kPackedInFlightBytes / blocks_per_sm + plan.slot_bytes / 2) / plan.slot_bytes, 1,
+                 std::max(1, ring.slots));
   return {ring, grid, ring_bytes + at};
 }
 

@@ -56,9 +56,10 @@ Tensor packed_layers(const Tensor& token, const std::vector<Tensor>& weights,
     };
     const Tensor qkv = of_normed(kQkv, multiplier[0], kAttentionNormWeight, "none");
     const Tensor queries = rope_append_cpu(qkv, none, cos, sin, k_caches[i], v_caches[i], seq_lens, num_heads,
-                                           none, static_cast<int64_t>(i));
-    const Tensor mixed = decode_attention_cpu(queries, k_caches[i], v_caches[i], seq_lens, starts, scale,
-                                              windows[i], none, static_cast<int64_t>(i), none, false, none);
+                                           none, static_cast<int64_t>(i), none, none);
+    const Tensor mixed =
+        decode_attention_cpu(queries, k_caches[i], v_caches[i], seq_lens, starts, scale, windows[i], none,
+                             static_cast<int64_t>(i), none, false, none, none, none);
     x = product(mixed, kOut, multiplier[1], x, "none");
     Tensor hidden = of_normed(kUp, multiplier[2], kMlpNormWeight, gated ? "none" : activation);
     if (gated) {
