@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from typing import Any
 
 import torch
 from transformers.cache_utils import CacheLayerMixin
@@ -67,10 +68,9 @@ class FastpathLayer(CacheLayerMixin):
         """K, V, and if they are quantized their scales: what the kernels take."""
         return tuple(buffer for name in BUFFERS if (buffer := getattr(self, name)) is not None)
 
-    @buffers.setter
-    def buffers(self, made: tuple[torch.Tensor, ...]) -> None:
-        for name, buffer in zip(BUFFERS, made):
-            setattr(self, name, buffer)
+    def _replace(self, made: Iterable[torch.Tensor | None], **others: Any) -> None:
+        """Set the buffers and other attributes, all or none where an interrupt comes between."""
+        vars(self).update(zip(BUFFERS, made), **others)
 
     @property
     def is_quantized(self) -> bool:
@@ -105,10 +105,8 @@ class FastpathLayer(CacheLayerMixin):
         made: tuple[torch.Tensor | None, ...] = (None, None)
         if states is not None:
             made = quantized(states, self.k_buffer.dtype) if self.is_quantized else (states.contiguous(), None)
-        for name, buffer in zip(BUFFERS[place::2], made):
-            setattr(self, name, buffer)
-        if states is not None:
-            self.cumulative_length, self.oldest = states.shape[-2], 0
+        length = {} if states is None else {"cumulative_length": states.shape[-2], "oldest": 0}
+        vars(self).update(zip(BUFFERS[place::2], made), **length)
 
     def _ring_capacity(self) -> int | None:
         if self.sliding_window is None:
@@ -168,7 +166,7 @@ class FastpathLayer(CacheLayerMixin):
         if count > 0:
             for old, new in zip(self.buffers, made):
                 self._store(new, self._ordered(old, count), first)
-        self.buffers, self.oldest = made, first
+        self._replace(made, oldest=first)
 
     @staticmethod
     def _store(buffer: torch.Tensor, states: torch.Tensor, first: int) -> None:
@@ -218,15 +216,12 @@ class FastpathLayer(CacheLayerMixin):
     # ---- the contract of a transformers cache layer ------------------------------------------------------------
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
-        self.dtype, self.device = key_states.dtype, key_states.device
-        self.k_buffer = key_states.new_empty((*key_states.shape[:2], 0, key_states.shape[3]))
+        empty = key_states.new_empty((*key_states.shape[:2], 0, key_states.shape[3]))
         if self.kv_dtype is not None:
-            self.k_buffer = self.k_buffer.to(self.kv_dtype)
-        self.v_buffer = self.k_buffer
-        self.k_scales = self.v_scales = None
-        if is_quantized(self.k_buffer.dtype):
-            self.k_scales = self.v_scales = self.k_buffer.new_empty(self.k_buffer.shape[:3], dtype=SCALE_DTYPE)
-        self.is_initialized = True
+            empty = empty.to(self.kv_dtype)
+        scales = empty.new_empty(empty.shape[:3], dtype=SCALE_DTYPE) if is_quantized(empty.dtype) else None
+        kind = {"dtype": key_states.dtype, "device": key_states.device}
+        self._replace((empty, empty, scales, scales), is_initialized=True, **kind)
 
     def prepare(self, states: torch.Tensor) -> None:
         """Get ready for states of this shape, [batch, num_kv_heads, any, head_dim], and dtype; what it holds stays."""
@@ -323,7 +318,7 @@ class FastpathLayer(CacheLayerMixin):
         made = self._allocate(chosen[0].shape[0], self.capacity)
         for buffer, states in zip(made, chosen):
             buffer[:, :, :used].copy_(states)
-        self.buffers = made
+        self._replace(made)
 
     def reorder_cache(self, beam_idx: torch.LongTensor) -> None:
         if self.is_initialized:

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from ..quantization import FORMATS, quantize
+from ..quantization import FORMATS
 from ..quantization.formats import padded
 from ..registry import OpSpec, Sample, choice_reason, nbytes, register, shape_reason, tensor_reasons
 from .decode_attention import moved as attention_bytes
@@ -16,6 +16,7 @@ from .decode_attention import why_not as attention_reasons
 from .fused_swiglu import GATES, activate
 from .gemv import ACTIVATIONS, MAX_ROWS
 from .norm import NORMS
+from .packed_gemv import random_weight
 from .packed_gemv import reference as packed_gemv
 from .rope_append import reference as rope_append
 from .rope_append import why_not as rope_reasons
@@ -267,10 +268,9 @@ def samples(device: torch.device, dtype: torch.dtype):
             for place, (rows, columns) in enumerate(sizes):
                 if place % 2 == 0:
                     weights += [randn(hidden), randn(hidden) if norm == "layer" else randn(0)]
-                made = quantize(torch.randn(rows, columns, device=device) * columns**-0.5, FORMATS[form])
-                zeros = made.quants.new_empty(0) if made.zeros is None else made.zeros
-                weights += [made.quants, made.scales, zeros]
-                multipliers.append(made.multiplier)
+                quants, scales, zeros, multiplier, _ = random_weight(FORMATS[form], rows, columns, device)
+                weights += [quants, scales, quants.new_empty(0) if zeros is None else zeros]
+                multipliers.append(multiplier)
             for part in caches:
                 cache = torch.randn(batch, kv_heads, capacity, head_dim, device=device).to(dtype)
                 for row, length in enumerate(seq_lens):
