@@ -1,0 +1,244 @@
+// How quants, scales and zeros get from device memory to the lanes of packed_gemv_ring.cuh.
+#pragma once
+
+#include "packed_gemv/packed_gemv_slot.cuh"
+
+namespace hf_fastpath {
+
+__device__ __forceinline__ uint4 load_shared(uint32_t from) {
+  uint4 value;
+  asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];"
+               : "=r"(value.x), "=r"(value.y), "=r"(value.z), "=r"(value.w)
+               : "r"(from));
+  return value;
+}
+
+// A lane's rows of a tile, g and g + 8, in the matrix: for what is not fetched into the ring.
+struct TileRows {
+  int row[2];
+
+  // Of tile rows [first, first + 16) of `rows`: those behind the last are the last.
+  template <PackedForm kForm>
+  __device__ __forceinline__ void find(const GemvParams& p, const RopeAppendParams& rope,
+                                       const RingPlan& plan, int begin, int units, int first, int rows) {
+    const int g = PackedSlot<kForm>::row_of(threadIdx.x % kWarpSize / 4);
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      const int at = min(first + g + 8 * h, rows - 1), half = at >= units;
+      row[h] = packed_row(p, rope, plan, begin + at - half * units, half);
+    }
+  }
+};
+
+// Scales of a block, the first in the lowest bits, and its zero, in device memory.
+template <PackedForm kForm>
+__device__ __forceinline__ uint2 scales_of(const PackedMatrix& matrix, int row, int block) {
+  const uint16_t* from =
+      matrix.scales + int64_t(row) * matrix.groups + block * PackedSlot<kForm>::kScalesPerBlock;
+  if constexpr (kForm == PackedForm::kInt4G32) return __ldg(reinterpret_cast<const uint2*>(from));
+  return make_uint2(__ldg(from), 0);
+}
+__device__ __forceinline__ int zero_of(const PackedMatrix& matrix, int row, int block) {
+  return __ldg(matrix.zeros + int64_t(row) * matrix.groups + block);
+}
+
+#if HF_FASTPATH_HOPPER
+
+// Where tensor copies with 128-byte swizzle put the 16 bytes at `offset` of shared memory.
+__device__ __forceinline__ uint32_t swizzled(uint32_t offset) { return offset ^ (offset >> 7 & 7) << 4; }
+
+template <PackedForm kForm>
+__device__ __forceinline__ void packed_fetch(const GemvParams& p, const RopeAppendParams& rope,
+                                             const PackedPlan& plan, const PackedMaps& maps, uint32_t ring,
+                                             uint32_t full, uint32_t empty, int lane) {
+  using Slot = PackedSlot<kForm>;
+  int begin, end;
+  packed_range(plan, begin, end);
+  const int units = end - begin, rows = units * plan.ring.halves, together = plan.together;
+  const int group_bytes =
+      together * (kPieceBytes + (plan.fetches_scales ? Slot::kScaleBytes + Slot::kZeroBytes : 0));
+  const uint64_t policy = read_once_policy();
+  RingCursor at, oldest;
+  int under_way = 0, fetched = 0;
+#pragma unroll 1
+  for (int phase = 0; phase < plan.pieces; phase += plan.phase_pieces)
+#pragma unroll 1
+    for (int first = 0; first < rows; first += kTileRows) {
+      const int groups = min(kTileRows, rows - first) / together;
+      const int first_of_lane = min(first + lane * together, rows - 1), half = first_of_lane >= units;
+      const int row = packed_row(p, rope, plan.ring, begin + first_of_lane - half * units, half);
+      const int last = min(phase + plan.phase_pieces, plan.pieces);
+#pragma unroll 1
+      for (int piece = phase; piece < last; ++piece) {
+        const uint32_t barrier = full + 8 * at.slot;
+        if (fetched >= plan.ring.slots) barrier_wait(empty + 8 * at.slot, at.parity ^ 1);
+        if (under_way >= (fetched < plan.ring.slots ? plan.ring.in_flight : plan.ring.streaming)) {
+          barrier_wait(full + 8 * oldest.slot, oldest.parity);
+          oldest.advance(plan.ring.slots);
+        } else {
+          ++under_way;
+        }
+        ++fetched;
+        const uint32_t slot = ring + at.slot * plan.slot_bytes;
+        if (is_elected()) barrier_arrive_expect(barrier, groups * group_bytes);
+#pragma unroll 1
+        for (int group = 0; group < groups; ++group) {
+          const int from = __shfl_sync(kAllLanes, row, group);
+          if (is_elected()) {
+#pragma unroll 1
+            for (int line = 0; line < kLines; line += plan.copy_lines) {
+              const int of_row = piece * kLines + line;
+              copy_tile_to_shared(slot + (group * kLines + line) * together * kLineBytes, &maps.quants,
+                                  plan.copy_lines == 1 ? of_row * (kLineBytes / 4) : 0, from,
+                                  plan.copy_lines == 1 ? 0 : of_row, barrier, policy);
+            }
+            if (Slot::kScaleBytes > 0 && plan.fetches_scales) {
+              copy_tile_to_shared(slot + plan.scales_at + group * plan.scale_stride, &maps.scales,
+                                  piece * (Slot::kScaleBytes / 2), from, 0, barrier, policy);
+              if (Slot::kZeroBytes > 0) {
+                copy_tile_to_shared(slot + plan.zeros_at + group * plan.zero_stride, &maps.zeros,
+                                    piece * Slot::kZeroBytes, from, 0, barrier, policy);
+              }
+            }
+          }
+        }
+        at.advance(plan.ring.slots);
+      }
+    }
+}
+
+// A slot's bytes, for a lane: of its warp's blocks of its rows.
+template <PackedForm kForm>
+struct PackedReader {
+  using Slot = PackedSlot<kForm>;
+  const PackedPlan& plan;
+  uint32_t ring;
+  RingBarriers barriers;
+  RingCursor at = {};
+  int piece = 0;
+  uint32_t slot = 0, quants_at[2], scales_at[2], zeros_at[2];
+
+  __device__ __forceinline__ PackedReader(const GemvParams&, const PackedPlan& plan, const char* ring,
+                                          RingBarriers barriers)
+      : plan(plan), ring(shared_address(ring)), barriers(barriers) {
+    const int warp = threadIdx.x / kWarpSize, g = threadIdx.x % kWarpSize / 4, q = threadIdx.x % 4;
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      const int row = Slot::row_of(g) + 8 * h, group = row / plan.together, of_group = row % plan.together;
+      quants_at[h] = swizzled(group * plan.together * kPieceBytes + warp * plan.together * kLineBytes +
+                              of_group * kLineBytes + q * (kBits<kForm> == 4 ? 16 : 32));
+      const int scale = warp * Slot::kWarpBlocks * Slot::kScalesPerBlock * 2;
+      const int of_scales = plan.scales_at + group * plan.scale_stride + of_group * Slot::kScaleBytes + scale;
+      scales_at[h] = Slot::kSwizzlesScales ? swizzled(of_scales) : of_scales;
+      zeros_at[h] =
+          plan.zeros_at + group * plan.zero_stride + of_group * Slot::kZeroBytes + warp * Slot::kWarpBlocks;
+    }
+  }
+  __device__ __forceinline__ void wait(int of_piece) {
+    barrier_wait(barriers.full + 8 * at.slot, at.parity);
+    slot = ring + at.slot * plan.slot_bytes;
+    piece = of_piece;
+  }
+  // 16 bytes of this warp's 128: the lane's i-th of its `block`.
+  __device__ __forceinline__ uint4 quants(const TileRows&, int h, int block, int i) const {
+    return load_shared(slot + (quants_at[h] ^ (kBits<kForm> == 4 ? block * 64 : i * 16)));
+  }
+  __device__ __forceinline__ uint2 scales(const TileRows& rows, int h, int block) const {
+    if (!plan.fetches_scales) return scales_of<kForm>(plan.matrix, rows.row[h], first_block() + block);
+    uint2 found = {};
+    if constexpr (Slot::kScalesPerBlock == 4) {
+      asm volatile("ld.shared.v2.u32 {%0, %1}, [%2];"
+                   : "=r"(found.x), "=r"(found.y)
+                   : "r"(slot + scales_at[h] + 8 * block));
+    } else {
+      uint16_t bits;
+      asm volatile("ld.shared.u16 %0, [%1];" : "=h"(bits) : "r"(slot + scales_at[h] + 2 * block));
+      found.x = bits;
+    }
+    return found;
+  }
+  __device__ __forceinline__ int zero(const TileRows& rows, int h, int block) const {
+    if (!plan.fetches_scales) return zero_of(plan.matrix, rows.row[h], first_block() + block);
+    uint32_t found;
+    asm volatile("ld.shared.u8 %0, [%1];" : "=r"(found) : "r"(slot + zeros_at[h] + block));
+    return static_cast<int>(found);
+  }
+  __device__ __forceinline__ void release(uint32_t bits) {
+    __syncwarp();
+    if (threadIdx.x % kWarpSize == 0) {
+      barrier_arrive(behind_reads(barriers.empty + 8 * at.slot, bits, plan.ring.zero));
+    }
+    at.advance(plan.ring.slots);
+  }
+  // Of the row, of this warp's blocks of the piece.
+  __device__ __forceinline__ int first_block() const {
+    return piece * Slot::kBlocks + int(threadIdx.x) / kWarpSize * Slot::kWarpBlocks;
+  }
+};
+
+template <PackedForm kForm, class Compute>
+__device__ __forceinline__ void run_packed(const GemvParams& p, const RopeAppendParams& rope,
+                                           const PackedPlan& plan, const PackedMaps& maps, const char* ring,
+                                           Compute compute) {
+  __shared__ __align__(8) uint64_t barriers[2][kMaxRingSlots];
+  uint32_t full = shared_address(barriers[0]), empty = shared_address(barriers[1]);
+  asm volatile("" : "+r"(full), "+r"(empty));  // kept, not found anew for every slot
+  allow_next_kernel();
+  if (threadIdx.x >= kRingConsumers) {
+    const int lane = threadIdx.x % kWarpSize;
+    if (lane < plan.ring.slots) {
+      barrier_init(full + 8 * lane, 1);
+      barrier_init(empty + 8 * lane, kRingWarps);
+      barrier_init_done();
+    }
+    __syncwarp();
+    arrive_some(2, kRingThreads);  // initialized barriers: this warp waits for nobody
+    packed_fetch<kForm>(p, rope, plan, maps, shared_address(ring), full, empty, lane);
+    return;
+  }
+  compute(RingBarriers{full, empty});
+  trace(TracePoint::kEnd);
+}
+
+#else
+
+// Straight from device memory.
+template <PackedForm kForm>
+struct PackedReader {
+  using Slot = PackedSlot<kForm>;
+  const GemvParams& p;
+  const PackedPlan& plan;
+  int piece = 0;
+
+  __device__ __forceinline__ PackedReader(const GemvParams& p, const PackedPlan& plan, const char*,
+                                          RingBarriers)
+      : p(p), plan(plan) {}
+  __device__ __forceinline__ void wait(int of_piece) { piece = of_piece; }
+  __device__ __forceinline__ uint4 quants(const TileRows& rows, int h, int block, int i) const {
+    const char* of_row = static_cast<const char*>(p.segments[0].weight) +
+                         int64_t(rows.row[h]) * plan.matrix.blocks * Slot::kBlockBytes;
+    const int byte =
+        (first_block() + block) * Slot::kBlockBytes + (threadIdx.x % 4 * (kBits<kForm> / 4) + i) * 16;
+    return __ldcs(reinterpret_cast<const uint4*>(of_row + byte));
+  }
+  __device__ __forceinline__ uint2 scales(const TileRows& rows, int h, int block) const {
+    return scales_of<kForm>(plan.matrix, rows.row[h], first_block() + block);
+  }
+  __device__ __forceinline__ int zero(const TileRows& rows, int h, int block) const {
+    return zero_of(plan.matrix, rows.row[h], first_block() + block);
+  }
+  __device__ __forceinline__ void release(uint32_t) {}
+  __device__ __forceinline__ int first_block() const {
+    return piece * Slot::kBlocks + int(threadIdx.x) / kWarpSize * Slot::kWarpBlocks;
+  }
+};
+
+template <PackedForm kForm, class Compute>
+__device__ __forceinline__ void run_packed(const GemvParams&, const RopeAppendParams&, const PackedPlan&,
+                                           const PackedMaps&, const char*, Compute compute) {
+  compute(RingBarriers{});
+}
+
+#endif  // HF_FASTPATH_HOPPER
+
+}  // namespace hf_fastpath

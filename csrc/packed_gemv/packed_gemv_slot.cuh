@@ -1,0 +1,139 @@
+// How a launch of packed_gemv_ring.cuh runs over a shape, how a format lies in a slot of its ring, and its
+// quants as operands of tensor cores.
+#pragma once
+
+#include "gemv/gemv_ring.cuh"
+#include "packed_gemv/packed_gemv.h"
+
+namespace hf_fastpath {
+
+constexpr int kTileRows = 16;
+constexpr int kLineBytes = 128;
+constexpr int kLines = 8;  // of a weight row in a slot
+constexpr int kPieceBytes = kLines * kLineBytes;
+constexpr float kQuantUnit = 0x1p-24f;  // float16's smallest subnormal
+
+template <PackedForm kForm>
+constexpr int kBits = bits_of(kForm);
+
+// How a format lies in a slot: groups of PackedPlan::together rows, of each group kLines times 128 bytes of
+// every row, 16-byte pieces in the order of swizzled(); then their scales and zeros.
+template <PackedForm kForm>
+struct PackedSlot {
+  static constexpr int kBlockBytes = int(kPackedBlock) * kBits<kForm> / 8;
+  static constexpr int kBlocks = kPieceBytes / kBlockBytes;  // of a piece
+  static constexpr int kWarpBlocks = kBlocks / kRingWarps;   // of those, a warp's: 128 bytes
+  static constexpr int kScalesPerBlock = kForm == PackedForm::kFp8       ? 0
+                                         : kForm == PackedForm::kInt4G32 ? 4
+                                                                         : 1;
+  static constexpr int kScaleBytes = kBlocks * kScalesPerBlock * 2;  // of a row
+  static constexpr bool kSwizzlesScales = kScaleBytes == kLineBytes;
+  static constexpr int kZeroBytes = kForm == PackedForm::kInt4 ? kBlocks : 0;
+  static constexpr int kSums = kScalesPerBlock;  // of x, a block
+
+  // Row g of a lane's quad: neighbors in g are rows whose pieces lie in different halves of 128 bytes.
+  __device__ static __forceinline__ int row_of(int g) { return kBits<kForm> == 4 ? g / 2 + g % 2 * 4 : g; }
+};
+
+// How a launch runs over a shape.
+struct PackedPlan {
+  RingPlan ring;  // units, share and larger in groups
+  PackedMatrix matrix;
+  int together;    // rows of a group: they follow each other in the matrix, and are fetched as one,
+  int copy_lines;  // as many lines at a time: all, or one
+  int x_width;  // of a row of x and of the norm's weight in memory: whole 16 bytes, aligned, zeros behind p.k
+  int pieces;   // of a row
+  int phase_pieces;                     // of a phase
+  bool fetches_scales;                  // with the quants; else lanes load them from device memory
+  int slot_bytes, scales_at, zeros_at;  // of a slot
+  int scale_stride, zero_stride;        // of a group
+  int x_at, sums_at, scratch_at, parts_at, dots_at;  // in shared memory, behind the ring
+};
+
+// How copies find a matrix: its quants as [lines of a row, rows, 128 bytes], or where rows are no whole lines
+// as [rows, bytes of a row]; scales and zeros as [rows, groups].
+struct PackedMaps {
+  CUtensorMap quants, scales, zeros;
+};
+
+// Units [begin, end) of this block.
+__device__ __forceinline__ void packed_range(const PackedPlan& plan, int& begin, int& end) {
+  ring_range(plan.ring, begin, end);
+  begin *= plan.together, end *= plan.together;
+}
+
+// Columns of B that a row of x takes: a float32 x is the sum of three float16 parts, the fourth column
+// nothing.
+template <class T>
+constexpr int kXColumns = sizeof(T) == 4 ? 4 : 1;
+template <class T>
+constexpr int kXParts = sizeof(T) == 4 ? 3 : 1;
+constexpr float kNextPart = 0x1p11f;  // a part's factor beside the one before
+
+// The weight row of one half of a unit.
+__device__ __forceinline__ int packed_row(const GemvParams& p, const RopeAppendParams& rope,
+                                          const RingPlan& plan, int unit, int half) {
+  if (plan.append) return pair_feature(rope, unit, half);
+  return p.gated ? half * p.n + unit : unit;
+}
+
+// A float32 x keeps all bits only beside quants less their zero, which takes another instruction for two of
+// them.
+template <class T>
+constexpr bool kCenters = sizeof(T) == 4;
+
+// Pairs of A out of 32 bits of a row: kSteps products' two, low and high k. Centered they are quants less
+// their zero, else in units of kQuantUnit and with what they have in excess; of fp8 2^-8 of the value.
+template <PackedForm kForm, bool kCentered>
+struct Quants {
+  static constexpr int kSteps = kBits<kForm> == 4 ? 2 : 1;
+  uint32_t pair[kSteps][2];
+
+  __device__ __forceinline__ Quants(uint32_t word, int zero) {
+    constexpr uint32_t kMagic = 0x64006400u;  // two times 1024, whose last bits are units
+    if constexpr (kBits<kForm> == 4) {
+#pragma unroll
+      for (int step = 0; step < 2; ++step) {
+        pair[step][0] = word & 0x000f000fu;
+        pair[step][1] = word & 0x00f000f0u;  // 16 times as much: x is 16 times less
+        if constexpr (kCentered) {
+          pair[step][0] = bits_of_half2(__hsub2(half2_of(pair[step][0] | kMagic), all_half2(1024.f + zero)));
+          pair[step][1] = bits_of_half2(
+              __hfma2(half2_of(pair[step][1] | kMagic), all_half2(0.0625f), all_half2(-64.f - zero)));
+        }
+        word >>= 8;
+      }
+    } else if constexpr (kForm == PackedForm::kInt8) {
+      const uint32_t unsigned_bytes = word ^ 0x80808080u;
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        pair[0][i] = __byte_perm(unsigned_bytes, 0, i == 0 ? 0x4140 : 0x4342);
+        if constexpr (kCentered)
+          pair[0][i] = bits_of_half2(__hsub2(half2_of(pair[0][i] | kMagic), all_half2(1024.f + 128.f)));
+      }
+    } else {  // sign, exponent and mantissa as float16 has them, whose exponent's bias is 8 more
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        const uint32_t bits = __byte_perm(word, 0, i == 0 ? 0x1404 : 0x3424);
+        pair[0][i] = (bits & 0x80008000u) | (bits >> 1 & 0x3f803f80u);
+      }
+    }
+  }
+
+ private:
+  static __device__ __forceinline__ __half2 half2_of(uint32_t bits) {
+    return *reinterpret_cast<__half2*>(&bits);
+  }
+  static __device__ __forceinline__ uint32_t bits_of_half2(__half2 pair) {
+    return *reinterpret_cast<uint32_t*>(&pair);
+  }
+  static __device__ __forceinline__ __half2 all_half2(float value) { return __float2half2_rn(value); }
+};
+
+// What a product is in units of.
+template <PackedForm kForm, bool kCentered>
+constexpr float kUndoQuants = kForm == PackedForm::kFp8 ? 0x1p8f
+                              : kCentered               ? 1.f
+                                                        : 1.f / kQuantUnit;
+
+}  // namespace hf_fastpath
