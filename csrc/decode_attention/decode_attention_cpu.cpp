@@ -35,10 +35,9 @@ void run_chunk(const AttentionChunk& chunk) {
       if (j > position || (chunk.window > 0 && j <= position - chunk.window)) continue;
       const float* q = chunk.q + m * dim;
       float* sums = chunk.sums + m * dim;
-      float parts[8] = {};  // eight short chains round less than a long one; head_dim is a multiple of 8
-      for (int64_t d = 0; d < dim; ++d) parts[d % 8] += to_float(k[d]) * q[d];
-      const float score = k_scale * (((parts[0] + parts[4]) + (parts[2] + parts[6])) +
-                                     ((parts[1] + parts[5]) + (parts[3] + parts[7])));
+      double parts[4] = {};  // a score's error becomes its weight's; head_dim is a multiple of 8
+      for (int64_t d = 0; d < dim; ++d) parts[d % 4] += static_cast<double>(to_float(k[d])) * q[d];
+      const float score = static_cast<float>(k_scale * ((parts[0] + parts[2]) + (parts[1] + parts[3])));
       const float before = chunk.maxima[m], now = score > before ? score : before;
       if (now == kMinusInfinity && score == kMinusInfinity) continue;  // weighs nothing
       const float base = now == kMinusInfinity ? 0.0f : now;           // score may be NaN
