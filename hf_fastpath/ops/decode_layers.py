@@ -19,6 +19,7 @@ from .gemv_swiglu import reference as gemv_swiglu
 from .kv_cache import refuse_kv_table, slot_positions
 from .norm import NORMS
 from .qkv_rope_append import reference as qkv_rope_append
+from .rope_append import random_angles
 from .rope_append import why_not as rope_reasons
 
 #: what ``weights`` holds of every layer, in this order
@@ -395,10 +396,7 @@ def samples(device: torch.device, dtype: torch.dtype):
                 part.append(cache)
         weights += norm_tensors()
         weights += [randn(vocab_size, hidden_size) * hidden_size**-0.5, randn(vocab_size) if bias else absent]
-        cos = sin = None
-        if rotary_dim:
-            angle = torch.rand(batch, 1, rotary_dim // 2, device=device).repeat(1, 1, 2) * 6.28
-            cos, sin = angle.cos().to(dtype), angle.sin().to(dtype)
+        cos, sin = random_angles(batch, 1, rotary_dim, device, dtype)
         starts = None if start is None else torch.tensor([start] * batch, device=device, dtype=torch.int32)
         return Sample(
             *(randn(batch, 1, hidden_size), weights, *caches, cos, sin, lens, starts, heads, head_dim**-0.5),

@@ -18,6 +18,7 @@ from .gemv import ACTIVATIONS, MAX_ROWS
 from .norm import NORMS
 from .packed_gemv import random_weight
 from .packed_gemv import reference as packed_gemv
+from .rope_append import random_angles
 from .rope_append import reference as rope_append
 from .rope_append import why_not as rope_reasons
 
@@ -276,10 +277,7 @@ def samples(device: torch.device, dtype: torch.dtype):
                 for row, length in enumerate(seq_lens):
                     cache[row, :, length - 1 :] = float("nan")
                 part.append(cache)
-        cos = sin = None
-        if rotary_dim:
-            angle = torch.rand(batch, 1, rotary_dim // 2, device=device).repeat(1, 1, 2) * 6.28
-            cos, sin = angle.cos().to(dtype), angle.sin().to(dtype)
+        cos, sin = random_angles(batch, 1, rotary_dim, device, dtype)
         starts = None if start is None else torch.tensor([start] * batch, device=device, dtype=torch.int32)
         windows = settings.get("windows") or [0] * len(capacities)
         return Sample(

@@ -7,11 +7,12 @@ import torch
 from ..quantization import FORMATS
 from ..registry import OpSpec, Sample, nbytes, register
 from .gemv import MAX_ROWS
-from .kv_cache import is_quantized, quantized, refuse_kv_table
+from .kv_cache import refuse_kv_table
 from .norm import NORM_SCHEMA
 from .packed_gemv import random_weight
 from .packed_gemv import reference as product
 from .packed_gemv import why_not as product_reasons
+from .rope_append import random_angles, random_caches, written_bytes
 from .rope_append import reference as rope_append
 from .rope_append import why_not as rope_reasons
 
@@ -145,9 +146,8 @@ def moved(
     k_scales=None,
     v_scales=None,
 ) -> int:
-    appended = 2 * x.shape[0] * x.shape[1] * k_cache.shape[1] * k_cache.shape[3] * k_cache.element_size()
     inputs = nbytes(x, quants, scales, zeros, cos, sin, seq_lens, norm_weight, norm_bias)
-    return inputs + appended + x.shape[0] * x.shape[1] * num_heads * k_cache.shape[3] * x.element_size()
+    return inputs + written_bytes(x, k_cache, num_heads)
 
 
 def samples(device: torch.device, dtype: torch.dtype):
@@ -158,17 +158,8 @@ def samples(device: torch.device, dtype: torch.dtype):
         form, batch, query_len, hidden_size, heads, kv_heads, head_dim, seq_lens, rotary_dim, norm="none", kv=None
     ):
         weight = random_weight(form, (heads + 2 * kv_heads) * head_dim, hidden_size, device)
-        cos = sin = None
-        if rotary_dim:
-            angle = torch.rand(batch, query_len, rotary_dim // 2, device=device).repeat(1, 1, 2) * 6.28
-            cos, sin = angle.cos().to(dtype), angle.sin().to(dtype)
-        caches = [torch.randn(batch, kv_heads, 9, head_dim, device=device) for _ in range(2)]
-        scales = [None, None]
-        for place, cache in enumerate(caches):
-            if is_quantized(kv or dtype):
-                caches[place], scales[place] = quantized(cache, kv)
-            else:
-                caches[place] = cache.to(kv or dtype)
+        cos, sin = random_angles(batch, query_len, rotary_dim, device, dtype)
+        caches, scales = random_caches((batch, kv_heads, 9, head_dim), device, kv or dtype)
         lens = torch.tensor(seq_lens, device=device, dtype=torch.int32)
         norms = norm, None if norm == "none" else randn(hidden_size), randn(hidden_size) if norm == "layer" else None
         return Sample(

@@ -6,8 +6,9 @@ import torch
 
 from ..registry import OpSpec, Sample, nbytes, register, shape_reason, tensor_reasons
 from .gemv import MAX_ROWS, rows_reason, weight_reason
-from .kv_cache import is_quantized, position_bytes, quantized, refuse_kv_table
+from .kv_cache import refuse_kv_table
 from .norm import NORM_SCHEMA, NORMS, norm_reasons, normed
+from .rope_append import random_angles, random_caches, written_bytes
 from .rope_append import reference as rope_append
 from .rope_append import why_not as rope_reasons
 
@@ -180,9 +181,8 @@ def moved(
     k_scales=None,
     v_scales=None,
 ) -> int:
-    appended = 2 * x.shape[0] * x.shape[1] * k_cache.shape[1] * position_bytes(k_cache)
     inputs = nbytes(x, q_weight, k_weight, v_weight, q_bias, k_bias, v_bias, cos, sin, seq_lens, norm_weight, norm_bias)
-    return inputs + appended + x.shape[0] * x.shape[1] * num_heads * k_cache.shape[3] * x.element_size()
+    return inputs + written_bytes(x, k_cache, num_heads)
 
 
 def samples(device: torch.device, dtype: torch.dtype):
@@ -212,17 +212,8 @@ def samples(device: torch.device, dtype: torch.dtype):
             weights = [weights[0].t().contiguous()]
         biases = [randn(size) if bias else None for size in sizes]
         weights, biases = (part + [None] * (3 - len(part)) for part in (weights, biases))
-        cos = sin = None
-        if rotary_dim:
-            angle = torch.rand(batch, query_len, rotary_dim // 2, device=device).repeat(1, 1, 2) * 6.28
-            cos, sin = angle.cos().to(dtype), angle.sin().to(dtype)
-        caches = [torch.randn(batch, kv_heads, 9, head_dim, device=device) for _ in range(2)]
-        scales = [None, None]
-        for place, cache in enumerate(caches):
-            if is_quantized(kv or dtype):
-                caches[place], scales[place] = quantized(cache, kv)
-            else:
-                caches[place] = cache.to(kv or dtype)
+        cos, sin = random_angles(batch, query_len, rotary_dim, device, dtype)
+        caches, scales = random_caches((batch, kv_heads, 9, head_dim), device, kv or dtype)
         lens = torch.tensor(seq_lens, device=device, dtype=torch.int32)
         norm_weight = None if norm == "none" else randn(hidden_size)
         norm_bias = randn(hidden_size) if norm == "layer" else None

@@ -161,26 +161,42 @@ def moved(
     k_scales=None,
     v_scales=None,
 ) -> int:
-    appended = 2 * qkv.shape[0] * qkv.shape[1] * k_cache.shape[1] * position_bytes(k_cache)
-    queries = fake(qkv, bias, cos, sin, k_cache, v_cache, seq_lens, num_heads)
-    return nbytes(qkv, bias, cos, sin, seq_lens, queries) + appended
+    return nbytes(qkv, bias, cos, sin, seq_lens) + written_bytes(qkv, k_cache, num_heads)
+
+
+def written_bytes(x: torch.Tensor, k_cache: torch.Tensor, num_heads: int) -> int:
+    """What an op writes that appends the tokens of ``x``, [batch, query_len, any], and returns their queries."""
+    appended = 2 * k_cache.shape[1] * position_bytes(k_cache)
+    return x.shape[0] * x.shape[1] * (appended + num_heads * k_cache.shape[3] * x.element_size())
+
+
+def random_angles(
+    batch: int, query_len: int, rotary_dim: int | None, device: torch.device, dtype: torch.dtype
+) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    """cos and sin for samples, [batch, query_len, rotary_dim]; None for no rotation."""
+    if rotary_dim is None:
+        return None, None
+    angle = torch.rand(batch, query_len, rotary_dim // 2, device=device).repeat(1, 1, 2) * 6.28
+    return angle.cos().to(dtype), angle.sin().to(dtype)
+
+
+def random_caches(
+    shape: tuple[int, int, int, int], device: torch.device, dtype: torch.dtype
+) -> tuple[list[torch.Tensor], list[torch.Tensor | None]]:
+    """K and V for samples, [batch, num_kv_heads, capacity, head_dim] in ``dtype``, and their scales or None."""
+    caches = [torch.randn(shape, device=device) for _ in range(2)]
+    if not is_quantized(dtype):
+        return [cache.to(dtype) for cache in caches], [None, None]
+    pairs = [quantized(cache, dtype) for cache in caches]
+    return [quants for quants, _ in pairs], [scales for _, scales in pairs]
 
 
 def samples(device: torch.device, dtype: torch.dtype):
     def call(batch, query_len, heads, kv_heads, head_dim, capacity, seq_lens, rotary_dim=None, bias=False, kv=None):
         features = (heads + 2 * kv_heads) * head_dim
         qkv = torch.randn(batch, query_len, features, device=device, dtype=dtype)
-        cos = sin = None
-        if rotary_dim:
-            angle = torch.rand(batch, query_len, rotary_dim // 2, device=device).repeat(1, 1, 2) * 6.28
-            cos, sin = angle.cos().to(dtype), angle.sin().to(dtype)
-        caches = [torch.randn(batch, kv_heads, capacity, head_dim, device=device) for _ in range(2)]
-        scales = [None, None]
-        for place, cache in enumerate(caches):
-            if is_quantized(kv or dtype):
-                caches[place], scales[place] = quantized(cache, kv)
-            else:
-                caches[place] = cache.to(kv or dtype)
+        cos, sin = random_angles(batch, query_len, rotary_dim, device, dtype)
+        caches, scales = random_caches((batch, kv_heads, capacity, head_dim), device, kv or dtype)
         lens = torch.tensor(seq_lens, device=device, dtype=torch.int32)
         row = torch.randn(features, device=device, dtype=dtype) if bias else None
         return Sample(qkv, row, cos, sin, *caches, lens, heads, k_scales=scales[0], v_scales=scales[1])

@@ -9,16 +9,14 @@ from memory import duplicate, same_bits
 
 from hf_fastpath.ops.qkv_rope_append import SPEC
 from hf_fastpath.ops.rope_append import SPEC as ROPE_APPEND
+from hf_fastpath.ops.rope_append import random_angles
 from hf_fastpath.registry import OpInputError, Sample
 
 
 def make(device, dtype, *, hidden_size, heads, kv_heads, head_dim, batch=1, query_len=1, rotary_dim=None, **options):
     """One call over three weights; ``options`` replace arguments by name."""
     sizes = [heads * head_dim, kv_heads * head_dim, kv_heads * head_dim]
-    cos = sin = None
-    if rotary_dim:
-        angle = torch.rand(batch, query_len, rotary_dim // 2, device=device).repeat(1, 1, 2) * 6.28
-        cos, sin = angle.cos().to(dtype), angle.sin().to(dtype)
+    cos, sin = random_angles(batch, query_len, rotary_dim, device, dtype)
     weights = [(torch.randn(size, hidden_size, device=device) * hidden_size**-0.5).to(dtype) for size in sizes]
     call = {
         "x": torch.randn(batch, query_len, hidden_size, device=device).to(dtype),

@@ -3,24 +3,21 @@
 from __future__ import annotations
 
 import itertools
-import os
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 import torch
 from checks import DTYPES, describe, is_native, ours, over_dtypes, replaced
 from memory import duplicate, same_bits, upcast
+from ways import main, over_instruction_sets, run_limited
 
 from hf_fastpath.ops import decode_attention as ATTENTION
 from hf_fastpath.ops import qkv_rope_append as QKV
 from hf_fastpath.ops import rope_append as APPEND
 from hf_fastpath.ops.kv_cache import LARGEST_QUANT, dequantized, quantized
+from hf_fastpath.ops.rope_append import random_angles
 from hf_fastpath.registry import OpInputError, Sample
 
 CPU = torch.device("cpu")
-ROOT = Path(__file__).resolve().parents[2]
 over_quants = pytest.mark.parametrize("kv", LARGEST_QUANT, ids=("int8", "fp8"))
 HEAD_DIMS = (32, 40, 64, 80, 96, 128, 200, 256)
 
@@ -72,10 +69,7 @@ def append_call(device, dtype, kv, *, heads=3, kv_heads=2, head_dim=64, rotary_d
     """Five tokens of two rows, that wrap in a ring of seven slots."""
     batch, query_len, capacity = 2, 5, 7
     features = (heads + 2 * kv_heads) * head_dim
-    cos = sin = None
-    if rotary_dim is not None:
-        angle = torch.rand(batch, query_len, rotary_dim // 2, device=device).repeat(1, 1, 2) * 6.28
-        cos, sin = angle.cos().to(dtype), angle.sin().to(dtype)
+    cos, sin = random_angles(batch, query_len, rotary_dim, device, dtype)
     (k, k_scales), (v, v_scales) = (
         quantized(torch.randn(batch, kv_heads, capacity, head_dim, device=device), kv) for _ in range(2)
     )
@@ -329,21 +323,12 @@ def test_rope_append_declines_heads_that_are_too_long():
 # ---- the kernels this CPU does not choose by itself -----------------------------------------------------------
 
 
-@pytest.mark.parametrize("isa", ("baseline", "avx2", "avx512"))
+@over_instruction_sets
 def test_quantized_kv_every_way(isa):
-    if not is_native(ATTENTION, CPU):
-        pytest.skip("no library for the CPU")
-    environment = os.environ | {"HF_FASTPATH_CPU_ISA": isa, "PYTHONPATH": str(ROOT)}
-    result = subprocess.run([sys.executable, __file__, isa], capture_output=True, text=True, env=environment)
-    assert result.returncode == 0, result.stderr[-2000:]
+    run_limited(ATTENTION, __file__, isa)
 
 
 def every_way(isa: str) -> None:
-    from hf_fastpath import loader
-
-    loader.ensure("cpu")
-    assert is_native(ATTENTION, CPU)
-    torch.manual_seed(3)
     for dtype in DTYPES:
         for call in append_calls(CPU, dtype):
             assert_quantizes(APPEND, call)
@@ -360,4 +345,4 @@ def every_way(isa: str) -> None:
 
 
 if __name__ == "__main__":
-    every_way(sys.argv[1])
+    main(ATTENTION, every_way)

@@ -7,7 +7,7 @@ import torch
 from checks import DTYPES, assert_matches, common_tests, is_native, ours, over_dtypes, replaced
 from memory import duplicate, same_bits
 
-from hf_fastpath.ops.rope_append import SPEC
+from hf_fastpath.ops.rope_append import SPEC, random_angles
 from hf_fastpath.registry import OpInputError, Sample
 
 
@@ -27,10 +27,7 @@ def make(
 ) -> Sample:
     """One call; without ``rotary_dim`` nothing is rotated, ``kv`` is the cache's dtype if not ``dtype``."""
     batch, features = len(seq_lens), (heads + 2 * kv_heads) * head_dim
-    cos = sin = None
-    if rotary_dim is not None:
-        angle = torch.rand(batch, query_len, rotary_dim // 2, device=device).repeat(1, 1, 2) * 6.28
-        cos, sin = angle.cos().to(dtype), angle.sin().to(dtype)
+    cos, sin = random_angles(batch, query_len, rotary_dim, device, dtype)
     shape = (batch, kv_heads, capacity, head_dim)
     caches = [torch.randn(shape, device=device).to(kv or dtype) for _ in range(2)]
     return Sample(
