@@ -32,6 +32,25 @@ __device__ __forceinline__ void mma(float (&c)[4], uint32_t a0, uint32_t a1, uin
   }
 }
 
+// The same with operands of a byte and whole sums, C[16, 8] += A[16, 32] * B[32, 8]: a0 and a1 hold A[g,
+// 4q..] and A[g + 8, 4q..], a2 and a3 those of 4q + 16, b0 and b1 B[4q.., g] and B[4q + 16.., g]. kSigned: A;
+// B is.
+template <bool kSigned>
+__device__ __forceinline__ void mma_bytes(int (&c)[4], uint32_t a0, uint32_t a1, uint32_t a2, uint32_t a3,
+                                          uint32_t b0, uint32_t b1) {
+  if constexpr (kSigned) {
+    asm("mma.sync.aligned.m16n8k32.row.col.s32.s8.s8.s32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, "
+        "{%0,%1,%2,%3};"
+        : "+r"(c[0]), "+r"(c[1]), "+r"(c[2]), "+r"(c[3])
+        : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
+  } else {
+    asm("mma.sync.aligned.m16n8k32.row.col.s32.u8.s8.s32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, "
+        "{%0,%1,%2,%3};"
+        : "+r"(c[0]), "+r"(c[1]), "+r"(c[2]), "+r"(c[3])
+        : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
+  }
+}
+
 // Of two words that hold neighbors (x0, x1) and (y0, y1): (x0, y0) and (x1, y1). Turns pieces of two matrix
 // rows into an operand that pairs the rows.
 __device__ __forceinline__ uint32_t pair_low(uint32_t x, uint32_t y) { return __byte_perm(x, y, 0x5410); }

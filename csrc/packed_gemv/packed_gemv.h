@@ -25,15 +25,20 @@ bool fits_packed_gemv(const GemvParams& params);
 // time, quantized caches want a whole head first.
 bool fits_packed_append(const GemvParams& params, const RopeAppendParams& rope);
 
+// Bytes of device memory that a launch needs for itself, aligned to 16 bytes.
+int64_t packed_gemv_workspace_bytes(const GemvParams& params, const PackedMatrix& matrix);
+
 // Launches it; `rope`, if it fits: turns and appends the features instead of writing them to out.
 // `x_width`: values of a row of x, and of the norm's weight, in memory: whole chunks of 16 bytes, aligned,
 // with zeros behind params.k.
 void launch_packed_gemv(const GemvParams& params, int x_width, const PackedMatrix& matrix,
-                        const RopeAppendParams* rope, cudaStream_t stream);
+                        const RopeAppendParams* rope, void* workspace, cudaStream_t stream);
 
 // The same for one format, a file each.
 template <PackedForm kForm>
+int64_t packed_form_workspace_bytes(const GemvParams& params, const PackedMatrix& matrix);
+template <PackedForm kForm>
 void launch_packed_form(const GemvParams& params, int x_width, const PackedMatrix& matrix,
-                        const RopeAppendParams* rope, cudaStream_t stream);
+                        const RopeAppendParams* rope, void* workspace, cudaStream_t stream);
 
 }  // namespace hf_fastpath

@@ -42,7 +42,12 @@ class PackedWeight {
       p.x = widened(x, p.x, p.m, width, kept, stream);
       if (p.norm.weight) p.norm.weight = widened(x, p.norm.weight, 1, width, kept, stream);
     }
-    launch_packed_gemv(p, width, matrix_, rope, stream);
+    void* workspace = nullptr;
+    if (const int64_t bytes = packed_gemv_workspace_bytes(p, matrix_)) {
+      const int64_t size = x.element_size();
+      workspace = kept.emplace_back(empty_like_with_sizes(x, {(bytes + size - 1) / size})).data_ptr();
+    }
+    launch_packed_gemv(p, width, matrix_, rope, workspace, stream);
   }
 
  private:

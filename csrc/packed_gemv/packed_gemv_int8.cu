@@ -4,7 +4,8 @@
 
 namespace hf_fastpath {
 
+template int64_t packed_form_workspace_bytes<PackedForm::kInt8>(const GemvParams&, const PackedMatrix&);
 template void launch_packed_form<PackedForm::kInt8>(const GemvParams&, int, const PackedMatrix&,
-                                                    const RopeAppendParams*, cudaStream_t);
+                                                    const RopeAppendParams*, void*, cudaStream_t);
 
 }  // namespace hf_fastpath

@@ -67,16 +67,23 @@ PackedMaps maps_of(const GemvParams& p, const PackedPlan& plan) {
   return maps;
 }
 
+// Of a row of x, of whole pieces.
+template <PackedForm kForm>
+int whole_blocks(const PackedMatrix& matrix) {
+  return round_up_to(matrix.blocks, PackedSlot<kForm>::kBlocks);
+}
+
 template <class T, PackedForm kForm, int kColumns>
 RingLaunch plan_packed(const GemvParams& p, const RopeAppendParams* rope, PackedPlan& plan) {
   using Slot = PackedSlot<kForm>;
-  constexpr int kSpanPieces = WarpX<T, kForm, kColumns>::kSpanPieces;
+  using X = PackedX<T, kForm, kColumns>;
+  constexpr int kSpanPieces = X::kSpanPieces;
   RingPlan& ring = plan.ring;
   ring.append = rope != nullptr;
   ring.halves = p.gated || ring.append ? 2 : 1;
   const int units = ring.append ? p.n / 2 : p.n;
   plan.pieces = (plan.matrix.blocks + Slot::kBlocks - 1) / Slot::kBlocks;
-  const int span_bytes = kRingWarps * 2 * int(kStretches) * kColumns * 64;  // of all warps
+  const int span_bytes = kRingWarps * X::kSpanBytes;  // of all warps
   const int all_spans = (plan.pieces + kSpanPieces - 1) / kSpanPieces;
   const int spans = std::min(all_spans, std::max(1, kXBytes * (int(sizeof(T)) / 2) / span_bytes));
   plan.phase_pieces = std::min(plan.pieces, spans * kSpanPieces);
@@ -113,7 +120,7 @@ RingLaunch plan_packed(const GemvParams& p, const RopeAppendParams* rope, Packed
     return start;
   };
   plan.x_at = take(spans * span_bytes);
-  plan.sums_at = take(kRingWarps * spans * 2 * Slot::kSums * kColumns * 4);
+  plan.sums_at = take(kRingWarps * spans * X::kSpanSteps);
   plan.scratch_at = take(2 * kRingWarps * p.m * 4);
   plan.parts_at = take(2 * kRingWarps * p.m * kTileRows * 4);
   plan.dots_at = take((ring.share + 1) * plan.together * ring.halves * p.m * 4);
@@ -129,11 +136,19 @@ RingLaunch plan_packed(const GemvParams& p, const RopeAppendParams* rope, Packed
 }
 
 template <class T, PackedForm kForm, int kColumns>
-void launch_columns(const GemvParams& p, int x_width, const PackedMatrix& matrix,
-                    const RopeAppendParams* rope, cudaStream_t stream) {
+void launch_columns(GemvParams p, int x_width, const PackedMatrix& matrix, const RopeAppendParams* rope,
+                    char* workspace, cudaStream_t stream) {
   PackedPlan plan{};
   plan.x_width = x_width;
   plan.matrix = matrix;
+  if constexpr (kTakesPrepared<T, kColumns>) {
+    const PreparedOf<T, kForm, kColumns> layout{whole_blocks<kForm>(matrix)};
+    HF_FASTPATH_CUDA_CHECK(launch_overlapping(
+        packed_prepare_kernel<T, kForm, kColumns>, dim3(p.m), dim3(kPrepareThreads), 0, stream, p.overlap,
+        static_cast<const T*>(p.x), p.norm, p.k, x_width, workspace, layout));
+    plan.prepared = workspace;
+    p.norm = {};
+  }
   const RingLaunch as = plan_packed<T, kForm, kColumns>(p, rope, plan);
   const PackedMaps maps = has_hopper_code() ? maps_of<kForm>(p, plan) : PackedMaps{};
   with_ring_end(p, rope, [&](auto end) {
@@ -146,29 +161,31 @@ void launch_columns(const GemvParams& p, int x_width, const PackedMatrix& matrix
   });
 }
 
-template <class T, PackedForm kForm>
-void launch_rows(const GemvParams& p, int x_width, const PackedMatrix& matrix, const RopeAppendParams* rope,
-                 cudaStream_t stream) {
-  const int columns = p.m * kXColumns<T>;
+// Calls with_columns(columns of B that p.m rows of x take, as a constant).
+template <class T, PackedForm kForm, class Launch>
+void with_columns(int m, const PackedMatrix& matrix, Launch launch) {
+  const int columns = m * kXColumns<T>;
   if constexpr (kXColumns<T> == 1) {
-    const bool has_two_blocks = matrix.blocks % 2 == 0 && is_aligned16(matrix.scales);  // see add_two_blocks
-    if (columns == 1 && (kForm != PackedForm::kInt4G32 || has_two_blocks)) {
-      return launch_columns<T, kForm, 1>(p, x_width, matrix, rope, stream);
+    // Of 4 bits ByteX takes two blocks at a time.
+    if (columns == 1 && (kBits<kForm> == 8 || (matrix.blocks % 2 == 0 && is_aligned16(matrix.scales)))) {
+      return launch(std::integral_constant<int, 1>{});
     }
   }
-  if (columns <= 4) return launch_columns<T, kForm, 4>(p, x_width, matrix, rope, stream);
-  if (columns <= 8) return launch_columns<T, kForm, 8>(p, x_width, matrix, rope, stream);
-  launch_columns<T, kForm, 16>(p, x_width, matrix, rope, stream);
+  if (columns <= 4) return launch(std::integral_constant<int, 4>{});
+  if (columns <= 8) return launch(std::integral_constant<int, 8>{});
+  launch(std::integral_constant<int, 16>{});
 }
 
 // As many rows at a time as there are columns for.
 template <class T, PackedForm kForm>
 void launch_typed(GemvParams p, int x_width, const PackedMatrix& matrix, const RopeAppendParams* rope,
-                  cudaStream_t stream) {
+                  char* workspace, cudaStream_t stream) {
   constexpr int kMostRows = 16 / kXColumns<T>;
   for (int left = p.m; left > 0; left -= kMostRows) {
     p.m = std::min(left, kMostRows);
-    launch_rows<T, kForm>(p, x_width, matrix, rope, stream);
+    with_columns<T, kForm>(p.m, matrix, [&](auto columns) {
+      launch_columns<T, kForm, decltype(columns)::value>(p, x_width, matrix, rope, workspace, stream);
+    });
     p.x = static_cast<const T*>(p.x) + int64_t(kMostRows) * x_width;
     if (p.residual) p.residual = static_cast<const T*>(p.residual) + int64_t(kMostRows) * p.n;
     p.out = static_cast<T*>(p.out) + int64_t(kMostRows) * p.n;
@@ -176,10 +193,26 @@ void launch_typed(GemvParams p, int x_width, const PackedMatrix& matrix, const R
 }
 
 template <PackedForm kForm>
+int64_t packed_form_workspace_bytes(const GemvParams& p, const PackedMatrix& matrix) {
+  int64_t bytes = 0;
+  with_type(p.dtype, [&](auto zero) {
+    using T = decltype(zero);
+    with_columns<T, kForm>(std::min(p.m, 16), matrix, [&](auto columns) {
+      constexpr int kColumns = decltype(columns)::value;
+      if constexpr (kTakesPrepared<T, kColumns>) {
+        bytes = PreparedOf<T, kForm, kColumns>{whole_blocks<kForm>(matrix)}.bytes();
+      }
+    });
+  });
+  return bytes;
+}
+
+template <PackedForm kForm>
 void launch_packed_form(const GemvParams& params, int x_width, const PackedMatrix& matrix,
-                        const RopeAppendParams* rope, cudaStream_t stream) {
-  with_type(params.dtype,
-            [&](auto zero) { launch_typed<decltype(zero), kForm>(params, x_width, matrix, rope, stream); });
+                        const RopeAppendParams* rope, void* workspace, cudaStream_t stream) {
+  with_type(params.dtype, [&](auto zero) {
+    launch_typed<decltype(zero), kForm>(params, x_width, matrix, rope, static_cast<char*>(workspace), stream);
+  });
 }
 
 }  // namespace hf_fastpath

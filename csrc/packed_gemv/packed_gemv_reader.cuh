@@ -38,6 +38,12 @@ __device__ __forceinline__ uint2 scales_of(const PackedMatrix& matrix, int row, 
   if constexpr (kForm == PackedForm::kInt4G32) return __ldg(reinterpret_cast<const uint2*>(from));
   return make_uint2(__ldg(from), 0);
 }
+// Of kInt4G32, two neighbors: of a lane's stretches of two blocks.
+template <PackedForm kForm>
+__device__ __forceinline__ uint32_t two_scales_of(const PackedMatrix& matrix, int row, int block) {
+  const uint16_t* from = matrix.scales + int64_t(row) * matrix.groups + block * 4 + threadIdx.x % 4 * 2;
+  return __ldg(reinterpret_cast<const uint32_t*>(from));
+}
 __device__ __forceinline__ int zero_of(const PackedMatrix& matrix, int row, int block) {
   return __ldg(matrix.zeros + int64_t(row) * matrix.groups + block);
 }
@@ -157,6 +163,17 @@ struct PackedReader {
     }
     return found;
   }
+  // Of the lane's stretches, 2 q and 2 q + 1 of its warp's two blocks.
+  __device__ __forceinline__ uint32_t two_scales(const TileRows& rows, int h) const {
+    const int q = threadIdx.x % 4;
+    if constexpr (Slot::kScalesPerBlock == 4) {
+      if (!plan.fetches_scales) return two_scales_of<kForm>(plan.matrix, rows.row[h], first_block());
+      uint32_t found;
+      asm volatile("ld.shared.u32 %0, [%1];" : "=r"(found) : "r"(slot + scales_at[h] + 4 * q));
+      return found;
+    }
+    return scales(rows, h, q / 2).x * 0x10001u;
+  }
   __device__ __forceinline__ int zero(const TileRows& rows, int h, int block) const {
     if (!plan.fetches_scales) return zero_of(plan.matrix, rows.row[h], first_block() + block);
     uint32_t found;
@@ -223,6 +240,12 @@ struct PackedReader {
   }
   __device__ __forceinline__ uint2 scales(const TileRows& rows, int h, int block) const {
     return scales_of<kForm>(plan.matrix, rows.row[h], first_block() + block);
+  }
+  __device__ __forceinline__ uint32_t two_scales(const TileRows& rows, int h) const {
+    if constexpr (Slot::kScalesPerBlock == 4) {
+      return two_scales_of<kForm>(plan.matrix, rows.row[h], first_block());
+    }
+    return scales(rows, h, threadIdx.x % 4 / 2).x * 0x10001u;
   }
   __device__ __forceinline__ int zero(const TileRows& rows, int h, int block) const {
     return zero_of(plan.matrix, rows.row[h], first_block() + block);

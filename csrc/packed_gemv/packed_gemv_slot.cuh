@@ -29,7 +29,6 @@ struct PackedSlot {
   static constexpr int kScaleBytes = kBlocks * kScalesPerBlock * 2;  // of a row
   static constexpr bool kSwizzlesScales = kScaleBytes == kLineBytes;
   static constexpr int kZeroBytes = kForm == PackedForm::kInt4 ? kBlocks : 0;
-  static constexpr int kSums = kScalesPerBlock;  // of x, a block
 
   // Row g of a lane's quad: neighbors in g are rows whose pieces lie in different halves of 128 bytes.
   __device__ static __forceinline__ int row_of(int g) { return kBits<kForm> == 4 ? g / 2 + g % 2 * 4 : g; }
@@ -42,11 +41,12 @@ struct PackedPlan {
   int together;    // rows of a group: they follow each other in the matrix, and are fetched as one,
   int copy_lines;  // as many lines at a time: all, or one
   int x_width;  // of a row of x and of the norm's weight in memory: whole 16 bytes, aligned, zeros behind p.k
-  int pieces;   // of a row
-  int phase_pieces;                     // of a phase
-  bool fetches_scales;                  // with the quants; else lanes load them from device memory
-  int slot_bytes, scales_at, zeros_at;  // of a slot
-  int scale_stride, zero_stride;        // of a group
+  const char* prepared;  // x as packed_gemv_prepared.cuh leaves it, where the product takes that
+  int pieces;            // of a row
+  int phase_pieces;      // of a phase
+  bool fetches_scales;   // with the quants; else lanes load them from device memory
+  int slot_bytes, scales_at, zeros_at;               // of a slot
+  int scale_stride, zero_stride;                     // of a group
   int x_at, sums_at, scratch_at, parts_at, dots_at;  // in shared memory, behind the ring
 };
 
@@ -77,10 +77,15 @@ __device__ __forceinline__ int packed_row(const GemvParams& p, const RopeAppendP
   return p.gated ? half * p.n + unit : unit;
 }
 
+// Quants that have a scale for few weights are multiplied by it, rounded once as where weights are widened,
+// so that sums need nothing more.
+template <class T, PackedForm kForm>
+constexpr bool kScalesQuants = kForm == PackedForm::kInt4G32 && sizeof(T) == 2;
+
 // A float32 x keeps all bits only beside quants less their zero, which takes another instruction for two of
 // them.
-template <class T>
-constexpr bool kCenters = sizeof(T) == 4;
+template <class T, PackedForm kForm>
+constexpr bool kCenters = sizeof(T) == 4 || kScalesQuants<T, kForm>;
 
 // Pairs of A out of 32 bits of a row: kSteps products' two, low and high k. Centered they are quants less
 // their zero, else in units of kQuantUnit and with what they have in excess; of fp8 2^-8 of the value.

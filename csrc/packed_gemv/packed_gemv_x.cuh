@@ -55,34 +55,53 @@ __device__ __forceinline__ float warp_max(float value) {  // not below 0
   return __uint_as_float(__reduce_max_sync(kAllLanes, __float_as_uint(value)));
 }
 
-// A warp's blocks of x in shared memory: spans of two blocks, of which a lane prepares eight values.
+// A lane's first value of a span, two blocks of its warp, of pieces [begin, end); not below `width`: there is
+// none.
+template <class Slot>
+__device__ __forceinline__ int warp_element(int begin, int end, int span, int width) {
+  const int warp = threadIdx.x / kWarpSize, lane = threadIdx.x % kWarpSize, half = lane / 16;
+  if constexpr (Slot::kWarpBlocks == 2) {
+    return ((begin + span) * Slot::kBlocks + 2 * warp + half) * int(kPackedBlock) + lane % 16 * 8;
+  } else {
+    const int piece = begin + 2 * span + half;
+    return piece < end ? (piece * Slot::kBlocks + warp) * int(kPackedBlock) + lane % 16 * 8 : width;
+  }
+}
+
+// A warp's blocks of x in shared memory, for float32 and for what neither ByteX nor PreparedX takes: spans of
+// two blocks, of which a lane prepares eight values.
 template <class T, PackedForm kForm, int kColumns>
 struct WarpX {
   using Slot = PackedSlot<kForm>;
   static constexpr int kSpanPieces = 2 / Slot::kWarpBlocks;
 
   uint4* operands;  // [spans][2][kStretches][kColumns][4]
-  float* sums;      // [spans][2][kColumns][kSums]
   float* squares;   // [m], over all phases
   float* undo;      // [m], of a phase
 
-  // Prepares the blocks of pieces [begin, end). `input_is_there`: called once the kernel in front is
-  // complete.
-  template <class InputIsThere>
+  static constexpr int kSpanBytes = 2 * int(kStretches) * kColumns * 64;  // shared memory of a span
+  static constexpr int kSpanSteps = 0;
+
+  // `scratch`: of all warps, undo [warps][m], then squares [warps][m].
+  __device__ __forceinline__ WarpX(char* operands, char*, float* scratch, int warp, int spans, int m)
+      : operands(reinterpret_cast<uint4*>(operands + warp * spans * kSpanBytes)),
+        squares(scratch + (kRingWarps + warp) * m),
+        undo(scratch + warp * m) {}
+
+  // Place of a warp's block of a piece of the phase.
+  __device__ __forceinline__ int block(int piece, int of_warp) const {
+    return piece * Slot::kWarpBlocks + of_warp;
+  }
+  __device__ __forceinline__ float undo_of(int m) const { return undo[m]; }
+
+  // Prepares the blocks of pieces [begin, end). `wait_for_input`: called before x is read for the first time.
+  template <class WaitForInput>
   __device__ __forceinline__ void load(const GemvParams& p, const PackedPlan& plan, int begin, int end,
-                                       bool is_first, InputIsThere input_is_there) const {
-    const int warp = threadIdx.x / kWarpSize, lane = threadIdx.x % kWarpSize, half = lane / 16;
+                                       bool is_first, WaitForInput wait_for_input) const {
+    const int lane = threadIdx.x % kWarpSize;
     const int k = plan.x_width, spans = (end - begin + kSpanPieces - 1) / kSpanPieces;
     const bool rms = p.norm.kind == Norm::kRms;
-    // The lane's first value of a span; not below k: there is none.
-    const auto element = [&](int span) {
-      if constexpr (Slot::kWarpBlocks == 2) {
-        return ((begin + span) * Slot::kBlocks + 2 * warp + half) * int(kPackedBlock) + lane % 16 * 8;
-      } else {
-        const int piece = begin + 2 * span + half;
-        return piece < end ? (piece * Slot::kBlocks + warp) * int(kPackedBlock) + lane % 16 * 8 : k;
-      }
-    };
+    const auto element = [&](int span) { return warp_element<Slot>(begin, end, span, k); };
     const auto norm_weight = [&](int span) {
       Eight<T> weight = {};
       const int at = element(span);
@@ -102,10 +121,7 @@ struct WarpX {
       for (int span = 0; span < spans; ++span) most_weight = fmaxf(most_weight, norm_weight(span).largest());
       most_weight = warp_max(most_weight);
     }
-    if (is_first) {
-      wait_for_previous_kernel();
-      input_is_there();
-    }
+    if (is_first) wait_for_input();
     // x comes to lie where a lane puts what it makes of it.
 #pragma unroll 1
     for (int m = 0; m < p.m; ++m) {
@@ -137,7 +153,7 @@ struct WarpX {
         const Eight<T> found = values_of(span, m);
         if constexpr (std::is_same_v<T, __half>) {
           if (!rms) {
-            *place(span, m, 0) = as_operand<kForm, false>(scaled(found, 14 - exponent).words);
+            *place(span, m, 0) = as_operand<kForm, kCenters<T, kForm>>(scaled(found, 14 - exponent).words);
             continue;
           }
         }
@@ -165,7 +181,7 @@ struct WarpX {
             values[2 * i] = (values[2 * i] - taken.x) * kNextPart;
             values[2 * i + 1] = (values[2 * i + 1] - taken.y) * kNextPart;
           }
-          *place(span, m, part) = as_operand<kForm, kCenters<T>>(rounded);
+          *place(span, m, part) = as_operand<kForm, kCenters<T, kForm>>(rounded);
         }
       }
       if (rms) square = warp_sum(square);
@@ -175,11 +191,6 @@ struct WarpX {
       }
     }
     __syncwarp();
-    if constexpr (Slot::kSums > 0 && !kCenters<T>) {
-#pragma unroll 2
-      for (int span = 0; span < spans; ++span) find_sums(span);
-      __syncwarp();
-    }
   }
 
  private:
@@ -210,49 +221,6 @@ struct WarpX {
       made.words[i] = *reinterpret_cast<const uint32_t*>(&pair);
     }
     return made;
-  }
-
-  // What quants of a span have in excess times x: a product with rows that are all alike.
-  __device__ __forceinline__ void find_sums(int span) const {
-    const int lane = threadIdx.x % kWarpSize, g = lane / 4, q = lane % 4;
-    constexpr uint32_t kExcess = kForm == PackedForm::kInt8 ? 128 : kForm == PackedForm::kInt4G32 ? 8 : 1;
-    constexpr uint32_t kLow = 0x80008000u | kExcess << 16 | kExcess;  // both negative, in units of quants
-    constexpr uint32_t kHigh = kBits<kForm> == 4 ? 0x80008000u | kExcess << 20 | kExcess << 4 : kLow;
-    const auto add = [&](float (&c)[4], const uint4& x) {
-      mma<__half>(c, kLow, kLow, kHigh, kHigh, x.x, x.y);
-      mma<__half>(c, kLow, kLow, kHigh, kHigh, x.z, x.w);
-    };
-    if constexpr (kColumns == 1) {  // columns of B are the span's eight stretches
-      float c[4] = {};
-      add(c, operands[span * 2 * int(kStretches) * 4 + lane]);
-      if constexpr (Slot::kSums == 4) {
-        if (g == 0) reinterpret_cast<float2*>(sums + span * 8)[q] = make_float2(c[0], c[1]);
-      } else {
-        float sum = c[0] + c[1];
-        sum += __shfl_xor_sync(kAllLanes, sum, 1);
-        if (g == 0 && q % 2 == 0) sums[span * 2 + q / 2] = sum;
-      }
-      return;
-    }
-#pragma unroll
-    for (int half = 0; half < 2; ++half)
-#pragma unroll
-      for (int t = 0; t < (kColumns + 7) / 8; ++t) {
-        const int of_lane = kColumns >= 8 || g < kColumns ? t * 8 + g : 0, column = t * 8 + 2 * q;
-        const int block = span * 2 + half;
-        float c[4] = {};
-#pragma unroll
-        for (int s = 0; s < int(kStretches); ++s) {
-          add(c, operands[((block * int(kStretches) + s) * kColumns + of_lane) * 4 + q]);
-          if (Slot::kSums < 4 && s < 3) continue;
-#pragma unroll
-          for (int i = 0; i < 2; ++i) {
-            if (g == 0 && column + i < kColumns)
-              sums[(block * kColumns + column + i) * Slot::kSums + (Slot::kSums == 4 ? s : 0)] = c[i];
-            c[i] = c[i + 2] = 0.f;
-          }
-        }
-      }
   }
 };
 

@@ -1,0 +1,238 @@
+// One row of x beside quants that are whole numbers, as operands of tensor cores that multiply bytes: x is
+// two bytes times a power of two for every stretch.
+#pragma once
+
+#include "packed_gemv/packed_gemv_prepared.cuh"
+#include "packed_gemv/packed_gemv_products.cuh"
+
+namespace hf_fastpath {
+
+// Whether a product takes it.
+template <class T, PackedForm kForm, int kColumns>
+constexpr bool kTakesBytes = kColumns == 1 && kXColumns<T> == 1 && kForm != PackedForm::kFp8;
+
+// A warp's blocks of x in shared memory. Columns of B are stretches by parts: of a lane's column g, stretch g
+// / 2 of the block (or every other one of two blocks) and its high or low byte; a product with the words of
+// one stretch has zeros in the columns of others, so that all go into the same sums. A lane of a quad ends up
+// with those of its own stretch, both parts.
+template <class T, PackedForm kForm>
+struct ByteX {
+  using Slot = PackedSlot<kForm>;
+  static constexpr bool kNibbles = kBits<kForm> == 4;  // two blocks at a time, else one
+  static constexpr int kSpanPieces = 2 / Slot::kWarpBlocks;
+  static constexpr int kSpanBytes = 512,
+                       kSpanSteps = 64;  // shared memory: of the bytes, of steps and excesses
+  static constexpr int kLoads = 4;       // spans that are loaded at a time
+  static constexpr int kBitsOfX = 14;
+
+  char* bytes;  // [spans]: 4-bit [4 stretches][2 parts][4 q][2 stretches][2 planes][4], else for both blocks
+                // [4 stretches][2 parts][4 q][8]
+  int2* steps;  // [spans][8 stretches]: bits of the step, and what quants have in excess times x
+  float* squares;  // of x, over all phases
+
+  __device__ __forceinline__ ByteX(char* bytes, char* steps, float* scratch, int warp, int spans, int)
+      : bytes(bytes + warp * spans * kSpanBytes),
+        steps(reinterpret_cast<int2*>(steps + warp * spans * kSpanSteps)),
+        squares(scratch + kRingWarps + warp) {}
+
+  // As WarpX::load.
+  template <class WaitForInput>
+  __device__ __forceinline__ void load(const GemvParams& p, const PackedPlan& plan, int begin, int end,
+                                       bool is_first, WaitForInput wait_for_input) const {
+    const int lane = threadIdx.x % kWarpSize;
+    const int spans = (end - begin + kSpanPieces - 1) / kSpanPieces;
+    const bool rms = p.norm.kind == Norm::kRms;
+    if (!is_first) __syncwarp();  // all lanes are done with the phase before
+    float square = 0.f;
+#pragma unroll 1
+    for (int first = 0; first < spans; first += kLoads) {
+      uint4 x[kLoads], weight[kLoads];
+      int at[kLoads];  // below 0: there is none
+#pragma unroll
+      for (int i = 0; i < kLoads; ++i) {
+        at[i] = first + i < spans ? warp_element<Slot>(begin, end, first + i, plan.x_width) : plan.x_width;
+        if (at[i] >= plan.x_width) at[i] = -1;
+        if (rms) {
+          weight[i] =
+              at[i] < 0 ? make_uint4(0, 0, 0, 0)
+                        : __ldg(reinterpret_cast<const uint4*>(static_cast<const T*>(p.norm.weight) + at[i]));
+        }
+      }
+      if (is_first && first == 0) wait_for_input();
+#pragma unroll
+      for (int i = 0; i < kLoads; ++i) {
+        x[i] = at[i] < 0 ? make_uint4(0, 0, 0, 0)
+                         : __ldcg(reinterpret_cast<const uint4*>(static_cast<const T*>(p.x) + at[i]));
+      }
+#pragma unroll
+      for (int i = 0; i < kLoads; ++i) {
+        if (first + i >= spans) break;
+        float values[8];
+        Chunk<T, 8>::unpack(x[i], values);
+        if (rms) {
+          float factors[8];
+          Chunk<T, 8>::unpack(weight[i], factors);
+#pragma unroll
+          for (int e = 0; e < 8; ++e) {
+            square = fmaf(values[e], values[e], square);
+            values[e] *= factors[e];
+          }
+        }
+        store(first + i, values);
+      }
+    }
+    if (rms) {
+      square = warp_sum(square);
+      if (lane == 0) *squares = is_first ? square : *squares + square;
+    }
+    __syncwarp();
+  }
+
+  __device__ __forceinline__ float undo_of(int) const { return 1.f; }
+
+  // A lane's columns of B for a piece, which it may use for several tiles.
+  struct Operand {
+    static constexpr int kWords = kNibbles ? 4 : 2;
+    uint32_t of_stretch[4][kWords];  // zeros but for the lane's own stretch
+    int4 steps;                      // and excesses, of the stretches whose sums the lane ends up with
+
+    __device__ __forceinline__ Operand(const ByteX& x, int at) {
+      const int lane = threadIdx.x % kWarpSize, q = lane % 4;
+      uint32_t word[4] = {};
+      if constexpr (kNibbles) {
+        const uint4 raw = load_shared(shared_address(x.bytes) + at * kSpanBytes + lane * 16);
+        word[0] = raw.x, word[1] = raw.y, word[2] = raw.z, word[3] = raw.w;
+        steps = reinterpret_cast<const int4*>(x.steps + at * 8)[q];
+      } else {
+        const uint2 raw = *reinterpret_cast<const uint2*>(x.bytes + at * (kSpanBytes / 2) + lane * 8);
+        word[0] = raw.x, word[1] = raw.y;
+        steps.x = x.steps[at * 4 + q].x;
+      }
+#pragma unroll
+      for (int s = 0; s < 4; ++s)
+#pragma unroll
+        for (int i = 0; i < kWords; ++i) of_stretch[s][i] = lane / 8 == s ? word[i] : 0;
+    }
+  };
+
+  // Adds the products of what the reader holds. A lane's sums, of rows g and g + 8, are over the stretches of
+  // its q.
+  static __device__ __forceinline__ void add(const Operand& x, const PackedReader<kForm>& reader,
+                                             const TileRows& rows, PackedSums<1>& sums) {
+    const int q = threadIdx.x % 4;
+    if constexpr (kNibbles) {
+      BlockWords<kForm> words[2];
+      words[0].load(reader, rows, 0);
+      words[1].load(reader, rows, 1);
+      const uint32_t two[2] = {reader.two_scales(rows, 0), reader.two_scales(rows, 1)};
+      int zero[2] = {1, 1};
+      if constexpr (kForm == PackedForm::kInt4) {
+        zero[0] = reader.zero(rows, 0, q / 2), zero[1] = reader.zero(rows, 1, q / 2);
+      }
+      int low[2][4] = {}, high[2][4] = {};  // of even and of odd stretches
+#pragma unroll
+      for (int block = 0; block < 2; ++block) {
+        const auto &first = x.of_stretch[2 * block], &second = x.of_stretch[2 * block + 1];
+#pragma unroll
+        for (int odd = 0; odd < 2; ++odd) {
+          const auto& word = words[block].word;
+          const uint32_t a[4] = {word[0][0][odd], word[1][0][odd], word[0][0][odd + 2], word[1][0][odd + 2]};
+          constexpr uint32_t kLow = 0x0f0f0f0fu, kHigh = 0xf0f0f0f0u;
+          mma_bytes<false>(low[odd], a[0] & kLow, a[1] & kLow, a[2] & kLow, a[3] & kLow, first[2 * odd],
+                           second[2 * odd]);
+          mma_bytes<false>(high[odd], a[0] & kHigh, a[1] & kHigh, a[2] & kHigh, a[3] & kHigh,
+                           first[2 * odd + 1], second[2 * odd + 1]);
+        }
+      }
+#pragma unroll
+      for (int h = 0; h < 2; ++h) {
+        const float2 scale = unpack2(two[h], __half());
+#pragma unroll
+        for (int odd = 0; odd < 2; ++odd) {
+          const int top = low[odd][2 * h] * 16 + high[odd][2 * h];
+          const int excess = (odd ? x.steps.w : x.steps.y) * zero[h];
+          const int sum = top * kPart + (low[odd][2 * h + 1] * 16 + high[odd][2 * h + 1] + excess);
+          const float step = __int_as_float(odd ? x.steps.z : x.steps.x);
+          float& to = sums[0][2 * h];
+          to = fmaf((odd ? scale.y : scale.x) * step, static_cast<float>(sum), to);
+        }
+      }
+    } else {
+      BlockWords<kForm> words;
+      words.load(reader, rows, 0);
+      const auto& word = words.word;
+      int c[4] = {};
+#pragma unroll
+      for (int s = 0; s < int(kStretches); ++s) {
+        mma_bytes<true>(c, word[0][0][s], word[1][0][s], word[0][1][s], word[1][1][s], x.of_stretch[s][0],
+                        x.of_stretch[s][1]);
+      }
+#pragma unroll
+      for (int h = 0; h < 2; ++h) {
+        const float scale = unpack2(reader.scales(rows, h, 0).x, __half()).x * __int_as_float(x.steps.x);
+        float& to = sums[0][2 * h];
+        to = fmaf(scale, static_cast<float>(c[2 * h] * kPart + c[2 * h + 1]), to);
+      }
+    }
+  }
+
+ private:
+  static constexpr int kPart = 256;  // high bytes are worth
+
+  __device__ __forceinline__ void store(int span, const float (&values)[8]) const {
+    const int lane = threadIdx.x % kWarpSize, stretch = lane / 4,
+              q = lane % 4;          // stretch of the span's two blocks
+    float most = 0.f, poison = 0.f;  // poison: NaN if one is not finite
+#pragma unroll
+    for (int e = 0; e < 8; ++e) {
+      most = fmaxf(most, fabsf(values[e]));
+      poison = fmaf(values[e], 0.f, poison);
+    }
+    uint32_t bits = poison == 0.f ? __float_as_uint(most) : kInfinity;
+    bits = max(bits, __shfl_xor_sync(kAllLanes, bits, 1));
+    bits = max(bits, __shfl_xor_sync(kAllLanes, bits, 2));
+    // The largest comes to lie below 2^kBitsOfX; what is below 2^-127 of it or so counts as nothing.
+    const uint32_t exponent = max(bits >> 23, 14u);
+    const float factor = __uint_as_float((127 + kBitsOfX - 1 + 127 - exponent) << 23);
+    uint32_t whole[8];  // in the last 16 bits the value and kPart / 2: its high byte, and its low one and 128
+#pragma unroll
+    for (int e = 0; e < 8; ++e) whole[e] = __float_as_uint(fmaf(values[e], factor, 0x1.8p23f + kPart / 2));
+    uint32_t parts[2][2];  // high and low bytes: of even and odd values for nibbles, else of the first and
+                           // last four
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      constexpr int kStep = kNibbles ? 2 : 1;
+      const uint32_t* four = whole + (kNibbles ? i : 4 * i);
+      const uint32_t first = __byte_perm(four[0], four[kStep], 0x5140),
+                     second = __byte_perm(four[2 * kStep], four[3 * kStep], 0x5140);
+      parts[0][i] = __byte_perm(first, second, 0x7632);
+      parts[1][i] = __byte_perm(first, second, 0x5410) ^ 0x80808080u;
+    }
+    int total = 0;
+#pragma unroll
+    for (int part = 0; part < 2; ++part) {
+      const auto sum = [](uint32_t four, int to) { return __dp4a(static_cast<int>(four), 0x01010101, to); };
+      total += sum(parts[part][0], sum(parts[part][1], 0)) * (part ? 1 : kPart);
+      const int at = kNibbles ? ((stretch / 2 * 2 + part) * 4 + q) * 16 + stretch % 2 * 8
+                              : ((stretch * 2 + part) * 4 + q) * 8;
+      *reinterpret_cast<uint2*>(bytes + span * kSpanBytes + at) = make_uint2(parts[part][0], parts[part][1]);
+    }
+    total += __shfl_xor_sync(kAllLanes, total, 1);
+    total += __shfl_xor_sync(kAllLanes, total, 2);
+    const float step = bits < kInfinity
+                           ? __uint_as_float((exponent + 1 - kBitsOfX) << 23) * (kNibbles ? 1.f / 16 : 1.f)
+                           : NAN;
+    constexpr int kExcess = kForm == PackedForm::kInt4G32 ? -16 * 8 : -16;  // or -16 for each of the zero
+    if (q == 0) steps[span * 8 + stretch] = make_int2(__float_as_int(step), total * kExcess);
+  }
+
+  static constexpr uint32_t kInfinity = 0x7f800000u;
+};
+
+template <class T, PackedForm kForm, int kColumns>
+using PackedX =
+    std::conditional_t<kTakesBytes<T, kForm, kColumns>, ByteX<T, kForm>,
+                       std::conditional_t<kTakesPrepared<T, kColumns>, PreparedX<T, kForm, kColumns>,
+                                          WarpX<T, kForm, kColumns>>>;
+
+}  // namespace hf_fastpath

@@ -1,0 +1,187 @@
+// Several rows of a 16-bit x for packed_gemv_ring.cuh: one kernel makes operands of tensor cores of them,
+// which the product's blocks only copy. Each block would make the same of all of x, and take longer for that
+// than for its products.
+#pragma once
+
+#include "packed_gemv/packed_gemv_x.cuh"
+
+namespace hf_fastpath {
+
+// Whether a product takes x as packed_prepare_kernel leaves it.
+template <class T, int kColumns>
+constexpr bool kTakesPrepared = sizeof(T) == 2 && kColumns > 1;
+
+constexpr int kPrepareThreads = 512;
+
+// What packed_prepare_kernel leaves in device memory: of whole pieces, as they are needed in shared memory.
+template <int kColumns, bool kHasSums>
+struct PreparedLayout {
+  static constexpr int kBlockBytes = int(kStretches) * kColumns * 64;  // operands [kStretches][kColumns][4 q]
+  static constexpr int kBlockSums = kHasSums ? kColumns : 0;           // floats
+  int blocks;                                                          // of a row, of whole pieces
+
+  __host__ __device__ constexpr int64_t sums_at() const { return int64_t(blocks) * kBlockBytes; }
+  __host__ __device__ constexpr int64_t undo_at() const {
+    return sums_at() + int64_t(blocks) * kBlockSums * 4;
+  }
+  __host__ __device__ constexpr int64_t bytes() const { return undo_at() + kColumns * 4; }
+};
+
+template <class T, PackedForm kForm, int kColumns>
+using PreparedOf = PreparedLayout<kColumns, kForm != PackedForm::kFp8 && !kCenters<T, kForm>>;
+
+// A block a row of x. `width`: as PackedPlan::x_width.
+template <class T, PackedForm kForm, int kColumns>
+__global__ void __launch_bounds__(kPrepareThreads)
+    packed_prepare_kernel(const T* x, GemvNorm norm, int64_t k, int width, char* to,
+                          PreparedOf<T, kForm, kColumns> layout) {
+  constexpr int kHeld = 4;  // chunks of eight values a thread keeps; of longer rows it loads the rest twice
+  __shared__ float scratch[2][kPrepareThreads / kWarpSize];
+  const int tid = threadIdx.x, warp = tid / kWarpSize, lane = tid % kWarpSize, row = blockIdx.x;
+  const bool rms = norm.kind == Norm::kRms;
+  allow_next_kernel();
+  const auto chunk_of = [&](const void* from, int chunk, bool is_x) {
+    Eight<T> values = {};
+    if (chunk * 8 < width) {
+      const auto* at = reinterpret_cast<const uint4*>(static_cast<const T*>(from) + chunk * 8);
+      values.part[0] = is_x ? __ldcg(at) : __ldg(at);
+    }
+    return values;
+  };
+  Eight<T> weights[kHeld], held[kHeld];
+  if (rms) {
+#pragma unroll
+    for (int i = 0; i < kHeld; ++i) weights[i] = chunk_of(norm.weight, tid + i * kPrepareThreads, false);
+  }
+  wait_for_previous_kernel();
+  x += int64_t(row) * width;
+#pragma unroll
+  for (int i = 0; i < kHeld; ++i) held[i] = chunk_of(x, tid + i * kPrepareThreads, true);
+
+  float square = 0.f;
+  const auto values_of = [&](const Eight<T>& of_x, const Eight<T>& weight, float (&values)[8],
+                             bool sums_squares) {
+    of_x.unpack(values);
+    if (!rms) return;
+    float factors[8];
+    weight.unpack(factors);
+#pragma unroll
+    for (int e = 0; e < 8; ++e) {
+      if (sums_squares) square = fmaf(values[e], values[e], square);
+      values[e] *= factors[e];
+    }
+  };
+  // each(chunk, its values) for all chunks of this thread.
+  const auto each = [&](bool sums_squares, auto use) {
+    float values[8];
+#pragma unroll
+    for (int i = 0; i < kHeld; ++i) {
+      const int chunk = tid + i * kPrepareThreads;
+      if (chunk >= layout.blocks * 16) return;
+      values_of(held[i], weights[i], values, sums_squares);
+      use(chunk, values);
+    }
+#pragma unroll 1
+    for (int chunk = tid + kHeld * kPrepareThreads; chunk < layout.blocks * 16; chunk += kPrepareThreads) {
+      values_of(chunk_of(x, chunk, true), rms ? chunk_of(norm.weight, chunk, false) : Eight<T>{}, values,
+                sums_squares);
+      use(chunk, values);
+    }
+  };
+  float most = 0.f;
+  each(true, [&](int, const float (&values)[8]) {
+#pragma unroll
+    for (int e = 0; e < 8; ++e) most = fmaxf(most, fabsf(values[e]));
+  });
+  most = warp_max(most);
+  if (rms) square = warp_sum(square);
+  if (lane == 0) scratch[0][warp] = most, scratch[1][warp] = square;
+  __syncthreads();
+  most = 0.f, square = 0.f;
+#pragma unroll
+  for (int w = 0; w < kPrepareThreads / kWarpSize; ++w) {
+    most = fmaxf(most, scratch[0][w]);
+    square += scratch[1][w];
+  }
+  // The largest comes to lie below 2^15.
+  const int exponent = max(14 - 126, int(__float_as_uint(most) >> 23) - 127);
+  const float factor = __uint_as_float(unsigned(127 + 14 - exponent) << 23);
+  if (tid == 0) {
+    const float undo = __uint_as_float(unsigned(127 - 14 + exponent) << 23);
+    reinterpret_cast<float*>(to + layout.undo_at())[row] = rms ? undo * rsqrtf(square / k + norm.eps) : undo;
+  }
+  each(false, [&](int chunk, const float (&values)[8]) {
+    uint32_t rounded[4];
+#pragma unroll
+    for (int i = 0; i < 4; ++i)
+      rounded[i] = pack2(values[2 * i] * factor, values[2 * i + 1] * factor, __half());
+    const uint4 operand = as_operand<kForm, kCenters<T, kForm>>(rounded);
+    const int block = chunk / 16, q = chunk % 4;
+    reinterpret_cast<uint4*>(to)[(chunk / 4 * kColumns + row) * 4 + q] = operand;
+    if constexpr (layout.kBlockSums > 0) {  // what quants have in excess, or each of the zero, times x
+      constexpr float kHigh = kBits<kForm> == 4 ? 16.f : 1.f;  // see Quants
+      const auto sum_of_pair = [](uint32_t pair) {
+        const float2 two = unpack2(pair, __half());
+        return two.x + two.y;
+      };
+      float sum = sum_of_pair(operand.x) + sum_of_pair(operand.z) +
+                  kHigh * (sum_of_pair(operand.y) + sum_of_pair(operand.w));
+#pragma unroll
+      for (int offset = 1; offset < 16; offset *= 2) sum += __shfl_xor_sync(kAllLanes, sum, offset);
+      constexpr float kExcess = (kForm == PackedForm::kInt8 ? -128.f : -1.f) * kQuantUnit;
+      if (chunk % 16 == 0)
+        reinterpret_cast<float*>(to + layout.sums_at())[block * kColumns + row] = sum * kExcess;
+    }
+  });
+}
+
+// What the product's kernel has of it in shared memory: the blocks of a phase.
+template <class T, PackedForm kForm, int kColumns>
+struct PreparedX {
+  using Slot = PackedSlot<kForm>;
+  using Layout = PreparedOf<T, kForm, kColumns>;
+  static constexpr int kSpanPieces = 1;
+  static constexpr int kSpanBytes = Slot::kWarpBlocks * Layout::kBlockBytes;  // of a warp in a piece
+  static constexpr int kSpanSteps = Slot::kWarpBlocks * Layout::kBlockSums * 4;
+
+  uint4* operands;
+  float* sums;
+  float* undo;
+
+  __device__ __forceinline__ PreparedX(char* operands, char* sums, float* scratch, int, int, int)
+      : operands(reinterpret_cast<uint4*>(operands)), sums(reinterpret_cast<float*>(sums)), undo(scratch) {}
+
+  __device__ __forceinline__ int block(int piece, int of_warp) const {
+    return piece * Slot::kBlocks + int(threadIdx.x) / kWarpSize * Slot::kWarpBlocks + of_warp;
+  }
+  __device__ __forceinline__ float undo_of(int m) const { return undo[m]; }
+
+  // As WarpX::load.
+  template <class WaitForInput>
+  __device__ __forceinline__ void load(const GemvParams& p, const PackedPlan& plan, int begin, int end,
+                                       bool is_first, WaitForInput wait_for_input) const {
+    const Layout layout{plan.pieces * Slot::kBlocks};
+    const int first = begin * Slot::kBlocks, blocks = (end - begin) * Slot::kBlocks;
+    if (is_first) {
+      wait_for_input();
+    } else {
+      sync_some(1, kRingConsumers);  // all warps are done with the phase before
+    }
+    const auto copy = [&](void* to, int64_t from, int bytes) {
+#pragma unroll 4
+      for (int at = threadIdx.x * 16; at < bytes; at += kRingConsumers * 16)
+        copy_async(static_cast<char*>(to) + at, plan.prepared + from + at, true);
+    };
+    copy(operands, int64_t(first) * Layout::kBlockBytes, blocks * Layout::kBlockBytes);
+    if constexpr (Layout::kBlockSums > 0)
+      copy(sums, layout.sums_at() + int64_t(first) * Layout::kBlockSums * 4, blocks * Layout::kBlockSums * 4);
+    if (is_first && int(threadIdx.x) < p.m)
+      undo[threadIdx.x] =
+          __ldcg(reinterpret_cast<const float*>(plan.prepared + layout.undo_at()) + threadIdx.x);
+    commit_copies();
+    wait_for_copies<0>();
+    sync_some(1, kRingConsumers);
+  }
+};
+
+}  // namespace hf_fastpath
