@@ -1,0 +1,56 @@
+// Torch-free launch of products of many rows with quantized weights on a GPU.
+#pragma once
+
+#include "packed_gemv/packed_gemv.h"
+
+namespace hf_fastpath {
+
+// out[rows, matrix.rows] = x[rows, k] * weight^T + bias, all in `dtype`, which for the kernel is a type of
+// 16 bits.
+struct PackedGemmParams {
+  const void* x;     // contiguous
+  const void* bias;  // or null
+  void* out;         // contiguous
+  const void* quants;
+  int64_t rows;
+  int64_t k;
+  PackedMatrix matrix;
+  DType dtype;
+};
+
+// How a launch runs over a shape.
+struct PackedGemmPlan {
+  int tokens;          // of a tile: 32, 64, 128 or 256
+  int feature_tiles;   // of two blocks' features
+  int token_tiles;
+  int together;        // token tiles that follow each other before the next features do
+  int pieces;          // of a row
+  int clusters;        // of two blocks
+  int64_t units;       // pieces of all tiles that clusters share evenly: whole tiles, or single pieces
+  int unit_pieces;     // of a unit
+  int64_t x_bytes;     // of the workspace: x in the kernel's order,
+  int64_t part_bytes;  // sums of tiles that several clusters share,
+  int64_t flag_bytes;  // and what says that they are there
+};
+
+// Whether there is a kernel for the product on the current device, and nothing faster; else the caller widens the
+// weight.
+bool fits_packed_gemm(const PackedGemmParams& params);
+
+// `tokens`: of a tile, `whole`: no tile is shared; for measurements.
+PackedGemmPlan plan_packed_gemm(const PackedGemmParams& params, int tokens = 0, int whole = -1);
+
+// `workspace`: as many bytes as the plan has, at a multiple of 128.
+void launch_packed_gemm(const PackedGemmParams& params, const PackedGemmPlan& plan, void* workspace,
+                        cudaStream_t stream);
+
+// The same for one format, a file each, with x in order.
+template <PackedForm kForm>
+void launch_packed_gemm_form(const PackedGemmParams& params, const PackedGemmPlan& plan, char* workspace,
+                             cudaStream_t stream);
+
+// weight[matrix.rows, k] in `dtype`, of any type; rows [begin, end) of it.
+void launch_packed_dequantize(const PackedMatrix& matrix, const void* quants, int64_t k, int64_t begin, int64_t end,
+                              DType dtype, void* weight, cudaStream_t stream);
+
+}  // namespace hf_fastpath

@@ -1,0 +1,329 @@
+// What: 17 and more x rows times a quantized matrix, plus a bias, in float16 or bfloat16.
+// Work split: a cluster of two blocks an SM pair, as many clusters as the GPU has room for. A tile is 256 features,
+//   128 a block, 64 a warpgroup, times 32 to 256 tokens; pieces of all tiles (128 bytes of quants a row) are shared
+//   evenly by the clusters, or whole tiles are. Of a tile that several share, all but the one with the last pieces
+//   leave float32 sums in device memory, and that one adds them in order. Two warps fetch: x in slots of 64
+//   inputs, each block half of the tokens for both, and quants in slots of a piece. Two warpgroups turn quants
+//   into A of wgmma in registers (64 inputs while the tensor cores have the 64 before), B is x in shared memory. x
+//   has been brought into the order in which a lane gets quants (packed_gemm_x.cu).
+// Traffic: quants once for every `together` token tiles that fit L2, x once a cluster; out.
+// Roofline: up to 64 tokens read bandwidth, then tensor cores; docs/performance.md has the table.
+#pragma once
+
+#include "packed_gemm/packed_gemm_ring.cuh"
+
+namespace hf_fastpath {
+
+#if HF_FASTPATH_WGMMA
+
+__device__ __forceinline__ uint4 load_shared16(uint32_t from) {
+  uint4 value;
+  asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];"
+               : "=r"(value.x), "=r"(value.y), "=r"(value.z), "=r"(value.w)
+               : "r"(from));
+  return value;
+}
+
+// A lane's words of a block, of its two rows: word s of 16 bytes is of stretch s.
+template <PackedForm kForm>
+struct GemmWords {
+  static constexpr int kLoads = PackedPiece<kForm>::kLoads;
+  uint4 raw[2][kLoads];
+
+  // `at`: the lane's first row of the piece; `line`: that row among eight.
+  __device__ __forceinline__ void load(uint32_t at, int line, int block) {
+    const int q = threadIdx.x % 4;
+#pragma unroll
+    for (int h = 0; h < 2; ++h)
+#pragma unroll
+      for (int i = 0; i < kLoads; ++i) {
+        const int chunk = kLoads == 1 ? block * 4 + q : q * 2 + i;
+        raw[h][i] = load_shared16(at + h * 8 * 128 + ((chunk ^ line) << 4));
+      }
+  }
+  __device__ __forceinline__ uint32_t all() const {
+    uint32_t bits = 0;
+#pragma unroll
+    for (int h = 0; h < 2; ++h)
+#pragma unroll
+      for (int i = 0; i < kLoads; ++i) bits ^= raw[h][i].x;
+    return bits;
+  }
+  __device__ __forceinline__ void of_stretch(int h, int stretch, uint32_t (&words)[kLoads]) const {
+#pragma unroll
+    for (int i = 0; i < kLoads; ++i) {
+      const uint4& v = raw[h][i];
+      words[i] = stretch == 0 ? v.x : stretch == 1 ? v.y : stretch == 2 ? v.z : v.w;
+    }
+  }
+};
+
+// One warpgroup's state.
+template <class T, PackedForm kForm, int kTokens>
+struct GemmConsumer {
+  using Piece = PackedPiece<kForm>;
+  using Slots = GemmSlots<kTokens>;
+  const GemmShare& share;
+  const PackedMatrix& matrix;
+  uint32_t smem;
+  GemmBarriers barriers;
+  int cluster, rank, group, lane, warp;  // group: of warps
+  GemmCursor x_at, at;
+  float sums[kTokens / 2];
+
+  __device__ __forceinline__ GemmConsumer(const GemmShare& share, const PackedMatrix& matrix, uint32_t smem,
+                                          int cluster, int rank)
+      : share(share),
+        matrix(matrix),
+        smem(smem),
+        barriers(gemm_barriers<kTokens>(smem)),
+        cluster(cluster),
+        rank(rank),
+        group(threadIdx.x / 128),
+        lane(threadIdx.x % kWarpSize),
+        warp(threadIdx.x / kWarpSize % 4) {}
+
+  // Features of the tile that the lane's rows are: this one and eight more.
+  __device__ __forceinline__ int row() const { return group * 64 + warp * 16 + Piece::row_of(lane / 4); }
+
+  __device__ __forceinline__ void release_x(int slot) {
+    if (threadIdx.x % 128 < kGemmCluster) arrive_at(barriers.x_empty + 8 * slot, threadIdx.x % 128);
+  }
+
+  __device__ __forceinline__ void multiply(const GemmPart& part) {
+    const int64_t feature = (int64_t(part.features) * kGemmCluster + rank) * kGemmFeatures + row();
+    const int64_t rows[2] = {min(feature, matrix.rows - 1), min(feature + 8, matrix.rows - 1)};
+    const int line = Piece::row_of(lane / 4);
+    PieceScales<kForm> next[2];
+#pragma unroll
+    for (int h = 0; h < 2; ++h) next[h].load(matrix, rows[h], part.first);
+    int accumulate = 0, before = -1;
+#pragma unroll 1
+    for (int piece = part.first; piece < part.last; ++piece) {
+      PieceScales<kForm> scales[2];
+#pragma unroll
+      for (int h = 0; h < 2; ++h) {
+        scales[h] = next[h];
+        next[h].load(matrix, rows[h], min(piece + 1, part.last - 1));
+      }
+      const int blocks = matrix.blocks - piece * Piece::kBlocks;
+      barrier_wait(barriers.full + 8 * at.slot, at.parity);
+      const uint32_t from = smem + Slots::kPiecesAt + at.slot * kGemmPieceBytes + row() * 128;
+      uint32_t bits = 0;
+#pragma unroll
+      for (int b = 0; b < Piece::kBlocks; ++b) {
+        if (b >= blocks) break;
+        GemmWords<kForm> words;
+        words.load(from, line, b);
+        bits ^= words.all();
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+          uint32_t a[4][4];  // of 16 inputs: as A of mma.cuh
+#pragma unroll
+          for (int i = 0; i < 2; ++i) {
+            const int stretch = half * 2 + i;
+#pragma unroll
+            for (int h = 0; h < 2; ++h) {
+              uint32_t of_stretch[Piece::kLoads], pair[4];
+              words.of_stretch(h, stretch, of_stretch);
+              dequantize_stretch<T, kForm>(of_stretch, Piece::kScales ? scales[h].scale(b, stretch) : 0,
+                                           scales[h].zero(b), pair);
+              a[i * 2][h] = pair[0], a[i * 2][2 + h] = pair[1];
+              a[i * 2 + 1][h] = pair[2], a[i * 2 + 1][2 + h] = pair[3];
+            }
+          }
+          barrier_wait(barriers.x_full + 8 * x_at.slot, x_at.parity);
+          const uint64_t operand = wgmma_operand(smem + x_at.slot * Slots::kXBytes);
+          wgmma_fence();
+#pragma unroll
+          for (int i = 0; i < 4; ++i) {
+            wgmma<T, kTokens>(sums, a[i], operand + i * kWgmmaStep, accumulate);
+            accumulate = 1;
+          }
+          wgmma_commit();
+          wgmma_wait<1>();  // the 64 inputs before: their slot and their operands' registers are free
+          if (before >= 0) release_x(before);
+          before = x_at.slot;
+          x_at.template advance<Slots::kX>();
+        }
+      }
+      __syncwarp();
+      if (lane == 0) barrier_arrive(behind_reads(barriers.empty + 8 * at.slot, bits, share.zero));
+      at.template advance<Slots::kPieces>();
+    }
+    wgmma_wait<0>();
+    release_x(before);
+  }
+
+  __device__ __forceinline__ float4* part_of(int of_cluster) const {
+    return reinterpret_cast<float4*>(share.parts) +
+           (int64_t(of_cluster * kGemmCluster + rank) * kGemmWarpgroups + group) * (kTokens / 8) * 128 +
+           threadIdx.x % 128;
+  }
+  __device__ __forceinline__ unsigned* flag_of(int of_cluster) const {
+    return share.flags + (of_cluster * kGemmCluster + rank) * kGemmWarpgroups + group;
+  }
+  __device__ __forceinline__ void sync() const { sync_some(1 + group, 128); }
+
+  // Leaves the sums for the cluster that has the tile's last pieces.
+  __device__ __forceinline__ void leave() {
+    float4* const to = part_of(cluster);
+#pragma unroll
+    for (int t = 0; t < kTokens / 8; ++t)
+      __stcg(to + t * 128, make_float4(sums[4 * t], sums[4 * t + 1], sums[4 * t + 2], sums[4 * t + 3]));
+    __threadfence();
+    sync();  // all of the warpgroup's
+    if (threadIdx.x % 128 == 0) {
+      __threadfence();
+      atomicExch(flag_of(cluster), 1);
+    }
+  }
+
+  // Adds what lower clusters have of the tile, in order.
+  __device__ __forceinline__ void collect(const GemmPart& part) {
+    int first = cluster;
+    while (GemmParts::boundary(share.plan, first) > part.start) --first;
+    for (int other = first; other < cluster; ++other) {
+      if (threadIdx.x % 128 == 0) {
+        unsigned done;
+        do {
+          asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(done) : "l"(flag_of(other)) : "memory");
+        } while (!done);
+      }
+      sync();
+      const float4* const from = part_of(other);
+#pragma unroll
+      for (int t = 0; t < kTokens / 8; ++t) {
+        const float4 v = __ldcg(from + t * 128);
+        sums[4 * t] += v.x, sums[4 * t + 1] += v.y, sums[4 * t + 2] += v.z, sums[4 * t + 3] += v.w;
+      }
+    }
+  }
+
+  // Writes the tile, turned to [tokens, features] in shared memory.
+  __device__ __forceinline__ void store(const GemmPart& part, const T* bias, T* out) {
+    const int64_t first = (int64_t(part.features) * kGemmCluster + rank) * kGemmFeatures;
+    float scale[2], shift[2];
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      const int64_t feature = min(first + row() + 8 * h, matrix.rows - 1);
+      scale[h] = matrix.multiplier;
+      if constexpr (kForm == PackedForm::kFp8)
+        scale[h] *= __half2float(__ushort_as_half(__ldg(matrix.scales + feature)));
+      shift[h] = bias ? to_float(bias[feature]) : 0.f;
+    }
+    const int tid = threadIdx.x % 128;
+    const uint32_t staging = smem + Slots::kStagingAt + group * kGemmStagingBytes;
+    const int64_t column = first + group * 64 + tid % 8 * 8;
+    const bool is_whole = matrix.rows % 8 == 0 && reinterpret_cast<uintptr_t>(out) % 16 == 0;
+#pragma unroll
+    for (int step = 0; step < kTokens; step += kGemmStepTokens) {
+      const int64_t token = int64_t(part.tokens) * kTokens + step;
+      if (token >= share.rows) break;
+      if (step) sync();  // the step before is read
+#pragma unroll
+      for (int t = 0; t < kGemmStepTokens / 8; t += 2) {
+        uint32_t word[2][2];
+#pragma unroll
+        for (int i = 0; i < 2; ++i)
+#pragma unroll
+          for (int h = 0; h < 2; ++h) {
+            const float* const c = sums + (step / 8 + t + i) * 4 + 2 * h;
+            word[i][h] = pack2(fmaf(c[0], scale[h], shift[h]), fmaf(c[1], scale[h], shift[h]), T());
+          }
+        const int line = lane % 8, chunk = warp * 2 + lane / 8 % 2;
+        const uint32_t to = staging + ((t + lane / 16) * 8 + line) * 128 + ((chunk ^ line) << 4);
+        asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(to),
+                     "r"(word[0][0]), "r"(word[0][1]), "r"(word[1][0]), "r"(word[1][1])
+                     : "memory");
+      }
+      sync();
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        const int line = tid / 8 + 16 * i;
+        uint4 v = load_shared16(staging + line * 128 + ((tid % 8 ^ line % 8) << 4));
+        if (Piece::kBits == 4)
+          v = make_uint4(pair_low(v.x, v.y), pair_low(v.z, v.w), pair_high(v.x, v.y), pair_high(v.z, v.w));
+        if (token + line >= share.rows || column >= matrix.rows) continue;
+        T* const to = out + (token + line) * matrix.rows + column;
+        if (is_whole) {
+          *reinterpret_cast<uint4*>(to) = v;
+        } else {
+          const uint32_t words[4] = {v.x, v.y, v.z, v.w};
+#pragma unroll
+          for (int e = 0; e < 8; ++e) {
+            const uint16_t bits = static_cast<uint16_t>(words[e / 2] >> e % 2 * 16);
+            if (column + e < matrix.rows) reinterpret_cast<uint16_t*>(to)[e] = bits;
+          }
+        }
+      }
+    }
+    sync();  // the last step is read
+  }
+
+  __device__ __forceinline__ void run(const T* bias, T* out) {
+    GemmParts parts(share.plan, cluster);
+    GemmPart part;
+    while (parts.next(share.plan, part)) {
+      multiply(part);
+      if (part.last < share.plan.pieces) {
+        leave();
+        continue;
+      }
+      if (part.first > 0) collect(part);
+      store(part, bias, out);
+    }
+  }
+};
+
+#endif  // HF_FASTPATH_WGMMA
+
+template <class T, PackedForm kForm, int kTokens>
+__global__ void __launch_bounds__(kGemmThreads, 1)
+    packed_gemm_kernel(const __grid_constant__ GemmShare share, const __grid_constant__ PackedMatrix matrix,
+                       const __grid_constant__ CUtensorMap x_map, const __grid_constant__ CUtensorMap quants_map,
+                       const T* bias, T* out) {
+#if HF_FASTPATH_WGMMA
+  extern __shared__ __align__(1024) char shared[];
+  using Slots = GemmSlots<kTokens>;
+  const uint32_t smem = shared_address(shared);
+  const GemmBarriers barriers = gemm_barriers<kTokens>(smem);
+  const int cluster = blockIdx.x / kGemmCluster, rank = blockIdx.x % kGemmCluster;
+  const int warp = threadIdx.x / kWarpSize;
+  if (threadIdx.x == 0) {
+    for (int i = 0; i < Slots::kX; ++i) {
+      barrier_init(barriers.x_full + 8 * i, 1);
+      barrier_init(barriers.x_empty + 8 * i, kGemmCluster * kGemmWarpgroups);
+    }
+    for (int i = 0; i < Slots::kPieces; ++i) {
+      barrier_init(barriers.full + 8 * i, 1);
+      barrier_init(barriers.empty + 8 * i, 4 * kGemmWarpgroups);
+    }
+    barrier_init_done();
+  }
+  arrive_cluster();
+  wait_cluster();  // both blocks' barriers are ready for both
+  if (warp >= 4 * kGemmWarpgroups) {
+    asm volatile("setmaxnreg.dec.sync.aligned.u32 40;");
+    const int which = warp - 4 * kGemmWarpgroups;
+    if (which == 0) {
+      if (is_elected()) fetch_pieces<kTokens>(share, &quants_map, smem, cluster, rank);
+    } else if (which == 1) {
+      wait_for_previous_kernel();  // which writes x
+      if (is_elected()) fetch_x<kForm, kTokens>(share, matrix, &x_map, smem, cluster, rank);
+    } else if (which == 2) {
+      prefetch_scales<kForm>(share, matrix, cluster, rank, threadIdx.x % kWarpSize);
+    }
+    __syncwarp();
+  } else {
+    asm volatile("setmaxnreg.inc.sync.aligned.u32 232;");
+    wait_for_previous_kernel();  // which clears the flags
+    GemmConsumer<T, kForm, kTokens> consumer(share, matrix, smem, cluster, rank);
+    consumer.run(bias, out);
+  }
+  arrive_cluster();
+  wait_cluster();  // the other block still copies into this one's slots, or arrives at its barriers
+#endif
+}
+
+}  // namespace hf_fastpath

@@ -1,0 +1,199 @@
+// How tiles are shared by clusters, and how x and quants get into shared memory, for packed_gemm_kernel.cuh.
+#pragma once
+
+#include "common/async.cuh"
+#include "common/warp.cuh"
+#include "packed_gemm/packed_gemm.h"
+#include "packed_gemm/packed_gemm_quants.cuh"
+#include "packed_gemm/wgmma.cuh"
+
+namespace hf_fastpath {
+
+constexpr int kGemmCluster = 2;      // blocks: each fetches half of x's tile for both
+constexpr int kGemmWarpgroups = 2;   // of a block, that compute
+constexpr int kGemmFeatures = 64 * kGemmWarpgroups;  // of a block's tile
+constexpr int kGemmThreads = 128 * (kGemmWarpgroups + 1);
+constexpr int kGemmPieceBytes = kGemmFeatures * 128;
+constexpr int kGemmStepTokens = 32;  // that are turned at a time, on their way out
+constexpr int kGemmStagingBytes = 64 * kGemmStepTokens * 2;  // of a warpgroup
+constexpr int kGemmX = 64;  // inputs of a slot of x: 128 bytes of each token
+
+// Slots of shared memory.
+template <int kTokens>
+struct GemmSlots {
+  static constexpr int kXBytes = kTokens * 128;
+  static constexpr int kX = kTokens == 256 ? 5 : kTokens == 128 ? 6 : 8;
+  static constexpr int kPieces = kTokens == 256 ? 3 : kTokens == 128 ? 6 : kTokens == 64 ? 8 : 10;
+  static constexpr int kPiecesAt = kX * kXBytes;
+  static constexpr int kStagingAt = kPiecesAt + kPieces * kGemmPieceBytes;
+  static constexpr int kBarriersAt = kStagingAt + kGemmWarpgroups * kGemmStagingBytes;
+  static constexpr int kBytes = kBarriersAt + 16 * (kX + kPieces);
+};
+
+// Where a launch's parts lie in device memory, as kernels see it.
+struct GemmShare {
+  PackedGemmPlan plan;
+  int64_t rows, k;
+  float* parts;     // [clusters][2 blocks][2 warpgroups] tiles of sums
+  unsigned* flags;  // of each: 1 once it is complete
+  int zero;         // 0, which the compiler does not know
+};
+
+// A tile, or a part of one: pieces [first, last) of its features and tokens.
+struct GemmPart {
+  int features, tokens;  // which tile
+  int first, last;
+  int64_t start;  // of all pieces, the tile's first
+};
+
+// The parts of a cluster, from the last to the first: of a tile that several clusters share, the highest of them
+// has the last pieces, and finds the others' sums, which those computed before anything else.
+struct GemmParts {
+  int64_t begin, end;  // what is left, in pieces of all tiles
+
+  static __device__ __forceinline__ int64_t boundary(const PackedGemmPlan& plan, int cluster) {
+    return plan.units * cluster / plan.clusters * plan.unit_pieces;
+  }
+  __device__ __forceinline__ GemmParts(const PackedGemmPlan& plan, int cluster)
+      : begin(boundary(plan, cluster)), end(boundary(plan, cluster + 1)) {}
+
+  __device__ __forceinline__ bool next(const PackedGemmPlan& plan, GemmPart& part) {
+    if (end <= begin) return false;
+    const int tile = static_cast<int>((end - 1) / plan.pieces);
+    part.start = int64_t(tile) * plan.pieces;
+    const int64_t from = part.start > begin ? part.start : begin;
+    part.first = static_cast<int>(from - part.start), part.last = static_cast<int>(end - part.start);
+    end = from;
+    const int of_group = plan.together * plan.feature_tiles, group = tile / of_group;
+    const int tokens = min(plan.together, plan.token_tiles - group * plan.together);
+    part.features = (tile - group * of_group) / tokens;
+    part.tokens = group * plan.together + (tile - group * of_group) % tokens;
+    return true;
+  }
+};
+
+#if HF_FASTPATH_WGMMA
+
+struct GemmBarriers {
+  uint32_t x_full, x_empty, full, empty;
+};
+
+template <int kTokens>
+__device__ __forceinline__ GemmBarriers gemm_barriers(uint32_t smem) {
+  using Slots = GemmSlots<kTokens>;
+  const uint32_t at = smem + Slots::kBarriersAt;
+  return {at, at + 8 * Slots::kX, at + 16 * Slots::kX, at + 16 * Slots::kX + 8 * Slots::kPieces};
+}
+
+struct GemmCursor {
+  int slot = 0;
+  uint32_t parity = 0;
+  template <int kSlots>
+  __device__ __forceinline__ void advance() {
+    if (++slot == kSlots) slot = 0, parity ^= 1;
+  }
+};
+
+// The same tile of a tensor for all blocks of the cluster; each one's barrier learns of it.
+__device__ __forceinline__ void copy_tile_to_cluster(uint32_t to, const CUtensorMap* map, int x, int y,
+                                                     uint32_t barrier) {
+  asm volatile(
+      "cp.async.bulk.tensor.3d.shared::cluster.global.tile.mbarrier::complete_tx::bytes.multicast::cluster "
+      "[%0], [%1, {%2, %3, %4}], [%5], %6;" ::"r"(to),
+      "l"(map), "r"(x), "r"(y), "r"(0), "r"(barrier), "h"(static_cast<uint16_t>((1 << kGemmCluster) - 1))
+      : "memory");
+}
+
+// Arrives at the barrier of a block of the cluster. No release for all of the cluster, which would wait for memory:
+// what comes before are reads that are complete.
+__device__ __forceinline__ void arrive_at(uint32_t barrier, int rank) {
+  asm volatile("mbarrier.arrive.shared::cluster.b64 _, [%0];" ::"r"(cluster_address(barrier, rank))
+               : "memory");
+}
+
+// Slots of x that a piece takes: the last one may end before.
+template <PackedForm kForm>
+__device__ __forceinline__ int x_slots(const PackedMatrix& matrix, int piece) {
+  constexpr int kBlocks = PackedPiece<kForm>::kBlocks;
+  return min(kBlocks, matrix.blocks - piece * kBlocks) * int(kPackedBlock) / kGemmX;
+}
+
+// One lane's work.
+template <PackedForm kForm, int kTokens>
+__device__ __forceinline__ void fetch_x(const GemmShare& share, const PackedMatrix& matrix, const CUtensorMap* map,
+                                        uint32_t smem, int cluster, int rank) {
+  using Slots = GemmSlots<kTokens>;
+  constexpr int kHalf = kTokens / kGemmCluster, kSlotsOfPiece = PackedPiece<kForm>::kBlocks * 2;
+  const GemmBarriers barriers = gemm_barriers<kTokens>(smem);
+  GemmCursor at;
+  GemmParts parts(share.plan, cluster);
+  GemmPart part;
+  while (parts.next(share.plan, part)) {
+    const int token = part.tokens * kTokens + rank * kHalf;
+#pragma unroll 1
+    for (int piece = part.first; piece < part.last; ++piece) {
+      const int slots = x_slots<kForm>(matrix, piece);
+#pragma unroll 1
+      for (int i = 0; i < slots; ++i) {
+        barrier_wait(barriers.x_empty + 8 * at.slot, at.parity ^ 1);
+        const uint32_t full = barriers.x_full + 8 * at.slot;
+        barrier_arrive_expect(full, Slots::kXBytes);
+        copy_tile_to_cluster(smem + at.slot * Slots::kXBytes + rank * kHalf * 128, map,
+                             (piece * kSlotsOfPiece + i) * kGemmX, token, full);
+        at.template advance<Slots::kX>();
+      }
+    }
+  }
+}
+
+// One lane's work.
+template <int kTokens>
+__device__ __forceinline__ void fetch_pieces(const GemmShare& share, const CUtensorMap* map, uint32_t smem,
+                                             int cluster, int rank) {
+  using Slots = GemmSlots<kTokens>;
+  const GemmBarriers barriers = gemm_barriers<kTokens>(smem);
+  GemmCursor at;
+  GemmParts parts(share.plan, cluster);
+  GemmPart part;
+  while (parts.next(share.plan, part)) {
+    const int row = (part.features * kGemmCluster + rank) * kGemmFeatures;
+#pragma unroll 1
+    for (int piece = part.first; piece < part.last; ++piece) {
+      barrier_wait(barriers.empty + 8 * at.slot, at.parity ^ 1);
+      const uint32_t full = barriers.full + 8 * at.slot;
+      barrier_arrive_expect(full, kGemmPieceBytes);
+      copy_tile_to_shared(smem + Slots::kPiecesAt + at.slot * kGemmPieceBytes, map, piece * 32, row, 0, full);
+      at.template advance<Slots::kPieces>();
+    }
+  }
+}
+
+// A warp brings what its block will read of scales and zeros into L2, which the lanes that use them load one piece
+// ahead.
+template <PackedForm kForm>
+__device__ __forceinline__ void prefetch_scales(const GemmShare& share, const PackedMatrix& matrix, int cluster,
+                                                int rank, int lane) {
+  using Piece = PackedPiece<kForm>;
+  constexpr int kLine = 128;
+  GemmParts parts(share.plan, cluster);
+  GemmPart part;
+  int64_t known = -1;
+  while (Piece::kScales && parts.next(share.plan, part)) {
+    const int64_t first = (int64_t(part.features) * kGemmCluster + rank) * kGemmFeatures;
+    if (first == known) continue;
+    known = first;
+    const int group = part.first * Piece::kBlocks * Piece::kScales;
+    const int groups = min(part.last * Piece::kBlocks * Piece::kScales, matrix.groups);
+    for (int i = lane; i < kGemmFeatures; i += kWarpSize) {
+      if (first + i >= matrix.rows) continue;
+      const int64_t row = (first + i) * matrix.groups;
+      for (int at = group; at < groups; at += kLine / 2) prefetch_l2(matrix.scales + row + at);
+      if (kForm == PackedForm::kInt4)
+        for (int at = group; at < groups; at += kLine) prefetch_l2(matrix.zeros + row + at);
+    }
+  }
+}
+
+#endif  // HF_FASTPATH_WGMMA
+
+}  // namespace hf_fastpath
