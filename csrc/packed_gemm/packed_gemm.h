@@ -8,19 +8,22 @@ namespace hf_fastpath {
 // out[rows, matrix.rows] = x[rows, k] * weight^T + bias, all in `dtype`, which for the kernel is a type of
 // 16 bits.
 struct PackedGemmParams {
-  const void* x;     // contiguous
+  const void* x;     // rows of x_stride elements, whole 16 bytes, aligned
   const void* bias;  // or null
   void* out;         // contiguous
   const void* quants;
   int64_t rows;
   int64_t k;
+  int64_t x_stride;
   PackedMatrix matrix;
   DType dtype;
+  bool overlap;  // x may come from a kernel that still runs
 };
 
 // How a launch runs over a shape.
 struct PackedGemmPlan {
   int tokens;          // of a tile: 32, 64, 128 or 256
+  int warpgroups;      // that compute, of a block: 64 features each
   int feature_tiles;   // of two blocks' features
   int token_tiles;
   int together;        // token tiles that follow each other before the next features do
@@ -28,8 +31,7 @@ struct PackedGemmPlan {
   int clusters;        // of two blocks
   int64_t units;       // pieces of all tiles that clusters share evenly: whole tiles, or single pieces
   int unit_pieces;     // of a unit
-  int64_t x_bytes;     // of the workspace: x in the kernel's order,
-  int64_t part_bytes;  // sums of tiles that several clusters share,
+  int64_t part_bytes;  // of the workspace: sums of tiles that several clusters share,
   int64_t flag_bytes;  // and what says that they are there
 };
 
@@ -37,14 +39,19 @@ struct PackedGemmPlan {
 // weight.
 bool fits_packed_gemm(const PackedGemmParams& params);
 
-// `tokens`: of a tile, `whole`: no tile is shared; for measurements.
-PackedGemmPlan plan_packed_gemm(const PackedGemmParams& params, int tokens = 0, int whole = -1);
+// `tokens`: of a tile, `whole`: no tile is shared, `warpgroups`: of a block; for measurements.
+PackedGemmPlan plan_packed_gemm(const PackedGemmParams& params, int tokens = 0, int whole = -1,
+                                int warpgroups = 0);
 
 // `workspace`: as many bytes as the plan has, at a multiple of 128.
 void launch_packed_gemm(const PackedGemmParams& params, const PackedGemmPlan& plan, void* workspace,
                         cudaStream_t stream);
 
-// The same for one format, a file each, with x in order.
+// A number that no other launch has: flags of launches before cannot be taken for this one's. A captured graph's
+// launches share theirs, and leave flags without it.
+unsigned long long next_gemm_ticket();
+
+// The same for one format, a file each.
 template <PackedForm kForm>
 void launch_packed_gemm_form(const PackedGemmParams& params, const PackedGemmPlan& plan, char* workspace,
                              cudaStream_t stream);

@@ -19,6 +19,22 @@ Tensor aligned(const Tensor& tensor) {
   return reinterpret_cast<uintptr_t>(whole.data_ptr()) % 16 == 0 ? whole : torch::stable::clone(whole);
 }
 
+// Rows of x as the kernel's copies want them: whole 16 bytes, aligned.
+Tensor whole_rows(const Tensor& x, PackedGemmParams& p, cudaStream_t stream) {
+  constexpr int64_t kWhole = 8;  // of elements of 16 bits
+  p.x_stride = (p.k + kWhole - 1) / kWhole * kWhole;
+  if (p.x_stride == p.k) {
+    const Tensor same = aligned(x);
+    p.x = same.data_ptr();
+    return same;
+  }
+  const Tensor wide = empty_like_with_sizes(x, {p.rows, p.x_stride});
+  p.x = wide.data_ptr();
+  HF_FASTPATH_CUDA_CHECK(cudaMemcpy2DAsync(wide.data_ptr(), p.x_stride * 2, x.data_ptr(), p.k * 2, p.k * 2, p.rows,
+                                           cudaMemcpyDeviceToDevice, stream));
+  return wide;
+}
+
 // out = x * weight^T: [rows, k] and [features, k]; `out`, [rows, features], may be columns of a larger one.
 void multiply_into(Tensor out, const Tensor& x, const Tensor& weight) {
   using torch::stable::detail::from;
@@ -75,7 +91,6 @@ Tensor packed_gemm_cuda(const Tensor& x, const Tensor& quants, const Tensor& sca
   p.k = x.size(x.dim() - 1);
   p.rows = x.numel() / p.k;
   p.dtype = dtype_of(x, kOp);
-  p.x = input.data_ptr();
   p.quants = weight.data_ptr();
   const PackedShape shape = check_packed(p.k, weight, factors, points, format, kOp);
   STD_TORCH_CHECK(shape.rows < int64_t{1} << 31 && p.rows < int64_t{1} << 31,
@@ -99,12 +114,11 @@ Tensor packed_gemm_cuda(const Tensor& x, const Tensor& quants, const Tensor& sca
     const Tensor rows = torch::stable::view(input, {p.rows, p.k});
     return torch::stable::view(with_widened(rows, p, shift, stream), sizes);
   }
+  const Tensor rows = whole_rows(input, p, stream);
   Tensor out = empty_like_with_sizes(input, sizes);
   p.out = out.data_ptr();
   const PackedGemmPlan plan = plan_packed_gemm(p);
-  // PyTorch's allocations start at multiples of 512 bytes; the kernel's copies want no more than 128.
-  const int64_t bytes = plan.x_bytes + plan.part_bytes + plan.flag_bytes;
-  const Tensor workspace = empty_like_with_sizes(input, {bytes / 2});
+  const Tensor workspace = empty_like_with_sizes(input, {(plan.part_bytes + plan.flag_bytes) / 2});
   launch_packed_gemm(p, plan, workspace.data_ptr(), stream);
   return out;
 }

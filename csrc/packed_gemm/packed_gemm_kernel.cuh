@@ -4,8 +4,7 @@
 //   evenly by the clusters, or whole tiles are. Of a tile that several share, all but the one with the last pieces
 //   leave float32 sums in device memory, and that one adds them in order. Two warps fetch: x in slots of 64
 //   inputs, each block half of the tokens for both, and quants in slots of a piece. Two warpgroups turn quants
-//   into A of wgmma in registers (64 inputs while the tensor cores have the 64 before), B is x in shared memory. x
-//   has been brought into the order in which a lane gets quants (packed_gemm_x.cu).
+//   into A of wgmma in registers (64 inputs while the tensor cores have the 64 before), B is x in shared memory.
 // Traffic: quants once for every `together` token tiles that fit L2, x once a cluster; out.
 // Roofline: up to 64 tokens read bandwidth, then tensor cores; docs/performance.md has the table.
 #pragma once
@@ -59,16 +58,17 @@ struct GemmWords {
 };
 
 // One warpgroup's state.
-template <class T, PackedForm kForm, int kTokens>
+template <class T, PackedForm kForm, class Tile>
 struct GemmConsumer {
+  static constexpr int kTokens = Tile::kTokens;
   using Piece = PackedPiece<kForm>;
-  using Slots = GemmSlots<kTokens>;
   const GemmShare& share;
   const PackedMatrix& matrix;
   uint32_t smem;
   GemmBarriers barriers;
   int cluster, rank, group, lane, warp;  // group: of warps
   GemmCursor x_at, at;
+  QuadTurn turn;
   float sums[kTokens / 2];
 
   __device__ __forceinline__ GemmConsumer(const GemmShare& share, const PackedMatrix& matrix, uint32_t smem,
@@ -76,7 +76,7 @@ struct GemmConsumer {
       : share(share),
         matrix(matrix),
         smem(smem),
-        barriers(gemm_barriers<kTokens>(smem)),
+        barriers(gemm_barriers<Tile>(smem)),
         cluster(cluster),
         rank(rank),
         group(threadIdx.x / 128),
@@ -91,7 +91,7 @@ struct GemmConsumer {
   }
 
   __device__ __forceinline__ void multiply(const GemmPart& part) {
-    const int64_t feature = (int64_t(part.features) * kGemmCluster + rank) * kGemmFeatures + row();
+    const int64_t feature = (int64_t(part.features) * kGemmCluster + rank) * Tile::kFeatures + row();
     const int64_t rows[2] = {min(feature, matrix.rows - 1), min(feature + 8, matrix.rows - 1)};
     const int line = Piece::row_of(lane / 4);
     PieceScales<kForm> next[2];
@@ -108,7 +108,7 @@ struct GemmConsumer {
       }
       const int blocks = matrix.blocks - piece * Piece::kBlocks;
       barrier_wait(barriers.full + 8 * at.slot, at.parity);
-      const uint32_t from = smem + Slots::kPiecesAt + at.slot * kGemmPieceBytes + row() * 128;
+      const uint32_t from = smem + Tile::kPiecesAt + at.slot * Tile::kPieceBytes + row() * 128;
       uint32_t bits = 0;
 #pragma unroll
       for (int b = 0; b < Piece::kBlocks; ++b) {
@@ -126,6 +126,7 @@ struct GemmConsumer {
             for (int h = 0; h < 2; ++h) {
               uint32_t of_stretch[Piece::kLoads], pair[4];
               words.of_stretch(h, stretch, of_stretch);
+              turn(of_stretch);
               dequantize_stretch<T, kForm>(of_stretch, Piece::kScales ? scales[h].scale(b, stretch) : 0,
                                            scales[h].zero(b), pair);
               a[i * 2][h] = pair[0], a[i * 2][2 + h] = pair[1];
@@ -133,7 +134,7 @@ struct GemmConsumer {
             }
           }
           barrier_wait(barriers.x_full + 8 * x_at.slot, x_at.parity);
-          const uint64_t operand = wgmma_operand(smem + x_at.slot * Slots::kXBytes);
+          const uint64_t operand = wgmma_operand(smem + x_at.slot * Tile::kXBytes);
           wgmma_fence();
 #pragma unroll
           for (int i = 0; i < 4; ++i) {
@@ -144,12 +145,12 @@ struct GemmConsumer {
           wgmma_wait<1>();  // the 64 inputs before: their slot and their operands' registers are free
           if (before >= 0) release_x(before);
           before = x_at.slot;
-          x_at.template advance<Slots::kX>();
+          x_at.template advance<Tile::kX>();
         }
       }
       __syncwarp();
       if (lane == 0) barrier_arrive(behind_reads(barriers.empty + 8 * at.slot, bits, share.zero));
-      at.template advance<Slots::kPieces>();
+      at.template advance<Tile::kPieces>();
     }
     wgmma_wait<0>();
     release_x(before);
@@ -157,11 +158,11 @@ struct GemmConsumer {
 
   __device__ __forceinline__ float4* part_of(int of_cluster) const {
     return reinterpret_cast<float4*>(share.parts) +
-           (int64_t(of_cluster * kGemmCluster + rank) * kGemmWarpgroups + group) * (kTokens / 8) * 128 +
+           (int64_t(of_cluster * kGemmCluster + rank) * Tile::kWarpgroups + group) * (kTokens / 8) * 128 +
            threadIdx.x % 128;
   }
-  __device__ __forceinline__ unsigned* flag_of(int of_cluster) const {
-    return share.flags + (of_cluster * kGemmCluster + rank) * kGemmWarpgroups + group;
+  __device__ __forceinline__ unsigned long long* flag_of(int of_cluster) const {
+    return share.flags + (of_cluster * kGemmCluster + rank) * Tile::kWarpgroups + group;
   }
   __device__ __forceinline__ void sync() const { sync_some(1 + group, 128); }
 
@@ -175,7 +176,7 @@ struct GemmConsumer {
     sync();  // all of the warpgroup's
     if (threadIdx.x % 128 == 0) {
       __threadfence();
-      atomicExch(flag_of(cluster), 1);
+      atomicExch(flag_of(cluster), share.ticket);
     }
   }
 
@@ -185,10 +186,11 @@ struct GemmConsumer {
     while (GemmParts::boundary(share.plan, first) > part.start) --first;
     for (int other = first; other < cluster; ++other) {
       if (threadIdx.x % 128 == 0) {
-        unsigned done;
+        unsigned long long found;
         do {
-          asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(done) : "l"(flag_of(other)) : "memory");
-        } while (!done);
+          asm volatile("ld.acquire.gpu.global.u64 %0, [%1];" : "=l"(found) : "l"(flag_of(other)) : "memory");
+        } while (found != share.ticket);
+        *flag_of(other) = 0;  // for the next launch with this ticket, of a captured graph
       }
       sync();
       const float4* const from = part_of(other);
@@ -202,7 +204,7 @@ struct GemmConsumer {
 
   // Writes the tile, turned to [tokens, features] in shared memory.
   __device__ __forceinline__ void store(const GemmPart& part, const T* bias, T* out) {
-    const int64_t first = (int64_t(part.features) * kGemmCluster + rank) * kGemmFeatures;
+    const int64_t first = (int64_t(part.features) * kGemmCluster + rank) * Tile::kFeatures;
     float scale[2], shift[2];
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
@@ -213,14 +215,15 @@ struct GemmConsumer {
       shift[h] = bias ? to_float(bias[feature]) : 0.f;
     }
     const int tid = threadIdx.x % 128;
-    const uint32_t staging = smem + Slots::kStagingAt + group * kGemmStagingBytes;
+    const uint32_t buffers = smem + Tile::kStagingAt + group * 2 * kGemmStagingBytes;
     const int64_t column = first + group * 64 + tid % 8 * 8;
     const bool is_whole = matrix.rows % 8 == 0 && reinterpret_cast<uintptr_t>(out) % 16 == 0;
 #pragma unroll
     for (int step = 0; step < kTokens; step += kGemmStepTokens) {
       const int64_t token = int64_t(part.tokens) * kTokens + step;
       if (token >= share.rows) break;
-      if (step) sync();  // the step before is read
+      // Two in turns: whoever writes one again has seen all others behind the step between.
+      const uint32_t staging = buffers + step / kGemmStepTokens % 2 * kGemmStagingBytes;
 #pragma unroll
       for (int t = 0; t < kGemmStepTokens / 8; t += 2) {
         uint32_t word[2][2];
@@ -258,7 +261,7 @@ struct GemmConsumer {
         }
       }
     }
-    sync();  // the last step is read
+    sync();  // the last steps are read
   }
 
   __device__ __forceinline__ void run(const T* bias, T* out) {
@@ -278,47 +281,46 @@ struct GemmConsumer {
 
 #endif  // HF_FASTPATH_WGMMA
 
-template <class T, PackedForm kForm, int kTokens>
-__global__ void __launch_bounds__(kGemmThreads, 1)
+template <class T, PackedForm kForm, class Tile>
+__global__ void __launch_bounds__(Tile::kThreads, 1)
     packed_gemm_kernel(const __grid_constant__ GemmShare share, const __grid_constant__ PackedMatrix matrix,
                        const __grid_constant__ CUtensorMap x_map, const __grid_constant__ CUtensorMap quants_map,
                        const T* bias, T* out) {
 #if HF_FASTPATH_WGMMA
   extern __shared__ __align__(1024) char shared[];
-  using Slots = GemmSlots<kTokens>;
   const uint32_t smem = shared_address(shared);
-  const GemmBarriers barriers = gemm_barriers<kTokens>(smem);
+  const GemmBarriers barriers = gemm_barriers<Tile>(smem);
   const int cluster = blockIdx.x / kGemmCluster, rank = blockIdx.x % kGemmCluster;
   const int warp = threadIdx.x / kWarpSize;
   if (threadIdx.x == 0) {
-    for (int i = 0; i < Slots::kX; ++i) {
+    for (int i = 0; i < Tile::kX; ++i) {
       barrier_init(barriers.x_full + 8 * i, 1);
-      barrier_init(barriers.x_empty + 8 * i, kGemmCluster * kGemmWarpgroups);
+      barrier_init(barriers.x_empty + 8 * i, kGemmCluster * Tile::kWarpgroups);
     }
-    for (int i = 0; i < Slots::kPieces; ++i) {
+    for (int i = 0; i < Tile::kPieces; ++i) {
       barrier_init(barriers.full + 8 * i, 1);
-      barrier_init(barriers.empty + 8 * i, 4 * kGemmWarpgroups);
+      barrier_init(barriers.empty + 8 * i, 4 * Tile::kWarpgroups);
     }
     barrier_init_done();
   }
   arrive_cluster();
   wait_cluster();  // both blocks' barriers are ready for both
-  if (warp >= 4 * kGemmWarpgroups) {
-    asm volatile("setmaxnreg.dec.sync.aligned.u32 40;");
-    const int which = warp - 4 * kGemmWarpgroups;
+  if (warp >= 4 * Tile::kWarpgroups) {
+    asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(Tile::kFetchRegisters));
+    const int which = warp - 4 * Tile::kWarpgroups;
     if (which == 0) {
-      if (is_elected()) fetch_pieces<kTokens>(share, &quants_map, smem, cluster, rank);
+      if (is_elected()) fetch_pieces<Tile>(share, &quants_map, smem, cluster, rank);
     } else if (which == 1) {
-      wait_for_previous_kernel();  // which writes x
-      if (is_elected()) fetch_x<kForm, kTokens>(share, matrix, &x_map, smem, cluster, rank);
+      wait_for_previous_kernel();  // which may write x
+      if (is_elected()) fetch_x<kForm, Tile>(share, matrix, &x_map, smem, cluster, rank);
     } else if (which == 2) {
-      prefetch_scales<kForm>(share, matrix, cluster, rank, threadIdx.x % kWarpSize);
+      prefetch_scales<kForm, Tile>(share, matrix, cluster, rank, threadIdx.x % kWarpSize);
     }
     __syncwarp();
   } else {
-    asm volatile("setmaxnreg.inc.sync.aligned.u32 232;");
-    wait_for_previous_kernel();  // which clears the flags
-    GemmConsumer<T, kForm, kTokens> consumer(share, matrix, smem, cluster, rank);
+    asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(Tile::kRegisters));
+    wait_for_previous_kernel();  // which may still read what this one writes
+    GemmConsumer<T, kForm, Tile> consumer(share, matrix, smem, cluster, rank);
     consumer.run(bias, out);
   }
   arrive_cluster();

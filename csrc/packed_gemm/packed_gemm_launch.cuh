@@ -6,49 +6,50 @@
 
 namespace hf_fastpath {
 
-template <class T, PackedForm kForm, int kTokens>
-void launch_gemm_tokens(const PackedGemmParams& p, const PackedGemmPlan& plan, char* workspace,
+template <class T, PackedForm kForm, int kTokens, int kWarpgroups>
+void launch_gemm_tile(const PackedGemmParams& p, const PackedGemmPlan& plan, char* workspace,
                         cudaStream_t stream) {
-  using Slots = GemmSlots<kTokens>;
+  using Tile = GemmTile<kTokens, kWarpgroups>;
   const PackedMatrix& matrix = p.matrix;
-  const uint64_t width = uint64_t(matrix.blocks) * kPackedBlock, rows = p.rows, features = matrix.rows;
-  const uint64_t row_bytes = width * bits_of(kForm) / 8;
-  const CUtensorMap x = tensor_map(workspace, {CU_TENSOR_MAP_DATA_TYPE_UINT16,
-                                               CU_TENSOR_MAP_SWIZZLE_128B,
-                                               {width, rows, 1},
-                                               {width * 2, rows * width * 2},
-                                               {kGemmX, kTokens / kGemmCluster, 1}});
+  const uint64_t width = p.k, rows = p.rows, features = matrix.rows;
+  const uint64_t row_bytes = uint64_t(matrix.blocks) * kPackedBlock * bits_of(kForm) / 8;
+  const uint64_t x_bytes = uint64_t(p.x_stride) * 2;
+  const CUtensorMap x = tensor_map(p.x, {CU_TENSOR_MAP_DATA_TYPE_UINT16,
+                                         CU_TENSOR_MAP_SWIZZLE_128B,
+                                         {width, rows, 1},
+                                         {x_bytes, rows * x_bytes},
+                                         {kGemmX, kTokens / kGemmCluster, 1}});
   const CUtensorMap quants = tensor_map(p.quants, {CU_TENSOR_MAP_DATA_TYPE_UINT32,
                                                    CU_TENSOR_MAP_SWIZZLE_128B,
                                                    {row_bytes / 4, features, 1},
                                                    {row_bytes, features * row_bytes},
-                                                   {32, kGemmFeatures, 1}});
+                                                   {32, Tile::kFeatures, 1}});
   GemmShare share{};
   share.plan = plan;
   share.rows = p.rows, share.k = p.k;
-  share.parts = reinterpret_cast<float*>(workspace + plan.x_bytes);
-  share.flags = reinterpret_cast<unsigned*>(workspace + plan.x_bytes + plan.part_bytes);
-  const auto kernel = packed_gemm_kernel<T, kForm, kTokens>;
+  share.parts = reinterpret_cast<float*>(workspace);
+  share.flags = reinterpret_cast<unsigned long long*>(workspace + plan.part_bytes);
+  share.ticket = next_gemm_ticket();
+  const auto kernel = packed_gemm_kernel<T, kForm, Tile>;
   HF_FASTPATH_CUDA_CHECK(
-      cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, Slots::kBytes));
-  HF_FASTPATH_CUDA_CHECK(launch_clusters(kernel, dim3(plan.clusters * kGemmCluster), dim3(kGemmThreads),
-                                         Slots::kBytes, stream, true, kGemmCluster, share, matrix, x, quants,
+      cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, Tile::kBytes));
+  HF_FASTPATH_CUDA_CHECK(launch_clusters(kernel, dim3(plan.clusters * kGemmCluster), dim3(Tile::kThreads),
+                                         Tile::kBytes, stream, p.overlap, kGemmCluster, share, matrix, x, quants,
                                          static_cast<const T*>(p.bias), static_cast<T*>(p.out)));
 }
 
 template <class T, PackedForm kForm>
 void launch_gemm_typed(const PackedGemmParams& p, const PackedGemmPlan& plan, char* workspace,
                        cudaStream_t stream) {
-  switch (plan.tokens) {
-    case 32:
-      return launch_gemm_tokens<T, kForm, 32>(p, plan, workspace, stream);
-    case 64:
-      return launch_gemm_tokens<T, kForm, 64>(p, plan, workspace, stream);
-    case 128:
-      return launch_gemm_tokens<T, kForm, 128>(p, plan, workspace, stream);
-    default:
-      return launch_gemm_tokens<T, kForm, 256>(p, plan, workspace, stream);
-  }
+  const auto is = [&](int tokens, int warpgroups) {
+    return plan.tokens == tokens && plan.warpgroups == warpgroups;
+  };
+  if (is(32, 2)) return launch_gemm_tile<T, kForm, 32, 2>(p, plan, workspace, stream);
+  if (is(32, 4)) return launch_gemm_tile<T, kForm, 32, 4>(p, plan, workspace, stream);
+  if (is(64, 2)) return launch_gemm_tile<T, kForm, 64, 2>(p, plan, workspace, stream);
+  if (is(64, 4)) return launch_gemm_tile<T, kForm, 64, 4>(p, plan, workspace, stream);
+  if (is(128, 2)) return launch_gemm_tile<T, kForm, 128, 2>(p, plan, workspace, stream);
+  if (is(256, 2)) return launch_gemm_tile<T, kForm, 256, 2>(p, plan, workspace, stream);
 }
 
 template <PackedForm kForm>

@@ -3,6 +3,7 @@
 
 #include "common/mma.cuh"
 #include "common/numeric.cuh"
+#include "common/warp.cuh"
 #include "packed_gemv/packed_gemv.h"
 
 namespace hf_fastpath {
@@ -103,8 +104,35 @@ struct StretchScale<__nv_bfloat16> {
   }
 };
 
+// Of a quad's lanes, each with its eight neighbors of a stretch (word w of four is lane w's), every lane gets two
+// neighbors of each eight, those that a product wants of it: lane q the q-th two, of the eights one after the other.
+// For 4 bits a byte each, for 8 bits half a word.
+struct QuadTurn {
+  uint32_t halves, bytes, words;  // choices of bytes that lie with the lane
+  bool upper;
+
+  __device__ __forceinline__ QuadTurn() {
+    const int q = threadIdx.x % 4;
+    upper = q >= 2;
+    halves = upper ? 0x3276 : 0x5410;
+    bytes = q % 2 ? 0x3715 : 0x6240;
+    words = q % 2 ? 0x3276 : 0x5410;
+  }
+  __device__ __forceinline__ void operator()(uint32_t (&w)[1]) const {
+    const uint32_t x = __byte_perm(w[0], __shfl_xor_sync(kAllLanes, w[0], 2), halves);
+    w[0] = __byte_perm(x, __shfl_xor_sync(kAllLanes, x, 1), bytes);
+  }
+  __device__ __forceinline__ void operator()(uint32_t (&w)[2]) const {
+    const uint32_t other = __shfl_xor_sync(kAllLanes, upper ? w[0] : w[1], 2);
+    w[0] = upper ? other : w[0];
+    w[1] = upper ? w[1] : other;
+#pragma unroll
+    for (int i = 0; i < 2; ++i) w[i] = __byte_perm(w[i], __shfl_xor_sync(kAllLanes, w[i], 1), words);
+  }
+};
+
 // A lane's pairs of a stretch, of one row: pair[2 step + half] is for k 8 half + 2 q of the step's 16.
-// `words`: of kLoads; `zero`: of kInt4 and kInt4G32.
+// `words`: behind QuadTurn; `zero`: of kInt4 and kInt4G32.
 template <class T, PackedForm kForm>
 __device__ __forceinline__ void dequantize_stretch(const uint32_t (&words)[PackedPiece<kForm>::kLoads],
                                                    uint32_t scale_bits, int zero, uint32_t (&pair)[4]) {
@@ -137,27 +165,23 @@ __device__ __forceinline__ void dequantize_stretch(const uint32_t (&words)[Packe
                                    pair_of<T>(masked_or<0x00800080u, 0x43004300u>(bits))));
         }
       }
-    } else if constexpr (kHalf) {
-      const auto low = Pair<T>::all(1024.f + zero), high = Pair<T>::all(-64.f - zero);
+    } else if constexpr (kHalf) {  // a byte's upper quant is 16 times as much
+      const auto units = __halves2half2(__float2half(1.f), __float2half(0.0625f));
+      const auto excess = __halves2half2(__int2half_rn(-1024 - zero), __int2half_rn(-64 - zero));
 #pragma unroll
-      for (int i = 0; i < 4; i += 2) {
-        const uint32_t word = i ? words[0] >> 8 : words[0];
-        pair[i] = scaled(__hsub2(pair_of<T>(masked_or<0x000f000fu, 0x64006400u>(word)), low));
-        const auto sixteenfold = pair_of<T>(masked_or<0x00f000f0u, 0x64006400u>(word));
-        pair[i + 1] = scaled(__hfma2(sixteenfold, Pair<T>::all(0.0625f), high));
+      for (int i = 0; i < 4; ++i) {
+        const uint32_t bits = __byte_perm(words[0], 0, i * 0x1111);
+        pair[i] = scaled(__hfma2(pair_of<T>(masked_or<0x00f0000fu, 0x64006400u>(bits)), units, excess));
       }
     } else {
       const auto excess = Pair<T>::all(128.f + zero);
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
-        pair[i] = scaled(__hsub2(pair_of<T>(masked_or<0x000f000fu, 0x43004300u>(words[0] >> 4 * i)), excess));
+        const uint32_t bits = __byte_perm(words[0], words[0] >> 4, 0x4400 + i * 0x1111);
+        pair[i] = scaled(__hsub2(pair_of<T>(masked_or<0x000f000fu, 0x43004300u>(bits)), excess));
       }
     }
   }
 }
-
-// Which of a stretch's 32 inputs pair[2 step + half] of quad lane q holds: the first, and how far the second is.
-template <int kBits>
-constexpr int kPairDistance = kBits == 4 ? 4 : 1;
 
 }  // namespace hf_fastpath

@@ -10,32 +10,36 @@
 namespace hf_fastpath {
 
 constexpr int kGemmCluster = 2;      // blocks: each fetches half of x's tile for both
-constexpr int kGemmWarpgroups = 2;   // of a block, that compute
-constexpr int kGemmFeatures = 64 * kGemmWarpgroups;  // of a block's tile
-constexpr int kGemmThreads = 128 * (kGemmWarpgroups + 1);
-constexpr int kGemmPieceBytes = kGemmFeatures * 128;
 constexpr int kGemmStepTokens = 32;  // that are turned at a time, on their way out
 constexpr int kGemmStagingBytes = 64 * kGemmStepTokens * 2;  // of a warpgroup
 constexpr int kGemmX = 64;  // inputs of a slot of x: 128 bytes of each token
 
-// Slots of shared memory.
-template <int kTokens>
-struct GemmSlots {
-  static constexpr int kXBytes = kTokens * 128;
+// A block's tile: tokens, and 64 features a warpgroup that computes; slots of shared memory.
+template <int tokens, int warpgroups>
+struct GemmTile {
+  static constexpr int kTokens = tokens, kWarpgroups = warpgroups;
+  static constexpr int kFeatures = 64 * kWarpgroups;
+  static constexpr int kThreads = 128 * (kWarpgroups + 1);
+  static constexpr int kXBytes = kTokens * 128, kPieceBytes = kFeatures * 128;
   static constexpr int kX = kTokens == 256 ? 5 : kTokens == 128 ? 6 : 8;
-  static constexpr int kPieces = kTokens == 256 ? 3 : kTokens == 128 ? 6 : kTokens == 64 ? 8 : 10;
+  static constexpr int kPiecesRoom = 226 * 1024 - kX * kXBytes - 2 * kWarpgroups * kGemmStagingBytes;
+  static constexpr int kPieces = kPiecesRoom / kPieceBytes < 10 ? kPiecesRoom / kPieceBytes : 10;
   static constexpr int kPiecesAt = kX * kXBytes;
-  static constexpr int kStagingAt = kPiecesAt + kPieces * kGemmPieceBytes;
-  static constexpr int kBarriersAt = kStagingAt + kGemmWarpgroups * kGemmStagingBytes;
+  static constexpr int kStagingAt = kPiecesAt + kPieces * kPieceBytes;
+  static constexpr int kBarriersAt = kStagingAt + 2 * kWarpgroups * kGemmStagingBytes;
   static constexpr int kBytes = kBarriersAt + 16 * (kX + kPieces);
+  // Of those that an SM has, in steps of 8: what the warps that fetch leave.
+  static constexpr int kFetchRegisters = kWarpgroups > 2 ? 24 : 40;
+  static constexpr int kRegisters = (65536 / 128 - kFetchRegisters) / kWarpgroups / 8 * 8;
 };
 
 // Where a launch's parts lie in device memory, as kernels see it.
 struct GemmShare {
   PackedGemmPlan plan;
   int64_t rows, k;
-  float* parts;     // [clusters][2 blocks][2 warpgroups] tiles of sums
-  unsigned* flags;  // of each: 1 once it is complete
+  float* parts;     // [clusters][2 blocks][warpgroups] tiles of sums
+  unsigned long long* flags;  // of each: `ticket` once it is complete
+  unsigned long long ticket;  // no other launch's
   int zero;         // 0, which the compiler does not know
 };
 
@@ -78,11 +82,10 @@ struct GemmBarriers {
   uint32_t x_full, x_empty, full, empty;
 };
 
-template <int kTokens>
+template <class Tile>
 __device__ __forceinline__ GemmBarriers gemm_barriers(uint32_t smem) {
-  using Slots = GemmSlots<kTokens>;
-  const uint32_t at = smem + Slots::kBarriersAt;
-  return {at, at + 8 * Slots::kX, at + 16 * Slots::kX, at + 16 * Slots::kX + 8 * Slots::kPieces};
+  const uint32_t at = smem + Tile::kBarriersAt;
+  return {at, at + 8 * Tile::kX, at + 16 * Tile::kX, at + 16 * Tile::kX + 8 * Tile::kPieces};
 }
 
 struct GemmCursor {
@@ -119,17 +122,16 @@ __device__ __forceinline__ int x_slots(const PackedMatrix& matrix, int piece) {
 }
 
 // One lane's work.
-template <PackedForm kForm, int kTokens>
+template <PackedForm kForm, class Tile>
 __device__ __forceinline__ void fetch_x(const GemmShare& share, const PackedMatrix& matrix, const CUtensorMap* map,
                                         uint32_t smem, int cluster, int rank) {
-  using Slots = GemmSlots<kTokens>;
-  constexpr int kHalf = kTokens / kGemmCluster, kSlotsOfPiece = PackedPiece<kForm>::kBlocks * 2;
-  const GemmBarriers barriers = gemm_barriers<kTokens>(smem);
+  constexpr int kHalf = Tile::kTokens / kGemmCluster, kSlotsOfPiece = PackedPiece<kForm>::kBlocks * 2;
+  const GemmBarriers barriers = gemm_barriers<Tile>(smem);
   GemmCursor at;
   GemmParts parts(share.plan, cluster);
   GemmPart part;
   while (parts.next(share.plan, part)) {
-    const int token = part.tokens * kTokens + rank * kHalf;
+    const int token = part.tokens * Tile::kTokens + rank * kHalf;
 #pragma unroll 1
     for (int piece = part.first; piece < part.last; ++piece) {
       const int slots = x_slots<kForm>(matrix, piece);
@@ -137,40 +139,39 @@ __device__ __forceinline__ void fetch_x(const GemmShare& share, const PackedMatr
       for (int i = 0; i < slots; ++i) {
         barrier_wait(barriers.x_empty + 8 * at.slot, at.parity ^ 1);
         const uint32_t full = barriers.x_full + 8 * at.slot;
-        barrier_arrive_expect(full, Slots::kXBytes);
-        copy_tile_to_cluster(smem + at.slot * Slots::kXBytes + rank * kHalf * 128, map,
+        barrier_arrive_expect(full, Tile::kXBytes);
+        copy_tile_to_cluster(smem + at.slot * Tile::kXBytes + rank * kHalf * 128, map,
                              (piece * kSlotsOfPiece + i) * kGemmX, token, full);
-        at.template advance<Slots::kX>();
+        at.template advance<Tile::kX>();
       }
     }
   }
 }
 
 // One lane's work.
-template <int kTokens>
+template <class Tile>
 __device__ __forceinline__ void fetch_pieces(const GemmShare& share, const CUtensorMap* map, uint32_t smem,
                                              int cluster, int rank) {
-  using Slots = GemmSlots<kTokens>;
-  const GemmBarriers barriers = gemm_barriers<kTokens>(smem);
+  const GemmBarriers barriers = gemm_barriers<Tile>(smem);
   GemmCursor at;
   GemmParts parts(share.plan, cluster);
   GemmPart part;
   while (parts.next(share.plan, part)) {
-    const int row = (part.features * kGemmCluster + rank) * kGemmFeatures;
+    const int row = (part.features * kGemmCluster + rank) * Tile::kFeatures;
 #pragma unroll 1
     for (int piece = part.first; piece < part.last; ++piece) {
       barrier_wait(barriers.empty + 8 * at.slot, at.parity ^ 1);
       const uint32_t full = barriers.full + 8 * at.slot;
-      barrier_arrive_expect(full, kGemmPieceBytes);
-      copy_tile_to_shared(smem + Slots::kPiecesAt + at.slot * kGemmPieceBytes, map, piece * 32, row, 0, full);
-      at.template advance<Slots::kPieces>();
+      barrier_arrive_expect(full, Tile::kPieceBytes);
+      copy_tile_to_shared(smem + Tile::kPiecesAt + at.slot * Tile::kPieceBytes, map, piece * 32, row, 0, full);
+      at.template advance<Tile::kPieces>();
     }
   }
 }
 
 // A warp brings what its block will read of scales and zeros into L2, which the lanes that use them load one piece
 // ahead.
-template <PackedForm kForm>
+template <PackedForm kForm, class Tile>
 __device__ __forceinline__ void prefetch_scales(const GemmShare& share, const PackedMatrix& matrix, int cluster,
                                                 int rank, int lane) {
   using Piece = PackedPiece<kForm>;
@@ -179,12 +180,12 @@ __device__ __forceinline__ void prefetch_scales(const GemmShare& share, const Pa
   GemmPart part;
   int64_t known = -1;
   while (Piece::kScales && parts.next(share.plan, part)) {
-    const int64_t first = (int64_t(part.features) * kGemmCluster + rank) * kGemmFeatures;
+    const int64_t first = (int64_t(part.features) * kGemmCluster + rank) * Tile::kFeatures;
     if (first == known) continue;
     known = first;
     const int group = part.first * Piece::kBlocks * Piece::kScales;
     const int groups = min(part.last * Piece::kBlocks * Piece::kScales, matrix.groups);
-    for (int i = lane; i < kGemmFeatures; i += kWarpSize) {
+    for (int i = lane; i < Tile::kFeatures; i += kWarpSize) {
       if (first + i >= matrix.rows) continue;
       const int64_t row = (first + i) * matrix.groups;
       for (int at = group; at < groups; at += kLine / 2) prefetch_l2(matrix.scales + row + at);
