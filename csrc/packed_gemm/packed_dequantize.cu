@@ -1,10 +1,9 @@
 // What: rows of a quantized matrix in a float type, rounded once: for products of other libraries.
-// Work split: a thread has eight neighbors of a row, which for 4 bits are a word and for 8 bits two.
-// Traffic: quants and scales once, the weights out once.
-// Roofline: bandwidth of writes.
+// Work split: a block has a row, a thread eight neighbors of it at a time, which are a word of 4 or two of 8
+// bits. Traffic: quants and scales once, the weights out once. Roofline: bandwidth of writes.
 
-#include "packed_gemm/packed_gemm.h"
 #include "common/cuda_check.cuh"
+#include "packed_gemm/packed_gemm.h"
 #include "packed_gemm/packed_gemm_quants.cuh"
 
 namespace hf_fastpath {
@@ -24,55 +23,57 @@ __device__ __forceinline__ float quant_of(PackedForm form, const uint32_t (&word
 
 template <class T, PackedForm kForm>
 __global__ void __launch_bounds__(kThreads)
-    packed_dequantize_kernel(PackedMatrix matrix, const uint32_t* quants, int64_t k, int64_t begin, int64_t end,
-                             T* out, bool whole) {
-  constexpr int kBits = PackedPiece<kForm>::kBits, kWords = kBits / 4;
-  const int per_row = matrix.blocks * int(kPackedBlock) / kNeighbors;
-  const int64_t item = int64_t(blockIdx.x) * kThreads + threadIdx.x;
-  const int64_t row = begin + item / per_row;
-  if (row >= end) return;
-  // Neighbors in memory are of four stretches: a lane takes the word, or two, of one of them.
-  const int at = static_cast<int>(item % per_row), block = at / 16, stretch = at % 4, w = at / 4 % 4;
-  const int first = block * int(kPackedBlock) + stretch * int(kStretch) + w * kNeighbors;
-  if (first >= k) return;
-  const uint32_t* const from = quants + (row * matrix.blocks + block) * (kPackedBlock * kBits / 32);
-  uint32_t words[2] = {};
-#pragma unroll
-  for (int i = 0; i < kWords; ++i) words[i] = __ldcs(from + (w * kWords + i) * int(kStretches) + stretch);
+    packed_dequantize_kernel(PackedMatrix matrix, const uint32_t* quants, int64_t k, int64_t begin, T* out,
+                             bool whole) {
+  constexpr int kWords = PackedPiece<kForm>::kBits / 4, kBlockWords = int(kPackedBlock) / kNeighbors * kWords;
   constexpr int kGroups = kForm == PackedForm::kInt4G32 ? int(kStretches) : 1;
-  const int64_t group = kForm == PackedForm::kFp8
-                            ? row
-                            : row * matrix.groups + block * kGroups + (kGroups > 1 ? stretch : 0);
-  const float scale = __half2float(__ushort_as_half(__ldg(matrix.scales + group))) * matrix.multiplier;
-  const int zero = kForm == PackedForm::kInt4 ? __ldg(matrix.zeros + group) : 8;
-  float values[kNeighbors];
+  const int64_t row = begin + blockIdx.x;
+  const uint32_t* const from = quants + row * matrix.blocks * kBlockWords;
+  const int64_t groups = row * matrix.groups;
+  T* const of_row = out + blockIdx.x * k;
+  const int count = matrix.blocks * int(kPackedBlock) / kNeighbors;
+#pragma unroll 4
+  for (int at = threadIdx.x; at < count; at += kThreads) {
+    // Neighbors in memory are of four stretches: a thread takes the word, or two, of one of them.
+    const int block = at / 16, stretch = at % 4, w = at / 4 % 4;
+    const int first = block * int(kPackedBlock) + stretch * int(kStretch) + w * kNeighbors;
+    if (first >= k) continue;
+    uint32_t words[2] = {};
 #pragma unroll
-  for (int i = 0; i < kNeighbors; ++i) values[i] = quant_of(kForm, words, i, zero) * scale;
-  T* const to = out + (row - begin) * k + first;
-  if (whole) {
+    for (int i = 0; i < kWords; ++i)
+      words[i] = __ldcs(from + block * kBlockWords + (w * kWords + i) * int(kStretches) + stretch);
+    const int64_t group =
+        kForm == PackedForm::kFp8 ? row : groups + block * kGroups + (kGroups > 1 ? stretch : 0);
+    const float scale = __half2float(__ushort_as_half(__ldg(matrix.scales + group))) * matrix.multiplier;
+    const int zero = kForm == PackedForm::kInt4 ? __ldg(matrix.zeros + group) : 8;
+    float values[kNeighbors];
 #pragma unroll
-    for (int i = 0; i < kNeighbors; i += kVecElems<T>) {
-      float chunk[kVecElems<T>];
+    for (int i = 0; i < kNeighbors; ++i) values[i] = quant_of(kForm, words, i, zero) * scale;
+    T* const to = of_row + first;
+    if (whole) {
 #pragma unroll
-      for (int e = 0; e < kVecElems<T>; ++e) chunk[e] = values[i + e];
-      Chunk<T, kVecElems<T>>::store(to + i, chunk);
+      for (int i = 0; i < kNeighbors; i += kVecElems<T>) {
+        float chunk[kVecElems<T>];
+#pragma unroll
+        for (int e = 0; e < kVecElems<T>; ++e) chunk[e] = values[i + e];
+        Chunk<T, kVecElems<T>>::store(to + i, chunk);
+      }
+    } else {
+#pragma unroll
+      for (int i = 0; i < kNeighbors; ++i)
+        if (first + i < k) to[i] = from_float<T>(values[i]);
     }
-    return;
   }
-#pragma unroll
-  for (int i = 0; i < kNeighbors; ++i)
-    if (first + i < k) to[i] = from_float<T>(values[i]);
 }
 
 template <class T>
-void launch_typed(const PackedMatrix& matrix, const void* quants, int64_t k, int64_t begin, int64_t end, T* out,
-                  cudaStream_t stream) {
-  const int64_t items = (end - begin) * (matrix.blocks * kPackedBlock / kNeighbors);
-  if (items <= 0) return;
-  const dim3 grid(static_cast<unsigned>((items + kThreads - 1) / kThreads)), block(kThreads);
+void launch_typed(const PackedMatrix& matrix, const void* quants, int64_t k, int64_t begin, int64_t end,
+                  T* out, cudaStream_t stream) {
+  if (end <= begin) return;
+  const dim3 grid(static_cast<unsigned>(end - begin)), block(kThreads);
   const bool whole = k % kNeighbors == 0 && is_aligned16(out);
   const auto run = [&](auto kernel) {
-    kernel<<<grid, block, 0, stream>>>(matrix, static_cast<const uint32_t*>(quants), k, begin, end, out, whole);
+    kernel<<<grid, block, 0, stream>>>(matrix, static_cast<const uint32_t*>(quants), k, begin, out, whole);
     HF_FASTPATH_CUDA_CHECK(cudaGetLastError());
   };
   switch (matrix.form) {
@@ -89,8 +90,8 @@ void launch_typed(const PackedMatrix& matrix, const void* quants, int64_t k, int
 
 }  // namespace
 
-void launch_packed_dequantize(const PackedMatrix& matrix, const void* quants, int64_t k, int64_t begin, int64_t end,
-                              DType dtype, void* weight, cudaStream_t stream) {
+void launch_packed_dequantize(const PackedMatrix& matrix, const void* quants, int64_t k, int64_t begin,
+                              int64_t end, DType dtype, void* weight, cudaStream_t stream) {
   with_type(dtype, [&](auto zero) {
     launch_typed(matrix, quants, k, begin, end, static_cast<decltype(zero)*>(weight), stream);
   });

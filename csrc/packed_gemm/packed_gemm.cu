@@ -1,12 +1,11 @@
 // Which tiles packed_gemm_kernel (packed_gemm_kernel.cuh) takes, and how clusters share them.
 
-#include "packed_gemm/packed_gemm.h"
-
 #include <algorithm>
 #include <atomic>
 #include <random>
 
 #include "common/async.cuh"
+#include "packed_gemm/packed_gemm.h"
 
 namespace hf_fastpath {
 namespace {
@@ -84,8 +83,8 @@ PackedGemmPlan plan_packed_gemm(const PackedGemmParams& p, int tokens, int whole
   plan.feature_tiles = static_cast<int>((p.matrix.rows + best.features() - 1) / best.features());
   plan.token_tiles = static_cast<int>((p.rows + plan.tokens - 1) / plan.tokens);
   const int64_t width = int64_t(p.matrix.blocks) * kPackedBlock;
-  plan.together = static_cast<int>(
-      std::clamp<int64_t>(kResidentBytes / (width * 2 * plan.tokens), 1, plan.token_tiles));
+  plan.together =
+      static_cast<int>(std::clamp<int64_t>(kResidentBytes / (width * 2 * plan.tokens), 1, plan.token_tiles));
   plan.pieces = (p.matrix.blocks + piece_blocks - 1) / piece_blocks;
   const int64_t tiles = int64_t(plan.feature_tiles) * plan.token_tiles;
   plan.unit_pieces = best.whole ? plan.pieces : 1;

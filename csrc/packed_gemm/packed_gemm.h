@@ -22,9 +22,9 @@ struct PackedGemmParams {
 
 // How a launch runs over a shape.
 struct PackedGemmPlan {
-  int tokens;          // of a tile: 32, 64, 128 or 256
-  int warpgroups;      // that compute, of a block: 64 features each
-  int feature_tiles;   // of two blocks' features
+  int tokens;         // of a tile: 32, 64, 128 or 256
+  int warpgroups;     // that compute, of a block: 64 features each
+  int feature_tiles;  // of two blocks' features
   int token_tiles;
   int together;        // token tiles that follow each other before the next features do
   int pieces;          // of a row
@@ -35,8 +35,8 @@ struct PackedGemmPlan {
   int64_t flag_bytes;  // and what says that they are there
 };
 
-// Whether there is a kernel for the product on the current device, and nothing faster; else the caller widens the
-// weight.
+// Whether there is a kernel for the product on the current device, and nothing faster; else the caller widens
+// the weight.
 bool fits_packed_gemm(const PackedGemmParams& params);
 
 // `tokens`: of a tile, `whole`: no tile is shared, `warpgroups`: of a block; for measurements.
@@ -47,8 +47,8 @@ PackedGemmPlan plan_packed_gemm(const PackedGemmParams& params, int tokens = 0, 
 void launch_packed_gemm(const PackedGemmParams& params, const PackedGemmPlan& plan, void* workspace,
                         cudaStream_t stream);
 
-// A number that no other launch has: flags of launches before cannot be taken for this one's. A captured graph's
-// launches share theirs, and leave flags without it.
+// A number that no other launch has: flags of launches before cannot be taken for this one's. A captured
+// graph's launches share theirs, and leave flags without it.
 unsigned long long next_gemm_ticket();
 
 // The same for one format, a file each.
@@ -57,7 +57,7 @@ void launch_packed_gemm_form(const PackedGemmParams& params, const PackedGemmPla
                              cudaStream_t stream);
 
 // weight[matrix.rows, k] in `dtype`, of any type; rows [begin, end) of it.
-void launch_packed_dequantize(const PackedMatrix& matrix, const void* quants, int64_t k, int64_t begin, int64_t end,
-                              DType dtype, void* weight, cudaStream_t stream);
+void launch_packed_dequantize(const PackedMatrix& matrix, const void* quants, int64_t k, int64_t begin,
+                              int64_t end, DType dtype, void* weight, cudaStream_t stream);
 
 }  // namespace hf_fastpath

@@ -30,8 +30,8 @@ Tensor whole_rows(const Tensor& x, PackedGemmParams& p, cudaStream_t stream) {
   }
   const Tensor wide = empty_like_with_sizes(x, {p.rows, p.x_stride});
   p.x = wide.data_ptr();
-  HF_FASTPATH_CUDA_CHECK(cudaMemcpy2DAsync(wide.data_ptr(), p.x_stride * 2, x.data_ptr(), p.k * 2, p.k * 2, p.rows,
-                                           cudaMemcpyDeviceToDevice, stream));
+  HF_FASTPATH_CUDA_CHECK(cudaMemcpy2DAsync(wide.data_ptr(), p.x_stride * 2, x.data_ptr(), p.k * 2, p.k * 2,
+                                           p.rows, cudaMemcpyDeviceToDevice, stream));
   return wide;
 }
 
@@ -68,7 +68,8 @@ Tensor with_widened(const Tensor& x, const PackedGemmParams& p, const std::optio
   for (int64_t begin = 0; begin < features; begin += share) {
     const int64_t count = std::min(share, features - begin);
     const Tensor weight = empty_like_with_sizes(x, {count, p.k});
-    launch_packed_dequantize(p.matrix, p.quants, p.k, begin, begin + count, p.dtype, weight.data_ptr(), stream);
+    launch_packed_dequantize(p.matrix, p.quants, p.k, begin, begin + count, p.dtype, weight.data_ptr(),
+                             stream);
     multiply_into(torch::stable::narrow(out, 1, begin, count), x, weight);
   }
   return out;

@@ -5,6 +5,6 @@
 namespace hf_fastpath {
 
 template void launch_packed_gemm_form<PackedForm::kFp8>(const PackedGemmParams&, const PackedGemmPlan&, char*,
-                                                      cudaStream_t);
+                                                        cudaStream_t);
 
 }  // namespace hf_fastpath

@@ -1,10 +1,12 @@
 // What: 17 and more x rows times a quantized matrix, plus a bias, in float16 or bfloat16.
-// Work split: a cluster of two blocks an SM pair, as many clusters as the GPU has room for. A tile is 256 features,
-//   128 a block, 64 a warpgroup, times 32 to 256 tokens; pieces of all tiles (128 bytes of quants a row) are shared
-//   evenly by the clusters, or whole tiles are. Of a tile that several share, all but the one with the last pieces
-//   leave float32 sums in device memory, and that one adds them in order. Two warps fetch: x in slots of 64
-//   inputs, each block half of the tokens for both, and quants in slots of a piece. Two warpgroups turn quants
-//   into A of wgmma in registers (64 inputs while the tensor cores have the 64 before), B is x in shared memory.
+// Work split: a cluster of two blocks an SM pair, as many clusters as the GPU has room for. A tile is 256
+// features,
+//   128 a block, 64 a warpgroup, times 32 to 256 tokens; pieces of all tiles (128 bytes of quants a row) are
+//   shared evenly by the clusters, or whole tiles are. Of a tile that several share, all but the one with the
+//   last pieces leave float32 sums in device memory, and that one adds them in order. Two warps fetch: x in
+//   slots of 64 inputs, each block half of the tokens for both, and quants in slots of a piece. Two
+//   warpgroups turn quants into A of wgmma in registers (64 inputs while the tensor cores have the 64
+//   before), B is x in shared memory.
 // Traffic: quants once for every `together` token tiles that fit L2, x once a cluster; out.
 // Roofline: up to 64 tokens read bandwidth, then tensor cores; docs/performance.md has the table.
 #pragma once
@@ -29,15 +31,17 @@ struct GemmWords {
   static constexpr int kLoads = PackedPiece<kForm>::kLoads;
   uint4 raw[2][kLoads];
 
-  // `at`: the lane's first row of the piece; `line`: that row among eight.
-  __device__ __forceinline__ void load(uint32_t at, int line, int block) {
+  // `row`: the lane's first.
+  template <class Tile>
+  __device__ __forceinline__ void load(uint32_t piece, int row, int block) {
+    constexpr int kRowBytes = PackedPiece<kForm>::kRowBytes;
     const int q = threadIdx.x % 4;
 #pragma unroll
     for (int h = 0; h < 2; ++h)
 #pragma unroll
       for (int i = 0; i < kLoads; ++i) {
-        const int chunk = kLoads == 1 ? block * 4 + q : q * 2 + i;
-        raw[h][i] = load_shared16(at + h * 8 * 128 + ((chunk ^ line) << 4));
+        const int chunk = kLoads == 1 ? q : (q * 2 + i) ^ (row & 7);
+        raw[h][i] = load_shared16(piece + (block * Tile::kFeatures + row + h * 8) * kRowBytes + chunk * 16);
       }
   }
   __device__ __forceinline__ uint32_t all() const {
@@ -84,7 +88,7 @@ struct GemmConsumer {
         warp(threadIdx.x / kWarpSize % 4) {}
 
   // Features of the tile that the lane's rows are: this one and eight more.
-  __device__ __forceinline__ int row() const { return group * 64 + warp * 16 + Piece::row_of(lane / 4); }
+  __device__ __forceinline__ int row() const { return group * 64 + warp * 16 + lane / 4; }
 
   __device__ __forceinline__ void release_x(int slot) {
     if (threadIdx.x % 128 < kGemmCluster) arrive_at(barriers.x_empty + 8 * slot, threadIdx.x % 128);
@@ -93,7 +97,6 @@ struct GemmConsumer {
   __device__ __forceinline__ void multiply(const GemmPart& part) {
     const int64_t feature = (int64_t(part.features) * kGemmCluster + rank) * Tile::kFeatures + row();
     const int64_t rows[2] = {min(feature, matrix.rows - 1), min(feature + 8, matrix.rows - 1)};
-    const int line = Piece::row_of(lane / 4);
     PieceScales<kForm> next[2];
 #pragma unroll
     for (int h = 0; h < 2; ++h) next[h].load(matrix, rows[h], part.first);
@@ -108,13 +111,13 @@ struct GemmConsumer {
       }
       const int blocks = matrix.blocks - piece * Piece::kBlocks;
       barrier_wait(barriers.full + 8 * at.slot, at.parity);
-      const uint32_t from = smem + Tile::kPiecesAt + at.slot * Tile::kPieceBytes + row() * 128;
+      const uint32_t from = smem + Tile::kPiecesAt + at.slot * Tile::kPieceBytes;
       uint32_t bits = 0;
 #pragma unroll
       for (int b = 0; b < Piece::kBlocks; ++b) {
         if (b >= blocks) break;
         GemmWords<kForm> words;
-        words.load(from, line, b);
+        words.template load<Tile>(from, row(), b);
         bits ^= words.all();
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
@@ -202,8 +205,8 @@ struct GemmConsumer {
     }
   }
 
-  // Writes the tile, turned to [tokens, features] in shared memory.
-  __device__ __forceinline__ void store(const GemmPart& part, const T* bias, T* out) {
+  // Writes the tile, turned to [tokens, features] in shared memory, 32 tokens at a time.
+  __device__ __forceinline__ void store(const GemmPart& part, const CUtensorMap* map, const T* bias, T* out) {
     const int64_t first = (int64_t(part.features) * kGemmCluster + rank) * Tile::kFeatures;
     float scale[2], shift[2];
 #pragma unroll
@@ -214,15 +217,13 @@ struct GemmConsumer {
         scale[h] *= __half2float(__ushort_as_half(__ldg(matrix.scales + feature)));
       shift[h] = bias ? to_float(bias[feature]) : 0.f;
     }
-    const int tid = threadIdx.x % 128;
+    const int64_t column = first + group * 64;
     const uint32_t buffers = smem + Tile::kStagingAt + group * 2 * kGemmStagingBytes;
-    const int64_t column = first + group * 64 + tid % 8 * 8;
-    const bool is_whole = matrix.rows % 8 == 0 && reinterpret_cast<uintptr_t>(out) % 16 == 0;
 #pragma unroll
     for (int step = 0; step < kTokens; step += kGemmStepTokens) {
       const int64_t token = int64_t(part.tokens) * kTokens + step;
       if (token >= share.rows) break;
-      // Two in turns: whoever writes one again has seen all others behind the step between.
+      // Two in turns. One is free again behind the barrier of the step between, which waits for its reads.
       const uint32_t staging = buffers + step / kGemmStepTokens % 2 * kGemmStagingBytes;
 #pragma unroll
       for (int t = 0; t < kGemmStepTokens / 8; t += 2) {
@@ -240,31 +241,45 @@ struct GemmConsumer {
                      "r"(word[0][0]), "r"(word[0][1]), "r"(word[1][0]), "r"(word[1][1])
                      : "memory");
       }
-      sync();
-#pragma unroll
-      for (int i = 0; i < 2; ++i) {
-        const int line = tid / 8 + 16 * i;
-        uint4 v = load_shared16(staging + line * 128 + ((tid % 8 ^ line % 8) << 4));
-        if (Piece::kBits == 4)
-          v = make_uint4(pair_low(v.x, v.y), pair_low(v.z, v.w), pair_high(v.x, v.y), pair_high(v.z, v.w));
-        if (token + line >= share.rows || column >= matrix.rows) continue;
-        T* const to = out + (token + line) * matrix.rows + column;
-        if (is_whole) {
-          *reinterpret_cast<uint4*>(to) = v;
-        } else {
-          const uint32_t words[4] = {v.x, v.y, v.z, v.w};
-#pragma unroll
-          for (int e = 0; e < 8; ++e) {
-            const uint16_t bits = static_cast<uint16_t>(words[e / 2] >> e % 2 * 16);
-            if (column + e < matrix.rows) reinterpret_cast<uint16_t*>(to)[e] = bits;
-          }
+      if (share.whole) {
+        asm volatile("fence.proxy.async.shared::cta;" ::: "memory");  // what was written, for the copy
+        if (threadIdx.x % 128 == 0) asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory");
+        sync();
+        if (threadIdx.x % 128 == 0 && column < matrix.rows) {
+          asm volatile(
+              "cp.async.bulk.tensor.3d.global.shared::cta.tile.bulk_group [%0, {%1, %2, %3}], [%4];" ::"l"(
+                  map),
+              "r"(static_cast<int>(column)), "r"(static_cast<int>(token)), "r"(0), "r"(staging)
+              : "memory");
+          asm volatile("cp.async.bulk.commit_group;" ::: "memory");
         }
+      } else {
+        sync();
+        store_elements(staging, token, column, out);
       }
     }
-    sync();  // the last steps are read
+    if (threadIdx.x % 128 == 0) asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory");
+    sync();  // both buffers are read
   }
 
-  __device__ __forceinline__ void run(const T* bias, T* out) {
+  // Writes what is inside of out, for rows that copies do not take.
+  __device__ __forceinline__ void store_elements(uint32_t staging, int64_t token, int64_t column, T* out) {
+    const int tid = threadIdx.x % 128;
+    for (int i = tid; i < kGemmStepTokens * 8; i += 128) {
+      const int line = i / 8, chunk = i % 8;
+      const uint4 v = load_shared16(staging + line * 128 + ((chunk ^ line % 8) << 4));
+      const uint32_t words[4] = {v.x, v.y, v.z, v.w};
+      if (token + line >= share.rows) continue;
+      uint16_t* const to = reinterpret_cast<uint16_t*>(out) + (token + line) * matrix.rows;
+#pragma unroll
+      for (int e = 0; e < 8; ++e) {
+        const int64_t at = column + chunk * 8 + e;
+        if (at < matrix.rows) to[at] = static_cast<uint16_t>(words[e / 2] >> e % 2 * 16);
+      }
+    }
+  }
+
+  __device__ __forceinline__ void run(const CUtensorMap* map, const T* bias, T* out) {
     GemmParts parts(share.plan, cluster);
     GemmPart part;
     while (parts.next(share.plan, part)) {
@@ -274,8 +289,9 @@ struct GemmConsumer {
         continue;
       }
       if (part.first > 0) collect(part);
-      store(part, bias, out);
+      store(part, map, bias, out);
     }
+    if (threadIdx.x % 128 == 0) asm volatile("cp.async.bulk.wait_group 0;" ::: "memory");  // out is written
   }
 };
 
@@ -284,8 +300,9 @@ struct GemmConsumer {
 template <class T, PackedForm kForm, class Tile>
 __global__ void __launch_bounds__(Tile::kThreads, 1)
     packed_gemm_kernel(const __grid_constant__ GemmShare share, const __grid_constant__ PackedMatrix matrix,
-                       const __grid_constant__ CUtensorMap x_map, const __grid_constant__ CUtensorMap quants_map,
-                       const T* bias, T* out) {
+                       const __grid_constant__ CUtensorMap x_map,
+                       const __grid_constant__ CUtensorMap quants_map,
+                       const __grid_constant__ CUtensorMap out_map, const T* bias, T* out) {
 #if HF_FASTPATH_WGMMA
   extern __shared__ __align__(1024) char shared[];
   const uint32_t smem = shared_address(shared);
@@ -309,7 +326,7 @@ __global__ void __launch_bounds__(Tile::kThreads, 1)
     asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(Tile::kFetchRegisters));
     const int which = warp - 4 * Tile::kWarpgroups;
     if (which == 0) {
-      if (is_elected()) fetch_pieces<Tile>(share, &quants_map, smem, cluster, rank);
+      if (is_elected()) fetch_pieces<kForm, Tile>(share, &quants_map, smem, cluster, rank);
     } else if (which == 1) {
       wait_for_previous_kernel();  // which may write x
       if (is_elected()) fetch_x<kForm, Tile>(share, matrix, &x_map, smem, cluster, rank);
@@ -321,7 +338,7 @@ __global__ void __launch_bounds__(Tile::kThreads, 1)
     asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(Tile::kRegisters));
     wait_for_previous_kernel();  // which may still read what this one writes
     GemmConsumer<T, kForm, Tile> consumer(share, matrix, smem, cluster, rank);
-    consumer.run(bias, out);
+    consumer.run(&out_map, bias, out);
   }
   arrive_cluster();
   wait_cluster();  // the other block still copies into this one's slots, or arrives at its barriers

@@ -8,7 +8,7 @@ namespace hf_fastpath {
 
 template <class T, PackedForm kForm, int kTokens, int kWarpgroups>
 void launch_gemm_tile(const PackedGemmParams& p, const PackedGemmPlan& plan, char* workspace,
-                        cudaStream_t stream) {
+                      cudaStream_t stream) {
   using Tile = GemmTile<kTokens, kWarpgroups>;
   const PackedMatrix& matrix = p.matrix;
   const uint64_t width = p.k, rows = p.rows, features = matrix.rows;
@@ -19,14 +19,24 @@ void launch_gemm_tile(const PackedGemmParams& p, const PackedGemmPlan& plan, cha
                                          {width, rows, 1},
                                          {x_bytes, rows * x_bytes},
                                          {kGemmX, kTokens / kGemmCluster, 1}});
-  const CUtensorMap quants = tensor_map(p.quants, {CU_TENSOR_MAP_DATA_TYPE_UINT32,
-                                                   CU_TENSOR_MAP_SWIZZLE_128B,
-                                                   {row_bytes / 4, features, 1},
-                                                   {row_bytes, features * row_bytes},
-                                                   {32, Tile::kFeatures, 1}});
+  constexpr uint32_t kRowBytes = PackedPiece<kForm>::kRowBytes;
+  const CUtensorMap quants =
+      tensor_map(p.quants, {CU_TENSOR_MAP_DATA_TYPE_UINT32,
+                            kRowBytes == 128 ? CU_TENSOR_MAP_SWIZZLE_128B : CU_TENSOR_MAP_SWIZZLE_NONE,
+                            {row_bytes / 4, features, 1},
+                            {row_bytes, features * row_bytes},
+                            {kRowBytes / 4, Tile::kFeatures, 1}});
+  const bool whole = features % 8 == 0 && is_aligned16(p.out);
+  const CUtensorMap out = !whole ? CUtensorMap{}
+                                 : tensor_map(p.out, {CU_TENSOR_MAP_DATA_TYPE_UINT16,
+                                                      CU_TENSOR_MAP_SWIZZLE_128B,
+                                                      {features, rows, 1},
+                                                      {features * 2, rows * features * 2},
+                                                      {64, kGemmStepTokens, 1}});
   GemmShare share{};
   share.plan = plan;
-  share.rows = p.rows, share.k = p.k;
+  share.rows = p.rows;
+  share.whole = whole;
   share.parts = reinterpret_cast<float*>(workspace);
   share.flags = reinterpret_cast<unsigned long long*>(workspace + plan.part_bytes);
   share.ticket = next_gemm_ticket();
@@ -34,8 +44,8 @@ void launch_gemm_tile(const PackedGemmParams& p, const PackedGemmPlan& plan, cha
   HF_FASTPATH_CUDA_CHECK(
       cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, Tile::kBytes));
   HF_FASTPATH_CUDA_CHECK(launch_clusters(kernel, dim3(plan.clusters * kGemmCluster), dim3(Tile::kThreads),
-                                         Tile::kBytes, stream, p.overlap, kGemmCluster, share, matrix, x, quants,
-                                         static_cast<const T*>(p.bias), static_cast<T*>(p.out)));
+                                         Tile::kBytes, stream, p.overlap, kGemmCluster, share, matrix, x,
+                                         quants, out, static_cast<const T*>(p.bias), static_cast<T*>(p.out)));
 }
 
 template <class T, PackedForm kForm>

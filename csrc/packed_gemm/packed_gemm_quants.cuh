@@ -14,10 +14,10 @@ struct PackedPiece {
   static constexpr int kBits = bits_of(kForm);
   static constexpr int kBlocks = kBits == 4 ? 2 : 1;
   static constexpr int kLoads = kBits / 4;  // of 16 bytes of a block, by a lane
+  // In shared memory: blocks of 64 bytes a row, or of 128 in the order of swizzled copies: lanes of two rows
+  // that read at a time find different banks.
+  static constexpr int kRowBytes = 16 * kBits;
   static constexpr int kScales = kForm == PackedForm::kFp8 ? 0 : kForm == PackedForm::kInt4G32 ? 4 : 1;
-
-  // Of a lane's quad g, among eight: neighbors in g are rows whose pieces lie in different halves of 128 bytes.
-  __device__ static __forceinline__ int row_of(int g) { return kBits == 4 ? g / 2 + g % 2 * 4 : g; }
 };
 
 // Scales and zeros of a piece, of one row.
@@ -88,7 +88,9 @@ template <>
 struct StretchScale<__half> {
   __half2 all;
   __device__ __forceinline__ explicit StretchScale(uint32_t twice) : all(pair_of<__half>(twice)) {}
-  __device__ __forceinline__ uint32_t operator()(__half2 value) const { return bits_of_pair(__hmul2(value, all)); }
+  __device__ __forceinline__ uint32_t operator()(__half2 value) const {
+    return bits_of_pair(__hmul2(value, all));
+  }
 };
 // The scale in two parts, as bfloat16 holds not all of it.
 template <>
@@ -104,9 +106,9 @@ struct StretchScale<__nv_bfloat16> {
   }
 };
 
-// Of a quad's lanes, each with its eight neighbors of a stretch (word w of four is lane w's), every lane gets two
-// neighbors of each eight, those that a product wants of it: lane q the q-th two, of the eights one after the other.
-// For 4 bits a byte each, for 8 bits half a word.
+// Of a quad's lanes, each with its eight neighbors of a stretch (word w of four is lane w's), every lane gets
+// two neighbors of each eight, those that a product wants of it: lane q the q-th two, of the eights one after
+// the other. For 4 bits a byte each, for 8 bits half a word.
 struct QuadTurn {
   uint32_t halves, bytes, words;  // choices of bytes that lie with the lane
   bool upper;

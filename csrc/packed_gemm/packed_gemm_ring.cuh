@@ -9,10 +9,10 @@
 
 namespace hf_fastpath {
 
-constexpr int kGemmCluster = 2;      // blocks: each fetches half of x's tile for both
-constexpr int kGemmStepTokens = 32;  // that are turned at a time, on their way out
+constexpr int kGemmCluster = 2;                              // blocks: each fetches half of x's tile for both
+constexpr int kGemmStepTokens = 32;                          // that are turned at a time, on their way out
 constexpr int kGemmStagingBytes = 64 * kGemmStepTokens * 2;  // of a warpgroup
-constexpr int kGemmX = 64;  // inputs of a slot of x: 128 bytes of each token
+constexpr int kGemmX = 64;                                   // inputs of a slot of x: 128 bytes of each token
 
 // A block's tile: tokens, and 64 features a warpgroup that computes; slots of shared memory.
 template <int tokens, int warpgroups>
@@ -36,11 +36,12 @@ struct GemmTile {
 // Where a launch's parts lie in device memory, as kernels see it.
 struct GemmShare {
   PackedGemmPlan plan;
-  int64_t rows, k;
-  float* parts;     // [clusters][2 blocks][warpgroups] tiles of sums
+  int64_t rows;
+  float* parts;               // [clusters][2 blocks][warpgroups] tiles of sums
   unsigned long long* flags;  // of each: `ticket` once it is complete
   unsigned long long ticket;  // no other launch's
-  int zero;         // 0, which the compiler does not know
+  bool whole;                 // rows of out are whole 16 bytes, aligned
+  int zero;                   // 0, which the compiler does not know
 };
 
 // A tile, or a part of one: pieces [first, last) of its features and tokens.
@@ -50,8 +51,8 @@ struct GemmPart {
   int64_t start;  // of all pieces, the tile's first
 };
 
-// The parts of a cluster, from the last to the first: of a tile that several clusters share, the highest of them
-// has the last pieces, and finds the others' sums, which those computed before anything else.
+// The parts of a cluster, from the last to the first: of a tile that several clusters share, the highest of
+// them has the last pieces, and finds the others' sums, which those computed before anything else.
 struct GemmParts {
   int64_t begin, end;  // what is left, in pieces of all tiles
 
@@ -107,8 +108,8 @@ __device__ __forceinline__ void copy_tile_to_cluster(uint32_t to, const CUtensor
       : "memory");
 }
 
-// Arrives at the barrier of a block of the cluster. No release for all of the cluster, which would wait for memory:
-// what comes before are reads that are complete.
+// Arrives at the barrier of a block of the cluster. No release for all of the cluster, which would wait for
+// memory: what comes before are reads that are complete.
 __device__ __forceinline__ void arrive_at(uint32_t barrier, int rank) {
   asm volatile("mbarrier.arrive.shared::cluster.b64 _, [%0];" ::"r"(cluster_address(barrier, rank))
                : "memory");
@@ -123,8 +124,8 @@ __device__ __forceinline__ int x_slots(const PackedMatrix& matrix, int piece) {
 
 // One lane's work.
 template <PackedForm kForm, class Tile>
-__device__ __forceinline__ void fetch_x(const GemmShare& share, const PackedMatrix& matrix, const CUtensorMap* map,
-                                        uint32_t smem, int cluster, int rank) {
+__device__ __forceinline__ void fetch_x(const GemmShare& share, const PackedMatrix& matrix,
+                                        const CUtensorMap* map, uint32_t smem, int cluster, int rank) {
   constexpr int kHalf = Tile::kTokens / kGemmCluster, kSlotsOfPiece = PackedPiece<kForm>::kBlocks * 2;
   const GemmBarriers barriers = gemm_barriers<Tile>(smem);
   GemmCursor at;
@@ -149,9 +150,10 @@ __device__ __forceinline__ void fetch_x(const GemmShare& share, const PackedMatr
 }
 
 // One lane's work.
-template <class Tile>
+template <PackedForm kForm, class Tile>
 __device__ __forceinline__ void fetch_pieces(const GemmShare& share, const CUtensorMap* map, uint32_t smem,
                                              int cluster, int rank) {
+  using Piece = PackedPiece<kForm>;
   const GemmBarriers barriers = gemm_barriers<Tile>(smem);
   GemmCursor at;
   GemmParts parts(share.plan, cluster);
@@ -163,17 +165,21 @@ __device__ __forceinline__ void fetch_pieces(const GemmShare& share, const CUten
       barrier_wait(barriers.empty + 8 * at.slot, at.parity ^ 1);
       const uint32_t full = barriers.full + 8 * at.slot;
       barrier_arrive_expect(full, Tile::kPieceBytes);
-      copy_tile_to_shared(smem + Tile::kPiecesAt + at.slot * Tile::kPieceBytes, map, piece * 32, row, 0, full);
+      const uint32_t to = smem + Tile::kPiecesAt + at.slot * Tile::kPieceBytes;
+#pragma unroll
+      for (int b = 0; b < Piece::kBlocks; ++b)
+        copy_tile_to_shared(to + b * Tile::kFeatures * Piece::kRowBytes, map,
+                            (piece * Piece::kBlocks + b) * (Piece::kRowBytes / 4), row, 0, full);
       at.template advance<Tile::kPieces>();
     }
   }
 }
 
-// A warp brings what its block will read of scales and zeros into L2, which the lanes that use them load one piece
-// ahead.
+// A warp brings what its block will read of scales and zeros into L2, which the lanes that use them load one
+// piece ahead.
 template <PackedForm kForm, class Tile>
-__device__ __forceinline__ void prefetch_scales(const GemmShare& share, const PackedMatrix& matrix, int cluster,
-                                                int rank, int lane) {
+__device__ __forceinline__ void prefetch_scales(const GemmShare& share, const PackedMatrix& matrix,
+                                                int cluster, int rank, int lane) {
   using Piece = PackedPiece<kForm>;
   constexpr int kLine = 128;
   GemmParts parts(share.plan, cluster);
