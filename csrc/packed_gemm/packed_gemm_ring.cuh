@@ -28,9 +28,11 @@ struct GemmTile {
   static constexpr int kStagingAt = kPiecesAt + kPieces * kPieceBytes;
   static constexpr int kBarriersAt = kStagingAt + 2 * kWarpgroups * kGemmStagingBytes;
   static constexpr int kBytes = kBarriersAt + 16 * (kX + kPieces);
-  // Of those that an SM has, in steps of 8: what the warps that fetch leave.
+  // Registers of a thread: as the block starts, and as warps give theirs to those that compute.
+  static constexpr int kFirstRegisters = 65536 / kThreads / 8 * 8;
   static constexpr int kFetchRegisters = kWarpgroups > 2 ? 24 : 40;
-  static constexpr int kRegisters = (65536 / 128 - kFetchRegisters) / kWarpgroups / 8 * 8;
+  static constexpr int kRegisters =
+      (kFirstRegisters * (kWarpgroups + 1) - kFetchRegisters) / kWarpgroups / 8 * 8;
 };
 
 // Where a launch's parts lie in device memory, as kernels see it.
