@@ -24,28 +24,39 @@ int multiprocessors() {
   return count;
 }
 
-// Time of a launch in units of a tensor core's time for 64 inputs of a tile of 32 tokens.
-struct Cost {
-  int tokens, warpgroups;
-  bool whole;
-  double time;
-
-  int features() const { return kCluster * 64 * warpgroups; }
-  int64_t tiles(const PackedGemmParams& p) const {
-    return (p.rows + tokens - 1) / tokens * ((p.matrix.rows + features() - 1) / features());
-  }
+// A way to run over a shape. `split`: clusters of each tile, 0: all clusters share all tiles evenly.
+struct Way {
+  int tokens, warpgroups, split;
 };
 
-double cost_of(const PackedGemmParams& p, int clusters, const Cost& as) {
-  const double wide = as.tokens / 32.0 * as.warpgroups / 2;  // sums of a block
-  // Of the work for 64 inputs: the products, and what does not depend on their number.
-  const double tile = (wide + 0.5) * p.matrix.blocks * 2, out = wide * 6 + 10;
-  const int64_t tiles = as.tiles(p);
-  if (as.whole) return double((tiles + clusters - 1) / clusters) * (tile + out);
+// What tiles take on an H200, in microseconds: 64 inputs of one with every SM at work (int4_g32, float16,
+// 2026-11).
+struct TileTime {
+  int tokens, warpgroups;
+  double step;
+};
+constexpr TileTime kTileTimes[] = {{32, 2, 0.34},  {32, 4, 0.54},   {64, 2, 0.395},
+                                   {64, 4, 0.625}, {128, 2, 0.476}, {256, 2, 0.68}};
+constexpr int kMostSplit = 8;
+
+int features_of(int warpgroups) { return kCluster * 64 * warpgroups; }
+
+int64_t tiles_of(const PackedGemmParams& p, const TileTime& tile) {
+  const int features = features_of(tile.warpgroups);
+  return (p.rows + tile.tokens - 1) / tile.tokens * ((p.matrix.rows + features - 1) / features);
+}
+
+double time_of(const PackedGemmParams& p, int clusters, const TileTime& tile, int split) {
+  const double sums = tile.tokens * tile.warpgroups / 2;  // of a block, in units of its 64 features
+  const double start = 3.2 + sums * 0.008, out = 0.6 + sums * 0.004, whole = p.matrix.blocks * 2 * tile.step;
+  const double leave = 0.8 + sums * 0.008, collect = 1.0 + sums * 0.001, other = 0.1 + sums * 0.009;
+  const int64_t tiles = tiles_of(p, tile);
+  if (split == 1) return start + double((tiles + clusters - 1) / clusters) * (whole + out);
+  if (split > 1) return start + whole / split + leave + collect + (split - 1) * other + out;
   const double share = double(tiles) / clusters;
-  // Sums left, and those of the other clusters of a tile.
-  const double others = tiles >= clusters ? 1 : double(clusters) / tiles;
-  return share * tile + (share < 1 ? 1 : share) * out + (1 + others) * (wide * 6 + 8);
+  const double others = share < 1 ? 1 / share : 1;  // of a tile, besides the one that writes it
+  constexpr double kNextPart = 1;
+  return start + share * whole + leave + collect + others * other + (share < 1 ? 1 : share) * out + kNextPart;
 }
 
 }  // namespace
@@ -61,37 +72,37 @@ bool fits_packed_gemm(const PackedGemmParams& p) {
   return compiled && major == 9;
 }
 
-PackedGemmPlan plan_packed_gemm(const PackedGemmParams& p, int tokens, int whole, int warpgroups) {
+PackedGemmPlan plan_packed_gemm(const PackedGemmParams& p, int tokens, int split, int warpgroups) {
   PackedGemmPlan plan{};
   const int piece_blocks = bits_of(p.matrix.form) == 4 ? 2 : 1;
-  const int clusters = multiprocessors() / kCluster;
-  Cost best{};
-  for (const int each : {32, 64, 128, 256}) {
-    if (tokens && each != tokens) continue;
-    for (const int groups : {2, 4}) {
-      if ((warpgroups && groups != warpgroups) || (groups == 4 && each > 64)) continue;
-      for (const bool are_whole : {true, false}) {
-        if (whole >= 0 && are_whole != bool(whole)) continue;
-        Cost cost{each, groups, are_whole, 0};
-        cost.time = cost_of(p, clusters, cost);
-        if (!best.tokens || cost.time < best.time) best = cost;
-      }
+  plan.pieces = (p.matrix.blocks + piece_blocks - 1) / piece_blocks;
+  const int clusters = std::max(1, multiprocessors() / kCluster);
+  double best = 0;
+  for (const TileTime& tile : kTileTimes) {
+    if ((tokens && tile.tokens != tokens) || (warpgroups && tile.warpgroups != warpgroups)) continue;
+    const int64_t room = clusters / tiles_of(p, tile);
+    const int most = static_cast<int>(std::clamp<int64_t>(room, 1, std::min(kMostSplit, plan.pieces)));
+    for (int each = 0; each <= most; ++each) {
+      if (split >= 0 && each != std::min(split, most)) continue;
+      const double time = time_of(p, clusters, tile, each);
+      if (plan.tokens && time >= best) continue;
+      best = time;
+      plan.tokens = tile.tokens, plan.warpgroups = tile.warpgroups, plan.split = each;
     }
   }
-  plan.tokens = best.tokens;
-  plan.warpgroups = best.warpgroups;
-  plan.feature_tiles = static_cast<int>((p.matrix.rows + best.features() - 1) / best.features());
+  const int features = features_of(plan.warpgroups);
+  plan.feature_tiles = static_cast<int>((p.matrix.rows + features - 1) / features);
   plan.token_tiles = static_cast<int>((p.rows + plan.tokens - 1) / plan.tokens);
   const int64_t width = int64_t(p.matrix.blocks) * kPackedBlock;
   plan.together =
       static_cast<int>(std::clamp<int64_t>(kResidentBytes / (width * 2 * plan.tokens), 1, plan.token_tiles));
-  plan.pieces = (p.matrix.blocks + piece_blocks - 1) / piece_blocks;
   const int64_t tiles = int64_t(plan.feature_tiles) * plan.token_tiles;
-  plan.unit_pieces = best.whole ? plan.pieces : 1;
+  plan.unit_pieces = plan.split == 1 ? plan.pieces : 1;
   plan.units = tiles * plan.pieces / plan.unit_pieces;
-  plan.clusters = static_cast<int>(std::min<int64_t>(clusters, plan.units));
-  const int64_t tiles_apart = best.whole ? 0 : plan.clusters;
-  plan.part_bytes = aligned(tiles_apart * best.features() * plan.tokens * 4);
+  plan.clusters =
+      static_cast<int>(std::min<int64_t>(plan.split > 1 ? tiles * plan.split : clusters, plan.units));
+  const int64_t tiles_apart = plan.split == 1 ? 0 : plan.clusters;
+  plan.part_bytes = aligned(tiles_apart * features * plan.tokens * 4);
   plan.flag_bytes = aligned(tiles_apart * kCluster * plan.warpgroups * 8);
   return plan;
 }

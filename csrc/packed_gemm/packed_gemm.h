@@ -28,6 +28,7 @@ struct PackedGemmPlan {
   int token_tiles;
   int together;        // token tiles that follow each other before the next features do
   int pieces;          // of a row
+  int split;           // clusters of a tile; 0: clusters share all tiles evenly
   int clusters;        // of two blocks
   int64_t units;       // pieces of all tiles that clusters share evenly: whole tiles, or single pieces
   int unit_pieces;     // of a unit
@@ -39,8 +40,8 @@ struct PackedGemmPlan {
 // the weight.
 bool fits_packed_gemm(const PackedGemmParams& params);
 
-// `tokens`: of a tile, `whole`: no tile is shared, `warpgroups`: of a block; for measurements.
-PackedGemmPlan plan_packed_gemm(const PackedGemmParams& params, int tokens = 0, int whole = -1,
+// `tokens`, `split`, `warpgroups`: as a plan has them, for measurements; else the fastest.
+PackedGemmPlan plan_packed_gemm(const PackedGemmParams& params, int tokens = 0, int split = -1,
                                 int warpgroups = 0);
 
 // `workspace`: as many bytes as the plan has, at a multiple of 128.

@@ -73,6 +73,7 @@ struct GemmConsumer {
   int cluster, rank, group, lane, warp;  // group: of warps
   GemmCursor x_at, at;
   QuadTurn turn;
+  PieceScales<kForm> next[2];  // of the piece that follows
   float sums[kTokens / 2];
 
   __device__ __forceinline__ GemmConsumer(const GemmShare& share, const PackedMatrix& matrix, uint32_t smem,
@@ -94,21 +95,23 @@ struct GemmConsumer {
     if (threadIdx.x % 128 < kGemmCluster) arrive_at(barriers.x_empty + 8 * slot, threadIdx.x % 128);
   }
 
-  __device__ __forceinline__ void multiply(const GemmPart& part) {
-    const int64_t feature = (int64_t(part.features) * kGemmCluster + rank) * Tile::kFeatures + row();
-    const int64_t rows[2] = {min(feature, matrix.rows - 1), min(feature + 8, matrix.rows - 1)};
-    PieceScales<kForm> next[2];
+  // The lane's rows in the matrix; those behind the last are the last.
+  __device__ __forceinline__ int64_t matrix_row(const GemmPart& part, int h) const {
+    const int64_t first = (int64_t(part.features) * kGemmCluster + rank) * Tile::kFeatures;
+    return min(first + row() + 8 * h, matrix.rows - 1);
+  }
+  __device__ __forceinline__ void load_scales(const GemmPart& part, int piece) {
 #pragma unroll
-    for (int h = 0; h < 2; ++h) next[h].load(matrix, rows[h], part.first);
+    for (int h = 0; h < 2; ++h) next[h].load(matrix, matrix_row(part, h), piece);
+  }
+
+  __device__ __forceinline__ void multiply(const GemmPart& part) {
     int accumulate = 0, before = -1;
 #pragma unroll 1
     for (int piece = part.first; piece < part.last; ++piece) {
       PieceScales<kForm> scales[2];
-#pragma unroll
-      for (int h = 0; h < 2; ++h) {
-        scales[h] = next[h];
-        next[h].load(matrix, rows[h], min(piece + 1, part.last - 1));
-      }
+      scales[0] = next[0], scales[1] = next[1];
+      load_scales(part, min(piece + 1, part.last - 1));
       const int blocks = matrix.blocks - piece * Piece::kBlocks;
       barrier_wait(barriers.full + 8 * at.slot, at.parity);
       const uint32_t from = smem + Tile::kPiecesAt + at.slot * Tile::kPieceBytes;
@@ -175,10 +178,9 @@ struct GemmConsumer {
 #pragma unroll
     for (int t = 0; t < kTokens / 8; ++t)
       __stcg(to + t * 128, make_float4(sums[4 * t], sums[4 * t + 1], sums[4 * t + 2], sums[4 * t + 3]));
-    __threadfence();
     sync();  // all of the warpgroup's
     if (threadIdx.x % 128 == 0) {
-      __threadfence();
+      __threadfence();  // for all that came before the barrier
       atomicExch(flag_of(cluster), share.ticket);
     }
   }
@@ -187,15 +189,16 @@ struct GemmConsumer {
   __device__ __forceinline__ void collect(const GemmPart& part) {
     int first = cluster;
     while (GemmParts::boundary(share.plan, first) > part.start) --first;
+    for (int other = first + threadIdx.x % 128; other < cluster; other += 128) {
+      unsigned long long found;
+      do {
+        asm volatile("ld.acquire.gpu.global.u64 %0, [%1];" : "=l"(found) : "l"(flag_of(other)) : "memory");
+      } while (found != share.ticket);
+      *flag_of(other) = 0;  // for the next launch with this ticket, of a captured graph
+    }
+    sync();
+#pragma unroll(kTokens <= 64 ? 4 : 1)
     for (int other = first; other < cluster; ++other) {
-      if (threadIdx.x % 128 == 0) {
-        unsigned long long found;
-        do {
-          asm volatile("ld.acquire.gpu.global.u64 %0, [%1];" : "=l"(found) : "l"(flag_of(other)) : "memory");
-        } while (found != share.ticket);
-        *flag_of(other) = 0;  // for the next launch with this ticket, of a captured graph
-      }
-      sync();
       const float4* const from = part_of(other);
 #pragma unroll
       for (int t = 0; t < kTokens / 8; ++t) {
@@ -211,7 +214,7 @@ struct GemmConsumer {
     float scale[2], shift[2];
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
-      const int64_t feature = min(first + row() + 8 * h, matrix.rows - 1);
+      const int64_t feature = matrix_row(part, h);
       scale[h] = matrix.multiplier;
       if constexpr (kForm == PackedForm::kFp8)
         scale[h] *= __half2float(__ushort_as_half(__ldg(matrix.scales + feature)));
@@ -281,17 +284,21 @@ struct GemmConsumer {
 
   __device__ __forceinline__ void run(const CUtensorMap* map, const T* bias, T* out) {
     GemmParts parts(share.plan, cluster);
-    GemmPart part;
-    while (parts.next(share.plan, part)) {
-      multiply(part);
-      if (part.last < share.plan.pieces) {
+    GemmPart part, now;
+    bool more = parts.next(share.plan, part);
+    if (more) load_scales(part, part.first);
+    while (more) {
+      now = part;
+      multiply(now);
+      more = parts.next(share.plan, part);
+      if (more) load_scales(part, part.first);
+      if (now.last < share.plan.pieces) {
         leave();
         continue;
       }
-      if (part.first > 0) collect(part);
-      store(part, map, bias, out);
+      if (now.first > 0) collect(now);
+      store(now, map, bias, out);
     }
-    if (threadIdx.x % 128 == 0) asm volatile("cp.async.bulk.wait_group 0;" ::: "memory");  // out is written
   }
 };
 
@@ -320,8 +327,11 @@ __global__ void __launch_bounds__(Tile::kThreads, 1)
     }
     barrier_init_done();
   }
-  arrive_cluster();
-  wait_cluster();  // both blocks' barriers are ready for both
+  if (threadIdx.x == 128) {
+    prefetch_map(&quants_map), prefetch_map(&x_map);
+    if (share.whole) prefetch_map(&out_map);
+  }
+  meet_cluster();  // both blocks' barriers are ready for both
   if (warp >= 4 * Tile::kWarpgroups) {
     asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(Tile::kFetchRegisters));
     const int which = warp - 4 * Tile::kWarpgroups;
@@ -340,8 +350,6 @@ __global__ void __launch_bounds__(Tile::kThreads, 1)
     GemmConsumer<T, kForm, Tile> consumer(share, matrix, smem, cluster, rank);
     consumer.run(&out_map, bias, out);
   }
-  arrive_cluster();
-  wait_cluster();  // the other block still copies into this one's slots, or arrives at its barriers
 #endif
 }
 

@@ -110,6 +110,16 @@ __device__ __forceinline__ void copy_tile_to_cluster(uint32_t to, const CUtensor
       : "memory");
 }
 
+// All blocks of the cluster have come here. No more than that: what they wrote before is not visible by it.
+__device__ __forceinline__ void meet_cluster() {
+  asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");
+  asm volatile("barrier.cluster.wait.aligned;" ::: "memory");
+}
+
+__device__ __forceinline__ void prefetch_map(const CUtensorMap* map) {
+  asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory");
+}
+
 // Arrives at the barrier of a block of the cluster. No release for all of the cluster, which would wait for
 // memory: what comes before are reads that are complete.
 __device__ __forceinline__ void arrive_at(uint32_t barrier, int rank) {
@@ -148,6 +158,12 @@ __device__ __forceinline__ void fetch_x(const GemmShare& share, const PackedMatr
         at.template advance<Tile::kX>();
       }
     }
+  }
+  // Until the other block's warpgroups have arrived here for the last time, and this block may end.
+#pragma unroll 1
+  for (int i = 0; i < Tile::kX; ++i) {
+    barrier_wait(barriers.x_empty + 8 * at.slot, at.parity ^ 1);
+    at.template advance<Tile::kX>();
   }
 }
 
