@@ -59,10 +59,15 @@ double time_of(const PackedGemmParams& p, int clusters, const TileTime& tile, in
   return start + share * whole + leave + collect + others * other + (share < 1 ? 1 : share) * out + kNextPart;
 }
 
+// Rows from which on widening the weight for PyTorch's product costs less than the kernel loses to that (H200).
+int64_t widens_from(PackedForm form) { return form == PackedForm::kInt8 ? 2048 : 8192; }
+
 }  // namespace
 
 bool fits_packed_gemm(const PackedGemmParams& p) {
-  if (p.dtype == DType::kFloat32) return false;
+  if (p.dtype == DType::kFloat32 || p.rows >= widens_from(p.matrix.form)) return false;
+  constexpr int64_t kMostPieces = 1 << 30;  // of the smallest tiles
+  if ((p.rows / 32 + 1) * (p.matrix.rows / 256 + 1) * p.matrix.blocks > kMostPieces) return false;
   constexpr int kArchs[] = {__CUDA_ARCH_LIST__};
   bool compiled = false;
   for (const int arch : kArchs) compiled = compiled || arch == 900;
@@ -97,10 +102,12 @@ PackedGemmPlan plan_packed_gemm(const PackedGemmParams& p, int tokens, int split
   plan.together =
       static_cast<int>(std::clamp<int64_t>(kResidentBytes / (width * 2 * plan.tokens), 1, plan.token_tiles));
   const int64_t tiles = int64_t(plan.feature_tiles) * plan.token_tiles;
+  plan.clusters = static_cast<int>(std::min<int64_t>(plan.split > 1 ? tiles * plan.split : clusters,
+                                                     plan.split == 1 ? tiles : tiles * plan.pieces));
+  plan.group = plan.split > 1 ? plan.split : plan.clusters;
   plan.unit_pieces = plan.split == 1 ? plan.pieces : 1;
-  plan.units = tiles * plan.pieces / plan.unit_pieces;
-  plan.clusters =
-      static_cast<int>(std::min<int64_t>(plan.split > 1 ? tiles * plan.split : clusters, plan.units));
+  plan.group_units = static_cast<int>(tiles * plan.pieces / plan.unit_pieces / (plan.clusters / plan.group));
+  plan.share = plan.group_units / plan.group, plan.rest = plan.group_units % plan.group;
   const int64_t tiles_apart = plan.split == 1 ? 0 : plan.clusters;
   plan.part_bytes = aligned(tiles_apart * features * plan.tokens * 4);
   plan.flag_bytes = aligned(tiles_apart * kCluster * plan.warpgroups * 8);

@@ -30,8 +30,10 @@ struct PackedGemmPlan {
   int pieces;          // of a row
   int split;           // clusters of a tile; 0: clusters share all tiles evenly
   int clusters;        // of two blocks
-  int64_t units;       // pieces of all tiles that clusters share evenly: whole tiles, or single pieces
-  int unit_pieces;     // of a unit
+  int group;           // clusters that share some tiles evenly, in units of
+  int unit_pieces;     // a piece, or a whole tile's:
+  int group_units;     // so many,
+  int share, rest;     // each at least `share`, the first `rest` one more
   int64_t part_bytes;  // of the workspace: sums of tiles that several clusters share,
   int64_t flag_bytes;  // and what says that they are there
 };

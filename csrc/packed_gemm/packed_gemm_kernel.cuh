@@ -115,13 +115,11 @@ struct GemmConsumer {
       const int blocks = matrix.blocks - piece * Piece::kBlocks;
       barrier_wait(barriers.full + 8 * at.slot, at.parity);
       const uint32_t from = smem + Tile::kPiecesAt + at.slot * Tile::kPieceBytes;
-      uint32_t bits = 0;
 #pragma unroll
       for (int b = 0; b < Piece::kBlocks; ++b) {
         if (b >= blocks) break;
         GemmWords<kForm> words;
         words.template load<Tile>(from, row(), b);
-        bits ^= words.all();
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
           uint32_t a[4][4];  // of 16 inputs: as A of mma.cuh
@@ -130,14 +128,19 @@ struct GemmConsumer {
             const int stretch = half * 2 + i;
 #pragma unroll
             for (int h = 0; h < 2; ++h) {
-              uint32_t of_stretch[Piece::kLoads], pair[4];
+              uint32_t of_stretch[Piece::kLoads], turned[Piece::template kTurned<T>], pair[4];
               words.of_stretch(h, stretch, of_stretch);
-              turn(of_stretch);
-              dequantize_stretch<T, kForm>(of_stretch, Piece::kScales ? scales[h].scale(b, stretch) : 0,
+              turn(of_stretch, turned);
+              dequantize_stretch<T, kForm>(turned, Piece::kScales ? scales[h].scale(b, stretch) : 0,
                                            scales[h].zero(b), pair);
               a[i * 2][h] = pair[0], a[i * 2][2 + h] = pair[1];
               a[i * 2 + 1][h] = pair[2], a[i * 2 + 1][2 + h] = pair[3];
             }
+          }
+          if (half == 0 && (b == Piece::kBlocks - 1 || b + 1 == blocks)) {  // the piece is in registers
+            __syncwarp();
+            if (lane == 0)
+              barrier_arrive(behind_reads(barriers.empty + 8 * at.slot, words.all(), share.zero));
           }
           barrier_wait(barriers.x_full + 8 * x_at.slot, x_at.parity);
           const uint64_t operand = wgmma_operand(smem + x_at.slot * Tile::kXBytes);
@@ -154,8 +157,6 @@ struct GemmConsumer {
           x_at.template advance<Tile::kX>();
         }
       }
-      __syncwarp();
-      if (lane == 0) barrier_arrive(behind_reads(barriers.empty + 8 * at.slot, bits, share.zero));
       at.template advance<Tile::kPieces>();
     }
     wgmma_wait<0>();
@@ -197,7 +198,7 @@ struct GemmConsumer {
       *flag_of(other) = 0;  // for the next launch with this ticket, of a captured graph
     }
     sync();
-#pragma unroll(kTokens <= 64 ? 4 : 1)
+#pragma unroll(kTokens* Tile::kWarpgroups <= 128 ? 4 : 1)
     for (int other = first; other < cluster; ++other) {
       const float4* const from = part_of(other);
 #pragma unroll

@@ -9,7 +9,7 @@ namespace hf_fastpath {
 template <class T, PackedForm kForm, int kTokens, int kWarpgroups>
 void launch_gemm_tile(const PackedGemmParams& p, const PackedGemmPlan& plan, char* workspace,
                       cudaStream_t stream) {
-  using Tile = GemmTile<kTokens, kWarpgroups>;
+  using Tile = GemmTile<kTokens, kWarpgroups, bits_of(kForm)>;
   const PackedMatrix& matrix = p.matrix;
   const uint64_t width = p.k, rows = p.rows, features = matrix.rows;
   const uint64_t row_bytes = uint64_t(matrix.blocks) * kPackedBlock * bits_of(kForm) / 8;

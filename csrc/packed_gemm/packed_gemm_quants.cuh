@@ -14,6 +14,11 @@ struct PackedPiece {
   static constexpr int kBits = bits_of(kForm);
   static constexpr int kBlocks = kBits == 4 ? 2 : 1;
   static constexpr int kLoads = kBits / 4;  // of 16 bytes of a block, by a lane
+  // Words behind QuadTurn.
+  template <class T>
+  static constexpr int kTurned = kBits == 8                  ? 2
+                                 : std::is_same_v<T, __half> ? 4
+                                                             : 1;
   // In shared memory: blocks of 64 bytes a row, or of 128 in the order of swizzled copies: lanes of two rows
   // that read at a time find different banks.
   static constexpr int kRowBytes = 16 * kBits;
@@ -108,36 +113,46 @@ struct StretchScale<__nv_bfloat16> {
 
 // Of a quad's lanes, each with its eight neighbors of a stretch (word w of four is lane w's), every lane gets
 // two neighbors of each eight, those that a product wants of it: lane q the q-th two, of the eights one after
-// the other. For 4 bits a byte each, for 8 bits half a word.
+// the other. For 4 bits they are a byte, all in a word or four times each in four, for 8 bits half a word.
 struct QuadTurn {
-  uint32_t halves, bytes, words;  // choices of bytes that lie with the lane
+  uint32_t halves, all, bytes[4], words;  // choices of bytes that lie with the lane
   bool upper;
 
   __device__ __forceinline__ QuadTurn() {
     const int q = threadIdx.x % 4;
     upper = q >= 2;
     halves = upper ? 0x3276 : 0x5410;
-    bytes = q % 2 ? 0x3715 : 0x6240;
+    all = q % 2 ? 0x3715 : 0x6240;
+    bytes[0] = q % 2 ? 0x5555 : 0x0000;
+    bytes[1] = q % 2 ? 0x1111 : 0x4444;
+    bytes[2] = q % 2 ? 0x7777 : 0x2222;
+    bytes[3] = q % 2 ? 0x3333 : 0x6666;
     words = q % 2 ? 0x3276 : 0x5410;
   }
-  __device__ __forceinline__ void operator()(uint32_t (&w)[1]) const {
-    const uint32_t x = __byte_perm(w[0], __shfl_xor_sync(kAllLanes, w[0], 2), halves);
-    w[0] = __byte_perm(x, __shfl_xor_sync(kAllLanes, x, 1), bytes);
-  }
-  __device__ __forceinline__ void operator()(uint32_t (&w)[2]) const {
-    const uint32_t other = __shfl_xor_sync(kAllLanes, upper ? w[0] : w[1], 2);
-    w[0] = upper ? other : w[0];
-    w[1] = upper ? w[1] : other;
+  __device__ __forceinline__ void operator()(const uint32_t (&w)[1], uint32_t (&turned)[4]) const {
+    const uint32_t own = __byte_perm(w[0], __shfl_xor_sync(kAllLanes, w[0], 2), halves);
+    const uint32_t other = __shfl_xor_sync(kAllLanes, own, 1);
 #pragma unroll
-    for (int i = 0; i < 2; ++i) w[i] = __byte_perm(w[i], __shfl_xor_sync(kAllLanes, w[i], 1), words);
+    for (int i = 0; i < 4; ++i) turned[i] = __byte_perm(own, other, bytes[i]);
+  }
+  __device__ __forceinline__ void operator()(const uint32_t (&w)[1], uint32_t (&turned)[1]) const {
+    const uint32_t own = __byte_perm(w[0], __shfl_xor_sync(kAllLanes, w[0], 2), halves);
+    turned[0] = __byte_perm(own, __shfl_xor_sync(kAllLanes, own, 1), all);
+  }
+  __device__ __forceinline__ void operator()(const uint32_t (&w)[2], uint32_t (&turned)[2]) const {
+    const uint32_t other = __shfl_xor_sync(kAllLanes, upper ? w[0] : w[1], 2);
+    const uint32_t own[2] = {upper ? other : w[0], upper ? w[1] : other};
+#pragma unroll
+    for (int i = 0; i < 2; ++i) turned[i] = __byte_perm(own[i], __shfl_xor_sync(kAllLanes, own[i], 1), words);
   }
 };
 
 // A lane's pairs of a stretch, of one row: pair[2 step + half] is for k 8 half + 2 q of the step's 16.
 // `words`: behind QuadTurn; `zero`: of kInt4 and kInt4G32.
 template <class T, PackedForm kForm>
-__device__ __forceinline__ void dequantize_stretch(const uint32_t (&words)[PackedPiece<kForm>::kLoads],
-                                                   uint32_t scale_bits, int zero, uint32_t (&pair)[4]) {
+__device__ __forceinline__ void dequantize_stretch(
+    const uint32_t (&words)[PackedPiece<kForm>::template kTurned<T>], uint32_t scale_bits, int zero,
+    uint32_t (&pair)[4]) {
   constexpr bool kHalf = std::is_same_v<T, __half>;
   if constexpr (kForm == PackedForm::kFp8) {  // the scale is a row's
 #pragma unroll
@@ -172,8 +187,7 @@ __device__ __forceinline__ void dequantize_stretch(const uint32_t (&words)[Packe
       const auto excess = __halves2half2(__int2half_rn(-1024 - zero), __int2half_rn(-64 - zero));
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
-        const uint32_t bits = __byte_perm(words[0], 0, i * 0x1111);
-        pair[i] = scaled(__hfma2(pair_of<T>(masked_or<0x00f0000fu, 0x64006400u>(bits)), units, excess));
+        pair[i] = scaled(__hfma2(pair_of<T>(masked_or<0x00f0000fu, 0x64006400u>(words[i])), units, excess));
       }
     } else {
       const auto excess = Pair<T>::all(128.f + zero);

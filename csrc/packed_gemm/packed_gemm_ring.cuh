@@ -15,13 +15,13 @@ constexpr int kGemmStagingBytes = 64 * kGemmStepTokens * 2;  // of a warpgroup
 constexpr int kGemmX = 64;                                   // inputs of a slot of x: 128 bytes of each token
 
 // A block's tile: tokens, and 64 features a warpgroup that computes; slots of shared memory.
-template <int tokens, int warpgroups>
+template <int tokens, int warpgroups, int bits>
 struct GemmTile {
   static constexpr int kTokens = tokens, kWarpgroups = warpgroups;
   static constexpr int kFeatures = 64 * kWarpgroups;
   static constexpr int kThreads = 128 * (kWarpgroups + 1);
   static constexpr int kXBytes = kTokens * 128, kPieceBytes = kFeatures * 128;
-  static constexpr int kX = kTokens == 256 ? 5 : kTokens == 128 ? 6 : 8;
+  static constexpr int kX = kTokens == 256 ? (bits == 4 ? 5 : 4) : kTokens == 128 ? 6 : 8;
   static constexpr int kPiecesRoom = 226 * 1024 - kX * kXBytes - 2 * kWarpgroups * kGemmStagingBytes;
   static constexpr int kPieces = kPiecesRoom / kPieceBytes < 10 ? kPiecesRoom / kPieceBytes : 10;
   static constexpr int kPiecesAt = kX * kXBytes;
@@ -30,7 +30,7 @@ struct GemmTile {
   static constexpr int kBytes = kBarriersAt + 16 * (kX + kPieces);
   // Registers of a thread: as the block starts, and as warps give theirs to those that compute.
   static constexpr int kFirstRegisters = 65536 / kThreads / 8 * 8;
-  static constexpr int kFetchRegisters = kWarpgroups > 2 ? 24 : 40;
+  static constexpr int kFetchRegisters = kWarpgroups > 2 ? 32 : 40;
   static constexpr int kRegisters =
       (kFirstRegisters * (kWarpgroups + 1) - kFetchRegisters) / kWarpgroups / 8 * 8;
 };
@@ -50,26 +50,27 @@ struct GemmShare {
 struct GemmPart {
   int features, tokens;  // which tile
   int first, last;
-  int64_t start;  // of all pieces, the tile's first
+  int start;  // of all pieces, the tile's first
 };
 
 // The parts of a cluster, from the last to the first: of a tile that several clusters share, the highest of
 // them has the last pieces, and finds the others' sums, which those computed before anything else.
 struct GemmParts {
-  int64_t begin, end;  // what is left, in pieces of all tiles
+  int begin, end;  // what is left, in pieces of all tiles
 
-  static __device__ __forceinline__ int64_t boundary(const PackedGemmPlan& plan, int cluster) {
-    return plan.units * cluster / plan.clusters * plan.unit_pieces;
+  static __device__ __forceinline__ int boundary(const PackedGemmPlan& plan, int cluster) {
+    const int group = cluster / plan.group, of_group = cluster - group * plan.group;
+    return (group * plan.group_units + of_group * plan.share + min(of_group, plan.rest)) * plan.unit_pieces;
   }
   __device__ __forceinline__ GemmParts(const PackedGemmPlan& plan, int cluster)
       : begin(boundary(plan, cluster)), end(boundary(plan, cluster + 1)) {}
 
   __device__ __forceinline__ bool next(const PackedGemmPlan& plan, GemmPart& part) {
     if (end <= begin) return false;
-    const int tile = static_cast<int>((end - 1) / plan.pieces);
-    part.start = int64_t(tile) * plan.pieces;
-    const int64_t from = part.start > begin ? part.start : begin;
-    part.first = static_cast<int>(from - part.start), part.last = static_cast<int>(end - part.start);
+    const int tile = (end - 1) / plan.pieces;
+    part.start = tile * plan.pieces;
+    const int from = max(part.start, begin);
+    part.first = from - part.start, part.last = end - part.start;
     end = from;
     const int of_group = plan.together * plan.feature_tiles, group = tile / of_group;
     const int tokens = min(plan.together, plan.token_tiles - group * plan.together);
@@ -202,16 +203,16 @@ __device__ __forceinline__ void prefetch_scales(const GemmShare& share, const Pa
   constexpr int kLine = 128;
   GemmParts parts(share.plan, cluster);
   GemmPart part;
-  int64_t known = -1;
+  int known = -1;
   while (Piece::kScales && parts.next(share.plan, part)) {
-    const int64_t first = (int64_t(part.features) * kGemmCluster + rank) * Tile::kFeatures;
+    const int first = (part.features * kGemmCluster + rank) * Tile::kFeatures;
     if (first == known) continue;
     known = first;
     const int group = part.first * Piece::kBlocks * Piece::kScales;
     const int groups = min(part.last * Piece::kBlocks * Piece::kScales, matrix.groups);
     for (int i = lane; i < Tile::kFeatures; i += kWarpSize) {
       if (first + i >= matrix.rows) continue;
-      const int64_t row = (first + i) * matrix.groups;
+      const int64_t row = int64_t(first + i) * matrix.groups;
       for (int at = group; at < groups; at += kLine / 2) prefetch_l2(matrix.scales + row + at);
       if (kForm == PackedForm::kInt4)
         for (int at = group; at < groups; at += kLine) prefetch_l2(matrix.zeros + row + at);
