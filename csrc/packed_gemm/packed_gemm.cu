@@ -59,7 +59,8 @@ double time_of(const PackedGemmParams& p, int clusters, const TileTime& tile, in
   return start + share * whole + leave + collect + others * other + (share < 1 ? 1 : share) * out + kNextPart;
 }
 
-// Rows from which on the kernel loses more to PyTorch's product than widening the weight in front of that takes (H200).
+// Rows from which on the kernel loses more to PyTorch's product than widening the weight in front of that
+// takes (H200).
 int64_t widens_from(PackedForm form) { return form == PackedForm::kInt8 ? 3072 : 6144; }
 
 }  // namespace
