@@ -1,14 +1,14 @@
 // What: 17 and more x rows times a quantized matrix, plus a bias, in float16 or bfloat16.
-// Work split: a cluster of two blocks an SM pair, as many clusters as the GPU has room for. A tile is 256
-// features,
-//   128 a block, 64 a warpgroup, times 32 to 256 tokens; pieces of all tiles (128 bytes of quants a row) are
-//   shared evenly by the clusters, or whole tiles are. Of a tile that several share, all but the one with the
-//   last pieces leave float32 sums in device memory, and that one adds them in order. Two warps fetch: x in
-//   slots of 64 inputs, each block half of the tokens for both, and quants in slots of a piece. Two
-//   warpgroups turn quants into A of wgmma in registers (64 inputs while the tensor cores have the 64
-//   before), B is x in shared memory.
-// Traffic: quants once for every `together` token tiles that fit L2, x once a cluster; out.
-// Roofline: up to 64 tokens read bandwidth, then tensor cores; docs/performance.md has the table.
+// Work split: clusters of two blocks, as many as the GPU has room for. A tile is 64 features of each
+//   warpgroup that computes, of which a block has two or four, times 32 to 256 tokens. Clusters share whole
+//   tiles, or their pieces (128 bytes of quants a row): all of all tiles, or some of them each tile. Then all
+//   but the cluster with a tile's last pieces leave float32 sums in device memory, and that one adds them in
+//   order. Two warps fetch: x in slots of 64 inputs, each block half of the tokens for both, and quants in
+//   slots of a piece. Lanes of a quad swap quants so that x can stay as it is, and widen them into A of wgmma
+//   in registers, 64 inputs while the tensor cores have the 64 before; B is x in shared memory.
+// Traffic: quants once for every `together` tiles whose x fits L2, x once a cluster and features; out.
+// Roofline: tensor cores with tiles of 256 tokens (fp8 at 1,024 rows: cuBLAS's speed), integer instructions
+//   with smaller ones (int4_g32, 32 rows, 4096 to 28672: 36 % of read bandwidth, H200, 2026-11).
 #pragma once
 
 #include "packed_gemm/packed_gemm_ring.cuh"
