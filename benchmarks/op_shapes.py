@@ -90,6 +90,17 @@ SHAPES: dict[str, list[Call]] = {
             for rows in (2, 4, 8, 16)
         ),
     ],
+    "packed_gemm": [
+        packed_call(f"mistral {name}, {form}, {rows} rows", form, k, n, rows, _GPU)
+        for name, k, n in (
+            ("qkv 4096->6144", 4096, 6144),
+            ("o 4096x4096", 4096, 4096),
+            ("gate, up 4096->28672", 4096, 28672),
+            ("down 14336->4096", 14336, 4096),
+        )
+        for form in FORMATS
+        for rows in (17, 64, 256, 1024, 4096)
+    ],
     "q4_0_gemv": [
         q4_0_call("tinyllama gate, up 2048->11264", layout, 2048, 11264) for layout in ("interleaved", "split")
     ],

@@ -146,6 +146,9 @@ class _ManyRows:
     ):
         *norm, _ = norm_and_overlap
         x = self._norm(x, *norm)
+        if x.device.type in ops.packed_gemm.native:
+            out = ops.packed_gemm.overload(x, quants, scales, zeros, multiplier, form, bias)
+            return _finished(out, residual, activation)
         packed = PackedWeight(FORMATS[form], x.shape[-1], quants, scales, zeros, multiplier)
         return _linear(x, packed.dequantize(x.dtype), bias, False, residual, activation)
 
@@ -217,6 +220,11 @@ def _linear(x, weight, bias=None, transposed=False, residual=None, activation="n
     if x.device.type in ops.gemm.native:
         return ops.gemm.overload(x, weight, bias, residual, activation, transposed)
     out = nn.functional.linear(x, weight.t() if transposed else weight, bias)
+    return _finished(out, residual, activation)
+
+
+def _finished(out, residual, activation):
+    """A product behind its activation, plus ``residual``."""
     if activation != "none":
         out = _ACTIVATIONS[activation](out)
     return out if residual is None else out.add_(residual)

@@ -14,6 +14,7 @@ from .gemv import SPEC as gemv
 from .gemv_swiglu import SPEC as gemv_swiglu
 from .greedy_token import SPEC as greedy_token
 from .layer_norm import SPEC as layer_norm
+from .packed_gemm import SPEC as packed_gemm
 from .packed_gemv import SPEC as packed_gemv
 from .packed_gemv_swiglu import SPEC as packed_gemv_swiglu
 from .packed_layers import SPEC as packed_layers
@@ -38,6 +39,7 @@ __all__ = [
     "gemv_swiglu",
     "greedy_token",
     "layer_norm",
+    "packed_gemm",
     "packed_gemv",
     "packed_gemv_swiglu",
     "packed_layers",

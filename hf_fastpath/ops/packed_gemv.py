@@ -75,6 +75,19 @@ def fake(
     return x.new_empty(*x.shape[:-1], quants.shape[0])
 
 
+def weight_reasons(x, quants, scales, zeros, format: str) -> list[str]:
+    """Reasons if a packed weight does not fit ``x`` and its format, which is a known one."""
+    form, out_features = FORMATS[format], quants.shape[0] if quants.dim() else 0
+    groups = out_features, form.groups(x.shape[-1])
+    reasons = _part_reasons("quants", x, quants, torch.uint8, (out_features, padded(x.shape[-1]) * form.bits // 8))
+    reasons += _part_reasons("scales", x, scales, torch.float16, groups)
+    if form.has_zeros != (zeros is not None):
+        reasons.append(f"zeros is {'missing' if zeros is None else 'given'}, which format {format} does not go with")
+    elif zeros is not None:
+        reasons += _part_reasons("zeros", x, zeros, torch.uint8, groups)
+    return reasons
+
+
 def _part_reasons(name: str, x, part, dtype: torch.dtype, shape: tuple[int, ...]) -> list[str]:
     """Reasons if a tensor of the packed weight is not what its format wants."""
     reasons = shape_reason(name, part, shape)
@@ -107,14 +120,8 @@ def why_not(
     reasons += choice_reason("activation", activation, ACTIVATIONS)
     if reasons:
         return reasons
-    form, out_features = FORMATS[format], quants.shape[0] if quants.dim() else 0
-    groups = out_features, form.groups(x.shape[-1])
-    reasons += _part_reasons("quants", x, quants, torch.uint8, (out_features, padded(x.shape[-1]) * form.bits // 8))
-    reasons += _part_reasons("scales", x, scales, torch.float16, groups)
-    if form.has_zeros != (zeros is not None):
-        reasons.append(f"zeros is {'missing' if zeros is None else 'given'}, which format {format} does not go with")
-    elif zeros is not None:
-        reasons += _part_reasons("zeros", x, zeros, torch.uint8, groups)
+    out_features = quants.shape[0] if quants.dim() else 0
+    reasons += weight_reasons(x, quants, scales, zeros, format)
     reasons += shape_reason("bias", bias, (out_features,))
     return reasons + shape_reason("residual", residual, (*x.shape[:-1], out_features))
 

@@ -8,8 +8,9 @@ import torch
 from torch import nn
 
 from ..ops.gemv import MAX_ROWS
-from ..ops.packed_gemv import SPEC
-from ..registry import FLOAT_DTYPES
+from ..ops.packed_gemm import SPEC as PACKED_GEMM
+from ..ops.packed_gemv import SPEC as PACKED_GEMV
+from ..registry import FLOAT_DTYPES, OpSpec
 from .formats import PackedWeight
 
 _PARTS = ("quants", "scale_bits", "zeros")
@@ -18,8 +19,9 @@ _PARTS = ("quants", "scale_bits", "zeros")
 class PackedLinear(nn.Module):
     """A linear layer whose weight is quantized.
 
-    Few rows without gradients go through ``ops.packed_gemv``, others through the weight widened to x's type, so that
-    gradients reach x. Moving the module moves its weight; a cast leaves it as it is.
+    Few rows without gradients go through ``ops.packed_gemv``, many through ``ops.packed_gemm``. With gradients, which
+    then reach x, and where no kernel is, the weight is widened to x's type. Moving the module moves its weight; a cast
+    leaves it as it is.
 
     Args:
         weight: the quantized weight.
@@ -49,17 +51,21 @@ class PackedLinear(nn.Module):
         return self.quants, self.scales, self.zeros, self.multiplier, self.form.name
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        if self._takes_op(x):
-            return SPEC(x, *self.op_weight(), self.bias)
+        op = self._op_for(x)
+        if op is not None:
+            return op(x, *self.op_weight(), self.bias)
         return nn.functional.linear(x, self.packed.dequantize(x.dtype), self.bias)
 
-    def _takes_op(self, x: torch.Tensor) -> bool:
+    def _op_for(self, x: torch.Tensor) -> OpSpec | None:
+        """The op that computes this layer of ``x``; None where the widened weight has to."""
         device = x.device.type
-        if torch.compiler.is_compiling() or torch.is_autocast_enabled(device) or device not in SPEC.native:
-            return False
+        if torch.compiler.is_compiling() or torch.is_autocast_enabled(device) or x.dtype not in FLOAT_DTYPES:
+            return None
         if torch.is_grad_enabled() and (x.requires_grad or self.bias is not None and self.bias.requires_grad):
-            return False
-        return 1 <= x.numel() // max(1, x.shape[-1]) <= MAX_ROWS and x.dtype in FLOAT_DTYPES
+            return None
+        rows = x.numel() // max(1, x.shape[-1])
+        op = PACKED_GEMV if rows <= MAX_ROWS else PACKED_GEMM
+        return op if rows and device in op.native else None
 
     def extra_repr(self) -> str:
         return f"in_features={self.in_features}, out_features={self.out_features}, format={self.form.name}"

@@ -1,0 +1,100 @@
+// What: rows of a quantized matrix in a float type, rounded once: for products of other libraries.
+// Work split: a block has a row, a thread eight neighbors of it at a time, which are a word of 4 or two of 8
+// bits. Traffic: quants and scales once, the weights out once. Roofline: bandwidth of writes.
+
+#include "common/cuda_check.cuh"
+#include "packed_gemm/packed_gemm.h"
+#include "packed_gemm/packed_gemm_quants.cuh"
+
+namespace hf_fastpath {
+namespace {
+
+constexpr int kThreads = 256;
+constexpr int kNeighbors = 8;
+
+__device__ __forceinline__ float quant_of(PackedForm form, const uint32_t (&words)[2], int i, int zero) {
+  if (form == PackedForm::kInt4 || form == PackedForm::kInt4G32)
+    return static_cast<float>(static_cast<int>(words[0] >> 4 * i & 15) - zero);
+  const uint32_t byte = words[i / 4] >> i % 4 * 8 & 255;
+  if (form == PackedForm::kInt8) return static_cast<float>(static_cast<int8_t>(byte));
+  // sign, exponent and mantissa as float32 has them, whose exponent's bias is 120 more
+  return __uint_as_float((byte & 0x80) << 24 | (byte & 0x7f) << 20) * 0x1p120f;
+}
+
+template <class T, PackedForm kForm>
+__global__ void __launch_bounds__(kThreads)
+    packed_dequantize_kernel(PackedMatrix matrix, const uint32_t* quants, int64_t k, int64_t begin, T* out,
+                             bool whole) {
+  constexpr int kWords = PackedPiece<kForm>::kBits / 4, kBlockWords = int(kPackedBlock) / kNeighbors * kWords;
+  constexpr int kGroups = kForm == PackedForm::kInt4G32 ? int(kStretches) : 1;
+  const int64_t row = begin + blockIdx.x;
+  const uint32_t* const from = quants + row * matrix.blocks * kBlockWords;
+  const int64_t groups = row * matrix.groups;
+  T* const of_row = out + blockIdx.x * k;
+  const int count = matrix.blocks * int(kPackedBlock) / kNeighbors;
+#pragma unroll 4
+  for (int at = threadIdx.x; at < count; at += kThreads) {
+    // Neighbors in memory are of four stretches: a thread takes the word, or two, of one of them.
+    const int block = at / 16, stretch = at % 4, w = at / 4 % 4;
+    const int first = block * int(kPackedBlock) + stretch * int(kStretch) + w * kNeighbors;
+    if (first >= k) continue;
+    uint32_t words[2] = {};
+#pragma unroll
+    for (int i = 0; i < kWords; ++i)
+      words[i] = __ldcs(from + block * kBlockWords + (w * kWords + i) * int(kStretches) + stretch);
+    const int64_t group =
+        kForm == PackedForm::kFp8 ? row : groups + block * kGroups + (kGroups > 1 ? stretch : 0);
+    const float scale = __half2float(__ushort_as_half(__ldg(matrix.scales + group))) * matrix.multiplier;
+    const int zero = kForm == PackedForm::kInt4 ? __ldg(matrix.zeros + group) : 8;
+    float values[kNeighbors];
+#pragma unroll
+    for (int i = 0; i < kNeighbors; ++i) values[i] = quant_of(kForm, words, i, zero) * scale;
+    T* const to = of_row + first;
+    if (whole) {
+#pragma unroll
+      for (int i = 0; i < kNeighbors; i += kVecElems<T>) {
+        float chunk[kVecElems<T>];
+#pragma unroll
+        for (int e = 0; e < kVecElems<T>; ++e) chunk[e] = values[i + e];
+        Chunk<T, kVecElems<T>>::store(to + i, chunk);
+      }
+    } else {
+#pragma unroll
+      for (int i = 0; i < kNeighbors; ++i)
+        if (first + i < k) to[i] = from_float<T>(values[i]);
+    }
+  }
+}
+
+template <class T>
+void launch_typed(const PackedMatrix& matrix, const void* quants, int64_t k, int64_t begin, int64_t end,
+                  T* out, cudaStream_t stream) {
+  if (end <= begin) return;
+  const dim3 grid(static_cast<unsigned>(end - begin)), block(kThreads);
+  const bool whole = k % kNeighbors == 0 && is_aligned16(out);
+  const auto run = [&](auto kernel) {
+    kernel<<<grid, block, 0, stream>>>(matrix, static_cast<const uint32_t*>(quants), k, begin, out, whole);
+    HF_FASTPATH_CUDA_CHECK(cudaGetLastError());
+  };
+  switch (matrix.form) {
+    case PackedForm::kInt8:
+      return run(packed_dequantize_kernel<T, PackedForm::kInt8>);
+    case PackedForm::kFp8:
+      return run(packed_dequantize_kernel<T, PackedForm::kFp8>);
+    case PackedForm::kInt4:
+      return run(packed_dequantize_kernel<T, PackedForm::kInt4>);
+    case PackedForm::kInt4G32:
+      return run(packed_dequantize_kernel<T, PackedForm::kInt4G32>);
+  }
+}
+
+}  // namespace
+
+void launch_packed_dequantize(const PackedMatrix& matrix, const void* quants, int64_t k, int64_t begin,
+                              int64_t end, DType dtype, void* weight, cudaStream_t stream) {
+  with_type(dtype, [&](auto zero) {
+    launch_typed(matrix, quants, k, begin, end, static_cast<decltype(zero)*>(weight), stream);
+  });
+}
+
+}  // namespace hf_fastpath

@@ -1,0 +1,203 @@
+// Quants as operands of products in float16 or bfloat16: less their zero, times their scale, rounded once.
+#pragma once
+
+#include "common/mma.cuh"
+#include "common/numeric.cuh"
+#include "common/warp.cuh"
+#include "packed_gemv/packed_gemv.h"
+
+namespace hf_fastpath {
+
+// 128 bytes of a row are a piece; a lane reads 16 of them at a time.
+template <PackedForm kForm>
+struct PackedPiece {
+  static constexpr int kBits = bits_of(kForm);
+  static constexpr int kBlocks = kBits == 4 ? 2 : 1;
+  static constexpr int kLoads = kBits / 4;  // of 16 bytes of a block, by a lane
+  // Words behind QuadTurn.
+  template <class T>
+  static constexpr int kTurned = kBits == 8                  ? 2
+                                 : std::is_same_v<T, __half> ? 4
+                                                             : 1;
+  // In shared memory: blocks of 64 bytes a row, or of 128 in the order of swizzled copies: lanes of two rows
+  // that read at a time find different banks.
+  static constexpr int kRowBytes = 16 * kBits;
+  static constexpr int kScales = kForm == PackedForm::kFp8 ? 0 : kForm == PackedForm::kInt4G32 ? 4 : 1;
+};
+
+// Scales and zeros of a piece, of one row.
+template <PackedForm kForm>
+struct PieceScales {
+  using Piece = PackedPiece<kForm>;
+  uint32_t scales[Piece::kBlocks][2];
+  uint32_t zeros[Piece::kBlocks];
+
+  // Of a piece behind the row's last block: that block's.
+  __device__ __forceinline__ void load(const PackedMatrix& matrix, int64_t row, int piece) {
+#pragma unroll
+    for (int b = 0; b < (Piece::kScales ? Piece::kBlocks : 0); ++b) {
+      const int block = min(piece * Piece::kBlocks + b, matrix.blocks - 1);
+      const uint16_t* from = matrix.scales + row * matrix.groups + block * Piece::kScales;
+      if constexpr (Piece::kScales == 4) {
+        const uint2 raw = __ldg(reinterpret_cast<const uint2*>(from));
+        scales[b][0] = raw.x, scales[b][1] = raw.y;
+      } else {
+        scales[b][0] = __ldg(from);
+      }
+      if constexpr (kForm == PackedForm::kInt4) zeros[b] = __ldg(matrix.zeros + row * matrix.groups + block);
+    }
+  }
+  // Of a stretch, as bits of a float16 twice.
+  __device__ __forceinline__ uint32_t scale(int block, int stretch) const {
+    if constexpr (Piece::kScales == 4)
+      return __byte_perm(scales[block][stretch / 2], 0, stretch % 2 ? 0x3232 : 0x1010);
+    return __byte_perm(scales[block][0], 0, 0x1010);
+  }
+  __device__ __forceinline__ int zero(int block) const {
+    return kForm == PackedForm::kInt4 ? static_cast<int>(zeros[block]) : 8;
+  }
+};
+
+template <class T>
+struct Pair;
+template <>
+struct Pair<__half> {
+  using Type = __half2;
+  static __device__ __forceinline__ Type all(float value) { return __float2half2_rn(value); }
+};
+template <>
+struct Pair<__nv_bfloat16> {
+  using Type = __nv_bfloat162;
+  static __device__ __forceinline__ Type all(float value) { return __float2bfloat162_rn(value); }
+};
+template <class P>
+__device__ __forceinline__ uint32_t bits_of_pair(P pair) {
+  return *reinterpret_cast<uint32_t*>(&pair);
+}
+template <class T>
+__device__ __forceinline__ typename Pair<T>::Type pair_of(uint32_t bits) {
+  return *reinterpret_cast<typename Pair<T>::Type*>(&bits);
+}
+// (value & kMask) | kBits
+template <uint32_t kMask, uint32_t kBits>
+__device__ __forceinline__ uint32_t masked_or(uint32_t value) {
+  uint32_t result;
+  asm("lop3.b32 %0, %1, %2, %3, 0xea;" : "=r"(result) : "r"(value), "n"(kMask), "n"(kBits));
+  return result;
+}
+
+// A stretch's scale for one row, and its application.
+template <class T>
+struct StretchScale;
+template <>
+struct StretchScale<__half> {
+  __half2 all;
+  __device__ __forceinline__ explicit StretchScale(uint32_t twice) : all(pair_of<__half>(twice)) {}
+  __device__ __forceinline__ uint32_t operator()(__half2 value) const {
+    return bits_of_pair(__hmul2(value, all));
+  }
+};
+// The scale in two parts, as bfloat16 holds not all of it.
+template <>
+struct StretchScale<__nv_bfloat16> {
+  __nv_bfloat162 high, low;
+  __device__ __forceinline__ explicit StretchScale(uint32_t twice) {
+    const float whole = unpack2(twice, __half()).x;
+    high = __float2bfloat162_rn(whole);
+    low = __float2bfloat162_rn(whole - __bfloat162float(high.x));
+  }
+  __device__ __forceinline__ uint32_t operator()(__nv_bfloat162 value) const {
+    return bits_of_pair(__hfma2(value, high, __hmul2(value, low)));
+  }
+};
+
+// Of a quad's lanes, each with its eight neighbors of a stretch (word w of four is lane w's), every lane gets
+// two neighbors of each eight, those that a product wants of it: lane q the q-th two, of the eights one after
+// the other. For 4 bits they are a byte, all in a word or four times each in four, for 8 bits half a word.
+struct QuadTurn {
+  uint32_t halves, all, bytes[4], words;  // choices of bytes that lie with the lane
+  bool upper;
+
+  __device__ __forceinline__ QuadTurn() {
+    const int q = threadIdx.x % 4;
+    upper = q >= 2;
+    halves = upper ? 0x3276 : 0x5410;
+    all = q % 2 ? 0x3715 : 0x6240;
+    bytes[0] = q % 2 ? 0x5555 : 0x0000;
+    bytes[1] = q % 2 ? 0x1111 : 0x4444;
+    bytes[2] = q % 2 ? 0x7777 : 0x2222;
+    bytes[3] = q % 2 ? 0x3333 : 0x6666;
+    words = q % 2 ? 0x3276 : 0x5410;
+  }
+  __device__ __forceinline__ void operator()(const uint32_t (&w)[1], uint32_t (&turned)[4]) const {
+    const uint32_t own = __byte_perm(w[0], __shfl_xor_sync(kAllLanes, w[0], 2), halves);
+    const uint32_t other = __shfl_xor_sync(kAllLanes, own, 1);
+#pragma unroll
+    for (int i = 0; i < 4; ++i) turned[i] = __byte_perm(own, other, bytes[i]);
+  }
+  __device__ __forceinline__ void operator()(const uint32_t (&w)[1], uint32_t (&turned)[1]) const {
+    const uint32_t own = __byte_perm(w[0], __shfl_xor_sync(kAllLanes, w[0], 2), halves);
+    turned[0] = __byte_perm(own, __shfl_xor_sync(kAllLanes, own, 1), all);
+  }
+  __device__ __forceinline__ void operator()(const uint32_t (&w)[2], uint32_t (&turned)[2]) const {
+    const uint32_t other = __shfl_xor_sync(kAllLanes, upper ? w[0] : w[1], 2);
+    const uint32_t own[2] = {upper ? other : w[0], upper ? w[1] : other};
+#pragma unroll
+    for (int i = 0; i < 2; ++i) turned[i] = __byte_perm(own[i], __shfl_xor_sync(kAllLanes, own[i], 1), words);
+  }
+};
+
+// A lane's pairs of a stretch, of one row: pair[2 step + half] is for k 8 half + 2 q of the step's 16.
+// `words`: behind QuadTurn; `zero`: of kInt4 and kInt4G32.
+template <class T, PackedForm kForm>
+__device__ __forceinline__ void dequantize_stretch(
+    const uint32_t (&words)[PackedPiece<kForm>::template kTurned<T>], uint32_t scale_bits, int zero,
+    uint32_t (&pair)[4]) {
+  constexpr bool kHalf = std::is_same_v<T, __half>;
+  if constexpr (kForm == PackedForm::kFp8) {  // the scale is a row's
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const uint32_t word = words[i / 2];
+      if constexpr (kHalf) {
+        const uint16_t bits = static_cast<uint16_t>(i % 2 ? word >> 16 : word);
+        asm("cvt.rn.f16x2.e4m3x2 %0, %1;" : "=r"(pair[i]) : "h"(bits));
+      } else {  // 2^-120 of the value as long as the exponent's bias is not that of bfloat16
+        const uint32_t bits = __byte_perm(word, 0, i % 2 ? 0x3424 : 0x1404);
+        const uint32_t small = (bits & 0x80008000u) | (bits >> 4 & 0x07f007f0u);
+        pair[i] = bits_of_pair(__hmul2(pair_of<T>(small), pair_of<T>(0x7b807b80u)));
+      }
+    }
+  } else {
+    const StretchScale<T> scaled(scale_bits);
+    if constexpr (kForm == PackedForm::kInt8) {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        const uint32_t word = words[i / 2];
+        if constexpr (kHalf) {  // 1024 and more, whose last bits are units
+          const uint32_t bits = __byte_perm(word ^ 0x80808080u, 0x64, i % 2 ? 0x4342 : 0x4140);
+          pair[i] = scaled(__hsub2(pair_of<T>(bits), Pair<T>::all(1024.f + 128.f)));
+        } else {  // 128 and more; a negative quant's low seven bits are 128 too much
+          const uint32_t bits = __byte_perm(word, 0, i % 2 ? 0x4342 : 0x4140);
+          pair[i] = scaled(__hsub2(pair_of<T>(masked_or<0x007f007fu, 0x43004300u>(bits)),
+                                   pair_of<T>(masked_or<0x00800080u, 0x43004300u>(bits))));
+        }
+      }
+    } else if constexpr (kHalf) {  // a byte's upper quant is 16 times as much
+      const auto units = __halves2half2(__float2half(1.f), __float2half(0.0625f));
+      const auto excess = __halves2half2(__int2half_rn(-1024 - zero), __int2half_rn(-64 - zero));
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        pair[i] = scaled(__hfma2(pair_of<T>(masked_or<0x00f0000fu, 0x64006400u>(words[i])), units, excess));
+      }
+    } else {
+      const auto excess = Pair<T>::all(128.f + zero);
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        const uint32_t bits = __byte_perm(words[0], words[0] >> 4, 0x4400 + i * 0x1111);
+        pair[i] = scaled(__hsub2(pair_of<T>(masked_or<0x000f000fu, 0x43004300u>(bits)), excess));
+      }
+    }
+  }
+}
+
+}  // namespace hf_fastpath
