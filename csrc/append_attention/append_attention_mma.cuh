@@ -75,6 +75,8 @@ __global__ void __launch_bounds__(kMmaThreads) append_attention_mma_kernel(Appen
   using Tiles = MmaTiles<kDims, kRowWarps>;
   constexpr int kGroups = Tiles::kOfWarp / 8, kSteps = Tiles::kOfWarp / 16;
   extern __shared__ __align__(128) char shared[];
+  allow_next_kernel();
+  wait_for_previous_kernel();
   const Tiles tiles{shared};
   const RowTile t = find_row_tile(p, Tiles::kRows, Tiles::kPositions);
   if (t.split >= t.active) return;
@@ -162,7 +164,7 @@ void launch_mma(const AppendAttentionParams& p, const AppendAttentionPlan& plan,
   const size_t smem_bytes = Tiles::kBytes;
   HF_FASTPATH_CUDA_CHECK(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
                                               static_cast<int>(smem_bytes)));
-  HF_FASTPATH_CUDA_CHECK(launch_clusters(kernel, grid, block, smem_bytes, stream, false, 1, p));
+  HF_FASTPATH_CUDA_CHECK(launch_clusters(kernel, grid, block, smem_bytes, stream, p.overlap, 1, p));
 }
 
 template <class T, int kDims>

@@ -67,8 +67,13 @@ __device__ __forceinline__ void copy_tiles(const AppendAttentionParams& p, const
                                            const Tiles& tiles, int count, const CUtensorMap& k_map,
                                            const CUtensorMap& v_map) {
   const int head = t.batch_row * p.num_kv_heads + t.kv_head;
+  bool waited = false;
   for (int i = 0; i < count; ++i) {
     const int stage = i % Tiles::kStages, base = t.begin + i * Tiles::kPositions;
+    if (!waited && base + Tiles::kPositions > t.past) {  // the kernel in front appends the new positions
+      wait_for_previous_kernel();
+      waited = true;
+    }
     const uint32_t parity = i / Tiles::kStages % 2 ^ 1;
     const auto copy = [&](uint32_t free, uint32_t full, char* to, const CUtensorMap& map) {
       barrier_wait(free, parity);
@@ -226,6 +231,7 @@ __global__ void __launch_bounds__(kWgmmaThreads, 1)
 #if HF_FASTPATH_WGMMA
   using Tiles = WgmmaTiles<kDims, kRowGroups>;
   extern __shared__ char unaligned[];
+  allow_next_kernel();
   const Tiles tiles{unaligned + (1024 - shared_address(unaligned) % 1024) % 1024};
   const RowTile t = find_row_tile(p, Tiles::kRows, Tiles::kPositions);
   const ClusterPlace place;
@@ -252,6 +258,7 @@ __global__ void __launch_bounds__(kWgmmaThreads, 1)
   const int group = threadIdx.x / kGroupThreads;
   const int row = (kRowGroups == 2 ? warp : warp % 4) * 16 + threadIdx.x % kWarpSize / 4;
   const typename Tiles::BlockResults results{reinterpret_cast<float*>(tiles.shared)};
+  wait_for_previous_kernel();  // q, and whoever else uses output and workspace
   if (t.split < t.active) {
     load_q<T, kDims>(p, t, tiles, scale.negates);
     sync_some(1, kConsumers);  // q
@@ -282,7 +289,7 @@ void launch_wgmma(const AppendAttentionParams& p, const AppendAttentionPlan& pla
                           {64, Tiles::kPositions, 1}};
   HF_FASTPATH_CUDA_CHECK(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
                                               static_cast<int>(smem_bytes)));
-  HF_FASTPATH_CUDA_CHECK(launch_clusters(kernel, grid, block, smem_bytes, stream, false, plan.cluster, p,
+  HF_FASTPATH_CUDA_CHECK(launch_clusters(kernel, grid, block, smem_bytes, stream, p.overlap, plan.cluster, p,
                                          tensor_map(p.k_cache, shape), tensor_map(p.v_cache, shape)));
 }
 

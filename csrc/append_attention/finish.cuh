@@ -124,6 +124,117 @@ __device__ __forceinline__ void add_scaled(float4& sum, const float4& x, float f
   sum.z = fmaf(x.z, factor, sum.z), sum.w = fmaf(x.w, factor, sum.w);
 }
 
+// Merges `count` partial results of each of the rows from `begin` to `end`, of which the warps take one after the
+// other; a warp has kAtOnce of them at once, kBatch results of each on their way: what takes long is how far they
+// are. `source` gives results, `store` takes a row's maximum, sum and, lane by lane, weighted sums.
+template <int kDims, int kWarps, int kAtOnce, int kBatch, class Source, class Store>
+__device__ __forceinline__ void merge_rows(int begin, int end, int count, int head_dim, const Source& source,
+                                           const Store& store) {
+  constexpr int kQuads = (kDims + 127) / 128;  // fours of dims a lane has
+  const int lane = threadIdx.x % kWarpSize, warp = threadIdx.x / kWarpSize;
+#pragma unroll 1
+  for (int first_row = begin + warp; first_row < end; first_row += kWarps * kAtOnce) {
+    float4 out[kAtOnce][kQuads] = {}, ahead[kAtOnce][kBatch][kQuads];
+    float max[kAtOnce], sum[kAtOnce], factor[kAtOnce];
+#pragma unroll
+    for (int r = 0; r < kAtOnce; ++r) max[r] = -INFINITY, sum[r] = 0.f;
+    const auto load = [&](int from) {
+#pragma unroll
+      for (int r = 0; r < kAtOnce; ++r) {
+        const int row = first_row + r * kWarps;
+#pragma unroll
+        for (int i = 0; i < kBatch; ++i)
+#pragma unroll
+          for (int j = 0; j < kQuads; ++j) {
+            const int d = j * 128 + lane * 4;
+            ahead[r][i][j] = row < end && from + i < count && d < head_dim ? source.output(row, from + i, d)
+                                                                           : make_float4(0.f, 0.f, 0.f, 0.f);
+          }
+      }
+    };
+#pragma unroll 1
+    for (int chunk = 0; chunk < count; chunk += kWarpSize) {
+      float2 mine[kAtOnce];  // of result chunk + lane
+#pragma unroll
+      for (int r = 0; r < kAtOnce; ++r) {
+        const int row = first_row + r * kWarps;
+        mine[r] = row < end && chunk + lane < count ? source.max_sum(row, chunk + lane)
+                                                    : make_float2(-INFINITY, 0.f);
+      }
+      load(chunk);
+#pragma unroll
+      for (int r = 0; r < kAtOnce; ++r) {
+        const float top = fmaxf(max[r], warp_max(mine[r].x)), shrink = exp2_below(max[r], top);
+        factor[r] = exp2_below(mine[r].x, top);
+        sum[r] = fmaf(sum[r], shrink, warp_sum(mine[r].y * factor[r]));
+        max[r] = top;
+#pragma unroll
+        for (int j = 0; j < kQuads; ++j) {
+          const float4 before = out[r][j];
+          out[r][j] = make_float4(0.f, 0.f, 0.f, 0.f);
+          add_scaled(out[r][j], before, shrink);
+        }
+      }
+#pragma unroll 1
+      for (int from = chunk; from < min(chunk + kWarpSize, count); from += kBatch) {
+        if (from > chunk) load(from);
+#pragma unroll
+        for (int r = 0; r < kAtOnce; ++r)
+#pragma unroll
+          for (int i = 0; i < kBatch; ++i) {
+            const float factor_i = __shfl_sync(kAllLanes, factor[r], from - chunk + i);
+#pragma unroll
+            for (int j = 0; j < kQuads; ++j) add_scaled(out[r][j], ahead[r][i][j], factor_i);
+          }
+      }
+    }
+#pragma unroll
+    for (int r = 0; r < kAtOnce; ++r) {
+      const int row = first_row + r * kWarps;
+      if (row < end) store(row, max[r], sum[r], out[r]);
+    }
+  }
+}
+
+// As many rows at once as there are for a warp, and fewer results of each.
+template <int kDims, int kWarps, class Source, class Store>
+__device__ __forceinline__ void merge_all(int begin, int end, int count, int head_dim, const Source& source,
+                                          const Store& store) {
+  constexpr int kRoom = kDims > 128 || kWarps < 8 ? 8 : 16;  // of fours in registers
+  if (end - begin <= kWarps || count > 8) {
+    merge_rows<kDims, kWarps, 1, kRoom>(begin, end, count, head_dim, source, store);
+  } else {
+    merge_rows<kDims, kWarps, 4, kRoom / 4>(begin, end, count, head_dim, source, store);
+  }
+}
+
+// Results of the blocks of a cluster.
+template <class BlockResults, int kResults>
+struct ClusterSource {
+  const BlockResults& results;
+
+  __device__ __forceinline__ float2 max_sum(int row, int i) const {
+    return load_cluster2(results.max_sum(i % kResults, row), i / kResults);
+  }
+  __device__ __forceinline__ float4 output(int row, int i, int d) const {
+    return load_cluster4(results.output(i % kResults, row) + d, i / kResults);
+  }
+};
+
+// Results of clusters; `first`: index of the tile's first row.
+struct PartialSource {
+  const Partials& partials;
+  uint64_t first;
+  int groups, head_dim;
+
+  __device__ __forceinline__ float2 max_sum(int row, int i) const {
+    return __ldcg(partials.max_sums + (first + row) * groups + i);
+  }
+  __device__ __forceinline__ float4 output(int row, int i, int d) const {
+    return __ldcg(reinterpret_cast<const float4*>(partials.outputs + ((first + row) * groups + i) * head_dim + d));
+  }
+};
+
 // sync_some that says whether `x` is true in any of the threads.
 __device__ __forceinline__ bool any_of_some(int id, int threads, bool x) {
   uint32_t any;
@@ -145,9 +256,10 @@ __device__ __forceinline__ bool any_of_some(int id, int threads, bool x) {
 template <class T, int kRows, int kDims, int kResults, int kThreads>
 __device__ __forceinline__ void finish(const AppendAttentionParams& p, const RowTile& t,
                                        const Results<kRows, kDims, kResults>& results, int id) {
-  constexpr int kWarps = kThreads / kWarpSize, kQuads = (kDims + 127) / 128;  // fours of dims a lane has
+  using BlockResults = Results<kRows, kDims, kResults>;
+  constexpr int kWarps = kThreads / kWarpSize, kQuads = (kDims + 127) / 128;
   const ClusterPlace place;
-  const int lane = threadIdx.x % kWarpSize, warp = threadIdx.x / kWarpSize;
+  const int lane = threadIdx.x % kWarpSize;
   const int first_split = t.split - place.rank;
   const int present = min(t.active - first_split, place.blocks);  // blocks of the cluster that have work
   const int groups = (t.active + place.blocks - 1) / place.blocks, group = first_split / place.blocks;
@@ -155,41 +267,34 @@ __device__ __forceinline__ void finish(const AppendAttentionParams& p, const Row
   const int each = (t.rows + place.blocks - 1) / place.blocks, begin = place.rank * each,
             end = min(begin + each, t.rows);
   const Partials partials(p, gridDim.y * gridDim.z, kRows, most_groups);
-
-  sync_some(id, kThreads);  // every warp's results
-  if (place.blocks > 1) arrive_cluster(), wait_cluster();
-  for (int row = begin + warp; row < end; row += kWarps) {
-    float2 mine = make_float2(-INFINITY, 0.f);  // of result `lane`
-    if (lane < present * kResults) mine = load_cluster2(results.max_sum(lane % kResults, row), lane / kResults);
-    const float max = warp_max(mine.x), factor = exp2_below(mine.x, max), sum = warp_sum(mine.y * factor);
-    float4 out[kQuads];
-#pragma unroll
-    for (int j = 0; j < kQuads; ++j) out[j] = make_float4(0.f, 0.f, 0.f, 0.f);
-#pragma unroll 4
-    for (int i = 0; i < present * kResults; ++i) {
-      const float factor_i = __shfl_sync(kAllLanes, factor, i);
-#pragma unroll
-      for (int j = 0; j < kQuads; ++j) {
-        const int d = j * 128 + lane * 4;
-        if (d < kDims)
-          add_scaled(out[j], load_cluster4(results.output(i % kResults, row) + d, i / kResults), factor_i);
-      }
-    }
+  const uint64_t first = uint64_t(t.unit) * kRows;
+  const auto store_output = [&](int row, float max, float sum, const float4(&out)[kQuads]) {
     const RowPlace at = row_place(p, t, row);
     const float inverse = inverse_sum(p, at, max, sum);
-    const uint64_t partial = (uint64_t(t.unit) * kRows + row) * most_groups + group;
 #pragma unroll
     for (int j = 0; j < kQuads; ++j) {
       const int d = j * 128 + lane * 4;
-      if (d >= p.head_dim) continue;
-      if (groups == 1) {
-        store4<T>(p.out, row_offset(p, t, at) + d, out[j], inverse);
-      } else {
-        *reinterpret_cast<float4*>(partials.outputs + partial * p.head_dim + d) = out[j];
-      }
+      if (d < p.head_dim) store4<T>(p.out, row_offset(p, t, at) + d, out[j], inverse);
     }
-    if (groups > 1 && lane == 0) partials.max_sums[partial] = make_float2(max, sum);
-  }
+  };
+  const auto store = [&](int row, float max, float sum, const float4(&out)[kQuads]) {
+    if (groups == 1) return store_output(row, max, sum, out);
+    const uint64_t partial = (first + row) * most_groups + group;
+#pragma unroll
+    for (int j = 0; j < kQuads; ++j) {
+      const int d = j * 128 + lane * 4;
+      if (d < p.head_dim) *reinterpret_cast<float4*>(partials.outputs + partial * p.head_dim + d) = out[j];
+    }
+    if (lane == 0) partials.max_sums[partial] = make_float2(max, sum);
+  };
+
+#ifdef NO_FINISH
+  return;
+#endif
+  sync_some(id, kThreads);  // every warp's results
+  if (place.blocks > 1) arrive_cluster(), wait_cluster();
+  const ClusterSource<BlockResults, kResults> source{results};
+  merge_all<kDims, kWarps>(begin, end, present * kResults, p.head_dim, source, store);
   if (place.blocks > 1) arrive_cluster();  // this block has read the others' shared memory
   if (groups > 1) {
     __threadfence();          // this thread's partial results, before the block's arrival
@@ -201,36 +306,8 @@ __device__ __forceinline__ void finish(const AppendAttentionParams& p, const Row
     }
     if (any_of_some(id, kThreads, last)) {
       __threadfence();  // the other clusters' results, after their arrival
-      for (int row = begin + warp; row < end; row += kWarps) {
-        const uint64_t base = (uint64_t(t.unit) * kRows + row) * most_groups;
-        float max = -INFINITY, sum = 0.f;
-        for (int i = lane; i < groups; i += kWarpSize) max = fmaxf(max, __ldcg(partials.max_sums + base + i).x);
-        max = warp_max(max);
-        float4 out[kQuads];
-#pragma unroll
-        for (int j = 0; j < kQuads; ++j) out[j] = make_float4(0.f, 0.f, 0.f, 0.f);
-#pragma unroll 8
-        for (int i = 0; i < groups; ++i) {
-          const float2 max_sum = __ldcg(partials.max_sums + base + i);
-          const float factor = exp2_below(max_sum.x, max);
-          sum = fmaf(max_sum.y, factor, sum);
-#pragma unroll
-          for (int j = 0; j < kQuads; ++j) {
-            const int d = j * 128 + lane * 4;
-            if (d < p.head_dim) {
-              const float* from = partials.outputs + (base + i) * p.head_dim + d;
-              add_scaled(out[j], __ldcg(reinterpret_cast<const float4*>(from)), factor);
-            }
-          }
-        }
-        const RowPlace at = row_place(p, t, row);
-        const float inverse = inverse_sum(p, at, max, sum);
-#pragma unroll
-        for (int j = 0; j < kQuads; ++j) {
-          const int d = j * 128 + lane * 4;
-          if (d < p.head_dim) store4<T>(p.out, row_offset(p, t, at) + d, out[j], inverse);
-        }
-      }
+      const PartialSource others{partials, first, most_groups, p.head_dim};
+      merge_all<kDims, kWarps>(begin, end, groups, p.head_dim, others, store_output);
     }
   }
   if (place.blocks > 1) wait_cluster();

@@ -136,6 +136,6 @@ def test_nothing_is_left_in_memory(device):
     gc.disable()
     try:
         ours.generate(ids, attention_mask=torch.ones_like(ids), **SHORT)
-        assert not any(type(each) is prompts._ManyRows for each in gc.get_objects())
+        assert not any(type(each) is prompts.ManyRows for each in gc.get_objects())
     finally:
         gc.enable()
