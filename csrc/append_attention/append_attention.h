@@ -11,10 +11,6 @@ namespace hf_fastpath {
 
 constexpr int kMinAppendHeadDim = 32, kMaxAppendHeadDim = 256;  // in steps of 8
 
-// Rows of partial results, of all splits; the same number as PARTIAL_ROWS in
-// hf_fastpath/ops/append_attention.py.
-constexpr int kMostPartialRows = 32768;
-
 struct AppendAttentionParams {
   const void* q;            // [batch, query_len, num_heads, head_dim] contiguous, dtype, 16-byte aligned
   const void* k_cache;      // [batch, num_kv_heads, capacity, head_dim], as q
@@ -24,8 +20,7 @@ struct AppendAttentionParams {
   const void* sinks;  // [num_heads], dtype: a score more in each head's softmax, without a value; or null
   int64_t capacity;
   void* out;        // [batch, query_len, num_heads * head_dim], dtype
-  void* workspace;  // see append_attention_workspace_bytes; or null if that is 0
-  int64_t workspace_bytes;
+  void* workspace;  // append_attention_workspace_bytes, or null if that is 0
   float scale;
   float softcap;  // scores are softcap * tanh(score / softcap); 0: none
   int window;     // 0: none
@@ -38,22 +33,24 @@ struct AppendAttentionParams {
 // How a call is cut; `plan_append_attention` chooses it.
 struct AppendAttentionPlan {
   bool uses_wgmma;
-  int rows;     // of a tile
+  int rows;       // of a tile
+  int positions;  // of a tile
+  int units;    // tiles of rows, of all KV heads
   int splits;   // blocks over the positions of a tile of rows
   int cluster;  // neighbors among them that merge through each other's shared memory
 };
 
 AppendAttentionPlan plan_append_attention(const AppendAttentionParams& params);
 
-// Bytes of workspace: partial results from the start of the buffer, and counters, which have to be zero before
-// the first call and are zero after each, from its end backwards. So calls of different shapes may share one.
+// Bytes of workspace, for partial results of clusters.
 int64_t append_attention_workspace_bytes(const AppendAttentionParams& params, const AppendAttentionPlan& plan);
-
-// Bytes at the end of the workspace that hold counters.
-int64_t append_attention_counter_bytes(const AppendAttentionParams& params, const AppendAttentionPlan& plan);
 
 void launch_append_attention(const AppendAttentionParams& params, const AppendAttentionPlan& plan,
                              cudaStream_t stream);
+
+// Merges partial results of clusters.
+void launch_append_attention_merge(const AppendAttentionParams& params, const AppendAttentionPlan& plan,
+                                   cudaStream_t stream);
 
 // The kernels: of one 16-bit type each, and of any type.
 void launch_append_attention_portable(const AppendAttentionParams& params, cudaStream_t stream);

@@ -10,7 +10,7 @@ bool is_aligned16(const Tensor& tensor) { return reinterpret_cast<uintptr_t>(ten
 Tensor append_attention_cuda(const Tensor& q, const Tensor& k_cache, const Tensor& v_cache,
                              const Tensor& seq_lens, const std::optional<Tensor>& starts, double scale,
                              int64_t window, double softcap, const std::optional<Tensor>& sinks,
-                             const std::optional<Tensor>& workspace) {
+                             bool overlap) {
   constexpr const char* kOp = "append_attention";
   STD_TORCH_CHECK(q.dim() == 4 && q.size(1) >= 1 && q.size(0) <= 65535,
                   "hf_fastpath::append_attention: q has to be [batch, query_len, heads, head_dim]");
@@ -59,6 +59,7 @@ Tensor append_attention_cuda(const Tensor& q, const Tensor& k_cache, const Tenso
   p.scale = static_cast<float>(scale);
   p.softcap = static_cast<float>(softcap);
   p.window = static_cast<int>(window);
+  p.overlap = overlap;
   p.batch = static_cast<int>(batch);
   p.query_len = static_cast<int>(query_len);
   p.num_heads = static_cast<int>(num_heads);
@@ -69,22 +70,10 @@ Tensor append_attention_cuda(const Tensor& q, const Tensor& k_cache, const Tenso
 
   const AppendAttentionPlan plan = plan_append_attention(p);
   const int64_t needed = append_attention_workspace_bytes(p, plan);
-  std::optional<Tensor> scratch = workspace;
+  std::optional<Tensor> workspace;
   if (needed > 0) {
-    if (!scratch) scratch = empty_like_with_sizes(query, {needed / element_size(p.dtype)});
-    p.workspace = scratch->data_ptr();
-    p.workspace_bytes = scratch->numel() * (workspace ? 1 : element_size(p.dtype));
-    STD_TORCH_CHECK(
-        !workspace || (scratch->scalar_type() == ScalarType::Byte && scratch->is_contiguous() &&
-                       is_aligned16(*scratch) && p.workspace_bytes >= needed),
-        "hf_fastpath::append_attention: workspace has to be contiguous, aligned uint8 of at least ", needed,
-        " bytes: allocate workspace_bytes(...), zeroed");
-    p.workspace_bytes -= p.workspace_bytes % 4;  // counters are words, from the end backwards
-    if (!workspace) {
-      const int64_t counters = append_attention_counter_bytes(p, plan);
-      HF_FASTPATH_CUDA_CHECK(cudaMemsetAsync(static_cast<char*>(p.workspace) + p.workspace_bytes - counters,
-                                             0, static_cast<size_t>(counters), stream));
-    }
+    workspace = empty_like_with_sizes(query, {needed / element_size(p.dtype)});
+    p.workspace = workspace->data_ptr();
   }
   launch_append_attention(p, plan, stream);
   return out;

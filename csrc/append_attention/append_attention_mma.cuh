@@ -71,14 +71,14 @@ __device__ __forceinline__ void fetch_tile(const AppendAttentionParams& p, const
 }
 
 template <class T, int kDims, int kRowWarps>
-__global__ void __launch_bounds__(kMmaThreads) append_attention_mma_kernel(AppendAttentionParams p) {
+__global__ void __launch_bounds__(kMmaThreads, kDims > 128 ? 1 : 2) append_attention_mma_kernel(AppendAttentionParams p, AppendAttentionPlan plan) {
   using Tiles = MmaTiles<kDims, kRowWarps>;
   constexpr int kGroups = Tiles::kOfWarp / 8, kSteps = Tiles::kOfWarp / 16;
   extern __shared__ __align__(128) char shared[];
   allow_next_kernel();
   wait_for_previous_kernel();
   const Tiles tiles{shared};
-  const RowTile t = find_row_tile(p, Tiles::kRows, Tiles::kPositions);
+  const RowTile t = block_row_tile(p, plan);
   if (t.split >= t.active) return;
   const int count = max(t.stop - t.begin + Tiles::kPositions - 1, 0) / Tiles::kPositions;
   const int lane = threadIdx.x % kWarpSize, warp = threadIdx.x / kWarpSize;
@@ -152,7 +152,7 @@ __global__ void __launch_bounds__(kMmaThreads) append_attention_mma_kernel(Appen
   __syncthreads();  // no copy is under way, q and tiles have been read
   const typename Tiles::BlockResults results{reinterpret_cast<float*>(tiles.shared)};
   results.put(warp / kRowWarps, first_row + lane / 4, acc, softmax, scale);
-  finish<T, Tiles::kRows, kDims, Tiles::kPositionWarps, kMmaThreads>(p, t, results, 1);
+  finish<T, Tiles::kRows, kDims, Tiles::kPositionWarps, kMmaThreads>(p, plan, t, results, 1);
 }
 
 template <class T, int kDims, int kRowWarps>
@@ -164,7 +164,7 @@ void launch_mma(const AppendAttentionParams& p, const AppendAttentionPlan& plan,
   const size_t smem_bytes = Tiles::kBytes;
   HF_FASTPATH_CUDA_CHECK(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
                                               static_cast<int>(smem_bytes)));
-  HF_FASTPATH_CUDA_CHECK(launch_clusters(kernel, grid, block, smem_bytes, stream, p.overlap, 1, p));
+  HF_FASTPATH_CUDA_CHECK(launch_clusters(kernel, grid, block, smem_bytes, stream, p.overlap, 1, p, plan));
 }
 
 template <class T, int kDims>

@@ -30,8 +30,7 @@ constexpr int kMostStages = 8;
 template <int kDims, int kRowGroups>
 struct WgmmaTiles {
   static constexpr int kRows = 64 * kRowGroups;
-  // Positions of a tile. Two groups of rows need longer tiles to hide their softmax, as registers allow.
-  static constexpr int kPositions = kRowGroups == 2 && kDims <= 128 ? 128 : 64;
+  static constexpr int kPositions = wgmma_positions(kRows, kDims);
   static constexpr int kBoxes = (kDims + 63) / 64;  // of 64 dims
   static constexpr int kQBox = kRows * 128, kBox = kPositions * 128;
   static constexpr int kQBytes = kBoxes * kQBox, kTileBytes = kBoxes * kBox;
@@ -225,7 +224,7 @@ struct Consumer {
 
 template <class T, int kDims, int kRowGroups>
 __global__ void __launch_bounds__(kWgmmaThreads, 1)
-    append_attention_wgmma_kernel(const __grid_constant__ AppendAttentionParams p,
+    append_attention_wgmma_kernel(const __grid_constant__ AppendAttentionParams p, AppendAttentionPlan plan,
                                   const __grid_constant__ CUtensorMap k_map,
                                   const __grid_constant__ CUtensorMap v_map) {
 #if HF_FASTPATH_WGMMA
@@ -233,7 +232,7 @@ __global__ void __launch_bounds__(kWgmmaThreads, 1)
   extern __shared__ char unaligned[];
   allow_next_kernel();
   const Tiles tiles{unaligned + (1024 - shared_address(unaligned) % 1024) % 1024};
-  const RowTile t = find_row_tile(p, Tiles::kRows, Tiles::kPositions);
+  const RowTile t = block_row_tile(p, plan);
   const ClusterPlace place;
   if (t.split - place.rank >= t.active) return;  // nobody in the cluster has work
   const int warp = threadIdx.x / kWarpSize;
@@ -268,7 +267,7 @@ __global__ void __launch_bounds__(kWgmmaThreads, 1)
     sync_some(1, kConsumers);  // q and tiles have been read
     results.put(kRowGroups == 2 ? 0 : group, row, consumer.acc, softmax, scale);
   }
-  finish<T, Tiles::kRows, kDims, kConsumerGroups / kRowGroups, kConsumers>(p, t, results, 1);
+  finish<T, Tiles::kRows, kDims, kConsumerGroups / kRowGroups, kConsumers>(p, plan, t, results, 1);
 #endif
 }
 
@@ -289,7 +288,7 @@ void launch_wgmma(const AppendAttentionParams& p, const AppendAttentionPlan& pla
                           {64, Tiles::kPositions, 1}};
   HF_FASTPATH_CUDA_CHECK(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
                                               static_cast<int>(smem_bytes)));
-  HF_FASTPATH_CUDA_CHECK(launch_clusters(kernel, grid, block, smem_bytes, stream, p.overlap, plan.cluster, p,
+  HF_FASTPATH_CUDA_CHECK(launch_clusters(kernel, grid, block, smem_bytes, stream, p.overlap, plan.cluster, p, plan,
                                          tensor_map(p.k_cache, shape), tensor_map(p.v_cache, shape)));
 }
 

@@ -1,6 +1,7 @@
 // How the partial results of a tile of rows become its output: those of a block's warps and of its cluster's
-// blocks through shared memory, those of several clusters through the workspace, where the last to arrive
-// merges them. In a cluster, and among clusters, every block merges rows of its own.
+// blocks through shared memory, where every block merges rows of its own; those of several clusters through the
+// workspace, by a kernel that follows (append_attention_merge.cu): the last block to arrive would have to merge
+// alone what the whole device does in a fraction of the time.
 #pragma once
 
 #include "append_attention/row_tile.cuh"
@@ -106,22 +107,36 @@ __device__ __forceinline__ void store4(void* out, int64_t at, float4 x, float fa
       make_uint2(pack2(x.x * factor, x.y * factor, T()), pack2(x.z * factor, x.w * factor, T()));
 }
 
-// The workspace: `groups` partial results, one a cluster, of every row of every tile.
+// The workspace: partial results of every row of every tile, one a cluster.
 struct Partials {
-  float* outputs;      // [units * rows, groups, head_dim] sums weighted by 2^(score - max)
-  float2* max_sums;    // [units * rows, groups]
-  unsigned* counters;  // from the end backwards: of every unit, one a block of a cluster
+  float* outputs;    // [units * rows, groups, head_dim] sums weighted by 2^(score - max)
+  float2* max_sums;  // [units * rows, groups]
+  int groups;
 
-  __device__ __forceinline__ Partials(const AppendAttentionParams& p, int units, int rows, int groups) {
+  __device__ __forceinline__ Partials(const AppendAttentionParams& p, const AppendAttentionPlan& plan)
+      : groups(plan.splits / plan.cluster) {
     outputs = static_cast<float*>(p.workspace);
-    max_sums = reinterpret_cast<float2*>(outputs + uint64_t(units) * rows * groups * p.head_dim);
-    counters = reinterpret_cast<unsigned*>(static_cast<char*>(p.workspace) + p.workspace_bytes);
+    max_sums = reinterpret_cast<float2*>(outputs + uint64_t(plan.units) * plan.rows * groups * p.head_dim);
   }
 };
 
 __device__ __forceinline__ void add_scaled(float4& sum, const float4& x, float factor) {
   sum.x = fmaf(x.x, factor, sum.x), sum.y = fmaf(x.y, factor, sum.y);
   sum.z = fmaf(x.z, factor, sum.z), sum.w = fmaf(x.w, factor, sum.w);
+}
+
+// Writes a row of the output, of its maximum, sum and lane by lane its weighted sums.
+template <class T, int kQuads>
+__device__ __forceinline__ void store_row(const AppendAttentionParams& p, const RowTile& t, int row, float max,
+                                          float sum, const float4 (&out)[kQuads]) {
+  const RowPlace place = row_place(p, t, row);
+  const float inverse = inverse_sum(p, place, max, sum);
+  const int64_t at = row_offset(p, t, place);
+#pragma unroll
+  for (int j = 0; j < kQuads; ++j) {
+    const int d = j * 128 + threadIdx.x % kWarpSize * 4;
+    if (d < p.head_dim) store4<T>(p.out, at + d, out[j], inverse);
+  }
 }
 
 // Merges `count` partial results of each of the rows from `begin` to `end`, of which the warps take one after the
@@ -200,11 +215,15 @@ __device__ __forceinline__ void merge_rows(int begin, int end, int count, int he
 template <int kDims, int kWarps, class Source, class Store>
 __device__ __forceinline__ void merge_all(int begin, int end, int count, int head_dim, const Source& source,
                                           const Store& store) {
-  constexpr int kRoom = kDims > 128 || kWarps < 8 ? 8 : 16;  // of fours in registers
-  if (end - begin <= kWarps || count > 8) {
-    merge_rows<kDims, kWarps, 1, kRoom>(begin, end, count, head_dim, source, store);
+  if constexpr (kWarps < 8) {  // blocks that share an SM with others, and its registers
+    merge_rows<kDims, kWarps, 1, (kDims > 128 ? 4 : 8)>(begin, end, count, head_dim, source, store);
   } else {
-    merge_rows<kDims, kWarps, 4, kRoom / 4>(begin, end, count, head_dim, source, store);
+    constexpr int kRoom = kDims > 128 ? 8 : 16;  // of fours in registers
+    if (end - begin <= kWarps || count > 8) {
+      merge_rows<kDims, kWarps, 1, kRoom>(begin, end, count, head_dim, source, store);
+    } else {
+      merge_rows<kDims, kWarps, 4, kRoom / 4>(begin, end, count, head_dim, source, store);
+    }
   }
 }
 
@@ -221,96 +240,38 @@ struct ClusterSource {
   }
 };
 
-// Results of clusters; `first`: index of the tile's first row.
-struct PartialSource {
-  const Partials& partials;
-  uint64_t first;
-  int groups, head_dim;
-
-  __device__ __forceinline__ float2 max_sum(int row, int i) const {
-    return __ldcg(partials.max_sums + (first + row) * groups + i);
-  }
-  __device__ __forceinline__ float4 output(int row, int i, int d) const {
-    return __ldcg(reinterpret_cast<const float4*>(partials.outputs + ((first + row) * groups + i) * head_dim + d));
-  }
-};
-
-// sync_some that says whether `x` is true in any of the threads.
-__device__ __forceinline__ bool any_of_some(int id, int threads, bool x) {
-  uint32_t any;
-  asm volatile(
-      "{\n"
-      ".reg .pred p, q;\n"
-      "setp.ne.u32 p, %1, 0;\n"
-      "bar.red.or.pred q, %2, %3, p;\n"
-      "selp.u32 %0, 1, 0, q;\n"
-      "}\n"
-      : "=r"(any)
-      : "r"(uint32_t(x)), "r"(id), "r"(threads)
-      : "memory");
-  return any;
-}
-
-// Called by the first kThreads threads of every block that has found its tile, its results written, or none if
-// it has no work; barrier `id` is theirs.
+// Called by the first kThreads threads of every block whose cluster has work, its results written, or none if it
+// has no work; barrier `id` is theirs.
 template <class T, int kRows, int kDims, int kResults, int kThreads>
-__device__ __forceinline__ void finish(const AppendAttentionParams& p, const RowTile& t,
-                                       const Results<kRows, kDims, kResults>& results, int id) {
+__device__ __forceinline__ void finish(const AppendAttentionParams& p, const AppendAttentionPlan& plan,
+                                       const RowTile& t, const Results<kRows, kDims, kResults>& results,
+                                       int id) {
   using BlockResults = Results<kRows, kDims, kResults>;
   constexpr int kWarps = kThreads / kWarpSize, kQuads = (kDims + 127) / 128;
   const ClusterPlace place;
-  const int lane = threadIdx.x % kWarpSize;
   const int first_split = t.split - place.rank;
   const int present = min(t.active - first_split, place.blocks);  // blocks of the cluster that have work
-  const int groups = (t.active + place.blocks - 1) / place.blocks, group = first_split / place.blocks;
-  const int most_groups = gridDim.x / place.blocks;
   const int each = (t.rows + place.blocks - 1) / place.blocks, begin = place.rank * each,
             end = min(begin + each, t.rows);
-  const Partials partials(p, gridDim.y * gridDim.z, kRows, most_groups);
-  const uint64_t first = uint64_t(t.unit) * kRows;
-  const auto store_output = [&](int row, float max, float sum, const float4(&out)[kQuads]) {
-    const RowPlace at = row_place(p, t, row);
-    const float inverse = inverse_sum(p, at, max, sum);
-#pragma unroll
-    for (int j = 0; j < kQuads; ++j) {
-      const int d = j * 128 + lane * 4;
-      if (d < p.head_dim) store4<T>(p.out, row_offset(p, t, at) + d, out[j], inverse);
-    }
-  };
+  const bool is_whole = plan.splits == plan.cluster;
   const auto store = [&](int row, float max, float sum, const float4(&out)[kQuads]) {
-    if (groups == 1) return store_output(row, max, sum, out);
-    const uint64_t partial = (first + row) * most_groups + group;
+    if (is_whole) return store_row<T>(p, t, row, max, sum, out);
+    const Partials partials(p, plan);
+    const uint64_t at = (uint64_t(t.unit) * kRows + row) * partials.groups + first_split / place.blocks;
+    const int lane = threadIdx.x % kWarpSize;
 #pragma unroll
     for (int j = 0; j < kQuads; ++j) {
       const int d = j * 128 + lane * 4;
-      if (d < p.head_dim) *reinterpret_cast<float4*>(partials.outputs + partial * p.head_dim + d) = out[j];
+      if (d < p.head_dim) *reinterpret_cast<float4*>(partials.outputs + at * p.head_dim + d) = out[j];
     }
-    if (lane == 0) partials.max_sums[partial] = make_float2(max, sum);
+    if (lane == 0) partials.max_sums[at] = make_float2(max, sum);
   };
 
-#ifdef NO_FINISH
-  return;
-#endif
   sync_some(id, kThreads);  // every warp's results
   if (place.blocks > 1) arrive_cluster(), wait_cluster();
   const ClusterSource<BlockResults, kResults> source{results};
   merge_all<kDims, kWarps>(begin, end, present * kResults, p.head_dim, source, store);
-  if (place.blocks > 1) arrive_cluster();  // this block has read the others' shared memory
-  if (groups > 1) {
-    __threadfence();          // this thread's partial results, before the block's arrival
-    sync_some(id, kThreads);  // all threads' partial results
-    bool last = false;
-    if (threadIdx.x == 0) {
-      const int counter = t.unit * place.blocks + place.rank;
-      last = atomicInc(partials.counters - 1 - counter, groups - 1) == unsigned(groups - 1);
-    }
-    if (any_of_some(id, kThreads, last)) {
-      __threadfence();  // the other clusters' results, after their arrival
-      const PartialSource others{partials, first, most_groups, p.head_dim};
-      merge_all<kDims, kWarps>(begin, end, groups, p.head_dim, others, store_output);
-    }
-  }
-  if (place.blocks > 1) wait_cluster();
+  if (place.blocks > 1) arrive_cluster(), wait_cluster();  // nobody reads this block's shared memory any more
 }
 
 }  // namespace append

@@ -16,6 +16,10 @@ namespace append {
 constexpr float kLog2e = 1.4426950408889634f;
 constexpr int kMinChunk = 128;  // positions of a split: fewer cost more in merging than they save
 
+// Positions of a tile on Hopper: two warpgroups of rows need longer tiles to hide their softmax, as registers
+// allow.
+constexpr int wgmma_positions(int rows, int dims) { return rows == 128 && dims <= 128 ? 128 : 64; }
+
 // The kernel for any device: rows of a tile where there are few, and positions of a tile. With more dims, what
 // fits into 99 KiB of shared memory.
 constexpr int mma_few_rows(int dims) { return dims > 128 ? 32 : 16; }
@@ -51,17 +55,17 @@ struct RowTile {
   }
 };
 
-// Grid (splits, KV heads * tiles of rows, batch rows). The last tiles of rows, which see the most, come first.
-__device__ __forceinline__ RowTile find_row_tile(const AppendAttentionParams& p, int tile_rows,
-                                                 int chunk_multiple) {
+// Tile number `unit` of all: tiles of a KV head are neighbors, then KV heads, then rows of the batch.
+__device__ __forceinline__ RowTile find_row_tile(const AppendAttentionParams& p, const AppendAttentionPlan& plan,
+                                                 int unit, int split) {
   RowTile t;
-  const int all_rows = rows_per_kv_head(p), tiles = (all_rows + tile_rows - 1) / tile_rows;
-  t.batch_row = blockIdx.z;
-  t.kv_head = blockIdx.y / tiles;
-  const int tile = tiles - 1 - blockIdx.y % tiles;
-  t.unit = (t.batch_row * p.num_kv_heads + t.kv_head) * tiles + tile;
-  t.first_row = tile * tile_rows;
-  t.rows = min(tile_rows, all_rows - t.first_row);
+  const int all_rows = rows_per_kv_head(p), tiles = (all_rows + plan.rows - 1) / plan.rows;
+  const int head = unit / tiles;
+  t.unit = unit;
+  t.batch_row = head / p.num_kv_heads;
+  t.kv_head = head - t.batch_row * p.num_kv_heads;
+  t.first_row = (unit - head * tiles) * plan.rows;
+  t.rows = min(plan.rows, all_rows - t.first_row);
   t.seq_len = __ldg(p.seq_lens + t.batch_row);
   t.start = p.starts ? max(__ldg(p.starts + t.batch_row), 0) : 0;
   t.past = t.seq_len - p.query_len;
@@ -71,14 +75,23 @@ __device__ __forceinline__ RowTile find_row_tile(const AppendAttentionParams& p,
   t.end = last_token + 1;
   t.all_first = t.first_visible(p, last_token);
   t.all_end = first_token + 1;
-  const int length = max(t.end - t.first, 0), splits = gridDim.x;
-  int chunk = max((length + splits - 1) / splits, kMinChunk);
-  chunk = (chunk + chunk_multiple - 1) / chunk_multiple * chunk_multiple;
+  const int length = max(t.end - t.first, 0);
+  int chunk = max((length + plan.splits - 1) / plan.splits, kMinChunk);
+  chunk = (chunk + plan.positions - 1) / plan.positions * plan.positions;
   t.active = max((length + chunk - 1) / chunk, 1);
-  t.split = blockIdx.x;
+  t.split = split;
   t.begin = t.first + t.split * chunk;
   t.stop = min(t.begin + chunk, t.end);
   return t;
+}
+
+// This block's, in a grid (splits, KV heads * tiles of rows, batch rows). The last tiles of rows, which see the
+// most, come first.
+__device__ __forceinline__ RowTile block_row_tile(const AppendAttentionParams& p,
+                                                  const AppendAttentionPlan& plan) {
+  const int tiles = (rows_per_kv_head(p) + plan.rows - 1) / plan.rows;
+  const int head = blockIdx.y / tiles, tile = tiles - 1 - (blockIdx.y - head * tiles);
+  return find_row_tile(p, plan, (blockIdx.z * p.num_kv_heads + head) * tiles + tile, blockIdx.x);
 }
 
 // A row's place, and what it sees.

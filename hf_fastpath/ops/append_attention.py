@@ -11,9 +11,6 @@ from .kv_cache import cache_reasons, slot_positions
 MIN_HEAD_DIM, MAX_HEAD_DIM = 32, 256
 #: more would not be a grid of the CUDA kernels
 MAX_BATCH = 65535
-#: rows of partial results that the CUDA kernels keep at most, of all splits; the same number as kMostPartialRows in
-#: csrc/append_attention/append_attention.h
-PARTIAL_ROWS = 32768
 
 
 def reference(
@@ -26,7 +23,7 @@ def reference(
     window: int = 0,
     softcap: float = 0.0,
     sinks: torch.Tensor | None = None,
-    workspace: torch.Tensor | None = None,
+    overlap: bool = False,
 ) -> torch.Tensor:
     """``softmax(cap(scale * q @ K.T)) @ V`` over the visible positions of each row, where ``cap(s)`` is
     ``softcap * tanh(s / softcap)``.
@@ -47,9 +44,9 @@ def reference(
         softcap: bound of the scores; 0 for none.
         sinks: [num_heads] in q's dtype, or None: a score more for each head, which takes part in the softmax and
             weighs nothing in the output.
-        workspace: uint8 on q's device, zeroed once by the caller and as large as ``workspace_bytes`` says; the CUDA
-            kernels keep partial results and counters there and leave the counters zero. None: allocated by the call.
-            Two calls that may overlap in time need two workspaces. Ignored on the CPU.
+        overlap: CUDA may read lengths and all but the newest query_len positions of the cache while the kernel launched
+            before on this stream still runs; only allowed where that kernel writes none of them. No effect on the
+            result.
 
     Returns:
         [batch, query_len, num_heads*head_dim] in q's dtype; softmax and sums in float32.
@@ -80,21 +77,13 @@ def reference(
 
 
 def fake(
-    q, k_cache, v_cache, seq_lens, starts, scale, window=0, softcap=0.0, sinks=None, workspace=None
+    q, k_cache, v_cache, seq_lens, starts, scale, window=0, softcap=0.0, sinks=None, overlap=False
 ) -> torch.Tensor:
     return q.new_empty(q.shape[0], q.shape[1], q.shape[2] * q.shape[3])
 
 
-def workspace_bytes(head_dim: int) -> int:
-    """Size of the ``workspace`` that any call with heads this long may need, in bytes.
-
-    For each of PARTIAL_ROWS a partial output of head_dim float32 with its maximum and sum, and a 32-bit counter.
-    """
-    return PARTIAL_ROWS * (head_dim + 3) * 4
-
-
 def why_not(
-    q, k_cache, v_cache, seq_lens, starts, scale, window=0, softcap=0.0, sinks=None, workspace=None
+    q, k_cache, v_cache, seq_lens, starts, scale, window=0, softcap=0.0, sinks=None, overlap=False
 ) -> list[str]:
     if q.dim() != 4 or q.shape[1] < 1:
         return [f"q has shape {tuple(q.shape)}, expected [batch, query_len, heads, head_dim]"]
@@ -119,19 +108,14 @@ def why_not(
         reasons.append(f"softcap is {softcap}, expected 0 (none) or a positive bound")
     if starts is not None and (starts.dtype != torch.int32 or tuple(starts.shape) != (batch,)):
         reasons.append(f"starts is {starts.dtype} {tuple(starts.shape)}, expected torch.int32 ({batch},)")
-    for name, tensor in (("starts", starts), ("workspace", workspace)):
-        if tensor is not None and tensor.device != q.device:
-            reasons.append(f"{name} is on {tensor.device}, expected {q.device}: move it")
-    if workspace is not None and workspace.dtype != torch.uint8:
-        reasons.append(f"workspace is {workspace.dtype}, expected torch.uint8")
-    elif workspace is not None and not reasons:
-        needed = workspace_bytes(head_dim)
-        if workspace.nbytes < needed:
-            reasons.append(f"workspace has {workspace.nbytes} bytes, expected {needed}: allocate it zeroed")
+    if starts is not None and starts.device != q.device:
+        reasons.append(f"starts is on {starts.device}, expected {q.device}: move it")
     return reasons
 
 
-def moved(q, k_cache, v_cache, seq_lens, starts, scale, window=0, softcap=0.0, sinks=None, workspace=None) -> int:
+def moved(
+    q, k_cache, v_cache, seq_lens, starts, scale, window=0, softcap=0.0, sinks=None, overlap=False
+) -> int:
     length = seq_lens.long() if starts is None else seq_lens.long() - starts.long()
     if window:
         length = length.clamp(max=window + q.shape[1] - 1)
@@ -150,7 +134,7 @@ def samples(device: torch.device, dtype: torch.dtype):
         caches = [cache.masked_fill(unwritten, float("nan")) for cache in caches]
         first = None if starts is None else torch.tensor(starts, device=device, dtype=torch.int32)
         logits = torch.linspace(-2, 2, heads, device=device).to(dtype) if sinks else None
-        return Sample(q, *caches, lens, first, head_dim**-0.5, window, softcap, logits)
+        return Sample(q, *caches, lens, first, head_dim**-0.5, window, softcap, logits, overlap=overlap)
 
     yield call(2, 4, 4, 64, 16, [2])
     yield call(7, 8, 2, 128, 300, [257])  # GQA 4, several splits
@@ -159,7 +143,7 @@ def samples(device: torch.device, dtype: torch.dtype):
     yield call(17, 4, 2, 80, 70, [70, 33], starts=[5, 20])
     yield call(5, 2, 1, 256, 140, [133], window=50)
     yield call(3, 6, 2, 96, 24, [20, 7], window=8, starts=[1, 5], softcap=5.0, sinks=True)
-    yield call(40, 2, 2, 40, 40, [40])  # a prompt
+    yield call(40, 2, 2, 40, 40, [40], overlap=True)  # a prompt
 
 
 SPEC = register(
@@ -167,7 +151,7 @@ SPEC = register(
         name="append_attention",
         schema=(
             "(Tensor q, Tensor k_cache, Tensor v_cache, Tensor seq_lens, Tensor? starts, float scale, int window=0, "
-            "float softcap=0.0, Tensor? sinks=None, Tensor(a!)? workspace=None) -> Tensor"
+            "float softcap=0.0, Tensor? sinks=None, bool overlap=False) -> Tensor"
         ),
         reference=reference,
         fake=fake,
