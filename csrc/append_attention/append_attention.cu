@@ -23,7 +23,9 @@ int slots_of(int multiprocessors, int cluster) {
 
 // Splits for tiles that are more than half a wave: those whose waves are within 5 % of the best.
 int splits_of_waves(int64_t units, int64_t slots, int64_t most) {
-  const auto time = [&](int64_t splits) { return double((units * splits + slots - 1) / slots) / double(splits); };
+  const auto time = [&](int64_t splits) {
+    return double((units * splits + slots - 1) / slots) / double(splits);
+  };
   double best = time(1);
   for (int64_t splits = 2; splits <= most; ++splits) best = time(splits) < best ? time(splits) : best;
   int64_t splits = 1;
@@ -50,16 +52,25 @@ AppendAttentionPlan plan_append_attention(const AppendAttentionParams& p) {
   plan.cluster = plan.splits = 1;
   int64_t length = p.capacity;
   if (p.window > 0 && p.window + p.query_len < length) length = p.window + p.query_len;
-  const int64_t most = (length + append::kMinChunk - 1) / append::kMinChunk;
+  const int chunk = append::kMinChunk * (p.head_dim > 128 ? 2 : 1);
+  const int64_t most = (length + chunk - 1) / chunk;
   if (!plan.uses_wgmma) {
     const int64_t slots = int64_t(multiprocessors) * (p.head_dim > 128 ? 1 : 2);
-    if (units < slots) plan.splits = splits_of_waves(units, slots, most < slots / units ? most : slots / units);
+    if (units < slots)
+      plan.splits = splits_of_waves(units, slots, most < slots / units ? most : slots / units);
     return plan;
   }
   if (2 * units > multiprocessors) return plan;
-  // Clusters merge in shared memory: large ones where many blocks share a tile, small ones else, since they fill
-  // the device better.
-  plan.cluster = units <= 2 ? 8 : 2;
+  // Short caches: one cluster for a tile, which needs no second kernel.
+  const int few_positions = p.head_dim > 128 ? 256 : 512;
+  for (int cluster = kMaxCluster; cluster >= 2; cluster /= 2) {
+    if (units * cluster > slots_of(multiprocessors, cluster) || length > cluster * few_positions) continue;
+    plan.splits = plan.cluster = cluster;
+    return plan;
+  }
+  // Clusters merge in shared memory: large ones where many blocks share a tile, small ones else, since they
+  // fill the device better.
+  plan.cluster = units <= 2 ? 4 : 2;
   int64_t splits = slots_of(multiprocessors, plan.cluster) / units;
   if (splits > most) splits = most;
   while (plan.cluster > splits) plan.cluster /= 2;

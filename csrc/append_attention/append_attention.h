@@ -25,7 +25,7 @@ struct AppendAttentionParams {
   float softcap;  // scores are softcap * tanh(score / softcap); 0: none
   int window;     // 0: none
   int batch, query_len, num_heads, num_kv_heads, head_dim;
-  int group;  // num_heads / num_kv_heads: query heads that share a KV head
+  int group;     // num_heads / num_kv_heads: query heads that share a KV head
   bool overlap;  // old positions and lengths may be read before the kernel in front is complete
   DType dtype;
 };
@@ -35,15 +35,16 @@ struct AppendAttentionPlan {
   bool uses_wgmma;
   int rows;       // of a tile
   int positions;  // of a tile
-  int units;    // tiles of rows, of all KV heads
-  int splits;   // blocks over the positions of a tile of rows
-  int cluster;  // neighbors among them that merge through each other's shared memory
+  int units;      // tiles of rows, of all KV heads
+  int splits;     // blocks over the positions of a tile of rows
+  int cluster;    // neighbors among them that merge through each other's shared memory
 };
 
 AppendAttentionPlan plan_append_attention(const AppendAttentionParams& params);
 
 // Bytes of workspace, for partial results of clusters.
-int64_t append_attention_workspace_bytes(const AppendAttentionParams& params, const AppendAttentionPlan& plan);
+int64_t append_attention_workspace_bytes(const AppendAttentionParams& params,
+                                         const AppendAttentionPlan& plan);
 
 void launch_append_attention(const AppendAttentionParams& params, const AppendAttentionPlan& plan,
                              cudaStream_t stream);

@@ -1,7 +1,8 @@
 // What: the outputs of append_attention out of the partial results that clusters of blocks have left in the
 //   workspace.
 // Work split: a warp a row; lanes own fours of dims and ask for many clusters' at once.
-// Traffic: rows * clusters * (head_dim + 2) * 4 bytes, from L2 where the kernel in front has just put them, and the
+// Traffic: rows * clusters * (head_dim + 2) * 4 bytes, from L2 where the kernel in front has just put them,
+// and the
 //   output.
 // Roofline: how far L2 is, twice: a launch that overlaps with that kernel's end, and one round of reads.
 #include "append_attention/finish.cuh"
@@ -29,11 +30,12 @@ struct PartialSource {
 };
 
 template <class T, int kDims>
-__global__ void __launch_bounds__(kMergeWarps* kWarpSize)
+__global__ void __launch_bounds__(kMergeWarps* kWarpSize, 1)
     append_attention_merge_kernel(AppendAttentionParams p, AppendAttentionPlan plan) {
   const int unit = blockIdx.y, row = blockIdx.x * kMergeWarps + threadIdx.x / kWarpSize;
-  wait_and_allow_next_kernel();
-  const RowTile t = find_row_tile(p, plan, unit, 0);
+  allow_next_kernel();
+  const RowTile t = find_row_tile(p, plan, unit, 0);  // lengths were final before the kernel in front started
+  wait_for_previous_kernel();
   if (row >= t.rows) return;
   const Partials partials(p, plan);
   const int present = (t.active + plan.cluster - 1) / plan.cluster;

@@ -1,9 +1,10 @@
-// What: append_attention on the tensor cores of any device from sm_80 on. Scores, softmax and sums are float32;
+// What: append_attention on the tensor cores of any device from sm_80 on. Scores, softmax and sums are
+// float32;
 //   the weights of V are rounded to 16 bits, as in every flash attention.
 // Work split: grid (splits, KV heads * tiles of rows, batch rows); see row_tile.cuh for rows and positions,
-//   finish.cuh for the merge. A block's four warps share tiles of K and V in shared memory, two at a time, which
-//   all of them ask for by asynchronous copies. kRowWarps of them have 16 rows each; the others take further
-//   positions of the same rows.
+//   finish.cuh for the merge. A block's four warps share tiles of K and V in shared memory, two at a time,
+//   which all of them ask for by asynchronous copies. kRowWarps of them have 16 rows each; the others take
+//   further positions of the same rows.
 // Traffic: 2 * positions * head_dim * 2 bytes a tile of rows (tiles of a KV head run side by side and share
 //   them in L2), q and the output, plus partial results of the splits through L2.
 // Roofline: read bandwidth for few rows, tensor cores and shared memory for many.
@@ -32,7 +33,9 @@ struct MmaTiles {
 
   char* shared;
 
-  __device__ __forceinline__ char* k(int stage) const { return shared + kRows * kStride + stage * 2 * kTileBytes; }
+  __device__ __forceinline__ char* k(int stage) const {
+    return shared + kRows * kStride + stage * 2 * kTileBytes;
+  }
   __device__ __forceinline__ char* v(int stage) const { return k(stage) + kTileBytes; }
 };
 
@@ -71,7 +74,8 @@ __device__ __forceinline__ void fetch_tile(const AppendAttentionParams& p, const
 }
 
 template <class T, int kDims, int kRowWarps>
-__global__ void __launch_bounds__(kMmaThreads, kDims > 128 ? 1 : 2) append_attention_mma_kernel(AppendAttentionParams p, AppendAttentionPlan plan) {
+__global__ void __launch_bounds__(kMmaThreads, kDims > 128 ? 1 : 2)
+    append_attention_mma_kernel(AppendAttentionParams p, AppendAttentionPlan plan) {
   using Tiles = MmaTiles<kDims, kRowWarps>;
   constexpr int kGroups = Tiles::kOfWarp / 8, kSteps = Tiles::kOfWarp / 16;
   extern __shared__ __align__(128) char shared[];
@@ -102,8 +106,8 @@ __global__ void __launch_bounds__(kMmaThreads, kDims > 128 ? 1 : 2) append_atten
 
   OnlineSoftmax<kGroups> softmax(p, t, first_row + lane / 4);
   float acc[kDims / 8][4] = {};
-  // Rows of matrices that a lane gives the addresses of: of q, rows then pieces; of K, pieces of 8 positions; of
-  // V, positions then pieces.
+  // Rows of matrices that a lane gives the addresses of: of q, rows then pieces; of K, pieces of 8 positions;
+  // of V, positions then pieces.
   const char* q_at = tiles.shared + (first_row + lane % 16) * Tiles::kStride + lane / 16 * 16;
   const int k_at = (first_position + lane / 16 * 8 + lane % 8) * Tiles::kStride + lane / 8 % 2 * 16;
   const int v_at = (first_position + lane % 16) * Tiles::kStride + lane / 16 * 16;
@@ -142,7 +146,8 @@ __global__ void __launch_bounds__(kMmaThreads, kDims > 128 ? 1 : 2) append_atten
         uint32_t b[4];
         load_transposed(b, tiles.v(stage) + v_at + step * 16 * Tiles::kStride + n * 16);
         mma<T>(acc[n], weights[step][0], weights[step][1], weights[step][2], weights[step][3], b[0], b[1]);
-        mma<T>(acc[n + 1], weights[step][0], weights[step][1], weights[step][2], weights[step][3], b[2], b[3]);
+        mma<T>(acc[n + 1], weights[step][0], weights[step][1], weights[step][2], weights[step][3], b[2],
+               b[3]);
       }
     }
     __syncthreads();  // the stage has been read

@@ -4,7 +4,7 @@
 namespace hf_fastpath {
 
 void launch_append_attention_mma_half(const AppendAttentionParams& params, const AppendAttentionPlan& plan,
-                                    cudaStream_t stream) {
+                                      cudaStream_t stream) {
   append::launch_mma_typed<__half>(params, plan, stream);
 }
 

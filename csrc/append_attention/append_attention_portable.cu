@@ -1,8 +1,8 @@
 // What: append_attention for types that tensor cores do not multiply exactly: float32. Sums are float64.
 // Work split: grid (rows of a KV head, KV heads, batch rows), a warp each: lanes own dims, positions come one
 //   after the other, softmax is online.
-// Traffic: 2 * positions * head_dim * 4 bytes a row, from L2 for all but the first of those that run together.
-// Roofline: arithmetic, in chains; for correctness, not speed: models in float32 call PyTorch's attention.
+// Traffic: 2 * positions * head_dim * 4 bytes a row, from L2 for all but the first of those that run
+// together. Roofline: arithmetic, in chains; for correctness: models in float32 call PyTorch's attention.
 #include "append_attention/append_attention.h"
 #include "append_attention/row_tile.cuh"
 #include "common/cuda_check.cuh"
@@ -13,7 +13,7 @@ namespace {
 
 constexpr int kLaneDims = kMaxAppendHeadDim / kWarpSize;
 
-__global__ void __launch_bounds__(kWarpSize) append_attention_kernel(AppendAttentionParams p) {
+__global__ void __launch_bounds__(kWarpSize, 1) append_attention_kernel(AppendAttentionParams p) {
   RowTile t;
   t.batch_row = blockIdx.z, t.kv_head = blockIdx.y, t.first_row = blockIdx.x;
   t.seq_len = __ldg(p.seq_lens + t.batch_row);
@@ -43,7 +43,8 @@ __global__ void __launch_bounds__(kWarpSize) append_attention_kernel(AppendAtten
       score += __shfl_xor_sync(kAllLanes, score, offset);
     if (p.softcap > 0.f) score = p.softcap * tanh(score / p.softcap);
     const double top = score > max ? score : max;
-    const double shrink = max == -INFINITY ? 0.0 : exp(max - top), weight = exp(score - (top == -INFINITY ? 0.0 : top));
+    const double shrink = max == -INFINITY ? 0.0 : exp(max - top),
+                 weight = exp(score - (top == -INFINITY ? 0.0 : top));
     max = top, sum = sum * shrink + weight;
 #pragma unroll
     for (int i = 0; i < kLaneDims; ++i) {

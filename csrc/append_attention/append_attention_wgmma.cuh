@@ -1,7 +1,9 @@
-// What: softmax(scale * q @ K.T) @ V of new tokens over the positions of a KV cache that they see, on Hopper's
+// What: softmax(scale * q @ K.T) @ V of new tokens over the positions of a KV cache that they see, on
+// Hopper's
 //   tensor cores. Scores, softmax and sums are float32; the weights of V are rounded to 16 bits, as in every
 //   flash attention.
-// Work split: grid (splits, KV heads * tiles of rows, batch rows), in clusters of splits; see row_tile.cuh for
+// Work split: grid (splits, KV heads * tiles of rows, batch rows), in clusters of splits; see row_tile.cuh
+// for
 //   rows and positions, finish.cuh for the merge. A block has two consumer warpgroups and a warp that copies
 //   tiles of K and V through a ring of shared memory. With kRowGroups 2 the warpgroups have 64 rows each and
 //   both read every tile; with 1 they have the same 64 rows and take tiles in turn. The scores of a tile are
@@ -280,16 +282,16 @@ void launch_wgmma(const AppendAttentionParams& p, const AppendAttentionPlan& pla
   const size_t smem_bytes = Tiles::kBytes;
   const uint64_t row_bytes = uint64_t(p.head_dim) * 2, heads = uint64_t(p.batch) * p.num_kv_heads,
                  capacity = p.capacity;
-  const TensorTiles shape{std::is_same_v<T, __half> ? CU_TENSOR_MAP_DATA_TYPE_FLOAT16
-                                                    : CU_TENSOR_MAP_DATA_TYPE_BFLOAT16,
-                          CU_TENSOR_MAP_SWIZZLE_128B,
-                          {uint64_t(p.head_dim), capacity, heads},
-                          {row_bytes, capacity * row_bytes},
-                          {64, Tiles::kPositions, 1}};
+  const TensorTiles shape{
+      std::is_same_v<T, __half> ? CU_TENSOR_MAP_DATA_TYPE_FLOAT16 : CU_TENSOR_MAP_DATA_TYPE_BFLOAT16,
+      CU_TENSOR_MAP_SWIZZLE_128B,
+      {uint64_t(p.head_dim), capacity, heads},
+      {row_bytes, capacity * row_bytes},
+      {64, Tiles::kPositions, 1}};
   HF_FASTPATH_CUDA_CHECK(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
                                               static_cast<int>(smem_bytes)));
-  HF_FASTPATH_CUDA_CHECK(launch_clusters(kernel, grid, block, smem_bytes, stream, p.overlap, plan.cluster, p, plan,
-                                         tensor_map(p.k_cache, shape), tensor_map(p.v_cache, shape)));
+  HF_FASTPATH_CUDA_CHECK(launch_clusters(kernel, grid, block, smem_bytes, stream, p.overlap, plan.cluster, p,
+                                         plan, tensor_map(p.k_cache, shape), tensor_map(p.v_cache, shape)));
 }
 
 template <class T, int kDims>

@@ -3,8 +3,8 @@
 
 namespace hf_fastpath {
 
-void launch_append_attention_wgmma_bfloat16(const AppendAttentionParams& params, const AppendAttentionPlan& plan,
-                                      cudaStream_t stream) {
+void launch_append_attention_wgmma_bfloat16(const AppendAttentionParams& params,
+                                            const AppendAttentionPlan& plan, cudaStream_t stream) {
   append::launch_wgmma_typed<__nv_bfloat16>(params, plan, stream);
 }
 

@@ -4,7 +4,7 @@
 namespace hf_fastpath {
 
 void launch_append_attention_wgmma_half(const AppendAttentionParams& params, const AppendAttentionPlan& plan,
-                                      cudaStream_t stream) {
+                                        cudaStream_t stream) {
   append::launch_wgmma_typed<__half>(params, plan, stream);
 }
 

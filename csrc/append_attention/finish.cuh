@@ -1,7 +1,7 @@
 // How the partial results of a tile of rows become its output: those of a block's warps and of its cluster's
-// blocks through shared memory, where every block merges rows of its own; those of several clusters through the
-// workspace, by a kernel that follows (append_attention_merge.cu): the last block to arrive would have to merge
-// alone what the whole device does in a fraction of the time.
+// blocks through shared memory, where every block merges rows of its own; those of several clusters through
+// the workspace, by a kernel that follows (append_attention_merge.cu): the last block to arrive would have to
+// merge alone what the whole device does in a fraction of the time.
 #pragma once
 
 #include "append_attention/row_tile.cuh"
@@ -87,8 +87,8 @@ __device__ __forceinline__ float warp_max(float x) {
   return x;
 }
 
-// What a row's sums, weighted by 2^(score - max), are multiplied by: 1 / sum, where a sink adds to the sum; or
-// 0 for a token that sees nothing. A token whose every score is -inf gets NaN, as in PyTorch.
+// What a row's sums, weighted by 2^(score - max), are multiplied by: 1 / sum, where a sink adds to the sum;
+// or 0 for a token that sees nothing. A token whose every score is -inf gets NaN, as in PyTorch.
 __device__ __forceinline__ float inverse_sum(const AppendAttentionParams& p, const RowPlace& place, float max,
                                              float sum) {
   if (place.first > place.last) return 0.f;
@@ -127,8 +127,8 @@ __device__ __forceinline__ void add_scaled(float4& sum, const float4& x, float f
 
 // Writes a row of the output, of its maximum, sum and lane by lane its weighted sums.
 template <class T, int kQuads>
-__device__ __forceinline__ void store_row(const AppendAttentionParams& p, const RowTile& t, int row, float max,
-                                          float sum, const float4 (&out)[kQuads]) {
+__device__ __forceinline__ void store_row(const AppendAttentionParams& p, const RowTile& t, int row,
+                                          float max, float sum, const float4 (&out)[kQuads]) {
   const RowPlace place = row_place(p, t, row);
   const float inverse = inverse_sum(p, place, max, sum);
   const int64_t at = row_offset(p, t, place);
@@ -139,9 +139,9 @@ __device__ __forceinline__ void store_row(const AppendAttentionParams& p, const 
   }
 }
 
-// Merges `count` partial results of each of the rows from `begin` to `end`, of which the warps take one after the
-// other; a warp has kAtOnce of them at once, kBatch results of each on their way: what takes long is how far they
-// are. `source` gives results, `store` takes a row's maximum, sum and, lane by lane, weighted sums.
+// Merges `count` partial results of each of the rows from `begin` to `end`, of which the warps take one after
+// the other; a warp has kAtOnce of them at once, kBatch results of each on their way: what takes long is how
+// far they are. `source` gives results, `store` takes a row's maximum, sum and, lane by lane, weighted sums.
 template <int kDims, int kWarps, int kAtOnce, int kBatch, class Source, class Store>
 __device__ __forceinline__ void merge_rows(int begin, int end, int count, int head_dim, const Source& source,
                                            const Store& store) {
@@ -240,8 +240,8 @@ struct ClusterSource {
   }
 };
 
-// Called by the first kThreads threads of every block whose cluster has work, its results written, or none if it
-// has no work; barrier `id` is theirs.
+// Called by the first kThreads threads of every block whose cluster has work, its results written, or none if
+// it has no work; barrier `id` is theirs.
 template <class T, int kRows, int kDims, int kResults, int kThreads>
 __device__ __forceinline__ void finish(const AppendAttentionParams& p, const AppendAttentionPlan& plan,
                                        const RowTile& t, const Results<kRows, kDims, kResults>& results,

@@ -20,8 +20,8 @@ constexpr int kMinChunk = 128;  // positions of a split: fewer cost more in merg
 // allow.
 constexpr int wgmma_positions(int rows, int dims) { return rows == 128 && dims <= 128 ? 128 : 64; }
 
-// The kernel for any device: rows of a tile where there are few, and positions of a tile. With more dims, what
-// fits into 99 KiB of shared memory.
+// The kernel for any device: rows of a tile where there are few, and positions of a tile. With more dims,
+// what fits into 99 KiB of shared memory.
 constexpr int mma_few_rows(int dims) { return dims > 128 ? 32 : 16; }
 constexpr int mma_positions(int dims) { return dims > 128 ? 32 : 64; }
 
@@ -56,8 +56,8 @@ struct RowTile {
 };
 
 // Tile number `unit` of all: tiles of a KV head are neighbors, then KV heads, then rows of the batch.
-__device__ __forceinline__ RowTile find_row_tile(const AppendAttentionParams& p, const AppendAttentionPlan& plan,
-                                                 int unit, int split) {
+__device__ __forceinline__ RowTile find_row_tile(const AppendAttentionParams& p,
+                                                 const AppendAttentionPlan& plan, int unit, int split) {
   RowTile t;
   const int all_rows = rows_per_kv_head(p), tiles = (all_rows + plan.rows - 1) / plan.rows;
   const int head = unit / tiles;
@@ -85,8 +85,8 @@ __device__ __forceinline__ RowTile find_row_tile(const AppendAttentionParams& p,
   return t;
 }
 
-// This block's, in a grid (splits, KV heads * tiles of rows, batch rows). The last tiles of rows, which see the
-// most, come first.
+// This block's, in a grid (splits, KV heads * tiles of rows, batch rows). The last tiles of rows, which see
+// the most, come first.
 __device__ __forceinline__ RowTile block_row_tile(const AppendAttentionParams& p,
                                                   const AppendAttentionPlan& plan) {
   const int tiles = (rows_per_kv_head(p) + plan.rows - 1) / plan.rows;
@@ -136,8 +136,8 @@ __device__ __forceinline__ float tanh_fast(float x) {
   return 1.f - __fdividef(2.f, 1.f + exp2_approx(2.f * kLog2e * x));
 }
 
-// Online softmax of the 16 rows of a warp, of which a lane has rows g = lane / 4 and g + 8, in scores that lie
-// as common/mma.cuh says. `kGroups` groups of 8 positions a step.
+// Online softmax of the 16 rows of a warp, of which a lane has rows g = lane / 4 and g + 8, in scores that
+// lie as common/mma.cuh says. `kGroups` groups of 8 positions a step.
 template <int kGroups>
 struct OnlineSoftmax {
   float max_score[2], sum[2];  // sum: of this lane's positions

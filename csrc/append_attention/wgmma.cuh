@@ -2,8 +2,8 @@
 // the group has 16 rows of C, in operand C of common/mma.cuh for every 8 columns; A comes from shared memory
 // or, as operand A of common/mma.cuh, from registers; B from shared memory.
 //
-// In shared memory both lie as copies with a swizzle of 128 bytes leave them: boxes of 64 elements, rows of 128
-// bytes, box after box, aligned to 1024 bytes.
+// In shared memory both lie as copies with a swizzle of 128 bytes leave them: boxes of 64 elements, rows of
+// 128 bytes, box after box, aligned to 1024 bytes.
 #pragma once
 
 #include <cuda_bf16.h>
@@ -63,18 +63,19 @@ __device__ __forceinline__ void wgmma_touch(float (&c)[kCount][4]) {
 #define HF_R64 HF_R48 ",%48,%49,%50,%51,%52,%53,%54,%55,%56,%57,%58,%59,%60,%61,%62,%63"
 
 // Both operands in shared memory, k along their rows; without `adds` the sums start anew.
-#define HF_WGMMA_SHARED(N, REGS, COUNT, A, B, ADDS, TYPE)                                              \
-  asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %" ADDS ", 0;\n"                                      \
-               "wgmma.mma_async.sync.aligned.m64n" #N "k16.f32." TYPE "." TYPE " {" REGS "}, %" A ", %" \
-               B ", p, 1, 1, 0, 0;\n}\n"                                                               \
-               : COUNT                                                                                 \
+#define HF_WGMMA_SHARED(N, REGS, COUNT, A, B, ADDS, TYPE)                                                 \
+  asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %" ADDS                                                  \
+               ", 0;\n"                                                                                   \
+               "wgmma.mma_async.sync.aligned.m64n" #N "k16.f32." TYPE "." TYPE " {" REGS "}, %" A ", %" B \
+               ", p, 1, 1, 0, 0;\n}\n"                                                                    \
+               : COUNT                                                                                    \
                : "l"(a), "l"(b), "r"(int(adds)))
 
 // A in registers, and k along the columns of B.
-#define HF_WGMMA_REGISTERS(N, REGS, COUNT, A, B, TYPE)                                                \
-  asm volatile("wgmma.mma_async.sync.aligned.m64n" #N "k16.f32." TYPE "." TYPE " {" REGS "}, {" A "}, %" \
-               B ", 1, 1, 1, 1;\n"                                                                    \
-               : COUNT                                                                                \
+#define HF_WGMMA_REGISTERS(N, REGS, COUNT, A, B, TYPE)                                                     \
+  asm volatile("wgmma.mma_async.sync.aligned.m64n" #N "k16.f32." TYPE "." TYPE " {" REGS "}, {" A "}, %" B \
+               ", 1, 1, 1, 1;\n"                                                                           \
+               : COUNT                                                                                     \
                : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b))
 
 template <class T>

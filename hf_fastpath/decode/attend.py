@@ -155,13 +155,16 @@ def plain_mask(mask: torch.Tensor, past: int, query_len: int, window: int | None
     """What ``mask`` is, if attention over starts alone is the same: the host waits for the device, once a forward.
 
     Args:
-        mask: bool [batch or 1, 1, query_len, held + query_len], True where a token sees a position.
+        mask: [batch or 1, 1, query_len, held + query_len], bool and True where a token sees a position, or floating: 0
+            there and the lowest number elsewhere.
         past: tokens of the cache's layer.
         query_len: tokens behind them.
         window: the layer's sliding window, or None.
     """
     held = past if window is None else min(past, window - 1)
-    if mask.dtype != torch.bool or mask.dim() != 4 or mask.shape[1:] != (1, query_len, held + query_len):
+    if mask.dim() != 4 or mask.shape[1:] != (1, query_len, held + query_len):
+        return None
+    if mask.dtype != torch.bool and not mask.is_floating_point():
         return None
     if mask.is_cuda and torch.cuda.is_current_stream_capturing():
         return None
@@ -180,8 +183,11 @@ def _compare(mask: torch.Tensor, offset: int, past: int, query_len: int, window:
     causal = positions <= queries
     if window:
         causal &= positions > queries - window
-    first = positions[mask[:, 0].to(torch.uint8).argmax(-1)]  # that each row's first token sees
+    seen = mask if mask.dtype == torch.bool else mask == 0
+    first = positions[seen[:, 0].to(torch.uint8).argmax(-1)]  # that each row's first token sees
     expected = causal & (positions >= first[:, None, None])
+    if mask.dtype != torch.bool:
+        expected = torch.zeros_like(mask).masked_fill(~expected, torch.finfo(mask.dtype).min)
     if not torch.equal(mask, expected.expand_as(mask)):
         return None
     oldest = max(0, past - window + 1) if window else 0

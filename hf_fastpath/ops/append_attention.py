@@ -113,9 +113,7 @@ def why_not(
     return reasons
 
 
-def moved(
-    q, k_cache, v_cache, seq_lens, starts, scale, window=0, softcap=0.0, sinks=None, overlap=False
-) -> int:
+def moved(q, k_cache, v_cache, seq_lens, starts, scale, window=0, softcap=0.0, sinks=None, overlap=False) -> int:
     length = seq_lens.long() if starts is None else seq_lens.long() - starts.long()
     if window:
         length = length.clamp(max=window + q.shape[1] - 1)
@@ -124,7 +122,19 @@ def moved(
 
 
 def samples(device: torch.device, dtype: torch.dtype):
-    def call(query_len, heads, kv_heads, head_dim, capacity, seq_lens, starts=None, window=0, softcap=0.0, sinks=False):
+    def call(
+        query_len,
+        heads,
+        kv_heads,
+        head_dim,
+        capacity,
+        seq_lens,
+        starts=None,
+        window=0,
+        softcap=0.0,
+        sinks=False,
+        overlap=False,
+    ):
         batch = len(seq_lens)
         q = torch.randn(batch, query_len, heads, head_dim, device=device, dtype=dtype)
         shape = (batch, kv_heads, capacity, head_dim)

@@ -1,4 +1,4 @@
-"""append_attention: the common tests, lengths where tiles and splits end, masks of every kind, unused slots, workspace."""
+"""append_attention: the common tests, lengths where tiles and splits end, masks of every kind, unused slots."""
 
 from __future__ import annotations
 
