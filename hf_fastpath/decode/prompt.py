@@ -6,7 +6,7 @@ matrix products of PyTorch's libraries and its fused attention.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -35,6 +35,12 @@ class Prompt:
     tokens: torch.Tensor
     positions: torch.Tensor
     starts: torch.Tensor | None
+
+    def chunks(self, size: int | None) -> Iterator[Prompt]:
+        """Its tokens in chunks of ``size``, or all at once."""
+        size = size or max(1, self.tokens.shape[1])
+        for tokens, positions in zip(self.tokens.split(size, dim=1), self.positions.split(size, dim=1)):
+            yield Prompt(tokens, positions, self.starts)
 
 
 def is_readable(part: ModelPart, cache: FastpathCache, prompt: Prompt) -> bool:
