@@ -93,12 +93,13 @@ __global__ void __launch_bounds__(kMmaThreads, kDims > 128 ? 1 : 2)
   fetch_tile<kDims>(p, t, tiles, 1, count);
   constexpr int kPieces = kDims / 8;
   const uint32_t signs = scale.negates ? 0x80008000u : 0;
+#pragma unroll 4
   for (int i = threadIdx.x; i < Tiles::kRows * kPieces; i += kMmaThreads) {
     const int row = i / kPieces, piece = i % kPieces;
     uint4 x = make_uint4(0, 0, 0, 0);
     if (row < t.rows && piece * 8 < p.head_dim) {
       const T* from = static_cast<const T*>(p.q) + row_offset(p, t, row_place(p, t, row));
-      x = __ldg(reinterpret_cast<const uint4*>(from + piece * 8));
+      x = __ldcg(reinterpret_cast<const uint4*>(from + piece * 8));  // L1 may be older
       x.x ^= signs, x.y ^= signs, x.z ^= signs, x.w ^= signs;
     }
     *reinterpret_cast<uint4*>(tiles.shared + row * Tiles::kStride + piece * 16) = x;

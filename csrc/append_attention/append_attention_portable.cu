@@ -1,8 +1,8 @@
 // What: append_attention for types that tensor cores do not multiply exactly: float32. Sums are float64.
 // Work split: grid (rows of a KV head, KV heads, batch rows), a warp each: lanes own dims, positions come one
 //   after the other, softmax is online.
-// Traffic: 2 * positions * head_dim * 4 bytes a row, from L2 for all but the first of those that run
-// together. Roofline: arithmetic, in chains; for correctness: models in float32 call PyTorch's attention.
+// Traffic: 2 * positions * head_dim * 4 bytes a row, from L2 for all but the first that run together.
+// Roofline: arithmetic, in chains; for correctness: models in float32 call PyTorch's attention.
 #include "append_attention/append_attention.h"
 #include "append_attention/row_tile.cuh"
 #include "common/cuda_check.cuh"

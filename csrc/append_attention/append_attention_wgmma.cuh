@@ -94,16 +94,27 @@ template <class T, int kDims, class Tiles>
 __device__ __forceinline__ void load_q(const AppendAttentionParams& p, const RowTile& t, const Tiles& tiles,
                                        bool negates) {
   constexpr int kPieces = Tiles::kBoxes * 8;  // of 16 bytes, a row
+  constexpr int kCopies = Tiles::kRows * kPieces / kConsumers, kAhead = kCopies < 8 ? kCopies : 8;
+  static_assert(kCopies % kAhead == 0, "copies come kAhead at a time");
   const uint32_t signs = negates ? 0x80008000u : 0;
-  for (int i = threadIdx.x; i < Tiles::kRows * kPieces; i += kConsumers) {
-    const int row = i / kPieces, piece = i % kPieces;
-    uint4 x = make_uint4(0, 0, 0, 0);
-    if (row < t.rows && piece * 8 < p.head_dim) {
-      const T* from = static_cast<const T*>(p.q) + row_offset(p, t, row_place(p, t, row));
-      x = __ldg(reinterpret_cast<const uint4*>(from + piece * 8));
-      x.x ^= signs, x.y ^= signs, x.z ^= signs, x.w ^= signs;
+#pragma unroll 1
+  for (int first = threadIdx.x; first < Tiles::kRows * kPieces; first += kAhead * kConsumers) {
+    uint4 x[kAhead];  // on their way together: every one comes from far
+#pragma unroll
+    for (int j = 0; j < kAhead; ++j) {
+      const int i = first + j * kConsumers, row = i / kPieces, piece = i % kPieces;
+      x[j] = make_uint4(0, 0, 0, 0);
+      if (row < t.rows && piece * 8 < p.head_dim) {
+        const T* from = static_cast<const T*>(p.q) + row_offset(p, t, row_place(p, t, row));
+        x[j] = __ldcg(reinterpret_cast<const uint4*>(from + piece * 8));  // L1 may be older
+      }
     }
-    *reinterpret_cast<uint4*>(tiles.shared + piece / 8 * Tiles::kQBox + swizzled(row, piece % 8)) = x;
+#pragma unroll
+    for (int j = 0; j < kAhead; ++j) {
+      const int i = first + j * kConsumers, row = i / kPieces, piece = i % kPieces;
+      x[j].x ^= signs, x[j].y ^= signs, x[j].z ^= signs, x[j].w ^= signs;
+      *reinterpret_cast<uint4*>(tiles.shared + piece / 8 * Tiles::kQBox + swizzled(row, piece % 8)) = x[j];
+    }
   }
   asm volatile("fence.proxy.async.shared::cta;" ::: "memory");  // products read it
 }
