@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.attention.bias import causal_lower_right
 
 from .. import loader, ops
 from ..ops.append_attention import MAX_HEAD_DIM, MIN_HEAD_DIM
@@ -28,20 +29,33 @@ def has_tensor_cores(device: torch.device, dtype: torch.dtype, head_dim: int) ->
     return MIN_HEAD_DIM <= head_dim <= MAX_HEAD_DIM and loader.is_native("cuda")
 
 
-def way_of(query_len: int, past: int, is_plain: bool, fits: bool) -> str:
-    """The op for a call, as ``benchmarks/bench_append_attention.py`` found them on an H200.
+def is_hopper(device: torch.device) -> bool:
+    """Whether ``ops.append_attention`` has its kernel for many rows there."""
+    return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] == 9
+
+
+#: queries of a KV head up to which ``ops.append_attention`` is faster than flash attention without Hopper's products
+MOST_ROWS = 64
+
+
+def way_of(rows: int, past: int, is_plain: bool, fits: bool, hopper: bool) -> str:
+    """What takes a call: ``benchmarks/bench_append_attention.py`` on an H200, all kernels of which run there.
 
     Args:
-        query_len: new tokens.
+        rows: new tokens times query heads of a KV head.
         past: tokens before them.
         is_plain: causal and nothing else: no padding, window, soft-cap or sinks.
         fits: see :func:`has_tensor_cores`.
+        hopper: see :func:`is_hopper`.
 
     Returns:
-        ``"append"`` for ``ops.append_attention``; ``"sdpa"`` for PyTorch's.
+        ``"append"`` for ``ops.append_attention``; ``"sdpa"`` for what PyTorch chooses; ``"flash"`` for its flash
+        attention of queries behind other positions.
     """
     if not fits or (past == 0 and is_plain):
-        return "sdpa"  # whole prompts without a past: cuDNN's and flash attention
+        return "sdpa"  # whole prompts without a past: cuDNN's is faster
+    if is_plain and rows > MOST_ROWS and not hopper:
+        return "flash"
     return "append"
 
 
@@ -91,11 +105,20 @@ class Attention:
         cuts = 0 < window < self._length
         past = self._length - self._query_len
         is_plain = self._starts is None and not cuts and not cap and sinks is None
-        if way_of(q.shape[1], past, is_plain, has_tensor_cores(q.device, q.dtype, q.shape[3])) == "append":
+        fits = has_tensor_cores(q.device, q.dtype, q.shape[3])
+        rows = q.shape[1] * (q.shape[2] // k_cache.shape[1])
+        way = way_of(rows, past, is_plain, fits, is_hopper(q.device))
+        if way == "append":
             k, v = self._states(k_cache, v_cache, scales, q.dtype)
             args = (q, k, v, self._lengths, self._starts, scale, window if cuts else 0, cap, sinks)
             return ops.append_attention.overload(*args)
         k, v = (each.narrow(2, 0, self._length) for each in self._states(k_cache, v_cache, scales, q.dtype))
+        if way == "flash":
+            behind = causal_lower_right(self._query_len, self._length)
+            grouped = q.shape[2] != k.shape[1]
+            attend = nn.functional.scaled_dot_product_attention
+            out = attend(q.transpose(1, 2), k, v, attn_mask=behind, scale=scale, enable_gqa=grouped)
+            return out.transpose(1, 2).flatten(2)
         return self._sdpa(q, k, v, scale)
 
     def _states(self, k_cache, v_cache, scales, dtype) -> list[torch.Tensor]:

@@ -102,6 +102,17 @@ def test_assisted_decoding_and_prompt_lookup(device, steps_of):
     assert any(length > 1 for length in steps_of)
 
 
+def test_the_table():
+    """Tokens behind others are never PyTorch's with a mask where a kernel has them."""
+    for rows in (1, 64, 65, 10000):
+        assert attend.way_of(rows, 5, is_plain=False, fits=True, hopper=False) == "append"
+        assert attend.way_of(rows, 5, is_plain=True, fits=True, hopper=True) == "append"
+        assert attend.way_of(rows, 5, is_plain=True, fits=False, hopper=True) == "sdpa"
+        assert attend.way_of(rows, 0, is_plain=True, fits=True, hopper=True) == "sdpa"
+    assert attend.way_of(64, 5, is_plain=True, fits=True, hopper=False) == "append"
+    assert attend.way_of(65, 5, is_plain=True, fits=True, hopper=False) == "flash"
+
+
 # ---- masks --------------------------------------------------------------------------------------------------------
 
 
