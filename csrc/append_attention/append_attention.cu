@@ -70,7 +70,7 @@ AppendAttentionPlan plan_append_attention(const AppendAttentionParams& p) {
   }
   // Clusters merge in shared memory: large ones where many blocks share a tile, small ones else, since they
   // fill the device better.
-  plan.cluster = units <= 2 ? 4 : 2;
+  plan.cluster = units == 1 ? 4 : 2;
   int64_t splits = slots_of(multiprocessors, plan.cluster) / units;
   if (splits > most) splits = most;
   while (plan.cluster > splits) plan.cluster /= 2;
