@@ -90,14 +90,14 @@ CASES = list(itertools.product(QUERIES, (64, 80, 96, 128, 256), ((8, 8), (8, 4),
     ("query_len", "head_dim", "heads"),
     [pytest.param(*case, marks=() if i % 7 == 0 else pytest.mark.full) for i, case in enumerate(CASES)],
 )
-def test_append_attention_grid(query_len, head_dim, heads, device, dtype):
-    """Queries, head dims and groups, with every kind of mask, cap and sinks."""
+def test_append_attention_grid(query_len, head_dim, heads, cuda, dtype):
+    """Queries, head dims and groups, with every kind of mask, cap and sinks; other devices run the reference."""
     for number, (past, window, padded, softcap) in enumerate(
         itertools.product((0, 29, 500), (0, 70), (False, True), (0.0, 15.0))
     ):
         length = past + query_len
         sample = make(
-            device,
+            cuda,
             dtype,
             heads=heads[0],
             kv_heads=heads[1],
