@@ -10,9 +10,8 @@
 //   computed while the weighted sums of the tile before run: softmax hides behind products.
 // Traffic: 2 * positions * head_dim * 2 bytes a tile of rows (tiles of a KV head run side by side and share
 //   them in L2), q and the output, plus partial results of clusters through L2.
-// Roofline: read bandwidth up to about 64 rows a KV head, tensor cores above. Over 16384 positions, 32/8
-// heads
-//   of 128: 61 % of read bandwidth for 2 tokens, 55 % for 8, 615 TFLOP/s for 512 (H200, 2026-11).
+// Roofline: read bandwidth up to about 64 rows a KV head, tensor cores above. Over 16384 positions,
+//   32/8 heads of 128: 61 % of read bandwidth for 2 tokens, 55 % for 8, 615 TFLOP/s for 512 (H200, 2026-11).
 #pragma once
 
 #include "append_attention/finish.cuh"
