@@ -26,6 +26,8 @@ from measure import DTYPE_NAMES, DTYPES, Spread
 from op_calls import Call
 from op_shapes import SHAPES
 from torch.nn import functional
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.attention.bias import causal_lower_right
 
 import hf_fastpath.ops.read_stream  # noqa: F401  (an op of the registry even where hf_fastpath.ops does not list it)
 from hf_fastpath import arguments, loader, registry
@@ -46,6 +48,14 @@ ROUND_BYTES = {"cuda": 4e9, "cpu": 1e9}
 
 def _copy_bytes(sample: Sample) -> torch.Tensor:
     return sample.args[0].clone()
+
+
+def _flash_at_the_end(sample: Sample) -> torch.Tensor:
+    """Flash attention of queries that are the last positions."""
+    q, k, v, _, _, scale, _ = sample.args
+    mask = causal_lower_right(q.shape[1], k.shape[2])
+    with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
+        return functional.scaled_dot_product_attention(q.transpose(1, 2), k, v, mask, scale=scale, enable_gqa=True)
 
 
 def _sdpa(sample: Sample) -> torch.Tensor:
@@ -100,6 +110,7 @@ REFERENCE_NAMES = {
 #: op -> {name of another way: function of a Sample}
 ALTERNATIVES: dict[str, dict[str, Callable[[Sample], torch.Tensor]]] = {
     "fused_gelu": {"F.gelu": _fused_gelu, "copy": _copy_bytes},
+    "append_attention": {"SDPA flash": _flash_at_the_end},
     "decode_attention": {"SDPA enable_gqa": _sdpa, "SDPA repeat_kv": _repeat_kv},
     "rms_norm": {
         "F.rms_norm": lambda s: functional.rms_norm(s.args[0], s.args[1].shape, s.args[1], s.args[2]),
@@ -111,7 +122,7 @@ ALTERNATIVES: dict[str, dict[str, Callable[[Sample], torch.Tensor]]] = {
 #: bytes that an alternative moves, where that is not what the op moves
 ALTERNATIVE_BYTES = {"copy": lambda sample: 2 * nbytes(sample.args[0])}
 #: ops whose reference is not what a stock model runs: the ways above stand for it
-WITHOUT_REFERENCE = ("decode_attention", "read_stream")
+WITHOUT_REFERENCE = ("append_attention", "decode_attention", "read_stream")
 
 
 def implementations(spec: OpSpec) -> dict[str, Callable[[Sample], torch.Tensor]]:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
-from hf_fastpath.ops.decode_attention import workspace_bytes
+from hf_fastpath.ops.decode_attention import MAX_QUERY_LEN, workspace_bytes
 from hf_fastpath.ops.kv_cache import quantized
 from hf_fastpath.quantization.formats import FORMATS, padded
 from hf_fastpath.registry import Sample
@@ -210,10 +210,22 @@ def attention_call(
             (k, k_scales), (v, v_scales) = (quantized(cache, kv) for cache in caches)
             caches, scales = [k, v], dict(k_scales=k_scales, v_scales=v_scales)
         lens = torch.full((batch,), length, device=device, dtype=torch.int32)
-        workspace = _workspace(device, batch, query_len, heads, head_dim)
+        workspace = _workspace(device, batch, query_len, heads, head_dim) if query_len <= MAX_QUERY_LEN else {}
         return Sample(q, *caches, lens, None, head_dim**-0.5, 0, **workspace, **scales)
 
     return Call(name, arguments, **options)
+
+
+def append_call(
+    name: str, heads: int, kv_heads: int, head_dim: int, length: int, query_len: int, most: int = 1024
+) -> Call:
+    """New tokens behind others; kernels are for GPUs alone."""
+    plain = attention_call(name, heads, kv_heads, head_dim, length, query_len)
+
+    def arguments(device: torch.device, dtype: torch.dtype) -> Sample:
+        return Sample(*plain.arguments(device, dtype).args)
+
+    return Call(name, arguments, devices=("cuda",), most=most)
 
 
 def packed_step_call(

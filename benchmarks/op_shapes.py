@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from op_calls import (
     Call,
+    append_call,
     attention_call,
     conv1d_call,
     drawn,
@@ -125,6 +126,13 @@ SHAPES: dict[str, list[Call]] = {
         experts_call("gpt-oss-20b 4 of 32, 8 rows", 2880, 2880, 32, 4, rows=8, transposed=True, dtypes=("bf16",)),
     ],
     "topk_softmax": [router_call("mixtral 2 of 8", 8, 2), router_call("qwen3-30b 8 of 128", 128, 8)],
+    "append_attention": [
+        append_call("mistral 16k, 8 new", 32, 8, 128, 16384, 8),
+        append_call("mistral 16k, 64 new", 32, 8, 128, 16384, 64),
+        append_call("mistral 16k, 512 new", 32, 8, 128, 16384, 512, most=8),
+        append_call("gemma-2b 16k, 64 new", 8, 1, 256, 16384, 64),
+        append_call("phi-2 16k, 64 new", 32, 32, 80, 16384, 64),
+    ],
     "decode_attention": [
         attention_call("mistral 1k", 32, 8, 128, 1024),
         attention_call("mistral 4k", 32, 8, 128, 4096),

@@ -18,8 +18,10 @@ from .cache import FastpathCache
 from .cache_layer import FastpathLayer
 from .compat import below_autograd, is_known_code, order_offloading, outputs_are_captured, prefetch_waits
 from .decode import composed, steps
+from .decode.attend import Attention, few_rows, has_tensor_cores, plain_mask
 from .decode.modules import apply_dropout
 from .decode.parts import FeedForwardPart, MLPPart, MoEPart, NormPart
+from .decode.prompt import ManyRows
 from .decode.structure import AttentionPart, LayerPart, full_angles
 from .ops.gemv import MAX_ROWS
 from .registry import FLOAT_DTYPES
@@ -149,10 +151,16 @@ def mlp(self: nn.Module, hidden_states: torch.Tensor) -> torch.Tensor:
 
 @dataclass
 class _OverCache:
-    """A token step over one layer of a FastpathCache."""
+    """New tokens over one layer of a FastpathCache.
+
+    Attributes:
+        emit: of :mod:`.decode.steps`: what runs the ops.
+    """
 
     layer: FastpathLayer
     at: steps.Positions
+    emit: steps.Emit
+    num_tokens: int
 
     @property
     def buffers(self) -> tuple[torch.Tensor, ...]:
@@ -162,22 +170,25 @@ class _OverCache:
 def _over_cache(
     patch: ModulePatch, part: AttentionPart, x: torch.Tensor, args: tuple, kwargs: dict
 ) -> _OverCache | str | None:
-    """Whether this call is one new token a row over our cache, and the kernels can take it.
+    """Whether this call is of new tokens behind others that our cache holds, and the kernels can take it.
 
     Returns:
         What the fused ops need; a reason code if stock code has to run though it is such a call; None for every
-        other call (prompts, no cache), which are stock code's by design.
+        other call (prompts without a past, no cache), which are stock code's by design.
     """
     if kwargs.get("cache") is not None:  # continuous batching: several prompts and tokens in one row
         return patch.reason_now(x) or "other_cache"
-    if x.dim() != 3 or x.shape[1] != 1:
+    if x.dim() != 3 or x.shape[1] == 0:
         return None
+    query_len = x.shape[1]
     if (reason := part.other_reason()) is not None:
         return reason
     named = dict(zip(patch.argument_names, args), **kwargs)
     cache, index = named.get(part.spec.cache), part.module.layer_idx
     length = 0 if cache is None else cache.get_seq_length(index)
     if isinstance(length, int) and length == 0:  # a static cache's lies on the device: it is not brought to the host
+        return None
+    if query_len > 1 and not (isinstance(cache, FastpathCache) and _takes_many(patch, part, x)):
         return None
     reason = patch.reason_now(x) or patch.parameters_reason(x)
     if reason is not None:
@@ -189,19 +200,42 @@ def _over_cache(
     layer = cache.layers[index]
     if layer.sliding_window not in (None, part.window) or layer.batch_size != x.shape[0]:
         return "other_cache"
-    if x.shape[0] > MAX_ROWS:
+    if x.shape[0] > MAX_ROWS and query_len == 1:
         return "batch_size"
-    if named.get("attention_mask") is not None:
-        return "attention_mask"
+    mask, starts = named.get("attention_mask"), None
+    if mask is not None:
+        if query_len == 1:
+            return "attention_mask"
+        seen = plain_mask(mask, layer.cumulative_length, query_len, layer.sliding_window)
+        if seen is None:
+            return "attention_mask"
+        starts = seen.starts
     if named.get("encoder_hidden_states") is not None or any(name.startswith("cu_seq_lens") for name in named):
         return "unsupported_input"
     if named.get("output_attentions") or outputs_are_captured():
         return "attention_outputs"
-    layer.reserve(1)
+    layer.reserve(query_len)
+    lengths, emit = cache.seq_lens(index, query_len), steps.run
+    starts = None if starts is None else starts.expand(len(x)).contiguous()
+    total = layer.cumulative_length + query_len
+    if query_len > 1 and total > layer.capacity:  # a window's ring: the newest tokens take the oldest slots
+        if not _is_few(x) or layer.sliding_window + query_len - 1 > layer.capacity:
+            return None
+    elif query_len > 1 and has_tensor_cores(x.device, x.dtype, part.head_dim):
+        attention = Attention(query_len, total, lengths, starts)
+        emit = few_rows(attention) if _is_few(x) else ManyRows(attention)
     angles = named.get("position_embeddings")
     if angles is not None:
         angles = {part.layer_type: tuple(full_angles(part.architecture, table.to(x.dtype)) for table in angles)}
-    return _OverCache(layer, steps.Positions(angles or {}, cache.seq_lens(index, 1), None))
+    return _OverCache(layer, steps.Positions(angles or {}, lengths, starts), emit, query_len)
+
+
+def _takes_many(patch: ModulePatch, part: AttentionPart, x: torch.Tensor) -> bool:
+    """Whether several tokens at once are for the ops: as few rows as those of a token step take, or attention that
+    :mod:`.decode.attend` has a kernel for."""
+    if has_tensor_cores(x.device, x.dtype, part.head_dim):
+        return _is_few(x) or not isinstance(patch.part, LayerPart) or not isinstance(patch.part.mlp, MoEPart)
+    return _is_few(x)
 
 
 def _stock_over_cache(patch: ModulePatch, reason: str | None, x: torch.Tensor, args: tuple, kwargs: dict) -> Any:
@@ -219,8 +253,8 @@ def attention(self: nn.Module, hidden_states: torch.Tensor, *args: Any, **kwargs
     found = _over_cache(patch, patch.part, hidden_states, args, kwargs)
     if not isinstance(found, _OverCache):
         return _stock_over_cache(patch, found, hidden_states, args, kwargs)
-    out = steps.attention(steps.run, patch.part, hidden_states, found.buffers, found.at, self.layer_idx)
-    found.layer.advance(1)
+    out = steps.attention(found.emit, patch.part, hidden_states, found.buffers, found.at, self.layer_idx)
+    found.layer.advance(found.num_tokens)
     return out, None
 
 
@@ -233,8 +267,8 @@ def layer(self: nn.Module, hidden_states: torch.Tensor, *args: Any, **kwargs: An
     if not isinstance(found, _OverCache):
         return _stock_over_cache(patch, found, hidden_states, args, kwargs)
     index = part.attention.module.layer_idx
-    out = steps.decoder_layer(steps.run, part, hidden_states, found.buffers, found.at, index)
-    found.layer.advance(1)
+    out = steps.decoder_layer(found.emit, part, hidden_states, found.buffers, found.at, index)
+    found.layer.advance(found.num_tokens)
     return (out, None) if part.spec.returns_weights else out
 
 

@@ -104,8 +104,8 @@ REASONS: dict[str, Reason] = {
     ),
     "hooks": Reason("a module inside the fused span has forward hooks", "remove the hooks"),
     "attention_mask": Reason(
-        "this attention mask is not plain left padding (outside of greedy search and sampling: any mask, as that of a "
-        "full sliding window)",
+        "this attention mask is not plain left padding (outside of greedy search and sampling, of a single token: any "
+        "mask, as that of a full sliding window)",
         "pad on the left (tokenizer.padding_side = 'left'), use greedy search or sampling",
     ),
     "attention_outputs": Reason(

@@ -277,13 +277,14 @@ class _Loop:
     def _read_prompt(self, part: ModelPart, model_kwargs: dict, starts: torch.Tensor | None) -> torch.Tensor:
         """[batch, vocab_size] logits of the first token; the prompt is in the cache then."""
         cache = model_kwargs["past_key_values"]
-        if self.config.prefill_chunk_size is None:
-            tokens = compat.new_tokens(self.ids, self.config, model_kwargs)
-            positions = model_kwargs["position_ids"][:, -tokens.shape[1] :]
-            given = prompt.Prompt(tokens, positions, starts if starts is not None and starts.any() else None)
-            if prompt.is_readable(part, cache, given):
-                with compat.below_autograd():
-                    return prompt.read(part, cache, given)
+        tokens = compat.new_tokens(self.ids, self.config, model_kwargs)
+        positions = model_kwargs["position_ids"][:, -tokens.shape[1] :]
+        given = prompt.Prompt(tokens, positions, starts if starts is not None and starts.any() else None)
+        if prompt.is_readable(part, cache, given):
+            with compat.below_autograd():
+                for chunk in given.chunks(self.config.prefill_chunk_size):
+                    logits = prompt.read(part, cache, chunk)
+            return logits
         return compat.prefill(self.model, self.ids, self.config, model_kwargs).logits[:, -1]
 
     def _choose(self, next_logits: torch.Tensor) -> torch.Tensor:

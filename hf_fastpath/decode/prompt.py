@@ -6,7 +6,7 @@ matrix products of PyTorch's libraries and its fused attention.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,10 +15,9 @@ from torch import nn
 
 from .. import ops
 from ..cache import FastpathCache
-from ..ops.decode_attention import visible_slots
-from ..ops.kv_cache import dequantized
 from ..quantization import FORMATS, PackedWeight
 from . import composed, steps
+from .attend import Attention, has_tensor_cores
 from .parts import MoEPart
 from .structure import ModelPart, full_angles
 
@@ -37,11 +36,18 @@ class Prompt:
     positions: torch.Tensor
     starts: torch.Tensor | None
 
+    def chunks(self, size: int | None) -> Iterator[Prompt]:
+        """Its tokens in chunks of ``size``, or all at once."""
+        size = size or max(1, self.tokens.shape[1])
+        for tokens, positions in zip(self.tokens.split(size, dim=1), self.positions.split(size, dim=1)):
+            yield Prompt(tokens, positions, self.starts)
+
 
 def is_readable(part: ModelPart, cache: FastpathCache, prompt: Prompt) -> bool:
     """Whether :func:`read` can take it; else stock code has to.
 
-    It cannot where attention is more than softmax, a window ends inside of the prompt, or MLPs are mixtures.
+    It cannot where attention is more than softmax and no kernel has that, a window ends inside of the prompt, or MLPs
+    are mixtures.
     """
     batch, query_len = prompt.tokens.shape
     if prompt.positions.shape[-1] != query_len or query_len == 0:
@@ -51,8 +57,11 @@ def is_readable(part: ModelPart, cache: FastpathCache, prompt: Prompt) -> bool:
     length = cache.get_seq_length() + query_len
     for layer in part.layers:
         attention = layer.attention
-        if attention.softcap or attention.sinks is not None or isinstance(layer.mlp, MoEPart):
+        if isinstance(layer.mlp, MoEPart):
             return False
+        if attention.softcap or attention.sinks is not None:
+            if not has_tensor_cores(prompt.tokens.device, part.embedding.weight.dtype, attention.head_dim):
+                return False
         if attention.window is not None and length > attention.window:
             return False
     return True
@@ -78,7 +87,7 @@ def read(part: ModelPart, cache: FastpathCache, prompt: Prompt) -> torch.Tensor:
         cache.prepare(index, like)
     cache.reserve(query_len)
     lengths = cache.seq_lens(0, query_len)
-    emit = _ManyRows(past + query_len, _mask(past, query_len, lengths, prompt.starts))
+    emit = ManyRows(Attention(query_len, past + query_len, lengths, prompt.starts))
     hidden, _ = steps.step_inputs(emit, part, prompt.tokens, prompt.positions.expand(batch, -1), [])
     at = steps.Positions(_angles(part, hidden, prompt.positions), lengths, None)
     for index, layer in enumerate(part.layers):
@@ -97,29 +106,15 @@ def _angles(part: ModelPart, like: torch.Tensor, positions: torch.Tensor) -> dic
     return made
 
 
-def _mask(past: int, query_len: int, lengths: torch.Tensor, starts: torch.Tensor | None) -> torch.Tensor | None:
-    """bool [batch or 1, 1, query_len, past + query_len]: what each token sees; None where that is all before it.
-
-    A token of the padding sees everything: nothing reads what becomes of it, but it has to stay finite.
-    """
-    if starts is None:
-        if past == 0 or query_len == 1:
-            return None
-        lengths = lengths[:1]
-    visible = visible_slots(lengths, starts, query_len, past + query_len, window=0)
-    return (visible | ~visible.any(-1, keepdim=True))[:, None]
-
-
-class _ManyRows:
+class ManyRows:
     """``emit`` of :mod:`.steps` for many rows: calls at once, ops for few rows replaced.
 
     Args:
-        length: tokens the cache holds with the prompt.
-        mask: see :func:`_mask`.
+        attention: what takes the place of ``ops.decode_attention``.
     """
 
-    def __init__(self, length: int, mask: torch.Tensor | None):
-        self._length, self._mask = length, mask
+    def __init__(self, attention: Attention):
+        self._attention = attention
         self._normed: tuple[Any, Any, Any] = (None, None, None)
 
     def __call__(self, op: Callable[..., Any], *arguments: Any) -> Any:
@@ -178,33 +173,23 @@ class _ManyRows:
         to = (k_cache, v_cache, seq_lens, num_heads, kv_table, layer, *scales)
         return ops.rope_append.overload(qkv, None, cos, sin, *to)
 
-    def _attend(self, q, k_cache, v_cache, seq_lens, starts, scale, *others):
-        # What is stored, of the prompt's own tokens too: then it makes no difference how a text is cut into prompts.
-        k, v, *scales = (each.narrow(2, 0, self._length) for each in (k_cache, v_cache, *others[6:]))
-        if scales:
-            k, v = (dequantized(*each, q.dtype) for each in zip((k, v), scales))
-        k, v = k.to(q.dtype), v.to(q.dtype)
-        grouped = q.shape[2] != k.shape[1]
-        if grouped and (self._mask is not None or q.dtype == torch.float32):
-            # the kernels that take a mask, or float32, want as many KV heads as queries
-            k, v = (states.repeat_interleave(q.shape[2] // k.shape[1], dim=1) for states in (k, v))
-            grouped = False
-        causal = self._mask is None and q.shape[1] > 1
-        out = nn.functional.scaled_dot_product_attention(
-            q.transpose(1, 2), k, v, attn_mask=self._mask, is_causal=causal, scale=scale, enable_gqa=grouped
-        )
-        return out.transpose(1, 2).flatten(2)
+    def _attend(self, *arguments):
+        return self._attention(*arguments)
+
+    def _attend_capped(self, *arguments):
+        return self._attention.capped(*arguments)
 
 
 #: op for a few rows -> what takes its place
 _INSTEAD: dict[Callable[..., Any], Callable[..., Any]] = {
-    ops.gemv.overload: _ManyRows._project,
-    ops.packed_gemv.overload: _ManyRows._project_packed,
-    ops.gemv_swiglu.overload: _ManyRows._gate,
-    ops.packed_gemv_swiglu.overload: _ManyRows._gate_packed,
-    ops.packed_qkv_rope_append.overload: _ManyRows._append_packed,
-    ops.qkv_rope_append.overload: _ManyRows._append,
-    ops.decode_attention.overload: _ManyRows._attend,
+    ops.gemv.overload: ManyRows._project,
+    ops.packed_gemv.overload: ManyRows._project_packed,
+    ops.gemv_swiglu.overload: ManyRows._gate,
+    ops.packed_gemv_swiglu.overload: ManyRows._gate_packed,
+    ops.packed_qkv_rope_append.overload: ManyRows._append_packed,
+    ops.qkv_rope_append.overload: ManyRows._append,
+    ops.decode_attention.overload: ManyRows._attend,
+    composed.soft_capped_attention: ManyRows._attend_capped,
 }
 
 _ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {

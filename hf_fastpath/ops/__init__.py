@@ -3,6 +3,7 @@
 ``torch.ops.hf_fastpath.<name>`` is the same op without the Python checks.
 """
 
+from .append_attention import SPEC as append_attention
 from .decode_attention import SPEC as decode_attention
 from .decode_layers import SPEC as decode_layers
 from .exponential_race import SPEC as exponential_race
@@ -28,6 +29,7 @@ from .step_inputs import SPEC as step_inputs
 from .topk_softmax import SPEC as topk_softmax
 
 __all__ = [
+    "append_attention",
     "decode_attention",
     "decode_layers",
     "exponential_race",

@@ -65,22 +65,29 @@ def test_turns_of_a_conversation(architecture, padded, device, read_lengths):
 
 
 @pytest.mark.parametrize(
-    ("architecture", "length", "options"),
-    (
-        ("mistral", WINDOW + 1, {}),  # a window ends inside of the prompt
-        ("mixtral", 9, {}),
-        ("gpt_oss", 9, {}),
-        ("llama", 9, {"prefill_chunk_size": 4}),
-    ),
-    ids=("window", "mixture", "sinks", "chunks"),
+    ("architecture", "length"),
+    (("mistral", WINDOW + 1), ("mixtral", 9), ("gpt_oss", 9)),  # a window ends inside of the prompt
+    ids=("window", "mixture", "sinks"),
 )
-def test_left_to_the_models_own_code(architecture, length, options, device, read_lengths):
+def test_left_to_the_models_own_code(architecture, length, device, read_lengths):
     stock, ours = pair(architecture, device)
     ids = prompt(device, 2, length)
-    inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids)} | options
+    inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
     with counting(ours) as counts:
         found, expected = both(stock, ours, **inputs, **SHORT)
     assert not read_lengths and counts.fast == 2 * 12
+    assert_same_tokens(found, expected, stock, inputs["attention_mask"])
+
+
+@pytest.mark.parametrize("padded", (False, True), ids=("plain", "padded"))
+@pytest.mark.parametrize("architecture", ("gpt2", "llama", "phi3"))
+def test_chunks(architecture, padded, device, read_lengths):
+    stock, ours = pair(architecture, device)
+    inputs = left_padded(device, 3, 41) if padded else {"input_ids": prompt(device, 3, 41)}
+    inputs.setdefault("attention_mask", torch.ones_like(inputs["input_ids"]))
+    with counting(ours) as counts:
+        found, expected = both(stock, ours, **inputs, **SHORT, prefill_chunk_size=12)
+    assert read_lengths == [12, 12, 12, 5] and not counts.reasons
     assert_same_tokens(found, expected, stock, inputs["attention_mask"])
 
 
@@ -136,6 +143,6 @@ def test_nothing_is_left_in_memory(device):
     gc.disable()
     try:
         ours.generate(ids, attention_mask=torch.ones_like(ids), **SHORT)
-        assert not any(type(each) is prompts._ManyRows for each in gc.get_objects())
+        assert not any(type(each) is prompts.ManyRows for each in gc.get_objects())
     finally:
         gc.enable()

@@ -1,0 +1,11 @@
+// append_attention on tensor cores from sm_80 on, half: see append_attention_mma.cuh.
+#include "append_attention/append_attention_mma.cuh"
+
+namespace hf_fastpath {
+
+void launch_append_attention_mma_half(const AppendAttentionParams& params, const AppendAttentionPlan& plan,
+                                      cudaStream_t stream) {
+  append::launch_mma_typed<__half>(params, plan, stream);
+}
+
+}  // namespace hf_fastpath

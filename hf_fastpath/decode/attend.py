@@ -1,0 +1,217 @@
+"""Attention of several new tokens over a cache that holds them: which kernel takes it, and what each of them needs.
+
+Everything that chooses lies here: :func:`way_of` is the table.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.attention.bias import causal_lower_right
+
+from .. import loader, ops
+from ..ops.append_attention import MAX_HEAD_DIM, MIN_HEAD_DIM
+from ..ops.decode_attention import visible_slots
+from ..ops.kv_cache import dequantized
+from . import composed
+
+
+def has_tensor_cores(device: torch.device, dtype: torch.dtype, head_dim: int) -> bool:
+    """Whether ``ops.append_attention`` has a fast kernel for such queries."""
+    if device.type != "cuda" or dtype not in (torch.float16, torch.bfloat16) or head_dim % 8:
+        return False
+    return MIN_HEAD_DIM <= head_dim <= MAX_HEAD_DIM and loader.is_native("cuda")
+
+
+def is_hopper(device: torch.device) -> bool:
+    """Whether ``ops.append_attention`` has its kernel for many rows there."""
+    return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] == 9
+
+
+#: queries of a KV head up to which ``ops.append_attention`` is faster than flash attention without Hopper's products
+MOST_ROWS = 64
+
+
+def way_of(rows: int, past: int, is_plain: bool, fits: bool, hopper: bool) -> str:
+    """What takes a call: ``benchmarks/bench_append_attention.py`` on an H200, all kernels of which run there.
+
+    Args:
+        rows: new tokens times query heads of a KV head.
+        past: tokens before them.
+        is_plain: causal and nothing else: no padding, window, soft-cap or sinks.
+        fits: see :func:`has_tensor_cores`.
+        hopper: see :func:`is_hopper`.
+
+    Returns:
+        ``"append"`` for ``ops.append_attention``; ``"sdpa"`` for what PyTorch chooses; ``"flash"`` for its flash
+        attention of queries behind other positions.
+    """
+    if not fits or (past == 0 and is_plain):
+        return "sdpa"  # whole prompts without a past: cuDNN's is faster
+    if is_plain and rows > MOST_ROWS and not hopper:
+        return "flash"
+    return "append"
+
+
+class Attention:
+    """What stands in for ``ops.decode_attention`` in a forward over several new tokens.
+
+    Args:
+        query_len: new tokens a row.
+        length: tokens the cache holds with them.
+        lengths: int32 [batch], the same.
+        starts: int [batch], left padding of each row, or None for none.
+    """
+
+    def __init__(self, query_len: int, length: int, lengths: torch.Tensor, starts: torch.Tensor | None):
+        self._query_len, self._length, self._lengths = query_len, length, lengths
+        self._starts = None if starts is None else starts.to(torch.int32)
+
+    @cached_property
+    def _mask(self) -> torch.Tensor | None:
+        """bool [batch or 1, 1, query_len, length]: what each token sees; None where that is all before it.
+
+        A token of the padding sees everything: nothing reads what becomes of it, but it has to stay finite.
+        """
+        lengths = self._lengths
+        if self._starts is None:
+            if self._length == self._query_len or self._query_len == 1:
+                return None
+            lengths = lengths[:1]
+        visible = visible_slots(lengths, self._starts, self._query_len, self._length, window=0)
+        return (visible | ~visible.any(-1, keepdim=True))[:, None]
+
+    def __call__(
+        self, q, k_cache, v_cache, seq_lens, starts, scale, window, kv_table, layer, workspace, overlap, sinks, *scales
+    ) -> torch.Tensor:
+        """As ``ops.decode_attention``; padding is this forward's."""
+        return self._run(q, k_cache, v_cache, scale, window, 0.0, sinks, scales)
+
+    def capped(self, q, k_cache, v_cache, seq_lens, starts, scale, window, cap, *scales) -> torch.Tensor:
+        """As ``composed.soft_capped_attention``."""
+        fits = has_tensor_cores(q.device, q.dtype, q.shape[3])
+        if not fits:
+            seen = (q, k_cache, v_cache, self._lengths, self._starts, scale, window)
+            return composed.soft_capped_attention(*seen, cap, *scales)
+        return self._run(q, k_cache, v_cache, scale, window, cap, None, scales)
+
+    def _run(self, q, k_cache, v_cache, scale, window, cap, sinks, scales) -> torch.Tensor:
+        cuts = 0 < window < self._length
+        past = self._length - self._query_len
+        is_plain = self._starts is None and not cuts and not cap and sinks is None
+        fits = has_tensor_cores(q.device, q.dtype, q.shape[3])
+        rows = q.shape[1] * (q.shape[2] // k_cache.shape[1])
+        way = way_of(rows, past, is_plain, fits, is_hopper(q.device))
+        if way == "append":
+            k, v = self._states(k_cache, v_cache, scales, q.dtype)
+            args = (q, k, v, self._lengths, self._starts, scale, window if cuts else 0, cap, sinks)
+            return ops.append_attention.overload(*args)
+        k, v = (each.narrow(2, 0, self._length) for each in self._states(k_cache, v_cache, scales, q.dtype))
+        if way == "flash":
+            behind = causal_lower_right(self._query_len, self._length)
+            grouped = q.shape[2] != k.shape[1]
+            attend = nn.functional.scaled_dot_product_attention
+            out = attend(q.transpose(1, 2), k, v, attn_mask=behind, scale=scale, enable_gqa=grouped)
+            return out.transpose(1, 2).flatten(2)
+        return self._sdpa(q, k, v, scale)
+
+    def _states(self, k_cache, v_cache, scales, dtype) -> list[torch.Tensor]:
+        """Keys and values in the queries' dtype: the whole buffers where they are that."""
+        # What is stored, of the new tokens too: then it makes no difference how a text is cut.
+        if scales:
+            k, v, *scales = (each.narrow(2, 0, self._length) for each in (k_cache, v_cache, *scales))
+            return [dequantized(*each, dtype) for each in zip((k, v), scales)]
+        if k_cache.dtype != dtype:
+            return [each.narrow(2, 0, self._length).to(dtype).contiguous() for each in (k_cache, v_cache)]
+        return [k_cache, v_cache]
+
+    def _sdpa(self, q, k, v, scale) -> torch.Tensor:
+        grouped = q.shape[2] != k.shape[1]
+        if grouped and (self._mask is not None or q.dtype == torch.float32):
+            # the kernels that take a mask, or float32, want as many KV heads as queries
+            k, v = (states.repeat_interleave(q.shape[2] // k.shape[1], dim=1) for states in (k, v))
+            grouped = False
+        causal = self._mask is None and q.shape[1] > 1
+        out = nn.functional.scaled_dot_product_attention(
+            q.transpose(1, 2), k, v, attn_mask=self._mask, is_causal=causal, scale=scale, enable_gqa=grouped
+        )
+        return out.transpose(1, 2).flatten(2)
+
+
+def few_rows(attention: Attention) -> Callable[..., Any]:
+    """``emit`` of :mod:`.steps` for as many rows as the ops of a token step take, with this attention."""
+    instead = {
+        ops.decode_attention.overload: attention,
+        composed.soft_capped_attention: attention.capped,
+    }
+
+    def emit(op: Callable[..., Any], *arguments: Any) -> Any:
+        return instead.get(op, op)(*arguments)
+
+    return emit
+
+
+@dataclass(frozen=True)
+class PlainMask:
+    """A mask that is causal, within a window or not, over left padding or none.
+
+    Attributes:
+        starts: int32 [batch or 1], left padding of each row, or None for none.
+    """
+
+    starts: torch.Tensor | None
+
+
+#: masks of the running forwards, which their layers share: a mask, what it was compared with, what it is
+_recent: list[tuple[weakref.ref, tuple, PlainMask | None]] = []
+#: a mask for full attention and one for windows, of two forwards
+_MOST_RECENT = 4
+
+
+def plain_mask(mask: torch.Tensor, past: int, query_len: int, window: int | None) -> PlainMask | None:
+    """What ``mask`` is, if attention over starts alone is the same: the host waits for the device, once a forward.
+
+    Args:
+        mask: [batch or 1, 1, query_len, held + query_len], bool and True where a token sees a position, or floating: 0
+            there and the lowest number elsewhere.
+        past: tokens of the cache's layer.
+        query_len: tokens behind them.
+        window: the layer's sliding window, or None.
+    """
+    held = past if window is None else min(past, window - 1)
+    if mask.dim() != 4 or mask.shape[1:] != (1, query_len, held + query_len):
+        return None
+    if mask.dtype != torch.bool and not mask.is_floating_point():
+        return None
+    if mask.is_cuda and torch.cuda.is_current_stream_capturing():
+        return None
+    key = (past, query_len, window, mask._version if not mask.is_inference() else None)
+    for known, key_then, answer in list(_recent):
+        if known() is mask and key == key_then:
+            return answer
+    answer = _compare(mask[:, 0], past - held, past, query_len, window or 0)
+    _recent[:] = [(weakref.ref(mask), key, answer), *_recent[: _MOST_RECENT - 1]]
+    return answer
+
+
+def _compare(mask: torch.Tensor, offset: int, past: int, query_len: int, window: int) -> PlainMask | None:
+    positions = torch.arange(offset, past + query_len, device=mask.device)
+    queries = positions[-query_len:, None]
+    causal = positions <= queries
+    if window:
+        causal &= positions > queries - window
+    seen = mask if mask.dtype == torch.bool else mask == 0
+    first = positions[seen[:, 0].to(torch.uint8).argmax(-1)]  # that each row's first token sees
+    expected = causal & (positions >= first[:, None, None])
+    if mask.dtype != torch.bool:
+        expected = torch.zeros_like(mask).masked_fill(~expected, torch.finfo(mask.dtype).min)
+    if not torch.equal(mask, expected.expand_as(mask)):
+        return None
+    oldest = max(0, past - window + 1) if window else 0
+    return PlainMask(first.to(torch.int32) if bool((first > oldest).any()) else None)

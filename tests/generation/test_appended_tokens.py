@@ -1,0 +1,177 @@
+"""Several tokens at once behind others that the cache holds: turns of a chat, chunks of a prompt, drafts to verify."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from models import SHORT, WINDOW, counting, fresh, left_padded, pair, prompt
+from parity import LogitRule, RoundingCache, both, float64_copy, walk
+
+from hf_fastpath import FastpathCache, forwards
+from hf_fastpath.decode import attend
+
+LENGTHS = (23, 5, 2, 16, 1, 9, 3)
+
+
+@pytest.fixture
+def steps_of(monkeypatch) -> list[int]:
+    """Tokens of every attention over a cache that the ops took."""
+    lengths = []
+
+    def noted(patch, part, x, args, kwargs):
+        found = over_cache(patch, part, x, args, kwargs)
+        if isinstance(found, forwards._OverCache):
+            lengths.append(found.num_tokens)
+        return found
+
+    over_cache = forwards._over_cache
+    monkeypatch.setattr(forwards, "_over_cache", noted)
+    return lengths
+
+
+def _texts(device, padded: bool):
+    inputs = left_padded(device, 3, sum(LENGTHS)) if padded else {"input_ids": prompt(device, 3, sum(LENGTHS))}
+    return inputs["input_ids"], inputs.get("attention_mask")
+
+
+@pytest.mark.parametrize("padded", (False, True), ids=("plain", "padded"))
+@pytest.mark.parametrize("architecture", ("gpt2", "llama", "mistral", "gemma2", "gpt_oss", "phi3"))
+def test_logits(architecture, padded, device, steps_of):
+    """No further from float64 than stock is; several tokens over our cache are the ops' where rows are few."""
+    stock, ours = pair(architecture, device)
+    ref, rule = float64_copy(stock), LogitRule()
+    text, mask = _texts(device, padded)
+    with counting(ours) as counts:
+        found = walk(ours, text, LENGTHS, FastpathCache(ours.config), mask)
+    expected = walk(stock, text, LENGTHS, RoundingCache(stock.config, torch.float32), mask)
+    truth = walk(ref, text, LENGTHS, RoundingCache(ref.config, torch.float32), mask)
+    real = torch.ones_like(text, dtype=torch.bool) if mask is None else mask.bool()
+    rule.add(*(logits[real] for logits in (found, expected, truth)))
+    rule.check(architecture, least_positions=100)
+    assert {5, 2, 3} <= set(steps_of)  # 15 rows at most
+    if architecture not in ("mistral", "gemma2", "gpt_oss"):  # a full window comes with a mask for single tokens too
+        assert not padded or set(counts.reasons) <= {"attention_mask"}
+        assert padded or not counts.reasons
+
+
+@pytest.mark.parametrize("dtype", (torch.float16, torch.bfloat16), ids=str)
+@pytest.mark.parametrize("padded", (False, True), ids=("plain", "padded"))
+@pytest.mark.parametrize("architecture", ("gpt2", "llama", "gemma2"))
+def test_logits_of_many_rows(architecture, padded, dtype, cuda, steps_of):
+    """With tensor cores, any number of rows is the ops'."""
+    stock, ours = pair(architecture, cuda, dtype)
+    ref, rule = float64_copy(stock), LogitRule()
+    for seed in range(2):
+        text = prompt(cuda, 3, 400, seed=seed)
+        mask = torch.ones_like(text)
+        if padded:
+            mask[1, :37] = 0
+        lengths = (150, 100, 7, 120, 23)
+        caches = [RoundingCache(model.config, dtype) for model in (stock, ref)]
+        found = walk(ours, text, lengths, FastpathCache(ours.config), mask)
+        expected, truth = (walk(model, text, lengths, cache, mask) for model, cache in zip((stock, ref), caches))
+        rule.add(*(logits[mask.bool()] for logits in (found, expected, truth)))
+    rule.check(f"{architecture} {dtype}")
+    if architecture != "gemma2":  # whose windows end inside
+        assert {100, 7, 120, 23} <= set(steps_of)
+
+
+def test_other_masks_are_stocks(device, steps_of):
+    """A mask that hides more than padding is not taken, and named."""
+    stock, ours = fresh("llama", device)
+    ids = prompt(device, 2, 20)
+    found = []
+    for model, cache in ((stock, None), (ours, FastpathCache(ours.config))):
+        with torch.no_grad():
+            past = model(ids[:, :12], use_cache=True, past_key_values=cache).past_key_values
+            mask = torch.ones(2, 1, 8, 20, dtype=torch.bool, device=device).tril(12)
+            mask[:, :, :, 5] = False
+            with counting(ours) as counts:
+                found.append(model(ids[:, 12:], attention_mask=mask, past_key_values=past).logits)
+    assert counts.reasons == {"attention_mask": 1} and not steps_of
+    torch.testing.assert_close(found[1], found[0])
+
+
+def test_assisted_decoding_and_prompt_lookup(device, steps_of):
+    """Drafts are verified by the ops, and the tokens are those of stock."""
+    stock, ours = pair("llama", device)
+    inputs = {"input_ids": prompt(device, 1, 6).repeat(1, 4)}
+    for options in ({"prompt_lookup_num_tokens": 4}, {"assistant_model": fresh("llama", device)[0]}):
+        found, expected = both(stock, ours, **inputs, **SHORT, **options)
+        assert torch.equal(found, expected)
+    assert any(length > 1 for length in steps_of)
+
+
+def test_the_table():
+    """Tokens behind others are never PyTorch's with a mask where a kernel has them."""
+    for rows in (1, 64, 65, 10000):
+        assert attend.way_of(rows, 5, is_plain=False, fits=True, hopper=False) == "append"
+        assert attend.way_of(rows, 5, is_plain=True, fits=True, hopper=True) == "append"
+        assert attend.way_of(rows, 5, is_plain=True, fits=False, hopper=True) == "sdpa"
+        assert attend.way_of(rows, 0, is_plain=True, fits=True, hopper=True) == "sdpa"
+    assert attend.way_of(64, 5, is_plain=True, fits=True, hopper=False) == "append"
+    assert attend.way_of(65, 5, is_plain=True, fits=True, hopper=False) == "flash"
+
+
+# ---- masks --------------------------------------------------------------------------------------------------------
+
+
+def made(device, starts, past: int, query_len: int, window: int | None = None) -> torch.Tensor:
+    """The mask of transformers: over what the cache returns."""
+    held = past if window is None else min(past, window - 1)
+    positions = torch.arange(past - held, past + query_len, device=device)
+    queries = positions[-query_len:, None]
+    seen = (positions <= queries) & (positions >= torch.tensor(starts, device=device)[:, None, None])
+    if window is not None:
+        seen &= positions > queries - window
+    return seen[:, None]
+
+
+@pytest.mark.parametrize("window", (None, 4, WINDOW, 100))
+@pytest.mark.parametrize("starts", ((0,), (0, 0), (3, 0), (12, 7)))
+def test_plain_masks(starts, window, device):
+    for past, query_len in ((12, 1), (12, 5), (40, 3)):
+        found = attend.plain_mask(made(device, starts, past, query_len, window), past, query_len, window)
+        oldest = 0 if window is None else max(0, past - window + 1)
+        matters = [start if start > oldest else oldest for start in starts]
+        if max(starts) <= oldest:
+            assert found is not None and found.starts is None
+        else:
+            assert found is not None and found.starts.dtype == torch.int32
+            assert [max(each, oldest) for each in found.starts.tolist()] == matters
+
+
+def test_masks_that_are_not_plain(device):
+    plain = made(device, (0, 2), 12, 5)
+    for change in (lambda m: m.fill_(True), lambda m: m[1, 0, 2, 6].fill_(False), lambda m: m[0, 0, 0].fill_(False)):
+        other = plain.clone()
+        change(other)
+        assert attend.plain_mask(other, 12, 5, None) is None
+    assert attend.plain_mask(plain.float(), 12, 5, None) is None and attend.plain_mask(plain.int(), 12, 5, None) is None
+    assert attend.plain_mask(plain, 11, 5, None) is None
+    assert attend.plain_mask(plain, 12, 5, 100) is not None and attend.plain_mask(plain, 12, 5, 6) is None
+
+
+def test_additive_masks(device):
+    plain = made(device, (0, 2), 12, 5)
+    added = torch.zeros(plain.shape, device=device).masked_fill(~plain, torch.finfo(torch.float32).min)
+    assert attend.plain_mask(added, 12, 5, None).starts.tolist() == [0, 2]
+    assert attend.plain_mask(added / 2, 12, 5, None) is None
+    added[0, 0, 1, 3] = -1.0
+    assert attend.plain_mask(added, 12, 5, None) is None
+
+
+def test_masks_are_compared_once(device, monkeypatch):
+    """The layers of a forward share the answer; a mask that was written to is a new one."""
+    compared, compare = [], attend._compare
+
+    def noted(*arguments):
+        compared.append(arguments)
+        return compare(*arguments)
+
+    monkeypatch.setattr(attend, "_compare", noted)
+    mask = made(device, (0, 2), 12, 5)
+    first = attend.plain_mask(mask, 12, 5, None)
+    assert attend.plain_mask(mask, 12, 5, None) is first and len(compared) == 1
+    mask[1, 0, 2, 6] = False
+    assert attend.plain_mask(mask, 12, 5, None) is None and len(compared) == 2
