@@ -63,15 +63,21 @@ HF_INLINE void load_weights(const uint16_t* from, const Rows& rows, __mmask32 ma
   constexpr __mmask32 kAll = ~__mmask32{0};
   if (!kSplit && mask == kAll) return load_tile<6>(from, rows.stride * 2);
   const auto widen = [&](int64_t r) __attribute__((always_inline)) {
-    const __m512i bits = mask == kAll ? _mm512_loadu_si512(from + r * rows.stride)
-                                      : _mm512_maskz_loadu_epi16(mask, from + r * rows.stride);
-    __m512i whole = bits, rest;
+    const uint16_t* row = from + r * rows.stride;
     if constexpr (kSplit) {
-      whole = split(_mm512_cvtph_ps(_mm512_castsi512_si256(bits)),
-                    _mm512_cvtph_ps(_mm512_extracti64x4_epi64(bits, 1)), rest);
+      __m512 first, second;  // from memory: from a register converting takes an instruction more
+      if (mask == kAll) {
+        first = Floats16::load<F16>(row), second = Floats16::load<F16>(row + 16);
+      } else {
+        first = _mm512_cvtph_ps(_mm256_maskz_loadu_epi16(static_cast<__mmask16>(mask), row));
+        second = _mm512_cvtph_ps(_mm256_maskz_loadu_epi16(static_cast<__mmask16>(mask >> 16), row + 16));
+      }
+      __m512i rest;
+      _mm512_store_si512(buffer + r * kTileInputs, split(first, second, rest));
       _mm512_store_si512(buffer + (kTileRows + r) * kTileInputs, rest);
+    } else {
+      _mm512_store_si512(buffer + r * kTileInputs, _mm512_maskz_loadu_epi16(mask, row));
     }
-    _mm512_store_si512(buffer + r * kTileInputs, whole);
   };
   if (rows.count == kTileRows) {
 #pragma GCC unroll 16
