@@ -56,13 +56,15 @@ inline bool cpuid_bit(unsigned subleaf, int output, int bit) {
   return (found[output] >> bit & 1u) != 0;
 }
 
-// True when this process may use the tiles of AMX, with products of bfloat16. Asks Linux for them.
+// True when this process may use the tiles of AMX, with products of bfloat16, and AVX-512 has arithmetic in
+// float16, as it has in all these CPUs. Asks Linux for them.
 inline bool use_amx() {
 #ifdef __linux__
-  constexpr int kTiles = 24, kBf16 = 22;
+  constexpr int kTiles = 24, kBf16 = 22, kFloat16 = 23;
   constexpr long kRequest = 0x1023, kTileData = 18;  // ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA
   static const bool value = use_avx512() && isa_limit() == IsaLimit::kNone && cpuid_bit(0, 3, kTiles) &&
-                            cpuid_bit(0, 3, kBf16) && syscall(SYS_arch_prctl, kRequest, kTileData) == 0;
+                            cpuid_bit(0, 3, kBf16) && cpuid_bit(0, 3, kFloat16) &&
+                            syscall(SYS_arch_prctl, kRequest, kTileData) == 0;
   return value;
 #else
   return false;

@@ -1,13 +1,15 @@
 // What: gemv_avx512.cpp's product for 5 to 16 rows of x in 16 bits, in the tiles of AMX: 16 weight rows times
 //   32 inputs, as they lie in memory, times 32 inputs of 16 columns that x has been laid out as. Tiles
 //   multiply bfloat16 and sum in float32. Of float16 weights each becomes the sum of two bfloat16, its first
-//   eight significant bits and the other three, in registers, and so does x, in 16 columns for eight rows:
-//   all products are exact. The sums of an output differ from those of fewer rows by float32 rounding, as
-//   their order does. Subnormal bfloat16 count as zeros here; float16 has none after widening.
+//   eight significant bits and the other three, and so does x, in 16 columns for eight rows: all products
+//   are exact. Blocks with weights of 64 and more, infinities or NaNs are left to gemv_avx512.cpp's kernel.
+//   An output's sums differ by float32 rounding from those for fewer rows, as their order does. Subnormal
+//   bfloat16 count as zeros.
 // Work split: a thread takes a range of outputs, 16 at a time.
 // Traffic: the weight once; x from the first- and second-level cache once for 16 outputs.
-// Roofline: read bandwidth. All matrices of TinyLlama one after the other, eight rows, two threads, of a
-//   read: bfloat16 91 %, float16 86; the same weights from the cache take 17 and 73 % of that time.
+// Roofline: read bandwidth. All matrices of TinyLlama one after the other, eight rows, two threads, Xeon,
+//   2026-11, of a read: 90 % in bfloat16, 91 in float16; with weights in the cache they take 17 and 64 % of
+//   a read's time. float16 widened to float32 and then cut in two: 87 and 73 %.
 #include "common/amx_tiles.h"
 #include "gemv/gemv_linear.h"
 
@@ -18,16 +20,18 @@ namespace {
 // first-level cache, so far ahead is no better.
 constexpr int64_t kWholeAhead = 2048, kSplitAhead = 1024;
 
-HF_INLINE __m512i top_halves() { return _mm512_set1_epi32(static_cast<int>(0xffff0000)); }
-
-// 32 float32 in bfloat16, what does not fit cut off, and that in `rest`; input j beside input j + 16.
-HF_INLINE __m512i split(__m512 first, __m512 second, __m512i& rest) {
-  const __m512i a = _mm512_and_si512(_mm512_castps_si512(first), top_halves());
-  const __m512i b = _mm512_and_si512(_mm512_castps_si512(second), top_halves());
-  const __m512i low = _mm512_castps_si512(_mm512_sub_ps(first, _mm512_castsi512_ps(a)));
-  const __m512i high = _mm512_castps_si512(_mm512_sub_ps(second, _mm512_castsi512_ps(b)));
-  rest = _mm512_or_si512(_mm512_srli_epi32(low, 16), high);  // three bits each: their lower halves are zero
-  return _mm512_or_si512(_mm512_srli_epi32(a, 16), b);
+// 32 float16 times 2^-102 as bfloat16, what does not fit cut off, and that in `rest`. Times 2^10 none is
+// subnormal, nor is what is cut off, so that bits only have to move: exponents of bfloat16 are larger by 112.
+// From 64 on, and where they are no numbers, `odd` becomes NaN instead.
+HF_INLINE __m512i split_weights(__m512i bits, __m512i& rest, __m512i& odd) {
+  const __m512i sign_and_low = _mm512_set1_epi16(static_cast<short>(0x8fff));
+  __m512i scaled, low;
+  asm("vmulph %2, %1, %0" : "=v"(scaled) : "v"(bits), "v"(_mm512_set1_epi16(0x6400)));  // 1024
+  const __m512i high = _mm512_and_si512(scaled, _mm512_set1_epi16(static_cast<short>(0xfff8)));
+  asm("vsubph %2, %1, %0" : "=v"(low) : "v"(scaled), "v"(high));
+  asm("vaddph %1, %0, %0" : "+v"(odd) : "v"(low));
+  rest = _mm512_and_si512(_mm512_srai_epi16(low, 3), sign_and_low);
+  return _mm512_and_si512(_mm512_srai_epi16(scaled, 3), sign_and_low);
 }
 
 // 32 float32 that are bfloat16, in order.
@@ -37,6 +41,13 @@ HF_INLINE __m512i narrow(__m512 first, __m512 second) {
                                                       45, 47, 49, 51, 53, 55, 57, 59, 61, 63};
   return _mm512_permutex2var_epi16(_mm512_castps_si512(first), _mm512_load_si512(kUpper),
                                    _mm512_castps_si512(second));
+}
+
+// What narrow() cuts off.
+HF_INLINE __m512 rest_of(__m512 x) {
+  const __m512i kept =
+      _mm512_and_si512(_mm512_castps_si512(x), _mm512_set1_epi32(static_cast<int>(0xffff0000)));
+  return _mm512_sub_ps(x, _mm512_castsi512_ps(kept));
 }
 
 // Where 16 rows of a weight are, and the 16 that will be read after them.
@@ -59,24 +70,19 @@ HF_INLINE void prefetch(const Rows& rows, int64_t k, int64_t in_features) {
 // 32 inputs of a block's rows from `from` on, of which `mask` says which exist, as tiles 6 and, in two parts,
 // 7.
 template <bool kSplit>
-HF_INLINE void load_weights(const uint16_t* from, const Rows& rows, __mmask32 mask, uint16_t* buffer) {
+HF_INLINE void load_weights(const uint16_t* from, const Rows& rows, __mmask32 mask, uint16_t* buffer,
+                            __m512i& odd) {
   constexpr __mmask32 kAll = ~__mmask32{0};
   if (!kSplit && mask == kAll) return load_tile<6>(from, rows.stride * 2);
   const auto widen = [&](int64_t r) __attribute__((always_inline)) {
     const uint16_t* row = from + r * rows.stride;
+    const __m512i bits = mask == kAll ? _mm512_loadu_si512(row) : _mm512_maskz_loadu_epi16(mask, row);
     if constexpr (kSplit) {
-      __m512 first, second;  // from memory: from a register converting takes an instruction more
-      if (mask == kAll) {
-        first = Floats16::load<F16>(row), second = Floats16::load<F16>(row + 16);
-      } else {
-        first = _mm512_cvtph_ps(_mm256_maskz_loadu_epi16(static_cast<__mmask16>(mask), row));
-        second = _mm512_cvtph_ps(_mm256_maskz_loadu_epi16(static_cast<__mmask16>(mask >> 16), row + 16));
-      }
       __m512i rest;
-      _mm512_store_si512(buffer + r * kTileInputs, split(first, second, rest));
+      _mm512_store_si512(buffer + r * kTileInputs, split_weights(bits, rest, odd));
       _mm512_store_si512(buffer + (kTileRows + r) * kTileInputs, rest);
     } else {
-      _mm512_store_si512(buffer + r * kTileInputs, _mm512_maskz_loadu_epi16(mask, row));
+      _mm512_store_si512(buffer + r * kTileInputs, bits);
     }
   };
   if (rows.count == kTileRows) {
@@ -89,15 +95,16 @@ HF_INLINE void load_weights(const uint16_t* from, const Rows& rows, __mmask32 ma
   if constexpr (kSplit) load_tile<7>(buffer + kTileRows * kTileInputs, kTileBytes);
 }
 
-// sums[r][c] of a block of weight rows and kGroups times 16 columns of x.
+// sums[r][c] of a block of weight rows and kGroups times 16 columns of x. False if a weight cannot be split.
 template <bool kSplit, int kGroups>
-HF_INLINE void multiply(const LinearArgs& args, const Rows& rows, float* sums) {
+HF_INLINE bool multiply(const LinearArgs& args, const Rows& rows, float* sums) {
   static_assert(kGroups == 1 || kSplit);
   alignas(64) uint16_t buffer[2][2 * kTileRows * kTileInputs];
   const int64_t columns = tile_columns(args.dtype, args.rows), row_bytes = columns * 4;
   const int64_t step = kTilePairs * columns * 2;
   const int64_t group = (args.in_features + kTileInputs - 1) / kTileInputs * step;
   const uint16_t* x = args.tiles;
+  __m512i odd = _mm512_setzero_si512();
   zero_tile<0>(), zero_tile<1>();
   if constexpr (kGroups == 2) zero_tile<2>(), zero_tile<3>();
   // Two chains of sums each, of the parts of a weight or of every other product: short chains round less.
@@ -105,7 +112,7 @@ HF_INLINE void multiply(const LinearArgs& args, const Rows& rows, float* sums) {
     constexpr int kTurn = decltype(turn)::value;
     prefetch<kSplit>(rows, k, args.in_features);
     load_tile<4>(x, row_bytes);
-    load_weights<kSplit>(rows.weight + k, rows, mask, buffer[kTurn]);
+    load_weights<kSplit>(rows.weight + k, rows, mask, buffer[kTurn], odd);
     if constexpr (kSplit) {
       multiply_bf16<0, 6, 4>();
       multiply_bf16<1, 7, 4>();
@@ -141,9 +148,11 @@ HF_INLINE void multiply(const LinearArgs& args, const Rows& rows, float* sums) {
       _mm512_store_ps(sums + g * kTileRows * kTileRows + i, sum);
     }
   }
+  const __m512i exponents = _mm512_set1_epi16(0x7c00);
+  return !kSplit || _mm512_cmpeq_epi16_mask(_mm512_and_si512(odd, exponents), exponents) == 0;
 }
 
-// y[m * kRun + r] of a block, from sums[r][c]. False where one is not finite, in two parts.
+// y[m * kRun + r] of a block, from sums[r][c]. False where one in two parts is not finite.
 template <bool kSplit, int kGroups>
 bool rows_of_x(const float* sums, float* y) {
   for (int g = 0; g < kGroups; ++g, sums += kTileRows * kTileRows) {
@@ -188,10 +197,11 @@ void tiles_range(const LinearArgs& args, int64_t begin, int64_t end) {
     const uint16_t* gate = weight + n * args.weight_stride;
     const uint16_t* then = weight + next * args.weight_stride;
     const uint16_t* beside = up != nullptr ? up + n * args.up_stride : nullptr;
-    multiply<kSplit, kGroups>(args, {gate, up != nullptr ? beside : then, args.weight_stride, count}, sums);
-    bool finite = rows_of_x<kSplit, kGroups>(sums, y[0]);
+    bool finite = multiply<kSplit, kGroups>(
+        args, {gate, up != nullptr ? beside : then, args.weight_stride, count}, sums);
+    finite = rows_of_x<kSplit, kGroups>(sums, y[0]) && finite;
     if (up != nullptr) {
-      multiply<kSplit, kGroups>(args, {beside, then, args.up_stride, count}, sums);
+      finite = multiply<kSplit, kGroups>(args, {beside, then, args.up_stride, count}, sums) && finite;
       finite = rows_of_x<kSplit, kGroups>(sums, y[1]) && finite;
     }
     if (finite) {
@@ -209,6 +219,7 @@ void tiles_of_rows_amx(DType dtype, int64_t rows, int64_t in_features, const flo
                        uint16_t* tiles) {
   const bool in_two = dtype == DType::kFloat16;
   const int64_t columns = tile_columns(dtype, rows), most = in_two ? kTileRows / 2 : kTileRows;
+  const __m512 scale = _mm512_set1_ps(0x1p102f);  // see split_weights
   for (int64_t first = 0; first < rows; first += most) {
     for (int64_t k = 0; k < in_features; k += kTileInputs, tiles += kTilePairs * columns * 2) {
       const int64_t left = min_of(kTileInputs, in_features - k);
@@ -216,13 +227,11 @@ void tiles_of_rows_amx(DType dtype, int64_t rows, int64_t in_features, const flo
       __m512i v[kTileRows] = {};
       for (int64_t m = 0; m < min_of(most, rows - first); ++m) {
         const float* from = x + (first + m) * x_stride + k;
-        const __m512 front = _mm512_maskz_loadu_ps(static_cast<__mmask16>(mask), from);
-        const __m512 back = _mm512_maskz_loadu_ps(static_cast<__mmask16>(mask >> 16), from + 16);
-        if (in_two) {
-          v[m] = split(front, back, v[m + most]);
-        } else {
-          v[m] = narrow(front, back);
-        }
+        __m512 front = _mm512_maskz_loadu_ps(static_cast<__mmask16>(mask), from);
+        __m512 back = _mm512_maskz_loadu_ps(static_cast<__mmask16>(mask >> 16), from + 16);
+        if (in_two) front = _mm512_mul_ps(front, scale), back = _mm512_mul_ps(back, scale);
+        v[m] = narrow(front, back);
+        if (in_two) v[m + most] = narrow(rest_of(front), rest_of(back));
       }
       transpose_16(v);
       for (int64_t pair = 0; pair < kTilePairs; ++pair) {

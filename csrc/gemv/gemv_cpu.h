@@ -50,9 +50,8 @@ constexpr int64_t tile_elements(DType dtype, int64_t rows, int64_t in_features) 
   return groups * (in_features + 31) / 32 * 32 * tile_columns(dtype, rows);
 }
 
-// Rows of x, float32 values of `dtype`, as bfloat16 [groups, blocks of 32 inputs, 16 pairs, columns, 2]: for
-// bfloat16 inputs 2 p and 2 p + 1 of a block are pair p, a column is a row. For float16 p and p + 16 are, and
-// eight columns are the rows' first eight significant bits, eight the others.
+// Rows of x, float32 values of `dtype`, as bfloat16 [groups, blocks of 32 inputs, 16 pairs, columns, 2]. For
+// float16 eight columns are the rows' first eight significant bits, eight the others, times 2^102.
 void tiles_of_rows_amx(DType dtype, int64_t rows, int64_t in_features, const float* x, int64_t x_stride,
                        uint16_t* tiles);
 
