@@ -43,6 +43,7 @@ from transformers import DynamicCache, PreTrainedModel
 import hf_fastpath
 from hf_fastpath import arguments, loader, traffic
 from hf_fastpath.bandwidth import measure_read_bandwidth
+from hf_fastpath.options import HEADS
 from hf_fastpath.progress import announced
 from hf_fastpath.quantization import FORMATS
 
@@ -232,6 +233,7 @@ def bench(
     repeats: int = 5,
     filled: bool = False,
     weights: str | None = None,
+    lm_head: str = HEADS[0],
     gguf: Path | None = None,
     csv: Path | None = None,
     echo: Callable[[str], None] = print,
@@ -248,6 +250,7 @@ def bench(
         repeats: timed rounds.
         filled: take prompts from random caches instead of reading them.
         weights: format that the model's weights are quantized to, for engines that are ours; or None.
+        lm_head: with weights, the head's.
         gguf: file for llama.cpp, of the one model's sizes.
         csv: file to append the rows to.
         echo: receives every line.
@@ -273,8 +276,8 @@ def bench(
         else:
             model, label = entry, entry.config.model_type
         if weights is not None:
-            hf_fastpath.patch(model, weights=weights, keep_original=False)
-            label = f"{label} {weights}"
+            hf_fastpath.patch(model, weights=weights, lm_head=lm_head, keep_original=False)
+            label = f"{label} {weights}" + ("" if lm_head == HEADS[0] else f", {lm_head} head")
         # Short contexts first: transformers keeps the longest static cache it ever made and would read it
         # all.
         for context in sorted(contexts):
@@ -314,6 +317,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--repeats", type=arguments.count, default=5)
     parser.add_argument("--filled", action="store_true", help="random keys and values instead of reading the prompt")
     parser.add_argument("--weights", choices=list(FORMATS), help="quantize the model's weights; engines: ours alone")
+    parser.add_argument("--lm-head", default=HEADS[0], choices=HEADS, help="with --weights, the head's")
     parser.add_argument("--gguf", type=Path, help="also run llama-bench on this file")
     measure.add_csv_argument(parser)
     given = parser.parse_args(argv)
@@ -337,6 +341,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         repeats=given.repeats,
         filled=given.filled,
         weights=given.weights,
+        lm_head=given.lm_head,
         gguf=given.gguf,
         csv=path,
     )

@@ -124,8 +124,11 @@ class LlamaBench:
         self.program, self.gguf = program, gguf
 
     def seconds_per_token(self, context: int, new_tokens: int) -> float:
-        """Of one run of ``new_tokens`` behind ``context`` positions; loading and warm-up are not timed."""
-        sizes = {"-p": 0, "-n": new_tokens, "-d": context, "-r": 1, "-t": torch.get_num_threads()}
+        """Of one run of ``new_tokens`` behind ``context`` positions, or none if they are fewer than 128, whose keys and
+        values are next to nothing; loading and warm-up are not timed."""
+        sizes = {"-p": 0, "-n": new_tokens, "-r": 1, "-t": torch.get_num_threads()}
+        if context >= 128:
+            sizes["-d"] = context
         options = [str(word) for pair in sizes.items() for word in pair]
         command = [self.program, "-m", str(self.gguf), *options, "-o", "json"]
         out = subprocess.run(command, check=True, capture_output=True, text=True).stdout

@@ -2,6 +2,12 @@
 // Torch-facing; included by *_cpu.cpp only.
 #pragma once
 
+#include <cpuid.h>
+#ifdef __linux__
+#include <sys/syscall.h>
+#include <unistd.h>
+#endif
+
 #include <algorithm>
 #include <atomic>
 #include <cstdint>
@@ -41,6 +47,28 @@ inline bool use_avx512() {
                             __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
                             __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
   return value;
+}
+
+// A bit of what CPUID says in leaf 7; output 0 to 3: eax, ebx, ecx, edx.
+inline bool cpuid_bit(unsigned subleaf, int output, int bit) {
+  unsigned found[4] = {};
+  __get_cpuid_count(7, subleaf, &found[0], &found[1], &found[2], &found[3]);
+  return (found[output] >> bit & 1u) != 0;
+}
+
+// True when this process may use the tiles of AMX, with products of bfloat16, and AVX-512 has arithmetic in
+// float16, as it has in all these CPUs. Asks Linux for them.
+inline bool use_amx() {
+#ifdef __linux__
+  constexpr int kTiles = 24, kBf16 = 22, kFloat16 = 23;
+  constexpr long kRequest = 0x1023, kTileData = 18;  // ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA
+  static const bool value = use_avx512() && isa_limit() == IsaLimit::kNone && cpuid_bit(0, 3, kTiles) &&
+                            cpuid_bit(0, 3, kBf16) && cpuid_bit(0, 3, kFloat16) &&
+                            syscall(SYS_arch_prctl, kRequest, kTileData) == 0;
+  return value;
+#else
+  return false;
+#endif
 }
 
 // Number of parts a call of `work` units is worth: one a thread of ATen's pool, but none below

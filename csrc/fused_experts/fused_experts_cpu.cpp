@@ -124,7 +124,7 @@ Tensor fused_experts_cpu(const Tensor& x, const Tensor& expert_ids, const Tensor
   const int64_t count = pairs.count(), x_stride = round_up(hidden_size, 16);
   const int64_t spare = transposed ? experts_spare_columns(count, hidden_size, width)
                                    : experts_spare(count, hidden_size, width);
-  const Activations input = load_activations(x, kOp, count * x_stride + spare);
+  const Activations input = load_activations(x, kOp, false, count * x_stride + spare);
   STD_TORCH_CHECK(input.rows == ids.size(0), "hf_fastpath::fused_experts: x has ", input.rows,
                   " rows, expert_ids has ", ids.size(0));
   float* const x_by_pair = input.spare;

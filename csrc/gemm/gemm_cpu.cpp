@@ -2,7 +2,6 @@
 // product.
 #include "gemm/gemm_cpu.h"
 
-#include <cpuid.h>
 #include <torch/csrc/inductor/aoti_torch/generated/c_shim_cpu.h>
 
 #include <atomic>
@@ -176,12 +175,6 @@ void run_widened(const GemmArgs& args, const RowView& x) {
 }
 
 // ---- the op -------------------------------------------------------------------------------------------
-
-bool cpuid_bit(unsigned subleaf, int output, int bit) {
-  unsigned found[4] = {};
-  __get_cpuid_count(7, subleaf, &found[0], &found[1], &found[2], &found[3]);
-  return (found[output] >> bit & 1u) != 0;
-}
 
 // Whether this CPU multiplies matrices of `dtype` faster than float32, so that oneDNN, which PyTorch calls,
 // does: by AMX, and AMD's by vdpbf16ps, which Intel's issue half as often as an FMA.

@@ -155,7 +155,7 @@ Tensor gemv_cpu(const Tensor& raw, const Tensor& weight, const std::optional<Ten
   const int64_t out_features = weight.size(transposed ? 1 : 0);
   const int64_t partial_stride = round_up(out_features, 16);
   const int64_t partials = transposed ? input_parts(weight.size(0)) * kMaxRows * partial_stride : 0;
-  const Activations input = load_activations(x, op, partials);
+  const Activations input = load_activations(x, op, !transposed, partials);
   check_weight(weight, input, transposed, op, "weight");
   check_vector(bias, out_features, input.dtype, op, "bias");
   const std::vector<int64_t> sizes = sizes_with_last(x, out_features);

@@ -14,8 +14,9 @@ struct LinearArgs {
   int64_t rows;  // activation rows, 1 to kMaxRows
   int64_t in_features;
   int64_t out_features;
-  const float* x;      // [rows, x_stride], zeros from in_features on
-  int64_t x_stride;    // multiple of 16, at least in_features
+  const float* x;         // [rows, x_stride], zeros from in_features on
+  int64_t x_stride;       // multiple of 16, at least in_features
+  const uint16_t* tiles;  // x for linear_amx, or null: see tiles_of_rows_amx
   const void* weight;  // [out_features, in_features], or [in_features, out_features] for the conv1d kernels
   int64_t weight_stride;  // elements between rows of the weight
   const void* up_weight;  // like weight, or null: out = activation(x @ weight.T) * (x @ up_weight.T)
@@ -31,6 +32,28 @@ struct LinearArgs {
 // range.
 using Linear = void(const LinearArgs& args, int64_t begin, int64_t end);
 Linear linear_portable, linear_avx2, linear_avx512;
+
+// The same from args.tiles, for 16-bit types.
+Linear linear_amx;
+
+// Rows from which on the tiles of AMX pay off.
+constexpr int64_t kTiledRows = 5;
+
+// Columns of x that a tile has: one a row in bfloat16, two in float16, whose rows come in groups of eight.
+constexpr int64_t tile_columns(DType dtype, int64_t rows) {
+  return dtype == DType::kBFloat16 && rows <= 8 ? 8 : 16;
+}
+
+// Elements of args.tiles.
+constexpr int64_t tile_elements(DType dtype, int64_t rows, int64_t in_features) {
+  const int64_t groups = dtype == DType::kFloat16 && rows > 8 ? 2 : 1;
+  return groups * (in_features + 31) / 32 * 32 * tile_columns(dtype, rows);
+}
+
+// Rows of x, float32 values of `dtype`, as bfloat16 [groups, blocks of 32 inputs, 16 pairs, columns, 2]. For
+// float16 eight columns are the rows' first eight significant bits, eight the others, times 2^102.
+void tiles_of_rows_amx(DType dtype, int64_t rows, int64_t in_features, const float* x, int64_t x_stride,
+                       uint16_t* tiles);
 
 // Conv1D layout: writes to partial[row * partial_stride + n] the sum over inputs [k_begin, k_end) for the
 // outputs n in [n_begin, n_end). The sums depend on the input range, not on the output range.

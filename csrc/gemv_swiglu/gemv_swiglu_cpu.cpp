@@ -10,7 +10,7 @@ Tensor gemv_swiglu_cpu(const Tensor& raw, const Tensor& gate_weight, const Tenso
                        double norm_eps, bool /*overlap*/, const std::optional<Tensor>& /*next_weight*/) {
   const char* op = "gemv_swiglu";
   const Tensor x = normed_cpu(raw, norm_of(norm, op), norm_weight, norm_bias, norm_eps);
-  const Activations input = load_activations(x, op);
+  const Activations input = load_activations(x, op, true);
   check_weight(gate_weight, input, false, op, "gate_weight");
   check_weight(up_weight, input, false, op, "up_weight");
   const int64_t out_features = gate_weight.size(0);

@@ -10,7 +10,7 @@ constexpr int kProjections = 3;
 
 Tensor project(const Tensor& x, const Tensor* const (&weights)[kProjections],
                const std::optional<Tensor>* const (&biases)[kProjections], const char* op) {
-  const Activations input = load_activations(x, op);
+  const Activations input = load_activations(x, op, true);
   const char* weight_names[kProjections] = {"q_weight", "k_weight", "v_weight"};
   const char* bias_names[kProjections] = {"q_bias", "k_bias", "v_bias"};
   int64_t total = 0;
@@ -30,7 +30,7 @@ Tensor project(const Tensor& x, const Tensor* const (&weights)[kProjections],
     args[i].bias = optional_data(*biases[i], holders[i]);
     first[i + 1] = first[i] + args[i].out_features;
   }
-  Linear* const kernel = linear_kernel();
+  Linear* const kernel = linear_kernel(input.tiles != nullptr);
   share_outputs(total, input.in_features * element_size(input.dtype), [&](int64_t begin, int64_t end) {
     for (int i = 0; i < kProjections; ++i) {
       const int64_t from = std::max(begin, first[i]), stop = std::min(end, first[i + 1]);

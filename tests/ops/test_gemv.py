@@ -122,6 +122,36 @@ def every_way(isa: str) -> None:
                 assert same_bits(SPEC(x[:rows], weight), whole[:rows]), (dtype, threads, rows)
 
 
+@pytest.mark.parametrize("dtype", (torch.float16, torch.bfloat16))
+@pytest.mark.parametrize("rows", (5, 8, 9, MAX_ROWS))
+def test_gemv_of_several_rows_and_values_of_any_size(device, dtype, rows):
+    """What is not finite, subnormal, or too large for kernels that take a weight as two smaller numbers."""
+    tiny, largest = torch.finfo(dtype).tiny, torch.finfo(dtype).max
+    x, weight = torch.randn(rows, 300, device=device).to(dtype), (torch.randn(100, 300, device=device) / 17).to(dtype)
+    weight[33], weight[34], weight[50, 7], weight[51, 8] = tiny / 4, tiny * 1.5, 63.75, 64
+    assert_matches(SPEC, Sample(x, weight))
+    if dtype is torch.float16:  # products of subnormal bfloat16 are zeros on some CPUs
+        assert_matches(SPEC, Sample(x / 64, weight[33:35] * 3))
+    weight[3, 5], weight[4, 6], weight[20, 299], weight[70, 9] = float("inf"), -float("inf"), float("nan"), largest
+    assert_matches(SPEC, Sample(x, weight))
+    x[2, 7] = -float("inf")
+    assert_matches(SPEC, Sample(x, weight))
+
+
+@pytest.mark.parametrize("dtype", (torch.float16, torch.bfloat16))
+def test_gemv_of_five_and_more_rows_does_not_mix_them(dtype):
+    """Neither threads nor other rows change a bit; fewer rows may run other kernels."""
+    x, weight = torch.randn(MAX_ROWS, 2100).to(dtype), (torch.randn(515, 2100) / 45).to(dtype)
+    whole, before = SPEC(x, weight), torch.get_num_threads()
+    try:
+        for threads in (1, 3):
+            torch.set_num_threads(threads)
+            for rows in range(5, MAX_ROWS + 1):
+                assert same_bits(SPEC(x[:rows], weight), whole[:rows]), (threads, rows)
+    finally:
+        torch.set_num_threads(before)
+
+
 def test_gemv_refuses_too_many_rows(device):
     x, weight = torch.randn(MAX_ROWS + 1, 8, device=device), torch.randn(4, 8, device=device)
     with pytest.raises(ValueError, match="x has 17 rows, expected 1 to 16: use nn.Linear"):
