@@ -15,10 +15,14 @@ import sys
 
 import torch
 
+from hf_fastpath.quantization import FORMATS
+
 CONTEXT, STEPS = 100, 20
 
 
-def differing(device: torch.device, architecture: str, dtype: torch.dtype, batch: int, replays: int) -> int:
+def differing(
+    device: torch.device, architecture: str, dtype: torch.dtype, batch: int, replays: int, weights: str | None = None
+) -> int:
     """How many of ``replays`` steps, taken ``STEPS`` at a time from one state, differ from the first pass."""
     from models import build, prompt
 
@@ -32,7 +36,7 @@ def differing(device: torch.device, architecture: str, dtype: torch.dtype, batch
     else:
         sizes = dict(hidden_size=256, head_dim=128, num_attention_heads=4, num_key_value_heads=2)
         sizes |= dict(intermediate_size=4608, sliding_window=None)
-    model = hf_fastpath.patch(build(architecture, **sizes).to(device, dtype), quiet=True)
+    model = hf_fastpath.patch(build(architecture, **sizes).to(device, dtype), quiet=True, weights=weights)
     ids = prompt(device, batch, CONTEXT)
     out = model.generate(ids, max_new_tokens=2, do_sample=False, return_dict_in_generate=True)
     cache = out.past_key_values
@@ -62,14 +66,14 @@ def main() -> int:
     parser.add_argument("--replays", type=int, default=10000)
     arguments = parser.parse_args()
     failed = 0
-    for architecture in ("gpt2", "mistral", "mixtral"):
-        for dtype in (torch.float16, torch.float32):
-            for batch in (1, 3, 8):
-                wrong = differing(arguments.device, architecture, dtype, batch, arguments.replays)
-                print(
-                    f"{architecture} {dtype} batch {batch}: {wrong} of {arguments.replays} replays differ", flush=True
-                )
-                failed += wrong
+    cases = [(name, dtype, None) for name in ("gpt2", "mistral", "mixtral") for dtype in (torch.float16, torch.float32)]
+    cases += [("mistral", torch.float16, weights) for weights in FORMATS]
+    for architecture, dtype, weights in cases:
+        for batch in (1, 3, 8):
+            wrong = differing(arguments.device, architecture, dtype, batch, arguments.replays, weights)
+            kind = f"{architecture} {weights or dtype} batch {batch}"
+            print(f"{kind}: {wrong} of {arguments.replays} replays differ", flush=True)
+            failed += wrong
     return failed > 0
 
 

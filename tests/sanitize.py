@@ -1,6 +1,7 @@
 """Run every op's samples under sanitizers: ASan, UBSan and TSan for the CPU, compute-sanitizer for CUDA.
 
     python tests/sanitize.py [cpu] [cuda]        # default: what this machine has
+    python tests/sanitize.py cuda --ops packed_gemv gemv --tools racecheck
 
 Not a pytest file: the sanitizers have to be in the process from its start.
 """
@@ -22,8 +23,8 @@ SLOW_TOOLS_SAMPLES = 6
 TSAN_SUPPRESSIONS = "race_top:torch::stable::parallel_for\nrace_top:_ZZN5torch6stable12parallel_for\n"
 
 
-def run_samples(device: str, library: str | None, most: int | None) -> None:
-    """Call every op on its samples; ``library`` is loaded instead of the installed one."""
+def run_samples(device: str, library: str | None, most: int | None, only: list[str] | None) -> None:
+    """Call every op, or those named, on its samples; ``library`` is loaded instead of the installed one."""
     import torch
 
     from hf_fastpath import loader, registry
@@ -34,6 +35,8 @@ def run_samples(device: str, library: str | None, most: int | None) -> None:
         raise SystemExit(f"no native library for {device}: {loader.status()[device]}")
     calls = 0
     for name, spec in registry.all_ops().items():
+        if only is not None and name not in only:
+            continue
         for dtype in registry.FLOAT_DTYPES:
             torch.manual_seed(0)
             samples = list(spec.samples(torch.device(device), dtype))
@@ -96,28 +99,34 @@ def sanitize_memory() -> int:
         return status
 
 
-def sanitize_cuda() -> int:
+def sanitize_cuda(only: list[str] | None, tools: list[str]) -> int:
     """Run the smallest samples under each tool of compute-sanitizer."""
     status = 0
-    for tool in CUDA_TOOLS:
+    chosen = [] if only is None else ["--ops", *only]
+    for tool in tools:
         print(f"compute-sanitizer {tool}")
         command = ["compute-sanitizer", "--tool", tool, "--error-exitcode", "9"]
-        status |= subprocess.run([*command, *child("cuda", "--most", str(SLOW_TOOLS_SAMPLES))]).returncode
+        status |= subprocess.run([*command, *child("cuda", "--most", str(SLOW_TOOLS_SAMPLES), *chosen)]).returncode
     return status
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("devices", nargs="*", choices=("cpu", "cuda", []))
+    parser.add_argument("--ops", nargs="+", help="of CUDA's: these alone")
+    parser.add_argument("--tools", nargs="+", choices=CUDA_TOOLS, default=list(CUDA_TOOLS))
     parser.add_argument("--samples", choices=("cpu", "cuda"), help=argparse.SUPPRESS)
     parser.add_argument("--library", help=argparse.SUPPRESS)
     parser.add_argument("--most", type=int, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.samples:
-        run_samples(arguments.samples, arguments.library, arguments.most)
+        run_samples(arguments.samples, arguments.library, arguments.most, arguments.ops)
         return 0
     devices = arguments.devices or ["cpu", *(["cuda"] if shutil.which("compute-sanitizer") else [])]
-    results = {device: sanitize_cpu() if device == "cpu" else sanitize_cuda() for device in devices}
+    results = {
+        device: sanitize_cpu() if device == "cpu" else sanitize_cuda(arguments.ops, arguments.tools)
+        for device in devices
+    }
     print(", ".join(f"{device}: {'clean' if code == 0 else 'ERRORS'}" for device, code in results.items()))
     return max(results.values())
 

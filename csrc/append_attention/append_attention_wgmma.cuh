@@ -14,9 +14,9 @@
 //   32/8 heads of 128: 61 % of read bandwidth for 2 tokens, 55 % for 8, 615 TFLOP/s for 512 (H200, 2026-11).
 #pragma once
 
+#include "append_attention/append_attention_products.cuh"
 #include "append_attention/finish.cuh"
 #include "append_attention/row_tile.cuh"
-#include "append_attention/wgmma.cuh"
 #include "common/async.cuh"
 #include "common/tensor_map.h"
 

@@ -144,7 +144,7 @@ struct GemmConsumer {
           }
           barrier_wait(barriers.x_full + 8 * x_at.slot, x_at.parity);
           const uint64_t operand = wgmma_operand(smem + x_at.slot * Tile::kXBytes);
-          wgmma_fence();
+          wgmma_begin();
 #pragma unroll
           for (int i = 0; i < 4; ++i) {
             wgmma<T, kTokens>(sums, a[i], operand + i * kWgmmaStep, accumulate);

@@ -4,8 +4,8 @@
 #include "common/async.cuh"
 #include "common/warp.cuh"
 #include "packed_gemm/packed_gemm.h"
+#include "packed_gemm/packed_gemm_products.cuh"
 #include "packed_gemm/packed_gemm_quants.cuh"
-#include "packed_gemm/wgmma.cuh"
 
 namespace hf_fastpath {
 

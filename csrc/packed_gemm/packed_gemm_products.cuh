@@ -1,37 +1,18 @@
-// Hopper's products of a warpgroup (wgmma) whose A lies in registers.
+// Products of warpgroups (common/wgmma.cuh) of packed_gemm_kernel.cuh, whose A lies in registers. B[k, n]
+// lies in shared memory as n rows.
 #pragma once
 
-#include "common/async.cuh"
-#include "common/mma.cuh"
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
 
-// Whether this compilation is for a device that has them: newer ones have not.
-#if defined(__CUDA_ARCH_FEAT_SM90_ALL)
-#define HF_FASTPATH_WGMMA 1
-#else
-#define HF_FASTPATH_WGMMA 0
-#endif
+#include <type_traits>
+
+#include "common/wgmma.cuh"
 
 namespace hf_fastpath {
 
 #if HF_FASTPATH_WGMMA
 
-// Before the first product, and behind whatever else wrote registers that products take.
-__device__ __forceinline__ void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
-__device__ __forceinline__ void wgmma_commit() {
-  asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
-}
-// Waits for all but the newest kGroups groups.
-template <int kGroups>
-__device__ __forceinline__ void wgmma_wait() {
-  asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(kGroups) : "memory");
-}
-
-// B[k, n] in shared memory as n rows of 128 bytes in the order of tensor copies with 128-byte swizzle: eight
-// rows are 1024 bytes, where `address` is a multiple of.
-__device__ __forceinline__ uint64_t wgmma_operand(uint32_t address) {
-  constexpr uint64_t kSwizzle128 = uint64_t(1) << 62, kEightRows = uint64_t(1024 >> 4) << 32;
-  return kSwizzle128 | kEightRows | uint64_t(1) << 16 | (address & 0x3ffff) >> 4;
-}
 constexpr uint64_t kWgmmaStep = 32 >> 4;  // of an operand, for the next 16 k
 
 // d[64, kN] (+)= a[64, 16] * b[16, kN]: warp w of the warpgroup has rows 16 w to 16 w + 15, a and d laid out
