@@ -132,7 +132,17 @@ struct Chunk<T, 1> {
   static __device__ __forceinline__ Raw zero() { return from_float<T>(0.f); }
   static __device__ __forceinline__ Raw load(const T* p) { return *p; }
   static __device__ __forceinline__ Raw load_readonly(const T* p) { return __ldg(p); }
-  static __device__ __forceinline__ Raw load_l2(const T* p) { return __ldcg(p); }
+  // Volatile, which __ldcg of 16-bit types is not: they may be loaded before a wait, or through a pointer
+  // that is looked at only then.
+  static __device__ __forceinline__ Raw load_l2(const T* p) {
+    if constexpr (sizeof(T) == 4) {
+      return __ldcg(p);
+    } else {
+      uint16_t bits;
+      asm volatile("ld.global.cg.u16 %0, [%1];" : "=h"(bits) : "l"(p) : "memory");
+      return *reinterpret_cast<const T*>(&bits);
+    }
+  }
   static __device__ __forceinline__ Raw load_streaming(const T* p) { return __ldg(p); }
   static __device__ __forceinline__ Raw load_shared_line(const T* p) {
     if constexpr (sizeof(T) == 4) {

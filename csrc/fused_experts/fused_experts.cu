@@ -242,7 +242,7 @@ __global__ void __launch_bounds__(kThreads, kMinBlocks) down_kernel(FusedExperts
   const int m = first_row + lane / kLanesPerRow;
   if (lane % kLanesPerRow != 0 || m >= p.rows || output >= p.hidden_size) return;
   const int64_t place = int64_t(m) * p.hidden_size + output;
-  if (p.residual) sum += to_float(__ldcg(static_cast<const T*>(p.residual) + place));
+  if (p.residual) sum += to_float(Chunk<T, 1>::load_l2(static_cast<const T*>(p.residual) + place));
   static_cast<T*>(p.out)[place] = from_float<T>(sum);
 }
 

@@ -227,7 +227,7 @@ __global__ void __launch_bounds__(kThreads) add_choices_kernel(FusedExpertsParam
         decltype(sum)(weights[k]) * (product + bias_of<T>(p.down_bias, experts[k] * p.hidden_size + output));
   }
   const int64_t place = int64_t(m) * p.hidden_size + output;
-  if (p.residual) sum += to_float(__ldcg(static_cast<const T*>(p.residual) + place));
+  if (p.residual) sum += to_float(Chunk<T, 1>::load_l2(static_cast<const T*>(p.residual) + place));
   static_cast<T*>(p.out)[place] = from_float<T>(static_cast<float>(sum));
 }
 

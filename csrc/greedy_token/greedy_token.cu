@@ -70,7 +70,7 @@ __global__ void __launch_bounds__(kThreads)
     }
   }
   for (int64_t i = chunks * kElems + first; i < p.vocab_size; i += step) {
-    const uint64_t here = preference(to_float(__ldcg(logits + i)), i);
+    const uint64_t here = preference(to_float(Chunk<T, 1>::load_l2(logits + i)), i);
     best = here > best ? here : best;
   }
   best = warp_max(best);

@@ -43,10 +43,13 @@ void multiply_into(Tensor out, const Tensor& x, const Tensor& weight) {
   torch::stable::detail::to<Tensor>(stack[0]);
 }
 
+// A product that makes its own output would be cast by autocast; as mm's, this overload's is not.
 Tensor linear(const Tensor& x, const Tensor& weight, const std::optional<Tensor>& bias) {
   using torch::stable::detail::from;
-  std::array<StableIValue, 3> stack{from(x), from(weight), from(bias)};
-  STABLE_TORCH_ERROR_CODE_CHECK(torch_call_dispatcher("aten::linear", "", stack.data(), TORCH_ABI_VERSION));
+  const Tensor out = empty_like_with_sizes(x, {x.size(0), weight.size(0)});
+  std::array<StableIValue, 4> stack{from(x), from(weight), from(bias), from(out)};
+  STABLE_TORCH_ERROR_CODE_CHECK(
+      torch_call_dispatcher("aten::linear", "out", stack.data(), TORCH_ABI_VERSION));
   return torch::stable::detail::to<Tensor>(stack[0]);
 }
 

@@ -68,7 +68,9 @@ __device__ __forceinline__ void add_block(const PackedReader<kForm>& reader, con
     if constexpr (!kFloats) scales[h] = reader.scales(rows, h, block);
     zero[h] = kForm == PackedForm::kInt4 ? reader.zero(rows, h, block) : 8;
   }
-  float c[kTiles][4] = {};
+  // Tensor cores cut sums off: those of a float32 x are halves.
+  constexpr int kChains = sizeof(T) == 4 ? 2 : 1;
+  float c[kChains][kTiles][4] = {};
 #pragma unroll
   for (int s = 0; s < int(kStretches); ++s) {
     uint32_t a[2][4];
@@ -89,7 +91,7 @@ __device__ __forceinline__ void add_block(const PackedReader<kForm>& reader, con
       const int column = kColumns >= 8 || g < kColumns ? t * 8 + g : 0;
       const uint4 b = load_shared(
           shared_address(x.operands + ((of_x * int(kStretches) + s) * kColumns + column) * 4 + q));
-      auto& to = kScaled ? sums[t] : c[t];
+      auto& to = kScaled ? sums[t] : c[s % kChains][t];
       mma<__half>(to, a[0][0], a[0][1], a[0][2], a[0][3], b.x, b.y);
       mma<__half>(to, a[1][0], a[1][1], a[1][2], a[1][3], b.z, b.w);
       if constexpr (kEachStretch) {
@@ -107,7 +109,8 @@ __device__ __forceinline__ void add_block(const PackedReader<kForm>& reader, con
     for (int t = 0; t < kTiles; ++t) {
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
-        float all = c[t][i];
+        float all = c[0][t][i];
+        if constexpr (kChains == 2) all += c[1][t][i];
         if constexpr (kFloats) {
           sums[t][i] += all;
         } else {

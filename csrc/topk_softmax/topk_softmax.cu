@@ -48,7 +48,7 @@ __global__ void __launch_bounds__(kWarpSize) topk_softmax_kernel(TopkSoftmaxPara
 #pragma unroll
   for (int i = 0; i < kPerLane; ++i) {
     const int index = i * kWarpSize + lane;
-    value[i] = index < p.num_experts ? to_float(__ldcg(logits + index)) : -INFINITY;
+    value[i] = index < p.num_experts ? to_float(Chunk<T, 1>::load_l2(logits + index)) : -INFINITY;
     top = fmaxf(top, value[i]);
   }
   top = warp_max(top);
