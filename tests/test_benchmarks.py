@@ -122,10 +122,10 @@ def test_llama_bench_is_asked_for_decode_alone(tmp_path, monkeypatch):
     with pytest.raises(FileNotFoundError, match="no file .*gguf.py writes one"):
         engines.LlamaBench(file)
     file.touch()
-    assert engines.LlamaBench(file).seconds_per_token(context=77, new_tokens=6) == pytest.approx(0.5)
+    assert engines.LlamaBench(file).seconds_per_token(context=177, new_tokens=6) == pytest.approx(0.5)
     asked = (tmp_path / "asked").read_text().split()
     options = dict(zip(asked[::2], asked[1::2]))
-    assert (options["-m"], options["-p"], options["-n"], options["-d"]) == (str(file), "0", "6", "77")
+    assert (options["-m"], options["-p"], options["-n"], options["-d"]) == (str(file), "0", "6", "177")
     program.unlink()
     with pytest.raises(FileNotFoundError, match="not on PATH"):
         engines.LlamaBench(file)
