@@ -8,12 +8,12 @@
 
 #include "append_attention/append_attention.h"
 #include "common/numeric.cuh"
+#include "common/softmax.cuh"
 #include "common/warp.cuh"
 
 namespace hf_fastpath {
 namespace append {
 
-constexpr float kLog2e = 1.4426950408889634f;
 constexpr int kMinChunk = 128;  // positions of a split: fewer cost more in merging than they save
 
 // Positions of a tile on Hopper: two warpgroups of rows need longer tiles to hide their softmax, as registers
@@ -27,17 +27,6 @@ constexpr int mma_positions(int dims) { return dims > 128 ? 32 : 64; }
 
 __host__ __device__ inline int rows_per_kv_head(const AppendAttentionParams& p) {
   return p.group * p.query_len;
-}
-
-__device__ __forceinline__ float exp2_approx(float x) {  // 2 ulp; -inf gives 0
-  float y;
-  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
-  return y;
-}
-
-// 2^(x - max) where max may be -inf (nothing seen yet): then 0, unless x is NaN.
-__device__ __forceinline__ float exp2_below(float x, float max) {
-  return exp2_approx(x - (max == -INFINITY ? 0.f : max));
 }
 
 struct RowTile {

@@ -8,6 +8,7 @@
 #include "common/async.cuh"
 #include "common/cuda_check.cuh"
 #include "common/numeric.cuh"
+#include "common/softmax.cuh"
 #include "common/warp.cuh"
 #include "decode_attention/decode_attention.h"
 
@@ -15,18 +16,6 @@ namespace hf_fastpath {
 
 constexpr int kMinChunk = 64;       // positions of a split: fewer cost more in merging than they save
 constexpr int kChunkMultiple = 16;  // chunks end on whole warp steps
-constexpr float kLog2e = 1.4426950408889634f;
-
-__device__ __forceinline__ float exp2_approx(float x) {  // 2 ulp; -inf gives 0
-  float y;
-  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
-  return y;
-}
-
-// 2^(x - max) where max may be -inf (nothing seen yet): then 0, unless x is NaN.
-__device__ __forceinline__ float exp2_below(float x, float max) {
-  return exp2_approx(x - (max == -INFINITY ? 0.f : max));
-}
 
 // Positions one block handles, of one row of the batch and one KV head.
 struct Split {

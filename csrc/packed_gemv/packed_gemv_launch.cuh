@@ -87,7 +87,6 @@ RingLaunch plan_packed(const GemvParams& p, const RopeAppendParams* rope, Packed
   const int all_spans = (plan.pieces + kSpanPieces - 1) / kSpanPieces;
   const int spans = std::min(all_spans, std::max(1, kXBytes * (int(sizeof(T)) / 2) / span_bytes));
   plan.phase_pieces = std::min(plan.pieces, spans * kSpanPieces);
-  ring.phases = (plan.pieces + plan.phase_pieces - 1) / plan.phase_pieces;
 
   const int sms = multiprocessor_count();
   const int64_t bytes = plan.matrix.rows * plan.matrix.blocks * Slot::kBlockBytes;

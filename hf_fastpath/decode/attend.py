@@ -16,8 +16,7 @@ from torch import nn
 from torch.nn.attention.bias import causal_lower_right
 
 from .. import loader, ops
-from ..ops.append_attention import MAX_HEAD_DIM, MIN_HEAD_DIM
-from ..ops.decode_attention import visible_slots
+from ..ops.decode_attention import MAX_HEAD_DIM, MIN_HEAD_DIM, visible_slots
 from ..ops.kv_cache import dequantized
 from . import composed
 

@@ -8,7 +8,6 @@ from ..registry import OpSpec, Sample, nbytes, register, shape_reason, tensor_re
 from . import decode_attention
 from .kv_cache import cache_reasons, slot_positions
 
-MIN_HEAD_DIM, MAX_HEAD_DIM = 32, 256
 #: more would not be a grid of the CUDA kernels
 MAX_BATCH = 65535
 
@@ -87,29 +86,17 @@ def why_not(
 ) -> list[str]:
     if q.dim() != 4 or q.shape[1] < 1:
         return [f"q has shape {tuple(q.shape)}, expected [batch, query_len, heads, head_dim]"]
-    batch, query_len, num_heads, head_dim = q.shape
+    batch, query_len, num_heads, _ = q.shape
     reasons = tensor_reasons(q, k_cache=k_cache, v_cache=v_cache, sinks=sinks)
     reasons += shape_reason("sinks", sinks, (num_heads,))
     reasons += cache_reasons(k_cache, v_cache, seq_lens, batch, q.device, None, 0)
-    if k_cache.dim() == 4 and (k_cache.shape[3] != head_dim or k_cache.shape[1] == 0 or num_heads % k_cache.shape[1]):
-        reasons.append(
-            f"q has {num_heads} heads of {head_dim}, the cache {k_cache.shape[1]} of {k_cache.shape[3]}: "
-            "expected the same head_dim and a multiple of the cache's heads"
-        )
+    reasons += decode_attention.query_reasons(q, k_cache, starts, window)
     if k_cache.dim() == 4 and k_cache.shape[2] < query_len:
         reasons.append(f"the cache has {k_cache.shape[2]} slots, expected at least the {query_len} new tokens")
     if batch > MAX_BATCH:
         reasons.append(f"batch is {batch}, expected at most {MAX_BATCH}")
-    if not MIN_HEAD_DIM <= head_dim <= MAX_HEAD_DIM or head_dim % 8:
-        reasons.append(f"head_dim is {head_dim}, expected 32 to 256 in steps of 8")
-    if window < 0:
-        reasons.append(f"window is {window}, expected 0 (none) or a positive number of positions")
     if softcap < 0:
         reasons.append(f"softcap is {softcap}, expected 0 (none) or a positive bound")
-    if starts is not None and (starts.dtype != torch.int32 or tuple(starts.shape) != (batch,)):
-        reasons.append(f"starts is {starts.dtype} {tuple(starts.shape)}, expected torch.int32 ({batch},)")
-    if starts is not None and starts.device != q.device:
-        reasons.append(f"starts is on {starts.device}, expected {q.device}: move it")
     return reasons
 
 

@@ -147,6 +147,26 @@ def workspace_bytes(batch: int, query_len: int, num_heads: int, head_dim: int) -
 MAX_SPLITS = 64
 
 
+def query_reasons(q: torch.Tensor, k_cache: torch.Tensor, starts: torch.Tensor | None, window: int) -> list[str]:
+    """Reasons why queries, [batch, query_len, heads, head_dim], do not go with a cache, padding and a window."""
+    batch, _, num_heads, head_dim = q.shape
+    reasons = []
+    if k_cache.dim() == 4 and (k_cache.shape[3] != head_dim or k_cache.shape[1] == 0 or num_heads % k_cache.shape[1]):
+        reasons.append(
+            f"q has {num_heads} heads of {head_dim}, the cache {k_cache.shape[1]} of {k_cache.shape[3]}: "
+            "expected the same head_dim and a multiple of the cache's heads"
+        )
+    if not MIN_HEAD_DIM <= head_dim <= MAX_HEAD_DIM or head_dim % 8:
+        reasons.append(f"head_dim is {head_dim}, expected 32 to 256 in steps of 8")
+    if window < 0:
+        reasons.append(f"window is {window}, expected 0 (none) or a positive number of positions")
+    if starts is not None and (starts.dtype != torch.int32 or tuple(starts.shape) != (batch,)):
+        reasons.append(f"starts is {starts.dtype} {tuple(starts.shape)}, expected torch.int32 ({batch},)")
+    if starts is not None and starts.device != q.device:
+        reasons.append(f"starts is on {starts.device}, expected {q.device}: move it")
+    return reasons
+
+
 def why_not(
     q,
     k_cache,
@@ -168,20 +188,9 @@ def why_not(
     batch, query_len, num_heads, head_dim = q.shape
     reasons = tensor_reasons(q, sinks=sinks) + shape_reason("sinks", sinks, (num_heads,))
     reasons += cache_reasons(k_cache, v_cache, seq_lens, batch, q.device, kv_table, layer, k_scales, v_scales)
-    if k_cache.dim() == 4 and (k_cache.shape[3] != head_dim or num_heads % k_cache.shape[1]):
-        reasons.append(
-            f"q has {num_heads} heads of {head_dim}, the cache {k_cache.shape[1]} of {k_cache.shape[3]}: "
-            "expected the same head_dim and a multiple of the cache's heads"
-        )
-    if not MIN_HEAD_DIM <= head_dim <= MAX_HEAD_DIM or head_dim % 8:
-        reasons.append(f"head_dim is {head_dim}, expected 32 to 256 in steps of 8")
-    if window < 0:
-        reasons.append(f"window is {window}, expected 0 (none) or a positive number of positions")
-    if starts is not None and (starts.dtype != torch.int32 or tuple(starts.shape) != (batch,)):
-        reasons.append(f"starts is {starts.dtype} {tuple(starts.shape)}, expected torch.int32 ({batch},)")
-    for name, tensor in (("starts", starts), ("workspace", workspace)):
-        if tensor is not None and tensor.device != q.device:
-            reasons.append(f"{name} is on {tensor.device}, expected {q.device}: move it")
+    reasons += query_reasons(q, k_cache, starts, window)
+    if workspace is not None and workspace.device != q.device:
+        reasons.append(f"workspace is on {workspace.device}, expected {q.device}: move it")
     if workspace is not None and workspace.nbytes < workspace_bytes(batch, query_len, num_heads, head_dim):
         reasons.append(f"workspace has {workspace.nbytes} bytes: allocate workspace_bytes(...), zeroed")
     return reasons
