@@ -42,7 +42,7 @@ from transformers import DynamicCache, PreTrainedModel
 
 import hf_fastpath
 from hf_fastpath import arguments, loader, traffic
-from hf_fastpath.bandwidth import measure_read_bandwidth
+from hf_fastpath.bandwidth import measure_read_bandwidth, read_buffer
 from hf_fastpath.options import HEADS
 from hf_fastpath.progress import announced
 from hf_fastpath.quantization import FORMATS
@@ -144,9 +144,11 @@ def run_workload(
     """Time every engine on ``work``, and ``llama``, alternating, ``repeats`` times."""
     seen = {name: Timings() for name in (*engines, *([LLAMA_CPP] if llama else []))}
     device = work.prompt.device
+    buffer = None
     for turn in range(-1, repeats):  # turn -1 is the first call
         if device.type == "cpu" and turn >= 0:
-            bandwidth = measure_read_bandwidth(device, repeats=3)
+            buffer = read_buffer(device) if buffer is None else buffer  # one for all turns, and none in peak_memory
+            bandwidth = measure_read_bandwidth(device, repeats=3, buffer=buffer)
             for timings in seen.values():
                 timings.bandwidth.append(bandwidth)
         for name in seen if turn % 2 == 0 else reversed(seen):

@@ -17,16 +17,15 @@ FREE_SHARE = 0.8
 PATTERN_ELEMENTS = 1 << 24
 
 
-def measure_read_bandwidth(device: torch.device | str, num_bytes: int | None = None, repeats: int = 9) -> float:
-    """Bytes a second that ``device`` reads at best: the fastest of all repeats and all ways to read.
+def read_buffer(device: torch.device | str, num_bytes: int | None = None) -> torch.Tensor:
+    """Random memory to measure the read bandwidth of ``device`` with, float32.
 
-    On the CPU with the threads of ``torch.get_num_threads()``. Where no native library is loaded the PyTorch
-    reference reads, which is slower: a lower bound.
+    Who measures between other timings keeps one: a virtual machine that gives freed memory back to its host is slower
+    for seconds after a gigabyte was freed.
 
     Args:
         device: ``"cpu"`` or a CUDA device.
-        num_bytes: size of the buffer; None: 8 GiB on CUDA, 1 GiB on the CPU, less where less is free.
-        repeats: timed reads of each variant.
+        num_bytes: its size; None: 8 GiB on CUDA, 1 GiB on the CPU, less where less is free.
 
     Raises:
         ValueError: neither CPU nor CUDA.
@@ -34,13 +33,30 @@ def measure_read_bandwidth(device: torch.device | str, num_bytes: int | None = N
     device = torch.device(device)
     if device.type == "cuda":
         default = min(CUDA_BYTES, int(torch.cuda.mem_get_info(device)[0] * FREE_SHARE))
-        seconds_of = _cuda_seconds
     elif device.type == "cpu":
-        default, seconds_of = CPU_BYTES, _cpu_seconds
+        default = CPU_BYTES
     else:
         raise ValueError(f"device is {str(device)!r}, expected 'cpu' or 'cuda'")
-    buffer = _random_floats(device, (num_bytes or default) // 4)
-    best = min(seconds_of(buffer, variant, repeats) for variant in variants(device))
+    return _random_floats(device, (num_bytes or default) // 4)
+
+
+def measure_read_bandwidth(device: torch.device | str, repeats: int = 9, buffer: torch.Tensor | None = None) -> float:
+    """Bytes a second that ``device`` reads at best: the fastest of all repeats and all ways to read.
+
+    On the CPU with the threads of ``torch.get_num_threads()``. Where no native library is loaded the PyTorch
+    reference reads, which is slower: a lower bound.
+
+    Args:
+        device: ``"cpu"`` or a CUDA device.
+        repeats: timed reads of each variant.
+        buffer: what to read; None: a new :func:`read_buffer`.
+
+    Raises:
+        ValueError: neither CPU nor CUDA.
+    """
+    buffer = read_buffer(device) if buffer is None else buffer
+    seconds_of = _cuda_seconds if buffer.is_cuda else _cpu_seconds
+    best = min(seconds_of(buffer, variant, repeats) for variant in variants(buffer.device))
     return buffer.nbytes / best
 
 
