@@ -3,6 +3,7 @@
 
 #include "common/tensor_map.h"
 #include "packed_gemv/packed_gemv_ring.cuh"
+#include "packed_gemv/packed_gemv_tiles.cuh"
 
 namespace hf_fastpath {
 
@@ -145,8 +146,11 @@ void launch_columns(GemvParams p, int x_width, const PackedMatrix& matrix, const
     HF_FASTPATH_CUDA_CHECK(launch_overlapping(
         packed_prepare_kernel<T, kForm, kColumns>, dim3(p.m), dim3(kPrepareThreads), 0, stream, p.overlap,
         static_cast<const T*>(p.x), p.norm, p.k, x_width, workspace, layout));
-    plan.prepared = workspace;
     p.norm = {};
+    if (fits_tiles<T, kForm, kColumns>(matrix, layout.blocks)) {
+      return launch_tiles<T, kForm, kColumns>(p, matrix, rope, workspace, layout.blocks, stream);
+    }
+    plan.prepared = workspace;
   }
   const RingLaunch as = plan_packed<T, kForm, kColumns>(p, rope, plan);
   const PackedMaps maps = has_hopper_code() ? maps_of<kForm>(p, plan) : PackedMaps{};

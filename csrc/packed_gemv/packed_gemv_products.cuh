@@ -23,7 +23,8 @@ struct BlockWords {
   static constexpr int kLoads = kBits<kForm> / 4;
   uint32_t word[2][kLoads][4];
 
-  __device__ __forceinline__ void load(const PackedReader<kForm>& reader, const TileRows& rows, int block) {
+  template <class Reader>
+  __device__ __forceinline__ void load(const Reader& reader, const TileRows& rows, int block) {
 #pragma unroll
     for (int h = 0; h < 2; ++h)
 #pragma unroll
@@ -50,9 +51,9 @@ struct BlockWords {
 };
 
 // Adds a block's products. `block`: of this warp's in the piece; `of_x`: where x has it.
-template <class T, PackedForm kForm, int kColumns, class X>
-__device__ __forceinline__ void add_block(const PackedReader<kForm>& reader, const TileRows& rows, const X& x,
-                                          int block, int of_x, PackedSums<kColumns>& sums) {
+template <class T, PackedForm kForm, int kColumns, class Reader, class X>
+__device__ __forceinline__ void add_block(const Reader& reader, const TileRows& rows, const X& x, int block,
+                                          int of_x, PackedSums<kColumns>& sums) {
   const int lane = threadIdx.x % kWarpSize, g = lane / 4, q = lane % 4;
   constexpr int kTiles = kColumnTiles<kColumns>;
   constexpr bool kFloats = kForm == PackedForm::kFp8, kCentered = kCenters<T, kForm>;
