@@ -3,7 +3,6 @@
 
 #include "common/tensor_map.h"
 #include "packed_gemv/packed_gemv_ring.cuh"
-#include "packed_gemv/packed_gemv_tiles.cuh"
 
 namespace hf_fastpath {
 
@@ -142,15 +141,12 @@ void launch_columns(GemvParams p, int x_width, const PackedMatrix& matrix, const
   plan.x_width = x_width;
   plan.matrix = matrix;
   if constexpr (kTakesPrepared<T, kColumns>) {
-    const PreparedOf<T, kForm, kColumns> layout{whole_blocks<kForm>(matrix)};
+    const PreparedOf<kForm, kColumns> layout{whole_blocks<kForm>(matrix)};
     HF_FASTPATH_CUDA_CHECK(launch_overlapping(
         packed_prepare_kernel<T, kForm, kColumns>, dim3(p.m), dim3(kPrepareThreads), 0, stream, p.overlap,
         static_cast<const T*>(p.x), p.norm, p.k, x_width, workspace, layout));
-    p.norm = {};
-    if (fits_tiles<T, kForm, kColumns>(matrix, layout.blocks)) {
-      return launch_tiles<T, kForm, kColumns>(p, matrix, rope, workspace, layout.blocks, stream);
-    }
     plan.prepared = workspace;
+    p.norm = {};
   }
   const RingLaunch as = plan_packed<T, kForm, kColumns>(p, rope, plan);
   const PackedMaps maps = has_hopper_code() ? maps_of<kForm>(p, plan) : PackedMaps{};
@@ -203,7 +199,7 @@ int64_t packed_form_workspace_bytes(const GemvParams& p, const PackedMatrix& mat
     with_columns<T, kForm>(std::min(p.m, 16), matrix, [&](auto columns) {
       constexpr int kColumns = decltype(columns)::value;
       if constexpr (kTakesPrepared<T, kColumns>) {
-        bytes = PreparedOf<T, kForm, kColumns>{whole_blocks<kForm>(matrix)}.bytes();
+        bytes = PreparedOf<kForm, kColumns>{whole_blocks<kForm>(matrix)}.bytes();
       }
     });
   });

@@ -21,10 +21,10 @@ constexpr bool kTakesPrepared = sizeof(T) == 2 && kColumns > 1;
 constexpr int kPrepareThreads = 512;
 
 // What packed_prepare_kernel leaves in device memory: of whole pieces, as they are needed in shared memory.
-template <int kColumns, bool kHasSums>
+template <int kColumns, int kSumsOfBlock>
 struct PreparedLayout {
   static constexpr int kBlockBytes = int(kStretches) * kColumns * 64;  // operands [kStretches][kColumns][4 q]
-  static constexpr int kBlockSums = kHasSums ? kColumns : 0;           // floats
+  static constexpr int kBlockSums = kSumsOfBlock * kColumns;           // floats
   int blocks;                                                          // of a row, of whole pieces
 
   __host__ __device__ constexpr int64_t sums_at() const { return int64_t(blocks) * kBlockBytes; }
@@ -34,14 +34,20 @@ struct PreparedLayout {
   __host__ __device__ constexpr int64_t bytes() const { return undo_at() + kColumns * 4; }
 };
 
-template <class T, PackedForm kForm, int kColumns>
-using PreparedOf = PreparedLayout<kColumns, kForm != PackedForm::kFp8 && !kCenters<T, kForm>>;
+// Of x over all weights that have a scale together.
+template <PackedForm kForm>
+constexpr int kSumsOfBlock = kForm == PackedForm::kFp8       ? 0
+                             : kForm == PackedForm::kInt4G32 ? int(kStretches)
+                                                             : 1;
+
+template <PackedForm kForm, int kColumns>
+using PreparedOf = PreparedLayout<kColumns, kSumsOfBlock<kForm>>;
 
 // A block a row of x. `width`: as PackedPlan::x_width.
 template <class T, PackedForm kForm, int kColumns>
 __global__ void __launch_bounds__(kPrepareThreads)
     packed_prepare_kernel(const T* x, GemvNorm norm, int64_t k, int width, char* to,
-                          PreparedOf<T, kForm, kColumns> layout) {
+                          PreparedOf<kForm, kColumns> layout) {
   constexpr int kHeld = 4;  // chunks of eight values a thread keeps; of longer rows it loads the rest twice
   __shared__ float scratch[2][kPrepareThreads / kWarpSize];
   const int tid = threadIdx.x, warp = tid / kWarpSize, lane = tid % kWarpSize, row = blockIdx.x;
@@ -122,9 +128,8 @@ __global__ void __launch_bounds__(kPrepareThreads)
 #pragma unroll
     for (int i = 0; i < 4; ++i)
       rounded[i] = pack2(values[2 * i] * factor, values[2 * i + 1] * factor, __half());
-    const uint4 operand = as_operand<kForm, kCenters<T, kForm>>(rounded);
-    const int block = chunk / 16, q = chunk % 4;
-    reinterpret_cast<uint4*>(to)[(chunk / 4 * kColumns + row) * 4 + q] = operand;
+    const uint4 operand = as_operand<kForm, kCenters<T>>(rounded);
+    reinterpret_cast<uint4*>(to)[(chunk / 4 * kColumns + row) * 4 + chunk % 4] = operand;
     if constexpr (layout.kBlockSums > 0) {  // what quants have in excess, or each of the zero, times x
       constexpr float kHigh = kBits<kForm> == 4 ? 16.f : 1.f;  // see Quants
       const auto sum_of_pair = [](uint32_t pair) {
@@ -133,11 +138,15 @@ __global__ void __launch_bounds__(kPrepareThreads)
       };
       float sum = sum_of_pair(operand.x) + sum_of_pair(operand.z) +
                   kHigh * (sum_of_pair(operand.y) + sum_of_pair(operand.w));
+      constexpr int kLanes = 16 / kSumsOfBlock<kForm>;
 #pragma unroll
-      for (int offset = 1; offset < 16; offset *= 2) sum += __shfl_xor_sync(kAllLanes, sum, offset);
-      constexpr float kExcess = (kForm == PackedForm::kInt8 ? -128.f : -1.f) * kQuantUnit;
-      if (chunk % 16 == 0)
-        reinterpret_cast<float*>(to + layout.sums_at())[block * kColumns + row] = sum * kExcess;
+      for (int offset = 1; offset < kLanes; offset *= 2) sum += __shfl_xor_sync(kAllLanes, sum, offset);
+      constexpr float kOffset = kForm == PackedForm::kInt8   ? -128.f
+                                : kForm == PackedForm::kInt4 ? -1.f
+                                                             : -8.f;
+      if (chunk % kLanes == 0)
+        reinterpret_cast<float*>(to + layout.sums_at())[chunk / kLanes * kColumns + row] =
+            sum * (kOffset * kQuantUnit);
     }
   });
 }
@@ -146,7 +155,7 @@ __global__ void __launch_bounds__(kPrepareThreads)
 template <class T, PackedForm kForm, int kColumns>
 struct PreparedX {
   using Slot = PackedSlot<kForm>;
-  using Layout = PreparedOf<T, kForm, kColumns>;
+  using Layout = PreparedOf<kForm, kColumns>;
   static constexpr int kSpanPieces = 1;
   static constexpr int kSpanBytes = Slot::kWarpBlocks * Layout::kBlockBytes;  // of a warp in a piece
   static constexpr int kSpanSteps = Slot::kWarpBlocks * Layout::kBlockSums * 4;

@@ -12,19 +12,13 @@ constexpr int kColumnTiles = (kColumns + 7) / 8;
 template <int kColumns>
 using PackedSums = float[kColumnTiles<kColumns>][4];  // as C of mma()
 
-__device__ __forceinline__ uint32_t product_of_halves(uint32_t a, uint32_t b) {
-  const __half2 product = __hmul2(reinterpret_cast<const __half2&>(a), reinterpret_cast<const __half2&>(b));
-  return reinterpret_cast<const uint32_t&>(product);
-}
-
 // A lane's words of a block, of rows g and g + 8: word s of 16 bytes is of stretch s.
 template <PackedForm kForm>
 struct BlockWords {
   static constexpr int kLoads = kBits<kForm> / 4;
   uint32_t word[2][kLoads][4];
 
-  template <class Reader>
-  __device__ __forceinline__ void load(const Reader& reader, const TileRows& rows, int block) {
+  __device__ __forceinline__ void load(const PackedReader<kForm>& reader, const TileRows& rows, int block) {
 #pragma unroll
     for (int h = 0; h < 2; ++h)
 #pragma unroll
@@ -50,16 +44,22 @@ struct BlockWords {
   }
 };
 
+// What quants have in excess times x, in the lane's two columns of tile t; those that do not exist are others
+// once more: nobody reads their sums.
+template <int kColumns, class X>
+__device__ __forceinline__ float2 excess(const X& x, int sum, int t) {
+  const int q = threadIdx.x % 4, column = kColumns >= 8 || 2 * q < kColumns ? t * 8 + 2 * q : 0;
+  return *reinterpret_cast<const float2*>(x.sums + sum * kColumns + column);
+}
+
 // Adds a block's products. `block`: of this warp's in the piece; `of_x`: where x has it.
-template <class T, PackedForm kForm, int kColumns, class Reader, class X>
-__device__ __forceinline__ void add_block(const Reader& reader, const TileRows& rows, const X& x, int block,
-                                          int of_x, PackedSums<kColumns>& sums) {
+template <class T, PackedForm kForm, int kColumns, class X>
+__device__ __forceinline__ void add_block(const PackedReader<kForm>& reader, const TileRows& rows, const X& x,
+                                          int block, int of_x, PackedSums<kColumns>& sums) {
   const int lane = threadIdx.x % kWarpSize, g = lane / 4, q = lane % 4;
   constexpr int kTiles = kColumnTiles<kColumns>;
-  constexpr bool kFloats = kForm == PackedForm::kFp8, kCentered = kCenters<T, kForm>;
-  constexpr bool kScaled = kScalesQuants<T, kForm>;
-  // Of float32 x and groups of 32, sums of a stretch are scaled before they are added.
-  constexpr bool kEachStretch = kForm == PackedForm::kInt4G32 && !kScaled;
+  constexpr bool kFloats = kForm == PackedForm::kFp8, kCentered = kCenters<T>;
+  constexpr bool kEachStretch = kForm == PackedForm::kInt4G32;  // has scales of its own
   BlockWords<kForm> words;
   words.load(reader, rows, block);
   uint2 scales[2];
@@ -76,23 +76,16 @@ __device__ __forceinline__ void add_block(const Reader& reader, const TileRows& 
   for (int s = 0; s < int(kStretches); ++s) {
     uint32_t a[2][4];
     words.template operands<kCentered>(a, s, zero);
-    if constexpr (kScaled) {
-#pragma unroll
-      for (int h = 0; h < 2; ++h) {
-        const uint32_t scale = __byte_perm(s < 2 ? scales[h].x : scales[h].y, 0, s % 2 ? 0x3232 : 0x1010);
-#pragma unroll
-        for (int product = 0; product < 2; ++product)
-#pragma unroll
-          for (int i = h; i < 4; i += 2) a[product][i] = product_of_halves(a[product][i], scale);
-      }
-    }
 #pragma unroll
     for (int t = 0; t < kTiles; ++t) {
-      // Columns that do not exist are others once more: nobody reads their sums.
       const int column = kColumns >= 8 || g < kColumns ? t * 8 + g : 0;
       const uint4 b = load_shared(
           shared_address(x.operands + ((of_x * int(kStretches) + s) * kColumns + column) * 4 + q));
-      auto& to = kScaled ? sums[t] : c[s % kChains][t];
+      auto& to = c[s % kChains][t];
+      if constexpr (kEachStretch && !kCentered) {
+        const float2 start = excess<kColumns>(x, of_x * int(kStretches) + s, t);
+        to[0] = to[2] = start.x, to[1] = to[3] = start.y;
+      }
       mma<__half>(to, a[0][0], a[0][1], a[0][2], a[0][3], b.x, b.y);
       mma<__half>(to, a[1][0], a[1][1], a[1][2], a[1][3], b.z, b.w);
       if constexpr (kEachStretch) {
@@ -105,9 +98,11 @@ __device__ __forceinline__ void add_block(const Reader& reader, const TileRows& 
       }
     }
   }
-  if constexpr (!kScaled && !kEachStretch) {
+  if constexpr (!kEachStretch) {
 #pragma unroll
     for (int t = 0; t < kTiles; ++t) {
+      float2 over = {};
+      if constexpr (!kFloats && !kCentered) over = excess<kColumns>(x, of_x, t);
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
         float all = c[0][t][i];
@@ -116,9 +111,8 @@ __device__ __forceinline__ void add_block(const Reader& reader, const TileRows& 
           sums[t][i] += all;
         } else {
           if constexpr (!kCentered) {
-            const int column = kColumns >= 8 || 2 * q < kColumns ? t * 8 + 2 * q : 0;
-            const float excess = x.sums[of_x * kColumns + column + i % 2];
-            all = kForm == PackedForm::kInt4 ? fmaf(float(zero[i / 2]), excess, all) : all + excess;
+            const float of_column = i % 2 ? over.y : over.x;
+            all = kForm == PackedForm::kInt4 ? fmaf(float(zero[i / 2]), of_column, all) : all + of_column;
           }
           sums[t][i] = fmaf(unpack2(scales[i / 2].x, __half()).x, all, sums[t][i]);
         }

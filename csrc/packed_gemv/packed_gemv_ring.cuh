@@ -124,7 +124,7 @@ __device__ __forceinline__ void packed_compute(const GemvParams& p, const RopeAp
       mine.load(p, rope);
     }
     const int unit = i / p.m, m = i % p.m;
-    float scale = (kBytes ? 1.f : kUndoQuants<kForm, kCenters<T, kForm>>)*plan.matrix.multiplier;
+    float scale = (kBytes ? 1.f : kUndoQuants<kForm, kCenters<T>>)*plan.matrix.multiplier;
     if (rms) {
       float squares = 0.f;
 #pragma unroll

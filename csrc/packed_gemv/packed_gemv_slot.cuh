@@ -77,15 +77,10 @@ __device__ __forceinline__ int packed_row(const GemvParams& p, const RopeAppendP
   return p.gated ? half * p.n + unit : unit;
 }
 
-// Quants that have a scale for few weights are multiplied by it, rounded once as where weights are widened,
-// so that sums need nothing more.
-template <class T, PackedForm kForm>
-constexpr bool kScalesQuants = kForm == PackedForm::kInt4G32 && sizeof(T) == 2;
-
 // A float32 x keeps all bits only beside quants less their zero, which takes another instruction for two of
 // them.
-template <class T, PackedForm kForm>
-constexpr bool kCenters = sizeof(T) == 4 || kScalesQuants<T, kForm>;
+template <class T>
+constexpr bool kCenters = sizeof(T) == 4;
 
 // Pairs of A out of 32 bits of a row: kSteps products' two, low and high k. Centered they are quants less
 // their zero, else in units of kQuantUnit and with what they have in excess; of fp8 2^-8 of the value.

@@ -153,7 +153,7 @@ struct WarpX {
         const Eight<T> found = values_of(span, m);
         if constexpr (std::is_same_v<T, __half>) {
           if (!rms) {
-            *place(span, m, 0) = as_operand<kForm, kCenters<T, kForm>>(scaled(found, 14 - exponent).words);
+            *place(span, m, 0) = as_operand<kForm, kCenters<T>>(scaled(found, 14 - exponent).words);
             continue;
           }
         }
@@ -181,7 +181,7 @@ struct WarpX {
             values[2 * i] = (values[2 * i] - taken.x) * kNextPart;
             values[2 * i + 1] = (values[2 * i + 1] - taken.y) * kNextPart;
           }
-          *place(span, m, part) = as_operand<kForm, kCenters<T, kForm>>(rounded);
+          *place(span, m, part) = as_operand<kForm, kCenters<T>>(rounded);
         }
       }
       if (rms) square = warp_sum(square);
