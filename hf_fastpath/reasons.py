@@ -123,10 +123,13 @@ REASONS: dict[str, Reason] = {
     ),
     # the decode loop steps aside (decided at each generate())
     "paused": Reason("the patch is switched off for this call (verify)", "nothing to do: it comes back by itself"),
-    "assistant": Reason("the model is the assistant of assisted decoding", "leave out assistant_model"),
+    "assistant": Reason(
+        "the model is the assistant of a call that transformers' own loop runs",
+        "patch the main model too, and let it search greedily",
+    ),
     "generation_mode": Reason(
-        "beam search, assisted or another loop than greedy search and sampling",
-        "use num_beams=1 without an assistant: other loops run over patched modules",
+        "beam search, or drafts with sampling, processors, criteria, an early exit or another tokenizer",
+        "use num_beams=1, and greedy search alone with drafts: other loops run over patched modules",
     ),
     "generation_method": Reason(
         "a method that generate() calls for every token is overridden (prompt tuning, ...)",

@@ -154,6 +154,39 @@ def is_left_padding(mask: torch.Tensor) -> bool:
     return bool((ones[:, 1:] >= ones[:, :-1]).all() & (ones[:, -1] == 1).all() & ((mask == 0) | (mask == 1)).all())
 
 
+def ends_by_length_or_token(criteria: Any) -> bool:
+    """Whether nothing else ends the text, and its length does at some point."""
+    known = all(type(criterion) in (compat.MaxLengthCriteria, compat.EosTokenCriteria) for criterion in criteria)
+    return known and criteria.max_length is not None
+
+
+def end_tokens(criteria: Any) -> list[torch.Tensor]:
+    """The tokens that end the text, on the device."""
+    return [criterion.eos_token_id.flatten() for criterion in criteria if hasattr(criterion, "eos_token_id")]
+
+
+def read_prompt(
+    model: Any, part: ModelPart, ids: torch.Tensor, config: Any, model_kwargs: dict, starts: torch.Tensor | None
+) -> torch.Tensor:
+    """[batch, vocab_size] logits of the first token; the prompt is in the cache then.
+
+    Args:
+        model, part: the model.
+        ids, config, model_kwargs: of ``generate()``.
+        starts: [batch], left padding of each row, or None.
+    """
+    cache = model_kwargs["past_key_values"]
+    tokens = compat.new_tokens(ids, config, model_kwargs)
+    positions = model_kwargs["position_ids"][:, -tokens.shape[1] :]
+    given = prompt.Prompt(tokens, positions, starts if starts is not None and starts.any() else None)
+    if prompt.is_readable(part, cache, given):
+        with compat.below_autograd():
+            for chunk in given.chunks(config.prefill_chunk_size):
+                logits = prompt.read(part, cache, chunk)
+        return logits
+    return compat.prefill(model, ids, config, model_kwargs).logits[:, -1]
+
+
 @dataclass
 class _Pending:
     """A step's tokens on their way from the device to the host.
@@ -206,16 +239,15 @@ class _Loop:
 
     def _plan_chooses(self) -> bool:
         """Whether the plan's own choice is this call's: no other processors, nothing else to stop for."""
-        config, criteria = self.config, self.criteria
+        config = self.config
         if self.settings is None if config.do_sample else len(self.processors):
             return False
         if config.return_dict_in_generate and (config.output_scores or config.output_logits):
             return False
-        known = all(type(criterion) in (compat.MaxLengthCriteria, compat.EosTokenCriteria) for criterion in criteria)
-        return known and self.max_length is not None and self._eos_tokens() is not _TOO_MANY
+        return ends_by_length_or_token(self.criteria) and self._eos_tokens() is not _TOO_MANY
 
     def _eos_tokens(self) -> torch.Tensor | None:
-        ends = [criterion.eos_token_id.flatten() for criterion in self.criteria if hasattr(criterion, "eos_token_id")]
+        ends = end_tokens(self.criteria)
         if not ends:
             return None
         return torch.cat(ends) if sum(end.numel() for end in ends) <= MAX_EOS_TOKENS else _TOO_MANY
@@ -233,7 +265,7 @@ class _Loop:
         mask = model_kwargs.get("attention_mask")
         starts = None if mask is None else (mask == 0).sum(1)
         next_positions = position_ids[:, -1].expand(self.batch) + 1
-        next_logits = self._read_prompt(part, model_kwargs, starts)
+        next_logits = read_prompt(self.model, part, self.ids, self.config, model_kwargs, starts)
         started, first = time.perf_counter(), True
         plan, plan_chooses = None, self._plan_chooses()
         sampled = plan_chooses and self.config.do_sample
@@ -273,19 +305,6 @@ class _Loop:
         if self.streamer is not None:
             self.streamer.end()
         return self._result(cache)
-
-    def _read_prompt(self, part: ModelPart, model_kwargs: dict, starts: torch.Tensor | None) -> torch.Tensor:
-        """[batch, vocab_size] logits of the first token; the prompt is in the cache then."""
-        cache = model_kwargs["past_key_values"]
-        tokens = compat.new_tokens(self.ids, self.config, model_kwargs)
-        positions = model_kwargs["position_ids"][:, -tokens.shape[1] :]
-        given = prompt.Prompt(tokens, positions, starts if starts is not None and starts.any() else None)
-        if prompt.is_readable(part, cache, given):
-            with compat.below_autograd():
-                for chunk in given.chunks(self.config.prefill_chunk_size):
-                    logits = prompt.read(part, cache, chunk)
-            return logits
-        return compat.prefill(self.model, self.ids, self.config, model_kwargs).logits[:, -1]
 
     def _choose(self, next_logits: torch.Tensor) -> torch.Tensor:
         """[batch] next tokens out of [batch, vocab_size] logits, exactly as transformers chooses them."""
