@@ -21,9 +21,9 @@ from .coverage import check_anything, check_coverage
 from .decode import assisted, loop, parts, structure
 from .decode.draft_plan import WIDTHS, DraftPlan
 from .decode.plan import DecodePlan
+from .decode.structure import MAX_BATCH
 from .errors import FallbackError, UnsupportedModelError
 from .forwards import FORWARDS, KEY, STATE_KEY, ModulePatch
-from .ops.gemv import MAX_ROWS
 from .options import HEADS, Options
 from .progress import announced
 from .quantization.repacking import RemovedHooks, repack_checkpoint
@@ -174,7 +174,7 @@ def patch(
     weights: str | None = None,
     ops: str | Iterable[str] = "all",
     strict: bool = False,
-    max_batch_size: int = MAX_ROWS,
+    max_batch_size: int = MAX_BATCH,
     lm_head: str = HEADS[0],
     keep_original: bool = True,
     quiet: bool = False,
@@ -195,7 +195,7 @@ def patch(
         keep_original: with ``weights``, keep the model's own in host memory for ``unpatch()``; False frees them.
         ops: ``"all"``, or names out of ``norm``, ``mlp``, ``attention``, ``layer``, ``loop``.
         strict: raise FallbackError wherever stock code would run instead of ours.
-        max_batch_size: sequences the decode loop takes at most, 1 to 16.
+        max_batch_size: sequences the decode loop takes at most, 1 to 64.
         quiet: print no report.
 
     Returns:

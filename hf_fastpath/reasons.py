@@ -112,7 +112,10 @@ REASONS: dict[str, Reason] = {
         "attentions, hidden states or router logits were requested",
         "leave out output_attentions, output_hidden_states and output_router_logits",
     ),
-    "batch_size": Reason("more than 16 rows at once, or more than max_batch_size", "generate in smaller batches"),
+    "batch_size": Reason(
+        "more than 64 sequences (16 where MLPs are mixtures), or than max_batch_size, or 16 rows outside of the loop",
+        "generate in smaller batches",
+    ),
     "no_cache": Reason("no KV cache is in use (use_cache=False)", "leave use_cache on"),
     "other_cache": Reason(
         "the KV cache is not a FastpathCache of this model", "pass none, or hf_fastpath.FastpathCache(model.config)"

@@ -16,7 +16,6 @@ import torch
 from .. import compat
 from ..cache import FastpathCache
 from ..forwards import STATE_KEY
-from ..ops.gemv import MAX_ROWS
 from . import prompt
 from .plan import MAX_EOS_TOKENS
 
@@ -108,7 +107,7 @@ def step_aside_reason(
         return "no_cache"
     if not isinstance(cache, FastpathCache):
         return "other_cache"
-    if input_ids.shape[0] > min(MAX_ROWS, state.options.max_batch_size):
+    if input_ids.shape[0] > min(part.max_batch, state.options.max_batch_size):
         return "batch_size"
     if any(value is not None for name, value in model_kwargs.items() if name not in KNOWN_MODEL_KWARGS):
         return "unsupported_input"

@@ -16,9 +16,11 @@ from .. import ops
 from ..cache import FastpathCache
 from ..compat import below_autograd
 from ..ops.decode_attention import workspace_bytes
+from ..ops.gemv import MAX_ROWS
 from ..ops.kv_cache import is_quantized, table_columns
 from . import one_call, steps
 from .graph import capture
+from .many_rows import ManyRows
 from .modules import out_features
 from .structure import ModelPart, fingerprint, full_angles
 
@@ -179,7 +181,9 @@ class DecodePlan:
     def _record_forward(self, part: ModelPart) -> tuple[Register, bool]:
         """Write the model's forward down; returns the register of the logits [batch, query_len, vocab_size], and
         whether kernels overlap."""
-        emit = self.program.emit
+        emit: steps.Emit = self.program.emit
+        if self.batch * self.query_len > MAX_ROWS:
+            emit = ManyRows(None).recorded(emit)
         tables = [table for pair in self._angles.values() for table in pair]
         hidden, rows = steps.step_inputs(emit, part, self.tokens, self.positions, tables)
         angles = dict(zip(self._angles, zip(rows[::2], rows[1::2])))
@@ -187,7 +191,8 @@ class DecodePlan:
         overlap = self.device.type == "cuda"
         at = steps.Positions(angles, self.seq_lens, self.starts, self.kv_table, self.workspace, overlap)
         # A graph of several sequences takes the ops one by one, as they were measured.
-        alone = self.query_len == 1 and (self.batch == 1 or self.device.type == "cpu")
+        few = self.batch == 1 or (self.device.type == "cpu" and self.batch <= MAX_ROWS)
+        alone = few and self.query_len == 1
         if alone and not one_call.one_call_reasons(part, self.kv_dtype):
             logits = one_call.all_layers(emit, part, hidden, self._caches, at)
         else:
