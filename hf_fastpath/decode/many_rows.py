@@ -24,6 +24,7 @@ class ManyRows:
 
     def __init__(self, attention: Attention | None):
         self._attention = attention
+        self._beside: torch.cuda.Stream | None = None  # of a plan: for small products beside a large one
         self._shared: tuple[Any, Any, Any] = (None, None, None)
 
     def __call__(self, op: Callable[..., Any], *arguments: Any) -> Any:
@@ -91,12 +92,28 @@ class ManyRows:
         weights, biases, (transposed, *rest) = arguments[:3], arguments[3:6], arguments[6:]
         cos, sin, k_cache, v_cache, seq_lens, num_heads, kv_table, layer, *others = rest
         (*norm, _), scales = others[:5], others[5:]
-        x = _normed(x, *norm)
-        made = [_linear(x, w, b, transposed) for w, b in zip(weights, biases) if w is not None]
-        del x
+        made = self._products(
+            _normed(x, *norm), [pair for pair in zip(weights, biases) if pair[0] is not None], transposed
+        )
         qkv = made[0] if len(made) == 1 else composed.joined(*made)
         to = (k_cache, v_cache, seq_lens, num_heads, kv_table, layer, *scales)
         return ops.rope_append.overload(qkv, None, cos, sin, *to)
+
+    def _products(self, x, pairs, transposed):
+        """``x`` times several weights. Those behind the first, of a few rows each, leave most of a GPU idle: a plan
+        makes them beside it."""
+        if self._attention is not None or not x.is_cuda or len(pairs) == 1:
+            return [_linear(x, *pair, transposed) for pair in pairs]
+        current = torch.cuda.current_stream(x.device)
+        if self._beside is None:
+            self._beside = torch.cuda.Stream(x.device)
+        # What is allocated there is used here, and used again there only behind the wait of the next call.
+        self._beside.wait_stream(current)
+        with torch.cuda.stream(self._beside):
+            others = [_linear(x, *pair, transposed) for pair in pairs[1:]]
+        first = _linear(x, *pairs[0], transposed)
+        current.wait_stream(self._beside)
+        return [first, *others]
 
     def _attend(self, *arguments):
         return self._attention(*arguments)
