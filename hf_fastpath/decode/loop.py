@@ -18,6 +18,7 @@ from ..cache import FastpathCache
 from ..forwards import STATE_KEY
 from . import prompt
 from .plan import MAX_EOS_TOKENS
+from .structure import MAX_BATCH
 
 if TYPE_CHECKING:
     from ..patching import PatchState
@@ -107,7 +108,7 @@ def step_aside_reason(
         return "no_cache"
     if not isinstance(cache, FastpathCache):
         return "other_cache"
-    if input_ids.shape[0] > min(part.max_batch, state.options.max_batch_size):
+    if input_ids.shape[0] > min(MAX_BATCH, state.options.max_batch_size):
         return "batch_size"
     if any(value is not None for name, value in model_kwargs.items() if name not in KNOWN_MODEL_KWARGS):
         return "unsupported_input"
@@ -123,7 +124,8 @@ def step_aside_reason(
     if torch.compiler.is_compiling():
         return "compiling"
     layout = _layout_reason(input_ids, model_kwargs, cache.get_seq_length())
-    return part.reason() or _cache_reason(part, cache) or layout
+    reason = part.reason() or _cache_reason(part, cache) or layout
+    return reason or ("batch_size" if input_ids.shape[0] > part.max_batch else None)
 
 
 def _cache_reason(part: ModelPart, cache: FastpathCache) -> str | None:
