@@ -18,6 +18,7 @@ from torch.nn.modules import module as torch_module
 from transformers import activations
 from transformers.cache_utils import Cache, DynamicCache
 from transformers.generation import GenerationConfig, GenerationMixin, GenerationMode
+from transformers.generation import candidate_generator as candidates
 from transformers.generation.logits_process import (
     LogitsProcessor,
     MinPLogitsWarper,
@@ -113,6 +114,11 @@ PREPARE_CACHE = "_prepare_cache_for_generation"
 def is_sample_mode(generation_mode: Any) -> bool:
     """Whether ``generate()`` will run greedy search or sampling."""
     return generation_mode in (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE)
+
+
+def is_assisted_mode(generation_mode: Any) -> bool:
+    """Whether ``generate()`` will verify drafts."""
+    return generation_mode is GenerationMode.ASSISTED_GENERATION
 
 
 # ---- modules --------------------------------------------------------------------------------------------------
@@ -340,6 +346,56 @@ def prefill(model: Any, input_ids: torch.Tensor, generation_config: Any, model_k
     return model._prefill(input_ids, generation_config, model_kwargs, is_first_iteration=True)
 
 
+def candidate_generator(model: Any, **arguments: Any) -> Any:
+    """What makes drafts for ``GenerationMixin._assisted_decoding`` with these arguments, if that is an assistant or a
+    lookup in the prompt, and the model's own choice decides; else None."""
+    config = arguments["generation_config"]
+    others = ("assistant_early_exit", "use_mtp", "speculation_type", "assistant_ensemble_weight")
+    if any(getattr(config, name, None) for name in others):
+        return None
+    made = model._get_candidate_generator(**arguments)
+    if looks_up_drafts(made):  # on the host: without waiting for the device at every comparison
+        made.eos_token_id = None if made.eos_token_id is None else made.eos_token_id.cpu()
+        made.logits_processor = made.logits_processor or None
+        return made
+    if type(made) is not candidates.AssistedCandidateGenerator:
+        return None
+    given = made.assistant_kwargs  # of the prompt, where the first draft stands behind one token more
+    for name, extend in (
+        ("attention_mask", candidates._prepare_attention_mask),
+        ("position_ids", candidates._prepare_position_ids),
+    ):
+        if given.get(name) is not None:
+            given = extend(given, given[name].shape[-1] + 1, False)
+    made.assistant_kwargs = given
+    return made
+
+
+def looks_up_drafts(generator: Any) -> bool:
+    """Whether drafts are pieces of the text itself."""
+    return type(generator) is candidates.PromptLookupCandidateGenerator
+
+
+def note_confidence(generator: Any, probability: float) -> None:
+    """Tell an assistant's generator how likely it held the token it drafted; it learns its threshold from that."""
+    if hasattr(generator, "probs"):
+        generator.probs.append(probability)
+
+
+def update_drafts(generator: Any, text: torch.Tensor, drafted: int, matches: int) -> None:
+    """Tell a generator how many of its ``drafted`` tokens the model agreed with."""
+    generator.update_candidate_strategy(text, text.new_empty((1, drafted + 1)), matches)
+
+
+def keep_draft_length(generator: Any) -> None:
+    """Leave an assistant the draft length that was found for it, as ``GenerationMixin._assisted_decoding`` does."""
+    if looks_up_drafts(generator):
+        return
+    config = generator.assistant_model.generation_config
+    if config.num_assistant_tokens_schedule == "heuristic":
+        config.num_assistant_tokens = generator.num_assistant_tokens
+
+
 def pad_token(generation_config: Any) -> torch.Tensor | None:
     """The pad token as ``generate()`` resolved it, a tensor."""
     return generation_config._pad_token_tensor
@@ -372,45 +428,53 @@ def is_held_here(lock: Any) -> bool:
 
 Loop = Callable[..., Any]
 _users: weakref.WeakSet = weakref.WeakSet()
-_wrapper: Callable[..., Any] | None = None
+#: method of GenerationMixin -> what lies over it
+_wrappers: dict[str, Callable[..., Any]] = {}
 
 
-def install_sample_loop(user: Any, loop: Loop) -> None:
-    """Route ``GenerationMixin._sample`` through ``loop(original, model, ...)`` while ``user`` is alive.
+def install_loops(user: Any, loops: dict[str, Loop]) -> None:
+    """Route methods of ``GenerationMixin`` through ``loop(original, model, ...)`` while ``user`` is alive.
 
-    transformers looks the method up on the class, so an instance cannot override it. The wrapper keeps the
+    transformers looks these methods up on the class, so an instance cannot override them. A wrapper keeps the
     signature, which ``generate()`` inspects, and goes with its last user, unless another wrapper lies over it: then
     it stays and passes every call through.
+
+    Args:
+        user: keeps the wrappers while it lives.
+        loops: name of a method -> what takes its place; the same at every call.
     """
-    global _wrapper
     _users.add(user)
     weakref.finalize(user, _remove_if_unused)
-    layer = GenerationMixin._sample
-    while layer is not None:
-        if layer is _wrapper:
-            return
-        layer = getattr(layer, "__wrapped__", None)
-    original = GenerationMixin._sample
+    for name, loop in loops.items():
+        layer = getattr(GenerationMixin, name)
+        while layer is not None and layer is not _wrappers.get(name):
+            layer = getattr(layer, "__wrapped__", None)
+        if layer is None:
+            _wrappers[name] = _wrapped(getattr(GenerationMixin, name), loop)
+            setattr(GenerationMixin, name, _wrappers[name])
 
+
+def _wrapped(original: Callable[..., Any], loop: Loop) -> Callable[..., Any]:
     @functools.wraps(original)
-    def _sample(self, *args, **kwargs):
+    def method(self, *args, **kwargs):
         return loop(original, self, *args, **kwargs)
 
-    GenerationMixin._sample = _wrapper = _sample
+    return method
 
 
-def uninstall_sample_loop(user: Any) -> None:
-    """``user`` no longer needs the wrapper."""
+def uninstall_loops(user: Any) -> None:
+    """``user`` no longer needs the wrappers."""
     _users.discard(user)
     _remove_if_unused()
 
 
 def _remove_if_unused() -> None:
-    global _wrapper
-    in_use = any(True for _ in _users)  # len() may still count the one that is dying
-    if not in_use and _wrapper is not None and GenerationMixin._sample is _wrapper:
-        GenerationMixin._sample = _wrapper.__wrapped__
-        _wrapper = None
+    if any(True for _ in _users):  # len() may still count the one that is dying
+        return
+    for name, wrapper in list(_wrappers.items()):
+        if getattr(GenerationMixin, name) is wrapper:
+            setattr(GenerationMixin, name, wrapper.__wrapped__)
+            del _wrappers[name]
 
 
 def uses_generation_mixin_sample(model: Any) -> bool:

@@ -19,9 +19,9 @@ from .cache_layer import FastpathLayer
 from .compat import below_autograd, is_known_code, order_offloading, outputs_are_captured, prefetch_waits
 from .decode import composed, steps
 from .decode.attend import Attention, few_rows, has_tensor_cores, plain_mask
+from .decode.many_rows import ManyRows
 from .decode.modules import apply_dropout
 from .decode.parts import FeedForwardPart, MLPPart, MoEPart, NormPart
-from .decode.prompt import ManyRows
 from .decode.structure import AttentionPart, LayerPart, full_angles
 from .ops.gemv import MAX_ROWS
 from .registry import FLOAT_DTYPES

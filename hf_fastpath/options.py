@@ -10,8 +10,8 @@ from typing import Any
 import torch
 
 from .cache_layer import KV_DTYPES
+from .decode.structure import MAX_BATCH
 from .forwards import FORWARDS
-from .ops.gemv import MAX_ROWS
 from .quantization import FORMATS
 
 #: names that patch(ops=...) takes: the parts of an architecture, and the decode loop over all of them
@@ -39,7 +39,7 @@ class Options:
         weights: Any = None,
         ops: Any = "all",
         strict: bool = False,
-        max_batch_size: int = MAX_ROWS,
+        max_batch_size: int = MAX_BATCH,
         lm_head: Any = HEADS[0],
         keep_original: bool = True,
     ) -> Options:
@@ -67,7 +67,7 @@ class Options:
                 close = difflib.get_close_matches(str(name), COMPONENTS, n=1)
                 hint = f" Did you mean {close[0]!r}?" if close else ""
                 raise ValueError(f"ops names {name!r}, expected 'all' or some of {', '.join(COMPONENTS)}.{hint}")
-        if not isinstance(max_batch_size, int) or not 1 <= max_batch_size <= MAX_ROWS:
-            raise ValueError(f"max_batch_size is {max_batch_size!r}, expected a whole number from 1 to {MAX_ROWS}")
+        if not isinstance(max_batch_size, int) or not 1 <= max_batch_size <= MAX_BATCH:
+            raise ValueError(f"max_batch_size is {max_batch_size!r}, expected a whole number from 1 to {MAX_BATCH}")
         kv = None if stored == "auto" else stored
         return cls(kv, weights, lm_head, bool(keep_original), frozenset(chosen), bool(strict), max_batch_size)

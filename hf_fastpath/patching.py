@@ -18,11 +18,12 @@ from . import compat, huge_pages, loader, reasons, selftest, structural
 from .architecture import Architecture, architectures
 from .cache import FastpathCache
 from .coverage import check_anything, check_coverage
-from .decode import loop, parts, structure
+from .decode import assisted, loop, parts, structure
+from .decode.draft_plan import WIDTHS, DraftPlan
 from .decode.plan import DecodePlan
+from .decode.structure import MAX_BATCH
 from .errors import FallbackError, UnsupportedModelError
 from .forwards import FORWARDS, KEY, STATE_KEY, ModulePatch
-from .ops.gemv import MAX_ROWS
 from .options import HEADS, Options
 from .progress import announced
 from .quantization.repacking import RemovedHooks, repack_checkpoint
@@ -32,6 +33,10 @@ from .stats import Stats
 
 #: decode plans kept for one model: one a batch size, KV type and way to choose in turn
 MAX_PLANS = 4
+#: plans that verify drafts: all widths of two KV types
+MAX_DRAFT_PLANS = 2 * len(WIDTHS)
+#: methods of transformers' that our loops take the place of
+LOOPS: dict[str, compat.Loop] = {"_sample": loop.sample, "_assisted_decoding": assisted.decode}
 
 
 @dataclass(eq=False)
@@ -86,13 +91,37 @@ class PatchState:
 
     def plan(self, part: structure.ModelPart, batch: int, cache: FastpathCache, sampled: bool = False) -> DecodePlan:
         """The decode plan for this model, batch and cache, made anew if the model's parameters have moved."""
-        kv_dtype, current = cache.layers[0].k_buffer.dtype, structure.fingerprint(part)
-        self.plans = [plan for plan in self.plans if plan.fingerprint == current]
-        for plan in self.plans:
+        kv_dtype = cache.layers[0].k_buffer.dtype
+        for plan in self._current_plans(structure.fingerprint(part), DecodePlan):
             if (plan.batch, plan.kv_dtype, plan.sampled) == (batch, kv_dtype, sampled):
                 return plan
-        made = DecodePlan(part, batch, kv_dtype, sampled)
-        self.plans = [made, *self.plans[: MAX_PLANS - 1]]
+        return self._kept(DecodePlan(part, batch, kv_dtype, sampled), MAX_PLANS)
+
+    def draft_plan(
+        self, part: structure.ModelPart, cache: FastpathCache, width: int, fingerprint: tuple | None = None
+    ) -> DraftPlan:
+        """As :meth:`plan`, for drafts of one sequence.
+
+        Args:
+            part, cache: of the model.
+            width: one of ``draft_plan.WIDTHS``.
+            fingerprint: of the part, where it was taken before; taking it looks at every parameter.
+        """
+        kv_dtype = cache.layers[0].k_buffer.dtype
+        for plan in self._current_plans(fingerprint or structure.fingerprint(part), DraftPlan):
+            if (plan.query_len, plan.kv_dtype) == (width, kv_dtype):
+                return plan
+        return self._kept(DraftPlan(part, kv_dtype, width), MAX_DRAFT_PLANS)
+
+    def _current_plans(self, fingerprint: tuple, kind: type) -> list:
+        """Plans of a kind; all that the model has moved away from are dropped."""
+        self.plans = [plan for plan in self.plans if plan.fingerprint == fingerprint]
+        return [plan for plan in self.plans if type(plan) is kind]
+
+    def _kept(self, made: DecodePlan, most: int) -> Any:
+        """``made``, put in front of the plans, of whose kind ``most`` stay."""
+        alike = [plan for plan in self.plans if type(plan) is type(made)]
+        self.plans = [made, *(plan for plan in self.plans if plan not in alike[most - 1 :])]
         return made
 
     def part_of(self, model: nn.Module) -> structure.ModelPart | None:
@@ -117,7 +146,7 @@ class PatchState:
         for name in (*names, "generates"):
             setattr(made, name, copy.deepcopy(getattr(self, name), memo))
         if made.generates:
-            compat.install_sample_loop(made, loop.sample)
+            compat.install_loops(made, LOOPS)
 
 
 class _Absent:
@@ -145,7 +174,7 @@ def patch(
     weights: str | None = None,
     ops: str | Iterable[str] = "all",
     strict: bool = False,
-    max_batch_size: int = MAX_ROWS,
+    max_batch_size: int = MAX_BATCH,
     lm_head: str = HEADS[0],
     keep_original: bool = True,
     quiet: bool = False,
@@ -166,7 +195,7 @@ def patch(
         keep_original: with ``weights``, keep the model's own in host memory for ``unpatch()``; False frees them.
         ops: ``"all"``, or names out of ``norm``, ``mlp``, ``attention``, ``layer``, ``loop``.
         strict: raise FallbackError wherever stock code would run instead of ours.
-        max_batch_size: sequences the decode loop takes at most, 1 to 16.
+        max_batch_size: sequences the decode loop takes at most, 1 to 64.
         quiet: print no report.
 
     Returns:
@@ -407,7 +436,7 @@ def _bind_generate(model: nn.Module, state: PatchState) -> None:
     state.generates = compat.uses_generation_mixin_sample(model)
     if state.generates:
         _bind(state, model, compat.PREPARE_CACHE, _prepare_cache)
-        compat.install_sample_loop(state, loop.sample)
+        compat.install_loops(state, LOOPS)
 
 
 def _loop_reason(model: nn.Module, state: PatchState) -> str | None:
@@ -445,7 +474,8 @@ def _prepare_cache(self: nn.Module, generation_config: Any, model_kwargs: dict, 
     if not state.enabled:
         return result
     state.stats.new_call()
-    if not compat.is_sample_mode(generation_mode):
+    ours = compat.is_sample_mode(generation_mode) or (compat.is_assisted_mode(generation_mode) and state.generates)
+    if not ours:
         state.fall_back(state.loop_reason or "generation_mode")
     made = model_kwargs.get("past_key_values")
     plain = generation_config.cache_implementation in (None, "dynamic") and type(made) is compat.DynamicCache
@@ -475,7 +505,7 @@ def _unbind(state: PatchState) -> None:
         state.replaced.pop().undo()
     while state.removed_hooks:
         state.removed_hooks.pop().undo()
-    compat.uninstall_sample_loop(state)
+    compat.uninstall_loops(state)
     while state.bindings:
         module, name, previous = state.bindings[-1]
         if _is_ours(vars(module).get(name)):  # else the user has put something there since

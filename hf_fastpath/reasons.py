@@ -112,7 +112,10 @@ REASONS: dict[str, Reason] = {
         "attentions, hidden states or router logits were requested",
         "leave out output_attentions, output_hidden_states and output_router_logits",
     ),
-    "batch_size": Reason("more than 16 rows at once, or more than max_batch_size", "generate in smaller batches"),
+    "batch_size": Reason(
+        "more than 64 sequences (16 where MLPs are mixtures), or than max_batch_size, or 16 rows outside of the loop",
+        "generate in smaller batches",
+    ),
     "no_cache": Reason("no KV cache is in use (use_cache=False)", "leave use_cache on"),
     "other_cache": Reason(
         "the KV cache is not a FastpathCache of this model", "pass none, or hf_fastpath.FastpathCache(model.config)"
@@ -123,10 +126,13 @@ REASONS: dict[str, Reason] = {
     ),
     # the decode loop steps aside (decided at each generate())
     "paused": Reason("the patch is switched off for this call (verify)", "nothing to do: it comes back by itself"),
-    "assistant": Reason("the model is the assistant of assisted decoding", "leave out assistant_model"),
+    "assistant": Reason(
+        "the model is the assistant of a call that transformers' own loop runs",
+        "patch the main model too, and let it search greedily",
+    ),
     "generation_mode": Reason(
-        "beam search, assisted or another loop than greedy search and sampling",
-        "use num_beams=1 without an assistant: other loops run over patched modules",
+        "beam search, or drafts with sampling, processors, criteria, an early exit or another tokenizer",
+        "use num_beams=1, and greedy search alone with drafts: other loops run over patched modules",
     ),
     "generation_method": Reason(
         "a method that generate() calls for every token is overridden (prompt tuning, ...)",

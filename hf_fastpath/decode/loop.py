@@ -16,9 +16,9 @@ import torch
 from .. import compat
 from ..cache import FastpathCache
 from ..forwards import STATE_KEY
-from ..ops.gemv import MAX_ROWS
 from . import prompt
 from .plan import MAX_EOS_TOKENS
+from .structure import MAX_BATCH
 
 if TYPE_CHECKING:
     from ..patching import PatchState
@@ -108,7 +108,7 @@ def step_aside_reason(
         return "no_cache"
     if not isinstance(cache, FastpathCache):
         return "other_cache"
-    if input_ids.shape[0] > min(MAX_ROWS, state.options.max_batch_size):
+    if input_ids.shape[0] > min(MAX_BATCH, state.options.max_batch_size):
         return "batch_size"
     if any(value is not None for name, value in model_kwargs.items() if name not in KNOWN_MODEL_KWARGS):
         return "unsupported_input"
@@ -124,7 +124,8 @@ def step_aside_reason(
     if torch.compiler.is_compiling():
         return "compiling"
     layout = _layout_reason(input_ids, model_kwargs, cache.get_seq_length())
-    return part.reason() or _cache_reason(part, cache) or layout
+    reason = part.reason() or _cache_reason(part, cache) or layout
+    return reason or ("batch_size" if input_ids.shape[0] > part.max_batch else None)
 
 
 def _cache_reason(part: ModelPart, cache: FastpathCache) -> str | None:
@@ -152,6 +153,39 @@ def is_left_padding(mask: torch.Tensor) -> bool:
     """Whether every row of a [batch, seq_len] mask is zeros, then ones, and ends in a one."""
     ones = mask.to(torch.int8)
     return bool((ones[:, 1:] >= ones[:, :-1]).all() & (ones[:, -1] == 1).all() & ((mask == 0) | (mask == 1)).all())
+
+
+def ends_by_length_or_token(criteria: Any) -> bool:
+    """Whether nothing else ends the text, and its length does at some point."""
+    known = all(type(criterion) in (compat.MaxLengthCriteria, compat.EosTokenCriteria) for criterion in criteria)
+    return known and criteria.max_length is not None
+
+
+def end_tokens(criteria: Any) -> list[torch.Tensor]:
+    """The tokens that end the text, on the device."""
+    return [criterion.eos_token_id.flatten() for criterion in criteria if hasattr(criterion, "eos_token_id")]
+
+
+def read_prompt(
+    model: Any, part: ModelPart, ids: torch.Tensor, config: Any, model_kwargs: dict, starts: torch.Tensor | None
+) -> torch.Tensor:
+    """[batch, vocab_size] logits of the first token; the prompt is in the cache then.
+
+    Args:
+        model, part: the model.
+        ids, config, model_kwargs: of ``generate()``.
+        starts: [batch], left padding of each row, or None.
+    """
+    cache = model_kwargs["past_key_values"]
+    tokens = compat.new_tokens(ids, config, model_kwargs)
+    positions = model_kwargs["position_ids"][:, -tokens.shape[1] :]
+    given = prompt.Prompt(tokens, positions, starts if starts is not None and starts.any() else None)
+    if prompt.is_readable(part, cache, given):
+        with compat.below_autograd():
+            for chunk in given.chunks(config.prefill_chunk_size):
+                logits = prompt.read(part, cache, chunk)
+        return logits
+    return compat.prefill(model, ids, config, model_kwargs).logits[:, -1]
 
 
 @dataclass
@@ -206,16 +240,15 @@ class _Loop:
 
     def _plan_chooses(self) -> bool:
         """Whether the plan's own choice is this call's: no other processors, nothing else to stop for."""
-        config, criteria = self.config, self.criteria
+        config = self.config
         if self.settings is None if config.do_sample else len(self.processors):
             return False
         if config.return_dict_in_generate and (config.output_scores or config.output_logits):
             return False
-        known = all(type(criterion) in (compat.MaxLengthCriteria, compat.EosTokenCriteria) for criterion in criteria)
-        return known and self.max_length is not None and self._eos_tokens() is not _TOO_MANY
+        return ends_by_length_or_token(self.criteria) and self._eos_tokens() is not _TOO_MANY
 
     def _eos_tokens(self) -> torch.Tensor | None:
-        ends = [criterion.eos_token_id.flatten() for criterion in self.criteria if hasattr(criterion, "eos_token_id")]
+        ends = end_tokens(self.criteria)
         if not ends:
             return None
         return torch.cat(ends) if sum(end.numel() for end in ends) <= MAX_EOS_TOKENS else _TOO_MANY
@@ -233,7 +266,7 @@ class _Loop:
         mask = model_kwargs.get("attention_mask")
         starts = None if mask is None else (mask == 0).sum(1)
         next_positions = position_ids[:, -1].expand(self.batch) + 1
-        next_logits = self._read_prompt(part, model_kwargs, starts)
+        next_logits = read_prompt(self.model, part, self.ids, self.config, model_kwargs, starts)
         started, first = time.perf_counter(), True
         plan, plan_chooses = None, self._plan_chooses()
         sampled = plan_chooses and self.config.do_sample
@@ -273,19 +306,6 @@ class _Loop:
         if self.streamer is not None:
             self.streamer.end()
         return self._result(cache)
-
-    def _read_prompt(self, part: ModelPart, model_kwargs: dict, starts: torch.Tensor | None) -> torch.Tensor:
-        """[batch, vocab_size] logits of the first token; the prompt is in the cache then."""
-        cache = model_kwargs["past_key_values"]
-        tokens = compat.new_tokens(self.ids, self.config, model_kwargs)
-        positions = model_kwargs["position_ids"][:, -tokens.shape[1] :]
-        given = prompt.Prompt(tokens, positions, starts if starts is not None and starts.any() else None)
-        if prompt.is_readable(part, cache, given):
-            with compat.below_autograd():
-                for chunk in given.chunks(self.config.prefill_chunk_size):
-                    logits = prompt.read(part, cache, chunk)
-            return logits
-        return compat.prefill(self.model, self.ids, self.config, model_kwargs).logits[:, -1]
 
     def _choose(self, next_logits: torch.Tensor) -> torch.Tensor:
         """[batch] next tokens out of [batch, vocab_size] logits, exactly as transformers chooses them."""

@@ -16,9 +16,11 @@ from .. import ops
 from ..cache import FastpathCache
 from ..compat import below_autograd
 from ..ops.decode_attention import workspace_bytes
+from ..ops.gemv import MAX_ROWS
 from ..ops.kv_cache import is_quantized, table_columns
 from . import one_call, steps
 from .graph import capture
+from .many_rows import ManyRows
 from .modules import out_features
 from .structure import ModelPart, fingerprint, full_angles
 
@@ -116,6 +118,9 @@ class DecodePlan:
         logits: [batch, vocab_size] in the model's dtype, overwritten by the next step.
     """
 
+    #: tokens of a sequence that a step reads
+    query_len = 1
+
     def __init__(self, part: ModelPart, batch: int, kv_dtype: torch.dtype, sampled: bool = False):
         self.batch, self.kv_dtype, self.sampled = batch, kv_dtype, sampled
         self.fingerprint = fingerprint(part)
@@ -126,8 +131,8 @@ class DecodePlan:
         self._ahead = 1
         self.warm = False  # the first step runs eagerly: it loads kernels, which a capture must not
         with torch.inference_mode(False):  # buffers outlive the mode generate() was called in
-            self.tokens = torch.zeros(batch, 1, dtype=torch.long, device=self.device)
-            self.positions = torch.zeros(batch, 1, dtype=torch.long, device=self.device)
+            self.tokens = torch.zeros(batch, self.query_len, dtype=torch.long, device=self.device)
+            self.positions = torch.zeros(batch, self.query_len, dtype=torch.long, device=self.device)
             self.seq_lens = torch.zeros(batch, dtype=torch.int32, device=self.device)
             self.starts = torch.zeros(batch, dtype=torch.int32, device=self.device)
             self.unfinished = torch.ones(batch, dtype=torch.long, device=self.device)
@@ -142,7 +147,7 @@ class DecodePlan:
             self.kv_table = self.workspace = None
             if self.device.type == "cuda":
                 attention = part.layers[0].attention
-                size = workspace_bytes(batch, 1, attention.num_heads, attention.head_dim)
+                size = workspace_bytes(batch, self.query_len, attention.num_heads, attention.head_dim)
                 self.workspace = torch.zeros(size, dtype=torch.uint8, device=self.device)
                 shape = len(part.layers), table_columns(kv_dtype)
                 self.kv_table = torch.zeros(shape, dtype=torch.long, device=self.device)
@@ -156,25 +161,12 @@ class DecodePlan:
             self._logits = self._record(part)
 
     def _record(self, part: ModelPart) -> Register:
-        """Write the token step down; returns the register of the logits [batch, 1, vocab_size]."""
+        """Write the token step down; returns the register of the logits [batch, vocab_size]."""
         emit = self.program.emit
         if self.sampled:  # first, so that the kernels after the layers overlap
             emit(_aten.exponential_.default, self.noise)
-        tables = [table for pair in self._angles.values() for table in pair]
-        hidden, rows = steps.step_inputs(emit, part, self.tokens, self.positions, tables)
-        angles = dict(zip(self._angles, zip(rows[::2], rows[1::2])))
-        # Nothing in the step writes a parameter or the table, and lengths only change in its last kernel.
-        overlap = self.device.type == "cuda"
-        at = steps.Positions(angles, self.seq_lens, self.starts, self.kv_table, self.workspace, overlap)
-        # A graph of several sequences takes the ops one by one, as they were measured.
-        in_one = (self.batch == 1 or self.device.type == "cpu") and not one_call.one_call_reasons(part, self.kv_dtype)
-        if in_one:
-            logits = one_call.all_layers(emit, part, hidden, self._caches, at)
-        else:
-            for index, layer in enumerate(part.layers):
-                hidden = steps.decoder_layer(emit, layer, hidden, self._caches[index], at, index)
-            logits = steps.head(emit, part, hidden, overlap)
-        last = preferred = emit(_aten.select.int, steps.scaled_logits(emit, part, logits), 1, 0)
+        logits, overlap = self._record_forward(part)
+        last = preferred = emit(_aten.select.int, logits, 1, 0)
         if self.sampled:
             preferred = emit(ops.exponential_race.overload, last, self.noise, self.settings, overlap)
         emit(
@@ -185,6 +177,29 @@ class DecodePlan:
         if overlap:
             self.program.announce_weights()
         return last
+
+    def _record_forward(self, part: ModelPart) -> tuple[Register, bool]:
+        """Write the model's forward down; returns the register of the logits [batch, query_len, vocab_size], and
+        whether kernels overlap."""
+        emit: steps.Emit = self.program.emit
+        if self.batch * self.query_len > MAX_ROWS:
+            emit = ManyRows(None).recorded(emit)
+        tables = [table for pair in self._angles.values() for table in pair]
+        hidden, rows = steps.step_inputs(emit, part, self.tokens, self.positions, tables)
+        angles = dict(zip(self._angles, zip(rows[::2], rows[1::2])))
+        # Nothing in the step writes a parameter or the table, and lengths only change before or in its last kernel.
+        overlap = self.device.type == "cuda"
+        at = steps.Positions(angles, self.seq_lens, self.starts, self.kv_table, self.workspace, overlap)
+        # A graph of several sequences takes the ops one by one, as they were measured.
+        few = self.batch == 1 or (self.device.type == "cpu" and self.batch <= MAX_ROWS)
+        alone = few and self.query_len == 1
+        if alone and not one_call.one_call_reasons(part, self.kv_dtype):
+            logits = one_call.all_layers(emit, part, hidden, self._caches, at)
+        else:
+            for index, layer in enumerate(part.layers):
+                hidden = steps.decoder_layer(emit, layer, hidden, self._caches[index], at, index)
+            logits = steps.head(emit, part, hidden, overlap)
+        return steps.scaled_logits(emit, part, logits), overlap
 
     def begin(
         self,
@@ -220,10 +235,10 @@ class DecodePlan:
         self.cache = cache
         # rows of the tables that a step needs beyond the length of the cache; positions may be the user's own
         self._ahead = int(positions.max()) + 1 - cache.get_seq_length()
-        self._bind()
+        self.bind()
 
-    def _bind(self) -> None:
-        """Tell the program where the cache's buffers are."""
+    def bind(self) -> None:
+        """Tell the program where the cache's buffers are, where others than its steps may have moved them."""
         layers = self.cache.layers
         if self.kv_table is not None:
             rows = []
@@ -282,10 +297,22 @@ class DecodePlan:
             [batch, vocab_size] logits of the next token, valid until the next step.
         """
         if self.cache.reserve(1):
-            self._bind()
+            self.bind()
         self._reserve_angles(self.cache.get_seq_length() + self._ahead)
         if tokens is not None:
             self.tokens.copy_(tokens[:, None])
+        self._run()
+        self.cache.advance(1)
+        return self.logits
+
+    def rewind(self) -> None:
+        """Follow the cache, which was cropped or has grown by other steps; the next :meth:`step` is given its token."""
+        length = self.cache.get_seq_length()
+        self.seq_lens.fill_(length + 1)
+        self.positions.fill_(length + self._ahead - 1)
+
+    def _run(self) -> None:
+        """Make the calls of a step, as a graph once they have run by themselves."""
         if self.device.type == "cuda" and self.warm and self.graph is None:
             self.graph = capture(self.program, self.device)
         if self.graph is not None:
@@ -294,8 +321,6 @@ class DecodePlan:
             with below_autograd():
                 self.program.run()
         self.warm = True
-        self.cache.advance(1)
-        return self.logits
 
     def end(self) -> None:
         """Let go of the cache."""

@@ -24,6 +24,7 @@ from ..compat import (
     rotation_function,
 )
 from ..ops.decode_attention import MAX_HEAD_DIM, MIN_HEAD_DIM
+from ..ops.gemv import MAX_ROWS
 from .modules import (
     PLAIN_TENSORS,
     child,
@@ -37,6 +38,9 @@ from .modules import (
     weight_and_bias,
 )
 from .parts import FeedForwardPart, MoEPart, NormPart, Part, feed_forward_part
+
+#: sequences of a decode plan: what was measured
+MAX_BATCH = 64
 
 
 @dataclass(frozen=True)
@@ -263,6 +267,11 @@ class ModelPart(Part):
     """
 
     windows: tuple[int | None, ...]
+
+    @property
+    def max_batch(self) -> int:
+        """Sequences a decode plan takes."""
+        return MAX_ROWS if any(isinstance(layer.mlp, MoEPart) for layer in self.layers) else MAX_BATCH
 
     @property
     def decoder(self) -> nn.Module:

@@ -12,7 +12,7 @@ from torch import nn
 
 from .. import huge_pages, loader
 from ..compat import Conv1D
-from ..ops.gemv import MAX_ROWS
+from ..decode.structure import MAX_BATCH
 from ..options import Options
 from ..patching import PatchState, patch_with, state_of
 from .files import PackedFiles, not_persistent
@@ -33,7 +33,7 @@ def load_packed(
     kv_dtype: str | torch.dtype = "auto",
     ops: str | Iterable[str] = "all",
     strict: bool = False,
-    max_batch_size: int = MAX_ROWS,
+    max_batch_size: int = MAX_BATCH,
     quiet: bool = False,
 ) -> nn.Module:
     """Load what :func:`save_packed` wrote, and patch the model.

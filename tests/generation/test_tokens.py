@@ -29,7 +29,7 @@ from transformers.generation.logits_process import (
 )
 
 from hf_fastpath import compat
-from hf_fastpath.decode.plan import MAX_EOS_TOKENS
+from hf_fastpath.decode.plan import MAX_EOS_TOKENS, DecodePlan
 
 # ---- greedy ------------------------------------------------------------------------------------------------
 
@@ -85,13 +85,48 @@ def test_outgrows_first_allocation(architecture, device):
 
 
 @over_architectures
-def test_batch_of_17_falls_back(architecture, device):
+@pytest.mark.parametrize("batch", (17, 64))
+def test_large_batches_tokens_equal(batch, architecture, device):
+    """More sequences than the ops for few rows take: products of PyTorch's libraries; not where MLPs are mixtures."""
     stock, ours = pair(architecture, device)
-    ids = prompt(device, 17, 6)
+    inputs = left_padded(device, batch, 25)
     with counting(ours) as counts:
-        found, expected = both(stock, ours, input_ids=ids, **GREEDY)
-    assert counts.reasons["batch_size"] and counts.fallback == 17 * 20 and not counts.fast
-    assert_same_tokens(found, expected, stock)
+        found, expected = both(stock, ours, **inputs, **GREEDY)
+    takes = architecture not in ("gpt_oss", "mixtral", "olmoe", "qwen3_moe")
+    assert counts.fast == takes * batch * 20 and counts.reasons == ({} if takes else {"batch_size": 1})
+    assert_same_tokens(found, expected, stock, inputs["attention_mask"])
+
+
+def test_batch_of_65_falls_back(device):
+    stock, ours = pair("llama", device)
+    inputs = left_padded(device, 65)
+    with counting(ours) as counts:
+        found, expected = both(stock, ours, **inputs, **GREEDY)
+    assert counts.reasons["batch_size"] and not counts.fast
+    assert_same_tokens(found, expected, stock, inputs["attention_mask"])
+
+
+@pytest.mark.parametrize("batch", (3, 20))
+def test_padding_is_not_read(batch, device, monkeypatch):
+    """Whatever lies where a row is padded once the prompt is read, numbers or none: the same bits at every step."""
+    _, ours = pair("llama", device)
+    inputs, begin, fillings = left_padded(device, batch, 40), DecodePlan.begin, [None, float("nan"), float("inf")]
+
+    def poisoned(self, cache, positions, starts, *others):
+        filling = fillings.pop()
+        for layer in cache.layers if filling is not None else ():
+            for row, start in enumerate(starts.tolist()):
+                for buffer in layer.buffers:
+                    buffer[row, :, :start] = filling
+        begin(self, cache, positions, starts, *others)
+
+    monkeypatch.setattr(DecodePlan, "begin", poisoned)
+    found = []
+    while fillings:
+        options = dict(max_new_tokens=12, do_sample=False, return_dict_in_generate=True, output_logits=True)
+        found.append(torch.stack(ours.generate(**inputs, **options).logits))
+    assert found[0].isfinite().all()
+    assert torch.equal(found[0], found[1]) and torch.equal(found[0], found[2])
 
 
 def test_several_threads_tokens_equal():
@@ -192,7 +227,7 @@ def test_sampling_tokens_equal(options, device):
     ),
     ids=str,
 )
-@pytest.mark.parametrize("batch", (1, 5, 16))
+@pytest.mark.parametrize("batch", (1, 5, 16, 40))
 def test_sampling_in_the_plan_tokens_equal(batch, options, device):
     """The warpers that a plan knows; padded rows, rows that end at different steps."""
     stock, ours = pair("llama", device)

@@ -234,7 +234,7 @@ PROVOKED: dict[str, Callable[..., Iterable[str | None]]] = {
     "hooks": lambda: after(lambda model: mlp_of(model).register_forward_hook(lambda *_: None)),
     "attention_mask": lambda: generating(attention_mask=PADDED),
     "attention_outputs": lambda: generating(output_hidden_states=True, return_dict_in_generate=True),
-    "batch_size": lambda: generating(input_ids=IDS.repeat(17, 1)),
+    "batch_size": lambda: generating(input_ids=IDS.repeat(65, 1)),
     "no_cache": lambda: generating(use_cache=False),
     "other_cache": lambda: generating(past_key_values=DynamicCache()),
     "position_ids": lambda: generating(position_ids=torch.zeros(1, 1, 11, dtype=torch.long)),

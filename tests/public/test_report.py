@@ -33,7 +33,7 @@ def test_strict_raises_where_stock_would_run(reason, options, device):
         ours.generate(prompt(device), **(SHORT | options))
     ours.generate(prompt(device), **SHORT)  # and is as good as before
     with pytest.raises(FallbackError, match="batch_size"):
-        ours.generate(prompt(device, 17), **SHORT)
+        ours.generate(prompt(device, 65), **SHORT)
 
 
 def test_report_contents(device, capsys):
@@ -44,14 +44,14 @@ def test_report_contents(device, capsys):
     assert len(printed.splitlines()) <= 4, "one short report"
     ours.generate(prompt(device, 2), **SHORT)
     ours.generate(prompt(device, 1), num_beams=2, **SHORT)
-    ours.generate(prompt(device, 17), **SHORT)
+    ours.generate(prompt(device, 65), **SHORT)
     report = hf_fastpath.report(ours)
     found = json.loads(json.dumps(report.to_dict()))
-    assert found["stats"]["fast_tokens"] == 24 and found["stats"]["fallback_tokens"] == 17 * 12
+    assert found["stats"]["fast_tokens"] == 24 and found["stats"]["fallback_tokens"] == 65 * 12
     assert found["stats"]["reasons"]["generation_mode"] == 1 and found["stats"]["reasons"]["batch_size"] >= 1
     assert found["stats"]["last_tokens_per_second"] > 0
     text = str(report)
-    for part in ("2 layer", "24 fast", "204 stock", "batch_size", str(REASONS["batch_size"])):
+    for part in ("2 layer", "24 fast", "780 stock", "batch_size", str(REASONS["batch_size"])):
         assert part in text
 
 
@@ -89,8 +89,8 @@ def test_a_call_gives_its_own_reasons_only(device):
     """A fallback of the loop does not drag other reasons along."""
     _, ours = fresh("llama", device)
     with counting(ours) as counts:
-        ours.generate(prompt(device, 17), **SHORT)
-    assert set(counts.reasons) == {"batch_size"} and counts.fallback == 17 * 12
+        ours.generate(prompt(device, 65), **SHORT)
+    assert set(counts.reasons) == {"batch_size"} and counts.fallback == 65 * 12
 
 
 def test_quiet_prints_nothing(capsys):

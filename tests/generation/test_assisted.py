@@ -1,0 +1,247 @@
+"""Greedy search by drafts, an assistant's or those found in the text itself: stock's tokens."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from models import CPU, build, counting, fresh, heldout_tokens, left_padded, over_architectures, pair, prompt, trained
+from parity import assert_same_tokens, both, rng_state
+from torch import nn
+from transformers import MaxTimeCriteria, StoppingCriteriaList, TextStreamer
+
+import hf_fastpath
+from hf_fastpath.decode import plan as plan_module
+from hf_fastpath.decode.draft_plan import WIDTHS, DraftPlan
+from hf_fastpath.errors import FallbackError
+
+
+def draft_plans(model: nn.Module) -> list[DraftPlan]:
+    return [plan for plan in vars(model)["_hf_fastpath"].plans if type(plan) is DraftPlan]
+
+
+def assistant(architecture: str, device: torch.device, drafted: int = 5, threshold: float = 0.0) -> nn.Module:
+    """A patched model of one layer, whose tokens the other models agree with now and then."""
+    changes = {"n_layer": 1} if architecture == "gpt2" else {"num_hidden_layers": 1}
+    made = hf_fastpath.patch(build(architecture, **changes).to(device), quiet=True)
+    made.generation_config.num_assistant_tokens = drafted
+    made.generation_config.assistant_confidence_threshold = threshold
+    return made
+
+
+def noisy_copy(model: nn.Module, scale: float = 0.02) -> nn.Module:
+    """A patched copy of a patched model with slightly other weights, so that most of its drafts are accepted."""
+    made = copy.deepcopy(model)
+    with torch.no_grad():
+        for parameter in made.parameters():
+            parameter.add_(scale * parameter.std() * torch.randn_like(parameter))
+    return made
+
+
+@over_architectures
+def test_tokens_of_an_assistant(architecture, device):
+    """Accepted and rejected drafts; windows that move on; the assistant's own loop makes no call."""
+    stock, ours = pair(architecture, device)
+    options = dict(input_ids=prompt(device), max_new_tokens=40, do_sample=False)
+    plain = stock.generate(**options)
+    for helper in (assistant(architecture, device), noisy_copy(ours)):
+        with counting(ours) as counts, counting(helper) as drafts:
+            found = ours.generate(assistant_model=helper, **options)
+        assert_same_tokens(found, plain, stock)
+        assert counts.fast == 40 and not counts.reasons
+        assert not drafts.fallback and not drafts.reasons
+    assert {plan.query_len for plan in draft_plans(ours)} <= set(WIDTHS)
+
+
+@pytest.mark.parametrize("drafted", (1, 3, 15, 16, 40))
+def test_drafts_of_any_length(drafted, device, monkeypatch):
+    """Longer ones than a plan is wide, too; the assistant is the very model, so that all are accepted."""
+    reads, read = [], DraftPlan.read
+    monkeypatch.setattr(DraftPlan, "read", lambda self, tokens: reads.append(len(tokens)) or read(self, tokens))
+    stock, ours = fresh("llama", device)
+    ours.generation_config.num_assistant_tokens = drafted
+    ours.generation_config.assistant_confidence_threshold = 0
+    options = dict(input_ids=prompt(device), max_new_tokens=60, do_sample=False)
+    with counting(ours) as counts:
+        found = ours.generate(assistant_model=ours, **options)
+    assert_same_tokens(found, stock.generate(**options), stock)
+    assert counts.fast == 60 and not counts.reasons
+    assert max(reads) == min(drafted + 1, 16)
+    rounds = -(-59 // (drafted + 1)) * -(-(drafted + 1) // 16)  # the first token is the prompt's
+    assert len(reads) <= rounds + 1
+    assert {plan.query_len for plan in draft_plans(ours)} <= set(WIDTHS)
+
+
+@pytest.mark.parametrize("length", (120, 300))
+def test_tokens_of_a_prompt_lookup(length, device):
+    """Over a text with repetitions; with 300 tokens drafts are cropped from windows that have moved on."""
+    stock, ours = trained(device)
+    for drafted in (2, 8, 20):
+        options = dict(input_ids=heldout_tokens(length).to(device), max_new_tokens=80, do_sample=False)
+        with counting(ours) as counts:
+            found = ours.generate(prompt_lookup_num_tokens=drafted, **options)
+        assert_same_tokens(found, stock.generate(**options), stock)
+        assert counts.fast == found.shape[1] - length and not counts.reasons
+
+
+@pytest.mark.parametrize("dtype", (torch.float16, torch.bfloat16), ids=str)
+def test_half_precision(dtype, device):
+    """Rounded logits: a token may differ where two are nearly as likely."""
+    stock, ours = pair("llama", device, dtype)
+    options = dict(input_ids=prompt(device, 1, 6).repeat(1, 4), max_new_tokens=24, do_sample=False)
+    found = ours.generate(prompt_lookup_num_tokens=4, **options)
+    assert_same_tokens(found, stock.generate(**options), stock)
+
+
+def test_draft_lengths_follow_stocks_schedules(device):
+    """As many tokens are drafted in every round as by transformers, with a threshold and without."""
+    stock, ours = pair("llama", device)
+    helper = noisy_copy(ours, 0.1)
+    options = dict(input_ids=prompt(device), max_new_tokens=60, do_sample=False)
+    for schedule, threshold in (("heuristic", 0), ("heuristic_transient", 0), ("constant", 0.3), ("constant", 0)):
+        left = []
+        for model in (stock, ours):
+            config = helper.generation_config
+            config.num_assistant_tokens, config.num_assistant_tokens_schedule = 5, schedule
+            config.assistant_confidence_threshold = threshold
+            found = model.generate(assistant_model=helper, **options)
+            left.append((found, config.num_assistant_tokens))
+        assert_same_tokens(left[1][0], left[0][0], stock)
+        assert left[1][1] == left[0][1]
+        assert schedule != "heuristic" or left[0][1] != 5
+
+
+def test_padding_ends_and_what_is_returned(device):
+    """Left padding, end tokens inside of a draft, scores, a streamer, and the cache for the next turn."""
+    stock, ours = pair("mistral", device)
+    helper = noisy_copy(ours)
+    inputs = {name: tensor[2:] for name, tensor in left_padded(device, 3, 20).items()}
+    ends = prompt(device, 1, 200)[0, :60].unique().tolist()
+    options = dict(max_new_tokens=40, do_sample=False, eos_token_id=ends, return_dict_in_generate=True)
+    options |= dict(output_scores=True, output_logits=True)
+    expected = stock.generate(**inputs, **options)
+    for how in ({"assistant_model": helper}, {"prompt_lookup_num_tokens": 3}):
+        state = rng_state(device)
+        with counting(ours) as counts:
+            found = ours.generate(**inputs, **options, **how)
+        assert torch.equal(rng_state(device), state)
+        assert counts.fast == expected.sequences.shape[1] - 20 and not counts.reasons
+        assert torch.equal(found.sequences, expected.sequences)
+        for rows, wanted in ((found.scores, expected.scores), (found.logits, expected.logits)):
+            torch.testing.assert_close(torch.cat(rows), torch.cat(wanted), rtol=1e-3, atol=1e-3)
+        assert found.past_key_values.get_seq_length() == expected.past_key_values.get_seq_length()
+        more = torch.cat((found.sequences, prompt(device, 1, 3)), dim=1)
+        mask = torch.cat((inputs["attention_mask"], torch.ones_like(more[:, 20:])), dim=1)
+        again = dict(input_ids=more, attention_mask=mask, max_new_tokens=12, do_sample=False)
+        then = ours.generate(past_key_values=found.past_key_values, **again, **how)
+        assert_same_tokens(then, stock.generate(**again), stock, mask)
+
+
+class _Words:
+    """Stands for a tokenizer: a token's text is its number."""
+
+    @staticmethod
+    def decode(ids, **_) -> str:
+        return " ".join(map(str, ids)) + " "
+
+
+class _Streamed(TextStreamer):
+    def on_finalized_text(self, text: str, stream_end: bool = False) -> None:
+        self.text = getattr(self, "text", "") + text
+
+
+def test_streamer(device):
+    stock, ours = pair("llama", device)
+    texts = []
+    for model in (stock, ours):
+        streamer = _Streamed(_Words())
+        out = model.generate(
+            prompt(device, 1, 6).repeat(1, 4), prompt_lookup_num_tokens=4, streamer=streamer, max_new_tokens=30
+        )
+        texts.append((streamer.text, out[0, :].tolist()))
+    assert texts[0] == texts[1]
+
+
+def test_lengths_are_kept(device):
+    """A draft never goes beyond the longest text; a single token needs none."""
+    stock, ours = pair("gpt2", device)
+    ids = prompt(device, 1, 6).repeat(1, 4)
+    for new_tokens in (1, 2, 3, 4, 7):
+        found, expected = both(
+            stock, ours, input_ids=ids, prompt_lookup_num_tokens=5, max_new_tokens=new_tokens, do_sample=False
+        )
+        assert found.shape[1] == 24 + new_tokens
+        assert_same_tokens(found, expected, stock)
+
+
+def test_up_to_the_last_position(device):
+    """What fills a plan up has no position of its own: GPT-2's table ends."""
+    stock, ours = fresh("gpt2", device, n_positions=40)
+    ids = prompt(device, 1, 6).repeat(1, 4)
+    options = dict(input_ids=ids, max_new_tokens=16, do_sample=False)
+    for drafted in (2, 4, 8):
+        found = ours.generate(prompt_lookup_num_tokens=drafted, **options)
+        assert_same_tokens(found, stock.generate(**options), stock)
+
+
+LEFT_TO_STOCK = {
+    "sampling": dict(do_sample=True),
+    "processors": dict(repetition_penalty=1.3),
+    "criteria": dict(stopping_criteria=StoppingCriteriaList([MaxTimeCriteria(60.0)])),
+}
+
+
+@pytest.mark.parametrize("name", LEFT_TO_STOCK)
+def test_what_is_left_to_transformers_loop(name, device):
+    """Over patched modules, with a reason, which strict=True refuses."""
+    stock, ours = fresh("llama", device)
+    options = dict(input_ids=prompt(device, 1, 6).repeat(1, 4), max_new_tokens=12, prompt_lookup_num_tokens=3)
+    options |= dict(do_sample=False) | LEFT_TO_STOCK[name]
+    with counting(ours) as counts:
+        found, expected = both(stock, ours, **options)
+    assert counts.reasons == {"generation_mode": 1} and not counts.fast
+    assert_same_tokens(found, expected)
+    strict = hf_fastpath.patch(copy.deepcopy(stock), strict=True, quiet=True)
+    with pytest.raises(FallbackError, match="generation_mode"):
+        strict.generate(**options)
+
+
+def test_an_interrupt_leaves_the_cache_in_one_piece(monkeypatch):
+    """A draft that breaks off in the middle of a read."""
+    stock, ours = fresh("llama")
+    cache = hf_fastpath.FastpathCache(ours.config)
+    options = dict(input_ids=prompt(CPU, 1, 6).repeat(1, 4), max_new_tokens=20, do_sample=False)
+    real, reads = DraftPlan.read, []
+
+    def read(self, tokens):
+        reads.append(tokens)
+        if len(reads) == 3:
+            raise KeyboardInterrupt
+        return real(self, tokens)
+
+    monkeypatch.setattr(DraftPlan, "read", read)
+    with pytest.raises(KeyboardInterrupt):
+        ours.generate(past_key_values=cache, prompt_lookup_num_tokens=4, **options)
+    assert len({layer.cumulative_length for layer in cache.layers}) == 1
+    monkeypatch.setattr(DraftPlan, "read", real)
+    found = ours.generate(prompt_lookup_num_tokens=4, **options)
+    assert_same_tokens(found, stock.generate(**options), stock)
+
+
+def test_one_capture_serves_every_draft(cuda, monkeypatch):
+    """Calls of other draft lengths, prompts and caches, which grow: a capture a width; cropping moves no buffer."""
+    made, real = [], plan_module.capture
+    monkeypatch.setattr(plan_module, "capture", lambda *given: made.append(given) or real(*given))
+    stock, ours = fresh("mistral", cuda)
+    helper = noisy_copy(ours)
+    for turn in range(2):
+        for drafted in (1, 2, 3, 5, 7, 12, 15, 20):
+            helper.generation_config.num_assistant_tokens = drafted
+            helper.generation_config.assistant_confidence_threshold = 0
+            options = dict(input_ids=prompt(cuda, 1, 10 * drafted), max_new_tokens=200, do_sample=False)
+            assert_same_tokens(ours.generate(assistant_model=helper, **options), stock.generate(**options), stock)
+        if turn == 0:
+            captured = len(made)
+            assert captured <= len(WIDTHS) + 1
+    assert len(made) == captured
