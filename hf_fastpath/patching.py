@@ -88,10 +88,11 @@ class PatchState:
         """The decode plan for this model, batch and cache, made anew if the model's parameters have moved."""
         kv_dtype, current = cache.layers[0].k_buffer.dtype, structure.fingerprint(part)
         self.plans = [plan for plan in self.plans if plan.fingerprint == current]
+        key = batch, kv_dtype, sampled, cache.page_sizes
         for plan in self.plans:
-            if (plan.batch, plan.kv_dtype, plan.sampled) == (batch, kv_dtype, sampled):
+            if (plan.batch, plan.kv_dtype, plan.sampled, plan.page_sizes) == key:
                 return plan
-        made = DecodePlan(part, batch, kv_dtype, sampled)
+        made = DecodePlan(part, *key)
         self.plans = [made, *self.plans[: MAX_PLANS - 1]]
         return made
 
@@ -149,6 +150,7 @@ def patch(
     lm_head: str = HEADS[0],
     keep_original: bool = True,
     quiet: bool = False,
+    page_size: int | None = None,
 ) -> nn.Module:
     """Speed up ``model`` in place: its modules' forwards, its KV cache and its ``generate()`` loop.
 
@@ -168,6 +170,8 @@ def patch(
         strict: raise FallbackError wherever stock code would run instead of ours.
         max_batch_size: sequences the decode loop takes at most, 1 to 16.
         quiet: print no report.
+        page_size: positions of a page, a power of two from 16 on: ``generate()`` then keeps keys and values in pages
+            that sequences share, see ``FastpathCache``. None: one buffer a layer.
 
     Returns:
         The same model.
@@ -180,7 +184,7 @@ def patch(
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"patch() got {type(model).__name__}, expected a transformers model (torch.nn.Module)")
-    options = Options.parse(kv_dtype, weights, ops, strict, max_batch_size, lm_head, keep_original)
+    options = Options.parse(kv_dtype, weights, ops, strict, max_batch_size, lm_head, keep_original, page_size)
     existing = state_of(model)
     if existing is not None:
         if existing.options != options:
@@ -450,7 +454,9 @@ def _prepare_cache(self: nn.Module, generation_config: Any, model_kwargs: dict, 
     made = model_kwargs.get("past_key_values")
     plain = generation_config.cache_implementation in (None, "dynamic") and type(made) is compat.DynamicCache
     if plain and not users_own and _takes_our_cache(self, state):
-        model_kwargs["past_key_values"] = FastpathCache.from_dynamic(made, state.options.kv_dtype)
+        model_kwargs["past_key_values"] = FastpathCache.from_dynamic(
+            made, state.options.kv_dtype, state.options.page_size
+        )
     return result
 
 

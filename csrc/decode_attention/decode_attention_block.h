@@ -393,7 +393,7 @@ void run_range(const AttentionChunk& chunk, int64_t begin, int64_t end, bool str
   const int64_t bytes = chunk.query_len * chunk.group < kValueRows ? kBlockBytes : kSharedBlockBytes;
   const int64_t fitting = (bytes / row_bytes + Vector::kWidth - 1) / Vector::kWidth * Vector::kWidth;
   const int64_t block = min_of(kBlockPositions, fitting);
-  const int64_t slot = begin % chunk.capacity;
+  const int64_t slot = row_of(chunk, begin);
   const auto* k = static_cast<const Storage*>(chunk.k) + slot * dim;
   const auto* v = static_cast<const Storage*>(chunk.v) + slot * dim;
   const uint16_t* k_scales = kIsQuantized<Kv> ? chunk.k_scales + slot : nullptr;
@@ -424,8 +424,9 @@ void run_chunk(const AttentionChunk& chunk) {
   const int64_t newest = chunk.first_query + chunk.query_len - 1;
   const int64_t common_begin = chunk.window > 0 ? newest - chunk.window + 1 : chunk.begin;
   for (int64_t begin = chunk.begin; begin < chunk.end;) {
-    // A range ends where the ring does, and where visibility to all begins or ends.
-    int64_t end = min_of(chunk.end, begin + chunk.capacity - begin % chunk.capacity);
+    // A range ends where the ring or a page does, and where visibility to all begins or ends.
+    const int64_t together = chunk.pages != nullptr ? chunk.page_size : chunk.capacity;
+    int64_t end = min_of(chunk.end, begin + together - begin % together);
     if (begin < common_begin) {
       end = min_of(end, common_begin);
     } else if (begin < common_end) {
