@@ -23,9 +23,9 @@ namespace {
 constexpr int kWarps = 4;
 constexpr int kThreads = kWarps * kWarpSize;
 // Blocks an SM runs at once: registers for the queries and the sums, both of kRows rows, bound it, and of
-// quants their scales.
-template <class KV, int kLanes, int kChunks, int kRows>
-constexpr int kBlocksPerSm = kRows * kChunks <= (kIsQuant<KV> ? 1 : 4) && kLanes > 4 ? 3 : 2;
+// quants their scales, of pages the table.
+template <class KV, int kLanes, int kChunks, int kRows, bool kPaged>
+constexpr int kBlocksPerSm = !kPaged && kRows * kChunks <= (kIsQuant<KV> ? 1 : 4) && kLanes > 4 ? 3 : 2;
 
 // Sums kCount values over groups of kLanes neighboring lanes at once; see warp_sums. A lane ends with values
 // `group_sums_first` and the following kCount / kLanes - 1 in front.
@@ -68,7 +68,7 @@ using KvChunk = typename KvPiece<KV>::Type;
 // KV: type of the caches. kLanes: lanes a position. kChunks: pieces a lane owns of it. kRows: rows a
 // block. kPaged: the caches lie in pages.
 template <class KV, int kLanes, int kChunks, int kRows, bool kPaged>
-__global__ void __launch_bounds__(kThreads, kBlocksPerSm<KV, kLanes, kChunks, kRows>)
+__global__ void __launch_bounds__(kThreads, kBlocksPerSm<KV, kLanes, kChunks, kRows, kPaged>)
     decode_attention_kernel(DecodeAttentionParams p) {
   using C = KvChunk<KV>;
   constexpr int kElems = kPieceElems<KV>;
@@ -279,7 +279,7 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerSm<KV, kLanes, kChunks, kR
 
 template <class KV, int kLanes, int kChunks, int kRows, bool kPaged>
 void launch(const DecodeAttentionParams& p, cudaStream_t stream) {
-  const dim3 grid = split_grid(p, kRows, kBlocksPerSm<KV, kLanes, kChunks, kRows>), block(kThreads);
+  const dim3 grid = split_grid(p, kRows, kBlocksPerSm<KV, kLanes, kChunks, kRows, kPaged>), block(kThreads);
   const size_t smem_bytes = kWarps * WarpResults<kWarps, kLanes * kChunks * kPieceElems<KV>>::bytes(kRows);
   launch_attention(decode_attention_kernel<KV, kLanes, kChunks, kRows, kPaged>, grid, block, smem_bytes,
                    stream, p);
