@@ -17,7 +17,7 @@ _LEAST_COLUMNS = 64
 
 @dataclass
 class PageCounts:
-    """How many pages a cache and its copies take.
+    """How many pages a cache and its copies take; one object for all of them.
 
     Attributes:
         page_size: positions of a page.
@@ -36,6 +36,16 @@ class PageCounts:
     allocated: int = 0
     page_bytes: int = 0
 
+    def __deepcopy__(self, memo: dict) -> PageCounts:
+        return self
+
+    def __str__(self) -> str:
+        size, unshared = (f"{count * self.page_bytes / 1e6:.1f} MB" for count in (self.most_used, self.most_unshared))
+        return (
+            f"at most {self.most_used} of {self.page_size} positions used ({size}), {self.most_unshared} without "
+            f"sharing ({unshared})"
+        )
+
 
 class PagePool:
     """Pages of all layers that share block tables. Page i of a layer is row i of its buffers.
@@ -45,11 +55,11 @@ class PagePool:
         version: changes when a buffer is replaced.
     """
 
-    def __init__(self, page_size: int):
+    def __init__(self, page_size: int, counts: PageCounts | None = None):
         self.page_size = page_size
         self.buffers: list[list[torch.Tensor]] = []
         self.version = 0
-        self.counts = PageCounts(page_size)
+        self.counts = counts or PageCounts(page_size)
         self._uses: list[int] = []  # of each page, by how many sequences
         self._free: list[int] = []
 
@@ -60,7 +70,7 @@ class PagePool:
         """Make buffers for another layer; returns its place in ``buffers``."""
         shape = (len(self._uses), num_heads, self.page_size, head_dim)
         self.buffers.append([self._empty(shape, dtype, device) for _ in range(2)])
-        self._count_bytes()
+        self.counts.page_bytes += 2 * num_heads * self.page_size * head_dim * dtype.itemsize
         return len(self.buffers) - 1
 
     @staticmethod
@@ -70,10 +80,6 @@ class PagePool:
             made = torch.empty(shape, dtype=dtype, device=device)
         huge_pages.ask_for(made)
         return made
-
-    def _count_bytes(self) -> None:
-        self.counts.page_bytes = sum(each[0].nbytes if len(each) else 0 for pair in self.buffers for each in pair)
-        self.counts.allocated = len(self._uses)
 
     def _grow(self, missing: int) -> None:
         """Make room for more pages, a quarter at least, layer by layer."""
@@ -87,7 +93,7 @@ class PagePool:
                 pair[place] = made
         self._uses += [0] * more
         self._free += range(before + more - 1, before - 1, -1)
-        self._count_bytes()
+        self.counts.allocated += more
 
     def take(self, count: int) -> list[int]:
         """Pages of one's own."""
@@ -261,9 +267,7 @@ class PageTables:
         """
         table = self.tables.get(device)
         if table is None:
-            pool = PagePool(self.page_size)
-            if not self.tables:
-                self.counts = pool.counts
+            pool = PagePool(self.page_size, self.counts)
             table = self.tables[device] = PageTable(pool, batch, device)
         if len(table.rows) != batch:
             if any(table.rows):

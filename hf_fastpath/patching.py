@@ -454,9 +454,10 @@ def _prepare_cache(self: nn.Module, generation_config: Any, model_kwargs: dict, 
     made = model_kwargs.get("past_key_values")
     plain = generation_config.cache_implementation in (None, "dynamic") and type(made) is compat.DynamicCache
     if plain and not users_own and _takes_our_cache(self, state):
-        model_kwargs["past_key_values"] = FastpathCache.from_dynamic(
-            made, state.options.kv_dtype, state.options.page_size
-        )
+        made = FastpathCache.from_dynamic(made, state.options.kv_dtype, state.options.page_size)
+        model_kwargs["past_key_values"] = made
+    if isinstance(made, FastpathCache) and made.page_counts is not None:
+        state.stats.pages = made.page_counts
     return result
 
 

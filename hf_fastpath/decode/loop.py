@@ -277,7 +277,22 @@ class _Loop:
     def _read_prompt(self, part: ModelPart, model_kwargs: dict, starts: torch.Tensor | None) -> torch.Tensor:
         """[batch, vocab_size] logits of the first token; the prompt is in the cache then."""
         cache = model_kwargs["past_key_values"]
-        tokens = compat.new_tokens(self.ids, self.config, model_kwargs)
+        repeats = prompt.repeats(self.ids, self.config.num_return_sequences, cache)
+        if repeats == 1:
+            return self._read_rows(part, self.ids, model_kwargs, starts)
+        rows = {name: model_kwargs.get(name) for name in ("attention_mask", "position_ids")}
+        rows = {name: t[::repeats] for name, t in rows.items() if t is not None and len(t) == self.batch}
+        starts = None if starts is None else starts[::repeats]
+        logits = self._read_rows(part, self.ids[::repeats], model_kwargs | rows, starts)
+        cache.batch_repeat_interleave(repeats)
+        return logits.repeat_interleave(repeats, dim=0)
+
+    def _read_rows(
+        self, part: ModelPart, ids: torch.Tensor, model_kwargs: dict, starts: torch.Tensor | None
+    ) -> torch.Tensor:
+        """:meth:`_read_prompt` of the prompts ``ids``."""
+        cache = model_kwargs["past_key_values"]
+        tokens = compat.new_tokens(ids, self.config, model_kwargs)
         positions = model_kwargs["position_ids"][:, -tokens.shape[1] :]
         given = prompt.Prompt(tokens, positions, starts if starts is not None and starts.any() else None)
         if prompt.is_readable(part, cache, given):
@@ -285,7 +300,7 @@ class _Loop:
                 for chunk in given.chunks(self.config.prefill_chunk_size):
                     logits = prompt.read(part, cache, chunk)
             return logits
-        return compat.prefill(self.model, self.ids, self.config, model_kwargs).logits[:, -1]
+        return compat.prefill(self.model, ids, self.config, model_kwargs).logits[:, -1]
 
     def _choose(self, next_logits: torch.Tensor) -> torch.Tensor:
         """[batch] next tokens out of [batch, vocab_size] logits, exactly as transformers chooses them."""
