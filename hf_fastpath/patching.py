@@ -458,6 +458,8 @@ def _prepare_cache(self: nn.Module, generation_config: Any, model_kwargs: dict, 
         model_kwargs["past_key_values"] = made
     if isinstance(made, FastpathCache) and made.page_counts is not None:
         state.stats.pages = made.page_counts
+        if any(made.is_sliding):
+            state.stats.note("window_not_paged")
     return result
 
 
