@@ -42,16 +42,22 @@ Tensor qkv_rope_append_cuda(const Tensor& x, const Tensor& q_weight, const std::
   const bool as_they_come = !is_quantized(call.params.kv_type) && !call.pages;
   if (as_they_come && input_norm.launch_as_one(p, &call.params, stream)) return q;
   Tensor normed;
-  input_norm.launch_norm(p, input, normed);
-  if (as_they_come && fits_one_kernel(p, &call.params)) {
-    launch_gemv(p, &call.params, stream);
-    return q;
+  if (as_they_come) {
+    input_norm.launch_norm(p, input, normed);
+    if (fits_one_kernel(p, &call.params)) {
+      launch_gemv(p, &call.params, stream);
+      return q;
+    }
   }
   Tensor qkv = empty_like_with_sizes(input, sizes_with_last(input, p.n));
   p.out = qkv.data_ptr();
-  launch_gemv(p, nullptr, stream);
+  if (as_they_come) {
+    launch_gemv(p, nullptr, stream);
+  } else {
+    input_norm.launch(p, input, stream);
+  }
   call.params.qkv = p.out;
-  call.launch(stream);
+  call.launch(stream, overlap);
   return q;
 }
 

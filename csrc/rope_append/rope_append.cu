@@ -7,6 +7,7 @@
 // Roofline: latency of two dependent loads (the table or the lengths, then the slot's address); a few KB a
 //   token. 1.8 us for one token of 32/8 heads of 128, float16, in a CUDA graph (H200, 2026-11).
 
+#include "common/async.cuh"
 #include "common/cuda_check.cuh"
 #include "rope_append/rope_append.cuh"
 #include "rope_append/rope_append_paged.h"
@@ -41,13 +42,14 @@ __device__ __forceinline__ int64_t head_place(const RopeAppendParams& p, int64_t
   return ((page * p.num_kv_heads + kv_head) << pages.shift) + (slot & ((1 << pages.shift) - 1));
 }
 
-// MaybePages: Pages, or nothing.
+// MaybePages: Pages, or nothing. With pages, the kernel in front may still run.
 template <class T, class Cache, int kElems, class... MaybePages>
 __global__ void __launch_bounds__(kThreads) rope_append_kernel(RopeAppendParams p, MaybePages... pages) {
   const int units = (p.head_dim + 1) / 2 / kElems;  // of a head; an odd head_dim leaves one element alone
   const int heads = p.num_heads + 2 * p.num_kv_heads;
   const int index = blockIdx.y * kThreads + threadIdx.x;
   if (index >= heads * units) return;
+  if constexpr (sizeof...(MaybePages) > 0) allow_next_kernel();
   const int head = index / units, unit = index % units;
   const int token = blockIdx.x, row = token / p.query_len;
 
@@ -62,6 +64,12 @@ __global__ void __launch_bounds__(kThreads) rope_append_kernel(RopeAppendParams 
   const int64_t features = int64_t(heads) * p.head_dim, column = int64_t(head) * p.head_dim;
   const CachePlace place = cache_place(p, pages...);
   const int64_t slot = cache_slot(p, place.capacity, token);
+  const int kv_head = max(head - p.num_heads - (is_value ? p.num_kv_heads : 0), 0);  // 0 of a query
+  const int64_t to = head_place(p, place.capacity, slot, row, kv_head, pages...);
+  if constexpr (sizeof...(MaybePages) > 0) {
+    wait_for_previous_kernel();  // the projections
+    drop_l1();
+  }
   const T* qkv = static_cast<const T*>(p.qkv) + token * features + column;
   float a[kElems], b[kElems] = {};
   load_floats(qkv + first, a);
@@ -96,9 +104,7 @@ __global__ void __launch_bounds__(kThreads) rope_append_kernel(RopeAppendParams 
     if (has_second) Chunk<T, kElems>::store(out + second, b);
     return;
   }
-  const int kv_head = head - p.num_heads - (is_value ? p.num_kv_heads : 0);
-  Cache* out = reinterpret_cast<Cache*>(is_value ? place.v_cache : place.k_cache) +
-               head_place(p, place.capacity, slot, row, kv_head, pages...) * p.head_dim;
+  Cache* out = reinterpret_cast<Cache*>(is_value ? place.v_cache : place.k_cache) + to * p.head_dim;
   Chunk<Cache, kElems>::store(out + first, a);
   if (has_second) Chunk<Cache, kElems>::store(out + second, b);
 }
@@ -114,39 +120,43 @@ bool is_aligned(const RopeAppendParams& p) {
 }
 
 template <class T, class Cache, int kElems, class... MaybePages>
-void launch(const RopeAppendParams& params, cudaStream_t stream, const MaybePages&... pages) {
+void launch(const RopeAppendParams& params, bool overlap, cudaStream_t stream, const MaybePages&... pages) {
   const int units = (params.num_heads + 2 * params.num_kv_heads) * ((params.head_dim + 1) / 2 / kElems);
   const dim3 grid(params.batch * params.query_len, (units + kThreads - 1) / kThreads), block(kThreads);
   const size_t smem_bytes = 0;
-  rope_append_kernel<T, Cache, kElems><<<grid, block, smem_bytes, stream>>>(params, pages...);
+  const auto kernel = rope_append_kernel<T, Cache, kElems, MaybePages...>;
+  HF_FASTPATH_CUDA_CHECK(
+      launch_overlapping(kernel, grid, block, smem_bytes, stream, overlap, params, pages...));
 }
 
 template <class... MaybePages>
-void launch_typed(const RopeAppendParams& params, cudaStream_t stream, const MaybePages&... pages) {
+void launch_typed(const RopeAppendParams& params, bool overlap, cudaStream_t stream,
+                  const MaybePages&... pages) {
   if (params.batch * params.query_len == 0 || params.head_dim == 0) return;
   if (params.num_heads + params.num_kv_heads == 0) return;
   with_type(params.dtype, [&](auto zero) {
     using T = decltype(zero);
     if (params.kv_type == kv_type(params.dtype) && is_aligned<kVecElems<T>>(params)) {
-      return launch<T, T, kVecElems<T>>(params, stream, pages...);
+      return launch<T, T, kVecElems<T>>(params, overlap, stream, pages...);
     }
-    with_type(static_cast<DType>(params.kv_type),
-              [&](auto cache_zero) { launch<T, decltype(cache_zero), 1>(params, stream, pages...); });
+    with_type(static_cast<DType>(params.kv_type), [&](auto cache_zero) {
+      launch<T, decltype(cache_zero), 1>(params, overlap, stream, pages...);
+    });
   });
-  HF_FASTPATH_CUDA_CHECK(cudaGetLastError());
 }
 
 }  // namespace
 
 void launch_rope_append(const RopeAppendParams& params, cudaStream_t stream) {
-  if (!is_quantized(params.kv_type)) return launch_typed(params, stream);
+  if (!is_quantized(params.kv_type)) return launch_typed(params, false, stream);
   if (params.batch * params.query_len == 0 || params.head_dim == 0) return;
   if (params.num_heads + params.num_kv_heads == 0) return;
   launch_rope_append_quants(params, stream);
 }
 
-void launch_rope_append_paged(const RopeAppendParams& params, const Pages& pages, cudaStream_t stream) {
-  launch_typed(params, stream, pages);
+void launch_rope_append_paged(const RopeAppendParams& params, const Pages& pages, bool overlap,
+                              cudaStream_t stream) {
+  launch_typed(params, overlap, stream, pages);
 }
 
 }  // namespace hf_fastpath

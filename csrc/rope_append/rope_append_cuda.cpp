@@ -26,7 +26,7 @@ Tensor rope_append_cuda(const Tensor& qkv, const std::optional<Tensor>& bias,
   call.params.qkv = input.data_ptr();
   call.params.bias = data_or_null(shift);
   call.params.q_out = q.data_ptr();
-  call.launch(current_stream(guard.device()));
+  call.launch(current_stream(guard.device()), false);
   return q;
 }
 
