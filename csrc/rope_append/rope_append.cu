@@ -64,9 +64,13 @@ __global__ void __launch_bounds__(kThreads) rope_append_kernel(RopeAppendParams 
   const int64_t features = int64_t(heads) * p.head_dim, column = int64_t(head) * p.head_dim;
   const CachePlace place = cache_place(p, pages...);
   const int64_t slot = cache_slot(p, place.capacity, token);
-  const int kv_head = max(head - p.num_heads - (is_value ? p.num_kv_heads : 0), 0);  // 0 of a query
-  const int64_t to = head_place(p, place.capacity, slot, row, kv_head, pages...);
+  const auto kv_place = [&] {  // of a key or value
+    const int kv_head = head - p.num_heads - (is_value ? p.num_kv_heads : 0);
+    return head_place(p, place.capacity, slot, row, kv_head, pages...);
+  };
+  int64_t early = 0;
   if constexpr (sizeof...(MaybePages) > 0) {
+    if (head >= p.num_heads) early = kv_place();
     wait_for_previous_kernel();  // the projections
     drop_l1();
   }
@@ -104,7 +108,8 @@ __global__ void __launch_bounds__(kThreads) rope_append_kernel(RopeAppendParams 
     if (has_second) Chunk<T, kElems>::store(out + second, b);
     return;
   }
-  Cache* out = reinterpret_cast<Cache*>(is_value ? place.v_cache : place.k_cache) + to * p.head_dim;
+  Cache* out = reinterpret_cast<Cache*>(is_value ? place.v_cache : place.k_cache) +
+               (sizeof...(MaybePages) > 0 ? early : kv_place()) * p.head_dim;
   Chunk<Cache, kElems>::store(out + first, a);
   if (has_second) Chunk<Cache, kElems>::store(out + second, b);
 }
