@@ -39,6 +39,11 @@ class PageCounts:
     def __deepcopy__(self, memo: dict) -> PageCounts:
         return self
 
+    def note_most(self) -> None:
+        """Keep the present numbers if more pages are used than ever."""
+        if self.used >= self.most_used:
+            self.most_used, self.most_unshared = self.used, self.unshared
+
     def __str__(self) -> str:
         size, unshared = (f"{count * self.page_bytes / 1e6:.1f} MB" for count in (self.most_used, self.most_unshared))
         return (
@@ -102,11 +107,8 @@ class PagePool:
         pages = [self._free.pop() for _ in range(count)]
         for page in pages:
             self._uses[page] = 1
-        counts = self.counts
-        counts.used += count
-        counts.unshared += count
-        if counts.used >= counts.most_used:
-            counts.most_used, counts.most_unshared = counts.used, counts.unshared
+        self.counts.used += count
+        self.counts.unshared += count
         return pages
 
     def share(self, pages: Iterable[int]) -> None:
@@ -214,6 +216,7 @@ class PageTable:
             row[block] = made.pop()
         for number, row in enumerate(self.rows):
             row += made[number * missing : (number + 1) * missing]
+        pool.counts.note_most()
         self._write(first if shared else known, last)
         self._writable = first * size, last * size
 
