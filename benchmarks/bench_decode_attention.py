@@ -1,13 +1,16 @@
 """Decode attention at the lengths, groups of heads and numbers of queries that models decode with, beside SDPA.
 
     python benchmarks/bench_decode_attention.py --csv
+    python benchmarks/bench_decode_attention.py --page-size 16 256 --csv
 
-Method: that of bench_ops.py, on a GPU.
+Method: that of bench_ops.py, on a GPU. With page sizes every call comes over a cache in pages, too, behind the one over
+a buffer; PyTorch's attention gathers the pages first.
 """
 
 from __future__ import annotations
 
 import argparse
+from collections.abc import Sequence
 
 import bench_ops
 import measure
@@ -20,14 +23,18 @@ LENGTHS = {"128": 128, "1k": 1024, "4k": 4096, "32k": 32768, "128k": 131072}
 QUERIES = (1, 2, 4, 8)
 
 
-def calls(dtype: str) -> list[Call]:
-    """One query at every length and group; more queries for the first group."""
+def calls(dtype: str, page_sizes: Sequence[int] = ()) -> list[Call]:
+    """One query at every length and group; more queries for the first group; each over every kind of cache."""
     found = []
     for group, sizes in HEADS.items():
         for label, length in LENGTHS.items():
             for queries in QUERIES if group == next(iter(HEADS)) else (1,):
                 name = f"{group}, {label}" + (f", {queries} queries" if queries > 1 else "")
-                found.append(attention_call(name, *sizes, length, query_len=queries, dtypes=(dtype,)))
+                options = dict(query_len=queries, dtypes=(dtype,))
+                found.append(attention_call(name, *sizes, length, **options))
+                for page_size in page_sizes:
+                    paged = f"{name}, pages of {page_size}"
+                    found.append(attention_call(paged, *sizes, length, page_size=page_size, **options))
     return found
 
 
@@ -35,12 +42,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--dtype", choices=("fp16", "bf16"), default="fp16")
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--page-size", type=int, nargs="*", default=[], help="positions of a page")
     measure.add_csv_argument(parser)
     arguments = parser.parse_args()
     if not torch.cuda.is_available():
         raise SystemExit("no CUDA device: bench_ops.py --device cpu --ops decode_attention times the CPU kernel")
     path = measure.chosen_csv(arguments.csv, "decode_attention", torch.device("cuda"))
-    shapes = {"decode_attention": calls(arguments.dtype)}
+    shapes = {"decode_attention": calls(arguments.dtype, arguments.page_size)}
     bench_ops.bench("cuda", ["decode_attention"], rounds=arguments.rounds, csv=path, shapes=shapes)
 
 

@@ -32,7 +32,7 @@ from torch.nn.attention.bias import causal_lower_right
 import hf_fastpath.ops.read_stream  # noqa: F401  (an op of the registry even where hf_fastpath.ops does not list it)
 from hf_fastpath import arguments, loader, registry
 from hf_fastpath.bandwidth import measure_read_bandwidth
-from hf_fastpath.ops.kv_cache import dequantized
+from hf_fastpath.ops.kv_cache import dequantized, gathered
 from hf_fastpath.registry import OpInputError, OpSpec, Sample, nbytes
 
 #: what the argument sets of a call have to exceed together: a GPU's L2 (60 MB on an H200), a server CPU's L3
@@ -62,6 +62,8 @@ def _sdpa(sample: Sample) -> torch.Tensor:
     q, k, v, _, _, scale, _ = sample.args
     if "k_scales" in sample.kwargs:
         k, v = (dequantized(each, sample.kwargs[f"{name}_scales"], q.dtype) for name, each in (("k", k), ("v", v)))
+    if "block_table" in sample.kwargs:
+        k, v = (gathered(each, sample.kwargs["block_table"]) for each in (k, v))
     options = {}
     if q.shape[1] > 1:
         steps = torch.arange(k.shape[2], device=q.device)
@@ -75,6 +77,8 @@ def _repeat_kv(sample: Sample) -> torch.Tensor:
     q, k, v, *rest = sample.args
     groups = q.shape[2] // k.shape[1]
     scales = {name: t.repeat_interleave(groups, dim=1) for name, t in sample.kwargs.items() if name.endswith("_scales")}
+    if "block_table" in sample.kwargs:
+        k, v = (gathered(each, sample.kwargs["block_table"]) for each in (k, v))
     repeated = (t.repeat_interleave(groups, dim=1) for t in (k, v))
     return _sdpa(Sample(q, *repeated, *rest, **scales))
 

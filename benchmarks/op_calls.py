@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 
 from hf_fastpath.ops.decode_attention import MAX_QUERY_LEN, workspace_bytes
-from hf_fastpath.ops.kv_cache import quantized
+from hf_fastpath.ops.kv_cache import in_pages, quantized
 from hf_fastpath.quantization.formats import FORMATS, padded
 from hf_fastpath.registry import Sample
 
@@ -198,14 +198,19 @@ def attention_call(
     query_len: int = 1,
     batch: int = 1,
     kv: torch.dtype | None = None,
+    page_size: int | None = None,
     **options,
 ) -> Call:
-    """``kv``: a quantized cache's dtype; PyTorch's attention then runs over what it stands for, dequantized in time."""
+    """``kv``: a quantized cache's dtype; PyTorch's attention then runs over what it stands for, dequantized in time.
+    ``page_size``: the cache lies in pages; PyTorch's attention then gathers them in time."""
 
     def arguments(device: torch.device, dtype: torch.dtype) -> Sample:
         q = torch.randn(batch, query_len, heads, head_dim, device=device, dtype=dtype)
-        caches = [torch.randn(batch, kv_heads, length, head_dim, device=device, dtype=dtype) for _ in range(2)]
+        capacity = length if page_size is None else -(-length // page_size) * page_size
+        caches = [torch.randn(batch, kv_heads, capacity, head_dim, device=device, dtype=dtype) for _ in range(2)]
         scales = {}
+        if page_size is not None:
+            scales["block_table"], *caches = in_pages(caches, page_size)
         if kv is not None:
             (k, k_scales), (v, v_scales) = (quantized(cache, kv) for cache in caches)
             caches, scales = [k, v], dict(k_scales=k_scales, v_scales=v_scales)

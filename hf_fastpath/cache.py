@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 import torch
 from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
 
 from .cache_layer import KV_DTYPES, FastpathLayer
 from .compat import MIN_WINDOW, record_past_of
+from .ops.kv_cache import MAX_PAGE_SIZE, MIN_PAGE_SIZE, is_page_size, is_quantized
+from .paged_layer import PagedLayer
+from .pages import PageCounts, PageTable, PageTables
 
 
 class FastpathCache(Cache):
@@ -21,25 +24,57 @@ class FastpathCache(Cache):
         config: the model's config; None makes full-attention layers as they are first used.
         kv_dtype: storage dtype (float32, float16 or bfloat16, or int8 or float8_e4m3fn with a scale a head and token);
             None takes the dtype of the states.
+        page_size: positions of a page, a power of two from 16 on, in which full-attention layers then keep keys and
+            values of a floating dtype; sequences and copies of the cache share pages until one of them writes there.
+            None: one buffer a layer.
 
     Raises:
-        ValueError: another ``kv_dtype``, a config with layers that are neither full nor sliding attention, or with a
-            sliding window of one token.
+        ValueError: another ``kv_dtype`` or ``page_size``, a config with layers that are neither full nor sliding
+            attention, or with a sliding window of one token.
 
     Source: transformers ``cache_utils.py@5.17``, ``DynamicCache``.
     """
 
-    def __init__(self, config=None, kv_dtype: torch.dtype | None = None):
+    def __init__(self, config=None, kv_dtype: torch.dtype | None = None, page_size: int | None = None):
         if kv_dtype is not None and kv_dtype not in KV_DTYPES:
             raise ValueError(
                 f"kv_dtype is {kv_dtype}, expected float32, float16, bfloat16, int8, float8_e4m3fn or None"
             )
+        if page_size is not None:
+            check_page_size(page_size, kv_dtype)
         self.kv_dtype = kv_dtype
+        self.tables = None if page_size is None else PageTables(page_size)
         self._seq_lens: tuple[tuple, torch.Tensor] | None = None
         if config is None:
             super().__init__(layer_class_to_replicate=FastpathLayer)
             return
-        super().__init__(layers=[_like(layer, kv_dtype) for layer in DynamicCache(config=config).layers])
+        super().__init__(layers=[self._like(layer) for layer in DynamicCache(config=config).layers])
+
+    @property
+    def page_size(self) -> int | None:
+        """Positions of a page, or None where the cache is not in pages."""
+        return None if self.tables is None else self.tables.page_size
+
+    @property
+    def page_sizes(self) -> tuple[int | None, ...]:
+        """Of every layer: those with a sliding window are never in pages."""
+        return tuple(self.page_size if isinstance(layer, PagedLayer) else None for layer in self.layers)
+
+    @property
+    def page_counts(self) -> PageCounts | None:
+        """Pages in use by this cache and its copies, and without sharing; None where it is not in pages."""
+        return None if self.tables is None else self.tables.counts
+
+    def _full_layer(self) -> FastpathLayer:
+        return FastpathLayer(None, self.kv_dtype) if self.tables is None else PagedLayer(self.tables, self.kv_dtype)
+
+    def _block_tables(self) -> Iterable[PageTable]:
+        return () if self.tables is None else self.tables.tables.values()
+
+    def _trim(self) -> None:
+        """Give up pages that no layer holds positions in."""
+        for table in self._block_tables():
+            table.trim(max(layer.cumulative_length for layer in self.layers if getattr(layer, "table", None) is table))
 
     def update(self, key_states, value_states, layer_idx, *args, **kwargs):
         self._grow(layer_idx + 1)
@@ -47,7 +82,7 @@ class FastpathCache(Cache):
 
     def _grow(self, num_layers: int) -> None:
         while len(self.layers) < num_layers:
-            self.layers.append(FastpathLayer(kv_dtype=self.kv_dtype))
+            self.layers.append(self._full_layer())
 
     def prepare(self, layer_idx: int, states: torch.Tensor) -> None:
         """Get a layer ready for states of this shape and dtype; see ``FastpathLayer.prepare``."""
@@ -71,6 +106,37 @@ class FastpathCache(Cache):
         for layer in self.layers:
             layer.cropped_length(tokens_to_remove)  # all layers or none
         super().crop(tokens_to_remove)
+        self._trim()
+
+    def reset(self) -> None:
+        super().reset()
+        self._trim()
+
+    def reorder_cache(self, beam_idx: torch.LongTensor) -> None:
+        if self.tables is not None:
+            return self._select(beam_idx.tolist())
+        super().reorder_cache(beam_idx)
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        if self.tables is not None:
+            return self._select([row for row in range(self._batch()) for _ in range(repeats)])
+        super().batch_repeat_interleave(repeats)
+
+    def batch_select_indices(self, indices: torch.Tensor) -> None:
+        if self.tables is not None:
+            return self._select(torch.arange(self._batch())[torch.as_tensor(indices).cpu()].tolist())
+        super().batch_select_indices(indices)
+
+    def _batch(self) -> int:
+        return max((layer.batch_size for layer in self.layers), default=0)
+
+    def _select(self, rows: list[int]) -> None:
+        """Sequences become those of ``rows``: pages are shared, what is not in pages is copied."""
+        for layer in self.layers:
+            if not isinstance(layer, PagedLayer) and layer.is_initialized:
+                layer.batch_select_indices(torch.tensor(rows, device=layer.device))
+        for table in self._block_tables():
+            table.select(rows)
 
     def settle(self, num_layers: int) -> None:
         """Give the layers of a model one length again after a forward that was interrupted: the shortest layer's. If a
@@ -82,6 +148,7 @@ class FastpathCache(Cache):
                 layer.crop(shortest - layer.cumulative_length)
         except RuntimeError:
             self.reset()
+        self._trim()
 
     def seq_lens(self, layer_idx: int, new_tokens: int) -> torch.Tensor:
         """int32 [batch]: tokens each row of a layer holds once ``new_tokens`` more are there. Do not write to it."""
@@ -98,18 +165,20 @@ class FastpathCache(Cache):
             yield layer.keys, layer.values, window
 
     @classmethod
-    def from_dynamic(cls, cache: DynamicCache, kv_dtype: torch.dtype | None = None) -> FastpathCache:
+    def from_dynamic(
+        cls, cache: DynamicCache, kv_dtype: torch.dtype | None = None, page_size: int | None = None
+    ) -> FastpathCache:
         """A FastpathCache with the contents of ``cache``.
 
         Raises:
             ValueError: ``cache`` has layers that are neither full nor sliding attention.
         """
-        made = cls(kv_dtype=kv_dtype)
+        made = cls(kv_dtype=kv_dtype, page_size=page_size)
         for layer in cache.layers:
-            copy = _like(layer, kv_dtype)
+            copy = made._like(layer)
             if layer.is_initialized and layer.keys.numel():
                 copy.lazy_initialization(layer.keys, layer.values)
-                copy.cumulative_length = copy.oldest = layer.get_seq_length() - layer.keys.shape[2]
+                copy.cumulative_length = copy.oldest = layer.get_seq_length() - layer.keys.shape[2]  # 0 unless sliding
                 copy.append(layer.keys, layer.values)
             made.layers.append(copy)
         return made
@@ -127,19 +196,31 @@ class FastpathCache(Cache):
             made.layers.append(copy)
         return made
 
+    def _like(self, layer: CacheLayerMixin) -> FastpathLayer:
+        """An empty FastpathLayer that plays the part of a transformers layer."""
+        if type(layer) is DynamicSlidingWindowLayer:
+            if layer.sliding_window < MIN_WINDOW:
+                raise ValueError(
+                    f"FastpathCache got sliding_window={layer.sliding_window}, expected {MIN_WINDOW} or more: use a "
+                    "transformers cache, which keeps everything there"
+                )
+            made = FastpathLayer(layer.sliding_window, self.kv_dtype)
+        elif type(layer) is DynamicLayer:
+            made = self._full_layer()
+        else:
+            raise ValueError(f"FastpathCache has no counterpart of {type(layer).__name__}: use a transformers cache")
+        made.record_past = record_past_of(layer)
+        return made
 
-def _like(layer: CacheLayerMixin, kv_dtype: torch.dtype | None) -> FastpathLayer:
-    """An empty FastpathLayer that plays the part of a transformers layer."""
-    if type(layer) is DynamicSlidingWindowLayer:
-        if layer.sliding_window < MIN_WINDOW:
-            raise ValueError(
-                f"FastpathCache got sliding_window={layer.sliding_window}, expected {MIN_WINDOW} or more: use a "
-                "transformers cache, which keeps everything there"
-            )
-        made = FastpathLayer(layer.sliding_window, kv_dtype)
-    elif type(layer) is DynamicLayer:
-        made = FastpathLayer(None, kv_dtype)
-    else:
-        raise ValueError(f"FastpathCache has no counterpart of {type(layer).__name__}: use a transformers cache")
-    made.record_past = record_past_of(layer)
-    return made
+
+def check_page_size(page_size: int, kv_dtype: torch.dtype | None) -> None:
+    """Refuse what no cache in pages can be.
+
+    Raises:
+        ValueError: a ``page_size`` that is no power of two in range, or a quantized ``kv_dtype`` beside it.
+    """
+    if type(page_size) is not int or not is_page_size(page_size):
+        expected = f"None or a power of two from {MIN_PAGE_SIZE} to {MAX_PAGE_SIZE}"
+        raise ValueError(f"page_size is {page_size!r}, expected {expected}")
+    if kv_dtype is not None and is_quantized(kv_dtype):
+        raise ValueError(f"page_size goes with a floating kv_dtype, not with {kv_dtype}: leave one of them out")

@@ -177,7 +177,7 @@ def _over_cache(
         other call (prompts without a past, no cache), which are stock code's by design.
     """
     if kwargs.get("cache") is not None:  # continuous batching: several prompts and tokens in one row
-        return patch.reason_now(x) or "other_cache"
+        return patch.reason_now(x) or "continuous_batching"
     if x.dim() != 3 or x.shape[1] == 0:
         return None
     query_len = x.shape[1]

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from .cache import check_page_size
 from .cache_layer import KV_DTYPES
 from .decode.structure import MAX_BATCH
 from .forwards import FORWARDS
@@ -31,6 +32,7 @@ class Options:
     ops: frozenset[str]
     strict: bool
     max_batch_size: int
+    page_size: int | None = None
 
     @classmethod
     def parse(
@@ -42,6 +44,7 @@ class Options:
         max_batch_size: int = MAX_BATCH,
         lm_head: Any = HEADS[0],
         keep_original: bool = True,
+        page_size: int | None = None,
     ) -> Options:
         """Check the arguments.
 
@@ -70,4 +73,7 @@ class Options:
         if not isinstance(max_batch_size, int) or not 1 <= max_batch_size <= MAX_BATCH:
             raise ValueError(f"max_batch_size is {max_batch_size!r}, expected a whole number from 1 to {MAX_BATCH}")
         kv = None if stored == "auto" else stored
-        return cls(kv, weights, lm_head, bool(keep_original), frozenset(chosen), bool(strict), max_batch_size)
+        if page_size is not None:
+            check_page_size(page_size, kv)
+        keep = bool(keep_original)
+        return cls(kv, weights, lm_head, keep, frozenset(chosen), bool(strict), max_batch_size, page_size)

@@ -91,11 +91,11 @@ class PatchState:
 
     def plan(self, part: structure.ModelPart, batch: int, cache: FastpathCache, sampled: bool = False) -> DecodePlan:
         """The decode plan for this model, batch and cache, made anew if the model's parameters have moved."""
-        kv_dtype = cache.layers[0].k_buffer.dtype
+        key = batch, cache.layers[0].k_buffer.dtype, sampled, cache.page_sizes
         for plan in self._current_plans(structure.fingerprint(part), DecodePlan):
-            if (plan.batch, plan.kv_dtype, plan.sampled) == (batch, kv_dtype, sampled):
+            if (plan.batch, plan.kv_dtype, plan.sampled, plan.page_sizes) == key:
                 return plan
-        return self._kept(DecodePlan(part, batch, kv_dtype, sampled), MAX_PLANS)
+        return self._kept(DecodePlan(part, *key), MAX_PLANS)
 
     def draft_plan(
         self, part: structure.ModelPart, cache: FastpathCache, width: int, fingerprint: tuple | None = None
@@ -107,11 +107,11 @@ class PatchState:
             width: one of ``draft_plan.WIDTHS``.
             fingerprint: of the part, where it was taken before; taking it looks at every parameter.
         """
-        kv_dtype = cache.layers[0].k_buffer.dtype
+        key = cache.layers[0].k_buffer.dtype, width, cache.page_sizes
         for plan in self._current_plans(fingerprint or structure.fingerprint(part), DraftPlan):
-            if (plan.query_len, plan.kv_dtype) == (width, kv_dtype):
+            if (plan.kv_dtype, plan.query_len, plan.page_sizes) == key:
                 return plan
-        return self._kept(DraftPlan(part, kv_dtype, width), MAX_DRAFT_PLANS)
+        return self._kept(DraftPlan(part, *key), MAX_DRAFT_PLANS)
 
     def _current_plans(self, fingerprint: tuple, kind: type) -> list:
         """Plans of a kind; all that the model has moved away from are dropped."""
@@ -178,6 +178,7 @@ def patch(
     lm_head: str = HEADS[0],
     keep_original: bool = True,
     quiet: bool = False,
+    page_size: int | None = None,
 ) -> nn.Module:
     """Speed up ``model`` in place: its modules' forwards, its KV cache and its ``generate()`` loop.
 
@@ -197,6 +198,8 @@ def patch(
         strict: raise FallbackError wherever stock code would run instead of ours.
         max_batch_size: sequences the decode loop takes at most, 1 to 64.
         quiet: print no report.
+        page_size: positions of a page, a power of two from 16 on: ``generate()`` then keeps keys and values in pages
+            that sequences share, see ``FastpathCache``. None: one buffer a layer.
 
     Returns:
         The same model.
@@ -209,7 +212,7 @@ def patch(
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"patch() got {type(model).__name__}, expected a transformers model (torch.nn.Module)")
-    options = Options.parse(kv_dtype, weights, ops, strict, max_batch_size, lm_head, keep_original)
+    options = Options.parse(kv_dtype, weights, ops, strict, max_batch_size, lm_head, keep_original, page_size)
     existing = state_of(model)
     if existing is not None:
         if existing.options != options:
@@ -480,7 +483,12 @@ def _prepare_cache(self: nn.Module, generation_config: Any, model_kwargs: dict, 
     made = model_kwargs.get("past_key_values")
     plain = generation_config.cache_implementation in (None, "dynamic") and type(made) is compat.DynamicCache
     if plain and not users_own and _takes_our_cache(self, state):
-        model_kwargs["past_key_values"] = FastpathCache.from_dynamic(made, state.options.kv_dtype)
+        made = FastpathCache.from_dynamic(made, state.options.kv_dtype, state.options.page_size)
+        model_kwargs["past_key_values"] = made
+    if isinstance(made, FastpathCache) and made.page_counts is not None:
+        state.stats.pages = made.page_counts
+        if any(made.is_sliding):
+            state.stats.note("window_not_paged")
     return result
 
 

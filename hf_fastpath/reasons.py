@@ -120,6 +120,11 @@ REASONS: dict[str, Reason] = {
     "other_cache": Reason(
         "the KV cache is not a FastpathCache of this model", "pass none, or hf_fastpath.FastpathCache(model.config)"
     ),
+    "continuous_batching": Reason(
+        "generate_batch() keeps keys and values in a paged cache of transformers' own, where heads of a position are "
+        "neighbors, and mixes prompts and tokens of many requests in one row: its attention is stock's",
+        "for up to 16 sequences at a time use generate(): patch(model, page_size=...) shares their pages",
+    ),
     "position_ids": Reason("position ids are not one row a sequence", "leave them out: generate() makes them"),
     "unsupported_input": Reason(
         "inputs_embeds, token_type_ids or encoder states were passed", "pass input_ids and attention_mask only"
@@ -147,10 +152,14 @@ REASONS: dict[str, Reason] = {
     "reentrant": Reason(
         "generate() was called from inside this model's own decode loop", "call it after the outer generate()"
     ),
-    # the fast loop runs, but cannot run ahead of the device
+    # the fast loop runs, but cannot run ahead of the device, or not over pages
     "custom_stopping_criteria": Reason(
         "a stopping criterion of the user's own: the host waits for every token",
         "use transformers' own criteria where one does the same",
+    ),
+    "window_not_paged": Reason(
+        "page_size was given, and layers with a sliding window keep a ring of window + 16 positions each instead",
+        "nothing to do: these rings do not grow, but sequences and copies do not share them",
     ),
     "custom_logits_processor": Reason(
         "a logits processor of the user's own: the host waits for every token",

@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING
 
 from . import loader
+from .pages import PageCounts
 from .reasons import REASONS
 
 if TYPE_CHECKING:
@@ -76,6 +77,8 @@ class Report:
                 f"  tokens: {stats['fast_tokens']} fast, {stats['fallback_tokens']} stock"
                 + (f"; last generate() {speed:.1f} tok/s" if speed else "")
             )
+        if stats["pages"] is not None and stats["pages"]["most_used"]:
+            lines.append(f"  pages: {PageCounts(**stats['pages'])}")
         lines += [f"  {count} x {code}: {REASONS[code]}" for code, count in stats["reasons"].items()]
         return "\n".join(lines)
 

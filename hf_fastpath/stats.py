@@ -5,8 +5,9 @@ from __future__ import annotations
 import threading
 import time
 from collections import Counter
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 
+from .pages import PageCounts
 from .reasons import check
 
 
@@ -18,12 +19,14 @@ class Stats:
         fast_tokens, fallback_tokens: generated tokens by the loop that made them.
         reasons: reason code -> number of calls that ran stock code because of it.
         last_tokens_per_second: decoding speed of the newest ``generate()``, its prompt excluded where ours ran.
+        pages: of the newest cache in pages that ``generate()`` used, or None.
     """
 
     fast_tokens: int = 0
     fallback_tokens: int = 0
     reasons: Counter = field(default_factory=Counter)
     last_tokens_per_second: float | None = None
+    pages: PageCounts | None = None
     _lock: threading.Lock = field(default_factory=threading.Lock, repr=False)
     _noted: set[str] = field(default_factory=set, repr=False)
 
@@ -66,4 +69,5 @@ class Stats:
                 "fallback_tokens": self.fallback_tokens,
                 "reasons": dict(self.reasons),
                 "last_tokens_per_second": self.last_tokens_per_second,
+                "pages": None if self.pages is None else asdict(self.pages),
             }

@@ -248,8 +248,8 @@ def decode_logits(
 def _cache_for(model: nn.Module, fast: bool) -> Cache:
     """An empty cache. What a patched model rounds keys and values to, the stock computation beside it does, too."""
     made, state = DynamicCache(config=model.config), state_of(model)
-    kv_dtype = None if state is None else state.options.kv_dtype
-    return FastpathCache.from_dynamic(made, kv_dtype) if fast or kv_dtype is not None else made
+    kv_dtype, page_size = (None, None) if state is None else (state.options.kv_dtype, state.options.page_size)
+    return FastpathCache.from_dynamic(made, kv_dtype, page_size) if fast or kv_dtype is not None else made
 
 
 def _compare(model: nn.Module, case: _Case, new_tokens: int) -> Row:

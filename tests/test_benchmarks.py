@@ -19,6 +19,7 @@ from hf_fastpath.quantization import FORMATS
 sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
 
 import bench_layouts  # noqa: E402
+import bench_pages  # noqa: E402
 import engines  # noqa: E402
 import gguf  # noqa: E402
 import measure  # noqa: E402
@@ -168,3 +169,14 @@ def test_layout_calls_are_finite():
             made = bench_layouts.weight(dataclasses.replace(study, layout=layout), rows, columns, CPU)
             out = op(torch.ones(1, columns), *made)
             assert out.shape == (1, rows) and bool(out.isfinite().all()) and bool(out.any())
+
+
+def test_every_way_over_pages_is_timed(monkeypatch, tmp_path, capsys):
+    monkeypatch.setattr(bench_pages.shapes, "build_model", lambda *_: build("llama"))
+    sizes = ["--context", "40", "--new-tokens", "4", "--page-size", "16", "--repeats", "1", "--device", "cpu"]
+    assert bench_pages.main([*sizes, "--csv", str(tmp_path / "pages.csv")]) == 0
+    lines = [line for line in capsys.readouterr().out.splitlines() if line.endswith("pages")]
+    assert len(lines) == 10 and sum("pages of 16" in line for line in lines) == 5
+    (shared,) = [line for line in lines if line.startswith("8 sequences") and "pages of" in line]
+    assert shared.split()[-4:] == ["10", "of", "24", "pages"]  # 40 positions, and of 8 sequences the page they end in
+    assert len((tmp_path / "pages.csv").read_text().splitlines()) == 11

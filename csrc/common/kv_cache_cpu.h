@@ -3,26 +3,30 @@
 #pragma once
 
 #include "common/cpu_glue.h"
+#include "common/pages_glue.h"
 
 namespace hf_fastpath {
 
 struct KvCache {
   KvType type;
-  void* k;  // [batch, num_kv_heads, capacity, head_dim]
+  void* k;  // [batch, num_kv_heads, capacity, head_dim], or with `pages` [pages, num_kv_heads, page_size,
+            // head_dim]
   void* v;
   uint16_t* k_scales;  // bfloat16 [batch, num_kv_heads, capacity], or null
   uint16_t* v_scales;
   int64_t num_kv_heads, capacity, head_dim;
+  const int32_t* pages;  // [batch, capacity / page_size]: the page of each slot's block; or null
+  int64_t page_size;
 };
 
 // The caches, or the addresses and the capacity in row `layer` of kv_table in their place.
 inline KvCache load_kv_cache(const Tensor& k_cache, const Tensor& v_cache,
                              const std::optional<Tensor>& k_scales, const std::optional<Tensor>& v_scales,
-                             const std::optional<Tensor>& kv_table, int64_t layer, int64_t batch,
-                             const char* op) {
+                             const std::optional<Tensor>& kv_table, int64_t layer,
+                             const std::optional<Tensor>& block_table, int64_t batch, const char* op) {
   const KvType type = kv_type_of(k_cache, op);
-  STD_TORCH_CHECK(k_cache.dim() == 4 && v_cache.dim() == 4 && k_cache.size(0) == batch, "hf_fastpath::", op,
-                  ": the caches have to be [batch, kv_heads, capacity, head_dim]");
+  STD_TORCH_CHECK(k_cache.dim() == 4 && v_cache.dim() == 4 && (block_table || k_cache.size(0) == batch),
+                  "hf_fastpath::", op, ": the caches have to be [batch, kv_heads, capacity, head_dim]");
   for (int64_t i = 0; i < 4; ++i) {
     STD_TORCH_CHECK(k_cache.size(i) == v_cache.size(i), "hf_fastpath::", op,
                     ": k_cache and v_cache differ in shape");
@@ -33,6 +37,7 @@ inline KvCache load_kv_cache(const Tensor& k_cache, const Tensor& v_cache,
                   ": k_cache and v_cache have to be contiguous");
   check_kv_scales(k_cache, k_scales, type, op, "k_scales");
   check_kv_scales(k_cache, v_scales, type, op, "v_scales");
+  const Pages pages = load_pages(block_table, kv_table, layer, k_cache, type, batch, op);
   KvCache cache{type,
                 k_cache.mutable_data_ptr(),
                 v_cache.mutable_data_ptr(),
@@ -40,9 +45,15 @@ inline KvCache load_kv_cache(const Tensor& k_cache, const Tensor& v_cache,
                 v_scales ? static_cast<uint16_t*>(v_scales->mutable_data_ptr()) : nullptr,
                 k_cache.size(1),
                 k_cache.size(2),
-                k_cache.size(3)};
+                k_cache.size(3),
+                nullptr,
+                k_cache.size(2)};
+  if (pages) {
+    cache.pages = pages.table;
+    cache.capacity = pages.capacity;
+  }
   if (kv_table.has_value()) {
-    check_kv_table(kv_table, layer, type, op);
+    if (!pages) check_kv_table(kv_table, layer, type, op);
     const auto* row = static_cast<const int64_t*>(kv_table->const_data_ptr()) + layer * kv_table->stride(0);
     const int64_t step = kv_table->stride(1);
     cache.k = reinterpret_cast<void*>(row[0]);
@@ -52,6 +63,7 @@ inline KvCache load_kv_cache(const Tensor& k_cache, const Tensor& v_cache,
       cache.k_scales = reinterpret_cast<uint16_t*>(row[3 * step]);
       cache.v_scales = reinterpret_cast<uint16_t*>(row[4 * step]);
     }
+    if (pages) cache.pages = reinterpret_cast<const int32_t*>(row[3 * step]);
   }
   STD_TORCH_CHECK(cache.capacity > 0 && cache.num_kv_heads > 0 && cache.head_dim > 0 && cache.k != nullptr &&
                       cache.v != nullptr,

@@ -23,9 +23,9 @@ namespace {
 constexpr int kWarps = 4;
 constexpr int kThreads = kWarps * kWarpSize;
 // Blocks an SM runs at once: registers for the queries and the sums, both of kRows rows, bound it, and of
-// quants their scales.
-template <class KV, int kLanes, int kChunks, int kRows>
-constexpr int kBlocksPerSm = kRows * kChunks <= (kIsQuant<KV> ? 1 : 4) && kLanes > 4 ? 3 : 2;
+// quants their scales, of pages the table.
+template <class KV, int kLanes, int kChunks, int kRows, bool kPaged>
+constexpr int kBlocksPerSm = !kPaged && kRows * kChunks <= (kIsQuant<KV> ? 1 : 4) && kLanes > 4 ? 3 : 2;
 
 // Sums kCount values over groups of kLanes neighboring lanes at once; see warp_sums. A lane ends with values
 // `group_sums_first` and the following kCount / kLanes - 1 in front.
@@ -66,9 +66,9 @@ template <class KV>
 using KvChunk = typename KvPiece<KV>::Type;
 
 // KV: type of the caches. kLanes: lanes a position. kChunks: pieces a lane owns of it. kRows: rows a
-// block.
-template <class KV, int kLanes, int kChunks, int kRows>
-__global__ void __launch_bounds__(kThreads, kBlocksPerSm<KV, kLanes, kChunks, kRows>)
+// block. kPaged: the caches lie in pages.
+template <class KV, int kLanes, int kChunks, int kRows, bool kPaged>
+__global__ void __launch_bounds__(kThreads, kBlocksPerSm<KV, kLanes, kChunks, kRows, kPaged>)
     decode_attention_kernel(DecodeAttentionParams p) {
   using C = KvChunk<KV>;
   constexpr int kElems = kPieceElems<KV>;
@@ -89,7 +89,7 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerSm<KV, kLanes, kChunks, kR
   const Rows rows{row_block * kRows, kRows};
 
   allow_next_kernel();
-  const Split s = find_split(p, batch_row, kv_head, blockIdx.x, gridDim.x, 0, sizeof(KV));
+  const auto s = find_split<kPaged>(p, batch_row, kv_head, blockIdx.x, gridDim.x, 0, sizeof(KV));
   if (int(blockIdx.x) >= s.active) return;
 
   // Rolling loads: each register is refilled as soon as its position is done.
@@ -277,19 +277,24 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerSm<KV, kLanes, kChunks, kR
   trace(TracePoint::kEnd);
 }
 
-template <class KV, int kLanes, int kChunks, int kRows>
+template <class KV, int kLanes, int kChunks, int kRows, bool kPaged>
 void launch(const DecodeAttentionParams& p, cudaStream_t stream) {
-  const dim3 grid = split_grid(p, kRows, kBlocksPerSm<KV, kLanes, kChunks, kRows>), block(kThreads);
+  const dim3 grid = split_grid(p, kRows, kBlocksPerSm<KV, kLanes, kChunks, kRows, kPaged>), block(kThreads);
   const size_t smem_bytes = kWarps * WarpResults<kWarps, kLanes * kChunks * kPieceElems<KV>>::bytes(kRows);
-  launch_attention(decode_attention_kernel<KV, kLanes, kChunks, kRows>, grid, block, smem_bytes, stream, p);
+  launch_attention(decode_attention_kernel<KV, kLanes, kChunks, kRows, kPaged>, grid, block, smem_bytes,
+                   stream, p);
 }
 
 template <class KV, int kLanes, int kChunks>
 void launch_rows(const DecodeAttentionParams& p, cudaStream_t stream) {
+  if (p.pages.table) {  // rare with these types: one kernel for any number of rows
+    if constexpr (!kIsQuant<KV>) launch<KV, kLanes, kChunks, 4, true>(p, stream);
+    return;
+  }
   const int rows = rows_per_kv_head(p);
-  if (rows == 1) return launch<KV, kLanes, kChunks, 1>(p, stream);
-  if (rows <= 4 || kChunks > 1) return launch<KV, kLanes, kChunks, 4>(p, stream);
-  if constexpr (kChunks == 1) launch<KV, kLanes, kChunks, 8>(p, stream);
+  if (rows == 1) return launch<KV, kLanes, kChunks, 1, false>(p, stream);
+  if (rows <= 4 || kChunks > 1) return launch<KV, kLanes, kChunks, 4, false>(p, stream);
+  if constexpr (kChunks == 1) launch<KV, kLanes, kChunks, 8, false>(p, stream);
 }
 
 template <class KV>
@@ -322,7 +327,8 @@ void launch_decode_attention(const DecodeAttentionParams& params, cudaStream_t s
   // Even one row a KV head, of the 8 a tensor core has, is faster there: converting K and V costs more than
   // the sums.
   if (params.kv_type == kv_type(params.dtype) && params.dtype != DType::kFloat32) {
-    return launch_decode_attention_mma(params, stream);
+    return params.pages.table ? launch_decode_attention_mma_paged(params, stream)
+                              : launch_decode_attention_mma(params, stream);
   }
   if (params.k_scales && params.dtype != DType::kFloat32 && params.head_dim % 16 == 0) {
     return launch_decode_attention_mma_quants(params, stream);

@@ -6,6 +6,7 @@
 #include <cstdint>
 
 #include "common/dtype.h"
+#include "common/pages.h"
 
 namespace hf_fastpath {
 
@@ -35,6 +36,8 @@ struct DecodeAttentionParams {
   int group;                                     // num_heads / num_kv_heads: query heads that share a KV head
   uint32_t group_inverse, num_kv_heads_inverse;  // see inverse_of
   uint32_t zero;                                 // see behind_reads
+  Pages pages;   // of caches in pages, [pages, num_kv_heads, page size, head_dim]; with a kv_table, [layers,
+                 // kPagedTableColumns], capacity and address of the block table come from there
   bool overlap;  // old positions, lengths and table may be read before the kernel in front is complete
   DType dtype;
   KvType kv_type;
@@ -56,6 +59,9 @@ int64_t decode_attention_counter_bytes(const DecodeAttentionParams& params);
 // The kernel on tensor cores: q and the caches in the same 16-bit type. launch_decode_attention uses it where
 // it fits.
 void launch_decode_attention_mma(const DecodeAttentionParams& params, cudaStream_t stream);
+
+// The same for caches in pages.
+void launch_decode_attention_mma_paged(const DecodeAttentionParams& params, cudaStream_t stream);
 
 // The same for quantized caches and q in a 16-bit type; head_dim a multiple of 16, for copies of 16 bytes.
 void launch_decode_attention_mma_quants(const DecodeAttentionParams& params, cudaStream_t stream);

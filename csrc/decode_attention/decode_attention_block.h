@@ -351,11 +351,12 @@ void value_block(const BlockRows<Kv>& v, int64_t count, const float* weights, in
 
 // ---- chunk --------------------------------------------------------------------------------------------
 
-// One block: positions [position, position + count) if adjacent, else all visible to every query.
+// One block: positions [position, position + count) if adjacent, else all visible to every query. `ahead`:
+// rows of K that come next.
 template <class Vector, class Kv>
 void run_block(const AttentionChunk& chunk, const BlockRows<Kv>& k, const BlockRows<Kv>& v,
-               const BlockScales& k_scales, const BlockScales& v_scales, int64_t count, bool adjacent,
-               int64_t position) {
+               const BlockRows<Kv>& ahead, const BlockScales& k_scales, const BlockScales& v_scales,
+               int64_t count, bool adjacent, int64_t position) {
   const int64_t dim = chunk.head_dim, queries = chunk.query_len * chunk.group;
   constexpr bool kMayStep = Vector::kWidth == 16 && std::is_same_v<Kv, I8>;
   const bool in_steps = kMayStep && chunk.q_steps != nullptr;
@@ -376,8 +377,6 @@ void run_block(const AttentionChunk& chunk, const BlockRows<Kv>& k, const BlockR
   } else {
     softmax_block<Vector, false>(chunk, count, adjacent, position, nullptr, nullptr);
   }
-  // The rows behind this block: the next one's, or those of the next chunk, or at worst a few of no use.
-  const BlockRows<Kv> ahead{k.base + count / kStreams * k.step, k.apart, k.step};
   if (in_steps &&
       value_block_avx512_vnni(plain(v), count, chunk.scratch, queries, dim, chunk.sums, plain(ahead))) {
     return;
@@ -393,21 +392,30 @@ void run_range(const AttentionChunk& chunk, int64_t begin, int64_t end, bool str
   const int64_t bytes = chunk.query_len * chunk.group < kValueRows ? kBlockBytes : kSharedBlockBytes;
   const int64_t fitting = (bytes / row_bytes + Vector::kWidth - 1) / Vector::kWidth * Vector::kWidth;
   const int64_t block = min_of(kBlockPositions, fitting);
-  const int64_t slot = begin % chunk.capacity;
+  const int64_t slot = row_of(chunk, begin);
   const auto* k = static_cast<const Storage*>(chunk.k) + slot * dim;
   const auto* v = static_cast<const Storage*>(chunk.v) + slot * dim;
   const uint16_t* k_scales = kIsQuantized<Kv> ? chunk.k_scales + slot : nullptr;
   const uint16_t* v_scales = kIsQuantized<Kv> ? chunk.v_scales + slot : nullptr;
   const int64_t length = streams ? (end - begin) / kStreams : 0;  // of a stream
+  // Behind a block: the next one's rows, or those of the next page or chunk, or at worst a few of no use.
+  const auto* next_page = chunk.pages != nullptr && end < chunk.end
+                              ? static_cast<const Storage*>(chunk.k) + row_of(chunk, end) * dim
+                              : nullptr;
+  const auto ahead = [&](int64_t behind, bool is_last, int64_t apart, int64_t step) {
+    return BlockRows<Kv>{is_last && next_page != nullptr ? next_page : k + behind * dim, apart, step};
+  };
   for (int64_t i = 0; i < length; i += block / kStreams) {
-    const int64_t count = min_of(block, (length - i) * kStreams);
+    const int64_t count = min_of(block, (length - i) * kStreams), behind = i + count / kStreams;
     run_block<Vector, Kv>(chunk, {k + i * dim, length * dim, dim}, {v + i * dim, length * dim, dim},
-                          {k_scales + i, length, 1}, {v_scales + i, length, 1}, count, false, 0);
+                          ahead(behind, behind >= length, length * dim, dim), {k_scales + i, length, 1},
+                          {v_scales + i, length, 1}, count, false, 0);
   }
   for (int64_t i = length * kStreams; i < end - begin; i += block) {
+    const int64_t count = min_of(block, end - begin - i), behind = i + count / kStreams * kStreams;
     run_block<Vector, Kv>(chunk, {k + i * dim, dim, kStreams * dim}, {v + i * dim, dim, kStreams * dim},
-                          {k_scales + i, 1, kStreams}, {v_scales + i, 1, kStreams},
-                          min_of(block, end - begin - i), true, begin + i);
+                          ahead(behind, i + count >= end - begin, dim, kStreams * dim),
+                          {k_scales + i, 1, kStreams}, {v_scales + i, 1, kStreams}, count, true, begin + i);
   }
 }
 
@@ -424,8 +432,9 @@ void run_chunk(const AttentionChunk& chunk) {
   const int64_t newest = chunk.first_query + chunk.query_len - 1;
   const int64_t common_begin = chunk.window > 0 ? newest - chunk.window + 1 : chunk.begin;
   for (int64_t begin = chunk.begin; begin < chunk.end;) {
-    // A range ends where the ring does, and where visibility to all begins or ends.
-    int64_t end = min_of(chunk.end, begin + chunk.capacity - begin % chunk.capacity);
+    // A range ends where the ring or a page does, and where visibility to all begins or ends.
+    const int64_t together = chunk.pages != nullptr ? chunk.page_size : chunk.capacity;
+    int64_t end = min_of(chunk.end, begin + together - begin % together);
     if (begin < common_begin) {
       end = min_of(end, common_begin);
     } else if (begin < common_end) {

@@ -22,7 +22,7 @@ void run_chunk(const AttentionChunk& chunk) {
   std::fill(chunk.weights, chunk.weights + queries, 0.0f);
   std::fill(chunk.sums, chunk.sums + queries * dim, 0.0f);
   for (int64_t j = chunk.begin; j < chunk.end; ++j) {
-    const int64_t slot = j % chunk.capacity;
+    const int64_t slot = row_of(chunk, j);
     const T* k = static_cast<const T*>(chunk.k) + slot * dim;
     const T* v = static_cast<const T*>(chunk.v) + slot * dim;
     float k_scale = chunk.scale, v_scale = 1.0f;
@@ -138,14 +138,15 @@ Tensor decode_attention_cpu(const Tensor& q, const Tensor& k_cache, const Tensor
                             int64_t window, const std::optional<Tensor>& kv_table, int64_t layer,
                             const std::optional<Tensor>& /*workspace*/, bool /*overlap*/,
                             const std::optional<Tensor>& sinks, const std::optional<Tensor>& k_scales,
-                            const std::optional<Tensor>& v_scales) {
+                            const std::optional<Tensor>& v_scales, const std::optional<Tensor>& block_table) {
   const char* op = "decode_attention";
   const DType dtype = dtype_of(q, op);
   STD_TORCH_CHECK(q.dim() == 4 && q.size(1) >= 1 && q.size(1) <= kMaxQueryLen,
                   "hf_fastpath::decode_attention: q has to be [batch, 1 to ", kMaxQueryLen,
                   ", heads, head_dim]");
   const int64_t batch = q.size(0), query_len = q.size(1), num_heads = q.size(2), dim = q.size(3);
-  const KvCache cache = load_kv_cache(k_cache, v_cache, k_scales, v_scales, kv_table, layer, batch, op);
+  const KvCache cache =
+      load_kv_cache(k_cache, v_cache, k_scales, v_scales, kv_table, layer, block_table, batch, op);
   STD_TORCH_CHECK(cache.head_dim == dim && num_heads % cache.num_kv_heads == 0 && num_heads > 0,
                   "hf_fastpath::decode_attention: q has ", num_heads, " heads of ", dim, ", the cache ",
                   cache.num_kv_heads, " of ", cache.head_dim);
@@ -234,13 +235,18 @@ Tensor decode_attention_cpu(const Tensor& q, const Tensor& k_cache, const Tensor
       chunk.kv_type = cache.type;
       chunk.head_dim = dim;
       chunk.capacity = cache.capacity;
-      const int64_t base = (b * heads + h) * cache.capacity,
+      const int64_t base = cache.pages != nullptr ? h * cache.page_size : (b * heads + h) * cache.capacity,
                     bytes_before = base * dim * element_size(cache.type);
       chunk.k = static_cast<const char*>(cache.k) + bytes_before;
       chunk.v = static_cast<const char*>(cache.v) + bytes_before;
       if (is_quantized(cache.type)) {
         chunk.k_scales = cache.k_scales + base;
         chunk.v_scales = cache.v_scales + base;
+      }
+      if (cache.pages != nullptr) {
+        chunk.pages = cache.pages + b * (cache.capacity / cache.page_size);
+        chunk.page_size = cache.page_size;
+        chunk.page_stride = heads * cache.page_size;
       }
       chunk.begin = chunk_begin(range, c);
       chunk.end = chunk_begin(range, c + 1);

@@ -12,24 +12,33 @@ struct AttentionChunk {
   KvType kv_type;
   int64_t head_dim;  // a multiple of 8
   int64_t capacity;  // slots; position j lies in slot j % capacity
-  const void* k;     // [capacity, head_dim] of this batch row and KV head
+  const void* k;     // [capacity, head_dim] of this batch row and KV head; with `pages` of page 0's head
   const void* v;
   const uint16_t* k_scales;  // bfloat16 [capacity] of quantized caches, else null
   const uint16_t* v_scales;
-  int64_t begin, end;      // positions of the chunk
-  int64_t query_len;       // tokens
-  int64_t group;           // query heads that share the KV head
-  const float* q;          // [query_len * group, head_dim]
-  const int16_t* q_steps;  // the same in steps, for score_block_avx512_vnni; or null
-  const float* q_units;    // [query_len * group], the size of a query's steps
-  int64_t first_query;     // position of token 0; token i sees the positions up to first_query + i ...
-  int64_t window;          // ... and from first_query + i - window + 1 on, unless 0
+  const int32_t* pages;            // of this batch row: page of every page_size slots; or null
+  int64_t page_size, page_stride;  // slots of a page; rows of head_dim from a page to the next
+  int64_t begin, end;              // positions of the chunk
+  int64_t query_len;               // tokens
+  int64_t group;                   // query heads that share the KV head
+  const float* q;                  // [query_len * group, head_dim]
+  const int16_t* q_steps;          // the same in steps, for score_block_avx512_vnni; or null
+  const float* q_units;            // [query_len * group], the size of a query's steps
+  int64_t first_query;  // position of token 0; token i sees the positions up to first_query + i ...
+  int64_t window;       // ... and from first_query + i - window + 1 on, unless 0
   float scale;
   float* sums;     // [query_len * group, head_dim]: sum of exp(score - max) * v over the chunk
   float* maxima;   // [query_len * group]: largest score, -infinity if no position is visible
   float* weights;  // [query_len * group]: sum of exp(score - max)
   float* scratch;  // attention_scratch_floats(query_len * group) floats, 64-byte aligned
 };
+
+// Row of K and V, and scale, of a position. Internal linkage: AVX2 code must not be merged with it.
+[[maybe_unused]] static inline int64_t row_of(const AttentionChunk& chunk, int64_t position) {
+  const int64_t slot = position % chunk.capacity;
+  if (chunk.pages == nullptr) return slot;
+  return chunk.pages[slot / chunk.page_size] * chunk.page_stride + slot % chunk.page_size;
+}
 
 // Positions whose scores are held at a time. The K and V of a block have to stay in the first-level cache
 // between the loads that share them, and the softmax is vectorized over it.

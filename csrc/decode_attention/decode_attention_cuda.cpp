@@ -1,6 +1,7 @@
 // torch.ops.hf_fastpath.decode_attention on a GPU: see hf_fastpath/ops/decode_attention.py for the contract.
 #include "common/composed_ops.h"
 #include "common/cuda_glue.h"
+#include "common/pages_glue.h"
 #include "decode_attention/decode_attention.h"
 
 namespace hf_fastpath {
@@ -15,7 +16,8 @@ Tensor decode_attention_cuda(const Tensor& q, const Tensor& k_cache, const Tenso
                              int64_t window, const std::optional<Tensor>& kv_table, int64_t layer,
                              const std::optional<Tensor>& workspace, bool overlap,
                              const std::optional<Tensor>& sinks, const std::optional<Tensor>& k_scales,
-                             const std::optional<Tensor>& v_scales) {
+                             const std::optional<Tensor>& v_scales,
+                             const std::optional<Tensor>& block_table) {
   constexpr const char* kOp = "decode_attention";
   STD_TORCH_CHECK(q.dim() == 4 && q.size(1) >= 1 && q.size(1) <= kMaxQueryLen,
                   "hf_fastpath::decode_attention: q has to be [batch, 1 to 16, heads, head_dim]");
@@ -24,8 +26,9 @@ Tensor decode_attention_cuda(const Tensor& q, const Tensor& k_cache, const Tenso
                   "hf_fastpath::decode_attention: head_dim is ", head_dim,
                   ", expected 32 to 256 in steps of 8");
   STD_TORCH_CHECK(
-      k_cache.dim() == 4 && sizes_of(k_cache) == sizes_of(v_cache) && k_cache.size(0) == batch &&
-          k_cache.size(3) == head_dim && k_cache.size(1) > 0 && num_heads % k_cache.size(1) == 0,
+      k_cache.dim() == 4 && sizes_of(k_cache) == sizes_of(v_cache) &&
+          (block_table || k_cache.size(0) == batch) && k_cache.size(3) == head_dim && k_cache.size(1) > 0 &&
+          num_heads % k_cache.size(1) == 0,
       "hf_fastpath::decode_attention: the caches do not match q: expected [batch, kv_heads, capacity, "
       "head_dim] with kv_heads a divisor of q's heads");
   STD_TORCH_CHECK(k_cache.is_contiguous() && v_cache.is_contiguous(),
@@ -35,7 +38,8 @@ Tensor decode_attention_cuda(const Tensor& q, const Tensor& k_cache, const Tenso
                   "hf_fastpath::decode_attention: k_cache and v_cache differ in dtype");
   check_kv_scales(k_cache, k_scales, type, kOp, "k_scales");
   check_kv_scales(k_cache, v_scales, type, kOp, "v_scales");
-  check_kv_table(kv_table, layer, type, kOp);
+  const Pages pages = load_pages(block_table, kv_table, layer, k_cache, type, batch, kOp);
+  if (!pages) check_kv_table(kv_table, layer, type, kOp);
   STD_TORCH_CHECK(seq_lens.numel() == batch && seq_lens.scalar_type() == ScalarType::Int &&
                       (!starts || (starts->numel() == batch && starts->scalar_type() == ScalarType::Int)),
                   "hf_fastpath::decode_attention: seq_lens and starts have to be int32 [batch]");
@@ -66,6 +70,10 @@ Tensor decode_attention_cuda(const Tensor& q, const Tensor& k_cache, const Tenso
   p.sinks = data_or_null(logits);
   p.layer = layer;
   p.capacity = k_cache.size(2);
+  if (pages) {
+    p.pages = pages;
+    p.capacity = pages.capacity;
+  }
   p.out = out.data_ptr();
   p.scale = static_cast<float>(scale);
   p.window = static_cast<int>(window);

@@ -41,7 +41,8 @@ template <int kDims>
 constexpr int kBlocksPerSm = kDims > 64 && kDims <= 128 ? 1 : 2;
 
 // kDims: head_dim rounded up to 64, 128 or 256. kHalves: 1 for 8 rows a block, 2 for 16.
-template <class T, class KV, int kDims, int kHalves, int kWarps>
+// kPaged: the caches lie in pages.
+template <class T, class KV, int kDims, int kHalves, int kWarps, bool kPaged>
 __global__ void __launch_bounds__(kWarps* kWarpSize, 1) decode_attention_mma_kernel(DecodeAttentionParams p) {
   using C = Chunk<T, kElems>;
   constexpr int kRows = kHalves * kHalfRows, kTilesBytes = WarpTiles<T, KV, kDims>::kBytes;
@@ -60,7 +61,7 @@ __global__ void __launch_bounds__(kWarps* kWarpSize, 1) decode_attention_mma_ker
   const Rows rows{row_block * kRows, kRows};
 
   allow_next_kernel();
-  const Split s = find_split(p, batch_row, kv_head, blockIdx.x, gridDim.x, kRing * kStep, sizeof(KV));
+  const auto s = find_split<kPaged>(p, batch_row, kv_head, blockIdx.x, gridDim.x, kRing * kStep, sizeof(KV));
   if (int(blockIdx.x) >= s.active) return;
 
   // The first tiles, those with new positions once the kernel in front has appended them.
@@ -245,29 +246,37 @@ __global__ void __launch_bounds__(kWarps* kWarpSize, 1) decode_attention_mma_ker
   trace(TracePoint::kEnd);
 }
 
-template <class T, class KV, int kDims, int kHalves, int kWarps>
+template <class T, class KV, int kDims, int kHalves, int kWarps, bool kPaged>
 void launch_warps(const DecodeAttentionParams& p, cudaStream_t stream) {
   const dim3 grid = split_grid(p, kHalves * kHalfRows, kBlocksPerSm<kDims>), block(kWarps * kWarpSize);
   const size_t smem_bytes = kWarps * WarpTiles<T, KV, kDims>::kBytes;
-  launch_attention(decode_attention_mma_kernel<T, KV, kDims, kHalves, kWarps>, grid, block, smem_bytes,
-                   stream, p);
+  launch_attention(decode_attention_mma_kernel<T, KV, kDims, kHalves, kWarps, kPaged>, grid, block,
+                   smem_bytes, stream, p);
 }
 
-template <class T, class KV, int kDims, int kHalves>
+template <class T, class KV, bool kPaged, int kDims, int kHalves>
 void launch(const DecodeAttentionParams& p, cudaStream_t stream) {
   constexpr int kMost = kMostWarps<kDims>, kBytes = kMost * WarpTiles<T, KV, kDims>::kBytes;
   if constexpr (kBytes > kSharedBytesEverywhere) {
-    if (kBytes > shared_bytes_of_block()) return launch_warps<T, KV, kDims, kHalves, kMost / 2>(p, stream);
+    if (kBytes > shared_bytes_of_block()) {
+      return launch_warps<T, KV, kDims, kHalves, kMost / 2, kPaged>(p, stream);
+    }
   }
-  launch_warps<T, KV, kDims, kHalves, kMost>(p, stream);
+  launch_warps<T, KV, kDims, kHalves, kMost, kPaged>(p, stream);
 }
 
-template <class T, class KV>
+template <class T, class KV, bool kPaged, int kDims>
+void launch_rows(const DecodeAttentionParams& p, cudaStream_t stream) {
+  // 16 rows of 256 would not fit in registers
+  if (kDims > 128 || rows_per_kv_head(p) <= kHalfRows) return launch<T, KV, kPaged, kDims, 1>(p, stream);
+  if constexpr (kDims <= 128) launch<T, KV, kPaged, kDims, 2>(p, stream);
+}
+
+template <class T, class KV, bool kPaged = false>
 void launch_typed(const DecodeAttentionParams& p, cudaStream_t stream) {
-  const bool few = rows_per_kv_head(p) <= kHalfRows;
-  if (p.head_dim <= 64) return few ? launch<T, KV, 64, 1>(p, stream) : launch<T, KV, 64, 2>(p, stream);
-  if (p.head_dim <= 128) return few ? launch<T, KV, 128, 1>(p, stream) : launch<T, KV, 128, 2>(p, stream);
-  launch<T, KV, 256, 1>(p, stream);  // 16 rows would not fit in registers
+  if (p.head_dim <= 64) return launch_rows<T, KV, kPaged, 64>(p, stream);
+  if (p.head_dim <= 128) return launch_rows<T, KV, kPaged, 128>(p, stream);
+  launch_rows<T, KV, kPaged, 256>(p, stream);
 }
 
 }  // namespace

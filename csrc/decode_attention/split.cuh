@@ -23,39 +23,80 @@ struct Split {
   int begin, end;                 // positions of this block
   int active;                     // splits that have work, at least 1
   uint32_t capacity, first_slot;  // slots of a cache row; slot of `begin`
-  const char* k;                  // this row's and head's cache
+  const char* k;                  // this row's and head's cache; in pages, this head's of page 0
   const char* v;
 
-  // Slot of position begin + i, i < capacity.
-  __device__ __forceinline__ uint32_t slot(int i) const {
-    const uint32_t slot = first_slot + i;
-    return slot < capacity ? slot : slot - capacity;
-  }
   // First position that the token at `position` sees.
   __device__ __forceinline__ int first_visible(int position, int window) const {
     return window > 0 ? max(start, position - window + 1) : start;
   }
 };
 
+// A split and where its positions lie.
+template <bool kPaged>
+struct PlacedSplit : Split {
+  static constexpr bool kIsPaged = false;
+
+  // Rows of `k` and `v`, counted from there: position begin + i, i < capacity, lies in this one,
+  __device__ __forceinline__ uint32_t slot(int i) const {
+    const uint32_t slot = first_slot + i;
+    return slot < capacity ? slot : slot - capacity;
+  }
+  // and so many from it on lie one after the other.
+  __device__ __forceinline__ int adjacent(uint32_t slot) const { return capacity - slot; }
+};
+
+template <>
+struct PlacedSplit<true> : Split {
+  static constexpr bool kIsPaged = true;
+  const int32_t* pages;  // of this row of the batch: page of each block of slots
+  int page_shift;        // log2 of a block's slots
+  uint32_t page_stride;  // rows from a page to the next
+
+  __device__ __forceinline__ uint32_t slot(int i) const {
+    uint32_t slot = first_slot + i;
+    if (slot >= capacity) slot -= capacity;
+    return uint32_t(__ldg(pages + (slot >> page_shift))) * page_stride + (slot & ((1u << page_shift) - 1));
+  }
+  __device__ __forceinline__ int adjacent(uint32_t slot) const {
+    const uint32_t size = 1u << page_shift;
+    return size - (slot & (size - 1));
+  }
+};
+
 // `alone`: positions that one block takes without a split.
-__device__ __forceinline__ Split find_split(const DecodeAttentionParams& p, int row, int kv_head, int split,
-                                            unsigned splits, unsigned alone, int kv_elem_bytes) {
-  Split s;
+template <bool kPaged>
+__device__ __forceinline__ PlacedSplit<kPaged> find_split(const DecodeAttentionParams& p, int row,
+                                                          int kv_head, int split, unsigned splits,
+                                                          unsigned alone, int kv_elem_bytes) {
+  PlacedSplit<kPaged> s;
   s.seq_len = __ldg(p.seq_lens + row);
   s.start = p.starts ? max(__ldg(p.starts + row), 0) : 0;
   const char* k = static_cast<const char*>(p.k_cache);
   const char* v = static_cast<const char*>(p.v_cache);
   int64_t capacity = p.capacity;
   if (p.kv_table) {
-    const int64_t* entry =
-        p.kv_table + (kv_elem_bytes == 1 ? kQuantizedTableColumns : kTableColumns) * p.layer;
+    const int64_t columns = kPaged               ? kPagedTableColumns
+                            : kv_elem_bytes == 1 ? kQuantizedTableColumns
+                                                 : kTableColumns;
+    const int64_t* entry = p.kv_table + columns * p.layer;
     k = reinterpret_cast<const char*>(__ldg(reinterpret_cast<const long long*>(entry)));
     v = reinterpret_cast<const char*>(__ldg(reinterpret_cast<const long long*>(entry) + 1));
     capacity = __ldg(reinterpret_cast<const long long*>(entry) + 2);
+    if constexpr (kPaged) {
+      s.pages = reinterpret_cast<const int32_t*>(__ldg(reinterpret_cast<const long long*>(entry) + 3));
+    }
   }
   s.capacity = static_cast<uint32_t>(capacity);
-  const uint64_t head_offset =
-      uint64_t(uint32_t(row * p.num_kv_heads + kv_head)) * s.capacity * uint32_t(p.head_dim * kv_elem_bytes);
+  uint32_t first_head = row * p.num_kv_heads + kv_head, head_rows = s.capacity;
+  if constexpr (kPaged) {
+    if (!p.kv_table) s.pages = p.pages.table;
+    s.pages += row * (s.capacity >> p.pages.shift);
+    s.page_shift = p.pages.shift;
+    first_head = kv_head, head_rows = 1u << p.pages.shift;
+    s.page_stride = head_rows * p.num_kv_heads;
+  }
+  const uint64_t head_offset = uint64_t(first_head) * head_rows * uint32_t(p.head_dim * kv_elem_bytes);
   s.k = k + head_offset;
   s.v = v + head_offset;
   // What the first token sees bounds what any sees; a ring holds no more than its capacity.

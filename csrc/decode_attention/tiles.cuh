@@ -58,7 +58,9 @@ struct CopiedTiles : WarpTiles<T, KV, kDims> {
     return row * kRowBytes + (kIsQuant<KV> ? piece : piece ^ (row & 6)) * kPieceBytes<KV>;
   }
 
-  __device__ __forceinline__ void fetch(const DecodeAttentionParams& p, const Split& s, int base, int stage) {
+  template <class Placed>
+  __device__ __forceinline__ void fetch(const DecodeAttentionParams& p, const Placed& s, int base,
+                                        int stage) {
     constexpr int kCopies = kRowBytes / 16, kRowsAtOnce = kWarpSize / kCopies;  // copies of a row
     if (base < s.end) {
       const int copy = lane % kCopies, first = lane / kCopies, piece = copy * (16 / kPieceBytes<KV>);
@@ -115,17 +117,23 @@ struct BulkTiles : WarpTiles<T, KV, kDims> {
   __device__ __forceinline__ int v_at(int row, int piece) const { return k_at(row, piece); }
 
   // Asks for the tile of positions base and following; every lane comes here for every tile.
-  __device__ __forceinline__ void fetch(const DecodeAttentionParams&, const Split& s, int base, int stage) {
+  template <class Placed>
+  __device__ __forceinline__ void fetch(const DecodeAttentionParams&, const Placed& s, int base, int stage) {
     const int count = min(kTile, s.end - base);
     if (count <= 0 || !is_elected()) return;
     const uint32_t slot = s.slot(base - s.begin);
-    const int before_wrap = min(count, int(s.capacity - slot)) * row_bytes;
-    const int wrapped = count * row_bytes - before_wrap;  // from slot 0 on
+    // The rest lies elsewhere: from slot 0 on where a ring wraps, or in the next page.
+    const int together = min(count, s.adjacent(slot)), before = together * row_bytes;
+    const int rest = count * row_bytes - before;
     const uint32_t barrier = full + 8 * stage;
     barrier_arrive_expect(barrier, 2 * count * row_bytes);
+    uint32_t next = 0;
+    if constexpr (Placed::kIsPaged) next = rest > 0 ? s.slot(base - s.begin + together) : 0;
     const auto copy = [&](char* to, const char* from) {
-      copy_to_shared(shared_address(to), from + uint64_t(slot) * row_bytes, before_wrap, barrier, policy);
-      if (wrapped > 0) copy_to_shared(shared_address(to) + before_wrap, from, wrapped, barrier, policy);
+      copy_to_shared(shared_address(to), from + uint64_t(slot) * row_bytes, before, barrier, policy);
+      if (rest > 0) {
+        copy_to_shared(shared_address(to) + before, from + uint64_t(next) * row_bytes, rest, barrier, policy);
+      }
     };
     copy(this->k(stage), s.k);
     copy(this->v(stage), s.v);
@@ -162,7 +170,8 @@ struct TileScales {
   uint16_t k[kTileGroups][2], v[kTileGroups][2];
   float v_unit = 0.f;  // the warp's sums are multiples of it: a power of two, or 0 for none yet
 
-  __device__ __forceinline__ void fetch(const Split& s, int first) {
+  template <class Placed>
+  __device__ __forceinline__ void fetch(const Placed& s, int first) {
 #pragma unroll
     for (int t = 0; t < kTileGroups; ++t)
 #pragma unroll

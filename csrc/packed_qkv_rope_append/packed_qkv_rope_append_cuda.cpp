@@ -24,7 +24,7 @@ Tensor packed_qkv_rope_append_cuda(
   const PackedWeight weight(p, quants, scales, zeros, multiplier, format, kOp);
   const int64_t batch = x.size(0), query_len = x.size(1);
   RopeAppendCall call(batch, query_len, p.n, p.dtype, cos, sin, k_cache, v_cache, seq_lens, num_heads,
-                      kv_table, layer, k_scales, v_scales, kOp);
+                      kv_table, layer, k_scales, v_scales, std::nullopt, kOp);
   const cudaStream_t stream = current_stream(guard.device());
   Tensor q = empty_like_with_sizes(input, {batch, query_len, num_heads, k_cache.size(3)});
   call.params.q_out = q.data_ptr();

@@ -14,7 +14,8 @@ Tensor qkv_rope_append_cuda(const Tensor& x, const Tensor& q_weight, const std::
                             const Tensor& seq_lens, int64_t num_heads, const std::optional<Tensor>& kv_table,
                             int64_t layer, const std::string& norm, const std::optional<Tensor>& norm_weight,
                             const std::optional<Tensor>& norm_bias, double norm_eps, bool overlap,
-                            const std::optional<Tensor>& k_scales, const std::optional<Tensor>& v_scales) {
+                            const std::optional<Tensor>& k_scales, const std::optional<Tensor>& v_scales,
+                            const std::optional<Tensor>& block_table) {
   constexpr const char* kOp = "qkv_rope_append";
   check_projections(x, k_weight, v_weight, k_bias, v_bias, transposed);
   const DeviceGuard guard(x);
@@ -30,26 +31,33 @@ Tensor qkv_rope_append_cuda(const Tensor& x, const Tensor& q_weight, const std::
   const InputNorm input_norm(input, norm, norm_weight, norm_bias, norm_eps, kOp);
   const int64_t batch = x.size(0), query_len = x.size(1);
   RopeAppendCall call(batch, query_len, p.n, p.dtype, cos, sin, k_cache, v_cache, seq_lens, num_heads,
-                      kv_table, layer, k_scales, v_scales, kOp);
+                      kv_table, layer, k_scales, v_scales, block_table, kOp);
   STD_TORCH_CHECK(!k_weight || (q_weight.size(0) == num_heads * k_cache.size(3) &&
                                 k_weight->size(0) == v_weight->size(0)),
                   "hf_fastpath::qkv_rope_append: the projections' features do not match the heads");
   const cudaStream_t stream = current_stream(guard.device());
   Tensor q = empty_like_with_sizes(input, {batch, query_len, num_heads, k_cache.size(3)});
   call.params.q_out = q.data_ptr();
-  const bool one_rounding = !is_quantized(call.params.kv_type);  // products cannot be quantized as they come
-  if (one_rounding && input_norm.launch_as_one(p, &call.params, stream)) return q;
+  // Products cannot be quantized as they come, and their kernels know no pages.
+  const bool as_they_come = !is_quantized(call.params.kv_type) && !call.pages;
+  if (as_they_come && input_norm.launch_as_one(p, &call.params, stream)) return q;
   Tensor normed;
-  input_norm.launch_norm(p, input, normed);
-  if (one_rounding && fits_one_kernel(p, &call.params)) {
-    launch_gemv(p, &call.params, stream);
-    return q;
+  if (as_they_come) {
+    input_norm.launch_norm(p, input, normed);
+    if (fits_one_kernel(p, &call.params)) {
+      launch_gemv(p, &call.params, stream);
+      return q;
+    }
   }
   Tensor qkv = empty_like_with_sizes(input, sizes_with_last(input, p.n));
   p.out = qkv.data_ptr();
-  launch_gemv(p, nullptr, stream);
+  if (as_they_come) {
+    launch_gemv(p, nullptr, stream);
+  } else {
+    input_norm.launch(p, input, stream);
+  }
   call.params.qkv = p.out;
-  launch_rope_append(call.params, stream);
+  call.launch(stream, overlap);
   return q;
 }
 

@@ -7,8 +7,10 @@
 // Roofline: latency of two dependent loads (the table or the lengths, then the slot's address); a few KB a
 //   token. 1.8 us for one token of 32/8 heads of 128, float16, in a CUDA graph (H200, 2026-11).
 
+#include "common/async.cuh"
 #include "common/cuda_check.cuh"
 #include "rope_append/rope_append.cuh"
+#include "rope_append/rope_append_paged.h"
 
 namespace hf_fastpath {
 namespace {
@@ -20,12 +22,34 @@ __device__ __forceinline__ void load_floats(const T* from, float (&to)[kElems]) 
   Chunk<T, kElems>::unpack(Chunk<T, kElems>::load(from), to);
 }
 
-template <class T, class Cache, int kElems>
-__global__ void __launch_bounds__(kThreads) rope_append_kernel(RopeAppendParams p) {
+// As cache_place(p), which also finds the table of the pages.
+__device__ __forceinline__ CachePlace cache_place(const RopeAppendParams& p, Pages& pages) {
+  if (!p.kv_table) return {static_cast<char*>(p.k_cache), static_cast<char*>(p.v_cache), pages.capacity};
+  const int64_t* entry = p.kv_table + kPagedTableColumns * p.layer;
+  pages.table = reinterpret_cast<const int32_t*>(entry[3]);
+  return {reinterpret_cast<char*>(entry[0]), reinterpret_cast<char*>(entry[1]), entry[2]};
+}
+
+// Where a token's head goes in a cache, counted in heads of a token.
+__device__ __forceinline__ int64_t head_place(const RopeAppendParams& p, int64_t capacity, int64_t slot,
+                                              int row, int kv_head) {
+  return (int64_t(row) * p.num_kv_heads + kv_head) * capacity + slot;
+}
+
+__device__ __forceinline__ int64_t head_place(const RopeAppendParams& p, int64_t capacity, int64_t slot,
+                                              int row, int kv_head, const Pages& pages) {
+  const int64_t page = pages.table[row * (capacity >> pages.shift) + (slot >> pages.shift)];
+  return ((page * p.num_kv_heads + kv_head) << pages.shift) + (slot & ((1 << pages.shift) - 1));
+}
+
+// MaybePages: Pages, or nothing. With pages, the kernel in front may still run.
+template <class T, class Cache, int kElems, class... MaybePages>
+__global__ void __launch_bounds__(kThreads) rope_append_kernel(RopeAppendParams p, MaybePages... pages) {
   const int units = (p.head_dim + 1) / 2 / kElems;  // of a head; an odd head_dim leaves one element alone
   const int heads = p.num_heads + 2 * p.num_kv_heads;
   const int index = blockIdx.y * kThreads + threadIdx.x;
   if (index >= heads * units) return;
+  if constexpr (sizeof...(MaybePages) > 0) allow_next_kernel();
   const int head = index / units, unit = index % units;
   const int token = blockIdx.x, row = token / p.query_len;
 
@@ -38,8 +62,18 @@ __global__ void __launch_bounds__(kThreads) rope_append_kernel(RopeAppendParams 
   const bool has_second = kElems > 1 || second < p.head_dim;
 
   const int64_t features = int64_t(heads) * p.head_dim, column = int64_t(head) * p.head_dim;
-  const CachePlace place = cache_place(p);
+  const CachePlace place = cache_place(p, pages...);
   const int64_t slot = cache_slot(p, place.capacity, token);
+  const auto kv_place = [&] {  // of a key or value
+    const int kv_head = head - p.num_heads - (is_value ? p.num_kv_heads : 0);
+    return head_place(p, place.capacity, slot, row, kv_head, pages...);
+  };
+  int64_t early = 0;
+  if constexpr (sizeof...(MaybePages) > 0) {
+    if (head >= p.num_heads) early = kv_place();
+    wait_for_previous_kernel();  // the projections
+    drop_l1();
+  }
   const T* qkv = static_cast<const T*>(p.qkv) + token * features + column;
   float a[kElems], b[kElems] = {};
   load_floats(qkv + first, a);
@@ -74,9 +108,8 @@ __global__ void __launch_bounds__(kThreads) rope_append_kernel(RopeAppendParams 
     if (has_second) Chunk<T, kElems>::store(out + second, b);
     return;
   }
-  const int kv_head = head - p.num_heads - (is_value ? p.num_kv_heads : 0);
   Cache* out = reinterpret_cast<Cache*>(is_value ? place.v_cache : place.k_cache) +
-               ((int64_t(row) * p.num_kv_heads + kv_head) * place.capacity + slot) * p.head_dim;
+               (sizeof...(MaybePages) > 0 ? early : kv_place()) * p.head_dim;
   Chunk<Cache, kElems>::store(out + first, a);
   if (has_second) Chunk<Cache, kElems>::store(out + second, b);
 }
@@ -91,29 +124,44 @@ bool is_aligned(const RopeAppendParams& p) {
   return !p.kv_table && p.head_dim % (2 * kElems) == 0 && p.rotary_dim % (2 * kElems) == 0;
 }
 
-template <class T, class Cache, int kElems>
-void launch(const RopeAppendParams& params, cudaStream_t stream) {
+template <class T, class Cache, int kElems, class... MaybePages>
+void launch(const RopeAppendParams& params, bool overlap, cudaStream_t stream, const MaybePages&... pages) {
   const int units = (params.num_heads + 2 * params.num_kv_heads) * ((params.head_dim + 1) / 2 / kElems);
   const dim3 grid(params.batch * params.query_len, (units + kThreads - 1) / kThreads), block(kThreads);
   const size_t smem_bytes = 0;
-  rope_append_kernel<T, Cache, kElems><<<grid, block, smem_bytes, stream>>>(params);
+  const auto kernel = rope_append_kernel<T, Cache, kElems, MaybePages...>;
+  HF_FASTPATH_CUDA_CHECK(
+      launch_overlapping(kernel, grid, block, smem_bytes, stream, overlap, params, pages...));
+}
+
+template <class... MaybePages>
+void launch_typed(const RopeAppendParams& params, bool overlap, cudaStream_t stream,
+                  const MaybePages&... pages) {
+  if (params.batch * params.query_len == 0 || params.head_dim == 0) return;
+  if (params.num_heads + params.num_kv_heads == 0) return;
+  with_type(params.dtype, [&](auto zero) {
+    using T = decltype(zero);
+    if (params.kv_type == kv_type(params.dtype) && is_aligned<kVecElems<T>>(params)) {
+      return launch<T, T, kVecElems<T>>(params, overlap, stream, pages...);
+    }
+    with_type(static_cast<DType>(params.kv_type), [&](auto cache_zero) {
+      launch<T, decltype(cache_zero), 1>(params, overlap, stream, pages...);
+    });
+  });
 }
 
 }  // namespace
 
 void launch_rope_append(const RopeAppendParams& params, cudaStream_t stream) {
+  if (!is_quantized(params.kv_type)) return launch_typed(params, false, stream);
   if (params.batch * params.query_len == 0 || params.head_dim == 0) return;
   if (params.num_heads + params.num_kv_heads == 0) return;
-  if (is_quantized(params.kv_type)) return launch_rope_append_quants(params, stream);
-  with_type(params.dtype, [&](auto zero) {
-    using T = decltype(zero);
-    if (params.kv_type == kv_type(params.dtype) && is_aligned<kVecElems<T>>(params)) {
-      return launch<T, T, kVecElems<T>>(params, stream);
-    }
-    with_type(static_cast<DType>(params.kv_type),
-              [&](auto cache_zero) { launch<T, decltype(cache_zero), 1>(params, stream); });
-  });
-  HF_FASTPATH_CUDA_CHECK(cudaGetLastError());
+  launch_rope_append_quants(params, stream);
+}
+
+void launch_rope_append_paged(const RopeAppendParams& params, const Pages& pages, bool overlap,
+                              cudaStream_t stream) {
+  launch_typed(params, overlap, stream, pages);
 }
 
 }  // namespace hf_fastpath

@@ -79,15 +79,14 @@ void append_tokens(const RopeAppendArgs& args, int64_t begin, int64_t end) {
     for (int64_t h = 0; h < args.num_heads; ++h, x += dim, bias += bias != nullptr ? dim : 0) {
       turn_head<Element, Element>(x, bias, cos, sin, args.rotary_dim, dim, q_out + h * dim);
     }
-    const int64_t slot = slot_of(args, row, token);
-    const int64_t first = row * args.num_kv_heads * args.capacity + slot;  // place of KV head 0
+    const TokenPlace to = place_of(args, row, token);
     for (int64_t h = 0; h < args.num_kv_heads; ++h, x += dim, bias += bias != nullptr ? dim : 0) {
       append_head<Element, Kv>(x, bias, cos, sin, args.rotary_dim, dim, args.k_cache, args.k_scales,
-                               first + h * args.capacity);
+                               to.first + h * to.apart);
     }
     for (int64_t h = 0; h < args.num_kv_heads; ++h, x += dim, bias += bias != nullptr ? dim : 0) {
       append_head<Element, Kv>(x, bias, cos, sin, 0, dim, args.v_cache, args.v_scales,
-                               first + h * args.capacity);
+                               to.first + h * to.apart);
     }
   }
 }

@@ -28,7 +28,8 @@ template <class T, class Kv>
 void append_tokens(const RopeAppendArgs& args, int64_t begin, int64_t end) {
   const int64_t dim = args.head_dim, heads = args.num_heads + 2 * args.num_kv_heads;
   for (int64_t t = begin; t < end; ++t) {
-    const int64_t row = t / args.query_len, token = t % args.query_len, slot = slot_of(args, row, token);
+    const int64_t row = t / args.query_len, token = t % args.query_len;
+    const TokenPlace to = place_of(args, row, token);
     const int64_t angle = row * args.angle_stride + token * args.rotary_dim;
     const T* cos = static_cast<const T*>(args.cos) + angle;
     const T* sin = static_cast<const T*>(args.sin) + angle;
@@ -42,7 +43,7 @@ void append_tokens(const RopeAppendArgs& args, int64_t begin, int64_t end) {
       }
       const bool is_value = h >= args.num_heads + args.num_kv_heads;
       const int64_t kv_head = h - args.num_heads - (is_value ? args.num_kv_heads : 0);
-      const int64_t place = (row * args.num_kv_heads + kv_head) * args.capacity + slot;
+      const int64_t place = to.first + kv_head * to.apart;
       Kv* out = static_cast<Kv*>(is_value ? args.v_cache : args.k_cache) + place * dim;
       const int64_t rotary_dim = is_value ? 0 : args.rotary_dim;
       if constexpr (kIsQuant<Kv>) {
@@ -71,13 +72,14 @@ Tensor rope_append_cpu(const Tensor& qkv, const std::optional<Tensor>& bias, con
                        const std::optional<Tensor>& sin, const Tensor& k_cache, const Tensor& v_cache,
                        const Tensor& seq_lens, int64_t num_heads, const std::optional<Tensor>& kv_table,
                        int64_t layer, const std::optional<Tensor>& k_scales,
-                       const std::optional<Tensor>& v_scales) {
+                       const std::optional<Tensor>& v_scales, const std::optional<Tensor>& block_table) {
   const char* op = "rope_append";
   const DType dtype = dtype_of(qkv, op);
   STD_TORCH_CHECK(qkv.dim() == 3 && qkv.size(1) >= 1,
                   "hf_fastpath::rope_append: qkv has to be [batch, 1 or more, features]");
   const int64_t batch = qkv.size(0), query_len = qkv.size(1), features = qkv.size(2);
-  const KvCache cache = load_kv_cache(k_cache, v_cache, k_scales, v_scales, kv_table, layer, batch, op);
+  const KvCache cache =
+      load_kv_cache(k_cache, v_cache, k_scales, v_scales, kv_table, layer, block_table, batch, op);
   STD_TORCH_CHECK(!is_quantized(cache.type) || cache.head_dim <= kMaxQuantizedHeadDim,
                   "hf_fastpath::rope_append: head_dim is ", cache.head_dim, ", expected at most ",
                   kMaxQuantizedHeadDim, " in a quantized cache");
@@ -121,6 +123,8 @@ Tensor rope_append_cpu(const Tensor& qkv, const std::optional<Tensor>& bias, con
   args.v_cache = cache.v;
   args.k_scales = cache.k_scales;
   args.v_scales = cache.v_scales;
+  args.pages = cache.pages;
+  args.page_size = cache.page_size;
   args.seq_lens = load_int_vector(seq_lens, batch, lens_holder, op, "seq_lens");
   args.q_out = out.mutable_data_ptr();
   const auto kernel = use_avx2() ? rope_append_avx2 : rope_append_portable;

@@ -2,7 +2,8 @@
 #pragma once
 
 #include "common/cuda_glue.h"
-#include "rope_append/rope_append.h"
+#include "common/pages_glue.h"
+#include "rope_append/rope_append_paged.h"
 
 namespace hf_fastpath {
 
@@ -10,20 +11,23 @@ namespace hf_fastpath {
 // and q_out. Keeps what the launch reads alive.
 struct RopeAppendCall {
   RopeAppendParams params{};
+  Pages pages;
   std::optional<Tensor> cos, sin, lens, table;
 
   RopeAppendCall(int64_t batch, int64_t query_len, int64_t features, DType dtype,
                  const std::optional<Tensor>& cos_in, const std::optional<Tensor>& sin_in,
                  const Tensor& k_cache, const Tensor& v_cache, const Tensor& seq_lens, int64_t num_heads,
                  const std::optional<Tensor>& kv_table, int64_t layer, const std::optional<Tensor>& k_scales,
-                 const std::optional<Tensor>& v_scales, const char* op) {
+                 const std::optional<Tensor>& v_scales, const std::optional<Tensor>& block_table,
+                 const char* op) {
     STD_TORCH_CHECK(k_cache.dim() == 4 && sizes_of(k_cache) == sizes_of(v_cache), "hf_fastpath::", op,
                     ": expected caches of one shape [batch, kv_heads, capacity, head_dim]");
     const int64_t kv_heads = k_cache.size(1), head_dim = k_cache.size(3);
-    STD_TORCH_CHECK(features == (num_heads + 2 * kv_heads) * head_dim && k_cache.size(0) == batch,
-                    "hf_fastpath::", op, ": ", features, " features and batch ", batch,
-                    ", expected (heads + 2*kv_heads)*head_dim = ", (num_heads + 2 * kv_heads) * head_dim,
-                    " and batch ", k_cache.size(0));
+    STD_TORCH_CHECK(
+        features == (num_heads + 2 * kv_heads) * head_dim && (block_table || k_cache.size(0) == batch),
+        "hf_fastpath::", op, ": ", features, " features and batch ", batch,
+        ", expected (heads + 2*kv_heads)*head_dim = ", (num_heads + 2 * kv_heads) * head_dim, " and batch ",
+        k_cache.size(0));
     STD_TORCH_CHECK(
         k_cache.is_contiguous() && v_cache.is_contiguous() && seq_lens.numel() == batch &&
             seq_lens.scalar_type() == ScalarType::Int && kv_type_of(v_cache, op) == kv_type_of(k_cache, op),
@@ -42,7 +46,8 @@ struct RopeAppendCall {
     params.kv_type = kv_type_of(k_cache, op);
     check_kv_scales(k_cache, k_scales, params.kv_type, op, "k_scales");
     check_kv_scales(k_cache, v_scales, params.kv_type, op, "v_scales");
-    check_kv_table(kv_table, layer, params.kv_type, op);
+    pages = load_pages(block_table, kv_table, layer, k_cache, params.kv_type, batch, op);
+    if (!pages) check_kv_table(kv_table, layer, params.kv_type, op);
     STD_TORCH_CHECK(!is_quantized(params.kv_type) || head_dim <= kMaxQuantizedHeadDim, "hf_fastpath::", op,
                     ": head_dim is ", head_dim, ", expected at most ", kMaxQuantizedHeadDim,
                     " in a quantized cache");
@@ -67,6 +72,12 @@ struct RopeAppendCall {
     params.dtype = dtype;
     if (k_scales) params.k_scales = static_cast<uint16_t*>(k_scales->data_ptr());
     if (v_scales) params.v_scales = static_cast<uint16_t*>(v_scales->data_ptr());
+  }
+
+  // `overlap`: lengths and tables may be read before the kernel in front is complete.
+  void launch(cudaStream_t stream, bool overlap) const {
+    if (pages) return launch_rope_append_paged(params, pages, overlap, stream);
+    launch_rope_append(params, stream);
   }
 };
 

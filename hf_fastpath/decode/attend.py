@@ -17,7 +17,7 @@ from torch.nn.attention.bias import causal_lower_right
 
 from .. import loader, ops
 from ..ops.decode_attention import MAX_HEAD_DIM, MIN_HEAD_DIM, visible_slots
-from ..ops.kv_cache import dequantized
+from ..ops.kv_cache import dequantized, gathered
 from . import composed
 
 
@@ -89,7 +89,8 @@ class Attention:
     def __call__(
         self, q, k_cache, v_cache, seq_lens, starts, scale, window, kv_table, layer, workspace, overlap, sinks, *scales
     ) -> torch.Tensor:
-        """As ``ops.decode_attention``; padding is this forward's."""
+        """As ``ops.decode_attention``; padding is this forward's. ``scales``: those of quantized caches, and with a
+        block table it behind them."""
         return self._run(q, k_cache, v_cache, scale, window, 0.0, sinks, scales)
 
     def capped(self, q, k_cache, v_cache, seq_lens, starts, scale, window, cap, *scales) -> torch.Tensor:
@@ -123,6 +124,10 @@ class Attention:
     def _states(self, k_cache, v_cache, scales, dtype) -> list[torch.Tensor]:
         """Keys and values in the queries' dtype: the whole buffers where they are that."""
         # What is stored, of the new tokens too: then it makes no difference how a text is cut.
+        if scales and scales[-1].dtype == torch.int32:  # a block table: what prompts read is gathered
+            *_, block_table = scales
+            blocks = block_table[:, : -(-self._length // k_cache.shape[2])]
+            return [gathered(each, blocks).to(dtype) for each in (k_cache, v_cache)]
         if scales:
             k, v, *scales = (each.narrow(2, 0, self._length) for each in (k_cache, v_cache, *scales))
             return [dequantized(*each, dtype) for each in zip((k, v), scales)]

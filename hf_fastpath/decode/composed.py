@@ -11,7 +11,7 @@ from torch import nn
 
 from ..ops import fused_experts, topk_softmax
 from ..ops.decode_attention import visible_slots
-from ..ops.kv_cache import dequantized
+from ..ops.kv_cache import dequantized, gathered
 
 
 def unit_offset_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
@@ -111,10 +111,12 @@ def soft_capped_attention(
     cap: float,
     k_scales: torch.Tensor | None = None,
     v_scales: torch.Tensor | None = None,
+    block_table: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """As ``ops.decode_attention``, of scores ``cap * tanh(scores / cap)``, over the whole buffers; in float32."""
     if k_scales is not None and v_scales is not None:
         k_cache, v_cache = dequantized(k_cache, k_scales, torch.float32), dequantized(v_cache, v_scales, torch.float32)
+    k_cache, v_cache = gathered(k_cache, block_table), gathered(v_cache, block_table)
     batch, query_len, num_heads, head_dim = q.shape
     num_kv_heads, capacity = k_cache.shape[1:3]
     visible = visible_slots(seq_lens, starts, query_len, capacity, window)[:, None, None]

@@ -22,19 +22,20 @@ class DraftPlan(DecodePlan):
         part: the model.
         kv_dtype: storage type of the caches it will serve.
         width: one of :data:`WIDTHS`.
+        page_sizes: as :class:`DecodePlan`'s.
 
     Attributes:
         logits: [1, width, vocab_size] in the model's dtype, overwritten by the next read.
     """
 
-    def __init__(self, part: ModelPart, kv_dtype: torch.dtype, width: int):
+    def __init__(self, part: ModelPart, kv_dtype: torch.dtype, width: int, page_sizes: tuple[int | None, ...] = ()):
         self.query_len = width
         kind = {"device": "cpu", "pin_memory": part.embedding.weight.device.type == "cuda"}
         with torch.inference_mode(False):  # what the program copies in and out
             self._given = torch.zeros(2, 1, width, dtype=torch.long, **kind)  # tokens, positions
             self._length = torch.zeros(1, dtype=torch.int32, **kind)
             self._choices = torch.zeros(1, width, dtype=torch.long, **kind)
-        super().__init__(part, 1, kv_dtype)
+        super().__init__(part, 1, kv_dtype, page_sizes=page_sizes)
 
     def _record(self, part: ModelPart) -> Register:
         emit = self.program.emit

@@ -177,6 +177,22 @@ def read_prompt(
         starts: [batch], left padding of each row, or None.
     """
     cache = model_kwargs["past_key_values"]
+    repeats = prompt.repeats(ids, config.num_return_sequences, cache)
+    if repeats == 1:
+        return _read_rows(model, part, ids, config, model_kwargs, starts)
+    rows = {name: model_kwargs.get(name) for name in ("attention_mask", "position_ids")}
+    rows = {name: t[::repeats] for name, t in rows.items() if t is not None and len(t) == len(ids)}
+    starts = None if starts is None else starts[::repeats]
+    logits = _read_rows(model, part, ids[::repeats], config, model_kwargs | rows, starts)
+    cache.batch_repeat_interleave(repeats)
+    return logits.repeat_interleave(repeats, dim=0)
+
+
+def _read_rows(
+    model: Any, part: ModelPart, ids: torch.Tensor, config: Any, model_kwargs: dict, starts: torch.Tensor | None
+) -> torch.Tensor:
+    """:func:`read_prompt`, every row of ``ids``."""
+    cache = model_kwargs["past_key_values"]
     tokens = compat.new_tokens(ids, config, model_kwargs)
     positions = model_kwargs["position_ids"][:, -tokens.shape[1] :]
     given = prompt.Prompt(tokens, positions, starts if starts is not None and starts.any() else None)

@@ -47,16 +47,19 @@ def _constants(part: LayerPart) -> tuple:
     return attention.num_heads, attention.head_dim, attention.scaling, mlp.activation, rotation, kinds
 
 
-def one_call_reasons(part: ModelPart, kv_dtype: torch.dtype | None = None) -> list[str]:
+def one_call_reasons(part: ModelPart, kv_dtype: torch.dtype | None = None, paged: bool = False) -> list[str]:
     """Reasons why neither ``ops.decode_layers`` nor ``ops.packed_layers`` can take all of the model's layers.
 
     Args:
         part: the model.
         kv_dtype: of the cache's buffers; None: the model's.
+        paged: some layer of the cache lies in pages.
     """
     layers = part.layers
     if kv_dtype is not None and is_quantized(kv_dtype):
         return ["keys and values are quantized"]
+    if paged:
+        return ["keys and values lie in pages"]
     if not all(layer.is_sequential for layer in layers):
         return ["the layers are not norm, attention, norm and MLP in turn"]
     attentions = [layer.attention for layer in layers]

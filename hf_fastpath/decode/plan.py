@@ -113,6 +113,7 @@ class DecodePlan:
         kv_dtype: storage type of the caches it will serve.
         sampled: the choice is a sample, drawn with the default generator as ``torch.multinomial`` draws it; else it is
             the most likely token.
+        page_sizes: of the caches' layers, None for each that is not in pages; empty for none.
 
     Attributes:
         logits: [batch, vocab_size] in the model's dtype, overwritten by the next step.
@@ -121,8 +122,16 @@ class DecodePlan:
     #: tokens of a sequence that a step reads
     query_len = 1
 
-    def __init__(self, part: ModelPart, batch: int, kv_dtype: torch.dtype, sampled: bool = False):
+    def __init__(
+        self,
+        part: ModelPart,
+        batch: int,
+        kv_dtype: torch.dtype,
+        sampled: bool = False,
+        page_sizes: tuple[int | None, ...] = (),
+    ):
         self.batch, self.kv_dtype, self.sampled = batch, kv_dtype, sampled
+        self.page_sizes = page_sizes or (None,) * len(part.layers)
         self.fingerprint = fingerprint(part)
         weight = part.embedding.weight
         self.device, self.dtype = weight.device, weight.dtype
@@ -144,17 +153,21 @@ class DecodePlan:
             if sampled:
                 self.noise = torch.empty(batch, out_features(part.head), dtype=torch.float32, device=self.device)
                 self.settings = torch.zeros(4, dtype=torch.float64, device=self.device)
-            self.kv_table = self.workspace = None
+            self.kv_table = self.paged_table = self.workspace = None
             if self.device.type == "cuda":
                 attention = part.layers[0].attention
                 size = workspace_bytes(batch, self.query_len, attention.num_heads, attention.head_dim)
                 self.workspace = torch.zeros(size, dtype=torch.uint8, device=self.device)
-                shape = len(part.layers), table_columns(kv_dtype)
-                self.kv_table = torch.zeros(shape, dtype=torch.long, device=self.device)
+                tables = [
+                    torch.zeros(len(part.layers), table_columns(kv_dtype, paged), dtype=torch.long, device=self.device)
+                    for paged in (False, True)
+                ]
+                self.kv_table, self.paged_table = tables
             self._reads_buffers = any(layer.attention.reads_buffers for layer in part.layers)
             self.program = Program()
             buffers = 4 if is_quantized(kv_dtype) else 2  # of a layer
-            self._caches = [tuple(self.program.register() for _ in range(buffers)) for _ in part.layers]
+            counts = [buffers if size is None else 5 for size in self.page_sizes]
+            self._caches = [tuple(self.program.register() for _ in range(count)) for count in counts]
             self._architecture, self._rotary = part.architecture, part.rotary
             #: kind of layer -> tables of cos and sin, a row a position
             self._angles = {kind: (self.program.register(), self.program.register()) for kind in part.rope_kinds}
@@ -189,11 +202,13 @@ class DecodePlan:
         angles = dict(zip(self._angles, zip(rows[::2], rows[1::2])))
         # Nothing in the step writes a parameter or the table, and lengths only change before or in its last kernel.
         overlap = self.device.type == "cuda"
-        at = steps.Positions(angles, self.seq_lens, self.starts, self.kv_table, self.workspace, overlap)
+        at = steps.Positions(
+            angles, self.seq_lens, self.starts, self.kv_table, self.workspace, overlap, self.paged_table
+        )
         # A graph of several sequences takes the ops one by one, as they were measured.
         few = self.batch == 1 or (self.device.type == "cpu" and self.batch <= MAX_ROWS)
         alone = few and self.query_len == 1
-        if alone and not one_call.one_call_reasons(part, self.kv_dtype):
+        if alone and not one_call.one_call_reasons(part, self.kv_dtype, any(self.page_sizes)):
             logits = one_call.all_layers(emit, part, hidden, self._caches, at)
         else:
             for index, layer in enumerate(part.layers):
@@ -241,11 +256,13 @@ class DecodePlan:
         """Tell the program where the cache's buffers are, where others than its steps may have moved them."""
         layers = self.cache.layers
         if self.kv_table is not None:
-            rows = []
-            for layer in layers:
-                k, v, *scales = (buffer.data_ptr() for buffer in layer.buffers)
-                rows.append([k, v, layer.capacity, *scales])
-            self.kv_table.copy_(torch.tensor(rows, dtype=torch.long, device="cpu"))
+            for table, paged in ((self.kv_table, False), (self.paged_table, True)):
+                rows = []  # of layers that the other table serves: zeros
+                for layer, size in zip(layers, self.page_sizes):
+                    k, v, *others = (buffer.data_ptr() for buffer in layer.buffers if buffer is not None)
+                    row = [k, v, layer.capacity, *others]
+                    rows.append(row if (size is not None) == paged else [0] * table.shape[1])
+                table.copy_(torch.tensor(rows, dtype=torch.long, device="cpu"))
         if self._reads_buffers:
             self.graph = None  # it holds the old buffers
         for registers, layer in zip(self._caches, layers):

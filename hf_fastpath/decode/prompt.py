@@ -41,6 +41,15 @@ class Prompt:
             yield Prompt(tokens, positions, self.starts)
 
 
+def repeats(tokens: torch.Tensor, count: int | None, cache: FastpathCache) -> int:
+    """How many neighboring rows of ``tokens``, [batch, seq_len], are one prompt, to be read once: ``count``, where an
+    empty ``cache`` in pages lets them share it, else 1."""
+    if not count or count == 1 or len(tokens) % count or cache.page_size is None or cache.get_seq_length():
+        return 1
+    groups = tokens.unflatten(0, (-1, count))
+    return count if bool((groups == groups[:, :1]).all()) else 1
+
+
 def is_readable(part: ModelPart, cache: FastpathCache, prompt: Prompt) -> bool:
     """Whether :func:`read` can take it; else stock code has to.
 

@@ -40,6 +40,7 @@ class Positions:
         seq_lens: int32 [batch], tokens a row holds with the new ones.
         starts: int32 [batch], left padding of each row, or None.
         kv_table: see ``ops.rope_append``; None uses the caches' own addresses.
+        paged_table: the same, of layers whose cache lies in pages.
         workspace: see ``ops.decode_attention``.
         overlap: a kernel may start on what does not depend on the one in front; see ``ops.gemv``.
     """
@@ -50,10 +51,20 @@ class Positions:
     kv_table: Any = None
     workspace: Any = None
     overlap: bool = False
+    paged_table: Any = None
+
+    def table_of(self, cache: tuple) -> Any:
+        """The ``kv_table`` for a layer's cache."""
+        return self.paged_table if is_paged(cache) else self.kv_table
 
     def angles_of(self, part: AttentionPart) -> tuple[Any, Any]:
         """cos and sin that ``part`` uses: None where it does not rotate."""
         return self.angles[part.layer_type] if part.rotates else (None, None)
+
+
+def is_paged(cache: tuple) -> bool:
+    """Whether a layer's cache is K, V, no scales and a block table, instead of K and V, and scales of quants."""
+    return len(cache) == 5
 
 
 def norm_arguments(part: NormPart | None) -> tuple:
@@ -144,7 +155,7 @@ def _queries_composed(
     if part.repeats_kv:
         qkv = emit(composed.repeated_kv, qkv, part.num_heads, part.head_dim, part.group)
     k, v, *scales = cache
-    to = (k, v, at.seq_lens, part.num_heads, at.kv_table, layer, *scales)
+    to = (k, v, at.seq_lens, part.num_heads, at.table_of(cache), layer, *scales)
     return emit(ops.rope_append.overload, qkv, None, cos, sin, *to)
 
 
@@ -158,16 +169,17 @@ def attention(
     residual: Any = None,
     norm: NormPart | None = None,
 ) -> Any:
-    """``residual + part(norm(x))``, appending to ``cache`` (its K and V buffers, and scales of quantized ones), the
-    ``layer``-th of the model."""
+    """``residual + part(norm(x))``, appending to ``cache`` (its K and V buffers, and scales of quantized ones or a
+    block table), the ``layer``-th of the model."""
     *qkv, out = part.projections()
     k, v, *scales = cache
     x, norm = in_front(emit, norm, x)
-    together = None if part.is_composed else joined(qkv)
+    together = None if part.is_composed or is_paged(cache) else joined(qkv)
+    kv_table = at.table_of(cache)
     if together is not None:
         queries = emit(
             ops.packed_qkv_rope_append.overload,
-            *(x, *together, *at.angles_of(part), k, v, at.seq_lens, part.num_heads, at.kv_table, layer),
+            *(x, *together, *at.angles_of(part), k, v, at.seq_lens, part.num_heads, kv_table, layer),
             *(*norm_arguments(norm), at.overlap, *scales),
         )
     elif part.is_composed or any(map(is_packed, qkv)):
@@ -179,13 +191,13 @@ def attention(
         queries = emit(
             ops.qkv_rope_append.overload,
             *(x, *weights, *biases, is_transposed(qkv[0]), cos, sin, k, v, at.seq_lens, part.num_heads),
-            *(at.kv_table, layer, *norm_arguments(norm), at.overlap, *scales),
+            *(kv_table, layer, *norm_arguments(norm), at.overlap, *scales),
         )
     seen = (queries, k, v, at.seq_lens, at.starts, part.scaling, part.window or 0)
     if part.softcap:
         mixed = emit(composed.soft_capped_attention, *seen, part.softcap, *scales)
     else:
-        place = at.kv_table, layer, at.workspace, at.overlap
+        place = kv_table, layer, at.workspace, at.overlap
         mixed = emit(ops.decode_attention.overload, *seen, *place, part.sinks, *scales)
     return projection(emit, out, mixed, residual, overlap=at.overlap)
 

@@ -7,7 +7,10 @@ import torch
 from ..registry import OpSpec, Sample, nbytes, register, shape_reason, tensor_reasons
 from .kv_cache import (
     cache_reasons,
+    capacity_of,
     dequantized,
+    gathered,
+    in_pages,
     is_quantized,
     position_bytes,
     positions,
@@ -35,6 +38,7 @@ def reference(
     sinks: torch.Tensor | None = None,
     k_scales: torch.Tensor | None = None,
     v_scales: torch.Tensor | None = None,
+    block_table: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """``softmax(scale * q @ K.T) @ V`` over the visible positions of each row.
 
@@ -63,6 +67,11 @@ def reference(
             weighs nothing in the output.
         k_scales, v_scales: bfloat16 [batch, num_kv_heads, capacity], what quantized caches' quants are multiplied by;
             None for others.
+        block_table: int32 [batch, pages a sequence], contiguous, or None. With it the caches are pages,
+            [pages, num_kv_heads, page_size, head_dim] of float32, float16 or bfloat16, page_size a power of two from
+            16 on: row b's slot s lies in page ``block_table[b, s // page_size]`` at ``s mod page_size``, and the
+            capacity is page_size times the table's columns. Entries of slots that no token sees may be anything that
+            is a page. Rows may share pages that no call writes.
 
     Returns:
         [batch, query_len, num_heads*head_dim] in q's dtype; softmax and sums in float32.
@@ -75,6 +84,7 @@ def reference(
     """
     refuse_kv_table(kv_table)
     batch, query_len, num_heads, head_dim = q.shape
+    k_cache, v_cache = gathered(k_cache, block_table), gathered(v_cache, block_table)
     visible = visible_slots(seq_lens, starts, query_len, k_cache.shape[2], window)
     used = visible.any(1)[:, None, :, None]
     if k_scales is not None and v_scales is not None:
@@ -130,6 +140,7 @@ def fake(
     sinks=None,
     k_scales=None,
     v_scales=None,
+    block_table=None,
 ):
     return q.new_empty(q.shape[0], q.shape[1], q.shape[2] * q.shape[3])
 
@@ -182,12 +193,14 @@ def why_not(
     sinks=None,
     k_scales=None,
     v_scales=None,
+    block_table=None,
 ) -> list[str]:
     if q.dim() != 4 or not 1 <= q.shape[1] <= MAX_QUERY_LEN:
         return [f"q has shape {tuple(q.shape)}, expected [batch, 1 to {MAX_QUERY_LEN}, heads, head_dim]"]
     batch, query_len, num_heads, head_dim = q.shape
     reasons = tensor_reasons(q, sinks=sinks) + shape_reason("sinks", sinks, (num_heads,))
-    reasons += cache_reasons(k_cache, v_cache, seq_lens, batch, q.device, kv_table, layer, k_scales, v_scales)
+    of_cache = k_scales, v_scales, block_table
+    reasons += cache_reasons(k_cache, v_cache, seq_lens, batch, q.device, kv_table, layer, *of_cache)
     reasons += query_reasons(q, k_cache, starts, window)
     if workspace is not None and workspace.device != q.device:
         reasons.append(f"workspace is on {workspace.device}, expected {q.device}: move it")
@@ -211,12 +224,13 @@ def moved(
     sinks=None,
     k_scales=None,
     v_scales=None,
+    block_table=None,
 ) -> int:
     length = seq_lens.long() if starts is None else seq_lens.long() - starts.long()
     if window:
         length = length.clamp(max=window + q.shape[1] - 1)
     row = 2 * k_cache.shape[1] * position_bytes(k_cache)
-    return int(length.clamp(max=k_cache.shape[2]).sum()) * row + 2 * nbytes(q) + nbytes(sinks)
+    return int(length.clamp(max=capacity_of(k_cache, block_table)).sum()) * row + 2 * nbytes(q) + nbytes(sinks)
 
 
 def samples(device: torch.device, dtype: torch.dtype):
@@ -233,6 +247,7 @@ def samples(device: torch.device, dtype: torch.dtype):
         kv=None,
         sinks=False,
         overlap=False,
+        page_size=None,
     ):
         q = torch.randn(batch, query_len, heads, head_dim, device=device, dtype=dtype)
         shape = (batch, kv_heads, capacity, head_dim)
@@ -247,7 +262,10 @@ def samples(device: torch.device, dtype: torch.dtype):
         caches = [cache.to(kv or dtype) for cache in caches]
         first = None if starts is None else torch.tensor(starts, device=device, dtype=torch.int32)
         logits = torch.linspace(-2, 2, heads, device=device).to(dtype) if sinks else None
-        options = dict(overlap=overlap, sinks=logits, k_scales=scales[0], v_scales=scales[1])
+        table = None
+        if page_size is not None:
+            table, *caches = in_pages(caches, page_size)
+        options = dict(overlap=overlap, sinks=logits, k_scales=scales[0], v_scales=scales[1], block_table=table)
         return Sample(q, *caches, lens, first, head_dim**-0.5, window, **options)
 
     yield call(1, 1, 4, 4, 32, 16, [1])
@@ -266,6 +284,9 @@ def samples(device: torch.device, dtype: torch.dtype):
     yield call(1, 1, 8, 2, 64, 300, [257], kv=torch.int8)
     yield call(2, 3, 4, 2, 80, 90, [5, 90], starts=[2, 0], kv=torch.float8_e4m3fn, sinks=True)
     yield call(2, 1, 4, 2, 40, 24, [100, 7], window=8, kv=torch.int8)
+    yield call(2, 1, 8, 2, 128, 320, [257, 31], page_size=16, sinks=True, overlap=True)
+    yield call(2, 3, 4, 2, 64, 128, [300, 7], starts=[0, 2], window=70, page_size=32)  # ring
+    yield call(1, 1, 4, 1, 80, 64, [40], kv=torch.float16, page_size=64)
 
 
 SPEC = register(
@@ -274,7 +295,7 @@ SPEC = register(
         schema=(
             "(Tensor q, Tensor k_cache, Tensor v_cache, Tensor seq_lens, Tensor? starts, float scale, int window=0, "
             "Tensor? kv_table=None, int layer=0, Tensor(a!)? workspace=None, bool overlap=False, "
-            "Tensor? sinks=None, Tensor? k_scales=None, Tensor? v_scales=None) -> Tensor"
+            "Tensor? sinks=None, Tensor? k_scales=None, Tensor? v_scales=None, Tensor? block_table=None) -> Tensor"
         ),
         reference=reference,
         fake=fake,

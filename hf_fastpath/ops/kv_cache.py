@@ -10,6 +10,10 @@ from ..registry import FLOAT_DTYPES
 #: columns of a ``kv_table`` row: address of K, address of V, capacity in positions; of quantized caches also the
 #: addresses of their scales
 KV_TABLE_COLUMNS, QUANTIZED_TABLE_COLUMNS = 3, 5
+#: the same of a cache in pages: address of K, address of V, positions a row has pages for, address of the block table
+PAGED_TABLE_COLUMNS = 4
+#: positions of a page: powers of two; fewer would cut the tiles that kernels read
+MIN_PAGE_SIZE, MAX_PAGE_SIZE = 16, 4096
 #: storage of quantized keys and values -> the largest quant; ``quant * scale`` is the value
 LARGEST_QUANT = {torch.int8: 127.0, torch.float8_e4m3fn: 448.0}
 #: of the scales, one a head and token: as wide in range as float32, so that no head is too large or too small
@@ -80,12 +84,74 @@ def slot_positions(seq_lens: torch.Tensor, capacity: int) -> torch.Tensor:
     return last - torch.remainder(last - slots, capacity)
 
 
+def is_page_size(number: int) -> bool:
+    """Whether pages may hold so many positions."""
+    return MIN_PAGE_SIZE <= number <= MAX_PAGE_SIZE and number & (number - 1) == 0
+
+
+def gathered(cache: torch.Tensor, block_table: torch.Tensor | None) -> torch.Tensor:
+    """The cache that pages stand for: [batch, num_kv_heads, capacity, head_dim].
+
+    Args:
+        cache: [pages, num_kv_heads, page_size, head_dim]; itself the result where there is no table.
+        block_table: int32 [batch, pages a sequence], or None.
+    """
+    if block_table is None:
+        return cache
+    return cache[block_table.long()].transpose(1, 2).flatten(2, 3)
+
+
+def in_pages(caches: list[torch.Tensor], page_size: int) -> tuple[torch.Tensor, ...]:
+    """A block table for caches [batch, num_kv_heads, capacity, head_dim], capacity a multiple of ``page_size``, and
+    their pages, in no order: what :func:`gathered` undoes. For samples and tests."""
+    batch, heads, capacity, head_dim = caches[0].shape
+    columns = capacity // page_size
+    order = torch.randperm(batch * columns)
+    table = torch.empty_like(order).scatter_(0, order, torch.arange(len(order)))
+    made = []
+    for cache in caches:
+        pages = cache.unflatten(2, (columns, page_size)).transpose(1, 2).flatten(0, 1)
+        made.append(pages[order.to(cache.device)].contiguous())
+    return table.view(batch, columns).to(caches[0].device, torch.int32), *made
+
+
+def capacity_of(cache: torch.Tensor, block_table: torch.Tensor | None) -> int:
+    """Positions a sequence has slots for; of a cache in pages, entries for."""
+    return cache.shape[2] * (1 if block_table is None else block_table.shape[1])
+
+
+def _block_table_reasons(k_cache, block_table, batch: int) -> list[str]:
+    reasons = []
+    if k_cache.dim() != 4 or not is_page_size(k_cache.shape[2]):
+        expected = f"[pages, kv_heads, page_size, head_dim], page_size a power of two from {MIN_PAGE_SIZE} on"
+        reasons.append(f"k_cache has shape {tuple(k_cache.shape)}, expected with a block_table {expected}")
+    if k_cache.dtype not in FLOAT_DTYPES:
+        reasons.append(f"k_cache is {k_cache.dtype}, expected float32, float16 or bfloat16 with a block_table")
+    if block_table.dtype != torch.int32 or block_table.dim() != 2 or block_table.shape[0] != batch:
+        expected = f"torch.int32 [{batch}, pages of a sequence]"
+        reasons.append(f"block_table is {block_table.dtype} {tuple(block_table.shape)}, expected {expected}")
+    elif block_table.shape[1] == 0 or not block_table.is_contiguous():
+        reasons.append("block_table has to be contiguous, with a column or more: pass the whole table")
+    return reasons
+
+
 def cache_reasons(
-    k_cache, v_cache, seq_lens, batch: int, device: torch.device, kv_table, layer: int, k_scales=None, v_scales=None
+    k_cache,
+    v_cache,
+    seq_lens,
+    batch: int,
+    device: torch.device,
+    kv_table,
+    layer: int,
+    k_scales=None,
+    v_scales=None,
+    block_table=None,
 ) -> list[str]:
     """Reasons why the cache arguments do not fit a batch on ``device``."""
     reasons = []
-    if k_cache.dim() != 4 or k_cache.shape[0] != batch:
+    if block_table is not None:
+        reasons += _block_table_reasons(k_cache, block_table, batch)
+    elif k_cache.dim() != 4 or k_cache.shape[0] != batch:
         reasons.append(f"k_cache has shape {tuple(k_cache.shape)}, expected [{batch}, kv_heads, capacity, head_dim]")
     if k_cache.shape != v_cache.shape or k_cache.dtype != v_cache.dtype:
         reasons.append("k_cache and v_cache differ in shape or dtype: allocate them alike")
@@ -98,14 +164,14 @@ def cache_reasons(
     if not (k_cache.is_contiguous() and v_cache.is_contiguous()):
         reasons.append("k_cache and v_cache have to be contiguous: pass the whole buffers, not slices")
     tensors = dict(k_cache=k_cache, v_cache=v_cache, seq_lens=seq_lens, kv_table=kv_table)
-    tensors |= dict(k_scales=k_scales, v_scales=v_scales)
+    tensors |= dict(k_scales=k_scales, v_scales=v_scales, block_table=block_table)
     for name, tensor in tensors.items():
         if tensor is not None and tensor.device != device:
             reasons.append(f"{name} is on {tensor.device}, expected {device}: move it")
     if seq_lens.dtype != torch.int32 or tuple(seq_lens.shape) != (batch,):
         reasons.append(f"seq_lens is {seq_lens.dtype} {tuple(seq_lens.shape)}, expected torch.int32 ({batch},)")
     if kv_table is not None:
-        columns = table_columns(k_cache.dtype)
+        columns = table_columns(k_cache.dtype, block_table is not None)
         if kv_table.dtype != torch.int64 or kv_table.dim() != 2 or kv_table.shape[1] != columns:
             expected = f"torch.int64 [layers, {columns}]"
             reasons.append(f"kv_table is {kv_table.dtype} {tuple(kv_table.shape)}, expected {expected}")
@@ -114,8 +180,10 @@ def cache_reasons(
     return reasons
 
 
-def table_columns(dtype: torch.dtype) -> int:
-    """Columns of a ``kv_table`` of caches of this dtype."""
+def table_columns(dtype: torch.dtype, paged: bool = False) -> int:
+    """Columns of a ``kv_table`` of caches of this dtype, in pages or not."""
+    if paged:
+        return PAGED_TABLE_COLUMNS
     return QUANTIZED_TABLE_COLUMNS if is_quantized(dtype) else KV_TABLE_COLUMNS
 
 

@@ -6,7 +6,7 @@ import torch
 
 from ..registry import OpSpec, Sample, nbytes, register, shape_reason, tensor_reasons
 from .gemv import MAX_ROWS, rows_reason, weight_reason
-from .kv_cache import refuse_kv_table
+from .kv_cache import in_pages, refuse_kv_table
 from .norm import NORM_SCHEMA, NORMS, norm_reasons, normed
 from .rope_append import random_angles, random_caches, written_bytes
 from .rope_append import reference as rope_append
@@ -37,6 +37,7 @@ def reference(
     overlap: bool = False,
     k_scales: torch.Tensor | None = None,
     v_scales: torch.Tensor | None = None,
+    block_table: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """``rope_append`` of the projections of ``norm(x)``.
 
@@ -50,7 +51,7 @@ def reference(
         cos, sin, k_cache, v_cache, seq_lens, num_heads, kv_table, layer: as in ``rope_append``.
         norm, norm_weight, norm_bias, norm_eps, overlap: as in ``gemv``. With ``overlap`` lengths and table may be
             read early too.
-        k_scales, v_scales: as in ``rope_append``.
+        k_scales, v_scales, block_table: as in ``rope_append``.
 
     Returns:
         [batch, query_len, num_heads, head_dim] rotated queries in x's dtype.
@@ -67,7 +68,8 @@ def reference(
         qkv = linear(x, q_weight.t() if transposed else q_weight, q_bias)
     else:
         qkv = torch.cat([linear(x, q_weight, q_bias), linear(x, k_weight, k_bias), linear(x, v_weight, v_bias)], -1)
-    return rope_append(qkv, None, cos, sin, k_cache, v_cache, seq_lens, num_heads, k_scales=k_scales, v_scales=v_scales)
+    of_cache = k_scales, v_scales, block_table
+    return rope_append(qkv, None, cos, sin, k_cache, v_cache, seq_lens, num_heads, None, 0, *of_cache)
 
 
 def fake(
@@ -94,6 +96,7 @@ def fake(
     overlap=False,
     k_scales=None,
     v_scales=None,
+    block_table=None,
 ):
     return x.new_empty(x.shape[0], x.shape[1], num_heads, k_cache.shape[-1])
 
@@ -122,6 +125,7 @@ def why_not(
     overlap=False,
     k_scales=None,
     v_scales=None,
+    block_table=None,
 ) -> list[str]:
     if x.dim() != 3:
         return [f"x has shape {tuple(x.shape)}, expected [batch, query_len, hidden_size]"]
@@ -152,7 +156,7 @@ def why_not(
     if reasons:
         return reasons
     qkv = x.new_empty(x.shape[0], x.shape[1], features)
-    to = k_cache, v_cache, seq_lens, num_heads, kv_table, layer, k_scales, v_scales
+    to = k_cache, v_cache, seq_lens, num_heads, kv_table, layer, k_scales, v_scales, block_table
     return rope_reasons(qkv, None, cos, sin, *to)
 
 
@@ -180,6 +184,7 @@ def moved(
     overlap=False,
     k_scales=None,
     v_scales=None,
+    block_table=None,
 ) -> int:
     inputs = nbytes(x, q_weight, k_weight, v_weight, q_bias, k_bias, v_bias, cos, sin, seq_lens, norm_weight, norm_bias)
     return inputs + written_bytes(x, k_cache, num_heads)
@@ -203,6 +208,7 @@ def samples(device: torch.device, dtype: torch.dtype):
         kv=None,
         norm="none",
         overlap=False,
+        page_size=None,
     ):
         sizes = [heads * head_dim, kv_heads * head_dim, kv_heads * head_dim]
         if layout != "separate":
@@ -213,13 +219,18 @@ def samples(device: torch.device, dtype: torch.dtype):
         biases = [randn(size) if bias else None for size in sizes]
         weights, biases = (part + [None] * (3 - len(part)) for part in (weights, biases))
         cos, sin = random_angles(batch, query_len, rotary_dim, device, dtype)
-        caches, scales = random_caches((batch, kv_heads, 9, head_dim), device, kv or dtype)
+        caches, scales = random_caches(
+            (batch, kv_heads, 3 * page_size if page_size else 9, head_dim), device, kv or dtype
+        )
+        table = None
+        if page_size is not None:
+            table, *caches = in_pages(caches, page_size)
         lens = torch.tensor(seq_lens, device=device, dtype=torch.int32)
         norm_weight = None if norm == "none" else randn(hidden_size)
         norm_bias = randn(hidden_size) if norm == "layer" else None
         return Sample(
             *(randn(batch, query_len, hidden_size), *weights, *biases, layout == "conv1d", cos, sin, *caches, lens),
-            *(heads, None, 0, norm, norm_weight, norm_bias, 1e-5, overlap, *scales),
+            *(heads, None, 0, norm, norm_weight, norm_bias, 1e-5, overlap, *scales, table),
         )
 
     yield call(1, 1, 256, 4, 2, 32, [5], rotary_dim=32)
@@ -234,6 +245,7 @@ def samples(device: torch.device, dtype: torch.dtype):
     yield call(1, 1, 104, 2, 1, 256, [7], rotary_dim=256, kv=torch.bfloat16)
     yield call(1, 1, 104, 2, 1, 64, [7], rotary_dim=64, kv=torch.int8, norm="rms")
     yield call(2, 2, 104, 2, 2, 40, [7, 30], rotary_dim=40, kv=torch.float8_e4m3fn)
+    yield call(2, 2, 256, 4, 2, 32, [17, 50], rotary_dim=32, norm="rms", overlap=True, page_size=16)
 
 
 SPEC = register(
@@ -243,7 +255,8 @@ SPEC = register(
             "(Tensor x, Tensor q_weight, Tensor? k_weight, Tensor? v_weight, Tensor? q_bias, Tensor? k_bias, "
             "Tensor? v_bias, bool transposed, Tensor? cos, Tensor? sin, Tensor(a!) k_cache, Tensor(b!) v_cache, "
             f"Tensor seq_lens, int num_heads, Tensor? kv_table=None, int layer=0, {NORM_SCHEMA}, "
-            "bool overlap=False, Tensor(c!)? k_scales=None, Tensor(d!)? v_scales=None) -> Tensor"
+            "bool overlap=False, Tensor(c!)? k_scales=None, Tensor(d!)? v_scales=None, Tensor? block_table=None) "
+            "-> Tensor"
         ),
         reference=reference,
         fake=fake,

@@ -5,7 +5,16 @@ from __future__ import annotations
 import torch
 
 from ..registry import OpSpec, Sample, nbytes, register, shape_reason, tensor_reasons
-from .kv_cache import cache_reasons, is_quantized, position_bytes, positions, quantized, refuse_kv_table
+from .kv_cache import (
+    cache_reasons,
+    capacity_of,
+    in_pages,
+    is_quantized,
+    position_bytes,
+    positions,
+    quantized,
+    refuse_kv_table,
+)
 
 #: of a quantized cache, whose kernels hold a head of a token in local memory
 MAX_QUANTIZED_HEAD_DIM = 512
@@ -32,6 +41,7 @@ def reference(
     layer: int = 0,
     k_scales: torch.Tensor | None = None,
     v_scales: torch.Tensor | None = None,
+    block_table: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """``q, k, v = split(qkv + bias)``; rotate q and k; write k and v at their positions; return q.
 
@@ -53,6 +63,8 @@ def reference(
         layer: row of ``kv_table``.
         k_scales, v_scales: bfloat16 [batch, num_kv_heads, capacity], written in place as ``kv_cache.quantized`` has
             them, from keys and values in float32; None for caches that are not quantized.
+        block_table: as in ``decode_attention``; a page that this call writes belongs to one row alone. A ``kv_table``
+            then has four columns: the addresses of K and V, the capacity, the address of the table.
 
     Returns:
         [batch, query_len, num_heads, head_dim] rotated queries in qkv's dtype.
@@ -64,14 +76,16 @@ def reference(
     """
     refuse_kv_table(kv_table)
     batch, query_len, _ = qkv.shape
-    num_kv_heads, capacity, head_dim = k_cache.shape[1:]
+    num_kv_heads, page_size, head_dim = k_cache.shape[1:]
     if bias is not None:
         qkv = qkv + bias
     q, k, v = qkv.reshape(batch, query_len, -1, head_dim).split([num_heads, num_kv_heads, num_kv_heads], dim=2)
     if cos is not None and sin is not None:
         q, k = _rotate(q, cos, sin), _rotate(k, cos, sin)
-    slots = positions(seq_lens, query_len) % capacity
+    slots = positions(seq_lens, query_len) % capacity_of(k_cache, block_table)
     rows = torch.arange(batch, device=qkv.device)[:, None]
+    if block_table is not None:
+        rows, slots = block_table.long()[rows, slots // page_size], slots % page_size
     for states, cache, scales in ((k, k_cache, k_scales), (v, v_cache, v_scales)):
         if scales is None:
             cache[rows, :, slots] = states.to(cache.dtype)
@@ -95,6 +109,7 @@ def fake(
     layer=0,
     k_scales=None,
     v_scales=None,
+    block_table=None,
 ):
     return qkv.new_empty(qkv.shape[0], qkv.shape[1], num_heads, k_cache.shape[-1])
 
@@ -112,15 +127,19 @@ def why_not(
     layer=0,
     k_scales=None,
     v_scales=None,
+    block_table=None,
 ) -> list[str]:
     if qkv.dim() != 3 or qkv.shape[1] < 1:
         return [f"qkv has shape {tuple(qkv.shape)}, expected [batch, 1 or more, features]"]
     batch, query_len, features = qkv.shape
     reasons = tensor_reasons(qkv, bias=bias, cos=cos, sin=sin)
-    reasons += cache_reasons(k_cache, v_cache, seq_lens, batch, qkv.device, kv_table, layer, k_scales, v_scales)
+    of_cache = k_scales, v_scales, block_table
+    reasons += cache_reasons(k_cache, v_cache, seq_lens, batch, qkv.device, kv_table, layer, *of_cache)
     reasons += shape_reason("bias", bias, (features,))
     if k_cache.dim() == 4:
-        num_kv_heads, capacity, head_dim = k_cache.shape[1:]
+        num_kv_heads, head_dim, capacity = k_cache.shape[1], k_cache.shape[3], capacity_of(k_cache, None)
+        if block_table is not None and block_table.dim() == 2:
+            capacity = capacity_of(k_cache, block_table)
         want = (num_heads + 2 * num_kv_heads) * head_dim
         if features != want:
             reasons.append(f"qkv has {features} features, expected (heads + 2*kv_heads)*head_dim = {want}")
@@ -160,6 +179,7 @@ def moved(
     layer=0,
     k_scales=None,
     v_scales=None,
+    block_table=None,
 ) -> int:
     return nbytes(qkv, bias, cos, sin, seq_lens) + written_bytes(qkv, k_cache, num_heads)
 
@@ -192,14 +212,30 @@ def random_caches(
 
 
 def samples(device: torch.device, dtype: torch.dtype):
-    def call(batch, query_len, heads, kv_heads, head_dim, capacity, seq_lens, rotary_dim=None, bias=False, kv=None):
+    def call(
+        batch,
+        query_len,
+        heads,
+        kv_heads,
+        head_dim,
+        capacity,
+        seq_lens,
+        rotary_dim=None,
+        bias=False,
+        kv=None,
+        page_size=None,
+    ):
         features = (heads + 2 * kv_heads) * head_dim
         qkv = torch.randn(batch, query_len, features, device=device, dtype=dtype)
         cos, sin = random_angles(batch, query_len, rotary_dim, device, dtype)
         caches, scales = random_caches((batch, kv_heads, capacity, head_dim), device, kv or dtype)
         lens = torch.tensor(seq_lens, device=device, dtype=torch.int32)
         row = torch.randn(features, device=device, dtype=dtype) if bias else None
-        return Sample(qkv, row, cos, sin, *caches, lens, heads, k_scales=scales[0], v_scales=scales[1])
+        table = None
+        if page_size is not None:
+            table, *caches = in_pages(caches, page_size)
+        options = dict(k_scales=scales[0], v_scales=scales[1], block_table=table)
+        return Sample(qkv, row, cos, sin, *caches, lens, heads, **options)
 
     yield call(1, 1, 4, 2, 32, 9, [5], rotary_dim=32)
     yield call(1, 1, 12, 12, 64, 33, [33], bias=True)  # GPT-2: no rotation, fused bias
@@ -211,6 +247,8 @@ def samples(device: torch.device, dtype: torch.dtype):
     yield call(1, 1, 4, 4, 64, 7, [7], rotary_dim=64, kv=torch.bfloat16)
     yield call(2, 3, 4, 2, 64, 9, [5, 20], rotary_dim=64, bias=True, kv=torch.int8)
     yield call(2, 2, 3, 1, 40, 9, [2, 8], rotary_dim=24, kv=torch.float8_e4m3fn)
+    yield call(2, 5, 4, 2, 64, 48, [50, 17], rotary_dim=64, bias=True, page_size=16)  # one wraps, one crosses a page
+    yield call(1, 1, 4, 1, 40, 64, [33], rotary_dim=40, kv=torch.float16, page_size=32)
 
 
 SPEC = register(
@@ -219,7 +257,7 @@ SPEC = register(
         schema=(
             "(Tensor qkv, Tensor? bias, Tensor? cos, Tensor? sin, Tensor(a!) k_cache, Tensor(b!) v_cache, "
             "Tensor seq_lens, int num_heads, Tensor? kv_table=None, int layer=0, Tensor(c!)? k_scales=None, "
-            "Tensor(d!)? v_scales=None) -> Tensor"
+            "Tensor(d!)? v_scales=None, Tensor? block_table=None) -> Tensor"
         ),
         reference=reference,
         fake=fake,

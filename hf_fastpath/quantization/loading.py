@@ -35,6 +35,7 @@ def load_packed(
     strict: bool = False,
     max_batch_size: int = MAX_BATCH,
     quiet: bool = False,
+    page_size: int | None = None,
 ) -> nn.Module:
     """Load what :func:`save_packed` wrote, and patch the model.
 
@@ -48,7 +49,7 @@ def load_packed(
         model: a causal LM of the class and sizes that was saved, not patched; or the directory.
         directory: where the files are; left out where ``model`` is the directory.
         device: where the tensors go; None: where the model is, or the CPU.
-        kv_dtype, ops, strict, max_batch_size, quiet: as for ``patch()``.
+        kv_dtype, ops, strict, max_batch_size, quiet, page_size: as for ``patch()``.
 
     Returns:
         The model, patched, in eval mode if it was made here.
@@ -71,8 +72,9 @@ def load_packed(
         made = _made(Path(directory)) if given is None else given
         if state_of(made) is not None:
             raise ValueError("load_packed() got a patched model: unpatch(model) first, or make another one")
+        saved = files.header.options
         options = Options.parse(
-            kv_dtype, files.header.options["weights"], ops, strict, max_batch_size, files.header.options["lm_head"]
+            *(kv_dtype, saved["weights"], ops, strict, max_batch_size, saved["lm_head"]), page_size=page_size
         )
         _check_model(made, files)
         loading = _Loading(made, files, _device_of(made, device))

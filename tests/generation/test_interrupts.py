@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterator
 
 import pytest
@@ -19,6 +20,8 @@ FILES = (
     "decode/steps.py",
     "cache.py",
     "cache_layer.py",
+    "paged_layer.py",
+    "pages.py",
     "forwards.py",
 )
 FEW = dict(max_new_tokens=5, do_sample=False)
@@ -58,9 +61,11 @@ def test_interrupted_generate(architecture):
         assert_same_tokens(found, expected, stock, inputs["attention_mask"])
 
 
-@pytest.mark.parametrize(("length", "with_config"), ((5, False), (40, True)))
+@pytest.mark.parametrize(
+    ("length", "with_config", "page_size"), ((5, False, None), (40, True, None), (45, True, 16), (5, False, 16))
+)
 @over_architectures
-def test_users_cache_after_an_interrupt(architecture, length, with_config):
+def test_users_cache_after_an_interrupt(architecture, length, with_config, page_size):
     """The layers of the user's cache agree on a length, and the text goes on from there as in stock."""
     stock, ours = pair(architecture, torch.device("cpu"))
     ids = prompt(stock.device, 1, length)
@@ -68,7 +73,7 @@ def test_users_cache_after_an_interrupt(architecture, length, with_config):
     expected = stock.generate(torch.cat((text, ids[:, :3]), dim=1), **FEW)
 
     def options() -> dict:
-        cache = FastpathCache(ours.config) if with_config else FastpathCache()
+        cache = FastpathCache(ours.config if with_config else None, page_size=page_size)
         return dict(input_ids=ids, past_key_values=cache, **FEW)
 
     for given, where in broken_off(ours, options):
@@ -86,3 +91,25 @@ def test_interrupted_stock_loop_leaves_the_model_usable():
     expected = stock.generate(prompt(stock.device), **options)
     for _ in broken_off(ours, lambda: dict(input_ids=prompt(stock.device), **options)):
         assert_same_tokens(ours.generate(prompt(stock.device), **options), expected, stock)
+
+
+def test_copies_of_a_prefix_after_an_interrupt():
+    """One of two caches that share pages is broken off: both go on as in stock."""
+    stock, ours = pair("llama", torch.device("cpu"))
+    ids, turn = prompt(stock.device, 1, 45), prompt(stock.device, 1, 3, seed=1)
+    first = stock.generate(ids, **FEW)
+    text = torch.cat((first, turn), dim=1)
+    expected = stock.generate(text, **FEW)
+    kept: list[FastpathCache] = []
+
+    def options() -> dict:
+        kept[:] = [FastpathCache(ours.config, page_size=16)]
+        ours.generate(ids, past_key_values=kept[0], **FEW)
+        kept.append(copy.deepcopy(kept[0]))
+        return dict(input_ids=text, past_key_values=kept[1], **FEW)
+
+    for _, where in broken_off(ours, options):
+        for cache in kept:
+            length = cache.get_seq_length()
+            cache.crop(min(0, first.shape[1] - 1 - length))
+            assert_same_tokens(ours.generate(text, past_key_values=cache, **FEW), expected, stock), where

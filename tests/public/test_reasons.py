@@ -18,7 +18,15 @@ import torch.distributed
 from accelerate import cpu_offload
 from models import CPU, SHORT, build, counting, prompt, require_native
 from torch import nn
-from transformers import CompileConfig, DynamicCache, GenerationMixin, LogitsProcessorList, StoppingCriteriaList
+from transformers import (
+    CompileConfig,
+    ContinuousBatchingConfig,
+    DynamicCache,
+    GenerationConfig,
+    GenerationMixin,
+    LogitsProcessorList,
+    StoppingCriteriaList,
+)
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.llama import modeling_llama
@@ -205,6 +213,15 @@ def stop(ids, scores, **kwargs):
     return torch.zeros(len(ids), dtype=torch.bool)
 
 
+def continuous_batching(monkeypatch):
+    model = patched()
+    small = ContinuousBatchingConfig(num_blocks=8, max_batch_tokens=64)
+    config = GenerationConfig(do_sample=False, pad_token_id=0, max_new_tokens=2)
+    with counting(model) as counts:
+        model.generate_batch(IDS.tolist(), generation_config=config, continuous_batching_config=small, warmup=False)
+    return counts.reasons
+
+
 PADDED = torch.tensor([[1] * 9 + [0] * 2])
 #: code -> what gives it: a function that takes fixtures, or one without arguments
 PROVOKED: dict[str, Callable[..., Iterable[str | None]]] = {
@@ -237,6 +254,8 @@ PROVOKED: dict[str, Callable[..., Iterable[str | None]]] = {
     "batch_size": lambda: generating(input_ids=IDS.repeat(65, 1)),
     "no_cache": lambda: generating(use_cache=False),
     "other_cache": lambda: generating(past_key_values=DynamicCache()),
+    "continuous_batching": continuous_batching,
+    "window_not_paged": lambda: generating(hf_fastpath.patch(build("mistral"), page_size=16, quiet=True)),
     "position_ids": lambda: generating(position_ids=torch.zeros(1, 1, 11, dtype=torch.long)),
     "unsupported_input": lambda: generating(inputs_embeds=torch.zeros(1, 5, 112)),
     "paused": being_paused,

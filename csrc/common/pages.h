@@ -1,0 +1,22 @@
+// Caches in pages: [pages, num_kv_heads, page size, head_dim], and a block table that says in which page each
+// block of a sequence's slots lies; see hf_fastpath/ops/decode_attention.py.
+#pragma once
+
+#include <cstdint>
+
+namespace hf_fastpath {
+
+// Of a page, at least; a power of two.
+constexpr int64_t kMinPageSize = 16;
+// Columns of a kv_table of caches in pages: address of K, address of V, capacity, address of the block table.
+constexpr int64_t kPagedTableColumns = 4;
+
+struct Pages {
+  const int32_t* table = nullptr;  // [batch, capacity >> shift]; null: the cache is not in pages
+  int64_t capacity = 0;            // slots of a sequence
+  int shift = 0;                   // log2 of the page size
+
+  explicit operator bool() const { return table != nullptr; }
+};
+
+}  // namespace hf_fastpath
