@@ -139,13 +139,16 @@ class DecodePlan:
             if sampled:
                 self.noise = torch.empty(batch, out_features(part.head), dtype=torch.float32, device=self.device)
                 self.settings = torch.zeros(4, dtype=torch.float64, device=self.device)
-            self.kv_table = self.workspace = None
+            self.kv_table = self.workspace = self.staging = None
             if self.device.type == "cuda":
                 attention = part.layers[0].attention
                 size = workspace_bytes(batch, 1, attention.num_heads, attention.head_dim)
                 self.workspace = torch.zeros(size, dtype=torch.uint8, device=self.device)
                 shape = len(part.layers), table_columns(kv_dtype)
                 self.kv_table = torch.zeros(shape, dtype=torch.long, device=self.device)
+                if is_quantized(kv_dtype):  # a head's parts come from several blocks: attention quantizes them
+                    lens = torch.ones(batch, dtype=torch.int32, device=self.device)
+                    self.staging = steps.Staging(lens, 1, {layer.attention.cache_shape for layer in part.layers})
             self._reads_buffers = any(layer.attention.reads_buffers for layer in part.layers)
             self.program = Program()
             buffers = 4 if is_quantized(kv_dtype) else 2  # of a layer
@@ -165,7 +168,8 @@ class DecodePlan:
         angles = dict(zip(self._angles, zip(rows[::2], rows[1::2])))
         # Nothing in the step writes a parameter or the table, and lengths only change in its last kernel.
         overlap = self.device.type == "cuda"
-        at = steps.Positions(angles, self.seq_lens, self.starts, self.kv_table, self.workspace, overlap)
+        fixed = self.kv_table, self.workspace, overlap, self.staging
+        at = steps.Positions(angles, self.seq_lens, self.starts, *fixed)
         # A graph of several sequences takes the ops one by one, as they were measured.
         in_one = (self.batch == 1 or self.device.type == "cpu") and not one_call.one_call_reasons(part, self.kv_dtype)
         if in_one:
