@@ -5,7 +5,9 @@ from __future__ import annotations
 import torch
 
 from ..registry import OpSpec, Sample, nbytes, register, shape_reason
-from . import decode_attention
+from .decode_attention import moved as attention_bytes
+from .decode_attention import reference as attention
+from .decode_attention import why_not as attention_reasons
 from .kv_cache import LARGEST_QUANT, is_quantized, positions, quantized, refuse_kv_table, slot_positions
 
 
@@ -55,9 +57,8 @@ def reference(
         quants, of_heads = quantized(states.transpose(1, 2), cache.dtype)
         cache.view(torch.int8)[rows, :, slots] = quants.view(torch.int8)  # which every PyTorch can index
         scales[rows, :, slots] = of_heads.to(scales.dtype)
-    return decode_attention.reference(
-        q, k_cache, v_cache, seq_lens, starts, scale, window, sinks=sinks, k_scales=k_scales, v_scales=v_scales
-    )
+    of_cache = dict(k_scales=k_scales, v_scales=v_scales)
+    return attention(q, k_cache, v_cache, seq_lens, starts, scale, window, sinks=sinks, **of_cache)
 
 
 def fake(
@@ -100,7 +101,7 @@ def why_not(
     sinks=None,
 ) -> list[str]:
     cache = k_cache, v_cache, seq_lens, starts, scale, window, kv_table, layer, workspace, overlap, sinks
-    reasons = decode_attention.why_not(q, *cache, k_scales, v_scales)
+    reasons = attention_reasons(q, *cache, k_scales, v_scales)
     if not is_quantized(k_cache.dtype):
         reasons.append(f"k_cache has dtype {k_cache.dtype}, expected {' or '.join(map(str, LARGEST_QUANT))}")
     if reasons:
@@ -132,7 +133,7 @@ def moved(
     overlap=False,
     sinks=None,
 ) -> int:
-    return decode_attention.moved(q, k_cache, v_cache, seq_lens, starts, scale, window, sinks=sinks) + nbytes(k, v)
+    return attention_bytes(q, k_cache, v_cache, seq_lens, starts, scale, window, sinks=sinks) + nbytes(k, v)
 
 
 def samples(device: torch.device, dtype: torch.dtype):
