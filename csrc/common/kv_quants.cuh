@@ -76,11 +76,29 @@ __device__ __forceinline__ uint16_t quant_scale(uint32_t largest, float largest_
   return (__float_as_uint(__fdiv_rn(__uint_as_float(largest), largest_quant)) + 0xffffu) >> 16;
 }
 
+// value / scale as __fdiv_rn has it, for many values: two steps behind the reciprocal are exact, but for
+// numbers near the ends of float32's range, where it divides.
+class Divisor {
+ public:
+  __device__ __forceinline__ explicit Divisor(float scale) {
+    scale_ = scale, inverse_ = __frcp_rn(scale), steps_ = scale > 0x1p-80f && scale < 0x1p80f;
+  }
+  __device__ __forceinline__ float operator()(float value) const {
+    if (!steps_) return scale_ > 0.f ? __fdiv_rn(value, scale_) : 0.f;
+    const float near = value * inverse_;
+    return fmaf(fmaf(-near, scale_, value), inverse_, near);
+  }
+
+ private:
+  float scale_, inverse_;
+  bool steps_;
+};
+
 // The quant nearest to `value`, ties to even, of a scale as quant_scale gives it.
 template <class Quant>
-__device__ __forceinline__ uint8_t quantize(float value, float scale) {
+__device__ __forceinline__ uint8_t quantize(float value, const Divisor& scale) {
   constexpr float kMost = std::is_same_v<Quant, int8_t> ? kLargestInt8 : kLargestFloat8;
-  float x = scale > 0.f ? __fdiv_rn(value, scale) : 0.f;
+  float x = scale(value);
   x = fminf(fmaxf(x, -kMost), kMost);
   if constexpr (std::is_same_v<Quant, int8_t>) return static_cast<uint8_t>(__float2int_rn(x));
   const uint32_t bits = __float_as_uint(x), sign = bits >> 24 & 0x80u, magnitude = bits & 0x7fffffffu;

@@ -3,7 +3,8 @@
 //   16-bit type: on tensor cores, in one pass. Scores, softmax and sums are float32. Where the newest
 //   positions are still float32, in DecodeAttentionParams::new_k and new_v, they are quantized and appended
 //   on the way.
-//   - int8 K: its bytes are an operand as they lie. q is two bytes a value: 2^-15 of its head's largest.
+//   - int8 K: its bytes are an operand as they lie. q is two bytes a value, in steps of 2^-15 of its head's
+//   largest.
 //   - fp8 K, and V: widened to float16, exactly. The weights of V, rounded to float16, take V's scales, over
 //   a power
 //     of two that the warp's sums are multiples of and that grows with the scales, as the maximum does with
@@ -38,17 +39,25 @@ namespace {
 template <class T, class Quant, int kDims, int kHalves>
 struct QuantQueries;
 
+// Of a row of which four lanes have a part: the bits of the largest magnitude. They compare as magnitudes do,
+// and NaN is the largest.
+__device__ __forceinline__ uint32_t row_largest(uint32_t largest) {
+  largest = max(largest, __shfl_xor_sync(kAllLanes, largest, 1));
+  return max(largest, __shfl_xor_sync(kAllLanes, largest, 2));
+}
+
 // Two bytes a value, 256 * high + low.
 template <class T, int kDims, int kHalves>
 struct QuantQueries<T, int8_t, kDims, kHalves> {
   static constexpr int kPieces = kDims / 64;  // of 16 dims: 4 lanes share a row
+  static constexpr float kLargest = 32512.f;  // 127 * 256
   uint32_t high[kHalves][kPieces][4], low[kHalves][kPieces][4];
   float unit[kHalves];  // of a row
 
   __device__ __forceinline__ void load(int h, const T* row, int q, int head_dim) {
     uint4 raw[kPieces][2];
     float values[8];
-    uint32_t largest = 0;  // magnitudes compare as their bits do, and NaN is the largest
+    uint32_t largest = 0;
 #pragma unroll
     for (int c = 0; c < kPieces; ++c)
 #pragma unroll
@@ -64,12 +73,9 @@ struct QuantQueries<T, int8_t, kDims, kHalves> {
 #pragma unroll
         for (int e = 0; e < 8; ++e) largest = max(largest, __float_as_uint(values[e]) & 0x7fffffffu);
       }
-    largest = max(largest, __shfl_xor_sync(kAllLanes, largest, 1));
-    largest = max(largest, __shfl_xor_sync(kAllLanes, largest, 2));
-    const float most = __uint_as_float(largest);
-    constexpr float kMost = 32512.f;  // 256 * 127
-    const float factor = fminf(__fdiv_rn(kMost, most), 0x1p127f);
-    unit[h] = most * (1.f / kMost);
+    const float most = __uint_as_float(row_largest(largest));
+    const float factor = fminf(__fdividef(kLargest, most), 0x1p127f);
+    unit[h] = most * (1.f / kLargest);
 #pragma unroll
     for (int c = 0; c < kPieces; ++c)
 #pragma unroll
@@ -80,7 +86,8 @@ struct QuantQueries<T, int8_t, kDims, kHalves> {
           uint32_t upper[4], whole[4];
 #pragma unroll
           for (int e = 0; e < 4; ++e) {
-            whole[e] = uint32_t(__float2int_rn(values[4 * w + e] * factor));
+            whole[e] =
+                __float_as_uint(fmaf(values[4 * w + e], factor, 0x1.8p23f));  // rounded, in the low 16 bits
             upper[e] = whole[e] + 128u;  // its second byte: the nearest multiple of 256
           }
           high[h][c][2 * i + w] = __byte_perm(__byte_perm(upper[0], upper[1], 0x0051),
@@ -107,7 +114,7 @@ struct QuantQueries<T, int8_t, kDims, kHalves> {
   }
 };
 
-// float16, each row over a power of two that its largest value is less than twice of.
+// float16; a row of bfloat16 over a power of two that its largest value is less than twice of.
 template <class T, int kDims, int kHalves>
 struct QuantQueries<T, Float8, kDims, kHalves> {
   static constexpr int kPieces = kDims / 64;
@@ -115,32 +122,46 @@ struct QuantQueries<T, Float8, kDims, kHalves> {
   float unit[kHalves];
 
   __device__ __forceinline__ void load(int h, const T* row, int q, int head_dim) {
-    float most = 0.f;
-    float values[kPieces][2][8];
+    uint4 raw[kPieces][2];
 #pragma unroll
     for (int c = 0; c < kPieces; ++c)
 #pragma unroll
       for (int i = 0; i < 2; ++i) {
         const int dim = (c * 4 + q) * 16 + i * 8;
-        Chunk<T, 8>::unpack(row && dim < head_dim ? Chunk<T, 8>::load_l2(row + dim) : make_uint4(0, 0, 0, 0),
-                            values[c][i]);
-#pragma unroll
-        for (int e = 0; e < 8; ++e) most = fmaxf(most, fabsf(values[c][i][e]));
+        raw[c][i] = row && dim < head_dim ? Chunk<T, 8>::load_l2(row + dim) : make_uint4(0, 0, 0, 0);
       }
-    most = fmaxf(most, __shfl_xor_sync(kAllLanes, most, 1));
-    most = fmaxf(most, __shfl_xor_sync(kAllLanes, most, 2));
-    // Powers of two from 2^-120 to 2^120, so that both have an inverse.
-    const uint32_t exponent = min(max(__float_as_uint(most) >> 23, 7u), 247u);
-    const float factor = __uint_as_float((254u - exponent) << 23);
-    unit[h] = __uint_as_float(exponent << 23) * (1.f / kFloat8Unit);
+    float factor = 1.f;
+    unit[h] = 1.f / kFloat8Unit;
+    if constexpr (!std::is_same_v<T, __half>) {
+      uint32_t largest = 0;
+      float values[8];
+#pragma unroll
+      for (int c = 0; c < kPieces; ++c)
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+          Chunk<T, 8>::unpack(raw[c][i], values);
+#pragma unroll
+          for (int e = 0; e < 8; ++e) largest = max(largest, __float_as_uint(values[e]) & 0x7fffffffu);
+        }
+      // From 2^-100 to 2^100, so that both have an inverse.
+      const uint32_t exponent = min(max(row_largest(largest) >> 23, 27u), 227u);
+      unit[h] *= __uint_as_float(exponent << 23), factor = __uint_as_float((254u - exponent) << 23);
+    }
 #pragma unroll
     for (int c = 0; c < kPieces; ++c)
 #pragma unroll
-      for (int i = 0; i < 2; ++i)
+      for (int i = 0; i < 2; ++i) {
+        const uint32_t words[4] = {raw[c][i].x, raw[c][i].y, raw[c][i].z, raw[c][i].w};
 #pragma unroll
-        for (int w = 0; w < 4; ++w)
-          pairs[h][c][4 * i + w] =
-              pack2(values[c][i][2 * w] * factor, values[c][i][2 * w + 1] * factor, __half());
+        for (int w = 0; w < 4; ++w) {
+          if constexpr (std::is_same_v<T, __half>) {
+            pairs[h][c][4 * i + w] = words[w];
+          } else {
+            const float2 two = unpack2(words[w], T());
+            pairs[h][c][4 * i + w] = pack2(two.x * factor, two.y * factor, __half());
+          }
+        }
+      }
   }
 
   struct Sums {
@@ -215,7 +236,8 @@ __global__ void __launch_bounds__(kWarps* kWarpSize, 1)
     row_last[h] = present ? min(newest + place.token, s.end - 1) : -1;
     row_first[h] = s.first_visible(newest + place.token, p.window);
     const T* at = static_cast<const T*>(p.q) + out_offset(p, batch_row, place);  // q lies like the output
-    queries.load(h, present ? at : nullptr, q, p.head_dim);
+    if (base < s.end)
+      queries.load(h, present ? at : nullptr, q, p.head_dim);  // some of a short cache's warps are idle
     of_scores[h] = queries.unit[h] * (p.scale * kLog2e);
   }
   const int all_from = s.first_visible(s.seq_len - 1, p.window),

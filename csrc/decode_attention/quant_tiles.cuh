@@ -298,7 +298,7 @@ __device__ __forceinline__ void append_new(const DecodeAttentionParams& p, const
 #pragma unroll
       for (const float4& four : values) see(four.x), see(four.y), see(four.z), see(four.w);
       of[is_v] = quant_scale(__reduce_max_sync(kAllLanes, largest), kMost);
-      const float scale = bfloat16_bits_to_float(of[is_v]);
+      const Divisor scale(bfloat16_bits_to_float(of[is_v]));
       char* const tile = (is_v ? tiles.v_tile(stage) : tiles.k_tile(stage)) + (position - base) * p.head_dim;
       char* const cache = const_cast<char*>(is_v ? s.v : s.k) + uint64_t(slot) * uint32_t(p.head_dim);
 #pragma unroll

@@ -37,7 +37,7 @@ __global__ void __launch_bounds__(kWarps* kWarpSize) quantize_new_kernel(DecodeA
   }
   constexpr float kMost = std::is_same_v<Quant, int8_t> ? kLargestInt8 : kLargestFloat8;
   const uint16_t bits = quant_scale(__reduce_max_sync(kAllLanes, largest), kMost);
-  const float scale = bfloat16_bits_to_float(bits);
+  const Divisor scale(bfloat16_bits_to_float(bits));
 
   auto* quants = static_cast<uint8_t*>(const_cast<void*>(is_v ? p.v_cache : p.k_cache));
   auto* scales = const_cast<uint16_t*>(is_v ? p.v_scales : p.k_scales);
@@ -48,7 +48,9 @@ __global__ void __launch_bounds__(kWarps* kWarpSize) quantize_new_kernel(DecodeA
     scales = reinterpret_cast<uint16_t*>(entry[3 + is_v]);
     capacity = entry[2];
   }
-  int64_t slot = (int64_t(p.seq_lens[row / p.num_kv_heads]) - p.query_len + step) % capacity;
+  const int batch_row = row / p.num_kv_heads, position = p.seq_lens[batch_row] - p.query_len + step;
+  if (p.starts && position < p.starts[batch_row]) return;
+  int64_t slot = position % capacity;
   if (slot < 0) slot += capacity;  // a wrong length must not write outside the cache
   const int64_t at = int64_t(row) * capacity + slot;
   if (lane == 0) scales[at] = bits;

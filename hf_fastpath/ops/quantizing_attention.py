@@ -39,7 +39,7 @@ def reference(
         k, v: float32 [batch, num_kv_heads, query_len, head_dim], keys and values of the new tokens, behind their
             rotation.
         k_cache, v_cache, k_scales, v_scales: int8 or float8_e4m3fn and bfloat16, as in ``decode_attention``, but the
-            newest query_len positions are written, not read.
+            newest query_len positions are written, not read: those from ``starts`` on, others stay as they are.
         seq_lens, starts, scale, window, kv_table, layer, workspace, overlap, sinks: as in ``decode_attention``.
 
     Returns:
@@ -51,14 +51,17 @@ def reference(
     Source: that of ``rope_append`` and ``decode_attention``.
     """
     refuse_kv_table(kv_table)
-    slots = torch.remainder(positions(seq_lens, q.shape[1]), k_cache.shape[2])  # [batch, query_len]
+    new = positions(seq_lens, q.shape[1])  # [batch, query_len]
+    slots = torch.remainder(new, k_cache.shape[2])
     rows = torch.arange(q.shape[0], device=q.device)[:, None]
+    kept = torch.zeros_like(new, dtype=torch.bool) if starts is None else new < starts.long()[:, None]
     for states, cache, scales in ((k, k_cache, k_scales), (v, v_cache, v_scales)):
         quants, of_heads = quantized(states.transpose(1, 2), cache.dtype)
-        cache.view(torch.int8)[rows, :, slots] = quants.view(torch.int8)  # which every PyTorch can index
-        scales[rows, :, slots] = of_heads.to(scales.dtype)
-    of_cache = dict(k_scales=k_scales, v_scales=v_scales)
-    return attention(q, k_cache, v_cache, seq_lens, starts, scale, window, sinks=sinks, **of_cache)
+        stored = cache.view(torch.int8)  # which every PyTorch can index
+        stored[rows, :, slots] = torch.where(kept[:, :, None, None], stored[rows, :, slots], quants.view(torch.int8))
+        scales[rows, :, slots] = torch.where(kept[:, :, None], scales[rows, :, slots], of_heads.to(scales.dtype))
+    place = None, 0, workspace, overlap, sinks
+    return attention(q, k_cache, v_cache, seq_lens, starts, scale, window, *place, k_scales, v_scales)
 
 
 def fake(

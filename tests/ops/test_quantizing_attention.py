@@ -43,9 +43,12 @@ def appended(call: Sample) -> Sample:
     given = dict(call.map_tensors(duplicate).kwargs)
     new = given.pop("k"), given.pop("v")
     query_len, capacity = given["q"].shape[1], given["k_cache"].shape[2]
-    for row, slots in enumerate((positions(given["seq_lens"], query_len) % capacity).tolist()):
+    starts = given["starts"].tolist() if given["starts"] is not None else [0] * len(given["seq_lens"])
+    for row, of_row in enumerate(positions(given["seq_lens"], query_len).tolist()):
+        steps = [step for step, position in enumerate(of_row) if position >= starts[row]]
+        slots = [of_row[step] % capacity for step in steps]
         for states, name in zip(new, "kv"):
-            quants, scales = quantized(states[row], given[f"{name}_cache"].dtype)
+            quants, scales = quantized(states[row][:, steps], given[f"{name}_cache"].dtype)
             given[f"{name}_cache"].view(torch.int8)[row, :, slots] = quants.view(torch.int8)
             given[f"{name}_scales"][row, :, slots] = scales
     return Sample(**given)
