@@ -76,42 +76,37 @@ __device__ __forceinline__ uint16_t quant_scale(uint32_t largest, float largest_
   return (__float_as_uint(__fdiv_rn(__uint_as_float(largest), largest_quant)) + 0xffffu) >> 16;
 }
 
-// Quantizes values of one head, whose scale is as quant_scale gives it.
-template <class Quant>
-class Quantizer {
+// value / scale as __fdiv_rn has it, for many values: two steps behind the reciprocal are exact, but for
+// numbers near the ends of float32's range, where it divides.
+class Divisor {
  public:
-  __device__ __forceinline__ explicit Quantizer(float scale) {
-    // Both times a power of two, so that neither the quotient nor what is on the way to it leaves float32's
-    // range.
-    const uint32_t exponent = max(__float_as_uint(scale) >> 23, 1u);
-    raise_ = __uint_as_float(min(254u - exponent, 253u) << 23);
-    divisor_ = scale * raise_;
-    asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(inverse_) : "f"(divisor_));
-    mask_ = scale > 0.f ? 0xffu : 0u;  // nothing of a scale of 0 or NaN
+  __device__ __forceinline__ explicit Divisor(float scale) {
+    scale_ = scale, inverse_ = __frcp_rn(scale), steps_ = scale > 0x1p-80f && scale < 0x1p80f;
   }
-
-  // The quant nearest to `value`, ties to even.
-  __device__ __forceinline__ uint8_t operator()(float value) const {
-    constexpr float kMost = std::is_same_v<Quant, int8_t> ? kLargestInt8 : kLargestFloat8;
-    // The quotient, rounded as a division does: a scale has eight bits, so that none lies near the middle of
-    // two floats.
-    const float raised = value * raise_, near = raised * inverse_;
-    float x = fmaf(fmaf(-near, divisor_, raised), inverse_, near);
-    x = fminf(fmaxf(x, -kMost), kMost);
-    if constexpr (std::is_same_v<Quant, int8_t>) {
-      return static_cast<uint8_t>(__float_as_uint(x + 0x1.8p23f) & mask_);  // rounded, in the last bits
-    }
-    const uint32_t bits = __float_as_uint(x), sign = bits >> 24 & 0x80u, magnitude = bits & 0x7fffffffu;
-    // Below 2^-6, subnormal: adding 2^14 leaves the value, rounded to 2^-9, in the low mantissa bits.
-    const uint32_t small = __float_as_uint(__uint_as_float(magnitude) + 16384.f) - __float_as_uint(16384.f);
-    const uint32_t normal = (magnitude - 0x3c000000u + 0x7ffffu + (magnitude >> 20 & 1u)) >> 20;
-    return static_cast<uint8_t>((sign | (magnitude < 0x3c800000u ? small : normal)) & mask_);
+  __device__ __forceinline__ float operator()(float value) const {
+    if (!steps_) return scale_ > 0.f ? __fdiv_rn(value, scale_) : 0.f;
+    const float near = value * inverse_;
+    return fmaf(fmaf(-near, scale_, value), inverse_, near);
   }
 
  private:
-  float raise_, divisor_, inverse_;
-  uint32_t mask_;
+  float scale_, inverse_;
+  bool steps_;
 };
+
+// The quant nearest to `value`, ties to even, of a scale as quant_scale gives it.
+template <class Quant>
+__device__ __forceinline__ uint8_t quantize(float value, const Divisor& scale) {
+  constexpr float kMost = std::is_same_v<Quant, int8_t> ? kLargestInt8 : kLargestFloat8;
+  float x = scale(value);
+  x = fminf(fmaxf(x, -kMost), kMost);
+  if constexpr (std::is_same_v<Quant, int8_t>) return static_cast<uint8_t>(__float2int_rn(x));
+  const uint32_t bits = __float_as_uint(x), sign = bits >> 24 & 0x80u, magnitude = bits & 0x7fffffffu;
+  // Below 2^-6, subnormal: adding 2^14 leaves the value, rounded to 2^-9, in the low mantissa bits.
+  const uint32_t small = __float_as_uint(__uint_as_float(magnitude) + 16384.f) - __float_as_uint(16384.f);
+  const uint32_t normal = (magnitude - 0x3c000000u + 0x7ffffu + (magnitude >> 20 & 1u)) >> 20;
+  return static_cast<uint8_t>(sign | (magnitude < 0x3c800000u ? small : normal));
+}
 
 // Calls `f` with a value of the C++ type that `type` names.
 template <class F>

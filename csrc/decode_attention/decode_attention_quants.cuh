@@ -264,8 +264,17 @@ __global__ void __launch_bounds__(kWarps* kWarpSize, 1)
       for (int c = 0; c < kPieces; ++c) queries.add(sums[t], c, tiles.k(stage, t, c));
 
     float k_scales[8], v_factors[8];
-    const bool grows = scales.grows();  // in some lane, and rarely after the first steps
-    const float shrink_all = grows ? scales.grow() : 1.f;
+    if (scales.grows()) {  // in some lane, and rarely after the first steps
+      const float shrink = scales.grow();
+#pragma unroll
+      for (int b = 0; b < kBlocks; ++b)
+#pragma unroll
+        for (int w = 0; w < kValues / 2; ++w)
+#pragma unroll
+          for (int h = 0; h < kHalves; ++h)
+#pragma unroll
+            for (int i = 0; i < 4; ++i) acc[b][w][h][i] *= shrink;
+    }
     scales.unpack(k_scales, v_factors);
     scales.fetch(s, base + kStep + 8 * q, stored);  // the next tile's
     const bool whole = base >= all_from && base + kQuantTile <= all_to;
@@ -286,15 +295,15 @@ __global__ void __launch_bounds__(kWarps* kWarpSize, 1)
       }
 #pragma unroll
       for (int j = 0; j < 8; ++j) max = fmaxf(max, w[j]);
-      if (grows || __any_sync(kAllLanes, max > max_score[h])) {
+      if (__any_sync(kAllLanes, max > max_score[h])) {  // rarely after the first steps
         max = fmaxf(max_score[h], max);
         max = fmaxf(max, __shfl_xor_sync(kAllLanes, max, 1));  // the row's four lanes
         max = fmaxf(max, __shfl_xor_sync(kAllLanes, max, 2));
         const float shrink = exp2_below(max_score[h], max);
         max_score[h] = max;
         sum[h] *= shrink;
-        const float even = __shfl_sync(kAllLanes, shrink, 8 * q) * shrink_all,
-                    odd = __shfl_sync(kAllLanes, shrink, 8 * q + 4) * shrink_all;
+        const float even = __shfl_sync(kAllLanes, shrink, 8 * q),
+                    odd = __shfl_sync(kAllLanes, shrink, 8 * q + 4);
 #pragma unroll
         for (int b = 0; b < kBlocks; ++b)
 #pragma unroll
@@ -318,15 +327,10 @@ __global__ void __launch_bounds__(kWarps* kWarpSize, 1)
     }
 
     uint32_t read = 0;
-#pragma unroll 1
-    for (int u = 0; u < 2; ++u) {  // one copy of the code
-      uint32_t of_rows[kHalves][2];
 #pragma unroll
-      for (int h = 0; h < kHalves; ++h)
+    for (int b = 0; b < kBlocks; ++b) {
 #pragma unroll
-        for (int i = 0; i < 2; ++i) of_rows[h][i] = u ? weights[h][1][i] : weights[h][0][i];
-#pragma unroll
-      for (int b = 0; b < kBlocks; ++b) {
+      for (int u = 0; u < 2; ++u) {
         uint32_t row[4][kValues / 4];
 #pragma unroll
         for (int i = 0; i < 4; ++i) tiles.v(stage, 4 * u + i, b, row[i]);
@@ -342,11 +346,11 @@ __global__ void __launch_bounds__(kWarps* kWarpSize, 1)
                            a2 = half_pair<Quant, false>(second), a3 = half_pair<Quant, true>(second);
 #pragma unroll
             for (int h = 0; h < kHalves; ++h) {
-              mma<__half>(acc[b][2 * word + upper][h], a0, a1, a2, a3, of_rows[h][0], of_rows[h][1]);
+              mma<__half>(acc[b][2 * word + upper][h], a0, a1, a2, a3, weights[h][u][0], weights[h][u][1]);
             }
           }
-        read ^= __float_as_uint(acc[b][0][0][0]);
       }
+      read ^= __float_as_uint(acc[b][0][0][0]);
     }
     tiles.done(p, read);
     __syncwarp();  // every lane has read the tile

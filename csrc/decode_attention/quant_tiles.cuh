@@ -179,13 +179,19 @@ struct QuantScales {
       v = __ldcg(reinterpret_cast<const uint4*>(from.v + slot));
       return;
     }
-#pragma unroll 1
-    for (int j = 0; j < 8; ++j) {  // one copy of the code
+    uint16_t of_k[8], of_v[8];
+#pragma unroll
+    for (int j = 0; j < 8; ++j) {
       const bool present = first + j < end;
       const uint32_t slot = present ? s.slot(first + j - s.begin) : 0;
-      push(k, present ? __ldcg(from.k + slot) : 0);
-      push(v, present ? __ldcg(from.v + slot) : 0);
+      of_k[j] = present ? __ldcg(from.k + slot) : 0;
+      of_v[j] = present ? __ldcg(from.v + slot) : 0;
     }
+    const auto pack = [](const uint16_t (&bits)[8]) {
+      return make_uint4(bits[0] | bits[1] << 16, bits[2] | bits[3] << 16, bits[4] | bits[5] << 16,
+                        bits[6] | bits[7] << 16);
+    };
+    k = pack(of_k), v = pack(of_v);
   }
 
   // Sets that of one position, `place` of the eight.
@@ -232,11 +238,6 @@ struct QuantScales {
   }
 
  private:
-  // Lets the first of eight go and another in behind the last.
-  static __device__ __forceinline__ void push(uint4& bits, uint32_t scale) {
-    bits.x = __byte_perm(bits.x, bits.y, 0x5432), bits.y = __byte_perm(bits.y, bits.z, 0x5432);
-    bits.z = __byte_perm(bits.z, bits.w, 0x5432), bits.w = __byte_perm(bits.w, scale, 0x5432);
-  }
   __device__ __forceinline__ float largest() const {  // not NaN
     float most = 0.f;
     const uint32_t words[4] = {v.x, v.y, v.z, v.w};
@@ -288,34 +289,31 @@ __device__ __forceinline__ void append_new(const DecodeAttentionParams& p, const
   for (int position = max(base, newest); position < min(base + kQuantTile, s.end); ++position) {
     if (position > newest) first.load(p, batch_row, kv_head, position - newest, lane);
     const uint32_t slot = s.slot(position - s.begin);
-    uint32_t of_k = 0, of_v = 0;
-#pragma unroll 1
-    for (int is_v = 0; is_v < 2; ++is_v) {  // one copy of the code
-      uint32_t largest = 0;                 // magnitudes compare as their bits do, and NaN is the largest
-      float4 values[NewPosition<kDims>::kQuads];
+    uint32_t of[2];
 #pragma unroll
-      for (int i = 0; i < first.kQuads; ++i) {
-        values[i] = is_v ? first.values[1][i] : first.values[0][i];
-        const auto see = [&](float value) { largest = max(largest, __float_as_uint(value) & 0x7fffffffu); };
-        see(values[i].x), see(values[i].y), see(values[i].z), see(values[i].w);
-      }
-      const uint32_t bits = quant_scale(__reduce_max_sync(kAllLanes, largest), kMost);
-      const Quantizer<Quant> quantize(bfloat16_bits_to_float(bits));
+    for (int is_v = 0; is_v < 2; ++is_v) {
+      const auto& values = first.values[is_v];
+      uint32_t largest = 0;  // magnitudes compare as their bits do, and NaN is the largest
+      const auto see = [&](float value) { largest = max(largest, __float_as_uint(value) & 0x7fffffffu); };
+#pragma unroll
+      for (const float4& four : values) see(four.x), see(four.y), see(four.z), see(four.w);
+      of[is_v] = quant_scale(__reduce_max_sync(kAllLanes, largest), kMost);
+      const Divisor scale(bfloat16_bits_to_float(of[is_v]));
       char* const tile = (is_v ? tiles.v_tile(stage) : tiles.k_tile(stage)) + (position - base) * p.head_dim;
       char* const cache = const_cast<char*>(is_v ? s.v : s.k) + uint64_t(slot) * uint32_t(p.head_dim);
 #pragma unroll
       for (int i = 0; i < first.kQuads; ++i) {
         const int quad = lane + i * kWarpSize;
         if (quad * 4 >= p.head_dim) continue;
-        const uint32_t quants = quantize(values[i].x) | quantize(values[i].y) << 8 |
-                                quantize(values[i].z) << 16 | uint32_t(quantize(values[i].w)) << 24;
+        const uint32_t quants =
+            quantize<Quant>(values[i].x, scale) | quantize<Quant>(values[i].y, scale) << 8 |
+            quantize<Quant>(values[i].z, scale) << 16 | uint32_t(quantize<Quant>(values[i].w, scale)) << 24;
         reinterpret_cast<uint32_t*>(tile)[quad] = quants;
         if (appends) reinterpret_cast<uint32_t*>(cache)[quad] = quants;
       }
-      if (appends && lane == 0) const_cast<uint16_t*>(is_v ? scales.from.v : scales.from.k)[slot] = bits;
-      of_k = is_v ? of_k : bits, of_v = bits;
+      if (appends && lane == 0) const_cast<uint16_t*>(is_v ? scales.from.v : scales.from.k)[slot] = of[is_v];
     }
-    if (lane % 4 == (position - base) / 8) scales.set((position - base) % 8, of_k, of_v);
+    if (lane % 4 == (position - base) / 8) scales.set((position - base) % 8, of[0], of[1]);
   }
   __syncwarp();  // the tile's new rows
 }

@@ -37,7 +37,7 @@ __global__ void __launch_bounds__(kWarps* kWarpSize) quantize_new_kernel(DecodeA
   }
   constexpr float kMost = std::is_same_v<Quant, int8_t> ? kLargestInt8 : kLargestFloat8;
   const uint16_t bits = quant_scale(__reduce_max_sync(kAllLanes, largest), kMost);
-  const Quantizer<Quant> quantize(bfloat16_bits_to_float(bits));
+  const Divisor scale(bfloat16_bits_to_float(bits));
 
   auto* quants = static_cast<uint8_t*>(const_cast<void*>(is_v ? p.v_cache : p.k_cache));
   auto* scales = const_cast<uint16_t*>(is_v ? p.v_scales : p.k_scales);
@@ -57,7 +57,7 @@ __global__ void __launch_bounds__(kWarps* kWarpSize) quantize_new_kernel(DecodeA
 #pragma unroll
   for (int e = 0; e < kMaxElems; ++e) {
     const int d = e * kWarpSize + lane;
-    if (d < p.head_dim) quants[at * p.head_dim + d] = quantize(values[e]);
+    if (d < p.head_dim) quants[at * p.head_dim + d] = quantize<Quant>(values[e], scale);
   }
 }
 
