@@ -221,6 +221,22 @@ def attention_call(
     return Call(name, arguments, **options)
 
 
+def quantizing_call(
+    name: str, heads: int, kv_heads: int, head_dim: int, length: int, kv: torch.dtype, query_len: int = 1
+) -> Call:
+    """A quantized cache whose newest positions come beside it."""
+    plain = attention_call(name, heads, kv_heads, head_dim, length, query_len, kv=kv)
+
+    def arguments(device: torch.device, dtype: torch.dtype) -> Sample:
+        sample = plain.arguments(device, dtype)
+        q, k_cache, v_cache, *seen = sample.args
+        new = [torch.randn(1, kv_heads, query_len, head_dim, device=device) for _ in range(2)]
+        scales = [sample.kwargs.pop(name) for name in ("k_scales", "v_scales")]
+        return Sample(q, *new, k_cache, v_cache, *scales, *seen, **sample.kwargs)
+
+    return Call(name, arguments, devices=("cuda",))
+
+
 def append_call(
     name: str, heads: int, kv_heads: int, head_dim: int, length: int, query_len: int, most: int = 1024
 ) -> Call:

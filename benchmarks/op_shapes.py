@@ -19,6 +19,7 @@ from op_calls import (
     packed_step_call,
     q4_0_call,
     qkv_call,
+    quantizing_call,
     race_call,
     rope_call,
     router_call,
@@ -132,6 +133,11 @@ SHAPES: dict[str, list[Call]] = {
         append_call("mistral 16k, 512 new", 32, 8, 128, 16384, 512, most=8),
         append_call("gemma-2b 16k, 64 new", 8, 1, 256, 16384, 64),
         append_call("phi-2 16k, 64 new", 32, 32, 80, 16384, 64),
+    ],
+    "quantizing_attention": [
+        quantizing_call(f"mistral {name}, {kv_name} KV", 32, 8, 128, length, kv)
+        for kv_name, kv in (("int8", torch.int8), ("fp8", torch.float8_e4m3fn))
+        for name, length in (("1k", 1024), ("4k", 4096), ("32k", 32768), ("128k", 131072))
     ],
     "decode_attention": [
         attention_call("mistral 1k", 32, 8, 128, 1024),

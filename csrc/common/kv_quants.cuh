@@ -63,48 +63,10 @@ struct QuantChunk {
   }
 };
 
-// As kQuantUnit, of quants that widen_quants widens to T.
-template <class T, class Quant>
-constexpr float kWidenedUnit = std::is_same_v<T, __half> ? kQuantUnit<Quant> : 1.f;
-
 // Two bytes of a word as the low bytes of 16-bit values whose high bytes are those of `high`.
 template <bool kUpper>
 __device__ __forceinline__ uint32_t spread_bytes(uint32_t bytes, uint32_t high) {
   return __byte_perm(bytes, high, kUpper ? 0x4342 : 0x4140);
-}
-
-// Two of four quants in a word, exactly, as a pair of T.
-template <class T, class Quant, bool kUpper>
-__device__ __forceinline__ uint32_t widen_pair(uint32_t quants) {
-  if constexpr (std::is_same_v<T, __half> && std::is_same_v<Quant, int8_t>) {
-    const uint32_t raised = spread_bytes<kUpper>(quants ^ 0x80808080u, 0x64646464u);  // 1024 + 128 + quant
-    const __half2 pair = __hsub2(reinterpret_cast<const __half2&>(raised), __float2half2_rn(1152.f));
-    return reinterpret_cast<const uint32_t&>(pair);
-  } else if constexpr (std::is_same_v<T, __half>) {
-    return halves_of_float8<kUpper>(quants);
-  } else if constexpr (std::is_same_v<Quant, int8_t>) {
-    // Of 128 + quant the lower seven bits as the mantissa of 128 to 255; the eighth says whether 128 or 256
-    // is to be taken off.
-    const uint32_t raised = spread_bytes<kUpper>(quants ^ 0x80808080u, 0x43434343u);
-    const uint32_t low = raised & 0xff7fff7fu, off = (raised & 0x00800080u) ^ 0x43804380u;
-    const __nv_bfloat162 pair =
-        __hsub2(reinterpret_cast<const __nv_bfloat162&>(low), reinterpret_cast<const __nv_bfloat162&>(off));
-    return reinterpret_cast<const uint32_t&>(pair);
-  } else {
-    const uint32_t raised = __byte_perm(quants, 0, kUpper ? 0x3424 : 0x1404);
-    const uint32_t small = (raised & 0x80008000u) | (raised >> 4 & 0x07f007f0u);  // 2^-120 of it
-    const uint32_t unit = 0x7b807b80u;                                            // 2^120
-    const __nv_bfloat162 pair = __hmul2(reinterpret_cast<const __nv_bfloat162&>(small),
-                                        reinterpret_cast<const __nv_bfloat162&>(unit));
-    return reinterpret_cast<const uint32_t&>(pair);
-  }
-}
-
-// Eight quants in T.
-template <class T, class Quant>
-__device__ __forceinline__ uint4 widen_quants(uint2 quants) {
-  return make_uint4(widen_pair<T, Quant, false>(quants.x), widen_pair<T, Quant, true>(quants.x),
-                    widen_pair<T, Quant, false>(quants.y), widen_pair<T, Quant, true>(quants.y));
 }
 
 // A head's scale, as bfloat16, out of the bits of its largest magnitude; NaN if that is not finite.
@@ -114,11 +76,29 @@ __device__ __forceinline__ uint16_t quant_scale(uint32_t largest, float largest_
   return (__float_as_uint(__fdiv_rn(__uint_as_float(largest), largest_quant)) + 0xffffu) >> 16;
 }
 
+// value / scale as __fdiv_rn has it, for many values: two steps behind the reciprocal are exact, but for
+// numbers near the ends of float32's range, where it divides.
+class Divisor {
+ public:
+  __device__ __forceinline__ explicit Divisor(float scale) {
+    scale_ = scale, inverse_ = __frcp_rn(scale), steps_ = scale > 0x1p-80f && scale < 0x1p80f;
+  }
+  __device__ __forceinline__ float operator()(float value) const {
+    if (!steps_) return scale_ > 0.f ? __fdiv_rn(value, scale_) : 0.f;
+    const float near = value * inverse_;
+    return fmaf(fmaf(-near, scale_, value), inverse_, near);
+  }
+
+ private:
+  float scale_, inverse_;
+  bool steps_;
+};
+
 // The quant nearest to `value`, ties to even, of a scale as quant_scale gives it.
 template <class Quant>
-__device__ __forceinline__ uint8_t quantize(float value, float scale) {
+__device__ __forceinline__ uint8_t quantize(float value, const Divisor& scale) {
   constexpr float kMost = std::is_same_v<Quant, int8_t> ? kLargestInt8 : kLargestFloat8;
-  float x = scale > 0.f ? __fdiv_rn(value, scale) : 0.f;
+  float x = scale(value);
   x = fminf(fmaxf(x, -kMost), kMost);
   if constexpr (std::is_same_v<Quant, int8_t>) return static_cast<uint8_t>(__float2int_rn(x));
   const uint32_t bits = __float_as_uint(x), sign = bits >> 24 & 0x80u, magnitude = bits & 0x7fffffffu;

@@ -330,9 +330,7 @@ void launch_decode_attention(const DecodeAttentionParams& params, cudaStream_t s
     return params.pages.table ? launch_decode_attention_mma_paged(params, stream)
                               : launch_decode_attention_mma(params, stream);
   }
-  if (params.k_scales && params.dtype != DType::kFloat32 && params.head_dim % 16 == 0) {
-    return launch_decode_attention_mma_quants(params, stream);
-  }
+  if (fits_decode_attention_quants(params)) return launch_decode_attention_quants(params, stream);
   with_kv_type(params.kv_type, [&](auto zero) { launch_head_dim<decltype(zero)>(params, stream); });
 }
 

@@ -21,8 +21,11 @@ struct DecodeAttentionParams {
   const void* v_cache;       // as k_cache
   const uint16_t* k_scales;  // bfloat16 [batch, num_kv_heads, capacity] of quantized caches, else null
   const uint16_t* v_scales;  // as k_scales
-  const int32_t* seq_lens;   // [batch], on the device
-  const int32_t* starts;     // [batch], on the device, or null for 0
+  const float* new_k;  // [batch, num_kv_heads, query_len, head_dim], 16-byte aligned: the newest positions of
+                       // quantized caches, which the kernel appends; or null where they are there
+  const float* new_v;  // as new_k
+  const int32_t* seq_lens;  // [batch], on the device
+  const int32_t* starts;    // [batch], on the device, or null for 0
   const void* sinks;  // [num_heads], dtype: a score more in each head's softmax, without a value; or null
   const int64_t* kv_table;  // [layers, 3 or 5] on the device, see kTableColumns, or null
   int64_t layer;            // row of kv_table
@@ -56,15 +59,17 @@ int64_t decode_attention_workspace_bytes(const DecodeAttentionParams& params);
 // Bytes at the end of the workspace that hold counters.
 int64_t decode_attention_counter_bytes(const DecodeAttentionParams& params);
 
-// The kernel on tensor cores: q and the caches in the same 16-bit type. launch_decode_attention uses it where
-// it fits.
+// The kernel on tensor cores: q and the caches in the same 16-bit type. launch_decode_attention uses it, as
+// the next, where it fits.
 void launch_decode_attention_mma(const DecodeAttentionParams& params, cudaStream_t stream);
 
 // The same for caches in pages.
 void launch_decode_attention_mma_paged(const DecodeAttentionParams& params, cudaStream_t stream);
 
-// The same for quantized caches and q in a 16-bit type; head_dim a multiple of 16, for copies of 16 bytes.
-void launch_decode_attention_mma_quants(const DecodeAttentionParams& params, cudaStream_t stream);
+// The same for quantized caches, which appends new_k and new_v: q in a 16-bit type, head_dim a multiple
+// of 16.
+bool fits_decode_attention_quants(const DecodeAttentionParams& params);
+void launch_decode_attention_quants(const DecodeAttentionParams& params, cudaStream_t stream);
 
 void launch_decode_attention(const DecodeAttentionParams& params, cudaStream_t stream);
 

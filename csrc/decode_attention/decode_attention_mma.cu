@@ -4,8 +4,8 @@
 namespace hf_fastpath {
 
 void launch_decode_attention_mma(const DecodeAttentionParams& params, cudaStream_t stream) {
-  if (params.dtype == DType::kFloat16) return launch_typed<__half, __half>(params, stream);
-  launch_typed<__nv_bfloat16, __nv_bfloat16>(params, stream);
+  if (params.dtype == DType::kFloat16) return launch_typed<__half>(params, stream);
+  launch_typed<__nv_bfloat16>(params, stream);
 }
 
 }  // namespace hf_fastpath

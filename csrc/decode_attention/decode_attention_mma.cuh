@@ -1,9 +1,7 @@
 // What: softmax(scale * q @ K.T) @ V of 1 to 16 new tokens over the visible positions of a KV cache, in one
-//   pass, on tensor cores, for q in a 16-bit type and K and V in the same, or quantized. Scores, softmax and
-//   sums are float32; the weights of V are rounded to 16 bits, as in every flash attention. Quants are
-//   widened to q's type as they are read from shared memory, exactly. Scores take K's scales; the weights of
-//   V take V's, over a power of two that the warp's sums are multiples of and that grows with the scales, as
-//   the maximum does with the scores: so they neither vanish nor overflow in float16.
+//   pass, on tensor cores, for q, K and V in the same 16-bit type. Scores, softmax and sums are float32; the
+//   weights of V are rounded to 16 bits, as in every flash attention. See decode_attention_quants.cuh for
+//   quantized caches.
 // Work split: grid (splits, KV heads * row blocks, batch rows), see split.cuh. A block takes one chunk of
 //   positions and 8 or 16 rows, that is queries of the KV head's group of heads; its warps take tiles of 16
 //   positions in turn, each through a ring of tiles of its own in shared memory: asynchronous copies keep
@@ -14,15 +12,13 @@
 //   16 bytes of a K row serve two k-steps; for the outputs, V is the A operand, 16 bytes of each of four rows
 //   paired by byte permutes, and the weights of V are the B operand in the very registers where the scores
 //   came out.
-// Traffic: 2 * positions * head_dim * 2 bytes, of quants 2 * positions * (head_dim + 2), a KV head and batch
-//   row (again from L2 for more than 16 rows), plus splits * rows * (head_dim + 2) * 4 bytes of partial
-//   results through L2.
+// Traffic: 2 * positions * head_dim * 2 bytes a KV head and batch row (again from L2 for more than 16 rows),
+//   plus splits * rows * (head_dim + 2) * 4 bytes of partial results through L2.
 // Roofline: read bandwidth for long caches, memory latency for short ones.
 
 #pragma once
 
 #include "common/async.cuh"
-#include "common/kv_quants.cuh"
 #include "common/mma.cuh"
 #include "decode_attention/decode_attention.h"
 #include "decode_attention/split.cuh"
@@ -30,8 +26,6 @@
 
 namespace hf_fastpath {
 namespace {
-
-constexpr int kSharedBytesEverywhere = 99 * 1024;  // that a block may have, from sm_80 on
 
 // Warps of a block with head dims rounded up to kDims, where shared memory holds their tiles; half as many
 // else.
@@ -42,11 +36,11 @@ constexpr int kBlocksPerSm = kDims > 64 && kDims <= 128 ? 1 : 2;
 
 // kDims: head_dim rounded up to 64, 128 or 256. kHalves: 1 for 8 rows a block, 2 for 16.
 // kPaged: the caches lie in pages.
-template <class T, class KV, int kDims, int kHalves, int kWarps, bool kPaged>
+template <class T, int kDims, int kHalves, int kWarps, bool kPaged>
 __global__ void __launch_bounds__(kWarps* kWarpSize, 1) decode_attention_mma_kernel(DecodeAttentionParams p) {
   using C = Chunk<T, kElems>;
-  constexpr int kRows = kHalves * kHalfRows, kTilesBytes = WarpTiles<T, KV, kDims>::kBytes;
-  constexpr int kRing = kStages<kDims, KV>;
+  constexpr int kRows = kHalves * kHalfRows, kTilesBytes = WarpTiles<T, kDims>::kBytes;
+  constexpr int kRing = kStages<kDims>;
   constexpr int kPieces = kDims / 32;  // pieces of a K row a lane takes: 4 lanes share a row
   constexpr int kBlocks = kDims / 64;  // of 64 dims: 8 lanes share a V row's piece of a block
   constexpr int kStep = kWarps * kTile;
@@ -61,12 +55,12 @@ __global__ void __launch_bounds__(kWarps* kWarpSize, 1) decode_attention_mma_ker
   const Rows rows{row_block * kRows, kRows};
 
   allow_next_kernel();
-  const auto s = find_split<kPaged>(p, batch_row, kv_head, blockIdx.x, gridDim.x, kRing * kStep, sizeof(KV));
+  const auto s = find_split<kPaged>(p, batch_row, kv_head, blockIdx.x, gridDim.x, kRing * kStep, sizeof(T));
   if (int(blockIdx.x) >= s.active) return;
 
   // The first tiles, those with new positions once the kernel in front has appended them.
   __shared__ __align__(8) uint64_t barriers[kWarps][kRing];
-  Tiles<T, KV, kDims> tiles(p, shared + warp * kTilesBytes, barriers[warp], lane);
+  Tiles<T, kDims> tiles(p, shared + warp * kTilesBytes, barriers[warp], lane);
   int base = s.begin + warp * kTile;
   bool waited = false;
 #pragma unroll 1
@@ -79,11 +73,6 @@ __global__ void __launch_bounds__(kWarps* kWarpSize, 1) decode_attention_mma_ker
     tiles.fetch(p, s, from, stage);
   }
   if (!waited) wait_for_previous_kernel();
-  TileScales<T, KV> scales;
-  if constexpr (kIsQuant<KV>) {
-    scales.from = find_scales(p, s, batch_row, kv_head);
-    scales.fetch(s, base + 2 * q);
-  }
 
   uint4 queries[kHalves][kPieces];            // in K's order of dims
   int row_first[kHalves], row_last[kHalves];  // positions rows g and g + 8 see
@@ -126,32 +115,6 @@ __global__ void __launch_bounds__(kWarps* kWarpSize, 1) decode_attention_mma_ker
         mma<T>(scores[t], upper.z, lower.z, upper.w, lower.w, k.z, k.w);
       }
 
-    float factors[kTileGroups][2], v_factors[kTileGroups][2];  // of scores, and of quants' weights
-    if constexpr (kIsQuant<KV>) {
-      const float before = scales.v_unit, shrink = scales.grow();
-      if (scales.v_unit != before) {  // in every lane, and rarely after the first steps
-#pragma unroll
-        for (int b = 0; b < kBlocks; ++b)
-#pragma unroll
-          for (int w = 0; w < kElems / 2; ++w)
-#pragma unroll
-            for (int h = 0; h < kHalves; ++h)
-#pragma unroll
-              for (int i = 0; i < 4; ++i) acc[b][w][h][i] *= shrink;
-      }
-    }
-#pragma unroll
-    for (int t = 0; t < kTileGroups; ++t)
-#pragma unroll
-      for (int i = 0; i < 2; ++i) {
-        factors[t][i] = p.scale * kLog2e;
-        if constexpr (kIsQuant<KV>) {
-          factors[t][i] *= scales.of_score(t, i);
-          v_factors[t][i] = scales.of_weight(t, i);
-        }
-      }
-    if constexpr (kIsQuant<KV>) scales.fetch(s, base + kStep + 2 * q);  // the next tile's
-
     uint32_t weights[kHalves][2];  // the B operand of the second product: the layout scores come in
 #pragma unroll
     for (int h = 0; h < kHalves; ++h) {
@@ -163,7 +126,7 @@ __global__ void __launch_bounds__(kWarps* kWarpSize, 1) decode_attention_mma_ker
         for (int i = 0; i < 2; ++i) {
           const int position = base + t * 8 + 2 * q + i;
           const bool visible = position <= row_last[h] && position >= row_first[h];
-          w[t][i] = visible ? scores[t][2 * h + i] * factors[t][i] : -INFINITY;
+          w[t][i] = visible ? scores[t][2 * h + i] * (p.scale * kLog2e) : -INFINITY;
           max = fmaxf(max, w[t][i]);
         }
       max = fmaxf(max, __shfl_xor_sync(kAllLanes, max, 1));  // the row's four lanes
@@ -187,7 +150,6 @@ __global__ void __launch_bounds__(kWarps* kWarpSize, 1) decode_attention_mma_ker
         w[t][0] = exp2_below(w[t][0], max);
         w[t][1] = exp2_below(w[t][1], max);
         sum[h] += w[t][0] + w[t][1];
-        if constexpr (kIsQuant<KV>) w[t][0] *= v_factors[t][0], w[t][1] *= v_factors[t][1];
         weights[h][t] = pack2(w[t][0], w[t][1], T());
       }
     }
@@ -223,7 +185,6 @@ __global__ void __launch_bounds__(kWarps* kWarpSize, 1) decode_attention_mma_ker
 
   trace(TracePoint::kSums);
   const Results results{shared, kTilesBytes};
-  const float of_sums = kIsQuant<KV> ? scales.of_sums() : 1.f;
 #pragma unroll
   for (int h = 0; h < kHalves; ++h) {
     const int row = h * kHalfRows + g;
@@ -238,7 +199,7 @@ __global__ void __launch_bounds__(kWarps* kWarpSize, 1) decode_attention_mma_ker
 #pragma unroll
         for (int w = 0; w < kElems / 2; ++w) {
           *reinterpret_cast<float2*>(out + b * 64 + 2 * w) =
-              make_float2(acc[b][w][h][odd] * of_sums, acc[b][w][h][odd + 2] * of_sums);
+              make_float2(acc[b][w][h][odd], acc[b][w][h][odd + 2]);
         }
     }
   }
@@ -246,37 +207,32 @@ __global__ void __launch_bounds__(kWarps* kWarpSize, 1) decode_attention_mma_ker
   trace(TracePoint::kEnd);
 }
 
-template <class T, class KV, int kDims, int kHalves, int kWarps, bool kPaged>
+template <class T, int kDims, int kHalves, int kWarps, bool kPaged>
 void launch_warps(const DecodeAttentionParams& p, cudaStream_t stream) {
   const dim3 grid = split_grid(p, kHalves * kHalfRows, kBlocksPerSm<kDims>), block(kWarps * kWarpSize);
-  const size_t smem_bytes = kWarps * WarpTiles<T, KV, kDims>::kBytes;
-  launch_attention(decode_attention_mma_kernel<T, KV, kDims, kHalves, kWarps, kPaged>, grid, block,
-                   smem_bytes, stream, p);
+  const size_t smem_bytes = kWarps * WarpTiles<T, kDims>::kBytes;
+  launch_attention(decode_attention_mma_kernel<T, kDims, kHalves, kWarps, kPaged>, grid, block, smem_bytes,
+                   stream, p);
 }
 
-template <class T, class KV, bool kPaged, int kDims, int kHalves>
+template <class T, bool kPaged, int kDims, int kHalves>
 void launch(const DecodeAttentionParams& p, cudaStream_t stream) {
-  constexpr int kMost = kMostWarps<kDims>, kBytes = kMost * WarpTiles<T, KV, kDims>::kBytes;
+  constexpr int kMost = kMostWarps<kDims>, kBytes = kMost * WarpTiles<T, kDims>::kBytes;
   if constexpr (kBytes > kSharedBytesEverywhere) {
-    if (kBytes > shared_bytes_of_block()) {
-      return launch_warps<T, KV, kDims, kHalves, kMost / 2, kPaged>(p, stream);
-    }
+    if (kBytes > shared_bytes_of_block())
+      return launch_warps<T, kDims, kHalves, kMost / 2, kPaged>(p, stream);
   }
-  launch_warps<T, KV, kDims, kHalves, kMost, kPaged>(p, stream);
+  launch_warps<T, kDims, kHalves, kMost, kPaged>(p, stream);
 }
 
-template <class T, class KV, bool kPaged, int kDims>
-void launch_rows(const DecodeAttentionParams& p, cudaStream_t stream) {
-  // 16 rows of 256 would not fit in registers
-  if (kDims > 128 || rows_per_kv_head(p) <= kHalfRows) return launch<T, KV, kPaged, kDims, 1>(p, stream);
-  if constexpr (kDims <= 128) launch<T, KV, kPaged, kDims, 2>(p, stream);
-}
-
-template <class T, class KV, bool kPaged = false>
+template <class T, bool kPaged = false>
 void launch_typed(const DecodeAttentionParams& p, cudaStream_t stream) {
-  if (p.head_dim <= 64) return launch_rows<T, KV, kPaged, 64>(p, stream);
-  if (p.head_dim <= 128) return launch_rows<T, KV, kPaged, 128>(p, stream);
-  launch_rows<T, KV, kPaged, 256>(p, stream);
+  const bool few = rows_per_kv_head(p) <= kHalfRows;
+  if (p.head_dim <= 64)
+    return few ? launch<T, kPaged, 64, 1>(p, stream) : launch<T, kPaged, 64, 2>(p, stream);
+  if (p.head_dim <= 128)
+    return few ? launch<T, kPaged, 128, 1>(p, stream) : launch<T, kPaged, 128, 2>(p, stream);
+  launch<T, kPaged, 256, 1>(p, stream);  // 16 rows would not fit in registers
 }
 
 }  // namespace

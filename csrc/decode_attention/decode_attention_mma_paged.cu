@@ -4,8 +4,8 @@
 namespace hf_fastpath {
 
 void launch_decode_attention_mma_paged(const DecodeAttentionParams& params, cudaStream_t stream) {
-  if (params.dtype == DType::kFloat16) return launch_typed<__half, __half, true>(params, stream);
-  launch_typed<__nv_bfloat16, __nv_bfloat16, true>(params, stream);
+  if (params.dtype == DType::kFloat16) return launch_typed<__half, true>(params, stream);
+  launch_typed<__nv_bfloat16, true>(params, stream);
 }
 
 }  // namespace hf_fastpath

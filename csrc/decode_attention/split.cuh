@@ -17,6 +17,8 @@ namespace hf_fastpath {
 constexpr int kMinChunk = 64;       // positions of a split: fewer cost more in merging than they save
 constexpr int kChunkMultiple = 16;  // chunks end on whole warp steps
 
+constexpr int kSharedBytesEverywhere = 99 * 1024;  // that a block may have, from sm_80 on
+
 // Positions one block handles, of one row of the batch and one KV head.
 struct Split {
   int seq_len, start;             // of the row; start: first position padding leaves visible
@@ -64,8 +66,8 @@ struct PlacedSplit<true> : Split {
   }
 };
 
-// `alone`: positions that one block takes without a split.
-template <bool kPaged>
+// `alone`: positions that one block takes without a split. Chunks are multiples of kMultiple.
+template <bool kPaged, int kMultiple = kChunkMultiple>
 __device__ __forceinline__ PlacedSplit<kPaged> find_split(const DecodeAttentionParams& p, int row,
                                                           int kv_head, int split, unsigned splits,
                                                           unsigned alone, int kv_elem_bytes) {
@@ -104,7 +106,7 @@ __device__ __forceinline__ PlacedSplit<kPaged> find_split(const DecodeAttentionP
       max(max(s.first_visible(s.seq_len - p.query_len, p.window), 0), s.seq_len - int(s.capacity));
   const unsigned length = max(s.seq_len - first, 0);  // unsigned numbers take fewer instructions to divide
   unsigned chunk = max((length + splits - 1) / splits, unsigned(length <= alone ? alone : kMinChunk));
-  chunk = (chunk + kChunkMultiple - 1) / kChunkMultiple * kChunkMultiple;
+  chunk = (chunk + kMultiple - 1) / kMultiple * kMultiple;
   s.active = max(int((length + chunk - 1) / chunk), 1);
   s.begin = first + split * chunk;
   s.end = min(s.begin + chunk, s.seq_len);

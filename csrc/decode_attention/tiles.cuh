@@ -1,9 +1,9 @@
-// Tiles of K and V on their way to decode_attention_mma.cuh's tensor cores: rings in shared memory, the
-// copies that fill them, and the scales of quantized ones.
+// Tiles of K and V on their way to decode_attention_mma.cuh's tensor cores: rings in shared memory, and the
+// copies that fill them.
 #pragma once
 
 #include "common/async.cuh"
-#include "common/kv_quants.cuh"
+#include "common/numeric.cuh"
 #include "decode_attention/decode_attention.h"
 #include "decode_attention/split.cuh"
 
@@ -15,47 +15,37 @@ constexpr int kHalfRows = 8;    // rows in each half of the scores, and of a B o
 constexpr int kTile = 16;       // positions: the k side of the second product
 constexpr int kTileGroups = 2;  // of 8 positions, the n side of the first product
 
-// Tiles of K and V a warp keeps: as many bytes of any type.
-template <int kDims, class KV>
-constexpr int kStages = (kDims > 64 ? 2 : 3) * 2 / int(sizeof(KV));
-template <class KV>
-constexpr int kPieceBytes = kElems * int(sizeof(KV));
+constexpr int kPieceBytes = 16;
 
-// A warp's ring of tiles of K and V; rows are positions. T: q's type.
-template <class T, class KV, int kDims>
+// Tiles of K and V a warp keeps.
+template <int kDims>
+constexpr int kStages = kDims > 64 ? 2 : 3;
+
+// A warp's ring of tiles of K and V; rows are positions.
+template <class T, int kDims>
 struct WarpTiles {
-  static constexpr int kTileBytes = kTile * kDims * int(sizeof(KV)),
-                       kBytes = kStages<kDims, KV> * 2 * kTileBytes;
+  static constexpr int kTileBytes = kTile * kDims * int(sizeof(T)), kBytes = kStages<kDims> * 2 * kTileBytes;
   char* shared;
 
   __device__ __forceinline__ char* k(int stage) const { return shared + stage * 2 * kTileBytes; }
   __device__ __forceinline__ char* v(int stage) const { return k(stage) + kTileBytes; }
-
-  // A piece, in T.
-  static __device__ __forceinline__ uint4 read_piece(const char* from) {
-    if constexpr (kIsQuant<KV>) {
-      return widen_quants<T, KV>(*reinterpret_cast<const uint2*>(from));
-    } else {
-      return *reinterpret_cast<const uint4*>(from);
-    }
-  }
 };
 
 // Tiles that come by asynchronous copies of 16 bytes by all lanes, with zeros where there are no positions or
-// dims. Pieces of a row, if they are 16 bytes, are permuted so that eight lanes that read together meet in no
+// dims. Pieces of a row are permuted so that eight lanes that read together meet in no
 // bank: rows r and r + 1 of K (r even), four pieces each, and two pieces of rows r, r + 2, r + 4, r + 6 of V.
-template <class T, class KV, int kDims>
-struct CopiedTiles : WarpTiles<T, KV, kDims> {
-  static constexpr int kRowBytes = kDims * int(sizeof(KV));
+template <class T, int kDims>
+struct CopiedTiles : WarpTiles<T, kDims> {
+  static constexpr int kRowBytes = kDims * int(sizeof(T));
   int lane;
 
   __device__ __forceinline__ CopiedTiles(const DecodeAttentionParams&, char* warp_shared, uint64_t*, int lane)
-      : WarpTiles<T, KV, kDims>{warp_shared}, lane(lane) {}
+      : WarpTiles<T, kDims>{warp_shared}, lane(lane) {}
   __device__ __forceinline__ int k_at(int row, int piece) const {
-    return row * kRowBytes + (kIsQuant<KV> ? piece : piece ^ row % 2 * 4) * kPieceBytes<KV>;
+    return row * kRowBytes + (piece ^ row % 2 * 4) * kPieceBytes;
   }
   __device__ __forceinline__ int v_at(int row, int piece) const {
-    return row * kRowBytes + (kIsQuant<KV> ? piece : piece ^ (row & 6)) * kPieceBytes<KV>;
+    return row * kRowBytes + (piece ^ (row & 6)) * kPieceBytes;
   }
 
   template <class Placed>
@@ -63,8 +53,8 @@ struct CopiedTiles : WarpTiles<T, KV, kDims> {
                                         int stage) {
     constexpr int kCopies = kRowBytes / 16, kRowsAtOnce = kWarpSize / kCopies;  // copies of a row
     if (base < s.end) {
-      const int copy = lane % kCopies, first = lane / kCopies, piece = copy * (16 / kPieceBytes<KV>);
-      const uint32_t row_bytes = p.head_dim * int(sizeof(KV));
+      const int copy = lane % kCopies, first = lane / kCopies, piece = copy;
+      const uint32_t row_bytes = p.head_dim * int(sizeof(T));
       const int rows = piece * kElems < p.head_dim ? s.end - base : 0;
       const char *from_k = s.k + copy * 16, *from_v = s.v + copy * 16;
 #pragma unroll
@@ -79,20 +69,22 @@ struct CopiedTiles : WarpTiles<T, KV, kDims> {
     commit_copies();
   }
   __device__ __forceinline__ void wait(const Split&, int, int) const {
-    wait_for_copies<kStages<kDims, KV> - 1>();
+    wait_for_copies<kStages<kDims> - 1>();
     __syncwarp();  // every lane's copies
   }
-  __device__ __forceinline__ uint4 read(const char* from, bool) const { return this->read_piece(from); }
+  __device__ __forceinline__ uint4 read(const char* from, bool) const {
+    return *reinterpret_cast<const uint4*>(from);
+  }
   // This lane has read what it reads of a tile; `sums` comes of all of it.
   __device__ __forceinline__ void done(const DecodeAttentionParams&, uint32_t) const {}
 };
 
 #if HF_FASTPATH_HOPPER
 // Tiles that come by bulk copies of one lane: rows lie as in the cache. Reads of K meet twice in a bank and
-// reads of V four times (of quants, half as long, both four times), which costs less than copies of 16 bytes:
+// reads of V four times, which costs less than copies of 16 bytes:
 // with those, memory gives four fifths of its bandwidth.
-template <class T, class KV, int kDims>
-struct BulkTiles : WarpTiles<T, KV, kDims> {
+template <class T, int kDims>
+struct BulkTiles : WarpTiles<T, kDims> {
   uint32_t full;  // the warp's barriers, one a stage
   int row_bytes, lane;
   uint64_t policy;
@@ -100,19 +92,19 @@ struct BulkTiles : WarpTiles<T, KV, kDims> {
 
   __device__ __forceinline__ BulkTiles(const DecodeAttentionParams& p, char* warp_shared, uint64_t* barriers,
                                        int lane)
-      : WarpTiles<T, KV, kDims>{warp_shared},
+      : WarpTiles<T, kDims>{warp_shared},
         full(shared_address(barriers)),
-        row_bytes(p.head_dim * int(sizeof(KV))),
+        row_bytes(p.head_dim * int(sizeof(T))),
         lane(lane),
         policy(read_once_policy()) {
-    if (lane < kStages<kDims, KV>) {
+    if (lane < kStages<kDims>) {
       barrier_init(full + 8 * lane, 1);
       barrier_init_done();
     }
     __syncwarp();
   }
   __device__ __forceinline__ int k_at(int row, int piece) const {
-    return row * row_bytes + piece * kPieceBytes<KV>;
+    return row * row_bytes + piece * kPieceBytes;
   }
   __device__ __forceinline__ int v_at(int row, int piece) const { return k_at(row, piece); }
 
@@ -141,7 +133,7 @@ struct BulkTiles : WarpTiles<T, KV, kDims> {
   // Waits for it. What follows the last position is zeros in V, which weights of zero are multiplied by.
   __device__ __forceinline__ void wait(const Split& s, int base, int stage) {
     barrier_wait(full + 8 * stage, parity);
-    if (stage + 1 == kStages<kDims, KV>) parity ^= 1;
+    if (stage + 1 == kStages<kDims>) parity ^= 1;
     if (base + kTile <= s.end) return;
     for (int i = (s.end - base) * row_bytes + lane * 16; i < kTile * row_bytes; i += kWarpSize * 16)
       *reinterpret_cast<uint4*>(this->v(stage) + i) = make_uint4(0, 0, 0, 0);
@@ -151,69 +143,17 @@ struct BulkTiles : WarpTiles<T, KV, kDims> {
     full = behind_reads(full, sums, p.zero);
   }
   __device__ __forceinline__ uint4 read(const char* from, bool present) const {
-    return present ? this->read_piece(from) : make_uint4(0, 0, 0, 0);
+    return present ? *reinterpret_cast<const uint4*>(from) : make_uint4(0, 0, 0, 0);
   }
 };
 
 // Short heads are for short caches first, where the copies of lanes start earlier.
-template <class T, class KV, int kDims>
-using Tiles = std::conditional_t<(kDims > 64), BulkTiles<T, KV, kDims>, CopiedTiles<T, KV, kDims>>;
+template <class T, int kDims>
+using Tiles = std::conditional_t<(kDims > 64), BulkTiles<T, kDims>, CopiedTiles<T, kDims>>;
 #else
-template <class T, class KV, int kDims>
-using Tiles = CopiedTiles<T, KV, kDims>;
+template <class T, int kDims>
+using Tiles = CopiedTiles<T, kDims>;
 #endif
-
-// Scales of a quantized tile: of a lane's positions base + 8 t + 2 q and the next; zero where there are none.
-template <class T, class KV>
-struct TileScales {
-  Scales from;
-  uint16_t k[kTileGroups][2], v[kTileGroups][2];
-  float v_unit = 0.f;  // the warp's sums are multiples of it: a power of two, or 0 for none yet
-
-  template <class Placed>
-  __device__ __forceinline__ void fetch(const Placed& s, int first) {
-#pragma unroll
-    for (int t = 0; t < kTileGroups; ++t)
-#pragma unroll
-      for (int i = 0; i < 2; ++i) {
-        const int position = first + t * 8 + i;
-        const bool present = position < s.end;
-        const uint32_t slot = present ? s.slot(position - s.begin) : 0;
-        k[t][i] = present ? __ldcg(from.k + slot) : 0;
-        v[t][i] = present ? __ldcg(from.v + slot) : 0;
-      }
-  }
-  __device__ __forceinline__ float of_score(int t, int i) const {
-    return bfloat16_bits_to_float(k[t][i]) * (1.f / kWidenedUnit<T, KV>);
-  }
-  // Lets v_unit grow to the largest power of two in the tile's scales of V; what the sums are to be
-  // multiplied by then.
-  __device__ __forceinline__ float grow() {
-    float most = v_unit;
-#pragma unroll
-    for (int t = 0; t < kTileGroups; ++t)
-#pragma unroll
-      for (int i = 0; i < 2; ++i) most = fmaxf(most, bfloat16_bits_to_float(v[t][i]));  // not NaN
-    most = fmaxf(most, __shfl_xor_sync(kAllLanes, most, 1));
-    most = fmaxf(most, __shfl_xor_sync(kAllLanes, most, 2));
-    const float grown = __uint_as_float(__float_as_uint(most) & 0x7f800000u),
-                shrink = v_unit * inverse(grown);
-    v_unit = grown;
-    return shrink;
-  }
-  // What a weight of V is multiplied by: less than 2.
-  __device__ __forceinline__ float of_weight(int t, int i) const {
-    return bfloat16_bits_to_float(v[t][i]) * inverse(v_unit);
-  }
-  // What the sums are multiplied by in the end.
-  __device__ __forceinline__ float of_sums() const { return v_unit * (1.f / kWidenedUnit<T, KV>); }
-
- private:
-  // Of a power of two below 2^127; 0 of 0.
-  static __device__ __forceinline__ float inverse(float power) {
-    return power > 0.f ? __uint_as_float(0x7f000000u - __float_as_uint(power)) : 0.f;
-  }
-};
 
 }  // namespace
 }  // namespace hf_fastpath

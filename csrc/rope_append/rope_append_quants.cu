@@ -65,7 +65,7 @@ __global__ void __launch_bounds__(kWarps* kWarpSize) rope_append_quants_kernel(R
   largest = __reduce_max_sync(kAllLanes, largest);
   constexpr float kMost = std::is_same_v<Quant, int8_t> ? kLargestInt8 : kLargestFloat8;
   const uint16_t bits = quant_scale(largest, kMost);
-  const float scale = bfloat16_bits_to_float(bits);
+  const Divisor scale(bfloat16_bits_to_float(bits));
 
   QuantPlace place{static_cast<uint8_t*>(is_value ? p.v_cache : p.k_cache),
                    is_value ? p.v_scales : p.k_scales};

@@ -153,7 +153,7 @@ class DecodePlan:
             if sampled:
                 self.noise = torch.empty(batch, out_features(part.head), dtype=torch.float32, device=self.device)
                 self.settings = torch.zeros(4, dtype=torch.float64, device=self.device)
-            self.kv_table = self.paged_table = self.workspace = None
+            self.kv_table = self.paged_table = self.workspace = self.staging = None
             if self.device.type == "cuda":
                 attention = part.layers[0].attention
                 size = workspace_bytes(batch, self.query_len, attention.num_heads, attention.head_dim)
@@ -163,6 +163,10 @@ class DecodePlan:
                     for paged in (False, True)
                 ]
                 self.kv_table, self.paged_table = tables
+                if is_quantized(kv_dtype):  # a head's parts come from several blocks: attention quantizes them
+                    lens = torch.full((batch,), self.query_len, dtype=torch.int32, device=self.device)
+                    shapes = {layer.attention.cache_shape for layer in part.layers}
+                    self.staging = steps.Staging(lens, self.query_len, shapes)
             self._reads_buffers = any(layer.attention.reads_buffers for layer in part.layers)
             self.program = Program()
             buffers = 4 if is_quantized(kv_dtype) else 2  # of a layer
@@ -202,9 +206,8 @@ class DecodePlan:
         angles = dict(zip(self._angles, zip(rows[::2], rows[1::2])))
         # Nothing in the step writes a parameter or the table, and lengths only change before or in its last kernel.
         overlap = self.device.type == "cuda"
-        at = steps.Positions(
-            angles, self.seq_lens, self.starts, self.kv_table, self.workspace, overlap, self.paged_table
-        )
+        fixed = self.kv_table, self.workspace, overlap, self.paged_table, self.staging
+        at = steps.Positions(angles, self.seq_lens, self.starts, *fixed)
         # A graph of several sequences takes the ops one by one, as they were measured.
         few = self.batch == 1 or (self.device.type == "cpu" and self.batch <= MAX_ROWS)
         alone = few and self.query_len == 1

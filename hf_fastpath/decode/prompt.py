@@ -88,9 +88,8 @@ def read(part: ModelPart, cache: FastpathCache, prompt: Prompt) -> torch.Tensor:
     batch, query_len = prompt.tokens.shape
     past, dtype, device = cache.get_seq_length(), part.embedding.weight.dtype, prompt.tokens.device
     for index, layer in enumerate(part.layers):
-        attention = layer.attention
-        heads = attention.num_heads if attention.repeats_kv else attention.num_kv_heads
-        like = torch.empty((batch, heads, 0, attention.head_dim), dtype=dtype, device=device)
+        heads, head_dim = layer.attention.cache_shape
+        like = torch.empty((batch, heads, 0, head_dim), dtype=dtype, device=device)
         cache.prepare(index, like)
     cache.reserve(query_len)
     lengths = cache.seq_lens(0, query_len)

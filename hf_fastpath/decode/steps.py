@@ -30,6 +30,30 @@ def run(op: Callable[..., Any], *arguments: Any) -> Any:
     return op(*arguments)
 
 
+class Staging:
+    """Keys and values of the new tokens of one layer after the other, as they are before they are quantized: float32
+    caches of query_len slots.
+
+    Args:
+        seq_lens: int32 [batch], query_len in each.
+        shapes: heads and head_dim of every layer's cache.
+    """
+
+    def __init__(self, seq_lens: torch.Tensor, query_len: int, shapes: set[tuple[int, int]]):
+        self.seq_lens = seq_lens
+        self._buffers = {
+            (heads, dim): [
+                torch.zeros(len(seq_lens), heads, query_len, dim, dtype=torch.float32, device=seq_lens.device)
+                for _ in range(2)
+            ]
+            for heads, dim in shapes
+        }
+
+    def of(self, part: AttentionPart) -> list[torch.Tensor]:
+        """K and V, [batch, heads, query_len, head_dim], of ``part``."""
+        return self._buffers[part.cache_shape]
+
+
 @dataclass
 class Positions:
     """Where the new tokens stand; tensors, or registers of a plan.
@@ -43,6 +67,8 @@ class Positions:
         paged_table: the same, of layers whose cache lies in pages.
         workspace: see ``ops.decode_attention``.
         overlap: a kernel may start on what does not depend on the one in front; see ``ops.gemv``.
+        staging: where keys and values of the new tokens wait for ``ops.quantizing_attention``, or None: projections
+            append to the cache.
     """
 
     angles: dict[str | None, tuple[Any, Any]]
@@ -52,10 +78,18 @@ class Positions:
     workspace: Any = None
     overlap: bool = False
     paged_table: Any = None
+    staging: Staging | None = None
 
     def table_of(self, cache: tuple) -> Any:
         """The ``kv_table`` for a layer's cache."""
         return self.paged_table if is_paged(cache) else self.kv_table
+
+    def stores(self, part: AttentionPart, cache: tuple, layer: int) -> tuple[tuple, tuple]:
+        """What projections append to: K, V, seq_lens, heads of queries, kv_table and layer; and scales."""
+        k, v, *scales = cache
+        if self.staging is None or part.softcap:
+            return (k, v, self.seq_lens, part.num_heads, self.table_of(cache), layer), tuple(scales)
+        return (*self.staging.of(part), self.staging.seq_lens, part.num_heads, None, 0), ()
 
     def angles_of(self, part: AttentionPart) -> tuple[Any, Any]:
         """cos and sin that ``part`` uses: None where it does not rotate."""
@@ -154,9 +188,8 @@ def _queries_composed(
         cos = sin = None
     if part.repeats_kv:
         qkv = emit(composed.repeated_kv, qkv, part.num_heads, part.head_dim, part.group)
-    k, v, *scales = cache
-    to = (k, v, at.seq_lens, part.num_heads, at.table_of(cache), layer, *scales)
-    return emit(ops.rope_append.overload, qkv, None, cos, sin, *to)
+    to, scales = at.stores(part, cache, layer)
+    return emit(ops.rope_append.overload, qkv, None, cos, sin, *to, *scales)
 
 
 def attention(
@@ -172,15 +205,13 @@ def attention(
     """``residual + part(norm(x))``, appending to ``cache`` (its K and V buffers, and scales of quantized ones or a
     block table), the ``layer``-th of the model."""
     *qkv, out = part.projections()
-    k, v, *scales = cache
+    to, scales = at.stores(part, cache, layer)
     x, norm = in_front(emit, norm, x)
     together = None if part.is_composed or is_paged(cache) else joined(qkv)
-    kv_table = at.table_of(cache)
     if together is not None:
         queries = emit(
             ops.packed_qkv_rope_append.overload,
-            *(x, *together, *at.angles_of(part), k, v, at.seq_lens, part.num_heads, kv_table, layer),
-            *(*norm_arguments(norm), at.overlap, *scales),
+            *(x, *together, *at.angles_of(part), *to, *norm_arguments(norm), at.overlap, *scales),
         )
     elif part.is_composed or any(map(is_packed, qkv)):
         queries = _queries_composed(emit, part, x, cache, at, layer, norm)
@@ -190,15 +221,18 @@ def attention(
         cos, sin = at.angles_of(part)
         queries = emit(
             ops.qkv_rope_append.overload,
-            *(x, *weights, *biases, is_transposed(qkv[0]), cos, sin, k, v, at.seq_lens, part.num_heads),
-            *(kv_table, layer, *norm_arguments(norm), at.overlap, *scales),
+            *(x, *weights, *biases, is_transposed(qkv[0]), cos, sin, *to, *norm_arguments(norm), at.overlap, *scales),
         )
-    seen = (queries, k, v, at.seq_lens, at.starts, part.scaling, part.window or 0)
+    k, v, *scales = cache
+    seen = at.seq_lens, at.starts, part.scaling, part.window or 0
+    place = at.table_of(cache), layer, at.workspace, at.overlap
     if part.softcap:
-        mixed = emit(composed.soft_capped_attention, *seen, part.softcap, *scales)
+        mixed = emit(composed.soft_capped_attention, queries, k, v, *seen, part.softcap, *scales)
+    elif at.staging is not None:
+        new = at.staging.of(part)
+        mixed = emit(ops.quantizing_attention.overload, queries, *new, *cache, *seen, *place, part.sinks)
     else:
-        place = kv_table, layer, at.workspace, at.overlap
-        mixed = emit(ops.decode_attention.overload, *seen, *place, part.sinks, *scales)
+        mixed = emit(ops.decode_attention.overload, queries, k, v, *seen, *place, part.sinks, *scales)
     return projection(emit, out, mixed, residual, overlap=at.overlap)
 
 

@@ -95,6 +95,11 @@ class AttentionPart(Part):
         return is_on(self.module, self.spec.repeats_kv) and self.group > 1
 
     @property
+    def cache_shape(self) -> tuple[int, int]:
+        """Heads and head_dim of what the cache holds of a position."""
+        return self.num_heads if self.repeats_kv else self.num_kv_heads, self.head_dim
+
+    @property
     def scaling(self) -> float:
         return float(getattr(self.module, self.spec.scaling))
 

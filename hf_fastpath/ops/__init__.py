@@ -22,6 +22,7 @@ from .packed_layers import SPEC as packed_layers
 from .packed_qkv_rope_append import SPEC as packed_qkv_rope_append
 from .q4_0_gemv import SPEC as q4_0_gemv
 from .qkv_rope_append import SPEC as qkv_rope_append
+from .quantizing_attention import SPEC as quantizing_attention
 from .read_stream import SPEC as read_stream
 from .rms_norm import SPEC as rms_norm
 from .rope_append import SPEC as rope_append
@@ -48,6 +49,7 @@ __all__ = [
     "packed_qkv_rope_append",
     "q4_0_gemv",
     "qkv_rope_append",
+    "quantizing_attention",
     "read_stream",
     "rms_norm",
     "rope_append",
