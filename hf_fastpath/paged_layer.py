@@ -90,13 +90,14 @@ class PagedLayer(FastpathLayer):
         batch, num_heads, _, head_dim = key_states.shape
         self.dtype, self.device = key_states.dtype, key_states.device
         table = self.tables.table(batch, key_states.device)
-        if self.table is None:
+        if self.table is None or self.k_buffer.shape[1] != num_heads:
             self._place = table.pool.add_layer(num_heads, head_dim, self.kv_dtype or self.dtype, self.device)
         self.table = table
         self.is_initialized = True
 
     def prepare(self, states: torch.Tensor) -> None:
-        if not self.is_initialized or (self.cumulative_length == 0 and states.shape[0] != self.batch_size):
+        other = self.is_initialized and states.shape[:2] != (self.batch_size, self.k_buffer.shape[1])
+        if not self.is_initialized or (other and self.cumulative_length == 0):  # also after reset(), another batch
             self.lazy_initialization(states, states)
 
     def _map_batch(self, select: Any) -> None:

@@ -116,6 +116,21 @@ def test_memory_grows_by_a_quarter_and_only_when_all_pages_are_taken(device):
     assert moved <= 20
 
 
+def test_reset_starts_anew_with_any_batch_size(device):
+    generator = torch.Generator().manual_seed(0)
+    cache = FastpathCache.from_dynamic(dynamic(("full", "sliding")), page_size=SIZE)
+    for batch in (2, 3, 1):
+        stock = dynamic(("full", "sliding"))
+        for count in (20, 1, 3):
+            for index in range(2):
+                new = states(device, batch, count, generator)
+                for mine, theirs in zip(cache.update(*new, index), stock.update(*new, index)):
+                    assert torch.equal(mine, theirs)
+        assert_alike(cache, stock, f"batch {batch}")
+        cache.reset()
+        assert cache.page_counts.used == 0
+
+
 def test_pickles_and_refusals(device):
     cache = FastpathCache.from_dynamic(dynamic(("full",)), page_size=SIZE)
     cache.update(*states(device, 2, 20, torch.Generator().manual_seed(0)), 0)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from checks import assert_matches, over_dtypes
+from checks import assert_matches, is_native, over_dtypes
 from test_decode_attention import make
 from ways import main, over_instruction_sets, run_limited
 
@@ -86,7 +86,7 @@ def test_rows_may_share_pages_they_read(device):
 
 
 def test_a_kv_table_leads_to_pages_and_their_table(device):
-    if device.type == "cpu" and not decode_attention.native:
+    if not is_native(decode_attention, device):
         pytest.skip("references follow no addresses")
     dtype = torch.float16 if device.type == "cuda" else torch.float32
     sample = make(device, dtype, heads=4, kv_heads=2, head_dim=128, capacity=128, seq_lens=[100, 31])
