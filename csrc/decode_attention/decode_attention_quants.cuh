@@ -20,7 +20,9 @@
 // Traffic: 2 * positions * (head_dim + 2) bytes a KV head and batch row (again from L2 for more than 16
 // rows), plus
 //   splits * rows * (head_dim + 2) * 4 bytes of partial results through L2.
-// Roofline: read bandwidth for long caches, memory latency for short ones.
+// Roofline: read bandwidth for long caches, memory latency for short ones. 85 % of read bandwidth for 32/8
+// heads
+//   of 128, 131072 positions of int8 or fp8, a call by itself (H200, 2026-11).
 
 #pragma once
 
