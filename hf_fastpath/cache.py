@@ -74,7 +74,8 @@ class FastpathCache(Cache):
     def _trim(self) -> None:
         """Give up pages that no layer holds positions in."""
         for table in self._block_tables():
-            table.trim(max(layer.cumulative_length for layer in self.layers if getattr(layer, "table", None) is table))
+            lengths = [layer.cumulative_length for layer in self.layers if getattr(layer, "table", None) is table]
+            table.trim(max(lengths, default=0))  # no layer has it yet after an interrupt
 
     def update(self, key_states, value_states, layer_idx, *args, **kwargs):
         self._grow(layer_idx + 1)
