@@ -16,7 +16,7 @@ from transformers import DynamicCache, PreTrainedModel, TextStreamer
 
 import hf_fastpath
 from hf_fastpath import traffic
-from hf_fastpath.patching import state_of
+from hf_fastpath.patch_state import state_of
 
 #: name of the engine that is a program of its own
 LLAMA_CPP = "llama.cpp"

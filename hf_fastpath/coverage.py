@@ -13,7 +13,7 @@ from .errors import UnsupportedModelError
 from .reasons import REASONS
 
 if TYPE_CHECKING:
-    from .patching import PatchState
+    from .patch_state import PatchState
 
 
 def _declined(state: PatchState) -> tuple[str, str, list[str]]:

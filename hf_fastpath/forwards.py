@@ -27,7 +27,7 @@ from .ops.gemv import MAX_ROWS
 from .registry import FLOAT_DTYPES
 
 if TYPE_CHECKING:
-    from .patching import PatchState
+    from .patch_state import PatchState
 
 Part = NormPart | FeedForwardPart | AttentionPart | LayerPart
 #: where a patched module keeps its ModulePatch, and a model that was given to ``patch()`` its PatchState

@@ -11,7 +11,8 @@ from torch import nn
 from torch.nn import functional
 
 from .options import HEADS
-from .patching import patched, state_of
+from .patch_state import state_of
+from .patching import patched
 from .progress import announced
 from .quantization import FORMATS
 from .traffic import weight_bytes

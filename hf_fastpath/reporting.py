@@ -11,7 +11,7 @@ from .pages import PageCounts
 from .reasons import REASONS
 
 if TYPE_CHECKING:
-    from .patching import PatchState
+    from .patch_state import PatchState
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,8 @@ from torch import nn
 from .cache import FastpathCache
 from .compat import Cache, DynamicCache, GenerationConfig, eager_experts
 from .ops.gemv import MAX_ROWS
-from .patching import patch, paused, state_of, unpatch
+from .patch_state import state_of
+from .patching import patch, paused, unpatch
 from .progress import announced
 from .reasons import REASONS
 

@@ -21,7 +21,7 @@ from .plan import RECORD_SLOTS
 from .structure import fingerprint
 
 if TYPE_CHECKING:
-    from ..patching import PatchState
+    from ..patch_state import PatchState
     from .plan import DecodePlan
     from .structure import ModelPart
 

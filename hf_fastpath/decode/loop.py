@@ -21,7 +21,7 @@ from .plan import MAX_EOS_TOKENS
 from .structure import MAX_BATCH
 
 if TYPE_CHECKING:
-    from ..patching import PatchState
+    from ..patch_state import PatchState
     from .plan import DecodePlan
     from .structure import ModelPart
 

@@ -14,7 +14,8 @@ from .. import huge_pages, loader
 from ..compat import Conv1D
 from ..decode.structure import MAX_BATCH
 from ..options import Options
-from ..patching import PatchState, patch_with, state_of
+from ..patch_state import PatchState, state_of
+from ..patching import patch_with
 from .files import PackedFiles, not_persistent
 from .formats import FORMATS, PackedWeight, padded
 from .linear import PackedLinear

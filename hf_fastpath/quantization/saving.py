@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from ..patching import state_of
+from ..patch_state import state_of
 from . import files
 from .linear import PackedLinear
 

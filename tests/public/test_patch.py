@@ -184,7 +184,7 @@ def test_patch_interrupted_anywhere(architecture):
     for at in places(whole.lines - 1, 60):  # the last line is the return
         with Fault(FILES, at) as fault, pytest.raises(KeyboardInterrupt):
             hf_fastpath.patch(model)
-        assert hf_fastpath.patching.state_of(model) is None, fault.where
+        assert hf_fastpath.patch_state.state_of(model) is None, fault.where
         assert_same_instances(instances(model), before)
         assert set(compat._users) <= users
     assert_equal_generation(hf_fastpath.patch(model, quiet=True), build(architecture))
