@@ -1,7 +1,10 @@
 // decode_attention on the CPU: checks, allocation, division into chunks, threads, and the portable kernel.
 #include "decode_attention/decode_attention_cpu.h"
 
+#include <algorithm>
+#include <cmath>
 #include <limits>
+#include <vector>
 
 #include "common/composed_ops.h"
 #include "common/convert_cpu.h"
@@ -15,12 +18,11 @@ namespace {
 
 constexpr float kMinusInfinity = -std::numeric_limits<float>::infinity();
 
+// In double precision: one chain of float32 over a chunk's positions rounds more than PyTorch's blocks do.
 template <class T>
 void run_chunk(const AttentionChunk& chunk) {
   const int64_t dim = chunk.head_dim, queries = chunk.query_len * chunk.group;
-  std::fill(chunk.maxima, chunk.maxima + queries, kMinusInfinity);
-  std::fill(chunk.weights, chunk.weights + queries, 0.0f);
-  std::fill(chunk.sums, chunk.sums + queries * dim, 0.0f);
+  std::vector<double> all_sums(queries * dim), all_weights(queries), maxima(queries, kMinusInfinity);
   for (int64_t j = chunk.begin; j < chunk.end; ++j) {
     const int64_t slot = row_of(chunk, j);
     const T* k = static_cast<const T*>(chunk.k) + slot * dim;
@@ -34,24 +36,29 @@ void run_chunk(const AttentionChunk& chunk) {
       const int64_t position = chunk.first_query + m / chunk.group;
       if (j > position || (chunk.window > 0 && j <= position - chunk.window)) continue;
       const float* q = chunk.q + m * dim;
-      float* sums = chunk.sums + m * dim;
-      double parts[4] = {};  // a score's error becomes its weight's; head_dim is a multiple of 8
+      double* sums = all_sums.data() + m * dim;
+      double parts[4] = {};  // head_dim is a multiple of 8
       for (int64_t d = 0; d < dim; ++d) parts[d % 4] += static_cast<double>(to_float(k[d])) * q[d];
-      const float score = static_cast<float>(k_scale * ((parts[0] + parts[2]) + (parts[1] + parts[3])));
-      const float before = chunk.maxima[m], now = score > before ? score : before;
+      const double exact = k_scale * ((parts[0] + parts[2]) + (parts[1] + parts[3]));
+      const float rounded = static_cast<float>(exact);
+      const double score = std::isfinite(rounded) ? exact : rounded, before = maxima[m];
+      const double now = score > before ? score : before;
       if (now == kMinusInfinity && score == kMinusInfinity) continue;  // weighs nothing
-      const float base = now == kMinusInfinity ? 0.0f : now;           // score may be NaN
-      const float shrink = before == kMinusInfinity ? 0.0f : std::exp(before - base),
-                  weight = std::exp(score - base);
+      const double base = now == kMinusInfinity ? 0.0 : now;           // score may be NaN
+      const double shrink = before == kMinusInfinity ? 0.0 : std::exp(before - base),
+                   weight = std::exp(score - base);
       const bool rescale = now != before;
-      const float share = weight * v_scale;
-      chunk.weights[m] = (rescale ? chunk.weights[m] * shrink : chunk.weights[m]) + weight;
+      const double share = weight * v_scale;
+      all_weights[m] = (rescale ? all_weights[m] * shrink : all_weights[m]) + weight;
       for (int64_t d = 0; d < dim; ++d) {
         sums[d] = (rescale ? sums[d] * shrink : sums[d]) + share * to_float(v[d]);
       }
-      chunk.maxima[m] = now;
+      maxima[m] = now;
     }
   }
+  std::copy(all_sums.begin(), all_sums.end(), chunk.sums);
+  std::copy(all_weights.begin(), all_weights.end(), chunk.weights);
+  std::copy(maxima.begin(), maxima.end(), chunk.maxima);
 }
 
 }  // namespace
