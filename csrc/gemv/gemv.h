@@ -10,7 +10,8 @@
 
 namespace hf_fastpath {
 
-constexpr int kMaxGemvRows = 16;     // rows of x
+constexpr int kMaxGemvRows = 16;     // rows of x that every device takes
+constexpr int kMaxTiledRows = 64;    // and with fits_gemv_tiles
 constexpr int kMaxGemvSegments = 3;  // weights side by side: query, key, value
 
 // One weight matrix. Its output features start at `first` of the output's.
@@ -38,7 +39,7 @@ struct GemvParams {
   GemvSegment segments[kMaxGemvSegments];
   int64_t k;  // below 2^31 elements, as n
   int n;
-  int m;             // 1 to kMaxGemvRows
+  int m;             // 1 to kMaxGemvRows, or kMaxTiledRows
   int num_segments;  // 1 to kMaxGemvSegments; 2 when gated
   bool gated;
   bool transposed;  // one segment [k, n]
@@ -75,5 +76,9 @@ void launch_gemv_ring(const GemvParams& params, const RopeAppendParams* rope, cu
 // The same for several x rows: no layer norm.
 bool fits_gemv_ring_rows(const GemvParams& params, const RopeAppendParams* rope);
 void launch_gemv_ring_rows(const GemvParams& params, const RopeAppendParams* rope, cudaStream_t stream);
+
+// Up to kMaxTiledRows x rows on tensor cores: products alone.
+bool fits_gemv_tiles(const GemvParams& params, const RopeAppendParams* rope);
+void launch_gemv_tiles(const GemvParams& params, const RopeAppendParams* rope, cudaStream_t stream);
 
 }  // namespace hf_fastpath

@@ -15,8 +15,8 @@ inline GemvParams gemv_params(const Tensor& x, const char* op) {
   STD_TORCH_CHECK(x.dim() >= 1 && x.numel() > 0, "hf_fastpath::", op, ": x is empty");
   p.k = x.size(x.dim() - 1);
   const int64_t rows = x.numel() / p.k;
-  STD_TORCH_CHECK(rows <= kMaxGemvRows, "hf_fastpath::", op, ": x has ", rows, " rows, expected at most ",
-                  kMaxGemvRows, ": use nn.Linear");
+  STD_TORCH_CHECK(rows <= kMaxTiledRows, "hf_fastpath::", op, ": x has ", rows, " rows, expected at most ",
+                  kMaxTiledRows, ": use nn.Linear");
   p.m = static_cast<int>(rows);
   p.x = x.data_ptr();
   p.dtype = dtype_of(x, op);

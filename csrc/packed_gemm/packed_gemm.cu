@@ -69,13 +69,7 @@ bool fits_packed_gemm(const PackedGemmParams& p) {
   if (p.dtype == DType::kFloat32 || p.rows >= widens_from(p.matrix.form)) return false;
   constexpr int64_t kMostPieces = 1 << 30;  // of the smallest tiles
   if ((p.rows / 32 + 1) * (p.matrix.rows / 256 + 1) * p.matrix.blocks > kMostPieces) return false;
-  constexpr int kArchs[] = {__CUDA_ARCH_LIST__};
-  bool compiled = false;
-  for (const int arch : kArchs) compiled = compiled || arch == 900;
-  int device = 0, major = 0;
-  HF_FASTPATH_CUDA_CHECK(cudaGetDevice(&device));
-  HF_FASTPATH_CUDA_CHECK(cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device));
-  return compiled && major == 9;
+  return has_wgmma_code();
 }
 
 PackedGemmPlan plan_packed_gemm(const PackedGemmParams& p, int tokens, int split, int warpgroups) {
