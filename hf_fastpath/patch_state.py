@@ -40,7 +40,7 @@ class PatchState:
         options: as given to ``patch()``.
         known: the architectures whose classes are looked for: the listed ones, or the model's own, found by structure.
         model_architecture: the one that covers the whole model, or None if only modules are patched.
-        bindings: (module, attribute, what its ``__dict__`` held before or _ABSENT), in the order they were made.
+        bindings: (module, attribute, what its ``__dict__`` held before, if anything), in the order they were made.
         declined: (module name, part, reason code) of everything recognized that kept its stock forward.
         loop_reason: why generate() always uses transformers' loop on this model, or None.
         generates: whether the model's generate() passes through us, be it only to be counted.

@@ -136,7 +136,7 @@ def test_unpatch_of_a_stock_model_changes_nothing():
     assert_same_instances(instances(model), before)
 
 
-@pytest.mark.parametrize("failing", ("_bind_module", "_bind_generate", "check_coverage"))
+@pytest.mark.parametrize("failing", ("bind_forward", "_bind_generate", "check_coverage"))
 @pytest.mark.parametrize("after", (0, 3))
 def test_a_failing_patch_leaves_nothing(failing, after, monkeypatch):
     """All or nothing, whatever goes wrong in the middle."""
@@ -149,7 +149,7 @@ def test_a_failing_patch_leaves_nothing(failing, after, monkeypatch):
 
     def fails(*args):
         calls.append(args)
-        if len(calls) > (after if failing == "_bind_module" else 0):
+        if len(calls) > (after if failing == "bind_forward" else 0):
             raise MemoryError("in the middle")
         return real(*args)
 
