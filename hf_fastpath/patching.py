@@ -211,7 +211,7 @@ def _make_part(architecture: Architecture, kind: str, module: nn.Module) -> part
     if kind == "mlp":
         return parts.feed_forward_part(architecture, module)
     if kind == "attention":
-        return structure.AttentionPart(architecture, module, _window(module))
+        return parts.AttentionPart(architecture, module, _window(module))
     attention = getattr(module, architecture.layer.attention)
     return structure.LayerPart(architecture, module, _window(attention))
 

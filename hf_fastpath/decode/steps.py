@@ -18,8 +18,8 @@ from .. import ops
 from ..quantization.linear import joined as joined_weights
 from . import composed
 from .modules import is_packed, is_transposed, weight_and_bias
-from .parts import FeedForwardPart, MLPPart, MoEPart, NormPart
-from .structure import AttentionPart, LayerPart, ModelPart
+from .parts import AttentionPart, FeedForwardPart, MLPPart, MoEPart, NormPart
+from .structure import LayerPart, ModelPart
 
 Emit = Callable[..., Any]
 _aten = torch.ops.aten
