@@ -93,7 +93,7 @@ class OpSpec:
             OpInputError: what was wrong with which argument, what was expected, and the remedy.
         """
         reasons = self.why_not(*args, **kwargs)
-        if self.backward is None and _needs_grad(Sample(*args, **kwargs)):
+        if self.backward is None and torch.is_grad_enabled() and _needs_grad(Sample(*args, **kwargs)):
             reasons.append("it has no backward and an argument requires grad: call it under torch.no_grad()")
         if reasons:
             raise OpInputError(f"hf_fastpath.ops.{self.name}: " + "; ".join(reasons))
@@ -117,12 +117,12 @@ def _of_all_arguments(op: str, function: Callable[..., Any], reference: Callable
     defaults = {name: each.default for name, each in given.items() if each.default is not each.empty}
     arguments = ", ".join(f"{name}=defaults[{name!r}]" if name in defaults else name for name in given)
     scope: dict[str, Any] = {"defaults": defaults, "function": function}
-    exec(f"def {op}({arguments}): return function({', '.join(f'{name}={name}' for name in wanted)})", scope)
+    exec(f"def {op}({arguments}): return function({', '.join(wanted)})", scope)
     return scope[op]
 
 
 def _needs_grad(call: Sample) -> bool:
-    return torch.is_grad_enabled() and any(tensor.requires_grad for tensor in call.tensors())
+    return any(tensor.requires_grad for tensor in call.tensors())
 
 
 def _outside_autocast(reference: Callable[..., Any]) -> Callable[..., Any]:
