@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import nn
 
-from . import compat, reasons
+from . import reasons
 from .architecture import Architecture
 from .cache import FastpathCache
 from .decode import assisted, loop, structure
@@ -17,6 +17,7 @@ from .decode.draft_plan import WIDTHS, DraftPlan
 from .decode.plan import DecodePlan
 from .errors import FallbackError
 from .forwards import STATE_KEY
+from .loops import Loop, install_loops
 from .options import Options
 from .quantization.repacking import RemovedHooks
 from .quantization.replacing import Replaced
@@ -29,7 +30,7 @@ MAX_DRAFT_PLANS = 2 * len(WIDTHS)
 
 
 #: methods of transformers' that our loops take the place of
-LOOPS: dict[str, compat.Loop] = {"_sample": loop.sample, "_assisted_decoding": assisted.decode}
+LOOPS: dict[str, Loop] = {"_sample": loop.sample, "_assisted_decoding": assisted.decode}
 
 
 @dataclass(eq=False)
@@ -139,7 +140,7 @@ class PatchState:
         for name in (*names, "generates"):
             setattr(made, name, copy.deepcopy(getattr(self, name), memo))
         if made.generates:
-            compat.install_loops(made, LOOPS)
+            install_loops(made, LOOPS)
 
 
 def state_of(model: nn.Module) -> PatchState | None:

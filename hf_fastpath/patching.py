@@ -19,6 +19,7 @@ from .decode import parts, structure
 from .decode.structure import MAX_BATCH
 from .errors import UnsupportedModelError
 from .forwards import STATE_KEY
+from .loops import install_loops, uninstall_loops
 from .options import HEADS, Options
 from .patch_state import LOOPS, PatchState, state_of
 from .progress import announced
@@ -244,7 +245,7 @@ def _bind_generate(model: nn.Module, state: PatchState) -> None:
     state.generates = compat.uses_generation_mixin_sample(model)
     if state.generates:
         bind(state, model, compat.PREPARE_CACHE, _prepare_cache)
-        compat.install_loops(state, LOOPS)
+        install_loops(state, LOOPS)
 
 
 def _loop_reason(model: nn.Module, state: PatchState) -> str | None:
@@ -311,7 +312,7 @@ def _unbind(state: PatchState) -> None:
         state.replaced.pop().undo()
     while state.removed_hooks:
         state.removed_hooks.pop().undo()
-    compat.uninstall_loops(state)
+    uninstall_loops(state)
     undo_bindings(state)
 
 

@@ -12,6 +12,7 @@ import torch
 from .. import compat
 from ..cache import FastpathCache
 from ..forwards import STATE_KEY
+from ..loops import Loop
 from .structure import MAX_BATCH
 
 if TYPE_CHECKING:
@@ -24,7 +25,7 @@ KNOWN_MODEL_KWARGS = frozenset(
 )
 
 
-def for_patched_models(loop: Callable[..., Any]) -> compat.Loop:
+def for_patched_models(loop: Callable[..., Any]) -> Loop:
     """Make ``loop(state, original, model, ...)`` what a method of ``GenerationMixin`` does while a patched model is
     alive: ``original``, the method itself, for every other model."""
 
