@@ -21,8 +21,8 @@ from .decode import composed, steps
 from .decode.attend import Attention, few_rows, has_tensor_cores, plain_mask
 from .decode.many_rows import ManyRows
 from .decode.modules import apply_dropout
-from .decode.parts import FeedForwardPart, MLPPart, MoEPart, NormPart
-from .decode.structure import AttentionPart, LayerPart, full_angles
+from .decode.parts import AttentionPart, FeedForwardPart, MLPPart, MoEPart, NormPart
+from .decode.structure import LayerPart, full_angles
 from .ops.gemv import MAX_ROWS
 from .registry import FLOAT_DTYPES
 

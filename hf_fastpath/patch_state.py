@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import nn
 
-from . import compat, reasons
+from . import reasons
 from .architecture import Architecture
 from .cache import FastpathCache
 from .decode import assisted, loop, structure
@@ -17,6 +17,7 @@ from .decode.draft_plan import WIDTHS, DraftPlan
 from .decode.plan import DecodePlan
 from .errors import FallbackError
 from .forwards import STATE_KEY
+from .loops import Loop, install_loops
 from .options import Options
 from .quantization.repacking import RemovedHooks
 from .quantization.replacing import Replaced
@@ -29,7 +30,7 @@ MAX_DRAFT_PLANS = 2 * len(WIDTHS)
 
 
 #: methods of transformers' that our loops take the place of
-LOOPS: dict[str, compat.Loop] = {"_sample": loop.sample, "_assisted_decoding": assisted.decode}
+LOOPS: dict[str, Loop] = {"_sample": loop.sample, "_assisted_decoding": assisted.decode}
 
 
 @dataclass(eq=False)
@@ -40,7 +41,7 @@ class PatchState:
         options: as given to ``patch()``.
         known: the architectures whose classes are looked for: the listed ones, or the model's own, found by structure.
         model_architecture: the one that covers the whole model, or None if only modules are patched.
-        bindings: (module, attribute, what its ``__dict__`` held before or _ABSENT), in the order they were made.
+        bindings: (module, attribute, what its ``__dict__`` held before, if anything), in the order they were made.
         declined: (module name, part, reason code) of everything recognized that kept its stock forward.
         loop_reason: why generate() always uses transformers' loop on this model, or None.
         generates: whether the model's generate() passes through us, be it only to be counted.
@@ -139,7 +140,7 @@ class PatchState:
         for name in (*names, "generates"):
             setattr(made, name, copy.deepcopy(getattr(self, name), memo))
         if made.generates:
-            compat.install_loops(made, LOOPS)
+            install_loops(made, LOOPS)
 
 
 def state_of(model: nn.Module) -> PatchState | None:

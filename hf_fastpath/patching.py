@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import copy
-import inspect
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
-from types import MethodType
 from typing import Any
 
 import torch
@@ -15,31 +12,20 @@ from torch import nn
 
 from . import compat, huge_pages, loader, selftest, structural
 from .architecture import Architecture, architectures
+from .bindings import bind, bind_copying, bind_forward, bind_value, undo_bindings
 from .cache import FastpathCache
 from .coverage import check_anything, check_coverage
 from .decode import parts, structure
 from .decode.structure import MAX_BATCH
 from .errors import UnsupportedModelError
-from .forwards import FORWARDS, KEY, STATE_KEY, ModulePatch
+from .forwards import STATE_KEY
+from .loops import install_loops, uninstall_loops
 from .options import HEADS, Options
 from .patch_state import LOOPS, PatchState, state_of
 from .progress import announced
 from .quantization.repacking import repack_checkpoint
 from .quantization.replacing import free_originals, no_saving, quantize_as_asked
 from .reporting import Report
-
-
-class _Absent:
-    """Marks an attribute that a module's ``__dict__`` did not have."""
-
-    def __copy__(self) -> _Absent:
-        return self
-
-    def __deepcopy__(self, memo: dict) -> _Absent:
-        return self
-
-
-_ABSENT = _Absent()
 
 
 def patch(
@@ -131,7 +117,7 @@ def patch_with(
             free_originals(model, state.replaced)
             state.lost = state.lost or "patch(keep_original=False) freed them"
         if state.replaced:
-            _bind(state, model, "save_pretrained", no_saving)
+            bind(state, model, "save_pretrained", no_saving)
         if loader.is_native("cpu"):
             with nullcontext() if quiet else announced("moving the weights into pages of 2 MB"):
                 state.huge_page_bytes = huge_pages.move_into(
@@ -164,8 +150,7 @@ def examine(model: nn.Module) -> Report:
 
 def _bind_all(model: nn.Module, state: PatchState, native: bool) -> None:
     """Bind all that is to be fast, noted so that :func:`_unbind` can undo it; ``native``: there are kernels."""
-    state.bindings.append((model, STATE_KEY, _ABSENT))  # the last to be undone, so that unpatch() can be repeated
-    vars(model)[STATE_KEY] = state
+    bind_value(state, model, STATE_KEY, state)  # the last to be undone, so that unpatch() can be repeated
     _bind_modules(model, state, native)
     _bind_generate(model, state)
 
@@ -189,7 +174,7 @@ def _bind_modules(model: nn.Module, state: PatchState, native: bool) -> None:
         if reason is not None:
             state.declined.append((names[id(module)], kind, reason))
             return
-        _bind_module(state, kind, part)
+        bind_forward(state, kind, part)
         state.patched[kind] = state.patched.get(kind, 0) + 1
 
     model.apply(visit)
@@ -227,7 +212,7 @@ def _make_part(architecture: Architecture, kind: str, module: nn.Module) -> part
     if kind == "mlp":
         return parts.feed_forward_part(architecture, module)
     if kind == "attention":
-        return structure.AttentionPart(architecture, module, _window(module))
+        return parts.AttentionPart(architecture, module, _window(module))
     attention = getattr(module, architecture.layer.attention)
     return structure.LayerPart(architecture, module, _window(attention))
 
@@ -253,68 +238,14 @@ def _lasting_reason(part: Any) -> str | None:
     return reason if reason in _LASTING else None
 
 
-def _bind(state: PatchState, module: nn.Module, name: str, function: Callable[..., Any]) -> None:
-    """Put a bound method over ``module``'s attribute and remember what was there."""
-    state.bindings.append((module, name, vars(module).get(name, _ABSENT)))
-    vars(module)[name] = MethodType(function, module)
-
-
-def _bind_module(state: PatchState, kind: str, part: Any) -> None:
-    module = part.module
-    names = tuple(inspect.signature(type(module).forward).parameters)[2:]
-    state.bindings.append((module, KEY, vars(module).get(KEY, _ABSENT)))
-    vars(module)[KEY] = ModulePatch(state, part, names)
-    _bind(state, module, compat.forward_attribute(module), FORWARDS[kind])
-    _bind_copying(state, module)
-
-
-def _bind_copying(state: PatchState, module: nn.Module) -> None:
-    """Pickles come out stock, deep copies stay patched; both look these methods up on the instance."""
-    _bind(state, module, "__getstate__", _getstate)
-    _bind(state, module, "__deepcopy__", _deepcopy)
-
-
-def _getstate(self: nn.Module) -> dict:
-    """The module's ``__dict__`` as it was before ``patch()``, for pickle and ``copy.copy``."""
-    contents = dict(vars(self))
-    state = state_of(self) or contents[KEY].state
-    for module, name, previous in reversed(state.bindings):
-        if module is self:
-            _restore(contents, name, previous)
-    return contents
-
-
-def _restore(contents: dict, name: str, previous: Any) -> None:
-    if previous is _ABSENT:
-        contents.pop(name, None)
-    else:
-        contents[name] = previous
-
-
-def _deepcopy(self: nn.Module, memo: dict) -> nn.Module:
-    """A copy of a patched model is patched; a copy of one of its modules alone is stock."""
-    state = state_of(self)
-    made = self.__class__.__new__(self.__class__)
-    memo[id(self)] = made
-    contents = vars(self)
-    if state is not None:
-        memo[id(state)] = PatchState(state.options)  # the modules' patches, copied next, lead here
-    elif id(contents[KEY].state) not in memo:
-        contents = _getstate(self)
-    vars(made).update(copy.deepcopy(contents, memo))
-    if state is not None:
-        state.copy_into(memo[id(state)], memo)
-    return made
-
-
 def _bind_generate(model: nn.Module, state: PatchState) -> None:
     """Give the model our cache and decode loop; one that no architecture covers wholly is only counted."""
-    _bind_copying(state, model)
+    bind_copying(state, model)
     state.loop_reason = _loop_reason(model, state)
     state.generates = compat.uses_generation_mixin_sample(model)
     if state.generates:
-        _bind(state, model, compat.PREPARE_CACHE, _prepare_cache)
-        compat.install_loops(state, LOOPS)
+        bind(state, model, compat.PREPARE_CACHE, _prepare_cache)
+        install_loops(state, LOOPS)
 
 
 def _loop_reason(model: nn.Module, state: PatchState) -> str | None:
@@ -375,34 +306,14 @@ def _takes_our_cache(model: nn.Module, state: PatchState) -> bool:
     return windows is not None and len(windows) in (state.patched.get("attention"), state.patched.get("layer"))
 
 
-def _is_ours(value: Any) -> bool:
-    function = getattr(value, "__func__", None)
-    return isinstance(value, (ModulePatch, PatchState)) or getattr(function, "__module__", "").startswith(
-        "hf_fastpath."
-    )
-
-
 def _unbind(state: PatchState) -> None:
     state.plans.clear()
     while state.replaced:
         state.replaced.pop().undo()
     while state.removed_hooks:
         state.removed_hooks.pop().undo()
-    compat.uninstall_loops(state)
-    while state.bindings:
-        module, name, previous = state.bindings[-1]
-        if _is_ours(vars(module).get(name)):  # else the user has put something there since
-            _restore(vars(module), name, previous)
-        elif name in compat.FORWARD_ATTRIBUTES:
-            _unwrap_forward(module)
-        state.bindings.pop()
-
-
-def _unwrap_forward(module: nn.Module) -> None:
-    """Take our forward from where an accelerate hook that came or went since ``patch()`` has put it."""
-    for name in compat.FORWARD_ATTRIBUTES:
-        if _is_ours(vars(module).get(name)):
-            vars(module)[name] = MethodType(type(module).forward, module)
+    uninstall_loops(state)
+    undo_bindings(state)
 
 
 def unpatch(model: nn.Module) -> nn.Module:

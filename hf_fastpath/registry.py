@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import difflib
 import functools
+import inspect
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -54,6 +55,8 @@ class Sample:
 class OpSpec:
     """Everything the project knows about one op.
 
+    ``fake``, ``why_not`` and ``bytes`` are called with all of the op's arguments and written with those that they use.
+
     Attributes:
         name: the op's name in the ``hf_fastpath`` namespace, also the name of its files.
         schema: argument list and return, in ``torch.library`` syntax, without the name.
@@ -79,6 +82,10 @@ class OpSpec:
     native: tuple[str, ...] = ("cpu", "cuda")
     overload: Any = field(init=False, compare=False, default=None)
 
+    def __post_init__(self) -> None:
+        for name in ("fake", "why_not", "bytes"):
+            object.__setattr__(self, name, _of_all_arguments(self.name, getattr(self, name), self.reference))
+
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Check the arguments, then call the op.
 
@@ -86,15 +93,36 @@ class OpSpec:
             OpInputError: what was wrong with which argument, what was expected, and the remedy.
         """
         reasons = self.why_not(*args, **kwargs)
-        if self.backward is None and _needs_grad(Sample(*args, **kwargs)):
+        if self.backward is None and torch.is_grad_enabled() and _needs_grad(Sample(*args, **kwargs)):
             reasons.append("it has no backward and an argument requires grad: call it under torch.no_grad()")
         if reasons:
             raise OpInputError(f"hf_fastpath.ops.{self.name}: " + "; ".join(reasons))
         return self.overload(*args, **kwargs)
 
 
+def _of_all_arguments(op: str, function: Callable[..., Any], reference: Callable[..., Any]) -> Callable[..., Any]:
+    """``function`` with the signature of ``reference``: it is given those of the arguments that its own one names.
+
+    Made out of text, as ``collections.namedtuple`` is: binding arguments by hand takes as long as most checks of them.
+
+    Raises:
+        ValueError: it names an argument that the reference lacks.
+    """
+    given, wanted = (inspect.signature(each).parameters for each in (reference, function))
+    if unknown := [name for name in wanted if name not in given]:
+        known = ", ".join(given)
+        raise ValueError(f"op {op!r}: {function.__name__} takes {', '.join(unknown)}, the reference only {known}")
+    if list(wanted) == list(given):
+        return function
+    defaults = {name: each.default for name, each in given.items() if each.default is not each.empty}
+    arguments = ", ".join(f"{name}=defaults[{name!r}]" if name in defaults else name for name in given)
+    scope: dict[str, Any] = {"defaults": defaults, "function": function}
+    exec(f"def {op}({arguments}): return function({', '.join(wanted)})", scope)
+    return scope[op]
+
+
 def _needs_grad(call: Sample) -> bool:
-    return torch.is_grad_enabled() and any(tensor.requires_grad for tensor in call.tensors())
+    return any(tensor.requires_grad for tensor in call.tensors())
 
 
 def _outside_autocast(reference: Callable[..., Any]) -> Callable[..., Any]:

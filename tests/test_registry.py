@@ -58,6 +58,22 @@ def test_incomplete_spec_is_refused(missing):
         OpSpec(**given)
 
 
+@pytest.mark.parametrize("name", ("fake", "why_not", "bytes"))
+def test_function_of_unknown_arguments_is_refused(name):
+    with pytest.raises(ValueError, match="op 'gemv': <lambda> takes wieght, the reference only x, weight, bias"):
+        dataclasses.replace(registry.get("gemv"), **{name: lambda x, wieght: None})
+
+
+def test_functions_get_the_arguments_they_name():
+    """By name, whatever their order, and the reference's defaults for what a call leaves out."""
+    spec = dataclasses.replace(registry.get("gemv"), bytes=lambda transposed, norm_eps, x: (transposed, norm_eps, x))
+    assert spec.bytes("x", "weight", norm_eps=1.0) == (False, 1.0, "x")
+    with pytest.raises(TypeError, match=r"gemv\(\) missing 1 required positional argument: 'weight'"):
+        spec.bytes("x")
+    with pytest.raises(TypeError, match=r"gemv\(\) got an unexpected keyword argument 'wieght'"):
+        spec.bytes("x", wieght="weight")
+
+
 def test_specs_cannot_be_changed():
     with pytest.raises(dataclasses.FrozenInstanceError):
         registry.get("gemv").name = "other"
@@ -69,7 +85,7 @@ def test_specs_cannot_be_changed():
 def test_spec_is_consistent(spec):
     """The functions share one signature with the schema; every sample is a legal call that moves bytes."""
     names = [argument.name for argument in spec.overload._schema.arguments]
-    for function in (spec.reference, spec.fake, spec.why_not):
+    for function in (spec.reference, spec.fake, spec.why_not, spec.bytes):
         assert list(function.__code__.co_varnames[: function.__code__.co_argcount]) == names
     for dtype in registry.FLOAT_DTYPES:
         samples = list(spec.samples(CPU, dtype))

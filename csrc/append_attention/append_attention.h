@@ -6,10 +6,9 @@
 #include <cstdint>
 
 #include "common/dtype.h"
+#include "common/head_dims.h"
 
 namespace hf_fastpath {
-
-constexpr int kMinAppendHeadDim = 32, kMaxAppendHeadDim = 256;  // in steps of 8
 
 struct AppendAttentionParams {
   const void* q;            // [batch, query_len, num_heads, head_dim] contiguous, dtype, 16-byte aligned

@@ -11,7 +11,7 @@ namespace hf_fastpath {
 namespace append {
 namespace {
 
-constexpr int kLaneDims = kMaxAppendHeadDim / kWarpSize;
+constexpr int kLaneDims = kMaxHeadDim / kWarpSize;
 
 __global__ void __launch_bounds__(kWarpSize, 1) append_attention_kernel(AppendAttentionParams p) {
   RowTile t;

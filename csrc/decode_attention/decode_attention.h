@@ -6,12 +6,12 @@
 #include <cstdint>
 
 #include "common/dtype.h"
+#include "common/head_dims.h"
 #include "common/pages.h"
 
 namespace hf_fastpath {
 
 constexpr int kMaxQueryLen = 16;
-constexpr int kMinHeadDim = 32, kMaxHeadDim = 256;  // in steps of 8
 // Most blocks over one KV head's cache; the same number as MAX_SPLITS in hf_fastpath/ops/decode_attention.py.
 constexpr int kMaxSplits = 64;
 

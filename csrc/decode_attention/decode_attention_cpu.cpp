@@ -10,6 +10,7 @@
 #include "common/convert_cpu.h"
 #include "common/cpu_glue.h"
 #include "common/cpu_math.h"
+#include "common/head_dims.h"
 #include "common/kv_cache_cpu.h"
 #include "common/kv_quants.h"
 
@@ -91,7 +92,6 @@ void attention_merge_portable(DType dtype, const float* sums, float* maxima, con
 
 namespace {
 
-constexpr int64_t kMinHeadDim = 32, kMaxHeadDim = 256;
 // Positions of a chunk, about: at least enough to outweigh its merge, and as many as leave this many chunks
 // in all, to balance a handful of heads over the threads. The division depends on lengths and heads only, so
 // that results do not depend on the number of threads.

@@ -34,9 +34,32 @@ namespace {
 template <class T, class Quant, int kDims, int kHalves>
 struct QuantQueries;
 
+// A lane's part of a row of queries, or of zeros: pieces of 16 dims.
+template <class T, int kPieces>
+__device__ __forceinline__ void load_row(uint4 (&raw)[kPieces][2], const T* row, int q, int head_dim) {
+#pragma unroll
+  for (int c = 0; c < kPieces; ++c)
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      const int dim = (c * 4 + q) * 16 + i * 8;
+      raw[c][i] = row && dim < head_dim ? Chunk<T, 8>::load_l2(row + dim) : make_uint4(0, 0, 0, 0);
+    }
+}
+
 // Of a row of which four lanes have a part: the bits of the largest magnitude. They compare as magnitudes do,
 // and NaN is the largest.
-__device__ __forceinline__ uint32_t row_largest(uint32_t largest) {
+template <class T, int kPieces>
+__device__ __forceinline__ uint32_t row_largest(const uint4 (&raw)[kPieces][2]) {
+  uint32_t largest = 0;
+  float values[8];
+#pragma unroll
+  for (int c = 0; c < kPieces; ++c)
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      Chunk<T, 8>::unpack(raw[c][i], values);
+#pragma unroll
+      for (int e = 0; e < 8; ++e) largest = max(largest, __float_as_uint(values[e]) & 0x7fffffffu);
+    }
   largest = max(largest, __shfl_xor_sync(kAllLanes, largest, 1));
   return max(largest, __shfl_xor_sync(kAllLanes, largest, 2));
 }
@@ -51,30 +74,15 @@ struct QuantQueries<T, int8_t, kDims, kHalves> {
 
   __device__ __forceinline__ void load(int h, const T* row, int q, int head_dim) {
     uint4 raw[kPieces][2];
-    float values[8];
-    uint32_t largest = 0;
-#pragma unroll
-    for (int c = 0; c < kPieces; ++c)
-#pragma unroll
-      for (int i = 0; i < 2; ++i) {
-        const int dim = (c * 4 + q) * 16 + i * 8;
-        raw[c][i] = row && dim < head_dim ? Chunk<T, 8>::load_l2(row + dim) : make_uint4(0, 0, 0, 0);
-      }
-#pragma unroll
-    for (int c = 0; c < kPieces; ++c)
-#pragma unroll
-      for (int i = 0; i < 2; ++i) {
-        Chunk<T, 8>::unpack(raw[c][i], values);
-#pragma unroll
-        for (int e = 0; e < 8; ++e) largest = max(largest, __float_as_uint(values[e]) & 0x7fffffffu);
-      }
-    const float most = __uint_as_float(row_largest(largest));
+    load_row<T>(raw, row, q, head_dim);
+    const float most = __uint_as_float(row_largest<T>(raw));
     const float factor = fminf(__fdividef(kLargest, most), 0x1p127f);
     unit[h] = most * (1.f / kLargest);
 #pragma unroll
     for (int c = 0; c < kPieces; ++c)
 #pragma unroll
       for (int i = 0; i < 2; ++i) {
+        float values[8];
         Chunk<T, 8>::unpack(raw[c][i], values);
 #pragma unroll
         for (int w = 0; w < 2; ++w) {
@@ -118,28 +126,12 @@ struct QuantQueries<T, Float8, kDims, kHalves> {
 
   __device__ __forceinline__ void load(int h, const T* row, int q, int head_dim) {
     uint4 raw[kPieces][2];
-#pragma unroll
-    for (int c = 0; c < kPieces; ++c)
-#pragma unroll
-      for (int i = 0; i < 2; ++i) {
-        const int dim = (c * 4 + q) * 16 + i * 8;
-        raw[c][i] = row && dim < head_dim ? Chunk<T, 8>::load_l2(row + dim) : make_uint4(0, 0, 0, 0);
-      }
+    load_row<T>(raw, row, q, head_dim);
     float factor = 1.f;
     unit[h] = 1.f / kFloat8Unit;
     if constexpr (!std::is_same_v<T, __half>) {
-      uint32_t largest = 0;
-      float values[8];
-#pragma unroll
-      for (int c = 0; c < kPieces; ++c)
-#pragma unroll
-        for (int i = 0; i < 2; ++i) {
-          Chunk<T, 8>::unpack(raw[c][i], values);
-#pragma unroll
-          for (int e = 0; e < 8; ++e) largest = max(largest, __float_as_uint(values[e]) & 0x7fffffffu);
-        }
       // From 2^-100 to 2^100, so that both have an inverse.
-      const uint32_t exponent = min(max(row_largest(largest) >> 23, 27u), 227u);
+      const uint32_t exponent = min(max(row_largest<T>(raw) >> 23, 27u), 227u);
       unit[h] *= __uint_as_float(exponent << 23), factor = __uint_as_float((254u - exponent) << 23);
     }
 #pragma unroll

@@ -15,7 +15,8 @@ import torch
 from .. import compat
 from ..cache import FastpathCache
 from ..forwards import STATE_KEY
-from . import loop, prompt
+from . import prompt
+from .calls import end_tokens, ends_by_length_or_token, for_patched_models, settling, step_aside_reason
 from .draft_plan import DraftReader
 from .plan import RECORD_SLOTS
 from .structure import fingerprint
@@ -26,23 +27,8 @@ if TYPE_CHECKING:
     from .structure import ModelPart
 
 
-def decode(original: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
-    """What ``GenerationMixin._assisted_decoding`` does while a patched model is alive.
-
-    Args:
-        original: the method it replaces.
-        model, args, kwargs: its arguments.
-
-    Returns:
-        What ``original`` returns.
-    """
-    state: PatchState | None = vars(model).get(STATE_KEY)
-    if state is None or not state.enabled:
-        return original(model, *args, **kwargs)
-    return _decode(state, original, model, *args, **kwargs)
-
-
-def _decode(
+@for_patched_models
+def decode(
     state: PatchState,
     original: Any,
     model: Any,
@@ -58,12 +44,13 @@ def _decode(
     tokenizer: Any = None,
     **model_kwargs: Any,
 ) -> Any:
+    """What ``GenerationMixin._assisted_decoding`` does while a patched model is alive, with its arguments."""
     part = state.part_of(model)
-    reason = loop.step_aside_reason(state, part, input_ids, generation_config, synced_gpus, model_kwargs)
+    reason = step_aside_reason(state, part, input_ids, generation_config, synced_gpus, model_kwargs)
     generator = None
     if reason is None:
         others = assistant_tokenizer is not None or len(logits_processor) > 0 or input_ids.shape[0] != 1
-        if not (others or generation_config.do_sample) and loop.ends_by_length_or_token(stopping_criteria):
+        if not (others or generation_config.do_sample) and ends_by_length_or_token(stopping_criteria):
             generator = compat.candidate_generator(
                 model,
                 generation_config=generation_config,
@@ -82,7 +69,8 @@ def _decode(
     if reason is None:
         with state.lock:
             call = _Call(state, model, input_ids, stopping_criteria, generation_config, streamer, generator)
-            return call.run(part, model_kwargs, assistant_model)
+            with settling(model_kwargs["past_key_values"], part):
+                return call.generate(part, model_kwargs, assistant_model)
     state.fall_back(reason)
     return original(
         *(model, input_ids, logits_processor, stopping_criteria, generation_config, synced_gpus, streamer),
@@ -199,24 +187,16 @@ class _Call:
         self.text = torch.zeros(1, max(self.max_length, self.prompt_len), dtype=torch.long, device="cpu")
         self.text[:, : self.prompt_len] = input_ids
         self.length = self.prompt_len
-        self.ends = frozenset(token for ends in loop.end_tokens(stopping_criteria) for token in ends.tolist())
+        self.ends = frozenset(token for ends in end_tokens(stopping_criteria) for token in ends.tolist())
         wants = config.return_dict_in_generate and (config.output_scores or config.output_logits)
         self.logits: list[torch.Tensor] | None = [] if wants else None
 
-    def run(self, part: ModelPart, model_kwargs: dict, assistant: Any) -> Any:
-        cache = model_kwargs["past_key_values"]
-        cache.activate_past_recording()
-        try:
-            return self._generate(part, model_kwargs, assistant)
-        except BaseException:
-            cache.settle(len(part.layers))
-            raise
-
-    def _generate(self, part: ModelPart, model_kwargs: dict, assistant: Any) -> Any:
+    def generate(self, part: ModelPart, model_kwargs: dict, assistant: Any) -> Any:
         cache, positions = model_kwargs["past_key_values"], model_kwargs["position_ids"]
+        cache.activate_past_recording()
         mask = model_kwargs.get("attention_mask")
         starts = None if mask is None else (mask == 0).sum(1)
-        first = loop.read_prompt(self.model, part, self.ids, self.config, model_kwargs, starts)
+        first = prompt.read_text(self.model, part, self.ids, self.config, model_kwargs, starts)
         if self.logits is not None:
             self._keep(first.to(torch.float32, copy=True))
         done = self._take([int(first.argmax(-1))])
@@ -258,7 +238,7 @@ class _Call:
             return _StockDrafts(self.generator, self.device)
         part, cache = state.part_of(assistant), FastpathCache(assistant.config, state.options.kv_dtype)
         seen = {"past_key_values": cache, "use_cache": True, "position_ids": positions[:, : self.prompt_len]}
-        reason = loop.step_aside_reason(state, part, self.ids, self.config, False, seen)
+        reason = step_aside_reason(state, part, self.ids, self.config, False, seen)
         padding = starts if starts is not None and starts.any() else None
         given = prompt.Prompt(self.ids, positions[:, : self.prompt_len], padding)
         held = state is not self.state and compat.is_held_here(state.lock)

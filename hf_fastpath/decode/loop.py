@@ -14,43 +14,23 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from .. import compat
-from ..cache import FastpathCache
-from ..forwards import STATE_KEY
 from . import prompt
+from .calls import end_tokens, ends_by_length_or_token, for_patched_models, settling, step_aside_reason
 from .plan import MAX_EOS_TOKENS
-from .structure import MAX_BATCH
 
 if TYPE_CHECKING:
+    from ..cache import FastpathCache
     from ..patch_state import PatchState
     from .plan import DecodePlan
     from .structure import ModelPart
 
 #: how many tokens the host may be ahead of the device: enough to hide its work, few enough to waste little at the end
 MAX_AHEAD = 8
-#: what the loop understands of ``model_kwargs``; the tokenizer comes along with stop strings and goes unused
-KNOWN_MODEL_KWARGS = frozenset(
-    {"past_key_values", "use_cache", "attention_mask", "position_ids", "logits_to_keep", "tokenizer"}
-)
 _TOO_MANY = torch.empty(0)  # stands for more end tokens than a plan looks for
 
 
-def sample(original: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
-    """What ``GenerationMixin._sample`` does while a patched model is alive.
-
-    Args:
-        original: the method it replaces.
-        model, args, kwargs: its arguments.
-
-    Returns:
-        What ``original`` returns.
-    """
-    state: PatchState | None = vars(model).get(STATE_KEY)
-    if state is None or not state.enabled:
-        return original(model, *args, **kwargs)
-    return _sample(state, original, model, *args, **kwargs)
-
-
-def _sample(
+@for_patched_models
+def sample(
     state: PatchState,
     original: Any,
     model: Any,
@@ -62,6 +42,7 @@ def _sample(
     streamer: Any = None,
     **model_kwargs: Any,
 ) -> Any:
+    """What ``GenerationMixin._sample`` does while a patched model is alive, with its arguments."""
     state.stats.new_call()
     part = state.part_of(model)
     reason = step_aside_reason(state, part, input_ids, generation_config, synced_gpus, model_kwargs)
@@ -70,7 +51,8 @@ def _sample(
     if reason is None:
         with state.lock:  # other threads wait; entered and left in one bytecode, so that no interrupt leaves it held
             loop = _Loop(state, model, input_ids, logits_processor, stopping_criteria, generation_config, streamer)
-            return loop.run(part, model_kwargs)
+            with settling(model_kwargs["past_key_values"], part):
+                return loop.generate(part, model_kwargs)
     state.fall_back(reason)
     before, started = input_ids.shape[1], time.perf_counter()
     result = original(
@@ -80,128 +62,6 @@ def _sample(
     sequences = result if isinstance(result, torch.Tensor) else result.sequences
     state.stats.generated(sequences.numel() - before * sequences.shape[0], started, reason)
     return result
-
-
-def step_aside_reason(
-    state: PatchState,
-    part: ModelPart | None,
-    input_ids: torch.Tensor,
-    config: Any,
-    synced_gpus: bool,
-    model_kwargs: dict,
-) -> str | None:
-    """The reason code for which this call is left to transformers' loop, or None."""
-    cache = model_kwargs.get("past_key_values")
-    if state.loop_reason is not None or part is None:
-        return state.loop_reason or "class_not_supported"
-    if compat.overrides_generation(part.module, part.architecture.module):
-        return "generation_method"
-    if synced_gpus:
-        return "synced_gpus"
-    if config.is_assistant:
-        return "assistant"
-    if config.compile_config is not None:
-        return "compile_config"
-    if config.output_attentions or config.output_hidden_states:
-        return "attention_outputs"
-    if not model_kwargs.get("use_cache"):
-        return "no_cache"
-    if not isinstance(cache, FastpathCache):
-        return "other_cache"
-    if input_ids.shape[0] > min(MAX_BATCH, state.options.max_batch_size):
-        return "batch_size"
-    if any(value is not None for name, value in model_kwargs.items() if name not in KNOWN_MODEL_KWARGS):
-        return "unsupported_input"
-    if input_ids.shape[1] == 0:
-        return "unsupported_input"
-    if (reason := part.other_reason()) is not None:
-        return reason
-    embeddings = getattr(part.embedding, "weight", None)
-    if embeddings is not None and input_ids.device != embeddings.device:
-        return part.reason() or "device"  # that of weights that lie elsewhere says more
-    if torch.is_autocast_enabled(input_ids.device.type):
-        return "autocast"
-    if torch.compiler.is_compiling():
-        return "compiling"
-    layout = _layout_reason(input_ids, model_kwargs, cache.get_seq_length())
-    reason = part.reason() or _cache_reason(part, cache) or layout
-    return reason or ("batch_size" if input_ids.shape[0] > part.max_batch else None)
-
-
-def _cache_reason(part: ModelPart, cache: FastpathCache) -> str | None:
-    """A cache the user made for another model, or without its windows, is left to stock code."""
-    if len(cache.layers) > len(part.windows):
-        return "other_cache"
-    fits = all(layer.sliding_window in (None, window) for layer, window in zip(cache.layers, part.windows))
-    return None if fits else "other_cache"
-
-
-def _layout_reason(input_ids: torch.Tensor, model_kwargs: dict, past_len: int) -> str | None:
-    mask, position_ids = model_kwargs.get("attention_mask"), model_kwargs.get("position_ids")
-    if mask is not None:
-        # generate() takes the whole conversation or only what is new; the mask always covers the cache
-        if mask.shape[-1] not in (input_ids.shape[1], past_len + input_ids.shape[1]) or mask.shape[-1] <= past_len:
-            return "attention_mask"
-        if mask.dim() != 2 or mask.device != input_ids.device or not is_left_padding(mask):
-            return "attention_mask"
-    if position_ids is None or position_ids.dim() != 2 or position_ids.device != input_ids.device:
-        return "position_ids"
-    return None
-
-
-def is_left_padding(mask: torch.Tensor) -> bool:
-    """Whether every row of a [batch, seq_len] mask is zeros, then ones, and ends in a one."""
-    ones = mask.to(torch.int8)
-    return bool((ones[:, 1:] >= ones[:, :-1]).all() & (ones[:, -1] == 1).all() & ((mask == 0) | (mask == 1)).all())
-
-
-def ends_by_length_or_token(criteria: Any) -> bool:
-    """Whether nothing else ends the text, and its length does at some point."""
-    known = all(type(criterion) in (compat.MaxLengthCriteria, compat.EosTokenCriteria) for criterion in criteria)
-    return known and criteria.max_length is not None
-
-
-def end_tokens(criteria: Any) -> list[torch.Tensor]:
-    """The tokens that end the text, on the device."""
-    return [criterion.eos_token_id.flatten() for criterion in criteria if hasattr(criterion, "eos_token_id")]
-
-
-def read_prompt(
-    model: Any, part: ModelPart, ids: torch.Tensor, config: Any, model_kwargs: dict, starts: torch.Tensor | None
-) -> torch.Tensor:
-    """[batch, vocab_size] logits of the first token; the prompt is in the cache then.
-
-    Args:
-        model, part: the model.
-        ids, config, model_kwargs: of ``generate()``.
-        starts: [batch], left padding of each row, or None.
-    """
-    cache = model_kwargs["past_key_values"]
-    repeats = prompt.repeats(ids, config.num_return_sequences, cache)
-    if repeats == 1:
-        return _read_rows(model, part, ids, config, model_kwargs, starts)
-    rows = {name: model_kwargs.get(name) for name in ("attention_mask", "position_ids")}
-    rows = {name: t[::repeats] for name, t in rows.items() if t is not None and len(t) == len(ids)}
-    starts = None if starts is None else starts[::repeats]
-    logits = _read_rows(model, part, ids[::repeats], config, model_kwargs | rows, starts)
-    cache.batch_repeat_interleave(repeats)
-    return logits.repeat_interleave(repeats, dim=0)
-
-
-def _read_rows(
-    model: Any, part: ModelPart, ids: torch.Tensor, config: Any, model_kwargs: dict, starts: torch.Tensor | None
-) -> torch.Tensor:
-    """:func:`read_prompt`, every row of ``ids``."""
-    cache = model_kwargs["past_key_values"]
-    tokens = compat.new_tokens(ids, config, model_kwargs)
-    positions = model_kwargs["position_ids"][:, -tokens.shape[1] :]
-    given = prompt.Prompt(tokens, positions, starts if starts is not None and starts.any() else None)
-    if prompt.is_readable(part, cache, given):
-        with compat.below_autograd():
-            for chunk in given.chunks(config.prefill_chunk_size):
-                logits = prompt.read(part, cache, chunk)
-        return logits
-    return compat.prefill(model, ids, config, model_kwargs).logits[:, -1]
 
 
 @dataclass
@@ -269,20 +129,12 @@ class _Loop:
             return None
         return torch.cat(ends) if sum(end.numel() for end in ends) <= MAX_EOS_TOKENS else _TOO_MANY
 
-    def run(self, part: ModelPart, model_kwargs: dict) -> Any:
-        cache = model_kwargs["past_key_values"]
-        try:
-            return self._generate(part, model_kwargs)
-        except BaseException:
-            cache.settle(len(part.layers))
-            raise
-
-    def _generate(self, part: ModelPart, model_kwargs: dict) -> Any:
+    def generate(self, part: ModelPart, model_kwargs: dict) -> Any:
         cache, position_ids = model_kwargs["past_key_values"], model_kwargs["position_ids"]
         mask = model_kwargs.get("attention_mask")
         starts = None if mask is None else (mask == 0).sum(1)
         next_positions = position_ids[:, -1].expand(self.batch) + 1
-        next_logits = read_prompt(self.model, part, self.ids, self.config, model_kwargs, starts)
+        next_logits = prompt.read_text(self.model, part, self.ids, self.config, model_kwargs, starts)
         started, first = time.perf_counter(), True
         plan, plan_chooses = None, self._plan_chooses()
         sampled = plan_chooses and self.config.do_sample

@@ -145,5 +145,5 @@ def all_layers(emit: Emit, part: ModelPart, hidden: Any, caches: list[tuple], at
         *(hidden, _all_weights(part), [k for k, _ in caches], [v for _, v in caches]),
         *(*at.angles_of(first.attention), at.seq_lens, at.starts, first.attention.num_heads, first.attention.scaling),
         *([layer.window or 0 for layer in layers], norm, eps, first.mlp.activation, is_transposed(first.mlp.up)),
-        *(at.kv_table, at.workspace, at.overlap),
+        *(at.table_of(caches[0]), at.workspace, at.overlap),
     )

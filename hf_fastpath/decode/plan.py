@@ -153,16 +153,15 @@ class DecodePlan:
             if sampled:
                 self.noise = torch.empty(batch, out_features(part.head), dtype=torch.float32, device=self.device)
                 self.settings = torch.zeros(4, dtype=torch.float64, device=self.device)
-            self.kv_table = self.paged_table = self.workspace = self.staging = None
+            self.workspace = self.staging = None
+            self.kv_tables: dict[bool, torch.Tensor] = {}  # of layers in pages, of others
             if self.device.type == "cuda":
                 attention = part.layers[0].attention
                 size = workspace_bytes(batch, self.query_len, attention.num_heads, attention.head_dim)
                 self.workspace = torch.zeros(size, dtype=torch.uint8, device=self.device)
-                tables = [
-                    torch.zeros(len(part.layers), table_columns(kv_dtype, paged), dtype=torch.long, device=self.device)
-                    for paged in (False, True)
-                ]
-                self.kv_table, self.paged_table = tables
+                for paged in {size is not None for size in self.page_sizes}:
+                    shape = len(part.layers), table_columns(kv_dtype, paged)
+                    self.kv_tables[paged] = torch.zeros(shape, dtype=torch.long, device=self.device)
                 if is_quantized(kv_dtype):  # a head's parts come from several blocks: attention quantizes them
                     lens = torch.full((batch,), self.query_len, dtype=torch.int32, device=self.device)
                     shapes = {layer.attention.cache_shape for layer in part.layers}
@@ -206,7 +205,7 @@ class DecodePlan:
         angles = dict(zip(self._angles, zip(rows[::2], rows[1::2])))
         # Nothing in the step writes a parameter or the table, and lengths only change before or in its last kernel.
         overlap = self.device.type == "cuda"
-        fixed = self.kv_table, self.workspace, overlap, self.paged_table, self.staging
+        fixed = self.kv_tables, self.workspace, overlap, self.staging
         at = steps.Positions(angles, self.seq_lens, self.starts, *fixed)
         # A graph of several sequences takes the ops one by one, as they were measured.
         few = self.batch == 1 or (self.device.type == "cpu" and self.batch <= MAX_ROWS)
@@ -258,14 +257,13 @@ class DecodePlan:
     def bind(self) -> None:
         """Tell the program where the cache's buffers are, where others than its steps may have moved them."""
         layers = self.cache.layers
-        if self.kv_table is not None:
-            for table, paged in ((self.kv_table, False), (self.paged_table, True)):
-                rows = []  # of layers that the other table serves: zeros
-                for layer, size in zip(layers, self.page_sizes):
-                    k, v, *others = (buffer.data_ptr() for buffer in layer.buffers if buffer is not None)
-                    row = [k, v, layer.capacity, *others]
-                    rows.append(row if (size is not None) == paged else [0] * table.shape[1])
-                table.copy_(torch.tensor(rows, dtype=torch.long, device="cpu"))
+        for paged, table in self.kv_tables.items():
+            rows = []  # of layers that the other table serves: zeros
+            for layer, size in zip(layers, self.page_sizes):
+                k, v, *others = (buffer.data_ptr() for buffer in layer.buffers if buffer is not None)
+                row = [k, v, layer.capacity, *others]
+                rows.append(row if (size is not None) == paged else [0] * table.shape[1])
+            table.copy_(torch.tensor(rows, dtype=torch.long, device="cpu"))
         if self._reads_buffers:
             self.graph = None  # it holds the old buffers
         for registers, layer in zip(self._caches, layers):
@@ -346,6 +344,6 @@ class DecodePlan:
         """Let go of the cache."""
         self.cache = None
         for register in chain.from_iterable(self._caches):
-            # A captured graph finds the buffers through kv_table; keeping them here would only hold memory.
+            # A captured graph finds the buffers through kv_tables; keeping them here would only hold memory.
             self.program.values[register.index] = None
         self.program.release()

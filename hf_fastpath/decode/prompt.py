@@ -8,9 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
+from .. import compat
 from ..cache import FastpathCache
 from ..ops.gemv import MAX_ROWS
 from . import steps
@@ -110,3 +112,44 @@ def _angles(part: ModelPart, like: torch.Tensor, positions: torch.Tensor) -> dic
         tables = part.rotary.forward(like, positions, *(() if kind is None else (kind,)))
         made[kind] = tuple(full_angles(part.architecture, table.to(like.dtype)) for table in tables)
     return made
+
+
+def read_text(
+    model: Any, part: ModelPart, ids: torch.Tensor, config: Any, model_kwargs: dict, starts: torch.Tensor | None
+) -> torch.Tensor:
+    """Run the prompt of ``generate()``, by :func:`read` or else by the model, and append it to the cache.
+
+    Args:
+        model, part: the model.
+        ids, config, model_kwargs: of ``generate()``.
+        starts: [batch], left padding of each row, or None.
+
+    Returns:
+        [batch, vocab_size] logits of the first token.
+    """
+    cache = model_kwargs["past_key_values"]
+    alike = repeats(ids, config.num_return_sequences, cache)
+    if alike == 1:
+        return _read_rows(model, part, ids, config, model_kwargs, starts)
+    rows = {name: model_kwargs.get(name) for name in ("attention_mask", "position_ids")}
+    rows = {name: t[::alike] for name, t in rows.items() if t is not None and len(t) == len(ids)}
+    starts = None if starts is None else starts[::alike]
+    logits = _read_rows(model, part, ids[::alike], config, model_kwargs | rows, starts)
+    cache.batch_repeat_interleave(alike)
+    return logits.repeat_interleave(alike, dim=0)
+
+
+def _read_rows(
+    model: Any, part: ModelPart, ids: torch.Tensor, config: Any, model_kwargs: dict, starts: torch.Tensor | None
+) -> torch.Tensor:
+    """:func:`read_text`, every row of ``ids``."""
+    cache = model_kwargs["past_key_values"]
+    tokens = compat.new_tokens(ids, config, model_kwargs)
+    positions = model_kwargs["position_ids"][:, -tokens.shape[1] :]
+    given = Prompt(tokens, positions, starts if starts is not None and starts.any() else None)
+    if is_readable(part, cache, given):
+        with compat.below_autograd():
+            for chunk in given.chunks(config.prefill_chunk_size):
+                logits = read(part, cache, chunk)
+        return logits
+    return compat.prefill(model, ids, config, model_kwargs).logits[:, -1]

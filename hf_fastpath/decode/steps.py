@@ -7,8 +7,8 @@ decode plan passes its recorder, which notes the call. So the layer is written d
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -18,8 +18,8 @@ from .. import ops
 from ..quantization.linear import joined as joined_weights
 from . import composed
 from .modules import is_packed, is_transposed, weight_and_bias
-from .parts import FeedForwardPart, MLPPart, MoEPart, NormPart
-from .structure import AttentionPart, LayerPart, ModelPart
+from .parts import AttentionPart, FeedForwardPart, MLPPart, MoEPart, NormPart
+from .structure import LayerPart, ModelPart
 
 Emit = Callable[..., Any]
 _aten = torch.ops.aten
@@ -63,8 +63,8 @@ class Positions:
             ``AttentionPart.layer_type``. Empty without rotary embedding.
         seq_lens: int32 [batch], tokens a row holds with the new ones.
         starts: int32 [batch], left padding of each row, or None.
-        kv_table: see ``ops.rope_append``; None uses the caches' own addresses.
-        paged_table: the same, of layers whose cache lies in pages.
+        kv_tables: see ``ops.rope_append``, for caches in pages (True) and others; where there is none, the caches' own
+            addresses are used.
         workspace: see ``ops.decode_attention``.
         overlap: a kernel may start on what does not depend on the one in front; see ``ops.gemv``.
         staging: where keys and values of the new tokens wait for ``ops.quantizing_attention``, or None: projections
@@ -74,15 +74,14 @@ class Positions:
     angles: dict[str | None, tuple[Any, Any]]
     seq_lens: Any
     starts: Any
-    kv_table: Any = None
+    kv_tables: Mapping[bool, Any] = field(default_factory=dict)
     workspace: Any = None
     overlap: bool = False
-    paged_table: Any = None
     staging: Staging | None = None
 
     def table_of(self, cache: tuple) -> Any:
         """The ``kv_table`` for a layer's cache."""
-        return self.paged_table if is_paged(cache) else self.kv_table
+        return self.kv_tables.get(is_paged(cache))
 
     def stores(self, part: AttentionPart, cache: tuple, layer: int) -> tuple[tuple, tuple]:
         """What projections append to: K, V, seq_lens, heads of queries, kv_table and layer; and scales."""

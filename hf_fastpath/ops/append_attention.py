@@ -75,15 +75,11 @@ def reference(
     return out.transpose(1, 2).reshape(batch, query_len, num_heads * head_dim)
 
 
-def fake(
-    q, k_cache, v_cache, seq_lens, starts, scale, window=0, softcap=0.0, sinks=None, overlap=False
-) -> torch.Tensor:
+def fake(q) -> torch.Tensor:
     return q.new_empty(q.shape[0], q.shape[1], q.shape[2] * q.shape[3])
 
 
-def why_not(
-    q, k_cache, v_cache, seq_lens, starts, scale, window=0, softcap=0.0, sinks=None, overlap=False
-) -> list[str]:
+def why_not(q, k_cache, v_cache, seq_lens, starts, window, softcap, sinks) -> list[str]:
     if q.dim() != 4 or q.shape[1] < 1:
         return [f"q has shape {tuple(q.shape)}, expected [batch, query_len, heads, head_dim]"]
     batch, query_len, num_heads, _ = q.shape
@@ -100,7 +96,7 @@ def why_not(
     return reasons
 
 
-def moved(q, k_cache, v_cache, seq_lens, starts, scale, window=0, softcap=0.0, sinks=None, overlap=False) -> int:
+def moved(q, k_cache, seq_lens, starts, window, sinks) -> int:
     length = seq_lens.long() if starts is None else seq_lens.long() - starts.long()
     if window:
         length = length.clamp(max=window + q.shape[1] - 1)

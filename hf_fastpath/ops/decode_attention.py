@@ -125,23 +125,7 @@ def visible_slots(
     return visible
 
 
-def fake(
-    q,
-    k_cache,
-    v_cache,
-    seq_lens,
-    starts,
-    scale,
-    window=0,
-    kv_table=None,
-    layer=0,
-    workspace=None,
-    overlap=False,
-    sinks=None,
-    k_scales=None,
-    v_scales=None,
-    block_table=None,
-):
+def fake(q):
     return q.new_empty(q.shape[0], q.shape[1], q.shape[2] * q.shape[3])
 
 
@@ -184,12 +168,10 @@ def why_not(
     v_cache,
     seq_lens,
     starts,
-    scale,
-    window=0,
+    window,
     kv_table=None,
     layer=0,
     workspace=None,
-    overlap=False,
     sinks=None,
     k_scales=None,
     v_scales=None,
@@ -209,23 +191,7 @@ def why_not(
     return reasons
 
 
-def moved(
-    q,
-    k_cache,
-    v_cache,
-    seq_lens,
-    starts,
-    scale,
-    window=0,
-    kv_table=None,
-    layer=0,
-    workspace=None,
-    overlap=False,
-    sinks=None,
-    k_scales=None,
-    v_scales=None,
-    block_table=None,
-) -> int:
+def moved(q, k_cache, seq_lens, starts, window, sinks=None, block_table=None) -> int:
     length = seq_lens.long() if starts is None else seq_lens.long() - starts.long()
     if window:
         length = length.clamp(max=window + q.shape[1] - 1)

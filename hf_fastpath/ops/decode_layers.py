@@ -164,26 +164,7 @@ def reference(
     return gemv(x, outer["head_weight"], outer["head_bias"], **normed_by(outer, "final_norm"))
 
 
-def fake(
-    x,
-    weights,
-    k_caches,
-    v_caches,
-    cos,
-    sin,
-    seq_lens,
-    starts,
-    num_heads,
-    scale,
-    windows,
-    norm,
-    norm_eps,
-    activation,
-    transposed,
-    kv_table=None,
-    workspace=None,
-    overlap=False,
-):
+def fake(x, weights):
     return x.new_empty(x.shape[0], 1, weights[_HEAD].shape[0])
 
 
@@ -197,15 +178,12 @@ def why_not(
     seq_lens,
     starts,
     num_heads,
-    scale,
     windows,
     norm,
-    norm_eps,
     activation,
     transposed,
-    kv_table=None,
-    workspace=None,
-    overlap=False,
+    kv_table,
+    workspace,
 ) -> list[str]:
     most = 1 if x.device.type == "cuda" else MAX_ROWS
     if x.dim() != 3 or x.shape[1] != 1 or not 1 <= x.shape[0] <= most:
@@ -223,7 +201,7 @@ def why_not(
     q = x.new_empty(x.shape[0], 1, num_heads, head_dim)
     for layer, (k_cache, v_cache, window) in enumerate(zip(k_caches, v_caches, windows)):
         found = rope_reasons(qkv, None, cos, sin, k_cache, v_cache, seq_lens, num_heads, kv_table, layer)
-        found += attention_reasons(q, k_cache, v_cache, seq_lens, starts, scale, window, kv_table, layer, workspace)
+        found += attention_reasons(q, k_cache, v_cache, seq_lens, starts, window, kv_table, layer, workspace)
         reasons += [f"layer {layer}: {reason}" for reason in dict.fromkeys(found)]
         if found:
             break  # the next layer's would be the same
@@ -306,30 +284,10 @@ def weight_reasons(
     return reasons
 
 
-def moved(
-    x,
-    weights,
-    k_caches,
-    v_caches,
-    cos,
-    sin,
-    seq_lens,
-    starts,
-    num_heads,
-    scale,
-    windows,
-    norm,
-    norm_eps,
-    activation,
-    transposed,
-    kv_table=None,
-    workspace=None,
-    overlap=False,
-) -> int:
+def moved(x, weights, k_caches, cos, sin, seq_lens, starts, windows) -> int:
     nothing = x.new_empty(x.shape[0], 1, 0, k_caches[0].shape[3])  # queries stay where they are made
     read = sum(
-        attention_bytes(nothing, k_cache, v_cache, seq_lens, starts, scale, window)
-        for k_cache, v_cache, window in zip(k_caches, v_caches, windows)
+        attention_bytes(nothing, k_cache, seq_lens, starts, window) for k_cache, window in zip(k_caches, windows)
     )
     logits = weights[_HEAD].shape[0] * x.element_size()
     return nbytes(x, *weights, cos, sin, seq_lens, starts) + read + logits

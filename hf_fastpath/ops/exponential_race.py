@@ -54,11 +54,11 @@ def reference(logits: torch.Tensor, noise: torch.Tensor, settings: torch.Tensor,
     return torch.where(weights > 0, weights / noise, 0.0)
 
 
-def fake(logits, noise, settings, overlap=False):
+def fake(noise):
     return torch.empty_like(noise, memory_format=torch.contiguous_format)
 
 
-def why_not(logits, noise, settings, overlap=False) -> list[str]:
+def why_not(logits, noise, settings) -> list[str]:
     if logits.dim() != 2 or logits.dtype not in FLOAT_DTYPES or logits.shape[1] == 0:
         return [f"logits is {logits.dtype} {tuple(logits.shape)}, expected float32, float16 or bfloat16 [rows, vocab]"]
     reasons = shape_reason("noise", noise, tuple(logits.shape)) + shape_reason("settings", settings, (4,))

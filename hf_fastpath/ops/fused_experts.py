@@ -89,21 +89,7 @@ def clamped(gate: torch.Tensor, up: torch.Tensor, alpha: float, limit: float) ->
     return (up.clamp(min=-limit, max=limit) + 1) * (gate * torch.sigmoid(gate * alpha))
 
 
-def fake(
-    x,
-    expert_ids,
-    expert_weights,
-    gate_up_weight,
-    down_weight,
-    residual=None,
-    activation="silu",
-    overlap=False,
-    gate_up_bias=None,
-    down_bias=None,
-    transposed=False,
-    alpha=1.702,
-    limit=7.0,
-):
+def fake(x):
     return x.new_empty(x.shape)
 
 
@@ -120,14 +106,12 @@ def why_not(
     expert_weights,
     gate_up_weight,
     down_weight,
-    residual=None,
-    activation="silu",
-    overlap=False,
-    gate_up_bias=None,
-    down_bias=None,
-    transposed=False,
-    alpha=1.702,
-    limit=7.0,
+    residual,
+    activation,
+    gate_up_bias,
+    down_bias,
+    transposed,
+    limit,
 ) -> list[str]:
     stacks = {"gate_up_weight": gate_up_weight, "down_weight": down_weight}
     biases = {"gate_up_bias": gate_up_bias, "down_bias": down_bias}
@@ -160,21 +144,7 @@ def why_not(
     return reasons
 
 
-def moved(
-    x,
-    expert_ids,
-    expert_weights,
-    gate_up_weight,
-    down_weight,
-    residual=None,
-    activation="silu",
-    overlap=False,
-    gate_up_bias=None,
-    down_bias=None,
-    transposed=False,
-    alpha=1.702,
-    limit=7.0,
-) -> int:
+def moved(x, expert_ids, expert_weights, gate_up_weight, down_weight, residual, gate_up_bias, down_bias) -> int:
     count = expert_ids.unique().numel()
     weights = count * nbytes(gate_up_weight, down_weight, gate_up_bias, down_bias) // gate_up_weight.shape[0]
     return 2 * nbytes(x) + nbytes(expert_ids, expert_weights, residual) + weights

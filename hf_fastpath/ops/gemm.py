@@ -41,7 +41,7 @@ def reference(
     return of_few_rows(x, weight, bias, residual, activation, transposed).contiguous()
 
 
-def fake(x, weight, bias=None, residual=None, activation="none", transposed=False):
+def fake(x, weight, transposed):
     return x.new_empty(*x.shape[:-1], weight.shape[1 if transposed else 0])
 
 
@@ -52,8 +52,8 @@ def why_not(x, weight, bias=None, residual=None, activation="none", transposed=F
     return reasons + product_reasons(x, weight, bias, residual, activation, transposed)
 
 
-def moved(x, weight, bias=None, residual=None, activation="none", transposed=False) -> int:
-    return nbytes(x, weight, bias, residual) + nbytes(fake(x, weight, transposed=transposed))
+def moved(x, weight, bias, residual, transposed) -> int:
+    return nbytes(x, weight, bias, residual) + nbytes(fake(x, weight, transposed))
 
 
 def samples(device: torch.device, dtype: torch.dtype):

@@ -59,20 +59,7 @@ def reference(
     return out if residual is None else out + residual
 
 
-def fake(
-    x,
-    weight,
-    bias=None,
-    residual=None,
-    activation="none",
-    transposed=False,
-    norm="none",
-    norm_weight=None,
-    norm_bias=None,
-    norm_eps=0.0,
-    overlap=False,
-    next_weight=None,
-):
+def fake(x, weight, transposed):
     return x.new_empty(*x.shape[:-1], weight.shape[1 if transposed else 0])
 
 
@@ -102,41 +89,15 @@ def product_reasons(x, weight, bias, residual, activation: str, transposed: bool
     return reasons + choice_reason("activation", activation, ACTIVATIONS)
 
 
-def why_not(
-    x,
-    weight,
-    bias=None,
-    residual=None,
-    activation="none",
-    transposed=False,
-    norm="none",
-    norm_weight=None,
-    norm_bias=None,
-    norm_eps=0.0,
-    overlap=False,
-    next_weight=None,
-) -> list[str]:
+def why_not(x, weight, bias, residual, activation, transposed, norm, norm_weight, norm_bias, next_weight) -> list[str]:
     reasons = tensor_reasons(x, weight=weight, bias=bias, residual=residual, next_weight=next_weight)
     reasons += norm_reasons(x, norm, norm_weight, norm_bias)
     reasons += rows_reason(x)
     return reasons + product_reasons(x, weight, bias, residual, activation, transposed)
 
 
-def moved(
-    x,
-    weight,
-    bias=None,
-    residual=None,
-    activation="none",
-    transposed=False,
-    norm="none",
-    norm_weight=None,
-    norm_bias=None,
-    norm_eps=0.0,
-    overlap=False,
-    next_weight=None,
-) -> int:
-    return nbytes(x, weight, bias, residual, norm_weight, norm_bias) + nbytes(fake(x, weight, transposed=transposed))
+def moved(x, weight, bias, residual, transposed, norm_weight, norm_bias) -> int:
+    return nbytes(x, weight, bias, residual, norm_weight, norm_bias) + nbytes(fake(x, weight, transposed))
 
 
 def samples(device: torch.device, dtype: torch.dtype):

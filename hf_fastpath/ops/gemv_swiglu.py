@@ -45,33 +45,11 @@ def reference(
     return gated(linear(x, gate_weight), linear(x, up_weight), activation)
 
 
-def fake(
-    x,
-    gate_weight,
-    up_weight,
-    activation="silu",
-    norm="none",
-    norm_weight=None,
-    norm_bias=None,
-    norm_eps=0.0,
-    overlap=False,
-    next_weight=None,
-):
+def fake(x, gate_weight):
     return x.new_empty(*x.shape[:-1], gate_weight.shape[0])
 
 
-def why_not(
-    x,
-    gate_weight,
-    up_weight,
-    activation="silu",
-    norm="none",
-    norm_weight=None,
-    norm_bias=None,
-    norm_eps=0.0,
-    overlap=False,
-    next_weight=None,
-) -> list[str]:
+def why_not(x, gate_weight, up_weight, activation, norm, norm_weight, norm_bias, next_weight) -> list[str]:
     reasons = tensor_reasons(x, gate_weight=gate_weight, up_weight=up_weight, next_weight=next_weight)
     reasons += rows_reason(x)
     reasons += norm_reasons(x, norm, norm_weight, norm_bias)
@@ -82,19 +60,8 @@ def why_not(
     return reasons + choice_reason("activation", activation, GATES)
 
 
-def moved(
-    x,
-    gate_weight,
-    up_weight,
-    activation="silu",
-    norm="none",
-    norm_weight=None,
-    norm_bias=None,
-    norm_eps=0.0,
-    overlap=False,
-    next_weight=None,
-) -> int:
-    return nbytes(x, gate_weight, up_weight, norm_weight, norm_bias) + nbytes(fake(x, gate_weight, up_weight))
+def moved(x, gate_weight, up_weight, norm_weight, norm_bias) -> int:
+    return nbytes(x, gate_weight, up_weight, norm_weight, norm_bias) + nbytes(fake(x, gate_weight))
 
 
 def samples(device: torch.device, dtype: torch.dtype):

@@ -52,13 +52,11 @@ def reference(
     record[slots.to(record.device), :, rows.to(record.device)] = torch.stack([chosen, unfinished], 1).to(record.device)
 
 
-def fake(logits, unfinished, tokens, positions, seq_lens, record, eos_tokens=None, pad_token=None, overlap=False):
+def fake():
     return None
 
 
-def why_not(
-    logits, unfinished, tokens, positions, seq_lens, record, eos_tokens=None, pad_token=None, overlap=False
-) -> list[str]:
+def why_not(logits, unfinished, tokens, positions, seq_lens, record, eos_tokens, pad_token) -> list[str]:
     if logits.dim() != 2 or logits.dtype not in FLOAT_DTYPES or logits.shape[1] == 0:
         return [f"logits is {logits.dtype} {tuple(logits.shape)}, expected float32, float16 or bfloat16 [batch, vocab]"]
     batch, reasons = logits.shape[0], []
@@ -89,9 +87,7 @@ def why_not(
     return reasons
 
 
-def moved(
-    logits, unfinished, tokens, positions, seq_lens, record, eos_tokens=None, pad_token=None, overlap=False
-) -> int:
+def moved(logits, unfinished, tokens, positions, seq_lens) -> int:
     return nbytes(logits, tokens) + 2 * nbytes(unfinished, positions, seq_lens)
 
 

@@ -26,11 +26,11 @@ def reference(x: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor |
     return torch.nn.functional.layer_norm(x, x.shape[-1:], weight, bias, eps).contiguous()
 
 
-def fake(x, weight, bias, eps):
+def fake(x):
     return torch.empty_like(x, memory_format=torch.contiguous_format)
 
 
-def why_not(x, weight, bias, eps) -> list[str]:
+def why_not(x, weight, bias) -> list[str]:
     features = tuple(x.shape[-1:])
     reasons = tensor_reasons(x, weight=weight, bias=bias)
     return reasons + shape_reason("weight", weight, features) + shape_reason("bias", bias, features)

@@ -39,11 +39,11 @@ def reference(
     return torch.nn.functional.linear(x, packed.dequantize(x.dtype), bias).contiguous()
 
 
-def fake(x, quants, scales, zeros, multiplier, format, bias=None):
+def fake(x, quants):
     return x.new_empty(*x.shape[:-1], quants.shape[0])
 
 
-def why_not(x, quants, scales, zeros, multiplier, format, bias=None) -> list[str]:
+def why_not(x, quants, scales, zeros, format, bias) -> list[str]:
     reasons = choice_reason("format", format, FORMATS) + tensor_reasons(x, bias=bias)
     if not x.dim() or not x.shape[-1]:
         reasons.append(f"x has shape {tuple(x.shape)}, expected [..., in_features] with at least one feature")
@@ -53,8 +53,8 @@ def why_not(x, quants, scales, zeros, multiplier, format, bias=None) -> list[str
     return reasons + shape_reason("bias", bias, (quants.shape[0] if quants.dim() else 0,))
 
 
-def moved(x, quants, scales, zeros, multiplier, format, bias=None) -> int:
-    return nbytes(x, quants, scales, zeros, bias) + nbytes(fake(x, quants, scales, zeros, multiplier, format))
+def moved(x, quants, scales, zeros, bias) -> int:
+    return nbytes(x, quants, scales, zeros, bias) + nbytes(fake(x, quants))
 
 
 def samples(device: torch.device, dtype: torch.dtype):

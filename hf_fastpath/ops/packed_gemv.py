@@ -56,22 +56,7 @@ def reference(
     return out if residual is None else out + residual
 
 
-def fake(
-    x,
-    quants,
-    scales,
-    zeros,
-    multiplier,
-    format,
-    bias=None,
-    residual=None,
-    activation="none",
-    norm="none",
-    norm_weight=None,
-    norm_bias=None,
-    norm_eps=0.0,
-    overlap=False,
-):
+def fake(x, quants):
     return x.new_empty(*x.shape[:-1], quants.shape[0])
 
 
@@ -103,7 +88,6 @@ def why_not(
     quants,
     scales,
     zeros,
-    multiplier,
     format,
     bias=None,
     residual=None,
@@ -111,8 +95,6 @@ def why_not(
     norm="none",
     norm_weight=None,
     norm_bias=None,
-    norm_eps=0.0,
-    overlap=False,
 ) -> list[str]:
     reasons = choice_reason("format", format, FORMATS)
     reasons += tensor_reasons(x, bias=bias, residual=residual)
@@ -126,24 +108,9 @@ def why_not(
     return reasons + shape_reason("residual", residual, (*x.shape[:-1], out_features))
 
 
-def moved(
-    x,
-    quants,
-    scales,
-    zeros,
-    multiplier,
-    format,
-    bias=None,
-    residual=None,
-    activation="none",
-    norm="none",
-    norm_weight=None,
-    norm_bias=None,
-    norm_eps=0.0,
-    overlap=False,
-) -> int:
+def moved(x, quants, scales, zeros, bias, residual, norm_weight, norm_bias) -> int:
     inputs = nbytes(x, quants, scales, zeros, bias, residual, norm_weight, norm_bias)
-    return inputs + nbytes(fake(x, quants, scales, zeros, multiplier, format))
+    return inputs + nbytes(fake(x, quants))
 
 
 def random_weight(form: Format, rows: int, columns: int, device: torch.device) -> tuple:

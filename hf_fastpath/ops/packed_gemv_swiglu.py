@@ -50,60 +50,19 @@ def reference(
     return gated(gate, up, activation)
 
 
-def fake(
-    x,
-    quants,
-    scales,
-    zeros,
-    multiplier,
-    format,
-    activation="silu",
-    norm="none",
-    norm_weight=None,
-    norm_bias=None,
-    norm_eps=0.0,
-    overlap=False,
-):
+def fake(x, quants):
     return x.new_empty(*x.shape[:-1], quants.shape[0] // 2)
 
 
-def why_not(
-    x,
-    quants,
-    scales,
-    zeros,
-    multiplier,
-    format,
-    activation="silu",
-    norm="none",
-    norm_weight=None,
-    norm_bias=None,
-    norm_eps=0.0,
-    overlap=False,
-) -> list[str]:
-    weight = quants, scales, zeros, multiplier, format
-    reasons = product_reasons(x, *weight, None, None, "none", norm, norm_weight, norm_bias, norm_eps)
+def why_not(x, quants, scales, zeros, format, activation, norm, norm_weight, norm_bias) -> list[str]:
+    reasons = product_reasons(x, quants, scales, zeros, format, None, None, "none", norm, norm_weight, norm_bias)
     if not reasons and quants.shape[0] % 2:
         reasons.append(f"quants have {quants.shape[0]} rows, expected as many of gate as of up")
     return reasons + choice_reason("activation", activation, GATES)
 
 
-def moved(
-    x,
-    quants,
-    scales,
-    zeros,
-    multiplier,
-    format,
-    activation="silu",
-    norm="none",
-    norm_weight=None,
-    norm_bias=None,
-    norm_eps=0.0,
-    overlap=False,
-) -> int:
-    inputs = nbytes(x, quants, scales, zeros, norm_weight, norm_bias)
-    return inputs + nbytes(fake(x, quants, scales, zeros, multiplier, format))
+def moved(x, quants, scales, zeros, norm_weight, norm_bias) -> int:
+    return nbytes(x, quants, scales, zeros, norm_weight, norm_bias) + nbytes(fake(x, quants))
 
 
 def samples(device: torch.device, dtype: torch.dtype):

@@ -107,25 +107,7 @@ def reference(
     return x
 
 
-def fake(
-    x,
-    weights,
-    multipliers,
-    format,
-    k_caches,
-    v_caches,
-    cos,
-    sin,
-    seq_lens,
-    starts,
-    num_heads,
-    scale,
-    windows,
-    norm,
-    norm_eps,
-    activation,
-    gated,
-):
+def fake(x):
     return torch.empty_like(x, memory_format=torch.contiguous_format)
 
 
@@ -141,10 +123,8 @@ def why_not(
     seq_lens,
     starts,
     num_heads,
-    scale,
     windows,
     norm,
-    norm_eps,
     activation,
     gated,
 ) -> list[str]:
@@ -169,7 +149,7 @@ def why_not(
     for layer, (w, k_cache, v_cache, window) in enumerate(zip(by_name(weights), k_caches, v_caches, windows)):
         found = weight_reasons(x, w, format, num_heads, num_kv_heads, head_dim, norm, gated)
         found += rope_reasons(qkv, None, cos, sin, k_cache, v_cache, seq_lens, num_heads)
-        found += attention_reasons(q, k_cache, v_cache, seq_lens, starts, scale, window)
+        found += attention_reasons(q, k_cache, v_cache, seq_lens, starts, window)
         if found:
             return [f"layer {layer}: {reason}" for reason in dict.fromkeys(found)]  # the next layer's would be the same
     return []
@@ -227,29 +207,10 @@ def weight_reasons(
     return reasons
 
 
-def moved(
-    x,
-    weights,
-    multipliers,
-    format,
-    k_caches,
-    v_caches,
-    cos,
-    sin,
-    seq_lens,
-    starts,
-    num_heads,
-    scale,
-    windows,
-    norm,
-    norm_eps,
-    activation,
-    gated,
-) -> int:
+def moved(x, weights, k_caches, cos, sin, seq_lens, starts, windows) -> int:
     nothing = x.new_empty(x.shape[0], 1, 0, k_caches[0].shape[3])  # queries stay where they are made
     read = sum(
-        attention_bytes(nothing, k_cache, v_cache, seq_lens, starts, scale, window)
-        for k_cache, v_cache, window in zip(k_caches, v_caches, windows)
+        attention_bytes(nothing, k_cache, seq_lens, starts, window) for k_cache, window in zip(k_caches, windows)
     )
     return nbytes(x, *weights, cos, sin, seq_lens, starts) + read + x.nbytes
 

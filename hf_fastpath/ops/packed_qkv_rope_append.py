@@ -63,29 +63,7 @@ def reference(
     return rope_append(qkv, None, cos, sin, k_cache, v_cache, seq_lens, num_heads, k_scales=k_scales, v_scales=v_scales)
 
 
-def fake(
-    x,
-    quants,
-    scales,
-    zeros,
-    multiplier,
-    format,
-    cos,
-    sin,
-    k_cache,
-    v_cache,
-    seq_lens,
-    num_heads,
-    kv_table=None,
-    layer=0,
-    norm="none",
-    norm_weight=None,
-    norm_bias=None,
-    norm_eps=0.0,
-    overlap=False,
-    k_scales=None,
-    v_scales=None,
-):
+def fake(x, k_cache, num_heads):
     return x.new_empty(x.shape[0], x.shape[1], num_heads, k_cache.shape[-1])
 
 
@@ -94,7 +72,6 @@ def why_not(
     quants,
     scales,
     zeros,
-    multiplier,
     format,
     cos,
     sin,
@@ -102,20 +79,17 @@ def why_not(
     v_cache,
     seq_lens,
     num_heads,
-    kv_table=None,
-    layer=0,
-    norm="none",
-    norm_weight=None,
-    norm_bias=None,
-    norm_eps=0.0,
-    overlap=False,
-    k_scales=None,
-    v_scales=None,
+    kv_table,
+    layer,
+    norm,
+    norm_weight,
+    norm_bias,
+    k_scales,
+    v_scales,
 ) -> list[str]:
     if x.dim() != 3:
         return [f"x has shape {tuple(x.shape)}, expected [batch, query_len, hidden_size]"]
-    weight = quants, scales, zeros, multiplier, format
-    reasons = product_reasons(x, *weight, None, None, "none", norm, norm_weight, norm_bias, norm_eps)
+    reasons = product_reasons(x, quants, scales, zeros, format, None, None, "none", norm, norm_weight, norm_bias)
     if reasons:
         return reasons
     qkv = x.new_empty(x.shape[0], x.shape[1], quants.shape[0])
@@ -123,29 +97,7 @@ def why_not(
     return rope_reasons(qkv, None, cos, sin, *to)
 
 
-def moved(
-    x,
-    quants,
-    scales,
-    zeros,
-    multiplier,
-    format,
-    cos,
-    sin,
-    k_cache,
-    v_cache,
-    seq_lens,
-    num_heads,
-    kv_table=None,
-    layer=0,
-    norm="none",
-    norm_weight=None,
-    norm_bias=None,
-    norm_eps=0.0,
-    overlap=False,
-    k_scales=None,
-    v_scales=None,
-) -> int:
+def moved(x, quants, scales, zeros, cos, sin, k_cache, seq_lens, num_heads, norm_weight, norm_bias) -> int:
     inputs = nbytes(x, quants, scales, zeros, cos, sin, seq_lens, norm_weight, norm_bias)
     return inputs + written_bytes(x, k_cache, num_heads)
 

@@ -72,32 +72,7 @@ def reference(
     return rope_append(qkv, None, cos, sin, k_cache, v_cache, seq_lens, num_heads, None, 0, *of_cache)
 
 
-def fake(
-    x,
-    q_weight,
-    k_weight,
-    v_weight,
-    q_bias,
-    k_bias,
-    v_bias,
-    transposed,
-    cos,
-    sin,
-    k_cache,
-    v_cache,
-    seq_lens,
-    num_heads,
-    kv_table=None,
-    layer=0,
-    norm="none",
-    norm_weight=None,
-    norm_bias=None,
-    norm_eps=0.0,
-    overlap=False,
-    k_scales=None,
-    v_scales=None,
-    block_table=None,
-):
+def fake(x, k_cache, num_heads):
     return x.new_empty(x.shape[0], x.shape[1], num_heads, k_cache.shape[-1])
 
 
@@ -116,16 +91,14 @@ def why_not(
     v_cache,
     seq_lens,
     num_heads,
-    kv_table=None,
-    layer=0,
-    norm="none",
-    norm_weight=None,
-    norm_bias=None,
-    norm_eps=0.0,
-    overlap=False,
-    k_scales=None,
-    v_scales=None,
-    block_table=None,
+    kv_table,
+    layer,
+    norm,
+    norm_weight,
+    norm_bias,
+    k_scales,
+    v_scales,
+    block_table,
 ) -> list[str]:
     if x.dim() != 3:
         return [f"x has shape {tuple(x.shape)}, expected [batch, query_len, hidden_size]"]
@@ -168,23 +141,13 @@ def moved(
     q_bias,
     k_bias,
     v_bias,
-    transposed,
     cos,
     sin,
     k_cache,
-    v_cache,
     seq_lens,
     num_heads,
-    kv_table=None,
-    layer=0,
-    norm="none",
-    norm_weight=None,
-    norm_bias=None,
-    norm_eps=0.0,
-    overlap=False,
-    k_scales=None,
-    v_scales=None,
-    block_table=None,
+    norm_weight,
+    norm_bias,
 ) -> int:
     inputs = nbytes(x, q_weight, k_weight, v_weight, q_bias, k_bias, v_bias, cos, sin, seq_lens, norm_weight, norm_bias)
     return inputs + written_bytes(x, k_cache, num_heads)

@@ -64,46 +64,14 @@ def reference(
     return attention(q, k_cache, v_cache, seq_lens, starts, scale, window, *place, k_scales, v_scales)
 
 
-def fake(
-    q,
-    k,
-    v,
-    k_cache,
-    v_cache,
-    k_scales,
-    v_scales,
-    seq_lens,
-    starts,
-    scale,
-    window=0,
-    kv_table=None,
-    layer=0,
-    workspace=None,
-    overlap=False,
-    sinks=None,
-):
+def fake(q):
     return q.new_empty(q.shape[0], q.shape[1], q.shape[2] * q.shape[3])
 
 
 def why_not(
-    q,
-    k,
-    v,
-    k_cache,
-    v_cache,
-    k_scales,
-    v_scales,
-    seq_lens,
-    starts,
-    scale,
-    window=0,
-    kv_table=None,
-    layer=0,
-    workspace=None,
-    overlap=False,
-    sinks=None,
+    q, k, v, k_cache, v_cache, k_scales, v_scales, seq_lens, starts, window, kv_table, layer, workspace, sinks
 ) -> list[str]:
-    cache = k_cache, v_cache, seq_lens, starts, scale, window, kv_table, layer, workspace, overlap, sinks
+    cache = k_cache, v_cache, seq_lens, starts, window, kv_table, layer, workspace, sinks
     reasons = attention_reasons(q, *cache, k_scales, v_scales)
     if not is_quantized(k_cache.dtype):
         reasons.append(f"k_cache has dtype {k_cache.dtype}, expected {' or '.join(map(str, LARGEST_QUANT))}")
@@ -118,25 +86,8 @@ def why_not(
     return reasons
 
 
-def moved(
-    q,
-    k,
-    v,
-    k_cache,
-    v_cache,
-    k_scales,
-    v_scales,
-    seq_lens,
-    starts,
-    scale,
-    window=0,
-    kv_table=None,
-    layer=0,
-    workspace=None,
-    overlap=False,
-    sinks=None,
-) -> int:
-    return attention_bytes(q, k_cache, v_cache, seq_lens, starts, scale, window, sinks=sinks) + nbytes(k, v)
+def moved(q, k, v, k_cache, seq_lens, starts, window, sinks) -> int:
+    return attention_bytes(q, k_cache, seq_lens, starts, window, sinks) + nbytes(k, v)
 
 
 def samples(device: torch.device, dtype: torch.dtype):

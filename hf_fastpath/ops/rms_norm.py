@@ -28,11 +28,11 @@ def reference(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor
     return (weight * (wide * torch.rsqrt(variance + eps)).to(x.dtype)).contiguous()
 
 
-def fake(x, weight, eps):
+def fake(x):
     return torch.empty_like(x, memory_format=torch.contiguous_format)
 
 
-def why_not(x, weight, eps) -> list[str]:
+def why_not(x, weight) -> list[str]:
     return tensor_reasons(x, weight=weight) + shape_reason("weight", weight, tuple(x.shape[-1:]))
 
 

@@ -96,21 +96,7 @@ def reference(
     return q.clone(memory_format=torch.contiguous_format)
 
 
-def fake(
-    qkv,
-    bias,
-    cos,
-    sin,
-    k_cache,
-    v_cache,
-    seq_lens,
-    num_heads,
-    kv_table=None,
-    layer=0,
-    k_scales=None,
-    v_scales=None,
-    block_table=None,
-):
+def fake(qkv, k_cache, num_heads):
     return qkv.new_empty(qkv.shape[0], qkv.shape[1], num_heads, k_cache.shape[-1])
 
 
@@ -166,21 +152,7 @@ def _fits(cos: torch.Tensor, batch: int, query_len: int, head_dim: int) -> bool:
     )
 
 
-def moved(
-    qkv,
-    bias,
-    cos,
-    sin,
-    k_cache,
-    v_cache,
-    seq_lens,
-    num_heads,
-    kv_table=None,
-    layer=0,
-    k_scales=None,
-    v_scales=None,
-    block_table=None,
-) -> int:
+def moved(qkv, bias, cos, sin, k_cache, seq_lens, num_heads) -> int:
     return nbytes(qkv, bias, cos, sin, seq_lens) + written_bytes(qkv, k_cache, num_heads)
 
 

@@ -47,11 +47,11 @@ def reference(
     return [hidden, *(F.embedding(positions, table) for table in tables)]
 
 
-def fake(embedding, tokens, positions, position_embedding, position_offset, tables):
+def fake(embedding, tokens, tables):
     return [table.new_empty(*tokens.shape, table.shape[1]) for table in (embedding, *tables)]
 
 
-def why_not(embedding, tokens, positions, position_embedding, position_offset, tables) -> list[str]:
+def why_not(embedding, tokens, positions, position_embedding, tables) -> list[str]:
     given = {"embedding": embedding, "position_embedding": position_embedding}
     given |= {f"tables[{number}]": table for number, table in enumerate(tables)}
     reasons = tensor_reasons(embedding, **given)
@@ -70,7 +70,7 @@ def why_not(embedding, tokens, positions, position_embedding, position_offset, t
     return reasons
 
 
-def moved(embedding, tokens, positions, position_embedding, position_offset, tables) -> int:
+def moved(embedding, tokens, positions, position_embedding, tables) -> int:
     rows = sum(table.shape[1] for table in (embedding, *tables)) * 2
     rows += 0 if position_embedding is None else embedding.shape[1]
     return nbytes(tokens, positions) + tokens.numel() * rows * embedding.element_size()

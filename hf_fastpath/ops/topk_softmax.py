@@ -44,11 +44,11 @@ def reference(
     return weights.to(logits.dtype).to(wide) if rounded else weights
 
 
-def fake(logits, expert_ids, normalized=True, rounded=False, overlap=False):
+def fake(logits, expert_ids):
     return logits.new_empty(expert_ids.shape, dtype=torch.float32)
 
 
-def why_not(logits, expert_ids, normalized=True, rounded=False, overlap=False) -> list[str]:
+def why_not(logits, expert_ids) -> list[str]:
     if logits.dim() != 2 or logits.dtype not in FLOAT_DTYPES or not 1 <= logits.shape[1] <= MAX_EXPERTS:
         found = f"{logits.dtype} {tuple(logits.shape)}"
         return [f"logits is {found}, expected float32, float16 or bfloat16 [rows, 1 to {MAX_EXPERTS}]"]

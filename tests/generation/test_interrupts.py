@@ -14,6 +14,7 @@ from parity import assert_same_tokens
 from hf_fastpath import FastpathCache
 
 FILES = (
+    "decode/calls.py",
     "decode/loop.py",
     "decode/plan.py",
     "decode/prompt.py",

@@ -28,7 +28,7 @@ from transformers import AutoModelForCausalLM
 from transformers.generation import GenerationMixin
 
 import hf_fastpath
-from hf_fastpath import compat
+from hf_fastpath import loops
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -136,7 +136,7 @@ def test_unpatch_of_a_stock_model_changes_nothing():
     assert_same_instances(instances(model), before)
 
 
-@pytest.mark.parametrize("failing", ("_bind_module", "_bind_generate", "check_coverage"))
+@pytest.mark.parametrize("failing", ("bind_forward", "_bind_generate", "check_coverage"))
 @pytest.mark.parametrize("after", (0, 3))
 def test_a_failing_patch_leaves_nothing(failing, after, monkeypatch):
     """All or nothing, whatever goes wrong in the middle."""
@@ -144,12 +144,12 @@ def test_a_failing_patch_leaves_nothing(failing, after, monkeypatch):
 
     require_native(CPU)
     anchor = hf_fastpath.patch(build("gpt2"), quiet=True)  # keeps the wrapper in place, so that it can be compared
-    model, sample, users = build("mistral"), GenerationMixin._sample, set(compat._users)
+    model, sample, users = build("mistral"), GenerationMixin._sample, set(loops._users)
     before, real, calls = instances(model), getattr(patching, failing), []
 
     def fails(*args):
         calls.append(args)
-        if len(calls) > (after if failing == "_bind_module" else 0):
+        if len(calls) > (after if failing == "bind_forward" else 0):
             raise MemoryError("in the middle")
         return real(*args)
 
@@ -157,15 +157,18 @@ def test_a_failing_patch_leaves_nothing(failing, after, monkeypatch):
     with pytest.raises(MemoryError):
         hf_fastpath.patch(model, quiet=True)
     assert_same_instances(instances(model), before)
-    assert GenerationMixin._sample is sample and set(compat._users) <= users
+    assert GenerationMixin._sample is sample and set(loops._users) <= users
     hf_fastpath.unpatch(anchor)
     monkeypatch.undo()
     hf_fastpath.patch(model, quiet=True)
     model.generate(prompt(CPU), **SHORT)
 
 
-#: not compat.py: finalizers of other tests' models run there
-FILES = ("patching.py", "coverage.py", "architecture.py", "decode/structure.py", "reporting.py")
+#: not loops.py: finalizers of other tests' models run there
+FILES = (
+    *("patching.py", "bindings.py", "coverage.py", "architecture.py", "reporting.py"),
+    *("decode/structure.py", "decode/parts.py"),
+)
 
 
 @over_architectures
@@ -175,7 +178,7 @@ def test_patch_interrupted_anywhere(architecture):
     model = build(architecture)
     before = instances(model)
     anchor = hf_fastpath.patch(build("gpt2"), quiet=True)  # keeps the wrapper in place, so that it can be compared
-    users = set(compat._users)
+    users = set(loops._users)
     for _ in range(2):  # the first time, caches are filled
         with Fault(FILES) as whole:
             hf_fastpath.patch(model)
@@ -186,7 +189,7 @@ def test_patch_interrupted_anywhere(architecture):
             hf_fastpath.patch(model)
         assert hf_fastpath.patch_state.state_of(model) is None, fault.where
         assert_same_instances(instances(model), before)
-        assert set(compat._users) <= users
+        assert set(loops._users) <= users
     assert_equal_generation(hf_fastpath.patch(model, quiet=True), build(architecture))
     hf_fastpath.unpatch(anchor)
 

@@ -1,0 +1,60 @@
+"""Methods of ``GenerationMixin`` that loops of ours lie over while a patched model is alive."""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+from .compat import GenerationMixin
+
+Loop = Callable[..., Any]
+_users: weakref.WeakSet = weakref.WeakSet()
+#: method of GenerationMixin -> what lies over it
+_wrappers: dict[str, Callable[..., Any]] = {}
+
+
+def install_loops(user: Any, loops: dict[str, Loop]) -> None:
+    """Route methods of ``GenerationMixin`` through ``loop(original, model, ...)`` while ``user`` is alive.
+
+    transformers looks these methods up on the class, so an instance cannot override them. A wrapper keeps the
+    signature, which ``generate()`` inspects, and goes with its last user, unless another wrapper lies over it: then
+    it stays and passes every call through.
+
+    Args:
+        user: keeps the wrappers while it lives.
+        loops: name of a method -> what takes its place; the same at every call.
+    """
+    _users.add(user)
+    weakref.finalize(user, _remove_if_unused)
+    for name, loop in loops.items():
+        layer = getattr(GenerationMixin, name)
+        while layer is not None and layer is not _wrappers.get(name):
+            layer = getattr(layer, "__wrapped__", None)
+        if layer is None:
+            _wrappers[name] = _wrapped(getattr(GenerationMixin, name), loop)
+            setattr(GenerationMixin, name, _wrappers[name])
+
+
+def _wrapped(original: Callable[..., Any], loop: Loop) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def method(self, *args, **kwargs):
+        return loop(original, self, *args, **kwargs)
+
+    return method
+
+
+def uninstall_loops(user: Any) -> None:
+    """``user`` no longer needs the wrappers."""
+    _users.discard(user)
+    _remove_if_unused()
+
+
+def _remove_if_unused() -> None:
+    if any(True for _ in _users):  # len() may still count the one that is dying
+        return
+    for name, wrapper in list(_wrappers.items()):
+        if getattr(GenerationMixin, name) is wrapper:
+            setattr(GenerationMixin, name, wrapper.__wrapped__)
+            del _wrappers[name]
