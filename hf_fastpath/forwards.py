@@ -223,7 +223,7 @@ def _over_cache(
             return None
     elif query_len > 1 and has_tensor_cores(x.device, x.dtype, part.head_dim):
         attention = Attention(query_len, total, lengths, starts)
-        emit = few_rows(attention) if _is_few(x) else ManyRows(attention)
+        emit = few_rows(attention) if _is_few(x) else ManyRows(attention, x.shape[0] * query_len)
     angles = named.get("position_embeddings")
     if angles is not None:
         angles = {part.layer_type: tuple(full_angles(part.architecture, table.to(x.dtype)) for table in angles)}

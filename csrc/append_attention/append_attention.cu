@@ -3,17 +3,10 @@
 #include "append_attention/row_tile.cuh"
 #include "common/async.cuh"
 #include "common/cuda_check.cuh"
+#include "common/wgmma.cuh"
 
 namespace hf_fastpath {
 namespace {
-
-// Whether the current device has Hopper's products, and this library code for them.
-bool has_wgmma() {
-  int device = 0, major = 0;
-  HF_FASTPATH_CUDA_CHECK(cudaGetDevice(&device));
-  HF_FASTPATH_CUDA_CHECK(cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device));
-  return major == 9 && has_hopper_code();
-}
 
 // Blocks that run at once in clusters of this size: where blocks take a whole SM, clusters of 4 and 8 do not
 // fill every part of an H200.
@@ -38,7 +31,7 @@ int splits_of_waves(int64_t units, int64_t slots, int64_t most) {
 AppendAttentionPlan plan_append_attention(const AppendAttentionParams& p) {
   AppendAttentionPlan plan{};
   const int rows = append::rows_per_kv_head(p), multiprocessors = multiprocessor_count();
-  plan.uses_wgmma = has_wgmma();
+  plan.uses_wgmma = has_wgmma_code();
   if (plan.uses_wgmma) {
     plan.rows = rows <= 64 ? 64 : 128;
     plan.positions = append::wgmma_positions(plan.rows, p.head_dim);

@@ -30,17 +30,6 @@ inline bool has_hopper_code() {
   return compiled && major >= 9;
 }
 
-// Whether the current device has products of warpgroups (common/wgmma.cuh) and this library code for them.
-inline bool has_wgmma_code() {
-  constexpr int kArchs[] = {__CUDA_ARCH_LIST__};
-  bool compiled = false;
-  for (const int arch : kArchs) compiled = compiled || arch == 900;
-  int device = 0, major = 0;
-  HF_FASTPATH_CUDA_CHECK(cudaGetDevice(&device));
-  HF_FASTPATH_CUDA_CHECK(cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device));
-  return compiled && major == 9;
-}
-
 constexpr int kMaxCluster = 8;  // blocks: the largest that every device with clusters takes
 
 __device__ __forceinline__ uint32_t shared_address(const void* p) {

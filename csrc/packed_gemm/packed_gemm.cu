@@ -4,7 +4,7 @@
 #include <atomic>
 #include <random>
 
-#include "common/async.cuh"
+#include "common/wgmma.cuh"
 #include "packed_gemm/packed_gemm.h"
 
 namespace hf_fastpath {

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from .. import ops
+from ..ops.gemv import MAX_TILED_ROWS, most_rows
 from ..quantization import FORMATS, PackedWeight
 from . import composed, steps
 from .attend import Attention
@@ -20,26 +21,34 @@ class ManyRows:
 
     Args:
         attention: what takes the place of ``ops.decode_attention``; None leaves that.
+        rows: of the inputs, all tokens of all sequences. Up to 64 some devices have kernels for: ``gemv.takes_tiles``.
     """
 
-    def __init__(self, attention: Attention | None):
+    def __init__(self, attention: Attention | None, rows: int):
         self._attention = attention
+        self._rows = rows
         self._beside: torch.cuda.Stream | None = None  # of a plan: for small products beside a large one
         self._shared: tuple[Any, Any, Any] = (None, None, None)
 
     def __call__(self, op: Callable[..., Any], *arguments: Any) -> Any:
-        instead = self._instead(op)
+        instead = self._instead(op, arguments)
         return op(*arguments) if instead is None else instead(self, *arguments)
 
-    def _instead(self, op):
+    def _instead(self, op, arguments):
         instead = _INSTEAD.get(op)
-        return None if instead in _ATTENTION and self._attention is None else instead
+        if instead in _ATTENTION and self._attention is None:
+            return None
+        if instead in _WEIGHTS and self._rows <= MAX_TILED_ROWS:
+            weights, transposed = _WEIGHTS[instead](arguments)
+            if self._rows <= most_rows(*weights, transposed=transposed):
+                return None
+        return instead
 
     def recorded(self, emit: steps.Emit) -> steps.Emit:
         """As this one, where ``emit`` notes the calls that are to be made."""
 
         def record(op: Callable[..., Any], *arguments: Any) -> Any:
-            instead = self._instead(op)
+            instead = self._instead(op, arguments)
             return emit(op if instead is None else MethodType(instead, self), *arguments)
 
         return record
@@ -135,6 +144,13 @@ _INSTEAD: dict[Callable[..., Any], Callable[..., Any]] = {
 }
 
 _ATTENTION = (ManyRows._attend, ManyRows._attend_capped)
+
+#: what the weights are among the arguments of the ops replaced, and whether they are transposed
+_WEIGHTS: dict[Callable[..., Any], Callable[[tuple], tuple[tuple, bool]]] = {
+    ManyRows._project: lambda arguments: (arguments[1:2], arguments[5]),
+    ManyRows._gate: lambda arguments: (arguments[1:3], False),
+    ManyRows._append: lambda arguments: (arguments[1:4], arguments[7]),
+}
 
 _ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "gelu": lambda x: ops.fused_gelu.overload(x, "none"),

@@ -199,7 +199,7 @@ class DecodePlan:
         whether kernels overlap."""
         emit: steps.Emit = self.program.emit
         if self.batch * self.query_len > MAX_ROWS:
-            emit = ManyRows(None).recorded(emit)
+            emit = ManyRows(None, self.batch * self.query_len).recorded(emit)
         tables = [table for pair in self._angles.values() for table in pair]
         hidden, rows = steps.step_inputs(emit, part, self.tokens, self.positions, tables)
         angles = dict(zip(self._angles, zip(rows[::2], rows[1::2])))

@@ -95,7 +95,7 @@ def read(part: ModelPart, cache: FastpathCache, prompt: Prompt) -> torch.Tensor:
         cache.prepare(index, like)
     cache.reserve(query_len)
     lengths = cache.seq_lens(0, query_len)
-    emit = ManyRows(Attention(query_len, past + query_len, lengths, prompt.starts))
+    emit = ManyRows(Attention(query_len, past + query_len, lengths, prompt.starts), batch * query_len)
     hidden, _ = steps.step_inputs(emit, part, prompt.tokens, prompt.positions.expand(batch, -1), [])
     at = steps.Positions(_angles(part, hidden, prompt.positions), lengths, None)
     for index, layer in enumerate(part.layers):

@@ -1,6 +1,8 @@
-"""Linear layer for one to sixteen rows: a matrix-vector product that reads the weight once."""
+"""Linear layer for few rows: a matrix-vector product that reads the weight once."""
 
 from __future__ import annotations
+
+import functools
 
 import torch
 
@@ -9,6 +11,8 @@ from .fused_swiglu import GATES, activate
 from .norm import NORM_SCHEMA, NORMS, norm_reasons, normed
 
 MAX_ROWS = 16
+#: rows with weights that :func:`takes_tiles` of
+MAX_TILED_ROWS = 64
 ACTIVATIONS = ("none", "relu", *GATES)
 
 
@@ -29,7 +33,8 @@ def reference(
     """``activation(norm(x) @ weight.T + bias) + residual``.
 
     Args:
-        x: [..., in_features], at most 16 rows in all.
+        x: [..., in_features], at most 16 rows in all; 64 on a GPU of compute capability 9.0, in float16 or bfloat16,
+            with a weight that is not ``transposed`` and whose rows are aligned to 16 bytes.
         weight: [out_features, in_features] as ``nn.Linear`` stores it, or [in_features, out_features] with
             ``transposed`` as ``Conv1D`` does. Rows may be strided; the last dimension is contiguous.
         bias: [out_features] or None.
@@ -49,7 +54,7 @@ def reference(
         [..., out_features] in x's dtype, contiguous; accumulated in float32 and rounded once.
 
     Raises:
-        OpInputError: shapes, dtypes or devices that do not fit, more than 16 rows, unknown activation.
+        OpInputError: shapes, dtypes or devices that do not fit, too many rows, unknown activation.
 
     Source: ``torch.nn.Linear``; transformers ``pytorch_utils.py@5.17``, ``Conv1D``.
     """
@@ -63,10 +68,35 @@ def fake(x, weight, transposed):
     return x.new_empty(*x.shape[:-1], weight.shape[1 if transposed else 0])
 
 
-def rows_reason(x: torch.Tensor) -> list[str]:
-    """A reason if ``x`` does not hold 1 to 16 rows."""
+@functools.cache
+def _has_tiles(device: torch.device) -> bool:
+    return torch.cuda.get_device_capability(device) == (9, 0)
+
+
+def takes_tiles(*weights: torch.Tensor | None) -> bool:
+    """Whether CUDA multiplies more than 16 rows with these weights, [out_features, in_features] each or None."""
+    return all(
+        weight is None
+        or (
+            weight.is_cuda
+            and weight.dtype in (torch.float16, torch.bfloat16)
+            and weight.dim() == 2
+            and weight.shape[1] % 8 == weight.stride(0) % 8 == weight.data_ptr() % 16 == 0
+            and _has_tiles(weight.device)
+        )
+        for weight in weights
+    )
+
+
+def rows_reason(x: torch.Tensor, most: int = MAX_ROWS) -> list[str]:
+    """A reason if ``x`` does not hold 1 to ``most`` rows."""
     rows = x.numel() // max(1, x.shape[-1]) if x.dim() else 0
-    return [] if 1 <= rows <= MAX_ROWS else [f"x has {rows} rows, expected 1 to {MAX_ROWS}: use nn.Linear"]
+    return [] if 1 <= rows <= most else [f"x has {rows} rows, expected 1 to {most}: use nn.Linear"]
+
+
+def most_rows(*weights: torch.Tensor | None, transposed: bool = False) -> int:
+    """Rows of x that the op takes with these weights."""
+    return MAX_TILED_ROWS if not transposed and takes_tiles(*weights) else MAX_ROWS
 
 
 def weight_reason(name: str, x: torch.Tensor, weight: torch.Tensor, transposed: bool = False) -> list[str]:
@@ -92,7 +122,7 @@ def product_reasons(x, weight, bias, residual, activation: str, transposed: bool
 def why_not(x, weight, bias, residual, activation, transposed, norm, norm_weight, norm_bias, next_weight) -> list[str]:
     reasons = tensor_reasons(x, weight=weight, bias=bias, residual=residual, next_weight=next_weight)
     reasons += norm_reasons(x, norm, norm_weight, norm_bias)
-    reasons += rows_reason(x)
+    reasons += rows_reason(x, most_rows(weight, transposed=transposed))
     return reasons + product_reasons(x, weight, bias, residual, activation, transposed)
 
 
@@ -128,6 +158,10 @@ def samples(device: torch.device, dtype: torch.dtype):
     )
     yield Sample(randn(8, 4352), weight(40, 4352, 4352), overlap=True)
     yield Sample(randn(1, 256), weight(48, 256, 256), overlap=True, next_weight=weight(99, 48, 48))
+    if most_rows(weight(8, 8, 8)) == MAX_TILED_ROWS:
+        for rows, k, n in ((17, 96, 257), (33, 1000, 33), (MAX_TILED_ROWS, 256, 300)):
+            yield Sample(randn(rows, k), weight(n, k, k), randn(n), randn(rows, n), "gelu", overlap=True)
+            yield Sample(randn(rows, k), weight(n, k, k), norm="rms", norm_weight=randn(k), norm_eps=1e-5)
     wide = weight(40, 200, 100)
     yield Sample(randn(1, 100), wide[:, 100:])  # a column slice: strided rows, 4- or 2-byte alignment
     yield Sample(randn(4, 3, 99).transpose(0, 1), weight(64, 99, 99))

@@ -1,4 +1,4 @@
-"""Gate and up projections of one to sixteen rows with their gated activation, in one pass over both weights."""
+"""Gate and up projections of few rows with their gated activation, in one pass over both weights."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import torch
 from ..registry import OpSpec, Sample, choice_reason, nbytes, register, shape_reason, tensor_reasons
 from .fused_swiglu import GATES
 from .fused_swiglu import reference as gated
-from .gemv import rows_reason, weight_reason
+from .gemv import MAX_TILED_ROWS, most_rows, rows_reason, weight_reason
 from .norm import NORM_SCHEMA, NORMS, norm_reasons, normed
 
 
@@ -26,7 +26,7 @@ def reference(
     """``activation(norm(x) @ gate_weight.T) * (norm(x) @ up_weight.T)``.
 
     Args:
-        x: [..., hidden_size], at most 16 rows in all.
+        x: [..., hidden_size], at most 16 rows in all, or 64 as in ``gemv``.
         gate_weight, up_weight: [intermediate_size, hidden_size], the two ``nn.Linear`` weights where the model
             keeps them.
         activation: ``silu``, ``gelu_tanh`` or ``gelu``.
@@ -36,7 +36,7 @@ def reference(
         [..., intermediate_size] in x's dtype, contiguous; rounded once.
 
     Raises:
-        OpInputError: shapes, dtypes or devices that do not fit, more than 16 rows, unknown activation.
+        OpInputError: shapes, dtypes or devices that do not fit, too many rows, unknown activation.
 
     Source: transformers ``models/mistral/modeling_mistral.py@5.17``, ``MistralMLP``.
     """
@@ -51,7 +51,7 @@ def fake(x, gate_weight):
 
 def why_not(x, gate_weight, up_weight, activation, norm, norm_weight, norm_bias, next_weight) -> list[str]:
     reasons = tensor_reasons(x, gate_weight=gate_weight, up_weight=up_weight, next_weight=next_weight)
-    reasons += rows_reason(x)
+    reasons += rows_reason(x, most_rows(gate_weight, up_weight))
     reasons += norm_reasons(x, norm, norm_weight, norm_bias)
     reasons += weight_reason("gate_weight", x, gate_weight)
     reasons += shape_reason("up_weight", up_weight, tuple(gate_weight.shape))
@@ -79,6 +79,10 @@ def samples(device: torch.device, dtype: torch.dtype):
         weights = [randn(72, 256) / 16 for _ in range(2)]
         yield Sample(randn(1, 256), *weights, "silu", norm, randn(256), shift, 1e-5, True)
         yield Sample(randn(3, 256), *weights, "gelu", norm, randn(256), shift, 1e-5)
+    weights = [randn(72, 256) / 16 for _ in range(2)]
+    if most_rows(*weights) == MAX_TILED_ROWS:
+        for rows in (17, 40, MAX_TILED_ROWS):
+            yield Sample(randn(rows, 256), *weights, "gelu_tanh", "rms", randn(256), None, 1e-5, True)
 
 
 SPEC = register(

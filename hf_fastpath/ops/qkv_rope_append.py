@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from ..registry import OpSpec, Sample, nbytes, register, shape_reason, tensor_reasons
-from .gemv import MAX_ROWS, rows_reason, weight_reason
+from .gemv import MAX_ROWS, MAX_TILED_ROWS, most_rows, rows_reason, weight_reason
 from .kv_cache import in_pages, refuse_kv_table
 from .norm import NORM_SCHEMA, NORMS, norm_reasons, normed
 from .rope_append import random_angles, random_caches, written_bytes
@@ -42,7 +42,7 @@ def reference(
     """``rope_append`` of the projections of ``norm(x)``.
 
     Args:
-        x: [batch, query_len, hidden_size], at most 16 rows in all.
+        x: [batch, query_len, hidden_size], at most 16 rows in all, or 64 as in ``gemv``.
         q_weight, k_weight, v_weight: [num_heads*head_dim | num_kv_heads*head_dim, hidden_size], three ``nn.Linear``
             weights where the model keeps them; or all three projections one after the other in ``q_weight``, the
             others None.
@@ -57,7 +57,7 @@ def reference(
         [batch, query_len, num_heads, head_dim] rotated queries in x's dtype.
 
     Raises:
-        OpInputError: shapes, dtypes or devices that do not fit, or more than 16 rows.
+        OpInputError: shapes, dtypes or devices that do not fit, or too many rows.
 
     Source: transformers ``models/mistral/modeling_mistral.py@5.17``, ``MistralAttention``.
     """
@@ -103,7 +103,8 @@ def why_not(
     if x.dim() != 3:
         return [f"x has shape {tuple(x.shape)}, expected [batch, query_len, hidden_size]"]
     weights = {"q": (q_weight, q_bias), "k": (k_weight, k_bias), "v": (v_weight, v_bias)}
-    reasons = rows_reason(x) + norm_reasons(x, norm, norm_weight, norm_bias)
+    most = most_rows(q_weight, k_weight, v_weight, transposed=transposed)
+    reasons = rows_reason(x, most) + norm_reasons(x, norm, norm_weight, norm_bias)
     if (k_weight is None) != (v_weight is None) or (k_weight is None and not (k_bias is None and v_bias is None)):
         reasons.append("k_weight and v_weight go together, with their biases: pass both or neither")
     if transposed and k_weight is not None:
@@ -204,6 +205,9 @@ def samples(device: torch.device, dtype: torch.dtype):
     yield call(3, 2, 2048, 4, 2, 32, [3, 17, 9], rotary_dim=16, norm="rms", overlap=True)
     yield call(8, 1, 2048, 3, 1, 64, list(range(1, 9)), rotary_dim=64, bias=True, layout="fused")
     yield call(MAX_ROWS, 1, 64, 2, 2, 32, list(range(1, MAX_ROWS + 1)), rotary_dim=32, norm="rms")
+    if most_rows(randn(8, 8)) == MAX_TILED_ROWS:
+        for batch, query_len in ((20, 1), (8, 8)):
+            yield call(batch, query_len, 256, 4, 2, 32, [9] * batch, rotary_dim=32, norm="rms", overlap=True)
     yield call(1, 1, 128, 4, 4, 80, [7], rotary_dim=32, bias=True, kv=torch.float16, norm=NORMS[1])
     yield call(1, 1, 104, 2, 1, 256, [7], rotary_dim=256, kv=torch.bfloat16)
     yield call(1, 1, 104, 2, 1, 64, [7], rotary_dim=64, kv=torch.int8, norm="rms")
