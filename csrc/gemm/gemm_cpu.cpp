@@ -5,10 +5,12 @@
 #include <torch/csrc/inductor/aoti_torch/generated/c_shim_cpu.h>
 
 #include <atomic>
+#include <vector>
 
 #include "common/convert_cpu.h"
 #include "common/cpu_glue.h"
 #include "common/cpu_math.h"
+#include "gemv/gemv_glue_cpu.h"
 
 namespace hf_fastpath {
 
@@ -95,6 +97,68 @@ void run_blocked(GemmArgs args, const RowView& x, GemmStrip* kernel) {
       }
     });
   }
+}
+
+// ---- the kernels of gemv --------------------------------------------------------------------------------
+
+// Rows up to which these, which read a weight as it lies in memory, are faster than one that packs it first.
+constexpr int64_t kUnpackedRows = 64;
+// Bytes of a weight over which all rows of x pass before the next are read: they stay in the second-level
+// cache.
+constexpr int64_t kPassedBytes = 512 << 10;
+
+int64_t unpacked_rows() {
+  static const int64_t value = std::getenv("UNPACKED") ? std::atoi(std::getenv("UNPACKED")) : kUnpackedRows;
+  return value;
+}
+
+void run_unpacked(const GemmArgs& args, const RowView& x) {
+  const bool tiled = args.dtype != DType::kFloat32 && x.rows >= kTiledRows && use_amx();
+  const int64_t most = tiled ? kMaxTiledRows : kMaxRows, stride = round_up(args.in_features, 16);
+  const int64_t pieces = (x.rows + most - 1) / most;
+  const int64_t tile_floats = tiled ? tile_elements(args.dtype, most, args.in_features) / 2 : 0;
+  auto* const tiles = scratch(pieces * tile_floats + x.rows * stride);
+  float* const rows = tiles + pieces * tile_floats;
+  std::vector<LinearArgs> linear(pieces);
+  const int64_t parts = std::min(pieces, part_count(x.rows * stride * kFloat, kBytesPerPart));
+  for_each_part(parts, [&](int64_t part) {
+    for (int64_t piece = part_begin(pieces, parts, part); piece < part_begin(pieces, parts, part + 1);
+         ++piece) {
+      const int64_t first = part_begin(x.rows, pieces, piece);
+      LinearArgs& each = linear[piece];
+      each.dtype = args.dtype;
+      each.rows = part_begin(x.rows, pieces, piece + 1) - first;
+      each.in_features = args.in_features;
+      each.out_features = each.out_stride = args.out_features;
+      float* const to = rows + first * stride;
+      each.x = to;
+      each.x_stride = stride;
+      for (int64_t row = 0; row < each.rows; ++row) {
+        converter()(args.dtype, at(x.data, (first + row) * x.stride, args.dtype), to + row * stride,
+                    x.columns);
+        std::fill(to + row * stride + x.columns, to + (row + 1) * stride, 0.0f);
+      }
+      if (tiled) {
+        auto* const made = reinterpret_cast<uint16_t*>(tiles + piece * tile_floats);
+        tiles_of_rows_amx(args.dtype, each.rows, args.in_features, to, stride, made);
+        each.tiles = made;
+      }
+      each.weight = args.weight;
+      each.weight_stride = args.weight_stride;
+      each.bias = args.bias;
+      each.out = at(args.out, first * args.out_features, args.dtype);
+      if (args.residual != nullptr) each.residual = at(args.residual, first * args.out_features, args.dtype);
+      each.activation = args.activation;
+    }
+  });
+  const int64_t row_bytes = args.in_features * element_size(args.dtype);
+  const int64_t block = std::max(kOutputGranule, kPassedBytes / row_bytes / kOutputGranule * kOutputGranule);
+  Linear* const kernel = linear_kernel(tiled);
+  share_outputs(args.out_features, row_bytes, [&](int64_t begin, int64_t end) {
+    for (int64_t n = begin; n < end; n += block) {
+      for (const LinearArgs& each : linear) kernel(each, n, std::min(n + block, end));
+    }
+  });
 }
 
 // ---- PyTorch's product --------------------------------------------------------------------------------
@@ -218,7 +282,9 @@ Tensor gemm(const Tensor& x, const Tensor& weight, const std::optional<Tensor>& 
   args.bias = optional_data(bias, bias_holder);
   args.residual = optional_data(residual, residual_holder);
   args.out = out.mutable_data_ptr();
-  if (torch_is_faster(args.dtype)) {
+  if (use_avx2() && !transposed && args.dtype != DType::kFloat32 && view.rows <= unpacked_rows()) {
+    run_unpacked(args, view);
+  } else if (torch_is_faster(args.dtype)) {
     run_torch(args, view);
   } else if (use_avx2()) {
     run_blocked(args, view, use_avx512() ? gemm_strip_avx512 : gemm_strip_avx2);
