@@ -101,64 +101,74 @@ void run_blocked(GemmArgs args, const RowView& x, GemmStrip* kernel) {
 
 // ---- the kernels of gemv --------------------------------------------------------------------------------
 
-// Rows up to which these, which read a weight as it lies in memory, are faster than one that packs it first.
-constexpr int64_t kUnpackedRows = 64;
-// Bytes of a weight over which all rows of x pass before the next are read: they stay in the second-level
-// cache.
-constexpr int64_t kPassedBytes = 512 << 10;
+// Rows up to which these, which read a weight as it lies in memory, are faster than kernels that pack it
+// first; and with AMX, where oneDNN has bfloat16 for more and nothing is faster in float16.
+constexpr int64_t kUnpackedRows = 32, kTiledBfloat16Rows = 96;
+// Rows that are laid out at a time, and bytes of a weight over which all of these pass before the next are
+// read: the second-level cache holds them.
+constexpr int64_t kLaidOutRows = 512, kPassedBytes = 512 << 10;
 
-int64_t unpacked_rows() {
-  static const int64_t value = std::getenv("UNPACKED") ? std::atoi(std::getenv("UNPACKED")) : kUnpackedRows;
-  return value;
+bool takes_unpacked(const GemmArgs& args, int64_t rows) {
+  if (!use_avx2() || args.transposed) return false;
+  if (args.dtype == DType::kFloat32 || rows < kTiledRows || !use_amx()) return rows <= kUnpackedRows;
+  return args.dtype == DType::kFloat16 || rows <= kTiledBfloat16Rows;
+}
+
+// `rows` rows of x from `first` on as a linear kernel takes them: float32 at `to`, and in tiles unless that
+// is null.
+LinearArgs laid_out(const GemmArgs& args, const RowView& x, int64_t first, int64_t rows, float* to,
+                    uint16_t* tiles) {
+  LinearArgs out{};
+  out.dtype = args.dtype;
+  out.rows = rows;
+  out.in_features = args.in_features;
+  out.out_features = out.out_stride = args.out_features;
+  out.x = to;
+  out.x_stride = round_up(args.in_features, 16);
+  out.tiles = tiles;
+  out.weight = args.weight;
+  out.weight_stride = args.weight_stride;
+  out.bias = args.bias;
+  if (args.residual != nullptr) out.residual = at(args.residual, first * args.out_features, args.dtype);
+  out.out = at(args.out, first * args.out_features, args.dtype);
+  out.activation = args.activation;
+  for (int64_t row = 0; row < rows; ++row, to += out.x_stride) {
+    converter()(args.dtype, at(x.data, (first + row) * x.stride, args.dtype), to, x.columns);
+    std::fill(to + x.columns, to + out.x_stride, 0.0f);
+  }
+  if (tiles != nullptr) tiles_of_rows_amx(args.dtype, rows, args.in_features, out.x, out.x_stride, tiles);
+  return out;
 }
 
 void run_unpacked(const GemmArgs& args, const RowView& x) {
   const bool tiled = args.dtype != DType::kFloat32 && x.rows >= kTiledRows && use_amx();
   const int64_t most = tiled ? kMaxTiledRows : kMaxRows, stride = round_up(args.in_features, 16);
-  const int64_t pieces = (x.rows + most - 1) / most;
+  const int64_t passes = (x.rows + kLaidOutRows - 1) / kLaidOutRows;
+  const int64_t longest = (x.rows + passes - 1) / passes, pieces = (longest + most - 1) / most;
   const int64_t tile_floats = tiled ? tile_elements(args.dtype, most, args.in_features) / 2 : 0;
-  auto* const tiles = scratch(pieces * tile_floats + x.rows * stride);
-  float* const rows = tiles + pieces * tile_floats;
-  std::vector<LinearArgs> linear(pieces);
-  const int64_t parts = std::min(pieces, part_count(x.rows * stride * kFloat, kBytesPerPart));
-  for_each_part(parts, [&](int64_t part) {
-    for (int64_t piece = part_begin(pieces, parts, part); piece < part_begin(pieces, parts, part + 1);
-         ++piece) {
-      const int64_t first = part_begin(x.rows, pieces, piece);
-      LinearArgs& each = linear[piece];
-      each.dtype = args.dtype;
-      each.rows = part_begin(x.rows, pieces, piece + 1) - first;
-      each.in_features = args.in_features;
-      each.out_features = each.out_stride = args.out_features;
-      float* const to = rows + first * stride;
-      each.x = to;
-      each.x_stride = stride;
-      for (int64_t row = 0; row < each.rows; ++row) {
-        converter()(args.dtype, at(x.data, (first + row) * x.stride, args.dtype), to + row * stride,
-                    x.columns);
-        std::fill(to + row * stride + x.columns, to + (row + 1) * stride, 0.0f);
-      }
-      if (tiled) {
-        auto* const made = reinterpret_cast<uint16_t*>(tiles + piece * tile_floats);
-        tiles_of_rows_amx(args.dtype, each.rows, args.in_features, to, stride, made);
-        each.tiles = made;
-      }
-      each.weight = args.weight;
-      each.weight_stride = args.weight_stride;
-      each.bias = args.bias;
-      each.out = at(args.out, first * args.out_features, args.dtype);
-      if (args.residual != nullptr) each.residual = at(args.residual, first * args.out_features, args.dtype);
-      each.activation = args.activation;
-    }
-  });
+  float* const memory = scratch(pieces * tile_floats + longest * stride);
+  float* const floats = memory + pieces * tile_floats;
   const int64_t row_bytes = args.in_features * element_size(args.dtype);
   const int64_t block = std::max(kOutputGranule, kPassedBytes / row_bytes / kOutputGranule * kOutputGranule);
   Linear* const kernel = linear_kernel(tiled);
-  share_outputs(args.out_features, row_bytes, [&](int64_t begin, int64_t end) {
-    for (int64_t n = begin; n < end; n += block) {
-      for (const LinearArgs& each : linear) kernel(each, n, std::min(n + block, end));
-    }
-  });
+  std::vector<LinearArgs> linear(pieces);
+  for (int64_t pass = 0; pass < passes; ++pass) {
+    const int64_t first = part_begin(x.rows, passes, pass);
+    const int64_t rows = part_begin(x.rows, passes, pass + 1) - first;
+    const int64_t parts = std::min(pieces, part_count(rows * stride * kFloat, kBytesPerPart));
+    for_each_part(parts, [&](int64_t part) {
+      for (int64_t i = part_begin(pieces, parts, part); i < part_begin(pieces, parts, part + 1); ++i) {
+        const int64_t begin = part_begin(rows, pieces, i), count = part_begin(rows, pieces, i + 1) - begin;
+        auto* const tiles = tiled ? reinterpret_cast<uint16_t*>(memory + i * tile_floats) : nullptr;
+        linear[i] = laid_out(args, x, first + begin, count, floats + begin * stride, tiles);
+      }
+    });
+    share_outputs(args.out_features, row_bytes, [&](int64_t begin, int64_t end) {
+      for (int64_t n = begin; n < end; n += block) {
+        for (const LinearArgs& each : linear) kernel(each, n, std::min(n + block, end));
+      }
+    });
+  }
 }
 
 // ---- PyTorch's product --------------------------------------------------------------------------------
@@ -282,7 +292,7 @@ Tensor gemm(const Tensor& x, const Tensor& weight, const std::optional<Tensor>& 
   args.bias = optional_data(bias, bias_holder);
   args.residual = optional_data(residual, residual_holder);
   args.out = out.mutable_data_ptr();
-  if (use_avx2() && !transposed && args.dtype != DType::kFloat32 && view.rows <= unpacked_rows()) {
+  if (takes_unpacked(args, view.rows)) {
     run_unpacked(args, view);
   } else if (torch_is_faster(args.dtype)) {
     run_torch(args, view);

@@ -20,9 +20,6 @@ constexpr int64_t kRowAheadBytes = 2048;
 // Inputs of a block: the rows of x stay in the first-level cache while the streams pass over them in turn.
 // Its sums are one chain of float32 before they are added to the total: short chains round less.
 constexpr int64_t kBlock = 256;
-// Rows of x from which on a block's weights are widened into a buffer first: each group of rows would widen
-// them again.
-constexpr int64_t kWidenedRows = 9;
 // Outputs of a stream computed before bias and activation are applied to them, eight at a time.
 constexpr int64_t kRun = 16;
 
@@ -99,19 +96,6 @@ void accumulate_rows(int64_t rows, const TileRows<Element, kTile>& w, const floa
   }
 }
 
-// n inputs of a weight row as float32, and a prefetch of those that the stream reads later.
-template <class Vector, class Element>
-HF_INLINE void widen_row(const typename Element::Storage* row, int64_t n, float* to) {
-  constexpr int64_t kLine = kCacheLineBytes / static_cast<int64_t>(sizeof(typename Element::Storage));
-  constexpr int64_t kAhead = kRowAheadBytes / static_cast<int64_t>(sizeof(typename Element::Storage));
-  for (int64_t k = 0; k < n; k += Vector::kWidth) {
-    if (k % kLine == 0) _mm_prefetch(reinterpret_cast<const char*>(row + k + kAhead), _MM_HINT_T0);
-    const int64_t left = n - k;
-    Vector::store(to + k, left < Vector::kWidth ? Vector::template load<Element>(row + k, left)
-                                                : Vector::template load<Element>(row + k));
-  }
-}
-
 // The sum of eight lanes, added in float64: these last additions are the ones of the full magnitude.
 HF_INLINE float rounded_sum(__m256 v) {
   const __m256d pairs =
@@ -138,27 +122,12 @@ void dot_tile(const LinearArgs& args, TileRows<Element, kTile> w, float* const (
   }
   constexpr int kMost = kTile == kFewStreams ? kFewRows : Vector::kRows;
   const int64_t groups = (args.rows + kMost - 1) / kMost;
-  constexpr bool kMayWiden = kTile == kRowStreams && sizeof(typename Element::Storage) == 2;
-  const bool widens = kMayWiden && args.rows >= kWidenedRows;
-  alignas(64) float wide[kMayWiden ? kTile : 1][kBlock];
   for (int64_t k = 0; k < args.in_features; k += kBlock) {
     const int64_t n = min_of(kBlock, args.in_features - k);
-    if (widens) {
-      for (int r = 0; r < kTile; ++r) widen_row<Vector, Element>(w.row[r], n, wide[r]);
-    }
     for (int64_t g = 0, m = 0; g < groups; ++g) {
       const int64_t rows = (args.rows - m + groups - g - 1) / (groups - g);
-      const float* x = args.x + m * args.x_stride + k;
-      if constexpr (kMayWiden) {
-        if (widens) {
-          TileRows<F32, kTile> of;
-          for (int r = 0; r < kTile; ++r) of.row[r] = wide[r];
-          accumulate_rows<Vector, F32, kTile, kMost>(rows, of, x, args.x_stride, n, false, total + m);
-          m += rows;
-          continue;
-        }
-      }
-      accumulate_rows<Vector, Element, kTile, kMost>(rows, w, x, args.x_stride, n, m == 0, total + m);
+      accumulate_rows<Vector, Element, kTile, kMost>(rows, w, args.x + m * args.x_stride + k, args.x_stride,
+                                                     n, m == 0, total + m);
       m += rows;
     }
     for (int r = 0; r < kTile; ++r) w.row[r] += n;

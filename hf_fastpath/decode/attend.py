@@ -1,6 +1,6 @@
 """Attention of several new tokens over a cache that holds them: which kernel takes it, and what each of them needs.
 
-Everything that chooses lies here: :func:`way_of` is the table.
+Everything that chooses lies here: :func:`way_of` and :func:`way_on_cpu` are the tables.
 """
 
 from __future__ import annotations
@@ -35,8 +35,9 @@ def is_hopper(device: torch.device) -> bool:
 
 #: queries of a KV head up to which ``ops.append_attention`` is faster than flash attention without Hopper's products
 MOST_ROWS = 64
-#: new tokens up to which ``ops.decode_attention`` is faster on a CPU than PyTorch's attention with a mask
-MOST_TOKENS = 64
+#: new tokens up to which ``ops.decode_attention`` is faster on a CPU than PyTorch's attention with a mask, if as many
+#: times more are before them
+MOST_TOKENS, TIMES_BEFORE = 64, 8
 
 
 def way_of(rows: int, past: int, is_plain: bool, fits: bool, hopper: bool) -> str:
@@ -58,6 +59,23 @@ def way_of(rows: int, past: int, is_plain: bool, fits: bool, hopper: bool) -> st
     if is_plain and rows > MOST_ROWS and not hopper:
         return "flash"
     return "append"
+
+
+def way_on_cpu(tokens: int, past: int, cuts: bool, has_sinks: bool) -> str:
+    """What takes a call on a CPU.
+
+    Args:
+        tokens: new ones of a row.
+        past: tokens before them.
+        cuts: a window ends among what they see.
+        has_sinks: there are sinks.
+
+    Returns:
+        ``"decode"`` for ``ops.decode_attention`` over a few tokens at a time, or ``"sdpa"``.
+    """
+    if cuts or has_sinks:
+        return "decode"  # the other has neither
+    return "decode" if tokens <= MOST_TOKENS and past >= TIMES_BEFORE * tokens else "sdpa"
 
 
 class Attention:
@@ -108,7 +126,7 @@ class Attention:
         past = self._length - self._query_len
         is_plain = self._starts is None and not cuts and not cap and sinks is None
         fits = has_tensor_cores(q.device, q.dtype, q.shape[3])
-        if q.device.type == "cpu" and not cap and (cuts or (past and q.shape[1] <= MOST_TOKENS)):
+        if q.device.type == "cpu" and way_on_cpu(q.shape[1], past, cuts, sinks is not None) == "decode":
             return self._in_pieces(q, k_cache, v_cache, scale, window, sinks, scales)
         rows = q.shape[1] * (q.shape[2] // k_cache.shape[1])
         way = way_of(rows, past, is_plain, fits, is_hopper(q.device))
