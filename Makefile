@@ -2,9 +2,10 @@
 PYTHON ?= python3
 VENV ?= .venv
 TESTS ?= tests
-# processes that share the tests; with several, one thread each: more would wait for each other
+# processes that share the tests; with several, one thread each: more would wait for each other, and where a test wants
+# more, those that wait leave the core to the other process
 JOBS ?= 2
-THREADS := $(if $(filter-out 0 1,$(JOBS)),OMP_NUM_THREADS=1)
+THREADS := $(if $(filter-out 0 1,$(JOBS)),OMP_NUM_THREADS=1 OMP_WAIT_POLICY=passive)
 BIN := $(VENV)/bin
 # The CPU build of this torch serves development and CI; a machine with a GPU uses the torch it has (test-gpu).
 TORCH ?= torch==2.13.0

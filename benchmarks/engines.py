@@ -1,4 +1,4 @@
-"""What ``bench_generate.py`` compares: transformers in several modes, the patched model, and llama.cpp."""
+"""What ``bench_generate.py`` and ``bench_append.py`` compare: transformers, the patched model, llama.cpp."""
 
 from __future__ import annotations
 
@@ -126,10 +126,15 @@ class LlamaBench:
     def seconds_per_token(self, context: int, new_tokens: int) -> float:
         """Of one run of ``new_tokens`` behind ``context`` positions, or none if they are fewer than 128, whose keys and
         values are next to nothing; loading and warm-up are not timed."""
-        sizes = {"-p": 0, "-n": new_tokens, "-r": 1, "-t": torch.get_num_threads()}
-        if context >= 128:
-            sizes["-d"] = context
+        return self._seconds(context if context >= 128 else 0, {"-p": 0, "-n": new_tokens}) / new_tokens
+
+    def seconds_of_prompt(self, context: int, tokens: int) -> float:
+        """Of reading ``tokens`` at once behind ``context`` positions."""
+        return self._seconds(context, {"-p": tokens, "-n": 0})
+
+    def _seconds(self, depth: int, sizes: dict[str, int]) -> float:
+        sizes = sizes | {"-r": 1, "-t": torch.get_num_threads()} | ({"-d": depth} if depth else {})
         options = [str(word) for pair in sizes.items() for word in pair]
         command = [self.program, "-m", str(self.gguf), *options, "-o", "json"]
         out = subprocess.run(command, check=True, capture_output=True, text=True).stdout
-        return json.loads(out)[0]["avg_ns"] / 1e9 / new_tokens
+        return json.loads(out)[0]["avg_ns"] / 1e9

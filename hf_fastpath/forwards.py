@@ -221,7 +221,7 @@ def _over_cache(
     if query_len > 1 and total > layer.capacity:  # a window's ring: the newest tokens take the oldest slots
         if not _is_few(x) or layer.sliding_window + query_len - 1 > layer.capacity:
             return None
-    elif query_len > 1 and has_tensor_cores(x.device, x.dtype, part.head_dim):
+    elif query_len > 1 and (not _is_few(x) or has_tensor_cores(x.device, x.dtype, part.head_dim)):
         attention = Attention(query_len, total, lengths, starts)
         emit = few_rows(attention) if _is_few(x) else ManyRows(attention, x.shape[0] * query_len)
     angles = named.get("position_embeddings")
@@ -233,9 +233,13 @@ def _over_cache(
 def _takes_many(patch: ModulePatch, part: AttentionPart, x: torch.Tensor) -> bool:
     """Whether several tokens at once are for the ops: as few rows as those of a token step take, or attention that
     :mod:`.decode.attend` has a kernel for."""
-    if has_tensor_cores(x.device, x.dtype, part.head_dim):
-        return _is_few(x) or not isinstance(patch.part, LayerPart) or not isinstance(patch.part.mlp, MoEPart)
-    return _is_few(x)
+    if _is_few(x):
+        return True
+    if isinstance(patch.part, LayerPart) and isinstance(patch.part.mlp, MoEPart):
+        return False
+    if x.device.type == "cpu":
+        return not part.softcap
+    return has_tensor_cores(x.device, x.dtype, part.head_dim)
 
 
 def _stock_over_cache(patch: ModulePatch, reason: str | None, x: torch.Tensor, args: tuple, kwargs: dict) -> Any:

@@ -18,6 +18,7 @@ from hf_fastpath.quantization import FORMATS
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
 
+import bench_append  # noqa: E402
 import bench_layouts  # noqa: E402
 import bench_pages  # noqa: E402
 import engines  # noqa: E402
@@ -127,9 +128,30 @@ def test_llama_bench_is_asked_for_decode_alone(tmp_path, monkeypatch):
     asked = (tmp_path / "asked").read_text().split()
     options = dict(zip(asked[::2], asked[1::2]))
     assert (options["-m"], options["-p"], options["-n"], options["-d"]) == (str(file), "0", "6", "177")
+    assert engines.LlamaBench(file).seconds_of_prompt(context=40, tokens=5) == pytest.approx(3)
+    asked = (tmp_path / "asked").read_text().split()
+    options = dict(zip(asked[::2], asked[1::2]))
+    assert (options["-p"], options["-n"], options["-d"]) == ("5", "0", "40")
     program.unlink()
     with pytest.raises(FileNotFoundError, match="not on PATH"):
         engines.LlamaBench(file)
+
+
+def test_every_way_to_append_is_timed(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(bench_append.shapes, "build_model", lambda *_: build("llama"))
+    monkeypatch.setattr(bench_append, "measure_read_bandwidth", lambda *_, **__: 50e9)
+    monkeypatch.setattr(bench_append, "read_buffer", lambda _: None)
+    path = tmp_path / "append.csv"
+    sizes = ["--dtype", "fp32", "--context", "20", "--tokens", "3", "17", "--rounds", "2"]
+    assert bench_append.main([*sizes, "--csv", str(path)]) == 0
+    rows = list(csv.DictReader(path.open()))
+    ways = {(row["engine"], row["way"], int(row["new_tokens"])) for row in rows}
+    calls = {("stock", "turn"), ("stock", "forward"), ("ours", "turn"), ("ours", "forward"), ("ours", "drafts")}
+    assert len(rows) == len(ways) == 10 and ways == {(*call, count) for call in calls for count in (3, 17)}
+    for row in rows:
+        assert float(row["tok_s"]) == pytest.approx(1e3 * int(row["new_tokens"]) / float(row["ms"]), rel=0.01)
+        assert row["timings"] == "2" and row["context"] == "20"
+    assert capsys.readouterr().out.count("% of R") == 10
 
 
 # ---- layouts of quantized weights --------------------------------------------------------------------------

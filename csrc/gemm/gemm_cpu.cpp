@@ -5,10 +5,12 @@
 #include <torch/csrc/inductor/aoti_torch/generated/c_shim_cpu.h>
 
 #include <atomic>
+#include <vector>
 
 #include "common/convert_cpu.h"
 #include "common/cpu_glue.h"
 #include "common/cpu_math.h"
+#include "gemv/gemv_glue_cpu.h"
 
 namespace hf_fastpath {
 
@@ -92,6 +94,78 @@ void run_blocked(GemmArgs args, const RowView& x, GemmStrip* kernel) {
         const int64_t begin = item / splits * width, split = item % splits;
         kernel(args, part_begin(args.rows, splits, split), part_begin(args.rows, splits, split + 1), begin,
                std::min(begin + width, args.out_features), memory + padded * most + part * each);
+      }
+    });
+  }
+}
+
+// ---- the kernels of gemv --------------------------------------------------------------------------------
+
+// Rows up to which these, which read a weight as it lies in memory, are faster than kernels that pack it
+// first; and with AMX, where oneDNN has bfloat16 for more and nothing is faster in float16.
+constexpr int64_t kUnpackedRows = 32, kTiledBfloat16Rows = 96;
+// Rows that are laid out at a time, and bytes of a weight over which all of these pass before the next are
+// read: the second-level cache holds them.
+constexpr int64_t kLaidOutRows = 512, kPassedBytes = 512 << 10;
+
+bool takes_unpacked(const GemmArgs& args, int64_t rows) {
+  if (!use_avx2() || args.transposed) return false;
+  if (args.dtype == DType::kFloat32 || rows < kTiledRows || !use_amx()) return rows <= kUnpackedRows;
+  return args.dtype == DType::kFloat16 || rows <= kTiledBfloat16Rows;
+}
+
+// `rows` rows of x from `first` on as a linear kernel takes them: float32 at `to`, and in tiles unless that
+// is null.
+LinearArgs laid_out(const GemmArgs& args, const RowView& x, int64_t first, int64_t rows, float* to,
+                    uint16_t* tiles) {
+  LinearArgs out{};
+  out.dtype = args.dtype;
+  out.rows = rows;
+  out.in_features = args.in_features;
+  out.out_features = out.out_stride = args.out_features;
+  out.x = to;
+  out.x_stride = round_up(args.in_features, 16);
+  out.tiles = tiles;
+  out.weight = args.weight;
+  out.weight_stride = args.weight_stride;
+  out.bias = args.bias;
+  if (args.residual != nullptr) out.residual = at(args.residual, first * args.out_features, args.dtype);
+  out.out = at(args.out, first * args.out_features, args.dtype);
+  out.activation = args.activation;
+  for (int64_t row = 0; row < rows; ++row, to += out.x_stride) {
+    converter()(args.dtype, at(x.data, (first + row) * x.stride, args.dtype), to, x.columns);
+    std::fill(to + x.columns, to + out.x_stride, 0.0f);
+  }
+  if (tiles != nullptr) tiles_of_rows_amx(args.dtype, rows, args.in_features, out.x, out.x_stride, tiles);
+  return out;
+}
+
+void run_unpacked(const GemmArgs& args, const RowView& x) {
+  const bool tiled = args.dtype != DType::kFloat32 && x.rows >= kTiledRows && use_amx();
+  const int64_t most = tiled ? kMaxTiledRows : kMaxRows, stride = round_up(args.in_features, 16);
+  const int64_t passes = (x.rows + kLaidOutRows - 1) / kLaidOutRows;
+  const int64_t longest = (x.rows + passes - 1) / passes, pieces = (longest + most - 1) / most;
+  const int64_t tile_floats = tiled ? tile_elements(args.dtype, most, args.in_features) / 2 : 0;
+  float* const memory = scratch(pieces * tile_floats + longest * stride);
+  float* const floats = memory + pieces * tile_floats;
+  const int64_t row_bytes = args.in_features * element_size(args.dtype);
+  const int64_t block = std::max(kOutputGranule, kPassedBytes / row_bytes / kOutputGranule * kOutputGranule);
+  Linear* const kernel = linear_kernel(tiled);
+  std::vector<LinearArgs> linear(pieces);
+  for (int64_t pass = 0; pass < passes; ++pass) {
+    const int64_t first = part_begin(x.rows, passes, pass);
+    const int64_t rows = part_begin(x.rows, passes, pass + 1) - first;
+    const int64_t parts = std::min(pieces, part_count(rows * stride * kFloat, kBytesPerPart));
+    for_each_part(parts, [&](int64_t part) {
+      for (int64_t i = part_begin(pieces, parts, part); i < part_begin(pieces, parts, part + 1); ++i) {
+        const int64_t begin = part_begin(rows, pieces, i), count = part_begin(rows, pieces, i + 1) - begin;
+        auto* const tiles = tiled ? reinterpret_cast<uint16_t*>(memory + i * tile_floats) : nullptr;
+        linear[i] = laid_out(args, x, first + begin, count, floats + begin * stride, tiles);
+      }
+    });
+    share_outputs(args.out_features, row_bytes, [&](int64_t begin, int64_t end) {
+      for (int64_t n = begin; n < end; n += block) {
+        for (const LinearArgs& each : linear) kernel(each, n, std::min(n + block, end));
       }
     });
   }
@@ -218,7 +292,9 @@ Tensor gemm(const Tensor& x, const Tensor& weight, const std::optional<Tensor>& 
   args.bias = optional_data(bias, bias_holder);
   args.residual = optional_data(residual, residual_holder);
   args.out = out.mutable_data_ptr();
-  if (torch_is_faster(args.dtype)) {
+  if (takes_unpacked(args, view.rows)) {
+    run_unpacked(args, view);
+  } else if (torch_is_faster(args.dtype)) {
     run_torch(args, view);
   } else if (use_avx2()) {
     run_blocked(args, view, use_avx512() ? gemm_strip_avx512 : gemm_strip_avx2);

@@ -1,15 +1,19 @@
-// What: gemv_avx512.cpp's product for 5 to 16 rows of x in 16 bits, in the tiles of AMX: 16 weight rows times
+// What: gemv_avx512.cpp's product for 5 to 32 rows of x in 16 bits, in the tiles of AMX: 16 weight rows times
 //   32 inputs, as they lie in memory, times 32 inputs of 16 columns that x has been laid out as. Tiles
 //   multiply bfloat16 and sum in float32. Of float16 weights each becomes the sum of two bfloat16, its first
 //   eight significant bits and the other three, and so does x, in 16 columns for eight rows: all products
 //   are exact. Blocks with weights of 64 and more, infinities or NaNs are left to gemv_avx512.cpp's kernel.
-//   An output's sums differ by float32 rounding from those for fewer rows, as their order does. Subnormal
-//   bfloat16 count as zeros.
+//   An output's sums differ by float32 rounding from those for other numbers of rows, as their order does.
+//   Subnormal bfloat16 count as zeros.
 // Work split: a thread takes a range of outputs, 16 at a time.
 // Traffic: the weight once; x from the first- and second-level cache once for 16 outputs.
 // Roofline: read bandwidth. All matrices of TinyLlama one after the other, eight rows, two threads, Xeon,
 //   2026-11, of a read: 90 % in bfloat16, 91 in float16; with weights in the cache they take 17 and 64 % of
-//   a read's time. float16 widened to float32 and then cut in two: 87 and 73 %.
+//   a read's time. float16 widened to float32 and then cut in two: 87 and 73 %. 32 rows take 97 ms in
+//   bfloat16 and 149 in float16, as calls of gemm in turn, where 16 rows take 87 and 107: x in float16 has
+//   64 columns then, 4 KB for every 32 inputs, more than the first-level cache holds of a row.
+#include <utility>
+
 #include "common/amx_tiles.h"
 #include "gemv/gemv_linear.h"
 
@@ -95,35 +99,42 @@ HF_INLINE void load_weights(const uint16_t* from, const Rows& rows, __mmask32 ma
   if constexpr (kSplit) load_tile<7>(buffer + kTileRows * kTileInputs, kTileBytes);
 }
 
+template <int... kIndex, class Body>
+HF_INLINE void for_each_index(std::integer_sequence<int, kIndex...>, const Body& body) {
+  (body(std::integral_constant<int, kIndex>{}), ...);
+}
+
 // sums[r][c] of a block of weight rows and kGroups times 16 columns of x. False if a weight cannot be split.
 template <bool kSplit, int kGroups>
 HF_INLINE bool multiply(const LinearArgs& args, const Rows& rows, float* sums) {
-  static_assert(kGroups == 1 || kSplit);
+  static_assert(kGroups <= (kSplit ? 4 : 2));
+  // Chains of sums of a group: of the parts of a weight or of every other product, as short chains round
+  // less, where registers are left.
+  constexpr int kChains = kGroups > 2 ? 1 : 2;
+  constexpr std::make_integer_sequence<int, kGroups> kEachGroup;
+  constexpr std::make_integer_sequence<int, kGroups * kChains> kEachSum;
   alignas(64) uint16_t buffer[2][2 * kTileRows * kTileInputs];
   const int64_t columns = tile_columns(args.dtype, args.rows), row_bytes = columns * 4;
   const int64_t step = kTilePairs * columns * 2;
   const int64_t group = (args.in_features + kTileInputs - 1) / kTileInputs * step;
   const uint16_t* x = args.tiles;
   __m512i odd = _mm512_setzero_si512();
-  zero_tile<0>(), zero_tile<1>();
-  if constexpr (kGroups == 2) zero_tile<2>(), zero_tile<3>();
-  // Two chains of sums each, of the parts of a weight or of every other product: short chains round less.
+  for_each_index(kEachSum, [&](auto sum) __attribute__((always_inline)) { zero_tile<sum.value>(); });
   const auto product = [&](int64_t k, auto turn, __mmask32 mask) __attribute__((always_inline)) {
     constexpr int kTurn = decltype(turn)::value;
     prefetch<kSplit>(rows, k, args.in_features);
     load_tile<4>(x, row_bytes);
     load_weights<kSplit>(rows.weight + k, rows, mask, buffer[kTurn], odd);
-    if constexpr (kSplit) {
-      multiply_bf16<0, 6, 4>();
-      multiply_bf16<1, 7, 4>();
-    } else {
-      multiply_bf16<kTurn, 6, 4>();
-    }
-    if constexpr (kGroups == 2) {
-      load_tile<5>(x + group, row_bytes);
-      multiply_bf16<2, 6, 5>();
-      multiply_bf16<3, 7, 5>();
-    }
+    for_each_index(kEachGroup, [&](auto of) __attribute__((always_inline)) {
+      constexpr int g = of.value, kX = 4 + g % 2;
+      if constexpr (g > 0) load_tile<kX>(x + g * group, row_bytes);
+      if constexpr (kSplit) {
+        multiply_bf16<g * kChains, 6, kX>();
+        multiply_bf16<g * kChains + kChains - 1, 7, kX>();
+      } else {
+        multiply_bf16<g * kChains + kTurn, 6, kX>();
+      }
+    });
     x += step;
   };
   constexpr std::integral_constant<int, 0> kEven;
@@ -138,13 +149,14 @@ HF_INLINE bool multiply(const LinearArgs& args, const Rows& rows, float* sums) {
     const int64_t left = args.in_features - k;
     product(k, kEven, left < kTileInputs ? (__mmask32{1} << left) - 1 : kAll);
   }
-  alignas(64) float parts[2 * kGroups][kTileRows * kTileRows] = {};
-  store_tile<0>(parts[0], kTileBytes), store_tile<1>(parts[1], kTileBytes);
-  if constexpr (kGroups == 2) store_tile<2>(parts[2], kTileBytes), store_tile<3>(parts[3], kTileBytes);
+  alignas(64) float parts[kGroups * kChains][kTileRows * kTileRows] = {};
+  for_each_index(kEachSum, [&](auto sum) __attribute__((always_inline)) {
+    store_tile<sum.value>(parts[sum.value], kTileBytes);
+  });
   for (int g = 0; g < kGroups; ++g) {
     for (int64_t i = 0; i < kTileRows * kTileRows; i += 16) {
-      const __m512 sum =
-          _mm512_add_ps(_mm512_load_ps(parts[2 * g] + i), _mm512_load_ps(parts[2 * g + 1] + i));
+      __m512 sum = _mm512_load_ps(parts[g * kChains] + i);
+      if constexpr (kChains == 2) sum = _mm512_add_ps(sum, _mm512_load_ps(parts[g * kChains + 1] + i));
       _mm512_store_ps(sums + g * kTileRows * kTileRows + i, sum);
     }
   }
@@ -182,13 +194,26 @@ void use_tiles_for(int64_t rows, int64_t columns) {
   use_tiles(sizes);
 }
 
+// By linear_avx512, as many rows at a time as that takes.
+void untiled(const LinearArgs& args, int64_t begin, int64_t end) {
+  const int64_t row_bytes = args.out_features * 2;
+  for (int64_t row = 0; row < args.rows; row += kMaxRows) {
+    LinearArgs some = args;
+    some.rows = min_of(kMaxRows, args.rows - row);
+    some.x += row * args.x_stride;
+    if (args.residual != nullptr) some.residual = static_cast<const char*>(args.residual) + row * row_bytes;
+    some.out = static_cast<char*>(args.out) + row * args.out_stride * 2;
+    linear_avx512(some, begin, end);
+  }
+}
+
 template <class Element, int kGroups>
 void tiles_range(const LinearArgs& args, int64_t begin, int64_t end) {
   constexpr bool kSplit = std::is_same_v<Element, F16>;
   const auto* weight = static_cast<const uint16_t*>(args.weight);
   const auto* up = static_cast<const uint16_t*>(args.up_weight);
   alignas(64) float sums[kGroups * kTileRows * kTileRows];
-  alignas(64) float y[2][kMaxRows * kRun];
+  alignas(64) float y[2][kMaxTiledRows * kRun];
   const int64_t columns = tile_columns(args.dtype, args.rows);
   use_tiles_for(min_of(kTileRows, end - begin), columns);
   for (int64_t n = begin; n < end; n += kTileRows) {
@@ -207,7 +232,7 @@ void tiles_range(const LinearArgs& args, int64_t begin, int64_t end) {
     if (finite) {
       epilogue_rows<Element>(args, y[0], kRun, up != nullptr ? y[1] : nullptr, n, count);
     } else {
-      linear_avx512(args, n, n + count);  // infinity in two parts is infinity and NaN
+      untiled(args, n, n + count);  // infinity in two parts is infinity and NaN
     }
   }
   release_tiles();
@@ -247,13 +272,11 @@ void tiles_of_rows_amx(DType dtype, int64_t rows, int64_t in_features, const flo
 }
 
 void linear_amx(const LinearArgs& args, int64_t begin, int64_t end) {
-  if (args.dtype == DType::kBFloat16) {
-    tiles_range<BF16, 1>(args, begin, end);
-  } else if (args.rows <= kTileRows / 2) {
-    tiles_range<F16, 1>(args, begin, end);
-  } else {
-    tiles_range<F16, 2>(args, begin, end);
-  }
+  const bool half = args.dtype == DType::kFloat16;
+  const int64_t groups = tile_groups(args.dtype, args.rows);
+  if (groups == 1) return (half ? tiles_range<F16, 1> : tiles_range<BF16, 1>)(args, begin, end);
+  if (groups == 2) return (half ? tiles_range<F16, 2> : tiles_range<BF16, 2>)(args, begin, end);
+  return (groups == 3 ? tiles_range<F16, 3> : tiles_range<F16, 4>)(args, begin, end);
 }
 
 }  // namespace hf_fastpath

@@ -11,7 +11,7 @@ constexpr int64_t kMaxRows = 16;  // activation rows a call may have; sizes the 
 // One projection. Activations arrive in float32: the glue converts them once a call, for all threads.
 struct LinearArgs {
   DType dtype;   // of weights, bias, residual and out
-  int64_t rows;  // activation rows, 1 to kMaxRows
+  int64_t rows;  // activation rows, 1 to kMaxRows, or kMaxTiledRows for linear_amx
   int64_t in_features;
   int64_t out_features;
   const float* x;         // [rows, x_stride], zeros from in_features on
@@ -36,18 +36,22 @@ Linear linear_portable, linear_avx2, linear_avx512;
 // The same from args.tiles, for 16-bit types.
 Linear linear_amx;
 
-// Rows from which on the tiles of AMX pay off.
-constexpr int64_t kTiledRows = 5;
+// Rows from which on the tiles of AMX pay off, and the most that linear_amx takes.
+constexpr int64_t kTiledRows = 5, kMaxTiledRows = 32;
 
 // Columns of x that a tile has: one a row in bfloat16, two in float16, whose rows come in groups of eight.
 constexpr int64_t tile_columns(DType dtype, int64_t rows) {
   return dtype == DType::kBFloat16 && rows <= 8 ? 8 : 16;
 }
 
+// How many times tile_columns() hold all rows of x.
+constexpr int64_t tile_groups(DType dtype, int64_t rows) {
+  return dtype == DType::kFloat16 ? (rows + 7) / 8 : (rows + 15) / 16;
+}
+
 // Elements of args.tiles.
 constexpr int64_t tile_elements(DType dtype, int64_t rows, int64_t in_features) {
-  const int64_t groups = dtype == DType::kFloat16 && rows > 8 ? 2 : 1;
-  return groups * (in_features + 31) / 32 * 32 * tile_columns(dtype, rows);
+  return tile_groups(dtype, rows) * (in_features + 31) / 32 * 32 * tile_columns(dtype, rows);
 }
 
 // Rows of x, float32 values of `dtype`, as bfloat16 [groups, blocks of 32 inputs, 16 pairs, columns, 2]. For

@@ -1,6 +1,6 @@
 """Attention of several new tokens over a cache that holds them: which kernel takes it, and what each of them needs.
 
-Everything that chooses lies here: :func:`way_of` is the table.
+Everything that chooses lies here: :func:`way_of` and :func:`way_on_cpu` are the tables.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from torch import nn
 from torch.nn.attention.bias import causal_lower_right
 
 from .. import loader, ops
-from ..ops.decode_attention import MAX_HEAD_DIM, MIN_HEAD_DIM, visible_slots
+from ..ops.decode_attention import MAX_HEAD_DIM, MAX_QUERY_LEN, MIN_HEAD_DIM, visible_slots
 from ..ops.kv_cache import dequantized, gathered
 from . import composed
 
@@ -35,6 +35,9 @@ def is_hopper(device: torch.device) -> bool:
 
 #: queries of a KV head up to which ``ops.append_attention`` is faster than flash attention without Hopper's products
 MOST_ROWS = 64
+#: new tokens up to which ``ops.decode_attention`` is faster on a CPU than PyTorch's attention with a mask, if as many
+#: times more are before them
+MOST_TOKENS, TIMES_BEFORE = 64, 8
 
 
 def way_of(rows: int, past: int, is_plain: bool, fits: bool, hopper: bool) -> str:
@@ -56,6 +59,23 @@ def way_of(rows: int, past: int, is_plain: bool, fits: bool, hopper: bool) -> st
     if is_plain and rows > MOST_ROWS and not hopper:
         return "flash"
     return "append"
+
+
+def way_on_cpu(tokens: int, past: int, cuts: bool, has_sinks: bool) -> str:
+    """What takes a call on a CPU.
+
+    Args:
+        tokens: new ones of a row.
+        past: tokens before them.
+        cuts: a window ends among what they see.
+        has_sinks: there are sinks.
+
+    Returns:
+        ``"decode"`` for ``ops.decode_attention`` over a few tokens at a time, or ``"sdpa"``.
+    """
+    if cuts or has_sinks:
+        return "decode"  # the other has neither
+    return "decode" if tokens <= MOST_TOKENS and past >= TIMES_BEFORE * tokens else "sdpa"
 
 
 class Attention:
@@ -106,6 +126,8 @@ class Attention:
         past = self._length - self._query_len
         is_plain = self._starts is None and not cuts and not cap and sinks is None
         fits = has_tensor_cores(q.device, q.dtype, q.shape[3])
+        if q.device.type == "cpu" and way_on_cpu(q.shape[1], past, cuts, sinks is not None) == "decode":
+            return self._in_pieces(q, k_cache, v_cache, scale, window, sinks, scales)
         rows = q.shape[1] * (q.shape[2] // k_cache.shape[1])
         way = way_of(rows, past, is_plain, fits, is_hopper(q.device))
         if way == "append":
@@ -120,6 +142,16 @@ class Attention:
             out = attend(q.transpose(1, 2), k, v, attn_mask=behind, scale=scale, enable_gqa=grouped)
             return out.transpose(1, 2).flatten(2)
         return self._sdpa(q, k, v, scale)
+
+    def _in_pieces(self, q, k_cache, v_cache, scale, window, sinks, scales) -> torch.Tensor:
+        """As many tokens at a time as ``ops.decode_attention`` takes."""
+        found, behind = [], q.shape[1]
+        for piece in q.split(MAX_QUERY_LEN, dim=1):
+            behind -= piece.shape[1]
+            seen = self._lengths - behind, self._starts, scale, window
+            fixed = None, 0, None, False, sinks, *scales
+            found.append(ops.decode_attention.overload(piece, k_cache, v_cache, *seen, *fixed))
+        return found[0] if len(found) == 1 else torch.cat(found, dim=1)
 
     def _states(self, k_cache, v_cache, scales, dtype) -> list[torch.Tensor]:
         """Keys and values in the queries' dtype: the whole buffers where they are that."""

@@ -7,8 +7,9 @@ import torch
 from models import SHORT, WINDOW, counting, fresh, left_padded, pair, prompt
 from parity import LogitRule, RoundingCache, both, float64_copy, walk
 
-from hf_fastpath import FastpathCache, forwards
+from hf_fastpath import FastpathCache, forwards, ops
 from hf_fastpath.decode import attend
+from hf_fastpath.ops.kv_cache import quantized
 
 LENGTHS = (23, 5, 2, 16, 1, 9, 3)
 
@@ -76,6 +77,29 @@ def test_logits_of_many_rows(architecture, padded, dtype, cuda, steps_of):
         assert {100, 7, 120, 23} <= set(steps_of)
 
 
+@pytest.mark.parametrize("dtype", (torch.float32, torch.float16, torch.bfloat16), ids=str)
+@pytest.mark.parametrize("padded", (False, True), ids=("plain", "padded"))
+@pytest.mark.parametrize("architecture", ("gpt2", "llama", "mistral"))
+def test_logits_of_many_rows_on_a_cpu(architecture, padded, dtype, steps_of):
+    """More rows than those of a token step are the ops', too, whichever attention they take."""
+    cpu = torch.device("cpu")
+    stock, ours = pair(architecture, cpu, dtype)
+    ref, rule = float64_copy(stock), LogitRule()
+    lengths = (130, 17, 3, 40, 16, 1) if architecture != "mistral" else (5, WINDOW + 3, 20)
+    for seed in range(2):
+        text = prompt(cpu, 2, sum(lengths), seed=seed)
+        mask = torch.ones_like(text)
+        if padded:
+            mask[1, :9] = 0
+        caches = [RoundingCache(model.config, dtype) for model in (stock, ref)]
+        found = walk(ours, text, lengths, FastpathCache(ours.config), mask)
+        expected, truth = (walk(model, text, lengths, cache, mask) for model, cache in zip((stock, ref), caches))
+        rule.add(*(logits[mask.bool()] for logits in (found, expected, truth)))
+    rule.check(f"{architecture} {dtype}", least_positions=100)
+    if architecture != "mistral":  # whose ring has no room for all of them
+        assert {17, 40} <= set(steps_of)
+
+
 def test_other_masks_are_stocks(device, steps_of):
     """A mask that hides more than padding is not taken, and named."""
     stock, ours = fresh("llama", device)
@@ -111,6 +135,33 @@ def test_the_table():
         assert attend.way_of(rows, 0, is_plain=True, fits=True, hopper=True) == "sdpa"
     assert attend.way_of(64, 5, is_plain=True, fits=True, hopper=False) == "append"
     assert attend.way_of(65, 5, is_plain=True, fits=True, hopper=False) == "flash"
+
+
+@pytest.mark.parametrize("kv", (None, torch.int8), ids=("plain", "int8"))
+@pytest.mark.parametrize("window", (0, 100))
+def test_attention_in_pieces(window, kv, monkeypatch):
+    """Sixteen tokens at a time, behind each other: as all at once."""
+    past, tokens = 320, 37
+    length = past + tokens
+    lengths, starts = torch.tensor([length] * 2, dtype=torch.int32), torch.tensor([0, 30], dtype=torch.int32)
+    q = torch.randn(2, tokens, 4, 32)
+    caches, scales = [torch.randn(2, 2, length + 5, 32) for _ in range(2)], ()
+    if kv is not None:
+        caches, scales = zip(*(quantized(cache, kv) for cache in caches))
+    attention = attend.Attention(tokens, length, lengths, starts)
+    args = (q, *caches, lengths, None, 0.2, window, None, 0, None, False, torch.randn(4), *scales)
+    found = attention(*args)
+    expected = ops.decode_attention.reference(*args[:4], starts, *args[5:])
+    torch.testing.assert_close(found, expected)
+
+
+def test_the_table_of_a_cpu():
+    """What only one of the two has goes there; few tokens behind many to the cache's own kernel."""
+    for tokens, past in ((17, 0), (64, 511), (65, 10000), (500, 0)):
+        assert attend.way_on_cpu(tokens, past, cuts=False, has_sinks=False) == "sdpa"
+        assert attend.way_on_cpu(tokens, past, cuts=True, has_sinks=False) == "decode"
+        assert attend.way_on_cpu(tokens, past, cuts=False, has_sinks=True) == "decode"
+    assert attend.way_on_cpu(64, 512, cuts=False, has_sinks=False) == "decode"
 
 
 # ---- masks --------------------------------------------------------------------------------------------------------

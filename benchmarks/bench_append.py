@@ -1,0 +1,159 @@
+"""Append benchmark: several new tokens at once behind a filled cache, stock and ours in every type, and llama.cpp.
+
+    python benchmarks/bench_append.py --model tinyllama-1.1b --context 512 --tokens 2 4 8 16 32
+
+Ways: ``turn``, a conversation that goes on: ``generate()`` with the cache reads the new tokens and makes one;
+``forward``, the model called with the new tokens and the cache: logits of all of them; ``drafts``, what greedy search
+with drafts does to verify them, which for stock is ``forward``. With ``--gguf`` also llama.cpp's prompt speed at that
+depth: its ``llama-bench``, found on PATH, on a GGUF file of the same sizes, which ``benchmarks/gguf.py`` writes.
+
+Method. Models with random weights, one a type, caches of random keys and values. Every round takes all engines, every
+second one in reverse order; an engine is switched on, makes each call once untimed and ``--calls`` times timed, and
+the cache is cropped behind every call. The table gives medians with half the distance between the 20th and 80th
+percentile. ``% of R``: the share of the read bandwidth, measured in every round, that reading the weights and the
+cache once would take.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import statistics
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import measure
+import shapes
+import torch
+from engines import LLAMA_CPP, LlamaBench, copied_cache, engine, random_cache
+from measure import DTYPES, Spread
+from transformers import PreTrainedModel
+
+from hf_fastpath import arguments, loader, traffic
+from hf_fastpath.bandwidth import measure_read_bandwidth, read_buffer
+from hf_fastpath.decode.draft_plan import WIDTHS
+from hf_fastpath.patch_state import state_of
+from hf_fastpath.progress import announced
+
+ENGINES = ("stock", "ours")
+WAYS = ("turn", "forward", "drafts")
+
+
+def appends(model: PreTrainedModel, generate: Callable, cache: Any, text: torch.Tensor) -> dict[str, Callable]:
+    """Way -> a call that appends the last tokens of ``text``, those that ``cache`` does not hold."""
+    new = text[:, cache.get_seq_length() :]
+    calls = {"turn": lambda: generate(text, 1, cache), "forward": lambda: model(new, past_key_values=cache)}
+    state = state_of(model)
+    if state is not None:
+        part, tokens = state.part_of(model), new[0].tolist()
+        pieces = [tokens[at : at + WIDTHS[-1]] for at in range(0, len(tokens), WIDTHS[-1])]
+        widths = [next(width for width in WIDTHS if width >= len(piece)) for piece in pieces]
+
+        def drafts() -> None:
+            for piece, width in zip(pieces, widths):
+                plan = state.draft_plan(part, cache, width)
+                plan.begin(cache, torch.tensor([cache.get_seq_length()], device=model.device), None)
+                plan.read(piece)
+                plan.end()
+
+        calls["drafts"] = drafts
+    return calls
+
+
+def timed(call: Callable[[], object], cache: Any, length: int, calls: int, device: torch.device) -> list[float]:
+    """Seconds of ``calls`` calls behind one that is not timed; each leaves ``cache`` as long as it was."""
+    seconds = []
+    for _ in range(calls + 1):
+        seconds.append(measure.seconds(call, device))
+        cache.crop(length - cache.get_seq_length())
+    return seconds[1:]
+
+
+def run_round(
+    name: str,
+    model: PreTrainedModel,
+    context: int,
+    counts: Sequence[int],
+    ways: Sequence[str],
+    calls: int,
+) -> dict[tuple[int, str], list[float]]:
+    """(new tokens, way) -> seconds, of one round of one engine."""
+    seen = {}
+    filled = random_cache(model, 1, context)
+    with engine(name, model) as generate, torch.inference_mode():
+        for count in counts:
+            cache = copied_cache(name, filled)
+            if hasattr(cache, "activate_past_recording"):
+                cache.activate_past_recording()
+            text = shapes.prompt(model, 1, context + count)
+            for way, call in appends(model, generate, cache, text).items():
+                if way in ways:
+                    seen[count, way] = timed(call, cache, context, calls, model.device)
+    return seen
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    options = dict(prog=Path(__file__).name, description=__doc__)
+    parser = argparse.ArgumentParser(**options, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", default="tinyllama-1.1b", choices=list(shapes.MODELS))
+    parser.add_argument("--dtype", nargs="+", default=list(DTYPES), choices=list(DTYPES))
+    parser.add_argument("--device", default="cpu", type=arguments.device, help="cuda, cuda:1, cpu")
+    parser.add_argument("--context", default=512, type=arguments.count)
+    parser.add_argument("--tokens", nargs="+", type=arguments.count, default=[2, 4, 8, 16, 32])
+    parser.add_argument("--engines", nargs="+", default=list(ENGINES), choices=ENGINES)
+    parser.add_argument("--ways", nargs="+", default=list(WAYS), choices=WAYS)
+    parser.add_argument("--rounds", type=arguments.count, default=5)
+    parser.add_argument("--calls", type=arguments.count, default=1, help="timed calls of a way in a round")
+    parser.add_argument("--gguf", type=Path, help="also run llama-bench on this file")
+    measure.add_csv_argument(parser)
+    given = parser.parse_args(argv)
+    device = torch.device(given.device)
+    path = measure.chosen_csv(given.csv, "append", device)
+    llama = LlamaBench(given.gguf) if given.gguf is not None else None
+    status = loader.ensure(device.type)
+    with announced(f"making a random {given.model} of each type"):
+        models = {name: shapes.build_model(given.model, device, DTYPES[name]) for name in given.dtype}
+        buffer = read_buffer(device)
+    known = measure.environment(device) | {"isa": os.environ.get("HF_FASTPATH_CPU_ISA", "")}
+    print(f"{known['device']}: torch {torch.__version__}; kernels {status}", flush=True)
+
+    seen: dict[tuple[str, str, int, str], list[float]] = {}
+    bandwidths: list[float] = []
+    runs = [(name, dtype) for dtype in models for name in given.engines]
+    if llama is not None:
+        runs.append((LLAMA_CPP, "fp16"))
+    for turn in range(given.rounds):
+        bandwidths.append(measure_read_bandwidth(device, repeats=3, buffer=buffer))
+        for name, dtype in runs if turn % 2 == 0 else reversed(runs):
+            if name == LLAMA_CPP:
+                found = {(n, "turn"): [llama.seconds_of_prompt(given.context, n)] for n in given.tokens}
+            else:
+                found = run_round(name, models[dtype], given.context, given.tokens, given.ways, given.calls)
+            for (count, way), seconds in found.items():
+                seen.setdefault((name, dtype, count, way), []).extend(seconds)
+
+    bandwidth = statistics.median(bandwidths)
+    print(f"R = {bandwidth / 1e9:.1f} GB/s; {given.model}, context {given.context}")
+    for name, dtype, count, way in sorted(seen, key=lambda key: (key[2], WAYS.index(key[3]), key[:2])):
+        spread = Spread.of(times := seen[name, dtype, count, way])
+        like = models.get(dtype, next(iter(models.values())))
+        moved = traffic.weight_bytes(like, count) * DTYPES[dtype].itemsize // like.dtype.itemsize
+        moved += traffic.kv_bytes(like.config, given.context + count, DTYPES[dtype])
+        row = {"model": shapes.shape(given.model).label, "dtype": dtype, "engine": name, "way": way}
+        row |= {"context": given.context, "new_tokens": count, "ms": round(1e3 * spread.p50, 2)}
+        row |= {"tok_s": round(count / spread.p50, 1), "spread_percent": round(spread.percent, 1)}
+        row |= {"percent_of_r": round(100 * moved / spread.p50 / bandwidth, 1), "r_gb_s": round(bandwidth / 1e9, 1)}
+        row |= {"timings": len(times)}
+        print(
+            f"{count:4} {way:8} {name:10} {dtype:5} {row['ms']:10.1f} ms ±{row['spread_percent']:.0f}%"
+            f"{row['tok_s']:9.1f} tok/s {row['percent_of_r']:6.1f} % of R",
+            flush=True,
+        )
+        if path is not None:
+            measure.append_csv(path, [known | row])
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
