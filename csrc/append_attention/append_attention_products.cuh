@@ -7,15 +7,6 @@ namespace hf_fastpath {
 
 #if HF_FASTPATH_WGMMA
 
-// Registers that products write change here, for all the compiler knows.
-template <int kCount>
-__device__ __forceinline__ void wgmma_touch(float (&c)[kCount][4]) {
-#pragma unroll
-  for (int n = 0; n < kCount; ++n)
-#pragma unroll
-    for (int i = 0; i < 4; ++i) asm volatile("" : "+f"(c[n][i])::"memory");
-}
-
 // A in registers, and k along the columns of B.
 #define HF_WGMMA_REGISTERS(N, REGS, COUNT, A, B, TYPE)                                                     \
   asm volatile("wgmma.mma_async.sync.aligned.m64n" #N "k16.f32." TYPE "." TYPE " {" REGS "}, {" A "}, %" B \

@@ -12,6 +12,15 @@ namespace hf_fastpath {
 
 #if HF_FASTPATH_WGMMA
 
+// Registers that products write change here, for all the compiler knows.
+template <int kCount>
+__device__ __forceinline__ void wgmma_touch(float (&c)[kCount][4]) {
+#pragma unroll
+  for (int n = 0; n < kCount; ++n)
+#pragma unroll
+    for (int i = 0; i < 4; ++i) asm volatile("" : "+f"(c[n][i])::"memory");
+}
+
 // Sums c[groups of 8 columns][4] as operands, and as registers of an instruction.
 #define HF_WGMMA_C4(n) "+f"(c[n][0]), "+f"(c[n][1]), "+f"(c[n][2]), "+f"(c[n][3])
 #define HF_WGMMA_C8 HF_WGMMA_C4(0), HF_WGMMA_C4(1)

@@ -142,7 +142,7 @@ LinearArgs laid_out(const GemmArgs& args, const RowView& x, int64_t first, int64
 
 void run_unpacked(const GemmArgs& args, const RowView& x) {
   const bool tiled = args.dtype != DType::kFloat32 && x.rows >= kTiledRows && use_amx();
-  const int64_t most = tiled ? kMaxTiledRows : kMaxRows, stride = round_up(args.in_features, 16);
+  const int64_t most = tiled ? kMaxAmxRows : kMaxRows, stride = round_up(args.in_features, 16);
   const int64_t passes = (x.rows + kLaidOutRows - 1) / kLaidOutRows;
   const int64_t longest = (x.rows + passes - 1) / passes, pieces = (longest + most - 1) / most;
   const int64_t tile_floats = tiled ? tile_elements(args.dtype, most, args.in_features) / 2 : 0;

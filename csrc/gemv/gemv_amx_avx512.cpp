@@ -213,7 +213,7 @@ void tiles_range(const LinearArgs& args, int64_t begin, int64_t end) {
   const auto* weight = static_cast<const uint16_t*>(args.weight);
   const auto* up = static_cast<const uint16_t*>(args.up_weight);
   alignas(64) float sums[kGroups * kTileRows * kTileRows];
-  alignas(64) float y[2][kMaxTiledRows * kRun];
+  alignas(64) float y[2][kMaxAmxRows * kRun];
   const int64_t columns = tile_columns(args.dtype, args.rows);
   use_tiles_for(min_of(kTileRows, end - begin), columns);
   for (int64_t n = begin; n < end; n += kTileRows) {

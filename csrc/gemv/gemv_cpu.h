@@ -11,7 +11,7 @@ constexpr int64_t kMaxRows = 16;  // activation rows a call may have; sizes the 
 // One projection. Activations arrive in float32: the glue converts them once a call, for all threads.
 struct LinearArgs {
   DType dtype;   // of weights, bias, residual and out
-  int64_t rows;  // activation rows, 1 to kMaxRows, or kMaxTiledRows for linear_amx
+  int64_t rows;  // activation rows, 1 to kMaxRows, or kMaxAmxRows for linear_amx
   int64_t in_features;
   int64_t out_features;
   const float* x;         // [rows, x_stride], zeros from in_features on
@@ -37,7 +37,7 @@ Linear linear_portable, linear_avx2, linear_avx512;
 Linear linear_amx;
 
 // Rows from which on the tiles of AMX pay off, and the most that linear_amx takes.
-constexpr int64_t kTiledRows = 5, kMaxTiledRows = 32;
+constexpr int64_t kTiledRows = 5, kMaxAmxRows = 32;
 
 // Columns of x that a tile has: one a row in bfloat16, two in float16, whose rows come in groups of eight.
 constexpr int64_t tile_columns(DType dtype, int64_t rows) {

@@ -8,6 +8,7 @@
 
 #include "common/async.cuh"
 #include "common/cuda_check.cuh"
+#include "common/ring_cursor.cuh"
 #include "gemv/gemv_device.cuh"
 #include "gemv/gemv_ring_end.cuh"
 
@@ -175,15 +176,6 @@ __device__ __forceinline__ Sum sum_of(const Sum* values) {
   }
   return sum;
 }
-
-// A position in the ring.
-struct RingCursor {
-  int slot = 0;
-  uint32_t parity = 0;
-  __device__ __forceinline__ void advance(int slots) {
-    if (++slot == slots) slot = 0, parity ^= 1;
-  }
-};
 
 // The ring's slots one after the other, for the warps that compute: start(), then wait() and release() for
 // each.

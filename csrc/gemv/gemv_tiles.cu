@@ -18,9 +18,8 @@ constexpr int kOverrun = (kTileRows - 8) * kChunkBytes;  // of a tile of 8 rows,
 int count_tiles(const GemvParams& p, int features, int (&first)[kMaxGemvSegments]) {
   int tiles = 0;
   for (int i = 0; i < (p.gated ? 1 : p.num_segments); ++i) {
-    const int end = i + 1 < p.num_segments && !p.gated ? p.segments[i + 1].first : p.n;
     first[i] = tiles;
-    tiles += (end - p.segments[i].first + features - 1) / features;
+    tiles += (segment_end(p, i) - p.segments[i].first + features - 1) / features;
   }
   return tiles;
 }
@@ -40,7 +39,6 @@ TilesPlan plan_tiles(const GemvParams& p, int x_rows, int& parts) {
   const int sms = multiprocessor_count(), chunks = static_cast<int>((p.k + kChunk - 1) / kChunk);
   // One tile a block where two share k, so that what they send each other needs no answer.
   plan.split = !p.gated && p.n <= kTileRows * (sms / 2 - p.num_segments) && chunks > 1 ? 2 : 1;
-  if (plan.split == 2 && p.n > kTileRows / 2 * sms) plan.split = 1;  // a tile for every SM as it is
   parts = p.gated || p.n > kTileRows * sms ? 2 : 1;
   divide(p, sms / plan.split, p.gated ? 1 : parts, plan);
   plan.x_chunk = x_rows * kChunkBytes;
@@ -80,9 +78,9 @@ void launch_parts(const GemvParams& p, const TilesPlan& plan, cudaStream_t strea
   CUtensorMap maps[kMaxGemvSegments];
   for (int i = 0; i < kMaxGemvSegments; ++i) {
     const int of = i < p.num_segments ? i : 0;
-    const int end = of + 1 < p.num_segments && !p.gated ? p.segments[of + 1].first : p.n;
     const int first = p.gated ? 0 : p.segments[of].first;
-    maps[i] = rows_map(p, p.segments[of].weight, end - first, p.segments[of].stride, plan.rows);
+    maps[i] =
+        rows_map(p, p.segments[of].weight, segment_end(p, of) - first, p.segments[of].stride, plan.rows);
   }
   const auto kernel = gemv_tiles_kernel<T, kX, kParts>;
   HF_FASTPATH_CUDA_CHECK(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, plan.all));

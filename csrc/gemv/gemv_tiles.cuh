@@ -12,6 +12,7 @@
 #pragma once
 
 #include "common/async.cuh"
+#include "common/ring_cursor.cuh"
 #include "common/wgmma_shared.cuh"
 #include "gemv/gemv_device.cuh"
 
@@ -24,6 +25,11 @@ constexpr int kChunk = 64;                            // inputs of a copy: 128 b
 constexpr int kChunkBytes = 128;                      // of a row
 constexpr int kRoundRows = 32;                        // x rows that are finished at a time
 constexpr int kSumsStride = kTileRows + 4;            // floats from one to the next: no bank twice
+
+// Behind the last feature of a segment.
+__host__ __device__ __forceinline__ int segment_end(const GemvParams& p, int segment) {
+  return segment + 1 < p.num_segments && !p.gated ? p.segments[segment + 1].first : p.n;
+}
 
 // How a launch's work is divided.
 struct TilesPlan {
@@ -48,14 +54,6 @@ __device__ __forceinline__ void send_sums(uint32_t to, const float (&v)[4], uint
       "f"(v[0]), "f"(v[1]), "f"(v[2]), "f"(v[3]), "r"(barrier)
       : "memory");
 }
-
-struct SlotCursor {
-  int slot = 0;
-  uint32_t parity = 0;
-  __device__ __forceinline__ void advance(int slots) {
-    if (++slot == slots) slot = 0, parity ^= 1;
-  }
-};
 
 // What all warps of a block know.
 struct TilesBlock {
@@ -92,7 +90,7 @@ struct TilesBlock {
 // lane's work.
 template <class Fetch>
 __device__ __forceinline__ void fill_slots(const TilesBlock& block, const Fetch& fetch) {
-  SlotCursor at;
+  RingCursor at;
   for (int tile = block.first_tile; tile < block.plan.tiles; tile += block.stride) {
     for (int step = block.begin; step < block.end; ++step) {
       barrier_wait(block.empty(at.slot), at.parity ^ 1);
@@ -110,7 +108,7 @@ struct TilesConsumer {
   float* sums;      // in shared memory: of kParts times kX x rows
   float4* arrived;  // what the other block of a cluster has sent
   int warp, lane;
-  SlotCursor at;
+  RingCursor at;
   float c[kParts][kGroups][4];
 
   __device__ __forceinline__ void release(int slot) {
@@ -144,11 +142,7 @@ struct TilesConsumer {
     wgmma_wait<0>();
     release(before);
 #pragma unroll
-    for (int of = 0; of < kParts; ++of)
-#pragma unroll
-      for (int g = 0; g < kGroups; ++g)
-#pragma unroll
-        for (int i = 0; i < 4; ++i) asm volatile("" : "+f"(c[of][g][i])::"memory");
+    for (int of = 0; of < kParts; ++of) wgmma_touch(c[of]);
   }
 
   // Of two blocks that share k, the first gets the sums of the first half of the x rows, the second the
@@ -157,7 +151,7 @@ struct TilesConsumer {
     const int other = block.rank ^ 1;
     const uint32_t barrier = cluster_address(block.received(), other);
     const uint32_t to = cluster_address(arrived + threadIdx.x, other);
-    asm volatile("barrier.cluster.wait.aligned;" ::: "memory");  // the other block's barrier is set up
+    wait_cluster();  // the other block's barrier is set up
 #pragma unroll
     for (int of = 0; of < kParts; ++of)
 #pragma unroll
@@ -191,14 +185,13 @@ struct TilesConsumer {
     const GemvParams& p = block.p;
     const TilesPlan& plan = block.plan;
     const int feature = threadIdx.x % kTileRows, start = threadIdx.x / kTileRows;
-    const int segment = block.segment(tile);
-    const int of_segment = segment + 1 < p.num_segments && !p.gated ? p.segments[segment + 1].first : p.n;
+    const int segment = block.segment(tile), end = segment_end(p, segment);
     const int from = p.segments[segment].first +
                      (tile - plan.first[segment]) * plan.rows * (p.gated ? 1 : kParts) + feature;
 #pragma unroll 1
     for (int of = 0; of < (p.gated ? 1 : kParts); ++of) {
       const int n = from + of * plan.rows;
-      if (feature >= plan.rows || n >= of_segment) break;
+      if (feature >= plan.rows || n >= end) break;
       const float* const dots = sums + (of * kX + done + start) * kSumsStride + feature;
       const int64_t at = int64_t(first + done + start) * p.n + n;
       T residual[kEach];
@@ -334,7 +327,7 @@ __global__ void __launch_bounds__(kThreads, 1)
     return;
   }
   __syncwarp();
-  if (plan.split > 1) asm volatile("barrier.cluster.wait.aligned;" ::: "memory");
+  if (plan.split > 1) wait_cluster();
 #endif
 }
 

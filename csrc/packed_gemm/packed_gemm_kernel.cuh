@@ -71,7 +71,7 @@ struct GemmConsumer {
   uint32_t smem;
   GemmBarriers barriers;
   int cluster, rank, group, lane, warp;  // group: of warps
-  GemmCursor x_at, at;
+  RingCursor x_at, at;
   QuadTurn turn;
   PieceScales<kForm> next[2];  // of the piece that follows
   float sums[kTokens / 2];
@@ -154,10 +154,10 @@ struct GemmConsumer {
           wgmma_wait<1>();  // the 64 inputs before: their slot and their operands' registers are free
           if (before >= 0) release_x(before);
           before = x_at.slot;
-          x_at.template advance<Tile::kX>();
+          x_at.advance(Tile::kX);
         }
       }
-      at.template advance<Tile::kPieces>();
+      at.advance(Tile::kPieces);
     }
     wgmma_wait<0>();
     release_x(before);

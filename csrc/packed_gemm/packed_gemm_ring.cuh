@@ -2,6 +2,7 @@
 #pragma once
 
 #include "common/async.cuh"
+#include "common/ring_cursor.cuh"
 #include "common/warp.cuh"
 #include "packed_gemm/packed_gemm.h"
 #include "packed_gemm/packed_gemm_products.cuh"
@@ -92,15 +93,6 @@ __device__ __forceinline__ GemmBarriers gemm_barriers(uint32_t smem) {
   return {at, at + 8 * Tile::kX, at + 16 * Tile::kX, at + 16 * Tile::kX + 8 * Tile::kPieces};
 }
 
-struct GemmCursor {
-  int slot = 0;
-  uint32_t parity = 0;
-  template <int kSlots>
-  __device__ __forceinline__ void advance() {
-    if (++slot == kSlots) slot = 0, parity ^= 1;
-  }
-};
-
 // The same tile of a tensor for all blocks of the cluster; each one's barrier learns of it.
 __device__ __forceinline__ void copy_tile_to_cluster(uint32_t to, const CUtensorMap* map, int x, int y,
                                                      uint32_t barrier) {
@@ -141,7 +133,7 @@ __device__ __forceinline__ void fetch_x(const GemmShare& share, const PackedMatr
                                         const CUtensorMap* map, uint32_t smem, int cluster, int rank) {
   constexpr int kHalf = Tile::kTokens / kGemmCluster, kSlotsOfPiece = PackedPiece<kForm>::kBlocks * 2;
   const GemmBarriers barriers = gemm_barriers<Tile>(smem);
-  GemmCursor at;
+  RingCursor at;
   GemmParts parts(share.plan, cluster);
   GemmPart part;
   while (parts.next(share.plan, part)) {
@@ -156,7 +148,7 @@ __device__ __forceinline__ void fetch_x(const GemmShare& share, const PackedMatr
         barrier_arrive_expect(full, Tile::kXBytes);
         copy_tile_to_cluster(smem + at.slot * Tile::kXBytes + rank * kHalf * 128, map,
                              (piece * kSlotsOfPiece + i) * kGemmX, token, full);
-        at.template advance<Tile::kX>();
+        at.advance(Tile::kX);
       }
     }
   }
@@ -164,7 +156,7 @@ __device__ __forceinline__ void fetch_x(const GemmShare& share, const PackedMatr
 #pragma unroll 1
   for (int i = 0; i < Tile::kX; ++i) {
     barrier_wait(barriers.x_empty + 8 * at.slot, at.parity ^ 1);
-    at.template advance<Tile::kX>();
+    at.advance(Tile::kX);
   }
 }
 
@@ -174,7 +166,7 @@ __device__ __forceinline__ void fetch_pieces(const GemmShare& share, const CUten
                                              int cluster, int rank) {
   using Piece = PackedPiece<kForm>;
   const GemmBarriers barriers = gemm_barriers<Tile>(smem);
-  GemmCursor at;
+  RingCursor at;
   GemmParts parts(share.plan, cluster);
   GemmPart part;
   while (parts.next(share.plan, part)) {
@@ -189,7 +181,7 @@ __device__ __forceinline__ void fetch_pieces(const GemmShare& share, const CUten
       for (int b = 0; b < Piece::kBlocks; ++b)
         copy_tile_to_shared(to + b * Tile::kFeatures * Piece::kRowBytes, map,
                             (piece * Piece::kBlocks + b) * (Piece::kRowBytes / 4), row, 0, full);
-      at.template advance<Tile::kPieces>();
+      at.advance(Tile::kPieces);
     }
   }
 }
