@@ -51,3 +51,18 @@ def reference_is_the_models_layers(spec: OpSpec, rows: int) -> None:
         x, weight, bias = (torch.randint(-3, 4, t.shape).float() for t in (x, weight, bias))  # exact in any order
         conv.weight.copy_(weight.t()), conv.bias.copy_(bias)
         assert torch.equal(spec.reference(x, conv.weight, conv.bias, transposed=True), conv(x))
+
+
+def beside_other_kernels(spec: OpSpec, rows: int, device: torch.device) -> None:
+    """Slots of the rings are filled again many times while other streams keep the multiprocessors busy."""
+    for k, n in ((8192, 4300), (14336, 4096), (4096, 14336)):
+        weight = torch.randn(n, k, device=device, dtype=torch.float16) * k**-0.5
+        x = torch.randn(rows, k, device=device, dtype=torch.float16)
+        expected = assert_matches(spec, Sample(x, weight))
+        found = []
+        for stream in [torch.cuda.Stream(device) for _ in range(4)]:
+            stream.wait_stream(torch.cuda.current_stream(device))
+            with torch.cuda.stream(stream):
+                found += [spec.overload(x, weight) for _ in range(150)]
+        torch.cuda.synchronize()
+        assert not any((out != expected).any() for out in found)

@@ -6,6 +6,7 @@ import pytest
 import torch
 from checks import DTYPES, assert_matches, common_tests, over_dtypes
 from linear_checks import (
+    beside_other_kernels,
     exact_on_integers,
     ignores_gaps_between_weight_rows,
     over_layouts,
@@ -195,19 +196,7 @@ def test_next_weight_is_checked(device):
 
 @pytest.mark.parametrize("rows", (1, 2, 4, 8))
 def test_gemv_beside_other_kernels(cuda, rows):
-    """Slots of the rings are filled again many times while other streams keep the multiprocessors busy."""
-    for k, n in ((8192, 4300), (14336, 4096), (4096, 14336)):
-        weight = torch.randn(n, k, device=cuda, dtype=torch.float16) * k**-0.5
-        x = torch.randn(rows, k, device=cuda, dtype=torch.float16)
-        expected = assert_matches(SPEC, Sample(x, weight))
-        streams = [torch.cuda.Stream(cuda) for _ in range(4)]
-        found = []
-        for stream in streams:
-            stream.wait_stream(torch.cuda.current_stream(cuda))
-            with torch.cuda.stream(stream):
-                found += [SPEC.overload(x, weight) for _ in range(150)]
-        torch.cuda.synchronize()
-        assert not any((out != expected).any() for out in found)
+    beside_other_kernels(SPEC, rows, cuda)
 
 
 if __name__ == "__main__":

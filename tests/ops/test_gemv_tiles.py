@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from checks import assert_exact, assert_matches, small_integers
+from linear_checks import beside_other_kernels
 from memory import same_bits
 
 from hf_fastpath.ops.gemv import MAX_ROWS, MAX_TILED_ROWS, SPEC, most_rows
@@ -90,15 +91,4 @@ def test_other_weights_take_sixteen_rows(hopper):
 
 @pytest.mark.parametrize("rows", (16, MAX_TILED_ROWS))
 def test_beside_other_kernels(hopper, rows):
-    """Slots of the rings are filled again many times while other streams keep the multiprocessors busy."""
-    for k, n in ((8192, 4300), (14336, 4096), (4096, 14336)):
-        weight = torch.randn(n, k, device=hopper, dtype=torch.float16) * k**-0.5
-        x = torch.randn(rows, k, device=hopper, dtype=torch.float16)
-        expected = assert_matches(SPEC, Sample(x, weight))
-        found = []
-        for stream in [torch.cuda.Stream(hopper) for _ in range(4)]:
-            stream.wait_stream(torch.cuda.current_stream(hopper))
-            with torch.cuda.stream(stream):
-                found += [SPEC.overload(x, weight) for _ in range(60)]
-        torch.cuda.synchronize()
-        assert not any((out != expected).any() for out in found)
+    beside_other_kernels(SPEC, rows, hopper)
