@@ -97,9 +97,11 @@ def read(part: ModelPart, cache: FastpathCache, prompt: Prompt) -> torch.Tensor:
     lengths = cache.seq_lens(0, query_len)
     starts = None if prompt.starts is None else prompt.starts.to(torch.int32)
     rows = batch * query_len
-    emit: steps.Emit = ManyRows(Attention(query_len, past + query_len, lengths, starts), rows)
+    emit: steps.Emit
     if device.type == "cpu" and rows <= MAX_ROWS:
         emit = steps.run  # a few tokens of a conversation are one pass over the weights, as a token is
+    else:
+        emit = ManyRows(Attention(query_len, past + query_len, lengths, starts), rows)
     hidden, _ = steps.step_inputs(emit, part, prompt.tokens, prompt.positions.expand(batch, -1), [])
     at = steps.Positions(_angles(part, hidden, prompt.positions), lengths, starts)
     for index, layer in enumerate(part.layers):
