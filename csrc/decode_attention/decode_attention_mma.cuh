@@ -67,10 +67,11 @@ __global__ void __launch_bounds__(kWarps* kWarpSize, 1) decode_attention_mma_ker
   for (int stage = 0; stage < kRing; ++stage) {
     const int from = base + stage * kStep;
     if (!waited && min(from + kTile, s.end) > s.seq_len - p.query_len) {
-      wait_for_previous_kernel();
+      tiles.fetch_newest(p, s, from, stage);
       waited = true;
+    } else {
+      tiles.fetch(p, s, from, stage);
     }
-    tiles.fetch(p, s, from, stage);
   }
   if (!waited) wait_for_previous_kernel();
 

@@ -68,6 +68,13 @@ struct CopiedTiles : WarpTiles<T, kDims> {
     }
     commit_copies();
   }
+  // The same for a tile with positions that the kernel in front appends.
+  template <class Placed>
+  __device__ __forceinline__ void fetch_newest(const DecodeAttentionParams& p, const Placed& s, int base,
+                                               int stage) {
+    wait_for_previous_kernel();
+    fetch(p, s, base, stage);
+  }
   __device__ __forceinline__ void wait(const Split&, int, int) const {
     wait_for_copies<kStages<kDims> - 1>();
     __syncwarp();  // every lane's copies
@@ -113,22 +120,21 @@ struct BulkTiles : WarpTiles<T, kDims> {
   __device__ __forceinline__ void fetch(const DecodeAttentionParams&, const Placed& s, int base, int stage) {
     const int count = min(kTile, s.end - base);
     if (count <= 0 || !is_elected()) return;
-    const uint32_t slot = s.slot(base - s.begin);
-    // The rest lies elsewhere: from slot 0 on where a ring wraps, or in the next page.
-    const int together = min(count, s.adjacent(slot)), before = together * row_bytes;
-    const int rest = count * row_bytes - before;
-    const uint32_t barrier = full + 8 * stage;
-    barrier_arrive_expect(barrier, 2 * count * row_bytes);
-    uint32_t next = 0;
-    if constexpr (Placed::kIsPaged) next = rest > 0 ? s.slot(base - s.begin + together) : 0;
-    const auto copy = [&](char* to, const char* from) {
-      copy_to_shared(shared_address(to), from + uint64_t(slot) * row_bytes, before, barrier, policy);
-      if (rest > 0) {
-        copy_to_shared(shared_address(to) + before, from + uint64_t(next) * row_bytes, rest, barrier, policy);
-      }
-    };
-    copy(this->k(stage), s.k);
-    copy(this->v(stage), s.v);
+    announce(count, stage);
+    copy(s, base, 0, count, stage);
+  }
+  // The same for a tile with positions that the kernel in front appends: older ones come meanwhile.
+  template <class Placed>
+  __device__ __forceinline__ void fetch_newest(const DecodeAttentionParams& p, const Placed& s, int base,
+                                               int stage) {
+    const int count = min(kTile, s.end - base), old = min(s.seq_len - p.query_len - base, count);
+    const bool elected = is_elected();
+    if (elected && count > 0) {
+      announce(count, stage);
+      if (old > 0) copy(s, base, 0, old, stage);
+    }
+    wait_for_previous_kernel();
+    if (elected && count > 0) copy(s, base, max(old, 0), count, stage);
   }
   // Waits for it. What follows the last position is zeros in V, which weights of zero are multiplied by.
   __device__ __forceinline__ void wait(const Split& s, int base, int stage) {
@@ -144,6 +150,30 @@ struct BulkTiles : WarpTiles<T, kDims> {
   }
   __device__ __forceinline__ uint4 read(const char* from, bool present) const {
     return present ? *reinterpret_cast<const uint4*>(from) : make_uint4(0, 0, 0, 0);
+  }
+
+ private:
+  // `count` rows of K and of V will arrive.
+  __device__ __forceinline__ void announce(int count, int stage) const {
+    barrier_arrive_expect(full + 8 * stage, 2 * count * row_bytes);
+  }
+  // Rows [first, end) of a tile.
+  template <class Placed>
+  __device__ __forceinline__ void copy(const Placed& s, int base, int first, int end, int stage) const {
+    const uint32_t slot = s.slot(base - s.begin + first);
+    // The rest lies elsewhere: from slot 0 on where a ring wraps, or in the next page.
+    const int together = min(end - first, s.adjacent(slot)), before = together * row_bytes;
+    const int rest = (end - first) * row_bytes - before;
+    uint32_t next = 0;
+    if constexpr (Placed::kIsPaged) next = rest > 0 ? s.slot(base - s.begin + first + together) : 0;
+    const uint32_t barrier = full + 8 * stage;
+    const auto of = [&](char* tile, const char* from) {
+      const uint32_t to = shared_address(tile) + first * row_bytes;
+      copy_to_shared(to, from + uint64_t(slot) * row_bytes, before, barrier, policy);
+      if (rest > 0) copy_to_shared(to + before, from + uint64_t(next) * row_bytes, rest, barrier, policy);
+    };
+    of(this->k(stage), s.k);
+    of(this->v(stage), s.v);
   }
 };
 

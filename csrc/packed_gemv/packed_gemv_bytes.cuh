@@ -3,7 +3,6 @@
 #pragma once
 
 #include "packed_gemv/packed_gemv_prepared.cuh"
-#include "packed_gemv/packed_gemv_products.cuh"
 
 namespace hf_fastpath {
 
@@ -17,69 +16,67 @@ constexpr bool kTakesBytes = kColumns == 1 && kXColumns<T> == 1 && kForm != Pack
 // with those of its own stretch, both parts.
 template <class T, PackedForm kForm>
 struct ByteX {
-  using Slot = PackedSlot<kForm>;
+  using Slot = PackedSlot<kForm, kRingWarps>;
   static constexpr bool kNibbles = kBits<kForm> == 4;  // two blocks at a time, else one
-  static constexpr int kSpanPieces = 2 / Slot::kWarpBlocks;
+  using Spans = LaneSpans<Slot>;
+  static constexpr int kSpanPieces = Spans::kPieces;
   static constexpr int kSpanBytes = 512,
                        kSpanSteps = 64;  // shared memory: of the bytes, of steps and excesses
-  static constexpr int kLoads = 4;       // spans that are loaded at a time
+  static constexpr int kSpanNorm = 512;  // of the norm's weight
+  static constexpr int kTogether = 2;    // spans that are made bytes at a time
+  static constexpr int kFetched = 8;     // and that are copied without a loop
   static constexpr int kBitsOfX = 14;
 
   char* bytes;  // [spans]: 4-bit [4 stretches][2 parts][4 q][2 stretches][2 planes][4], else for both blocks
                 // [4 stretches][2 parts][4 q][8]
   int2* steps;  // [spans][8 stretches]: bits of the step, and what quants have in excess times x
+  char* norm;   // the norm's weight, [spans]
   float* squares;  // of x, over all phases
 
-  __device__ __forceinline__ ByteX(char* bytes, char* steps, float* scratch, int warp, int spans, int)
-      : bytes(bytes + warp * spans * kSpanBytes),
-        steps(reinterpret_cast<int2*>(steps + warp * spans * kSpanSteps)),
-        squares(scratch + kRingWarps + warp) {}
+  __device__ __forceinline__ ByteX(char* ring, const PackedPlan& plan, int warp, int spans, int)
+      : bytes(ring + plan.x_at + warp * spans * kSpanBytes),
+        steps(reinterpret_cast<int2*>(ring + plan.sums_at + warp * spans * kSpanSteps)),
+        norm(ring + plan.norm_at + warp * spans * kSpanNorm),
+        squares(reinterpret_cast<float*>(ring + plan.scratch_at) + kRingWarps + warp) {}
 
   // As WarpX::load.
   template <class WaitForInput>
   __device__ __forceinline__ void load(const GemvParams& p, const PackedPlan& plan, int begin, int end,
                                        bool is_first, WaitForInput wait_for_input) const {
     const int lane = threadIdx.x % kWarpSize;
-    const int spans = (end - begin + kSpanPieces - 1) / kSpanPieces;
+    const Spans spans(begin, end, plan.x_width);
     const bool rms = p.norm.kind == Norm::kRms;
     if (!is_first) __syncwarp();  // all lanes are done with the phase before
+    if (rms)
+      spans.template fetch<kFetched>(static_cast<const T*>(p.norm.weight), norm + lane * 16, kSpanNorm, 0,
+                                     [] {});
+    spans.template fetch<kFetched>(static_cast<const T*>(p.x), bytes + lane * 16, kSpanBytes, 0,
+                                   [&] {  // where its bytes will be
+                                     if (is_first) wait_for_input();
+                                   });
+    commit_copies();
+    wait_for_copies<0>();
     float square = 0.f;
 #pragma unroll 1
-    for (int first = 0; first < spans; first += kLoads) {
-      uint4 x[kLoads], weight[kLoads];
-      int at[kLoads];  // below 0: there is none
+    for (int first = 0; first < spans.count; first += kTogether) {
+      float values[kTogether][8];
 #pragma unroll
-      for (int i = 0; i < kLoads; ++i) {
-        at[i] = first + i < spans ? warp_element<Slot>(begin, end, first + i, plan.x_width) : plan.x_width;
-        if (at[i] >= plan.x_width) at[i] = -1;
-        if (rms) {
-          weight[i] =
-              at[i] < 0 ? make_uint4(0, 0, 0, 0)
-                        : __ldg(reinterpret_cast<const uint4*>(static_cast<const T*>(p.norm.weight) + at[i]));
-        }
-      }
-      if (is_first && first == 0) wait_for_input();
-#pragma unroll
-      for (int i = 0; i < kLoads; ++i) {
-        x[i] = at[i] < 0 ? make_uint4(0, 0, 0, 0)
-                         : __ldcg(reinterpret_cast<const uint4*>(static_cast<const T*>(p.x) + at[i]));
-      }
-#pragma unroll
-      for (int i = 0; i < kLoads; ++i) {
-        if (first + i >= spans) break;
-        float values[8];
-        Chunk<T, 8>::unpack(x[i], values);
+      for (int i = 0; i < kTogether; ++i) {
+        const int at = min(first + i, spans.count - 1) * kSpanBytes + lane * 16;  // or the last once more
+        Chunk<T, 8>::unpack(load_shared(shared_address(bytes + at)), values[i]);
         if (rms) {
           float factors[8];
-          Chunk<T, 8>::unpack(weight[i], factors);
+          Chunk<T, 8>::unpack(load_shared(shared_address(norm + at)), factors);
+          const bool counts = i == 0 || first + i < spans.count;
 #pragma unroll
           for (int e = 0; e < 8; ++e) {
-            square = fmaf(values[e], values[e], square);
-            values[e] *= factors[e];
+            if (counts) square = fmaf(values[i][e], values[i][e], square);
+            values[i][e] *= factors[e];
           }
         }
-        store(first + i, values);
       }
+      __syncwarp();  // all lanes have read what bytes will take the place of
+      store(first, spans.count, values);
     }
     if (rms) {
       square = warp_sum(square);
@@ -117,8 +114,9 @@ struct ByteX {
 
   // Adds the products of what the reader holds. A lane's sums, of rows g and g + 8, are over the stretches of
   // its q.
-  static __device__ __forceinline__ void add(const Operand& x, const PackedReader<kForm>& reader,
-                                             const TileRows& rows, PackedSums<1>& sums) {
+  template <class Reader>
+  static __device__ __forceinline__ void add(const Operand& x, const Reader& reader, const TileRows& rows,
+                                             PackedSums<1>& sums) {
     const int q = threadIdx.x % 4;
     if constexpr (kNibbles) {
       BlockWords<kForm> words[2];
@@ -179,60 +177,83 @@ struct ByteX {
  private:
   static constexpr int kPart = 256;  // high bytes are worth
 
-  __device__ __forceinline__ void store(int span, const float (&values)[8]) const {
-    const int lane = threadIdx.x % kWarpSize, stretch = lane / 4,
-              q = lane % 4;          // stretch of the span's two blocks
-    float most = 0.f, poison = 0.f;  // poison: NaN if one is not finite
+  // Makes bytes of what a lane has of spans from `first` on.
+  __device__ __forceinline__ void store(int first, int spans, const float (&values)[kTogether][8]) const {
+    const int lane = threadIdx.x % kWarpSize, stretch = lane / 4, q = lane % 4;  // of a span's two blocks
+    uint32_t bits[kTogether];  // of the largest of a stretch, or of NaN
 #pragma unroll
-    for (int e = 0; e < 8; ++e) {
-      most = fmaxf(most, fabsf(values[e]));
-      poison = fmaf(values[e], 0.f, poison);
+    for (int i = 0; i < kTogether; ++i) {
+      float most = 0.f;
+#pragma unroll
+      for (int e = 0; e < 8; ++e) most = max_or_nan(most, fabsf(values[i][e]));
+      bits[i] = __float_as_uint(most);
     }
-    uint32_t bits = poison == 0.f ? __float_as_uint(most) : kInfinity;
-    bits = max(bits, __shfl_xor_sync(kAllLanes, bits, 1));
-    bits = max(bits, __shfl_xor_sync(kAllLanes, bits, 2));
-    // The largest comes to lie below 2^kBitsOfX; what is below 2^-127 of it or so counts as nothing.
-    const uint32_t exponent = max(bits >> 23, 14u);
-    const float factor = __uint_as_float((127 + kBitsOfX - 1 + 127 - exponent) << 23);
-    uint32_t whole[8];  // in the last 16 bits the value and kPart / 2: its high byte, and its low one and 128
 #pragma unroll
-    for (int e = 0; e < 8; ++e) whole[e] = __float_as_uint(fmaf(values[e], factor, 0x1.8p23f + kPart / 2));
-    uint32_t parts[2][2];  // high and low bytes: of even and odd values for nibbles, else of the first and
-                           // last four
+    for (int offset = 1; offset <= 2; offset *= 2)
 #pragma unroll
-    for (int i = 0; i < 2; ++i) {
-      constexpr int kStep = kNibbles ? 2 : 1;
-      const uint32_t* four = whole + (kNibbles ? i : 4 * i);
-      const uint32_t first = __byte_perm(four[0], four[kStep], 0x5140),
-                     second = __byte_perm(four[2 * kStep], four[3 * kStep], 0x5140);
-      parts[0][i] = __byte_perm(first, second, 0x7632);
-      parts[1][i] = __byte_perm(first, second, 0x5410) ^ 0x80808080u;
+      for (int i = 0; i < kTogether; ++i) bits[i] = max(bits[i], __shfl_xor_sync(kAllLanes, bits[i], offset));
+    int total[kTogether];
+#pragma unroll
+    for (int i = 0; i < kTogether; ++i) {
+      // The largest comes to lie below 2^kBitsOfX; what is below 2^-127 of it or so counts as nothing.
+      const float factor = __uint_as_float((127 + kBitsOfX - 1 + 127 - exponent_of(bits[i])) << 23);
+      constexpr float kWhole = 0x1.8p23f + kPart / 2;
+      uint32_t
+          whole[8];  // in the last 16 bits the value and kPart / 2: its high byte, and its low one and 128
+      uint32_t sum = 0;
+#pragma unroll
+      for (int e = 0; e < 8; ++e) {
+        whole[e] = __float_as_uint(fmaf(values[i][e], factor, kWhole));
+        sum += whole[e];
+      }
+      total[i] = static_cast<int>(sum - 8 * 0x4b400080u);  // bits of kWhole
+      char* const to = bytes + min(first + i, spans - 1) * kSpanBytes +
+                       (kNibbles ? (stretch / 2 * 8 + q) * 16 + stretch % 2 * 8 : (stretch * 8 + q) * 8);
+      uint32_t parts[2][2];  // high and low bytes: of even and odd values for nibbles, else of the first and
+                             // last four
+#pragma unroll
+      for (int j = 0; j < 2; ++j) {
+        constexpr int kStep = kNibbles ? 2 : 1;
+        const uint32_t* four = whole + (kNibbles ? j : 4 * j);
+        const uint32_t low = __byte_perm(four[0], four[kStep], 0x5140),
+                       high = __byte_perm(four[2 * kStep], four[3 * kStep], 0x5140);
+        parts[0][j] = __byte_perm(low, high, 0x7632);
+        parts[1][j] = __byte_perm(low, high, 0x5410) ^ 0x80808080u;
+      }
+#pragma unroll
+      for (int part = 0; part < 2; ++part)
+        *reinterpret_cast<uint2*>(to + part * (kNibbles ? 64 : 32)) =
+            make_uint2(parts[part][0], parts[part][1]);
     }
-    int total = 0;
 #pragma unroll
-    for (int part = 0; part < 2; ++part) {
-      const auto sum = [](uint32_t four, int to) { return __dp4a(static_cast<int>(four), 0x01010101, to); };
-      total += sum(parts[part][0], sum(parts[part][1], 0)) * (part ? 1 : kPart);
-      const int at = kNibbles ? ((stretch / 2 * 2 + part) * 4 + q) * 16 + stretch % 2 * 8
-                              : ((stretch * 2 + part) * 4 + q) * 8;
-      *reinterpret_cast<uint2*>(bytes + span * kSpanBytes + at) = make_uint2(parts[part][0], parts[part][1]);
+    for (int offset = 1; offset <= 2; offset *= 2)
+#pragma unroll
+      for (int i = 0; i < kTogether; ++i) total[i] += __shfl_xor_sync(kAllLanes, total[i], offset);
+#pragma unroll
+    for (int i = 0; i < kTogether; ++i) {
+      const float step = bits[i] < kInfinity ? __uint_as_float((exponent_of(bits[i]) + 1 - kBitsOfX) << 23) *
+                                                   (kNibbles ? 1.f / 16 : 1.f)
+                                             : NAN;
+      constexpr int kExcess = kForm == PackedForm::kInt4G32 ? -16 * 8 : -16;  // or -16 for each of the zero
+      if (q == 0)
+        steps[min(first + i, spans - 1) * 8 + stretch] = make_int2(__float_as_int(step), total[i] * kExcess);
     }
-    total += __shfl_xor_sync(kAllLanes, total, 1);
-    total += __shfl_xor_sync(kAllLanes, total, 2);
-    const float step = bits < kInfinity
-                           ? __uint_as_float((exponent + 1 - kBitsOfX) << 23) * (kNibbles ? 1.f / 16 : 1.f)
-                           : NAN;
-    constexpr int kExcess = kForm == PackedForm::kInt4G32 ? -16 * 8 : -16;  // or -16 for each of the zero
-    if (q == 0) steps[span * 8 + stretch] = make_int2(__float_as_int(step), total * kExcess);
+  }
+
+  static __device__ __forceinline__ uint32_t exponent_of(uint32_t bits) { return max(bits >> 23, 14u); }
+  static __device__ __forceinline__ float max_or_nan(float a, float b) {
+    asm("max.NaN.f32 %0, %0, %1;" : "+f"(a) : "f"(b));
+    return a;
   }
 
   static constexpr uint32_t kInfinity = 0x7f800000u;
 };
 
-template <class T, PackedForm kForm, int kColumns>
-using PackedX =
-    std::conditional_t<kTakesBytes<T, kForm, kColumns>, ByteX<T, kForm>,
-                       std::conditional_t<kTakesPrepared<T, kColumns>, PreparedX<T, kForm, kColumns>,
-                                          WarpX<T, kForm, kColumns>>>;
+template <class T, PackedForm kForm, int kColumns, bool kPrepared>
+using PackedX = std::conditional_t<
+    kTakesBytes<T, kForm, kColumns>, ByteX<T, kForm>,
+    std::conditional_t<kPrepared, PreparedX<T, kForm, kColumns>,
+                       std::conditional_t<kTakesLanes<T, kColumns, kPrepared>, LaneX<T, kForm, kColumns>,
+                                          WarpX<T, kForm, kColumns>>>>;
 
 }  // namespace hf_fastpath

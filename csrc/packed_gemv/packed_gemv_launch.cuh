@@ -11,6 +11,9 @@ namespace hf_fastpath {
 constexpr int kPackedInFlightBytes = 72 * 1024;
 // Shared memory of x in a phase, of all warps.
 constexpr int kXBytes = 32 * 1024;
+// Weights, in blocks, up to which products prepare several rows of x themselves: 4096 by 16384 (H200: 1.9 us
+// less for 4096 to 4096, 0.3 to 1.1 us more for 4096 to 28672).
+constexpr int64_t kMostLaneBlocks = int64_t(4096) * 16384 / kPackedBlock;
 // Where x and the sums leave little room for a ring, one block takes more than half of an SM.
 constexpr int kLargeBlockBytes = 200 * 1024;
 
@@ -27,9 +30,16 @@ inline int rows_together(int units, int grid, const RopeAppendParams* rope) {
   return 1;
 }
 
-template <PackedForm kForm>
+inline CUtensorMapSwizzle swizzle_of(int bytes) {
+  return bytes == 128  ? CU_TENSOR_MAP_SWIZZLE_128B
+         : bytes == 64 ? CU_TENSOR_MAP_SWIZZLE_64B
+         : bytes == 32 ? CU_TENSOR_MAP_SWIZZLE_32B
+                       : CU_TENSOR_MAP_SWIZZLE_NONE;
+}
+
+template <PackedForm kForm, int kLines>
 PackedMaps maps_of(const GemvParams& p, const PackedPlan& plan) {
-  using Slot = PackedSlot<kForm>;
+  using Slot = PackedSlot<kForm, kLines>;
   const PackedMatrix& matrix = plan.matrix;
   const uint64_t row_bytes = uint64_t(matrix.blocks) * Slot::kBlockBytes, rows = matrix.rows,
                  groups = matrix.groups;
@@ -51,12 +61,11 @@ PackedMaps maps_of(const GemvParams& p, const PackedPlan& plan) {
   }
   maps.quants = tensor_map(p.segments[0].weight, quants);
   if (!plan.fetches_scales) return maps;
-  maps.scales = tensor_map(matrix.scales,
-                           {CU_TENSOR_MAP_DATA_TYPE_UINT16,
-                            Slot::kSwizzlesScales ? CU_TENSOR_MAP_SWIZZLE_128B : CU_TENSOR_MAP_SWIZZLE_NONE,
-                            {groups, rows, 1},
-                            {groups * 2, rows * groups * 2},
-                            {Slot::kScaleBytes / 2, together, 1}});
+  maps.scales = tensor_map(matrix.scales, {CU_TENSOR_MAP_DATA_TYPE_UINT16,
+                                           swizzle_of(Slot::kSwizzlesScales ? Slot::kScaleBytes : 0),
+                                           {groups, rows, 1},
+                                           {groups * 2, rows * groups * 2},
+                                           {Slot::kScaleBytes / 2, together, 1}});
   if (Slot::kZeroBytes > 0) {
     maps.zeros = tensor_map(matrix.zeros, {CU_TENSOR_MAP_DATA_TYPE_UINT8,
                                            CU_TENSOR_MAP_SWIZZLE_NONE,
@@ -67,50 +76,83 @@ PackedMaps maps_of(const GemvParams& p, const PackedPlan& plan) {
   return maps;
 }
 
-// Of a row of x, of whole pieces.
+// Of a row of x, of whole pieces, as a kernel in front leaves it.
 template <PackedForm kForm>
 int whole_blocks(const PackedMatrix& matrix) {
-  return round_up_to(matrix.blocks, PackedSlot<kForm>::kBlocks);
+  return round_up_to(matrix.blocks, PackedSlot<kForm, kRingWarps>::kBlocks);
 }
 
+// Whether rows' scales and zeros start at multiples of 16 bytes, as copies want it; of kFp8 there are none.
+template <PackedForm kForm>
+bool fetches_scales(const PackedMatrix& matrix) {
+  return kForm == PackedForm::kFp8 || (matrix.groups * (kForm == PackedForm::kInt4 ? 1 : 2) % 16 == 0 &&
+                                       is_aligned16(matrix.scales) && is_aligned16(matrix.zeros));
+}
+
+// Whether a product makes operands of several rows of x itself: where clusters have room for it, half of k a
+// block, and the matrix is not so large that what this takes longer for each tile outweighs a kernel in
+// front.
 template <class T, PackedForm kForm, int kColumns>
+bool takes_lanes(const PackedMatrix& matrix) {
+  using X = LaneX<T, kForm, kColumns>;
+  const int pieces = (matrix.blocks + X::Slot::kBlocks - 1) / X::Slot::kBlocks;
+  return has_hopper_code() && matrix.rows * matrix.blocks <= kMostLaneBlocks &&
+         fetches_scales<kForm>(matrix) && (pieces + 1) / 2 * X::kLines * X::kSpanBytes <= kXBytes;
+}
+
+// Whether a kernel in front of the product prepares x.
+template <class T, PackedForm kForm, int kColumns>
+bool takes_prepared(const PackedMatrix& matrix) {
+  if constexpr (sizeof(T) == 4 || kColumns == 1) return false;
+  if constexpr (sizeof(T) == 2 && (kColumns == 4 || kColumns == 8)) {
+    return !takes_lanes<T, kForm, kColumns>(matrix);
+  }
+  return true;
+}
+
+template <class T, PackedForm kForm, int kColumns, bool kPrepared>
 RingLaunch plan_packed(const GemvParams& p, const RopeAppendParams* rope, PackedPlan& plan) {
-  using Slot = PackedSlot<kForm>;
-  using X = PackedX<T, kForm, kColumns>;
-  constexpr int kSpanPieces = X::kSpanPieces;
+  using X = PackedX<T, kForm, kColumns, kPrepared>;
+  constexpr int kLines = kLinesOf<T, kColumns, kPrepared>, kSpanPieces = X::kSpanPieces;
+  using Slot = PackedSlot<kForm, kLines>;
   RingPlan& ring = plan.ring;
   ring.append = rope != nullptr;
   ring.halves = p.gated || ring.append ? 2 : 1;
   const int units = ring.append ? p.n / 2 : p.n;
   plan.pieces = (plan.matrix.blocks + Slot::kBlocks - 1) / Slot::kBlocks;
-  const int span_bytes = kRingWarps * X::kSpanBytes;  // of all warps
-  const int all_spans = (plan.pieces + kSpanPieces - 1) / kSpanPieces;
+  const int span_bytes = kLines * X::kSpanBytes;  // of all lines
+  plan.ranks = kTakesLanes<T, kColumns, kPrepared> ? std::min(2, plan.pieces) : 1;
+  const int of_rank = (plan.pieces + plan.ranks - 1) / plan.ranks;
+  const int all_spans = (of_rank + kSpanPieces - 1) / kSpanPieces;
   const int spans = std::min(all_spans, std::max(1, kXBytes * (int(sizeof(T)) / 2) / span_bytes));
-  plan.phase_pieces = std::min(plan.pieces, spans * kSpanPieces);
+  plan.phase_pieces = std::min(of_rank, spans * kSpanPieces);
 
   const int sms = multiprocessor_count();
   const int64_t bytes = plan.matrix.rows * plan.matrix.blocks * Slot::kBlockBytes;
   const bool is_large = spans * span_bytes > kXBytes;
-  const int blocks_per_sm = !is_large && bytes > int64_t(kRingBytes) * sms ? kRingBlocksPerSm : 1;
-  const int64_t dots = int64_t(units) * ring.halves * p.m * 4;  // bytes of all blocks
+  // One block an SM where its ring holds all that the SM reads, but not two tiles one after the other: two
+  // blocks with one each take less time (int4_g32 4096 to 4096, 1.5 % of a layer).
+  const bool is_small = bytes <= int64_t(kRingBytes) * sms;
+  const bool one_tile_each =
+      is_small && plan.matrix.rows * plan.ranks / (int64_t(sms) * Slot::kTileRows) == 1;
+  const int blocks_per_sm = !is_large && (!is_small || one_tile_each) ? kRingBlocksPerSm : 1;
+  const int64_t dots = int64_t(units) * ring.halves * p.m * 4;  // bytes of all clusters
   const int64_t least = (dots + kMaxPartBytes / 2 - 1) / (kMaxPartBytes / 2);
-  const int most_blocks = static_cast<int>(std::max<int64_t>(sms * blocks_per_sm, least));
-  plan.together = rows_together(units, most_blocks, rope);
+  const int most_clusters =
+      static_cast<int>(std::max<int64_t>(sms * blocks_per_sm / plan.ranks, least * plan.ranks));
+  plan.together = rows_together(units, most_clusters, rope);
   plan.copy_lines = plan.matrix.blocks * Slot::kBlockBytes % kLineBytes ? 1 : kLines;
   ring.units = units / plan.together;
-  const int grid = std::min(ring.units, most_blocks);
-  ring.share = ring.units / grid, ring.larger = ring.units % grid;
+  const int clusters = std::min(ring.units, most_clusters);
+  ring.share = ring.units / clusters, ring.larger = ring.units % clusters;
 
-  // Rows' scales start at a multiple of 16 bytes, as copies want it.
-  plan.fetches_scales = Slot::kScaleBytes > 0 &&
-                        plan.matrix.groups * (Slot::kZeroBytes > 0 ? 1 : 2) % 16 == 0 &&
-                        is_aligned16(plan.matrix.scales) && is_aligned16(plan.matrix.zeros);
+  plan.fetches_scales = kForm != PackedForm::kFp8 && fetches_scales<kForm>(plan.matrix);
   plan.scale_stride = round_up_to(plan.together * Slot::kScaleBytes, kLineBytes);
   plan.zero_stride = round_up_to(plan.together * Slot::kZeroBytes, kLineBytes);
-  plan.scales_at = kTileRows * kPieceBytes;
-  plan.zeros_at = plan.scales_at + (plan.fetches_scales ? kTileRows / plan.together * plan.scale_stride : 0);
-  plan.slot_bytes = round_up_to(
-      plan.zeros_at + (plan.fetches_scales ? kTileRows / plan.together * plan.zero_stride : 0), 1024);
+  const int groups = plan.fetches_scales ? Slot::kTileRows / plan.together : 0;
+  plan.scales_at = Slot::kTileRows * Slot::kPieceBytes;
+  plan.zeros_at = plan.scales_at + groups * plan.scale_stride;
+  plan.slot_bytes = round_up_to(plan.zeros_at + groups * plan.zero_stride, 1024);
 
   int at = 0;
   const auto take = [&](int bytes) {
@@ -118,20 +160,42 @@ RingLaunch plan_packed(const GemvParams& p, const RopeAppendParams* rope, Packed
     at += round_up_to(bytes, 128);
     return start;
   };
+  const int most_units = (ring.share + (ring.larger > 0)) * plan.together;
+  const bool is_cluster = plan.ranks > 1;
   plan.x_at = take(spans * span_bytes);
-  plan.sums_at = take(kRingWarps * spans * X::kSpanSteps);
-  plan.scratch_at = take(2 * kRingWarps * p.m * 4);
-  plan.parts_at = take(2 * kRingWarps * p.m * kTileRows * 4);
-  plan.dots_at = take((ring.share + 1) * plan.together * ring.halves * p.m * 4);
+  plan.sums_at = take(kLines * spans * X::kSpanSteps);
+  plan.norm_at = take(p.norm.kind == Norm::kRms ? kLines * spans * X::kSpanNorm : 0);
+  plan.scratch_at = take(kRingWarps * (2 * p.m + 16) * 4);
+  plan.parts_at = take(2 * kLines * p.m * Slot::kTileRows * 4);
+  plan.dots_at = take(is_cluster ? 0 : most_units * ring.halves * p.m * 4);
+  plan.received_at = take(is_cluster ? (round_up_to(most_units, 2) * ring.halves + 2) * p.m * 4 : 0);
   const int most = is_large ? kLargeBlockBytes : kBlockBytes;
   ring.slots = has_hopper_code() ? std::clamp((most - at) / plan.slot_bytes, 1, kMaxRingSlots) : 0;
+  if (one_tile_each) ring.slots = std::min(ring.slots, of_rank);
   const int ring_bytes = ring.slots * plan.slot_bytes;
-  for (int* each : {&plan.x_at, &plan.sums_at, &plan.scratch_at, &plan.parts_at, &plan.dots_at})
+  for (int* each : {&plan.x_at, &plan.sums_at, &plan.norm_at, &plan.scratch_at, &plan.parts_at, &plan.dots_at,
+                    &plan.received_at})
     *each += ring_bytes;
   ring.in_flight = ring.streaming =
       std::clamp((kPackedInFlightBytes / blocks_per_sm + plan.slot_bytes / 2) / plan.slot_bytes, 1,
                  std::max(1, ring.slots));
-  return {ring, grid, ring_bytes + at};
+  return {ring, clusters * plan.ranks, ring_bytes + at};
+}
+
+template <class T, PackedForm kForm, int kColumns, bool kPrepared>
+void launch_planned(const GemvParams& p, const RopeAppendParams* rope, PackedPlan& plan,
+                    cudaStream_t stream) {
+  const RingLaunch as = plan_packed<T, kForm, kColumns, kPrepared>(p, rope, plan);
+  const PackedMaps maps =
+      has_hopper_code() ? maps_of<kForm, kLinesOf<T, kColumns, kPrepared>>(p, plan) : PackedMaps{};
+  with_ring_end(p, rope, [&](auto end) {
+    const auto kernel = packed_gemv_kernel<T, kForm, kColumns, decltype(end)::value, kPrepared>;
+    HF_FASTPATH_CUDA_CHECK(
+        cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, as.smem_bytes));
+    HF_FASTPATH_CUDA_CHECK(launch_clusters(
+        kernel, dim3(as.grid), dim3(has_hopper_code() ? kRingThreads : kRingConsumers), as.smem_bytes, stream,
+        p.overlap, plan.ranks, p, rope ? *rope : RopeAppendParams{}, plan, maps));
+  });
 }
 
 template <class T, PackedForm kForm, int kColumns>
@@ -140,24 +204,19 @@ void launch_columns(GemvParams p, int x_width, const PackedMatrix& matrix, const
   PackedPlan plan{};
   plan.x_width = x_width;
   plan.matrix = matrix;
-  if constexpr (kTakesPrepared<T, kColumns>) {
-    const PreparedOf<kForm, kColumns> layout{whole_blocks<kForm>(matrix)};
-    HF_FASTPATH_CUDA_CHECK(launch_overlapping(
-        packed_prepare_kernel<T, kForm, kColumns>, dim3(p.m), dim3(kPrepareThreads), 0, stream, p.overlap,
-        static_cast<const T*>(p.x), p.norm, p.k, x_width, workspace, layout));
-    plan.prepared = workspace;
-    p.norm = {};
+  if constexpr (sizeof(T) == 2 && kColumns > 1) {
+    if (takes_prepared<T, kForm, kColumns>(matrix)) {
+      const PreparedOf<kForm, kColumns> layout{whole_blocks<kForm>(matrix)};
+      HF_FASTPATH_CUDA_CHECK(launch_overlapping(
+          packed_prepare_kernel<T, kForm, kColumns>, dim3(p.m), dim3(kPrepareThreads), 0, stream, p.overlap,
+          static_cast<const T*>(p.x), p.norm, p.k, x_width, workspace, layout));
+      plan.prepared = workspace;
+      p.norm = {};
+      return launch_planned<T, kForm, kColumns, true>(p, rope, plan, stream);
+    }
   }
-  const RingLaunch as = plan_packed<T, kForm, kColumns>(p, rope, plan);
-  const PackedMaps maps = has_hopper_code() ? maps_of<kForm>(p, plan) : PackedMaps{};
-  with_ring_end(p, rope, [&](auto end) {
-    const auto kernel = packed_gemv_kernel<T, kForm, kColumns, decltype(end)::value>;
-    HF_FASTPATH_CUDA_CHECK(
-        cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, as.smem_bytes));
-    HF_FASTPATH_CUDA_CHECK(launch_overlapping(
-        kernel, dim3(as.grid), dim3(has_hopper_code() ? kRingThreads : kRingConsumers), as.smem_bytes, stream,
-        p.overlap, p, rope ? *rope : RopeAppendParams{}, plan, maps));
-  });
+  if constexpr (sizeof(T) == 4 || kColumns <= 8)
+    launch_planned<T, kForm, kColumns, false>(p, rope, plan, stream);
 }
 
 // Calls with_columns(columns of B that p.m rows of x take, as a constant).
@@ -198,7 +257,7 @@ int64_t packed_form_workspace_bytes(const GemvParams& p, const PackedMatrix& mat
     using T = decltype(zero);
     with_columns<T, kForm>(std::min(p.m, 16), matrix, [&](auto columns) {
       constexpr int kColumns = decltype(columns)::value;
-      if constexpr (kTakesPrepared<T, kColumns>) {
+      if (takes_prepared<T, kForm, kColumns>(matrix)) {
         bytes = PreparedOf<kForm, kColumns>{whole_blocks<kForm>(matrix)}.bytes();
       }
     });

@@ -1,22 +1,16 @@
 // What: several rows of a 16-bit x as operands of tensor cores, for packed_gemv_ring.cuh: normed, multiplied
-// by a
-//   power of two for each row, in the order that quants want, and the sums that take off what quants have in
-//   excess. Each block of the product would make the same of all of x, and take longer for that than for its
-//   products; so they only copy it.
+//   by a power of two for each row, in the order that quants want, and the sums that take off what quants
+//   have in excess. Each block of the product would make the same of all of x, and take longer for that than
+//   for its products; so they only copy it.
 // Work split: a block a row; every thread takes chunks of eight values, of which it keeps the first four in
-// registers
-//   between finding the row's largest magnitude and converting.
+//   registers between finding the row's largest magnitude and converting.
 // Traffic: x and the norm's weight once, and 2 bytes a value of columns written.
 // Roofline: latency: 2 us beside the product's kernel, which reads weights meanwhile (H200, 2026-11).
 #pragma once
 
-#include "packed_gemv/packed_gemv_x.cuh"
+#include "packed_gemv/packed_gemv_lanes.cuh"
 
 namespace hf_fastpath {
-
-// Whether a product takes x as packed_prepare_kernel leaves it.
-template <class T, int kColumns>
-constexpr bool kTakesPrepared = sizeof(T) == 2 && kColumns > 1;
 
 constexpr int kPrepareThreads = 512;
 
@@ -154,21 +148,32 @@ __global__ void __launch_bounds__(kPrepareThreads)
 // What the product's kernel has of it in shared memory: the blocks of a phase.
 template <class T, PackedForm kForm, int kColumns>
 struct PreparedX {
-  using Slot = PackedSlot<kForm>;
+  using Slot = PackedSlot<kForm, kRingWarps>;
   using Layout = PreparedOf<kForm, kColumns>;
   static constexpr int kSpanPieces = 1;
   static constexpr int kSpanBytes = Slot::kWarpBlocks * Layout::kBlockBytes;  // of a warp in a piece
-  static constexpr int kSpanSteps = Slot::kWarpBlocks * Layout::kBlockSums * 4;
+  static constexpr int kSpanSteps = Slot::kWarpBlocks * Layout::kBlockSums * 4, kSpanNorm = 0;
+  static constexpr int kPieceBlocks = Slot::kBlocks, kPieceSteps = Slot::kBlocks * Layout::kBlockSums * 4;
 
   uint4* operands;
-  float* sums;
+  float* all_sums;
+  float* sums;  // from this warp's first block on
   float* undo;
 
-  __device__ __forceinline__ PreparedX(char* operands, char* sums, float* scratch, int, int, int)
-      : operands(reinterpret_cast<uint4*>(operands)), sums(reinterpret_cast<float*>(sums)), undo(scratch) {}
+  __device__ __forceinline__ PreparedX(char* ring, const PackedPlan& plan, int warp, int, int)
+      : operands(reinterpret_cast<uint4*>(ring + plan.x_at)),
+        all_sums(reinterpret_cast<float*>(ring + plan.sums_at)),
+        sums(all_sums + warp * Slot::kWarpBlocks * Layout::kBlockSums),
+        undo(reinterpret_cast<float*>(ring + plan.scratch_at)) {}
 
-  __device__ __forceinline__ int block(int piece, int of_warp) const {
-    return piece * Slot::kBlocks + int(threadIdx.x) / kWarpSize * Slot::kWarpBlocks + of_warp;
+  // As those of LaneX.
+  __device__ __forceinline__ uint32_t operands_of_lane() const {
+    const int lane = threadIdx.x % kWarpSize, warp = threadIdx.x / kWarpSize;
+    return shared_address(operands) + warp * Slot::kWarpBlocks * Layout::kBlockBytes +
+           lane % (kColumns == 4 ? 16 : kWarpSize) * 16;
+  }
+  __device__ __forceinline__ uint32_t excess_of_lane() const {
+    return shared_address(sums) + excess_lane<kColumns>();
   }
   __device__ __forceinline__ float undo_of(int m) const { return undo[m]; }
 
@@ -190,13 +195,19 @@ struct PreparedX {
     };
     copy(operands, int64_t(first) * Layout::kBlockBytes, blocks * Layout::kBlockBytes);
     if constexpr (Layout::kBlockSums > 0)
-      copy(sums, layout.sums_at() + int64_t(first) * Layout::kBlockSums * 4, blocks * Layout::kBlockSums * 4);
+      copy(all_sums, layout.sums_at() + int64_t(first) * Layout::kBlockSums * 4,
+           blocks * Layout::kBlockSums * 4);
     if (is_first && int(threadIdx.x) < p.m)
       undo[threadIdx.x] =
           __ldcg(reinterpret_cast<const float*>(plan.prepared + layout.undo_at()) + threadIdx.x);
     commit_copies();
     wait_for_copies<0>();
     sync_some(1, kRingConsumers);
+    if constexpr (kForm == PackedForm::kInt4G32) {
+#pragma unroll 1
+      for (int piece = 0; piece < end - begin; ++piece)
+        split_excess<kColumns>(sums + piece * Slot::kBlocks * Layout::kBlockSums);
+    }
   }
 };
 

@@ -18,7 +18,8 @@ struct BlockWords {
   static constexpr int kLoads = kBits<kForm> / 4;
   uint32_t word[2][kLoads][4];
 
-  __device__ __forceinline__ void load(const PackedReader<kForm>& reader, const TileRows& rows, int block) {
+  template <class Reader>
+  __device__ __forceinline__ void load(const Reader& reader, const TileRows& rows, int block) {
 #pragma unroll
     for (int h = 0; h < 2; ++h)
 #pragma unroll
@@ -44,6 +45,34 @@ struct BlockWords {
   }
 };
 
+// Scales and zeros of a block, for a lane: of rows g and g + 8.
+template <PackedForm kForm>
+struct LineScales {
+  static constexpr bool kEachStretch = kForm == PackedForm::kInt4G32;
+  uint2 words[2];
+  int zeros[2];
+
+  // `block`: of this warp's in the piece, of which there are `left` from it on.
+  template <class Reader>
+  __device__ __forceinline__ LineScales(const Reader& reader, const TileRows& rows, int block, int left) {
+    zeros[0] = zeros[1] = 8;
+    if constexpr (kForm == PackedForm::kFp8) return;
+    if (left <= 0 && !reader.fetches_scales()) return;
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      words[h] = reader.scales(rows, h, block);
+      if constexpr (kForm == PackedForm::kInt4) zeros[h] = reader.zero(rows, h, block);
+    }
+  }
+
+  // Of a row of the lane's and a stretch.
+  __device__ __forceinline__ float of(int h, int stretch) const {
+    if constexpr (!kEachStretch) return unpack2(words[h].x, __half()).x;
+    const float2 two = unpack2(stretch < 2 ? words[h].x : words[h].y, __half());
+    return stretch % 2 ? two.y : two.x;
+  }
+};
+
 // What quants have in excess times x, in the lane's two columns of tile t; those that do not exist are others
 // once more: nobody reads their sums.
 template <int kColumns, class X>
@@ -52,47 +81,34 @@ __device__ __forceinline__ float2 excess(const X& x, int sum, int t) {
   return *reinterpret_cast<const float2*>(x.sums + sum * kColumns + column);
 }
 
-// Adds a block's products. `block`: of this warp's in the piece; `of_x`: where x has it.
-template <class T, PackedForm kForm, int kColumns, class X>
-__device__ __forceinline__ void add_block(const PackedReader<kForm>& reader, const TileRows& rows, const X& x,
-                                          int block, int of_x, PackedSums<kColumns>& sums) {
-  const int lane = threadIdx.x % kWarpSize, g = lane / 4, q = lane % 4;
+// Adds a block's products. `block`: of this warp's in the piece; `of_x`: where x has its operands for this
+// lane; `of_sums`: which block it is for x.sums.
+template <class T, PackedForm kForm, int kColumns, class Reader, class X>
+__device__ __forceinline__ void add_block(const Reader& reader, const TileRows& rows,
+                                          const LineScales<kForm>& scales, const X& x, int block,
+                                          uint32_t of_x, int of_sums, PackedSums<kColumns>& sums) {
   constexpr int kTiles = kColumnTiles<kColumns>;
   constexpr bool kFloats = kForm == PackedForm::kFp8, kCentered = kCenters<T>;
   constexpr bool kEachStretch = kForm == PackedForm::kInt4G32;  // has scales of its own
   BlockWords<kForm> words;
   words.load(reader, rows, block);
-  uint2 scales[2];
-  int zero[2];
-#pragma unroll
-  for (int h = 0; h < 2; ++h) {
-    if constexpr (!kFloats) scales[h] = reader.scales(rows, h, block);
-    zero[h] = kForm == PackedForm::kInt4 ? reader.zero(rows, h, block) : 8;
-  }
   // Tensor cores cut sums off: those of a float32 x are halves.
   constexpr int kChains = sizeof(T) == 4 ? 2 : 1;
   float c[kChains][kTiles][4] = {};
 #pragma unroll
   for (int s = 0; s < int(kStretches); ++s) {
     uint32_t a[2][4];
-    words.template operands<kCentered>(a, s, zero);
+    words.template operands<kCentered>(a, s, scales.zeros);
 #pragma unroll
     for (int t = 0; t < kTiles; ++t) {
-      const int column = kColumns >= 8 || g < kColumns ? t * 8 + g : 0;
-      const uint4 b = load_shared(
-          shared_address(x.operands + ((of_x * int(kStretches) + s) * kColumns + column) * 4 + q));
+      const uint4 b = load_shared(of_x + (s * kColumns + t * 8) * 64);
       auto& to = c[s % kChains][t];
-      if constexpr (kEachStretch && !kCentered) {
-        const float2 start = excess<kColumns>(x, of_x * int(kStretches) + s, t);
-        to[0] = to[2] = start.x, to[1] = to[3] = start.y;
-      }
       mma<__half>(to, a[0][0], a[0][1], a[0][2], a[0][3], b.x, b.y);
       mma<__half>(to, a[1][0], a[1][1], a[1][2], a[1][3], b.z, b.w);
       if constexpr (kEachStretch) {
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
-          const float2 two = unpack2(s < 2 ? scales[i / 2].x : scales[i / 2].y, __half());
-          sums[t][i] = fmaf(s % 2 ? two.y : two.x, to[i], sums[t][i]);
+          sums[t][i] = fmaf(scales.of(i / 2, s), to[i], sums[t][i]);
           to[i] = 0.f;
         }
       }
@@ -102,7 +118,7 @@ __device__ __forceinline__ void add_block(const PackedReader<kForm>& reader, con
 #pragma unroll
     for (int t = 0; t < kTiles; ++t) {
       float2 over = {};
-      if constexpr (!kFloats && !kCentered) over = excess<kColumns>(x, of_x, t);
+      if constexpr (!kFloats && !kCentered) over = excess<kColumns>(x, of_sums, t);
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
         float all = c[0][t][i];
@@ -112,12 +128,27 @@ __device__ __forceinline__ void add_block(const PackedReader<kForm>& reader, con
         } else {
           if constexpr (!kCentered) {
             const float of_column = i % 2 ? over.y : over.x;
-            all = kForm == PackedForm::kInt4 ? fmaf(float(zero[i / 2]), of_column, all) : all + of_column;
+            all = kForm == PackedForm::kInt4 ? fmaf(float(scales.zeros[i / 2]), of_column, all)
+                                             : all + of_column;
           }
-          sums[t][i] = fmaf(unpack2(scales[i / 2].x, __half()).x, all, sums[t][i]);
+          sums[t][i] = fmaf(scales.of(i / 2, 0), all, sums[t][i]);
         }
       }
     }
+  }
+}
+
+// Adds what quants of kInt4G32 have in excess, for this warp's two blocks of a piece: one product of the
+// scales with x's sums over stretches, whose float16 and what that leaves are two halves of k. `of_x`: where
+// x has them for this lane; `blocks`: how many of the two there are.
+template <int kColumns, class Reader>
+__device__ __forceinline__ void add_excess(const Reader& reader, const TileRows& rows, uint32_t of_x,
+                                           int blocks, PackedSums<kColumns>& sums) {
+  const uint32_t scales[2] = {reader.two_scales(rows, 0, blocks), reader.two_scales(rows, 1, blocks)};
+#pragma unroll
+  for (int t = 0; t < kColumnTiles<kColumns>; ++t) {
+    const uint2 b = load_shared_two(of_x + t * (kWarpSize * 8));
+    mma<__half>(sums[t], scales[0], scales[1], scales[0], scales[1], b.x, b.y);
   }
 }
 

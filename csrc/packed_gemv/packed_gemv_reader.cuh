@@ -13,15 +13,21 @@ __device__ __forceinline__ uint4 load_shared(uint32_t from) {
   return value;
 }
 
+__device__ __forceinline__ uint2 load_shared_two(uint32_t from) {
+  uint2 value;
+  asm volatile("ld.shared.v2.u32 {%0, %1}, [%2];" : "=r"(value.x), "=r"(value.y) : "r"(from));
+  return value;
+}
+
 // A lane's rows of a tile, g and g + 8, in the matrix: for what is not fetched into the ring.
 struct TileRows {
   int row[2];
 
-  // Of tile rows [first, first + 16) of `rows`: those behind the last are the last.
-  template <PackedForm kForm>
+  // Of tile rows [first, first + Slot::kTileRows) of `rows`: those behind the last are the last.
+  template <class Slot>
   __device__ __forceinline__ void find(const GemvParams& p, const RopeAppendParams& rope,
                                        const RingPlan& plan, int begin, int units, int first, int rows) {
-    const int g = PackedSlot<kForm>::row_of(threadIdx.x % kWarpSize / 4);
+    const int g = Slot::row_of(threadIdx.x % kWarpSize / 4) + Slot::row_warp() * kMmaRows;
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
       const int at = min(first + g + 8 * h, rows - 1), half = at >= units;
@@ -34,7 +40,7 @@ struct TileRows {
 template <PackedForm kForm>
 __device__ __forceinline__ uint2 scales_of(const PackedMatrix& matrix, int row, int block) {
   const uint16_t* from =
-      matrix.scales + int64_t(row) * matrix.groups + block * PackedSlot<kForm>::kScalesPerBlock;
+      matrix.scales + int64_t(row) * matrix.groups + block * PackedSlot<kForm, kRingWarps>::kScalesPerBlock;
   if constexpr (kForm == PackedForm::kInt4G32) return __ldg(reinterpret_cast<const uint2*>(from));
   return make_uint2(__ldg(from), 0);
 }
@@ -50,30 +56,33 @@ __device__ __forceinline__ int zero_of(const PackedMatrix& matrix, int row, int 
 
 #if HF_FASTPATH_HOPPER
 
-// Where tensor copies with 128-byte swizzle put the 16 bytes at `offset` of shared memory.
-__device__ __forceinline__ uint32_t swizzled(uint32_t offset) { return offset ^ (offset >> 7 & 7) << 4; }
+// Where tensor copies with a swizzle of kBytes put the 16 bytes at `offset` of shared memory.
+template <int kBytes = kLineBytes>
+__device__ __forceinline__ uint32_t swizzled(uint32_t offset) {
+  return offset ^ (offset >> 7 & (kBytes / 16 - 1)) << 4;
+}
 
-template <PackedForm kForm>
+template <PackedForm kForm, int kLines>
 __device__ __forceinline__ void packed_fetch(const GemvParams& p, const RopeAppendParams& rope,
                                              const PackedPlan& plan, const PackedMaps& maps, uint32_t ring,
                                              uint32_t full, uint32_t empty, int lane) {
-  using Slot = PackedSlot<kForm>;
-  int begin, end;
-  packed_range(plan, begin, end);
-  const int units = end - begin, rows = units * plan.ring.halves, together = plan.together;
+  using Slot = PackedSlot<kForm, kLines>;
+  const PackedShare<kIsCluster<kLines>> share(plan);
+  const int begin = share.begin, units = share.end - begin, rows = units * plan.ring.halves;
+  const int together = plan.together;
   const int group_bytes =
-      together * (kPieceBytes + (plan.fetches_scales ? Slot::kScaleBytes + Slot::kZeroBytes : 0));
+      together * (Slot::kPieceBytes + (plan.fetches_scales ? Slot::kScaleBytes + Slot::kZeroBytes : 0));
   const uint64_t policy = read_once_policy();
   RingCursor at, oldest;
   int under_way = 0, fetched = 0;
 #pragma unroll 1
-  for (int phase = 0; phase < plan.pieces; phase += plan.phase_pieces)
+  for (int phase = share.first_piece; phase < share.end_piece; phase += plan.phase_pieces)
 #pragma unroll 1
-    for (int first = 0; first < rows; first += kTileRows) {
-      const int groups = min(kTileRows, rows - first) / together;
+    for (int first = 0; first < rows; first += Slot::kTileRows) {
+      const int groups = min(Slot::kTileRows, rows - first) / together;
       const int first_of_lane = min(first + lane * together, rows - 1), half = first_of_lane >= units;
       const int row = packed_row(p, rope, plan.ring, begin + first_of_lane - half * units, half);
-      const int last = min(phase + plan.phase_pieces, plan.pieces);
+      const int last = min(phase + plan.phase_pieces, share.end_piece);
 #pragma unroll 1
       for (int piece = phase; piece < last; ++piece) {
         const uint32_t barrier = full + 8 * at.slot;
@@ -99,11 +108,14 @@ __device__ __forceinline__ void packed_fetch(const GemvParams& p, const RopeAppe
                                   plan.copy_lines == 1 ? 0 : of_row, barrier, policy);
             }
             if (Slot::kScaleBytes > 0 && plan.fetches_scales) {
-              copy_tile_to_shared(slot + plan.scales_at + group * plan.scale_stride, &maps.scales,
-                                  piece * (Slot::kScaleBytes / 2), from, 0, barrier, policy);
+              copy_tile_to_shared(
+                  slot + plan.scales_at + group * plan.scale_stride, &maps.scales,
+                  piece * (Slot::kBlocks * Slot::kScalesPerBlock) - Slot::scale_offset(piece) / 2, from, 0,
+                  barrier, policy);
               if (Slot::kZeroBytes > 0) {
                 copy_tile_to_shared(slot + plan.zeros_at + group * plan.zero_stride, &maps.zeros,
-                                    piece * Slot::kZeroBytes, from, 0, barrier, policy);
+                                    piece * Slot::kBlocks - Slot::zero_offset(piece), from, 0, barrier,
+                                    policy);
               }
             }
           }
@@ -114,9 +126,9 @@ __device__ __forceinline__ void packed_fetch(const GemvParams& p, const RopeAppe
 }
 
 // A slot's bytes, for a lane: of its warp's blocks of its rows.
-template <PackedForm kForm>
+template <PackedForm kForm, int kLines>
 struct PackedReader {
-  using Slot = PackedSlot<kForm>;
+  using Slot = PackedSlot<kForm, kLines>;
   const PackedPlan& plan;
   uint32_t ring;
   RingBarriers barriers;
@@ -127,17 +139,18 @@ struct PackedReader {
   __device__ __forceinline__ PackedReader(const GemvParams&, const PackedPlan& plan, const char* ring,
                                           RingBarriers barriers)
       : plan(plan), ring(shared_address(ring)), barriers(barriers) {
-    const int warp = threadIdx.x / kWarpSize, g = threadIdx.x % kWarpSize / 4, q = threadIdx.x % 4;
+    const int line = Slot::line(), g = threadIdx.x % kWarpSize / 4, q = threadIdx.x % 4;
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
-      const int row = Slot::row_of(g) + 8 * h, group = row / plan.together, of_group = row % plan.together;
-      quants_at[h] = swizzled(group * plan.together * kPieceBytes + warp * plan.together * kLineBytes +
+      const int row = Slot::row_warp() * kMmaRows + Slot::row_of(g) + 8 * h;
+      const int group = row / plan.together, of_group = row % plan.together;
+      quants_at[h] = swizzled(group * plan.together * Slot::kPieceBytes + line * plan.together * kLineBytes +
                               of_group * kLineBytes + q * (kBits<kForm> == 4 ? 16 : 32));
-      const int scale = warp * Slot::kWarpBlocks * Slot::kScalesPerBlock * 2;
+      const int scale = line * Slot::kWarpBlocks * Slot::kScalesPerBlock * 2;
       const int of_scales = plan.scales_at + group * plan.scale_stride + of_group * Slot::kScaleBytes + scale;
-      scales_at[h] = Slot::kSwizzlesScales ? swizzled(of_scales) : of_scales;
+      scales_at[h] = Slot::kSwizzlesScales ? swizzled<Slot::kScaleBytes>(of_scales) : of_scales;
       zeros_at[h] =
-          plan.zeros_at + group * plan.zero_stride + of_group * Slot::kZeroBytes + warp * Slot::kWarpBlocks;
+          plan.zeros_at + group * plan.zero_stride + of_group * Slot::kZeroBytes + line * Slot::kWarpBlocks;
     }
   }
   __device__ __forceinline__ void wait(int of_piece) {
@@ -150,7 +163,7 @@ struct PackedReader {
     return load_shared(slot + (quants_at[h] ^ (kBits<kForm> == 4 ? block * 64 : i * 16)));
   }
   __device__ __forceinline__ uint2 scales(const TileRows& rows, int h, int block) const {
-    if (!plan.fetches_scales) return scales_of<kForm>(plan.matrix, rows.row[h], first_block() + block);
+    if (!fetches_scales()) return scales_of<kForm>(plan.matrix, rows.row[h], first_block() + block);
     uint2 found = {};
     if constexpr (Slot::kScalesPerBlock == 4) {
       asm volatile("ld.shared.v2.u32 {%0, %1}, [%2];"
@@ -158,16 +171,21 @@ struct PackedReader {
                    : "r"(slot + scales_at[h] + 8 * block));
     } else {
       uint16_t bits;
-      asm volatile("ld.shared.u16 %0, [%1];" : "=h"(bits) : "r"(slot + scales_at[h] + 2 * block));
+      asm volatile("ld.shared.u16 %0, [%1];"
+                   : "=h"(bits)
+                   : "r"(slot + scales_at[h] + Slot::scale_offset(piece) + 2 * block));
       found.x = bits;
     }
     return found;
   }
-  // Of the lane's stretches, 2 q and 2 q + 1 of its warp's two blocks.
-  __device__ __forceinline__ uint32_t two_scales(const TileRows& rows, int h) const {
+  __device__ __forceinline__ bool fetches_scales() const { return kIsCluster<kLines> || plan.fetches_scales; }
+  // Of the lane's stretches, 2 q and 2 q + 1 of its warp's two blocks, of which there are `blocks`.
+  __device__ __forceinline__ uint32_t two_scales(const TileRows& rows, int h, int blocks = 2) const {
     const int q = threadIdx.x % 4;
     if constexpr (Slot::kScalesPerBlock == 4) {
-      if (!plan.fetches_scales) return two_scales_of<kForm>(plan.matrix, rows.row[h], first_block());
+      if (!fetches_scales()) {
+        return q / 2 < blocks ? two_scales_of<kForm>(plan.matrix, rows.row[h], first_block()) : 0;
+      }
       uint32_t found;
       asm volatile("ld.shared.u32 %0, [%1];" : "=r"(found) : "r"(slot + scales_at[h] + 4 * q));
       return found;
@@ -175,9 +193,11 @@ struct PackedReader {
     return scales(rows, h, q / 2).x * 0x10001u;
   }
   __device__ __forceinline__ int zero(const TileRows& rows, int h, int block) const {
-    if (!plan.fetches_scales) return zero_of(plan.matrix, rows.row[h], first_block() + block);
+    if (!fetches_scales()) return zero_of(plan.matrix, rows.row[h], first_block() + block);
     uint32_t found;
-    asm volatile("ld.shared.u8 %0, [%1];" : "=r"(found) : "r"(slot + zeros_at[h] + block));
+    asm volatile("ld.shared.u8 %0, [%1];"
+                 : "=r"(found)
+                 : "r"(slot + zeros_at[h] + Slot::zero_offset(piece) + block));
     return static_cast<int>(found);
   }
   __device__ __forceinline__ void release(uint32_t bits) {
@@ -189,11 +209,11 @@ struct PackedReader {
   }
   // Of the row, of this warp's blocks of the piece.
   __device__ __forceinline__ int first_block() const {
-    return piece * Slot::kBlocks + int(threadIdx.x) / kWarpSize * Slot::kWarpBlocks;
+    return piece * Slot::kBlocks + Slot::line() * Slot::kWarpBlocks;
   }
 };
 
-template <PackedForm kForm, class Compute>
+template <PackedForm kForm, int kLines, class Compute>
 __device__ __forceinline__ void run_packed(const GemvParams& p, const RopeAppendParams& rope,
                                            const PackedPlan& plan, const PackedMaps& maps, const char* ring,
                                            Compute compute) {
@@ -201,6 +221,8 @@ __device__ __forceinline__ void run_packed(const GemvParams& p, const RopeAppend
   uint32_t full = shared_address(barriers[0]), empty = shared_address(barriers[1]);
   asm volatile("" : "+r"(full), "+r"(empty));  // kept, not found anew for every slot
   allow_next_kernel();
+  if (kIsCluster<kLines> && plan.ranks > 1)
+    arrive_cluster();  // its other blocks may write to this block's shared memory
   if (threadIdx.x >= kRingConsumers) {
     const int lane = threadIdx.x % kWarpSize;
     if (lane < plan.ring.slots) {
@@ -210,7 +232,10 @@ __device__ __forceinline__ void run_packed(const GemvParams& p, const RopeAppend
     }
     __syncwarp();
     arrive_some(2, kRingThreads);  // initialized barriers: this warp waits for nobody
-    packed_fetch<kForm>(p, rope, plan, maps, shared_address(ring), full, empty, lane);
+    packed_fetch<kForm, kLines>(p, rope, plan, maps, shared_address(ring), full, empty, lane);
+    __syncwarp();
+    if (kIsCluster<kLines> && plan.ranks > 1)
+      wait_cluster();  // no warp ends between its arrival and the others'
     return;
   }
   compute(RingBarriers{full, empty});
@@ -220,9 +245,9 @@ __device__ __forceinline__ void run_packed(const GemvParams& p, const RopeAppend
 #else
 
 // Straight from device memory.
-template <PackedForm kForm>
+template <PackedForm kForm, int kLines>
 struct PackedReader {
-  using Slot = PackedSlot<kForm>;
+  using Slot = PackedSlot<kForm, kLines>;
   const GemvParams& p;
   const PackedPlan& plan;
   int piece = 0;
@@ -241,22 +266,24 @@ struct PackedReader {
   __device__ __forceinline__ uint2 scales(const TileRows& rows, int h, int block) const {
     return scales_of<kForm>(plan.matrix, rows.row[h], first_block() + block);
   }
-  __device__ __forceinline__ uint32_t two_scales(const TileRows& rows, int h) const {
+  __device__ __forceinline__ bool fetches_scales() const { return false; }
+  __device__ __forceinline__ uint32_t two_scales(const TileRows& rows, int h, int blocks = 2) const {
+    const int q = threadIdx.x % 4;
     if constexpr (Slot::kScalesPerBlock == 4) {
-      return two_scales_of<kForm>(plan.matrix, rows.row[h], first_block());
+      return q / 2 < blocks ? two_scales_of<kForm>(plan.matrix, rows.row[h], first_block()) : 0;
     }
-    return scales(rows, h, threadIdx.x % 4 / 2).x * 0x10001u;
+    return scales(rows, h, q / 2).x * 0x10001u;
   }
   __device__ __forceinline__ int zero(const TileRows& rows, int h, int block) const {
     return zero_of(plan.matrix, rows.row[h], first_block() + block);
   }
   __device__ __forceinline__ void release(uint32_t) {}
   __device__ __forceinline__ int first_block() const {
-    return piece * Slot::kBlocks + int(threadIdx.x) / kWarpSize * Slot::kWarpBlocks;
+    return piece * Slot::kBlocks + Slot::line() * Slot::kWarpBlocks;
   }
 };
 
-template <PackedForm kForm, class Compute>
+template <PackedForm kForm, int kLines, class Compute>
 __device__ __forceinline__ void run_packed(const GemvParams&, const RopeAppendParams&, const PackedPlan&,
                                            const PackedMaps&, const char*, Compute compute) {
   compute(RingBarriers{});

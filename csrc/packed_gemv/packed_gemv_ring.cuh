@@ -6,60 +6,79 @@
 //   in front is complete. Eight warps compute, each its blocks of every piece: quants are A of a product on
 //   tensor cores, x is B. Sums over warps wait for one barrier a tile. What x and quants are:
 //   - one row of 16 bits beside whole quants: bytes, x two of them (packed_gemv_bytes.cuh);
-//   - several rows of 16 bits: float16, made by a kernel in front (packed_gemv_prepared.cuh);
+//   - several rows of 16 bits: float16, made by a kernel in front (packed_gemv_prepared.cuh); or, up to eight
+//     rows and a matrix of up to 64 M weights, by clusters of two blocks, which take the same rows of weights
+//     and half of k each (packed_gemv_lanes.cuh): there four warps share 16 rows of a tile of 32, and the
+//     sums of both blocks meet in the shared memory of the one that writes the output;
 //   - else float16 that each warp makes of its own blocks of x; a float32 x is three such parts.
 //   Quants as float16 are whole numbers of its smallest subnormal: bits of a mantissa, no arithmetic; what
 //   all of them have in excess (128 of int8, a zero point) is taken off by sums of x. Only where 32 weights
 //   have a scale they are multiplied by it. x that is too long for its part of shared memory comes in phases:
 //   all tiles over some pieces of k, then over the next.
 // Traffic: quants, scales and zeros once, plus x (m * k * sizeof(T), prepared up to 16 columns of float16)
-// and
-//   the norm's weight a block out of L2.
-// Roofline: read bandwidth. int4_g32, kernels that overlap: 83 % of it for 4096 to 28672, 65 % for 14336 to
-//   4096, 49 % for 4096 to 4096; int8 89, 75 and 63 % (H200, 2026-11).
+//   and the norm's weight a block out of L2, in clusters half of it.
+// Roofline: read bandwidth. int4_g32, kernels that overlap: 87 % of it for 4096 to 28672, 75 % for 14336 to
+//   4096, 45 % for 4096 to 4096; int8 93, 82 and 64 % (H200, 2026-11).
 #pragma once
 
 #include "packed_gemv/packed_gemv_bytes.cuh"
 
 namespace hf_fastpath {
 
-template <class T, PackedForm kForm, int kColumns, RingEnd kEnd>
+template <class T, PackedForm kForm, int kColumns, RingEnd kEnd, bool kPrepared>
 __device__ __forceinline__ void packed_compute(const GemvParams& p, const RopeAppendParams& rope,
                                                const PackedPlan& plan, char* ring, RingBarriers barriers) {
-  using Slot = PackedSlot<kForm>;
-  constexpr int kHalves = kEnd == RingEnd::kPlain ? 1 : 2;
+  constexpr int kLines = kLinesOf<T, kColumns, kPrepared>, kHalves = kEnd == RingEnd::kPlain ? 1 : 2;
+  constexpr bool kBytes = kTakesBytes<T, kForm, kColumns>, kLanes = kTakesLanes<T, kColumns, kPrepared>;
+  constexpr bool kHasExcess = (kLanes || kPrepared) && kForm == PackedForm::kInt4G32;
+  using Slot = PackedSlot<kForm, kLines>;
+  using X = PackedX<T, kForm, kColumns, kPrepared>;
   const int tid = threadIdx.x, warp = tid / kWarpSize, lane = tid % kWarpSize, g = lane / 4, q = lane % 4;
-  int begin, end;
-  packed_range(plan, begin, end);
-  const int units = end - begin, rows = units * kHalves, outputs = units * p.m;
-  constexpr bool kBytes = kTakesBytes<T, kForm, kColumns>;
-  using X = PackedX<T, kForm, kColumns>;
+  const PackedShare<kLanes> share(plan);
+  const int units = share.end - share.begin, rows = units * kHalves;
+  // Of the cluster's units, those whose outputs this block writes.
+  const bool is_cluster = HF_FASTPATH_HOPPER && kLanes && plan.ranks > 1;
+  const int rank = is_cluster ? blockIdx.x % 2 : 0;
+  const int own = is_cluster ? (units + 1) / 2 : units, own_first = rank * own;
+  const int outputs = max(0, min(own, units - own_first)) * p.m;
 
   const int spans = (plan.phase_pieces + X::kSpanPieces - 1) / X::kSpanPieces;
   float* const scratch = reinterpret_cast<float*>(ring + plan.scratch_at);  // [2][warps][m]
-  const X x(ring + plan.x_at, ring + plan.sums_at, scratch, warp, spans, p.m);
-  float* const parts = reinterpret_cast<float*>(ring + plan.parts_at);  // [2][warps][m][kTileRows]
-  float* const dots = reinterpret_cast<float*>(ring + plan.dots_at);    // [rows][m]
+  const X x(ring, plan, warp, spans, p.m);
+  // Sums of warps [2][lines][m][kTileRows]; of this block [rows][m], over all phases; or of both of a
+  // cluster, for the units whose outputs this block writes, [2][halves][own][m], then squares [2][m].
+  float* const parts = reinterpret_cast<float*>(ring + plan.parts_at);
+  float* const dots = reinterpret_cast<float*>(ring + plan.dots_at);
+  float* const received = reinterpret_cast<float*>(ring + plan.received_at);
+  float* const received_squares = received + 2 * kHalves * own * p.m;
 
   RingUnit<T, kEnd> mine;
-  const auto prepare = [&](int i) { mine.prepare(p, rope, begin + i / p.m, i % p.m); };
+  const auto prepare = [&](int i) { mine.prepare(p, rope, share.begin + own_first + i / p.m, i % p.m); };
   if (tid < outputs) prepare(tid);
   barriers.wait_until_ready();
-  PackedReader<kForm> reader(p, plan, ring, barriers);
+  PackedReader<kForm, kLines> reader(p, plan, ring, barriers);
+  uint32_t operands_at = 0, excess_at = 0;
+  if constexpr (!kBytes) operands_at = x.operands_of_lane();
+  if constexpr (kHasExcess) excess_at = x.excess_of_lane();
+  asm volatile("" : "+r"(operands_at), "+r"(excess_at));  // kept, not found anew for every piece
+
   int buffer = 0;
 #pragma unroll 1
-  for (int phase = 0; phase < plan.pieces; phase += plan.phase_pieces) {
-    const int phase_end = min(phase + plan.phase_pieces, plan.pieces);
-    x.load(p, plan, phase, phase_end, phase == 0, [&]() {
+  for (int phase = share.first_piece; phase < share.end_piece;
+       phase = kLanes ? share.end_piece : phase + plan.phase_pieces) {
+    const int phase_end = kLanes ? share.end_piece : min(phase + plan.phase_pieces, share.end_piece);
+    const bool is_first = kLanes || phase == 0;
+    x.load(p, plan, phase, phase_end, is_first, [&]() {
       wait_for_previous_kernel();
       if (tid < outputs) mine.load(p, rope);
     });
-    if (phase == 0) trace(TracePoint::kReady);
+    if (is_first) trace(TracePoint::kReady);
+    if (is_first && is_cluster) wait_cluster();  // all blocks have started
 #pragma unroll 1
-    for (int first = 0; first < rows; first += kTileRows) {
+    for (int first = 0; first < rows; first += Slot::kTileRows) {
       TileRows tile = {};
-      if (!HF_FASTPATH_HOPPER || !plan.fetches_scales) {
-        tile.find<kForm>(p, rope, plan.ring, begin, units, first, rows);
+      if (!reader.fetches_scales()) {
+        tile.find<Slot>(p, rope, plan.ring, share.begin, units, first, rows);
       }
       PackedSums<kColumns> sums = {};
 #pragma unroll 1
@@ -69,16 +88,28 @@ __device__ __forceinline__ void packed_compute(const GemvParams& p, const RopeAp
         if constexpr (kBytes) {
           if (left > 0) X::add(typename X::Operand(x, piece - phase), reader, tile, sums);
         } else {
+          constexpr int kBlockOperands = int(kStretches) * kColumns * 64;
+          const int of_phase = piece - phase;
+          if constexpr (kHasExcess)
+            add_excess<kColumns>(reader, tile, excess_at + of_phase * X::kPieceSteps, left, sums);
+          // In clusters what there is not has scales, and values of x, of 0; a branch less is faster where no
+          // register is spilled for it.
+          constexpr bool kTakesAll = kLanes && kColumns == 4 && kEnd != RingEnd::kAppend;
 #pragma unroll
           for (int i = 0; i < Slot::kWarpBlocks; ++i) {
-            if (i < left) add_block<T, kForm, kColumns>(reader, tile, x, i, x.block(piece - phase, i), sums);
+            if (!kTakesAll && i >= left) break;
+            const int block = of_phase * X::kPieceBlocks + i;
+            const LineScales<kForm> scales(reader, tile, i, left - i);
+            add_block<T, kForm, kColumns>(reader, tile, scales, x, i, operands_at + block * kBlockOperands,
+                                          block, sums);
           }
         }
         reader.release(__float_as_uint(sums[0][0]) ^ __float_as_uint(sums[0][2]));
       }
-      float* const here = parts + (buffer * kRingWarps + warp) * p.m * kTileRows;
+      float* const here =
+          parts + (buffer * kLines + Slot::line()) * p.m * Slot::kTileRows + Slot::row_warp() * kMmaRows;
       const auto put = [&](int m, int h, float sum) {
-        if (m < p.m) here[m * kTileRows + Slot::row_of(g) + 8 * h] = sum * x.undo_of(m);
+        if (m < p.m) here[m * Slot::kTileRows + Slot::row_of(g) + 8 * h] = sum * x.undo_of(m);
       };
 #pragma unroll
       for (int t = 0; t < kColumnTiles<kColumns>; ++t)
@@ -101,22 +132,48 @@ __device__ __forceinline__ void packed_compute(const GemvParams& p, const RopeAp
           }
         }
       sync_some(1, kRingConsumers);  // every warp's part of the tile; the buffer of the tile before is read
-      const int row = tid % kTileRows, m = tid / kTileRows;
-      if (m < p.m && first + row < rows) {
+      const int row = first + tid % Slot::kTileRows, m = tid / Slot::kTileRows;
+      static_assert(kRingConsumers / Slot::kTileRows >= (kLanes ? kColumns : 16), "a sum a thread");
+      if (m < p.m && row < rows) {
+        const float* const from =
+            parts + (buffer * kLines * p.m + m) * Slot::kTileRows + tid % Slot::kTileRows;
         float sum = 0.f;
 #pragma unroll
-        for (int w = 0; w < kRingWarps; ++w)
-          sum += parts[((buffer * kRingWarps + w) * p.m + m) * kTileRows + row];
-        float& dot = dots[(first + row) * p.m + m];
-        dot = phase == 0 ? sum : dot + sum;
+        for (int line = 0; line < kLines; ++line) sum += from[line * p.m * Slot::kTileRows];
+        if (is_cluster) {
+          const int half = row >= units, unit = row - half * units;
+          const int owner = unit >= own, at = (rank * kHalves + half) * own + unit - owner * own;
+          store_cluster(cluster_address(received + at * p.m + m, owner), sum);
+        } else {
+          float& dot = dots[row * p.m + m];
+          dot = is_first ? sum : dot + sum;
+        }
       }
       buffer ^= 1;
     }
   }
   trace(TracePoint::kSums);
-  sync_some(1, kRingConsumers);  // all dots
-  trace(TracePoint::kMerged);
   const bool rms = p.norm.kind == Norm::kRms;
+  const auto squares_of = [&](int m) {
+    float sum = 0.f;
+#pragma unroll
+    for (int w = 0; w < kRingWarps; ++w) sum += scratch[(kRingWarps + w) * p.m + m];
+    return sum;
+  };
+  if (is_cluster) {
+    if (rms && tid < p.m) {
+      const float sum = squares_of(tid);
+#pragma unroll
+      for (int to = 0; to < 2; ++to)
+        store_cluster(cluster_address(received_squares + rank * p.m + tid, to), sum);
+    }
+    __syncwarp();
+    arrive_cluster();
+    wait_cluster();  // all sums
+  } else {
+    sync_some(1, kRingConsumers);  // all dots
+  }
+  trace(TracePoint::kMerged);
 #pragma unroll 1
   for (int i = tid; i < outputs; i += kRingConsumers) {
     if (i != tid) {
@@ -127,16 +184,22 @@ __device__ __forceinline__ void packed_compute(const GemvParams& p, const RopeAp
     float scale = (kBytes ? 1.f : kUndoQuants<kForm, kCenters<T>>)*plan.matrix.multiplier;
     if (rms) {
       float squares = 0.f;
-#pragma unroll
-      for (int w = 0; w < kRingWarps; ++w) squares += scratch[(kRingWarps + w) * p.m + m];
+      if (is_cluster) {
+        squares = received_squares[m] + received_squares[p.m + m];
+      } else {
+        squares = squares_of(m);
+      }
       scale *= rsqrtf(squares / p.k + p.norm.eps);
     }
     float values[kHalves];
 #pragma unroll
     for (int half = 0; half < kHalves; ++half) {
-      values[half] = dots[(half * units + unit) * p.m + m] * scale;
+      const float* const from = (is_cluster ? received : dots) + (half * own + unit) * p.m + m;
+      values[half] = from[0];
+      if (is_cluster) values[half] += from[kHalves * own * p.m];
+      values[half] *= scale;
       if constexpr (kForm == PackedForm::kFp8) {
-        const int row = packed_row(p, rope, plan.ring, begin + unit, half);
+        const int row = packed_row(p, rope, plan.ring, share.begin + own_first + unit, half);
         values[half] *= __half2float(__ushort_as_half(__ldg(plan.matrix.scales + row)));
       }
     }
@@ -145,14 +208,18 @@ __device__ __forceinline__ void packed_compute(const GemvParams& p, const RopeAp
 }
 
 // kColumns: of B, at least: rows of x, or twice as many.
-template <class T, PackedForm kForm, int kColumns, RingEnd kEnd>
-__global__ void __launch_bounds__(kRingThreads, kColumns > 8 ? 1 : kRingBlocksPerSm)
+template <class T, PackedForm kForm, int kColumns, RingEnd kEnd, bool kPrepared>
+__global__ void __launch_bounds__(HF_FASTPATH_HOPPER ? kRingThreads : kRingConsumers,
+                                  kColumns > 8 ? 1 : kRingBlocksPerSm)
     packed_gemv_kernel(const __grid_constant__ GemvParams p, const __grid_constant__ RopeAppendParams rope,
                        const __grid_constant__ PackedPlan plan, const __grid_constant__ PackedMaps maps) {
   extern __shared__ __align__(1024) char ring[];  // which swizzles count from
-  run_packed<kForm>(p, rope, plan, maps, ring, [&](RingBarriers barriers) {
-    packed_compute<T, kForm, kColumns, kEnd>(p, rope, plan, ring, barriers);
-  });
+  if constexpr (HF_FASTPATH_HOPPER ||
+                !kTakesLanes<T, kColumns, kPrepared>)  // elsewhere there are no clusters
+    run_packed<kForm, kLinesOf<T, kColumns, kPrepared>>(
+        p, rope, plan, maps, ring, [&](RingBarriers barriers) {
+          packed_compute<T, kForm, kColumns, kEnd, kPrepared>(p, rope, plan, ring, barriers);
+        });
 }
 
 }  // namespace hf_fastpath

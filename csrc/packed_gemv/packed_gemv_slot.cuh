@@ -7,32 +7,54 @@
 
 namespace hf_fastpath {
 
-constexpr int kTileRows = 16;
+constexpr int kMmaRows = 16;  // weight rows of a warp in a tile
 constexpr int kLineBytes = 128;
-constexpr int kLines = 8;  // of a weight row in a slot
-constexpr int kPieceBytes = kLines * kLineBytes;
 constexpr float kQuantUnit = 0x1p-24f;  // float16's smallest subnormal
 
 template <PackedForm kForm>
 constexpr int kBits = bits_of(kForm);
 
 // How a format lies in a slot: groups of PackedPlan::together rows, of each group kLines times 128 bytes of
-// every row, 16-byte pieces in the order of swizzled(); then their scales and zeros.
-template <PackedForm kForm>
+// every row, 16-byte pieces in the order of swizzled(); then their scales and zeros. A line of a row is for
+// one warp: kLines warps share rows, the others have rows of their own.
+template <PackedForm kForm, int kLines>
 struct PackedSlot {
+  static constexpr int kRowWarps = kRingWarps / kLines;
+  static constexpr int kTileRows = kRowWarps * kMmaRows;
+  static constexpr int kPieceBytes = kLines * kLineBytes;  // of a weight row
   static constexpr int kBlockBytes = int(kPackedBlock) * kBits<kForm> / 8;
   static constexpr int kBlocks = kPieceBytes / kBlockBytes;  // of a piece
-  static constexpr int kWarpBlocks = kBlocks / kRingWarps;   // of those, a warp's: 128 bytes
+  static constexpr int kWarpBlocks = kBlocks / kLines;       // of those, a warp's: 128 bytes
   static constexpr int kScalesPerBlock = kForm == PackedForm::kFp8       ? 0
                                          : kForm == PackedForm::kInt4G32 ? 4
                                                                          : 1;
-  static constexpr int kScaleBytes = kBlocks * kScalesPerBlock * 2;  // of a row
-  static constexpr bool kSwizzlesScales = kScaleBytes == kLineBytes;
-  static constexpr int kZeroBytes = kForm == PackedForm::kInt4 ? kBlocks : 0;
+  // Of a row. No copy takes less than 16 bytes, or starts between them (that is an illegal instruction): of
+  // shorter pieces every other one is in the second half.
+  static constexpr int kScaleBytes = kScalesPerBlock ? std::max(16, kBlocks * kScalesPerBlock * 2) : 0;
+  static constexpr bool kSwizzlesScales = kScaleBytes > 16;
+  static constexpr int kZeroBytes = kForm == PackedForm::kInt4 ? std::max(16, kBlocks) : 0;
+  // Where a piece's first scale and zero lie in what is copied for it, in bytes.
+  __device__ static __forceinline__ int scale_offset(int piece) {
+    return piece * (kBlocks * kScalesPerBlock * 2) % 16;
+  }
+  __device__ static __forceinline__ int zero_offset(int piece) { return piece * kBlocks % 16; }
+
+  __device__ static __forceinline__ int line() { return int(threadIdx.x) / kWarpSize % kLines; }
+  __device__ static __forceinline__ int row_warp() { return int(threadIdx.x) / kWarpSize / kLines; }
 
   // Row g of a lane's quad: neighbors in g are rows whose pieces lie in different halves of 128 bytes.
   __device__ static __forceinline__ int row_of(int g) { return kBits<kForm> == 4 ? g / 2 + g % 2 * 4 : g; }
 };
+
+// Whether a product makes several rows of x operands itself, in clusters (packed_gemv_lanes.cuh).
+template <class T, int kColumns, bool kPrepared>
+constexpr bool kTakesLanes = sizeof(T) == 2 && kColumns > 1 && kColumns <= 8 && !kPrepared;
+
+// Lines of a row in a slot: in clusters half as many, so that fewer warps share a sum.
+template <class T, int kColumns, bool kPrepared>
+constexpr int kLinesOf = kTakesLanes<T, kColumns, kPrepared> ? 4 : 8;
+template <int kLines>
+constexpr bool kIsCluster = kLines == 4;
 
 // How a launch runs over a shape.
 struct PackedPlan {
@@ -42,12 +64,14 @@ struct PackedPlan {
   int copy_lines;  // as many lines at a time: all, or one
   int x_width;  // of a row of x and of the norm's weight in memory: whole 16 bytes, aligned, zeros behind p.k
   const char* prepared;  // x as packed_gemv_prepared.cuh leaves it, where the product takes that
+  int ranks;             // blocks of a cluster, 1 or 2: they share rows, each takes a part of k
   int pieces;            // of a row
   int phase_pieces;      // of a phase
   bool fetches_scales;   // with the quants; else lanes load them from device memory
-  int slot_bytes, scales_at, zeros_at;               // of a slot
-  int scale_stride, zero_stride;                     // of a group
-  int x_at, sums_at, scratch_at, parts_at, dots_at;  // in shared memory, behind the ring
+  int slot_bytes, scales_at, zeros_at;  // of a slot
+  int scale_stride, zero_stride;        // of a group
+  int x_at, sums_at, norm_at, scratch_at, parts_at, dots_at,
+      received_at;  // in shared memory, behind the ring
 };
 
 // How copies find a matrix: its quants as [lines of a row, rows, 128 bytes], or where rows are no whole lines
@@ -56,11 +80,29 @@ struct PackedMaps {
   CUtensorMap quants, scales, zeros;
 };
 
-// Units [begin, end) of this block.
-__device__ __forceinline__ void packed_range(const PackedPlan& plan, int& begin, int& end) {
-  ring_range(plan.ring, begin, end);
-  begin *= plan.together, end *= plan.together;
-}
+// What a block takes: all of its cluster's units, and its part of k.
+template <bool kIsCluster>
+struct PackedShare {
+  int begin, end;              // units
+  int first_piece, end_piece;  // of each row
+
+  __device__ __forceinline__ explicit PackedShare(const PackedPlan& plan) {
+    if (!kIsCluster || plan.ranks == 1) {
+      ring_range(plan.ring, begin, end);
+      begin *= plan.together, end *= plan.together;
+      first_piece = 0, end_piece = plan.pieces;
+      return;
+    }
+    const int clusters = gridDim.x / 2, cluster = blockIdx.x / 2, half = clusters / 2;
+    // As ring_share(); of two clusters that have the same SMs the parts that are larger are not on the same.
+    const int at = clusters % 2 ? cluster : cluster < half ? 2 * cluster : 2 * (cluster - half) + 1;
+    const bool is_second = blockIdx.x % 2 != (cluster >= half);
+    begin = at * plan.ring.share + min(at, plan.ring.larger);
+    end = begin + plan.ring.share + (at < plan.ring.larger);
+    begin *= plan.together, end *= plan.together;
+    first_piece = is_second ? plan.pieces / 2 : 0, end_piece = is_second ? plan.pieces : plan.pieces / 2;
+  }
+};
 
 // Columns of B that a row of x takes: a float32 x is the sum of three float16 parts, the fourth column
 // nothing.

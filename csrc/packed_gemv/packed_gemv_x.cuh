@@ -51,46 +51,102 @@ __device__ __forceinline__ uint4 as_operand(const uint32_t (&x)[4]) {
                     high(pair_high(x[1], x[3])));
 }
 
+struct HalfPairs {
+  uint32_t words[4];
+};
+
+__device__ __forceinline__ __half2 power_of_two(int exponent) {  // from 2^-14 to 2^15
+  return __half2half2(__ushort_as_half(static_cast<unsigned short>((15 + exponent) << 10)));
+}
+
+// x times 2^exponent, which need not be a float16; not below 2^-14.
+__device__ __forceinline__ HalfPairs scaled_halves(const Eight<__half>& x, int exponent) {
+  const int first = min(exponent, 15);
+  const __half2 factor = power_of_two(first), more = power_of_two(min(exponent - first, 15));
+  HalfPairs made;
+  const auto* pairs = reinterpret_cast<const __half2*>(x.part);
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    const __half2 pair = __hmul2(__hmul2(pairs[i], factor), more);
+    made.words[i] = *reinterpret_cast<const uint32_t*>(&pair);
+  }
+  return made;
+}
+
 __device__ __forceinline__ float warp_max(float value) {  // not below 0
   return __uint_as_float(__reduce_max_sync(kAllLanes, __float_as_uint(value)));
 }
 
-// A lane's first value of a span, two blocks of its warp, of pieces [begin, end); not below `width`: there is
-// none.
+// A lane's eight values of each of its warp's spans, two blocks of pieces [begin, end) of a row.
 template <class Slot>
-__device__ __forceinline__ int warp_element(int begin, int end, int span, int width) {
-  const int warp = threadIdx.x / kWarpSize, lane = threadIdx.x % kWarpSize, half = lane / 16;
-  if constexpr (Slot::kWarpBlocks == 2) {
-    return ((begin + span) * Slot::kBlocks + 2 * warp + half) * int(kPackedBlock) + lane % 16 * 8;
-  } else {
-    const int piece = begin + 2 * span + half;
-    return piece < end ? (piece * Slot::kBlocks + warp) * int(kPackedBlock) + lane % 16 * 8 : width;
-  }
-}
+struct LaneSpans {
+  static constexpr int kPieces = 2 / Slot::kWarpBlocks;                        // of a span
+  static constexpr int kStride = kPieces * Slot::kBlocks * int(kPackedBlock);  // values to the next
+  int count, first, limit;  // spans; first value; from where on there are none
 
-// A warp's blocks of x in shared memory, for float32 and for what neither ByteX nor PreparedX takes: spans of
+  __device__ __forceinline__ LaneSpans(int begin, int end, int width) {
+    const int warp = threadIdx.x / kWarpSize, lane = threadIdx.x % kWarpSize, half = lane / 16;
+    const int block = Slot::kWarpBlocks == 2 ? begin * Slot::kBlocks + 2 * warp + half
+                                             : (begin + half) * Slot::kBlocks + warp;
+    count = (end - begin + kPieces - 1) / kPieces;
+    first = block * int(kPackedBlock) + lane % 16 * 8;
+    limit = min(width, end * Slot::kBlocks * int(kPackedBlock));
+  }
+
+  // Copies those of a row to `to`, spans `stride` bytes apart, the 16-byte parts of each `part_stride`.
+  // `wait_for_input`: called before, once all that is known is in registers: what follows it is waited for.
+  // kUnrolled: spans whose copies are code of their own.
+  template <int kUnrolled, class T, class WaitForInput>
+  __device__ __forceinline__ void fetch(const T* row, char* to, int stride, int part_stride,
+                                        WaitForInput wait_for_input) const {
+    constexpr int kParts = int(sizeof(T)) / 2;
+    const T* from = row + first;
+    asm volatile("" : "+l"(from), "+l"(to));
+    wait_for_input();
+    const auto copy = [&](int span) {
+#pragma unroll
+      for (int part = 0; part < kParts; ++part)
+        copy_async(to + span * stride + part * part_stride, from + span * kStride + part * 4,
+                   first + span * kStride < limit);
+    };
+#pragma unroll
+    for (int span = 0; span < kUnrolled; ++span)
+      if (span < count) copy(span);
+#pragma unroll 1
+    for (int span = kUnrolled; span < count; ++span) copy(span);
+  }
+};
+
+// A warp's blocks of x in shared memory, for float32 and for what neither ByteX nor LaneX takes: spans of
 // two blocks, of which a lane prepares eight values.
 template <class T, PackedForm kForm, int kColumns>
 struct WarpX {
-  using Slot = PackedSlot<kForm>;
-  static constexpr int kSpanPieces = 2 / Slot::kWarpBlocks;
+  using Slot = PackedSlot<kForm, kRingWarps>;
+  using Spans = LaneSpans<Slot>;
+  static constexpr int kSpanPieces = Spans::kPieces;
 
   uint4* operands;  // [spans][2][kStretches][kColumns][4]
+  char* norm;       // the norm's weight, [spans][kRaw][lanes]
   float* squares;   // [m], over all phases
   float* undo;      // [m], of a phase
 
   static constexpr int kSpanBytes = 2 * int(kStretches) * kColumns * 64;  // shared memory of a span
-  static constexpr int kSpanSteps = 0;
+  static constexpr int kRaw = sizeof(T) / 2;  // 16-byte parts of eight values, which lie where columns will
+  static constexpr int kSpanSteps = 0, kSpanNorm = kRaw * kWarpSize * 16;
+  static constexpr int kPieceBlocks = Slot::kWarpBlocks, kPieceSteps = 0;
 
-  // `scratch`: of all warps, undo [warps][m], then squares [warps][m].
-  __device__ __forceinline__ WarpX(char* operands, char*, float* scratch, int warp, int spans, int m)
-      : operands(reinterpret_cast<uint4*>(operands + warp * spans * kSpanBytes)),
-        squares(scratch + (kRingWarps + warp) * m),
-        undo(scratch + warp * m) {}
+  // PackedPlan::scratch_at: of all warps, undo [warps][m], then squares [warps][m].
+  __device__ __forceinline__ WarpX(char* ring, const PackedPlan& plan, int warp, int spans, int m)
+      : operands(reinterpret_cast<uint4*>(ring + plan.x_at + warp * spans * kSpanBytes)),
+        norm(ring + plan.norm_at + warp * spans * kSpanNorm),
+        squares(reinterpret_cast<float*>(ring + plan.scratch_at) + (kRingWarps + warp) * m),
+        undo(reinterpret_cast<float*>(ring + plan.scratch_at) + warp * m) {}
 
-  // Place of a warp's block of a piece of the phase.
-  __device__ __forceinline__ int block(int piece, int of_warp) const {
-    return piece * Slot::kWarpBlocks + of_warp;
+  const float* sums = nullptr;
+  // Where a lane's operands start. Columns that do not exist are others once more: nobody reads their sums.
+  __device__ __forceinline__ uint32_t operands_of_lane() const {
+    const int lane = threadIdx.x % kWarpSize;
+    return shared_address(operands) + (lane / 4 % (kColumns < 8 ? kColumns : 8) * 4 + lane % 4) * 16;
   }
   __device__ __forceinline__ float undo_of(int m) const { return undo[m]; }
 
@@ -99,39 +155,21 @@ struct WarpX {
   __device__ __forceinline__ void load(const GemvParams& p, const PackedPlan& plan, int begin, int end,
                                        bool is_first, WaitForInput wait_for_input) const {
     const int lane = threadIdx.x % kWarpSize;
-    const int k = plan.x_width, spans = (end - begin + kSpanPieces - 1) / kSpanPieces;
+    const Spans spans(begin, end, plan.x_width);
     const bool rms = p.norm.kind == Norm::kRms;
-    const auto element = [&](int span) { return warp_element<Slot>(begin, end, span, k); };
-    const auto norm_weight = [&](int span) {
-      Eight<T> weight = {};
-      const int at = element(span);
-      if (at < k) {
-#pragma unroll
-        for (int i = 0; i < kRaw; ++i)
-          weight.part[i] =
-              __ldg(reinterpret_cast<const uint4*>(static_cast<const T*>(p.norm.weight) + at) + i);
-      }
-      return weight;
-    };
     if (!is_first) __syncwarp();  // all lanes are done with the phase before
-    float most_weight = 1.f;
+    char* const of_norm = norm + lane * 16;
     if (rms) {
-      most_weight = 0.f;
-#pragma unroll 2
-      for (int span = 0; span < spans; ++span) most_weight = fmaxf(most_weight, norm_weight(span).largest());
-      most_weight = warp_max(most_weight);
+      spans.template fetch<0>(static_cast<const T*>(p.norm.weight), of_norm, kSpanNorm, kWarpSize * 16,
+                              [] {});
     }
-    if (is_first) wait_for_input();
     // x comes to lie where a lane puts what it makes of it.
 #pragma unroll 1
     for (int m = 0; m < p.m; ++m) {
-#pragma unroll 2
-      for (int span = 0; span < spans; ++span) {
-        const int at = element(span);
-        const uint4* from = reinterpret_cast<const uint4*>(static_cast<const T*>(p.x) + m * k + at);
-#pragma unroll
-        for (int i = 0; i < kRaw; ++i) copy_async(place(span, m, i), at < k ? from + i : p.x, at < k);
-      }
+      spans.template fetch<0>(static_cast<const T*>(p.x) + m * plan.x_width,
+                              reinterpret_cast<char*>(place(0, m, 0)), kSpanBytes, 64, [&] {
+                                if (is_first && m == 0) wait_for_input();
+                              });
     }
     commit_copies();
     wait_for_copies<0>();
@@ -141,19 +179,34 @@ struct WarpX {
       for (int i = 0; i < kRaw; ++i) values.part[i] = *place(span, m, i);
       return values;
     };
+    const auto norm_weight = [&](int span) {
+      Eight<T> weight;
+#pragma unroll
+      for (int i = 0; i < kRaw; ++i)
+        weight.part[i] = *reinterpret_cast<const uint4*>(of_norm + (span * kRaw + i) * kWarpSize * 16);
+      return weight;
+    };
+    float most_weight = 1.f;
+    if (rms) {
+      most_weight = 0.f;
+#pragma unroll 2
+      for (int span = 0; span < spans.count; ++span)
+        most_weight = fmaxf(most_weight, norm_weight(span).largest());
+      most_weight = warp_max(most_weight);
+    }
 #pragma unroll 1
     for (int m = 0; m < p.m; ++m) {
       float most = 0.f, square = 0.f;
 #pragma unroll 2
-      for (int span = 0; span < spans; ++span) most = fmaxf(most, values_of(span, m).largest());
+      for (int span = 0; span < spans.count; ++span) most = fmaxf(most, values_of(span, m).largest());
       // The largest comes to lie below 2^15.
       const int exponent = max(14 - 126, int(__float_as_uint(warp_max(most) * most_weight) >> 23) - 127);
 #pragma unroll 2
-      for (int span = 0; span < spans; ++span) {
+      for (int span = 0; span < spans.count; ++span) {
         const Eight<T> found = values_of(span, m);
         if constexpr (std::is_same_v<T, __half>) {
           if (!rms) {
-            *place(span, m, 0) = as_operand<kForm, kCenters<T>>(scaled(found, 14 - exponent).words);
+            *place(span, m, 0) = as_operand<kForm, kCenters<T>>(scaled_halves(found, 14 - exponent).words);
             continue;
           }
         }
@@ -194,33 +247,11 @@ struct WarpX {
   }
 
  private:
-  static constexpr int kRaw = sizeof(T) / 2;  // 16-byte pieces of eight values, which lie where columns will
-
   // The lane's operand for a column of row m.
   __device__ __forceinline__ uint4* place(int span, int m, int part) const {
     const int lane = threadIdx.x % kWarpSize, block = span * 2 + lane / 16, stretch = lane % 16 / 4,
               q = lane % 4;
     return operands + ((block * int(kStretches) + stretch) * kColumns + m * kXColumns<T> + part) * 4 + q;
-  }
-
-  struct Pairs {
-    uint32_t words[4];
-  };
-
-  // x times 2^exponent, which need not be a float16; not below 2^-14.
-  static __device__ __forceinline__ Pairs scaled(const Eight<T>& x, int exponent) {
-    const int first = min(exponent, 15), second = min(exponent - first, 15);
-    const auto power = [](int e) {
-      return __half2half2(__ushort_as_half(static_cast<unsigned short>((15 + e) << 10)));
-    };
-    Pairs made;
-    const auto* pairs = reinterpret_cast<const __half2*>(x.part);
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      const __half2 pair = __hmul2(__hmul2(pairs[i], power(first)), power(second));
-      made.words[i] = *reinterpret_cast<const uint32_t*>(&pair);
-    }
-    return made;
   }
 };
 

@@ -32,6 +32,9 @@ def odd_sizes(device, dtype):
         for rows, k, n in ((1, 1, 1), (2, 3, 1), (3, 31, 129), (13, 127, 31), (1, 2049, 515), (5, 129, 7)):
             weight = torch.randn(n, k, device=device) * k**-0.5
             yield Sample(randn(rows, k), *packed(form, weight), randn(n), randn(rows, n))
+        # On a GPU half of k a block: parts that are equal or not, rows of scales that start at whole 16 bytes.
+        for rows, k, n in ((2, 1000, 33), (5, 1279, 9), (8, 2047, 70), (4, 3000, 65)):
+            yield Sample(randn(rows, k), *packed(form, torch.randn(n, k, device=device) * k**-0.5))
         for rows in range(1, MAX_ROWS + 1):
             yield Sample(randn(rows, 200), *packed(form, torch.randn(21, 200, device=device)))
 
