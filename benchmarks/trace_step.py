@@ -28,6 +28,7 @@ import hf_fastpath
 from hf_fastpath import loader, traffic
 from hf_fastpath.bandwidth import measure_read_bandwidth
 from hf_fastpath.decode.plan import DecodePlan
+from hf_fastpath.quantization import FORMATS
 
 POINTS = ("begin", "input", "ready", "sums", "merged", "end")
 RECORD = np.dtype(
@@ -101,10 +102,13 @@ def main() -> None:
     parser.add_argument("--dtype", default="fp16", choices=list(DTYPES))
     parser.add_argument("--context", type=int, default=128)
     parser.add_argument("--batch", type=int, default=1)
+    parser.add_argument("--weights", choices=list(FORMATS), help="quantize the model's weights")
     measure.add_csv_argument(parser)
     arguments = parser.parse_args()
     device, dtype = torch.device("cuda"), DTYPES[arguments.dtype]
-    model = hf_fastpath.patch(shapes.build_model(arguments.model, "cuda", dtype), quiet=True)
+    label = DTYPE_NAMES[dtype] + (f" {arguments.weights}" if arguments.weights else "")
+    options = {"weights": arguments.weights, "keep_original": False} if arguments.weights else {}
+    model = hf_fastpath.patch(shapes.build_model(arguments.model, "cuda", dtype), quiet=True, **options)
     part = vars(model)["_hf_fastpath"].part_of(model)
     prompt = torch.randint(0, model.config.vocab_size, (arguments.batch, arguments.context), device="cuda")
     out = model.generate(prompt, max_new_tokens=2, do_sample=False, pad_token_id=0, return_dict_in_generate=True)
@@ -122,7 +126,7 @@ def main() -> None:
         ms = replay_ms(plan, plan.seq_lens.clone())
         share = step_bytes / ms * 1e3 / bandwidth
         print(
-            f"{arguments.model} {DTYPE_NAMES[dtype]} context {arguments.context} batch {arguments.batch}: {ms:.4f} ms, "
+            f"{arguments.model} {label} context {arguments.context} batch {arguments.batch}: {ms:.4f} ms, "
             f"{arguments.batch / ms * 1e3:.0f} tok/s, {share:.1%} of R = {bandwidth / 1e9:.0f} GB/s, "
             f"{len(plan.program)} calls"
         )
@@ -159,7 +163,7 @@ def main() -> None:
         print(f"{name:10}" + "".join(f"{row[column]:12.2f}" for column in columns))
     path = measure.chosen_csv(arguments.csv, "trace_step", device)
     if path:
-        same = measure.environment(device) | {"model": arguments.model, "dtype": DTYPE_NAMES[dtype]}
+        same = measure.environment(device) | {"model": arguments.model, "dtype": label}
         same |= {"context": arguments.context, "batch": arguments.batch, "r_gb_s": round(bandwidth / 1e9)}
         measure.append_csv(
             path,
