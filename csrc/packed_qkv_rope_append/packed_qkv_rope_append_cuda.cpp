@@ -37,7 +37,7 @@ Tensor packed_qkv_rope_append_cuda(
   p.out = qkv.data_ptr();
   weight.launch(p, nullptr, input_norm, input, kept, stream);
   call.params.qkv = p.out;
-  launch_rope_append(call.params, stream);
+  call.launch(stream, overlap);
   return q;
 }
 

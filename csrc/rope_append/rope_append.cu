@@ -42,14 +42,22 @@ __device__ __forceinline__ int64_t head_place(const RopeAppendParams& p, int64_t
   return ((page * p.num_kv_heads + kv_head) << pages.shift) + (slot & ((1 << pages.shift) - 1));
 }
 
-// MaybePages: Pages, or nothing. With pages, the kernel in front may still run.
+// Stores neighbors in a cache; `at_once`: it is aligned to 16 bytes.
+template <class Cache, int kElems>
+__device__ __forceinline__ void store_neighbors(Cache* to, const float (&values)[kElems], bool at_once) {
+  if (at_once) return Chunk<Cache, kElems>::store(to, values);
+#pragma unroll
+  for (int e = 0; e < kElems; ++e) to[e] = from_float<Cache>(values[e]);
+}
+
+// MaybePages: Pages, or nothing. The kernel in front may still run.
 template <class T, class Cache, int kElems, class... MaybePages>
 __global__ void __launch_bounds__(kThreads) rope_append_kernel(RopeAppendParams p, MaybePages... pages) {
   const int units = (p.head_dim + 1) / 2 / kElems;  // of a head; an odd head_dim leaves one element alone
   const int heads = p.num_heads + 2 * p.num_kv_heads;
   const int index = blockIdx.y * kThreads + threadIdx.x;
   if (index >= heads * units) return;
-  if constexpr (sizeof...(MaybePages) > 0) allow_next_kernel();
+  allow_next_kernel();
   const int head = index / units, unit = index % units;
   const int token = blockIdx.x, row = token / p.query_len;
 
@@ -64,16 +72,13 @@ __global__ void __launch_bounds__(kThreads) rope_append_kernel(RopeAppendParams 
   const int64_t features = int64_t(heads) * p.head_dim, column = int64_t(head) * p.head_dim;
   const CachePlace place = cache_place(p, pages...);
   const int64_t slot = cache_slot(p, place.capacity, token);
-  const auto kv_place = [&] {  // of a key or value
+  int64_t kv_place = 0;  // of a key or value
+  if (head >= p.num_heads) {
     const int kv_head = head - p.num_heads - (is_value ? p.num_kv_heads : 0);
-    return head_place(p, place.capacity, slot, row, kv_head, pages...);
-  };
-  int64_t early = 0;
-  if constexpr (sizeof...(MaybePages) > 0) {
-    if (head >= p.num_heads) early = kv_place();
-    wait_for_previous_kernel();  // the projections
-    drop_l1();
+    kv_place = head_place(p, place.capacity, slot, row, kv_head, pages...);
   }
+  wait_for_previous_kernel();  // the projections
+  drop_l1();
   const T* qkv = static_cast<const T*>(p.qkv) + token * features + column;
   float a[kElems], b[kElems] = {};
   load_floats(qkv + first, a);
@@ -108,20 +113,21 @@ __global__ void __launch_bounds__(kThreads) rope_append_kernel(RopeAppendParams 
     if (has_second) Chunk<T, kElems>::store(out + second, b);
     return;
   }
-  Cache* out = reinterpret_cast<Cache*>(is_value ? place.v_cache : place.k_cache) +
-               (sizeof...(MaybePages) > 0 ? early : kv_place()) * p.head_dim;
-  Chunk<Cache, kElems>::store(out + first, a);
-  if (has_second) Chunk<Cache, kElems>::store(out + second, b);
+  char* const cache = is_value ? place.v_cache : place.k_cache;
+  const bool at_once = kElems == 1 || reinterpret_cast<uintptr_t>(cache) % 16 == 0;
+  Cache* out = reinterpret_cast<Cache*>(cache) + kv_place * p.head_dim;
+  store_neighbors(out + first, a, at_once);
+  if (has_second) store_neighbors(out + second, b, at_once);
 }
 
-// Whether every run of kElems elements starts a 16-byte access; of addresses in a kv_table nothing is known.
+// Whether every run of kElems elements starts a 16-byte access where the caches do; the kernel looks at
+// these, whose addresses may be in a kv_table.
 template <int kElems>
 bool is_aligned(const RopeAppendParams& p) {
-  for (const void* start : {p.qkv, p.bias, p.cos, p.sin, static_cast<const void*>(p.q_out),
-                            static_cast<const void*>(p.k_cache), static_cast<const void*>(p.v_cache)}) {
+  for (const void* start : {p.qkv, p.bias, p.cos, p.sin, static_cast<const void*>(p.q_out)}) {
     if (!is_aligned16(start)) return false;
   }
-  return !p.kv_table && p.head_dim % (2 * kElems) == 0 && p.rotary_dim % (2 * kElems) == 0;
+  return p.head_dim % (2 * kElems) == 0 && p.rotary_dim % (2 * kElems) == 0;
 }
 
 template <class T, class Cache, int kElems, class... MaybePages>
@@ -152,8 +158,8 @@ void launch_typed(const RopeAppendParams& params, bool overlap, cudaStream_t str
 
 }  // namespace
 
-void launch_rope_append(const RopeAppendParams& params, cudaStream_t stream) {
-  if (!is_quantized(params.kv_type)) return launch_typed(params, false, stream);
+void launch_rope_append(const RopeAppendParams& params, bool overlap, cudaStream_t stream) {
+  if (!is_quantized(params.kv_type)) return launch_typed(params, overlap, stream);
   if (params.batch * params.query_len == 0 || params.head_dim == 0) return;
   if (params.num_heads + params.num_kv_heads == 0) return;
   launch_rope_append_quants(params, stream);

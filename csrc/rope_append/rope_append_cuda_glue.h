@@ -74,10 +74,10 @@ struct RopeAppendCall {
     if (v_scales) params.v_scales = static_cast<uint16_t*>(v_scales->data_ptr());
   }
 
-  // `overlap`: lengths and tables may be read before the kernel in front is complete.
+  // `overlap`: as for launch_rope_append.
   void launch(cudaStream_t stream, bool overlap) const {
     if (pages) return launch_rope_append_paged(params, pages, overlap, stream);
-    launch_rope_append(params, stream);
+    launch_rope_append(params, overlap, stream);
   }
 };
 

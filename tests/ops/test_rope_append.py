@@ -153,9 +153,10 @@ def test_rope_append_overflow_of_a_half_cache_is_infinite(device):
     assert result["k_cache"][0, 0, 1, 0] == float("inf") and result["v_cache"][0, 0, 1, 0] == -float("inf")
 
 
+@pytest.mark.parametrize("shift", (0, 1))
 @pytest.mark.parametrize("kv", DTYPES, ids=str)
-def test_rope_append_follows_kv_table(device, kv):
-    """Addresses and capacity come from the table's row, the tensors given are not touched."""
+def test_rope_append_follows_kv_table(device, kv, shift):
+    """Addresses, aligned or not, and capacity come from the table's row, the tensors given are not touched."""
     sample = make(
         device,
         torch.float32,
@@ -169,7 +170,10 @@ def test_rope_append_follows_kv_table(device, kv):
         kv=kv,
     )
     actual = make(device, torch.float32, heads=4, kv_heads=2, head_dim=64, capacity=9, seq_lens=[1, 1], kv=kv)
-    k_cache, v_cache = actual.kwargs["k_cache"], actual.kwargs["v_cache"]
+    k_cache, v_cache = (
+        torch.nn.functional.pad(actual.kwargs[name].flatten(), (shift, 0))[shift:].view_as(actual.kwargs[name])
+        for name in ("k_cache", "v_cache")
+    )
     table = torch.tensor([[0, 0, 0], [k_cache.data_ptr(), v_cache.data_ptr(), 9]], device=device)
     expected = ours(SPEC, replaced(SPEC, sample, k_cache=k_cache, v_cache=v_cache))
     call = replaced(SPEC, sample.map_tensors(duplicate), kv_table=table, layer=1)
