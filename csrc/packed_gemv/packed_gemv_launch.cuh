@@ -134,8 +134,8 @@ RingLaunch plan_packed(const GemvParams& p, const RopeAppendParams* rope, Packed
   // blocks with one each take less time (int4_g32 4096 to 4096, 1.5 % of a layer).
   const bool is_small = bytes <= int64_t(kRingBytes) * sms;
   const bool one_tile_each =
-      is_small && plan.matrix.rows * plan.ranks / (int64_t(sms) * Slot::kTileRows) == 1;
-  const int blocks_per_sm = !is_large && (!is_small || one_tile_each) ? kRingBlocksPerSm : 1;
+      is_small && !is_large && plan.matrix.rows * plan.ranks / (int64_t(sms) * Slot::kTileRows) == 1;
+  const int blocks_per_sm = (is_small && !one_tile_each) || is_large ? 1 : kRingBlocksPerSm;
   const int64_t dots = int64_t(units) * ring.halves * p.m * 4;  // bytes of all clusters
   const int64_t least = (dots + kMaxPartBytes / 2 - 1) / (kMaxPartBytes / 2);
   const int most_clusters =
