@@ -59,7 +59,7 @@ __device__ __forceinline__ int zero_of(const PackedMatrix& matrix, int row, int 
 // Where tensor copies with a swizzle of kBytes put the 16 bytes at `offset` of shared memory.
 template <int kBytes = kLineBytes>
 __device__ __forceinline__ uint32_t swizzled(uint32_t offset) {
-  return offset ^ (offset >> 7 & (kBytes / 16 - 1)) << 4;
+  return offset ^ (offset >> 7 & (kBytes / 16u - 1)) << 4;
 }
 
 template <PackedForm kForm, int kLines>

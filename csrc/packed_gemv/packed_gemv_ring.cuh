@@ -213,13 +213,13 @@ __global__ void __launch_bounds__(HF_FASTPATH_HOPPER ? kRingThreads : kRingConsu
                                   kColumns > 8 ? 1 : kRingBlocksPerSm)
     packed_gemv_kernel(const __grid_constant__ GemvParams p, const __grid_constant__ RopeAppendParams rope,
                        const __grid_constant__ PackedPlan plan, const __grid_constant__ PackedMaps maps) {
-  extern __shared__ __align__(1024) char ring[];  // which swizzles count from
-  if constexpr (HF_FASTPATH_HOPPER ||
-                !kTakesLanes<T, kColumns, kPrepared>)  // elsewhere there are no clusters
+  extern __shared__ __align__(1024) char packed_ring[];                        // which swizzles count from
+  if constexpr (HF_FASTPATH_HOPPER || !kTakesLanes<T, kColumns, kPrepared>) {  // elsewhere are no clusters
     run_packed<kForm, kLinesOf<T, kColumns, kPrepared>>(
-        p, rope, plan, maps, ring, [&](RingBarriers barriers) {
-          packed_compute<T, kForm, kColumns, kEnd, kPrepared>(p, rope, plan, ring, barriers);
+        p, rope, plan, maps, packed_ring, [&](RingBarriers barriers) {
+          packed_compute<T, kForm, kColumns, kEnd, kPrepared>(p, rope, plan, packed_ring, barriers);
         });
+  }
 }
 
 }  // namespace hf_fastpath
