@@ -15,7 +15,7 @@
 #include "common/async.cuh"
 #include "common/kv_quants.cuh"
 #include "decode_attention/decode_attention.h"
-#include "decode_attention/split.cuh"
+#include "decode_attention/merge.cuh"
 
 namespace hf_fastpath {
 namespace {

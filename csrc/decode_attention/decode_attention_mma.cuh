@@ -21,7 +21,7 @@
 #include "common/async.cuh"
 #include "common/mma.cuh"
 #include "decode_attention/decode_attention.h"
-#include "decode_attention/split.cuh"
+#include "decode_attention/merge.cuh"
 #include "decode_attention/tiles.cuh"
 
 namespace hf_fastpath {

@@ -23,8 +23,8 @@
 #include "common/kv_quants.cuh"
 #include "common/mma.cuh"
 #include "decode_attention/decode_attention.h"
+#include "decode_attention/merge.cuh"
 #include "decode_attention/quant_tiles.cuh"
-#include "decode_attention/split.cuh"
 
 namespace hf_fastpath {
 namespace {
