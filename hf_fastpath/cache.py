@@ -9,13 +9,15 @@ from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache, Dynam
 
 from .cache_layer import KV_DTYPES, FastpathLayer
 from .compat import MIN_WINDOW, record_past_of
+from .ops.decode_attention import MAX_QUERY_LEN
 from .ops.kv_cache import MAX_PAGE_SIZE, MIN_PAGE_SIZE, is_page_size, is_quantized
 from .paged_layer import PagedLayer
 from .pages import PageCounts, PageTable, PageTables
 
 
 class FastpathCache(Cache):
-    """KV cache whose buffers are preallocated, grow by a quarter, and are read by the decode kernels.
+    """KV cache whose buffers are preallocated, grow by a quarter at most beyond what is needed, and are read by the
+    decode kernels.
 
     It takes the place of ``DynamicCache`` in every way but offloading, and can be passed as ``past_key_values``,
     kept, deep-copied and continued.
@@ -45,6 +47,7 @@ class FastpathCache(Cache):
         self.kv_dtype = kv_dtype
         self.tables = None if page_size is None else PageTables(page_size)
         self._seq_lens: tuple[tuple, torch.Tensor] | None = None
+        self.expected_length = 0
         if config is None:
             super().__init__(layer_class_to_replicate=FastpathLayer)
             return
@@ -84,6 +87,7 @@ class FastpathCache(Cache):
     def _grow(self, num_layers: int) -> None:
         while len(self.layers) < num_layers:
             self.layers.append(self._full_layer())
+            self.layers[-1].expected_length = self.expected_length
 
     def prepare(self, layer_idx: int, states: torch.Tensor) -> None:
         """Get a layer ready for states of this shape and dtype; see ``FastpathLayer.prepare``."""
@@ -97,6 +101,14 @@ class FastpathCache(Cache):
             Whether any buffer moved.
         """
         return any([layer.reserve(num_tokens) for layer in self.layers])
+
+    def expect(self, length: int) -> None:
+        """Say how many positions there will be in the end, at most, as ``generate()`` does: buffers that grow then make
+        room for all of them, and for drafts read beyond the end, where that is no more than a quarter beyond what is
+        needed; they move once, and memory for a long prompt is not taken twice."""
+        self.expected_length = length + MAX_QUERY_LEN
+        for layer in self.layers:
+            layer.expected_length = self.expected_length
 
     def advance(self, num_tokens: int) -> None:
         """Count positions that kernels have written in every layer."""

@@ -50,6 +50,7 @@ class FastpathLayer(CacheLayerMixin):
         self.device: torch.device | None = None
         self.cumulative_length = 0
         self.oldest = 0  # lowest position that is still in its slot
+        self.expected_length = 0  # see FastpathCache.expect
         self.record_past = False
 
     # ---- storage --------------------------------------------------------------------------------------------
@@ -192,7 +193,10 @@ class FastpathLayer(CacheLayerMixin):
         ring = self._ring_capacity()
         if needed <= self.capacity or (ring is not None and self.capacity >= ring):
             return False
-        grown = max(needed, self.capacity + self.capacity // 4)
+        if needed < self.expected_length:
+            grown = min(self.expected_length, needed + needed // 4)
+        else:
+            grown = max(needed, self.capacity + self.capacity // 4)
         grown = -(-grown // CAPACITY_STEP) * CAPACITY_STEP
         self._resize(grown if ring is None else min(grown, ring))
         return True

@@ -291,10 +291,12 @@ def _prepare_cache(self: nn.Module, generation_config: Any, model_kwargs: dict, 
     if plain and not users_own and _takes_our_cache(self, state):
         made = FastpathCache.from_dynamic(made, state.options.kv_dtype, state.options.page_size)
         model_kwargs["past_key_values"] = made
-    if isinstance(made, FastpathCache) and made.page_counts is not None:
-        state.stats.pages = made.page_counts
-        if any(made.is_sliding):
-            state.stats.note("window_not_paged")
+    if isinstance(made, FastpathCache):
+        made.expect(generation_config.max_length)
+        if made.page_counts is not None:
+            state.stats.pages = made.page_counts
+            if any(made.is_sliding):
+                state.stats.note("window_not_paged")
     return result
 
 

@@ -245,6 +245,7 @@ class _Call:
         if reason is not None or held or not prompt.is_readable(part, cache, given):
             return _StockDrafts(self.generator, self.device)
         cache.activate_past_recording()
+        cache.expect(self.max_length)
         return _PlanDrafts(self.generator, state, part, cache, given, self.ends, self.max_length)
 
     def _keep(self, rows: torch.Tensor) -> None:

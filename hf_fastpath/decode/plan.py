@@ -37,7 +37,9 @@ MAX_EOS_TOKENS = 16
 RECORD_SLOTS = 32
 #: rows of the first table of rotary angles, unless the model's longest context is shorter; a captured graph holds the
 #: table's address, so that a larger one makes a new capture
-_ANGLE_ROWS = {"cuda": 131072, "cpu": 4096}
+_ANGLE_ROWS = {"cuda": 32768, "cpu": 4096}
+#: and where generate() may want more: up to there
+_MOST_ANGLE_ROWS = 131072
 #: positions whose angles are computed at once: on the way they are float32, and several times as large
 _ANGLE_PIECE = 8192
 
@@ -275,25 +277,32 @@ class DecodePlan:
         scaling is right."""
         if self._rotary is None:
             return
-        first = self.program.values[next(iter(self._angles.values()))[0].index]
-        rows = 0 if first is None else first.shape[0]
+        known = self.program.values[next(iter(self._angles.values()))[0].index]
+        rows = 0 if known is None else known.shape[0]
         if positions <= rows:
             return
-        most = _ANGLE_ROWS.get(self.device.type, positions)
-        longest = getattr(self._rotary, "max_seq_len_cached", most)
-        rows = max(positions, 2 * rows, min(longest, most))
+        wanted = max(_ANGLE_ROWS.get(self.device.type, 0), self.cache.expected_length + self._ahead)
+        longest = getattr(self._rotary, "max_seq_len_cached", wanted)
+        rows = max(positions, 2 * rows, min(wanted, longest, _MOST_ANGLE_ROWS))
+        made = [(self._angles[kind], self._angle_tables(kind, rows)) for kind in self._angles]
+        self.graph = None  # it reads the old tables
+        for registers, tables in reversed(made):
+            for register, table in zip(reversed(registers), reversed(tables)):  # the first: its length stands for all
+                self.program.values[register.index] = table
+
+    def _angle_tables(self, kind: str | None, rows: int) -> list[torch.Tensor]:
+        """cos and sin of a kind of layer, [rows, rotary_dim]."""
+        tables: list[torch.Tensor] = []
         with torch.inference_mode(False), torch.no_grad():
             like = torch.empty(0, dtype=self.dtype, device=self.device)
-            pieces = torch.arange(rows, device=self.device)[None].split(_ANGLE_PIECE, dim=1)
-            made = []
-            for kind, tables in self._angles.items():
-                arguments = () if kind is None else (kind,)
-                angles = zip(*(self._rotary.forward(like, piece, *arguments) for piece in pieces))
-                joined = (torch.cat(values, dim=1)[0].to(self.dtype) for values in angles)
-                made += [(table, full_angles(self._architecture, values)) for table, values in zip(tables, joined)]
-        self.graph = None  # it reads the old tables
-        for table, values in reversed(made):  # the first table comes last: its length stands for all
-            self.program.values[table.index] = values
+            for first in range(0, rows, _ANGLE_PIECE):
+                piece = torch.arange(first, min(first + _ANGLE_PIECE, rows), device=self.device)[None]
+                angles = self._rotary.forward(like, piece, *(() if kind is None else (kind,)))
+                values = [full_angles(self._architecture, each[0].to(self.dtype)) for each in angles]
+                tables = tables or [each.new_empty(rows, each.shape[-1]) for each in values]
+                for table, each in zip(tables, values):
+                    table[first : first + _ANGLE_PIECE] = each
+        return tables
 
     @property
     def logits(self) -> torch.Tensor:

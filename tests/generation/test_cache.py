@@ -13,7 +13,8 @@ from transformers import Cache, DynamicCache
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
 from hf_fastpath import FastpathCache
-from hf_fastpath.cache_layer import RING_SLACK
+from hf_fastpath.cache_layer import CAPACITY_STEP, RING_SLACK, FastpathLayer
+from hf_fastpath.ops.decode_attention import MAX_QUERY_LEN
 from hf_fastpath.ops.kv_cache import LARGEST_QUANT, dequantized, quantized
 
 HEADS, HEAD_DIM = 2, 8
@@ -241,6 +242,50 @@ def test_capacity_after_a_long_prompt(device):
         ours.update(*states(device, 1, 1000, generator), index)
     assert ours.layers[0].capacity <= 1.25 * 1000 + 64
     assert ours.layers[1].capacity == WINDOW + RING_SLACK
+
+
+@over_kinds
+def test_room_for_the_expected_length_is_made_at_once(kinds, device):
+    ours = FastpathCache.from_dynamic(dynamic(kinds))
+    ours.expect(1100)
+    generator = torch.Generator().manual_seed(0)
+    first = []
+    for count in (1000, *[1] * 100, MAX_QUERY_LEN):
+        for index in range(len(kinds)):
+            ours.update(*states(device, 1, count, generator), index)
+            first += [ours.layers[index].k_buffer] if count == 1000 else []
+    for layer, buffer in zip(ours.layers, first, strict=True):
+        assert layer.k_buffer is buffer
+        assert layer.capacity <= 1100 + MAX_QUERY_LEN + CAPACITY_STEP
+
+
+def test_a_length_that_may_never_come_takes_a_quarter_at_most(device):
+    ours = FastpathCache()
+    ours.expect(10**6)
+    generator = torch.Generator().manual_seed(0)
+    for count in (1000, 300, 1):
+        ours.update(*states(device, 1, count, generator), 0)
+        held = ours.get_seq_length()
+        assert ours.layers[0].capacity <= 1.25 * held + CAPACITY_STEP
+    ours.expect(0)  # of a later call, whose text is longer than it says
+    ours.update(*states(device, 1, 400, generator), 0)
+    assert ours.layers[0].capacity <= 1.25 * 1701 + CAPACITY_STEP
+
+
+@pytest.mark.parametrize("options", ({}, {"do_sample": True}, {"num_beams": 2}, {"prompt_lookup_num_tokens": 5}))
+def test_buffers_never_move_while_a_prompt_is_continued(options, device, monkeypatch):
+    """Within a quarter of the prompt, and in the turn after it."""
+    _, ours = pair("llama", device)
+    made, resize = [], FastpathLayer._resize
+    monkeypatch.setattr(FastpathLayer, "_resize", lambda *arguments: (made.append(arguments), resize(*arguments))[1])
+    options = dict(max_new_tokens=50, eos_token_id=None, return_dict_in_generate=True, **options)
+    out = ours.generate(prompt(device, 1, 300), **options)
+    layers = len(out.past_key_values.layers)
+    assert len(made) == layers
+    if "num_beams" not in options:
+        more = torch.cat((out.sequences, prompt(device, 1, 90)), dim=1)
+        ours.generate(more, past_key_values=out.past_key_values, **options)
+        assert len(made) == 2 * layers
 
 
 @pytest.mark.parametrize("kv_dtype", (torch.float16, torch.bfloat16, torch.float32))
