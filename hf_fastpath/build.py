@@ -37,6 +37,7 @@ WHEEL_CUDA_ARCHS = ("80", "86", "89", "90a", "100", "120")
 CPU_FLAGS = {
     "_avx2.cpp": "-mavx2 -mfma -mf16c",
     "_avx512.cpp": "-mavx2 -mfma -mf16c -mavx512f -mavx512bw -mavx512dq -mavx512vl",
+    "_avx512_bf16.cpp": "-mavx2 -mfma -mf16c -mavx512f -mavx512bw -mavx512dq -mavx512vl -mavx512bf16",
     "_avx512_vnni.cpp": "-mavx2 -mfma -mf16c -mavx512f -mavx512bw -mavx512dq -mavx512vl -mavx512vnni",
 }
 

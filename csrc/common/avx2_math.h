@@ -108,7 +108,9 @@ HF_INLINE void with_element(DType dtype, const Body& body) {
 
 // A vector of eight float32: the base of what blocked kernels take as their Vector.
 struct Floats8 {
-  using Type = __m256;
+  using Type = __m256;   // of sums,
+  using Operand = Type;  // of what is multiplied,
+  using Input = float;   // and of a row of x in memory
   static constexpr int kWidth = 8;
   HF_INLINE Type zero() { return _mm256_setzero_ps(); }
   HF_INLINE Type set(float value) { return _mm256_set1_ps(value); }

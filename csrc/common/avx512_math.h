@@ -12,6 +12,8 @@ namespace {
 // Floats8's counterpart.
 struct Floats16 {
   using Type = __m512;
+  using Operand = Type;
+  using Input = float;
   static constexpr int kWidth = 16;
   HF_INLINE Type zero() { return _mm512_setzero_ps(); }
   HF_INLINE Type set(float value) { return _mm512_set1_ps(value); }

@@ -121,7 +121,7 @@ Tensor fused_experts_cpu(const Tensor& x, const Tensor& expert_ids, const Tensor
   const Tensor ids = hf_fastpath::contiguous(expert_ids), weights = hf_fastpath::contiguous(expert_weights);
   const ExpertPairs pairs = sorted_pairs(ids.const_data_ptr<int64_t>(), ids.size(0), top_k, num_experts);
 
-  const int64_t count = pairs.count(), x_stride = round_up(hidden_size, 16);
+  const int64_t count = pairs.count(), x_stride = row_stride(hidden_size);
   const int64_t spare = transposed ? experts_spare_columns(count, hidden_size, width)
                                    : experts_spare(count, hidden_size, width);
   const Activations input = load_activations(x, kOp, false, count * x_stride + spare);

@@ -110,47 +110,43 @@ constexpr int64_t kLaidOutRows = 512, kPassedBytes = 512 << 10;
 
 bool takes_unpacked(const GemmArgs& args, int64_t rows) {
   if (!use_avx2() || args.transposed) return false;
-  if (args.dtype == DType::kFloat32 || rows < kTiledRows || !use_amx()) return rows <= kUnpackedRows;
-  return args.dtype == DType::kFloat16 || rows <= kTiledBfloat16Rows;
+  const XForm form = x_form(args.dtype, rows);
+  if (form == XForm::kTiles) return args.dtype == DType::kFloat16 || rows <= kTiledBfloat16Rows;
+  return rows <= kUnpackedRows;
 }
 
-// `rows` rows of x from `first` on as a linear kernel takes them: float32 at `to`, and in tiles unless that
-// is null.
-LinearArgs laid_out(const GemmArgs& args, const RowView& x, int64_t first, int64_t rows, float* to,
-                    uint16_t* tiles) {
+// `rows` rows of x from `first` on as the linear kernel for `form` takes them.
+LinearArgs linear_args(const GemmArgs& args, const RowView& x, int64_t first, int64_t rows, XForm form,
+                       float* floats, uint16_t* laid_out) {
   LinearArgs out{};
   out.dtype = args.dtype;
   out.rows = rows;
   out.in_features = args.in_features;
   out.out_features = out.out_stride = args.out_features;
-  out.x = to;
-  out.x_stride = round_up(args.in_features, 16);
-  out.tiles = tiles;
+  out.x = floats;
+  out.x_stride = row_stride(args.in_features);
+  out.laid_out = laid_out;
   out.weight = args.weight;
   out.weight_stride = args.weight_stride;
   out.bias = args.bias;
   if (args.residual != nullptr) out.residual = at(args.residual, first * args.out_features, args.dtype);
   out.out = at(args.out, first * args.out_features, args.dtype);
   out.activation = args.activation;
-  for (int64_t row = 0; row < rows; ++row, to += out.x_stride) {
-    converter()(args.dtype, at(x.data, (first + row) * x.stride, args.dtype), to, x.columns);
-    std::fill(to + x.columns, to + out.x_stride, 0.0f);
-  }
-  if (tiles != nullptr) tiles_of_rows_amx(args.dtype, rows, args.in_features, out.x, out.x_stride, tiles);
+  lay_out(form, args.dtype, x, first, rows, floats, laid_out);
   return out;
 }
 
 void run_unpacked(const GemmArgs& args, const RowView& x) {
-  const bool tiled = args.dtype != DType::kFloat32 && x.rows >= kTiledRows && use_amx();
-  const int64_t most = tiled ? kMaxAmxRows : kMaxRows, stride = round_up(args.in_features, 16);
+  const XForm form = x_form(args.dtype, x.rows);
+  const int64_t most = form == XForm::kTiles ? kMaxAmxRows : kMaxRows, stride = row_stride(args.in_features);
   const int64_t passes = (x.rows + kLaidOutRows - 1) / kLaidOutRows;
   const int64_t longest = (x.rows + passes - 1) / passes, pieces = (longest + most - 1) / most;
-  const int64_t tile_floats = tiled ? tile_elements(args.dtype, most, args.in_features) / 2 : 0;
-  float* const memory = scratch(pieces * tile_floats + longest * stride);
-  float* const floats = memory + pieces * tile_floats;
+  const int64_t others = round_up(laid_out_elements(form, args.dtype, most, args.in_features) / 2, 16);
+  float* const memory = scratch(pieces * others + (form == XForm::kBFloat16 ? 0 : longest * stride));
+  float* const floats = memory + pieces * others;
   const int64_t row_bytes = args.in_features * element_size(args.dtype);
   const int64_t block = std::max(kOutputGranule, kPassedBytes / row_bytes / kOutputGranule * kOutputGranule);
-  Linear* const kernel = linear_kernel(tiled);
+  Linear* const kernel = linear_kernel(form);
   std::vector<LinearArgs> linear(pieces);
   for (int64_t pass = 0; pass < passes; ++pass) {
     const int64_t first = part_begin(x.rows, passes, pass);
@@ -159,8 +155,8 @@ void run_unpacked(const GemmArgs& args, const RowView& x) {
     for_each_part(parts, [&](int64_t part) {
       for (int64_t i = part_begin(pieces, parts, part); i < part_begin(pieces, parts, part + 1); ++i) {
         const int64_t begin = part_begin(rows, pieces, i), count = part_begin(rows, pieces, i + 1) - begin;
-        auto* const tiles = tiled ? reinterpret_cast<uint16_t*>(memory + i * tile_floats) : nullptr;
-        linear[i] = laid_out(args, x, first + begin, count, floats + begin * stride, tiles);
+        linear[i] = linear_args(args, x, first + begin, count, form, floats + begin * stride,
+                                reinterpret_cast<uint16_t*>(memory + i * others));
       }
     });
     share_outputs(args.out_features, row_bytes, [&](int64_t begin, int64_t end) {

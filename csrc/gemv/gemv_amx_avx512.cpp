@@ -117,7 +117,7 @@ HF_INLINE bool multiply(const LinearArgs& args, const Rows& rows, float* sums) {
   const int64_t columns = tile_columns(args.dtype, args.rows), row_bytes = columns * 4;
   const int64_t step = kTilePairs * columns * 2;
   const int64_t group = (args.in_features + kTileInputs - 1) / kTileInputs * step;
-  const uint16_t* x = args.tiles;
+  const uint16_t* x = args.laid_out;
   __m512i odd = _mm512_setzero_si512();
   for_each_index(kEachSum, [&](auto sum) __attribute__((always_inline)) { zero_tile<sum.value>(); });
   const auto product = [&](int64_t k, auto turn, __mmask32 mask) __attribute__((always_inline)) {

@@ -8,15 +8,22 @@ namespace hf_fastpath {
 
 constexpr int64_t kMaxRows = 16;  // activation rows a call may have; sizes the kernels' stack tiles
 
-// One projection. Activations arrive in float32: the glue converts them once a call, for all threads.
+// How a kernel takes the rows of x.
+enum class XForm {
+  kFloats,    // float32
+  kBFloat16,  // as they are in bfloat16
+  kTiles,     // as tiles_of_rows_amx lays them out
+};
+
+// One projection. Activations are converted once a call, for all threads.
 struct LinearArgs {
   DType dtype;   // of weights, bias, residual and out
   int64_t rows;  // activation rows, 1 to kMaxRows, or kMaxAmxRows for linear_amx
   int64_t in_features;
   int64_t out_features;
-  const float* x;         // [rows, x_stride], zeros from in_features on
-  int64_t x_stride;       // multiple of 16, at least in_features
-  const uint16_t* tiles;  // x for linear_amx, or null: see tiles_of_rows_amx
+  const float* x;  // [rows, x_stride], zeros from in_features on; nothing where laid_out is all that is read
+  int64_t x_stride;          // multiple of 16, of 32 for linear_avx512_bf16; at least in_features
+  const uint16_t* laid_out;  // x in another form, [rows, x_stride] as above or tiles
   const void* weight;  // [out_features, in_features], or [in_features, out_features] for the conv1d kernels
   int64_t weight_stride;  // elements between rows of the weight
   const void* up_weight;  // like weight, or null: out = activation(x @ weight.T) * (x @ up_weight.T)
@@ -33,8 +40,9 @@ struct LinearArgs {
 using Linear = void(const LinearArgs& args, int64_t begin, int64_t end);
 Linear linear_portable, linear_avx2, linear_avx512;
 
-// The same from args.tiles, for 16-bit types.
-Linear linear_amx;
+// The same from args.laid_out: of bfloat16, and in tiles of 16-bit types, which also read x where a product
+// is left to linear_avx512.
+Linear linear_avx512_bf16, linear_amx;
 
 // Rows from which on the tiles of AMX pay off, and the most that linear_amx takes.
 constexpr int64_t kTiledRows = 5, kMaxAmxRows = 32;
@@ -49,7 +57,7 @@ constexpr int64_t tile_groups(DType dtype, int64_t rows) {
   return dtype == DType::kFloat16 ? (rows + 7) / 8 : (rows + 15) / 16;
 }
 
-// Elements of args.tiles.
+// Elements of args.laid_out in tiles.
 constexpr int64_t tile_elements(DType dtype, int64_t rows, int64_t in_features) {
   return tile_groups(dtype, rows) * (in_features + 31) / 32 * 32 * tile_columns(dtype, rows);
 }

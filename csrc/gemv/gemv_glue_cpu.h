@@ -8,36 +8,74 @@
 
 namespace hf_fastpath {
 
-// The activation rows of a call, converted to float32 for all threads, and scratch memory behind them.
+// Whether pairs of bfloat16 are multiplied in less time than they are widened: not by Intel's CPUs, which
+// issue half as many of these instructions as of FMAs, but have AMX.
+inline bool use_bf16_products() {
+  static const bool value = use_avx512() && isa_limit() == IsaLimit::kNone &&
+                            __builtin_cpu_supports("avx512bf16") && __builtin_cpu_is("amd");
+  return value;
+}
+
+// The form in which `rows` rows of x are multiplied fastest.
+inline XForm x_form(DType dtype, int64_t rows) {
+  if (dtype != DType::kFloat32 && rows >= kTiledRows && use_amx()) return XForm::kTiles;
+  return dtype == DType::kBFloat16 && use_bf16_products() ? XForm::kBFloat16 : XForm::kFloats;
+}
+
+// Elements between rows of x: whole vectors of 16 bits, and cache lines.
+inline int64_t row_stride(int64_t in_features) { return round_up(in_features, 32); }
+
+// Elements of LinearArgs::laid_out.
+inline int64_t laid_out_elements(XForm form, DType dtype, int64_t rows, int64_t in_features) {
+  if (form == XForm::kFloats) return 0;
+  return form == XForm::kTiles ? tile_elements(dtype, rows, in_features) : rows * row_stride(in_features);
+}
+
+// Rows [first, first + rows) of x as a kernel for `form` takes them, at `floats` or `laid_out` or both.
+inline void lay_out(XForm form, DType dtype, const RowView& x, int64_t first, int64_t rows, float* floats,
+                    uint16_t* laid_out) {
+  const int64_t stride = row_stride(x.columns);
+  const auto convert = use_avx2() ? convert_to_float_avx2 : convert_to_float_portable;
+  for (int64_t row = 0; row < rows; ++row) {
+    const void* from = at(x.data, (first + row) * x.stride, dtype);
+    if (form == XForm::kBFloat16) {
+      uint16_t* to = laid_out + row * stride;
+      std::memcpy(to, from, x.columns * sizeof(uint16_t));
+      std::fill(to + x.columns, to + stride, uint16_t{0});
+    } else {
+      float* to = floats + row * stride;
+      convert(dtype, from, to, x.columns);
+      std::fill(to + x.columns, to + stride, 0.0f);
+    }
+  }
+  if (form == XForm::kTiles) tiles_of_rows_amx(dtype, rows, x.columns, floats, stride, laid_out);
+}
+
+// The activation rows of a call as kernels take them, for all threads, and scratch memory behind them.
 struct Activations {
   DType dtype;
+  XForm form;
   int64_t rows, in_features, stride;
-  float* data;            // [rows, stride], zeros from in_features on
-  float* spare;           // as many floats as were asked for, 64-byte aligned
-  const uint16_t* tiles;  // the rows once more, for linear_amx, or null
+  float* data;               // [rows, stride], zeros from in_features on, but in XForm::kBFloat16
+  float* spare;              // as many floats as were asked for, 64-byte aligned
+  const uint16_t* laid_out;  // see LinearArgs
 };
 
-// `tiled`: linear_kernel() will take them.
-inline Activations load_activations(const Tensor& x, const char* op, bool tiled, int64_t spare_floats = 0) {
+// `linear`: linear_kernel() will take them.
+inline Activations load_activations(const Tensor& x, const char* op, bool linear, int64_t spare_floats = 0) {
   const DType dtype = dtype_of(x, op);
   STD_TORCH_CHECK(x.dim() >= 1, "hf_fastpath::", op, ": x has no dimensions, expected [..., in_features]");
   const RowView view = row_view(x);
   STD_TORCH_CHECK(view.rows >= 1 && view.rows <= kMaxRows, "hf_fastpath::", op, ": x has ", view.rows,
                   " rows, expected 1 to ", kMaxRows, ": use nn.Linear");
-  // A whole cache line, so that rows start aligned and a kernel may read a vector past the end.
-  const int64_t stride = round_up(view.columns, 16);
-  tiled = tiled && dtype != DType::kFloat32 && view.rows >= kTiledRows && use_amx();
-  const int64_t tile_floats = tiled ? tile_elements(dtype, view.rows, view.columns) / 2 : 0;
-  float* data = scratch(tile_floats + view.rows * stride + spare_floats);
-  auto* tiles = reinterpret_cast<uint16_t*>(data);
-  data += tile_floats;  // whole tiles, so that rows are aligned, too
-  const auto convert = use_avx2() ? convert_to_float_avx2 : convert_to_float_portable;
-  for (int64_t row = 0; row < view.rows; ++row) {
-    convert(dtype, at(view.data, row * view.stride, dtype), data + row * stride, view.columns);
-    std::fill(data + row * stride + view.columns, data + (row + 1) * stride, 0.0f);
-  }
-  if (tiled) tiles_of_rows_amx(dtype, view.rows, view.columns, data, stride, tiles);
-  return {dtype, view.rows, view.columns, stride, data, data + view.rows * stride, tiled ? tiles : nullptr};
+  const XForm form = linear ? x_form(dtype, view.rows) : XForm::kFloats;
+  const int64_t stride = row_stride(view.columns);
+  const int64_t others = round_up(laid_out_elements(form, dtype, view.rows, view.columns) / 2, 16);
+  const int64_t floats = form == XForm::kBFloat16 ? 0 : view.rows * stride;
+  float* const memory = scratch(others + floats + spare_floats);
+  auto* const laid_out = reinterpret_cast<uint16_t*>(memory);
+  lay_out(form, dtype, view, 0, view.rows, memory + others, laid_out);
+  return {dtype, form, view.rows, view.columns, stride, memory + others, memory + others + floats, laid_out};
 }
 
 // Refuses a weight that does not fit: a kernel would read out of its bounds.
@@ -62,7 +100,7 @@ inline LinearArgs linear_args(const Activations& x, const Tensor& weight, bool t
   args.out_features = weight.size(transposed ? 1 : 0);
   args.x = x.data;
   args.x_stride = x.stride;
-  args.tiles = x.tiles;
+  args.laid_out = x.laid_out;
   args.weight = weight.const_data_ptr();
   args.weight_stride = weight.stride(0);
   args.out = out;
@@ -74,8 +112,9 @@ inline LinearArgs linear_args(const Activations& x, const Tensor& weight, bool t
 // Threads divide outputs in multiples of the kernels' streams and tiles, and of eight, a store.
 constexpr int64_t kOutputGranule = 48;
 
-inline Linear* linear_kernel(bool tiled = false) {
-  if (tiled) return linear_amx;
+inline Linear* linear_kernel(XForm form = XForm::kFloats) {
+  if (form == XForm::kTiles) return linear_amx;
+  if (form == XForm::kBFloat16) return linear_avx512_bf16;
   return use_avx512() ? linear_avx512 : use_avx2() ? linear_avx2 : linear_portable;
 }
 
@@ -87,8 +126,8 @@ void share_outputs(int64_t outputs, int64_t output_bytes, const Body& body) {
 }
 
 // All outputs of a projection in the Linear layout.
-inline void run_linear(const LinearArgs& args) {
-  Linear* const kernel = linear_kernel(args.tiles != nullptr);
+inline void run_linear(const LinearArgs& args, XForm form) {
+  Linear* const kernel = linear_kernel(form);
   const int64_t matrices = args.up_weight != nullptr ? 2 : 1;
   share_outputs(args.out_features, matrices * args.in_features * element_size(args.dtype),
                 [&](int64_t begin, int64_t end) { kernel(args, begin, end); });

@@ -1,6 +1,8 @@
-// The product in nn.Linear's layout that gemv_avx2.cpp and gemv_avx512.cpp instantiate, each with its own
-// vectors. Included by these only; internal linkage as in avx2_math.h.
+// The product in nn.Linear's layout that gemv_avx2.cpp, gemv_avx512.cpp and gemv_avx512_bf16.cpp instantiate,
+// each with its own vectors. Included by these only; internal linkage as in avx2_math.h.
 #pragma once
+
+#include <type_traits>
 
 #include "common/avx2_math.h"
 #include "common/epilogue_avx2.h"
@@ -17,9 +19,10 @@ constexpr int64_t kFewRows = 2;
 // How far ahead in its stream a row is prefetched: past the end of a page, where the hardware prefetchers
 // stop.
 constexpr int64_t kRowAheadBytes = 2048;
-// Inputs of a block: the rows of x stay in the first-level cache while the streams pass over them in turn.
-// Its sums are one chain of float32 before they are added to the total: short chains round less.
-constexpr int64_t kBlock = 256;
+// Bytes of a row of x that make a block: the rows stay in the first-level cache while the streams pass over
+// them in turn. A block's sums are one chain of float32 before they are added to the total: short chains
+// round less.
+constexpr int64_t kBlockBytes = 1024;
 // Outputs of a stream computed before bias and activation are applied to them, eight at a time.
 constexpr int64_t kRun = 16;
 
@@ -29,11 +32,21 @@ struct TileRows {
   const typename Element::Storage* row[kTile];
 };
 
+// Rows of x as Vector takes them.
+template <class Vector>
+HF_INLINE const typename Vector::Input* rows_of_x(const LinearArgs& args) {
+  if constexpr (std::is_same_v<typename Vector::Input, float>) {
+    return args.x;
+  } else {
+    return args.laid_out;
+  }
+}
+
 // total[r * kMaxRows + m] += sum over n inputs of w[r] * x[m], lane by lane, for kW weight rows and kM rows
 // of x.
 template <class Vector, class Element, int kW, int kM>
-HF_INLINE void accumulate(const typename Element::Storage* const* rows, const float* x, int64_t x_stride,
-                          int64_t n, bool prefetch, typename Vector::Type* total) {
+HF_INLINE void accumulate(const typename Element::Storage* const* rows, const typename Vector::Input* x,
+                          int64_t x_stride, int64_t n, bool prefetch, typename Vector::Type* total) {
   constexpr int64_t kLine = kCacheLineBytes / static_cast<int64_t>(sizeof(typename Element::Storage));
   constexpr int64_t kAhead = kRowAheadBytes / static_cast<int64_t>(sizeof(typename Element::Storage));
   // All loops over the sums are unrolled where GCC is told so: it keeps them in memory otherwise.
@@ -46,14 +59,14 @@ HF_INLINE void accumulate(const typename Element::Storage* const* rows, const fl
     for (int m = 0; m < kM; ++m) sum[r][m] = Vector::zero();
   }
   const auto step = [&](int64_t k, auto load) __attribute__((always_inline)) {
-    typename Vector::Type weight[kW];
+    typename Vector::Operand weight[kW];
 #pragma GCC unroll 8
     for (int r = 0; r < kW; ++r) weight[r] = load(w[r] + k);
-    const float* here = x + k;
+    const typename Vector::Input* here = x + k;
     if constexpr (kM > 4) asm("" : "+r"(here));  // or GCC keeps a pointer a row of x, most of them in memory
 #pragma GCC unroll 8
     for (int m = 0; m < kM; ++m) {
-      typename Vector::Type value = Vector::load(here + m * x_stride);
+      typename Vector::Operand value = Vector::load(here + m * x_stride);
       if constexpr (kW > 1) asm("" : "+v"(value));  // one load for all rows, not one an FMA
 #pragma GCC unroll 8
       for (int r = 0; r < kW; ++r) sum[r][m] = Vector::fma(weight[r], value, sum[r][m]);
@@ -83,8 +96,8 @@ HF_INLINE void accumulate(const typename Element::Storage* const* rows, const fl
 
 // As above for `rows` rows of x, at most kM, and all weight rows of a tile.
 template <class Vector, class Element, int kTile, int kM>
-void accumulate_rows(int64_t rows, const TileRows<Element, kTile>& w, const float* x, int64_t x_stride,
-                     int64_t n, bool prefetch, typename Vector::Type* total) {
+void accumulate_rows(int64_t rows, const TileRows<Element, kTile>& w, const typename Vector::Input* x,
+                     int64_t x_stride, int64_t n, bool prefetch, typename Vector::Type* total) {
   if constexpr (kM > 1) {
     if (rows < kM) {
       return accumulate_rows<Vector, Element, kTile, kM - 1>(rows, w, x, x_stride, n, prefetch, total);
@@ -115,6 +128,7 @@ HF_INLINE __m128 four_sums(const __m256 (&v)[4]) {
 template <class Vector, class Element, int kTile>
 void dot_tile(const LinearArgs& args, TileRows<Element, kTile> w, float* const (&y)[kTile]) {
   constexpr int kFour = 4;  // rows of x whose lanes are added up together
+  constexpr int64_t kBlock = kBlockBytes / static_cast<int64_t>(sizeof(typename Vector::Input));
   const int64_t padded_rows = (args.rows + kFour - 1) / kFour * kFour;
   typename Vector::Type total[kTile * kMaxRows];
   for (int r = 0; r < kTile; ++r) {
@@ -126,8 +140,8 @@ void dot_tile(const LinearArgs& args, TileRows<Element, kTile> w, float* const (
     const int64_t n = min_of(kBlock, args.in_features - k);
     for (int64_t g = 0, m = 0; g < groups; ++g) {
       const int64_t rows = (args.rows - m + groups - g - 1) / (groups - g);
-      accumulate_rows<Vector, Element, kTile, kMost>(rows, w, args.x + m * args.x_stride + k, args.x_stride,
-                                                     n, m == 0, total + m);
+      accumulate_rows<Vector, Element, kTile, kMost>(rows, w, rows_of_x<Vector>(args) + m * args.x_stride + k,
+                                                     args.x_stride, n, m == 0, total + m);
       m += rows;
     }
     for (int r = 0; r < kTile; ++r) w.row[r] += n;
@@ -195,21 +209,24 @@ int64_t linear_streams(const LinearArgs& args, int64_t begin, int64_t end) {
   return begin + kEach * length;
 }
 
+template <class Vector, class Element>
+HF_INLINE void linear_range_of(const LinearArgs& args, int64_t begin, int64_t end) {
+  const bool few = args.rows <= kFewRows;
+  if (args.up_weight != nullptr) {
+    begin = (few ? linear_streams<Vector, Element, kFewStreams, true>
+                 : linear_streams<Vector, Element, kRowStreams, true>)(args, begin, end);
+    linear_streams<Vector, Element, 2, true>(args, begin, end);
+  } else {
+    begin = (few ? linear_streams<Vector, Element, kFewStreams, false>
+                 : linear_streams<Vector, Element, kRowStreams, false>)(args, begin, end);
+    linear_streams<Vector, Element, 1, false>(args, begin, end);
+  }
+}
+
 template <class Vector>
 HF_INLINE void linear_range(const LinearArgs& args, int64_t begin, int64_t end) {
-  with_element(args.dtype, [&](auto element) {
-    using Element = decltype(element);
-    const bool few = args.rows <= kFewRows;
-    if (args.up_weight != nullptr) {
-      begin = (few ? linear_streams<Vector, Element, kFewStreams, true>
-                   : linear_streams<Vector, Element, kRowStreams, true>)(args, begin, end);
-      linear_streams<Vector, Element, 2, true>(args, begin, end);
-    } else {
-      begin = (few ? linear_streams<Vector, Element, kFewStreams, false>
-                   : linear_streams<Vector, Element, kRowStreams, false>)(args, begin, end);
-      linear_streams<Vector, Element, 1, false>(args, begin, end);
-    }
-  });
+  with_element(args.dtype,
+               [&](auto element) { linear_range_of<Vector, decltype(element)>(args, begin, end); });
 }
 
 }  // namespace

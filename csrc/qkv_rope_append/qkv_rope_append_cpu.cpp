@@ -30,7 +30,7 @@ Tensor project(const Tensor& x, const Tensor* const (&weights)[kProjections],
     args[i].bias = optional_data(*biases[i], holders[i]);
     first[i + 1] = first[i] + args[i].out_features;
   }
-  Linear* const kernel = linear_kernel(input.tiles != nullptr);
+  Linear* const kernel = linear_kernel(input.form);
   share_outputs(total, input.in_features * element_size(input.dtype), [&](int64_t begin, int64_t end) {
     for (int i = 0; i < kProjections; ++i) {
       const int64_t from = std::max(begin, first[i]), stop = std::min(end, first[i + 1]);
