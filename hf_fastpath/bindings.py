@@ -11,7 +11,7 @@ from typing import Any
 from torch import nn
 
 from . import compat
-from .forwards import FORWARDS, KEY, ModulePatch
+from .forwards import KEY, ModulePatch
 from .patch_state import PatchState, state_of
 
 
@@ -39,12 +39,12 @@ def bind(state: PatchState, module: nn.Module, name: str, function: Callable[...
     bind_value(state, module, name, MethodType(function, module))
 
 
-def bind_forward(state: PatchState, kind: str, part: Any) -> None:
-    """Bind our forward of a ``kind`` of part to the part's module."""
+def bind_forward(state: PatchState, forward: Callable[..., Any], part: Any) -> None:
+    """Bind a forward of :mod:`.forwards` to the part's module."""
     module = part.module
     names = tuple(inspect.signature(type(module).forward).parameters)[2:]
     bind_value(state, module, KEY, ModulePatch(state, part, names))
-    bind(state, module, compat.forward_attribute(module), FORWARDS[kind])
+    bind(state, module, compat.forward_attribute(module), forward)
     bind_copying(state, module)
 
 

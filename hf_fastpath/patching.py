@@ -18,7 +18,7 @@ from .coverage import check_anything, check_coverage
 from .decode import parts, structure
 from .decode.structure import MAX_BATCH
 from .errors import UnsupportedModelError
-from .forwards import STATE_KEY
+from .forwards import FORWARDS, STATE_KEY, head
 from .loops import install_loops, uninstall_loops
 from .options import HEADS, Options
 from .patch_state import LOOPS, PatchState, state_of
@@ -174,7 +174,7 @@ def _bind_modules(model: nn.Module, state: PatchState, native: bool) -> None:
         if reason is not None:
             state.declined.append((names[id(module)], kind, reason))
             return
-        bind_forward(state, kind, part)
+        bind_forward(state, FORWARDS[kind], part)
         state.patched[kind] = state.patched.get(kind, 0) + 1
 
     model.apply(visit)
@@ -242,6 +242,11 @@ def _bind_generate(model: nn.Module, state: PatchState) -> None:
     """Give the model our cache and decode loop; one that no architecture covers wholly is only counted."""
     bind_copying(state, model)
     state.loop_reason = _loop_reason(model, state)
+    if state.loop_reason is None:
+        found = state.part_of(model)
+        head_part = parts.HeadPart(found.architecture, found.head)
+        if _lasting_reason(head_part) is None:
+            bind_forward(state, head, head_part)
     state.generates = compat.uses_generation_mixin_sample(model)
     if state.generates:
         bind(state, model, compat.PREPARE_CACHE, _prepare_cache)

@@ -64,6 +64,19 @@ class Part:
         return own_code_reason(self.module if module is None else module, self.architecture.module)
 
 
+class HeadPart(Part):
+    """The projection that makes logits."""
+
+    def parameters(self) -> list[torch.Tensor | None]:
+        return list(weight_and_bias(self.module))
+
+    def other_reason(self) -> str | None:
+        return None
+
+    def reason(self) -> str | None:
+        return projection_reason(self.module, self.architecture)
+
+
 class NormPart(Part):
     """A norm."""
 
