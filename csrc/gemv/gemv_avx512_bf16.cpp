@@ -4,9 +4,10 @@
 //   from those of other kernels, as their order does. Subnormal bfloat16 count as zeros.
 // Work split: as in gemv_avx2.cpp, with up to eight rows of x at a time.
 // Traffic: the weight once.
-// Roofline: read bandwidth for few rows of x, then arithmetic. A step of TinyLlama, two threads, R = 48.5 GB/s,
-//   EPYC with two 512-bit vdpbf16ps a cycle, 2026-11, of R: 79 % for two rows, 67 for four, 63 for eight, 44 for
-//   sixteen.
+// Roofline: read bandwidth for few rows of x, then arithmetic. A step of TinyLlama, two threads, R = 48.5
+// GB/s,
+//   EPYC with two 512-bit vdpbf16ps a cycle, 2026-11, of R: 79 % for two rows, 67 for four, 63 for eight, 44
+//   for sixteen.
 #include "common/avx512_math.h"
 #include "gemv/gemv_linear.h"
 
