@@ -247,13 +247,12 @@ void run_widened(const GemmArgs& args, const RowView& x) {
 // ---- the op -------------------------------------------------------------------------------------------
 
 // Whether this CPU multiplies matrices of `dtype` faster than float32, so that oneDNN, which PyTorch calls,
-// does: by AMX, and AMD's by vdpbf16ps, which Intel's issue half as often as an FMA.
+// does: by AMX, or use_bf16_products().
 bool torch_is_faster(DType dtype) {
   if (dtype == DType::kFloat32) return true;  // MKL is as fast as own kernels
   if (isa_limit() != IsaLimit::kNone || !__builtin_cpu_supports("avx512f")) return false;
-  static const bool float16 = cpuid_bit(1, 0, 21);  // AMX-FP16
-  static const bool bfloat16 =
-      cpuid_bit(0, 3, 22) || (__builtin_cpu_is("amd") && __builtin_cpu_supports("avx512bf16"));  // AMX-BF16
+  static const bool float16 = cpuid_bit(1, 0, 21);                          // AMX-FP16
+  static const bool bfloat16 = cpuid_bit(0, 3, 22) || use_bf16_products();  // AMX-BF16
   return dtype == DType::kFloat16 ? float16 : bfloat16;
 }
 

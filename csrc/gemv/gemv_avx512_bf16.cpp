@@ -1,13 +1,11 @@
 // What: gemv_avx512.cpp's product in bfloat16 by vdpbf16ps, which multiplies 32 pairs as they lie in memory
-// and
-//   adds every two of them to a float32 sum. Products are exact; an output's sums differ by float32 rounding
-//   from those of other kernels, as their order does. Subnormal bfloat16 count as zeros.
+//   and adds every two of them to a float32 sum. Products are exact; an output's sums differ by float32
+//   rounding from those of other kernels, as their order does. Subnormal bfloat16 count as zeros.
 // Work split: as in gemv_avx2.cpp, with up to eight rows of x at a time.
 // Traffic: the weight once.
-// Roofline: read bandwidth for few rows of x, then arithmetic. A step of TinyLlama, two threads, R = 48.5
-// GB/s,
-//   EPYC with two 512-bit vdpbf16ps a cycle, 2026-11, of R: 79 % for two rows, 67 for four, 63 for eight, 44
-//   for sixteen.
+// Roofline: read bandwidth for few rows of x, then arithmetic. A step of TinyLlama, two threads, EPYC with
+//   two 512-bit vdpbf16ps a cycle, R = 48.5 GB/s, 2026-11, of R: 79 % for two rows, 67 for four, 63 for
+//   eight, 44 for sixteen.
 #include "common/avx512_math.h"
 #include "gemv/gemv_linear.h"
 
