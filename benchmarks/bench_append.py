@@ -1,10 +1,13 @@
 """Append benchmark: several new tokens at once behind a filled cache, stock and ours in every type, and llama.cpp.
 
     python benchmarks/bench_append.py --model tinyllama-1.1b --context 512 --tokens 2 4 8 16 32
+    python benchmarks/bench_append.py --device cuda --model llama-3.1-8b --dtype fp16 --context 16384 --microbatches
 
 Ways: ``turn``, a conversation that goes on: ``generate()`` with the cache reads the new tokens and makes one;
 ``forward``, the model called with the new tokens and the cache: logits of all of them; ``drafts``, what greedy search
-with drafts does to verify them, which for stock is ``forward``. With ``--gguf`` also llama.cpp's prompt speed at that
+with drafts does to verify them, which for stock is ``forward``. With ``--microbatches`` the tokens do not stand behind
+the context, it is itself read in pieces of so many: tokens a second are those of all of it, of which up to eight pieces,
+evenly spread, are timed. Engine ``flash`` is stock that calls PyTorch's fused attention without masks. With ``--gguf`` also llama.cpp's prompt speed at that
 depth: its ``llama-bench``, found on PATH, on a GGUF file of the same sizes, which ``benchmarks/gguf.py`` writes.
 
 Method. Models with random weights, one a type, caches of random keys and values. Every round takes all engines, every
@@ -36,8 +39,10 @@ from hf_fastpath.decode.draft_plan import WIDTHS
 from hf_fastpath.patch_state import state_of
 from hf_fastpath.progress import announced
 
-ENGINES = ("stock", "ours")
+ENGINES = ("stock", "flash", "ours")
 WAYS = ("turn", "forward", "drafts")
+#: pieces of a context that are timed, at most
+PLACES = 8
 
 
 def appends(model: PreTrainedModel, generate: Callable, cache: Any, text: torch.Tensor) -> dict[str, Callable]:
@@ -61,6 +66,13 @@ def appends(model: PreTrainedModel, generate: Callable, cache: Any, text: torch.
     return calls
 
 
+def piece_starts(context: int, count: int) -> list[int]:
+    """Where those pieces of ``count`` tokens begin that are timed of ``context``."""
+    pieces = max(1, context // count)
+    chosen = min(pieces, PLACES)
+    return [(2 * place + 1) * pieces // (2 * chosen) * count for place in range(chosen)]
+
+
 def timed(call: Callable[[], object], cache: Any, length: int, calls: int, device: torch.device) -> list[float]:
     """Seconds of ``calls`` calls behind one that is not timed; each leaves ``cache`` as long as it was."""
     seconds = []
@@ -77,8 +89,9 @@ def run_round(
     counts: Sequence[int],
     ways: Sequence[str],
     calls: int,
+    microbatches: bool,
 ) -> dict[tuple[int, str], list[float]]:
-    """(new tokens, way) -> seconds, of one round of one engine."""
+    """(new tokens, way) -> seconds, of one round of one engine; of microbatches the mean over their places."""
     seen = {}
     filled = random_cache(model, 1, context)
     with engine(name, model) as generate, torch.inference_mode():
@@ -86,10 +99,15 @@ def run_round(
             cache = copied_cache(name, filled)
             if hasattr(cache, "activate_past_recording"):
                 cache.activate_past_recording()
-            text = shapes.prompt(model, 1, context + count)
-            for way, call in appends(model, generate, cache, text).items():
-                if way in ways:
-                    seen[count, way] = timed(call, cache, context, calls, model.device)
+            places: dict[str, list[list[float]]] = {}
+            for start in reversed(piece_starts(context, count) if microbatches else [context]):
+                cache.crop(start - cache.get_seq_length())
+                text = shapes.prompt(model, 1, start + count)
+                for way, call in appends(model, generate, cache, text).items():
+                    if way in ways:
+                        places.setdefault(way, []).append(timed(call, cache, start, calls, model.device))
+            for way, lists in places.items():
+                seen[count, way] = [statistics.mean(seconds) for seconds in zip(*lists)]
     return seen
 
 
@@ -101,7 +119,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--device", default="cpu", type=arguments.device, help="cuda, cuda:1, cpu")
     parser.add_argument("--context", default=512, type=arguments.count)
     parser.add_argument("--tokens", nargs="+", type=arguments.count, default=[2, 4, 8, 16, 32])
-    parser.add_argument("--engines", nargs="+", default=list(ENGINES), choices=ENGINES)
+    parser.add_argument("--microbatches", action="store_true", help="read the context itself in pieces of TOKENS")
+    parser.add_argument("--engines", nargs="+", default=["stock", "ours"], choices=ENGINES)
     parser.add_argument("--ways", nargs="+", default=list(WAYS), choices=WAYS)
     parser.add_argument("--rounds", type=arguments.count, default=5)
     parser.add_argument("--calls", type=arguments.count, default=1, help="timed calls of a way in a round")
@@ -129,7 +148,9 @@ def main(argv: Sequence[str] | None = None) -> int:
             if name == LLAMA_CPP:
                 found = {(n, "turn"): [llama.seconds_of_prompt(given.context, n)] for n in given.tokens}
             else:
-                found = run_round(name, models[dtype], given.context, given.tokens, given.ways, given.calls)
+                found = run_round(
+                    name, models[dtype], given.context, given.tokens, given.ways, given.calls, given.microbatches
+                )
             for (count, way), seconds in found.items():
                 seen.setdefault((name, dtype, count, way), []).extend(seconds)
 

@@ -12,7 +12,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import DynamicCache, PreTrainedModel, TextStreamer
+from torch.nn.attention.bias import causal_lower_right
+from transformers import AttentionInterface, DynamicCache, PreTrainedModel, TextStreamer
 
 import hf_fastpath
 from hf_fastpath import traffic
@@ -40,6 +41,7 @@ class NumberStreamer(TextStreamer):
 ENGINES: dict[str, Callable[[], dict[str, Any]]] = {
     "stock": dict,
     "static": lambda: {"cache_implementation": "static"},
+    "flash": dict,
     "ours": dict,
     "ours-sampled": lambda: {"do_sample": True, "temperature": 0.8, "top_k": 50, "top_p": 0.95},
     "ours-streamed": lambda: {"streamer": NumberStreamer()},
@@ -48,6 +50,33 @@ ENGINES: dict[str, Callable[[], dict[str, Any]]] = {
 }
 #: engine -> storage type of its KV cache, where that is not the model's
 KV_DTYPES = {"ours-int8-kv": torch.int8, "ours-fp8-kv": torch.float8_e4m3fn}
+
+
+def _unmasked_sdpa(module, query, key, value, attention_mask, scaling=None, **options):
+    """Causal attention for transformers' layers by PyTorch's fused kernels, without masks and repeated keys and values."""
+    behind = key.shape[2] - query.shape[2]
+    out = torch.nn.functional.scaled_dot_product_attention(
+        *(query, key, value),
+        attn_mask=causal_lower_right(query.shape[2], key.shape[2]) if behind and query.shape[2] > 1 else None,
+        is_causal=not behind,
+        scale=scaling,
+        enable_gqa=query.shape[1] != key.shape[1],
+    )
+    return out.transpose(1, 2), None
+
+
+AttentionInterface.register("unmasked_sdpa", _unmasked_sdpa)
+
+
+@contextlib.contextmanager
+def _attention(model: PreTrainedModel, name: str) -> Iterator[None]:
+    """The model's layers call the attention registered as ``name``."""
+    before = model.config._attn_implementation
+    model.set_attn_implementation(name)
+    try:
+        yield
+    finally:
+        model.set_attn_implementation(before)
 
 
 def is_ours(name: str) -> bool:
@@ -101,7 +130,11 @@ def engine(name: str, model: PreTrainedModel) -> Iterator[Generate]:
         return out
 
     patches = is_ours(name) and state_of(model) is None  # one with quantized weights stays patched
-    with hf_fastpath.patched(model, quiet=True) if patches else contextlib.nullcontext():
+    with contextlib.ExitStack() as stack:
+        if name == "flash":
+            stack.enter_context(_attention(model, "unmasked_sdpa"))
+        elif patches:
+            stack.enter_context(hf_fastpath.patched(model, quiet=True))
         yield generate
 
 

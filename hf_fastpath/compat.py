@@ -345,17 +345,24 @@ def prefill(model: Any, input_ids: torch.Tensor, generation_config: Any, model_k
     return model._prefill(input_ids, generation_config, model_kwargs, is_first_iteration=True)
 
 
-def candidate_generator(model: Any, **arguments: Any) -> Any:
+def candidate_generator(model: Any, ahead: int, **arguments: Any) -> Any:
     """What makes drafts for ``GenerationMixin._assisted_decoding`` with these arguments, if that is an assistant or a
-    lookup in the prompt, and the model's own choice decides; else None."""
+    lookup in the prompt, and the model's own choice decides; else None.
+
+    Args:
+        model: that generates.
+        ahead: tokens that the text has got, 0 or 1, when the first draft is asked for.
+        arguments: of ``GenerationMixin._get_candidate_generator``.
+    """
     config = arguments["generation_config"]
     others = ("assistant_early_exit", "use_mtp", "speculation_type", "assistant_ensemble_weight")
     if any(getattr(config, name, None) for name in others):
         return None
     made = model._get_candidate_generator(**arguments)
-    if looks_up_drafts(made):  # on the host: without waiting for the device at every comparison
-        made.eos_token_id = None if made.eos_token_id is None else made.eos_token_id.cpu()
-        made.logits_processor = made.logits_processor or None
+    if looks_up_drafts(made):
+        if not made.logits_processor:  # on the host: without waiting for the device at every comparison
+            made.eos_token_id = None if made.eos_token_id is None else made.eos_token_id.cpu()
+            made.logits_processor = None
         return made
     if type(made) is not candidates.AssistedCandidateGenerator:
         return None
@@ -365,7 +372,7 @@ def candidate_generator(model: Any, **arguments: Any) -> Any:
         ("position_ids", candidates._prepare_position_ids),
     ):
         if given.get(name) is not None:
-            given = extend(given, given[name].shape[-1] + 1, False)
+            given = extend(given, given[name].shape[-1] + ahead, False)
     made.assistant_kwargs = given
     return made
 

@@ -297,7 +297,8 @@ def _prepare_cache(self: nn.Module, generation_config: Any, model_kwargs: dict, 
         made = FastpathCache.from_dynamic(made, state.options.kv_dtype, state.options.page_size)
         model_kwargs["past_key_values"] = made
     if isinstance(made, FastpathCache):
-        made.expect(generation_config.max_length)
+        if not generation_config.is_assistant:  # which is asked for a few tokens at a time
+            made.expect(generation_config.max_length)
         if made.page_counts is not None:
             state.stats.pages = made.page_counts
             if any(made.is_sliding):

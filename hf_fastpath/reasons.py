@@ -131,13 +131,9 @@ REASONS: dict[str, Reason] = {
     ),
     # the decode loop steps aside (decided at each generate())
     "paused": Reason("the patch is switched off for this call (verify)", "nothing to do: it comes back by itself"),
-    "assistant": Reason(
-        "the model is the assistant of a call that transformers' own loop runs",
-        "patch the main model too, and let it search greedily",
-    ),
     "generation_mode": Reason(
-        "beam search, or drafts with sampling, processors, criteria, an early exit or another tokenizer",
-        "use num_beams=1, and greedy search alone with drafts: other loops run over patched modules",
+        "beam search, or drafts by an early exit, with another tokenizer or an ensemble weight",
+        "use num_beams=1, and an assistant of the model's vocabulary: other loops run over patched modules",
     ),
     "generation_method": Reason(
         "a method that generate() calls for every token is overridden (prompt tuning, ...)",

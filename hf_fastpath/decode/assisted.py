@@ -1,7 +1,8 @@
-"""The loop that takes the place of ``GenerationMixin._assisted_decoding`` for greedy search on patched models.
+"""The loop that takes the place of ``GenerationMixin._assisted_decoding`` for patched models.
 
 Drafts come from a patched assistant's own decode plan, or else from transformers' candidate generators, which also say
 how long they are. One :class:`~hf_fastpath.decode.draft_plan.DraftPlan` step reads a draft, and the cache is cropped.
+Greedy search without processors takes what the plan holds most likely; else :mod:`.acceptance` chooses from logits.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import torch
 from .. import compat
 from ..cache import FastpathCache
 from ..forwards import STATE_KEY
-from . import prompt
+from . import acceptance, prompt
 from .calls import end_tokens, ends_by_length_or_token, for_patched_models, settling, step_aside_reason
 from .draft_plan import DraftReader
 from .plan import RECORD_SLOTS
@@ -49,10 +50,11 @@ def decode(
     reason = step_aside_reason(state, part, input_ids, generation_config, synced_gpus, model_kwargs)
     generator = None
     if reason is None:
-        others = assistant_tokenizer is not None or len(logits_processor) > 0 or input_ids.shape[0] != 1
-        if not (others or generation_config.do_sample) and ends_by_length_or_token(stopping_criteria):
+        known = assistant_tokenizer is None and input_ids.shape[0] == 1
+        if known and stopping_criteria.max_length is not None:
             generator = compat.candidate_generator(
                 model,
+                1 if _is_plain(generation_config, logits_processor) else 0,
                 generation_config=generation_config,
                 input_ids=input_ids,
                 inputs_tensor=inputs_tensor,
@@ -68,7 +70,8 @@ def decode(
             reason = "reentrant"
     if reason is None:
         with state.lock:
-            call = _Call(state, model, input_ids, stopping_criteria, generation_config, streamer, generator)
+            objects = logits_processor, stopping_criteria, generation_config, streamer, generator
+            call = _Call(state, model, input_ids, *objects)
             with settling(model_kwargs["past_key_values"], part):
                 return call.generate(part, model_kwargs, assistant_model)
     state.fall_back(reason)
@@ -77,6 +80,11 @@ def decode(
         **dict(inputs_tensor=inputs_tensor, assistant_model=assistant_model, assistant_tokenizer=assistant_tokenizer),
         **dict(tokenizer=tokenizer, **model_kwargs),
     )
+
+
+def _is_plain(config: Any, processors: Any) -> bool:
+    """Whether every token is the most likely one."""
+    return not config.do_sample and not len(processors)
 
 
 class _StockDrafts:
@@ -90,12 +98,14 @@ class _StockDrafts:
     def __init__(self, generator: Any, device: torch.device):
         self.lock = contextlib.nullcontext()
         self._generator = generator
-        self._device = torch.device("cpu") if compat.looks_up_drafts(generator) else device
+        on_host = compat.looks_up_drafts(generator) and not generator.logits_processor
+        self._device = torch.device("cpu") if on_host else device
 
-    def propose(self, text: torch.Tensor) -> list[int]:
-        """Tokens that may follow ``text``, int64 [1, length] on the host."""
-        found, _ = self._generator.get_candidates(text.to(self._device))
-        return found[0, text.shape[1] :].tolist()
+    def propose(self, text: torch.Tensor) -> tuple[list[int], torch.Tensor | None]:
+        """Tokens that may follow ``text``, int64 [1, length] on the host, and the scores that they were chosen from,
+        [tokens, vocab_size], where there are any."""
+        found, scores = self._generator.get_candidates(text.to(self._device))
+        return found[0, text.shape[1] :].tolist(), None if scores is None else scores[0]
 
     def end(self) -> None:
         """Nothing to let go of."""
@@ -128,11 +138,11 @@ class _PlanDrafts:
         self._given, self._ends, self._limit = given, ends, limit
         self._plan: DecodePlan | None = None
 
-    def propose(self, text: torch.Tensor) -> list[int]:
+    def propose(self, text: torch.Tensor) -> tuple[list[int], None]:
         """As of :class:`_StockDrafts`."""
         most = min(int(self._generator.num_assistant_tokens), self._limit - text.shape[1] - 1)
         if most <= 0:
-            return []
+            return [], None
         plan, cache = self._follow(text), self._cache
         threshold = self._generator.assistant_generation_config.assistant_confidence_threshold
         drafts: list[int] = []
@@ -151,7 +161,7 @@ class _PlanDrafts:
                 lengths = []
                 ended = next((place for place, token in enumerate(drafts, 1) if token in self._ends), None)
                 if is_last or ended:
-                    return drafts[:ended]
+                    return drafts[:ended], None
             plan.step()
 
     def _follow(self, text: torch.Tensor) -> DecodePlan:
@@ -176,11 +186,12 @@ class _PlanDrafts:
 
 
 class _Call:
-    """One call of generate(): greedy search by drafts."""
+    """One call of generate(): greedy search or sampling by drafts."""
 
-    def __init__(self, state, model, input_ids, stopping_criteria, config, streamer, generator):
+    def __init__(self, state, model, input_ids, processors, stopping_criteria, config, streamer, generator):
         self.state, self.model, self.config, self.generator = state, model, config, generator
-        self.criteria, self.streamer = stopping_criteria, streamer
+        self.processors, self.criteria, self.streamer = processors, stopping_criteria, streamer
+        self.plain = _is_plain(config, processors)
         self.device, self.prompt_len = input_ids.device, input_ids.shape[1]
         self.max_length = stopping_criteria.max_length
         self.ids = input_ids
@@ -188,8 +199,10 @@ class _Call:
         self.text[:, : self.prompt_len] = input_ids
         self.length = self.prompt_len
         self.ends = frozenset(token for ends in end_tokens(stopping_criteria) for token in ends.tolist())
+        self.ends_by_itself = ends_by_length_or_token(stopping_criteria)
         wants = config.return_dict_in_generate and (config.output_scores or config.output_logits)
         self.logits: list[torch.Tensor] | None = [] if wants else None
+        self.scores = self.logits if self.plain or not wants else []
 
     def generate(self, part: ModelPart, model_kwargs: dict, assistant: Any) -> Any:
         cache, positions = model_kwargs["past_key_values"], model_kwargs["position_ids"]
@@ -197,36 +210,78 @@ class _Call:
         mask = model_kwargs.get("attention_mask")
         starts = None if mask is None else (mask == 0).sum(1)
         first = prompt.read_text(self.model, part, self.ids, self.config, model_kwargs, starts)
-        if self.logits is not None:
-            self._keep(first.to(torch.float32, copy=True))
-        done = self._take([int(first.argmax(-1))])
-        started = time.perf_counter()
-        if done:
-            return self._result(cache, started)
         current = fingerprint(part)
+        keeps = self.plain and self.logits is not None
         reader = DraftReader(
             lambda width: self.state.draft_plan(part, cache, width, current),
-            *(cache, positions[:, -1] + 1, starts, None if self.logits is None else self._keep),
+            *(cache, positions[:, -1] + 1, starts, self._keep if keeps else None),
         )
         drafts = self._drafts(assistant, positions, starts)
         with drafts.lock:
             try:
+                done = self._begin(first.to(torch.float32, copy=True), reader, drafts, cache)
+                started, before = time.perf_counter(), self.length
                 while not done:
                     done = self._round(reader, drafts, cache)
             finally:
                 reader.end()
                 drafts.end()
         compat.keep_draft_length(self.generator)
-        return self._result(cache, started)
+        return self._result(cache, started, self.length - before)
+
+    def _begin(self, first: torch.Tensor, reader: DraftReader, drafts: Any, cache: FastpathCache) -> bool:
+        """The token behind the prompt, of which ``first`` are the logits. Where others than the most likely are chosen,
+        a draft stands behind it, as transformers begins: random numbers are drawn in that order."""
+        if not self.plain:
+            return self._choose(first, reader, drafts, cache)
+        if self.logits is not None:
+            self._keep(first)
+        return self._take([int(first.argmax(-1))])
 
     def _round(self, reader: DraftReader, drafts: Any, cache: FastpathCache) -> bool:
         """A draft, and what the model says to it; says whether to stop."""
-        text = self.text[:, : self.length]
-        proposed = drafts.propose(text)[: self.max_length - self.length - 1]
-        found = reader.verify(int(text[0, -1]), proposed)
+        if not self.plain:
+            return self._choose(None, reader, drafts, cache)
+        proposed = self._propose(drafts)[0]
+        found = reader.verify(int(self.text[0, self.length - 1]), proposed)
         valid = self._up_to_end(found)
         if len(valid) < len(found):
             cache.crop(len(valid) - len(found))
+        return self._follow(valid, proposed)
+
+    def _choose(self, first: torch.Tensor | None, reader: DraftReader, drafts: Any, cache: FastpathCache) -> bool:
+        """:meth:`_round` from logits. ``first``: [1, vocab_size] of the token that follows the text, or None: its last
+        token is still to be read."""
+        proposed, draft_scores, dropped = self._propose(drafts)
+        count = len(proposed)
+        unread = proposed if first is not None else [int(self.text[0, self.length - 1]), *proposed]
+        rows = [] if first is None else [first]
+        if unread:
+            rows.append(reader.read(unread))
+        logits = torch.cat(rows)
+        candidates = torch.tensor([proposed], dtype=torch.long, device="cpu")
+        text = torch.cat((self.text[:, : self.length], candidates), dim=1).to(self.device)
+        scores = acceptance.processed(logits, text, count, self.processors)
+        if draft_scores is not None:
+            draft_scores = draft_scores[:count].to(self.device)
+        sampled = self.config.do_sample
+        found = acceptance.accept(scores, text[0, self.length :], draft_scores, sampled, dropped)
+        valid = self._up_to_end(found.tolist())
+        if len(valid) <= count:
+            cache.crop(len(valid) - count - 1)
+        if self.logits is not None:
+            self.logits += logits[: len(valid)].split(1)
+            self.scores += scores[: len(valid)].split(1)
+        return self._follow(valid, proposed)
+
+    def _propose(self, drafts: Any) -> tuple[list[int], torch.Tensor | None, int]:
+        """A draft that leaves room for one token more, its scores, and how many of its tokens had no room."""
+        proposed, scores = drafts.propose(self.text[:, : self.length])
+        room = self.max_length - self.length - 1
+        return proposed[:room], scores, max(0, len(proposed) - room)
+
+    def _follow(self, valid: list[int], proposed: list[int]) -> bool:
+        """Append what a round gave; say whether to stop."""
         done = self._take(valid)
         compat.update_drafts(self.generator, self.text[:, : self.length], len(proposed), len(valid) - 1)
         return done
@@ -234,6 +289,8 @@ class _Call:
     def _drafts(self, assistant: Any, positions: torch.Tensor, starts: torch.Tensor | None) -> Any:
         """Where drafts come from."""
         state: PatchState | None = None if assistant is None else vars(assistant).get(STATE_KEY)
+        if not self.plain:  # scores behind processors, which the plan of an assistant does not give
+            return _StockDrafts(self.generator, self.device)
         if state is None or not state.enabled or compat.looks_up_drafts(self.generator):
             return _StockDrafts(self.generator, self.device)
         part, cache = state.part_of(assistant), FastpathCache(assistant.config, state.options.kv_dtype)
@@ -262,22 +319,27 @@ class _Call:
         self.length += len(tokens)
         if self.streamer is not None:
             self.streamer.put(new)
-        return tokens[-1] in self.ends or self.length >= self.max_length
+        if tokens[-1] in self.ends or self.length >= self.max_length:
+            return True
+        if self.ends_by_itself:
+            return False
+        return bool(self.criteria(self.text[:, : self.length].to(self.device), tuple(self.scores or ()) or None).all())
 
-    def _result(self, cache: FastpathCache, started: float) -> Any:
+    def _result(self, cache: FastpathCache, started: float, timed: int) -> Any:
         new_tokens = self.length - self.prompt_len
-        self.state.stats.generated(new_tokens, started, timed=new_tokens - 1)
+        self.state.stats.generated(new_tokens, started, timed=timed)
         sequences = self.text[:, : self.length].to(self.device)
-        self.criteria(sequences[:, :-1], None)  # warns of lengths the model was not made for
+        if self.ends_by_itself:
+            self.criteria(sequences[:, :-1], None)  # warns of lengths the model was not made for
         if self.streamer is not None:
             self.streamer.end()
         if not self.config.return_dict_in_generate:
             return sequences
-        rows = tuple(self.logits[:new_tokens]) if self.logits is not None else None
+        logits, scores = (None if rows is None else tuple(rows[:new_tokens]) for rows in (self.logits, self.scores))
         return compat.GenerateDecoderOnlyOutput(
             sequences=sequences,
-            scores=rows if self.config.output_scores else None,
-            logits=rows if self.config.output_logits else None,
+            scores=scores if self.config.output_scores else None,
+            logits=logits if self.config.output_logits else None,
             attentions=None,
             hidden_states=None,
             past_key_values=cache,

@@ -65,8 +65,6 @@ def step_aside_reason(
         return "generation_method"
     if synced_gpus:
         return "synced_gpus"
-    if config.is_assistant:
-        return "assistant"
     if config.compile_config is not None:
         return "compile_config"
     if config.output_attentions or config.output_hidden_states:

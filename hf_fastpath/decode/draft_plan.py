@@ -133,6 +133,20 @@ class DraftReader:
                     self._cache.crop(len(taken) - len(piece))
                 return found
 
+    def read(self, tokens: Sequence[int]) -> torch.Tensor:
+        """Append tokens to the cache.
+
+        Returns:
+            float32 [tokens, vocab_size], logits of what follows each.
+        """
+        rows = []
+        for first in range(0, len(tokens), MAX_QUERY_LEN):
+            piece = tokens[first : first + MAX_QUERY_LEN]
+            plan = self._plan(len(piece))
+            plan.read(piece)
+            rows.append(plan.logits[0, : len(piece)].to(torch.float32, copy=True))
+        return torch.cat(rows)
+
     def end(self) -> None:
         """Let go of the cache."""
         for plan in self._plans.values():

@@ -1,18 +1,21 @@
-"""Greedy search by drafts, an assistant's or those found in the text itself: stock's tokens."""
+"""Greedy search and sampling by drafts, an assistant's or those found in the text itself: stock's tokens."""
 
 from __future__ import annotations
 
 import copy
+import inspect
 
 import pytest
 import torch
 from models import CPU, build, counting, fresh, heldout_tokens, left_padded, over_architectures, pair, prompt, trained
 from parity import assert_same_tokens, both, rng_state
 from torch import nn
-from transformers import MaxTimeCriteria, StoppingCriteriaList, TextStreamer
+from transformers import StoppingCriteria, StoppingCriteriaList, TextStreamer
+from transformers.generation import utils as generation_utils
 
 import hf_fastpath
 from hf_fastpath.decode import plan as plan_module
+from hf_fastpath.decode.acceptance import accept
 from hf_fastpath.decode.draft_plan import WIDTHS, DraftPlan
 from hf_fastpath.errors import FallbackError
 
@@ -185,22 +188,115 @@ def test_up_to_the_last_position(device):
         assert_same_tokens(found, stock.generate(**options), stock)
 
 
-LEFT_TO_STOCK = {
-    "sampling": dict(do_sample=True),
-    "processors": dict(repetition_penalty=1.3),
-    "criteria": dict(stopping_criteria=StoppingCriteriaList([MaxTimeCriteria(60.0)])),
+#: arguments of generate(), with what transformers' loop and ours draw and compute in the same order
+CHOICES = {
+    "sampling": dict(do_sample=True, top_k=0),
+    "warped": dict(do_sample=True, temperature=0.7, top_k=30, top_p=0.95),
+    "processors": dict(do_sample=False, repetition_penalty=1.3),
+    "sampled processors": dict(do_sample=True, top_k=50, repetition_penalty=1.2, min_new_tokens=10),
 }
 
 
-@pytest.mark.parametrize("name", LEFT_TO_STOCK)
-def test_what_is_left_to_transformers_loop(name, device):
-    """Over patched modules, with a reason, which strict=True refuses."""
-    stock, ours = fresh("llama", device)
-    options = dict(input_ids=prompt(device, 1, 6).repeat(1, 4), max_new_tokens=12, prompt_lookup_num_tokens=3)
-    options |= dict(do_sample=False) | LEFT_TO_STOCK[name]
+@pytest.mark.parametrize("name", CHOICES)
+def test_choices_of_a_prompt_lookup(name, device):
+    """The seed's tokens, scores and random numbers, those of transformers' loop over drafts."""
+    stock, ours = trained(device)
+    options = dict(input_ids=heldout_tokens(150).to(device), max_new_tokens=60, prompt_lookup_num_tokens=4)
+    options |= dict(return_dict_in_generate=True, output_scores=True, output_logits=True) | CHOICES[name]
     with counting(ours) as counts:
         found, expected = both(stock, ours, **options)
-    assert counts.reasons == {"generation_mode": 1} and not counts.fast
+    assert_same_tokens(found.sequences, expected.sequences)
+    for rows, wanted in ((found.scores, expected.scores), (found.logits, expected.logits)):
+        torch.testing.assert_close(torch.cat(rows), torch.cat(wanted), rtol=1e-3, atol=1e-3)
+    assert found.past_key_values.get_seq_length() == expected.past_key_values.get_seq_length()
+    assert counts.fast == found.sequences.shape[1] - 150 and not counts.reasons
+
+
+@pytest.mark.parametrize("name", CHOICES)
+@pytest.mark.parametrize("patched", (True, False), ids=("patched", "stock"))
+def test_choices_of_an_assistant(name, patched, device):
+    """Drafts are samples, too, of an assistant that is near enough for most of them to be taken."""
+    stock, ours = pair("llama", device)
+    helper = noisy_copy(ours if patched else stock)
+    helper.generation_config.assistant_confidence_threshold = 0
+    options = dict(**{k: v[2:] for k, v in left_padded(device, 3, 20).items()}, max_new_tokens=40, **CHOICES[name])
+    reads, read = [], DraftPlan.read
+    with pytest.MonkeyPatch.context() as patch, counting(ours) as counts:
+        patch.setattr(DraftPlan, "read", lambda self, tokens: reads.append(len(tokens)) or read(self, tokens))
+        found, expected = both(stock, ours, assistant_model=helper, **options)
+    assert_same_tokens(found, expected)
+    assert counts.fast == found.shape[1] - 20 and not counts.reasons
+    assert len(reads) < counts.fast - 5  # some drafts were taken
+    if patched:
+        with counting(helper) as drafted:
+            ours.generate(assistant_model=helper, **options)
+        assert drafted.fast > 0 and not drafted.reasons  # by the plan of the assistant
+
+
+@pytest.mark.parametrize("rows", (0, 1, 5))
+def test_acceptance_draws_what_transformers_draws(rows, device):
+    """Algorithm 1 of speculative sampling, with the same random numbers."""
+    reference = generation_utils._speculative_sampling
+    extra = {"is_done_candidate": False} if "is_done_candidate" in inspect.signature(reference).parameters else {}
+    taken = set()
+    for seed in range(20):
+        torch.manual_seed(seed)
+        scores = torch.randn(rows + 1, 40, device=device)
+        draft_scores = scores[:rows] + 0.5 * torch.randn(rows, 40, device=device)
+        drafts = torch.multinomial(draft_scores.softmax(-1), 1)[:, 0] if rows else scores.new_empty(0, dtype=torch.long)
+        torch.manual_seed(seed + 100)
+        found = accept(scores, drafts, draft_scores if rows else None, do_sample=True)
+        state = rng_state(device)
+        torch.manual_seed(seed + 100)
+        if rows:
+            text = torch.cat((drafts.new_zeros(3), drafts))[None]
+            expected, _ = reference(text, draft_scores[None], rows, scores[None], **extra)
+        else:
+            expected = torch.multinomial(scores.softmax(-1), 1)
+        assert found.tolist() == expected[0].tolist()
+        assert torch.equal(rng_state(device), state)
+        taken.add(len(found))
+    assert len(taken) == (1 if rows == 0 else 2 if rows == 1 else len(taken)) and max(taken) == rows + 1
+
+
+def test_acceptance_keeps_the_models_distribution():
+    """Whatever the drafts' distribution: the first token is a sample of the model's."""
+    torch.manual_seed(0)
+    count, vocab = 20000, 5
+    scores, draft_scores = torch.randn(2, vocab), 2 * torch.randn(1, vocab)
+    drafts = torch.multinomial(draft_scores.softmax(-1), count, replacement=True)[0]
+    first = torch.stack([accept(scores, draft[None], draft_scores, do_sample=True)[0] for draft in drafts])
+    expected = scores[0].double().softmax(-1)
+    spread = (expected * (1 - expected) / count).sqrt()
+    assert ((first.bincount(minlength=vocab) / count - expected).abs() < 5 * spread).all()
+    assert (draft_scores[0].softmax(-1) - expected).abs().max() > 10 * spread.max()
+
+
+def test_criteria_of_the_user(device):
+    """Looked at behind every round, as transformers does."""
+
+    class Longer(StoppingCriteria):
+        def __call__(self, input_ids, scores, **kwargs):
+            return torch.full((len(input_ids),), input_ids.shape[1] >= 45, device=input_ids.device)
+
+    stock, ours = pair("llama", device)
+    options = dict(input_ids=prompt(device, 1, 6).repeat(1, 4), max_new_tokens=60, prompt_lookup_num_tokens=3)
+    for do_sample in (False, True):
+        with counting(ours) as counts:
+            found, expected = both(
+                stock, ours, stopping_criteria=StoppingCriteriaList([Longer()]), do_sample=do_sample, **options
+            )
+        assert_same_tokens(found, expected)
+        assert 45 <= found.shape[1] < 50 and not counts.reasons
+
+
+def test_what_is_left_to_transformers_loop(device):
+    """Over patched modules, with a reason, which strict=True refuses."""
+    stock, ours = fresh("llama", device)
+    options = dict(input_ids=prompt(device), max_new_tokens=12, do_sample=False, assistant_early_exit=1)
+    with counting(ours) as counts:
+        found, expected = both(stock, ours, **options)
+    assert counts.reasons["generation_mode"] == 1 and not counts.fast
     assert_same_tokens(found, expected)
     strict = hf_fastpath.patch(copy.deepcopy(stock), strict=True, quiet=True)
     with pytest.raises(FallbackError, match="generation_mode"):

@@ -160,13 +160,6 @@ def being_paused(monkeypatch):
         return {vars(mlp_of(model))[KEY].reason_now(torch.zeros(1, 1, 112))}
 
 
-def assistant(monkeypatch):
-    draft = patched(num_hidden_layers=1)
-    with counting(draft) as counts:
-        build("llama").generate(IDS, assistant_model=draft, **SHORT)
-    return counts.reasons
-
-
 def generation_method(monkeypatch):
     def override(model):
         method = type(model).prepare_inputs_for_generation
@@ -259,7 +252,6 @@ PROVOKED: dict[str, Callable[..., Iterable[str | None]]] = {
     "position_ids": lambda: generating(position_ids=torch.zeros(1, 1, 11, dtype=torch.long)),
     "unsupported_input": lambda: generating(inputs_embeds=torch.zeros(1, 5, 112)),
     "paused": being_paused,
-    "assistant": assistant,
     "generation_mode": lambda: generating(num_beams=2),
     "generation_method": generation_method,
     "synced_gpus": synced_gpus,
