@@ -5,10 +5,11 @@
 
 Ways: ``turn``, a conversation that goes on: ``generate()`` with the cache reads the new tokens and makes one;
 ``forward``, the model called with the new tokens and the cache: logits of all of them; ``drafts``, what greedy search
-with drafts does to verify them, which for stock is ``forward``. With ``--microbatches`` the tokens do not stand behind
-the context, it is itself read in pieces of so many: tokens a second are those of all of it, of which up to eight pieces,
-evenly spread, are timed. Engine ``flash`` is stock that calls PyTorch's fused attention without masks. With ``--gguf`` also llama.cpp's prompt speed at that
-depth: its ``llama-bench``, found on PATH, on a GGUF file of the same sizes, which ``benchmarks/gguf.py`` writes.
+with drafts does to verify them, which for stock is ``forward``. Engine ``flash`` is stock that calls PyTorch's fused
+attention without masks. With ``--microbatches`` the tokens do not stand behind the context, it is itself read in pieces
+of so many: tokens a second are those of all of it, of which up to eight pieces, evenly spread, are timed. With
+``--gguf`` also llama.cpp's prompt speed at that depth: its ``llama-bench``, found on PATH, on a GGUF file of the same
+sizes, which ``benchmarks/gguf.py`` writes.
 
 Method. Models with random weights, one a type, caches of random keys and values. Every round takes all engines, every
 second one in reverse order; an engine is switched on, makes each call once untimed and ``--calls`` times timed, and

@@ -53,7 +53,7 @@ KV_DTYPES = {"ours-int8-kv": torch.int8, "ours-fp8-kv": torch.float8_e4m3fn}
 
 
 def _unmasked_sdpa(module, query, key, value, attention_mask, scaling=None, **options):
-    """Causal attention for transformers' layers by PyTorch's fused kernels, without masks and repeated keys and values."""
+    """Causal attention for transformers' layers by PyTorch's fused kernels: no masks, no repeated keys and values."""
     behind = key.shape[2] - query.shape[2]
     out = torch.nn.functional.scaled_dot_product_attention(
         *(query, key, value),
