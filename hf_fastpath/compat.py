@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import chain
 from typing import Any
@@ -199,6 +199,15 @@ def eager_experts(model: nn.Module) -> Iterator[None]:
     finally:
         for key, config in configs.items():
             setattr(config, name, kept[key])
+
+
+def functions_of_configs(configs: Iterable[Any]) -> list[Any]:
+    """What attention and experts run through in modules with these configurations, and the hooks of all modules."""
+    found = [*torch_module._global_forward_hooks.values(), *torch_module._global_forward_pre_hooks.values()]
+    for config in configs:
+        found.append(ALL_ATTENTION_FUNCTIONS.get(getattr(config, "_attn_implementation", None)))
+        found.append(ALL_EXPERTS_FUNCTIONS.get(getattr(config, "_experts_implementation", None)))
+    return found
 
 
 def rotation_function(module: nn.Module) -> Callable[..., Any] | None:

@@ -15,6 +15,8 @@ from .cache import FastpathCache
 from .decode import assisted, loop, structure
 from .decode.draft_plan import WIDTHS, DraftPlan
 from .decode.plan import DecodePlan
+from .decode.prompt import PromptProgram
+from .decode.snapshot import Snapshot
 from .errors import FallbackError
 from .forwards import STATE_KEY
 from .loops import Loop, install_loops
@@ -49,6 +51,7 @@ class PatchState:
         huge_page_bytes: of the parameters in host memory, what was moved into pages of 2 MB.
         replaced: layers that quantized ones stand for.
         removed_hooks: hooks of a checkpoint's package that has none of its layers left.
+        snapshot: the model as it was when a plan could last be made of it.
         lost: why ``unpatch()`` cannot bring the model's own weights back, or None.
     """
 
@@ -68,6 +71,7 @@ class PatchState:
     removed_hooks: list[RemovedHooks] = field(default_factory=list)
     lost: str | None = None
     plans: list[DecodePlan] = field(default_factory=list)
+    snapshot: Snapshot | None = None
     lock: Any = field(default_factory=threading.RLock)
 
     def fall_back(self, reason: str) -> None:
@@ -86,23 +90,15 @@ class PatchState:
     def plan(self, part: structure.ModelPart, batch: int, cache: FastpathCache, sampled: bool = False) -> DecodePlan:
         """The decode plan for this model, batch and cache, made anew if the model's parameters have moved."""
         key = batch, cache.layers[0].k_buffer.dtype, sampled, cache.page_sizes
-        for plan in self._current_plans(structure.fingerprint(part), DecodePlan):
+        for plan in self._current_plans(self.fingerprint_of(part), DecodePlan):
             if (plan.batch, plan.kv_dtype, plan.sampled, plan.page_sizes) == key:
                 return plan
         return self._kept(DecodePlan(part, *key), MAX_PLANS)
 
-    def draft_plan(
-        self, part: structure.ModelPart, cache: FastpathCache, width: int, fingerprint: tuple | None = None
-    ) -> DraftPlan:
-        """As :meth:`plan`, for drafts of one sequence.
-
-        Args:
-            part, cache: of the model.
-            width: one of ``draft_plan.WIDTHS``.
-            fingerprint: of the part, where it was taken before; taking it looks at every parameter.
-        """
+    def draft_plan(self, part: structure.ModelPart, cache: FastpathCache, width: int) -> DraftPlan:
+        """As :meth:`plan`, for drafts of one sequence; ``width`` is one of ``draft_plan.WIDTHS``."""
         key = cache.layers[0].k_buffer.dtype, width, cache.page_sizes
-        for plan in self._current_plans(fingerprint or structure.fingerprint(part), DraftPlan):
+        for plan in self._current_plans(self.fingerprint_of(part), DraftPlan):
             if (plan.kv_dtype, plan.query_len, plan.page_sizes) == key:
                 return plan
         return self._kept(DraftPlan(part, *key), MAX_DRAFT_PLANS)
@@ -120,8 +116,31 @@ class PatchState:
 
     def part_of(self, model: nn.Module) -> structure.ModelPart | None:
         """``model`` in its architecture's roles as it is now, or None if no architecture covers it."""
+        if self.snapshot is not None and self.snapshot.part.module is model and self.snapshot.holds():
+            return self.snapshot.part
+        self.snapshot = None
         architecture = self.model_architecture
         return None if architecture is None else structure.model_part(architecture, model)
+
+    def reason_of(self, part: structure.ModelPart) -> str | None:
+        """``part.reason()`` for a part that :meth:`part_of` has just given."""
+        if self._has_snapshot(part):
+            return None
+        reason = part.reason()
+        if reason is None:
+            self.snapshot = Snapshot(part)
+        return reason
+
+    def _has_snapshot(self, part: structure.ModelPart) -> bool:
+        return self.snapshot is not None and self.snapshot.part is part
+
+    def fingerprint_of(self, part: structure.ModelPart) -> tuple:
+        """``structure.fingerprint(part)`` for a part that :meth:`part_of` has just given."""
+        return self.snapshot.fingerprint if self._has_snapshot(part) else structure.fingerprint(part)
+
+    def prompt_programs_of(self, part: structure.ModelPart) -> dict[tuple, PromptProgram]:
+        """See ``prompt.read``; for a part that :meth:`part_of` has just given."""
+        return self.snapshot.prompt_programs if self._has_snapshot(part) else {}
 
     def copy_into(self, made: PatchState, memo: dict) -> None:
         """Fill the state of a deep copy of the model: its own modules, no shared plans or counts."""

@@ -316,6 +316,7 @@ def _takes_our_cache(model: nn.Module, state: PatchState) -> bool:
 
 def _unbind(state: PatchState) -> None:
     state.plans.clear()
+    state.snapshot = None
     while state.replaced:
         state.replaced.pop().undo()
     while state.removed_hooks:

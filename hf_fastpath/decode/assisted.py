@@ -20,7 +20,6 @@ from . import acceptance, prompt
 from .calls import end_tokens, ends_by_length_or_token, for_patched_models, settling, step_aside_reason
 from .draft_plan import DraftReader
 from .plan import RECORD_SLOTS
-from .structure import fingerprint
 
 if TYPE_CHECKING:
     from ..patch_state import PatchState
@@ -169,7 +168,7 @@ class _PlanDrafts:
         cache, length = self._cache, text.shape[1]
         if self._plan is None:
             with compat.below_autograd():
-                prompt.read(self._part, cache, self._given)
+                prompt.read(self._part, cache, self._given, self._state.prompt_programs_of(self._part))
             self._plan = self._state.plan(self._part, 1, cache)
             self._plan.begin(cache, self._given.positions[:, -1] + 1, self._given.starts)
         elif (surplus := cache.get_seq_length() - (length - 1)) > 0:
@@ -209,11 +208,11 @@ class _Call:
         cache.activate_past_recording()
         mask = model_kwargs.get("attention_mask")
         starts = None if mask is None else (mask == 0).sum(1)
-        first = prompt.read_text(self.model, part, self.ids, self.config, model_kwargs, starts)
-        current = fingerprint(part)
+        programs = self.state.prompt_programs_of(part)
+        first = prompt.read_text(self.model, part, programs, self.ids, self.config, model_kwargs, starts)
         keeps = self.plain and self.logits is not None
         reader = DraftReader(
-            lambda width: self.state.draft_plan(part, cache, width, current),
+            lambda width: self.state.draft_plan(part, cache, width),
             *(cache, positions[:, -1] + 1, starts, self._keep if keeps else None),
         )
         drafts = self._drafts(assistant, positions, starts)

@@ -89,7 +89,7 @@ def step_aside_reason(
     if torch.compiler.is_compiling():
         return "compiling"
     layout = _layout_reason(input_ids, model_kwargs, cache.get_seq_length())
-    reason = part.reason() or _cache_reason(part, cache) or layout
+    reason = state.reason_of(part) or _cache_reason(part, cache) or layout
     return reason or ("batch_size" if input_ids.shape[0] > part.max_batch else None)
 
 

@@ -22,32 +22,38 @@ class ManyRows:
     Args:
         attention: what takes the place of ``ops.decode_attention``; None leaves that.
         rows: of the inputs, all tokens of all sequences. Up to 64 some devices have kernels for: ``gemv.takes_tiles``.
+        beside: projections of one input may run beside each other: those behind the first, of a few rows each, leave
+            most of a GPU idle.
     """
 
-    def __init__(self, attention: Attention | None, rows: int):
+    def __init__(self, attention: Attention | None, rows: int, beside: bool = False):
         self._attention = attention
         self._rows = rows
-        self._beside: torch.cuda.Stream | None = None  # of a plan: for small products beside a large one
+        self._runs_beside = beside
+        self._beside: torch.cuda.Stream | None = None
         self._shared: tuple[Any, Any, Any] = (None, None, None)
 
     def __call__(self, op: Callable[..., Any], *arguments: Any) -> Any:
+        if self._attention is not None and op in _ATTENTION:
+            return _ATTENTION[op](self._attention, *arguments)
         instead = self._instead(op, arguments)
         return op(*arguments) if instead is None else instead(self, *arguments)
 
     def _instead(self, op, arguments):
         instead = _INSTEAD.get(op)
-        if instead in _ATTENTION and self._attention is None:
-            return None
         if instead in _WEIGHTS and self._rows <= MAX_TILED_ROWS:
             weights, transposed = _WEIGHTS[instead](arguments)
             if self._rows <= most_rows(*weights, transposed=transposed):
                 return None
         return instead
 
-    def recorded(self, emit: steps.Emit) -> steps.Emit:
-        """As this one, where ``emit`` notes the calls that are to be made."""
+    def recorded(self, emit: steps.Emit, attention: Any = None) -> steps.Emit:
+        """As this one, where ``emit`` notes the calls that are to be made, and ``attention`` is the register of what
+        takes the place of ``ops.decode_attention``."""
 
         def record(op: Callable[..., Any], *arguments: Any) -> Any:
+            if attention is not None and op in _ATTENTION:
+                return emit(_ATTENTION[op], attention, *arguments)
             instead = self._instead(op, arguments)
             return emit(op if instead is None else MethodType(instead, self), *arguments)
 
@@ -109,9 +115,8 @@ class ManyRows:
         return ops.rope_append.overload(qkv, None, cos, sin, *to)
 
     def _products(self, x, pairs, transposed):
-        """``x`` times several weights. Those behind the first, of a few rows each, leave most of a GPU idle: a plan
-        makes them beside it."""
-        if self._attention is not None or not x.is_cuda or len(pairs) == 1:
+        """``x`` times several weights."""
+        if not self._runs_beside or not x.is_cuda or len(pairs) == 1:
             return [_linear(x, *pair, transposed) for pair in pairs]
         current = torch.cuda.current_stream(x.device)
         if self._beside is None:
@@ -124,12 +129,6 @@ class ManyRows:
         current.wait_stream(self._beside)
         return [first, *others]
 
-    def _attend(self, *arguments):
-        return self._attention(*arguments)
-
-    def _attend_capped(self, *arguments):
-        return self._attention.capped(*arguments)
-
 
 #: op for a few rows -> what takes its place
 _INSTEAD: dict[Callable[..., Any], Callable[..., Any]] = {
@@ -139,11 +138,13 @@ _INSTEAD: dict[Callable[..., Any], Callable[..., Any]] = {
     ops.packed_gemv_swiglu.overload: ManyRows._gate_packed,
     ops.packed_qkv_rope_append.overload: ManyRows._append_packed,
     ops.qkv_rope_append.overload: ManyRows._append,
-    ops.decode_attention.overload: ManyRows._attend,
-    composed.soft_capped_attention: ManyRows._attend_capped,
 }
 
-_ATTENTION = (ManyRows._attend, ManyRows._attend_capped)
+#: op -> what of :class:`Attention` takes its place
+_ATTENTION: dict[Callable[..., Any], Callable[..., Any]] = {
+    ops.decode_attention.overload: Attention.__call__,
+    composed.soft_capped_attention: Attention.capped,
+}
 
 #: what the weights are among the arguments of the ops replaced, and whether they are transposed
 _WEIGHTS: dict[Callable[..., Any], Callable[[tuple], tuple[tuple, bool]]] = {

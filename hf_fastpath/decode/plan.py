@@ -6,9 +6,8 @@ model's own parameters, so changed values are seen; a parameter that moved or wa
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from itertools import chain, pairwise
-from typing import Any
+from collections.abc import Sequence
+from itertools import chain
 
 import torch
 
@@ -22,14 +21,10 @@ from . import one_call, steps
 from .graph import capture
 from .many_rows import ManyRows
 from .modules import out_features
+from .program import Program, Register
 from .structure import ModelPart, fingerprint, full_angles
 
 _aten = torch.ops.aten
-
-#: ops whose last argument is the matrix that the next call reads
-_BRING_NEXT = (ops.gemv.overload, ops.gemv_swiglu.overload)
-#: ops whose second argument is the matrix they read
-_PRODUCTS = (*_BRING_NEXT, ops.qkv_rope_append.overload)
 
 #: end tokens a plan looks for; more are left to the host
 MAX_EOS_TOKENS = 16
@@ -42,65 +37,6 @@ _ANGLE_ROWS = {"cuda": 32768, "cpu": 4096}
 _MOST_ANGLE_ROWS = 131072
 #: positions whose angles are computed at once: on the way they are float32, and several times as large
 _ANGLE_PIECE = 8192
-
-
-class Register:
-    """Stands for a value that only exists once the plan runs."""
-
-    __slots__ = ("index",)
-
-    def __init__(self, index: int):
-        self.index = index
-
-
-class Program:
-    """A list of calls over numbered registers."""
-
-    def __init__(self) -> None:
-        self.values: list[Any] = []
-        #: function, arguments, where values go (a list, a place in it, a register), register of the result
-        self._calls: list[tuple[Callable[..., Any], list[Any], list[tuple[list, int, int]], int]] = []
-
-    def register(self, value: Any = None) -> Register:
-        """A new register, holding ``value``."""
-        self.values.append(value)
-        return Register(len(self.values) - 1)
-
-    def emit(self, op: Callable[..., Any], *arguments: Any) -> Register:
-        """Note a call; its result is in the returned register once the program ran. Registers may lie in lists."""
-        out = self.register()
-        given = [list(a) if isinstance(a, list) else a for a in arguments]
-        lists = [given, *(a for a in given if isinstance(a, list))]
-        holes = [(a, place, r.index) for a in lists for place, r in enumerate(a) if type(r) is Register]
-        self._calls.append((op, given, holes, out.index))
-        return out
-
-    def announce_weights(self) -> None:
-        """Give every product in front of another one, as its last argument, the matrix which that reads."""
-        for (op, arguments, *_), (following, its_arguments, *_) in pairwise(self._calls):
-            if op in _BRING_NEXT and following in _PRODUCTS:
-                arguments.append(its_arguments[1])
-
-    def __len__(self) -> int:
-        return len(self._calls)
-
-    def op_names(self) -> list[str]:
-        """Names of the calls in order."""
-        return [getattr(op, "__name__", str(op)) for op, *_ in self._calls]
-
-    def run(self) -> None:
-        """Make every call."""
-        values = self.values
-        for op, arguments, holes, out in self._calls:
-            for target, place, index in holes:
-                target[place] = values[index]
-            values[out] = op(*arguments)
-
-    def release(self) -> None:
-        """Let go of what the calls were made with; the registers keep what they hold."""
-        for _, _, holes, _ in self._calls:
-            for target, place, _ in holes:
-                target[place] = None
 
 
 class DecodePlan:
@@ -201,7 +137,7 @@ class DecodePlan:
         whether kernels overlap."""
         emit: steps.Emit = self.program.emit
         if self.batch * self.query_len > MAX_ROWS:
-            emit = ManyRows(None, self.batch * self.query_len).recorded(emit)
+            emit = ManyRows(None, self.batch * self.query_len, beside=True).recorded(emit)
         tables = [table for pair in self._angles.values() for table in pair]
         hidden, rows = steps.step_inputs(emit, part, self.tokens, self.positions, tables)
         angles = dict(zip(self._angles, zip(rows[::2], rows[1::2])))

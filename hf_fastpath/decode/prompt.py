@@ -14,12 +14,18 @@ import torch
 
 from .. import compat
 from ..cache import FastpathCache
-from ..ops.gemv import MAX_ROWS
+from ..ops.gemv import MAX_ROWS, MAX_TILED_ROWS
 from . import steps
 from .attend import Attention, has_tensor_cores
 from .many_rows import ManyRows
 from .parts import MoEPart
+from .program import Program
 from .structure import ModelPart, full_angles
+
+_aten = torch.ops.aten
+
+#: programs kept for one model: sizes of prompts differ where kernels for a few rows take them
+MAX_PROGRAMS = 16
 
 
 @dataclass
@@ -76,13 +82,75 @@ def is_readable(part: ModelPart, cache: FastpathCache, prompt: Prompt) -> bool:
     return True
 
 
-def read(part: ModelPart, cache: FastpathCache, prompt: Prompt) -> torch.Tensor:
+class PromptProgram:
+    """The calls that run a model over a prompt, written down without one.
+
+    Args:
+        part: the model.
+        at_once: ops for a few rows take all tokens of the prompt.
+        rows: tokens of all sequences; how many does not matter above what kernels for a few rows take.
+        batch: sequences; as ``rows``.
+        has_padding: whether rows begin with padding.
+        buffers: how many a layer of the cache has.
+    """
+
+    def __init__(
+        self, part: ModelPart, at_once: bool, rows: int, batch: int, has_padding: bool, buffers: tuple[int, ...]
+    ):
+        self._program = Program()
+        emit: steps.Emit = self._program.emit
+        register = self._program.register
+        self._tokens, self._positions, self._lengths, self._attention = (register() for _ in range(4))
+        self._starts = register() if has_padding else None
+        self._caches = [tuple(register() for _ in range(count)) for count in buffers]
+        self._angles = {kind: (register(), register()) for kind in part.rope_kinds}
+        many = emit if at_once else ManyRows(None, rows).recorded(emit, self._attention)
+        hidden, _ = steps.step_inputs(many, part, self._tokens, self._positions, [])
+        at = steps.Positions(self._angles, self._lengths, self._starts)
+        for index, (layer, cache) in enumerate(zip(part.layers, self._caches)):
+            hidden = steps.decoder_layer(many, layer, hidden, cache, at, index)
+        last = emit(_aten.narrow.default, hidden, 1, -1, 1)
+        logits = steps.scaled_logits(emit, part, steps.head(emit if batch <= MAX_ROWS else many, part, last))
+        emit(_aten.select.int, logits, 1, 0)
+
+    def run(
+        self,
+        prompt: Prompt,
+        past: int,
+        lengths: torch.Tensor,
+        starts: torch.Tensor | None,
+        caches: list[tuple],
+        angles: dict,
+    ) -> torch.Tensor:
+        """Append the prompt to a cache; returns [batch, vocab_size] logits of the token that follows.
+
+        Args:
+            prompt: the tokens.
+            past: how many a row of the cache holds before them.
+            lengths: int32 [batch], how many it holds with them.
+            starts: int32 [batch], left padding of each row, or None for none.
+            caches: buffers of each layer.
+            angles: see ``steps.Positions``.
+        """
+        batch, query_len = prompt.tokens.shape
+        attention = Attention(query_len, past + query_len, lengths, starts)
+        given = [(self._tokens, prompt.tokens), (self._positions, prompt.positions.expand(batch, -1))]
+        given += [(self._lengths, lengths), (self._attention, attention)]
+        if self._starts is not None:
+            given.append((self._starts, starts))
+        for registers, values in (*zip(self._caches, caches), *((self._angles[kind], angles[kind]) for kind in angles)):
+            given += zip(registers, values)
+        return self._program.run_once(given)
+
+
+def read(part: ModelPart, cache: FastpathCache, prompt: Prompt, programs: dict[tuple, PromptProgram]) -> torch.Tensor:
     """Run the model over the prompt and append it to ``cache``.
 
     Args:
         part: the model, without a reason against a decode plan.
         cache: of the same batch, or empty.
         prompt: one that :func:`is_readable`.
+        programs: those of earlier calls of this model, as it is now; what is missing is added.
 
     Returns:
         [batch, vocab_size] logits of the token that follows.
@@ -97,18 +165,19 @@ def read(part: ModelPart, cache: FastpathCache, prompt: Prompt) -> torch.Tensor:
     lengths = cache.seq_lens(0, query_len)
     starts = None if prompt.starts is None else prompt.starts.to(torch.int32)
     rows = batch * query_len
-    emit: steps.Emit
-    if device.type == "cpu" and rows <= MAX_ROWS:
-        emit = steps.run  # a few tokens of a conversation are one pass over the weights, as a token is
-    else:
-        emit = ManyRows(Attention(query_len, past + query_len, lengths, starts), rows)
-    hidden, _ = steps.step_inputs(emit, part, prompt.tokens, prompt.positions.expand(batch, -1), [])
-    at = steps.Positions(_angles(part, hidden, prompt.positions), lengths, starts)
-    for index, layer in enumerate(part.layers):
-        hidden = steps.decoder_layer(emit, layer, hidden, cache.layers[index].buffers, at, index)
-    logits = steps.head(steps.run if batch <= MAX_ROWS else emit, part, hidden[:, -1:])
+    # a few tokens of a conversation are one pass over the weights, as a token is
+    at_once = device.type == "cpu" and rows <= MAX_ROWS
+    caches = [layer.buffers for layer in cache.layers[: len(part.layers)]]
+    sizes = min(rows, MAX_TILED_ROWS + 1), min(batch, MAX_ROWS + 1)
+    key = at_once, *sizes, starts is not None, tuple(map(len, caches))
+    if key not in programs:
+        while len(programs) >= MAX_PROGRAMS:
+            programs.pop(next(iter(programs)))
+        programs[key] = PromptProgram(part, *key)
+    angles = _angles(part, torch.empty(0, dtype=dtype, device=device), prompt.positions)
+    logits = programs[key].run(prompt, past, lengths, starts, caches, angles)
     cache.advance(query_len)
-    return steps.scaled_logits(steps.run, part, logits)[:, 0]
+    return logits
 
 
 def _angles(part: ModelPart, like: torch.Tensor, positions: torch.Tensor) -> dict:
@@ -121,12 +190,19 @@ def _angles(part: ModelPart, like: torch.Tensor, positions: torch.Tensor) -> dic
 
 
 def read_text(
-    model: Any, part: ModelPart, ids: torch.Tensor, config: Any, model_kwargs: dict, starts: torch.Tensor | None
+    model: Any,
+    part: ModelPart,
+    programs: dict[tuple, PromptProgram],
+    ids: torch.Tensor,
+    config: Any,
+    model_kwargs: dict,
+    starts: torch.Tensor | None,
 ) -> torch.Tensor:
     """Run the prompt of ``generate()``, by :func:`read` or else by the model, and append it to the cache.
 
     Args:
         model, part: the model.
+        programs: see :func:`read`.
         ids, config, model_kwargs: of ``generate()``.
         starts: [batch], left padding of each row, or None.
 
@@ -136,17 +212,23 @@ def read_text(
     cache = model_kwargs["past_key_values"]
     alike = repeats(ids, config.num_return_sequences, cache)
     if alike == 1:
-        return _read_rows(model, part, ids, config, model_kwargs, starts)
+        return _read_rows(model, part, programs, ids, config, model_kwargs, starts)
     rows = {name: model_kwargs.get(name) for name in ("attention_mask", "position_ids")}
     rows = {name: t[::alike] for name, t in rows.items() if t is not None and len(t) == len(ids)}
     starts = None if starts is None else starts[::alike]
-    logits = _read_rows(model, part, ids[::alike], config, model_kwargs | rows, starts)
+    logits = _read_rows(model, part, programs, ids[::alike], config, model_kwargs | rows, starts)
     cache.batch_repeat_interleave(alike)
     return logits.repeat_interleave(alike, dim=0)
 
 
 def _read_rows(
-    model: Any, part: ModelPart, ids: torch.Tensor, config: Any, model_kwargs: dict, starts: torch.Tensor | None
+    model: Any,
+    part: ModelPart,
+    programs: dict[tuple, PromptProgram],
+    ids: torch.Tensor,
+    config: Any,
+    model_kwargs: dict,
+    starts: torch.Tensor | None,
 ) -> torch.Tensor:
     """:func:`read_text`, every row of ``ids``."""
     cache = model_kwargs["past_key_values"]
@@ -156,6 +238,6 @@ def _read_rows(
     if is_readable(part, cache, given):
         with compat.below_autograd():
             for chunk in given.chunks(config.prefill_chunk_size):
-                logits = read(part, cache, chunk)
+                logits = read(part, cache, chunk, programs)
         return logits
     return compat.prefill(model, ids, config, model_kwargs).logits[:, -1]

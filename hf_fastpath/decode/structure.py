@@ -276,11 +276,11 @@ def fingerprint(part: ModelPart) -> tuple:
     ]
     outer = (part.embedding_multiplier, part.logits_multiplier, part.logits_divisor, part.logits_softcap)
     outer += (part.position_offset, None if part.embedding_scale is None else id(part.embedding_scale))
-    angles = () if part.rotary is None else _values_of(part.rotary)
+    angles = () if part.rotary is None else angle_facts(part.rotary)
     return (*parameters, *constants, *outer, part.final_norm.eps, angles)
 
 
-def _values_of(rotary: nn.Module) -> tuple:
+def angle_facts(rotary: nn.Module) -> tuple:
     """What a table of rotary angles depends on."""
     buffers = [buffer for buffer in rotary.buffers() if not buffer.is_inference()]
     changes = [(id(buffer), buffer.data_ptr(), buffer._version) for buffer in buffers]

@@ -18,9 +18,9 @@ def read_lengths(monkeypatch) -> list[int]:
     """Lengths of the prompts that were read op by op."""
     lengths = []
 
-    def noted(part, cache, prompt):
+    def noted(part, cache, prompt, programs):
         lengths.append(prompt.tokens.shape[1])
-        return read(part, cache, prompt)
+        return read(part, cache, prompt, programs)
 
     read = prompts.read
     monkeypatch.setattr(prompts, "read", noted)
@@ -143,7 +143,8 @@ def test_nothing_is_left_in_memory(device):
     gc.disable()
     try:
         ours.generate(ids, attention_mask=torch.ones_like(ids), **SHORT)
-        held = [each for each in gc.get_objects() if type(each) is prompts.ManyRows]
-        assert not any(each._attention is not None for each in held)  # those of plans have none
+        assert not any(type(each) is prompts.Attention for each in gc.get_objects())
+        programs = vars(ours)["_hf_fastpath"].snapshot.prompt_programs.values()
+        assert programs and not any(value is not None for each in programs for value in each._program.values)
     finally:
         gc.enable()

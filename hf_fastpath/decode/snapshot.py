@@ -1,0 +1,105 @@
+"""A model as it was when it was looked at closely, and whether it still is.
+
+Every ``generate()`` has to know that nothing was put into the model since it was patched, and what a decode plan would
+bake in. Asking every module takes milliseconds; that all of them hold what they held takes a fraction of one.
+"""
+
+from __future__ import annotations
+
+import copy
+import sys
+import weakref
+from collections.abc import Iterable
+from functools import cached_property
+from itertools import chain
+from operator import attrgetter, itemgetter, methodcaller
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from .. import compat
+from . import structure
+
+if TYPE_CHECKING:
+    from .prompt import PromptProgram
+
+#: dicts of a module that hold what it is made of, and what is called with it
+_CONTENTS = itemgetter("_modules", "_parameters", "_buffers", "_forward_hooks", "_forward_pre_hooks")
+#: what every module has; of these only one is no bookkeeping
+_BOOKKEEPING = frozenset(vars(nn.Module())) - {"training"}
+_FACTS = methodcaller("data_ptr"), methodcaller("stride"), attrgetter("dtype")
+
+
+class Snapshot:
+    """What :meth:`ModelPart.reason` and :func:`structure.fingerprint` depend on, at the time it is made.
+
+    Everything a module holds is told by its identity, so that a replaced module, parameter, hook, method or setting is
+    seen; of parameters also where their data are, of configurations also the values. Modules and tensors are not kept
+    alive.
+
+    Args:
+        part: a model without a reason against a decode plan.
+
+    Attributes:
+        prompt_programs: what ``prompt.read`` keeps of a model that is as it was.
+    """
+
+    def __init__(self, part: structure.ModelPart):
+        self.part = part
+        self.prompt_programs: dict[tuple, PromptProgram] = {}
+        modules = list(part.module.modules())
+        self._attributes = [itemgetter("_modules", *(vars(module).keys() - _BOOKKEEPING)) for module in modules]
+        known = nn.Module.__mro__
+        classes = {base: None for module in modules for base in type(module).__mro__ if base not in known}
+        self._namespaces = [*map(vars, classes), vars(sys.modules[part.architecture.module])]
+        configs = {id(module.config): module.config for module in modules if hasattr(module, "config")}
+        self._configs = [(config, copy.deepcopy(vars(config))) for config in configs.values()]
+        values = self._values(modules)
+        self._ids = list(map(id, values))
+        # What these are is certain while nothing else can have their identity.
+        tensors = {id(value): value for value in values if isinstance(value, torch.Tensor)}
+        self._modules, self._tensors = (list(map(weakref.ref, things)) for things in (modules, tensors.values()))
+        self._kept = [value for value in values if not isinstance(value, (nn.Module, torch.Tensor))]
+        self._facts = self._facts_of(tensors.values())
+
+    def holds(self) -> bool:
+        """Whether all of it is as it was."""
+        modules, tensors = ([reference() for reference in each] for each in (self._modules, self._tensors))
+        if any(thing is None for thing in (*modules, *tensors)):
+            return False
+        if any(vars(config) != values for config, values in self._configs):
+            return False
+        try:
+            return list(map(id, self._values(modules))) == self._ids and self._facts_of(tensors) == self._facts
+        except KeyError:  # an attribute of a module is gone
+            return False
+
+    @cached_property
+    def fingerprint(self) -> tuple:
+        """:func:`structure.fingerprint` of the model."""
+        return structure.fingerprint(self.part)
+
+    def _values(self, modules: list) -> list:
+        """Attributes of the modules, how many they have, what their own dicts hold, and the methods and functions that
+        run."""
+        spaces = list(map(vars, modules))
+        held = [attributes(space) for attributes, space in zip(self._attributes, spaces)]
+        functions = [
+            *_all_values(self._namespaces),
+            *compat.functions_of_configs(config for config, _ in self._configs),
+        ]
+        # a function that ``kernels`` may replace is a module
+        inner = [vars(function).get("forward") for function in functions if isinstance(function, nn.Module)]
+        inside = _all_values(filter(None, chain.from_iterable(map(_CONTENTS, spaces))))
+        return [*chain.from_iterable(held), *map(len, spaces), *inside, *functions, *inner]
+
+    def _facts_of(self, tensors: Iterable[torch.Tensor]) -> list:
+        """Where tensors are, and of which type; what the angles of positions depend on."""
+        rotary = self.part.rotary
+        angles = None if rotary is None else structure.angle_facts(rotary)
+        return [*chain.from_iterable(map(fact, tensors) for fact in _FACTS), angles]
+
+
+def _all_values(dicts: Iterable[Any]) -> Iterable[Any]:
+    return chain.from_iterable(map(methodcaller("values"), dicts))
