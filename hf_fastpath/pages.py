@@ -156,9 +156,11 @@ class PageTable:
         tensor: int32 [batch, columns], the same for kernels; changed in place as long as it is wide enough.
     """
 
+    rows: list[list[int]] = []  # of one that was broken off while it was made
+
     def __init__(self, pool: PagePool, batch: int, device: torch.device):
         self.pool = pool
-        self.rows: list[list[int]] = [[] for _ in range(batch)]
+        self.rows = [[] for _ in range(batch)]
         self.tensor = self._table(batch, _LEAST_COLUMNS, device)
         self._writable = (0, 0)  # positions whose pages are known to belong to one sequence each
         self._seen: tuple | None = None

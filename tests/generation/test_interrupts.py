@@ -17,7 +17,9 @@ FILES = (
     "decode/calls.py",
     "decode/loop.py",
     "decode/plan.py",
+    "decode/program.py",
     "decode/prompt.py",
+    "decode/snapshot.py",
     "decode/steps.py",
     "cache.py",
     "cache_layer.py",
@@ -36,13 +38,19 @@ def broken_off(model, make_options: Callable[[], dict]) -> Iterator[tuple[dict, 
         The options and the place, after each interrupt.
     """
     state = vars(model)["_hf_fastpath"]
-    state.plans.clear()
+
+    def forget() -> None:
+        """Making plans is broken off as well."""
+        state.plans.clear()
+        state.snapshot = None
+
+    forget()
     options = make_options()
     with Fault(FILES) as whole:
         model.generate(**options)
     assert whole.lines > 100
     for at in places(whole.lines, POINTS):
-        state.plans.clear()  # making one is broken off as well
+        forget()
         options = make_options()
         with Fault(FILES, at) as fault, pytest.raises(KeyboardInterrupt):
             model.generate(**options)

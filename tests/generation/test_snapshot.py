@@ -78,7 +78,9 @@ CHANGES = {
     "configuration": bind(lambda m: m.config, "num_attention_heads", lambda m: 1),
     "list in the configuration": lambda model, patch: patch.setitem(model.config.rope_parameters, "rope_theta", 5.0),
     "attention": lambda model, patch: model.set_attn_implementation("eager"),
-    "attention of that name": lambda model, patch: patch.setitem(ALL_ATTENTION_FUNCTIONS, "sdpa", lambda *a, **k: None),
+    "attention of that name": lambda model, patch: patch.setitem(
+        ALL_ATTENTION_FUNCTIONS._global_mapping, "sdpa", lambda *a, **k: None
+    ),
     "function of the model's file": lambda model, patch: patch.setattr(home(model), "apply_rotary_pos_emb", print),
     "frequencies": lambda model, patch: model.model.rotary_emb.inv_freq.mul_(2),
     "rope": bind(lambda m: m.model.rotary_emb, "rope_type", lambda m: "dynamic"),
