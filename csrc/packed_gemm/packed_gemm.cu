@@ -69,6 +69,7 @@ bool fits_packed_gemm(const PackedGemmParams& p) {
   if (p.dtype == DType::kFloat32 || p.rows >= widens_from(p.matrix.form)) return false;
   constexpr int64_t kMostPieces = 1 << 30;  // of the smallest tiles
   if ((p.rows / 32 + 1) * (p.matrix.rows / 256 + 1) * p.matrix.blocks > kMostPieces) return false;
+  if (p.matrix.rows * p.matrix.groups > INT32_MAX) return false;  // places of scales
   return has_wgmma_code();
 }
 

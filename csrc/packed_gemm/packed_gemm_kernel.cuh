@@ -4,8 +4,9 @@
 //   tiles, or their pieces (128 bytes of quants a row): all of all tiles, or some of them each tile. Then all
 //   but the cluster with a tile's last pieces leave float32 sums in device memory, and that one adds them in
 //   order. Two warps fetch: x in slots of 64 inputs, each block half of the tokens for both, and quants in
-//   slots of a piece. Lanes of a quad swap quants so that x can stay as it is, and widen them into A of wgmma
-//   in registers, 64 inputs while the tensor cores have the 64 before; B is x in shared memory.
+//   slots of a piece. So that x can stay as it is, lanes of a quad swap quants of 4 bits, and take theirs of
+//   four words of 8 bits. They widen them into A of wgmma in registers, 64 inputs while the tensor cores have
+//   the 64 before; B is x in shared memory.
 // Traffic: quants once for every `together` tiles whose x fits L2, x once a cluster and features; out.
 // Roofline: tensor cores with tiles of 256 tokens (fp8 at 1,024 rows: cuBLAS's speed), integer instructions
 //   with smaller ones (int4_g32, 32 rows, 4096 to 28672: 36 % of read bandwidth, H200, 2026-11).
@@ -17,31 +18,33 @@ namespace hf_fastpath {
 
 #if HF_FASTPATH_WGMMA
 
-__device__ __forceinline__ uint4 load_shared16(uint32_t from) {
-  uint4 value;
+__device__ __forceinline__ void load_shared(uint32_t (&words)[4], uint32_t from) {
   asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];"
-               : "=r"(value.x), "=r"(value.y), "=r"(value.z), "=r"(value.w)
+               : "=r"(words[0]), "=r"(words[1]), "=r"(words[2]), "=r"(words[3])
                : "r"(from));
-  return value;
+}
+__device__ __forceinline__ void load_shared(uint32_t (&words)[2], uint32_t from) {
+  asm volatile("ld.shared.v2.u32 {%0, %1}, [%2];" : "=r"(words[0]), "=r"(words[1]) : "r"(from));
 }
 
-// A lane's words of a block, of its two rows: word s of 16 bytes is of stretch s.
-template <PackedForm kForm>
+// A lane's words of a block, of its two rows: as many stretches together as there are registers for.
+template <class T, PackedForm kForm, class Tile>
 struct GemmWords {
   static constexpr int kLoads = PackedPiece<kForm>::kLoads;
-  uint4 raw[2][kLoads];
+  static constexpr int kTogether = kLoads == 1 || Tile::kWarpgroups == 2 ? 4 : 2;
+  static constexpr int kRowBytes = PackedPiece<kForm>::kRowBytes;
+  uint32_t raw[2][kLoads][kTogether];
 
-  // `row`: the lane's first.
-  template <class Tile>
-  __device__ __forceinline__ void load(uint32_t piece, int row, int block) {
-    constexpr int kRowBytes = PackedPiece<kForm>::kRowBytes;
-    const int q = threadIdx.x % 4;
+  // `row`: the lane's first; `stretch`: the first of those together.
+  __device__ __forceinline__ void load(uint32_t piece, int row, int block, int stretch) {
 #pragma unroll
     for (int h = 0; h < 2; ++h)
 #pragma unroll
       for (int i = 0; i < kLoads; ++i) {
-        const int chunk = kLoads == 1 ? q : (q * 2 + i) ^ (row & 7);
-        raw[h][i] = load_shared16(piece + (block * Tile::kFeatures + row + h * 8) * kRowBytes + chunk * 16);
+        const int word = LaneQuants<T, kForm>::word(i);  // 16 bytes, of each stretch one
+        const int chunk = kRowBytes == 128 ? word ^ (row & 7) : word;
+        load_shared(raw[h][i],
+                    piece + (block * Tile::kFeatures + row + h * 8) * kRowBytes + chunk * 16 + stretch * 4);
       }
   }
   __device__ __forceinline__ uint32_t all() const {
@@ -49,15 +52,12 @@ struct GemmWords {
 #pragma unroll
     for (int h = 0; h < 2; ++h)
 #pragma unroll
-      for (int i = 0; i < kLoads; ++i) bits ^= raw[h][i].x;
+      for (int i = 0; i < kLoads; ++i) bits ^= raw[h][i][0];
     return bits;
   }
   __device__ __forceinline__ void of_stretch(int h, int stretch, uint32_t (&words)[kLoads]) const {
 #pragma unroll
-    for (int i = 0; i < kLoads; ++i) {
-      const uint4& v = raw[h][i];
-      words[i] = stretch == 0 ? v.x : stretch == 1 ? v.y : stretch == 2 ? v.z : v.w;
-    }
+    for (int i = 0; i < kLoads; ++i) words[i] = raw[h][i][stretch % kTogether];
   }
 };
 
@@ -72,7 +72,8 @@ struct GemmConsumer {
   GemmBarriers barriers;
   int cluster, rank, group, lane, warp;  // group: of warps
   RingCursor x_at, at;
-  QuadTurn turn;
+  LaneQuants<T, kForm> quants;
+  int groups[2];               // of the lane's rows, where the part's tile has them
   PieceScales<kForm> next[2];  // of the piece that follows
   float sums[kTokens / 2];
 
@@ -100,9 +101,14 @@ struct GemmConsumer {
     const int64_t first = (int64_t(part.features) * kGemmCluster + rank) * Tile::kFeatures;
     return min(first + row() + 8 * h, matrix.rows - 1);
   }
-  __device__ __forceinline__ void load_scales(const GemmPart& part, int piece) {
+  __device__ __forceinline__ void load_scales(int piece) {
 #pragma unroll
-    for (int h = 0; h < 2; ++h) next[h].load(matrix, matrix_row(part, h), piece);
+    for (int h = 0; h < 2; ++h) next[h].load(matrix, groups[h], piece);
+  }
+  __device__ __forceinline__ void begin_scales(const GemmPart& part) {
+#pragma unroll
+    for (int h = 0; h < 2; ++h) groups[h] = static_cast<int>(matrix_row(part, h)) * matrix.groups;
+    load_scales(part.first);
   }
 
   __device__ __forceinline__ void multiply(const GemmPart& part) {
@@ -111,33 +117,34 @@ struct GemmConsumer {
     for (int piece = part.first; piece < part.last; ++piece) {
       PieceScales<kForm> scales[2];
       scales[0] = next[0], scales[1] = next[1];
-      load_scales(part, min(piece + 1, part.last - 1));
+      load_scales(min(piece + 1, part.last - 1));
       const int blocks = matrix.blocks - piece * Piece::kBlocks;
       barrier_wait(barriers.full + 8 * at.slot, at.parity);
       const uint32_t from = smem + Tile::kPiecesAt + at.slot * Tile::kPieceBytes;
 #pragma unroll
       for (int b = 0; b < Piece::kBlocks; ++b) {
         if (b >= blocks) break;
-        GemmWords<kForm> words;
-        words.template load<Tile>(from, row(), b);
+        GemmWords<T, kForm, Tile> words;
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
+          constexpr int kTogether = GemmWords<T, kForm, Tile>::kTogether;
+          if (half * 2 % kTogether == 0) words.load(from, row(), b, half * 2);
           uint32_t a[4][4];  // of 16 inputs: as A of mma.cuh
 #pragma unroll
           for (int i = 0; i < 2; ++i) {
             const int stretch = half * 2 + i;
 #pragma unroll
             for (int h = 0; h < 2; ++h) {
-              uint32_t of_stretch[Piece::kLoads], turned[Piece::template kTurned<T>], pair[4];
+              uint32_t of_stretch[Piece::kLoads], pair[4];
               words.of_stretch(h, stretch, of_stretch);
-              turn(of_stretch, turned);
-              dequantize_stretch<T, kForm>(turned, Piece::kScales ? scales[h].scale(b, stretch) : 0,
-                                           scales[h].zero(b), pair);
+              dequantize_stretch(quants, of_stretch, Piece::kScales ? scales[h].scale(b, stretch) : 0,
+                                 scales[h].zero(b), pair);
               a[i * 2][h] = pair[0], a[i * 2][2 + h] = pair[1];
               a[i * 2 + 1][h] = pair[2], a[i * 2 + 1][2 + h] = pair[3];
             }
           }
-          if (half == 0 && (b == Piece::kBlocks - 1 || b + 1 == blocks)) {  // the piece is in registers
+          // The piece is in registers.
+          if (half * 2 + kTogether == 4 && (b == Piece::kBlocks - 1 || b + 1 == blocks)) {
             __syncwarp();
             if (lane == 0)
               barrier_arrive(behind_reads(barriers.empty + 8 * at.slot, words.all(), share.zero));
@@ -271,8 +278,8 @@ struct GemmConsumer {
     const int tid = threadIdx.x % 128;
     for (int i = tid; i < kGemmStepTokens * 8; i += 128) {
       const int line = i / 8, chunk = i % 8;
-      const uint4 v = load_shared16(staging + line * 128 + ((chunk ^ line % 8) << 4));
-      const uint32_t words[4] = {v.x, v.y, v.z, v.w};
+      uint32_t words[4];
+      load_shared(words, staging + line * 128 + ((chunk ^ line % 8) << 4));
       if (token + line >= share.rows) continue;
       uint16_t* const to = reinterpret_cast<uint16_t*>(out) + (token + line) * matrix.rows;
 #pragma unroll
@@ -287,12 +294,12 @@ struct GemmConsumer {
     GemmParts parts(share.plan, cluster);
     GemmPart part, now;
     bool more = parts.next(share.plan, part);
-    if (more) load_scales(part, part.first);
+    if (more) begin_scales(part);
     while (more) {
       now = part;
       multiply(now);
       more = parts.next(share.plan, part);
-      if (more) load_scales(part, part.first);
+      if (more) begin_scales(part);
       if (now.last < share.plan.pieces) {
         leave();
         continue;

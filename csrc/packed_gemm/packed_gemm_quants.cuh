@@ -13,12 +13,7 @@ template <PackedForm kForm>
 struct PackedPiece {
   static constexpr int kBits = bits_of(kForm);
   static constexpr int kBlocks = kBits == 4 ? 2 : 1;
-  static constexpr int kLoads = kBits / 4;  // of 16 bytes of a block, by a lane
-  // Words behind QuadTurn.
-  template <class T>
-  static constexpr int kTurned = kBits == 8                  ? 2
-                                 : std::is_same_v<T, __half> ? 4
-                                                             : 1;
+  static constexpr int kLoads = kBits == 4 ? 1 : 4;  // of 16 bytes of a block's row, by a lane
   // In shared memory: blocks of 64 bytes a row, or of 128 in the order of swizzled copies: lanes of two rows
   // that read at a time find different banks.
   static constexpr int kRowBytes = 16 * kBits;
@@ -32,19 +27,19 @@ struct PieceScales {
   uint32_t scales[Piece::kBlocks][2];
   uint32_t zeros[Piece::kBlocks];
 
-  // Of a piece behind the row's last block: that block's.
-  __device__ __forceinline__ void load(const PackedMatrix& matrix, int64_t row, int piece) {
+  // `row`: its first group's place. Of a piece behind the row's last block: that block's.
+  __device__ __forceinline__ void load(const PackedMatrix& matrix, int row, int piece) {
 #pragma unroll
     for (int b = 0; b < (Piece::kScales ? Piece::kBlocks : 0); ++b) {
       const int block = min(piece * Piece::kBlocks + b, matrix.blocks - 1);
-      const uint16_t* from = matrix.scales + row * matrix.groups + block * Piece::kScales;
+      const uint16_t* from = matrix.scales + row + block * Piece::kScales;
       if constexpr (Piece::kScales == 4) {
         const uint2 raw = __ldg(reinterpret_cast<const uint2*>(from));
         scales[b][0] = raw.x, scales[b][1] = raw.y;
       } else {
         scales[b][0] = __ldg(from);
       }
-      if constexpr (kForm == PackedForm::kInt4) zeros[b] = __ldg(matrix.zeros + row * matrix.groups + block);
+      if constexpr (kForm == PackedForm::kInt4) zeros[b] = __ldg(matrix.zeros + row + block);
     }
   }
   // Of a stretch, as bits of a float16 twice.
@@ -111,58 +106,77 @@ struct StretchScale<__nv_bfloat16> {
   }
 };
 
-// Of a quad's lanes, each with its eight neighbors of a stretch (word w of four is lane w's), every lane gets
-// two neighbors of each eight, those that a product wants of it: lane q the q-th two, of the eights one after
-// the other. For 4 bits they are a byte, all in a word or four times each in four, for 8 bits half a word.
-struct QuadTurn {
-  uint32_t halves, all, bytes[4], words;  // choices of bytes that lie with the lane
-  bool upper;
+// A stretch's quants as its lane wants them, two neighbors of each eight: lane q of a quad the q-th two. A
+// lane's loads are words of a stretch.
+template <class T, PackedForm kForm, class = void>
+struct LaneQuants {  // 8 bits: of four words a half each
+  static constexpr bool kHalf = std::is_same_v<T, __half>;
+  static constexpr int kWords = 4;
+  // Of the lane's half of a word: how many bits it is up there, or the choice of its bytes.
+  uint32_t which;
 
-  __device__ __forceinline__ QuadTurn() {
+  __device__ __forceinline__ LaneQuants() {
+    const bool upper = threadIdx.x % 2;
+    if (kForm == PackedForm::kInt8)
+      which = upper ? 0x4342 : 0x4140;
+    else if (kHalf)
+      which = upper ? 16 : 0;
+    else
+      which = upper ? 0x3424 : 0x1404;
+  }
+  // Which word of a stretch the lane's i-th load has.
+  static __device__ __forceinline__ int word(int i) { return 2 * i + threadIdx.x % 4 / 2; }
+  __device__ __forceinline__ void operator()(const uint32_t (&loaded)[4], uint32_t (&words)[4]) const {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) words[i] = loaded[i];
+  }
+};
+// 4 bits: lane w has word w, and lanes swap bytes. The two neighbors are a byte: all in a word, or four times
+// each in four.
+template <class T, PackedForm kForm>
+struct LaneQuants<T, kForm, std::enable_if_t<bits_of(kForm) == 4>> {
+  static constexpr int kWords = std::is_same_v<T, __half> ? 4 : 1;
+  uint32_t halves, all, bytes[4];  // choices of bytes
+
+  __device__ __forceinline__ LaneQuants() {
     const int q = threadIdx.x % 4;
-    upper = q >= 2;
-    halves = upper ? 0x3276 : 0x5410;
+    halves = q >= 2 ? 0x3276 : 0x5410;
     all = q % 2 ? 0x3715 : 0x6240;
     bytes[0] = q % 2 ? 0x5555 : 0x0000;
     bytes[1] = q % 2 ? 0x1111 : 0x4444;
     bytes[2] = q % 2 ? 0x7777 : 0x2222;
     bytes[3] = q % 2 ? 0x3333 : 0x6666;
-    words = q % 2 ? 0x3276 : 0x5410;
   }
-  __device__ __forceinline__ void operator()(const uint32_t (&w)[1], uint32_t (&turned)[4]) const {
-    const uint32_t own = __byte_perm(w[0], __shfl_xor_sync(kAllLanes, w[0], 2), halves);
+  static __device__ __forceinline__ int word(int) { return threadIdx.x % 4; }
+  __device__ __forceinline__ void operator()(const uint32_t (&loaded)[1], uint32_t (&words)[4]) const {
+    const uint32_t own = __byte_perm(loaded[0], __shfl_xor_sync(kAllLanes, loaded[0], 2), halves);
     const uint32_t other = __shfl_xor_sync(kAllLanes, own, 1);
 #pragma unroll
-    for (int i = 0; i < 4; ++i) turned[i] = __byte_perm(own, other, bytes[i]);
+    for (int i = 0; i < 4; ++i) words[i] = __byte_perm(own, other, bytes[i]);
   }
-  __device__ __forceinline__ void operator()(const uint32_t (&w)[1], uint32_t (&turned)[1]) const {
-    const uint32_t own = __byte_perm(w[0], __shfl_xor_sync(kAllLanes, w[0], 2), halves);
-    turned[0] = __byte_perm(own, __shfl_xor_sync(kAllLanes, own, 1), all);
-  }
-  __device__ __forceinline__ void operator()(const uint32_t (&w)[2], uint32_t (&turned)[2]) const {
-    const uint32_t other = __shfl_xor_sync(kAllLanes, upper ? w[0] : w[1], 2);
-    const uint32_t own[2] = {upper ? other : w[0], upper ? w[1] : other};
-#pragma unroll
-    for (int i = 0; i < 2; ++i) turned[i] = __byte_perm(own[i], __shfl_xor_sync(kAllLanes, own[i], 1), words);
+  __device__ __forceinline__ void operator()(const uint32_t (&loaded)[1], uint32_t (&words)[1]) const {
+    const uint32_t own = __byte_perm(loaded[0], __shfl_xor_sync(kAllLanes, loaded[0], 2), halves);
+    words[0] = __byte_perm(own, __shfl_xor_sync(kAllLanes, own, 1), all);
   }
 };
 
 // A lane's pairs of a stretch, of one row: pair[2 step + half] is for k 8 half + 2 q of the step's 16.
-// `words`: behind QuadTurn; `zero`: of kInt4 and kInt4G32.
+// `zero`: of kInt4 and kInt4G32.
 template <class T, PackedForm kForm>
-__device__ __forceinline__ void dequantize_stretch(
-    const uint32_t (&words)[PackedPiece<kForm>::template kTurned<T>], uint32_t scale_bits, int zero,
-    uint32_t (&pair)[4]) {
+__device__ __forceinline__ void dequantize_stretch(const LaneQuants<T, kForm>& lane,
+                                                   const uint32_t (&loaded)[PackedPiece<kForm>::kLoads],
+                                                   uint32_t scale_bits, int zero, uint32_t (&pair)[4]) {
   constexpr bool kHalf = std::is_same_v<T, __half>;
+  uint32_t words[LaneQuants<T, kForm>::kWords];
+  lane(loaded, words);
   if constexpr (kForm == PackedForm::kFp8) {  // the scale is a row's
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
-      const uint32_t word = words[i / 2];
       if constexpr (kHalf) {
-        const uint16_t bits = static_cast<uint16_t>(i % 2 ? word >> 16 : word);
+        const uint16_t bits = static_cast<uint16_t>(words[i] >> lane.which);
         asm("cvt.rn.f16x2.e4m3x2 %0, %1;" : "=r"(pair[i]) : "h"(bits));
       } else {  // 2^-120 of the value as long as the exponent's bias is not that of bfloat16
-        const uint32_t bits = __byte_perm(word, 0, i % 2 ? 0x3424 : 0x1404);
+        const uint32_t bits = __byte_perm(words[i], 0, lane.which);
         const uint32_t small = (bits & 0x80008000u) | (bits >> 4 & 0x07f007f0u);
         pair[i] = bits_of_pair(__hmul2(pair_of<T>(small), pair_of<T>(0x7b807b80u)));
       }
@@ -172,12 +186,11 @@ __device__ __forceinline__ void dequantize_stretch(
     if constexpr (kForm == PackedForm::kInt8) {
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
-        const uint32_t word = words[i / 2];
         if constexpr (kHalf) {  // 1024 and more, whose last bits are units
-          const uint32_t bits = __byte_perm(word ^ 0x80808080u, 0x64, i % 2 ? 0x4342 : 0x4140);
+          const uint32_t bits = __byte_perm(words[i] ^ 0x80808080u, 0x64, lane.which);
           pair[i] = scaled(__hsub2(pair_of<T>(bits), Pair<T>::all(1024.f + 128.f)));
         } else {  // 128 and more; a negative quant's low seven bits are 128 too much
-          const uint32_t bits = __byte_perm(word, 0, i % 2 ? 0x4342 : 0x4140);
+          const uint32_t bits = __byte_perm(words[i], 0, lane.which);
           pair[i] = scaled(__hsub2(pair_of<T>(masked_or<0x007f007fu, 0x43004300u>(bits)),
                                    pair_of<T>(masked_or<0x00800080u, 0x43004300u>(bits))));
         }
