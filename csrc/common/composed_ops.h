@@ -81,6 +81,7 @@ Tensor packed_gemv_cpu(const Tensor& x, const Tensor& quants, const Tensor& scal
                        const std::optional<Tensor>& bias, const std::optional<Tensor>& residual,
                        const std::string& activation, const std::string& norm,
                        const std::optional<Tensor>& norm_weight, const std::optional<Tensor>& norm_bias,
-                       double norm_eps, bool overlap);
+                       double norm_eps, bool overlap,
+                       const std::optional<Tensor>& next_weight = std::nullopt);
 
 }  // namespace hf_fastpath

@@ -51,7 +51,7 @@ inline std::optional<Tensor> add_segment(GemvParams& p, const Tensor& weight,
 inline void set_next_weight(GemvParams& p, const std::optional<Tensor>& weight) {
   if (!weight || !weight->is_contiguous() || !weight->is_cuda()) return;
   p.next_weight = weight->data_ptr();
-  p.next_bytes = weight->numel() * element_size(p.dtype);
+  p.next_bytes = weight->numel() * static_cast<int64_t>(weight->element_size());
 }
 
 // The norm in front of a product; its tensors are kept until the launch.

@@ -69,7 +69,14 @@ constexpr int kInFlightBytes = 64 * 1024, kStreamingBytes = 96 * 1024;  // an SM
 constexpr int kNextBytes = 48 * 1024;  // an SM
 constexpr int64_t kNextLeastBytes = 48 << 20;
 constexpr int kNextPieceBytes = 4096;
-static_assert(kNextBytes <= kWarpSize * kNextPieceBytes, "a piece a lane");
+
+// Sets what a kernel of `grid` blocks brings to L2, `block_bytes` each.
+inline void plan_next(const GemvParams& p, int grid, int block_bytes, RingPlan& plan) {
+  if (p.next_bytes < kNextLeastBytes || !is_aligned16(p.next_weight)) return;
+  plan.next = static_cast<const char*>(p.next_weight);
+  plan.next_share = static_cast<uint32_t>(p.next_bytes / grid / 16 * 16);
+  plan.next_pieces = std::min<int64_t>(block_bytes, plan.next_share) / kNextPieceBytes;
+}
 
 struct RingLaunch {
   RingPlan plan;
@@ -102,11 +109,7 @@ RingLaunch plan_ring(const GemvParams& p, const RopeAppendParams* rope, int row_
   };
   plan.in_flight = slots_of(kInFlightBytes);
   plan.streaming = slots_of(kStreamingBytes);
-  if (blocks_per_sm == kRingBlocksPerSm && p.next_bytes >= kNextLeastBytes && is_aligned16(p.next_weight)) {
-    plan.next = static_cast<const char*>(p.next_weight);
-    plan.next_share = static_cast<uint32_t>(p.next_bytes / grid / 16 * 16);
-    plan.next_pieces = std::min<int>(kNextBytes / blocks_per_sm, plan.next_share) / kNextPieceBytes;
-  }
+  if (blocks_per_sm == kRingBlocksPerSm) plan_next(p, grid, kNextBytes / blocks_per_sm, plan);
   return {plan, grid, plan.slots * Shape::kSlotBytes + part_bytes};
 }
 
@@ -191,6 +194,14 @@ struct RingReaderBase {
 
 #if HF_FASTPATH_HOPPER
 
+// Brings this block's part of what the next kernel reads to L2.
+__device__ __forceinline__ void bring_next(const RingPlan& plan, int lane) {
+  for (int piece = lane; piece < plan.next_pieces; piece += kWarpSize) {
+    prefetch_bulk(plan.next + uint64_t(ring_share()) * plan.next_share + piece * kNextPieceBytes,
+                  kNextPieceBytes);
+  }
+}
+
 // Fetches the rows of this block, in order, in every phase.
 template <class T, class Shape, bool kPhased = false>
 __device__ __forceinline__ void ring_fetch(const GemvParams& p, const RopeAppendParams& rope,
@@ -234,10 +245,7 @@ __device__ __forceinline__ void ring_fetch(const GemvParams& p, const RopeAppend
         at.advance(plan.slots);
       }
     }
-  if (lane < plan.next_pieces) {
-    prefetch_bulk(plan.next + uint64_t(ring_share()) * plan.next_share + lane * kNextPieceBytes,
-                  kNextPieceBytes);
-  }
+  bring_next(plan, lane);
 }
 
 struct RingBarriers {

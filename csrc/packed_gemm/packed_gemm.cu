@@ -61,12 +61,12 @@ double time_of(const PackedGemmParams& p, int clusters, const TileTime& tile, in
 
 // Rows from which on the kernel loses more to PyTorch's product than widening the weight in front of that
 // takes (H200).
-int64_t widens_from(PackedForm form) { return form == PackedForm::kInt8 ? 3072 : 6144; }
+constexpr int64_t kWidensFrom = 5120;
 
 }  // namespace
 
 bool fits_packed_gemm(const PackedGemmParams& p) {
-  if (p.dtype == DType::kFloat32 || p.rows >= widens_from(p.matrix.form)) return false;
+  if (p.dtype == DType::kFloat32 || p.rows >= kWidensFrom) return false;
   constexpr int64_t kMostPieces = 1 << 30;  // of the smallest tiles
   if ((p.rows / 32 + 1) * (p.matrix.rows / 256 + 1) * p.matrix.blocks > kMostPieces) return false;
   if (p.matrix.rows * p.matrix.groups > INT32_MAX) return false;  // places of scales

@@ -105,7 +105,7 @@ Tensor packed_gemv_cpu(const Tensor& raw, const Tensor& raw_quants, const Tensor
                        const std::optional<Tensor>& bias, const std::optional<Tensor>& residual,
                        const std::string& activation, const std::string& norm,
                        const std::optional<Tensor>& norm_weight, const std::optional<Tensor>& norm_bias,
-                       double norm_eps, bool /*overlap*/) {
+                       double norm_eps, bool /*overlap*/, const std::optional<Tensor>& /*next_weight*/) {
   const char* op = "packed_gemv";
   const Tensor x = normed_cpu(raw, norm_of(norm, op), norm_weight, norm_bias, norm_eps);
   PackedArgs args{};

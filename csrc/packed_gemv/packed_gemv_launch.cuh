@@ -9,6 +9,10 @@ namespace hf_fastpath {
 // Of slots that may be under way at a time, an SM: two slots of both blocks. With one a block, or three,
 // products of 4096 to 28672 take up to 6 % longer (H200).
 constexpr int kPackedInFlightBytes = 72 * 1024;
+// Of what the next kernel reads, to be brought to L2, an SM: by a product that is all in its rings before its
+// input is there. Memory would rest until it is done (H200: 2.3 % of a token's time in int4_g32, 2.5 % in
+// int8; what other products bring while they end costs as much as it gains, or more).
+constexpr int kPackedNextBytes = 192 * 1024;
 // Shared memory of x in a phase, of all warps.
 constexpr int kXBytes = 32 * 1024;
 // Weights, in blocks, up to which products prepare several rows of x themselves: 4096 by 16384 (H200: 1.9 us
@@ -179,7 +183,10 @@ RingLaunch plan_packed(const GemvParams& p, const RopeAppendParams* rope, Packed
   ring.in_flight = ring.streaming =
       std::clamp((kPackedInFlightBytes / blocks_per_sm + plan.slot_bytes / 2) / plan.slot_bytes, 1,
                  std::max(1, ring.slots));
-  return {ring, clusters * plan.ranks, ring_bytes + at};
+  const int grid = clusters * plan.ranks, tiles = (most_units * ring.halves - 1) / Slot::kTileRows + 1;
+  if (kTakesBytes<T, kForm, kColumns> && tiles * of_rank <= ring.slots)
+    plan_next(p, grid, kPackedNextBytes / blocks_per_sm, ring);
+  return {ring, grid, ring_bytes + at};
 }
 
 template <class T, PackedForm kForm, int kColumns, bool kPrepared>

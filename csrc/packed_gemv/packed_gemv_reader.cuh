@@ -123,6 +123,10 @@ __device__ __forceinline__ void packed_fetch(const GemvParams& p, const RopeAppe
         at.advance(plan.ring.slots);
       }
     }
+  if (plan.ring.next_pieces > 0) {
+    wait_for_previous_kernel();  // which reads little, and waits for it
+    bring_next(plan.ring, lane);
+  }
 }
 
 // A slot's bytes, for a lane: of its warp's blocks of its rows.

@@ -207,10 +207,17 @@ __device__ __forceinline__ void packed_compute(const GemvParams& p, const RopeAp
   }
 }
 
+// Blocks whose registers an SM has room for: with three, one of the next kernel starts early where its ring
+// is small. An append has too much to keep.
+template <class T, PackedForm kForm, int kColumns, RingEnd kEnd>
+constexpr int kPackedMinBlocks = kColumns > 8                                                  ? 1
+                                 : kTakesBytes<T, kForm, kColumns> && kEnd != RingEnd::kAppend ? 3
+                                                                                               : 2;
+
 // kColumns: of B, at least: rows of x, or twice as many.
 template <class T, PackedForm kForm, int kColumns, RingEnd kEnd, bool kPrepared>
 __global__ void __launch_bounds__(HF_FASTPATH_HOPPER ? kRingThreads : kRingConsumers,
-                                  kColumns > 8 ? 1 : kRingBlocksPerSm)
+                                  kPackedMinBlocks<T, kForm, kColumns, kEnd>)
     packed_gemv_kernel(const __grid_constant__ GemvParams p, const __grid_constant__ RopeAppendParams rope,
                        const __grid_constant__ PackedPlan plan, const __grid_constant__ PackedMaps maps) {
   extern __shared__ __align__(1024) char packed_ring[];                        // which swizzles count from

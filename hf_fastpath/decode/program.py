@@ -8,10 +8,9 @@ from typing import Any
 
 from .. import ops
 
-#: ops whose last argument is the matrix that the next call reads
-_BRING_NEXT = (ops.gemv.overload, ops.gemv_swiglu.overload)
-#: ops whose second argument is the matrix they read
-_PRODUCTS = (*_BRING_NEXT, ops.qkv_rope_append.overload)
+#: ops whose last argument is the matrix that the next call reads, as their second, if it is one of these
+_PRODUCTS = (ops.gemv.overload, ops.gemv_swiglu.overload, ops.qkv_rope_append.overload)
+_BRING_NEXT = dict.fromkeys(_PRODUCTS[:2], _PRODUCTS) | {ops.packed_gemv.overload: (ops.packed_gemv_swiglu.overload,)}
 
 
 class Register:
@@ -49,7 +48,7 @@ class Program:
     def announce_weights(self) -> None:
         """Give every product in front of another one, as its last argument, the matrix which that reads."""
         for (op, arguments, *_), (following, its_arguments, *_) in pairwise(self._calls):
-            if op in _BRING_NEXT and following in _PRODUCTS:
+            if following in _BRING_NEXT.get(op, ()):
                 arguments.append(its_arguments[1])
 
     def __len__(self) -> int:

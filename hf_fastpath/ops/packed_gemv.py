@@ -27,6 +27,7 @@ def reference(
     norm_bias: torch.Tensor | None = None,
     norm_eps: float = 0.0,
     overlap: bool = False,
+    next_weight: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """``activation(norm(x) @ weight.T + bias) + residual``.
 
@@ -39,6 +40,8 @@ def reference(
         activation: ``none``, ``relu``, ``silu``, ``gelu_tanh`` or ``gelu``.
         norm, norm_weight, norm_bias, norm_eps: of x, as in ``gemv``.
         overlap: as in ``gemv``.
+        next_weight: quants that the next kernel on this stream reads, on x's device, or None. CUDA may bring parts of
+            them closer. No effect on the result.
 
     Returns:
         [..., out_features] in x's dtype, contiguous; rounded once. On a CPU, for x in 16 bits, sums over 128 inputs may
@@ -95,11 +98,14 @@ def why_not(
     norm="none",
     norm_weight=None,
     norm_bias=None,
+    next_weight=None,
 ) -> list[str]:
     reasons = choice_reason("format", format, FORMATS)
     reasons += tensor_reasons(x, bias=bias, residual=residual)
     reasons += norm_reasons(x, norm, norm_weight, norm_bias) + rows_reason(x)
     reasons += choice_reason("activation", activation, ACTIVATIONS)
+    if next_weight is not None and (next_weight.dtype != torch.uint8 or next_weight.device != x.device):
+        reasons.append(f"next_weight is {next_weight.dtype} on {next_weight.device}, expected quants on {x.device}")
     if reasons:
         return reasons
     out_features = quants.shape[0] if quants.dim() else 0
@@ -149,7 +155,8 @@ SPEC = register(
         name="packed_gemv",
         schema=(
             "(Tensor x, Tensor quants, Tensor scales, Tensor? zeros, float multiplier, str format, Tensor? bias=None, "
-            f'Tensor? residual=None, str activation="none", {NORM_SCHEMA}, bool overlap=False) -> Tensor'
+            f'Tensor? residual=None, str activation="none", {NORM_SCHEMA}, bool overlap=False, '
+            "Tensor? next_weight=None) -> Tensor"
         ),
         reference=reference,
         fake=fake,

@@ -51,19 +51,23 @@ def test_several_sequences_on_a_gpu_take_one_op_after_the_other(architecture, de
     assert calls(plan)[:2] == ["qkv_rope_append", "decode_attention"] and "decode_layers" not in calls(plan)
 
 
-def test_products_are_told_the_next_matrix(device, monkeypatch):
+@pytest.mark.parametrize("weights", (None, "int4_g32"))
+def test_products_are_told_the_next_matrix(device, monkeypatch, weights):
     """A product in front of another one takes, as its last argument, the matrix which that reads; nothing changes."""
     require_native(device)
     monkeypatch.setattr(plan_module.one_call, "one_call_reasons", lambda *_: ["it is not wanted"])
-    _, ours = fresh("mistral", device)
+    ours = hf_fastpath.patch(build("mistral").to(device), quiet=True, weights=weights)
     ours.generate(prompt(device, 2), max_new_tokens=3, do_sample=False)
     (plan,) = plans(ours)
     if device.type == "cpu":
         plan.program.announce_weights()
     layers = ours.model.layers
     expected = []
-    for layer, following in zip(layers, [*(layer.self_attn.q_proj for layer in layers[1:]), ours.lm_head]):
-        expected += [layer.mlp.gate_proj.weight, layer.mlp.down_proj.weight, following.weight]
+    if weights:
+        expected = [layer.mlp.gate_proj.quants for layer in layers]
+    else:
+        for layer, following in zip(layers, [*(layer.self_attn.q_proj for layer in layers[1:]), ours.lm_head]):
+            expected += [layer.mlp.gate_proj.weight, layer.mlp.down_proj.weight, following.weight]
     found = [a[-1] for op, a, *_ in plan.program._calls if isinstance(a[-1], torch.Tensor) and "gemv" in op.__name__]
     assert [tensor.data_ptr() for tensor in found] == [tensor.data_ptr() for tensor in expected]
 

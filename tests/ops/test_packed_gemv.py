@@ -145,6 +145,26 @@ def products(form, dtype):
     return lambda rows: SPEC(x[:rows], *parts)
 
 
+@over_formats
+def test_next_weight_changes_nothing(cuda, form):
+    """Whether the quants behind are brought closer or not: too few, enough, their last bytes included."""
+    x = torch.randn(1, 1024, device=cuda, dtype=torch.float16)
+    weight = packed(form, torch.randn(4099, 1024, device=cuda) / 32)
+    expected = SPEC(x, *weight)
+    for bytes_ in (5, 50_331_648, 70_000_003):
+        following = torch.empty(bytes_, device=cuda, dtype=torch.uint8)
+        assert same_bits(SPEC(x, *weight, next_weight=following), expected)
+        assert same_bits(SPEC(x, *weight, next_weight=following[1:]), expected)  # not aligned: left alone
+        assert same_bits(SPEC(x, *weight, next_weight=following[::2]), expected)  # not contiguous: left alone
+    torch.cuda.synchronize()
+
+
+def test_next_weight_is_checked(device):
+    x, weight = torch.randn(1, 128, device=device), packed(FORMATS["int8"], torch.randn(8, 128, device=device))
+    with pytest.raises(ValueError, match="next_weight is torch.float16 on"):
+        SPEC(x, *weight, next_weight=x.half())
+
+
 @over_instruction_sets
 def test_packed_gemv_every_way(isa, tmp_path):
     """Sums of integers are the same bits."""
