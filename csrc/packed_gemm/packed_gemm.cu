@@ -61,7 +61,7 @@ double time_of(const PackedGemmParams& p, int clusters, const TileTime& tile, in
 
 // Rows from which on the kernel loses more to PyTorch's product than widening the weight in front of that
 // takes (H200).
-constexpr int64_t kWidensFrom = 5120;
+constexpr int64_t kWidensFrom = 4096;
 
 }  // namespace
 
