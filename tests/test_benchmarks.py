@@ -5,9 +5,11 @@ from __future__ import annotations
 import csv
 import dataclasses
 import io
+import re
 import struct
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -20,6 +22,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
 
 import bench_append  # noqa: E402
 import bench_layouts  # noqa: E402
+import bench_packed_gemm  # noqa: E402
 import bench_pages  # noqa: E402
 import engines  # noqa: E402
 import gguf  # noqa: E402
@@ -191,6 +194,26 @@ def test_layout_calls_are_finite():
             made = bench_layouts.weight(dataclasses.replace(study, layout=layout), rows, columns, CPU)
             out = op(torch.ones(1, columns), *made)
             assert out.shape == (1, rows) and bool(out.isfinite().all()) and bool(out.any())
+
+
+def test_products_of_prompts_add_up(monkeypatch, tmp_path, capsys):
+    config = build("llama").config
+    monkeypatch.setattr(bench_packed_gemm.shapes, "shape", lambda _: SimpleNamespace(build_config=lambda: config))
+    path = tmp_path / "products.csv"
+    options = "--device cpu --dtype fp32 --formats int8 int4_g32 --rows 17 33 --rounds 2"
+    bench_packed_gemm.main([*options.split(), "--csv", str(path)])
+    rows = list(csv.DictReader(path.open()))
+    hidden, inner = config.hidden_size, config.intermediate_size
+    width = config.head_dim * (config.num_attention_heads + 2 * config.num_key_value_heads)
+    assert {(int(row["in_features"]), int(row["out_features"])) for row in rows} >= {
+        *((hidden, width), (hidden, 2 * inner), (inner, hidden))
+    }
+    assert len(rows) == 2 * 4 * 3
+    lines = [line for line in capsys.readouterr().out.splitlines() if " rows, us: " in line]
+    for line, count in zip(lines, ("17", "33"), strict=True):
+        for way in ("linear", "int8", "int4_g32"):
+            us = sum(float(row["us"]) for row in rows if (row["way"], row["rows"]) == (way, count))
+            assert float(re.search(rf"{way} (\d+) ", line)[1]) == pytest.approx(us, abs=1)
 
 
 def test_every_way_over_pages_is_timed(monkeypatch, tmp_path, capsys):

@@ -1,0 +1,106 @@
+"""Prompt benchmark: a layer's products of many rows with quantized weights, beside PyTorch's with unquantized ones.
+
+    python benchmarks/bench_packed_gemm.py --model mistral-7b --dtype fp16 bf16 --rows 17 64 256 1024 4096 --csv
+
+Method. Each of the four products of a layer with a gated MLP (q, k, v; output; gate and up; down) by itself:
+``linear`` is ``F.linear``, the others ``packed_gemm`` in each format. A timer's calls, over several weights in turn
+that no cache holds together, lie in one CUDA graph, whose replay is timed; on a CPU the calls themselves are. Ways
+alternate, every second round in reverse order, because a GPU that gets warm gets slower. The table has sums over the
+four products and, in brackets, per cent of ``linear``; the file has each product's median with half the distance
+between the 20th and 80th percentile.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import itertools
+import math
+from collections.abc import Callable
+
+import measure
+import shapes
+import torch
+from measure import DTYPES, Spread
+from torch.nn import functional
+
+from hf_fastpath import arguments, loader, ops, traffic
+from hf_fastpath.ops.packed_gemv import random_weight
+from hf_fastpath.quantization import FORMATS
+
+LINEAR = "linear"
+#: what a way's weights have to exceed together: more than any cache
+ROTATION_BYTES = 200e6
+
+
+def products(model: str) -> list[tuple[int, int]]:
+    """(in_features, out_features) of a layer's products."""
+    config = shapes.shape(model).build_config()
+    hidden = config.hidden_size
+    width, kv_width, inner = traffic.layer_widths(config)
+    return [(hidden, width + 2 * kv_width), (width, hidden), (hidden, 2 * inner), (inner, hidden)]
+
+
+def timer(step: Callable[[tuple], object], weights: list[tuple], device: torch.device) -> Callable[[], float]:
+    """Seconds a call of ``step``, which is called with each of ``weights``."""
+
+    def steps() -> list[object]:
+        return [step(weight) for weight in weights]
+
+    if device.type == "cuda":
+        return measure.graph_timer(steps, device, len(weights))
+    return lambda: measure.seconds(steps, device) / len(weights)
+
+
+def times(
+    k: int, n: int, rows: int, dtype: torch.dtype, formats: list[str], rounds: int, device: torch.device
+) -> dict[str, Spread]:
+    """Way -> seconds of one product."""
+    x = torch.randn(rows, k, device=device, dtype=dtype)
+    weights = {LINEAR: [(torch.randn(n, k, device=device, dtype=dtype),)]}
+    weights |= {name: [random_weight(FORMATS[name], n, k, device)] for name in formats}
+    ways = dict.fromkeys(weights, lambda weight: ops.packed_gemm.overload(x, *weight, None))
+    ways[LINEAR] = lambda weight: functional.linear(x, *weight)
+    for made in weights.values():
+        size = sum(part.nbytes for part in made[0] if isinstance(part, torch.Tensor))
+        for _ in range(math.ceil(ROTATION_BYTES / size) if device.type == "cuda" else 1):
+            made.append(tuple(part.clone() if isinstance(part, torch.Tensor) else part for part in made[0]))
+    return measure.alternate({name: timer(ways[name], made, device) for name, made in weights.items()}, rounds)
+
+
+def main(given: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", default="mistral-7b", choices=list(shapes.MODELS))
+    parser.add_argument("--device", type=arguments.device, help="cuda, cuda:1, cpu; default: cuda if there is one")
+    parser.add_argument("--dtype", nargs="+", default=["fp16"], choices=list(DTYPES))
+    parser.add_argument("--formats", nargs="+", default=list(FORMATS), choices=list(FORMATS))
+    parser.add_argument(
+        "--rows", nargs="+", type=arguments.count, default=[17, 32, 64, 128, 256, 512, 1024, 2048, 4096]
+    )
+    parser.add_argument("--rounds", type=arguments.count, default=7)
+    measure.add_csv_argument(parser)
+    chosen = parser.parse_args(given)
+    device = torch.device(chosen.device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    print(loader.status()[device.type])
+    path = measure.chosen_csv(chosen.csv, "packed_gemm", device)
+    for dtype, rows in itertools.product(chosen.dtype, chosen.rows):
+        measured = functools.partial(times, rows=rows, dtype=DTYPES[dtype], formats=chosen.formats, device=device)
+        with torch.inference_mode():
+            found = {each: measured(*each, rounds=chosen.rounds) for each in products(chosen.model)}
+        sums = {way: 1e6 * sum(of[way].p50 for of in found.values()) for way in (LINEAR, *chosen.formats)}
+        line = (f"{way} {us:.0f} ({100 * us / sums[LINEAR]:.0f})" for way, us in sums.items())
+        print(f"{chosen.model} {dtype} {rows:>5} rows, us:", ", ".join(line), flush=True)
+        same = measure.environment(device) | {"model": chosen.model, "dtype": dtype, "rows": rows}
+        table = [
+            same
+            | {"in_features": k, "out_features": n, "way": way, "us": round(1e6 * spread.p50, 2)}
+            | {"spread_percent": round(spread.percent, 1)}
+            for (k, n), of in found.items()
+            for way, spread in of.items()
+        ]
+        if path:
+            measure.append_csv(path, table)
+
+
+if __name__ == "__main__":
+    main()
