@@ -8,6 +8,7 @@ Greedy search without processors takes what the plan holds most likely; else :mo
 from __future__ import annotations
 
 import contextlib
+import functools
 import time
 from typing import TYPE_CHECKING, Any
 
@@ -208,13 +209,10 @@ class _Call:
         cache.activate_past_recording()
         mask = model_kwargs.get("attention_mask")
         starts = None if mask is None else (mask == 0).sum(1)
-        programs = self.state.prompt_programs_of(part)
-        first = prompt.read_text(self.model, part, programs, self.ids, self.config, model_kwargs, starts)
+        first = prompt.read_text(self.state, self.model, part, self.ids, self.config, model_kwargs, starts)
         keeps = self.plain and self.logits is not None
-        reader = DraftReader(
-            lambda width: self.state.draft_plan(part, cache, width),
-            *(cache, positions[:, -1] + 1, starts, self._keep if keeps else None),
-        )
+        plan_of = functools.partial(self.state.draft_plan, part, cache)
+        reader = DraftReader(plan_of, cache, positions[:, -1] + 1, starts, self._keep if keeps else None)
         drafts = self._drafts(assistant, positions, starts)
         with drafts.lock:
             try:

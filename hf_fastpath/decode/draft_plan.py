@@ -139,13 +139,14 @@ class DraftReader:
         Returns:
             float32 [tokens, vocab_size], logits of what follows each.
         """
-        rows = []
-        for first in range(0, len(tokens), MAX_QUERY_LEN):
-            piece = tokens[first : first + MAX_QUERY_LEN]
-            plan = self._plan(len(piece))
-            plan.read(piece)
-            rows.append(plan.logits[0, : len(piece)].to(torch.float32, copy=True))
-        return torch.cat(rows)
+        pieces = [tokens[first : first + MAX_QUERY_LEN] for first in range(0, len(tokens), MAX_QUERY_LEN)]
+        return torch.cat([self.read_piece(piece).to(torch.float32, copy=True) for piece in pieces])
+
+    def read_piece(self, tokens: Sequence[int]) -> torch.Tensor:
+        """As :meth:`read`, at most MAX_QUERY_LEN tokens; in the model's dtype, overwritten by the next read."""
+        plan = self._plan(len(tokens))
+        plan.read(tokens)
+        return plan.logits[0, : len(tokens)]
 
     def end(self) -> None:
         """Let go of the cache."""

@@ -134,8 +134,7 @@ class _Loop:
         mask = model_kwargs.get("attention_mask")
         starts = None if mask is None else (mask == 0).sum(1)
         next_positions = position_ids[:, -1].expand(self.batch) + 1
-        programs = self.state.prompt_programs_of(part)
-        next_logits = prompt.read_text(self.model, part, programs, self.ids, self.config, model_kwargs, starts)
+        next_logits = prompt.read_text(self.state, self.model, part, self.ids, self.config, model_kwargs, starts)
         started, first = time.perf_counter(), True
         plan, plan_chooses = None, self._plan_chooses()
         sampled = plan_chooses and self.config.do_sample

@@ -6,24 +6,32 @@ The layers are the calls of :mod:`.steps`; those ops that are made for a few row
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import functools
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from .. import compat
 from ..cache import FastpathCache
+from ..ops.decode_attention import MAX_QUERY_LEN
 from ..ops.gemv import MAX_ROWS, MAX_TILED_ROWS
 from . import steps
 from .attend import Attention, has_tensor_cores
+from .draft_plan import DraftPlan, DraftReader
 from .many_rows import ManyRows
 from .parts import MoEPart
 from .program import Program
 from .structure import ModelPart, full_angles
 
+if TYPE_CHECKING:
+    from ..patch_state import PatchState
+
 _aten = torch.ops.aten
 
+#: where a plan is one launch, and a program one for every call
+_CAPTURES = frozenset({"cuda"})
 #: programs kept for one model: sizes of prompts differ where kernels for a few rows take them
 MAX_PROGRAMS = 16
 
@@ -180,6 +188,35 @@ def read(part: ModelPart, cache: FastpathCache, prompt: Prompt, programs: dict[t
     return logits
 
 
+def read_turn(
+    part: ModelPart, cache: FastpathCache, prompt: Prompt, plan_of: Callable[[int], DraftPlan]
+) -> torch.Tensor | None:
+    """As :func:`read`, a few tokens of one sequence behind others, which a plan reads as it reads drafts; None if the
+    prompt is anything else.
+
+    Args:
+        part, cache, prompt: as of :func:`read`.
+        plan_of: makes or finds the plan of a width.
+    """
+    (batch, count), past = prompt.tokens.shape, cache.get_seq_length()
+    if prompt.tokens.device.type not in _CAPTURES or batch != 1 or not 0 < count <= MAX_QUERY_LEN or not past:
+        return None
+    if any(layer.batch_size != 1 for layer in cache.layers) or prompt.positions.shape != prompt.tokens.shape:
+        return None
+    # A plan fills its tokens up, and crops what was too much: a window must not move on for that.
+    windows = (layer.attention.window for layer in part.layers)
+    if any(window is not None and past + MAX_QUERY_LEN > window for window in windows):
+        return None
+    tokens, positions = torch.cat((prompt.tokens, prompt.positions)).tolist()
+    if positions != list(range(positions[0], positions[0] + count)):
+        return None
+    reader = DraftReader(plan_of, cache, torch.tensor(positions[:1], device="cpu"), prompt.starts)
+    try:
+        return reader.read_piece(tokens)[-1:]
+    finally:
+        reader.end()
+
+
 def _angles(part: ModelPart, like: torch.Tensor, positions: torch.Tensor) -> dict:
     """cos and sin of every kind of layer at ``positions``, by the model's own module."""
     made = {}
@@ -190,19 +227,20 @@ def _angles(part: ModelPart, like: torch.Tensor, positions: torch.Tensor) -> dic
 
 
 def read_text(
+    state: PatchState,
     model: Any,
     part: ModelPart,
-    programs: dict[tuple, PromptProgram],
     ids: torch.Tensor,
     config: Any,
     model_kwargs: dict,
     starts: torch.Tensor | None,
 ) -> torch.Tensor:
-    """Run the prompt of ``generate()``, by :func:`read` or else by the model, and append it to the cache.
+    """Run the prompt of ``generate()``, by :func:`read_turn`, :func:`read` or else by the model, and append it to the
+    cache.
 
     Args:
+        state: of the model: where its plans and programs are.
         model, part: the model.
-        programs: see :func:`read`.
         ids, config, model_kwargs: of ``generate()``.
         starts: [batch], left padding of each row, or None.
 
@@ -212,19 +250,19 @@ def read_text(
     cache = model_kwargs["past_key_values"]
     alike = repeats(ids, config.num_return_sequences, cache)
     if alike == 1:
-        return _read_rows(model, part, programs, ids, config, model_kwargs, starts)
+        return _read_rows(state, model, part, ids, config, model_kwargs, starts)
     rows = {name: model_kwargs.get(name) for name in ("attention_mask", "position_ids")}
     rows = {name: t[::alike] for name, t in rows.items() if t is not None and len(t) == len(ids)}
     starts = None if starts is None else starts[::alike]
-    logits = _read_rows(model, part, programs, ids[::alike], config, model_kwargs | rows, starts)
+    logits = _read_rows(state, model, part, ids[::alike], config, model_kwargs | rows, starts)
     cache.batch_repeat_interleave(alike)
     return logits.repeat_interleave(alike, dim=0)
 
 
 def _read_rows(
+    state: PatchState,
     model: Any,
     part: ModelPart,
-    programs: dict[tuple, PromptProgram],
     ids: torch.Tensor,
     config: Any,
     model_kwargs: dict,
@@ -235,9 +273,10 @@ def _read_rows(
     tokens = compat.new_tokens(ids, config, model_kwargs)
     positions = model_kwargs["position_ids"][:, -tokens.shape[1] :]
     given = Prompt(tokens, positions, starts if starts is not None and starts.any() else None)
-    if is_readable(part, cache, given):
+    logits = read_turn(part, cache, given, functools.partial(state.draft_plan, part, cache))
+    if logits is None and is_readable(part, cache, given):
+        programs = state.prompt_programs_of(part)
         with compat.below_autograd():
             for chunk in given.chunks(config.prefill_chunk_size):
                 logits = read(part, cache, chunk, programs)
-        return logits
-    return compat.prefill(model, ids, config, model_kwargs).logits[:, -1]
+    return compat.prefill(model, ids, config, model_kwargs).logits[:, -1] if logits is None else logits

@@ -6,11 +6,12 @@ import gc
 
 import pytest
 import torch
-from models import SHORT, VOCAB, WINDOW, counting, heldout_tokens, left_padded, pair, prompt, trained
+from models import SHORT, VOCAB, WINDOW, counting, fresh, heldout_tokens, left_padded, pair, prompt, trained
 from parity import assert_same_tokens, both
 
 from hf_fastpath import FastpathCache
 from hf_fastpath.decode import prompt as prompts
+from hf_fastpath.decode.draft_plan import DraftPlan
 
 
 @pytest.fixture
@@ -62,6 +63,64 @@ def test_turns_of_a_conversation(architecture, padded, device, read_lengths):
         texts, caches = [out.sequences for out in made], [out.past_key_values for out in made]
         assert_same_tokens(texts[1], texts[0], stock, mask)
     assert read_lengths == [30, 2, 41]  # the last token of a turn is new to the cache
+
+
+@pytest.fixture
+def read_by_plans(monkeypatch) -> list[int]:
+    """Tokens of the turns that plans read, on a CPU, too."""
+    lengths, read = [], DraftPlan.read
+    monkeypatch.setattr(DraftPlan, "read", lambda self, tokens: lengths.append(len(tokens)) or read(self, tokens))
+    monkeypatch.setattr(prompts, "_CAPTURES", {"cpu", "cuda"})
+    return lengths
+
+
+@pytest.mark.parametrize("padded", (False, True), ids=("plain", "padded"))
+@pytest.mark.parametrize("architecture", ("gpt2", "llama", "mixtral", "olmo2", "gpt_neox"))
+def test_short_turns_are_read_by_a_plan(architecture, padded, device, read_lengths, read_by_plans):
+    """What a plan reads of one sequence, and the tokens that follow."""
+    stock, ours = pair(architecture, device)
+    inputs = {name: tensor[1:] for name, tensor in left_padded(device, 2, 9).items()}
+    text, mask = inputs["input_ids"], inputs["attention_mask"] if padded else torch.ones_like(inputs["input_ids"])
+    assert not padded or not mask.all()
+    caches = None, FastpathCache(ours.config)
+    options = dict(max_new_tokens=2, do_sample=False, return_dict_in_generate=True, output_logits=True)
+    for seed, new in enumerate((0, 2, 15, 0, 6)):
+        text = torch.cat((text, prompt(device, 1, new, seed=seed) if new else text[:, :0]), dim=1)
+        mask = torch.nn.functional.pad(mask, (0, text.shape[1] - mask.shape[1]), value=1)
+        given = dict(attention_mask=mask, **options)
+        expected, found = (
+            model.generate(text, past_key_values=cache, **given) for model, cache in zip((stock, ours), caches)
+        )
+        assert_same_tokens(found.sequences, expected.sequences, stock, mask)
+        for logits, wanted in zip(found.logits, expected.logits):
+            torch.testing.assert_close(logits, wanted, rtol=1e-3, atol=1e-3)
+        text, caches = found.sequences, (expected.past_key_values, found.past_key_values)
+        assert caches[1].get_seq_length() == text.shape[1] - 1
+    assert read_by_plans == [3, 16, 1, 7]
+
+
+def test_other_turns_are_prompts(device, read_lengths, read_by_plans):
+    """Too long; two sequences; positions with a gap; a window that a filled-up plan would move on."""
+    _, ours = pair("llama", device)
+    _, windowed = fresh("mistral", device, sliding_window=64)
+
+    def turn(model, rows: int, past: int, new: int, **inputs) -> None:
+        cache = FastpathCache(model.config)
+        for length in (past, past + new):
+            ids = prompt(device, rows, length)
+            model.generate(ids, past_key_values=cache, attention_mask=torch.ones_like(ids), max_new_tokens=1, **inputs)
+
+    for model, rows, past, new in ((ours, 1, 9, 17), (ours, 2, 9, 3), (windowed, 1, 64 - 15, 3)):
+        turn(model, rows, past, new, do_sample=False)
+    positions = torch.tensor([[*range(9), 9, 11]], device=device)
+    cache = FastpathCache(ours.config)
+    for length in (9, 11):
+        given = dict(attention_mask=torch.ones(1, length, dtype=torch.long, device=device), max_new_tokens=1)
+        given |= dict(position_ids=positions[:, :length], past_key_values=cache, do_sample=False)
+        ours.generate(prompt(device, 1, length), **given)
+    assert read_by_plans == [] and read_lengths == [9, 17, 9, 3, 49, 3, 9, 2]
+    turn(windowed, 1, 48, 3, do_sample=False)
+    assert read_by_plans == [3]
 
 
 @pytest.mark.parametrize(
