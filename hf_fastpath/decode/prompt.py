@@ -165,10 +165,10 @@ def read(part: ModelPart, cache: FastpathCache, prompt: Prompt, programs: dict[t
     """
     batch, query_len = prompt.tokens.shape
     past, dtype, device = cache.get_seq_length(), part.embedding.weight.dtype, prompt.tokens.device
-    for index, layer in enumerate(part.layers):
-        heads, head_dim = layer.attention.cache_shape
-        like = torch.empty((batch, heads, 0, head_dim), dtype=dtype, device=device)
-        cache.prepare(index, like)
+    if not past:
+        for index, layer in enumerate(part.layers):
+            heads, head_dim = layer.attention.cache_shape
+            cache.prepare(index, torch.empty((batch, heads, 0, head_dim), dtype=dtype, device=device))
     cache.reserve(query_len)
     lengths = cache.seq_lens(0, query_len)
     starts = None if prompt.starts is None else prompt.starts.to(torch.int32)
