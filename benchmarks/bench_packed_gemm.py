@@ -1,20 +1,21 @@
 """Prompt benchmark: a layer's products of many rows with quantized weights, beside PyTorch's with unquantized ones.
 
     python benchmarks/bench_packed_gemm.py --model mistral-7b --dtype fp16 bf16 --rows 17 64 256 1024 4096 --csv
+    python benchmarks/bench_packed_gemm.py --whole --dtype fp16 bf16 --rows 512 1024 2048 --formats int8
 
 Method. Each of the four products of a layer with a gated MLP (q, k, v; output; gate and up; down) by itself:
 ``linear`` is ``F.linear``, the others ``packed_gemm`` in each format. A timer's calls, over several weights in turn
 that no cache holds together, lie in one CUDA graph, whose replay is timed; on a CPU the calls themselves are. Ways
 alternate, every second round in reverse order, because a GPU that gets warm gets slower. The table has sums over the
 four products and, in brackets, per cent of ``linear``; the file has each product's median with half the distance
-between the 20th and 80th percentile.
+between the 20th and 80th percentile. With ``--whole`` the same of ``generate()`` reading prompts of so many tokens, by
+patched models in one process: one with unquantized weights and one a format.
 """
 
 from __future__ import annotations
 
 import argparse
 import functools
-import itertools
 import math
 from collections.abc import Callable
 
@@ -23,7 +24,9 @@ import shapes
 import torch
 from measure import DTYPES, Spread
 from torch.nn import functional
+from transformers import PreTrainedModel
 
+import hf_fastpath
 from hf_fastpath import arguments, loader, ops, traffic
 from hf_fastpath.ops.packed_gemv import random_weight
 from hf_fastpath.quantization import FORMATS
@@ -68,6 +71,30 @@ def times(
     return measure.alternate({name: timer(ways[name], made, device) for name, made in weights.items()}, rounds)
 
 
+def whole_models(name: str, dtype: torch.dtype, formats: list[str], device: torch.device) -> dict[str, PreTrainedModel]:
+    """Way -> a patched model."""
+    models = {}
+    for way in (LINEAR, *formats):
+        options = {} if way == LINEAR else {"weights": way, "keep_original": False}
+        models[way] = hf_fastpath.patch(shapes.build_model(name, device, dtype), quiet=True, **options)
+    return models
+
+
+def prompt_times(
+    models: dict[str, PreTrainedModel], tokens: int, rounds: int, device: torch.device
+) -> dict[str, Spread]:
+    """Way -> seconds of a prompt and the token behind it."""
+
+    def reading(model: PreTrainedModel) -> Callable[[], float]:
+        ids = shapes.prompt(model, 1, tokens)
+        options = dict(attention_mask=torch.ones_like(ids), max_new_tokens=1, do_sample=False, pad_token_id=0)
+        return functools.partial(measure.seconds, lambda: model.generate(ids, **options), device)
+
+    timers = {way: reading(model) for way, model in models.items()}
+    measure.alternate(timers, 2)
+    return measure.alternate(timers, rounds)
+
+
 def main(given: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="mistral-7b", choices=list(shapes.MODELS))
@@ -78,28 +105,36 @@ def main(given: list[str] | None = None) -> None:
         "--rows", nargs="+", type=arguments.count, default=[17, 32, 64, 128, 256, 512, 1024, 2048, 4096]
     )
     parser.add_argument("--rounds", type=arguments.count, default=7)
+    parser.add_argument("--whole", action="store_true", help="prompts of whole models instead of products")
     measure.add_csv_argument(parser)
     chosen = parser.parse_args(given)
     device = torch.device(chosen.device or ("cuda" if torch.cuda.is_available() else "cpu"))
     print(loader.status()[device.type])
     path = measure.chosen_csv(chosen.csv, "packed_gemm", device)
-    for dtype, rows in itertools.product(chosen.dtype, chosen.rows):
-        measured = functools.partial(times, rows=rows, dtype=DTYPES[dtype], formats=chosen.formats, device=device)
-        with torch.inference_mode():
-            found = {each: measured(*each, rounds=chosen.rounds) for each in products(chosen.model)}
-        sums = {way: 1e6 * sum(of[way].p50 for of in found.values()) for way in (LINEAR, *chosen.formats)}
-        line = (f"{way} {us:.0f} ({100 * us / sums[LINEAR]:.0f})" for way, us in sums.items())
-        print(f"{chosen.model} {dtype} {rows:>5} rows, us:", ", ".join(line), flush=True)
-        same = measure.environment(device) | {"model": chosen.model, "dtype": dtype, "rows": rows}
-        table = [
-            same
-            | {"in_features": k, "out_features": n, "way": way, "us": round(1e6 * spread.p50, 2)}
-            | {"spread_percent": round(spread.percent, 1)}
-            for (k, n), of in found.items()
-            for way, spread in of.items()
-        ]
-        if path:
-            measure.append_csv(path, table)
+    for dtype in chosen.dtype:
+        given_as = DTYPES[dtype], chosen.formats
+        models = whole_models(chosen.model, *given_as, device) if chosen.whole else None
+        for rows in chosen.rows:
+            if models is None:
+                with torch.inference_mode():
+                    sizes = products(chosen.model)
+                    found = {size: times(*size, rows, *given_as, chosen.rounds, device) for size in sizes}
+            else:
+                found = {("", ""): prompt_times(models, rows, chosen.rounds, device)}
+            sums = {way: 1e6 * sum(of[way].p50 for of in found.values()) for way in (LINEAR, *chosen.formats)}
+            line = (f"{way} {us:.0f} ({100 * us / sums[LINEAR]:.0f})" for way, us in sums.items())
+            print(f"{chosen.model} {dtype} {rows:>5} rows, us:", ", ".join(line), flush=True)
+            same = measure.environment(device) | {"model": chosen.model, "dtype": dtype, "rows": rows}
+            table = [
+                same
+                | {"in_features": k, "out_features": n, "way": way, "us": round(1e6 * spread.p50, 2)}
+                | {"spread_percent": round(spread.percent, 1)}
+                for (k, n), of in found.items()
+                for way, spread in of.items()
+            ]
+            if path:
+                measure.append_csv(path, table)
+        models = None  # before the next are made
 
 
 if __name__ == "__main__":

@@ -16,6 +16,7 @@ import torch
 from models import CPU, build, pair, prompt
 
 from hf_fastpath import cli, ops
+from hf_fastpath.decode import prompt as prompts
 from hf_fastpath.quantization import FORMATS
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
@@ -214,6 +215,15 @@ def test_products_of_prompts_add_up(monkeypatch, tmp_path, capsys):
         for way in ("linear", "int8", "int4_g32"):
             us = sum(float(row["us"]) for row in rows if (row["way"], row["rows"]) == (way, count))
             assert float(re.search(rf"{way} (\d+) ", line)[1]) == pytest.approx(us, abs=1)
+
+
+def test_prompts_are_read_by_every_model(monkeypatch, capsys):
+    monkeypatch.setattr(bench_packed_gemm.shapes, "build_model", lambda *_: build("llama"))
+    read, real = [], prompts.read
+    monkeypatch.setattr(prompts, "read", lambda *a: read.append(a[2].tokens.shape[1]) or real(*a))
+    bench_packed_gemm.main("--whole --device cpu --dtype fp32 --formats int8 --rows 17 20 --rounds 3".split())
+    assert sorted(read) == [17] * 10 + [20] * 10  # two models, two untimed rounds and three others
+    assert capsys.readouterr().out.count(" rows, us: linear ") == 2
 
 
 def test_every_way_over_pages_is_timed(monkeypatch, tmp_path, capsys):
