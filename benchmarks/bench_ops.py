@@ -146,7 +146,14 @@ def _argument_bytes(sample: Sample) -> int:
     return nbytes(*sample.tensors())
 
 
-def _timer(function: Callable[[Sample], object], sets: list[Sample], calls: int) -> Callable[[], float]:
+def argument_sets(first: Sample, device: torch.device, most: int = MAX_SETS) -> list[Sample]:
+    """``first`` and copies of it that together are larger than any cache, or ``most`` of them."""
+    wanted = math.ceil(ROTATION_BYTES[device.type] / _argument_bytes(first))
+    # The same values in other memory: drawing them again would take longer than the benchmark.
+    return [first] + [first.map_tensors(torch.clone) for _ in range(min(most, wanted) - 1)]
+
+
+def timer(function: Callable[[Sample], object], sets: list[Sample], calls: int) -> Callable[[], float]:
     """A function that gives seconds a call over one round."""
     device = sets[0].args[0].device
     turns = list(itertools.islice(itertools.cycle(sets), calls))
@@ -182,11 +189,10 @@ def bench_call(
     if reasons := spec.why_not(*first.args, **first.kwargs):
         raise OpInputError("; ".join(reasons))
     wanted = ROTATION_BYTES[device.type] / _argument_bytes(first)
-    # The same values in other memory: drawing them again would take longer than the benchmark.
-    sets = [first] + [first.map_tensors(torch.clone) for _ in range(min(MAX_SETS, call.most, math.ceil(wanted)) - 1)]
+    sets = argument_sets(first, device, min(MAX_SETS, call.most))
     moved = spec.bytes(*first.args, **first.kwargs)
     calls = max(len(sets), min(call.most, int(ROUND_BYTES[device.type] / max(moved, _argument_bytes(first)))))
-    timers = {name: _timer(function, sets, calls) for name, function in implementations(spec).items()}
+    timers = {name: timer(function, sets, calls) for name, function in implementations(spec).items()}
     spreads = measure.alternate(timers, rounds)
     ours = spreads["hf_fastpath"].p50
     return [

@@ -4,21 +4,21 @@
     python benchmarks/bench_packed_gemm.py --whole --dtype fp16 bf16 --rows 512 1024 2048 --formats int8
 
 Method. Each of the four products of a layer with a gated MLP (q, k, v; output; gate and up; down) by itself:
-``linear`` is ``F.linear``, the others ``packed_gemm`` in each format. A timer's calls, over several weights in turn
-that no cache holds together, lie in one CUDA graph, whose replay is timed; on a CPU the calls themselves are. Ways
-alternate, every second round in reverse order, because a GPU that gets warm gets slower. The table has sums over the
-four products and, in brackets, per cent of ``linear``; the file has each product's median with half the distance
-between the 20th and 80th percentile. With ``--whole`` the same of ``generate()`` reading prompts of so many tokens, by
-patched models in one process: one with unquantized weights and one a format.
+``linear`` is ``F.linear``, the others ``packed_gemm`` in each format. Copies of the arguments that no cache holds
+together are taken in turn, as in ``bench_ops.py``. Ways alternate, every second round in reverse order, because a GPU
+that gets warm gets slower. The table has sums over the four products and, in brackets, per cent of ``linear``; the file
+has each product's median with half the distance between the 20th and 80th percentile. With ``--whole`` the same of
+``generate()`` reading prompts of so many tokens, by patched models in one process: one with unquantized weights and one
+a format.
 """
 
 from __future__ import annotations
 
 import argparse
 import functools
-import math
 from collections.abc import Callable
 
+import bench_ops
 import measure
 import shapes
 import torch
@@ -30,10 +30,9 @@ import hf_fastpath
 from hf_fastpath import arguments, loader, ops, traffic
 from hf_fastpath.ops.packed_gemv import random_weight
 from hf_fastpath.quantization import FORMATS
+from hf_fastpath.registry import Sample
 
 LINEAR = "linear"
-#: what a way's weights have to exceed together: more than any cache
-ROTATION_BYTES = 200e6
 
 
 def products(model: str) -> list[tuple[int, int]]:
@@ -44,31 +43,19 @@ def products(model: str) -> list[tuple[int, int]]:
     return [(hidden, width + 2 * kv_width), (width, hidden), (hidden, 2 * inner), (inner, hidden)]
 
 
-def timer(step: Callable[[tuple], object], weights: list[tuple], device: torch.device) -> Callable[[], float]:
-    """Seconds a call of ``step``, which is called with each of ``weights``."""
-
-    def steps() -> list[object]:
-        return [step(weight) for weight in weights]
-
-    if device.type == "cuda":
-        return measure.graph_timer(steps, device, len(weights))
-    return lambda: measure.seconds(steps, device) / len(weights)
-
-
 def times(
     k: int, n: int, rows: int, dtype: torch.dtype, formats: list[str], rounds: int, device: torch.device
 ) -> dict[str, Spread]:
     """Way -> seconds of one product."""
     x = torch.randn(rows, k, device=device, dtype=dtype)
-    weights = {LINEAR: [(torch.randn(n, k, device=device, dtype=dtype),)]}
-    weights |= {name: [random_weight(FORMATS[name], n, k, device)] for name in formats}
-    ways = dict.fromkeys(weights, lambda weight: ops.packed_gemm.overload(x, *weight, None))
-    ways[LINEAR] = lambda weight: functional.linear(x, *weight)
-    for made in weights.values():
-        size = sum(part.nbytes for part in made[0] if isinstance(part, torch.Tensor))
-        for _ in range(math.ceil(ROTATION_BYTES / size) if device.type == "cuda" else 1):
-            made.append(tuple(part.clone() if isinstance(part, torch.Tensor) else part for part in made[0]))
-    return measure.alternate({name: timer(ways[name], made, device) for name, made in weights.items()}, rounds)
+    samples = {LINEAR: Sample(x, torch.randn(n, k, device=device, dtype=dtype))}
+    samples |= {name: Sample(x, *random_weight(FORMATS[name], n, k, device), None) for name in formats}
+    timers = {}
+    for way, sample in samples.items():
+        product = functional.linear if way == LINEAR else ops.packed_gemm.overload
+        sets = bench_ops.argument_sets(sample, device)
+        timers[way] = bench_ops.timer(lambda each, product=product: product(*each.args), sets, len(sets))
+    return measure.alternate(timers, rounds)
 
 
 def whole_models(name: str, dtype: torch.dtype, formats: list[str], device: torch.device) -> dict[str, PreTrainedModel]:

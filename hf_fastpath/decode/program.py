@@ -8,8 +8,9 @@ from typing import Any
 
 from .. import ops
 
-#: ops whose last argument is the matrix that the next call reads, as their second, if it is one of these
+#: ops whose second argument is the matrix they read
 _PRODUCTS = (ops.gemv.overload, ops.gemv_swiglu.overload, ops.qkv_rope_append.overload)
+#: ops whose last argument is the matrix that the next call reads, if that is one of these
 _BRING_NEXT = dict.fromkeys(_PRODUCTS[:2], _PRODUCTS) | {ops.packed_gemv.overload: (ops.packed_gemv_swiglu.overload,)}
 
 

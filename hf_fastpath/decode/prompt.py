@@ -66,18 +66,23 @@ def repeats(tokens: torch.Tensor, count: int | None, cache: FastpathCache) -> in
     return count if bool((groups == groups[:, :1]).all()) else 1
 
 
+def _continues(cache: FastpathCache, prompt: Prompt) -> bool:
+    """Whether there is anything new, and its rows are those of what ``cache`` holds."""
+    batch, query_len = prompt.tokens.shape
+    if prompt.positions.shape[-1] != query_len or query_len == 0:
+        return False
+    return not cache.get_seq_length() or all(layer.batch_size == batch for layer in cache.layers)
+
+
 def is_readable(part: ModelPart, cache: FastpathCache, prompt: Prompt) -> bool:
     """Whether :func:`read` can take it; else stock code has to.
 
     It cannot where attention is more than softmax and no kernel has that, a window ends inside of the prompt, or MLPs
     are mixtures.
     """
-    batch, query_len = prompt.tokens.shape
-    if prompt.positions.shape[-1] != query_len or query_len == 0:
+    if not _continues(cache, prompt):
         return False
-    if cache.get_seq_length() and any(layer.batch_size != batch for layer in cache.layers):
-        return False
-    length = cache.get_seq_length() + query_len
+    length = cache.get_seq_length() + prompt.tokens.shape[1]
     for layer in part.layers:
         attention = layer.attention
         if isinstance(layer.mlp, MoEPart):
@@ -199,13 +204,12 @@ def read_turn(
         plan_of: makes or finds the plan of a width.
     """
     (batch, count), past = prompt.tokens.shape, cache.get_seq_length()
-    if prompt.tokens.device.type not in _CAPTURES or batch != 1 or not 0 < count <= MAX_QUERY_LEN or not past:
-        return None
-    if any(layer.batch_size != 1 for layer in cache.layers) or prompt.positions.shape != prompt.tokens.shape:
+    if prompt.tokens.device.type not in _CAPTURES or batch != 1 or count > MAX_QUERY_LEN or not past:
         return None
     # A plan fills its tokens up, and crops what was too much: a window must not move on for that.
-    windows = (layer.attention.window for layer in part.layers)
-    if any(window is not None and past + MAX_QUERY_LEN > window for window in windows):
+    if any(window is not None and past + MAX_QUERY_LEN > window for window in part.windows):
+        return None
+    if not _continues(cache, prompt):
         return None
     tokens, positions = torch.cat((prompt.tokens, prompt.positions)).tolist()
     if positions != list(range(positions[0], positions[0] + count)):

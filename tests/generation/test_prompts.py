@@ -76,7 +76,7 @@ def read_by_plans(monkeypatch) -> list[int]:
 
 @pytest.mark.parametrize("padded", (False, True), ids=("plain", "padded"))
 @pytest.mark.parametrize("architecture", ("gpt2", "llama", "mixtral", "olmo2", "gpt_neox"))
-def test_short_turns_are_read_by_a_plan(architecture, padded, device, read_lengths, read_by_plans):
+def test_short_turns_are_read_by_a_plan(architecture, padded, device, read_by_plans):
     """What a plan reads of one sequence, and the tokens that follow."""
     stock, ours = pair(architecture, device)
     inputs = {name: tensor[1:] for name, tensor in left_padded(device, 2, 9).items()}
