@@ -4,6 +4,7 @@
 
 #include <type_traits>
 
+#include "common/float8.cuh"
 #include "common/numeric.cuh"
 
 namespace hf_fastpath {
@@ -21,14 +22,6 @@ constexpr float kQuantUnit = std::is_same_v<Quant, int8_t> ? 1.f : 0x1p-8f;
 
 __device__ __forceinline__ float bfloat16_bits_to_float(uint16_t bits) {
   return __uint_as_float(uint32_t(bits) << 16);
-}
-
-// Of four e4m3 bytes the lower or the upper two, as float16 pairs: sign, exponent and mantissa as they are,
-// in an exponent whose bias is 8 more.
-template <bool kUpper>
-__device__ __forceinline__ uint32_t halves_of_float8(uint32_t bytes) {
-  const uint32_t raised = __byte_perm(bytes, 0, kUpper ? 0x3424 : 0x1404);  // byte, zero
-  return (raised & 0x80008000u) | (raised >> 1 & 0x3f803f80u);
 }
 
 // Eight quants, in one access. Members as those of Chunk.

@@ -12,24 +12,6 @@ namespace {
 
 constexpr int kQuantTile = 32;  // positions: four n sides of the first product, two k sides of the second
 
-// Of four e4m3 bytes the lower or the upper two as float16 pairs, times kFloat8Unit.
-#if HF_FASTPATH_HOPPER
-constexpr float kFloat8Unit = 1.f;
-template <bool kUpper>
-__device__ __forceinline__ uint32_t float8_pair(uint32_t bytes) {
-  uint32_t pair;
-  const uint16_t two = static_cast<uint16_t>(kUpper ? bytes >> 16 : bytes);
-  asm("cvt.rn.f16x2.e4m3x2 %0, %1;" : "=r"(pair) : "h"(two));
-  return pair;
-}
-#else
-constexpr float kFloat8Unit = 0x1p-8f;
-template <bool kUpper>
-__device__ __forceinline__ uint32_t float8_pair(uint32_t bytes) {
-  return halves_of_float8<kUpper>(bytes);
-}
-#endif
-
 // Quants of V as half_pair takes them.
 template <class Quant>
 __device__ __forceinline__ uint32_t biased(uint32_t quants) {

@@ -2,90 +2,21 @@
 // two bytes times a power of two for every stretch.
 #pragma once
 
-#include "packed_gemv/packed_gemv_prepared.cuh"
+#include "packed_gemv/packed_gemv_row.cuh"
 
 namespace hf_fastpath {
-
-// Whether a product takes it.
-template <class T, PackedForm kForm, int kColumns>
-constexpr bool kTakesBytes = kColumns == 1 && kXColumns<T> == 1 && kForm != PackedForm::kFp8;
 
 // A warp's blocks of x in shared memory. Columns of B are stretches by parts: of a lane's column g, stretch g
 // / 2 of the block (or every other one of two blocks) and its high or low byte; a product with the words of
 // one stretch has zeros in the columns of others, so that all go into the same sums. A lane of a quad ends up
-// with those of its own stretch, both parts.
+// with those of its own stretch, both parts. Operands of a span: 4-bit [4 stretches][2 parts][4 q][2
+// stretches][2 planes][4], else for both blocks [4 stretches][2 parts][4 q][8].
 template <class T, PackedForm kForm>
-struct ByteX {
-  using Slot = PackedSlot<kForm, kRingWarps>;
+struct ByteX : RowX<T, kForm, ByteX<T, kForm>> {
+  using Base = RowX<T, kForm, ByteX<T, kForm>>;
+  using Base::Base, Base::kSpanBytes, Base::kTogether, Base::operands, Base::steps;
   static constexpr bool kNibbles = kBits<kForm> == 4;  // two blocks at a time, else one
-  using Spans = LaneSpans<Slot>;
-  static constexpr int kSpanPieces = Spans::kPieces;
-  static constexpr int kSpanBytes = 512,
-                       kSpanSteps = 64;  // shared memory: of the bytes, of steps and excesses
-  static constexpr int kSpanNorm = 512;  // of the norm's weight
-  static constexpr int kTogether = 2;    // spans that are made bytes at a time
-  static constexpr int kFetched = 8;     // and that are copied without a loop
-  static constexpr int kBitsOfX = 14;
-
-  char* bytes;  // [spans]: 4-bit [4 stretches][2 parts][4 q][2 stretches][2 planes][4], else for both blocks
-                // [4 stretches][2 parts][4 q][8]
-  int2* steps;  // [spans][8 stretches]: bits of the step, and what quants have in excess times x
-  char* norm;   // the norm's weight, [spans]
-  float* squares;  // of x, over all phases
-
-  __device__ __forceinline__ ByteX(char* ring, const PackedPlan& plan, int warp, int spans, int)
-      : bytes(ring + plan.x_at + warp * spans * kSpanBytes),
-        steps(reinterpret_cast<int2*>(ring + plan.sums_at + warp * spans * kSpanSteps)),
-        norm(ring + plan.norm_at + warp * spans * kSpanNorm),
-        squares(reinterpret_cast<float*>(ring + plan.scratch_at) + kRingWarps + warp) {}
-
-  // As WarpX::load.
-  template <class WaitForInput>
-  __device__ __forceinline__ void load(const GemvParams& p, const PackedPlan& plan, int begin, int end,
-                                       bool is_first, WaitForInput wait_for_input) const {
-    const int lane = threadIdx.x % kWarpSize;
-    const Spans spans(begin, end, plan.x_width);
-    const bool rms = p.norm.kind == Norm::kRms;
-    if (!is_first) __syncwarp();  // all lanes are done with the phase before
-    if (rms)
-      spans.template fetch<kFetched>(static_cast<const T*>(p.norm.weight), norm + lane * 16, kSpanNorm, 0,
-                                     [] {});
-    spans.template fetch<kFetched>(static_cast<const T*>(p.x), bytes + lane * 16, kSpanBytes, 0,
-                                   [&] {  // where its bytes will be
-                                     if (is_first) wait_for_input();
-                                   });
-    commit_copies();
-    wait_for_copies<0>();
-    float square = 0.f;
-#pragma unroll 1
-    for (int first = 0; first < spans.count; first += kTogether) {
-      float values[kTogether][8];
-#pragma unroll
-      for (int i = 0; i < kTogether; ++i) {
-        const int at = min(first + i, spans.count - 1) * kSpanBytes + lane * 16;  // or the last once more
-        Chunk<T, 8>::unpack(load_shared(shared_address(bytes + at)), values[i]);
-        if (rms) {
-          float factors[8];
-          Chunk<T, 8>::unpack(load_shared(shared_address(norm + at)), factors);
-          const bool counts = i == 0 || first + i < spans.count;
-#pragma unroll
-          for (int e = 0; e < 8; ++e) {
-            if (counts) square = fmaf(values[i][e], values[i][e], square);
-            values[i][e] *= factors[e];
-          }
-        }
-      }
-      __syncwarp();  // all lanes have read what bytes will take the place of
-      store(first, spans.count, values);
-    }
-    if (rms) {
-      square = warp_sum(square);
-      if (lane == 0) *squares = is_first ? square : *squares + square;
-    }
-    __syncwarp();
-  }
-
-  __device__ __forceinline__ float undo_of(int) const { return 1.f; }
+  static constexpr int kPart = 256;                    // high bytes are worth
 
   // A lane's columns of B for a piece, which it may use for several tiles.
   struct Operand {
@@ -97,11 +28,11 @@ struct ByteX {
       const int lane = threadIdx.x % kWarpSize, q = lane % 4;
       uint32_t word[4] = {};
       if constexpr (kNibbles) {
-        const uint4 raw = load_shared(shared_address(x.bytes) + at * kSpanBytes + lane * 16);
+        const uint4 raw = load_shared(shared_address(x.operands) + at * kSpanBytes + lane * 16);
         word[0] = raw.x, word[1] = raw.y, word[2] = raw.z, word[3] = raw.w;
         steps = reinterpret_cast<const int4*>(x.steps + at * 8)[q];
       } else {
-        const uint2 raw = *reinterpret_cast<const uint2*>(x.bytes + at * (kSpanBytes / 2) + lane * 8);
+        const uint2 raw = *reinterpret_cast<const uint2*>(x.operands + at * (kSpanBytes / 2) + lane * 8);
         word[0] = raw.x, word[1] = raw.y;
         steps.x = x.steps[at * 4 + q].x;
       }
@@ -174,29 +105,15 @@ struct ByteX {
     }
   }
 
- private:
-  static constexpr int kPart = 256;  // high bytes are worth
-
   // Makes bytes of what a lane has of spans from `first` on.
   __device__ __forceinline__ void store(int first, int spans, const float (&values)[kTogether][8]) const {
     const int lane = threadIdx.x % kWarpSize, stretch = lane / 4, q = lane % 4;  // of a span's two blocks
-    uint32_t bits[kTogether];  // of the largest of a stretch, or of NaN
-#pragma unroll
-    for (int i = 0; i < kTogether; ++i) {
-      float most = 0.f;
-#pragma unroll
-      for (int e = 0; e < 8; ++e) most = max_or_nan(most, fabsf(values[i][e]));
-      bits[i] = __float_as_uint(most);
-    }
-#pragma unroll
-    for (int offset = 1; offset <= 2; offset *= 2)
-#pragma unroll
-      for (int i = 0; i < kTogether; ++i) bits[i] = max(bits[i], __shfl_xor_sync(kAllLanes, bits[i], offset));
+    uint32_t bits[kTogether];
+    Base::template find_largest<4>(values, bits);
     int total[kTogether];
 #pragma unroll
     for (int i = 0; i < kTogether; ++i) {
-      // The largest comes to lie below 2^kBitsOfX; what is below 2^-127 of it or so counts as nothing.
-      const float factor = __uint_as_float((127 + kBitsOfX - 1 + 127 - exponent_of(bits[i])) << 23);
+      const float factor = Base::factor_of(bits[i]);
       constexpr float kWhole = 0x1.8p23f + kPart / 2;
       uint32_t
           whole[8];  // in the last 16 bits the value and kPart / 2: its high byte, and its low one and 128
@@ -207,7 +124,7 @@ struct ByteX {
         sum += whole[e];
       }
       total[i] = static_cast<int>(sum - 8 * 0x4b400080u);  // bits of kWhole
-      char* const to = bytes + min(first + i, spans - 1) * kSpanBytes +
+      char* const to = operands + min(first + i, spans - 1) * kSpanBytes +
                        (kNibbles ? (stretch / 2 * 8 + q) * 16 + stretch % 2 * 8 : (stretch * 8 + q) * 8);
       uint32_t parts[2][2];  // high and low bytes: of even and odd values for nibbles, else of the first and
                              // last four
@@ -231,29 +148,12 @@ struct ByteX {
       for (int i = 0; i < kTogether; ++i) total[i] += __shfl_xor_sync(kAllLanes, total[i], offset);
 #pragma unroll
     for (int i = 0; i < kTogether; ++i) {
-      const float step = bits[i] < kInfinity ? __uint_as_float((exponent_of(bits[i]) + 1 - kBitsOfX) << 23) *
-                                                   (kNibbles ? 1.f / 16 : 1.f)
-                                             : NAN;
+      const float step = Base::step_of(bits[i]) * (kNibbles ? 1.f / 16 : 1.f);
       constexpr int kExcess = kForm == PackedForm::kInt4G32 ? -16 * 8 : -16;  // or -16 for each of the zero
       if (q == 0)
         steps[min(first + i, spans - 1) * 8 + stretch] = make_int2(__float_as_int(step), total[i] * kExcess);
     }
   }
-
-  static __device__ __forceinline__ uint32_t exponent_of(uint32_t bits) { return max(bits >> 23, 14u); }
-  static __device__ __forceinline__ float max_or_nan(float a, float b) {
-    asm("max.NaN.f32 %0, %0, %1;" : "+f"(a) : "f"(b));
-    return a;
-  }
-
-  static constexpr uint32_t kInfinity = 0x7f800000u;
 };
-
-template <class T, PackedForm kForm, int kColumns, bool kPrepared>
-using PackedX = std::conditional_t<
-    kTakesBytes<T, kForm, kColumns>, ByteX<T, kForm>,
-    std::conditional_t<kPrepared, PreparedX<T, kForm, kColumns>,
-                       std::conditional_t<kTakesLanes<T, kColumns, kPrepared>, LaneX<T, kForm, kColumns>,
-                                          WarpX<T, kForm, kColumns>>>>;
 
 }  // namespace hf_fastpath

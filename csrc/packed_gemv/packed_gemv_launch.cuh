@@ -184,7 +184,7 @@ RingLaunch plan_packed(const GemvParams& p, const RopeAppendParams* rope, Packed
       std::clamp((kPackedInFlightBytes / blocks_per_sm + plan.slot_bytes / 2) / plan.slot_bytes, 1,
                  std::max(1, ring.slots));
   const int grid = clusters * plan.ranks, tiles = (most_units * ring.halves - 1) / Slot::kTileRows + 1;
-  if (kTakesBytes<T, kForm, kColumns> && tiles * of_rank <= ring.slots)
+  if (kTakesRow<T, kColumns> && tiles * of_rank <= ring.slots)
     plan_next(p, grid, kPackedNextBytes / blocks_per_sm, ring);
   return {ring, grid, ring_bytes + at};
 }

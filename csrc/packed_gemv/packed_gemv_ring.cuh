@@ -5,7 +5,8 @@
 //   kPieceBytes a row with their scales and zeros, of which a warp fetches as many as fit before the kernel
 //   in front is complete. Eight warps compute, each its blocks of every piece: quants are A of a product on
 //   tensor cores, x is B. Sums over warps wait for one barrier a tile. What x and quants are:
-//   - one row of 16 bits beside whole quants: bytes, x two of them (packed_gemv_bytes.cuh);
+//   - one row of 16 bits beside whole quants: bytes, x two of them (packed_gemv_bytes.cuh); beside fp8 both
+//     float16 (packed_gemv_halves.cuh);
 //   - several rows of 16 bits: float16, made by a kernel in front (packed_gemv_prepared.cuh); or, up to eight
 //     rows and a matrix of up to 64 M weights, by clusters of two blocks, which take the same rows of weights
 //     and half of k each (packed_gemv_lanes.cuh): there four warps share 16 rows of a tile of 32, and the
@@ -22,14 +23,22 @@
 #pragma once
 
 #include "packed_gemv/packed_gemv_bytes.cuh"
+#include "packed_gemv/packed_gemv_halves.cuh"
 
 namespace hf_fastpath {
+
+template <class T, PackedForm kForm, int kColumns, bool kPrepared>
+using PackedX = std::conditional_t<
+    kTakesRow<T, kColumns>, std::conditional_t<kForm == PackedForm::kFp8, HalfX<T, kForm>, ByteX<T, kForm>>,
+    std::conditional_t<kPrepared, PreparedX<T, kForm, kColumns>,
+                       std::conditional_t<kTakesLanes<T, kColumns, kPrepared>, LaneX<T, kForm, kColumns>,
+                                          WarpX<T, kForm, kColumns>>>>;
 
 template <class T, PackedForm kForm, int kColumns, RingEnd kEnd, bool kPrepared>
 __device__ __forceinline__ void packed_compute(const GemvParams& p, const RopeAppendParams& rope,
                                                const PackedPlan& plan, char* ring, RingBarriers barriers) {
   constexpr int kLines = kLinesOf<T, kColumns, kPrepared>, kHalves = kEnd == RingEnd::kPlain ? 1 : 2;
-  constexpr bool kBytes = kTakesBytes<T, kForm, kColumns>, kLanes = kTakesLanes<T, kColumns, kPrepared>;
+  constexpr bool kRow = kTakesRow<T, kColumns>, kLanes = kTakesLanes<T, kColumns, kPrepared>;
   constexpr bool kHasExcess = (kLanes || kPrepared) && kForm == PackedForm::kInt4G32;
   using Slot = PackedSlot<kForm, kLines>;
   using X = PackedX<T, kForm, kColumns, kPrepared>;
@@ -58,7 +67,7 @@ __device__ __forceinline__ void packed_compute(const GemvParams& p, const RopeAp
   barriers.wait_until_ready();
   PackedReader<kForm, kLines> reader(p, plan, ring, barriers);
   uint32_t operands_at = 0, excess_at = 0;
-  if constexpr (!kBytes) operands_at = x.operands_of_lane();
+  if constexpr (!kRow) operands_at = x.operands_of_lane();
   if constexpr (kHasExcess) excess_at = x.excess_of_lane();
   asm volatile("" : "+r"(operands_at), "+r"(excess_at));  // kept, not found anew for every piece
 
@@ -85,7 +94,7 @@ __device__ __forceinline__ void packed_compute(const GemvParams& p, const RopeAp
       for (int piece = phase; piece < phase_end; ++piece) {
         reader.wait(piece);
         const int left = plan.matrix.blocks - reader.first_block();  // of this warp's and what follows
-        if constexpr (kBytes) {
+        if constexpr (kRow) {
           if (left > 0) X::add(typename X::Operand(x, piece - phase), reader, tile, sums);
         } else {
           constexpr int kBlockOperands = int(kStretches) * kColumns * 64;
@@ -116,7 +125,7 @@ __device__ __forceinline__ void packed_compute(const GemvParams& p, const RopeAp
 #pragma unroll
         for (int h = 0; h < 2; ++h) {
           const float of_columns[2] = {sums[t][2 * h], sums[t][2 * h + 1]};
-          if constexpr (kBytes) {
+          if constexpr (kRow) {
             float sum = of_columns[0] + __shfl_xor_sync(kAllLanes, of_columns[0], 1);
             sum += __shfl_xor_sync(kAllLanes, sum, 2);
             if (q == 0) put(0, h, sum);
@@ -181,7 +190,7 @@ __device__ __forceinline__ void packed_compute(const GemvParams& p, const RopeAp
       mine.load(p, rope);
     }
     const int unit = i / p.m, m = i % p.m;
-    float scale = (kBytes ? 1.f : kUndoQuants<kForm, kCenters<T>>)*plan.matrix.multiplier;
+    float scale = (kRow ? 1.f : kUndoQuants<kForm, kCenters<T>>)*plan.matrix.multiplier;
     if (rms) {
       float squares = 0.f;
       if (is_cluster) {
@@ -210,9 +219,9 @@ __device__ __forceinline__ void packed_compute(const GemvParams& p, const RopeAp
 // Blocks whose registers an SM has room for: with three, one of the next kernel starts early where its ring
 // is small. An append has too much to keep.
 template <class T, PackedForm kForm, int kColumns, RingEnd kEnd>
-constexpr int kPackedMinBlocks = kColumns > 8                                                  ? 1
-                                 : kTakesBytes<T, kForm, kColumns> && kEnd != RingEnd::kAppend ? 3
-                                                                                               : 2;
+constexpr int kPackedMinBlocks = kColumns > 8                                         ? 1
+                                 : kTakesRow<T, kColumns> && kEnd != RingEnd::kAppend ? 3
+                                                                                      : 2;
 
 // kColumns: of B, at least: rows of x, or twice as many.
 template <class T, PackedForm kForm, int kColumns, RingEnd kEnd, bool kPrepared>

@@ -2,6 +2,7 @@
 // quants as operands of tensor cores.
 #pragma once
 
+#include "common/float8.cuh"
 #include "gemv/gemv_ring.cuh"
 #include "packed_gemv/packed_gemv.h"
 
@@ -125,7 +126,7 @@ template <class T>
 constexpr bool kCenters = sizeof(T) == 4;
 
 // Pairs of A out of 32 bits of a row: kSteps products' two, low and high k. Centered they are quants less
-// their zero, else in units of kQuantUnit and with what they have in excess; of fp8 2^-8 of the value.
+// their zero, else in units of kQuantUnit and with what they have in excess; of fp8 in units of kFloat8Unit.
 template <PackedForm kForm, bool kCentered>
 struct Quants {
   static constexpr int kSteps = kBits<kForm> == 4 ? 2 : 1;
@@ -153,12 +154,9 @@ struct Quants {
         if constexpr (kCentered)
           pair[0][i] = bits_of_half2(__hsub2(half2_of(pair[0][i] | kMagic), all_half2(1024.f + 128.f)));
       }
-    } else {  // sign, exponent and mantissa as float16 has them, whose exponent's bias is 8 more
-#pragma unroll
-      for (int i = 0; i < 2; ++i) {
-        const uint32_t bits = __byte_perm(word, 0, i == 0 ? 0x1404 : 0x3424);
-        pair[0][i] = (bits & 0x80008000u) | (bits >> 1 & 0x3f803f80u);
-      }
+    } else {
+      pair[0][0] = float8_pair<false>(word);
+      pair[0][1] = float8_pair<true>(word);
     }
   }
 
@@ -174,7 +172,7 @@ struct Quants {
 
 // What a product is in units of.
 template <PackedForm kForm, bool kCentered>
-constexpr float kUndoQuants = kForm == PackedForm::kFp8 ? 0x1p8f
+constexpr float kUndoQuants = kForm == PackedForm::kFp8 ? 1.f / kFloat8Unit
                               : kCentered               ? 1.f
                                                         : 1.f / kQuantUnit;
 

@@ -117,7 +117,7 @@ struct LaneSpans {
   }
 };
 
-// A warp's blocks of x in shared memory, for float32 and for what neither ByteX nor LaneX takes: spans of
+// A warp's blocks of x in shared memory, for float32 and for what neither RowX nor LaneX takes: spans of
 // two blocks, of which a lane prepares eight values.
 template <class T, PackedForm kForm, int kColumns>
 struct WarpX {

@@ -1,0 +1,68 @@
+// One row of x beside quants that are floats, as operands of tensor cores: float16, times a power of two for
+// every block.
+#pragma once
+
+#include "packed_gemv/packed_gemv_row.cuh"
+
+namespace hf_fastpath {
+
+// A warp's blocks of x in shared memory: of a span, both blocks' [4 stretches][4 q][8]. All columns of B are
+// the same, and so are a lane's and its quad's sums, of which the sum is taken: steps are a quarter.
+template <class T, PackedForm kForm>
+struct HalfX : RowX<T, kForm, HalfX<T, kForm>> {
+  using Base = RowX<T, kForm, HalfX<T, kForm>>;
+  using Base::Base, Base::kSpanBytes, Base::kTogether, Base::operands, Base::steps;
+  static constexpr int kBlockBytes = kSpanBytes / 2;
+
+  struct Operand {
+    uint4 of_stretch[kStretches];
+    float step;
+
+    __device__ __forceinline__ Operand(const HalfX& x, int at) : step(__int_as_float(x.steps[at * 4].x)) {
+      const uint32_t from = shared_address(x.operands) + at * kBlockBytes + threadIdx.x % 4 * 16;
+#pragma unroll
+      for (int s = 0; s < int(kStretches); ++s) of_stretch[s] = load_shared(from + s * 64);
+    }
+  };
+
+  // As ByteX::add.
+  template <class Reader>
+  static __device__ __forceinline__ void add(const Operand& x, const Reader& reader, const TileRows& rows,
+                                             PackedSums<1>& sums) {
+    BlockWords<kForm> words;
+    words.load(reader, rows, 0);
+    float c[2][4] = {};  // of two chains
+#pragma unroll
+    for (int s = 0; s < int(kStretches); ++s) {
+      uint32_t a[2][4];
+      words.template operands<false>(a, s, {0, 0});
+      const uint4& b = x.of_stretch[s];
+      mma<__half>(c[0], a[0][0], a[0][1], a[0][2], a[0][3], b.x, b.y);
+      mma<__half>(c[1], a[1][0], a[1][1], a[1][2], a[1][3], b.z, b.w);
+    }
+#pragma unroll
+    for (int h = 0; h < 2; ++h) sums[0][2 * h] = fmaf(x.step, c[0][2 * h] + c[1][2 * h], sums[0][2 * h]);
+  }
+
+  // Makes float16 of what a lane has of spans from `first` on.
+  __device__ __forceinline__ void store(int first, int spans, const float (&values)[kTogether][8]) const {
+    const int lane = threadIdx.x % kWarpSize;
+    uint32_t bits[kTogether];
+    Base::template find_largest<16>(values, bits);
+#pragma unroll
+    for (int i = 0; i < kTogether; ++i) {
+      const int span = min(first + i, spans - 1);
+      const float factor = Base::factor_of(bits[i]);
+      uint32_t pairs[4];
+#pragma unroll
+      for (int e = 0; e < 4; ++e)
+        pairs[e] = pack2(values[i][2 * e] * factor, values[i][2 * e + 1] * factor, __half());
+      *reinterpret_cast<uint4*>(operands + span * kSpanBytes + lane * 16) =
+          make_uint4(pairs[0], pairs[1], pairs[2], pairs[3]);
+      if (lane % 4 == 0)
+        steps[span * 8 + lane / 4].x = __float_as_int(Base::step_of(bits[i]) * (0.25f / kFloat8Unit));
+    }
+  }
+};
+
+}  // namespace hf_fastpath
