@@ -18,16 +18,22 @@ namespace hf_fastpath {
 #define HF_FASTPATH_HOPPER 0
 #endif
 
-// Whether the current device has them and this library code for it: a library made for older devices alone
-// runs on newer ones through its PTX.
-inline bool has_hopper_code() {
+// Whether `fits` holds for the current device and for one that this library has code for, both as 900 for
+// 9.0: a library made for older devices alone runs on newer ones through its PTX.
+template <class Fits>
+bool has_code(Fits fits) {
   constexpr int kArchs[] = {__CUDA_ARCH_LIST__};
   bool compiled = false;
-  for (const int arch : kArchs) compiled = compiled || arch >= 900;
+  for (const int arch : kArchs) compiled = compiled || fits(arch);
   int device = 0, major = 0;
   HF_FASTPATH_CUDA_CHECK(cudaGetDevice(&device));
   HF_FASTPATH_CUDA_CHECK(cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device));
-  return compiled && major >= 9;
+  return compiled && fits(100 * major);
+}
+
+// Whether kernels that need them do something here.
+inline bool has_hopper_code() {
+  return has_code([](int arch) { return arch >= 900; });
 }
 
 constexpr int kMaxCluster = 8;  // blocks: the largest that every device with clusters takes

@@ -18,16 +18,10 @@ __device__ __forceinline__ uint32_t halves_of_float8(uint32_t bytes) {
 constexpr float kFloat8Unit = 1.f;
 template <bool kUpper>
 __device__ __forceinline__ uint32_t float8_pair(uint32_t bytes) {
+  uint16_t low, high;  // taken apart so that the half of a register is the conversion's operand
+  asm("mov.b32 {%0, %1}, %2;" : "=h"(low), "=h"(high) : "r"(bytes));
   uint32_t pair;
-  if constexpr (kUpper) {
-    asm("{ .reg .b16 low, high; mov.b32 {low, high}, %1; cvt.rn.f16x2.e4m3x2 %0, high; }"
-        : "=r"(pair)
-        : "r"(bytes));
-  } else {
-    asm("{ .reg .b16 low, high; mov.b32 {low, high}, %1; cvt.rn.f16x2.e4m3x2 %0, low; }"
-        : "=r"(pair)
-        : "r"(bytes));
-  }
+  asm("cvt.rn.f16x2.e4m3x2 %0, %1;" : "=r"(pair) : "h"(kUpper ? high : low));
   return pair;
 }
 #else

@@ -5,11 +5,9 @@
 // aligned to 1024 bytes.
 #pragma once
 
-#include <cuda_runtime.h>
-
 #include <cstdint>
 
-#include "common/cuda_check.cuh"
+#include "common/async.cuh"
 
 // Whether this compilation is for a device that has them: 9.0 alone.
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
@@ -20,15 +18,9 @@
 
 namespace hf_fastpath {
 
-// Whether the current device has them and this library code for it.
+// Whether kernels that need them do something here.
 inline bool has_wgmma_code() {
-  constexpr int kArchs[] = {__CUDA_ARCH_LIST__};
-  bool compiled = false;
-  for (const int arch : kArchs) compiled = compiled || arch == 900;
-  int device = 0, major = 0;
-  HF_FASTPATH_CUDA_CHECK(cudaGetDevice(&device));
-  HF_FASTPATH_CUDA_CHECK(cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device));
-  return compiled && major == 9;
+  return has_code([](int arch) { return arch == 900; });
 }
 
 #if HF_FASTPATH_WGMMA
