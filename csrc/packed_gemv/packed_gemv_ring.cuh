@@ -11,7 +11,7 @@
 //     rows and a matrix of up to 64 M weights, by clusters of two blocks, which take the same rows of weights
 //     and half of k each (packed_gemv_lanes.cuh): there four warps share 16 rows of a tile of 32, and the
 //     sums of both blocks meet in the shared memory of the one that writes the output;
-//   - else float16 that each warp makes of its own blocks of x; a float32 x is three such parts.
+//   - a float32 x: three float16 parts, which each warp makes of its own blocks of x (packed_gemv_x.cuh).
 //   Quants as float16 are whole numbers of its smallest subnormal: bits of a mantissa, no arithmetic; what
 //   all of them have in excess (128 of int8, a zero point) is taken off by sums of x. Only where 32 weights
 //   have a scale they are multiplied by it. x that is too long for its part of shared memory comes in phases:
@@ -32,7 +32,7 @@ using PackedX = std::conditional_t<
     kTakesRow<T, kColumns>, std::conditional_t<kForm == PackedForm::kFp8, HalfX<T, kForm>, ByteX<T, kForm>>,
     std::conditional_t<kPrepared, PreparedX<T, kForm, kColumns>,
                        std::conditional_t<kTakesLanes<T, kColumns, kPrepared>, LaneX<T, kForm, kColumns>,
-                                          WarpX<T, kForm, kColumns>>>>;
+                                          WarpX<kForm, kColumns>>>>;
 
 template <class T, PackedForm kForm, int kColumns, RingEnd kEnd, bool kPrepared>
 __device__ __forceinline__ void packed_compute(const GemvParams& p, const RopeAppendParams& rope,

@@ -10,21 +10,6 @@ template <class T>
 struct Eight {
   uint4 part[sizeof(T) / 2];
 
-  // Largest magnitude.
-  __device__ __forceinline__ float largest() const {
-    if constexpr (sizeof(T) == 4) {
-      float values[8], most = 0.f;
-      unpack(values);
-#pragma unroll
-      for (const float value : values) most = fmaxf(most, fabsf(value));
-      return most;
-    } else {
-      const auto* pairs = reinterpret_cast<const Two<T>*>(part);
-      const Two<T> most = __hmax2(__hmax2(__habs2(pairs[0]), __habs2(pairs[1])),
-                                  __hmax2(__habs2(pairs[2]), __habs2(pairs[3])));
-      return fmaxf(to_float(most.x), to_float(most.y));
-    }
-  }
   __device__ __forceinline__ void unpack(float (&to)[8]) const {
     if constexpr (sizeof(T) == 4) {
 #pragma unroll
@@ -51,26 +36,8 @@ __device__ __forceinline__ uint4 as_operand(const uint32_t (&x)[4]) {
                     high(pair_high(x[1], x[3])));
 }
 
-struct HalfPairs {
-  uint32_t words[4];
-};
-
 __device__ __forceinline__ __half2 power_of_two(int exponent) {  // from 2^-14 to 2^15
   return __half2half2(__ushort_as_half(static_cast<unsigned short>((15 + exponent) << 10)));
-}
-
-// x times 2^exponent, which need not be a float16; not below 2^-14.
-__device__ __forceinline__ HalfPairs scaled_halves(const Eight<__half>& x, int exponent) {
-  const int first = min(exponent, 15);
-  const __half2 factor = power_of_two(first), more = power_of_two(min(exponent - first, 15));
-  HalfPairs made;
-  const auto* pairs = reinterpret_cast<const __half2*>(x.part);
-#pragma unroll
-  for (int i = 0; i < 4; ++i) {
-    const __half2 pair = __hmul2(__hmul2(pairs[i], factor), more);
-    made.words[i] = *reinterpret_cast<const uint32_t*>(&pair);
-  }
-  return made;
 }
 
 __device__ __forceinline__ float warp_max(float value) {  // not below 0
@@ -117,10 +84,11 @@ struct LaneSpans {
   }
 };
 
-// A warp's blocks of x in shared memory, for float32 and for what neither RowX nor LaneX takes: spans of
-// two blocks, of which a lane prepares eight values.
-template <class T, PackedForm kForm, int kColumns>
+// A warp's blocks of a float32 x in shared memory: spans of two blocks, of which a lane prepares eight
+// values.
+template <PackedForm kForm, int kColumns>
 struct WarpX {
+  using T = float;
   using Slot = PackedSlot<kForm, kRingWarps>;
   using Spans = LaneSpans<Slot>;
   static constexpr int kSpanPieces = Spans::kPieces;
@@ -191,25 +159,19 @@ struct WarpX {
       most_weight = 0.f;
 #pragma unroll 2
       for (int span = 0; span < spans.count; ++span)
-        most_weight = fmaxf(most_weight, norm_weight(span).largest());
+        most_weight = fmaxf(most_weight, largest(norm_weight(span)));
       most_weight = warp_max(most_weight);
     }
 #pragma unroll 1
     for (int m = 0; m < p.m; ++m) {
       float most = 0.f, square = 0.f;
 #pragma unroll 2
-      for (int span = 0; span < spans.count; ++span) most = fmaxf(most, values_of(span, m).largest());
+      for (int span = 0; span < spans.count; ++span) most = fmaxf(most, largest(values_of(span, m)));
       // The largest comes to lie below 2^15.
       const int exponent = max(14 - 126, int(__float_as_uint(warp_max(most) * most_weight) >> 23) - 127);
 #pragma unroll 2
       for (int span = 0; span < spans.count; ++span) {
         const Eight<T> found = values_of(span, m);
-        if constexpr (std::is_same_v<T, __half>) {
-          if (!rms) {
-            *place(span, m, 0) = as_operand<kForm, kCenters<T>>(scaled_halves(found, 14 - exponent).words);
-            continue;
-          }
-        }
         const float factor = __uint_as_float(unsigned(127 + 14 - exponent) << 23);
         float values[8];
         found.unpack(values);
@@ -247,6 +209,13 @@ struct WarpX {
   }
 
  private:
+  static __device__ __forceinline__ float largest(const Eight<T>& of) {
+    float values[8], most = 0.f;
+    of.unpack(values);
+#pragma unroll
+    for (const float value : values) most = fmaxf(most, fabsf(value));
+    return most;
+  }
   // The lane's operand for a column of row m.
   __device__ __forceinline__ uint4* place(int span, int m, int part) const {
     const int lane = threadIdx.x % kWarpSize, block = span * 2 + lane / 16, stretch = lane % 16 / 4,
