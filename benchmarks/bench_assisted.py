@@ -43,8 +43,8 @@ def silence(model: PreTrainedModel) -> None:
             layer.mlp.down_proj.weight.zero_()
 
 
-def small_copy(model: PreTrainedModel) -> PreTrainedModel:
-    """A model of the first layer, with weights of its own."""
+def small_copy(model: PreTrainedModel, threshold: float) -> PreTrainedModel:
+    """A model of the first layer, with weights of its own, whose drafts end at this confidence."""
     config = copy.deepcopy(model.config)
     config.num_hidden_layers = 1
     with torch.device("meta"):
@@ -55,7 +55,7 @@ def small_copy(model: PreTrainedModel) -> PreTrainedModel:
         setattr(base, name, copy.deepcopy(getattr(source, name)))
     made.lm_head = copy.deepcopy(model.lm_head)
     made.generation_config.num_assistant_tokens_schedule = "constant"
-    made.generation_config.assistant_confidence_threshold = 0
+    made.generation_config.assistant_confidence_threshold = threshold
     return made.eval()
 
 
@@ -74,7 +74,7 @@ def periodic_prompt(model: PreTrainedModel, context: int) -> torch.Tensor:
 
 def steps_of(model: PreTrainedModel, engine: str, call: Callable[[], object]) -> int:
     """How many steps of the model verify drafts in a call."""
-    owner, name = (DraftPlan, "read") if engine == "ours" else (type(model), "forward")
+    owner, name = (DraftPlan, "finish") if engine == "ours" else (type(model), "forward")
     real, steps = getattr(owner, name), []
 
     def counting(self, *args, **kwargs):
@@ -127,6 +127,7 @@ def main() -> None:
     parser.add_argument("--engines", default=",".join(ENGINES), help="comma-separated, of: " + ", ".join(ENGINES))
     parser.add_argument("--new-tokens", type=arguments.count, default=120)
     parser.add_argument("--repeats", type=arguments.count, default=3)
+    parser.add_argument("--threshold", default=0.0, type=float, help="confidence that ends a draft: 1e-9 ends none")
     measure.add_csv_argument(parser)
     given = parser.parse_args()
     engines = given.engines.split(",")
@@ -135,7 +136,7 @@ def main() -> None:
     device = torch.device(given.device or ("cuda" if torch.cuda.is_available() else "cpu"))
     model = shapes.build_model(given.model, device, DTYPES[given.dtype])
     silence(model)
-    helper = small_copy(model)
+    helper = small_copy(model, given.threshold)
     path = measure.chosen_csv(given.csv, "assisted", device)
     same = measure.environment(device) | {"model": shapes.shape(given.model).label, "dtype": DTYPE_NAMES[model.dtype]}
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import time
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -17,6 +18,7 @@ import torch
 from .. import compat
 from ..cache import FastpathCache
 from ..forwards import STATE_KEY
+from ..ops.decode_attention import MAX_QUERY_LEN
 from . import acceptance, prompt
 from .calls import end_tokens, ends_by_length_or_token, for_patched_models, settling, step_aside_reason
 from .draft_plan import DraftReader
@@ -111,6 +113,22 @@ class _StockDrafts:
         """Nothing to let go of."""
 
 
+def _on_its_way(value: torch.Tensor) -> Callable[[], float]:
+    """Start copying one number to the host; what waits for it, and for nothing that is begun later."""
+    if value.device.type == "cpu":
+        return value.item
+    place = torch.empty((), dtype=value.dtype, device="cpu", pin_memory=True)
+    place.copy_(value, non_blocking=True)
+    passed = torch.cuda.Event()
+    passed.record(torch.cuda.current_stream(value.device))
+
+    def wait() -> float:
+        passed.synchronize()
+        return place.item()
+
+    return wait
+
+
 class _PlanDrafts:
     """Drafts of a patched assistant, token by token of its decode plan.
 
@@ -137,32 +155,75 @@ class _PlanDrafts:
         self._generator, self._state, self._part, self._cache = generator, state, part, cache
         self._given, self._ends, self._limit = given, ends, limit
         self._plan: DecodePlan | None = None
+        self._lengths: list[int] = []  # of the cache, after steps whose choices are on the device
+
+    @property
+    def _threshold(self) -> float | None:
+        return self._generator.assistant_generation_config.assistant_confidence_threshold
+
+    def _most(self, text: torch.Tensor) -> int:
+        return max(0, min(int(self._generator.num_assistant_tokens), self._limit - text.shape[1] - 1))
+
+    def unseen(self, text: torch.Tensor) -> int:
+        """Begin a draft behind ``text`` that the host need not see before one step verifies it; returns how many tokens
+        it will be, 0 where there is no such."""
+        most = self._most(text)
+        if self._threshold or not 0 < most < MAX_QUERY_LEN:
+            return 0
+        self._follow(text)
+        return most
+
+    def draft(self, count: int, take: Callable[[int, torch.Tensor], None]) -> None:
+        """As of :class:`UnseenDrafts`, after :meth:`unseen`."""
+        plan, self._lengths = self._plan, []
+        for place in range(1, count + 1):
+            if place > 1:
+                plan.step()
+            self._lengths.append(self._cache.get_seq_length())
+            take(place, plan.tokens)
+
+    def go_on(self) -> None:
+        """Read the last draft, too, which has to be if the model agrees with all of them."""
+        if self._plan.device.type == "cuda":
+            self._plan.step()
+
+    def seen(self) -> list[int]:
+        """As of :class:`UnseenDrafts`."""
+        return self._up_to_end([int(self._plan.choice(length)[0][0]) for length in self._lengths])
+
+    def _up_to_end(self, drafts: list[int]) -> list[int]:
+        ended = next((place for place, token in enumerate(drafts, 1) if token in self._ends), None)
+        return drafts[:ended]
 
     def propose(self, text: torch.Tensor) -> tuple[list[int], None]:
         """As of :class:`_StockDrafts`."""
-        most = min(int(self._generator.num_assistant_tokens), self._limit - text.shape[1] - 1)
-        if most <= 0:
+        most = self._most(text)
+        if not most:
             return [], None
-        plan, cache = self._follow(text), self._cache
-        threshold = self._generator.assistant_generation_config.assistant_confidence_threshold
+        plan, cache, threshold = self._follow(text), self._cache, self._threshold
         drafts: list[int] = []
-        lengths: list[int] = []  # of the cache, after steps whose choices are on the device
+        lengths: list[int] = []
         while True:
             lengths.append(cache.get_seq_length())
             is_last = len(drafts) + len(lengths) == most
+            on_device = plan.device.type == "cuda"
+            goes_ahead = on_device and threshold and not is_last
             if threshold:
-                confidence = torch.softmax(plan.logits.float(), dim=-1).amax().item()
-                compat.note_confidence(self._generator, confidence)
-                is_last |= confidence < threshold
+                confidence = _on_its_way(torch.softmax(plan.logits.float(), dim=-1).amax())
+                if goes_ahead:  # the device goes on while the host waits for what may end the draft
+                    plan.step()
+                likely = confidence()
+                compat.note_confidence(self._generator, likely)
+                is_last |= likely < threshold
             if is_last or threshold or len(lengths) == RECORD_SLOTS // 2:
-                if plan.device.type == "cuda":
+                if on_device and not threshold:
                     torch.cuda.current_stream(plan.device).synchronize()
                 drafts += [int(plan.choice(length)[0][0]) for length in lengths]
                 lengths = []
-                ended = next((place for place, token in enumerate(drafts, 1) if token in self._ends), None)
-                if is_last or ended:
-                    return drafts[:ended], None
-            plan.step()
+                if is_last or drafts != self._up_to_end(drafts):
+                    return self._up_to_end(drafts), None
+            if not goes_ahead:
+                plan.step()
 
     def _follow(self, text: torch.Tensor) -> DecodePlan:
         """The plan behind a step of the text's last token."""
@@ -174,9 +235,9 @@ class _PlanDrafts:
             self._plan.begin(cache, self._given.positions[:, -1] + 1, self._given.starts)
         elif (surplus := cache.get_seq_length() - (length - 1)) > 0:
             cache.crop(-surplus)
-        self._plan.rewind()
+            self._plan.rewind()
         for place in range(cache.get_seq_length(), length):
-            self._plan.step(text[:, place].to(self._plan.device))
+            self._plan.step(text[:, place].to(self._plan.device, non_blocking=True))
         return self._plan
 
     def end(self) -> None:
@@ -195,7 +256,9 @@ class _Call:
         self.device, self.prompt_len = input_ids.device, input_ids.shape[1]
         self.max_length = stopping_criteria.max_length
         self.ids = input_ids
-        self.text = torch.zeros(1, max(self.max_length, self.prompt_len), dtype=torch.long, device="cpu")
+        # pinned, so that tokens go to the device while the host goes on; none of them changes
+        place = {"device": "cpu", "pin_memory": self.device.type == "cuda"}
+        self.text = torch.zeros(1, max(self.max_length, self.prompt_len), dtype=torch.long, **place)
         self.text[:, : self.prompt_len] = input_ids
         self.length = self.prompt_len
         self.ends = frozenset(token for ends in end_tokens(stopping_criteria) for token in ends.tolist())
@@ -239,8 +302,12 @@ class _Call:
         """A draft, and what the model says to it; says whether to stop."""
         if not self.plain:
             return self._choose(None, reader, drafts, cache)
-        proposed = self._propose(drafts)[0]
-        found = reader.verify(int(self.text[0, self.length - 1]), proposed)
+        last, text = int(self.text[0, self.length - 1]), self.text[:, : self.length]
+        if isinstance(drafts, _PlanDrafts) and (count := drafts.unseen(text)):
+            found, proposed = reader.verify_unseen(last, count, drafts)
+        else:
+            proposed = self._propose(drafts)[0]
+            found = reader.verify(last, proposed)
         valid = self._up_to_end(found)
         if len(valid) < len(found):
             cache.crop(len(valid) - len(found))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Protocol
 
 import torch
 
@@ -35,6 +36,7 @@ class DraftPlan(DecodePlan):
             self._given = torch.zeros(2, 1, width, dtype=torch.long, **kind)  # tokens, positions
             self._length = torch.zeros(1, dtype=torch.int32, **kind)
             self._choices = torch.zeros(1, width, dtype=torch.long, **kind)
+        self._done = torch.cuda.Event() if kind["pin_memory"] else None
         super().__init__(part, 1, kv_dtype, page_sizes=page_sizes)
 
     def _record(self, part: ModelPart) -> Register:
@@ -56,24 +58,56 @@ class DraftPlan(DecodePlan):
         Returns:
             The most likely token after each of them.
         """
-        cache, count, width = self.cache, len(tokens), self.query_len
+        self.prepare(tokens, len(tokens))
+        self.start()
+        return self.finish(len(tokens))
+
+    def prepare(self, tokens: Sequence[int], count: int) -> None:
+        """Say what comes to be appended: ``tokens``, of ``count`` in all; the others are brought by :meth:`take`."""
+        cache, width = self.cache, self.query_len
         if cache.reserve(width):
             self.bind()
         length = cache.get_seq_length()
         first = length + self._ahead - 1
         self._reserve_angles(first + count)
-        # The plan is filled up with the last token at its position, which the model has; nothing reads what it gives.
+        # The plan is filled up with the last token at the last position, which the model has; nothing reads what it
+        # gives.
         given, positions = self._given.numpy()[:, 0], range(first, first + count)
         for row, values in zip(given, (tokens, positions)):
-            row[:count], row[count:] = values, values[-1]
+            row[: len(values)], row[len(values) :] = values, values[-1]
         self._length.fill_(length + width)
+
+    def take(self, place: int, token: torch.Tensor) -> None:
+        """Take the token at ``place`` from the device, int64 [1, 1], which may still have to write it."""
+        self._given[0, :, place : place + 1].copy_(token, non_blocking=True)
+
+    def start(self) -> None:
+        """Begin to read, without waiting for the device; the cache holds what was read after :meth:`finish`."""
         self._run()
-        if self.device.type == "cuda":
-            torch.cuda.current_stream(self.device).synchronize()
-        cache.advance(width)
-        if width > count:
-            cache.crop(count - width)
+        if self._done is not None:
+            self._done.record(torch.cuda.current_stream(self.device))
+
+    def finish(self, count: int) -> list[int]:
+        """As :meth:`read`, of ``count`` tokens that were begun with."""
+        if self._done is not None:
+            self._done.synchronize()
+        self.cache.advance(self.query_len)
+        if self.query_len > count:
+            self.cache.crop(count - self.query_len)
         return self._choices[0, :count].tolist()
+
+
+class UnseenDrafts(Protocol):
+    """Drafts that go from one model to the other without the host."""
+
+    def draft(self, count: int, take: Callable[[int, torch.Tensor], None]) -> None:
+        """Make ``count``; each is given to ``take`` with its place behind the text's last token, from 1 on."""
+
+    def go_on(self) -> None:
+        """Work that the device may do while the host looks at what became of them."""
+
+    def seen(self) -> list[int]:
+        """Them up to an end token, when the device has passed what took them."""
 
 
 class DraftReader:
@@ -119,19 +153,43 @@ class DraftReader:
         while True:
             piece, tokens = tokens[:MAX_QUERY_LEN], tokens[MAX_QUERY_LEN:]
             plan = self._plan(len(piece))
-            choices = plan.read(piece)
             expected = [*piece[1:], *tokens[:1]]
-            agree = 0
-            while agree < len(expected) and choices[agree] == expected[agree]:
-                agree += 1
-            taken = choices[: agree + 1]
+            taken = self._agreed(plan, plan.read(piece), expected)
             found += taken
-            if self._logits is not None:
-                self._logits(plan.logits[0, : len(taken)].to(torch.float32, copy=True))
-            if agree < len(piece):
-                if len(taken) < len(piece):
-                    self._cache.crop(len(taken) - len(piece))
+            if not tokens or taken != expected:
+                self._crop(len(piece) - len(taken))
                 return found
+
+    def verify_unseen(self, last: int, count: int, drafts: UnseenDrafts) -> tuple[list[int], list[int]]:
+        """As :meth:`verify`, for ``count`` drafts, at most MAX_QUERY_LEN - 1, that the host does not see before.
+
+        Returns:
+            The tokens, and the drafts.
+        """
+        plan = self._plan(1 + count)
+        plan.prepare([last], 1 + count)
+        drafts.draft(count, plan.take)
+        plan.start()
+        drafts.go_on()
+        choices = plan.finish(1 + count)
+        proposed = drafts.seen()
+        taken = self._agreed(plan, choices, proposed)
+        self._crop(1 + count - len(taken))
+        return taken, proposed
+
+    def _agreed(self, plan: DraftPlan, choices: list[int], expected: Sequence[int]) -> list[int]:
+        """Those of ``choices`` up to the first that is not what was ``expected``, and that one."""
+        agree = 0
+        while agree < len(expected) and choices[agree] == expected[agree]:
+            agree += 1
+        taken = choices[: agree + 1]
+        if self._logits is not None:
+            self._logits(plan.logits[0, : len(taken)].to(torch.float32, copy=True))
+        return taken
+
+    def _crop(self, count: int) -> None:
+        if count:
+            self._cache.crop(-count)
 
     def read(self, tokens: Sequence[int]) -> torch.Tensor:
         """Append tokens to the cache.

@@ -60,8 +60,8 @@ def test_tokens_of_an_assistant(architecture, device):
 @pytest.mark.parametrize("drafted", (1, 3, 15, 16, 40))
 def test_drafts_of_any_length(drafted, device, monkeypatch):
     """Longer ones than a plan is wide, too; the assistant is the very model, so that all are accepted."""
-    reads, read = [], DraftPlan.read
-    monkeypatch.setattr(DraftPlan, "read", lambda self, tokens: reads.append(len(tokens)) or read(self, tokens))
+    reads, finish = [], DraftPlan.finish
+    monkeypatch.setattr(DraftPlan, "finish", lambda self, count: reads.append(count) or finish(self, count))
     stock, ours = fresh("llama", device)
     ours.generation_config.num_assistant_tokens = drafted
     ours.generation_config.assistant_confidence_threshold = 0
