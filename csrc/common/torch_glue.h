@@ -80,6 +80,12 @@ inline Tensor contiguous(const Tensor& tensor) {
   return tensor.is_contiguous() ? tensor : torch::stable::contiguous(tensor);
 }
 
+// The tensor itself where it is contiguous and starts at a multiple of 16 bytes, else a copy.
+inline Tensor aligned(const Tensor& tensor) {
+  const Tensor whole = hf_fastpath::contiguous(tensor);
+  return reinterpret_cast<uintptr_t>(whole.data_ptr()) % 16 == 0 ? whole : torch::stable::clone(whole);
+}
+
 // Uninitialized contiguous tensor like `like` (dtype, device) with these sizes, without a trip through the
 // dispatcher.
 inline Tensor empty_like_with_sizes(const Tensor& like, const std::vector<int64_t>& sizes) {

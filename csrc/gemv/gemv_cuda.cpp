@@ -10,7 +10,7 @@ Tensor gemv_cuda(const Tensor& x, const Tensor& weight, const std::optional<Tens
                  const std::optional<Tensor>& next_weight) {
   constexpr const char* kOp = "gemv";
   const DeviceGuard guard(x);
-  const Tensor input = hf_fastpath::contiguous(x);
+  const Tensor input = gemv_input(x);
   GemvParams p = gemv_params(input, kOp);
   p.activation = activation_of(activation, kOp);
   p.transposed = transposed;

@@ -9,6 +9,12 @@ namespace hf_fastpath {
 
 constexpr int64_t kMaxFeatures = int64_t(1) << 31;  // the kernels count features in 32 bits
 
+// x as the kernels take it: contiguous, and aligned where it has more rows than all of them take.
+inline Tensor gemv_input(const Tensor& x) {
+  const bool is_few = x.dim() == 0 || x.numel() <= kMaxGemvRows * x.size(x.dim() - 1);
+  return is_few ? hf_fastpath::contiguous(x) : aligned(x);
+}
+
 // Fills what follows from x alone.
 inline GemvParams gemv_params(const Tensor& x, const char* op) {
   GemvParams p{};

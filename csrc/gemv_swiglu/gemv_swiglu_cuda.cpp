@@ -10,7 +10,7 @@ Tensor gemv_swiglu_cuda(const Tensor& x, const Tensor& gate_weight, const Tensor
                         double norm_eps, bool overlap, const std::optional<Tensor>& next_weight) {
   constexpr const char* kOp = "gemv_swiglu";
   const DeviceGuard guard(x);
-  const Tensor input = hf_fastpath::contiguous(x);
+  const Tensor input = gemv_input(x);
   GemvParams p = gemv_params(input, kOp);
   p.gated = true;
   p.overlap = overlap;

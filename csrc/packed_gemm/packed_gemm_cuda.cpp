@@ -13,12 +13,6 @@ constexpr const char* kOp = "packed_gemm";
 // Of a weight that is widened for PyTorch's product: a part of its rows at a time.
 constexpr int64_t kWidenedBytes = 64 << 20;
 
-// The tensor itself where it is contiguous and starts at a multiple of 16 bytes, else a copy.
-Tensor aligned(const Tensor& tensor) {
-  const Tensor whole = hf_fastpath::contiguous(tensor);
-  return reinterpret_cast<uintptr_t>(whole.data_ptr()) % 16 == 0 ? whole : torch::stable::clone(whole);
-}
-
 // Rows of x as the kernel's copies want them: whole 16 bytes, aligned.
 Tensor whole_rows(const Tensor& x, PackedGemmParams& p, cudaStream_t stream) {
   constexpr int64_t kWhole = 8;  // of elements of 16 bits

@@ -53,12 +53,6 @@ class PackedWeight {
  private:
   static bool is_aligned(const void* data) { return reinterpret_cast<uintptr_t>(data) % 16 == 0; }
 
-  // The tensor itself where it is contiguous and starts at a multiple of 16 bytes, else a copy.
-  static Tensor aligned(const Tensor& tensor) {
-    const Tensor whole = hf_fastpath::contiguous(tensor);
-    return is_aligned(whole.data_ptr()) ? whole : torch::stable::clone(whole);
-  }
-
   // `rows` of x's length and dtype with zeros behind them.
   static const void* widened(const Tensor& x, const void* data, int rows, int width,
                              std::vector<Tensor>& kept, cudaStream_t stream) {

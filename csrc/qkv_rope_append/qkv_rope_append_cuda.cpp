@@ -19,7 +19,7 @@ Tensor qkv_rope_append_cuda(const Tensor& x, const Tensor& q_weight, const std::
   constexpr const char* kOp = "qkv_rope_append";
   check_projections(x, k_weight, v_weight, k_bias, v_bias, transposed);
   const DeviceGuard guard(x);
-  const Tensor input = hf_fastpath::contiguous(x);
+  const Tensor input = gemv_input(x);
   GemvParams p = gemv_params(input, kOp);
   p.transposed = transposed;
   p.overlap = overlap;

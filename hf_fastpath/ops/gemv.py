@@ -161,6 +161,11 @@ def samples(device: torch.device, dtype: torch.dtype):
     wide = weight(40, 200, 100)
     yield Sample(randn(1, 100), wide[:, 100:])  # a column slice: strided rows, 4- or 2-byte alignment
     yield Sample(randn(4, 3, 99).transpose(0, 1), weight(64, 99, 99))
+    many = weight(48, 256, 256)
+    if most_rows(many) == MAX_TILED_ROWS:
+        x = randn(17 * 256 + 1)
+        yield Sample(x[:-1].view(17, 256), many)
+        yield Sample(x[1:].view(17, 256), many)  # 4- or 2-byte alignment
 
 
 SPEC = register(
