@@ -157,8 +157,9 @@ inline int64_t least_piece(int64_t bytes) {
 }
 
 // Uninitialized, 64-byte aligned memory that the calling thread keeps between calls; a second call in the
-// same op invalidates the first.
-inline float* scratch(int64_t floats) {
+// same op, for the same kUse, invalidates the first.
+template <int kUse = 0>
+float* scratch(int64_t floats) {
   struct Buffer {
     float* data = nullptr;
     int64_t size = 0;

@@ -1,15 +1,13 @@
 // gemm on the CPU: checks, allocation, threads, the choice of the way, and the ways that use PyTorch's
 // product.
-#include "gemm/gemm_cpu.h"
-
 #include <torch/csrc/inductor/aoti_torch/generated/c_shim_cpu.h>
 
 #include <atomic>
 #include <vector>
 
 #include "common/convert_cpu.h"
-#include "common/cpu_glue.h"
 #include "common/cpu_math.h"
+#include "gemm/gemm_glue_cpu.h"
 #include "gemv/gemv_glue_cpu.h"
 
 namespace hf_fastpath {
@@ -42,6 +40,19 @@ constexpr int64_t kInputBytes = 16 << 20;
 constexpr int64_t kMinRows = 96;
 
 auto converter() { return use_avx2() ? convert_to_float_avx2 : convert_to_float_portable; }
+
+// Rows [begin, end) of a weight, where a kernel that is given the whole weight looks for them.
+struct WeightRows {
+  const void* weight;
+  int64_t stride;
+};
+WeightRows weight_rows(const GemmArgs& args, int64_t begin, int64_t end) {
+  if (args.packed == nullptr) return {args.weight, args.weight_stride};
+  const int64_t k = args.in_features, floats = (end - begin) * k * element_size(args.dtype) / kFloat + 1;
+  float* const rows = scratch<1>(floats);
+  (use_avx2() ? widen_packed_avx2 : widen_packed_portable)(*args.packed, k, args.dtype, begin, end, rows);
+  return {at(rows, -begin * k, args.dtype), k};
+}
 
 // ---- own kernels --------------------------------------------------------------------------------------
 
@@ -92,8 +103,12 @@ void run_blocked(GemmArgs args, const RowView& x, GemmStrip* kernel) {
     for_each_part(threads, [&](int64_t part) {
       for (int64_t item = next++; item < strips * splits; item = next++) {
         const int64_t begin = item / splits * width, split = item % splits;
-        kernel(args, part_begin(args.rows, splits, split), part_begin(args.rows, splits, split + 1), begin,
-               std::min(begin + width, args.out_features), memory + padded * most + part * each);
+        const int64_t end = std::min(begin + width, args.out_features);
+        const WeightRows rows = weight_rows(args, begin, end);
+        GemmArgs of_strip = args;
+        of_strip.weight = rows.weight, of_strip.weight_stride = rows.stride;
+        kernel(of_strip, part_begin(args.rows, splits, split), part_begin(args.rows, splits, split + 1),
+               begin, end, memory + padded * most + part * each);
       }
     });
   }
@@ -161,7 +176,12 @@ void run_unpacked(const GemmArgs& args, const RowView& x) {
     });
     share_outputs(args.out_features, row_bytes, [&](int64_t begin, int64_t end) {
       for (int64_t n = begin; n < end; n += block) {
-        for (const LinearArgs& each : linear) kernel(each, n, std::min(n + block, end));
+        const int64_t stop = std::min(n + block, end);
+        const WeightRows rows = weight_rows(args, n, stop);
+        for (LinearArgs each : linear) {
+          each.weight = rows.weight, each.weight_stride = rows.stride;
+          kernel(each, n, stop);
+        }
       }
     });
   }
@@ -171,19 +191,6 @@ void run_unpacked(const GemmArgs& args, const RowView& x) {
 
 // Weight in float32 that is kept at a time, about.
 constexpr int64_t kWeightBytes = 4 << 20;
-
-// A matrix in memory that others own.
-Tensor matrix(const void* data, DType dtype, int64_t rows, int64_t columns, int64_t row_stride,
-              int64_t column_stride) {
-  const int64_t sizes[] = {rows, columns}, strides[] = {row_stride, column_stride};
-  const int32_t type = dtype == DType::kFloat32   ? aoti_torch_dtype_float32()
-                       : dtype == DType::kFloat16 ? aoti_torch_dtype_float16()
-                                                  : aoti_torch_dtype_bfloat16();
-  AtenTensorHandle handle;
-  STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_create_tensor_from_blob(
-      const_cast<void*>(data), 2, sizes, strides, 0, type, aoti_torch_device_type_cpu(), -1, &handle));
-  return Tensor(handle);
-}
 
 // out = x @ weight, not through the dispatcher: there autocast would step in.
 void multiply(const Tensor& out, const Tensor& x, const Tensor& weight) {
@@ -209,6 +216,29 @@ void run_torch(const GemmArgs& args, const RowView& x) {
           args.activation});
 }
 
+// The same over pieces of a weight that is widened.
+void run_torch_packed(const GemmArgs& args, const RowView& x) {
+  const int64_t n = args.out_features, k = args.in_features, size = element_size(args.dtype);
+  const int64_t width = std::min(n, std::max<int64_t>(64, kWeightBytes / size / k / 16 * 16));
+  const auto widen = use_avx2() ? widen_packed_avx2 : widen_packed_portable;
+  float* const block = scratch(round_up(width * k, 16) + x.rows * width);
+  float* const sums = block + round_up(width * k, 16);
+  for (int64_t begin = 0; begin < n; begin += width) {
+    const int64_t columns = std::min(width, n - begin);
+    const int64_t parts = std::min(columns, part_count(columns * k * size, kBytesPerPart));
+    for_each_part(parts, [&](int64_t part) {
+      const int64_t first = part_begin(columns, parts, part), last = part_begin(columns, parts, part + 1);
+      widen(*args.packed, k, args.dtype, begin + first, begin + last, at(block, first * k, args.dtype));
+    });
+    multiply(matrix(sums, args.dtype, x.rows, columns, columns, 1),
+             matrix(x.data, args.dtype, x.rows, k, x.stride, 1), matrix(block, args.dtype, k, columns, 1, k));
+    finish({args.dtype, args.dtype, x.rows, columns, sums, columns,
+            args.bias != nullptr ? at(args.bias, begin, args.dtype) : nullptr,
+            args.residual != nullptr ? at(args.residual, begin, args.dtype) : nullptr,
+            at(args.out, begin, args.dtype), n, args.activation});
+  }
+}
+
 // In float32, over pieces of x and of the weight that are widened.
 void run_widened(const GemmArgs& args, const RowView& x) {
   const auto widen = [&](const void* from, int64_t stride, int64_t rows, int64_t columns, float* to) {
@@ -230,8 +260,14 @@ void run_widened(const GemmArgs& args, const RowView& x) {
     widen(at(x.data, first * x.stride, args.dtype), x.stride, rows, k, input);
     for (int64_t begin = 0; begin < n; begin += width) {
       const int64_t columns = std::min(width, n - begin), corner = first * n + begin;
-      const void* weight = at(args.weight, args.transposed ? begin : begin * args.weight_stride, args.dtype);
-      widen(weight, args.weight_stride, args.transposed ? k : columns, args.transposed ? columns : k, block);
+      if (args.packed != nullptr) {
+        widen_packed_portable(*args.packed, k, DType::kFloat32, begin, begin + columns, block);
+      } else {
+        const void* weight =
+            at(args.weight, args.transposed ? begin : begin * args.weight_stride, args.dtype);
+        widen(weight, args.weight_stride, args.transposed ? k : columns, args.transposed ? columns : k,
+              block);
+      }
       multiply(matrix(sums, DType::kFloat32, rows, columns, columns, 1),
                matrix(input, DType::kFloat32, rows, k, k, 1),
                args.transposed ? matrix(block, DType::kFloat32, k, columns, columns, 1)
@@ -255,6 +291,23 @@ bool torch_is_faster(DType dtype) {
   static const bool bfloat16 = cpuid_bit(0, 3, 22) || use_bf16_products();  // AMX-BF16
   return dtype == DType::kFloat16 ? float16 : bfloat16;
 }
+
+}  // namespace
+
+void run_gemm(const GemmArgs& args, const RowView& x) {
+  if (x.rows == 0 || args.out_features == 0) return;
+  if (takes_unpacked(args, x.rows)) {
+    run_unpacked(args, x);
+  } else if (torch_is_faster(args.dtype)) {
+    (args.packed != nullptr ? run_torch_packed : run_torch)(args, x);
+  } else if (use_avx2()) {
+    run_blocked(args, x, use_avx512() ? gemm_strip_avx512 : gemm_strip_avx2);
+  } else {
+    run_widened(args, x);
+  }
+}
+
+namespace {
 
 Tensor gemm(const Tensor& x, const Tensor& weight, const std::optional<Tensor>& bias,
             const std::optional<Tensor>& residual, const std::string& activation, bool transposed) {
@@ -282,20 +335,11 @@ Tensor gemm(const Tensor& x, const Tensor& weight, const std::optional<Tensor>& 
                     "hf_fastpath::gemm: residual differs from the output in dtype or shape");
   }
   Tensor out = empty_like_with_sizes(x, sizes);
-  if (view.rows == 0 || args.out_features == 0) return out;
   std::optional<Tensor> bias_holder, residual_holder;
   args.bias = optional_data(bias, bias_holder);
   args.residual = optional_data(residual, residual_holder);
   args.out = out.mutable_data_ptr();
-  if (takes_unpacked(args, view.rows)) {
-    run_unpacked(args, view);
-  } else if (torch_is_faster(args.dtype)) {
-    run_torch(args, view);
-  } else if (use_avx2()) {
-    run_blocked(args, view, use_avx512() ? gemm_strip_avx512 : gemm_strip_avx2);
-  } else {
-    run_widened(args, view);
-  }
+  run_gemm(args, view);
   return out;
 }
 

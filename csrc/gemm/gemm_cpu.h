@@ -1,7 +1,7 @@
 // Products of many activation rows with a weight, on the CPU: kernel interface, free of torch.
 #pragma once
 
-#include "common/dtype.h"
+#include "packed_gemv/packed_gemv_cpu.h"
 
 namespace hf_fastpath {
 
@@ -21,9 +21,10 @@ struct GemmArgs {
   const void* weight;     // [out_features, in_features], or [in_features, out_features] if transposed
   int64_t weight_stride;  // elements between rows of the weight
   bool transposed;
-  const void* bias;      // [out_features] or null
-  const void* residual;  // [rows, out_features], contiguous, or null; added after the activation
-  void* out;             // [rows, out_features], contiguous
+  const PackedArgs* packed;  // of what the weight, not transposed, is made, row by row; or null
+  const void* bias;          // [out_features] or null
+  const void* residual;      // [rows, out_features], contiguous, or null; added after the activation
+  void* out;                 // [rows, out_features], contiguous
   Activation activation;
 };
 

@@ -2,6 +2,7 @@
 #include "packed_gemv/packed_gemv_cpu.h"
 
 #include <cmath>
+#include <vector>
 
 #include "common/composed_ops.h"
 #include "common/convert_cpu.h"
@@ -32,10 +33,32 @@ float step_at(const PackedArgs& args, int64_t n, int64_t b, int64_t place) {
   }
 }
 
+// With the scale.
+float scaled_at(const PackedArgs& args, int64_t n, int64_t b, int64_t place) {
+  const int64_t per_block = args.form == PackedForm::kInt4G32 ? kStretches : 1;
+  const int64_t stretch = weight_at(args.form, place) / kStretch;
+  const int64_t group = args.form == PackedForm::kFp8 ? 0 : b * per_block + stretch % per_block;
+  return step_at(args, n, b, place) * to_float(Half{args.scales[n * args.groups + group]});
+}
+
 }  // namespace
 
+void widen_packed_portable(const PackedArgs& args, int64_t in_features, DType dtype, int64_t begin,
+                           int64_t end, void* to) {
+  with_storage(dtype, [&](auto* tag) {
+    auto* out = static_cast<decltype(tag)>(to);
+    for (int64_t n = begin; n < end; ++n, out += in_features) {
+      for (int64_t b = 0; b < args.blocks; ++b) {
+        for (int64_t place = 0; place < kPackedBlock; ++place) {
+          const int64_t k = b * kPackedBlock + weight_at(args.form, place);
+          if (k < in_features) from_float(scaled_at(args, n, b, place) * args.multiplier, out + k);
+        }
+      }
+    }
+  });
+}
+
 void packed_gemv_portable(const PackedArgs& args, int64_t begin, int64_t end) {
-  const int64_t per_block = args.form == PackedForm::kInt4G32 ? kStretches : 1;
   float weights[kPackedBlock];
   with_storage(args.dtype, [&](auto* tag) {
     using T = std::remove_pointer_t<decltype(tag)>;
@@ -43,9 +66,7 @@ void packed_gemv_portable(const PackedArgs& args, int64_t begin, int64_t end) {
       float sums[kPackedRows] = {};
       for (int64_t b = 0; b < args.blocks; ++b) {
         for (int64_t place = 0; place < kPackedBlock; ++place) {
-          const int64_t stretch = weight_at(args.form, place) / kStretch;
-          const int64_t group = args.groups == 1 ? 0 : b * per_block + stretch % per_block;
-          weights[place] = step_at(args, n, b, place) * to_float(Half{args.scales[n * args.groups + group]});
+          weights[place] = scaled_at(args, n, b, place);
         }
         for (int64_t m = 0; m < args.rows; ++m) {
           const float* x = args.x + (m * args.blocks + b) * kPackedBlock;
@@ -147,30 +168,47 @@ Tensor packed_gemv_cpu(const Tensor& raw, const Tensor& raw_quants, const Tensor
     convert(args.dtype, at(view.data, row * view.stride, args.dtype), given + row * width, view.columns);
     std::fill(given + row * width + view.columns, given + (row + 1) * width, 0.0f);
   }
-  bool is_integer = use_avx2() && args.dtype != DType::kFloat32 && args.form != PackedForm::kFp8;
-  if (is_integer) {
+  const int64_t output_bytes = args.row_bytes() + args.groups * (zeros.has_value() ? 3 : 2);
+  const int64_t parts =
+      std::min(part_count(args.out_features * output_bytes, kBytesPerPart), args.out_features);
+  const auto run = [&](const PackedArgs& call) {
+    PackedGemv* const kernel = kernel_for(call);
+    share_out(args.out_features, parts, 8, least_piece(output_bytes),
+              [&](int64_t begin, int64_t end) { kernel(call, begin, end); });
+  };
+  float* ordered = take<float>(memory, args.rows * width);
+  args.x = ordered;
+  const auto order_rows = [&](int64_t first, int64_t count) {
+    (bits_of(args.form) == 8 ? order<4> : order<8>)(given + first * width, ordered + first * width,
+                                                    count * args.blocks);
+  };
+  if (use_avx2() && args.dtype != DType::kFloat32 && args.form != PackedForm::kFp8) {
     args.split = !use_avx512();
     char* steps = take<char>(memory, args.rows * step_bytes);
     float* step_sizes = take<float>(memory, args.rows * lanes);
     float* step_offsets = take<float>(memory, args.rows * lanes);
-    for (int64_t row = 0; row < args.rows && is_integer; ++row) {
-      is_integer = packed_steps_avx2(args, given + row * width, steps + row * step_bytes,
-                                     step_sizes + row * lanes, step_offsets + row * lanes);
+    std::vector<PackedArgs> infinite;  // rows that are not finite, each by itself in float32
+    for (int64_t row = 0; row < args.rows; ++row) {
+      char* const of_row = steps + row * step_bytes;
+      float* const sizes_of_row = step_sizes + row * lanes;
+      float* const offsets_of_row = step_offsets + row * lanes;
+      if (packed_steps_avx2(args, given + row * width, of_row, sizes_of_row, offsets_of_row)) continue;
+      std::fill(of_row, of_row + step_bytes, char{0});
+      std::fill(sizes_of_row, sizes_of_row + lanes, 0.0f);
+      std::fill(offsets_of_row, offsets_of_row + lanes, 0.0f);
+      order_rows(row, 1);
+      PackedArgs& alone = infinite.emplace_back(args);
+      alone.rows = 1, alone.x += row * width;
+      if (alone.residual != nullptr) alone.residual = at(alone.residual, row * args.out_features, args.dtype);
+      alone.out = at(alone.out, row * args.out_features, args.dtype);
     }
     args.steps = steps, args.step_sizes = step_sizes, args.step_offsets = step_offsets;
+    run(args);
+    for (const PackedArgs& alone : infinite) run(alone);
+  } else {
+    order_rows(0, args.rows);
+    run(args);
   }
-  if (!is_integer) {
-    args.steps = nullptr;
-    float* ordered = take<float>(memory, args.rows * width);
-    (bits_of(args.form) == 8 ? order<4> : order<8>)(given, ordered, args.rows * args.blocks);
-    args.x = ordered;
-  }
-  PackedGemv* const kernel = kernel_for(args);
-  const int64_t output_bytes = args.row_bytes() + args.groups * (zeros.has_value() ? 3 : 2);
-  const int64_t parts =
-      std::min(part_count(args.out_features * output_bytes, kBytesPerPart), args.out_features);
-  share_out(args.out_features, parts, 8, least_piece(output_bytes),
-            [&](int64_t begin, int64_t end) { kernel(args, begin, end); });
   return out;
 }
 

@@ -56,6 +56,12 @@ PackedGemv packed_gemv_portable, packed_gemv_avx2, packed_gemv_avx512, packed_ge
 // The same for x in float32, with any weight.
 PackedGemv packed_floats_avx2;
 
+// Rows [begin, end) of the weight in `dtype`, [end - begin, in_features], rounded once: of args what tells of
+// the weight.
+using WidenPacked = void(const PackedArgs& args, int64_t in_features, DType dtype, int64_t begin, int64_t end,
+                         void* to);
+WidenPacked widen_packed_portable, widen_packed_avx2;
+
 // Inputs of a row, float32 in order, as args.steps and what belongs to it. False where one is not finite.
 bool packed_steps_avx2(const PackedArgs& args, const float* x, void* steps, float* sizes, float* offsets);
 

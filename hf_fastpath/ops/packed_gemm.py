@@ -82,6 +82,5 @@ SPEC = register(
         why_not=why_not,
         bytes=moved,
         samples=samples,
-        native=("cuda",),  # on a CPU widening the weight costs little beside products of float32
     )
 )

@@ -1,0 +1,118 @@
+// What: rows of a weight of 4 or 8 bits as float32, float16 or bfloat16, in order, for products of many rows
+//   of x (gemm/gemm_cpu.cpp).
+// Work split: the caller's threads take ranges of rows. Of a block of 128 weights four 16-byte pieces are
+//   transposed, so that each is of one stretch; eight values at a time are widened, scaled and rounded.
+// Traffic: quants and scales once; what is written stays in a second-level cache.
+// Roofline: instructions, some six for eight weights.
+#include <algorithm>
+
+#include "common/avx2_math.h"
+#include "packed_gemv/packed_gemv_cpu.h"
+
+namespace hf_fastpath {
+namespace {
+
+// Word w of four stretches in piece[w] becomes word w of stretch s in piece[s].
+HF_INLINE void transpose_words(__m128i (&piece)[4]) {
+  const __m128i a = _mm_unpacklo_epi32(piece[0], piece[1]), b = _mm_unpacklo_epi32(piece[2], piece[3]);
+  const __m128i c = _mm_unpackhi_epi32(piece[0], piece[1]), d = _mm_unpackhi_epi32(piece[2], piece[3]);
+  piece[0] = _mm_unpacklo_epi64(a, b), piece[1] = _mm_unpackhi_epi64(a, b);
+  piece[2] = _mm_unpacklo_epi64(c, d), piece[3] = _mm_unpackhi_epi64(c, d);
+}
+
+// Sixteen quants in bytes, less their zero or as they are in fp8, times `scale`.
+template <PackedForm kForm, class Element>
+HF_INLINE void widen_sixteen(__m128i bytes, __m256 scale, typename Element::Storage* to) {
+  __m256 low, high;
+  if constexpr (kForm == PackedForm::kFp8) {  // float16's bits of 2^-8 of the value
+    const __m256i wide = _mm256_slli_epi16(_mm256_cvtepi8_epi16(bytes), 7);
+    const __m256i halves = _mm256_and_si256(wide, _mm256_set1_epi16(short(0xbfff)));
+    low = F16::widen(_mm256_castsi256_si128(halves)), high = F16::widen(_mm256_extracti128_si256(halves, 1));
+  } else {
+    low = _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(bytes));
+    high = _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_srli_si128(bytes, 8)));
+  }
+  Element::store(to, _mm256_mul_ps(low, scale));
+  Element::store(to + 8, _mm256_mul_ps(high, scale));
+}
+
+// A block of 128 weights. `scale`: of each stretch.
+template <PackedForm kForm, class Element>
+HF_INLINE void widen_block(const uint8_t* quants, const __m256 (&scale)[kStretches], int zero,
+                           typename Element::Storage* to) {
+  constexpr int kHalves = bits_of(kForm) / 4;  // of a stretch
+#pragma GCC unroll 2
+  for (int half = 0; half < kHalves; ++half) {
+    __m128i piece[4];
+#pragma GCC unroll 4
+    for (int w = 0; w < 4; ++w)
+      piece[w] = _mm_loadu_si128(reinterpret_cast<const __m128i*>(quants + (4 * half + w) * 16));
+    transpose_words(piece);
+#pragma GCC unroll 4
+    for (int s = 0; s < int(kStretches); ++s) {
+      auto* const at = to + s * kStretch + half * 16;
+      if constexpr (kHalves == 2) {
+        widen_sixteen<kForm, Element>(piece[s], scale[s], at);
+      } else {
+        const __m128i nibble = _mm_set1_epi8(15), less = _mm_set1_epi8(static_cast<char>(zero));
+        const __m128i even = _mm_sub_epi8(_mm_and_si128(piece[s], nibble), less);
+        const __m128i odd = _mm_sub_epi8(_mm_and_si128(_mm_srli_epi16(piece[s], 4), nibble), less);
+        widen_sixteen<kForm, Element>(_mm_unpacklo_epi8(even, odd), scale[s], at);
+        widen_sixteen<kForm, Element>(_mm_unpackhi_epi8(even, odd), scale[s], at + 16);
+      }
+    }
+  }
+}
+
+template <PackedForm kForm, class Element>
+void widen_rows(const PackedArgs& weight, int64_t in_features, int64_t begin, int64_t end,
+                typename Element::Storage* to) {
+  using Storage = typename Element::Storage;
+  constexpr int64_t kBytes = kPackedBlock * bits_of(kForm) / 8;
+  constexpr int64_t kScales = kForm == PackedForm::kInt4G32 ? kStretches : 1;
+  const float unit = weight.multiplier * (kForm == PackedForm::kFp8 ? 256.0f : 1.0f);
+  alignas(32) Storage last[kPackedBlock];
+  for (int64_t n = begin; n < end; ++n) {
+    const uint8_t* quants = weight.quants + n * weight.row_bytes();
+    const uint16_t* scales = weight.scales + n * weight.groups;
+    for (int64_t b = 0; b < weight.blocks; ++b, quants += kBytes) {
+      __m256 scale[kStretches];
+#pragma GCC unroll 4
+      for (int s = 0; s < int(kStretches); ++s) {
+        const int64_t group = kForm == PackedForm::kFp8 ? 0 : b * kScales + s % kScales;
+        scale[s] = s < kScales ? _mm256_set1_ps(_cvtsh_ss(scales[group]) * unit) : scale[0];
+      }
+      const int zero = kForm == PackedForm::kInt4 ? weight.zeros[n * weight.groups + b] : 8;
+      const int64_t count = std::min(kPackedBlock, in_features - b * kPackedBlock);
+      if (count == kPackedBlock) {
+        widen_block<kForm, Element>(quants, scale, zero, to);
+      } else {
+        widen_block<kForm, Element>(quants, scale, zero, last);
+        std::copy_n(last, count, to);
+      }
+      to += count;
+    }
+  }
+}
+
+}  // namespace
+
+void widen_packed_avx2(const PackedArgs& weight, int64_t in_features, DType dtype, int64_t begin, int64_t end,
+                       void* to) {
+  with_element(dtype, [&](auto element) {
+    using Element = decltype(element);
+    auto* const rows = static_cast<typename Element::Storage*>(to);
+    switch (weight.form) {
+      case PackedForm::kInt8:
+        return widen_rows<PackedForm::kInt8, Element>(weight, in_features, begin, end, rows);
+      case PackedForm::kFp8:
+        return widen_rows<PackedForm::kFp8, Element>(weight, in_features, begin, end, rows);
+      case PackedForm::kInt4:
+        return widen_rows<PackedForm::kInt4, Element>(weight, in_features, begin, end, rows);
+      case PackedForm::kInt4G32:
+        return widen_rows<PackedForm::kInt4G32, Element>(weight, in_features, begin, end, rows);
+    }
+  });
+}
+
+}  // namespace hf_fastpath
