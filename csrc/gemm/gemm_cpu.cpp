@@ -1,5 +1,5 @@
 // gemm on the CPU: checks, allocation, threads, the choice of the way, and the ways that use PyTorch's
-// product.
+// product; also of a quantized weight, whose rows are widened as they are needed (packed_gemm_cpu.cpp).
 #include <torch/csrc/inductor/aoti_torch/generated/c_shim_cpu.h>
 
 #include <atomic>
