@@ -5,8 +5,7 @@
 #include "common/cpu_glue.h"
 #include "gemm/gemm_glue_cpu.h"
 #include "gemv/gemv_glue_cpu.h"
-#include "packed_gemv/packed_gemv_cpu.h"
-#include "packed_gemv/packed_gemv_glue.h"
+#include "packed_gemv/packed_gemv_glue_cpu.h"
 
 namespace hf_fastpath {
 namespace {
@@ -25,21 +24,12 @@ Tensor packed_gemm_cpu(const Tensor& x, const Tensor& raw_quants, const Tensor& 
   const char* op = "packed_gemm";
   STD_TORCH_CHECK(x.dim() >= 1 && x.size(x.dim() - 1) > 0, "hf_fastpath::packed_gemm: x has no features");
   const RowView view = row_view(x);
-  const Tensor quants = hf_fastpath::contiguous(raw_quants), scales = hf_fastpath::contiguous(raw_scales);
-  std::optional<Tensor> zeros;
-  if (raw_zeros.has_value()) zeros = hf_fastpath::contiguous(*raw_zeros);
-  const PackedShape shape = check_packed(view.columns, quants, scales, zeros, format, op);
-  PackedArgs packed{};
-  packed.form = shape.form, packed.blocks = shape.blocks, packed.groups = shape.groups;
-  packed.out_features = shape.rows;
-  packed.quants = static_cast<const uint8_t*>(quants.const_data_ptr());
-  packed.scales = static_cast<const uint16_t*>(scales.const_data_ptr());
-  packed.zeros = zeros.has_value() ? static_cast<const uint8_t*>(zeros->const_data_ptr()) : nullptr;
-  packed.multiplier = static_cast<float>(multiplier);
+  const PackedTensors weight(raw_quants, raw_scales, raw_zeros);
+  const PackedArgs packed = weight.args(view.columns, multiplier, format, op);
 
   GemmArgs args{};
   args.dtype = dtype_of(x, op);
-  args.in_features = view.columns, args.out_features = shape.rows;
+  args.in_features = view.columns, args.out_features = packed.out_features;
   args.packed = &packed;
   check_vector(bias, args.out_features, args.dtype, op, "bias");
   std::optional<Tensor> bias_holder;
@@ -54,8 +44,8 @@ Tensor packed_gemm_cpu(const Tensor& x, const Tensor& raw_quants, const Tensor& 
       const Tensor some = matrix(at(view.data, first * view.stride, args.dtype), args.dtype, rows,
                                  view.columns, view.stride, 1);
       const Tensor made =
-          packed_gemv_cpu(some, quants, scales, zeros, multiplier, format, bias, std::nullopt, "none", "none",
-                          std::nullopt, std::nullopt, 0.0, false, std::nullopt);
+          packed_gemv_cpu(some, weight.quants, weight.scales, weight.zeros, multiplier, format, bias,
+                          std::nullopt, "none", "none", std::nullopt, std::nullopt, 0.0, false, std::nullopt);
       std::memcpy(at(args.out, first * args.out_features, args.dtype), made.const_data_ptr(),
                   rows * args.out_features * element_size(args.dtype));
     }

@@ -1,6 +1,4 @@
 // packed_gemv on the CPU: checks, x as the kernels want it, threads, and the portable kernel.
-#include "packed_gemv/packed_gemv_cpu.h"
-
 #include <cmath>
 #include <vector>
 
@@ -8,7 +6,7 @@
 #include "common/convert_cpu.h"
 #include "common/cpu_glue.h"
 #include "common/cpu_math.h"
-#include "packed_gemv/packed_gemv_glue.h"
+#include "packed_gemv/packed_gemv_glue_cpu.h"
 
 namespace hf_fastpath {
 namespace {
@@ -129,18 +127,13 @@ Tensor packed_gemv_cpu(const Tensor& raw, const Tensor& raw_quants, const Tensor
                        double norm_eps, bool /*overlap*/, const std::optional<Tensor>& /*next_weight*/) {
   const char* op = "packed_gemv";
   const Tensor x = normed_cpu(raw, norm_of(norm, op), norm_weight, norm_bias, norm_eps);
-  PackedArgs args{};
-  args.dtype = dtype_of(x, op);
   const RowView view = row_view(x);
   STD_TORCH_CHECK(x.dim() >= 1 && view.rows >= 1 && view.rows <= kPackedRows,
                   "hf_fastpath::packed_gemv: x has to have 1 to 16 rows");
+  const PackedTensors weight(raw_quants, raw_scales, raw_zeros);
+  PackedArgs args = weight.args(view.columns, multiplier, format, op);
+  args.dtype = dtype_of(x, op);
   args.rows = view.rows;
-  const Tensor quants = hf_fastpath::contiguous(raw_quants), scales = hf_fastpath::contiguous(raw_scales);
-  std::optional<Tensor> zeros;
-  if (raw_zeros.has_value()) zeros = hf_fastpath::contiguous(*raw_zeros);
-  const PackedShape shape = check_packed(view.columns, quants, scales, zeros, format, op);
-  args.form = shape.form, args.out_features = shape.rows, args.blocks = shape.blocks,
-  args.groups = shape.groups;
   check_vector(bias, args.out_features, args.dtype, op, "bias");
   const std::vector<int64_t> sizes = sizes_with_last(x, args.out_features);
   if (residual.has_value()) {
@@ -149,10 +142,6 @@ Tensor packed_gemv_cpu(const Tensor& raw, const Tensor& raw_quants, const Tensor
   }
   Tensor out = empty_like_with_sizes(x, sizes);
   std::optional<Tensor> bias_holder, residual_holder;
-  args.quants = static_cast<const uint8_t*>(quants.const_data_ptr());
-  args.scales = static_cast<const uint16_t*>(scales.const_data_ptr());
-  args.zeros = zeros.has_value() ? static_cast<const uint8_t*>(zeros->const_data_ptr()) : nullptr;
-  args.multiplier = static_cast<float>(multiplier);
   args.bias = optional_data(bias, bias_holder);
   args.residual = optional_data(residual, residual_holder);
   args.out = out.mutable_data_ptr();
@@ -168,7 +157,7 @@ Tensor packed_gemv_cpu(const Tensor& raw, const Tensor& raw_quants, const Tensor
     convert(args.dtype, at(view.data, row * view.stride, args.dtype), given + row * width, view.columns);
     std::fill(given + row * width + view.columns, given + (row + 1) * width, 0.0f);
   }
-  const int64_t output_bytes = args.row_bytes() + args.groups * (zeros.has_value() ? 3 : 2);
+  const int64_t output_bytes = args.row_bytes() + args.groups * (args.zeros != nullptr ? 3 : 2);
   const int64_t parts =
       std::min(part_count(args.out_features * output_bytes, kBytesPerPart), args.out_features);
   const auto run = [&](const PackedArgs& call) {

@@ -1,0 +1,33 @@
+// A quantized matrix as the kernels on the CPU take it.
+#pragma once
+
+#include "packed_gemv/packed_gemv_cpu.h"
+#include "packed_gemv/packed_gemv_glue.h"
+
+namespace hf_fastpath {
+
+// Its tensors, contiguous; they have to live until the call is done.
+struct PackedTensors {
+  Tensor quants, scales;
+  std::optional<Tensor> zeros;
+
+  PackedTensors(const Tensor& raw_quants, const Tensor& raw_scales, const std::optional<Tensor>& raw_zeros)
+      : quants(hf_fastpath::contiguous(raw_quants)), scales(hf_fastpath::contiguous(raw_scales)) {
+    if (raw_zeros.has_value()) zeros = hf_fastpath::contiguous(*raw_zeros);
+  }
+
+  // What tells of the weight, once it is checked that it has `in_features`.
+  PackedArgs args(int64_t in_features, double multiplier, const std::string& format, const char* op) const {
+    const PackedShape shape = check_packed(in_features, quants, scales, zeros, format, op);
+    PackedArgs args{};
+    args.form = shape.form, args.out_features = shape.rows, args.blocks = shape.blocks,
+    args.groups = shape.groups;
+    args.quants = static_cast<const uint8_t*>(quants.const_data_ptr());
+    args.scales = static_cast<const uint16_t*>(scales.const_data_ptr());
+    args.zeros = zeros.has_value() ? static_cast<const uint8_t*>(zeros->const_data_ptr()) : nullptr;
+    args.multiplier = static_cast<float>(multiplier);
+    return args;
+  }
+};
+
+}  // namespace hf_fastpath
