@@ -1,5 +1,5 @@
 // What: out = activation(x @ W.T + bias) + residual for many rows of x, with the weight as nn.Linear
-//   stores it ([out, in]) or as Conv1D does ([in, out]), in float16 and bfloat16. Float32 sums, rounded
+//   stores it ([out, in]) or as Conv1D does ([in, out]), of any type. Float32 sums, rounded
 //   once. gemm_block.h has the product, for vectors of 16 values here.
 // Work split: threads take strips of up to 128 outputs in turn, and with few outputs ranges of rows, too.
 //   A strip goes through the inputs in blocks of 256. A block of the weight is widened to float32 once,
@@ -10,7 +10,8 @@
 // Roofline: arithmetic. Two threads, float16, Xeon with AMX, 2026-11; peak is a loop of FMAs in registers,
 //   404 to 426 GFLOP/s. 2048->2048, 2048->5632 and 5632->2048: 32 rows 39 to 43 % of it, 128 rows 56 to
 //   65, 512 and 2048 rows 64 to 72; 2048->256 from 128 rows on 47 to 62. The tile alone reaches 84. MKL's
-//   float32 product of the same shape takes 0.9 to 1.5 times as long as this, F.linear in float16 5 to 10
+//   float32 product of the same shape takes 0.9 to 1.5 times as long as this, on an AMD EPYC 1.9 to 2.5
+//   times as long as float32 here (2048 rows: 390 to 470 GFLOP/s), F.linear in float16 5 to 10
 //   times where oneDNN has no float16, about as long where it has. MKL over pieces of the weight that were
 //   widened: 43 to 88 % of this kernel's speed.
 #include "common/avx512_math.h"

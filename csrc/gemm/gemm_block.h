@@ -49,12 +49,37 @@ HF_INLINE void transpose_tile(const uint16_t* w, int64_t stride, float* to, int6
   }
 }
 
+// The same of float32.
+template <class Element>
+HF_INLINE void transpose_tile(const float* w, int64_t stride, float* to, int64_t step) {
+#pragma GCC unroll 2
+  for (int half = 0; half < 2; ++half, w += 8 * stride, to += 8) {
+    __m256 row[4], pair[4];  // inputs 0 to 3 of rows r and r + 4, then inputs 4 to 7
+#pragma GCC unroll 2
+    for (int first = 0; first < 8; first += 4) {
+#pragma GCC unroll 4
+      for (int r = 0; r < 4; ++r) {
+        const __m128 low = _mm_loadu_ps(w + r * stride + first);
+        row[r] =
+            _mm256_insertf128_ps(_mm256_castps128_ps256(low), _mm_loadu_ps(w + (r + 4) * stride + first), 1);
+      }
+      pair[0] = _mm256_unpacklo_ps(row[0], row[1]), pair[1] = _mm256_unpacklo_ps(row[2], row[3]);
+      pair[2] = _mm256_unpackhi_ps(row[0], row[1]), pair[3] = _mm256_unpackhi_ps(row[2], row[3]);
+      float* out = to + first * step;
+      _mm256_store_ps(out, _mm256_shuffle_ps(pair[0], pair[1], 0x44));
+      _mm256_store_ps(out + step, _mm256_shuffle_ps(pair[0], pair[1], 0xee));
+      _mm256_store_ps(out + 2 * step, _mm256_shuffle_ps(pair[2], pair[3], 0x44));
+      _mm256_store_ps(out + 3 * step, _mm256_shuffle_ps(pair[2], pair[3], 0xee));
+    }
+  }
+}
+
 // panel[k * kN + r] = w[r][k] of an nn.Linear weight; zeros for rows from `count` and inputs from `length`
 // on.
 template <class Element, int kN>
 void pack_rows(const typename Element::Storage* w, int64_t stride, int64_t count, int64_t length,
                int64_t depth, float* panel) {
-  constexpr int64_t kLine = kCacheLineBytes / static_cast<int64_t>(sizeof(uint16_t));
+  constexpr int64_t kLine = kCacheLineBytes / static_cast<int64_t>(sizeof(typename Element::Storage));
   for (int64_t group = 0; group < kN; group += 16) {
     const auto* rows = w + group * stride;
     float* to = panel + group;
@@ -86,7 +111,7 @@ void pack_rows(const typename Element::Storage* w, int64_t stride, int64_t count
 template <class Element, int kN>
 void pack_columns(const typename Element::Storage* w, int64_t stride, int64_t columns, int64_t length,
                   int64_t depth, float* block) {
-  constexpr int64_t kLine = kCacheLineBytes / static_cast<int64_t>(sizeof(uint16_t));
+  constexpr int64_t kLine = kCacheLineBytes / static_cast<int64_t>(sizeof(typename Element::Storage));
   constexpr int64_t kAhead = 16;  // rows: pages apart, where no prefetcher of the hardware follows
   for (int64_t k = 0; k < depth; ++k, w += stride) {
     for (int64_t r = 0; r < columns; r += kLine) {
@@ -202,12 +227,13 @@ void strip_of(const GemmArgs& args, int64_t row_begin, int64_t row_end, int64_t 
   });
 }
 
-// A GemmStrip in float16 or bfloat16.
+// A GemmStrip.
 template <class Vector>
 void strip(const GemmArgs& args, int64_t row_begin, int64_t row_end, int64_t begin, int64_t end,
            float* scratch) {
-  const bool half = args.dtype == DType::kFloat16;
-  (half ? strip_of<Vector, F16> : strip_of<Vector, BF16>)(args, row_begin, row_end, begin, end, scratch);
+  with_element(args.dtype, [&](auto element) {
+    strip_of<Vector, decltype(element)>(args, row_begin, row_end, begin, end, scratch);
+  });
 }
 
 }  // namespace

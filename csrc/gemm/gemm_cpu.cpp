@@ -41,6 +41,11 @@ constexpr int64_t kMinRows = 96;
 
 auto converter() { return use_avx2() ? convert_to_float_avx2 : convert_to_float_portable; }
 
+WidenPacked* widener(DType dtype) {
+  if (!use_avx2()) return widen_packed_portable;
+  return use_bf16_products() && dtype != DType::kFloat32 ? widen_packed_avx512_bf16 : widen_packed_avx2;
+}
+
 // Rows [begin, end) of a weight, where a kernel that is given the whole weight looks for them.
 struct WeightRows {
   const void* weight;
@@ -50,7 +55,7 @@ WeightRows weight_rows(const GemmArgs& args, int64_t begin, int64_t end) {
   if (args.packed == nullptr) return {args.weight, args.weight_stride};
   const int64_t k = args.in_features, floats = (end - begin) * k * element_size(args.dtype) / kFloat + 1;
   float* const rows = scratch<1>(floats);
-  (use_avx2() ? widen_packed_avx2 : widen_packed_portable)(*args.packed, k, args.dtype, begin, end, rows);
+  widener(args.dtype)(*args.packed, k, args.dtype, begin, end, rows);
   return {at(rows, -begin * k, args.dtype), k};
 }
 
@@ -127,7 +132,7 @@ bool takes_unpacked(const GemmArgs& args, int64_t rows) {
   if (!use_avx2() || args.transposed) return false;
   const XForm form = x_form(args.dtype, rows);
   if (form == XForm::kTiles) return args.dtype == DType::kFloat16 || rows <= kTiledBfloat16Rows;
-  return rows <= kUnpackedRows;
+  return rows <= kUnpackedRows && (args.packed == nullptr || form == XForm::kFloats);
 }
 
 // `rows` rows of x from `first` on as the linear kernel for `form` takes them.
@@ -216,11 +221,15 @@ void run_torch(const GemmArgs& args, const RowView& x) {
           args.activation});
 }
 
-// The same over pieces of a weight that is widened.
+// The same over pieces of a weight that is widened, of about so many bytes: TinyLlama's products of 17 to 64
+// rows in bfloat16 take 3.9 to 8.3 ms, and 5 to 10, 12 to 20 and 40 to 80 % longer with a half, a quarter and
+// an eighth.
+constexpr int64_t kWidenedBytes = 8 << 20;
+
 void run_torch_packed(const GemmArgs& args, const RowView& x) {
   const int64_t n = args.out_features, k = args.in_features, size = element_size(args.dtype);
-  const int64_t width = std::min(n, std::max<int64_t>(64, kWeightBytes / size / k / 16 * 16));
-  const auto widen = use_avx2() ? widen_packed_avx2 : widen_packed_portable;
+  const int64_t width = std::min(n, std::max<int64_t>(64, kWidenedBytes / size / k / 16 * 16));
+  WidenPacked* const widen = widener(args.dtype);
   float* const block = scratch(round_up(width * k, 16) + x.rows * width);
   float* const sums = block + round_up(width * k, 16);
   for (int64_t begin = 0; begin < n; begin += width) {
@@ -282,10 +291,12 @@ void run_widened(const GemmArgs& args, const RowView& x) {
 
 // ---- the op -------------------------------------------------------------------------------------------
 
-// Whether this CPU multiplies matrices of `dtype` faster than float32, so that oneDNN, which PyTorch calls,
-// does: by AMX, or use_bf16_products().
+// Whether PyTorch's product of `dtype` is at least as fast as own kernels. In float32 that is MKL, on Intel's
+// CPUs: on an AMD EPYC it takes 1.9 to 2.5 times as long for 33 to 2048 rows, and 1.1 to 1.5 times as long as
+// own kernels of AVX2. Else it is oneDNN, where a CPU has faster products than float32's: AMX, or
+// use_bf16_products().
 bool torch_is_faster(DType dtype) {
-  if (dtype == DType::kFloat32) return true;  // MKL is as fast as own kernels
+  if (dtype == DType::kFloat32) return !use_avx2() || __builtin_cpu_is("intel");
   if (isa_limit() != IsaLimit::kNone || !__builtin_cpu_supports("avx512f")) return false;
   static const bool float16 = cpuid_bit(1, 0, 21);                          // AMX-FP16
   static const bool bfloat16 = cpuid_bit(0, 3, 22) || use_bf16_products();  // AMX-BF16

@@ -10,12 +10,18 @@
 namespace hf_fastpath {
 namespace {
 
-// Rows up to which packed_gemv, kPackedRows at a time, takes less time than widening the weight; 16 less
-// where products of x's type are fast. TinyLlama's products of 24 and 48 rows in float16: int8 0.51 and 0.63
-// times, int4_g32 0.69 and 0.76, fp8 0.77 and 0.99 (AVX-512 VNNI, two threads).
-int64_t unwidened_rows(DType dtype) {
-  const bool is_fast = use_amx() || (dtype == DType::kBFloat16 && use_bf16_products());
-  return (is_fast ? 2 : 3) * kPackedRows;
+// Rows up to which packed_gemv, kPackedRows at a time, takes less time than widening the weight: more the
+// fewer bytes and the faster its products are beside those of x's type. It has no products of integers with x
+// in float32, and none with weights in fp8.
+int64_t unwidened_rows(DType dtype, PackedForm form) {
+  const bool has_tiles = dtype != DType::kFloat32 && use_amx();
+  if (has_tiles || (dtype == DType::kBFloat16 && use_bf16_products())) {
+    return form == PackedForm::kInt8 ? 24 : kPackedRows;
+  }
+  if (form == PackedForm::kFp8) return use_avx512() ? 48 : kPackedRows;
+  if (dtype == DType::kFloat32) return kPackedRows;
+  if (form == PackedForm::kInt8) return use_avx512() ? 256 : 24;
+  return 96;
 }
 
 Tensor packed_gemm_cpu(const Tensor& x, const Tensor& raw_quants, const Tensor& raw_scales,
@@ -36,7 +42,7 @@ Tensor packed_gemm_cpu(const Tensor& x, const Tensor& raw_quants, const Tensor& 
   args.bias = optional_data(bias, bias_holder);
   Tensor out = empty_like_with_sizes(x, sizes_with_last(x, args.out_features));
   args.out = out.mutable_data_ptr();
-  if (use_avx2() && view.rows <= unwidened_rows(args.dtype)) {
+  if (use_avx2() && view.rows <= unwidened_rows(args.dtype, packed.form)) {
     const int64_t pieces = (view.rows + kPackedRows - 1) / kPackedRows;
     for (int64_t piece = 0; piece < pieces; ++piece) {
       const int64_t first = part_begin(view.rows, pieces, piece);

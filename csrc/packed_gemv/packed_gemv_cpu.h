@@ -61,6 +61,7 @@ PackedGemv packed_floats_avx2;
 using WidenPacked = void(const PackedArgs& args, int64_t in_features, DType dtype, int64_t begin, int64_t end,
                          void* to);
 WidenPacked widen_packed_portable, widen_packed_avx2;
+WidenPacked widen_packed_avx512_bf16;  // of 16 bits
 
 // Inputs of a row, float32 in order, as args.steps and what belongs to it. False where one is not finite.
 bool packed_steps_avx2(const PackedArgs& args, const float* x, void* steps, float* sizes, float* offsets);

@@ -156,6 +156,9 @@ class _PlanDrafts:
         self._given, self._ends, self._limit = given, ends, limit
         self._plan: DecodePlan | None = None
         self._lengths: list[int] = []  # of the cache, after steps whose choices are on the device
+        self._confidences: list[Callable[[], float]] = []  # in drafts that the host has not waited for
+        self._likely = 1.0
+        self._has_gone_on = False
 
     @property
     def _threshold(self) -> float | None:
@@ -166,30 +169,54 @@ class _PlanDrafts:
 
     def unseen(self, text: torch.Tensor) -> int:
         """Begin a draft behind ``text`` that the host need not see before one step verifies it; returns how many tokens
-        it will be, 0 where there is no such."""
+        it will be at most, 0 where there is no such."""
         most = self._most(text)
-        if self._threshold or not 0 < most < MAX_QUERY_LEN:
+        if not 0 < most < MAX_QUERY_LEN:
             return 0
         self._follow(text)
         return most
 
-    def draft(self, count: int, take: Callable[[int, torch.Tensor], None]) -> None:
+    def draft(self, count: int, take: Callable[[int, torch.Tensor], None]) -> int:
         """As of :class:`UnseenDrafts`, after :meth:`unseen`."""
-        plan, self._lengths = self._plan, []
+        plan, self._lengths, self._confidences = self._plan, [], []
         for place in range(1, count + 1):
-            if place > 1:
-                plan.step()
             self._lengths.append(self._cache.get_seq_length())
             take(place, plan.tokens)
+            if self._threshold:
+                self._confidences.append(self._confidence())
+            if place == count:
+                break
+            goes_ahead = plan.device.type == "cuda"
+            if goes_ahead:  # while the host waits for what may end the draft
+                plan.step()
+            if self._threshold and (self._note_confidence() < self._threshold or self.seen()[-1] in self._ends):
+                return place
+            if not goes_ahead:
+                plan.step()
+        return count
 
-    def go_on(self) -> None:
-        """Read the last draft, too, which has to be if the model agrees with all of them."""
+    def go_on(self, after: torch.Tensor) -> None:
+        """Read the last draft and what the model says after it, which has to be if it agrees with all of them."""
         if self._plan.device.type == "cuda":
             self._plan.step()
+            self._plan.step(after.to(self._plan.device, non_blocking=True))
+            self._has_gone_on = True
 
     def seen(self) -> list[int]:
         """As of :class:`UnseenDrafts`."""
+        while self._confidences:
+            self._note_confidence()
         return self._up_to_end([int(self._plan.choice(length)[0][0]) for length in self._lengths])
+
+    def _confidence(self) -> Callable[[], float]:
+        """How likely the plan holds its choice."""
+        return _on_its_way(torch.softmax(self._plan.logits.float(), dim=-1).amax())
+
+    def _note_confidence(self) -> float:
+        """Wait for the oldest that was not waited for."""
+        self._likely = self._confidences.pop(0)()
+        compat.note_confidence(self._generator, self._likely)
+        return self._likely
 
     def _up_to_end(self, drafts: list[int]) -> list[int]:
         ended = next((place for place, token in enumerate(drafts, 1) if token in self._ends), None)
@@ -197,37 +224,26 @@ class _PlanDrafts:
 
     def propose(self, text: torch.Tensor) -> tuple[list[int], None]:
         """As of :class:`_StockDrafts`."""
-        most = self._most(text)
+        most, drafts = self._most(text), []
         if not most:
-            return [], None
-        plan, cache, threshold = self._follow(text), self._cache, self._threshold
-        drafts: list[int] = []
-        lengths: list[int] = []
+            return drafts, None
+        plan = self._follow(text)
         while True:
-            lengths.append(cache.get_seq_length())
-            is_last = len(drafts) + len(lengths) == most
-            on_device = plan.device.type == "cuda"
-            goes_ahead = on_device and threshold and not is_last
-            if threshold:
-                confidence = _on_its_way(torch.softmax(plan.logits.float(), dim=-1).amax())
-                if goes_ahead:  # the device goes on while the host waits for what may end the draft
-                    plan.step()
-                likely = confidence()
-                compat.note_confidence(self._generator, likely)
-                is_last |= likely < threshold
-            if is_last or threshold or len(lengths) == RECORD_SLOTS // 2:
-                if on_device and not threshold:
-                    torch.cuda.current_stream(plan.device).synchronize()
-                drafts += [int(plan.choice(length)[0][0]) for length in lengths]
-                lengths = []
-                if is_last or drafts != self._up_to_end(drafts):
-                    return self._up_to_end(drafts), None
-            if not goes_ahead:
-                plan.step()
+            self.draft(min(most - len(drafts), RECORD_SLOTS // 2), lambda place, token: None)
+            if plan.device.type == "cuda" and not self._threshold:
+                torch.cuda.current_stream(plan.device).synchronize()
+            drafts += self.seen()
+            is_unsure = self._threshold and self._likely < self._threshold
+            if len(drafts) == most or is_unsure or drafts[-1] in self._ends:
+                return drafts, None
+            plan.step()
 
     def _follow(self, text: torch.Tensor) -> DecodePlan:
         """The plan behind a step of the text's last token."""
         cache, length = self._cache, text.shape[1]
+        has_gone_on, self._has_gone_on = self._has_gone_on, False
+        if has_gone_on and cache.get_seq_length() == length:  # the model agreed with all
+            return self._plan
         if self._plan is None:
             with compat.below_autograd():
                 prompt.read(self._part, cache, self._given, self._state.prompt_programs_of(self._part))

@@ -26,6 +26,7 @@ class DraftPlan(DecodePlan):
         page_sizes: as :class:`DecodePlan`'s.
 
     Attributes:
+        choices: int64 [1, width] in host memory, the most likely tokens, there when the device has passed a read.
         logits: [1, width, vocab_size] in the model's dtype, overwritten by the next read.
     """
 
@@ -35,7 +36,7 @@ class DraftPlan(DecodePlan):
         with torch.inference_mode(False):  # what the program copies in and out
             self._given = torch.zeros(2, 1, width, dtype=torch.long, **kind)  # tokens, positions
             self._length = torch.zeros(1, dtype=torch.int32, **kind)
-            self._choices = torch.zeros(1, width, dtype=torch.long, **kind)
+            self.choices = torch.zeros(1, width, dtype=torch.long, **kind)
         self._done = torch.cuda.Event() if kind["pin_memory"] else None
         super().__init__(part, 1, kv_dtype, page_sizes=page_sizes)
 
@@ -44,7 +45,7 @@ class DraftPlan(DecodePlan):
         for target, source in zip((self.tokens, self.positions, self.seq_lens), (*self._given, self._length)):
             emit(_aten.copy_.default, target, source, True)
         logits, overlap = self._record_forward(part)
-        emit(_aten.copy_.default, self._choices, emit(_aten.argmax.default, logits, -1), True)
+        emit(_aten.copy_.default, self.choices, emit(_aten.argmax.default, logits, -1), True)
         if overlap:
             self.program.announce_weights()
         return logits
@@ -94,17 +95,19 @@ class DraftPlan(DecodePlan):
         self.cache.advance(self.query_len)
         if self.query_len > count:
             self.cache.crop(count - self.query_len)
-        return self._choices[0, :count].tolist()
+        return self.choices[0, :count].tolist()
 
 
 class UnseenDrafts(Protocol):
     """Drafts that go from one model to the other without the host."""
 
-    def draft(self, count: int, take: Callable[[int, torch.Tensor], None]) -> None:
-        """Make ``count``; each is given to ``take`` with its place behind the text's last token, from 1 on."""
+    def draft(self, count: int, take: Callable[[int, torch.Tensor], None]) -> int:
+        """Make ``count``, or fewer, which the device then has passed; returns how many. Each is given to ``take`` with
+        its place behind the text's last token, from 1 on."""
 
-    def go_on(self) -> None:
-        """Work that the device may do while the host looks at what became of them."""
+    def go_on(self, after: torch.Tensor) -> None:
+        """Work that the device may do while the host looks at what became of them. ``after``: int64 [1] in host memory,
+        which by then holds the token that the model says after the last of them."""
 
     def seen(self) -> list[int]:
         """Them up to an end token, when the device has passed what took them."""
@@ -168,9 +171,11 @@ class DraftReader:
         """
         plan = self._plan(1 + count)
         plan.prepare([last], 1 + count)
-        drafts.draft(count, plan.take)
+        if drafts.draft(count, plan.take) < count:
+            proposed = drafts.seen()
+            return self.verify(last, proposed), proposed
         plan.start()
-        drafts.go_on()
+        drafts.go_on(plan.choices[0, count : count + 1])
         choices = plan.finish(1 + count)
         proposed = drafts.seen()
         taken = self._agreed(plan, choices, proposed)
