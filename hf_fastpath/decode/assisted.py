@@ -21,8 +21,7 @@ from ..forwards import STATE_KEY
 from ..ops.decode_attention import MAX_QUERY_LEN
 from . import acceptance, prompt
 from .calls import end_tokens, ends_by_length_or_token, for_patched_models, settling, step_aside_reason
-from .draft_plan import DraftReader
-from .plan import RECORD_SLOTS
+from .draft_plan import DraftPlan, DraftReader
 
 if TYPE_CHECKING:
     from ..patch_state import PatchState
@@ -139,6 +138,7 @@ class _PlanDrafts:
         given: the prompt.
         ends: end tokens, which end a draft.
         limit: tokens of the whole text.
+        goes_on: whether the device may read what it holds likely while the host looks at a draft's outcome.
     """
 
     def __init__(
@@ -150,15 +150,19 @@ class _PlanDrafts:
         given: prompt.Prompt,
         ends: frozenset[int],
         limit: int,
+        goes_on: bool,
     ):
         self.lock = state.lock
         self._generator, self._state, self._part, self._cache = generator, state, part, cache
         self._given, self._ends, self._limit = given, ends, limit
+        self._goes_on, self._prompt_len = goes_on, given.tokens.shape[1]
         self._plan: DecodePlan | None = None
-        self._lengths: list[int] = []  # of the cache, after steps whose choices are on the device
+        self._pair: DraftPlan | None = None  # reads a draft's last token and the model's behind it, if it goes on
+        self._pair_place = 0  # of the cache's first buffer, as it knows it
+        self._is_ahead = False  # it has read, and the plan what follows
+        self._end: torch.Tensor | None = None  # the draft's last token
+        self._read = 0  # tokens of the text and the draft in front of that
         self._confidences: list[Callable[[], float]] = []  # in drafts that the host has not waited for
-        self._likely = 1.0
-        self._has_gone_on = False
 
     @property
     def _threshold(self) -> float | None:
@@ -177,72 +181,88 @@ class _PlanDrafts:
         return most
 
     def draft(self, count: int, take: Callable[[int, torch.Tensor], None]) -> int:
-        """As of :class:`UnseenDrafts`, after :meth:`unseen`."""
-        plan, self._lengths, self._confidences = self._plan, [], []
+        """As of :class:`UnseenDrafts`, behind the text that was followed."""
+        plan, self._confidences = self._plan, []
+        on_device, is_ahead, self._is_ahead = plan.device.type == "cuda", self._is_ahead, False
+        self._read = self._cache.get_seq_length() - is_ahead + count - 1
         for place in range(1, count + 1):
-            self._lengths.append(self._cache.get_seq_length())
-            take(place, plan.tokens)
+            follows_pair = is_ahead and place == 1
+            self._end = self._pair.best[:, 1:] if follows_pair else plan.tokens
+            take(place, self._end)
             if self._threshold:
-                self._confidences.append(self._confidence())
+                self._confidences.append(self._confidence(self._pair.logits[:, 1] if follows_pair else plan.logits))
             if place == count:
                 break
-            goes_ahead = plan.device.type == "cuda"
-            if goes_ahead:  # while the host waits for what may end the draft
+            if on_device and not follows_pair:  # while the host waits for what may end the draft
                 plan.step()
-            if self._threshold and (self._note_confidence() < self._threshold or self.seen()[-1] in self._ends):
+            if self._threshold and self._note_confidence() < self._threshold:
                 return place
-            if not goes_ahead:
+            if not on_device:
+                if int(plan.tokens) in self._ends:
+                    return place
                 plan.step()
         return count
 
     def go_on(self, after: torch.Tensor) -> None:
-        """Read the last draft and what the model says after it, which has to be if it agrees with all of them."""
-        if self._plan.device.type == "cuda":
-            self._plan.step()
-            self._plan.step(after.to(self._plan.device, non_blocking=True))
-            self._has_gone_on = True
+        """As of :class:`UnseenDrafts`: one step for the last draft and what is behind it, and the step that follows."""
+        plan, cache = self._plan, self._cache
+        if not self._goes_on or self._read + 3 > self._limit:
+            return
+        if (surplus := cache.get_seq_length() - self._read) > 0:  # read when the model had agreed before
+            cache.crop(-surplus)
+        if cache.reserve(3):
+            plan.bind()
+        pair, place = self._pair, cache.layers[0].k_buffer.data_ptr()
+        if pair is None:
+            pair = self._pair = self._state.draft_plan(self._part, cache, 2)
+            pair.begin(cache, self._given.positions[:, -1] + (1 + self._read - self._prompt_len), self._given.starts)
+        elif place != self._pair_place:
+            pair.bind()
+        self._pair_place = place
+        pair.prepare([0], 2)
+        pair.take(0, self._end)
+        pair.take(1, after)
+        pair.start()
+        cache.advance(2)
+        plan.rewind()
+        plan.step(pair.best[:, 1])
+        self._is_ahead = True
 
-    def seen(self) -> list[int]:
+    def settled(self, tokens: list[int]) -> list[int]:
         """As of :class:`UnseenDrafts`."""
         while self._confidences:
             self._note_confidence()
-        return self._up_to_end([int(self._plan.choice(length)[0][0]) for length in self._lengths])
+        ended = next((place for place, token in enumerate(tokens, 1) if token in self._ends), None)
+        return tokens[:ended]
 
-    def _confidence(self) -> Callable[[], float]:
-        """How likely the plan holds its choice."""
-        return _on_its_way(torch.softmax(self._plan.logits.float(), dim=-1).amax())
+    def _confidence(self, logits: torch.Tensor) -> Callable[[], float]:
+        """How likely the most likely token is."""
+        return _on_its_way(torch.softmax(logits.float(), dim=-1).amax())
 
     def _note_confidence(self) -> float:
         """Wait for the oldest that was not waited for."""
-        self._likely = self._confidences.pop(0)()
-        compat.note_confidence(self._generator, self._likely)
-        return self._likely
-
-    def _up_to_end(self, drafts: list[int]) -> list[int]:
-        ended = next((place for place, token in enumerate(drafts, 1) if token in self._ends), None)
-        return drafts[:ended]
+        likely = self._confidences.pop(0)()
+        compat.note_confidence(self._generator, likely)
+        return likely
 
     def propose(self, text: torch.Tensor) -> tuple[list[int], None]:
         """As of :class:`_StockDrafts`."""
-        most, drafts = self._most(text), []
+        most = self._most(text)
         if not most:
-            return drafts, None
+            return [], None
         plan = self._follow(text)
-        while True:
-            self.draft(min(most - len(drafts), RECORD_SLOTS // 2), lambda place, token: None)
-            if plan.device.type == "cuda" and not self._threshold:
-                torch.cuda.current_stream(plan.device).synchronize()
-            drafts += self.seen()
-            is_unsure = self._threshold and self._likely < self._threshold
-            if len(drafts) == most or is_unsure or drafts[-1] in self._ends:
-                return drafts, None
-            plan.step()
+        on_device = plan.device.type == "cuda"
+        found = torch.empty(most, 1, 1, dtype=torch.long, device="cpu", pin_memory=on_device)
+        made = self.draft(most, lambda place, token: found[place - 1].copy_(token, non_blocking=True))
+        if on_device and not self._threshold:
+            torch.cuda.current_stream(plan.device).synchronize()
+        return self.settled(found[:made].flatten().tolist()), None
 
     def _follow(self, text: torch.Tensor) -> DecodePlan:
-        """The plan behind a step of the text's last token."""
+        """The plan behind a step of the text's last token, or of one more if it is ahead."""
         cache, length = self._cache, text.shape[1]
-        has_gone_on, self._has_gone_on = self._has_gone_on, False
-        if has_gone_on and cache.get_seq_length() == length:  # the model agreed with all
+        self._is_ahead = self._is_ahead and cache.get_seq_length() == length + 1  # or the model disagreed
+        if self._is_ahead:
             return self._plan
         if self._plan is None:
             with compat.below_autograd():
@@ -258,8 +278,9 @@ class _PlanDrafts:
 
     def end(self) -> None:
         """Let go of the cache."""
-        if self._plan is not None:
-            self._plan.end()
+        for plan in (self._plan, self._pair):
+            if plan is not None:
+                plan.end()
 
 
 class _Call:
@@ -383,7 +404,9 @@ class _Call:
             return _StockDrafts(self.generator, self.device)
         cache.activate_past_recording()
         cache.expect(self.max_length)
-        return _PlanDrafts(self.generator, state, part, cache, given, self.ends, self.max_length)
+        # A model that drafts for itself has one plan of each width.
+        goes_on = self.device.type == "cuda" and state is not self.state
+        return _PlanDrafts(self.generator, state, part, cache, given, self.ends, self.max_length, goes_on)
 
     def _keep(self, rows: torch.Tensor) -> None:
         self.logits += rows.split(1)

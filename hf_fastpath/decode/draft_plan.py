@@ -26,7 +26,7 @@ class DraftPlan(DecodePlan):
         page_sizes: as :class:`DecodePlan`'s.
 
     Attributes:
-        choices: int64 [1, width] in host memory, the most likely tokens, there when the device has passed a read.
+        best: int64 [1, width] on the device, the most likely tokens, overwritten by the next read.
         logits: [1, width, vocab_size] in the model's dtype, overwritten by the next read.
     """
 
@@ -36,7 +36,7 @@ class DraftPlan(DecodePlan):
         with torch.inference_mode(False):  # what the program copies in and out
             self._given = torch.zeros(2, 1, width, dtype=torch.long, **kind)  # tokens, positions
             self._length = torch.zeros(1, dtype=torch.int32, **kind)
-            self.choices = torch.zeros(1, width, dtype=torch.long, **kind)
+            self._choices = torch.zeros(1, width, dtype=torch.long, **kind)
         self._done = torch.cuda.Event() if kind["pin_memory"] else None
         super().__init__(part, 1, kv_dtype, page_sizes=page_sizes)
 
@@ -45,10 +45,15 @@ class DraftPlan(DecodePlan):
         for target, source in zip((self.tokens, self.positions, self.seq_lens), (*self._given, self._length)):
             emit(_aten.copy_.default, target, source, True)
         logits, overlap = self._record_forward(part)
-        emit(_aten.copy_.default, self.choices, emit(_aten.argmax.default, logits, -1), True)
+        self._best = emit(_aten.argmax.default, logits, -1)
+        emit(_aten.copy_.default, self._choices, self._best, True)
         if overlap:
             self.program.announce_weights()
         return logits
+
+    @property
+    def best(self) -> torch.Tensor:
+        return self.program.values[self._best.index]
 
     def read(self, tokens: Sequence[int]) -> list[int]:
         """Append tokens to the cache; waits for the device.
@@ -65,6 +70,8 @@ class DraftPlan(DecodePlan):
 
     def prepare(self, tokens: Sequence[int], count: int) -> None:
         """Say what comes to be appended: ``tokens``, of ``count`` in all; the others are brought by :meth:`take`."""
+        if self._done is not None:
+            self._done.synchronize()  # what was given before has been read
         cache, width = self.cache, self.query_len
         if cache.reserve(width):
             self.bind()
@@ -82,6 +89,10 @@ class DraftPlan(DecodePlan):
         """Take the token at ``place`` from the device, int64 [1, 1], which may still have to write it."""
         self._given[0, :, place : place + 1].copy_(token, non_blocking=True)
 
+    def taken(self, count: int) -> list[int]:
+        """The tokens at places 1 to ``count``, when the device has passed what wrote them."""
+        return self._given[0, 0, 1 : 1 + count].tolist()
+
     def start(self) -> None:
         """Begin to read, without waiting for the device; the cache holds what was read after :meth:`finish`."""
         self._run()
@@ -95,7 +106,7 @@ class DraftPlan(DecodePlan):
         self.cache.advance(self.query_len)
         if self.query_len > count:
             self.cache.crop(count - self.query_len)
-        return self.choices[0, :count].tolist()
+        return self._choices[0, :count].tolist()
 
 
 class UnseenDrafts(Protocol):
@@ -106,11 +117,11 @@ class UnseenDrafts(Protocol):
         its place behind the text's last token, from 1 on."""
 
     def go_on(self, after: torch.Tensor) -> None:
-        """Work that the device may do while the host looks at what became of them. ``after``: int64 [1] in host memory,
-        which by then holds the token that the model says after the last of them."""
+        """Work that the device may do while the host looks at what became of them. ``after``: int64 [1, 1] on the
+        device, which by then holds the token that the model says after the last of them."""
 
-    def seen(self) -> list[int]:
-        """Them up to an end token, when the device has passed what took them."""
+    def settled(self, tokens: list[int]) -> list[int]:
+        """What was drafted, up to an end token, when the device has passed it."""
 
 
 class DraftReader:
@@ -171,13 +182,14 @@ class DraftReader:
         """
         plan = self._plan(1 + count)
         plan.prepare([last], 1 + count)
-        if drafts.draft(count, plan.take) < count:
-            proposed = drafts.seen()
+        made = drafts.draft(count, plan.take)
+        if made < count:
+            proposed = drafts.settled(plan.taken(made))
             return self.verify(last, proposed), proposed
         plan.start()
-        drafts.go_on(plan.choices[0, count : count + 1])
+        drafts.go_on(plan.best[:, count : count + 1])
         choices = plan.finish(1 + count)
-        proposed = drafts.seen()
+        proposed = drafts.settled(plan.taken(count))
         taken = self._agreed(plan, choices, proposed)
         self._crop(1 + count - len(taken))
         return taken, proposed

@@ -341,5 +341,5 @@ def test_one_capture_serves_every_draft(cuda, monkeypatch):
             assert_same_tokens(ours.generate(assistant_model=helper, **options), stock.generate(**options), stock)
         if turn == 0:
             captured = len(made)
-            assert captured <= len(WIDTHS) + 1
+            assert captured <= len(WIDTHS) + 2  # the assistant's, of a token and of two
     assert len(made) == captured
