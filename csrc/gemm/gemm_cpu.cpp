@@ -50,13 +50,16 @@ WidenPacked* widener(DType dtype) {
 struct WeightRows {
   const void* weight;
   int64_t stride;
+  int64_t ahead;  // bytes from a weight to quants that are widened next, or 0
 };
 WeightRows weight_rows(const GemmArgs& args, int64_t begin, int64_t end) {
-  if (args.packed == nullptr) return {args.weight, args.weight_stride};
+  if (args.packed == nullptr) return {args.weight, args.weight_stride, 0};
   const int64_t k = args.in_features, floats = (end - begin) * k * element_size(args.dtype) / kFloat + 1;
   float* const rows = scratch<1>(floats);
   widener(args.dtype)(*args.packed, k, args.dtype, begin, end, rows);
-  return {at(rows, -begin * k, args.dtype), k};
+  const uint8_t* next = args.packed->quants + end * args.packed->row_bytes();
+  return {at(rows, -begin * k, args.dtype), k,
+          reinterpret_cast<intptr_t>(next) - reinterpret_cast<intptr_t>(rows)};
 }
 
 // ---- own kernels --------------------------------------------------------------------------------------
@@ -184,7 +187,7 @@ void run_unpacked(const GemmArgs& args, const RowView& x) {
         const int64_t stop = std::min(n + block, end);
         const WeightRows rows = weight_rows(args, n, stop);
         for (LinearArgs each : linear) {
-          each.weight = rows.weight, each.weight_stride = rows.stride;
+          each.weight = rows.weight, each.weight_stride = rows.stride, each.ahead = rows.ahead;
           kernel(each, n, stop);
         }
       }

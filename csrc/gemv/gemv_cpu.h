@@ -33,6 +33,7 @@ struct LinearArgs {
   void* out;             // [rows, out_features], rows `out_stride` elements apart
   int64_t out_stride;
   Activation activation;
+  int64_t ahead;  // bytes from a weight to what is prefetched with it; 0: to what is read next
 };
 
 // nn.Linear layout: computes outputs [begin, end) of every row. The sums of an output do not depend on the

@@ -46,9 +46,8 @@ HF_INLINE const typename Vector::Input* rows_of_x(const LinearArgs& args) {
 // of x.
 template <class Vector, class Element, int kW, int kM>
 HF_INLINE void accumulate(const typename Element::Storage* const* rows, const typename Vector::Input* x,
-                          int64_t x_stride, int64_t n, bool prefetch, typename Vector::Type* total) {
+                          int64_t x_stride, int64_t n, int64_t ahead, typename Vector::Type* total) {
   constexpr int64_t kLine = kCacheLineBytes / static_cast<int64_t>(sizeof(typename Element::Storage));
-  constexpr int64_t kAhead = kRowAheadBytes / static_cast<int64_t>(sizeof(typename Element::Storage));
   // All loops over the sums are unrolled where GCC is told so: it keeps them in memory otherwise.
   typename Vector::Type sum[kW][kM];
   const typename Element::Storage* w[kW];
@@ -75,10 +74,10 @@ HF_INLINE void accumulate(const typename Element::Storage* const* rows, const ty
   const auto whole = [](const auto* from) { return Vector::template load<Element>(from); };
   int64_t k = 0;
   for (; k + kLine <= n; k += kLine) {
-    if (prefetch) {
+    if (ahead != 0) {
 #pragma GCC unroll 8
       for (int r = 0; r < kW; ++r) {
-        _mm_prefetch(reinterpret_cast<const char*>(w[r] + k + kAhead), _MM_HINT_T0);
+        _mm_prefetch(reinterpret_cast<const char*>(w[r] + k) + ahead, _MM_HINT_T0);
       }
     }
     for (int64_t j = 0; j < kLine; j += Vector::kWidth) step(k + j, whole);
@@ -97,15 +96,15 @@ HF_INLINE void accumulate(const typename Element::Storage* const* rows, const ty
 // As above for `rows` rows of x, at most kM, and all weight rows of a tile.
 template <class Vector, class Element, int kTile, int kM>
 void accumulate_rows(int64_t rows, const TileRows<Element, kTile>& w, const typename Vector::Input* x,
-                     int64_t x_stride, int64_t n, bool prefetch, typename Vector::Type* total) {
+                     int64_t x_stride, int64_t n, int64_t ahead, typename Vector::Type* total) {
   if constexpr (kM > 1) {
     if (rows < kM) {
-      return accumulate_rows<Vector, Element, kTile, kM - 1>(rows, w, x, x_stride, n, prefetch, total);
+      return accumulate_rows<Vector, Element, kTile, kM - 1>(rows, w, x, x_stride, n, ahead, total);
     }
   }
   constexpr int kW = kTile == kRowStreams ? kTile / 2 : kTile;
   for (int r = 0; r < kTile; r += kW) {
-    accumulate<Vector, Element, kW, kM>(w.row + r, x, x_stride, n, prefetch, total + r * kMaxRows);
+    accumulate<Vector, Element, kW, kM>(w.row + r, x, x_stride, n, ahead, total + r * kMaxRows);
   }
 }
 
@@ -136,12 +135,13 @@ void dot_tile(const LinearArgs& args, TileRows<Element, kTile> w, float* const (
   }
   constexpr int kMost = kTile == kFewStreams ? kFewRows : Vector::kRows;
   const int64_t groups = (args.rows + kMost - 1) / kMost;
+  const int64_t ahead = args.ahead != 0 ? args.ahead : kRowAheadBytes;
   for (int64_t k = 0; k < args.in_features; k += kBlock) {
     const int64_t n = min_of(kBlock, args.in_features - k);
     for (int64_t g = 0, m = 0; g < groups; ++g) {
       const int64_t rows = (args.rows - m + groups - g - 1) / (groups - g);
       accumulate_rows<Vector, Element, kTile, kMost>(rows, w, rows_of_x<Vector>(args) + m * args.x_stride + k,
-                                                     args.x_stride, n, m == 0, total + m);
+                                                     args.x_stride, n, m == 0 ? ahead : 0, total + m);
       m += rows;
     }
     for (int r = 0; r < kTile; ++r) w.row[r] += n;

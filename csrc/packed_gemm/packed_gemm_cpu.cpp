@@ -20,7 +20,7 @@ int64_t unwidened_rows(DType dtype, PackedForm form) {
   }
   if (form == PackedForm::kFp8) return use_avx512() ? 48 : kPackedRows;
   if (dtype == DType::kFloat32) return kPackedRows;
-  if (form == PackedForm::kInt8) return use_avx512() ? 256 : 24;
+  if (form == PackedForm::kInt8) return use_avx512() ? 256 : dtype == DType::kBFloat16 ? 28 : kPackedRows;
   return 96;
 }
 

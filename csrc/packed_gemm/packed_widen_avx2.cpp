@@ -5,6 +5,7 @@
 // Traffic: quants and scales once; what is written stays in a second-level cache.
 // Roofline: instructions, some six for eight weights.
 #include <algorithm>
+#include <type_traits>
 
 #include "common/avx2_math.h"
 #include "packed_gemv/packed_gemv_cpu.h"
@@ -20,6 +21,13 @@ HF_INLINE void transpose_words(__m128i (&piece)[4]) {
   piece[2] = _mm_unpacklo_epi64(c, d), piece[3] = _mm_unpackhi_epi64(c, d);
 }
 
+// The upper 16 bits of a float32, rounded to nearest even.
+HF_INLINE __m256i rounded_top(__m256 value) {
+  const __m256i bits = _mm256_castps_si256(value);
+  const __m256i odd = _mm256_and_si256(_mm256_srli_epi32(bits, 16), _mm256_set1_epi32(1));
+  return _mm256_srli_epi32(_mm256_add_epi32(bits, _mm256_add_epi32(odd, _mm256_set1_epi32(0x7fff))), 16);
+}
+
 // Sixteen quants in bytes, less their zero or as they are in fp8, times `scale`.
 template <PackedForm kForm, class Element>
 HF_INLINE void widen_sixteen(__m128i bytes, __m256 scale, typename Element::Storage* to) {
@@ -32,8 +40,14 @@ HF_INLINE void widen_sixteen(__m128i bytes, __m256 scale, typename Element::Stor
     low = _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(bytes));
     high = _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_srli_si128(bytes, 8)));
   }
-  Element::store(to, _mm256_mul_ps(low, scale));
-  Element::store(to + 8, _mm256_mul_ps(high, scale));
+  low = _mm256_mul_ps(low, scale), high = _mm256_mul_ps(high, scale);
+  if constexpr (std::is_same_v<Element, BF16>) {  // none is NaN
+    const __m256i both = _mm256_packus_epi32(rounded_top(low), rounded_top(high));
+    _mm256_storeu_si256(reinterpret_cast<__m256i*>(to), _mm256_permute4x64_epi64(both, 0xd8));
+  } else {
+    Element::store(to, low);
+    Element::store(to + 8, high);
+  }
 }
 
 // A block of 128 weights. `scale`: of each stretch.
