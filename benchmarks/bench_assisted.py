@@ -142,7 +142,8 @@ def main() -> None:
 
     def report(context: int, engine: str, how: str, drafts: int, times: list[float], tokens: float) -> None:
         spread = Spread.of(times)
-        row = {"context": context, "engine": engine, "how": how, "drafts": drafts}
+        label = f"{how} with threshold" if how == "assistant" and given.threshold else how
+        row = {"context": context, "engine": engine, "how": label, "drafts": drafts}
         row |= {"ms_per_token": round(1000 * spread.p50, 4), "tok_s": round(1 / spread.p50, 1)}
         row |= {"spread_percent": round(spread.percent, 1), "tokens_a_step": round(tokens, 2), "repeats": len(times)}
         print(" ".join(f"{name} {value}" for name, value in row.items()), flush=True)

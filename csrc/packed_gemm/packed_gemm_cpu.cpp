@@ -14,10 +14,8 @@ namespace {
 // fewer bytes and the faster its products are beside those of x's type. It has no products of integers with x
 // in float32, and none with weights in fp8.
 int64_t unwidened_rows(DType dtype, PackedForm form) {
-  const bool has_tiles = dtype != DType::kFloat32 && use_amx();
-  if (has_tiles || (dtype == DType::kBFloat16 && use_bf16_products())) {
-    return form == PackedForm::kInt8 ? 24 : kPackedRows;
-  }
+  if (dtype != DType::kFloat32 && use_amx()) return form == PackedForm::kFp8 ? kPackedRows : 24;
+  if (dtype == DType::kBFloat16 && use_bf16_products()) return form == PackedForm::kInt8 ? 24 : kPackedRows;
   if (form == PackedForm::kFp8) return use_avx512() ? 48 : kPackedRows;
   if (dtype == DType::kFloat32) return kPackedRows;
   if (form == PackedForm::kInt8) return use_avx512() ? 256 : dtype == DType::kBFloat16 ? 28 : kPackedRows;
