@@ -2,6 +2,8 @@
 // that they read memory. Included by *_avx512.cpp only; internal linkage as in avx2_math.h.
 #pragma once
 
+#include <utility>
+
 #include "common/avx512_math.h"
 
 namespace hf_fastpath {
@@ -78,6 +80,60 @@ HF_INLINE void transpose_16(__m512i (&v)[16]) {
   }
 #pragma GCC unroll 16
   for (int i = 0; i < 16; ++i) v[i] = t[i];
+}
+
+// The first eight significant bits of 32 float32, in order.
+HF_INLINE __m512i narrow(__m512 first, __m512 second) {
+  alignas(64) static constexpr uint16_t kUpper[32] = {1,  3,  5,  7,  9,  11, 13, 15, 17, 19, 21,
+                                                      23, 25, 27, 29, 31, 33, 35, 37, 39, 41, 43,
+                                                      45, 47, 49, 51, 53, 55, 57, 59, 61, 63};
+  return _mm512_permutex2var_epi16(_mm512_castps_si512(first), _mm512_load_si512(kUpper),
+                                   _mm512_castps_si512(second));
+}
+
+// What narrow() cuts off.
+HF_INLINE __m512 rest_of(__m512 x) {
+  const __m512i kept =
+      _mm512_and_si512(_mm512_castps_si512(x), _mm512_set1_epi32(static_cast<int>(0xffff0000)));
+  return _mm512_sub_ps(x, _mm512_castsi512_ps(kept));
+}
+
+// body with each of the indices, as constants.
+template <int... kIndex, class Body>
+HF_INLINE void for_each_index(std::integer_sequence<int, kIndex...>, const Body& body) {
+  (body(std::integral_constant<int, kIndex>{}), ...);
+}
+
+// Registers 0 to 3 for sums of `rows` weight rows and `columns` columns, 4 and 5 for pairs of inputs of these
+// columns, 6 and 7 for inputs of these rows.
+inline void use_tiles_for(int64_t rows, int64_t columns) {
+  TileSizes sizes;
+  for (int tile = 0; tile < 4; ++tile) sizes.set(tile, rows, columns * 4);
+  for (int tile = 4; tile < 6; ++tile) sizes.set(tile, kTilePairs, columns * 4);
+  for (int tile = 6; tile < 8; ++tile) sizes.set(tile, rows, kTileBytes);
+  use_tiles(sizes);
+}
+
+// y[m * kTileRows + r] of 16 outputs, from kGroups times sums[r][c], where kInTwo adds each two columns eight
+// apart. Whether all sums are finite.
+template <bool kInTwo, int kGroups>
+bool rows_of_x(const float* sums, float* y) {
+  __mmask16 odd = 0;
+  for (int g = 0; g < kGroups; ++g, sums += kTileRows * kTileRows) {
+    __m512i v[kTileRows];
+    for (int r = 0; r < kTileRows; ++r) {
+      v[r] = _mm512_load_si512(sums + r * kTileRows);
+      odd |= _mm512_fpclass_ps_mask(_mm512_castsi512_ps(v[r]), 0x99);  // NaNs and infinities
+    }
+    transpose_16(v);
+    constexpr int kRows = kInTwo ? kTileRows / 2 : kTileRows;
+    for (int m = 0; m < kRows; ++m, y += kTileRows) {
+      __m512 row = _mm512_castsi512_ps(v[m]);
+      if constexpr (kInTwo) row = _mm512_add_ps(row, _mm512_castsi512_ps(v[m + kRows]));
+      _mm512_storeu_ps(y, row);
+    }
+  }
+  return odd == 0;
 }
 
 }  // namespace

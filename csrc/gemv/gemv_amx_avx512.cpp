@@ -12,8 +12,6 @@
 //   a read's time. float16 widened to float32 and then cut in two: 87 and 73 %. 32 rows take 97 ms in
 //   bfloat16 and 149 in float16, as calls of gemm in turn, where 16 rows take 87 and 107: x in float16 has
 //   64 columns then, 4 KB for every 32 inputs, more than the first-level cache holds of a row.
-#include <utility>
-
 #include "common/amx_tiles.h"
 #include "gemv/gemv_linear.h"
 
@@ -36,22 +34,6 @@ HF_INLINE __m512i split_weights(__m512i bits, __m512i& rest, __m512i& odd) {
   asm("vaddph %1, %0, %0" : "+v"(odd) : "v"(low));
   rest = _mm512_and_si512(_mm512_srai_epi16(low, 3), sign_and_low);
   return _mm512_and_si512(_mm512_srai_epi16(scaled, 3), sign_and_low);
-}
-
-// 32 float32 that are bfloat16, in order.
-HF_INLINE __m512i narrow(__m512 first, __m512 second) {
-  alignas(64) static constexpr uint16_t kUpper[32] = {1,  3,  5,  7,  9,  11, 13, 15, 17, 19, 21,
-                                                      23, 25, 27, 29, 31, 33, 35, 37, 39, 41, 43,
-                                                      45, 47, 49, 51, 53, 55, 57, 59, 61, 63};
-  return _mm512_permutex2var_epi16(_mm512_castps_si512(first), _mm512_load_si512(kUpper),
-                                   _mm512_castps_si512(second));
-}
-
-// What narrow() cuts off.
-HF_INLINE __m512 rest_of(__m512 x) {
-  const __m512i kept =
-      _mm512_and_si512(_mm512_castps_si512(x), _mm512_set1_epi32(static_cast<int>(0xffff0000)));
-  return _mm512_sub_ps(x, _mm512_castsi512_ps(kept));
 }
 
 // Where 16 rows of a weight are, and the 16 that will be read after them.
@@ -97,11 +79,6 @@ HF_INLINE void load_weights(const uint16_t* from, const Rows& rows, __mmask32 ma
   }
   load_tile<6>(buffer, kTileBytes);
   if constexpr (kSplit) load_tile<7>(buffer + kTileRows * kTileInputs, kTileBytes);
-}
-
-template <int... kIndex, class Body>
-HF_INLINE void for_each_index(std::integer_sequence<int, kIndex...>, const Body& body) {
-  (body(std::integral_constant<int, kIndex>{}), ...);
 }
 
 // sums[r][c] of a block of weight rows and kGroups times 16 columns of x. False if a weight cannot be split.
@@ -164,36 +141,6 @@ HF_INLINE bool multiply(const LinearArgs& args, const Rows& rows, float* sums) {
   return !kSplit || _mm512_cmpeq_epi16_mask(_mm512_and_si512(odd, exponents), exponents) == 0;
 }
 
-// y[m * kRun + r] of a block, from sums[r][c]. False where one in two parts is not finite.
-template <bool kSplit, int kGroups>
-bool rows_of_x(const float* sums, float* y) {
-  for (int g = 0; g < kGroups; ++g, sums += kTileRows * kTileRows) {
-    __m512i v[kTileRows];
-    __mmask16 odd = 0;
-    for (int r = 0; r < kTileRows; ++r) {
-      v[r] = _mm512_load_si512(sums + r * kTileRows);
-      odd |= _mm512_fpclass_ps_mask(_mm512_castsi512_ps(v[r]), 0x99);  // NaNs and infinities
-    }
-    if (kSplit && odd != 0) return false;
-    transpose_16(v);
-    constexpr int kRows = kSplit ? kTileRows / 2 : kTileRows;
-    for (int m = 0; m < kRows; ++m, y += kRun) {
-      __m512 row = _mm512_castsi512_ps(v[m]);
-      if constexpr (kSplit) row = _mm512_add_ps(row, _mm512_castsi512_ps(v[m + kRows]));
-      _mm512_storeu_ps(y, row);
-    }
-  }
-  return true;
-}
-
-void use_tiles_for(int64_t rows, int64_t columns) {
-  TileSizes sizes;
-  for (int tile = 0; tile < 4; ++tile) sizes.set(tile, rows, columns * 4);
-  for (int tile = 4; tile < 6; ++tile) sizes.set(tile, kTilePairs, columns * 4);
-  for (int tile = 6; tile < 8; ++tile) sizes.set(tile, rows, kTileBytes);
-  use_tiles(sizes);
-}
-
 // By linear_avx512, as many rows at a time as that takes.
 void untiled(const LinearArgs& args, int64_t begin, int64_t end) {
   const int64_t row_bytes = args.out_features * 2;
@@ -224,10 +171,10 @@ void tiles_range(const LinearArgs& args, int64_t begin, int64_t end) {
     const uint16_t* beside = up != nullptr ? up + n * args.up_stride : nullptr;
     bool finite = multiply<kSplit, kGroups>(
         args, {gate, up != nullptr ? beside : then, args.weight_stride, count}, sums);
-    finite = rows_of_x<kSplit, kGroups>(sums, y[0]) && finite;
+    finite = (rows_of_x<kSplit, kGroups>(sums, y[0]) || !kSplit) && finite;
     if (up != nullptr) {
       finite = multiply<kSplit, kGroups>(args, {beside, then, args.up_stride, count}, sums) && finite;
-      finite = rows_of_x<kSplit, kGroups>(sums, y[1]) && finite;
+      finite = (rows_of_x<kSplit, kGroups>(sums, y[1]) || !kSplit) && finite;
     }
     if (finite) {
       epilogue_rows<Element>(args, y[0], kRun, up != nullptr ? y[1] : nullptr, n, count);

@@ -1,7 +1,9 @@
 // packed_gemm on the CPU: gemm, which widens rows of the weight as it comes to them.
 #include <cstring>
+#include <vector>
 
 #include "common/composed_ops.h"
+#include "common/convert_cpu.h"
 #include "common/cpu_glue.h"
 #include "gemm/gemm_glue_cpu.h"
 #include "gemv/gemv_glue_cpu.h"
@@ -12,14 +14,46 @@ namespace {
 
 // Rows up to which packed_gemv, kPackedRows at a time, takes less time than widening the weight: more the
 // fewer bytes and the faster its products are beside those of x's type. It has no products of integers with x
-// in float32, and none with weights in fp8.
+// in float32, and none with weights in fp8; with AMX run_tiled() takes what it would.
 int64_t unwidened_rows(DType dtype, PackedForm form) {
-  if (dtype != DType::kFloat32 && use_amx()) return form == PackedForm::kFp8 ? kPackedRows : 24;
+  if (dtype != DType::kFloat32 && use_amx()) return kPackedRows;
   if (dtype == DType::kBFloat16 && use_bf16_products()) return form == PackedForm::kInt8 ? 24 : kPackedRows;
   if (form == PackedForm::kFp8) return use_avx512() ? 48 : kPackedRows;
   if (dtype == DType::kFloat32) return kPackedRows;
   if (form == PackedForm::kInt8) return use_avx512() ? 256 : dtype == DType::kBFloat16 ? 28 : kPackedRows;
   return 96;
+}
+
+// Rows up to which the tiles of AMX are faster than a weight that is widened first.
+constexpr int64_t kMostRowsInTiles = 192;
+
+// In tiles; false where that may be wrong.
+bool run_tiled(PackedArgs args, const RowView& x) {
+  const int64_t pieces = (x.rows + kMostTiledRows - 1) / kMostTiledRows,
+                longest = (x.rows + pieces - 1) / pieces;
+  const int64_t width = args.blocks * kPackedBlock;
+  const int64_t tile_floats = packed_tile_elements(args.dtype, longest, width) / 2;
+  float* const memory = scratch(pieces * (tile_floats + longest * width));
+  std::vector<PackedArgs> of_piece(pieces, args);
+  const int64_t parts = std::min(pieces, part_count(x.rows * width * int64_t(sizeof(float)), kBytesPerPart));
+  for_each_part(parts, [&](int64_t part) {
+    for (int64_t i = part_begin(pieces, parts, part); i < part_begin(pieces, parts, part + 1); ++i) {
+      const int64_t first = part_begin(x.rows, pieces, i);
+      float* const floats = memory + pieces * tile_floats + i * longest * width;
+      auto* const tiles = reinterpret_cast<uint16_t*>(memory + i * tile_floats);
+      PackedArgs& piece = of_piece[i];
+      piece.rows = part_begin(x.rows, pieces, i + 1) - first;
+      piece.out = at(args.out, first * args.out_features, args.dtype);
+      piece.tiles = tiles;
+      for (int64_t row = 0; row < piece.rows; ++row) {
+        convert_to_float_avx2(args.dtype, at(x.data, (first + row) * x.stride, args.dtype),
+                              floats + row * width, x.columns);
+        std::fill(floats + row * width + x.columns, floats + (row + 1) * width, 0.0f);
+      }
+      packed_tiles_amx(args.dtype, piece.rows, width, floats, tiles);
+    }
+  });
+  return run_tiles(of_piece.data(), pieces);
 }
 
 Tensor packed_gemm_cpu(const Tensor& x, const Tensor& raw_quants, const Tensor& raw_scales,
@@ -29,7 +63,7 @@ Tensor packed_gemm_cpu(const Tensor& x, const Tensor& raw_quants, const Tensor& 
   STD_TORCH_CHECK(x.dim() >= 1 && x.size(x.dim() - 1) > 0, "hf_fastpath::packed_gemm: x has no features");
   const RowView view = row_view(x);
   const PackedTensors weight(raw_quants, raw_scales, raw_zeros);
-  const PackedArgs packed = weight.args(view.columns, multiplier, format, op);
+  PackedArgs packed = weight.args(view.columns, multiplier, format, op);
 
   GemmArgs args{};
   args.dtype = dtype_of(x, op);
@@ -40,7 +74,12 @@ Tensor packed_gemm_cpu(const Tensor& x, const Tensor& raw_quants, const Tensor& 
   args.bias = optional_data(bias, bias_holder);
   Tensor out = empty_like_with_sizes(x, sizes_with_last(x, args.out_features));
   args.out = out.mutable_data_ptr();
-  if (use_avx2() && view.rows <= unwidened_rows(args.dtype, packed.form)) {
+  const bool tiled = view.rows > kPackedRows && view.rows <= kMostRowsInTiles && use_packed_tiles(args.dtype);
+  if (tiled) {
+    packed.dtype = args.dtype, packed.bias = args.bias, packed.out = args.out;
+    if (run_tiled(packed, view)) return out;
+  }
+  if (tiled || (use_avx2() && view.rows <= unwidened_rows(args.dtype, packed.form))) {
     const int64_t pieces = (view.rows + kPackedRows - 1) / kPackedRows;
     for (int64_t piece = 0; piece < pieces; ++piece) {
       const int64_t first = part_begin(view.rows, pieces, piece);

@@ -21,4 +21,9 @@ constexpr int64_t groups_of(PackedForm form, int64_t blocks) {
   return form == PackedForm::kFp8 ? 1 : form == PackedForm::kInt4G32 ? blocks * kStretches : blocks;
 }
 
+// Which of a row's scales is that of a block's stretch.
+constexpr int64_t group_of(PackedForm form, int64_t block, int64_t stretch) {
+  return form == PackedForm::kFp8 ? 0 : form == PackedForm::kInt4G32 ? block * kStretches + stretch : block;
+}
+
 }  // namespace hf_fastpath

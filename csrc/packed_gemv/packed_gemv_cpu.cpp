@@ -33,9 +33,7 @@ float step_at(const PackedArgs& args, int64_t n, int64_t b, int64_t place) {
 
 // With the scale.
 float scaled_at(const PackedArgs& args, int64_t n, int64_t b, int64_t place) {
-  const int64_t per_block = args.form == PackedForm::kInt4G32 ? kStretches : 1;
-  const int64_t stretch = weight_at(args.form, place) / kStretch;
-  const int64_t group = args.form == PackedForm::kFp8 ? 0 : b * per_block + stretch % per_block;
+  const int64_t group = group_of(args.form, b, weight_at(args.form, place) / kStretch);
   return step_at(args, n, b, place) * to_float(Half{args.scales[n * args.groups + group]});
 }
 
@@ -100,6 +98,14 @@ PackedGemv* kernel_for(const PackedArgs& args) {
   return use_avx512_vnni() ? packed_gemv_avx512_vnni : packed_gemv_avx512;
 }
 
+// Whether the tiles of AMX are faster: the more so the more rows share a weight that is widened.
+bool faster_in_tiles(DType dtype, PackedForm form, int64_t rows) {
+  if (!use_packed_tiles(dtype)) return false;
+  if (form == PackedForm::kFp8) return rows >= 4;
+  if (form == PackedForm::kInt4) return rows >= (dtype == DType::kBFloat16 ? 5 : 8);
+  return rows >= (dtype == DType::kBFloat16 ? 6 : 12);
+}
+
 // Inputs as the weights lie: to[i] = x[weight_at(form, i)] in every block.
 template <int64_t kWord>
 void order(const float* x, float* to, int64_t blocks) {
@@ -150,19 +156,24 @@ Tensor packed_gemv_cpu(const Tensor& raw, const Tensor& raw_quants, const Tensor
   args.step_blocks = round_up(args.blocks, 4);
   const int64_t width = args.blocks * kPackedBlock;
   const int64_t step_bytes = args.step_blocks * kStepBytes, lanes = args.step_blocks * lanes_of(args.form);
-  float* memory = scratch(args.rows * (2 * width + step_bytes / 4 + 2 * lanes) + 5 * 16);
+  const bool tiled = faster_in_tiles(args.dtype, args.form, args.rows);
+  const int64_t tile_elements = tiled ? packed_tile_elements(args.dtype, args.rows, width) : 0;
+  float* memory = scratch(args.rows * (2 * width + step_bytes / 4 + 2 * lanes) + tile_elements / 2 + 6 * 16);
   float* given = take<float>(memory, args.rows * width);
   const auto convert = use_avx2() ? convert_to_float_avx2 : convert_to_float_portable;
   for (int64_t row = 0; row < args.rows; ++row) {
     convert(args.dtype, at(view.data, row * view.stride, args.dtype), given + row * width, view.columns);
     std::fill(given + row * width + view.columns, given + (row + 1) * width, 0.0f);
   }
-  const int64_t output_bytes = args.row_bytes() + args.groups * (args.zeros != nullptr ? 3 : 2);
-  const int64_t parts =
-      std::min(part_count(args.out_features * output_bytes, kBytesPerPart), args.out_features);
+  if (tiled) {
+    auto* const tiles = take<uint16_t>(memory, tile_elements);
+    packed_tiles_amx(args.dtype, args.rows, width, given, tiles);
+    args.tiles = tiles;
+    if (run_tiles(&args, 1)) return out;
+  }
   const auto run = [&](const PackedArgs& call) {
     PackedGemv* const kernel = kernel_for(call);
-    share_out(args.out_features, parts, 8, least_piece(output_bytes),
+    share_out(args.out_features, output_parts(args), 8, least_piece(args.output_bytes()),
               [&](int64_t begin, int64_t end) { kernel(call, begin, end); });
   };
   float* ordered = take<float>(memory, args.rows * width);

@@ -26,6 +26,7 @@ struct PackedArgs {
   int64_t rows, blocks, out_features;
   // x as the weights lie, [rows, blocks * kPackedBlock], zeros behind the last input.
   const float* x;
+  const uint16_t* tiles;  // or, for packed_gemm_amx, in order, as packed_tiles_amx lays it out
   // x as integers, or null: [rows, step_blocks, kStepBytes]. For quants in bytes int16, the i-th meets the
   // quant at place i. For four bits, int16 whose i-th meets the i / 32-th lowest of the block's 16-bit piece
   // i % 32; or with `split`, steps as 256 * high + low in bytes: high of those that meet the lower halves of
@@ -46,6 +47,7 @@ struct PackedArgs {
   Activation activation;
 
   int64_t row_bytes() const { return blocks * kPackedBlock * bits_of(form) / 8; }
+  int64_t output_bytes() const { return row_bytes() + groups * (zeros != nullptr ? 3 : 2); }
 };
 
 // Computes outputs [begin, end) of every row. The sums of an output do not depend on the range. All but the
@@ -55,6 +57,19 @@ PackedGemv packed_gemv_portable, packed_gemv_avx2, packed_gemv_avx512, packed_ge
 
 // The same for x in float32, with any weight.
 PackedGemv packed_floats_avx2;
+
+// The same of up to so many rows in 16 bits, from args.tiles. False where a sum in float16 is not finite:
+// then what is written may be wrong.
+bool packed_gemm_amx(const PackedArgs& args, int64_t begin, int64_t end);
+constexpr int64_t kMostTiledRows = 64;
+
+// Rows of x, `width` float32 values of `dtype` in order, as bfloat16 [parts, groups of 16 rows, stretches, 16
+// pairs of inputs, 16 rows, 2]. The parts of float16 are its first eight significant bits and the others.
+void packed_tiles_amx(DType dtype, int64_t rows, int64_t width, const float* x, uint16_t* tiles);
+constexpr int64_t tile_parts(DType dtype) { return dtype == DType::kFloat16 ? 2 : 1; }
+constexpr int64_t packed_tile_elements(DType dtype, int64_t rows, int64_t width) {
+  return (rows + 15) / 16 * 16 * width * tile_parts(dtype);
+}
 
 // Rows [begin, end) of the weight in `dtype`, [end - begin, in_features], rounded once: of args what tells of
 // the weight.

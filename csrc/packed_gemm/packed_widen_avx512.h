@@ -1,0 +1,161 @@
+// Weights of 4 or 8 bits as float16 or bfloat16, 32 of a stretch at a time. Included by *_avx512_bf16.cpp
+// only; internal linkage as in avx2_math.h.
+#pragma once
+
+#include "common/avx512_math.h"
+#include "packed_gemv/packed_gemv_cpu.h"
+
+namespace hf_fastpath {
+namespace {
+
+constexpr int kWords = 32;  // 16-bit words of a vector
+
+// 32 values, rounded to 16 bits.
+template <class Element>
+HF_INLINE __m512i rounded(__m512 low, __m512 high) {
+  if constexpr (std::is_same_v<Element, BF16>) {
+    const __m512bh both = _mm512_cvtne2ps_pbh(high, low);
+    __m512i bits;
+    __builtin_memcpy(&bits, &both, sizeof bits);
+    return bits;
+  } else {
+    const __m256i first = _mm512_cvtps_ph(low, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+    const __m256i second = _mm512_cvtps_ph(high, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+    return _mm512_inserti64x4(_mm512_castsi256_si512(first), second, 1);
+  }
+}
+
+// 32 values as kParts vectors of Element. The first of two has bits cut off, and the second is these.
+template <class Element, int kParts>
+HF_INLINE void round_in_parts(__m512 low, __m512 high, __m512i (&to)[kParts]) {
+  if constexpr (kParts == 1) {
+    to[0] = rounded<Element>(low, high);
+  } else {
+    static_assert(std::is_same_v<Element, BF16>);
+    const auto cut = [](__m512 value) {
+      const __m512i kept = _mm512_set1_epi32(static_cast<int>(0xffff0000));
+      return _mm512_castsi512_ps(_mm512_and_si512(_mm512_castps_si512(value), kept));
+    };
+    const __m512 low_kept = cut(low), high_kept = cut(high);
+    to[0] = rounded<Element>(low_kept, high_kept);
+    to[1] = rounded<Element>(_mm512_sub_ps(low, low_kept), _mm512_sub_ps(high, high_kept));
+  }
+}
+
+// ---- quants of four bits: a table of 16 values, twice, for a scale ----
+
+// Byte b of stretch s's words becomes both halves of the dword that its two weights are written to.
+HF_INLINE __m512i nibble_places(int s) {
+  const __m128i lane = _mm_setr_epi8(0, -1, 0, -1, 1, -1, 1, -1, 2, -1, 2, -1, 3, -1, 3, -1);
+  const __m128i moved = _mm_add_epi8(
+      lane, _mm_and_si128(_mm_cmpgt_epi8(lane, _mm_set1_epi8(-1)), _mm_set1_epi8(static_cast<char>(4 * s))));
+  return _mm512_broadcast_i32x4(moved);
+}
+
+// A stretch of a block's 64 bytes, looked up in its table.
+HF_INLINE __m512i nibble_words(__m512i both, int s, __m512i values) {
+  // Only the lowest five bits of a word count, of which the fifth chooses between equal halves.
+  const __m512i bytes = _mm512_shuffle_epi8(both, nibble_places(s));
+  const __m512i places = _mm512_srlv_epi16(bytes, _mm512_set1_epi32(4 << 16));
+  return _mm512_permutexvar_epi16(places, values);
+}
+
+// ---- int8 ----
+
+// A stretch of a block's 128 bytes, times kByteUnit, as each lies in the upper byte of 32 bits.
+constexpr float kByteUnit = 0x1p-24f;
+HF_INLINE void byte_values(__m512i first, __m512i second, int s, __m512 unit, __m512& low, __m512& high) {
+  const __m128i lane =
+      _mm_setr_epi8(-1, -1, -1, 4 * s, -1, -1, -1, 4 * s + 1, -1, -1, -1, 4 * s + 2, -1, -1, -1, 4 * s + 3);
+  const __m512i places = _mm512_broadcast_i32x4(lane);
+  low = _mm512_mul_ps(_mm512_cvtepi32_ps(_mm512_shuffle_epi8(first, places)), unit);
+  high = _mm512_mul_ps(_mm512_cvtepi32_ps(_mm512_shuffle_epi8(second, places)), unit);
+}
+
+// ---- fp8: a table of the 128 values that are not negative ----
+
+struct Fp8Values {
+  __m512i words[4];
+};
+
+template <class Element>
+HF_INLINE Fp8Values fp8_values(float scale) {
+  const __m512 unit = _mm512_set1_ps(scale * 256.0f);  // of float16's bits that are 2^-8 of the value
+  Fp8Values values;
+  for (int i = 0; i < 4; ++i) {
+    alignas(64) uint16_t halves[kWords];
+    for (int j = 0; j < kWords; ++j) halves[j] = static_cast<uint16_t>((i * kWords + j) << 7);
+    const __m512i bits = _mm512_load_si512(halves);
+    values.words[i] =
+        rounded<Element>(_mm512_mul_ps(_mm512_cvtph_ps(_mm512_castsi512_si256(bits)), unit),
+                         _mm512_mul_ps(_mm512_cvtph_ps(_mm512_extracti64x4_epi64(bits, 1)), unit));
+  }
+  return values;
+}
+
+// Stretches 2 * pair and 2 * pair + 1 of a block's 128 bytes, looked up.
+HF_INLINE void fp8_words(__m512i first, __m512i second, int pair, const Fp8Values& values, __m512i (&to)[2]) {
+  const __m512i words =
+      _mm512_add_epi32(_mm512_setr_epi32(0, 4, 8, 12, 16, 20, 24, 28, 1, 5, 9, 13, 17, 21, 25, 29),
+                       _mm512_set1_epi32(2 * pair));
+  const __m512i bytes = _mm512_permutex2var_epi32(first, words, second);
+#pragma GCC unroll 2
+  for (int half = 0; half < 2; ++half) {
+    const __m512i places =
+        _mm512_cvtepu8_epi16(half == 0 ? _mm512_castsi512_si256(bytes) : _mm512_extracti64x4_epi64(bytes, 1));
+    const __m512i low = _mm512_permutex2var_epi16(values.words[0], places, values.words[1]);
+    const __m512i high = _mm512_permutex2var_epi16(values.words[2], places, values.words[3]);
+    const __mmask32 is_high = _mm512_test_epi16_mask(places, _mm512_set1_epi16(64));
+    const __m512i magnitude = _mm512_mask_blend_epi16(is_high, low, high);
+    const __m512i negative = _mm512_slli_epi16(places, 8);
+    to[half] =
+        _mm512_ternarylogic_epi32(magnitude, negative, _mm512_set1_epi16(static_cast<short>(0x8000)), 0xf8);
+  }
+}
+
+// ---- any ----
+
+// A block's words: write(s, part, 32 of stretch s). `scale(s)` is the stretch's, and of fp8, whose values are
+// looked up, is not asked for; `zero` is the quant of the weight 0.
+template <PackedForm kForm, class Element, int kParts, class Scale, class Write>
+HF_INLINE void widen_block(const uint8_t* quants, const Scale& scale, int zero, const Fp8Values& values,
+                           const Write& write) {
+  constexpr int kCount = kStretches;
+  __m512i words[kParts];
+  const __m512i first = _mm512_loadu_si512(quants);
+  if constexpr (bits_of(kForm) == 4) {
+    const __m512 steps = _mm512_sub_ps(_mm512_setr_ps(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15),
+                                       _mm512_set1_ps(static_cast<float>(zero)));
+#pragma GCC unroll 4
+    for (int s = 0; s < kCount; ++s) {
+      if (s == 0 || kForm == PackedForm::kInt4G32) {
+        const __m512 table = _mm512_mul_ps(steps, _mm512_set1_ps(scale(s)));
+        round_in_parts<Element>(table, table, words);
+      }
+      for (int part = 0; part < kParts; ++part) write(s, part, nibble_words(first, s, words[part]));
+    }
+  } else {
+    const __m512i second = _mm512_loadu_si512(quants + 64);
+    if constexpr (kForm == PackedForm::kInt8) {
+      const __m512 unit = _mm512_set1_ps(scale(0) * kByteUnit);
+#pragma GCC unroll 4
+      for (int s = 0; s < kCount; ++s) {
+        __m512 low, high;
+        byte_values(first, second, s, unit, low, high);
+        round_in_parts<Element>(low, high, words);
+        for (int part = 0; part < kParts; ++part) write(s, part, words[part]);
+      }
+    } else {
+      static_assert(kParts == 1);
+#pragma GCC unroll 2
+      for (int pair = 0; pair < kCount / 2; ++pair) {
+        __m512i both[2];
+        fp8_words(first, second, pair, values, both);
+        for (int half = 0; half < 2; ++half) write(2 * pair + half, 0, both[half]);
+      }
+    }
+  }
+}
+
+}  // namespace
+}  // namespace hf_fastpath
