@@ -25,7 +25,7 @@ int64_t unwidened_rows(DType dtype, PackedForm form) {
 }
 
 // Rows up to which the tiles of AMX are faster than a weight that is widened first.
-constexpr int64_t kMostRowsInTiles = 192;
+constexpr int64_t most_rows_in_tiles(DType dtype) { return dtype == DType::kFloat16 ? 512 : 256; }
 
 // In tiles; false where that may be wrong.
 bool run_tiled(PackedArgs args, const RowView& x) {
@@ -74,7 +74,8 @@ Tensor packed_gemm_cpu(const Tensor& x, const Tensor& raw_quants, const Tensor& 
   args.bias = optional_data(bias, bias_holder);
   Tensor out = empty_like_with_sizes(x, sizes_with_last(x, args.out_features));
   args.out = out.mutable_data_ptr();
-  const bool tiled = view.rows > kPackedRows && view.rows <= kMostRowsInTiles && use_packed_tiles(args.dtype);
+  const bool tiled =
+      view.rows > kPackedRows && view.rows <= most_rows_in_tiles(args.dtype) && use_packed_tiles(args.dtype);
   if (tiled) {
     packed.dtype = args.dtype, packed.bias = args.bias, packed.out = args.out;
     if (run_tiled(packed, view)) return out;
