@@ -36,6 +36,7 @@ from transformers import PreTrainedModel
 
 from hf_fastpath import arguments, loader, traffic
 from hf_fastpath.bandwidth import measure_read_bandwidth, read_buffer
+from hf_fastpath.compat import CACHE
 from hf_fastpath.decode.draft_plan import WIDTHS
 from hf_fastpath.patch_state import state_of
 from hf_fastpath.progress import announced
@@ -51,7 +52,7 @@ UNTIMED = 2
 def appends(model: PreTrainedModel, generate: Callable, cache: Any, text: torch.Tensor) -> dict[str, Callable]:
     """Way -> a call that appends the last tokens of ``text``, those that ``cache`` does not hold."""
     new = text[:, cache.get_seq_length() :]
-    calls = {"turn": lambda: generate(text, 1, cache), "forward": lambda: model(new, past_key_values=cache)}
+    calls = {"turn": lambda: generate(text, 1, cache), "forward": lambda: model(new, **{CACHE: cache})}
     state = state_of(model)
     if state is not None:
         part, tokens = state.part_of(model), new[0].tolist()

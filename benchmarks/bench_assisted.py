@@ -28,6 +28,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 import hf_fastpath
 from hf_fastpath import arguments
+from hf_fastpath.compat import CACHE
 from hf_fastpath.decode.draft_plan import WIDTHS, DraftPlan
 
 ENGINES = ("stock", "ours")
@@ -96,7 +97,7 @@ def replay_ms(model: PreTrainedModel, context: int, drafts: int) -> float:
     out = model.generate(
         prompt, max_new_tokens=2, do_sample=False, pad_token_id=0, eos_token_id=None, return_dict_in_generate=True
     )
-    cache, times = out.past_key_values, []
+    cache, times = out[CACHE], []
     with torch.inference_mode():
         plan = state.draft_plan(part, cache, drafts) if drafts else state.plan(part, 1, cache)
         cache.reserve(REPLAYS + max(WIDTHS))

@@ -23,6 +23,7 @@ from transformers import PreTrainedModel
 
 import hf_fastpath
 from hf_fastpath import FastpathCache, arguments
+from hf_fastpath.compat import CACHE
 
 #: ways of generating -> batch, and options of generate()
 WAYS: dict[str, tuple[int, dict]] = {
@@ -42,13 +43,13 @@ def texts(model: PreTrainedModel, way: str, context: int, new_tokens: int, page_
         ids = shapes.prompt(model, batch, context)
         return lambda: model.generate(ids, attention_mask=torch.ones_like(ids), **options | own)
     ids, prefix = shapes.prompt(model, 1, context), FastpathCache(model.config, page_size=page_size)
-    model.generate(ids, past_key_values=prefix, **options | dict(max_new_tokens=1))
+    model.generate(ids, **{CACHE: prefix}, **options | dict(max_new_tokens=1))
 
     def copies() -> None:
         held = [copy.deepcopy(prefix) for _ in range(8)]
         for seed, cache in enumerate(held):
             turn = torch.cat((ids, shapes.prompt(model, 1, 16, seed=seed)), dim=1)
-            model.generate(turn, past_key_values=cache, **options)
+            model.generate(turn, **{CACHE: cache}, **options)
 
     return copies
 

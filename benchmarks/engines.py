@@ -17,6 +17,7 @@ from transformers import AttentionInterface, DynamicCache, PreTrainedModel, Text
 
 import hf_fastpath
 from hf_fastpath import traffic
+from hf_fastpath.compat import CACHE
 from hf_fastpath.patch_state import state_of
 
 #: name of the engine that is a program of its own
@@ -122,7 +123,7 @@ def engine(name: str, model: PreTrainedModel) -> Iterator[Generate]:
         if cache is None and name in KV_DTYPES:
             cache = hf_fastpath.FastpathCache(model.config, KV_DTYPES[name])
         if cache is not None:
-            options["past_key_values"] = cache
+            options[CACHE] = cache
         mask = torch.ones_like(prompt)
         out = model.generate(prompt, attention_mask=mask, max_new_tokens=new_tokens, **options)
         if out.shape[1] != prompt.shape[1] + new_tokens:

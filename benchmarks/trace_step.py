@@ -27,6 +27,7 @@ from measure import DTYPE_NAMES, DTYPES
 import hf_fastpath
 from hf_fastpath import loader, traffic
 from hf_fastpath.bandwidth import measure_read_bandwidth
+from hf_fastpath.compat import CACHE
 from hf_fastpath.decode.plan import DecodePlan
 from hf_fastpath.quantization import FORMATS
 
@@ -112,7 +113,7 @@ def main() -> None:
     part = vars(model)["_hf_fastpath"].part_of(model)
     prompt = torch.randint(0, model.config.vocab_size, (arguments.batch, arguments.context), device="cuda")
     out = model.generate(prompt, max_new_tokens=2, do_sample=False, pad_token_id=0, return_dict_in_generate=True)
-    cache = out.past_key_values
+    cache = out[CACHE]
     with torch.inference_mode():
         plan = DecodePlan(part, arguments.batch, cache.layers[0].k_buffer.dtype)
         cache.reserve(REPLAYS + 16)

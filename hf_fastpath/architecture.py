@@ -60,7 +60,8 @@ class Attention:
         sinks: name of a parameter with one more score for each head, which takes part in the softmax and weighs nothing
             in what it gives; or None.
         pairs: what is turned together: element i and i + half (``"halves"``), or 2i and 2i + 1 (``"neighbors"``).
-        cache: name of the argument in which the forwards of the module and of its layer take the KV cache.
+        cache: name of the argument in which the forwards of the module and of its layer take the KV cache, where it is
+            not that of ``generate()``.
     """
 
     class_name: str
@@ -80,7 +81,7 @@ class Attention:
     softcap: str | None = None
     sinks: str | None = None
     pairs: str = "halves"
-    cache: str = "past_key_values"
+    cache: str | None = None
 
 
 @dataclass(frozen=True)

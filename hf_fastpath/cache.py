@@ -19,8 +19,8 @@ class FastpathCache(Cache):
     """KV cache whose buffers are preallocated, grow by a quarter at most beyond what is needed, and are read by the
     decode kernels.
 
-    It takes the place of ``DynamicCache`` in every way but offloading, and can be passed as ``past_key_values``,
-    kept, deep-copied and continued.
+    It takes the place of ``DynamicCache`` in every way but offloading, and can be passed as ``cache``
+    (``past_key_values`` before transformers 5.24), kept, deep-copied and continued.
 
     Args:
         config: the model's config; None makes full-attention layers as they are first used.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import chain
 from typing import Any
@@ -18,6 +18,7 @@ from transformers import activations
 from transformers.cache_utils import Cache, DynamicCache
 from transformers.generation import GenerationConfig, GenerationMixin, GenerationMode
 from transformers.generation import candidate_generator as candidates
+from transformers.generation.continuous_batching.cache import PagedAttentionCache
 from transformers.generation.logits_process import (
     LogitsProcessor,
     MinPLogitsWarper,
@@ -44,7 +45,7 @@ __all__ = [
 ]
 
 #: versions of transformers whose replaced forwards were compared with ours; others are self-tested by patch()
-TESTED_TRANSFORMERS = ("5.17", "5.23")
+TESTED_TRANSFORMERS = ("5.17", "5.23", "5.24")
 
 
 def transformers_version() -> str:
@@ -53,6 +54,30 @@ def transformers_version() -> str:
 
 
 # ---- caches ---------------------------------------------------------------------------------------------------
+
+_OLD_CACHE = "past_key_values"
+
+
+def _cache_argument() -> str:
+    arguments = inspect.signature(GenerationMixin.prepare_inputs_for_generation).parameters
+    return _OLD_CACHE if _OLD_CACHE in arguments else "cache"
+
+
+#: name of the KV cache among the arguments of ``generate()`` and of forwards, and in their outputs: ``"cache"`` from
+#: 5.24 on, where the old name is still taken, with a warning
+CACHE = _cache_argument()
+
+
+def cache_of(arguments: Mapping[str, Any], own_name: str | None) -> Any:
+    """The KV cache among a forward's arguments, by the name that the module alone gives it, or None: the usual one."""
+    if own_name is not None:
+        return arguments.get(own_name)
+    return arguments.get(CACHE, arguments.get(_OLD_CACHE))
+
+
+def is_continuous_batch(arguments: Mapping[str, Any]) -> bool:
+    """Whether a forward's named arguments are of ``generate_batch()``: several prompts and tokens in one row."""
+    return isinstance(arguments.get("cache"), PagedAttentionCache)
 
 
 def record_past_of(layer: Any) -> bool:
@@ -345,7 +370,7 @@ def new_tokens(input_ids: torch.Tensor, generation_config: Any, model_kwargs: di
     mask = model_kwargs.get("attention_mask")
     # a mask of ones may have been dropped, its length noted
     covered = getattr(generation_config, "_mask_length", -1) if mask is None else mask.shape[1]
-    past_len = model_kwargs["past_key_values"].get_seq_length()
+    past_len = model_kwargs[CACHE].get_seq_length()
     return input_ids[:, past_len:] if covered == input_ids.shape[1] else input_ids
 
 

@@ -16,7 +16,15 @@ from torch import nn
 from . import loader, ops
 from .cache import FastpathCache
 from .cache_layer import FastpathLayer
-from .compat import below_autograd, is_known_code, order_offloading, outputs_are_captured, prefetch_waits
+from .compat import (
+    below_autograd,
+    cache_of,
+    is_continuous_batch,
+    is_known_code,
+    order_offloading,
+    outputs_are_captured,
+    prefetch_waits,
+)
 from .decode import composed, steps
 from .decode.attend import Attention, few_rows, has_tensor_cores, plain_mask
 from .decode.many_rows import ManyRows
@@ -176,7 +184,7 @@ def _over_cache(
         What the fused ops need; a reason code if stock code has to run though it is such a call; None for every
         other call (prompts without a past, no cache), which are stock code's by design.
     """
-    if kwargs.get("cache") is not None:  # continuous batching: several prompts and tokens in one row
+    if is_continuous_batch(kwargs):
         return patch.reason_now(x) or "continuous_batching"
     if x.dim() != 3 or x.shape[1] == 0:
         return None
@@ -184,7 +192,7 @@ def _over_cache(
     if (reason := part.other_reason()) is not None:
         return reason
     named = dict(zip(patch.argument_names, args), **kwargs)
-    cache, index = named.get(part.spec.cache), part.module.layer_idx
+    cache, index = cache_of(named, part.spec.cache), part.module.layer_idx
     length = 0 if cache is None else cache.get_seq_length(index)
     if isinstance(length, int) and length == 0:  # a static cache's lies on the device: it is not brought to the host
         return None
@@ -246,7 +254,7 @@ def _stock_over_cache(patch: ModulePatch, reason: str | None, x: torch.Tensor, a
     """:func:`stock` of an attention module or a layer."""
     if not prefetch_waits():
         named = dict(zip(patch.argument_names, args), **kwargs)
-        order_offloading(named.get(patch.part.architecture.attention.cache), x.device)
+        order_offloading(cache_of(named, patch.part.architecture.attention.cache), x.device)
     return stock(patch.part.module, reason, x, *args, **kwargs)
 
 

@@ -283,7 +283,7 @@ def _loop_reason_now(model: nn.Module, state: PatchState) -> str | None:
 def _prepare_cache(self: nn.Module, generation_config: Any, model_kwargs: dict, generation_mode: Any, *rest, **named):
     """Like the class's own, with a FastpathCache where that would make a plain ``DynamicCache``."""
     state: PatchState = vars(self)[STATE_KEY]
-    users_own = model_kwargs.get("past_key_values") is not None
+    users_own = model_kwargs.get(compat.CACHE) is not None
     result = compat.prepare_cache_stock(self, generation_config, model_kwargs, generation_mode, *rest, **named)
     if not state.enabled:
         return result
@@ -291,11 +291,11 @@ def _prepare_cache(self: nn.Module, generation_config: Any, model_kwargs: dict, 
     ours = compat.is_sample_mode(generation_mode) or (compat.is_assisted_mode(generation_mode) and state.generates)
     if not ours:
         state.fall_back(state.loop_reason or "generation_mode")
-    made = model_kwargs.get("past_key_values")
+    made = model_kwargs.get(compat.CACHE)
     plain = generation_config.cache_implementation in (None, "dynamic") and type(made) is compat.DynamicCache
     if plain and not users_own and _takes_our_cache(self, state):
         made = FastpathCache.from_dynamic(made, state.options.kv_dtype, state.options.page_size)
-        model_kwargs["past_key_values"] = made
+        model_kwargs[compat.CACHE] = made
     if isinstance(made, FastpathCache):
         if not generation_config.is_assistant:  # which is asked for a few tokens at a time
             made.expect(generation_config.max_length)

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from .cache import FastpathCache
-from .compat import Cache, DynamicCache, GenerationConfig, eager_experts
+from .compat import CACHE, Cache, DynamicCache, GenerationConfig, eager_experts
 from .ops.gemv import MAX_ROWS
 from .patch_state import state_of
 from .patching import patch, paused, unpatch
@@ -233,7 +233,7 @@ def decode_logits(
             {} if prompt_mask is None else {"attention_mask": mask[:, :end], "position_ids": positions[:, begin:end]}
         )
         text = input_ids[:, begin:end]
-        return model(text, past_key_values=cache, use_cache=True, logits_to_keep=1, **padding).logits[:, -1]
+        return model(text, **{CACHE: cache}, use_cache=True, logits_to_keep=1, **padding).logits[:, -1]
 
     rows = [forward(0, prefill)]
     if fast:
@@ -261,7 +261,7 @@ def _compare(model: nn.Module, case: _Case, new_tokens: int) -> Row:
 
     def generate(fast: bool) -> torch.Tensor:
         torch.manual_seed(SEED)
-        return model.generate(case.ids, past_key_values=_cache_for(model, fast), **options)
+        return model.generate(case.ids, **{CACHE: _cache_for(model, fast)}, **options)
 
     fast_tokens = generate(True)
     with paused(model):

@@ -21,6 +21,7 @@ from transformers import (
 from transformers.masking_utils import eager_mask
 
 from hf_fastpath import FastpathCache
+from hf_fastpath.compat import CACHE
 from hf_fastpath.ops.kv_cache import dequantized, is_quantized, quantized
 
 
@@ -99,7 +100,7 @@ def walk(
             text[:, past:end],
             attention_mask=mask[:, :end],
             position_ids=positions(mask[:, :end])[:, past:],
-            past_key_values=cache,
+            **{CACHE: cache},
             use_cache=True,
         )
         rows.append(out.logits)

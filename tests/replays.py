@@ -15,6 +15,7 @@ import sys
 
 import torch
 
+from hf_fastpath.compat import CACHE
 from hf_fastpath.quantization import FORMATS
 
 CONTEXT, STEPS = 100, 20
@@ -39,7 +40,7 @@ def differing(
     model = hf_fastpath.patch(build(architecture, **sizes).to(device, dtype), quiet=True, weights=weights)
     ids = prompt(device, batch, CONTEXT)
     out = model.generate(ids, max_new_tokens=2, do_sample=False, return_dict_in_generate=True)
-    cache = out.past_key_values
+    cache = out[CACHE]
     part = vars(model)["_hf_fastpath"].part_of(model)
     start = torch.full((batch,), cache.get_seq_length(), device=device)
     wrong, seen, first = 0, 0, []

@@ -16,6 +16,7 @@ import torch
 from models import CPU, build, pair, prompt
 
 from hf_fastpath import cli, ops
+from hf_fastpath.compat import CACHE
 from hf_fastpath.decode import prompt as prompts
 from hf_fastpath.quantization import FORMATS
 
@@ -116,7 +117,7 @@ def test_filled_caches_are_alike():
         mine = engines.copied_cache(name, cache)
         assert mine.get_seq_length() == 30 and mine is not cache
         options = dict(attention_mask=torch.ones_like(text), max_new_tokens=8, do_sample=False)
-        found.append(model.generate(text, past_key_values=mine, **options))
+        found.append(model.generate(text, **{CACHE: mine}, **options))
     assert torch.equal(*found)
 
 

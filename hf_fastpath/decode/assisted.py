@@ -73,7 +73,7 @@ def decode(
         with state.lock:
             objects = logits_processor, stopping_criteria, generation_config, streamer, generator
             call = _Call(state, model, input_ids, *objects)
-            with settling(model_kwargs["past_key_values"], part):
+            with settling(model_kwargs[compat.CACHE], part):
                 return call.generate(part, model_kwargs, assistant_model)
     state.fall_back(reason)
     return original(
@@ -305,7 +305,7 @@ class _Call:
         self.scores = self.logits if self.plain or not wants else []
 
     def generate(self, part: ModelPart, model_kwargs: dict, assistant: Any) -> Any:
-        cache, positions = model_kwargs["past_key_values"], model_kwargs["position_ids"]
+        cache, positions = model_kwargs[compat.CACHE], model_kwargs["position_ids"]
         cache.activate_past_recording()
         mask = model_kwargs.get("attention_mask")
         starts = None if mask is None else (mask == 0).sum(1)
@@ -395,7 +395,7 @@ class _Call:
         if state is None or not state.enabled or compat.looks_up_drafts(self.generator):
             return _StockDrafts(self.generator, self.device)
         part, cache = state.part_of(assistant), FastpathCache(assistant.config, state.options.kv_dtype)
-        seen = {"past_key_values": cache, "use_cache": True, "position_ids": positions[:, : self.prompt_len]}
+        seen = {compat.CACHE: cache, "use_cache": True, "position_ids": positions[:, : self.prompt_len]}
         reason = step_aside_reason(state, part, self.ids, self.config, False, seen)
         padding = starts if starts is not None and starts.any() else None
         given = prompt.Prompt(self.ids, positions[:, : self.prompt_len], padding)
@@ -445,5 +445,5 @@ class _Call:
             logits=logits if self.config.output_logits else None,
             attentions=None,
             hidden_states=None,
-            past_key_values=cache,
+            **{compat.CACHE: cache},
         )

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 #: what our loops understand of ``model_kwargs``; the tokenizer comes along with stop strings and goes unused
 KNOWN_MODEL_KWARGS = frozenset(
-    {"past_key_values", "use_cache", "attention_mask", "position_ids", "logits_to_keep", "tokenizer"}
+    {compat.CACHE, "use_cache", "attention_mask", "position_ids", "logits_to_keep", "tokenizer"}
 )
 
 
@@ -58,7 +58,7 @@ def step_aside_reason(
     model_kwargs: dict,
 ) -> str | None:
     """The reason code for which this call is left to transformers' loop, or None."""
-    cache = model_kwargs.get("past_key_values")
+    cache = model_kwargs.get(compat.CACHE)
     if state.loop_reason is not None or part is None:
         return state.loop_reason or "class_not_supported"
     if compat.overrides_generation(part.module, part.architecture.module):

@@ -51,7 +51,7 @@ def sample(
     if reason is None:
         with state.lock:  # other threads wait; entered and left in one bytecode, so that no interrupt leaves it held
             loop = _Loop(state, model, input_ids, logits_processor, stopping_criteria, generation_config, streamer)
-            with settling(model_kwargs["past_key_values"], part):
+            with settling(model_kwargs[compat.CACHE], part):
                 return loop.generate(part, model_kwargs)
     state.fall_back(reason)
     before, started = input_ids.shape[1], time.perf_counter()
@@ -130,7 +130,7 @@ class _Loop:
         return torch.cat(ends) if sum(end.numel() for end in ends) <= MAX_EOS_TOKENS else _TOO_MANY
 
     def generate(self, part: ModelPart, model_kwargs: dict) -> Any:
-        cache, position_ids = model_kwargs["past_key_values"], model_kwargs["position_ids"]
+        cache, position_ids = model_kwargs[compat.CACHE], model_kwargs["position_ids"]
         mask = model_kwargs.get("attention_mask")
         starts = None if mask is None else (mask == 0).sum(1)
         next_positions = position_ids[:, -1].expand(self.batch) + 1
@@ -278,5 +278,5 @@ class _Loop:
             logits=tuple(self.logits) if self.config.output_logits else None,
             attentions=None,
             hidden_states=None,
-            past_key_values=cache,
+            **{compat.CACHE: cache},
         )

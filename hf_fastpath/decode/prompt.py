@@ -251,7 +251,7 @@ def read_text(
     Returns:
         [batch, vocab_size] logits of the first token.
     """
-    cache = model_kwargs["past_key_values"]
+    cache = model_kwargs[compat.CACHE]
     alike = repeats(ids, config.num_return_sequences, cache)
     if alike == 1:
         return _read_rows(state, model, part, ids, config, model_kwargs, starts)
@@ -273,7 +273,7 @@ def _read_rows(
     starts: torch.Tensor | None,
 ) -> torch.Tensor:
     """:func:`read_text`, every row of ``ids``."""
-    cache = model_kwargs["past_key_values"]
+    cache = model_kwargs[compat.CACHE]
     tokens = compat.new_tokens(ids, config, model_kwargs)
     positions = model_kwargs["position_ids"][:, -tokens.shape[1] :]
     given = Prompt(tokens, positions, starts if starts is not None and starts.any() else None)

@@ -29,6 +29,7 @@ from transformers import AutoModelForCausalLM
 
 import hf_fastpath
 from hf_fastpath import UnsupportedModelError
+from hf_fastpath.compat import CACHE
 from hf_fastpath.decode import steps
 
 
@@ -137,7 +138,7 @@ def test_hooks_that_only_place_tensors_are_fast(hooks_come, architecture, fused_
     ours = copy.deepcopy(stock)
     if hooks_come == "after_patch":
         hf_fastpath.patch(ours, quiet=True)
-    dispatch_model(ours, places(ours, device, device), skip_keys="past_key_values", force_hooks=True)
+    dispatch_model(ours, places(ours, device, device), skip_keys=CACHE, force_hooks=True)
     assert all(hasattr(module, "_hf_hook") for module in ours.modules() if list(module.parameters(recurse=False)))
     before = instances(ours)
     hf_fastpath.patch(ours, quiet=True)
@@ -145,7 +146,7 @@ def test_hooks_that_only_place_tensors_are_fast(hooks_come, architecture, fused_
     assert_equal_generation(ours, stock)
     cache, ids = hf_fastpath.FastpathCache(ours.config), prompt(device, 2, 9)
     with torch.no_grad():
-        found = [ours(part, past_key_values=cache).logits[:, -1] for part in ids.split((8, 1), dim=1)]
+        found = [ours(part, **{CACHE: cache}).logits[:, -1] for part in ids.split((8, 1), dim=1)]
     torch.testing.assert_close(found[1], stock(ids).logits[:, -1])
     assert len(fused_layers) == 2
     if hooks_come == "before_patch":
@@ -172,7 +173,7 @@ def test_layers_on_two_gpus(architecture, when, two_gpus, fused_layers):
     for model in (stock, ours):
         if model is ours and when == "after_patch":
             hf_fastpath.patch(ours.to(two_gpus[0]), quiet=True)
-        dispatch_model(model, places(model, *two_gpus), main_device=two_gpus[0], skip_keys="past_key_values")
+        dispatch_model(model, places(model, *two_gpus), main_device=two_gpus[0], skip_keys=CACHE)
     hf_fastpath.patch(ours, quiet=True)
     assert hf_fastpath.report(ours).loop == "device"
     ids = prompt(two_gpus[0], 2)
@@ -182,7 +183,7 @@ def test_layers_on_two_gpus(architecture, when, two_gpus, fused_layers):
             found, expected = both(stock, ours, input_ids=ids, return_dict_in_generate=True, **options)
         assert_same_tokens(found.sequences, expected.sequences)
         assert set(counts.reasons) <= {"device", "generation_mode"} and not counts.fast, counts.reasons
-        cache = found.past_key_values
+        cache = found[CACHE]
         assert isinstance(cache, hf_fastpath.FastpathCache)
         assert [layer.k_buffer.device for layer in cache.layers] == list(two_gpus)
         assert fused_layers == [*two_gpus] * 11, "a token did not go through the fused layers"

@@ -12,6 +12,7 @@ from transformers import CLIPVisionConfig, LlavaConfig, LlavaForConditionalGener
 
 import hf_fastpath
 from hf_fastpath import FastpathCache
+from hf_fastpath.compat import CACHE
 
 IMAGE, PATCHES = VOCAB - 1, 4
 
@@ -48,5 +49,5 @@ def test_text_part_is_patched(architecture, images, device):
     with counting(ours) as counts:
         found = ours.generate(**inputs, **GREEDY, return_dict_in_generate=True)
     assert counts.fallback == 40 and "other_cache" not in counts.reasons and counts.reasons["class_not_supported"] == 1
-    assert isinstance(found.past_key_values, FastpathCache)
+    assert isinstance(found[CACHE], FastpathCache)
     assert_same_tokens(found.sequences, stock.generate(**inputs, **GREEDY))

@@ -8,6 +8,7 @@ from models import SHORT, WINDOW, counting, fresh, left_padded, pair, prompt
 from parity import LogitRule, RoundingCache, both, float64_copy, walk
 
 from hf_fastpath import FastpathCache, forwards, ops
+from hf_fastpath.compat import CACHE
 from hf_fastpath.decode import attend
 from hf_fastpath.ops.kv_cache import quantized
 
@@ -107,11 +108,11 @@ def test_other_masks_are_stocks(device, steps_of):
     found = []
     for model, cache in ((stock, None), (ours, FastpathCache(ours.config))):
         with torch.no_grad():
-            past = model(ids[:, :12], use_cache=True, past_key_values=cache).past_key_values
+            past = model(ids[:, :12], use_cache=True, **{CACHE: cache})[CACHE]
             mask = torch.ones(2, 1, 8, 20, dtype=torch.bool, device=device).tril(12)
             mask[:, :, :, 5] = False
             with counting(ours) as counts:
-                found.append(model(ids[:, 12:], attention_mask=mask, past_key_values=past).logits)
+                found.append(model(ids[:, 12:], attention_mask=mask, **{CACHE: past}).logits)
     assert counts.reasons == {"attention_mask": 1} and not steps_of
     torch.testing.assert_close(found[1], found[0])
 

@@ -14,6 +14,7 @@ from transformers import StoppingCriteria, StoppingCriteriaList, TextStreamer
 from transformers.generation import utils as generation_utils
 
 import hf_fastpath
+from hf_fastpath.compat import CACHE
 from hf_fastpath.decode import plan as plan_module
 from hf_fastpath.decode.acceptance import accept
 from hf_fastpath.decode.draft_plan import WIDTHS, DraftPlan
@@ -133,11 +134,11 @@ def test_padding_ends_and_what_is_returned(device):
         assert torch.equal(found.sequences, expected.sequences)
         for rows, wanted in ((found.scores, expected.scores), (found.logits, expected.logits)):
             torch.testing.assert_close(torch.cat(rows), torch.cat(wanted), rtol=1e-3, atol=1e-3)
-        assert found.past_key_values.get_seq_length() == expected.past_key_values.get_seq_length()
+        assert found[CACHE].get_seq_length() == expected[CACHE].get_seq_length()
         more = torch.cat((found.sequences, prompt(device, 1, 3)), dim=1)
         mask = torch.cat((inputs["attention_mask"], torch.ones_like(more[:, 20:])), dim=1)
         again = dict(input_ids=more, attention_mask=mask, max_new_tokens=12, do_sample=False)
-        then = ours.generate(past_key_values=found.past_key_values, **again, **how)
+        then = ours.generate(**{CACHE: found[CACHE]}, **again, **how)
         assert_same_tokens(then, stock.generate(**again), stock, mask)
 
 
@@ -208,7 +209,7 @@ def test_choices_of_a_prompt_lookup(name, device):
     assert_same_tokens(found.sequences, expected.sequences)
     for rows, wanted in ((found.scores, expected.scores), (found.logits, expected.logits)):
         torch.testing.assert_close(torch.cat(rows), torch.cat(wanted), rtol=1e-3, atol=1e-3)
-    assert found.past_key_values.get_seq_length() == expected.past_key_values.get_seq_length()
+    assert found[CACHE].get_seq_length() == expected[CACHE].get_seq_length()
     assert counts.fast == found.sequences.shape[1] - 150 and not counts.reasons
 
 
@@ -320,7 +321,7 @@ def test_an_interrupt_leaves_the_cache_in_one_piece(monkeypatch):
 
     monkeypatch.setattr(DraftPlan, "read", read)
     with pytest.raises(KeyboardInterrupt):
-        ours.generate(past_key_values=cache, prompt_lookup_num_tokens=4, **options)
+        ours.generate(**{CACHE: cache}, prompt_lookup_num_tokens=4, **options)
     assert len({layer.cumulative_length for layer in cache.layers}) == 1
     monkeypatch.setattr(DraftPlan, "read", real)
     found = ours.generate(prompt_lookup_num_tokens=4, **options)

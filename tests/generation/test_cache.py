@@ -14,6 +14,7 @@ from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
 from hf_fastpath import FastpathCache
 from hf_fastpath.cache_layer import CAPACITY_STEP, RING_SLACK, FastpathLayer
+from hf_fastpath.compat import CACHE
 from hf_fastpath.ops.decode_attention import MAX_QUERY_LEN
 from hf_fastpath.ops.kv_cache import LARGEST_QUANT, dequantized, quantized
 
@@ -280,11 +281,11 @@ def test_buffers_never_move_while_a_prompt_is_continued(options, device, monkeyp
     monkeypatch.setattr(FastpathLayer, "_resize", lambda *arguments: (made.append(arguments), resize(*arguments))[1])
     options = dict(max_new_tokens=50, eos_token_id=None, return_dict_in_generate=True, **options)
     out = ours.generate(prompt(device, 1, 300), **options)
-    layers = len(out.past_key_values.layers)
+    layers = len(out[CACHE].layers)
     assert len(made) == layers
     if "num_beams" not in options:
         more = torch.cat((out.sequences, prompt(device, 1, 90)), dim=1)
-        ours.generate(more, past_key_values=out.past_key_values, **options)
+        ours.generate(more, **{CACHE: out[CACHE]}, **options)
         assert len(made) == 2 * layers
 
 
@@ -319,7 +320,7 @@ def test_refuses_gradients_clearly(device):
         cache.update(keys, keys, 0)
     stock, _ = pair("llama", device)
     with pytest.raises(RuntimeError, match="does not record gradients"):
-        stock(prompt(device), past_key_values=FastpathCache(stock.config), use_cache=True)
+        stock(prompt(device), **{CACHE: FastpathCache(stock.config)}, use_cache=True)
 
 
 def test_inference_mode_then_no_grad(device):

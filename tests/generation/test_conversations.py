@@ -22,6 +22,7 @@ from transformers import DynamicCache
 
 import hf_fastpath
 from hf_fastpath import FastpathCache
+from hf_fastpath.compat import CACHE
 
 
 @over_architectures
@@ -50,7 +51,7 @@ def test_conversation_continues(whole, architecture, device):
                 ids = torch.cat((ids, new), dim=1)
                 mask = torch.cat((mask, mask.new_ones(3, ids.shape[1] - mask.shape[1])), dim=1)
             given = ids if whole or cache is None else ids[:, cache.get_seq_length() :]
-            options = dict(past_key_values=cache) if cache is not None else {}
+            options = {CACHE: cache} if cache is not None else {}
             with counting(ours) as counts:
                 out = model.generate(
                     given,
@@ -61,9 +62,9 @@ def test_conversation_continues(whole, architecture, device):
                 )
             if model is ours:
                 assert counts.fast == 27 and not counts.fallback, counts.reasons
-                assert isinstance(out.past_key_values, FastpathCache)
+                assert isinstance(out[CACHE], FastpathCache)
             ids = torch.cat((ids, out.sequences[:, given.shape[1] :]), dim=1)
-            cache = out.past_key_values
+            cache = out[CACHE]
             assert cache.get_seq_length() == ids.shape[1] - 1
         ends.append(ids)
     assert_same_tokens(*ends, stock, left_padded(device, 3, 9)["attention_mask"])
@@ -74,9 +75,9 @@ def test_users_dynamic_cache_is_filled_in_place(device):
     stock, ours = pair("mistral", device)
     caches = [DynamicCache(config=model.config) for model in (ours, stock)]
     with counting(ours) as counts:
-        found = ours.generate(prompt(device), past_key_values=caches[0], **GREEDY)
+        found = ours.generate(prompt(device), **{CACHE: caches[0]}, **GREEDY)
     assert counts.reasons["other_cache"] and not counts.fast
-    assert_same_tokens(found, stock.generate(prompt(device), past_key_values=caches[1], **GREEDY), stock)
+    assert_same_tokens(found, stock.generate(prompt(device), **{CACHE: caches[1]}, **GREEDY), stock)
     assert caches[0].get_seq_length() == caches[1].get_seq_length() == 30
     for a, b in zip(caches[0].layers, caches[1].layers):
         torch.testing.assert_close(a.keys, b.keys)
@@ -88,7 +89,7 @@ def test_users_fastpath_cache_is_fast(architecture, with_config, device):
     stock, ours = pair(architecture, device)
     cache = FastpathCache(ours.config) if with_config else FastpathCache()
     with counting(ours) as counts:
-        found = ours.generate(prompt(device, 2, 25), past_key_values=cache, **GREEDY)
+        found = ours.generate(prompt(device, 2, 25), **{CACHE: cache}, **GREEDY)
     assert counts.fast == 40 and cache.get_seq_length() == 44
     assert_same_tokens(found, stock.generate(prompt(device, 2, 25), **GREEDY), stock)
 
@@ -98,7 +99,7 @@ def test_fastpath_cache_on_a_stock_model(device):
     for architecture in ARCHITECTURES:
         stock, _ = pair(architecture, device)
         cache = FastpathCache(stock.config)
-        found = stock.generate(prompt(device, 2, 25), past_key_values=cache, **GREEDY)
+        found = stock.generate(prompt(device, 2, 25), **{CACHE: cache}, **GREEDY)
         assert_same_tokens(found, stock.generate(prompt(device, 2, 25), **GREEDY), stock)
 
 
@@ -109,11 +110,11 @@ def test_prefix_reuse_with_deepcopied_cache(architecture, device):
     prefix = prompt(device, 1, 20)
     cache = FastpathCache(ours.config)
     with torch.no_grad():
-        ours(prefix, past_key_values=cache, use_cache=True)
+        ours(prefix, **{CACHE: cache}, use_cache=True)
     for seed in (1, 2):
         ids = torch.cat((prefix, prompt(device, 1, 4, seed=seed)), dim=1)
         with counting(ours) as counts:
-            found = ours.generate(ids, past_key_values=copy.deepcopy(cache), **GREEDY)
+            found = ours.generate(ids, **{CACHE: copy.deepcopy(cache)}, **GREEDY)
         assert counts.fast == 20
         assert_same_tokens(found, stock.generate(ids, **GREEDY), stock)
     assert cache.get_seq_length() == 20
@@ -124,11 +125,11 @@ def test_cropped_cache_continues(architecture, device):
     """The user takes back the end of a turn and goes on differently: as if the text had been so from the start."""
     stock, ours = pair(architecture, device)
     out = ours.generate(prompt(device, 2), return_dict_in_generate=True, **GREEDY)
-    cache, kept = out.past_key_values, 22
+    cache, kept = out[CACHE], 22
     cache.crop(kept - cache.get_seq_length())
     ids = torch.cat((out.sequences[:, :kept], prompt(device, 2, 4, seed=3)), dim=1)
     with counting(ours) as counts:
-        found = ours.generate(ids, past_key_values=cache, **GREEDY)
+        found = ours.generate(ids, **{CACHE: cache}, **GREEDY)
     assert counts.fast == 40
     assert_same_tokens(found, stock.generate(ids, **GREEDY), stock)
 
@@ -139,11 +140,11 @@ def test_one_prefix_for_several_rows(architecture, device):
     stock, ours = pair(architecture, device)
     prefix, cache = prompt(device, 1, 20), FastpathCache(ours.config)
     with torch.no_grad():
-        ours(prefix, past_key_values=cache, use_cache=True)
+        ours(prefix, **{CACHE: cache}, use_cache=True)
     cache.batch_repeat_interleave(3)
     ids = torch.cat((prefix.expand(3, -1), prompt(device, 3, 4)), dim=1)
     with counting(ours) as counts:
-        found = ours.generate(ids, past_key_values=cache, **GREEDY)
+        found = ours.generate(ids, **{CACHE: cache}, **GREEDY)
     assert counts.fast == 60
     assert_same_tokens(found, stock.generate(ids, **GREEDY), stock)
 
@@ -154,7 +155,7 @@ def test_cache_of_another_batch_size_gives_a_clear_error_or_stocks(device):
     out = ours.generate(prompt(device, 2), return_dict_in_generate=True, **GREEDY)
     ids = torch.cat((out.sequences, prompt(device, 2, 3)), dim=1)
     with pytest.raises((RuntimeError, ValueError, IndexError)):
-        ours.generate(torch.cat((ids, ids[:1])), past_key_values=out.past_key_values, **GREEDY)
+        ours.generate(torch.cat((ids, ids[:1])), **{CACHE: out[CACHE]}, **GREEDY)
     found = ours.generate(prompt(device, 2), **GREEDY)  # and the model is not stuck
     assert torch.equal(found, out.sequences)
 
@@ -166,7 +167,7 @@ def test_float16_kv_cache(device):
     with hf_fastpath.patched(copy.deepcopy(stock), kv_dtype=torch.float16, quiet=True) as ours:
         out = ours.generate(ids, return_dict_in_generate=True, **GREEDY)
         assert hf_fastpath.report(ours).stats["fast_tokens"] == 20
-    assert {layer.k_buffer.dtype for layer in out.past_key_values.layers} == {torch.float16}
+    assert {layer.k_buffer.dtype for layer in out[CACHE].layers} == {torch.float16}
     assert_same_tokens(out.sequences, stock.generate(ids, **GREEDY))
 
 
@@ -181,6 +182,6 @@ def test_inference_mode_then_no_grad(device):
         with second():
             assert_same_tokens(ours.generate(prompt(device, 2), **GREEDY), expected, stock)
             longer = torch.cat((out.sequences.clone(), prompt(device, 2, 3)), dim=1)
-            found = ours.generate(longer, past_key_values=out.past_key_values, **GREEDY)
+            found = ours.generate(longer, **{CACHE: out[CACHE]}, **GREEDY)
         assert_same_tokens(out.sequences, expected, stock)
         assert_same_tokens(found, stock.generate(longer.clone(), **GREEDY), stock)

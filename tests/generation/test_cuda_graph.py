@@ -12,6 +12,7 @@ from models import ARCHITECTURES, GREEDY, build, counting, fresh, over_architect
 from parity import assert_same_tokens, both
 
 import hf_fastpath
+from hf_fastpath.compat import CACHE
 from hf_fastpath.decode import plan as plan_module
 from hf_fastpath.decode.plan import MAX_EOS_TOKENS, DecodePlan
 from hf_fastpath.verification import decode_logits
@@ -119,8 +120,8 @@ def test_late_end_is_undone(sample, scores, cuda):
             out = model.generate(ids, **options)
             state = torch.cuda.get_rng_state()
             more = torch.cat((out.sequences, prompt(cuda, 2, 3)), dim=1)
-            then = model.generate(more, past_key_values=out.past_key_values, max_new_tokens=10, do_sample=sample)
-            results.append((out, state, out.past_key_values.get_seq_length(), then))
+            then = model.generate(more, **{CACHE: out[CACHE]}, max_new_tokens=10, do_sample=sample)
+            results.append((out, state, out[CACHE].get_seq_length(), then))
         (a, a_state, _, a_then), (b, b_state, _, b_then) = results
         assert_same_tokens(a.sequences, b.sequences, None if sample else stock)
         assert torch.equal(a_state, b_state)

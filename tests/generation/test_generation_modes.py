@@ -19,6 +19,7 @@ from models import (
 from parity import assert_same_tokens, both
 
 import hf_fastpath
+from hf_fastpath.compat import CACHE
 
 
 @pytest.mark.parametrize("options", (dict(), dict(num_beams=1, num_return_sequences=3, do_sample=True)))
@@ -71,7 +72,7 @@ def test_users_own_decode_loop(device):
         while True:
             inputs = model.prepare_inputs_for_generation(
                 input_ids,
-                next_sequence_length=input_ids.shape[1] - model_kwargs["past_key_values"].get_seq_length(),
+                next_sequence_length=input_ids.shape[1] - model_kwargs[CACHE].get_seq_length(),
                 **model_kwargs,
             )
             outputs = model(**inputs, return_dict=True)

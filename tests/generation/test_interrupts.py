@@ -12,6 +12,7 @@ from models import counting, left_padded, over_architectures, pair, prompt
 from parity import assert_same_tokens
 
 from hf_fastpath import FastpathCache
+from hf_fastpath.compat import CACHE
 
 FILES = (
     "decode/calls.py",
@@ -83,13 +84,13 @@ def test_users_cache_after_an_interrupt(architecture, length, with_config, page_
 
     def options() -> dict:
         cache = FastpathCache(ours.config if with_config else None, page_size=page_size)
-        return dict(input_ids=ids, past_key_values=cache, **FEW)
+        return dict(input_ids=ids, **{CACHE: cache}, **FEW)
 
     for given, where in broken_off(ours, options):
-        kept = given["past_key_values"]
+        kept = given[CACHE]
         lengths = {layer.get_seq_length() for layer in kept.layers}
         assert len(lengths) <= 1 and max(lengths, default=0) < text.shape[1], f"{where}: {lengths}"
-        found = ours.generate(torch.cat((text, ids[:, :3]), dim=1), past_key_values=kept, **FEW)
+        found = ours.generate(torch.cat((text, ids[:, :3]), dim=1), **{CACHE: kept}, **FEW)
         assert_same_tokens(found, expected, stock)
 
 
@@ -113,12 +114,12 @@ def test_copies_of_a_prefix_after_an_interrupt():
 
     def options() -> dict:
         kept[:] = [FastpathCache(ours.config, page_size=16)]
-        ours.generate(ids, past_key_values=kept[0], **FEW)
+        ours.generate(ids, **{CACHE: kept[0]}, **FEW)
         kept.append(copy.deepcopy(kept[0]))
-        return dict(input_ids=text, past_key_values=kept[1], **FEW)
+        return dict(input_ids=text, **{CACHE: kept[1]}, **FEW)
 
     for _, where in broken_off(ours, options):
         for cache in kept:
             length = cache.get_seq_length()
             cache.crop(min(0, first.shape[1] - 1 - length))
-            assert_same_tokens(ours.generate(text, past_key_values=cache, **FEW), expected, stock), where
+            assert_same_tokens(ours.generate(text, **{CACHE: cache}, **FEW), expected, stock), where

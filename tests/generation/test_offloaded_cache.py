@@ -13,6 +13,7 @@ from transformers import DynamicCache
 
 import hf_fastpath
 from hf_fastpath import compat
+from hf_fastpath.compat import CACHE
 
 #: what of a model is patched
 OPS = ("all", ("layer",), ("attention",))
@@ -65,7 +66,7 @@ def test_every_layer_waits(architecture, ops, not_awaited, device):
     cache, ids = OffloadingCache(ours.config), prompt(device, 2, 12)
     with torch.no_grad():
         for part in ids.split((7, 1, 1, 3), dim=1):
-            logits = ours(part, past_key_values=cache, use_cache=True).logits
+            logits = ours(part, **{CACHE: cache}, use_cache=True).logits
         expected = stock(ids).logits[:, -3:]
     torch.testing.assert_close(logits, expected)
     assert_waits(cache.log, layers=2)
@@ -75,7 +76,7 @@ def test_every_layer_waits(architecture, ops, not_awaited, device):
 def test_generate_waits(not_awaited, device):
     stock, ours = pair("llama", device)
     cache = OffloadingCache(ours.config)
-    found = ours.generate(prompt(device, 2), past_key_values=cache, **SHORT)
+    found = ours.generate(prompt(device, 2), **{CACHE: cache}, **SHORT)
     assert_same_tokens(found, stock.generate(prompt(device, 2), **SHORT), stock)
     assert_waits(cache.log, layers=2)
 
@@ -85,11 +86,11 @@ def test_nothing_waits_where_transformers_does(monkeypatch, device):
     _, ours = pair("llama", device)
     monkeypatch.setattr(compat, "_PREFETCH_WAITS", True)
     cache = OffloadingCache(ours.config)
-    ours.generate(prompt(device), past_key_values=cache, **SHORT)
+    ours.generate(prompt(device), **{CACHE: cache}, **SHORT)
     assert {what for what, _ in cache.log} == {"brings back"}
     monkeypatch.setattr(compat, "_PREFETCH_WAITS", False)
     monkeypatch.setattr(torch.cuda, "default_stream", lambda device: pytest.fail("a stream was asked for"))
-    ours.generate(prompt(device), past_key_values=DynamicCache(config=ours.config), **SHORT)
+    ours.generate(prompt(device), **{CACHE: DynamicCache(config=ours.config)}, **SHORT)
 
 
 def test_it_is_known_which_versions_wait():

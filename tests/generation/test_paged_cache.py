@@ -14,6 +14,7 @@ from test_cache import Walk, assert_alike, dynamic, over_kinds, random_operation
 
 import hf_fastpath
 from hf_fastpath import FastpathCache
+from hf_fastpath.compat import CACHE
 from hf_fastpath.decode import plan as plan_module
 from hf_fastpath.paged_layer import PagedLayer
 from hf_fastpath.pages import PageTable
@@ -190,12 +191,12 @@ def test_loops_of_the_trained_model(kv_dtype, device):
     for options in (dict(num_beams=4), dict(num_beams=4, num_return_sequences=2, do_sample=True)):
         found, expected = both(unpaged, ours, inputs=ids.view(2, 35), **GREEDY | options)
         assert torch.equal(found, expected)
-    prefix = ours.generate(ids[:, :50], max_new_tokens=1, do_sample=False, return_dict_in_generate=True).past_key_values
+    prefix = ours.generate(ids[:, :50], max_new_tokens=1, do_sample=False, return_dict_in_generate=True)[CACHE]
     for _ in range(2):
-        assert torch.equal(ours.generate(ids, past_key_values=copy.deepcopy(prefix), **GREEDY), plain)
+        assert torch.equal(ours.generate(ids, **{CACHE: copy.deepcopy(prefix)}, **GREEDY), plain)
     cache = FastpathCache(ours.config, None if kv_dtype == "auto" else kv_dtype, SIZE)
-    first = ours.generate(ids, past_key_values=cache, max_new_tokens=15, do_sample=False)
-    assert torch.equal(ours.generate(first, past_key_values=cache, max_new_tokens=25, do_sample=False), plain)
+    first = ours.generate(ids, **{CACHE: cache}, max_new_tokens=15, do_sample=False)
+    assert torch.equal(ours.generate(first, **{CACHE: cache}, max_new_tokens=25, do_sample=False), plain)
 
 
 def test_packed_weights(device):
@@ -227,7 +228,7 @@ def test_beams_share_their_past(device):
     """What beams have in common is there once; the cache of a wide search holds little more than one beam's."""
     ours = paged(build("llama").to(device))
     out = ours.generate(prompt(device, 1, 320), num_beams=4, return_dict_in_generate=True, **GREEDY)
-    used, unshared = pages_of(out.past_key_values)
+    used, unshared = pages_of(out[CACHE])
     assert unshared == 4 * 23 and used <= 20 + 4 * 3
 
 
@@ -235,11 +236,11 @@ def test_copies_of_a_prefix_share_it(device):
     ours = paged(build("llama").to(device))
     text = prompt(device, 1, 320)
     out = ours.generate(text, max_new_tokens=1, do_sample=False, return_dict_in_generate=True)
-    prefix, copies = out.past_key_values, []
+    prefix, copies = out[CACHE], []
     for seed in range(4):
         copies.append(copy.deepcopy(prefix))
         turn = torch.cat((text, prompt(device, 1, 9, seed=seed)), dim=1)
-        ours.generate(turn, past_key_values=copies[-1], max_new_tokens=8, do_sample=False)
+        ours.generate(turn, **{CACHE: copies[-1]}, max_new_tokens=8, do_sample=False)
     counts = prefix.page_counts
     assert counts.unshared == 20 + 4 * 21 and counts.used == 20 + 4
 
@@ -263,5 +264,5 @@ def test_one_plan_serves_all_tables(device, monkeypatch):
     assert len(vars(ours)["_hf_fastpath"].plans) == 1 and given
     assert len(captured) == (device.type == "cuda")
     other = FastpathCache(ours.config, page_size=4 * SIZE)  # of one's own, with other pages: a plan of its own
-    assert_same_tokens(ours.generate(ids, past_key_values=other, **GREEDY), stock.generate(ids, **GREEDY), stock)
+    assert_same_tokens(ours.generate(ids, **{CACHE: other}, **GREEDY), stock.generate(ids, **GREEDY), stock)
     assert len(vars(ours)["_hf_fastpath"].plans) == 2

@@ -13,6 +13,7 @@ from parity import LogitRule, RoundingCache, assert_same_tokens, float64_copy, f
 from torch import nn
 
 import hf_fastpath
+from hf_fastpath.compat import CACHE
 from hf_fastpath.decode import plan as plan_module
 from hf_fastpath.decode.plan import DecodePlan
 from hf_fastpath.verification import decode_logits
@@ -206,7 +207,7 @@ def test_plan_lets_go_of_the_cache(batch, device):
     """Neither registers nor the arguments of recorded calls keep the KV memory after a call."""
     _, ours = fresh("llama", device)
     out = ours.generate(prompt(device, batch), max_new_tokens=3, do_sample=False, return_dict_in_generate=True)
-    buffer = weakref.ref(out.past_key_values.layers[0].k_buffer)
+    buffer = weakref.ref(out[CACHE].layers[0].k_buffer)
     assert plans(ours) and buffer() is not None
     del out
     assert buffer() is None

@@ -10,6 +10,7 @@ from models import SHORT, VOCAB, WINDOW, counting, fresh, heldout_tokens, left_p
 from parity import assert_same_tokens, both
 
 from hf_fastpath import FastpathCache
+from hf_fastpath.compat import CACHE
 from hf_fastpath.decode import prompt as prompts
 from hf_fastpath.decode.draft_plan import DraftPlan
 
@@ -58,9 +59,9 @@ def test_turns_of_a_conversation(architecture, padded, device, read_lengths):
         mask = torch.nn.functional.pad(mask, (0, texts[0].shape[1] - mask.shape[1]), value=1)
         made = []
         for place, model in enumerate((stock, ours)):
-            options = SHORT | dict(return_dict_in_generate=True, past_key_values=caches[place])
+            options = SHORT | dict(return_dict_in_generate=True, **{CACHE: caches[place]})
             made.append(model.generate(texts[place], attention_mask=mask, **options))
-        texts, caches = [out.sequences for out in made], [out.past_key_values for out in made]
+        texts, caches = [out.sequences for out in made], [out[CACHE] for out in made]
         assert_same_tokens(texts[1], texts[0], stock, mask)
     assert read_lengths == [30, 2, 41]  # the last token of a turn is new to the cache
 
@@ -89,12 +90,12 @@ def test_short_turns_are_read_by_a_plan(architecture, padded, device, read_by_pl
         mask = torch.nn.functional.pad(mask, (0, text.shape[1] - mask.shape[1]), value=1)
         given = dict(attention_mask=mask, **options)
         expected, found = (
-            model.generate(text, past_key_values=cache, **given) for model, cache in zip((stock, ours), caches)
+            model.generate(text, **{CACHE: cache}, **given) for model, cache in zip((stock, ours), caches)
         )
         assert_same_tokens(found.sequences, expected.sequences, stock, mask)
         for logits, wanted in zip(found.logits, expected.logits):
             torch.testing.assert_close(logits, wanted, rtol=1e-3, atol=1e-3)
-        text, caches = found.sequences, (expected.past_key_values, found.past_key_values)
+        text, caches = found.sequences, (expected[CACHE], found[CACHE])
         assert caches[1].get_seq_length() == text.shape[1] - 1
     assert read_by_plans == [3, 16, 1, 7]
 
@@ -108,7 +109,7 @@ def test_other_turns_are_prompts(device, read_lengths, read_by_plans):
         cache = FastpathCache(model.config)
         for length in (past, past + new):
             ids = prompt(device, rows, length)
-            model.generate(ids, past_key_values=cache, attention_mask=torch.ones_like(ids), max_new_tokens=1, **inputs)
+            model.generate(ids, **{CACHE: cache}, attention_mask=torch.ones_like(ids), max_new_tokens=1, **inputs)
 
     for model, rows, past, new in ((ours, 1, 9, 17), (ours, 2, 9, 3), (windowed, 1, 64 - 15, 3)):
         turn(model, rows, past, new, do_sample=False)
@@ -116,7 +117,7 @@ def test_other_turns_are_prompts(device, read_lengths, read_by_plans):
     cache = FastpathCache(ours.config)
     for length in (9, 11):
         given = dict(attention_mask=torch.ones(1, length, dtype=torch.long, device=device), max_new_tokens=1)
-        given |= dict(position_ids=positions[:, :length], past_key_values=cache, do_sample=False)
+        given |= dict(position_ids=positions[:, :length], **{CACHE: cache}, do_sample=False)
         ours.generate(prompt(device, 1, length), **given)
     assert read_by_plans == [] and read_lengths == [9, 17, 9, 3, 49, 3, 9, 2]
     turn(windowed, 1, 48, 3, do_sample=False)
@@ -174,9 +175,9 @@ def test_cache_in_another_type(device, read_lengths):
     ids = prompt(device, 2, 40)
     caches = [FastpathCache(ours.config, kv_dtype=torch.float16) for _ in range(2)]
     with torch.no_grad():
-        expected = ours(ids, past_key_values=caches[0]).logits[:, -1]  # a prompt outside of generate()
+        expected = ours(ids, **{CACHE: caches[0]}).logits[:, -1]  # a prompt outside of generate()
     options = dict(max_new_tokens=1, do_sample=False, return_dict_in_generate=True, output_logits=True)
-    found = ours.generate(ids, attention_mask=torch.ones_like(ids), past_key_values=caches[1], **options).logits[0]
+    found = ours.generate(ids, attention_mask=torch.ones_like(ids), **{CACHE: caches[1]}, **options).logits[0]
     assert read_lengths == [40]
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
     for one, other in zip(*(cache.layers for cache in caches)):
@@ -189,7 +190,7 @@ def test_tokens_out_of_the_vocabulary_leave_the_cache(read_lengths):
     ids[0, 3] = VOCAB
     cache = FastpathCache(ours.config)
     with pytest.raises(Exception, match="outside of its table"):
-        ours.generate(ids, attention_mask=torch.ones_like(ids), past_key_values=cache, **SHORT)
+        ours.generate(ids, attention_mask=torch.ones_like(ids), **{CACHE: cache}, **SHORT)
     assert read_lengths == [20] and cache.get_seq_length() == 0
 
 

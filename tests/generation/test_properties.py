@@ -10,6 +10,7 @@ from transformers import DynamicCache
 
 import hf_fastpath
 from hf_fastpath import FastpathCache
+from hf_fastpath.compat import CACHE
 
 hypothesis = pytest.importorskip("hypothesis", reason="hypothesis draws the examples")
 from hypothesis import given, settings  # noqa: E402
@@ -91,7 +92,7 @@ def test_any_conversation(architecture, batch, turns):
         text = torch.cat((text, tokens(batch, new, seed)), dim=1)
         options = dict(max_new_tokens=answer, do_sample=False, attention_mask=torch.ones_like(text))
         with counting(ours) as counts:
-            found = ours.generate(text, past_key_values=cache, **options)
+            found = ours.generate(text, **{CACHE: cache}, **options)
         assert counts.fast == batch * answer and not counts.reasons
         assert_same_tokens(found, stock.generate(text, **options), stock)
         cache.crop(-min(taken_back, cache.get_seq_length() - 1))

@@ -11,7 +11,7 @@ from parity import RoundingCache, forced_logits
 
 import hf_fastpath
 from hf_fastpath import FastpathCache
-from hf_fastpath.compat import eager_experts
+from hf_fastpath.compat import CACHE, eager_experts
 from hf_fastpath.ops.kv_cache import dequantized
 from hf_fastpath.patching import paused
 
@@ -33,8 +33,8 @@ def mean_errors(stock, ours, name, text, prompt_len, **given) -> tuple[float, fl
     """Of logits, ours and stock's over the same quants, against float64."""
     exact = copy.deepcopy(stock).double()
     with eager_experts(exact):
-        ref = forced_logits(exact, text, prompt_len, past_key_values=quantizing(stock, name), **given)
-    same = forced_logits(stock, text, prompt_len, past_key_values=quantizing(stock, name), **given)
+        ref = forced_logits(exact, text, prompt_len, **{CACHE: quantizing(stock, name)}, **given)
+    same = forced_logits(stock, text, prompt_len, **{CACHE: quantizing(stock, name)}, **given)
     found = forced_logits(ours, text, prompt_len, **given)
     return tuple((logits.double() - ref.double()).abs().mean().item() for logits in (found, same))
 
@@ -65,10 +65,10 @@ def test_tokens_of_the_trained_model(name, device):
     ours = patched(stock, name)
     ids = heldout_tokens(60).to(device)
     for batch in (ids, ids.view(3, 20)):
-        expected = stock.generate(batch, past_key_values=quantizing(stock, name), **GREEDY)
+        expected = stock.generate(batch, **{CACHE: quantizing(stock, name)}, **GREEDY)
         out = ours.generate(batch, return_dict_in_generate=True, **GREEDY)
         assert torch.equal(out.sequences, expected)
-        layers = out.past_key_values.layers
+        layers = out[CACHE].layers
         assert {layer.k_buffer.dtype for layer in layers} == {NAMES[name]}
         assert {layer.v_scales.shape for layer in layers} == {layer.v_buffer.shape[:3] for layer in layers}
 
@@ -82,9 +82,9 @@ def test_a_text_may_be_cut_anywhere(name, device):
     for cuts in ((20,), (1, 2, 3, 40), (47,)):
         cache = FastpathCache(ours.config, kv_dtype=NAMES[name])
         for end in (*cuts, 48):
-            out = ours.generate(ids[:, :end], past_key_values=cache, max_new_tokens=1, do_sample=False)
+            out = ours.generate(ids[:, :end], **{CACHE: cache}, max_new_tokens=1, do_sample=False)
             cache.crop(end - cache.get_seq_length()) if cache.get_seq_length() > end else None
-        found = ours.generate(out, past_key_values=cache, max_new_tokens=19, do_sample=False)
+        found = ours.generate(out, **{CACHE: cache}, max_new_tokens=19, do_sample=False)
         assert torch.equal(found, whole.sequences), cuts
     chunked = ours.generate(ids, prefill_chunk_size=7, **GREEDY)
     assert torch.equal(chunked, whole.sequences)
@@ -99,11 +99,11 @@ def test_other_loops(name, device):
     for options in ({"prompt_lookup_num_tokens": 4}, {"assistant_model": copy.deepcopy(stock)}):
         assert torch.equal(ours.generate(ids, **options, **GREEDY), plain), options
     beams = dict(num_beams=3, **SHORT)
-    expected = stock.generate(ids, past_key_values=quantizing(stock, name), **beams)
+    expected = stock.generate(ids, **{CACHE: quantizing(stock, name)}, **beams)
     assert torch.equal(ours.generate(ids, **beams), expected)
-    prefix = ours.generate(ids[:, :30], max_new_tokens=1, do_sample=False, return_dict_in_generate=True).past_key_values
+    prefix = ours.generate(ids[:, :30], max_new_tokens=1, do_sample=False, return_dict_in_generate=True)[CACHE]
     for _ in range(2):
-        assert torch.equal(ours.generate(ids, past_key_values=copy.deepcopy(prefix), **GREEDY), plain)
+        assert torch.equal(ours.generate(ids, **{CACHE: copy.deepcopy(prefix)}, **GREEDY), plain)
 
 
 @over_names
@@ -115,9 +115,7 @@ def test_stock_code_reads_what_the_kernels_wrote(name, device):
     first = ours.generate(ids, max_new_tokens=10, do_sample=False, return_dict_in_generate=True)
     assert torch.equal(first.sequences, whole[:, :50])
     with paused(ours):
-        second = ours.generate(
-            first.sequences, past_key_values=first.past_key_values, max_new_tokens=10, do_sample=False
-        )
+        second = ours.generate(first.sequences, **{CACHE: first[CACHE]}, max_new_tokens=10, do_sample=False)
     assert torch.equal(second, whole)
 
 
@@ -129,7 +127,7 @@ def test_left_padded_batches(name, device):
     mask = torch.ones_like(ids)
     mask[1, :5], mask[2, :12] = 0, 0
     given = dict(attention_mask=mask, **GREEDY)
-    expected = stock.generate(ids, past_key_values=quantizing(stock, name), **given)
+    expected = stock.generate(ids, **{CACHE: quantizing(stock, name)}, **given)
     assert torch.equal(ours.generate(ids, **given), expected)
 
 
@@ -138,7 +136,7 @@ def test_bytes_a_position(name, device):
     """One a value and two a head."""
     ours = patched(build("llama").to(device), name)
     out = ours.generate(prompt(device), return_dict_in_generate=True, **SHORT)
-    for layer in out.past_key_values.layers:
+    for layer in out[CACHE].layers:
         heads = layer.batch_size * layer.k_buffer.shape[1] * layer.capacity
         assert sum(buffer.nbytes for buffer in layer.buffers) == 2 * heads * (layer.k_buffer.shape[3] + 2)
 

@@ -8,6 +8,8 @@ from models import GREEDY, counting, over_architectures, pair, prompt, tokenizer
 from parity import assert_same_tokens, both
 from transformers import LogitsProcessor, LogitsProcessorList, StoppingCriteria, StoppingCriteriaList
 
+from hf_fastpath.compat import CACHE
+
 
 def chosen_token(stock, ids: torch.Tensor, step: int, row: int = 0) -> int:
     """The token that stock generates greedily at ``step``."""
@@ -34,7 +36,7 @@ def test_eos_at_any_step(step, device):
     options = dict(max_new_tokens=20, do_sample=False, eos_token_id=chosen_token(stock, ids, step))
     found, expected = both(stock, ours, input_ids=ids, **options, return_dict_in_generate=True)
     assert_same_tokens(found.sequences, expected.sequences, stock)
-    lengths = [r.past_key_values.get_seq_length() for r in (found, expected)]
+    lengths = [r[CACHE].get_seq_length() for r in (found, expected)]
     assert lengths[0] == lengths[1], "the returned cache must not hold tokens past the end"
 
 

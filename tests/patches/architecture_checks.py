@@ -17,6 +17,7 @@ from transformers import DynamicCache
 
 import hf_fastpath
 from hf_fastpath.architecture import architectures
+from hf_fastpath.compat import CACHE
 from hf_fastpath.registry import FLOAT_DTYPES
 
 #: positions that the logit rule compares, over all random models of a case
@@ -111,10 +112,10 @@ def chunked(golden: Golden, rule: LogitRule) -> None:
     found = []
     for model in (golden.ours, golden.stock):
         cache = hf_fastpath.FastpathCache(model.config) if model is golden.ours else DynamicCache(config=model.config)
-        once = forced_logits(model, text[:, : first + steps], first, past_key_values=cache, prefill_chunk_size=chunk)
+        once = forced_logits(model, text[:, : first + steps], first, **{CACHE: cache}, prefill_chunk_size=chunk)
         # generate() has not fed the token it chose last, so the cache ends where the forced text does
         assert cache.get_seq_length() == first + steps
-        again = forced_logits(model, text, turn, past_key_values=cache)
+        again = forced_logits(model, text, turn, **{CACHE: cache})
         found.append(torch.cat((once, again), dim=1))
     expected = (ref[:, first - 1 : first + steps], ref[:, turn - 1 :])
     rule.add(*found, torch.cat(expected, dim=1))

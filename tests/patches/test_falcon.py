@@ -8,6 +8,7 @@ from parity import assert_same_tokens
 
 import hf_fastpath
 from hf_fastpath import traffic
+from hf_fastpath.compat import CACHE
 from hf_fastpath.decode import steps
 
 globals().update(architecture_tests("falcon"))
@@ -56,7 +57,7 @@ def test_falcon_alibi_runs_stock(device):
 @pytest.mark.parametrize("changes", ({}, OLD, OLD | {"multi_query": False, "num_kv_heads": 4}))
 def test_falcon_kv_bytes_are_those_of_the_cache(changes):
     model = build("falcon", **changes)
-    cache = model(prompt(CPU, 1, 9), use_cache=True).past_key_values
+    cache = model(prompt(CPU, 1, 9), use_cache=True)[CACHE]
     held = sum(layer.keys.nbytes + layer.values.nbytes for layer in cache.layers)
     assert traffic.kv_bytes(model.config, 9, torch.float32) == held
 
@@ -67,7 +68,7 @@ def test_falcon_makes_a_mask_for_every_token(device):
     stock, ours = fresh("falcon", device)
     cache, ids = hf_fastpath.FastpathCache(ours.config), prompt(device, 2, 9)
     with counting(ours) as counts:
-        found = [ours(part, past_key_values=cache).logits[:, -1] for part in ids.split((8, 1), dim=1)]
+        found = [ours(part, **{CACHE: cache}).logits[:, -1] for part in ids.split((8, 1), dim=1)]
     assert set(counts.reasons) == {"attention_mask"}
     torch.testing.assert_close(found[1], stock(ids).logits[:, -1])
     with counting(ours) as counts:
@@ -83,7 +84,7 @@ def test_falcon_layers_without_a_mask(monkeypatch):
     monkeypatch.setattr(steps, "decoder_layer", lambda *given: fused.append(0) or decoder_layer(*given))
     for model in fresh("falcon"):
         cache = hf_fastpath.FastpathCache(model.config)
-        model(prompt(CPU, 1, 9), past_key_values=cache)
+        model(prompt(CPU, 1, 9), **{CACHE: cache})
         x = torch.linspace(-1, 1, 160).view(1, 1, 160)
         angles = model.transformer.rotary_emb(x, torch.tensor([[9]]))
         outputs.append(

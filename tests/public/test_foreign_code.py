@@ -22,6 +22,7 @@ from transformers.utils import ModelOutput
 
 import hf_fastpath
 from hf_fastpath import FallbackError
+from hf_fastpath.compat import CACHE
 
 
 def decode_modules(model: nn.Module) -> list[str]:
@@ -153,7 +154,7 @@ def test_module_in_the_place_of_one(architecture, name, when, device):
     ids = prompt(device, 2, 9)
     expected = stock(ids).logits[:, -1]
     for cache in (DynamicCache(config=ours.config), hf_fastpath.FastpathCache(ours.config)):
-        found = [ours(part, past_key_values=cache).logits[:, -1] for part in ids.split((8, 1), dim=1)]
+        found = [ours(part, **{CACHE: cache}).logits[:, -1] for part in ids.split((8, 1), dim=1)]
         torch.testing.assert_close(found[1], expected, rtol=1e-4, atol=1e-4)
 
 
@@ -329,7 +330,7 @@ def test_overridden_method_of_generate(place, name, monkeypatch, device):
         with counting(ours) as counts:
             tokens = model.generate(prompt(device), return_dict_in_generate=True, **SHORT)
         assert (model is ours) == bool(counts.reasons["generation_method"]) and not counts.fast
-        made.append((tokens.sequences.tolist(), type(tokens.past_key_values), len(calls)))
+        made.append((tokens.sequences.tolist(), type(tokens[CACHE]), len(calls)))
         calls.clear()
     assert made[0] == made[1] and made[0][2] >= 12
     if place == "instance":

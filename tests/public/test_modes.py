@@ -12,6 +12,7 @@ from parity import assert_equal_generation, assert_same_tokens, rng_state
 from transformers import StaticCache
 
 import hf_fastpath
+from hf_fastpath.compat import CACHE
 
 # ---- modes -------------------------------------------------------------------------------------------------
 
@@ -78,9 +79,9 @@ def test_compiled_steps_over_a_static_cache_have_no_graph_break(architecture):
     ids, cache = prompt(CPU, 2), StaticCache(config=ours.config, max_cache_len=16)
     compiled = torch.compile(ours, backend="eager", fullgraph=True)
     with torch.no_grad():
-        ours(ids[:, :-1], past_key_values=cache)
+        ours(ids[:, :-1], **{CACHE: cache})
         positions = torch.tensor([[ids.shape[1] - 1]])
-        found = compiled(ids[:, -1:], past_key_values=cache, position_ids=positions).logits
+        found = compiled(ids[:, -1:], **{CACHE: cache}, position_ids=positions).logits
         torch.testing.assert_close(found[:, -1], stock(ids).logits[:, -1])
     torch._dynamo.reset()
 

@@ -33,6 +33,7 @@ from transformers.models.llama import modeling_llama
 
 import hf_fastpath
 from hf_fastpath import loader
+from hf_fastpath.compat import CACHE
 from hf_fastpath.forwards import KEY
 from hf_fastpath.patching import paused
 from hf_fastpath.reasons import REASONS
@@ -246,7 +247,7 @@ PROVOKED: dict[str, Callable[..., Iterable[str | None]]] = {
     "attention_outputs": lambda: generating(output_hidden_states=True, return_dict_in_generate=True),
     "batch_size": lambda: generating(input_ids=IDS.repeat(65, 1)),
     "no_cache": lambda: generating(use_cache=False),
-    "other_cache": lambda: generating(past_key_values=DynamicCache()),
+    "other_cache": lambda: generating(**{CACHE: DynamicCache()}),
     "continuous_batching": continuous_batching,
     "window_not_paged": lambda: generating(hf_fastpath.patch(build("mistral"), page_size=16, quiet=True)),
     "position_ids": lambda: generating(position_ids=torch.zeros(1, 1, 11, dtype=torch.long)),
