@@ -6,11 +6,13 @@ import re
 from pathlib import Path
 
 import pytest
-from models import CPU, assert_same_instances, build, instances, require_native
+import torch
+from models import CPU, assert_same_instances, build, fresh, instances, prompt, require_native
 from transformers.models.llama import modeling_llama
 
 import hf_fastpath
 from hf_fastpath import UnsupportedModelError, compat, selftest
+from hf_fastpath.decode import steps
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -29,6 +31,12 @@ def untested(monkeypatch):
 def test_oldest_version_is_a_tested_one():
     oldest = re.search(r'"transformers>=([\d.]+)"', (ROOT / "pyproject.toml").read_text()).group(1)
     assert oldest == compat.TESTED_TRANSFORMERS[0]
+
+
+def test_newest_version_of_the_tests_is_a_tested_one():
+    """So that a release that breaks something is met when it is tried on purpose, not in the middle of other work."""
+    major, minor = re.search(r'"transformers<(\d+)\.(\d+)"', (ROOT / "pyproject.toml").read_text()).groups()
+    assert f"{major}.{int(minor) - 1}" == compat.TESTED_TRANSFORMERS[-1]
 
 
 def test_tested_version_needs_no_self_test(monkeypatch):
@@ -56,3 +64,21 @@ def test_untested_version_that_computes_otherwise_is_declined(untested, monkeypa
         hf_fastpath.patch(model, quiet=True)
     assert untested == [model]
     assert_same_instances(instances(model), before)
+
+
+@torch.no_grad()
+@pytest.mark.filterwarnings("ignore:.*past_key_values:FutureWarning")
+def test_layers_take_the_cache_by_its_old_name(monkeypatch):
+    """As code passes it that was written before 5.24, and that 5.24 still understands."""
+    require_native(CPU)
+    outputs, fused, decoder_layer = [], [], steps.decoder_layer
+    monkeypatch.setattr(steps, "decoder_layer", lambda *given: fused.append(0) or decoder_layer(*given))
+    for model in fresh("llama"):
+        cache = hf_fastpath.FastpathCache(model.config)
+        model(prompt(CPU, 1, 9), **{compat.CACHE: cache})
+        x = torch.linspace(-1, 1, model.config.hidden_size).view(1, 1, -1)
+        angles = model.model.rotary_emb(x, torch.tensor([[9]]))
+        outputs.append(model.model.layers[0](x, past_key_values=cache, position_embeddings=angles))
+        assert cache.get_seq_length(0) == 10
+    assert len(fused) == 1
+    torch.testing.assert_close(*outputs)
