@@ -19,6 +19,16 @@ constexpr int64_t kCacheLineBytes = 64;
 
 HF_INLINE int64_t min_of(int64_t a, int64_t b) { return a < b ? a : b; }
 
+// Whether the CPU's own prefetchers follow a few streams of memory on and on, as AMD's do: what is asked for
+// a page ahead is in their way there. Intel's stop at the end of a page.
+HF_INLINE bool follows_streams() {
+  static const bool value = __builtin_cpu_is("amd");
+  return value;
+}
+
+// Bytes ahead in a stream that a kernel asks for what it will read, and where the CPU does not follow it.
+HF_INLINE int64_t read_ahead_bytes(int64_t unfollowed = 2048) { return follows_streams() ? 256 : unfollowed; }
+
 // Copies `count` 16-bit values (1 to 7) into a zeroed register without touching what lies behind them.
 HF_INLINE __m128i load_partial_16(const uint16_t* from, int64_t count) {
   alignas(16) uint16_t buffer[8] = {};

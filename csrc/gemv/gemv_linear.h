@@ -16,9 +16,6 @@ namespace {
 // often.
 constexpr int kFewStreams = 4, kRowStreams = 6;
 constexpr int64_t kFewRows = 2;
-// How far ahead in its stream a row is prefetched: past the end of a page, where the hardware prefetchers
-// stop.
-constexpr int64_t kRowAheadBytes = 2048;
 // Bytes of a row of x that make a block: the rows stay in the first-level cache while the streams pass over
 // them in turn. A block's sums are one chain of float32 before they are added to the total: short chains
 // round less.
@@ -135,7 +132,7 @@ void dot_tile(const LinearArgs& args, TileRows<Element, kTile> w, float* const (
   }
   constexpr int kMost = kTile == kFewStreams ? kFewRows : Vector::kRows;
   const int64_t groups = (args.rows + kMost - 1) / kMost;
-  const int64_t ahead = args.ahead != 0 ? args.ahead : kRowAheadBytes;
+  const int64_t ahead = args.ahead != 0 ? args.ahead : read_ahead_bytes();
   for (int64_t k = 0; k < args.in_features; k += kBlock) {
     const int64_t n = min_of(kBlock, args.in_features - k);
     for (int64_t g = 0, m = 0; g < groups; ++g) {

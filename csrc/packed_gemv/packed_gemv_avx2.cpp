@@ -261,10 +261,7 @@ void float_rows(const PackedArgs& args, const Row (&row)[kS], float* const (&y)[
   for (int64_t b = 0; b < args.blocks; ++b) {
     for (int r = 0; r < kS; ++r) {
       constexpr int64_t kBytes = kPackedBlock * bits_of(kForm) / 8;
-      for (int64_t line = 0; line < kBytes; line += kCacheLineBytes) {
-        _mm_prefetch(reinterpret_cast<const char*>(row[r].quants + b * kBytes + line + kAheadBytes),
-                     _MM_HINT_T0);
-      }
+      prefetch_quants(row[r].quants + b * kBytes + read_ahead_bytes(), kBytes);
       widen<kForm>(row[r], b, weights);
       for (int64_t m = 0; m < args.rows; ++m) {
         const float* x = args.x + (m * args.blocks + b) * kPackedBlock;

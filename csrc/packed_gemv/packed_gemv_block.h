@@ -24,8 +24,9 @@ namespace hf_fastpath {
 namespace {
 
 constexpr int kStreams = 4;
-constexpr int64_t kAheadBytes = 2048;       // prefetched in each stream
-constexpr int64_t kScalesAheadBytes = 512;  // and of its scales
+// Of one row of x, which leaves the most time for reading, where the CPU follows them.
+constexpr int kFollowedStreams = 2;
+constexpr int64_t kScalesAheadBytes = 512;  // prefetched in each stream
 constexpr int64_t kRun = 16;  // outputs of a stream before bias and activation are applied to them
 
 // Where a stream's weight row is.
@@ -45,9 +46,9 @@ using Constant = std::integral_constant<int, kValue>;
 
 HF_INLINE float half_to_float(uint16_t bits) { return _mm_cvtss_f32(_mm_cvtph_ps(_mm_cvtsi32_si128(bits))); }
 
-HF_INLINE void prefetch_quants(const uint8_t* quants, int64_t bytes) {
+HF_INLINE void prefetch_quants(const uint8_t* ahead, int64_t bytes) {
   for (int64_t line = 0; line < bytes; line += kCacheLineBytes) {
-    _mm_prefetch(reinterpret_cast<const char*>(quants + line + kAheadBytes), _MM_HINT_T0);
+    _mm_prefetch(reinterpret_cast<const char*>(ahead + line), _MM_HINT_T0);
   }
 }
 
@@ -110,7 +111,7 @@ void integer_tile(const PackedArgs& args, const Row* row, int64_t first_row, flo
 #pragma GCC unroll 4
     for (int m = 0; m < kM; ++m) sum[r][m] = Isa::zero();
   }
-  const int64_t stride = args.step_blocks;
+  const int64_t stride = args.step_blocks, ahead = read_ahead_bytes();
   const auto* all_steps = static_cast<const char*>(args.steps) + first_row * stride * kStepBytes;
   const float* all_sizes = args.step_sizes + first_row * stride * kLanes;
   const float* all_offsets = args.step_offsets + first_row * stride * kLanes;
@@ -121,7 +122,7 @@ void integer_tile(const PackedArgs& args, const Row* row, int64_t first_row, flo
 #pragma GCC unroll 4
     for (int r = 0; r < kS; ++r) {
       const uint8_t* quants = row[r].quants + b * kBytes;
-      prefetch_quants(quants, kBlocks * kBytes);
+      prefetch_quants(quants + ahead, kBlocks * kBytes);
       Total total[kUnit][kM];
 #pragma GCC unroll 4
       for (int i = 0; i < kUnit; ++i) {
@@ -195,7 +196,7 @@ constexpr int64_t kChain = 4 * kPackedBlock;
 
 template <class Isa, PackedForm, int kS, int kM>
 void fp8_tile(const PackedArgs& args, const Row* row, int64_t first_row, float* const* y) {
-  const int64_t width = args.blocks * kPackedBlock;
+  const int64_t width = args.blocks * kPackedBlock, ahead = read_ahead_bytes();
   const float* x = args.x + first_row * width;
   typename Isa::Floats total[kS][kM], sum[kS][kM];
   for (int r = 0; r < kS; ++r) {
@@ -210,7 +211,7 @@ void fp8_tile(const PackedArgs& args, const Row* row, int64_t first_row, float* 
     const int64_t end = min_of(width, begin + kChain);
     for (int64_t line = begin; line < end; line += kCacheLineBytes) {
 #pragma GCC unroll 4
-      for (int r = 0; r < kS; ++r) prefetch_quants(row[r].quants + line, kCacheLineBytes);
+      for (int r = 0; r < kS; ++r) prefetch_quants(row[r].quants + line + ahead, kCacheLineBytes);
 #pragma GCC unroll 4
       for (int64_t i = line; i < line + kCacheLineBytes; i += 32) {
 #pragma GCC unroll 4
@@ -306,9 +307,17 @@ int64_t streams(const PackedArgs& args, int64_t begin, int64_t end, const Tile& 
 
 template <class Isa, PackedForm kForm>
 void range_of(const PackedArgs& args, int64_t begin, int64_t end) {
-  begin = streams<kStreams>(
-      args, begin, end, [&](const auto& row, const auto& y) { tile<Isa, kForm, kStreams>(args, row, y); });
-  streams<1>(args, begin, end, [&](const auto& row, const auto& y) { tile<Isa, kForm, 1>(args, row, y); });
+  const auto as = [&](auto count) {
+    constexpr int kS = decltype(count)::value;
+    begin = streams<kS>(args, begin, end,
+                        [&](const auto& row, const auto& y) { tile<Isa, kForm, kS>(args, row, y); });
+  };
+  if (kForm != PackedForm::kFp8 && args.rows == 1 && follows_streams()) {
+    as(Constant<kFollowedStreams>());
+  } else {
+    as(Constant<kStreams>());
+  }
+  as(Constant<1>());
 }
 
 template <class Isa>
