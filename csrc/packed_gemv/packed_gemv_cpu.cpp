@@ -183,7 +183,7 @@ Tensor packed_gemv_cpu(const Tensor& raw, const Tensor& raw_quants, const Tensor
                                                     count * args.blocks);
   };
   if (use_avx2() && args.dtype != DType::kFloat32 && args.form != PackedForm::kFp8) {
-    args.split = !use_avx512();
+    args.split = !use_avx512() || use_avx512_vnni();  // in bytes, but for products of int16 without VNNI
     char* steps = take<char>(memory, args.rows * step_bytes);
     float* step_sizes = take<float>(memory, args.rows * lanes);
     float* step_offsets = take<float>(memory, args.rows * lanes);
