@@ -56,16 +56,11 @@ def transformers_version() -> str:
 # ---- caches ---------------------------------------------------------------------------------------------------
 
 _OLD_CACHE = "past_key_values"
-
-
-def _cache_argument() -> str:
-    arguments = inspect.signature(GenerationMixin.prepare_inputs_for_generation).parameters
-    return _OLD_CACHE if _OLD_CACHE in arguments else "cache"
-
-
 #: name of the KV cache among the arguments of ``generate()`` and of forwards, and in their outputs: ``"cache"`` from
 #: 5.24 on, where the old name is still taken, with a warning
-CACHE = _cache_argument()
+CACHE = (
+    "cache" if "cache" in inspect.signature(GenerationMixin.prepare_inputs_for_generation).parameters else _OLD_CACHE
+)
 
 
 def cache_of(arguments: Mapping[str, Any], own_name: str | None) -> Any:

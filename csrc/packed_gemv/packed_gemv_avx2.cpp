@@ -5,8 +5,8 @@
 //   fp8, weights are widened to float32. Quants of four bits meet these steps as two bytes each, 256 * high
 //   + low: unpacking 32 of them takes one or two instructions then, and sums of four products fit 16 bits.
 //   packed_gemv_block.h has the products, for 16 values as two vectors of eight here.
-// Work split: a thread takes a range of outputs and walks it as four streams, see gemv_avx2.cpp; up to four
-//   rows of x share a block's quants.
+// Work split: a thread takes a range of outputs and walks it as four streams, or two of one row where
+//   the CPU follows them, see gemv_avx2.cpp; up to four rows of x share a block's quants.
 // Traffic: quants, scales and zeros once; x, bias and outputs are small.
 // Roofline: read bandwidth for one row of x, then instructions. All matrices of TinyLlama one after the
 //   other, two threads, R = 30 to 31 GB/s, Xeon with AMX, 2026-11, of R, for one row and four in float16:
@@ -254,6 +254,7 @@ HF_INLINE void widen(const Row& row, int64_t b, float* to) {
 template <PackedForm kForm, int kS>
 void float_rows(const PackedArgs& args, const Row (&row)[kS], float* const (&y)[kS]) {
   alignas(32) float weights[kPackedBlock];
+  const int64_t ahead = read_ahead_bytes();
   __m256 total[kS][kPackedRows];
   for (int r = 0; r < kS; ++r) {
     for (int64_t m = 0; m < args.rows; ++m) total[r][m] = _mm256_setzero_ps();
@@ -261,7 +262,7 @@ void float_rows(const PackedArgs& args, const Row (&row)[kS], float* const (&y)[
   for (int64_t b = 0; b < args.blocks; ++b) {
     for (int r = 0; r < kS; ++r) {
       constexpr int64_t kBytes = kPackedBlock * bits_of(kForm) / 8;
-      prefetch_quants(row[r].quants + b * kBytes + read_ahead_bytes(), kBytes);
+      prefetch_quants(row[r].quants + b * kBytes + ahead, kBytes);
       widen<kForm>(row[r], b, weights);
       for (int64_t m = 0; m < args.rows; ++m) {
         const float* x = args.x + (m * args.blocks + b) * kPackedBlock;

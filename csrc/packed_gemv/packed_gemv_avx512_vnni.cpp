@@ -3,7 +3,8 @@
 // Work split: as in packed_gemv_avx2.cpp.
 // Traffic: quants, scales and zeros once.
 // Roofline: read bandwidth for one row of x, then instructions. Of R as in packed_gemv_avx2.cpp, for one row
-//   and four in float16: int8 98 and 86 %, fp8 94 and 59, int4 88 and 45, int4_g32 91 and 53.
+//   and four in float16: int8 98 and 86 %, fp8 94 and 59; four bits when they were products of int16, int4 88
+//   and 45, int4_g32 91 and 53.
 #include "packed_gemv/packed_gemv_avx512.h"
 
 namespace hf_fastpath {
