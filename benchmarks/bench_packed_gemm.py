@@ -1,15 +1,15 @@
-"""Prompt benchmark: a layer's products of many rows with quantized weights, beside PyTorch's with unquantized ones.
+"""Prompt benchmark: a layer's products of many rows with quantized weights, beside those with unquantized ones.
 
     python benchmarks/bench_packed_gemm.py --model mistral-7b --dtype fp16 bf16 --rows 17 64 256 1024 4096 --csv
     python benchmarks/bench_packed_gemm.py --whole --dtype fp16 bf16 --rows 512 1024 2048 --formats int8
 
 Method. Each of the four products of a layer with a gated MLP (q, k, v; output; gate and up; down) by itself:
-``linear`` is ``F.linear``, the others ``packed_gemm`` in each format. Copies of the arguments that no cache holds
-together are taken in turn, as in ``bench_ops.py``. Ways alternate, every second round in reverse order, because a GPU
-that gets warm gets slower. The table has sums over the four products and, in brackets, per cent of ``linear``; the file
-has each product's median with half the distance between the 20th and 80th percentile. With ``--whole`` the same of
-``generate()`` reading prompts of so many tokens, by patched models in one process: one with unquantized weights and one
-a format.
+``linear`` is what the unquantized model runs, ``F.linear`` and on the CPU ``gemm``, the others ``packed_gemm`` in each
+format. Copies of the arguments that no cache holds together are taken in turn, as in ``bench_ops.py``. Ways alternate,
+every second round in reverse order, because a GPU that gets warm gets slower. The table has sums over the four products
+and, in brackets, per cent of ``linear``; the file has each product's median with half the distance between the 20th and
+80th percentile. With ``--whole`` the same of ``generate()`` reading prompts of so many tokens, by patched models in one
+process: one with unquantized weights and one a format.
 """
 
 from __future__ import annotations
@@ -52,7 +52,8 @@ def times(
     samples |= {name: Sample(x, *random_weight(FORMATS[name], n, k, device), None) for name in formats}
     timers = {}
     for way, sample in samples.items():
-        product = functional.linear if way == LINEAR else ops.packed_gemm.overload
+        unquantized = ops.gemm.overload if device.type == "cpu" else functional.linear
+        product = unquantized if way == LINEAR else ops.packed_gemm.overload
         sets = bench_ops.argument_sets(sample, device)
         timers[way] = bench_ops.timer(lambda each, product=product: product(*each.args), sets, len(sets))
     return measure.alternate(timers, rounds)

@@ -13,6 +13,7 @@ constexpr int kTileRows = 16;    // of a tile register
 constexpr int kTileBytes = 64;   // of its rows
 constexpr int kTilePairs = 16;   // pairs of 16-bit inputs that one product sums over
 constexpr int kTileInputs = 32;  // the same in inputs
+constexpr int64_t kTileElements = kTileRows * kTileInputs;
 
 // Sizes of the eight registers; a thread has to set them before it uses one.
 struct TileSizes {
@@ -97,6 +98,9 @@ HF_INLINE __m512 rest_of(__m512 x) {
       _mm512_and_si512(_mm512_castps_si512(x), _mm512_set1_epi32(static_cast<int>(0xffff0000)));
   return _mm512_sub_ps(x, _mm512_castsi512_ps(kept));
 }
+
+template <int kCount>
+using Indices = std::make_integer_sequence<int, kCount>;
 
 // body with each of the indices, as constants.
 template <int... kIndex, class Body>

@@ -29,6 +29,8 @@ HF_INLINE bool follows_streams() {
 // Bytes ahead in a stream that a kernel asks for what it will read, and where the CPU does not follow it.
 HF_INLINE int64_t read_ahead_bytes(int64_t unfollowed = 2048) { return follows_streams() ? 256 : unfollowed; }
 
+HF_INLINE float half_to_float(uint16_t bits) { return _mm_cvtss_f32(_mm_cvtph_ps(_mm_cvtsi32_si128(bits))); }
+
 // Copies `count` 16-bit values (1 to 7) into a zeroed register without touching what lies behind them.
 HF_INLINE __m128i load_partial_16(const uint16_t* from, int64_t count) {
   alignas(16) uint16_t buffer[8] = {};

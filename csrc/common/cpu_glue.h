@@ -71,6 +71,12 @@ inline bool use_amx() {
 #endif
 }
 
+// Whether *_amx_avx512_bf16.cpp takes x of this type.
+inline bool use_tile_products(DType dtype) {
+  static const bool usable = use_amx() && __builtin_cpu_supports("avx512bf16");
+  return usable && dtype != DType::kFloat32;
+}
+
 // Number of parts a call of `work` units is worth: one a thread of ATen's pool, but none below
 // `work_per_part`, since waking a thread costs a few microseconds.
 inline int64_t part_count(int64_t work, int64_t work_per_part) {

@@ -124,17 +124,16 @@ void run_blocked(GemmArgs args, const RowView& x, GemmStrip* kernel) {
 
 // ---- the kernels of gemv --------------------------------------------------------------------------------
 
-// Rows up to which these, which read a weight as it lies in memory, are faster than kernels that pack it
-// first; and with AMX, where oneDNN has bfloat16 for more and nothing is faster in float16.
-constexpr int64_t kUnpackedRows = 32, kTiledBfloat16Rows = 96;
-// Rows that are laid out at a time, and bytes of a weight over which all of these pass before the next are
-// read: the second-level cache holds them.
-constexpr int64_t kLaidOutRows = 512, kPassedBytes = 512 << 10;
+// Rows up to which these, which read a weight as it lies in memory, are faster than kernels that pack or
+// widen it first; and in tiles.
+constexpr int64_t kUnpackedRows = 32, kUnpackedTiledRows = 64;
+// Bytes of a weight over which all rows pass before the next are read: the second-level cache holds them.
+constexpr int64_t kPassedBytes = 512 << 10;
 
 bool takes_unpacked(const GemmArgs& args, int64_t rows) {
   if (!use_avx2() || args.transposed) return false;
   const XForm form = x_form(args.dtype, rows);
-  if (form == XForm::kTiles) return args.dtype == DType::kFloat16 || rows <= kTiledBfloat16Rows;
+  if (form == XForm::kTiles) return args.packed == nullptr && rows <= kUnpackedTiledRows;
   return rows <= kUnpackedRows && (args.packed == nullptr || form == XForm::kFloats);
 }
 
@@ -162,37 +161,81 @@ LinearArgs linear_args(const GemmArgs& args, const RowView& x, int64_t first, in
 void run_unpacked(const GemmArgs& args, const RowView& x) {
   const XForm form = x_form(args.dtype, x.rows);
   const int64_t most = form == XForm::kTiles ? kMaxAmxRows : kMaxRows, stride = row_stride(args.in_features);
-  const int64_t passes = (x.rows + kLaidOutRows - 1) / kLaidOutRows;
-  const int64_t longest = (x.rows + passes - 1) / passes, pieces = (longest + most - 1) / most;
+  const int64_t pieces = (x.rows + most - 1) / most;
   const int64_t others = round_up(laid_out_elements(form, args.dtype, most, args.in_features) / 2, 16);
-  float* const memory = scratch(pieces * others + (form == XForm::kBFloat16 ? 0 : longest * stride));
+  float* const memory = scratch(pieces * others + (form == XForm::kBFloat16 ? 0 : x.rows * stride));
   float* const floats = memory + pieces * others;
   const int64_t row_bytes = args.in_features * element_size(args.dtype);
   const int64_t block = std::max(kOutputGranule, kPassedBytes / row_bytes / kOutputGranule * kOutputGranule);
   Linear* const kernel = linear_kernel(form);
   std::vector<LinearArgs> linear(pieces);
-  for (int64_t pass = 0; pass < passes; ++pass) {
-    const int64_t first = part_begin(x.rows, passes, pass);
-    const int64_t rows = part_begin(x.rows, passes, pass + 1) - first;
-    const int64_t parts = std::min(pieces, part_count(rows * stride * kFloat, kBytesPerPart));
-    for_each_part(parts, [&](int64_t part) {
-      for (int64_t i = part_begin(pieces, parts, part); i < part_begin(pieces, parts, part + 1); ++i) {
-        const int64_t begin = part_begin(rows, pieces, i), count = part_begin(rows, pieces, i + 1) - begin;
-        linear[i] = linear_args(args, x, first + begin, count, form, floats + begin * stride,
-                                reinterpret_cast<uint16_t*>(memory + i * others));
+  const int64_t parts = std::min(pieces, part_count(x.rows * stride * kFloat, kBytesPerPart));
+  for_each_part(parts, [&](int64_t part) {
+    for (int64_t i = part_begin(pieces, parts, part); i < part_begin(pieces, parts, part + 1); ++i) {
+      const int64_t first = part_begin(x.rows, pieces, i), rows = part_begin(x.rows, pieces, i + 1) - first;
+      linear[i] = linear_args(args, x, first, rows, form, floats + first * stride,
+                              reinterpret_cast<uint16_t*>(memory + i * others));
+    }
+  });
+  share_outputs(args.out_features, row_bytes, [&](int64_t begin, int64_t end) {
+    for (int64_t n = begin; n < end; n += block) {
+      const int64_t stop = std::min(n + block, end);
+      const WeightRows rows = weight_rows(args, n, stop);
+      for (LinearArgs each : linear) {
+        each.weight = rows.weight, each.weight_stride = rows.stride, each.ahead = rows.ahead;
+        kernel(each, n, stop);
       }
+    }
+  });
+}
+
+// ---- the tiles of AMX ----------------------------------------------------------------------------------
+
+// Rows of x that pass over a weight at a time, and most outputs of a strip: a block of these rows and the
+// strip's sums are in the second-level cache.
+constexpr int64_t kRowsInTiles = 512, kTiledStrip = 256;
+
+bool takes_tiles(const GemmArgs& args, int64_t rows) {
+  return rows > kUnpackedTiledRows && use_tile_products(args.dtype);
+}
+
+// False where a sum is not finite that may have to be: then what is written may be wrong.
+bool run_in_tiles(GemmArgs args, const RowView& x) {
+  const int64_t pieces = (x.rows + kRowsInTiles - 1) / kRowsInTiles;
+  const int64_t most = round_up((x.rows + pieces - 1) / pieces, kTiledPair);
+  const int64_t threads = part_count(most * args.out_features * args.in_features, kWorkPerPart);
+  const int64_t width = std::clamp(args.out_features / (threads * kStripsPerPart) / kTiledPair * kTiledPair,
+                                   kTiledPair, kTiledStrip);
+  const int64_t tile_floats =
+      most * gemm_tiled_width(args.in_features) * tile_parts(args.dtype) * int64_t(sizeof(uint16_t)) / kFloat;
+  float* const memory = scratch(tile_floats + threads * width * most);
+  auto* const tiles = reinterpret_cast<uint16_t*>(memory);
+  char* const out = static_cast<char*>(args.out);
+  const void* const residual = args.residual;
+  args.tiles = tiles;
+  std::atomic<bool> finite{true};
+  for (int64_t first = 0; first < x.rows; first += most) {
+    args.rows = std::min(most, x.rows - first);
+    args.out = at(out, first * args.out_features, args.dtype);
+    if (residual != nullptr) args.residual = at(residual, first * args.out_features, args.dtype);
+    const void* const rows = at(x.data, first * x.stride, args.dtype);
+    const int64_t groups = (args.rows + kTiledGroup - 1) / kTiledGroup;
+    const int64_t parts = std::min(groups, part_count(args.rows * x.columns * kFloat, kBytesPerPart));
+    for_each_part(parts, [&](int64_t part) {
+      gemm_tiles_amx(args, rows, x.stride, part_begin(groups, parts, part),
+                     part_begin(groups, parts, part + 1), tiles);
     });
-    share_outputs(args.out_features, row_bytes, [&](int64_t begin, int64_t end) {
-      for (int64_t n = begin; n < end; n += block) {
-        const int64_t stop = std::min(n + block, end);
-        const WeightRows rows = weight_rows(args, n, stop);
-        for (LinearArgs each : linear) {
-          each.weight = rows.weight, each.weight_stride = rows.stride, each.ahead = rows.ahead;
-          kernel(each, n, stop);
+    std::atomic<int64_t> next{0};
+    for_each_part(threads, [&](int64_t part) {
+      for (int64_t begin = next.fetch_add(width); begin < args.out_features; begin = next.fetch_add(width)) {
+        const int64_t end = std::min(begin + width, args.out_features);
+        if (!gemm_strip_amx(args, begin, end, memory + tile_floats + part * width * most)) {
+          finite.store(false, std::memory_order_relaxed);
         }
       }
     });
   }
+  return finite;
 }
 
 // ---- PyTorch's product --------------------------------------------------------------------------------
@@ -310,6 +353,7 @@ bool torch_is_faster(DType dtype) {
 
 void run_gemm(const GemmArgs& args, const RowView& x) {
   if (x.rows == 0 || args.out_features == 0) return;
+  if (takes_tiles(args, x.rows) && run_in_tiles(args, x)) return;
   if (takes_unpacked(args, x.rows)) {
     run_unpacked(args, x);
   } else if (torch_is_faster(args.dtype)) {

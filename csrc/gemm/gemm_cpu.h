@@ -18,6 +18,7 @@ struct GemmArgs {
   int64_t in_features;
   int64_t out_features;
   const float* x;         // [blocks of inputs, rows, kGemmDepth], zeros from in_features on
+  const uint16_t* tiles;  // or, for gemm_strip_amx, as gemm_tiles_amx() lays x out
   const void* weight;     // [out_features, in_features], or [in_features, out_features] if transposed
   int64_t weight_stride;  // elements between rows of the weight
   bool transposed;
@@ -37,6 +38,21 @@ using GemmStrip = void(const GemmArgs& args, int64_t row_begin, int64_t row_end,
                        float* scratch);
 GemmStrip gemm_strip_avx2;
 GemmStrip gemm_strip_avx512;
+
+// The same of all rows, with x and the weight in 16 bits, from args.tiles; `scratch`: a float for each output
+// and row, rows in multiples of kTiledPair. False where a sum in float16 is not finite: then what is written
+// may be wrong.
+bool gemm_strip_amx(const GemmArgs& args, int64_t begin, int64_t end, float* scratch);
+constexpr int64_t kTiledGroup = 16, kTiledPair = 32;  // rows of x whose products are summed together
+
+// Groups [begin, end) of rows of x, `stride` elements apart, as bfloat16 [blocks of inputs, pairs of groups,
+// 32 inputs, parts of a value, groups of a pair, 512]: args.tiles.
+void gemm_tiles_amx(const GemmArgs& args, const void* x, int64_t stride, int64_t begin, int64_t end,
+                    uint16_t* tiles);
+// Inputs of these, zeros behind x's.
+constexpr int64_t gemm_tiled_width(int64_t in_features) {
+  return (in_features + kPackedBlock - 1) / kPackedBlock * kPackedBlock;
+}
 
 // out = activation(sums + bias) + residual, for products that were computed elsewhere.
 struct FinishArgs {

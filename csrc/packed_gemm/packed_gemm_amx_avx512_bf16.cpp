@@ -17,10 +17,6 @@ namespace {
 
 static_assert(kRun == kTileRows && kStretch == kTileInputs);
 
-template <int kCount>
-using Indices = std::make_integer_sequence<int, kCount>;
-
-constexpr int64_t kTileElements = kTileRows * kTileInputs;
 // Blocks ahead in its row that quants are asked for.
 constexpr int64_t kAheadBlocks = 4;
 

@@ -14,7 +14,7 @@ namespace {
 
 // Rows up to which packed_gemv, kPackedRows at a time, takes less time than widening the weight: more the
 // fewer bytes and the faster its products are beside those of x's type. It has no products of integers with x
-// in float32, and none with weights in fp8; with AMX run_tiled() takes what it would.
+// in float32, and none with weights in fp8; with AMX tiles take what it would.
 int64_t unwidened_rows(DType dtype, PackedForm form) {
   if (dtype != DType::kFloat32 && use_amx()) return kPackedRows;
   if (dtype == DType::kBFloat16 && use_bf16_products()) return form == PackedForm::kInt8 ? 24 : kPackedRows;
@@ -24,36 +24,21 @@ int64_t unwidened_rows(DType dtype, PackedForm form) {
   return 96;
 }
 
-// Rows up to which the tiles of AMX are faster than a weight that is widened first.
-constexpr int64_t most_rows_in_tiles(DType dtype) { return dtype == DType::kFloat16 ? 512 : 256; }
-
-// In tiles; false where that may be wrong.
+// Up to kMostTiledRows in tiles; false where that may be wrong. gemm's tiles take more.
 bool run_tiled(PackedArgs args, const RowView& x) {
-  const int64_t pieces = (x.rows + kMostTiledRows - 1) / kMostTiledRows,
-                longest = (x.rows + pieces - 1) / pieces;
   const int64_t width = args.blocks * kPackedBlock;
-  const int64_t tile_floats = packed_tile_elements(args.dtype, longest, width) / 2;
-  float* const memory = scratch(pieces * (tile_floats + longest * width));
-  std::vector<PackedArgs> of_piece(pieces, args);
-  const int64_t parts = std::min(pieces, part_count(x.rows * width * int64_t(sizeof(float)), kBytesPerPart));
-  for_each_part(parts, [&](int64_t part) {
-    for (int64_t i = part_begin(pieces, parts, part); i < part_begin(pieces, parts, part + 1); ++i) {
-      const int64_t first = part_begin(x.rows, pieces, i);
-      float* const floats = memory + pieces * tile_floats + i * longest * width;
-      auto* const tiles = reinterpret_cast<uint16_t*>(memory + i * tile_floats);
-      PackedArgs& piece = of_piece[i];
-      piece.rows = part_begin(x.rows, pieces, i + 1) - first;
-      piece.out = at(args.out, first * args.out_features, args.dtype);
-      piece.tiles = tiles;
-      for (int64_t row = 0; row < piece.rows; ++row) {
-        convert_to_float_avx2(args.dtype, at(x.data, (first + row) * x.stride, args.dtype),
-                              floats + row * width, x.columns);
-        std::fill(floats + row * width + x.columns, floats + (row + 1) * width, 0.0f);
-      }
-      packed_tiles_amx(args.dtype, piece.rows, width, floats, tiles);
-    }
-  });
-  return run_tiles(of_piece.data(), pieces);
+  const int64_t tile_floats = packed_tile_elements(args.dtype, x.rows, width) / 2;
+  float* const memory = scratch(tile_floats + x.rows * width);
+  auto* const tiles = reinterpret_cast<uint16_t*>(memory);
+  float* const floats = memory + tile_floats;
+  for (int64_t row = 0; row < x.rows; ++row) {
+    convert_to_float_avx2(args.dtype, at(x.data, row * x.stride, args.dtype), floats + row * width,
+                          x.columns);
+    std::fill(floats + row * width + x.columns, floats + (row + 1) * width, 0.0f);
+  }
+  packed_tiles_amx(args.dtype, x.rows, width, floats, tiles);
+  args.rows = x.rows, args.tiles = tiles;
+  return run_tiles(args);
 }
 
 Tensor packed_gemm_cpu(const Tensor& x, const Tensor& raw_quants, const Tensor& raw_scales,
@@ -74,8 +59,7 @@ Tensor packed_gemm_cpu(const Tensor& x, const Tensor& raw_quants, const Tensor& 
   args.bias = optional_data(bias, bias_holder);
   Tensor out = empty_like_with_sizes(x, sizes_with_last(x, args.out_features));
   args.out = out.mutable_data_ptr();
-  const bool tiled =
-      view.rows > kPackedRows && view.rows <= most_rows_in_tiles(args.dtype) && use_packed_tiles(args.dtype);
+  const bool tiled = view.rows > kPackedRows && view.rows <= kMostTiledRows && use_tile_products(args.dtype);
   if (tiled) {
     packed.dtype = args.dtype, packed.bias = args.bias, packed.out = args.out;
     if (run_tiled(packed, view)) return out;

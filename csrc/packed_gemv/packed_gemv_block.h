@@ -44,8 +44,6 @@ struct Row {
 template <int kValue>
 using Constant = std::integral_constant<int, kValue>;
 
-HF_INLINE float half_to_float(uint16_t bits) { return _mm_cvtss_f32(_mm_cvtph_ps(_mm_cvtsi32_si128(bits))); }
-
 HF_INLINE void prefetch_quants(const uint8_t* ahead, int64_t bytes) {
   for (int64_t line = 0; line < bytes; line += kCacheLineBytes) {
     _mm_prefetch(reinterpret_cast<const char*>(ahead + line), _MM_HINT_T0);

@@ -100,7 +100,7 @@ PackedGemv* kernel_for(const PackedArgs& args) {
 
 // Whether the tiles of AMX are faster: the more so the more rows share a weight that is widened.
 bool faster_in_tiles(DType dtype, PackedForm form, int64_t rows) {
-  if (!use_packed_tiles(dtype)) return false;
+  if (!use_tile_products(dtype)) return false;
   if (form == PackedForm::kFp8) return rows >= 4;
   if (form == PackedForm::kInt4) return rows >= (dtype == DType::kBFloat16 ? 5 : 8);
   return rows >= (dtype == DType::kBFloat16 ? 6 : 12);
@@ -169,7 +169,7 @@ Tensor packed_gemv_cpu(const Tensor& raw, const Tensor& raw_quants, const Tensor
     auto* const tiles = take<uint16_t>(memory, tile_elements);
     packed_tiles_amx(args.dtype, args.rows, width, given, tiles);
     args.tiles = tiles;
-    if (run_tiles(&args, 1)) return out;
+    if (run_tiles(args)) return out;
   }
   const auto run = [&](const PackedArgs& call) {
     PackedGemv* const kernel = kernel_for(call);

@@ -38,32 +38,13 @@ inline int64_t output_parts(const PackedArgs& args) {
   return std::min(part_count(args.out_features * args.output_bytes(), kBytesPerPart), args.out_features);
 }
 
-// Whether packed_gemm_amx() takes x of this type.
-inline bool use_packed_tiles(DType dtype) {
-  static const bool usable = use_amx() && __builtin_cpu_supports("avx512bf16");
-  return usable && dtype != DType::kFloat32;
-}
-
-// Bytes of a weight over which the rows of all pieces pass before the next are read: the second-level cache
-// holds them.
-constexpr int64_t kPassedBytes = 256 << 10;
-
-// packed_gemm_amx() on all outputs, for `count` pieces of the rows of x. False where a sum is not finite.
-inline bool run_tiles(const PackedArgs* pieces, int64_t count) {
+// packed_gemm_amx() on all outputs. False where a sum is not finite.
+inline bool run_tiles(const PackedArgs& args) {
   constexpr int64_t kGranule = 32;  // the most outputs that the kernel takes at a time
-  const PackedArgs& args = pieces[0];
-  const int64_t output_bytes = args.output_bytes();
-  const int64_t block =
-      count == 1 ? args.out_features : std::max(kGranule, kPassedBytes / output_bytes / kGranule * kGranule);
   std::atomic<bool> finite{true};
-  share_out(args.out_features, output_parts(args), kGranule, least_piece(output_bytes),
+  share_out(args.out_features, output_parts(args), kGranule, least_piece(args.output_bytes()),
             [&](int64_t begin, int64_t end) {
-              for (int64_t n = begin; n < end; n += block) {
-                for (int64_t i = 0; i < count; ++i) {
-                  if (!packed_gemm_amx(pieces[i], n, std::min(n + block, end)))
-                    finite.store(false, std::memory_order_relaxed);
-                }
-              }
+              if (!packed_gemm_amx(args, begin, end)) finite.store(false, std::memory_order_relaxed);
             });
   return finite;
 }
