@@ -6,15 +6,12 @@
 
 #include "common/avx2_math.h"
 #include "common/epilogue_avx2.h"
+#include "gemv/gemv_accumulate.h"
 #include "gemv/gemv_cpu.h"
 
 namespace hf_fastpath {
 namespace {
 
-// Streams of weight rows: four reach the read bandwidth. With more than two rows of x, six, three of which
-// pass over a block of x at once: as many sums as registers hold, and x read from the second-level cache less
-// often.
-constexpr int kFewStreams = 4, kRowStreams = 6;
 constexpr int64_t kFewRows = 2;
 // Bytes of a row of x that make a block: the rows stay in the first-level cache while the streams pass over
 // them in turn. A block's sums are one chain of float32 before they are added to the total: short chains
@@ -23,12 +20,6 @@ constexpr int64_t kBlockBytes = 1024;
 // Outputs of a stream computed before bias and activation are applied to them, eight at a time.
 constexpr int64_t kRun = 16;
 
-// Where a tile's weight rows are.
-template <class Element, int kTile>
-struct TileRows {
-  const typename Element::Storage* row[kTile];
-};
-
 // Rows of x as Vector takes them.
 template <class Vector>
 HF_INLINE const typename Vector::Input* rows_of_x(const LinearArgs& args) {
@@ -36,72 +27,6 @@ HF_INLINE const typename Vector::Input* rows_of_x(const LinearArgs& args) {
     return args.x;
   } else {
     return args.laid_out;
-  }
-}
-
-// total[r * kMaxRows + m] += sum over n inputs of w[r] * x[m], lane by lane, for kW weight rows and kM rows
-// of x.
-template <class Vector, class Element, int kW, int kM>
-HF_INLINE void accumulate(const typename Element::Storage* const* rows, const typename Vector::Input* x,
-                          int64_t x_stride, int64_t n, int64_t ahead, typename Vector::Type* total) {
-  constexpr int64_t kLine = kCacheLineBytes / static_cast<int64_t>(sizeof(typename Element::Storage));
-  // All loops over the sums are unrolled where GCC is told so: it keeps them in memory otherwise.
-  typename Vector::Type sum[kW][kM];
-  const typename Element::Storage* w[kW];
-#pragma GCC unroll 8
-  for (int r = 0; r < kW; ++r) {
-    w[r] = rows[r];
-#pragma GCC unroll 8
-    for (int m = 0; m < kM; ++m) sum[r][m] = Vector::zero();
-  }
-  const auto step = [&](int64_t k, auto load) __attribute__((always_inline)) {
-    typename Vector::Operand weight[kW];
-#pragma GCC unroll 8
-    for (int r = 0; r < kW; ++r) weight[r] = load(w[r] + k);
-    const typename Vector::Input* here = x + k;
-    if constexpr (kM > 4) asm("" : "+r"(here));  // or GCC keeps a pointer a row of x, most of them in memory
-#pragma GCC unroll 8
-    for (int m = 0; m < kM; ++m) {
-      typename Vector::Operand value = Vector::load(here + m * x_stride);
-      if constexpr (kW > 1) asm("" : "+v"(value));  // one load for all rows, not one an FMA
-#pragma GCC unroll 8
-      for (int r = 0; r < kW; ++r) sum[r][m] = Vector::fma(weight[r], value, sum[r][m]);
-    }
-  };
-  const auto whole = [](const auto* from) { return Vector::template load<Element>(from); };
-  int64_t k = 0;
-  for (; k + kLine <= n; k += kLine) {
-    if (ahead != 0) {
-#pragma GCC unroll 8
-      for (int r = 0; r < kW; ++r) {
-        _mm_prefetch(reinterpret_cast<const char*>(w[r] + k) + ahead, _MM_HINT_T0);
-      }
-    }
-    for (int64_t j = 0; j < kLine; j += Vector::kWidth) step(k + j, whole);
-  }
-  for (; k + Vector::kWidth <= n; k += Vector::kWidth) step(k, whole);
-  if (k < n) step(k, [=](const auto* from) { return Vector::template load<Element>(from, n - k); });
-#pragma GCC unroll 8
-  for (int r = 0; r < kW; ++r) {
-#pragma GCC unroll 8
-    for (int m = 0; m < kM; ++m) {
-      total[r * kMaxRows + m] = Vector::add(total[r * kMaxRows + m], sum[r][m]);
-    }
-  }
-}
-
-// As above for `rows` rows of x, at most kM, and all weight rows of a tile.
-template <class Vector, class Element, int kTile, int kM>
-void accumulate_rows(int64_t rows, const TileRows<Element, kTile>& w, const typename Vector::Input* x,
-                     int64_t x_stride, int64_t n, int64_t ahead, typename Vector::Type* total) {
-  if constexpr (kM > 1) {
-    if (rows < kM) {
-      return accumulate_rows<Vector, Element, kTile, kM - 1>(rows, w, x, x_stride, n, ahead, total);
-    }
-  }
-  constexpr int kW = kTile == kRowStreams ? kTile / 2 : kTile;
-  for (int r = 0; r < kTile; r += kW) {
-    accumulate<Vector, Element, kW, kM>(w.row + r, x, x_stride, n, ahead, total + r * kMaxRows);
   }
 }
 

@@ -12,16 +12,16 @@
 namespace hf_fastpath {
 namespace {
 
-// Rows up to which packed_gemv, kPackedRows at a time, takes less time than widening the weight: more the
-// fewer bytes and the faster its products are beside those of x's type. It has no products of integers with x
-// in float32, and none with weights in fp8; with AMX tiles take what it would.
+// Rows up to which packed_gemv's kernels, some at a time, take less time than widening the weight: more the
+// fewer bytes and the faster their products are beside those of x's type. With AVX-512 there are none of
+// integers with x in float32, and none with weights in fp8; with AMX tiles take what they would.
 int64_t unwidened_rows(DType dtype, PackedForm form) {
   if (dtype != DType::kFloat32 && use_amx()) return kPackedRows;
   if (dtype == DType::kBFloat16 && use_bf16_products()) return form == PackedForm::kInt8 ? 24 : kPackedRows;
-  if (form == PackedForm::kFp8) return use_avx512() ? 48 : kPackedRows;
+  if (!use_avx512()) return dtype != DType::kFloat32 ? 96 : bits_of(form) == 8 ? 48 : kWidenedRows;
+  if (form == PackedForm::kFp8) return 48;
   if (dtype == DType::kFloat32) return kPackedRows;
-  if (form == PackedForm::kInt8) return use_avx512() ? 256 : dtype == DType::kBFloat16 ? 28 : kPackedRows;
-  return 96;
+  return form == PackedForm::kInt8 ? 256 : 96;
 }
 
 // Up to kMostTiledRows in tiles; false where that may be wrong. gemm's tiles take more.
@@ -65,15 +65,15 @@ Tensor packed_gemm_cpu(const Tensor& x, const Tensor& raw_quants, const Tensor& 
     if (run_tiled(packed, view)) return out;
   }
   if (tiled || (use_avx2() && view.rows <= unwidened_rows(args.dtype, packed.form))) {
-    const int64_t pieces = (view.rows + kPackedRows - 1) / kPackedRows;
+    const int64_t most = takes_floats(args.dtype, packed.form, view.rows) ? kWidenedRows : kPackedRows;
+    const int64_t pieces = (view.rows + most - 1) / most;
     for (int64_t piece = 0; piece < pieces; ++piece) {
       const int64_t first = part_begin(view.rows, pieces, piece);
       const int64_t rows = part_begin(view.rows, pieces, piece + 1) - first;
       const Tensor some = matrix(at(view.data, first * view.stride, args.dtype), args.dtype, rows,
                                  view.columns, view.stride, 1);
-      const Tensor made =
-          packed_gemv_cpu(some, weight.quants, weight.scales, weight.zeros, multiplier, format, bias,
-                          std::nullopt, "none", "none", std::nullopt, std::nullopt, 0.0, false, std::nullopt);
+      const Tensor made = packed_rows_cpu(some, weight.quants, weight.scales, weight.zeros, multiplier,
+                                          format, bias, std::nullopt, "none");
       std::memcpy(at(args.out, first * args.out_features, args.dtype), made.const_data_ptr(),
                   rows * args.out_features * element_size(args.dtype));
     }

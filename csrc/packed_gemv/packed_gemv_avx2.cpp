@@ -224,73 +224,6 @@ HF_INLINE __m256i split_steps_of_nibbles(const float* x, const float* inverse, i
   return sum;
 }
 
-// ---- float32 ------------------------------------------------------------------------------------------
-
-// A block's weights as they lie, but for the multiplier.
-template <PackedForm kForm>
-HF_INLINE void widen(const Row& row, int64_t b, float* to) {
-  constexpr int64_t kBytes = kPackedBlock * bits_of(kForm) / 8;
-  const uint8_t* quants = row.quants + b * kBytes;
-  if constexpr (kForm == PackedForm::kInt8) {
-    const __m256 scale = _mm256_set1_ps(half_to_float(row.scales[b]));
-    for (int64_t i = 0; i < kPackedBlock; i += 8) {
-      const __m128i bytes = _mm_loadl_epi64(reinterpret_cast<const __m128i*>(quants + i));
-      _mm256_store_ps(to + i, _mm256_mul_ps(_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(bytes)), scale));
-    }
-  } else {
-    const __m256i shifts = _mm256_setr_epi32(0, 4, 8, 12, 16, 20, 24, 28);
-    const __m256i zero = _mm256_set1_epi32(kForm == PackedForm::kInt4 ? row.zeros[b] : 8);
-    for (int64_t word = 0; word < kPackedBlock / 8; ++word) {
-      const int64_t group = kForm == PackedForm::kInt4 ? b : b * kStretches + word % kStretches;
-      const __m256i eight =
-          _mm256_srlv_epi32(_mm256_set1_epi32(reinterpret_cast<const int32_t*>(quants)[word]), shifts);
-      const __m256i steps = _mm256_sub_epi32(_mm256_and_si256(eight, _mm256_set1_epi32(15)), zero);
-      _mm256_store_ps(to + word * 8, _mm256_mul_ps(_mm256_cvtepi32_ps(steps),
-                                                   _mm256_set1_ps(half_to_float(row.scales[group]))));
-    }
-  }
-}
-
-template <PackedForm kForm, int kS>
-void float_rows(const PackedArgs& args, const Row (&row)[kS], float* const (&y)[kS]) {
-  alignas(32) float weights[kPackedBlock];
-  const int64_t ahead = read_ahead_bytes();
-  __m256 total[kS][kPackedRows];
-  for (int r = 0; r < kS; ++r) {
-    for (int64_t m = 0; m < args.rows; ++m) total[r][m] = _mm256_setzero_ps();
-  }
-  for (int64_t b = 0; b < args.blocks; ++b) {
-    for (int r = 0; r < kS; ++r) {
-      constexpr int64_t kBytes = kPackedBlock * bits_of(kForm) / 8;
-      prefetch_quants(row[r].quants + b * kBytes + ahead, kBytes);
-      widen<kForm>(row[r], b, weights);
-      for (int64_t m = 0; m < args.rows; ++m) {
-        const float* x = args.x + (m * args.blocks + b) * kPackedBlock;
-        __m256 sum[4] = {};
-        for (int64_t i = 0; i < kPackedBlock; i += 32) {
-#pragma GCC unroll 4
-          for (int j = 0; j < 4; ++j) {
-            sum[j] =
-                _mm256_fmadd_ps(_mm256_load_ps(weights + i + 8 * j), _mm256_load_ps(x + i + 8 * j), sum[j]);
-          }
-        }
-        const __m256 all = _mm256_add_ps(_mm256_add_ps(sum[0], sum[1]), _mm256_add_ps(sum[2], sum[3]));
-        total[r][m] = _mm256_add_ps(total[r][m], all);
-      }
-    }
-  }
-  for (int r = 0; r < kS; ++r) {
-    for (int64_t m = 0; m < args.rows; ++m) y[r][m * kRun] = horizontal_sum(total[r][m]);
-  }
-}
-
-template <PackedForm kForm>
-void float_range(const PackedArgs& args, int64_t begin, int64_t end) {
-  begin = streams<kStreams>(
-      args, begin, end, [&](const auto& row, const auto& y) { float_rows<kForm, kStreams>(args, row, y); });
-  streams<1>(args, begin, end, [&](const auto& row, const auto& y) { float_rows<kForm, 1>(args, row, y); });
-}
-
 }  // namespace
 
 bool packed_steps_avx2(const PackedArgs& args, const float* x, void* steps, float* sizes, float* offsets) {
@@ -327,19 +260,6 @@ bool packed_steps_avx2(const PackedArgs& args, const float* x, void* steps, floa
     }
   }
   return true;
-}
-
-void packed_floats_avx2(const PackedArgs& args, int64_t begin, int64_t end) {
-  switch (args.form) {
-    case PackedForm::kInt8:
-      return float_range<PackedForm::kInt8>(args, begin, end);
-    case PackedForm::kFp8:
-      return range_of<Avx2, PackedForm::kFp8>(args, begin, end);
-    case PackedForm::kInt4:
-      return float_range<PackedForm::kInt4>(args, begin, end);
-    case PackedForm::kInt4G32:
-      return float_range<PackedForm::kInt4G32>(args, begin, end);
-  }
 }
 
 void packed_gemv_avx2(const PackedArgs& args, int64_t begin, int64_t end) { range<Avx2>(args, begin, end); }

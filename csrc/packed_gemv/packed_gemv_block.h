@@ -281,7 +281,7 @@ void finish(const PackedArgs& args, float* y, int64_t begin, int64_t count) {
 // Outputs [begin, end) as kS streams of equal length; returns where they end.
 template <int kS, class Tile>
 int64_t streams(const PackedArgs& args, int64_t begin, int64_t end, const Tile& tile) {
-  alignas(32) float y[kS][kPackedRows * kRun] = {};
+  alignas(32) float y[kS][kWidenedRows * kRun] = {};
   const int64_t length = (end - begin) / kS;
   for (int64_t i = 0; i < length; i += kRun) {
     const int64_t count = min_of(kRun, length - i);

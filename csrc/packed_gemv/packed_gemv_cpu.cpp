@@ -93,7 +93,9 @@ bool use_avx512_vnni() {
 
 PackedGemv* kernel_for(const PackedArgs& args) {
   if (!use_avx2()) return packed_gemv_portable;
-  if (args.steps == nullptr && args.form != PackedForm::kFp8) return packed_floats_avx2;
+  // Also rows that have no steps, as they are not finite.
+  const bool in_steps = args.steps != nullptr || args.form == PackedForm::kFp8;
+  if (!in_steps || takes_floats(args.dtype, args.form, args.rows)) return packed_floats_avx2;
   if (!use_avx512()) return packed_gemv_avx2;
   return use_avx512_vnni() ? packed_gemv_avx512_vnni : packed_gemv_avx512;
 }
@@ -125,17 +127,12 @@ T* take(float*& memory, int64_t count) {
 
 }  // namespace
 
-Tensor packed_gemv_cpu(const Tensor& raw, const Tensor& raw_quants, const Tensor& raw_scales,
+Tensor packed_rows_cpu(const Tensor& x, const Tensor& raw_quants, const Tensor& raw_scales,
                        const std::optional<Tensor>& raw_zeros, double multiplier, const std::string& format,
                        const std::optional<Tensor>& bias, const std::optional<Tensor>& residual,
-                       const std::string& activation, const std::string& norm,
-                       const std::optional<Tensor>& norm_weight, const std::optional<Tensor>& norm_bias,
-                       double norm_eps, bool /*overlap*/, const std::optional<Tensor>& /*next_weight*/) {
+                       const std::string& activation) {
   const char* op = "packed_gemv";
-  const Tensor x = normed_cpu(raw, norm_of(norm, op), norm_weight, norm_bias, norm_eps);
   const RowView view = row_view(x);
-  STD_TORCH_CHECK(x.dim() >= 1 && view.rows >= 1 && view.rows <= kPackedRows,
-                  "hf_fastpath::packed_gemv: x has to have 1 to 16 rows");
   const PackedTensors weight(raw_quants, raw_scales, raw_zeros);
   PackedArgs args = weight.args(view.columns, multiplier, format, op);
   args.dtype = dtype_of(x, op);
@@ -182,7 +179,7 @@ Tensor packed_gemv_cpu(const Tensor& raw, const Tensor& raw_quants, const Tensor
     (bits_of(args.form) == 8 ? order<4> : order<8>)(given + first * width, ordered + first * width,
                                                     count * args.blocks);
   };
-  if (use_avx2() && args.dtype != DType::kFloat32 && args.form != PackedForm::kFp8) {
+  if (use_avx2() && args.form != PackedForm::kFp8 && !takes_floats(args.dtype, args.form, args.rows)) {
     args.split = !use_avx512() || use_avx512_vnni();  // in bytes, but for products of int16 without VNNI
     char* steps = take<char>(memory, args.rows * step_bytes);
     float* step_sizes = take<float>(memory, args.rows * lanes);
@@ -210,6 +207,19 @@ Tensor packed_gemv_cpu(const Tensor& raw, const Tensor& raw_quants, const Tensor
     run(args);
   }
   return out;
+}
+
+Tensor packed_gemv_cpu(const Tensor& raw, const Tensor& quants, const Tensor& scales,
+                       const std::optional<Tensor>& zeros, double multiplier, const std::string& format,
+                       const std::optional<Tensor>& bias, const std::optional<Tensor>& residual,
+                       const std::string& activation, const std::string& norm,
+                       const std::optional<Tensor>& norm_weight, const std::optional<Tensor>& norm_bias,
+                       double norm_eps, bool /*overlap*/, const std::optional<Tensor>& /*next_weight*/) {
+  const Tensor x = normed_cpu(raw, norm_of(norm, "packed_gemv"), norm_weight, norm_bias, norm_eps);
+  const int64_t rows = row_view(x).rows;
+  STD_TORCH_CHECK(x.dim() >= 1 && rows >= 1 && rows <= kPackedRows,
+                  "hf_fastpath::packed_gemv: x has to have 1 to 16 rows");
+  return packed_rows_cpu(x, quants, scales, zeros, multiplier, format, bias, residual, activation);
 }
 
 STABLE_TORCH_LIBRARY_IMPL(hf_fastpath, CPU, m) { m.impl("packed_gemv", TORCH_BOX(&packed_gemv_cpu)); }

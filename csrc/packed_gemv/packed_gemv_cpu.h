@@ -7,7 +7,8 @@
 
 namespace hf_fastpath {
 
-constexpr int64_t kPackedRows = 16;  // activation rows a call may have
+constexpr int64_t kPackedRows = 16;   // activation rows a call may have
+constexpr int64_t kWidenedRows = 32;  // the same of packed_floats_avx2
 
 // Sums of a block that the integer kernels weight: one a stretch where it has its own scale, else two.
 constexpr int64_t lanes_of(PackedForm form) { return form == PackedForm::kInt4G32 ? 4 : 8; }
@@ -55,7 +56,7 @@ struct PackedArgs {
 using PackedGemv = void(const PackedArgs& args, int64_t begin, int64_t end);
 PackedGemv packed_gemv_portable, packed_gemv_avx2, packed_gemv_avx512, packed_gemv_avx512_vnni;
 
-// The same for x in float32, with any weight.
+// The same for up to kWidenedRows of x in float32, with any weight.
 PackedGemv packed_floats_avx2;
 
 // The same of up to so many rows in 16 bits, from args.tiles. False where a sum in float16 is not finite:

@@ -38,6 +38,20 @@ inline int64_t output_parts(const PackedArgs& args) {
   return std::min(part_count(args.out_features * args.output_bytes(), kBytesPerPart), args.out_features);
 }
 
+// Whether x is multiplied in float32, by packed_floats_avx2(), and not as steps or by what takes few rows of
+// fp8: weights that are widened once for all rows, for the more the better. With AVX-512 the others are
+// faster.
+inline bool takes_floats(DType dtype, PackedForm form, int64_t rows) {
+  if (!use_avx2() || (dtype == DType::kFloat32 && form != PackedForm::kFp8)) return use_avx2();
+  return !use_avx512() && bits_of(form) == 8 && rows > (form == PackedForm::kFp8 ? 2 : 4);
+}
+
+// packed_gemv without a norm, of up to kPackedRows of x, or kWidenedRows if takes_floats().
+Tensor packed_rows_cpu(const Tensor& x, const Tensor& raw_quants, const Tensor& raw_scales,
+                       const std::optional<Tensor>& raw_zeros, double multiplier, const std::string& format,
+                       const std::optional<Tensor>& bias, const std::optional<Tensor>& residual,
+                       const std::string& activation);
+
 // packed_gemm_amx() on all outputs. False where a sum is not finite.
 inline bool run_tiles(const PackedArgs& args) {
   constexpr int64_t kGranule = 32;  // the most outputs that the kernel takes at a time

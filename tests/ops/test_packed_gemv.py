@@ -166,6 +166,10 @@ def test_next_weight_is_checked(device):
         SPEC(x, *weight, next_weight=x.half())
 
 
+# With AVX2 alone more rows of 8-bit weights are products of float32, with other sums.
+MOST_FEW = {"fp8": 2, "int8": 4}
+
+
 @over_instruction_sets
 def test_packed_gemv_every_way(isa, tmp_path):
     """Sums of integers are the same bits."""
@@ -176,7 +180,7 @@ def test_packed_gemv_every_way(isa, tmp_path):
     for form in FORMATS.values():
         for dtype in (torch.float16, torch.bfloat16):
             few = products(form, dtype)(3)  # where this CPU has tiles it takes more in these, with other sums
-            assert form.is_float or same_bits(theirs[form.name, dtype][:3], few)
+            assert form.is_float or same_bits(theirs[form.name, dtype], few)
 
 
 def every_way(isa: str, path: str) -> None:
@@ -187,11 +191,13 @@ def every_way(isa: str, path: str) -> None:
             assert_matches(SPEC, sample, isa)
         for form in FORMATS.values():
             product = products(form, dtype)
-            whole = found[form.name, dtype] = product(MAX_ROWS)
+            whole, found[form.name, dtype] = product(MAX_ROWS), product(3)
+            few = MOST_FEW.get(form.name, 0) if isa == "avx2" else 0
             for threads in (1, 3):  # neither these nor the other rows change a bit
                 torch.set_num_threads(threads)
                 for rows in (1, 2, 3, 4, 7):
-                    assert same_bits(product(rows), whole[:rows]), (form.name, dtype, threads, rows)
+                    others = product(few) if rows <= few else whole
+                    assert same_bits(product(rows), others[:rows]), (form.name, dtype, threads, rows)
     torch.save(found, path)
 
 
