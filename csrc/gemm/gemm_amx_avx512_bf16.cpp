@@ -186,24 +186,21 @@ struct Widening {
   static constexpr int64_t kBlockElements = kStretches * Weight::kParts * kPair * kTileElements;
   const Weight& weight;
   Outputs outputs;
-  int64_t k, blocks;        // the first input, and how many times kPackedBlock
-  int64_t at_once = 0;      // units
-  int64_t unit, block = 0;  // the next
-
-  // The next units, at_once of them.
-  HF_INLINE void some(Widening& self) {
-    for (int64_t i = 0; i < self.at_once && self.unit < kUnits; ++i) {
-      Outputs outputs = self.outputs;
-      outputs.tiles += self.block * kBlockElements;
-      Weight::widen(self.weight, outputs, self.unit, self.k + self.block * kPackedBlock);
-      if (++self.block == self.blocks) self.block = 0, ++self.unit;
-    }
-  }
-  HF_INLINE void rest(Widening& self) {
-    self.at_once = kUnits * self.blocks;
-    some(self);
-  }
+  int64_t k, blocks;            // the first input, and how many times kPackedBlock
+  int64_t unit = 0, block = 0;  // the next
 };
+
+// The next `count` units, as far as there are some.
+template <class Weight>
+HF_INLINE void widen_next(Widening<Weight>& next, int64_t count) {
+  const int64_t end = next.blocks > 0 ? kUnits : 0;
+  for (int64_t i = 0; i < count && next.unit < end; ++i) {
+    Outputs outputs = next.outputs;
+    outputs.tiles += next.block * Widening<Weight>::kBlockElements;
+    Weight::widen(next.weight, outputs, next.unit, next.k + next.block * kPackedBlock);
+    if (++next.block == next.blocks) next.block = 0, ++next.unit;
+  }
+}
 
 // ---- products -----------------------------------------------------------------------------------------
 
@@ -229,10 +226,11 @@ HF_INLINE void multiply_pairs() {
   });
 }
 
-// Adds to sums the products of 32 outputs and up to 32 rows of x, `steps` times 32 inputs.
+// Adds to sums the products of 32 outputs and up to 32 rows of x, `steps` times 32 inputs. With each of these
+// `units` of the next outputs are widened.
 template <int kGroups, int kXParts, class Weight>
 HF_INLINE void multiply(const uint16_t* weights, const uint16_t* x, int64_t steps, float* sums, bool first,
-                        Widening<Weight>& next) {
+                        Widening<Weight>& next, int64_t units) {
   constexpr int64_t kXPart = kGroups * kTileElements, kPart = kPair * kTileElements;
   constexpr Indices<kPair * kPair> kEachSum;
   constexpr auto kTransposed = Weight::kTransposed;
@@ -259,7 +257,7 @@ HF_INLINE void multiply(const uint16_t* weights, const uint16_t* x, int64_t step
       load_pair<6>(weights + kPart);
       multiply_pairs<kGroups, kTransposed>();
     }
-    Widening<Weight>::some(next);
+    widen_next(next, units);
     weights += Weight::kParts * kPart;
     x += kXParts * kXPart;
   }
@@ -329,11 +327,10 @@ bool strip(const GemmArgs& args, int64_t begin, int64_t end, float* scratch) {
   const int64_t groups = (args.rows + kTileRows - 1) / kTileRows, pairs = (groups + kPair - 1) / kPair;
   int turn = 0;
   const auto widening = [&](int64_t n, int64_t block, int to) -> Widening<Weight> {
-    const int64_t count = min_of(kBlocks, blocks - block);
-    return {weight, {n, end, tiles[to]}, block * kPackedBlock, count, 0, count > 0 ? 0 : kUnits};
+    return {weight, {n, end, tiles[to]}, block * kPackedBlock, min_of(kBlocks, blocks - block)};
   };
   Widening<Weight> first = widening(begin, 0, turn);
-  Widening<Weight>::rest(first);
+  widen_next(first, kUnits * kBlocks);
   use_tiles_for(kTileRows, kTileRows);
   bool finite = true;
   for (int64_t block = 0; block < blocks; block += kBlocks) {
@@ -343,7 +340,7 @@ bool strip(const GemmArgs& args, int64_t begin, int64_t end, float* scratch) {
       const bool same = n + kPairRows < end;
       Widening<Weight> next =
           widening(same ? n + kPairRows : begin, same ? block : block + kBlocks, turn ^ 1);
-      next.at_once = (kUnits * next.blocks + pairs * steps - 1) / (pairs * steps);
+      const int64_t units = (kUnits * kBlocks + pairs * steps - 1) / (pairs * steps);
       const uint16_t* x = args.tiles + block * kPackedBlock * groups * kTileRows * kPartsOf<Element>;
       float* sums = scratch + (n - begin) * pairs * kPairRows;
       if (last && args.packed != nullptr) {
@@ -357,7 +354,7 @@ bool strip(const GemmArgs& args, int64_t begin, int64_t end, float* scratch) {
         const int64_t some = min_of(kPair, groups - g);
         const auto multiply_some = some == kPair ? multiply<kPair, kPartsOf<Element>, Weight>
                                                  : multiply<1, kPartsOf<Element>, Weight>;
-        multiply_some(tiles[turn], x, steps, sums, block == 0, next);
+        multiply_some(tiles[turn], x, steps, sums, block == 0, next, units);
         x += some * kTileElements * kPartsOf<Element> * steps;
         if (!last) continue;
         with_activation(args.activation, [&](auto activation) {
@@ -367,7 +364,7 @@ bool strip(const GemmArgs& args, int64_t begin, int64_t end, float* scratch) {
                    finite;
         });
       }
-      Widening<Weight>::rest(next);
+      widen_next(next, kUnits * kBlocks);
     }
   }
   release_tiles();

@@ -1,10 +1,11 @@
-// What: out = activation(x @ W.T + bias) + residual for 1 to 16 rows of x and a weight of 4 or 8 bits. For x
-//   in 16 bits, integers: x is 16-bit steps of a size that each 32 inputs have for themselves, a power of
-//   two, so that all but inputs far smaller than the largest are exact, as are products and their sums over
-//   a block of 128 inputs; blocks are then weighted and summed in float32. For x in float32, and weights in
-//   fp8, weights are widened to float32. Quants of four bits meet these steps as two bytes each, 256 * high
-//   + low: unpacking 32 of them takes one or two instructions then, and sums of four products fit 16 bits.
-//   packed_gemv_block.h has the products, for 16 values as two vectors of eight here.
+// What: out = activation(x @ W.T + bias) + residual for 1 to 16 rows of x in 16 bits and a weight of 4 or 8
+// bits,
+//   by integers: x is 16-bit steps of a size that each 32 inputs have for themselves, a power of two, so that
+//   all but inputs far smaller than the largest are exact, as are products and their sums over a block of 128
+//   inputs; blocks are then weighted and summed in float32. Weights in fp8 are widened to float32. Quants of
+//   four bits meet these steps as two bytes each, 256 * high + low: unpacking 32 of them takes one or two
+//   instructions then, and sums of four products fit 16 bits. packed_gemv_block.h has the products, for 16
+//   values as two vectors of eight here.
 // Work split: a thread takes a range of outputs and walks it as four streams, or two of one row where
 //   the CPU follows them, see gemv_avx2.cpp; up to four rows of x share a block's quants.
 // Traffic: quants, scales and zeros once; x, bias and outputs are small.
