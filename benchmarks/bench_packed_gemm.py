@@ -15,7 +15,9 @@ process: one with unquantized weights and one a format.
 from __future__ import annotations
 
 import argparse
+import copy
 import functools
+import os
 from collections.abc import Callable
 
 import bench_ops
@@ -60,12 +62,15 @@ def times(
 
 
 def whole_models(name: str, dtype: torch.dtype, formats: list[str], device: torch.device) -> dict[str, PreTrainedModel]:
-    """Way -> a patched model."""
+    """Way -> a patched model, all of the same weights. Made by all of the machine's threads."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(os.cpu_count() or threads)
+    model = shapes.build_model(name, device, dtype)
     models = {}
-    for way in (LINEAR, *formats):
-        options = {} if way == LINEAR else {"weights": way, "keep_original": False}
-        models[way] = hf_fastpath.patch(shapes.build_model(name, device, dtype), quiet=True, **options)
-    return models
+    for way in formats:
+        models[way] = hf_fastpath.patch(copy.deepcopy(model), quiet=True, weights=way, keep_original=False)
+    torch.set_num_threads(threads)
+    return {LINEAR: hf_fastpath.patch(model, quiet=True), **models}
 
 
 def prompt_times(
