@@ -4,8 +4,7 @@
 //   less than 2^-14 of the whole. Quantized weights are widened with their scale, rounded once to bfloat16,
 //   or for x in float16 in two; fp8 is exact in one, and its row's scale is applied to the sums. Subnormal
 //   bfloat16 count as zeros.
-// Work split: a call is a strip of outputs and all rows of x. A block of inputs at a time, 32 outputs of it
-// are
+// Work split: a call is a strip of outputs and all rows of x. A block of inputs at a time, 32 outputs are
 //   widened into the first-level cache, 32 rows of x at a time pass over them, and sums wait in the
 //   second-level cache for the next block. While x passes over 32 outputs, the next are widened.
 // Traffic: the weight once; a block of x from the second-level cache once for 32 outputs, and x from memory
@@ -26,7 +25,7 @@ constexpr int64_t kTileSums = kTileRows * kTileRows;
 // bfloat16 that a value of Element becomes, and inputs of a block: the more, the fewer sums wait; a quarter
 // takes up to 12 % longer.
 template <class Element>
-constexpr int kPartsOf = std::is_same_v<Element, F16> ? 2 : 1;
+constexpr int kPartsOf = tile_parts(std::is_same_v<Element, F16> ? DType::kFloat16 : DType::kBFloat16);
 template <class Element>
 constexpr int64_t kDepth = 1024 / kPartsOf<Element>;
 
@@ -68,20 +67,30 @@ struct Outputs {
   }
 };
 
-// A weight of Element; a unit is a row.
-template <class Element>
-struct Rows {
+// A weight of Element. A unit is a row; transposed, where pairs of inputs change places with outputs' tiles,
+// two pairs of inputs.
+template <class Element, bool kIsTransposed>
+struct Plain {
   static constexpr int kParts = kPartsOf<Element>;
-  static constexpr bool kTransposed = false;
+  static constexpr bool kTransposed = kIsTransposed;
   const uint16_t* weight;
   int64_t stride, in_features;
 
-  HF_INLINE Rows of(const GemmArgs& args) {
+  HF_INLINE Plain of(const GemmArgs& args) {
     return {static_cast<const uint16_t*>(args.weight), args.weight_stride, args.in_features};
   }
 
   // Inputs from k on.
-  HF_INLINE void widen(const Rows& rows, const Outputs& outputs, int64_t unit, int64_t k) {
+  HF_INLINE void widen(const Plain& weight, const Outputs& outputs, int64_t unit, int64_t k) {
+    if constexpr (kTransposed) {
+      widen_columns(weight, outputs, unit, k);
+    } else {
+      widen_rows(weight, outputs, unit, k);
+    }
+  }
+
+ private:
+  HF_INLINE void widen_rows(const Plain& rows, const Outputs& outputs, int64_t unit, int64_t k) {
     const uint16_t* from = rows.weight + outputs.row(unit) * rows.stride + k;
     uint16_t* const to = outputs.row_tiles(unit);
     const int64_t left = rows.in_features - k;
@@ -102,22 +111,8 @@ struct Rows {
       }
     }
   }
-};
 
-// The same transposed, where pairs of inputs change places with outputs' tiles; a unit is two pairs of
-// inputs.
-template <class Element>
-struct Columns {
-  static constexpr int kParts = kPartsOf<Element>;
-  static constexpr bool kTransposed = true;
-  const uint16_t* weight;
-  int64_t stride, in_features;
-
-  HF_INLINE Columns of(const GemmArgs& args) {
-    return {static_cast<const uint16_t*>(args.weight), args.weight_stride, args.in_features};
-  }
-
-  HF_INLINE void widen(const Columns& columns, const Outputs& outputs, int64_t unit, int64_t k) {
+  HF_INLINE void widen_columns(const Plain& columns, const Outputs& outputs, int64_t unit, int64_t k) {
     const __mmask32 mask = first_of_32(outputs.end - outputs.first);
     const auto inputs = [&](int64_t input, __m512i(&parts)[kParts]) __attribute__((always_inline)) {
       const uint16_t* from = columns.weight + input * columns.stride + outputs.first;
@@ -374,8 +369,8 @@ bool strip(const GemmArgs& args, int64_t begin, int64_t end, float* scratch) {
 template <class Element>
 bool strip_of(const GemmArgs& args, int64_t begin, int64_t end, float* scratch) {
   if (args.packed == nullptr) {
-    return (args.transposed ? strip<Element, Columns<Element>> : strip<Element, Rows<Element>>)(args, begin,
-                                                                                                end, scratch);
+    return (args.transposed ? strip<Element, Plain<Element, true>>
+                            : strip<Element, Plain<Element, false>>)(args, begin, end, scratch);
   }
   switch (args.packed->form) {
     case PackedForm::kInt8:

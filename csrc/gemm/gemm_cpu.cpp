@@ -69,6 +69,14 @@ constexpr int64_t kWorkPerPart = 1 << 20;
 // Least number of strips for a thread: they are taken in turn, so that none waits long for the last.
 constexpr int64_t kStripsPerPart = 2;
 
+// The product of rows [first, first + rows) of x alone.
+GemmArgs rows_of(GemmArgs args, int64_t first, int64_t rows) {
+  args.rows = rows;
+  args.out = at(args.out, first * args.out_features, args.dtype);
+  if (args.residual != nullptr) args.residual = at(args.residual, first * args.out_features, args.dtype);
+  return args;
+}
+
 // Rows [first, first + rows) of x as the kernels read them.
 void convert_blocks(const RowView& x, DType dtype, int64_t first, int64_t rows, float* out) {
   const auto convert = converter();
@@ -85,27 +93,23 @@ void convert_blocks(const RowView& x, DType dtype, int64_t first, int64_t rows, 
   });
 }
 
-void run_blocked(GemmArgs args, const RowView& x, GemmStrip* kernel) {
-  const int64_t padded = round_up(args.in_features, kGemmDepth);
+void run_blocked(GemmArgs whole, const RowView& x, GemmStrip* kernel) {
+  const int64_t padded = round_up(whole.in_features, kGemmDepth);
   const int64_t pieces = std::max<int64_t>(1, x.rows / std::max(kMinRows, kInputBytes / kFloat / padded));
   const int64_t most = (x.rows + pieces - 1) / pieces;
-  const int64_t threads = part_count(most * args.out_features * args.in_features, kWorkPerPart);
+  const int64_t threads = part_count(most * whole.out_features * whole.in_features, kWorkPerPart);
   const int64_t wanted = threads > 1 ? threads * kStripsPerPart : 1;
   // Narrower strips where there are few outputs, and where even these are too few, rows apart.
   const int64_t width =
-      std::clamp(args.out_features / wanted / kGemmPanel * kGemmPanel, kGemmPanel, kGemmStrip);
-  const int64_t strips = (args.out_features + width - 1) / width;
+      std::clamp(whole.out_features / wanted / kGemmPanel * kGemmPanel, kGemmPanel, kGemmStrip);
+  const int64_t strips = (whole.out_features + width - 1) / width;
   const int64_t splits = std::clamp<int64_t>(wanted / strips, 1, std::max<int64_t>(1, most / kMinRows));
   const int64_t each = gemm_scratch_floats((most + splits - 1) / splits);
   float* memory = scratch(padded * most + threads * each);
-  char* out = static_cast<char*>(args.out);
-  const void* residual = args.residual;
-  args.x = memory;
+  whole.x = memory;
   for (int64_t piece = 0; piece < pieces; ++piece) {
     const int64_t first = part_begin(x.rows, pieces, piece);
-    args.rows = part_begin(x.rows, pieces, piece + 1) - first;
-    args.out = at(out, first * args.out_features, args.dtype);
-    if (residual != nullptr) args.residual = at(residual, first * args.out_features, args.dtype);
+    const GemmArgs args = rows_of(whole, first, part_begin(x.rows, pieces, piece + 1) - first);
     convert_blocks(x, args.dtype, first, args.rows, memory);
     std::atomic<int64_t> next{0};
     for_each_part(threads, [&](int64_t part) {
@@ -124,16 +128,16 @@ void run_blocked(GemmArgs args, const RowView& x, GemmStrip* kernel) {
 
 // ---- the kernels of gemv --------------------------------------------------------------------------------
 
-// Rows up to which these, which read a weight as it lies in memory, are faster than kernels that pack or
-// widen it first; and in tiles.
-constexpr int64_t kUnpackedRows = 32, kUnpackedTiledRows = 64;
+// Rows up to which these, which read a weight as it lies in memory, are faster than kernels that pack it
+// first; kMostTiledRows in tiles, as with quantized weights.
+constexpr int64_t kUnpackedRows = 32;
 // Bytes of a weight over which all rows pass before the next are read: the second-level cache holds them.
 constexpr int64_t kPassedBytes = 512 << 10;
 
 bool takes_unpacked(const GemmArgs& args, int64_t rows) {
   if (!use_avx2() || args.transposed) return false;
   const XForm form = x_form(args.dtype, rows);
-  if (form == XForm::kTiles) return args.packed == nullptr && rows <= kUnpackedTiledRows;
+  if (form == XForm::kTiles) return rows <= kMostTiledRows;
   return rows <= kUnpackedRows && (args.packed == nullptr || form == XForm::kFloats);
 }
 
@@ -196,28 +200,24 @@ void run_unpacked(const GemmArgs& args, const RowView& x) {
 constexpr int64_t kRowsInTiles = 512, kTiledStrip = 256;
 
 bool takes_tiles(const GemmArgs& args, int64_t rows) {
-  return rows > kUnpackedTiledRows && use_tile_products(args.dtype);
+  return rows > kMostTiledRows && use_tile_products(args.dtype);
 }
 
 // False where a sum is not finite that may have to be: then what is written may be wrong.
-bool run_in_tiles(GemmArgs args, const RowView& x) {
+bool run_in_tiles(GemmArgs whole, const RowView& x) {
   const int64_t pieces = (x.rows + kRowsInTiles - 1) / kRowsInTiles;
   const int64_t most = round_up((x.rows + pieces - 1) / pieces, kTiledPair);
-  const int64_t threads = part_count(most * args.out_features * args.in_features, kWorkPerPart);
-  const int64_t width = std::clamp(args.out_features / (threads * kStripsPerPart) / kTiledPair * kTiledPair,
+  const int64_t threads = part_count(most * whole.out_features * whole.in_features, kWorkPerPart);
+  const int64_t width = std::clamp(whole.out_features / (threads * kStripsPerPart) / kTiledPair * kTiledPair,
                                    kTiledPair, kTiledStrip);
-  const int64_t tile_floats =
-      most * gemm_tiled_width(args.in_features) * tile_parts(args.dtype) * int64_t(sizeof(uint16_t)) / kFloat;
+  const int64_t tile_floats = most * gemm_tiled_width(whole.in_features) * tile_parts(whole.dtype) *
+                              int64_t(sizeof(uint16_t)) / kFloat;
   float* const memory = scratch(tile_floats + threads * width * most);
   auto* const tiles = reinterpret_cast<uint16_t*>(memory);
-  char* const out = static_cast<char*>(args.out);
-  const void* const residual = args.residual;
-  args.tiles = tiles;
+  whole.tiles = tiles;
   std::atomic<bool> finite{true};
   for (int64_t first = 0; first < x.rows; first += most) {
-    args.rows = std::min(most, x.rows - first);
-    args.out = at(out, first * args.out_features, args.dtype);
-    if (residual != nullptr) args.residual = at(residual, first * args.out_features, args.dtype);
+    const GemmArgs args = rows_of(whole, first, std::min(most, x.rows - first));
     const void* const rows = at(x.data, first * x.stride, args.dtype);
     const int64_t groups = (args.rows + kTiledGroup - 1) / kTiledGroup;
     const int64_t parts = std::min(groups, part_count(args.rows * x.columns * kFloat, kBytesPerPart));

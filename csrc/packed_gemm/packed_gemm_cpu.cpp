@@ -1,9 +1,7 @@
 // packed_gemm on the CPU: gemm, which widens rows of the weight as it comes to them.
 #include <cstring>
-#include <vector>
 
 #include "common/composed_ops.h"
-#include "common/convert_cpu.h"
 #include "common/cpu_glue.h"
 #include "gemm/gemm_glue_cpu.h"
 #include "gemv/gemv_glue_cpu.h"
@@ -31,11 +29,7 @@ bool run_tiled(PackedArgs args, const RowView& x) {
   float* const memory = scratch(tile_floats + x.rows * width);
   auto* const tiles = reinterpret_cast<uint16_t*>(memory);
   float* const floats = memory + tile_floats;
-  for (int64_t row = 0; row < x.rows; ++row) {
-    convert_to_float_avx2(args.dtype, at(x.data, row * x.stride, args.dtype), floats + row * width,
-                          x.columns);
-    std::fill(floats + row * width + x.columns, floats + (row + 1) * width, 0.0f);
-  }
+  convert_rows(args.dtype, x, width, floats);
   packed_tiles_amx(args.dtype, x.rows, width, floats, tiles);
   args.rows = x.rows, args.tiles = tiles;
   return run_tiles(args);

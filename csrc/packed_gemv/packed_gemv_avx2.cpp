@@ -11,7 +11,7 @@
 // Traffic: quants, scales and zeros once; x, bias and outputs are small.
 // Roofline: read bandwidth for one row of x, then instructions. All matrices of TinyLlama one after the
 //   other, two threads, R = 30 to 31 GB/s, Xeon with AMX, 2026-11, of R, for one row and four in float16:
-//   int8 98 and 46 %, fp8 86 and 40, int4 83 and 29, int4_g32 89 and 36.
+//   int8 98 and 46 %, fp8 86 for one, int4 83 and 29, int4_g32 89 and 36.
 #include "packed_gemv/packed_gemv_block.h"
 
 namespace hf_fastpath {

@@ -3,7 +3,6 @@
 #include <vector>
 
 #include "common/composed_ops.h"
-#include "common/convert_cpu.h"
 #include "common/cpu_glue.h"
 #include "common/cpu_math.h"
 #include "packed_gemv/packed_gemv_glue_cpu.h"
@@ -157,11 +156,7 @@ Tensor packed_rows_cpu(const Tensor& x, const Tensor& raw_quants, const Tensor& 
   const int64_t tile_elements = tiled ? packed_tile_elements(args.dtype, args.rows, width) : 0;
   float* memory = scratch(args.rows * (2 * width + step_bytes / 4 + 2 * lanes) + tile_elements / 2 + 6 * 16);
   float* given = take<float>(memory, args.rows * width);
-  const auto convert = use_avx2() ? convert_to_float_avx2 : convert_to_float_portable;
-  for (int64_t row = 0; row < args.rows; ++row) {
-    convert(args.dtype, at(view.data, row * view.stride, args.dtype), given + row * width, view.columns);
-    std::fill(given + row * width + view.columns, given + (row + 1) * width, 0.0f);
-  }
+  convert_rows(args.dtype, view, width, given);
   if (tiled) {
     auto* const tiles = take<uint16_t>(memory, tile_elements);
     packed_tiles_amx(args.dtype, args.rows, width, given, tiles);

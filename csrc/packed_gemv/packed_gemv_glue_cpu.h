@@ -3,6 +3,7 @@
 
 #include <atomic>
 
+#include "common/convert_cpu.h"
 #include "common/cpu_glue.h"
 #include "packed_gemv/packed_gemv_cpu.h"
 #include "packed_gemv/packed_gemv_glue.h"
@@ -42,7 +43,8 @@ inline int64_t output_parts(const PackedArgs& args) {
 // fp8: weights that are widened once for all rows, for the more the better. With AVX-512 the others are
 // faster.
 inline bool takes_floats(DType dtype, PackedForm form, int64_t rows) {
-  if (!use_avx2() || (dtype == DType::kFloat32 && form != PackedForm::kFp8)) return use_avx2();
+  if (!use_avx2()) return false;
+  if (dtype == DType::kFloat32 && form != PackedForm::kFp8) return true;
   return !use_avx512() && bits_of(form) == 8 && rows > (form == PackedForm::kFp8 ? 2 : 4);
 }
 
@@ -51,6 +53,15 @@ Tensor packed_rows_cpu(const Tensor& x, const Tensor& raw_quants, const Tensor& 
                        const std::optional<Tensor>& raw_zeros, double multiplier, const std::string& format,
                        const std::optional<Tensor>& bias, const std::optional<Tensor>& residual,
                        const std::string& activation);
+
+// Rows of x in float32, `width` apart, zeros behind x's.
+inline void convert_rows(DType dtype, const RowView& x, int64_t width, float* to) {
+  const auto convert = use_avx2() ? convert_to_float_avx2 : convert_to_float_portable;
+  for (int64_t row = 0; row < x.rows; ++row, to += width) {
+    convert(dtype, at(x.data, row * x.stride, dtype), to, x.columns);
+    std::fill(to + x.columns, to + width, 0.0f);
+  }
+}
 
 // packed_gemm_amx() on all outputs. False where a sum is not finite.
 inline bool run_tiles(const PackedArgs& args) {
