@@ -9,6 +9,11 @@
 namespace hf_fastpath {
 namespace {
 
+// The first `count` of 32.
+HF_INLINE __mmask32 first_of_32(int64_t count) {
+  return count <= 0 ? 0 : count >= 32 ? ~__mmask32{0} : (__mmask32{1} << count) - 1;
+}
+
 // Floats8's counterpart.
 struct Floats16 {
   using Type = __m512;

@@ -29,11 +29,6 @@ constexpr int kPartsOf = tile_parts(std::is_same_v<Element, F16> ? DType::kFloat
 template <class Element>
 constexpr int64_t kDepth = 1024 / kPartsOf<Element>;
 
-// The first `count` of 32.
-HF_INLINE __mmask32 first_of_32(int64_t count) {
-  return count <= 0 ? 0 : count >= 32 ? ~__mmask32{0} : (__mmask32{1} << count) - 1;
-}
-
 template <class Element>
 HF_INLINE void in_parts(__m512i bits, __m512i (&to)[kPartsOf<Element>]) {
   if constexpr (kPartsOf<Element> == 1) {
@@ -144,34 +139,25 @@ template <class Element, PackedForm kForm>
 struct Packed {
   static constexpr int kParts = kForm == PackedForm::kFp8 ? 1 : kPartsOf<Element>;
   static constexpr bool kTransposed = false;
-  static constexpr int64_t kBytes = kPackedBlock * bits_of(kForm) / 8;  // of a block
-  const uint8_t* quants;
-  const uint16_t* scales;
-  const uint8_t* zeros;
-  int64_t blocks, groups;
+  using Rows = PackedWeight<kForm>;
+  Rows rows;
   Fp8Values values;
 
   HF_INLINE Packed of(const GemmArgs& args) {
-    const PackedArgs& weight = *args.packed;
-    Packed packed{weight.quants, weight.scales, weight.zeros, weight.blocks, weight.groups, {}};
+    Packed packed{Rows::of(*args.packed), {}};
     if constexpr (kForm == PackedForm::kFp8) packed.values = fp8_values<BF16>(1.0f);
     return packed;
   }
 
   HF_INLINE void widen(const Packed& weight, const Outputs& outputs, int64_t unit, int64_t k) {
     const int64_t row = outputs.row(unit), b = k / kPackedBlock;
-    const uint8_t* quants = weight.quants + (row * weight.blocks + b) * kBytes;
-    for (int64_t line = 0; line < kBytes; line += kCacheLineBytes)
-      prefetch(quants + kUnitsAhead * weight.blocks * kBytes + line);
-    const auto scale = [&](int s) {
-      return half_to_float(weight.scales[row * weight.groups + group_of(kForm, b, s)]);
-    };
-    const int zero = kForm == PackedForm::kInt4 ? weight.zeros[row * weight.groups + b] : 8;
+    for (int64_t line = 0; line < Rows::kBytes; line += kCacheLineBytes)
+      prefetch(Rows::block(weight.rows, row + kUnitsAhead, b) + line);
     uint16_t* const to = outputs.row_tiles(unit);
     const auto write = [&](int s, int part, __m512i words) __attribute__((always_inline)) {
       _mm512_store_si512(to + (s * kParts + part) * kPair * kTileElements, words);
     };
-    widen_block<kForm, BF16, kParts>(quants, scale, zero, weight.values, write);
+    widen_block<kForm, BF16, kParts>(weight.rows, row, b, 1.0f, weight.values, write);
   }
 };
 

@@ -64,8 +64,6 @@ WeightRows weight_rows(const GemmArgs& args, int64_t begin, int64_t end) {
 
 // ---- own kernels --------------------------------------------------------------------------------------
 
-// Multiplications that are worth a thread.
-constexpr int64_t kWorkPerPart = 1 << 20;
 // Least number of strips for a thread: they are taken in turn, so that none waits long for the last.
 constexpr int64_t kStripsPerPart = 2;
 

@@ -8,14 +8,6 @@
 
 namespace hf_fastpath {
 
-// Whether pairs of bfloat16 are multiplied in less time than they are widened: not by Intel's CPUs, which
-// issue half as many of these instructions as of FMAs, but have AMX.
-inline bool use_bf16_products() {
-  static const bool value = use_avx512() && isa_limit() == IsaLimit::kNone &&
-                            __builtin_cpu_supports("avx512bf16") && __builtin_cpu_is("amd");
-  return value;
-}
-
 // The form in which `rows` rows of x are multiplied fastest.
 inline XForm x_form(DType dtype, int64_t rows) {
   if (dtype != DType::kFloat32 && rows >= kTiledRows && use_amx()) return XForm::kTiles;

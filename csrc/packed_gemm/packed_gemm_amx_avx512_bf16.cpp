@@ -20,20 +20,6 @@ static_assert(kRun == kTileRows && kStretch == kTileInputs);
 // Blocks ahead in its row that quants are asked for.
 constexpr int64_t kAheadBlocks = 4;
 
-// What tells of the weight in an inner loop, by value: what writes to memory could else change it.
-template <PackedForm kForm>
-struct Weight {
-  static constexpr int64_t kBytes = kPackedBlock * bits_of(kForm) / 8;  // of a block
-  const uint8_t* quants;
-  const uint16_t* scales;
-  const uint8_t* zeros;
-  int64_t blocks, groups, last;  // the last row that may be read
-
-  HF_INLINE Weight of(const PackedArgs& args, int64_t end) {
-    return {args.quants, args.scales, args.zeros, args.blocks, args.groups, end - 1};
-  }
-};
-
 // How a product uses the registers of use_tiles_for().
 template <PackedForm kForm, bool kInTwo, int kGroups>
 struct Way {
@@ -46,32 +32,31 @@ struct Way {
   static constexpr int kChains = kSums <= 2 ? 2 : 1;
   static constexpr int64_t kBuffer = kStretches * kWeights * kTileElements;
 
+  using Weight = PackedWeight<kForm>;
+
   // Block b of rows n + [begin, end) to their places in the buffer. Rows behind the last are that again.
-  HF_INLINE void widen(Weight<kForm> weight, int64_t n, int64_t b, int begin, int end,
+  HF_INLINE void widen(Weight weight, int64_t last, int64_t n, int64_t b, int begin, int end,
                        const Fp8Values& values, uint16_t* buffer) {
-    constexpr int64_t kBytes = Weight<kForm>::kBytes;
+    constexpr int64_t kBytes = Weight::kBytes;
     const int64_t row_bytes = weight.blocks * kBytes;
     const bool in_row = b + kAheadBlocks < weight.blocks;
     const int64_t ahead = kAheadBlocks * kBytes + (in_row ? 0 : (kRows - 1) * row_bytes);
 #pragma GCC unroll 1
     for (int r = begin; r < end; ++r) {
-      const int64_t row = min_of(n + r, weight.last);
-      const uint8_t* quants = weight.quants + row * row_bytes + b * kBytes;
-      const uint16_t* scales = weight.scales + row * weight.groups;
+      const int64_t row = min_of(n + r, last);
+      const uint8_t* quants = Weight::block(weight, row, b);
       for (int64_t line = 0; line < kBytes; line += kCacheLineBytes) {
         _mm_prefetch(reinterpret_cast<const char*>(quants + ahead + line), _MM_HINT_T1);
       }
-      const auto scale = [&](int s) { return half_to_float(scales[group_of(kForm, b, s)]); };
-      const int zero = kForm == PackedForm::kInt4 ? weight.zeros[row * weight.groups + b] : 8;
       uint16_t* const to = buffer + r / kTileRows * kTileElements + r % kTileRows * kTileInputs;
-      widen_block<kForm, BF16, kParts>(quants, scale, zero, values, [&](int s, int part, __m512i words) {
+      widen_block<kForm, BF16, kParts>(weight, row, b, 1.0f, values, [&](int s, int part, __m512i words) {
         _mm512_store_si512(to + (s * kWeights + part) * kTileElements, words);
       });
     }
   }
 
   // Scales that are read with block b of the rows behind the next kRows.
-  HF_INLINE void prefetch_scales(Weight<kForm> weight, int64_t n, int64_t b) {
+  HF_INLINE void prefetch_scales(Weight weight, int64_t n, int64_t b) {
     if constexpr (kForm == PackedForm::kFp8) return;
     constexpr int64_t kBytes = kRows * 2 * (kForm == PackedForm::kInt4G32 ? kStretches : 1);
     const int64_t first = (n + kRows) * weight.groups;
@@ -121,12 +106,13 @@ bool tiles_range(const PackedArgs& args, int64_t begin, int64_t end) {
   alignas(64) float sums[Way::kSums * Way::kChains][kTileRows * kTileRows];
   alignas(64) float y[kMostTiledRows * kRun];
   const int64_t group = args.blocks * kStretches * kTileElements;  // elements of x
-  const Weight<kForm> weight = Weight<kForm>::of(args, end);
+  const auto weight = Way::Weight::of(args);
+  const int64_t last = end - 1;
   Fp8Values values;
   if constexpr (kForm == PackedForm::kFp8) values = fp8_values<BF16>(1.0f);
   use_tiles_for(kTileRows, kTileRows);
   int turn = 0;
-  Way::widen(weight, begin, 0, 0, Way::kRows, values, buffer[turn]);
+  Way::widen(weight, last, begin, 0, 0, Way::kRows, values, buffer[turn]);
   bool finite = true;
   for (int64_t n = begin; n < end; n += Way::kRows) {
     for_each_index(kEachSum, [&](auto sum) __attribute__((always_inline)) { zero_tile<sum.value>(); });
@@ -141,10 +127,11 @@ bool tiles_range(const PackedArgs& args, int64_t begin, int64_t end) {
         constexpr int kHalf = kGroups > 1 ? kFirst + kQuarter / 2 : kFirst;
         Way::template multiply<kS, 0>(buffer[turn], x, group);
         if constexpr (kInTwo) {
-          Way::widen(weight, then, block, kFirst, kHalf, values, buffer[turn ^ 1]);
+          Way::widen(weight, last, then, block, kFirst, kHalf, values, buffer[turn ^ 1]);
           Way::template multiply<kS, 1>(buffer[turn], x + kGroups * group, group);
         }
-        Way::widen(weight, then, block, kInTwo ? kHalf : kFirst, kFirst + kQuarter, values, buffer[turn ^ 1]);
+        Way::widen(weight, last, then, block, kInTwo ? kHalf : kFirst, kFirst + kQuarter, values,
+                   buffer[turn ^ 1]);
         x += kTileElements;
       });
     }

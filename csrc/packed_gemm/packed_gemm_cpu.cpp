@@ -15,7 +15,6 @@ namespace {
 // integers with x in float32, and none with weights in fp8; with AMX tiles take what they would.
 int64_t unwidened_rows(DType dtype, PackedForm form) {
   if (dtype != DType::kFloat32 && use_amx()) return kPackedRows;
-  if (dtype == DType::kBFloat16 && use_bf16_products()) return form == PackedForm::kInt8 ? 24 : kPackedRows;
   if (!use_avx512()) return dtype != DType::kFloat32 ? 96 : bits_of(form) == 8 ? 48 : kWidenedRows;
   if (form == PackedForm::kFp8) return 48;
   if (dtype == DType::kFloat32) return kPackedRows;
@@ -46,6 +45,10 @@ Tensor packed_gemm_cpu(const Tensor& x, const Tensor& raw_quants, const Tensor& 
 
   GemmArgs args{};
   args.dtype = dtype_of(x, op);
+  if (takes_pairs(args.dtype, packed.form, view.rows)) {
+    return packed_rows_cpu(x, weight.quants, weight.scales, weight.zeros, multiplier, format, bias,
+                           std::nullopt, "none");
+  }
   args.in_features = view.columns, args.out_features = packed.out_features;
   args.packed = &packed;
   check_vector(bias, args.out_features, args.dtype, op, "bias");

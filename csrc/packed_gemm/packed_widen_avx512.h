@@ -115,15 +115,40 @@ HF_INLINE void fp8_words(__m512i first, __m512i second, int pair, const Fp8Value
 
 // ---- any ----
 
-// A block's words: write(s, part, 32 of stretch s). `scale(s)` is the stretch's, and of fp8, whose values are
-// looked up, is not asked for; `zero` is the quant of the weight 0.
-template <PackedForm kForm, class Element, int kParts, class Scale, class Write>
-HF_INLINE void widen_block(const uint8_t* quants, const Scale& scale, int zero, const Fp8Values& values,
-                           const Write& write) {
+// What an inner loop knows of a weight, by value: what writes to memory could else change it.
+template <PackedForm kForm>
+struct PackedWeight {
+  static constexpr int64_t kBytes = kPackedBlock * bits_of(kForm) / 8;  // of a block
+  const uint8_t* quants;
+  const uint16_t* scales;
+  const uint8_t* zeros;
+  int64_t blocks, groups;
+
+  HF_INLINE PackedWeight of(const PackedArgs& args) {
+    return {args.quants, args.scales, args.zeros, args.blocks, args.groups};
+  }
+  // The quants of a row's block.
+  HF_INLINE const uint8_t* block(const PackedWeight& weight, int64_t row, int64_t b) {
+    return weight.quants + (row * weight.blocks + b) * kBytes;
+  }
+  HF_INLINE float scale(const PackedWeight& weight, int64_t row, int64_t b, int s) {
+    return half_to_float(weight.scales[row * weight.groups + group_of(kForm, b, s)]);
+  }
+};
+
+// The words of a row's block, with their scales and the multiplier: write(s, part, 32 of stretch s). fp8's
+// are looked up in `values`.
+template <PackedForm kForm, class Element, int kParts, class Write>
+HF_INLINE void widen_block(PackedWeight<kForm> weight, int64_t row, int64_t b, float multiplier,
+                           const Fp8Values& values, const Write& write) {
+  using Weight = PackedWeight<kForm>;
   constexpr int kCount = kStretches;
   __m512i words[kParts];
+  const uint8_t* const quants = Weight::block(weight, row, b);
   const __m512i first = _mm512_loadu_si512(quants);
+  const auto scale = [&](int s) { return Weight::scale(weight, row, b, s) * multiplier; };
   if constexpr (bits_of(kForm) == 4) {
+    const int zero = kForm == PackedForm::kInt4 ? weight.zeros[row * weight.groups + b] : 8;
     const __m512 steps = _mm512_sub_ps(_mm512_setr_ps(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15),
                                        _mm512_set1_ps(static_cast<float>(zero)));
 #pragma GCC unroll 4

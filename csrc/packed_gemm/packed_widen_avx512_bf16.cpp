@@ -13,23 +13,21 @@ namespace hf_fastpath {
 namespace {
 
 template <PackedForm kForm, class Element>
-void widen_rows(const PackedArgs& weight, int64_t in_features, int64_t begin, int64_t end,
+void widen_rows(const PackedArgs& args, int64_t in_features, int64_t begin, int64_t end,
                 typename Element::Storage* to) {
   using Storage = typename Element::Storage;
-  constexpr int64_t kBytes = kPackedBlock * bits_of(kForm) / 8;
+  using Weight = PackedWeight<kForm>;
+  const Weight weight = Weight::of(args);
+  const float multiplier = args.multiplier;
   alignas(64) Storage last[kPackedBlock];
   for (int64_t n = begin; n < end; ++n) {
-    const uint8_t* quants = weight.quants + n * weight.row_bytes();
-    const uint16_t* scales = weight.scales + n * weight.groups;
-    const auto scale = [&](int64_t group) { return _cvtsh_ss(scales[group]) * weight.multiplier; };
     Fp8Values values;
-    if constexpr (kForm == PackedForm::kFp8) values = fp8_values<Element>(scale(0));
-    for (int64_t b = 0; b < weight.blocks; ++b, quants += kBytes) {
+    if constexpr (kForm == PackedForm::kFp8)
+      values = fp8_values<Element>(Weight::scale(weight, n, 0, 0) * multiplier);
+    for (int64_t b = 0; b < weight.blocks; ++b) {
       const int64_t count = std::min(kPackedBlock, in_features - b * kPackedBlock);
       Storage* const block = count == kPackedBlock ? to : last;
-      const auto scale_of = [&](int s) { return scale(group_of(kForm, b, s)); };
-      const int zero = kForm == PackedForm::kInt4 ? weight.zeros[n * weight.groups + b] : 8;
-      widen_block<kForm, Element, 1>(quants, scale_of, zero, values, [&](int s, int, __m512i words) {
+      widen_block<kForm, Element, 1>(weight, n, b, multiplier, values, [&](int s, int, __m512i words) {
         _mm512_storeu_si512(block + s * kStretch, words);
       });
       if (block == last) std::copy_n(last, count, to);
