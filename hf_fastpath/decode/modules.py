@@ -64,7 +64,7 @@ def projection_reason(module: nn.Module, architecture: Architecture) -> str | No
     if cls is PackedLinear:
         if module.quants.device.type not in packed_gemv.native:
             return "no_native_library"
-        return "hooks" if has_hooks(module) else "instance_forward" if "forward" in module.__dict__ else None
+        return own_code_reason(module, cls.__module__)
     if cls not in (nn.Linear, Conv1D) and (cls.__module__, cls.__name__) != (architecture.module, architecture.linear):
         return noted(module) or "unsupported_projection"
     parameters = module.__dict__["_parameters"]

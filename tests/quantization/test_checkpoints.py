@@ -6,8 +6,10 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from models import SHORT, build, counting, require_native
 from torch import nn
 
+import hf_fastpath
 from hf_fastpath.errors import NoCounterpart
 from hf_fastpath.ops.packed_gemv import SPEC
 from hf_fastpath.quantization.checkpoints import FAMILIES, family_of
@@ -272,3 +274,19 @@ def test_products_take_minus_128(device):
     x = torch.randint(-4, 5, (3, 384)).float()
     expected = x @ (case.numbers - 128).float().t()
     assert torch.equal(SPEC(x.to(device), *layer.op_weight()).cpu(), expected)
+
+
+def test_a_model_whose_head_is_quantized_too_decodes_fast():
+    """The head's forward of ours is none of the user's."""
+    require_native(torch.device("cpu"))
+    model = build("llama")
+    for name, module in list(model.named_modules()):
+        if type(module) is nn.Linear:
+            parent, _, attribute = name.rpartition(".")
+            case = Case(8, -1, True, module.out_features, module.in_features)
+            setattr(model.get_submodule(parent), attribute, torchao(case, "Int8Tensor").requires_grad_(False))
+    hf_fastpath.patch(model, quiet=True)
+    assert type(model.lm_head) is PackedLinear
+    with counting(model) as counts:
+        model.generate(torch.tensor([[5, 6, 7]]), **SHORT)
+    assert counts.fast and not counts.fallback and not counts.reasons
