@@ -236,6 +236,44 @@ bool run_in_tiles(GemmArgs whole, const RowView& x) {
   return finite;
 }
 
+}  // namespace
+
+// ---- pairs of bfloat16 ---------------------------------------------------------------------------------
+
+// Quantized weights: from as many rows on as make up for widening them, up to where oneDNN is as fast.
+// Others: where the kernels of gemv pass over a weight more than once.
+bool takes_pairs(const GemmArgs& args, int64_t rows) {
+  if (args.dtype != DType::kBFloat16 || !use_bf16_products() || args.transposed) return false;
+  if (args.packed == nullptr) return rows > kMaxRows && rows <= kUnpackedRows;
+  const PackedForm form = args.packed->form;
+  const int64_t least = form == PackedForm::kFp8 || form == PackedForm::kInt4 ? kPairedRows / 2 : 6;
+  return rows >= least && rows <= 512;
+}
+
+void run_in_pairs(const GemmArgs& whole, const RowView& x) {
+  constexpr int64_t kRowsAtOnce = 256;  // of x: a block of them is in the second-level cache
+  const int64_t pieces = (x.rows + kRowsAtOnce - 1) / kRowsAtOnce, most = (x.rows + pieces - 1) / pieces;
+  auto* const laid_out = reinterpret_cast<uint16_t*>(scratch(most * gemm_tiled_width(whole.in_features) / 2));
+  for (int64_t piece = 0; piece < pieces; ++piece) {
+    const int64_t first = part_begin(x.rows, pieces, piece);
+    GemmArgs args = rows_of(whole, first, part_begin(x.rows, pieces, piece + 1) - first);
+    args.tiles = laid_out;
+    const void* const rows = at(x.data, first * x.stride, args.dtype);
+    const int64_t groups = gemm_paired_groups(args.rows);
+    const int64_t parts = std::min(groups, part_count(args.rows * x.columns * kFloat, kBytesPerPart));
+    for_each_part(parts, [&](int64_t part) {
+      gemm_paired_rows_avx512_bf16(args, rows, x.stride, part_begin(groups, parts, part),
+                                   part_begin(groups, parts, part + 1), laid_out);
+    });
+    const int64_t threads = part_count(args.rows * args.out_features * args.in_features, kWorkPerPart);
+    share_out(args.out_features, threads, kPairedStrip, kPairedStrip, [&](int64_t begin, int64_t end) {
+      gemm_pairs_avx512_bf16(args, begin, end, scratch<1>(gemm_paired_floats(args.rows)));
+    });
+  }
+}
+
+namespace {
+
 // ---- PyTorch's product --------------------------------------------------------------------------------
 
 // Weight in float32 that is kept at a time, about.
@@ -352,7 +390,9 @@ bool torch_is_faster(DType dtype) {
 void run_gemm(const GemmArgs& args, const RowView& x) {
   if (x.rows == 0 || args.out_features == 0) return;
   if (takes_tiles(args, x.rows) && run_in_tiles(args, x)) return;
-  if (takes_unpacked(args, x.rows)) {
+  if (takes_pairs(args, x.rows)) {
+    run_in_pairs(args, x);
+  } else if (takes_unpacked(args, x.rows)) {
     run_unpacked(args, x);
   } else if (torch_is_faster(args.dtype)) {
     (args.packed != nullptr ? run_torch_packed : run_torch)(args, x);

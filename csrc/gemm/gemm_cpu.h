@@ -18,7 +18,7 @@ struct GemmArgs {
   int64_t in_features;
   int64_t out_features;
   const float* x;         // [blocks of inputs, rows, kGemmDepth], zeros from in_features on
-  const uint16_t* tiles;  // or, for gemm_strip_amx, as gemm_tiles_amx() lays x out
+  const uint16_t* tiles;  // or as gemm_tiles_amx() or gemm_paired_rows_avx512_bf16() lays x out, for theirs
   const void* weight;     // [out_features, in_features], or [in_features, out_features] if transposed
   int64_t weight_stride;  // elements between rows of the weight
   bool transposed;
@@ -53,6 +53,21 @@ void gemm_tiles_amx(const GemmArgs& args, const void* x, int64_t stride, int64_t
 constexpr int64_t gemm_tiled_width(int64_t in_features) {
   return (in_features + kPackedBlock - 1) / kPackedBlock * kPackedBlock;
 }
+
+// The same of all rows, at least kPairedRows / 2, with x and the weight in bfloat16, from args.tiles; `sums`:
+// gemm_paired_floats() of them, 64-byte aligned.
+void gemm_pairs_avx512_bf16(const GemmArgs& args, int64_t begin, int64_t end, float* sums);
+constexpr int64_t kPairedRows = 8;    // most rows of x that meet an output at once
+constexpr int64_t kPairedStrip = 48;  // outputs whose sums are kept
+constexpr int64_t gemm_paired_groups(int64_t rows) { return (rows + kPairedRows - 1) / kPairedRows; }
+constexpr int64_t gemm_paired_floats(int64_t rows) {
+  return kPairedStrip * kPairedRows * gemm_paired_groups(rows);
+}
+
+// Groups [begin, end) of rows of x, `stride` elements apart, as [blocks of inputs, groups, 32 inputs, rows of
+// a group, 32]: args.tiles, gemm_tiled_width() elements a row.
+void gemm_paired_rows_avx512_bf16(const GemmArgs& args, const void* x, int64_t stride, int64_t begin,
+                                  int64_t end, uint16_t* to);
 
 // out = activation(sums + bias) + residual, for products that were computed elsewhere.
 struct FinishArgs {

@@ -19,6 +19,12 @@ inline Tensor matrix(const void* data, DType dtype, int64_t rows, int64_t column
   return Tensor(handle);
 }
 
+// Whether pairs of bfloat16 are multiplied, by gemm_pairs_avx512_bf16().
+bool takes_pairs(const GemmArgs& args, int64_t rows);
+
+// `args` but for x, and x as it lies in memory: in these pairs.
+void run_in_pairs(const GemmArgs& args, const RowView& x);
+
 // `args` but for x, and x as it lies in memory: the way that is fastest here.
 void run_gemm(const GemmArgs& args, const RowView& x);
 

@@ -45,10 +45,6 @@ Tensor packed_gemm_cpu(const Tensor& x, const Tensor& raw_quants, const Tensor& 
 
   GemmArgs args{};
   args.dtype = dtype_of(x, op);
-  if (takes_pairs(args.dtype, packed.form, view.rows)) {
-    return packed_rows_cpu(x, weight.quants, weight.scales, weight.zeros, multiplier, format, bias,
-                           std::nullopt, "none");
-  }
   args.in_features = view.columns, args.out_features = packed.out_features;
   args.packed = &packed;
   check_vector(bias, args.out_features, args.dtype, op, "bias");
@@ -61,7 +57,8 @@ Tensor packed_gemm_cpu(const Tensor& x, const Tensor& raw_quants, const Tensor& 
     packed.dtype = args.dtype, packed.bias = args.bias, packed.out = args.out;
     if (run_tiled(packed, view)) return out;
   }
-  if (tiled || (use_avx2() && view.rows <= unwidened_rows(args.dtype, packed.form))) {
+  const bool unwidened = use_avx2() && view.rows <= unwidened_rows(args.dtype, packed.form);
+  if (tiled || (unwidened && !takes_pairs(args, view.rows))) {
     const int64_t most = takes_floats(args.dtype, packed.form, view.rows) ? kWidenedRows : kPackedRows;
     const int64_t pieces = (view.rows + most - 1) / most;
     for (int64_t piece = 0; piece < pieces; ++piece) {

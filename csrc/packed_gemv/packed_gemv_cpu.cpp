@@ -5,6 +5,7 @@
 #include "common/composed_ops.h"
 #include "common/cpu_glue.h"
 #include "common/cpu_math.h"
+#include "gemm/gemm_glue_cpu.h"
 #include "packed_gemv/packed_gemv_glue_cpu.h"
 
 namespace hf_fastpath {
@@ -107,30 +108,6 @@ bool faster_in_tiles(DType dtype, PackedForm form, int64_t rows) {
   return rows >= (dtype == DType::kBFloat16 ? 6 : 12);
 }
 
-// In pairs of bfloat16, for as many rows of x at a time as leave a block of them in the second-level cache.
-void run_pairs(const PackedArgs& whole, const RowView& x) {
-  constexpr int64_t kRowsAtOnce = 256;
-  const int64_t pieces = (x.rows + kRowsAtOnce - 1) / kRowsAtOnce, width = whole.blocks * kPackedBlock;
-  const int64_t most = (x.rows + pieces - 1) / pieces;
-  auto* const laid_out = reinterpret_cast<uint16_t*>(scratch(most * width / 2));
-  for (int64_t piece = 0; piece < pieces; ++piece) {
-    const int64_t first = part_begin(x.rows, pieces, piece);
-    PackedArgs args = whole.of_rows(first, part_begin(x.rows, pieces, piece + 1) - first);
-    args.tiles = laid_out;
-    const void* const rows = at(x.data, first * x.stride, args.dtype);
-    const int64_t groups = paired_groups(args.rows);
-    const int64_t parts = std::min(groups, part_count(args.rows * width * 4, kBytesPerPart));
-    for_each_part(parts, [&](int64_t part) {
-      paired_rows_avx512_bf16(args, x.columns, rows, x.stride, part_begin(groups, parts, part),
-                              part_begin(groups, parts, part + 1), laid_out);
-    });
-    const int64_t threads = part_count(args.rows * args.out_features * width, kWorkPerPart);
-    share_out(args.out_features, threads, kPairedStrip, kPairedStrip, [&](int64_t begin, int64_t end) {
-      packed_pairs_avx512_bf16(args, begin, end, scratch<1>(paired_floats(args.rows)));
-    });
-  }
-}
-
 // Inputs as the weights lie: to[i] = x[weight_at(form, i)] in every block.
 template <int64_t kWord>
 void order(const float* x, float* to, int64_t blocks) {
@@ -173,8 +150,12 @@ Tensor packed_rows_cpu(const Tensor& x, const Tensor& raw_quants, const Tensor& 
   args.out = out.mutable_data_ptr();
   args.activation = activation_of(activation, op);
 
-  if (takes_pairs(args.dtype, args.form, args.rows)) {
-    run_pairs(args, view);
+  GemmArgs gemm{};
+  gemm.dtype = args.dtype, gemm.in_features = view.columns, gemm.out_features = args.out_features;
+  gemm.packed = &args, gemm.bias = args.bias, gemm.residual = args.residual, gemm.out = args.out;
+  gemm.activation = args.activation;
+  if (takes_pairs(gemm, args.rows)) {
+    run_in_pairs(gemm, view);
     return out;
   }
   args.step_blocks = round_up(args.blocks, 4);
@@ -217,7 +198,10 @@ Tensor packed_rows_cpu(const Tensor& x, const Tensor& raw_quants, const Tensor& 
       std::fill(sizes_of_row, sizes_of_row + lanes, 0.0f);
       std::fill(offsets_of_row, offsets_of_row + lanes, 0.0f);
       order_rows(row, 1);
-      infinite.emplace_back(args.of_rows(row, 1)).x += row * width;
+      PackedArgs& alone = infinite.emplace_back(args);
+      alone.rows = 1, alone.x += row * width;
+      if (alone.residual != nullptr) alone.residual = at(alone.residual, row * args.out_features, args.dtype);
+      alone.out = at(alone.out, row * args.out_features, args.dtype);
     }
     args.steps = steps, args.step_sizes = step_sizes, args.step_offsets = step_offsets;
     run(args);

@@ -27,7 +27,7 @@ struct PackedArgs {
   int64_t rows, blocks, out_features;
   // x as the weights lie, [rows, blocks * kPackedBlock], zeros behind the last input.
   const float* x;
-  const uint16_t* tiles;  // or, in order, as packed_tiles_amx or paired_rows_avx512_bf16 lays it out
+  const uint16_t* tiles;  // or, for packed_gemm_amx, in order, as packed_tiles_amx lays it out
   // x as integers, or null: [rows, step_blocks, kStepBytes]. For quants in bytes int16, the i-th meets the
   // quant at place i. For four bits, int16 whose i-th meets the i / 32-th lowest of the block's 16-bit piece
   // i % 32; or with `split`, steps as 256 * high + low in bytes: high of those that meet the lower halves of
@@ -49,15 +49,6 @@ struct PackedArgs {
 
   int64_t row_bytes() const { return blocks * kPackedBlock * bits_of(form) / 8; }
   int64_t output_bytes() const { return row_bytes() + groups * (zeros != nullptr ? 3 : 2); }
-  // For `count` rows of x from `first` on, but for x.
-  PackedArgs of_rows(int64_t first, int64_t count) const {
-    PackedArgs some = *this;
-    const int64_t bytes = first * out_features * element_size(dtype);
-    if (residual != nullptr) some.residual = static_cast<const char*>(residual) + bytes;
-    some.out = static_cast<char*>(out) + bytes;
-    some.rows = count;
-    return some;
-  }
 };
 
 // Computes outputs [begin, end) of every row. The sums of an output do not depend on the range. All but the
@@ -80,19 +71,6 @@ constexpr int64_t tile_parts(DType dtype) { return dtype == DType::kFloat16 ? 2 
 constexpr int64_t packed_tile_elements(DType dtype, int64_t rows, int64_t width) {
   return (rows + 15) / 16 * 16 * width * tile_parts(dtype);
 }
-
-// The same of at least kPairedRows / 2 rows in bfloat16, from args.tiles; `sums`: paired_floats() of them,
-// 64-byte aligned.
-void packed_pairs_avx512_bf16(const PackedArgs& args, int64_t begin, int64_t end, float* sums);
-constexpr int64_t kPairedRows = 8;    // most rows of x that meet an output at once
-constexpr int64_t kPairedStrip = 48;  // outputs whose sums are kept
-constexpr int64_t paired_groups(int64_t rows) { return (rows + kPairedRows - 1) / kPairedRows; }
-constexpr int64_t paired_floats(int64_t rows) { return kPairedStrip * kPairedRows * paired_groups(rows); }
-
-// Groups [begin, end) of args.rows rows of x, `stride` elements apart, as [pieces of inputs, groups, 32
-// inputs, rows of a group, 32], args.blocks * kPackedBlock elements a row: args.tiles.
-void paired_rows_avx512_bf16(const PackedArgs& args, int64_t in_features, const void* x, int64_t stride,
-                             int64_t begin, int64_t end, uint16_t* to);
 
 // Rows [begin, end) of the weight in `dtype`, [end - begin, in_features], rounded once: of args what tells of
 // the weight.

@@ -48,16 +48,7 @@ inline bool takes_floats(DType dtype, PackedForm form, int64_t rows) {
   return !use_avx512() && bits_of(form) == 8 && rows > (form == PackedForm::kFp8 ? 2 : 4);
 }
 
-// Whether x is multiplied in pairs of bfloat16, by packed_pairs_avx512_bf16(): from as many rows on as make
-// up for widening the weight, up to where oneDNN is as fast.
-inline bool takes_pairs(DType dtype, PackedForm form, int64_t rows) {
-  constexpr int64_t kMost = 512;
-  if (dtype != DType::kBFloat16 || !use_bf16_products() || rows > kMost) return false;
-  return rows >= (form == PackedForm::kFp8 || form == PackedForm::kInt4 ? kPairedRows / 2 : 6);
-}
-
-// packed_gemv without a norm, of up to kPackedRows of x, or kWidenedRows if takes_floats(), or any number if
-// takes_pairs().
+// packed_gemv without a norm, of up to kPackedRows of x, or kWidenedRows if takes_floats().
 Tensor packed_rows_cpu(const Tensor& x, const Tensor& raw_quants, const Tensor& raw_scales,
                        const std::optional<Tensor>& raw_zeros, double multiplier, const std::string& format,
                        const std::optional<Tensor>& bias, const std::optional<Tensor>& residual,

@@ -1,17 +1,17 @@
-// What: products of some to many rows of x in bfloat16 with a quantized weight, by vdpbf16ps, see
-//   gemv_avx512_bf16.cpp. Weights are widened with their scale and rounded once; fp8 is exact in bfloat16,
-//   and its row's scale is applied to the sums. Subnormal bfloat16 count as zeros.
+// What: products of some to many rows of x in bfloat16 with a weight in rows, by vdpbf16ps, see
+//   gemv_avx512_bf16.cpp. Quantized weights are widened with their scale and rounded once; fp8 is exact in
+//   bfloat16, and its row's scale is applied to the sums. Subnormal bfloat16 count as zeros.
 // Work split: a thread takes a range of outputs, 48 at a time, and all rows of x. Of six outputs a block of
-//   1,024 inputs is widened into the first-level cache, where three by three they meet eight rows of x: 24
-//   sums in registers, which are added up to one float32 an output when the block ends.
-// Traffic: quants and scales once; a block of x from the second-level cache once for six outputs, and x from
-//   memory once for 48.
+//   1,024 inputs is widened, or copied, into the first-level cache, where three by three they meet eight rows
+//   of x: 24 sums in registers, which are added up to one float32 an output when the block ends.
+// Traffic: the weight once; a block of x from the second-level cache once for six outputs, and x from memory
+//   once for 48.
 // Roofline: read bandwidth for few rows, then products of pairs. A layer of TinyLlama, two threads, of these
-//   products in registers: Zen 4 (one 512-bit instruction a cycle), 2026-11, 61 % for 32 rows, 78 for 128, 82
-//   for 192; Zen 5 (two), 70, 84 and 90.
-#include "common/avx512_math.h"
+//   products in registers, quantized weights: Zen 4 (one 512-bit instruction a cycle), 2026-11, 61 % for 32
+//   rows, 78 for 128, 82 for 192; Zen 5 (two), 75, 87 and 90.
+#include "common/epilogue_avx2.h"
+#include "gemm/gemm_cpu.h"
 #include "packed_gemm/packed_widen_avx512.h"
-#include "packed_gemv/packed_gemv_block.h"
 
 namespace hf_fastpath {
 namespace {
@@ -23,10 +23,60 @@ constexpr int64_t kStrip = kPairedStrip;  // outputs that a block of x meets whi
 constexpr int64_t kBlocks = 8;            // of kPackedBlock inputs, that are widened at a time
 constexpr int64_t kDepth = kBlocks * kPackedBlock;
 constexpr int kRows = kPairedRows;
-static_assert(kStrip % kWidened == 0 && kStrip % kRun == 0 && kRun == 2 * kRows);
+static_assert(kStrip % kWidened == 0);
 
 // Where a group of rows of x begins; they are of about equal size.
-HF_INLINE int64_t group_begin(int64_t rows, int64_t group) { return rows * group / paired_groups(rows); }
+HF_INLINE int64_t group_begin(int64_t rows, int64_t group) { return rows * group / gemm_paired_groups(rows); }
+
+// ---- weights ------------------------------------------------------------------------------------------
+// A block of kPackedBlock inputs of an output goes to every kTogether-th vector.
+
+HF_INLINE void store_stretch(uint16_t* to, int s, __m512i words) {
+  _mm512_store_si512(to + s * kTogether * kStep, words);
+}
+
+HF_INLINE void prefetch(const void* from) { _mm_prefetch(static_cast<const char*>(from), _MM_HINT_T1); }
+
+struct Plain {
+  const uint16_t* weight;
+  int64_t stride, in_features;
+
+  HF_INLINE Plain of(const GemmArgs& args) {
+    return {static_cast<const uint16_t*>(args.weight), args.weight_stride, args.in_features};
+  }
+  HF_INLINE void ask_for(const Plain& rows, int64_t row, int64_t b) {
+    for (int s = 0; s < kStretches; ++s)
+      prefetch(rows.weight + row * rows.stride + b * kPackedBlock + s * kStep);
+  }
+  HF_INLINE void widen(const Plain& rows, int64_t row, int64_t b, uint16_t* to) {
+    const uint16_t* from = rows.weight + row * rows.stride + b * kPackedBlock;
+    const int64_t left = rows.in_features - b * kPackedBlock;
+    for (int s = 0; s < kStretches; ++s) {
+      store_stretch(to, s, _mm512_maskz_loadu_epi16(first_of_32(left - s * kStep), from + s * kStep));
+    }
+  }
+};
+
+template <PackedForm kForm>
+struct Packed {
+  using Rows = PackedWeight<kForm>;
+  Rows rows;
+  Fp8Values values;
+
+  HF_INLINE Packed of(const GemmArgs& args) {
+    Packed packed{Rows::of(*args.packed), {}};
+    if constexpr (kForm == PackedForm::kFp8) packed.values = fp8_values<BF16>(1.0f);
+    return packed;
+  }
+  HF_INLINE void ask_for(const Packed& weight, int64_t row, int64_t b) {
+    const uint8_t* quants = Rows::block(weight.rows, row, b);
+    for (int64_t line = 0; line < Rows::kBytes; line += kCacheLineBytes) prefetch(quants + line);
+  }
+  HF_INLINE void widen(const Packed& weight, int64_t row, int64_t b, uint16_t* to) {
+    widen_block<kForm, BF16, 1>(weight.rows, row, b, 1.0f, weight.values,
+                                [&](int s, int, __m512i words) { store_stretch(to, s, words); });
+  }
+};
 
 // ---- products -----------------------------------------------------------------------------------------
 
@@ -100,7 +150,7 @@ HF_INLINE void multiply_rows(int64_t rows, const uint16_t* weights, const uint16
 
 // ---- outputs ------------------------------------------------------------------------------------------
 
-// to[m * kRun + r] = from[r * stride + m] for eight times eight.
+// to[m * kStrip + r] = from[r * stride + m] for eight times eight.
 HF_INLINE void transpose_eight(const float* from, int64_t stride, float* to) {
   __m256 a[8], b[8];
 #pragma GCC unroll 8
@@ -119,65 +169,60 @@ HF_INLINE void transpose_eight(const float* from, int64_t stride, float* to) {
   }
 #pragma GCC unroll 4
   for (int i = 0; i < 4; ++i) {
-    _mm256_store_ps(to + i * kRun, _mm256_permute2f128_ps(a[i], a[i + 4], 0x20));
-    _mm256_store_ps(to + (i + 4) * kRun, _mm256_permute2f128_ps(a[i], a[i + 4], 0x31));
+    _mm256_store_ps(to + i * kStrip, _mm256_permute2f128_ps(a[i], a[i + 4], 0x20));
+    _mm256_store_ps(to + (i + 4) * kStrip, _mm256_permute2f128_ps(a[i], a[i + 4], 0x31));
   }
 }
 
 // Outputs [n, n + count) of all rows, from sums[output * stride + kRows * group + row of the group].
-void finish_strip(const PackedArgs& args, const float* sums, int64_t stride, int64_t n, int64_t count) {
-  alignas(64) float y[kRows * kRun];
-  const bool by_row = args.form == PackedForm::kFp8;
-  for (int64_t i = 0; i < count; i += kRun) {
-    const int64_t some = min_of(kRun, count - i);
-    const auto mask = static_cast<__mmask16>((1u << some) - 1);
-    __m512 scales = _mm512_set1_ps(1.0f);
-    if (by_row) scales = _mm512_cvtph_ps(_mm256_maskz_loadu_epi16(mask, args.scales + n + i));
-    for (int64_t group = 0; group < paired_groups(args.rows); ++group) {
-      transpose_eight(sums + i * stride + group * kRows, stride, y);
-      transpose_eight(sums + (i + kRows) * stride + group * kRows, stride, y + kRows);
-      const int64_t first = group_begin(args.rows, group), end = group_begin(args.rows, group + 1);
-      for (int64_t m = 0; by_row && m < end - first; ++m) {
-        _mm512_store_ps(y + m * kRun, _mm512_mul_ps(_mm512_load_ps(y + m * kRun), scales));
+template <Activation kActivation>
+void finish(const GemmArgs& args, const float* sums, int64_t stride, int64_t n, int64_t count) {
+  const auto* bias = static_cast<const uint16_t*>(args.bias);
+  const auto* residual = static_cast<const uint16_t*>(args.residual);
+  alignas(32) float y[kRows * kStrip], scales[kStrip];
+  for (int64_t i = 0; args.packed != nullptr && i < kStrip; ++i) {
+    const bool by_row = args.packed->form == PackedForm::kFp8 && i < count;
+    scales[i] = args.packed->multiplier * (by_row ? half_to_float(args.packed->scales[n + i]) : 1.0f);
+  }
+  for (int64_t group = 0; group < gemm_paired_groups(args.rows); ++group) {
+    for (int64_t i = 0; i < kStrip; i += 8) {
+      transpose_eight(sums + i * stride + group * kRows, stride, y + i);
+    }
+    const int64_t first = group_begin(args.rows, group), end = group_begin(args.rows, group + 1);
+    float* row = y;
+    for (int64_t m = first; m < end; ++m, row += kStrip) {
+      for (int64_t i = 0; args.packed != nullptr && i < kStrip; i += kLanes) {
+        _mm256_store_ps(row + i, _mm256_mul_ps(_mm256_load_ps(row + i), _mm256_load_ps(scales + i)));
       }
-      finish<BF16>(args.of_rows(first, end - first), y, n + i, some);
+      const int64_t at = m * args.out_features + n;
+      epilogue<BF16, kActivation>(row, nullptr, bias != nullptr ? bias + n : nullptr,
+                                  residual != nullptr ? residual + at : nullptr,
+                                  static_cast<uint16_t*>(args.out) + at, count);
     }
   }
 }
 
-template <PackedForm kForm>
-void range_in_pairs(const PackedArgs& args, int64_t begin, int64_t end, float* sums) {
-  using Weight = PackedWeight<kForm>;
+template <class Weight>
+void outputs(const GemmArgs& args, int64_t begin, int64_t end, float* sums) {
   alignas(64) uint16_t widened[kWidened * kDepth];
   const Weight weight = Weight::of(args);
-  Fp8Values values;
-  if constexpr (kForm == PackedForm::kFp8) values = fp8_values<BF16>(1.0f);
-  const int64_t groups = paired_groups(args.rows), stride = groups * kRows;
-  // Block b of an output to every kTogether-th vector, while one that is widened later is asked for.
-  const auto widen = [&](int64_t row, int64_t b, int64_t next_row, int64_t next_block, uint16_t* to) {
-    const uint8_t* next =
-        Weight::block(weight, min_of(next_row, args.out_features - 1), min_of(next_block, args.blocks - 1));
-    for (int64_t line = 0; line < Weight::kBytes; line += kCacheLineBytes) {
-      _mm_prefetch(reinterpret_cast<const char*>(next + line), _MM_HINT_T1);
-    }
-    widen_block<kForm, BF16, 1>(weight, row, b, 1.0f, values, [&](int s, int, __m512i words) {
-      _mm512_store_si512(to + s * kTogether * kStep, words);
-    });
-  };
+  const int64_t blocks = gemm_tiled_width(args.in_features) / kPackedBlock;
+  const int64_t groups = gemm_paired_groups(args.rows), stride = groups * kRows;
   for (int64_t n = begin; n < end; n += kStrip) {
     const int64_t count = min_of(kStrip, end - n);
-    for (int64_t b = 0; b < args.blocks; b += kBlocks) {
-      const int64_t some = min_of(kBlocks, args.blocks - b), steps = some * kStretches;
+    for (int64_t b = 0; b < blocks; b += kBlocks) {
+      const int64_t some = min_of(kBlocks, blocks - b), steps = some * kStretches;
       for (int64_t r = 0; r < count; r += kWidened) {
         // After these the next outputs are widened, or the first of the strip in the next block.
-        const bool same = r + kWidened < count, more = b + kBlocks < args.blocks;
+        const bool same = r + kWidened < count, more = b + kBlocks < blocks;
         const int64_t next = same ? n + r + kWidened : more ? n : n + kStrip;
         const int64_t next_block = same ? b : more ? b + kBlocks : 0;
         for (int64_t i = 0; i < kWidened; ++i) {
-          const int64_t row = min_of(n + r + i, end - 1);
+          const int64_t row = min_of(n + r + i, end - 1), next_row = min_of(next + i, args.out_features - 1);
           uint16_t* to = widened + i / kTogether * kTogether * kDepth + i % kTogether * kStep;
           for (int64_t j = 0; j < some; ++j, to += kTogether * kPackedBlock) {
-            widen(row, b + j, next + i, next_block + j, to);
+            Weight::ask_for(weight, next_row, min_of(next_block + j, blocks - 1));
+            Weight::widen(weight, row, b + j, to);
           }
         }
         const uint16_t* x = args.tiles + b * kPackedBlock * args.rows;
@@ -188,36 +233,38 @@ void range_in_pairs(const PackedArgs& args, int64_t begin, int64_t end, float* s
         }
       }
     }
-    finish_strip(args, sums, stride, n, count);
+    with_activation(args.activation,
+                    [&](auto tag) { finish<decltype(tag)::value>(args, sums, stride, n, count); });
   }
 }
 
 }  // namespace
 
-void packed_pairs_avx512_bf16(const PackedArgs& args, int64_t begin, int64_t end, float* sums) {
-  switch (args.form) {
+void gemm_pairs_avx512_bf16(const GemmArgs& args, int64_t begin, int64_t end, float* sums) {
+  if (args.packed == nullptr) return outputs<Plain>(args, begin, end, sums);
+  switch (args.packed->form) {
     case PackedForm::kInt8:
-      return range_in_pairs<PackedForm::kInt8>(args, begin, end, sums);
+      return outputs<Packed<PackedForm::kInt8>>(args, begin, end, sums);
     case PackedForm::kFp8:
-      return range_in_pairs<PackedForm::kFp8>(args, begin, end, sums);
+      return outputs<Packed<PackedForm::kFp8>>(args, begin, end, sums);
     case PackedForm::kInt4:
-      return range_in_pairs<PackedForm::kInt4>(args, begin, end, sums);
+      return outputs<Packed<PackedForm::kInt4>>(args, begin, end, sums);
     case PackedForm::kInt4G32:
-      return range_in_pairs<PackedForm::kInt4G32>(args, begin, end, sums);
+      return outputs<Packed<PackedForm::kInt4G32>>(args, begin, end, sums);
   }
 }
 
-void paired_rows_avx512_bf16(const PackedArgs& args, int64_t in_features, const void* from, int64_t stride,
-                             int64_t begin, int64_t end, uint16_t* to) {
+void gemm_paired_rows_avx512_bf16(const GemmArgs& args, const void* from, int64_t stride, int64_t begin,
+                                  int64_t end, uint16_t* to) {
   const auto* x = static_cast<const uint16_t*>(from);
-  const int64_t width = args.blocks * kPackedBlock;
+  const int64_t width = gemm_tiled_width(args.in_features);
   for (int64_t k = 0; k < width; k += kDepth) {
     const int64_t depth = min_of(kDepth, width - k);
     for (int64_t group = begin; group < end; ++group) {
       const int64_t first = group_begin(args.rows, group), last = group_begin(args.rows, group + 1);
       uint16_t* at = to + k * args.rows + first * depth;
       for (int64_t i = k; i < k + depth; i += kStep) {
-        const __mmask32 mask = first_of_32(in_features - i);
+        const __mmask32 mask = first_of_32(args.in_features - i);
         for (int64_t m = first; m < last; ++m, at += kStep) {
           _mm512_store_si512(at, _mm512_maskz_loadu_epi16(mask, x + m * stride + i));
         }
