@@ -14,6 +14,9 @@ HF_INLINE __mmask32 first_of_32(int64_t count) {
   return count <= 0 ? 0 : count >= 32 ? ~__mmask32{0} : (__mmask32{1} << count) - 1;
 }
 
+// The line of `from` into the second-level cache.
+HF_INLINE void prefetch(const void* from) { _mm_prefetch(static_cast<const char*>(from), _MM_HINT_T1); }
+
 // Floats8's counterpart.
 struct Floats16 {
   using Type = __m512;

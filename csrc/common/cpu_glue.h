@@ -142,6 +142,15 @@ inline int64_t round_up(int64_t value, int64_t multiple) {
   return (value + multiple - 1) / multiple * multiple;
 }
 
+// Runs body(begin, end) on even shares of [0, total), on as many threads as `bytes` of memory traffic are
+// worth.
+template <class Body>
+void for_each_range(int64_t total, int64_t bytes, const Body& body) {
+  const int64_t parts = std::min(total, part_count(bytes, kBytesPerPart));
+  for_each_part(
+      parts, [&](int64_t part) { body(part_begin(total, parts, part), part_begin(total, parts, part + 1)); });
+}
+
 // Runs body(begin, end) until it has had all of [0, total), on `parts` threads. Each takes the next piece
 // when it is done with one, a quarter of an even share of what is left but at least `least` units, in
 // multiples of `granule`: threads of one machine differ in speed from call to call, and the slowest would

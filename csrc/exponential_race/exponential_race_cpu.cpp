@@ -71,10 +71,9 @@ Tensor exponential_race(const Tensor& logits, const Tensor& noise, const Tensor&
   const ExponentialRaceCall call(logits, noise, settings, overlap);
   const ExponentialRaceParams& p = call.params;
   std::atomic<bool> defined{true};
-  const int64_t parts = std::min(p.rows, part_count(8 * p.rows * p.vocab_size, kBytesPerPart));
-  for_each_part(parts, [&](int64_t part) {
+  for_each_range(p.rows, 8 * p.rows * p.vocab_size, [&](int64_t begin, int64_t end) {
     uint64_t* items = reinterpret_cast<uint64_t*>(scratch(2 * p.vocab_size));
-    for (int64_t row = part_begin(p.rows, parts, part); row < part_begin(p.rows, parts, part + 1); ++row) {
+    for (int64_t row = begin; row < end; ++row) {
       with_storage(p.dtype, [&](auto* tag) {
         using T = std::remove_pointer_t<decltype(tag)>;
         const T* values = static_cast<const T*>(p.logits) + row * p.stride;

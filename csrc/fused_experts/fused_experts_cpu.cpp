@@ -58,9 +58,7 @@ void run_experts(const ExpertsCall& call) {
   // Outputs of all groups one after the other, in tiles.
   const int64_t tiles = (width + kOutputGranule - 1) / kOutputGranule;
   const int64_t units = num_groups * tiles;
-  const int64_t parts = std::min(part_count(2 * bytes, kBytesPerPart), units);
-  for_each_part(parts, [&](int64_t part) {
-    const int64_t begin = part_begin(units, parts, part), end = part_begin(units, parts, part + 1);
+  for_each_range(units, 2 * bytes, [&](int64_t begin, int64_t end) {
     for (int64_t g = begin / tiles; g * tiles < end; ++g) {
       LinearArgs args = group_args(call.pairs.groups[g], call.x, call.x_stride, call.gate_up, rounded, width);
       args.up_weight = at(args.weight, width * args.weight_stride, dtype);

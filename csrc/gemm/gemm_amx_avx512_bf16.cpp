@@ -41,8 +41,6 @@ HF_INLINE void in_parts(__m512i bits, __m512i (&to)[kPartsOf<Element>]) {
   }
 }
 
-HF_INLINE void prefetch(const void* from) { _mm_prefetch(static_cast<const char*>(from), _MM_HINT_T1); }
-
 // ---- weights ------------------------------------------------------------------------------------------
 // 32 outputs of a block of inputs become tiles, [steps of 32 inputs][parts][two of outputs]. Of kPackedBlock
 // inputs they are widened in kUnits units.
@@ -136,18 +134,12 @@ struct Plain {
 
 // A quantized weight; a unit is a row.
 template <class Element, PackedForm kForm>
-struct Packed {
+struct Packed : SumScaledWeight<kForm> {
   static constexpr int kParts = kForm == PackedForm::kFp8 ? 1 : kPartsOf<Element>;
   static constexpr bool kTransposed = false;
   using Rows = PackedWeight<kForm>;
-  Rows rows;
-  Fp8Values values;
 
-  HF_INLINE Packed of(const GemmArgs& args) {
-    Packed packed{Rows::of(*args.packed), {}};
-    if constexpr (kForm == PackedForm::kFp8) packed.values = fp8_values<BF16>(1.0f);
-    return packed;
-  }
+  HF_INLINE Packed of(const GemmArgs& args) { return {SumScaledWeight<kForm>::of(*args.packed)}; }
 
   HF_INLINE void widen(const Packed& weight, const Outputs& outputs, int64_t unit, int64_t k) {
     const int64_t row = outputs.row(unit), b = k / kPackedBlock;
@@ -324,13 +316,7 @@ bool strip(const GemmArgs& args, int64_t begin, int64_t end, float* scratch) {
       const int64_t units = (kUnits * kBlocks + pairs * steps - 1) / (pairs * steps);
       const uint16_t* x = args.tiles + block * kPackedBlock * groups * kTileRows * kPartsOf<Element>;
       float* sums = scratch + (n - begin) * pairs * kPairRows;
-      if (last && args.packed != nullptr) {
-        for (int64_t i = 0; i < kPairRows; ++i) {
-          const bool by_row = args.packed->form == PackedForm::kFp8;
-          scales[i] = args.packed->multiplier *
-                      (by_row ? half_to_float(args.packed->scales[min_of(n + i, end - 1)]) : 1.0f);
-        }
-      }
+      if (last && args.packed != nullptr) sum_factors(*args.packed, n, end, kPairRows, scales);
       for (int64_t g = 0; g < groups; g += kPair, sums += kPair * kPair * kTileSums) {
         const int64_t some = min_of(kPair, groups - g);
         const auto multiply_some = some == kPair ? multiply<kPair, kPartsOf<Element>, Weight>

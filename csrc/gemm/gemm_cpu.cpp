@@ -78,9 +78,8 @@ GemmArgs rows_of(GemmArgs args, int64_t first, int64_t rows) {
 // Rows [first, first + rows) of x as the kernels read them.
 void convert_blocks(const RowView& x, DType dtype, int64_t first, int64_t rows, float* out) {
   const auto convert = converter();
-  const int64_t parts = std::min(rows, part_count(rows * x.columns * kFloat, kBytesPerPart));
-  for_each_part(parts, [&](int64_t part) {
-    for (int64_t row = part_begin(rows, parts, part); row < part_begin(rows, parts, part + 1); ++row) {
+  for_each_range(rows, rows * x.columns * kFloat, [&](int64_t begin, int64_t end) {
+    for (int64_t row = begin; row < end; ++row) {
       for (int64_t k = 0; k < x.columns; k += kGemmDepth) {
         const int64_t count = std::min(kGemmDepth, x.columns - k);
         float* to = out + k * rows + row * kGemmDepth;
@@ -134,9 +133,7 @@ constexpr int64_t kPassedBytes = 512 << 10;
 
 bool takes_unpacked(const GemmArgs& args, int64_t rows) {
   if (!use_avx2() || args.transposed) return false;
-  const XForm form = x_form(args.dtype, rows);
-  if (form == XForm::kTiles) return rows <= kMostTiledRows;
-  return rows <= kUnpackedRows && (args.packed == nullptr || form == XForm::kFloats);
+  return rows <= (x_form(args.dtype, rows) == XForm::kTiles ? kMostTiledRows : kUnpackedRows);
 }
 
 // `rows` rows of x from `first` on as the linear kernel for `form` takes them.
@@ -171,9 +168,8 @@ void run_unpacked(const GemmArgs& args, const RowView& x) {
   const int64_t block = std::max(kOutputGranule, kPassedBytes / row_bytes / kOutputGranule * kOutputGranule);
   Linear* const kernel = linear_kernel(form);
   std::vector<LinearArgs> linear(pieces);
-  const int64_t parts = std::min(pieces, part_count(x.rows * stride * kFloat, kBytesPerPart));
-  for_each_part(parts, [&](int64_t part) {
-    for (int64_t i = part_begin(pieces, parts, part); i < part_begin(pieces, parts, part + 1); ++i) {
+  for_each_range(pieces, x.rows * stride * kFloat, [&](int64_t begin, int64_t end) {
+    for (int64_t i = begin; i < end; ++i) {
       const int64_t first = part_begin(x.rows, pieces, i), rows = part_begin(x.rows, pieces, i + 1) - first;
       linear[i] = linear_args(args, x, first, rows, form, floats + first * stride,
                               reinterpret_cast<uint16_t*>(memory + i * others));
@@ -218,10 +214,8 @@ bool run_in_tiles(GemmArgs whole, const RowView& x) {
     const GemmArgs args = rows_of(whole, first, std::min(most, x.rows - first));
     const void* const rows = at(x.data, first * x.stride, args.dtype);
     const int64_t groups = (args.rows + kTiledGroup - 1) / kTiledGroup;
-    const int64_t parts = std::min(groups, part_count(args.rows * x.columns * kFloat, kBytesPerPart));
-    for_each_part(parts, [&](int64_t part) {
-      gemm_tiles_amx(args, rows, x.stride, part_begin(groups, parts, part),
-                     part_begin(groups, parts, part + 1), tiles);
+    for_each_range(groups, args.rows * x.columns * kFloat, [&](int64_t begin, int64_t end) {
+      gemm_tiles_amx(args, rows, x.stride, begin, end, tiles);
     });
     std::atomic<int64_t> next{0};
     for_each_part(threads, [&](int64_t part) {
@@ -260,10 +254,8 @@ void run_in_pairs(const GemmArgs& whole, const RowView& x) {
     args.tiles = laid_out;
     const void* const rows = at(x.data, first * x.stride, args.dtype);
     const int64_t groups = gemm_paired_groups(args.rows);
-    const int64_t parts = std::min(groups, part_count(args.rows * x.columns * kFloat, kBytesPerPart));
-    for_each_part(parts, [&](int64_t part) {
-      gemm_paired_rows_avx512_bf16(args, rows, x.stride, part_begin(groups, parts, part),
-                                   part_begin(groups, parts, part + 1), laid_out);
+    for_each_range(groups, args.rows * x.columns * kFloat, [&](int64_t begin, int64_t end) {
+      gemm_paired_rows_avx512_bf16(args, rows, x.stride, begin, end, laid_out);
     });
     const int64_t threads = part_count(args.rows * args.out_features * args.in_features, kWorkPerPart);
     share_out(args.out_features, threads, kPairedStrip, kPairedStrip, [&](int64_t begin, int64_t end) {
@@ -286,10 +278,8 @@ void multiply(const Tensor& out, const Tensor& x, const Tensor& weight) {
 
 void finish(const FinishArgs& args) {
   const auto kernel = use_avx2() ? finish_rows_avx2 : finish_rows_portable;
-  const int64_t parts = std::min(args.rows, part_count(args.rows * args.columns * kFloat, kBytesPerPart));
-  for_each_part(parts, [&](int64_t part) {
-    kernel(args, part_begin(args.rows, parts, part), part_begin(args.rows, parts, part + 1));
-  });
+  for_each_range(args.rows, args.rows * args.columns * kFloat,
+                 [&](int64_t begin, int64_t end) { kernel(args, begin, end); });
 }
 
 // In the tensors' own type: the product is rounded, too.
@@ -316,9 +306,7 @@ void run_torch_packed(const GemmArgs& args, const RowView& x) {
   float* const sums = block + round_up(width * k, 16);
   for (int64_t begin = 0; begin < n; begin += width) {
     const int64_t columns = std::min(width, n - begin);
-    const int64_t parts = std::min(columns, part_count(columns * k * size, kBytesPerPart));
-    for_each_part(parts, [&](int64_t part) {
-      const int64_t first = part_begin(columns, parts, part), last = part_begin(columns, parts, part + 1);
+    for_each_range(columns, columns * k * size, [&](int64_t first, int64_t last) {
       widen(*args.packed, k, args.dtype, begin + first, begin + last, at(block, first * k, args.dtype));
     });
     multiply(matrix(sums, args.dtype, x.rows, columns, columns, 1),
@@ -333,9 +321,8 @@ void run_torch_packed(const GemmArgs& args, const RowView& x) {
 // In float32, over pieces of x and of the weight that are widened.
 void run_widened(const GemmArgs& args, const RowView& x) {
   const auto widen = [&](const void* from, int64_t stride, int64_t rows, int64_t columns, float* to) {
-    const int64_t parts = std::min(rows, part_count(rows * columns * kFloat, kBytesPerPart));
-    for_each_part(parts, [&](int64_t part) {
-      for (int64_t row = part_begin(rows, parts, part); row < part_begin(rows, parts, part + 1); ++row) {
+    for_each_range(rows, rows * columns * kFloat, [&](int64_t begin, int64_t end) {
+      for (int64_t row = begin; row < end; ++row) {
         converter()(args.dtype, at(from, row * stride, args.dtype), to + row * columns, columns);
       }
     });

@@ -35,8 +35,6 @@ HF_INLINE void store_stretch(uint16_t* to, int s, __m512i words) {
   _mm512_store_si512(to + s * kTogether * kStep, words);
 }
 
-HF_INLINE void prefetch(const void* from) { _mm_prefetch(static_cast<const char*>(from), _MM_HINT_T1); }
-
 struct Plain {
   const uint16_t* weight;
   int64_t stride, in_features;
@@ -58,16 +56,10 @@ struct Plain {
 };
 
 template <PackedForm kForm>
-struct Packed {
+struct Packed : SumScaledWeight<kForm> {
   using Rows = PackedWeight<kForm>;
-  Rows rows;
-  Fp8Values values;
 
-  HF_INLINE Packed of(const GemmArgs& args) {
-    Packed packed{Rows::of(*args.packed), {}};
-    if constexpr (kForm == PackedForm::kFp8) packed.values = fp8_values<BF16>(1.0f);
-    return packed;
-  }
+  HF_INLINE Packed of(const GemmArgs& args) { return {SumScaledWeight<kForm>::of(*args.packed)}; }
   HF_INLINE void ask_for(const Packed& weight, int64_t row, int64_t b) {
     const uint8_t* quants = Rows::block(weight.rows, row, b);
     for (int64_t line = 0; line < Rows::kBytes; line += kCacheLineBytes) prefetch(quants + line);
@@ -180,10 +172,7 @@ void finish(const GemmArgs& args, const float* sums, int64_t stride, int64_t n, 
   const auto* bias = static_cast<const uint16_t*>(args.bias);
   const auto* residual = static_cast<const uint16_t*>(args.residual);
   alignas(32) float y[kRows * kStrip], scales[kStrip];
-  for (int64_t i = 0; args.packed != nullptr && i < kStrip; ++i) {
-    const bool by_row = args.packed->form == PackedForm::kFp8 && i < count;
-    scales[i] = args.packed->multiplier * (by_row ? half_to_float(args.packed->scales[n + i]) : 1.0f);
-  }
+  if (args.packed != nullptr) sum_factors(*args.packed, n, n + count, kStrip, scales);
   for (int64_t group = 0; group < gemm_paired_groups(args.rows); ++group) {
     for (int64_t i = 0; i < kStrip; i += 8) {
       transpose_eight(sums + i * stride + group * kRows, stride, y + i);

@@ -45,9 +45,7 @@ struct Way {
     for (int r = begin; r < end; ++r) {
       const int64_t row = min_of(n + r, last);
       const uint8_t* quants = Weight::block(weight, row, b);
-      for (int64_t line = 0; line < kBytes; line += kCacheLineBytes) {
-        _mm_prefetch(reinterpret_cast<const char*>(quants + ahead + line), _MM_HINT_T1);
-      }
+      for (int64_t line = 0; line < kBytes; line += kCacheLineBytes) prefetch(quants + ahead + line);
       uint16_t* const to = buffer + r / kTileRows * kTileElements + r % kTileRows * kTileInputs;
       widen_block<kForm, BF16, kParts>(weight, row, b, 1.0f, values, [&](int s, int part, __m512i words) {
         _mm512_store_si512(to + (s * kWeights + part) * kTileElements, words);
@@ -61,9 +59,9 @@ struct Way {
     constexpr int64_t kBytes = kRows * 2 * (kForm == PackedForm::kInt4G32 ? kStretches : 1);
     const int64_t first = (n + kRows) * weight.groups;
     const auto* from = reinterpret_cast<const char*>(weight.scales + first) + b * kBytes;
-    for (int64_t line = 0; line < kBytes; line += kCacheLineBytes) _mm_prefetch(from + line, _MM_HINT_T1);
+    for (int64_t line = 0; line < kBytes; line += kCacheLineBytes) prefetch(from + line);
     if constexpr (kForm == PackedForm::kInt4) {
-      _mm_prefetch(reinterpret_cast<const char*>(weight.zeros + first + b * kRows), _MM_HINT_T1);
+      prefetch(weight.zeros + first + b * kRows);
     }
   }
 
@@ -108,7 +106,8 @@ bool tiles_range(const PackedArgs& args, int64_t begin, int64_t end) {
   const int64_t group = args.blocks * kStretches * kTileElements;  // elements of x
   const auto weight = Way::Weight::of(args);
   const int64_t last = end - 1;
-  Fp8Values values;
+  Fp8Values
+      values;  // by itself, so that the compiler keeps it in registers: in a SumScaledWeight it does not
   if constexpr (kForm == PackedForm::kFp8) values = fp8_values<BF16>(1.0f);
   use_tiles_for(kTileRows, kTileRows);
   int turn = 0;

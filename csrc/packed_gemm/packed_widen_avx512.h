@@ -136,6 +136,27 @@ struct PackedWeight {
   }
 };
 
+// A weight whose sums are multiplied by sum_factors(): fp8 is exact in bfloat16 without its row's scale.
+template <PackedForm kForm>
+struct SumScaledWeight {
+  PackedWeight<kForm> rows;
+  Fp8Values values;
+
+  HF_INLINE SumScaledWeight of(const PackedArgs& args) {
+    SumScaledWeight weight{PackedWeight<kForm>::of(args), {}};
+    if constexpr (kForm == PackedForm::kFp8) weight.values = fp8_values<BF16>(1.0f);
+    return weight;
+  }
+};
+
+// Those of outputs [n, n + count), of which the last before `end` stands for all behind it.
+HF_INLINE void sum_factors(const PackedArgs& args, int64_t n, int64_t end, int64_t count, float* to) {
+  const bool by_row = args.form == PackedForm::kFp8;
+  for (int64_t i = 0; i < count; ++i) {
+    to[i] = args.multiplier * (by_row ? half_to_float(args.scales[min_of(n + i, end - 1)]) : 1.0f);
+  }
+}
+
 // The words of a row's block, with their scales and the multiplier: write(s, part, 32 of stretch s). fp8's
 // are looked up in `values`.
 template <PackedForm kForm, class Element, int kParts, class Write>

@@ -35,11 +35,8 @@ Tensor rms_norm_cpu(const Tensor& x, const Tensor& weight, double eps) {
   const RmsNormArgs args{dtype,        rows.data, rows.stride, scale.const_data_ptr(), out.mutable_data_ptr(),
                          rows.columns, eps};
   const auto kernel = use_avx2() ? rms_norm_avx2 : rms_norm_portable;
-  const int64_t parts =
-      std::min(rows.rows, part_count(2 * rows.rows * rows.columns * element_size(dtype), kBytesPerPart));
-  for_each_part(parts, [&](int64_t part) {
-    kernel(args, part_begin(rows.rows, parts, part), part_begin(rows.rows, parts, part + 1));
-  });
+  for_each_range(rows.rows, 2 * rows.rows * rows.columns * element_size(dtype),
+                 [&](int64_t begin, int64_t end) { kernel(args, begin, end); });
   return out;
 }
 

@@ -129,11 +129,8 @@ Tensor rope_append_cpu(const Tensor& qkv, const std::optional<Tensor>& bias, con
   args.q_out = out.mutable_data_ptr();
   const auto kernel = use_avx2() ? rope_append_avx2 : rope_append_portable;
   const int64_t tokens = batch * query_len;
-  const int64_t parts =
-      std::min(tokens, part_count(2 * tokens * features * element_size(dtype), kBytesPerPart));
-  for_each_part(parts, [&](int64_t part) {
-    kernel(args, part_begin(tokens, parts, part), part_begin(tokens, parts, part + 1));
-  });
+  for_each_range(tokens, 2 * tokens * features * element_size(dtype),
+                 [&](int64_t begin, int64_t end) { kernel(args, begin, end); });
   return out;
 }
 
