@@ -273,7 +273,7 @@ constexpr int64_t kWeightBytes = 4 << 20;
 
 // out = x @ weight, not through the dispatcher: there autocast would step in.
 void multiply(const Tensor& out, const Tensor& x, const Tensor& weight) {
-  STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_cpu_mm_out(out.get(), x.get(), weight.get()));
+  TORCH_ERROR_CODE_CHECK(aoti_torch_cpu_mm_out(out.get(), x.get(), weight.get()));
 }
 
 void finish(const FinishArgs& args) {

@@ -33,7 +33,7 @@ Tensor whole_rows(const Tensor& x, PackedGemmParams& p, cudaStream_t stream) {
 void multiply_into(Tensor out, const Tensor& x, const Tensor& weight) {
   using torch::stable::detail::from;
   std::array<StableIValue, 3> stack{from(x), from(torch::stable::transpose(weight, 0, 1)), from(out)};
-  STABLE_TORCH_ERROR_CODE_CHECK(torch_call_dispatcher("aten::mm", "out", stack.data(), TORCH_ABI_VERSION));
+  TORCH_ERROR_CODE_CHECK(torch_call_dispatcher("aten::mm", "out", stack.data(), TORCH_ABI_VERSION));
   torch::stable::detail::to<Tensor>(stack[0]);
 }
 
@@ -42,7 +42,7 @@ Tensor linear(const Tensor& x, const Tensor& weight, const std::optional<Tensor>
   using torch::stable::detail::from;
   const Tensor out = empty_like_with_sizes(x, {x.size(0), weight.size(0)});
   std::array<StableIValue, 4> stack{from(x), from(weight), from(bias), from(out)};
-  STABLE_TORCH_ERROR_CODE_CHECK(
+  TORCH_ERROR_CODE_CHECK(
       torch_call_dispatcher("aten::linear", "out", stack.data(), TORCH_ABI_VERSION));
   return torch::stable::detail::to<Tensor>(stack[0]);
 }
