@@ -16,6 +16,7 @@ from torch import nn
 from torch.nn.modules import module as torch_module
 from transformers import activations
 from transformers.cache_utils import Cache, DynamicCache
+from transformers.dynamic_module_utils import custom_object_save
 from transformers.generation import GenerationConfig, GenerationMixin, GenerationMode
 from transformers.generation import candidate_generator as candidates
 from transformers.generation.continuous_batching.cache import PagedAttentionCache
@@ -308,6 +309,13 @@ def placement(module: nn.Module) -> str | None:
         return "placed"
     there = torch.device(hook.execution_device)
     return "placed" if there.type == here.type and there.index in (None, here.index) else None
+
+
+def save_config(model: Any, config: Any, directory: str) -> None:
+    """Write a model's config as ``save_pretrained()`` does, and the code of classes that came with a checkpoint."""
+    if getattr(model, "_auto_class", None) is not None:
+        custom_object_save(model, directory, config=config)
+    config.save_pretrained(directory)
 
 
 # ---- the decode loop --------------------------------------------------------------------------------------------
