@@ -206,8 +206,11 @@ def _over_cache(
     if (reason := patch.part.reason()) is not None:
         return reason
     layer = cache.layers[index]
-    if layer.sliding_window not in (None, part.window) or layer.batch_size != x.shape[0]:
+    if layer.sliding_window not in (None, part.window):
         return "other_cache"
+    shape = x.shape[0], *part.cache_shape
+    if not layer.admit(shape, shape, x.dtype, x.device):
+        return "edited_cache"
     if x.shape[0] > MAX_ROWS and query_len == 1:
         return "batch_size"
     mask, starts = named.get("attention_mask"), None
@@ -294,6 +297,18 @@ def head(self: nn.Module, hidden_states: torch.Tensor) -> torch.Tensor:
         return stock(self, None, x)  # nothing but the product is lost, in a forward that counts its own reasons
     emit = steps.run if _is_few(x) else ManyRows(None, x.numel() // x.shape[-1])
     return steps.projection(emit, self, x)
+
+
+def decoder(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    """All layers: a FastpathCache that is given is left as it was if the call is broken off."""
+    patch: ModulePatch | None = vars(self).get(KEY)
+    if patch is None or torch.compiler.is_compiling():
+        return type(self).forward(self, *args, **kwargs)
+    cache = cache_of(dict(zip(patch.argument_names, args[1:]), **kwargs), None)
+    if not isinstance(cache, FastpathCache):
+        return type(self).forward(self, *args, **kwargs)
+    with cache.kept():
+        return type(self).forward(self, *args, **kwargs)
 
 
 #: part of an architecture -> the forward that takes the place of stock's

@@ -18,7 +18,7 @@ from .coverage import check_anything, check_coverage
 from .decode import parts, structure
 from .decode.structure import MAX_BATCH
 from .errors import UnsupportedModelError
-from .forwards import FORWARDS, STATE_KEY, head
+from .forwards import FORWARDS, STATE_KEY, decoder, head
 from .loops import install_loops, uninstall_loops
 from .options import HEADS, Options
 from .patch_state import LOOPS, PatchState, state_of
@@ -164,6 +164,8 @@ def _bind_modules(model: nn.Module, state: PatchState, native: bool) -> None:
         found = ((architecture, architecture.part_of(module)) for architecture in state.known)
         architecture, kind = next((pair for pair in found if pair[1] is not None), (None, None))
         if kind is None:
+            if (holder := next((each for each in state.known if each.holds_layers(module)), None)) is not None:
+                bind_forward(state, decoder, structure.DecoderPart(holder, module))
             return
         if architecture.name != state.architecture:
             architecture.check_classes()

@@ -120,6 +120,11 @@ REASONS: dict[str, Reason] = {
     "other_cache": Reason(
         "the KV cache is not a FastpathCache of this model", "pass none, or hf_fastpath.FastpathCache(model.config)"
     ),
+    "edited_cache": Reason(
+        "the layers of the KV cache do not hold the same number of positions, of sequences or one dtype, or a window "
+        "not its newest positions: keys and values were assigned, or layers cropped, one by one",
+        "edit all layers alike, and with a sliding window its layers' cumulative_length, too",
+    ),
     "continuous_batching": Reason(
         "generate_batch() keeps keys and values in a paged cache of transformers' own, where heads of a position are "
         "neighbors, and mixes prompts and tokens of many requests in one row: its attention is stock's",

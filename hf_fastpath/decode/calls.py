@@ -42,11 +42,14 @@ def for_patched_models(loop: Callable[..., Any]) -> Loop:
 @contextmanager
 def settling(cache: FastpathCache, part: ModelPart) -> Iterator[None]:
     """Give the layers of ``cache`` one length again where the block is broken off."""
+    kept, cache.is_kept = cache.is_kept, True  # by this: forwards inside need not
     try:
         yield
     except BaseException:
         cache.settle(len(part.layers))
         raise
+    finally:
+        cache.is_kept = kept
 
 
 def step_aside_reason(
@@ -89,16 +92,32 @@ def step_aside_reason(
     if torch.compiler.is_compiling():
         return "compiling"
     layout = _layout_reason(input_ids, model_kwargs, cache.get_seq_length())
-    reason = state.reason_of(part) or _cache_reason(part, cache) or layout
+    reason = state.reason_of(part) or _cache_reason(part, cache, input_ids) or layout
     return reason or ("batch_size" if input_ids.shape[0] > part.max_batch else None)
 
 
-def _cache_reason(part: ModelPart, cache: FastpathCache) -> str | None:
-    """A cache the user made for another model, or without its windows, is left to stock code."""
+def _cache_reason(part: ModelPart, cache: FastpathCache, input_ids: torch.Tensor) -> str | None:
+    """A cache the user made for another model, or without its windows, or changed layer by layer, is left to stock
+    code.
+
+    Raises:
+        RuntimeError: it holds keys and values of another batch or model, or such as do not go together.
+    """
     if len(cache.layers) > len(part.windows):
         return "other_cache"
-    fits = all(layer.sliding_window in (None, window) for layer, window in zip(cache.layers, part.windows))
-    return None if fits else "other_cache"
+    if not all(layer.sliding_window in (None, window) for layer, window in zip(cache.layers, part.windows)):
+        return "other_cache"
+    if not cache.take():
+        return "edited_cache"
+    if not cache.get_seq_length():
+        return None
+    if len(cache.layers) < len(part.windows):
+        return "edited_cache"
+    batch, dtype, device = len(input_ids), part.embedding.weight.dtype, input_ids.device
+    for layer, its in zip(cache.layers, part.layers):
+        shape = batch, *its.attention.cache_shape
+        layer.admit(shape, shape, dtype, device)
+    return None
 
 
 def _layout_reason(input_ids: torch.Tensor, model_kwargs: dict, past_len: int) -> str | None:

@@ -122,6 +122,19 @@ class LayerPart(Part):
         return next((reason for reason in reasons if reason), None)
 
 
+class DecoderPart(Part):
+    """What runs the layers: its own code does, whatever it is."""
+
+    def parameters(self) -> list[torch.Tensor | None]:
+        return []
+
+    def other_reason(self) -> str | None:
+        return None
+
+    def reason(self) -> str | None:
+        return None
+
+
 @dataclass(frozen=True)
 class ModelPart(Part):
     """A causal LM as it is now: what a decode plan needs of it.
