@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 import sys
+import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import chain
@@ -337,6 +338,12 @@ def overrides_generation(model: Any, home: str) -> bool:
     return False
 
 
+def is_stock_streamer(streamer: Any) -> bool:
+    """Whether a streamer is exactly one of transformers', none of whose methods was replaced on the instance."""
+    methods = ("put", "end", "on_finalized_text")
+    return type(streamer).__module__.startswith("transformers.") and not any(name in vars(streamer) for name in methods)
+
+
 def is_stock(thing: LogitsProcessor | StoppingCriteria) -> bool:
     """Whether a processor or criterion is one of transformers' own classes, and calls no function of the user's."""
     return type(thing).__module__.startswith("transformers.") and type(thing) is not PrefixConstrainedLogitsProcessor
@@ -382,6 +389,28 @@ def prefill(model: Any, input_ids: torch.Tensor, generation_config: Any, model_k
     return model._prefill(input_ids, generation_config, model_kwargs, is_first_iteration=True)
 
 
+def following_logits(model: Any, input_ids: torch.Tensor, count: int, prompt_len: int, model_kwargs: dict) -> Any:
+    """Run the last ``count`` tokens of a text as ``GenerationMixin._sample`` runs the one that it has chosen.
+
+    Args:
+        input_ids: [batch, seq_len], the text, as the caller of ``generate()`` has begun it.
+        count: how many of its tokens the cache does not hold.
+        prompt_len: how many of them were there when ``generate()`` began.
+        model_kwargs: of the prompt.
+
+    Returns:
+        [batch, count, vocab_size] logits of the tokens that follow each.
+    """
+    known = model._update_model_kwargs_for_generation(
+        {}, dict(model_kwargs), num_new_tokens=input_ids.shape[1] - prompt_len
+    )
+    with model._optimize_model_for_decode():
+        inputs = model.prepare_inputs_for_generation(input_ids, next_sequence_length=count, **known)
+        if "logits_to_keep" in inputs:
+            inputs["logits_to_keep"] = count
+        return model(**inputs, return_dict=True).logits[:, -count:]
+
+
 def candidate_generator(model: Any, ahead: int, **arguments: Any) -> Any:
     """What makes drafts for ``GenerationMixin._assisted_decoding`` with these arguments, if that is an assistant or a
     lookup in the prompt, and the model's own choice decides; else None.
@@ -403,15 +432,20 @@ def candidate_generator(model: Any, ahead: int, **arguments: Any) -> Any:
         return made
     if type(made) is not candidates.AssistedCandidateGenerator:
         return None
-    given = made.assistant_kwargs  # of the prompt, where the first draft stands behind one token more
+    lengthen_draft_inputs(made, ahead)  # they are of the prompt, and the first draft stands behind one token more
+    return made
+
+
+def lengthen_draft_inputs(generator: Any, count: int) -> None:
+    """Tell an assistant's generator of ``count`` more tokens of the text in front of its next draft."""
+    given = generator.assistant_kwargs
     for name, extend in (
         ("attention_mask", candidates._prepare_attention_mask),
         ("position_ids", candidates._prepare_position_ids),
     ):
         if given.get(name) is not None:
-            given = extend(given, given[name].shape[-1] + ahead, False)
-    made.assistant_kwargs = given
-    return made
+            given = extend(given, given[name].shape[-1] + count, False)
+    generator.assistant_kwargs = given
 
 
 def looks_up_drafts(generator: Any) -> bool:
@@ -464,9 +498,16 @@ def below_autograd() -> Any:
     return torch._C._AutoDispatchBelowAutograd()
 
 
-def is_held_here(lock: Any) -> bool:
-    """Whether this thread holds a ``threading.RLock``."""
-    return lock._is_owned()
+def is_run_elsewhere(model: nn.Module) -> bool:
+    """Whether another thread is inside of a ``generate()`` or a forward of ``model``."""
+    codes = {inspect.unwrap(GenerationMixin.generate).__code__, nn.Module._call_impl.__code__}
+    here = threading.get_ident()
+    for thread, frame in sys._current_frames().items():
+        while frame is not None and thread != here:
+            if frame.f_code in codes and frame.f_locals.get("self") is model:
+                return True
+            frame = frame.f_back
+    return False
 
 
 def uses_generation_mixin_sample(model: Any) -> bool:

@@ -90,8 +90,9 @@ def stock(module: nn.Module, reason: str | None, *args: Any, **kwargs: Any) -> A
 
     A module without a patch runs it too: other code may have wrapped our forward and hold it after ``unpatch()``.
     """
-    if reason not in _UNCOUNTED:
-        vars(module)[KEY].state.fall_back(reason)
+    patch: ModulePatch | None = vars(module).get(KEY)
+    if patch is not None and reason not in _UNCOUNTED:
+        patch.state.fall_back(reason)
     return type(module).forward(module, *args, **kwargs)
 
 

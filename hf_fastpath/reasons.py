@@ -150,8 +150,10 @@ REASONS: dict[str, Reason] = {
     "partial_patch": Reason(
         "some layer of the model could not be patched", "see the reasons of its modules in report(model)"
     ),
-    "reentrant": Reason(
-        "generate() was called from inside this model's own decode loop", "call it after the outer generate()"
+    "busy": Reason(
+        "as many calls of generate() run on this model at once as the decode loop takes (4, those of other threads and "
+        "those that a callback makes)",
+        "let calls wait for each other, or put their prompts into one batch",
     ),
     # the fast loop runs, but cannot run ahead of the device, or not over pages
     "custom_stopping_criteria": Reason(
@@ -161,6 +163,10 @@ REASONS: dict[str, Reason] = {
     "window_not_paged": Reason(
         "page_size was given, and layers with a sliding window keep a ring of window + 16 positions each instead",
         "nothing to do: these rings do not grow, but sequences and copies do not share them",
+    ),
+    "custom_streamer": Reason(
+        "a streamer of the user's own: the host waits for every token",
+        "use one of transformers' own, as TextIteratorStreamer, and do the work in the thread that reads it",
     ),
     "custom_logits_processor": Reason(
         "a logits processor of the user's own: the host waits for every token",

@@ -28,36 +28,41 @@ class Stats:
     last_tokens_per_second: float | None = None
     pages: PageCounts | None = None
     _lock: threading.Lock = field(default_factory=threading.Lock, repr=False)
-    _noted: set[str] = field(default_factory=set, repr=False)
+    #: of the call that each thread is in
+    _noted: threading.local = field(default_factory=threading.local, repr=False)
 
     def new_call(self) -> None:
         """A new generate() begins: each reason counts once in it, however many modules and tokens give it."""
-        with self._lock:
-            self._noted.clear()
+        self._noted.reasons = set()
 
     def note(self, reason: str) -> None:
         """Count a call that ran stock code."""
-        with self._lock:
-            if check(reason) not in self._noted:
-                self._noted.add(reason)
+        noted = vars(self._noted).setdefault("reasons", set())
+        if check(reason) not in noted:
+            noted.add(reason)
+            with self._lock:
                 self.reasons[reason] += 1
 
-    def generated(self, tokens: int, started: float, reason: str | None = None, timed: int | None = None) -> None:
+    def renew_lock(self) -> None:
+        """Forget who holds the lock: after a fork that may be a thread which the child does not have."""
+        self._lock = threading.Lock()
+
+    def generated(self, tokens: int, started: float, stock: bool = False, timed: int | None = None) -> None:
         """Count the tokens of one ``generate()``.
 
         Args:
             tokens: generated tokens, all rows.
             started: ``time.perf_counter()`` when the timed part began.
-            reason: why stock code made them, or None.
+            stock: whether stock code made them.
             timed: how many of them fall into the timed part; None for all.
         """
         elapsed = time.perf_counter() - started
         timed = tokens if timed is None else timed
         with self._lock:
-            if reason is None:
-                self.fast_tokens += tokens
-            else:
+            if stock:
                 self.fallback_tokens += tokens
+            else:
+                self.fast_tokens += tokens
             if timed > 0 and elapsed > 0:
                 self.last_tokens_per_second = timed / elapsed
 

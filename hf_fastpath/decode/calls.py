@@ -32,6 +32,9 @@ def for_patched_models(loop: Callable[..., Any]) -> Loop:
     @functools.wraps(loop)
     def method(original: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
         state: PatchState | None = vars(model).get(STATE_KEY)
+        if state is not None:
+            with state.lock:  # another thread may still be at patch() or unpatch()
+                state = vars(model).get(STATE_KEY)
         if state is None or not state.enabled:
             return original(model, *args, **kwargs)
         return loop(state, original, model, *args, **kwargs)
@@ -82,6 +85,18 @@ def step_aside_reason(
         return "unsupported_input"
     if input_ids.shape[1] == 0:
         return "unsupported_input"
+    layout = _layout_reason(input_ids, model_kwargs, cache.get_seq_length())
+    return model_reason(state, part, input_ids, cache) or layout
+
+
+def model_reason(
+    state: PatchState, part: ModelPart | None, input_ids: torch.Tensor, cache: FastpathCache
+) -> str | None:
+    """The reason code for which the model, as it is now, is left to stock code, whatever the call asks for; or None."""
+    if state.loop_reason is not None or part is None:
+        return state.loop_reason or "class_not_supported"
+    if compat.overrides_generation(part.module, part.architecture.module):
+        return "generation_method"
     if (reason := part.other_reason()) is not None:
         return reason
     embeddings = getattr(part.embedding, "weight", None)
@@ -91,9 +106,62 @@ def step_aside_reason(
         return "autocast"
     if torch.compiler.is_compiling():
         return "compiling"
-    layout = _layout_reason(input_ids, model_kwargs, cache.get_seq_length())
-    reason = state.reason_of(part) or _cache_reason(part, cache, input_ids) or layout
+    reason = state.reason_of(part) or _cache_reason(part, cache, input_ids)
     return reason or ("batch_size" if input_ids.shape[0] > part.max_batch else None)
+
+
+class Watch:
+    """A model in a call that runs code of the user's between its tokens: what that code does to the model counts from
+    the next token on.
+
+    Args:
+        state: the model's.
+        part: the model, without a reason against a decode plan.
+
+    Attributes:
+        state, part: those of the model as it was when last looked at; None where stock code has to go on.
+    """
+
+    def __init__(self, state: PatchState, part: ModelPart):
+        self.state, self.part = state, part
+        self._model, self._snapshot = part.module, state.snapshot_of(part)
+
+    def has_changed(self, device: torch.device) -> bool:
+        """Whether the model is other than it was; False for ever once stock code, which sees all, has taken over."""
+        if self.part is None:
+            return False
+        return not self._snapshot.holds() or torch.is_autocast_enabled(device.type)
+
+    def look_again(self, input_ids: torch.Tensor, cache: FastpathCache) -> None:
+        """Take in what the model has become; a reason for stock code is counted.
+
+        Args:
+            input_ids: of the call.
+            cache: of the call.
+
+        Raises:
+            FallbackError: stock code has to go on, and the model was patched with ``strict=True``.
+        """
+        state, self.part = vars(self._model).get(STATE_KEY), None
+        if state is None or not state.enabled:  # the user has unpatched it
+            return
+        self.state, part = state, state.part_of(self._model)
+        reason = model_reason(state, part, input_ids, cache)
+        if reason is not None:
+            return state.fall_back(reason)
+        self.part, self._snapshot = part, state.snapshot_of(part)
+
+
+def runs_users_code(processors: Any, criteria: Any, streamer: Any) -> list[str]:
+    """Reason codes of the objects of a call that are the user's own: they may do anything, to the model too."""
+    codes = []
+    if not all(map(compat.is_stock, criteria)):
+        codes.append("custom_stopping_criteria")
+    if not all(map(compat.is_stock, processors)):
+        codes.append("custom_logits_processor")
+    if streamer is not None and not compat.is_stock_streamer(streamer):
+        codes.append("custom_streamer")
+    return codes
 
 
 def _cache_reason(part: ModelPart, cache: FastpathCache, input_ids: torch.Tensor) -> str | None:

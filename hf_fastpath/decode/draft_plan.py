@@ -225,5 +225,46 @@ class DraftReader:
 
     def end(self) -> None:
         """Let go of the cache."""
-        for plan in self._plans.values():
-            plan.end()
+        while self._plans:
+            self._plans.popitem()[1].end()
+
+
+class StockReader:
+    """Verifies drafts as :class:`DraftReader` does, by the model's own forward.
+
+    Args:
+        logits_of: appends the last few, given by their count, of the tokens behind what the cache held between rounds;
+            gives [count, vocab_size] logits of what follows each.
+        cache: holds the text but its last token.
+        logits: as of :class:`DraftReader`.
+    """
+
+    def __init__(
+        self,
+        logits_of: Callable[[Sequence[int], int], torch.Tensor],
+        cache: FastpathCache,
+        logits: Callable[[torch.Tensor], None] | None = None,
+    ):
+        self._logits_of, self._cache, self._logits = logits_of, cache, logits
+
+    def verify(self, last: int, drafts: Sequence[int]) -> list[int]:
+        """As :meth:`DraftReader.verify`; drafts that are too many for a plan are cut off."""
+        tokens = [last, *drafts[: MAX_QUERY_LEN - 1]]
+        rows = self.read(tokens)
+        choices, agree = rows.argmax(-1).tolist(), 0
+        while agree + 1 < len(tokens) and choices[agree] == tokens[agree + 1]:
+            agree += 1
+        if agree + 1 < len(tokens):
+            self._cache.crop(agree + 1 - len(tokens))
+        if self._logits is not None:
+            self._logits(rows[: agree + 1])
+        return choices[: agree + 1]
+
+    def read(self, tokens: Sequence[int]) -> torch.Tensor:
+        """As :meth:`DraftReader.read`."""
+        ends = [*range(MAX_QUERY_LEN, len(tokens), MAX_QUERY_LEN), len(tokens)]
+        rows = [self._logits_of(tokens[:end], (end - 1) % MAX_QUERY_LEN + 1) for end in ends]
+        return torch.cat([row.to(torch.float32, copy=True) for row in rows])
+
+    def end(self) -> None:
+        """Nothing to let go of."""

@@ -6,7 +6,7 @@ model's own parameters, so changed values are seen; a parameter that moved or wa
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import chain
 
 import torch
@@ -18,7 +18,7 @@ from ..ops.decode_attention import workspace_bytes
 from ..ops.gemv import MAX_ROWS
 from ..ops.kv_cache import is_quantized, table_columns
 from . import one_call, steps
-from .graph import capture
+from .graph import capture, random_numbers_in_turn
 from .many_rows import ManyRows
 from .modules import out_features
 from .program import Program, Register
@@ -55,6 +55,7 @@ class DecodePlan:
 
     Attributes:
         logits: [batch, vocab_size] in the model's dtype, overwritten by the next step.
+        on_end: called with the plan when :meth:`end` has let go of its cache, once; or None.
     """
 
     #: tokens of a sequence that a step reads
@@ -74,6 +75,7 @@ class DecodePlan:
         weight = part.embedding.weight
         self.device, self.dtype = weight.device, weight.dtype
         self.cache: FastpathCache | None = None
+        self.on_end: Callable[[DecodePlan], None] | None = None
         self.graph: torch.cuda.CUDAGraph | None = None
         self._ahead = 1
         self.warm = False  # the first step runs eagerly: it loads kernels, which a capture must not
@@ -276,13 +278,14 @@ class DecodePlan:
 
     def _run(self) -> None:
         """Make the calls of a step, as a graph once they have run by themselves."""
-        if self.device.type == "cuda" and self.warm and self.graph is None:
-            self.graph = capture(self.program, self.device)
-        if self.graph is not None:
-            self.graph.replay()
-        else:
-            with below_autograd():
-                self.program.run()
+        with random_numbers_in_turn(self.device):
+            if self.device.type == "cuda" and self.warm and self.graph is None:
+                self.graph = capture(self.program, self.device)
+            if self.graph is not None:
+                self.graph.replay()
+            else:
+                with below_autograd():
+                    self.program.run()
         self.warm = True
 
     def end(self) -> None:
@@ -292,3 +295,6 @@ class DecodePlan:
             # A captured graph finds the buffers through kv_tables; keeping them here would only hold memory.
             self.program.values[register.index] = None
         self.program.release()
+        done, self.on_end = self.on_end, None
+        if done is not None:
+            done(self)

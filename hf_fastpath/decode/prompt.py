@@ -163,7 +163,8 @@ def read(part: ModelPart, cache: FastpathCache, prompt: Prompt, programs: dict[t
         part: the model, without a reason against a decode plan.
         cache: of the same batch, or empty.
         prompt: one that :func:`is_readable`.
-        programs: those of earlier calls of this model, as it is now; what is missing is added.
+        programs: those of earlier calls of this model, as it is now; one that is in use is not among them, and what is
+            missing is added.
 
     Returns:
         [batch, vocab_size] logits of the token that follows.
@@ -183,12 +184,12 @@ def read(part: ModelPart, cache: FastpathCache, prompt: Prompt, programs: dict[t
     caches = [layer.buffers for layer in cache.layers[: len(part.layers)]]
     sizes = min(rows, MAX_TILED_ROWS + 1), min(batch, MAX_ROWS + 1)
     key = at_once, *sizes, starts is not None, tuple(map(len, caches))
-    if key not in programs:
-        while len(programs) >= MAX_PROGRAMS:
-            programs.pop(next(iter(programs)))
-        programs[key] = PromptProgram(part, *key)
+    program = programs.pop(key, None) or PromptProgram(part, *key)
     angles = _angles(part, torch.empty(0, dtype=dtype, device=device), prompt.positions)
-    logits = programs[key].run(prompt, past, lengths, starts, caches, angles)
+    logits = program.run(prompt, past, lengths, starts, caches, angles)
+    programs[key] = program
+    for oldest in list(programs)[:-MAX_PROGRAMS]:
+        programs.pop(oldest, None)  # another thread may have taken it
     cache.advance(query_len)
     return logits
 
