@@ -19,8 +19,16 @@ from .. import compat
 from ..cache import FastpathCache
 from ..forwards import STATE_KEY
 from ..ops.decode_attention import MAX_QUERY_LEN
+from ..reasons import Cause
 from . import acceptance, prompt
-from .calls import end_tokens, ends_by_length_or_token, for_patched_models, settling, step_aside_reason
+from .calls import (
+    end_tokens,
+    ends_by_length_or_token,
+    for_patched_models,
+    note_nonfinite,
+    settling,
+    step_aside_reason,
+)
 from .draft_plan import DraftPlan, DraftReader
 
 if TYPE_CHECKING:
@@ -66,7 +74,7 @@ def decode(
                 model_kwargs=model_kwargs,
             )
         if generator is None:
-            reason = "generation_mode"
+            reason = Cause("generation_mode", _why_not_drafts(input_ids, stopping_criteria, assistant_tokenizer))
         elif compat.is_held_here(state.lock):
             reason = "reentrant"
     if reason is None:
@@ -81,6 +89,15 @@ def decode(
         **dict(inputs_tensor=inputs_tensor, assistant_model=assistant_model, assistant_tokenizer=assistant_tokenizer),
         **dict(tokenizer=tokenizer, **model_kwargs),
     )
+
+
+def _why_not_drafts(input_ids: torch.Tensor, criteria: Any, assistant_tokenizer: Any) -> str:
+    """What keeps drafts from our loop."""
+    if assistant_tokenizer is not None:
+        return "assistant_tokenizer"
+    if input_ids.shape[0] > 1:
+        return f"drafts for {input_ids.shape[0]} sequences"
+    return "no max_length" if criteria.max_length is None else "another way to draft"
 
 
 def _is_plain(config: Any, processors: Any) -> bool:
@@ -320,6 +337,7 @@ class _Call:
                 started, before = time.perf_counter(), self.length
                 while not done:
                     done = self._round(reader, drafts, cache)
+                note_nonfinite(self.state, first if reader.logits is None else reader.logits)
             finally:
                 reader.end()
                 drafts.end()
@@ -398,7 +416,7 @@ class _Call:
         seen = {compat.CACHE: cache, "use_cache": True, "position_ids": positions[:, : self.prompt_len]}
         reason = step_aside_reason(state, part, self.ids, self.config, False, seen)
         padding = starts if starts is not None and starts.any() else None
-        given = prompt.Prompt(self.ids, positions[:, : self.prompt_len], padding)
+        given = prompt.Prompt(self.ids.long(), positions[:, : self.prompt_len].long(), padding)
         held = state is not self.state and compat.is_held_here(state.lock)
         if reason is not None or held or not prompt.is_readable(part, cache, given):
             return _StockDrafts(self.generator, self.device)

@@ -14,8 +14,16 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from .. import compat
+from ..reasons import Cause
 from . import prompt
-from .calls import end_tokens, ends_by_length_or_token, for_patched_models, settling, step_aside_reason
+from .calls import (
+    end_tokens,
+    ends_by_length_or_token,
+    for_patched_models,
+    note_nonfinite,
+    settling,
+    step_aside_reason,
+)
 from .plan import MAX_EOS_TOKENS
 
 if TYPE_CHECKING:
@@ -106,12 +114,11 @@ class _Loop:
 
     def _how_far_ahead(self) -> int:
         """0 where the host must see every token before the next: on the CPU, and with the user's own objects."""
-        if not all(map(compat.is_stock, self.criteria)):
-            self.state.stats.note("custom_stopping_criteria")
-            return 0
-        if not all(map(compat.is_stock, self.processors)):
-            self.state.stats.note("custom_logits_processor")
-            return 0
+        of_the_user = ("custom_stopping_criteria", self.criteria), ("custom_logits_processor", self.processors)
+        for code, things in of_the_user:
+            if (own := next((thing for thing in things if not compat.is_stock(thing)), None)) is not None:
+                self.state.stats.note(Cause(code, compat.name_of(own)))
+                return 0
         return MAX_AHEAD if self.device.type == "cuda" else 0
 
     def _plan_chooses(self) -> bool:
@@ -156,10 +163,17 @@ class _Loop:
                     tokens = None
                 if sampled:
                     self._note_offset()
+                if not plan.has_positions() and self._look_back(wait=True):
+                    break  # all rows had ended, and the host was ahead
                 next_logits = plan.step(tokens)
                 if first:  # building and capturing the plan is not decoding speed
                     started, first = time.perf_counter(), False
             dropped = self._drain()
+            note_nonfinite(self.state, next_logits)
+        except RuntimeError:
+            if self.device.type == "cpu":  # a token could not be drawn, perhaps; a GPU answers nothing behind an error
+                note_nonfinite(self.state, next_logits if plan is None or plan.logits is None else plan.logits)
+            raise
         finally:
             if plan is not None:
                 plan.end()
