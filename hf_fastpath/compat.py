@@ -263,15 +263,22 @@ def _does_nothing(hook: Callable[..., Any]) -> bool:
     return is_known_code(hook) and name.endswith("enable_input_require_grads.<locals>.make_inputs_require_grads")
 
 
-def has_hooks(module: nn.Module) -> bool:
-    """Whether calling ``module`` without gradients would run hooks that matter."""
-    if torch_module._global_forward_hooks or torch_module._global_forward_pre_hooks:
-        return True
+def hook_of(module: nn.Module) -> Callable[..., Any] | None:
+    """A hook that matters and that calling ``module`` without gradients would run, or None."""
     contents = module.__dict__
     after, before = contents["_forward_hooks"], contents["_forward_pre_hooks"]
-    if not after and not before:
-        return False
-    return any(not _does_nothing(hook) for hook in (*after.values(), *before.values()))
+    of_all = torch_module._global_forward_hooks, torch_module._global_forward_pre_hooks
+    if not after and not before and not any(of_all):
+        return None
+    found = (hook for hook in (*after.values(), *before.values()) if not _does_nothing(hook))
+    return next(chain(found, *(hooks.values() for hooks in of_all)), None)
+
+
+def name_of(function: Any) -> str:
+    """Where a function, method or callable is defined, as a user may look for it."""
+    function = getattr(function, "func", function)  # functools.partial
+    named = function if hasattr(function, "__qualname__") else type(function)
+    return f"{named.__module__}.{named.__qualname__}"
 
 
 def outputs_are_captured() -> bool:
@@ -326,16 +333,22 @@ def save_config(model: Any, config: Any, directory: str) -> None:
 _TOKEN_METHODS = ("prepare_inputs_for_generation", "_update_model_kwargs_for_generation")
 
 
-def overrides_generation(model: Any, home: str) -> bool:
-    """Whether other code than that of ``home`` has put itself between ``generate()`` and the model's forward."""
+def overridden_method(model: Any, home: str) -> str | None:
+    """The method by which other code than that of ``home`` has put itself between ``generate()`` and the model's
+    forward, and where it is defined; or None."""
     for name in _TOKEN_METHODS:
         of_class, of_instance = getattr(type(model), name), vars(model).get(name)
         if not is_known_code(of_class, home):
-            return True
+            return f"{name} is {name_of(of_class)}"
         # the class's own, bound: left behind by PEFT
         if of_instance is not None and getattr(of_instance, "__func__", None) is not of_class:
-            return True
-    return False
+            return f"{name} is {name_of(of_instance)}"
+    return None
+
+
+#: keyword arguments of ``generate()`` that change no logits and nothing in the cache: ``prepare_inputs_for_generation``
+#: drops labels, and without labels a forward computes no loss
+WITHOUT_EFFECT = frozenset({"labels", "num_items_in_batch"})
 
 
 def is_stock_streamer(streamer: Any) -> bool:

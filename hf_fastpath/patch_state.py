@@ -109,11 +109,13 @@ class PatchState:
         Raises:
             FallbackError: the model was patched with ``strict=True``, and the reason is not the user's own choice.
         """
-        self.stats.note(reason)
+        self.stats.note(reason, self.model)
         if self.options.strict and self.enabled and reason != "module_disabled":
             meaning, remedy = reasons.REASONS[reason]
+            what = reasons.named(reason, self.model).what
+            what = f" ({what})" if what else ""
             raise FallbackError(
-                f"stock code would run ({reason}: {meaning}) and strict=True forbids it. What helps: {remedy}"
+                f"stock code would run, {reason}{what}: {meaning}; strict=True forbids it. What helps: {remedy}"
             )
 
     @contextmanager
@@ -130,6 +132,11 @@ class PatchState:
         finally:
             with self.lock:
                 self.running.discard(mine)
+
+    @property
+    def model(self) -> nn.Module | None:
+        """The model that was given to ``patch()``: the first that something was bound to."""
+        return self.bindings[0][0] if self.bindings else None
 
     def plan(self, part: structure.ModelPart, batch: int, cache: FastpathCache, sampled: bool = False) -> DecodePlan:
         """A decode plan for this model, batch and cache that is the caller's until it ends it; made anew if the model's

@@ -26,6 +26,7 @@ from .patch_state import LOOPS, PatchState, state_of
 from .progress import announced
 from .quantization.repacking import repack_checkpoint
 from .quantization.replacing import free_originals, no_saving, quantize_as_asked
+from .reasons import Cause, named
 from .reporting import Report
 
 
@@ -236,10 +237,14 @@ def _bind_modules(model: nn.Module, state: PatchState, native: bool) -> None:
             architecture.check_classes()
         state.architecture = architecture.name
         part = _make_part(architecture, kind, module)
-        reason = "module_disabled" if kind not in state.options.ops else None if native else "no_native_library"
+        reason = None
+        if kind not in state.options.ops:
+            reason = Cause("module_disabled", f"ops={sorted(state.options.ops)}")
+        elif not native:
+            reason = Cause("no_native_library", module=module)
         reason = reason or _lasting_reason(part)
         if reason is not None:
-            state.declined.append((names[id(module)], kind, reason))
+            state.declined.append((names[id(module)], kind, named(reason, model)))
             return
         bind_forward(state, FORWARDS[kind], part)
         state.patched[kind] = state.patched.get(kind, 0) + 1
@@ -325,17 +330,21 @@ def _bind_generate(model: nn.Module, state: PatchState) -> None:
 def _loop_reason(model: nn.Module, state: PatchState) -> str | None:
     """Why ``generate()`` keeps transformers' loop on this model, or None; sets ``state.model_architecture``."""
     if "loop" not in state.options.ops:
-        return "module_disabled"
-    declined = {reason for *_, reason in state.declined} - {"module_disabled"}
+        return Cause("module_disabled", f"ops={sorted(state.options.ops)}")
+    declined = [reason for *_, reason in state.declined if reason != "module_disabled"]
     if declined:
-        return "no_native_library" if "no_native_library" in declined else "partial_patch"
+        missing = next((reason for reason in declined if reason == "no_native_library"), None)
+        return missing or Cause("partial_patch", f"{declined[0]}: {declined[0].what}")
     covering = (a for a in state.known if structure.model_part(a, model) is not None)
     state.model_architecture = next(covering, None)
     if state.model_architecture is None:
-        return "class_not_supported"
-    if any(window is not None and window < compat.MIN_WINDOW for window in state.part_of(model).windows):
-        return "unsupported_config"
-    return None if compat.uses_generation_mixin_sample(model) else "custom_sample"
+        return Cause("class_not_supported", module=model)
+    narrow = [window for window in state.part_of(model).windows if window is not None and window < compat.MIN_WINDOW]
+    if narrow:
+        return Cause("unsupported_config", f"sliding_window={narrow[0]}", model)
+    if compat.uses_generation_mixin_sample(model):
+        return None
+    return Cause("custom_sample", compat.name_of(getattr(type(model), "_sample", type(model))))
 
 
 def _loop_reason_now(model: nn.Module, state: PatchState) -> str | None:
@@ -344,9 +353,9 @@ def _loop_reason_now(model: nn.Module, state: PatchState) -> str | None:
         return state.loop_reason
     part = state.part_of(model)
     if part is None:
-        return "class_not_supported"
-    overridden = compat.overrides_generation(model, part.architecture.module)
-    return "generation_method" if overridden else part.reason()
+        return Cause("class_not_supported", module=model)
+    overridden = compat.overridden_method(model, part.architecture.module)
+    return part.reason() if overridden is None else Cause("generation_method", overridden)
 
 
 def _prepare_cache(self: nn.Module, generation_config: Any, model_kwargs: dict, generation_mode: Any, *rest, **named):
@@ -359,7 +368,9 @@ def _prepare_cache(self: nn.Module, generation_config: Any, model_kwargs: dict, 
     state.stats.new_call()
     ours = compat.is_sample_mode(generation_mode) or (compat.is_assisted_mode(generation_mode) and state.generates)
     if not ours:
-        state.fall_back(state.loop_reason or "generation_mode")
+        state.fall_back(
+            state.loop_reason or Cause("generation_mode", str(getattr(generation_mode, "value", generation_mode)))
+        )
     made = model_kwargs.get(compat.CACHE)
     plain = generation_config.cache_implementation in (None, "dynamic") and type(made) is compat.DynamicCache
     if plain and not users_own and _takes_our_cache(self, state):
@@ -371,14 +382,14 @@ def _prepare_cache(self: nn.Module, generation_config: Any, model_kwargs: dict, 
         if made.page_counts is not None:
             state.stats.pages = made.page_counts
             if any(made.is_sliding):
-                state.stats.note("window_not_paged")
+                state.stats.note(Cause("window_not_paged", f"page_size={state.options.page_size}"))
     return result
 
 
 def _takes_our_cache(model: nn.Module, state: PatchState) -> bool:
     """Whether a FastpathCache serves this model: our loop uses it, or every layer's attention does."""
     if state.loop_reason is None:
-        return not compat.overrides_generation(model, state.model_architecture.module)
+        return compat.overridden_method(model, state.model_architecture.module) is None
     windows = compat.layer_windows(model.config)
     return windows is not None and len(windows) in (state.patched.get("attention"), state.patched.get("layer"))
 

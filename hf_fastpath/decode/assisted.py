@@ -18,12 +18,14 @@ from .. import compat
 from ..cache import FastpathCache
 from ..forwards import STATE_KEY
 from ..ops.decode_attention import MAX_QUERY_LEN
+from ..reasons import Cause
 from . import acceptance, prompt
 from .calls import (
     Watch,
     end_tokens,
     ends_by_length_or_token,
     for_patched_models,
+    note_nonfinite,
     runs_users_code,
     settling,
     step_aside_reason,
@@ -73,7 +75,7 @@ def decode(
                 model_kwargs=model_kwargs,
             )
         if generator is None:
-            reason = "generation_mode"
+            reason = Cause("generation_mode", _why_not_drafts(input_ids, stopping_criteria, assistant_tokenizer))
     if reason is None:
         with state.place() as is_free:
             if is_free:
@@ -88,6 +90,15 @@ def decode(
         **dict(inputs_tensor=inputs_tensor, assistant_model=assistant_model, assistant_tokenizer=assistant_tokenizer),
         **dict(tokenizer=tokenizer, **model_kwargs),
     )
+
+
+def _why_not_drafts(input_ids: torch.Tensor, criteria: Any, assistant_tokenizer: Any) -> str:
+    """What keeps drafts from our loop."""
+    if assistant_tokenizer is not None:
+        return "assistant_tokenizer"
+    if input_ids.shape[0] > 1:
+        return f"drafts for {input_ids.shape[0]} sequences"
+    return "no max_length" if criteria.max_length is None else "another way to draft"
 
 
 def _is_plain(config: Any, processors: Any) -> bool:
@@ -345,6 +356,7 @@ class _Call:
                     drafts.end()
                     drafts = self._drafts(assistant, positions, starts)
                 done = self._round(reader, drafts, cache)
+            note_nonfinite(self.state, first if reader.logits is None else reader.logits)
         finally:
             reader.end()
             drafts.end()
@@ -451,7 +463,7 @@ class _Call:
         seen = {compat.CACHE: cache, "use_cache": True, "position_ids": positions}
         reason = step_aside_reason(state, part, ids, self.config, False, seen)
         padding = starts if starts is not None and starts.any() else None
-        given = prompt.Prompt(ids, positions, padding)
+        given = prompt.Prompt(ids.long(), positions.long(), padding)
         if reason is not None or not prompt.is_readable(part, cache, given):
             return _StockDrafts(self.generator, self.device)
         cache.activate_past_recording()

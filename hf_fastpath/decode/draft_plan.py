@@ -76,8 +76,8 @@ class DraftPlan(DecodePlan):
         if cache.reserve(width):
             self.bind()
         length = cache.get_seq_length()
-        first = length + self._ahead - 1
-        self._reserve_angles(first + count)
+        self._cover(count)
+        first = length + self._ahead[0] + self._shifts[0]
         # The plan is filled up with the last token at the last position, which the model has; nothing reads what it
         # gives.
         given, positions = self._given.numpy()[:, 0], range(first, first + count)
@@ -146,6 +146,7 @@ class DraftReader:
         self._plan_of, self._cache, self._logits = plan_of, cache, logits
         self._place = position, starts
         self._plans: dict[int, DraftPlan] = {}
+        self._newest: DraftPlan | None = None
         self._ahead = int(position) - cache.get_seq_length()
 
     def _plan(self, count: int) -> DraftPlan:
@@ -158,7 +159,13 @@ class DraftReader:
             _, starts = self._place
             position = torch.full_like(self._place[0], self._cache.get_seq_length() + self._ahead)
             plan.begin(self._cache, position, starts)
-        return self._plans[width]
+        self._newest = self._plans[width]
+        return self._newest
+
+    @property
+    def logits(self) -> torch.Tensor | None:
+        """[tokens, vocab_size] of the newest read, some perhaps twice; None before the first."""
+        return None if self._newest is None else self._newest.logits[0]
 
     def verify(self, last: int, drafts: Sequence[int]) -> list[int]:
         """The most likely tokens after ``last``, the text's last token: those of ``drafts`` up to the first that is not

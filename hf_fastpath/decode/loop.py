@@ -21,6 +21,7 @@ from .calls import (
     end_tokens,
     ends_by_length_or_token,
     for_patched_models,
+    note_nonfinite,
     runs_users_code,
     settling,
     step_aside_reason,
@@ -172,10 +173,17 @@ class _Loop:
                     eos = (self._eos_tokens(), compat.pad_token(self.config)) if end else (None, None)
                     positions = next_positions + (self.length - self.prompt_len - 1)
                     plan.begin(cache, positions, starts, self.unfinished, *eos, self.settings)
+                if not plan.has_positions() and self._look_back(wait=True):
+                    break  # all rows had ended, and the host was ahead
                 next_logits = self._draw(plan.step, tokens) if sampled else plan.step(tokens)
                 if first:  # building and capturing the plan is not decoding speed
                     started, first = time.perf_counter(), False
             dropped = self._drain()
+            note_nonfinite(self.state, next_logits)
+        except RuntimeError:
+            if self.device.type == "cpu":  # a token could not be drawn, perhaps; a GPU answers nothing behind an error
+                note_nonfinite(self.state, next_logits if plan is None or plan.logits is None else plan.logits)
+            raise
         finally:
             if plan is not None:
                 plan.end()

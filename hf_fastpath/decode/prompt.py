@@ -18,12 +18,13 @@ from ..cache import FastpathCache
 from ..ops.decode_attention import MAX_QUERY_LEN
 from ..ops.gemv import MAX_ROWS, MAX_TILED_ROWS
 from . import steps
+from .angles import angles_at
 from .attend import Attention, has_tensor_cores
 from .draft_plan import DraftPlan, DraftReader
 from .many_rows import ManyRows
 from .parts import MoEPart
 from .program import Program
-from .structure import ModelPart, full_angles
+from .structure import ModelPart
 
 if TYPE_CHECKING:
     from ..patch_state import PatchState
@@ -185,7 +186,7 @@ def read(part: ModelPart, cache: FastpathCache, prompt: Prompt, programs: dict[t
     sizes = min(rows, MAX_TILED_ROWS + 1), min(batch, MAX_ROWS + 1)
     key = at_once, *sizes, starts is not None, tuple(map(len, caches))
     program = programs.pop(key, None) or PromptProgram(part, *key)
-    angles = _angles(part, torch.empty(0, dtype=dtype, device=device), prompt.positions)
+    angles = angles_at(part, torch.empty(0, dtype=dtype, device=device), prompt.positions)
     logits = program.run(prompt, past, lengths, starts, caches, angles)
     programs[key] = program
     for oldest in list(programs)[:-MAX_PROGRAMS]:
@@ -220,15 +221,6 @@ def read_turn(
         return reader.read_piece(tokens)[-1:]
     finally:
         reader.end()
-
-
-def _angles(part: ModelPart, like: torch.Tensor, positions: torch.Tensor) -> dict:
-    """cos and sin of every kind of layer at ``positions``, by the model's own module."""
-    made = {}
-    for kind in part.rope_kinds:
-        tables = part.rotary.forward(like, positions, *(() if kind is None else (kind,)))
-        made[kind] = tuple(full_angles(part.architecture, table.to(like.dtype)) for table in tables)
-    return made
 
 
 def read_text(
@@ -275,8 +267,8 @@ def _read_rows(
 ) -> torch.Tensor:
     """:func:`read_text`, every row of ``ids``."""
     cache = model_kwargs[compat.CACHE]
-    tokens = compat.new_tokens(ids, config, model_kwargs)
-    positions = model_kwargs["position_ids"][:, -tokens.shape[1] :]
+    tokens = compat.new_tokens(ids, config, model_kwargs).long()  # int32 is fine with stock, too
+    positions = model_kwargs["position_ids"][:, -tokens.shape[1] :].long()
     given = Prompt(tokens, positions, starts if starts is not None and starts.any() else None)
     logits = read_turn(part, cache, given, functools.partial(state.draft_plan, part, cache))
     if logits is None and is_readable(part, cache, given):
