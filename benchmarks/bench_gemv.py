@@ -19,15 +19,14 @@ import argparse
 import functools
 from collections.abc import Callable
 
-import measure
-import shapes
 import torch
-from measure import DTYPE_NAMES, DTYPES
 from torch.nn import functional
 from transformers import PreTrainedConfig
 
 from hf_fastpath import loader, ops, traffic
 from hf_fastpath.bandwidth import measure_read_bandwidth
+from hf_fastpath.bench import measure, shapes
+from hf_fastpath.bench.measure import DTYPE_NAMES, DTYPES
 
 Step = Callable[[], object]
 

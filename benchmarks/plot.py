@@ -16,11 +16,11 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import matplotlib
-import shapes
 import torch
-from measure import DATA_DIR, DTYPES
 
 from hf_fastpath import traffic
+from hf_fastpath.bench import shapes
+from hf_fastpath.bench.measure import DATA_DIR, DTYPES
 
 matplotlib.use("Agg")
 from matplotlib import pyplot  # noqa: E402  (after the backend is chosen)

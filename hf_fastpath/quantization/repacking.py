@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections import OrderedDict
-from contextlib import nullcontext
 from dataclasses import dataclass
 
 import torch
@@ -17,7 +16,7 @@ from ..compat import hook_of, placement
 from ..decode.structure import ModelPart, model_part
 from ..errors import NoCounterpart
 from ..ops import packed_gemv
-from ..progress import announced
+from ..progress import counted
 from .checkpoints import IntWeight, family_of, note
 from .formats import FORMATS, Format, PackedWeight, pack, padded
 from .linear import PackedLinear
@@ -156,10 +155,11 @@ def repack_checkpoint(model: nn.Module, replaced: list[Replaced], hooks: list[Re
 
 def _repack_layers(part: ModelPart, replaced: list[Replaced], quiet: bool) -> None:
     places, layers = places_of(part.module), part.layers
-    for number, layer in enumerate(layers, 1):
-        with nullcontext() if quiet else announced(f"repacking layer {number} of {len(layers)}"):
+    with counted(len(layers), "hf_fastpath: repacking layers", quiet) as bar:
+        for layer in layers:
             for linears in of_one_input(layer):
                 _repack(linears, places, replaced)
+            bar.update()
     _repack([part.head], places, replaced)
 
 

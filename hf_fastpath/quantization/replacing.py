@@ -17,7 +17,7 @@ from ..decode.parts import MoEPart
 from ..decode.structure import LayerPart, ModelPart
 from ..ops.packed_gemv import SPEC
 from ..options import HEADS, Options
-from ..progress import announced
+from ..progress import announced, counted
 from ..reasons import explained, named
 from .checkpoints import family_of
 from .formats import FORMATS, Format
@@ -109,10 +109,11 @@ def quantize_model(
         quiet: no progress on a terminal.
     """
     places, layers = places_of(part.module), part.layers
-    for number, layer in enumerate(layers, 1):
-        with nullcontext() if quiet else announced(f"quantizing layer {number} of {len(layers)}"):
+    with counted(len(layers), f"hf_fastpath: {form.name} weights, layers", quiet) as bar:
+        for layer in layers:
             for linears in of_one_input(layer):
                 _replace(linears, form, places, replaced)
+            bar.update()
     if head is not None:
         with nullcontext() if quiet else announced("quantizing the head"):
             _replace([part.head], head, places, replaced)

@@ -11,7 +11,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
-from hf_fastpath.traffic import weight_bytes
+from ..traffic import weight_bytes
 
 #: standard deviation of random weights: what most models are initialized with, so that nothing overflows
 WEIGHT_STD = 0.02

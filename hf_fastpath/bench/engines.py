@@ -1,4 +1,4 @@
-"""What ``bench_generate.py`` and ``bench_append.py`` compare: transformers, the patched model, llama.cpp."""
+"""What ``generate.py`` and ``benchmarks/bench_append.py`` compare: transformers, the patched model, llama.cpp."""
 
 from __future__ import annotations
 
@@ -16,9 +16,10 @@ from torch.nn.attention.bias import causal_lower_right
 from transformers import AttentionInterface, DynamicCache, PreTrainedModel, TextStreamer
 
 import hf_fastpath
-from hf_fastpath import traffic
-from hf_fastpath.compat import CACHE
-from hf_fastpath.patch_state import state_of
+
+from .. import traffic
+from ..compat import CACHE
+from ..patch_state import state_of
 
 #: name of the engine that is a program of its own
 LLAMA_CPP = "llama.cpp"
