@@ -21,6 +21,7 @@ from .compat import (
     cache_of,
     is_continuous_batch,
     is_known_code,
+    is_sharded,
     order_offloading,
     outputs_are_captured,
     prefetch_waits,
@@ -72,6 +73,8 @@ class ModulePatch:
         for parameter in self.part.parameters():
             if parameter is None:
                 continue
+            if is_sharded(parameter):
+                return "sharded"
             if parameter.dtype != x.dtype:
                 return "dtype"
             if parameter.device != x.device:
@@ -139,6 +142,7 @@ def mlp(self: nn.Module, hidden_states: torch.Tensor) -> torch.Tensor:
         return _mixture(patch, patch.part, hidden_states)
     part: MLPPart = patch.part
     reason = patch.reason_now(hidden_states) or part.activation_reason()
+    reason = reason or ("sharded" if any(map(is_sharded, part.parameters())) else None)
     if reason is not None:
         return stock(self, reason, hidden_states)
     if _is_few(hidden_states):

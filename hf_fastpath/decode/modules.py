@@ -8,8 +8,9 @@ from typing import Any
 import torch
 from torch import nn
 
+from .. import pass_through
 from ..architecture import Architecture
-from ..compat import Conv1D, has_hooks, is_known_code, is_wrapped_by, placement
+from ..compat import Conv1D, has_hooks, is_known_code, is_ours, is_sharded, is_wrapped_by, placement
 from ..ops import packed_gemv
 from ..quantization.checkpoints import noted
 from ..quantization.linear import PackedLinear
@@ -44,15 +45,24 @@ def own_code_reason(module: nn.Module, home: str = "") -> str | None:
     override = module.__dict__.get("forward")
     if override is None:
         return None
-    if (placed := placement(module)) == "placed":  # and runs the forward that was there
-        override = module.__dict__["_old_forward"]
-    function = getattr(override, "__func__", None)
+    function = getattr(_behind_hook(module), "__func__", None)
     # Ours is no override; nor is the class's own forward, bound: an unpickled module may carry it; accelerate leaves
     # it without its decorators.
-    ours = getattr(function, "__module__", "").startswith("hf_fastpath.")
-    if ours or is_wrapped_by(function, type(module).forward):
+    if is_ours(function) or is_wrapped_by(function, type(module).forward):
         return None
-    return "offloaded" if placed == "offloaded" else "instance_forward"
+    return "offloaded" if placement(module) == "offloaded" else "instance_forward"
+
+
+def _behind_hook(module: nn.Module) -> Any:
+    """The instance's ``forward``; the one that was there before accelerate's, where that only moves tensors."""
+    return module.__dict__["_old_forward" if placement(module) == "placed" else "forward"]
+
+
+def model_code_reason(model: nn.Module, home: str = "") -> str | None:
+    """As :func:`own_code_reason`, of a causal LM as ``generate()`` calls it: a forward on the instance may be one that
+    does more only in training."""
+    reason = own_code_reason(model, home)
+    return pass_through.reason_of(_behind_hook(model), model) if reason == "instance_forward" else reason
 
 
 def projection_reason(module: nn.Module, architecture: Architecture) -> str | None:
@@ -69,6 +79,8 @@ def projection_reason(module: nn.Module, architecture: Architecture) -> str | No
         return noted(module) or "unsupported_projection"
     parameters = module.__dict__["_parameters"]
     weight, bias = parameters.get("weight"), parameters.get("bias")
+    if is_sharded(weight):
+        return "sharded"
     if type(weight) not in PLAIN_TENSORS or weight.stride(-1) != 1:
         return noted(module) or "unsupported_projection"
     if weight.dtype not in FLOAT_DTYPES or (bias is not None and bias.dtype != weight.dtype):

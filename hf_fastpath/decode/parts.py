@@ -16,6 +16,7 @@ from ..compat import (
     caps_scores,
     experts_function,
     is_known_code,
+    is_sharded,
     rotation_function,
 )
 from ..ops.decode_attention import MAX_HEAD_DIM, MIN_HEAD_DIM
@@ -95,6 +96,8 @@ class NormPart(Part):
     def reason(self) -> str | None:
         if (reason := self.other_reason()) is not None:
             return reason
+        if any(map(is_sharded, self.parameters())):
+            return "sharded"
         if any(p is not None and p.dim() != 1 for p in self.parameters()):
             return "unsupported_config"
         if any(p is not None and p.dtype not in FLOAT_DTYPES for p in self.parameters()):
