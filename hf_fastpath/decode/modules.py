@@ -45,11 +45,12 @@ def own_code_reason(module: nn.Module, home: str = "") -> str | None:
     override = module.__dict__.get("forward")
     if override is None:
         return None
-    function = getattr(_behind_hook(module), "__func__", None)
+    override = _behind_hook(module)
+    function = getattr(override, "__func__", None)
     # Ours is no override; nor is the class's own forward, bound: an unpickled module may carry it; accelerate leaves
     # it without its decorators.
     if is_ours(function) or is_wrapped_by(function, type(module).forward):
-        return None
+        return None if override.__self__ is module else "instance_forward"
     return "offloaded" if placement(module) == "offloaded" else "instance_forward"
 
 
