@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 import sys
+import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import chain
@@ -17,6 +18,7 @@ from torch.amp import autocast_mode
 from torch.nn.modules import module as torch_module
 from transformers import activations
 from transformers.cache_utils import Cache, DynamicCache
+from transformers.dynamic_module_utils import custom_object_save
 from transformers.generation import GenerationConfig, GenerationMixin, GenerationMode
 from transformers.generation import candidate_generator as candidates
 from transformers.generation.continuous_batching.cache import PagedAttentionCache
@@ -268,15 +270,26 @@ def _does_nothing(hook: Callable[..., Any]) -> bool:
     return is_known_code(hook) and name.endswith("enable_input_require_grads.<locals>.make_inputs_require_grads")
 
 
-def has_hooks(module: nn.Module) -> bool:
-    """Whether calling ``module`` without gradients would run hooks that matter."""
-    if torch_module._global_forward_hooks or torch_module._global_forward_pre_hooks:
-        return True
+def hook_of(module: nn.Module) -> Callable[..., Any] | None:
+    """A hook that matters and that calling ``module`` without gradients would run, or None."""
     contents = module.__dict__
     after, before = contents["_forward_hooks"], contents["_forward_pre_hooks"]
-    if not after and not before:
-        return False
-    return any(not _does_nothing(hook) for hook in (*after.values(), *before.values()))
+    of_all = torch_module._global_forward_hooks, torch_module._global_forward_pre_hooks
+    if not after and not before and not any(of_all):
+        return None
+    found = (hook for hook in (*after.values(), *before.values()) if not _does_nothing(hook))
+    return next(chain(found, *(hooks.values() for hooks in of_all)), None)
+
+
+def name_of(function: Any) -> str:
+    """Where a function, method or callable is defined, as a user may look for it."""
+    function = getattr(function, "func", function)  # functools.partial
+    function = getattr(function, "__func__", function)
+    if hasattr(function, "__wrapped__") and hasattr(function, "__code__"):  # whose name it has taken on
+        code = function.__code__
+        return f"{function.__globals__['__name__']}.{getattr(code, 'co_qualname', code.co_name)}"
+    named = function if hasattr(function, "__qualname__") else type(function)
+    return f"{named.__module__}.{named.__qualname__}"
 
 
 def outputs_are_captured() -> bool:
@@ -379,6 +392,13 @@ def placement(module: nn.Module) -> str | None:
     return "placed" if there.type == here.type and there.index in (None, here.index) else None
 
 
+def save_config(model: Any, config: Any, directory: str) -> None:
+    """Write a model's config as ``save_pretrained()`` does, and the code of classes that came with a checkpoint."""
+    if getattr(model, "_auto_class", None) is not None:
+        custom_object_save(model, directory, config=config)
+    config.save_pretrained(directory)
+
+
 # ---- the decode loop --------------------------------------------------------------------------------------------
 
 
@@ -386,16 +406,28 @@ def placement(module: nn.Module) -> str | None:
 _TOKEN_METHODS = ("prepare_inputs_for_generation", "_update_model_kwargs_for_generation")
 
 
-def overrides_generation(model: Any, home: str) -> bool:
-    """Whether other code than that of ``home`` has put itself between ``generate()`` and the model's forward."""
+def overridden_method(model: Any, home: str) -> str | None:
+    """The method by which other code than that of ``home`` has put itself between ``generate()`` and the model's
+    forward, and where it is defined; or None."""
     for name in _TOKEN_METHODS:
         of_class, of_instance = getattr(type(model), name), vars(model).get(name)
         if not is_known_code(of_class, home):
-            return True
+            return f"{name} is {name_of(of_class)}"
         # the class's own, bound: left behind by PEFT
         if of_instance is not None and getattr(of_instance, "__func__", None) is not of_class:
-            return True
-    return False
+            return f"{name} is {name_of(of_instance)}"
+    return None
+
+
+#: keyword arguments of ``generate()`` that change no logits and nothing in the cache: ``prepare_inputs_for_generation``
+#: drops labels, and without labels a forward computes no loss
+WITHOUT_EFFECT = frozenset({"labels", "num_items_in_batch"})
+
+
+def is_stock_streamer(streamer: Any) -> bool:
+    """Whether a streamer is exactly one of transformers', none of whose methods was replaced on the instance."""
+    methods = ("put", "end", "on_finalized_text")
+    return type(streamer).__module__.startswith("transformers.") and not any(name in vars(streamer) for name in methods)
 
 
 def is_stock(thing: LogitsProcessor | StoppingCriteria) -> bool:
@@ -443,6 +475,28 @@ def prefill(model: Any, input_ids: torch.Tensor, generation_config: Any, model_k
     return model._prefill(input_ids, generation_config, model_kwargs, is_first_iteration=True)
 
 
+def following_logits(model: Any, input_ids: torch.Tensor, count: int, prompt_len: int, model_kwargs: dict) -> Any:
+    """Run the last ``count`` tokens of a text as ``GenerationMixin._sample`` runs the one that it has chosen.
+
+    Args:
+        input_ids: [batch, seq_len], the text, as the caller of ``generate()`` has begun it.
+        count: how many of its tokens the cache does not hold.
+        prompt_len: how many of them were there when ``generate()`` began.
+        model_kwargs: of the prompt.
+
+    Returns:
+        [batch, count, vocab_size] logits of the tokens that follow each.
+    """
+    known = model._update_model_kwargs_for_generation(
+        {}, dict(model_kwargs), num_new_tokens=input_ids.shape[1] - prompt_len
+    )
+    with model._optimize_model_for_decode():
+        inputs = model.prepare_inputs_for_generation(input_ids, next_sequence_length=count, **known)
+        if "logits_to_keep" in inputs:
+            inputs["logits_to_keep"] = count
+        return model(**inputs, return_dict=True).logits[:, -count:]
+
+
 def candidate_generator(model: Any, ahead: int, **arguments: Any) -> Any:
     """What makes drafts for ``GenerationMixin._assisted_decoding`` with these arguments, if that is an assistant or a
     lookup in the prompt, and the model's own choice decides; else None.
@@ -464,15 +518,20 @@ def candidate_generator(model: Any, ahead: int, **arguments: Any) -> Any:
         return made
     if type(made) is not candidates.AssistedCandidateGenerator:
         return None
-    given = made.assistant_kwargs  # of the prompt, where the first draft stands behind one token more
+    lengthen_draft_inputs(made, ahead)  # they are of the prompt, and the first draft stands behind one token more
+    return made
+
+
+def lengthen_draft_inputs(generator: Any, count: int) -> None:
+    """Tell an assistant's generator of ``count`` more tokens of the text in front of its next draft."""
+    given = generator.assistant_kwargs
     for name, extend in (
         ("attention_mask", candidates._prepare_attention_mask),
         ("position_ids", candidates._prepare_position_ids),
     ):
         if given.get(name) is not None:
-            given = extend(given, given[name].shape[-1] + ahead, False)
-    made.assistant_kwargs = given
-    return made
+            given = extend(given, given[name].shape[-1] + count, False)
+    generator.assistant_kwargs = given
 
 
 def looks_up_drafts(generator: Any) -> bool:
@@ -525,9 +584,16 @@ def below_autograd() -> Any:
     return torch._C._AutoDispatchBelowAutograd()
 
 
-def is_held_here(lock: Any) -> bool:
-    """Whether this thread holds a ``threading.RLock``."""
-    return lock._is_owned()
+def is_run_elsewhere(model: nn.Module) -> bool:
+    """Whether another thread is inside of a ``generate()`` or a forward of ``model``."""
+    codes = {inspect.unwrap(GenerationMixin.generate).__code__, nn.Module._call_impl.__code__}
+    here = threading.get_ident()
+    for thread, frame in sys._current_frames().items():
+        while frame is not None and thread != here:
+            if frame.f_code in codes and frame.f_locals.get("self") is model:
+                return True
+            frame = frame.f_back
+    return False
 
 
 def uses_generation_mixin_sample(model: Any) -> bool:

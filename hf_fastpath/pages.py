@@ -78,6 +78,16 @@ class PagePool:
         self.counts.page_bytes += 2 * num_heads * self.page_size * head_dim * dtype.itemsize
         return len(self.buffers) - 1
 
+    def widen(self, place: int, dtype: torch.dtype) -> None:
+        """Let a layer's buffers hold ``dtype`` without a loss."""
+        pair = self.buffers[place]
+        wide = torch.promote_types(pair[0].dtype, dtype)
+        if wide != pair[0].dtype:
+            self.counts.page_bytes += 2 * pair[0].shape[1:].numel() * (wide.itemsize - pair[0].element_size())
+            with torch.inference_mode(False):
+                self.buffers[place] = [buffer.to(wide) for buffer in pair]
+            self.version += 1
+
     @staticmethod
     def _empty(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         # Tensors born in inference mode could not be written outside it, and a cache may live in both.
@@ -279,3 +289,11 @@ class PageTables:
                 raise ValueError(f"the cache holds {len(table.rows)} sequences, got {batch}: reset() it first")
             table.select([0] * batch)
         return table
+
+    def another(self, batch: int, device: torch.device) -> PageTable:
+        """The table for ``batch`` sequences on ``device``, beside those that other layers there may still have."""
+        known = self.tables.get(device)
+        if known is None or len(known.rows) != batch:
+            pool = PagePool(self.page_size, self.counts) if known is None else known.pool
+            self.tables[device] = PageTable(pool, batch, device)
+        return self.tables[device]

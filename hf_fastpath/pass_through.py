@@ -41,19 +41,6 @@ def reason_of(forward: Any, module: nn.Module) -> str | None:
         return "model_forward"
 
 
-def describe(forward: Any) -> str:
-    """Where a forward is defined, for a reader: ``"package.module: function"``."""
-    while True:
-        inner = getattr(forward, "__func__", None) or getattr(forward, "func", None)
-        if inner is None:
-            break
-        forward = inner
-    code, defined_in = getattr(forward, "__code__", None), getattr(forward, "__globals__", {}).get("__name__")
-    if code is None:
-        return f"{type(forward).__module__}: {type(forward).__qualname__}"
-    return f"{defined_in}: {getattr(code, 'co_qualname', code.co_name)}"
-
-
 def _casts(function: Any, module: nn.Module, has_self: bool) -> bool:
     """Whether there is an autocast on the way from ``function`` to the forward of the class.
 

@@ -16,7 +16,7 @@ from .ops.gemv import MAX_ROWS
 from .patch_state import patched_model, state_of
 from .patching import patch, paused, unpatch
 from .progress import announced
-from .reasons import REASONS
+from .reasons import explained, named
 
 SHORT_TOKENS, PADDED_TOKENS, LONG_TOKENS = 16, 64, 512
 #: of the row that samples
@@ -222,7 +222,7 @@ def decode_logits(
     part = None if state is None else state.part_of(model)
     reason = None if part is None else part.reason()
     if fast and (part is None or reason is not None):
-        why = "" if reason is None else f" ({reason}: {REASONS[reason]})"
+        why = "" if reason is None else f" ({explained(named(reason, model))})"
         raise ValueError(f"this {type(model).__name__} has no decode plan{why}: patch it and see report(model)")
     cache = _cache_for(model, fast)
     mask = torch.ones_like(input_ids[:, :prefill]) if prompt_mask is None else prompt_mask

@@ -45,9 +45,33 @@ def quantized(states: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, t
     # A tensor: on CUDA, PyTorch multiplies by a number's reciprocal, which is not always the quotient.
     step = (largest.float() / largest.new_full((), most, dtype=torch.float32)).view(torch.int32)
     scales = torch.where(largest.isfinite(), ((step + 0xFFFF) & -0x10000).view(torch.float32), torch.nan)
-    divisor = scales[..., None]
+    return _quants(wide, scales, dtype), scales.to(SCALE_DTYPE)
+
+
+def _quants(wide: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    most, divisor = LARGEST_QUANT[dtype], scales[..., None]
     quants = torch.where(divisor > 0, wide / divisor, 0).clamp(-most, most)
-    return (quants.round() if dtype == torch.int8 else quants).to(dtype), scales.to(SCALE_DTYPE)
+    return (quants.round() if dtype == torch.int8 else quants).to(dtype)
+
+
+def requantized(states: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+    """As :func:`quantized`; of a head that quants stood for, such as stand for exactly the same.
+
+    A head's largest quant may be less than ``LARGEST_QUANT``, and the states were rounded: the scale that they came
+    from is then a few steps from the one that is computed.
+    """
+    quants, scales = quantized(states, dtype)
+    wide = states if states.dtype == torch.float64 else states.float()
+    found = (dequantized(quants, scales, states.dtype) == states).all(-1)
+    for steps in (1, -1, 2):
+        if bool(found.all()):
+            break
+        tried = (scales.view(torch.int16) + steps).view(SCALE_DTYPE)
+        others = _quants(wide, tried.float(), dtype)
+        better = ~found & (dequantized(others, tried, states.dtype) == states).all(-1)
+        quants = torch.where(better[..., None], others.view(torch.uint8), quants.view(torch.uint8)).view(dtype)
+        scales, found = torch.where(better, tried, scales), found | better
+    return quants, scales
 
 
 def dequantized(quants: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

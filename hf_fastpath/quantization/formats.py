@@ -14,8 +14,10 @@ kernel reads each as one unbroken stream:
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -60,6 +62,11 @@ class Format:
 def padded(in_features: int) -> int:
     """Weights of a row with its padding."""
     return -(-in_features // BLOCK) * BLOCK
+
+
+def is_multiplier(value: Any) -> bool:
+    """Whether a matrix may have this multiplier: a float, a power of two, not beyond float32, which kernels take."""
+    return type(value) is float and 0 < value <= 2.0**127 and math.frexp(value)[0] == 0.5
 
 
 #: every format, by name

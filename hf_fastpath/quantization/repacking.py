@@ -13,7 +13,7 @@ from torch.nn import functional
 
 from .. import loader, structural
 from ..architecture import architectures
-from ..compat import has_hooks, placement
+from ..compat import hook_of, placement
 from ..decode.structure import ModelPart, model_part
 from ..errors import NoCounterpart
 from ..ops import packed_gemv
@@ -189,7 +189,7 @@ def _check_calls(linear: nn.Module, package: str) -> None:
     Raises:
         NoCounterpart: with the reason.
     """
-    if has_hooks(linear) or placement(linear) is not None:
+    if hook_of(linear) is not None or placement(linear) is not None:
         raise NoCounterpart("hooks")
     forward = vars(linear).get("forward")
     home = getattr(getattr(forward, "__func__", forward), "__module__", None) or ""

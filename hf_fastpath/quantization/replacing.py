@@ -18,7 +18,7 @@ from ..decode.structure import LayerPart, ModelPart
 from ..ops.packed_gemv import SPEC
 from ..options import HEADS, Options
 from ..progress import announced
-from ..reasons import REASONS
+from ..reasons import explained, named
 from .checkpoints import family_of
 from .formats import FORMATS, Format
 from .linear import PackedLinear
@@ -78,7 +78,9 @@ def quantize_as_asked(
         )
     why = "class_not_supported" if part is None else part.reason()
     if part is None or why is not None:
-        raise ValueError(f"{wanted} takes a model that decodes fast as a whole; this one: {why} ({REASONS[why]})")
+        raise ValueError(
+            f"{wanted} takes a model that decodes fast as a whole; this one: {explained(named(why, model))}"
+        )
     head = None if options.lm_head == HEADS[0] else FORMATS[options.lm_head]
     quantize_model(part, FORMATS[options.weights], head, replaced, quiet)
 
