@@ -110,9 +110,7 @@ def undo_bindings(state: PatchState) -> None:
 
 def _is_ours(value: Any) -> bool:
     function = getattr(value, "__func__", None)
-    return isinstance(value, (ModulePatch, PatchState)) or getattr(function, "__module__", "").startswith(
-        "hf_fastpath."
-    )
+    return isinstance(value, (ModulePatch, PatchState)) or compat.is_ours(function)
 
 
 def _unwrap_forward(module: nn.Module) -> None:

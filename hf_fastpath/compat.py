@@ -14,6 +14,7 @@ from typing import Any
 import torch
 import transformers
 from torch import nn
+from torch.amp import autocast_mode
 from torch.nn.modules import module as torch_module
 from transformers import activations
 from transformers.cache_utils import Cache, DynamicCache
@@ -35,6 +36,12 @@ from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.pytorch_utils import Conv1D
 from transformers.utils import output_capturing
+
+if torch.distributed.is_available():
+    from torch.distributed.fsdp import FullyShardedDataParallel
+    from torch.distributed.tensor import DTensor
+else:  # nothing is an instance of these
+    DTensor = FullyShardedDataParallel = ()
 
 __all__ = [
     "Conv1D",
@@ -277,6 +284,10 @@ def hook_of(module: nn.Module) -> Callable[..., Any] | None:
 def name_of(function: Any) -> str:
     """Where a function, method or callable is defined, as a user may look for it."""
     function = getattr(function, "func", function)  # functools.partial
+    function = getattr(function, "__func__", function)
+    if hasattr(function, "__wrapped__") and hasattr(function, "__code__"):  # whose name it has taken on
+        code = function.__code__
+        return f"{function.__globals__['__name__']}.{getattr(code, 'co_qualname', code.co_name)}"
     named = function if hasattr(function, "__qualname__") else type(function)
     return f"{named.__module__}.{named.__qualname__}"
 
@@ -285,6 +296,68 @@ def outputs_are_captured() -> bool:
     """Whether the running forward was asked for attentions or hidden states."""
     return bool(output_capturing._active_collector.get())  # an empty collector asks for nothing
 
+
+def generating_model(model: nn.Module) -> nn.Module:
+    """``model``; or the one inside it that has ``generate()``, where it has none and wraps exactly one: PEFT, DDP,
+    ``torch.compile``, DeepSpeed, a value head."""
+    found, waiting = {}, [model]
+    while waiting:
+        module = waiting.pop()
+        if isinstance(module, GenerationMixin):
+            found[id(module)] = module
+        else:
+            waiting.extend(module.children())
+    return next(iter(found.values())) if len(found) == 1 else model
+
+
+def sharding(model: nn.Module) -> str | None:
+    """How a model's weights are spread over processes, in words; None if this process has them whole."""
+    for module in model.modules():
+        if getattr(module, "_device_mesh", None) is not None:
+            return "tp_plan or a device mesh"
+        if isinstance(module, FullyShardedDataParallel):
+            return "FullyShardedDataParallel"
+    for parameter in model.parameters():
+        if isinstance(parameter, DTensor):
+            return "parameters that are DTensors"
+        if getattr(parameter, "_fsdp_flattened", False):
+            return "FullyShardedDataParallel"
+        if hasattr(parameter, "ds_id"):
+            return "DeepSpeed ZeRO-3"
+    return None
+
+
+def is_sharded(tensor: torch.Tensor | None) -> bool:
+    """Whether this process may have a part of a tensor only."""
+    return isinstance(tensor, DTensor)
+
+
+#: what ``generate()`` passes to the model's forward where our loops stand in for it
+FORWARD_ARGUMENTS = frozenset(
+    {"input_ids", "attention_mask", "position_ids", "use_cache", "logits_to_keep", "return_dict", CACHE, _OLD_CACHE}
+)
+
+
+def is_ours(function: Any) -> bool:
+    """Whether a function is one that ``patch()`` binds."""
+    return getattr(function, "__module__", "").startswith("hf_fastpath.")
+
+
+def converted_to_float32(function: Any) -> Any:
+    """What accelerate's wrapper around a forward calls, to make its results float32; None for any other function."""
+    known = type(function).__module__ == "accelerate.utils.operations"
+    return function.model_forward if known and type(function).__name__ == "ConvertOutputsToFp32" else None
+
+
+def run_under_autocast(function: Any) -> Any:
+    """What a function that was decorated with ``torch.autocast`` wraps; None for any other function."""
+    code = getattr(function, "__code__", None)
+    if code is None or code not in (found for found in _AUTOCAST_CODE.co_consts if hasattr(found, "co_code")):
+        return None
+    return function.__closure__[code.co_freevars.index("func")].cell_contents
+
+
+_AUTOCAST_CODE = autocast_mode.autocast_decorator.__code__
 
 #: where a module may keep the forward that computes
 FORWARD_ATTRIBUTES = ("forward", "_old_forward")

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from torch import nn
 
-from . import structural
+from . import compat, structural
 from .architecture import architectures
 from .errors import UnsupportedModelError
 from .reasons import REASONS
@@ -22,6 +22,19 @@ def _declined(state: PatchState) -> tuple[str, str, list[str]]:
     partial = sorted({reason for *_, reason in state.declined} - {"module_disabled"})
     remedies = "; ".join(f"{reason}: {REASONS[reason].remedy}" for reason in partial)
     return why, f" What helps: {remedies}." if partial else "", partial
+
+
+def check_whole(model: nn.Module) -> None:
+    """Fail if this process has only a part of the model's weights.
+
+    Raises:
+        UnsupportedModelError: names how they are spread.
+    """
+    how = compat.sharding(model)
+    if how is not None:
+        raise UnsupportedModelError(
+            f"{type(model).__name__}: its weights are spread over processes ({how}). What helps: sharded: {REASONS['sharded'].remedy}."
+        )
 
 
 def check_anything(model: nn.Module, state: PatchState) -> None:

@@ -21,6 +21,7 @@ from .compat import (
     cache_of,
     is_continuous_batch,
     is_known_code,
+    is_sharded,
     name_of,
     order_offloading,
     outputs_are_captured,
@@ -75,6 +76,8 @@ class ModulePatch:
         for parameter in self.part.parameters():
             if parameter is None:
                 continue
+            if is_sharded(parameter):
+                return Cause("sharded", module=self.part.module)
             if parameter.dtype != x.dtype:
                 return Cause("dtype", f"called with {x.dtype}, a weight is {parameter.dtype}", self.part.module)
             if parameter.device != x.device:
@@ -144,6 +147,7 @@ def mlp(self: nn.Module, hidden_states: torch.Tensor) -> torch.Tensor:
         return _mixture(patch, patch.part, hidden_states)
     part: MLPPart = patch.part
     reason = patch.reason_now(hidden_states) or part.activation_reason()
+    reason = reason or ("sharded" if any(map(is_sharded, part.parameters())) else None)
     if reason is not None:
         return stock(self, reason, hidden_states)
     if _is_few(hidden_states):

@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 
 from torch import nn
 
-from . import reasons
+from . import compat, reasons
 from .architecture import Architecture
 from .cache import FastpathCache
 from .decode import assisted, loop, structure
@@ -231,6 +231,11 @@ class PatchState:
             setattr(made, name, copy.deepcopy(getattr(self, name), memo))
         if made.generates:
             install_loops(made, LOOPS)
+
+
+def patched_model(model: nn.Module) -> nn.Module:
+    """``model`` if it was given to ``patch()`` itself, else the model inside it that generates."""
+    return model if state_of(model) is not None else compat.generating_model(model)
 
 
 def state_of(model: nn.Module) -> PatchState | None:

@@ -15,14 +15,14 @@ from . import compat, huge_pages, loader, selftest, structural
 from .architecture import Architecture, architectures
 from .bindings import bind, bind_copying, bind_forward, bind_value, claim, undo_bindings
 from .cache import FastpathCache
-from .coverage import check_anything, check_coverage
+from .coverage import check_anything, check_coverage, check_whole
 from .decode import parts, structure
 from .decode.structure import MAX_BATCH
 from .errors import UnsupportedModelError
 from .forwards import FORWARDS, STATE_KEY, decoder, head
 from .loops import install_loops, uninstall_loops
 from .options import HEADS, Options
-from .patch_state import LOOPS, PatchState, state_of
+from .patch_state import LOOPS, PatchState, patched_model, state_of
 from .progress import announced
 from .quantization.repacking import repack_checkpoint
 from .quantization.replacing import free_originals, no_saving, quantize_as_asked
@@ -50,7 +50,8 @@ def patch(
     counted with a reason (``report(model)``).
 
     Args:
-        model: a transformers causal LM on the CPU or a CUDA device.
+        model: a transformers causal LM on the CPU or a CUDA device; or what wraps one (PEFT, DDP, ``torch.compile``):
+            the model inside is patched.
         kv_dtype: storage type of the KV cache: ``"auto"`` (the model's own), float32, float16 or bfloat16; or
             ``"int8"`` or ``"fp8"`` (e4m3) with a scale for every head and token.
         weights: None for the model's own, or a format to quantize the decoder layers' weights to, layer by layer:
@@ -91,15 +92,17 @@ def patch_with(
     Args:
         put_weights: puts quantized weights in place, instead of what the options ask for.
     """
+    given, model = model, patched_model(model)
     progress = (lambda line: None) if quiet else print
     while not _is_patched(model, options):
+        check_whole(given)
         for device in sorted({parameter.device.type for parameter in model.parameters()}):
             loader.ensure(device, progress)
         state = PatchState(options)
         with _alone(model, state, "patch") as is_ours:
             if is_ours:
                 _patch(model, state, quiet, put_weights)
-    return model
+    return given
 
 
 def _is_patched(model: nn.Module, options: Options) -> bool:
@@ -379,6 +382,9 @@ def _prepare_cache(self: nn.Module, generation_config: Any, model_kwargs: dict, 
     if isinstance(made, FastpathCache):
         if not generation_config.is_assistant:  # which is asked for a few tokens at a time
             made.expect(generation_config.max_length)
+        part = state.part_of(self) if state.loop_reason is None else None
+        if part is not None and part.is_cast_down:
+            state.stats.note("autocast_left_out")
         if made.page_counts is not None:
             state.stats.pages = made.page_counts
             if any(made.is_sliding):
@@ -418,7 +424,7 @@ def unpatch(model: nn.Module) -> nn.Module:
         ValueError: the model's own weights are gone.
         RuntimeError: another thread runs the model, and has not left its ``generate()`` or forward for a minute.
     """
-    state = state_of(model)
+    state = state_of(patched_model(model))
     if state is None:
         return model
     if state.lost is not None:
@@ -432,7 +438,7 @@ def unpatch(model: nn.Module) -> nn.Module:
 @contextmanager
 def patched(model: nn.Module, **options: Any) -> Iterator[nn.Module]:
     """``patch(model, **options)`` for the length of a ``with`` block. A model that was patched before stays so."""
-    was_patched = state_of(model) is not None
+    was_patched = state_of(patched_model(model)) is not None
     patch(model, **options)
     try:
         yield model
@@ -458,6 +464,7 @@ def report(model: nn.Module) -> Report:
     Raises:
         ValueError: the model is not patched.
     """
+    model = patched_model(model)
     state = state_of(model)
     if state is None:
         raise ValueError(f"this {type(model).__name__} is not patched: call hf_fastpath.patch(model) first")

@@ -62,9 +62,18 @@ REASONS: dict[str, Reason] = {
         "a module inside the fused span has a forward of its own on the instance",
         "leave out what sets it, or `del module.forward` if it is yours; if it quantizes, patch before that",
     ),
+    "model_forward": Reason(
+        "the model itself has a forward of its own on the instance, which does more for generate() than hand its "
+        "arguments on to the forward of the class",
+        "generate() before it is put there, or let it end in `return inner(*args, **kwargs)` for calls without labels",
+    ),
     "offloaded": Reason(
         "weights wait in host memory or on disk and are brought for every call",
         "load the model where it fits whole: a smaller dtype, or a device_map of GPUs alone",
+    ),
+    "sharded": Reason(
+        "the weights are spread over several processes (tp_plan, FSDP, DeepSpeed ZeRO-3)",
+        "load the model whole on one device, without tp_plan; spread over processes it runs transformers' own code",
     ),
     "class_forward": Reason(
         "other code has replaced the forward of a class, or a function that it calls",
@@ -84,7 +93,8 @@ REASONS: dict[str, Reason] = {
     ),
     # a call runs stock code (decided at each call)
     "autocast": Reason(
-        "autocast is active: it would change the types the kernels see", "load the model in half precision instead"
+        "autocast is active: it would change the types the kernels see",
+        "load the model in half precision instead, and leave autocast out (in a trainer's arguments: bf16=False)",
     ),
     "compiling": Reason("torch.compile is tracing: it gets the stock code", "do not compile a patched model"),
     "device": Reason(
@@ -165,6 +175,11 @@ REASONS: dict[str, Reason] = {
     "custom_stopping_criteria": Reason(
         "a stopping criterion of the user's own: the host waits for every token",
         "use transformers' own criteria where one does the same",
+    ),
+    "autocast_left_out": Reason(
+        "a trainer has put the model's forward under autocast; new tokens are computed in float32, as the weights are, "
+        "which is more exact",
+        "nothing to do",
     ),
     "window_not_paged": Reason(
         "page_size was given, and layers with a sliding window keep a ring of window + 16 positions each instead",

@@ -13,7 +13,7 @@ from torch import nn
 from .cache import FastpathCache
 from .compat import CACHE, Cache, DynamicCache, GenerationConfig, eager_experts
 from .ops.gemv import MAX_ROWS
-from .patch_state import state_of
+from .patch_state import patched_model, state_of
 from .patching import patch, paused, unpatch
 from .progress import counted
 from .reasons import explained, named
@@ -377,6 +377,7 @@ def verify(model: nn.Module, inputs: Any, max_new_tokens: int = 32) -> Verificat
     Raises:
         ValueError: inputs that are too short, too many or padded; a model whose decode loop is not patched.
     """
+    model = patched_model(model)
     ids = sequences(inputs).to(next(model.parameters()).device)
     was_patched = state_of(model) is not None
     if not was_patched:

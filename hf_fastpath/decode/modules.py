@@ -8,8 +8,9 @@ from typing import Any
 import torch
 from torch import nn
 
+from .. import pass_through
 from ..architecture import Architecture
-from ..compat import Conv1D, hook_of, is_known_code, is_wrapped_by, name_of, placement
+from ..compat import Conv1D, hook_of, is_known_code, is_ours, is_sharded, is_wrapped_by, name_of, placement
 from ..ops import packed_gemv
 from ..quantization.checkpoints import noted
 from ..quantization.linear import PackedLinear
@@ -50,12 +51,23 @@ def own_code_reason(module: nn.Module, home: str = "") -> str | None:
     function = getattr(override, "__func__", None)
     # Ours is no override; nor is the class's own forward, bound: an unpickled module may carry it; accelerate leaves
     # it without its decorators.
-    ours = getattr(function, "__module__", "").startswith("hf_fastpath.")
-    if ours or is_wrapped_by(function, type(module).forward):
-        return None
+    if is_ours(function) or is_wrapped_by(function, type(module).forward):
+        if override.__self__ is module:
+            return None
     if placed == "offloaded":
         return Cause("offloaded", module=module)
     return Cause("instance_forward", f"forward is {name_of(override)}", module)
+
+
+def model_code_reason(model: nn.Module, home: str = "") -> str | None:
+    """As :func:`own_code_reason`, of a causal LM as ``generate()`` calls it: a forward on the instance may be one that
+    does more only in training."""
+    reason = own_code_reason(model, home)
+    if reason != "instance_forward":
+        return reason
+    override = model.__dict__["_old_forward" if placement(model) == "placed" else "forward"]
+    found = pass_through.reason_of(override, model)
+    return None if found is None else Cause(found, reason.what, model)
 
 
 def projection_reason(module: nn.Module, architecture: Architecture) -> str | None:
@@ -72,6 +84,8 @@ def projection_reason(module: nn.Module, architecture: Architecture) -> str | No
         return Cause(noted(module) or "unsupported_projection", module=module)
     parameters = module.__dict__["_parameters"]
     weight, bias = parameters.get("weight"), parameters.get("bias")
+    if is_sharded(weight):
+        return Cause("sharded", f"weight is {type(weight).__name__}", module)
     if type(weight) not in PLAIN_TENSORS or weight.stride(-1) != 1:
         held = "none" if weight is None else type(weight).__name__
         return Cause(noted(module) or "unsupported_projection", f"weight is {held}", module)

@@ -16,6 +16,7 @@ from ..compat import (
     caps_scores,
     experts_function,
     is_known_code,
+    is_sharded,
     name_of,
     rotation_function,
 )
@@ -100,6 +101,8 @@ class NormPart(Part):
         if (reason := self.other_reason()) is not None:
             return reason
         present = [p for p in self.parameters() if p is not None]
+        if any(map(is_sharded, present)):
+            return Cause("sharded", module=self.module)
         if (odd := next((p for p in present if p.dim() != 1), None)) is not None:
             return Cause("unsupported_config", f"weight of shape {tuple(odd.shape)}", self.module)
         if (odd := next((p for p in present if p.dtype not in FLOAT_DTYPES), None)) is not None:

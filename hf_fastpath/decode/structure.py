@@ -17,7 +17,16 @@ from ..architecture import Architecture
 from ..compat import has_static_rope, layer_windows
 from ..ops.gemv import MAX_ROWS
 from ..reasons import Cause
-from .modules import child, dropout_reason, is_on, is_packed, number, projection_reason, weight_and_bias
+from .modules import (
+    child,
+    dropout_reason,
+    is_on,
+    is_packed,
+    model_code_reason,
+    number,
+    projection_reason,
+    weight_and_bias,
+)
 from .parts import AttentionPart, FeedForwardPart, MoEPart, NormPart, Part, feed_forward_part
 
 #: sequences of a decode plan: what was measured
@@ -240,7 +249,8 @@ class ModelPart(Part):
         for module in self._embeddings():
             if not self._is_known_embedding(module):
                 return Cause("unsupported_projection", "embedding", module)
-        reasons = [self._code_reason(module) for module in (*self._embeddings(), self.decoder, self.module)]
+        reasons = [self._code_reason(module) for module in (*self._embeddings(), self.decoder)]
+        reasons.append(self.outer_reason())
         reasons += [projection_reason(self.head, self.architecture), self.final_norm.reason()]
         reasons.append(dropout_reason(self.decoder, self.architecture.embedding_dropout))
         if self.rotary is not None:
@@ -254,6 +264,20 @@ class ModelPart(Part):
         found = next((reason for reason in reasons if reason), None)
         found = found or next((reason for layer in self.layers if (reason := layer.reason())), None)
         return found or self._types_reason()
+
+    def outer_reason(self) -> str | None:
+        """Why calling the model is more than its class's forward, or None.
+
+        A trainer's autocast around it is none in float32: all that it adds is rounding.
+        """
+        return None if self.is_cast_down else model_code_reason(self.module, self.architecture.module)
+
+    @property
+    def is_cast_down(self) -> bool:
+        """Whether a trainer lets the model's forward run under autocast, and its weights are float32."""
+        if model_code_reason(self.module, self.architecture.module) != "autocast":
+            return False
+        return all(parameter.dtype == torch.float32 for parameter in self.module.parameters())
 
     def _is_known_embedding(self, module: nn.Module) -> bool:
         spec = self.architecture
