@@ -9,9 +9,10 @@ from torch import nn
 
 from .. import architecture as arch
 from ..architecture import Architecture
+from ..choices import Activation
 from ..compat import (
     MIN_WINDOW,
-    activation_name,
+    activation_of,
     attention_function,
     caps_scores,
     experts_function,
@@ -122,8 +123,8 @@ class MLPPart(Part):
         return None if self.spec.gate is None else child(self.module, self.spec.gate)
 
     @property
-    def activation(self) -> str | None:
-        return activation_name(child(self.module, self.spec.activation))
+    def activation(self) -> Activation | None:
+        return activation_of(child(self.module, self.spec.activation))
 
     @property
     def is_joined(self) -> bool:
@@ -150,7 +151,7 @@ class MLPPart(Part):
 
     def activation_reason(self) -> str | None:
         """Why the fused activation cannot stand in, or None."""
-        if self.activation is None or (self.spec.gate is not None and self.activation == "relu"):
+        if self.activation is None or (self.spec.gate is not None and self.activation == Activation.RELU):
             return "unsupported_activation"
         return own_code_reason(child(self.module, self.spec.activation))
 
@@ -186,9 +187,9 @@ class MoEPart(Part):
         return child(self.module, self.spec.experts)
 
     @property
-    def activation(self) -> str | None:
+    def activation(self) -> Activation | None:
         name = self.spec.activation
-        return "clamped_swiglu" if name is None else activation_name(child(self.experts, name))
+        return Activation.CLAMPED_SWIGLU if name is None else activation_of(child(self.experts, name))
 
     @property
     def top_k(self) -> int:

@@ -19,6 +19,8 @@ from dataclasses import dataclass
 
 import torch
 
+from ..choices import Packing
+
 #: weights that are ordered together; rows are padded to whole blocks
 BLOCK = 128
 _STRETCHES = 4  # of a block, whose words take turns
@@ -46,6 +48,11 @@ class Format:
     has_zeros: bool = False
     zero: int = 0
     is_float: bool = False
+
+    @property
+    def packing(self) -> Packing:
+        """What ops call the format."""
+        return Packing[self.name.upper()]
 
     def groups(self, in_features: int) -> int:
         """Groups of a row."""
