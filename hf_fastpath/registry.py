@@ -242,6 +242,11 @@ def choice_reason(name: str, value: Any, choices: Iterable[Choice]) -> list[str]
     return [f"{name} is {given!r}, expected one of {', '.join(choice.label for choice in choices)}"]
 
 
+def in_host_memory(tensor: torch.Tensor) -> bool:
+    """Whether the values may be looked at without a wait: kernels of other devices keep within bounds by themselves."""
+    return tensor.device.type == "cpu" and not torch.compiler.is_compiling()
+
+
 def nbytes(*tensors: torch.Tensor | None) -> int:
     """Bytes held by the elements of these tensors."""
     return sum(t.numel() * t.element_size() for t in tensors if t is not None)

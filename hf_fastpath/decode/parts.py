@@ -19,7 +19,7 @@ from ..compat import (
     is_known_code,
     rotation_function,
 )
-from ..ops.decode_attention import MAX_HEAD_DIM, MIN_HEAD_DIM
+from ..ops.decode_attention import takes_head_dim
 from ..ops.fused_experts import EXPERT_GATES, MAX_TOP_K
 from ..ops.topk_softmax import MAX_EXPERTS
 from ..registry import FLOAT_DTYPES
@@ -386,7 +386,7 @@ class AttentionPart(Part):
             return "unsupported_config"
         if self.window is not None and self.window < MIN_WINDOW:
             return "unsupported_config"
-        if not MIN_HEAD_DIM <= self.head_dim <= MAX_HEAD_DIM or self.head_dim % 8:
+        if not takes_head_dim(self.head_dim):
             return "unsupported_head_dim"
         if self.sinks is not None and type(self.sinks) not in PLAIN_TENSORS:
             return "unsupported_projection"
