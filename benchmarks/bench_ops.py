@@ -185,7 +185,7 @@ def bench_call(
     Raises:
         OpInputError: the op does not take these arguments.
     """
-    first = call.arguments(device, dtype)
+    first = spec.numbered(call.arguments(device, dtype))
     if reasons := spec.why_not(*first.args, **first.kwargs):
         raise OpInputError("; ".join(reasons))
     wanted = ROTATION_BYTES[device.type] / _argument_bytes(first)

@@ -37,6 +37,8 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.pytorch_utils import Conv1D
 from transformers.utils import output_capturing
 
+from .choices import Activation
+
 if torch.distributed.is_available():
     from torch.distributed.fsdp import FullyShardedDataParallel
     from torch.distributed.tensor import DTensor
@@ -151,21 +153,21 @@ def is_assisted_mode(generation_mode: Any) -> bool:
 
 # ---- modules --------------------------------------------------------------------------------------------------
 
-_ACTIVATIONS: dict[type, str] = {
-    activations.NewGELUActivation: "gelu_tanh",
-    activations.GELUTanh: "gelu_tanh",
-    activations.GELUActivation: "gelu",
-    activations.SiLUActivation: "silu",
-    nn.GELU: "gelu",
-    nn.SiLU: "silu",
-    nn.ReLU: "relu",
+_ACTIVATIONS: dict[type, Activation] = {
+    activations.NewGELUActivation: Activation.GELU_TANH,
+    activations.GELUTanh: Activation.GELU_TANH,
+    activations.GELUActivation: Activation.GELU,
+    activations.SiLUActivation: Activation.SILU,
+    nn.GELU: Activation.GELU,
+    nn.SiLU: Activation.SILU,
+    nn.ReLU: Activation.RELU,
 }
 
 
-def activation_name(module: nn.Module) -> str | None:
-    """The kernels' name of an activation module, or None if they do not have it."""
+def activation_of(module: nn.Module) -> Activation | None:
+    """What kernels have for an activation module, or None if they do not have it."""
     if type(module) is nn.GELU and module.approximate == "tanh":
-        return "gelu_tanh"
+        return Activation.GELU_TANH
     return _ACTIVATIONS.get(type(module))
 
 

@@ -16,6 +16,7 @@ from torch import nn
 from . import loader, ops
 from .cache import FastpathCache
 from .cache_layer import FastpathLayer
+from .choices import Activation, Approximation
 from .compat import (
     below_autograd,
     cache_of,
@@ -155,10 +156,11 @@ def mlp(self: nn.Module, hidden_states: torch.Tensor) -> torch.Tensor:
             return steps.mlp(steps.run, part, hidden_states)
     # Many rows, gradients, or projections with a life of their own (LoRA, quantized): only the activation is fused.
     if part.gate is None:
-        if part.activation not in ("gelu", "gelu_tanh"):
+        if part.activation not in (Activation.GELU, Activation.GELU_TANH):
             return stock(self, Cause("unsupported_activation", module=child(self, part.spec.activation)), hidden_states)
         up = part.up(hidden_states)
-        out = part.down(_activate(ops.fused_gelu.overload, up, "tanh" if part.activation == "gelu_tanh" else "none"))
+        form = Approximation.TANH if part.activation == Activation.GELU_TANH else Approximation.NONE
+        out = part.down(_activate(ops.fused_gelu.overload, up, form))
     else:
         joined = part.up(hidden_states)
         gate, up = joined.chunk(2, dim=-1) if part.is_joined else (part.gate(hidden_states), joined)

@@ -34,9 +34,7 @@ REASONS: dict[str, Reason] = {
     "unsupported_activation": Reason(
         "the activation is not one the kernels have", "nothing to set: it belongs to the model"
     ),
-    "unsupported_head_dim": Reason(
-        "head_dim is not 32 to 256 in steps of 8", "nothing to set: it belongs to the model"
-    ),
+    "unsupported_head_dim": Reason("head_dim is odd or above 512", "nothing to set: it belongs to the model"),
     "unsupported_projection": Reason(
         "a projection is not exactly nn.Linear or Conv1D, or experts not of their family's class (LoRA, quantized, "
         "sharded, ...)",

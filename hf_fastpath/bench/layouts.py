@@ -80,7 +80,7 @@ def weight(study: Study, rows: int, columns: int, device: torch.device) -> tuple
         # the largest bytes of fp8 are NaN
         quants = _random_bytes(device, rows, padded(columns) * form.bits // 8, below=127 if form.is_float else 256)
         zeros = _random_bytes(device, *groups, below=16) if form.has_zeros else None
-        return quants, _random_scales(device, *groups), zeros, 1.0, form.name
+        return quants, _random_scales(device, *groups), zeros, 1.0, form.packing
     if study.format != Q4_0:
         raise ValueError(f"format {study.format} has layout {PACKED} alone, not {study.layout}")
     groups = columns // GROUP

@@ -9,9 +9,10 @@ from torch import nn
 
 from .. import architecture as arch
 from ..architecture import Architecture
+from ..choices import Activation
 from ..compat import (
     MIN_WINDOW,
-    activation_name,
+    activation_of,
     attention_function,
     caps_scores,
     experts_function,
@@ -20,7 +21,7 @@ from ..compat import (
     name_of,
     rotation_function,
 )
-from ..ops.decode_attention import MAX_HEAD_DIM, MIN_HEAD_DIM
+from ..ops.decode_attention import takes_head_dim
 from ..ops.fused_experts import EXPERT_GATES, MAX_TOP_K
 from ..ops.topk_softmax import MAX_EXPERTS
 from ..reasons import Cause
@@ -130,8 +131,8 @@ class MLPPart(Part):
         return None if self.spec.gate is None else child(self.module, self.spec.gate)
 
     @property
-    def activation(self) -> str | None:
-        return activation_name(child(self.module, self.spec.activation))
+    def activation(self) -> Activation | None:
+        return activation_of(child(self.module, self.spec.activation))
 
     @property
     def is_joined(self) -> bool:
@@ -158,7 +159,7 @@ class MLPPart(Part):
 
     def activation_reason(self) -> str | None:
         """Why the fused activation cannot stand in, or None."""
-        if self.activation is None or (self.spec.gate is not None and self.activation == "relu"):
+        if self.activation is None or (self.spec.gate is not None and self.activation == Activation.RELU):
             return Cause("unsupported_activation", module=child(self.module, self.spec.activation))
         return own_code_reason(child(self.module, self.spec.activation))
 
@@ -194,9 +195,9 @@ class MoEPart(Part):
         return child(self.module, self.spec.experts)
 
     @property
-    def activation(self) -> str | None:
+    def activation(self) -> Activation | None:
         name = self.spec.activation
-        return "clamped_swiglu" if name is None else activation_name(child(self.experts, name))
+        return Activation.CLAMPED_SWIGLU if name is None else activation_of(child(self.experts, name))
 
     @property
     def top_k(self) -> int:
@@ -398,7 +399,7 @@ class AttentionPart(Part):
             return Cause("unsupported_config", f"{odd[0]}={found_at(self.module, odd[0])!r}", self.module)
         if self.window is not None and self.window < MIN_WINDOW:
             return Cause("unsupported_config", f"sliding_window={self.window}", self.module)
-        if not MIN_HEAD_DIM <= self.head_dim <= MAX_HEAD_DIM or self.head_dim % 8:
+        if not takes_head_dim(self.head_dim):
             return Cause("unsupported_head_dim", f"{self.spec.head_dim}={self.head_dim}", self.module)
         if self.sinks is not None and type(self.sinks) not in PLAIN_TENSORS:
             what = f"{self.spec.sinks} is {type(self.sinks).__name__}"

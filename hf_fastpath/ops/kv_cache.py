@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import torch
 
-from ..registry import FLOAT_DTYPES
+from ..registry import FLOAT_DTYPES, in_host_memory
 
 #: columns of a ``kv_table`` row: address of K, address of V, capacity in positions; of quantized caches also the
 #: addresses of their scales
@@ -159,6 +159,26 @@ def _block_table_reasons(k_cache, block_table, batch: int) -> list[str]:
     return reasons
 
 
+def length_reasons(seq_lens: torch.Tensor, most: int | None = None) -> list[str]:
+    """A reason if host memory holds lengths, int32 [batch], below 0 or above ``most``."""
+    if not seq_lens.numel() or not in_host_memory(seq_lens):
+        return []
+    lowest, highest = (int(length) for length in seq_lens.aminmax())
+    if lowest < 0:
+        return [f"seq_lens holds {lowest}, expected 0 or more"]
+    if most is not None and highest > most:
+        return [f"seq_lens holds {highest}, expected at most the cache's capacity {most}: grow the cache first"]
+    return []
+
+
+def _page_reasons(k_cache: torch.Tensor, block_table: torch.Tensor) -> list[str]:
+    if not in_host_memory(block_table):
+        return []
+    pages = k_cache.shape[0]
+    strange = block_table[(block_table < 0) | (block_table >= pages)]
+    return [f"block_table holds {int(strange[0])}, expected pages from 0 to {pages - 1}"] if strange.numel() else []
+
+
 def cache_reasons(
     k_cache,
     v_cache,
@@ -194,6 +214,10 @@ def cache_reasons(
             reasons.append(f"{name} is on {tensor.device}, expected {device}: move it")
     if seq_lens.dtype != torch.int32 or tuple(seq_lens.shape) != (batch,):
         reasons.append(f"seq_lens is {seq_lens.dtype} {tuple(seq_lens.shape)}, expected torch.int32 ({batch},)")
+    elif not reasons:
+        reasons += length_reasons(seq_lens)
+        if block_table is not None and kv_table is None:
+            reasons += _page_reasons(k_cache, block_table)
     if kv_table is not None:
         columns = table_columns(k_cache.dtype, block_table is not None)
         if kv_table.dtype != torch.int64 or kv_table.dim() != 2 or kv_table.shape[1] != columns:

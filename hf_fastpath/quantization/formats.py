@@ -21,6 +21,8 @@ from typing import Any
 
 import torch
 
+from ..choices import Packing
+
 #: weights that are ordered together; rows are padded to whole blocks
 BLOCK = 128
 _STRETCHES = 4  # of a block, whose words take turns
@@ -48,6 +50,11 @@ class Format:
     has_zeros: bool = False
     zero: int = 0
     is_float: bool = False
+
+    @property
+    def packing(self) -> Packing:
+        """What ops call the format."""
+        return Packing[self.name.upper()]
 
     def groups(self, in_features: int) -> int:
         """Groups of a row."""

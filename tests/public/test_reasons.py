@@ -223,7 +223,7 @@ PROVOKED: dict[str, Callable[..., Iterable[str | None]]] = {
     "module_disabled": lambda: declined(build("llama"), ops="norm"),
     "no_native_library": no_native_library,
     "unsupported_activation": unsupported_activation,
-    "unsupported_head_dim": lambda: declined(build("llama", head_dim=36)),
+    "unsupported_head_dim": lambda: declined(build("llama", head_dim=514)),
     "quantized_format": lambda: of_a_checkpoint(bits=3),
     "quantized_in_use": lambda: of_a_checkpoint(linear_mode="inference"),
     "quantized_order": lambda: of_a_checkpoint(qweight=torch.zeros(1)),
