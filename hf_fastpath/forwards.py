@@ -62,7 +62,7 @@ class ModulePatch:
             return "dtype"
         if not is_known_code(type(self.part.module).forward, self.part.architecture.module):
             return "class_forward"
-        return None if loader.is_native(x.device.type) else "no_native_library"
+        return loader.why_not_native(x.device.type)
 
     def parameters_reason(self, x: torch.Tensor) -> str | None:
         """Why the fused ops cannot take the part's parameters together with ``x``; None if they can."""

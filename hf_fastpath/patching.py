@@ -14,7 +14,7 @@ from . import compat, huge_pages, loader, selftest, structural
 from .architecture import Architecture, architectures
 from .bindings import bind, bind_copying, bind_forward, bind_value, undo_bindings
 from .cache import FastpathCache
-from .coverage import check_anything, check_coverage
+from .coverage import check_anything, check_coverage, check_kernels
 from .decode import parts, structure
 from .decode.structure import MAX_BATCH
 from .errors import UnsupportedModelError
@@ -66,8 +66,8 @@ def patch(
         The same model.
 
     Raises:
-        UnsupportedModelError: nothing in the model could be patched, or its architecture file names a class that
-            the installed transformers lacks.
+        UnsupportedModelError: nothing in the model could be patched, there are no compiled kernels for its device, or
+            its architecture file names a class that the installed transformers lacks.
         ValueError: an argument is off, or the model is patched already with other options.
         TypeError: ``model`` is not a module.
     """
@@ -93,16 +93,16 @@ def patch_with(
     Args:
         put_weights: puts quantized weights in place, instead of what the options ask for.
     """
-    progress = (lambda line: None) if quiet else print
-    for device in sorted({parameter.device.type for parameter in model.parameters()}):
-        loader.ensure(device, progress)
+    # offloaded parameters are "meta" until a hook brings them: each call looks where they are
+    devices = {parameter.device.type for parameter in model.parameters()} - {"meta"}
+    for device in sorted(devices):
+        loader.ensure(device, None if quiet else print)
+    check_kernels(devices, options.strict)
     state = PatchState(options)
     try:
-        # offloaded parameters are "meta" until a hook brings them: each call looks where they are
-        devices = {parameter.device.type for parameter in model.parameters()} - {"meta"}
         if options.weights is None and put_weights is None and "loop" in options.ops:
             repack_checkpoint(model, state.replaced, state.removed_hooks, quiet)
-        _bind_all(model, state, all(map(loader.is_native, devices)))
+        _bind_all(model, state, next(filter(None, map(loader.why_not_native, devices)), None))
         check_coverage(model, state)
         by_structure = next((architecture for architecture in state.known if architecture.like), None)
         due = state.loop_reason is None and selftest.is_due() or by_structure and state.patched
@@ -141,21 +141,21 @@ def examine(model: nn.Module) -> Report:
     """
     state = PatchState(Options.parse())
     try:
-        _bind_all(model, state, native=True)
+        _bind_all(model, state)
         check_anything(model, state)
         return Report.of(state, _loop_reason_now(model, state))
     finally:
         _unbind(state)
 
 
-def _bind_all(model: nn.Module, state: PatchState, native: bool) -> None:
-    """Bind all that is to be fast, noted so that :func:`_unbind` can undo it; ``native``: there are kernels."""
+def _bind_all(model: nn.Module, state: PatchState, no_kernels: str | None = None) -> None:
+    """Bind all that is to be fast, noted so that :func:`_unbind` can undo it; ``no_kernels``: why nothing is."""
     bind_value(state, model, STATE_KEY, state)  # the last to be undone, so that unpatch() can be repeated
-    _bind_modules(model, state, native)
+    _bind_modules(model, state, no_kernels)
     _bind_generate(model, state)
 
 
-def _bind_modules(model: nn.Module, state: PatchState, native: bool) -> None:
+def _bind_modules(model: nn.Module, state: PatchState, no_kernels: str | None) -> None:
     """Bind our forwards through ``model.apply``, or note why a module keeps its own."""
     names = {id(module): name for name, module in model.named_modules()}
     state.known = structural.known_for(model, architectures())
@@ -169,7 +169,7 @@ def _bind_modules(model: nn.Module, state: PatchState, native: bool) -> None:
             architecture.check_classes()
         state.architecture = architecture.name
         part = _make_part(architecture, kind, module)
-        reason = "module_disabled" if kind not in state.options.ops else None if native else "no_native_library"
+        reason = "module_disabled" if kind not in state.options.ops else no_kernels
         reason = reason or _lasting_reason(part)
         if reason is not None:
             state.declined.append((names[id(module)], kind, reason))
@@ -259,7 +259,7 @@ def _loop_reason(model: nn.Module, state: PatchState) -> str | None:
         return "module_disabled"
     declined = {reason for *_, reason in state.declined} - {"module_disabled"}
     if declined:
-        return "no_native_library" if "no_native_library" in declined else "partial_patch"
+        return next((reason for reason in loader.NO_KERNELS if reason in declined), "partial_patch")
     covering = (a for a in state.known if structure.model_part(a, model) is not None)
     state.model_architecture = next(covering, None)
     if state.model_architecture is None:

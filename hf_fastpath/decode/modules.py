@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from .. import loader
 from ..architecture import Architecture
 from ..compat import Conv1D, has_hooks, is_known_code, is_wrapped_by, placement
 from ..ops import packed_gemv
@@ -63,7 +64,7 @@ def projection_reason(module: nn.Module, architecture: Architecture) -> str | No
     cls = type(module)
     if cls is PackedLinear:
         if module.quants.device.type not in packed_gemv.native:
-            return "no_native_library"
+            return loader.why_not_native(module.quants.device.type) or "no_native_library"
         return own_code_reason(module, cls.__module__)
     if cls not in (nn.Linear, Conv1D) and (cls.__module__, cls.__name__) != (architecture.module, architecture.linear):
         return noted(module) or "unsupported_projection"

@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from .. import architecture as arch
+from .. import loader
 from ..architecture import Architecture
 from ..compat import has_static_rope, layer_windows
 from ..ops.gemv import MAX_ROWS
@@ -245,7 +246,11 @@ class ModelPart(Part):
         present = [parameter for parameter in self.parameters() if parameter is not None]
         if len({parameter.dtype for parameter in present}) > 1:
             return "dtype"
-        return "device" if len({parameter.device for parameter in present}) > 1 else None
+        devices = {parameter.device for parameter in present}
+        if len(devices) > 1:
+            return "device"
+        # a model on the meta device is asked about, and runs nowhere
+        return next((loader.why_not_native(each.type) for each in devices if each.type != "meta"), None)
 
 
 def model_part(architecture: Architecture, model: nn.Module) -> ModelPart | None:
