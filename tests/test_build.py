@@ -5,9 +5,11 @@ from __future__ import annotations
 import json
 import multiprocessing
 import os
+import re
 import shutil
 import subprocess
 import sys
+import tarfile
 import time
 import zipfile
 from pathlib import Path
@@ -340,3 +342,59 @@ def test_wheel_holds_the_architectures_that_were_asked_for(tree, compilers, monk
 def test_architectures_that_are_no_architectures_are_named(tree):
     result = run_setup(tree, HF_FASTPATH_CUDA_ARCHS="sm_80;sm_90a")
     assert result.returncode != 0 and "HF_FASTPATH_CUDA_ARCHS is 'sm_80;sm_90a', expected 'all' or" in result.stderr
+
+
+def test_source_archive_holds_what_a_clone_holds(tree, tmp_path):
+    """Tests, documentation, examples and benchmarks: what `make test` needs."""
+    for folder in (".ci", "benchmarks", "docs", "examples", "tests"):
+        shutil.copytree(ROOT / folder, tree / folder, ignore=shutil.ignore_patterns("__pycache__"))
+    for file in ("MANIFEST.in", "Makefile", "CHANGELOG.md", "CONTRIBUTING.md"):
+        shutil.copy(ROOT / file, tree)
+    result = subprocess.run(
+        [sys.executable, "setup.py", "-q", "sdist"], cwd=tree, env=os.environ, capture_output=True, text=True
+    )
+    assert result.returncode == 0, result.stderr
+    (path,) = (tree / "dist").iterdir()
+    with tarfile.open(path) as archive:
+        names = {name.partition("/")[2] for name in archive.getnames() if archive.getmember(name).isfile()}
+    held = {path.relative_to(tree).as_posix() for path in tree.rglob("*") if path.is_file()}
+    left_out = {name for name in held if name.startswith(("dist/", "build/")) or ".egg-info" in name}
+    assert held - left_out <= names
+    assert not [name for name in names if name.endswith((".so", ".pyc"))]
+
+
+def test_links_of_the_long_description_are_absolute(tree):
+    """It is shown where no file of the project is beside it."""
+    result = subprocess.run(
+        [sys.executable, "setup.py", "--long-description"], cwd=tree, capture_output=True, text=True
+    )
+    assert result.returncode == 0, result.stderr
+    text = re.sub(r"```.*?```", "", result.stdout, flags=re.S)
+    targets = re.findall(r"\]\(([^)\s]+)", text) + re.findall(r"""(?:src|href)=["']([^"']+)["']""", text)
+    assert targets and not [target for target in targets if not re.match(r"[a-z]+:|#", target)]
+    assert "https://github.com/hf-fastpath/hf_fastpath/blob/main/docs/performance.md" in targets
+
+
+def test_targets_that_were_asked_for_and_cannot_be_built_stop_the_installation(tree):
+    result = run_setup(tree, HF_FASTPATH_TARGETS="cpu", PATH=str(tree))
+    assert result.returncode != 0 and "no cpu kernels in this install: no C++ compiler" in result.stderr
+    result = run_setup(tree, HF_FASTPATH_TARGETS="gpu")
+    assert result.returncode != 0 and "HF_FASTPATH_TARGETS is 'gpu', expected" in result.stderr
+    tags, _, printed = wheel(tree, HF_FASTPATH_TARGETS="none")
+    assert tags == "py3-none-any" and not printed
+
+
+# ---- torch's headers ---------------------------------------------------------------------------------------
+
+
+def test_compile_check_knows_the_oldest_torch_and_sees_what_a_header_lacks(monkeypatch, tmp_path):
+    import compile_check
+
+    assert re.fullmatch(r"2\.\d+\.0", compile_check.floor())
+    (tmp_path / "include").mkdir()
+    monkeypatch.setattr(compile_check, "headers", lambda version: tmp_path)
+    monkeypatch.setattr(toolchain, "find_nvcc", lambda: None)
+    real = build.sources
+    monkeypatch.setattr(build, "sources", lambda target: real(target)[:1])
+    (text,) = compile_check.errors("0.0")
+    assert "torch/csrc/stable" in build.first_error(text)

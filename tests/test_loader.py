@@ -104,7 +104,7 @@ class Fakes:
         self.built.append(output_dir)
         if progress is not None:
             progress(f"hf_fastpath: building the {target} kernels")
-        return put_library(output_dir, build.sources_hash(target))
+        return put_library(output_dir, build.sources_hash(target), target, archs)
 
 
 def put_library(folder: Path, sources: str, target: str = "cpu", archs: Sequence[str] = ()) -> Path:
