@@ -65,7 +65,7 @@ def headers(version: str) -> Path:
 
 
 def errors(version: str) -> list[str]:
-    """What a compiler says of the sources against the headers of torch ``version``: one text for every file that fails."""
+    """What a compiler says of the sources against the headers of torch ``version``: a text for each file that fails."""
     tools = toolchain.Toolchain(shlex.join(shlex.split(os.environ.get("CXX") or "g++")), headers(version))
     targets = {"cpu": tools}
     if (nvcc := toolchain.find_nvcc()) is not None:

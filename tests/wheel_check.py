@@ -1,4 +1,4 @@
-"""A wheel in an environment of its own, where no compiler is found: which kernels serve it, and whether tokens are right.
+"""A wheel in an environment of its own, where no compiler is found: which kernels serve it, and are tokens right.
 
     python tests/wheel_check.py dist/hf_fastpath-*.whl
 
