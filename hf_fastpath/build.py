@@ -9,30 +9,38 @@ one build serves every torch from the floor on and any Python.
 from __future__ import annotations
 
 import argparse
-import contextlib
-import csv
-import fcntl
 import hashlib
-import importlib.util
 import json
 import os
+import platform
 import re
 import shlex
 import shutil
 import subprocess
 import sys
-import sysconfig
-import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+import types
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-TARGETS = ("cpu", "cuda")
+if not __package__:  # run as a script: importing the package itself would import torch, and this folder hides modules
+    __package__ = "hf_fastpath_recipe"
+    _folder = str(Path(__file__).resolve().parent)
+    sys.path[:] = [entry for entry in sys.path if os.path.realpath(entry or ".") != _folder]
+    sys.modules[__package__] = types.ModuleType(__package__)
+    sys.modules[__package__].__path__ = [_folder]
+
+from . import build_cache, toolchain
+from .build_cache import description, locked, why_damaged
+from .progress import counted
+from .ptxas_report import write_ptxas_report
+from .toolchain import TARGETS, WHEEL_CUDA_ARCHS, BuildError, Toolchain, find_toolchain
+
+__all__ = ["TARGETS", "WHEEL_CUDA_ARCHS", "BuildError", "build", "cache_dir", "description", "locked", "why_damaged"]
+
 #: oldest torch whose stable ABI the libraries use: 2.10
 TORCH_TARGET_VERSION = "0x020a000000000000"
-#: what a wheel carries; a local build takes the architecture at hand
-WHEEL_CUDA_ARCHS = ("80", "86", "89", "90a", "100", "120")
 #: what CPU sources of these names are compiled with; which of them runs is decided at run time
 CPU_FLAGS = {
     "_avx2.cpp": "-mavx2 -mfma -mf16c",
@@ -44,10 +52,6 @@ CPU_FLAGS = {
 _PACKAGE = Path(__file__).resolve().parent
 #: where installed and in-tree libraries lie
 LIBRARY_DIR = _PACKAGE / "lib"
-
-
-class BuildError(RuntimeError):
-    """A native library could not be built; the message says what is missing or what the compiler said."""
 
 
 def source_dir() -> Path:
@@ -70,85 +74,38 @@ def library_name(target: str) -> str:
 def sources(target: str) -> list[Path]:
     """Source files of ``target``, sorted."""
     patterns = ("*_cpu.cpp", *(f"*{end}" for end in CPU_FLAGS)) if target == "cpu" else ("*.cu", "*_cuda.cpp")
+    patterns += ("old_systems.cpp",)
     return sorted(path for pattern in patterns for path in source_dir().glob(f"*/{pattern}"))
 
 
 def sources_hash(target: str) -> str:
-    """Hash of everything the library is made from: sources, headers and this recipe."""
+    """Hash of everything the library is made from: sources, headers and this recipe.
+
+    Raises:
+        BuildError: there are no sources, or they cannot be read.
+    """
     digest = hashlib.sha256(Path(__file__).read_bytes())
     headers = [*source_dir().glob("*/*.h"), *source_dir().glob("*/*.cuh")]
-    for path in sorted({*sources(target), *headers}):
-        digest.update(path.relative_to(source_dir()).as_posix().encode())
-        digest.update(path.read_bytes())
+    try:
+        for path in sorted({*sources(target), *headers}):
+            digest.update(path.relative_to(source_dir()).as_posix().encode())
+            digest.update(path.read_bytes())
+    except OSError as error:
+        raise BuildError(f"the native sources cannot be read: {error}") from None
     return digest.hexdigest()[:16]
 
 
-@dataclass(frozen=True)
-class Toolchain:
-    """Compilers and torch headers a build uses."""
-
-    cxx: str
-    torch_dir: Path
-    nvcc: str | None = None
-
-
-def find_torch() -> Path:
-    """Folder of the installed torch, found without importing it.
-
-    pip's isolated build hides the environment's packages from ``import``; they are still on disk where
-    ``sysconfig`` says, so torch is never installed a second time for the build.
-
-    Raises:
-        BuildError: no torch.
-    """
-    with contextlib.suppress(ImportError, ValueError):
-        spec = importlib.util.find_spec("torch")
-        if spec is not None and spec.submodule_search_locations:
-            return Path(list(spec.submodule_search_locations)[0])
-    for key in ("platlib", "purelib"):
-        candidate = Path(sysconfig.get_paths()[key]) / "torch"
-        if (candidate / "include").is_dir():
-            return candidate
-    raise BuildError("torch is not installed here: pip install 'torch>=2.10', then build again")
-
-
-def find_nvcc() -> str | None:
-    """Path of nvcc: CUDA_HOME, then PATH, then the usual folder."""
-    homes = [os.environ[name] for name in ("CUDA_HOME", "CUDA_PATH") if os.environ.get(name)]
-    candidates = [os.path.join(home, "bin", "nvcc") for home in homes]
-    candidates += [shutil.which("nvcc") or "", "/usr/local/cuda/bin/nvcc"]
-    return next((path for path in candidates if path and os.access(path, os.X_OK)), None)
-
-
-def find_toolchain(target: str) -> Toolchain:
-    """Compilers for ``target``.
-
-    Raises:
-        BuildError: names what is missing.
-    """
-    cxx = os.environ.get("CXX") or shutil.which("g++") or shutil.which("clang++")
-    if not cxx:
-        raise BuildError("no C++ compiler: install g++ (Debian: apt-get install g++) or set CXX")
-    nvcc = find_nvcc() if target == "cuda" else None
-    if target == "cuda" and nvcc is None:
-        raise BuildError("no nvcc: install the CUDA toolkit (12.8 or newer) or set CUDA_HOME")
-    return Toolchain(cxx, find_torch(), nvcc)
-
-
-def _version(command: str) -> str:
-    result = None
-    with contextlib.suppress(OSError):
-        result = subprocess.run([*shlex.split(command), "--version"], capture_output=True, text=True)
-    if result is None or result.returncode:
-        raise BuildError(f"`{command} --version` fails: set CXX or CUDA_HOME to compilers that work")
-    return result.stdout.strip()
-
-
-def _cuda_home(nvcc: str) -> Path:
-    for line in subprocess.run([nvcc, "--dryrun", "-c", "x.cu"], capture_output=True, text=True).stderr.splitlines():
-        if match := re.match(r"#\$ TOP=(.*)", line):
-            return Path(match.group(1)).resolve()
-    return Path(nvcc).resolve().parent.parent
+def compile_flags(target: str, tools: Toolchain, flags: Sequence[str] = ()) -> tuple[list[str], list[str]]:
+    """What every C++ source of ``target`` is compiled with: flags that make the object, and folders of headers."""
+    csrc = source_dir()
+    made = ["-O3", "-std=c++17", "-g0", *flags, "-fPIC", "-fvisibility=hidden"]
+    made += ["-Wall", "-Wextra", "-Wno-unused-parameter", f"-DTORCH_TARGET_VERSION={TORCH_TARGET_VERSION}"]
+    folders = [f"-I{csrc}", f"-isystem{tools.torch_dir / 'include'}"]
+    if target == "cuda":
+        made.append("-DUSE_CUDA")
+        folders.append(f"-isystem{toolchain.cuda_home(tools.nvcc) / 'include'}")
+    # the text of an error names the source's place in the project and no folder of the machine that compiled it
+    return made, [*folders, f"-ffile-prefix-map={csrc}=csrc", f"-ffile-prefix-map={tools.torch_dir}=torch"]
 
 
 def _gencode(archs: Sequence[str]) -> list[str]:
@@ -156,46 +113,103 @@ def _gencode(archs: Sequence[str]) -> list[str]:
     newest = max(archs, key=lambda arch: int(re.match(r"\d+", arch).group()))
     if newest.isdigit():  # PTX of the newest generic architecture, for GPUs not yet made
         flags.append(f"-gencode=arch=compute_{newest},code=compute_{newest}")
+    if len(archs) > 1:  # such a library travels
+        flags.append("--compress-mode=size")
     return flags
 
 
-def _ninja_text(target: str, tools: Toolchain, archs: Sequence[str], flags: Sequence[str]) -> str:
-    csrc = source_dir()
-    include = [f"-I{csrc}", f"-isystem{tools.torch_dir / 'include'}"]
-    common = ["-O3", "-std=c++17", "-g0", *flags]
-    cxxflags = [*common, "-fPIC", "-fvisibility=hidden", "-Wall", "-Wextra", "-Wno-unused-parameter"]
-    cxxflags += [f"-DTORCH_TARGET_VERSION={TORCH_TARGET_VERSION}", *include]
-    link = f"$cxx -shared -o $out $in -L{tools.torch_dir / 'lib'} -ltorch_cpu {' '.join(flags)}"
-    nvccflags: list[str] = []
-    if target == "cuda":
-        home = _cuda_home(tools.nvcc)
-        cxxflags += ["-DUSE_CUDA", f"-isystem{home / 'include'}"]
-        nvccflags = ["-O3", "-std=c++17", "-Xcompiler=-fPIC,-fvisibility=hidden", "-Xptxas=-v", f"-I{csrc}"]
-        nvccflags += _gencode(archs)
-        nvccflags += [flag for flag in flags if flag.startswith("-D")]
-        link = (
-            f"$nvcc -shared -cudart static -o $out $in -L{tools.torch_dir / 'lib'} -ltorch_cpu "
-            "-Xlinker=--exclude-libs=libcudart_static.a"
+# ---- one build ---------------------------------------------------------------------------------------------
+
+_INCLUDE = re.compile(rb'^[ \t]*#[ \t]*include[ \t]*"([^"]+)"', re.M)
+
+
+def included(source: Path, found: dict[Path, bytes] | None = None) -> dict[Path, bytes]:
+    """``source`` and every file of the project that it includes, with their contents, whatever conditions say."""
+    found = {} if found is None else found
+    source = source.resolve()
+    if source not in found:
+        found[source] = source.read_bytes()
+        for name in _INCLUDE.findall(found[source]):
+            for candidate in (source.parent / name.decode(), source_dir() / name.decode()):
+                if candidate.is_file():
+                    included(candidate, found)
+                    break
+    return found
+
+
+@dataclass(frozen=True)
+class _Step:
+    """One source and the object that is made of it, named by a hash of all that it is made from."""
+
+    source: Path
+    rule: str
+    extra: str
+    made: Path
+
+
+class _Plan:
+    """What ninja is to do for one library."""
+
+    def __init__(self, target: str, tools: Toolchain, archs: Sequence[str], flags: Sequence[str], objects: Path):
+        self.target, self.tools = target, tools
+        cxx, folders = compile_flags(target, tools, flags)
+        nvcc: list[str] = []
+        link = [*shlex.split(tools.cxx), "-shared"]
+        versions = [toolchain.version(tools.cxx), (tools.torch_dir / "version.py").read_text(errors="replace")]
+        if target == "cuda":
+            nvcc = ["-O3", "-std=c++17", "-Xcompiler=-fPIC,-fvisibility=hidden", "-Xptxas=-v", *_gencode(archs)]
+            nvcc += [flag for flag in flags if flag.startswith("-D")]
+            link = [*shlex.split(tools.nvcc), "-shared", "-cudart", "static"]
+            link.append("-Xlinker=--exclude-libs=libcudart_static.a")
+            versions.append(toolchain.version(tools.nvcc))
+        self.variables = {"cxx": [*shlex.split(tools.cxx), *cxx, *folders]}
+        if tools.nvcc:
+            self.variables["nvcc"] = [*shlex.split(tools.nvcc), *nvcc, f"-I{source_dir()}"]
+        self.variables["link"] = link
+        self.variables["libraries"] = [f"-L{tools.torch_dir / 'lib'}", "-ltorch_cpu"]
+        self.variables["libraries"] += [] if target == "cuda" else flags
+        self.steps = []
+        for source in sources(target):
+            rule = "nvcc" if source.suffix == ".cu" else "cxx"
+            extra = next((flags for end, flags in CPU_FLAGS.items() if source.name.endswith(end)), "")
+            digest = hashlib.sha256(repr((rule, nvcc if rule == "nvcc" else cxx, extra, versions)).encode())
+            for path, content in sorted(included(source).items()):
+                digest.update(repr((path.relative_to(source_dir().resolve()).as_posix(), content)).encode())
+            made = objects / f"{source.parent.name}_{source.name}.{digest.hexdigest()[:24]}.o"
+            self.steps.append(_Step(source, rule, extra, made))
+
+    def missing(self) -> list[_Step]:
+        """The steps that no build has done yet."""
+        return [step for step in self.steps if not step.made.is_file()]
+
+    def ninja_text(self) -> str:
+        """The missing steps and the link. An object gets its name when it is whole, so a broken-off build leaves none
+        that is not."""
+        lines = ["ninja_required_version = 1.5"]
+        for name, words in self.variables.items():
+            lines.append(f"{name} = {' '.join(shlex.quote(word) for word in words).replace('$', '$$')}")
+        lines += [
+            "rule cxx\n  command = $cxx $extra -c $in -o $scratch && mv -f $scratch $out\n  description = $name",
+            "rule nvcc\n  command = $nvcc -c $in -o $scratch 2> $scratch.ptxas || (cat $scratch.ptxas; exit 1); "
+            "mv -f $scratch.ptxas $out.ptxas && mv -f $scratch $out\n  description = $name",
+            "rule link\n  command = $link -o $out $in $libraries\n  description = $name",
+        ]
+        for number, step in enumerate(self.missing()):
+            lines.append(f"build {_escaped(step.made)}: {step.rule} {_escaped(step.source)}")
+            lines.append(f"  extra = {step.extra}\n  scratch = {number}.o\n  name = {_name(step.source)}")
+        library = library_name(self.target)
+        lines.append(
+            f"build {library}: link {' '.join(_escaped(step.made) for step in self.steps)}\n  name = {library}"
         )
-    lines = [
-        "ninja_required_version = 1.5",
-        f"cxx = {tools.cxx}",
-        f"nvcc = {tools.nvcc or 'false'}",
-        f"cxxflags = {' '.join(cxxflags)}",
-        f"nvccflags = {' '.join(nvccflags)}",
-        "rule cxx\n  command = $cxx $cxxflags $extra -MMD -MF $out.d -c $in -o $out\n  depfile = $out.d\n  deps = gcc",
-        "rule nvcc\n  command = $nvcc $nvccflags -c $in -o $out 2> $out.ptxas || (cat $out.ptxas; exit 1)",
-        f"rule link\n  command = {link}",
-    ]
-    objects = []
-    for path in sources(target):
-        obj = f"{path.parent.name}_{path.name}.o"
-        objects.append(obj)
-        rule = "nvcc" if path.suffix == ".cu" else "cxx"
-        extra = next((flags for end, flags in CPU_FLAGS.items() if path.name.endswith(end)), "")
-        lines.append(f"build {obj}: {rule} {path}\n  extra = {extra}")
-    lines.append(f"build {library_name(target)}: link {' '.join(objects)}")
-    return "\n".join(lines) + "\n"
+        return "\n".join(lines) + "\n"
+
+
+def _name(source: Path) -> str:
+    return f"{source.parent.name}/{source.name}"
+
+
+def _escaped(path: Path) -> str:
+    return re.sub(r"([$ :])", r"$\1", str(path))
 
 
 def _ninja() -> str:
@@ -205,149 +219,152 @@ def _ninja() -> str:
     return path
 
 
+def _run_ninja(folder: Path, jobs: int, advance: Callable[[int], None]) -> tuple[int, str]:
+    """Run ninja in ``folder``; returns its exit status and what it printed. However this ends, no compiler is left."""
+    command = [_ninja(), "-C", str(folder), "-j", str(jobs)]
+    environment = os.environ | {"NINJA_STATUS": "[%f/%t] "}
+    said = []
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True, "errors": "replace"}
+    process = subprocess.Popen(command, env=environment, umask=0o077, **pipes)
+    try:
+        for line in process.stdout:
+            said.append(line)
+            if match := re.match(r"\[(\d+)/\d+\] ", line):
+                advance(int(match.group(1)))
+        return process.wait(), "".join(said)
+    except BaseException:
+        process.terminate()  # ninja ends its compilers and removes what they have begun
+        process.wait()
+        raise
+    finally:
+        process.stdout.close()
+
+
+_ERRORS = (
+    r"^(?P<where>[^\s:]+:\d+):\d+: (?:fatal )?error: (?P<what>.*)",
+    r"^(?P<where>[^\s(]+)\((?P<line>\d+)\): (?:catastrophic )?error[^:]*: (?P<what>.*)",
+    r"^(?P<where>)\S*(?:cc|\+\+|clang|nvcc|ptxas)[\w-]*:? +(?:fatal error|fatal|error) *: (?P<what>.*)",
+    r"^(?P<where>).*?(?P<what>undefined reference to .*)",
+    r"^(?P<where>)\S*ld(?:\.\w+)?: (?P<what>.*)",
+    r"^(?P<where>).*?(?P<what>No space left on device|Permission denied|not found|Killed).*",
+)
+
+
+def first_error(said: str) -> str:
+    """The line of a compiler's output that says what is wrong, without folders of this machine."""
+    for pattern in _ERRORS:
+        if match := re.search(pattern, said, re.M):
+            where = "/".join(match["where"].split("/")[-2:])
+            where = f"{where}:{match['line']}" if "line" in match.groupdict() else where
+            what = match["what"].strip()
+            if "Killed" in what:
+                what += ": memory is short, MAX_JOBS=1 compiles one file at a time"
+            return f"{where}: {what}" if where else what
+    lines = [line.strip() for line in said.splitlines() if line.strip() and not line.startswith("ninja:")]
+    return lines[-1][:200] if lines else "no output"
+
+
 def build(
     target: str,
     output_dir: Path,
     cuda_archs: Sequence[str] = WHEEL_CUDA_ARCHS,
-    progress: Callable[[str], None] = print,
+    progress: Callable[[str], None] | None = print,
     flags: Sequence[str] = (),
 ) -> Path:
     """Compile the library of ``target`` into ``output_dir``, atomically.
+
+    Objects that an earlier build has made of the same sources with the same compiler are taken from the cache folder,
+    so a build that was broken off goes on where it was.
 
     Args:
         target: ``"cpu"`` or ``"cuda"``.
         output_dir: folder for the library, a ``.json`` that says what it was made from, and for CUDA the
             compiler's resource reports (``.ptxas``).
         cuda_archs: compute capabilities without the dot, e.g. ``("80", "90a")``.
-        progress: called with a line when the build starts and when it ends.
+        progress: called with a line when the build starts and when it ends; in between a bar counts files where stderr
+            is a terminal. None: nothing is printed.
         flags: extra compiler and linker flags (sanitizers).
 
     Returns:
         Path of the library.
 
     Raises:
-        BuildError: a tool is missing or the compiler failed; carries the compiler's output.
+        BuildError: one line: what is missing, or the first error of the compiler and where its whole output lies.
     """
     if target not in TARGETS:
         raise BuildError(f"unknown target {target!r}, expected one of {', '.join(TARGETS)}")
-    tools = find_toolchain(target)
-    ninja = _ninja()
-    output_dir.mkdir(parents=True, exist_ok=True)
+    if reason := toolchain.unsupported_platform(target):
+        raise BuildError(reason)
+    tools, jobs = find_toolchain(target), toolchain.jobs(target)
+    _ninja()
     started = time.monotonic()
     what = "CPU" if target == "cpu" else f"CUDA (sm_{', sm_'.join(cuda_archs)})"
-    progress(f"hf_fastpath: building the {what} kernels, {len(sources(target))} files ...")
-    with tempfile.TemporaryDirectory(prefix="hf_fastpath_build_") as work:
-        Path(work, "build.ninja").write_text(_ninja_text(target, tools, cuda_archs, flags))
-        result = subprocess.run([ninja, "-C", work], capture_output=True, text=True)
-        if result.returncode:
-            raise BuildError(f"building the {what} kernels failed:\n{result.stdout[-6000:]}{result.stderr[-2000:]}")
-        info = {
-            "target": target,
-            "sources": sources_hash(target),
-            "cuda_archs": list(cuda_archs) if target == "cuda" else [],
-            "compiler": _version(tools.cxx).splitlines()[0],
-        }
-        for report in Path(work).glob("*.ptxas"):
-            shutil.copy(report, output_dir / report.name)
-        # A library without a description is never loaded: so whenever this is interrupted, no wrong pair is left.
-        description_path = output_dir / f"{library_name(target)}.json"
-        description_path.unlink(missing_ok=True)
-        _replace(output_dir / library_name(target), Path(work, library_name(target)).read_bytes())
-        _replace(description_path, json.dumps(info, indent=1).encode())
-    progress(f"hf_fastpath: built in {time.monotonic() - started:.0f} s")
+    try:
+        output_dir.mkdir(parents=True, exist_ok=True)
+        with build_cache.workshop() as (work, objects):
+            plan = _Plan(target, tools, cuda_archs, flags, objects)
+            library = _make(plan, work, jobs, what, progress)
+            _install(plan, library, output_dir, cuda_archs)
+    except OSError as error:
+        raise BuildError(f"building the {what} kernels failed: {error}") from None
+    build_cache.clean()
+    if progress is not None:
+        progress(f"hf_fastpath: built in {time.monotonic() - started:.0f} s")
     return output_dir / library_name(target)
 
 
-def _replace(path: Path, content: bytes) -> None:
-    scratch = path.with_name(f".{path.name}.{os.getpid()}")
-    scratch.write_bytes(content)
-    scratch.chmod(0o755)
-    os.replace(scratch, path)
+def _make(plan: _Plan, work: Path, jobs: int, what: str, progress: Callable[[str], None] | None) -> Path:
+    """Run the plan in the folder ``work``; returns the library there."""
+    missing, total = len(plan.missing()), len(plan.steps)
+    for step in plan.steps:
+        if step.made.is_file():
+            build_cache.used(step.made)
+    if progress is not None:
+        count = f"{total} files" if missing == total else f"{missing} of {total} files, the others are there"
+        progress(f"hf_fastpath: building the {what} kernels, {count} ...")
+    Path(work, "build.ninja").write_text(plan.ninja_text())
+    with counted(missing + 1, f"hf_fastpath: {what} kernels, files", quiet=progress is None) as bar:
+        status, said = _run_ninja(work, jobs, lambda done: bar.update(done - bar.n))
+    if status and missing < total and not plan.missing():
+        for step in plan.steps:  # an object that was there does not link: a disk that was full, a machine that fell
+            step.made.unlink(missing_ok=True)
+        return _make(plan, work, jobs, what, progress)
+    if status:
+        log = build_cache.keep_log(f"build_{plan.target}", said)
+        raise BuildError(f"building the {what} kernels failed: {first_error(said)} (the whole output: {log})")
+    return work / library_name(plan.target)
 
 
-def description(library: Path) -> dict | None:
-    """What :func:`build` noted beside ``library``, or None if there is no complete library."""
-    try:
-        return json.loads(Path(f"{library}.json").read_text()) if library.is_file() else None
-    except (OSError, ValueError):
-        return None
+def _install(plan: _Plan, library: Path, output_dir: Path, cuda_archs: Sequence[str]) -> None:
+    """Put the library, its description and the compiler's reports into ``output_dir``."""
+    target = plan.target
+    info = {
+        "target": target,
+        "sources": sources_hash(target),
+        "cuda_archs": list(cuda_archs) if target == "cuda" else [],
+        "compiler": toolchain.version(plan.tools.cxx).splitlines()[0],
+        "size": library.stat().st_size,
+        "sha256": build_cache.sha256(library),
+    }
+    for report in output_dir.glob("*.ptxas"):
+        report.unlink()
+    for step in plan.steps:
+        report = step.made.with_name(f"{step.made.name}.ptxas")
+        if step.rule == "nvcc" and report.is_file():
+            shutil.copy(report, output_dir / f"{step.source.parent.name}_{step.source.name}.o.ptxas")
+    # A library without a description is never loaded: so whenever this is interrupted, no wrong pair is left.
+    note = build_cache.note_file(output_dir / library_name(target))
+    note.unlink(missing_ok=True)
+    build_cache.replace(output_dir / library_name(target), library.read_bytes())
+    build_cache.replace(note, json.dumps(info, indent=1).encode())
 
 
 def cache_dir(target: str, cuda_archs: Sequence[str] = ()) -> Path:
     """Folder under the user's cache for a build of the present sources with the present tools."""
     tools = find_toolchain(target)
-    parts = [sources_hash(target), TORCH_TARGET_VERSION, _version(tools.cxx), *cuda_archs]
-    parts += [_version(tools.nvcc)] if tools.nvcc else []
-    key = hashlib.sha256("\n".join(parts).encode()).hexdigest()[:20]
-    root = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    return root / "hf_fastpath" / key
-
-
-@contextlib.contextmanager
-def locked(directory: Path) -> Iterator[None]:
-    """Hold an exclusive lock on ``directory``, so that one process builds and the others wait for it."""
-    directory.mkdir(parents=True, exist_ok=True)
-    with open(directory / ".lock", "w") as handle:
-        fcntl.flock(handle, fcntl.LOCK_EX)
-        yield
-
-
-# ---- ptxas report -------------------------------------------------------------------------------------------
-
-PTXAS_COLUMNS = ("source", "kernel", "arch", "registers", "spill_store_bytes", "spill_load_bytes", "smem_bytes")
-
-
-def parse_ptxas(report: Path) -> list[dict[str, str]]:
-    """Rows of ``PTXAS_COLUMNS`` out of one ``-Xptxas -v`` report."""
-    rows = []
-    kernel = arch = ""
-    spills = ("0", "0")
-    for line in report.read_text().splitlines():
-        if match := re.search(r"Compiling entry function '(\w+)' for 'sm_(\w+)'", line):
-            kernel, arch = match.groups()
-        elif match := re.search(r"(\d+) bytes spill stores, (\d+) bytes spill loads", line):
-            spills = match.groups()
-        elif (match := re.search(r"Used (\d+) registers", line)) and kernel:
-            smem = re.search(r"(\d+) bytes smem", line)
-            values = (
-                report.name.split(".cu")[0],
-                kernel,
-                arch,
-                match.group(1),
-                *spills,
-                smem.group(1) if smem else "0",
-            )
-            rows.append(dict(zip(PTXAS_COLUMNS, values)))
-    return rows
-
-
-def write_ptxas_report(directory: Path, path: Path) -> list[str]:
-    """Write the resource table of a CUDA build and compare its spills with the table that was there.
-
-    Returns:
-        One line for every kernel that spills more than before; empty when all is well.
-    """
-    rows = [row for report in sorted(directory.glob("*.ptxas")) for row in parse_ptxas(report)]
-    rows.sort(key=lambda row: (row["source"], row["kernel"], row["arch"]))
-    names = [row["kernel"] for row in rows]
-    if shutil.which("c++filt"):
-        names = subprocess.run(["c++filt"], input="\n".join(names), capture_output=True, text=True).stdout.splitlines()
-    for row, name in zip(rows, names):
-        name = re.sub(r"\([\w:]+\)(?=\d)", "", name.replace("(anonymous namespace)::", ""))  # enum template arguments
-        row["kernel"] = re.sub(r"\(.*", "", name).replace("void ", "")
-    before = {}
-    if path.is_file():
-        with path.open(newline="") as handle:
-            before = {(row["kernel"], row["arch"]): int(row["spill_store_bytes"]) for row in csv.DictReader(handle)}
-    with path.open("w", newline="") as handle:
-        writer = csv.DictWriter(handle, PTXAS_COLUMNS, lineterminator="\n")
-        writer.writeheader()
-        writer.writerows(rows)
-    return [
-        f"{row['kernel']} (sm_{row['arch']}) spills {row['spill_store_bytes']} bytes"
-        for row in rows
-        if int(row["spill_store_bytes"]) > before.get((row["kernel"], row["arch"]), 0)
-    ]
+    parts = [sources_hash(target), TORCH_TARGET_VERSION, platform.machine(), toolchain.version(tools.cxx), *cuda_archs]
+    parts += [toolchain.version(tools.nvcc)] if tools.nvcc else []
+    return build_cache.root() / hashlib.sha256("\n".join(parts).encode()).hexdigest()[:20]
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -139,6 +139,7 @@ def _bench(rest: Sequence[str]) -> int:
 def main(argv: Sequence[str] | None = None) -> int:
     """Entry point; returns the exit status."""
     parser = argparse.ArgumentParser(prog="hf-fastpath", description="Fast decoding for transformers models.")
+    parser.add_argument("--version", action="version", version=f"hf-fastpath {__version__}")
     commands = parser.add_subparsers(dest="command", required=True)
     info_parser = commands.add_parser("info", help="versions, devices, kernels and why")
     info_parser.add_argument("--json", action="store_true")

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 from torch import nn
 
-from . import compat, structural
+from . import compat, loader, structural
 from .architecture import architectures
 from .errors import UnsupportedModelError
 from .reasons import REASONS
@@ -19,7 +20,7 @@ if TYPE_CHECKING:
 def _declined(state: PatchState) -> tuple[str, str, list[str]]:
     """Which modules were declined; what helps; the reason codes that the user has not asked for."""
     why = "; ".join(f"{name} ({kind}): {reason}" for name, kind, reason in state.declined[:6])
-    partial = sorted({reason for *_, reason in state.declined} - {"module_disabled"})
+    partial = sorted({reason for *_, reason in state.declined} - {"module_disabled", *loader.NO_KERNELS})
     remedies = "; ".join(f"{reason}: {REASONS[reason].remedy}" for reason in partial)
     return why, f" What helps: {remedies}." if partial else "", partial
 
@@ -33,8 +34,24 @@ def check_whole(model: nn.Module) -> None:
     how = compat.sharding(model)
     if how is not None:
         raise UnsupportedModelError(
-            f"{type(model).__name__}: its weights are spread over processes ({how}). What helps: sharded: {REASONS['sharded'].remedy}."
+            f"{type(model).__name__}: its weights are spread over processes ({how}). "
+            f"What helps: sharded: {REASONS['sharded'].remedy}."
         )
+
+
+def check_kernels(devices: Iterable[str], strict: bool) -> None:
+    """Say so where there are no compiled kernels for the devices of a model, so that all of it stays stock's.
+
+    Raises:
+        UnsupportedModelError: there are none. With HF_FASTPATH_NATIVE=0, which asks for just that, a warning says so.
+    """
+    cause = loader.cause(devices)
+    if cause is None:
+        return
+    if strict or not loader.switched_off():
+        hint = "HF_FASTPATH_NATIVE=0 runs stock code instead; `python -m hf_fastpath info` says what each device has"
+        raise UnsupportedModelError(f"{cause}\n{hint}")
+    warnings.warn(f"hf_fastpath: {cause}\nEvery module runs stock code.", stacklevel=4)
 
 
 def check_anything(model: nn.Module, state: PatchState) -> None:
@@ -43,7 +60,7 @@ def check_anything(model: nn.Module, state: PatchState) -> None:
     Raises:
         UnsupportedModelError: says what was looked for, and why what was found is declined.
     """
-    if state.patched or state.loop_reason in (None, "no_native_library"):
+    if state.patched or state.loop_reason in (None, *loader.NO_KERNELS):
         return
     why, helps, _ = _declined(state)
     if why:

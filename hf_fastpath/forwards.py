@@ -67,7 +67,8 @@ class ModulePatch:
         forward = type(self.part.module).forward
         if not is_known_code(forward, self.part.architecture.module):
             return Cause("class_forward", f"forward is {name_of(forward)}", self.part.module)
-        return None if loader.is_native(x.device.type) else Cause("no_native_library", f"device {x.device.type}")
+        missing = loader.why_not_native(x.device.type)
+        return None if missing is None else Cause(missing, f"device {x.device.type}")
 
     def parameters_reason(self, x: torch.Tensor) -> str | None:
         """Why the fused ops cannot take the part's parameters together with ``x``; None if they can."""

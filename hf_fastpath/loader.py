@@ -2,21 +2,23 @@
 
 ``HF_FASTPATH_BUILD`` = ``auto`` (default: build what is missing at ``patch()``), ``never`` (use what is there),
 ``force`` (build at ``patch()`` even if something is there). ``HF_FASTPATH_NATIVE=0`` loads nothing, so that every
-op runs its PyTorch reference.
+op runs its PyTorch reference. ``HF_FASTPATH_TARGETS`` says which libraries may be built.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
-from . import build
+from . import build, build_cache, toolchain
 
 BUILD_MODES = ("auto", "never", "force")
+#: reason codes of a device without compiled kernels
+NO_KERNELS = ("no_native_library", "unsupported_platform", "unsupported_device")
 
 
 @dataclass(frozen=True)
@@ -26,12 +28,14 @@ class Status:
     Attributes:
         device: ``"cpu"`` or ``"cuda"``.
         source: ``"prebuilt"``, ``"cache"``, ``"built"`` or ``"reference"``.
-        detail: the library's path, or why there is none.
+        detail: the library's path, or one line on why there is none.
+        reason: the reason code of a device without kernels, one of ``NO_KERNELS``; empty if there are some.
     """
 
     device: str
     source: str
     detail: str
+    reason: str = ""
 
     @property
     def native(self) -> bool:
@@ -42,7 +46,14 @@ class Status:
         return f"{self.device}: {self.source} ({self.detail})"
 
 
-_status = {device: Status(device, "reference", "not looked for yet") for device in build.TARGETS}
+def _without(device: str, detail: str, reason: str = NO_KERNELS[0]) -> Status:
+    """The state of a device that nothing serves; of an error's text the first line."""
+    return Status(device, "reference", (detail.strip().splitlines() or [""])[0], reason)
+
+
+_status = {device: _without(device, "not looked for yet") for device in build.TARGETS}
+#: builds that failed in this process, by the folder that they were for: not tried again
+_failed: dict[Path, str] = {}
 
 
 def status() -> dict[str, Status]:
@@ -54,6 +65,22 @@ def is_native(device: str) -> bool:
     """Whether compiled kernels serve ``device``."""
     found = _status.get(device)
     return found is not None and found.native
+
+
+def why_not_native(device: str) -> str | None:
+    """The reason code for which no compiled kernels serve ``device`` ("cpu", "cuda", "mps", ...), or None."""
+    return None if is_native(device) else _status.get(device, _unknown(device)).reason or NO_KERNELS[0]
+
+
+def cause(devices: Iterable[str]) -> str | None:
+    """One line on why there are no compiled kernels for one of ``devices``, or None if all have some."""
+    device = next((device for device in sorted(devices) if not is_native(device)), None)
+    return device and f"no compiled kernels for {device}: {_status.get(device, _unknown(device)).detail}"
+
+
+def switched_off() -> bool:
+    """Whether the user asks for references: ``HF_FASTPATH_NATIVE=0``."""
+    return os.environ.get("HF_FASTPATH_NATIVE", "1") == "0"
 
 
 def cuda_archs() -> tuple[str, ...]:
@@ -75,27 +102,37 @@ def build_mode() -> str:
     return mode
 
 
-def _unusable(device: str) -> str | None:
+def _unknown(device: str) -> Status:
+    """The state of a kind of device that the project has no kernels for."""
+    return _without(device, f"there are kernels for CPUs and NVIDIA GPUs, none for {device}", "unsupported_device")
+
+
+def _unusable(device: str) -> Status | None:
     """Why no native library can serve ``device`` in this process, or None."""
-    if os.environ.get("HF_FASTPATH_NATIVE", "1") == "0":
-        return "HF_FASTPATH_NATIVE=0"
+    if switched_off():
+        return _without(device, "HF_FASTPATH_NATIVE=0")
+    if reason := toolchain.unsupported_platform(device):
+        return _without(device, reason, "unsupported_platform")
+    if device == "cuda" and torch.version.hip:
+        detail = f"torch {torch.__version__} is built for ROCm: there are kernels for CPUs and NVIDIA GPUs"
+        return _without(device, detail, "unsupported_device")
     if device == "cuda" and not torch.backends.cuda.is_built():
-        return "this torch is built without CUDA"
+        return _without(device, "this torch is built without CUDA")
     return None
 
 
-def _cuda_archs() -> Sequence[str]:
-    """Architectures to build for: those of the GPUs at hand, or all a wheel carries."""
+def _capabilities() -> list[tuple[int, int]]:
+    """Compute capabilities of the GPUs that this process sees."""
     if not torch.cuda.is_available():
-        return build.WHEEL_CUDA_ARCHS
-    capabilities = {torch.cuda.get_device_capability(index) for index in range(torch.cuda.device_count())}
-    return sorted({"90a" if major == 9 else f"{major}{minor}" for major, minor in capabilities})
+        return []
+    return [torch.cuda.get_device_capability(index) for index in range(torch.cuda.device_count())]
 
 
-def _covers(archs: Sequence[str], capability: tuple[int, int]) -> bool:
+def _covers(archs: Iterable[str], capability: tuple[int, int]) -> bool:
     """Whether a library made for ``archs`` has code for a GPU: its own, or PTX (of the newest architecture, if it is a
     generic one)."""
     major, minor = capability
+    archs = tuple(archs)
     if any(f"{major}{minor}{suffix}" in archs for suffix in ("a", "f")):
         return True
     made = sorted((int(arch.rstrip("af")[:-1]), int(arch.rstrip("af")[-1]), arch.isdigit()) for arch in archs)
@@ -103,31 +140,32 @@ def _covers(archs: Sequence[str], capability: tuple[int, int]) -> bool:
     return same_major or (bool(made) and made[-1][2] and capability >= made[-1][:2])
 
 
-def _wrong_gpu(device: str) -> str | None:
+def _wrong_gpu(device: str) -> Status | None:
     """Why the library that came with the package cannot serve a GPU at hand, or None."""
-    path = _packaged(device) if device == "cuda" and build_mode() != "force" and torch.cuda.is_available() else None
+    path = _packaged(device) if device == "cuda" and build_mode() != "force" else None
     if path is None:
         return None
     archs = (build.description(path) or {}).get("cuda_archs", ())
-    for index in range(torch.cuda.device_count()):
-        capability = torch.cuda.get_device_capability(index)
+    for index, capability in enumerate(_capabilities()):
         if not _covers(archs, capability):
-            return (
+            return _without(
+                device,
                 f"{path} is made for sm_{', sm_'.join(archs)} and GPU {index} is sm_{capability[0]}{capability[1]}: "
-                "HF_FASTPATH_BUILD=force builds one at patch()"
+                "HF_FASTPATH_BUILD=force builds one at patch()",
             )
     return None
 
 
 def _load(device: str, source: str, path: Path) -> bool:
-    """Load the library at ``path``; on failure the status says why."""
+    """Load the library at ``path`` if it is whole; the status says why if it cannot be loaded."""
     try:
-        torch.ops.load_library(str(path))
-    except OSError as error:
-        _status[device] = Status(device, "reference", f"{path} does not load: {error}")
-        return False
-    _status[device] = Status(device, source, str(path))
-    return True
+        reason = build_cache.why_damaged(path)
+        if reason is None:
+            torch.ops.load_library(str(path))
+    except (OSError, RuntimeError) as error:
+        reason = f"{path} does not load: {error.__cause__ or error}"
+    _status[device] = Status(device, source, str(path)) if reason is None else _without(device, reason)
+    return reason is None
 
 
 def _packaged(device: str) -> Path | None:
@@ -145,53 +183,103 @@ def _packaged(device: str) -> Path | None:
 def load_existing() -> None:
     """Load what came with the package. Called by ``import hf_fastpath``; never builds, never touches the GPU."""
     for device in build.TARGETS:
-        reason = _unusable(device)
-        if reason is None and os.environ.get("HF_FASTPATH_BUILD") == "force":
-            reason = "HF_FASTPATH_BUILD=force: patch() builds one"
-        path = _packaged(device) if reason is None else None
+        found = _unusable(device)
+        if found is None and os.environ.get("HF_FASTPATH_BUILD") == "force":
+            found = _without(device, "HF_FASTPATH_BUILD=force: patch() builds one")
+        path = _packaged(device) if found is None else None
         if path is not None:
             _load(device, "prebuilt", path)
         elif not _status[device].native:
-            reason = reason or "no up-to-date prebuilt library: patch() looks in the build cache, then builds"
-            _status[device] = Status(device, "reference", reason)
+            detail = "no up-to-date prebuilt library: patch() looks in the build cache, then builds"
+            _status[device] = found or _without(device, detail)
 
 
-def ensure(device: str, progress: Callable[[str], None] = print) -> Status:
+def ensure(device: str, progress: Callable[[str], None] | None = print) -> Status:
     """Make the native library of ``device`` available if that is possible; called by ``patch()``.
 
     Args:
         device: ``"cpu"`` or ``"cuda"``; others stay on the reference.
-        progress: receives a line when something is compiled.
+        progress: receives a line when something is compiled; None: nothing is printed.
 
     Returns:
         What serves the device now.
+
+    Raises:
+        ValueError: ``HF_FASTPATH_BUILD``, ``HF_FASTPATH_TARGETS`` or ``HF_FASTPATH_CUDA_ARCHS`` is off.
     """
     if device not in _status:
-        return Status(device, "reference", f"no kernels for {device}")
-    mode = build_mode()
+        return _unknown(device)
+    mode, targets, wanted = build_mode(), toolchain.wanted_targets(), toolchain.wanted_cuda_archs()
     native = _status[device].native
     reason = (None if native else _unusable(device)) or _wrong_gpu(device)
     if reason is None and native:
         return _status[device]
     if reason is not None:
-        _status[device] = Status(device, "reference", reason)
-        return _status[device]
+        _status[device] = reason
+        return reason
     packaged = _packaged(device)
     if mode != "force" and packaged is not None and _load(device, "prebuilt", packaged):
         return _status[device]
-    archs = _cuda_archs() if device == "cuda" else ()
-    try:
-        directory = build.cache_dir(device, archs)
-        path = directory / build.library_name(device)
-        if mode == "never":
-            if build.description(path) is None or not _load(device, "cache", path):
-                _status[device] = Status(device, "reference", "no library found and HF_FASTPATH_BUILD=never")
+    archs: tuple[str, ...] = ()
+    if device == "cuda":
+        archs = wanted or toolchain.cuda_archs_of(_capabilities())
+        if not archs:
+            least = ".".join(map(str, toolchain.MIN_CUDA_CAPABILITY))
+            _status[device] = _without(device, f"no GPU of compute capability {least} or newer at hand to build for")
             return _status[device]
-        with build.locked(directory):  # another process may be building it: wait, then take that one
-            source = "built" if mode == "force" or build.description(path) is None else "cache"
-            if source == "built":
-                build.build(device, directory, archs, progress)
-        _load(device, source, path)
+    try:
+        _find_or_build(device, build.cache_dir(device, archs), archs, mode, targets, progress)
     except (build.BuildError, OSError) as error:
-        _status[device] = Status(device, "reference", str(error))
+        _status[device] = _without(device, str(error))
     return _status[device]
+
+
+def _find_or_build(
+    device: str,
+    directory: Path,
+    archs: Iterable[str],
+    mode: str,
+    targets: tuple[str, ...] | None,
+    progress: Callable[[str], None] | None,
+) -> None:
+    """Load the library of ``directory`` in the build cache; if there is none that loads, build it if that is allowed.
+
+    Raises:
+        BuildError: it has to be built, and that fails.
+    """
+    path = directory / build.library_name(device)
+    if mode != "force" and _load_cached(device, path):
+        return
+    allowed = "HF_FASTPATH_BUILD=never" if mode == "never" else None
+    if allowed is None and targets is not None and device not in targets:
+        allowed = f"HF_FASTPATH_TARGETS={' '.join(targets) or 'none'}"
+    if allowed is not None:
+        _status[device] = _without(device, f"no library found and {allowed}")
+        return
+    if directory in _failed:
+        raise build.BuildError(_failed[directory])
+    with build.locked(directory, progress):
+        # another process may have built it while this one waited
+        if mode != "force" and _load_cached(device, path):
+            return
+        try:
+            build.build(device, directory, archs, progress)
+        except build.BuildError as error:
+            _failed[directory] = str(error)
+            raise
+    _load(device, "built", path)
+
+
+def _load_cached(device: str, path: Path) -> bool:
+    """Load a library of the build cache if it is there, whole, and nobody else's.
+
+    Raises:
+        BuildError: another user may have written it.
+    """
+    if build.description(path) is None:
+        return False
+    for each in (path, build_cache.note_file(path)):
+        if reason := build_cache.why_unsafe(each):
+            raise build.BuildError(reason)
+    build_cache.used(build_cache.note_file(path))
+    return _load(device, "cache", path)

@@ -15,7 +15,7 @@ from . import compat, huge_pages, loader, selftest, structural
 from .architecture import Architecture, architectures
 from .bindings import bind, bind_copying, bind_forward, bind_value, claim, undo_bindings
 from .cache import FastpathCache
-from .coverage import check_anything, check_coverage, check_whole
+from .coverage import check_anything, check_coverage, check_kernels, check_whole
 from .decode import parts, structure
 from .decode.structure import MAX_BATCH
 from .errors import UnsupportedModelError
@@ -69,8 +69,8 @@ def patch(
         The same model.
 
     Raises:
-        UnsupportedModelError: nothing in the model could be patched, or its architecture file names a class that
-            the installed transformers lacks.
+        UnsupportedModelError: nothing in the model could be patched, there are no compiled kernels for its device, or
+            its architecture file names a class that the installed transformers lacks.
         ValueError: an argument is off, or the model is patched already with other options.
         TypeError: ``model`` is not a module.
         RuntimeError: another thread runs the model, and has not left its ``generate()`` or forward for a minute.
@@ -93,11 +93,12 @@ def patch_with(
         put_weights: puts quantized weights in place, instead of what the options ask for.
     """
     given, model = model, patched_model(model)
-    progress = (lambda line: None) if quiet else print
     while not _is_patched(model, options):
         check_whole(given)
-        for device in sorted({parameter.device.type for parameter in model.parameters()}):
-            loader.ensure(device, progress)
+        devices = _devices(model)
+        for device in sorted(devices):
+            loader.ensure(device, None if quiet else print)
+        check_kernels(devices, options.strict)
         state = PatchState(options)
         with _alone(model, state, "patch") as is_ours:
             if is_ours:
@@ -171,11 +172,9 @@ def _alone(model: nn.Module, state: PatchState, function: str) -> Iterator[bool]
 def _patch(model: nn.Module, state: PatchState, quiet: bool, put_weights: Callable[[PatchState], None] | None) -> None:
     """Bind all that is to be fast, and put quantized weights in place."""
     options = state.options
-    # offloaded parameters are "meta" until a hook brings them: each call looks where they are
-    devices = {parameter.device.type for parameter in model.parameters()} - {"meta"}
     if options.weights is None and put_weights is None and "loop" in options.ops:
         repack_checkpoint(model, state.replaced, state.removed_hooks, quiet)
-    _bind_all(model, state, all(map(loader.is_native, devices)))
+    _bind_all(model, state, next(filter(None, map(loader.why_not_native, _devices(model))), None))
     check_coverage(model, state)
     by_structure = next((architecture for architecture in state.known if architecture.like), None)
     due = state.loop_reason is None and selftest.is_due() or by_structure and state.patched
@@ -200,6 +199,12 @@ def _patch(model: nn.Module, state: PatchState, quiet: bool, put_weights: Callab
         print(report(model))
 
 
+def _devices(model: nn.Module) -> set[str]:
+    """Types of the devices that weights lie on; offloaded ones are "meta" until a hook brings them: each call looks
+    where they are."""
+    return {parameter.device.type for parameter in model.parameters()} - {"meta"}
+
+
 def examine(model: nn.Module) -> Report:
     """What ``patch(model)`` would make fast where kernels serve the model's device, and what not and why.
 
@@ -211,20 +216,20 @@ def examine(model: nn.Module) -> Report:
     state = PatchState(Options.parse())
     try:
         bind_value(state, model, STATE_KEY, state)
-        _bind_all(model, state, native=True)
+        _bind_all(model, state)
         check_anything(model, state)
         return Report.of(state, _loop_reason_now(model, state))
     finally:
         _unbind(state)
 
 
-def _bind_all(model: nn.Module, state: PatchState, native: bool) -> None:
-    """Bind all that is to be fast, noted so that :func:`_unbind` can undo it; ``native``: there are kernels."""
-    _bind_modules(model, state, native)
+def _bind_all(model: nn.Module, state: PatchState, no_kernels: str | None = None) -> None:
+    """Bind all that is to be fast, noted so that :func:`_unbind` can undo it; ``no_kernels``: why nothing is."""
+    _bind_modules(model, state, no_kernels)
     _bind_generate(model, state)
 
 
-def _bind_modules(model: nn.Module, state: PatchState, native: bool) -> None:
+def _bind_modules(model: nn.Module, state: PatchState, no_kernels: str | None) -> None:
     """Bind our forwards through ``model.apply``, or note why a module keeps its own."""
     names = {id(module): name for name, module in model.named_modules()}
     state.known = structural.known_for(model, architectures())
@@ -243,8 +248,8 @@ def _bind_modules(model: nn.Module, state: PatchState, native: bool) -> None:
         reason = None
         if kind not in state.options.ops:
             reason = Cause("module_disabled", f"ops={sorted(state.options.ops)}")
-        elif not native:
-            reason = Cause("no_native_library", module=module)
+        elif no_kernels is not None:
+            reason = Cause(no_kernels, module=module)
         reason = reason or _lasting_reason(part)
         if reason is not None:
             state.declined.append((names[id(module)], kind, named(reason, model)))
@@ -336,7 +341,7 @@ def _loop_reason(model: nn.Module, state: PatchState) -> str | None:
         return Cause("module_disabled", f"ops={sorted(state.options.ops)}")
     declined = [reason for *_, reason in state.declined if reason != "module_disabled"]
     if declined:
-        missing = next((reason for reason in declined if reason == "no_native_library"), None)
+        missing = next((reason for reason in declined if reason in loader.NO_KERNELS), None)
         return missing or Cause("partial_patch", f"{declined[0]}: {declined[0].what}")
     covering = (a for a in state.known if structure.model_part(a, model) is not None)
     state.model_architecture = next(covering, None)

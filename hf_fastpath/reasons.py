@@ -31,6 +31,14 @@ REASONS: dict[str, Reason] = {
     "no_native_library": Reason(
         "no compiled kernels for this device", "`python -m hf_fastpath info` says what the build lacks"
     ),
+    "unsupported_platform": Reason(
+        "no kernels are written for this operating system or processor",
+        "use Linux on x86-64, or an NVIDIA GPU under Linux",
+    ),
+    "unsupported_device": Reason(
+        "no kernels are written for this kind of device (Apple's MPS, Intel's XPU, AMD's ROCm, ...)",
+        "move the model to an NVIDIA GPU or to a CPU of x86-64",
+    ),
     "unsupported_activation": Reason(
         "the activation is not one the kernels have", "nothing to set: it belongs to the model"
     ),

@@ -5,43 +5,30 @@ from __future__ import annotations
 import json
 import multiprocessing
 import os
+import re
 import shutil
-import stat
 import subprocess
 import sys
+import tarfile
 import time
 import zipfile
 from pathlib import Path
 
 import pytest
+from stub_compilers import stub
 
-from hf_fastpath import build
+from hf_fastpath import build, build_cache, ptxas_report, toolchain
 
 ROOT = Path(__file__).resolve().parent.parent
-CXX = """#!/bin/sh
-case "$*" in *--version*|*--dryrun*) echo "stub c++ 1.2.3"; exit 0;; esac
-echo "$*" >> "{log}"
-out=""; dep=""
-while [ $# -gt 0 ]; do
-  case "$1" in -o) out="$2"; shift;; esac
-  shift
-done
-echo "{content}" > "$out"
-: > "$out.d"
-exit {status}
-"""
 
 
-def stub(folder: Path, content: str = "object", status: int = 0, name: str = "c++") -> Path:
-    """A compiler that writes down its arguments and makes a file."""
-    folder.mkdir(parents=True, exist_ok=True)
-    path = folder / name
-    path.write_text(CXX.format(log=folder / "log", content=content, status=status))
-    path.chmod(path.stat().st_mode | stat.S_IXUSR)
-    return path
-
-
-def quiet(line: str) -> None: ...
+@pytest.fixture(autouse=True)
+def cache(monkeypatch, tmp_path) -> Path:
+    """A build cache of the test's own."""
+    for name in ("HF_FASTPATH_TARGETS", "HF_FASTPATH_CUDA_ARCHS", "MAX_JOBS"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("HF_FASTPATH_CACHE", str(tmp_path / "cache"))
+    return tmp_path / "cache"
 
 
 @pytest.fixture
@@ -49,7 +36,7 @@ def compiler(monkeypatch, tmp_path):
     """The stub as the C++ compiler, and no nvcc."""
     path = stub(tmp_path / "bin")
     monkeypatch.setenv("CXX", str(path))
-    monkeypatch.setattr(build, "find_nvcc", lambda: None)
+    monkeypatch.setattr(toolchain, "find_nvcc", lambda: None)
     return path
 
 
@@ -64,7 +51,7 @@ def test_build_leaves_library_and_description(compiler, tmp_path):
 
 
 def test_only_files_named_so_get_wider_instructions(compiler, tmp_path):
-    build.build("cpu", tmp_path / "out", progress=quiet)
+    build.build("cpu", tmp_path / "out", progress=None)
     calls = (compiler.parent / "log").read_text().splitlines()
     compiles = [call for call in calls if " -c " in call]
     assert len(compiles) == len(build.sources("cpu")) and len(calls) == len(compiles) + 1
@@ -79,7 +66,7 @@ def test_only_files_named_so_get_wider_instructions(compiler, tmp_path):
 
 
 def test_extra_flags_reach_compiler_and_linker(compiler, tmp_path):
-    build.build("cpu", tmp_path / "out", progress=quiet, flags=["-fsanitize=address"])
+    build.build("cpu", tmp_path / "out", progress=None, flags=["-fsanitize=address"])
     calls = (compiler.parent / "log").read_text().splitlines()
     assert all("-fsanitize=address" in call for call in calls)
 
@@ -87,42 +74,42 @@ def test_extra_flags_reach_compiler_and_linker(compiler, tmp_path):
 def test_failing_compiler_is_quoted(monkeypatch, tmp_path):
     monkeypatch.setenv("CXX", str(stub(tmp_path / "bin", status=1)))
     with pytest.raises(build.BuildError, match="building the CPU kernels failed"):
-        build.build("cpu", tmp_path / "out", progress=quiet)
+        build.build("cpu", tmp_path / "out", progress=None)
     assert build.description(tmp_path / "out" / build.library_name("cpu")) is None
 
 
 def test_compiler_that_cannot_tell_its_version_is_a_build_error(monkeypatch, tmp_path):
-    """CXX names something that is no compiler: the loader's fallback takes BuildError and OSError."""
+    """CXX names something that is no compiler."""
     broken = tmp_path / "broken"
     broken.write_text("#!/bin/sh\nexit 1\n")
     broken.chmod(0o755)
     monkeypatch.setenv("CXX", str(broken))
-    with pytest.raises((build.BuildError, OSError)):
+    with pytest.raises(build.BuildError, match=r"broken --version` fails \(exit status 1\): set CXX"):
         build.cache_dir("cpu")
 
 
 def test_missing_compiler_gives_a_clear_line(monkeypatch):
     monkeypatch.delenv("CXX", raising=False)
-    monkeypatch.setattr(build.shutil, "which", lambda *args, **kwargs: None)
+    monkeypatch.setattr(shutil, "which", lambda *args, **kwargs: None)
     with pytest.raises(build.BuildError, match=r"no C\+\+ compiler: install g\+\+ .* or set CXX"):
-        build.find_toolchain("cpu")
+        toolchain.find_toolchain("cpu")
 
 
 def test_missing_nvcc_gives_a_clear_line(compiler):
     with pytest.raises(build.BuildError, match="no nvcc: install the CUDA toolkit .* or set CUDA_HOME"):
-        build.find_toolchain("cuda")
+        toolchain.find_toolchain("cuda")
 
 
 def test_missing_ninja_gives_a_clear_line(compiler, monkeypatch, tmp_path):
-    monkeypatch.setattr(build.shutil, "which", lambda *args, **kwargs: None)
+    monkeypatch.setattr(shutil, "which", lambda *args, **kwargs: None)
     with pytest.raises(build.BuildError, match="ninja is not installed: pip install ninja"):
-        build.build("cpu", tmp_path, progress=quiet)
+        build.build("cpu", tmp_path, progress=None)
 
 
 def test_missing_sources_give_a_clear_line(compiler, monkeypatch, tmp_path):
     monkeypatch.setattr(build, "_PACKAGE", tmp_path / "hf_fastpath")
     with pytest.raises(build.BuildError, match="csrc.* not installed: reinstall"):
-        build.build("cpu", tmp_path, progress=quiet)
+        build.build("cpu", tmp_path, progress=None)
 
 
 def test_unknown_target_is_named(tmp_path):
@@ -133,7 +120,7 @@ def test_unknown_target_is_named(tmp_path):
 def test_interrupted_build_is_never_taken_for_a_library(compiler, monkeypatch, tmp_path):
     """Whichever file is written last may be missing, over nothing and over an older library."""
     out = tmp_path / "out"
-    real = build._replace
+    real = build_cache.replace
     for older in (False, True):
         for survivors in (0, 1):
             for path in out.glob("*") if out.exists() else ():
@@ -142,7 +129,8 @@ def test_interrupted_build_is_never_taken_for_a_library(compiler, monkeypatch, t
             library = out / build.library_name("cpu")
             if older:
                 library.write_text("older")
-                Path(f"{library}.json").write_text(json.dumps({"sources": "older"}))
+                older_info = {"target": "cpu", "sources": "older", "cuda_archs": [], "size": 5, "sha256": ""}
+                Path(f"{library}.json").write_text(json.dumps(older_info))
             written = []
 
             def interrupted(path, content, written=written, survivors=survivors):
@@ -151,18 +139,17 @@ def test_interrupted_build_is_never_taken_for_a_library(compiler, monkeypatch, t
                 written.append(path)
                 real(path, content)
 
-            monkeypatch.setattr(build, "_replace", interrupted)
+            monkeypatch.setattr(build_cache, "replace", interrupted)
             with pytest.raises(KeyboardInterrupt):
-                build.build("cpu", out, progress=quiet)
+                build.build("cpu", out, progress=None)
             info = build.description(library)
             if info is not None and info["sources"] == build.sources_hash("cpu"):
                 assert library.read_text() == "object\n", "an older library is described as made from these sources"
 
 
 def test_cache_key_follows_what_the_library_is_made_from(compiler, monkeypatch, tmp_path):
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     first = build.cache_dir("cpu")
-    assert first == build.cache_dir("cpu") and first.parent == tmp_path / "hf_fastpath"
+    assert first == build.cache_dir("cpu") and first.parent == tmp_path / "cache"
     compiler.write_text(compiler.read_text().replace("1.2.3", "4.5.6"))
     other_compiler = build.cache_dir("cpu")
     monkeypatch.setattr(build, "sources_hash", lambda target: "0" * 16)
@@ -221,8 +208,10 @@ def test_lock_excludes_other_processes(tmp_path):
 def test_gencode_adds_ptx_of_the_newest_generic_architecture():
     flags = build._gencode(["80", "90a", "120"])
     assert "-gencode=arch=compute_90a,code=sm_90a" in flags
-    assert flags[-1] == "-gencode=arch=compute_120,code=compute_120" and len(flags) == 4
-    assert len(build._gencode(["80", "90a"])) == 2, "there is no PTX for an architecture-specific target"
+    assert flags[3] == "-gencode=arch=compute_120,code=compute_120"
+    assert not any("code=compute" in flag for flag in build._gencode(["80", "90a"])), (
+        "there is no PTX for an architecture-specific target"
+    )
 
 
 PTXAS = """ptxas info    : 0 bytes gmem
@@ -239,8 +228,8 @@ ptxas info    : Used 255 registers, used 0 barriers, 400 bytes cmem[0]
 
 def test_ptxas_report_is_parsed(tmp_path):
     (tmp_path / "gemv_gemv.cu.o.ptxas").write_text(PTXAS)
-    first, second = build.parse_ptxas(tmp_path / "gemv_gemv.cu.o.ptxas")
-    assert tuple(first) == build.PTXAS_COLUMNS
+    first, second = ptxas_report.parse_ptxas(tmp_path / "gemv_gemv.cu.o.ptxas")
+    assert tuple(first) == ptxas_report.PTXAS_COLUMNS
     assert tuple(first.values()) == ("gemv_gemv", "_Z5firstPf", "80", "40", "0", "0", "1024")
     assert tuple(second.values()) == ("gemv_gemv", "_Z6secondPf", "90a", "255", "12", "8", "0")
 
@@ -249,12 +238,17 @@ def test_ptxas_report_names_new_spills_once(tmp_path):
     """A spill is new when the table that was there does not have it; the written table does."""
     (tmp_path / "gemv_gemv.cu.o.ptxas").write_text(PTXAS)
     table = tmp_path / "report.csv"
-    lines = build.write_ptxas_report(tmp_path, table)
+    lines = ptxas_report.write_ptxas_report(tmp_path, table)
     assert len(lines) == 1 and "second" in lines[0] and "sm_90a" in lines[0] and "12 bytes" in lines[0]
-    assert table.read_text().splitlines()[0] == ",".join(build.PTXAS_COLUMNS)
-    assert build.write_ptxas_report(tmp_path, table) == []
+    assert table.read_text().splitlines()[0] == ",".join(ptxas_report.PTXAS_COLUMNS)
+    assert ptxas_report.write_ptxas_report(tmp_path, table) == []
     (tmp_path / "gemv_gemv.cu.o.ptxas").write_text(PTXAS.replace("12 bytes spill", "40 bytes spill"))
-    assert len(build.write_ptxas_report(tmp_path, table)) == 1
+    assert len(ptxas_report.write_ptxas_report(tmp_path, table)) == 1
+
+
+def test_libraries_for_several_architectures_are_compressed():
+    assert "--compress-mode=size" in build._gencode(["80", "90a"])
+    assert "--compress-mode=size" not in build._gencode(["90a"])
 
 
 def test_command_line_reports_errors(compiler, capsys, tmp_path):
@@ -279,14 +273,16 @@ def tree(tmp_path):
 
 @pytest.fixture
 def compilers(tmp_path):
-    """Environment with stubs for g++ and nvcc."""
+    """Environment with stubs for g++ and nvcc that asks for both libraries."""
     stub(tmp_path / "cuda" / "bin", name="nvcc")
-    return {"CXX": str(stub(tmp_path / "bin")), "CUDA_HOME": str(tmp_path / "cuda")}
+    wanted = {"HF_FASTPATH_TARGETS": "cpu cuda", "HF_FASTPATH_CUDA_ARCHS": "all"}
+    return {"CXX": str(stub(tmp_path / "bin")), "CUDA_HOME": str(tmp_path / "cuda")} | wanted
 
 
 def run_setup(tree: Path, **environment: str) -> subprocess.CompletedProcess:
     """``setup.py bdist_wheel`` in ``tree``, as pip runs it."""
-    inherited = {name: os.environ[name] for name in ("HOME", "LD_LIBRARY_PATH", "PATH") if name in os.environ}
+    names = ("HF_FASTPATH_CACHE", "HOME", "LD_LIBRARY_PATH", "PATH")
+    inherited = {name: os.environ[name] for name in names if name in os.environ}
     command = [sys.executable, "setup.py", "-q", "bdist_wheel", "-d", "dist"]
     return subprocess.run(command, cwd=tree, env=inherited | environment, capture_output=True, text=True)
 
@@ -305,6 +301,7 @@ def wheel(tree: Path, **environment: str) -> tuple[str, dict[str, bytes], str]:
 def packaged(tree: Path) -> set[str]:
     """What a wheel of ``tree`` holds whatever compilers there are."""
     found = {path.relative_to(tree).as_posix() for path in (tree / "hf_fastpath").rglob("*.py")}
+    found.add("hf_fastpath/py.typed")
     for pattern in ("patches/*.py", "csrc/*/*.*"):
         found |= {f"hf_fastpath/{path.relative_to(tree).as_posix()}" for path in tree.glob(pattern)}
     return found
@@ -313,7 +310,7 @@ def packaged(tree: Path) -> set[str]:
 def test_wheel_without_compilers_is_for_any_platform(tree):
     tags, files, printed = wheel(tree, PATH=str(tree))
     assert tags == "py3-none-any" and set(files) == packaged(tree)
-    assert printed.count("no C++ compiler: install g++") == 2, "one line a target"
+    assert printed.count("no C++ compiler: install g++") == printed.count("no cuda kernels in this install: torch") == 1
 
 
 def test_wheel_holds_the_libraries_and_nothing_that_is_gone(tree, compilers):
@@ -334,13 +331,70 @@ def test_wheel_holds_the_architectures_that_were_asked_for(tree, compilers, monk
     """A library that lies in the tree is taken as it is, unless it lacks one of them."""
     for name, value in compilers.items():
         monkeypatch.setenv(name, value)
-    build.build("cuda", tree / "hf_fastpath" / "lib", ["80", "90a"], quiet)
-    for wanted, held in ((None, ["80", "90a"]), ("90a", ["80", "90a"]), ("100", ["100"])):
-        environment = compilers if wanted is None else compilers | {"HF_FASTPATH_CUDA_ARCHS": wanted}
+    build.build("cuda", tree / "hf_fastpath" / "lib", ["80", "90a"], None)
+    every = list(build.WHEEL_CUDA_ARCHS)
+    for wanted, held in (("80", ["80", "90a"]), ("90a", ["80", "90a"]), ("100", ["100"]), ("all", every)):
+        environment = compilers | {"HF_FASTPATH_CUDA_ARCHS": wanted}
         _, files, _ = wheel(tree, **environment)
         assert json.loads(files[f"hf_fastpath/lib/{build.library_name('cuda')}.json"])["cuda_archs"] == held
 
 
 def test_architectures_that_are_no_architectures_are_named(tree):
     result = run_setup(tree, HF_FASTPATH_CUDA_ARCHS="sm_80;sm_90a")
-    assert result.returncode != 0 and "HF_FASTPATH_CUDA_ARCHS is 'sm_80;sm_90a', expected" in result.stderr
+    assert result.returncode != 0 and "HF_FASTPATH_CUDA_ARCHS is 'sm_80;sm_90a', expected 'all' or" in result.stderr
+
+
+def test_source_archive_holds_what_a_clone_holds(tree, tmp_path):
+    """Tests, documentation, examples and benchmarks: what `make test` needs."""
+    for folder in (".ci", "benchmarks", "docs", "examples", "tests"):
+        shutil.copytree(ROOT / folder, tree / folder, ignore=shutil.ignore_patterns("__pycache__"))
+    for file in ("MANIFEST.in", "Makefile", "CHANGELOG.md", "CONTRIBUTING.md"):
+        shutil.copy(ROOT / file, tree)
+    result = subprocess.run(
+        [sys.executable, "setup.py", "-q", "sdist"], cwd=tree, env=os.environ, capture_output=True, text=True
+    )
+    assert result.returncode == 0, result.stderr
+    (path,) = (tree / "dist").iterdir()
+    with tarfile.open(path) as archive:
+        names = {name.partition("/")[2] for name in archive.getnames() if archive.getmember(name).isfile()}
+    held = {path.relative_to(tree).as_posix() for path in tree.rglob("*") if path.is_file()}
+    left_out = {name for name in held if name.startswith(("dist/", "build/")) or ".egg-info" in name}
+    assert held - left_out <= names
+    assert not [name for name in names if name.endswith((".so", ".pyc"))]
+
+
+def test_links_of_the_long_description_are_absolute(tree):
+    """It is shown where no file of the project is beside it."""
+    result = subprocess.run(
+        [sys.executable, "setup.py", "--long-description"], cwd=tree, capture_output=True, text=True
+    )
+    assert result.returncode == 0, result.stderr
+    text = re.sub(r"```.*?```", "", result.stdout, flags=re.S)
+    targets = re.findall(r"\]\(([^)\s]+)", text) + re.findall(r"""(?:src|href)=["']([^"']+)["']""", text)
+    assert targets and not [target for target in targets if not re.match(r"[a-z]+:|#", target)]
+    assert "https://github.com/hf-fastpath/hf_fastpath/blob/main/docs/performance.md" in targets
+
+
+def test_targets_that_were_asked_for_and_cannot_be_built_stop_the_installation(tree):
+    result = run_setup(tree, HF_FASTPATH_TARGETS="cpu", PATH=str(tree))
+    assert result.returncode != 0 and "no cpu kernels in this install: no C++ compiler" in result.stderr
+    result = run_setup(tree, HF_FASTPATH_TARGETS="gpu")
+    assert result.returncode != 0 and "HF_FASTPATH_TARGETS is 'gpu', expected" in result.stderr
+    tags, _, printed = wheel(tree, HF_FASTPATH_TARGETS="none")
+    assert tags == "py3-none-any" and not printed
+
+
+# ---- torch's headers ---------------------------------------------------------------------------------------
+
+
+def test_compile_check_knows_the_oldest_torch_and_sees_what_a_header_lacks(monkeypatch, tmp_path):
+    import compile_check
+
+    assert re.fullmatch(r"2\.\d+\.0", compile_check.floor())
+    (tmp_path / "include").mkdir()
+    monkeypatch.setattr(compile_check, "headers", lambda version: tmp_path)
+    monkeypatch.setattr(toolchain, "find_nvcc", lambda: None)
+    csrc = build.source_dir() / "gemv"
+    monkeypatch.setattr(build, "sources", lambda target: [csrc / "gemv_cpu.cpp"])
+    (text,) = compile_check.errors("0.0")
+    assert "torch/csrc/stable" in build.first_error(text)

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from .. import pass_through
+from .. import loader, pass_through
 from ..architecture import Architecture
 from ..compat import Conv1D, hook_of, is_known_code, is_ours, is_sharded, is_wrapped_by, name_of, placement
 from ..ops import packed_gemv
@@ -78,7 +78,8 @@ def projection_reason(module: nn.Module, architecture: Architecture) -> str | No
     cls = type(module)
     if cls is PackedLinear:
         if module.quants.device.type not in packed_gemv.native:
-            return Cause("no_native_library", f"quantized weights on {module.quants.device.type}", module)
+            where = module.quants.device.type
+            return Cause(loader.why_not_native(where) or "no_native_library", f"quantized weights on {where}", module)
         return own_code_reason(module, cls.__module__)
     if cls not in (nn.Linear, Conv1D) and (cls.__module__, cls.__name__) != (architecture.module, architecture.linear):
         return Cause(noted(module) or "unsupported_projection", module=module)

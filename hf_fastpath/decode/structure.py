@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from .. import architecture as arch
+from .. import loader
 from ..architecture import Architecture
 from ..compat import has_static_rope, layer_windows
 from ..ops.gemv import MAX_ROWS
@@ -294,7 +295,8 @@ class ModelPart(Part):
                     first.setdefault(kind(parameter), parameter)
             if len(first) > 1:
                 return Cause(code, ", ".join(f"{self._name_of(each)} is {found}" for found, each in first.items()))
-        return None
+        # a model on the meta device is asked about, and runs nowhere
+        return next((loader.why_not_native(each.type) for each in first if each.type != "meta"), None)
 
     def _name_of(self, parameter: torch.Tensor) -> str:
         return next((name for name, each in self.module.named_parameters() if each is parameter), "a weight")

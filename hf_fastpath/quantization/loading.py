@@ -87,7 +87,7 @@ def load_packed(
         _check_model(made, files)
         files.check()
         loading = _Loading(made, files, _device_of(made, device))
-        loader.ensure(loading.device.type, (lambda line: None) if quiet else print)
+        loader.ensure(loading.device.type, None if quiet else print)
         loading.read()
         try:
             patch_with(made, options, quiet, loading.put)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import platform
 import types
 import warnings
 from collections.abc import Callable, Iterable
@@ -99,8 +100,19 @@ def of_a_checkpoint(**attributes) -> set[str]:
 
 
 def no_native_library(monkeypatch):
-    monkeypatch.setattr(loader, "is_native", lambda device: False)
+    """The user asks for references."""
+    monkeypatch.setenv("HF_FASTPATH_NATIVE", "0")
+    monkeypatch.setattr(loader, "_status", {"cpu": loader.Status("cpu", "reference", "")})
     return declined(build("llama"))
+
+
+def unsupported_platform(monkeypatch):
+    """A patched model that came here from elsewhere."""
+    model = patched()
+    monkeypatch.setattr(platform, "machine", lambda: "aarch64")
+    monkeypatch.setattr(loader, "_status", {"cpu": loader.Status("cpu", "reference", "")})
+    loader.ensure("cpu")
+    return {hf_fastpath.report(model).loop}
 
 
 def unsupported_activation(monkeypatch):
@@ -222,6 +234,10 @@ PROVOKED: dict[str, Callable[..., Iterable[str | None]]] = {
     "class_not_supported": lambda: declined(copy.deepcopy(build("llama").model)),
     "module_disabled": lambda: declined(build("llama"), ops="norm"),
     "no_native_library": no_native_library,
+    "unsupported_platform": unsupported_platform,
+    "unsupported_device": lambda: {
+        hf_fastpath.report(hf_fastpath.patch(build("llama"), weights="int8", quiet=True).to("meta")).loop
+    },
     "unsupported_activation": unsupported_activation,
     "unsupported_head_dim": lambda: declined(build("llama", head_dim=514)),
     "quantized_format": lambda: of_a_checkpoint(bits=3),

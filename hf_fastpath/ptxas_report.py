@@ -1,0 +1,64 @@
+"""The table of what each CUDA kernel takes (registers, spills, shared memory), out of the compiler's own reports."""
+
+from __future__ import annotations
+
+import csv
+import re
+import shutil
+import subprocess
+from pathlib import Path
+
+PTXAS_COLUMNS = ("source", "kernel", "arch", "registers", "spill_store_bytes", "spill_load_bytes", "smem_bytes")
+
+
+def parse_ptxas(report: Path) -> list[dict[str, str]]:
+    """Rows of ``PTXAS_COLUMNS`` out of one ``-Xptxas -v`` report."""
+    rows = []
+    kernel = arch = ""
+    spills = ("0", "0")
+    for line in report.read_text().splitlines():
+        if match := re.search(r"Compiling entry function '(\w+)' for 'sm_(\w+)'", line):
+            kernel, arch = match.groups()
+        elif match := re.search(r"(\d+) bytes spill stores, (\d+) bytes spill loads", line):
+            spills = match.groups()
+        elif (match := re.search(r"Used (\d+) registers", line)) and kernel:
+            smem = re.search(r"(\d+) bytes smem", line)
+            values = (
+                report.name.split(".cu")[0],
+                kernel,
+                arch,
+                match.group(1),
+                *spills,
+                smem.group(1) if smem else "0",
+            )
+            rows.append(dict(zip(PTXAS_COLUMNS, values)))
+    return rows
+
+
+def write_ptxas_report(directory: Path, path: Path) -> list[str]:
+    """Write the resource table of a CUDA build and compare its spills with the table that was there.
+
+    Returns:
+        One line for every kernel that spills more than before; empty when all is well.
+    """
+    rows = [row for report in sorted(directory.glob("*.ptxas")) for row in parse_ptxas(report)]
+    rows.sort(key=lambda row: (row["source"], row["kernel"], row["arch"]))
+    names = [row["kernel"] for row in rows]
+    if shutil.which("c++filt"):
+        names = subprocess.run(["c++filt"], input="\n".join(names), capture_output=True, text=True).stdout.splitlines()
+    for row, name in zip(rows, names):
+        name = re.sub(r"\([\w:]+\)(?=\d)", "", name.replace("(anonymous namespace)::", ""))  # enum template arguments
+        row["kernel"] = re.sub(r"\(.*", "", name).replace("void ", "")
+    before = {}
+    if path.is_file():
+        with path.open(newline="") as handle:
+            before = {(row["kernel"], row["arch"]): int(row["spill_store_bytes"]) for row in csv.DictReader(handle)}
+    with path.open("w", newline="") as handle:
+        writer = csv.DictWriter(handle, PTXAS_COLUMNS, lineterminator="\n")
+        writer.writeheader()
+        writer.writerows(rows)
+    return [
+        f"{row['kernel']} (sm_{row['arch']}) spills {row['spill_store_bytes']} bytes"
+        for row in rows
+        if int(row["spill_store_bytes"]) > before.get((row["kernel"], row["arch"]), 0)
+    ]
