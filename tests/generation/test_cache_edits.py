@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 import io
 import pickle
 from collections.abc import Callable
@@ -11,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from faults import Fault, places
 from models import WINDOW, build, counting, pair, prompt
 from parity import assert_same_tokens
 from test_cache import dynamic, states
@@ -21,6 +23,7 @@ from hf_fastpath.compat import CACHE
 from hf_fastpath.ops.kv_cache import dequantized, quantized, requantized
 
 SIZE = 16
+FILES = ("cache.py", "cache_edits.py", "cache_layer.py", "paged_layer.py", "pages.py", "forwards.py", "decode/steps.py")
 #: what a FastpathCache is made of: layers, options, tokens that it holds before it is edited
 HOLDERS: dict[str, tuple[tuple[str, ...], dict[str, Any], int]] = {
     "full": (("full",), {}, 20),
@@ -428,7 +431,7 @@ def test_reading_leaves_shared_pages_shared(device):
     cache.update(*states(device, 1, 60, torch.Generator().manual_seed(0)), 0)
     cache.batch_repeat_interleave(3)
     counts, layer = cache.page_counts, cache.layers[0]
-    layer.keys, layer.values
+    assert layer.keys.shape == layer.values.shape
     cache.take()
     assert (counts.used, counts.unshared) == (4, 12)
     other = copy.deepcopy(cache)
@@ -532,3 +535,163 @@ def test_generate_over_an_edited_cache(name, edit, device):
         if model is ours:
             assert not counts.reasons, counts.reasons
     assert_same_tokens(*found, stock)
+
+
+# ---- forwards that fail -----------------------------------------------------------------------------------------
+
+
+def contents(cache: FastpathCache) -> list[tuple]:
+    """What a cache holds, without a look at its keys through the layer."""
+    return [(layer.get_seq_length(), *map(torch.clone, copy.deepcopy(layer).copies())) for layer in cache.layers]
+
+
+def assert_unchanged(cache: FastpathCache, before: list[tuple]) -> None:
+    now = contents(cache)
+    assert [length for length, *_ in now] == [length for length, *_ in before]
+    for mine, was in zip(now, before, strict=True):
+        assert all(torch.equal(a, b) for a, b in zip(mine[1:], was[1:]))
+
+
+BATCHES = [(1, 2), (2, 1), (2, 3), (17, 2), (2, 17)]
+LOADED = {**MODELS, "int8": ("llama", {"kv_dtype": "int8"})}
+
+
+@pytest.mark.parametrize("name", LOADED)
+@pytest.mark.parametrize("length", (7, 2 * WINDOW + 3))
+def test_another_batch_is_refused(name, length, device):
+    """Before anything is written, in every kind of call; then the right batch goes on as if nothing had been."""
+    family, options = LOADED[name]
+    ours = hf_fastpath.patch(copy.deepcopy(pair(family, device)[0]), quiet=True, **options)
+    for held, given in BATCHES:
+        out = ours.generate(
+            prompt(device, held, length), max_new_tokens=3, do_sample=False, return_dict_in_generate=True
+        )
+        cache, text = out[CACHE], out.sequences
+        before, control = contents(cache), copy.deepcopy(cache)
+        for count in (1, 2, 30):
+            with torch.no_grad(), pytest.raises(RuntimeError, match=f"batch {given}.*batch {held}"):
+                ours(prompt(device, given, count), **{CACHE: cache})
+            assert_unchanged(cache, before)
+        for extra in ({}, {"do_sample": True}, {"prefill_chunk_size": 2}):
+            with pytest.raises(RuntimeError, match=f"batch {given}.*batch {held}"):
+                ours.generate(prompt(device, given, length + 9), **{CACHE: cache}, max_new_tokens=3, **extra)
+            assert_unchanged(cache, before)
+        expected = ours.generate(text, **{CACHE: control}, max_new_tokens=6, do_sample=False)
+        assert torch.equal(ours.generate(text, **{CACHE: cache}, max_new_tokens=6, do_sample=False), expected)
+
+
+def test_another_model_is_refused(device):
+    """Other heads, another head size, another device."""
+    stock, ours = pair("llama", device)
+    cache = ours.generate(prompt(device), max_new_tokens=3, do_sample=False, return_dict_in_generate=True)[CACHE]
+    before = contents(cache)
+    others = dict(num_key_value_heads=2), dict(head_dim=40), dict(num_key_value_heads=4, head_dim=32)
+    for sizes in others:
+        other = hf_fastpath.patch(build("llama", **sizes).to(device), quiet=True)
+        for count in (1, 2, 30):
+            with torch.no_grad(), pytest.raises(RuntimeError, match="num_kv_heads .* expected those of what it holds"):
+                other(prompt(device, 1, count), **{CACHE: cache})
+        with pytest.raises(RuntimeError, match="num_kv_heads .* expected those of what it holds"):
+            other.generate(prompt(device, 1, 40), **{CACHE: cache}, max_new_tokens=2)
+        with torch.no_grad(), pytest.raises(RuntimeError, match="num_kv_heads .* expected those of what it holds"):
+            build("llama", **sizes).to(device)(prompt(device, 1, 2), **{CACHE: cache})  # by stock code
+        assert_unchanged(cache, before)
+    on_meta = {"dtype": torch.float32, "device": torch.device("meta")}
+    with pytest.raises(RuntimeError, match="on meta, expected"):
+        cache.layers[0].admit((1, 1, 80), (1, 1, 80), **on_meta)
+
+
+class Stop(BaseException):
+    """What no code catches."""
+
+
+PLACES: dict[str, Callable[[Any], Any]] = {
+    "the second layer": lambda decoder: layers_of(decoder)[1],
+    "behind the first layer": lambda decoder: layers_of(decoder)[0],
+    "the last MLP": lambda decoder: layers_of(decoder)[-1].mlp,
+    "behind all layers": lambda decoder: decoder.norm if hasattr(decoder, "norm") else decoder.ln_f,
+}
+
+
+def layers_of(decoder) -> Any:
+    return decoder.layers if hasattr(decoder, "layers") else decoder.h
+
+
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("name", LOADED)
+def test_a_forward_that_fails_leaves_the_cache_as_it_was(name, place, device):
+    """An exception out of a user's hook: of a token, of a few, of more than a window keeps, with a past and without;
+    after an edit that was not used yet."""
+    family, options = LOADED[name]
+    ours = hf_fastpath.patch(copy.deepcopy(pair(family, device)[0]), quiet=True, **options)
+    decoder = ours.get_decoder()
+    module, failing = PLACES[place](decoder), []
+
+    def hook(*_: Any) -> None:
+        if failing:
+            raise Stop
+
+    (module.register_forward_hook if place.startswith("behind") else module.register_forward_pre_hook)(hook)
+    for past in (0, 5, 2 * WINDOW + 3):
+        for edited in (False, True) if past else (False,):
+            for count in (1, 3, 30):
+                cache = FastpathCache(ours.config, options.get("kv_dtype") and torch.int8, options.get("page_size"))
+                with torch.no_grad():
+                    if past:
+                        ours(prompt(device, 2, past), **{CACHE: cache})
+                    if edited:
+                        for layer in cache.layers:
+                            layer.keys.mul_(0.5)
+                            layer.values = layer.values * 2
+                    control, new = copy.deepcopy(cache), prompt(device, 2, count, seed=1)
+                    failing.append(True)
+                    with pytest.raises(Stop):
+                        ours(new, **{CACHE: cache})
+                    failing.clear()
+                    assert cache.get_seq_length() == past
+                    assert [layer.get_seq_length() for layer in cache.layers] == [past] * 2
+                    for _ in range(2):
+                        found, expected = (ours(new, **{CACHE: each}).logits for each in (cache, control))
+                        assert torch.equal(found, expected), (past, edited, count)
+
+
+@pytest.mark.parametrize("name", LOADED)
+def test_a_forward_that_is_interrupted_leaves_the_cache_as_it_was(name):
+    """At any of its lines in our files; behind the last layer it is complete."""
+    device = torch.device("cpu")
+    family, options = LOADED[name]
+    ours = hf_fastpath.patch(copy.deepcopy(pair(family, device)[0]), quiet=True, **options)
+    for past, count in ((5, 1), (2 * WINDOW, 3), (0, 4)):
+        filled = FastpathCache(ours.config, options.get("kv_dtype") and torch.int8, options.get("page_size"))
+        new = prompt(device, 1, count, seed=1)
+        with torch.no_grad():
+            if past:
+                ours(prompt(device, 1, past), **{CACHE: filled})
+            cache = copy.deepcopy(filled)
+            with Fault(FILES) as whole:
+                expected = ours(new, **{CACHE: cache}).logits
+            for at in places(whole.lines, 30):
+                cache = copy.deepcopy(filled)
+                gc.collect()  # an interrupt inside of a __del__ is swallowed by Python
+                with Fault(FILES, at) as fault, pytest.raises(KeyboardInterrupt):
+                    ours(new, **{CACHE: cache})
+                lengths = {layer.get_seq_length() for layer in cache.layers}
+                assert lengths == {past} or lengths == {past + count}, fault.where
+                cache.crop(past - cache.get_seq_length())
+                assert torch.equal(ours(new, **{CACHE: cache}).logits, expected), fault.where
+
+
+def test_layers_that_a_failed_forward_made_are_gone(device):
+    """Of a cache without a config; and unpatch() takes the guard away."""
+    stock, ours = pair("llama", device)
+    ours = hf_fastpath.patch(copy.deepcopy(stock), quiet=True)
+    handle = ours.model.layers[1].register_forward_pre_hook(lambda *_: (_ for _ in ()).throw(Stop))
+    cache = FastpathCache()
+    with torch.no_grad(), pytest.raises(Stop):
+        ours(prompt(device), **{CACHE: cache})
+    assert len(cache.layers) == 0
+    handle.remove()
+    out = ours.generate(prompt(device), **{CACHE: cache}, max_new_tokens=4, do_sample=False)
+    assert_same_tokens(out, stock.generate(prompt(device), max_new_tokens=4, do_sample=False), stock)
+    hf_fastpath.unpatch(ours)
+    assert "forward" not in vars(ours.model)
