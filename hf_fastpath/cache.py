@@ -240,7 +240,7 @@ class FastpathCache(Cache):
         made = cls(kv_dtype=kv_dtype, page_size=page_size)
         for layer in cache.layers:
             copy = made._like(layer)
-            if layer.is_initialized and layer.keys.numel():
+            if layer.is_initialized and layer.keys is not None and layer.keys.dim() == 4:  # not as they begin
                 copy.lazy_initialization(layer.keys, layer.values)
                 if copy.is_sliding:
                     copy.cumulative_length = layer.get_seq_length()

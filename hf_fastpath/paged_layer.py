@@ -94,7 +94,7 @@ class PagedLayer(FastpathLayer):
             )
         first, table, place = 0, self.table, self._place
         if table is None or not self._is_like(batch, heads, head_dim, keys.device):
-            table = self.tables.another(batch, keys.device)
+            table = self.tables.table(batch, keys.device)
             if (
                 self.table is None
                 or table.pool is not self.table.pool

@@ -275,25 +275,12 @@ class PageTables:
         self.counts = PageCounts(page_size)
 
     def table(self, batch: int, device: torch.device) -> PageTable:
-        """The table for ``batch`` sequences on ``device``.
-
-        Raises:
-            ValueError: other layers there hold another number of sequences.
-        """
-        table = self.tables.get(device)
-        if table is None:
-            pool = PagePool(self.page_size, self.counts)
-            table = self.tables[device] = PageTable(pool, batch, device)
-        if len(table.rows) != batch:
-            if any(table.rows):
-                raise ValueError(f"the cache holds {len(table.rows)} sequences, got {batch}: reset() it first")
-            table.select([0] * batch)
-        return table
-
-    def another(self, batch: int, device: torch.device) -> PageTable:
-        """The table for ``batch`` sequences on ``device``, beside those that other layers there may still have."""
+        """The table for ``batch`` sequences on ``device``; that of another number stays with the layers that have it,
+        unless it is empty."""
         known = self.tables.get(device)
-        if known is None or len(known.rows) != batch:
+        if known is None or (len(known.rows) != batch and any(known.rows)):
             pool = PagePool(self.page_size, self.counts) if known is None else known.pool
             self.tables[device] = PageTable(pool, batch, device)
+        elif len(known.rows) != batch:
+            known.select([0] * batch)
         return self.tables[device]

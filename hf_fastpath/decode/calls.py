@@ -48,14 +48,14 @@ def for_patched_models(loop: Callable[..., Any]) -> Loop:
 @contextmanager
 def settling(cache: FastpathCache, part: ModelPart) -> Iterator[None]:
     """Give the layers of ``cache`` one length again where the block is broken off."""
-    kept, cache.is_kept = cache.is_kept, True  # by this: forwards inside need not
     try:
+        cache.is_kept = True  # by this: forwards inside need not
         yield
     except BaseException:
         cache.settle(len(part.layers))
         raise
     finally:
-        cache.is_kept = kept
+        cache.is_kept = False
 
 
 def step_aside_reason(
