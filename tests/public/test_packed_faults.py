@@ -27,7 +27,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.models.llama import modeling_llama
 
 import hf_fastpath
-from hf_fastpath.quantization import folder
+from hf_fastpath import compat, selftest
 from hf_fastpath.quantization.file_index import INDEX, KEY, sealed, unsealed
 from hf_fastpath.quantization.files import PackedFiles
 
@@ -405,7 +405,6 @@ def test_a_folder_that_cannot_be_read_or_written(old, saves, tmp_path, monkeypat
         save(old, tmp_path / "file")
     with pytest.raises(ValueError, match="holds no"):
         hf_fastpath.load_packed(tmp_path / "file", quiet=True)
-    assert folder.THREADS >= 1
 
 
 # ---- code that comes with a config ---------------------------------------------------------------------------
@@ -450,3 +449,23 @@ def test_code_of_a_config_runs_only_if_the_caller_says_so(tmp_path, monkeypatch)
         loaded = hf_fastpath.load_packed(target, quiet=True, trust_remote_code=True)
     assert type(loaded).__name__ == "PackedTwinForCausalLM"
     assert torch.equal(loaded(prompt(CPU)).logits, model(prompt(CPU)).logits)
+
+
+def test_a_listed_model_needs_no_code(old, tmp_path, monkeypatch):
+    """Whatever its config names: transformers has the class."""
+    monkeypatch.setattr("builtins.input", lambda *text: pytest.fail("nobody is asked"))
+    names = {"AutoConfig": "nowhere.Config", "AutoModelForCausalLM": "nowhere.Model"}
+    monkeypatch.setattr(old.config, "auto_map", names, raising=False)
+    save(old, tmp_path)
+    assert type(hf_fastpath.load_packed(tmp_path, quiet=True)) is type(old)
+    with pytest.raises(ValueError, match="the config saved in .* makes no causal LM .*nowhere"):
+        hf_fastpath.load_packed(tmp_path, quiet=True, trust_remote_code=True)
+
+
+def test_an_untested_transformers_tries_a_twin(old, tmp_path, monkeypatch):
+    """The model's own weights are on the meta device then."""
+    monkeypatch.setattr(selftest, "_passed", set())
+    save(old, tmp_path)
+    monkeypatch.setattr(compat.transformers, "__version__", "99.1.0")
+    hf_fastpath.load_packed(tmp_path, quiet=True)
+    assert {(kind.__name__, device) for kind, _, device in selftest._passed} == {("LlamaForCausalLM", "cpu")}
