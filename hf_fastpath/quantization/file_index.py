@@ -43,6 +43,7 @@ _OWN_NAME = re.compile(r"packed-([0-9a-f]{16})[-.][A-Za-z0-9_][A-Za-z0-9_.-]{0,1
 STRETCH = 1 << 24
 _MAX_SIZE = 1 << 40  # of a dimension, far beyond any weight, and far from an overflow
 _MAX_DIMENSIONS = 8
+_LEAST_HEADER = 8  # bytes, which are its length
 
 #: types that files hold: torch's name -> that of safetensors
 DTYPES = {
@@ -341,6 +342,7 @@ class Index:
             _expect(isinstance(file, str) and file in files, f"weight_map[{name!r}]", file, "a name in files")
             tensors[name] = _entry(name, entry, file, files[file].size)
         _expect(places.keys() == tensors.keys(), "weight_map", sorted(places.keys() - tensors.keys()), "as in tensors")
+        _check_offsets(tensors, files)
         return cls(save_id, files, tensors, placed, Header.parse(_get(said, "model", KEY), tensors))
 
 
@@ -356,3 +358,14 @@ def _entry(name: str, said: Any, file: str, size: int) -> Entry:
     is_inside = offset + entry.nbytes <= size and offset % getattr(torch, dtype).itemsize == 0
     _expect(is_inside, f"{what} offset", offset, f"that of {entry.nbytes} bytes in a file of {size}")
     return entry
+
+
+def _check_offsets(tensors: dict[str, Entry], files: dict[str, Stored]) -> None:
+    """Fail if tensors overlap, or do not reach from their file's header to its end."""
+    ends: dict[str, int] = {}
+    for name, entry in sorted(tensors.items(), key=lambda item: (item[1].offset, item[1].nbytes)):
+        begin = ends.get(entry.file, max(entry.offset, _LEAST_HEADER))
+        _expect(entry.offset == begin, f"tensors[{name!r}] offset", entry.offset, f"{begin} in {entry.file}")
+        ends[entry.file] = begin + entry.nbytes
+    for file, end in ends.items():
+        _expect(end == files[file].size, f"bytes of {file}", files[file].size, f"{end}, where its tensors end")

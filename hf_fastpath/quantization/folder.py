@@ -167,6 +167,10 @@ def _alone(directory: Path) -> Iterator[None]:
         raise TimeoutError(
             f"save_packed(): another save is under way in {directory}: wait for its end, or choose another folder"
         ) from None
+    except NotImplementedError as error:  # older versions of filelock, where a file system has no locks
+        raise OSError(
+            f"save_packed() cannot lock a file in {directory}: save into another file system, and copy the folder"
+        ) from error
     try:
         yield
     finally:

@@ -18,6 +18,7 @@ from ..decode.structure import MAX_BATCH
 from ..options import Options
 from ..patch_state import PatchState, state_of
 from ..patching import patch_with
+from .file_index import AGAIN
 from .files import PackedFiles, not_persistent
 from .formats import FORMATS, PackedWeight, padded
 from .linear import PackedLinear
@@ -81,6 +82,10 @@ def load_packed(
         if state_of(made) is not None:
             raise ValueError("load_packed() got a patched model: unpatch(model) first, or make another one")
         saved = files.header.options
+        try:
+            Options.parse(weights=saved["weights"], lm_head=saved["lm_head"])
+        except ValueError as error:
+            raise ValueError(f"load_packed(): the index in {directory} is damaged ({error}): {AGAIN}") from None
         options = Options.parse(
             *(kv_dtype, saved["weights"], ops, strict, max_batch_size, saved["lm_head"]), page_size=page_size
         )

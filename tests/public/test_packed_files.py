@@ -264,14 +264,25 @@ def joined_of_two_sizes(directory):
 
 def extra_named_tensor(directory):
     def change(content):
-        content[KEY]["tensors"]["extra"] = ["float32", [2], 64]
-        content["weight_map"]["extra"] = one(directory).name
+        beside = content[KEY]["tensors"]["lm_head.weight"]
+        content[KEY]["tensors"]["extra"] = ["uint8", [0], beside[2]]
+        content["weight_map"]["extra"] = content["weight_map"]["lm_head.weight"]
 
     reseal(directory, change)
 
 
 def tensor_beyond_its_file(directory):
     reseal(directory, lambda content: content[KEY]["tensors"]["lm_head.weight"].__setitem__(2, 1 << 30))
+
+
+def overlapping_tensors(directory):
+    def change(content):
+        of_one = [name for name, file in content["weight_map"].items() if file == one(directory).name]
+        tensors = content[KEY]["tensors"]
+        first, second = sorted(of_one, key=lambda name: tensors[name][2])[:2]
+        tensors[second][2] = tensors[first][2]
+
+    reseal(directory, change)
 
 
 def index_of_another(directory):
@@ -326,6 +337,7 @@ DAMAGES = {
     joined_of_two_sizes: "layers of one format and one size",
     extra_named_tensor: "extra is in the files, but not in the model",
     tensor_beyond_its_file: "offset is 1073741824, expected that of .* bytes in a file of",
+    overlapping_tensors: "offset is [0-9]+, expected [0-9]+ in packed-",
     index_of_another: r"weight_map\['lm_head.weight'\] is None",
     edited_index: "checksum does not fit",
     garbled_index: "is not what save_packed",
