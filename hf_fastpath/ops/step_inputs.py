@@ -36,7 +36,7 @@ def reference(
 
     Raises:
         OpInputError: shapes, dtypes or devices that do not fit.
-        RuntimeError: a token or position is outside its table, on the CPU; CUDA stops with a device-side assert, as
+        IndexError: a token or position is outside its table, on the CPU; CUDA stops with a device-side assert, as
             PyTorch does.
 
     Source: transformers ``models/gpt2/modeling_gpt2.py@5.17``, ``GPT2Model``.
