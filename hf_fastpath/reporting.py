@@ -44,7 +44,8 @@ class Report:
     @classmethod
     def of(cls, state: PatchState, loop_reason: str | None) -> Report:
         """The present report of ``state``; ``loop_reason`` as for ``loop``, None for fast."""
-        declined, details = Counter(f"{kind}: {reason}" for _, kind, reason in state.declined), {}
+        declined = Counter(f"{kind}: {reason}" for _, kind, reason in state.declined)
+        details: dict[str, list[str]] = {}
         for name, kind, reason in state.declined:
             details.setdefault(f"{kind}: {reason}", []).append(getattr(reason, "what", "") or name)
         if loop_reason is not None and (what := named(loop_reason, state.model).what):

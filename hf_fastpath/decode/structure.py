@@ -261,7 +261,9 @@ class ModelPart(Part):
                 self._code_reason(self.rotary),
             ]
             if not has_static_rope(self.rotary):
-                reasons.append(Cause("dynamic_rope", f"rope_type={self.rotary.rope_type!r}", self.rotary))
+                reasons.append(
+                    Cause("dynamic_rope", f"rope_type={getattr(self.rotary, 'rope_type', None)!r}", self.rotary)
+                )
         found = next((reason for reason in reasons if reason), None)
         found = found or next((reason for layer in self.layers if (reason := layer.reason())), None)
         return found or self._types_reason()

@@ -36,7 +36,7 @@ def reference(
 
     Raises:
         OpInputError: shapes, dtypes or devices that do not fit; on the CPU, a token or position outside its table.
-        RuntimeError: the same, without the Python checks; CUDA stops with a device-side assert, as
+        IndexError: the same, without the Python checks, as of PyTorch; CUDA stops with a device-side assert, as
             PyTorch does.
 
     Source: transformers ``models/gpt2/modeling_gpt2.py@5.17``, ``GPT2Model``.
