@@ -321,29 +321,28 @@ def test_patch_and_unpatch_by_turns_under_load(weights):
     assert all(call.result() > 0 for call in loads)
 
 
-def test_two_threads_patch_one_model():
-    """Both get it, patched once; other options are refused."""
+@pytest.mark.parametrize("turn", range(5))
+def test_two_threads_patch_one_model(turn):
+    """All get it, patched once; other options are refused."""
     require_native(CPU)
-    for _ in range(5):
-        stock, model = build("llama"), build("llama")
-        start = threading.Barrier(3)
+    stock, model = build("llama"), build("llama")
+    start = threading.Barrier(3)
 
-        def at_once(**options):
-            start.wait(LONG)
-            return hf_fastpath.patch(model, quiet=True, **options)
+    def at_once(**options):
+        start.wait(LONG)
+        return hf_fastpath.patch(model, quiet=True, **options)
 
-        calls = [Call(at_once), Call(at_once), Call(at_once, max_batch_size=3)]
-        outcomes = []
-        for call in calls:
-            try:
-                outcomes.append(call.result() is model)
-            except ValueError as error:
-                assert "is patched with" in str(error)
-                outcomes.append(False)
-        assert outcomes in ([True, True, False], [False, False, True])
-        hf_fastpath.unpatch(model)
-        assert not any(name.startswith("_hf_fastpath") for m in model.modules() for name in vars(m))
-        assert_same_tokens(model.generate(prompt(CPU), **OPTIONS), stock.generate(prompt(CPU), **OPTIONS))
+    outcomes = []
+    for call in [Call(at_once), Call(at_once), Call(at_once, max_batch_size=3)]:
+        try:
+            outcomes.append(call.result() is model)
+        except ValueError as error:
+            assert "is patched with" in str(error)
+            outcomes.append(False)
+    assert outcomes in ([True, True, False], [False, False, True])
+    hf_fastpath.unpatch(model)
+    assert not any(name.startswith("_hf_fastpath") for m in model.modules() for name in vars(m))
+    assert_same_tokens(model.generate(prompt(CPU), **OPTIONS), stock.generate(prompt(CPU), **OPTIONS))
 
 
 # ---- fork ------------------------------------------------------------------------------------------------------
@@ -366,7 +365,7 @@ for gate in gates:
 held, release = threading.Event(), threading.Event()
 
 def hold():
-    with state.lock, state.stats._lock:
+    with state.lock, state.door, state.stats._lock:
         held.set()
         release.wait()
 
