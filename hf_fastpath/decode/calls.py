@@ -88,8 +88,8 @@ def step_aside_reason(
         return "unsupported_input"
     if input_ids.shape[1] == 0:
         return "unsupported_input"
-    layout = _layout_reason(input_ids, model_kwargs, cache.get_seq_length())
-    return model_reason(state, part, input_ids, cache) or layout
+    reason = model_reason(state, part, input_ids, cache)
+    return reason or _layout_reason(input_ids, model_kwargs, cache.get_seq_length())
 
 
 def model_reason(
