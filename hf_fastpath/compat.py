@@ -6,7 +6,7 @@ import functools
 import inspect
 import sys
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import chain
 from typing import Any
@@ -586,15 +586,21 @@ def below_autograd() -> Any:
     return torch._C._AutoDispatchBelowAutograd()
 
 
-def is_run_elsewhere(model: nn.Module) -> bool:
-    """Whether another thread is inside of a ``generate()`` or a forward of ``model``."""
+def is_run_elsewhere(model: nn.Module, waiting: Container[int] = ()) -> bool:
+    """Whether another thread is inside of a ``generate()`` or a forward of ``model``.
+
+    Args:
+        waiting: threads that have begun a ``generate()`` which waits, and does not count.
+    """
     codes = {inspect.unwrap(GenerationMixin.generate).__code__, nn.Module._call_impl.__code__}
     here = threading.get_ident()
     for thread, frame in sys._current_frames().items():
+        counted = 0
         while frame is not None and thread != here:
-            if frame.f_code in codes and frame.f_locals.get("self") is model:
-                return True
+            counted += frame.f_code in codes and frame.f_locals.get("self") is model
             frame = frame.f_back
+        if counted > (thread in waiting):
+            return True
     return False
 
 

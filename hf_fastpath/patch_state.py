@@ -15,7 +15,7 @@ from torch import nn
 from . import compat, reasons
 from .architecture import Architecture
 from .cache import FastpathCache
-from .decode import assisted, loop, structure
+from .decode import assisted, calls, loop, structure
 from .decode.draft_plan import WIDTHS, DraftPlan
 from .decode.plan import DecodePlan
 from .decode.prompt import PromptProgram
@@ -53,7 +53,11 @@ def _forget_other_threads() -> None:
 
 
 #: methods of transformers' that our loops take the place of
-LOOPS: dict[str, Loop] = {"_sample": loop.sample, "_assisted_decoding": assisted.decode}
+LOOPS: dict[str, Loop] = {
+    "_sample": loop.sample,
+    "_assisted_decoding": assisted.decode,
+    "_beam_search": calls.run_stock,
+}
 
 
 @dataclass(eq=False)
@@ -75,8 +79,9 @@ class PatchState:
         plans: those that no call uses; a call takes what it needs for itself, and each comes back at its ``end()``.
         running: what :meth:`place` has given to calls of our loops.
         snapshot: the model as it was when a plan could last be made of it.
-        lock: held for a moment by calls, and by patch() and unpatch() as long as they change the model, which they do
-            when no other thread runs it. Nobody waits for anything while they hold it.
+        lock: of plans and places, held for a moment.
+        door: where calls of ``generate()`` come in; patch() and unpatch() close it to change the model.
+        waiting: threads at the door, which are not in yet.
         lost: why ``unpatch()`` cannot bring the model's own weights back, or None.
     """
 
@@ -99,6 +104,8 @@ class PatchState:
     running: weakref.WeakSet = field(default_factory=weakref.WeakSet)
     snapshot: Snapshot | None = None
     lock: Any = field(default_factory=threading.RLock)
+    door: Any = field(default_factory=threading.RLock)
+    waiting: set[int] = field(default_factory=set)
 
     def __post_init__(self) -> None:
         _states.add(self)
@@ -117,6 +124,16 @@ class PatchState:
             raise FallbackError(
                 f"stock code would run, {reason}{what}: {meaning}; strict=True forbids it. What helps: {remedy}"
             )
+
+    def come_in(self) -> None:
+        """Wait for another thread that is at patch() or unpatch()."""
+        here = threading.get_ident()
+        self.waiting.add(here)
+        try:
+            with self.door:
+                self.waiting.discard(here)  # whoever closes the door next sees that this one is in
+        finally:
+            self.waiting.discard(here)
 
     @contextmanager
     def place(self) -> Iterator[bool]:
@@ -209,8 +226,8 @@ class PatchState:
 
     def forget_other_threads(self) -> None:
         """Forget what threads held and did that are none of this process."""
-        self.lock = threading.RLock()
-        self.running = weakref.WeakSet()
+        self.lock, self.door = threading.RLock(), threading.RLock()
+        self.running, self.waiting = weakref.WeakSet(), set()
         self.stats.renew_lock()
 
     def copy_into(self, made: PatchState, memo: dict) -> None:

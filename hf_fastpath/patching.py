@@ -115,7 +115,7 @@ def _is_patched(model: nn.Module, options: Options) -> bool:
     existing = state_of(model)
     if existing is None:
         return False
-    with existing.lock:  # another thread may be at patch(), which may fail, or at unpatch()
+    with existing.door:  # another thread may be at patch(), which may fail, or at unpatch()
         if state_of(model) is not existing:
             return False
         if existing.options != options:
@@ -125,6 +125,8 @@ def _is_patched(model: nn.Module, options: Options) -> bool:
 
 #: seconds that patch() and unpatch() wait for other threads, where a callback may be waiting for this one in turn
 _PATIENCE = 60.0
+#: seconds for which they close the door to calls at a time, first and at most: what is inside may wait for such a call
+_CLOSED, _CLOSED_LONGEST = 0.05, 2.0
 #: seconds between two looks at other threads
 _PAUSE = 0.002
 
@@ -145,14 +147,18 @@ def _alone(model: nn.Module, state: PatchState, function: str) -> Iterator[bool]
     Raises:
         RuntimeError: another thread has not left the model in time.
     """
-    is_new, end = not state.bindings, time.monotonic() + _PATIENCE
+    is_new, end, closed = not state.bindings, time.monotonic() + _PATIENCE, _CLOSED
     while True:
-        with state.lock:
+        with state.door:
             try:
                 if is_new:
-                    install_loops(state, LOOPS)  # calls that begin from here on wait at the door of our loops
-                is_ours = claim(state, model) if is_new else state_of(model) is state
-                if not is_ours or not compat.is_run_elsewhere(model):
+                    install_loops(state, LOOPS)  # calls that begin from here on come to the door
+                is_ours, until = claim(state, model) if is_new else state_of(model) is state, time.monotonic() + closed
+                while is_ours and (is_run := compat.is_run_elsewhere(model, state.waiting)):
+                    if time.monotonic() > until:
+                        break
+                    time.sleep(_PAUSE)
+                if not is_ours or not is_run:
                     yield is_ours
                     return
             except BaseException:
@@ -166,7 +172,8 @@ def _alone(model: nn.Module, state: PatchState, function: str) -> Iterator[bool]
                 f"{function}() waited {_PATIENCE:.0f} s: another thread is inside of generate() or a forward of this "
                 f"{type(model).__name__}. Wait for it, then call {function}() again"
             )
-        time.sleep(_PAUSE)
+        time.sleep(_PAUSE)  # who waits at the door comes in
+        closed = min(2 * closed, _CLOSED_LONGEST)
 
 
 def _patch(model: nn.Module, state: PatchState, quiet: bool, put_weights: Callable[[PatchState], None] | None) -> None:

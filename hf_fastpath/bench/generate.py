@@ -5,7 +5,7 @@
 Engines, on the same weights: ``stock`` (transformers as it is), ``static``
 (``cache_implementation="static"``, which transformers compiles by itself on CUDA), ``ours``
 (``hf_fastpath.patch``); ``ours-sampled`` is ``ours`` with temperature, top-k and top-p, ``ours-streamed``
-with a ``TextStreamer`` (batch 1), ``ours-int8-kv`` and ``ours-fp8-kv`` with a quantized KV cache. With
+with a ``TextIteratorStreamer`` (batch 1), ``ours-int8-kv`` and ``ours-fp8-kv`` with a quantized KV cache. With
 ``--gguf`` also ``llama.cpp``: its ``llama-bench``, found on PATH, on a GGUF file of the same sizes, which
 ``benchmarks/gguf.py`` of the source checkout writes (batch 1, decode only).
 

@@ -303,10 +303,10 @@ class _PlanDrafts:
 
     def end(self) -> None:
         """Let go of the cache."""
-        for plan in (self._plan, self._pair):
+        plans, self._plan, self._pair = (self._plan, self._pair), None, None
+        for plan in plans:
             if plan is not None:
                 plan.end()
-        self._plan = self._pair = None
 
 
 class _Call:
@@ -326,6 +326,7 @@ class _Call:
         self.text[:, : self.prompt_len] = input_ids
         self.length = self.prompt_len
         self.left_at: int | None = None  # length of the text when stock code took over from the plans
+        self.told = 0  # tokens behind the first one that the generator was told of because its assistant had changed
         self.ends = frozenset(token for ends in end_tokens(stopping_criteria) for token in ends.tolist())
         self.ends_by_itself = ends_by_length_or_token(stopping_criteria)
         wants = config.return_dict_in_generate and (config.output_scores or config.output_logits)
@@ -448,7 +449,8 @@ class _Call:
     def _drafts(self, assistant: Any, positions: torch.Tensor, starts: torch.Tensor | None) -> Any:
         """Where drafts come from, behind the text as it is."""
         if (more := self.length - self.prompt_len - 1) > 0:  # the assistant has changed, and knows of nothing
-            compat.lengthen_draft_inputs(self.generator, more)
+            compat.lengthen_draft_inputs(self.generator, more - self.told)
+            self.told = more
         state: PatchState | None = None if assistant is None else vars(assistant).get(STATE_KEY)
         if not self.plain:  # scores behind processors, which the plan of an assistant does not give
             return _StockDrafts(self.generator, self.device)

@@ -36,13 +36,19 @@ def for_patched_models(loop: Callable[..., Any]) -> Loop:
     def method(original: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
         state: PatchState | None = vars(model).get(STATE_KEY)
         if state is not None:
-            with state.lock:  # another thread may still be at patch() or unpatch()
-                state = vars(model).get(STATE_KEY)
+            state.come_in()
+            state = vars(model).get(STATE_KEY)
         if state is None or not state.enabled:
             return original(model, *args, **kwargs)
         return loop(state, original, model, *args, **kwargs)
 
     return method
+
+
+@for_patched_models
+def run_stock(state: PatchState, original: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
+    """What a method of transformers' does that is none of our loops: it only comes in by the same door."""
+    return original(model, *args, **kwargs)
 
 
 @contextmanager
@@ -85,8 +91,9 @@ def step_aside_reason(
         return Cause("batch_size", f"{batch} sequences, {most} at most")
     if (reason := _arguments_reason(input_ids, model_kwargs)) is not None:
         return reason
-    layout = _layout_reason(input_ids, model_kwargs, cache.get_seq_length())
-    return model_reason(state, part, input_ids, cache) or layout or _pad_token_reason(part, config, batch)
+    reason = model_reason(state, part, input_ids, cache)
+    reason = reason or _layout_reason(input_ids, model_kwargs, cache.get_seq_length())
+    return reason or _pad_token_reason(part, config, batch)
 
 
 def _uncovered(state: PatchState, part: ModelPart | None) -> str | None:

@@ -163,7 +163,8 @@ class _Loop:
                     if plan is not None and (part is None or plan.fingerprint != self.state.fingerprint_of(part)):
                         if plan_chooses:
                             tokens, self.unfinished = plan.tokens[:, 0].clone(), plan.unfinished.clone()
-                        plan = plan.end()
+                        old, plan = plan, None  # no interrupt ends it twice
+                        old.end()
                 if part is None:
                     next_logits = self._step_by_stock(model_kwargs)
                     continue
@@ -312,8 +313,10 @@ class _Loop:
         for recorded in (self.scores, self.logits):
             del recorded[len(recorded) - steps if recorded else 0 :]
         cache.crop(-steps)
-        if self.length in self.offsets and compat.philox_offset(self.device) == self.drawn_to:
-            compat.set_philox_offset(self.device, self.offsets[self.length])
+        if self.length in self.offsets:
+            with random_numbers_in_turn(self.device):
+                if compat.philox_offset(self.device) == self.drawn_to:
+                    compat.set_philox_offset(self.device, self.offsets[self.length])
 
     def _result(self, cache: FastpathCache) -> Any:
         sequences = self.ids.contiguous()

@@ -33,7 +33,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.llama import modeling_llama
 
 import hf_fastpath
-from hf_fastpath import FallbackError, loader
+from hf_fastpath import FallbackError, loader, patch_state
 from hf_fastpath.compat import CACHE
 from hf_fastpath.forwards import KEY
 from hf_fastpath.patching import paused
@@ -195,17 +195,19 @@ def custom_sample(monkeypatch):
     return now(lambda model: None)
 
 
-def reentrant(monkeypatch):
-    class Nosy:
-        def put(self, value):
-            if value.dim() == 1 and not inside:
-                inside.append(model.generate(IDS, **SHORT))
+class Deaf:
+    """A streamer of the user's own."""
 
-        def end(self):
-            pass
+    def put(self, value):
+        pass
 
-    model, inside = patched(), []
-    return generating(model, streamer=Nosy())
+    def end(self):
+        pass
+
+
+def busy(monkeypatch):
+    monkeypatch.setattr(patch_state, "MAX_CALLS", 0)
+    return generating()
 
 
 def synced_gpus(monkeypatch, tmp_path):
@@ -277,7 +279,8 @@ PROVOKED: dict[str, Callable[..., Iterable[str | None]]] = {
     "custom_sample": custom_sample,
     "compile_config": lambda: generating(compile_config=CompileConfig()),
     "partial_patch": unsupported_activation,
-    "reentrant": reentrant,
+    "busy": busy,
+    "custom_streamer": lambda: generating(streamer=Deaf()),
     "custom_stopping_criteria": lambda: generating(stopping_criteria=StoppingCriteriaList([stop])),
     "custom_logits_processor": lambda: generating(logits_processor=LogitsProcessorList([lambda ids, scores: scores])),
 }
