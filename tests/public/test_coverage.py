@@ -35,7 +35,8 @@ def _strange_llama():
     return model
 
 
-def _quantized():
+def _other_forwards():
+    require_native(CPU)
     model = build("llama")
     for layer in model.model.layers:  # as a package that replaces the layers' forwards does
         for module in (layer, layer.mlp, layer.self_attn, layer.input_layernorm, layer.post_attention_layernorm):
@@ -50,7 +51,11 @@ UNSUPPORTED = {
     "encoder-decoder": (_t5, "T5ForConditionalGeneration (t5) is an encoder-decoder", "hf_fastpath info"),
     "module": (lambda: nn.Linear(4, 4), "Linear is no transformers model", "hf_fastpath info"),
     "subclass": (_strange_llama, "MyLlamaForCausalLM (llama) is a subclass of LlamaForCausalLM", "hf_fastpath info"),
-    "other forwards": (_quantized, "instance_forward in this LlamaForCausalLM, model.layers.0", "del module.forward"),
+    "other forwards": (
+        _other_forwards,
+        "instance_forward in this LlamaForCausalLM, model.layers.0",
+        "del module.forward",
+    ),
 }
 
 
