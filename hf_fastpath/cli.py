@@ -7,6 +7,7 @@ import difflib
 import json
 import platform
 import sys
+import traceback
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -136,8 +137,20 @@ def _bench(rest: Sequence[str]) -> int:
     return generate.main(rest[1:] if rest and rest[0] == "generate" else rest)
 
 
+#: exit status of an error that nobody foresaw; 1 is a model that would not be fast or differs, 2 a wrong argument
+UNFORESEEN = 3
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Entry point; returns the exit status."""
+    try:
+        return _main(argv)
+    except Exception:
+        traceback.print_exc()
+        return UNFORESEEN
+
+
+def _main(argv: Sequence[str] | None) -> int:
     parser = argparse.ArgumentParser(prog="hf-fastpath", description="Fast decoding for transformers models.")
     parser.add_argument("--version", action="version", version=f"hf-fastpath {__version__}")
     commands = parser.add_subparsers(dest="command", required=True)
@@ -146,7 +159,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     explain = commands.add_parser(
         "explain",
         help="what a reason code means; what patch() would make of a model, from its config alone",
-        description="Exit status of a model: 0 if its decode loop would be fast, else 1.",
+        description="Exit status of a model: 0 if its decode loop would be fast, 1 if not, 2 for what is no "
+        "model, 3 after an error that nobody foresaw.",
     )
     explain.add_argument("what", nargs="?", help="a reason code; a folder, config.json or model id; none: all codes")
     explain.add_argument(
@@ -166,7 +180,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     verify = commands.add_parser(
         "verify",
         help="compare a model patched with itself unpatched",
-        description="Exit status: 0 if no error is above stock's own noise, 1 if one is, 2 if nothing was compared.",
+        description="Exit status: 0 if no error is above stock's own noise, 1 if one is, 2 if nothing was compared, "
+        "3 after an error that nobody foresaw.",
     )
     verify.add_argument("model", help="folder or name of a causal LM")
     verify.add_argument("--prompt", default="import os\n\n\ndef", help="text to continue")

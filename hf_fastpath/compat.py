@@ -312,6 +312,29 @@ def generating_model(model: nn.Module) -> nn.Module:
     return next(iter(found.values())) if len(found) == 1 else model
 
 
+def can_generate(model: nn.Module) -> bool:
+    """Whether a model has transformers' ``generate()``."""
+    return isinstance(model, GenerationMixin)
+
+
+def model_of_config(config: Any, **arguments: Any) -> Any:
+    """A model of the class that is made for ``config``: a causal LM, else one of images or sound and text, an
+    encoder-decoder, or whatever there is.
+
+    Raises:
+        ValueError: transformers has no model for it.
+    """
+    from transformers import AutoModel, AutoModelForCausalLM, AutoModelForImageTextToText, AutoModelForSeq2SeqLM
+
+    for factory in (AutoModelForCausalLM, AutoModelForImageTextToText, AutoModelForSeq2SeqLM, AutoModel):
+        try:
+            return factory.from_config(config, **arguments)
+        except ValueError as error:
+            if "Unrecognized configuration class" not in str(error):
+                raise
+    raise ValueError(f"transformers has no model for {type(config).__name__}")
+
+
 def sharding(model: nn.Module) -> str | None:
     """How a model's weights are spread over processes, in words; None if this process has them whole."""
     for module in model.modules():

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import textwrap
 import warnings
+from collections import Counter
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
@@ -19,7 +21,7 @@ if TYPE_CHECKING:
 
 def _declined(state: PatchState) -> tuple[str, str, list[str]]:
     """Which modules were declined; what helps; the reason codes that the user has not asked for."""
-    why = "; ".join(f"{name} ({kind}): {reason}" for name, kind, reason in state.declined[:6])
+    why = "; ".join(f"{name} ({kind}): {reason}" for name, kind, reason in state.declined[:3])
     partial = sorted({reason for *_, reason in state.declined} - {"module_disabled", *loader.NO_KERNELS})
     remedies = "; ".join(f"{reason}: {REASONS[reason].remedy}" for reason in partial)
     return why, f" What helps: {remedies}." if partial else "", partial
@@ -33,10 +35,20 @@ def check_whole(model: nn.Module) -> None:
     """
     how = compat.sharding(model)
     if how is not None:
-        raise UnsupportedModelError(
-            f"{type(model).__name__}: its weights are spread over processes ({how}). "
-            f"What helps: sharded: {REASONS['sharded'].remedy}."
-        )
+        cause = f"the weights of this {type(model).__name__} are spread over processes ({how})"
+        raise _unsupported(cause, REASONS["sharded"].remedy)
+
+
+#: characters of an error's first line and of the line that says what helps
+_FIRST, _HELP = 190, 300
+_FAMILIES = "`python -m hf_fastpath info` lists the families that are made fast; other models run as they are, by stock"
+
+
+def _unsupported(cause: str, helps: str, *more: str) -> UnsupportedModelError:
+    """An error that says what the model is in its first line, then what helps."""
+    first = textwrap.shorten(f"patch() can do nothing: {cause}.", _FIRST, placeholder=" ...")
+    helps = textwrap.shorten(f"What helps: {helps}.", _HELP, placeholder=" ...")
+    return UnsupportedModelError("\n".join((first, helps, *more)))
 
 
 def check_kernels(devices: Iterable[str], strict: bool) -> None:
@@ -58,20 +70,55 @@ def check_anything(model: nn.Module, state: PatchState) -> None:
     """Fail if nothing was patched.
 
     Raises:
-        UnsupportedModelError: says what was looked for, and why what was found is declined.
+        UnsupportedModelError: says what the model is, and the one cause.
     """
     if state.patched or state.loop_reason in (None, *loader.NO_KERNELS):
         return
-    why, helps, _ = _declined(state)
-    if why:
-        why += f"; the decode loop: {state.loop_reason}"
-    nearest = structural.match(model)
-    looked_for = ", ".join(f"{a.name} ({a.layer.class_name})" for a in architectures())
-    raise UnsupportedModelError(
-        f"nothing in this {type(model).__name__} can be patched. Looked for: {looked_for}. "
-        + (f"Found, but declined: {why}.{helps}" if why else "None of these is in the model.")
-        + ("" if why or nearest is None or not nearest.differences else f" {nearest}")
+    reasons = Counter(reason for *_, reason in state.declined if reason != "module_disabled")
+    if reasons:
+        ((code, count),) = reasons.most_common(1)
+        name, kind = next((name, kind) for name, kind, reason in state.declined if reason == code)
+        others = f" and {count - 1} more" if count > 1 else ""
+        reason = REASONS[code]
+        where = f"{name or type(model).__name__} ({kind}){others}"
+        raise _unsupported(
+            f"{code} in this {type(model).__name__}, {where}: {reason.meaning}", f"{code}: {reason.remedy}"
+        )
+    if state.declined:  # the user asked for the loop alone
+        reason = REASONS[state.loop_reason]
+        cause = f"ops leaves only the loop of this {type(model).__name__}, the decode loop: {state.loop_reason}"
+        raise _unsupported(f"{cause} ({reason.meaning})", reason.remedy)
+    cause, nearest = _kind(model), None
+    if cause is None:
+        nearest = structural.match(model)
+        cause = f"{_named(model)} is a causal LM of a family without an architecture file"
+    more = (
+        [] if nearest is None or not nearest.differences else [textwrap.shorten(str(nearest), 200, placeholder=" ...")]
     )
+    raise _unsupported(cause, _FAMILIES, *more)
+
+
+def _named(model: nn.Module) -> str:
+    kind = getattr(getattr(model, "config", None), "model_type", None)
+    return f"{type(model).__name__} ({kind})" if kind else type(model).__name__
+
+
+def _kind(model: nn.Module) -> str | None:
+    """Why a model without any module of a listed family is none that could have one; None if it is a causal LM."""
+    name, config = _named(model), getattr(model, "config", None)
+    if config is None or not hasattr(config, "get_text_config"):
+        return f"{name} is no transformers model"
+    if getattr(config, "is_encoder_decoder", False):
+        return f"{name} is an encoder-decoder, and decoders alone are made fast"
+    if not compat.can_generate(model):
+        return f"{name} is an encoder, or another model that generates no tokens"
+    listed = {(architecture.module, architecture.causal_lm) for architecture in architectures()}
+    base = next((cls for cls in type(model).__mro__[1:] if (cls.__module__, cls.__name__) in listed), None)
+    if base is not None:
+        return f"{name} is a subclass of {base.__name__} whose layers are classes of its own"
+    if config.get_text_config(decoder=True) is not config:
+        return f"{name} reads images or sound as well, and its text model is of a family without an architecture file"
+    return None
 
 
 def check_coverage(model: nn.Module, state: PatchState) -> None:

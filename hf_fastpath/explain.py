@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from . import loader, selftest, traffic
+from . import compat, loader, selftest, traffic
 from .errors import UnsupportedModelError
 from .patching import examine
 from .reasons import REASONS
@@ -79,7 +79,8 @@ class Explanation:
         size = f"{self.parameters / 1e9:.3g} B parameters, {self.weight_bytes / 1e9:.3g} GB in {self.dtype}"
         lines = [f"{self.source}: {self.model}, {size}"]
         if self.report is None:
-            return "\n".join([*lines, f"  nothing would be fast: {self.unsupported}"])
+            why = f"nothing would be fast: {self.unsupported}".splitlines()
+            return "\n".join([*lines, *(f"  {line}" for line in why)])
         lines += [
             f"  architecture file: patches/{self.report.like or self.report.architecture}.py",
             *(f"  {line}" for line in self.report.parts()),
@@ -141,17 +142,29 @@ def explain(
         trust_remote_code: run model code that comes with the config.
 
     Raises:
-        ValueError: there is no such config, or no causal LM for it.
+        ValueError: there is no such config, or transformers makes no model of it.
     """
-    from transformers import AutoModelForCausalLM
+    return explain_config(config_of(source, trust_remote_code), source, dtype, device, bandwidth, trust_remote_code)
 
-    config = config_of(source, trust_remote_code)
-    dtype = dtype or getattr(config, "dtype", None) or torch.float32
+
+def explain_config(
+    config: Any,
+    source: str,
+    dtype: torch.dtype | None = None,
+    device: str = "cpu",
+    bandwidth: float | None = None,
+    trust_remote_code: bool = False,
+) -> Explanation:
+    """:func:`explain` of a config that is there already; ``source`` is what it is called."""
+    dtype = dtype or getattr(config, "dtype", None) or getattr(config.get_text_config(), "dtype", None) or torch.float32
     try:
         with torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=trust_remote_code).eval()
-    except ValueError as error:
-        raise ValueError(f"{source!r} is no causal LM: {str(error).strip().splitlines()[0]}") from None
+            model = compat.model_of_config(config, dtype=dtype, trust_remote_code=trust_remote_code).eval()
+    except Exception as error:  # of code that is not ours
+        first = next(iter(str(error).strip().splitlines()), "")
+        raise ValueError(
+            f"transformers makes no model of {source!r} ({type(config).__name__}): {type(error).__name__}: {first}"
+        ) from error
     report, unsupported = None, None
     if getattr(config, "quantization_config", None) is not None:
         unsupported = (
@@ -174,17 +187,20 @@ def explain(
         kernels=str(loader.status().get(device, loader.Status(device, "reference", "no kernels for this device"))),
         self_tested=report is not None and (selftest.is_due() or report.like is not None),
         bandwidth=bandwidth,
-        steps=() if report is None else _steps(model, dtype, bandwidth),
+        steps=() if report is None or not compat.can_generate(model) else _steps(model, dtype, bandwidth),
     )
 
 
 def _steps(model: Any, dtype: torch.dtype, bandwidth: float | None) -> tuple[Step, ...]:
-    longest = model.config.max_position_embeddings
+    text = model.config.get_text_config(decoder=True)
+    if compat.layer_windows(text) is None or not hasattr(text, "num_attention_heads"):
+        return ()
+    longest = getattr(text, "max_position_embeddings", None) or CONTEXTS[-1]
     steps = []
     for batch in BATCHES:
         weights = traffic.weight_bytes(model, batch)
         for context in sorted({min(context, longest) for context in CONTEXTS}):
-            kv = traffic.kv_bytes(model.config, context, dtype, batch)
+            kv = traffic.kv_bytes(text, context, dtype, batch)
             speed = None if bandwidth is None else batch * bandwidth / (weights + kv)
             steps.append(Step(batch, context, weights, kv, speed))
     return tuple(steps)

@@ -103,7 +103,7 @@ def test_cli_verify_of_what_is_not_covered(capsys, tmp_path):
     with pytest.raises(SystemExit) as caught:
         cli.main(["verify", str(tmp_path), "--device", "cpu"])
     assert caught.value.code == 2
-    assert "nothing in this BloomForCausalLM can be patched" in capsys.readouterr().err
+    assert "patch() can do nothing: BloomForCausalLM (bloom) is a causal LM of a family" in capsys.readouterr().err
 
 
 BENCH = "bench --model tiny --device cpu --dtype fp32 --engines stock,ours --context 16 --new-tokens 4 --repeats 1"

@@ -25,16 +25,50 @@ def _t5():
     return T5ForConditionalGeneration(T5Config(d_model=32, d_kv=16, num_heads=2, d_ff=64, num_layers=1, vocab_size=99))
 
 
-@pytest.mark.parametrize("make", (_bert, _t5, lambda: nn.Linear(4, 4)), ids=("bert", "t5", "linear"))
-def test_unsupported_model_raises_and_names_what_was_looked_for(make):
+def _strange_llama():
+    """A subclass with layers of its own."""
+    model = build("llama")
+    of_its_own = {type(module) for module in model.modules() if type(module).__module__ == type(model).__module__}
+    renamed = {cls: type(f"My{cls.__name__}", (cls,), {}) for cls in of_its_own}
+    for module in model.modules():
+        module.__class__ = renamed.get(type(module), type(module))
+    return model
+
+
+def _other_forwards():
+    require_native(CPU)
+    model = build("llama")
+    for layer in model.model.layers:  # as a package that replaces the layers' forwards does
+        for module in (layer, layer.mlp, layer.self_attn, layer.input_layernorm, layer.post_attention_layernorm):
+            module.forward = lambda *args, **kwargs: None
+    model.model.norm.forward = lambda x: x
+    return model
+
+
+#: what cannot be patched -> what the first line says, and one thing that the rest says
+UNSUPPORTED = {
+    "encoder": (_bert, "BertModel (bert) is an encoder", "hf_fastpath info"),
+    "encoder-decoder": (_t5, "T5ForConditionalGeneration (t5) is an encoder-decoder", "hf_fastpath info"),
+    "module": (lambda: nn.Linear(4, 4), "Linear is no transformers model", "hf_fastpath info"),
+    "subclass": (_strange_llama, "MyLlamaForCausalLM (llama) is a subclass of LlamaForCausalLM", "hf_fastpath info"),
+    "other forwards": (
+        _other_forwards,
+        "instance_forward in this LlamaForCausalLM, model.layers.0",
+        "del module.forward",
+    ),
+}
+
+
+@pytest.mark.parametrize(("make", "first", "rest"), UNSUPPORTED.values(), ids=UNSUPPORTED)
+def test_unsupported_model_raises_and_says_what_it_is(make, first, rest):
+    """The one cause in the first line, then what helps; short enough to be read."""
     model = make()
     before = instances(model)
     with pytest.raises(UnsupportedModelError) as caught:
         hf_fastpath.patch(model, quiet=True)
-    text = str(caught.value)
-    assert type(model).__name__ in text
-    for name in ("GPT2Block", "MistralDecoderLayer", "LlamaDecoderLayer"):
-        assert name in text
+    lines = str(caught.value).splitlines()
+    assert first in lines[0] and len(lines[0]) < 200, lines[0]
+    assert rest in "\n".join(lines[1:]) and len(str(caught.value)) < 600, str(caught.value)
     assert_same_instances(instances(model), before)
 
 

@@ -7,12 +7,12 @@ import json
 import pytest
 import torch
 from models import VOCAB, WINDOW, assert_same_instances, build, fresh, instances
-from transformers import BertConfig, GenerationMixin
+from transformers import CONFIG_MAPPING, BertConfig, GenerationMixin, PreTrainedConfig
 
 import hf_fastpath
 from hf_fastpath import cli, traffic
 from hf_fastpath.architecture import architectures
-from hf_fastpath.explain import explain
+from hf_fastpath.explain import explain, explain_config
 from hf_fastpath.patching import examine
 
 FLOAT = 4
@@ -89,8 +89,89 @@ def test_explain_a_model_without_an_architecture(tmp_path, capsys):
     BertConfig(num_hidden_layers=1, is_decoder=True).save_pretrained(tmp_path)
     assert cli.main(["explain", str(tmp_path)]) == 1
     printed = capsys.readouterr().out
-    for part in ("BertLMHeadModel", "nothing would be fast", "LlamaDecoderLayer"):
+    for part in ("BertLMHeadModel", "nothing would be fast", "family without an architecture file"):
         assert part in printed
+
+
+#: type of a config -> the model that is made of it, and what is said of it
+TYPES = {
+    "gemma3": ("Gemma3ForConditionalGeneration", "2 layer patched; decode loop: stock (class_not_supported"),
+    "llava": ("LlavaForConditionalGeneration", "2 layer patched; decode loop: stock (class_not_supported"),
+    "mistral3": ("Mistral3ForConditionalGeneration", "2 layer patched; decode loop: stock (class_not_supported"),
+    "qwen2_vl": ("Qwen2VLForConditionalGeneration", "reads images or sound as well"),
+    "t5": ("T5ForConditionalGeneration", "is an encoder-decoder, and decoders alone are made fast"),
+    "bart": ("BartFor", "nothing would be fast"),
+    "whisper": ("WhisperFor", "nothing would be fast"),
+    "vit": ("ViTModel", "generates no tokens"),
+    "clip": ("CLIPModel", "generates no tokens"),
+    "mamba": ("MambaForCausalLM", "is a causal LM of a family without an architecture file"),
+    "rwkv": ("RwkvForCausalLM", "is a causal LM of a family without an architecture file"),
+    "llama": ("LlamaForCausalLM", "decode loop: fast"),
+}
+LAYERS = (
+    "num_hidden_layers",
+    "num_layers",
+    "n_layer",
+    "encoder_layers",
+    "decoder_layers",
+    "num_decoder_layers",
+    "depth",
+)
+
+
+def two_layers(config):
+    """``config``, and those inside it, with two layers each."""
+    for name in LAYERS:
+        if isinstance(getattr(config, name, None), int):
+            setattr(config, name, 2)
+    if isinstance(getattr(config, "layer_types", None), list):
+        config.layer_types = config.layer_types[:2]
+    for inner in vars(config).values():
+        if isinstance(inner, PreTrainedConfig):
+            two_layers(inner)
+    return config
+
+
+@pytest.mark.parametrize("kind", TYPES)
+def test_explain_a_config_of_every_sort(kind):
+    """Each says in words what it is, and no type of model ends in an error."""
+    name, said = TYPES[kind]
+    found = explain_config(two_layers(CONFIG_MAPPING[kind]()), kind, bandwidth=1e9)
+    assert name in found.model and said in str(found), str(found)
+    assert found.fast == (kind == "llama")
+    json.dumps(found.to_dict())
+
+
+def test_cli_explain_of_images_and_text(tmp_path, capsys):
+    two_layers(CONFIG_MAPPING["llava"]()).save_pretrained(tmp_path)
+    assert cli.main(["explain", str(tmp_path), "--bandwidth", "50"]) == 1
+    printed = capsys.readouterr().out
+    assert "LlavaForConditionalGeneration" in printed and "KV read" in printed
+
+
+def test_an_error_that_nobody_foresaw_has_a_status_of_its_own(tmp_path, monkeypatch, capsys):
+    def fails(*arguments):
+        raise RuntimeError("in the middle")
+
+    monkeypatch.setattr("hf_fastpath.explain.examine", fails)
+    assert cli.main(["explain", saved(tmp_path, "llama")]) == 3
+    monkeypatch.setattr(cli, "_load_model", fails)
+    assert cli.main(["verify", "anything", "--device", "cpu"]) == 3
+    assert capsys.readouterr().err.count("RuntimeError: in the middle") == 2
+
+
+def test_cli_explain_of_what_transformers_cannot_build(tmp_path, monkeypatch, capsys):
+    """A usage error that says what transformers said."""
+    source = saved(tmp_path, "llama")
+
+    def fails(config, **arguments):
+        raise ImportError("this model needs the package timm")
+
+    monkeypatch.setattr("hf_fastpath.compat.model_of_config", fails)
+    with pytest.raises(SystemExit) as caught:
+        cli.main(["explain", source])
+    assert caught.value.code == 2
+    assert "(LlamaConfig): ImportError: this model needs the package timm" in capsys.readouterr().err
 
 
 def test_explain_does_not_promise_speed_for_quantized_weights(tmp_path):
