@@ -434,3 +434,11 @@ def test_cudas_static_runtime_loads_on_older_systems(tmp_path):
     subprocess.run([*command, str(source), *words], check=True)
     assert asks_for_no_more_than_manylinux_2_28(library), versions(library)
     ctypes.CDLL(str(library))
+
+
+def test_the_command_line_says_its_version(capsys):
+    from hf_fastpath import __version__, cli
+
+    with pytest.raises(SystemExit) as caught:
+        cli.main(["--version"])
+    assert caught.value.code == 0 and capsys.readouterr().out == f"hf-fastpath {__version__}\n"
