@@ -136,5 +136,15 @@ bench: $(CPU_LIB)
 docs: $(READY)
 	$(BIN)/python docs/make_pages.py
 
+# docs/ as a web site in site/, in an environment of its own; mkdocstrings reads the sources and imports nothing.
+.PHONY: site
+DOCS_VENV ?= $(VENV)-docs
+$(DOCS_VENV)/.ready: pyproject.toml
+	test -x $(DOCS_VENV)/bin/python || $(PYTHON) -m venv $(DOCS_VENV)
+	$(DOCS_VENV)/bin/python -m pip install --quiet mkdocs-material "mkdocstrings[python]"
+	touch $@
+site: $(DOCS_VENV)/.ready
+	$(DOCS_VENV)/bin/python -m mkdocs build --strict
+
 clean:
 	rm -rf build dist *.egg-info hf_fastpath/lib

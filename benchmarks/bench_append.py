@@ -27,15 +27,14 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-import measure
-import shapes
 import torch
-from engines import LLAMA_CPP, LlamaBench, copied_cache, engine, random_cache
-from measure import DTYPES, Spread
 from transformers import PreTrainedModel
 
 from hf_fastpath import arguments, loader, traffic
 from hf_fastpath.bandwidth import measure_read_bandwidth, read_buffer
+from hf_fastpath.bench import measure, shapes
+from hf_fastpath.bench.engines import LLAMA_CPP, LlamaBench, copied_cache, engine, random_cache
+from hf_fastpath.bench.measure import DTYPES, Spread
 from hf_fastpath.compat import CACHE
 from hf_fastpath.decode.draft_plan import WIDTHS
 from hf_fastpath.patch_state import state_of

@@ -19,15 +19,14 @@ import functools
 import statistics
 from collections.abc import Callable
 
-import measure
-import shapes
 import torch
-from measure import DTYPE_NAMES, DTYPES, Spread
 from torch import nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 import hf_fastpath
 from hf_fastpath import arguments
+from hf_fastpath.bench import measure, shapes
+from hf_fastpath.bench.measure import DTYPE_NAMES, DTYPES, Spread
 from hf_fastpath.compat import CACHE
 from hf_fastpath.decode.draft_plan import WIDTHS, DraftPlan
 

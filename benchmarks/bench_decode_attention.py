@@ -13,9 +13,10 @@ import argparse
 from collections.abc import Sequence
 
 import bench_ops
-import measure
 import torch
 from op_calls import Call, attention_call
+
+from hf_fastpath.bench import measure
 
 #: query heads, KV heads, head_dim
 HEADS = {"32/8 heads of 128": (32, 8, 128), "32/32 heads of 128": (32, 32, 128), "64/8 heads of 128": (64, 8, 128)}

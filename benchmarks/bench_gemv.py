@@ -19,15 +19,15 @@ import argparse
 import functools
 from collections.abc import Callable
 
-import measure
-import shapes
 import torch
-from measure import DTYPE_NAMES, DTYPES
 from torch.nn import functional
 from transformers import PreTrainedConfig
 
 from hf_fastpath import loader, ops, traffic
 from hf_fastpath.bandwidth import measure_read_bandwidth
+from hf_fastpath.bench import measure, shapes
+from hf_fastpath.bench.measure import DTYPE_NAMES, DTYPES
+from hf_fastpath.choices import Activation, Norm
 
 Step = Callable[[], object]
 
@@ -75,19 +75,19 @@ class Chain:
     def fused(self, overlap: bool) -> torch.Tensor:
         """One pass through the ops as a decode plan calls them."""
         gemv, swiglu = ops.gemv.overload, ops.gemv_swiglu.overload
-        kind, bias = ("layer", self.norm) if self.gpt2 else ("rms", None)
+        kind, bias = (Norm.LAYER, self.norm) if self.gpt2 else (Norm.RMS, None)
         norm = (kind, self.norm, bias, 1e-5, overlap)
-        plain = ("none", None, None, 0.0, overlap)
+        plain = (Norm.NONE, None, None, 0.0, overlap)
         x = self.x
         for qkv, out, up, down in self.layers:
-            queries = gemv(x, qkv, None, None, "none", self.gpt2, *norm)[:, : self.width].contiguous()
-            x = gemv(queries, out, None, x, "none", self.gpt2, *plain)
+            queries = gemv(x, qkv, None, None, Activation.NONE, self.gpt2, *norm)[:, : self.width].contiguous()
+            x = gemv(queries, out, None, x, Activation.NONE, self.gpt2, *plain)
             if self.gpt2:
-                inner = gemv(x, up[0], None, None, "gelu_tanh", True, *norm)
+                inner = gemv(x, up[0], None, None, Activation.GELU_TANH, True, *norm)
             else:
-                inner = swiglu(x, *up, "silu", *norm)
-            x = gemv(inner, down, None, x, "none", self.gpt2, *plain)
-        return gemv(x, self.head, None, None, "none", False, *norm)
+                inner = swiglu(x, *up, Activation.SILU, *norm)
+            x = gemv(inner, down, None, x, Activation.NONE, self.gpt2, *plain)
+        return gemv(x, self.head, None, None, Activation.NONE, False, *norm)
 
     def torch_calls(self) -> torch.Tensor:
         """The same in PyTorch calls."""

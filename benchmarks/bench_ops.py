@@ -20,9 +20,7 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-import measure
 import torch
-from measure import DTYPE_NAMES, DTYPES, Spread
 from op_calls import Call
 from op_shapes import SHAPES
 from torch.nn import functional
@@ -32,6 +30,8 @@ from torch.nn.attention.bias import causal_lower_right
 import hf_fastpath.ops.read_stream  # noqa: F401  (an op of the registry even where hf_fastpath.ops does not list it)
 from hf_fastpath import arguments, loader, registry
 from hf_fastpath.bandwidth import measure_read_bandwidth
+from hf_fastpath.bench import measure
+from hf_fastpath.bench.measure import DTYPE_NAMES, DTYPES, Spread
 from hf_fastpath.ops.kv_cache import dequantized, gathered
 from hf_fastpath.registry import OpInputError, OpSpec, Sample, nbytes
 
@@ -185,7 +185,7 @@ def bench_call(
     Raises:
         OpInputError: the op does not take these arguments.
     """
-    first = call.arguments(device, dtype)
+    first = spec.numbered(call.arguments(device, dtype))
     if reasons := spec.why_not(*first.args, **first.kwargs):
         raise OpInputError("; ".join(reasons))
     wanted = ROTATION_BYTES[device.type] / _argument_bytes(first)

@@ -21,15 +21,14 @@ import os
 from collections.abc import Callable
 
 import bench_ops
-import measure
-import shapes
 import torch
-from measure import DTYPES, Spread
 from torch.nn import functional
 from transformers import PreTrainedModel
 
 import hf_fastpath
 from hf_fastpath import arguments, loader, ops, traffic
+from hf_fastpath.bench import measure, shapes
+from hf_fastpath.bench.measure import DTYPES, Spread
 from hf_fastpath.ops.packed_gemv import random_weight
 from hf_fastpath.quantization import FORMATS
 from hf_fastpath.registry import Sample

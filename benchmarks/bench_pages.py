@@ -15,14 +15,13 @@ import copy
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-import measure
-import shapes
 import torch
-from measure import DTYPES
 from transformers import PreTrainedModel
 
 import hf_fastpath
 from hf_fastpath import FastpathCache, arguments
+from hf_fastpath.bench import measure, shapes
+from hf_fastpath.bench.measure import DTYPES
 from hf_fastpath.compat import CACHE
 
 #: ways of generating -> batch, and options of generate()

@@ -15,10 +15,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
 
-import shapes
 import torch
 from transformers import PreTrainedConfig
 
+from hf_fastpath.bench import shapes
 from hf_fastpath.traffic import layer_widths
 
 ALIGNMENT = 32

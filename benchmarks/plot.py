@@ -2,8 +2,9 @@
 
     python benchmarks/plot.py [--data benchmarks/data] [--output docs/plots]
 
-``generate_<device>.csv`` gives ``decode_<device>.svg``: tokens a second of each engine, beside the limit that
-the read bandwidth sets. ``ops_<device>.csv`` gives ``ops_<device>.svg``: per cent of R of each op. Where a
+``speed.svg``, the picture of the README, is drawn from the rows that PANELS names. ``generate_<device>.csv`` gives
+``decode_<device>.svg``: tokens a second of each engine, beside the limit that the read bandwidth sets, of all work that
+several engines did. ``ops_<device>.csv`` gives ``ops_<device>.svg``: per cent of R of each op. Where a
 file has several rows of one measurement, the last one counts. ``trace_step_<device>.csv`` gives
 ``stages_<device>.svg``: where a layer's time goes, beside what its bytes take at R.
 """
@@ -16,23 +17,43 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import matplotlib
-import shapes
 import torch
-from measure import DATA_DIR, DTYPES
 
 from hf_fastpath import traffic
+from hf_fastpath.bench import shapes
+from hf_fastpath.bench.measure import DATA_DIR, DTYPES
 
 matplotlib.use("Agg")
 from matplotlib import pyplot  # noqa: E402  (after the backend is chosen)
 
 PLOT_DIR = DATA_DIR.parent.parent / "docs" / "plots"
-#: engine -> name in the legend, color; ours stands out
+#: of every picture: fits a page of GitHub, whose text is about 900 pixels wide; 1 pt is 4/3 pixels
+WIDTH_PT = 640
+OURS_COLOR, STOCK_COLOR, OTHER_COLOR, LIMIT_COLOR = "#d9541e", "#9aa5b1", "#6f9a6b", "#1a1a1a"
+#: engine -> its name beside the bar, the color of its kind
 ENGINES = {
-    "stock": ("transformers", "#b0b7bf"),
-    "static": ("transformers, static cache + compile", "#6f7d8c"),
-    "llama.cpp": ("llama.cpp", "#6f9a6b"),
-    "ours": ("hf_fastpath", "#d9541e"),
+    "stock": ("transformers", STOCK_COLOR),
+    "static": ("transformers, static cache, compiled", STOCK_COLOR),
+    "llama.cpp": ("llama.cpp", OTHER_COLOR),
+    "gpt-fast": ("PyTorch by hand, compiled (as gpt-fast)", OTHER_COLOR),
+    "ours": ("hf_fastpath", OURS_COLOR),
 }
+#: color -> what it stands for in the legend
+KINDS = {STOCK_COLOR: "transformers", OTHER_COLOR: "other programs", OURS_COLOR: "hf_fastpath"}
+#: of the README's picture: device, model, dtype, context of rows with batch 1 -> heading
+PANELS = {
+    ("NVIDIA H200", "Mistral-7B", "fp16", "128"): "NVIDIA H200: Mistral-7B, fp16",
+    ("NVIDIA H200", "Mistral-7B int4_g32", "fp16", "128"): "NVIDIA H200: Mistral-7B, 4-bit weights",
+    ("NVIDIA H100 80GB HBM3", "Mistral-7B", "fp16", "128"): "NVIDIA H100: Mistral-7B, fp16",
+    (
+        "Intel(R) Xeon(R) Processor, 2 threads",
+        "TinyLlama-1.1B",
+        "fp16",
+        "32",
+    ): "2 CPU cores (Xeon): TinyLlama-1.1B, fp16",
+}
+#: files with rows of these panels
+SPEED_FILES = ("generate_h200.csv", "generate_cpu.csv", "peers.csv")
 #: a layer's kernels in the order of a trace, from attention to the next layer's projections; colors
 STAGES = {
     "attention": "#e8b04a",
@@ -41,7 +62,6 @@ STAGES = {
     "down": "#e98b5f",
     "projections of the next layer": "#6f9a6b",
 }
-LIMIT_COLOR, OURS_COLOR, OTHER_COLOR = "#1a1a1a", "#d9541e", "#8a97a5"
 
 
 def _rows(path: Path, key: Sequence[str]) -> list[dict[str, str]]:
@@ -56,43 +76,96 @@ def _short(number: str) -> str:
     return f"{float(number):.0f}" if float(number) >= 100 else f"{float(number):.3g}"
 
 
-def _save(figure, path: Path) -> Path:
+def _save(figure, path: Path, bbox: str | None = "tight") -> Path:
     path.parent.mkdir(parents=True, exist_ok=True)
     # No date in the file: the same data gives the same bytes.
-    figure.savefig(path, bbox_inches="tight", metadata={"Date": None})
+    figure.savefig(path, bbox_inches=bbox, metadata={"Date": None})
     pyplot.close(figure)
     return path
 
 
-def plot_decode(source: Path, target: Path) -> Path:
-    """Grouped bars: a group a model, dtype, context and batch; a bar an engine; a line at the limit."""
-    rows = _rows(source, ("model", "dtype", "context", "batch", "engine"))
-    groups: dict[str, dict[str, dict[str, str]]] = {}
+def _draw_shares(panels: dict[str, list[dict[str, str]]], target: Path) -> Path:
+    """Bars below a heading for each piece of work: how much of the limit each engine reached, and tokens a second.
+
+    Shares, so that models of all sizes fit one scale, and no bar hides behind another.
+    """
+    headings, bars, place = [], [], 0.0
+    for heading, rows in panels.items():
+        headings.append((place, heading, max(float(row["limit_tok_s"]) for row in rows)))
+        order = list(ENGINES)
+        for row in sorted(rows, key=lambda row: order.index(row["engine"])):
+            place += 1
+            bars.append((place, *ENGINES[row["engine"]], float(row["decode_tok_s"]), float(row["limit_tok_s"])))
+        place += 1.6
+    row_inches, margins = 0.24, 0.95
+    height = row_inches * (place + 0.2) + margins
+    figure = pyplot.figure(figsize=(WIDTH_PT / 72, height))
+    axes = figure.add_axes((0.33, 0.58 / height, 0.56, 1 - margins / height))
+    for at, _, color, speed, limit in bars:
+        share = 100 * speed / limit
+        axes.barh(at, share, 0.76, color=color)
+        # Beside a short bar, inside a long one: never across the line of the limit.
+        inside = share > 60
+        text = f"{_short(str(speed))} tok/s, {share:.0f} %"
+        where = dict(ha="right", color="white") if inside else dict(ha="left")
+        axes.text(share - 1 if inside else share + 1, at, text, va="center", fontsize=9, **where)
+    for at, heading, limit in headings:
+        axes.text(-0.57, at, heading, transform=axes.get_yaxis_transform(), va="center", fontsize=10, weight="bold")
+        axes.text(100, at, f"{_short(str(limit))} tok/s", ha="center", va="center", fontsize=9, backgroundcolor="white")
+    axes.axvline(100, color=LIMIT_COLOR, linewidth=1, linestyle="--", zorder=0)
+    axes.set_yticks([at for at, *_ in bars], [name for _, name, *_ in bars], fontsize=9)
+    axes.tick_params(axis="y", length=0)
+    axes.set_ylim(place - 0.8, -0.8)
+    axes.set_xlim(0, 112)
+    axes.set_xticks(range(0, 101, 20), [f"{share} %" for share in range(0, 101, 20)], fontsize=9)
+    axes.set_xlabel(
+        "share of what the memory bus allows: R, its read bandwidth, over the bytes a token reads", fontsize=9
+    )
+    axes.xaxis.set_label_coords(0.22, -0.42 / (height - margins))
+    axes.spines[["top", "right", "left"]].set_visible(False)
+    colors = {color for _, _, color, *_ in bars}
+    handles = [pyplot.Rectangle((0, 0), 1, 1, color=color, label=KINDS[color]) for color in KINDS if color in colors]
+    handles.append(pyplot.Line2D([], [], color=LIMIT_COLOR, linewidth=1, linestyle="--", label="the limit, tok/s"))
+    figure.legend(handles=handles, loc="upper center", ncol=4, fontsize=9, frameon=False)
+    return _save(figure, target, bbox=None)
+
+
+def _kept(rows: Sequence[dict[str, str]], *columns: str) -> dict[tuple[str, ...], list[dict[str, str]]]:
+    """Rows of engines that are drawn, the last one of each, by the values of ``columns``."""
+    found: dict[tuple[str, ...], dict[str, dict[str, str]]] = {}
     for row in rows:
-        batch = f", batch {row['batch']}" if row["batch"] != "1" else ""
-        label = f"{row['model']}\n{row['dtype']}, {row['context']}{batch}"
-        groups.setdefault(label, {})[row["engine"]] = row
-    drawn = {engine: look for engine, look in ENGINES.items() if any(engine in found for found in groups.values())}
-    width = 0.8 / max(3, len(drawn))
-    figure, axes = pyplot.subplots(figsize=(max(6.0, 2.5 + 1.5 * len(groups)), 3.6))
-    for number, (engine, (name, color)) in enumerate(drawn.items()):
-        seen = [(at, found[engine]) for at, found in enumerate(groups.values()) if engine in found]
-        places = [at + (number - (len(drawn) - 1) / 2) * width for at, _ in seen]
-        # Share of the limit, so that models of all sizes fit one scale; the bar says the tokens a second.
-        shares = [100 * float(row["decode_tok_s"]) / float(row["limit_tok_s"]) for _, row in seen]
-        bars = axes.bar(places, shares, width * 0.94, color=color, label=name)
-        axes.bar_label(bars, [_short(row["decode_tok_s"]) for _, row in seen], fontsize=7, padding=1)
-    axes.axhline(100, color=LIMIT_COLOR, linewidth=1, linestyle="--", label="limit: bytes a token at R")
-    for at, found in enumerate(groups.values()):
-        limit = next(iter(found.values()))["limit_tok_s"]
-        axes.text(at, 101, _short(limit), ha="center", va="bottom", fontsize=7)
-    axes.set_xticks(range(len(groups)), list(groups), fontsize=8)
-    axes.set_ylabel("decode, % of the limit\n(labels: tokens/s)")
-    axes.set_ylim(0, 132)
-    axes.set_title(f"{rows[-1]['device']}, R = {float(rows[-1]['r_gb_s']):.0f} GB/s", fontsize=9)
-    axes.legend(fontsize=7, ncol=2, loc="upper center", frameon=False)
-    axes.spines[["top", "right"]].set_visible(False)
-    return _save(figure, target)
+        if row["engine"] in ENGINES:
+            found.setdefault(tuple(row[name] for name in columns), {})[row["engine"]] = row
+    return {key: list(engines.values()) for key, engines in found.items()}
+
+
+def plot_speed(data: Path, target: Path) -> Path:
+    """The README's picture: stock, peers and ours on the work that PANELS names.
+
+    Raises:
+        ValueError: a panel without a row of ours and another to compare with.
+    """
+    rows = []
+    for name in SPEED_FILES:
+        with (data / name).open(newline="") as handle:
+            rows += [row for row in csv.DictReader(handle) if row["batch"] == "1"]
+    found = _kept(rows, "device", "model", "dtype", "context")
+    for panel in PANELS:
+        engines = {row["engine"] for row in found.get(panel, ())}
+        if "ours" not in engines or len(engines) < 2:
+            raise ValueError(f"{', '.join(panel)}: found rows of {sorted(engines)}, expected ours and another engine")
+    return _draw_shares({heading: found[panel] for panel, heading in PANELS.items()}, target)
+
+
+def plot_decode(source: Path, target: Path) -> Path:
+    """Work that several engines did, of one device."""
+    rows = _rows(source, ("model", "dtype", "context", "batch", "engine"))
+    panels = {}
+    for (model, dtype, context, batch), engines in _kept(rows, "model", "dtype", "context", "batch").items():
+        if len(engines) > 1:
+            beside = "" if batch == "1" else f", batch {batch}"
+            panels[f"{model}, {dtype}, context {context}{beside}"] = engines
+    return _draw_shares(panels, target)
 
 
 def plot_ops(source: Path, target: Path) -> Path:
@@ -188,6 +261,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = parser.parse_args(argv)
     matplotlib.rcParams["svg.hashsalt"] = "hf_fastpath"  # element ids that do not change from run to run
     matplotlib.rcParams["svg.fonttype"] = "none"  # text stays text: a third of the size
+    print(plot_speed(arguments.data, arguments.output / "speed.svg"))
     for kind, (plot, name) in PLOTS.items():
         for source in sorted(arguments.data.glob(f"{kind}_*.csv")):
             device = source.stem.removeprefix(f"{kind}_")

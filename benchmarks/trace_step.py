@@ -18,15 +18,14 @@ import argparse
 import ctypes
 from collections import defaultdict
 
-import measure
 import numpy as np
-import shapes
 import torch
-from measure import DTYPE_NAMES, DTYPES
 
 import hf_fastpath
 from hf_fastpath import loader, traffic
 from hf_fastpath.bandwidth import measure_read_bandwidth
+from hf_fastpath.bench import measure, shapes
+from hf_fastpath.bench.measure import DTYPE_NAMES, DTYPES
 from hf_fastpath.compat import CACHE
 from hf_fastpath.decode.plan import DecodePlan
 from hf_fastpath.quantization import FORMATS

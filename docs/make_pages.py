@@ -12,9 +12,14 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
+from transformers import AutoModelForCausalLM
 
+from hf_fastpath import traffic
 from hf_fastpath.architecture import Architecture, architectures
+from hf_fastpath.bench import shapes
+from hf_fastpath.decode.structure import model_part
 from hf_fastpath.quantization import FORMATS, quantize
+from hf_fastpath.quantization.replacing import of_one_input
 from hf_fastpath.reasons import REASONS
 
 DOCS = Path(__file__).resolve().parent
@@ -96,8 +101,40 @@ def formats() -> str:
     return markdown_table(("format", "quants", "a scale for", "bits", "error"), rows)
 
 
+#: of the README's table: shapes, formats of their weights (None: float16), positions of the KV cache
+SIZED = ("tinyllama-1.1b", "mistral-7b", "llama-3.1-8b", "qwen2.5-14b", "llama-3.1-70b")
+SIZED_FORMATS = (None, "int8", "int4_g32")
+SIZED_CONTEXT = 8192
+
+
+def _held_bytes(model: torch.nn.Module, form: str | None) -> int:
+    """Bytes of a model's weights in memory, those of its decoder layers' projections in format ``form``."""
+    total = sum(parameter.nbytes for parameter in model.parameters())
+    if form is None:
+        return total
+    (architecture,) = (each for each in architectures() if each.name == model.config.model_type)
+    linears = [
+        linear for layer in model_part(architecture, model).layers for group in of_one_input(layer) for linear in group
+    ]
+    return total + sum(FORMATS[form].nbytes(*linear.weight.shape) - linear.weight.nbytes for linear in linears)
+
+
+def sizes() -> str:
+    """Gigabytes that models take, and what a token reads of them."""
+    rows = []
+    for name in SIZED:
+        with shapes.no_model():
+            model = AutoModelForCausalLM.from_config(shapes.shape(name).build_config(), dtype=torch.float16)
+        held = [f"{_held_bytes(model, form) / 1e9:.1f}" for form in SIZED_FORMATS]
+        kv = traffic.kv_bytes(model.config, SIZED_CONTEXT, torch.float16) / 1e9
+        rows.append((shapes.shape(name).label, *held, f"{kv:.2f}"))
+    formats = ("float16" if form is None else f"`{form}`" for form in SIZED_FORMATS)
+    return markdown_table(("GB of", *formats, f"KV cache of {SIZED_CONTEXT:,} tokens"), rows)
+
+
 #: page -> name of a generated part -> what makes it
 PAGES: dict[str, dict[str, Callable[[], str]]] = {
+    "../README.md": {"sizes": sizes},
     "quantized-weights.md": {"formats": formats},
     "reason-codes.md": {"reason codes": reason_codes},
     "support.md": {"families": families, "golden matrix": golden_matrix},
@@ -105,7 +142,7 @@ PAGES: dict[str, dict[str, Callable[[], str]]] = {
 
 
 def with_generated_parts(page: str) -> str:
-    """The text of ``docs/<page>`` with its generated parts made anew.
+    """The text of ``docs/<page>``, or of the README, with its generated parts made anew.
 
     Raises:
         ValueError: a part's markers are not in the page.

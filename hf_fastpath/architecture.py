@@ -11,6 +11,8 @@ import pkgutil
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 
+from torch import nn
+
 from .errors import UnsupportedModelError
 
 
@@ -302,6 +304,11 @@ class Architecture:
         """``"layer"``, ``"attention"``, ``"mlp"`` or ``"norm"`` if ``module`` is exactly that part, else None."""
         cls = type(module)
         return self._kinds.get(cls.__name__) if cls.__module__ == self.module else None
+
+    def holds_layers(self, module) -> bool:
+        """Whether ``module`` runs the layers of this architecture."""
+        layers = getattr(module, self.layers, None)
+        return isinstance(layers, nn.ModuleList) and len(layers) > 0 and self.part_of(layers[0]) == "layer"
 
     @cached_property
     def _kinds(self) -> dict[str | None, str]:

@@ -11,7 +11,7 @@ from typing import Any
 from torch import nn
 
 from . import compat
-from .forwards import KEY, ModulePatch
+from .forwards import KEY, STATE_KEY, ModulePatch
 from .patch_state import PatchState, state_of
 
 
@@ -32,6 +32,16 @@ def bind_value(state: PatchState, module: nn.Module, name: str, value: Any) -> N
     """Put ``value`` over ``module``'s attribute and remember what was there."""
     state.bindings.append((module, name, vars(module).get(name, _ABSENT)))
     vars(module)[name] = value
+
+
+def claim(state: PatchState, model: nn.Module) -> bool:
+    """Put ``state`` onto a model, as :func:`bind_value` does; False if the model has another one: of two threads, one
+    succeeds."""
+    state.bindings.append((model, STATE_KEY, _ABSENT))
+    if vars(model).setdefault(STATE_KEY, state) is state:
+        return True
+    state.bindings.pop()
+    return False
 
 
 def bind(state: PatchState, module: nn.Module, name: str, function: Callable[..., Any]) -> None:
@@ -100,9 +110,7 @@ def undo_bindings(state: PatchState) -> None:
 
 def _is_ours(value: Any) -> bool:
     function = getattr(value, "__func__", None)
-    return isinstance(value, (ModulePatch, PatchState)) or getattr(function, "__module__", "").startswith(
-        "hf_fastpath."
-    )
+    return isinstance(value, (ModulePatch, PatchState)) or compat.is_ours(function)
 
 
 def _unwrap_forward(module: nn.Module) -> None:

@@ -330,8 +330,8 @@ def _make(plan: _Plan, work: Path, jobs: int, what: str, progress: Callable[[str
         count = f"{total} files" if missing == total else f"{missing} of {total} files, the others are there"
         progress(f"hf_fastpath: building the {what} kernels, {count} ...")
     Path(work, "build.ninja").write_text(plan.ninja_text())
-    with counted(missing + 1, f"{what} kernels", "file", quiet=progress is None) as advance:
-        status, said = _run_ninja(work, jobs, advance)
+    with counted(missing + 1, f"hf_fastpath: {what} kernels, files", quiet=progress is None) as bar:
+        status, said = _run_ninja(work, jobs, lambda done: bar.update(done - bar.n))
     if status and missing < total and not plan.missing():
         for step in plan.steps:  # an object that was there does not link: a disk that was full, a machine that fell
             step.made.unlink(missing_ok=True)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import torch
 from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
@@ -48,6 +49,7 @@ class FastpathCache(Cache):
         self.tables = None if page_size is None else PageTables(page_size)
         self._seq_lens: tuple[tuple, torch.Tensor] | None = None
         self.expected_length = 0
+        self.is_kept = False  # while a forward runs that leaves no trace if it fails
         if config is None:
             super().__init__(layer_class_to_replicate=FastpathLayer)
             return
@@ -71,8 +73,11 @@ class FastpathCache(Cache):
     def _full_layer(self) -> FastpathLayer:
         return FastpathLayer(None, self.kv_dtype) if self.tables is None else PagedLayer(self.tables, self.kv_dtype)
 
-    def _block_tables(self) -> Iterable[PageTable]:
-        return () if self.tables is None else self.tables.tables.values()
+    def _block_tables(self) -> list[PageTable]:
+        tables = (getattr(layer, "table", None) for layer in self.layers)
+        of_layers = {id(table): table for table in tables if table is not None}
+        known = () if self.tables is None else self.tables.tables.values()
+        return list((of_layers | {id(table): table for table in known}).values())
 
     def _trim(self) -> None:
         """Give up pages that no layer holds positions in."""
@@ -115,6 +120,51 @@ class FastpathCache(Cache):
         for layer in self.layers:
             layer.advance(num_tokens)
 
+    def take(self) -> bool:
+        """Bring what users assigned to keys and values of the layers, or changed in place, to where kernels read it.
+
+        Returns:
+            Whether a decode plan can go on from there: every layer holds as many positions as every other, of as many
+            sequences and in one dtype, and a window the newest ones.
+
+        Raises:
+            RuntimeError: keys and values of a layer do not go together.
+        """
+        if not all([layer.take() for layer in self.layers]):
+            return False
+        held = {(layer.cumulative_length, layer.batch_size) for layer in self.layers}
+        dtypes = {layer.k_buffer.dtype for layer in self.layers if layer.has_buffers}
+        return len(held) <= 1 and len(dtypes) <= 1 or self._is_empty()
+
+    def _is_empty(self) -> bool:
+        return not any(layer.cumulative_length for layer in self.layers)
+
+    @contextmanager
+    def kept(self) -> Iterator[None]:
+        """Leave the cache as it is now if the block is broken off."""
+        if self.is_kept:
+            yield
+            return
+        count, tables = len(self.layers), None if self.tables is None else dict(self.tables.tables)
+        checkpoints = []
+        try:
+            self.is_kept = True
+            for layer in self.layers:
+                checkpoints.append((layer, layer.checkpoint()))
+            yield
+        except BaseException:
+            for layer, saved in checkpoints:
+                layer.restore(saved)
+            del self.layers[count:]
+            if tables is not None:
+                self.tables.tables = tables
+            self._trim()
+            raise
+        finally:
+            self.is_kept = False
+            for layer in self.layers:
+                layer.is_kept = False
+
     def crop(self, tokens_to_remove: int) -> None:
         for layer in self.layers:
             layer.cropped_length(tokens_to_remove)  # all layers or none
@@ -145,6 +195,7 @@ class FastpathCache(Cache):
 
     def _select(self, rows: list[int]) -> None:
         """Sequences become those of ``rows``: pages are shared, what is not in pages is copied."""
+        self.take()
         for layer in self.layers:
             if not isinstance(layer, PagedLayer) and layer.is_initialized:
                 layer.batch_select_indices(torch.tensor(rows, device=layer.device))
@@ -189,10 +240,12 @@ class FastpathCache(Cache):
         made = cls(kv_dtype=kv_dtype, page_size=page_size)
         for layer in cache.layers:
             copy = made._like(layer)
-            if layer.is_initialized and layer.keys.numel():
+            if layer.is_initialized and layer.keys is not None and layer.keys.dim() == 4:  # not as they begin
                 copy.lazy_initialization(layer.keys, layer.values)
-                copy.cumulative_length = copy.oldest = layer.get_seq_length() - layer.keys.shape[2]  # 0 unless sliding
-                copy.append(layer.keys, layer.values)
+                if copy.is_sliding:
+                    copy.cumulative_length = layer.get_seq_length()
+                copy.keys, copy.values = layer.keys, layer.values
+                copy.take()
             made.layers.append(copy)
         return made
 
@@ -203,7 +256,7 @@ class FastpathCache(Cache):
             windowed = layer.sliding_window is not None
             copy = DynamicSlidingWindowLayer(sliding_window=layer.sliding_window) if windowed else DynamicLayer()
             if layer.is_initialized and layer.get_seq_length():
-                copy.update(layer.keys.to(layer.dtype).clone(), layer.values.to(layer.dtype).clone())
+                copy.update(*(half.to(layer.dtype) for half in layer.copies()))
                 if windowed:
                     copy.cumulative_length = layer.get_seq_length()
             made.layers.append(copy)

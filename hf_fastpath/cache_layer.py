@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+import functools
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
-from transformers.cache_utils import CacheLayerMixin
 
 from . import huge_pages
-from .ops.kv_cache import LARGEST_QUANT, SCALE_DTYPE, dequantized, is_quantized, quantized
+from .cache_edits import EditableLayer
+from .ops.kv_cache import LARGEST_QUANT, SCALE_DTYPE, dequantized, is_quantized, quantized, requantized
 
 #: capacities are multiples of this, so that short conversations do not grow at every token
 CAPACITY_STEP = 64
@@ -23,7 +24,7 @@ KV_DTYPES = (torch.float32, torch.float16, torch.bfloat16, *LARGEST_QUANT)
 BUFFERS = ("k_buffer", "v_buffer", "k_scales", "v_scales")
 
 
-class FastpathLayer(CacheLayerMixin):
+class FastpathLayer(EditableLayer):
     """Keys and values of one layer in two preallocated buffers [batch, num_kv_heads, capacity, head_dim]; of int8 and
     float8_e4m3fn, also their scales [batch, num_kv_heads, capacity], see ``ops.kv_cache.quantized``.
 
@@ -43,21 +44,15 @@ class FastpathLayer(CacheLayerMixin):
         self.v_buffer: torch.Tensor | None = None
         self.k_scales: torch.Tensor | None = None
         self.v_scales: torch.Tensor | None = None
-        super().__init__()
-        self.sliding_window = sliding_window
+        super().__init__(sliding_window)
         self.kv_dtype = kv_dtype
         self.dtype: torch.dtype | None = None
         self.device: torch.device | None = None
-        self.cumulative_length = 0
         self.oldest = 0  # lowest position that is still in its slot
         self.expected_length = 0  # see FastpathCache.expect
-        self.record_past = False
+        self.is_kept = False  # see checkpoint()
 
     # ---- storage --------------------------------------------------------------------------------------------
-
-    @property
-    def is_sliding(self) -> bool:
-        return self.sliding_window is not None
 
     @property
     def capacity(self) -> int:
@@ -71,43 +66,25 @@ class FastpathLayer(CacheLayerMixin):
 
     def _replace(self, made: Iterable[torch.Tensor | None], **others: Any) -> None:
         """Set the buffers and other attributes, all or none where an interrupt comes between."""
-        vars(self).update(zip(BUFFERS, made), **others)
+        vars(self).update(zip(BUFFERS, made), _has_views=False, **others)
 
     @property
     def is_quantized(self) -> bool:
         return self.k_scales is not None
 
     @property
+    def has_buffers(self) -> bool:
+        return self.k_buffer is not None
+
+    @property
+    def shows_views(self) -> bool:
+        return not self.is_sliding and not self.is_quantized
+
+    @property
     def batch_size(self) -> int:
+        if (keys := self._loose.get(0)) is not None:
+            return keys.shape[0]
         return -1 if self.k_buffer is None else self.k_buffer.shape[0]
-
-    @property
-    def keys(self) -> torch.Tensor | None:
-        """[batch, num_kv_heads, held, head_dim] in order of position; ``held`` as transformers' own layers have it.
-        Quantized ones in the dtype of the states they were."""
-        return None if self.k_buffer is None else self._newest(self._held())[0]
-
-    @keys.setter
-    def keys(self, states: torch.Tensor | None) -> None:
-        self._assign(0, states)
-
-    @property
-    def values(self) -> torch.Tensor | None:
-        """Like ``keys``, for the values."""
-        return None if self.v_buffer is None else self._newest(self._held())[1]
-
-    @values.setter
-    def values(self, states: torch.Tensor | None) -> None:
-        self._assign(1, states)
-
-    def _assign(self, place: int, states: torch.Tensor | None) -> None:
-        if states is not None and self.is_sliding:
-            raise ValueError("the keys and values of a sliding-window FastpathLayer cannot be assigned: use update()")
-        made: tuple[torch.Tensor | None, ...] = (None, None)
-        if states is not None:
-            made = quantized(states, self.k_buffer.dtype) if self.is_quantized else (states.contiguous(), None)
-        length = {} if states is None else {"cumulative_length": states.shape[-2], "oldest": 0}
-        vars(self).update(zip(BUFFERS[place::2], made), **length)
 
     def _ring_capacity(self) -> int | None:
         if self.sliding_window is None:
@@ -117,14 +94,25 @@ class FastpathLayer(CacheLayerMixin):
     def _held(self) -> int:
         """How many of the newest positions are shown as ``keys`` and ``values``."""
         if self.sliding_window is None:
-            return self.cumulative_length
-        return min(self.cumulative_length, self.sliding_window - 1)
+            return self._length
+        return min(self._length, self.sliding_window - 1)
+
+    def _most_held(self) -> int:
+        return self._ring_capacity()
+
+    def _read(self, place: int) -> torch.Tensor:
+        buffers = (getattr(self, name) for name in BUFFERS[place::2])
+        return self._half_of([self._ordered(buffer, self._held()) for buffer in buffers if buffer is not None])
+
+    def _half_of(self, stored: Sequence[torch.Tensor]) -> torch.Tensor:
+        """Keys or values, of what is stored of them: with scales what they stand for."""
+        return stored[0] if len(stored) == 1 else dequantized(*stored, self.dtype)
 
     def _ordered(self, buffer: torch.Tensor, count: int) -> torch.Tensor:
         """The newest ``count`` positions of ``buffer``: a view unless the ring wraps inside them."""
         if count == 0:
             return buffer[:, :, :0]
-        first = (self.cumulative_length - count) % self.capacity
+        first = (self._length - count) % self.capacity
         if first + count <= self.capacity:
             return buffer[:, :, first : first + count]
         return torch.cat((buffer[:, :, first:], buffer[:, :, : first + count - self.capacity]), dim=2)
@@ -136,10 +124,7 @@ class FastpathLayer(CacheLayerMixin):
 
     def _dequantized(self, stored: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, torch.Tensor]:
         """Keys and values of what :meth:`_stored_as` gives, or of parts of the buffers."""
-        if not self.is_quantized:
-            return stored
-        k, v, k_scales, v_scales = stored
-        return dequantized(k, k_scales, self.dtype), dequantized(v, v_scales, self.dtype)
+        return self._half_of(stored[0::2]), self._half_of(stored[1::2])
 
     def _stored_as(self, key_states: torch.Tensor, value_states: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """What goes into the buffers, one for each."""
@@ -148,12 +133,56 @@ class FastpathLayer(CacheLayerMixin):
             return k, v, k_scales, v_scales
         return key_states.to(self.k_buffer.dtype), value_states.to(self.k_buffer.dtype)
 
-    def _allocate(self, batch: int, capacity: int) -> tuple[torch.Tensor, ...]:
+    def _rounded(self, states: torch.Tensor) -> torch.Tensor:
+        if self.kv_dtype is None:
+            return states
+        if is_quantized(self.kv_dtype):
+            return dequantized(*quantized(states, self.kv_dtype), states.dtype)
+        return states.to(self.kv_dtype).to(states.dtype)
+
+    def _storage_dtype(self, *states: torch.Tensor) -> torch.dtype:
+        """What is to hold ``states`` beside what is held: nothing is rounded but to ``kv_dtype``."""
+        if self.kv_dtype is not None:
+            return self.kv_dtype
+        held = self.k_buffer.dtype if self.has_buffers else self.dtype
+        widest = functools.reduce(torch.promote_types, [each.dtype for each in states], held or states[0].dtype)
+        if widest not in (*KV_DTYPES, held):
+            raise RuntimeError(
+                f"keys or values assigned to a {type(self).__name__} are {widest}, expected float32, float16 or "
+                f"bfloat16: assign them as .to({held or torch.float32})"
+            )
+        return widest
+
+    def _put(self, keys: torch.Tensor, values: torch.Tensor) -> None:
+        dtype, count = self._storage_dtype(keys, values), keys.shape[2]
+        if is_quantized(dtype):
+            (k, k_scales), (v, v_scales) = (requantized(states, dtype) for states in (keys, values))
+            stored = k, v, k_scales, v_scales
+        else:
+            stored = keys, values
+        ring = self._ring_capacity()
+        capacity = -(-count // CAPACITY_STEP) * CAPACITY_STEP
+        like = [states if is_quantized(dtype) else states.to(dtype) for states in stored]
+        made = self._allocate(keys.shape[0], capacity if ring is None else min(capacity, ring), like)
+        first = self._length - count if self.is_sliding else 0
+        for buffer, states in zip(made, like):
+            self._store(buffer, states, first)
+        kind = {"dtype": self.dtype or keys.dtype, "device": keys.device, "is_initialized": True}
+        self._replace(made, _loose={}, _copies=frozenset(), _length=first + count, oldest=first, **kind)
+
+    def _forget(self) -> None:
+        length = {} if self.is_sliding else {"_length": 0, "oldest": 0}
+        self._replace([None] * 4, _loose={}, _copies=frozenset(), is_initialized=False, **length)
+
+    def _allocate(
+        self, batch: int, capacity: int, like: Sequence[torch.Tensor] | None = None
+    ) -> tuple[torch.Tensor, ...]:
+        """Buffers of the kinds of ``like``, or of those that there are."""
         # Tensors born in inference mode could not be written outside it, and a cache may live in both.
         with torch.inference_mode(False):
             made = tuple(
                 torch.empty((batch, old.shape[1], capacity, *old.shape[3:]), dtype=old.dtype, device=old.device)
-                for old in self.buffers
+                for old in like or self.buffers
             )
         for buffer in made:
             huge_pages.ask_for(buffer)
@@ -161,8 +190,8 @@ class FastpathLayer(CacheLayerMixin):
 
     def _resize(self, capacity: int) -> None:
         """Move what is held into buffers of ``capacity`` slots."""
-        count = min(self.cumulative_length - self.oldest, capacity)
-        first = self.cumulative_length - count
+        count = min(self._length - self.oldest, capacity)
+        first = self._length - count
         made = self._allocate(self.batch_size, capacity)
         if count > 0:
             for old, new in zip(self.buffers, made):
@@ -188,11 +217,19 @@ class FastpathLayer(CacheLayerMixin):
 
         Returns:
             Whether the buffers moved.
+
+        Raises:
+            RuntimeError: a window's keys and values were assigned, and are not its newest positions.
         """
-        needed = self.cumulative_length + num_tokens
+        before = self.k_buffer
+        self._take_all()
+        needed = self._length + num_tokens
         ring = self._ring_capacity()
         if needed <= self.capacity or (ring is not None and self.capacity >= ring):
-            return False
+            # what was shown is the user's; and what a forward overwrites has to come back if it fails
+            if self._has_views or (self.is_kept and ring is not None and self._loses(needed)):
+                self._resize(self.capacity)
+            return self.k_buffer is not before
         if needed < self.expected_length:
             grown = min(self.expected_length, needed + needed // 4)
         else:
@@ -200,6 +237,31 @@ class FastpathLayer(CacheLayerMixin):
         grown = -(-grown // CAPACITY_STEP) * CAPACITY_STEP
         self._resize(grown if ring is None else min(grown, ring))
         return True
+
+    def _take_all(self) -> None:
+        if self._loose and not self.take():
+            raise RuntimeError(
+                f"the keys assigned to a {type(self).__name__} with a window of {self.sliding_window} are "
+                f"{self._loose[0].shape[2]}, expected the newest {self._held()} of {self._length} positions: set "
+                "cumulative_length as well"
+            )
+
+    def _loses(self, length: int) -> bool:
+        """Whether a ring filled up to ``length`` has overwritten what the next token sees now."""
+        return length - self.capacity > max(0, self._length - self.sliding_window + 1)
+
+    def checkpoint(self) -> dict:
+        """All that :meth:`restore` needs to undo what comes until then."""
+        saved = dict(vars(self))
+        self.is_kept = True
+        return saved
+
+    def restore(self, saved: dict) -> None:
+        """Be as at the time of a :meth:`checkpoint`."""
+        if self.is_sliding and (buffer := saved["k_buffer"]) is not None and buffer.shape[2] >= self._ring_capacity():
+            # what a window does not need may have been overwritten
+            saved["oldest"] = max(saved["oldest"], saved["_length"] - self.sliding_window + 1)
+        vars(self).update(saved)
 
     def append(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
         """Write the states of the next positions, [batch, num_kv_heads, new, head_dim]."""
@@ -209,29 +271,79 @@ class FastpathLayer(CacheLayerMixin):
         count = stored[0].shape[2]
         self.reserve(count)
         for buffer, states in zip(self.buffers, stored):
-            self._store(buffer, states, self.cumulative_length)
+            self._store(buffer, states, self._length)
         self.advance(count)
 
     def advance(self, num_tokens: int) -> None:
         """Count positions that were written."""
-        self.cumulative_length += num_tokens
-        self.oldest = max(self.oldest, self.cumulative_length - self.capacity)
+        self._length += num_tokens
+        self.oldest = max(self.oldest, self._length - self.capacity)
 
     # ---- the contract of a transformers cache layer ------------------------------------------------------------
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
-        empty = key_states.new_empty((*key_states.shape[:2], 0, key_states.shape[3]))
+        empty, values = (each.new_empty((*each.shape[:2], 0, each.shape[3])) for each in (key_states, value_states))
+        # transformers' own layer goes on counting, too, without what came before
+        loose = {0: empty, 1: values} if self.is_sliding and self._length else {}
         if self.kv_dtype is not None:
-            empty = empty.to(self.kv_dtype)
+            empty, values = empty.to(self.kv_dtype), values.to(self.kv_dtype)
         scales = empty.new_empty(empty.shape[:3], dtype=SCALE_DTYPE) if is_quantized(empty.dtype) else None
-        kind = {"dtype": key_states.dtype, "device": key_states.device}
-        self._replace((empty, empty, scales, scales), is_initialized=True, **kind)
+        kind = {"dtype": key_states.dtype, "device": key_states.device, "is_initialized": True}
+        length = {} if loose else {"_length": 0, "oldest": 0}
+        self._replace((empty, values, scales, scales), _loose=loose, _copies=frozenset(), **kind, **length)
 
     def prepare(self, states: torch.Tensor) -> None:
         """Get ready for states of this shape, [batch, num_kv_heads, any, head_dim], and dtype; what it holds stays."""
-        other = self.is_initialized and states.shape[:2] != self.k_buffer.shape[:2]
-        if not self.is_initialized or (other and self.cumulative_length == 0):  # also after reset(), another batch
+        if self.is_initialized:
+            self.take()
+        # also after reset(), another batch
+        if not self.is_initialized or (self._length == 0 and not self._loose and self._is_other(states)):
             self.lazy_initialization(states, states)
+
+    def _is_other(self, states: torch.Tensor) -> bool:
+        """Whether the buffers, which are empty, are for states of another kind."""
+        k, (batch, heads, _, head_dim) = self.k_buffer, states.shape
+        if (self.batch_size, k.shape[1], k.shape[3], k.device) != (batch, heads, head_dim, states.device):
+            return True
+        return self.kv_dtype is None and k.dtype != states.dtype
+
+    def admit(
+        self, key_shape: tuple[int, int, int], value_shape: tuple[int, int, int], dtype: torch.dtype, device: Any
+    ) -> bool:
+        """Get ready to append states behind others.
+
+        Args:
+            key_shape, value_shape: batch, num_kv_heads and head_dim of the states.
+            dtype, device: theirs.
+
+        Returns:
+            Whether kernels can; else only :meth:`update` can.
+
+        Raises:
+            RuntimeError: what the layer holds is of another batch, model or device. Nothing was changed then.
+        """
+        fits = self.take()
+        if not self.is_initialized:  # None was assigned
+            return False
+        keys, values = self._loose.values() if self._loose else (self.k_buffer, self.v_buffer)
+        held = [(self.batch_size, half.shape[1], half.shape[3]) for half in (keys, values)]
+        if held != [tuple(key_shape), tuple(value_shape)] or keys.device != device:
+            names = "batch {}, num_kv_heads {}, head_dim {}"
+            raise RuntimeError(
+                f"a {type(self).__name__} of {self._length} positions got keys and values of "
+                f"{names.format(*key_shape)} (values: {value_shape[2]}) on {device}, expected those of what it holds, "
+                f"{names.format(*held[0])} (values: {held[1][2]}) on {keys.device}: pass a cache of this batch and "
+                "model, or reset() this one. Nothing was written"
+            )
+        if fits and self.kv_dtype is None and (wide := torch.promote_types(self.k_buffer.dtype, dtype)) != keys.dtype:
+            self._widen(wide)
+        return fits
+
+    def _widen(self, dtype: torch.dtype) -> None:
+        """Hold what is held in a dtype that nothing is lost in, as ``torch.cat`` would."""
+        with torch.inference_mode(False):
+            made = tuple(buffer.to(dtype) for buffer in self.buffers)
+        self._replace(made, dtype=dtype)
 
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args, **kwargs
@@ -247,7 +359,8 @@ class FastpathLayer(CacheLayerMixin):
             newest window - 1 before these states, and these states.
 
         Raises:
-            RuntimeError: gradients would have to flow through the cache.
+            RuntimeError: gradients would have to flow through the cache, or what it holds is of another batch, number
+                of heads, head size or device.
         """
         if torch.is_grad_enabled() and (key_states.requires_grad or value_states.requires_grad):
             raise RuntimeError(
@@ -255,6 +368,10 @@ class FastpathLayer(CacheLayerMixin):
                 "or a transformers DynamicCache"
             )
         self.prepare(key_states)
+        shapes = [(*states.shape[:2], states.shape[3]) for states in (key_states, value_states)]
+        dtype = torch.promote_types(key_states.dtype, value_states.dtype)
+        if not self.admit(*shapes, dtype, key_states.device):
+            return self._as_stock("update", self._rounded(key_states), self._rounded(value_states))
         past = self._held()
         stored = self._stored_as(key_states, value_states)
         seen = None
@@ -265,25 +382,25 @@ class FastpathLayer(CacheLayerMixin):
         if past == 0:
             seen = self._dequantized(stored)
         elif seen is None:
-            seen = self._newest(self.cumulative_length)
+            seen = self._newest(self._length)
         return seen[0].to(key_states.dtype), seen[1].to(value_states.dtype)
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         """Length and offset of the positions that ``update`` will return for ``query_length`` new tokens."""
+        if not self.is_sliding:
+            return self.get_seq_length() + query_length, 0
         held = self._held()
-        return held + query_length, self.cumulative_length - held
-
-    def get_seq_length(self) -> int:
-        return self.cumulative_length
+        return held + query_length, self._length - held
 
     def get_max_length(self) -> int:
         return -1 if self.sliding_window is None else self.sliding_window
 
     def activate_past_recording(self) -> None:
         """Keep enough beyond the window that the next ``crop`` can remove up to 1024 tokens."""
+        self.take()
         self.record_past = True
         ring = self._ring_capacity()
-        if ring is not None and self.is_initialized and self.cumulative_length > self.capacity:
+        if ring is not None and self.has_buffers and not self._loose and self._length > self.capacity:
             self._resize(ring)  # a wrapped ring has to be laid out anew before it may hold more
         # one that has not wrapped grows on its own, up to the larger ring
 
@@ -294,15 +411,23 @@ class FastpathLayer(CacheLayerMixin):
             ValueError: a positive number.
             RuntimeError: a sliding-window layer no longer holds what would become visible.
         """
-        self.cumulative_length = self.cropped_length(tokens_to_remove)
+        length = self.cropped_length(tokens_to_remove)
+        if self._loose:
+            self._as_stock("crop", tokens_to_remove)
+        else:
+            self._length = length
 
     def cropped_length(self, tokens_to_remove: int) -> int:
         """Length after ``crop(tokens_to_remove)``; raises what that would raise."""
         if tokens_to_remove > 0:
             raise ValueError(f"crop({tokens_to_remove}) is not supported: pass a negative number, the tokens to remove")
-        length = max(0, self.cumulative_length + tokens_to_remove)
+        if not self.take():
+            layer = self._stock_layer()
+            layer.crop(tokens_to_remove)
+            return layer.cumulative_length
+        length = max(0, self._length + tokens_to_remove)
         if self.is_sliding and self.oldest > max(0, length - self.sliding_window + 1):
-            most = self.cumulative_length - self.oldest - self.sliding_window + 1
+            most = self._length - self.oldest - self.sliding_window + 1
             raise RuntimeError(
                 f"cannot remove {-tokens_to_remove} tokens from a sliding-window layer that has moved on: at most "
                 f"{max(0, most)}. Call activate_past_recording() before generating them."
@@ -311,13 +436,18 @@ class FastpathLayer(CacheLayerMixin):
 
     def reset(self) -> None:
         """Forget every position; the buffers stay."""
-        self.cumulative_length = self.oldest = 0
+        vars(self).update(_loose={}, _copies=frozenset(), _length=0, oldest=0)
 
     def _map_batch(self, select: Callable[[torch.Tensor], torch.Tensor]) -> None:
         """Replace every buffer by ``select`` of it along the batch."""
         if not self.is_initialized:
             return
-        used = min(self.cumulative_length, self.capacity)
+        if not self.take():
+            self._loose = {place: select(half) for place, half in self._loose.items()}
+            return
+        if not self.is_initialized:  # None was assigned
+            return
+        used = min(self._length, self.capacity)
         chosen = [select(buffer[:, :, :used]) for buffer in self.buffers]
         made = self._allocate(chosen[0].shape[0], self.capacity)
         for buffer, states in zip(made, chosen):
@@ -353,4 +483,4 @@ class FastpathLayer(CacheLayerMixin):
 
     def __repr__(self) -> str:
         window = f", window {self.sliding_window}" if self.is_sliding else ""
-        return f"FastpathLayer({self.cumulative_length} of {self.capacity} slots{window})"
+        return f"FastpathLayer({self._length} of {self.capacity} slots{window})"

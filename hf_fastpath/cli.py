@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import difflib
-import importlib
 import json
 import platform
 import sys
@@ -125,19 +124,16 @@ def _explain(given: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
     return 0 if found.fast else 1
 
 
-#: what ``bench`` runs, by its first argument
-BENCHMARKS = {"generate": "bench_generate.py", "gemv": "bench_layouts.py"}
-
-
 def _bench(rest: Sequence[str]) -> int:
-    """Run a benchmark script of the source checkout."""
-    which, *given = rest if rest and rest[0] in BENCHMARKS else ("generate", *rest)
-    script = Path(__file__).resolve().parent.parent / "benchmarks" / BENCHMARKS[which]
-    if not script.is_file():
-        print("hf_fastpath: the benchmarks are in the source checkout, which this is not", file=sys.stderr)
-        return 1
-    sys.path.insert(0, str(script.parent))  # the scripts import each other
-    return importlib.import_module(script.stem).main(given)
+    """Run one of the two benchmarks that are part of the package."""
+    # Both import what the other commands have no use for.
+    if rest and rest[0] == "gemv":
+        from .bench import layouts
+
+        return layouts.main(rest[1:])
+    from .bench import generate
+
+    return generate.main(rest[1:] if rest and rest[0] == "generate" else rest)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -193,7 +189,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     verify.add_argument("--json", action="store_true")
     commands.add_parser(
         "bench",
-        help="decode speed beside stock; see benchmarks/bench_generate.py; bench gemv: layouts of quantized weights",
+        help="decode speed beside stock; bench gemv: layouts of quantized weights; see bench --help",
         add_help=False,
     )
     given, rest = parser.parse_known_args(argv)

@@ -5,7 +5,8 @@ from __future__ import annotations
 import functools
 import inspect
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+import threading
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import chain
 from typing import Any
@@ -13,9 +14,11 @@ from typing import Any
 import torch
 import transformers
 from torch import nn
+from torch.amp import autocast_mode
 from torch.nn.modules import module as torch_module
 from transformers import activations
 from transformers.cache_utils import Cache, DynamicCache
+from transformers.dynamic_module_utils import custom_object_save
 from transformers.generation import GenerationConfig, GenerationMixin, GenerationMode
 from transformers.generation import candidate_generator as candidates
 from transformers.generation.continuous_batching.cache import PagedAttentionCache
@@ -33,6 +36,14 @@ from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.pytorch_utils import Conv1D
 from transformers.utils import output_capturing
+
+from .choices import Activation
+
+if torch.distributed.is_available():
+    from torch.distributed.fsdp import FullyShardedDataParallel
+    from torch.distributed.tensor import DTensor
+else:  # nothing is an instance of these
+    DTensor = FullyShardedDataParallel = ()
 
 __all__ = [
     "Conv1D",
@@ -142,21 +153,21 @@ def is_assisted_mode(generation_mode: Any) -> bool:
 
 # ---- modules --------------------------------------------------------------------------------------------------
 
-_ACTIVATIONS: dict[type, str] = {
-    activations.NewGELUActivation: "gelu_tanh",
-    activations.GELUTanh: "gelu_tanh",
-    activations.GELUActivation: "gelu",
-    activations.SiLUActivation: "silu",
-    nn.GELU: "gelu",
-    nn.SiLU: "silu",
-    nn.ReLU: "relu",
+_ACTIVATIONS: dict[type, Activation] = {
+    activations.NewGELUActivation: Activation.GELU_TANH,
+    activations.GELUTanh: Activation.GELU_TANH,
+    activations.GELUActivation: Activation.GELU,
+    activations.SiLUActivation: Activation.SILU,
+    nn.GELU: Activation.GELU,
+    nn.SiLU: Activation.SILU,
+    nn.ReLU: Activation.RELU,
 }
 
 
-def activation_name(module: nn.Module) -> str | None:
-    """The kernels' name of an activation module, or None if they do not have it."""
+def activation_of(module: nn.Module) -> Activation | None:
+    """What kernels have for an activation module, or None if they do not have it."""
     if type(module) is nn.GELU and module.approximate == "tanh":
-        return "gelu_tanh"
+        return Activation.GELU_TANH
     return _ACTIVATIONS.get(type(module))
 
 
@@ -261,21 +272,94 @@ def _does_nothing(hook: Callable[..., Any]) -> bool:
     return is_known_code(hook) and name.endswith("enable_input_require_grads.<locals>.make_inputs_require_grads")
 
 
-def has_hooks(module: nn.Module) -> bool:
-    """Whether calling ``module`` without gradients would run hooks that matter."""
-    if torch_module._global_forward_hooks or torch_module._global_forward_pre_hooks:
-        return True
+def hook_of(module: nn.Module) -> Callable[..., Any] | None:
+    """A hook that matters and that calling ``module`` without gradients would run, or None."""
     contents = module.__dict__
     after, before = contents["_forward_hooks"], contents["_forward_pre_hooks"]
-    if not after and not before:
-        return False
-    return any(not _does_nothing(hook) for hook in (*after.values(), *before.values()))
+    of_all = torch_module._global_forward_hooks, torch_module._global_forward_pre_hooks
+    if not after and not before and not any(of_all):
+        return None
+    found = (hook for hook in (*after.values(), *before.values()) if not _does_nothing(hook))
+    return next(chain(found, *(hooks.values() for hooks in of_all)), None)
+
+
+def name_of(function: Any) -> str:
+    """Where a function, method or callable is defined, as a user may look for it."""
+    function = getattr(function, "func", function)  # functools.partial
+    function = getattr(function, "__func__", function)
+    if hasattr(function, "__wrapped__") and hasattr(function, "__code__"):  # whose name it has taken on
+        code = function.__code__
+        return f"{function.__globals__['__name__']}.{getattr(code, 'co_qualname', code.co_name)}"
+    named = function if hasattr(function, "__qualname__") else type(function)
+    return f"{named.__module__}.{named.__qualname__}"
 
 
 def outputs_are_captured() -> bool:
     """Whether the running forward was asked for attentions or hidden states."""
     return bool(output_capturing._active_collector.get())  # an empty collector asks for nothing
 
+
+def generating_model(model: nn.Module) -> nn.Module:
+    """``model``; or the one inside it that has ``generate()``, where it has none and wraps exactly one: PEFT, DDP,
+    ``torch.compile``, DeepSpeed, a value head."""
+    found, waiting = {}, [model]
+    while waiting:
+        module = waiting.pop()
+        if isinstance(module, GenerationMixin):
+            found[id(module)] = module
+        else:
+            waiting.extend(module.children())
+    return next(iter(found.values())) if len(found) == 1 else model
+
+
+def sharding(model: nn.Module) -> str | None:
+    """How a model's weights are spread over processes, in words; None if this process has them whole."""
+    for module in model.modules():
+        if getattr(module, "_device_mesh", None) is not None:
+            return "tp_plan or a device mesh"
+        if isinstance(module, FullyShardedDataParallel):
+            return "FullyShardedDataParallel"
+    for parameter in model.parameters():
+        if isinstance(parameter, DTensor):
+            return "parameters that are DTensors"
+        if getattr(parameter, "_fsdp_flattened", False):
+            return "FullyShardedDataParallel"
+        if hasattr(parameter, "ds_id"):
+            return "DeepSpeed ZeRO-3"
+    return None
+
+
+def is_sharded(tensor: torch.Tensor | None) -> bool:
+    """Whether this process may have a part of a tensor only."""
+    return isinstance(tensor, DTensor)
+
+
+#: what ``generate()`` passes to the model's forward where our loops stand in for it
+FORWARD_ARGUMENTS = frozenset(
+    {"input_ids", "attention_mask", "position_ids", "use_cache", "logits_to_keep", "return_dict", CACHE, _OLD_CACHE}
+)
+
+
+def is_ours(function: Any) -> bool:
+    """Whether a function is one that ``patch()`` binds."""
+    return getattr(function, "__module__", "").startswith("hf_fastpath.")
+
+
+def converted_to_float32(function: Any) -> Any:
+    """What accelerate's wrapper around a forward calls, to make its results float32; None for any other function."""
+    known = type(function).__module__ == "accelerate.utils.operations"
+    return function.model_forward if known and type(function).__name__ == "ConvertOutputsToFp32" else None
+
+
+def run_under_autocast(function: Any) -> Any:
+    """What a function that was decorated with ``torch.autocast`` wraps; None for any other function."""
+    code = getattr(function, "__code__", None)
+    if code is None or code not in (found for found in _AUTOCAST_CODE.co_consts if hasattr(found, "co_code")):
+        return None
+    return function.__closure__[code.co_freevars.index("func")].cell_contents
+
+
+_AUTOCAST_CODE = autocast_mode.autocast_decorator.__code__
 
 #: where a module may keep the forward that computes
 FORWARD_ATTRIBUTES = ("forward", "_old_forward")
@@ -310,6 +394,13 @@ def placement(module: nn.Module) -> str | None:
     return "placed" if there.type == here.type and there.index in (None, here.index) else None
 
 
+def save_config(model: Any, config: Any, directory: str) -> None:
+    """Write a model's config as ``save_pretrained()`` does, and the code of classes that came with a checkpoint."""
+    if getattr(model, "_auto_class", None) is not None:
+        custom_object_save(model, directory, config=config)
+    config.save_pretrained(directory)
+
+
 # ---- the decode loop --------------------------------------------------------------------------------------------
 
 
@@ -317,16 +408,28 @@ def placement(module: nn.Module) -> str | None:
 _TOKEN_METHODS = ("prepare_inputs_for_generation", "_update_model_kwargs_for_generation")
 
 
-def overrides_generation(model: Any, home: str) -> bool:
-    """Whether other code than that of ``home`` has put itself between ``generate()`` and the model's forward."""
+def overridden_method(model: Any, home: str) -> str | None:
+    """The method by which other code than that of ``home`` has put itself between ``generate()`` and the model's
+    forward, and where it is defined; or None."""
     for name in _TOKEN_METHODS:
         of_class, of_instance = getattr(type(model), name), vars(model).get(name)
         if not is_known_code(of_class, home):
-            return True
+            return f"{name} is {name_of(of_class)}"
         # the class's own, bound: left behind by PEFT
         if of_instance is not None and getattr(of_instance, "__func__", None) is not of_class:
-            return True
-    return False
+            return f"{name} is {name_of(of_instance)}"
+    return None
+
+
+#: keyword arguments of ``generate()`` that change no logits and nothing in the cache: ``prepare_inputs_for_generation``
+#: drops labels, and without labels a forward computes no loss
+WITHOUT_EFFECT = frozenset({"labels", "num_items_in_batch"})
+
+
+def is_stock_streamer(streamer: Any) -> bool:
+    """Whether a streamer is exactly one of transformers', none of whose methods was replaced on the instance."""
+    methods = ("put", "end", "on_finalized_text")
+    return type(streamer).__module__.startswith("transformers.") and not any(name in vars(streamer) for name in methods)
 
 
 def is_stock(thing: LogitsProcessor | StoppingCriteria) -> bool:
@@ -374,6 +477,28 @@ def prefill(model: Any, input_ids: torch.Tensor, generation_config: Any, model_k
     return model._prefill(input_ids, generation_config, model_kwargs, is_first_iteration=True)
 
 
+def following_logits(model: Any, input_ids: torch.Tensor, count: int, prompt_len: int, model_kwargs: dict) -> Any:
+    """Run the last ``count`` tokens of a text as ``GenerationMixin._sample`` runs the one that it has chosen.
+
+    Args:
+        input_ids: [batch, seq_len], the text, as the caller of ``generate()`` has begun it.
+        count: how many of its tokens the cache does not hold.
+        prompt_len: how many of them were there when ``generate()`` began.
+        model_kwargs: of the prompt.
+
+    Returns:
+        [batch, count, vocab_size] logits of the tokens that follow each.
+    """
+    known = model._update_model_kwargs_for_generation(
+        {}, dict(model_kwargs), num_new_tokens=input_ids.shape[1] - prompt_len
+    )
+    with model._optimize_model_for_decode():
+        inputs = model.prepare_inputs_for_generation(input_ids, next_sequence_length=count, **known)
+        if "logits_to_keep" in inputs:
+            inputs["logits_to_keep"] = count
+        return model(**inputs, return_dict=True).logits[:, -count:]
+
+
 def candidate_generator(model: Any, ahead: int, **arguments: Any) -> Any:
     """What makes drafts for ``GenerationMixin._assisted_decoding`` with these arguments, if that is an assistant or a
     lookup in the prompt, and the model's own choice decides; else None.
@@ -395,15 +520,20 @@ def candidate_generator(model: Any, ahead: int, **arguments: Any) -> Any:
         return made
     if type(made) is not candidates.AssistedCandidateGenerator:
         return None
-    given = made.assistant_kwargs  # of the prompt, where the first draft stands behind one token more
+    lengthen_draft_inputs(made, ahead)  # they are of the prompt, and the first draft stands behind one token more
+    return made
+
+
+def lengthen_draft_inputs(generator: Any, count: int) -> None:
+    """Tell an assistant's generator of ``count`` more tokens of the text in front of its next draft."""
+    given = generator.assistant_kwargs
     for name, extend in (
         ("attention_mask", candidates._prepare_attention_mask),
         ("position_ids", candidates._prepare_position_ids),
     ):
         if given.get(name) is not None:
-            given = extend(given, given[name].shape[-1] + ahead, False)
-    made.assistant_kwargs = given
-    return made
+            given = extend(given, given[name].shape[-1] + count, False)
+    generator.assistant_kwargs = given
 
 
 def looks_up_drafts(generator: Any) -> bool:
@@ -456,9 +586,22 @@ def below_autograd() -> Any:
     return torch._C._AutoDispatchBelowAutograd()
 
 
-def is_held_here(lock: Any) -> bool:
-    """Whether this thread holds a ``threading.RLock``."""
-    return lock._is_owned()
+def is_run_elsewhere(model: nn.Module, waiting: Container[int] = ()) -> bool:
+    """Whether another thread is inside of a ``generate()`` or a forward of ``model``.
+
+    Args:
+        waiting: threads that have begun a ``generate()`` which waits, and does not count.
+    """
+    codes = {inspect.unwrap(GenerationMixin.generate).__code__, nn.Module._call_impl.__code__}
+    here = threading.get_ident()
+    for thread, frame in sys._current_frames().items():
+        counted = 0
+        while frame is not None and thread != here:
+            counted += frame.f_code in codes and frame.f_locals.get("self") is model
+            frame = frame.f_back
+        if counted > (thread in waiting):
+            return True
+    return False
 
 
 def uses_generation_mixin_sample(model: Any) -> bool:

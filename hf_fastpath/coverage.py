@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from torch import nn
 
-from . import loader, structural
+from . import compat, loader, structural
 from .architecture import architectures
 from .errors import UnsupportedModelError
 from .reasons import REASONS
@@ -23,6 +23,20 @@ def _declined(state: PatchState) -> tuple[str, str, list[str]]:
     partial = sorted({reason for *_, reason in state.declined} - {"module_disabled", *loader.NO_KERNELS})
     remedies = "; ".join(f"{reason}: {REASONS[reason].remedy}" for reason in partial)
     return why, f" What helps: {remedies}." if partial else "", partial
+
+
+def check_whole(model: nn.Module) -> None:
+    """Fail if this process has only a part of the model's weights.
+
+    Raises:
+        UnsupportedModelError: names how they are spread.
+    """
+    how = compat.sharding(model)
+    if how is not None:
+        raise UnsupportedModelError(
+            f"{type(model).__name__}: its weights are spread over processes ({how}). "
+            f"What helps: sharded: {REASONS['sharded'].remedy}."
+        )
 
 
 def check_kernels(devices: Iterable[str], strict: bool) -> None:

@@ -12,6 +12,7 @@ from .errors import UnsupportedModelError
 from .patching import examine
 from .reasons import REASONS
 from .reporting import Report
+from .tables import table
 
 BATCHES = (1, 8)
 #: positions that each sequence holds, as far as the model knows them
@@ -87,16 +88,19 @@ class Explanation:
         if self.self_tested:
             lines.append("  patch() tries a small random twin first, and declines if it does not decode as stock does")
         if self.steps:
-            lines += ["", *self._table()]
+            lines += ["", self._table()]
         return "\n".join(lines)
 
-    def _table(self) -> list[str]:
-        speed = "" if self.bandwidth is None else f"{f'tok/s at {self.bandwidth / 1e9:.4g} GB/s':>22}"
-        lines = [f"{'batch':>5}{'context':>9}{'weights read':>14}{'KV read':>14}{speed}"]
+    def _table(self) -> str:
+        columns = ["batch", "context", "weights read", "KV read"]
+        if self.bandwidth is not None:
+            columns.append(f"tok/s at {self.bandwidth / 1e9:.4g} GB/s")
+        rows = []
         for step in self.steps:
-            line = f"{step.batch:>5}{step.context:>9}{_gigabytes(step.weight_bytes):>14}{_gigabytes(step.kv_bytes):>14}"
-            lines.append(line + ("" if step.tokens_per_second is None else f"{step.tokens_per_second:>22.1f}"))
-        return lines
+            sizes = _gigabytes(step.weight_bytes), _gigabytes(step.kv_bytes)
+            speed = () if step.tokens_per_second is None else (f"{step.tokens_per_second:.1f}",)
+            rows.append((str(step.batch), str(step.context), *sizes, *speed))
+        return table(columns, rows)
 
 
 def _gigabytes(count: int) -> str:

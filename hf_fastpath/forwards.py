@@ -16,11 +16,14 @@ from torch import nn
 from . import loader, ops
 from .cache import FastpathCache
 from .cache_layer import FastpathLayer
+from .choices import Activation, Approximation
 from .compat import (
     below_autograd,
     cache_of,
     is_continuous_batch,
     is_known_code,
+    is_sharded,
+    name_of,
     order_offloading,
     outputs_are_captured,
     prefetch_waits,
@@ -28,10 +31,11 @@ from .compat import (
 from .decode import composed, steps
 from .decode.attend import Attention, few_rows, has_tensor_cores, plain_mask
 from .decode.many_rows import ManyRows
-from .decode.modules import apply_dropout
+from .decode.modules import apply_dropout, child
 from .decode.parts import AttentionPart, FeedForwardPart, HeadPart, MLPPart, MoEPart, NormPart
 from .decode.structure import LayerPart, full_angles
 from .ops.gemv import MAX_ROWS
+from .reasons import Cause
 from .registry import FLOAT_DTYPES
 
 if TYPE_CHECKING:
@@ -57,12 +61,14 @@ class ModulePatch:
         if torch.compiler.is_compiling():
             return "compiling"
         if torch.is_autocast_enabled(x.device.type):
-            return "autocast"
+            return Cause("autocast", f"torch.autocast({x.device.type!r})")
         if x.dtype not in FLOAT_DTYPES:
-            return "dtype"
-        if not is_known_code(type(self.part.module).forward, self.part.architecture.module):
-            return "class_forward"
-        return loader.why_not_native(x.device.type)
+            return Cause("dtype", f"called with {x.dtype}", self.part.module)
+        forward = type(self.part.module).forward
+        if not is_known_code(forward, self.part.architecture.module):
+            return Cause("class_forward", f"forward is {name_of(forward)}", self.part.module)
+        missing = loader.why_not_native(x.device.type)
+        return None if missing is None else Cause(missing, f"device {x.device.type}")
 
     def parameters_reason(self, x: torch.Tensor) -> str | None:
         """Why the fused ops cannot take the part's parameters together with ``x``; None if they can."""
@@ -72,15 +78,18 @@ class ModulePatch:
         for parameter in self.part.parameters():
             if parameter is None:
                 continue
+            if is_sharded(parameter):
+                return Cause("sharded", module=self.part.module)
             if parameter.dtype != x.dtype:
-                return "dtype"
+                return Cause("dtype", f"called with {x.dtype}, a weight is {parameter.dtype}", self.part.module)
             if parameter.device != x.device:
-                return "device"
+                return Cause("device", f"called with {x.device}, a weight is on {parameter.device}", self.part.module)
             if grad and parameter.requires_grad:
                 return "gradient"
         return None
 
 
+_CAPTURED = Cause("attention_outputs", "output_attentions, output_hidden_states or output_router_logits")
 #: stock code by design: switched off, or traced, or training with an op that has no backward
 _UNCOUNTED = (None, "paused", "compiling", "gradient")
 
@@ -90,8 +99,9 @@ def stock(module: nn.Module, reason: str | None, *args: Any, **kwargs: Any) -> A
 
     A module without a patch runs it too: other code may have wrapped our forward and hold it after ``unpatch()``.
     """
-    if reason not in _UNCOUNTED:
-        vars(module)[KEY].state.fall_back(reason)
+    patch: ModulePatch | None = vars(module).get(KEY)
+    if patch is not None and reason not in _UNCOUNTED:
+        patch.state.fall_back(reason)
     return type(module).forward(module, *args, **kwargs)
 
 
@@ -122,7 +132,7 @@ def _mixture(patch: ModulePatch, part: MoEPart, hidden_states: torch.Tensor) -> 
     reason = None
     if _is_few(hidden_states):  # prompts are stock code's by design
         reason = patch.reason_now(hidden_states) or part.reason() or patch.parameters_reason(hidden_states)
-        reason = reason or ("attention_outputs" if outputs_are_captured() else None)
+        reason = reason or (_CAPTURED if outputs_are_captured() else None)
         if reason is None:
             if not part.spec.returns_weights:
                 return steps.mixture(steps.run, part, hidden_states)
@@ -139,6 +149,7 @@ def mlp(self: nn.Module, hidden_states: torch.Tensor) -> torch.Tensor:
         return _mixture(patch, patch.part, hidden_states)
     part: MLPPart = patch.part
     reason = patch.reason_now(hidden_states) or part.activation_reason()
+    reason = reason or ("sharded" if any(map(is_sharded, part.parameters())) else None)
     if reason is not None:
         return stock(self, reason, hidden_states)
     if _is_few(hidden_states):
@@ -146,10 +157,11 @@ def mlp(self: nn.Module, hidden_states: torch.Tensor) -> torch.Tensor:
             return steps.mlp(steps.run, part, hidden_states)
     # Many rows, gradients, or projections with a life of their own (LoRA, quantized): only the activation is fused.
     if part.gate is None:
-        if part.activation not in ("gelu", "gelu_tanh"):
-            return stock(self, "unsupported_activation", hidden_states)
+        if part.activation not in (Activation.GELU, Activation.GELU_TANH):
+            return stock(self, Cause("unsupported_activation", module=child(self, part.spec.activation)), hidden_states)
         up = part.up(hidden_states)
-        out = part.down(_activate(ops.fused_gelu.overload, up, "tanh" if part.activation == "gelu_tanh" else "none"))
+        form = Approximation.TANH if part.activation == Activation.GELU_TANH else Approximation.NONE
+        out = part.down(_activate(ops.fused_gelu.overload, up, form))
     else:
         joined = part.up(hidden_states)
         gate, up = joined.chunk(2, dim=-1) if part.is_joined else (part.gate(hidden_states), joined)
@@ -202,26 +214,30 @@ def _over_cache(
     if reason is not None:
         return reason
     if not isinstance(cache, FastpathCache):
-        return "other_cache"
+        return Cause("other_cache", type(cache).__name__)
     if (reason := patch.part.reason()) is not None:
         return reason
     layer = cache.layers[index]
-    if layer.sliding_window not in (None, part.window) or layer.batch_size != x.shape[0]:
-        return "other_cache"
+    if layer.sliding_window not in (None, part.window):
+        return Cause("other_cache", f"its window is {layer.sliding_window}, not {part.window}", part.module)
+    shape = x.shape[0], *part.cache_shape
+    if not layer.admit(shape, shape, x.dtype, x.device):
+        return "edited_cache"
     if x.shape[0] > MAX_ROWS and query_len == 1:
-        return "batch_size"
+        return Cause("batch_size", f"{x.shape[0]} sequences, {MAX_ROWS} at most outside of generate()")
     mask, starts = named.get("attention_mask"), None
     if mask is not None:
-        if query_len == 1:
-            return "attention_mask"
-        seen = plain_mask(mask, layer.cumulative_length, query_len, layer.sliding_window)
+        seen = None
+        if query_len > 1:
+            seen = plain_mask(mask, layer.cumulative_length, query_len, layer.sliding_window)
         if seen is None:
-            return "attention_mask"
+            return Cause("attention_mask", f"{mask.dtype} {tuple(mask.shape)} for {query_len} tokens")
         starts = seen.starts
-    if named.get("encoder_hidden_states") is not None or any(name.startswith("cu_seq_lens") for name in named):
-        return "unsupported_input"
+    others = [name for name in named if name == "encoder_hidden_states" or name.startswith("cu_seq_lens")]
+    if (other := next((name for name in others if named[name] is not None), None)) is not None:
+        return Cause("unsupported_input", other)
     if named.get("output_attentions") or outputs_are_captured():
-        return "attention_outputs"
+        return _CAPTURED
     layer.reserve(query_len)
     lengths, emit = cache.seq_lens(index, query_len), steps.run
     starts = None if starts is None else starts.expand(len(x)).contiguous()
@@ -294,6 +310,18 @@ def head(self: nn.Module, hidden_states: torch.Tensor) -> torch.Tensor:
         return stock(self, None, x)  # nothing but the product is lost, in a forward that counts its own reasons
     emit = steps.run if _is_few(x) else ManyRows(None, x.numel() // x.shape[-1])
     return steps.projection(emit, self, x)
+
+
+def decoder(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    """All layers: a FastpathCache that is given is left as it was if the call is broken off."""
+    patch: ModulePatch | None = vars(self).get(KEY)
+    if patch is None or torch.compiler.is_compiling():
+        return type(self).forward(self, *args, **kwargs)
+    cache = cache_of(dict(zip(patch.argument_names, args[1:]), **kwargs), None)
+    if not isinstance(cache, FastpathCache):
+        return type(self).forward(self, *args, **kwargs)
+    with cache.kept():
+        return type(self).forward(self, *args, **kwargs)
 
 
 #: part of an architecture -> the forward that takes the place of stock's

@@ -3,16 +3,26 @@
 from __future__ import annotations
 
 import functools
+import threading
 import weakref
 from collections.abc import Callable
 from typing import Any
 
 from .compat import GenerationMixin
+from .forks import after_fork
 
 Loop = Callable[..., Any]
 _users: weakref.WeakSet = weakref.WeakSet()
 #: method of GenerationMixin -> what lies over it
 _wrappers: dict[str, Callable[..., Any]] = {}
+#: of both; models may be patched in several threads
+_lock = threading.RLock()
+
+
+@after_fork
+def _renew_lock() -> None:
+    global _lock
+    _lock = threading.RLock()
 
 
 def install_loops(user: Any, loops: dict[str, Loop]) -> None:
@@ -26,15 +36,17 @@ def install_loops(user: Any, loops: dict[str, Loop]) -> None:
         user: keeps the wrappers while it lives.
         loops: name of a method -> what takes its place; the same at every call.
     """
-    _users.add(user)
-    weakref.finalize(user, _remove_if_unused)
-    for name, loop in loops.items():
-        layer = getattr(GenerationMixin, name)
-        while layer is not None and layer is not _wrappers.get(name):
-            layer = getattr(layer, "__wrapped__", None)
-        if layer is None:
-            _wrappers[name] = _wrapped(getattr(GenerationMixin, name), loop)
-            setattr(GenerationMixin, name, _wrappers[name])
+    with _lock:
+        if user not in _users:
+            _users.add(user)
+            weakref.finalize(user, _remove_if_unused)
+        for name, loop in loops.items():
+            layer = getattr(GenerationMixin, name)
+            while layer is not None and layer is not _wrappers.get(name):
+                layer = getattr(layer, "__wrapped__", None)
+            if layer is None:
+                _wrappers[name] = _wrapped(getattr(GenerationMixin, name), loop)
+                setattr(GenerationMixin, name, _wrappers[name])
 
 
 def _wrapped(original: Callable[..., Any], loop: Loop) -> Callable[..., Any]:
@@ -52,9 +64,10 @@ def uninstall_loops(user: Any) -> None:
 
 
 def _remove_if_unused() -> None:
-    if any(True for _ in _users):  # len() may still count the one that is dying
-        return
-    for name, wrapper in list(_wrappers.items()):
-        if getattr(GenerationMixin, name) is wrapper:
-            setattr(GenerationMixin, name, wrapper.__wrapped__)
-            del _wrappers[name]
+    with _lock:
+        if any(True for _ in _users):  # len() may still count the one that is dying
+            return
+        for name, wrapper in list(_wrappers.items()):
+            if getattr(GenerationMixin, name) is wrapper:
+                setattr(GenerationMixin, name, wrapper.__wrapped__)
+                del _wrappers[name]

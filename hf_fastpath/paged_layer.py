@@ -60,45 +60,111 @@ class PagedLayer(FastpathLayer):
 
     @property
     def batch_size(self) -> int:
+        if (keys := self._loose.get(0)) is not None:
+            return keys.shape[0]
         return -1 if self.table is None else len(self.table.rows)
 
-    def _assign(self, place: int, states: torch.Tensor | None) -> None:
-        if states is not None:
-            raise ValueError("the keys and values of a paged FastpathCache cannot be assigned: use update()")
+    @property
+    def has_buffers(self) -> bool:
+        return self.table is not None
+
+    @property
+    def shows_views(self) -> bool:
+        return False
+
+    def _read(self, place: int) -> torch.Tensor:
+        return self._gathered(place, self._length)
+
+    def _gathered(self, place: int, count: int) -> torch.Tensor:
+        """Keys or values of the newest ``count`` positions."""
+        first, size = self._length - count, self.table.pool.page_size
+        blocks = self.table.tensor[:, first // size : -(-self._length // size)]
+        return gathered(self._buffer(place), blocks).narrow(2, first % size, count)
 
     def _newest(self, count: int) -> tuple[torch.Tensor, torch.Tensor]:
-        first, size = self.cumulative_length - count, self.table.pool.page_size
-        blocks = self.table.tensor[:, first // size : -(-self.cumulative_length // size)]
-        k, v = (gathered(buffer, blocks).narrow(2, first % size, count) for buffer in (self.k_buffer, self.v_buffer))
-        return k, v
+        return self._gathered(0, count), self._gathered(1, count)
+
+    def _put(self, keys: torch.Tensor, values: torch.Tensor) -> None:
+        """Pages stay shared as far as they hold the same."""
+        dtype, (batch, heads, count, head_dim) = self._storage_dtype(keys, values), keys.shape
+        if values.shape[3] != head_dim:
+            raise RuntimeError(
+                f"a PagedLayer has keys of head_dim {head_dim} and values of {values.shape[3]}, expected one: assign "
+                "such as the model makes"
+            )
+        first, table, place = 0, self.table, self._place
+        if table is None or not self._is_like(batch, heads, head_dim, keys.device):
+            table = self.tables.table(batch, keys.device)
+            if (
+                self.table is None
+                or table.pool is not self.table.pool
+                or self.k_buffer.shape[1::2] != (heads, head_dim)
+            ):
+                place = table.pool.add_layer(heads, head_dim, dtype, keys.device)
+        else:
+            first = self._first_difference(keys, values)
+        table.pool.widen(place, dtype)
+        if first < count:
+            table.reserve(first, count)
+            for buffer, states in zip(table.pool.buffers[place], (keys, values)):
+                self._write(table, buffer, states[:, :, first:], first)
+        kind = {"dtype": self.dtype or keys.dtype, "device": keys.device, "is_initialized": True}
+        vars(self).update(table=table, _place=place, _loose={}, _copies=frozenset(), _length=count, **kind)
+
+    def _is_like(self, batch: int, heads: int, head_dim: int, device: torch.device) -> bool:
+        """Whether the layer's pages are for such states."""
+        k = self.k_buffer
+        return (len(self.table.rows), k.shape[1], k.shape[3], k.device) == (batch, heads, head_dim, device)
+
+    def _first_difference(self, keys: torch.Tensor, values: torch.Tensor) -> int:
+        """The first position whose pages do not hold these."""
+        common = min(self._length, keys.shape[2])
+        differs = torch.zeros(common, dtype=torch.bool, device=keys.device)
+        for place, states in enumerate((keys, values)):
+            differs |= (self._read(place)[:, :, :common] != states[:, :, :common]).any(-1).flatten(0, 1).any(0)
+        found = differs.nonzero()
+        return int(found[0]) if len(found) else common
+
+    def _forget(self) -> None:
+        vars(self).update(table=None, _loose={}, _copies=frozenset(), _length=0, is_initialized=False)
+
+    def _widen(self, dtype: torch.dtype) -> None:
+        self.table.pool.widen(self._place, dtype)
+        self.dtype = dtype
 
     def reserve(self, num_tokens: int) -> bool:
-        self.table.reserve(self.cumulative_length, self.cumulative_length + num_tokens)
+        self._take_all()
+        self.table.reserve(self._length, self._length + num_tokens)
         return self.table.has_moved()
 
     def _append(self, stored: tuple[torch.Tensor, ...]) -> None:
         count = stored[0].shape[2]
         self.reserve(count)
-        positions = torch.arange(self.cumulative_length, self.cumulative_length + count, device=self.device)
-        size = self.table.pool.page_size
-        pages = self.table.tensor[:, positions // size].long()
         for buffer, states in zip((self.k_buffer, self.v_buffer), stored):
-            buffer[pages, :, positions % size] = states.transpose(1, 2)
+            self._write(self.table, buffer, states, self._length)
         self.advance(count)
+
+    @staticmethod
+    def _write(table: PageTable, buffer: torch.Tensor, states: torch.Tensor, first: int) -> None:
+        """Write ``states``, positions ``first`` on, into their pages."""
+        positions = torch.arange(first, first + states.shape[2], device=buffer.device)
+        size = table.pool.page_size
+        pages = table.tensor[:, positions // size].long()
+        buffer[pages, :, positions % size] = states.transpose(1, 2).to(buffer.dtype)
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
         batch, num_heads, _, head_dim = key_states.shape
         self.dtype, self.device = key_states.dtype, key_states.device
         table = self.tables.table(batch, key_states.device)
-        if self.table is None or self.k_buffer.shape[1] != num_heads:
-            self._place = table.pool.add_layer(num_heads, head_dim, self.kv_dtype or self.dtype, self.device)
-        self.table = table
-        self.is_initialized = True
-
-    def prepare(self, states: torch.Tensor) -> None:
-        other = self.is_initialized and states.shape[:2] != (self.batch_size, self.k_buffer.shape[1])
-        if not self.is_initialized or (other and self.cumulative_length == 0):  # also after reset(), another batch
-            self.lazy_initialization(states, states)
+        dtype = self.kv_dtype or self.dtype
+        known = self.table is not None and self.table.pool is table.pool
+        if not known or (self.k_buffer.shape[1], self.k_buffer.shape[3], self.k_buffer.dtype) != (
+            num_heads,
+            head_dim,
+            dtype,
+        ):
+            self._place = table.pool.add_layer(num_heads, head_dim, dtype, self.device)
+        vars(self).update(table=table, _loose={}, _copies=frozenset(), _length=0, is_initialized=True)
 
     def _map_batch(self, select: Any) -> None:
         raise NotImplementedError("the layers of a paged FastpathCache share their pages: call it on the cache")
@@ -108,4 +174,4 @@ class PagedLayer(FastpathLayer):
 
     def __repr__(self) -> str:
         pages = 0 if self.table is None else len(self.table.rows[0])
-        return f"PagedLayer({self.cumulative_length} tokens in {pages} pages of {self.tables.page_size})"
+        return f"PagedLayer({self._length} tokens in {pages} pages of {self.tables.page_size})"

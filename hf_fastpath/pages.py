@@ -78,6 +78,16 @@ class PagePool:
         self.counts.page_bytes += 2 * num_heads * self.page_size * head_dim * dtype.itemsize
         return len(self.buffers) - 1
 
+    def widen(self, place: int, dtype: torch.dtype) -> None:
+        """Let a layer's buffers hold ``dtype`` without a loss."""
+        pair = self.buffers[place]
+        wide = torch.promote_types(pair[0].dtype, dtype)
+        if wide != pair[0].dtype:
+            self.counts.page_bytes += 2 * pair[0].shape[1:].numel() * (wide.itemsize - pair[0].element_size())
+            with torch.inference_mode(False):
+                self.buffers[place] = [buffer.to(wide) for buffer in pair]
+            self.version += 1
+
     @staticmethod
     def _empty(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         # Tensors born in inference mode could not be written outside it, and a cache may live in both.
@@ -265,17 +275,12 @@ class PageTables:
         self.counts = PageCounts(page_size)
 
     def table(self, batch: int, device: torch.device) -> PageTable:
-        """The table for ``batch`` sequences on ``device``.
-
-        Raises:
-            ValueError: other layers there hold another number of sequences.
-        """
-        table = self.tables.get(device)
-        if table is None:
-            pool = PagePool(self.page_size, self.counts)
-            table = self.tables[device] = PageTable(pool, batch, device)
-        if len(table.rows) != batch:
-            if any(table.rows):
-                raise ValueError(f"the cache holds {len(table.rows)} sequences, got {batch}: reset() it first")
-            table.select([0] * batch)
-        return table
+        """The table for ``batch`` sequences on ``device``; that of another number stays with the layers that have it,
+        unless it is empty."""
+        known = self.tables.get(device)
+        if known is None or (len(known.rows) != batch and any(known.rows)):
+            pool = PagePool(self.page_size, self.counts) if known is None else known.pool
+            self.tables[device] = PageTable(pool, batch, device)
+        elif len(known.rows) != batch:
+            known.select([0] * batch)
+        return self.tables[device]

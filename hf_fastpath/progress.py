@@ -1,13 +1,15 @@
-"""Lines and bars on the terminal for what takes long. ``generate()`` prints nothing."""
+"""A line, or a bar with a count, on the terminal for what takes long. ``generate()`` prints nothing."""
 
 from __future__ import annotations
 
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 
-#: seconds before a line is worth it
+from tqdm import tqdm
+
+#: seconds before a line or a bar is worth it
 PATIENCE = 2.0
 
 
@@ -27,16 +29,27 @@ def announced(what: str) -> Iterator[None]:
 
 
 @contextmanager
-def counted(total: int, what: str, unit: str, quiet: bool = False) -> Iterator[Callable[[int], None]]:
-    """A bar on stderr that counts to ``total``, where stderr is a terminal and not ``quiet``.
+def counted(total: int, what: str, quiet: bool = False) -> Iterator[tqdm]:
+    """A bar on stderr if the block takes longer than PATIENCE and stderr is a terminal; it goes when the block ends.
 
-    Yields:
-        A function that is told how many are done so far.
+    Args:
+        total: steps of the block, each of which calls ``update()`` of what this yields.
+        what: stands in front of the bar; ``set_description_str()`` changes it.
+        quiet: no bar.
     """
-    if quiet or not sys.stderr.isatty():
-        yield lambda done: None
-        return
-    from tqdm import tqdm
+    hidden = quiet or not sys.stderr.isatty()
+    # PATIENCE is the timer's: tqdm's own delay shows nothing before the first step ends, which may take minutes
+    with tqdm(total=total, desc=what, file=sys.stderr, disable=hidden, delay=1e9, leave=False, ncols=100) as bar:
 
-    with tqdm(total=total, desc=f"hf_fastpath: {what}", unit=unit, file=sys.stderr, leave=False) as bar:
-        yield lambda done: bar.update(done - bar.n)
+        def show() -> None:
+            bar.delay = 0
+            bar.refresh()
+
+        timer = threading.Timer(PATIENCE, show)
+        timer.daemon = True
+        if not hidden:
+            timer.start()
+        try:
+            yield bar
+        finally:
+            timer.cancel()

@@ -13,8 +13,9 @@ from torch.nn import functional
 from .options import HEADS
 from .patch_state import state_of
 from .patching import patched
-from .progress import announced
+from .progress import counted
 from .quantization import FORMATS
+from .tables import table
 from .traffic import weight_bytes
 from .verification import decode_logits, sequences
 
@@ -71,14 +72,21 @@ class Quality:
         }
 
     def __str__(self) -> str:
-        head = f"{'weights':<10}{'head':<6}{'MB a token':>11}{'perplexity':>12}{'change':>9}{'mean KL':>10}{'max':>8}"
-        lines = [f"quality of quantized weights over {self.positions} tokens", f"{head}{'same top-1':>12}"]
-        for row in (self.own, *self.rows):
-            lines.append(
-                f"{row.weights or 'own':<10}{row.lm_head:<6}{row.weight_bytes / 1e6:>11.2f}{row.perplexity:>12.4f}"
-                f"{self.change(row):>+8.2f}%{row.kl:>10.6f}{row.max_kl:>8.4f}{100 * row.top1_agreement:>11.2f}%"
+        columns = ("weights", "head", "MB a token", "perplexity", "change", "mean KL", "max", "same top-1")
+        rows = [
+            (
+                *(row.weights or "own", row.lm_head, f"{row.weight_bytes / 1e6:.2f}", f"{row.perplexity:.4f}"),
+                *(
+                    f"{self.change(row):+.2f}%",
+                    f"{row.kl:.6f}",
+                    f"{row.max_kl:.4f}",
+                    f"{100 * row.top1_agreement:.2f}%",
+                ),
             )
-        return "\n".join(lines)
+            for row in (self.own, *self.rows)
+        ]
+        head = f"quality of quantized weights over {self.positions} tokens"
+        return f"{head}\n{table(columns, rows, left=('weights', 'head'))}"
 
 
 def _row(own: torch.Tensor, logits: torch.Tensor, text: torch.Tensor, **known: Any) -> FormatRow:
@@ -124,16 +132,19 @@ def compare_formats(
     text = ids[0, 1:]
 
     def decoded(**options: Any) -> tuple[torch.Tensor, int]:
-        with (
-            patched(model, quiet=True, **options),
-            announced(f"decoding {len(text)} tokens, {options or 'own weights'}"),
-        ):
-            return decode_logits(model, ids[:, :-1], 1, fast=True)[0], weight_bytes(model)
+        bar.set_description_str(
+            f"hf_fastpath: {options.get('weights', 'own')} weights, {len(text)} tokens", refresh=False
+        )
+        with patched(model, quiet=True, **options):
+            result = decode_logits(model, ids[:, :-1], 1, fast=True)[0], weight_bytes(model)
+        bar.update()
+        return result
 
-    own, own_bytes = decoded()
     rows = []
-    for form in weights:
-        logits, num_bytes = decoded(weights=form, lm_head=lm_head)
-        rows.append(_row(own, logits, text, weights=form, lm_head=lm_head, weight_bytes=num_bytes))
+    with counted(1 + len(weights), "hf_fastpath: formats") as bar:
+        own, own_bytes = decoded()
+        for form in weights:
+            logits, num_bytes = decoded(weights=form, lm_head=lm_head)
+            rows.append(_row(own, logits, text, weights=form, lm_head=lm_head, weight_bytes=num_bytes))
     first = _row(own, own, text, weights=None, lm_head=HEADS[0], weight_bytes=own_bytes)
     return Quality(len(text), first, tuple(rows))

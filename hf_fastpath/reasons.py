@@ -3,7 +3,7 @@ this table by ``docs/make_pages.py``."""
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 
 class Reason(NamedTuple):
@@ -42,9 +42,7 @@ REASONS: dict[str, Reason] = {
     "unsupported_activation": Reason(
         "the activation is not one the kernels have", "nothing to set: it belongs to the model"
     ),
-    "unsupported_head_dim": Reason(
-        "head_dim is not 32 to 256 in steps of 8", "nothing to set: it belongs to the model"
-    ),
+    "unsupported_head_dim": Reason("head_dim is odd or above 512", "nothing to set: it belongs to the model"),
     "unsupported_projection": Reason(
         "a projection is not exactly nn.Linear or Conv1D, or experts not of their family's class (LoRA, quantized, "
         "sharded, ...)",
@@ -68,11 +66,20 @@ REASONS: dict[str, Reason] = {
     ),
     "instance_forward": Reason(
         "a module inside the fused span has a forward of its own on the instance",
-        "`del module.forward`; or, if it quantizes, patch before the first call, or load unquantized weights",
+        "leave out what sets it, or `del module.forward` if it is yours; if it quantizes, patch before that",
+    ),
+    "model_forward": Reason(
+        "the model itself has a forward of its own on the instance, which does more for generate() than hand its "
+        "arguments on to the forward of the class",
+        "generate() before it is put there, or let it end in `return inner(*args, **kwargs)` for calls without labels",
     ),
     "offloaded": Reason(
         "weights wait in host memory or on disk and are brought for every call",
         "load the model where it fits whole: a smaller dtype, or a device_map of GPUs alone",
+    ),
+    "sharded": Reason(
+        "the weights are spread over several processes (tp_plan, FSDP, DeepSpeed ZeRO-3)",
+        "load the model whole on one device, without tp_plan; spread over processes it runs transformers' own code",
     ),
     "class_forward": Reason(
         "other code has replaced the forward of a class, or a function that it calls",
@@ -92,7 +99,8 @@ REASONS: dict[str, Reason] = {
     ),
     # a call runs stock code (decided at each call)
     "autocast": Reason(
-        "autocast is active: it would change the types the kernels see", "load the model in half precision instead"
+        "autocast is active: it would change the types the kernels see",
+        "load the model in half precision instead, and leave autocast out (in a trainer's arguments: bf16=False)",
     ),
     "compiling": Reason("torch.compile is tracing: it gets the stock code", "do not compile a patched model"),
     "device": Reason(
@@ -112,8 +120,8 @@ REASONS: dict[str, Reason] = {
     ),
     "hooks": Reason("a module inside the fused span has forward hooks", "remove the hooks"),
     "attention_mask": Reason(
-        "this attention mask is not plain left padding (outside of greedy search and sampling, of a single token: any "
-        "mask, as that of a full sliding window)",
+        "the attention mask is not plain left padding, zeros in front of ones in every row; or it came with a single "
+        "token outside of greedy search and sampling, where the kernels take none",
         "pad on the left (tokenizer.padding_side = 'left'), use greedy search or sampling",
     ),
     "attention_outputs": Reason(
@@ -126,16 +134,27 @@ REASONS: dict[str, Reason] = {
     ),
     "no_cache": Reason("no KV cache is in use (use_cache=False)", "leave use_cache on"),
     "other_cache": Reason(
-        "the KV cache is not a FastpathCache of this model", "pass none, or hf_fastpath.FastpathCache(model.config)"
+        "the KV cache is not a FastpathCache of this model and these sequences",
+        "pass none, or hf_fastpath.FastpathCache(model.config)",
+    ),
+    "edited_cache": Reason(
+        "the layers of the KV cache do not hold the same number of positions, of sequences or one dtype, or a window "
+        "not its newest positions: keys and values were assigned, or layers cropped, one by one",
+        "edit all layers alike, and with a sliding window its layers' cumulative_length, too",
     ),
     "continuous_batching": Reason(
         "generate_batch() keeps keys and values in a paged cache of transformers' own, where heads of a position are "
         "neighbors, and mixes prompts and tokens of many requests in one row: its attention is stock's",
         "for up to 16 sequences at a time use generate(): patch(model, page_size=...) shares their pages",
     ),
-    "position_ids": Reason("position ids are not one row a sequence", "leave them out: generate() makes them"),
+    "position_ids": Reason(
+        "position_ids are not int64 or int32 with a row for every sequence, beside input_ids",
+        "leave them out: generate() makes them",
+    ),
     "unsupported_input": Reason(
-        "inputs_embeds, token_type_ids or encoder states were passed", "pass input_ids and attention_mask only"
+        "generate() or a module got an argument that our loops do not take (inputs_embeds, token_type_ids, encoder "
+        "states, ...), or one that is not what they take",
+        "pass int64 or int32 input_ids and an attention_mask, and leave out the argument that is named",
     ),
     # the decode loop steps aside (decided at each generate())
     "paused": Reason("the patch is switched off for this call (verify)", "nothing to do: it comes back by itself"),
@@ -153,17 +172,33 @@ REASONS: dict[str, Reason] = {
     "partial_patch": Reason(
         "some layer of the model could not be patched", "see the reasons of its modules in report(model)"
     ),
-    "reentrant": Reason(
-        "generate() was called from inside this model's own decode loop", "call it after the outer generate()"
+    "busy": Reason(
+        "as many calls of generate() run on this model at once as the decode loop takes (4, those of other threads and "
+        "those that a callback makes)",
+        "let calls wait for each other, or put their prompts into one batch",
     ),
     # the fast loop runs, but cannot run ahead of the device, or not over pages
     "custom_stopping_criteria": Reason(
         "a stopping criterion of the user's own: the host waits for every token",
         "use transformers' own criteria where one does the same",
     ),
+    "autocast_left_out": Reason(
+        "a trainer has put the model's forward under autocast; new tokens are computed in float32, as the weights are, "
+        "which is more exact",
+        "nothing to do",
+    ),
     "window_not_paged": Reason(
         "page_size was given, and layers with a sliding window keep a ring of window + 16 positions each instead",
         "nothing to do: these rings do not grow, but sequences and copies do not share them",
+    ),
+    "custom_streamer": Reason(
+        "a streamer of the user's own: the host waits for every token",
+        "use one of transformers' own, as TextIteratorStreamer, and do the work in the thread that reads it",
+    ),
+    "nonfinite_logits": Reason(
+        "the model's logits hold NaN or infinity: every token from there on is arbitrary, here and in stock code, and "
+        "the two may differ",
+        "look for NaN in the weights and inputs; with float16, load the model in bfloat16 or float32",
     ),
     "custom_logits_processor": Reason(
         "a logits processor of the user's own: the host waits for every token",
@@ -172,12 +207,50 @@ REASONS: dict[str, Reason] = {
 }
 
 
+class Cause(str):
+    """A reason code, equal to it and used like it, that also says what it speaks of.
+
+    Args:
+        code: of :data:`REASONS`.
+        what: the argument, setting, function or class, and what it is.
+        module: the module, or None.
+
+    Raises:
+        KeyError: it is not a known reason code.
+    """
+
+    what: str
+    module: Any
+
+    def __new__(cls, code: str, what: str = "", module: Any = None) -> Cause:
+        made = super().__new__(cls, check(code))
+        made.what, made.module = what, module
+        return made
+
+
+def named(reason: str, model: Any) -> Cause:
+    """``reason`` with the name that its module has inside ``model``, and its class, in the place of the module."""
+    what, module = getattr(reason, "what", ""), getattr(reason, "module", None)
+    if module is None:
+        return Cause(reason, what)
+    names = () if model is None else model.named_modules()
+    name = next((name for name, found in names if found is module), "")
+    where = f"{name}: {type(module).__name__}" if name else type(module).__name__
+    return Cause(reason, f"{where}, {what}" if what else where)
+
+
+def explained(code: str, what: str = "") -> str:
+    """``code``, what it speaks of, what it means and what helps."""
+    what = what or getattr(code, "what", "")
+    return f"{code} ({what}): {REASONS[code]}" if what else f"{code}: {REASONS[code]}"
+
+
 def check(code: str) -> str:
-    """``code`` itself.
+    """The plain ``code``.
 
     Raises:
         KeyError: it is not a known reason code.
     """
     if code not in REASONS:
         raise KeyError(f"unknown reason code {code!r}: add it to hf_fastpath/reasons.py")
-    return code
+    return str.__str__(code)

@@ -16,6 +16,8 @@ from typing import Any
 
 import torch
 
+from .choices import Choice
+
 NAMESPACE = "hf_fastpath"
 FLOAT_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
@@ -56,6 +58,8 @@ class OpSpec:
     """Everything the project knows about one op.
 
     ``fake``, ``why_not`` and ``bytes`` are called with all of the op's arguments and written with those that they use.
+    An argument that ``reference`` annotates with a :class:`.choices.Choice` is an integer in the schema; who calls the
+    spec, its reference or its checks may pass the name, too.
 
     Attributes:
         name: the op's name in the ``hf_fastpath`` namespace, also the name of its files.
@@ -80,11 +84,29 @@ class OpSpec:
     backward: Callable[..., Any] | None = None
     setup_context: Callable[..., Any] | None = None
     native: tuple[str, ...] = ("cpu", "cuda")
+    choices: dict[str, type[Choice]] = field(init=False, compare=False, default_factory=dict)
     overload: Any = field(init=False, compare=False, default=None)
 
     def __post_init__(self) -> None:
-        for name in ("fake", "why_not", "bytes"):
-            object.__setattr__(self, name, _of_all_arguments(self.name, getattr(self, name), self.reference))
+        signature = inspect.signature(self.reference, eval_str=True).parameters
+        found = {name: each.annotation for name, each in signature.items() if isinstance(each.annotation, type)}
+        self.choices.update({name: kind for name, kind in found.items() if issubclass(kind, Choice)})
+        for name in ("fake", "why_not", "bytes", "reference"):
+            function = _of_all_arguments(self.name, getattr(self, name), self.reference, self.choices)
+            object.__setattr__(self, name, function)
+        samples = self.samples
+        object.__setattr__(self, "samples", lambda device, dtype: map(self.numbered, samples(device, dtype)))
+
+    def numbered(self, call: Sample) -> Sample:
+        """``call`` with members in place of the names of choices, as ``overload`` takes them."""
+        if not self.choices:
+            return call
+        names = [argument.name for argument in self.overload._schema.arguments]
+        args = [
+            self.choices[name].of(value) if name in self.choices else value for name, value in zip(names, call.args)
+        ]
+        named = {name: kind.of(call.kwargs[name]) for name, kind in self.choices.items() if name in call.kwargs}
+        return Sample(*args, **call.kwargs | named)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Check the arguments, then call the op.
@@ -92,16 +114,20 @@ class OpSpec:
         Raises:
             OpInputError: what was wrong with which argument, what was expected, and the remedy.
         """
-        reasons = self.why_not(*args, **kwargs)
-        if self.backward is None and torch.is_grad_enabled() and _needs_grad(Sample(*args, **kwargs)):
+        call = self.numbered(Sample(*args, **kwargs))
+        reasons = self.why_not(*call.args, **call.kwargs)
+        if self.backward is None and torch.is_grad_enabled() and _needs_grad(call):
             reasons.append("it has no backward and an argument requires grad: call it under torch.no_grad()")
         if reasons:
             raise OpInputError(f"hf_fastpath.ops.{self.name}: " + "; ".join(reasons))
-        return self.overload(*args, **kwargs)
+        return self.overload(*call.args, **call.kwargs)
 
 
-def _of_all_arguments(op: str, function: Callable[..., Any], reference: Callable[..., Any]) -> Callable[..., Any]:
-    """``function`` with the signature of ``reference``: it is given those of the arguments that its own one names.
+def _of_all_arguments(
+    op: str, function: Callable[..., Any], reference: Callable[..., Any], choices: dict[str, type[Choice]]
+) -> Callable[..., Any]:
+    """``function`` with the signature of ``reference``: it is given those of the arguments that its own one names, and
+    members in place of the names of choices.
 
     Made out of text, as ``collections.namedtuple`` is: binding arguments by hand takes as long as most checks of them.
 
@@ -112,12 +138,14 @@ def _of_all_arguments(op: str, function: Callable[..., Any], reference: Callable
     if unknown := [name for name in wanted if name not in given]:
         known = ", ".join(given)
         raise ValueError(f"op {op!r}: {function.__name__} takes {', '.join(unknown)}, the reference only {known}")
-    if list(wanted) == list(given):
+    if list(wanted) == list(given) and not choices:
         return function
     defaults = {name: each.default for name, each in given.items() if each.default is not each.empty}
     arguments = ", ".join(f"{name}=defaults[{name!r}]" if name in defaults else name for name in given)
-    scope: dict[str, Any] = {"defaults": defaults, "function": function}
-    exec(f"def {op}({arguments}): return function({', '.join(wanted)})", scope)
+    passed = ", ".join(f"choices[{name!r}].of({name})" if name in choices else name for name in wanted)
+    scope: dict[str, Any] = {"defaults": defaults, "function": function, "choices": choices}
+    exec(f"def {op}({arguments}): return function({passed})", scope)
+    scope[op].__doc__, scope[op].__annotations__ = function.__doc__, inspect.get_annotations(function, eval_str=True)
     return scope[op]
 
 
@@ -205,10 +233,18 @@ def shape_reason(name: str, tensor: torch.Tensor | None, expected: tuple[int, ..
     return [f"{name} has shape {tuple(tensor.shape)}, expected {expected}"]
 
 
-def choice_reason(name: str, value: str, choices: Iterable[str]) -> list[str]:
+def choice_reason(name: str, value: Any, choices: Iterable[Choice]) -> list[str]:
     """A reason if ``value`` is not among ``choices``."""
     choices = tuple(choices)
-    return [] if value in choices else [f"{name} is {value!r}, expected one of {', '.join(choices)}"]
+    if value in choices:
+        return []
+    given = value.label if isinstance(value, Choice) else value
+    return [f"{name} is {given!r}, expected one of {', '.join(choice.label for choice in choices)}"]
+
+
+def in_host_memory(tensor: torch.Tensor) -> bool:
+    """Whether the values may be looked at without a wait: kernels of other devices keep within bounds by themselves."""
+    return tensor.device.type == "cpu" and not torch.compiler.is_compiling()
 
 
 def nbytes(*tensors: torch.Tensor | None) -> int:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from . import loader
 from .pages import PageCounts
-from .reasons import REASONS
+from .reasons import check, explained, named
 
 if TYPE_CHECKING:
     from .patch_state import PatchState
@@ -24,6 +24,8 @@ class Report:
         patched: part -> number of modules with our forward.
         declined: "part: reason code" -> number of modules that kept stock's.
         loop: ``"fast"``, or the reason code for which generate() would use transformers' loop now.
+        details: what these codes speak of: "part: reason code", and "loop: reason code" -> modules with their classes,
+            arguments or settings.
         kernels: what serves each device.
         huge_page_bytes: of parameters in host memory, what lies in pages of 2 MB.
         stats: counters since ``patch()``: fast and fallback tokens, reasons, tokens per second.
@@ -34,6 +36,7 @@ class Report:
     patched: dict[str, int]
     declined: dict[str, int]
     loop: str
+    details: dict[str, list[str]]
     kernels: list[str]
     huge_page_bytes: int
     stats: dict
@@ -42,12 +45,18 @@ class Report:
     def of(cls, state: PatchState, loop_reason: str | None) -> Report:
         """The present report of ``state``; ``loop_reason`` as for ``loop``, None for fast."""
         declined = Counter(f"{kind}: {reason}" for _, kind, reason in state.declined)
+        details: dict[str, list[str]] = {}
+        for name, kind, reason in state.declined:
+            details.setdefault(f"{kind}: {reason}", []).append(getattr(reason, "what", "") or name)
+        if loop_reason is not None and (what := named(loop_reason, state.model).what):
+            details[f"loop: {loop_reason}"] = [what]
         return cls(
             architecture=state.architecture,
             like=next((a.like for a in state.known if a.name == state.architecture), None),
             patched=dict(state.patched),
             declined=dict(declined),
-            loop=loop_reason or "fast",
+            loop="fast" if loop_reason is None else check(loop_reason),
+            details=details,
             kernels=[str(status) for status in loader.status().values() if status.native],
             huge_page_bytes=state.huge_page_bytes,
             stats=state.stats.to_dict(),
@@ -61,9 +70,8 @@ class Report:
         """Lines on what is fast and what is stock."""
         fast = ", ".join(f"{count} {part}" for part, count in self.patched.items()) or "nothing"
         family = self.architecture if self.like is None else f"{self.architecture} (structural: like {self.like})"
-        lines = [f"hf_fastpath on {family}: {fast} patched; decode loop: {self._explain(self.loop)}"]
-        declined = self.declined.items()
-        return lines + [f"  stock: {count} {what} ({REASONS[what.split(': ')[1]]})" for what, count in declined]
+        lines = [f"hf_fastpath on {family}: {fast} patched; decode loop: {self._loop()}"]
+        return lines + [f"  stock: {count} {self._declined(what)}" for what, count in self.declined.items()]
 
     def __str__(self) -> str:
         lines = self.parts()
@@ -79,9 +87,21 @@ class Report:
             )
         if stats["pages"] is not None and stats["pages"]["most_used"]:
             lines.append(f"  pages: {PageCounts(**stats['pages'])}")
-        lines += [f"  {count} x {code}: {REASONS[code]}" for code, count in stats["reasons"].items()]
+        for code, count in stats["reasons"].items():
+            lines.append(f"  {count} x {explained(code, _several(stats['details'].get(code, [])))}")
         return "\n".join(lines)
 
-    @staticmethod
-    def _explain(code: str) -> str:
-        return code if code == "fast" else f"stock ({code}: {REASONS[code]})"
+    def _loop(self) -> str:
+        if self.loop == "fast":
+            return self.loop
+        return f"stock ({explained(self.loop, _several(self.details.get(f'loop: {self.loop}', [])))})"
+
+    def _declined(self, what: str) -> str:
+        part, _, code = what.partition(": ")
+        return f"{part}: {explained(code, _several(self.details[what]))}"
+
+
+def _several(things: list[str]) -> str:
+    """The first of ``things``, and how many there are besides."""
+    more = len(things) - 1
+    return "".join(things[:1]) + (f", and {more} more" if more > 0 else "")

@@ -67,7 +67,8 @@ def run(model: nn.Module) -> str | None:
     """
     from .verification import verify
 
-    device = next(model.parameters()).device
+    # load_packed() brings the weights of a model on the meta device later
+    device = next((each.device for each in model.parameters() if not each.is_meta), torch.device("cpu"))
     key = (type(model), transformers_version(), device.type)
     if key in _passed:
         return None

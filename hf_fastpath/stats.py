@@ -6,9 +6,13 @@ import threading
 import time
 from collections import Counter
 from dataclasses import asdict, dataclass, field
+from typing import Any
 
 from .pages import PageCounts
-from .reasons import check
+from .reasons import check, named
+
+#: of what a reason code spoke, different things that are kept
+MOST_DETAILS = 8
 
 
 @dataclass
@@ -18,6 +22,7 @@ class Stats:
     Attributes:
         fast_tokens, fallback_tokens: generated tokens by the loop that made them.
         reasons: reason code -> number of calls that ran stock code because of it.
+        details: reason code -> what it spoke of, each once: arguments, settings, modules; MOST_DETAILS at most.
         last_tokens_per_second: decoding speed of the newest ``generate()``, its prompt excluded where ours ran.
         pages: of the newest cache in pages that ``generate()`` used, or None.
     """
@@ -25,39 +30,52 @@ class Stats:
     fast_tokens: int = 0
     fallback_tokens: int = 0
     reasons: Counter = field(default_factory=Counter)
+    details: dict[str, list[str]] = field(default_factory=dict)
     last_tokens_per_second: float | None = None
     pages: PageCounts | None = None
     _lock: threading.Lock = field(default_factory=threading.Lock, repr=False)
-    _noted: set[str] = field(default_factory=set, repr=False)
+    #: (code, id of the module it speaks of) of the call that each thread is in
+    _noted: threading.local = field(default_factory=threading.local, repr=False)
 
     def new_call(self) -> None:
         """A new generate() begins: each reason counts once in it, however many modules and tokens give it."""
-        with self._lock:
-            self._noted.clear()
+        self._noted.reasons = set()
 
-    def note(self, reason: str) -> None:
-        """Count a call that ran stock code."""
+    def note(self, reason: str, model: Any = None) -> None:
+        """Count a call that ran stock code; ``model``: where a module has its name that ``reason`` speaks of."""
+        code, module = check(reason), getattr(reason, "module", None)
+        noted: set[tuple[str, int]] = vars(self._noted).setdefault("reasons", set())
+        if (code, id(module)) in noted:
+            return
+        is_new = not any(code == known for known, _ in noted)
+        noted.add((code, id(module)))
+        what = named(reason, model).what
         with self._lock:
-            if check(reason) not in self._noted:
-                self._noted.add(reason)
-                self.reasons[reason] += 1
+            self.reasons[code] += is_new
+            known = self.details.setdefault(code, [])
+            if what and what not in known and len(known) < MOST_DETAILS:
+                known.append(what)
 
-    def generated(self, tokens: int, started: float, reason: str | None = None, timed: int | None = None) -> None:
+    def renew_lock(self) -> None:
+        """Forget who holds the lock: after a fork that may be a thread which the child does not have."""
+        self._lock = threading.Lock()
+
+    def generated(self, tokens: int, started: float, stock: bool = False, timed: int | None = None) -> None:
         """Count the tokens of one ``generate()``.
 
         Args:
             tokens: generated tokens, all rows.
             started: ``time.perf_counter()`` when the timed part began.
-            reason: why stock code made them, or None.
+            stock: whether stock code made them.
             timed: how many of them fall into the timed part; None for all.
         """
         elapsed = time.perf_counter() - started
         timed = tokens if timed is None else timed
         with self._lock:
-            if reason is None:
-                self.fast_tokens += tokens
-            else:
+            if stock:
                 self.fallback_tokens += tokens
+            else:
+                self.fast_tokens += tokens
             if timed > 0 and elapsed > 0:
                 self.last_tokens_per_second = timed / elapsed
 
@@ -68,6 +86,7 @@ class Stats:
                 "fast_tokens": self.fast_tokens,
                 "fallback_tokens": self.fallback_tokens,
                 "reasons": dict(self.reasons),
+                "details": {code: list(known) for code, known in self.details.items() if known},
                 "last_tokens_per_second": self.last_tokens_per_second,
                 "pages": None if self.pages is None else asdict(self.pages),
             }

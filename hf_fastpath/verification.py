@@ -13,10 +13,11 @@ from torch import nn
 from .cache import FastpathCache
 from .compat import CACHE, Cache, DynamicCache, GenerationConfig, eager_experts
 from .ops.gemv import MAX_ROWS
-from .patch_state import state_of
+from .patch_state import patched_model, state_of
 from .patching import patch, paused, unpatch
-from .progress import announced
-from .reasons import REASONS
+from .progress import counted
+from .reasons import explained, named
+from .tables import table
 
 SHORT_TOKENS, PADDED_TOKENS, LONG_TOKENS = 16, 64, 512
 #: of the row that samples
@@ -63,18 +64,15 @@ class Row:
         """Whether ``generate()`` gives the same tokens."""
         return self.first_divergence is None
 
-    def __str__(self) -> str:
+    def cells(self) -> tuple[str, ...]:
+        """This row of the table that a Verification prints."""
         parted = "none" if self.tokens_equal else f"{self.first_divergence} (margin {self.margin:.1e})"
-        return (
-            f"  {self.name:<12}{f'{self.batch} x {self.prompt_len}':>10}{self.positions:>5}{self.max_error:>12.2e}"
-            f"{self.max_floor:>15.2e}{self.kl:>10.1e}{parted:>24}  {'ok' if self.ok else 'DIFFERENT'}"
-        )
+        sizes = f"{self.batch} x {self.prompt_len}", str(self.positions)
+        errors = f"{self.max_error:.2e}", f"{self.max_floor:.2e}", f"{self.kl:.1e}"
+        return self.name, *sizes, *errors, parted, "ok" if self.ok else "DIFFERENT"
 
 
-_HEADER = (
-    f"  {'row':<12}{'prompts':>10}{'new':>5}{'max error':>12}{'stock noise':>15}{'KL':>10}{'first other token':>24}"
-    "  verdict"
-)
+_COLUMNS = ("row", "prompts", "new", "max error", "stock noise", "KL", "first other token", "verdict")
 
 
 @dataclass(frozen=True)
@@ -136,11 +134,11 @@ class Verification:
     def __str__(self) -> str:
         verdict = "ok" if self.ok else "DIFFERENT"
         head = (
-            f"hf_fastpath.verify: {verdict} over {self.positions} positions: mean logit error "
-            f"{self.mean_error:.2e}, stock's own {self.mean_floor:.2e}; top-1 agreement {self.top1_agreement:.4f}; "
+            f"hf_fastpath.verify: {verdict} over {self.positions} positions: mean logit error {self.mean_error:.2e}, "
+            f"stock's own\n{self.mean_floor:.2e}; top-1 agreement {self.top1_agreement:.4f}; "
             f"tokens {'equal' if self.tokens_equal else 'differ'}"
         )
-        return "\n".join([head, _HEADER, *map(str, self.rows)])
+        return f"{head}\n{table(_COLUMNS, [row.cells() for row in self.rows], left=('row', 'verdict'), indent=2)}"
 
 
 @dataclass(frozen=True)
@@ -222,7 +220,7 @@ def decode_logits(
     part = None if state is None else state.part_of(model)
     reason = None if part is None else part.reason()
     if fast and (part is None or reason is not None):
-        why = "" if reason is None else f" ({reason}: {REASONS[reason]})"
+        why = "" if reason is None else f" ({explained(named(reason, model))})"
         raise ValueError(f"this {type(model).__name__} has no decode plan{why}: patch it and see report(model)")
     cache = _cache_for(model, fast)
     mask = torch.ones_like(input_ids[:, :prefill]) if prompt_mask is None else prompt_mask
@@ -379,6 +377,7 @@ def verify(model: nn.Module, inputs: Any, max_new_tokens: int = 32) -> Verificat
     Raises:
         ValueError: inputs that are too short, too many or padded; a model whose decode loop is not patched.
     """
+    model = patched_model(model)
     ids = sequences(inputs).to(next(model.parameters()).device)
     was_patched = state_of(model) is not None
     if not was_patched:
@@ -387,11 +386,12 @@ def verify(model: nn.Module, inputs: Any, max_new_tokens: int = 32) -> Verificat
         part = state_of(model).part_of(model)
         windows = () if part is None else part.windows
         limit = getattr(model.config, "max_position_embeddings", None) or LONG_TOKENS + max_new_tokens
-        rows = []
-        with _plain_generation(model, ids.device):
-            for case in _cases(ids, windows, limit, max_new_tokens):
-                with announced(f"verify: {case.name}, {case.ids.shape[1]} tokens and {max_new_tokens} more"):
-                    rows.append(_compare(model, case, max_new_tokens))
+        rows, cases = [], list(_cases(ids, windows, limit, max_new_tokens))
+        with _plain_generation(model, ids.device), counted(len(cases), "hf_fastpath: verify") as bar:
+            for case in cases:
+                bar.set_description_str(f"hf_fastpath: verify, {case.name}", refresh=False)
+                rows.append(_compare(model, case, max_new_tokens))
+                bar.update()
     finally:
         if not was_patched:
             unpatch(model)

@@ -49,8 +49,7 @@ def differing(
         cache.reserve(STEPS + 1)
         length = cache.get_seq_length()
         while seen < replays:
-            for layer in cache.layers:
-                layer.cumulative_length = length
+            cache.crop(length - cache.get_seq_length())
             plan.begin(cache, start, None)
             found = [plan.step(ids[:, 0] if step == 0 else None).clone() for step in range(STEPS)]
             if not first:

@@ -16,6 +16,7 @@ import torch
 from models import CPU, build, pair, prompt
 
 from hf_fastpath import cli, ops
+from hf_fastpath.bench import engines, layouts, measure
 from hf_fastpath.compat import CACHE
 from hf_fastpath.decode import prompt as prompts
 from hf_fastpath.quantization import FORMATS
@@ -23,12 +24,9 @@ from hf_fastpath.quantization import FORMATS
 sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
 
 import bench_append  # noqa: E402
-import bench_layouts  # noqa: E402
 import bench_packed_gemm  # noqa: E402
 import bench_pages  # noqa: E402
-import engines  # noqa: E402
 import gguf  # noqa: E402
-import measure  # noqa: E402
 
 
 class Reader:
@@ -165,7 +163,7 @@ TINY_STUDY = "--layers 2 --hidden 64 --inner 96 --rounds 2 --device cpu"
 
 
 def test_layouts_are_measured_on_the_same_bytes(tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(bench_layouts, "measure_read_bandwidth", lambda device: 50e9)
+    monkeypatch.setattr(layouts, "measure_read_bandwidth", lambda device: 50e9)
     path = tmp_path / "layouts.csv"
     assert cli.main(["bench", "gemv", *f"{TINY_STUDY} --hidden 128 --inner 256 --csv {path}".split()]) == 0
     rows = list(csv.DictReader(path.open()))
@@ -175,25 +173,27 @@ def test_layouts_are_measured_on_the_same_bytes(tmp_path, capsys, monkeypatch):
         rate = int(row["weight_bytes"]) / (float(row["ms_per_token"]) * 1e-3) / 1e9
         assert float(row["gb_s"]) == pytest.approx(rate, abs=0.06, rel=0.01) and row["r_gb_s"] == "50.0"
         assert float(row["percent_of_r"]) == pytest.approx(2 * rate, abs=0.06, rel=0.01)
-    printed = capsys.readouterr().out
-    assert printed.count("ms/token") == 3 and "% of R = 50.0 GB/s" in printed
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[1].split() == ["format", "layout", "GB", "ms/token", "GB/s", "%", "of", "R", "R,", "GB/s"]
+    for line, row in zip(lines[2:], rows, strict=True):
+        assert line.split()[:2] == ["q4_0", row["layout"]] and line.split()[-2:] == [row["percent_of_r"], "50.0"]
 
 
 def test_layouts_of_other_formats(capsys, monkeypatch):
-    monkeypatch.setattr(bench_layouts, "measure_read_bandwidth", lambda device: 50e9)
+    monkeypatch.setattr(layouts, "measure_read_bandwidth", lambda device: 50e9)
     for name in FORMATS:
-        assert bench_layouts.main(f"{TINY_STUDY} --format {name} --dtype fp32".split()) == 0
+        assert layouts.main(f"{TINY_STUDY} --format {name} --dtype fp32".split()) == 0
     for wrong in ("--format int8 --layout split", "--hidden 40", "--layers 0", "--layout tiled", "--device cuda:77"):
         with pytest.raises(SystemExit):
-            bench_layouts.main(wrong.split())
+            layouts.main(wrong.split())
     assert "int8 has layout packed alone" in capsys.readouterr().err
 
 
 def test_layout_calls_are_finite():
-    study = bench_layouts.Study("q4_0", "interleaved", 1, 64, 96)
+    study = layouts.Study("q4_0", "interleaved", 1, 64, 96)
     for layout, op in (("interleaved", ops.q4_0_gemv), ("split", ops.q4_0_gemv), ("packed", ops.packed_gemv)):
         for rows, columns in dataclasses.replace(study, layout=layout).shapes():
-            made = bench_layouts.weight(dataclasses.replace(study, layout=layout), rows, columns, CPU)
+            made = layouts.weight(dataclasses.replace(study, layout=layout), rows, columns, CPU)
             out = op(torch.ones(1, columns), *made)
             assert out.shape == (1, rows) and bool(out.isfinite().all()) and bool(out.any())
 

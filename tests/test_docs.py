@@ -1,14 +1,23 @@
-"""Pages with generated parts are as ``docs/make_pages.py`` makes them."""
+"""The pages: generated parts are up to date, what they tell to run does run, and links lead somewhere."""
 
 from __future__ import annotations
 
+import csv
 import importlib.util
+import re
+import shlex
 from pathlib import Path
 
 import conftest
 import pytest
+import torch
+import yaml
+from models import CPU, require_native
 
-DOCS = Path(__file__).resolve().parent.parent / "docs"
+from hf_fastpath import cli
+
+ROOT = Path(__file__).resolve().parent.parent
+DOCS, README = ROOT / "docs", ROOT / "README.md"
 _spec = importlib.util.spec_from_file_location("make_pages", DOCS / "make_pages.py")
 make_pages = importlib.util.module_from_spec(_spec)
 _spec.loader.exec_module(make_pages)
@@ -42,3 +51,139 @@ def test_new_figures_take_the_place_of_old_ones(tmp_path):
     conftest.merge_golden(path, [row | {"error": "2"}, row | {"architecture": "a", "error": "3"}])
     lines = path.read_text().splitlines()
     assert [line.split(",")[4] for line in lines[1:]] == ["3", "1", "2"] and len(lines) == 4
+
+
+# ---- what the pages tell to run ---------------------------------------------------------------------------
+
+
+def blocks(page: Path, language: str) -> list[str]:
+    return re.findall(rf"^```{language}\n(.*?)^```$", page.read_text(), flags=re.S | re.M)
+
+
+def test_readme_code_runs(monkeypatch, capsys):
+    """All of it, one block after the other, as somebody would who is in a clone."""
+    require_native(CPU)
+    monkeypatch.chdir(ROOT)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    found, names = blocks(README, "python"), {}
+    assert "from_pretrained" in found[0] and "import hf_fastpath" in found[0], "the first snippet is complete"
+    for block in found:
+        exec(compile(block, "README.md", "exec"), names)
+    printed = capsys.readouterr().out
+    assert "decode loop: fast" in printed and names["result"].ok and "import os" in printed
+
+
+#: how a command starts that is not run here -> why
+NOT_RUN = {
+    "pip install": "changes the environment",
+    "make demo": "sets an environment up; a test of its own, in effect: it is the example demo.py",
+    "python examples/": "tests/test_examples.py runs the examples",
+}
+
+
+def commands(page: Path) -> list[list[str]]:
+    """Commands of a page that run here, as words."""
+    lines = [line for block in blocks(page, "bash") for line in block.splitlines() if line.strip()]
+    return [shlex.split(line, comments=True) for line in lines if not line.startswith(tuple(NOT_RUN))]
+
+
+PAGES_WITH_COMMANDS = (README, *sorted(DOCS.glob("*.md")))
+COMMANDS = dict.fromkeys(
+    " ".join(words) for page in PAGES_WITH_COMMANDS if page.name != "performance.md" for words in commands(page)
+)
+
+
+def test_commands_are_found():
+    assert {command.split()[1] for command in COMMANDS} == {"info", "explain", "verify", "bench"}
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_command_runs(command, monkeypatch, capsys):
+    require_native(CPU)
+    monkeypatch.chdir(ROOT)
+    program, *arguments = shlex.split(command)
+    assert program == "hf-fastpath", f"{command}: run it here, or say in NOT_RUN why not"
+    assert cli.main(arguments) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines
+    if arguments[0] in ("bench", "verify"):
+        assert max(map(len, (line for line in lines if "kernels" not in line and ".so)" not in line))) <= 100
+
+
+@pytest.mark.parametrize("page", PAGES_WITH_COMMANDS, ids=lambda page: page.name)
+def test_links_lead_somewhere(page):
+    for target in re.findall(r"\]\(([^)#\s]+)[^)]*\)", page.read_text()):
+        assert target.startswith("https://") or (page.parent / target).exists(), f"{page.name}: {target}"
+
+
+def test_site_has_every_page():
+    site = yaml.safe_load((ROOT / "mkdocs.yml").read_text())
+    listed = [next(iter(entry.values())) for entry in site["nav"]]
+    assert sorted(listed) == sorted(path.name for path in DOCS.glob("*.md"))
+
+
+@pytest.mark.parametrize("module", re.findall(r"^::: (\S+)", (DOCS / "api.md").read_text(), flags=re.M))
+def test_api_page_names_what_there_is(module):
+    owner, _, name = module.rpartition(".")
+    try:
+        importlib.import_module(module)
+    except ModuleNotFoundError:
+        assert hasattr(importlib.import_module(owner), name)
+
+
+# ---- plots ------------------------------------------------------------------------------------------------
+
+
+def texts(picture: str) -> list[str]:
+    return re.findall(r"<text[^>]*>([^<]*)</text>", picture)
+
+
+@pytest.mark.parametrize("path", sorted((DOCS / "plots").glob("*.svg")), ids=lambda path: path.stem)
+def test_pictures_fit_a_page(path):
+    """900 pixels, of which one is three quarters of a point."""
+    (width,) = re.findall(r'<svg[^>]* width="([\d.]+)pt"', path.read_text())
+    assert float(width) / 0.75 <= 900
+
+
+@pytest.fixture
+def plot(monkeypatch):
+    pytest.importorskip("matplotlib", reason="matplotlib is not installed")
+    monkeypatch.syspath_prepend(ROOT / "benchmarks")
+    return importlib.import_module("plot")
+
+
+def test_picture_of_the_readme_is_drawn_from_the_data(plot, tmp_path):
+    drawn = plot.plot_speed(ROOT / "benchmarks" / "data", tmp_path / "speed.svg").read_text()
+    assert texts(drawn) == texts((DOCS / "plots" / "speed.svg").read_text()), "run benchmarks/plot.py"
+    with (ROOT / "benchmarks" / "data" / "peers.csv").open(newline="") as handle:
+        for row in csv.DictReader(handle):
+            speed, limit = float(row["decode_tok_s"]), float(row["limit_tok_s"])
+            assert f"{plot._short(str(speed))} tok/s, {100 * speed / limit:.0f} %" in texts(drawn)
+            assert float(row["percent_of_r"]) == pytest.approx(100 * speed / limit, abs=0.1)
+
+
+def test_picture_needs_its_rows(plot, tmp_path):
+    for name in plot.SPEED_FILES:
+        lines = (ROOT / "benchmarks" / "data" / name).read_text().splitlines(keepends=True)
+        (tmp_path / name).write_text("".join(line for line in lines if ",ours," not in line or "H100" not in line))
+    with pytest.raises(ValueError, match="H100.*found rows of .*static.*expected ours and another"):
+        plot.plot_speed(tmp_path, tmp_path / "speed.svg")
+
+
+def test_labels_do_not_overlap(plot, tmp_path, monkeypatch):
+    """No two texts of a picture of bars share a point, and all lie inside."""
+    figures = []
+    monkeypatch.setattr(plot, "_save", lambda figure, path, bbox=None: figures.append(figure) or path)
+    plot.plot_speed(ROOT / "benchmarks" / "data", tmp_path / "speed.svg")
+    plot.plot_decode(ROOT / "benchmarks" / "data" / "generate_h200.csv", tmp_path / "decode.svg")
+    plot.plot_decode(ROOT / "benchmarks" / "data" / "generate_cpu.csv", tmp_path / "decode.svg")
+    for figure in figures:
+        figure.canvas.draw()
+        found = figure.findobj(lambda artist: hasattr(artist, "get_text") and artist.get_text().strip())
+        boxes = [(text.get_text(), text.get_window_extent()) for text in found if text.get_visible()]
+        assert len(boxes) > 15
+        for at, (name, box) in enumerate(boxes):
+            assert box.x0 >= 0 and box.x1 <= figure.bbox.width and box.y0 >= 0 and box.y1 <= figure.bbox.height, name
+            for other, other_box in boxes[at + 1 :]:
+                assert not box.overlaps(other_box), f"{name!r} lies over {other!r}"
+        plot.pyplot.close(figure)

@@ -8,6 +8,11 @@
 namespace hf_fastpath {
 namespace {
 
+// Whether tensor cores do not take it.
+bool is_portable(const AppendAttentionParams& p) {
+  return p.dtype == DType::kFloat32 || !is_tuned_head_dim(p.head_dim);
+}
+
 // Blocks that run at once in clusters of this size: where blocks take a whole SM, clusters of 4 and 8 do not
 // fill every part of an H200.
 int slots_of(int multiprocessors, int cluster) {
@@ -30,6 +35,8 @@ int splits_of_waves(int64_t units, int64_t slots, int64_t most) {
 
 AppendAttentionPlan plan_append_attention(const AppendAttentionParams& p) {
   AppendAttentionPlan plan{};
+  plan.cluster = plan.splits = 1;
+  if (is_portable(p)) return plan;
   const int rows = append::rows_per_kv_head(p), multiprocessors = multiprocessor_count();
   plan.uses_wgmma = has_wgmma_code();
   if (plan.uses_wgmma) {
@@ -42,7 +49,6 @@ AppendAttentionPlan plan_append_attention(const AppendAttentionParams& p) {
   }
   const int64_t units = int64_t(p.batch) * p.num_kv_heads * ((rows + plan.rows - 1) / plan.rows);
   plan.units = static_cast<int>(units);
-  plan.cluster = plan.splits = 1;
   int64_t length = p.capacity;
   if (p.window > 0 && p.window + p.query_len < length) length = p.window + p.query_len;
   const int chunk = append::kMinChunk * (p.head_dim > 128 ? 2 : 1);
@@ -80,7 +86,7 @@ int64_t append_attention_workspace_bytes(const AppendAttentionParams& p, const A
 void launch_append_attention(const AppendAttentionParams& params, const AppendAttentionPlan& plan,
                              cudaStream_t stream) {
   if (params.batch == 0 || params.query_len == 0) return;
-  if (params.dtype == DType::kFloat32) return launch_append_attention_portable(params, stream);
+  if (is_portable(params)) return launch_append_attention_portable(params, stream);
   const auto launch =
       params.dtype == DType::kFloat16
           ? (plan.uses_wgmma ? launch_append_attention_wgmma_half : launch_append_attention_mma_half)

@@ -1,4 +1,5 @@
-// What: append_attention for types that tensor cores do not multiply exactly: float32. Sums are float64.
+// What: append_attention for types that tensor cores do not multiply exactly, float32, and for head sizes that
+//   they are not made for. Sums are float64.
 // Work split: grid (rows of a KV head, KV heads, batch rows), a warp each: lanes own dims, positions come one
 //   after the other, softmax is online.
 // Traffic: 2 * positions * head_dim * 4 bytes a row, from L2 for all but the first that run together.
@@ -11,8 +12,8 @@ namespace hf_fastpath {
 namespace append {
 namespace {
 
-constexpr int kLaneDims = kMaxHeadDim / kWarpSize;
-
+// kLaneDims: dims that a lane owns, at most.
+template <int kLaneDims>
 __global__ void __launch_bounds__(kWarpSize, 1) append_attention_kernel(AppendAttentionParams p) {
   RowTile t;
   t.batch_row = blockIdx.z, t.kv_head = blockIdx.y, t.first_row = blockIdx.x;
@@ -65,7 +66,10 @@ __global__ void __launch_bounds__(kWarpSize, 1) append_attention_kernel(AppendAt
 
 void launch_append_attention_portable(const AppendAttentionParams& params, cudaStream_t stream) {
   const dim3 grid(append::rows_per_kv_head(params), params.num_kv_heads, params.batch), block(kWarpSize);
-  append::append_attention_kernel<<<grid, block, 0, stream>>>(params);
+  const auto kernel = params.head_dim > kMaxTunedHeadDim
+                          ? append::append_attention_kernel<kMaxHeadDim / kWarpSize>
+                          : append::append_attention_kernel<kMaxTunedHeadDim / kWarpSize>;
+  kernel<<<grid, block, 0, stream>>>(params);
   HF_FASTPATH_CUDA_CHECK(cudaGetLastError());
 }
 

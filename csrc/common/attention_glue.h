@@ -16,8 +16,8 @@ inline void check_attention(const char* op, const Tensor& q, const Tensor& k_cac
                             bool in_pages, const Tensor& seq_lens, const std::optional<Tensor>& starts,
                             const std::optional<Tensor>& sinks) {
   const int64_t batch = q.size(0), num_heads = q.size(2), head_dim = q.size(3);
-  STD_TORCH_CHECK(head_dim >= kMinHeadDim && head_dim <= kMaxHeadDim && head_dim % 8 == 0,
-                  "hf_fastpath::", op, ": head_dim is ", head_dim, ", expected 32 to 256 in steps of 8");
+  STD_TORCH_CHECK(takes_head_dim(head_dim), "hf_fastpath::", op, ": head_dim is ", head_dim,
+                  ", expected an even number up to ", kMaxHeadDim);
   STD_TORCH_CHECK(
       k_cache.dim() == 4 && sizes_of(k_cache) == sizes_of(v_cache) &&
           (in_pages || k_cache.size(0) == batch) && k_cache.size(3) == head_dim && k_cache.size(1) > 0 &&

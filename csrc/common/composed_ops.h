@@ -7,12 +7,7 @@
 
 namespace hf_fastpath {
 
-inline Norm norm_of(const std::string& name, const char* op) {
-  if (name == "none") return Norm::kNone;
-  if (name == "rms") return Norm::kRms;
-  if (name == "layer") return Norm::kLayer;
-  STD_TORCH_CHECK(false, "hf_fastpath::", op, ": unknown norm ", name);
-}
+inline Norm norm_of(int64_t number, const char* op) { return choice_of(number, Norm::kLayer, op, "norm"); }
 
 // Refuses projections of qkv_rope_append that do not go together.
 inline void check_projections(const Tensor& x, const std::optional<Tensor>& k_weight,
@@ -36,8 +31,8 @@ inline void check_projections(const Tensor& x, const std::optional<Tensor>& k_we
                               const std::optional<Tensor>& k_scales, const std::optional<Tensor>& v_scales, \
                               const std::optional<Tensor>& block_table = std::nullopt);                     \
   Tensor gemv_##device(const Tensor& x, const Tensor& weight, const std::optional<Tensor>& bias,            \
-                       const std::optional<Tensor>& residual, const std::string& activation,                \
-                       bool transposed, const std::string& norm, const std::optional<Tensor>& norm_weight,  \
+                       const std::optional<Tensor>& residual, int64_t activation, bool transposed,          \
+                       int64_t norm, const std::optional<Tensor>& norm_weight,                              \
                        const std::optional<Tensor>& norm_bias, double norm_eps, bool overlap,               \
                        const std::optional<Tensor>& next_weight);                                           \
   Tensor qkv_rope_append_##device(                                                                          \
@@ -46,7 +41,7 @@ inline void check_projections(const Tensor& x, const std::optional<Tensor>& k_we
       const std::optional<Tensor>& k_bias, const std::optional<Tensor>& v_bias, bool transposed,            \
       const std::optional<Tensor>& cos, const std::optional<Tensor>& sin, const Tensor& k_cache,            \
       const Tensor& v_cache, const Tensor& seq_lens, int64_t num_heads,                                     \
-      const std::optional<Tensor>& kv_table, int64_t layer, const std::string& norm,                        \
+      const std::optional<Tensor>& kv_table, int64_t layer, int64_t norm,                                   \
       const std::optional<Tensor>& norm_weight, const std::optional<Tensor>& norm_bias, double norm_eps,    \
       bool overlap, const std::optional<Tensor>& k_scales, const std::optional<Tensor>& v_scales,           \
       const std::optional<Tensor>& block_table);                                                            \
@@ -57,8 +52,7 @@ inline void check_projections(const Tensor& x, const std::optional<Tensor>& k_we
       bool overlap, const std::optional<Tensor>& sinks, const std::optional<Tensor>& k_scales,              \
       const std::optional<Tensor>& v_scales, const std::optional<Tensor>& block_table = std::nullopt);      \
   Tensor gemv_swiglu_##device(const Tensor& x, const Tensor& gate_weight, const Tensor& up_weight,          \
-                              const std::string& activation, const std::string& norm,                       \
-                              const std::optional<Tensor>& norm_weight,                                     \
+                              int64_t activation, int64_t norm, const std::optional<Tensor>& norm_weight,   \
                               const std::optional<Tensor>& norm_bias, double norm_eps, bool overlap,        \
                               const std::optional<Tensor>& next_weight);                                    \
   inline Tensor normed_##device(const Tensor& x, Norm norm, const std::optional<Tensor>& weight,            \
@@ -75,13 +69,12 @@ HF_FASTPATH_COMPOSED_OPS(cuda)
 
 #undef HF_FASTPATH_COMPOSED_OPS
 
-Tensor fused_swiglu_cpu(const Tensor& gate, const Tensor& up, const std::string& activation);
+Tensor fused_swiglu_cpu(const Tensor& gate, const Tensor& up, int64_t activation);
 Tensor packed_gemv_cpu(const Tensor& x, const Tensor& quants, const Tensor& scales,
-                       const std::optional<Tensor>& zeros, double multiplier, const std::string& format,
+                       const std::optional<Tensor>& zeros, double multiplier, int64_t format,
                        const std::optional<Tensor>& bias, const std::optional<Tensor>& residual,
-                       const std::string& activation, const std::string& norm,
-                       const std::optional<Tensor>& norm_weight, const std::optional<Tensor>& norm_bias,
-                       double norm_eps, bool overlap,
+                       int64_t activation, int64_t norm, const std::optional<Tensor>& norm_weight,
+                       const std::optional<Tensor>& norm_bias, double norm_eps, bool overlap,
                        const std::optional<Tensor>& next_weight = std::nullopt);
 
 }  // namespace hf_fastpath

@@ -27,10 +27,15 @@ constexpr int64_t kTableColumns = 3, kQuantizedTableColumns = 5;
 // Of the quants; see hf_fastpath/ops/kv_cache.py.
 constexpr float kLargestInt8 = 127.0f, kLargestFloat8 = 448.0f;
 
-// Names in Python: "none", "rms", "layer".
+// What follows are choices in ops' schemas, by number: hf_fastpath/choices.py has the names.
 enum class Norm : int { kNone = 0, kRms = 1, kLayer = 2 };
 
-// Names in Python: "none", "relu", "silu", "gelu_tanh", "gelu".
 enum class Activation : int { kNone = 0, kRelu = 1, kSilu = 2, kGeluTanh = 3, kGelu = 4 };
+
+// Of fused_gelu.
+enum class Approximation : int { kNone = 0, kTanh = 1 };
+
+// Behind the activations of one value: the gate of fused_experts that clamps gate and up.
+constexpr int64_t kClampedSwiglu = 5;
 
 }  // namespace hf_fastpath

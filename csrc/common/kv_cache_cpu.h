@@ -2,6 +2,8 @@
 // included by *_cpu.cpp only.
 #pragma once
 
+#include <algorithm>
+
 #include "common/cpu_glue.h"
 #include "common/pages_glue.h"
 
@@ -17,7 +19,24 @@ struct KvCache {
   int64_t num_kv_heads, capacity, head_dim;
   const int32_t* pages;  // [batch, capacity / page_size]: the page of each slot's block; or null
   int64_t page_size;
+  int64_t page_count;  // pages of the caches; 0 where a kv_table says where they lie, but not how many there are
 };
+
+// Refuses a block table whose entries for positions [begin, end) of batch row `row` are no pages.
+inline void check_pages(const KvCache& cache, int64_t row, int64_t begin, int64_t end, const char* op) {
+  if (cache.pages == nullptr || cache.page_count == 0 || begin >= end) return;
+  const int64_t columns = cache.capacity / cache.page_size;
+  const auto block_of = [&](int64_t position) {
+    return (position - (position < 0 ? cache.page_size - 1 : 0)) / cache.page_size;
+  };
+  const int64_t first = block_of(begin), count = std::min(block_of(end - 1) - first + 1, columns);
+  for (int64_t i = 0; i < count; ++i) {
+    const int64_t column = ((first + i) % columns + columns) % columns;
+    const int32_t page = cache.pages[row * columns + column];
+    STD_TORCH_CHECK(page >= 0 && page < cache.page_count, "hf_fastpath::", op, ": block_table[", row, ", ",
+                    column, "] is ", page, ", expected a page from 0 to ", cache.page_count - 1);
+  }
+}
 
 // The caches, or the addresses and the capacity in row `layer` of kv_table in their place.
 inline KvCache load_kv_cache(const Tensor& k_cache, const Tensor& v_cache,
@@ -47,7 +66,8 @@ inline KvCache load_kv_cache(const Tensor& k_cache, const Tensor& v_cache,
                 k_cache.size(2),
                 k_cache.size(3),
                 nullptr,
-                k_cache.size(2)};
+                k_cache.size(2),
+                kv_table ? 0 : k_cache.size(0)};
   if (pages) {
     cache.pages = pages.table;
     cache.capacity = pages.capacity;

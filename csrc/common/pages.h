@@ -15,6 +15,9 @@ struct Pages {
   const int32_t* table = nullptr;  // [batch, capacity >> shift]; null: the cache is not in pages
   int64_t capacity = 0;            // slots of a sequence
   int shift = 0;                   // log2 of the page size
+  // The largest page that the table may name: kernels take a larger entry for it, or write nothing. Where a
+  // kv_table says where the pages lie, it is not known here: the table is then the decode plan's own.
+  uint32_t last = 0;
 
   explicit operator bool() const { return table != nullptr; }
 };

@@ -27,8 +27,11 @@ inline Pages load_pages(const std::optional<Tensor>& block_table, const std::opt
                     kv_table->size(1) == kPagedTableColumns && layer >= 0 && layer < kv_table->size(0)),
       "hf_fastpath::", op, ": with a block_table kv_table has to be int64 [layers, ", kPagedTableColumns,
       "] with layer inside, layer is ", layer);
+  STD_TORCH_CHECK(kv_table || (cache.size(0) > 0 && cache.size(0) <= INT32_MAX), "hf_fastpath::", op,
+                  ": k_cache has ", cache.size(0), " pages, expected one or more");
   return {static_cast<const int32_t*>(block_table->data_ptr()), size * block_table->size(1),
-          __builtin_ctzll(static_cast<uint64_t>(size))};
+          __builtin_ctzll(static_cast<uint64_t>(size)),
+          kv_table ? UINT32_MAX : static_cast<uint32_t>(cache.size(0) - 1)};
 }
 
 }  // namespace hf_fastpath

@@ -1,4 +1,4 @@
-// What every torch-facing file needs: checked views of stable tensors, cheap allocation, names to enums.
+// What every torch-facing file needs: checked views of stable tensors, cheap allocation, numbers to enums.
 // Only *_cpu.cpp and *_cuda.cpp include this; kernels stay free of torch.
 #pragma once
 
@@ -7,7 +7,6 @@
 #include <torch/csrc/stable/tensor.h>
 
 #include <optional>
-#include <string>
 #include <vector>
 
 #include "common/dtype.h"
@@ -66,13 +65,22 @@ inline void check_kv_table(const std::optional<Tensor>& table, int64_t layer, Kv
                   "] with layer inside, layer is ", layer);
 }
 
-inline Activation activation_of(const std::string& name, const char* op) {
-  if (name == "none") return Activation::kNone;
-  if (name == "relu") return Activation::kRelu;
-  if (name == "silu") return Activation::kSilu;
-  if (name == "gelu_tanh") return Activation::kGeluTanh;
-  if (name == "gelu") return Activation::kGelu;
-  STD_TORCH_CHECK(false, "hf_fastpath::", op, ": unknown activation ", name);
+// The choice that a number of an op's schema stands for, of those up to `last`.
+template <class Choice>
+Choice choice_of(int64_t number, Choice last, const char* op, const char* argument) {
+  STD_TORCH_CHECK(number >= 0 && number <= static_cast<int64_t>(last), "hf_fastpath::", op, ": ", argument,
+                  " is ", number, ", expected 0 to ", static_cast<int64_t>(last));
+  return static_cast<Choice>(number);
+}
+
+// What choice_of() is given for a choice that an op makes itself.
+template <class Choice>
+constexpr int64_t number_of(Choice choice) {
+  return static_cast<int64_t>(choice);
+}
+
+inline Activation activation_of(int64_t number, const char* op) {
+  return choice_of(number, Activation::kGelu, op, "activation");
 }
 
 // The tensor itself when it is contiguous, else a copy.
@@ -101,8 +109,7 @@ inline Tensor empty_like_with_sizes(const Tensor& like, const std::vector<int64_
   TORCH_ERROR_CODE_CHECK(aoti_torch_get_device_index(like.get(), &device_index));
   AtenTensorHandle handle;
   TORCH_ERROR_CODE_CHECK(aoti_torch_empty_strided(static_cast<int64_t>(sizes.size()), sizes.data(),
-                                                         strides.data(), dtype, device_type, device_index,
-                                                         &handle));
+                                                  strides.data(), dtype, device_type, device_index, &handle));
   return Tensor(handle);
 }
 

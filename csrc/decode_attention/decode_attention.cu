@@ -324,6 +324,7 @@ int64_t decode_attention_workspace_bytes(const DecodeAttentionParams& params) {
 
 void launch_decode_attention(const DecodeAttentionParams& params, cudaStream_t stream) {
   if (params.batch == 0) return;
+  if (!is_tuned_head_dim(params.head_dim)) return launch_decode_attention_any(params, stream);
   // Even one row a KV head, of the 8 a tensor core has, is faster there: converting K and V costs more than
   // the sums.
   if (params.kv_type == kv_type(params.dtype) && params.dtype != DType::kFloat32) {

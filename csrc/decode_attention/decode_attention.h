@@ -71,6 +71,9 @@ void launch_decode_attention_mma_paged(const DecodeAttentionParams& params, cuda
 bool fits_decode_attention_quants(const DecodeAttentionParams& params);
 void launch_decode_attention_quants(const DecodeAttentionParams& params, cudaStream_t stream);
 
+// The kernel for head dims that is_tuned_head_dim() does not hold of.
+void launch_decode_attention_any(const DecodeAttentionParams& params, cudaStream_t stream);
+
 void launch_decode_attention(const DecodeAttentionParams& params, cudaStream_t stream);
 
 }  // namespace hf_fastpath

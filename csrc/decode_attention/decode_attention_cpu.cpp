@@ -38,7 +38,7 @@ void run_chunk(const AttentionChunk& chunk) {
       if (j > position || (chunk.window > 0 && j <= position - chunk.window)) continue;
       const float* q = chunk.q + m * dim;
       double* sums = all_sums.data() + m * dim;
-      double parts[4] = {};  // head_dim is a multiple of 8
+      double parts[4] = {};
       for (int64_t d = 0; d < dim; ++d) parts[d % 4] += static_cast<double>(to_float(k[d])) * q[d];
       const double exact = k_scale * ((parts[0] + parts[2]) + (parts[1] + parts[3]));
       const float rounded = static_cast<float>(exact);
@@ -157,8 +157,8 @@ Tensor decode_attention_cpu(const Tensor& q, const Tensor& k_cache, const Tensor
   STD_TORCH_CHECK(cache.head_dim == dim && num_heads % cache.num_kv_heads == 0 && num_heads > 0,
                   "hf_fastpath::decode_attention: q has ", num_heads, " heads of ", dim, ", the cache ",
                   cache.num_kv_heads, " of ", cache.head_dim);
-  STD_TORCH_CHECK(dim >= kMinHeadDim && dim <= kMaxHeadDim && dim % 8 == 0,
-                  "hf_fastpath::decode_attention: head_dim is ", dim, ", expected 32 to 256 in steps of 8");
+  STD_TORCH_CHECK(takes_head_dim(dim), "hf_fastpath::decode_attention: head_dim is ", dim,
+                  ", expected an even number up to ", kMaxHeadDim);
   STD_TORCH_CHECK(window >= 0, "hf_fastpath::decode_attention: window is ", window, ", expected 0 or more");
   std::optional<Tensor> lens_holder, starts_holder;
   const int32_t* lens = load_int_vector(seq_lens, batch, lens_holder, op, "seq_lens");
@@ -181,6 +181,7 @@ Tensor decode_attention_cpu(const Tensor& q, const Tensor& k_cache, const Tensor
     int64_t begin = std::max<int64_t>({0, end - cache.capacity, first != nullptr ? first[b] : 0});
     if (window > 0) begin = std::max(begin, first_query - window + 1);
     ranges[b] = {begin, std::max(begin, end), first_query, 0, 0};
+    check_pages(cache, b, begin, end, op);
     positions += ranges[b].end - begin;
   }
   const int64_t chunk_positions =
@@ -214,7 +215,7 @@ Tensor decode_attention_cpu(const Tensor& q, const Tensor& k_cache, const Tensor
   float* const q_units = scores + parts * score_floats + round_up(q_floats / 2, 16);
   const Tensor input = hf_fastpath::contiguous(q);
   const void* q_data = input.const_data_ptr();
-  const bool avx2 = use_avx2();
+  const bool avx2 = use_avx2() && dim % 8 == 0;  // its vectors know no tails
   const auto convert = avx2 ? convert_to_float_avx2 : convert_to_float_portable;
   for (int64_t b = 0; b < batch; ++b) {
     for (int64_t i = 0; i < query_len; ++i) {

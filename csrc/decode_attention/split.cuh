@@ -49,11 +49,13 @@ struct PlacedSplit<true> : Split {
   const int32_t* pages;  // of this row of the batch: page of each block of slots
   int page_shift;        // log2 of a block's slots
   uint32_t page_stride;  // rows from a page to the next
+  uint32_t last_page;    // see Pages
 
   __device__ __forceinline__ uint32_t slot(int i) const {
     uint32_t slot = first_slot + i;
     if (slot >= capacity) slot -= capacity;
-    return uint32_t(__ldg(pages + (slot >> page_shift))) * page_stride + (slot & ((1u << page_shift) - 1));
+    const uint32_t page = min(uint32_t(__ldg(pages + (slot >> page_shift))), last_page);
+    return page * page_stride + (slot & ((1u << page_shift) - 1));
   }
   __device__ __forceinline__ int adjacent(uint32_t slot) const {
     const uint32_t size = 1u << page_shift;
@@ -90,6 +92,7 @@ __device__ __forceinline__ PlacedSplit<kPaged> find_split(const DecodeAttentionP
     if (!p.kv_table) s.pages = p.pages.table;
     s.pages += row * (s.capacity >> p.pages.shift);
     s.page_shift = p.pages.shift;
+    s.last_page = p.pages.last;
     first_head = kv_head, head_rows = 1u << p.pages.shift;
     s.page_stride = head_rows * p.num_kv_heads;
   }

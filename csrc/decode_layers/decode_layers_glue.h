@@ -43,9 +43,9 @@ struct DecodeLayersCall {
   int64_t num_heads;
   double scale;
   const std::vector<int64_t>& windows;
-  const std::string& norm;
+  int64_t norm;
   double norm_eps;
-  const std::string& activation;
+  int64_t activation;
   bool transposed;
   const std::optional<Tensor>&kv_table, &workspace;
   bool overlap;
@@ -87,8 +87,8 @@ Tensor layer_by_layer(const DecodeLayersCall& call) {
                                                std::nullopt, std::nullopt, std::nullopt);
     const bool gated = w[kGateWeight].numel() > 0;
     const std::optional<Tensor> none;
-    x = Ops::gemv(mixed, w[kOutWeight], given(w[kOutBias]), x, "none", transposed, "none", none, none, 0.0,
-                  overlap, w[gated ? kGateWeight : kUpWeight]);
+    x = Ops::gemv(mixed, w[kOutWeight], given(w[kOutBias]), x, number_of(Activation::kNone), transposed,
+                  number_of(Norm::kNone), none, none, 0.0, overlap, w[gated ? kGateWeight : kUpWeight]);
     STD_TORCH_CHECK(!gated || (!transposed && w[kUpBias].numel() == 0),
                     "hf_fastpath::decode_layers: gate_weight goes with neither transposed nor up_bias");
     const std::optional<Tensor> norm_weight = given(w[kMlpNormWeight]), norm_bias = given(w[kMlpNormBias]);
@@ -97,8 +97,9 @@ Tensor layer_by_layer(const DecodeLayersCall& call) {
                                 : Ops::gemv(x, w[kUpWeight], given(w[kUpBias]), none, activation, transposed,
                                             norm, norm_weight, norm_bias, norm_eps, overlap, w[kDownWeight]);
     const Tensor* next = call.layer(i + 1);
-    x = Ops::gemv(hidden, w[kDownWeight], given(w[kDownBias]), x, "none", transposed, "none", none, none, 0.0,
-                  overlap, next[i + 1 < call.layers() ? size_t(kQWeight) : size_t(kHeadWeight)]);
+    x = Ops::gemv(hidden, w[kDownWeight], given(w[kDownBias]), x, number_of(Activation::kNone), transposed,
+                  number_of(Norm::kNone), none, none, 0.0, overlap,
+                  next[i + 1 < call.layers() ? size_t(kQWeight) : size_t(kHeadWeight)]);
   }
   return x;
 }
@@ -109,10 +110,9 @@ Tensor decode_layers(const Tensor& token, const std::vector<Tensor>& weights,
                      const std::vector<Tensor>& k_caches, const std::vector<Tensor>& v_caches,
                      const std::optional<Tensor>& cos, const std::optional<Tensor>& sin,
                      const Tensor& seq_lens, const std::optional<Tensor>& starts, int64_t num_heads,
-                     double scale, const std::vector<int64_t>& windows, const std::string& norm,
-                     double norm_eps, const std::string& activation, bool transposed,
-                     const std::optional<Tensor>& kv_table, const std::optional<Tensor>& workspace,
-                     bool overlap) {
+                     double scale, const std::vector<int64_t>& windows, int64_t norm, double norm_eps,
+                     int64_t activation, bool transposed, const std::optional<Tensor>& kv_table,
+                     const std::optional<Tensor>& workspace, bool overlap) {
   const DecodeLayersCall call{token,    weights,    k_caches,   v_caches, cos,       sin,
                               seq_lens, starts,     num_heads,  scale,    windows,   norm,
                               norm_eps, activation, transposed, kv_table, workspace, overlap};
@@ -120,8 +120,9 @@ Tensor decode_layers(const Tensor& token, const std::vector<Tensor>& weights,
   std::optional<Tensor> x = Ops::at_once(call);
   if (!x) x = layer_by_layer<Ops>(call);
   const Tensor* w = call.layer(call.layers());
-  return Ops::gemv(*x, w[kHeadWeight], given(w[kHeadBias]), std::nullopt, "none", false, norm,
-                   given(w[kFinalNormWeight]), given(w[kFinalNormBias]), norm_eps, overlap, std::nullopt);
+  return Ops::gemv(*x, w[kHeadWeight], given(w[kHeadBias]), std::nullopt, number_of(Activation::kNone), false,
+                   norm, given(w[kFinalNormWeight]), given(w[kFinalNormBias]), norm_eps, overlap,
+                   std::nullopt);
 }
 
 }  // namespace hf_fastpath

@@ -16,7 +16,7 @@ ExpertStack expert_stack(const Tensor& stack) { return {stack.data_ptr(), stack.
 
 Tensor fused_experts_cuda(const Tensor& x, const Tensor& expert_ids, const Tensor& expert_weights,
                           const Tensor& gate_up_weight, const Tensor& down_weight,
-                          const std::optional<Tensor>& residual, const std::string& activation, bool overlap,
+                          const std::optional<Tensor>& residual, int64_t activation, bool overlap,
                           const std::optional<Tensor>& gate_up_bias, const std::optional<Tensor>& down_bias,
                           bool transposed, double alpha, double limit) {
   const DeviceGuard guard(x);

@@ -11,12 +11,12 @@ struct ExpertGate {
   bool clamped;           // (clamp(up) + 1) * gate * sigmoid(alpha * gate), gate clamped too
 };
 
-inline ExpertGate expert_gate(const std::string& name, bool transposed) {
-  if (name == "clamped_swiglu") {
+inline ExpertGate expert_gate(int64_t number, bool transposed) {
+  if (number == kClampedSwiglu) {
     STD_TORCH_CHECK(transposed, "hf_fastpath::fused_experts: clamped_swiglu goes with transposed");
     return {Activation::kNone, true};
   }
-  const Activation activation = activation_of(name, "fused_experts");
+  const Activation activation = activation_of(number, "fused_experts");
   STD_TORCH_CHECK(activation != Activation::kNone && activation != Activation::kRelu,
                   "hf_fastpath::fused_experts: the activation is not that of a gate");
   return {activation, false};

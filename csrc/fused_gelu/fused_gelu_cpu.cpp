@@ -18,16 +18,15 @@ void gelu_portable(DType dtype, const void* x, void* out, int64_t count, bool ta
 
 namespace {
 
-Tensor fused_gelu(const Tensor& x, std::string approximate) {
+Tensor fused_gelu(const Tensor& x, int64_t approximate) {
   const DType dtype = dtype_of(x, "fused_gelu");
-  STD_TORCH_CHECK(approximate == "tanh" || approximate == "none", "hf_fastpath::fused_gelu: approximate is ",
-                  approximate, ", expected tanh or none");
+  const bool tanh_form =
+      choice_of(approximate, Approximation::kTanh, "fused_gelu", "approximate") == Approximation::kTanh;
   const Tensor input = hf_fastpath::contiguous(x);
   Tensor out = empty_like_with_sizes(x, sizes_of(x));
   const int64_t count = input.numel();
   const void* from = input.const_data_ptr();
   void* to = out.mutable_data_ptr();
-  const bool tanh_form = approximate == "tanh";
   const auto kernel = use_avx2() ? gelu_avx2 : gelu_portable;
   const int64_t parts = part_count(2 * count * element_size(dtype), kBytesPerPart);
   for_each_part(parts, [&](int64_t part) {

@@ -5,16 +5,15 @@
 namespace hf_fastpath {
 namespace {
 
-Tensor fused_gelu(const Tensor& x, const std::string& approximate) {
+Tensor fused_gelu(const Tensor& x, int64_t approximate) {
   constexpr const char* kOp = "fused_gelu";
-  STD_TORCH_CHECK(approximate == "tanh" || approximate == "none", "hf_fastpath::fused_gelu: approximate is '",
-                  approximate, "', expected tanh or none");
+  const bool tanh_form =
+      choice_of(approximate, Approximation::kTanh, "fused_gelu", "approximate") == Approximation::kTanh;
   const DeviceGuard guard(x);
   const Tensor input = hf_fastpath::contiguous(x);
   Tensor out = empty_like_with_sizes(input, sizes_of(input));
   launch_fused_gelu(input.data_ptr(), out.data_ptr(), input.numel(), dtype_of(input, kOp),
-                    approximate == "tanh" ? Activation::kGeluTanh : Activation::kGelu,
-                    current_stream(guard.device()));
+                    tanh_form ? Activation::kGeluTanh : Activation::kGelu, current_stream(guard.device()));
   return out;
 }
 

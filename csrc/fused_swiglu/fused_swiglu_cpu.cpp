@@ -19,7 +19,7 @@ void gated_portable(DType dtype, Activation activation, const void* gate, const 
   });
 }
 
-Tensor fused_swiglu_cpu(const Tensor& gate, const Tensor& up, const std::string& activation) {
+Tensor fused_swiglu_cpu(const Tensor& gate, const Tensor& up, int64_t activation) {
   const char* op = "fused_swiglu";
   const DType dtype = dtype_of(gate, op);
   STD_TORCH_CHECK(dtype_of(up, op) == dtype,

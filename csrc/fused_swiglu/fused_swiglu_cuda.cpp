@@ -15,7 +15,7 @@ bool has_uniform_rows(const Tensor& tensor) {
   return true;
 }
 
-Tensor fused_swiglu(const Tensor& gate, const Tensor& up, const std::string& activation) {
+Tensor fused_swiglu(const Tensor& gate, const Tensor& up, int64_t activation) {
   constexpr const char* kOp = "fused_swiglu";
   const Activation act = activation_of(activation, kOp);
   STD_TORCH_CHECK(act != Activation::kNone && act != Activation::kRelu,

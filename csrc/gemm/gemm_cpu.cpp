@@ -393,7 +393,7 @@ void run_gemm(const GemmArgs& args, const RowView& x) {
 namespace {
 
 Tensor gemm(const Tensor& x, const Tensor& weight, const std::optional<Tensor>& bias,
-            const std::optional<Tensor>& residual, const std::string& activation, bool transposed) {
+            const std::optional<Tensor>& residual, int64_t activation, bool transposed) {
   const char* op = "gemm";
   GemmArgs args{};
   args.dtype = dtype_of(x, op);

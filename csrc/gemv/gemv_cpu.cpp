@@ -145,10 +145,9 @@ void run_conv1d(const LinearArgs& args, float* partials, int64_t partial_stride)
 }  // namespace
 
 Tensor gemv_cpu(const Tensor& raw, const Tensor& weight, const std::optional<Tensor>& bias,
-                const std::optional<Tensor>& residual, const std::string& activation, bool transposed,
-                const std::string& norm, const std::optional<Tensor>& norm_weight,
-                const std::optional<Tensor>& norm_bias, double norm_eps, bool /*overlap*/,
-                const std::optional<Tensor>& /*next_weight*/) {
+                const std::optional<Tensor>& residual, int64_t activation, bool transposed, int64_t norm,
+                const std::optional<Tensor>& norm_weight, const std::optional<Tensor>& norm_bias,
+                double norm_eps, bool /*overlap*/, const std::optional<Tensor>& /*next_weight*/) {
   const char* op = "gemv";
   STD_TORCH_CHECK(weight.dim() == 2, "hf_fastpath::gemv: weight is not a matrix");
   const Tensor x = normed_cpu(raw, norm_of(norm, op), norm_weight, norm_bias, norm_eps);

@@ -4,10 +4,9 @@
 namespace hf_fastpath {
 
 Tensor gemv_cuda(const Tensor& x, const Tensor& weight, const std::optional<Tensor>& bias,
-                 const std::optional<Tensor>& residual, const std::string& activation, bool transposed,
-                 const std::string& norm, const std::optional<Tensor>& norm_weight,
-                 const std::optional<Tensor>& norm_bias, double norm_eps, bool overlap,
-                 const std::optional<Tensor>& next_weight) {
+                 const std::optional<Tensor>& residual, int64_t activation, bool transposed, int64_t norm,
+                 const std::optional<Tensor>& norm_weight, const std::optional<Tensor>& norm_bias,
+                 double norm_eps, bool overlap, const std::optional<Tensor>& next_weight) {
   constexpr const char* kOp = "gemv";
   const DeviceGuard guard(x);
   const Tensor input = gemv_input(x);

@@ -63,7 +63,7 @@ inline void set_next_weight(GemvParams& p, const std::optional<Tensor>& weight) 
 // The norm in front of a product; its tensors are kept until the launch.
 class InputNorm {
  public:
-  InputNorm(const Tensor& x, const std::string& norm, const std::optional<Tensor>& weight,
+  InputNorm(const Tensor& x, int64_t norm, const std::optional<Tensor>& weight,
             const std::optional<Tensor>& bias, double eps, const char* op)
       : kind_(norm_of(norm, op)), eps_(eps) {
     for (auto [given, kept] : {std::pair(&weight, &weight_), std::pair(&bias, &bias_)}) {

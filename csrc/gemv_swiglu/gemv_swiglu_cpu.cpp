@@ -5,9 +5,9 @@
 namespace hf_fastpath {
 
 Tensor gemv_swiglu_cpu(const Tensor& raw, const Tensor& gate_weight, const Tensor& up_weight,
-                       const std::string& activation, const std::string& norm,
-                       const std::optional<Tensor>& norm_weight, const std::optional<Tensor>& norm_bias,
-                       double norm_eps, bool /*overlap*/, const std::optional<Tensor>& /*next_weight*/) {
+                       int64_t activation, int64_t norm, const std::optional<Tensor>& norm_weight,
+                       const std::optional<Tensor>& norm_bias, double norm_eps, bool /*overlap*/,
+                       const std::optional<Tensor>& /*next_weight*/) {
   const char* op = "gemv_swiglu";
   const Tensor x = normed_cpu(raw, norm_of(norm, op), norm_weight, norm_bias, norm_eps);
   const Activations input = load_activations(x, op, true);

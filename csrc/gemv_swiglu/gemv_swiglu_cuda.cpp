@@ -5,9 +5,9 @@
 namespace hf_fastpath {
 
 Tensor gemv_swiglu_cuda(const Tensor& x, const Tensor& gate_weight, const Tensor& up_weight,
-                        const std::string& activation, const std::string& norm,
-                        const std::optional<Tensor>& norm_weight, const std::optional<Tensor>& norm_bias,
-                        double norm_eps, bool overlap, const std::optional<Tensor>& next_weight) {
+                        int64_t activation, int64_t norm, const std::optional<Tensor>& norm_weight,
+                        const std::optional<Tensor>& norm_bias, double norm_eps, bool overlap,
+                        const std::optional<Tensor>& next_weight) {
   constexpr const char* kOp = "gemv_swiglu";
   const DeviceGuard guard(x);
   const Tensor input = gemv_input(x);

@@ -35,7 +35,7 @@ bool run_tiled(PackedArgs args, const RowView& x) {
 }
 
 Tensor packed_gemm_cpu(const Tensor& x, const Tensor& raw_quants, const Tensor& raw_scales,
-                       const std::optional<Tensor>& raw_zeros, double multiplier, const std::string& format,
+                       const std::optional<Tensor>& raw_zeros, double multiplier, int64_t format,
                        const std::optional<Tensor>& bias) {
   const char* op = "packed_gemm";
   STD_TORCH_CHECK(x.dim() >= 1 && x.size(x.dim() - 1) > 0, "hf_fastpath::packed_gemm: x has no features");
@@ -67,7 +67,7 @@ Tensor packed_gemm_cpu(const Tensor& x, const Tensor& raw_quants, const Tensor& 
       const Tensor some = matrix(at(view.data, first * view.stride, args.dtype), args.dtype, rows,
                                  view.columns, view.stride, 1);
       const Tensor made = packed_rows_cpu(some, weight.quants, weight.scales, weight.zeros, multiplier,
-                                          format, bias, std::nullopt, "none");
+                                          format, bias, std::nullopt, number_of(Activation::kNone));
       std::memcpy(at(args.out, first * args.out_features, args.dtype), made.const_data_ptr(),
                   rows * args.out_features * element_size(args.dtype));
     }

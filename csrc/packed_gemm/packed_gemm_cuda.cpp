@@ -42,8 +42,7 @@ Tensor linear(const Tensor& x, const Tensor& weight, const std::optional<Tensor>
   using torch::stable::detail::from;
   const Tensor out = empty_like_with_sizes(x, {x.size(0), weight.size(0)});
   std::array<StableIValue, 4> stack{from(x), from(weight), from(bias), from(out)};
-  TORCH_ERROR_CODE_CHECK(
-      torch_call_dispatcher("aten::linear", "out", stack.data(), TORCH_ABI_VERSION));
+  TORCH_ERROR_CODE_CHECK(torch_call_dispatcher("aten::linear", "out", stack.data(), TORCH_ABI_VERSION));
   return torch::stable::detail::to<Tensor>(stack[0]);
 }
 
@@ -75,7 +74,7 @@ Tensor with_widened(const Tensor& x, const PackedGemmParams& p, const std::optio
 }  // namespace
 
 Tensor packed_gemm_cuda(const Tensor& x, const Tensor& quants, const Tensor& scales,
-                        const std::optional<Tensor>& zeros, double multiplier, const std::string& format,
+                        const std::optional<Tensor>& zeros, double multiplier, int64_t format,
                         const std::optional<Tensor>& bias) {
   STD_TORCH_CHECK(x.dim() >= 1 && x.size(x.dim() - 1) > 0,
                   "hf_fastpath::packed_gemm: x has to be [..., in_features] with at least one feature");

@@ -9,8 +9,8 @@ constexpr int64_t kPackedBlock = 128;  // weights that are ordered together
 constexpr int64_t kStretches = 4;      // of a block, whose 32-bit words take turns
 constexpr int64_t kStretch = kPackedBlock / kStretches;
 
-// Names in Python: "int8", "fp8", "int4", "int4_g32".
-enum class PackedForm : int { kInt8, kFp8, kInt4, kInt4G32 };
+// By number in ops' schemas: hf_fastpath/choices.py has the names.
+enum class PackedForm : int { kInt8 = 0, kFp8 = 1, kInt4 = 2, kInt4G32 = 3 };
 
 constexpr int bits_of(PackedForm form) {
   return form == PackedForm::kInt8 || form == PackedForm::kFp8 ? 8 : 4;

@@ -128,9 +128,9 @@ T* take(float*& memory, int64_t count) {
 }  // namespace
 
 Tensor packed_rows_cpu(const Tensor& x, const Tensor& raw_quants, const Tensor& raw_scales,
-                       const std::optional<Tensor>& raw_zeros, double multiplier, const std::string& format,
+                       const std::optional<Tensor>& raw_zeros, double multiplier, int64_t format,
                        const std::optional<Tensor>& bias, const std::optional<Tensor>& residual,
-                       const std::string& activation) {
+                       int64_t activation) {
   const char* op = "packed_gemv";
   const RowView view = row_view(x);
   const PackedTensors weight(raw_quants, raw_scales, raw_zeros);
@@ -214,11 +214,11 @@ Tensor packed_rows_cpu(const Tensor& x, const Tensor& raw_quants, const Tensor& 
 }
 
 Tensor packed_gemv_cpu(const Tensor& raw, const Tensor& quants, const Tensor& scales,
-                       const std::optional<Tensor>& zeros, double multiplier, const std::string& format,
+                       const std::optional<Tensor>& zeros, double multiplier, int64_t format,
                        const std::optional<Tensor>& bias, const std::optional<Tensor>& residual,
-                       const std::string& activation, const std::string& norm,
-                       const std::optional<Tensor>& norm_weight, const std::optional<Tensor>& norm_bias,
-                       double norm_eps, bool /*overlap*/, const std::optional<Tensor>& /*next_weight*/) {
+                       int64_t activation, int64_t norm, const std::optional<Tensor>& norm_weight,
+                       const std::optional<Tensor>& norm_bias, double norm_eps, bool /*overlap*/,
+                       const std::optional<Tensor>& /*next_weight*/) {
   const Tensor x = normed_cpu(raw, norm_of(norm, "packed_gemv"), norm_weight, norm_bias, norm_eps);
   const int64_t rows = row_view(x).rows;
   STD_TORCH_CHECK(x.dim() >= 1 && rows >= 1 && rows <= kPackedRows,

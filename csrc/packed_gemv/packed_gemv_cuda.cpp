@@ -4,11 +4,11 @@
 namespace hf_fastpath {
 
 Tensor packed_gemv_cuda(const Tensor& x, const Tensor& quants, const Tensor& scales,
-                        const std::optional<Tensor>& zeros, double multiplier, const std::string& format,
+                        const std::optional<Tensor>& zeros, double multiplier, int64_t format,
                         const std::optional<Tensor>& bias, const std::optional<Tensor>& residual,
-                        const std::string& activation, const std::string& norm,
-                        const std::optional<Tensor>& norm_weight, const std::optional<Tensor>& norm_bias,
-                        double norm_eps, bool overlap, const std::optional<Tensor>& next_weight) {
+                        int64_t activation, int64_t norm, const std::optional<Tensor>& norm_weight,
+                        const std::optional<Tensor>& norm_bias, double norm_eps, bool overlap,
+                        const std::optional<Tensor>& next_weight) {
   constexpr const char* kOp = "packed_gemv";
   const DeviceGuard guard(x);
   const Tensor input = hf_fastpath::contiguous(x);

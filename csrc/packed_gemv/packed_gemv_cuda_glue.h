@@ -12,7 +12,7 @@ class PackedWeight {
  public:
   // Sets its part of `p`, which has x's.
   PackedWeight(GemvParams& p, const Tensor& quants, const Tensor& scales, const std::optional<Tensor>& zeros,
-               double multiplier, const std::string& format, const char* op)
+               double multiplier, int64_t format, const char* op)
       : quants_(aligned(quants)), scales_(aligned(scales)) {
     if (zeros) zeros_ = aligned(*zeros);
     const PackedShape shape = check_packed(p.k, quants_, scales_, zeros_, format, op);

@@ -15,19 +15,9 @@ struct PackedShape {
 
 // Whether contiguous tensors are a quantized matrix for `k` inputs, and which.
 inline PackedShape check_packed(int64_t k, const Tensor& quants, const Tensor& scales,
-                                const std::optional<Tensor>& zeros, const std::string& format,
-                                const char* op) {
+                                const std::optional<Tensor>& zeros, int64_t format, const char* op) {
   PackedShape shape{};
-  if (format == "int8") {
-    shape.form = PackedForm::kInt8;
-  } else if (format == "fp8") {
-    shape.form = PackedForm::kFp8;
-  } else if (format == "int4") {
-    shape.form = PackedForm::kInt4;
-  } else {
-    STD_TORCH_CHECK(format == "int4_g32", "hf_fastpath::", op, ": unknown format ", format);
-    shape.form = PackedForm::kInt4G32;
-  }
+  shape.form = choice_of(format, PackedForm::kInt4G32, op, "format");
   shape.blocks = (k + kPackedBlock - 1) / kPackedBlock;
   shape.groups = groups_of(shape.form, shape.blocks);
   const int64_t row_bytes = shape.blocks * kPackedBlock * bits_of(shape.form) / 8;

@@ -21,7 +21,7 @@ struct PackedTensors {
   }
 
   // What tells of the weight, once it is checked that it has `in_features`.
-  PackedArgs args(int64_t in_features, double multiplier, const std::string& format, const char* op) const {
+  PackedArgs args(int64_t in_features, double multiplier, int64_t format, const char* op) const {
     const PackedShape shape = check_packed(in_features, quants, scales, zeros, format, op);
     PackedArgs args{};
     args.form = shape.form, args.out_features = shape.rows, args.blocks = shape.blocks,
@@ -50,9 +50,9 @@ inline bool takes_floats(DType dtype, PackedForm form, int64_t rows) {
 
 // packed_gemv without a norm, of up to kPackedRows of x, or kWidenedRows if takes_floats().
 Tensor packed_rows_cpu(const Tensor& x, const Tensor& raw_quants, const Tensor& raw_scales,
-                       const std::optional<Tensor>& raw_zeros, double multiplier, const std::string& format,
+                       const std::optional<Tensor>& raw_zeros, double multiplier, int64_t format,
                        const std::optional<Tensor>& bias, const std::optional<Tensor>& residual,
-                       const std::string& activation);
+                       int64_t activation);
 
 // Rows of x in float32, `width` apart, zeros behind x's.
 inline void convert_rows(DType dtype, const RowView& x, int64_t width, float* to) {

@@ -5,9 +5,8 @@
 namespace hf_fastpath {
 
 Tensor packed_gemv_swiglu_cuda(const Tensor& x, const Tensor& quants, const Tensor& scales,
-                               const std::optional<Tensor>& zeros, double multiplier,
-                               const std::string& format, const std::string& activation,
-                               const std::string& norm, const std::optional<Tensor>& norm_weight,
+                               const std::optional<Tensor>& zeros, double multiplier, int64_t format,
+                               int64_t activation, int64_t norm, const std::optional<Tensor>& norm_weight,
                                const std::optional<Tensor>& norm_bias, double norm_eps, bool overlap) {
   constexpr const char* kOp = "packed_gemv_swiglu";
   const DeviceGuard guard(x);

@@ -25,12 +25,12 @@ std::optional<Tensor> given(const Tensor& tensor) {
 }
 
 Tensor packed_layers(const Tensor& token, const std::vector<Tensor>& weights,
-                     const std::vector<double>& multipliers, const std::string& format,
+                     const std::vector<double>& multipliers, int64_t format,
                      const std::vector<Tensor>& k_caches, const std::vector<Tensor>& v_caches,
                      const std::optional<Tensor>& cos, const std::optional<Tensor>& sin,
                      const Tensor& seq_lens, const std::optional<Tensor>& starts, int64_t num_heads,
-                     double scale, const std::vector<int64_t>& windows, const std::string& norm,
-                     double norm_eps, const std::string& activation, bool gated) {
+                     double scale, const std::vector<int64_t>& windows, int64_t norm, double norm_eps,
+                     int64_t activation, bool gated) {
   const char* op = "packed_layers";
   const size_t layers = k_caches.size();
   STD_TORCH_CHECK(token.dim() == 3 && token.size(1) == 1,
@@ -46,28 +46,29 @@ Tensor packed_layers(const Tensor& token, const std::vector<Tensor>& weights,
     const Tensor* w = weights.data() + i * kLayerTensors;
     const double* multiplier = multipliers.data() + i * kMatrices;
     const auto product = [&](const Tensor& input, size_t matrix, double factor,
-                             const std::optional<Tensor>& residual, const std::string& act) {
+                             const std::optional<Tensor>& residual, int64_t act) {
       return packed_gemv_cpu(input, w[matrix], w[matrix + 1], given(w[matrix + 2]), factor, format, none,
-                             residual, act, "none", none, none, 0.0, false);
+                             residual, act, number_of(Norm::kNone), none, none, 0.0, false);
     };
-    const auto of_normed = [&](size_t matrix, double factor, size_t norm_weight, const std::string& act) {
+    const auto of_normed = [&](size_t matrix, double factor, size_t norm_weight, int64_t act) {
       return packed_gemv_cpu(x, w[matrix], w[matrix + 1], given(w[matrix + 2]), factor, format, none, none,
                              act, norm, given(w[norm_weight]), given(w[norm_weight + 1]), norm_eps, false);
     };
-    const Tensor qkv = of_normed(kQkv, multiplier[0], kAttentionNormWeight, "none");
+    const Tensor qkv = of_normed(kQkv, multiplier[0], kAttentionNormWeight, number_of(Activation::kNone));
     const Tensor queries = rope_append_cpu(qkv, none, cos, sin, k_caches[i], v_caches[i], seq_lens, num_heads,
                                            none, static_cast<int64_t>(i), none, none);
     const Tensor mixed =
         decode_attention_cpu(queries, k_caches[i], v_caches[i], seq_lens, starts, scale, windows[i], none,
                              static_cast<int64_t>(i), none, false, none, none, none);
-    x = product(mixed, kOut, multiplier[1], x, "none");
-    Tensor hidden = of_normed(kUp, multiplier[2], kMlpNormWeight, gated ? "none" : activation);
+    x = product(mixed, kOut, multiplier[1], x, number_of(Activation::kNone));
+    Tensor hidden =
+        of_normed(kUp, multiplier[2], kMlpNormWeight, gated ? number_of(Activation::kNone) : activation);
     if (gated) {
       const int64_t inner = hidden.size(2) / 2;
       hidden = fused_swiglu_cpu(torch::stable::narrow(hidden, 2, 0, inner),
                                 torch::stable::narrow(hidden, 2, inner, inner), activation);
     }
-    x = product(hidden, kDown, multiplier[3], x, "none");
+    x = product(hidden, kDown, multiplier[3], x, number_of(Activation::kNone));
   }
   return x;
 }

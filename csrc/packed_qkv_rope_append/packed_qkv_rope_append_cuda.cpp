@@ -6,13 +6,15 @@
 
 namespace hf_fastpath {
 
-Tensor packed_qkv_rope_append_cuda(
-    const Tensor& x, const Tensor& quants, const Tensor& scales, const std::optional<Tensor>& zeros,
-    double multiplier, const std::string& format, const std::optional<Tensor>& cos,
-    const std::optional<Tensor>& sin, const Tensor& k_cache, const Tensor& v_cache, const Tensor& seq_lens,
-    int64_t num_heads, const std::optional<Tensor>& kv_table, int64_t layer, const std::string& norm,
-    const std::optional<Tensor>& norm_weight, const std::optional<Tensor>& norm_bias, double norm_eps,
-    bool overlap, const std::optional<Tensor>& k_scales, const std::optional<Tensor>& v_scales) {
+Tensor packed_qkv_rope_append_cuda(const Tensor& x, const Tensor& quants, const Tensor& scales,
+                                   const std::optional<Tensor>& zeros, double multiplier, int64_t format,
+                                   const std::optional<Tensor>& cos, const std::optional<Tensor>& sin,
+                                   const Tensor& k_cache, const Tensor& v_cache, const Tensor& seq_lens,
+                                   int64_t num_heads, const std::optional<Tensor>& kv_table, int64_t layer,
+                                   int64_t norm, const std::optional<Tensor>& norm_weight,
+                                   const std::optional<Tensor>& norm_bias, double norm_eps, bool overlap,
+                                   const std::optional<Tensor>& k_scales,
+                                   const std::optional<Tensor>& v_scales) {
   constexpr const char* kOp = "packed_qkv_rope_append";
   STD_TORCH_CHECK(x.dim() == 3,
                   "hf_fastpath::packed_qkv_rope_append: x has to be [batch, query_len, hidden_size]");

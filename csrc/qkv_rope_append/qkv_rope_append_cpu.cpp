@@ -48,7 +48,7 @@ Tensor qkv_rope_append_cpu(const Tensor& raw, const Tensor& q_weight, const std:
                            bool transposed, const std::optional<Tensor>& cos,
                            const std::optional<Tensor>& sin, const Tensor& k_cache, const Tensor& v_cache,
                            const Tensor& seq_lens, int64_t num_heads, const std::optional<Tensor>& kv_table,
-                           int64_t layer, const std::string& norm, const std::optional<Tensor>& norm_weight,
+                           int64_t layer, int64_t norm, const std::optional<Tensor>& norm_weight,
                            const std::optional<Tensor>& norm_bias, double norm_eps, bool /*overlap*/,
                            const std::optional<Tensor>& k_scales, const std::optional<Tensor>& v_scales,
                            const std::optional<Tensor>& block_table) {
@@ -59,8 +59,8 @@ Tensor qkv_rope_append_cpu(const Tensor& raw, const Tensor& q_weight, const std:
                            layer, k_scales, v_scales, block_table);
   };
   if (!k_weight) {
-    return append(gemv_cpu(raw, q_weight, q_bias, std::nullopt, "none", transposed, norm, norm_weight,
-                           norm_bias, norm_eps, false, std::nullopt));
+    return append(gemv_cpu(raw, q_weight, q_bias, std::nullopt, number_of(Activation::kNone), transposed,
+                           norm, norm_weight, norm_bias, norm_eps, false, std::nullopt));
   }
   const Tensor x = normed_cpu(raw, norm_of(norm, op), norm_weight, norm_bias, norm_eps);
   const Tensor* weights[] = {&q_weight, &*k_weight, &*v_weight};

@@ -12,7 +12,7 @@ Tensor qkv_rope_append_cuda(const Tensor& x, const Tensor& q_weight, const std::
                             bool transposed, const std::optional<Tensor>& cos,
                             const std::optional<Tensor>& sin, const Tensor& k_cache, const Tensor& v_cache,
                             const Tensor& seq_lens, int64_t num_heads, const std::optional<Tensor>& kv_table,
-                            int64_t layer, const std::string& norm, const std::optional<Tensor>& norm_weight,
+                            int64_t layer, int64_t norm, const std::optional<Tensor>& norm_weight,
                             const std::optional<Tensor>& norm_bias, double norm_eps, bool overlap,
                             const std::optional<Tensor>& k_scales, const std::optional<Tensor>& v_scales,
                             const std::optional<Tensor>& block_table) {

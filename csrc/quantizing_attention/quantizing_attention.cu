@@ -15,9 +15,9 @@ namespace hf_fastpath {
 namespace {
 
 constexpr int kWarps = 4;
-constexpr int kMaxElems = kMaxHeadDim / kWarpSize;  // of a head, in a lane
 
-template <class Quant>
+// kMaxElems: of a head, in a lane.
+template <class Quant, int kMaxElems>
 __global__ void __launch_bounds__(kWarps* kWarpSize) quantize_new_kernel(DecodeAttentionParams p) {
   const int lane = threadIdx.x % kWarpSize, heads = p.batch * p.num_kv_heads * p.query_len;
   const int index = blockIdx.x * kWarps + threadIdx.x / kWarpSize;
@@ -69,11 +69,12 @@ void launch_quantizing_attention(const DecodeAttentionParams& params, cudaStream
   const int heads = 2 * params.batch * params.num_kv_heads * params.query_len;
   const dim3 grid((heads + kWarps - 1) / kWarps), block(kWarps * kWarpSize);
   const size_t smem_bytes = 0;
-  if (params.kv_type == KvType::kInt8) {
-    quantize_new_kernel<int8_t><<<grid, block, smem_bytes, stream>>>(params);
-  } else {
-    quantize_new_kernel<Float8><<<grid, block, smem_bytes, stream>>>(params);
-  }
+  constexpr int kTuned = kMaxTunedHeadDim / kWarpSize, kMost = kMaxHeadDim / kWarpSize;
+  const bool is_wide = params.head_dim > kMaxTunedHeadDim;
+  const auto kernel = params.kv_type == KvType::kInt8
+                          ? (is_wide ? quantize_new_kernel<int8_t, kMost> : quantize_new_kernel<int8_t, kTuned>)
+                          : (is_wide ? quantize_new_kernel<Float8, kMost> : quantize_new_kernel<Float8, kTuned>);
+  kernel<<<grid, block, smem_bytes, stream>>>(params);
   HF_FASTPATH_CUDA_CHECK(cudaGetLastError());
   DecodeAttentionParams stored = params;
   stored.new_k = stored.new_v = nullptr;

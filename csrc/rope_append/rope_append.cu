@@ -36,10 +36,14 @@ __device__ __forceinline__ int64_t head_place(const RopeAppendParams& p, int64_t
   return (int64_t(row) * p.num_kv_heads + kv_head) * capacity + slot;
 }
 
+// Of an entry of the block table that is no page.
+constexpr int64_t kNowhere = -1;
+
 __device__ __forceinline__ int64_t head_place(const RopeAppendParams& p, int64_t capacity, int64_t slot,
                                               int row, int kv_head, const Pages& pages) {
-  const int64_t page = pages.table[row * (capacity >> pages.shift) + (slot >> pages.shift)];
-  return ((page * p.num_kv_heads + kv_head) << pages.shift) + (slot & ((1 << pages.shift) - 1));
+  const uint32_t page = pages.table[row * (capacity >> pages.shift) + (slot >> pages.shift)];
+  if (page > pages.last) return kNowhere;
+  return ((int64_t(page) * p.num_kv_heads + kv_head) << pages.shift) + (slot & ((1 << pages.shift) - 1));
 }
 
 // Stores neighbors in a cache; `at_once`: it is aligned to 16 bytes.
@@ -112,6 +116,9 @@ __global__ void __launch_bounds__(kThreads) rope_append_kernel(RopeAppendParams 
     Chunk<T, kElems>::store(out + first, a);
     if (has_second) Chunk<T, kElems>::store(out + second, b);
     return;
+  }
+  if constexpr (sizeof...(MaybePages) > 0) {
+    if (kv_place == kNowhere) return;
   }
   char* const cache = is_value ? place.v_cache : place.k_cache;
   const bool at_once = kElems == 1 || reinterpret_cast<uintptr_t>(cache) % 16 == 0;

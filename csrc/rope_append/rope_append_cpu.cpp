@@ -127,6 +127,9 @@ Tensor rope_append_cpu(const Tensor& qkv, const std::optional<Tensor>& bias, con
   args.page_size = cache.page_size;
   args.seq_lens = load_int_vector(seq_lens, batch, lens_holder, op, "seq_lens");
   args.q_out = out.mutable_data_ptr();
+  for (int64_t b = 0; b < batch; ++b) {
+    check_pages(cache, b, int64_t(args.seq_lens[b]) - query_len, args.seq_lens[b], op);
+  }
   const auto kernel = use_avx2() ? rope_append_avx2 : rope_append_portable;
   const int64_t tokens = batch * query_len;
   for_each_range(tokens, 2 * tokens * features * element_size(dtype),

@@ -1,5 +1,7 @@
 // step_inputs on the CPU: copies of a few rows.
 #include <cstring>
+#include <stdexcept>
+#include <string>
 
 #include "common/cpu_glue.h"
 #include "common/cpu_math.h"
@@ -8,10 +10,17 @@
 namespace hf_fastpath {
 namespace {
 
-const void* row_of(const GatheredTable& table, int64_t row, DType dtype) {
-  STD_TORCH_CHECK(row >= 0 && row < table.count, "hf_fastpath::step_inputs: a token or position is ", row,
-                  ", outside of its table of ", table.count,
-                  " rows: the tokenizer and the model have to belong together");
+constexpr const char* kRemedy =
+    "the tokenizer and the model have to belong together, and positions to lie within what the model has "
+    "learned";
+
+// Python gets std::out_of_range as an IndexError, which torch.nn.functional.embedding raises, too.
+const void* row_of(const GatheredTable& table, int64_t row, DType dtype, const char* what) {
+  if (row < 0 || row >= table.count) {
+    throw std::out_of_range("hf_fastpath::step_inputs: the " + std::string(what) + " " + std::to_string(row) +
+                            " is outside of its table of " + std::to_string(table.count) +
+                            " rows: " + kRemedy);
+  }
   return at(table.rows, row * table.stride, dtype);
 }
 
@@ -24,11 +33,13 @@ std::vector<Tensor> step_inputs(const Tensor& embedding, const Tensor& tokens, c
     for (int i = 0; i < p.num_tables; ++i) {
       const GatheredTable& table = p.tables[i];
       const int64_t row = i == 0 ? p.token_ids[token] : p.positions[token];
-      std::memcpy(at(table.out, int64_t(token) * table.width, p.dtype), row_of(table, row, p.dtype),
+      std::memcpy(at(table.out, int64_t(token) * table.width, p.dtype),
+                  row_of(table, row, p.dtype, i == 0 ? "token" : "position"),
                   static_cast<size_t>(table.width * element_size(p.dtype)));
     }
     if (p.position_embedding.rows == nullptr) continue;
-    const void* added = row_of(p.position_embedding, p.positions[token] + p.position_offset, p.dtype);
+    const void* added =
+        row_of(p.position_embedding, p.positions[token] + p.position_offset, p.dtype, "position");
     void* out = at(p.tables[0].out, int64_t(token) * p.tables[0].width, p.dtype);
     with_storage(p.dtype, [&](auto* tag) {
       using T = std::remove_pointer_t<decltype(tag)>;

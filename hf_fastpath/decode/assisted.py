@@ -7,10 +7,9 @@ Greedy search without processors takes what the plan holds most likely; else :mo
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -19,9 +18,19 @@ from .. import compat
 from ..cache import FastpathCache
 from ..forwards import STATE_KEY
 from ..ops.decode_attention import MAX_QUERY_LEN
+from ..reasons import Cause
 from . import acceptance, prompt
-from .calls import end_tokens, ends_by_length_or_token, for_patched_models, settling, step_aside_reason
-from .draft_plan import DraftPlan, DraftReader
+from .calls import (
+    Watch,
+    end_tokens,
+    ends_by_length_or_token,
+    for_patched_models,
+    note_nonfinite,
+    runs_users_code,
+    settling,
+    step_aside_reason,
+)
+from .draft_plan import DraftPlan, DraftReader, StockReader
 
 if TYPE_CHECKING:
     from ..patch_state import PatchState
@@ -66,21 +75,30 @@ def decode(
                 model_kwargs=model_kwargs,
             )
         if generator is None:
-            reason = "generation_mode"
-        elif compat.is_held_here(state.lock):
-            reason = "reentrant"
+            reason = Cause("generation_mode", _why_not_drafts(input_ids, stopping_criteria, assistant_tokenizer))
     if reason is None:
-        with state.lock:
-            objects = logits_processor, stopping_criteria, generation_config, streamer, generator
-            call = _Call(state, model, input_ids, *objects)
-            with settling(model_kwargs[compat.CACHE], part):
-                return call.generate(part, model_kwargs, assistant_model)
+        with state.place() as is_free:
+            if is_free:
+                objects = logits_processor, stopping_criteria, generation_config, streamer, generator
+                call = _Call(state, model, input_ids, *objects)
+                with settling(model_kwargs[compat.CACHE], part):
+                    return call.generate(part, model_kwargs, assistant_model)
+        reason = "busy"
     state.fall_back(reason)
     return original(
         *(model, input_ids, logits_processor, stopping_criteria, generation_config, synced_gpus, streamer),
         **dict(inputs_tensor=inputs_tensor, assistant_model=assistant_model, assistant_tokenizer=assistant_tokenizer),
         **dict(tokenizer=tokenizer, **model_kwargs),
     )
+
+
+def _why_not_drafts(input_ids: torch.Tensor, criteria: Any, assistant_tokenizer: Any) -> str:
+    """What keeps drafts from our loop."""
+    if assistant_tokenizer is not None:
+        return "assistant_tokenizer"
+    if input_ids.shape[0] > 1:
+        return f"drafts for {input_ids.shape[0]} sequences"
+    return "no max_length" if criteria.max_length is None else "another way to draft"
 
 
 def _is_plain(config: Any, processors: Any) -> bool:
@@ -97,7 +115,6 @@ class _StockDrafts:
     """
 
     def __init__(self, generator: Any, device: torch.device):
-        self.lock = contextlib.nullcontext()
         self._generator = generator
         on_host = compat.looks_up_drafts(generator) and not generator.logits_processor
         self._device = torch.device("cpu") if on_host else device
@@ -107,6 +124,10 @@ class _StockDrafts:
         [tokens, vocab_size], where there are any."""
         found, scores = self._generator.get_candidates(text.to(self._device))
         return found[0, text.shape[1] :].tolist(), None if scores is None else scores[0]
+
+    def are_stale(self) -> bool:
+        """Whether what makes them is other than it was: an assistant that generates looks at itself."""
+        return False
 
     def end(self) -> None:
         """Nothing to let go of."""
@@ -152,8 +173,8 @@ class _PlanDrafts:
         limit: int,
         goes_on: bool,
     ):
-        self.lock = state.lock
         self._generator, self._state, self._part, self._cache = generator, state, part, cache
+        self._watch = Watch(state, part)
         self._given, self._ends, self._limit = given, ends, limit
         self._goes_on, self._prompt_len = goes_on, given.tokens.shape[1]
         self._plan: DecodePlan | None = None
@@ -276,9 +297,14 @@ class _PlanDrafts:
             self._plan.step(text[:, place].to(self._plan.device, non_blocking=True))
         return self._plan
 
+    def are_stale(self) -> bool:
+        """As of :class:`_StockDrafts`."""
+        return self._watch.has_changed(self._given.tokens.device)
+
     def end(self) -> None:
         """Let go of the cache."""
-        for plan in (self._plan, self._pair):
+        plans, self._plan, self._pair = (self._plan, self._pair), None, None
+        for plan in plans:
             if plan is not None:
                 plan.end()
 
@@ -290,6 +316,7 @@ class _Call:
         self.state, self.model, self.config, self.generator = state, model, config, generator
         self.processors, self.criteria, self.streamer = processors, stopping_criteria, streamer
         self.plain = _is_plain(config, processors)
+        self.runs_users_code = bool(runs_users_code(processors, stopping_criteria, streamer))
         self.device, self.prompt_len = input_ids.device, input_ids.shape[1]
         self.max_length = stopping_criteria.max_length
         self.ids = input_ids
@@ -298,6 +325,8 @@ class _Call:
         self.text = torch.zeros(1, max(self.max_length, self.prompt_len), dtype=torch.long, **place)
         self.text[:, : self.prompt_len] = input_ids
         self.length = self.prompt_len
+        self.left_at: int | None = None  # length of the text when stock code took over from the plans
+        self.told = 0  # tokens behind the first one that the generator was told of because its assistant had changed
         self.ends = frozenset(token for ends in end_tokens(stopping_criteria) for token in ends.tolist())
         self.ends_by_itself = ends_by_length_or_token(stopping_criteria)
         wants = config.return_dict_in_generate and (config.output_scores or config.output_logits)
@@ -313,20 +342,47 @@ class _Call:
         keeps = self.plain and self.logits is not None
         plan_of = functools.partial(self.state.draft_plan, part, cache)
         reader = DraftReader(plan_of, cache, positions[:, -1] + 1, starts, self._keep if keeps else None)
-        drafts = self._drafts(assistant, positions, starts)
-        with drafts.lock:
-            try:
-                done = self._begin(first.to(torch.float32, copy=True), reader, drafts, cache)
-                started, before = time.perf_counter(), self.length
-                while not done:
-                    done = self._round(reader, drafts, cache)
-            finally:
-                reader.end()
-                drafts.end()
+        drafts, watch = self._drafts(assistant, positions, starts), None
+        if self.runs_users_code or (isinstance(drafts, _StockDrafts) and assistant is not None):  # which may have hooks
+            watch = Watch(self.state, part)
+        try:
+            done = self._begin(first.to(torch.float32, copy=True), reader, drafts, cache)
+            started, before = time.perf_counter(), self.length
+            while not done:
+                if watch is not None and watch.has_changed(self.device):
+                    reader.end()
+                    watch.look_again(self.ids, cache)
+                    reader = self._reader_of(watch, model_kwargs, starts, self._keep if keeps else None)
+                if watch is not None and drafts.are_stale():
+                    drafts.end()
+                    drafts = self._drafts(assistant, positions, starts)
+                done = self._round(reader, drafts, cache)
+            note_nonfinite(self.state, first if reader.logits is None else reader.logits)
+        finally:
+            reader.end()
+            drafts.end()
         compat.keep_draft_length(self.generator)
         return self._result(cache, started, self.length - before)
 
-    def _begin(self, first: torch.Tensor, reader: DraftReader, drafts: Any, cache: FastpathCache) -> bool:
+    def _reader_of(
+        self, watch: Watch, model_kwargs: dict, starts: torch.Tensor | None, keep: Any
+    ) -> DraftReader | StockReader:
+        """What reads drafts behind the text with the model as it has become."""
+        cache, self.state = model_kwargs[compat.CACHE], watch.state
+        position = model_kwargs["position_ids"][:, -1] + (self.length - self.prompt_len)
+        if watch.part is not None:
+            plan_of = functools.partial(self.state.draft_plan, watch.part, cache)
+            return DraftReader(plan_of, cache, position, starts, keep)
+        self.left_at = self.length
+
+        def logits_of(tokens: Sequence[int], count: int) -> torch.Tensor:
+            behind = torch.tensor([tokens], device="cpu")
+            text = torch.cat((self.text[:, : self.length - 1], behind), dim=1).to(self.device)
+            return compat.following_logits(self.model, text, count, self.prompt_len, model_kwargs)[0]
+
+        return StockReader(logits_of, cache, keep)
+
+    def _begin(self, first: torch.Tensor, reader: DraftReader | StockReader, drafts: Any, cache: FastpathCache) -> bool:
         """The token behind the prompt, of which ``first`` are the logits. Where others than the most likely are chosen,
         a draft stands behind it, as transformers begins: random numbers are drawn in that order."""
         if not self.plain:
@@ -335,12 +391,13 @@ class _Call:
             self._keep(first)
         return self._take([int(first.argmax(-1))])
 
-    def _round(self, reader: DraftReader, drafts: Any, cache: FastpathCache) -> bool:
+    def _round(self, reader: DraftReader | StockReader, drafts: Any, cache: FastpathCache) -> bool:
         """A draft, and what the model says to it; says whether to stop."""
         if not self.plain:
             return self._choose(None, reader, drafts, cache)
         last, text = int(self.text[0, self.length - 1]), self.text[:, : self.length]
-        if isinstance(drafts, _PlanDrafts) and (count := drafts.unseen(text)):
+        unseen = isinstance(drafts, _PlanDrafts) and isinstance(reader, DraftReader)
+        if unseen and (count := drafts.unseen(text)):
             found, proposed = reader.verify_unseen(last, count, drafts)
         else:
             proposed = self._propose(drafts)[0]
@@ -350,7 +407,9 @@ class _Call:
             cache.crop(len(valid) - len(found))
         return self._follow(valid, proposed)
 
-    def _choose(self, first: torch.Tensor | None, reader: DraftReader, drafts: Any, cache: FastpathCache) -> bool:
+    def _choose(
+        self, first: torch.Tensor | None, reader: DraftReader | StockReader, drafts: Any, cache: FastpathCache
+    ) -> bool:
         """:meth:`_round` from logits. ``first``: [1, vocab_size] of the token that follows the text, or None: its last
         token is still to be read."""
         proposed, draft_scores, dropped = self._propose(drafts)
@@ -388,19 +447,26 @@ class _Call:
         return done
 
     def _drafts(self, assistant: Any, positions: torch.Tensor, starts: torch.Tensor | None) -> Any:
-        """Where drafts come from."""
+        """Where drafts come from, behind the text as it is."""
+        if (more := self.length - self.prompt_len - 1) > 0:  # the assistant has changed, and knows of nothing
+            compat.lengthen_draft_inputs(self.generator, more - self.told)
+            self.told = more
         state: PatchState | None = None if assistant is None else vars(assistant).get(STATE_KEY)
         if not self.plain:  # scores behind processors, which the plan of an assistant does not give
             return _StockDrafts(self.generator, self.device)
         if state is None or not state.enabled or compat.looks_up_drafts(self.generator):
             return _StockDrafts(self.generator, self.device)
         part, cache = state.part_of(assistant), FastpathCache(assistant.config, state.options.kv_dtype)
-        seen = {compat.CACHE: cache, "use_cache": True, "position_ids": positions[:, : self.prompt_len]}
-        reason = step_aside_reason(state, part, self.ids, self.config, False, seen)
+        ids, positions = self.ids, positions[:, : self.prompt_len]
+        if more > 0:
+            ids = self.text[:, : self.length - 1].to(self.device)
+            behind = torch.arange(1, more + 1, device=self.device)
+            positions = torch.cat((positions, positions[:, -1:] + behind), dim=1)
+        seen = {compat.CACHE: cache, "use_cache": True, "position_ids": positions}
+        reason = step_aside_reason(state, part, ids, self.config, False, seen)
         padding = starts if starts is not None and starts.any() else None
-        given = prompt.Prompt(self.ids, positions[:, : self.prompt_len], padding)
-        held = state is not self.state and compat.is_held_here(state.lock)
-        if reason is not None or held or not prompt.is_readable(part, cache, given):
+        given = prompt.Prompt(ids.long(), positions.long(), padding)
+        if reason is not None or not prompt.is_readable(part, cache, given):
             return _StockDrafts(self.generator, self.device)
         cache.activate_past_recording()
         cache.expect(self.max_length)
@@ -430,7 +496,9 @@ class _Call:
 
     def _result(self, cache: FastpathCache, started: float, timed: int) -> Any:
         new_tokens = self.length - self.prompt_len
-        self.state.stats.generated(new_tokens, started, timed=timed)
+        by_stock = 0 if self.left_at is None else self.length - self.left_at
+        self.state.stats.generated(by_stock, started, stock=True, timed=0)
+        self.state.stats.generated(new_tokens - by_stock, started, timed=timed)
         sequences = self.text[:, : self.length].to(self.device)
         if self.ends_by_itself:
             self.criteria(sequences[:, :-1], None)  # warns of lengths the model was not made for

@@ -16,16 +16,19 @@ from torch import nn
 from torch.nn.attention.bias import causal_lower_right
 
 from .. import loader, ops
-from ..ops.decode_attention import MAX_HEAD_DIM, MAX_QUERY_LEN, MIN_HEAD_DIM, visible_slots
+from ..ops.decode_attention import MAX_QUERY_LEN, visible_slots
 from ..ops.kv_cache import dequantized, gathered
 from . import composed
+
+#: sizes of a head; see csrc/common/head_dims.h
+TENSOR_CORE_HEAD_DIMS = range(32, 256 + 1, 8)
 
 
 def has_tensor_cores(device: torch.device, dtype: torch.dtype, head_dim: int) -> bool:
     """Whether ``ops.append_attention`` has a fast kernel for such queries."""
-    if device.type != "cuda" or dtype not in (torch.float16, torch.bfloat16) or head_dim % 8:
+    if device.type != "cuda" or dtype not in (torch.float16, torch.bfloat16):
         return False
-    return MIN_HEAD_DIM <= head_dim <= MAX_HEAD_DIM and loader.is_native("cuda")
+    return head_dim in TENSOR_CORE_HEAD_DIMS and loader.is_native("cuda")
 
 
 def is_hopper(device: torch.device) -> bool:

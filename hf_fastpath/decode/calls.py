@@ -13,6 +13,7 @@ from .. import compat
 from ..cache import FastpathCache
 from ..forwards import STATE_KEY
 from ..loops import Loop
+from ..reasons import Cause
 from .structure import MAX_BATCH
 
 if TYPE_CHECKING:
@@ -23,6 +24,8 @@ if TYPE_CHECKING:
 KNOWN_MODEL_KWARGS = frozenset(
     {compat.CACHE, "use_cache", "attention_mask", "position_ids", "logits_to_keep", "tokenizer"}
 )
+#: types of token and position ids that PyTorch's embeddings take
+INDEX_DTYPES = (torch.int64, torch.int32)
 
 
 def for_patched_models(loop: Callable[..., Any]) -> Loop:
@@ -32,6 +35,9 @@ def for_patched_models(loop: Callable[..., Any]) -> Loop:
     @functools.wraps(loop)
     def method(original: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
         state: PatchState | None = vars(model).get(STATE_KEY)
+        if state is not None:
+            state.come_in()
+            state = vars(model).get(STATE_KEY)
         if state is None or not state.enabled:
             return original(model, *args, **kwargs)
         return loop(state, original, model, *args, **kwargs)
@@ -39,14 +45,23 @@ def for_patched_models(loop: Callable[..., Any]) -> Loop:
     return method
 
 
+@for_patched_models
+def run_stock(state: PatchState, original: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
+    """What a method of transformers' does that is none of our loops: it only comes in by the same door."""
+    return original(model, *args, **kwargs)
+
+
 @contextmanager
 def settling(cache: FastpathCache, part: ModelPart) -> Iterator[None]:
     """Give the layers of ``cache`` one length again where the block is broken off."""
     try:
+        cache.is_kept = True  # by this: forwards inside need not
         yield
     except BaseException:
         cache.settle(len(part.layers))
         raise
+    finally:
+        cache.is_kept = False
 
 
 def step_aside_reason(
@@ -58,60 +73,181 @@ def step_aside_reason(
     model_kwargs: dict,
 ) -> str | None:
     """The reason code for which this call is left to transformers' loop, or None."""
-    cache = model_kwargs.get(compat.CACHE)
-    if state.loop_reason is not None or part is None:
-        return state.loop_reason or "class_not_supported"
-    if compat.overrides_generation(part.module, part.architecture.module):
-        return "generation_method"
+    cache, batch = model_kwargs.get(compat.CACHE), input_ids.shape[0]
+    if (reason := _uncovered(state, part)) is not None:
+        return reason
     if synced_gpus:
         return "synced_gpus"
     if config.compile_config is not None:
         return "compile_config"
-    if config.output_attentions or config.output_hidden_states:
-        return "attention_outputs"
+    for name in ("output_attentions", "output_hidden_states"):
+        if getattr(config, name):
+            return Cause("attention_outputs", name)
     if not model_kwargs.get("use_cache"):
-        return "no_cache"
+        return Cause("no_cache", "use_cache=False")
     if not isinstance(cache, FastpathCache):
-        return "other_cache"
-    if input_ids.shape[0] > min(MAX_BATCH, state.options.max_batch_size):
-        return "batch_size"
-    if any(value is not None for name, value in model_kwargs.items() if name not in KNOWN_MODEL_KWARGS):
-        return "unsupported_input"
-    if input_ids.shape[1] == 0:
-        return "unsupported_input"
+        return Cause("other_cache", type(cache).__name__)
+    if batch > (most := min(MAX_BATCH, state.options.max_batch_size)):
+        return Cause("batch_size", f"{batch} sequences, {most} at most")
+    if (reason := _arguments_reason(input_ids, model_kwargs)) is not None:
+        return reason
+    reason = model_reason(state, part, input_ids, cache)
+    reason = reason or _layout_reason(input_ids, model_kwargs, cache.get_seq_length())
+    return reason or _pad_token_reason(part, config, batch)
+
+
+def _uncovered(state: PatchState, part: ModelPart | None) -> str | None:
+    """The reason code for which no call of this model is ours, or None."""
+    if state.loop_reason is not None or part is None:
+        return state.loop_reason or Cause("class_not_supported", module=state.model)
+    if (method := compat.overridden_method(part.module, part.architecture.module)) is not None:
+        return Cause("generation_method", method)
+    return None
+
+
+def model_reason(
+    state: PatchState, part: ModelPart | None, input_ids: torch.Tensor, cache: FastpathCache
+) -> str | None:
+    """The reason code for which the model, as it is now, is left to stock code, whatever the call asks for; or None."""
+    if (reason := _uncovered(state, part)) is not None:
+        return reason
     if (reason := part.other_reason()) is not None:
         return reason
     embeddings = getattr(part.embedding, "weight", None)
     if embeddings is not None and input_ids.device != embeddings.device:
-        return part.reason() or "device"  # that of weights that lie elsewhere says more
+        # that of weights that lie elsewhere says more
+        return part.reason() or Cause("device", f"input_ids on {input_ids.device}, the model on {embeddings.device}")
     if torch.is_autocast_enabled(input_ids.device.type):
-        return "autocast"
+        return Cause("autocast", f"torch.autocast({input_ids.device.type!r})")
     if torch.compiler.is_compiling():
         return "compiling"
-    layout = _layout_reason(input_ids, model_kwargs, cache.get_seq_length())
-    reason = state.reason_of(part) or _cache_reason(part, cache) or layout
-    return reason or ("batch_size" if input_ids.shape[0] > part.max_batch else None)
+    reason = state.reason_of(part) or _cache_reason(part, cache, input_ids)
+    if reason is None and (batch := input_ids.shape[0]) > part.max_batch:
+        return Cause("batch_size", f"{batch} sequences, {part.max_batch} at most where MLPs are mixtures")
+    return reason
 
 
-def _cache_reason(part: ModelPart, cache: FastpathCache) -> str | None:
-    """A cache the user made for another model, or without its windows, is left to stock code."""
+def _arguments_reason(input_ids: torch.Tensor, model_kwargs: dict) -> str | None:
+    """An argument that our loops know nothing of."""
+    for name, value in model_kwargs.items():
+        if name in KNOWN_MODEL_KWARGS or name in compat.WITHOUT_EFFECT or value is None:
+            continue
+        if name.startswith("output_"):  # these ask for more to be returned
+            if value is not False:
+                return Cause("attention_outputs", name)
+            continue
+        return Cause("unsupported_input", name)
+    if input_ids.shape[1] == 0:
+        return Cause("unsupported_input", "input_ids is empty")
+    if input_ids.dtype not in INDEX_DTYPES:
+        return Cause("unsupported_input", f"input_ids is {input_ids.dtype}")
+    return None
+
+
+class Watch:
+    """A model in a call that runs code of the user's between its tokens: what that code does to the model counts from
+    the next token on.
+
+    Args:
+        state: the model's.
+        part: the model, without a reason against a decode plan.
+
+    Attributes:
+        state, part: those of the model as it was when last looked at; None where stock code has to go on.
+    """
+
+    def __init__(self, state: PatchState, part: ModelPart):
+        self.state, self.part = state, part
+        self._model, self._snapshot = part.module, state.snapshot_of(part)
+
+    def has_changed(self, device: torch.device) -> bool:
+        """Whether the model is other than it was; False for ever once stock code, which sees all, has taken over."""
+        if self.part is None:
+            return False
+        return not self._snapshot.holds() or torch.is_autocast_enabled(device.type)
+
+    def look_again(self, input_ids: torch.Tensor, cache: FastpathCache) -> None:
+        """Take in what the model has become; a reason for stock code is counted.
+
+        Args:
+            input_ids: of the call.
+            cache: of the call.
+
+        Raises:
+            FallbackError: stock code has to go on, and the model was patched with ``strict=True``.
+        """
+        state, self.part = vars(self._model).get(STATE_KEY), None
+        if state is None or not state.enabled:  # the user has unpatched it
+            return
+        self.state, part = state, state.part_of(self._model)
+        reason = model_reason(state, part, input_ids, cache)
+        if reason is not None:
+            return state.fall_back(reason)
+        self.part, self._snapshot = part, state.snapshot_of(part)
+
+
+def runs_users_code(processors: Any, criteria: Any, streamer: Any) -> list[Cause]:
+    """A reason for each object of a call that is the user's own: it may do anything, to the model too."""
+    pairs = ("custom_stopping_criteria", criteria), ("custom_logits_processor", processors)
+    of_the_user = [Cause(code, compat.name_of(own)) for code, all_ in pairs for own in all_ if not compat.is_stock(own)]
+    if streamer is not None and not compat.is_stock_streamer(streamer):
+        of_the_user.append(Cause("custom_streamer", compat.name_of(streamer)))
+    return of_the_user
+
+
+def _cache_reason(part: ModelPart, cache: FastpathCache, input_ids: torch.Tensor) -> str | None:
+    """A cache the user made for another model, or without its windows, or changed layer by layer, is left to stock
+    code.
+
+    Raises:
+        RuntimeError: it holds keys and values of another batch or model, or such as do not go together.
+    """
     if len(cache.layers) > len(part.windows):
-        return "other_cache"
-    fits = all(layer.sliding_window in (None, window) for layer, window in zip(cache.layers, part.windows))
-    return None if fits else "other_cache"
+        return Cause("other_cache", f"it has {len(cache.layers)} layers, the model {len(part.windows)}")
+    for number, (layer, window) in enumerate(zip(cache.layers, part.windows)):
+        if layer.sliding_window not in (None, window):
+            return Cause("other_cache", f"layer {number} has the window {layer.sliding_window}, the model {window}")
+    if not cache.take():
+        return "edited_cache"
+    if not cache.get_seq_length():
+        return None
+    if len(cache.layers) < len(part.windows):
+        return Cause("edited_cache", f"it has {len(cache.layers)} layers, the model {len(part.windows)}")
+    batch, dtype, device = len(input_ids), part.embedding.weight.dtype, input_ids.device
+    for layer, its in zip(cache.layers, part.layers):
+        shape = batch, *its.attention.cache_shape
+        layer.admit(shape, shape, dtype, device)
+    return None
 
 
 def _layout_reason(input_ids: torch.Tensor, model_kwargs: dict, past_len: int) -> str | None:
     mask, position_ids = model_kwargs.get("attention_mask"), model_kwargs.get("position_ids")
     if mask is not None:
+        what = f"{mask.dtype} {tuple(mask.shape)} on {mask.device}"
         # generate() takes the whole conversation or only what is new; the mask always covers the cache
         if mask.shape[-1] not in (input_ids.shape[1], past_len + input_ids.shape[1]) or mask.shape[-1] <= past_len:
-            return "attention_mask"
+            return Cause("attention_mask", f"{what}, for {input_ids.shape[1]} tokens and {past_len} in the cache")
         if mask.dim() != 2 or mask.device != input_ids.device or not is_left_padding(mask):
-            return "attention_mask"
-    if position_ids is None or position_ids.dim() != 2 or position_ids.device != input_ids.device:
-        return "position_ids"
+            return Cause("attention_mask", what)
+    if position_ids is None:
+        return Cause("position_ids", "None")
+    if position_ids.dim() != 2 or position_ids.device != input_ids.device or position_ids.dtype not in INDEX_DTYPES:
+        return Cause("position_ids", f"{position_ids.dtype} {tuple(position_ids.shape)} on {position_ids.device}")
     return None
+
+
+def _pad_token_reason(part: ModelPart, config: Any, batch: int) -> str | None:
+    """Rows that have ended are read on as pad tokens."""
+    pad, known = config.pad_token_id, len(part.embedding.weight)
+    if batch == 1 or config.eos_token_id is None or not isinstance(pad, int) or 0 <= pad < known:
+        return None
+    return Cause("unsupported_input", f"pad_token_id={pad}, of {known} tokens")
+
+
+def note_nonfinite(state: PatchState, logits: torch.Tensor) -> None:
+    """Count a call whose newest ``logits`` are no numbers; the host waits for the device."""
+    if not bool(logits.amax(-1).isfinite().all()):
+        state.stats.note(Cause("nonfinite_logits", "at the end of generate()"))
 
 
 def is_left_padding(mask: torch.Tensor) -> bool:

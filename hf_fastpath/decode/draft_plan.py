@@ -76,8 +76,8 @@ class DraftPlan(DecodePlan):
         if cache.reserve(width):
             self.bind()
         length = cache.get_seq_length()
-        first = length + self._ahead - 1
-        self._reserve_angles(first + count)
+        self._cover(count)
+        first = length + self._ahead[0] + self._shifts[0]
         # The plan is filled up with the last token at the last position, which the model has; nothing reads what it
         # gives.
         given, positions = self._given.numpy()[:, 0], range(first, first + count)
@@ -146,6 +146,7 @@ class DraftReader:
         self._plan_of, self._cache, self._logits = plan_of, cache, logits
         self._place = position, starts
         self._plans: dict[int, DraftPlan] = {}
+        self._newest: DraftPlan | None = None
         self._ahead = int(position) - cache.get_seq_length()
 
     def _plan(self, count: int) -> DraftPlan:
@@ -158,7 +159,13 @@ class DraftReader:
             _, starts = self._place
             position = torch.full_like(self._place[0], self._cache.get_seq_length() + self._ahead)
             plan.begin(self._cache, position, starts)
-        return self._plans[width]
+        self._newest = self._plans[width]
+        return self._newest
+
+    @property
+    def logits(self) -> torch.Tensor | None:
+        """[tokens, vocab_size] of the newest read, some perhaps twice; None before the first."""
+        return None if self._newest is None else self._newest.logits[0]
 
     def verify(self, last: int, drafts: Sequence[int]) -> list[int]:
         """The most likely tokens after ``last``, the text's last token: those of ``drafts`` up to the first that is not
@@ -225,5 +232,46 @@ class DraftReader:
 
     def end(self) -> None:
         """Let go of the cache."""
-        for plan in self._plans.values():
-            plan.end()
+        while self._plans:
+            self._plans.popitem()[1].end()
+
+
+class StockReader:
+    """Verifies drafts as :class:`DraftReader` does, by the model's own forward.
+
+    Args:
+        logits_of: appends the last few, given by their count, of the tokens behind what the cache held between rounds;
+            gives [count, vocab_size] logits of what follows each.
+        cache: holds the text but its last token.
+        logits: as of :class:`DraftReader`.
+    """
+
+    def __init__(
+        self,
+        logits_of: Callable[[Sequence[int], int], torch.Tensor],
+        cache: FastpathCache,
+        logits: Callable[[torch.Tensor], None] | None = None,
+    ):
+        self._logits_of, self._cache, self._logits = logits_of, cache, logits
+
+    def verify(self, last: int, drafts: Sequence[int]) -> list[int]:
+        """As :meth:`DraftReader.verify`; drafts that are too many for a plan are cut off."""
+        tokens = [last, *drafts[: MAX_QUERY_LEN - 1]]
+        rows = self.read(tokens)
+        choices, agree = rows.argmax(-1).tolist(), 0
+        while agree + 1 < len(tokens) and choices[agree] == tokens[agree + 1]:
+            agree += 1
+        if agree + 1 < len(tokens):
+            self._cache.crop(agree + 1 - len(tokens))
+        if self._logits is not None:
+            self._logits(rows[: agree + 1])
+        return choices[: agree + 1]
+
+    def read(self, tokens: Sequence[int]) -> torch.Tensor:
+        """As :meth:`DraftReader.read`."""
+        ends = [*range(MAX_QUERY_LEN, len(tokens), MAX_QUERY_LEN), len(tokens)]
+        rows = [self._logits_of(tokens[:end], (end - 1) % MAX_QUERY_LEN + 1) for end in ends]
+        return torch.cat([row.to(torch.float32, copy=True) for row in rows])
+
+    def end(self) -> None:
+        """Nothing to let go of."""

@@ -3,14 +3,50 @@
 from __future__ import annotations
 
 import gc
+import threading
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import TYPE_CHECKING
 
 import torch
 
 from ..compat import below_autograd
+from ..forks import after_fork
 
 if TYPE_CHECKING:
     from .plan import Program
+
+
+class _Turns:
+    """Who draws random numbers on CUDA devices: one thread at a time, over all models.
+
+    torch refuses to draw while a graph is captured, and all graphs on a device read the seed and the offset of their
+    numbers from the same two words, which each replay writes.
+    """
+
+    def __init__(self) -> None:
+        self.lock = threading.RLock()
+        self.streams: dict[torch.device, torch.cuda.Stream] = {}  # where they were drawn last
+
+
+_turns = _Turns()
+after_fork(_turns.__init__)
+
+
+def random_numbers_in_turn(device: torch.device) -> AbstractContextManager[None]:
+    """Draw from the default generator of ``device`` while no other thread does, for the length of a ``with`` block."""
+    return _turn(device) if device.type == "cuda" else nullcontext()  # the CPU's has a lock of its own
+
+
+@contextmanager
+def _turn(device: torch.device) -> Iterator[None]:
+    with _turns.lock:
+        stream = torch.cuda.current_stream(device)
+        before = _turns.streams.get(device)
+        if before is not None and before != stream:
+            stream.wait_stream(before)
+        _turns.streams[device] = stream
+        yield
 
 
 def capture(program: Program, device: torch.device) -> torch.cuda.CUDAGraph:

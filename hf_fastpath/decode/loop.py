@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -15,7 +16,17 @@ import torch
 
 from .. import compat
 from . import prompt
-from .calls import end_tokens, ends_by_length_or_token, for_patched_models, settling, step_aside_reason
+from .calls import (
+    Watch,
+    end_tokens,
+    ends_by_length_or_token,
+    for_patched_models,
+    note_nonfinite,
+    runs_users_code,
+    settling,
+    step_aside_reason,
+)
+from .graph import random_numbers_in_turn
 from .plan import MAX_EOS_TOKENS
 
 if TYPE_CHECKING:
@@ -46,13 +57,13 @@ def sample(
     state.stats.new_call()
     part = state.part_of(model)
     reason = step_aside_reason(state, part, input_ids, generation_config, synced_gpus, model_kwargs)
-    if reason is None and compat.is_held_here(state.lock):
-        reason = "reentrant"
     if reason is None:
-        with state.lock:  # other threads wait; entered and left in one bytecode, so that no interrupt leaves it held
-            loop = _Loop(state, model, input_ids, logits_processor, stopping_criteria, generation_config, streamer)
-            with settling(model_kwargs[compat.CACHE], part):
-                return loop.generate(part, model_kwargs)
+        with state.place() as is_free:
+            if is_free:
+                loop = _Loop(state, model, input_ids, logits_processor, stopping_criteria, generation_config, streamer)
+                with settling(model_kwargs[compat.CACHE], part):
+                    return loop.generate(part, model_kwargs)
+        reason = "busy"
     state.fall_back(reason)
     before, started = input_ids.shape[1], time.perf_counter()
     result = original(
@@ -60,7 +71,7 @@ def sample(
         **model_kwargs,
     )
     sequences = result if isinstance(result, torch.Tensor) else result.sequences
-    state.stats.generated(sequences.numel() - before * sequences.shape[0], started, reason)
+    state.stats.generated(sequences.numel() - before * sequences.shape[0], started, stock=True)
     return result
 
 
@@ -99,20 +110,17 @@ class _Loop:
         self.scores: list[torch.Tensor] = []
         self.logits: list[torch.Tensor] = []
         self.unfinished = torch.ones(self.batch, dtype=torch.long, device=self.device)
-        self.ahead = self._how_far_ahead()
+        users = runs_users_code(logits_processor, stopping_criteria, streamer)
+        for code in users:
+            state.stats.note(code)
+        self.runs_users_code = bool(users)
+        #: 0 where the host must see every token before the next: on the CPU, and with the user's own objects
+        self.ahead = MAX_AHEAD if self.device.type == "cuda" and not users else 0
         self.pending: deque[_Pending] = deque()
         self.offsets: dict[int, int] = {}
+        self.drawn_to: int | None = None  # where the generator stood behind the last number that was drawn here
         self.finished_length: int | None = None  # where every row had ended, once the host knows
-
-    def _how_far_ahead(self) -> int:
-        """0 where the host must see every token before the next: on the CPU, and with the user's own objects."""
-        if not all(map(compat.is_stock, self.criteria)):
-            self.state.stats.note("custom_stopping_criteria")
-            return 0
-        if not all(map(compat.is_stock, self.processors)):
-            self.state.stats.note("custom_logits_processor")
-            return 0
-        return MAX_AHEAD if self.device.type == "cuda" else 0
+        self.left_at: int | None = None  # length of the sequences when stock code took over
 
     def _plan_chooses(self) -> bool:
         """Whether the plan's own choice is this call's: no other processors, nothing else to stop for."""
@@ -138,42 +146,74 @@ class _Loop:
         started, first = time.perf_counter(), True
         plan, plan_chooses = None, self._plan_chooses()
         sampled = plan_chooses and self.config.do_sample
+        watch = Watch(self.state, part) if self.runs_users_code else None
         try:
             while True:
                 if plan is None or not plan_chooses:
                     tokens = self._choose(next_logits)
                     done = self._finish_step(tokens)
                 else:
+                    tokens = None
                     done = self._follow_plan(plan, cache.get_seq_length())
                 if done:
                     break
+                if watch is not None and watch.has_changed(self.device):
+                    watch.look_again(self.ids, cache)
+                    part, self.state = watch.part, watch.state
+                    if plan is not None and (part is None or plan.fingerprint != self.state.fingerprint_of(part)):
+                        if plan_chooses:
+                            tokens, self.unfinished = plan.tokens[:, 0].clone(), plan.unfinished.clone()
+                        old, plan = plan, None  # no interrupt ends it twice
+                        old.end()
+                if part is None:
+                    next_logits = self._step_by_stock(model_kwargs)
+                    continue
                 if plan is None:
                     plan = self.state.plan(part, self.batch, cache, sampled)
                     end = self.has_eos and plan_chooses
                     eos = (self._eos_tokens(), compat.pad_token(self.config)) if end else (None, None)
-                    plan.begin(cache, next_positions, starts, self.unfinished, *eos, self.settings)
-                elif plan_chooses:
-                    tokens = None
-                if sampled:
-                    self._note_offset()
-                next_logits = plan.step(tokens)
+                    positions = next_positions + (self.length - self.prompt_len - 1)
+                    plan.begin(cache, positions, starts, self.unfinished, *eos, self.settings)
+                if not plan.has_positions() and self._look_back(wait=True):
+                    break  # all rows had ended, and the host was ahead
+                next_logits = self._draw(plan.step, tokens) if sampled else plan.step(tokens)
                 if first:  # building and capturing the plan is not decoding speed
                     started, first = time.perf_counter(), False
             dropped = self._drain()
+            note_nonfinite(self.state, next_logits)
+        except RuntimeError:
+            if self.device.type == "cpu":  # a token could not be drawn, perhaps; a GPU answers nothing behind an error
+                note_nonfinite(self.state, next_logits if plan is None or plan.logits is None else plan.logits)
+            raise
         finally:
             if plan is not None:
                 plan.end()
         if self.chosen:
-            self.ids = torch.cat((self.ids, torch.stack(self.chosen, dim=1).to(self.device)), dim=1)
+            self._gather()
             self.criteria(self.ids[:, :-1], None)  # warns, as at every step, of lengths the model was not made for
         if dropped:
             self._undo(dropped, cache)
         new_tokens = (self.length - self.prompt_len) * self.batch
+        by_stock = 0 if self.left_at is None else (self.length - self.left_at) * self.batch
+        self.state.stats.generated(by_stock, started, stock=True, timed=0)
         # the first token came out of the prompt, and the clock started with the step of the second
-        self.state.stats.generated(new_tokens, started, timed=new_tokens - self.batch)
+        self.state.stats.generated(new_tokens - by_stock, started, timed=new_tokens - self.batch)
         if self.streamer is not None:
             self.streamer.end()
         return self._result(cache)
+
+    def _gather(self) -> None:
+        """Append what the plan has chosen to the sequences."""
+        self.ids = torch.cat((self.ids, torch.stack(self.chosen, dim=1).to(self.device)), dim=1)
+        self.chosen = []
+
+    def _step_by_stock(self, model_kwargs: dict) -> torch.Tensor:
+        """Run the newest tokens through the model's own forward; as ``DecodePlan.step``."""
+        if self.left_at is None:
+            self.left_at = self.length
+        if self.chosen:
+            self._gather()
+        return compat.following_logits(self.model, self.ids, 1, self.prompt_len, model_kwargs)[:, -1]
 
     def _choose(self, next_logits: torch.Tensor) -> torch.Tensor:
         """[batch] next tokens out of [batch, vocab_size] logits, exactly as transformers chooses them."""
@@ -185,19 +225,27 @@ class _Loop:
             if self.config.output_logits:
                 self.logits.append(logits)
         if self.config.do_sample:
-            self._note_offset()
             probabilities = torch.nn.functional.softmax(scores, dim=-1)
-            tokens = torch.multinomial(probabilities, num_samples=1).squeeze(1)
+            tokens = self._draw(torch.multinomial, probabilities, 1).squeeze(1)
         else:
             tokens = torch.argmax(scores, dim=-1)
         if self.has_eos:
             tokens = tokens * self.unfinished + compat.pad_token(self.config).to(self.device) * (1 - self.unfinished)
         return tokens
 
-    def _note_offset(self) -> None:
-        """Remember where the generator stands before the next token is drawn, if that may have to be undone."""
-        if self.ahead:
-            self.offsets[self.length] = compat.philox_offset(self.device)
+    def _draw(self, function: Callable[..., torch.Tensor], *arguments: Any) -> torch.Tensor:
+        """``function(*arguments)``, which draws the next tokens; where the generator stood before is remembered if that
+        may have to be undone."""
+        with random_numbers_in_turn(self.device):
+            if not self.ahead:
+                return function(*arguments)
+            offset = compat.philox_offset(self.device)
+            if offset != self.drawn_to:  # other threads draw, too: what they took stays taken
+                self.offsets.clear()
+            self.offsets[self.length] = offset
+            drawn = function(*arguments)
+            self.drawn_to = compat.philox_offset(self.device)
+            return drawn
 
     def _finish_step(self, tokens: torch.Tensor) -> bool:
         """Append the tokens; say whether to stop."""
@@ -266,7 +314,9 @@ class _Loop:
             del recorded[len(recorded) - steps if recorded else 0 :]
         cache.crop(-steps)
         if self.length in self.offsets:
-            compat.set_philox_offset(self.device, self.offsets[self.length])
+            with random_numbers_in_turn(self.device):
+                if compat.philox_offset(self.device) == self.drawn_to:
+                    compat.set_philox_offset(self.device, self.offsets[self.length])
 
     def _result(self, cache: FastpathCache) -> Any:
         sequences = self.ids.contiguous()

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from .. import ops
+from ..choices import Activation, Approximation, Norm
 from ..ops.gemv import MAX_TILED_ROWS, most_rows
 from ..quantization import FORMATS, PackedWeight
 from . import composed, steps
@@ -61,7 +62,7 @@ class ManyRows:
 
     def _norm(self, x, kind, weight, bias, eps):
         """As :func:`_normed`; projections that take the same input, one after the other, share it."""
-        if kind == "none":
+        if kind == Norm.NONE:
             self._shared = None, None, None  # whatever comes next is of another input
             return x
         known_x, known_weight, normed = self._shared
@@ -82,18 +83,18 @@ class ManyRows:
         if x.device.type in ops.packed_gemm.native:
             out = ops.packed_gemm.overload(x, quants, scales, zeros, multiplier, form, bias)
             return _finished(out, residual, activation)
-        packed = PackedWeight(FORMATS[form], x.shape[-1], quants, scales, zeros, multiplier)
+        packed = PackedWeight(FORMATS[form.label], x.shape[-1], quants, scales, zeros, multiplier)
         return _linear(x, packed.dequantize(x.dtype), bias, False, residual, activation)
 
     def _gate_packed(self, x, quants, scales, zeros, multiplier, form, activation, *norm_and_overlap):
         weight = quants, scales, zeros, multiplier, form
-        both = self._project_packed(x, *weight, None, None, "none", *norm_and_overlap)
+        both = self._project_packed(x, *weight, None, None, Activation.NONE, *norm_and_overlap)
         return ops.fused_swiglu.overload(*both.chunk(2, dim=-1), activation)
 
     def _append_packed(self, x, quants, scales, zeros, multiplier, form, cos, sin, *arguments):
         to, norm_and_overlap, of_cache = arguments[:6], arguments[6:11], arguments[11:]
         weight = quants, scales, zeros, multiplier, form
-        qkv = self._project_packed(x, *weight, None, None, "none", *norm_and_overlap)
+        qkv = self._project_packed(x, *weight, None, None, Activation.NONE, *norm_and_overlap)
         return ops.rope_append.overload(qkv, None, cos, sin, *to, *of_cache)
 
     def _gate(self, x, gate, up, activation, *norm_and_overlap):
@@ -153,22 +154,22 @@ _WEIGHTS: dict[Callable[..., Any], Callable[[tuple], tuple[tuple, bool]]] = {
     ManyRows._append: lambda arguments: (arguments[1:4], arguments[7]),
 }
 
-_ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
-    "gelu": lambda x: ops.fused_gelu.overload(x, "none"),
-    "gelu_tanh": lambda x: ops.fused_gelu.overload(x, "tanh"),
-    "silu": nn.functional.silu,
-    "relu": torch.relu,
+_ACTIVATIONS: dict[Activation, Callable[[torch.Tensor], torch.Tensor]] = {
+    Activation.GELU: lambda x: ops.fused_gelu.overload(x, Approximation.NONE),
+    Activation.GELU_TANH: lambda x: ops.fused_gelu.overload(x, Approximation.TANH),
+    Activation.SILU: nn.functional.silu,
+    Activation.RELU: torch.relu,
 }
 
 
 def _normed(x, kind, weight, bias, eps):
     """``x`` behind its norm."""
-    if kind == "none":
+    if kind == Norm.NONE:
         return x
-    return ops.rms_norm.overload(x, weight, eps) if kind == "rms" else ops.layer_norm.overload(x, weight, bias, eps)
+    return ops.rms_norm.overload(x, weight, eps) if kind == Norm.RMS else ops.layer_norm.overload(x, weight, bias, eps)
 
 
-def _linear(x, weight, bias=None, transposed=False, residual=None, activation="none"):
+def _linear(x, weight, bias=None, transposed=False, residual=None, activation=Activation.NONE):
     """As ``ops.gemm``, whose place PyTorch takes where no kernel is: that op's reference would go through Python."""
     if x.device.type in ops.gemm.native:
         return ops.gemm.overload(x, weight, bias, residual, activation, transposed)
@@ -178,6 +179,6 @@ def _linear(x, weight, bias=None, transposed=False, residual=None, activation="n
 
 def _finished(out, residual, activation):
     """A product behind its activation, plus ``residual``."""
-    if activation != "none":
+    if activation != Activation.NONE:
         out = _ACTIVATIONS[activation](out)
     return out if residual is None else out.add_(residual)

@@ -8,12 +8,13 @@ from typing import Any
 import torch
 from torch import nn
 
-from .. import loader
+from .. import loader, pass_through
 from ..architecture import Architecture
-from ..compat import Conv1D, has_hooks, is_known_code, is_wrapped_by, placement
+from ..compat import Conv1D, hook_of, is_known_code, is_ours, is_sharded, is_wrapped_by, name_of, placement
 from ..ops import packed_gemv
 from ..quantization.checkpoints import noted
 from ..quantization.linear import PackedLinear
+from ..reasons import Cause
 from ..registry import FLOAT_DTYPES
 
 #: what weights are, unless they are quantized, sharded or otherwise special
@@ -38,10 +39,10 @@ def weight_and_bias(module: nn.Module) -> tuple[torch.Tensor | None, torch.Tenso
 
 def own_code_reason(module: nn.Module, home: str = "") -> str | None:
     """Why calling ``module`` is more than its class's forward, or None; ``home`` as in ``compat.is_known_code``."""
-    if has_hooks(module):
-        return "hooks"
+    if (hook := hook_of(module)) is not None:
+        return Cause("hooks", f"hook {name_of(hook)}", module)
     if not is_known_code(type(module).forward, home):
-        return "class_forward"
+        return Cause("class_forward", f"forward is {name_of(type(module).forward)}", module)
     override = module.__dict__.get("forward")
     if override is None:
         return None
@@ -50,10 +51,23 @@ def own_code_reason(module: nn.Module, home: str = "") -> str | None:
     function = getattr(override, "__func__", None)
     # Ours is no override; nor is the class's own forward, bound: an unpickled module may carry it; accelerate leaves
     # it without its decorators.
-    ours = getattr(function, "__module__", "").startswith("hf_fastpath.")
-    if ours or is_wrapped_by(function, type(module).forward):
-        return None
-    return "offloaded" if placed == "offloaded" else "instance_forward"
+    if is_ours(function) or is_wrapped_by(function, type(module).forward):
+        if override.__self__ is module:
+            return None
+    if placed == "offloaded":
+        return Cause("offloaded", module=module)
+    return Cause("instance_forward", f"forward is {name_of(override)}", module)
+
+
+def model_code_reason(model: nn.Module, home: str = "") -> str | None:
+    """As :func:`own_code_reason`, of a causal LM as ``generate()`` calls it: a forward on the instance may be one that
+    does more only in training."""
+    reason = own_code_reason(model, home)
+    if reason != "instance_forward":
+        return reason
+    override = model.__dict__["_old_forward" if placement(model) == "placed" else "forward"]
+    found = pass_through.reason_of(override, model)
+    return None if found is None else Cause(found, reason.what, model)
 
 
 def projection_reason(module: nn.Module, architecture: Architecture) -> str | None:
@@ -64,16 +78,20 @@ def projection_reason(module: nn.Module, architecture: Architecture) -> str | No
     cls = type(module)
     if cls is PackedLinear:
         if module.quants.device.type not in packed_gemv.native:
-            return loader.why_not_native(module.quants.device.type) or "no_native_library"
+            where = module.quants.device.type
+            return Cause(loader.why_not_native(where) or "no_native_library", f"quantized weights on {where}", module)
         return own_code_reason(module, cls.__module__)
     if cls not in (nn.Linear, Conv1D) and (cls.__module__, cls.__name__) != (architecture.module, architecture.linear):
-        return noted(module) or "unsupported_projection"
+        return Cause(noted(module) or "unsupported_projection", module=module)
     parameters = module.__dict__["_parameters"]
     weight, bias = parameters.get("weight"), parameters.get("bias")
+    if is_sharded(weight):
+        return Cause("sharded", f"weight is {type(weight).__name__}", module)
     if type(weight) not in PLAIN_TENSORS or weight.stride(-1) != 1:
-        return noted(module) or "unsupported_projection"
+        held = "none" if weight is None else type(weight).__name__
+        return Cause(noted(module) or "unsupported_projection", f"weight is {held}", module)
     if weight.dtype not in FLOAT_DTYPES or (bias is not None and bias.dtype != weight.dtype):
-        return "dtype"
+        return Cause("dtype", f"weight is {weight.dtype}, bias {getattr(bias, 'dtype', None)}", module)
     return own_code_reason(module, architecture.module)
 
 
@@ -114,11 +132,11 @@ def dropout_reason(module: nn.Module, name: str | None) -> str | None:
     """Why a fused span cannot skip the dropout ``name`` of ``module``: a probability or an ``nn.Dropout``."""
     dropout = None if name is None else getattr(module, name)
     if not isinstance(dropout, nn.Module):
-        return "dropout" if dropout and module.training else None
+        return Cause("dropout", f"{name}={dropout}", module) if dropout and module.training else None
     if type(dropout) not in (nn.Dropout, nn.Identity):
-        return "class_not_supported"
+        return Cause("class_not_supported", module=dropout)
     active = type(dropout) is nn.Dropout and dropout.training and dropout.p > 0
-    return "dropout" if active else own_code_reason(dropout)
+    return Cause("dropout", f"p={dropout.p}", dropout) if active else own_code_reason(dropout)
 
 
 def apply_dropout(module: nn.Module, name: str | None, x: torch.Tensor) -> torch.Tensor:

@@ -83,7 +83,7 @@ def one_call_reasons(part: ModelPart, kv_dtype: torch.dtype | None = None, paged
     model = sizes(weights, num_heads * head_dim, transposed)
     num_kv_heads = (model.qkv_features - model.q_features) // (2 * head_dim)
     x = part.head.weight.new_empty(1, 1, model.hidden_size)
-    kind = part.architecture.norm.kind
+    kind, *_ = norm_arguments(part.final_norm)
     return weight_reasons(x, weights, num_heads, num_kv_heads, head_dim, kind, activation, transposed)
 
 

@@ -9,18 +9,22 @@ from torch import nn
 
 from .. import architecture as arch
 from ..architecture import Architecture
+from ..choices import Activation
 from ..compat import (
     MIN_WINDOW,
-    activation_name,
+    activation_of,
     attention_function,
     caps_scores,
     experts_function,
     is_known_code,
+    is_sharded,
+    name_of,
     rotation_function,
 )
-from ..ops.decode_attention import MAX_HEAD_DIM, MIN_HEAD_DIM
+from ..ops.decode_attention import takes_head_dim
 from ..ops.fused_experts import EXPERT_GATES, MAX_TOP_K
 from ..ops.topk_softmax import MAX_EXPERTS
+from ..reasons import Cause
 from ..registry import FLOAT_DTYPES
 from .modules import (
     PLAIN_TENSORS,
@@ -57,7 +61,9 @@ class Part:
         raise NotImplementedError
 
     def _own_reason(self, kind: str) -> str | None:
-        return None if self.architecture.part_of(self.module) == kind else "class_not_supported"
+        return (
+            None if self.architecture.part_of(self.module) == kind else Cause("class_not_supported", module=self.module)
+        )
 
     def _code_reason(self, module: nn.Module | None = None) -> str | None:
         """:func:`own_code_reason` of the module or of one inside it."""
@@ -89,16 +95,19 @@ class NormPart(Part):
 
     def other_reason(self) -> str | None:
         if self.architecture.norm.is_torchs:
-            return None if type(self.module) is nn.LayerNorm else "class_not_supported"
+            return None if type(self.module) is nn.LayerNorm else Cause("class_not_supported", module=self.module)
         return self._own_reason("norm")
 
     def reason(self) -> str | None:
         if (reason := self.other_reason()) is not None:
             return reason
-        if any(p is not None and p.dim() != 1 for p in self.parameters()):
-            return "unsupported_config"
-        if any(p is not None and p.dtype not in FLOAT_DTYPES for p in self.parameters()):
-            return "dtype"
+        present = [p for p in self.parameters() if p is not None]
+        if any(map(is_sharded, present)):
+            return Cause("sharded", module=self.module)
+        if (odd := next((p for p in present if p.dim() != 1), None)) is not None:
+            return Cause("unsupported_config", f"weight of shape {tuple(odd.shape)}", self.module)
+        if (odd := next((p for p in present if p.dtype not in FLOAT_DTYPES), None)) is not None:
+            return Cause("dtype", f"weight is {odd.dtype}", self.module)
         return self._code_reason()
 
 
@@ -122,8 +131,8 @@ class MLPPart(Part):
         return None if self.spec.gate is None else child(self.module, self.spec.gate)
 
     @property
-    def activation(self) -> str | None:
-        return activation_name(child(self.module, self.spec.activation))
+    def activation(self) -> Activation | None:
+        return activation_of(child(self.module, self.spec.activation))
 
     @property
     def is_joined(self) -> bool:
@@ -150,13 +159,13 @@ class MLPPart(Part):
 
     def activation_reason(self) -> str | None:
         """Why the fused activation cannot stand in, or None."""
-        if self.activation is None or (self.spec.gate is not None and self.activation == "relu"):
-            return "unsupported_activation"
+        if self.activation is None or (self.spec.gate is not None and self.activation == Activation.RELU):
+            return Cause("unsupported_activation", module=child(self.module, self.spec.activation))
         return own_code_reason(child(self.module, self.spec.activation))
 
     def other_reason(self) -> str | None:
         if self.spec is None:  # the family has mixtures alone
-            return "class_not_supported"
+            return Cause("class_not_supported", module=self.module)
         return self._own_reason("mlp" if self.spec.class_name is not None else "layer")
 
     def reason(self) -> str | None:
@@ -165,7 +174,7 @@ class MLPPart(Part):
         reasons = [self.activation_reason(), self._code_reason()]
         reasons += [projection_reason(linear, self.architecture) for linear in self.projections()]
         if self.is_joined and (self.up.bias is not None or is_transposed(self.up)):
-            reasons.append("unsupported_projection")
+            reasons.append(Cause("unsupported_projection", "gate and up in one, with a bias or transposed", self.up))
         reasons.append(dropout_reason(self.module, self.spec.dropout))
         return next((reason for reason in reasons if reason), None)
 
@@ -186,9 +195,9 @@ class MoEPart(Part):
         return child(self.module, self.spec.experts)
 
     @property
-    def activation(self) -> str | None:
+    def activation(self) -> Activation | None:
         name = self.spec.activation
-        return "clamped_swiglu" if name is None else activation_name(child(self.experts, name))
+        return Activation.CLAMPED_SWIGLU if name is None else activation_of(child(self.experts, name))
 
     @property
     def top_k(self) -> int:
@@ -239,29 +248,34 @@ class MoEPart(Part):
     def other_reason(self) -> str | None:
         spec = self.spec
         if not self._is_of(self.module, spec.class_name):
-            return "class_not_supported"
+            return Cause("class_not_supported", module=self.module)
         if (reason := self._code_reason()) is not None:  # first: what is inside may go with a forward of the instance
             return reason
-        known = self._is_of(self.router, spec.router_class) and self._is_of(self.experts, spec.experts_class)
-        return None if known else "unsupported_projection"
+        inside = (self.router, spec.router_class), (self.experts, spec.experts_class)
+        other = next((module for module, class_name in inside if not self._is_of(module, class_name)), None)
+        return None if other is None else Cause("unsupported_projection", module=other)
 
     def reason(self) -> str | None:
         if (reason := self.other_reason()) is not None:
             return reason
         spec, router, experts = self.spec, self.router, self.experts
         present = [p for p in self.parameters() if p is not None]
-        if any(type(p) not in PLAIN_TENSORS or p.stride(-1) != 1 for p in present):
-            return "unsupported_projection"
-        if any(p.dtype not in FLOAT_DTYPES for p in present):
-            return "dtype"
-        if self.top_k > MAX_TOP_K or len(router.weight) > MAX_EXPERTS or getattr(experts, "_is_expert_parallel", False):
-            return "unsupported_config"
+        if (odd := next((p for p in present if type(p) not in PLAIN_TENSORS or p.stride(-1) != 1), None)) is not None:
+            return Cause("unsupported_projection", f"a weight is {type(odd).__name__}", self.module)
+        if (odd := next((p for p in present if p.dtype not in FLOAT_DTYPES), None)) is not None:
+            return Cause("dtype", f"a weight is {odd.dtype}", self.module)
+        if self.top_k > MAX_TOP_K or len(router.weight) > MAX_EXPERTS:
+            what = f"{self.top_k} of {len(router.weight)} experts, at most {MAX_TOP_K} of {MAX_EXPERTS} are covered"
+            return Cause("unsupported_config", what, self.module)
+        if getattr(experts, "_is_expert_parallel", False):
+            return Cause("unsupported_config", "experts on several devices", experts)
         if self.activation not in EXPERT_GATES or not all(value > 0 for value in self.gate_limits):
-            return "unsupported_activation"
+            return Cause("unsupported_activation", f"gate {self.activation}, limits {self.gate_limits}", experts)
         if not self._is_gate_known():
-            return "class_forward"
-        if not is_known_code(experts_function(experts), self.architecture.module):
-            return "experts_function"
+            return Cause("class_forward", f"{spec.clamped[0]} is {name_of(getattr(experts, spec.clamped[0]))}", experts)
+        function = experts_function(experts)
+        if not is_known_code(function, self.architecture.module):
+            return Cause("experts_function", name_of(function), experts)
         reasons = [self._code_reason(module) for module in (router, experts)]
         if spec.activation is not None:
             reasons.append(own_code_reason(child(experts, spec.activation)))
@@ -379,21 +393,25 @@ class AttentionPart(Part):
     def reason(self) -> str | None:
         if (reason := self.other_reason()) is not None:
             return reason
-        if any(found_at(self.module, path) for path in self.spec.refuse):
-            return "unsupported_config"
-        if not all(found_at(self.module, path) for path in self.spec.require):
-            return "unsupported_config"
+        odd = [path for path in self.spec.refuse if found_at(self.module, path)]
+        odd += [path for path in self.spec.require if not found_at(self.module, path)]
+        if odd:
+            return Cause("unsupported_config", f"{odd[0]}={found_at(self.module, odd[0])!r}", self.module)
         if self.window is not None and self.window < MIN_WINDOW:
-            return "unsupported_config"
-        if not MIN_HEAD_DIM <= self.head_dim <= MAX_HEAD_DIM or self.head_dim % 8:
-            return "unsupported_head_dim"
+            return Cause("unsupported_config", f"sliding_window={self.window}", self.module)
+        if not takes_head_dim(self.head_dim):
+            return Cause("unsupported_head_dim", f"{self.spec.head_dim}={self.head_dim}", self.module)
         if self.sinks is not None and type(self.sinks) not in PLAIN_TENSORS:
-            return "unsupported_projection"
+            what = f"{self.spec.sinks} is {type(self.sinks).__name__}"
+            return Cause("unsupported_projection", what, self.module)
         home = self.architecture.module
-        if not is_known_code(attention_function(self.module), home):
-            return "attention_function"
-        if not is_known_code(rotation_function(self.module), home):
-            return "class_forward"
+        function = attention_function(self.module)
+        if not is_known_code(function, home):
+            what = f"attn_implementation={self.module.config._attn_implementation!r}, {name_of(function)}"
+            return Cause("attention_function", what, self.module)
+        function = rotation_function(self.module)
+        if not is_known_code(function, home):
+            return Cause("class_forward", f"apply_rotary_pos_emb is {name_of(function)}", self.module)
         reasons = [self._code_reason()]
         reasons += [projection_reason(linear, self.architecture) for linear in self.projections()]
         reasons += [dropout_reason(self.module, self.spec.attention_dropout)]

@@ -6,7 +6,7 @@ model's own parameters, so changed values are seen; a parameter that moved or wa
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import chain
 
 import torch
@@ -18,11 +18,12 @@ from ..ops.decode_attention import workspace_bytes
 from ..ops.gemv import MAX_ROWS
 from ..ops.kv_cache import is_quantized, table_columns
 from . import one_call, steps
-from .graph import capture
+from .angles import AngleTables
+from .graph import capture, random_numbers_in_turn
 from .many_rows import ManyRows
 from .modules import out_features
 from .program import Program, Register
-from .structure import ModelPart, fingerprint, full_angles
+from .structure import ModelPart, fingerprint
 
 _aten = torch.ops.aten
 
@@ -30,13 +31,8 @@ _aten = torch.ops.aten
 MAX_EOS_TOKENS = 16
 #: choices the host may leave unread before they are overwritten
 RECORD_SLOTS = 32
-#: rows of the first table of rotary angles, unless the model's longest context is shorter; a captured graph holds the
-#: table's address, so that a larger one makes a new capture
-_ANGLE_ROWS = {"cuda": 32768, "cpu": 4096}
-#: and where generate() may want more: up to there
-_MOST_ANGLE_ROWS = 131072
-#: positions whose angles are computed at once: on the way they are float32, and several times as large
-_ANGLE_PIECE = 8192
+#: no length of a cache is longer
+_ANY_LENGTH = 2**63
 
 
 class DecodePlan:
@@ -55,6 +51,7 @@ class DecodePlan:
 
     Attributes:
         logits: [batch, vocab_size] in the model's dtype, overwritten by the next step.
+        on_end: called with the plan when :meth:`end` has let go of its cache, once; or None.
     """
 
     #: tokens of a sequence that a step reads
@@ -74,8 +71,11 @@ class DecodePlan:
         weight = part.embedding.weight
         self.device, self.dtype = weight.device, weight.dtype
         self.cache: FastpathCache | None = None
+        self.on_end: Callable[[DecodePlan], None] | None = None
         self.graph: torch.cuda.CUDAGraph | None = None
-        self._ahead = 1
+        self._ahead = [0] * batch  # of each sequence: the next token's position, less the length of the cache
+        self._shifts = [0] * batch  # what its positions have more on the device, where they are rows of the angles
+        self._covered = range(0)  # lengths of the cache for whose positions the model has angles or embeddings
         self.warm = False  # the first step runs eagerly: it loads kernels, which a capture must not
         with torch.inference_mode(False):  # buffers outlive the mode generate() was called in
             self.tokens = torch.zeros(batch, self.query_len, dtype=torch.long, device=self.device)
@@ -109,9 +109,11 @@ class DecodePlan:
             buffers = 4 if is_quantized(kv_dtype) else 2  # of a layer
             counts = [buffers if size is None else 5 for size in self.page_sizes]
             self._caches = [tuple(self.program.register() for _ in range(count)) for count in counts]
-            self._architecture, self._rotary = part.architecture, part.rotary
-            #: kind of layer -> tables of cos and sin, a row a position
-            self._angles = {kind: (self.program.register(), self.program.register()) for kind in part.rope_kinds}
+            self._angles = None if part.rotary is None else AngleTables(part, self.program, self.dtype, self.device)
+            learned = part.position_embedding
+            #: positions that the model has learned, or None: it turns queries and keys by any
+            self._learned = None if learned is None else learned.weight.shape[0] - part.position_offset
+            self._position_offset = part.position_offset
             self._logits = self._record(part)
 
     def _record(self, part: ModelPart) -> Register:
@@ -138,9 +140,10 @@ class DecodePlan:
         emit: steps.Emit = self.program.emit
         if self.batch * self.query_len > MAX_ROWS:
             emit = ManyRows(None, self.batch * self.query_len, beside=True).recorded(emit)
-        tables = [table for pair in self._angles.values() for table in pair]
+        registers = {} if self._angles is None else self._angles.registers
+        tables = [table for pair in registers.values() for table in pair]
         hidden, rows = steps.step_inputs(emit, part, self.tokens, self.positions, tables)
-        angles = dict(zip(self._angles, zip(rows[::2], rows[1::2])))
+        angles = dict(zip(registers, zip(rows[::2], rows[1::2])))
         # Nothing in the step writes a parameter or the table, and lengths only change before or in its last kernel.
         overlap = self.device.type == "cuda"
         fixed = self.kv_tables, self.workspace, overlap, self.staging
@@ -170,7 +173,7 @@ class DecodePlan:
 
         Args:
             cache: holds the prompt; every layer initialized.
-            positions: int64 [batch], position ids of the next tokens.
+            positions: int64 or int32 [batch], position ids of the next tokens; any, negative ones too.
             starts: [batch] left padding of each row, or None for none.
             unfinished: int64 [batch], 1 for rows that go on; None: all.
             eos_tokens: at most MAX_EOS_TOKENS end tokens of the plan's choice, or None.
@@ -188,8 +191,8 @@ class DecodePlan:
         self.positions.copy_(positions[:, None])
         self.starts.zero_() if starts is None else self.starts.copy_(starts)
         self.cache = cache
-        # rows of the tables that a step needs beyond the length of the cache; positions may be the user's own
-        self._ahead = int(positions.max()) + 1 - cache.get_seq_length()
+        self._ahead = [position - cache.get_seq_length() for position in positions.tolist()]
+        self._shifts, self._covered = [0] * self.batch, range(0)
         self.bind()
 
     def bind(self) -> None:
@@ -208,37 +211,47 @@ class DecodePlan:
             for register, buffer in zip(registers, layer.buffers):
                 self.program.values[register.index] = buffer
 
-    def _reserve_angles(self, positions: int) -> None:
-        """Make the tables of rotary angles reach ``positions``: computed by the model's own module, so every kind of
-        scaling is right."""
-        if self._rotary is None:
-            return
-        known = self.program.values[next(iter(self._angles.values()))[0].index]
-        rows = 0 if known is None else known.shape[0]
-        if positions <= rows:
-            return
-        wanted = max(_ANGLE_ROWS.get(self.device.type, 0), self.cache.expected_length + self._ahead)
-        longest = getattr(self._rotary, "max_seq_len_cached", wanted)
-        rows = max(positions, 2 * rows, min(wanted, longest, _MOST_ANGLE_ROWS))
-        made = [(self._angles[kind], self._angle_tables(kind, rows)) for kind in self._angles]
-        self.graph = None  # it reads the old tables
-        for registers, tables in reversed(made):
-            for register, table in zip(reversed(registers), reversed(tables)):  # the first: its length stands for all
-                self.program.values[register.index] = table
+    def _cover(self, count: int) -> None:
+        """Make sure that the model knows the next ``count`` positions of every sequence.
 
-    def _angle_tables(self, kind: str | None, rows: int) -> list[torch.Tensor]:
-        """cos and sin of a kind of layer, [rows, rotary_dim]."""
-        tables: list[torch.Tensor] = []
-        with torch.inference_mode(False), torch.no_grad():
-            like = torch.empty(0, dtype=self.dtype, device=self.device)
-            for first in range(0, rows, _ANGLE_PIECE):
-                piece = torch.arange(first, min(first + _ANGLE_PIECE, rows), device=self.device)[None]
-                angles = self._rotary.forward(like, piece, *(() if kind is None else (kind,)))
-                values = [full_angles(self._architecture, each[0].to(self.dtype)) for each in angles]
-                tables = tables or [each.new_empty(rows, each.shape[-1]) for each in values]
-                for table, each in zip(tables, values):
-                    table[first : first + _ANGLE_PIECE] = each
-        return tables
+        Raises:
+            IndexError: they are none that it has learned.
+        """
+        length = self.cache.get_seq_length()
+        if length not in self._covered or length + count not in self._covered:
+            self._covered = self._cover_anew(length, count)
+
+    def _cover_anew(self, length: int, count: int) -> range:
+        """:meth:`_cover`, whatever was covered before; returns the lengths of the cache that are now."""
+        positions = [length + ahead for ahead in self._ahead]
+        if self._learned is not None:
+            low, high = min(positions), max(positions)
+            first, last = -self._position_offset, self._learned - count
+            if low < first or high > last:
+                raise IndexError(
+                    f"position_ids come to {low if low < first else high + count - 1}, and the model has learned "
+                    f"{self._learned} positions: generate fewer tokens (max_length), or give smaller position_ids"
+                )
+            return range(length + first - low, length + self._learned - high + 1)
+        if self._angles is None:
+            return range(_ANY_LENGTH)
+        if None in [self._angles.find(position, count) for position in positions]:
+            if self._angles.cover(positions, count, length, self.cache.expected_length):
+                self.graph = None  # it reads the old tables
+        runs = [self._angles.find(position, count) for position in positions]
+        shifts = [run.row - run.first for run in runs]
+        if shifts != self._shifts:
+            moved = [[now - before] for now, before in zip(shifts, self._shifts)]
+            self.positions.add_(torch.tensor(moved, device=self.device))
+            self._shifts = shifts
+        first = max(run.first - position for run, position in zip(runs, positions))
+        last = min(run.first + run.count - position for run, position in zip(runs, positions))
+        return range(length + first, length + last + 1)
+
+    def has_positions(self) -> bool:
+        """Whether the model knows the positions of the next step."""
+        learned = _ANY_LENGTH if self._learned is None else self._learned
+        return self.cache.get_seq_length() + max(self._ahead) < learned
 
     @property
     def logits(self) -> torch.Tensor:
@@ -258,10 +271,13 @@ class DecodePlan:
 
         Returns:
             [batch, vocab_size] logits of the next token, valid until the next step.
+
+        Raises:
+            IndexError: a position is none that the model has learned; on the CPU also, a token is none that it knows.
         """
         if self.cache.reserve(1):
             self.bind()
-        self._reserve_angles(self.cache.get_seq_length() + self._ahead)
+        self._cover(1)
         if tokens is not None:
             self.tokens.copy_(tokens[:, None])
         self._run()
@@ -272,17 +288,18 @@ class DecodePlan:
         """Follow the cache, which was cropped or has grown by other steps; the next :meth:`step` is given its token."""
         length = self.cache.get_seq_length()
         self.seq_lens.fill_(length + 1)
-        self.positions.fill_(length + self._ahead - 1)
+        self.positions.fill_(length + self._ahead[0] + self._shifts[0])
 
     def _run(self) -> None:
         """Make the calls of a step, as a graph once they have run by themselves."""
-        if self.device.type == "cuda" and self.warm and self.graph is None:
-            self.graph = capture(self.program, self.device)
-        if self.graph is not None:
-            self.graph.replay()
-        else:
-            with below_autograd():
-                self.program.run()
+        with random_numbers_in_turn(self.device):
+            if self.device.type == "cuda" and self.warm and self.graph is None:
+                self.graph = capture(self.program, self.device)
+            if self.graph is not None:
+                self.graph.replay()
+            else:
+                with below_autograd():
+                    self.program.run()
         self.warm = True
 
     def end(self) -> None:
@@ -292,3 +309,6 @@ class DecodePlan:
             # A captured graph finds the buffers through kv_tables; keeping them here would only hold memory.
             self.program.values[register.index] = None
         self.program.release()
+        done, self.on_end = self.on_end, None
+        if done is not None:
+            done(self)

@@ -18,12 +18,13 @@ from ..cache import FastpathCache
 from ..ops.decode_attention import MAX_QUERY_LEN
 from ..ops.gemv import MAX_ROWS, MAX_TILED_ROWS
 from . import steps
+from .angles import angles_at
 from .attend import Attention, has_tensor_cores
 from .draft_plan import DraftPlan, DraftReader
 from .many_rows import ManyRows
 from .parts import MoEPart
 from .program import Program
-from .structure import ModelPart, full_angles
+from .structure import ModelPart
 
 if TYPE_CHECKING:
     from ..patch_state import PatchState
@@ -163,7 +164,8 @@ def read(part: ModelPart, cache: FastpathCache, prompt: Prompt, programs: dict[t
         part: the model, without a reason against a decode plan.
         cache: of the same batch, or empty.
         prompt: one that :func:`is_readable`.
-        programs: those of earlier calls of this model, as it is now; what is missing is added.
+        programs: those of earlier calls of this model, as it is now; one that is in use is not among them, and what is
+            missing is added.
 
     Returns:
         [batch, vocab_size] logits of the token that follows.
@@ -183,12 +185,12 @@ def read(part: ModelPart, cache: FastpathCache, prompt: Prompt, programs: dict[t
     caches = [layer.buffers for layer in cache.layers[: len(part.layers)]]
     sizes = min(rows, MAX_TILED_ROWS + 1), min(batch, MAX_ROWS + 1)
     key = at_once, *sizes, starts is not None, tuple(map(len, caches))
-    if key not in programs:
-        while len(programs) >= MAX_PROGRAMS:
-            programs.pop(next(iter(programs)))
-        programs[key] = PromptProgram(part, *key)
-    angles = _angles(part, torch.empty(0, dtype=dtype, device=device), prompt.positions)
-    logits = programs[key].run(prompt, past, lengths, starts, caches, angles)
+    program = programs.pop(key, None) or PromptProgram(part, *key)
+    angles = angles_at(part, torch.empty(0, dtype=dtype, device=device), prompt.positions)
+    logits = program.run(prompt, past, lengths, starts, caches, angles)
+    programs[key] = program
+    for oldest in list(programs)[:-MAX_PROGRAMS]:
+        programs.pop(oldest, None)  # another thread may have taken it
     cache.advance(query_len)
     return logits
 
@@ -219,15 +221,6 @@ def read_turn(
         return reader.read_piece(tokens)[-1:]
     finally:
         reader.end()
-
-
-def _angles(part: ModelPart, like: torch.Tensor, positions: torch.Tensor) -> dict:
-    """cos and sin of every kind of layer at ``positions``, by the model's own module."""
-    made = {}
-    for kind in part.rope_kinds:
-        tables = part.rotary.forward(like, positions, *(() if kind is None else (kind,)))
-        made[kind] = tuple(full_angles(part.architecture, table.to(like.dtype)) for table in tables)
-    return made
 
 
 def read_text(
@@ -274,8 +267,8 @@ def _read_rows(
 ) -> torch.Tensor:
     """:func:`read_text`, every row of ``ids``."""
     cache = model_kwargs[compat.CACHE]
-    tokens = compat.new_tokens(ids, config, model_kwargs)
-    positions = model_kwargs["position_ids"][:, -tokens.shape[1] :]
+    tokens = compat.new_tokens(ids, config, model_kwargs).long()  # int32 is fine with stock, too
+    positions = model_kwargs["position_ids"][:, -tokens.shape[1] :].long()
     given = Prompt(tokens, positions, starts if starts is not None and starts.any() else None)
     logits = read_turn(part, cache, given, functools.partial(state.draft_plan, part, cache))
     if logits is None and is_readable(part, cache, given):

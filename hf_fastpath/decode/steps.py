@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from .. import ops
+from ..choices import Activation, Norm
 from ..quantization.linear import joined as joined_weights
 from . import composed
 from .modules import is_packed, is_transposed, weight_and_bias
@@ -103,8 +104,8 @@ def is_paged(cache: tuple) -> bool:
 def norm_arguments(part: NormPart | None) -> tuple:
     """The norm of an op's input, as the ops take it; ``part`` None is no norm."""
     if part is None:
-        return "none", None, None, 0.0
-    return part.architecture.norm.kind, part.module.weight, getattr(part.module, "bias", None), part.eps
+        return Norm.NONE, None, None, 0.0
+    return Norm(part.architecture.norm.kind), part.module.weight, getattr(part.module, "bias", None), part.eps
 
 
 def projection(
@@ -112,7 +113,7 @@ def projection(
     linear: nn.Module,
     x: Any,
     residual: Any = None,
-    activation: str = "none",
+    activation: Activation = Activation.NONE,
     norm: NormPart | None = None,
     overlap: bool = False,
 ) -> Any:
@@ -132,7 +133,7 @@ def _packed(
     x: Any,
     bias: Any = None,
     residual: Any = None,
-    activation: str = "none",
+    activation: Activation = Activation.NONE,
     norm: NormPart | None = None,
     overlap: bool = False,
 ) -> Any:
@@ -150,7 +151,7 @@ def _norm_op(part: NormPart) -> tuple:
     kind, weight, bias, eps = norm_arguments(part)
     if part.architecture.norm.unit_offset:
         return composed.unit_offset_norm, weight, eps
-    return (ops.rms_norm.overload, weight, eps) if kind == "rms" else (ops.layer_norm.overload, weight, bias, eps)
+    return (ops.rms_norm.overload, weight, eps) if kind == Norm.RMS else (ops.layer_norm.overload, weight, bias, eps)
 
 
 def norm(emit: Emit, part: NormPart, x: Any) -> Any:

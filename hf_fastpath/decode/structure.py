@@ -17,7 +17,17 @@ from .. import loader
 from ..architecture import Architecture
 from ..compat import has_static_rope, layer_windows
 from ..ops.gemv import MAX_ROWS
-from .modules import child, dropout_reason, is_on, is_packed, number, projection_reason, weight_and_bias
+from ..reasons import Cause
+from .modules import (
+    child,
+    dropout_reason,
+    is_on,
+    is_packed,
+    model_code_reason,
+    number,
+    projection_reason,
+    weight_and_bias,
+)
 from .parts import AttentionPart, FeedForwardPart, MoEPart, NormPart, Part, feed_forward_part
 
 #: sequences of a decode plan: what was measured
@@ -111,16 +121,29 @@ class LayerPart(Part):
         if (reason := self.other_reason()) is not None:
             return reason
         spec = self.spec
-        if any(getattr(self.module, name, False) is not False for name in spec.refuse):
-            return "unsupported_config"
-        if not all(getattr(self.module, name) for name in spec.require):
-            return "unsupported_config"
+        odd = [name for name in spec.refuse if getattr(self.module, name, False) is not False]
+        odd += [name for name in spec.require if not getattr(self.module, name)]
+        if odd:
+            return Cause("unsupported_config", f"{odd[0]}={getattr(self.module, odd[0])!r}", self.module)
         if self.module.training and getattr(self.module, "gradient_checkpointing", False):
-            return "checkpointing"
+            return Cause("checkpointing", "gradient_checkpointing=True", self.module)
         reasons = [self._code_reason()]
         reasons += [dropout_reason(self.module, name) for name in spec.dropouts]
         reasons += [part.reason() for part in self.parts()]
         return next((reason for reason in reasons if reason), None)
+
+
+class DecoderPart(Part):
+    """What runs the layers: its own code does, whatever it is."""
+
+    def parameters(self) -> list[torch.Tensor | None]:
+        return []
+
+    def other_reason(self) -> str | None:
+        return None
+
+    def reason(self) -> str | None:
+        return None
 
 
 @dataclass(frozen=True)
@@ -210,30 +233,54 @@ class ModelPart(Part):
 
     def other_reason(self) -> str | None:
         names = (self.architecture.layers, self.architecture.final_norm, self.architecture.embedding)
-        return None if all(hasattr(self.decoder, name) for name in names) else "class_not_supported"
+        missing = next((name for name in names if not hasattr(self.decoder, name)), None)
+        return None if missing is None else Cause("class_not_supported", f"it has no {missing}", self.decoder)
 
     def reason(self) -> str | None:
         """Why a decode plan of the model would not be right now, or None. Cheap enough for every generate()."""
         if (reason := self.other_reason()) is not None:
             return reason
-        if len(getattr(self.decoder, self.architecture.layers)) != len(self.windows):
-            return "unsupported_config"
+        if (count := len(getattr(self.decoder, self.architecture.layers))) != len(self.windows):
+            return Cause("unsupported_config", f"{count} layers, {len(self.windows)} in the config", self.decoder)
         if self.final_norm.module is None:
-            return "unsupported_config"
-        if any(getattr(self.decoder, name, None) is not None for name in self.architecture.refuse):
-            return "unsupported_config"
-        if any(not self._is_known_embedding(module) for module in self._embeddings()):
-            return "unsupported_projection"
-        reasons = [self._code_reason(module) for module in (*self._embeddings(), self.decoder, self.module)]
+            return Cause("unsupported_config", f"{self.architecture.final_norm}=None", self.decoder)
+        for name in self.architecture.refuse:
+            if (found := getattr(self.decoder, name, None)) is not None:
+                return Cause("unsupported_config", f"{name} is {type(found).__name__}", self.decoder)
+        for module in self._embeddings():
+            if not self._is_known_embedding(module):
+                return Cause("unsupported_projection", "embedding", module)
+        reasons = [self._code_reason(module) for module in (*self._embeddings(), self.decoder)]
+        reasons.append(self.outer_reason())
         reasons += [projection_reason(self.head, self.architecture), self.final_norm.reason()]
         reasons.append(dropout_reason(self.decoder, self.architecture.embedding_dropout))
         if self.rotary is not None:
             known = type(self.rotary).__module__ == self.architecture.module
-            reasons += [None if known else "class_not_supported", self._code_reason(self.rotary)]
-            reasons.append(None if has_static_rope(self.rotary) else "dynamic_rope")
+            reasons += [
+                None if known else Cause("class_not_supported", module=self.rotary),
+                self._code_reason(self.rotary),
+            ]
+            if not has_static_rope(self.rotary):
+                reasons.append(
+                    Cause("dynamic_rope", f"rope_type={getattr(self.rotary, 'rope_type', None)!r}", self.rotary)
+                )
         found = next((reason for reason in reasons if reason), None)
         found = found or next((reason for layer in self.layers if (reason := layer.reason())), None)
         return found or self._types_reason()
+
+    def outer_reason(self) -> str | None:
+        """Why calling the model is more than its class's forward, or None.
+
+        A trainer's autocast around it is none in float32: all that it adds is rounding.
+        """
+        return None if self.is_cast_down else model_code_reason(self.module, self.architecture.module)
+
+    @property
+    def is_cast_down(self) -> bool:
+        """Whether a trainer lets the model's forward run under autocast, and its weights are float32."""
+        if model_code_reason(self.module, self.architecture.module) != "autocast":
+            return False
+        return all(parameter.dtype == torch.float32 for parameter in self.module.parameters())
 
     def _is_known_embedding(self, module: nn.Module) -> bool:
         spec = self.architecture
@@ -243,14 +290,18 @@ class ModelPart(Part):
         return isinstance(module, nn.Embedding) and type(module).__module__ == spec.module
 
     def _types_reason(self) -> str | None:
-        present = [parameter for parameter in self.parameters() if parameter is not None]
-        if len({parameter.dtype for parameter in present}) > 1:
-            return "dtype"
-        devices = {parameter.device for parameter in present}
-        if len(devices) > 1:
-            return "device"
+        for code, kind in (("dtype", attrgetter("dtype")), ("device", attrgetter("device"))):
+            first: dict[Any, torch.Tensor] = {}  # of each kind
+            for parameter in self.parameters():
+                if parameter is not None:
+                    first.setdefault(kind(parameter), parameter)
+            if len(first) > 1:
+                return Cause(code, ", ".join(f"{self._name_of(each)} is {found}" for found, each in first.items()))
         # a model on the meta device is asked about, and runs nowhere
-        return next((loader.why_not_native(each.type) for each in devices if each.type != "meta"), None)
+        return next((loader.why_not_native(each.type) for each in first if each.type != "meta"), None)
+
+    def _name_of(self, parameter: torch.Tensor) -> str:
+        return next((name for name, each in self.module.named_parameters() if each is parameter), "a weight")
 
 
 def model_part(architecture: Architecture, model: nn.Module) -> ModelPart | None:

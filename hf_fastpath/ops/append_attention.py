@@ -6,7 +6,7 @@ import torch
 
 from ..registry import OpSpec, Sample, nbytes, register, shape_reason, tensor_reasons
 from . import decode_attention
-from .kv_cache import cache_reasons, slot_positions
+from .kv_cache import cache_reasons, length_reasons, slot_positions
 
 #: more would not be a grid of the CUDA kernels
 MAX_BATCH = 65535
@@ -33,7 +33,7 @@ def reference(
     they hold.
 
     Args:
-        q: [batch, query_len, num_heads, head_dim], head_dim 32 to 256 in steps of 8.
+        q: [batch, query_len, num_heads, head_dim], head_dim even and at most 512.
         k_cache, v_cache: [batch, num_kv_heads, capacity, head_dim], contiguous, in q's dtype; num_kv_heads divides
             num_heads.
         seq_lens: int32 [batch], tokens a row holds, the new ones included; at most capacity.
@@ -89,6 +89,8 @@ def why_not(q, k_cache, v_cache, seq_lens, starts, window, softcap, sinks) -> li
     reasons += decode_attention.query_reasons(q, k_cache, starts, window)
     if k_cache.dim() == 4 and k_cache.shape[2] < query_len:
         reasons.append(f"the cache has {k_cache.shape[2]} slots, expected at least the {query_len} new tokens")
+    if not reasons:
+        reasons += length_reasons(seq_lens, k_cache.shape[2])
     if batch > MAX_BATCH:
         reasons.append(f"batch is {batch}, expected at most {MAX_BATCH}")
     if softcap < 0:

@@ -12,6 +12,7 @@ from .kv_cache import (
     gathered,
     in_pages,
     is_quantized,
+    length_reasons,
     position_bytes,
     positions,
     quantized,
@@ -19,7 +20,8 @@ from .kv_cache import (
     slot_positions,
 )
 
-MIN_HEAD_DIM, MAX_HEAD_DIM = 32, 256
+#: sizes of a head: even ones up to here; kernels are made for 32 to 256 in steps of 8, portable ones take the others
+MAX_HEAD_DIM = 512
 MAX_QUERY_LEN = 16
 
 
@@ -48,7 +50,7 @@ def reference(
     whatever they hold.
 
     Args:
-        q: [batch, query_len, num_heads, head_dim], query_len 1 to 16, head_dim 32 to 256 in steps of 8.
+        q: [batch, query_len, num_heads, head_dim], query_len 1 to 16, head_dim even and at most 512.
         k_cache, v_cache: [batch, num_kv_heads, capacity, head_dim], contiguous, float32, float16 or bfloat16
             whatever q's dtype, or int8 or float8_e4m3fn with scales; num_kv_heads divides num_heads.
         seq_lens: int32 [batch], tokens a row holds, the new ones included; at most capacity, or any number when
@@ -77,7 +79,8 @@ def reference(
         [batch, query_len, num_heads*head_dim] in q's dtype; softmax and sums in float32.
 
     Raises:
-        OpInputError: shapes, dtypes or devices that do not fit.
+        OpInputError: shapes, dtypes or devices that do not fit; on the CPU also lengths and pages that do not: on CUDA,
+            whose values nobody waits for, they give numbers without meaning.
 
     Source: transformers ``integrations/sdpa_attention.py@5.17``, with sinks ``eager_attention_forward`` of
     ``models/gpt_oss/modeling_gpt_oss.py@5.23``; flash decoding (split KV), arXiv:2205.14135.
@@ -125,6 +128,11 @@ def visible_slots(
     return visible
 
 
+def takes_head_dim(head_dim: int) -> bool:
+    """Whether attention takes heads of this size."""
+    return 0 < head_dim <= MAX_HEAD_DIM and head_dim % 2 == 0
+
+
 def fake(q):
     return q.new_empty(q.shape[0], q.shape[1], q.shape[2] * q.shape[3])
 
@@ -151,8 +159,8 @@ def query_reasons(q: torch.Tensor, k_cache: torch.Tensor, starts: torch.Tensor |
             f"q has {num_heads} heads of {head_dim}, the cache {k_cache.shape[1]} of {k_cache.shape[3]}: "
             "expected the same head_dim and a multiple of the cache's heads"
         )
-    if not MIN_HEAD_DIM <= head_dim <= MAX_HEAD_DIM or head_dim % 8:
-        reasons.append(f"head_dim is {head_dim}, expected 32 to 256 in steps of 8")
+    if not takes_head_dim(head_dim):
+        reasons.append(f"head_dim is {head_dim}, expected an even number up to {MAX_HEAD_DIM}")
     if window < 0:
         reasons.append(f"window is {window}, expected 0 (none) or a positive number of positions")
     if starts is not None and (starts.dtype != torch.int32 or tuple(starts.shape) != (batch,)):
@@ -184,6 +192,10 @@ def why_not(
     of_cache = k_scales, v_scales, block_table
     reasons += cache_reasons(k_cache, v_cache, seq_lens, batch, q.device, kv_table, layer, *of_cache)
     reasons += query_reasons(q, k_cache, starts, window)
+    if not reasons and kv_table is None:
+        capacity = capacity_of(k_cache, block_table)
+        if not 0 < window <= capacity - query_len + 1:  # a ring would take any length
+            reasons += length_reasons(seq_lens, capacity)
     if workspace is not None and workspace.device != q.device:
         reasons.append(f"workspace is on {workspace.device}, expected {q.device}: move it")
     if workspace is not None and workspace.nbytes < workspace_bytes(batch, query_len, num_heads, head_dim):

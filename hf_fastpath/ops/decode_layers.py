@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from ..choices import Activation, Norm
 from ..registry import OpSpec, Sample, choice_reason, nbytes, register, shape_reason, tensor_reasons
 from .decode_attention import moved as attention_bytes
 from .decode_attention import reference as decode_attention
@@ -98,9 +99,9 @@ def reference(
     num_heads: int,
     scale: float,
     windows: Sequence[int],
-    norm: str,
+    norm: Norm,
     norm_eps: float,
-    activation: str,
+    activation: Activation,
     transposed: bool,
     kv_table: torch.Tensor | None = None,
     workspace: torch.Tensor | None = None,
@@ -155,12 +156,12 @@ def reference(
         at = k_cache, v_cache, seq_lens
         queries = qkv_rope_append(x, *qkv, transposed, cos, sin, *at, num_heads, **attention_norm)
         mixed = decode_attention(queries, *at, starts, scale, window)
-        x = gemv(mixed, w["out_weight"], w["out_bias"], x, "none", transposed)
+        x = gemv(mixed, w["out_weight"], w["out_bias"], x, Activation.NONE, transposed)
         if w["gate_weight"] is None:
             hidden = gemv(x, w["up_weight"], w["up_bias"], None, activation, transposed, **mlp_norm)
         else:
             hidden = gemv_swiglu(x, w["gate_weight"], w["up_weight"], activation, **mlp_norm)
-        x = gemv(hidden, w["down_weight"], w["down_bias"], x, "none", transposed)
+        x = gemv(hidden, w["down_weight"], w["down_bias"], x, Activation.NONE, transposed)
     return gemv(x, outer["head_weight"], outer["head_bias"], **normed_by(outer, "final_norm"))
 
 
@@ -231,8 +232,8 @@ def weight_reasons(
     num_heads: int,
     num_kv_heads: int,
     head_dim: int,
-    norm: str,
-    activation: str,
+    norm: Norm,
+    activation: Activation,
     transposed: bool,
 ) -> list[str]:
     """Reasons why the weights do not go together, up to the first layer that has one; ``x`` as in ``reference``."""
@@ -272,9 +273,9 @@ def weight_reasons(
                 found += shape_reason(name, tensor, shapes.get(name, (hidden,)))
                 if tensor.dim() == 2 and tensor.stride(1) != 1:
                     found.append(f"{name} has strides {tensor.stride()}: make its rows contiguous")
-                if norm == "rms" and name.endswith("norm_bias"):
+                if norm == Norm.RMS and name.endswith("norm_bias"):
                     found.append(f"norm 'rms' takes no {name}: pass it empty")
-            elif name in _NEEDED or (norm == "rms" and name.endswith("norm_weight")):
+            elif name in _NEEDED or (norm == Norm.RMS and name.endswith("norm_weight")):
                 found.append(f"{name} is empty, expected a weight")
             if number < len(layers) and bool(tensor.numel()) != (name in present):
                 found.append(f"{name} is {'given' if tensor.numel() else 'empty'}, unlike the first layer's")
@@ -308,8 +309,8 @@ def samples(device: torch.device, dtype: torch.dtype):
         capacities,
         windows=None,
         start=None,
-        norm="rms",
-        activation="silu",
+        norm=Norm.RMS,
+        activation=Activation.SILU,
         gated=True,
         layout="separate",
         bias=False,
@@ -329,7 +330,7 @@ def samples(device: torch.device, dtype: torch.dtype):
             return [matrix(out_features, in_features), randn(out_features) if bias else absent]
 
         def norm_tensors():
-            return [randn(hidden_size), randn(hidden_size) if norm == "layer" else absent]
+            return [randn(hidden_size), randn(hidden_size) if norm == Norm.LAYER else absent]
 
         features, kv_features = heads * head_dim, kv_heads * head_dim
         weights, caches = [], [[], []]
@@ -366,25 +367,29 @@ def samples(device: torch.device, dtype: torch.dtype):
     yield call(256, 4, 2, 64, 512, 501, 40, [64, 24], windows=[0, 16], rotary_dim=64)
     yield call(
         *(256, 4, 4, 64, 1024, 503, 33, [33, 40]),
-        norm="layer",
-        activation="gelu_tanh",
+        norm=Norm.LAYER,
+        activation=Activation.GELU_TANH,
         gated=False,
         layout="conv1d",
         bias=True,
         overlap=True,
     )
     yield call(256, 8, 1, 64, 320, 100, 20, [32, 32, 32], start=3, rotary_dim=64, overlap=True)
-    yield call(192, 3, 1, 64, 256, 64, 1, [8], activation="relu", gated=False, layout="fused", bias=True)
-    yield call(128, 2, 2, 64, 192, 77, 300, [310, 310], activation="gelu", gated=False, bias=True, rotary_dim=32)
-    yield call(90, 3, 1, 40, 111, 7, 19, [30, 30], windows=[8, 8], activation="gelu", rotary_dim=24)
-    yield call(33, 2, 1, 32, 17, 1, 9, [9], norm="layer", activation="gelu", bias=True, kv=torch.float16)
+    yield call(192, 3, 1, 64, 256, 64, 1, [8], activation=Activation.RELU, gated=False, layout="fused", bias=True)
+    yield call(
+        128, 2, 2, 64, 192, 77, 300, [310, 310], activation=Activation.GELU, gated=False, bias=True, rotary_dim=32
+    )
+    yield call(90, 3, 1, 40, 111, 7, 19, [30, 30], windows=[8, 8], activation=Activation.GELU, rotary_dim=24)
+    yield call(33, 2, 1, 32, 17, 1, 9, [9], norm=Norm.LAYER, activation=Activation.GELU, bias=True, kv=torch.float16)
     yield call(1024, 8, 2, 128, 2816, 1000, 701, [1024], rotary_dim=128)  # Llama, several parts of everything
     if device.type != "cuda":
         yield call(128, 4, 2, 32, 192, 70, [40, 7, 33], [64, 24], windows=[0, 16], start=3, rotary_dim=32)
-        yield call(128, 2, 2, 64, 256, 70, [9] * MAX_ROWS, [16], norm="layer", gated=False, layout="conv1d", bias=True)
+        yield call(
+            128, 2, 2, 64, 256, 70, [9] * MAX_ROWS, [16], norm=Norm.LAYER, gated=False, layout="conv1d", bias=True
+        )
         return
     # GPT-2's own sizes, small and medium, for which CUDA has kernels of its own
-    gpt2 = {"norm": "layer", "activation": "gelu_tanh", "gated": False, "layout": "conv1d", "bias": True}
+    gpt2 = {"norm": Norm.LAYER, "activation": Activation.GELU_TANH, "gated": False, "layout": "conv1d", "bias": True}
     yield call(768, 12, 12, 64, 3072, 50, 1030, [1040, 200], windows=[0, 190], start=3, overlap=True, **gpt2)
     yield call(1024, 16, 16, 64, 4096, 50, 31, [40], **gpt2)
 
@@ -394,8 +399,8 @@ SPEC = register(
         name="decode_layers",
         schema=(
             "(Tensor x, Tensor[] weights, Tensor(a!)[] k_caches, Tensor(b!)[] v_caches, Tensor? cos, Tensor? sin, "
-            "Tensor seq_lens, Tensor? starts, int num_heads, float scale, int[] windows, str norm, float norm_eps, "
-            "str activation, bool transposed, Tensor? kv_table=None, Tensor(c!)? workspace=None, bool overlap=False) "
+            "Tensor seq_lens, Tensor? starts, int num_heads, float scale, int[] windows, int norm, float norm_eps, "
+            "int activation, bool transposed, Tensor? kv_table=None, Tensor(c!)? workspace=None, bool overlap=False) "
             "-> Tensor"
         ),
         reference=reference,

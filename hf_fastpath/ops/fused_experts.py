@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from ..choices import Activation
 from ..registry import OpSpec, Sample, choice_reason, nbytes, register, shape_reason, tensor_reasons
 from .fused_swiglu import GATES
 from .fused_swiglu import reference as gated
@@ -11,7 +12,7 @@ from .gemv import rows_reason
 
 MAX_TOP_K = 32
 #: activations of a gate, by name: of one value, and the one that clamps gate and up
-EXPERT_GATES = (*GATES, "clamped_swiglu")
+EXPERT_GATES = (*GATES, Activation.CLAMPED_SWIGLU)
 
 
 def reference(
@@ -21,7 +22,7 @@ def reference(
     gate_up_weight: torch.Tensor,
     down_weight: torch.Tensor,
     residual: torch.Tensor | None = None,
-    activation: str = "silu",
+    activation: Activation = Activation.SILU,
     overlap: bool = False,
     gate_up_bias: torch.Tensor | None = None,
     down_bias: torch.Tensor | None = None,
@@ -69,7 +70,7 @@ def reference(
     if gate_up_bias is not None:
         gate_up = gate_up + gate_up_bias[chosen]
     gate, up = (gate_up[..., ::2], gate_up[..., 1::2]) if transposed else gate_up.chunk(2, dim=-1)
-    hidden = clamped(gate, up, alpha, limit) if activation == "clamped_swiglu" else gated(gate, up, activation)
+    hidden = clamped(gate, up, alpha, limit) if activation == Activation.CLAMPED_SWIGLU else gated(gate, up, activation)
     out = _products(hidden, down_weight[chosen], transposed)
     if down_bias is not None:
         out = out + down_bias[chosen]
@@ -169,12 +170,12 @@ def samples(device: torch.device, dtype: torch.dtype):
     yield call(1, 2, 4, 48, 37, residual=True)
     yield call(1, 8, 16, 256, 96, overlap=True)
     yield call(2, 2, 4, 64, 72, residual=True)
-    yield call(3, 3, 5, 128, 40, activation="gelu_tanh")
-    yield call(4, 1, 8, 72, 264, activation="gelu")
+    yield call(3, 3, 5, 128, 40, activation=Activation.GELU_TANH)
+    yield call(4, 1, 8, 72, 264, activation=Activation.GELU)
     yield call(7, 2, 3, 96, 64, residual=True, overlap=True)
     yield call(8, 4, 32, 136, 48)
     yield call(16, 2, 4, 80, 56, residual=True)
-    oss = dict(transposed=True, biases=True, activation="clamped_swiglu")
+    oss = dict(transposed=True, biases=True, activation=Activation.CLAMPED_SWIGLU)
     yield call(1, 4, 8, 128, 96, residual=True, overlap=True, **oss)
     yield call(2, 2, 4, 60, 37, limit=0.5, alpha=1.3, **oss)
     yield call(9, 2, 3, 72, 64, residual=True, transposed=True)
@@ -185,7 +186,7 @@ SPEC = register(
         name="fused_experts",
         schema=(
             "(Tensor x, Tensor expert_ids, Tensor expert_weights, Tensor gate_up_weight, Tensor down_weight, "
-            'Tensor? residual=None, str activation="silu", bool overlap=False, Tensor? gate_up_bias=None, '
+            "Tensor? residual=None, int activation=2, bool overlap=False, Tensor? gate_up_bias=None, "
             "Tensor? down_bias=None, bool transposed=False, float alpha=1.702, float limit=7.0) -> Tensor"
         ),
         reference=reference,

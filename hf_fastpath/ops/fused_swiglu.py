@@ -4,27 +4,28 @@ from __future__ import annotations
 
 import torch
 
+from ..choices import Activation, Approximation
 from ..registry import OpSpec, Sample, choice_reason, nbytes, register, shape_reason, tensor_reasons
 from .fused_gelu import gelu_grad
 
 #: gate activations by the name the ops use
-GATES = ("silu", "gelu_tanh", "gelu")
+GATES = (Activation.SILU, Activation.GELU_TANH, Activation.GELU)
 
 
-def activate(x: torch.Tensor, activation: str) -> torch.Tensor:
+def activate(x: torch.Tensor, activation: Activation) -> torch.Tensor:
     """``activation`` of every element with PyTorch's own functions; ``"none"`` returns ``x``."""
-    if activation == "none":
+    if activation == Activation.NONE:
         return x
-    if activation == "relu":
+    if activation == Activation.RELU:
         return torch.relu(x)
-    if activation == "silu":
+    if activation == Activation.SILU:
         return torch.nn.functional.silu(x)
-    if activation == "gelu_tanh":
+    if activation == Activation.GELU_TANH:
         return torch.nn.functional.gelu(x, approximate="tanh")
     return torch.nn.functional.gelu(x)
 
 
-def reference(gate: torch.Tensor, up: torch.Tensor, activation: str = "silu") -> torch.Tensor:
+def reference(gate: torch.Tensor, up: torch.Tensor, activation: Activation = Activation.SILU) -> torch.Tensor:
     """``activation(gate) * up``, element by element.
 
     Args:
@@ -46,7 +47,7 @@ def fake(gate: torch.Tensor) -> torch.Tensor:
     return torch.empty_like(gate, memory_format=torch.contiguous_format)
 
 
-def why_not(gate: torch.Tensor, up: torch.Tensor, activation: str = "silu") -> list[str]:
+def why_not(gate: torch.Tensor, up: torch.Tensor, activation: Activation = Activation.SILU) -> list[str]:
     return (
         tensor_reasons(gate, up=up)
         + shape_reason("up", up, tuple(gate.shape))
@@ -63,11 +64,11 @@ def backward(ctx, grad: torch.Tensor):
     gate, up = ctx.saved_tensors
     work = torch.promote_types(gate.dtype, torch.float32)
     g, u, d = gate.to(work), up.to(work), grad.to(work)
-    if ctx.activation == "silu":
+    if ctx.activation == Activation.SILU:
         sigmoid = torch.sigmoid(g)
         slope = sigmoid * (1.0 + g * (1.0 - sigmoid))
     else:
-        slope = gelu_grad(g, "tanh" if ctx.activation == "gelu_tanh" else "none")
+        slope = gelu_grad(g, Approximation.TANH if ctx.activation == Activation.GELU_TANH else Approximation.NONE)
     return (d * u * slope).to(gate.dtype), (d * activate(g, ctx.activation)).to(up.dtype), None
 
 
@@ -79,17 +80,17 @@ def samples(device: torch.device, dtype: torch.dtype):
         for activation in GATES:
             yield Sample(randn(*shape), randn(*shape), activation)
     both = randn(4, 2 * 96)
-    yield Sample(both[:, :96], both[:, 96:], "silu")  # halves of one projection: strided rows
+    yield Sample(both[:, :96], both[:, 96:], Activation.SILU)  # halves of one projection: strided rows
 
 
 SPEC = register(
     OpSpec(
         name="fused_swiglu",
-        schema='(Tensor gate, Tensor up, str activation="silu") -> Tensor',
+        schema="(Tensor gate, Tensor up, int activation=2) -> Tensor",
         reference=reference,
         fake=fake,
         why_not=why_not,
-        bytes=lambda gate, up, activation="silu": nbytes(gate, up) + nbytes(gate),
+        bytes=lambda gate, up: nbytes(gate, up) + nbytes(gate),
         samples=samples,
         backward=backward,
         setup_context=setup_context,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from ..choices import Activation
 from ..registry import OpSpec, Sample, nbytes, register, tensor_reasons
 from .gemv import ACTIVATIONS, product_reasons
 from .gemv import reference as of_few_rows
@@ -14,7 +15,7 @@ def reference(
     weight: torch.Tensor,
     bias: torch.Tensor | None = None,
     residual: torch.Tensor | None = None,
-    activation: str = "none",
+    activation: Activation = Activation.NONE,
     transposed: bool = False,
 ) -> torch.Tensor:
     """``activation(x @ weight.T + bias) + residual``.
@@ -45,7 +46,7 @@ def fake(x, weight, transposed):
     return x.new_empty(*x.shape[:-1], weight.shape[1 if transposed else 0])
 
 
-def why_not(x, weight, bias=None, residual=None, activation="none", transposed=False) -> list[str]:
+def why_not(x, weight, bias=None, residual=None, activation=Activation.NONE, transposed=False) -> list[str]:
     reasons = tensor_reasons(x, weight=weight, bias=bias, residual=residual)
     if not x.dim() or not x.shape[-1]:
         reasons.append(f"x has shape {tuple(x.shape)}, expected [..., in_features] with at least one feature")
@@ -67,10 +68,10 @@ def samples(device: torch.device, dtype: torch.dtype):
         yield Sample(randn(rows, k), weight(n, k, k))
         yield Sample(randn(rows, k), weight(k, n, k), transposed=True)
     yield Sample(randn(1, 20, 256), weight(300, 256, 256), randn(300), randn(1, 20, 300))
-    yield Sample(randn(2, 11, 256), weight(256, 304, 256), randn(304), randn(2, 11, 304), "gelu_tanh", True)
+    yield Sample(randn(2, 11, 256), weight(256, 304, 256), randn(304), randn(2, 11, 304), Activation.GELU_TANH, True)
     for activation in ACTIVATIONS:
         yield Sample(randn(30, 128), weight(48, 128, 128), randn(48), None, activation)
-    yield Sample(randn(200, 520), weight(150, 520, 520), None, randn(200, 150), "relu")
+    yield Sample(randn(200, 520), weight(150, 520, 520), None, randn(200, 150), Activation.RELU)
     wide = weight(40, 200, 100)
     yield Sample(randn(19, 100), wide[:, 100:])  # a column slice: strided rows, 4- or 2-byte alignment
     yield Sample(randn(4, 13, 120)[..., 7:106], weight(64, 99, 99))
@@ -81,7 +82,7 @@ SPEC = register(
         name="gemm",
         schema=(
             "(Tensor x, Tensor weight, Tensor? bias=None, Tensor? residual=None, "
-            'str activation="none", bool transposed=False) -> Tensor'
+            "int activation=0, bool transposed=False) -> Tensor"
         ),
         reference=reference,
         fake=fake,

@@ -6,6 +6,7 @@ import functools
 
 import torch
 
+from ..choices import Activation, Norm
 from ..registry import OpSpec, Sample, choice_reason, nbytes, register, shape_reason, tensor_reasons
 from .fused_swiglu import GATES, activate
 from .norm import NORM_SCHEMA, NORMS, norm_reasons, normed
@@ -13,7 +14,7 @@ from .norm import NORM_SCHEMA, NORMS, norm_reasons, normed
 MAX_ROWS = 16
 #: rows with weights that :func:`takes_tiles` of
 MAX_TILED_ROWS = 64
-ACTIVATIONS = ("none", "relu", *GATES)
+ACTIVATIONS = (Activation.NONE, Activation.RELU, *GATES)
 
 
 def reference(
@@ -21,9 +22,9 @@ def reference(
     weight: torch.Tensor,
     bias: torch.Tensor | None = None,
     residual: torch.Tensor | None = None,
-    activation: str = "none",
+    activation: Activation = Activation.NONE,
     transposed: bool = False,
-    norm: str = "none",
+    norm: Norm = Norm.NONE,
     norm_weight: torch.Tensor | None = None,
     norm_bias: torch.Tensor | None = None,
     norm_eps: float = 0.0,
@@ -109,7 +110,7 @@ def weight_reason(name: str, x: torch.Tensor, weight: torch.Tensor, transposed: 
     return [] if weight.stride(1) == 1 else [f"{name} has strides {weight.stride()}: make its rows contiguous"]
 
 
-def product_reasons(x, weight, bias, residual, activation: str, transposed: bool) -> list[str]:
+def product_reasons(x, weight, bias, residual, activation: Activation, transposed: bool) -> list[str]:
     """Reasons why these are no arguments of a linear layer, its activation and a residual."""
     reasons = weight_reason("weight", x, weight, transposed)
     if weight.dim() == 2:
@@ -141,20 +142,29 @@ def samples(device: torch.device, dtype: torch.dtype):
         yield Sample(randn(rows, k), weight(n, k, k))
         yield Sample(randn(rows, k), weight(k, n, k), transposed=True)
     yield Sample(randn(1, 1, 256), weight(300, 256, 256), randn(300), randn(1, 1, 300))
-    yield Sample(randn(2, 2, 256), weight(256, 304, 256), randn(304), randn(2, 2, 304), "gelu_tanh", True)
+    yield Sample(randn(2, 2, 256), weight(256, 304, 256), randn(304), randn(2, 2, 304), Activation.GELU_TANH, True)
     for activation in ACTIVATIONS:
         yield Sample(randn(5, 128), weight(48, 128, 128), randn(48), None, activation)
     for norm in NORMS[1:]:
-        shift = randn(256) if norm == "layer" else None
+        shift = randn(256) if norm == Norm.LAYER else None
         for stored, transposed in ((weight(72, 256, 256), False), (weight(256, 72, 256), True)):
             x, residual = randn(2, 256) + 1, randn(2, 72)
-            yield Sample(x, stored, None, residual, "none", transposed, norm, randn(256), shift, 1e-5, True)
-            yield Sample(x[:1], stored, randn(72), None, "gelu", transposed, norm, randn(256), shift, 1e-5)
-    yield Sample(randn(1, 96), weight(50, 96, 96), norm="layer", norm_eps=1e-5)
+            yield Sample(x, stored, None, residual, Activation.NONE, transposed, norm, randn(256), shift, 1e-5, True)
+            yield Sample(x[:1], stored, randn(72), None, Activation.GELU, transposed, norm, randn(256), shift, 1e-5)
+    yield Sample(randn(1, 96), weight(50, 96, 96), norm=Norm.LAYER, norm_eps=1e-5)
     yield Sample(randn(8, 2048), weight(70, 2048, 2048), randn(70), randn(8, 70))
-    yield Sample(randn(3, 2048), weight(33, 2048, 2048), norm="rms", norm_weight=randn(2048), norm_eps=1e-5)
+    yield Sample(randn(3, 2048), weight(33, 2048, 2048), norm=Norm.RMS, norm_weight=randn(2048), norm_eps=1e-5)
     yield Sample(
-        randn(2, 2048), weight(50, 2048, 2048), None, None, "gelu", False, "layer", randn(2048), randn(2048), 1e-5
+        randn(2, 2048),
+        weight(50, 2048, 2048),
+        None,
+        None,
+        Activation.GELU,
+        False,
+        Norm.LAYER,
+        randn(2048),
+        randn(2048),
+        1e-5,
     )
     yield Sample(randn(8, 4352), weight(40, 4352, 4352), overlap=True)
     yield Sample(randn(1, 256), weight(48, 256, 256), overlap=True, next_weight=weight(99, 48, 48))
@@ -173,7 +183,7 @@ SPEC = register(
         name="gemv",
         schema=(
             "(Tensor x, Tensor weight, Tensor? bias=None, Tensor? residual=None, "
-            f'str activation="none", bool transposed=False, {NORM_SCHEMA}, bool overlap=False, '
+            f"int activation=0, bool transposed=False, {NORM_SCHEMA}, bool overlap=False, "
             "Tensor? next_weight=None) -> Tensor"
         ),
         reference=reference,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from ..choices import Activation, Norm
 from ..registry import OpSpec, Sample, choice_reason, nbytes, register, shape_reason, tensor_reasons
 from .fused_swiglu import GATES
 from .fused_swiglu import reference as gated
@@ -15,8 +16,8 @@ def reference(
     x: torch.Tensor,
     gate_weight: torch.Tensor,
     up_weight: torch.Tensor,
-    activation: str = "silu",
-    norm: str = "none",
+    activation: Activation = Activation.SILU,
+    norm: Norm = Norm.NONE,
     norm_weight: torch.Tensor | None = None,
     norm_bias: torch.Tensor | None = None,
     norm_eps: float = 0.0,
@@ -72,24 +73,24 @@ def samples(device: torch.device, dtype: torch.dtype):
         for activation in GATES:
             yield Sample(randn(1, rows, k), randn(n, k) * k**-0.5, randn(n, k) * k**-0.5, activation)
     weights = [randn(40, 2048) / 45 for _ in range(2)]
-    yield Sample(randn(4, 2048), *weights, "silu", "rms", randn(2048), None, 1e-5, True)
-    yield Sample(randn(7, 2048), *weights, "gelu")
+    yield Sample(randn(4, 2048), *weights, Activation.SILU, Norm.RMS, randn(2048), None, 1e-5, True)
+    yield Sample(randn(7, 2048), *weights, Activation.GELU)
     for norm in NORMS[1:]:
-        shift = randn(256) if norm == "layer" else None
+        shift = randn(256) if norm == Norm.LAYER else None
         weights = [randn(72, 256) / 16 for _ in range(2)]
-        yield Sample(randn(1, 256), *weights, "silu", norm, randn(256), shift, 1e-5, True)
-        yield Sample(randn(3, 256), *weights, "gelu", norm, randn(256), shift, 1e-5)
+        yield Sample(randn(1, 256), *weights, Activation.SILU, norm, randn(256), shift, 1e-5, True)
+        yield Sample(randn(3, 256), *weights, Activation.GELU, norm, randn(256), shift, 1e-5)
     weights = [randn(72, 256) / 16 for _ in range(2)]
     if most_rows(*weights) == MAX_TILED_ROWS:
         for rows in (17, 40, MAX_TILED_ROWS):
-            yield Sample(randn(rows, 256), *weights, "gelu_tanh", "rms", randn(256), None, 1e-5, True)
+            yield Sample(randn(rows, 256), *weights, Activation.GELU_TANH, Norm.RMS, randn(256), None, 1e-5, True)
 
 
 SPEC = register(
     OpSpec(
         name="gemv_swiglu",
         schema=(
-            '(Tensor x, Tensor gate_weight, Tensor up_weight, str activation="silu", '
+            "(Tensor x, Tensor gate_weight, Tensor up_weight, int activation=2, "
             f"{NORM_SCHEMA}, bool overlap=False, Tensor? next_weight=None) -> Tensor"
         ),
         reference=reference,

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import torch
 
-from ..registry import FLOAT_DTYPES
+from ..registry import FLOAT_DTYPES, in_host_memory
 
 #: columns of a ``kv_table`` row: address of K, address of V, capacity in positions; of quantized caches also the
 #: addresses of their scales
@@ -45,9 +45,33 @@ def quantized(states: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, t
     # A tensor: on CUDA, PyTorch multiplies by a number's reciprocal, which is not always the quotient.
     step = (largest.float() / largest.new_full((), most, dtype=torch.float32)).view(torch.int32)
     scales = torch.where(largest.isfinite(), ((step + 0xFFFF) & -0x10000).view(torch.float32), torch.nan)
-    divisor = scales[..., None]
+    return _quants(wide, scales, dtype), scales.to(SCALE_DTYPE)
+
+
+def _quants(wide: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    most, divisor = LARGEST_QUANT[dtype], scales[..., None]
     quants = torch.where(divisor > 0, wide / divisor, 0).clamp(-most, most)
-    return (quants.round() if dtype == torch.int8 else quants).to(dtype), scales.to(SCALE_DTYPE)
+    return (quants.round() if dtype == torch.int8 else quants).to(dtype)
+
+
+def requantized(states: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+    """As :func:`quantized`; of a head that quants stood for, such as stand for exactly the same.
+
+    A head's largest quant may be less than ``LARGEST_QUANT``, and the states were rounded: the scale that they came
+    from is then a few steps from the one that is computed.
+    """
+    quants, scales = quantized(states, dtype)
+    wide = states if states.dtype == torch.float64 else states.float()
+    found = (dequantized(quants, scales, states.dtype) == states).all(-1)
+    for steps in (1, -1, 2):
+        if bool(found.all()):
+            break
+        tried = (scales.view(torch.int16) + steps).view(SCALE_DTYPE)
+        others = _quants(wide, tried.float(), dtype)
+        better = ~found & (dequantized(others, tried, states.dtype) == states).all(-1)
+        quants = torch.where(better[..., None], others.view(torch.uint8), quants.view(torch.uint8)).view(dtype)
+        scales, found = torch.where(better, tried, scales), found | better
+    return quants, scales
 
 
 def dequantized(quants: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
@@ -135,6 +159,26 @@ def _block_table_reasons(k_cache, block_table, batch: int) -> list[str]:
     return reasons
 
 
+def length_reasons(seq_lens: torch.Tensor, most: int | None = None) -> list[str]:
+    """A reason if host memory holds lengths, int32 [batch], below 0 or above ``most``."""
+    if not seq_lens.numel() or not in_host_memory(seq_lens):
+        return []
+    lowest, highest = (int(length) for length in seq_lens.aminmax())
+    if lowest < 0:
+        return [f"seq_lens holds {lowest}, expected 0 or more"]
+    if most is not None and highest > most:
+        return [f"seq_lens holds {highest}, expected at most the cache's capacity {most}: grow the cache first"]
+    return []
+
+
+def _page_reasons(k_cache: torch.Tensor, block_table: torch.Tensor) -> list[str]:
+    if not in_host_memory(block_table):
+        return []
+    pages = k_cache.shape[0]
+    strange = block_table[(block_table < 0) | (block_table >= pages)]
+    return [f"block_table holds {int(strange[0])}, expected pages from 0 to {pages - 1}"] if strange.numel() else []
+
+
 def cache_reasons(
     k_cache,
     v_cache,
@@ -170,6 +214,10 @@ def cache_reasons(
             reasons.append(f"{name} is on {tensor.device}, expected {device}: move it")
     if seq_lens.dtype != torch.int32 or tuple(seq_lens.shape) != (batch,):
         reasons.append(f"seq_lens is {seq_lens.dtype} {tuple(seq_lens.shape)}, expected torch.int32 ({batch},)")
+    elif not reasons:
+        reasons += length_reasons(seq_lens)
+        if block_table is not None and kv_table is None:
+            reasons += _page_reasons(k_cache, block_table)
     if kv_table is not None:
         columns = table_columns(k_cache.dtype, block_table is not None)
         if kv_table.dtype != torch.int64 or kv_table.dim() != 2 or kv_table.shape[1] != columns:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from ..choices import Packing
 from ..quantization import FORMATS, PackedWeight
 from ..registry import OpSpec, Sample, choice_reason, nbytes, register, shape_reason, tensor_reasons
 from .packed_gemv import random_weight, weight_reasons
@@ -15,7 +16,7 @@ def reference(
     scales: torch.Tensor,
     zeros: torch.Tensor | None,
     multiplier: float,
-    format: str,
+    format: Packing,
     bias: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """``x @ weight.T + bias``.
@@ -35,7 +36,7 @@ def reference(
 
     Source: ``torch.nn.Linear`` over ``PackedWeight.dequantize()``.
     """
-    packed = PackedWeight(FORMATS[format], x.shape[-1], quants, scales, zeros, multiplier)
+    packed = PackedWeight(FORMATS[format.label], x.shape[-1], quants, scales, zeros, multiplier)
     return torch.nn.functional.linear(x, packed.dequantize(x.dtype), bias).contiguous()
 
 
@@ -44,7 +45,7 @@ def fake(x, quants):
 
 
 def why_not(x, quants, scales, zeros, format, bias) -> list[str]:
-    reasons = choice_reason("format", format, FORMATS) + tensor_reasons(x, bias=bias)
+    reasons = choice_reason("format", format, Packing) + tensor_reasons(x, bias=bias)
     if not x.dim() or not x.shape[-1]:
         reasons.append(f"x has shape {tuple(x.shape)}, expected [..., in_features] with at least one feature")
     if reasons:
@@ -74,7 +75,7 @@ SPEC = register(
     OpSpec(
         name="packed_gemm",
         schema=(
-            "(Tensor x, Tensor quants, Tensor scales, Tensor? zeros, float multiplier, str format, "
+            "(Tensor x, Tensor quants, Tensor scales, Tensor? zeros, float multiplier, int format, "
             "Tensor? bias=None) -> Tensor"
         ),
         reference=reference,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from ..choices import Activation, Norm, Packing
 from ..quantization import FORMATS, PackedWeight, quantize
 from ..quantization.formats import Format, padded
 from ..registry import OpSpec, Sample, choice_reason, nbytes, register, shape_reason, tensor_reasons
@@ -18,11 +19,11 @@ def reference(
     scales: torch.Tensor,
     zeros: torch.Tensor | None,
     multiplier: float,
-    format: str,
+    format: Packing,
     bias: torch.Tensor | None = None,
     residual: torch.Tensor | None = None,
-    activation: str = "none",
-    norm: str = "none",
+    activation: Activation = Activation.NONE,
+    norm: Norm = Norm.NONE,
     norm_weight: torch.Tensor | None = None,
     norm_bias: torch.Tensor | None = None,
     norm_eps: float = 0.0,
@@ -54,7 +55,7 @@ def reference(
     Source: ``torch.nn.Linear`` over ``PackedWeight.dequantize()``.
     """
     x = normed(x, norm, norm_weight, norm_bias, norm_eps)
-    packed = PackedWeight(FORMATS[format], x.shape[-1], quants, scales, zeros, multiplier)
+    packed = PackedWeight(FORMATS[format.label], x.shape[-1], quants, scales, zeros, multiplier)
     out = activate(torch.nn.functional.linear(x, packed.dequantize(x.dtype), bias), activation)
     return out if residual is None else out + residual
 
@@ -63,9 +64,9 @@ def fake(x, quants):
     return x.new_empty(*x.shape[:-1], quants.shape[0])
 
 
-def weight_reasons(x, quants, scales, zeros, format: str) -> list[str]:
+def weight_reasons(x, quants, scales, zeros, format: Packing) -> list[str]:
     """Reasons if a packed weight does not fit ``x`` and its format, which is a known one."""
-    form, out_features = FORMATS[format], quants.shape[0] if quants.dim() else 0
+    form, out_features = FORMATS[format.label], quants.shape[0] if quants.dim() else 0
     groups = out_features, form.groups(x.shape[-1])
     reasons = _part_reasons("quants", x, quants, torch.uint8, (out_features, padded(x.shape[-1]) * form.bits // 8))
     reasons += _part_reasons("scales", x, scales, torch.float16, groups)
@@ -94,13 +95,13 @@ def why_not(
     format,
     bias=None,
     residual=None,
-    activation="none",
-    norm="none",
+    activation=Activation.NONE,
+    norm=Norm.NONE,
     norm_weight=None,
     norm_bias=None,
     next_weight=None,
 ) -> list[str]:
-    reasons = choice_reason("format", format, FORMATS)
+    reasons = choice_reason("format", format, Packing)
     reasons += tensor_reasons(x, bias=bias, residual=residual)
     reasons += norm_reasons(x, norm, norm_weight, norm_bias) + rows_reason(x)
     reasons += choice_reason("activation", activation, ACTIVATIONS)
@@ -124,7 +125,7 @@ def random_weight(form: Format, rows: int, columns: int, device: torch.device) -
     weight = torch.randn(rows, columns, device=device).clamp_(-4, 4)
     weight[0, 0] = 4  # the same multiplier for all weights of a shape
     made = quantize(weight * columns**-0.5, form)
-    return made.quants, made.scales, made.zeros, made.multiplier, form.name
+    return made.quants, made.scales, made.zeros, made.multiplier, form.packing
 
 
 def samples(device: torch.device, dtype: torch.dtype):
@@ -141,11 +142,11 @@ def samples(device: torch.device, dtype: torch.dtype):
         for activation in ACTIVATIONS:
             yield Sample(randn(5, 128), *packed(form, 48, 128), randn(48), None, activation)
         for norm in NORMS[1:]:
-            shift = randn(256) if norm == "layer" else None
+            shift = randn(256) if norm == Norm.LAYER else None
             x, residual = randn(2, 256) + 1, randn(2, 72)
             weight = packed(form, 72, 256)
-            yield Sample(x, *weight, None, residual, "none", norm, randn(256), shift, 1e-5, True)
-            yield Sample(x[:1], *weight, randn(72), None, "gelu", norm, randn(256), shift, 1e-5)
+            yield Sample(x, *weight, None, residual, Activation.NONE, norm, randn(256), shift, 1e-5, True)
+            yield Sample(x[:1], *weight, randn(72), None, Activation.GELU, norm, randn(256), shift, 1e-5)
         yield Sample(randn(8, 2048), *packed(form, 70, 2048), randn(70), randn(8, 70))
         yield Sample(randn(4, 3, 99).transpose(0, 1), *packed(form, 64, 99))
 
@@ -154,8 +155,8 @@ SPEC = register(
     OpSpec(
         name="packed_gemv",
         schema=(
-            "(Tensor x, Tensor quants, Tensor scales, Tensor? zeros, float multiplier, str format, Tensor? bias=None, "
-            f'Tensor? residual=None, str activation="none", {NORM_SCHEMA}, bool overlap=False, '
+            "(Tensor x, Tensor quants, Tensor scales, Tensor? zeros, float multiplier, int format, Tensor? bias=None, "
+            f"Tensor? residual=None, int activation=0, {NORM_SCHEMA}, bool overlap=False, "
             "Tensor? next_weight=None) -> Tensor"
         ),
         reference=reference,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from ..choices import Activation, Norm, Packing
 from ..quantization import FORMATS
 from ..registry import OpSpec, Sample, choice_reason, nbytes, register
 from .fused_swiglu import GATES
@@ -20,9 +21,9 @@ def reference(
     scales: torch.Tensor,
     zeros: torch.Tensor | None,
     multiplier: float,
-    format: str,
-    activation: str = "silu",
-    norm: str = "none",
+    format: Packing,
+    activation: Activation = Activation.SILU,
+    norm: Norm = Norm.NONE,
     norm_weight: torch.Tensor | None = None,
     norm_bias: torch.Tensor | None = None,
     norm_eps: float = 0.0,
@@ -45,7 +46,7 @@ def reference(
     Source: transformers ``models/mistral/modeling_mistral.py@5.17``, ``MistralMLP``, over dequantized weights.
     """
     weight = quants, scales, zeros, multiplier, format
-    both = product(x, *weight, None, None, "none", norm, norm_weight, norm_bias, norm_eps)
+    both = product(x, *weight, None, None, Activation.NONE, norm, norm_weight, norm_bias, norm_eps)
     gate, up = both.chunk(2, dim=-1)
     return gated(gate, up, activation)
 
@@ -55,7 +56,9 @@ def fake(x, quants):
 
 
 def why_not(x, quants, scales, zeros, format, activation, norm, norm_weight, norm_bias) -> list[str]:
-    reasons = product_reasons(x, quants, scales, zeros, format, None, None, "none", norm, norm_weight, norm_bias)
+    reasons = product_reasons(
+        x, quants, scales, zeros, format, None, None, Activation.NONE, norm, norm_weight, norm_bias
+    )
     if not reasons and quants.shape[0] % 2:
         reasons.append(f"quants have {quants.shape[0]} rows, expected as many of gate as of up")
     return reasons + choice_reason("activation", activation, GATES)
@@ -75,18 +78,18 @@ def samples(device: torch.device, dtype: torch.dtype):
         for activation in GATES:
             yield Sample(randn(1, 5, 128), *random_weight(form, 96, 128, device), activation)
         for norm in NORMS[1:]:
-            norms = norm, randn(256), randn(256) if norm == "layer" else None, 1e-5
+            norms = norm, randn(256), randn(256) if norm == Norm.LAYER else None, 1e-5
             for rows in (1, 2):
                 x = randn(rows, 256) + 1
-                yield Sample(x, *random_weight(form, 144, 256, device), "silu", *norms, rows == 1)
+                yield Sample(x, *random_weight(form, 144, 256, device), Activation.SILU, *norms, rows == 1)
 
 
 SPEC = register(
     OpSpec(
         name="packed_gemv_swiglu",
         schema=(
-            "(Tensor x, Tensor quants, Tensor scales, Tensor? zeros, float multiplier, str format, "
-            f'str activation="silu", {NORM_SCHEMA}, bool overlap=False) -> Tensor'
+            "(Tensor x, Tensor quants, Tensor scales, Tensor? zeros, float multiplier, int format, "
+            f"int activation=2, {NORM_SCHEMA}, bool overlap=False) -> Tensor"
         ),
         reference=reference,
         fake=fake,

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from ..choices import Activation, Norm, Packing
 from ..quantization import FORMATS
 from ..quantization.formats import padded
 from ..registry import OpSpec, Sample, choice_reason, nbytes, register, shape_reason, tensor_reasons
@@ -47,7 +48,7 @@ def reference(
     x: torch.Tensor,
     weights: Sequence[torch.Tensor],
     multipliers: Sequence[float],
-    format: str,
+    format: Packing,
     k_caches: Sequence[torch.Tensor],
     v_caches: Sequence[torch.Tensor],
     cos: torch.Tensor | None,
@@ -57,9 +58,9 @@ def reference(
     num_heads: int,
     scale: float,
     windows: Sequence[int],
-    norm: str,
+    norm: Norm,
     norm_eps: float,
-    activation: str,
+    activation: Activation,
     gated: bool,
 ) -> torch.Tensor:
     """``decode_layers`` without its head: ``x += out(attention(norm(x)))`` and ``x += down(mlp(norm(x)))`` a layer.
@@ -87,9 +88,11 @@ def reference(
     for place, w in enumerate(by_name([tensor if tensor.numel() else None for tensor in weights])):
         factors = dict(zip(MATRICES, multipliers[place * len(MATRICES) :]))
 
-        def product(name: str, given: torch.Tensor, residual=None, act="none", normed_by=None, w=w, factors=factors):
+        def product(
+            name: str, given: torch.Tensor, residual=None, act=Activation.NONE, normed_by=None, w=w, factors=factors
+        ):
             matrix = w[f"{name}_quants"], w[f"{name}_scales"], w[f"{name}_zeros"], factors[name], format
-            in_front = ("none", None, None, 0.0)
+            in_front = (Norm.NONE, None, None, 0.0)
             if normed_by is not None:
                 in_front = (norm, w[f"{normed_by}_norm_weight"], w[f"{normed_by}_norm_bias"], norm_eps)
             return packed_gemv(given, *matrix, None, residual, act, *in_front)
@@ -131,7 +134,7 @@ def why_not(
     if x.dim() != 3 or x.shape[1] != 1 or not 1 <= x.shape[0] <= MAX_ROWS:
         return [f"x has shape {tuple(x.shape)}, expected [1 to {MAX_ROWS}, 1, hidden_size]: one token of each sequence"]
     layers = len(k_caches)
-    reasons = choice_reason("format", format, FORMATS) + choice_reason("norm", norm, NORMS[1:])
+    reasons = choice_reason("format", format, Packing) + choice_reason("norm", norm, NORMS[1:])
     reasons += choice_reason("activation", activation, GATES if gated else ACTIVATIONS) + tensor_reasons(x)
     if not layers:
         reasons.append("k_caches is empty, expected one cache for every layer")
@@ -158,15 +161,15 @@ def why_not(
 def weight_reasons(
     x: torch.Tensor,
     w: dict[str, torch.Tensor],
-    format: str,
+    format: Packing,
     num_heads: int,
     num_kv_heads: int,
     head_dim: int,
-    norm: str,
+    norm: Norm,
     gated: bool,
 ) -> list[str]:
     """Reasons why the weights of a layer do not go together."""
-    form, hidden = FORMATS[format], x.shape[2]
+    form, hidden = FORMATS[format.label], x.shape[2]
     both = w["up_quants"].shape[0] if w["up_quants"].dim() else 0
     inner = both // 2 if gated else both
     reasons = []
@@ -176,7 +179,7 @@ def weight_reasons(
             reasons += tensor_reasons(x, **{f"{name}_norm_{which}": tensor})
             if tensor.numel():
                 reasons += shape_reason(f"{name}_norm_{which}", tensor, (hidden,))
-        if norm == "rms" and (bias.numel() or not weight.numel()):
+        if norm == Norm.RMS and (bias.numel() or not weight.numel()):
             reasons.append(f"norm 'rms' takes {name}_norm_weight and no {name}_norm_bias")
     if gated and both % 2:
         reasons.append(f"up_quants has {both} rows, expected as many of the gate as of the up projection")
@@ -219,8 +222,8 @@ def samples(device: torch.device, dtype: torch.dtype):
     def randn(*shape):
         return torch.randn(*shape, device=device, dtype=dtype)
 
-    def call(form, hidden, heads, kv_heads, head_dim, inner, seq_lens, capacities, norm="rms", **settings):
-        gated, activation = settings.get("gated", True), settings.get("activation", "silu")
+    def call(form, hidden, heads, kv_heads, head_dim, inner, seq_lens, capacities, norm=Norm.RMS, **settings):
+        gated, activation = settings.get("gated", True), settings.get("activation", Activation.SILU)
         rotary_dim, start, batch = settings.get("rotary_dim"), settings.get("start"), len(seq_lens)
         sizes = ((heads + 2 * kv_heads) * head_dim, hidden), (hidden, heads * head_dim)
         sizes += (inner * (2 if gated else 1), hidden), (hidden, inner)
@@ -229,7 +232,7 @@ def samples(device: torch.device, dtype: torch.dtype):
         for capacity in capacities:
             for place, (rows, columns) in enumerate(sizes):
                 if place % 2 == 0:
-                    weights += [randn(hidden), randn(hidden) if norm == "layer" else randn(0)]
+                    weights += [randn(hidden), randn(hidden) if norm == Norm.LAYER else randn(0)]
                 quants, scales, zeros, multiplier, _ = random_weight(FORMATS[form], rows, columns, device)
                 weights += [quants, scales, quants.new_empty(0) if zeros is None else zeros]
                 multipliers.append(multiplier)
@@ -247,19 +250,19 @@ def samples(device: torch.device, dtype: torch.dtype):
         )
 
     yield call("int4_g32", 256, 4, 2, 64, 384, [40], [64, 40], rotary_dim=64, windows=[0, 16])
-    yield call("int8", 256, 4, 4, 64, 300, [33], [33], norm="layer", activation="gelu_tanh", gated=False)
+    yield call("int8", 256, 4, 4, 64, 300, [33], [33], norm=Norm.LAYER, activation=Activation.GELU_TANH, gated=False)
     yield call("int4", 256, 8, 1, 64, 320, [20, 9], [32, 24], start=3, rotary_dim=64)
-    yield call("fp8", 90, 3, 1, 40, 111, [19, 7, 1], [30], activation="gelu", rotary_dim=24)
-    yield call("int4_g32", 128, 2, 2, 64, 256, [9] * MAX_ROWS, [16], activation="relu", gated=False)
+    yield call("fp8", 90, 3, 1, 40, 111, [19, 7, 1], [30], activation=Activation.GELU, rotary_dim=24)
+    yield call("int4_g32", 128, 2, 2, 64, 256, [9] * MAX_ROWS, [16], activation=Activation.RELU, gated=False)
 
 
 SPEC = register(
     OpSpec(
         name="packed_layers",
         schema=(
-            "(Tensor x, Tensor[] weights, float[] multipliers, str format, Tensor(a!)[] k_caches, "
+            "(Tensor x, Tensor[] weights, float[] multipliers, int format, Tensor(a!)[] k_caches, "
             "Tensor(b!)[] v_caches, Tensor? cos, Tensor? sin, Tensor seq_lens, Tensor? starts, int num_heads, "
-            "float scale, int[] windows, str norm, float norm_eps, str activation, bool gated) -> Tensor"
+            "float scale, int[] windows, int norm, float norm_eps, int activation, bool gated) -> Tensor"
         ),
         reference=reference,
         fake=fake,

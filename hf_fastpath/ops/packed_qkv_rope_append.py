@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from ..choices import Activation, Norm, Packing
 from ..quantization import FORMATS
 from ..registry import OpSpec, Sample, nbytes, register
 from .gemv import MAX_ROWS
@@ -23,7 +24,7 @@ def reference(
     scales: torch.Tensor,
     zeros: torch.Tensor | None,
     multiplier: float,
-    format: str,
+    format: Packing,
     cos: torch.Tensor | None,
     sin: torch.Tensor | None,
     k_cache: torch.Tensor,
@@ -32,7 +33,7 @@ def reference(
     num_heads: int,
     kv_table: torch.Tensor | None = None,
     layer: int = 0,
-    norm: str = "none",
+    norm: Norm = Norm.NONE,
     norm_weight: torch.Tensor | None = None,
     norm_bias: torch.Tensor | None = None,
     norm_eps: float = 0.0,
@@ -59,7 +60,7 @@ def reference(
     """
     refuse_kv_table(kv_table)
     weight = quants, scales, zeros, multiplier, format
-    qkv = product(x, *weight, None, None, "none", norm, norm_weight, norm_bias, norm_eps)
+    qkv = product(x, *weight, None, None, Activation.NONE, norm, norm_weight, norm_bias, norm_eps)
     return rope_append(qkv, None, cos, sin, k_cache, v_cache, seq_lens, num_heads, k_scales=k_scales, v_scales=v_scales)
 
 
@@ -89,7 +90,9 @@ def why_not(
 ) -> list[str]:
     if x.dim() != 3:
         return [f"x has shape {tuple(x.shape)}, expected [batch, query_len, hidden_size]"]
-    reasons = product_reasons(x, quants, scales, zeros, format, None, None, "none", norm, norm_weight, norm_bias)
+    reasons = product_reasons(
+        x, quants, scales, zeros, format, None, None, Activation.NONE, norm, norm_weight, norm_bias
+    )
     if reasons:
         return reasons
     qkv = x.new_empty(x.shape[0], x.shape[1], quants.shape[0])
@@ -107,35 +110,39 @@ def samples(device: torch.device, dtype: torch.dtype):
         return torch.randn(*shape, device=device, dtype=dtype)
 
     def call(
-        form, batch, query_len, hidden_size, heads, kv_heads, head_dim, seq_lens, rotary_dim, norm="none", kv=None
+        form, batch, query_len, hidden_size, heads, kv_heads, head_dim, seq_lens, rotary_dim, norm=Norm.NONE, kv=None
     ):
         weight = random_weight(form, (heads + 2 * kv_heads) * head_dim, hidden_size, device)
         cos, sin = random_angles(batch, query_len, rotary_dim, device, dtype)
         caches, scales = random_caches((batch, kv_heads, 9, head_dim), device, kv or dtype)
         lens = torch.tensor(seq_lens, device=device, dtype=torch.int32)
-        norms = norm, None if norm == "none" else randn(hidden_size), randn(hidden_size) if norm == "layer" else None
+        norms = (
+            norm,
+            None if norm == Norm.NONE else randn(hidden_size),
+            randn(hidden_size) if norm == Norm.LAYER else None,
+        )
         return Sample(
             *(randn(batch, query_len, hidden_size), *weight, cos, sin, *caches, lens, heads, None, 0, *norms, 1e-5),
-            *(norm == "rms", *scales),
+            *(norm == Norm.RMS, *scales),
         )
 
     for form in FORMATS.values():
         yield call(form, 1, 1, 256, 4, 2, 32, [5], 32)
-        yield call(form, 1, 1, 256, 8, 2, 32, [5], 32, "rms")
-        yield call(form, 1, 1, 192, 3, 1, 64, [9], 32, "layer")
-        yield call(form, 3, 2, 2048, 4, 2, 32, [3, 17, 9], 16, "rms")
+        yield call(form, 1, 1, 256, 8, 2, 32, [5], 32, Norm.RMS)
+        yield call(form, 1, 1, 192, 3, 1, 64, [9], 32, Norm.LAYER)
+        yield call(form, 3, 2, 2048, 4, 2, 32, [3, 17, 9], 16, Norm.RMS)
     yield call(FORMATS["int4"], 2, 3, 111, 4, 1, 40, [3, 17], 40)
-    yield call(FORMATS["int4_g32"], MAX_ROWS, 1, 64, 2, 2, 32, list(range(1, MAX_ROWS + 1)), None, "rms")
-    yield call(FORMATS["int8"], 1, 1, 128, 4, 4, 80, [7], 32, "rms", torch.float16)
-    yield call(FORMATS["int4_g32"], 1, 1, 256, 2, 1, 64, [7], 64, "rms", torch.int8)
-    yield call(FORMATS["fp8"], 2, 2, 104, 2, 2, 40, [7, 30], 40, "none", torch.float8_e4m3fn)
+    yield call(FORMATS["int4_g32"], MAX_ROWS, 1, 64, 2, 2, 32, list(range(1, MAX_ROWS + 1)), None, Norm.RMS)
+    yield call(FORMATS["int8"], 1, 1, 128, 4, 4, 80, [7], 32, Norm.RMS, torch.float16)
+    yield call(FORMATS["int4_g32"], 1, 1, 256, 2, 1, 64, [7], 64, Norm.RMS, torch.int8)
+    yield call(FORMATS["fp8"], 2, 2, 104, 2, 2, 40, [7, 30], 40, Norm.NONE, torch.float8_e4m3fn)
 
 
 SPEC = register(
     OpSpec(
         name="packed_qkv_rope_append",
         schema=(
-            "(Tensor x, Tensor quants, Tensor scales, Tensor? zeros, float multiplier, str format, Tensor? cos, "
+            "(Tensor x, Tensor quants, Tensor scales, Tensor? zeros, float multiplier, int format, Tensor? cos, "
             "Tensor? sin, Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor seq_lens, int num_heads, "
             f"Tensor? kv_table=None, int layer=0, {NORM_SCHEMA}, bool overlap=False, Tensor(c!)? k_scales=None, "
             "Tensor(d!)? v_scales=None) -> Tensor"

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 import torch.nn.functional as F
 
-from ..registry import OpSpec, Sample, nbytes, register, tensor_reasons
+from ..registry import OpSpec, Sample, in_host_memory, nbytes, register, tensor_reasons
 
 #: most ``tables`` of a call; the same number as kMaxGathered - 1 in csrc/step_inputs/step_inputs.h
 MAX_TABLES = 8
@@ -35,8 +35,8 @@ def reference(
         [batch, query_len, hidden_size], then [batch, query_len, width] for every table.
 
     Raises:
-        OpInputError: shapes, dtypes or devices that do not fit.
-        RuntimeError: a token or position is outside its table, on the CPU; CUDA stops with a device-side assert, as
+        OpInputError: shapes, dtypes or devices that do not fit; on the CPU, a token or position outside its table.
+        IndexError: the same, without the Python checks, as of PyTorch; CUDA stops with a device-side assert, as
             PyTorch does.
 
     Source: transformers ``models/gpt2/modeling_gpt2.py@5.17``, ``GPT2Model``.
@@ -51,7 +51,20 @@ def fake(embedding, tokens, tables):
     return [table.new_empty(*tokens.shape, table.shape[1]) for table in (embedding, *tables)]
 
 
-def why_not(embedding, tokens, positions, position_embedding, tables) -> list[str]:
+def _row_reasons(name: str, indices: torch.Tensor, offset: int, tables: dict[str, torch.Tensor | None]) -> list[str]:
+    """Reasons if indices in host memory are not rows of the tables."""
+    if not indices.numel() or not in_host_memory(indices):
+        return []
+    lowest, highest = (int(index) + offset for index in indices.aminmax())
+    found = []
+    for table_name, table in tables.items():
+        if table is not None and (lowest < 0 or highest >= len(table)):
+            row = lowest if lowest < 0 else highest
+            found.append(f"{name} asks for row {row} of {table_name}, expected 0 to {len(table) - 1}")
+    return found
+
+
+def why_not(embedding, tokens, positions, position_embedding, position_offset, tables) -> list[str]:
     given = {"embedding": embedding, "position_embedding": position_embedding}
     given |= {f"tables[{number}]": table for number, table in enumerate(tables)}
     reasons = tensor_reasons(embedding, **given)
@@ -65,6 +78,10 @@ def why_not(embedding, tokens, positions, position_embedding, tables) -> list[st
             reasons.append(f"{name} is {indices.dtype} {tuple(indices.shape)}, expected torch.int64 [batch, query_len]")
         if indices.device != embedding.device:
             reasons.append(f"{name} is on {indices.device}, expected {embedding.device}: move it")
+    if not reasons:
+        reasons += _row_reasons("tokens", tokens, 0, {"embedding": embedding})
+        reasons += _row_reasons("positions", positions, position_offset, {"position_embedding": position_embedding})
+        reasons += _row_reasons("positions", positions, 0, {f"tables[{i}]": table for i, table in enumerate(tables)})
     if len(tables) > MAX_TABLES:
         reasons.append(f"{len(tables)} tables, expected at most {MAX_TABLES}: take the others in another call")
     return reasons

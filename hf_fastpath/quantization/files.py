@@ -1,72 +1,36 @@
-"""Files of packed weights: safetensors whose metadata say what is in them.
+"""Files of packed weights, read: everything in them is held against the index's checksums before it is used.
 
-A directory holds ``packed.safetensors``, or ``packed-00001-of-00003.safetensors`` and so on with an index like that of
-transformers' checkpoints, ``packed.safetensors.index.json``. The metadata of every file have one entry,
-``hf_fastpath``, in JSON:
-
-* ``version`` of this description, ``layout`` of the quants (``formats.py``), ``save_id`` that all files of one save
-  share, ``file`` and ``files``: the number of this one, from 1, and of all;
-* ``model``: a :class:`Header`, the same in every file;
-* ``tensors``: name -> [dtype, shape, CRC-32 of the bytes] of this file's.
-
-A packed weight ``name`` is the tensors ``name.quants``, ``name.scales`` and, where its format has them, ``name.zeros``;
-everything else is under the name it has in the model.
+``folder.py`` writes them, ``file_index.py`` says what the index holds. A packed weight ``name`` is the tensors
+``name.quants``, ``name.scales`` and, where its format has them, ``name.zeros``; everything else is under the name it
+has in the model.
 """
 
 from __future__ import annotations
 
-import json
-import secrets
-import zlib
-from collections.abc import Iterator, Mapping
-from contextlib import ExitStack
-from dataclasses import asdict, dataclass, fields
+import mmap
+import os
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, NamedTuple
 
 import torch
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 from torch import nn
 
-VERSION = 1
-#: of the quants, as ``formats.py`` tells it: another order is another name
-LAYOUT = "four-stretches-of-32"
-KEY = "hf_fastpath"
-SINGLE, INDEX = "packed.safetensors", "packed.safetensors.index.json"
-_PATTERN = "packed*.safetensors*"
-
-
-@dataclass(frozen=True)
-class Header:
-    """What the files say of the model.
-
-    Attributes:
-        architecture: class of the model.
-        model_type: of its config.
-        weights: name of a packed layer -> format, in_features, out_features, multiplier.
-        joined: names of packed layers that lie behind each other in memory, in order.
-        tied: name of a parameter -> the name under which it is saved.
-        buffers: names of buffers that the model makes itself, and that another version may call otherwise.
-        options: ``weights`` and ``lm_head`` of ``patch()``.
-    """
-
-    architecture: str
-    model_type: str
-    weights: dict[str, dict[str, Any]]
-    joined: list[list[str]]
-    tied: dict[str, str]
-    buffers: list[str]
-    options: dict[str, Any]
-
-
-class Entry(NamedTuple):
-    """A tensor: its type by name, shape, CRC-32 of its bytes, and name of its file."""
-
-    dtype: str
-    shape: list[int]
-    checksum: int
-    file: str
+from .file_index import (
+    AGAIN,
+    INDEX,
+    KEY,
+    STRETCH,
+    Entry,
+    Header,
+    Index,
+    Unsealed,
+    digest,
+    digest_of_stretch,
+    joined_digest,
+    unsealed,
+)
+from .folder import THREADS, files_of_version_1
 
 
 def not_persistent(model: nn.Module) -> list[str]:
@@ -75,204 +39,163 @@ def not_persistent(model: nn.Module) -> list[str]:
     return [f"{at}.{name}".lstrip(".") for at, module in modules for name in sorted(module._non_persistent_buffers_set)]
 
 
-def _bytes(tensor: torch.Tensor) -> memoryview:
-    """The bytes of a contiguous tensor in host memory."""
-    return memoryview(tensor.detach().reshape(-1).view(torch.uint8).numpy())
+def _read_index(directory: Path) -> Index:
+    """The index of a folder.
 
-
-def _dtype_name(tensor: torch.Tensor) -> str:
-    return str(tensor.dtype).removeprefix("torch.")
-
-
-def _shards(tensors: Mapping[str, torch.Tensor], limit: int) -> list[list[str]]:
-    """Names of the tensors of each file, in order."""
-    shards: list[list[str]] = [[]]
-    room = limit
-    for name, tensor in tensors.items():
-        if shards[-1] and tensor.nbytes > room:
-            shards.append([])
-            room = limit
-        shards[-1].append(name)
-        room -= tensor.nbytes
-    return shards
-
-
-def write(directory: Path, header: Header, tensors: Mapping[str, torch.Tensor], limit: int) -> None:
-    """Write the files; they take the place of older ones once all are there.
-
-    Args:
-        limit: bytes of a file; a larger tensor has one for itself.
+    Raises:
+        ValueError: there is none, or it is damaged, of another version or another program's.
+        OSError: it cannot be read.
     """
-    shards = _shards(tensors, limit)
-    count = len(shards)
-    names = [SINGLE] if count == 1 else [f"packed-{i:05}-of-{count:05}.safetensors" for i in range(1, count + 1)]
-    common = {"version": VERSION, "layout": LAYOUT, "save_id": secrets.token_hex(8), "files": count}
-    common |= {"model": asdict(header)}
-    written = []
+    path = directory / INDEX
     try:
-        for number, (file, shard) in enumerate(zip(names, shards), 1):
-            part = directory / f"{file}.part"
-            written.append(part)
-            here = {name: tensors[name].detach().cpu().contiguous() for name in shard}
-            entries = {name: [_dtype_name(t), list(t.shape), zlib.crc32(_bytes(t))] for name, t in here.items()}
-            text = json.dumps(common | {"file": number, "tensors": entries})
-            save_file(here, part, {"format": "pt", KEY: text})
-    except BaseException:
-        for part in written:
-            part.unlink(missing_ok=True)
-        raise
-    for old in directory.glob(_PATTERN):
-        if old.suffix != ".part":
-            old.unlink()
-    for part in written:
-        part.rename(part.with_suffix(""))
-    if count > 1:
-        weight_map = {name: file for file, shard in zip(names, shards) for name in shard}
-        total = sum(tensor.nbytes for tensor in tensors.values())
-        index = {"metadata": {"total_size": total}, "weight_map": weight_map}
-        (directory / INDEX).write_text(json.dumps(index, indent=2, sort_keys=True) + "\n")
+        if not path.is_file():
+            raise FileNotFoundError
+        _check_place(path)
+        return Index.parse(unsealed(path.read_bytes()))
+    except (FileNotFoundError, ValueError) as error:
+        is_missing = isinstance(error, FileNotFoundError)
+        is_foreign = isinstance(error, Unsealed) and KEY not in error.content
+        old = files_of_version_1(directory) if is_missing or is_foreign else []
+        if old:
+            what = (
+                f"{directory} was written by an older hf_fastpath ({', '.join(old)}: version 1, which has no checksum "
+                "over sizes and multipliers): pack the model anew, with patch(model, weights=...) and "
+                "save_packed(model, directory), which replaces these files"
+            )
+        elif is_missing:
+            what = f"{directory} holds no {INDEX}, expected what save_packed() writes there"
+        elif is_foreign:
+            what = f"{path} is no index of save_packed(): expected what it writes there"
+        else:
+            what = f"{path} is not what save_packed() wrote ({error}): {AGAIN}"
+        raise ValueError(f"load_packed(): {what}") from None
+
+
+def _check_place(path: Path) -> None:
+    """Fail if a link leads out of a file's folder, but for those of the hub's cache.
+
+    Raises:
+        ValueError: it does.
+    """
+    home, real = Path(os.path.realpath(path.parent)), Path(os.path.realpath(path))
+    # snapshots/<revision>/<file> of the hub's cache are links into blobs/ beside snapshots/
+    blobs = [parent.parent / "blobs" for parent in home.parents if parent.name == "snapshots"]
+    if not any(real.is_relative_to(root) for root in (home, *blobs)):
+        raise ValueError(f"load_packed(): {path} leads out of its folder, to {real}: put the file itself there")
 
 
 class PackedFiles:
-    """The files of a directory, opened; a context manager.
+    """The files of a folder, opened; a context manager.
 
-    What they say of themselves is checked when they are opened, a tensor's bytes when it is read.
+    The index, the files' sizes and the copies of configs are checked when the object is made, the tensors' bytes by
+    :meth:`check`. A save into the folder meanwhile does not matter.
 
     Attributes:
         header: what they say of the model.
         entries: every tensor by name.
 
     Raises:
-        ValueError: a file is missing, damaged, of another version or of another save.
+        ValueError: a file is missing, damaged or of another version.
+        OSError: a file cannot be read.
     """
 
     def __init__(self, directory: Path):
         self._directory = directory
-        self._stack = ExitStack()
-        self._open: dict[str, Any] = {}
-        self.entries: dict[str, Entry] = {}
-        try:
-            names, mapped = self._names()
-            said = [self._read_metadata(name) for name in names]
-            self.header = self._agreed(names, said)
-            self._check_names(mapped)
-        except BaseException:
-            self.__exit__()
-            raise
+        index = _read_index(directory)
+        while True:
+            try:
+                self._maps = {name: self._open(name, stored.size) for name, stored in index.files.items()}
+                break
+            except FileNotFoundError as error:
+                before, index = index, _read_index(directory)
+                if index == before:
+                    raise ValueError(
+                        f"load_packed(): {directory} lacks {Path(error.filename).name}, which {INDEX} names: copy all "
+                        "files of the save"
+                    ) from None
+        self._index = index
+        self.header: Header = index.header
+        self.entries: dict[str, Entry] = index.tensors
+        self._shards = sorted({entry.file for entry in self.entries.values()})
+        for name in index.files.keys() - set(self._shards):
+            self._check_digest(name, digest([memoryview(self._maps[name])]))
 
     def __enter__(self) -> PackedFiles:
         return self
 
-    def __exit__(self, *error: Any) -> None:
-        self._open.clear()
-        self._stack.close()
+    def __exit__(self, *error: object) -> None:
+        self._maps.clear()  # tensors that were read hold their file on their own
 
-    def _names(self) -> tuple[list[str], dict[str, str] | None]:
-        """The files, and which tensor the index expects in which."""
-        index, single = self._directory / INDEX, self._directory / SINGLE
-        if single.is_file():
-            return [SINGLE], None
-        if not index.is_file():
-            raise ValueError(
-                f"load_packed(): {self._directory} holds neither {SINGLE} nor {INDEX}, expected what save_packed() "
-                "writes there"
-            )
-        try:
-            mapped = json.loads(index.read_text())["weight_map"]
-            names = sorted(set(mapped.values()))
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise ValueError(f"load_packed(): {index} is no index of safetensors files ({error}): {_AGAIN}") from None
-        missing = [name for name in names if not (self._directory / name).is_file()]
-        if missing:
-            raise ValueError(
-                f"load_packed(): {self._directory} lacks {', '.join(missing)}, which {INDEX} names beside "
-                f"{len(names) - len(missing)} others: copy all files of the save"
-            )
-        return names, mapped
-
-    def _read_metadata(self, name: str) -> dict[str, Any]:
+    def _open(self, name: str, size: int) -> mmap.mmap | bytes:
         path = self._directory / name
-        try:
-            opened = self._stack.enter_context(safe_open(path, framework="pt"))
-            metadata = opened.metadata() or {}
-        except (SafetensorError, OSError) as error:
-            raise ValueError(f"load_packed(): {path} is cut off or damaged ({error}): {_AGAIN}") from None
-        if KEY not in metadata:
-            raise ValueError(f"load_packed(): {path} is no file of save_packed(): its metadata have no {KEY!r}")
-        try:
-            said = json.loads(metadata[KEY])
-            version, layout = said["version"], said["layout"]
-            if (version, layout) == (VERSION, LAYOUT):
-                tensors = {key: Entry(*entry, name) for key, entry in said["tensors"].items()}
-                _ = said["save_id"], said["model"], said["files"], said["file"]
-        except (ValueError, KeyError, TypeError) as error:
-            raise ValueError(f"load_packed(): the metadata of {path} cannot be read ({error!r}): {_AGAIN}") from None
-        if (version, layout) != (VERSION, LAYOUT):
-            raise ValueError(
-                f"load_packed(): {path} is of version {version!r} and layout {layout!r}, expected {VERSION} and "
-                f"{LAYOUT!r}: load it with the hf_fastpath that wrote it, or pack the model anew"
-            )
-        twice = sorted(set(tensors) & set(self.entries))
-        if twice:
-            raise ValueError(f"load_packed(): {path} and {self.entries[twice[0]].file} both hold {twice[0]}: {_AGAIN}")
-        self.entries |= tensors
-        if set(opened.keys()) != set(tensors):
-            other = ", ".join(sorted(set(opened.keys()) ^ set(tensors))[:5])
-            raise ValueError(f"load_packed(): {path} does not hold the tensors that it names ({other}): {_AGAIN}")
-        self._open[name] = opened
-        return said
-
-    def _agreed(self, names: list[str], said: list[dict[str, Any]]) -> Header:
-        """What all files say of the model."""
-        first = said[0]
-        for name, each in zip(names, said):
-            if (each["save_id"], each["model"]) != (first["save_id"], first["model"]):
+        _check_place(path)
+        if path.exists() and not path.is_file():
+            raise ValueError(f"load_packed(): {path} is no file: {AGAIN}")
+        with open(path, "rb") as file:
+            found = os.fstat(file.fileno()).st_size
+            if found != size:
                 raise ValueError(
-                    f"load_packed(): {name} and {names[0]} in {self._directory} are of different saves: copy all "
-                    "files of one"
+                    f"load_packed(): {path} has {found:,} bytes instead of {size:,}: it is cut off or damaged, {AGAIN}"
                 )
-        numbers = {each["file"] for each in said}
-        if numbers != set(range(1, first["files"] + 1)):
+            # private, so that torch may have it writable
+            return mmap.mmap(file.fileno(), size, access=mmap.ACCESS_COPY) if size else b""
+
+    def _check_digest(self, name: str, found: str) -> None:
+        if found != self._index.files[name].digest:
             raise ValueError(
-                f"load_packed(): {self._directory} has {len(numbers)} files of a save of {first['files']}: copy all"
+                f"load_packed(): {self._directory / name} is damaged: its bytes do not have the checksum they were "
+                f"saved with. {AGAIN.capitalize()}"
             )
-        try:
-            header = Header(**{field.name: first["model"][field.name] for field in fields(Header)})
-        except KeyError as error:
-            raise ValueError(f"load_packed(): the metadata of {names[0]} lack {error}: {_AGAIN}") from None
-        if sorted(name for group in header.joined for name in group) != sorted(header.weights):
-            raise ValueError(f"load_packed(): the metadata of {names[0]} disagree on the packed layers: {_AGAIN}")
-        return header
 
-    def _check_names(self, mapped: dict[str, str] | None) -> None:
-        held = {name: entry.file for name, entry in self.entries.items()}
-        if mapped is not None and mapped != held:
-            other = ", ".join(sorted({name for name, _ in mapped.items() ^ held.items()})[:5])
-            raise ValueError(f"load_packed(): {INDEX} and the files disagree on {other}: {_AGAIN}")
-
-    def read(self, name: str) -> torch.Tensor:
-        """A tensor, in memory that is the file's.
+    def check(self) -> None:
+        """Hash every file that tensors are read from.
 
         Raises:
-            ValueError: it is not what was saved.
+            ValueError: one is not what was saved.
         """
+        with ThreadPoolExecutor(THREADS) as pool:
+            for name in self._shards:
+                content = self._maps[name]
+                view = memoryview(content)
+
+                def hashed(start: int, content: mmap.mmap = content, view: memoryview = view) -> bytes:
+                    length = min(STRETCH, len(view) - start)
+                    if hasattr(mmap, "MADV_WILLNEED"):
+                        content.madvise(mmap.MADV_WILLNEED, start, length)
+                    return digest_of_stretch([view[start : start + length]])
+
+                self._check_digest(name, joined_digest(pool.map(hashed, range(0, len(view), STRETCH))))
+
+    def read(self, name: str) -> torch.Tensor:
+        """A tensor, in memory that is the file's, whose bytes :meth:`check` has found right."""
         entry = self.entries[name]
-        try:
-            tensor = self._open[entry.file].get_tensor(name)
-        except (SafetensorError, OSError) as error:
-            raise ValueError(f"load_packed(): {name} in {entry.file} cannot be read ({error}): {_AGAIN}") from None
-        is_as_named = (_dtype_name(tensor), list(tensor.shape)) == (entry.dtype, entry.shape)
-        if not is_as_named or zlib.crc32(_bytes(tensor)) != entry.checksum:
-            raise ValueError(
-                f"load_packed(): {name} in {self._directory / entry.file} is damaged: its bytes do not have the "
-                f"checksum they were saved with. {_AGAIN.capitalize()}"
-            )
-        return tensor
+        dtype = getattr(torch, entry.dtype)
+        count = entry.nbytes // dtype.itemsize
+        if not count:
+            return torch.empty(entry.shape, dtype=dtype)
+        return torch.frombuffer(self._maps[entry.file], dtype=dtype, count=count, offset=entry.offset).view(entry.shape)
 
     def names_beside(self, packed: Iterator[str]) -> set[str]:
         """Names of the tensors that are no part of the packed weights named."""
         parts = {f"{name}.{part}" for name in packed for part in ("quants", "scales", "zeros")}
         return set(self.entries) - parts
 
+    @property
+    def name(self) -> str:
+        """What the save's files are called, but for their ends."""
+        return self._index.copy_of("")[:-1]
 
-_AGAIN = "copy or save it again"
+    def configs(self) -> dict[str, bytes]:
+        """Name and content of each file of the model that the save has a copy of."""
+        first = self._index.copy_of("")
+        return {name.removeprefix(first): bytes(self._maps[name]) for name in self._maps if name not in self._shards}
+
+    def changed_since(self) -> list[str]:
+        """Names of the files for other programs that are not what the save put there."""
+        changed = []
+        for name in self._index.placed:
+            path = self._directory / name
+            stored = self._index.files[self._index.copy_of(name)]
+            if path.is_file() and digest([memoryview(path.read_bytes())]) != stored.digest:
+                changed.append(name)
+        return changed

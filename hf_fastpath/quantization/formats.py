@@ -14,10 +14,14 @@ kernel reads each as one unbroken stream:
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
+
+from ..choices import Packing
 
 #: weights that are ordered together; rows are padded to whole blocks
 BLOCK = 128
@@ -47,6 +51,11 @@ class Format:
     zero: int = 0
     is_float: bool = False
 
+    @property
+    def packing(self) -> Packing:
+        """What ops call the format."""
+        return Packing[self.name.upper()]
+
     def groups(self, in_features: int) -> int:
         """Groups of a row."""
         return 1 if self.group == 0 else padded(in_features) // self.group
@@ -60,6 +69,11 @@ class Format:
 def padded(in_features: int) -> int:
     """Weights of a row with its padding."""
     return -(-in_features // BLOCK) * BLOCK
+
+
+def is_multiplier(value: Any) -> bool:
+    """Whether a matrix may have this multiplier: a float, a power of two, not beyond float32, which kernels take."""
+    return type(value) is float and 0 < value <= 2.0**127 and math.frexp(value)[0] == 0.5
 
 
 #: every format, by name

@@ -48,7 +48,7 @@ class PackedLinear(nn.Module):
 
     def op_weight(self) -> tuple:
         """The weight as ``ops.packed_gemv`` takes it."""
-        return self.quants, self.scales, self.zeros, self.multiplier, self.form.name
+        return self.quants, self.scales, self.zeros, self.multiplier, self.form.packing
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         op = self._op_for(x)
@@ -93,4 +93,4 @@ def joined(linears: Sequence[PackedLinear]) -> tuple | None:
         rows = sum(len(tensor) for tensor in tensors)
         parts.append(tensors[0].as_strided((rows, tensors[0].shape[1]), tensors[0].stride()))
     quants, bits, zeros = parts
-    return quants, bits.view(torch.float16), zeros, first.multiplier, first.form.name
+    return quants, bits.view(torch.float16), zeros, first.multiplier, first.form.packing

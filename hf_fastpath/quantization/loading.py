@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import tempfile
+import warnings
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
@@ -16,6 +18,7 @@ from ..decode.structure import MAX_BATCH
 from ..options import Options
 from ..patch_state import PatchState, state_of
 from ..patching import patch_with
+from .file_index import AGAIN
 from .files import PackedFiles, not_persistent
 from .formats import FORMATS, PackedWeight, padded
 from .linear import PackedLinear
@@ -37,6 +40,7 @@ def load_packed(
     max_batch_size: int = MAX_BATCH,
     quiet: bool = False,
     page_size: int | None = None,
+    trust_remote_code: bool = False,
 ) -> nn.Module:
     """Load what :func:`save_packed` wrote, and patch the model.
 
@@ -51,12 +55,16 @@ def load_packed(
         directory: where the files are; left out where ``model`` is the directory.
         device: where the tensors go; None: where the model is, or the CPU.
         kv_dtype, ops, strict, max_batch_size, quiet, page_size: as for ``patch()``.
+        trust_remote_code: run model code that the saved config names; nobody is asked.
 
     Returns:
         The model, patched, in eval mode if it was made here.
 
     Raises:
-        ValueError: files are missing, damaged or of another version; the model is another one, or patched.
+        ValueError: files are missing, damaged or of another version, or lead out of the directory; the model is another
+            one, or patched; the saved config makes no model, or needs ``trust_remote_code=True``.
+        OSError: a file cannot be read.
+        TypeError: there is no directory, or two.
         UnsupportedModelError: as for ``patch()``.
     """
     if not isinstance(model, nn.Module):
@@ -70,14 +78,19 @@ def load_packed(
     else:
         given = model
     with PackedFiles(Path(directory)) as files:
-        made = _made(Path(directory)) if given is None else given
+        made = _made(Path(directory), files, trust_remote_code) if given is None else given
         if state_of(made) is not None:
             raise ValueError("load_packed() got a patched model: unpatch(model) first, or make another one")
         saved = files.header.options
+        try:
+            Options.parse(weights=saved["weights"], lm_head=saved["lm_head"])
+        except ValueError as error:
+            raise ValueError(f"load_packed(): the index in {directory} is damaged ({error}): {AGAIN}") from None
         options = Options.parse(
             *(kv_dtype, saved["weights"], ops, strict, max_batch_size, saved["lm_head"]), page_size=page_size
         )
         _check_model(made, files)
+        files.check()
         loading = _Loading(made, files, _device_of(made, device))
         loader.ensure(loading.device.type, None if quiet else print)
         loading.read()
@@ -90,22 +103,39 @@ def load_packed(
     return made
 
 
-def _made(directory: Path) -> nn.Module:
-    """A model without weights, of the config in ``directory``."""
+def _made(directory: Path, files: PackedFiles, trust_remote_code: bool) -> nn.Module:
+    """A model without weights, of the saved config."""
     from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
 
-    try:
-        config = AutoConfig.from_pretrained(directory)
-        with torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(config)
-    except (OSError, ValueError, KeyError) as error:
-        first = str(error).strip().splitlines()[0]
-        raise ValueError(
-            f"load_packed(): the config in {directory} makes no causal LM ({first}): make the model yourself and call "
-            "load_packed(model, directory)"
-        ) from None
-    if (directory / "generation_config.json").is_file():
-        model.generation_config = GenerationConfig.from_pretrained(directory)
+    configs = files.configs()
+    with tempfile.TemporaryDirectory() as made_here:
+        # what was found right is what transformers reads, and the model's code lies beside it; it keeps imported code
+        # under the folder's name, which is therefore the same for every load of a save
+        folder = Path(made_here, files.name)
+        folder.mkdir()
+        for name, content in configs.items():
+            (folder / name).write_bytes(content)
+        try:
+            config = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
+            with torch.device("meta"):
+                model = AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code)
+            if "generation_config.json" in configs:
+                model.generation_config = GenerationConfig.from_pretrained(folder)
+        except Exception as error:  # transformers, or the model's own code, may raise any
+            first = f"{error} ".splitlines()[0].strip().replace(str(folder), str(directory)) or type(error).__name__
+            hint = "call load_packed(model, directory) with a model that you made"
+            if b'"auto_map"' in configs.get("config.json", b"") and not trust_remote_code:
+                hint = f"pass trust_remote_code=True to run the code that it names, or {hint}"
+            raise ValueError(
+                f"load_packed(): the config saved in {directory} makes no causal LM ({first}): {hint}"
+            ) from error
+    changed = files.changed_since()
+    if changed:
+        warnings.warn(
+            f"load_packed(): {', '.join(changed)} in {directory} are not what save_packed() wrote. The save's own "
+            "copies are loaded; for a model of another config, make it yourself and call load_packed(model, directory)",
+            stacklevel=3,
+        )
     model.config._name_or_path = model.name_or_path = str(directory)
     return model.eval()
 
@@ -157,10 +187,7 @@ def _check_model(model: nn.Module, files: PackedFiles) -> None:
 def _weights_differences(model: nn.Module, files: PackedFiles) -> Iterator[str]:
     modules = dict(model.named_modules())
     for name, weight in files.header.weights.items():
-        form = FORMATS.get(weight["format"])
-        if form is None:
-            yield f"{name} has format {weight['format']!r}, expected one of {', '.join(FORMATS)}"
-            continue
+        form = FORMATS[weight["format"]]
         sizes = weight["in_features"], weight["out_features"]
         found = _features(modules.get(name))
         if found != sizes:
@@ -219,11 +246,7 @@ class _Loading:
         self._before: list[tuple[dict, str, Any]] = []
 
     def read(self) -> None:
-        """Read all tensors.
-
-        Raises:
-            ValueError: one is not what was saved.
-        """
+        """Read all tensors."""
         header = self._files.header
         for names in header.joined:
             for name, weight in zip(names, self._read_joined(names)):

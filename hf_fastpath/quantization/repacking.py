@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections import OrderedDict
-from contextlib import nullcontext
 from dataclasses import dataclass
 
 import torch
@@ -13,11 +12,11 @@ from torch.nn import functional
 
 from .. import loader, structural
 from ..architecture import architectures
-from ..compat import has_hooks, placement
+from ..compat import hook_of, placement
 from ..decode.structure import ModelPart, model_part
 from ..errors import NoCounterpart
 from ..ops import packed_gemv
-from ..progress import announced
+from ..progress import counted
 from .checkpoints import IntWeight, family_of, note
 from .formats import FORMATS, Format, PackedWeight, pack, padded
 from .linear import PackedLinear
@@ -156,10 +155,11 @@ def repack_checkpoint(model: nn.Module, replaced: list[Replaced], hooks: list[Re
 
 def _repack_layers(part: ModelPart, replaced: list[Replaced], quiet: bool) -> None:
     places, layers = places_of(part.module), part.layers
-    for number, layer in enumerate(layers, 1):
-        with nullcontext() if quiet else announced(f"repacking layer {number} of {len(layers)}"):
+    with counted(len(layers), "hf_fastpath: repacking layers", quiet) as bar:
+        for layer in layers:
             for linears in of_one_input(layer):
                 _repack(linears, places, replaced)
+            bar.update()
     _repack([part.head], places, replaced)
 
 
@@ -189,7 +189,7 @@ def _check_calls(linear: nn.Module, package: str) -> None:
     Raises:
         NoCounterpart: with the reason.
     """
-    if has_hooks(linear) or placement(linear) is not None:
+    if hook_of(linear) is not None or placement(linear) is not None:
         raise NoCounterpart("hooks")
     forward = vars(linear).get("forward")
     home = getattr(getattr(forward, "__func__", forward), "__module__", None) or ""

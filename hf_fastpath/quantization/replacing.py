@@ -17,8 +17,8 @@ from ..decode.parts import MoEPart
 from ..decode.structure import LayerPart, ModelPart
 from ..ops.packed_gemv import SPEC
 from ..options import HEADS, Options
-from ..progress import announced
-from ..reasons import REASONS
+from ..progress import announced, counted
+from ..reasons import explained, named
 from .checkpoints import family_of
 from .formats import FORMATS, Format
 from .linear import PackedLinear
@@ -78,7 +78,9 @@ def quantize_as_asked(
         )
     why = "class_not_supported" if part is None else part.reason()
     if part is None or why is not None:
-        raise ValueError(f"{wanted} takes a model that decodes fast as a whole; this one: {why} ({REASONS[why]})")
+        raise ValueError(
+            f"{wanted} takes a model that decodes fast as a whole; this one: {explained(named(why, model))}"
+        )
     head = None if options.lm_head == HEADS[0] else FORMATS[options.lm_head]
     quantize_model(part, FORMATS[options.weights], head, replaced, quiet)
 
@@ -107,10 +109,11 @@ def quantize_model(
         quiet: no progress on a terminal.
     """
     places, layers = places_of(part.module), part.layers
-    for number, layer in enumerate(layers, 1):
-        with nullcontext() if quiet else announced(f"quantizing layer {number} of {len(layers)}"):
+    with counted(len(layers), f"hf_fastpath: {form.name} weights, layers", quiet) as bar:
+        for layer in layers:
             for linears in of_one_input(layer):
                 _replace(linears, form, places, replaced)
+            bar.update()
     if head is not None:
         with nullcontext() if quiet else announced("quantizing the head"):
             _replace([part.head], head, places, replaced)

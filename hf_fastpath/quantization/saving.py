@@ -5,13 +5,17 @@ from __future__ import annotations
 import copy
 import os
 import re
+import tempfile
 from pathlib import Path
 
 import torch
 from torch import nn
 
+from ..compat import save_config
 from ..patch_state import state_of
-from . import files
+from .file_index import Header
+from .files import not_persistent
+from .folder import write
 from .linear import PackedLinear
 
 _UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
@@ -35,7 +39,11 @@ def save_packed(model: nn.Module, directory: str | os.PathLike, max_shard_size: 
 
     The model's own weights, which ``unpatch()`` would bring back, are not written. Files are safetensors, named apart
     from transformers' own, so that ``from_pretrained()`` does not take them for a checkpoint. Nothing is copied in
-    host memory; of a model on a GPU one file at a time. Older packed files in the directory are replaced.
+    host memory; of a model on a GPU one file at a time.
+
+    The save takes the place of an older one in the directory all at once: killed at any moment, or out of space, it
+    leaves the old one or the new one, whole. Files that no save has written, a ``config.json`` among them, stay as they
+    are, with a warning where a config is another than the model's.
 
     Args:
         model: one whose weights ``patch(model, weights=...)`` or :func:`load_packed` has packed.
@@ -43,7 +51,10 @@ def save_packed(model: nn.Module, directory: str | os.PathLike, max_shard_size: 
         max_shard_size: of a file, in bytes or as ``"5GB"``.
 
     Raises:
-        ValueError: the model has no packed weights, or some are not in memory; ``max_shard_size`` is no size.
+        OSError: a file cannot be written.
+        TimeoutError: another save into the directory is under way.
+        ValueError: the model has no packed weights, or some are not in memory; ``max_shard_size`` is no size; the
+            directory's index of packed files is another program's, or damaged.
     """
     state = state_of(model)
     limit = _bytes_of(max_shard_size)
@@ -72,7 +83,7 @@ def save_packed(model: nn.Module, directory: str | os.PathLike, max_shard_size: 
             tensors[name] = tensor
         else:
             tied[name] = first
-    header = files.Header(
+    header = Header(
         architecture=type(model).__name__,
         model_type=getattr(model.config, "model_type", ""),
         weights={
@@ -86,13 +97,12 @@ def save_packed(model: nn.Module, directory: str | os.PathLike, max_shard_size: 
         },
         joined=_joined(packed),
         tied=tied,
-        buffers=[name for name in files.not_persistent(model) if name in tensors],
+        buffers=[name for name in not_persistent(model) if name in tensors],
         options={"weights": state.options.weights, "lm_head": state.options.lm_head},
     )
     target = Path(directory)
     target.mkdir(parents=True, exist_ok=True)
-    files.write(target, header, tensors, limit)
-    _save_configs(model, target)
+    write(target, header, tensors, limit, _configs(model))
 
 
 def _joined(packed: dict[str, PackedLinear]) -> list[list[str]]:
@@ -103,12 +113,15 @@ def _joined(packed: dict[str, PackedLinear]) -> list[list[str]]:
     return [sorted(names, key=lambda name: packed[name].quants.data_ptr()) for names in groups.values()]
 
 
-def _save_configs(model: nn.Module, directory: Path) -> None:
-    """As ``save_pretrained()`` does, but for what the weights were loaded from."""
+def _configs(model: nn.Module) -> dict[str, bytes]:
+    """Name and content of each file that ``save_pretrained()`` writes beside weights, but for what the config says of
+    how the model's own weights were loaded."""
     config = copy.deepcopy(model.config)
     config.architectures = [type(model).__name__]
     if hasattr(config, "quantization_config"):
         del config.quantization_config
-    config.save_pretrained(directory)
-    if getattr(model, "generation_config", None) is not None:
-        model.generation_config.save_pretrained(directory)
+    with tempfile.TemporaryDirectory() as directory:
+        save_config(model, config, directory)
+        if getattr(model, "generation_config", None) is not None:
+            model.generation_config.save_pretrained(directory)
+        return {path.name: path.read_bytes() for path in sorted(Path(directory).iterdir())}

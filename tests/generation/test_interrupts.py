@@ -27,6 +27,7 @@ FILES = (
     "paged_layer.py",
     "pages.py",
     "forwards.py",
+    "patch_state.py",
 )
 FEW = dict(max_new_tokens=5, do_sample=False)
 POINTS = 30

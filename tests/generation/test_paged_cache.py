@@ -145,8 +145,6 @@ def test_pickles_and_refusals(device):
         FastpathCache(page_size=SIZE, kv_dtype=torch.int8)
     with pytest.raises(ValueError, match="page_size"):
         hf_fastpath.patch(build("llama"), page_size=12)
-    with pytest.raises(ValueError, match="use update"):
-        cache.layers[0].keys = cache.layers[0].keys[:, :, :4]
     with pytest.raises(NotImplementedError, match="on the cache"):
         cache.layers[0].reorder_cache(torch.tensor([1, 0]))
 

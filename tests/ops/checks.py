@@ -67,7 +67,7 @@ def replaced(spec: OpSpec, sample: Sample, **values: object) -> Sample:
             given[name][int(index[:-1])] = value
         else:
             given[name] = value
-    return Sample(**given)
+    return spec.numbered(Sample(**given))
 
 
 def joined(result: torch.Tensor | list[torch.Tensor]) -> torch.Tensor:
@@ -80,7 +80,8 @@ def joined(result: torch.Tensor | list[torch.Tensor]) -> torch.Tensor:
 
 def run(spec: OpSpec, function: Callable[..., Any], sample: Sample) -> dict[str, torch.Tensor]:
     """Call ``function`` on ``sample``: what it returned and the floating or quantized arguments it wrote, by name."""
-    result = {"result": joined(function(*sample.args, **sample.kwargs))}
+    call = spec.numbered(sample)
+    result = {"result": joined(function(*call.args, **call.kwargs))}
     for name, tensor in tensors(spec, sample).items():
         if is_written(spec, name) and (tensor.is_floating_point() or tensor.dtype == torch.int8):
             result[name] = tensor
@@ -409,9 +410,9 @@ def bad_calls(spec: OpSpec, sample: Sample) -> Iterator[tuple[str, Sample]]:
             longer = torch.cat([tensor, tensor[..., :1]], -1)
             yield f"{name} with one column more", replaced(spec, sample, **{name: longer})
             yield f"{name} on another device", replaced(spec, sample, **{name: tensor.to("meta")})
-    for argument in spec.overload._schema.arguments:
-        if str(argument.type) == "str":
-            yield f"an unknown {argument.name}", replaced(spec, sample, **{argument.name: "gelu_new"})
+    for name in spec.choices:
+        for value in ("gelu_new", -1, 99):
+            yield f"{value} as {name}", replaced(spec, sample, **{name: value})
 
 
 def odd_ranks(spec: OpSpec, sample: Sample) -> Iterator[tuple[str, Sample]]:

@@ -1,4 +1,4 @@
-"""Arguments changed at random: an error or a result, and never the end of the process.
+"""Arguments and what they hold changed at random: an error or a result, and never the end of the process.
 
 The calls run in a process of its own, which says what it is about to call: a crash names its call.
 """
@@ -70,10 +70,25 @@ TENSOR_CHANGES: tuple[Callable[[random.Random, torch.Tensor], torch.Tensor | Non
 )
 
 
+def _other_values(draw: random.Random, tensor: torch.Tensor) -> torch.Tensor:
+    """Lengths, pages, tokens, ids and places that may be none: one of them, or all."""
+    limits = torch.iinfo(tensor.dtype)
+    value = min(max(draw.choice((*INTEGERS, tensor.shape[-1])), limits.min), limits.max)
+    if draw.random() < 0.5:
+        return torch.full_like(tensor, value)
+    flat = tensor.flatten().clone()
+    flat[draw.randrange(len(flat))] = value
+    return flat.view(tensor.shape)
+
+
 def changed(draw: random.Random, value: object) -> object:
     """Something else of about the same kind."""
+    if isinstance(value, torch.Tensor) and value.numel():
+        holds_numbers = not (value.is_floating_point() or value.dtype == torch.bool)
+        change = _other_values if holds_numbers and draw.random() < 0.5 else draw.choice(TENSOR_CHANGES)
+        return change(draw, value)
     if isinstance(value, torch.Tensor):
-        return draw.choice(TENSOR_CHANGES)(draw, value) if value.numel() else None
+        return None
     if isinstance(value, list):
         place = draw.randrange(len(value) + 1)
         return value[:-1] if place == len(value) else [*value[:place], changed(draw, value[place]), *value[place + 1 :]]

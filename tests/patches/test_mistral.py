@@ -14,13 +14,13 @@ def test_mistral_tied_head(device):
     assert_variant_right("mistral", device, tie_word_embeddings=True)
 
 
-@pytest.mark.parametrize("head_dim", (32, 64, 72))
+@pytest.mark.parametrize("head_dim", (6, 32, 64, 72))
 def test_mistral_head_dims(head_dim, device):
     assert_variant_right("mistral", device, head_dim=head_dim)
 
 
 def test_mistral_unsupported_head_dim_runs_stock(device):
-    assert_variant_right("mistral", device, fast=False, reason="declined", head_dim=28)
+    assert_variant_right("mistral", device, fast=False, reason="declined", head_dim=514)
 
 
 def test_mistral_gelu_gate(device):

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -13,6 +15,7 @@ from transformers import AutoModelForCausalLM, BloomConfig
 
 from hf_fastpath import cli
 from hf_fastpath.architecture import architectures
+from hf_fastpath.bench import generate
 from hf_fastpath.reasons import REASONS
 
 
@@ -103,17 +106,53 @@ def test_cli_verify_of_what_is_not_covered(capsys, tmp_path):
     assert "nothing in this BloomForCausalLM can be patched" in capsys.readouterr().err
 
 
+BENCH = "bench --model tiny --device cpu --dtype fp32 --engines stock,ours --context 16 --new-tokens 4 --repeats 1"
+
+
 def test_cli_bench(capsys):
-    """The script's arguments are passed on; wrong ones give its usage."""
+    """A table for each workload, no wider than 100 columns; wrong arguments give the usage."""
     require_native(CPU)
-    arguments = "bench --model tiny --device cpu --dtype fp32 --engines ours --context 16 --new-tokens 4 --repeats 1"
-    assert cli.main(arguments.split()) == 0
-    printed = capsys.readouterr().out
-    assert "prefill tok/s" in printed and printed.splitlines()[-1].split()[:5] == ["tiny", "fp32", "16", "1", "ours"]
+    assert cli.main([*BENCH.split(), "--batch", "1", "64"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    tables = [at for at, line in enumerate(lines) if line.startswith("tiny fp32, context 16, batch")]
+    assert [lines[at].split()[-1] for at in tables] == ["1", "64"] and "R = " in lines[1]
+    for at in tables:
+        assert lines[at + 1].split()[:3] == ["engine", "prefill", "tok/s"]
+        assert [line.split()[0] for line in lines[at + 2 : at + 4]] == ["stock", "ours"]
+        assert all(len(line) <= 100 for line in lines[at : at + 4])
     for wrong in ("--context 0", "--device gpu", "--model nope", "--engines nope"):
         with pytest.raises(SystemExit) as caught:
             cli.main(["bench", *wrong.split()])
-        assert caught.value.code == 2 and "usage: bench_generate.py" in capsys.readouterr().err
+        assert caught.value.code == 2 and "usage: hf-fastpath bench" in capsys.readouterr().err
+
+
+def test_cli_bench_json(capsys):
+    require_native(CPU)
+    assert cli.main([*BENCH.split(), "--json"]) == 0
+    rows = json.loads(capsys.readouterr().out)
+    assert [(row["engine"], row["context"], row["batch"]) for row in rows] == [("stock", 16, 1), ("ours", 16, 1)]
+
+
+def test_bench_table_has_room_for_large_models():
+    """Figures as wide as they come: a 70B model, long contexts, minutes for the first call."""
+    row = dict(model="Llama-3.1-70B int4_g32, int8 head", dtype="bf16", context=131072, batch=64, note="")
+    row |= dict(engine="ours-streamed", prefill_tok_s=123456.7, prefill_spread_percent=12.0, ms_per_token=1234.567)
+    row |= dict(decode_tok_s=12345.6, decode_spread_percent=12.0, gb_s=4620.0, percent_of_r=100.0, first_call_s=1234.5)
+    row |= dict(kv_bytes_per_token=123456789012, peak_memory_bytes=140 * 10**9)
+    assert max(map(len, generate._shown([row]).splitlines())) <= 100
+
+
+def test_bench_of_an_install_writes_where_it_is_called(monkeypatch, tmp_path):
+    """An install has no folder for CSV files and no commit; the one it lies in may be of another repository."""
+    package = Path(cli.__file__).parent
+    monkeypatch.chdir(tmp_path)
+    found = importlib.util.spec_from_file_location("measure_of_an_install", tmp_path / "measure.py")
+    (tmp_path / "measure.py").write_text((package / "bench" / "measure.py").read_text())
+    measure = importlib.util.module_from_spec(found)
+    monkeypatch.setitem(sys.modules, found.name, measure)
+    found.loader.exec_module(measure)
+    assert measure.csv_path("generate", CPU) == Path("generate_cpu.csv")
+    assert measure.environment(CPU)["commit"] == ""
 
 
 def test_cli_runs_as_a_module():

@@ -14,13 +14,14 @@ import pytest
 import torch
 from models import SHORT, assert_same_instances, build, instances, prompt, require_native
 from safetensors import safe_open
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from torch import nn
 from transformers import AutoModelForCausalLM
 
 import hf_fastpath
 from hf_fastpath import huge_pages
-from hf_fastpath.quantization.files import INDEX, KEY, SINGLE
+from hf_fastpath.quantization.file_index import INDEX, KEY, sealed, unsealed
+from hf_fastpath.quantization.files import PackedFiles
 from hf_fastpath.quantization.linear import PackedLinear
 
 CPU = torch.device("cpu")
@@ -68,7 +69,7 @@ def test_round_trip_is_bit_equal(family, size, tmp_path):
     stock = build(family)
     model = saved(tmp_path, family, size=size, lm_head="int8" if size == "5GB" else "fp16")
     files = sorted(path.name for path in tmp_path.glob("*.safetensors"))
-    assert (SINGLE in files and len(files) == 1) if size == "5GB" else (len(files) > 2 and (tmp_path / INDEX).is_file())
+    assert len(files) == 1 if size == "5GB" else len(files) > 2
     from_directory = hf_fastpath.load_packed(tmp_path, quiet=True)
     assert type(from_directory) is type(model) and not from_directory.training
     assert_same(from_directory, model)
@@ -96,8 +97,11 @@ def test_every_format_in_half_precision(weights, tmp_path):
 def test_no_original_is_saved_or_kept(tmp_path):
     model = saved(tmp_path, lm_head="int8")
     packed = {name for name, module in model.named_modules() if type(module) is PackedLinear}
-    with safe_open(tmp_path / SINGLE, framework="pt") as file:
+    (path,) = tmp_path.glob("*.safetensors")
+    with safe_open(path, framework="pt") as file:  # a file that others can read, too
         assert not {f"{name}.weight" for name in packed} & set(file.keys())
+        for name in file.keys():
+            assert torch.equal(file.get_tensor(name), PackedFiles(tmp_path).read(name)), name
     given = build("llama", seed=1)
     weights = [linear.weight for linear in given.modules() if type(linear) is nn.Linear]
     hf_fastpath.load_packed(given, tmp_path, quiet=True)
@@ -125,8 +129,9 @@ def test_generation_config_and_copies(tmp_path):
     assert_same(twin, loaded)
     with pytest.raises(ValueError, match="load_packed"):
         hf_fastpath.unpatch(twin)
+    (before,) = tmp_path.glob("*.safetensors")
     hf_fastpath.save_packed(twin, tmp_path, max_shard_size=100_000)  # in the place of the files it came from
-    assert not (tmp_path / SINGLE).exists()
+    assert not before.exists() and len(list(tmp_path.glob("*.safetensors"))) > 2
     assert_same(hf_fastpath.load_packed(tmp_path, quiet=True), loaded)
 
 
@@ -152,17 +157,21 @@ def test_tensors_go_where_they_are_asked_to(device, tmp_path):
 # ---- files that cannot be loaded ---------------------------------------------------------------------------
 
 
-def rewrite(path: Path, change) -> None:
-    """Change the tensors and the metadata of a file."""
-    with safe_open(path, framework="pt") as file:
-        metadata = file.metadata()
-    said, tensors = json.loads(metadata[KEY]), load_file(path)
-    change(said, tensors)
-    save_file(tensors, path, {**metadata, KEY: json.dumps(said)})
+def reseal(directory: Path, change) -> None:
+    """Change the index, and give it the checksum of what it says then."""
+    content = unsealed((directory / INDEX).read_bytes())
+    change(content)
+    (directory / INDEX).write_text(sealed(content))
 
 
 def one(directory: Path) -> Path:
-    return sorted(directory.glob("packed-00002-*.safetensors"))[0]
+    return sorted(directory.glob("packed-*-00002-of-*.safetensors"))[0]
+
+
+def flip(path: Path, at: int) -> None:
+    content = bytearray(path.read_bytes())
+    content[at] ^= 4
+    path.write_bytes(content)
 
 
 def no_files(directory):
@@ -179,93 +188,162 @@ def cut_off(directory):
     path.write_bytes(path.read_bytes()[:-100])
 
 
-def cut_in_header(directory):
-    path = one(directory)
-    path.write_bytes(path.read_bytes()[:50])
+def emptied(directory):
+    one(directory).write_bytes(b"")
 
 
 def flipped_bit(directory):
-    path = one(directory)
-    content = bytearray(path.read_bytes())
-    content[-40] ^= 4
-    path.write_bytes(content)
+    flip(one(directory), -40)
+
+
+def flipped_bit_in_header(directory):
+    flip(one(directory), 30)
+
+
+def flipped_bit_in_config(directory):
+    flip(next(directory.glob("packed-*-config.json")), 30)
 
 
 def foreign_file(directory):
     save_file({"x": torch.ones(2)}, one(directory))
 
 
+def folder_in_its_place(directory):
+    one(directory).unlink()
+    one_name = json.loads((directory / INDEX).read_text())["weight_map"]
+    (directory / sorted(set(one_name.values()))[1]).mkdir()
+
+
 def other_version(directory):
-    rewrite(one(directory), lambda said, tensors: said.update(version=99))
+    reseal(directory, lambda content: content[KEY].update(version=99))
 
 
 def other_layout(directory):
-    rewrite(one(directory), lambda said, tensors: said.update(layout="rows"))
+    reseal(directory, lambda content: content[KEY].update(layout="rows"))
 
 
-def garbled_metadata(directory):
-    rewrite(one(directory), lambda said, tensors: said.pop("tensors"))
+def no_tensors(directory):
+    reseal(directory, lambda content: content[KEY].pop("tensors"))
+
+
+def of_layer(directory, **values):
+    reseal(directory, lambda content: next(iter(content[KEY]["model"]["weights"].values())).update(values))
 
 
 def unknown_format(directory):
-    for path in directory.glob("packed-*.safetensors"):
-        rewrite(path, lambda said, tensors: next(iter(said["model"]["weights"].values())).update(format="int3"))
+    of_layer(directory, format="int3")
 
 
 def other_format(directory):
-    for path in directory.glob("packed-*.safetensors"):
-        rewrite(path, lambda said, tensors: next(iter(said["model"]["weights"].values())).update(format="int8"))
+    def change(content):
+        for weight in content[KEY]["model"]["weights"].values():
+            weight["format"] = "int8"
+
+    reseal(directory, change)
 
 
-def extra_tensor(directory):
-    rewrite(one(directory), lambda said, tensors: tensors.update(extra=torch.ones(2)))
+def multiplier_of_no_power(directory):
+    of_layer(directory, multiplier=0.75)
+
+
+def infinite_multiplier(directory):
+    of_layer(directory, multiplier=float("inf"))
+
+
+def no_whole_number(directory):
+    of_layer(directory, in_features=True)
+
+
+def joined_of_two_sizes(directory):
+    def change(content):
+        joined = content[KEY]["model"]["joined"]
+        content[KEY]["model"]["joined"] = [sum(joined, [])]
+
+    reseal(directory, change)
 
 
 def extra_named_tensor(directory):
-    def change(said, tensors):
-        tensors["extra"] = torch.ones(2)
-        said["tensors"]["extra"] = ["float32", [2], 0]
+    def change(content):
+        beside = content[KEY]["tensors"]["lm_head.weight"]
+        content[KEY]["tensors"]["extra"] = ["uint8", [0], beside[2]]
+        content["weight_map"]["extra"] = content["weight_map"]["lm_head.weight"]
 
-    rewrite(one(directory), change)
-    index = json.loads((directory / INDEX).read_text())
-    index["weight_map"]["extra"] = one(directory).name
-    (directory / INDEX).write_text(json.dumps(index))
+    reseal(directory, change)
+
+
+def tensor_beyond_its_file(directory):
+    reseal(directory, lambda content: content[KEY]["tensors"]["lm_head.weight"].__setitem__(2, 1 << 30))
+
+
+def overlapping_tensors(directory):
+    def change(content):
+        of_one = [name for name, file in content["weight_map"].items() if file == one(directory).name]
+        tensors = content[KEY]["tensors"]
+        first, second = sorted(of_one, key=lambda name: tensors[name][2])[:2]
+        tensors[second][2] = tensors[first][2]
+
+    reseal(directory, change)
 
 
 def index_of_another(directory):
-    index = json.loads((directory / INDEX).read_text())
-    first = next(iter(index["weight_map"]))
-    index["weight_map"]["renamed"] = index["weight_map"].pop(first)
-    (directory / INDEX).write_text(json.dumps(index))
+    def change(content):
+        content["weight_map"]["renamed"] = content["weight_map"].pop("lm_head.weight")
+
+    reseal(directory, change)
+
+
+def edited_index(directory):
+    content = json.loads((directory / INDEX).read_text())
+    next(iter(content[KEY]["model"]["weights"].values()))["multiplier"] *= 2
+    (directory / INDEX).write_text(json.dumps(content))
 
 
 def garbled_index(directory):
     (directory / INDEX).write_text("{")
 
 
+def deep_index(directory):
+    (directory / INDEX).write_text("[" * 100_000)
+
+
+def foreign_index(directory):
+    (directory / INDEX).write_text(json.dumps({"metadata": {}, "weight_map": {}}))
+
+
 def two_saves(directory):
     other = directory / "other"
-    saved(other, size="70KB")
+    hf_fastpath.save_packed(hf_fastpath.patch(build("llama", seed=2), weights="int4", quiet=True), other, "70KB")
     shutil.copy(one(other), one(directory))
 
 
 DAMAGES = {
-    no_files: "neither packed.safetensors nor",
-    missing_shard: "lacks packed-00002-of",
+    no_files: "holds no packed.safetensors.index.json",
+    missing_shard: "lacks packed-[0-9a-f]*-00002-of",
     cut_off: "cut off or damaged",
-    cut_in_header: "cut off or damaged",
-    flipped_bit: "checksum",
-    foreign_file: "no file of save_packed",
-    other_version: "version 99.*expected 1",
+    emptied: "has 0 bytes",
+    flipped_bit: "00002-of.* is damaged.*checksum",
+    flipped_bit_in_header: "00002-of.* is damaged.*checksum",
+    flipped_bit_in_config: "-config.json is damaged.*checksum",
+    foreign_file: "bytes instead of",
+    folder_in_its_place: "is no file",
+    other_version: "version 99.*expected 2",
     other_layout: "layout 'rows'",
-    garbled_metadata: "cannot be read.*tensors",
-    unknown_format: "format 'int3', expected one of int8, fp8",
+    no_tensors: "no 'tensors'",
+    unknown_format: "format is 'int3', expected one of int8, fp8",
     other_format: "expected uint8 .* of int8",
-    extra_tensor: r"does not hold the tensors that it names \(extra\)",
+    multiplier_of_no_power: "multiplier is 0.75, expected a power of two",
+    infinite_multiplier: "multiplier is inf, expected a power of two",
+    no_whole_number: "in_features is True, expected a whole number",
+    joined_of_two_sizes: "layers of one format and one size",
     extra_named_tensor: "extra is in the files, but not in the model",
-    index_of_another: "disagree on .*renamed",
-    garbled_index: "no index",
-    two_saves: "different saves",
+    tensor_beyond_its_file: "offset is 1073741824, expected that of .* bytes in a file of",
+    overlapping_tensors: "offset is [0-9]+, expected [0-9]+ in packed-",
+    index_of_another: r"weight_map\['lm_head.weight'\] is None",
+    edited_index: "checksum does not fit",
+    garbled_index: "is not what save_packed",
+    deep_index: "nested too deeply",
+    foreign_index: "is no index of save_packed",
+    two_saves: "00002-of.* is damaged.*checksum",
 }
 
 
@@ -342,7 +420,7 @@ def test_arguments_are_checked(tmp_path):
     assert not list(tmp_path.iterdir())
     with pytest.raises(TypeError, match="no directory"):
         hf_fastpath.load_packed(build("llama"))
-    with pytest.raises(ValueError, match="neither"):
+    with pytest.raises(ValueError, match="nowhere holds no"):
         hf_fastpath.load_packed(tmp_path / "nowhere")
 
 

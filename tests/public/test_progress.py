@@ -7,10 +7,12 @@ import sys
 import time
 
 import pytest
-from models import CPU, SHORT, fresh, prompt
+from models import CPU, SHORT, fresh, prompt, require_native
 
 import hf_fastpath
 from hf_fastpath import progress
+from hf_fastpath.bench import generate
+from hf_fastpath.quality import compare_formats
 
 
 class Terminal(io.StringIO):
@@ -66,11 +68,74 @@ def test_nothing_is_announced_elsewhere_or_when_it_is_quick(terminal, monkeypatc
     assert stream.getvalue() == ""
 
 
-def test_verify_says_which_row_it_is_at(terminal):
-    _, ours = fresh("llama")
+def test_a_bar_counts_on_a_terminal(terminal):
+    """Also while the first step is not done; when the block ends, the line is empty again."""
     stream = terminal()
-    hf_fastpath.verify(ours, prompt(CPU), max_new_tokens=4)
-    assert "hf_fastpath: verify: long, 512 tokens and 4 more ...\n" in stream.getvalue()
+    with progress.counted(3, "counting") as bar:
+        assert wait_for(stream, "counting:   0%")
+        for _ in range(3):
+            bar.update()
+    assert "0/3 [" in stream.getvalue() and stream.getvalue().endswith("\r")
+
+
+def test_no_bar_elsewhere_or_when_it_is_quick_or_quiet(terminal, monkeypatch):
+    stream = terminal(is_terminal=False)
+    with progress.counted(1, "counting") as bar:
+        time.sleep(0.02)
+        bar.update()
+    stream.is_terminal = True
+    with progress.counted(1, "counting", quiet=True) as bar:
+        time.sleep(0.02)
+        bar.update()
+    monkeypatch.setattr(progress, "PATIENCE", 0.05)
+    with progress.counted(1, "counting") as bar:
+        bar.update()
+    with pytest.raises(ZeroDivisionError), progress.counted(1, "failing"):
+        _ = 1 // 0
+    time.sleep(0.1)
+    assert stream.getvalue() == ""
+
+
+def counts_while(terminal, monkeypatch, call) -> str:
+    """What a terminal shows of a bar whose every step is drawn."""
+    stream = terminal()
+    real = progress.tqdm
+
+    def drawn_at_once(**options):
+        return real(**options | dict(delay=0, mininterval=0, miniters=1))
+
+    monkeypatch.setattr(progress, "tqdm", drawn_at_once)
+    call()
+    return stream.getvalue()
+
+
+def test_verify_says_which_row_it_is_at(terminal, monkeypatch):
+    _, ours = fresh("llama")
+    shown = counts_while(terminal, monkeypatch, lambda: hf_fastpath.verify(ours, prompt(CPU), max_new_tokens=4))
+    assert "hf_fastpath: verify, long" in shown and "4/4 [" in shown
+
+
+def test_quantizing_counts_layers(terminal, monkeypatch, capsys):
+    require_native(CPU)
+    stock, _ = fresh("llama")
+    shown = counts_while(terminal, monkeypatch, lambda: hf_fastpath.patch(stock, weights="int8"))
+    assert "hf_fastpath: int8 weights, layers" in shown and "2/2 [" in shown
+    hf_fastpath.unpatch(stock)
+    assert counts_while(terminal, monkeypatch, lambda: hf_fastpath.patch(stock, weights="int8", quiet=True)) == ""
+
+
+def test_comparing_formats_counts_them(terminal, monkeypatch):
+    require_native(CPU)
+    stock, _ = fresh("llama")
+    shown = counts_while(terminal, monkeypatch, lambda: compare_formats(stock, prompt(CPU), ["int8"]))
+    assert "hf_fastpath: int8 weights" in shown and "2/2 [" in shown
+
+
+def test_bench_counts_rounds(terminal, monkeypatch, capsys):
+    require_native(CPU)
+    given = "--model tiny --device cpu --dtype fp32 --engines ours --context 16 --new-tokens 4 --repeats 2"
+    shown = counts_while(terminal, monkeypatch, lambda: generate.main(given.split()))
+    assert "tiny, context 16, batch 1" in shown and "3/3 [" in shown
 
 
 def test_generate_prints_nothing(terminal, capfd):

@@ -33,11 +33,13 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.llama import modeling_llama
 
 import hf_fastpath
-from hf_fastpath import loader
+from hf_fastpath import FallbackError, loader, patch_state
 from hf_fastpath.compat import CACHE
 from hf_fastpath.forwards import KEY
 from hf_fastpath.patching import paused
 from hf_fastpath.reasons import REASONS
+from hf_fastpath.reporting import Report
+from hf_fastpath.stats import MOST_DETAILS, Stats
 
 IDS = prompt(CPU)
 
@@ -193,17 +195,19 @@ def custom_sample(monkeypatch):
     return now(lambda model: None)
 
 
-def reentrant(monkeypatch):
-    class Nosy:
-        def put(self, value):
-            if value.dim() == 1 and not inside:
-                inside.append(model.generate(IDS, **SHORT))
+class Deaf:
+    """A streamer of the user's own."""
 
-        def end(self):
-            pass
+    def put(self, value):
+        pass
 
-    model, inside = patched(), []
-    return generating(model, streamer=Nosy())
+    def end(self):
+        pass
+
+
+def busy(monkeypatch):
+    monkeypatch.setattr(patch_state, "MAX_CALLS", 0)
+    return generating()
 
 
 def synced_gpus(monkeypatch, tmp_path):
@@ -239,7 +243,7 @@ PROVOKED: dict[str, Callable[..., Iterable[str | None]]] = {
         hf_fastpath.report(hf_fastpath.patch(build("llama"), weights="int8", quiet=True).to("meta")).loop
     },
     "unsupported_activation": unsupported_activation,
-    "unsupported_head_dim": lambda: declined(build("llama", head_dim=36)),
+    "unsupported_head_dim": lambda: declined(build("llama", head_dim=514)),
     "quantized_format": lambda: of_a_checkpoint(bits=3),
     "quantized_in_use": lambda: of_a_checkpoint(linear_mode="inference"),
     "quantized_order": lambda: of_a_checkpoint(qweight=torch.zeros(1)),
@@ -275,19 +279,120 @@ PROVOKED: dict[str, Callable[..., Iterable[str | None]]] = {
     "custom_sample": custom_sample,
     "compile_config": lambda: generating(compile_config=CompileConfig()),
     "partial_patch": unsupported_activation,
-    "reentrant": reentrant,
+    "busy": busy,
+    "custom_streamer": lambda: generating(streamer=Deaf()),
     "custom_stopping_criteria": lambda: generating(stopping_criteria=StoppingCriteriaList([stop])),
     "custom_logits_processor": lambda: generating(logits_processor=LogitsProcessorList([lambda ids, scores: scores])),
 }
 
 
-@pytest.mark.parametrize("code", REASONS)
-@pytest.mark.filterwarnings("ignore")
-def test_reason_is_given(code, monkeypatch, tmp_path):
+def nonfinite_logits(monkeypatch):
+    return after(lambda model: mlp_of(model).down_proj.weight.data.fill_(float("nan")))
+
+
+PROVOKED["nonfinite_logits"] = nonfinite_logits
+#: codes that speak of one thing, which their own name says
+OF_NOTHING_ELSE = {
+    "compiling",
+    "gradient",
+    "paused",
+    "reentrant",
+    "synced_gpus",
+    "compile_config",
+    "continuous_batching",
+}
+#: code -> what it names there: an argument, a setting, a function, or a module and its class
+NAMES = {
+    "class_not_supported": "LlamaModel",
+    "module_disabled": "ops=['norm']",
+    "no_native_library": "model.layers.0.mlp: LlamaMLP",
+    "unsupported_activation": "model.layers.0.mlp.act_fn: Tanh",
+    "unsupported_head_dim": "model.layers.0.self_attn: LlamaAttention, head_dim=36",
+    "unsupported_projection": "model.layers.0.mlp.up_proj: Adapted",
+    "quantized_format": "model.layers.0.mlp.down_proj: TorchLinear",
+    "quantized_order": "model.layers.0.mlp.down_proj: TorchLinear",
+    "quantized_in_use": "model.layers.0.mlp.down_proj: TorchLinear",
+    "unsupported_config": "sliding_window=1",
+    "instance_forward": "model.layers.0.mlp: LlamaMLP, forward is test_reasons.instance_forward",
+    "offloaded": "model.embed_tokens: Embedding",
+    "class_forward": "model.layers.0.mlp: LlamaMLP, forward is test_reasons.class_forward",
+    "attention_function": "attn_implementation='sdpa', test_reasons.attention_function",
+    "experts_function": "test_reasons.experts_function",
+    "dynamic_rope": "model.rotary_emb: LlamaRotaryEmbedding, rope_type='dynamic'",
+    "autocast": "torch.autocast('cpu')",
+    "device": "lm_head.weight is meta",
+    "dtype": "lm_head.weight is torch.float16",
+    "dropout": "transformer.drop: Dropout, p=0.1",
+    "checkpointing": "model.layers.0: LlamaDecoderLayer, gradient_checkpointing=True",
+    "hooks": "model.layers.0.mlp: LlamaMLP, hook test_reasons",
+    "attention_mask": "torch.int64 (1, 11)",
+    "attention_outputs": "output_hidden_states",
+    "batch_size": "65 sequences, 64 at most",
+    "no_cache": "use_cache=False",
+    "other_cache": "DynamicCache",
+    "window_not_paged": "page_size=16",
+    "position_ids": "torch.int64 (1, 1, 11)",
+    "unsupported_input": "inputs_embeds",
+    "generation_mode": "beam_search",
+    "generation_method": "prepare_inputs_for_generation is ",
+    "custom_sample": "_sample",
+    "partial_patch": "unsupported_activation: model.layers.0.mlp.act_fn: Tanh",
+    "custom_stopping_criteria": "test_reasons.stop",
+    "custom_logits_processor": "test_reasons.<lambda>",
+    "nonfinite_logits": "generate()",
+}
+
+
+def provoke(code: str, monkeypatch, tmp_path) -> Iterable[str | None]:
     require_native(CPU)
     assert code in PROVOKED, f"reason code {code}: show in PROVOKED what gives it"
-    provoke = PROVOKED[code]
+    function = PROVOKED[code]
     fixtures = {"monkeypatch": monkeypatch, "tmp_path": tmp_path}
-    names = provoke.__code__.co_varnames[: provoke.__code__.co_argcount]
-    found = provoke(**{name: fixtures[name] for name in names})
+    names = function.__code__.co_varnames[: function.__code__.co_argcount]
+    return function(**{name: fixtures[name] for name in names})
+
+
+@pytest.mark.parametrize("code", REASONS)
+@pytest.mark.filterwarnings("ignore")
+def test_reason_is_given_and_names_what_it_speaks_of(code, monkeypatch, tmp_path):
+    spoken, note, report_of = [], Stats.note, Report.of
+
+    def noting(self, reason, *model):
+        note(self, reason, *model)
+        spoken.extend(self.details.get(code, []))
+
+    def reporting(*given):
+        made = report_of(*given)
+        known = [known for key, known in made.details.items() if key.endswith(f": {code}")]
+        spoken.extend(what for each in known for what in each)
+        assert all(each[0] in str(made) for each in known)
+        return made
+
+    monkeypatch.setattr(Stats, "note", noting)
+    monkeypatch.setattr(Report, "of", reporting)
+    found = provoke(code, monkeypatch, tmp_path)
     assert code in found, found
+    if code not in OF_NOTHING_ELSE:
+        assert any(NAMES[code] in what for what in spoken), spoken
+
+
+def test_strict_error_names_the_argument():
+    model = hf_fastpath.patch(build("gpt2"), quiet=True, strict=True)
+    with pytest.raises(FallbackError, match=r"unsupported_input \(token_type_ids\)"):
+        model.generate(IDS, token_type_ids=torch.zeros_like(IDS), **SHORT)
+    mlp = model.transformer.h[1].mlp
+    mlp.register_forward_hook(lambda *_: None)
+    with pytest.raises(FallbackError, match=r"hooks \(transformer.h.1.mlp: GPT2MLP, hook test_reasons"):
+        model.generate(IDS, **SHORT)
+
+
+def test_details_stay_few():
+    """However many modules and calls a code speaks of; it is counted once a call."""
+    model = patched(num_hidden_layers=12)
+    for layer in model.model.layers:
+        layer.mlp.register_forward_hook(lambda *_: None)
+    for _ in range(2):
+        generating(model)
+    stats = hf_fastpath.report(model).stats
+    assert stats["reasons"] == {"hooks": 2} and len(stats["details"]["hooks"]) == MOST_DETAILS
+    assert len({*stats["details"]["hooks"]}) == MOST_DETAILS and "and 7 more" in str(hf_fastpath.report(model))

@@ -1,4 +1,4 @@
-"""What ``bench_generate.py`` and ``bench_append.py`` compare: transformers, the patched model, llama.cpp."""
+"""What ``generate.py`` and ``benchmarks/bench_append.py`` compare: transformers, the patched model, llama.cpp."""
 
 from __future__ import annotations
 
@@ -13,29 +13,24 @@ from typing import Any
 
 import torch
 from torch.nn.attention.bias import causal_lower_right
-from transformers import AttentionInterface, DynamicCache, PreTrainedModel, TextStreamer
+from transformers import AttentionInterface, DynamicCache, PreTrainedModel, TextIteratorStreamer
 
 import hf_fastpath
-from hf_fastpath import traffic
-from hf_fastpath.compat import CACHE
-from hf_fastpath.patch_state import state_of
+
+from .. import traffic
+from ..compat import CACHE
+from ..patch_state import state_of
 
 #: name of the engine that is a program of its own
 LLAMA_CPP = "llama.cpp"
 
 
-class NumberStreamer(TextStreamer):
-    """A ``TextStreamer`` that needs no vocabulary and prints nothing: a token's text is its number."""
-
-    def __init__(self) -> None:
-        super().__init__(self)  # stands in for the tokenizer, of which decode() is used
+class Numbers:
+    """A tokenizer for streamers that needs no vocabulary: a token's text is its number."""
 
     @staticmethod
     def decode(token_ids: Sequence[int]) -> str:
         return " ".join(map(str, token_ids))
-
-    def on_finalized_text(self, text: str, stream_end: bool = False) -> None:
-        pass
 
 
 #: engine -> options of its generate()
@@ -45,7 +40,7 @@ ENGINES: dict[str, Callable[[], dict[str, Any]]] = {
     "flash": dict,
     "ours": dict,
     "ours-sampled": lambda: {"do_sample": True, "temperature": 0.8, "top_k": 50, "top_p": 0.95},
-    "ours-streamed": lambda: {"streamer": NumberStreamer()},
+    "ours-streamed": lambda: {"streamer": TextIteratorStreamer(Numbers())},
     "ours-int8-kv": dict,
     "ours-fp8-kv": dict,
 }

@@ -18,7 +18,10 @@ import transformers
 
 import hf_fastpath
 
-DATA_DIR = Path(__file__).resolve().parent / "data"
+_ROOT = Path(__file__).resolve().parents[2]
+IS_CHECKOUT = (_ROOT / "benchmarks" / "bench_generate.py").is_file()
+#: where CSV files go: an install has no folder for them, so that its files go to the working directory
+DATA_DIR = _ROOT / "benchmarks" / "data" if IS_CHECKOUT else Path()
 
 
 @dataclass(frozen=True)
@@ -108,6 +111,8 @@ def device_name(device: torch.device) -> str:
 
 
 def _commit() -> str:
+    if not IS_CHECKOUT:
+        return ""  # the folder of an install may lie in a repository of its user's
     command = ["git", "describe", "--always", "--dirty", "--exclude=*"]
     try:
         result = subprocess.run(command, cwd=Path(__file__).parent, capture_output=True, text=True)
@@ -152,7 +157,7 @@ def append_csv(path: Path, rows: Sequence[dict[str, object]]) -> None:
 
 
 def csv_path(kind: str, device: torch.device) -> Path:
-    """``data/<kind>_<device>.csv``, the device as a word: ``ops_h200.csv``, ``generate_cpu.csv``."""
+    """``<kind>_<device>.csv`` in DATA_DIR, the device as a word: ``ops_h200.csv``, ``generate_cpu.csv``."""
     if device.type == "cpu":
         return DATA_DIR / f"{kind}_cpu.csv"
     words = torch.cuda.get_device_name(device).replace("NVIDIA", "").replace("GeForce", "").split()
@@ -161,7 +166,16 @@ def csv_path(kind: str, device: torch.device) -> Path:
 
 def add_csv_argument(parser: argparse.ArgumentParser) -> None:
     """``--csv [PATH]``, as :func:`chosen_csv` takes it."""
-    parser.add_argument("--csv", nargs="?", const="", help="append the rows; without a path to benchmarks/data")
+    parser.add_argument("--csv", nargs="?", const="", help=f"append the rows; without a path to a file in {DATA_DIR}")
+
+
+def add_json_argument(parser: argparse.ArgumentParser) -> None:
+    """``--json``: the rows as data, and nothing else on stdout."""
+    parser.add_argument("--json", action="store_true", help="print the rows as JSON, with the columns of the CSV")
+
+
+def no_echo(text: str) -> None:
+    """Takes the place of ``print`` where stdout is for data."""
 
 
 def chosen_csv(argument: str | None, kind: str, device: torch.device) -> Path | None:

@@ -11,7 +11,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
-from hf_fastpath.traffic import weight_bytes
+from ..traffic import weight_bytes
 
 #: standard deviation of random weights: what most models are initialized with, so that nothing overflows
 WEIGHT_STD = 0.02
@@ -113,6 +113,37 @@ MODELS: dict[str, ModelShape] = {
             "max_position_embeddings": 131072,
             "rms_norm_eps": 1e-5,
             "rope_parameters": _LLAMA_3_ROPE | {"factor": 8.0},
+        },
+    ),
+    "llama-3.1-70b": ModelShape(
+        "Llama-3.1-70B",
+        "llama",
+        {
+            "vocab_size": 128256,
+            "hidden_size": 8192,
+            "intermediate_size": 28672,
+            "num_hidden_layers": 80,
+            "num_attention_heads": 64,
+            "num_key_value_heads": 8,
+            "head_dim": 128,
+            "max_position_embeddings": 131072,
+            "rms_norm_eps": 1e-5,
+            "rope_parameters": _LLAMA_3_ROPE | {"factor": 8.0},
+        },
+    ),
+    "qwen2.5-14b": ModelShape(
+        "Qwen2.5-14B",
+        "qwen2",
+        {
+            "vocab_size": 152064,
+            "hidden_size": 5120,
+            "intermediate_size": 13824,
+            "num_hidden_layers": 48,
+            "num_attention_heads": 40,
+            "num_key_value_heads": 8,
+            "max_position_embeddings": 32768,
+            "rms_norm_eps": 1e-6,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 1000000.0},
         },
     ),
     "gemma-2b": ModelShape(  # which was made for 8,192 positions; twice as many, to be compared

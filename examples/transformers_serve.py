@@ -1,0 +1,46 @@
+"""``transformers serve`` whose models are patched as they are loaded; the arguments are those of the command.
+
+    pip install "hf-fastpath[serve]"
+    python examples/transformers_serve.py examples/tiny-python --port 8000    # in the place of: transformers serve ...
+
+Leave ``--continuous-batching`` and ``--compile`` out: they run code of their own in the place of ``generate()``.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+import weakref
+
+from transformers.cli import transformers as command
+from transformers.cli.serving import model_manager
+
+import hf_fastpath
+
+
+class PatchingModelManager(model_manager.ModelManager):
+    """Loads what transformers' does, and patches it; a model that cannot be patched is served as it is."""
+
+    seen: weakref.WeakSet = weakref.WeakSet()
+    turn = threading.Lock()  # requests come in threads
+
+    def load_model_and_processor(self, *args, **kwargs):
+        model, processor = super().load_model_and_processor(*args, **kwargs)
+        with self.turn:
+            if model not in self.seen:
+                self.seen.add(model)
+                try:
+                    hf_fastpath.patch(model)
+                except hf_fastpath.UnsupportedModelError as error:
+                    print(f"served by stock code: {error}", file=sys.stderr)
+        return model, processor
+
+
+def main() -> None:
+    # The command makes its manager by this name, in this process alone.
+    model_manager.ModelManager = PatchingModelManager
+    command.app(["serve", *sys.argv[1:]], prog_name="transformers")
+
+
+if __name__ == "__main__":
+    main()

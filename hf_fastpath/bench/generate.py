@@ -1,0 +1,376 @@
+"""Whole-model benchmark: prefill and decode speed of stock transformers and of the patched model.
+
+    hf-fastpath bench --model mistral-7b --dtype fp16 --context 128 4096
+
+Engines, on the same weights: ``stock`` (transformers as it is), ``static``
+(``cache_implementation="static"``, which transformers compiles by itself on CUDA), ``ours``
+(``hf_fastpath.patch``); ``ours-sampled`` is ``ours`` with temperature, top-k and top-p, ``ours-streamed``
+with a ``TextIteratorStreamer`` (batch 1), ``ours-int8-kv`` and ``ours-fp8-kv`` with a quantized KV cache. With
+``--gguf`` also ``llama.cpp``: its ``llama-bench``, found on PATH, on a GGUF file of the same sizes, which
+``benchmarks/gguf.py`` of the source checkout writes (batch 1, decode only).
+
+Method. All times are of ``model.generate()``, greedy unless named otherwise, with random prompts and no end
+token, so every length is exact. Prefill is the time of one call that makes one token. Decode is ``(t2 - t1) /
+(n2 - n1)`` for two calls that differ only in the number of new tokens, n1 and n2: prefill, set-up and
+whatever else a call costs once cancel out. With ``--filled`` a prompt is not read but its keys and values, all
+but the last, are drawn at random, so that long contexts cost no long prompts; there is no prefill then. After
+an engine is switched on it makes an untimed call of the longest kind. Engines alternate, every second round in
+reverse order; tables give medians with half the distance between the 20th and 80th percentile. ``% of R`` is
+the share of the measured read bandwidth that reading the weights once and the KV cache up to the mean position
+would take. On a CPU, where it drifts, the bandwidth is measured in every round, and each round's share is of
+its own.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import gc
+import json
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from tqdm import tqdm
+from transformers import DynamicCache, PreTrainedModel
+
+import hf_fastpath
+
+from .. import arguments, loader, traffic
+from ..bandwidth import measure_read_bandwidth, read_buffer
+from ..options import HEADS
+from ..progress import announced, counted
+from ..quantization import FORMATS
+from ..tables import table
+from . import measure, shapes
+from .engines import ENGINES, KV_DTYPES, LLAMA_CPP, LlamaBench, copied_cache, engine, is_ours, random_cache
+from .measure import DTYPE_NAMES, DTYPES, Spread
+
+DEFAULT_ENGINES = ("stock", "static", "ours")
+
+
+@dataclass
+class Workload:
+    """One line of work for every engine.
+
+    Attributes:
+        prompt: int64 [batch, context] on the model's device.
+        warm_tokens, new_tokens: n1, and n2 - n1.
+        cache: holds all but the last position of the prompt; None: the prompt is read.
+    """
+
+    prompt: torch.Tensor
+    warm_tokens: int
+    new_tokens: int
+    cache: DynamicCache | None = None
+
+    @property
+    def mean_context(self) -> float:
+        """Positions that a timed decode step attends to, itself included, on average."""
+        return self.prompt.shape[1] + self.warm_tokens + (self.new_tokens - 1) / 2
+
+
+@dataclass
+class Timings:
+    """What was seen of one engine on one workload: seconds a call or a token, the read bandwidth of every round, bytes
+    at the peak."""
+
+    first_call: float = 0.0
+    peak_memory: int | None = None
+    prefill: list[float] = field(default_factory=list)
+    token: list[float] = field(default_factory=list)
+    bandwidth: list[float] = field(default_factory=list)
+    note: str = ""
+
+
+def _reset_peak(device: torch.device) -> None:
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats(device)
+    else:
+        with contextlib.suppress(OSError):  # Linux: forget the process's high-water mark
+            Path("/proc/self/clear_refs").write_text("5")
+
+
+def _peak(device: torch.device) -> int | None:
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    with contextlib.suppress(OSError):
+        for line in Path("/proc/self/status").read_text().splitlines():
+            if line.startswith("VmHWM"):
+                return int(line.split()[1]) * 1024
+    return None
+
+
+def _fallback_note(model: PreTrainedModel) -> str:
+    """What the report says ran as stock code."""
+    stats = hf_fastpath.report(model).to_dict()["stats"]
+    reasons = ", ".join(f"{count} x {code}" for code, count in stats["reasons"].items())
+    return f"{stats['fallback_tokens']} stock tokens ({reasons})" if stats["fallback_tokens"] else ""
+
+
+def _run_round(name: str, model: PreTrainedModel, work: Workload, seen: Timings, timed: bool) -> None:
+    """One round of one engine; a round that is not timed takes the first call and the peak memory."""
+    device = work.prompt.device
+    longest = work.warm_tokens + work.new_tokens
+    if not timed:
+        _reset_peak(device)
+    start = time.perf_counter()
+    with engine(name, model) as generate:
+        cache = copied_cache(name, work.cache)
+        generate(work.prompt, longest, cache)
+        measure.synchronize(device)
+        if not timed:  # the patch itself and whatever is built, compiled or captured
+            seen.first_call = time.perf_counter() - start
+            seen.peak_memory = _peak(device)
+            seen.note = _fallback_note(model) if is_ours(name) else ""
+            return
+
+        def timed_call(count: int) -> float:
+            cache = copied_cache(name, work.cache)
+            return measure.seconds(lambda: generate(work.prompt, count, cache), device)
+
+        one, short, long = (timed_call(count) for count in (1, work.warm_tokens, longest))
+    if work.cache is None:
+        seen.prefill.append(one)
+    seen.token.append((long - short) / work.new_tokens)
+
+
+def run_workload(
+    model: PreTrainedModel,
+    work: Workload,
+    engines: Sequence[str],
+    repeats: int,
+    llama: LlamaBench | None = None,
+    label: str = "",
+) -> dict[str, Timings]:
+    """Time every engine on ``work``, and ``llama``, alternating, ``repeats`` times; ``label`` stands in the bar."""
+    seen = {name: Timings() for name in (*engines, *([LLAMA_CPP] if llama else []))}
+    batch, context = work.prompt.shape
+    with counted(len(seen) * (repeats + 1), f"{label}, context {context}, batch {batch}") as bar:
+        _run_rounds(model, work, seen, repeats, llama, bar)
+    return seen
+
+
+def _run_rounds(
+    model: PreTrainedModel,
+    work: Workload,
+    seen: dict[str, Timings],
+    repeats: int,
+    llama: LlamaBench | None,
+    bar: tqdm,
+) -> None:
+    device = work.prompt.device
+    buffer = None
+    for turn in range(-1, repeats):  # turn -1 is the first call
+        if device.type == "cpu" and turn >= 0:
+            buffer = read_buffer(device) if buffer is None else buffer  # one for all turns, and none in peak_memory
+            bandwidth = measure_read_bandwidth(device, repeats=3, buffer=buffer)
+            for timings in seen.values():
+                timings.bandwidth.append(bandwidth)
+        for name in seen if turn % 2 == 0 else reversed(seen):
+            if name != LLAMA_CPP:
+                _run_round(name, model, work, seen[name], timed=turn >= 0)
+            elif turn >= 0:
+                context = work.prompt.shape[1] + work.warm_tokens
+                seen[name].token.append(llama.seconds_per_token(context, work.new_tokens))
+            bar.update()
+
+
+def _row(
+    model: PreTrainedModel, label: str, name: str, work: Workload, seen: Timings, bandwidth: float
+) -> dict[str, object]:
+    batch, context = work.prompt.shape
+    prefill, token = Spread.of(seen.prefill) if seen.prefill else None, Spread.of(seen.token)
+    rounds = seen.bandwidth or [bandwidth] * len(seen.token)
+    bandwidth = statistics.median(rounds)
+    kv = traffic.kv_bytes(model.config, work.mean_context, KV_DTYPES.get(name, model.dtype), batch)
+    moved = traffic.weight_bytes(model, batch) + kv
+    return {
+        "model": label,
+        "dtype": DTYPE_NAMES[model.dtype],
+        "context": context,
+        "batch": batch,
+        "engine": name,
+        "prefill_tok_s": round(batch * context / prefill.p50, 1) if prefill else None,
+        "prefill_spread_percent": round(prefill.percent, 1) if prefill else None,
+        "decode_tok_s": round(batch / token.p50, 2),
+        "decode_spread_percent": round(token.percent, 1),
+        "ms_per_token": round(1000 * token.p50, 4),
+        "gb_s": round(moved / token.p50 / 1e9, 1),
+        "percent_of_r": round(statistics.median(100 * moved / t / r for t, r in zip(seen.token, rounds)), 1),
+        "r_gb_s": round(bandwidth / 1e9, 1),
+        "limit_tok_s": round(batch * bandwidth / moved, 1),
+        "bytes_per_token": moved,
+        "kv_bytes_per_token": kv,
+        "peak_memory_bytes": seen.peak_memory,
+        "first_call_s": round(seen.first_call, 2),
+        "new_tokens": work.new_tokens,
+        "repeats": len(seen.token),
+        "note": seen.note,
+    }
+
+
+#: heading -> how a row shows it
+TABLE: dict[str, Callable[[dict[str, Any]], str]] = {
+    "engine": lambda r: r["engine"],
+    "prefill tok/s": lambda r: (
+        f"{r['prefill_tok_s']:,.0f} ±{r['prefill_spread_percent']:.0f}%" if r["prefill_tok_s"] else ""
+    ),
+    "decode tok/s": lambda r: f"{r['decode_tok_s']:,.1f} ±{r['decode_spread_percent']:.0f}%",
+    "ms/token": lambda r: f"{r['ms_per_token']:.3f}",
+    "GB/s": lambda r: f"{r['gb_s']:.0f}" if r["gb_s"] >= 100 else f"{r['gb_s']:.1f}",
+    "% of R": lambda r: f"{r['percent_of_r']:.1f}",
+    "KV MB": lambda r: f"{r['kv_bytes_per_token'] / 1e6:.1f}",
+    "peak GB": lambda r: f"{r['peak_memory_bytes'] / 1e9:.2f}" if r["peak_memory_bytes"] else "",
+    "1st call s": lambda r: f"{r['first_call_s']:.1f}",
+}
+
+
+def _shown(rows: Sequence[dict[str, Any]]) -> str:
+    """The table of one workload, below its heading."""
+    first = rows[0]
+    head = f"\n{first['model']} {first['dtype']}, context {first['context']}, batch {first['batch']}"
+    notes = [f"  {row['engine']}: {row['note']}" for row in rows if row["note"]]
+    cells = [[show(row) for show in TABLE.values()] for row in rows]
+    return "\n".join([head, table(list(TABLE), cells, left=("engine",), indent=2), *notes])
+
+
+def bench(
+    models: Sequence[str] | PreTrainedModel,
+    *,
+    dtype: str = "fp16",
+    device: str | None = None,
+    contexts: Sequence[int] = (128, 4096),
+    batches: Sequence[int] = (1,),
+    engines: Sequence[str] = DEFAULT_ENGINES,
+    new_tokens: int = 128,
+    repeats: int = 5,
+    filled: bool = False,
+    weights: str | None = None,
+    lm_head: str = HEADS[0],
+    gguf: Path | None = None,
+    csv: Path | None = None,
+    echo: Callable[[str], None] = print,
+) -> list[dict[str, object]]:
+    """Run the benchmark and print a table for every model, context and batch as it comes.
+
+    Args:
+        models: names of :data:`shapes.MODELS`, built with random weights; or a model that is ready.
+        dtype, device: of the models that are built.
+        contexts, batches: prompt lengths and batch sizes; lengths that a model has no positions for are left
+            out with a line that says so.
+        engines: of :data:`ENGINES`.
+        new_tokens: tokens timed by one decode measurement.
+        repeats: timed rounds.
+        filled: take prompts from random caches instead of reading them.
+        weights: format that the model's weights are quantized to, for engines that are ours; or None.
+        lm_head: with weights, the head's.
+        gguf: file for llama.cpp, of the one model's sizes.
+        csv: file to append the rows to.
+        echo: receives what is printed.
+
+    Returns:
+        One row a model, context, batch and engine, as in the CSV.
+    """
+    where = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    if isinstance(models, PreTrainedModel):
+        where = models.device
+    llama = LlamaBench(gguf) if gguf is not None else None
+    status = loader.ensure(where.type)
+    with announced(f"measuring the read bandwidth of {where}"):
+        bandwidth = measure_read_bandwidth(where)
+    known = measure.environment(where)
+    echo(f"{known['device']}, torch {torch.__version__}, transformers {transformers.__version__}")
+    echo(f"R = {bandwidth / 1e9:.1f} GB/s, the read bandwidth; kernels {status}")
+    rows: list[dict[str, object]] = []
+    for entry in [models] if isinstance(models, PreTrainedModel) else models:
+        if isinstance(entry, str):
+            with announced(f"making a random {entry}"):
+                model, label = shapes.build_model(entry, where, DTYPES[dtype]), shapes.shape(entry).label
+        else:
+            model, label = entry, entry.config.model_type
+        if weights is not None:
+            hf_fastpath.patch(model, weights=weights, lm_head=lm_head, keep_original=False)
+            label = f"{label} {weights}" + ("" if lm_head == HEADS[0] else f", {lm_head} head")
+        # Short contexts first: transformers keeps the longest static cache it ever made and would read it
+        # all.
+        for context in sorted(contexts):
+            for batch in sorted(batches):
+                work = Workload(shapes.prompt(model, batch, context), max(2, min(16, new_tokens // 4)), new_tokens)
+                length = context + work.warm_tokens + new_tokens
+                limit = getattr(model.config.get_text_config(), "max_position_embeddings", length)
+                if length > limit:
+                    echo(f"{label}: context {context} left out, {length} positions are more than its {limit}")
+                    continue
+                if filled and context > 1:
+                    work.cache = random_cache(model, batch, context - 1)
+                found = run_workload(model, work, engines, repeats, llama if batch == 1 else None, label)
+                made = [{**known, **_row(model, label, name, work, seen, bandwidth)} for name, seen in found.items()]
+                rows += made
+                if csv is not None:
+                    measure.append_csv(csv, made)
+                echo(_shown(made))
+        del model
+    return rows
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(
+        prog="hf-fastpath bench", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--model", nargs="+", default=["mistral-7b"], choices=list(shapes.MODELS))
+    parser.add_argument("--dtype", default="fp16", choices=list(DTYPES))
+    parser.add_argument("--device", type=arguments.device, help="cuda, cuda:1, cpu; default: cuda if there is one")
+    parser.add_argument("--context", nargs="+", type=arguments.count, default=[128, 4096])
+    parser.add_argument("--batch", nargs="+", type=arguments.count, default=[1])
+    parser.add_argument(
+        "--engines", default=",".join(DEFAULT_ENGINES), help="comma-separated, of: " + ", ".join(ENGINES)
+    )
+    parser.add_argument("--new-tokens", type=arguments.count, default=128)
+    parser.add_argument("--repeats", type=arguments.count, default=5)
+    parser.add_argument("--filled", action="store_true", help="random keys and values instead of reading the prompt")
+    parser.add_argument("--weights", choices=list(FORMATS), help="quantize the model's weights; engines: ours alone")
+    parser.add_argument("--lm-head", default=HEADS[0], choices=HEADS, help="with --weights, the head's")
+    parser.add_argument("--gguf", type=Path, help="also run llama-bench on this file")
+    measure.add_csv_argument(parser)
+    measure.add_json_argument(parser)
+    given = parser.parse_args(argv)
+    engines = given.engines.split(",")
+    if unknown := set(engines) - set(ENGINES):
+        parser.error(f"unknown engine {', '.join(sorted(unknown))}, expected {', '.join(ENGINES)}")
+    if given.filled and "static" in engines:
+        parser.error("engine static makes its own cache: leave it out with --filled")
+    if given.weights and not all(map(is_ours, engines)):
+        parser.error(f"--weights leaves nothing for {given.engines} to run on: --engines ours")
+    device = given.device or ("cuda" if torch.cuda.is_available() else "cpu")
+    path = measure.chosen_csv(given.csv, "generate", torch.device(device))
+    rows = bench(
+        given.model,
+        dtype=given.dtype,
+        device=device,
+        contexts=given.context,
+        batches=given.batch,
+        engines=engines,
+        new_tokens=given.new_tokens,
+        repeats=given.repeats,
+        filled=given.filled,
+        weights=given.weights,
+        lm_head=given.lm_head,
+        gguf=given.gguf,
+        csv=path,
+        echo=measure.no_echo if given.json else print,
+    )
+    if given.json:
+        print(json.dumps(rows, indent=1))
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

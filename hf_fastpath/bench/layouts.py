@@ -1,0 +1,181 @@
+"""Layout benchmark: how near to the read bandwidth a product of one row comes, by the order of its weight's quants.
+
+    hf-fastpath bench gemv --format q4_0 --layout interleaved split packed --layers 32
+
+The products of a Llama's MLP: gate and up (4096 features to 16384) and down (16384 to 4096), of as many distinct
+layers as ``--layers`` says, one after the other, so that no cache holds what the next pass reads. Layouts of ``q4_0``,
+18 bytes for 32 weights in all of them: ``interleaved``, blocks of a float16 scale and 16 bytes of quants, as GGUF
+files have them; ``split``, the same quants behind each other and the scales apart (both with plain kernels,
+``q4_0_gemv``); ``packed``, ours (``packed_gemv``, format int4_g32). Other formats of ours have ``packed`` alone.
+
+Method. Weights are random bytes, on a CPU in pages of 2 MB. A pass is one call for each product; on CUDA all of a pass
+lie in one CUDA graph, whose replay is timed, on a CPU the calls themselves are. ms/token: median time of a pass; GB/s:
+bytes of quants, scales and zeros over it; % of R: of the read bandwidth measured in the same run.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from .. import arguments, loader, ops
+from ..bandwidth import measure_read_bandwidth
+from ..huge_pages import ask_for
+from ..ops.q4_0_gemv import BLOCK_BYTES, GROUP, LAYOUTS, QUANT_BYTES
+from ..progress import counted
+from ..quantization import FORMATS
+from ..quantization.formats import padded
+from ..tables import table
+from . import measure
+from .measure import DTYPES
+
+Q4_0, PACKED = "q4_0", "packed"
+#: bytes drawn at random; weights repeat them, since drawing gigabytes takes longer than reading them
+_PATTERN_BYTES = 1 << 24
+
+
+@dataclass(frozen=True)
+class Study:
+    """What is measured: format and layout, layers, features of the model and inside its MLP."""
+
+    format: str
+    layout: str
+    layers: int
+    hidden: int
+    inner: int
+
+    def shapes(self) -> list[tuple[int, int]]:
+        """(out_features, in_features) of every product of a pass."""
+        return [(self.inner, self.hidden), (self.inner, self.hidden), (self.hidden, self.inner)] * self.layers
+
+
+def _random_bytes(device: torch.device, *shape: int, below: int = 256) -> torch.Tensor:
+    out = torch.empty(shape, dtype=torch.uint8, device=device)
+    ask_for(out)
+    pattern = torch.randint(below, (min(_PATTERN_BYTES, out.numel()),), dtype=torch.uint8, device=device)
+    for piece in out.view(-1).split(_PATTERN_BYTES):
+        piece.copy_(pattern[: piece.numel()])
+    return out
+
+
+def _random_scales(device: torch.device, *shape: int) -> torch.Tensor:
+    """float16, of about 1 / 256."""
+    return (_random_bytes(device, *shape).half() + 128) / 2**16
+
+
+def weight(study: Study, rows: int, columns: int, device: torch.device) -> tuple:
+    """A random weight, as the op of its layout takes it behind x.
+
+    Raises:
+        ValueError: the format does not have the layout.
+    """
+    if study.layout == PACKED:
+        form = FORMATS["int4_g32" if study.format == Q4_0 else study.format]
+        groups = rows, form.groups(columns)
+        # the largest bytes of fp8 are NaN
+        quants = _random_bytes(device, rows, padded(columns) * form.bits // 8, below=127 if form.is_float else 256)
+        zeros = _random_bytes(device, *groups, below=16) if form.has_zeros else None
+        return quants, _random_scales(device, *groups), zeros, 1.0, form.packing
+    if study.format != Q4_0:
+        raise ValueError(f"format {study.format} has layout {PACKED} alone, not {study.layout}")
+    groups = columns // GROUP
+    if study.layout == "split":
+        return _random_bytes(device, rows, groups * QUANT_BYTES), _random_scales(device, rows, groups)
+    blocks = _random_bytes(device, rows, groups, BLOCK_BYTES)
+    blocks[..., :2] = _random_scales(device, rows, groups)[..., None].view(torch.uint8)
+    return blocks.view(rows, -1), None
+
+
+def measured(study: Study, device: torch.device, dtype: torch.dtype, rounds: int, bandwidth: float) -> dict:
+    """One row: time of a pass over all layers."""
+    op = ops.packed_gemv.overload if study.layout == PACKED else ops.q4_0_gemv.overload
+    inputs = {size: torch.randn(1, size, device=device, dtype=dtype) for size in (study.hidden, study.inner)}
+    calls = [(inputs[k], *weight(study, n, k, device)) for n, k in study.shapes()]
+    num_bytes = sum(part.nbytes for _, *parts in calls for part in parts if isinstance(part, torch.Tensor))
+
+    def one_pass() -> list[torch.Tensor]:
+        return [op(*call) for call in calls]
+
+    with torch.inference_mode():
+        timer: Callable[[], float]
+        if device.type == "cuda":
+            timer = measure.graph_timer(one_pass, device)
+        else:
+            timer = functools.partial(measure.seconds, one_pass, device)
+            timer()
+        spread = measure.Spread.of([timer() for _ in range(rounds)])
+    return {
+        **measure.environment(device),
+        "format": study.format,
+        "layout": study.layout,
+        "layers": study.layers,
+        "hidden": study.hidden,
+        "inner": study.inner,
+        "dtype": measure.DTYPE_NAMES[dtype],
+        "weight_bytes": num_bytes,
+        "ms_per_token": round(1e3 * spread.p50, 4),
+        "spread_percent": round(spread.percent, 1),
+        "gb_s": round(num_bytes / spread.p50 / 1e9, 1),
+        "percent_of_r": round(100 * num_bytes / spread.p50 / bandwidth, 1),
+        "r_gb_s": round(bandwidth / 1e9, 1),
+    }
+
+
+def _shown(rows: Sequence[dict]) -> str:
+    columns = ("format", "layout", "GB", "ms/token", "GB/s", "% of R", "R, GB/s")
+    cells = [
+        (
+            *(row["format"], row["layout"], f"{row['weight_bytes'] / 1e9:.2f}"),
+            *(f"{row['ms_per_token']:.4f} ±{row['spread_percent']}%", f"{row['gb_s']:.1f}"),
+            *(f"{row['percent_of_r']:.1f}", f"{row['r_gb_s']:.1f}"),
+        )
+        for row in rows
+    ]
+    return table(columns, cells, left=("format", "layout"))
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Entry point; returns the exit status."""
+    parser = argparse.ArgumentParser(
+        prog="hf-fastpath bench gemv", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--format", default=Q4_0, choices=(Q4_0, *FORMATS))
+    parser.add_argument("--layout", nargs="+", choices=(*LAYOUTS, PACKED), help="default: all that the format has")
+    parser.add_argument("--layers", type=arguments.count, default=32)
+    parser.add_argument("--hidden", type=arguments.count, default=4096)
+    parser.add_argument("--inner", type=arguments.count, default=16384)
+    parser.add_argument("--dtype", default="fp16", choices=list(DTYPES), help="of x")
+    parser.add_argument("--rounds", type=arguments.count, default=5)
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", type=arguments.device)
+    measure.add_csv_argument(parser)
+    measure.add_json_argument(parser)
+    given = parser.parse_args(argv)
+    layouts = given.layout or ((*LAYOUTS, PACKED) if given.format == Q4_0 else (PACKED,))
+    if given.format != Q4_0 and set(layouts) != {PACKED}:
+        parser.error(f"format {given.format} has layout {PACKED} alone")
+    if given.hidden % GROUP or given.inner % GROUP:
+        parser.error(f"--hidden and --inner are multiples of {GROUP}")
+    device = torch.device(given.device)
+    status = loader.ensure(device.type)
+    path = measure.chosen_csv(given.csv, "layouts", device)
+    rows = []
+    with counted(len(layouts), "layouts") as bar:
+        for layout in layouts:
+            bar.set_description_str(f"{given.format}, {layout}", refresh=False)
+            study = Study(given.format, layout, given.layers, given.hidden, given.inner)
+            bandwidth = measure_read_bandwidth(device)
+            rows.append(measured(study, device, DTYPES[given.dtype], given.rounds, bandwidth))
+            if path:
+                measure.append_csv(path, rows[-1:])
+            bar.update()
+    print(json.dumps(rows, indent=1) if given.json else f"{status}\n{_shown(rows)}")
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,66 @@
+"""Arguments of ops that are one of a few: a name in Python, a number in the op's schema.
+
+No op takes a string: torch's conversion of one for a native kernel allocates a copy that nobody frees. The numbers are
+those of the enumerations in ``csrc``.
+"""
+
+from __future__ import annotations
+
+import enum
+from typing import Any
+
+
+class Choice(enum.IntEnum):
+    """One of a few. ``Activation("gelu_tanh")``, ``Activation(3)`` and ``Activation.GELU_TANH`` are one."""
+
+    @property
+    def label(self) -> str:
+        """The name that users pass and read."""
+        return self.name.lower()
+
+    @classmethod
+    def _missing_(cls, value: object) -> Choice | None:
+        return next((member for member in cls if member.label == value), None)
+
+    @classmethod
+    def of(cls, value: Any) -> Any:
+        """The member that ``value`` names or numbers; ``value`` itself if none: ``registry.choice_reason`` says so."""
+        try:
+            return cls(value)
+        except ValueError:
+            return value
+
+
+class Activation(Choice):
+    """``Activation`` of ``csrc/common/dtype.h``; the last one is a gate of ``fused_experts`` only."""
+
+    NONE = 0
+    RELU = 1
+    SILU = 2
+    GELU_TANH = 3
+    GELU = 4
+    CLAMPED_SWIGLU = 5
+
+
+class Norm(Choice):
+    """``Norm`` of ``csrc/common/dtype.h``."""
+
+    NONE = 0
+    RMS = 1
+    LAYER = 2
+
+
+class Packing(Choice):
+    """``PackedForm`` of ``csrc/packed_gemv/packed_form.h``: the names are those of ``quantization.FORMATS``."""
+
+    INT8 = 0
+    FP8 = 1
+    INT4 = 2
+    INT4_G32 = 3
+
+
+class Approximation(Choice):
+    """Of ``fused_gelu``, as ``torch.nn.functional.gelu`` names them."""
+
+    NONE = 0
+    TANH = 1

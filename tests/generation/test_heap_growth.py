@@ -1,0 +1,37 @@
+"""No token leaves a byte behind on the heap, whatever makes it."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+from heap import growth
+from models import fresh, prompt
+
+import hf_fastpath
+
+TOKENS, CALLS, WINDOWS = 16, 3, 6
+#: kind -> options of ``patch()``, of ``generate()``
+KINDS = {
+    "plain": ({}, {}),
+    "sampled": ({}, {"do_sample": True}),
+    "by_part": ({"ops": ("norm", "mlp", "attention", "layer")}, {}),
+    "pages": ({"page_size": 16}, {}),
+    "quantized_kv": ({"kv_dtype": "int8"}, {}),
+    "quantized_weights": ({"weights": "int4_g32"}, {}),
+    "prompt_lookup": ({}, {"prompt_lookup_num_tokens": 3}),
+    "beams": ({}, {"num_beams": 2}),
+}
+
+
+@pytest.mark.parametrize("kind", (*KINDS, "assisted"))
+def test_tokens_free_what_they_allocate(kind, device):
+    stock, _ = fresh("mistral", device)
+    options, given = KINDS.get(kind, ({}, {}))
+    if kind == "assisted":
+        given = {"assistant_model": hf_fastpath.patch(copy.deepcopy(stock), quiet=True)}
+    model = hf_fastpath.patch(stock, quiet=True, **options)
+    ids = prompt(device)
+    settings = {"do_sample": False, "max_new_tokens": TOKENS, "min_new_tokens": TOKENS} | given
+    grown = growth(lambda: model.generate(ids, **settings), CALLS, WINDOWS)
+    assert grown < CALLS * TOKENS, f"{grown / (CALLS * TOKENS)} bytes a token"

@@ -1,0 +1,43 @@
+"""Bytes that the process holds of the C library's heap, to the byte: what native code forgets to free stays there."""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+from collections.abc import Callable
+
+import pytest
+
+
+class _Mallinfo(ctypes.Structure):
+    _fields_ = [
+        (name, ctypes.c_size_t)
+        for name in (
+            *("arena", "ordblks", "smblks", "hblks", "hblkhd"),
+            *("usmblks", "fsmblks", "uordblks", "fordblks", "keepcost"),
+        )
+    ]
+
+
+def held_bytes() -> int:
+    """Bytes of all arenas that are in use, and of blocks mapped by themselves; what Python could collect is gone."""
+    library = ctypes.CDLL(None)
+    if not hasattr(library, "mallinfo2"):
+        pytest.skip("the C library has no mallinfo2 (glibc from 2.33 on has)")
+    library.mallinfo2.restype = _Mallinfo
+    gc.collect()
+    info = library.mallinfo2()
+    return info.uordblks + info.hblkhd
+
+
+def growth(call: Callable[[], object], times: int, windows: int = 3) -> int:
+    """Least growth of the heap over ``times`` calls, of some such windows in a row behind one that warms up.
+
+    What a call leaks, every window shows; what is kept once, for later calls, does not come again and again.
+    """
+    held = []
+    for _ in range(windows + 1):
+        for _ in range(times):
+            call()
+        held.append(held_bytes())
+    return min(after - before for before, after in zip(held, held[1:]))

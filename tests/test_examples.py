@@ -1,0 +1,219 @@
+"""The examples that people copy, each on the small model and a CPU."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import sys
+from types import SimpleNamespace
+
+import pytest
+import torch
+from models import CPU, TINY_PYTHON, require_native, tokenizer
+from transformers import AutoModelForCausalLM, GPT2Config, TextStreamer
+
+import hf_fastpath
+
+EXAMPLES = TINY_PYTHON.parent
+
+
+def example(name: str):
+    """``examples/<name>.py``, anew."""
+    found = importlib.util.spec_from_file_location(f"example_{name}", EXAMPLES / f"{name}.py")
+    module = importlib.util.module_from_spec(found)
+    sys.modules[found.name] = module  # pydantic looks annotations up there
+    found.loader.exec_module(module)
+    return module
+
+
+def trained() -> torch.nn.Module:
+    return AutoModelForCausalLM.from_pretrained(TINY_PYTHON, dtype=torch.float32).eval()
+
+
+def stock_answer(text: str, count: int) -> str:
+    """What the model as it is makes of ``text``."""
+    inputs = tokenizer()(text, return_tensors="pt")
+    ids = trained().generate(**inputs, max_new_tokens=count, do_sample=False)
+    return tokenizer().decode(ids[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
+
+
+@pytest.fixture
+def fast_counts():
+    """How many tokens a model made fast and how many not."""
+    require_native(CPU)
+
+    def counts(model) -> tuple[int, int]:
+        stats = hf_fastpath.report(model).to_dict()["stats"]
+        return stats["fast_tokens"], stats["fallback_tokens"]
+
+    return counts
+
+
+def test_chat_streams_and_keeps_its_cache(fast_counts, capsys):
+    model = hf_fastpath.patch(trained(), quiet=True)
+    chat = example("chat").Chat(model, tokenizer())
+    first = chat.say("import os\n\n\ndef", TextStreamer(tokenizer(), skip_prompt=True), max_new_tokens=12)
+    assert first == stock_answer("import os\n\n\ndef", 12) and capsys.readouterr().out.strip() == first.strip()
+    kept = chat.cache
+    kept_length = kept.get_seq_length()
+    second = chat.say("\n\n\nclass", max_new_tokens=12)
+    assert chat.cache is kept and kept.get_seq_length() > kept_length
+    assert second == stock_answer("import os\n\n\ndef" + first + "\n\n\nclass", 12)
+    assert fast_counts(model)[1] == 0
+
+
+def test_chat_begins_anew_where_a_template_writes_turns_anew(fast_counts):
+    """One that leaves out what an answer began with, as templates do with thoughts."""
+    model, words = hf_fastpath.patch(trained(), quiet=True), tokenizer()
+    words.chat_template = "{% for m in messages %}{{ m.content if m.role == 'user' else m.content[3:] }}\n{% endfor %}"
+    chat = example("chat").Chat(model, words)
+    first = chat.say("import os\n\n\ndef", max_new_tokens=12)
+    kept = chat.cache
+    second = chat.say("class", max_new_tokens=12)
+    assert chat.cache is not kept and second == stock_answer(f"import os\n\n\ndef\n{first[3:]}\nclass\n", 12)
+
+
+@pytest.fixture
+def client(fast_counts):
+    pytest.importorskip("httpx", reason="httpx is not installed")
+    testclient = pytest.importorskip("fastapi.testclient", reason="FastAPI is not installed")
+    model = hf_fastpath.patch(trained(), quiet=True)
+    return testclient.TestClient(example("serve").make_app(model, tokenizer(), "tiny"))
+
+
+def asked(**options) -> dict:
+    return {"messages": [{"role": "user", "content": "import os\n\n\ndef"}], "max_tokens": 12, **options}
+
+
+def test_server_answers_and_streams(client):
+    expected = stock_answer("import os\n\n\ndef", 12)
+    answer = client.post("/v1/chat/completions", json=asked()).json()
+    assert answer["choices"][0]["message"] == {"role": "assistant", "content": expected}
+    with client.stream("POST", "/v1/chat/completions", json=asked(stream=True)) as response:
+        lines = [line.removeprefix("data: ") for line in response.iter_lines() if line]
+    chunks = [json.loads(line)["choices"][0] for line in lines[:-1]]
+    assert lines[-1] == "[DONE]" and chunks[-1]["finish_reason"] == "stop" and len(chunks) > 3
+    assert "".join(chunk["delta"].get("content", "") for chunk in chunks) == expected
+    assert client.get("/report").json()["stats"]["fast_tokens"] == 2 * 12
+    torch.manual_seed(0)
+    sampled = client.post("/v1/chat/completions", json=asked(temperature=0.8, top_p=0.9))
+    assert sampled.status_code == 200 and sampled.json()["choices"][0]["message"]["content"] != expected
+    assert client.get("/report").json()["stats"]["fallback_tokens"] == 0
+    assert client.get("/v1/models").json()["data"][0]["id"] == "tiny"
+
+
+@pytest.mark.parametrize("wrong", (dict(messages=[]), dict(max_tokens=0), dict(top_p=0), dict(temperature=-1)))
+def test_server_refuses(client, wrong):
+    assert client.post("/v1/chat/completions", json=asked(**wrong)).status_code == 422
+
+
+def test_server_passes_faults_on_and_goes_on(fast_counts, monkeypatch):
+    """A fault in generate() is that request's, and the next one has its turn."""
+    pytest.importorskip("httpx", reason="httpx is not installed")
+    testclient = pytest.importorskip("fastapi.testclient", reason="FastAPI is not installed")
+    model = hf_fastpath.patch(trained(), quiet=True)
+    app = example("serve").make_app(model, tokenizer(), "tiny")
+    client, real = testclient.TestClient(app, raise_server_exceptions=False), model.generate
+
+    def failing(*args, **kwargs):
+        raise RuntimeError("no memory")
+
+    monkeypatch.setattr(model, "generate", failing)
+    assert client.post("/v1/chat/completions", json=asked()).status_code == 500
+    monkeypatch.setattr(model, "generate", real)
+    assert client.post("/v1/chat/completions", json=asked()).status_code == 200
+
+
+def test_server_stops_when_its_reader_is_gone(fast_counts, monkeypatch):
+    serve = example("serve")
+    stopped = serve.Stopped()
+    ids = torch.zeros(2, 3, dtype=torch.long)
+    assert not stopped(ids, None).any()
+    stopped.event.set()
+    assert stopped(ids, None).tolist() == [True, True]
+
+
+def test_transformers_serve_patches_what_it_loads(fast_counts, tmp_path, monkeypatch):
+    """The script is the command, with its arguments; its server is asked as a client would."""
+    for package in ("fastapi", "uvicorn", "openai", "pydantic", "httpx"):
+        pytest.importorskip(package, reason=f"{package} is not installed")
+    import uvicorn
+    from fastapi.testclient import TestClient
+    from transformers.cli.serving import model_manager
+
+    trained().save_pretrained(tmp_path)
+    words = tokenizer()
+    words.chat_template = "{% for m in messages %}{{ m.content }}{% endfor %}"
+    words.save_pretrained(tmp_path)
+    module, servers = example("transformers_serve"), []
+    monkeypatch.setattr(model_manager, "ModelManager", model_manager.ModelManager)  # put back at the end
+    monkeypatch.setattr(uvicorn.Server, "run", lambda server: servers.append(server))
+    monkeypatch.setattr(sys, "argv", ["transformers_serve.py", str(tmp_path), "--device", "cpu", "--port", "8123"])
+    with pytest.raises(SystemExit) as ended:
+        module.main()
+    assert ended.value.code == 0 and servers[0].config.port == 8123
+    (model,) = module.PatchingModelManager.seen
+    answer = TestClient(servers[0].config.app).post(
+        "/v1/chat/completions", json=asked(model=str(tmp_path), temperature=0)
+    )
+    assert answer.json()["choices"][0]["message"]["content"] == stock_answer("import os\n\n\ndef", 12)
+    assert fast_counts(model) == (12, 0)
+
+
+def test_lora_is_fast_after_the_merge(fast_counts, capsys):
+    pytest.importorskip("peft", reason="PEFT is not installed")
+    counters = example("lora").main(steps=2, max_new_tokens=6)
+    assert counters["adapter"]["fast_tokens"] == 0 and counters["adapter"]["fallback_tokens"] >= 6
+    assert counters["merged"] == {"fast_tokens": 6, "fallback_tokens": 0}
+
+
+def test_quantized_weights_come_back(fast_counts, capsys, tmp_path):
+    before, after = example("quantized").main(tmp_path, tokens=40, max_new_tokens=8)
+    assert torch.equal(before, after)
+    printed = capsys.readouterr().out
+    assert "int4_g32" in printed and "tokens equal: True" in printed
+
+
+@pytest.mark.full
+def test_grpo_trains_a_patched_model(fast_counts, tmp_path):
+    pytest.importorskip("trl", reason="TRL is not installed")
+    model = example("grpo").main(tmp_path, steps=2, max_new_tokens=8)
+    assert sum(fast_counts(model)) > 0
+    start = dict(trained().named_parameters())
+    assert any(not torch.equal(weight, start[name]) for name, weight in model.named_parameters())
+
+
+def test_notebook_runs(fast_counts, monkeypatch, capsys):
+    """Its cells one after the other, where they are run: in ``examples``."""
+    text = (EXAMPLES / "first_steps.ipynb").read_text()
+    notebook = json.loads(text, object_hook=lambda found: SimpleNamespace(**found))
+    monkeypatch.chdir(EXAMPLES)
+    names: dict = {}
+    for cell in notebook.cells:
+        if cell.cell_type == "code":
+            exec(compile("".join(cell.source), cell.id, "exec"), names)
+            assert cell.outputs == [] and cell.execution_count is None, "kept without its outputs"
+    assert capsys.readouterr().out.count("same tokens: True") == 2 and names["result"].ok
+
+
+def test_notebook_is_valid():
+    nbformat = pytest.importorskip("nbformat", reason="nbformat is not installed")
+    nbformat.validate(nbformat.read(EXAMPLES / "first_steps.ipynb", as_version=4))
+
+
+def test_profile_gelu_times_the_operators_themselves(device, monkeypatch, capsys):
+    """However noisy a forward is, GELU takes time, and ours is one kernel a layer."""
+    require_native(device)
+    gelu, layers = example("profile_gelu"), 3
+    small = GPT2Config(n_layer=layers, n_embd=64, n_head=2, vocab_size=100, bos_token_id=None, eos_token_id=None)
+    monkeypatch.setattr(gelu, "GPT2Config", lambda: small)
+    results = gelu.measure(torch.float32, device, 32, 1)
+    assert set(results) == set(gelu.VARIANTS)
+    assert sum(results["patched"].gelu.values()) == layers
+    assert sum(results["stock"].gelu.values()) > layers
+    assert results["stock"].gelu_seconds > 0 and results["patched"].gelu_seconds > 0
+    assert not results["no GELU"].gelu and results["no GELU"].gelu_seconds == 0
+    assert results["stock"].count > results["patched"].count > results["no GELU"].count
+    gelu.show(results, "fp32", 32, device)
+    shown = {line.split()[0]: line.split() for line in capsys.readouterr().out.splitlines() if line}
+    assert all(float(shown[name][3]) > 0 for name in ("stock", "patched"))
