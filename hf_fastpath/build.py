@@ -31,7 +31,7 @@ if not __package__:  # run as a script: importing the package itself would impor
     sys.modules[__package__] = types.ModuleType(__package__)
     sys.modules[__package__].__path__ = [_folder]
 
-from . import build_cache, toolchain
+from . import build_cache, old_glibc, toolchain
 from .build_cache import description, locked, why_damaged
 from .progress import counted
 from .ptxas_report import write_ptxas_report
@@ -113,9 +113,14 @@ def _gencode(archs: Sequence[str]) -> list[str]:
     newest = max(archs, key=lambda arch: int(re.match(r"\d+", arch).group()))
     if newest.isdigit():  # PTX of the newest generic architecture, for GPUs not yet made
         flags.append(f"-gencode=arch=compute_{newest},code=compute_{newest}")
-    if len(archs) > 1:  # such a library travels
+    if _travels(archs):
         flags.append("--compress-mode=size")
     return flags
+
+
+def _travels(archs: Sequence[str]) -> bool:
+    """Whether a library is for more than the machine that builds it: then it is small, and loads on older systems."""
+    return len(archs) > 1
 
 
 # ---- one build ---------------------------------------------------------------------------------------------
@@ -303,6 +308,8 @@ def build(
         output_dir.mkdir(parents=True, exist_ok=True)
         with build_cache.workshop() as (work, objects):
             plan = _Plan(target, tools, cuda_archs, flags, objects)
+            if target == "cuda" and _travels(cuda_archs) and old_glibc.applies():
+                plan.variables["libraries"][:0] = old_glibc.stand_ins(tools.cxx, work)
             library = _make(plan, work, jobs, what, progress)
             _install(plan, library, output_dir, cuda_archs)
     except OSError as error:

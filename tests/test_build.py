@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import json
 import multiprocessing
 import os
@@ -17,7 +18,7 @@ from pathlib import Path
 import pytest
 from stub_compilers import stub
 
-from hf_fastpath import build, build_cache, ptxas_report, toolchain
+from hf_fastpath import build, build_cache, loader, old_glibc, ptxas_report, toolchain
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -398,3 +399,46 @@ def test_compile_check_knows_the_oldest_torch_and_sees_what_a_header_lacks(monke
     monkeypatch.setattr(build, "sources", lambda target: [csrc / "gemv_cpu.cpp"])
     (text,) = compile_check.errors("0.0")
     assert "torch/csrc/stable" in build.first_error(text)
+
+
+# ---- older systems -----------------------------------------------------------------------------------------
+
+
+def versions(library: Path) -> set[tuple[str, tuple[int, ...]]]:
+    """What a library asks of the C and C++ libraries."""
+    said = subprocess.run(["objdump", "-T", str(library)], capture_output=True, text=True, check=True).stdout
+    found = re.findall(r"\*UND\*.*?\((GLIBC|GLIBCXX)_([\d.]+)\)", said)
+    return {(name, tuple(map(int, version.split(".")))) for name, version in found}
+
+
+def asks_for_no_more_than_manylinux_2_28(library: Path) -> bool:
+    most = {"GLIBC": (2, 28), "GLIBCXX": (3, 4, 24)}
+    return bool(found := versions(library)) and all(version <= most[name] for name, version in found)
+
+
+@pytest.mark.skipif(shutil.which("objdump") is None, reason="no objdump")
+def test_the_cpu_library_loads_on_older_systems():
+    library = loader.status()["cpu"]
+    if not library.native:
+        pytest.skip("no native library for the CPU here")
+    assert asks_for_no_more_than_manylinux_2_28(Path(library.detail)), versions(Path(library.detail))
+
+
+@pytest.mark.skipif(shutil.which("objdump") is None or toolchain.find_nvcc() is None, reason="no objdump or nvcc")
+@pytest.mark.skipif(not old_glibc.applies(), reason="another C library")
+def test_cudas_static_runtime_loads_on_older_systems(tmp_path):
+    source, library = tmp_path / "x.cpp", tmp_path / "x.so"
+    source.write_text('extern "C" int cudaMalloc(void**, unsigned long);\nint f() { return cudaMalloc(nullptr, 1); }\n')
+    words = old_glibc.stand_ins(os.environ.get("CXX") or "g++", tmp_path)
+    command = [toolchain.find_nvcc(), "-shared", "-cudart", "static", "-Xcompiler=-fPIC", "-o", str(library)]
+    subprocess.run([*command, str(source), *words], check=True)
+    assert asks_for_no_more_than_manylinux_2_28(library), versions(library)
+    ctypes.CDLL(str(library))
+
+
+def test_the_command_line_says_its_version(capsys):
+    from hf_fastpath import __version__, cli
+
+    with pytest.raises(SystemExit) as caught:
+        cli.main(["--version"])
+    assert caught.value.code == 0 and capsys.readouterr().out == f"hf-fastpath {__version__}\n"

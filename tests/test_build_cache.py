@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import shutil
@@ -362,3 +363,27 @@ def test_a_damaged_library_is_seen(tmp_path):
     assert build_cache.why_damaged(library) == f"{library} is damaged: 4 bytes, not 5"
     library.write_text("whale")
     assert build_cache.why_damaged(library) == f"{library} is damaged: its content is not what was built"
+
+
+class Terminal(io.StringIO):
+    """A terminal that keeps what is written."""
+
+    def isatty(self) -> bool:
+        return True
+
+
+@pytest.mark.parametrize("quiet", (False, True))
+def test_a_bar_counts_files_on_a_terminal(quiet, few, compiler, monkeypatch, tmp_path):
+    stream = Terminal()
+    monkeypatch.setattr(sys, "stderr", stream)
+    lines: list[str] = []
+    build.build("cpu", tmp_path / "out", progress=None if quiet else lines.append)
+    assert ("hf_fastpath: CPU kernels" in stream.getvalue()) != quiet
+    assert ("4/4" in stream.getvalue() or "3/4" in stream.getvalue()) != quiet, "three files and the library"
+    assert [line.split(":")[1].split(" ")[1] for line in lines] == ([] if quiet else ["building", "built"])
+
+
+def test_elsewhere_a_build_is_two_lines(few, compiler, capfd, tmp_path):
+    build.build("cpu", tmp_path / "out")
+    captured = capfd.readouterr()
+    assert len(captured.out.splitlines()) == 2 and captured.err == ""
