@@ -32,6 +32,7 @@ from torch.nn.attention.bias import causal_lower_right
 import hf_fastpath.ops.read_stream  # noqa: F401  (an op of the registry even where hf_fastpath.ops does not list it)
 from hf_fastpath import arguments, loader, registry
 from hf_fastpath.bandwidth import measure_read_bandwidth
+from hf_fastpath.choices import Approximation
 from hf_fastpath.ops.kv_cache import dequantized, gathered
 from hf_fastpath.registry import OpInputError, OpSpec, Sample, nbytes
 
@@ -84,8 +85,8 @@ def _repeat_kv(sample: Sample) -> torch.Tensor:
 
 
 def _fused_gelu(sample: Sample) -> torch.Tensor:
-    x, approximate = (*sample.args, "tanh")[:2]
-    return functional.gelu(x, approximate=approximate)
+    x, approximate = (*sample.args, Approximation.TANH)[:2]
+    return functional.gelu(x, approximate=approximate.label)
 
 
 #: op -> what its reference is called here: the calls that a stock model makes
