@@ -32,6 +32,7 @@ from hf_fastpath import arguments, loader, registry
 from hf_fastpath.bandwidth import measure_read_bandwidth
 from hf_fastpath.bench import measure
 from hf_fastpath.bench.measure import DTYPE_NAMES, DTYPES, Spread
+from hf_fastpath.choices import Approximation
 from hf_fastpath.ops.kv_cache import dequantized, gathered
 from hf_fastpath.registry import OpInputError, OpSpec, Sample, nbytes
 
@@ -84,8 +85,8 @@ def _repeat_kv(sample: Sample) -> torch.Tensor:
 
 
 def _fused_gelu(sample: Sample) -> torch.Tensor:
-    x, approximate = (*sample.args, "tanh")[:2]
-    return functional.gelu(x, approximate=approximate)
+    x, approximate = (*sample.args, Approximation.TANH)[:2]
+    return functional.gelu(x, approximate=approximate.label)
 
 
 #: op -> what its reference is called here: the calls that a stock model makes
