@@ -349,8 +349,9 @@ def test_source_archive_holds_what_a_clone_holds(tree, tmp_path):
     """Tests, documentation, examples and benchmarks: what `make test` needs."""
     for folder in (".ci", "benchmarks", "docs", "examples", "tests"):
         shutil.copytree(ROOT / folder, tree / folder, ignore=shutil.ignore_patterns("__pycache__"))
-    for file in ("MANIFEST.in", "Makefile", "CHANGELOG.md", "CONTRIBUTING.md"):
-        shutil.copy(ROOT / file, tree)
+    for path in ROOT.iterdir():
+        if path.is_file() and not path.name.startswith(".") and path.name != "compile_commands.json":
+            shutil.copy(path, tree)
     result = subprocess.run(
         [sys.executable, "setup.py", "-q", "sdist"], cwd=tree, env=os.environ, capture_output=True, text=True
     )
