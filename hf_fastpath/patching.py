@@ -103,6 +103,7 @@ def patch_with(
         with _alone(model, state, "patch") as is_ours:
             if is_ours:
                 _patch(model, state, quiet, put_weights)
+                return given  # nothing runs behind it: what interrupts patch() finds it undone or done
     return given
 
 
