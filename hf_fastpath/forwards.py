@@ -149,7 +149,8 @@ def mlp(self: nn.Module, hidden_states: torch.Tensor) -> torch.Tensor:
         return _mixture(patch, patch.part, hidden_states)
     part: MLPPart = patch.part
     reason = patch.reason_now(hidden_states) or part.activation_reason()
-    reason = reason or ("sharded" if any(map(is_sharded, part.parameters())) else None)
+    if reason is None and any(map(is_sharded, part.parameters())):
+        reason = Cause("sharded", module=self)
     if reason is not None:
         return stock(self, reason, hidden_states)
     if _is_few(hidden_states):

@@ -124,7 +124,7 @@ def two_layers(config):
     for name in LAYERS:
         if isinstance(getattr(config, name, None), int):
             setattr(config, name, 2)
-    if isinstance(getattr(config, "layer_types", None), list):
+    if isinstance(vars(config).get("layer_types"), list):
         config.layer_types = config.layer_types[:2]
     for inner in vars(config).values():
         if isinstance(inner, PreTrainedConfig):
