@@ -16,6 +16,7 @@ from faults import Fault, places
 from models import WINDOW, build, counting, pair, prompt
 from parity import assert_same_tokens
 from test_cache import dynamic, states
+from transformers import DynamicCache
 
 import hf_fastpath
 from hf_fastpath import FastpathCache
@@ -695,3 +696,63 @@ def test_layers_that_a_failed_forward_made_are_gone(device):
     assert_same_tokens(out, stock.generate(prompt(device), max_new_tokens=4, do_sample=False), stock)
     hf_fastpath.unpatch(ours)
     assert "forward" not in vars(ours.model)
+
+
+# ---- between the steps of generate() ------------------------------------------------------------------------------
+
+
+class Editing:
+    """A streamer that changes the cache after the fourth token."""
+
+    def __init__(self, cache: Any, change: Callable[[Any], None]):
+        self.cache, self.change, self.count = cache, change, 0
+
+    def put(self, value: torch.Tensor) -> None:
+        self.count += 1
+        if self.count == 5:
+            for layer in self.cache.layers:
+                self.change(layer)
+
+    def end(self) -> None:
+        pass
+
+
+def halve(layer: Any) -> None:
+    layer.keys.mul_(0.5)
+    layer.values.mul_(2.0)
+
+
+def evict(layer: Any) -> None:
+    layer.keys, layer.values = (torch.cat((t[:, :, :3], t[:, :, -5:]), dim=2) for t in (layer.keys, layer.values))
+
+
+@pytest.mark.parametrize("name", ("gpt2", "llama", "mistral", "pages"))
+def test_changed_between_two_steps_of_generate(name):
+    """By a streamer: the tokens of stock, in place and with positions taken out."""
+    device = torch.device("cpu")  # where the host sees every token before the next
+    family, options = MODELS[name]
+    stock, _ = pair(family, device)
+    ours = hf_fastpath.patch(copy.deepcopy(stock), quiet=True, **options)
+    for change in (halve, evict) if family != "mistral" else (halve,):
+        found = []
+        for model in (ours, stock):
+            cache = DynamicCache(config=model.config)
+            if model is ours:
+                cache = FastpathCache(model.config, page_size=options.get("page_size"))
+            given = {CACHE: cache, "streamer": Editing(cache, change)}
+            found.append(model.generate(prompt(device, 1, 9), **given, max_new_tokens=12, do_sample=False))
+        assert torch.equal(*found), change
+
+
+def test_layers_changed_unevenly_between_two_steps(device):
+    stock, _ = pair("llama", device)
+    ours = hf_fastpath.patch(copy.deepcopy(stock), quiet=True)
+    cache = FastpathCache(ours.config)
+
+    def uneven(layer: Any) -> None:
+        if layer is cache.layers[1]:
+            evict(layer)
+
+    with pytest.raises(RuntimeError, match="change all layers alike"):
+        given = {CACHE: cache, "streamer": Editing(cache, uneven)}
+        ours.generate(prompt(device), **given, max_new_tokens=30, do_sample=False)

@@ -71,6 +71,14 @@ def generating(model: nn.Module | None = None, **options) -> Iterable[str]:
     return set(counts.reasons)
 
 
+def cropped_unevenly() -> hf_fastpath.FastpathCache:
+    model = patched()
+    cache = model.generate(IDS, return_dict_in_generate=True, **SHORT)[CACHE]
+    cache.crop(IDS.shape[1] - 1 - cache.get_seq_length())
+    cache.layers[1].crop(-1)
+    return cache
+
+
 def after(change: Callable[[nn.Module], object], **options) -> Iterable[str]:
     """:func:`generating`, after a change of the patched model."""
     model = patched()
@@ -268,6 +276,7 @@ PROVOKED: dict[str, Callable[..., Iterable[str | None]]] = {
     "batch_size": lambda: generating(input_ids=IDS.repeat(65, 1)),
     "no_cache": lambda: generating(use_cache=False),
     "other_cache": lambda: generating(**{CACHE: DynamicCache()}),
+    "edited_cache": lambda: generating(**{CACHE: cropped_unevenly()}),
     "continuous_batching": continuous_batching,
     "window_not_paged": lambda: generating(hf_fastpath.patch(build("mistral"), page_size=16, quiet=True)),
     "position_ids": lambda: generating(position_ids=torch.zeros(1, 1, 11, dtype=torch.long)),
