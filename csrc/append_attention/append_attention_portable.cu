@@ -1,5 +1,5 @@
-// What: append_attention for types that tensor cores do not multiply exactly, float32, and for head sizes that
-//   they are not made for. Sums are float64.
+// What: append_attention for types that tensor cores do not multiply exactly, float32, and for head sizes
+//   that they are not made for. Sums are float64.
 // Work split: grid (rows of a KV head, KV heads, batch rows), a warp each: lanes own dims, positions come one
 //   after the other, softmax is online.
 // Traffic: 2 * positions * head_dim * 4 bytes a row, from L2 for all but the first that run together.

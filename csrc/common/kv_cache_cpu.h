@@ -19,7 +19,8 @@ struct KvCache {
   int64_t num_kv_heads, capacity, head_dim;
   const int32_t* pages;  // [batch, capacity / page_size]: the page of each slot's block; or null
   int64_t page_size;
-  int64_t page_count;  // pages of the caches; 0 where a kv_table says where they lie, but not how many there are
+  int64_t
+      page_count;  // pages of the caches; 0 where a kv_table says where they lie, but not how many there are
 };
 
 // Refuses a block table whose entries for positions [begin, end) of batch row `row` are no pages.

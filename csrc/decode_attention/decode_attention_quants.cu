@@ -42,8 +42,8 @@ void launch_quants(const DecodeAttentionParams& p, cudaStream_t stream) {
 }  // namespace
 
 bool fits_decode_attention_quants(const DecodeAttentionParams& params) {
-  return is_quantized(params.kv_type) && params.dtype != DType::kFloat32 && is_tuned_head_dim(params.head_dim) &&
-         params.head_dim % 16 == 0;
+  return is_quantized(params.kv_type) && params.dtype != DType::kFloat32 &&
+         is_tuned_head_dim(params.head_dim) && params.head_dim % 16 == 0;
 }
 
 void launch_decode_attention_quants(const DecodeAttentionParams& params, cudaStream_t stream) {

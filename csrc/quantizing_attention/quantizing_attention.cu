@@ -71,9 +71,10 @@ void launch_quantizing_attention(const DecodeAttentionParams& params, cudaStream
   const size_t smem_bytes = 0;
   constexpr int kTuned = kMaxTunedHeadDim / kWarpSize, kMost = kMaxHeadDim / kWarpSize;
   const bool is_wide = params.head_dim > kMaxTunedHeadDim;
-  const auto kernel = params.kv_type == KvType::kInt8
-                          ? (is_wide ? quantize_new_kernel<int8_t, kMost> : quantize_new_kernel<int8_t, kTuned>)
-                          : (is_wide ? quantize_new_kernel<Float8, kMost> : quantize_new_kernel<Float8, kTuned>);
+  const auto kernel =
+      params.kv_type == KvType::kInt8
+          ? (is_wide ? quantize_new_kernel<int8_t, kMost> : quantize_new_kernel<int8_t, kTuned>)
+          : (is_wide ? quantize_new_kernel<Float8, kMost> : quantize_new_kernel<Float8, kTuned>);
   kernel<<<grid, block, smem_bytes, stream>>>(params);
   HF_FASTPATH_CUDA_CHECK(cudaGetLastError());
   DecodeAttentionParams stored = params;
