@@ -24,6 +24,8 @@ from hf_fastpath.bench import shapes
 from hf_fastpath.bench.measure import DATA_DIR, DTYPES
 
 matplotlib.use("Agg")
+matplotlib.rcParams["svg.hashsalt"] = "hf_fastpath"  # element ids that do not change from run to run
+matplotlib.rcParams["svg.fonttype"] = "none"  # text stays text: a third of the size
 from matplotlib import pyplot  # noqa: E402  (after the backend is chosen)
 
 PLOT_DIR = DATA_DIR.parent.parent / "docs" / "plots"
@@ -264,8 +266,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--data", type=Path, default=DATA_DIR)
     parser.add_argument("--output", type=Path, default=PLOT_DIR)
     arguments = parser.parse_args(argv)
-    matplotlib.rcParams["svg.hashsalt"] = "hf_fastpath"  # element ids that do not change from run to run
-    matplotlib.rcParams["svg.fonttype"] = "none"  # text stays text: a third of the size
     print(plot_speed(arguments.data, arguments.output / "speed.svg"))
     for kind, (plot, name) in PLOTS.items():
         for source in sorted(arguments.data.glob(f"{kind}_*.csv")):
