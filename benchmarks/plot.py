@@ -24,6 +24,8 @@ from hf_fastpath.bench import shapes
 from hf_fastpath.bench.measure import DATA_DIR, DTYPES
 
 matplotlib.use("Agg")
+matplotlib.rcParams["svg.hashsalt"] = "hf_fastpath"  # element ids that do not change from run to run
+matplotlib.rcParams["svg.fonttype"] = "none"  # text stays text: a third of the size
 from matplotlib import pyplot  # noqa: E402  (after the backend is chosen)
 
 PLOT_DIR = DATA_DIR.parent.parent / "docs" / "plots"
@@ -52,6 +54,8 @@ PANELS = {
         "32",
     ): "2 CPU cores (Xeon): TinyLlama-1.1B, fp16",
 }
+#: over which decoding was timed, in pictures of it
+MIN_NEW_TOKENS = 16
 #: files with rows of these panels
 SPEED_FILES = ("generate_h200.csv", "generate_cpu.csv", "peers.csv")
 #: a layer's kernels in the order of a trace, from attention to the next layer's projections; colors
@@ -84,7 +88,7 @@ def _save(figure, path: Path, bbox: str | None = "tight") -> Path:
     return path
 
 
-def _draw_shares(panels: dict[str, list[dict[str, str]]], target: Path) -> Path:
+def _draw_shares(panels: dict[str, list[dict[str, str]]], target: Path, where_measured: str = "") -> Path:
     """Bars below a heading for each piece of work: how much of the limit each engine reached, and tokens a second.
 
     Shares, so that models of all sizes fit one scale, and no bar hides behind another.
@@ -97,10 +101,10 @@ def _draw_shares(panels: dict[str, list[dict[str, str]]], target: Path) -> Path:
             place += 1
             bars.append((place, *ENGINES[row["engine"]], float(row["decode_tok_s"]), float(row["limit_tok_s"])))
         place += 1.6
-    row_inches, margins = 0.24, 0.95
+    row_inches, margins = 0.24, 1.1
     height = row_inches * (place + 0.2) + margins
     figure = pyplot.figure(figsize=(WIDTH_PT / 72, height))
-    axes = figure.add_axes((0.33, 0.58 / height, 0.56, 1 - margins / height))
+    axes = figure.add_axes((0.33, 0.73 / height, 0.56, 1 - margins / height))
     for at, _, color, speed, limit in bars:
         share = 100 * speed / limit
         axes.barh(at, share, 0.76, color=color)
@@ -118,10 +122,9 @@ def _draw_shares(panels: dict[str, list[dict[str, str]]], target: Path) -> Path:
     axes.set_ylim(place - 0.8, -0.8)
     axes.set_xlim(0, 112)
     axes.set_xticks(range(0, 101, 20), [f"{share} %" for share in range(0, 101, 20)], fontsize=9)
-    axes.set_xlabel(
-        "share of what the memory bus allows: R, its read bandwidth, over the bytes a token reads", fontsize=9
-    )
-    axes.xaxis.set_label_coords(0.22, -0.42 / (height - margins))
+    explained = "share of what the memory bus allows: R, its read bandwidth, over the bytes a token reads"
+    axes.set_xlabel(f"{explained}\n{where_measured}".strip(), size=9)
+    axes.xaxis.set_label_coords(0.22, -0.38 / (height - margins))
     axes.spines[["top", "right", "left"]].set_visible(False)
     colors = {color for _, _, color, *_ in bars}
     handles = [pyplot.Rectangle((0, 0), 1, 1, color=color, label=KINDS[color]) for color in KINDS if color in colors]
@@ -131,10 +134,13 @@ def _draw_shares(panels: dict[str, list[dict[str, str]]], target: Path) -> Path:
 
 
 def _kept(rows: Sequence[dict[str, str]], *columns: str) -> dict[tuple[str, ...], list[dict[str, str]]]:
-    """Rows of engines that are drawn, the last one of each, by the values of ``columns``."""
+    """Rows of engines that are drawn, the last one of each, by the values of ``columns``.
+
+    Rows of fewer than MIN_NEW_TOKENS are of prompts: what they say of decoding is noise.
+    """
     found: dict[tuple[str, ...], dict[str, dict[str, str]]] = {}
     for row in rows:
-        if row["engine"] in ENGINES:
+        if row["engine"] in ENGINES and int(row.get("new_tokens") or MIN_NEW_TOKENS) >= MIN_NEW_TOKENS:
             found.setdefault(tuple(row[name] for name in columns), {})[row["engine"]] = row
     return {key: list(engines.values()) for key, engines in found.items()}
 
@@ -159,13 +165,14 @@ def plot_speed(data: Path, target: Path) -> Path:
 
 def plot_decode(source: Path, target: Path) -> Path:
     """Work that several engines did, of one device."""
-    rows = _rows(source, ("model", "dtype", "context", "batch", "engine"))
+    with source.open(newline="") as handle:
+        rows = list(csv.DictReader(handle))
     panels = {}
     for (model, dtype, context, batch), engines in _kept(rows, "model", "dtype", "context", "batch").items():
         if len(engines) > 1:
             beside = "" if batch == "1" else f", batch {batch}"
             panels[f"{model}, {dtype}, context {context}{beside}"] = engines
-    return _draw_shares(panels, target)
+    return _draw_shares(panels, target, rows[-1]["device"])
 
 
 def plot_ops(source: Path, target: Path) -> Path:
@@ -259,8 +266,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--data", type=Path, default=DATA_DIR)
     parser.add_argument("--output", type=Path, default=PLOT_DIR)
     arguments = parser.parse_args(argv)
-    matplotlib.rcParams["svg.hashsalt"] = "hf_fastpath"  # element ids that do not change from run to run
-    matplotlib.rcParams["svg.fonttype"] = "none"  # text stays text: a third of the size
     print(plot_speed(arguments.data, arguments.output / "speed.svg"))
     for kind, (plot, name) in PLOTS.items():
         for source in sorted(arguments.data.glob(f"{kind}_*.csv")):

@@ -179,8 +179,8 @@ def test_labels_do_not_overlap(plot, tmp_path, monkeypatch):
     plot.plot_decode(ROOT / "benchmarks" / "data" / "generate_cpu.csv", tmp_path / "decode.svg")
     for figure in figures:
         figure.canvas.draw()
-        found = figure.findobj(lambda artist: hasattr(artist, "get_text") and artist.get_text().strip())
-        boxes = [(text.get_text(), text.get_window_extent()) for text in found if text.get_visible()]
+        found = [text for text in figure.findobj(plot.matplotlib.text.Text) if text.get_visible()]
+        boxes = [(text.get_text(), text.get_window_extent()) for text in found if text.get_text().strip()]
         assert len(boxes) > 15
         for at, (name, box) in enumerate(boxes):
             assert box.x0 >= 0 and box.x1 <= figure.bbox.width and box.y0 >= 0 and box.y1 <= figure.bbox.height, name
