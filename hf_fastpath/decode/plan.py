@@ -190,8 +190,8 @@ class DecodePlan:
             self.pad_token.copy_(pad_token.reshape(1))
         self.positions.copy_(positions[:, None])
         self.starts.zero_() if starts is None else self.starts.copy_(starts)
-        self.cache, self._length = cache, cache.get_seq_length()
-        self._ahead = [position - self._length for position in positions.tolist()]
+        self.cache, self._followed = cache, cache.get_seq_length()
+        self._ahead = [position - self._followed for position in positions.tolist()]
         self._shifts, self._covered = [0] * self.batch, range(0)
         self.bind()
 
@@ -277,14 +277,14 @@ class DecodePlan:
         """
         if self.cache.reserve(1):
             self.bind()
-        if any(layer.cumulative_length != self._length for layer in self.cache.layers):
+        if any(layer.cumulative_length != self._followed for layer in self.cache.layers):
             self._follow_edit()
         self._cover(1)
         if tokens is not None:
             self.tokens.copy_(tokens[:, None])
         self._run()
         self.cache.advance(1)
-        self._length += 1
+        self._followed += 1
         return self.logits
 
     def _follow_edit(self) -> None:
@@ -297,12 +297,12 @@ class DecodePlan:
             )
         length = self.cache.get_seq_length()
         self.seq_lens.fill_(length + 1)
-        self._ahead = [ahead + self._length - length for ahead in self._ahead]
-        self._length, self._covered = length, range(0)
+        self._ahead = [ahead + self._followed - length for ahead in self._ahead]
+        self._followed, self._covered = length, range(0)
 
     def rewind(self) -> None:
         """Follow the cache, which was cropped or has grown by other steps; the next :meth:`step` is given its token."""
-        length = self._length = self.cache.get_seq_length()
+        length = self._followed = self.cache.get_seq_length()
         self.seq_lens.fill_(length + 1)
         self.positions.fill_(length + self._ahead[0] + self._shifts[0])
 
