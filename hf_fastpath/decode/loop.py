@@ -156,6 +156,7 @@ class _Loop:
                     tokens = None
                 if sampled:
                     self._note_offset()
+                plan.follow_edits()
                 next_logits = plan.step(tokens)
                 if first:  # building and capturing the plan is not decoding speed
                     started, first = time.perf_counter(), False

@@ -187,7 +187,7 @@ class DecodePlan:
             self.pad_token.copy_(pad_token.reshape(1))
         self.positions.copy_(positions[:, None])
         self.starts.zero_() if starts is None else self.starts.copy_(starts)
-        self.cache, self._length = cache, cache.get_seq_length()
+        self.cache, self._held = cache, cache.get_seq_length()
         # rows of the tables that a step needs beyond the length of the cache; positions may be the user's own
         self._ahead = int(positions.max()) + 1 - cache.get_seq_length()
         self.bind()
@@ -261,18 +261,21 @@ class DecodePlan:
         """
         if self.cache.reserve(1):
             self.bind()
-        if any(layer.cumulative_length != self._length for layer in self.cache.layers):
-            self._follow_edit()
         self._reserve_angles(self.cache.get_seq_length() + self._ahead)
         if tokens is not None:
             self.tokens.copy_(tokens[:, None])
         self._run()
         self.cache.advance(1)
-        self._length += 1
+        self._held += 1
         return self.logits
 
-    def _follow_edit(self) -> None:
-        """Go on from a cache that a callback of ``generate()`` has shortened or lengthened; positions go on."""
+    def follow_edits(self) -> None:
+        """Before a :meth:`step`: go on from a cache that a callback of ``generate()`` has shortened or lengthened;
+        positions go on."""
+        if self.cache.reserve(1):
+            self.bind()
+        if all(layer.cumulative_length == self._held for layer in self.cache.layers):
+            return
         if not self.cache.take() or bool(self.starts.any()):
             raise RuntimeError(
                 "a callback of generate() has changed how many positions the FastpathCache holds, of some layers or "
@@ -281,12 +284,12 @@ class DecodePlan:
             )
         length = self.cache.get_seq_length()
         self.seq_lens.fill_(length + 1)
-        self._ahead += self._length - length
-        self._length = length
+        self._ahead += self._held - length
+        self._held = length
 
     def rewind(self) -> None:
         """Follow the cache, which was cropped or has grown by other steps; the next :meth:`step` is given its token."""
-        length = self._length = self.cache.get_seq_length()
+        length = self._held = self.cache.get_seq_length()
         self.seq_lens.fill_(length + 1)
         self.positions.fill_(length + self._ahead - 1)
 
