@@ -669,6 +669,7 @@ def test_a_forward_that_is_interrupted_leaves_the_cache_as_it_was(name):
             if past:
                 ours(prompt(device, 1, past), **{CACHE: filled})
             cache = copy.deepcopy(filled)
+            gc.collect()
             with Fault(FILES) as whole:
                 expected = ours(new, **{CACHE: cache}).logits
             for at in places(whole.lines, 30):
