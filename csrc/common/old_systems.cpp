@@ -4,7 +4,8 @@
 #include <new>
 #include <sstream>
 
-#define HF_FASTPATH_HIDDEN __attribute__((visibility("hidden")))
+// Weak, so that a static C++ library, which brings its own in whole objects, is no conflict.
+#define HF_FASTPATH_HIDDEN __attribute__((visibility("hidden"), weak))
 
 extern "C" {
 

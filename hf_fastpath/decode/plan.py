@@ -190,8 +190,8 @@ class DecodePlan:
             self.pad_token.copy_(pad_token.reshape(1))
         self.positions.copy_(positions[:, None])
         self.starts.zero_() if starts is None else self.starts.copy_(starts)
-        self.cache, self._followed = cache, cache.get_seq_length()
-        self._ahead = [position - self._followed for position in positions.tolist()]
+        self.cache, self._held = cache, cache.get_seq_length()
+        self._ahead = [position - self._held for position in positions.tolist()]
         self._shifts, self._covered = [0] * self.batch, range(0)
         self.bind()
 
@@ -277,18 +277,21 @@ class DecodePlan:
         """
         if self.cache.reserve(1):
             self.bind()
-        if any(layer.cumulative_length != self._followed for layer in self.cache.layers):
-            self._follow_edit()
         self._cover(1)
         if tokens is not None:
             self.tokens.copy_(tokens[:, None])
         self._run()
         self.cache.advance(1)
-        self._followed += 1
+        self._held += 1
         return self.logits
 
-    def _follow_edit(self) -> None:
-        """Go on from a cache that a callback of ``generate()`` has shortened or lengthened; positions go on."""
+    def follow_edits(self) -> None:
+        """Before a :meth:`step`: go on from a cache that a callback of ``generate()`` has shortened or lengthened;
+        positions go on."""
+        if self.cache.reserve(1):
+            self.bind()
+        if all(layer.cumulative_length == self._held for layer in self.cache.layers):
+            return
         if not self.cache.take() or bool(self.starts.any()):
             raise RuntimeError(
                 "a callback of generate() has changed how many positions the FastpathCache holds, of some layers or "
@@ -297,12 +300,12 @@ class DecodePlan:
             )
         length = self.cache.get_seq_length()
         self.seq_lens.fill_(length + 1)
-        self._ahead = [ahead + self._followed - length for ahead in self._ahead]
-        self._followed, self._covered = length, range(0)
+        self._ahead = [ahead + self._held - length for ahead in self._ahead]
+        self._held, self._covered = length, range(0)
 
     def rewind(self) -> None:
         """Follow the cache, which was cropped or has grown by other steps; the next :meth:`step` is given its token."""
-        length = self._followed = self.cache.get_seq_length()
+        length = self._held = self.cache.get_seq_length()
         self.seq_lens.fill_(length + 1)
         self.positions.fill_(length + self._ahead[0] + self._shifts[0])
 
