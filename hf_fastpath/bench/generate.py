@@ -325,7 +325,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="hf-fastpath bench", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--model", nargs="+", default=["mistral-7b"], choices=list(shapes.MODELS))
+    sizes = dict(choices=list(shapes.MODELS), metavar="MODEL", help=", ".join(shapes.MODELS))
+    parser.add_argument("--model", nargs="+", default=["mistral-7b"], **sizes)
     parser.add_argument("--dtype", default="fp16", choices=list(DTYPES))
     parser.add_argument("--device", type=arguments.device, help="cuda, cuda:1, cpu; default: cuda if there is one")
     parser.add_argument("--context", nargs="+", type=arguments.count, default=[128, 4096])
