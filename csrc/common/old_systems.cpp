@@ -1,6 +1,6 @@
-// Stand-ins for what a newer C or C++ library has and an older one lacks, so that a library that was linked here loads
-// on systems back to glibc 2.28 and GCC 8. Newer headers and linkers ask for these in many files; a hidden symbol of the
-// same name serves them within the library. Part of both libraries.
+// Stand-ins for what a newer C or C++ library has and an older one lacks, so that a library that was linked
+// here loads on systems back to glibc 2.28 and GCC 8. Newer headers and linkers ask for these in many files;
+// a hidden symbol of the same name serves them within the library. Part of both libraries.
 #include <new>
 #include <sstream>
 
