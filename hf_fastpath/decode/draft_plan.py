@@ -253,6 +253,7 @@ class StockReader:
         logits: Callable[[torch.Tensor], None] | None = None,
     ):
         self._logits_of, self._cache, self._logits = logits_of, cache, logits
+        self.logits: torch.Tensor | None = None  # as of DraftReader
 
     def verify(self, last: int, drafts: Sequence[int]) -> list[int]:
         """As :meth:`DraftReader.verify`; drafts that are too many for a plan are cut off."""
@@ -271,6 +272,7 @@ class StockReader:
         """As :meth:`DraftReader.read`."""
         ends = [*range(MAX_QUERY_LEN, len(tokens), MAX_QUERY_LEN), len(tokens)]
         rows = [self._logits_of(tokens[:end], (end - 1) % MAX_QUERY_LEN + 1) for end in ends]
+        self.logits = rows[-1]
         return torch.cat([row.to(torch.float32, copy=True) for row in rows])
 
     def end(self) -> None:

@@ -174,7 +174,8 @@ class _Loop:
                     eos = (self._eos_tokens(), compat.pad_token(self.config)) if end else (None, None)
                     positions = next_positions + (self.length - self.prompt_len - 1)
                     plan.begin(cache, positions, starts, self.unfinished, *eos, self.settings)
-                plan.follow_edits()
+                if watch is not None:
+                    plan.follow_edits()
                 if not plan.has_positions() and self._look_back(wait=True):
                     break  # all rows had ended, and the host was ahead
                 next_logits = self._draw(plan.step, tokens) if sampled else plan.step(tokens)
