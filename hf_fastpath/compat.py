@@ -289,7 +289,7 @@ def name_of(function: Any) -> str:
     function = getattr(function, "__func__", function)
     if hasattr(function, "__wrapped__") and hasattr(function, "__code__"):  # whose name it has taken on
         code = function.__code__
-        return f"{function.__globals__['__name__']}.{getattr(code, 'co_qualname', code.co_name)}"
+        return f"{function.__globals__.get('__name__', 'somewhere')}.{getattr(code, 'co_qualname', code.co_name)}"
     named = function if hasattr(function, "__qualname__") else type(function)
     return f"{named.__module__}.{named.__qualname__}"
 

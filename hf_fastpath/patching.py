@@ -437,12 +437,13 @@ def unpatch(model: nn.Module) -> nn.Module:
         ValueError: the model's own weights are gone.
         RuntimeError: another thread runs the model, and has not left its ``generate()`` or forward for a minute.
     """
-    state = state_of(patched_model(model))
+    inside = patched_model(model)
+    state = state_of(inside)
     if state is None:
         return model
     if state.lost is not None:
         raise ValueError(f"unpatch() cannot bring the model's own weights back: {state.lost}")
-    with _alone(model, state, "unpatch") as is_ours:
+    with _alone(inside, state, "unpatch") as is_ours:
         if is_ours:
             _unbind(state)
     return model

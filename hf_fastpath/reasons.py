@@ -71,7 +71,7 @@ REASONS: dict[str, Reason] = {
     "model_forward": Reason(
         "the model itself has a forward of its own on the instance, which does more for generate() than hand its "
         "arguments on to the forward of the class",
-        "generate() before it is put there, or let it end in `return inner(*args, **kwargs)` for calls without labels",
+        "let it end in `return inner(*args, **kwargs)` for calls without labels, or generate() before",
     ),
     "offloaded": Reason(
         "weights wait in host memory or on disk and are brought for every call",
@@ -79,7 +79,7 @@ REASONS: dict[str, Reason] = {
     ),
     "sharded": Reason(
         "the weights are spread over several processes (tp_plan, FSDP, DeepSpeed ZeRO-3)",
-        "load the model whole on one device, without tp_plan; spread over processes it runs transformers' own code",
+        "load the model whole on one device, without tp_plan",
     ),
     "class_forward": Reason(
         "other code has replaced the forward of a class, or a function that it calls",
@@ -100,7 +100,7 @@ REASONS: dict[str, Reason] = {
     # a call runs stock code (decided at each call)
     "autocast": Reason(
         "autocast is active: it would change the types the kernels see",
-        "load the model in half precision instead, and leave autocast out (in a trainer's arguments: bf16=False)",
+        "load the model in half precision, without autocast (in a trainer's arguments: bf16=False)",
     ),
     "compiling": Reason("torch.compile is tracing: it gets the stock code", "do not compile a patched model"),
     "device": Reason(

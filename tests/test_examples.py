@@ -125,6 +125,7 @@ def test_server_passes_faults_on_and_goes_on(fast_counts, monkeypatch):
 
 
 def test_server_stops_when_its_reader_is_gone(fast_counts, monkeypatch):
+    pytest.importorskip("fastapi", reason="FastAPI is not installed")
     serve = example("serve")
     stopped = serve.Stopped()
     ids = torch.zeros(2, 3, dtype=torch.long)

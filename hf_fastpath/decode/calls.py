@@ -208,7 +208,8 @@ def _cache_reason(part: ModelPart, cache: FastpathCache, input_ids: torch.Tensor
         if layer.sliding_window not in (None, window):
             return Cause("other_cache", f"layer {number} has the window {layer.sliding_window}, the model {window}")
     if not cache.take():
-        return "edited_cache"
+        held = sorted({layer.cumulative_length for layer in cache.layers})
+        return Cause("edited_cache", f"its layers hold {', '.join(map(str, held))} positions")
     if not cache.get_seq_length():
         return None
     if len(cache.layers) < len(part.windows):

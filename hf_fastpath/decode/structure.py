@@ -298,7 +298,9 @@ class ModelPart(Part):
             if len(first) > 1:
                 return Cause(code, ", ".join(f"{self._name_of(each)} is {found}" for found, each in first.items()))
         # a model on the meta device is asked about, and runs nowhere
-        return next((loader.why_not_native(each.type) for each in first if each.type != "meta"), None)
+        devices = (each.type for each in first if each.type != "meta")
+        found = ((loader.why_not_native(each), each) for each in devices)
+        return next((Cause(code, f"device {each}") for code, each in found if code is not None), None)
 
     def _name_of(self, parameter: torch.Tensor) -> str:
         return next((name for name, each in self.module.named_parameters() if each is parameter), "a weight")

@@ -16,6 +16,7 @@ from transformers import LogitsProcessorList, StoppingCriteriaList, TextStreamer
 from transformers.generation.streamers import BaseStreamer
 
 import hf_fastpath
+from hf_fastpath.compat import CACHE
 from hf_fastpath.decode.snapshot import Snapshot
 from hf_fastpath.errors import FallbackError
 from hf_fastpath.patch_state import state_of
@@ -250,7 +251,7 @@ def test_rows_that_have_ended_stay_so(callback, change):
     found, stats, _ = run(True, callback, change, **options)
     if callback is criterion:
         torch.testing.assert_close(torch.stack(found.scores), torch.stack(expected.scores), rtol=1e-3, atol=1e-3)
-        assert all(a.get_seq_length() == b.get_seq_length() for a, b in [(found.cache, expected.cache)])
+        assert all(a.get_seq_length() == b.get_seq_length() for a, b in [(found[CACHE], expected[CACHE])])
         found, expected = found.sequences, expected.sequences
     assert_same_tokens(found, expected)
     assert (expected[1, 11 + 3 :] == 0).all() and stats.fast_tokens

@@ -79,7 +79,7 @@ STOCK = {
 def test_explain_says_what_stays_stock_and_why(changes, loop, declined, tmp_path, capsys):
     source = saved(tmp_path, "llama", **changes)
     found = explain(source)
-    assert not found.fast and found.report.loop == loop and f"decode loop: stock ({loop}:" in str(found)
+    assert not found.fast and found.report.loop == loop and f"decode loop: stock ({loop} (" in str(found)
     assert bool(declined) == bool(found.report.declined) and declined in str(found)
     assert cli.main(["explain", source]) == 1
     assert loop in capsys.readouterr().out

@@ -19,6 +19,8 @@ import torch.distributed
 from accelerate import cpu_offload
 from models import CPU, SHORT, build, counting, prompt, require_native
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import distribute_tensor
 from transformers import (
     CompileConfig,
     ContinuousBatchingConfig,
@@ -240,6 +242,35 @@ def continuous_batching(monkeypatch):
     return counts.reasons
 
 
+def model_forward(monkeypatch):
+    return now(lambda model: setattr(model, "forward", lambda *args, **kwargs: None))
+
+
+def autocast_left_out(monkeypatch):
+    """As accelerate puts a model's forward under autocast."""
+
+    def wrap(model):
+        cast = torch.autocast(device_type="cpu", dtype=torch.bfloat16)(model.forward.__func__)
+        model.forward = types.MethodType(cast, model)
+
+    return after(wrap)
+
+
+def sharded(monkeypatch, tmp_path):
+    """A weight that is spread over processes after patch()."""
+    torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    try:
+        mesh = init_device_mesh("cpu", (1,))
+
+        def spread(model):
+            linear = mlp_of(model).down_proj
+            linear.weight = nn.Parameter(distribute_tensor(linear.weight.detach(), mesh))
+
+        return now(spread)
+    finally:
+        torch.distributed.destroy_process_group()
+
+
 PADDED = torch.tensor([[1] * 9 + [0] * 2])
 #: code -> what gives it: a function that takes fixtures, or one without arguments
 PROVOKED: dict[str, Callable[..., Iterable[str | None]]] = {
@@ -258,6 +289,9 @@ PROVOKED: dict[str, Callable[..., Iterable[str | None]]] = {
     "unsupported_projection": unsupported_projection,
     "unsupported_config": lambda: declined(build("mistral", sliding_window=1)),
     "instance_forward": instance_forward,
+    "model_forward": model_forward,
+    "sharded": sharded,
+    "autocast_left_out": autocast_left_out,
     "offloaded": lambda: after(lambda model: cpu_offload(model, CPU)),
     "class_forward": class_forward,
     "attention_function": attention_function,
@@ -305,7 +339,8 @@ OF_NOTHING_ELSE = {
     "compiling",
     "gradient",
     "paused",
-    "reentrant",
+    "busy",
+    "autocast_left_out",
     "synced_gpus",
     "compile_config",
     "continuous_batching",
@@ -315,14 +350,18 @@ NAMES = {
     "class_not_supported": "LlamaModel",
     "module_disabled": "ops=['norm']",
     "no_native_library": "model.layers.0.mlp: LlamaMLP",
+    "unsupported_platform": "device cpu",
+    "unsupported_device": "quantized weights on meta",
     "unsupported_activation": "model.layers.0.mlp.act_fn: Tanh",
-    "unsupported_head_dim": "model.layers.0.self_attn: LlamaAttention, head_dim=36",
+    "unsupported_head_dim": "model.layers.0.self_attn: LlamaAttention, head_dim=514",
     "unsupported_projection": "model.layers.0.mlp.up_proj: Adapted",
     "quantized_format": "model.layers.0.mlp.down_proj: TorchLinear",
     "quantized_order": "model.layers.0.mlp.down_proj: TorchLinear",
     "quantized_in_use": "model.layers.0.mlp.down_proj: TorchLinear",
     "unsupported_config": "sliding_window=1",
     "instance_forward": "model.layers.0.mlp: LlamaMLP, forward is test_reasons.instance_forward",
+    "model_forward": "LlamaForCausalLM, forward is test_reasons.model_forward",
+    "sharded": "model.layers.0.mlp.down_proj: Linear, weight is DTensor",
     "offloaded": "model.embed_tokens: Embedding",
     "class_forward": "model.layers.0.mlp: LlamaMLP, forward is test_reasons.class_forward",
     "attention_function": "attn_implementation='sdpa', test_reasons.attention_function",
@@ -339,6 +378,7 @@ NAMES = {
     "batch_size": "65 sequences, 64 at most",
     "no_cache": "use_cache=False",
     "other_cache": "DynamicCache",
+    "edited_cache": "its layers hold ",
     "window_not_paged": "page_size=16",
     "position_ids": "torch.int64 (1, 1, 11)",
     "unsupported_input": "inputs_embeds",
@@ -346,6 +386,7 @@ NAMES = {
     "generation_method": "prepare_inputs_for_generation is ",
     "custom_sample": "_sample",
     "partial_patch": "unsupported_activation: model.layers.0.mlp.act_fn: Tanh",
+    "custom_streamer": "test_reasons.Deaf",
     "custom_stopping_criteria": "test_reasons.stop",
     "custom_logits_processor": "test_reasons.<lambda>",
     "nonfinite_logits": "generate()",
