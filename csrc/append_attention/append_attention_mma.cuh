@@ -64,7 +64,7 @@ __device__ __forceinline__ void fetch_tile(const AppendAttentionParams& p, const
     const uint64_t head = uint64_t(t.batch_row * p.num_kv_heads + t.kv_head) * p.capacity;
     for (int i = threadIdx.x; i < Tiles::kPositions * kPieces; i += kMmaThreads) {
       const int row = i / kPieces, piece = i % kPieces;
-      const bool present = base + row < min(t.seq_len, int(p.capacity)) && piece * 8 < p.head_dim;
+      const bool present = base + row < t.seq_len && piece * 8 < p.head_dim;
       const uint64_t from = present ? ((head + base + row) * p.head_dim + piece * 8) * 2 : 0;
       const int to = row * Tiles::kStride + piece * 16;
       copy_async(tiles.k(stage) + to, static_cast<const char*>(p.k_cache) + from, present);

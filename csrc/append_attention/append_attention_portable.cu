@@ -17,7 +17,7 @@ template <int kLaneDims>
 __global__ void __launch_bounds__(kWarpSize, 1) append_attention_kernel(AppendAttentionParams p) {
   RowTile t;
   t.batch_row = blockIdx.z, t.kv_head = blockIdx.y, t.first_row = blockIdx.x;
-  t.seq_len = __ldg(p.seq_lens + t.batch_row);
+  t.seq_len = length_of(p, t.batch_row);
   t.start = p.starts ? max(__ldg(p.starts + t.batch_row), 0) : 0;
   t.past = t.seq_len - p.query_len;
   const RowPlace place = row_place(p, t, 0);
@@ -31,7 +31,7 @@ __global__ void __launch_bounds__(kWarpSize, 1) append_attention_kernel(AppendAt
   }
   double max = -INFINITY, sum = 0.0;
   if (p.sinks) max = load_as_float(p.sinks, place.head, p.dtype), sum = 1.0;
-  for (int position = place.first; position <= min(place.last, int(p.capacity) - 1); ++position) {
+  for (int position = place.first; position <= place.last; ++position) {
     const int64_t from = (head + position) * p.head_dim;
     double score = 0.0;
 #pragma unroll

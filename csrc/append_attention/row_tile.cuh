@@ -7,6 +7,7 @@
 #include <cfloat>
 
 #include "append_attention/append_attention.h"
+#include "common/lengths.h"
 #include "common/numeric.cuh"
 #include "common/softmax.cuh"
 #include "common/warp.cuh"
@@ -44,6 +45,11 @@ struct RowTile {
   }
 };
 
+// Positions of a row of the batch, all of which have a slot.
+__device__ __forceinline__ int length_of(const AppendAttentionParams& p, int batch_row) {
+  return bounded_length(__ldg(p.seq_lens + batch_row), static_cast<int>(p.capacity));
+}
+
 // Tile number `unit` of all: tiles of a KV head are neighbors, then KV heads, then rows of the batch.
 __device__ __forceinline__ RowTile find_row_tile(const AppendAttentionParams& p,
                                                  const AppendAttentionPlan& plan, int unit, int split) {
@@ -55,12 +61,12 @@ __device__ __forceinline__ RowTile find_row_tile(const AppendAttentionParams& p,
   t.kv_head = head - t.batch_row * p.num_kv_heads;
   t.first_row = (unit - head * tiles) * plan.rows;
   t.rows = min(plan.rows, all_rows - t.first_row);
-  t.seq_len = __ldg(p.seq_lens + t.batch_row);
+  t.seq_len = length_of(p, t.batch_row);
   t.start = p.starts ? max(__ldg(p.starts + t.batch_row), 0) : 0;
   t.past = t.seq_len - p.query_len;
   const int first_token = t.past + t.first_row / p.group,
             last_token = t.past + (t.first_row + t.rows - 1) / p.group;
-  t.first = max(t.first_visible(p, first_token), 0);
+  t.first = bounded_length(t.first_visible(p, first_token), t.seq_len);  // a start may be any number
   t.end = last_token + 1;
   t.all_first = t.first_visible(p, last_token);
   t.all_end = first_token + 1;

@@ -3,6 +3,7 @@
 
 #include "common/cuda_glue.h"
 #include "common/head_dims.h"
+#include "common/lengths.h"
 
 namespace hf_fastpath {
 
@@ -65,7 +66,7 @@ struct AttentionTensors {
     p.capacity = k_cache.size(2);
     p.out = out.data_ptr();
     p.scale = static_cast<float>(scale);
-    p.window = static_cast<int>(window);
+    p.window = bounded_window(window);
     p.overlap = overlap;
     p.batch = static_cast<int>(q.size(0));
     p.query_len = static_cast<int>(q.size(1));

@@ -95,7 +95,9 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerSm<KV, kLanes, kChunks, kR
   // Rolling loads: each register is refilled as soon as its position is done.
   typename C::Raw k_raw[kUnroll][kChunks], v_raw[kUnroll][kChunks];
   const auto load = [&](const char* cache, int position, typename C::Raw(&raw)[kChunks]) {
-    const uint64_t row = uint64_t(s.slot(position - s.begin)) * uint32_t(p.head_dim);
+    // The slot of a position behind the last may be none, and in pages it is looked up.
+    const int i = kPaged && position >= s.end ? 0 : position - s.begin;
+    const uint64_t row = uint64_t(s.slot(i)) * uint32_t(p.head_dim);
     const KV* at = reinterpret_cast<const KV*>(cache) + row;
 #pragma unroll
     for (int c = 0; c < kChunks; ++c) {

@@ -5,6 +5,7 @@
 
 #include "common/async.cuh"
 #include "common/cuda_check.cuh"
+#include "common/lengths.h"
 #include "decode_attention/decode_attention.h"
 
 namespace hf_fastpath {
@@ -69,7 +70,7 @@ __device__ __forceinline__ PlacedSplit<kPaged> find_split(const DecodeAttentionP
                                                           int kv_head, int split, unsigned splits,
                                                           unsigned alone, int kv_elem_bytes) {
   PlacedSplit<kPaged> s;
-  s.seq_len = __ldg(p.seq_lens + row);
+  s.seq_len = bounded_length(__ldg(p.seq_lens + row));
   s.start = p.starts ? max(__ldg(p.starts + row), 0) : 0;
   const char* k = static_cast<const char*>(p.k_cache);
   const char* v = static_cast<const char*>(p.v_cache);
@@ -99,16 +100,17 @@ __device__ __forceinline__ PlacedSplit<kPaged> find_split(const DecodeAttentionP
   const uint64_t head_offset = uint64_t(first_head) * head_rows * uint32_t(p.head_dim * kv_elem_bytes);
   s.k = k + head_offset;
   s.v = v + head_offset;
-  // What the first token sees bounds what any sees; a ring holds no more than its capacity.
-  const int first =
-      max(max(s.first_visible(s.seq_len - p.query_len, p.window), 0), s.seq_len - int(s.capacity));
-  const unsigned length = max(s.seq_len - first, 0);  // unsigned numbers take fewer instructions to divide
+  // What the first token sees bounds what any sees; a ring holds no more than its capacity. A start may be
+  // any number.
+  const int visible = max(s.first_visible(s.seq_len - p.query_len, p.window), s.seq_len - int(s.capacity));
+  const int first = bounded_length(visible, s.seq_len);
+  const unsigned length = s.seq_len - first;  // unsigned numbers take fewer instructions to divide
   unsigned chunk = max((length + splits - 1) / splits, unsigned(length <= alone ? alone : kMinChunk));
   chunk = (chunk + kMultiple - 1) / kMultiple * kMultiple;
   s.active = max(int((length + chunk - 1) / chunk), 1);
   s.begin = first + split * chunk;
   s.end = min(s.begin + chunk, s.seq_len);
-  s.first_slot = static_cast<uint32_t>(max(s.begin, 0)) % s.capacity;
+  s.first_slot = static_cast<uint32_t>(s.begin) % s.capacity;
   return s;
 }
 

@@ -3,6 +3,7 @@
 #pragma once
 
 #include "common/async.cuh"
+#include "common/lengths.h"
 #include "common/numeric.cuh"
 #include "common/warp.cuh"
 #include "decode_layers/cluster_layers.h"
@@ -57,11 +58,11 @@ struct HeadAttention<T, true> {
     const int64_t head_bytes = int64_t(head) * slots * kClusterHeadDim * int(sizeof(T));
     k_head = reinterpret_cast<T*>(const_cast<char*>(k) + head_bytes);
     v_head = reinterpret_cast<T*>(const_cast<char*>(v) + head_bytes);
-    position = __ldcg(p.seq_lens) - 1;
+    position = bounded_length(__ldcg(p.seq_lens)) - 1;
     int first = p.starts ? max(__ldcg(p.starts), 0) : 0;
     if (p.window > 0) first = max(first, position - p.window + 1);
     sees_new = first <= position;
-    first = max(first, position + 1 - static_cast<int>(capacity));
+    first = bounded_length(max(first, position + 1 - static_cast<int>(capacity)), position + 1);
     const int each = (max(position - first, 0) + kClusterSize - 1) / kClusterSize;
     begin = first + rank * each, end = min(begin + each, position);
 #pragma unroll

@@ -42,8 +42,9 @@ bool fits_cluster_layers(const DecodeLayersCall& call) {
     if (!fits) return false;
     for (const Tensor* cache : {&call.k_caches[i], &call.v_caches[i]}) {
       if (cache->dim() != 4 || cache->size(0) != 1 || cache->size(1) != heads ||
-          cache->size(3) != kClusterHeadDim || cache->size(2) != call.k_caches[i].size(2) ||
-          !cache->is_contiguous() || !is_aligned16(*cache) || cache->scalar_type() != x.scalar_type()) {
+          (cache->size(2) == 0 && !call.kv_table) || cache->size(3) != kClusterHeadDim ||
+          cache->size(2) != call.k_caches[i].size(2) || !cache->is_contiguous() || !is_aligned16(*cache) ||
+          cache->scalar_type() != x.scalar_type()) {
         return false;
       }
     }
@@ -104,7 +105,7 @@ std::optional<Tensor> cluster_layers(const DecodeLayersCall& call) {
     p.k_cache = call.k_caches[i].data_ptr(), p.v_cache = call.v_caches[i].data_ptr();
     p.layer = static_cast<int64_t>(i);
     p.capacity = call.k_caches[i].size(2);
-    p.window = static_cast<int>(call.windows[i]);
+    p.window = bounded_window(call.windows[i]);
     launch(0, w, kAttentionNormWeight, kQWeight, kOutWeight, launch_cluster_attention);
     launch(1, w, kMlpNormWeight, kUpWeight, kDownWeight, launch_cluster_mlp);
   }

@@ -23,6 +23,8 @@ Tensor quantizing_attention_cuda(const Tensor& q, const Tensor& k, const Tensor&
       is_quantized(kv_type_of(k_cache, kOp)) && is_aligned16(k_cache) && is_aligned16(v_cache),
       "hf_fastpath::quantizing_attention: the caches have to be int8 or float8_e4m3fn and start at "
       "a multiple of 16 bytes");
+  STD_TORCH_CHECK(kv_table || q.size(1) <= k_cache.size(2), "hf_fastpath::quantizing_attention: query_len ",
+                  q.size(1), " exceeds the cache's capacity ", k_cache.size(2), ": grow the cache first");
   const DeviceGuard guard(q);
   const auto aligned = [](const Tensor& tensor) {
     const Tensor whole = hf_fastpath::contiguous(tensor);

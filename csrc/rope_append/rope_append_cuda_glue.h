@@ -48,6 +48,9 @@ struct RopeAppendCall {
     check_kv_scales(k_cache, v_scales, params.kv_type, op, "v_scales");
     pages = load_pages(block_table, kv_table, layer, k_cache, params.kv_type, batch, op);
     if (!pages) check_kv_table(kv_table, layer, params.kv_type, op);
+    const int64_t capacity = pages ? pages.capacity : k_cache.size(2);
+    STD_TORCH_CHECK(kv_table || query_len <= capacity, "hf_fastpath::", op, ": query_len ", query_len,
+                    " exceeds the cache's capacity ", capacity, ": grow the cache first");
     STD_TORCH_CHECK(!is_quantized(params.kv_type) || head_dim <= kMaxQuantizedHeadDim, "hf_fastpath::", op,
                     ": head_dim is ", head_dim, ", expected at most ", kMaxQuantizedHeadDim,
                     " in a quantized cache");

@@ -7,13 +7,25 @@ import re
 
 import pytest
 import torch
+from checks import arguments, over_dtypes, replaced, written
 from memory import same_bits
 
 from hf_fastpath import ops
-from hf_fastpath.ops.kv_cache import in_pages
-from hf_fastpath.registry import OpInputError
+from hf_fastpath.ops.decode_attention import workspace_bytes
+from hf_fastpath.ops.kv_cache import capacity_of, in_pages
+from hf_fastpath.registry import OpInputError, all_ops
 
 HEADS, HEAD_DIM, SIZE, COLUMNS = 2, 64, 16, 3
+#: arguments whose numbers kernels follow to a place; those of step_inputs are in test_step_inputs.py
+PLACES = ("seq_lens", "starts", "block_table", "expert_ids", "positions", "tokens")
+PLACED = [
+    name
+    for name, spec in all_ops().items()
+    if name != "step_inputs" and any(argument.name in PLACES for argument in spec.overload._schema.arguments)
+]
+#: around what is right, and where int32 ends
+NUMBERS = (-(2**31), -1, 0, 17, 2**31 - 70, 2**31 - 1)
+GUARD = 2**14  # bytes
 
 
 def ints(device, *values):
@@ -93,3 +105,103 @@ def test_lengths_beyond_the_capacity(device):
     assert ring.isfinite().all()
     with torch.no_grad():
         assert same_bits(ring, ops.decode_attention(q, cache, cache, lens, None, 1.0, window=19))
+
+
+def test_a_cache_without_a_slot_for_every_token(device):
+    caches = [torch.randn(1, HEADS, 1, HEAD_DIM, device=device) for _ in range(2)]
+    qkv = torch.randn(1, 2, 3 * HEADS * HEAD_DIM, device=device)
+    with pytest.raises(RuntimeError, match="query_len 2 exceeds the cache's capacity 1"):
+        ops.rope_append.overload(qkv, None, None, None, *caches, ints(device, 2), HEADS)
+    if device.type == "cuda":
+        quants = [cache.to(torch.int8) for cache in caches]
+        scales = [torch.ones(1, HEADS, 1, device=device, dtype=torch.bfloat16) for _ in range(2)]
+        q, new = (torch.randn(shape, device=device) for shape in ((1, 2, HEADS, HEAD_DIM), (1, HEADS, 2, HEAD_DIM)))
+        with pytest.raises(RuntimeError, match="query_len 2 exceeds the cache's capacity 1"):
+            ops.quantizing_attention.overload(q, new, new, *quants, *scales, ints(device, 2), None, 1.0)
+
+
+# ---- every op, between guards ----------------------------------------------------------------------------------
+
+
+def guarded(value, wholes: list[torch.Tensor]):
+    """A copy of a tensor, or of a list of them, in memory whose first and last ``GUARD`` bytes are 255, which floats
+    read as NaN; the memory is added to ``wholes``."""
+    if isinstance(value, list):
+        return [guarded(item, wholes) for item in value]
+    if not isinstance(value, torch.Tensor) or not value.numel() or not value.is_contiguous():
+        return value
+    whole = torch.full((value.nbytes + 2 * GUARD,), 255, dtype=torch.uint8, device=value.device)
+    wholes.append(whole)
+    return whole[GUARD:-GUARD].view(value.dtype).view(value.shape).copy_(value)
+
+
+def guarded_calls(spec, device, dtype):
+    """Arguments of every sample of an op, and the memory of those that are followed or written."""
+    for sample in spec.samples(device, dtype):
+        given = arguments(spec, replaced(spec, sample))
+        names = {argument.name for argument in spec.overload._schema.arguments}
+        if "overlap" in names:
+            given["overlap"] = False  # the kernel in front writes the numbers
+        if {"q", "workspace"} <= names and device.type == "cuda":
+            given["workspace"] = torch.zeros(workspace_bytes(*given["q"].shape), dtype=torch.uint8, device=device)
+        wholes = []
+        for argument in {*PLACES, *written(spec)} & {*given}:
+            given[argument] = guarded(given[argument], wholes)
+        yield given, wholes
+
+
+def with_numbers(given):
+    """The arguments with other numbers in each of ``PLACES``: in its last element, and in all of it."""
+    for name in PLACES:
+        if not isinstance(given.get(name), torch.Tensor):
+            continue
+        right = given[name].clone()
+        for number in NUMBERS:
+            for count in {1, right.numel()}:
+                given[name].view(-1)[-count:].fill_(number)
+                yield name, number
+                given[name].copy_(right)
+
+
+@over_dtypes
+@pytest.mark.parametrize("name", PLACED)
+def test_no_number_leads_outside_the_buffers(name, dtype, device):
+    """Nothing is written there; what is read there ends the process if it is no memory."""
+    spec = all_ops()[name]
+    calls = 0
+    for given, wholes in guarded_calls(spec, device, dtype):
+        for place, number in with_numbers(given):
+            try:
+                spec.overload(**given)
+            except RuntimeError as error:  # of pages, where they can be looked at
+                assert device.type == "cpu" and place == "block_table" and "expected a page" in str(error), error
+            calls += 1
+            for whole in wholes:
+                where = f"{name}: {place} {number}"
+                assert bool((whole[:GUARD] == 255).all() & (whole[-GUARD:] == 255).all()), where
+            if given.get("workspace") is not None:
+                counters = given["q"].shape[:3].numel() * 4
+                assert not given["workspace"][-counters:].any(), f"{name}: {place} {number} leaves a counter"
+    assert calls > 10
+
+
+@over_dtypes
+@pytest.mark.parametrize("name", ("decode_attention", "append_attention"))
+def test_what_wrong_lengths_and_starts_stand_for(name, dtype, cuda):
+    """A length below 0 is 0, one above what a cache without a window has is all of it; a start below 0 is 0, one behind
+    the last position leaves nothing to see."""
+    spec = all_ops()[name]
+    for given, _ in guarded_calls(spec, cuda, dtype):
+        capacity = capacity_of(given["k_cache"], given.get("block_table"))
+        most = capacity if name == "append_attention" else 2**31 - 2**16
+        for place, number in with_numbers(given):
+            if place not in ("seq_lens", "starts"):
+                continue
+            found, bounded = spec.overload(**given), dict(given)
+            bounded["seq_lens"] = given["seq_lens"].clamp(0, most)
+            if given["starts"] is not None:
+                bounded["starts"] = torch.minimum(given["starts"].clamp(min=0), bounded["seq_lens"])
+            assert same_bits(found, spec.overload(**bounded)), f"{place} {number}"
+            starts = 0 if given["starts"] is None else given["starts"]
+            unseen = found.view(given["q"].shape)[bounded["seq_lens"] <= starts]
+            assert not unseen.any(), f"{place} {number}: what nothing was seen for is not zero"
