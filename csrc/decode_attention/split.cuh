@@ -64,8 +64,7 @@ struct PlacedSplit<true> : Split {
   }
 };
 
-// `alone`: positions that one block takes without a split, 0 for kMinChunk. Chunks are multiples of
-// kMultiple.
+// `alone`: positions that one block takes without a split. Chunks are multiples of kMultiple.
 template <bool kPaged, int kMultiple = kChunkMultiple>
 __device__ __forceinline__ PlacedSplit<kPaged> find_split(const DecodeAttentionParams& p, int row,
                                                           int kv_head, int split, unsigned splits,
@@ -106,8 +105,7 @@ __device__ __forceinline__ PlacedSplit<kPaged> find_split(const DecodeAttentionP
   const int visible = max(s.first_visible(s.seq_len - p.query_len, p.window), s.seq_len - int(s.capacity));
   const int first = bounded_length(visible, s.seq_len);
   const unsigned length = s.seq_len - first;  // unsigned numbers take fewer instructions to divide
-  const bool is_short = alone > 0 && length <= alone;
-  unsigned chunk = max((length + splits - 1) / splits, unsigned(is_short ? alone : kMinChunk));
+  unsigned chunk = max((length + splits - 1) / splits, unsigned(length <= alone ? alone : kMinChunk));
   chunk = (chunk + kMultiple - 1) / kMultiple * kMultiple;
   s.active = max(int((length + chunk - 1) / chunk), 1);
   s.begin = first + split * chunk;
