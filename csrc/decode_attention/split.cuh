@@ -107,7 +107,7 @@ __device__ __forceinline__ PlacedSplit<kPaged> find_split(const DecodeAttentionP
   const unsigned length = s.seq_len - first;  // unsigned numbers take fewer instructions to divide
   unsigned chunk = max((length + splits - 1) / splits, unsigned(length <= alone ? alone : kMinChunk));
   chunk = (chunk + kMultiple - 1) / kMultiple * kMultiple;
-  s.active = max(int((length + chunk - 1) / chunk), 1);
+  s.active = length > 0 ? int((length + chunk - 1) / chunk) : 1;  // the chunk of no positions may be 0
   s.begin = first + split * chunk;
   s.end = min(s.begin + chunk, s.seq_len);
   s.first_slot = static_cast<uint32_t>(s.begin) % s.capacity;

@@ -1,5 +1,6 @@
 // torch.ops.hf_fastpath.decode_layers on a GPU: see hf_fastpath/ops/decode_layers.py for the contract.
 #include "common/cuda_glue.h"
+#include "common/lengths.h"
 #include "decode_layers/cluster_layers.h"
 #include "decode_layers/decode_layers_glue.h"
 
