@@ -17,7 +17,7 @@ def odd_sizes(device, dtype):
 
     for rows, k, n in (
         (1, 1, 1),
-        (1, 17, 3),
+        (13, 17, 3),  # of three outputs alone, stock's error is a matter of luck
         (2, 33, 65),
         (5, 129, 9),
         (11, 63, 31),
