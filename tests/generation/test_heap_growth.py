@@ -10,7 +10,10 @@ from models import fresh, prompt
 
 import hf_fastpath
 
-TOKENS, CALLS, WINDOWS = 16, 3, 6
+TOKENS = 16
+#: device -> calls of a window, windows; CUDA's driver and torch's allocators fill their own pools for some hundred calls,
+#: of stock's generate(), too
+CALLS = {"cpu": (3, 6), "cuda": (10, 12)}
 #: kind -> options of ``patch()``, of ``generate()``
 KINDS = {
     "plain": ({}, {}),
@@ -33,5 +36,6 @@ def test_tokens_free_what_they_allocate(kind, device):
     model = hf_fastpath.patch(stock, quiet=True, **options)
     ids = prompt(device)
     settings = {"do_sample": False, "max_new_tokens": TOKENS, "min_new_tokens": TOKENS} | given
-    grown = growth(lambda: model.generate(ids, **settings), CALLS, WINDOWS)
-    assert grown < CALLS * TOKENS, f"{grown / (CALLS * TOKENS)} bytes a token"
+    calls, windows = CALLS[device.type]
+    grown = growth(lambda: model.generate(ids, **settings), calls, windows)
+    assert grown < calls * TOKENS, f"{grown / (calls * TOKENS)} bytes a token"
