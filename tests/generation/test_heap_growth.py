@@ -11,8 +11,8 @@ from models import fresh, prompt
 import hf_fastpath
 
 TOKENS = 16
-#: device -> calls of a window, windows; on a GPU torch and the driver fill pools of their own for some hundred calls, of
-#: stock's generate(), too
+#: device -> calls of a window, windows; on a GPU torch and the driver fill pools of their own for some hundred calls,
+#: in stock's generate(), too
 CALLS = {"cpu": (3, 6), "cuda": (10, 12)}
 #: kind -> options of ``patch()``, of ``generate()``
 KINDS = {
