@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import importlib.util
 import json
 import sys
@@ -64,7 +65,7 @@ def test_chat_streams_and_keeps_its_cache(fast_counts, capsys):
 
 def test_chat_begins_anew_where_a_template_writes_turns_anew(fast_counts):
     """One that leaves out what an answer began with, as templates do with thoughts."""
-    model, words = hf_fastpath.patch(trained(), quiet=True), tokenizer()
+    model, words = hf_fastpath.patch(trained(), quiet=True), copy.deepcopy(tokenizer())
     words.chat_template = "{% for m in messages %}{{ m.content if m.role == 'user' else m.content[3:] }}\n{% endfor %}"
     chat = example("chat").Chat(model, words)
     first = chat.say("import os\n\n\ndef", max_new_tokens=12)
@@ -143,7 +144,7 @@ def test_transformers_serve_patches_what_it_loads(fast_counts, tmp_path, monkeyp
     from transformers.cli.serving import model_manager
 
     trained().save_pretrained(tmp_path)
-    words = tokenizer()
+    words = copy.deepcopy(tokenizer())  # which all tests share
     words.chat_template = "{% for m in messages %}{{ m.content }}{% endfor %}"
     words.save_pretrained(tmp_path)
     module, servers = example("transformers_serve"), []

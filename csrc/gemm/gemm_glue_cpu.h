@@ -14,8 +14,8 @@ inline Tensor matrix(const void* data, DType dtype, int64_t rows, int64_t column
                        : dtype == DType::kFloat16 ? aoti_torch_dtype_float16()
                                                   : aoti_torch_dtype_bfloat16();
   AtenTensorHandle handle;
-  TORCH_ERROR_CODE_CHECK(aoti_torch_create_tensor_from_blob(
-      const_cast<void*>(data), 2, sizes, strides, 0, type, aoti_torch_device_type_cpu(), -1, &handle));
+  TORCH_ERROR_CODE_CHECK(aoti_torch_create_tensor_from_blob(const_cast<void*>(data), 2, sizes, strides, 0,
+                                                            type, aoti_torch_device_type_cpu(), -1, &handle));
   return Tensor(handle);
 }
 

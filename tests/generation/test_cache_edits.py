@@ -674,7 +674,7 @@ def test_a_forward_that_is_interrupted_leaves_the_cache_as_it_was(name):
             gc.collect()
             with Fault(FILES) as whole:
                 expected = ours(new, **{CACHE: cache}).logits
-            for at in places(whole.lines, 30):
+            for at in places(whole.lines, 6):
                 cache = copy.deepcopy(filled)
                 gc.collect()  # an interrupt inside of a __del__ is swallowed by Python
                 with Fault(FILES, at) as fault, pytest.raises(KeyboardInterrupt):
