@@ -88,14 +88,14 @@ def check_anything(model: nn.Module, state: PatchState) -> None:
         reason = REASONS[state.loop_reason]
         cause = f"ops leaves only the loop of this {type(model).__name__}, the decode loop: {state.loop_reason}"
         raise _unsupported(f"{cause} ({reason.meaning})", reason.remedy)
-    cause, nearest = _kind(model), None
-    if cause is None:
+    more: list[str] = []
+    what = _kind(model)
+    if what is None:
+        what = f"{_named(model)} is a causal LM of a family without an architecture file"
         nearest = structural.match(model)
-        cause = f"{_named(model)} is a causal LM of a family without an architecture file"
-    more = (
-        [] if nearest is None or not nearest.differences else [textwrap.shorten(str(nearest), 200, placeholder=" ...")]
-    )
-    raise _unsupported(cause, _FAMILIES, *more)
+        if nearest is not None and nearest.differences:
+            more.append(textwrap.shorten(str(nearest), 200, placeholder=" ..."))
+    raise _unsupported(what, _FAMILIES, *more)
 
 
 def _named(model: nn.Module) -> str:

@@ -263,7 +263,7 @@ def _find_or_build(
         if mode != "force" and _load_cached(device, path):
             return
         try:
-            build.build(device, directory, archs, progress)
+            build.build(device, directory, tuple(archs), progress)
         except build.BuildError as error:
             _failed[directory] = str(error)
             raise
