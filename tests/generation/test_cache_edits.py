@@ -658,8 +658,10 @@ def test_a_forward_that_fails_leaves_the_cache_as_it_was(name, place, device):
 
 
 @pytest.mark.parametrize("name", LOADED)
-def test_a_forward_that_is_interrupted_leaves_the_cache_as_it_was(name):
-    """At any of its lines in our files; behind the last layer it is complete."""
+def test_a_forward_that_is_interrupted_leaves_the_cache_as_it_was(name, request):
+    """At any of its lines in our files, of which `make test-full` tries five times as many; behind the last layer it is
+    complete."""
+    count_of_places = 30 if request.config.getoption("--full") else 6
     device = torch.device("cpu")
     family, options = LOADED[name]
     ours = hf_fastpath.patch(copy.deepcopy(pair(family, device)[0]), quiet=True, **options)
@@ -674,7 +676,7 @@ def test_a_forward_that_is_interrupted_leaves_the_cache_as_it_was(name):
             gc.collect()
             with Fault(FILES) as whole:
                 expected = ours(new, **{CACHE: cache}).logits
-            for at in places(whole.lines, 6):
+            for at in places(whole.lines, count_of_places):
                 cache = copy.deepcopy(filled)
                 gc.collect()  # an interrupt inside of a __del__ is swallowed by Python
                 with Fault(FILES, at) as fault, pytest.raises(KeyboardInterrupt):
