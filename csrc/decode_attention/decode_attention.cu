@@ -130,13 +130,14 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerSm<KV, kLanes, kChunks, kR
   if (is_old) wait_for_previous_kernel();
 
   float q[kRows][kChunks * kElems];
-  int row_first[kRows], row_last[kRows];  // positions each row sees
+  int row_first[kRows], row_last[kRows];  // positions each row sees, up to the block's last
 #pragma unroll
   for (int r = 0; r < kRows; ++r) {
     const bool present = r < rows.count(p);
     const RowPlace place = row_place(p, s, kv_head, present ? rows.first + r : 0);
-    row_last[r] = present ? s.seq_len - p.query_len + place.token : -1;
-    row_first[r] = s.first_visible(row_last[r], p.window);
+    const int newest = s.seq_len - p.query_len + place.token;
+    row_first[r] = s.first_visible(newest, p.window);
+    row_last[r] = present ? min(newest, s.end - 1) : -1;
     const int64_t at = out_offset(p, batch_row, place);  // q lies like the output
 #pragma unroll
     for (int c = 0; c < kChunks; ++c) {
@@ -201,7 +202,7 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerSm<KV, kLanes, kChunks, kR
       }
 #pragma unroll
       for (int r = 0; r < kRows; ++r) {
-        if (at >= s.end || at > row_last[r] || at < row_first[r]) weight[u * kRows + r] = -INFINITY;
+        if (at > row_last[r] || at < row_first[r]) weight[u * kRows + r] = -INFINITY;
       }
     }
 
