@@ -172,6 +172,7 @@ class _Plan:
             self.variables["nvcc"] = [*shlex.split(tools.nvcc), *nvcc, f"-I{source_dir()}"]
         self.variables["link"] = link
         self.variables["libraries"] = [f"-L{tools.torch_dir / 'lib'}", "-ltorch_cpu"]
+        self.variables["libraries"] += toolchain.shared_cxx_library(tools.cxx)
         self.variables["libraries"] += [] if target == "cuda" else flags
         self.steps = []
         for source in sources(target):

@@ -154,6 +154,15 @@ def version(command: str) -> str:
     return said
 
 
+def shared_cxx_library(cxx: str) -> list[str]:
+    """What links GCC's shared C++ library, if the compiler knows one. Where a system lacks the file that ``-lstdc++``
+    means, the linker takes the static library, and the first error's text ends the process: the streams of two C++
+    libraries in one process do not know each other's locales."""
+    asked = [*shlex.split(cxx), "-print-file-name=libstdc++.so.6"]
+    found = Path(subprocess.run(asked, capture_output=True, text=True, errors="replace").stdout.strip())
+    return [f"-L{found.parent.resolve()}", f"-l:{found.name}"] if found.is_absolute() else []
+
+
 def cuda_home(nvcc: str) -> Path:
     """The toolkit that nvcc belongs to; nvcc may be a script or a link that lies elsewhere."""
     asked = [*shlex.split(nvcc), "--dryrun", "-c", "x.cu"]

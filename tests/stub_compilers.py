@@ -6,7 +6,7 @@ import stat
 from pathlib import Path
 
 CXX = """#!/bin/sh
-case "$*" in *--version*|*--dryrun*) echo "stub c++ 1.2.3"; exit 0;; esac
+case "$*" in *--version*|*--dryrun*|*-print-file-name=*) echo "stub c++ 1.2.3"; exit 0;; esac
 echo "$*" >> "{log}"
 {script}
 out=""

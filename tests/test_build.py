@@ -427,6 +427,29 @@ def test_the_cpu_library_loads_on_older_systems():
     assert asks_for_no_more_than_manylinux_2_28(Path(library.detail)), versions(Path(library.detail))
 
 
+@pytest.mark.skipif(shutil.which("g++") is None or shutil.which("objdump") is None, reason="no g++ or objdump")
+def test_the_shared_cxx_library_is_linked_where_the_compilers_own_search_finds_none(tmp_path):
+    source, library = tmp_path / "x.cpp", tmp_path / "x.so"
+    source.write_text("#include <sstream>\nvoid f(int x) { std::ostringstream text; text << x; throw text.str(); }\n")
+    own_search_left_out = ["g++", "-shared", "-fPIC", "-nodefaultlibs", "-Wl,-z,defs", "-o", str(library), str(source)]
+    subprocess.run([*own_search_left_out, *toolchain.shared_cxx_library("g++"), "-lc", "-lgcc_s"], check=True)
+    assert "libstdc++.so.6" in needed(library)
+
+
+def needed(library: Path) -> list[str]:
+    said = subprocess.run(["objdump", "-p", str(library)], capture_output=True, text=True, check=True).stdout
+    return re.findall(r"NEEDED\s+(\S+)", said)
+
+
+@pytest.mark.parametrize("target", ("cpu", "cuda"))
+@pytest.mark.skipif(shutil.which("objdump") is None, reason="no objdump")
+def test_libraries_share_the_cxx_library_with_torch(target):
+    library = loader.status()[target]
+    if not library.native:
+        pytest.skip(f"no native library: {target}")
+    assert "libstdc++.so.6" in needed(Path(library.detail))
+
+
 @pytest.mark.skipif(shutil.which("objdump") is None or toolchain.find_nvcc() is None, reason="no objdump or nvcc")
 @pytest.mark.skipif(not old_glibc.applies(), reason="another C library")
 def test_cudas_static_runtime_loads_on_older_systems(tmp_path):

@@ -367,9 +367,15 @@ class ValueHead(nn.Module):
         self.pretrained_model, self.value = model, nn.Linear(4, 1)
 
 
+def data_parallel(model):
+    """On the model's device: what it does with one GPU is moving the model there."""
+    device = model.device
+    return nn.DataParallel(model).to(device)
+
+
 WRAPPERS = {
     "value head": (ValueHead, "pretrained_model"),
-    "DataParallel": (lambda model: nn.DataParallel(model, device_ids=[]), "module"),
+    "DataParallel": (data_parallel, "module"),
     "compiled": (lambda model: torch.compile(model, backend="eager"), "_orig_mod"),
 }
 
