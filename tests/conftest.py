@@ -110,3 +110,11 @@ def merge_golden(path: Path, rows: list[dict]) -> None:
         writer = csv.DictWriter(file, GOLDEN_COLUMNS, lineterminator="\n")
         writer.writeheader()
         writer.writerows(merged)
+
+
+@pytest.fixture
+def one_process(tmp_path):
+    """A process group of this process alone."""
+    torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    yield
+    torch.distributed.destroy_process_group()

@@ -180,7 +180,8 @@ def test_quantized_weights_come_back(fast_counts, capsys, tmp_path):
 def test_grpo_trains_a_patched_model(fast_counts, tmp_path):
     pytest.importorskip("trl", reason="TRL is not installed")
     model = example("grpo").main(tmp_path, steps=2, max_new_tokens=8)
-    assert sum(fast_counts(model)) > 0
+    fast, fallback = fast_counts(model)
+    assert fast >= 0.95 * (fast + fallback) and fast > 0
     start = dict(trained().named_parameters())
     assert any(not torch.equal(weight, start[name]) for name, weight in model.named_parameters())
 

@@ -66,14 +66,6 @@ def test_generate_under_checkpointing_in_train_mode(architecture, device):
     assert_equal_generation(ours, stock)
 
 
-@pytest.fixture
-def one_process(tmp_path):
-    """A process group of this process alone."""
-    torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
-    yield
-    torch.distributed.destroy_process_group()
-
-
 def ddp(model: nn.Module) -> nn.Module:
     return DistributedDataParallel(model)
 

@@ -22,6 +22,7 @@ from models import (
 )
 from parity import assert_equal_generation, assert_same_tokens
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
 import hf_fastpath
 from hf_fastpath import pass_through
@@ -376,13 +377,14 @@ def data_parallel(model):
 WRAPPERS = {
     "value head": (ValueHead, "pretrained_model"),
     "DataParallel": (data_parallel, "module"),
+    "DDP": (DistributedDataParallel, "module"),
     "compiled": (lambda model: torch.compile(model, backend="eager"), "_orig_mod"),
 }
 
 
 @pytest.mark.parametrize(("wrap", "name"), WRAPPERS.values(), ids=WRAPPERS)
 @pytest.mark.parametrize("when", ("before_patch", "after_patch"))
-def test_wrapper_and_model_inside_are_one(when, wrap, name, device):
+def test_wrapper_and_model_inside_are_one(when, wrap, name, device, one_process):
     """patch(), report(), verify(), patched() and unpatch() take either."""
     require_native(device)
     stock = build("llama").to(device)
