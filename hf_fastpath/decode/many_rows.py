@@ -135,8 +135,8 @@ def _attention_rule(attention: Any, op: Callable[..., Any]) -> Callable[..., Any
 def _rewritten(calls: list[Call], register: Callable[[], Register], rules: _Rules) -> list[Call]:
     made: list[Call] = []
 
-    def emit(op: Callable[..., Any], /, *in_order: Any, **named: Any) -> Register:
-        made.append(Call(op, by_name(op, in_order, named), register()))
+    def emit(op: Callable[..., Any], /, *positional: Any, **named: Any) -> Register:
+        made.append(Call(op, by_name(op, positional, named), register()))
         return made[-1].out
 
     for call in calls:
@@ -173,8 +173,8 @@ class ManyRows:
     def __init__(self, attention: Attention | None, rows: int):
         self._attention, self._rules = attention, _Replacements(rows)
 
-    def __call__(self, op: Callable[..., Any], /, *in_order: Any, **named: Any) -> Any:
-        arguments = by_name(op, in_order, named)
+    def __call__(self, op: Callable[..., Any], /, *positional: Any, **named: Any) -> Any:
+        arguments = by_name(op, positional, named)
         rule = None if self._attention is None else _attention_rule(self._attention, op)
         rule = rule or self._rules(op, arguments)
         return run(op, **arguments) if rule is None else rule(run, **arguments)
@@ -183,9 +183,9 @@ class ManyRows:
 def few_rows(attention: Attention) -> Emit:
     """``emit`` of :mod:`.steps` for as many rows as the ops of a token step take, with this attention."""
 
-    def emit(op: Callable[..., Any], /, *in_order: Any, **named: Any) -> Any:
+    def emit(op: Callable[..., Any], /, *positional: Any, **named: Any) -> Any:
         rule = _attention_rule(attention, op)
-        return run(op, *in_order, **named) if rule is None else rule(run, **by_name(op, in_order, named))
+        return run(op, *positional, **named) if rule is None else rule(run, **by_name(op, positional, named))
 
     return emit
 

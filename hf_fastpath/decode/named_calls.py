@@ -10,7 +10,7 @@ import functools
 import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
@@ -45,9 +45,8 @@ class Norm:
     bias: torch.Tensor | None
     eps: float
 
-    def arguments(self) -> dict[str, Any]:
-        """What it is as arguments of an op."""
-        return {"norm": self.kind, "norm_weight": self.weight, "norm_bias": self.bias, "norm_eps": self.eps}
+    #: argument of an op -> attribute
+    PARTS: ClassVar[dict[str, str]] = {"norm": "kind", "norm_weight": "weight", "norm_bias": "bias", "norm_eps": "eps"}
 
 
 #: name in a call -> what stands there
@@ -110,32 +109,50 @@ def by_name(op: Callable[..., Any], positional: tuple, named: dict[str, Any]) ->
     return dict(zip(parameters(op), positional), **named) if positional else named
 
 
-def positional(op: Callable[..., Any], arguments: dict[str, Any]) -> list[Any]:
-    """The arguments in the op's order, up to the last that is not its default.
+@functools.cache
+def _binder(op: Callable[..., Any], names: tuple[str, ...]) -> Callable[[dict[str, Any]], list[Any]]:
+    """Puts arguments of these names into the op's order. Made out of text, for what runs at every call.
 
     Raises:
         TypeError: the op has no such argument, or lacks one.
     """
     known = parameters(op)
-    flat: dict[str, Any] = {}
-    for name, value in arguments.items():
-        if type(value) is _VALUES.get(name):
-            flat |= value.arguments()
-        elif value is not None or name not in _VALUES:
-            flat[name] = value
-    if unknown := flat.keys() - known.keys():
-        raise TypeError(f"{op} is given {', '.join(sorted(unknown))}, expected some of {', '.join(known)}")
-    bound, length = [], 0
-    for name, default in known.items():
-        value = flat.get(name, default)
-        if value is _NEEDED:
+    found = {name: f"given[{name!r}]" for name in names if name not in _VALUES}
+    lines = []
+    for name in _VALUES.keys() & set(names):
+        lines.append(f"{name} = given[{name!r}]")
+        parts = _VALUES[name].PARTS
+        found |= {part: f"{name}.{attribute}" for part, attribute in parts.items() if part in known}
+        for part in parts.keys() - known.keys():
+            lines.append(f"if {name}.{parts[part]}: raise TypeError(no_such(op, {part!r}))")
+    if unknown := found.keys() - known.keys():
+        raise TypeError(_no_such(op, *sorted(unknown)))
+    length = 1 + max((place for place, name in enumerate(known) if name in found), default=-1)
+    expressions = []
+    for name, default in list(known.items())[:length]:
+        if name not in found and default is _NEEDED:
             raise TypeError(f"{op} is not given {name!r}")
-        bound.append(value)
-        if value is not default:
-            length = len(bound)
-    return bound[:length]
+        expressions.append(found.get(name, f"known[{name!r}]"))
+    body = "".join(f"    {line}\n" for line in [*lines, f"return [{', '.join(expressions)}]"])
+    scope = {"op": op, "known": known, "no_such": _no_such}
+    exec(f"def bind(given):\n{body}", scope)
+    return scope["bind"]
 
 
-def run(op: Callable[..., Any], /, *in_order: Any, **named: Any) -> Any:
+def _no_such(op: Callable[..., Any], *names: str) -> str:
+    return f"{op} is given {', '.join(names)}, expected some of {', '.join(parameters(op))}"
+
+
+def in_order(op: Callable[..., Any], arguments: dict[str, Any]) -> list[Any]:
+    """The arguments in the op's order.
+
+    Raises:
+        TypeError: the op has no such argument, or lacks one.
+    """
+    names = tuple(name for name, value in arguments.items() if value is not None or name not in _VALUES)
+    return _binder(op, names)(arguments)
+
+
+def run(op: Callable[..., Any], /, *positional: Any, **named: Any) -> Any:
     """Call ``op`` now."""
-    return op(*positional(op, by_name(op, in_order, named)))
+    return op(*in_order(op, by_name(op, positional, named)))

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import fields, is_dataclass
 from typing import Any
 
-from .named_calls import Call, Register, Step, by_name, positional
+from .named_calls import Call, Register, Step, by_name, in_order
 from .passes import passed
 
 #: function, arguments, where values go (a list, a place in it, a register), register of the result
@@ -33,10 +33,10 @@ class Program:
         self.values.append(value)
         return Register(len(self.values) - 1)
 
-    def emit(self, op: Callable[..., Any], /, *in_order: Any, **named: Any) -> Register:
+    def emit(self, op: Callable[..., Any], /, *positional: Any, **named: Any) -> Register:
         """Note a call; its result is in the returned register once the program ran. Registers may lie in lists and in
         values."""
-        call = Call(op, by_name(op, in_order, named), self.register())
+        call = Call(op, by_name(op, positional, named), self.register())
         self.calls.append(call)
         return call.out
 
@@ -56,7 +56,7 @@ class Program:
     def _bind(self) -> list[_Bound]:
         bound = []
         for call in self.calls:
-            given = [list(a) if isinstance(a, list) else a for a in positional(call.op, call.arguments)]
+            given = [list(a) if isinstance(a, list) else a for a in in_order(call.op, call.arguments)]
             lists = [given, *(a for a in given if isinstance(a, list))]
             holes = [(a, place, r.index) for a in lists for place, r in enumerate(a) if type(r) is Register]
             bound.append((call.op, given, holes, call.out.index))

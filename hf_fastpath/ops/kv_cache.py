@@ -4,7 +4,7 @@ cache addresses."""
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
@@ -41,6 +41,16 @@ class KVCache:
     block_table: Any = None
     table: Any = None
     layer: int = 0
+    #: argument of an op -> attribute
+    PARTS: ClassVar[dict[str, str]] = {
+        "k_cache": "k",
+        "v_cache": "v",
+        "k_scales": "k_scales",
+        "v_scales": "v_scales",
+        "block_table": "block_table",
+        "kv_table": "table",
+        "layer": "layer",
+    }
 
     @property
     def is_paged(self) -> bool:
@@ -51,17 +61,6 @@ class KVCache:
         return tuple(
             name for name in ("k", "v", "k_scales", "v_scales", "block_table") if getattr(self, name) is not None
         )
-
-    def arguments(self) -> dict[str, Any]:
-        """What it is as arguments of an op: those that are there."""
-        found = {"k_cache": self.k, "v_cache": self.v}
-        if self.k_scales is not None:
-            found |= {"k_scales": self.k_scales, "v_scales": self.v_scales}
-        if self.block_table is not None:
-            found["block_table"] = self.block_table
-        if self.table is not None:
-            found |= {"kv_table": self.table, "layer": self.layer}
-        return found
 
 
 def is_quantized(dtype: torch.dtype) -> bool:
