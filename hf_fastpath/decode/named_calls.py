@@ -49,8 +49,9 @@ class Norm:
     PARTS: ClassVar[dict[str, str]] = {"norm": "kind", "norm_weight": "weight", "norm_bias": "bias", "norm_eps": "eps"}
 
 
-#: name in a call -> what stands there
+#: what is taken apart, by its name in a call
 _VALUES = {"cache": KVCache, "norm": Norm}
+_APART = frozenset(_VALUES.values())
 
 
 @dataclass(slots=True)
@@ -111,20 +112,23 @@ def by_name(op: Callable[..., Any], positional: tuple, named: dict[str, Any]) ->
 
 @functools.cache
 def _binder(op: Callable[..., Any], names: tuple[str, ...]) -> Callable[[dict[str, Any]], list[Any]]:
-    """Puts arguments of these names into the op's order. Made out of text, for what runs at every call.
+    """Puts arguments of these names into the op's order, those with a star taken apart. Made out of text, for what runs
+    at every call.
 
     Raises:
         TypeError: the op has no such argument, or lacks one.
     """
     known = parameters(op)
-    found = {name: f"given[{name!r}]" for name in names if name not in _VALUES}
+    found = {name: f"given[{name!r}]" for name in names if not name.startswith("*")}
     lines = []
-    for name in _VALUES.keys() & set(names):
+    for name in (name[1:] for name in names if name.startswith("*")):
         lines.append(f"{name} = given[{name!r}]")
         parts = _VALUES[name].PARTS
+        if not parts.keys() & known.keys():
+            raise TypeError(_no_such(op, name))
         found |= {part: f"{name}.{attribute}" for part, attribute in parts.items() if part in known}
-        for part in parts.keys() - known.keys():
-            lines.append(f"if {name}.{parts[part]}: raise TypeError(no_such(op, {part!r}))")
+        for part in parts.keys() - known.keys() - {"layer"}:  # which is of the table
+            lines.append(f"if {name}.{parts[part]} is not None: raise TypeError(no_such(op, {part!r}))")
     if unknown := found.keys() - known.keys():
         raise TypeError(_no_such(op, *sorted(unknown)))
     length = 1 + max((place for place, name in enumerate(known) if name in found), default=-1)
@@ -149,7 +153,11 @@ def in_order(op: Callable[..., Any], arguments: dict[str, Any]) -> list[Any]:
     Raises:
         TypeError: the op has no such argument, or lacks one.
     """
-    names = tuple(name for name, value in arguments.items() if value is not None or name not in _VALUES)
+    names = tuple(
+        f"*{name}" if type(value) in _APART else name
+        for name, value in arguments.items()
+        if value is not None or name not in _VALUES
+    )
     return _binder(op, names)(arguments)
 
 
