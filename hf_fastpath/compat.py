@@ -21,6 +21,7 @@ from transformers.cache_utils import Cache, DynamicCache
 from transformers.dynamic_module_utils import custom_object_save
 from transformers.generation import GenerationConfig, GenerationMixin, GenerationMode
 from transformers.generation import candidate_generator as candidates
+from transformers.generation import utils as generation_utils
 from transformers.generation.continuous_batching.cache import PagedAttentionCache
 from transformers.generation.logits_process import (
     LogitsProcessor,
@@ -522,13 +523,17 @@ def following_logits(model: Any, input_ids: torch.Tensor, count: int, prompt_len
         return model(**inputs, return_dict=True).logits[:, -count:]
 
 
-def candidate_generator(model: Any, ahead: int, **arguments: Any) -> Any:
+#: whether ``GenerationMixin._assisted_decoding`` asks the stopping criteria about every draft, too, and takes no token
+#: behind one that they end the text behind, as in 5.17
+CRITERIA_SEE_DRAFTS = "is_done_candidate" in inspect.signature(generation_utils._speculative_sampling).parameters
+
+
+def candidate_generator(model: Any, **arguments: Any) -> Any:
     """What makes drafts for ``GenerationMixin._assisted_decoding`` with these arguments, if that is an assistant or a
     lookup in the prompt, and the model's own choice decides; else None.
 
     Args:
         model: that generates.
-        ahead: tokens that the text has got, 0 or 1, when the first draft is asked for.
         arguments: of ``GenerationMixin._get_candidate_generator``.
     """
     config = arguments["generation_config"]
@@ -541,10 +546,7 @@ def candidate_generator(model: Any, ahead: int, **arguments: Any) -> Any:
             made.eos_token_id = None if made.eos_token_id is None else made.eos_token_id.cpu()
             made.logits_processor = None
         return made
-    if type(made) is not candidates.AssistedCandidateGenerator:
-        return None
-    lengthen_draft_inputs(made, ahead)  # they are of the prompt, and the first draft stands behind one token more
-    return made
+    return made if type(made) is candidates.AssistedCandidateGenerator else None
 
 
 def lengthen_draft_inputs(generator: Any, count: int) -> None:

@@ -27,7 +27,12 @@ def processed(logits: torch.Tensor, text: torch.Tensor, count: int, processors: 
 
 
 def accept(
-    scores: torch.Tensor, drafts: torch.Tensor, draft_scores: torch.Tensor | None, do_sample: bool, dropped: int = 0
+    scores: torch.Tensor,
+    drafts: torch.Tensor,
+    draft_scores: torch.Tensor | None,
+    do_sample: bool,
+    dropped: int = 0,
+    ends: bool = False,
 ) -> torch.Tensor:
     """Drafts up to the first that is not taken, and one token more.
 
@@ -41,9 +46,10 @@ def accept(
             taken if it is what the model chooses itself.
         do_sample: the choice is a sample; else it is the most likely token.
         dropped: drafts behind these that the text has no room for: random numbers are drawn for them as well.
+        ends: nothing follows the drafts if all are taken.
 
     Returns:
-        int64 [1 to count + 1].
+        int64 [1 to count + 1], or [0 to count] if ``ends``.
 
     Source: Leviathan et al. 2023, "Fast Inference from Transformers via Speculative Decoding", algorithm 1.
     """
@@ -54,11 +60,13 @@ def accept(
             chosen = torch.multinomial(drawn.softmax(-1), 1)[: count + 1, 0]
         else:
             chosen = scores.argmax(-1)
-        return chosen[: _agreeing(chosen[:-1] == drafts) + 1]
+        return chosen[: min(_agreeing(chosen[:-1] == drafts) + 1, count if ends else count + 1)]
     p, q = scores.softmax(-1), draft_scores.softmax(-1)
     places = torch.arange(count, device=drafts.device)
     ratios = p[places, drafts] / q[places, drafts]
     agree = _agreeing(torch.rand_like(ratios) <= ratios)
+    if ends and agree == count:
+        return drafts
     rest = p[agree]
     if agree < count:  # what the model likes better than the assistant did
         rest = (rest - q[agree]).clamp(min=0)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import time
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
@@ -64,7 +64,6 @@ def decode(
         if known and stopping_criteria.max_length is not None:
             generator = compat.candidate_generator(
                 model,
-                1 if _is_plain(generation_config, logits_processor) else 0,
                 generation_config=generation_config,
                 input_ids=input_ids,
                 inputs_tensor=inputs_tensor,
@@ -101,9 +100,20 @@ def _why_not_drafts(input_ids: torch.Tensor, criteria: Any, assistant_tokenizer:
     return "no max_length" if criteria.max_length is None else "another way to draft"
 
 
-def _is_plain(config: Any, processors: Any) -> bool:
-    """Whether every token is the most likely one."""
-    return not config.do_sample and not len(processors)
+class _Draft(NamedTuple):
+    """What a round proposes.
+
+    Attributes:
+        tokens: those that leave room for one token more.
+        scores: [tokens, vocab_size] that they were chosen from, where there are any.
+        dropped: how many behind them had no room.
+        ends: the stopping criteria end the text behind them, and nothing follows if all are taken.
+    """
+
+    tokens: list[int]
+    scores: torch.Tensor | None
+    dropped: int
+    ends: bool
 
 
 class _StockDrafts:
@@ -315,7 +325,7 @@ class _Call:
     def __init__(self, state, model, input_ids, processors, stopping_criteria, config, streamer, generator):
         self.state, self.model, self.config, self.generator = state, model, config, generator
         self.processors, self.criteria, self.streamer = processors, stopping_criteria, streamer
-        self.plain = _is_plain(config, processors)
+        self.plain = not config.do_sample and not len(processors)  # every token is the most likely one
         self.runs_users_code = bool(runs_users_code(processors, stopping_criteria, streamer))
         self.device, self.prompt_len = input_ids.device, input_ids.shape[1]
         self.max_length = stopping_criteria.max_length
@@ -325,10 +335,15 @@ class _Call:
         self.text = torch.zeros(1, max(self.max_length, self.prompt_len), dtype=torch.long, **place)
         self.text[:, : self.prompt_len] = input_ids
         self.length = self.prompt_len
+        self.held = self.prompt_len  # tokens of the text that the cache holds when a round begins
         self.left_at: int | None = None  # length of the text when stock code took over from the plans
-        self.told = 0  # tokens behind the first one that the generator was told of because its assistant had changed
+        self.told = 0  # tokens behind the prompt that the generator was told of
         self.ends = frozenset(token for ends in end_tokens(stopping_criteria) for token in ends.tolist())
         self.ends_by_itself = ends_by_length_or_token(stopping_criteria)
+        # Transformers begins with a draft behind the prompt. Ours does where something depends on it: which random
+        # numbers are drawn when, where the criteria look, or what the user's code is given when.
+        at_end = compat.CRITERIA_SEE_DRAFTS and int(self.text[0, self.length - 1]) in self.ends
+        self.begins_with_draft = not self.plain or self.runs_users_code or not self.ends_by_itself or at_end
         wants = config.return_dict_in_generate and (config.output_scores or config.output_logits)
         self.logits: list[torch.Tensor] | None = [] if wants else None
         self.scores = self.logits if self.plain or not wants else []
@@ -338,107 +353,148 @@ class _Call:
         cache.activate_past_recording()
         mask = model_kwargs.get("attention_mask")
         starts = None if mask is None else (mask == 0).sum(1)
-        first = prompt.read_text(self.state, self.model, part, self.ids, self.config, model_kwargs, starts)
-        keeps = self.plain and self.logits is not None
-        plan_of = functools.partial(self.state.draft_plan, part, cache)
-        reader = DraftReader(plan_of, cache, positions[:, -1] + 1, starts, self._keep if keeps else None)
+        keep = self._keep if self.plain and self.logits is not None else None
         drafts, watch = self._drafts(assistant, positions, starts), None
+        reader: DraftReader | StockReader | None = None
         if self.runs_users_code or (isinstance(drafts, _StockDrafts) and assistant is not None):  # which may have hooks
             watch = Watch(self.state, part)
         try:
-            done = self._begin(first.to(torch.float32, copy=True), reader, drafts, cache)
+            draft = self._propose(drafts) if self.begins_with_draft else None
+            if watch is not None and watch.has_changed(self.device):
+                watch.look_again(self.ids, cache)
+                part, self.state = watch.part, watch.state
+            first = self._read_prompt(part, model_kwargs, starts)
+            reader = self._reader_of(part, model_kwargs, starts, keep)
+            done = self._begin(first.to(torch.float32, copy=True), draft, reader, cache)
             started, before = time.perf_counter(), self.length
             while not done:
-                if watch is not None and watch.has_changed(self.device):
-                    reader.end()
-                    watch.look_again(self.ids, cache)
-                    reader = self._reader_of(watch, model_kwargs, starts, self._keep if keeps else None)
                 if watch is not None and drafts.are_stale():
                     drafts.end()
                     drafts = self._drafts(assistant, positions, starts)
-                done = self._round(reader, drafts, cache)
+                draft = None if self._goes_unseen(reader, drafts) else self._propose(drafts)
+                # A draft is the last that the user's code has a part in before the model reads.
+                if watch is not None and watch.has_changed(self.device):
+                    reader.end()
+                    watch.look_again(self.ids, cache)
+                    self.state = watch.state
+                    reader = self._reader_of(watch.part, model_kwargs, starts, keep)
+                done = self._round(reader, draft, drafts, cache)
             note_nonfinite(self.state, first if reader.logits is None else reader.logits)
         finally:
-            reader.end()
+            if reader is not None:
+                reader.end()
             drafts.end()
         compat.keep_draft_length(self.generator)
         return self._result(cache, started, self.length - before)
 
+    def _read_prompt(self, part: ModelPart | None, model_kwargs: dict, starts: torch.Tensor | None) -> torch.Tensor:
+        """[1, vocab_size] logits behind the prompt. ``part``: the model, or None: stock code has to read it."""
+        if part is None:
+            return compat.prefill(self.model, self.ids, self.config, model_kwargs).logits[:, -1]
+        return prompt.read_text(self.state, self.model, part, self.ids, self.config, model_kwargs, starts)
+
     def _reader_of(
-        self, watch: Watch, model_kwargs: dict, starts: torch.Tensor | None, keep: Any
+        self, part: ModelPart | None, model_kwargs: dict, starts: torch.Tensor | None, keep: Any
     ) -> DraftReader | StockReader:
-        """What reads drafts behind the text with the model as it has become."""
-        cache, self.state = model_kwargs[compat.CACHE], watch.state
-        position = model_kwargs["position_ids"][:, -1] + (self.length - self.prompt_len)
-        if watch.part is not None:
-            plan_of = functools.partial(self.state.draft_plan, watch.part, cache)
+        """What reads drafts behind the text with the model as it is: ``part``, or None: stock code has to."""
+        cache = model_kwargs[compat.CACHE]
+        position = model_kwargs["position_ids"][:, -1] + (self.held + 1 - self.prompt_len)
+        if part is not None:
+            plan_of = functools.partial(self.state.draft_plan, part, cache)
             return DraftReader(plan_of, cache, position, starts, keep)
         self.left_at = self.length
 
         def logits_of(tokens: Sequence[int], count: int) -> torch.Tensor:
-            behind = torch.tensor([tokens], device="cpu")
-            text = torch.cat((self.text[:, : self.length - 1], behind), dim=1).to(self.device)
+            text = self._followed_by(tokens, self.held)
             return compat.following_logits(self.model, text, count, self.prompt_len, model_kwargs)[0]
 
         return StockReader(logits_of, cache, keep)
 
-    def _begin(self, first: torch.Tensor, reader: DraftReader | StockReader, drafts: Any, cache: FastpathCache) -> bool:
-        """The token behind the prompt, of which ``first`` are the logits. Where others than the most likely are chosen,
-        a draft stands behind it, as transformers begins: random numbers are drawn in that order."""
+    def _followed_by(self, tokens: Sequence[int], length: int) -> torch.Tensor:
+        """[1, length + tokens] on the device, the first tokens of the text and others behind them."""
+        behind = torch.tensor([tokens], dtype=torch.long, device="cpu")
+        return torch.cat((self.text[:, :length], behind), dim=1).to(self.device)
+
+    def _begin(
+        self, first: torch.Tensor, draft: _Draft | None, reader: DraftReader | StockReader, cache: FastpathCache
+    ) -> bool:
+        """The token behind the prompt, of which ``first`` are the logits, and what a draft behind the prompt adds."""
         if not self.plain:
-            return self._choose(first, reader, drafts, cache)
+            return self._choose(first, draft, reader, cache)
         if self.logits is not None:
             self._keep(first)
-        return self._take([int(first.argmax(-1))])
+        found = [int(first.argmax(-1))]
+        if draft is None:
+            return self._take(found)
+        if draft.tokens[:1] == found:
+            found += reader.verify(found[0], draft.tokens[1:])
+        return self._settle(found, draft.tokens, draft.ends, cache)
 
-    def _round(self, reader: DraftReader | StockReader, drafts: Any, cache: FastpathCache) -> bool:
-        """A draft, and what the model says to it; says whether to stop."""
-        if not self.plain:
-            return self._choose(None, reader, drafts, cache)
+    def _goes_unseen(self, reader: DraftReader | StockReader, drafts: Any) -> bool:
+        """Whether the host need not see a draft before it is verified."""
+        unasked = self.ends_by_itself or not compat.CRITERIA_SEE_DRAFTS
+        return self.plain and unasked and isinstance(drafts, _PlanDrafts) and isinstance(reader, DraftReader)
+
+    def _round(
+        self, reader: DraftReader | StockReader, draft: _Draft | None, drafts: Any, cache: FastpathCache
+    ) -> bool:
+        """What the model says to a draft; says whether to stop. ``draft``: None where it may go unseen."""
         last, text = int(self.text[0, self.length - 1]), self.text[:, : self.length]
-        unseen = isinstance(drafts, _PlanDrafts) and isinstance(reader, DraftReader)
-        if unseen and (count := drafts.unseen(text)):
-            found, proposed = reader.verify_unseen(last, count, drafts)
-        else:
-            proposed = self._propose(drafts)[0]
-            found = reader.verify(last, proposed)
-        valid = self._up_to_end(found)
-        if len(valid) < len(found):
-            cache.crop(len(valid) - len(found))
-        return self._follow(valid, proposed)
+        if draft is None and isinstance(reader, DraftReader) and (count := drafts.unseen(text)):
+            return self._settle(*reader.verify_unseen(last, count, drafts), False, cache)
+        if draft is None:
+            draft = self._propose(drafts)
+        if not self.plain:
+            return self._choose(None, draft, reader, cache)
+        return self._settle(reader.verify(last, draft.tokens), draft.tokens, draft.ends, cache)
 
     def _choose(
-        self, first: torch.Tensor | None, reader: DraftReader | StockReader, drafts: Any, cache: FastpathCache
+        self, first: torch.Tensor | None, draft: _Draft, reader: DraftReader | StockReader, cache: FastpathCache
     ) -> bool:
         """:meth:`_round` from logits. ``first``: [1, vocab_size] of the token that follows the text, or None: its last
         token is still to be read."""
-        proposed, draft_scores, dropped = self._propose(drafts)
+        proposed, draft_scores, dropped, ends = draft
         count = len(proposed)
         unread = proposed if first is not None else [int(self.text[0, self.length - 1]), *proposed]
         rows = [] if first is None else [first]
         if unread:
             rows.append(reader.read(unread))
-        logits = torch.cat(rows)
-        candidates = torch.tensor([proposed], dtype=torch.long, device="cpu")
-        text = torch.cat((self.text[:, : self.length], candidates), dim=1).to(self.device)
+        logits, text = torch.cat(rows), self._followed_by(proposed, self.length)
         scores = acceptance.processed(logits, text, count, self.processors)
         if draft_scores is not None:
             draft_scores = draft_scores[:count].to(self.device)
         sampled = self.config.do_sample
-        found = acceptance.accept(scores, text[0, self.length :], draft_scores, sampled, dropped)
+        found = acceptance.accept(scores, text[0, self.length :], draft_scores, sampled, dropped, ends)
         valid = self._up_to_end(found.tolist())
         if len(valid) <= count:
             cache.crop(len(valid) - count - 1)
-        if self.logits is not None:
+        if self.logits is not None and valid:
             self.logits += logits[: len(valid)].split(1)
             self.scores += scores[: len(valid)].split(1)
         return self._follow(valid, proposed)
 
-    def _propose(self, drafts: Any) -> tuple[list[int], torch.Tensor | None, int]:
-        """A draft that leaves room for one token more, its scores, and how many of its tokens had no room."""
-        proposed, scores = drafts.propose(self.text[:, : self.length])
+    def _settle(self, found: list[int], proposed: list[int], ends: bool, cache: FastpathCache) -> bool:
+        """Append what was ``found`` behind drafts, as far as it counts; ``ends``: as of :class:`_Draft`."""
+        valid = self._up_to_end(found[: len(proposed)] if ends else found)
+        if len(valid) < len(found):
+            cache.crop(len(valid) - len(found))
+            if self.logits is not None:
+                del self.logits[len(valid) - len(found) :]
+        return self._follow(valid, proposed)
+
+    def _propose(self, drafts: Any) -> _Draft:
+        """What ``drafts`` propose behind the text."""
+        tokens, scores = drafts.propose(self.text[:, : self.length])
+        ends = compat.CRITERIA_SEE_DRAFTS and self._ends_behind(tokens)
         room = self.max_length - self.length - 1
-        return proposed[:room], scores, max(0, len(proposed) - room)
+        dropped = max(0, len(tokens) - room)
+        return _Draft(tokens[:room], scores, dropped, ends and not dropped)
+
+    def _ends_behind(self, tokens: list[int]) -> bool:
+        """Whether the stopping criteria end the text behind a draft."""
+        if self.ends_by_itself:  # a length that is reached leaves tokens without room, which says as much
+            return (tokens[-1] if tokens else int(self.text[0, self.length - 1])) in self.ends
+        return bool(self.criteria(self._followed_by(tokens, self.length), None).all())
 
     def _follow(self, valid: list[int], proposed: list[int]) -> bool:
         """Append what a round gave; say whether to stop."""
@@ -447,21 +503,21 @@ class _Call:
         return done
 
     def _drafts(self, assistant: Any, positions: torch.Tensor, starts: torch.Tensor | None) -> Any:
-        """Where drafts come from, behind the text as it is."""
-        if (more := self.length - self.prompt_len - 1) > 0:  # the assistant has changed, and knows of nothing
-            compat.lengthen_draft_inputs(self.generator, more - self.told)
-            self.told = more
-        state: PatchState | None = None if assistant is None else vars(assistant).get(STATE_KEY)
-        if not self.plain:  # scores behind processors, which the plan of an assistant does not give
+        """Where drafts come from, behind the text as it is, or the token more that it begins with."""
+        if compat.looks_up_drafts(self.generator):
             return _StockDrafts(self.generator, self.device)
-        if state is None or not state.enabled or compat.looks_up_drafts(self.generator):
+        behind = self.length - self.prompt_len or int(not self.begins_with_draft)
+        compat.lengthen_draft_inputs(self.generator, behind - self.told)  # more than once if the assistant changes
+        self.told = behind
+        state: PatchState | None = None if assistant is None else vars(assistant).get(STATE_KEY)
+        # a plan of the assistant gives no scores behind processors
+        if not self.plain or state is None or not state.enabled:
             return _StockDrafts(self.generator, self.device)
         part, cache = state.part_of(assistant), FastpathCache(assistant.config, state.options.kv_dtype)
-        ids, positions = self.ids, positions[:, : self.prompt_len]
-        if more > 0:
-            ids = self.text[:, : self.length - 1].to(self.device)
-            behind = torch.arange(1, more + 1, device=self.device)
-            positions = torch.cat((positions, positions[:, -1:] + behind), dim=1)
+        count = self.prompt_len + behind - 1  # the last token is the plan's first
+        ids, positions = self.text[:, :count].to(self.device), positions[:, : self.prompt_len]
+        following = torch.arange(behind, device=self.device)[1:]
+        positions = torch.cat((positions, positions[:, -1:] + following), dim=1)[:, :count]
         seen = {compat.CACHE: cache, "use_cache": True, "position_ids": positions}
         reason = step_aside_reason(state, part, ids, self.config, False, seen)
         padding = starts if starts is not None and starts.any() else None
@@ -471,7 +527,7 @@ class _Call:
         cache.activate_past_recording()
         cache.expect(self.max_length)
         # A model that drafts for itself has one plan of each width.
-        goes_on = self.device.type == "cuda" and state is not self.state
+        goes_on = self.device.type == "cuda" and state is not vars(self.model).get(STATE_KEY)
         return _PlanDrafts(self.generator, state, part, cache, given, self.ends, self.max_length, goes_on)
 
     def _keep(self, rows: torch.Tensor) -> None:
@@ -483,16 +539,17 @@ class _Call:
 
     def _take(self, tokens: list[int]) -> bool:
         """Append tokens; say whether to stop."""
-        new = torch.tensor([tokens], device="cpu")
+        new = torch.tensor([tokens], dtype=torch.long, device="cpu")
         self.text[:, self.length : self.length + len(tokens)] = new
         self.length += len(tokens)
+        self.held = self.length - 1
         if self.streamer is not None:
             self.streamer.put(new)
-        if tokens[-1] in self.ends or self.length >= self.max_length:
-            return True
         if self.ends_by_itself:
-            return False
-        return bool(self.criteria(self.text[:, : self.length].to(self.device), tuple(self.scores or ()) or None).all())
+            return self.length >= self.max_length or int(self.text[0, self.length - 1]) in self.ends
+        wants_scores = self.config.return_dict_in_generate and self.config.output_scores
+        scores = tuple(self.scores) if wants_scores else None
+        return bool(self.criteria(self.text[:, : self.length].to(self.device), scores).all())
 
     def _result(self, cache: FastpathCache, started: float, timed: int) -> Any:
         new_tokens = self.length - self.prompt_len
@@ -506,7 +563,7 @@ class _Call:
             self.streamer.end()
         if not self.config.return_dict_in_generate:
             return sequences
-        logits, scores = (None if rows is None else tuple(rows[:new_tokens]) for rows in (self.logits, self.scores))
+        logits, scores = (None if rows is None else tuple(rows) for rows in (self.logits, self.scores))
         return compat.GenerateDecoderOnlyOutput(
             sequences=sequences,
             scores=scores if self.config.output_scores else None,

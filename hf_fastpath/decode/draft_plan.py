@@ -256,8 +256,8 @@ class StockReader:
         self.logits: torch.Tensor | None = None  # as of DraftReader
 
     def verify(self, last: int, drafts: Sequence[int]) -> list[int]:
-        """As :meth:`DraftReader.verify`; drafts that are too many for a plan are cut off."""
-        tokens = [last, *drafts[: MAX_QUERY_LEN - 1]]
+        """As :meth:`DraftReader.verify`."""
+        tokens = [last, *drafts]
         rows = self.read(tokens)
         choices, agree = rows.argmax(-1).tolist(), 0
         while agree + 1 < len(tokens) and choices[agree] == tokens[agree + 1]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import inspect
 
 import pytest
 import torch
@@ -14,7 +13,7 @@ from transformers import StoppingCriteria, StoppingCriteriaList, TextStreamer
 from transformers.generation import utils as generation_utils
 
 import hf_fastpath
-from hf_fastpath.compat import CACHE
+from hf_fastpath.compat import CACHE, CRITERIA_SEE_DRAFTS
 from hf_fastpath.decode import plan as plan_module
 from hf_fastpath.decode.acceptance import accept
 from hf_fastpath.decode.draft_plan import WIDTHS, DraftPlan
@@ -142,6 +141,19 @@ def test_padding_ends_and_what_is_returned(device):
         assert_same_tokens(then, stock.generate(**again), stock, mask)
 
 
+@pytest.mark.parametrize("do_sample", (False, True))
+@pytest.mark.parametrize("how", ("lookup", "assistant"))
+def test_a_prompt_that_ends_in_an_end_token(how, do_sample, device):
+    """It ends the text where transformers asks the criteria about drafts, and there is none."""
+    stock, ours = pair("llama", device)
+    arguments = dict(prompt_lookup_num_tokens=3) if how == "lookup" else dict(assistant_model=noisy_copy(ours))
+    others = torch.arange(20, 32, device=device)[None]  # what follows the last of them is found nowhere
+    for ids in (others, prompt(device, 1, 6).repeat(1, 2)):
+        options = dict(input_ids=ids, eos_token_id=int(ids[0, -1]), max_new_tokens=20, **arguments)
+        found, expected = both(stock, ours, do_sample=do_sample, **options)
+        assert_same_tokens(found, expected)
+
+
 class _Words:
     """Stands for a tokenizer: a token's text is its number."""
 
@@ -237,11 +249,12 @@ def test_choices_of_an_assistant(name, patched, device):
         assert drafted.fast > 0 and not drafted.reasons  # by the plan of the assistant
 
 
+@pytest.mark.parametrize("ends", (False, True) if CRITERIA_SEE_DRAFTS else (False,))
 @pytest.mark.parametrize("rows", (0, 1, 5))
-def test_acceptance_draws_what_transformers_draws(rows, device):
+def test_acceptance_draws_what_transformers_draws(rows, ends, device):
     """Algorithm 1 of speculative sampling, with the same random numbers."""
     reference = generation_utils._speculative_sampling
-    extra = {"is_done_candidate": False} if "is_done_candidate" in inspect.signature(reference).parameters else {}
+    extra = {"is_done_candidate": ends} if CRITERIA_SEE_DRAFTS else {}
     taken = set()
     for seed in range(20):
         torch.manual_seed(seed)
@@ -249,18 +262,18 @@ def test_acceptance_draws_what_transformers_draws(rows, device):
         draft_scores = scores[:rows] + 0.5 * torch.randn(rows, 40, device=device)
         drafts = torch.multinomial(draft_scores.softmax(-1), 1)[:, 0] if rows else scores.new_empty(0, dtype=torch.long)
         torch.manual_seed(seed + 100)
-        found = accept(scores, drafts, draft_scores if rows else None, do_sample=True)
+        found = accept(scores, drafts, draft_scores if rows else None, do_sample=True, ends=ends)
         state = rng_state(device)
         torch.manual_seed(seed + 100)
         if rows:
             text = torch.cat((drafts.new_zeros(3), drafts))[None]
             expected, _ = reference(text, draft_scores[None], rows, scores[None], **extra)
         else:
-            expected = torch.multinomial(scores.softmax(-1), 1)
+            expected = torch.multinomial(scores.softmax(-1), 1)[:, : 0 if ends else 1]
         assert found.tolist() == expected[0].tolist()
         assert torch.equal(rng_state(device), state)
         taken.add(len(found))
-    assert len(taken) == (1 if rows == 0 else 2 if rows == 1 else len(taken)) and max(taken) == rows + 1
+    assert max(taken) == rows + 1 - ends and (rows > 1 or min(taken) == max(rows, 1 - ends))
 
 
 def test_acceptance_keeps_the_models_distribution():

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import sys
 from collections.abc import Callable
+from itertools import product
 
 import pytest
 import torch
-from models import CPU, build, counting, left_padded, prompt, require_native, tokenizer, trained
+from models import CPU, build, counting, heldout_tokens, left_padded, prompt, require_native, tokenizer, trained
 from parity import assert_same_tokens
 from torch import nn
 from torch.nn.modules import module as torch_module
@@ -236,6 +238,107 @@ def test_every_loop_sees_changes(callback, way, change):
     found, stats, _ = run(True, callback, change, **options)
     assert_same_tokens(found, expected)
     assert_counted(stats, change, 14)
+
+
+@pytest.mark.parametrize("turn", (1, 2, 3))
+@pytest.mark.parametrize("change", (hook, parameter), ids=lambda f: f.__name__)
+@pytest.mark.parametrize("way", ("prompt lookup", "sampled prompt lookup"))
+@pytest.mark.parametrize("callback", (processor, criterion), ids=lambda f: f.__name__)
+def test_changes_around_the_first_drafts(callback, way, change, turn, monkeypatch):
+    """Processors, and criteria in some versions, are called for a draft before the prompt is read."""
+    require_native(CPU)
+    monkeypatch.setattr(sys.modules[__name__], "AT", turn)
+    options = dict(input_ids=prompt(CPU, 1, 6).repeat(1, 4), **WAYS[way])
+    expected, *_ = run(False, callback, change, **options)
+    found, stats, _ = run(True, callback, change, **options)
+    assert_same_tokens(found, expected)
+    assert stats.fast_tokens + stats.fallback_tokens == 14
+
+
+class Recorder(BaseStreamer):
+    """Notes what a streamer, a criterion and a processor are given, and by ``stop`` in which turns the criterion ends
+    the text."""
+
+    def __init__(self, stop: Callable[[int], bool]):
+        self.calls, self.stop, self.turns = [], stop, 0
+
+    def put(self, value):
+        self.calls.append(("put", value.dtype, value.tolist()))
+
+    def end(self):
+        self.calls.append(("end",))
+
+    def criterion(self, ids, scores, **_):
+        self.turns += 1
+        self.calls.append(("criterion", ids.tolist(), None if scores is None else len(scores)))
+        return torch.full((len(ids),), self.stop(self.turns), device=ids.device)
+
+    def processor(self, ids, scores):
+        self.calls.append(("processor", ids.tolist()))
+        return scores
+
+    def arguments(self, names: str) -> dict:
+        """Those of ``generate()`` by which it is given what ``names`` says."""
+        given = dict(
+            streamer=self,
+            stopping_criteria=StoppingCriteriaList([self.criterion]),
+            logits_processor=LogitsProcessorList([self.processor]),
+        )
+        return {name: value for name, value in given.items() if name in names}
+
+
+#: turns of a criterion in which it ends the text: where it is asked about drafts, "third" is behind drafts only
+STOPS = {"never": lambda turn: False, "third": lambda turn: turn % 4 == 3, "fourth": lambda turn: turn == 4}
+
+
+def near_copy(model: nn.Module, patched: bool) -> nn.Module:
+    """An assistant that a trained model often agrees with."""
+    made = copy.deepcopy(model)
+    with torch.no_grad():
+        for index, weight in enumerate(made.parameters()):
+            noise = torch.randn(weight.shape, generator=torch.Generator().manual_seed(index))
+            weight.add_(0.02 * weight.std() * noise)
+    made.generation_config.num_assistant_tokens = 3
+    made.generation_config.assistant_confidence_threshold = 0
+    return hf_fastpath.patch(made, quiet=True) if patched else made
+
+
+@pytest.mark.parametrize(
+    ("names", "stop"),
+    [("streamer", "never"), ("logits_processor", "never"), *product(("stopping_criteria", "all"), STOPS)],
+)
+@pytest.mark.parametrize("do_sample", (False, True), ids=("greedy", "sampled"))
+@pytest.mark.parametrize("drafts", ("lookup", "long lookup", "assistant", "patched assistant"))
+def test_calls_of_a_loop_over_drafts(drafts, do_sample, names, stop):
+    """The user's objects are given what stock gives them, as often and in its order; scores, random numbers and the
+    cache are stock's, too."""
+    stock, ours = trained(CPU)
+    names = "streamer stopping_criteria logits_processor" if names == "all" else names
+    options = dict(input_ids=heldout_tokens(150), max_length=170, do_sample=do_sample)
+    options |= dict(return_dict_in_generate=True, output_scores="logits" not in names, output_logits=True)
+    results = []
+    for model in (stock, ours):
+        if "assistant" in drafts:
+            how = dict(assistant_model=near_copy(stock, patched=model is ours and drafts.startswith("patched")))
+        else:
+            how = dict(prompt_lookup_num_tokens=20 if drafts.startswith("long") else 3)
+        recorder = Recorder(STOPS[stop])
+        torch.manual_seed(3)
+        with counting(model) if model is ours else contextlib.nullcontext() as counts:
+            out = model.generate(**options, **how, **recorder.arguments(names))
+        results.append((out, recorder.calls, torch.get_rng_state()))
+    (expected, calls, state), (found, our_calls, our_state) = results
+    assert torch.equal(found.sequences, expected.sequences) and torch.equal(our_state, state)
+    ours_in_room, in_room = (  # stock reads drafts, too, that the text has no room for
+        [call for call in made if call[0] != "processor" or len(call[1][0]) < 170] for made in (our_calls, calls)
+    )
+    assert ours_in_room == in_room
+    for rows, wanted in ((found.scores, expected.scores), (found.logits, expected.logits)):
+        assert (rows is None) == (wanted is None)
+        for row, other in zip(rows or (), wanted or (), strict=True):
+            torch.testing.assert_close(row, other, rtol=1e-3, atol=1e-3)
+    assert found[CACHE].get_seq_length() == expected[CACHE].get_seq_length()
+    assert counts.fast == found.sequences.shape[1] - 150 and not counts.reasons
 
 
 @pytest.mark.parametrize("change", (hook, parameter), ids=lambda f: f.__name__)

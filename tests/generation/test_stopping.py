@@ -55,6 +55,17 @@ def test_stop_strings(device):
     assert_same_tokens(found, expected)
 
 
+@pytest.mark.parametrize("drafted", (1, 2, 3, 5))
+def test_stop_strings_behind_drafts(drafted, device):
+    """They end the text only where transformers looks for them: behind a round, and in some versions behind a draft."""
+    stock, ours = trained(device)
+    inputs = tokenizer()("for i in range(3):\n    print(i)\nfor i in range(3):\n", return_tensors="pt").to(device)
+    options = dict(max_new_tokens=60, do_sample=False, tokenizer=tokenizer(), prompt_lookup_num_tokens=drafted)
+    for string in ("f", "(", "\n"):
+        found, expected = both(stock, ours, **inputs, **options, stop_strings=[string])
+        assert_same_tokens(found, expected)
+
+
 def test_max_time_stops(device):
     """The clock ends generation after few tokens, which are stock's."""
     stock, ours = pair("llama", device)
