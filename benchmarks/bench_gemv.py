@@ -27,7 +27,7 @@ from hf_fastpath import loader, ops, traffic
 from hf_fastpath.bandwidth import measure_read_bandwidth
 from hf_fastpath.bench import measure, shapes
 from hf_fastpath.bench.measure import DTYPE_NAMES, DTYPES
-from hf_fastpath.choices import Activation, Norm
+from hf_fastpath.choices import Activation, NormKind
 
 Step = Callable[[], object]
 
@@ -75,9 +75,9 @@ class Chain:
     def fused(self, overlap: bool) -> torch.Tensor:
         """One pass through the ops as a decode plan calls them."""
         gemv, swiglu = ops.gemv.overload, ops.gemv_swiglu.overload
-        kind, bias = (Norm.LAYER, self.norm) if self.gpt2 else (Norm.RMS, None)
+        kind, bias = (NormKind.LAYER, self.norm) if self.gpt2 else (NormKind.RMS, None)
         norm = (kind, self.norm, bias, 1e-5, overlap)
-        plain = (Norm.NONE, None, None, 0.0, overlap)
+        plain = (NormKind.NONE, None, None, 0.0, overlap)
         x = self.x
         for qkv, out, up, down in self.layers:
             queries = gemv(x, qkv, None, None, Activation.NONE, self.gpt2, *norm)[:, : self.width].contiguous()

@@ -10,7 +10,7 @@ import torch
 
 from . import huge_pages
 from .cache_edits import EditableLayer
-from .ops.kv_cache import LARGEST_QUANT, SCALE_DTYPE, dequantized, is_quantized, quantized, requantized
+from .ops.kv_cache import LARGEST_QUANT, SCALE_DTYPE, KVCache, dequantized, is_quantized, quantized, requantized
 
 #: capacities are multiples of this, so that short conversations do not grow at every token
 CAPACITY_STEP = 64
@@ -63,6 +63,10 @@ class FastpathLayer(EditableLayer):
     def buffers(self) -> tuple[torch.Tensor, ...]:
         """K, V, and if they are quantized their scales: what the kernels take."""
         return tuple(buffer for name in BUFFERS if (buffer := getattr(self, name)) is not None)
+
+    def kv_cache(self) -> KVCache:
+        """What the kernels take."""
+        return KVCache(self.k_buffer, self.v_buffer, self.k_scales, self.v_scales)
 
     def _replace(self, made: Iterable[torch.Tensor | None], **others: Any) -> None:
         """Set the buffers and other attributes, all or none where an interrupt comes between."""

@@ -42,7 +42,7 @@ class Activation(Choice):
     CLAMPED_SWIGLU = 5
 
 
-class Norm(Choice):
+class NormKind(Choice):
     """``Norm`` of ``csrc/common/dtype.h``."""
 
     NONE = 0

@@ -29,12 +29,13 @@ from .compat import (
     prefetch_waits,
 )
 from .decode import composed, steps
-from .decode.attend import Attention, few_rows, has_tensor_cores, plain_mask
-from .decode.many_rows import ManyRows
+from .decode.attend import Attention, has_tensor_cores, plain_mask
+from .decode.many_rows import ManyRows, few_rows
 from .decode.modules import apply_dropout, child
 from .decode.parts import AttentionPart, FeedForwardPart, HeadPart, MLPPart, MoEPart, NormPart
 from .decode.structure import LayerPart, full_angles
 from .ops.gemv import MAX_ROWS
+from .ops.kv_cache import KVCache
 from .reasons import Cause
 from .registry import FLOAT_DTYPES
 
@@ -184,8 +185,8 @@ class _OverCache:
     num_tokens: int
 
     @property
-    def buffers(self) -> tuple[torch.Tensor, ...]:
-        return self.layer.buffers
+    def buffers(self) -> KVCache:
+        return self.layer.kv_cache()
 
 
 def _over_cache(

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from .cache_layer import FastpathLayer
-from .ops.kv_cache import gathered
+from .ops.kv_cache import KVCache, gathered
 from .pages import PageTable, PageTables
 
 
@@ -57,6 +57,9 @@ class PagedLayer(FastpathLayer):
     def buffers(self) -> tuple[torch.Tensor | None, ...]:
         """K, V, no scales, and the block table: what the kernels take."""
         return () if self.table is None else (self.k_buffer, self.v_buffer, None, None, self.table.tensor)
+
+    def kv_cache(self) -> KVCache:
+        return KVCache(self.k_buffer, self.v_buffer, block_table=None if self.table is None else self.table.tensor)
 
     @property
     def batch_size(self) -> int:

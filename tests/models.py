@@ -18,6 +18,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 import hf_fastpath
 from hf_fastpath import loader
 from hf_fastpath.architecture import Architecture, architectures
+from hf_fastpath.decode import passes
 
 #: that tests of everything around the layers run on
 ARCHITECTURES = ("gpt2", "llama", "mistral")
@@ -404,3 +405,9 @@ def counting(model: PreTrainedModel) -> Iterator[Counts]:
     counts.fast = after["fast_tokens"] - before["fast_tokens"]
     counts.fallback = after["fallback_tokens"] - before["fallback_tokens"]
     counts.reasons = Counter(after["reasons"]) - Counter(before["reasons"])
+
+
+def without_one_call(monkeypatch) -> None:
+    """Steps are one op after the other, also where an op does all layers."""
+    others = tuple(each for each in passes.PASSES if each is not passes.one_call)
+    monkeypatch.setattr(passes, "PASSES", others)

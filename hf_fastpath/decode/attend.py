@@ -6,10 +6,8 @@ Everything that chooses lies here: :func:`way_of` and :func:`way_on_cpu` are the
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
 
 import torch
 from torch import nn
@@ -17,8 +15,9 @@ from torch.nn.attention.bias import causal_lower_right
 
 from .. import loader, ops
 from ..ops.decode_attention import MAX_QUERY_LEN, visible_slots
-from ..ops.kv_cache import dequantized, gathered
+from ..ops.kv_cache import KVCache, dequantized, gathered
 from . import composed
+from .named_calls import run
 
 #: sizes of a head; see csrc/common/head_dims.h
 TENSOR_CORE_HEAD_DIMS = range(32, 256 + 1, 8)
@@ -109,35 +108,28 @@ class Attention:
         visible = visible_slots(lengths, self._starts, self._query_len, self._length, window=0)
         return (visible | ~visible.any(-1, keepdim=True))[:, None]
 
-    def __call__(
-        self, q, k_cache, v_cache, seq_lens, starts, scale, window, kv_table, layer, workspace, overlap, sinks, *scales
-    ) -> torch.Tensor:
-        """As ``ops.decode_attention``; padding is this forward's. ``scales``: those of quantized caches, and with a
-        block table it behind them."""
-        return self._run(q, k_cache, v_cache, scale, window, 0.0, sinks, scales)
+    def over(self, q, cache: KVCache, scale: float, window: int, softcap: float, sinks) -> torch.Tensor:
+        """As ``ops.decode_attention``, and with a ``softcap`` ``composed.soft_capped_attention``; padding is this
+        forward's."""
+        if softcap and not has_tensor_cores(q.device, q.dtype, q.shape[3]):
+            seen = dict(seq_lens=self._lengths, starts=self._starts, scale=scale, window=window)
+            return run(composed.soft_capped_attention, q=q, cache=cache, **seen, cap=softcap)
+        return self._run(q, cache, scale, window, softcap, sinks)
 
-    def capped(self, q, k_cache, v_cache, seq_lens, starts, scale, window, cap, *scales) -> torch.Tensor:
-        """As ``composed.soft_capped_attention``."""
-        fits = has_tensor_cores(q.device, q.dtype, q.shape[3])
-        if not fits:
-            seen = (q, k_cache, v_cache, self._lengths, self._starts, scale, window)
-            return composed.soft_capped_attention(*seen, cap, *scales)
-        return self._run(q, k_cache, v_cache, scale, window, cap, None, scales)
-
-    def _run(self, q, k_cache, v_cache, scale, window, cap, sinks, scales) -> torch.Tensor:
+    def _run(self, q, cache: KVCache, scale, window, cap, sinks) -> torch.Tensor:
         cuts = 0 < window < self._length
         past = self._length - self._query_len
         is_plain = self._starts is None and not cuts and not cap and sinks is None
         fits = has_tensor_cores(q.device, q.dtype, q.shape[3])
         if q.device.type == "cpu" and way_on_cpu(q.shape[1], past, cuts, sinks is not None) == "decode":
-            return self._in_pieces(q, k_cache, v_cache, scale, window, sinks, scales)
-        rows = q.shape[1] * (q.shape[2] // k_cache.shape[1])
+            return self._in_pieces(q, cache, scale, window, sinks)
+        rows = q.shape[1] * (q.shape[2] // cache.k.shape[1])
         way = way_of(rows, past, is_plain, fits, is_hopper(q.device))
         if way == "append":
-            k, v = self._states(k_cache, v_cache, scales, q.dtype)
+            k, v = self._states(cache, q.dtype)
             args = (q, k, v, self._lengths, self._starts, scale, window if cuts else 0, cap, sinks)
             return ops.append_attention.overload(*args)
-        k, v = (each.narrow(2, 0, self._length) for each in self._states(k_cache, v_cache, scales, q.dtype))
+        k, v = (each.narrow(2, 0, self._length) for each in self._states(cache, q.dtype))
         if way == "flash":
             behind = causal_lower_right(self._query_len, self._length)
             grouped = q.shape[2] != k.shape[1]
@@ -146,29 +138,27 @@ class Attention:
             return out.transpose(1, 2).flatten(2)
         return self._sdpa(q, k, v, scale)
 
-    def _in_pieces(self, q, k_cache, v_cache, scale, window, sinks, scales) -> torch.Tensor:
+    def _in_pieces(self, q, cache: KVCache, scale, window, sinks) -> torch.Tensor:
         """As many tokens at a time as ``ops.decode_attention`` takes."""
         found, behind = [], q.shape[1]
         for piece in q.split(MAX_QUERY_LEN, dim=1):
             behind -= piece.shape[1]
-            seen = self._lengths - behind, self._starts, scale, window
-            fixed = None, 0, None, False, sinks, *scales
-            found.append(ops.decode_attention.overload(piece, k_cache, v_cache, *seen, *fixed))
+            seen = dict(seq_lens=self._lengths - behind, starts=self._starts, scale=scale, window=window)
+            found.append(run(ops.decode_attention.overload, q=piece, cache=cache, **seen, sinks=sinks))
         return found[0] if len(found) == 1 else torch.cat(found, dim=1)
 
-    def _states(self, k_cache, v_cache, scales, dtype) -> list[torch.Tensor]:
+    def _states(self, cache: KVCache, dtype) -> list[torch.Tensor]:
         """Keys and values in the queries' dtype: the whole buffers where they are that."""
         # What is stored, of the new tokens too: then it makes no difference how a text is cut.
-        if scales and scales[-1].dtype == torch.int32:  # a block table: what prompts read is gathered
-            *_, block_table = scales
-            blocks = block_table[:, : -(-self._length // k_cache.shape[2])]
-            return [gathered(each, blocks).to(dtype) for each in (k_cache, v_cache)]
-        if scales:
-            k, v, *scales = (each.narrow(2, 0, self._length) for each in (k_cache, v_cache, *scales))
-            return [dequantized(*each, dtype) for each in zip((k, v), scales)]
-        if k_cache.dtype != dtype:
-            return [each.narrow(2, 0, self._length).to(dtype).contiguous() for each in (k_cache, v_cache)]
-        return [k_cache, v_cache]
+        if cache.is_paged:  # what prompts read is gathered
+            blocks = cache.block_table[:, : -(-self._length // cache.k.shape[2])]
+            return [gathered(each, blocks).to(dtype) for each in (cache.k, cache.v)]
+        if cache.k_scales is not None:
+            pairs = (cache.k, cache.k_scales), (cache.v, cache.v_scales)
+            return [dequantized(*(each.narrow(2, 0, self._length) for each in pair), dtype) for pair in pairs]
+        if cache.k.dtype != dtype:
+            return [each.narrow(2, 0, self._length).to(dtype).contiguous() for each in (cache.k, cache.v)]
+        return [cache.k, cache.v]
 
     def _sdpa(self, q, k, v, scale) -> torch.Tensor:
         grouped = q.shape[2] != k.shape[1]
@@ -183,17 +173,21 @@ class Attention:
         return out.transpose(1, 2).flatten(2)
 
 
-def few_rows(attention: Attention) -> Callable[..., Any]:
-    """``emit`` of :mod:`.steps` for as many rows as the ops of a token step take, with this attention."""
-    instead = {
-        ops.decode_attention.overload: attention,
-        composed.soft_capped_attention: attention.capped,
-    }
-
-    def emit(op: Callable[..., Any], *arguments: Any) -> Any:
-        return instead.get(op, op)(*arguments)
-
-    return emit
+def attend(
+    attention: Attention,
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    scale: float,
+    window: int,
+    softcap: float,
+    sinks: torch.Tensor | None,
+    k_scales: torch.Tensor | None = None,
+    v_scales: torch.Tensor | None = None,
+    block_table: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """:meth:`Attention.over` as a call of a step."""
+    return attention.over(q, KVCache(k_cache, v_cache, k_scales, v_scales, block_table), scale, window, softcap, sinks)
 
 
 @dataclass(frozen=True)

@@ -3,12 +3,14 @@ captures them."""
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import nn
 
+from ..choices import Activation
 from ..ops import fused_experts, topk_softmax
 from ..ops.decode_attention import visible_slots
 from ..ops.kv_cache import dequantized, gathered
@@ -20,7 +22,7 @@ def unit_offset_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch
 
 
 def head_norm(x: torch.Tensor, op: Callable[..., torch.Tensor], weight: torch.Tensor, eps: float) -> torch.Tensor:
-    """Norm of every head, or of all if ``weight`` is as long: [batch, query_len, heads * head_dim] in and out."""
+    """RMS norm of every head, or of all if ``weight`` is as long: [batch, query_len, heads * head_dim] in and out."""
     return op(x.unflatten(-1, (-1, weight.numel())), weight, eps).flatten(-2)
 
 
@@ -59,30 +61,39 @@ def experts_and_weights(
     gate_up_weight: torch.Tensor,
     down_weight: torch.Tensor,
     residual: torch.Tensor | None,
-    routing: tuple[int, bool, bool],
-    activation: str,
+    top_k: int,
+    normalized: bool,
+    rounded: bool,
+    activation: Activation,
     overlap: bool,
-    *form: Any,
+    gate_up_bias: torch.Tensor | None,
+    down_bias: torch.Tensor | None,
+    transposed: bool,
+    alpha: float = 1.702,
+    limit: float = 7.0,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """``ops.fused_experts`` of the experts that ``logits``, [..., num_experts], are largest for, and their weights.
 
     Args:
-        routing: how many experts a row goes through, and ``normalized`` and ``rounded`` of ``ops.topk_softmax``.
-        form: arguments of ``ops.fused_experts`` from ``gate_up_bias`` on.
+        top_k: how many experts a row goes through.
+        normalized, rounded: of ``ops.topk_softmax``; all others are those of ``ops.fused_experts``.
 
     Returns:
         The output, of x's shape and dtype; float32 weights [rows, top_k].
     """
-    (top_k, *kind), scores = routing, logits.flatten(0, -2)
+    scores = logits.flatten(0, -2)
     ids = torch.empty(len(scores), top_k, dtype=torch.int64, device=x.device)
-    weights = topk_softmax.overload(scores, ids, *kind, overlap)
-    stacks = gate_up_weight, down_weight
+    weights = topk_softmax.overload(scores, ids, normalized, rounded, overlap)
+    stacks, form = (gate_up_weight, down_weight), (gate_up_bias, down_bias, transposed, alpha, limit)
     return fused_experts.overload(x, ids, weights, *stacks, residual, activation, overlap, *form), weights
 
 
 def routed_experts(*arguments: Any) -> torch.Tensor:
     """The output of :func:`experts_and_weights`."""
     return experts_and_weights(*arguments)[0]
+
+
+routed_experts.__signature__ = inspect.signature(experts_and_weights)
 
 
 def scaled(x: torch.Tensor, factor: torch.Tensor) -> torch.Tensor:

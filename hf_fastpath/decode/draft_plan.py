@@ -9,7 +9,8 @@ import torch
 
 from ..cache import FastpathCache
 from ..ops.decode_attention import MAX_QUERY_LEN
-from .plan import DecodePlan, Register, _aten
+from .named_calls import Register
+from .plan import DecodePlan, _aten
 from .structure import ModelPart
 
 #: tokens of the plans there are: fewer take the next larger one, which reads the weights once all the same
@@ -44,11 +45,10 @@ class DraftPlan(DecodePlan):
         emit = self.program.emit
         for target, source in zip((self.tokens, self.positions, self.seq_lens), (*self._given, self._length)):
             emit(_aten.copy_.default, target, source, True)
-        logits, overlap = self._record_forward(part)
+        logits, step = self._record_forward(part)
         self._best = emit(_aten.argmax.default, logits, -1)
         emit(_aten.copy_.default, self._choices, self._best, True)
-        if overlap:
-            self.program.announce_weights()
+        self.program.optimize(step)
         return logits
 
     @property

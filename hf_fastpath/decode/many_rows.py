@@ -1,158 +1,218 @@
-"""The ops for a few rows, for many: matrix products of PyTorch's libraries, and attention that is given."""
+"""The ops for a few rows, for many: matrix products of PyTorch's libraries, and attention that is given.
+
+A rule gives the calls that take the place of one; it is applied to a recorded list by a pass, and to calls that are
+made at once by :class:`ManyRows` and :func:`few_rows`.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from types import MethodType
 from typing import Any
 
 import torch
 from torch import nn
 
 from .. import ops
-from ..choices import Activation, Approximation, Norm
+from ..choices import Activation, Approximation, NormKind
 from ..ops.gemv import MAX_TILED_ROWS, most_rows
 from ..quantization import FORMATS, PackedWeight
-from . import composed, steps
-from .attend import Attention
+from . import composed
+from .attend import Attention, attend
+from .named_calls import Call, Emit, Norm, Register, Step, by_name, run
+
+#: gives what a call is replaced by, as ``rule(emit, **arguments)``; or None
+_Rules = Callable[[Callable[..., Any], dict[str, Any]], Callable[..., Any] | None]
 
 
-class ManyRows:
-    """``emit`` of :mod:`.steps` for many rows: calls at once, ops for few rows replaced.
+class _Replacements:
+    """Rules that take ops for a few rows to what is fast for many.
 
     Args:
-        attention: what takes the place of ``ops.decode_attention``; None leaves that.
-        rows: of the inputs, all tokens of all sequences. Up to 64 some devices have kernels for: ``gemv.takes_tiles``.
-        beside: projections of one input may run beside each other: those behind the first, of a few rows each, leave
-            most of a GPU idle.
+        rows: of the inputs, all tokens of all sequences. Up to 64 some devices have kernels for: ``gemv.most_rows``.
+        beside: see ``named_calls.Step``.
     """
 
-    def __init__(self, attention: Attention | None, rows: int, beside: bool = False):
-        self._attention = attention
+    def __init__(self, rows: int, beside: bool = False):
         self._rows = rows
         self._runs_beside = beside
-        self._beside: torch.cuda.Stream | None = None
         self._shared: tuple[Any, Any, Any] = (None, None, None)
 
-    def __call__(self, op: Callable[..., Any], *arguments: Any) -> Any:
-        if self._attention is not None and op in _ATTENTION:
-            return _ATTENTION[op](self._attention, *arguments)
-        instead = self._instead(op, arguments)
-        return op(*arguments) if instead is None else instead(self, *arguments)
-
-    def _instead(self, op, arguments):
-        instead = _INSTEAD.get(op)
-        if instead in _WEIGHTS and self._rows <= MAX_TILED_ROWS:
-            weights, transposed = _WEIGHTS[instead](arguments)
-            if self._rows <= most_rows(*weights, transposed=transposed):
+    def __call__(self, op: Callable[..., Any], arguments: dict[str, Any]) -> Callable[..., Any] | None:
+        rule = _INSTEAD.get(op)
+        if op in _DENSE and self._rows <= MAX_TILED_ROWS:
+            weights = [arguments[name] for name in _DENSE[op]]
+            if self._rows <= most_rows(*weights, transposed=arguments.get("transposed", False)):
                 return None
-        return instead
+        return None if rule is None else rule.__get__(self)
 
-    def recorded(self, emit: steps.Emit, attention: Any = None) -> steps.Emit:
-        """As this one, where ``emit`` notes the calls that are to be made, and ``attention`` is the register of what
-        takes the place of ``ops.decode_attention``."""
-
-        def record(op: Callable[..., Any], *arguments: Any) -> Any:
-            if attention is not None and op in _ATTENTION:
-                return emit(_ATTENTION[op], attention, *arguments)
-            instead = self._instead(op, arguments)
-            return emit(op if instead is None else MethodType(instead, self), *arguments)
-
-        return record
-
-    def _norm(self, x, kind, weight, bias, eps):
+    def _norm(self, emit: Emit, x: Any, norm: Norm | None) -> Any:
         """As :func:`_normed`; projections that take the same input, one after the other, share it."""
-        if kind == Norm.NONE:
+        if norm is None:
             self._shared = None, None, None  # whatever comes next is of another input
             return x
         known_x, known_weight, normed = self._shared
-        if x is not known_x or weight is not known_weight:
-            normed = _normed(x, kind, weight, bias, eps)
-            self._shared = x, weight, normed
+        if x is not known_x or norm.weight is not known_weight:
+            normed = _normed(emit, x, norm)
+            self._shared = x, norm.weight, normed
         return normed
 
-    def _project(self, x, weight, bias, residual, activation, transposed, *norm_and_overlap):
-        *norm, _ = norm_and_overlap
-        return _linear(self._norm(x, *norm), weight, bias, transposed, residual, activation)
+    def project(self, emit, x, weight, bias, residual, activation, transposed, norm, overlap):
+        x = self._norm(emit, x, norm)
+        return _product(emit, x, weight, bias, transposed, residual, activation)
 
-    def _project_packed(
-        self, x, quants, scales, zeros, multiplier, form, bias, residual, activation, *norm_and_overlap
-    ):
-        *norm, _ = norm_and_overlap
-        x = self._norm(x, *norm)
-        if x.device.type in ops.packed_gemm.native:
-            out = ops.packed_gemm.overload(x, quants, scales, zeros, multiplier, form, bias)
-            return _finished(out, residual, activation)
-        packed = PackedWeight(FORMATS[form.label], x.shape[-1], quants, scales, zeros, multiplier)
-        return _linear(x, packed.dequantize(x.dtype), bias, False, residual, activation)
+    def project_packed(
+        self, emit, x, quants, scales, zeros, multiplier, format,
+        bias=None, residual=None, activation=Activation.NONE, norm=None, overlap=False,
+    ):  # fmt: skip
+        x = self._norm(emit, x, norm)
+        weight = dict(quants=quants, scales=scales, zeros=zeros, multiplier=multiplier, format=format)
+        if quants.device.type not in ops.packed_gemm.native:
+            return emit(dequantized_product, x=x, **weight, bias=bias, residual=residual, activation=activation)
+        out = emit(ops.packed_gemm.overload, x=x, **weight, bias=bias)
+        if activation == Activation.NONE and residual is None:
+            return out
+        return emit(finished, out=out, residual=residual, activation=activation)
 
-    def _gate_packed(self, x, quants, scales, zeros, multiplier, form, activation, *norm_and_overlap):
-        weight = quants, scales, zeros, multiplier, form
-        both = self._project_packed(x, *weight, None, None, Activation.NONE, *norm_and_overlap)
-        return ops.fused_swiglu.overload(*both.chunk(2, dim=-1), activation)
+    def gate_packed(self, emit, x, activation, norm, overlap, **weight):
+        both = self.project_packed(emit, x, **weight, norm=norm)
+        return emit(gated_halves, both=both, activation=activation)
 
-    def _append_packed(self, x, quants, scales, zeros, multiplier, form, cos, sin, *arguments):
-        to, norm_and_overlap, of_cache = arguments[:6], arguments[6:11], arguments[11:]
-        weight = quants, scales, zeros, multiplier, form
-        qkv = self._project_packed(x, *weight, None, None, Activation.NONE, *norm_and_overlap)
-        return ops.rope_append.overload(qkv, None, cos, sin, *to, *of_cache)
+    def append_packed(self, emit, x, quants, scales, zeros, multiplier, format, norm, overlap, **to):
+        qkv = self.project_packed(emit, x, quants, scales, zeros, multiplier, format, norm=norm)
+        return emit(ops.rope_append.overload, qkv=qkv, bias=None, **to)
 
-    def _gate(self, x, gate, up, activation, *norm_and_overlap):
-        *norm, _ = norm_and_overlap
-        x = _normed(x, *norm)
-        parts = _linear(x, gate), _linear(x, up)
+    def gate(self, emit, x, gate_weight, up_weight, activation, norm, overlap):
+        x = _normed(emit, x, norm)
+        parts = dict(gate=_product(emit, x, gate_weight), up=_product(emit, x, up_weight))
         del x  # of a long prompt, as large as what the next op makes
-        return ops.fused_swiglu.overload(*parts, activation)
+        return emit(ops.fused_swiglu.overload, **parts, activation=activation)
 
-    def _append(self, x, *arguments):
-        weights, biases, (transposed, *rest) = arguments[:3], arguments[3:6], arguments[6:]
-        cos, sin, k_cache, v_cache, seq_lens, num_heads, kv_table, layer, *others = rest
-        (*norm, _), scales = others[:5], others[5:]
-        made = self._products(
-            _normed(x, *norm), [pair for pair in zip(weights, biases) if pair[0] is not None], transposed
-        )
-        qkv = made[0] if len(made) == 1 else composed.joined(*made)
-        to = (k_cache, v_cache, seq_lens, num_heads, kv_table, layer, *scales)
-        return ops.rope_append.overload(qkv, None, cos, sin, *to)
-
-    def _products(self, x, pairs, transposed):
-        """``x`` times several weights."""
-        if not self._runs_beside or not x.is_cuda or len(pairs) == 1:
-            return [_linear(x, *pair, transposed) for pair in pairs]
-        current = torch.cuda.current_stream(x.device)
-        if self._beside is None:
-            self._beside = torch.cuda.Stream(x.device)
-        # What is allocated there is used here, and used again there only behind the wait of the next call.
-        self._beside.wait_stream(current)
-        with torch.cuda.stream(self._beside):
-            others = [_linear(x, *pair, transposed) for pair in pairs[1:]]
-        first = _linear(x, *pairs[0], transposed)
-        current.wait_stream(self._beside)
-        return [first, *others]
+    def append(
+        self, emit, x, q_weight, k_weight, v_weight, q_bias, k_bias, v_bias, transposed, norm, overlap, **to
+    ):  # fmt: skip
+        x = _normed(emit, x, norm)
+        pairs = [(q_weight, q_bias), (k_weight, k_bias), (v_weight, v_bias)]
+        pairs = [pair for pair in pairs if pair[0] is not None]
+        if len(pairs) == 1:
+            qkv = _product(emit, x, *pairs[0], transposed)
+        elif self._runs_beside and q_weight.is_cuda:
+            weights, biases = map(list, zip(*pairs))
+            qkv = emit(SideBySide(), x=x, weights=weights, biases=biases, transposed=transposed)
+        else:
+            qkv = emit(composed.joined, *(_product(emit, x, *pair, transposed) for pair in pairs))
+        return emit(ops.rope_append.overload, qkv=qkv, bias=None, **to)
 
 
 #: op for a few rows -> what takes its place
 _INSTEAD: dict[Callable[..., Any], Callable[..., Any]] = {
-    ops.gemv.overload: ManyRows._project,
-    ops.packed_gemv.overload: ManyRows._project_packed,
-    ops.gemv_swiglu.overload: ManyRows._gate,
-    ops.packed_gemv_swiglu.overload: ManyRows._gate_packed,
-    ops.packed_qkv_rope_append.overload: ManyRows._append_packed,
-    ops.qkv_rope_append.overload: ManyRows._append,
+    ops.gemv.overload: _Replacements.project,
+    ops.packed_gemv.overload: _Replacements.project_packed,
+    ops.gemv_swiglu.overload: _Replacements.gate,
+    ops.packed_gemv_swiglu.overload: _Replacements.gate_packed,
+    ops.packed_qkv_rope_append.overload: _Replacements.append_packed,
+    ops.qkv_rope_append.overload: _Replacements.append,
+}
+#: ops that some devices have kernels of for more rows, and their weights
+_DENSE = {
+    ops.gemv.overload: ("weight",),
+    ops.gemv_swiglu.overload: ("gate_weight", "up_weight"),
+    ops.qkv_rope_append.overload: ("q_weight", "k_weight", "v_weight"),
 }
 
-#: op -> what of :class:`Attention` takes its place
-_ATTENTION: dict[Callable[..., Any], Callable[..., Any]] = {
-    ops.decode_attention.overload: Attention.__call__,
-    composed.soft_capped_attention: Attention.capped,
-}
 
-#: what the weights are among the arguments of the ops replaced, and whether they are transposed
-_WEIGHTS: dict[Callable[..., Any], Callable[[tuple], tuple[tuple, bool]]] = {
-    ManyRows._project: lambda arguments: (arguments[1:2], arguments[5]),
-    ManyRows._gate: lambda arguments: (arguments[1:3], False),
-    ManyRows._append: lambda arguments: (arguments[1:4], arguments[7]),
-}
+def _attention_rule(attention: Any, op: Callable[..., Any]) -> Callable[..., Any] | None:
+    """What takes the place of attention over a cache, if ``op`` is that; ``attention`` may be a register."""
+    if op not in (ops.decode_attention.overload, composed.soft_capped_attention):
+        return None
+
+    def rule(emit, q, cache, scale, window, cap=0.0, sinks=None, **of_few_rows):
+        seen = dict(scale=scale, window=window, softcap=cap, sinks=sinks)
+        return emit(attend, attention=attention, q=q, cache=cache, **seen)
+
+    return rule
+
+
+def _rewritten(calls: list[Call], register: Callable[[], Register], rules: _Rules) -> list[Call]:
+    made: list[Call] = []
+
+    def emit(op: Callable[..., Any], /, *positional: Any, **named: Any) -> Register:
+        made.append(Call(op, by_name(op, positional, named), register()))
+        return made[-1].out
+
+    for call in calls:
+        rule = rules(call.op, call.arguments)
+        if rule is None:
+            made.append(call)
+        else:
+            out = rule(emit, **call.arguments)
+            assert out is made[-1].out, f"the calls in place of {call.name} do not end in its result"
+            made[-1].out = call.out
+    return made
+
+
+def few_to_many(calls: list[Call], register: Callable[[], Register], step: Step) -> list[Call]:
+    """Pass: ops for a few rows become products of many rows and what they are fused with."""
+    return _rewritten(calls, register, _Replacements(step.rows, step.beside)) if step.many else calls
+
+
+def replace_attention(calls: list[Call], register: Callable[[], Register], step: Step) -> list[Call]:
+    """Pass: attention over a cache becomes that of a given ``attend.Attention``."""
+    if step.attention is None:
+        return calls
+    return _rewritten(calls, register, lambda op, arguments: _attention_rule(step.attention, op))
+
+
+class ManyRows:
+    """``emit`` of :mod:`.steps` for many rows: calls at once, those of ops for few rows replaced.
+
+    Args:
+        attention: what takes the place of attention over a cache; None leaves that.
+        rows: of the inputs, all tokens of all sequences.
+    """
+
+    def __init__(self, attention: Attention | None, rows: int):
+        self._attention, self._rules = attention, _Replacements(rows)
+
+    def __call__(self, op: Callable[..., Any], /, *positional: Any, **named: Any) -> Any:
+        arguments = by_name(op, positional, named)
+        rule = None if self._attention is None else _attention_rule(self._attention, op)
+        rule = rule or self._rules(op, arguments)
+        return run(op, **arguments) if rule is None else rule(run, **arguments)
+
+
+def few_rows(attention: Attention) -> Emit:
+    """``emit`` of :mod:`.steps` for as many rows as the ops of a token step take, with this attention."""
+
+    def emit(op: Callable[..., Any], /, *positional: Any, **named: Any) -> Any:
+        rule = _attention_rule(attention, op)
+        return run(op, *positional, **named) if rule is None else rule(run, **by_name(op, positional, named))
+
+    return emit
+
+
+def _normed(emit: Emit, x: Any, norm: Norm | None) -> Any:
+    """``x`` behind its norm."""
+    if norm is None:
+        return x
+    if norm.kind == NormKind.RMS:
+        return emit(ops.rms_norm.overload, x=x, weight=norm.weight, eps=norm.eps)
+    return emit(ops.layer_norm.overload, x=x, weight=norm.weight, bias=norm.bias, eps=norm.eps)
+
+
+def _product(
+    emit: Emit,
+    x: Any,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    transposed: bool = False,
+    residual: Any = None,
+    activation: Activation = Activation.NONE,
+) -> Any:
+    """``ops.gemm``, whose place PyTorch takes where no kernel is: that op's reference would go through Python."""
+    op = ops.gemm.overload if weight.device.type in ops.gemm.native else linear
+    behind = dict(residual=residual, activation=activation, transposed=transposed)
+    return emit(op, x=x, weight=weight, bias=bias, **behind)
+
 
 _ACTIVATIONS: dict[Activation, Callable[[torch.Tensor], torch.Tensor]] = {
     Activation.GELU: lambda x: ops.fused_gelu.overload(x, Approximation.NONE),
@@ -162,23 +222,45 @@ _ACTIVATIONS: dict[Activation, Callable[[torch.Tensor], torch.Tensor]] = {
 }
 
 
-def _normed(x, kind, weight, bias, eps):
-    """``x`` behind its norm."""
-    if kind == Norm.NONE:
-        return x
-    return ops.rms_norm.overload(x, weight, eps) if kind == Norm.RMS else ops.layer_norm.overload(x, weight, bias, eps)
-
-
-def _linear(x, weight, bias=None, transposed=False, residual=None, activation=Activation.NONE):
-    """As ``ops.gemm``, whose place PyTorch takes where no kernel is: that op's reference would go through Python."""
-    if x.device.type in ops.gemm.native:
-        return ops.gemm.overload(x, weight, bias, residual, activation, transposed)
+def linear(x, weight, bias=None, residual=None, activation=Activation.NONE, transposed=False):
+    """As ``ops.gemm``."""
     out = nn.functional.linear(x, weight.t() if transposed else weight, bias)
-    return _finished(out, residual, activation)
+    return finished(out, residual, activation)
 
 
-def _finished(out, residual, activation):
+def finished(out, residual, activation):
     """A product behind its activation, plus ``residual``."""
     if activation != Activation.NONE:
         out = _ACTIVATIONS[activation](out)
     return out if residual is None else out.add_(residual)
+
+
+def dequantized_product(x, quants, scales, zeros, multiplier, format, bias, residual, activation):
+    """A product with a quantized weight where no kernel is for many rows."""
+    weight = PackedWeight(FORMATS[format.label], x.shape[-1], quants, scales, zeros, multiplier)
+    return linear(x, weight.dequantize(x.dtype), bias, residual, activation)
+
+
+def gated_halves(both, activation):
+    """``activation(gate) * up`` of gate and up side by side."""
+    return ops.fused_swiglu.overload(*both.chunk(2, dim=-1), activation)
+
+
+class SideBySide:
+    """``x`` times several weights, those behind the first on another stream; features side by side."""
+
+    def __init__(self) -> None:
+        self._stream: torch.cuda.Stream | None = None
+
+    def __call__(self, x, weights, biases, transposed):
+        current = torch.cuda.current_stream(x.device)
+        if self._stream is None:
+            self._stream = torch.cuda.Stream(x.device)
+        first, *others = ((weight.t() if transposed else weight, bias) for weight, bias in zip(weights, biases))
+        # What is allocated there is used here, and used again there only behind the wait of the next call.
+        self._stream.wait_stream(current)
+        with torch.cuda.stream(self._stream):
+            made = [nn.functional.linear(x, *pair) for pair in others]
+        made.insert(0, nn.functional.linear(x, *first))
+        current.wait_stream(self._stream)
+        return torch.cat(made, dim=-1)

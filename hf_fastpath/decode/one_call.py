@@ -1,149 +1,209 @@
-"""All layers of a model as one op call, where they are alike."""
+"""All layers of a step as one op call, where they are alike."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import nn
 
 from .. import ops
+from ..choices import Activation
 from ..ops.decode_layers import LAYER_TENSORS, OUTER_TENSORS, sizes, weight_reasons
-from ..ops.kv_cache import is_quantized
-from .modules import is_packed, is_transposed, weight_and_bias
-from .steps import Emit, Positions, head, joined, norm_arguments
-from .structure import LayerPart, ModelPart
+from ..ops.kv_cache import KVCache
+from .named_calls import Call, Norm, Register, Step
+
+#: calls of a layer in order, of weights as they are and of quantized ones
+_KINDS = (
+    (
+        (ops.qkv_rope_append.overload,),
+        (ops.decode_attention.overload,),
+        (ops.gemv.overload,),
+        (ops.gemv_swiglu.overload, ops.gemv.overload),
+        (ops.gemv.overload,),
+    ),
+    (
+        (ops.packed_qkv_rope_append.overload,),
+        (ops.decode_attention.overload,),
+        (ops.packed_gemv.overload,),
+        (ops.packed_gemv_swiglu.overload, ops.packed_gemv.overload),
+        (ops.packed_gemv.overload,),
+    ),
+)
 
 
-def _named(roles: dict[str, nn.Module | None]) -> dict[str, torch.Tensor | None]:
-    """Weights and biases of modules, as ``<role>_weight`` and ``<role>_bias``."""
-    pairs = {role: weight_and_bias(module) for role, module in roles.items() if module is not None}
-    return {f"{role}_{name}": p for role, pair in pairs.items() for name, p in zip(("weight", "bias"), pair)}
+class _Layer:
+    """A layer as the five calls it is made of, and the arguments of each."""
+
+    def __init__(self, calls: list[Call]):
+        self.calls = calls
+        self.qkv, self.attention, self.out, self.up, self.down = (call.arguments for call in calls)
+
+    @property
+    def cache(self) -> KVCache:
+        return self.qkv["cache"]
+
+    @property
+    def norms(self) -> list[Norm | None]:
+        return [self.qkv["norm"], self.up["norm"]]
+
+    def is_sequential(self, x: Any) -> bool:
+        """Whether it takes ``x`` through norm, attention, norm and MLP in turn, each added to what came in."""
+        qkv, attention, out, up, _ = (call.out for call in self.calls)
+        taken = [
+            (self.qkv["x"], x), (self.attention["q"], qkv), (self.out["x"], attention), (self.out["residual"], x),
+            (self.up["x"], out), (self.down["x"], up), (self.down["residual"], out),
+        ]  # fmt: skip
+        plain = [self.out["norm"], self.down["norm"], self.attention["sinks"], self.up.get("residual")]
+        plain += [self.cache.k_scales, self.cache.block_table]
+        none = [self.out["activation"], self.down["activation"]]
+        return (
+            all(found is wanted for found, wanted in taken)
+            and all(each is None for each in plain)
+            and all(each == Activation.NONE for each in none)
+            and self.attention["cache"] is self.cache
+            and self.attention["seq_lens"] is self.qkv["seq_lens"]
+            and None not in self.norms
+        )
+
+    def constants(self) -> tuple:
+        """What an op for all layers takes once; registers and tensors by their identity."""
+        kinds = {call.get("transposed", False) for call in (self.qkv, self.out, self.down)}
+        kinds |= {self.up["transposed"]} if "transposed" in self.up else set()
+        same = self.qkv["cos"], self.qkv["sin"], self.qkv["seq_lens"], self.attention["starts"], self.cache.table
+        numbers = self.qkv["num_heads"], self.attention["scale"], self.up["activation"], self.calls[3].op
+        formats = self.qkv.get("format"), self.out.get("format"), self.up.get("format"), self.down.get("format")
+        norms = [(norm.kind, norm.eps) for norm in self.norms]
+        return (*map(id, same), *numbers, frozenset(kinds), *formats, *norms)
 
 
-def _layer_tensors(part: LayerPart) -> dict[str, torch.Tensor | None]:
-    *qkv, out = part.attention.projections()
-    roles = {"attention_norm": part.attention_norm.module, **dict(zip("qkv", qkv)), "out": out}
-    roles |= {"mlp_norm": part.mlp_norm.module, "gate": part.mlp.gate, "up": part.mlp.up, "down": part.mlp.down}
-    found = _named(roles)
-    if part.mlp.gate is not None:
-        found["gate_weight"], found["up_weight"] = part.mlp.gate_and_up()
-    return found
+def _found(calls: list[Call]) -> tuple[int, list[_Layer]]:
+    """Where the layers begin, and all of them; no layers if the calls are not such from there to the head."""
+    begins = [kind[0][0] for kind in _KINDS]
+    start = next((place for place, call in enumerate(calls) if call.op in begins), len(calls))
+    if start == len(calls):
+        return start, []
+    kind, layers, place = _KINDS[begins.index(calls[start].op)], [], start
+    x = calls[start].arguments["x"]
+    while len(group := calls[place : place + 5]) == 5 and all(c.op in ops_ for c, ops_ in zip(group, kind)):
+        layer = _Layer(group)
+        if not layer.is_sequential(x):
+            return start, []
+        layers.append(layer)
+        place, x = place + 5, group[-1].out
+    head = calls[place] if place < len(calls) else None
+    is_head = head is not None and head.op in (ops.gemv.overload, ops.packed_gemv.overload)
+    if not is_head or head.arguments["x"] is not x or head.arguments["norm"] is None:
+        return start, []
+    final = head.arguments["norm"]
+    alike = layers[0].constants()
+    if (
+        any(layer.constants() != alike for layer in layers)
+        or (final.kind, final.eps) != alike[-1]
+        or alike[-2] != alike[-1]
+    ):
+        return start, []
+    return start, layers
 
 
-def _all_weights(part: ModelPart) -> list[torch.Tensor]:
-    """The model's parameters as ``ops.decode_layers`` takes them."""
-    absent = part.head.weight.new_empty(0)
-    outer = _named({"final_norm": part.final_norm.module, "head": part.head})
-    found = [layer.get(name) for layer in map(_layer_tensors, part.layers) for name in LAYER_TENSORS]
-    return [absent if p is None else p for p in (*found, *(outer.get(name) for name in OUTER_TENSORS))]
+def one_call(calls: list[Call], register: Callable[[], Register], step: Step) -> list[Call]:
+    """Pass: layers that are alike, and in ``ops.decode_layers`` the head behind them, become one call."""
+    start, layers = _found(calls) if step.one_call else (0, [])
+    if not layers:
+        return calls
+    end = start + 5 * len(layers)
+    if layers[0].calls[0].op is ops.packed_qkv_rope_append.overload:
+        arguments = _packed_layers(layers)
+        if arguments is None:
+            return calls
+        made = Call(ops.packed_layers.overload, arguments, calls[end - 1].out)
+        return [*calls[:start], made, *calls[end:]]
+    arguments = _decode_layers(layers, calls[end].arguments)
+    if calls[end].op is not ops.gemv.overload or arguments is None:
+        return calls
+    made = Call(ops.decode_layers.overload, arguments, calls[end].out)
+    return [*calls[:start], made, *calls[end + 1 :]]
 
 
-def _constants(part: LayerPart) -> tuple:
-    """What ``ops.decode_layers`` takes once for all layers."""
-    attention, mlp = part.attention, part.mlp
-    kinds = {is_transposed(linear) for linear in (*attention.projections(), *mlp.projections())}
-    rotation = attention.rotates, attention.layer_type
-    return attention.num_heads, attention.head_dim, attention.scaling, mlp.activation, rotation, kinds
-
-
-def one_call_reasons(part: ModelPart, kv_dtype: torch.dtype | None = None, paged: bool = False) -> list[str]:
-    """Reasons why neither ``ops.decode_layers`` nor ``ops.packed_layers`` can take all of the model's layers.
-
-    Args:
-        part: the model.
-        kv_dtype: of the cache's buffers; None: the model's.
-        paged: some layer of the cache lies in pages.
-    """
-    layers = part.layers
-    if kv_dtype is not None and is_quantized(kv_dtype):
-        return ["keys and values are quantized"]
-    if paged:
-        return ["keys and values lie in pages"]
-    if not all(layer.is_sequential for layer in layers):
-        return ["the layers are not norm, attention, norm and MLP in turn"]
-    attentions = [layer.attention for layer in layers]
-    if any(part.is_composed or part.softcap or part.sinks is not None for part in attentions):
-        return ["attention takes other ops"]
-    constants = _constants(layers[0])
-    if any(_constants(layer) != constants for layer in layers):
-        return ["the layers differ in a constant"]
-    norms = [part.final_norm, *(norm for layer in layers for norm in (layer.attention_norm, layer.mlp_norm))]
-    if len({norm.eps for norm in norms}) > 1:
-        return ["the norms differ in eps"]
-    if any(is_packed(linear) for layer in layers for linear in layer.projections()):
-        return _packed_reasons(part)
-    num_heads, head_dim, _, activation, _, kinds = constants
-    if len(kinds) > 1 or is_transposed(part.head):
-        return ["the projections are stored in different ways"]
-    if any(layer.mlp.gate is not None and layer.mlp.gate.bias is not None for layer in layers):
-        return ["a gate has a bias"]
-    (transposed,) = kinds
-    weights = _all_weights(part)
-    model = sizes(weights, num_heads * head_dim, transposed)
-    num_kv_heads = (model.qkv_features - model.q_features) // (2 * head_dim)
-    x = part.head.weight.new_empty(1, 1, model.hidden_size)
-    kind, *_ = norm_arguments(part.final_norm)
-    return weight_reasons(x, weights, num_heads, num_kv_heads, head_dim, kind, activation, transposed)
-
-
-def _packed_matrices(part: LayerPart) -> list[tuple | None]:
-    """A layer's quantized weights in the order of ``ops.packed_layers``; None for one that it does not take."""
-    *qkv, out = part.attention.projections()
-    *inputs, down = part.mlp.projections()
-    return [joined(linears) for linears in (qkv, [out], inputs, [down])]
-
-
-def _packed_reasons(part: ModelPart) -> list[str]:
-    """What is left of :func:`one_call_reasons` where weights are quantized."""
-    device = part.embedding.weight.device.type
-    if device not in ops.packed_layers.native:
-        return [f"packed_layers has no kernels for {device}"]
-    matrices = [matrix for layer in part.layers for matrix in _packed_matrices(layer)]
-    if None in matrices:
-        return ["a projection has a bias, or those of one input are no one weight"]
-    if len({form for *_, form in matrices}) > 1:
-        return ["the projections are quantized in different ways"]
-    return []
-
-
-def _all_packed_layers(emit: Emit, part: ModelPart, hidden: Any, caches: list[tuple], at: Positions) -> Any:
-    """:func:`all_layers` where weights are quantized."""
-    layers = part.layers
-    attention, mlp = layers[0].attention, layers[0].mlp
-    absent = part.embedding.weight.new_empty(0)
-    weights, multipliers = [], []
-    for layer in layers:
-        matrices = _packed_matrices(layer)
-        for place, (quants, scales, zeros, multiplier, _) in enumerate(matrices):
-            if place % 2 == 0:
-                _, *norm, _ = norm_arguments(layer.mlp_norm if place else layer.attention_norm)
-                weights += norm
-            weights += [quants, scales, zeros]
-            multipliers.append(multiplier)
-    kind, _, _, eps = norm_arguments(layers[0].attention_norm)
-    hidden = emit(
-        ops.packed_layers.overload,
-        *(hidden, [absent if p is None else p for p in weights], multipliers, matrices[0][-1]),
-        *([k for k, _ in caches], [v for _, v in caches], *at.angles_of(attention), at.seq_lens, at.starts),
-        *(attention.num_heads, attention.scaling, [layer.window or 0 for layer in layers], kind, eps),
-        *(mlp.activation, mlp.gate is not None),
-    )
-    return head(emit, part, hidden, at.overlap)
-
-
-def all_layers(emit: Emit, part: ModelPart, hidden: Any, caches: list[tuple], at: Positions) -> Any:
-    """All layers, the final norm and the head of a model without :func:`one_call_reasons`, over one new token of each
-    sequence: ``hidden`` [batch, 1, hidden_size] in, logits [batch, 1, vocab_size] out."""
-    layers = part.layers
+def _shared(layers: list[_Layer]) -> dict[str, Any]:
+    """Arguments that both ops take."""
     first = layers[0]
-    if is_packed(first.mlp.down):
-        return _all_packed_layers(emit, part, hidden, caches, at)
-    norm, _, _, eps = norm_arguments(first.attention_norm)
-    return emit(
-        ops.decode_layers.overload,
-        *(hidden, _all_weights(part), [k for k, _ in caches], [v for _, v in caches]),
-        *(*at.angles_of(first.attention), at.seq_lens, at.starts, first.attention.num_heads, first.attention.scaling),
-        *([layer.window or 0 for layer in layers], norm, eps, first.mlp.activation, is_transposed(first.mlp.up)),
-        *(at.table_of(caches[0]), at.workspace, at.overlap),
+    caches = [layer.cache for layer in layers]
+    norm = first.norms[0]
+    return dict(
+        x=first.qkv["x"],
+        k_caches=[cache.k for cache in caches],
+        v_caches=[cache.v for cache in caches],
+        cos=first.qkv["cos"],
+        sin=first.qkv["sin"],
+        seq_lens=first.qkv["seq_lens"],
+        starts=first.attention["starts"],
+        num_heads=first.qkv["num_heads"],
+        scale=first.attention["scale"],
+        windows=[layer.attention["window"] for layer in layers],
+        norm=norm.kind,
+        norm_eps=norm.eps,
+        activation=first.up["activation"],
     )
+
+
+def _layer_tensors(layer: _Layer) -> dict[str, torch.Tensor | None]:
+    """As ``ops.decode_layers`` names them."""
+    found = {name: layer.qkv[name] for name in layer.qkv if name.endswith(("_weight", "_bias"))}
+    for role, norm in zip(("attention_norm", "mlp_norm"), layer.norms):
+        found |= {f"{role}_weight": norm.weight, f"{role}_bias": norm.bias}
+    for role, call in (("out", layer.out), ("down", layer.down)):
+        found |= {f"{role}_weight": call["weight"], f"{role}_bias": call["bias"]}
+    if "gate_weight" in layer.up:
+        return found | {"gate_weight": layer.up["gate_weight"], "up_weight": layer.up["up_weight"]}
+    return found | {"up_weight": layer.up["weight"], "up_bias": layer.up["bias"]}
+
+
+def _decode_layers(layers: list[_Layer], head: dict[str, Any]) -> dict[str, Any] | None:
+    """Arguments of ``ops.decode_layers``, or None if it does not take these."""
+    kinds = {call["transposed"] for layer in layers for call in (layer.qkv, layer.out, layer.down)}
+    if len(kinds) > 1 or "weight" not in head or head["transposed"]:
+        return None
+    (transposed,) = kinds
+    absent = head["weight"].new_empty(0)
+    final = head["norm"]
+    outer = dict(zip(OUTER_TENSORS, (final.weight, final.bias, head["weight"], head["bias"])))
+    found = [layer.get(name) for layer in map(_layer_tensors, layers) for name in LAYER_TENSORS]
+    weights = [absent if p is None else p for p in (*found, *(outer[name] for name in OUTER_TENSORS))]
+    arguments = _shared(layers)
+    num_heads, out = arguments["num_heads"], layers[0].out["weight"]
+    q_features = out.shape[0 if transposed else 1]
+    model, head_dim = sizes(weights, q_features, transposed), q_features // num_heads
+    num_kv_heads = (model.qkv_features - model.q_features) // (2 * head_dim)
+    x = head["weight"].new_empty(1, 1, model.hidden_size)
+    kind, activation = arguments["norm"], arguments["activation"]
+    if weight_reasons(x, weights, num_heads, num_kv_heads, head_dim, kind, activation, transposed):
+        return None
+    first = layers[0]
+    arguments |= dict(weights=weights, transposed=transposed, kv_table=first.cache.table)
+    return arguments | dict(workspace=first.attention["workspace"], overlap=first.attention["overlap"])
+
+
+def _packed_layers(layers: list[_Layer]) -> dict[str, Any] | None:
+    """Arguments of ``ops.packed_layers``, or None if it does not take these."""
+    first = layers[0]
+    device = first.qkv["quants"].device.type
+    matrices = [[layer.qkv, layer.out, layer.up, layer.down] for layer in layers]
+    if device not in ops.packed_layers.native or any(m.get("bias") is not None for each in matrices for m in each):
+        return None
+    if len({matrix["format"] for each in matrices for matrix in each}) > 1 or first.cache.table is not None:
+        return None
+    absent = first.qkv["quants"].new_empty(0, dtype=first.qkv["norm"].weight.dtype)
+    weights: list[torch.Tensor | None] = []
+    for each in matrices:
+        for matrix in each:
+            if "norm" in matrix and matrix["norm"] is not None:
+                weights += [matrix["norm"].weight, matrix["norm"].bias]
+            weights += [matrix["quants"], matrix["scales"], matrix["zeros"]]
+    arguments = _shared(layers) | dict(
+        weights=[absent if p is None else p for p in weights],
+        multipliers=[matrix["multiplier"] for each in matrices for matrix in each],
+        format=first.qkv["format"],
+        gated=first.calls[3].op is ops.packed_gemv_swiglu.overload,
+    )
+    return arguments

@@ -7,7 +7,6 @@ model's own parameters, so changed values are seen; a parameter that moved or wa
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from itertools import chain
 
 import torch
 
@@ -16,13 +15,13 @@ from ..cache import FastpathCache
 from ..compat import below_autograd
 from ..ops.decode_attention import workspace_bytes
 from ..ops.gemv import MAX_ROWS
-from ..ops.kv_cache import is_quantized, table_columns
-from . import one_call, steps
+from ..ops.kv_cache import KVCache, is_quantized, table_columns
+from . import steps
 from .angles import AngleTables
 from .graph import capture, random_numbers_in_turn
-from .many_rows import ManyRows
 from .modules import out_features
-from .program import Program, Register
+from .named_calls import Register, Step
+from .program import Program
 from .structure import ModelPart, fingerprint
 
 _aten = torch.ops.aten
@@ -106,9 +105,7 @@ class DecodePlan:
                     self.staging = steps.Staging(lens, self.query_len, shapes)
             self._reads_buffers = any(layer.attention.reads_buffers for layer in part.layers)
             self.program = Program()
-            buffers = 4 if is_quantized(kv_dtype) else 2  # of a layer
-            counts = [buffers if size is None else 5 for size in self.page_sizes]
-            self._caches = [tuple(self.program.register() for _ in range(count)) for count in counts]
+            self._caches = [self._cache_registers(size is not None) for size in self.page_sizes]
             self._angles = None if part.rotary is None else AngleTables(part, self.program, self.dtype, self.device)
             learned = part.position_embedding
             #: positions that the model has learned, or None: it turns queries and keys by any
@@ -121,25 +118,39 @@ class DecodePlan:
         emit = self.program.emit
         if self.sampled:  # first, so that the kernels after the layers overlap
             emit(_aten.exponential_.default, self.noise)
-        logits, overlap = self._record_forward(part)
+        logits, step = self._record_forward(part)
         last = preferred = emit(_aten.select.int, logits, 1, 0)
         if self.sampled:
-            preferred = emit(ops.exponential_race.overload, last, self.noise, self.settings, overlap)
+            race = dict(noise=self.noise, settings=self.settings, overlap=step.overlap)
+            preferred = emit(ops.exponential_race.overload, logits=last, **race)
         emit(
             ops.greedy_token.overload,
-            *(preferred, self.unfinished, self.tokens, self.positions, self.seq_lens, self.record),
-            *(self.eos_tokens, self.pad_token, overlap),
+            logits=preferred,
+            unfinished=self.unfinished,
+            tokens=self.tokens,
+            positions=self.positions,
+            seq_lens=self.seq_lens,
+            record=self.record,
+            eos_tokens=self.eos_tokens,
+            pad_token=self.pad_token,
+            overlap=step.overlap,
         )
-        if overlap:
-            self.program.announce_weights()
+        self.program.optimize(step)
         return last
 
-    def _record_forward(self, part: ModelPart) -> tuple[Register, bool]:
-        """Write the model's forward down; returns the register of the logits [batch, query_len, vocab_size], and
-        whether kernels overlap."""
+    def _cache_registers(self, paged: bool) -> KVCache:
+        """What stands for a layer's cache."""
+        names = ["k", "v"]
+        if paged:
+            names.append("block_table")
+        elif is_quantized(self.kv_dtype):
+            names += ["k_scales", "v_scales"]
+        return KVCache(**{name: self.program.register() for name in names})
+
+    def _record_forward(self, part: ModelPart) -> tuple[Register, Step]:
+        """Write the model's forward down; returns the register of the logits [batch, query_len, vocab_size], and what
+        passes make of it."""
         emit: steps.Emit = self.program.emit
-        if self.batch * self.query_len > MAX_ROWS:
-            emit = ManyRows(None, self.batch * self.query_len, beside=True).recorded(emit)
         registers = {} if self._angles is None else self._angles.registers
         tables = [table for pair in registers.values() for table in pair]
         hidden, rows = steps.step_inputs(emit, part, self.tokens, self.positions, tables)
@@ -150,14 +161,13 @@ class DecodePlan:
         at = steps.Positions(angles, self.seq_lens, self.starts, *fixed)
         # A graph of several sequences takes the ops one by one, as they were measured.
         few = self.batch == 1 or (self.device.type == "cpu" and self.batch <= MAX_ROWS)
-        alone = few and self.query_len == 1
-        if alone and not one_call.one_call_reasons(part, self.kv_dtype, any(self.page_sizes)):
-            logits = one_call.all_layers(emit, part, hidden, self._caches, at)
-        else:
-            for index, layer in enumerate(part.layers):
-                hidden = steps.decoder_layer(emit, layer, hidden, self._caches[index], at, index)
-            logits = steps.head(emit, part, hidden, overlap)
-        return steps.scaled_logits(emit, part, logits), overlap
+        for index, layer in enumerate(part.layers):
+            hidden = steps.decoder_layer(emit, layer, hidden, self._caches[index], at, index)
+        logits = steps.scaled_logits(emit, part, steps.head(emit, part, hidden, overlap))
+        rows = self.batch * self.query_len
+        many = rows > MAX_ROWS
+        step = Step(rows, one_call=few and self.query_len == 1, many=many, beside=many, overlap=overlap)
+        return logits, step
 
     def begin(
         self,
@@ -208,8 +218,7 @@ class DecodePlan:
         if self._reads_buffers:
             self.graph = None  # it holds the old buffers
         for registers, layer in zip(self._caches, layers):
-            for register, buffer in zip(registers, layer.buffers):
-                self.program.values[register.index] = buffer
+            self.program.put(registers, layer.kv_cache())
 
     def _cover(self, count: int) -> None:
         """Make sure that the model knows the next ``count`` positions of every sequence.
@@ -324,9 +333,9 @@ class DecodePlan:
     def end(self) -> None:
         """Let go of the cache."""
         self.cache = None
-        for register in chain.from_iterable(self._caches):
+        for registers in self._caches:
             # A captured graph finds the buffers through kv_tables; keeping them here would only hold memory.
-            self.program.values[register.index] = None
+            self.program.put(registers, None)
         self.program.release()
         done, self.on_end = self.on_end, None
         if done is not None:

@@ -3,33 +3,29 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from itertools import pairwise
+from dataclasses import fields, is_dataclass
 from typing import Any
 
-from .. import ops
+from .named_calls import Call, Register, Step, by_name, in_order
+from .passes import passed
 
-#: ops whose second argument is the matrix they read
-_PRODUCTS = (ops.gemv.overload, ops.gemv_swiglu.overload, ops.qkv_rope_append.overload)
-#: ops whose last argument is the matrix that the next call reads, if that is one of these
-_BRING_NEXT = dict.fromkeys(_PRODUCTS[:2], _PRODUCTS) | {ops.packed_gemv.overload: (ops.packed_gemv_swiglu.overload,)}
-
-
-class Register:
-    """Stands for a value that only exists once a program runs."""
-
-    __slots__ = ("index",)
-
-    def __init__(self, index: int):
-        self.index = index
+#: function, arguments, where values go (a list, a place in it, a register), register of the result
+_Bound = tuple[Callable[..., Any], list[Any], list[tuple[list, int, int]], int]
 
 
 class Program:
-    """A list of calls over numbered registers."""
+    """A list of calls over numbered registers; it knows no op.
+
+    Attributes:
+        values: of the registers.
+        calls: in order; those that were run are not changed any more.
+    """
 
     def __init__(self) -> None:
         self.values: list[Any] = []
-        #: function, arguments, where values go (a list, a place in it, a register), register of the result
-        self._calls: list[tuple[Callable[..., Any], list[Any], list[tuple[list, int, int]], int]] = []
+        self.calls: list[Call] = []
+        self._passed = 0  # of them, those behind passed()
+        self._bound: list[_Bound] | None = None
         self._read_last: list[list[int]] | None = None  # registers that no call behind a call reads
 
     def register(self, value: Any = None) -> Register:
@@ -37,61 +33,68 @@ class Program:
         self.values.append(value)
         return Register(len(self.values) - 1)
 
-    def emit(self, op: Callable[..., Any], *arguments: Any) -> Register:
-        """Note a call; its result is in the returned register once the program ran. Registers may lie in lists."""
-        out = self.register()
-        given = [list(a) if isinstance(a, list) else a for a in arguments]
-        lists = [given, *(a for a in given if isinstance(a, list))]
-        holes = [(a, place, r.index) for a in lists for place, r in enumerate(a) if type(r) is Register]
-        self._calls.append((op, given, holes, out.index))
-        return out
+    def emit(self, op: Callable[..., Any], /, *positional: Any, **named: Any) -> Register:
+        """Note a call; its result is in the returned register once the program ran. Registers may lie in lists and in
+        values."""
+        call = Call(op, by_name(op, positional, named), self.register())
+        self.calls.append(call)
+        return call.out
 
-    def announce_weights(self) -> None:
-        """Give every product in front of another one, as its last argument, the matrix which that reads."""
-        for (op, arguments, *_), (following, its_arguments, *_) in pairwise(self._calls):
-            if following in _BRING_NEXT.get(op, ()):
-                arguments.append(its_arguments[1])
+    def optimize(self, step: Step) -> None:
+        """Put the calls that were noted since the last time through the passes."""
+        noted = self.calls[self._passed :]
+        self.calls[self._passed :] = passed(noted, self.register, step)
+        self._passed = len(self.calls)
 
     def __len__(self) -> int:
-        return len(self._calls)
+        return len(self.calls)
 
     def op_names(self) -> list[str]:
         """Names of the calls in order."""
-        return [getattr(op, "__name__", str(op)) for op, *_ in self._calls]
+        return [call.name for call in self.calls]
+
+    def _bind(self) -> list[_Bound]:
+        bound = []
+        for call in self.calls:
+            given = [list(a) if isinstance(a, list) else a for a in in_order(call.op, call.arguments)]
+            lists = [given, *(a for a in given if isinstance(a, list))]
+            holes = [(a, place, r.index) for a in lists for place, r in enumerate(a) if type(r) is Register]
+            bound.append((call.op, given, holes, call.out.index))
+        self._bound = bound
+        return bound
 
     def run(self) -> None:
         """Make every call."""
         values = self.values
-        for op, arguments, holes, out in self._calls:
+        for op, arguments, holes, out in self._bound or self._bind():
             for target, place, index in holes:
                 target[place] = values[index]
             values[out] = op(*arguments)
 
-    def run_once(self, given: Iterable[tuple[Register, Any]]) -> Any:
+    def run_once(self, given: Iterable[tuple[Any, Any]]) -> Any:
         """Make every call.
 
         A register is empty behind the last call that reads it, so that no more is alive than where the calls stand one
         below the other in a function.
 
         Args:
-            given: registers, and what is in them at first.
+            given: registers, and what is in them at first; or values with registers in them, and such with tensors.
 
         Returns:
             What the last call gives.
         """
+        bound = self._bound or self._bind()
         if self._read_last is None:
-            last = {
-                i: place for place, (*_, holes, out) in enumerate(self._calls) for i in (out, *(i for *_, i in holes))
-            }
-            self._read_last = [[] for _ in self._calls]
+            last = {i: place for place, (*_, holes, out) in enumerate(bound) for i in (out, *(i for *_, i in holes))}
+            self._read_last = [[] for _ in bound]
             for index, place in last.items():
                 self._read_last[place].append(index)
             self._read_last[-1].clear()  # the result is there
         values = self.values
         for register, value in given:
-            values[register.index] = value
+            self.put(register, value)
         try:
-            for (op, arguments, holes, out), done in zip(self._calls, self._read_last):
+            for (op, arguments, holes, out), done in zip(bound, self._read_last):
                 for target, place, index in holes:
                     target[place] = values[index]
                 values[out] = op(*arguments)
@@ -104,8 +107,16 @@ class Program:
             self.release()
             values[:] = [None] * len(values)
 
+    def put(self, register: Any, value: Any) -> None:
+        """Fill a register; or those of a value, with what is in another such value, or with None."""
+        if isinstance(register, Register):
+            self.values[register.index] = value
+        elif is_dataclass(register):
+            for field in fields(register):
+                self.put(getattr(register, field.name), None if value is None else getattr(value, field.name))
+
     def release(self) -> None:
         """Let go of what the calls were made with; the registers keep what they hold."""
-        for _, _, holes, _ in self._calls:
+        for _, _, holes, _ in self._bound or ():
             for target, place, _ in holes:
                 target[place] = None

@@ -17,11 +17,12 @@ from .. import compat
 from ..cache import FastpathCache
 from ..ops.decode_attention import MAX_QUERY_LEN
 from ..ops.gemv import MAX_ROWS, MAX_TILED_ROWS
+from ..ops.kv_cache import KVCache
 from . import steps
 from .angles import angles_at
 from .attend import Attention, has_tensor_cores
 from .draft_plan import DraftPlan, DraftReader
-from .many_rows import ManyRows
+from .named_calls import Step
 from .parts import MoEPart
 from .program import Program
 from .structure import ModelPart
@@ -105,27 +106,34 @@ class PromptProgram:
         rows: tokens of all sequences; how many does not matter above what kernels for a few rows take.
         batch: sequences; as ``rows``.
         has_padding: whether rows begin with padding.
-        buffers: how many a layer of the cache has.
+        caches: of each layer, the names of what its cache has.
     """
 
     def __init__(
-        self, part: ModelPart, at_once: bool, rows: int, batch: int, has_padding: bool, buffers: tuple[int, ...]
+        self,
+        part: ModelPart,
+        at_once: bool,
+        rows: int,
+        batch: int,
+        has_padding: bool,
+        caches: tuple[tuple[str, ...], ...],
     ):
         self._program = Program()
         emit: steps.Emit = self._program.emit
         register = self._program.register
         self._tokens, self._positions, self._lengths, self._attention = (register() for _ in range(4))
         self._starts = register() if has_padding else None
-        self._caches = [tuple(register() for _ in range(count)) for count in buffers]
+        self._caches = [KVCache(**{name: register() for name in names}) for names in caches]
         self._angles = {kind: (register(), register()) for kind in part.rope_kinds}
-        many = emit if at_once else ManyRows(None, rows).recorded(emit, self._attention)
-        hidden, _ = steps.step_inputs(many, part, self._tokens, self._positions, [])
+        hidden, _ = steps.step_inputs(emit, part, self._tokens, self._positions, [])
         at = steps.Positions(self._angles, self._lengths, self._starts)
         for index, (layer, cache) in enumerate(zip(part.layers, self._caches)):
-            hidden = steps.decoder_layer(many, layer, hidden, cache, at, index)
+            hidden = steps.decoder_layer(emit, layer, hidden, cache, at, index)
         last = emit(_aten.narrow.default, hidden, 1, -1, 1)
-        logits = steps.scaled_logits(emit, part, steps.head(emit if batch <= MAX_ROWS else many, part, last))
+        self._program.optimize(Step(rows, many=not at_once, attention=None if at_once else self._attention))
+        logits = steps.scaled_logits(emit, part, steps.head(emit, part, last))
         emit(_aten.select.int, logits, 1, 0)
+        self._program.optimize(Step(batch, many=batch > MAX_ROWS))
 
     def run(
         self,
@@ -133,7 +141,7 @@ class PromptProgram:
         past: int,
         lengths: torch.Tensor,
         starts: torch.Tensor | None,
-        caches: list[tuple],
+        caches: list[KVCache],
         angles: dict,
     ) -> torch.Tensor:
         """Append the prompt to a cache; returns [batch, vocab_size] logits of the token that follows.
@@ -143,7 +151,7 @@ class PromptProgram:
             past: how many a row of the cache holds before them.
             lengths: int32 [batch], how many it holds with them.
             starts: int32 [batch], left padding of each row, or None for none.
-            caches: buffers of each layer.
+            caches: of each layer.
             angles: see ``steps.Positions``.
         """
         batch, query_len = prompt.tokens.shape
@@ -152,8 +160,9 @@ class PromptProgram:
         given += [(self._lengths, lengths), (self._attention, attention)]
         if self._starts is not None:
             given.append((self._starts, starts))
-        for registers, values in (*zip(self._caches, caches), *((self._angles[kind], angles[kind]) for kind in angles)):
-            given += zip(registers, values)
+        given += zip(self._caches, caches)
+        for kind in angles:
+            given += zip(self._angles[kind], angles[kind])
         return self._program.run_once(given)
 
 
@@ -182,9 +191,9 @@ def read(part: ModelPart, cache: FastpathCache, prompt: Prompt, programs: dict[t
     rows = batch * query_len
     # a few tokens of a conversation are one pass over the weights, as a token is
     at_once = device.type == "cpu" and rows <= MAX_ROWS
-    caches = [layer.buffers for layer in cache.layers[: len(part.layers)]]
+    caches = [layer.kv_cache() for layer in cache.layers[: len(part.layers)]]
     sizes = min(rows, MAX_TILED_ROWS + 1), min(batch, MAX_ROWS + 1)
-    key = at_once, *sizes, starts is not None, tuple(map(len, caches))
+    key = at_once, *sizes, starts is not None, tuple(each.names() for each in caches)
     program = programs.pop(key, None) or PromptProgram(part, *key)
     angles = angles_at(part, torch.empty(0, dtype=dtype, device=device), prompt.positions)
     logits = program.run(prompt, past, lengths, starts, caches, angles)

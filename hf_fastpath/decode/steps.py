@@ -1,34 +1,32 @@
 """A decoder layer over a few new tokens, as op calls.
 
-Every function takes ``emit(op, *arguments)``. A patched module passes :func:`run`, which calls the op at once; a
-decode plan passes its recorder, which notes the call. So the layer is written down once.
+Every function takes ``emit(op, **arguments)``. A patched module passes :func:`run`, which calls the op at once; a
+decode plan passes its program's, which notes the call. So the layer is written down once.
 """
 
 from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import nn
 
 from .. import ops
-from ..choices import Activation, Norm
+from ..choices import Activation, NormKind
+from ..ops.kv_cache import KVCache
 from ..quantization.linear import joined as joined_weights
 from . import composed
 from .modules import is_packed, is_transposed, weight_and_bias
+from .named_calls import Emit, Norm, run
 from .parts import AttentionPart, FeedForwardPart, MLPPart, MoEPart, NormPart
 from .structure import LayerPart, ModelPart
 
-Emit = Callable[..., Any]
+__all__ = ["Emit", "Positions", "Staging", "run"]
+
 _aten = torch.ops.aten
-
-
-def run(op: Callable[..., Any], *arguments: Any) -> Any:
-    """Call ``op`` now."""
-    return op(*arguments)
 
 
 class Staging:
@@ -50,9 +48,9 @@ class Staging:
             for heads, dim in shapes
         }
 
-    def of(self, part: AttentionPart) -> list[torch.Tensor]:
+    def of(self, part: AttentionPart) -> KVCache:
         """K and V, [batch, heads, query_len, head_dim], of ``part``."""
-        return self._buffers[part.cache_shape]
+        return KVCache(*self._buffers[part.cache_shape])
 
 
 @dataclass
@@ -80,32 +78,29 @@ class Positions:
     overlap: bool = False
     staging: Staging | None = None
 
-    def table_of(self, cache: tuple) -> Any:
-        """The ``kv_table`` for a layer's cache."""
-        return self.kv_tables.get(is_paged(cache))
+    def placed(self, cache: KVCache, layer: int) -> KVCache:
+        """A layer's cache with the ``kv_table`` that serves it."""
+        table = self.kv_tables.get(cache.is_paged)
+        return cache if table is None else replace(cache, table=table, layer=layer)
 
-    def stores(self, part: AttentionPart, cache: tuple, layer: int) -> tuple[tuple, tuple]:
-        """What projections append to: K, V, seq_lens, heads of queries, kv_table and layer; and scales."""
-        k, v, *scales = cache
+    def store(self, part: AttentionPart, cache: KVCache) -> dict[str, Any]:
+        """Where projections append: cache and seq_lens."""
         if self.staging is None or part.softcap:
-            return (k, v, self.seq_lens, part.num_heads, self.table_of(cache), layer), tuple(scales)
-        return (*self.staging.of(part), self.staging.seq_lens, part.num_heads, None, 0), ()
+            return {"cache": cache, "seq_lens": self.seq_lens}
+        return {"cache": self.staging.of(part), "seq_lens": self.staging.seq_lens}
 
-    def angles_of(self, part: AttentionPart) -> tuple[Any, Any]:
+    def angles_of(self, part: AttentionPart) -> dict[str, Any]:
         """cos and sin that ``part`` uses: None where it does not rotate."""
-        return self.angles[part.layer_type] if part.rotates else (None, None)
+        cos, sin = self.angles[part.layer_type] if part.rotates else (None, None)
+        return {"cos": cos, "sin": sin}
 
 
-def is_paged(cache: tuple) -> bool:
-    """Whether a layer's cache is K, V, no scales and a block table, instead of K and V, and scales of quants."""
-    return len(cache) == 5
-
-
-def norm_arguments(part: NormPart | None) -> tuple:
-    """The norm of an op's input, as the ops take it; ``part`` None is no norm."""
+def norm_of(part: NormPart | None) -> Norm | None:
+    """The norm of an op's input, as calls take it."""
     if part is None:
-        return Norm.NONE, None, None, 0.0
-    return Norm(part.architecture.norm.kind), part.module.weight, getattr(part.module, "bias", None), part.eps
+        return None
+    kind = NormKind(part.architecture.norm.kind)
+    return Norm(kind, part.module.weight, getattr(part.module, "bias", None), part.eps)
 
 
 def projection(
@@ -118,46 +113,40 @@ def projection(
     overlap: bool = False,
 ) -> Any:
     """``activation(linear(norm(x))) + residual``."""
+    behind = dict(residual=residual, activation=activation, norm=norm_of(norm), overlap=overlap)
     if is_packed(linear):
-        return _packed(emit, linear.op_weight(), x, linear.bias, residual, activation, norm, overlap)
-    return emit(
-        ops.gemv.overload,
-        *(x, *weight_and_bias(linear), residual, activation, is_transposed(linear)),
-        *(*norm_arguments(norm), overlap),
-    )
+        return emit(ops.packed_gemv.overload, x=x, **packed(linear.op_weight()), bias=linear.bias, **behind)
+    weight, bias = weight_and_bias(linear)
+    transposed = is_transposed(linear)
+    return emit(ops.gemv.overload, x=x, weight=weight, bias=bias, transposed=transposed, **behind)
 
 
-def _packed(
-    emit: Emit,
-    weight: tuple,
-    x: Any,
-    bias: Any = None,
-    residual: Any = None,
-    activation: Activation = Activation.NONE,
-    norm: NormPart | None = None,
-    overlap: bool = False,
-) -> Any:
-    """As :func:`projection`, of a weight as ``ops.packed_gemv`` takes it."""
-    return emit(ops.packed_gemv.overload, x, *weight, bias, residual, activation, *norm_arguments(norm), overlap)
+def packed(weight: tuple) -> dict[str, Any]:
+    """A quantized weight as arguments of an op."""
+    return dict(zip(("quants", "scales", "zeros", "multiplier", "format"), weight))
 
 
-def joined(linears: list[nn.Module]) -> tuple | None:
-    """Packed projections of one input as one weight, where they lie so."""
-    return joined_weights(linears) if all(map(is_packed, linears)) else None
+def joined(linears: list[nn.Module]) -> dict[str, Any] | None:
+    """Quantized projections of one input as one weight, where they lie so."""
+    together = joined_weights(linears) if all(map(is_packed, linears)) else None
+    return None if together is None else packed(together)
 
 
-def _norm_op(part: NormPart) -> tuple:
-    """An op that computes the norm of its first argument, and its other arguments."""
-    kind, weight, bias, eps = norm_arguments(part)
+def _norm_op(part: NormPart) -> tuple[Callable[..., Any], dict[str, Any]]:
+    """An op that computes the norm of ``x``, and its other arguments."""
+    norm = norm_of(part)
+    weight = {"weight": norm.weight, "eps": norm.eps}
     if part.architecture.norm.unit_offset:
-        return composed.unit_offset_norm, weight, eps
-    return (ops.rms_norm.overload, weight, eps) if kind == Norm.RMS else (ops.layer_norm.overload, weight, bias, eps)
+        return composed.unit_offset_norm, weight
+    if norm.kind == NormKind.RMS:
+        return ops.rms_norm.overload, weight
+    return ops.layer_norm.overload, weight | {"bias": norm.bias}
 
 
 def norm(emit: Emit, part: NormPart, x: Any) -> Any:
     """``part(x)``."""
-    op, *arguments = _norm_op(part)
-    return emit(op, x, *arguments)
+    op, arguments = _norm_op(part)
+    return emit(op, x=x, **arguments)
 
 
 def in_front(emit: Emit, part: NormPart | None, x: Any) -> tuple[Any, NormPart | None]:
@@ -168,71 +157,73 @@ def in_front(emit: Emit, part: NormPart | None, x: Any) -> tuple[Any, NormPart |
 
 
 def _queries_composed(
-    emit: Emit, part: AttentionPart, x: Any, cache: tuple, at: Positions, layer: int, norm: NormPart | None
+    emit: Emit, part: AttentionPart, x: Any, cache: KVCache, at: Positions, norm: NormPart | None
 ) -> Any:
     """As ``ops.qkv_rope_append``, for what that op does not do."""
     linears = part.projections()[:-1]
     together = None if part.head_norms else joined(linears)
     if together is not None:
-        qkv = _packed(emit, together, x, norm=norm, overlap=at.overlap)
+        qkv = emit(ops.packed_gemv.overload, x=x, **together, norm=norm_of(norm), overlap=at.overlap)
     else:
         projected = [projection(emit, linear, x, norm=norm, overlap=at.overlap) for linear in linears]
         for place, each in enumerate(part.head_norms):
-            projected[place] = emit(composed.head_norm, projected[place], *_norm_op(each))
+            op, arguments = _norm_op(each)
+            projected[place] = emit(composed.head_norm, x=projected[place], op=op, **arguments)
         qkv = projected[0] if len(projected) == 1 else emit(composed.joined, *projected)
     if part.spec.by_kv_head:
-        qkv = emit(composed.ungrouped, qkv, part.head_dim, part.group)
-    cos, sin = at.angles_of(part)
-    if cos is not None and part.spec.pairs == "neighbors":
-        qkv = emit(composed.turn_neighbors, qkv, cos, sin, part.num_heads + part.num_kv_heads, part.head_dim)
-        cos = sin = None
+        qkv = emit(composed.ungrouped, qkv=qkv, head_dim=part.head_dim, group=part.group)
+    angles = at.angles_of(part)
+    if angles["cos"] is not None and part.spec.pairs == "neighbors":
+        turned = part.num_heads + part.num_kv_heads
+        qkv = emit(composed.turn_neighbors, qkv=qkv, **angles, num_heads=turned, head_dim=part.head_dim)
+        angles = dict.fromkeys(angles)
     if part.repeats_kv:
-        qkv = emit(composed.repeated_kv, qkv, part.num_heads, part.head_dim, part.group)
-    to, scales = at.stores(part, cache, layer)
-    return emit(ops.rope_append.overload, qkv, None, cos, sin, *to, *scales)
+        sizes = dict(num_heads=part.num_heads, head_dim=part.head_dim, group=part.group)
+        qkv = emit(composed.repeated_kv, qkv=qkv, **sizes)
+    store = at.store(part, cache)
+    return emit(ops.rope_append.overload, qkv=qkv, bias=None, **angles, **store, num_heads=part.num_heads)
 
 
 def attention(
     emit: Emit,
     part: AttentionPart,
     x: Any,
-    cache: tuple,
+    cache: KVCache,
     at: Positions,
     layer: int,
     residual: Any = None,
     norm: NormPart | None = None,
 ) -> Any:
-    """``residual + part(norm(x))``, appending to ``cache`` (its K and V buffers, and scales of quantized ones or a
-    block table), the ``layer``-th of the model."""
+    """``residual + part(norm(x))``, appending to ``cache``, the ``layer``-th of the model."""
     *qkv, out = part.projections()
-    to, scales = at.stores(part, cache, layer)
+    placed = at.placed(cache, layer)
     x, norm = in_front(emit, norm, x)
-    together = None if part.is_composed or is_paged(cache) else joined(qkv)
-    if together is not None:
-        queries = emit(
-            ops.packed_qkv_rope_append.overload,
-            *(x, *together, *at.angles_of(part), *to, *norm_arguments(norm), at.overlap, *scales),
-        )
-    elif part.is_composed or any(map(is_packed, qkv)):
-        queries = _queries_composed(emit, part, x, cache, at, layer, norm)
+    together = None if part.is_composed or cache.is_paged else joined(qkv)
+    if together is None and (part.is_composed or any(map(is_packed, qkv))):
+        queries = _queries_composed(emit, part, x, placed, at, norm)
     else:
-        absent = [None] * (3 - len(qkv))  # one projection may hold all three
-        weights, biases = ([getattr(linear, name) for linear in qkv] + absent for name in ("weight", "bias"))
-        cos, sin = at.angles_of(part)
-        queries = emit(
-            ops.qkv_rope_append.overload,
-            *(x, *weights, *biases, is_transposed(qkv[0]), cos, sin, *to, *norm_arguments(norm), at.overlap, *scales),
-        )
-    k, v, *scales = cache
-    seen = at.seq_lens, at.starts, part.scaling, part.window or 0
-    place = at.table_of(cache), layer, at.workspace, at.overlap
+        store = at.store(part, placed) | at.angles_of(part)
+        store |= dict(num_heads=part.num_heads, norm=norm_of(norm), overlap=at.overlap)
+        if together is not None:
+            queries = emit(ops.packed_qkv_rope_append.overload, x=x, **together, **store)
+        else:
+            absent = [None] * (3 - len(qkv))  # one projection may hold all three
+            kinds = ("weight", "bias")
+            weights = {
+                f"{role}_{kind}": each
+                for kind in kinds
+                for role, each in zip("qkv", [getattr(linear, kind) for linear in qkv] + absent)
+            }
+            queries = emit(ops.qkv_rope_append.overload, x=x, **weights, transposed=is_transposed(qkv[0]), **store)
+    seen = dict(seq_lens=at.seq_lens, starts=at.starts, scale=part.scaling, window=part.window or 0)
+    how = dict(workspace=at.workspace, overlap=at.overlap, sinks=part.sinks)
     if part.softcap:
-        mixed = emit(composed.soft_capped_attention, queries, k, v, *seen, part.softcap, *scales)
+        mixed = emit(composed.soft_capped_attention, q=queries, cache=cache, **seen, cap=part.softcap)
     elif at.staging is not None:
         new = at.staging.of(part)
-        mixed = emit(ops.quantizing_attention.overload, queries, *new, *cache, *seen, *place, part.sinks)
+        mixed = emit(ops.quantizing_attention.overload, q=queries, k=new.k, v=new.v, cache=placed, **seen, **how)
     else:
-        mixed = emit(ops.decode_attention.overload, queries, k, v, *seen, *place, part.sinks, *scales)
+        mixed = emit(ops.decode_attention.overload, q=queries, cache=placed, **seen, **how)
     return projection(emit, out, mixed, residual, overlap=at.overlap)
 
 
@@ -241,17 +232,17 @@ def mlp(
 ) -> Any:
     """``residual + part(norm(x))``."""
     x, norm = in_front(emit, norm, x)
+    how = dict(activation=part.activation, norm=norm_of(norm), overlap=overlap)
     if part.gate is None:
         hidden = projection(emit, part.up, x, activation=part.activation, norm=norm, overlap=overlap)
     elif (together := joined(part.projections()[:-1])) is not None:
-        arguments = (*together, part.activation, *norm_arguments(norm), overlap)
-        hidden = emit(ops.packed_gemv_swiglu.overload, x, *arguments)
+        hidden = emit(ops.packed_gemv_swiglu.overload, x=x, **together, **how)
     elif not is_packed(part.up) and not is_packed(part.gate) and part.gate.bias is None and part.up.bias is None:
-        weights = part.gate_and_up()
-        hidden = emit(ops.gemv_swiglu.overload, x, *weights, part.activation, *norm_arguments(norm), overlap)
+        gate, up = part.gate_and_up()
+        hidden = emit(ops.gemv_swiglu.overload, x=x, gate_weight=gate, up_weight=up, **how)
     else:
         gate, up = (projection(emit, linear, x, norm=norm, overlap=overlap) for linear in (part.gate, part.up))
-        hidden = emit(ops.fused_swiglu.overload, gate, up, part.activation)
+        hidden = emit(ops.fused_swiglu.overload, gate=gate, up=up, activation=part.activation)
     return projection(emit, part.down, hidden, residual, overlap=overlap)
 
 
@@ -266,12 +257,26 @@ def mixture(
 ) -> Any:
     """``residual + part(norm(x))``; what ``experts`` gives: it may be ``composed.experts_and_weights``."""
     if norm is not None:  # router and experts take it
-        op, *arguments = _norm_op(norm)
-        x = emit(op, x, *arguments)
-    logits = projection(emit, part.router, x, overlap=overlap)
-    routing = (part.top_k, part.is_normalized, part.spec.rounded)
-    form = (*part.stack_biases(), part.spec.transposed, *part.gate_limits)
-    return emit(experts, x, logits, *part.stacks(), residual, routing, part.activation, overlap, *form)
+        op, arguments = _norm_op(norm)
+        x = emit(op, x=x, **arguments)
+    (gate_up, down), (gate_up_bias, down_bias) = part.stacks(), part.stack_biases()
+    return emit(
+        experts,
+        x=x,
+        logits=projection(emit, part.router, x, overlap=overlap),
+        gate_up_weight=gate_up,
+        down_weight=down,
+        residual=residual,
+        top_k=part.top_k,
+        normalized=part.is_normalized,
+        rounded=part.spec.rounded,
+        activation=part.activation,
+        overlap=overlap,
+        gate_up_bias=gate_up_bias,
+        down_bias=down_bias,
+        transposed=part.spec.transposed,
+        **dict(zip(("alpha", "limit"), part.gate_limits)),
+    )
 
 
 def feed_forward(emit: Emit, part: FeedForwardPart, *arguments: Any) -> Any:
@@ -290,10 +295,10 @@ def _added(emit: Emit, part: LayerPart, stream: Any, post_norm: NormPart | None,
     out = block(None)
     if post_norm is not None:
         out = norm(emit, post_norm, out)
-    return emit(composed.scaled_sum, stream, out, part.residual_multiplier)
+    return emit(composed.scaled_sum, x=stream, y=out, factor=part.residual_multiplier)
 
 
-def decoder_layer(emit: Emit, part: LayerPart, hidden: Any, cache: tuple, at: Positions, layer: int) -> Any:
+def decoder_layer(emit: Emit, part: LayerPart, hidden: Any, cache: KVCache, at: Positions, layer: int) -> Any:
     """The whole layer: ``hidden`` [batch, query_len, hidden_size] in and out."""
 
     def attend(residual: Any) -> Any:
@@ -315,11 +320,16 @@ def step_inputs(emit: Emit, part: ModelPart, tokens: Any, positions: Any, tables
     in_one = part.embedding_scale is None and part.embedding_multiplier == 1  # nothing comes before that sum
     found = emit(
         ops.step_inputs.overload,
-        *(part.embedding.weight, tokens, positions, learned if in_one else None, part.position_offset, tables),
+        embedding=part.embedding.weight,
+        tokens=tokens,
+        positions=positions,
+        position_embedding=learned if in_one else None,
+        position_offset=part.position_offset,
+        tables=tables,
     )
     hidden, *rows = (emit(operator.getitem, found, place) for place in range(1 + len(tables)))
     if part.embedding_scale is not None:
-        hidden = emit(composed.scaled, hidden, part.embedding_scale)
+        hidden = emit(composed.scaled, x=hidden, factor=part.embedding_scale)
     if part.embedding_multiplier != 1:
         hidden = emit(_aten.mul.Scalar, hidden, part.embedding_multiplier)
     if learned is not None and not in_one:
@@ -342,5 +352,5 @@ def scaled_logits(emit: Emit, part: ModelPart, logits: Any) -> Any:
     if part.logits_divisor != 1:
         logits = emit(_aten.div.Scalar, logits, part.logits_divisor)
     if part.logits_softcap:
-        logits = emit(composed.soft_capped, logits, part.logits_softcap)
+        logits = emit(composed.soft_capped, x=logits, cap=part.logits_softcap)
     return logits

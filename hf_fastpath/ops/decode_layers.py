@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from ..choices import Activation, Norm
+from ..choices import Activation, NormKind
 from ..registry import OpSpec, Sample, choice_reason, nbytes, register, shape_reason, tensor_reasons
 from .decode_attention import moved as attention_bytes
 from .decode_attention import reference as decode_attention
@@ -99,7 +99,7 @@ def reference(
     num_heads: int,
     scale: float,
     windows: Sequence[int],
-    norm: Norm,
+    norm: NormKind,
     norm_eps: float,
     activation: Activation,
     transposed: bool,
@@ -232,7 +232,7 @@ def weight_reasons(
     num_heads: int,
     num_kv_heads: int,
     head_dim: int,
-    norm: Norm,
+    norm: NormKind,
     activation: Activation,
     transposed: bool,
 ) -> list[str]:
@@ -273,9 +273,9 @@ def weight_reasons(
                 found += shape_reason(name, tensor, shapes.get(name, (hidden,)))
                 if tensor.dim() == 2 and tensor.stride(1) != 1:
                     found.append(f"{name} has strides {tensor.stride()}: make its rows contiguous")
-                if norm == Norm.RMS and name.endswith("norm_bias"):
+                if norm == NormKind.RMS and name.endswith("norm_bias"):
                     found.append(f"norm 'rms' takes no {name}: pass it empty")
-            elif name in _NEEDED or (norm == Norm.RMS and name.endswith("norm_weight")):
+            elif name in _NEEDED or (norm == NormKind.RMS and name.endswith("norm_weight")):
                 found.append(f"{name} is empty, expected a weight")
             if number < len(layers) and bool(tensor.numel()) != (name in present):
                 found.append(f"{name} is {'given' if tensor.numel() else 'empty'}, unlike the first layer's")
@@ -309,7 +309,7 @@ def samples(device: torch.device, dtype: torch.dtype):
         capacities,
         windows=None,
         start=None,
-        norm=Norm.RMS,
+        norm=NormKind.RMS,
         activation=Activation.SILU,
         gated=True,
         layout="separate",
@@ -330,7 +330,7 @@ def samples(device: torch.device, dtype: torch.dtype):
             return [matrix(out_features, in_features), randn(out_features) if bias else absent]
 
         def norm_tensors():
-            return [randn(hidden_size), randn(hidden_size) if norm == Norm.LAYER else absent]
+            return [randn(hidden_size), randn(hidden_size) if norm == NormKind.LAYER else absent]
 
         features, kv_features = heads * head_dim, kv_heads * head_dim
         weights, caches = [], [[], []]
@@ -367,7 +367,7 @@ def samples(device: torch.device, dtype: torch.dtype):
     yield call(256, 4, 2, 64, 512, 501, 40, [64, 24], windows=[0, 16], rotary_dim=64)
     yield call(
         *(256, 4, 4, 64, 1024, 503, 33, [33, 40]),
-        norm=Norm.LAYER,
+        norm=NormKind.LAYER,
         activation=Activation.GELU_TANH,
         gated=False,
         layout="conv1d",
@@ -380,16 +380,24 @@ def samples(device: torch.device, dtype: torch.dtype):
         128, 2, 2, 64, 192, 77, 300, [310, 310], activation=Activation.GELU, gated=False, bias=True, rotary_dim=32
     )
     yield call(90, 3, 1, 40, 111, 7, 19, [30, 30], windows=[8, 8], activation=Activation.GELU, rotary_dim=24)
-    yield call(33, 2, 1, 32, 17, 1, 9, [9], norm=Norm.LAYER, activation=Activation.GELU, bias=True, kv=torch.float16)
+    yield call(
+        33, 2, 1, 32, 17, 1, 9, [9], norm=NormKind.LAYER, activation=Activation.GELU, bias=True, kv=torch.float16
+    )
     yield call(1024, 8, 2, 128, 2816, 1000, 701, [1024], rotary_dim=128)  # Llama, several parts of everything
     if device.type != "cuda":
         yield call(128, 4, 2, 32, 192, 70, [40, 7, 33], [64, 24], windows=[0, 16], start=3, rotary_dim=32)
         yield call(
-            128, 2, 2, 64, 256, 70, [9] * MAX_ROWS, [16], norm=Norm.LAYER, gated=False, layout="conv1d", bias=True
+            128, 2, 2, 64, 256, 70, [9] * MAX_ROWS, [16], norm=NormKind.LAYER, gated=False, layout="conv1d", bias=True
         )
         return
     # GPT-2's own sizes, small and medium, for which CUDA has kernels of its own
-    gpt2 = {"norm": Norm.LAYER, "activation": Activation.GELU_TANH, "gated": False, "layout": "conv1d", "bias": True}
+    gpt2 = {
+        "norm": NormKind.LAYER,
+        "activation": Activation.GELU_TANH,
+        "gated": False,
+        "layout": "conv1d",
+        "bias": True,
+    }
     yield call(768, 12, 12, 64, 3072, 50, 1030, [1040, 200], windows=[0, 190], start=3, overlap=True, **gpt2)
     yield call(1024, 16, 16, 64, 4096, 50, 31, [40], **gpt2)
 

@@ -6,7 +6,7 @@ import functools
 
 import torch
 
-from ..choices import Activation, Norm
+from ..choices import Activation, NormKind
 from ..registry import OpSpec, Sample, choice_reason, nbytes, register, shape_reason, tensor_reasons
 from .fused_swiglu import GATES, activate
 from .norm import NORM_SCHEMA, NORMS, norm_reasons, normed
@@ -24,7 +24,7 @@ def reference(
     residual: torch.Tensor | None = None,
     activation: Activation = Activation.NONE,
     transposed: bool = False,
-    norm: Norm = Norm.NONE,
+    norm: NormKind = NormKind.NONE,
     norm_weight: torch.Tensor | None = None,
     norm_bias: torch.Tensor | None = None,
     norm_eps: float = 0.0,
@@ -146,14 +146,14 @@ def samples(device: torch.device, dtype: torch.dtype):
     for activation in ACTIVATIONS:
         yield Sample(randn(5, 128), weight(48, 128, 128), randn(48), None, activation)
     for norm in NORMS[1:]:
-        shift = randn(256) if norm == Norm.LAYER else None
+        shift = randn(256) if norm == NormKind.LAYER else None
         for stored, transposed in ((weight(72, 256, 256), False), (weight(256, 72, 256), True)):
             x, residual = randn(2, 256) + 1, randn(2, 72)
             yield Sample(x, stored, None, residual, Activation.NONE, transposed, norm, randn(256), shift, 1e-5, True)
             yield Sample(x[:1], stored, randn(72), None, Activation.GELU, transposed, norm, randn(256), shift, 1e-5)
-    yield Sample(randn(1, 96), weight(50, 96, 96), norm=Norm.LAYER, norm_eps=1e-5)
+    yield Sample(randn(1, 96), weight(50, 96, 96), norm=NormKind.LAYER, norm_eps=1e-5)
     yield Sample(randn(8, 2048), weight(70, 2048, 2048), randn(70), randn(8, 70))
-    yield Sample(randn(3, 2048), weight(33, 2048, 2048), norm=Norm.RMS, norm_weight=randn(2048), norm_eps=1e-5)
+    yield Sample(randn(3, 2048), weight(33, 2048, 2048), norm=NormKind.RMS, norm_weight=randn(2048), norm_eps=1e-5)
     yield Sample(
         randn(2, 2048),
         weight(50, 2048, 2048),
@@ -161,7 +161,7 @@ def samples(device: torch.device, dtype: torch.dtype):
         None,
         Activation.GELU,
         False,
-        Norm.LAYER,
+        NormKind.LAYER,
         randn(2048),
         randn(2048),
         1e-5,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from ..choices import Activation, Norm
+from ..choices import Activation, NormKind
 from ..registry import OpSpec, Sample, choice_reason, nbytes, register, shape_reason, tensor_reasons
 from .fused_swiglu import GATES
 from .fused_swiglu import reference as gated
@@ -17,7 +17,7 @@ def reference(
     gate_weight: torch.Tensor,
     up_weight: torch.Tensor,
     activation: Activation = Activation.SILU,
-    norm: Norm = Norm.NONE,
+    norm: NormKind = NormKind.NONE,
     norm_weight: torch.Tensor | None = None,
     norm_bias: torch.Tensor | None = None,
     norm_eps: float = 0.0,
@@ -73,17 +73,17 @@ def samples(device: torch.device, dtype: torch.dtype):
         for activation in GATES:
             yield Sample(randn(1, rows, k), randn(n, k) * k**-0.5, randn(n, k) * k**-0.5, activation)
     weights = [randn(40, 2048) / 45 for _ in range(2)]
-    yield Sample(randn(4, 2048), *weights, Activation.SILU, Norm.RMS, randn(2048), None, 1e-5, True)
+    yield Sample(randn(4, 2048), *weights, Activation.SILU, NormKind.RMS, randn(2048), None, 1e-5, True)
     yield Sample(randn(7, 2048), *weights, Activation.GELU)
     for norm in NORMS[1:]:
-        shift = randn(256) if norm == Norm.LAYER else None
+        shift = randn(256) if norm == NormKind.LAYER else None
         weights = [randn(72, 256) / 16 for _ in range(2)]
         yield Sample(randn(1, 256), *weights, Activation.SILU, norm, randn(256), shift, 1e-5, True)
         yield Sample(randn(3, 256), *weights, Activation.GELU, norm, randn(256), shift, 1e-5)
     weights = [randn(72, 256) / 16 for _ in range(2)]
     if most_rows(*weights) == MAX_TILED_ROWS:
         for rows in (17, 40, MAX_TILED_ROWS):
-            yield Sample(randn(rows, 256), *weights, Activation.GELU_TANH, Norm.RMS, randn(256), None, 1e-5, True)
+            yield Sample(randn(rows, 256), *weights, Activation.GELU_TANH, NormKind.RMS, randn(256), None, 1e-5, True)
 
 
 SPEC = register(

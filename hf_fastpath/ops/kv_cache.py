@@ -3,6 +3,9 @@ cache addresses."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
 import torch
 
 from ..registry import FLOAT_DTYPES, in_host_memory
@@ -18,6 +21,46 @@ MIN_PAGE_SIZE, MAX_PAGE_SIZE = 16, 4096
 LARGEST_QUANT = {torch.int8: 127.0, torch.float8_e4m3fn: 448.0}
 #: of the scales, one a head and token: as wide in range as float32, so that no head is too large or too small
 SCALE_DTYPE = torch.bfloat16
+
+
+@dataclass(frozen=True)
+class KVCache:
+    """Keys and values of one layer as the ops take them: tensors, or what stands for them in a recorded step.
+
+    Attributes:
+        k, v: [batch, kv_heads, capacity, head_dim], or with a block table [pages, kv_heads, page_size, head_dim].
+        k_scales, v_scales: of quantized ones, bfloat16 [batch, kv_heads, capacity]; or None.
+        block_table: int32 [batch, pages of a sequence], or None.
+        table, layer: ``kv_table`` of addresses, which then count, and the row in it; see ``ops.rope_append``.
+    """
+
+    k: Any
+    v: Any
+    k_scales: Any = None
+    v_scales: Any = None
+    block_table: Any = None
+    table: Any = None
+    layer: int = 0
+    #: argument of an op -> attribute
+    PARTS: ClassVar[dict[str, str]] = {
+        "k_cache": "k",
+        "v_cache": "v",
+        "k_scales": "k_scales",
+        "v_scales": "v_scales",
+        "block_table": "block_table",
+        "kv_table": "table",
+        "layer": "layer",
+    }
+
+    @property
+    def is_paged(self) -> bool:
+        return self.block_table is not None
+
+    def names(self) -> tuple[str, ...]:
+        """Of its buffers, those that are there."""
+        return tuple(
+            name for name in ("k", "v", "k_scales", "v_scales", "block_table") if getattr(self, name) is not None
+        )
 
 
 def is_quantized(dtype: torch.dtype) -> bool:

@@ -4,32 +4,32 @@ from __future__ import annotations
 
 import torch
 
-from ..choices import Norm
+from ..choices import NormKind
 from ..registry import choice_reason, shape_reason, tensor_reasons
 from .layer_norm import reference as layer_norm
 from .rms_norm import reference as rms_norm
 
-NORMS = tuple(Norm)
+NORMS = tuple(NormKind)
 #: schema of the arguments every op with a norm in front ends in
 NORM_SCHEMA = "int norm=0, Tensor? norm_weight=None, Tensor? norm_bias=None, float norm_eps=0.0"
 
 
 def normed(
-    x: torch.Tensor, norm: Norm, weight: torch.Tensor | None, bias: torch.Tensor | None, eps: float
+    x: torch.Tensor, norm: NormKind, weight: torch.Tensor | None, bias: torch.Tensor | None, eps: float
 ) -> torch.Tensor:
     """``x`` after the norm called ``norm``."""
-    if norm == Norm.RMS and weight is not None:
+    if norm == NormKind.RMS and weight is not None:
         return rms_norm(x, weight, eps)
-    return layer_norm(x, weight, bias, eps) if norm == Norm.LAYER else x
+    return layer_norm(x, weight, bias, eps) if norm == NormKind.LAYER else x
 
 
-def norm_reasons(x: torch.Tensor, norm: Norm, weight: torch.Tensor | None, bias: torch.Tensor | None) -> list[str]:
+def norm_reasons(x: torch.Tensor, norm: NormKind, weight: torch.Tensor | None, bias: torch.Tensor | None) -> list[str]:
     """Reasons why the norm's arguments do not fit ``x``."""
     features = tuple(x.shape[-1:])
     reasons = choice_reason("norm", norm, NORMS) + tensor_reasons(x, norm_weight=weight, norm_bias=bias)
     reasons += shape_reason("norm_weight", weight, features) + shape_reason("norm_bias", bias, features)
-    if norm == Norm.NONE and (weight is not None or bias is not None):
+    if norm == NormKind.NONE and (weight is not None or bias is not None):
         reasons.append("norm_weight and norm_bias are given but norm is 'none': name the norm")
-    if norm == Norm.RMS and (weight is None or bias is not None):
+    if norm == NormKind.RMS and (weight is None or bias is not None):
         reasons.append("norm 'rms' takes norm_weight and no norm_bias")
     return reasons

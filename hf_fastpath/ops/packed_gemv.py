@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from ..choices import Activation, Norm, Packing
+from ..choices import Activation, NormKind, Packing
 from ..quantization import FORMATS, PackedWeight, quantize
 from ..quantization.formats import Format, padded
 from ..registry import OpSpec, Sample, choice_reason, nbytes, register, shape_reason, tensor_reasons
@@ -23,7 +23,7 @@ def reference(
     bias: torch.Tensor | None = None,
     residual: torch.Tensor | None = None,
     activation: Activation = Activation.NONE,
-    norm: Norm = Norm.NONE,
+    norm: NormKind = NormKind.NONE,
     norm_weight: torch.Tensor | None = None,
     norm_bias: torch.Tensor | None = None,
     norm_eps: float = 0.0,
@@ -96,7 +96,7 @@ def why_not(
     bias=None,
     residual=None,
     activation=Activation.NONE,
-    norm=Norm.NONE,
+    norm=NormKind.NONE,
     norm_weight=None,
     norm_bias=None,
     next_weight=None,
@@ -142,7 +142,7 @@ def samples(device: torch.device, dtype: torch.dtype):
         for activation in ACTIVATIONS:
             yield Sample(randn(5, 128), *packed(form, 48, 128), randn(48), None, activation)
         for norm in NORMS[1:]:
-            shift = randn(256) if norm == Norm.LAYER else None
+            shift = randn(256) if norm == NormKind.LAYER else None
             x, residual = randn(2, 256) + 1, randn(2, 72)
             weight = packed(form, 72, 256)
             yield Sample(x, *weight, None, residual, Activation.NONE, norm, randn(256), shift, 1e-5, True)

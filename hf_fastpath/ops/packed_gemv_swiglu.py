@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from ..choices import Activation, Norm, Packing
+from ..choices import Activation, NormKind, Packing
 from ..quantization import FORMATS
 from ..registry import OpSpec, Sample, choice_reason, nbytes, register
 from .fused_swiglu import GATES
@@ -23,7 +23,7 @@ def reference(
     multiplier: float,
     format: Packing,
     activation: Activation = Activation.SILU,
-    norm: Norm = Norm.NONE,
+    norm: NormKind = NormKind.NONE,
     norm_weight: torch.Tensor | None = None,
     norm_bias: torch.Tensor | None = None,
     norm_eps: float = 0.0,
@@ -78,7 +78,7 @@ def samples(device: torch.device, dtype: torch.dtype):
         for activation in GATES:
             yield Sample(randn(1, 5, 128), *random_weight(form, 96, 128, device), activation)
         for norm in NORMS[1:]:
-            norms = norm, randn(256), randn(256) if norm == Norm.LAYER else None, 1e-5
+            norms = norm, randn(256), randn(256) if norm == NormKind.LAYER else None, 1e-5
             for rows in (1, 2):
                 x = randn(rows, 256) + 1
                 yield Sample(x, *random_weight(form, 144, 256, device), Activation.SILU, *norms, rows == 1)

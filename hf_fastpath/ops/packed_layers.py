@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from ..choices import Activation, Norm, Packing
+from ..choices import Activation, NormKind, Packing
 from ..quantization import FORMATS
 from ..quantization.formats import padded
 from ..registry import OpSpec, Sample, choice_reason, nbytes, register, shape_reason, tensor_reasons
@@ -58,7 +58,7 @@ def reference(
     num_heads: int,
     scale: float,
     windows: Sequence[int],
-    norm: Norm,
+    norm: NormKind,
     norm_eps: float,
     activation: Activation,
     gated: bool,
@@ -92,7 +92,7 @@ def reference(
             name: str, given: torch.Tensor, residual=None, act=Activation.NONE, normed_by=None, w=w, factors=factors
         ):
             matrix = w[f"{name}_quants"], w[f"{name}_scales"], w[f"{name}_zeros"], factors[name], format
-            in_front = (Norm.NONE, None, None, 0.0)
+            in_front = (NormKind.NONE, None, None, 0.0)
             if normed_by is not None:
                 in_front = (norm, w[f"{normed_by}_norm_weight"], w[f"{normed_by}_norm_bias"], norm_eps)
             return packed_gemv(given, *matrix, None, residual, act, *in_front)
@@ -165,7 +165,7 @@ def weight_reasons(
     num_heads: int,
     num_kv_heads: int,
     head_dim: int,
-    norm: Norm,
+    norm: NormKind,
     gated: bool,
 ) -> list[str]:
     """Reasons why the weights of a layer do not go together."""
@@ -179,7 +179,7 @@ def weight_reasons(
             reasons += tensor_reasons(x, **{f"{name}_norm_{which}": tensor})
             if tensor.numel():
                 reasons += shape_reason(f"{name}_norm_{which}", tensor, (hidden,))
-        if norm == Norm.RMS and (bias.numel() or not weight.numel()):
+        if norm == NormKind.RMS and (bias.numel() or not weight.numel()):
             reasons.append(f"norm 'rms' takes {name}_norm_weight and no {name}_norm_bias")
     if gated and both % 2:
         reasons.append(f"up_quants has {both} rows, expected as many of the gate as of the up projection")
@@ -222,7 +222,7 @@ def samples(device: torch.device, dtype: torch.dtype):
     def randn(*shape):
         return torch.randn(*shape, device=device, dtype=dtype)
 
-    def call(form, hidden, heads, kv_heads, head_dim, inner, seq_lens, capacities, norm=Norm.RMS, **settings):
+    def call(form, hidden, heads, kv_heads, head_dim, inner, seq_lens, capacities, norm=NormKind.RMS, **settings):
         gated, activation = settings.get("gated", True), settings.get("activation", Activation.SILU)
         rotary_dim, start, batch = settings.get("rotary_dim"), settings.get("start"), len(seq_lens)
         sizes = ((heads + 2 * kv_heads) * head_dim, hidden), (hidden, heads * head_dim)
@@ -232,7 +232,7 @@ def samples(device: torch.device, dtype: torch.dtype):
         for capacity in capacities:
             for place, (rows, columns) in enumerate(sizes):
                 if place % 2 == 0:
-                    weights += [randn(hidden), randn(hidden) if norm == Norm.LAYER else randn(0)]
+                    weights += [randn(hidden), randn(hidden) if norm == NormKind.LAYER else randn(0)]
                 quants, scales, zeros, multiplier, _ = random_weight(FORMATS[form], rows, columns, device)
                 weights += [quants, scales, quants.new_empty(0) if zeros is None else zeros]
                 multipliers.append(multiplier)
@@ -250,7 +250,9 @@ def samples(device: torch.device, dtype: torch.dtype):
         )
 
     yield call("int4_g32", 256, 4, 2, 64, 384, [40], [64, 40], rotary_dim=64, windows=[0, 16])
-    yield call("int8", 256, 4, 4, 64, 300, [33], [33], norm=Norm.LAYER, activation=Activation.GELU_TANH, gated=False)
+    yield call(
+        "int8", 256, 4, 4, 64, 300, [33], [33], norm=NormKind.LAYER, activation=Activation.GELU_TANH, gated=False
+    )
     yield call("int4", 256, 8, 1, 64, 320, [20, 9], [32, 24], start=3, rotary_dim=64)
     yield call("fp8", 90, 3, 1, 40, 111, [19, 7, 1], [30], activation=Activation.GELU, rotary_dim=24)
     yield call("int4_g32", 128, 2, 2, 64, 256, [9] * MAX_ROWS, [16], activation=Activation.RELU, gated=False)

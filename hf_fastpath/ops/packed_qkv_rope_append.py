@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from ..choices import Activation, Norm, Packing
+from ..choices import Activation, NormKind, Packing
 from ..quantization import FORMATS
 from ..registry import OpSpec, Sample, nbytes, register
 from .gemv import MAX_ROWS
@@ -33,7 +33,7 @@ def reference(
     num_heads: int,
     kv_table: torch.Tensor | None = None,
     layer: int = 0,
-    norm: Norm = Norm.NONE,
+    norm: NormKind = NormKind.NONE,
     norm_weight: torch.Tensor | None = None,
     norm_bias: torch.Tensor | None = None,
     norm_eps: float = 0.0,
@@ -110,7 +110,17 @@ def samples(device: torch.device, dtype: torch.dtype):
         return torch.randn(*shape, device=device, dtype=dtype)
 
     def call(
-        form, batch, query_len, hidden_size, heads, kv_heads, head_dim, seq_lens, rotary_dim, norm=Norm.NONE, kv=None
+        form,
+        batch,
+        query_len,
+        hidden_size,
+        heads,
+        kv_heads,
+        head_dim,
+        seq_lens,
+        rotary_dim,
+        norm=NormKind.NONE,
+        kv=None,
     ):
         weight = random_weight(form, (heads + 2 * kv_heads) * head_dim, hidden_size, device)
         cos, sin = random_angles(batch, query_len, rotary_dim, device, dtype)
@@ -118,24 +128,24 @@ def samples(device: torch.device, dtype: torch.dtype):
         lens = torch.tensor(seq_lens, device=device, dtype=torch.int32)
         norms = (
             norm,
-            None if norm == Norm.NONE else randn(hidden_size),
-            randn(hidden_size) if norm == Norm.LAYER else None,
+            None if norm == NormKind.NONE else randn(hidden_size),
+            randn(hidden_size) if norm == NormKind.LAYER else None,
         )
         return Sample(
             *(randn(batch, query_len, hidden_size), *weight, cos, sin, *caches, lens, heads, None, 0, *norms, 1e-5),
-            *(norm == Norm.RMS, *scales),
+            *(norm == NormKind.RMS, *scales),
         )
 
     for form in FORMATS.values():
         yield call(form, 1, 1, 256, 4, 2, 32, [5], 32)
-        yield call(form, 1, 1, 256, 8, 2, 32, [5], 32, Norm.RMS)
-        yield call(form, 1, 1, 192, 3, 1, 64, [9], 32, Norm.LAYER)
-        yield call(form, 3, 2, 2048, 4, 2, 32, [3, 17, 9], 16, Norm.RMS)
+        yield call(form, 1, 1, 256, 8, 2, 32, [5], 32, NormKind.RMS)
+        yield call(form, 1, 1, 192, 3, 1, 64, [9], 32, NormKind.LAYER)
+        yield call(form, 3, 2, 2048, 4, 2, 32, [3, 17, 9], 16, NormKind.RMS)
     yield call(FORMATS["int4"], 2, 3, 111, 4, 1, 40, [3, 17], 40)
-    yield call(FORMATS["int4_g32"], MAX_ROWS, 1, 64, 2, 2, 32, list(range(1, MAX_ROWS + 1)), None, Norm.RMS)
-    yield call(FORMATS["int8"], 1, 1, 128, 4, 4, 80, [7], 32, Norm.RMS, torch.float16)
-    yield call(FORMATS["int4_g32"], 1, 1, 256, 2, 1, 64, [7], 64, Norm.RMS, torch.int8)
-    yield call(FORMATS["fp8"], 2, 2, 104, 2, 2, 40, [7, 30], 40, Norm.NONE, torch.float8_e4m3fn)
+    yield call(FORMATS["int4_g32"], MAX_ROWS, 1, 64, 2, 2, 32, list(range(1, MAX_ROWS + 1)), None, NormKind.RMS)
+    yield call(FORMATS["int8"], 1, 1, 128, 4, 4, 80, [7], 32, NormKind.RMS, torch.float16)
+    yield call(FORMATS["int4_g32"], 1, 1, 256, 2, 1, 64, [7], 64, NormKind.RMS, torch.int8)
+    yield call(FORMATS["fp8"], 2, 2, 104, 2, 2, 40, [7, 30], 40, NormKind.NONE, torch.float8_e4m3fn)
 
 
 SPEC = register(

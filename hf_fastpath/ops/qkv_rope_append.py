@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from ..choices import Norm
+from ..choices import NormKind
 from ..registry import OpSpec, Sample, nbytes, register, shape_reason, tensor_reasons
 from .gemv import MAX_ROWS, MAX_TILED_ROWS, most_rows, rows_reason, weight_reason
 from .kv_cache import in_pages, refuse_kv_table
@@ -31,7 +31,7 @@ def reference(
     num_heads: int,
     kv_table: torch.Tensor | None = None,
     layer: int = 0,
-    norm: Norm = Norm.NONE,
+    norm: NormKind = NormKind.NONE,
     norm_weight: torch.Tensor | None = None,
     norm_bias: torch.Tensor | None = None,
     norm_eps: float = 0.0,
@@ -171,7 +171,7 @@ def samples(device: torch.device, dtype: torch.dtype):
         layout="separate",
         bias=False,
         kv=None,
-        norm=Norm.NONE,
+        norm=NormKind.NONE,
         overlap=False,
         page_size=None,
     ):
@@ -191,29 +191,29 @@ def samples(device: torch.device, dtype: torch.dtype):
         if page_size is not None:
             table, *caches = in_pages(caches, page_size)
         lens = torch.tensor(seq_lens, device=device, dtype=torch.int32)
-        norm_weight = None if norm == Norm.NONE else randn(hidden_size)
-        norm_bias = randn(hidden_size) if norm == Norm.LAYER else None
+        norm_weight = None if norm == NormKind.NONE else randn(hidden_size)
+        norm_bias = randn(hidden_size) if norm == NormKind.LAYER else None
         return Sample(
             *(randn(batch, query_len, hidden_size), *weights, *biases, layout == "conv1d", cos, sin, *caches, lens),
             *(heads, None, 0, norm, norm_weight, norm_bias, 1e-5, overlap, *scales, table),
         )
 
     yield call(1, 1, 256, 4, 2, 32, [5], rotary_dim=32)
-    yield call(1, 1, 256, 8, 2, 32, [5], rotary_dim=32, norm=Norm.RMS, overlap=True)
-    yield call(1, 1, 192, 3, 3, 64, [30], layout="conv1d", bias=True, norm=Norm.LAYER, overlap=True)
-    yield call(1, 1, 192, 3, 1, 64, [9], 32, layout="fused", bias=True, norm=Norm.LAYER)
+    yield call(1, 1, 256, 8, 2, 32, [5], rotary_dim=32, norm=NormKind.RMS, overlap=True)
+    yield call(1, 1, 192, 3, 3, 64, [30], layout="conv1d", bias=True, norm=NormKind.LAYER, overlap=True)
+    yield call(1, 1, 192, 3, 1, 64, [9], 32, layout="fused", bias=True, norm=NormKind.LAYER)
     yield call(2, 3, 111, 4, 1, 40, [3, 17], rotary_dim=40, bias=True)
-    yield call(3, 2, 2048, 4, 2, 32, [3, 17, 9], rotary_dim=16, norm=Norm.RMS, overlap=True)
+    yield call(3, 2, 2048, 4, 2, 32, [3, 17, 9], rotary_dim=16, norm=NormKind.RMS, overlap=True)
     yield call(8, 1, 2048, 3, 1, 64, list(range(1, 9)), rotary_dim=64, bias=True, layout="fused")
-    yield call(MAX_ROWS, 1, 64, 2, 2, 32, list(range(1, MAX_ROWS + 1)), rotary_dim=32, norm=Norm.RMS)
+    yield call(MAX_ROWS, 1, 64, 2, 2, 32, list(range(1, MAX_ROWS + 1)), rotary_dim=32, norm=NormKind.RMS)
     if most_rows(randn(8, 8)) == MAX_TILED_ROWS:
         for batch, query_len in ((20, 1), (8, 8)):
-            yield call(batch, query_len, 256, 4, 2, 32, [9] * batch, rotary_dim=32, norm=Norm.RMS, overlap=True)
+            yield call(batch, query_len, 256, 4, 2, 32, [9] * batch, rotary_dim=32, norm=NormKind.RMS, overlap=True)
     yield call(1, 1, 128, 4, 4, 80, [7], rotary_dim=32, bias=True, kv=torch.float16, norm=NORMS[1])
     yield call(1, 1, 104, 2, 1, 256, [7], rotary_dim=256, kv=torch.bfloat16)
-    yield call(1, 1, 104, 2, 1, 64, [7], rotary_dim=64, kv=torch.int8, norm=Norm.RMS)
+    yield call(1, 1, 104, 2, 1, 64, [7], rotary_dim=64, kv=torch.int8, norm=NormKind.RMS)
     yield call(2, 2, 104, 2, 2, 40, [7, 30], rotary_dim=40, kv=torch.float8_e4m3fn)
-    yield call(2, 2, 256, 4, 2, 32, [17, 50], rotary_dim=32, norm=Norm.RMS, overlap=True, page_size=16)
+    yield call(2, 2, 256, 4, 2, 32, [17, 50], rotary_dim=32, norm=NormKind.RMS, overlap=True, page_size=16)
 
 
 SPEC = register(

@@ -10,7 +10,7 @@ from parity import LogitRule, RoundingCache, both, float64_copy, walk
 from hf_fastpath import FastpathCache, forwards, ops
 from hf_fastpath.compat import CACHE
 from hf_fastpath.decode import attend
-from hf_fastpath.ops.kv_cache import quantized
+from hf_fastpath.ops.kv_cache import KVCache, quantized
 
 LENGTHS = (23, 5, 2, 16, 1, 9, 3)
 
@@ -149,9 +149,10 @@ def test_attention_in_pieces(window, kv, monkeypatch):
     if kv is not None:
         caches, scales = zip(*(quantized(cache, kv) for cache in caches))
     attention = attend.Attention(tokens, length, lengths, starts)
-    args = (q, *caches, lengths, None, 0.2, window, None, 0, None, False, torch.randn(4), *scales)
-    found = attention(*args)
-    expected = ops.decode_attention.reference(*args[:4], starts, *args[5:])
+    sinks = torch.randn(4)
+    found = attention.over(q, KVCache(*caches, *scales), 0.2, window, 0.0, sinks)
+    args = (q, *caches, lengths, starts, 0.2, window, None, 0, None, False, sinks, *scales)
+    expected = ops.decode_attention.reference(*args)
     torch.testing.assert_close(found, expected)
 
 

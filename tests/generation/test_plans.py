@@ -8,15 +8,16 @@ from operator import attrgetter
 
 import pytest
 import torch
-from models import CPU, build, fresh, over_architectures, prompt, require_native
+from models import CPU, build, fresh, over_architectures, prompt, require_native, without_one_call
 from parity import LogitRule, RoundingCache, assert_same_tokens, float64_copy, forced_logits, walk
 from torch import nn
 
 import hf_fastpath
 from hf_fastpath.compat import CACHE
 from hf_fastpath.decode import angles
-from hf_fastpath.decode import plan as plan_module
 from hf_fastpath.decode.angles import AngleTables
+from hf_fastpath.decode.named_calls import Step
+from hf_fastpath.decode.passes import prefetch_next_weight
 from hf_fastpath.decode.plan import DecodePlan
 from hf_fastpath.verification import decode_logits
 
@@ -56,14 +57,15 @@ def test_several_sequences_on_a_gpu_take_one_op_after_the_other(architecture, de
 
 @pytest.mark.parametrize("weights", (None, "int4_g32"))
 def test_products_are_told_the_next_matrix(device, monkeypatch, weights):
-    """A product in front of another one takes, as its last argument, the matrix which that reads; nothing changes."""
+    """A product in front of another one takes the matrix which that reads; nothing changes."""
     require_native(device)
-    monkeypatch.setattr(plan_module.one_call, "one_call_reasons", lambda *_: ["it is not wanted"])
+    without_one_call(monkeypatch)
     ours = hf_fastpath.patch(build("mistral").to(device), quiet=True, weights=weights)
     ours.generate(prompt(device, 2), max_new_tokens=3, do_sample=False)
     (plan,) = plans(ours)
+    calls = plan.program.calls
     if device.type == "cpu":
-        plan.program.announce_weights()
+        prefetch_next_weight(calls, plan.program.register, Step(rows=2, overlap=True))
     layers = ours.model.layers
     expected = []
     if weights:
@@ -71,7 +73,7 @@ def test_products_are_told_the_next_matrix(device, monkeypatch, weights):
     else:
         for layer, following in zip(layers, [*(layer.self_attn.q_proj for layer in layers[1:]), ours.lm_head]):
             expected += [layer.mlp.gate_proj.weight, layer.mlp.down_proj.weight, following.weight]
-    found = [a[-1] for op, a, *_ in plan.program._calls if isinstance(a[-1], torch.Tensor) and "gemv" in op.__name__]
+    found = [call.arguments["next_weight"] for call in calls if "next_weight" in call.arguments]
     assert [tensor.data_ptr() for tensor in found] == [tensor.data_ptr() for tensor in expected]
 
 
@@ -84,7 +86,7 @@ def test_one_call_is_the_same_step(architecture, dtype, batch, monkeypatch):
     ours, text = ours.to(dtype), prompt(CPU, batch, 40)
     whole = decode_logits(ours, text, 9, fast=True)
     plans(ours).clear()
-    monkeypatch.setattr(plan_module.one_call, "one_call_reasons", lambda *_: ["it is not wanted"])
+    without_one_call(monkeypatch)
     assert torch.equal(decode_logits(ours, text, 9, fast=True), whole)
     assert "decode_layers" not in calls(plans(ours)[0])
 

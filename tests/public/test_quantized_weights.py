@@ -7,13 +7,12 @@ import io
 
 import pytest
 import torch
-from models import SHORT, build
+from models import SHORT, build, without_one_call
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
 import hf_fastpath
 from hf_fastpath import traffic
-from hf_fastpath.decode import one_call
 from hf_fastpath.quantization import FORMATS
 from hf_fastpath.quantization.linear import PackedLinear
 
@@ -200,7 +199,7 @@ def op_names(model: nn.Module) -> list[str]:
 
 
 def test_projections_of_one_input_are_one_product(monkeypatch):
-    monkeypatch.setattr(one_call, "one_call_reasons", lambda *_: ["it is not wanted"])
+    without_one_call(monkeypatch)
     ours = hf_fastpath.patch(build("llama"), weights="int4", quiet=True)
     ours.generate(prompt(1), **SHORT)
     names = [name for name in op_names(ours) if "packed" in name]
@@ -217,7 +216,7 @@ def test_layers_are_one_call(family, form, batch, monkeypatch):
     whole = ours.generate(ids, **settings)
     assert [name for name in op_names(ours) if "packed" in name] == ["packed_layers", "packed_gemv"]
     vars(ours)["_hf_fastpath"].plans.clear()
-    monkeypatch.setattr(one_call, "one_call_reasons", lambda *_: ["it is not wanted"])
+    without_one_call(monkeypatch)
     parts = ours.generate(ids, **settings)
     assert "packed_layers" not in op_names(ours)
     assert all(map(torch.equal, whole.logits, parts.logits)) and torch.equal(whole.sequences, parts.sequences)

@@ -1,0 +1,166 @@
+"""Calls of ops by the names of their arguments: what a step is made of, and what passes over it read and write.
+
+An op's schema is flat. ``KVCache`` and :class:`Norm` stand in a call for the arguments that belong together, under the
+names ``cache`` and ``norm``; they are taken apart where a call is bound to its op.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+
+from ..choices import NormKind
+from ..ops.kv_cache import KVCache
+
+Emit = Callable[..., Any]
+_NEEDED = object()
+
+
+class Register:
+    """Stands for a value that only exists once a program runs."""
+
+    __slots__ = ("index",)
+
+    def __init__(self, index: int):
+        self.index = index
+
+
+@dataclass(frozen=True)
+class Norm:
+    """The norm of an op's input; no norm is None.
+
+    Attributes:
+        kind: RMS or LAYER.
+        weight, bias: [features], or None where the norm has none.
+        eps: added to the mean square, or to the variance.
+    """
+
+    kind: NormKind
+    weight: torch.Tensor | None
+    bias: torch.Tensor | None
+    eps: float
+
+    #: argument of an op -> attribute
+    PARTS: ClassVar[dict[str, str]] = {"norm": "kind", "norm_weight": "weight", "norm_bias": "bias", "norm_eps": "eps"}
+
+
+#: what is taken apart, by its name in a call
+_VALUES = {"cache": KVCache, "norm": Norm}
+_APART = frozenset(_VALUES.values())
+
+
+@dataclass(slots=True)
+class Call:
+    """One call of a step.
+
+    Attributes:
+        op: an overload of an op, or a function over tensors.
+        arguments: by name; registers may lie in lists and in values.
+        out: holds the result once the program ran.
+    """
+
+    op: Callable[..., Any]
+    arguments: dict[str, Any]
+    out: Register
+
+    @property
+    def name(self) -> str:
+        return getattr(self.op, "__name__", str(self.op))
+
+
+@dataclass(frozen=True)
+class Step:
+    """What the calls of a list are made for.
+
+    Attributes:
+        rows: tokens of all sequences.
+        one_call: an op for all layers may take their place.
+        many: ops for a few rows are to be replaced.
+        beside: then, projections of one input may run beside each other: those behind the first, of a few rows each,
+            leave most of a GPU idle.
+        attention: register of the ``attend.Attention`` that takes the place of attention over a cache, or None.
+        overlap: kernels start before those in front are complete.
+    """
+
+    rows: int
+    one_call: bool = False
+    many: bool = False
+    beside: bool = False
+    attention: Register | None = None
+    overlap: bool = False
+
+
+@functools.cache
+def parameters(op: Callable[..., Any]) -> dict[str, Any]:
+    """Names of an op's or a function's arguments in order, and their defaults; ``_NEEDED`` where there is none."""
+    if isinstance(op, torch._ops.OpOverload):
+        found = op._schema.arguments
+        return {each.name: each.default_value if each.has_default_value() else _NEEDED for each in found}
+    found = inspect.signature(op).parameters.values()
+    return {each.name: _NEEDED if each.default is each.empty else each.default for each in found}
+
+
+def by_name(op: Callable[..., Any], positional: tuple, named: dict[str, Any]) -> dict[str, Any]:
+    """All arguments of a call by name."""
+    return dict(zip(parameters(op), positional), **named) if positional else named
+
+
+@functools.cache
+def _binder(op: Callable[..., Any], names: tuple[str, ...]) -> Callable[[dict[str, Any]], list[Any]]:
+    """Puts arguments of these names into the op's order, those with a star taken apart. Made out of text, for what runs
+    at every call.
+
+    Raises:
+        TypeError: the op has no such argument, or lacks one.
+    """
+    known = parameters(op)
+    found = {name: f"given[{name!r}]" for name in names if not name.startswith("*")}
+    lines = []
+    for name in (name[1:] for name in names if name.startswith("*")):
+        lines.append(f"{name} = given[{name!r}]")
+        parts = _VALUES[name].PARTS
+        if not parts.keys() & known.keys():
+            raise TypeError(_no_such(op, name))
+        found |= {part: f"{name}.{attribute}" for part, attribute in parts.items() if part in known}
+        for part in parts.keys() - known.keys() - {"layer"}:  # which is of the table
+            lines.append(f"if {name}.{parts[part]} is not None: raise TypeError(no_such(op, {part!r}))")
+    if unknown := found.keys() - known.keys():
+        raise TypeError(_no_such(op, *sorted(unknown)))
+    length = 1 + max((place for place, name in enumerate(known) if name in found), default=-1)
+    expressions = []
+    for name, default in list(known.items())[:length]:
+        if name not in found and default is _NEEDED:
+            raise TypeError(f"{op} is not given {name!r}")
+        expressions.append(found.get(name, f"known[{name!r}]"))
+    body = "".join(f"    {line}\n" for line in [*lines, f"return [{', '.join(expressions)}]"])
+    scope = {"op": op, "known": known, "no_such": _no_such}
+    exec(f"def bind(given):\n{body}", scope)
+    return scope["bind"]
+
+
+def _no_such(op: Callable[..., Any], *names: str) -> str:
+    return f"{op} is given {', '.join(names)}, expected some of {', '.join(parameters(op))}"
+
+
+def in_order(op: Callable[..., Any], arguments: dict[str, Any]) -> list[Any]:
+    """The arguments in the op's order.
+
+    Raises:
+        TypeError: the op has no such argument, or lacks one.
+    """
+    names = tuple(
+        f"*{name}" if type(value) in _APART else name
+        for name, value in arguments.items()
+        if value is not None or name not in _VALUES
+    )
+    return _binder(op, names)(arguments)
+
+
+def run(op: Callable[..., Any], /, *positional: Any, **named: Any) -> Any:
+    """Call ``op`` now."""
+    return op(*in_order(op, by_name(op, positional, named)))

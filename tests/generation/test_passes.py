@@ -1,0 +1,251 @@
+"""A step as a list of named calls, and the passes over it, each by itself."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from models import CPU, build, prompt, require_native
+
+import hf_fastpath
+from hf_fastpath import ops
+from hf_fastpath.choices import Activation, NormKind
+from hf_fastpath.decode import composed, steps
+from hf_fastpath.decode.attend import Attention, attend
+from hf_fastpath.decode.many_rows import few_to_many, replace_attention
+from hf_fastpath.decode.named_calls import Call, Norm, Register, Step, in_order, run
+from hf_fastpath.decode.one_call import one_call
+from hf_fastpath.decode.passes import PASSES, prefetch_next_weight
+from hf_fastpath.decode.program import Program
+from hf_fastpath.ops.kv_cache import KVCache
+from hf_fastpath.patch_state import state_of
+
+BATCH, LENGTH = 2, 9
+
+
+def randn(*shape: int) -> torch.Tensor:
+    return torch.randn(*shape)
+
+
+RMS = Norm(NormKind.RMS, randn(16), None, 1e-6)
+
+
+# ---- calls -------------------------------------------------------------------------------------------------
+
+
+def test_arguments_go_where_the_schema_has_them():
+    x, weight = randn(1, 1, 16), randn(8, 16)
+    bound = in_order(ops.gemv.overload, dict(norm=RMS, overlap=True, weight=weight, x=x))
+    names = [argument.name for argument in ops.gemv.overload._schema.arguments][: len(bound)]
+    found = dict(zip(names, bound))
+    assert found["x"] is x and found["weight"] is weight and found["norm_weight"] is RMS.weight
+    assert found["norm"] == NormKind.RMS and found["norm_eps"] == 1e-6 and found["overlap"] is True
+    assert found["bias"] is None and names[-1] == "overlap", "nothing behind the last argument"
+
+
+def test_a_cache_is_taken_apart():
+    k, v, table, q, lengths = randn(2, 1, 4, 8), randn(2, 1, 4, 8), torch.zeros(3, 3), randn(2, 1, 8), torch.ones(2)
+    seen = dict(q=q, seq_lens=lengths, starts=None, scale=0.5)
+    bound = in_order(ops.decode_attention.overload, dict(cache=KVCache(k, v, table=table, layer=2), **seen))
+    names = [argument.name for argument in ops.decode_attention.overload._schema.arguments]
+    found = dict(zip(names, bound))
+    assert (found["k_cache"], found["v_cache"], found["kv_table"]) == (k, v, table) and found["layer"] == 2
+
+
+@pytest.mark.parametrize(
+    ("op", "arguments", "message"),
+    (
+        (ops.rms_norm.overload, dict(x=1, weight=2, eps=3, epsilon=4), "is given epsilon, expected some of x, weight"),
+        (ops.rms_norm.overload, dict(x=1, eps=3), "is not given 'weight'"),
+        (ops.gemm.overload, dict(x=1, weight=2, norm=RMS), "is given norm, expected some of x"),
+        (composed.soft_capped, dict(x=1, cap=2, factor=3), "is given factor, expected some of x, cap"),
+    ),
+)
+def test_wrong_names_are_refused(op, arguments, message):
+    with pytest.raises(TypeError, match=message):
+        in_order(op, arguments)
+
+
+def test_a_cache_with_addresses_is_refused_where_nothing_follows_them():
+    cache = KVCache(randn(1), randn(1), table=torch.zeros(1))
+    with pytest.raises(TypeError, match="is given kv_table"):
+        in_order(attend, dict(attention=1, q=1, cache=cache, scale=1, window=0, softcap=0, sinks=None))
+
+
+def test_no_norm_and_no_residual_are_defaults():
+    x, weight = randn(1, 1, 16), randn(8, 16)
+    found = run(ops.gemv.overload, x=x, weight=weight, norm=None, residual=None)
+    assert torch.equal(found, ops.gemv(x, weight))
+
+
+# ---- a step of a model -------------------------------------------------------------------------------------
+
+
+class Recorded:
+    """The calls of a step over a small model's layers, before any pass, and what it takes to run them."""
+
+    def __init__(self, architecture: str = "llama", batch: int = BATCH, **options: Any):
+        self.model = hf_fastpath.patch(build(architecture), quiet=True, **options)
+        out = self.model.generate(prompt(CPU, batch, LENGTH), max_new_tokens=2, return_dict_in_generate=True)
+        self.cache = out.past_key_values
+        self.cache.reserve(1)
+        self.part = state_of(self.model).part_of(self.model)
+        self.program = Program()
+        self.hidden = self.program.register()
+        self.caches = [layer.kv_cache() for layer in self.cache.layers]
+        length = self.cache.get_seq_length() + 1
+        rotary, dtype = self.part.rotary, self.part.embedding.weight
+        angles = {} if rotary is None else {None: rotary(dtype, torch.tensor([[length - 1]]))}
+        lengths = torch.full((batch,), length, dtype=torch.int32)
+        at = steps.Positions(angles, lengths, None)
+        hidden = self.hidden
+        for place, layer in enumerate(self.part.layers):
+            hidden = steps.decoder_layer(self.program.emit, layer, hidden, self.caches[place], at, place)
+        steps.head(self.program.emit, self.part, hidden)
+        self.given = randn(batch, 1, self.part.embedding.weight.shape[1])
+        self.attention = Attention(1, length, lengths, None)
+
+    def through(self, each: Callable, step: Step) -> list[Call]:
+        """Calls behind one pass; the program keeps them."""
+        self.program.calls = each(self.program.calls, self.program.register, step)
+        return self.program.calls
+
+    @torch.inference_mode()
+    def run(self, *others: tuple[Register, Any]) -> torch.Tensor:
+        return self.program.run_once([(self.hidden, self.given), *others]).clone()
+
+    def names(self) -> list[str]:
+        return [name.removesuffix(".default") for name in self.program.op_names()]
+
+
+def recorded(**options: Any) -> tuple[Recorded, torch.Tensor]:
+    """A step, and what it gives without a pass."""
+    require_native(CPU)
+    torch.manual_seed(5)
+    untouched = Recorded(**options)
+    expected = untouched.run()
+    torch.manual_seed(5)
+    return Recorded(**options), expected
+
+
+LAYER = ["qkv_rope_append", "decode_attention", "gemv", "gemv_swiglu", "gemv"]
+
+
+def test_passes_have_an_order():
+    assert [each.__name__ for each in PASSES] == [
+        "one_call", "replace_attention", "few_to_many", "prefetch_next_weight",
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("each", PASSES, ids=lambda f: f.__name__)
+def test_a_pass_that_is_not_asked_changes_nothing(each):
+    made, _ = recorded()
+    before = list(made.program.calls)
+    after = made.through(each, Step(rows=BATCH))
+    assert all(map(lambda a, b: a is b, after, before)) and len(after) == len(before)
+    assert made.names() == LAYER * len(made.part.layers) + ["gemv"]
+
+
+@pytest.mark.parametrize(
+    ("options", "names"),
+    (
+        (dict(), ["decode_layers"]),
+        (dict(architecture="gpt2"), ["decode_layers"]),
+        (dict(weights="int4_g32"), ["packed_layers", "gemv"]),
+        (dict(weights="int8", lm_head="int8"), ["packed_layers", "packed_gemv"]),
+    ),
+)
+def test_one_call(options, names):
+    made, expected = recorded(**options)
+    made.through(one_call, Step(rows=BATCH, one_call=True))
+    assert made.names() == names
+    assert torch.equal(made.run(), expected)
+
+
+def _other_scale(calls):
+    calls[1].arguments["scale"] *= 2
+
+
+def _other_eps(calls):
+    norm = calls[5].arguments["norm"]
+    calls[5].arguments["norm"] = Norm(norm.kind, norm.weight, norm.bias, 0.5)
+
+
+def _sinks(calls):
+    calls[6].arguments["sinks"] = randn(4)
+
+
+def _parallel(calls):
+    """The second layer's MLP takes what its attention takes."""
+    calls[8].arguments["x"] = calls[5].arguments["x"]
+
+
+def _bias(calls):
+    calls[7].arguments["bias"] = randn(len(calls[7].arguments["weight"]))
+
+
+def _activation(calls):
+    calls[7].arguments["activation"] = Activation.RELU
+
+
+def _op_between(calls):
+    """Something stands between two layers."""
+    out = Register(calls[4].out.index)
+    calls.insert(5, Call(torch.ops.aten.neg.default, {"self": calls[4].out}, out))
+    calls[6].arguments["x"] = calls[8].arguments["residual"] = out
+
+
+@pytest.mark.parametrize(
+    "change", (_other_scale, _other_eps, _sinks, _parallel, _bias, _activation, _op_between), ids=lambda f: f.__name__
+)
+def test_layers_that_differ_are_no_one_call(change):
+    made, _ = recorded()
+    change(made.program.calls)
+    before = made.names()
+    made.through(one_call, Step(rows=BATCH, one_call=True))
+    assert made.names() == before
+
+
+@pytest.mark.parametrize("weights", (None, "int8", "int4_g32"))
+def test_few_to_many(weights):
+    made, expected = recorded(weights=weights)
+    made.through(few_to_many, Step(rows=1000, many=True))
+    assert not {"gemv", "gemv_swiglu", "qkv_rope_append", "packed_gemv", "packed_gemv_swiglu"} & set(made.names())
+    assert {"rms_norm", "rope_append", "decode_attention"} <= set(made.names())
+    torch.testing.assert_close(made.run(), expected)
+
+
+def test_projections_of_one_input_share_its_norm():
+    """As Qwen3's, whose queries and keys have norms of their own."""
+    made, expected = recorded(architecture="qwen3")
+    made.through(few_to_many, Step(rows=1000, many=True))
+    layers = len(made.part.layers)
+    norms = made.names().count("rms_norm")
+    assert norms == 2 * layers + 1, "one for query, key and value, one for the MLP, and the last"
+    torch.testing.assert_close(made.run(), expected)
+
+
+def test_replace_attention():
+    made, expected = recorded()
+    register = made.program.register()
+    made.through(replace_attention, Step(rows=BATCH, attention=register))
+    assert made.names().count("attend") == len(made.part.layers) and "decode_attention" not in made.names()
+    torch.testing.assert_close(made.run((register, made.attention)), expected)
+
+
+def test_prefetch_next_weight():
+    made, expected = recorded()
+    calls = made.through(prefetch_next_weight, Step(rows=BATCH, overlap=True))
+    matrices = {"gemv": "weight", "gemv_swiglu": "gate_weight", "qkv_rope_append": "q_weight"}
+    told = 0
+    for call, following in zip(calls, calls[1:]):
+        name = following.name.removesuffix(".default")
+        if call.name.startswith("gemv") and name in matrices:
+            assert call.arguments["next_weight"] is following.arguments[matrices[name]]
+            told += 1
+        else:
+            assert "next_weight" not in call.arguments
+    assert told == 3 * len(made.part.layers) - (0 if told % 3 == 0 else 1)
+    assert torch.equal(made.run(), expected)
