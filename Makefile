@@ -85,7 +85,7 @@ test-gpu:
 compile-check: $(READY)
 	$(BIN)/python tests/compile_check.py
 
-# A wheel that needs no compiler: CPU kernels, and CUDA's for WHEEL_ARCHS ("all": every architecture, 20 minutes on two
+# A wheel that needs no compiler: CPU kernels, and CUDA's for WHEEL_ARCHS ("all": every architecture, 25 minutes on two
 # cores). auditwheel says which Linux it needs; WHEEL_TARGETS=cpu leaves CUDA out.
 WHEEL_TARGETS ?= cpu cuda
 WHEEL_ARCHS ?= all
