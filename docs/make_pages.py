@@ -9,6 +9,8 @@ import csv
 import importlib
 import re
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -23,6 +25,7 @@ from hf_fastpath.quantization.replacing import of_one_input
 from hf_fastpath.reasons import REASONS
 
 DOCS = Path(__file__).resolve().parent
+DATA = DOCS.parent / "benchmarks" / "data"
 GOLDEN = DOCS / "data" / "golden.csv"
 RECORD = "make test-full JOBS=0 TESTS=tests/patches ARGS='-k golden_matrix --record-golden docs/data/golden.csv'"
 
@@ -132,9 +135,206 @@ def sizes() -> str:
     return markdown_table(("GB of", *formats, f"KV cache of {SIZED_CONTEXT:,} tokens"), rows)
 
 
+# ---- tables of performance.md ------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Work:
+    """A line of a machine's table: work that a CSV of ``benchmarks/data`` has rows of.
+
+    Attributes:
+        model, dtype, context, batch: columns of the CSV, whose ``model`` ends with ``weights``, if there are any.
+        kind: ``"decode"``; ``"prompt"``; ``"turn"``: ``tokens`` new ones behind ``context``; ``"pieces"``: all of
+            ``context`` read ``tokens`` at a time.
+        engine: whose row counts as ours.
+        tokens: see ``kind``.
+        weights: the format of quantized weights.
+    """
+
+    model: str
+    dtype: str
+    context: int
+    batch: int = 1
+    kind: str = "decode"
+    engine: str = "ours"
+    tokens: int = 0
+    weights: str = ""
+
+
+@dataclass(frozen=True)
+class Machine:
+    """A table: what the CSV files call the device, where its rows are, and which of them stand in the table."""
+
+    device: str
+    files: tuple[str, ...]
+    works: tuple[Work, ...] = field(repr=False)
+
+
+MISTRAL, TINY, GPT2, LLAMA = "Mistral-7B", "TinyLlama-1.1B", "GPT-2 124M", "Llama-3.1-8B"
+INT8_HEAD = ("int8, int8 head", "int4_g32, int8 head")
+MACHINES = {
+    "NVIDIA H200": Machine(
+        "NVIDIA H200",
+        ("generate_h200.csv", "prompts_h200.csv", "peers.csv", "append_h200.csv"),
+        (
+            *(Work(MISTRAL, "fp16", context) for context in (128, 512, 4096, 32768)),
+            Work(MISTRAL, "bf16", 128),
+            *(Work(MISTRAL, "fp16", 128, batch) for batch in (2, 4, 8)),
+            *(Work(MISTRAL, "fp16", 1024, batch) for batch in (16, 32, 64)),
+            *(
+                Work(MISTRAL, "fp16", context, engine=f"ours-{kv}-kv")
+                for context in (128, 32768)
+                for kv in ("int8", "fp8")
+            ),
+            *(Work(MISTRAL, "fp16", 128, weights=form) for form in ("int8", "fp8", "int4", "int4_g32")),
+            *(Work(MISTRAL, "fp16", 4096, weights=form) for form in ("int8", "fp8", "int4_g32")),
+            *(Work(MISTRAL, "fp16", 128, batch, weights="int4_g32") for batch in (4, 8, 16)),
+            Work(MISTRAL, "fp16", 32768, engine="ours-int8-kv", weights="int4_g32"),
+            Work(TINY, "bf16", 128),
+            Work(GPT2, "fp16", 128),
+            Work(GPT2, "fp32", 128),
+            *(Work(MISTRAL, "fp16", context, kind="prompt") for context in (512, 4096, 32768)),
+            *(Work(MISTRAL, "fp16", 4096, kind="prompt", weights=form) for form in ("int8", "int4_g32")),
+            *(Work(LLAMA, "fp16", 16384, kind="pieces", tokens=tokens) for tokens in (16, 512, 16384)),
+            Work(LLAMA, "fp16", 4096, kind="turn", tokens=8),
+        ),
+    ),
+    "NVIDIA H100": Machine("NVIDIA H100 80GB HBM3", ("peers.csv",), (Work(MISTRAL, "fp16", 128),)),
+    "Intel Xeon": Machine(
+        "Intel(R) Xeon(R) Processor, 2 threads",
+        ("generate_cpu.csv", "prompts_cpu.csv", "append_cpu.csv"),
+        (
+            *(Work(TINY, "fp16", context) for context in (32, 2048, 8000)),
+            Work(TINY, "bf16", 32),
+            Work(TINY, "fp32", 32),
+            *(Work(TINY, "fp16", 32, batch) for batch in (2, 4, 8)),
+            Work(TINY, "bf16", 32, 8),
+            *(Work(TINY, "fp16", 32, weights=form) for form in ("int8", "int4_g32", *INT8_HEAD)),
+            Work(GPT2, "fp16", 32),
+            Work(GPT2, "fp32", 32),
+            *(Work(TINY, dtype, 512, kind="prompt") for dtype in ("fp16", "bf16", "fp32")),
+            *(Work(TINY, dtype, 512, kind="turn", tokens=8) for dtype in ("fp16", "bf16", "fp32")),
+        ),
+    ),
+    "AMD EPYC": Machine(
+        "AMD EPYC, 2 threads",
+        ("generate_epyc.csv",),
+        (
+            Work(TINY, "fp16", 32),
+            Work(TINY, "fp16", 2048),
+            Work(TINY, "bf16", 32),
+            *(Work(TINY, "fp16", 32, batch) for batch in (4, 8)),
+            *(Work(TINY, "fp16", 32, weights=form) for form in ("fp8", "int4_g32", INT8_HEAD[0])),
+            Work(GPT2, "fp16", 32),
+        ),
+    ),
+}
+#: engines beside stock and ours -> their names in a table
+OTHERS = {"static": "static", "flash": "flash", "llama.cpp": "llama.cpp", "gpt-fast": "as gpt-fast"}
+#: fewer decoded tokens than these say nothing about decoding
+MIN_NEW_TOKENS = 12
+
+
+def _rows_of(machine: Machine) -> list[dict[str, str]]:
+    """Rows of a machine out of all its files, in the order of their dates."""
+    rows = []
+    for name in machine.files:
+        with (DATA / name).open(newline="") as file:
+            rows += [row | {"file": name} for row in csv.DictReader(file) if row["device"] == machine.device]
+    return sorted(rows, key=lambda row: row["date"])
+
+
+def _speed(row: dict[str, str], work: Work) -> float | None:
+    """Tokens a second of work in a row, None if the row has other work."""
+    model = f"{work.model} {work.weights}".strip()
+    if (row["model"], row["dtype"], row["context"]) != (model, work.dtype, str(work.context)):
+        return None
+    of_new_tokens = row["file"].startswith("append")
+    if of_new_tokens != (work.kind in ("turn", "pieces")):
+        return None
+    if of_new_tokens:
+        same = row["way"] == "turn" and row["new_tokens"] == str(work.tokens) and not row["isa"]
+        return float(row["tok_s"]) if same else None
+    if row["batch"] != str(work.batch):
+        return None
+    if work.kind == "prompt":
+        return float(row["prefill_tok_s"]) if row.get("prefill_tok_s") else None
+    enough = int(row.get("new_tokens") or MIN_NEW_TOKENS) >= MIN_NEW_TOKENS
+    return float(row["decode_tok_s"]) if enough else None
+
+
+def _digits(number: float) -> str:
+    """Three digits, or all of them before the point."""
+    return f"{number:,.0f}" if number >= 100 else f"{number:#.3g}".rstrip(".")
+
+
+def _line(machine: Machine, rows: Sequence[dict[str, str]], work: Work) -> tuple[dict[str, str], list[str]]:
+    """Our row of ``work``, and the cells of its line.
+
+    Ours is the last row. Another engine's is the last one of the same commit; if there is none, the engine's fastest.
+
+    Raises:
+        ValueError: no row of ours.
+    """
+    found = [(speed, row) for row in rows if (speed := _speed(row, work)) is not None]
+    ours = [(speed, row) for speed, row in found if row["engine"] == work.engine]
+    if not ours:
+        raise ValueError(f"{', '.join(machine.files)} have no row of {work} on {machine.device}")
+    speed, row = ours[-1]
+
+    def other(engine: str) -> tuple[float, str] | None:
+        rows_of_it = [(speed, other) for speed, other in found if other["engine"] == engine]
+        beside = [speed for speed, other in rows_of_it if other["commit"] == row["commit"]]
+        if beside:
+            return beside[-1], ""
+        return (max(speed for speed, _ in rows_of_it), "†") if rows_of_it else None
+
+    cache = work.engine.removeprefix("ours").strip("-").removesuffix("-kv")
+    stock = None if cache else other("stock")
+    peers = [
+        f"{_digits(at[0])}{at[1]} {name}" for engine, name in OTHERS.items() if not cache and (at := other(engine))
+    ]
+    form, _, head = work.weights.partition(", ")
+    types = (work.dtype, form and f"{form} weights", head, cache and f"{cache} KV")
+    kinds = {"turn": f"turn of {work.tokens}", "pieces": f"pieces of {work.tokens:,}"}
+    card = machine.device.replace("(R)", "").replace(" Processor", "").split(",")[0].removesuffix(" 80GB HBM3")
+    cells = [
+        kinds.get(work.kind, work.kind),
+        work.model,
+        ", ".join(filter(None, types)),
+        f"{work.context:,}",
+        str(work.batch),
+        f"{_digits(stock[0])}{stock[1]}" if stock else "",
+        ", ".join(peers),
+        f"**{_digits(speed)}**",
+        _digits(speed / stock[0]) if stock else "",
+        row["percent_of_r"] if work.kind == "decode" else "",
+        f"{card}, {row['commit']}",
+    ]
+    return row, cells
+
+
+def measured(name: str) -> str:
+    """The table of one machine, and with what it was measured."""
+    machine = MACHINES[name]
+    rows = _rows_of(machine)
+    lines = [_line(machine, rows, work) for work in machine.works]
+
+    def span(column: str, form: Callable[[str], str] = str) -> str:
+        values = sorted({form(row[column]) for row, _ in lines if row.get(column)})
+        return values[0] if len(values) == 1 else f"{values[0]} to {values[-1]}"
+
+    heads = ("work", "model", "type", "context", "batch", "stock", "others", "ours", "ratio", "% of R", "card, commit")
+    versions = f"torch {span('torch')}, transformers {span('transformers')}"
+    bandwidth = f"R = {span('r_gb_s', lambda text: f'{float(text):,.0f}')} GB/s"
+    table = markdown_table(heads, [cells for _, cells in lines])
+    return f"{table}\n\nRows of ours: {machine.device}; {versions}; {bandwidth}; {span('date')}."
+
+
 #: page -> name of a generated part -> what makes it
 PAGES: dict[str, dict[str, Callable[[], str]]] = {
     "../README.md": {"sizes": sizes},
+    "performance.md": {name: partial(measured, name) for name in MACHINES},
     "quantized-weights.md": {"formats": formats},
     "reason-codes.md": {"reason codes": reason_codes},
     "support.md": {"families": families, "golden matrix": golden_matrix},

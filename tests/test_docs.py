@@ -6,6 +6,7 @@ import csv
 import importlib.util
 import re
 import shlex
+import sys
 from pathlib import Path
 
 import conftest
@@ -20,6 +21,7 @@ ROOT = Path(__file__).resolve().parent.parent
 DOCS, README = ROOT / "docs", ROOT / "README.md"
 _spec = importlib.util.spec_from_file_location("make_pages", DOCS / "make_pages.py")
 make_pages = importlib.util.module_from_spec(_spec)
+sys.modules[_spec.name] = make_pages  # where dataclasses look for their module
 _spec.loader.exec_module(make_pages)
 
 
@@ -52,6 +54,37 @@ def test_new_figures_take_the_place_of_old_ones(tmp_path):
     lines = path.read_text().splitlines()
     assert [line.split(",")[4] for line in lines[1:]] == ["3", "1", "2"] and len(lines) == 4
 
+
+def test_work_without_a_row_is_named(monkeypatch):
+    work = make_pages.Work("Mistral-7B", "fp16", 129)
+    machine = make_pages.Machine("NVIDIA H200", ("generate_h200.csv",), (work,))
+    monkeypatch.setitem(make_pages.MACHINES, "mine", machine)
+    with pytest.raises(ValueError, match="generate_h200.csv have no row of .*context=129.* on NVIDIA H200"):
+        make_pages.measured("mine")
+
+
+def test_a_line_is_ours_last_row_beside_others_of_its_commit(tmp_path, monkeypatch):
+    """Else beside the fastest row of the other, with a mark."""
+    columns = "date,device,commit,model,dtype,context,batch,engine,decode_tok_s,percent_of_r,r_gb_s,torch,transformers"
+    rows = (
+        "2026-01-02,card,b,M,fp16,8,1,ours,40,80.0,1000,2,5",
+        "2026-01-02,card,b,M,fp16,8,1,stock,10,20.0,1000,2,5",
+        "2026-01-01,card,a,M,fp16,8,1,ours,50,99.0,1000,2,5",
+        "2026-01-01,card,a,M,fp16,8,1,stock,20,40.0,1000,2,5",
+        "2026-01-01,card,a,M,fp16,8,1,static,30,60.0,1000,2,5",
+        "2026-01-03,card,c,M,fp16,8,1,static,25,60.0,1000,2,5",
+        "2026-01-03,another,c,M,fp16,8,1,ours,90,60.0,1000,2,5",
+    )
+    (tmp_path / "generate.csv").write_text("\n".join((columns, *rows)) + "\n")
+    monkeypatch.setattr(make_pages, "DATA", tmp_path)
+    work = make_pages.Work("M", "fp16", 8)
+    monkeypatch.setitem(make_pages.MACHINES, "mine", make_pages.Machine("card", ("generate.csv",), (work,)))
+    line = make_pages.measured("mine").splitlines()[2]
+    assert line == "| decode | M | fp16 | 8 | 1 | 10.0 | 30.0† static | **40.0** | 4.00 | 80.0 | card, b |"
+
+
+#: comment in the header of a kernel's folder
+LAB_LINK = re.compile(r"^// Experiments: docs/lab/(\S+)$", flags=re.M)
 
 # ---- what the pages tell to run ---------------------------------------------------------------------------
 
@@ -87,9 +120,13 @@ def commands(page: Path) -> list[list[str]]:
     return [shlex.split(line, comments=True) for line in lines if not line.startswith(tuple(NOT_RUN))]
 
 
-PAGES_WITH_COMMANDS = (README, *sorted(DOCS.glob("*.md")))
+#: lab pages lie in a folder of their own: their commands, like those of performance.md, need machines and time
+ALL_PAGES = (README, *sorted(DOCS.rglob("*.md")))
 COMMANDS = dict.fromkeys(
-    " ".join(words) for page in PAGES_WITH_COMMANDS if page.name != "performance.md" for words in commands(page)
+    " ".join(words)
+    for page in ALL_PAGES
+    if page.name != "performance.md" and page.parent.name != "lab"
+    for words in commands(page)
 )
 
 
@@ -110,16 +147,33 @@ def test_command_runs(command, monkeypatch, capsys):
         assert max(map(len, (line for line in lines if "kernels" not in line and ".so)" not in line))) <= 100
 
 
-@pytest.mark.parametrize("page", PAGES_WITH_COMMANDS, ids=lambda page: page.name)
+@pytest.mark.parametrize("page", ALL_PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_links_lead_somewhere(page):
     for target in re.findall(r"\]\(([^)#\s]+)[^)]*\)", page.read_text()):
         assert target.startswith("https://") or (page.parent / target).exists(), f"{page.name}: {target}"
 
 
 def test_site_has_every_page():
-    site = yaml.safe_load((ROOT / "mkdocs.yml").read_text())
-    listed = [next(iter(entry.values())) for entry in site["nav"]]
-    assert sorted(listed) == sorted(path.name for path in DOCS.glob("*.md"))
+    def pages(entries):
+        for entry in entries:
+            (page,) = entry.values()
+            yield from [page] if isinstance(page, str) else pages(page)
+
+    listed = pages(yaml.safe_load((ROOT / "mkdocs.yml").read_text())["nav"])
+    assert sorted(listed) == sorted(str(path.relative_to(DOCS)) for path in DOCS.rglob("*.md"))
+
+
+def test_lab_pages_are_listed_and_linked():
+    """The index has each page, and a kernel's header that names a page names one that there is."""
+    pages = {path.name for path in (DOCS / "lab").glob("*.md")} - {"index.md"}
+    assert set(re.findall(r"\]\(([a-z_]+\.md)\)", (DOCS / "lab" / "index.md").read_text())) == pages
+    named = {name for path in (ROOT / "csrc").rglob("*.h") for name in LAB_LINK.findall(path.read_text())}
+    assert named and named <= pages
+
+
+def test_performance_is_short():
+    """What was tried belongs into docs/lab."""
+    assert len((DOCS / "performance.md").read_text().splitlines()) <= 250
 
 
 @pytest.mark.parametrize("module", re.findall(r"^::: (\S+)", (DOCS / "api.md").read_text(), flags=re.M))
@@ -160,6 +214,16 @@ def test_picture_of_the_readme_is_drawn_from_the_data(plot, tmp_path):
             speed, limit = float(row["decode_tok_s"]), float(row["limit_tok_s"])
             assert f"{plot._short(str(speed))} tok/s, {100 * speed / limit:.0f} %" in texts(drawn)
             assert float(row["percent_of_r"]) == pytest.approx(100 * speed / limit, abs=0.1)
+
+
+@pytest.mark.parametrize(
+    "device", [path.stem.removeprefix("decode_") for path in (DOCS / "plots").glob("decode_*.svg")]
+)
+def test_pictures_of_machines_are_drawn_from_the_data(plot, tmp_path, device):
+    drawn = plot.plot_decode(
+        ROOT / "benchmarks" / "data" / f"generate_{device}.csv", tmp_path / "decode.svg"
+    ).read_text()
+    assert texts(drawn) == texts((DOCS / "plots" / f"decode_{device}.svg").read_text()), "run benchmarks/plot.py"
 
 
 def test_picture_needs_its_rows(plot, tmp_path):

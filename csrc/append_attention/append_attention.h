@@ -1,4 +1,5 @@
 // Torch-free launch of append_attention on a GPU.
+// Experiments: docs/lab/append_attention.md
 #pragma once
 
 #include <cuda_runtime.h>

@@ -1,4 +1,5 @@
 // Torch-free launch of decoder layers of small models, two kernels a layer.
+// Experiments: docs/lab/decode_layers.md
 #pragma once
 
 #include <cuda.h>

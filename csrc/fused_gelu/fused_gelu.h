@@ -1,4 +1,5 @@
 // Torch-free launch of fused_gelu on a GPU.
+// Experiments: docs/lab/fused_gelu.md
 #pragma once
 
 #include <cuda_runtime.h>

@@ -1,4 +1,5 @@
 // Products of many activation rows with a weight, on the CPU: kernel interface, free of torch.
+// Experiments: docs/lab/gemm.md
 #pragma once
 
 #include "packed_gemv/packed_gemv_cpu.h"

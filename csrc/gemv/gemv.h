@@ -1,4 +1,5 @@
 // Torch-free launch of the skinny matrix products on a GPU: gemv, gemv_swiglu and qkv_rope_append share them.
+// Experiments: docs/lab/gemv.md
 #pragma once
 
 #include <cuda_runtime.h>

@@ -1,5 +1,6 @@
 // Products of one to sixteen activation rows with a weight, on the CPU: kernel interface, free of torch. The
 // ops gemv, gemv_swiglu and qkv_rope_append are glue over these kernels.
+// Experiments: docs/lab/gemv_cpu.md
 #pragma once
 
 #include "common/dtype.h"

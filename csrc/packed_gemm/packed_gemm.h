@@ -1,4 +1,5 @@
 // Torch-free launch of products of many rows with quantized weights on a GPU.
+// Experiments: docs/lab/packed_gemm.md
 #pragma once
 
 #include "packed_gemv/packed_gemv.h"

@@ -1,4 +1,5 @@
 // Torch-free launch of products with quantized weights on a GPU.
+// Experiments: docs/lab/packed_gemv.md
 #pragma once
 
 #include "gemv/gemv.h"

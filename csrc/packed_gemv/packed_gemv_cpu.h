@@ -1,5 +1,6 @@
 // Products of one to sixteen activation rows with a quantized weight, on the CPU: kernel interface, free of
 // torch. hf_fastpath/quantization/formats.py says how quants, scales and zeros lie.
+// Experiments: docs/lab/packed_gemv_cpu.md
 #pragma once
 
 #include "common/dtype.h"

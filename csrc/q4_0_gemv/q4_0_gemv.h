@@ -1,4 +1,5 @@
 // Torch-free launch of q4_0_gemv on a GPU.
+// Experiments: docs/lab/packed_gemv.md
 #pragma once
 
 #include <cuda_runtime.h>

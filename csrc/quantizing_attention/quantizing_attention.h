@@ -1,4 +1,5 @@
 // Torch-free launch of quantizing_attention on a GPU.
+// Experiments: docs/lab/decode_attention.md
 #pragma once
 
 #include <cuda_runtime.h>
