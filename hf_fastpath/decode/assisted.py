@@ -10,13 +10,12 @@ from __future__ import annotations
 import functools
 import time
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from .. import compat
 from ..cache import FastpathCache
-from ..forwards import STATE_KEY
 from ..ops.decode_attention import MAX_QUERY_LEN
 from ..reasons import Cause
 from . import acceptance, prompt
@@ -28,19 +27,17 @@ from .calls import (
     note_nonfinite,
     runs_users_code,
     settling,
-    step_aside_reason,
 )
 from .draft_plan import DraftPlan, DraftReader, StockReader
-
-if TYPE_CHECKING:
-    from ..patch_state import PatchState
-    from .plan import DecodePlan
-    from .structure import ModelPart
+from .eligibility import step_aside_reason
+from .patched import STATE_KEY, Patched
+from .plan import DecodePlan
+from .structure import ModelPart
 
 
 @for_patched_models
 def decode(
-    state: PatchState,
+    state: Patched,
     original: Any,
     model: Any,
     input_ids: torch.Tensor,
@@ -56,7 +53,7 @@ def decode(
     **model_kwargs: Any,
 ) -> Any:
     """What ``GenerationMixin._assisted_decoding`` does while a patched model is alive, with its arguments."""
-    part = state.part_of(model)
+    part = state.plans.part_of(model)
     reason = step_aside_reason(state, part, input_ids, generation_config, synced_gpus, model_kwargs)
     generator = None
     if reason is None:
@@ -77,7 +74,7 @@ def decode(
         if generator is None:
             reason = Cause("generation_mode", _why_not_drafts(input_ids, stopping_criteria, assistant_tokenizer))
     if reason is None:
-        with state.place() as is_free:
+        with state.plans.place() as is_free:
             if is_free:
                 objects = logits_processor, stopping_criteria, generation_config, streamer, generator
                 call = _Call(state, model, input_ids, *objects)
@@ -165,7 +162,7 @@ class _PlanDrafts:
     def __init__(
         self,
         generator: Any,
-        state: PatchState,
+        state: Patched,
         part: ModelPart,
         cache: FastpathCache,
         given: prompt.Prompt,
@@ -235,7 +232,7 @@ class _PlanDrafts:
             plan.bind()
         pair, place = self._pair, cache.layers[0].k_buffer.data_ptr()
         if pair is None:
-            pair = self._pair = self._state.draft_plan(self._part, cache, 2)
+            pair = self._pair = self._state.plans.draft_plan(self._part, cache, 2)
             pair.begin(cache, self._given.positions[:, -1] + (1 + self._read - self._prompt_len), self._given.starts)
         elif place != self._pair_place:
             pair.bind()
@@ -287,8 +284,8 @@ class _PlanDrafts:
             return self._plan
         if self._plan is None:
             with compat.below_autograd():
-                prompt.read(self._part, cache, self._given, self._state.prompt_programs_of(self._part))
-            self._plan = self._state.plan(self._part, 1, cache)
+                prompt.read(self._part, cache, self._given, self._state.plans.prompt_programs_of(self._part))
+            self._plan = self._state.plans.decode_plan(self._part, 1, cache)
             self._plan.begin(cache, self._given.positions[:, -1] + 1, self._given.starts)
         elif (surplus := cache.get_seq_length() - (length - 1)) > 0:
             cache.crop(-surplus)
@@ -338,9 +335,9 @@ class _Call:
         cache.activate_past_recording()
         mask = model_kwargs.get("attention_mask")
         starts = None if mask is None else (mask == 0).sum(1)
-        first = prompt.read_text(self.state, self.model, part, self.ids, self.config, model_kwargs, starts)
+        first = prompt.read_text(self.state.plans, self.model, part, self.ids, self.config, model_kwargs, starts)
         keeps = self.plain and self.logits is not None
-        plan_of = functools.partial(self.state.draft_plan, part, cache)
+        plan_of = functools.partial(self.state.plans.draft_plan, part, cache)
         reader = DraftReader(plan_of, cache, positions[:, -1] + 1, starts, self._keep if keeps else None)
         drafts, watch = self._drafts(assistant, positions, starts), None
         if self.runs_users_code or (isinstance(drafts, _StockDrafts) and assistant is not None):  # which may have hooks
@@ -371,7 +368,7 @@ class _Call:
         cache, self.state = model_kwargs[compat.CACHE], watch.state
         position = model_kwargs["position_ids"][:, -1] + (self.length - self.prompt_len)
         if watch.part is not None:
-            plan_of = functools.partial(self.state.draft_plan, watch.part, cache)
+            plan_of = functools.partial(self.state.plans.draft_plan, watch.part, cache)
             return DraftReader(plan_of, cache, position, starts, keep)
         self.left_at = self.length
 
@@ -451,12 +448,12 @@ class _Call:
         if (more := self.length - self.prompt_len - 1) > 0:  # the assistant has changed, and knows of nothing
             compat.lengthen_draft_inputs(self.generator, more - self.told)
             self.told = more
-        state: PatchState | None = None if assistant is None else vars(assistant).get(STATE_KEY)
+        state: Patched | None = None if assistant is None else vars(assistant).get(STATE_KEY)
         if not self.plain:  # scores behind processors, which the plan of an assistant does not give
             return _StockDrafts(self.generator, self.device)
         if state is None or not state.enabled or compat.looks_up_drafts(self.generator):
             return _StockDrafts(self.generator, self.device)
-        part, cache = state.part_of(assistant), FastpathCache(assistant.config, state.options.kv_dtype)
+        part, cache = state.plans.part_of(assistant), FastpathCache(assistant.config, state.options.kv_dtype)
         ids, positions = self.ids, positions[:, : self.prompt_len]
         if more > 0:
             ids = self.text[:, : self.length - 1].to(self.device)

@@ -6,15 +6,12 @@ import gc
 import threading
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import TYPE_CHECKING
 
 import torch
 
 from ..compat import below_autograd
 from ..forks import after_fork
-
-if TYPE_CHECKING:
-    from .plan import Program
+from .program import Program
 
 
 class _Turns:

@@ -13,16 +13,16 @@ from parity import LogitRule, RoundingCache, assert_same_tokens, float64_copy, f
 from torch import nn
 
 import hf_fastpath
+from hf_fastpath.comparison import decode_logits
 from hf_fastpath.compat import CACHE
 from hf_fastpath.decode import angles
 from hf_fastpath.decode import plan as plan_module
 from hf_fastpath.decode.angles import AngleTables
 from hf_fastpath.decode.plan import DecodePlan
-from hf_fastpath.verification import decode_logits
 
 
 def plans(model: nn.Module) -> list[DecodePlan]:
-    return vars(model)["_hf_fastpath"].plans
+    return list(vars(model)["_hf_fastpath"].plans)
 
 
 def calls(plan: DecodePlan) -> list[str]:

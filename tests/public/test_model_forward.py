@@ -24,7 +24,7 @@ from parity import assert_equal_generation, assert_same_tokens
 from torch import nn
 
 import hf_fastpath
-from hf_fastpath import pass_through
+from hf_fastpath.decode import pass_through
 
 
 def put_loss(model: nn.Module) -> None:

@@ -27,7 +27,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.models.llama import modeling_llama
 
 import hf_fastpath
-from hf_fastpath import compat, selftest
+from hf_fastpath import compat
+from hf_fastpath.patching import selftest
 from hf_fastpath.quantization.file_index import INDEX, KEY, sealed, unsealed
 from hf_fastpath.quantization.files import PackedFiles
 

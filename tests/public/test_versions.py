@@ -11,8 +11,9 @@ from models import CPU, assert_same_instances, build, fresh, instances, prompt, 
 from transformers.models.llama import modeling_llama
 
 import hf_fastpath
-from hf_fastpath import UnsupportedModelError, compat, selftest
+from hf_fastpath import UnsupportedModelError, compat
 from hf_fastpath.decode import steps
+from hf_fastpath.patching import selftest
 
 ROOT = Path(__file__).resolve().parents[2]
 
