@@ -24,7 +24,7 @@ def untested(monkeypatch):
     require_native(CPU)
     tried, run = [], selftest.run
     monkeypatch.setattr(selftest, "_passed", set())
-    monkeypatch.setattr(compat.transformers, "__version__", "99.1.0")
+    monkeypatch.setattr(compat.versions.transformers, "__version__", "99.1.0")
     monkeypatch.setattr(selftest, "run", lambda model: (tried.append(model), run(model))[1])
     return tried
 
