@@ -18,12 +18,10 @@ from ..quantization.repacking import repack_checkpoint
 from ..quantization.replacing import free_originals, no_saving
 from . import selftest
 from .analyse import analyse
-from .apply import apply, quantize, undo
+from .apply import apply, claim, quantize, undo
 from .coverage import check_coverage, check_kernels, check_whole
-from .generation import LOOPS
-from .loops import install_loops
 from .reporting import Report
-from .state import PatchState, claim, patched_model, state_of
+from .state import PatchState, patched_model, state_of
 
 
 def patch(
@@ -148,8 +146,6 @@ def _alone(model: nn.Module, state: PatchState, function: str) -> Iterator[bool]
     while True:
         with state.door:
             try:
-                if is_new:
-                    install_loops(state, LOOPS)  # calls that begin from here on come to the door
                 is_ours, until = claim(model, state) if is_new else state_of(model) is state, time.monotonic() + closed
                 while is_ours and (is_run := compat.is_run_elsewhere(model, state.waiting)):
                     if time.monotonic() > until:

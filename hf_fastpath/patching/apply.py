@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import inspect
 
+from torch import nn
+
 from .. import compat
+from ..decode.patched import STATE_KEY
 from ..quantization.replacing import quantize_model
 from .copies import bind_copying
 from .forwards import FORWARDS
@@ -13,6 +16,16 @@ from .loops import install_loops, uninstall_loops
 from .module_patch import KEY, ModulePatch
 from .plan import Binding, PatchPlan
 from .state import PatchState
+
+
+def claim(model: nn.Module, state: PatchState) -> bool:
+    """Put ``state`` onto a model whose calls of generate() come to its door from here on.
+
+    Returns:
+        False if the model has another state: of two threads, one succeeds.
+    """
+    install_loops(state, LOOPS)
+    return state.ledger.claim(model, STATE_KEY, state)
 
 
 def apply(plan: PatchPlan, state: PatchState) -> None:

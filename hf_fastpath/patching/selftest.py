@@ -13,10 +13,10 @@ from ..compat import TESTED_TRANSFORMERS, transformers_version
 from ..errors import UnsupportedModelError
 from ..options import Options
 from .analyse import analyse
-from .apply import apply, undo
+from .apply import apply, claim, undo
 from .coverage import check_coverage
 from .plan import PatchPlan
-from .state import PatchState, claim
+from .state import PatchState
 
 #: sizes of the twin, by transformers' names; a config without an attribute keeps it so
 _TWIN = {

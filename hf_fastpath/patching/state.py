@@ -118,11 +118,6 @@ def state_of(model: nn.Module) -> PatchState | None:
     return vars(model).get(STATE_KEY) if isinstance(model, nn.Module) else None
 
 
-def claim(model: nn.Module, state: PatchState) -> bool:
-    """Put ``state`` onto a model; False if the model has another one: of two threads, one succeeds."""
-    return state.ledger.claim(model, STATE_KEY, state)
-
-
 def patched_model(model: nn.Module) -> nn.Module:
     """``model`` if it was given to ``patch()`` itself, else the model inside it that generates."""
     return model if state_of(model) is not None else compat.generating_model(model)
