@@ -37,7 +37,7 @@ from hf_fastpath.bench.engines import LLAMA_CPP, LlamaBench, copied_cache, engin
 from hf_fastpath.bench.measure import DTYPES, Spread
 from hf_fastpath.compat import CACHE
 from hf_fastpath.decode.draft_plan import WIDTHS
-from hf_fastpath.patch_state import state_of
+from hf_fastpath.patching.state import state_of
 from hf_fastpath.progress import announced
 
 ENGINES = ("stock", "flash", "ours")
@@ -54,13 +54,13 @@ def appends(model: PreTrainedModel, generate: Callable, cache: Any, text: torch.
     calls = {"turn": lambda: generate(text, 1, cache), "forward": lambda: model(new, **{CACHE: cache})}
     state = state_of(model)
     if state is not None:
-        part, tokens = state.part_of(model), new[0].tolist()
+        part, tokens = state.plans.part_of(model), new[0].tolist()
         pieces = [tokens[at : at + WIDTHS[-1]] for at in range(0, len(tokens), WIDTHS[-1])]
         widths = [next(width for width in WIDTHS if width >= len(piece)) for piece in pieces]
 
         def drafts() -> None:
             for piece, width in zip(pieces, widths):
-                plan = state.draft_plan(part, cache, width)
+                plan = state.plans.draft_plan(part, cache, width)
                 plan.begin(cache, torch.tensor([cache.get_seq_length()], device=model.device), None)
                 plan.read(piece)
                 plan.end()

@@ -92,13 +92,13 @@ def steps_of(model: PreTrainedModel, engine: str, call: Callable[[], object]) ->
 def replay_ms(model: PreTrainedModel, context: int, drafts: int) -> float:
     """Median time of a step's graph."""
     state = vars(model)["_hf_fastpath"]
-    part, prompt = state.part_of(model), shapes.prompt(model, 1, context)
+    part, prompt = state.plans.part_of(model), shapes.prompt(model, 1, context)
     out = model.generate(
         prompt, max_new_tokens=2, do_sample=False, pad_token_id=0, eos_token_id=None, return_dict_in_generate=True
     )
     cache, times = out[CACHE], []
     with torch.inference_mode():
-        plan = state.draft_plan(part, cache, drafts) if drafts else state.plan(part, 1, cache)
+        plan = state.plans.draft_plan(part, cache, drafts) if drafts else state.plans.decode_plan(part, 1, cache)
         cache.reserve(REPLAYS + max(WIDTHS))
         plan.begin(cache, torch.full((1,), cache.get_seq_length(), device=model.device), None)
         for _ in range(2):

@@ -109,7 +109,7 @@ def main() -> None:
     label = DTYPE_NAMES[dtype] + (f" {arguments.weights}" if arguments.weights else "")
     options = {"weights": arguments.weights, "keep_original": False} if arguments.weights else {}
     model = hf_fastpath.patch(shapes.build_model(arguments.model, "cuda", dtype), quiet=True, **options)
-    part = vars(model)["_hf_fastpath"].part_of(model)
+    part = vars(model)["_hf_fastpath"].plans.part_of(model)
     prompt = torch.randint(0, model.config.vocab_size, (arguments.batch, arguments.context), device="cuda")
     out = model.generate(prompt, max_new_tokens=2, do_sample=False, pad_token_id=0, return_dict_in_generate=True)
     cache = out[CACHE]

@@ -15,10 +15,10 @@ from ._version import __version__
 
 #: public name -> module that defines it; imported when first used, so that `import hf_fastpath` stays cheap
 _PUBLIC = {
-    "patch": "patching",
-    "unpatch": "patching",
-    "patched": "patching",
-    "report": "patching",
+    "patch": "patching.api",
+    "unpatch": "patching.api",
+    "patched": "patching.api",
+    "report": "patching.api",
     "verify": "verification",
     "compare_formats": "quality",
     "save_packed": "quantization.saving",

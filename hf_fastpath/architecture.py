@@ -15,6 +15,9 @@ from torch import nn
 
 from .errors import UnsupportedModelError
 
+#: parts of an architecture whose modules get a forward of ours
+PARTS = ("norm", "mlp", "attention", "layer")
+
 
 @dataclass(frozen=True)
 class Norm:

@@ -6,12 +6,19 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
+from torch import nn
 
-from . import compat, loader, selftest, traffic
+from . import compat, loader, traffic
+from .decode.structure import model_part
 from .errors import UnsupportedModelError
-from .patching import examine
+from .options import Options
+from .patching import selftest
+from .patching.analyse import analyse
+from .patching.coverage import check_anything
+from .patching.plan import PatchPlan
+from .patching.reporting import Report
 from .reasons import REASONS
-from .reporting import Report
+from .stats import Stats
 from .tables import table
 
 BATCHES = (1, 8)
@@ -125,6 +132,21 @@ def config_of(source: str, trust_remote_code: bool = False) -> Any:
         ) from None
 
 
+def examine(model: nn.Module) -> tuple[PatchPlan, Report]:
+    """What ``patch(model)`` would make fast where kernels serve the model's device, and what not and why.
+
+    The model, which may be on the meta device, is only looked at.
+
+    Raises:
+        UnsupportedModelError: nothing in the model can be patched.
+    """
+    plan = analyse(model, Options.parse())
+    check_anything(plan)
+    architecture = plan.model_architecture
+    part = None if architecture is None else model_part(architecture, model)
+    return plan, Report.of(plan, part, Stats())
+
+
 def explain(
     source: str,
     dtype: torch.dtype | None = None,
@@ -165,7 +187,7 @@ def explain_config(
         raise ValueError(
             f"transformers makes no model of {source!r} ({type(config).__name__}): {type(error).__name__}: {first}"
         ) from error
-    report, unsupported = None, None
+    plan, report, unsupported = None, None, None
     if getattr(config, "quantization_config", None) is not None:
         unsupported = (
             f"as far as a config tells: the weights are quantized (quantized_format: {REASONS['quantized_format']}). "
@@ -173,7 +195,7 @@ def explain_config(
         )
     else:
         try:
-            report = examine(model)
+            plan, report = examine(model)
         except UnsupportedModelError as error:
             unsupported = str(error)
     return Explanation(
@@ -185,7 +207,7 @@ def explain_config(
         report=report,
         unsupported=unsupported,
         kernels=str(loader.status().get(device, loader.Status(device, "reference", "no kernels for this device"))),
-        self_tested=report is not None and (selftest.is_due() or report.like is not None),
+        self_tested=plan is not None and selftest.is_due(plan),
         bandwidth=bandwidth,
         steps=() if report is None or not compat.can_generate(model) else _steps(model, dtype, bandwidth),
     )

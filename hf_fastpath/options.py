@@ -9,14 +9,14 @@ from typing import Any
 
 import torch
 
+from .architecture import PARTS
 from .cache import check_page_size
 from .cache_layer import KV_DTYPES
 from .decode.structure import MAX_BATCH
-from .forwards import FORWARDS
 from .quantization import FORMATS
 
 #: names that patch(ops=...) takes: the parts of an architecture, and the decode loop over all of them
-COMPONENTS = (*FORWARDS, "loop")
+COMPONENTS = (*PARTS, "loop")
 #: what patch(lm_head=...) takes: the head as it is, or a format
 HEADS = ("fp16", "int8")
 

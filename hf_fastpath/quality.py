@@ -10,14 +10,14 @@ import torch
 from torch import nn
 from torch.nn import functional
 
+from .comparison import decode_logits, sequences
 from .options import HEADS
-from .patch_state import state_of
-from .patching import patched
+from .patching.api import patched
+from .patching.state import state_of
 from .progress import counted
 from .quantization import FORMATS
 from .tables import table
 from .traffic import weight_bytes
-from .verification import decode_logits, sequences
 
 #: positions whose distributions are compared at once, in float64
 _PIECE = 64

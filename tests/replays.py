@@ -41,7 +41,7 @@ def differing(
     ids = prompt(device, batch, CONTEXT)
     out = model.generate(ids, max_new_tokens=2, do_sample=False, return_dict_in_generate=True)
     cache = out[CACHE]
-    part = vars(model)["_hf_fastpath"].part_of(model)
+    part = vars(model)["_hf_fastpath"].plans.part_of(model)
     start = torch.full((batch,), cache.get_seq_length(), device=device)
     wrong, seen, first = 0, 0, []
     with torch.inference_mode():

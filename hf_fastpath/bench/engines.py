@@ -19,7 +19,7 @@ import hf_fastpath
 
 from .. import traffic
 from ..compat import CACHE
-from ..patch_state import state_of
+from ..patching.state import state_of
 
 #: name of the engine that is a program of its own
 LLAMA_CPP = "llama.cpp"

@@ -9,15 +9,13 @@ from __future__ import annotations
 
 import functools
 import time
-from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import torch
 
 from .. import compat
 from ..cache import FastpathCache
-from ..forwards import STATE_KEY
-from ..ops.decode_attention import MAX_QUERY_LEN
 from ..reasons import Cause
 from . import acceptance, prompt
 from .calls import (
@@ -28,19 +26,17 @@ from .calls import (
     note_nonfinite,
     runs_users_code,
     settling,
-    step_aside_reason,
 )
-from .draft_plan import DraftPlan, DraftReader, StockReader
-
-if TYPE_CHECKING:
-    from ..patch_state import PatchState
-    from .plan import DecodePlan
-    from .structure import ModelPart
+from .draft_plan import DraftReader, StockReader
+from .drafts import PlanDrafts, StockDrafts
+from .eligibility import step_aside_reason
+from .patched import STATE_KEY, Patched
+from .structure import ModelPart
 
 
 @for_patched_models
 def decode(
-    state: PatchState,
+    state: Patched,
     original: Any,
     model: Any,
     input_ids: torch.Tensor,
@@ -56,7 +52,7 @@ def decode(
     **model_kwargs: Any,
 ) -> Any:
     """What ``GenerationMixin._assisted_decoding`` does while a patched model is alive, with its arguments."""
-    part = state.part_of(model)
+    part = state.plans.part_of(model)
     reason = step_aside_reason(state, part, input_ids, generation_config, synced_gpus, model_kwargs)
     generator = None
     if reason is None:
@@ -76,7 +72,7 @@ def decode(
         if generator is None:
             reason = Cause("generation_mode", _why_not_drafts(input_ids, stopping_criteria, assistant_tokenizer))
     if reason is None:
-        with state.place() as is_free:
+        with state.plans.place() as is_free:
             if is_free:
                 objects = logits_processor, stopping_criteria, generation_config, streamer, generator
                 call = _Call(state, model, input_ids, *objects)
@@ -116,209 +112,6 @@ class _Draft(NamedTuple):
     ends: bool
 
 
-class _StockDrafts:
-    """Drafts of transformers' own candidate generator.
-
-    Args:
-        generator: of a prompt lookup, or of an assistant that is not patched.
-        device: where it takes the text: a lookup is the host's.
-    """
-
-    def __init__(self, generator: Any, device: torch.device):
-        self._generator = generator
-        on_host = compat.looks_up_drafts(generator) and not generator.logits_processor
-        self._device = torch.device("cpu") if on_host else device
-
-    def propose(self, text: torch.Tensor) -> tuple[list[int], torch.Tensor | None]:
-        """Tokens that may follow ``text``, int64 [1, length] on the host, and the scores that they were chosen from,
-        [tokens, vocab_size], where there are any."""
-        found, scores = self._generator.get_candidates(text.to(self._device))
-        return found[0, text.shape[1] :].tolist(), None if scores is None else scores[0]
-
-    def are_stale(self) -> bool:
-        """Whether what makes them is other than it was: an assistant that generates looks at itself."""
-        return False
-
-    def end(self) -> None:
-        """Nothing to let go of."""
-
-
-def _on_its_way(value: torch.Tensor) -> Callable[[], float]:
-    """Start copying one number to the host; what waits for it, and for nothing that is begun later."""
-    if value.device.type == "cpu":
-        return value.item
-    place = torch.empty((), dtype=value.dtype, device="cpu", pin_memory=True)
-    place.copy_(value, non_blocking=True)
-    passed = torch.cuda.Event()
-    passed.record(torch.cuda.current_stream(value.device))
-
-    def wait() -> float:
-        passed.synchronize()
-        return place.item()
-
-    return wait
-
-
-class _PlanDrafts:
-    """Drafts of a patched assistant, token by token of its decode plan.
-
-    Args:
-        generator: transformers' own for this assistant: length of drafts, and the confidence that ends them.
-        state, part: of the assistant.
-        cache: of the assistant, empty.
-        given: the prompt.
-        ends: end tokens, which end a draft.
-        limit: tokens of the whole text.
-        goes_on: whether the device may read what it holds likely while the host looks at a draft's outcome.
-    """
-
-    def __init__(
-        self,
-        generator: Any,
-        state: PatchState,
-        part: ModelPart,
-        cache: FastpathCache,
-        given: prompt.Prompt,
-        ends: frozenset[int],
-        limit: int,
-        goes_on: bool,
-    ):
-        self._generator, self._state, self._part, self._cache = generator, state, part, cache
-        self._watch = Watch(state, part)
-        self._given, self._ends, self._limit = given, ends, limit
-        self._goes_on, self._prompt_len = goes_on, given.tokens.shape[1]
-        self._plan: DecodePlan | None = None
-        self._pair: DraftPlan | None = None  # reads a draft's last token and the model's behind it, if it goes on
-        self._pair_place = 0  # of the cache's first buffer, as it knows it
-        self._is_ahead = False  # it has read, and the plan what follows
-        self._end: torch.Tensor | None = None  # the draft's last token
-        self._read = 0  # tokens of the text and the draft in front of that
-        self._confidences: list[Callable[[], float]] = []  # in drafts that the host has not waited for
-
-    @property
-    def _threshold(self) -> float | None:
-        return self._generator.assistant_generation_config.assistant_confidence_threshold
-
-    def _most(self, text: torch.Tensor) -> int:
-        return max(0, min(int(self._generator.num_assistant_tokens), self._limit - text.shape[1] - 1))
-
-    def unseen(self, text: torch.Tensor) -> int:
-        """Begin a draft behind ``text`` that the host need not see before one step verifies it; returns how many tokens
-        it will be at most, 0 where there is no such."""
-        most = self._most(text)
-        if not 0 < most < MAX_QUERY_LEN:
-            return 0
-        self._follow(text)
-        return most
-
-    def draft(self, count: int, take: Callable[[int, torch.Tensor], None]) -> int:
-        """As of :class:`UnseenDrafts`, behind the text that was followed."""
-        plan, self._confidences = self._plan, []
-        on_device, is_ahead, self._is_ahead = plan.device.type == "cuda", self._is_ahead, False
-        self._read = self._cache.get_seq_length() - is_ahead + count - 1
-        for place in range(1, count + 1):
-            follows_pair = is_ahead and place == 1
-            self._end = self._pair.best[:, 1:] if follows_pair else plan.tokens
-            take(place, self._end)
-            if self._threshold:
-                self._confidences.append(self._confidence(self._pair.logits[:, 1] if follows_pair else plan.logits))
-            if place == count:
-                break
-            if on_device and not follows_pair:  # while the host waits for what may end the draft
-                plan.step()
-            if self._threshold and self._note_confidence() < self._threshold:
-                return place
-            if not on_device:
-                if int(plan.tokens) in self._ends:
-                    return place
-                plan.step()
-        return count
-
-    def go_on(self, after: torch.Tensor) -> None:
-        """As of :class:`UnseenDrafts`: one step for the last draft and what is behind it, and the step that follows."""
-        plan, cache = self._plan, self._cache
-        if not self._goes_on or self._read + 3 > self._limit:
-            return
-        if (surplus := cache.get_seq_length() - self._read) > 0:  # read when the model had agreed before
-            cache.crop(-surplus)
-        if cache.reserve(3):
-            plan.bind()
-        pair, place = self._pair, cache.layers[0].k_buffer.data_ptr()
-        if pair is None:
-            pair = self._pair = self._state.draft_plan(self._part, cache, 2)
-            pair.begin(cache, self._given.positions[:, -1] + (1 + self._read - self._prompt_len), self._given.starts)
-        elif place != self._pair_place:
-            pair.bind()
-        self._pair_place = place
-        pair.prepare([0], 2)
-        pair.take(0, self._end)
-        pair.take(1, after)
-        pair.start()
-        cache.advance(2)
-        plan.rewind()
-        plan.step(pair.best[:, 1])
-        self._is_ahead = True
-
-    def settled(self, tokens: list[int]) -> list[int]:
-        """As of :class:`UnseenDrafts`."""
-        while self._confidences:
-            self._note_confidence()
-        ended = next((place for place, token in enumerate(tokens, 1) if token in self._ends), None)
-        return tokens[:ended]
-
-    def _confidence(self, logits: torch.Tensor) -> Callable[[], float]:
-        """How likely the most likely token is."""
-        return _on_its_way(torch.softmax(logits.float(), dim=-1).amax())
-
-    def _note_confidence(self) -> float:
-        """Wait for the oldest that was not waited for."""
-        likely = self._confidences.pop(0)()
-        compat.note_confidence(self._generator, likely)
-        return likely
-
-    def propose(self, text: torch.Tensor) -> tuple[list[int], None]:
-        """As of :class:`_StockDrafts`."""
-        most = self._most(text)
-        if not most:
-            return [], None
-        plan = self._follow(text)
-        on_device = plan.device.type == "cuda"
-        found = torch.empty(most, 1, 1, dtype=torch.long, device="cpu", pin_memory=on_device)
-        made = self.draft(most, lambda place, token: found[place - 1].copy_(token, non_blocking=True))
-        if on_device and not self._threshold:
-            torch.cuda.current_stream(plan.device).synchronize()
-        return self.settled(found[:made].flatten().tolist()), None
-
-    def _follow(self, text: torch.Tensor) -> DecodePlan:
-        """The plan behind a step of the text's last token, or of one more if it is ahead."""
-        cache, length = self._cache, text.shape[1]
-        self._is_ahead = self._is_ahead and cache.get_seq_length() == length + 1  # or the model disagreed
-        if self._is_ahead:
-            return self._plan
-        if self._plan is None:
-            with compat.below_autograd():
-                prompt.read(self._part, cache, self._given, self._state.prompt_programs_of(self._part))
-            self._plan = self._state.plan(self._part, 1, cache)
-            self._plan.begin(cache, self._given.positions[:, -1] + 1, self._given.starts)
-        elif (surplus := cache.get_seq_length() - (length - 1)) > 0:
-            cache.crop(-surplus)
-            self._plan.rewind()
-        for place in range(cache.get_seq_length(), length):
-            self._plan.step(text[:, place].to(self._plan.device, non_blocking=True))
-        return self._plan
-
-    def are_stale(self) -> bool:
-        """As of :class:`_StockDrafts`."""
-        return self._watch.has_changed(self._given.tokens.device)
-
-    def end(self) -> None:
-        """Let go of the cache."""
-        plans, self._plan, self._pair = (self._plan, self._pair), None, None
-        for plan in plans:
-            if plan is not None:
-                plan.end()
-
-
 class _Call:
     """One call of generate(): greedy search or sampling by drafts."""
 
@@ -356,7 +149,7 @@ class _Call:
         keep = self._keep if self.plain and self.logits is not None else None
         drafts, watch = self._drafts(assistant, positions, starts), None
         reader: DraftReader | StockReader | None = None
-        if self.runs_users_code or (isinstance(drafts, _StockDrafts) and assistant is not None):  # which may have hooks
+        if self.runs_users_code or (isinstance(drafts, StockDrafts) and assistant is not None):  # which may have hooks
             watch = Watch(self.state, part)
         try:
             draft = self._propose(drafts) if self.begins_with_draft else None
@@ -391,7 +184,7 @@ class _Call:
         """[1, vocab_size] logits behind the prompt. ``part``: the model, or None: stock code has to read it."""
         if part is None:
             return compat.prefill(self.model, self.ids, self.config, model_kwargs).logits[:, -1]
-        return prompt.read_text(self.state, self.model, part, self.ids, self.config, model_kwargs, starts)
+        return prompt.read_text(self.state.plans, self.model, part, self.ids, self.config, model_kwargs, starts)
 
     def _reader_of(
         self, part: ModelPart | None, model_kwargs: dict, starts: torch.Tensor | None, keep: Any
@@ -400,7 +193,7 @@ class _Call:
         cache = model_kwargs[compat.CACHE]
         position = model_kwargs["position_ids"][:, -1] + (self.held + 1 - self.prompt_len)
         if part is not None:
-            plan_of = functools.partial(self.state.draft_plan, part, cache)
+            plan_of = functools.partial(self.state.plans.draft_plan, part, cache)
             return DraftReader(plan_of, cache, position, starts, keep)
         self.left_at = self.length
 
@@ -433,7 +226,7 @@ class _Call:
     def _goes_unseen(self, reader: DraftReader | StockReader, drafts: Any) -> bool:
         """Whether the host need not see a draft before it is verified."""
         unasked = self.ends_by_itself or not compat.CRITERIA_SEE_DRAFTS
-        return self.plain and unasked and isinstance(drafts, _PlanDrafts) and isinstance(reader, DraftReader)
+        return self.plain and unasked and isinstance(drafts, PlanDrafts) and isinstance(reader, DraftReader)
 
     def _round(
         self, reader: DraftReader | StockReader, draft: _Draft | None, drafts: Any, cache: FastpathCache
@@ -505,15 +298,15 @@ class _Call:
     def _drafts(self, assistant: Any, positions: torch.Tensor, starts: torch.Tensor | None) -> Any:
         """Where drafts come from, behind the text as it is, or the token more that it begins with."""
         if compat.looks_up_drafts(self.generator):
-            return _StockDrafts(self.generator, self.device)
+            return StockDrafts(self.generator, self.device)
         behind = self.length - self.prompt_len or int(not self.begins_with_draft)
         compat.lengthen_draft_inputs(self.generator, behind - self.told)  # more than once if the assistant changes
         self.told = behind
-        state: PatchState | None = None if assistant is None else vars(assistant).get(STATE_KEY)
+        state: Patched | None = None if assistant is None else vars(assistant).get(STATE_KEY)
         # a plan of the assistant gives no scores behind processors
         if not self.plain or state is None or not state.enabled:
-            return _StockDrafts(self.generator, self.device)
-        part, cache = state.part_of(assistant), FastpathCache(assistant.config, state.options.kv_dtype)
+            return StockDrafts(self.generator, self.device)
+        part, cache = state.plans.part_of(assistant), FastpathCache(assistant.config, state.options.kv_dtype)
         count = self.prompt_len + behind - 1  # the last token is the plan's first
         ids, positions = self.text[:, :count].to(self.device), positions[:, : self.prompt_len]
         following = torch.arange(behind, device=self.device)[1:]
@@ -523,12 +316,12 @@ class _Call:
         padding = starts if starts is not None and starts.any() else None
         given = prompt.Prompt(ids.long(), positions.long(), padding)
         if reason is not None or not prompt.is_readable(part, cache, given):
-            return _StockDrafts(self.generator, self.device)
+            return StockDrafts(self.generator, self.device)
         cache.activate_past_recording()
         cache.expect(self.max_length)
         # A model that drafts for itself has one plan of each width.
         goes_on = self.device.type == "cuda" and state is not vars(self.model).get(STATE_KEY)
-        return _PlanDrafts(self.generator, state, part, cache, given, self.ends, self.max_length, goes_on)
+        return PlanDrafts(self.generator, state, part, cache, given, self.ends, self.max_length, goes_on)
 
     def _keep(self, rows: torch.Tensor) -> None:
         self.logits += rows.split(1)

@@ -10,11 +10,12 @@ import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from .. import compat
+from ..cache import FastpathCache
 from . import prompt
 from .calls import (
     Watch,
@@ -24,16 +25,12 @@ from .calls import (
     note_nonfinite,
     runs_users_code,
     settling,
-    step_aside_reason,
 )
+from .eligibility import step_aside_reason
 from .graph import random_numbers_in_turn
-from .plan import MAX_EOS_TOKENS
-
-if TYPE_CHECKING:
-    from ..cache import FastpathCache
-    from ..patch_state import PatchState
-    from .plan import DecodePlan
-    from .structure import ModelPart
+from .patched import Patched
+from .plan import MAX_EOS_TOKENS, DecodePlan
+from .structure import ModelPart
 
 #: how many tokens the host may be ahead of the device: enough to hide its work, few enough to waste little at the end
 MAX_AHEAD = 8
@@ -42,7 +39,7 @@ _TOO_MANY = torch.empty(0)  # stands for more end tokens than a plan looks for
 
 @for_patched_models
 def sample(
-    state: PatchState,
+    state: Patched,
     original: Any,
     model: Any,
     input_ids: torch.Tensor,
@@ -55,10 +52,10 @@ def sample(
 ) -> Any:
     """What ``GenerationMixin._sample`` does while a patched model is alive, with its arguments."""
     state.stats.new_call()
-    part = state.part_of(model)
+    part = state.plans.part_of(model)
     reason = step_aside_reason(state, part, input_ids, generation_config, synced_gpus, model_kwargs)
     if reason is None:
-        with state.place() as is_free:
+        with state.plans.place() as is_free:
             if is_free:
                 loop = _Loop(state, model, input_ids, logits_processor, stopping_criteria, generation_config, streamer)
                 with settling(model_kwargs[compat.CACHE], part):
@@ -142,7 +139,7 @@ class _Loop:
         mask = model_kwargs.get("attention_mask")
         starts = None if mask is None else (mask == 0).sum(1)
         next_positions = position_ids[:, -1].expand(self.batch) + 1
-        next_logits = prompt.read_text(self.state, self.model, part, self.ids, self.config, model_kwargs, starts)
+        next_logits = prompt.read_text(self.state.plans, self.model, part, self.ids, self.config, model_kwargs, starts)
         started, first = time.perf_counter(), True
         plan, plan_chooses = None, self._plan_chooses()
         sampled = plan_chooses and self.config.do_sample
@@ -160,7 +157,7 @@ class _Loop:
                 if watch is not None and watch.has_changed(self.device):
                     watch.look_again(self.ids, cache)
                     part, self.state = watch.part, watch.state
-                    if plan is not None and (part is None or plan.fingerprint != self.state.fingerprint_of(part)):
+                    if plan is not None and (part is None or plan.fingerprint != self.state.plans.fingerprint_of(part)):
                         if plan_chooses:
                             tokens, self.unfinished = plan.tokens[:, 0].clone(), plan.unfinished.clone()
                         old, plan = plan, None  # no interrupt ends it twice
@@ -169,7 +166,7 @@ class _Loop:
                     next_logits = self._step_by_stock(model_kwargs)
                     continue
                 if plan is None:
-                    plan = self.state.plan(part, self.batch, cache, sampled)
+                    plan = self.state.plans.decode_plan(part, self.batch, cache, sampled)
                     end = self.has_eos and plan_chooses
                     eos = (self._eos_tokens(), compat.pad_token(self.config)) if end else (None, None)
                     positions = next_positions + (self.length - self.prompt_len - 1)

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from .. import loader, pass_through
+from .. import loader
 from ..architecture import Architecture
 from ..compat import Conv1D, hook_of, is_known_code, is_ours, is_sharded, is_wrapped_by, name_of, placement
 from ..ops import packed_gemv
@@ -16,6 +16,7 @@ from ..quantization.checkpoints import noted
 from ..quantization.linear import PackedLinear
 from ..reasons import Cause
 from ..registry import FLOAT_DTYPES
+from . import pass_through
 
 #: what weights are, unless they are quantized, sharded or otherwise special
 PLAIN_TENSORS = (torch.Tensor, nn.Parameter)

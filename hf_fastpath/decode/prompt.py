@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
@@ -24,11 +24,9 @@ from .attend import Attention, has_tensor_cores
 from .draft_plan import DraftPlan, DraftReader
 from .named_calls import Step
 from .parts import MoEPart
+from .plan_cache import PlanCache
 from .program import Program
 from .structure import ModelPart
-
-if TYPE_CHECKING:
-    from ..patch_state import PatchState
 
 _aten = torch.ops.aten
 
@@ -233,7 +231,7 @@ def read_turn(
 
 
 def read_text(
-    state: PatchState,
+    plans: PlanCache,
     model: Any,
     part: ModelPart,
     ids: torch.Tensor,
@@ -245,7 +243,7 @@ def read_text(
     cache.
 
     Args:
-        state: of the model: where its plans and programs are.
+        plans: of the model, and its programs.
         model, part: the model.
         ids, config, model_kwargs: of ``generate()``.
         starts: [batch], left padding of each row, or None.
@@ -256,17 +254,17 @@ def read_text(
     cache = model_kwargs[compat.CACHE]
     alike = repeats(ids, config.num_return_sequences, cache)
     if alike == 1:
-        return _read_rows(state, model, part, ids, config, model_kwargs, starts)
+        return _read_rows(plans, model, part, ids, config, model_kwargs, starts)
     rows = {name: model_kwargs.get(name) for name in ("attention_mask", "position_ids")}
     rows = {name: t[::alike] for name, t in rows.items() if t is not None and len(t) == len(ids)}
     starts = None if starts is None else starts[::alike]
-    logits = _read_rows(state, model, part, ids[::alike], config, model_kwargs | rows, starts)
+    logits = _read_rows(plans, model, part, ids[::alike], config, model_kwargs | rows, starts)
     cache.batch_repeat_interleave(alike)
     return logits.repeat_interleave(alike, dim=0)
 
 
 def _read_rows(
-    state: PatchState,
+    plans: PlanCache,
     model: Any,
     part: ModelPart,
     ids: torch.Tensor,
@@ -279,9 +277,9 @@ def _read_rows(
     tokens = compat.new_tokens(ids, config, model_kwargs).long()  # int32 is fine with stock, too
     positions = model_kwargs["position_ids"][:, -tokens.shape[1] :].long()
     given = Prompt(tokens, positions, starts if starts is not None and starts.any() else None)
-    logits = read_turn(part, cache, given, functools.partial(state.draft_plan, part, cache))
+    logits = read_turn(part, cache, given, functools.partial(plans.draft_plan, part, cache))
     if logits is None and is_readable(part, cache, given):
-        programs = state.prompt_programs_of(part)
+        programs = plans.prompt_programs_of(part)
         with compat.below_autograd():
             for chunk in given.chunks(config.prefill_chunk_size):
                 logits = read(part, cache, chunk, programs)

@@ -13,16 +13,13 @@ from collections.abc import Iterable
 from functools import cached_property
 from itertools import chain
 from operator import attrgetter, itemgetter, methodcaller
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
 
 from .. import compat
 from . import structure
-
-if TYPE_CHECKING:
-    from .prompt import PromptProgram
 
 #: dicts of a module that hold what it is made of, and what is called with it
 _CONTENTS = itemgetter("_modules", "_parameters", "_buffers", "_forward_hooks", "_forward_pre_hooks")
@@ -47,7 +44,7 @@ class Snapshot:
 
     def __init__(self, part: structure.ModelPart):
         self.part = part
-        self.prompt_programs: dict[tuple, PromptProgram] = {}
+        self.prompt_programs: dict[tuple, Any] = {}
         modules = list(part.module.modules())
         self._attributes = [itemgetter("_modules", *(vars(module).keys() - _BOOKKEEPING)) for module in modules]
         known = nn.Module.__mro__

@@ -16,8 +16,8 @@ from .. import huge_pages, loader
 from ..compat import Conv1D
 from ..decode.structure import MAX_BATCH
 from ..options import Options
-from ..patch_state import PatchState, state_of
-from ..patching import patch_with
+from ..patching.api import patch_with
+from ..patching.state import PatchState, state_of
 from .file_index import AGAIN
 from .files import PackedFiles, not_persistent
 from .formats import FORMATS, PackedWeight, padded
@@ -99,7 +99,7 @@ def load_packed(
         except BaseException:
             loading.undo()
             raise
-    free_originals(made, state_of(made).replaced)
+    free_originals(made, state_of(made).ledger.replaced)
     return made
 
 
@@ -299,7 +299,7 @@ class _Loading:
             linear = model.get_submodule(name)
             packed = PackedLinear(weight, linear.bias if hasattr(linear, "bias") else None).train(linear.training)
             done = Replaced(linear, packed, places[id(linear)])
-            state.replaced.append(done)
+            state.ledger.replaced.append(done)
             for parent, attribute in done.places:
                 parent._modules[attribute] = packed
         state.lost = _LOST

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -50,39 +50,55 @@ class Replaced:
                 parent._modules[name] = self.original
 
 
-def quantize_as_asked(
-    model: nn.Module, part: ModelPart | None, options: Options, replaced: list[Replaced], quiet: bool
-) -> None:
-    """Quantize ``model`` as the options of ``patch()`` ask for.
+@dataclass(frozen=True)
+class Replacement:
+    """Projections of a decoder layer, or the head, that quantized ones are to stand for.
+
+    Attributes:
+        groups: those that take the same input together; they will lie behind each other in memory and be one product.
+        form: of their weights.
+        is_head: it is the head.
+    """
+
+    groups: tuple[tuple[nn.Module, ...], ...]
+    form: Format
+    is_head: bool = False
+
+
+def why_not_quantized(model: nn.Module, part: ModelPart | None, options: Options) -> str | None:
+    """Why ``model`` cannot be quantized as the options of ``patch()`` ask for, or None.
 
     Args:
         part: the model in its roles, or None where no architecture covers it.
-        replaced: as in :func:`quantize_model`.
-
-    Raises:
-        ValueError: there are no kernels for it.
     """
     wanted = f"weights={options.weights!r}"
     family = next(filter(None, map(family_of, model.modules())), None)
     if family is not None:
-        raise ValueError(
+        return (
             f"{wanted}: the model's weights are quantized already, by {family.name}: leave weights= out, or load "
             "unquantized ones"
         )
     devices = sorted({parameter.device.type for parameter in model.parameters()})
     missing = [device for device in devices if device not in SPEC.native or not loader.is_native(device)]
     if missing:
-        raise ValueError(
+        return (
             f"{wanted} has no kernels for {' and '.join(missing)}, where weights of the model are: move it, or see "
             "`python -m hf_fastpath info` for why there are none"
         )
     why = "class_not_supported" if part is None else part.reason()
-    if part is None or why is not None:
-        raise ValueError(
-            f"{wanted} takes a model that decodes fast as a whole; this one: {explained(named(why, model))}"
-        )
-    head = None if options.lm_head == HEADS[0] else FORMATS[options.lm_head]
-    quantize_model(part, FORMATS[options.weights], head, replaced, quiet)
+    if why is not None:
+        return f"{wanted} takes a model that decodes fast as a whole; this one: {explained(named(why, model))}"
+    return None
+
+
+def replacements(part: ModelPart, options: Options) -> tuple[Replacement, ...]:
+    """What is to be quantized as the options of ``patch()`` ask for: the projections of every decoder layer, and the
+    head. The weights of a mixture's experts stay as they are."""
+    form = FORMATS[options.weights]
+    found = [Replacement(tuple(map(tuple, of_one_input(layer))), form) for layer in part.layers]
+    if options.lm_head != HEADS[0]:
+        found.append(Replacement(((part.head,),), FORMATS[options.lm_head], is_head=True))
+    return tuple(found)
 
 
 def no_saving(self: nn.Module, *args: Any, **kwargs: Any) -> None:
@@ -94,29 +110,26 @@ def no_saving(self: nn.Module, *args: Any, **kwargs: Any) -> None:
 
 
 def quantize_model(
-    part: ModelPart, form: Format, head: Format | None, replaced: list[Replaced], quiet: bool = False
+    model: nn.Module, asked: Sequence[Replacement], replaced: list[Replaced], quiet: bool = False
 ) -> None:
-    """Put quantized layers in the place of the projections of every decoder layer.
-
-    Those that take the same input lie behind each other in memory and are one product. The weights of a mixture's
-    experts stay as they are.
+    """Put quantized layers in the place of a model's own.
 
     Args:
-        part: the model.
-        form: of the layers' weights.
-        head: of the head's, or None to leave it.
+        model: that they are in.
+        asked: :func:`replacements` of it.
         replaced: gets what was done, step by step, so that a caller can undo it after a fault.
         quiet: no progress on a terminal.
     """
-    places, layers = places_of(part.module), part.layers
-    with counted(len(layers), f"hf_fastpath: {form.name} weights, layers", quiet) as bar:
+    places, layers = places_of(model), [each for each in asked if not each.is_head]
+    with counted(len(layers), f"hf_fastpath: {asked[0].form.name} weights, layers", quiet) as bar:
         for layer in layers:
-            for linears in of_one_input(layer):
-                _replace(linears, form, places, replaced)
+            for linears in layer.groups:
+                _replace(linears, layer.form, places, replaced)
             bar.update()
-    if head is not None:
-        with nullcontext() if quiet else announced("quantizing the head"):
-            _replace([part.head], head, places, replaced)
+    for head in asked:
+        if head.is_head:
+            with nullcontext() if quiet else announced("quantizing the head"):
+                _replace(head.groups[0], head.form, places, replaced)
 
 
 def places_of(root: nn.Module) -> dict[int, list[tuple[nn.Module, str]]]:
@@ -139,7 +152,10 @@ def of_one_input(layer: LayerPart) -> Iterator[list[nn.Module]]:
 
 
 def _replace(
-    linears: list[nn.Module], form: Format, places: dict[int, list[tuple[nn.Module, str]]], replaced: list[Replaced]
+    linears: Sequence[nn.Module],
+    form: Format,
+    places: dict[int, list[tuple[nn.Module, str]]],
+    replaced: list[Replaced],
 ) -> None:
     weights = [linear.weight.t() if type(linear) is Conv1D else linear.weight for linear in linears]
     together = quantize(torch.cat(weights), form)

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from ..compat import save_config
-from ..patch_state import state_of
+from ..patching.state import state_of
 from .file_index import Header
 from .files import not_persistent
 from .folder import write

@@ -84,7 +84,7 @@ class PatchedModels:
         except hf_fastpath.UnsupportedModelError as error:
             self.refused[str(error)] += 1
             return
-        self.stats.append(hf_fastpath.patch_state.state_of(model).stats)
+        self.stats.append(hf_fastpath.patching.state.state_of(model).stats)
         self.loops[hf_fastpath.report(model).loop] += 1
 
     def to_dict(self) -> dict:

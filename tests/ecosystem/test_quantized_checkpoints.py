@@ -276,7 +276,7 @@ def test_repacked_weights_are_saved_and_loaded(tmp_path):
 
 
 def _left_of_originals(model: nn.Module) -> list[torch.Tensor]:
-    originals = [each.original for each in vars(model)["_hf_fastpath"].replaced]
+    originals = [each.original for each in vars(model)["_hf_fastpath"].ledger.replaced]
     return [tensor for each in originals for tensor in (*each.parameters(), *each.buffers())]
 
 

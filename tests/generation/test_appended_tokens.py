@@ -7,10 +7,11 @@ import torch
 from models import SHORT, WINDOW, counting, fresh, left_padded, pair, prompt
 from parity import LogitRule, RoundingCache, both, float64_copy, walk
 
-from hf_fastpath import FastpathCache, forwards, ops
+from hf_fastpath import FastpathCache, ops
 from hf_fastpath.compat import CACHE
 from hf_fastpath.decode import attend
 from hf_fastpath.ops.kv_cache import KVCache, quantized
+from hf_fastpath.patching import forwards
 
 LENGTHS = (23, 5, 2, 16, 1, 9, 3)
 

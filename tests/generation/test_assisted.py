@@ -234,10 +234,10 @@ def test_choices_of_an_assistant(name, patched, device):
     helper.generation_config.assistant_confidence_threshold = 0
     options = dict(**{k: v[2:] for k, v in left_padded(device, 3, 20).items()}, max_new_tokens=40, **CHOICES[name])
     reads, read = [], DraftPlan.read  # each: whether by a plan of the model, and not of the assistant
-    state = vars(ours)["_hf_fastpath"]
+    plans = vars(ours)["_hf_fastpath"].plans
     with pytest.MonkeyPatch.context() as patch, counting(ours) as counts:
         patch.setattr(
-            DraftPlan, "read", lambda self, tokens: reads.append(self.on_end.__self__ is state) or read(self, tokens)
+            DraftPlan, "read", lambda self, tokens: reads.append(self.on_end.__self__ is plans) or read(self, tokens)
         )
         found, expected = both(stock, ours, assistant_model=helper, **options)
     assert_same_tokens(found, expected)

@@ -24,7 +24,10 @@ from hf_fastpath.compat import CACHE
 from hf_fastpath.ops.kv_cache import dequantized, quantized, requantized
 
 SIZE = 16
-FILES = ("cache.py", "cache_edits.py", "cache_layer.py", "paged_layer.py", "pages.py", "forwards.py", "decode/steps.py")
+FILES = (
+    *("cache.py", "cache_edits.py", "cache_layer.py", "paged_layer.py", "pages.py", "decode/steps.py"),
+    *("patching/forwards.py", "patching/module_patch.py", "patching/over_cache.py"),
+)
 #: what a FastpathCache is made of: layers, options, tokens that it holds before it is edited
 HOLDERS: dict[str, tuple[tuple[str, ...], dict[str, Any], int]] = {
     "full": (("full",), {}, 20),

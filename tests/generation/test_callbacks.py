@@ -21,7 +21,7 @@ import hf_fastpath
 from hf_fastpath.compat import CACHE
 from hf_fastpath.decode.snapshot import Snapshot
 from hf_fastpath.errors import FallbackError
-from hf_fastpath.patch_state import state_of
+from hf_fastpath.patching.state import state_of
 
 AT = 5  # the callback's turn in which it changes the model
 OPTIONS = dict(max_new_tokens=14, do_sample=False)

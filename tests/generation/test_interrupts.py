@@ -16,8 +16,10 @@ from hf_fastpath.compat import CACHE
 
 FILES = (
     "decode/calls.py",
+    "decode/eligibility.py",
     "decode/loop.py",
     "decode/plan.py",
+    "decode/plan_cache.py",
     "decode/program.py",
     "decode/prompt.py",
     "decode/snapshot.py",
@@ -26,8 +28,11 @@ FILES = (
     "cache_layer.py",
     "paged_layer.py",
     "pages.py",
-    "forwards.py",
-    "patch_state.py",
+    "patching/forwards.py",
+    "patching/generation.py",
+    "patching/module_patch.py",
+    "patching/over_cache.py",
+    "patching/state.py",
 )
 FEW = dict(max_new_tokens=5, do_sample=False)
 POINTS = 30
@@ -44,7 +49,6 @@ def broken_off(model, make_options: Callable[[], dict]) -> Iterator[tuple[dict, 
     def forget() -> None:
         """Making plans is broken off as well."""
         state.plans.clear()
-        state.snapshot = None
 
     forget()
     options = make_options()

@@ -45,7 +45,7 @@ class OffloadingCache(DynamicCache):
 @pytest.fixture
 def not_awaited(monkeypatch):
     """As in transformers 5.17, on a machine that may have no GPU."""
-    monkeypatch.setattr(compat, "_PREFETCH_WAITS", False)
+    monkeypatch.setattr(compat.caches, "_PREFETCH_WAITS", False)
     monkeypatch.setattr(torch.cuda, "default_stream", lambda device: "the default stream")
 
 
@@ -84,11 +84,11 @@ def test_generate_waits(not_awaited, device):
 def test_nothing_waits_where_transformers_does(monkeypatch, device):
     """And nothing does for a cache that stays on the device."""
     _, ours = pair("llama", device)
-    monkeypatch.setattr(compat, "_PREFETCH_WAITS", True)
+    monkeypatch.setattr(compat.caches, "_PREFETCH_WAITS", True)
     cache = OffloadingCache(ours.config)
     ours.generate(prompt(device), **{CACHE: cache}, **SHORT)
     assert {what for what, _ in cache.log} == {"brings back"}
-    monkeypatch.setattr(compat, "_PREFETCH_WAITS", False)
+    monkeypatch.setattr(compat.caches, "_PREFETCH_WAITS", False)
     monkeypatch.setattr(torch.cuda, "default_stream", lambda device: pytest.fail("a stream was asked for"))
     ours.generate(prompt(device), **{CACHE: DynamicCache(config=ours.config)}, **SHORT)
 
@@ -98,4 +98,4 @@ def test_it_is_known_which_versions_wait():
     version = compat.transformers_version()
     if version not in compat.TESTED_TRANSFORMERS:
         pytest.skip(f"transformers {version} is not among {compat.TESTED_TRANSFORMERS}")
-    assert compat._PREFETCH_WAITS == (version != compat.TESTED_TRANSFORMERS[0])
+    assert compat.caches._PREFETCH_WAITS == (version != compat.TESTED_TRANSFORMERS[0])

@@ -20,7 +20,7 @@ from hf_fastpath.decode.one_call import one_call
 from hf_fastpath.decode.passes import PASSES, prefetch_next_weight
 from hf_fastpath.decode.program import Program
 from hf_fastpath.ops.kv_cache import KVCache
-from hf_fastpath.patch_state import state_of
+from hf_fastpath.patching.state import state_of
 
 BATCH, LENGTH = 2, 9
 
@@ -91,7 +91,7 @@ class Recorded:
         out = self.model.generate(prompt(CPU, batch, LENGTH), max_new_tokens=2, return_dict_in_generate=True)
         self.cache = out.past_key_values
         self.cache.reserve(1)
-        self.part = state_of(self.model).part_of(self.model)
+        self.part = state_of(self.model).plans.part_of(self.model)
         self.program = Program()
         self.hidden = self.program.register()
         self.caches = [layer.kv_cache() for layer in self.cache.layers]

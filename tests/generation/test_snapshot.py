@@ -15,7 +15,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 import hf_fastpath
 from hf_fastpath.decode import structure
-from hf_fastpath.patch_state import state_of
+from hf_fastpath.patching.state import state_of
 
 CPU = torch.device("cpu")
 
@@ -25,7 +25,7 @@ def looked_at(architecture="llama"):
     model = hf_fastpath.patch(build(architecture), quiet=True)
     for _ in range(2):
         model.generate(prompt(CPU), **SHORT)
-    snapshot = state_of(model).snapshot
+    snapshot = state_of(model).plans.snapshot
     assert snapshot is not None and snapshot.holds()
     return model, snapshot
 
@@ -92,7 +92,7 @@ def test_changes_are_seen(name, monkeypatch):
     model, snapshot = looked_at()
     CHANGES[name](model, monkeypatch)
     assert not snapshot.holds()
-    assert state_of(model).part_of(model) is not snapshot.part
+    assert state_of(model).plans.part_of(model) is not snapshot.part
 
 
 def test_changes_of_values_are_none():
@@ -146,15 +146,15 @@ def test_a_model_that_is_not_ready_is_asked_every_time():
     for _ in range(2):
         with counting(model) as counts:
             model.generate(prompt(CPU), **SHORT)
-        assert counts.reasons["hooks"] and state_of(model).snapshot is None
+        assert counts.reasons["hooks"] and state_of(model).plans.snapshot is None
     handle.remove()
     with counting(model) as counts:
         model.generate(prompt(CPU), **SHORT)
-    assert not counts.reasons and state_of(model).snapshot.holds()
+    assert not counts.reasons and state_of(model).plans.snapshot.holds()
 
 
 def test_unpatch_forgets():
     model, _ = looked_at()
     state = state_of(model)
     hf_fastpath.unpatch(model)
-    assert state.snapshot is None
+    assert state.plans.snapshot is None

@@ -15,8 +15,9 @@ from parity import assert_same_tokens
 from transformers import LogitsProcessorList, StoppingCriteriaList
 
 import hf_fastpath
-from hf_fastpath import patching
-from hf_fastpath.patch_state import MAX_CALLS, MAX_DRAFT_PLANS, MAX_PLANS, state_of
+from hf_fastpath.decode.plan_cache import MAX_CALLS, MAX_DRAFT_PLANS, MAX_PLANS
+from hf_fastpath.patching import api
+from hf_fastpath.patching.state import state_of
 
 #: seconds in which whatever is waited for has long happened
 LONG = 60
@@ -141,7 +142,7 @@ def test_more_calls_than_there_are_places(device):
     with counting(ours) as counts:
         ours.generate(prompt(device), **OPTIONS)
     assert counts.fast == 12 and not counts.reasons
-    assert len(state_of(ours).plans) <= MAX_PLANS + MAX_DRAFT_PLANS and not state_of(ours).running
+    assert len(state_of(ours).plans) <= MAX_PLANS + MAX_DRAFT_PLANS and not state_of(ours).plans.running
 
 
 def test_calls_inside_of_calls_have_places_too(device):
@@ -179,7 +180,7 @@ def test_many_threads_at_once(device):
         calls = [Call(ours.generate, ids, **OPTIONS, **ways[n % 4]) for n, ids in enumerate(inputs)]
         for call, tokens in zip(calls, expected):
             assert_same_tokens(call.result(), tokens, stock)
-    assert len(state_of(ours).plans) <= MAX_PLANS + MAX_DRAFT_PLANS and not state_of(ours).running
+    assert len(state_of(ours).plans) <= MAX_PLANS + MAX_DRAFT_PLANS and not state_of(ours).plans.running
 
 
 def test_samples_come_from_the_default_generator(device):
@@ -267,7 +268,7 @@ def test_patch_waits_for_a_running_call(way, weights, device):
 
 def test_who_waits_too_long_is_told(device, monkeypatch):
     """A callback that waits for a thread that unpatches: neither waits for ever, and the model is as it was."""
-    monkeypatch.setattr(patching, "_PATIENCE", 0.2)
+    monkeypatch.setattr(api, "_PATIENCE", 0.2)
     stock, ours = fresh("llama", device)
     errors = []
 
@@ -365,7 +366,7 @@ for gate in gates:
 held, release = threading.Event(), threading.Event()
 
 def hold():
-    with state.lock, state.door, state.stats._lock:
+    with state.plans.lock, state.door, state.stats._lock:
         held.set()
         release.wait()
 

@@ -10,8 +10,10 @@ import pytest
 from architecture_checks import CORE
 from models import CPU, assert_same_instances, build, instances, require_native
 
-from hf_fastpath import UnsupportedModelError, patching, selftest
+import hf_fastpath
+from hf_fastpath import UnsupportedModelError
 from hf_fastpath.architecture import Architecture, architectures
+from hf_fastpath.patching import analyse, selftest
 
 over_all = pytest.mark.parametrize("architecture", architectures(), ids=lambda architecture: architecture.name)
 LLAMA = next(architecture for architecture in architectures() if architecture.name == "llama")
@@ -65,9 +67,9 @@ def test_patch_with_a_wrong_class_name_fails(role, monkeypatch):
     """At the latest here, and the model is as it was."""
     model = build("llama")
     before = instances(model)
-    monkeypatch.setattr(patching, "architectures", lambda: (misdeclared(LLAMA, role),))
+    monkeypatch.setattr(analyse, "architectures", lambda: (misdeclared(LLAMA, role),))
     with pytest.raises(UnsupportedModelError, match="'llama': .* has no class 'NoSuchClass'"):
-        patching.patch(model, quiet=True)
+        hf_fastpath.patch(model, quiet=True)
     assert_same_instances(instances(model), before)
 
 

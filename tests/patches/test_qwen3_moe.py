@@ -4,7 +4,7 @@ import pytest
 from architecture_checks import architecture_tests, assert_variant_right
 from models import fresh
 
-from hf_fastpath.patching import report
+from hf_fastpath.patching.api import report
 
 globals().update(architecture_tests("qwen3_moe"))
 

@@ -27,7 +27,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.models.llama import modeling_llama
 
 import hf_fastpath
-from hf_fastpath import compat, selftest
+from hf_fastpath import compat
+from hf_fastpath.patching import selftest
 from hf_fastpath.quantization.file_index import INDEX, KEY, sealed, unsealed
 from hf_fastpath.quantization.files import PackedFiles
 
@@ -466,6 +467,6 @@ def test_an_untested_transformers_tries_a_twin(old, tmp_path, monkeypatch):
     """The model's own weights are on the meta device then."""
     monkeypatch.setattr(selftest, "_passed", set())
     save(old, tmp_path)
-    monkeypatch.setattr(compat.transformers, "__version__", "99.1.0")
+    monkeypatch.setattr(compat.versions.transformers, "__version__", "99.1.0")
     hf_fastpath.load_packed(tmp_path, quiet=True)
     assert {(kind.__name__, device) for kind, _, device in selftest._passed} == {("LlamaForCausalLM", "cpu")}

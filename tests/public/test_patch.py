@@ -28,7 +28,7 @@ from transformers import AutoModelForCausalLM
 from transformers.generation import GenerationMixin
 
 import hf_fastpath
-from hf_fastpath import loops
+from hf_fastpath.patching import api, apply, loops
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -136,24 +136,23 @@ def test_unpatch_of_a_stock_model_changes_nothing():
     assert_same_instances(instances(model), before)
 
 
-@pytest.mark.parametrize("failing", ("bind_forward", "_bind_generate", "check_coverage"))
+@pytest.mark.parametrize("failing", ("_bind_forward", "_bind_generate", "check_coverage"))
 @pytest.mark.parametrize("after", (0, 3))
 def test_a_failing_patch_leaves_nothing(failing, after, monkeypatch):
     """All or nothing, whatever goes wrong in the middle."""
-    from hf_fastpath import patching
-
     require_native(CPU)
     anchor = hf_fastpath.patch(build("gpt2"), quiet=True)  # keeps the wrapper in place, so that it can be compared
+    home = api if failing == "check_coverage" else apply
     model, sample, users = build("mistral"), GenerationMixin._sample, set(loops._users)
-    before, real, calls = instances(model), getattr(patching, failing), []
+    before, real, calls = instances(model), getattr(home, failing), []
 
     def fails(*args):
         calls.append(args)
-        if len(calls) > (after if failing == "bind_forward" else 0):
+        if len(calls) > (after if failing == "_bind_forward" else 0):
             raise MemoryError("in the middle")
         return real(*args)
 
-    monkeypatch.setattr(patching, failing, fails)
+    monkeypatch.setattr(home, failing, fails)
     with pytest.raises(MemoryError):
         hf_fastpath.patch(model, quiet=True)
     assert_same_instances(instances(model), before)
@@ -164,10 +163,11 @@ def test_a_failing_patch_leaves_nothing(failing, after, monkeypatch):
     model.generate(prompt(CPU), **SHORT)
 
 
-#: not loops.py: finalizers of other tests' models run there
+#: not patching/loops.py: finalizers of other tests' models run there
 FILES = (
-    *("patching.py", "bindings.py", "coverage.py", "architecture.py", "reporting.py"),
-    *("decode/structure.py", "decode/parts.py"),
+    *("patching/api.py", "patching/analyse.py", "patching/apply.py", "patching/copies.py", "patching/coverage.py"),
+    *("patching/ledger.py", "patching/plan.py", "patching/reporting.py", "patching/state.py"),
+    *("architecture.py", "decode/structure.py", "decode/parts.py"),
 )
 
 
@@ -187,7 +187,7 @@ def test_patch_interrupted_anywhere(architecture):
     for at in places(whole.lines - 1, 60):  # the last line is the return
         with Fault(FILES, at) as fault, pytest.raises(KeyboardInterrupt):
             hf_fastpath.patch(model)
-        assert hf_fastpath.patch_state.state_of(model) is None, fault.where
+        assert hf_fastpath.patching.state.state_of(model) is None, fault.where
         assert_same_instances(instances(model), before)
         assert set(loops._users) <= users
     assert_equal_generation(hf_fastpath.patch(model, quiet=True), build(architecture))

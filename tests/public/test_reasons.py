@@ -35,12 +35,13 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.llama import modeling_llama
 
 import hf_fastpath
-from hf_fastpath import FallbackError, loader, patch_state
+from hf_fastpath import FallbackError, loader
 from hf_fastpath.compat import CACHE
-from hf_fastpath.forwards import KEY
-from hf_fastpath.patching import paused
+from hf_fastpath.decode import plan_cache
+from hf_fastpath.patching.module_patch import KEY
+from hf_fastpath.patching.reporting import Report
+from hf_fastpath.patching.state import paused
 from hf_fastpath.reasons import REASONS
-from hf_fastpath.reporting import Report
 from hf_fastpath.stats import MOST_DETAILS, Stats
 
 IDS = prompt(CPU)
@@ -216,7 +217,7 @@ class Deaf:
 
 
 def busy(monkeypatch):
-    monkeypatch.setattr(patch_state, "MAX_CALLS", 0)
+    monkeypatch.setattr(plan_cache, "MAX_CALLS", 0)
     return generating()
 
 

@@ -16,9 +16,10 @@ from models import CPU, VOCAB, assert_same_instances, build, counting, instances
 from parity import assert_equal_generation
 
 import hf_fastpath
-from hf_fastpath import UnsupportedModelError, selftest, structural
+from hf_fastpath import UnsupportedModelError, structural
 from hf_fastpath.architecture import architectures
-from hf_fastpath.patching import examine
+from hf_fastpath.explain import examine
+from hf_fastpath.patching import selftest
 
 SIZES = dict(hidden_size=96, num_attention_heads=2, num_key_value_heads=1, intermediate_size=140)
 SIZES |= dict(num_hidden_layers=2, vocab_size=VOCAB, bos_token_id=1, eos_token_id=None, pad_token_id=0)
@@ -65,7 +66,7 @@ def test_a_twin_is_patched_and_right(like, family, device, capsys):
     norms = {"llama": {"norm": 5}, "qwen3": {"norm": 9}, "gpt2": {}}
     assert report.patched == {"layer": 2, "attention": 2, "mlp": 2} | norms[like]
     assert f"(structural: like {like})" in capsys.readouterr().out
-    assert examine(stock).like == like
+    assert examine(stock)[1].like == like
     assert_equal_generation(ours, stock)
     assert_equal_generation(copy.deepcopy(ours), stock)
     assert hf_fastpath.verify(ours, left_padded(device)["input_ids"], max_new_tokens=8).ok

@@ -11,8 +11,9 @@ from models import CPU, assert_same_instances, build, fresh, instances, prompt, 
 from transformers.models.llama import modeling_llama
 
 import hf_fastpath
-from hf_fastpath import UnsupportedModelError, compat, selftest
+from hf_fastpath import UnsupportedModelError, compat
 from hf_fastpath.decode import steps
+from hf_fastpath.patching import selftest
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -23,7 +24,7 @@ def untested(monkeypatch):
     require_native(CPU)
     tried, run = [], selftest.run
     monkeypatch.setattr(selftest, "_passed", set())
-    monkeypatch.setattr(compat.transformers, "__version__", "99.1.0")
+    monkeypatch.setattr(compat.versions.transformers, "__version__", "99.1.0")
     monkeypatch.setattr(selftest, "run", lambda model: (tried.append(model), run(model))[1])
     return tried
 

@@ -18,7 +18,7 @@ from typing import Any
 
 from torch import nn
 
-from . import compat
+from .. import compat
 
 #: what a name stands for that is none of the known values
 _GIVEN, _SELF = object(), object()

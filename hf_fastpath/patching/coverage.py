@@ -1,4 +1,4 @@
-"""What patch() says where it could patch nothing, or not all of a model."""
+"""What patch() says where it can patch nothing, or not all of a model."""
 
 from __future__ import annotations
 
@@ -6,23 +6,20 @@ import textwrap
 import warnings
 from collections import Counter
 from collections.abc import Iterable
-from typing import TYPE_CHECKING
 
 from torch import nn
 
-from . import compat, loader, structural
-from .architecture import architectures
-from .errors import UnsupportedModelError
-from .reasons import REASONS
-
-if TYPE_CHECKING:
-    from .patch_state import PatchState
+from .. import compat, loader, structural
+from ..architecture import architectures
+from ..errors import UnsupportedModelError
+from ..reasons import REASONS, Cause
+from .plan import PatchPlan
 
 
-def _declined(state: PatchState) -> tuple[str, str, list[str]]:
+def _declined(plan: PatchPlan) -> tuple[str, str, list[Cause]]:
     """Which modules were declined; what helps; the reason codes that the user has not asked for."""
-    why = "; ".join(f"{name} ({kind}): {reason}" for name, kind, reason in state.declined[:3])
-    partial = sorted({reason for *_, reason in state.declined} - {"module_disabled", *loader.NO_KERNELS})
+    why = "; ".join(f"{name} ({kind}): {reason}" for name, kind, reason in plan.declined[:3])
+    partial = sorted({reason for *_, reason in plan.declined} - {"module_disabled", *loader.NO_KERNELS})
     remedies = "; ".join(f"{reason}: {REASONS[reason].remedy}" for reason in partial)
     return why, f" What helps: {remedies}." if partial else "", partial
 
@@ -66,27 +63,28 @@ def check_kernels(devices: Iterable[str], strict: bool) -> None:
     warnings.warn(f"hf_fastpath: {cause}\nEvery module runs stock code.", stacklevel=4)
 
 
-def check_anything(model: nn.Module, state: PatchState) -> None:
-    """Fail if nothing was patched.
+def check_anything(plan: PatchPlan) -> None:
+    """Fail if nothing is to be patched.
 
     Raises:
         UnsupportedModelError: says what the model is, and the one cause.
     """
-    if state.patched or state.loop_reason in (None, *loader.NO_KERNELS):
+    if plan.patched or plan.loop_reason in (None, *loader.NO_KERNELS):
         return
-    reasons = Counter(reason for *_, reason in state.declined if reason != "module_disabled")
+    model = plan.model
+    reasons = Counter(reason for *_, reason in plan.declined if reason != "module_disabled")
     if reasons:
         ((code, count),) = reasons.most_common(1)
-        name, kind = next((name, kind) for name, kind, reason in state.declined if reason == code)
+        name, kind = next((name, kind) for name, kind, reason in plan.declined if reason == code)
         others = f" and {count - 1} more" if count > 1 else ""
         reason = REASONS[code]
         where = f"{name or type(model).__name__} ({kind}){others}"
         raise _unsupported(
             f"{code} in this {type(model).__name__}, {where}: {reason.meaning}", f"{code}: {reason.remedy}"
         )
-    if state.declined:  # the user asked for the loop alone
-        reason = REASONS[state.loop_reason]
-        cause = f"ops leaves only the loop of this {type(model).__name__}, the decode loop: {state.loop_reason}"
+    if plan.declined:  # the user asked for the loop alone
+        reason = REASONS[plan.loop_reason]
+        cause = f"ops leaves only the loop of this {type(model).__name__}, the decode loop: {plan.loop_reason}"
         raise _unsupported(f"{cause} ({reason.meaning})", reason.remedy)
     more: list[str] = []
     what = _kind(model)
@@ -121,16 +119,16 @@ def _kind(model: nn.Module) -> str | None:
     return None
 
 
-def check_coverage(model: nn.Module, state: PatchState) -> None:
-    """Say so when little or nothing was patched.
+def check_coverage(plan: PatchPlan) -> None:
+    """Say so when little or nothing can be patched.
 
     Raises:
-        UnsupportedModelError: nothing could be patched, or not all of it with ``strict=True``.
+        UnsupportedModelError: nothing can be, or not all of it with ``strict=True``.
     """
-    check_anything(model, state)
-    why, helps, partial = _declined(state)
+    check_anything(plan)
+    why, helps, partial = _declined(plan)
     if partial:
-        text = f"{len(state.declined)} modules keep stock code ({', '.join(partial)}): {why}"
-        if state.options.strict:
+        text = f"{len(plan.declined)} modules keep stock code ({', '.join(partial)}): {why}"
+        if plan.options.strict:
             raise UnsupportedModelError(f"{text}. strict=True forbids that.{helps}")
         warnings.warn(f"hf_fastpath: {text}.{helps} See report(model).", stacklevel=3)

@@ -8,7 +8,15 @@ import copy
 import torch
 from torch import nn
 
-from .compat import TESTED_TRANSFORMERS, transformers_version
+from ..comparison import Verification, compare
+from ..compat import TESTED_TRANSFORMERS, transformers_version
+from ..errors import UnsupportedModelError
+from ..options import Options
+from .analyse import analyse
+from .apply import apply, claim, undo
+from .coverage import check_coverage
+from .plan import PatchPlan
+from .state import PatchState
 
 #: sizes of the twin, by transformers' names; a config without an attribute keeps it so
 _TWIN = {
@@ -39,9 +47,32 @@ _PROMPT_TOKENS, _NEW_TOKENS = 12, 16
 _passed: set[tuple] = set()
 
 
-def is_due() -> bool:
-    """Whether this transformers is one that was not tested."""
-    return transformers_version() not in TESTED_TRANSFORMERS
+def is_due(plan: PatchPlan) -> bool:
+    """Whether a twin is tried before the plan is applied: on a transformers that was not tested, if the loop is to be
+    ours; of a family that was known by its structure, if anything is."""
+    if plan.by_structure is not None and plan.patched:
+        return True
+    return plan.loop_reason is None and transformers_version() not in TESTED_TRANSFORMERS
+
+
+def check(plan: PatchPlan) -> None:
+    """Try a twin of the model.
+
+    Raises:
+        UnsupportedModelError: the twin does not decode as stock does.
+    """
+    difference, model = run(plan.model), plan.model
+    if difference is None:
+        return
+    found = plan.by_structure
+    if found is not None:
+        why = f"{found.name} has no architecture file and was taken for a {found.like}"
+    else:
+        tested = ", ".join(TESTED_TRANSFORMERS)
+        why = f"transformers {transformers_version()} is not among the tested versions ({tested})"
+    raise UnsupportedModelError(
+        f"{why}, and a small {type(model).__name__} does not decode as stock does: {difference}"
+    )
 
 
 def twin_config(config):
@@ -65,8 +96,6 @@ def run(model: nn.Module) -> str | None:
     Returns:
         What differed, or None if the twin decodes as stock does. A pass is remembered for the process.
     """
-    from .verification import verify
-
     # load_packed() brings the weights of a model on the meta device later
     device = next((each.device for each in model.parameters() if not each.is_meta), torch.device("cpu"))
     key = (type(model), transformers_version(), device.type)
@@ -83,10 +112,22 @@ def run(model: nn.Module) -> str | None:
             torch.set_default_dtype(default)
         prompt = torch.randint(0, _TWIN["vocab_size"], (1, _PROMPT_TOKENS)).to(device)
         try:
-            result = verify(twin, prompt, max_new_tokens=_NEW_TOKENS)
+            result = _compared(twin, prompt)
         except Exception as error:  # of code that nobody has tried
             return f"{type(error).__name__}: {error}"
     if not result.ok:
         return str(result)
     _passed.add(key)
     return None
+
+
+def _compared(twin: nn.Module, prompt: torch.Tensor) -> Verification:
+    plan = analyse(twin, Options.parse())
+    check_coverage(plan)
+    state = PatchState(plan.options)
+    claim(twin, state)
+    apply(plan, state)
+    try:
+        return compare(twin, prompt, _NEW_TOKENS)
+    finally:
+        undo(state)

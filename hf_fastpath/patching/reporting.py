@@ -4,14 +4,25 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING
 
-from . import loader
-from .pages import PageCounts
-from .reasons import check, explained, named
+from .. import loader
+from ..decode.eligibility import uncovered_reason
+from ..decode.structure import ModelPart
+from ..pages import PageCounts
+from ..reasons import check, explained, named
+from ..stats import Stats
+from .plan import PatchPlan
 
-if TYPE_CHECKING:
-    from .patch_state import PatchState
+
+def loop_reason_now(plan: PatchPlan, part: ModelPart | None) -> str | None:
+    """Why ``generate()`` would use transformers' loop on a model as it is, or None.
+
+    Args:
+        plan: that was made of it.
+        part: the model in its roles as it is now, or None.
+    """
+    reason = uncovered_reason(plan.loop_reason, plan.model, part)
+    return part.reason() if reason is None and part is not None else reason
 
 
 @dataclass(frozen=True)
@@ -42,24 +53,32 @@ class Report:
     stats: dict
 
     @classmethod
-    def of(cls, state: PatchState, loop_reason: str | None) -> Report:
-        """The present report of ``state``; ``loop_reason`` as for ``loop``, None for fast."""
-        declined = Counter(f"{kind}: {reason}" for _, kind, reason in state.declined)
+    def of(cls, plan: PatchPlan, part: ModelPart | None, stats: Stats, huge_page_bytes: int = 0) -> Report:
+        """The present report of a model.
+
+        Args:
+            plan: that was made of it.
+            part: the model in its roles as it is now, or None.
+            stats, huge_page_bytes: since it was patched.
+        """
+        loop_reason = loop_reason_now(plan, part)
+        declined = Counter(f"{kind}: {reason}" for _, kind, reason in plan.declined)
         details: dict[str, list[str]] = {}
-        for name, kind, reason in state.declined:
+        for name, kind, reason in plan.declined:
             details.setdefault(f"{kind}: {reason}", []).append(getattr(reason, "what", "") or name)
-        if loop_reason is not None and (what := named(loop_reason, state.model).what):
+        if loop_reason is not None and (what := named(loop_reason, plan.model).what):
             details[f"loop: {loop_reason}"] = [what]
+        found = plan.architecture
         return cls(
-            architecture=state.architecture,
-            like=next((a.like for a in state.known if a.name == state.architecture), None),
-            patched=dict(state.patched),
+            architecture="" if found is None else found.name,
+            like=None if found is None else found.like,
+            patched=dict(plan.patched),
             declined=dict(declined),
             loop="fast" if loop_reason is None else check(loop_reason),
             details=details,
             kernels=[str(status) for status in loader.status().values() if status.native],
-            huge_page_bytes=state.huge_page_bytes,
-            stats=state.stats.to_dict(),
+            huge_page_bytes=huge_page_bytes,
+            stats=stats.to_dict(),
         )
 
     def to_dict(self) -> dict:

@@ -8,8 +8,8 @@ import weakref
 from collections.abc import Callable
 from typing import Any
 
-from .compat import GenerationMixin
-from .forks import after_fork
+from ..compat import GenerationMixin
+from ..forks import after_fork
 
 Loop = Callable[..., Any]
 _users: weakref.WeakSet = weakref.WeakSet()

@@ -1,0 +1,82 @@
+"""The only folder that touches private or version-dependent names of transformers, accelerate, torch and Python.
+
+It may import ``choices`` and nothing else of the package; everybody may import it, by ``compat.name``."""
+
+from .caches import (
+    CACHE,
+    MIN_WINDOW,
+    PREPARE_CACHE,
+    Cache,
+    DynamicCache,
+    cache_of,
+    is_continuous_batch,
+    layer_windows,
+    order_offloading,
+    prefetch_waits,
+    prepare_cache_stock,
+    record_past_of,
+)
+from .code import (
+    FORWARD_ATTRIBUTES,
+    below_autograd,
+    converted_to_float32,
+    forward_attribute,
+    functions_of_configs,
+    hook_of,
+    is_known_code,
+    is_ours,
+    is_run_elsewhere,
+    is_wrapped_by,
+    name_of,
+    placement,
+    run_under_autocast,
+)
+from .drafts import (
+    CRITERIA_SEE_DRAFTS,
+    candidate_generator,
+    keep_draft_length,
+    lengthen_draft_inputs,
+    looks_up_drafts,
+    note_confidence,
+    update_drafts,
+)
+from .generation import (
+    FORWARD_ARGUMENTS,
+    WITHOUT_EFFECT,
+    EosTokenCriteria,
+    GenerateDecoderOnlyOutput,
+    GenerationConfig,
+    GenerationMixin,
+    MaxLengthCriteria,
+    following_logits,
+    is_assisted_mode,
+    is_sample_mode,
+    is_stock,
+    is_stock_streamer,
+    new_tokens,
+    overridden_method,
+    pad_token,
+    philox_offset,
+    prefill,
+    sampling_settings,
+    set_philox_offset,
+    uses_generation_mixin_sample,
+)
+from .models import (
+    Conv1D,
+    activation_of,
+    attention_function,
+    can_generate,
+    caps_scores,
+    eager_experts,
+    experts_function,
+    generating_model,
+    has_static_rope,
+    is_sharded,
+    model_of_config,
+    outputs_are_captured,
+    rotation_function,
+    save_config,
+    sharding,
+)
+from .versions import TESTED_TRANSFORMERS, transformers_version

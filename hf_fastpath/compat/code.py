@@ -1,0 +1,170 @@
+"""Functions and forwards: whose they are, what lies around them, and who runs them."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import sys
+import threading
+from collections.abc import Callable, Container, Iterable
+from itertools import chain
+from typing import Any
+
+import torch
+from torch import nn
+from torch.amp import autocast_mode
+from torch.nn.modules import module as torch_module
+from transformers.generation import GenerationMixin
+from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+from transformers.utils import output_capturing
+
+#: packages whose functions are what our ops were compared with; ``kernels`` wraps functions of transformers
+_LIBRARIES = ("transformers", "torch", "kernels")
+#: (id of a function, where else it may be defined) -> the function, if it is known: every module is asked at every call
+_known_code: dict[tuple[int, str], Callable[..., Any]] = {}
+
+
+def is_known_code(function: Callable[..., Any] | None, home: str = "") -> bool:
+    """Whether a function, and all that its decorators wrap, is defined in transformers or torch; or in ``home``, the
+    module of the model's architecture, whose code ``patch()`` may have compared with a listed one's."""
+    key, outermost = (id(function), home), function
+    if function is None or _known_code.get(key) is function:
+        return True
+    while function is not None:
+        if isinstance(function, nn.Module):  # a function that ``kernels`` may replace by one of the hub's
+            function = vars(function).get("forward", type(function).forward)
+        function = getattr(function, "func", function)  # functools.partial
+        defined_in = getattr(function, "__globals__", {}).get("__name__", "")
+        if defined_in != home and defined_in.partition(".")[0] not in _LIBRARIES:
+            return False
+        function = getattr(function, "__wrapped__", None)
+    if not isinstance(outermost, nn.Module):  # whose forward may change
+        _known_code[key] = outermost
+    return True
+
+
+def is_wrapped_by(function: Callable[..., Any] | None, outer: Callable[..., Any] | None) -> bool:
+    """Whether ``function`` is ``outer``, or what a decorator of it wraps."""
+    while outer is not None and outer is not function:
+        outer = getattr(outer, "__wrapped__", None)
+    return outer is not None
+
+
+def name_of(function: Any) -> str:
+    """Where a function, method or callable is defined, as a user may look for it."""
+    function = getattr(function, "func", function)  # functools.partial
+    function = getattr(function, "__func__", function)
+    if hasattr(function, "__wrapped__") and hasattr(function, "__code__"):  # whose name it has taken on
+        code = function.__code__
+        return f"{function.__globals__.get('__name__', 'somewhere')}.{getattr(code, 'co_qualname', code.co_name)}"
+    named = function if hasattr(function, "__qualname__") else type(function)
+    return f"{named.__module__}.{named.__qualname__}"
+
+
+def is_ours(function: Any) -> bool:
+    """Whether a function is one that ``patch()`` binds."""
+    return getattr(function, "__module__", "").startswith("hf_fastpath.")
+
+
+def converted_to_float32(function: Any) -> Any:
+    """What accelerate's wrapper around a forward calls, to make its results float32; None for any other function."""
+    known = type(function).__module__ == "accelerate.utils.operations"
+    return function.model_forward if known and type(function).__name__ == "ConvertOutputsToFp32" else None
+
+
+def run_under_autocast(function: Any) -> Any:
+    """What a function that was decorated with ``torch.autocast`` wraps; None for any other function."""
+    code = getattr(function, "__code__", None)
+    if code is None or code not in (found for found in _AUTOCAST_CODE.co_consts if hasattr(found, "co_code")):
+        return None
+    return function.__closure__[code.co_freevars.index("func")].cell_contents
+
+
+_AUTOCAST_CODE = autocast_mode.autocast_decorator.__code__
+
+
+def _does_nothing(hook: Callable[..., Any]) -> bool:
+    """Whether a hook is one of transformers' that leaves a forward without gradients as it is."""
+    # Those that the first output_hidden_states=True leaves on the modules; alone they do nothing.
+    if getattr(hook, "__module__", None) == output_capturing.__name__:
+        return True
+    # That of enable_input_require_grads(), which comes with activation checkpointing.
+    name = getattr(hook, "__qualname__", "")
+    return is_known_code(hook) and name.endswith("enable_input_require_grads.<locals>.make_inputs_require_grads")
+
+
+def hook_of(module: nn.Module) -> Callable[..., Any] | None:
+    """A hook that matters and that calling ``module`` without gradients would run, or None."""
+    contents = module.__dict__
+    after, before = contents["_forward_hooks"], contents["_forward_pre_hooks"]
+    of_all = torch_module._global_forward_hooks, torch_module._global_forward_pre_hooks
+    if not after and not before and not any(of_all):
+        return None
+    found = (hook for hook in (*after.values(), *before.values()) if not _does_nothing(hook))
+    return next(chain(found, *(hooks.values() for hooks in of_all)), None)
+
+
+def functions_of_configs(configs: Iterable[Any]) -> list[Any]:
+    """What attention and experts run through in modules with these configurations, and the hooks of all modules."""
+    found = [*torch_module._global_forward_hooks.values(), *torch_module._global_forward_pre_hooks.values()]
+    for config in configs:
+        found.append(ALL_ATTENTION_FUNCTIONS.get(getattr(config, "_attn_implementation", None)))
+        found.append(ALL_EXPERTS_FUNCTIONS.get(getattr(config, "_experts_implementation", None)))
+    return found
+
+
+#: where a module may keep the forward that computes
+FORWARD_ATTRIBUTES = ("forward", "_old_forward")
+
+
+def forward_attribute(module: nn.Module) -> str:
+    """Where a module keeps the forward that computes: under an accelerate hook it is ``_old_forward``."""
+    return "_old_forward" if hasattr(module, "_hf_hook") and "_old_forward" in vars(module) else "forward"
+
+
+def placement(module: nn.Module) -> str | None:
+    """What the accelerate hook in the place of the instance's ``forward`` is there for.
+
+    Returns:
+        ``"placed"``: it moves tensors to where the module's weights are, and changes no call whose tensors are there;
+        ``"offloaded"``: weights are brought for every call; None: anything else, or there is no hook.
+    """
+    contents = vars(module)
+    hook, outer = contents.get("_hf_hook"), contents.get("forward")
+    if (type(hook).__module__, type(hook).__qualname__) != ("accelerate.hooks", "AlignDevicesHook"):
+        return None
+    if not isinstance(outer, functools.partial) or outer.args != (module,):
+        return None
+    if outer.func.__module__ != "accelerate.hooks" or hook.no_grad:
+        return None
+    here = next((tensor.device for tensor in chain(module.parameters(), module.buffers())), None)
+    if hook.offload or (here is not None and here.type == "meta"):
+        return "offloaded"
+    if here is None or hook.execution_device is None:  # values are the same wherever they are
+        return "placed"
+    there = torch.device(hook.execution_device)
+    return "placed" if there.type == here.type and there.index in (None, here.index) else None
+
+
+def below_autograd() -> Any:
+    """Context in which ops skip the autograd dispatch keys; only for code that needs no gradients."""
+    return torch._C._AutoDispatchBelowAutograd()
+
+
+def is_run_elsewhere(model: nn.Module, waiting: Container[int] = ()) -> bool:
+    """Whether another thread is inside of a ``generate()`` or a forward of ``model``.
+
+    Args:
+        waiting: threads that have begun a ``generate()`` which waits, and does not count.
+    """
+    codes = {inspect.unwrap(GenerationMixin.generate).__code__, nn.Module._call_impl.__code__}
+    here = threading.get_ident()
+    for thread, frame in sys._current_frames().items():
+        counted = 0
+        while frame is not None and thread != here:
+            counted += frame.f_code in codes and frame.f_locals.get("self") is model
+            frame = frame.f_back
+        if counted > (thread in waiting):
+            return True
+    return False

@@ -1,0 +1,164 @@
+"""``generate()``: what it asks for, and the steps of its loops."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from transformers.generation import GenerationConfig, GenerationMixin, GenerationMode
+from transformers.generation.logits_process import (
+    LogitsProcessor,
+    MinPLogitsWarper,
+    PrefixConstrainedLogitsProcessor,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+)
+from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengthCriteria, StoppingCriteria
+from transformers.generation.utils import GenerateDecoderOnlyOutput
+
+from .caches import _OLD_CACHE, CACHE
+from .code import is_known_code, name_of
+
+__all__ = [
+    "EosTokenCriteria",
+    "GenerateDecoderOnlyOutput",
+    "GenerationConfig",
+    "GenerationMixin",
+    "MaxLengthCriteria",
+]
+
+
+def is_sample_mode(generation_mode: Any) -> bool:
+    """Whether ``generate()`` will run greedy search or sampling."""
+    return generation_mode in (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE)
+
+
+def is_assisted_mode(generation_mode: Any) -> bool:
+    """Whether ``generate()`` will verify drafts."""
+    return generation_mode is GenerationMode.ASSISTED_GENERATION
+
+
+#: what ``generate()`` passes to the model's forward where our loops stand in for it
+FORWARD_ARGUMENTS = frozenset(
+    {"input_ids", "attention_mask", "position_ids", "use_cache", "logits_to_keep", "return_dict", CACHE, _OLD_CACHE}
+)
+#: methods that ``GenerationMixin._sample`` calls for every token and our loop does not
+_TOKEN_METHODS = ("prepare_inputs_for_generation", "_update_model_kwargs_for_generation")
+
+
+def overridden_method(model: Any, home: str) -> str | None:
+    """The method by which other code than that of ``home`` has put itself between ``generate()`` and the model's
+    forward, and where it is defined; or None."""
+    for name in _TOKEN_METHODS:
+        of_class, of_instance = getattr(type(model), name), vars(model).get(name)
+        if not is_known_code(of_class, home):
+            return f"{name} is {name_of(of_class)}"
+        # the class's own, bound: left behind by PEFT
+        if of_instance is not None and getattr(of_instance, "__func__", None) is not of_class:
+            return f"{name} is {name_of(of_instance)}"
+    return None
+
+
+#: keyword arguments of ``generate()`` that change no logits and nothing in the cache: ``prepare_inputs_for_generation``
+#: drops labels, and without labels a forward computes no loss
+WITHOUT_EFFECT = frozenset({"labels", "num_items_in_batch"})
+
+
+def is_stock_streamer(streamer: Any) -> bool:
+    """Whether a streamer is exactly one of transformers', none of whose methods was replaced on the instance."""
+    methods = ("put", "end", "on_finalized_text")
+    return type(streamer).__module__.startswith("transformers.") and not any(name in vars(streamer) for name in methods)
+
+
+def is_stock(thing: LogitsProcessor | StoppingCriteria) -> bool:
+    """Whether a processor or criterion is one of transformers' own classes, and calls no function of the user's."""
+    return type(thing).__module__.startswith("transformers.") and type(thing) is not PrefixConstrainedLogitsProcessor
+
+
+#: warpers in the order in which generate() applies them: attribute with the setting, value that changes nothing
+_WARPERS: dict[type[LogitsProcessor], tuple[str, float]] = {
+    TemperatureLogitsWarper: ("temperature", 1.0),
+    TopKLogitsWarper: ("top_k", 0.0),
+    TopPLogitsWarper: ("top_p", 1.0),
+    MinPLogitsWarper: ("min_p", 0.0),
+}
+
+
+def sampling_settings(processors: Sequence[LogitsProcessor]) -> list[float] | None:
+    """temperature, top_k, top_p and min_p of ``processors``, or None if they are anything but these warpers, each at
+    most once and in this order, that keep at least one token and give the others no chance; or if float32 cannot hold
+    the temperature and its inverse."""
+    settings, kinds = [neutral for _, neutral in _WARPERS.values()], list(_WARPERS)
+    last = -1
+    for processor in processors:
+        place = kinds.index(type(processor)) if type(processor) in kinds else -1
+        keeps, filtered = (getattr(processor, name, None) for name in ("min_tokens_to_keep", "filter_value"))
+        if place <= last or keeps not in (None, 1) or filtered not in (None, -float("inf")):
+            return None
+        settings[place], last = float(getattr(processor, _WARPERS[kinds[place]][0])), place
+    limits = torch.finfo(torch.float32)
+    return settings if limits.tiny <= settings[0] <= 1 / limits.tiny else None
+
+
+def new_tokens(input_ids: torch.Tensor, generation_config: Any, model_kwargs: dict) -> torch.Tensor:
+    """Those of ``input_ids`` that the cache does not hold, told by the mask's length as ``GenerationMixin._prefill``
+    tells it: the caller gives the whole text or only what is new."""
+    mask = model_kwargs.get("attention_mask")
+    # a mask of ones may have been dropped, its length noted
+    covered = getattr(generation_config, "_mask_length", -1) if mask is None else mask.shape[1]
+    past_len = model_kwargs[CACHE].get_seq_length()
+    return input_ids[:, past_len:] if covered == input_ids.shape[1] else input_ids
+
+
+def prefill(model: Any, input_ids: torch.Tensor, generation_config: Any, model_kwargs: dict) -> Any:
+    """Run the prompt as ``GenerationMixin._sample`` does."""
+    return model._prefill(input_ids, generation_config, model_kwargs, is_first_iteration=True)
+
+
+def following_logits(model: Any, input_ids: torch.Tensor, count: int, prompt_len: int, model_kwargs: dict) -> Any:
+    """Run the last ``count`` tokens of a text as ``GenerationMixin._sample`` runs the one that it has chosen.
+
+    Args:
+        input_ids: [batch, seq_len], the text, as the caller of ``generate()`` has begun it.
+        count: how many of its tokens the cache does not hold.
+        prompt_len: how many of them were there when ``generate()`` began.
+        model_kwargs: of the prompt.
+
+    Returns:
+        [batch, count, vocab_size] logits of the tokens that follow each.
+    """
+    known = model._update_model_kwargs_for_generation(
+        {}, dict(model_kwargs), num_new_tokens=input_ids.shape[1] - prompt_len
+    )
+    with model._optimize_model_for_decode():
+        inputs = model.prepare_inputs_for_generation(input_ids, next_sequence_length=count, **known)
+        if "logits_to_keep" in inputs:
+            inputs["logits_to_keep"] = count
+        return model(**inputs, return_dict=True).logits[:, -count:]
+
+
+def pad_token(generation_config: Any) -> torch.Tensor | None:
+    """The pad token as ``generate()`` resolved it, a tensor."""
+    return generation_config._pad_token_tensor
+
+
+def philox_offset(device: torch.device) -> int:
+    """How far the default CUDA generator of ``device`` has advanced."""
+    return _cuda_generator(device).get_offset()
+
+
+def set_philox_offset(device: torch.device, offset: int) -> None:
+    """Move the default CUDA generator of ``device`` (back) to ``offset``."""
+    _cuda_generator(device).set_offset(offset)
+
+
+def _cuda_generator(device: torch.device) -> torch.Generator:
+    index = torch.cuda.current_device() if device.index is None else device.index
+    return torch.cuda.default_generators[index]
+
+
+def uses_generation_mixin_sample(model: Any) -> bool:
+    """Whether the model's class has transformers' own greedy and sampling loop."""
+    return getattr(type(model), "_sample", None) is GenerationMixin._sample

@@ -1,0 +1,166 @@
+"""transformers' models and their modules."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import activations
+from transformers.dynamic_module_utils import custom_object_save
+from transformers.generation import GenerationMixin
+from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+from transformers.pytorch_utils import Conv1D
+from transformers.utils import output_capturing
+
+from ..choices import Activation
+
+if torch.distributed.is_available():
+    from torch.distributed.fsdp import FullyShardedDataParallel
+    from torch.distributed.tensor import DTensor
+else:  # nothing is an instance of these
+    DTensor = FullyShardedDataParallel = ()
+
+__all__ = ["Conv1D"]
+
+
+_ACTIVATIONS: dict[type, Activation] = {
+    activations.NewGELUActivation: Activation.GELU_TANH,
+    activations.GELUTanh: Activation.GELU_TANH,
+    activations.GELUActivation: Activation.GELU,
+    activations.SiLUActivation: Activation.SILU,
+    nn.GELU: Activation.GELU,
+    nn.SiLU: Activation.SILU,
+    nn.ReLU: Activation.RELU,
+}
+
+
+def activation_of(module: nn.Module) -> Activation | None:
+    """What kernels have for an activation module, or None if they do not have it."""
+    if type(module) is nn.GELU and module.approximate == "tanh":
+        return Activation.GELU_TANH
+    return _ACTIVATIONS.get(type(module))
+
+
+def attention_function(module: nn.Module) -> Callable[..., Any] | None:
+    """What the attention of ``module`` runs through, as its config says."""
+    name = module.config._attn_implementation
+    if name not in (None, "eager"):
+        return ALL_ATTENTION_FUNCTIONS.get(name)
+    return _global_of(module, "eager_attention_forward")
+
+
+def experts_function(module: nn.Module) -> Callable[..., Any] | None:
+    """What a module with the weights of experts runs through, as its config says; None if that is its own code."""
+    name = module.config._experts_implementation
+    return None if name in (None, "eager") else ALL_EXPERTS_FUNCTIONS.get(name)
+
+
+@contextmanager
+def eager_experts(model: nn.Module) -> Iterator[None]:
+    """Run experts by the model's own code, which alone takes every dtype, for the length of a ``with`` block."""
+    name = "_experts_implementation_internal"  # without its setter, which writes the configs of submodels too
+    configs = {id(m.config): m.config for m in model.modules() if hasattr(getattr(m, "config", None), name)}
+    kept = {key: getattr(config, name) for key, config in configs.items()}
+    try:
+        for config in configs.values():
+            setattr(config, name, "eager")
+        yield
+    finally:
+        for key, config in configs.items():
+            setattr(config, name, kept[key])
+
+
+def rotation_function(module: nn.Module) -> Callable[..., Any] | None:
+    """What an attention module turns queries and keys with; None if that is its own code."""
+    return _global_of(module, "apply_rotary_pos_emb")
+
+
+def _global_of(module: nn.Module, name: str) -> Any:
+    return vars(sys.modules[type(module).__module__]).get(name)
+
+
+def has_static_rope(rotary: nn.Module) -> bool:
+    """Whether a rotary embedding's frequencies are the same at every length."""
+    kinds = getattr(rotary, "rope_type", None)
+    kinds = set(kinds.values()) if isinstance(kinds, dict) else {kinds}  # one a kind of layer, or one for all
+    return kinds <= {"default", "linear", "llama3", "yarn"}
+
+
+def caps_scores(config: Any) -> bool:
+    """Whether the chosen implementation of attention applies a soft-cap: sdpa passes over it."""
+    return config._attn_implementation != "sdpa"
+
+
+def outputs_are_captured() -> bool:
+    """Whether the running forward was asked for attentions or hidden states."""
+    return bool(output_capturing._active_collector.get())  # an empty collector asks for nothing
+
+
+def generating_model(model: nn.Module) -> nn.Module:
+    """``model``; or the one inside it that has ``generate()``, where it has none and wraps exactly one: PEFT, DDP,
+    ``torch.compile``, DeepSpeed, a value head."""
+    found, waiting = {}, [model]
+    while waiting:
+        module = waiting.pop()
+        if isinstance(module, GenerationMixin):
+            found[id(module)] = module
+        else:
+            waiting.extend(module.children())
+    return next(iter(found.values())) if len(found) == 1 else model
+
+
+def can_generate(model: nn.Module) -> bool:
+    """Whether a model has transformers' ``generate()``."""
+    return isinstance(model, GenerationMixin)
+
+
+def model_of_config(config: Any, **arguments: Any) -> Any:
+    """A model of the class that is made for ``config``: a causal LM, else one of images or sound and text, an
+    encoder-decoder, or whatever there is.
+
+    Raises:
+        ValueError: transformers has no model for it.
+    """
+    from transformers import AutoModel, AutoModelForCausalLM, AutoModelForImageTextToText, AutoModelForSeq2SeqLM
+
+    for factory in (AutoModelForCausalLM, AutoModelForImageTextToText, AutoModelForSeq2SeqLM, AutoModel):
+        try:
+            return factory.from_config(config, **arguments)
+        except ValueError as error:
+            if "Unrecognized configuration class" not in str(error):
+                raise
+    raise ValueError(f"transformers has no model for {type(config).__name__}")
+
+
+def sharding(model: nn.Module) -> str | None:
+    """How a model's weights are spread over processes, in words; None if this process has them whole."""
+    for module in model.modules():
+        if getattr(module, "_device_mesh", None) is not None:
+            return "tp_plan or a device mesh"
+        if isinstance(module, FullyShardedDataParallel):
+            return "FullyShardedDataParallel"
+    for parameter in model.parameters():
+        if isinstance(parameter, DTensor):
+            return "parameters that are DTensors"
+        if getattr(parameter, "_fsdp_flattened", False):
+            return "FullyShardedDataParallel"
+        if hasattr(parameter, "ds_id"):
+            return "DeepSpeed ZeRO-3"
+    return None
+
+
+def is_sharded(tensor: torch.Tensor | None) -> bool:
+    """Whether this process may have a part of a tensor only."""
+    return isinstance(tensor, DTensor)
+
+
+def save_config(model: Any, config: Any, directory: str) -> None:
+    """Write a model's config as ``save_pretrained()`` does, and the code of classes that came with a checkpoint."""
+    if getattr(model, "_auto_class", None) is not None:
+        custom_object_save(model, directory, config=config)
+    config.save_pretrained(directory)

@@ -1,0 +1,221 @@
+"""Where drafts come from: a patched assistant's own decode plan, or else transformers' candidate generators."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from .. import compat
+from ..cache import FastpathCache
+from ..ops.decode_attention import MAX_QUERY_LEN
+from . import prompt
+from .calls import Watch
+from .draft_plan import DraftPlan
+from .patched import Patched
+from .plan import DecodePlan
+from .structure import ModelPart
+
+
+class StockDrafts:
+    """Drafts of transformers' own candidate generator.
+
+    Args:
+        generator: of a prompt lookup, or of an assistant that is not patched.
+        device: where it takes the text: a lookup is the host's.
+    """
+
+    def __init__(self, generator: Any, device: torch.device):
+        self._generator = generator
+        on_host = compat.looks_up_drafts(generator) and not generator.logits_processor
+        self._device = torch.device("cpu") if on_host else device
+
+    def propose(self, text: torch.Tensor) -> tuple[list[int], torch.Tensor | None]:
+        """Tokens that may follow ``text``, int64 [1, length] on the host, and the scores that they were chosen from,
+        [tokens, vocab_size], where there are any."""
+        found, scores = self._generator.get_candidates(text.to(self._device))
+        return found[0, text.shape[1] :].tolist(), None if scores is None else scores[0]
+
+    def are_stale(self) -> bool:
+        """Whether what makes them is other than it was: an assistant that generates looks at itself."""
+        return False
+
+    def end(self) -> None:
+        """Nothing to let go of."""
+
+
+def _on_its_way(value: torch.Tensor) -> Callable[[], float]:
+    """Start copying one number to the host; what waits for it, and for nothing that is begun later."""
+    if value.device.type == "cpu":
+        return value.item
+    place = torch.empty((), dtype=value.dtype, device="cpu", pin_memory=True)
+    place.copy_(value, non_blocking=True)
+    passed = torch.cuda.Event()
+    passed.record(torch.cuda.current_stream(value.device))
+
+    def wait() -> float:
+        passed.synchronize()
+        return place.item()
+
+    return wait
+
+
+class PlanDrafts:
+    """Drafts of a patched assistant, token by token of its decode plan.
+
+    Args:
+        generator: transformers' own for this assistant: length of drafts, and the confidence that ends them.
+        state, part: of the assistant.
+        cache: of the assistant, empty.
+        given: the prompt.
+        ends: end tokens, which end a draft.
+        limit: tokens of the whole text.
+        goes_on: whether the device may read what it holds likely while the host looks at a draft's outcome.
+    """
+
+    def __init__(
+        self,
+        generator: Any,
+        state: Patched,
+        part: ModelPart,
+        cache: FastpathCache,
+        given: prompt.Prompt,
+        ends: frozenset[int],
+        limit: int,
+        goes_on: bool,
+    ):
+        self._generator, self._state, self._part, self._cache = generator, state, part, cache
+        self._watch = Watch(state, part)
+        self._given, self._ends, self._limit = given, ends, limit
+        self._goes_on, self._prompt_len = goes_on, given.tokens.shape[1]
+        self._plan: DecodePlan | None = None
+        self._pair: DraftPlan | None = None  # reads a draft's last token and the model's behind it, if it goes on
+        self._pair_place = 0  # of the cache's first buffer, as it knows it
+        self._is_ahead = False  # it has read, and the plan what follows
+        self._end: torch.Tensor | None = None  # the draft's last token
+        self._read = 0  # tokens of the text and the draft in front of that
+        self._confidences: list[Callable[[], float]] = []  # in drafts that the host has not waited for
+
+    @property
+    def _threshold(self) -> float | None:
+        return self._generator.assistant_generation_config.assistant_confidence_threshold
+
+    def _most(self, text: torch.Tensor) -> int:
+        return max(0, min(int(self._generator.num_assistant_tokens), self._limit - text.shape[1] - 1))
+
+    def unseen(self, text: torch.Tensor) -> int:
+        """Begin a draft behind ``text`` that the host need not see before one step verifies it; returns how many tokens
+        it will be at most, 0 where there is no such."""
+        most = self._most(text)
+        if not 0 < most < MAX_QUERY_LEN:
+            return 0
+        self._follow(text)
+        return most
+
+    def draft(self, count: int, take: Callable[[int, torch.Tensor], None]) -> int:
+        """As of :class:`UnseenDrafts`, behind the text that was followed."""
+        plan, self._confidences = self._plan, []
+        on_device, is_ahead, self._is_ahead = plan.device.type == "cuda", self._is_ahead, False
+        self._read = self._cache.get_seq_length() - is_ahead + count - 1
+        for place in range(1, count + 1):
+            follows_pair = is_ahead and place == 1
+            self._end = self._pair.best[:, 1:] if follows_pair else plan.tokens
+            take(place, self._end)
+            if self._threshold:
+                self._confidences.append(self._confidence(self._pair.logits[:, 1] if follows_pair else plan.logits))
+            if place == count:
+                break
+            if on_device and not follows_pair:  # while the host waits for what may end the draft
+                plan.step()
+            if self._threshold and self._note_confidence() < self._threshold:
+                return place
+            if not on_device:
+                if int(plan.tokens) in self._ends:
+                    return place
+                plan.step()
+        return count
+
+    def go_on(self, after: torch.Tensor) -> None:
+        """As of :class:`UnseenDrafts`: one step for the last draft and what is behind it, and the step that follows."""
+        plan, cache = self._plan, self._cache
+        if not self._goes_on or self._read + 3 > self._limit:
+            return
+        if (surplus := cache.get_seq_length() - self._read) > 0:  # read when the model had agreed before
+            cache.crop(-surplus)
+        if cache.reserve(3):
+            plan.bind()
+        pair, place = self._pair, cache.layers[0].k_buffer.data_ptr()
+        if pair is None:
+            pair = self._pair = self._state.plans.draft_plan(self._part, cache, 2)
+            pair.begin(cache, self._given.positions[:, -1] + (1 + self._read - self._prompt_len), self._given.starts)
+        elif place != self._pair_place:
+            pair.bind()
+        self._pair_place = place
+        pair.prepare([0], 2)
+        pair.take(0, self._end)
+        pair.take(1, after)
+        pair.start()
+        cache.advance(2)
+        plan.rewind()
+        plan.step(pair.best[:, 1])
+        self._is_ahead = True
+
+    def settled(self, tokens: list[int]) -> list[int]:
+        """As of :class:`UnseenDrafts`."""
+        while self._confidences:
+            self._note_confidence()
+        ended = next((place for place, token in enumerate(tokens, 1) if token in self._ends), None)
+        return tokens[:ended]
+
+    def _confidence(self, logits: torch.Tensor) -> Callable[[], float]:
+        """How likely the most likely token is."""
+        return _on_its_way(torch.softmax(logits.float(), dim=-1).amax())
+
+    def _note_confidence(self) -> float:
+        """Wait for the oldest that was not waited for."""
+        likely = self._confidences.pop(0)()
+        compat.note_confidence(self._generator, likely)
+        return likely
+
+    def propose(self, text: torch.Tensor) -> tuple[list[int], None]:
+        """As of :class:`StockDrafts`."""
+        most = self._most(text)
+        if not most:
+            return [], None
+        plan = self._follow(text)
+        on_device = plan.device.type == "cuda"
+        found = torch.empty(most, 1, 1, dtype=torch.long, device="cpu", pin_memory=on_device)
+        made = self.draft(most, lambda place, token: found[place - 1].copy_(token, non_blocking=True))
+        if on_device and not self._threshold:
+            torch.cuda.current_stream(plan.device).synchronize()
+        return self.settled(found[:made].flatten().tolist()), None
+
+    def _follow(self, text: torch.Tensor) -> DecodePlan:
+        """The plan behind a step of the text's last token, or of one more if it is ahead."""
+        cache, length = self._cache, text.shape[1]
+        self._is_ahead = self._is_ahead and cache.get_seq_length() == length + 1  # or the model disagreed
+        if self._is_ahead:
+            return self._plan
+        if self._plan is None:
+            with compat.below_autograd():
+                prompt.read(self._part, cache, self._given, self._state.plans.prompt_programs_of(self._part))
+            self._plan = self._state.plans.decode_plan(self._part, 1, cache)
+            self._plan.begin(cache, self._given.positions[:, -1] + 1, self._given.starts)
+        elif (surplus := cache.get_seq_length() - (length - 1)) > 0:
+            cache.crop(-surplus)
+            self._plan.rewind()
+        for place in range(cache.get_seq_length(), length):
+            self._plan.step(text[:, place].to(self._plan.device, non_blocking=True))
+        return self._plan
+
+    def are_stale(self) -> bool:
+        """As of :class:`StockDrafts`."""
+        return self._watch.has_changed(self._given.tokens.device)
+
+    def end(self) -> None:
+        """Let go of the cache."""
+        plans, self._plan, self._pair = (self._plan, self._pair), None, None
+        for plan in plans:
+            if plan is not None:
+                plan.end()

@@ -1,0 +1,161 @@
+"""Why a call of ``generate()`` is left to transformers' loops: the model, what is asked for, the cache, arguments."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from .. import compat
+from ..cache import FastpathCache
+from ..reasons import Cause
+from .patched import Patched
+from .structure import MAX_BATCH, ModelPart
+
+#: what our loops understand of ``model_kwargs``; the tokenizer comes along with stop strings and goes unused
+KNOWN_MODEL_KWARGS = frozenset(
+    {compat.CACHE, "use_cache", "attention_mask", "position_ids", "logits_to_keep", "tokenizer"}
+)
+#: types of token and position ids that PyTorch's embeddings take
+INDEX_DTYPES = (torch.int64, torch.int32)
+
+
+def step_aside_reason(
+    state: Patched,
+    part: ModelPart | None,
+    input_ids: torch.Tensor,
+    config: Any,
+    synced_gpus: bool,
+    model_kwargs: dict,
+) -> str | None:
+    """The reason code for which this call is left to transformers' loop, or None."""
+    cache, batch = model_kwargs.get(compat.CACHE), input_ids.shape[0]
+    if (reason := uncovered_reason(state.loop_reason, state.model, part)) is not None:
+        return reason
+    if synced_gpus:
+        return "synced_gpus"
+    if config.compile_config is not None:
+        return "compile_config"
+    for name in ("output_attentions", "output_hidden_states"):
+        if getattr(config, name):
+            return Cause("attention_outputs", name)
+    if not model_kwargs.get("use_cache"):
+        return Cause("no_cache", "use_cache=False")
+    if not isinstance(cache, FastpathCache):
+        return Cause("other_cache", type(cache).__name__)
+    if batch > (most := min(MAX_BATCH, state.options.max_batch_size)):
+        return Cause("batch_size", f"{batch} sequences, {most} at most")
+    if (reason := _arguments_reason(input_ids, model_kwargs)) is not None:
+        return reason
+    reason = model_reason(state, part, input_ids, cache)
+    reason = reason or _layout_reason(input_ids, model_kwargs, cache.get_seq_length())
+    return reason or _pad_token_reason(part, config, batch)
+
+
+def uncovered_reason(loop_reason: str | None, model: nn.Module | None, part: ModelPart | None) -> str | None:
+    """The reason code for which no call of a patched model is our loops', or None.
+
+    Args:
+        loop_reason: what ``patch()`` found.
+        model: the model.
+        part: it in its roles as it is now, or None.
+    """
+    if loop_reason is not None or part is None:
+        return loop_reason or Cause("class_not_supported", module=model)
+    if (method := compat.overridden_method(part.module, part.architecture.module)) is not None:
+        return Cause("generation_method", method)
+    return None
+
+
+def model_reason(state: Patched, part: ModelPart | None, input_ids: torch.Tensor, cache: FastpathCache) -> str | None:
+    """The reason code for which the model, as it is now, is left to stock code, whatever the call asks for; or None."""
+    if (reason := uncovered_reason(state.loop_reason, state.model, part)) is not None:
+        return reason
+    if (reason := part.other_reason()) is not None:
+        return reason
+    embeddings = getattr(part.embedding, "weight", None)
+    if embeddings is not None and input_ids.device != embeddings.device:
+        # that of weights that lie elsewhere says more
+        return part.reason() or Cause("device", f"input_ids on {input_ids.device}, the model on {embeddings.device}")
+    if torch.is_autocast_enabled(input_ids.device.type):
+        return Cause("autocast", f"torch.autocast({input_ids.device.type!r})")
+    if torch.compiler.is_compiling():
+        return "compiling"
+    reason = state.plans.reason_of(part) or _cache_reason(part, cache, input_ids)
+    if reason is None and (batch := input_ids.shape[0]) > part.max_batch:
+        return Cause("batch_size", f"{batch} sequences, {part.max_batch} at most where MLPs are mixtures")
+    return reason
+
+
+def _arguments_reason(input_ids: torch.Tensor, model_kwargs: dict) -> str | None:
+    """An argument that our loops know nothing of."""
+    for name, value in model_kwargs.items():
+        if name in KNOWN_MODEL_KWARGS or name in compat.WITHOUT_EFFECT or value is None:
+            continue
+        if name.startswith("output_"):  # these ask for more to be returned
+            if value is not False:
+                return Cause("attention_outputs", name)
+            continue
+        return Cause("unsupported_input", name)
+    if input_ids.shape[1] == 0:
+        return Cause("unsupported_input", "input_ids is empty")
+    if input_ids.dtype not in INDEX_DTYPES:
+        return Cause("unsupported_input", f"input_ids is {input_ids.dtype}")
+    return None
+
+
+def _cache_reason(part: ModelPart, cache: FastpathCache, input_ids: torch.Tensor) -> str | None:
+    """A cache the user made for another model, or without its windows, or changed layer by layer, is left to stock
+    code.
+
+    Raises:
+        RuntimeError: it holds keys and values of another batch or model, or such as do not go together.
+    """
+    if len(cache.layers) > len(part.windows):
+        return Cause("other_cache", f"it has {len(cache.layers)} layers, the model {len(part.windows)}")
+    for number, (layer, window) in enumerate(zip(cache.layers, part.windows)):
+        if layer.sliding_window not in (None, window):
+            return Cause("other_cache", f"layer {number} has the window {layer.sliding_window}, the model {window}")
+    if not cache.take():
+        held = sorted({layer.cumulative_length for layer in cache.layers})
+        return Cause("edited_cache", f"its layers hold {', '.join(map(str, held))} positions")
+    if not cache.get_seq_length():
+        return None
+    if len(cache.layers) < len(part.windows):
+        return Cause("edited_cache", f"it has {len(cache.layers)} layers, the model {len(part.windows)}")
+    batch, dtype, device = len(input_ids), part.embedding.weight.dtype, input_ids.device
+    for layer, its in zip(cache.layers, part.layers):
+        shape = batch, *its.attention.cache_shape
+        layer.admit(shape, shape, dtype, device)
+    return None
+
+
+def _layout_reason(input_ids: torch.Tensor, model_kwargs: dict, past_len: int) -> str | None:
+    mask, position_ids = model_kwargs.get("attention_mask"), model_kwargs.get("position_ids")
+    if mask is not None:
+        what = f"{mask.dtype} {tuple(mask.shape)} on {mask.device}"
+        # generate() takes the whole conversation or only what is new; the mask always covers the cache
+        if mask.shape[-1] not in (input_ids.shape[1], past_len + input_ids.shape[1]) or mask.shape[-1] <= past_len:
+            return Cause("attention_mask", f"{what}, for {input_ids.shape[1]} tokens and {past_len} in the cache")
+        if mask.dim() != 2 or mask.device != input_ids.device or not is_left_padding(mask):
+            return Cause("attention_mask", what)
+    if position_ids is None:
+        return Cause("position_ids", "None")
+    if position_ids.dim() != 2 or position_ids.device != input_ids.device or position_ids.dtype not in INDEX_DTYPES:
+        return Cause("position_ids", f"{position_ids.dtype} {tuple(position_ids.shape)} on {position_ids.device}")
+    return None
+
+
+def _pad_token_reason(part: ModelPart, config: Any, batch: int) -> str | None:
+    """Rows that have ended are read on as pad tokens."""
+    pad, known = config.pad_token_id, len(part.embedding.weight)
+    if batch == 1 or config.eos_token_id is None or not isinstance(pad, int) or 0 <= pad < known:
+        return None
+    return Cause("unsupported_input", f"pad_token_id={pad}, of {known} tokens")
+
+
+def is_left_padding(mask: torch.Tensor) -> bool:
+    """Whether every row of a [batch, seq_len] mask is zeros, then ones, and ends in a one."""
+    ones = mask.to(torch.int8)
+    return bool((ones[:, 1:] >= ones[:, :-1]).all() & (ones[:, -1] == 1).all() & ((mask == 0) | (mask == 1)).all())

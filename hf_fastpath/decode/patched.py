@@ -1,0 +1,52 @@
+"""What loops and forwards need to know of a patched model; ``patching.state.PatchState`` is it."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from torch import nn
+
+from ..options import Options
+from ..stats import Stats
+from .plan_cache import PlanCache
+
+#: where a model that was given to ``patch()`` keeps its state
+STATE_KEY = "_hf_fastpath"
+
+
+class Patched(Protocol):
+    """The state of a patched model.
+
+    Attributes:
+        options: as given to ``patch()``.
+        plans: decode plans and programs made so far.
+        stats: what has happened.
+        enabled: False while ``verify`` compares with stock code.
+    """
+
+    options: Options
+    plans: PlanCache
+    stats: Stats
+    enabled: bool
+
+    @property
+    def model(self) -> nn.Module | None:
+        """The model that was given to ``patch()``."""
+
+    @property
+    def loop_reason(self) -> str | None:
+        """Why ``generate()`` always uses transformers' loop on this model, or None."""
+
+    @property
+    def generates(self) -> bool:
+        """Whether the model's ``generate()`` passes through us, be it only to be counted."""
+
+    def fall_back(self, reason: str) -> None:
+        """Count a call of stock code.
+
+        Raises:
+            FallbackError: the model was patched with ``strict=True``, and the reason is not the user's own choice.
+        """
+
+    def come_in(self) -> None:
+        """Wait for another thread that is at patch() or unpatch()."""

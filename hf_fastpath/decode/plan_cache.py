@@ -1,0 +1,155 @@
+"""The decode plans of one model: those that wait for a call, and how the model was when they were made."""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, TypeVar
+
+from torch import nn
+
+from ..architecture import Architecture
+from ..cache import FastpathCache
+from . import structure
+from .draft_plan import WIDTHS, DraftPlan
+from .plan import DecodePlan
+from .snapshot import Snapshot
+
+#: decode plans kept for one model: one a batch size, KV type and way to choose in turn
+MAX_PLANS = 4
+#: plans that verify drafts: all widths of two KV types
+MAX_DRAFT_PLANS = 2 * len(WIDTHS)
+#: calls of generate() that our loops serve at once: each has plans of its own, on a GPU tens of megabytes
+MAX_CALLS = 4
+
+Plan = TypeVar("Plan", bound=DecodePlan)
+
+
+class _Place:
+    """What a running call holds."""
+
+
+class PlanCache:
+    """Decode plans, draft plans and prompt programs of one model; its iterator gives the plans that no call uses.
+
+    A call takes what it needs for itself, and each plan comes back at its ``end()``.
+
+    Attributes:
+        architecture: the one that covers the whole model, or None if only modules are patched.
+        running: what :meth:`place` has given to calls of our loops.
+        snapshot: the model as it was when a plan could last be made of it.
+        lock: of plans and places, held for a moment.
+    """
+
+    def __init__(self) -> None:
+        self.architecture: Architecture | None = None
+        self.snapshot: Snapshot | None = None
+        self._waiting: list[DecodePlan] = []
+        self.forget_other_threads()
+
+    def forget_other_threads(self) -> None:
+        """Forget what threads hold: in the child of a fork they are none of this process."""
+        self.lock = threading.RLock()
+        self.running: weakref.WeakSet[_Place] = weakref.WeakSet()
+
+    def __iter__(self) -> Iterator[DecodePlan]:
+        return iter(self._waiting)
+
+    def __len__(self) -> int:
+        return len(self._waiting)
+
+    def clear(self) -> None:
+        """Forget all plans and programs."""
+        self._waiting.clear()
+        self.snapshot = None
+
+    @contextmanager
+    def place(self) -> Iterator[bool]:
+        """One of the MAX_CALLS places for calls that run at once, for the length of a ``with`` block; False if there is
+        none."""
+        mine = _Place()  # whatever breaks the call off, nothing counts that is not alive
+        try:
+            with self.lock:
+                is_free = len(self.running) < MAX_CALLS
+                if is_free:
+                    self.running.add(mine)
+            yield is_free
+        finally:
+            with self.lock:
+                self.running.discard(mine)
+
+    # ---- plans ------------------------------------------------------------------------------------------------
+
+    def decode_plan(
+        self, part: structure.ModelPart, batch: int, cache: FastpathCache, sampled: bool = False
+    ) -> DecodePlan:
+        """A decode plan for this model, batch and cache that is the caller's until it ends it; made anew if the model's
+        parameters have moved, or others use those there are."""
+        key = batch, cache.layers[0].k_buffer.dtype, sampled, cache.page_sizes
+        fits = lambda plan: (plan.batch, plan.kv_dtype, plan.sampled, plan.page_sizes) == key  # noqa: E731
+        return self._taken(part, DecodePlan, fits, lambda: DecodePlan(part, *key))
+
+    def draft_plan(self, part: structure.ModelPart, cache: FastpathCache, width: int) -> DraftPlan:
+        """As :meth:`decode_plan`, for drafts of one sequence; ``width`` is one of ``draft_plan.WIDTHS``."""
+        key = cache.layers[0].k_buffer.dtype, width, cache.page_sizes
+        fits = lambda plan: (plan.kv_dtype, plan.query_len, plan.page_sizes) == key  # noqa: E731
+        return self._taken(part, DraftPlan, fits, lambda: DraftPlan(part, *key))
+
+    def _taken(
+        self, part: structure.ModelPart, kind: type[Plan], fits: Callable[[Any], bool], make: Callable[[], Plan]
+    ) -> Plan:
+        """A plan of a kind, out of those that wait or made; all that the model has moved away from are dropped."""
+        fingerprint = self.fingerprint_of(part)
+        with self.lock:
+            waiting = [plan for plan in self._waiting if plan.fingerprint == fingerprint]
+            found = next((plan for plan in waiting if type(plan) is kind and fits(plan)), None)
+            self._waiting = [plan for plan in waiting if plan is not found]
+        taken = make() if found is None else found
+        taken.on_end = self._take_back
+        return taken
+
+    def _take_back(self, plan: DecodePlan) -> None:
+        """Put a plan in front of those that wait, of whose kind a few stay."""
+        most = MAX_DRAFT_PLANS if type(plan) is DraftPlan else MAX_PLANS
+        with self.lock:
+            alike = [each for each in self._waiting if type(each) is type(plan)]
+            self._waiting = [plan, *(each for each in self._waiting if each not in alike[most - 1 :])]
+
+    # ---- the model as it is now -------------------------------------------------------------------------------
+
+    def part_of(self, model: nn.Module) -> structure.ModelPart | None:
+        """``model`` in its architecture's roles as it is now, or None if no architecture covers it."""
+        snapshot = self.snapshot
+        if snapshot is not None and snapshot.part.module is model and snapshot.holds():
+            return snapshot.part
+        self.snapshot = None
+        return None if self.architecture is None else structure.model_part(self.architecture, model)
+
+    def reason_of(self, part: structure.ModelPart) -> str | None:
+        """``part.reason()`` for a part that :meth:`part_of` has just given."""
+        if self._snapshot_with(part) is not None:
+            return None
+        reason = part.reason()
+        if reason is None:
+            self.snapshot = Snapshot(part)
+        return reason
+
+    def _snapshot_with(self, part: structure.ModelPart) -> Snapshot | None:
+        snapshot = self.snapshot  # another thread may replace it at any time
+        return snapshot if snapshot is not None and snapshot.part is part else None
+
+    def snapshot_of(self, part: structure.ModelPart) -> Snapshot:
+        """The model as it is now, for a part without a reason that :meth:`part_of` has just given."""
+        return self._snapshot_with(part) or Snapshot(part)
+
+    def fingerprint_of(self, part: structure.ModelPart) -> tuple:
+        """``structure.fingerprint(part)`` for a part that :meth:`part_of` has just given."""
+        snapshot = self._snapshot_with(part)
+        return structure.fingerprint(part) if snapshot is None else snapshot.fingerprint
+
+    def prompt_programs_of(self, part: structure.ModelPart) -> dict[tuple, Any]:
+        """See ``prompt.read``; for a part that :meth:`part_of` has just given."""
+        snapshot = self._snapshot_with(part)
+        return {} if snapshot is None else snapshot.prompt_programs

@@ -1,0 +1,157 @@
+"""analyse(model, options): find the architecture, and decide what can be fast and what not and why."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+from torch import nn
+
+from .. import compat, loader, structural
+from ..architecture import PARTS, Architecture, architectures
+from ..decode import parts, structure
+from ..options import Options
+from ..quantization import replacing
+from ..reasons import Cause, named
+from .plan import Binding, Declined, PatchPlan
+
+
+def analyse(model: nn.Module, options: Options, no_kernels: str | None = None) -> PatchPlan:
+    """What ``patch(model)`` is to do. The model, which may be on the meta device, is only looked at.
+
+    Args:
+        no_kernels: why nothing can be fast on the model's devices, or None.
+
+    Raises:
+        UnsupportedModelError: the architecture file names a class that the installed transformers lacks.
+    """
+    known = structural.known_for(model, architectures())
+    architecture, bindings, declined = _modules(model, options, known, no_kernels)
+    reason = _loop_disabled(options) or _partial_reason(declined)
+    whole: structure.ModelPart | None = None
+    if reason is None:
+        whole = next(filter(None, (structure.model_part(each, model) for each in known)), None)
+        reason = _whole_reason(model, whole)
+    if whole is not None and reason is None:
+        head = parts.HeadPart(whole.architecture, whole.head)
+        if _lasting_reason(head) is None:
+            bindings.append(Binding("head", head))
+    replacements: tuple[replacing.Replacement, ...] = ()
+    refusal = None
+    if options.weights is not None:
+        refusal = replacing.why_not_quantized(model, whole, options)
+        if whole is not None and refusal is None:
+            replacements = replacing.replacements(whole, options)
+    return PatchPlan(
+        model=model,
+        options=options,
+        architecture=architecture,
+        by_structure=next((each for each in known if each.like), None),
+        model_architecture=None if whole is None else whole.architecture,
+        bindings=tuple(bindings),
+        patched=dict(Counter(each.kind for each in bindings if each.kind in PARTS)),
+        declined=tuple(declined),
+        loop_reason=reason,
+        generates=compat.uses_generation_mixin_sample(model),
+        replacements=replacements,
+        refusal=refusal,
+    )
+
+
+# ---- modules ------------------------------------------------------------------------------------------------------
+
+
+def _modules(
+    model: nn.Module, options: Options, known: tuple[Architecture, ...], no_kernels: str | None
+) -> tuple[Architecture | None, list[Binding], list[Declined]]:
+    """The architecture that modules are of; which get our forwards, in the order of ``model.apply``; which do not."""
+    names = {id(module): name for name, module in model.named_modules()}
+    bindings: list[Binding] = []
+    declined: list[Declined] = []
+    last: Architecture | None = None
+
+    def visit(module: nn.Module) -> None:
+        nonlocal last
+        found = ((architecture, architecture.part_of(module)) for architecture in known)
+        architecture, kind = next((pair for pair in found if pair[1] is not None), (None, None))
+        if architecture is None or kind is None:
+            if (holder := next((each for each in known if each.holds_layers(module)), None)) is not None:
+                bindings.append(Binding("decoder", structure.DecoderPart(holder, module)))
+            return
+        if last is None or architecture.name != last.name:
+            architecture.check_classes()
+        last = architecture
+        part = _part(architecture, kind, module)
+        reason: str | None = None
+        if kind not in options.ops:
+            reason = Cause("module_disabled", f"ops={sorted(options.ops)}")
+        elif no_kernels is not None:
+            reason = Cause(no_kernels, module=module)
+        reason = reason or _lasting_reason(part)
+        if reason is None:
+            bindings.append(Binding(kind, part))
+        else:
+            declined.append(Declined(names[id(module)], kind, named(reason, model)))
+
+    model.apply(visit)
+    return last, bindings, declined
+
+
+def _part(architecture: Architecture, kind: str, module: nn.Module) -> parts.Part:
+    if kind == "norm":
+        return parts.NormPart(architecture, module)
+    if kind == "mlp":
+        return parts.feed_forward_part(architecture, module)
+    if kind == "attention":
+        return parts.AttentionPart(architecture, module, _window(module))
+    attention = getattr(module, architecture.layer.attention)
+    return structure.LayerPart(architecture, module, _window(attention))
+
+
+def _window(attention: Any) -> int | None:
+    """Sliding window of an attention module, by its place in the config; None of what is none of transformers'."""
+    if not hasattr(attention, "config") or not hasattr(attention, "layer_idx"):
+        return None
+    windows = compat.layer_windows(attention.config)
+    return None if windows is None or attention.layer_idx >= len(windows) else windows[attention.layer_idx]
+
+
+#: reasons that no later call can cure; all others are looked at again at every call
+_LASTING = (
+    *("unsupported_head_dim", "unsupported_config", "unsupported_activation"),
+    *("class_not_supported", "instance_forward", "offloaded"),
+)
+
+
+def _lasting_reason(part: parts.Part) -> str | None:
+    """Why a module keeps its stock forward for good, or None."""
+    reason = part.reason()
+    return reason if reason in _LASTING else None
+
+
+# ---- the decode loop ----------------------------------------------------------------------------------------------
+
+
+def _loop_disabled(options: Options) -> str | None:
+    return None if "loop" in options.ops else Cause("module_disabled", f"ops={sorted(options.ops)}")
+
+
+def _partial_reason(declined: list[Declined]) -> str | None:
+    """Why the loop is stock's where not all modules are ours, or None."""
+    reasons = [each.reason for each in declined if each.reason != "module_disabled"]
+    if not reasons:
+        return None
+    missing = next((reason for reason in reasons if reason in loader.NO_KERNELS), None)
+    return missing or Cause("partial_patch", f"{reasons[0]}: {reasons[0].what}")
+
+
+def _whole_reason(model: nn.Module, whole: structure.ModelPart | None) -> str | None:
+    """Why the loop is stock's though all modules are ours, or None."""
+    if whole is None:
+        return Cause("class_not_supported", module=model)
+    narrow = [window for window in whole.windows if window is not None and window < compat.MIN_WINDOW]
+    if narrow:
+        return Cause("unsupported_config", f"sliding_window={narrow[0]}", model)
+    if compat.uses_generation_mixin_sample(model):
+        return None
+    return Cause("custom_sample", compat.name_of(getattr(type(model), "_sample", type(model))))

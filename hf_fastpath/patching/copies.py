@@ -1,0 +1,50 @@
+"""Copies of patched modules: pickles come out stock, deep copies of a model stay patched."""
+
+from __future__ import annotations
+
+import copy
+
+from torch import nn
+
+from .generation import LOOPS
+from .ledger import Ledger
+from .loops import install_loops
+from .module_patch import KEY
+from .state import PatchState, state_of
+
+
+def bind_copying(ledger: Ledger, module: nn.Module) -> None:
+    """Bind the two methods that pickle and ``copy`` look up on the instance."""
+    ledger.bind(module, "__getstate__", _getstate)
+    ledger.bind(module, "__deepcopy__", _deepcopy)
+
+
+def _getstate(self: nn.Module) -> dict:
+    """The module's ``__dict__`` as it was before ``patch()``, for pickle and ``copy.copy``."""
+    state = state_of(self) or vars(self)[KEY].state
+    return state.ledger.before(self)
+
+
+def _deepcopy(self: nn.Module, memo: dict) -> nn.Module:
+    """A copy of a patched model is patched; a copy of one of its modules alone is stock."""
+    state = state_of(self)
+    made = self.__class__.__new__(self.__class__)
+    memo[id(self)] = made
+    contents = vars(self)
+    if state is not None:
+        memo[id(state)] = PatchState(state.options)  # the modules' patches, copied next, lead here
+    elif id(contents[KEY].state) not in memo:
+        contents = _getstate(self)
+    vars(made).update(copy.deepcopy(contents, memo))
+    if state is not None:
+        _copy_into(memo[id(state)], state, memo)
+    return made
+
+
+def _copy_into(made: PatchState, state: PatchState, memo: dict) -> None:
+    """Fill the state of a deep copy of the model: its own modules, no shared plans or counts."""
+    made.ledger, made.lost = copy.deepcopy(state.ledger, memo), state.lost
+    if state.decided is not None:
+        made.decide(copy.deepcopy(state.decided, memo))
+    if made.generates:
+        install_loops(made, LOOPS)

@@ -1,0 +1,62 @@
+"""What takes the place of methods of a patched model's ``generate()``: its loops, and what makes its KV cache."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from torch import nn
+
+from .. import compat
+from ..cache import FastpathCache
+from ..decode import assisted, calls, loop
+from ..decode.patched import STATE_KEY
+from ..reasons import Cause
+from .state import PatchState
+
+#: methods of transformers' that our loops take the place of
+LOOPS: dict[str, Callable[..., Any]] = {
+    "_sample": loop.sample,
+    "_assisted_decoding": assisted.decode,
+    "_beam_search": calls.run_stock,
+}
+
+
+def prepare_cache(self: nn.Module, generation_config: Any, model_kwargs: dict, generation_mode: Any, *rest, **named):
+    """Like the class's own, with a FastpathCache where that would make a plain ``DynamicCache``."""
+    state: PatchState | None = vars(self).get(STATE_KEY)
+    users_own = model_kwargs.get(compat.CACHE) is not None
+    result = compat.prepare_cache_stock(self, generation_config, model_kwargs, generation_mode, *rest, **named)
+    if state is None or not state.enabled:  # None: another thread has just unpatched it
+        return result
+    state.stats.new_call()
+    ours = compat.is_sample_mode(generation_mode) or (compat.is_assisted_mode(generation_mode) and state.generates)
+    if not ours:
+        state.fall_back(
+            state.loop_reason or Cause("generation_mode", str(getattr(generation_mode, "value", generation_mode)))
+        )
+    made = model_kwargs.get(compat.CACHE)
+    plain = generation_config.cache_implementation in (None, "dynamic") and type(made) is compat.DynamicCache
+    if plain and not users_own and _takes_our_cache(self, state):
+        made = FastpathCache.from_dynamic(made, state.options.kv_dtype, state.options.page_size)
+        model_kwargs[compat.CACHE] = made
+    if isinstance(made, FastpathCache):
+        if not generation_config.is_assistant:  # which is asked for a few tokens at a time
+            made.expect(generation_config.max_length)
+        part = state.plans.part_of(self) if state.loop_reason is None else None
+        if part is not None and part.is_cast_down:
+            state.stats.note("autocast_left_out")
+        if made.page_counts is not None:
+            state.stats.pages = made.page_counts
+            if any(made.is_sliding):
+                state.stats.note(Cause("window_not_paged", f"page_size={state.options.page_size}"))
+    return result
+
+
+def _takes_our_cache(model: nn.Module, state: PatchState) -> bool:
+    """Whether a FastpathCache serves this model: our loop uses it, or every layer's attention does."""
+    plan = state.decided
+    if plan.loop_reason is None:
+        return compat.overridden_method(model, plan.model_architecture.module) is None
+    windows = compat.layer_windows(model.config)
+    return windows is not None and len(windows) in (plan.patched.get("attention"), plan.patched.get("layer"))

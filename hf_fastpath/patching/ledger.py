@@ -1,0 +1,109 @@
+"""What ``patch()`` puts into modules, and what was there before."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import MethodType
+from typing import Any
+
+from torch import nn
+
+from .. import compat
+from ..quantization.repacking import RemovedHooks
+from ..quantization.replacing import Replaced
+
+
+class _Absent:
+    """Marks an attribute that a module's ``__dict__`` did not have."""
+
+    def __copy__(self) -> _Absent:
+        return self
+
+    def __deepcopy__(self, memo: dict) -> _Absent:
+        return self
+
+
+_ABSENT = _Absent()
+
+
+class Ledger:
+    """What was put into one model's modules, in the order in which it was done, so that it can be undone.
+
+    It has no lock of its own: ``patch()`` and ``unpatch()`` write it, alone with the model.
+
+    Attributes:
+        replaced: layers that quantized ones stand for.
+        removed_hooks: hooks of a checkpoint's package that has none of its layers left.
+    """
+
+    def __init__(self) -> None:
+        #: (module, attribute, what its ``__dict__`` held before, if anything)
+        self._entries: list[tuple[nn.Module, str, Any]] = []
+        self.replaced: list[Replaced] = []
+        self.removed_hooks: list[RemovedHooks] = []
+
+    @property
+    def first(self) -> nn.Module | None:
+        """The module that something was put into first."""
+        return self._entries[0][0] if self._entries else None
+
+    def claim(self, module: nn.Module, name: str, value: Any) -> bool:
+        """As :meth:`put`; False if ``module`` has something of that name: of two threads, one succeeds."""
+        self._entries.append((module, name, _ABSENT))
+        if vars(module).setdefault(name, value) is value:
+            return True
+        self._entries.pop()
+        return False
+
+    def put(self, module: nn.Module, name: str, value: Any) -> None:
+        """Put ``value`` over ``module``'s attribute and remember what was there."""
+        self._entries.append((module, name, vars(module).get(name, _ABSENT)))
+        vars(module)[name] = value
+
+    def bind(self, module: nn.Module, name: str, function: Callable[..., Any]) -> None:
+        """:meth:`put` a bound method."""
+        self.put(module, name, MethodType(function, module))
+
+    def before(self, module: nn.Module) -> dict[str, Any]:
+        """A copy of the module's ``__dict__`` as it was before anything was put into it."""
+        contents = dict(vars(module))
+        for each, name, previous in reversed(self._entries):
+            if each is module:
+                _restore(contents, name, previous)
+        return contents
+
+    def bring_layers_back(self) -> None:
+        """Undo replacements, the last first."""
+        while self.replaced:
+            self.replaced.pop().undo()
+        while self.removed_hooks:
+            self.removed_hooks.pop().undo()
+
+    def undo(self) -> None:
+        """Put back what was there, the last first, unless the user has put something else there since."""
+        while self._entries:
+            module, name, previous = self._entries[-1]
+            if _is_ours(vars(module).get(name)):
+                _restore(vars(module), name, previous)
+            elif name in compat.FORWARD_ATTRIBUTES:
+                _unwrap_forward(module)
+            self._entries.pop()
+
+
+def _restore(contents: dict, name: str, previous: Any) -> None:
+    if previous is _ABSENT:
+        contents.pop(name, None)
+    else:
+        contents[name] = previous
+
+
+def _is_ours(value: Any) -> bool:
+    """Whether a value is a method of ours, or an object of one of our classes."""
+    return compat.is_ours(getattr(value, "__func__", type(value)))
+
+
+def _unwrap_forward(module: nn.Module) -> None:
+    """Take our forward from where an accelerate hook that came or went since ``patch()`` has put it."""
+    for name in compat.FORWARD_ATTRIBUTES:
+        if _is_ours(vars(module).get(name)):
+            vars(module)[name] = MethodType(type(module).forward, module)

@@ -1,0 +1,80 @@
+"""What a patched module knows, and why it runs stock code in a call."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from .. import loader
+from ..compat import is_known_code, is_sharded, name_of
+from ..decode.parts import AttentionPart, FeedForwardPart, HeadPart, NormPart
+from ..decode.patched import Patched
+from ..decode.structure import DecoderPart, LayerPart
+from ..reasons import Cause
+from ..registry import FLOAT_DTYPES
+
+Part = NormPart | FeedForwardPart | AttentionPart | LayerPart | HeadPart | DecoderPart
+#: where a patched module keeps its ModulePatch
+KEY = "_hf_fastpath_module"
+
+#: of a forward that is to give more than its result
+CAPTURED = Cause("attention_outputs", "output_attentions, output_hidden_states or output_router_logits")
+#: stock code by design: switched off, or traced, or training with an op that has no backward
+_UNCOUNTED = (None, "paused", "compiling", "gradient")
+
+
+@dataclass
+class ModulePatch:
+    """What a patched module knows: the model's state, its part, and the names of its stock forward's arguments."""
+
+    state: Patched
+    part: Part
+    argument_names: tuple[str, ...]
+
+    def reason_now(self, x: torch.Tensor) -> str | None:
+        """Why this call cannot use the ops on ``x``, whatever the op; None if it can."""
+        if not self.state.enabled:
+            return "paused"
+        if torch.compiler.is_compiling():
+            return "compiling"
+        if torch.is_autocast_enabled(x.device.type):
+            return Cause("autocast", f"torch.autocast({x.device.type!r})")
+        if x.dtype not in FLOAT_DTYPES:
+            return Cause("dtype", f"called with {x.dtype}", self.part.module)
+        forward = type(self.part.module).forward
+        if not is_known_code(forward, self.part.architecture.module):
+            return Cause("class_forward", f"forward is {name_of(forward)}", self.part.module)
+        missing = loader.why_not_native(x.device.type)
+        return None if missing is None else Cause(missing, f"device {x.device.type}")
+
+    def parameters_reason(self, x: torch.Tensor) -> str | None:
+        """Why the fused ops cannot take the part's parameters together with ``x``; None if they can."""
+        grad = torch.is_grad_enabled()
+        if grad and x.requires_grad:
+            return "gradient"
+        for parameter in self.part.parameters():
+            if parameter is None:
+                continue
+            if is_sharded(parameter):
+                return Cause("sharded", module=self.part.module)
+            if parameter.dtype != x.dtype:
+                return Cause("dtype", f"called with {x.dtype}, a weight is {parameter.dtype}", self.part.module)
+            if parameter.device != x.device:
+                return Cause("device", f"called with {x.device}, a weight is on {parameter.device}", self.part.module)
+            if grad and parameter.requires_grad:
+                return "gradient"
+        return None
+
+
+def stock(module: nn.Module, reason: str | None, *args: Any, **kwargs: Any) -> Any:
+    """The class's own forward; a reason is counted, and refused under ``strict=True``.
+
+    A module without a patch runs it too: other code may have wrapped our forward and hold it after ``unpatch()``.
+    """
+    patch: ModulePatch | None = vars(module).get(KEY)
+    if patch is not None and reason not in _UNCOUNTED:
+        patch.state.fall_back(reason)
+    return type(module).forward(module, *args, **kwargs)

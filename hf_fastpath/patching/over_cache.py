@@ -1,0 +1,186 @@
+"""Whether a call of an attention module or a layer is of new tokens behind others that our cache holds, and the
+kernels can take it: checks in the order in which they are asked. Each may rely on what those before it found."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from ..cache import FastpathCache
+from ..cache_layer import FastpathLayer
+from ..compat import cache_of, is_continuous_batch, outputs_are_captured
+from ..decode.attend import has_tensor_cores, plain_mask
+from ..decode.parts import AttentionPart, MoEPart
+from ..decode.structure import LayerPart
+from ..ops.gemv import MAX_ROWS
+from ..reasons import Cause
+from .module_patch import CAPTURED, ModulePatch
+
+
+class ByDesign:
+    """What a check finds of a call that is not of new tokens over our cache: stock code's, and no reason to count."""
+
+
+BY_DESIGN = ByDesign()
+Finding = str | ByDesign | None
+
+
+@dataclass
+class Call:
+    """A call of an attention module's or a layer's forward.
+
+    Attributes:
+        patch: the module's.
+        part: its attention.
+        x: hidden states.
+        args, kwargs: what else was given.
+        named: all of that by name.
+        cache: the KV cache among it.
+        starts: left padding of each row that the mask asks for, or None.
+    """
+
+    patch: ModulePatch
+    part: AttentionPart
+    x: torch.Tensor
+    args: tuple
+    kwargs: dict[str, Any]
+    named: dict[str, Any] = field(init=False)
+    cache: Any = field(init=False)
+    starts: torch.Tensor | None = None
+
+    def __post_init__(self) -> None:
+        self.named = dict(zip(self.patch.argument_names, self.args), **self.kwargs)
+        self.cache = cache_of(self.named, self.part.spec.cache)
+
+    @property
+    def query_len(self) -> int:
+        """New tokens of each row."""
+        return self.x.shape[1]
+
+    @property
+    def index(self) -> int:
+        """Which of the cache's layers is the module's."""
+        return self.part.module.layer_idx
+
+    @property
+    def layer(self) -> FastpathLayer:
+        """That layer."""
+        return self.cache.layers[self.index]
+
+    def finding(self) -> Finding:
+        """A reason code if stock code has to run though the call is such a one; BY_DESIGN for every other call
+        (prompts without a past, no cache); None if the ops can take it."""
+        for check in _CHECKS:
+            if (found := check(self)) is not None:
+                return found
+        return None
+
+
+def is_few(hidden_states: torch.Tensor) -> bool:
+    """Whether the ops for 1 to MAX_ROWS rows take it."""
+    return 0 < hidden_states.numel() <= MAX_ROWS * hidden_states.shape[-1]
+
+
+def _of_one_request_a_row(call: Call) -> Finding:
+    return (call.patch.reason_now(call.x) or "continuous_batching") if is_continuous_batch(call.kwargs) else None
+
+
+def _of_tokens(call: Call) -> Finding:
+    return BY_DESIGN if call.x.dim() != 3 or call.query_len == 0 else None
+
+
+def _of_the_known_class(call: Call) -> Finding:
+    return call.part.other_reason()
+
+
+def _behind_others(call: Call) -> Finding:
+    length = 0 if call.cache is None else call.cache.get_seq_length(call.index)
+    # a static cache's lies on the device: it is not brought to the host
+    return BY_DESIGN if isinstance(length, int) and length == 0 else None
+
+
+def _one_token_or_what_ops_take(call: Call) -> Finding:
+    if call.query_len == 1 or isinstance(call.cache, FastpathCache) and _takes_many(call):
+        return None
+    return BY_DESIGN
+
+
+def _takes_many(call: Call) -> bool:
+    """Whether several tokens at once are for the ops: as few rows as those of a token step take, or attention that
+    :mod:`..decode.attend` has a kernel for."""
+    x, part = call.x, call.part
+    if is_few(x):
+        return True
+    if isinstance(call.patch.part, LayerPart) and isinstance(call.patch.part.mlp, MoEPart):
+        return False
+    if x.device.type == "cpu":
+        return not part.softcap
+    return has_tensor_cores(x.device, x.dtype, part.head_dim)
+
+
+def _with_tensors_that_fit(call: Call) -> Finding:
+    return call.patch.reason_now(call.x) or call.patch.parameters_reason(call.x)
+
+
+def _over_our_cache(call: Call) -> Finding:
+    return None if isinstance(call.cache, FastpathCache) else Cause("other_cache", type(call.cache).__name__)
+
+
+def _of_what_kernels_compute(call: Call) -> Finding:
+    return call.patch.part.reason()
+
+
+def _over_a_layer_of_this_model(call: Call) -> Finding:
+    layer, window = call.layer, call.part.window
+    if layer.sliding_window not in (None, window):
+        return Cause("other_cache", f"its window is {layer.sliding_window}, not {window}", call.part.module)
+    shape = call.x.shape[0], *call.part.cache_shape
+    return None if layer.admit(shape, shape, call.x.dtype, call.x.device) else "edited_cache"
+
+
+def _of_few_sequences(call: Call) -> Finding:
+    if call.query_len > 1 or (batch := call.x.shape[0]) <= MAX_ROWS:
+        return None
+    return Cause("batch_size", f"{batch} sequences, {MAX_ROWS} at most outside of generate()")
+
+
+def _with_a_plain_mask(call: Call) -> Finding:
+    mask, query_len = call.named.get("attention_mask"), call.query_len
+    if mask is None:
+        return None
+    seen = None
+    if query_len > 1:
+        seen = plain_mask(mask, call.layer.cumulative_length, query_len, call.layer.sliding_window)
+    if seen is None:
+        return Cause("attention_mask", f"{mask.dtype} {tuple(mask.shape)} for {query_len} tokens")
+    call.starts = seen.starts
+    return None
+
+
+def _with_known_inputs(call: Call) -> Finding:
+    others = [name for name in call.named if name == "encoder_hidden_states" or name.startswith("cu_seq_lens")]
+    other = next((name for name in others if call.named[name] is not None), None)
+    return None if other is None else Cause("unsupported_input", other)
+
+
+def _for_its_result_alone(call: Call) -> Finding:
+    return CAPTURED if call.named.get("output_attentions") or outputs_are_captured() else None
+
+
+_CHECKS = (
+    _of_one_request_a_row,
+    _of_tokens,
+    _of_the_known_class,
+    _behind_others,
+    _one_token_or_what_ops_take,
+    _with_tensors_that_fit,
+    _over_our_cache,
+    _of_what_kernels_compute,
+    _over_a_layer_of_this_model,
+    _of_few_sequences,
+    _with_a_plain_mask,
+    _with_known_inputs,
+    _for_its_result_alone,
+)

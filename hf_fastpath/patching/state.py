@@ -1,0 +1,134 @@
+"""What patch() keeps about one model while it is patched."""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import nn
+
+from .. import compat, reasons
+from ..decode.patched import STATE_KEY
+from ..decode.plan_cache import PlanCache
+from ..errors import FallbackError
+from ..forks import after_fork
+from ..options import Options
+from ..stats import Stats
+from .ledger import Ledger
+from .plan import PatchPlan
+
+_states: weakref.WeakSet[PatchState] = weakref.WeakSet()
+
+
+@after_fork
+def _forget_other_threads() -> None:
+    for state in list(_states):
+        state.forget_other_threads()
+
+
+@dataclass(eq=False)
+class PatchState:
+    """Everything ``patch()`` keeps about one model; it lives in the model's ``__dict__``, and in its modules' patches.
+
+    Attributes:
+        options: as given to ``patch()``.
+        decided: what ``patch()`` decided; None until it has.
+        ledger: what was put into the model, and how it was before.
+        plans: decode plans and programs.
+        stats: what has happened since.
+        enabled: False while ``verify`` compares with stock code.
+        huge_page_bytes: of the parameters in host memory, what was moved into pages of 2 MB.
+        lost: why ``unpatch()`` cannot bring the model's own weights back, or None.
+        door: where calls of ``generate()`` come in; patch() and unpatch() close it to change the model.
+        waiting: threads at the door, which are not in yet.
+    """
+
+    options: Options
+    decided: PatchPlan | None = None
+    ledger: Ledger = field(default_factory=Ledger)
+    plans: PlanCache = field(default_factory=PlanCache)
+    stats: Stats = field(default_factory=Stats)
+    enabled: bool = True
+    huge_page_bytes: int = 0
+    lost: str | None = None
+    door: Any = field(default_factory=threading.RLock)
+    waiting: set[int] = field(default_factory=set)
+
+    def __post_init__(self) -> None:
+        _states.add(self)
+
+    @property
+    def model(self) -> nn.Module | None:
+        """The model that was given to ``patch()``."""
+        return self.ledger.first
+
+    @property
+    def loop_reason(self) -> str | None:
+        """Why ``generate()`` always uses transformers' loop on this model, or None."""
+        return None if self.decided is None else self.decided.loop_reason
+
+    @property
+    def generates(self) -> bool:
+        """Whether the model's ``generate()`` passes through us, be it only to be counted."""
+        return self.decided is not None and self.decided.generates
+
+    def decide(self, plan: PatchPlan) -> None:
+        """Take on what :func:`.analyse.analyse` found."""
+        self.decided = plan
+        self.plans.architecture = plan.model_architecture
+
+    def fall_back(self, reason: str) -> None:
+        """Count a call of stock code.
+
+        Raises:
+            FallbackError: the model was patched with ``strict=True``, and the reason is not the user's own choice.
+        """
+        self.stats.note(reason, self.model)
+        if self.options.strict and self.enabled and reason != "module_disabled":
+            meaning, remedy = reasons.REASONS[reason]
+            what = reasons.named(reason, self.model).what
+            what = f" ({what})" if what else ""
+            raise FallbackError(
+                f"stock code would run, {reason}{what}: {meaning}; strict=True forbids it. What helps: {remedy}"
+            )
+
+    def come_in(self) -> None:
+        """Wait for another thread that is at patch() or unpatch()."""
+        here = threading.get_ident()
+        self.waiting.add(here)
+        try:
+            with self.door:
+                self.waiting.discard(here)  # whoever closes the door next sees that this one is in
+        finally:
+            self.waiting.discard(here)
+
+    def forget_other_threads(self) -> None:
+        """Forget what threads held and did that are none of this process."""
+        self.door, self.waiting = threading.RLock(), set()
+        self.plans.forget_other_threads()
+        self.stats.renew_lock()
+
+
+def state_of(model: nn.Module) -> PatchState | None:
+    """The patch state of ``model``, or None if it is not patched."""
+    return vars(model).get(STATE_KEY) if isinstance(model, nn.Module) else None
+
+
+def patched_model(model: nn.Module) -> nn.Module:
+    """``model`` if it was given to ``patch()`` itself, else the model inside it that generates."""
+    return model if state_of(model) is not None else compat.generating_model(model)
+
+
+@contextmanager
+def paused(model: nn.Module) -> Iterator[nn.Module]:
+    """Run stock code on a patched model for the length of a ``with`` block."""
+    state: PatchState = vars(model)[STATE_KEY]
+    state.enabled = False
+    try:
+        yield model
+    finally:
+        state.enabled = True
