@@ -26,12 +26,12 @@ $(READY): pyproject.toml setup.py
 
 # The library is rebuilt whenever a source is newer; the loader would notice too, at patch().
 CPU_LIB := hf_fastpath/lib/libhf_fastpath_cpu.so
-$(CPU_LIB): $(READY) hf_fastpath/build.py $(wildcard csrc/*/*_cpu.cpp csrc/*/*_avx*.cpp csrc/*/old_*.cpp csrc/*/*.h)
-	$(BIN)/python hf_fastpath/build.py cpu
+$(CPU_LIB): $(READY) hf_fastpath/native/build.py $(wildcard csrc/*/*_cpu.cpp csrc/*/*_avx*.cpp csrc/*/old_*.cpp csrc/*/*.h)
+	$(BIN)/python hf_fastpath/native/build.py cpu
 
 CUDA_LIB := hf_fastpath/lib/libhf_fastpath_cuda.so
-$(CUDA_LIB): $(READY) hf_fastpath/build.py $(wildcard csrc/*/*.cu csrc/*/*.cuh csrc/*/*_cuda.cpp csrc/*/*.h)
-	$(BIN)/python hf_fastpath/build.py cuda --cuda-arch $(CUDA_ARCHS)
+$(CUDA_LIB): $(READY) hf_fastpath/native/build.py $(wildcard csrc/*/*.cu csrc/*/*.cuh csrc/*/*_cuda.cpp csrc/*/*.h)
+	$(BIN)/python hf_fastpath/native/build.py cuda --cuda-arch $(CUDA_ARCHS)
 
 demo: $(CPU_LIB)
 	$(BIN)/python examples/demo.py
@@ -123,7 +123,7 @@ quality: $(READY)
 
 # Compile the CUDA sources, keep the table of registers and spills, fail on a new spill.
 ptxas: $(READY)
-	$(BIN)/python hf_fastpath/build.py cuda --cuda-arch $(CUDA_ARCHS) --ptxas-report csrc/ptxas_report.csv
+	$(BIN)/python hf_fastpath/native/build.py cuda --cuda-arch $(CUDA_ARCHS) --ptxas-report csrc/ptxas_report.csv
 
 sanitize: $(READY)
 	$(BIN)/python tests/sanitize.py

@@ -18,8 +18,8 @@ ROOT = Path(__file__).resolve().parent
 _package = types.ModuleType("hf_fastpath_recipe")
 _package.__path__ = [str(ROOT / "hf_fastpath")]
 sys.modules[_package.__name__] = _package
-recipe = importlib.import_module("hf_fastpath_recipe.build")
-toolchain = importlib.import_module("hf_fastpath_recipe.toolchain")
+recipe = importlib.import_module("hf_fastpath_recipe.native.build")
+toolchain = importlib.import_module("hf_fastpath_recipe.native.toolchain")
 
 
 def variables():

@@ -30,13 +30,14 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-from hf_fastpath import arguments, loader, traffic
+from hf_fastpath import arguments, traffic
 from hf_fastpath.bandwidth import measure_read_bandwidth, read_buffer
 from hf_fastpath.bench import measure, shapes
 from hf_fastpath.bench.engines import LLAMA_CPP, LlamaBench, copied_cache, engine, random_cache
 from hf_fastpath.bench.measure import DTYPES, Spread
 from hf_fastpath.compat import CACHE
 from hf_fastpath.decode.draft_plan import WIDTHS
+from hf_fastpath.native import loader
 from hf_fastpath.patching.state import state_of
 from hf_fastpath.progress import announced
 

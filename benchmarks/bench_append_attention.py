@@ -19,10 +19,10 @@ from torch.nn import functional
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.bias import causal_lower_right
 
-from hf_fastpath import loader
 from hf_fastpath.bandwidth import measure_read_bandwidth
 from hf_fastpath.bench import measure
 from hf_fastpath.bench.measure import DTYPES
+from hf_fastpath.native import loader
 from hf_fastpath.ops import append_attention, decode_attention
 from hf_fastpath.ops.decode_attention import MAX_QUERY_LEN
 

@@ -23,11 +23,12 @@ import torch
 from torch.nn import functional
 from transformers import PreTrainedConfig
 
-from hf_fastpath import loader, ops, traffic
+from hf_fastpath import ops, traffic
 from hf_fastpath.bandwidth import measure_read_bandwidth
 from hf_fastpath.bench import measure, shapes
 from hf_fastpath.bench.measure import DTYPE_NAMES, DTYPES
 from hf_fastpath.choices import Activation, NormKind
+from hf_fastpath.native import loader
 
 Step = Callable[[], object]
 

@@ -28,11 +28,12 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.bias import causal_lower_right
 
 import hf_fastpath.ops.read_stream  # noqa: F401  (an op of the registry even where hf_fastpath.ops does not list it)
-from hf_fastpath import arguments, loader, registry
+from hf_fastpath import arguments, registry
 from hf_fastpath.bandwidth import measure_read_bandwidth
 from hf_fastpath.bench import measure
 from hf_fastpath.bench.measure import DTYPE_NAMES, DTYPES, Spread
 from hf_fastpath.choices import Approximation
+from hf_fastpath.native import loader
 from hf_fastpath.ops.kv_cache import dequantized, gathered
 from hf_fastpath.registry import OpInputError, OpSpec, Sample, nbytes
 

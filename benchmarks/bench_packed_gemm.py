@@ -26,9 +26,10 @@ from torch.nn import functional
 from transformers import PreTrainedModel
 
 import hf_fastpath
-from hf_fastpath import arguments, loader, ops, traffic
+from hf_fastpath import arguments, ops, traffic
 from hf_fastpath.bench import measure, shapes
 from hf_fastpath.bench.measure import DTYPES, Spread
+from hf_fastpath.native import loader
 from hf_fastpath.ops.packed_gemv import random_weight
 from hf_fastpath.quantization import FORMATS
 from hf_fastpath.registry import Sample

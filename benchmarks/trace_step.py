@@ -1,7 +1,7 @@
 """Time the CUDA graph of a decode step, and show when the blocks of each of its kernels begin, have input and end.
 
     python benchmarks/trace_step.py --model mistral-7b --dtype fp16 --context 128
-    python hf_fastpath/build.py cuda --cuda-arch 90a --flags=-DHF_FASTPATH_TRACE
+    python hf_fastpath/native/build.py cuda --cuda-arch 90a --flags=-DHF_FASTPATH_TRACE
     python benchmarks/trace_step.py --model mistral-7b --dtype fp16 --context 128 --csv
 
 Method. The graph is replayed without the host in between: what a step takes when nothing else does. A library built
@@ -22,12 +22,13 @@ import numpy as np
 import torch
 
 import hf_fastpath
-from hf_fastpath import loader, traffic
+from hf_fastpath import traffic
 from hf_fastpath.bandwidth import measure_read_bandwidth
 from hf_fastpath.bench import measure, shapes
 from hf_fastpath.bench.measure import DTYPE_NAMES, DTYPES
 from hf_fastpath.compat import CACHE
 from hf_fastpath.decode.plan import DecodePlan
+from hf_fastpath.native import loader
 from hf_fastpath.quantization import FORMATS
 
 POINTS = ("begin", "input", "ready", "sums", "merged", "end")

@@ -10,8 +10,9 @@ from __future__ import annotations
 import importlib
 from typing import Any
 
-from . import loader, ops
+from . import ops
 from ._version import __version__
+from .native import loader
 
 #: public name -> module that defines it; imported when first used, so that `import hf_fastpath` stays cheap
 _PUBLIC = {
@@ -19,11 +20,11 @@ _PUBLIC = {
     "unpatch": "patching.api",
     "patched": "patching.api",
     "report": "patching.api",
-    "verify": "verification",
-    "compare_formats": "quality",
+    "verify": "check.verification",
+    "compare_formats": "check.quality",
     "save_packed": "quantization.saving",
     "load_packed": "quantization.loading",
-    "FastpathCache": "cache",
+    "FastpathCache": "cache.fastpath_cache",
     "UnsupportedModelError": "errors",
     "FallbackError": "errors",
 }

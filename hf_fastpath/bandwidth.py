@@ -6,7 +6,7 @@ import time
 
 import torch
 
-from .huge_pages import ask_for
+from .native.huge_pages import ask_for
 from .ops.read_stream import SPEC, variants
 
 #: bytes read: far beyond any cache, and long enough (2 ms on an H200) that starting a kernel does not show

@@ -1,7 +1,7 @@
 """The op registry: every custom op is one :class:`OpSpec`, checked when it is defined.
 
 An op's schema and its PyTorch reference are registered here through ``torch.library``; native libraries
-(see :mod:`hf_fastpath.loader`) only *implement* these schemas for the CPU and CUDA dispatch keys. So
+(see :mod:`hf_fastpath.native.loader`) only *implement* these schemas for the CPU and CUDA dispatch keys. So
 ``torch.ops.hf_fastpath.<name>`` can be called with or without a native library.
 """
 
@@ -20,6 +20,8 @@ from .choices import Choice
 
 NAMESPACE = "hf_fastpath"
 FLOAT_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+#: what weights are, unless they are quantized, sharded or otherwise special
+PLAIN_TENSORS = (torch.Tensor, torch.nn.Parameter)
 
 _library = torch.library.Library(NAMESPACE, "DEF")
 _specs: dict[str, OpSpec] = {}

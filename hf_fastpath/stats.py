@@ -8,7 +8,7 @@ from collections import Counter
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from .pages import PageCounts
+from .cache.pages import PageCounts
 from .reasons import check, named
 
 #: of what a reason code spoke, different things that are kept

@@ -21,7 +21,7 @@ import tempfile
 import zipfile
 from pathlib import Path
 
-from hf_fastpath import build, toolchain
+from hf_fastpath.native import build, toolchain
 
 ROOT = Path(__file__).resolve().parent.parent
 CACHE = Path(sys.prefix, "torch-headers")

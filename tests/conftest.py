@@ -9,7 +9,7 @@ import pytest
 import torch
 import transformers
 
-from hf_fastpath import build, loader
+from hf_fastpath.native import build, loader
 from hf_fastpath.registry import FLOAT_DTYPES
 
 pytest.register_assert_rewrite("checks", "linear_checks", "memory", "parity", "models", "architecture_checks")

@@ -16,9 +16,9 @@ from torch import nn
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 import hf_fastpath
-from hf_fastpath import loader
 from hf_fastpath.architecture import Architecture, architectures
 from hf_fastpath.decode import passes
+from hf_fastpath.native import loader
 
 #: that tests of everything around the layers run on
 ARCHITECTURES = ("gpt2", "llama", "mistral")

@@ -1,6 +1,6 @@
 """Repeat steps of decode plans many times and compare each with the first pass, bit for bit.
 
-    python hf_fastpath/build.py cuda --cuda-arch 90a --flags=-DHF_FASTPATH_JITTER
+    python hf_fastpath/native/build.py cuda --cuda-arch 90a --flags=-DHF_FASTPATH_JITTER
     python tests/replays.py --replays 10000
 
 Sanitizers do not see races through device memory, nor kernels that start before the one in front is complete. A

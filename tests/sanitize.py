@@ -27,7 +27,8 @@ def run_samples(device: str, library: str | None, most: int | None, only: list[s
     """Call every op, or those named, on its samples; ``library`` is loaded instead of the installed one."""
     import torch
 
-    from hf_fastpath import loader, registry
+    from hf_fastpath import registry
+    from hf_fastpath.native import loader
 
     if library is not None:
         torch.ops.load_library(library)
@@ -68,7 +69,7 @@ def sanitize_cpu() -> int:
 
 def sanitize_threads() -> int:
     """TSan: data races between the threads of an op. It sees our code alone, and no addresses may be random."""
-    from hf_fastpath import build
+    from hf_fastpath.native import build
 
     with tempfile.TemporaryDirectory() as folder:
         library = build.build("cpu", Path(folder), flags=["-fsanitize=thread", "-fno-omit-frame-pointer"])
@@ -84,7 +85,7 @@ def sanitize_threads() -> int:
 
 def sanitize_memory() -> int:
     """ASan and UBSan: accesses outside of memory, and what C++ does not define."""
-    from hf_fastpath import build
+    from hf_fastpath.native import build
 
     with tempfile.TemporaryDirectory() as folder:
         flags = ["-fsanitize=address,undefined", "-fno-sanitize-recover=undefined", "-fno-omit-frame-pointer"]

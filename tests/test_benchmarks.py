@@ -15,8 +15,9 @@ import pytest
 import torch
 from models import CPU, build, pair, prompt
 
-from hf_fastpath import cli, ops
+from hf_fastpath import ops
 from hf_fastpath.bench import engines, layouts, measure
+from hf_fastpath.cli import main as cli
 from hf_fastpath.compat import CACHE
 from hf_fastpath.decode import prompt as prompts
 from hf_fastpath.quantization import FORMATS

@@ -19,7 +19,7 @@ from pathlib import Path
 import pytest
 from stub_compilers import stub
 
-from hf_fastpath import build, build_cache, loader, old_glibc, ptxas_report, toolchain
+from hf_fastpath.native import build, build_cache, loader, old_glibc, ptxas_report, toolchain
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -463,7 +463,8 @@ def test_cudas_static_runtime_loads_on_older_systems(tmp_path):
 
 
 def test_the_command_line_says_its_version(capsys):
-    from hf_fastpath import __version__, cli
+    from hf_fastpath import __version__
+    from hf_fastpath.cli import main as cli
 
     with pytest.raises(SystemExit) as caught:
         cli.main(["--version"])

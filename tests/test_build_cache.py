@@ -15,7 +15,8 @@ from pathlib import Path
 import pytest
 from stub_compilers import compiled, stub
 
-from hf_fastpath import build, build_cache, progress, toolchain
+from hf_fastpath import progress
+from hf_fastpath.native import build, build_cache, toolchain
 
 ROOT = Path(__file__).resolve().parent.parent
 

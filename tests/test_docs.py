@@ -15,7 +15,7 @@ import torch
 import yaml
 from models import CPU, require_native
 
-from hf_fastpath import cli
+from hf_fastpath.cli import main as cli
 
 ROOT = Path(__file__).resolve().parent.parent
 DOCS, README = ROOT / "docs", ROOT / "README.md"

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 import hf_fastpath
-from hf_fastpath import build, build_cache, loader, toolchain
+from hf_fastpath.native import build, build_cache, loader, toolchain
 
 SCRIPT = """
 import copy, json, sys, warnings

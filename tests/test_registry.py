@@ -12,8 +12,9 @@ import pytest
 import torch
 
 import hf_fastpath
-from hf_fastpath import loader, registry
-from hf_fastpath.build import TARGETS
+from hf_fastpath import registry
+from hf_fastpath.native import loader
+from hf_fastpath.native.build import TARGETS
 from hf_fastpath.registry import OpInputError, OpSpec
 
 CPU = torch.device("cpu")

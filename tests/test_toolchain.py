@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from hf_fastpath import toolchain
-from hf_fastpath.toolchain import BuildError
+from hf_fastpath.native import toolchain
+from hf_fastpath.native.toolchain import BuildError
 
 ROOT = Path(__file__).resolve().parent.parent
 VARIABLES = ("HF_FASTPATH_TARGETS", "HF_FASTPATH_CUDA_ARCHS", "MAX_JOBS", "CXX", "CUDA_HOME", "CUDA_PATH")

@@ -41,8 +41,9 @@ from transformers import DynamicCache, PreTrainedModel
 
 import hf_fastpath
 
-from .. import arguments, loader, traffic
+from .. import arguments, traffic
 from ..bandwidth import measure_read_bandwidth, read_buffer
+from ..native import loader
 from ..options import HEADS
 from ..progress import announced, counted
 from ..quantization import FORMATS

@@ -23,9 +23,10 @@ from dataclasses import dataclass
 
 import torch
 
-from .. import arguments, loader, ops
+from .. import arguments, ops
 from ..bandwidth import measure_read_bandwidth
-from ..huge_pages import ask_for
+from ..native import loader
+from ..native.huge_pages import ask_for
 from ..ops.q4_0_gemv import BLOCK_BYTES, GROUP, LAYOUTS, QUANT_BYTES
 from ..progress import counted
 from ..quantization import FORMATS

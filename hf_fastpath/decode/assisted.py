@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 
 from .. import compat
-from ..cache import FastpathCache
+from ..cache.fastpath_cache import FastpathCache
 from ..reasons import Cause
 from . import acceptance, prompt
 from .calls import (

@@ -13,7 +13,8 @@ import torch
 from torch import nn
 from torch.nn.attention.bias import causal_lower_right
 
-from .. import loader, ops
+from .. import ops
+from ..native import loader
 from ..ops.decode_attention import MAX_QUERY_LEN, visible_slots
 from ..ops.kv_cache import KVCache, dequantized, gathered
 from . import composed

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from .. import compat
-from ..cache import FastpathCache
+from ..cache.fastpath_cache import FastpathCache
 from ..reasons import Cause
 from .eligibility import model_reason
 from .patched import STATE_KEY, Patched

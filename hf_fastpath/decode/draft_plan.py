@@ -7,7 +7,7 @@ from typing import Protocol
 
 import torch
 
-from ..cache import FastpathCache
+from ..cache.fastpath_cache import FastpathCache
 from ..ops.decode_attention import MAX_QUERY_LEN
 from .named_calls import Register
 from .plan import DecodePlan, _aten

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from .. import compat
-from ..cache import FastpathCache
+from ..cache.fastpath_cache import FastpathCache
 from ..ops.decode_attention import MAX_QUERY_LEN
 from . import prompt
 from .calls import Watch

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from .. import compat
-from ..cache import FastpathCache
+from ..cache.fastpath_cache import FastpathCache
 from ..reasons import Cause
 from .patched import Patched
 from .structure import MAX_BATCH, ModelPart

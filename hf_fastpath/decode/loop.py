@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from .. import compat
-from ..cache import FastpathCache
+from ..cache.fastpath_cache import FastpathCache
 from . import prompt
 from .calls import (
     Watch,

@@ -8,18 +8,15 @@ from typing import Any
 import torch
 from torch import nn
 
-from .. import loader
 from ..architecture import Architecture
 from ..compat import Conv1D, hook_of, is_known_code, is_ours, is_sharded, is_wrapped_by, name_of, placement
+from ..native import loader
 from ..ops import packed_gemv
 from ..quantization.checkpoints import noted
 from ..quantization.linear import PackedLinear
 from ..reasons import Cause
-from ..registry import FLOAT_DTYPES
+from ..registry import FLOAT_DTYPES, PLAIN_TENSORS
 from . import pass_through
-
-#: what weights are, unless they are quantized, sharded or otherwise special
-PLAIN_TENSORS = (torch.Tensor, nn.Parameter)
 
 
 def child(module: nn.Module, name: str) -> Any:

@@ -25,9 +25,8 @@ from ..ops.decode_attention import takes_head_dim
 from ..ops.fused_experts import EXPERT_GATES, MAX_TOP_K
 from ..ops.topk_softmax import MAX_EXPERTS
 from ..reasons import Cause
-from ..registry import FLOAT_DTYPES
+from ..registry import FLOAT_DTYPES, PLAIN_TENSORS
 from .modules import (
-    PLAIN_TENSORS,
     child,
     dropout_reason,
     found_at,

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 import torch
 
 from .. import ops
-from ..cache import FastpathCache
+from ..cache.fastpath_cache import FastpathCache
 from ..compat import below_autograd
 from ..ops.decode_attention import workspace_bytes
 from ..ops.gemv import MAX_ROWS

@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 from torch import nn
 
 from ..architecture import Architecture
-from ..cache import FastpathCache
+from ..cache.fastpath_cache import FastpathCache
 from . import structure
 from .draft_plan import WIDTHS, DraftPlan
 from .plan import DecodePlan

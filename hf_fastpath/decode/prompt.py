@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from .. import compat
-from ..cache import FastpathCache
+from ..cache.fastpath_cache import FastpathCache
 from ..ops.decode_attention import MAX_QUERY_LEN
 from ..ops.gemv import MAX_ROWS, MAX_TILED_ROWS
 from ..ops.kv_cache import KVCache

@@ -13,9 +13,9 @@ import torch
 from torch import nn
 
 from .. import architecture as arch
-from .. import loader
 from ..architecture import Architecture
 from ..compat import has_static_rope, layer_windows
+from ..native import loader
 from ..ops.gemv import MAX_ROWS
 from ..reasons import Cause
 from .modules import (

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from .. import loader
+from ..native import loader
 from ..registry import OpSpec, Sample, nbytes, register, tensor_reasons
 
 #: ways of reading on a GPU, by number; on a CPU 0 is one stream a thread, the others are eight

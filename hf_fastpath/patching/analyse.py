@@ -7,9 +7,10 @@ from typing import Any
 
 from torch import nn
 
-from .. import compat, loader, structural
+from .. import compat, structural
 from ..architecture import PARTS, Architecture, architectures
 from ..decode import parts, structure
+from ..native import loader
 from ..options import Options
 from ..quantization import replacing
 from ..reasons import Cause, named

@@ -10,8 +10,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from .. import compat, huge_pages, loader
+from .. import compat
 from ..decode.structure import MAX_BATCH
+from ..native import huge_pages, loader
 from ..options import HEADS, Options
 from ..progress import announced
 from ..quantization.repacking import repack_checkpoint

@@ -9,9 +9,10 @@ from collections.abc import Iterable
 
 from torch import nn
 
-from .. import compat, loader, structural
+from .. import compat, structural
 from ..architecture import architectures
 from ..errors import UnsupportedModelError
+from ..native import loader
 from ..reasons import REASONS, Cause
 from .plan import PatchPlan
 

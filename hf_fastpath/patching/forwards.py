@@ -14,8 +14,8 @@ import torch
 from torch import nn
 
 from .. import ops
-from ..cache import FastpathCache
-from ..cache_layer import FastpathLayer
+from ..cache.fastpath_cache import FastpathCache
+from ..cache.layer import FastpathLayer
 from ..choices import Activation, Approximation
 from ..compat import below_autograd, cache_of, is_sharded, order_offloading, outputs_are_captured, prefetch_waits
 from ..decode import composed, steps

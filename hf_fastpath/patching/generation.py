@@ -8,7 +8,7 @@ from typing import Any
 from torch import nn
 
 from .. import compat
-from ..cache import FastpathCache
+from ..cache.fastpath_cache import FastpathCache
 from ..decode import assisted, calls, loop
 from ..decode.patched import STATE_KEY
 from ..reasons import Cause

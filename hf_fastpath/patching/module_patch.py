@@ -8,11 +8,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from .. import loader
 from ..compat import is_known_code, is_sharded, name_of
 from ..decode.parts import AttentionPart, FeedForwardPart, HeadPart, NormPart
 from ..decode.patched import Patched
 from ..decode.structure import DecoderPart, LayerPart
+from ..native import loader
 from ..reasons import Cause
 from ..registry import FLOAT_DTYPES
 

@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 
-from ..cache import FastpathCache
-from ..cache_layer import FastpathLayer
+from ..cache.fastpath_cache import FastpathCache
+from ..cache.layer import FastpathLayer
 from ..compat import cache_of, is_continuous_batch, outputs_are_captured
 from ..decode.attend import has_tensor_cores, plain_mask
 from ..decode.parts import AttentionPart, MoEPart

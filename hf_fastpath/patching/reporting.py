@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import asdict, dataclass
 
-from .. import loader
+from ..cache.pages import PageCounts
 from ..decode.eligibility import uncovered_reason
 from ..decode.structure import ModelPart
-from ..pages import PageCounts
+from ..native import loader
 from ..reasons import check, explained, named
 from ..stats import Stats
 from .plan import PatchPlan

@@ -8,7 +8,7 @@ import copy
 import torch
 from torch import nn
 
-from ..comparison import Verification, compare
+from ..check.comparison import Verification, compare
 from ..compat import TESTED_TRANSFORMERS, transformers_version
 from ..errors import UnsupportedModelError
 from ..options import Options

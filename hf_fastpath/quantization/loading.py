@@ -12,9 +12,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from .. import huge_pages, loader
 from ..compat import Conv1D
 from ..decode.structure import MAX_BATCH
+from ..native import huge_pages, loader
 from ..options import Options
 from ..patching.api import patch_with
 from ..patching.state import PatchState, state_of

@@ -10,11 +10,12 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from .. import loader, structural
+from .. import structural
 from ..architecture import architectures
 from ..compat import hook_of, placement
 from ..decode.structure import ModelPart, model_part
 from ..errors import NoCounterpart
+from ..native import loader
 from ..ops import packed_gemv
 from ..progress import counted
 from .checkpoints import IntWeight, family_of, note

@@ -10,15 +10,15 @@ from typing import Any
 import torch
 from torch import nn
 
-from .. import loader
 from ..compat import Conv1D
-from ..decode.modules import PLAIN_TENSORS
 from ..decode.parts import MoEPart
 from ..decode.structure import LayerPart, ModelPart
+from ..native import loader
 from ..ops.packed_gemv import SPEC
 from ..options import HEADS, Options
 from ..progress import announced, counted
 from ..reasons import explained, named
+from ..registry import PLAIN_TENSORS
 from .checkpoints import family_of
 from .formats import FORMATS, Format
 from .linear import PackedLinear

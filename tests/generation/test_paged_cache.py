@@ -14,10 +14,10 @@ from test_cache import Walk, assert_alike, dynamic, over_kinds, random_operation
 
 import hf_fastpath
 from hf_fastpath import FastpathCache
+from hf_fastpath.cache.paged_layer import PagedLayer
+from hf_fastpath.cache.pages import PageTable
 from hf_fastpath.compat import CACHE
 from hf_fastpath.decode import plan as plan_module
-from hf_fastpath.paged_layer import PagedLayer
-from hf_fastpath.pages import PageTable
 
 SIZE = 16
 #: separate and joined projections, norms of heads, soft caps and windows beside full layers, sinks, heads of 40

@@ -13,7 +13,7 @@ from parity import LogitRule, RoundingCache, assert_same_tokens, float64_copy, f
 from torch import nn
 
 import hf_fastpath
-from hf_fastpath.comparison import decode_logits
+from hf_fastpath.check.comparison import decode_logits
 from hf_fastpath.compat import CACHE
 from hf_fastpath.decode import angles
 from hf_fastpath.decode.angles import AngleTables

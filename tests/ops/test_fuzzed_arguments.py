@@ -107,7 +107,8 @@ def said(value: object) -> str:
 def fuzz(device: torch.device, is_checked: bool) -> None:
     from checks import arguments, replaced
 
-    from hf_fastpath import loader, registry
+    from hf_fastpath import registry
+    from hf_fastpath.native import loader
 
     loader.ensure(device.type)
     counts = [0, 0]

@@ -12,7 +12,7 @@ import pytest
 import torch
 from checks import is_native
 
-from hf_fastpath import loader
+from hf_fastpath.native import loader
 from hf_fastpath.registry import OpSpec
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -13,9 +13,9 @@ import torch
 from models import ARCHITECTURES, CPU, TINY_PYTHON, require_native, tokenizer
 from transformers import AutoModelForCausalLM, BloomConfig
 
-from hf_fastpath import cli
 from hf_fastpath.architecture import architectures
 from hf_fastpath.bench import generate
+from hf_fastpath.cli import main as cli
 from hf_fastpath.reasons import REASONS
 
 

@@ -10,9 +10,10 @@ from models import VOCAB, WINDOW, assert_same_instances, build, fresh, instances
 from transformers import CONFIG_MAPPING, BertConfig, GenerationMixin, PreTrainedConfig
 
 import hf_fastpath
-from hf_fastpath import cli, traffic
+from hf_fastpath import traffic
 from hf_fastpath.architecture import architectures
-from hf_fastpath.explain import examine, explain, explain_config
+from hf_fastpath.check.explain import examine, explain, explain_config
+from hf_fastpath.cli import main as cli
 
 FLOAT = 4
 
@@ -152,7 +153,7 @@ def test_an_error_that_nobody_foresaw_has_a_status_of_its_own(tmp_path, monkeypa
     def fails(*arguments):
         raise RuntimeError("in the middle")
 
-    monkeypatch.setattr("hf_fastpath.explain.examine", fails)
+    monkeypatch.setattr("hf_fastpath.check.explain.examine", fails)
     assert cli.main(["explain", saved(tmp_path, "llama")]) == 3
     monkeypatch.setattr(cli, "_load_model", fails)
     assert cli.main(["verify", "anything", "--device", "cpu"]) == 3

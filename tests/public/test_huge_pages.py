@@ -10,7 +10,7 @@ import torch
 from models import CPU, build, require_native
 
 import hf_fastpath
-from hf_fastpath import huge_pages
+from hf_fastpath.native import huge_pages
 
 
 def huge_bytes(tensor: torch.Tensor) -> int:

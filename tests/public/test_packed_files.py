@@ -19,7 +19,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM
 
 import hf_fastpath
-from hf_fastpath import huge_pages
+from hf_fastpath.native import huge_pages
 from hf_fastpath.quantization.file_index import INDEX, KEY, sealed, unsealed
 from hf_fastpath.quantization.files import PackedFiles
 from hf_fastpath.quantization.linear import PackedLinear

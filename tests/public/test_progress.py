@@ -12,7 +12,7 @@ from models import CPU, SHORT, fresh, prompt, require_native
 import hf_fastpath
 from hf_fastpath import progress
 from hf_fastpath.bench import generate
-from hf_fastpath.quality import compare_formats
+from hf_fastpath.check.quality import compare_formats
 
 
 class Terminal(io.StringIO):

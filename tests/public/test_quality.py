@@ -12,7 +12,7 @@ from torch import nn
 from torch.nn import functional
 
 import hf_fastpath
-from hf_fastpath import cli
+from hf_fastpath.cli import main as cli
 from hf_fastpath.quantization import FORMATS
 from hf_fastpath.quantization.linear import PackedLinear
 

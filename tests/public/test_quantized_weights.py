@@ -24,7 +24,7 @@ FAMILIES = ("gpt2", "llama", "mistral", "phi3", "qwen2", "qwen3", "gemma2", "mix
 @pytest.fixture(autouse=True)
 def native(request):
     kind = request.node.callspec.params.get("device", "cpu") if hasattr(request.node, "callspec") else "cpu"
-    if not hf_fastpath.loader.is_native(kind):
+    if not hf_fastpath.native.loader.is_native(kind):
         pytest.skip(f"no native library for {kind}")
 
 

@@ -35,9 +35,10 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.llama import modeling_llama
 
 import hf_fastpath
-from hf_fastpath import FallbackError, loader
+from hf_fastpath import FallbackError
 from hf_fastpath.compat import CACHE
 from hf_fastpath.decode import plan_cache
+from hf_fastpath.native import loader
 from hf_fastpath.patching.module_patch import KEY
 from hf_fastpath.patching.reporting import Report
 from hf_fastpath.patching.state import paused

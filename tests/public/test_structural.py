@@ -18,7 +18,7 @@ from parity import assert_equal_generation
 import hf_fastpath
 from hf_fastpath import UnsupportedModelError, structural
 from hf_fastpath.architecture import architectures
-from hf_fastpath.explain import examine
+from hf_fastpath.check.explain import examine
 from hf_fastpath.patching import selftest
 
 SIZES = dict(hidden_size=96, num_attention_heads=2, num_key_value_heads=1, intermediate_size=140)

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from . import huge_pages
+from ..native import huge_pages
 
 #: columns of a new block table: a short table would be replaced soon
 _LEAST_COLUMNS = 64

@@ -7,9 +7,9 @@ from typing import Any
 import torch
 from torch import nn
 
+from ..patching.api import patch, unpatch
+from ..patching.state import patched_model, state_of
 from .comparison import Verification, compare, sequences
-from .patching.api import patch, unpatch
-from .patching.state import patched_model, state_of
 
 
 @torch.no_grad()

@@ -1,6 +1,6 @@
 """The one build recipe of the native libraries, used by ``pip install`` and by the loader. Never imports torch.
 
-Run as a script: ``python hf_fastpath/build.py cpu cuda --cuda-arch 80 90a --ptxas-report csrc/ptxas_report.csv``.
+Run as a script: ``python hf_fastpath/native/build.py cpu cuda --cuda-arch 80 90a --ptxas-report FILE``.
 
 Two libraries come out, ``libhf_fastpath_cpu.so`` and ``libhf_fastpath_cuda.so``, both on PyTorch's stable ABI, so
 one build serves every torch from the floor on and any Python.
@@ -25,15 +25,15 @@ from dataclasses import dataclass
 from pathlib import Path
 
 if not __package__:  # run as a script: importing the package itself would import torch, and this folder hides modules
-    __package__ = "hf_fastpath_recipe"
-    _folder = str(Path(__file__).resolve().parent)
-    sys.path[:] = [entry for entry in sys.path if os.path.realpath(entry or ".") != _folder]
-    sys.modules[__package__] = types.ModuleType(__package__)
-    sys.modules[__package__].__path__ = [_folder]
+    __package__ = "hf_fastpath_recipe.native"
+    _folder = Path(__file__).resolve().parent
+    sys.path[:] = [entry for entry in sys.path if os.path.realpath(entry or ".") != str(_folder)]
+    sys.modules["hf_fastpath_recipe"] = types.ModuleType("hf_fastpath_recipe")
+    sys.modules["hf_fastpath_recipe"].__path__ = [str(_folder.parent)]
 
+from ..progress import counted
 from . import build_cache, old_glibc, toolchain
 from .build_cache import description, locked, why_damaged
-from .progress import counted
 from .ptxas_report import write_ptxas_report
 from .toolchain import TARGETS, WHEEL_CUDA_ARCHS, BuildError, Toolchain, find_toolchain
 
@@ -49,7 +49,7 @@ CPU_FLAGS = {
     "_avx512_vnni.cpp": "-mavx2 -mfma -mf16c -mavx512f -mavx512bw -mavx512dq -mavx512vl -mavx512vnni",
 }
 
-_PACKAGE = Path(__file__).resolve().parent
+_PACKAGE = Path(__file__).resolve().parent.parent
 #: where installed and in-tree libraries lie
 LIBRARY_DIR = _PACKAGE / "lib"
 

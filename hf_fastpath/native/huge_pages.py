@@ -9,7 +9,7 @@ from collections.abc import Iterable
 
 import torch
 
-from .decode.modules import PLAIN_TENSORS
+from ..registry import PLAIN_TENSORS
 
 PAGE_BYTES = 2 << 20
 #: advice for ``madvise``, as in Linux' ``mman-common.h``

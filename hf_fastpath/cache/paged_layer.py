@@ -6,8 +6,8 @@ from typing import Any
 
 import torch
 
-from .cache_layer import FastpathLayer
-from .ops.kv_cache import KVCache, gathered
+from ..ops.kv_cache import KVCache, gathered
+from .layer import FastpathLayer
 from .pages import PageTable, PageTables
 
 

@@ -8,9 +8,9 @@ from typing import Any
 
 import torch
 
-from . import huge_pages
-from .cache_edits import EditableLayer
-from .ops.kv_cache import LARGEST_QUANT, SCALE_DTYPE, KVCache, dequantized, is_quantized, quantized, requantized
+from ..native import huge_pages
+from ..ops.kv_cache import LARGEST_QUANT, SCALE_DTYPE, KVCache, dequantized, is_quantized, quantized, requantized
+from .edits import EditableLayer
 
 #: capacities are multiples of this, so that short conversations do not grow at every token
 CAPACITY_STEP = 64

@@ -11,13 +11,13 @@ from typing import Any
 import torch
 from torch import nn
 
-from .cache import FastpathCache
-from .compat import CACHE, Cache, DynamicCache, GenerationConfig, eager_experts
-from .ops.gemv import MAX_ROWS
-from .patching.state import paused, state_of
-from .progress import counted
-from .reasons import explained, named
-from .tables import table
+from ..cache.fastpath_cache import FastpathCache
+from ..compat import CACHE, Cache, DynamicCache, GenerationConfig, eager_experts
+from ..ops.gemv import MAX_ROWS
+from ..patching.state import paused, state_of
+from ..progress import counted
+from ..reasons import explained, named
+from ..tables import table
 
 SHORT_TOKENS, PADDED_TOKENS, LONG_TOKENS = 16, 64, 512
 #: of the row that samples

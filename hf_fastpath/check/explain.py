@@ -8,18 +8,19 @@ from typing import Any
 import torch
 from torch import nn
 
-from . import compat, loader, traffic
-from .decode.structure import model_part
-from .errors import UnsupportedModelError
-from .options import Options
-from .patching import selftest
-from .patching.analyse import analyse
-from .patching.coverage import check_anything
-from .patching.plan import PatchPlan
-from .patching.reporting import Report
-from .reasons import REASONS
-from .stats import Stats
-from .tables import table
+from .. import compat, traffic
+from ..decode.structure import model_part
+from ..errors import UnsupportedModelError
+from ..native import loader
+from ..options import Options
+from ..patching import selftest
+from ..patching.analyse import analyse
+from ..patching.coverage import check_anything
+from ..patching.plan import PatchPlan
+from ..patching.reporting import Report
+from ..reasons import REASONS
+from ..stats import Stats
+from ..tables import table
 
 BATCHES = (1, 8)
 #: positions that each sequence holds, as far as the model knows them

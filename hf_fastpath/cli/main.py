@@ -14,12 +14,13 @@ from typing import Any
 
 import torch
 
-from . import __version__, arguments, build, loader, registry
-from .architecture import architectures
-from .options import HEADS
-from .progress import announced
-from .quantization import FORMATS
-from .reasons import REASONS
+from .. import __version__, arguments, registry
+from ..architecture import architectures
+from ..native import build, loader
+from ..options import HEADS
+from ..progress import announced
+from ..quantization import FORMATS
+from ..reasons import REASONS
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
@@ -55,7 +56,7 @@ def _load_model(given: argparse.Namespace) -> tuple[Any, Any]:
 
 
 def _verify(given: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
-    from .verification import verify
+    from ..check.verification import verify
 
     try:
         model, tokenizer = _load_model(given)
@@ -73,7 +74,7 @@ def _verify(given: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
 
 
 def _compare_formats(given: argparse.Namespace, model: Any, tokenizer: Any) -> int:
-    from .quality import compare_formats
+    from ..check.quality import compare_formats
 
     try:
         text = given.prompt if given.text is None else Path(given.text).read_text()
@@ -98,8 +99,8 @@ def _explain(given: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
     close = [] if Path(what).exists() else difflib.get_close_matches(what, REASONS, n=1, cutoff=0.8)
     if close:
         parser.error(f"unknown reason code {what!r}. Did you mean {close[0]!r}?")
-    from .bandwidth import measure_read_bandwidth
-    from .explain import explain
+    from ..bandwidth import measure_read_bandwidth
+    from ..check.explain import explain
 
     loader.ensure(given.device, lambda line: print(line, file=sys.stderr))
     bandwidth = given.bandwidth
@@ -129,10 +130,10 @@ def _bench(rest: Sequence[str]) -> int:
     """Run one of the two benchmarks that are part of the package."""
     # Both import what the other commands have no use for.
     if rest and rest[0] == "gemv":
-        from .bench import layouts
+        from ..bench import layouts
 
         return layouts.main(rest[1:])
-    from .bench import generate
+    from ..bench import generate
 
     return generate.main(rest[1:] if rest and rest[0] == "generate" else rest)
 

@@ -1,0 +1,3 @@
+"""The command ``hf-fastpath``.
+
+It may import all of the package; nothing imports it."""
