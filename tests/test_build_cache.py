@@ -82,7 +82,7 @@ def test_a_build_that_was_broken_off_goes_on_where_it_was(few, monkeypatch, tmp_
 INTERRUPTED = """
 import os, sys
 from pathlib import Path
-from hf_fastpath import build
+from hf_fastpath.native import build
 build.source_dir = lambda: Path(sys.argv[1])
 os.environ["PID"] = str(os.getpid())
 build.build("cpu", Path(sys.argv[2]), progress=None)

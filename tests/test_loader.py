@@ -299,7 +299,7 @@ def test_a_damaged_prebuilt_library_is_named_and_replaced(content, fresh, tmp_pa
 def test_a_truncated_library_is_no_crash(tmp_path):
     """The real thing, in a process of its own: a copy of the library, cut off."""
     code = (
-        "import sys; from pathlib import Path; from hf_fastpath import build, loader; "
+        "import sys; from pathlib import Path; from hf_fastpath.native import build, loader; "
         "print(loader._load('cpu', 'cache', Path(sys.argv[1])), loader.status()['cpu'].detail)"
     )
     if not loader.is_native("cpu"):

@@ -62,12 +62,12 @@ import types, importlib
 package = types.ModuleType("recipe")
 package.__path__ = [sys.argv[1]]
 sys.modules["recipe"] = package
-build = importlib.import_module("recipe.build")
+build = importlib.import_module("recipe.native.build")
 try:
     build.build("cpu", build.Path("nowhere"))
 except build.BuildError as error:
     print(error)
-print(importlib.import_module("recipe.toolchain").jobs("cpu") > 0)
+print(importlib.import_module("recipe.native.toolchain").jobs("cpu") > 0)
 print("torch" in sys.modules)
 """
 
@@ -92,7 +92,7 @@ def torch_of(folder: Path, **facts: str | None) -> Path:
 def test_torch_is_found_without_importing_it():
     code = "import sys, runpy; sys.path.insert(0, sys.argv[1]); import toolchain; print(toolchain.find_torch()); "
     code += "print('torch' in sys.modules, toolchain.torch_facts(toolchain.find_torch())['__version__'])"
-    command = [sys.executable, "-c", code, str(ROOT / "hf_fastpath")]
+    command = [sys.executable, "-c", code, str(ROOT / "hf_fastpath" / "native")]
     said = subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines()
     import torch
 

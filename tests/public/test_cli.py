@@ -144,7 +144,7 @@ def test_bench_table_has_room_for_large_models():
 
 def test_bench_of_an_install_writes_where_it_is_called(monkeypatch, tmp_path):
     """An install has no folder for CSV files and no commit; the one it lies in may be of another repository."""
-    package = Path(cli.__file__).parent
+    package = Path(cli.__file__).parent.parent
     monkeypatch.chdir(tmp_path)
     found = importlib.util.spec_from_file_location("measure_of_an_install", tmp_path / "measure.py")
     (tmp_path / "measure.py").write_text((package / "bench" / "measure.py").read_text())
