@@ -19,7 +19,7 @@ KINDS = [
     kind for _, kind in inspect.getmembers(choices, inspect.isclass) if issubclass(kind, Choice) and kind is not Choice
 ]
 #: choice -> where C++ has it, under another name
-DEFINED = {"Packing": ("packed_gemv/packed_form.h", "PackedForm")}
+DEFINED = {"NormKind": ("common/dtype.h", "Norm"), "Packing": ("packed_gemv/packed_form.h", "PackedForm")}
 
 
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.__name__)
