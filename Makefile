@@ -69,12 +69,13 @@ $(OLDEST_READY): $(READY)
 	$(OLDEST_VENV)/bin/python -m pip install --quiet "transformers==$(OLDEST_TRANSFORMERS).*"
 	touch $@
 
-# On the oldest transformers: what patch() does, tokens, and one case of the golden matrix a family.
+# On the oldest transformers: what patch() does, tokens, what is called over drafts, and one case of the golden matrix a
+# family.
 test-oldest: $(CPU_LIB) $(OLDEST_READY)
 	$(THREADS) HF_FASTPATH_REQUIRE_NATIVE=cpu $(OLDEST_VENV)/bin/python -m pytest -q -n $(JOBS) tests/public/test_patch.py \
 		tests/public/test_report.py tests/public/test_versions.py tests/generation/test_tokens.py tests/patches \
-		-k "test_patch.py or test_report.py or test_versions.py or test_tokens.py or \
-		(golden_matrix and left_padded and float32)" $(ARGS)
+		tests/generation/test_callbacks.py -k "test_patch.py or test_report.py or test_versions.py or test_tokens.py or \
+		(test_callbacks.py and lookup) or (golden_matrix and left_padded and float32)" $(ARGS)
 
 # On a machine with a GPU and its own torch: nothing is downloaded, libraries built elsewhere are used as they are.
 test-gpu:
