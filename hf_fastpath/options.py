@@ -10,8 +10,8 @@ from typing import Any
 import torch
 
 from .architecture import PARTS
+from .cache.buffers import KV_DTYPES
 from .cache.fastpath_cache import check_page_size
-from .cache.layer import KV_DTYPES
 from .decode.structure import MAX_BATCH
 from .quantization import FORMATS
 

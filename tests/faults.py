@@ -27,6 +27,8 @@ class Fault:
     """
 
     def __init__(self, files: tuple[str, ...], at: int | None = None, error: type[BaseException] = KeyboardInterrupt):
+        if missing := [file for file in files if not (PACKAGE / file).is_file()]:
+            raise ValueError(f"no such files in the package: {', '.join(missing)}")
         self.files = {str(PACKAGE / file) for file in files}
         self.at, self.error, self.lines, self.where = at, error, 0, ""
 

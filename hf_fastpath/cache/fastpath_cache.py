@@ -11,7 +11,8 @@ from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache, Dynam
 from ..compat import MIN_WINDOW, record_past_of
 from ..ops.decode_attention import MAX_QUERY_LEN
 from ..ops.kv_cache import MAX_PAGE_SIZE, MIN_PAGE_SIZE, is_page_size, is_quantized
-from .layer import KV_DTYPES, FastpathLayer
+from .buffers import KV_DTYPES
+from .layer import FastpathLayer
 from .paged_layer import PagedLayer
 from .pages import PageCounts, PageTable, PageTables
 

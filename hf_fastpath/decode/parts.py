@@ -1,4 +1,4 @@
-"""The parts of a decoder layer: norms, MLPs, mixtures of experts and attention."""
+"""The parts of a decoder layer: norms, MLPs and mixtures of experts; :mod:`.attention_part` has attention."""
 
 from __future__ import annotations
 
@@ -11,17 +11,12 @@ from .. import architecture as arch
 from ..architecture import Architecture
 from ..choices import Activation
 from ..compat import (
-    MIN_WINDOW,
     activation_of,
-    attention_function,
-    caps_scores,
     experts_function,
     is_known_code,
     is_sharded,
     name_of,
-    rotation_function,
 )
-from ..ops.decode_attention import takes_head_dim
 from ..ops.fused_experts import EXPERT_GATES, MAX_TOP_K
 from ..ops.topk_softmax import MAX_EXPERTS
 from ..reasons import Cause
@@ -29,11 +24,8 @@ from ..registry import FLOAT_DTYPES, PLAIN_TENSORS
 from .modules import (
     child,
     dropout_reason,
-    found_at,
     is_on,
     is_transposed,
-    number,
-    out_features,
     own_code_reason,
     projection_reason,
     weight_and_bias,
@@ -292,128 +284,3 @@ def feed_forward_part(architecture: Architecture, module: nn.Module) -> FeedForw
     ):
         return MoEPart(architecture, module)
     return MLPPart(architecture, module)
-
-
-@dataclass(frozen=True)
-class AttentionPart(Part):
-    """An attention module with separate or fused query, key and value projections.
-
-    Attributes:
-        window: positions a token sees, itself included; None for all.
-    """
-
-    window: int | None
-
-    @property
-    def spec(self) -> arch.Attention:
-        return self.architecture.attention
-
-    def projections(self) -> list[nn.Module]:
-        return [child(self.module, name) for name in (*self.spec.qkv, self.spec.out)]
-
-    @property
-    def head_norms(self) -> list[NormPart]:
-        """Norms over query and key, or none."""
-        return [NormPart(self.architecture, child(self.module, name)) for name in self.spec.head_norms or ()]
-
-    def parameters(self) -> list[torch.Tensor | None]:
-        if self.other_reason() is not None:
-            return []
-        found = [p for linear in self.projections() for p in weight_and_bias(linear)]
-        return found + [p for norm in self.head_norms for p in norm.parameters()] + [self.sinks]
-
-    @property
-    def head_dim(self) -> int:
-        return getattr(self.module, self.spec.head_dim)
-
-    @property
-    def num_heads(self) -> int:
-        return self.module.config.num_attention_heads
-
-    @property
-    def num_kv_heads(self) -> int:
-        heads = sum(out_features(linear) for linear in self.projections()[:-1]) // self.head_dim
-        return (heads - self.num_heads) // 2
-
-    @property
-    def group(self) -> int:
-        """Query heads a KV head."""
-        return self.num_heads // self.num_kv_heads
-
-    @property
-    def repeats_kv(self) -> bool:
-        """Whether the cache holds keys and values ``group`` times."""
-        return is_on(self.module, self.spec.repeats_kv) and self.group > 1
-
-    @property
-    def cache_shape(self) -> tuple[int, int]:
-        """Heads and head_dim of what the cache holds of a position."""
-        return self.num_heads if self.repeats_kv else self.num_kv_heads, self.head_dim
-
-    @property
-    def scaling(self) -> float:
-        return float(getattr(self.module, self.spec.scaling))
-
-    @property
-    def softcap(self) -> float:
-        """0 for none."""
-        applies = self.spec.softcap is not None and caps_scores(self.module.config)
-        return number(self.module, self.spec.softcap, default=0.0) if applies else 0.0
-
-    @property
-    def sinks(self) -> torch.Tensor | None:
-        """A score for each head beside those of its positions."""
-        return None if self.spec.sinks is None else getattr(self.module, self.spec.sinks)
-
-    @property
-    def rotates(self) -> bool:
-        """Whether queries and keys are turned by their position."""
-        return self.architecture.rotary is not None and is_on(self.module, self.spec.rotates, default=True)
-
-    @property
-    def layer_type(self) -> str | None:
-        """For which kind of layer the rotary embedding is asked; None where it knows no kinds."""
-        return None if self.spec.layer_type is None else getattr(self.module, self.spec.layer_type)
-
-    @property
-    def is_composed(self) -> bool:
-        """Whether more than ``ops.qkv_rope_append`` does lies between the norm and the cache."""
-        interleaved = self.spec.by_kv_head and self.num_kv_heads > 1
-        return bool(self.spec.head_norms) or interleaved or self.repeats_kv or self.spec.pairs != "halves"
-
-    @property
-    def reads_buffers(self) -> bool:
-        """Whether an op reads the cache where it is bound, instead of through a ``kv_table``."""
-        return self.softcap > 0
-
-    def other_reason(self) -> str | None:
-        return self._own_reason("attention")
-
-    def reason(self) -> str | None:
-        if (reason := self.other_reason()) is not None:
-            return reason
-        odd = [path for path in self.spec.refuse if found_at(self.module, path)]
-        odd += [path for path in self.spec.require if not found_at(self.module, path)]
-        if odd:
-            return Cause("unsupported_config", f"{odd[0]}={found_at(self.module, odd[0])!r}", self.module)
-        if self.window is not None and self.window < MIN_WINDOW:
-            return Cause("unsupported_config", f"sliding_window={self.window}", self.module)
-        if not takes_head_dim(self.head_dim):
-            return Cause("unsupported_head_dim", f"{self.spec.head_dim}={self.head_dim}", self.module)
-        if self.sinks is not None and type(self.sinks) not in PLAIN_TENSORS:
-            what = f"{self.spec.sinks} is {type(self.sinks).__name__}"
-            return Cause("unsupported_projection", what, self.module)
-        home = self.architecture.module
-        function = attention_function(self.module)
-        if not is_known_code(function, home):
-            what = f"attn_implementation={self.module.config._attn_implementation!r}, {name_of(function)}"
-            return Cause("attention_function", what, self.module)
-        function = rotation_function(self.module)
-        if not is_known_code(function, home):
-            return Cause("class_forward", f"apply_rotary_pos_emb is {name_of(function)}", self.module)
-        reasons = [self._code_reason()]
-        reasons += [projection_reason(linear, self.architecture) for linear in self.projections()]
-        reasons += [dropout_reason(self.module, self.spec.attention_dropout)]
-        reasons += [norm.reason() for norm in self.head_norms]
-        reasons += [dropout_reason(self.module, self.spec.residual_dropout)]
-        return next((reason for reason in reasons if reason), None)

@@ -19,9 +19,10 @@ from ..choices import Activation, NormKind
 from ..ops.kv_cache import KVCache
 from ..quantization.linear import joined as joined_weights
 from . import composed
+from .attention_part import AttentionPart
 from .modules import is_packed, is_transposed, weight_and_bias
 from .named_calls import Emit, Norm, run
-from .parts import AttentionPart, FeedForwardPart, MLPPart, MoEPart, NormPart
+from .parts import FeedForwardPart, MLPPart, MoEPart, NormPart
 from .structure import LayerPart, ModelPart
 
 __all__ = ["Emit", "Positions", "Staging", "run"]

@@ -18,6 +18,7 @@ from ..compat import has_static_rope, layer_windows
 from ..native import loader
 from ..ops.gemv import MAX_ROWS
 from ..reasons import Cause
+from .attention_part import AttentionPart
 from .modules import (
     child,
     dropout_reason,
@@ -28,7 +29,7 @@ from .modules import (
     projection_reason,
     weight_and_bias,
 )
-from .parts import AttentionPart, FeedForwardPart, MoEPart, NormPart, Part, feed_forward_part
+from .parts import FeedForwardPart, MoEPart, NormPart, Part, feed_forward_part
 
 #: sequences of a decode plan: what was measured
 MAX_BATCH = 64

@@ -343,10 +343,8 @@ def samples(device: torch.device, dtype: torch.dtype):
             else:
                 weights += [*linear(features + 2 * kv_features, hidden_size), *[absent] * 4]
             weights += linear(hidden_size, features) + norm_tensors()
-            weights += [matrix(intermediate_size, hidden_size) if gated else absent]
-            weights += (
-                [matrix(intermediate_size, hidden_size), absent] if gated else linear(intermediate_size, hidden_size)
-            )
+            up = intermediate_size, hidden_size
+            weights += [matrix(*up), matrix(*up), absent] if gated else [absent, *linear(*up)]
             weights += linear(hidden_size, intermediate_size)
             for part in caches:
                 cache = torch.randn(batch, kv_heads, capacity, head_dim, device=device).to(kv or dtype)
@@ -365,39 +363,21 @@ def samples(device: torch.device, dtype: torch.dtype):
 
     # Mistral, the second layer with a ring; GPT-2; many heads to a KV head, and padding; plain MLPs
     yield call(256, 4, 2, 64, 512, 501, 40, [64, 24], windows=[0, 16], rotary_dim=64)
-    yield call(
-        *(256, 4, 4, 64, 1024, 503, 33, [33, 40]),
-        norm=NormKind.LAYER,
-        activation=Activation.GELU_TANH,
-        gated=False,
-        layout="conv1d",
-        bias=True,
-        overlap=True,
-    )
+    gpt2 = dict(norm=NormKind.LAYER, activation=Activation.GELU_TANH, gated=False, layout="conv1d", bias=True)
+    yield call(256, 4, 4, 64, 1024, 503, 33, [33, 40], overlap=True, **gpt2)
     yield call(256, 8, 1, 64, 320, 100, 20, [32, 32, 32], start=3, rotary_dim=64, overlap=True)
     yield call(192, 3, 1, 64, 256, 64, 1, [8], activation=Activation.RELU, gated=False, layout="fused", bias=True)
-    yield call(
-        128, 2, 2, 64, 192, 77, 300, [310, 310], activation=Activation.GELU, gated=False, bias=True, rotary_dim=32
-    )
-    yield call(90, 3, 1, 40, 111, 7, 19, [30, 30], windows=[8, 8], activation=Activation.GELU, rotary_dim=24)
-    yield call(
-        33, 2, 1, 32, 17, 1, 9, [9], norm=NormKind.LAYER, activation=Activation.GELU, bias=True, kv=torch.float16
-    )
+    gelu = dict(activation=Activation.GELU)
+    yield call(128, 2, 2, 64, 192, 77, 300, [310, 310], gated=False, bias=True, rotary_dim=32, **gelu)
+    yield call(90, 3, 1, 40, 111, 7, 19, [30, 30], windows=[8, 8], rotary_dim=24, **gelu)
+    yield call(33, 2, 1, 32, 17, 1, 9, [9], norm=NormKind.LAYER, bias=True, kv=torch.float16, **gelu)
     yield call(1024, 8, 2, 128, 2816, 1000, 701, [1024], rotary_dim=128)  # Llama, several parts of everything
     if device.type != "cuda":
         yield call(128, 4, 2, 32, 192, 70, [40, 7, 33], [64, 24], windows=[0, 16], start=3, rotary_dim=32)
-        yield call(
-            128, 2, 2, 64, 256, 70, [9] * MAX_ROWS, [16], norm=NormKind.LAYER, gated=False, layout="conv1d", bias=True
-        )
+        conv1d = dict(norm=NormKind.LAYER, gated=False, layout="conv1d", bias=True)
+        yield call(128, 2, 2, 64, 256, 70, [9] * MAX_ROWS, [16], **conv1d)
         return
     # GPT-2's own sizes, small and medium, for which CUDA has kernels of its own
-    gpt2 = {
-        "norm": NormKind.LAYER,
-        "activation": Activation.GELU_TANH,
-        "gated": False,
-        "layout": "conv1d",
-        "bias": True,
-    }
     yield call(768, 12, 12, 64, 3072, 50, 1030, [1040, 200], windows=[0, 190], start=3, overlap=True, **gpt2)
     yield call(1024, 16, 16, 64, 4096, 50, 31, [40], **gpt2)
 

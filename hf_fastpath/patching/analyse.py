@@ -10,6 +10,7 @@ from torch import nn
 from .. import compat, structural
 from ..architecture import PARTS, Architecture, architectures
 from ..decode import parts, structure
+from ..decode.attention_part import AttentionPart
 from ..native import loader
 from ..options import Options
 from ..quantization import replacing
@@ -104,7 +105,7 @@ def _part(architecture: Architecture, kind: str, module: nn.Module) -> parts.Par
     if kind == "mlp":
         return parts.feed_forward_part(architecture, module)
     if kind == "attention":
-        return parts.AttentionPart(architecture, module, _window(module))
+        return AttentionPart(architecture, module, _window(module))
     attention = getattr(module, architecture.layer.attention)
     return structure.LayerPart(architecture, module, _window(attention))
 

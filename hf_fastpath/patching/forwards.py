@@ -20,9 +20,10 @@ from ..choices import Activation, Approximation
 from ..compat import below_autograd, cache_of, is_sharded, order_offloading, outputs_are_captured, prefetch_waits
 from ..decode import composed, steps
 from ..decode.attend import Attention, has_tensor_cores
+from ..decode.attention_part import AttentionPart
 from ..decode.many_rows import ManyRows, few_rows
 from ..decode.modules import apply_dropout, child
-from ..decode.parts import AttentionPart, MLPPart, MoEPart
+from ..decode.parts import MLPPart, MoEPart
 from ..decode.structure import LayerPart, full_angles
 from ..ops.kv_cache import KVCache
 from ..reasons import Cause

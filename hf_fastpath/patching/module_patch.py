@@ -9,7 +9,8 @@ import torch
 from torch import nn
 
 from ..compat import is_known_code, is_sharded, name_of
-from ..decode.parts import AttentionPart, FeedForwardPart, HeadPart, NormPart
+from ..decode.attention_part import AttentionPart
+from ..decode.parts import FeedForwardPart, HeadPart, NormPart
 from ..decode.patched import Patched
 from ..decode.structure import DecoderPart, LayerPart
 from ..native import loader

@@ -13,7 +13,8 @@ from transformers import Cache, DynamicCache
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
 from hf_fastpath import FastpathCache
-from hf_fastpath.cache.layer import CAPACITY_STEP, RING_SLACK, FastpathLayer
+from hf_fastpath.cache.buffers import CAPACITY_STEP, RING_SLACK
+from hf_fastpath.cache.layer import FastpathLayer
 from hf_fastpath.compat import CACHE
 from hf_fastpath.ops.decode_attention import MAX_QUERY_LEN
 from hf_fastpath.ops.kv_cache import LARGEST_QUANT, dequantized, quantized

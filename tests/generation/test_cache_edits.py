@@ -25,7 +25,8 @@ from hf_fastpath.ops.kv_cache import dequantized, quantized, requantized
 
 SIZE = 16
 FILES = (
-    *("cache.py", "cache_edits.py", "cache_layer.py", "paged_layer.py", "pages.py", "decode/steps.py"),
+    *(f"cache/{name}.py" for name in ("fastpath_cache", "buffers", "edits", "layer", "paged_layer", "pages")),
+    *("decode/steps.py", "decode/named_calls.py", "decode/many_rows.py"),
     *("patching/forwards.py", "patching/module_patch.py", "patching/over_cache.py"),
 )
 #: what a FastpathCache is made of: layers, options, tokens that it holds before it is edited

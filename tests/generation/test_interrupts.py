@@ -24,10 +24,15 @@ FILES = (
     "decode/prompt.py",
     "decode/snapshot.py",
     "decode/steps.py",
-    "cache.py",
-    "cache_layer.py",
-    "paged_layer.py",
-    "pages.py",
+    "decode/named_calls.py",
+    "decode/passes.py",
+    "decode/many_rows.py",
+    "decode/one_call.py",
+    "cache/fastpath_cache.py",
+    "cache/buffers.py",
+    "cache/layer.py",
+    "cache/paged_layer.py",
+    "cache/pages.py",
     "patching/forwards.py",
     "patching/generation.py",
     "patching/module_patch.py",
@@ -50,6 +55,7 @@ def broken_off(model, make_options: Callable[[], dict]) -> Iterator[tuple[dict, 
         """Making plans is broken off as well."""
         state.plans.clear()
 
+    model.generate(**make_options())  # what a process does once is done
     forget()
     options = make_options()
     with Fault(FILES) as whole:

@@ -1,0 +1,203 @@
+"""Buffers of one layer: where the state of a position lies, how it is stored, and how it is read."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+
+from ..native import huge_pages
+from ..ops.kv_cache import LARGEST_QUANT, KVCache, dequantized, is_quantized, quantized, requantized
+from .edits import EditableLayer
+
+#: capacities are multiples of this, so that short conversations do not grow at every token
+CAPACITY_STEP = 64
+#: slots a sliding-window layer keeps beyond its window: that many tokens (and one) can be cropped exactly
+RING_SLACK = 16
+#: the same while past recording is on (assisted decoding crops whole rejected drafts)
+RECORDING_SLACK = 1024
+#: storage types ``kv_dtype`` may name; int8 and float8_e4m3fn have a scale a head and token
+KV_DTYPES = (torch.float32, torch.float16, torch.bfloat16, *LARGEST_QUANT)
+#: one tensor of a cache: keys or values, or the scales of quantized ones
+BUFFERS = ("k_buffer", "v_buffer", "k_scales", "v_scales")
+
+
+class BufferedLayer(EditableLayer):
+    """Storage of :class:`.layer.FastpathLayer`, which has what a cache does with it."""
+
+    def __init__(self, sliding_window: int | None = None, kv_dtype: torch.dtype | None = None):
+        self.k_buffer: torch.Tensor | None = None
+        self.v_buffer: torch.Tensor | None = None
+        self.k_scales: torch.Tensor | None = None
+        self.v_scales: torch.Tensor | None = None
+        super().__init__(sliding_window)
+        self.kv_dtype = kv_dtype
+        self.dtype: torch.dtype | None = None
+        self.device: torch.device | None = None
+        self.oldest = 0  # lowest position that is still in its slot
+        self.expected_length = 0  # see FastpathCache.expect
+        self.is_kept = False  # see checkpoint()
+
+    @property
+    def capacity(self) -> int:
+        """Slots allocated for each sequence."""
+        return 0 if self.k_buffer is None else self.k_buffer.shape[2]
+
+    @property
+    def buffers(self) -> tuple[torch.Tensor, ...]:
+        """K, V, and if they are quantized their scales: what the kernels take."""
+        return tuple(buffer for name in BUFFERS if (buffer := getattr(self, name)) is not None)
+
+    def kv_cache(self) -> KVCache:
+        """What the kernels take."""
+        return KVCache(self.k_buffer, self.v_buffer, self.k_scales, self.v_scales)
+
+    def _replace(self, made: Iterable[torch.Tensor | None], **others: Any) -> None:
+        """Set the buffers and other attributes, all or none where an interrupt comes between."""
+        vars(self).update(zip(BUFFERS, made), _has_views=False, **others)
+
+    @property
+    def is_quantized(self) -> bool:
+        return self.k_scales is not None
+
+    @property
+    def has_buffers(self) -> bool:
+        return self.k_buffer is not None
+
+    @property
+    def shows_views(self) -> bool:
+        return not self.is_sliding and not self.is_quantized
+
+    @property
+    def batch_size(self) -> int:
+        if (keys := self._loose.get(0)) is not None:
+            return keys.shape[0]
+        return -1 if self.k_buffer is None else self.k_buffer.shape[0]
+
+    def _ring_capacity(self) -> int | None:
+        if self.sliding_window is None:
+            return None
+        return self.sliding_window + (RECORDING_SLACK if self.record_past else RING_SLACK)
+
+    def _held(self) -> int:
+        """How many of the newest positions are shown as ``keys`` and ``values``."""
+        if self.sliding_window is None:
+            return self._length
+        return min(self._length, self.sliding_window - 1)
+
+    def _most_held(self) -> int:
+        return self._ring_capacity()
+
+    def _read(self, place: int) -> torch.Tensor:
+        buffers = (getattr(self, name) for name in BUFFERS[place::2])
+        return self._half_of([self._ordered(buffer, self._held()) for buffer in buffers if buffer is not None])
+
+    def _half_of(self, stored: Sequence[torch.Tensor]) -> torch.Tensor:
+        """Keys or values, of what is stored of them: with scales what they stand for."""
+        return stored[0] if len(stored) == 1 else dequantized(*stored, self.dtype)
+
+    def _ordered(self, buffer: torch.Tensor, count: int) -> torch.Tensor:
+        """The newest ``count`` positions of ``buffer``: a view unless the ring wraps inside them."""
+        if count == 0:
+            return buffer[:, :, :0]
+        first = (self._length - count) % self.capacity
+        if first + count <= self.capacity:
+            return buffer[:, :, first : first + count]
+        return torch.cat((buffer[:, :, first:], buffer[:, :, : first + count - self.capacity]), dim=2)
+
+    def _newest(self, count: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys and values of the newest ``count`` positions; quantized ones as what they stand for."""
+        found = tuple(self._ordered(buffer, count) for buffer in self.buffers)
+        return self._dequantized(found)
+
+    def _dequantized(self, stored: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys and values of what :meth:`_stored_as` gives, or of parts of the buffers."""
+        return self._half_of(stored[0::2]), self._half_of(stored[1::2])
+
+    def _stored_as(self, key_states: torch.Tensor, value_states: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """What goes into the buffers, one for each."""
+        if self.is_quantized:
+            (k, k_scales), (v, v_scales) = (quantized(s, self.k_buffer.dtype) for s in (key_states, value_states))
+            return k, v, k_scales, v_scales
+        return key_states.to(self.k_buffer.dtype), value_states.to(self.k_buffer.dtype)
+
+    def _rounded(self, states: torch.Tensor) -> torch.Tensor:
+        if self.kv_dtype is None:
+            return states
+        if is_quantized(self.kv_dtype):
+            return dequantized(*quantized(states, self.kv_dtype), states.dtype)
+        return states.to(self.kv_dtype).to(states.dtype)
+
+    def _storage_dtype(self, *states: torch.Tensor) -> torch.dtype:
+        """What is to hold ``states`` beside what is held: nothing is rounded but to ``kv_dtype``."""
+        if self.kv_dtype is not None:
+            return self.kv_dtype
+        held = self.k_buffer.dtype if self.has_buffers else self.dtype
+        widest = functools.reduce(torch.promote_types, [each.dtype for each in states], held or states[0].dtype)
+        if widest not in (*KV_DTYPES, held):
+            raise RuntimeError(
+                f"keys or values assigned to a {type(self).__name__} are {widest}, expected float32, float16 or "
+                f"bfloat16: assign them as .to({held or torch.float32})"
+            )
+        return widest
+
+    def _put(self, keys: torch.Tensor, values: torch.Tensor) -> None:
+        dtype, count = self._storage_dtype(keys, values), keys.shape[2]
+        if is_quantized(dtype):
+            (k, k_scales), (v, v_scales) = (requantized(states, dtype) for states in (keys, values))
+            stored = k, v, k_scales, v_scales
+        else:
+            stored = keys, values
+        ring = self._ring_capacity()
+        capacity = -(-count // CAPACITY_STEP) * CAPACITY_STEP
+        like = [states if is_quantized(dtype) else states.to(dtype) for states in stored]
+        made = self._allocate(keys.shape[0], capacity if ring is None else min(capacity, ring), like)
+        first = self._length - count if self.is_sliding else 0
+        for buffer, states in zip(made, like):
+            self._store(buffer, states, first)
+        kind = {"dtype": self.dtype or keys.dtype, "device": keys.device, "is_initialized": True}
+        self._replace(made, _loose={}, _copies=frozenset(), _length=first + count, oldest=first, **kind)
+
+    def _forget(self) -> None:
+        length = {} if self.is_sliding else {"_length": 0, "oldest": 0}
+        self._replace([None] * 4, _loose={}, _copies=frozenset(), is_initialized=False, **length)
+
+    def _allocate(
+        self, batch: int, capacity: int, like: Sequence[torch.Tensor] | None = None
+    ) -> tuple[torch.Tensor, ...]:
+        """Buffers of the kinds of ``like``, or of those that there are."""
+        # Tensors born in inference mode could not be written outside it, and a cache may live in both.
+        with torch.inference_mode(False):
+            made = tuple(
+                torch.empty((batch, old.shape[1], capacity, *old.shape[3:]), dtype=old.dtype, device=old.device)
+                for old in like or self.buffers
+            )
+        for buffer in made:
+            huge_pages.ask_for(buffer)
+        return made
+
+    def _resize(self, capacity: int) -> None:
+        """Move what is held into buffers of ``capacity`` slots."""
+        count = min(self._length - self.oldest, capacity)
+        first = self._length - count
+        made = self._allocate(self.batch_size, capacity)
+        if count > 0:
+            for old, new in zip(self.buffers, made):
+                self._store(new, self._ordered(old, count), first)
+        self._replace(made, oldest=first)
+
+    @staticmethod
+    def _store(buffer: torch.Tensor, states: torch.Tensor, first: int) -> None:
+        """Write ``states``, positions ``first`` on, into their slots; only the newest capacity of them fit."""
+        capacity, count = buffer.shape[2], states.shape[2]
+        if first + count <= capacity:  # the usual case, and every view costs host time
+            buffer.narrow(2, first, count).copy_(states)
+            return
+        surplus = max(0, count - capacity)
+        states, first = states[:, :, surplus:], (first + surplus) % capacity
+        head = min(states.shape[2], capacity - first)
+        buffer[:, :, first : first + head].copy_(states[:, :, :head])
+        if head < states.shape[2]:
+            buffer[:, :, : states.shape[2] - head].copy_(states[:, :, head:])
