@@ -130,6 +130,12 @@ def test_no_file_contains(what, pattern):
     assert not found, f"{what}:\n" + "\n".join(found)
 
 
+def test_files_of_the_package_can_be_read_in_one_go():
+    lengths = {path: len(path.read_text().splitlines()) for path in (ROOT / "hf_fastpath").rglob("*.py")}
+    long = {str(path.relative_to(ROOT)): length for path, length in lengths.items() if length > 400}
+    assert len(lengths) > 100 and not long, f"more than 400 lines: {long}"
+
+
 # ---- links -------------------------------------------------------------------------------------------------
 
 
