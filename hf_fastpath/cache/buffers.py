@@ -1,4 +1,4 @@
-"""Buffers of one layer: where the state of a position lies, how it is stored, and how it is read."""
+"""Buffers of one layer: where the state of a position lies, how it is stored and read, and how they grow."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ BUFFERS = ("k_buffer", "v_buffer", "k_scales", "v_scales")
 
 
 class BufferedLayer(EditableLayer):
-    """Storage of :class:`.layer.FastpathLayer`, which has what a cache does with it."""
+    """Storage of :class:`.layer.FastpathLayer`, which has what transformers asks of it."""
 
     def __init__(self, sliding_window: int | None = None, kv_dtype: torch.dtype | None = None):
         self.k_buffer: torch.Tensor | None = None
@@ -201,3 +201,70 @@ class BufferedLayer(EditableLayer):
         buffer[:, :, first : first + head].copy_(states[:, :, :head])
         if head < states.shape[2]:
             buffer[:, :, : states.shape[2] - head].copy_(states[:, :, head:])
+
+    def reserve(self, num_tokens: int) -> bool:
+        """Make room for ``num_tokens`` more positions.
+
+        Returns:
+            Whether the buffers moved.
+
+        Raises:
+            RuntimeError: a window's keys and values were assigned, and are not its newest positions.
+        """
+        before = self.k_buffer
+        self._take_all()
+        needed = self._length + num_tokens
+        ring = self._ring_capacity()
+        if needed <= self.capacity or (ring is not None and self.capacity >= ring):
+            # what was shown is the user's; and what a forward overwrites has to come back if it fails
+            if self._has_views or (self.is_kept and ring is not None and self._loses(needed)):
+                self._resize(self.capacity)
+            return self.k_buffer is not before
+        if needed < self.expected_length:
+            grown = min(self.expected_length, needed + needed // 4)
+        else:
+            grown = max(needed, self.capacity + self.capacity // 4)
+        grown = -(-grown // CAPACITY_STEP) * CAPACITY_STEP
+        self._resize(grown if ring is None else min(grown, ring))
+        return True
+
+    def _take_all(self) -> None:
+        if self._loose and not self.take():
+            raise RuntimeError(
+                f"the keys assigned to a {type(self).__name__} with a window of {self.sliding_window} are "
+                f"{self._loose[0].shape[2]}, expected the newest {self._held()} of {self._length} positions: set "
+                "cumulative_length as well"
+            )
+
+    def _loses(self, length: int) -> bool:
+        """Whether a ring filled up to ``length`` has overwritten what the next token sees now."""
+        return length - self.capacity > max(0, self._length - self.sliding_window + 1)
+
+    def checkpoint(self) -> dict:
+        """All that :meth:`restore` needs to undo what comes until then."""
+        saved = dict(vars(self))
+        self.is_kept = True
+        return saved
+
+    def restore(self, saved: dict) -> None:
+        """Be as at the time of a :meth:`checkpoint`."""
+        if self.is_sliding and (buffer := saved["k_buffer"]) is not None and buffer.shape[2] >= self._ring_capacity():
+            # what a window does not need may have been overwritten
+            saved["oldest"] = max(saved["oldest"], saved["_length"] - self.sliding_window + 1)
+        vars(self).update(saved)
+
+    def append(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
+        """Write the states of the next positions, [batch, num_kv_heads, new, head_dim]."""
+        self._append(self._stored_as(key_states, value_states))
+
+    def _append(self, stored: tuple[torch.Tensor, ...]) -> None:
+        count = stored[0].shape[2]
+        self.reserve(count)
+        for buffer, states in zip(self.buffers, stored):
+            self._store(buffer, states, self._length)
+        self.advance(count)
+
+    def advance(self, num_tokens: int) -> None:
+        """Count positions that were written."""
+        self._length += num_tokens
+        self.oldest = max(self.oldest, self._length - self.capacity)
