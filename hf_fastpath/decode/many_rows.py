@@ -34,7 +34,7 @@ class _Replacements:
 
     def __init__(self, rows: int, beside: bool = False):
         self._rows = rows
-        self._runs_beside = beside
+        self._beside = _SideStream() if beside else None
         self._shared: tuple[Any, Any, Any] = (None, None, None)
 
     def __call__(self, op: Callable[..., Any], arguments: dict[str, Any]) -> Callable[..., Any] | None:
@@ -95,9 +95,9 @@ class _Replacements:
         pairs = [pair for pair in pairs if pair[0] is not None]
         if len(pairs) == 1:
             qkv = _product(emit, x, *pairs[0], transposed)
-        elif self._runs_beside and q_weight.is_cuda:
+        elif self._beside is not None and q_weight.is_cuda:
             weights, biases = map(list, zip(*pairs))
-            qkv = emit(SideBySide(), x=x, weights=weights, biases=biases, transposed=transposed)
+            qkv = emit(side_by_side, x=x, weights=weights, biases=biases, transposed=transposed, beside=self._beside)
         else:
             qkv = emit(composed.joined, *(_product(emit, x, *pair, transposed) for pair in pairs))
         return emit(ops.rope_append.overload, qkv=qkv, bias=None, **to)
@@ -246,21 +246,26 @@ def gated_halves(both, activation):
     return ops.fused_swiglu.overload(*both.chunk(2, dim=-1), activation)
 
 
-class SideBySide:
-    """``x`` times several weights, those behind the first on another stream; features side by side."""
+class _SideStream:
+    """A stream beside the current one, made when it is first asked for: one for all calls of a step."""
 
     def __init__(self) -> None:
         self._stream: torch.cuda.Stream | None = None
 
-    def __call__(self, x, weights, biases, transposed):
-        current = torch.cuda.current_stream(x.device)
+    def of(self, device: torch.device) -> torch.cuda.Stream:
         if self._stream is None:
-            self._stream = torch.cuda.Stream(x.device)
-        first, *others = ((weight.t() if transposed else weight, bias) for weight, bias in zip(weights, biases))
-        # What is allocated there is used here, and used again there only behind the wait of the next call.
-        self._stream.wait_stream(current)
-        with torch.cuda.stream(self._stream):
-            made = [nn.functional.linear(x, *pair) for pair in others]
-        made.insert(0, nn.functional.linear(x, *first))
-        current.wait_stream(self._stream)
-        return torch.cat(made, dim=-1)
+            self._stream = torch.cuda.Stream(device)
+        return self._stream
+
+
+def side_by_side(x, weights, biases, transposed, beside):
+    """``x`` times several weights, those behind the first on the stream ``beside``; features side by side."""
+    current, stream = torch.cuda.current_stream(x.device), beside.of(x.device)
+    first, *others = ((weight.t() if transposed else weight, bias) for weight, bias in zip(weights, biases))
+    # What is allocated there is used here, and used again there only behind the wait of the next call.
+    stream.wait_stream(current)
+    with torch.cuda.stream(stream):
+        made = [nn.functional.linear(x, *pair) for pair in others]
+    made.insert(0, nn.functional.linear(x, *first))
+    current.wait_stream(stream)
+    return torch.cat(made, dim=-1)

@@ -28,8 +28,7 @@ from ..decode.structure import LayerPart, full_angles
 from ..ops.kv_cache import KVCache
 from ..reasons import Cause
 from .module_patch import CAPTURED, KEY, ModulePatch, stock
-from .over_cache import ByDesign, Call
-from .over_cache import is_few as _is_few
+from .over_cache import ByDesign, Call, is_few
 
 
 def norm(self: nn.Module, hidden_states: torch.Tensor) -> torch.Tensor:
@@ -52,7 +51,7 @@ def _activate(op: Callable[..., torch.Tensor], *arguments: Any) -> torch.Tensor:
 
 def _mixture(patch: ModulePatch, part: MoEPart, hidden_states: torch.Tensor) -> torch.Tensor:
     reason = None
-    if _is_few(hidden_states):  # prompts are stock code's by design
+    if is_few(hidden_states):  # prompts are stock code's by design
         reason = patch.reason_now(hidden_states) or part.reason() or patch.parameters_reason(hidden_states)
         reason = reason or (CAPTURED if outputs_are_captured() else None)
         if reason is None:
@@ -75,7 +74,7 @@ def mlp(self: nn.Module, hidden_states: torch.Tensor) -> torch.Tensor:
         reason = Cause("sharded", module=self)
     if reason is not None:
         return stock(self, reason, hidden_states)
-    if _is_few(hidden_states):
+    if is_few(hidden_states):
         if part.reason() is None and patch.parameters_reason(hidden_states) is None:
             return steps.mlp(steps.run, part, hidden_states)
     # Many rows, gradients, or projections with a life of their own (LoRA, quantized): only the activation is fused.
@@ -129,11 +128,11 @@ def _over_cache(
     starts = None if starts is None else starts.expand(len(x)).contiguous()
     total = layer.cumulative_length + query_len
     if query_len > 1 and total > layer.capacity:  # a window's ring: the newest tokens take the oldest slots
-        if not _is_few(x) or layer.sliding_window + query_len - 1 > layer.capacity:
+        if not is_few(x) or layer.sliding_window + query_len - 1 > layer.capacity:
             return None
-    elif query_len > 1 and (not _is_few(x) or has_tensor_cores(x.device, x.dtype, part.head_dim)):
+    elif query_len > 1 and (not is_few(x) or has_tensor_cores(x.device, x.dtype, part.head_dim)):
         attention = Attention(query_len, total, lengths, starts)
-        emit = few_rows(attention) if _is_few(x) else ManyRows(attention, x.shape[0] * query_len)
+        emit = few_rows(attention) if is_few(x) else ManyRows(attention, x.shape[0] * query_len)
     angles = named.get("position_embeddings")
     if angles is not None:
         angles = {part.layer_type: tuple(full_angles(part.architecture, table.to(x.dtype)) for table in angles)}
@@ -182,7 +181,7 @@ def head(self: nn.Module, hidden_states: torch.Tensor) -> torch.Tensor:
         return stock(self, None, x)
     if patch.reason_now(x) or patch.part.reason() or patch.parameters_reason(x):
         return stock(self, None, x)  # nothing but the product is lost, in a forward that counts its own reasons
-    emit = steps.run if _is_few(x) else ManyRows(None, x.numel() // x.shape[-1])
+    emit = steps.run if is_few(x) else ManyRows(None, x.numel() // x.shape[-1])
     return steps.projection(emit, self, x)
 
 

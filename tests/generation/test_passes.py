@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -249,3 +250,12 @@ def test_prefetch_next_weight():
             assert "next_weight" not in call.arguments
     assert told == 3 * len(made.part.layers) - (0 if told % 3 == 0 else 1)
     assert torch.equal(made.run(), expected)
+
+
+def test_recording_holds_on_to_nothing():
+    """Binders are kept by op: an op is a function of a module, and none that a step has made for itself."""
+    made, _ = recorded()
+    made.through(few_to_many, Step(rows=1000, many=True, beside=True))
+    for call in made.program.calls:
+        op = call.op
+        assert isinstance(op, torch._ops.OpOverload) or getattr(sys.modules[op.__module__], op.__name__) is op
