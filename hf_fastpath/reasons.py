@@ -43,6 +43,10 @@ REASONS: dict[str, Reason] = {
         "the activation is not one the kernels have", "nothing to set: it belongs to the model"
     ),
     "unsupported_head_dim": Reason("head_dim is odd or above 512", "nothing to set: it belongs to the model"),
+    "not_recorded": Reason(
+        "no architecture file covers the model, and its own forward could not be written down as a list of calls",
+        "nothing to set: it belongs to the model's code, at the line that is named",
+    ),
     "unsupported_projection": Reason(
         "a projection is not exactly nn.Linear or Conv1D, or experts not of their family's class (LoRA, quantized, "
         "sharded, ...)",

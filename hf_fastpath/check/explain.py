@@ -143,8 +143,7 @@ def examine(model: nn.Module) -> tuple[PatchPlan, Report]:
     """
     plan = analyse(model, Options.parse())
     check_anything(plan)
-    architecture = plan.model_architecture
-    part = None if architecture is None else model_part(architecture, model)
+    part = None if plan.family is None else plan.family.model_part(model)
     return plan, Report.of(plan, part, Stats())
 
 

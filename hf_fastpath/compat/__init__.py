@@ -72,11 +72,20 @@ from .models import (
     experts_function,
     generating_model,
     has_static_rope,
+    is_encoder_decoder,
     is_sharded,
     model_of_config,
     outputs_are_captured,
     rotation_function,
     save_config,
     sharding,
+)
+from .seams import (
+    RecordingCache,
+    ask_for_seams,
+    has_default_gate,
+    install_seams,
+    mask_sees,
+    takes_positions,
 )
 from .versions import TESTED_TRANSFORMERS, transformers_version

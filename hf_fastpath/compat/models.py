@@ -119,6 +119,11 @@ def can_generate(model: nn.Module) -> bool:
     return isinstance(model, GenerationMixin)
 
 
+def is_encoder_decoder(model: nn.Module) -> bool:
+    """Whether a model has an encoder beside its decoder."""
+    return bool(getattr(model.config, "is_encoder_decoder", False))
+
+
 def model_of_config(config: Any, **arguments: Any) -> Any:
     """A model of the class that is made for ``config``: a causal LM, else one of images or sound and text, an
     encoder-decoder, or whatever there is.

@@ -21,6 +21,11 @@ def unit_offset_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch
     return nn.functional.rms_norm(x.float(), weight.shape, 1.0 + weight.float(), eps).to(x.dtype)
 
 
+def plain_norm(x: torch.Tensor, eps: float) -> torch.Tensor:
+    """RMS norm without a weight; in float32 and rounded once."""
+    return nn.functional.rms_norm(x.float(), x.shape[-1:], None, eps).to(x.dtype)
+
+
 def head_norm(x: torch.Tensor, op: Callable[..., torch.Tensor], weight: torch.Tensor, eps: float) -> torch.Tensor:
     """RMS norm of every head, or of all if ``weight`` is as long: [batch, query_len, heads * head_dim] in and out."""
     return op(x.unflatten(-1, (-1, weight.numel())), weight, eps).flatten(-2)

@@ -161,6 +161,28 @@ def in_order(op: Callable[..., Any], arguments: dict[str, Any]) -> list[Any]:
     return _binder(op, names)(arguments)
 
 
+@functools.cache
+def _only_by_name(op: Callable[..., Any]) -> frozenset[str]:
+    """Arguments of an op that cannot be given by their place."""
+    if not isinstance(op, torch._ops.OpOverload):
+        return frozenset()
+    return frozenset(each.name for each in op._schema.arguments if each.kwarg_only)
+
+
+def bound(op: Callable[..., Any], arguments: dict[str, Any]) -> tuple[Callable[..., Any], list[Any]]:
+    """What takes a call's arguments in order, and they.
+
+    Raises:
+        TypeError: the op has no such argument, or lacks one.
+    """
+    named = _only_by_name(op) & arguments.keys()
+    if not named:
+        return op, in_order(op, arguments)
+    constants = {name: arguments[name] for name in named}
+    others = {name: value for name, value in arguments.items() if name not in named}
+    return functools.partial(op, **constants), in_order(op, others)
+
+
 def run(op: Callable[..., Any], /, *positional: Any, **named: Any) -> Any:
     """Call ``op`` now."""
     return op(*in_order(op, by_name(op, positional, named)))

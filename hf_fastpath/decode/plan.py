@@ -19,10 +19,9 @@ from ..ops.kv_cache import KVCache, is_quantized, table_columns
 from . import steps
 from .angles import AngleTables
 from .graph import capture, random_numbers_in_turn
-from .modules import out_features
 from .named_calls import Register, Step
 from .program import Program
-from .structure import ModelPart, fingerprint
+from .structure import ModelPart
 
 _aten = torch.ops.aten
 
@@ -66,7 +65,7 @@ class DecodePlan:
     ):
         self.batch, self.kv_dtype, self.sampled = batch, kv_dtype, sampled
         self.page_sizes = page_sizes or (None,) * len(part.layers)
-        self.fingerprint = fingerprint(part)
+        self.fingerprint = part.fingerprint()
         weight = part.embedding.weight
         self.device, self.dtype = weight.device, weight.dtype
         self.cache: FastpathCache | None = None
@@ -88,7 +87,7 @@ class DecodePlan:
             if self.device.type == "cuda":
                 self.record = self.record.pin_memory()
             if sampled:
-                self.noise = torch.empty(batch, out_features(part.head), dtype=torch.float32, device=self.device)
+                self.noise = torch.empty(batch, part.vocab_size, dtype=torch.float32, device=self.device)
                 self.settings = torch.zeros(4, dtype=torch.float64, device=self.device)
             self.workspace = self.staging = None
             self.kv_tables: dict[bool, torch.Tensor] = {}  # of layers in pages, of others
@@ -153,21 +152,28 @@ class DecodePlan:
         emit: steps.Emit = self.program.emit
         registers = {} if self._angles is None else self._angles.registers
         tables = [table for pair in registers.values() for table in pair]
-        hidden, rows = steps.step_inputs(emit, part, self.tokens, self.positions, tables)
+        rows: list[Register] = []
+        if not part.is_recorded:
+            hidden, rows = steps.step_inputs(emit, part, self.tokens, self.positions, tables)
         angles = dict(zip(registers, zip(rows[::2], rows[1::2])))
         # Nothing in the step writes a parameter or the table, and lengths only change before or in its last kernel.
         overlap = self.device.type == "cuda"
         fixed = self.kv_tables, self.workspace, overlap, self.staging
         at = steps.Positions(angles, self.seq_lens, self.starts, *fixed)
-        # A graph of several sequences takes the ops one by one, as they were measured.
-        few = self.batch == 1 or (self.device.type == "cpu" and self.batch <= MAX_ROWS)
+        if part.is_recorded:
+            return part.record(emit, self.tokens, self.positions, self._caches, at), self._made_for(overlap)
         for index, layer in enumerate(part.layers):
             hidden = steps.decoder_layer(emit, layer, hidden, self._caches[index], at, index)
         logits = steps.scaled_logits(emit, part, steps.head(emit, part, hidden, overlap))
+        return logits, self._made_for(overlap)
+
+    def _made_for(self, overlap: bool) -> Step:
+        """What passes make of the plan's calls."""
+        # A graph of several sequences takes the ops one by one, as they were measured.
+        few = self.batch == 1 or (self.device.type == "cpu" and self.batch <= MAX_ROWS)
         rows = self.batch * self.query_len
         many = rows > MAX_ROWS
-        step = Step(rows, one_call=few and self.query_len == 1, many=many, beside=many, overlap=overlap)
-        return logits, step
+        return Step(rows, one_call=few and self.query_len == 1, many=many, beside=many, overlap=overlap)
 
     def begin(
         self,

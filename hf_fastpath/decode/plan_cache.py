@@ -6,11 +6,10 @@ import threading
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 from torch import nn
 
-from ..architecture import Architecture
 from ..cache.fastpath_cache import FastpathCache
 from . import structure
 from .draft_plan import WIDTHS, DraftPlan
@@ -27,6 +26,17 @@ MAX_CALLS = 4
 Plan = TypeVar("Plan", bound=DecodePlan)
 
 
+class Family(Protocol):
+    """What knows the roles inside a model: a described architecture, or the recorder."""
+
+    @property
+    def module(self) -> str:
+        """transformers module of the model's class."""
+
+    def model_part(self, model: nn.Module) -> structure.ModelPart | None:
+        """``model`` in its roles as it is now, or None if it is none of the family."""
+
+
 class _Place:
     """What a running call holds."""
 
@@ -37,14 +47,14 @@ class PlanCache:
     A call takes what it needs for itself, and each plan comes back at its ``end()``.
 
     Attributes:
-        architecture: the one that covers the whole model, or None if only modules are patched.
+        family: gives the model in its roles; None if only modules are patched.
         running: what :meth:`place` has given to calls of our loops.
         snapshot: the model as it was when a plan could last be made of it.
         lock: of plans and places, held for a moment.
     """
 
     def __init__(self) -> None:
-        self.architecture: Architecture | None = None
+        self.family: Family | None = None
         self.snapshot: Snapshot | None = None
         self._waiting: list[DecodePlan] = []
         self.forget_other_threads()
@@ -125,7 +135,7 @@ class PlanCache:
         if snapshot is not None and snapshot.part.module is model and snapshot.holds():
             return snapshot.part
         self.snapshot = None
-        return None if self.architecture is None else structure.model_part(self.architecture, model)
+        return None if self.family is None else self.family.model_part(model)
 
     def reason_of(self, part: structure.ModelPart) -> str | None:
         """``part.reason()`` for a part that :meth:`part_of` has just given."""
@@ -147,7 +157,7 @@ class PlanCache:
     def fingerprint_of(self, part: structure.ModelPart) -> tuple:
         """``structure.fingerprint(part)`` for a part that :meth:`part_of` has just given."""
         snapshot = self._snapshot_with(part)
-        return structure.fingerprint(part) if snapshot is None else snapshot.fingerprint
+        return part.fingerprint() if snapshot is None else snapshot.fingerprint
 
     def prompt_programs_of(self, part: structure.ModelPart) -> dict[tuple, Any]:
         """See ``prompt.read``; for a part that :meth:`part_of` has just given."""

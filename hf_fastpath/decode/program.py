@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import fields, is_dataclass
 from typing import Any
 
-from .named_calls import Call, Register, Step, by_name, in_order
+from .named_calls import Call, Register, Step, bound, by_name
 from .passes import passed
 
 #: function, arguments, where values go (a list, a place in it, a register), register of the result
@@ -54,14 +54,15 @@ class Program:
         return [call.name for call in self.calls]
 
     def _bind(self) -> list[_Bound]:
-        bound = []
+        made = []
         for call in self.calls:
-            given = [list(a) if isinstance(a, list) else a for a in in_order(call.op, call.arguments)]
+            op, ordered = bound(call.op, call.arguments)
+            given = [list(a) if isinstance(a, list) else a for a in ordered]
             lists = [given, *(a for a in given if isinstance(a, list))]
             holes = [(a, place, r.index) for a in lists for place, r in enumerate(a) if type(r) is Register]
-            bound.append((call.op, given, holes, call.out.index))
-        self._bound = bound
-        return bound
+            made.append((op, given, holes, call.out.index))
+        self._bound = made
+        return made
 
     def run(self) -> None:
         """Make every call."""
@@ -83,10 +84,10 @@ class Program:
         Returns:
             What the last call gives.
         """
-        bound = self._bound or self._bind()
+        calls = self._bound or self._bind()
         if self._read_last is None:
-            last = {i: place for place, (*_, holes, out) in enumerate(bound) for i in (out, *(i for *_, i in holes))}
-            self._read_last = [[] for _ in bound]
+            last = {i: place for place, (*_, holes, out) in enumerate(calls) for i in (out, *(i for *_, i in holes))}
+            self._read_last = [[] for _ in calls]
             for index, place in last.items():
                 self._read_last[place].append(index)
             self._read_last[-1].clear()  # the result is there
@@ -94,7 +95,7 @@ class Program:
         for register, value in given:
             self.put(register, value)
         try:
-            for (op, arguments, holes, out), done in zip(bound, self._read_last):
+            for (op, arguments, holes, out), done in zip(calls, self._read_last):
                 for target, place, index in holes:
                     target[place] = values[index]
                 values[out] = op(*arguments)

@@ -80,7 +80,7 @@ def is_readable(part: ModelPart, cache: FastpathCache, prompt: Prompt) -> bool:
     It cannot where attention is more than softmax and no kernel has that, a window ends inside of the prompt, or MLPs
     are mixtures.
     """
-    if not _continues(cache, prompt):
+    if part.is_recorded or not _continues(cache, prompt):
         return False
     length = cache.get_seq_length() + prompt.tokens.shape[1]
     for layer in part.layers:

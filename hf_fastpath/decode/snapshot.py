@@ -75,7 +75,7 @@ class Snapshot:
     @cached_property
     def fingerprint(self) -> tuple:
         """:func:`structure.fingerprint` of the model."""
-        return structure.fingerprint(self.part)
+        return self.part.fingerprint()
 
     def _values(self, modules: list) -> list:
         """Attributes of the modules, how many they have, what their own dicts hold, and the methods and functions that

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from operator import attrgetter
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import nn
@@ -26,6 +26,7 @@ from .modules import (
     is_packed,
     model_code_reason,
     number,
+    out_features,
     projection_reason,
     weight_and_bias,
 )
@@ -156,6 +157,17 @@ class ModelPart(Part):
     """
 
     windows: tuple[int | None, ...]
+    #: its step is written down by :mod:`.steps`, not recorded
+    is_recorded: ClassVar[bool] = False
+
+    @property
+    def vocab_size(self) -> int:
+        """Logits of a token."""
+        return out_features(self.head)
+
+    def fingerprint(self) -> tuple:
+        """What a decode plan bakes in of the model."""
+        return fingerprint(self)
 
     @property
     def max_batch(self) -> int:
@@ -305,6 +317,22 @@ class ModelPart(Part):
 
     def _name_of(self, parameter: torch.Tensor) -> str:
         return next((name for name, each in self.module.named_parameters() if each is parameter), "a weight")
+
+
+@dataclass(frozen=True)
+class Described:
+    """A family that an architecture describes."""
+
+    architecture: Architecture
+
+    @property
+    def module(self) -> str:
+        """transformers module of its classes."""
+        return self.architecture.module
+
+    def model_part(self, model: nn.Module) -> ModelPart | None:
+        """``model`` in its roles as it is now, or None if it is not exactly one of the family."""
+        return model_part(self.architecture, model)
 
 
 def model_part(architecture: Architecture, model: nn.Module) -> ModelPart | None:

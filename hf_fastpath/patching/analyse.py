@@ -11,10 +11,12 @@ from .. import compat, structural
 from ..architecture import PARTS, Architecture, architectures
 from ..decode import parts, structure
 from ..decode.attention_part import AttentionPart
+from ..decode.plan_cache import Family
 from ..native import loader
 from ..options import Options
 from ..quantization import replacing
 from ..reasons import Cause, named
+from ..recording.part import Recorded
 from .plan import Binding, Declined, PatchPlan
 
 
@@ -30,11 +32,15 @@ def analyse(model: nn.Module, options: Options, no_kernels: str | None = None) -
     known = structural.known_for(model, architectures())
     architecture, bindings, declined = _modules(model, options, known, no_kernels)
     reason = _loop_disabled(options) or _partial_reason(declined)
+    family: Family | None = None
     whole: structure.ModelPart | None = None
     if reason is None:
-        whole = next(filter(None, (structure.model_part(each, model) for each in known)), None)
+        family = _family(model, known, bindings, declined)
+        whole = None if family is None else family.model_part(model)
         reason = _whole_reason(model, whole)
-    if whole is not None and reason is None:
+        if whole is not None and whole.is_recorded and reason is not None:
+            family = whole = None
+    if whole is not None and reason is None and not whole.is_recorded:
         head = parts.HeadPart(whole.architecture, whole.head)
         if _lasting_reason(head) is None:
             bindings.append(Binding("head", head))
@@ -49,7 +55,7 @@ def analyse(model: nn.Module, options: Options, no_kernels: str | None = None) -
         options=options,
         architecture=architecture,
         by_structure=next((each for each in known if each.like), None),
-        model_architecture=None if whole is None else whole.architecture,
+        family=family,
         bindings=tuple(bindings),
         patched=dict(Counter(each.kind for each in bindings if each.kind in PARTS)),
         declined=tuple(declined),
@@ -147,10 +153,24 @@ def _partial_reason(declined: list[Declined]) -> str | None:
     return missing or Cause("partial_patch", f"{reasons[0]}: {reasons[0].what}")
 
 
+def _family(
+    model: nn.Module, known: tuple[Architecture, ...], bindings: list[Binding], declined: list[Declined]
+) -> Family | None:
+    """What knows the roles inside a whole model: its architecture, or the recorder if none of its modules is of any."""
+    for each in known:
+        if structure.model_part(each, model) is not None:
+            return structure.Described(each)
+    if bindings or declined or not compat.can_generate(model) or compat.is_encoder_decoder(model):
+        return None
+    return Recorded(model)
+
+
 def _whole_reason(model: nn.Module, whole: structure.ModelPart | None) -> str | None:
     """Why the loop is stock's though all modules are ours, or None."""
     if whole is None:
         return Cause("class_not_supported", module=model)
+    if whole.is_recorded and (reason := whole.reason()) is not None:
+        return reason
     narrow = [window for window in whole.windows if window is not None and window < compat.MIN_WINDOW]
     if narrow:
         return Cause("unsupported_config", f"sliding_window={narrow[0]}", model)

@@ -89,6 +89,9 @@ def check_anything(plan: PatchPlan) -> None:
         raise _unsupported(f"{cause} ({reason.meaning})", reason.remedy)
     more: list[str] = []
     what = _kind(model)
+    if what is None and getattr(plan.loop_reason, "what", "") and plan.loop_reason != "class_not_supported":
+        reason = REASONS[plan.loop_reason]
+        raise _unsupported(f"{_named(model)}: {plan.loop_reason} ({plan.loop_reason.what})", reason.remedy)
     if what is None:
         what = f"{_named(model)} is a causal LM of a family without an architecture file"
         nearest = structural.match(model)

@@ -57,6 +57,6 @@ def _takes_our_cache(model: nn.Module, state: PatchState) -> bool:
     """Whether a FastpathCache serves this model: our loop uses it, or every layer's attention does."""
     plan = state.decided
     if plan.loop_reason is None:
-        return compat.overridden_method(model, plan.model_architecture.module) is None
+        return compat.overridden_method(model, plan.family.module) is None
     windows = compat.layer_windows(model.config)
     return windows is not None and len(windows) in (plan.patched.get("attention"), plan.patched.get("layer"))

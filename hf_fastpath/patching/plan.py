@@ -10,6 +10,7 @@ from torch import nn
 
 from ..architecture import Architecture
 from ..decode.parts import Part
+from ..decode.plan_cache import Family
 from ..options import Options
 from ..quantization.replacing import Replacement
 from ..reasons import Cause
@@ -51,7 +52,7 @@ class PatchPlan:
         options: of ``patch()``.
         architecture: the one that its modules are of, or None.
         by_structure: the one without a file that was looked for because of the model's structure, or None.
-        model_architecture: the one that covers the whole model, or None if only modules are patched.
+        family: gives the whole model in its roles, or None if only modules are patched.
         bindings: in the order in which they are to be made.
         patched: part of an architecture -> how many modules of it get a forward of ours.
         declined: all that was recognized and keeps its stock forward.
@@ -65,7 +66,7 @@ class PatchPlan:
     options: Options
     architecture: Architecture | None
     by_structure: Architecture | None
-    model_architecture: Architecture | None
+    family: Family | None
     bindings: tuple[Binding, ...]
     patched: dict[str, int]
     declined: tuple[Declined, ...]

@@ -79,7 +79,7 @@ class PatchState:
     def decide(self, plan: PatchPlan) -> None:
         """Take on what :func:`.analyse.analyse` found."""
         self.decided = plan
-        self.plans.architecture = plan.model_architecture
+        self.plans.family = plan.family
 
     def fall_back(self, reason: str) -> None:
         """Count a call of stock code.

@@ -28,7 +28,7 @@ def test_analyse_binds_nothing(architecture, monkeypatch):
     assert_same_instances(instances(model), before)
     assert GenerationMixin._sample is sample
     assert plan.loop_reason is None and plan.generates and not plan.declined
-    assert plan.architecture.name == plan.model_architecture.name == architecture
+    assert plan.architecture.name == plan.family.architecture.name == architecture
 
 
 @over_architectures
@@ -90,4 +90,4 @@ def test_a_copy_has_its_own_plan():
     assert all(binding.part is vars(binding.part.module)[KEY].part for binding in own.bindings)
     ids = torch.arange(5)[None]
     assert torch.equal(made.generate(ids, max_new_tokens=4), model.generate(ids, max_new_tokens=4))
-    assert state_of(made).plans.architecture is own.model_architecture
+    assert state_of(made).plans.family is own.family

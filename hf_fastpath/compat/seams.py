@@ -1,0 +1,101 @@
+"""What transformers keeps for other people's attention, masks and experts, and how a recorder passes through it."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+from transformers.cache_utils import Cache, CacheLayerMixin
+from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS, _default_apply_gate
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from .caches import layer_windows
+
+#: by this name configs of recorded copies ask for our functions
+RECORDED = "hf_fastpath_recorded"
+#: attribute of a config -> what its implementations are kept as
+_CHOICES = ("_attn_implementation_internal", "_experts_implementation_internal")
+
+
+def install_seams(attention: Callable[..., Any], mask: Callable[..., Any], experts: Callable[..., Any]) -> None:
+    """Let configs that ask for :data:`RECORDED` run through these functions."""
+    ALL_ATTENTION_FUNCTIONS.register(RECORDED, attention)
+    ALL_MASK_ATTENTION_FUNCTIONS.register(RECORDED, mask)
+    ALL_EXPERTS_FUNCTIONS.register(RECORDED, experts)
+
+
+def ask_for_seams(model: nn.Module) -> None:
+    """Set the configs of ``model``, which are its own, to :data:`RECORDED`."""
+    for config in {id(m.config): m.config for m in model.modules() if hasattr(m, "config")}.values():
+        for name in _CHOICES:
+            if hasattr(config, name):
+                setattr(config, name, RECORDED)
+
+
+class RecordingCache(Cache):
+    """A cache whose layers hand what they are given to ``append(k, v, layer)``.
+
+    Args:
+        config: of the model.
+        length: tokens that it says it holds.
+        append: gives all keys and values.
+
+    Raises:
+        ValueError: it has layers that keep other states than keys and values.
+    """
+
+    def __init__(self, config: Any, length: int, append: Callable[..., Any]):
+        windows = layer_windows(config)
+        if windows is None:
+            raise ValueError("states that are no keys and values")
+        super().__init__(layers=[_RecordingLayer(i, window, length, append) for i, window in enumerate(windows)])
+
+
+class _RecordingLayer(CacheLayerMixin):
+    is_compileable = False
+    is_croppable = False
+
+    def __init__(self, index: int, window: int | None, length: int, append: Callable[..., Any]):
+        super().__init__()
+        self.index, self.length, self._append = index, length, append
+        self.is_sliding, self.sliding_window = window is not None, window
+        self.is_initialized = True
+
+    def lazy_initialization(self, *states: torch.Tensor) -> None:
+        pass
+
+    def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        return self._append(key_states, value_states, self.index)
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        return self.length + query_length, 0
+
+    def get_seq_length(self) -> int:
+        return self.length
+
+    def get_max_length(self) -> int:
+        return -1
+
+
+def mask_sees(mask_function: Callable[..., Any], queries: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
+    """bool [queries, keys]: what a mask function of transformers' lets tokens at positions see of others."""
+    zero = torch.zeros((), dtype=torch.long)
+    seen = mask_function(zero, zero, queries[:, None], keys[None, :])
+    return torch.as_tensor(seen).expand(len(queries), len(keys))
+
+
+
+
+def takes_positions(model: nn.Module) -> bool:
+    """Whether a causal LM's forward takes position ids."""
+    return "position_ids" in inspect.signature(type(model).forward).parameters
+
+
+def has_default_gate(module: nn.Module) -> bool:
+    """Whether a module with the weights of experts applies its gate as transformers does by default."""
+    gate = getattr(type(module), "_apply_gate", None)
+    return gate is None or gate is _default_apply_gate

@@ -1,0 +1,192 @@
+"""A recorded list as calls of a plan: marks become ops of ours, and what is left stays PyTorch's."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+
+from .. import ops
+from ..choices import NormKind
+from ..decode import composed, many_rows
+from ..decode.named_calls import Call, Emit, Register
+from ..decode.steps import Positions
+from ..ops.gemv import MAX_ROWS
+from ..ops.kv_cache import KVCache
+from ..registry import FLOAT_DTYPES, PLAIN_TENSORS
+from . import marks
+from .recording import Recording, Unrecordable, registers_in
+
+_aten = torch.ops.aten
+
+
+
+class Lowering:
+    """One walk over a recorded list.
+
+    Args:
+        recording: the list, behind its passes.
+        emit: notes a call of the plan.
+        given: register -> what the plan has for it.
+        caches: of each layer.
+        at: where the new tokens stand.
+    """
+
+    def __init__(
+        self, recording: Recording, emit: Emit, given: Mapping[int, Any], caches: list[KVCache], at: Positions
+    ):
+        self._recording, self._emit, self._caches, self._at = recording, emit, caches, at
+        self._values: dict[int, Any] = dict(given)
+        self._pending: dict[int, tuple[Any, Any]] = {}  # layer -> keys and values that are not in its cache yet
+
+    def run(self) -> Any:
+        """Emit all calls; returns what stands for the logits."""
+        for call in self._recording.calls:
+            arguments = {name: self._value(value) for name, value in call.arguments.items()}
+            rule = _RULES.get(call.op)
+            if rule is not None:
+                self._values[call.out.index] = rule(self, call, **arguments)
+            elif call.op is not operator.getitem or call.arguments["a"].index in self._values:
+                self._values[call.out.index] = self._emit(call.op, **arguments)
+        if self._pending:
+            raise Unrecordable("keys and values that no attention reads")
+        return self._values[self._recording.logits.index]
+
+    def _value(self, value: Any) -> Any:
+        if isinstance(value, Register):
+            if value.index not in self._values:
+                if value.index in self._recording.masks:
+                    raise Unrecordable("a mask that is read outside of attention")
+                return None
+            return self._values[value.index]
+        if isinstance(value, (list, tuple)) and next(registers_in(value), None) is not None:
+            return [self._value(each) for each in value]
+        return value
+
+    # ---- rules ------------------------------------------------------------------------------------------------
+
+    def _linear(self, call: Call, x, weight, bias, transposed=False, **behind) -> Any:
+        if self.takes(call):
+            return self._emit(
+                ops.gemv.overload, x=x, weight=weight, bias=bias, transposed=transposed,
+                overlap=self._at.overlap, **behind,
+            )  # fmt: skip
+        return self._emit(many_rows.linear, x=x, weight=weight, bias=bias, transposed=transposed)
+
+    def takes(self, call: Call) -> bool:
+        """Whether ``ops.gemv`` takes a product."""
+        return takes_product(self._recording, call)
+
+    def _packed_linear(self, call: Call, **arguments) -> Any:
+        return self._emit(ops.packed_gemv.overload, **arguments, overlap=self._at.overlap)
+
+    def _matmul(self, call: Call, a, b) -> Any:
+        return self._emit(_matmul, a=a, b=b)
+
+    def _normed(self, call: Call, x, norm, unit_offset=False) -> Any:
+        if norm.kind == NormKind.LAYER:
+            return self._emit(ops.layer_norm.overload, x=x, weight=norm.weight, bias=norm.bias, eps=norm.eps)
+        if norm.weight is None:
+            return self._emit(composed.plain_norm, x=x, eps=norm.eps)
+        op = composed.unit_offset_norm if unit_offset else ops.rms_norm.overload
+        return self._emit(op, x=x, weight=norm.weight, eps=norm.eps)
+
+    def _view(self, call: Call, /, **arguments) -> Any:
+        # what a view is of may lie in another order than the recorded one did
+        given, size = arguments.values()
+        return self._emit(_aten.reshape.default, given, size)
+
+    def _append(self, call: Call, k, v, layer) -> None:
+        self._pending[layer] = k, v
+        return None
+
+    def _attend(self, call: Call, q, states, layer, scale, window, softcap=0.0, sinks=None) -> Any:
+        fact = self._recording.fact(call.arguments["q"])
+        batch, heads, query_len, head_dim = fact.shape
+        cache = self._at.placed(self._caches[layer], layer)
+        queries: Any
+        if layer in self._pending:
+            k, v = self._pending.pop(layer)
+            qkv = self._emit(joined_states, q=q, k=k, v=v)
+            store = self.store(layer, softcap)
+            queries = self._emit(
+                ops.rope_append.overload, qkv=qkv, bias=None, cos=None, sin=None, num_heads=heads, **store
+            )
+        else:
+            queries = self._emit(_aten.transpose.int, q, 1, 2)
+        mixed = self.attention(queries, layer, scale, window, softcap, sinks)
+        return self._emit(_aten.reshape.default, mixed, [batch, query_len, heads, -1])
+
+    def store(self, layer: int, softcap: float) -> dict[str, Any]:
+        """Where keys and values of a layer are appended."""
+        cache = self._at.placed(self._caches[layer], layer)
+        if self._at.staging is not None and not softcap:
+            raise Unrecordable("a quantized cache on a GPU")
+        return {"cache": cache, "seq_lens": self._at.seq_lens}
+
+    def attention(self, queries: Any, layer: int, scale: float, window: int, softcap: float, sinks: Any) -> Any:
+        at = self._at
+        seen = dict(seq_lens=at.seq_lens, starts=at.starts, scale=scale, window=window)
+        if softcap:
+            return self._emit(
+                composed.soft_capped_attention, q=queries, cache=self._caches[layer], **seen, cap=softcap
+            )
+        return self._emit(
+            ops.decode_attention.overload, q=queries, cache=at.placed(self._caches[layer], layer), **seen,
+            workspace=at.workspace, overlap=at.overlap, sinks=sinks,
+        )  # fmt: skip
+
+    def _experts(self, call: Call, x, ids, weights, **arguments) -> Any:
+        return self._emit(run_experts, x=x, ids=ids, weights=weights, **arguments)
+
+    def _activated(self, call: Call, x, activation) -> Any:
+        return self._emit(many_rows.finished, out=x, residual=None, activation=activation)
+
+
+def takes_product(recording: Recording, call: Call) -> bool:
+    """Whether ``ops.gemv`` takes a product of a recorded list."""
+    x, weight, bias = (call.arguments.get(name) for name in ("x", "weight", "bias"))
+    fact = recording.fact(x)
+    if type(weight) not in PLAIN_TENSORS or weight.dim() != 2 or weight.stride(-1) != 1:
+        return False
+    if bias is not None and (isinstance(bias, Register) or bias.dtype != weight.dtype):
+        return False
+    if weight.dtype not in FLOAT_DTYPES or fact.dtype != weight.dtype:
+        return False
+    return 0 < fact.numel() <= MAX_ROWS * fact.shape[-1] or fact.shape[0] == recording.batch and fact.dim() == 3
+
+
+def joined_states(q, k, v):
+    """``query | key | value`` [batch, query_len, features] of [batch, heads, query_len, head_dim] each."""
+    return torch.cat([each.transpose(1, 2).flatten(2) for each in (q, k, v)], dim=-1)
+
+
+def _matmul(a, b):
+    return torch.matmul(a, b)
+
+
+def run_experts(
+    x, ids, weights, gate_up_weight, down_weight, activation, transposed=False,
+    gate_up_bias=None, down_bias=None, alpha=1.702, limit=7.0,
+):  # fmt: skip
+    """``ops.fused_experts`` of experts that the model's own code has chosen."""
+    form = (gate_up_bias, down_bias, transposed, alpha, limit)
+    return ops.fused_experts.overload(
+        x, ids.long(), weights.float(), gate_up_weight, down_weight, None, activation, False, *form
+    )
+
+
+_RULES: dict[Callable[..., Any], Callable[..., Any]] = {
+    _aten.view.default: Lowering._view,
+    _aten._unsafe_view.default: Lowering._view,
+    marks.linear: Lowering._linear,
+    marks.packed_linear: Lowering._packed_linear,
+    marks.matmul: Lowering._matmul,
+    marks.normed: Lowering._normed,
+    marks.append: Lowering._append,
+    marks.attend: Lowering._attend,
+    marks.experts: Lowering._experts,
+    marks.activated: Lowering._activated,
+}

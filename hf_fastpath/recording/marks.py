@@ -1,0 +1,68 @@
+"""What stands in a recorded list for calls that pass through a seam, or that a pass has recognized.
+
+Each is a function over tensors that computes what it stands for, so that a recorded list can be run before and after a
+pass; :mod:`.lowering` replaces all of them by ops. ``append`` and ``attend`` are the exception: they need a cache.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from ..choices import Activation, NormKind
+from ..decode.named_calls import Norm
+
+_ACTIVATIONS = {
+    Activation.NONE: lambda x: x,
+    Activation.RELU: torch.relu,
+    Activation.SILU: nn.functional.silu,
+    Activation.GELU: nn.functional.gelu,
+    Activation.GELU_TANH: lambda x: nn.functional.gelu(x, approximate="tanh"),
+}
+
+
+def linear(x, weight, bias=None, transposed=False):
+    """``x @ weight.T + bias``; ``x @ weight + bias`` if ``transposed``."""
+    return nn.functional.linear(x, weight.t() if transposed else weight, bias)
+
+
+def packed_linear(x, quants, scales, zeros, multiplier, format, bias=None):
+    """A product with a quantized weight, see ``ops.packed_gemv``."""
+    raise NotImplementedError("a quantized product is run by its op alone")
+
+
+def normed(x, norm: Norm, unit_offset=False):
+    """``norm(x)`` over the last dimension; with ``unit_offset`` the factor is ``1 + weight``."""
+    size, weight = x.shape[-1:], norm.weight
+    if norm.kind == NormKind.LAYER:
+        return nn.functional.layer_norm(x, size, weight, norm.bias, norm.eps)
+    if weight is not None and unit_offset:
+        weight = 1 + weight
+    return nn.functional.rms_norm(x, size, weight, norm.eps)
+
+
+def activated(x, activation: Activation):
+    """``activation(x)``."""
+    return _ACTIVATIONS[activation](x)
+
+
+def matmul(a, b):
+    """``a @ b``."""
+    return torch.matmul(a, b)
+
+
+def append(k, v, layer):
+    """What a cache gives for ``update(k, v, layer)``: all keys and values; [batch, num_kv_heads, tokens, head_dim]."""
+    raise NotImplementedError("keys and values are appended by an op over a cache alone")
+
+
+def attend(q, states, layer, scale, window, softcap=0.0, sinks=None):
+    """Attention of q, [batch, num_heads, query_len, head_dim], over what :func:`append` gave, ``states``: [batch,
+    query_len, num_heads, head_dim]."""
+    raise NotImplementedError("attention is run by an op over a cache alone")
+
+
+def experts(x, ids, weights, gate_up_weight, down_weight, activation, gate_up_bias=None, down_bias=None,
+            transposed=False, alpha=1.702, limit=7.0):  # fmt: skip
+    """See ``ops.fused_experts``."""
+    raise NotImplementedError("experts are run by their op alone")

@@ -1,0 +1,255 @@
+"""A causal LM whose step is recorded, in the roles that a decode plan asks for."""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from .. import compat
+from ..decode.modules import is_packed, model_code_reason, own_code_reason
+from ..decode.named_calls import Emit
+from ..decode.steps import Positions
+from ..decode.structure import MAX_BATCH
+from ..native import loader
+from ..ops.decode_attention import takes_head_dim
+from ..ops.gemv import MAX_ROWS
+from ..ops.kv_cache import KVCache
+from ..reasons import Cause
+from ..registry import PLAIN_TENSORS
+from . import marks
+from .lowering import Lowering
+from .passes import passed
+from .recorder import Skeleton, record
+from .recording import Recording, Unrecordable
+
+_aten = torch.ops.aten
+
+
+class Recorded:
+    """What takes the place of an architecture for models that have none.
+
+    Attributes:
+        name: ``"recorded"``.
+        module: transformers module of the model's class.
+    """
+
+    name, like = "recorded", None
+
+    def __init__(self, model: nn.Module):
+        self.module = type(model).__module__
+        self.model_type = getattr(model.config, "model_type", type(model).__name__)
+
+    def model_part(self, model: nn.Module) -> RecordedPart | None:
+        """``model`` as it is now."""
+        return RecordedPart(self, model)
+
+    def __deepcopy__(self, memo: dict) -> Recorded:
+        return self
+
+
+@dataclass(frozen=True)
+class RecordedAttention:
+    """What a plan asks of a layer's attention.
+
+    Attributes:
+        cache_shape: KV heads, and elements of a head.
+        num_heads, head_dim: of the queries.
+        reads_buffers: whether a call reads the cache where it is bound, instead of through a ``kv_table``.
+    """
+
+    cache_shape: tuple[int, int]
+    num_heads: int
+    head_dim: int
+    reads_buffers: bool
+
+
+@dataclass(frozen=True)
+class RecordedLayer:
+    """A layer of the cache, and what reads it."""
+
+    attention: RecordedAttention
+    window: int | None
+
+
+class RecordedPart:
+    """A causal LM of no listed architecture, as it is now.
+
+    Attributes:
+        architecture: see :class:`Recorded`.
+        module: the model.
+        windows: sliding window of each layer, None for full attention.
+    """
+
+    rotary = position_embedding = embedding_scale = None
+    rope_kinds: tuple = ()
+    is_cast_down = False
+    is_recorded = True
+
+    def __init__(self, architecture: Recorded, module: nn.Module):
+        self.architecture, self.module = architecture, module
+        self.windows: tuple[int | None, ...] = tuple(compat.layer_windows(module.config) or ())
+        self._recordings: dict[tuple[int, int], Recording] = {}
+
+    # ---- recordings -------------------------------------------------------------------------------------------
+
+    @functools.cached_property
+    def _skeleton(self) -> Skeleton:
+        return Skeleton(self.module)
+
+    def recording(self, batch: int, query_len: int) -> Recording:
+        """The step of ``query_len`` new tokens for each of ``batch`` sequences, behind all passes.
+
+        Raises:
+            Unrecordable: the model cannot be recorded.
+        """
+        key = batch, query_len
+        if key not in self._recordings:
+            self._recordings[key] = passed(record(self._skeleton, batch, query_len), self.module)
+        return self._recordings[key]
+
+    @functools.cached_property
+    def layers(self) -> list[RecordedLayer]:
+        recording = self.recording(1, 1)
+        found: dict[int, RecordedLayer] = {}
+        for call in recording.calls:
+            for layer, attention in attention_of(recording, call):
+                found.setdefault(layer, RecordedLayer(attention, self.windows[layer]))
+        if set(found) != set(range(len(self.windows))):
+            raise Unrecordable("layers of the cache that no attention reads")
+        return [found[index] for index in sorted(found)]
+
+    def record(
+        self, emit: Emit, tokens: torch.Tensor, positions: torch.Tensor, caches: list[KVCache], at: Positions
+    ) -> Any:
+        """Emit the step; returns what stands for the logits [batch, query_len, vocab_size]."""
+        recording = self.recording(*tokens.shape)
+        given = {recording.tokens.index: tokens, recording.positions.index: positions}
+        return Lowering(recording, emit, given, caches, at).run()
+
+    # ---- roles ------------------------------------------------------------------------------------------------
+
+    @property
+    def max_batch(self) -> int:
+        """Sequences a decode plan takes."""
+        has_experts = any(call.op is marks.experts for call in self.recording(1, 1).calls)
+        return MAX_ROWS if has_experts else MAX_BATCH
+
+    @property
+    def embedding(self) -> nn.Module:
+        return self.module.get_input_embeddings()
+
+    @property
+    def head(self) -> nn.Module:
+        return self.module.get_output_embeddings()
+
+    @functools.cached_property
+    def vocab_size(self) -> int:
+        """Logits of a token."""
+        recording = self.recording(1, 1)
+        return recording.fact(recording.logits).shape[-1]
+
+    @functools.cached_property
+    def _learned(self) -> tuple[int, int] | None:
+        """Rows of the embedding that positions are looked up in, and what is added to them; None if there is none."""
+        return None
+
+    @property
+    def position_offset(self) -> int:
+        return 0
+
+    def fingerprint(self) -> tuple:
+        """What a decode plan bakes in of the model: a part is of one moment, so all that its recordings hold."""
+        return (id(self), *self._tensor_facts())
+
+    def _tensor_facts(self) -> list[tuple]:
+        tensors = (*self.module.parameters(), *self.module.buffers())
+        return [(id(each), each.data_ptr(), each.dtype) for each in tensors]
+
+    # ---- reasons ----------------------------------------------------------------------------------------------
+
+    def other_reason(self) -> str | None:
+        """Why nothing is known of what is inside; or None."""
+        if not self.windows:
+            return Cause("not_recorded", "its cache holds states that are no keys and values", self.module)
+        for role in (self.embedding, self.head):
+            if role is None or not isinstance(getattr(role, "weight", None), torch.Tensor) and not is_packed(role):
+                return Cause("not_recorded", "it has no embedding or no head", self.module)
+        return None
+
+    def outer_reason(self) -> str | None:
+        """Why calling the model is more than its class's forward, or None."""
+        return model_code_reason(self.module, self.architecture.module)
+
+    def reason(self) -> str | None:
+        """Why a decode plan of the model would not be right now, or None."""
+        reason = self.other_reason() or self.outer_reason() or self._modules_reason() or self._tensors_reason()
+        return reason or self._recording_reason
+
+    def _modules_reason(self) -> str | None:
+        inner = (module for module in self.module.modules() if module is not self.module)
+        found = (own_code_reason(module, type(module).__module__) for module in inner)
+        return next((reason for reason in found if reason is not None), None)
+
+    def _tensors_reason(self) -> str | None:
+        parameters = list(self.module.parameters())
+        if any(compat.is_sharded(each) for each in parameters):
+            return Cause("sharded", module=self.module)
+        odd = next((each for each in parameters if type(each) not in PLAIN_TENSORS), None)
+        if odd is not None:
+            return Cause("unsupported_projection", f"a weight is {type(odd).__name__}", self.module)
+        devices = {each.device for each in parameters}
+        if len(devices) > 1:
+            return Cause("device", f"weights on {', '.join(sorted(map(str, devices)))}", self.module)
+        code = next((code for each in devices if (code := loader.why_not_native(each.type)) is not None), None)
+        return None if code is None else Cause(code, f"device {next(iter(devices))}")
+
+    @functools.cached_property
+    def _recording_reason(self) -> str | None:
+        try:
+            layers = self.layers
+        except Unrecordable as error:
+            return Cause("not_recorded", str(error), self.module)
+        odd = next((each for each in layers if not takes_head_dim(each.attention.head_dim)), None)
+        if odd is not None:
+            return Cause("unsupported_head_dim", f"head_dim={odd.attention.head_dim}", self.module)
+        narrow = next((w for w in self.windows if w is not None and w < compat.MIN_WINDOW), None)
+        if narrow is not None:
+            return Cause("unsupported_config", f"sliding_window={narrow}", self.module)
+        try:
+            _dry_run(self)
+        except Unrecordable as error:
+            return Cause("not_recorded", str(error), self.module)
+        return None
+
+
+def attention_of(recording: Recording, call: Any) -> list[tuple[int, RecordedAttention]]:
+    """The layer of the cache that a call reads, and how; or nothing."""
+    if call.op is not marks.attend:
+        return []
+    producers = recording.producers()
+    states = producers[call.arguments["states"].index]
+    heads, _, head_dim = recording.fact(states.arguments["k"]).shape[1:]
+    if recording.fact(states.arguments["v"]).shape[-1] != head_dim:
+        raise Unrecordable("keys and values of different sizes")
+    found = recording.fact(call.arguments["q"])
+    softcap = call.arguments.get("softcap", 0.0)
+    return [(call.arguments["layer"], RecordedAttention((heads, head_dim), found.shape[1], head_dim, softcap > 0))]
+
+
+def _dry_run(part: RecordedPart) -> None:
+    """Lower the step without a plan.
+
+    Raises:
+        Unrecordable: something in it has no place in a plan.
+    """
+    from ..decode.program import Program
+
+    program = Program()
+    caches = [KVCache(program.register(), program.register()) for _ in part.windows]
+    at = Positions({}, program.register(), program.register())
+    shape = torch.zeros(1, 1, dtype=torch.long)
+    part.record(program.emit, shape, shape, caches, at)

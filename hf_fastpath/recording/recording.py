@@ -1,0 +1,140 @@
+"""A recorded step as data, and what passes need to look around in it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, fields, is_dataclass
+from typing import Any
+
+import torch
+
+from ..decode.named_calls import Call, Register, by_name
+
+
+class Unrecordable(Exception):
+    """A step that cannot be written down as a list of calls; the message says which line did it."""
+
+
+@dataclass
+class Span:
+    """The calls of one module without children.
+
+    Attributes:
+        path: name of the module in the model.
+        inputs, outputs: registers of the tensors that it took and gave.
+        calls: what it called, in order.
+    """
+
+    path: str
+    inputs: list[Register]
+    outputs: list[Register]
+    calls: list[Call]
+
+
+@dataclass
+class Recording:
+    """The calls of a step.
+
+    Attributes:
+        batch, query_len: sequences, and new tokens of each.
+        calls: in order.
+        facts: register -> a tensor without data of the register's shape, dtype and strides.
+        tokens, positions: registers of int64 [batch, query_len].
+        logits: register of [batch, query_len, vocab_size].
+        spans: of modules without children.
+        masks: register of an attention mask -> the window that it stands for, None for full causal attention.
+        mutated: registers that a call writes to, or whose memory it shares.
+    """
+
+    batch: int
+    query_len: int
+    calls: list[Call]
+    facts: dict[int, torch.Tensor]
+    tokens: Register
+    positions: Register
+    logits: Register
+    spans: list[Span]
+    masks: dict[int, int | None]
+    mutated: set[int] = field(default_factory=set)
+
+    def register(self, like: torch.Tensor) -> Register:
+        """A new register for a tensor of the shape and dtype of ``like``."""
+        made = Register(len(self.facts))
+        self.facts[made.index] = like
+        return made
+
+    def fact(self, value: Any) -> torch.Tensor:
+        """Shape and dtype of a register's tensor, or the tensor itself."""
+        return self.facts[value.index] if isinstance(value, Register) else value
+
+    def call(self, op: Callable[..., Any], like: torch.Tensor, **arguments: Any) -> Call:
+        """A call that is not in the list yet, whose result is as ``like``."""
+        return Call(op, by_name(op, (), arguments), self.register(like))
+
+    def producers(self) -> dict[int, Call]:
+        """Register -> the call that gives it."""
+        return {call.out.index: call for call in self.calls}
+
+    def users(self) -> dict[int, list[Call]]:
+        """Register -> the calls that read it; the logits are read by None."""
+        found: dict[int, list[Any]] = {self.logits.index: [None]}
+        for call in self.calls:
+            for register in read_by(call):
+                found.setdefault(register.index, []).append(call)
+        return found
+
+    def replace(self, old: Call, *new: Call) -> None:
+        """Put calls in the place of one; the last one's result takes the place of its."""
+        new[-1].out = old.out
+        place = next(index for index, call in enumerate(self.calls) if call is old)
+        self.calls[place : place + 1] = new
+
+    def substitute(self, old: Register, new: Any) -> None:
+        """Let all calls read ``new`` instead of ``old``."""
+        for call in self.calls:
+            call.arguments = {name: _substituted(value, old, new) for name, value in call.arguments.items()}
+        if self.logits.index == old.index and isinstance(new, Register):
+            self.logits = new
+
+    def drop_unread(self) -> None:
+        """Leave out calls whose results nothing reads; those that write to memory stay if anything reads of it."""
+        needed, kept = {self.logits.index}, []
+        for call in reversed(self.calls):
+            writes = call.out.index in self.mutated or is_effect(call)
+            if call.out.index in needed or writes:
+                needed.update(register.index for register in read_by(call))
+                kept.append(call)
+        self.calls = kept[::-1]
+
+
+def is_effect(call: Call) -> bool:
+    """Whether a call changes what lies outside of its result."""
+    from .marks import append
+
+    schema = getattr(call.op, "_schema", None)
+    return call.op is append or (schema is not None and schema.is_mutable)
+
+
+def registers_in(value: Any) -> Iterator[Register]:
+    """Registers in an argument: it itself, those in a list, those in a value."""
+    if isinstance(value, Register):
+        yield value
+    elif isinstance(value, (list, tuple)):
+        for each in value:
+            yield from registers_in(each)
+    elif is_dataclass(value) and not isinstance(value, type):
+        for each in fields(value):
+            yield from registers_in(getattr(value, each.name))
+
+
+def read_by(call: Call) -> list[Register]:
+    """Registers that a call reads."""
+    return [register for value in call.arguments.values() for register in registers_in(value)]
+
+
+def _substituted(value: Any, old: Register, new: Any) -> Any:
+    if isinstance(value, Register):
+        return new if value.index == old.index else value
+    if isinstance(value, (list, tuple)) and any(register.index == old.index for register in registers_in(value)):
+        return type(value)(_substituted(each, old, new) for each in value)
+    return value
