@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from .. import ops
-from ..choices import NormKind
+from ..choices import Activation, NormKind
 from ..decode import composed, many_rows
 from ..decode.named_calls import Call, Emit, Register
 from ..decode.steps import Positions
@@ -67,13 +67,15 @@ class Lowering:
 
     # ---- rules ------------------------------------------------------------------------------------------------
 
-    def _linear(self, call: Call, x, weight, bias, transposed=False, **behind) -> Any:
+    def _linear(
+        self, call: Call, x, weight, bias, transposed=False, activation=Activation.NONE, residual=None, norm=None
+    ) -> Any:
+        behind = dict(bias=bias, residual=residual, activation=activation, transposed=transposed)
         if self.takes(call):
             return self._emit(
-                ops.gemv.overload, x=x, weight=weight, bias=bias, transposed=transposed,
-                overlap=self._at.overlap, **behind,
-            )  # fmt: skip
-        return self._emit(many_rows.linear, x=x, weight=weight, bias=bias, transposed=transposed)
+                ops.gemv.overload, x=x, weight=weight, **behind, norm=norm, overlap=self._at.overlap
+            )
+        return self._emit(many_rows.linear, x=x, weight=weight, **behind)
 
     def takes(self, call: Call) -> bool:
         """Whether ``ops.gemv`` takes a product."""
@@ -116,8 +118,7 @@ class Lowering:
             )
         else:
             queries = self._emit(_aten.transpose.int, q, 1, 2)
-        mixed = self.attention(queries, layer, scale, window, softcap, sinks)
-        return self._emit(_aten.reshape.default, mixed, [batch, query_len, heads, -1])
+        return self.attention(queries, layer, scale, window, softcap, sinks)
 
     def store(self, layer: int, softcap: float) -> dict[str, Any]:
         """Where keys and values of a layer are appended."""
@@ -137,6 +138,49 @@ class Lowering:
             ops.decode_attention.overload, q=queries, cache=at.placed(self._caches[layer], layer), **seen,
             workspace=at.workspace, overlap=at.overlap, sinks=sinks,
         )  # fmt: skip
+
+    def _gated(self, call: Call, x, gate_weight, up_weight, activation, norm=None) -> Any:
+        return self._emit(
+            ops.gemv_swiglu.overload, x=x, gate_weight=gate_weight, up_weight=up_weight, activation=activation,
+            norm=norm, overlap=self._at.overlap,
+        )  # fmt: skip
+
+    def _angles(self, call: Call, tables, formula, dtype, pairs) -> Any:
+        shape = [-1, self._recording.query_len]
+        return self._emit(run_angles, tables=tables, formula=formula, dtype=dtype, pairs=pairs, shape=shape)
+
+    def _rotated(self, call: Call, sources, grouped, cos, sin, pairs, num_heads, num_kv_heads, head_dim, **attend):
+        rows = [self._recording.batch, self._recording.query_len, -1]
+        flat = [self._emit(_aten.reshape.default, each, rows) for each in sources]
+        qkv = flat[0] if len(flat) == 1 else self._emit(composed.joined, *flat)
+        if grouped:
+            group = num_heads // num_kv_heads
+            qkv = self._emit(composed.ungrouped, qkv=qkv, head_dim=head_dim, group=group)
+        if cos is not None and pairs == "neighbors":
+            heads = num_heads + num_kv_heads
+            qkv = self._emit(composed.turn_neighbors, qkv=qkv, cos=cos, sin=sin, num_heads=heads, head_dim=head_dim)
+            cos = sin = None
+        store = self.store(attend["layer"], attend["softcap"])
+        queries = self._emit(
+            ops.rope_append.overload, qkv=qkv, bias=None, cos=cos, sin=sin, num_heads=num_heads, **store
+        )
+        return self.attention(queries, **attend)
+
+    def _projected(
+        self, call: Call, x, weights, biases, transposed, cos, sin, num_heads, num_kv_heads, head_dim, norm=None, **attend
+    ):  # fmt: skip
+        absent = [None] * (3 - len(weights))
+        given = {
+            f"{role}_{kind}": each
+            for kind, found in (("weight", weights), ("bias", biases))
+            for role, each in zip("qkv", [*found, *absent])
+        }
+        store = self.store(attend["layer"], attend["softcap"])
+        queries = self._emit(
+            ops.qkv_rope_append.overload, x=x, **given, transposed=transposed, cos=cos, sin=sin, num_heads=num_heads,
+            norm=norm, overlap=self._at.overlap, **store,
+        )  # fmt: skip
+        return self.attention(queries, **attend)
 
     def _experts(self, call: Call, x, ids, weights, **arguments) -> Any:
         return self._emit(run_experts, x=x, ids=ids, weights=weights, **arguments)
@@ -167,6 +211,11 @@ def _matmul(a, b):
     return torch.matmul(a, b)
 
 
+def run_angles(tables, formula, dtype, pairs, shape):
+    """cos and sin in the model's dtype, [batch, query_len, rotary_dim]."""
+    return [each.reshape(*shape, each.shape[-1]).to(dtype) for each in formula(tables, pairs)]
+
+
 def run_experts(
     x, ids, weights, gate_up_weight, down_weight, activation, transposed=False,
     gate_up_bias=None, down_bias=None, alpha=1.702, limit=7.0,
@@ -187,6 +236,10 @@ _RULES: dict[Callable[..., Any], Callable[..., Any]] = {
     marks.normed: Lowering._normed,
     marks.append: Lowering._append,
     marks.attend: Lowering._attend,
+    marks.gated: Lowering._gated,
+    marks.angles: Lowering._angles,
+    marks.rotated_attention: Lowering._rotated,
+    marks.projected_attention: Lowering._projected,
     marks.experts: Lowering._experts,
     marks.activated: Lowering._activated,
 }

@@ -21,9 +21,11 @@ _ACTIVATIONS = {
 }
 
 
-def linear(x, weight, bias=None, transposed=False):
-    """``x @ weight.T + bias``; ``x @ weight + bias`` if ``transposed``."""
-    return nn.functional.linear(x, weight.t() if transposed else weight, bias)
+def linear(x, weight, bias=None, transposed=False, activation=Activation.NONE, residual=None, norm=None):
+    """``activation(norm(x) @ weight.T + bias) + residual``; ``@ weight`` if ``transposed``."""
+    x = x if norm is None else normed(x, norm)
+    out = activated(nn.functional.linear(x, weight.t() if transposed else weight, bias), activation)
+    return out if residual is None else out + residual
 
 
 def packed_linear(x, quants, scales, zeros, multiplier, format, bias=None):
@@ -66,3 +68,29 @@ def experts(x, ids, weights, gate_up_weight, down_weight, activation, gate_up_bi
             transposed=False, alpha=1.702, limit=7.0):  # fmt: skip
     """See ``ops.fused_experts``."""
     raise NotImplementedError("experts are run by their op alone")
+
+
+def gated(x, gate_weight, up_weight, activation, norm=None):
+    """See ``ops.gemv_swiglu``."""
+    return activated(linear(x, gate_weight), activation) * linear(x, up_weight)
+
+
+def angles(tables, formula, dtype, pairs):
+    """cos and sin out of what a model has computed of its positions, see ``passes.attention``."""
+    raise NotImplementedError("angles are emitted as one call")
+
+
+def rotated_attention(sources, grouped, cos, sin, pairs, layer, scale, window, softcap, sinks, num_heads, num_kv_heads,
+                      head_dim):  # fmt: skip
+    """Rotation of queries and keys, :func:`append` and :func:`attend`.
+
+    ``sources``: queries, keys and values [batch, query_len, features] each, or one with all of them; ``grouped``: by KV
+    head. ``pairs`` is turned together, see ``architecture.Attention``.
+    """
+    raise NotImplementedError("attention is run by an op over a cache alone")
+
+
+def projected_attention(x, weights, biases, transposed, cos, sin, layer, scale, window, softcap, sinks, num_heads,
+                        num_kv_heads, head_dim, norm=None):  # fmt: skip
+    """The projections of ``x``, and :func:`rotated_attention` of what they give."""
+    raise NotImplementedError("attention is run by an op over a cache alone")

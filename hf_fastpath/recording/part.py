@@ -228,6 +228,10 @@ class RecordedPart:
 
 def attention_of(recording: Recording, call: Any) -> list[tuple[int, RecordedAttention]]:
     """The layer of the cache that a call reads, and how; or nothing."""
+    if call.op in (marks.rotated_attention, marks.projected_attention):
+        given = call.arguments
+        shape = given["num_kv_heads"], given["head_dim"]
+        return [(given["layer"], RecordedAttention(shape, given["num_heads"], shape[1], given["softcap"] > 0))]
     if call.op is not marks.attend:
         return []
     producers = recording.producers()

@@ -83,18 +83,22 @@ class Recording:
                 found.setdefault(register.index, []).append(call)
         return found
 
-    def replace(self, old: Call, *new: Call) -> None:
-        """Put calls in the place of one; the last one's result takes the place of its."""
-        new[-1].out = old.out
-        place = next(index for index, call in enumerate(self.calls) if call is old)
-        self.calls[place : place + 1] = new
+    def rewrite(self, instead: dict[int, list[Call]], values: dict[int, Any]) -> None:
+        """Put calls in the place of others, and values in the place of registers.
 
-    def substitute(self, old: Register, new: Any) -> None:
-        """Let all calls read ``new`` instead of ``old``."""
-        for call in self.calls:
-            call.arguments = {name: _substituted(value, old, new) for name, value in call.arguments.items()}
-        if self.logits.index == old.index and isinstance(new, Register):
-            self.logits = new
+        Args:
+            instead: id of a call -> the calls that take its place; none to leave it out.
+            values: register -> what calls read instead; an instead of an instead is followed.
+        """
+        if instead:
+            self.calls = [new for call in self.calls for new in instead.get(id(call), [call])]
+        if values:
+            for call in self.calls:
+                if any(register.index in values for register in read_by(call)):
+                    call.arguments = {name: _replaced(each, values) for name, each in call.arguments.items()}
+            logits = _replaced(self.logits, values)
+            assert isinstance(logits, Register), "the logits became a constant"
+            self.logits = logits
 
     def drop_unread(self) -> None:
         """Leave out calls whose results nothing reads; those that write to memory stay if anything reads of it."""
@@ -132,9 +136,9 @@ def read_by(call: Call) -> list[Register]:
     return [register for value in call.arguments.values() for register in registers_in(value)]
 
 
-def _substituted(value: Any, old: Register, new: Any) -> Any:
-    if isinstance(value, Register):
-        return new if value.index == old.index else value
-    if isinstance(value, (list, tuple)) and any(register.index == old.index for register in registers_in(value)):
-        return type(value)(_substituted(each, old, new) for each in value)
+def _replaced(value: Any, values: dict[int, Any]) -> Any:
+    while isinstance(value, Register) and value.index in values:
+        value = values[value.index]
+    if isinstance(value, (list, tuple)) and next(registers_in(value), None) is not None:
+        return [_replaced(each, values) for each in value]
     return value

@@ -10,10 +10,25 @@ from collections.abc import Callable
 from torch import nn
 
 from ..recording import Recording
+from . import attention, modules, products, views
 
 Pass = Callable[[Recording, nn.Module], None]
 
-PASSES: tuple[Pass, ...] = ()
+PASSES: tuple[Pass, ...] = (
+    modules.module_formulas,
+    modules.functions,
+    views.constant_views,
+    views.no_change,
+    products.matrix_products,
+    products.split_products,
+    attention.rotations,
+    attention.projections,
+    attention.flat_attention,
+    views.no_change,
+    products.gates,
+    products.residuals,
+    products.norms_in_front,
+)
 
 
 def passed(recording: Recording, model: nn.Module) -> Recording:

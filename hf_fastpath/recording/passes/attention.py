@@ -1,0 +1,327 @@
+"""Passes: rotation, and the projections in front of attention."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import nn
+
+from ...decode.named_calls import Call, Register
+from .. import marks
+from ..probing import agree, evaluate
+from ..recording import Recording, read_by
+
+_aten = torch.ops.aten
+
+#: positions at which rotations are compared
+_POSITIONS = (0, 1, 23, 901)
+_VIEWS = frozenset({_aten.unsqueeze.default, _aten.view.default, _aten.expand.default, _aten.slice.Tensor})
+
+
+def positional(recording: Recording) -> set[int]:
+    """Registers whose values depend on the positions alone."""
+    found = {recording.positions.index}
+    for call in recording.calls:
+        read = read_by(call)
+        tensors = [each for each in call.arguments.values() if isinstance(each, torch.Tensor)]
+        learned = any(isinstance(each, nn.Parameter) for each in tensors)
+        if read and all(each.index in found for each in read) and not learned:
+            found.add(call.out.index)
+    return found
+
+
+def rotations(recording: Recording, model: nn.Module) -> None:
+    """Pass: what lies between projections and attention is ``ops.rope_append``, if it turns queries and keys as that
+    does, or does nothing but look at them as heads."""
+    at_positions = positional(recording)
+    producers = recording.producers()
+    known: dict[Any, Any] = {}
+    angles: dict[tuple, tuple[Register, Register]] = {}
+    instead: dict[int, list[Call]] = {}
+    for attend in recording.calls:
+        if attend.op is not marks.attend:
+            continue
+        append = producers[attend.arguments["states"].index]
+        if append.arguments["layer"] in {c.arguments["layer"] for c in recording.calls if c.op is marks.attend and c is not attend}:
+            continue
+        front = _front(recording, producers, at_positions, append, attend)
+        if front is None:
+            continue
+        sources, tables, calls = front
+        key = _structure(recording, sources, tables, calls)
+        if key not in known:
+            known[key] = _tried(recording, at_positions, front, append, attend)
+        if known[key] is None:
+            continue
+        layout, make_angles, pairs = known[key]
+        made: list[Call] = []
+        turned: tuple[Any, Any] = (None, None)
+        if make_angles is not None:
+            place = tuple(each.index for each in tables), make_angles[0], pairs
+            if place not in angles:
+                angles[place] = _emit_angles(recording, make_angles, tables, made, recording.fact(sources[0]).dtype, pairs)
+            turned = angles[place]
+        arguments = {name: attend.arguments[name] for name in ("layer", "scale", "window", "softcap", "sinks")}
+        q, k = recording.fact(attend.arguments["q"]), recording.fact(append.arguments["k"])
+        arguments |= dict(
+            sources=list(sources), grouped=layout == "grouped", cos=turned[0], sin=turned[1], pairs=pairs,
+            num_heads=q.shape[1], num_kv_heads=k.shape[1], head_dim=q.shape[3],
+        )  # fmt: skip
+        made.append(Call(marks.rotated_attention, arguments, attend.out))
+        instead |= {id(append): [], id(attend): made}
+    recording.rewrite(instead, {})
+
+
+def _front(recording, producers, at_positions, append: Call, attend: Call):
+    """What queries, keys and values are made of: the projections or norms, the angles, and the calls between."""
+    sources: dict[int, Register] = {}
+    tables: dict[int, Register] = {}
+    calls: dict[int, Call] = {}
+
+    def visit(register: Register) -> bool:
+        if register.index in calls or register.index in sources or register.index in tables:
+            return True
+        call = producers.get(register.index)
+        if call is None:
+            return False
+        if register.index in at_positions:
+            while call.op in _VIEWS and read_by(call)[0].index != recording.positions.index:
+                calls[call.out.index] = call
+                register = read_by(call)[0]
+                call = producers.get(register.index)
+                if call is None:
+                    return False
+            tables[register.index] = register
+            return True
+        if call.op in (marks.linear, marks.packed_linear, marks.normed):
+            sources[register.index] = register
+            return True
+        if getattr(call.op, "__module__", "") == marks.__name__ or len(calls) > 200:
+            return False
+        calls[call.out.index] = call
+        return all(visit(each) for each in read_by(call))
+
+    if not all(visit(each) for each in (attend.arguments["q"], append.arguments["k"], append.arguments["v"])):
+        return None
+    if len(sources) not in (1, 3):
+        return None
+    ordered = [call for call in recording.calls if call.out.index in calls]
+    return list(sources.values()), list(tables.values()), ordered
+
+
+def _structure(recording, sources, tables, calls) -> tuple:
+    """What is the same in layers that are alike."""
+    names: dict[int, int] = {}
+    for each in (*sources, *tables):
+        names[each.index] = len(names)
+
+    def plain(value: Any) -> Any:
+        if isinstance(value, Register):
+            return "r", names.get(value.index, -1)
+        if isinstance(value, torch.Tensor):
+            return "t", tuple(value.shape), value.dtype
+        if isinstance(value, (list, tuple)):
+            return tuple(plain(each) for each in value)
+        return str(value)
+
+    found: list[Any] = [(tuple(recording.fact(each).shape), recording.fact(each).dtype) for each in (*sources, *tables)]
+    found.append(tuple(each.index for each in tables))
+    for call in calls:
+        names[call.out.index] = len(names)
+        found.append((str(call.op), tuple((name, plain(value)) for name, value in call.arguments.items())))
+    return tuple(found)
+
+
+def _tried(recording: Recording, at_positions: set[int], front: Any, append: Call, attend: Call) -> Any:
+    """Layout, angles and pairs of a front that ``ops.rope_append`` computes; or None."""
+    sources, tables, calls = front
+    q, k, v = attend.arguments["q"], append.arguments["k"], append.arguments["v"]
+    heads, kv_heads, dim = recording.fact(q).shape[1], recording.fact(k).shape[1], recording.fact(q).shape[3]
+    if recording.fact(v).shape[3] != dim or recording.fact(k).shape[3] != dim:
+        return None
+    sizes = [recording.fact(each).numel() // (recording.batch * recording.query_len) for each in sources]
+    if len(sources) == 3:
+        if sizes != [heads * dim, kv_heads * dim, kv_heads * dim]:
+            return None
+        layouts = ["apart"]
+    elif sizes == [(heads + 2 * kv_heads) * dim]:
+        layouts = ["apart", "grouped"]
+    else:
+        return None
+    angle_calls = [call for call in recording.calls if call.out.index in at_positions]
+    shown = []
+    try:
+        for position in _POSITIONS:
+            given = {recording.positions.index: torch.full((recording.batch, recording.query_len), position)}
+            angle_values = evaluate(angle_calls, given)
+            with torch.random.fork_rng(devices=[]), torch.device("cpu"):
+                torch.manual_seed(position)
+                values = [torch.randn(recording.fact(each).shape, dtype=torch.float64) for each in sources]
+            given = {each.index: value for each, value in zip(sources, values)}
+            needed = {each.index: angle_values[each.index] for each in tables}
+            made = evaluate(calls, given | needed)
+            shown.append((values, [needed[each.index] for each in tables], [made[each.index] for each in (q, k, v)]))
+    except (RuntimeError, TypeError, KeyError, NotImplementedError, ValueError):
+        return None
+    for layout in layouts:
+        for angles in (None, *_angle_formulas(shown[0][1], dim)) if tables else (None,):
+            for pairs in ("halves", "neighbors") if angles is not None else ("halves",):
+                if all(
+                    _is_turned(values, at, out, layout, angles, pairs, heads, kv_heads, dim) for values, at, out in shown
+                ):
+                    return layout, angles, pairs
+    return None
+
+
+def _is_turned(values, tables, out, layout, angles, pairs, heads, kv_heads, dim) -> bool:
+    batch, _, query_len, _ = out[0].shape
+    rows = [each.reshape(batch, query_len, -1) for each in values]
+    if len(rows) == 1:
+        if layout == "grouped":
+            grouped = rows[0].unflatten(-1, (kv_heads, heads // kv_heads + 2, dim))
+            rows = [each.flatten(2) for each in grouped.split((heads // kv_heads, 1, 1), dim=3)]
+        else:
+            rows = list(rows[0].split((heads * dim, kv_heads * dim, kv_heads * dim), dim=-1))
+    q, k, v = (each.unflatten(-1, (-1, dim)).transpose(1, 2) for each in rows)
+    if angles is not None:
+        try:
+            cos, sin = (each.reshape(-1, query_len, each.shape[-1])[:, None] for each in angles[1](tables, pairs))
+        except (RuntimeError, ValueError):
+            return False
+        if cos.shape != sin.shape or cos.shape[-1] > dim or cos.shape[-1] % 2:
+            return False
+        q, k = (turned(each, cos, sin, pairs) for each in (q, k))
+    return all(agree(one, other) for one, other in zip(out, (q, k, v)))
+
+
+def turned(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, pairs: str) -> torch.Tensor:
+    """The first elements of every head, as many as there are angles, turned."""
+    count = cos.shape[-1]
+    first, rest = x[..., :count], x[..., count:]
+    if pairs == "halves":
+        one, other = first.chunk(2, dim=-1)
+        crossed = torch.cat((-other, one), dim=-1)
+    else:
+        crossed = torch.stack((-first[..., 1::2], first[..., ::2]), dim=-1).flatten(-2)
+    return torch.cat((first * cos + crossed * sin, rest), dim=-1)
+
+
+_Formula = tuple[tuple, Callable[..., Any]]
+
+
+def _twice(table: torch.Tensor, pairs: str) -> torch.Tensor:
+    """Angles of both elements that turn together."""
+    return torch.cat((table, table), dim=-1) if pairs == "halves" else table.repeat_interleave(2, dim=-1)
+
+
+def _angle_formulas(tables: list[torch.Tensor], dim: int) -> Iterator[_Formula]:
+    """Ways to have cos and sin of all elements that turn from what a model has computed of its positions."""
+    for double in (False, True):
+        for one in range(len(tables)):
+            if tables[one].is_complex():
+                yield ("complex", one, double), _from_complex(one, double)
+            elif tables[one].shape[-1:] and tables[one].shape[-1] % 2 == 0:
+                yield ("sincos", one, double), _from_halves(one, (1, 0), double)
+                yield ("cossin", one, double), _from_halves(one, (0, 1), double)
+            for other in range(len(tables)):
+                if one != other:
+                    yield ("pair", one, other, double), _from_pair(one, other, double)
+
+
+def _from_pair(one, other, double):
+    def angles(tables, pairs):
+        found = tables[one], tables[other]
+        return tuple(_twice(each, pairs) if double else each for each in found)
+
+    return angles
+
+
+def _from_halves(one, order, double):
+    def angles(tables, pairs):
+        halves = tables[one].chunk(2, dim=-1)
+        found = [halves[each] for each in order]
+        return tuple(_twice(each, pairs) if double else each for each in found)
+
+    return angles
+
+
+def _from_complex(one, double):
+    def angles(tables, pairs):
+        found = tables[one].real, tables[one].imag
+        return tuple(_twice(each, pairs) if double else each for each in found)
+
+    return angles
+
+
+def _emit_angles(
+    recording: Recording, formula: _Formula, tables: list[Register], made: list[Call], dtype: torch.dtype, pairs: str
+) -> tuple[Register, Register]:
+    """Calls that give cos and sin, [batch or 1, query_len, rotary_dim]."""
+    from operator import getitem
+
+    shape = (recording.batch, recording.query_len)
+    like = recording.fact(tables[0]).new_empty(*shape, 1)
+    both = Call(marks.angles, {"tables": list(tables), "formula": formula[1], "dtype": dtype, "pairs": pairs}, None)
+    both.out = recording.register(like)
+    made.append(both)
+    registers = []
+    for place in range(2):
+        call = Call(getitem, {"a": both.out, "b": place}, recording.register(like))
+        made.append(call)
+        registers.append(call.out)
+    return registers[0], registers[1]
+
+
+def projections(recording: Recording, model: nn.Module) -> None:
+    """Pass: projections that nothing but rotation and attention reads are one call with them."""
+    producers, users = recording.producers(), recording.users()
+    instead: dict[int, list[Call]] = {}
+    for call in recording.calls:
+        if call.op is not marks.rotated_attention or call.arguments["pairs"] != "halves" or call.arguments["grouped"]:
+            continue
+        products = [producers[each.index] for each in call.arguments["sources"]]
+        if not all(_is_projection(recording, each, users) for each in products):
+            continue
+        first = products[0].arguments
+        if any(each.arguments["x"].index != first["x"].index for each in products):
+            continue
+        if len({bool(each.arguments.get("transposed")) for each in products}) > 1:
+            continue
+        others = {name: value for name, value in call.arguments.items() if name not in ("sources", "grouped", "pairs")}
+        made = Call(
+            marks.projected_attention,
+            others
+            | {
+                "x": first["x"],
+                "weights": [each.arguments["weight"] for each in products],
+                "biases": [each.arguments.get("bias") for each in products],
+                "transposed": bool(first.get("transposed")),
+            },
+            call.out,
+        )
+        instead |= {id(each): [] for each in products} | {id(call): [made]}
+    recording.rewrite(instead, {})
+
+
+def _is_projection(recording: Recording, call: Call, users: dict) -> bool:
+    from ..lowering import takes_product
+
+    if call.op is not marks.linear or len(users[call.out.index]) != 1 or not takes_product(recording, call):
+        return False
+    return call.arguments.get("residual") is None and not call.arguments.get("activation")
+
+
+def flat_attention(recording: Recording, model: nn.Module) -> None:
+    """Pass: attention gives features side by side, as the projection behind it takes them."""
+    kinds = (marks.attend, marks.rotated_attention, marks.projected_attention)
+    instead: dict[int, list[Call]] = {}
+    for call in recording.calls:
+        if call.op in kinds:
+            fact = recording.fact(call.out)
+            flat = recording.register(fact.new_empty(*fact.shape[:2], fact.shape[2] * fact.shape[3]))
+            heads = Call(_aten.view.default, {"self": flat, "size": list(fact.shape)}, call.out)
+            call.out = flat
+            instead[id(call)] = [call, heads]
+    recording.rewrite(instead, {})

@@ -1,0 +1,226 @@
+"""Passes: products with weights, and what is fused with them."""
+
+from __future__ import annotations
+
+import operator
+from typing import Any
+
+import torch
+from torch import nn
+
+from ...choices import Activation, NormKind
+from ...decode.named_calls import Call, Register
+from ...ops.kv_cache import KVCache  # noqa: F401  (documents what `cache` arguments are)
+from ...registry import FLOAT_DTYPES, PLAIN_TENSORS
+from .. import marks
+from ..recording import Recording, read_by
+
+_aten = torch.ops.aten
+
+
+def matrix_products(recording: Recording, model: nn.Module) -> None:
+    """Pass: every product of an activation with a matrix of the model is :func:`..marks.linear`."""
+    for call in recording.calls:
+        if call.op is marks.matmul and _is_matrix(call.arguments["b"]) and isinstance(call.arguments["a"], Register):
+            _set_linear(call, call.arguments["a"], call.arguments["b"], None)
+        elif call.op is _aten.mm.default and _is_matrix(call.arguments["mat2"]):
+            _set_linear(call, call.arguments["self"], call.arguments["mat2"], None)
+        elif call.op is _aten.addmm.default and _is_matrix(call.arguments["mat2"]):
+            if call.arguments.get("beta", 1) == call.arguments.get("alpha", 1) == 1:
+                if isinstance(call.arguments["self"], torch.Tensor) and call.arguments["self"].dim() == 1:
+                    _set_linear(call, call.arguments["mat1"], call.arguments["mat2"], call.arguments["self"])
+
+
+def _is_matrix(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and value.dim() == 2
+
+
+def _set_linear(call: Call, x: Any, matrix: torch.Tensor, bias: Any) -> None:
+    """A product with ``matrix`` [in_features, out_features], whichever way it lies."""
+    call.op = marks.linear
+    if matrix.stride(0) == 1 and matrix.stride(-1) != 1:
+        call.arguments = {"x": x, "weight": matrix.t(), "bias": bias}
+    else:
+        call.arguments = {"x": x, "weight": matrix, "bias": bias, "transposed": True}
+
+
+def split_products(recording: Recording, model: nn.Module) -> None:
+    """Pass: a product that is only read in slices of its features is as many products with rows of its matrix."""
+    users = recording.users()
+    instead: dict[int, list[Call]] = {}
+    for call in recording.calls:
+        if call.op is not marks.linear or call.arguments.get("transposed") or not _plain(call.arguments["weight"]):
+            continue
+        readers = users.get(call.out.index, [])
+        slices = [_slices(recording, each, call.out, users) for each in readers]
+        if not slices or None in slices:
+            continue
+        made: list[Call] = []
+        for each, found in zip(readers, slices):
+            for register, start, length in found:
+                weight, bias = (call.arguments.get(name) for name in ("weight", "bias"))
+                part = {
+                    "weight": weight.narrow(0, start, length),
+                    "bias": None if bias is None else bias.narrow(0, start, length),
+                }
+                made.append(Call(marks.linear, call.arguments | part, register))
+            instead[id(each)] = []
+        instead[id(call)] = made
+        for each, found in zip(readers, slices):
+            if each.op is not _aten.slice.Tensor:
+                instead |= {id(item): [] for item in users.get(each.out.index, [])}
+    recording.rewrite(instead, {})
+
+
+def _slices(recording: Recording, call: Any, of: Register, users: dict) -> list[tuple[Register, int, int]] | None:
+    """The registers that slices of the last dimension end up in, with start and length; None if it is anything else."""
+    if call is None:
+        return None
+    whole = recording.fact(of)
+    last = whole.dim() - 1
+    if call.op is _aten.slice.Tensor:
+        if call.arguments.get("dim", 0) % whole.dim() != last or call.arguments.get("step", 1) != 1:
+            return None
+        start, size = call.arguments.get("start") or 0, recording.fact(call.out).shape[-1]
+        return [(call.out, start % whole.shape[-1] if start < 0 else start, size)]
+    if call.op in (_aten.split.Tensor, _aten.split_with_sizes.default, _aten.chunk.default):
+        if call.arguments.get("dim", 0) % whole.dim() != last:
+            return None
+        items = users.get(call.out.index, [])
+        if any(item is None or item.op is not operator.getitem for item in items):
+            return None
+        sizes = [each.shape[-1] for each in recording.facts[call.out.index]]
+        return [(item.out, sum(sizes[: item.arguments["b"]]), sizes[item.arguments["b"]]) for item in items]
+    return None
+
+
+def _plain(weight: Any) -> bool:
+    return type(weight) in PLAIN_TENSORS and weight.dim() == 2 and weight.dtype in FLOAT_DTYPES
+
+
+def gates(recording: Recording, model: nn.Module) -> None:
+    """Pass: ``activation(x @ gate) * (x @ up)`` is one call, and an activation behind a product is that product's."""
+    producers, users = recording.producers(), recording.users()
+    instead: dict[int, list[Call]] = {}
+
+    def only(register: Any, op: Any) -> Call | None:
+        """The call that makes ``register``, if it is of this kind and nothing else reads it."""
+        call = producers.get(register.index) if isinstance(register, Register) else None
+        return call if call is not None and call.op is op and len(users[register.index]) == 1 else None
+
+    for call in recording.calls:
+        if call.op is not _aten.mul.Tensor:
+            continue
+        for one, other in (("self", "other"), ("other", "self")):
+            acted, up = only(call.arguments[one], marks.activated), only(call.arguments[other], marks.linear)
+            gate = None if acted is None else only(acted.arguments["x"], marks.linear)
+            if gate is None or up is None or not _alike(recording, gate, up):
+                continue
+            if acted.arguments["activation"] == Activation.RELU:
+                continue
+            made = Call(
+                marks.gated,
+                {
+                    "x": gate.arguments["x"],
+                    "gate_weight": gate.arguments["weight"],
+                    "up_weight": up.arguments["weight"],
+                    "activation": acted.arguments["activation"],
+                },
+                call.out,
+            )
+            instead |= {id(gate): [], id(acted): [], id(up): [], id(call): [made]}
+            break
+    recording.rewrite(instead, {})
+    producers, users, instead = recording.producers(), recording.users(), {}
+    for call in recording.calls:
+        product = only(call.arguments["x"], marks.linear) if call.op is marks.activated else None
+        if product is not None and takes(recording, product):
+            made = Call(marks.linear, product.arguments | {"activation": call.arguments["activation"]}, call.out)
+            instead |= {id(product): [], id(call): [made]}
+    recording.rewrite(instead, {})
+
+
+def _alike(recording: Recording, one: Call, other: Call) -> bool:
+    """Whether two products are of one input and of matrices that ``ops.gemv_swiglu`` takes together."""
+    if not takes(recording, one) or not takes(recording, other):
+        return False
+    if one.arguments["x"].index != other.arguments["x"].index:
+        return False
+    if any(each.arguments.get("transposed") or each.arguments.get("bias") is not None for each in (one, other)):
+        return False
+    return one.arguments["weight"].shape == other.arguments["weight"].shape
+
+
+def takes(recording: Recording, call: Call) -> bool:
+    """Whether ``ops.gemv`` takes a product."""
+    from ..lowering import takes_product
+
+    return takes_product(recording, call)
+
+
+def residuals(recording: Recording, model: nn.Module) -> None:
+    """Pass: a sum with a product is that product's."""
+    _reassociate(recording)
+    producers, users = recording.producers(), recording.users()
+    for place, call in enumerate(recording.calls):
+        if call.op is not _aten.add.Tensor or call.arguments.get("alpha", 1) != 1:
+            continue
+        for one, other in (("other", "self"), ("self", "other")):
+            product = producers.get(getattr(call.arguments[one], "index", -1))
+            residual = call.arguments[other]
+            if product is None or product.op is not marks.linear or len(users[product.out.index]) != 1:
+                continue
+            if product.arguments.get("residual") is not None or not isinstance(residual, Register):
+                continue
+            facts = recording.fact(call.out), recording.fact(product.out), recording.fact(residual)
+            if len({(each.shape, each.dtype) for each in facts}) > 1 or not takes(recording, product):
+                continue
+            call.op, call.arguments = marks.linear, product.arguments | {"residual": residual}
+            product.op, product.arguments = operator.getitem, {"a": [0], "b": 0}  # read by nothing any more
+            break
+
+
+def _reassociate(recording: Recording) -> None:
+    """Let ``(a + b) + x`` of two products a and b be ``b + (a + x)``, if x is there before them."""
+    producers, users = recording.producers(), recording.users()
+    order = {call.out.index: place for place, call in enumerate(recording.calls)}
+
+    def product(register: Any) -> bool:
+        call = producers.get(getattr(register, "index", -1))
+        return call is not None and call.op is marks.linear and len(users[register.index]) == 1
+
+    for call in recording.calls:
+        if call.op is not _aten.add.Tensor or call.arguments.get("alpha", 1) != 1:
+            continue
+        for one, other in (("self", "other"), ("other", "self")):
+            inner, x = producers.get(getattr(call.arguments[one], "index", -1)), call.arguments[other]
+            if inner is None or inner.op is not _aten.add.Tensor or len(users[inner.out.index]) != 1:
+                continue
+            a, b = inner.arguments["self"], inner.arguments["other"]
+            if not (product(a) and product(b) and isinstance(x, Register)) or inner.arguments.get("alpha", 1) != 1:
+                continue
+            if order.get(x.index, -1) > order[inner.out.index] or recording.fact(x).shape != recording.fact(a).shape:
+                continue
+            inner.arguments = {"self": x, "other": a}
+            call.arguments = {"self": inner.out, "other": b}
+            break
+
+
+def norms_in_front(recording: Recording, model: nn.Module) -> None:
+    """Pass: a norm that products read is applied by them, where kernels have it."""
+    producers = recording.producers()
+    for call in recording.calls:
+        if call.op not in (marks.linear, marks.gated, marks.projected_attention, marks.packed_linear):
+            continue
+        normed = producers.get(getattr(call.arguments["x"], "index", -1))
+        if normed is None or normed.op is not marks.normed or normed.arguments.get("unit_offset"):
+            continue
+        norm = normed.arguments["norm"]
+        if norm.kind == NormKind.RMS and norm.weight is None:
+            continue
+        if call.op is marks.linear and not takes(recording, call):
+            continue
+        weight = call.arguments.get("weight", call.arguments.get("gate_weight"))
+        if weight is not None and norm.weight is not None and norm.weight.dtype != weight.dtype:
+            continue
+        call.arguments = call.arguments | {"x": normed.arguments["x"], "norm": norm}

@@ -1,0 +1,81 @@
+"""Passes: calls that only say how memory is looked at, and constants."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from ...decode.named_calls import Call, Register
+from ..recording import Recording, read_by
+
+_aten = torch.ops.aten
+
+_RESHAPES = (_aten.view.default, _aten._unsafe_view.default, _aten.reshape.default)
+#: views of a parameter, which are as good as the parameter
+_OF_CONSTANTS = frozenset(
+    {
+        *(_aten.t.default, _aten.transpose.int, _aten.slice.Tensor, _aten.select.int, _aten.view.default),
+        *(_aten.unsqueeze.default, _aten.squeeze.dim, _aten.permute.default, _aten.expand.default),
+    }
+)
+
+
+def constant_views(recording: Recording, model: nn.Module) -> None:
+    """Pass: views of the model's tensors are tensors, which share their memory."""
+    values: dict[int, Any] = {}
+    for call in list(recording.calls):
+        arguments = {name: _known(each, values) for name, each in call.arguments.items()}
+        if call.op in _OF_CONSTANTS and isinstance(arguments["self"], torch.Tensor):
+            with torch.no_grad():
+                values[call.out.index] = call.op(**arguments)
+    recording.rewrite({}, values)
+    recording.calls = [call for call in recording.calls if call.out.index not in values]
+
+
+def _known(value: Any, values: dict[int, Any]) -> Any:
+    return values.get(value.index, value) if isinstance(value, Register) else value
+
+
+def no_change(recording: Recording, model: nn.Module) -> None:
+    """Pass: views of views are one view, and calls that change nothing are left out."""
+    producers = recording.producers()
+    values: dict[int, Any] = {}
+    for call in recording.calls:
+        if call.out.index in recording.mutated:
+            continue
+        given = next(iter(call.arguments.values()), None)
+        while isinstance(given, Register) and given.index in values:
+            given = values[given.index]
+        if not isinstance(given, Register) or given.index in recording.mutated:
+            continue
+        if call.op in _RESHAPES:
+            inner = producers.get(given.index)
+            while inner is not None and inner.op in _RESHAPES and inner.out.index not in recording.mutated:
+                given = next(iter(inner.arguments.values()))
+                if not isinstance(given, Register):
+                    break
+                inner = producers.get(given.index)
+            if isinstance(given, Register):
+                call.arguments[next(iter(call.arguments))] = given
+        if _changes_nothing(recording, call, given):
+            values[call.out.index] = given
+    recording.rewrite({}, values)
+
+
+def _changes_nothing(recording: Recording, call: Call, given: Any) -> bool:
+    if not isinstance(given, Register):
+        return False
+    out, taken = recording.fact(call.out), recording.fact(given)
+    if not isinstance(out, torch.Tensor) or not isinstance(taken, torch.Tensor):
+        return False
+    if out.shape != taken.shape or out.dtype != taken.dtype:
+        return False
+    if call.op in (*_RESHAPES, _aten.expand.default, _aten.slice.Tensor, _aten.clone.default, _aten._to_copy.default):
+        return True
+    if call.op is _aten.mul.Tensor:
+        return isinstance(call.arguments["other"], (int, float)) and call.arguments["other"] == 1
+    return call.op in (_aten.alias.default, _aten.detach.default) or (
+        call.op is _aten.cat.default and len(call.arguments["tensors"]) == 1 and bool(read_by(call))
+    )

@@ -1,0 +1,85 @@
+"""Whether calls compute what a formula says: both are run on random numbers, in float64."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import fields, is_dataclass, replace
+from typing import Any
+
+import torch
+
+from ..decode.named_calls import Call, Register, bound
+from .recording import registers_in
+
+_WIDE = {
+    **dict.fromkeys((torch.float16, torch.bfloat16, torch.float32), torch.float64),
+    **dict.fromkeys((torch.complex32, torch.complex64), torch.complex128),
+}
+#: relative difference of two float64 results of one formula
+_TOLERANCE = 1e-9
+
+
+def wide(tensor: torch.Tensor) -> torch.Tensor:
+    """``tensor`` in the widest dtype of its kind, on the CPU."""
+    return tensor.detach().to("cpu", _WIDE.get(tensor.dtype, tensor.dtype))
+
+
+def evaluate(
+    calls: Sequence[Call], given: Mapping[int, Any], constants: Mapping[int, torch.Tensor] = {}
+) -> dict[int, Any]:
+    """What registers hold once ``calls`` were made in float64.
+
+    Args:
+        calls: in order.
+        given: register -> value.
+        constants: id of a tensor in the calls -> what is taken instead; others are converted.
+    """
+    values = dict(given)
+
+    def value(thing: Any) -> Any:
+        if isinstance(thing, Register):
+            return values[thing.index]
+        if isinstance(thing, torch.Tensor):
+            return constants[id(thing)] if id(thing) in constants else wide(thing)
+        if isinstance(thing, torch.dtype):
+            return _WIDE.get(thing, thing)
+        if isinstance(thing, torch.device):
+            return torch.device("cpu")
+        if isinstance(thing, (list, tuple)) and any(isinstance(each, (torch.Tensor, Register)) for each in thing):
+            return [value(each) for each in thing]
+        if is_dataclass(thing) and not isinstance(thing, type):
+            return replace(thing, **{each.name: value(getattr(thing, each.name)) for each in fields(thing)})
+        return thing
+
+    for call in calls:
+        arguments = {name: value(each) for name, each in call.arguments.items()}
+        if "pin_memory" in arguments:
+            arguments["pin_memory"] = False
+        if getattr(call.op, "__name__", "").startswith(("view", "_unsafe_view")) and "size" in arguments:
+            values[call.out.index] = arguments["self"].reshape(arguments["size"])
+        elif not isinstance(call.op, torch._ops.OpOverload):
+            values[call.out.index] = call.op(*arguments.values()) if call.op.__module__ == "_operator" else call.op(
+                **arguments
+            )  # fmt: skip
+        else:
+            op, ordered = bound(call.op, arguments)
+            values[call.out.index] = op(*ordered)
+    return values
+
+
+def agree(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether two results are of one formula."""
+    if one.shape != other.shape or not bool(torch.isfinite(one).all()):
+        return False
+    scale = float(one.abs().amax()) + 1e-300
+    return float((one - other).abs().amax()) <= _TOLERANCE * scale
+
+
+def inner_only(calls: Sequence[Call], inputs: Sequence[Register]) -> bool:
+    """Whether calls read nothing but ``inputs`` and each other."""
+    known = {register.index for register in inputs}
+    for call in calls:
+        if any(register.index not in known for value in call.arguments.values() for register in registers_in(value)):
+            return False
+        known.add(call.out.index)
+    return True
