@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Mapping
+from dataclasses import fields, is_dataclass, replace
 from typing import Any
 
 import torch
@@ -63,6 +64,8 @@ class Lowering:
             return self._values[value.index]
         if isinstance(value, (list, tuple)) and next(registers_in(value), None) is not None:
             return [self._value(each) for each in value]
+        if is_dataclass(value) and not isinstance(value, type):
+            return replace(value, **{each.name: self._value(getattr(value, each.name)) for each in fields(value)})
         return value
 
     # ---- rules ------------------------------------------------------------------------------------------------
@@ -88,6 +91,9 @@ class Lowering:
         return self._emit(_matmul, a=a, b=b)
 
     def _normed(self, call: Call, x, norm, unit_offset=False) -> Any:
+        if norm.kind == NormKind.LAYER and unit_offset:
+            op = composed.unit_offset_layer_norm
+            return self._emit(op, x=x, weight=norm.weight, bias=norm.bias, eps=norm.eps)
         if norm.kind == NormKind.LAYER:
             return self._emit(ops.layer_norm.overload, x=x, weight=norm.weight, bias=norm.bias, eps=norm.eps)
         if norm.weight is None:

@@ -36,10 +36,10 @@ def packed_linear(x, quants, scales, zeros, multiplier, format, bias=None):
 def normed(x, norm: Norm, unit_offset=False):
     """``norm(x)`` over the last dimension; with ``unit_offset`` the factor is ``1 + weight``."""
     size, weight = x.shape[-1:], norm.weight
-    if norm.kind == NormKind.LAYER:
-        return nn.functional.layer_norm(x, size, weight, norm.bias, norm.eps)
     if weight is not None and unit_offset:
         weight = 1 + weight
+    if norm.kind == NormKind.LAYER:
+        return nn.functional.layer_norm(x, size, weight, norm.bias, norm.eps)
     return nn.functional.rms_norm(x, size, weight, norm.eps)
 
 

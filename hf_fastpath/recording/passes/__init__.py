@@ -17,6 +17,7 @@ Pass = Callable[[Recording, nn.Module], None]
 PASSES: tuple[Pass, ...] = (
     modules.module_formulas,
     modules.functions,
+    views.constants,
     views.constant_views,
     views.no_change,
     products.matrix_products,

@@ -27,7 +27,8 @@ def positional(recording: Recording) -> set[int]:
         read = read_by(call)
         tensors = [each for each in call.arguments.values() if isinstance(each, torch.Tensor)]
         learned = any(isinstance(each, nn.Parameter) for each in tensors)
-        if read and all(each.index in found for each in read) and not learned:
+        writes = call.op in (marks.append, marks.attend) or call.out.index in recording.mutated
+        if all(each.index in found for each in read) and not learned and not writes:
             found.add(call.out.index)
     return found
 
@@ -211,46 +212,54 @@ def turned(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, pairs: str) ->
 _Formula = tuple[tuple, Callable[..., Any]]
 
 
-def _twice(table: torch.Tensor, pairs: str) -> torch.Tensor:
+#: what a table holds of the elements that turn together: both, one, or both where one would do in another order
+_AS_IT_IS, _ONE, _FIRST_HALF = "both", "one", "first half"
+
+
+def _spread(table: torch.Tensor, pairs: str, holds: str) -> torch.Tensor:
     """Angles of both elements that turn together."""
+    if holds == _AS_IT_IS:
+        return table
+    if holds == _FIRST_HALF:
+        table = table[..., : table.shape[-1] // 2]
     return torch.cat((table, table), dim=-1) if pairs == "halves" else table.repeat_interleave(2, dim=-1)
 
 
 def _angle_formulas(tables: list[torch.Tensor], dim: int) -> Iterator[_Formula]:
     """Ways to have cos and sin of all elements that turn from what a model has computed of its positions."""
-    for double in (False, True):
+    for holds in (_AS_IT_IS, _ONE, _FIRST_HALF):
         for one in range(len(tables)):
             if tables[one].is_complex():
-                yield ("complex", one, double), _from_complex(one, double)
+                yield ("complex", one, holds), _from_complex(one, holds)
             elif tables[one].shape[-1:] and tables[one].shape[-1] % 2 == 0:
-                yield ("sincos", one, double), _from_halves(one, (1, 0), double)
-                yield ("cossin", one, double), _from_halves(one, (0, 1), double)
+                yield ("sincos", one, holds), _from_halves(one, (1, 0), holds)
+                yield ("cossin", one, holds), _from_halves(one, (0, 1), holds)
             for other in range(len(tables)):
                 if one != other:
-                    yield ("pair", one, other, double), _from_pair(one, other, double)
+                    yield ("pair", one, other, holds), _from_pair(one, other, holds)
 
 
-def _from_pair(one, other, double):
+def _from_pair(one, other, holds):
     def angles(tables, pairs):
         found = tables[one], tables[other]
-        return tuple(_twice(each, pairs) if double else each for each in found)
+        return tuple(_spread(each, pairs, holds) for each in found)
 
     return angles
 
 
-def _from_halves(one, order, double):
+def _from_halves(one, order, holds):
     def angles(tables, pairs):
         halves = tables[one].chunk(2, dim=-1)
         found = [halves[each] for each in order]
-        return tuple(_twice(each, pairs) if double else each for each in found)
+        return tuple(_spread(each, pairs, holds) for each in found)
 
     return angles
 
 
-def _from_complex(one, double):
+def _from_complex(one, holds):
     def angles(tables, pairs):
         found = tables[one].real, tables[one].imag
-        return tuple(_twice(each, pairs) if double else each for each in found)
+        return tuple(_spread(each, pairs, holds) for each in found)
 
     return angles
 

@@ -98,7 +98,7 @@ def _candidates(w: Any, b: Any, numbers: list[float]) -> Iterator[tuple[Any, dic
         for kind in (NormKind.RMS, NormKind.LAYER):
             if kind == NormKind.RMS and b is not None:
                 continue
-            for offset in (False, True) if w is not None and kind == NormKind.RMS else (False,):
+            for offset in (False, True) if w is not None else (False,):
                 named = {"norm": Norm(kind, None, None, eps)} | ({"unit_offset": True} if offset else {})
                 yield marks.normed, named, named | {"norm": Norm(kind, w, b, eps)}
 

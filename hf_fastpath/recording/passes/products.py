@@ -221,6 +221,8 @@ def norms_in_front(recording: Recording, model: nn.Module) -> None:
         if call.op is marks.linear and not takes(recording, call):
             continue
         weight = call.arguments.get("weight", call.arguments.get("gate_weight"))
+        if isinstance(norm.weight, Register) or isinstance(norm.bias, Register):
+            continue
         if weight is not None and norm.weight is not None and norm.weight.dtype != weight.dtype:
             continue
         call.arguments = call.arguments | {"x": normed.arguments["x"], "norm": norm}

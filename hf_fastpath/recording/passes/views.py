@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ...decode.named_calls import Call, Register
+from ...decode.named_calls import Call, Register, bound
 from ..recording import Recording, read_by
 
 _aten = torch.ops.aten
@@ -36,6 +36,35 @@ def constant_views(recording: Recording, model: nn.Module) -> None:
 
 def _known(value: Any, values: dict[int, Any]) -> Any:
     return values.get(value.index, value) if isinstance(value, Register) else value
+
+
+#: calls whose result is other at every call, or nothing yet
+_NEW_EACH_TIME = ("empty", "new_empty", "rand", "zeros", "full", "ones")
+
+
+def constants(recording: Recording, model: nn.Module) -> None:
+    """Pass: what is made of numbers alone is made once. What is made of the model's tensors is not: they may change."""
+    values: dict[int, Any] = {}
+    for call in list(recording.calls):
+        if not isinstance(call.op, torch._ops.OpOverload) or call.out.index in recording.mutated:
+            continue
+        read = read_by(call)
+        if any(each.index not in values for each in read) or _holds_tensors(call):
+            continue
+        if not read and any(word in str(call.op) for word in _NEW_EACH_TIME):
+            continue
+        arguments = {name: _known(each, values) for name, each in call.arguments.items()}
+        if any(isinstance(each, (list, tuple)) and any(isinstance(e, Register) for e in each) for each in arguments.values()):
+            continue
+        op, ordered = bound(call.op, arguments)
+        with torch.no_grad(), torch.inference_mode(False):
+            values[call.out.index] = op(*ordered)
+    recording.rewrite({}, values)
+    recording.calls = [call for call in recording.calls if call.out.index not in values]
+
+
+def _holds_tensors(call: Call) -> bool:
+    return any(isinstance(each, torch.Tensor) for each in call.arguments.values())
 
 
 def no_change(recording: Recording, model: nn.Module) -> None:
