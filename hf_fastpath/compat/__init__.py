@@ -83,6 +83,7 @@ from .models import (
 from .seams import (
     RecordingCache,
     ask_for_seams,
+    gathered_experts,
     has_default_gate,
     install_seams,
     mask_sees,

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 from transformers.cache_utils import Cache, CacheLayerMixin
-from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS, _default_apply_gate
+from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS, _default_apply_gate, batched_mm_experts_forward
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
@@ -88,6 +88,13 @@ def mask_sees(mask_function: Callable[..., Any], queries: torch.Tensor, keys: to
     return torch.as_tensor(seen).expand(len(queries), len(keys))
 
 
+
+
+def gathered_experts(
+    module: nn.Module, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor
+) -> torch.Tensor:
+    """Experts of a module, by products of gathered weights: no step of it waits for the device."""
+    return batched_mm_experts_forward(module, x, ids, weights)
 
 
 def takes_positions(model: nn.Module) -> bool:

@@ -247,5 +247,6 @@ _RULES: dict[Callable[..., Any], Callable[..., Any]] = {
     marks.rotated_attention: Lowering._rotated,
     marks.projected_attention: Lowering._projected,
     marks.experts: Lowering._experts,
+    marks.other_experts: lambda self, call, **arguments: self._emit(marks.other_experts, **arguments),
     marks.activated: Lowering._activated,
 }

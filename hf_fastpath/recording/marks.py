@@ -70,6 +70,13 @@ def experts(x, ids, weights, gate_up_weight, down_weight, activation, gate_up_bi
     raise NotImplementedError("experts are run by their op alone")
 
 
+def other_experts(x, ids, weights, module):
+    """Experts that ``ops.fused_experts`` does not take, by transformers' own gathering of their weights."""
+    from .. import compat
+
+    return compat.gathered_experts(module, x, ids, weights)
+
+
 def gated(x, gate_weight, up_weight, activation, norm=None):
     """See ``ops.gemv_swiglu``."""
     return activated(linear(x, gate_weight), activation) * linear(x, up_weight)

@@ -135,7 +135,7 @@ class RecordedPart:
     @property
     def max_batch(self) -> int:
         """Sequences a decode plan takes."""
-        has_experts = any(call.op is marks.experts for call in self.recording(1, 1).calls)
+        has_experts = any(call.op in (marks.experts, marks.other_experts) for call in self.recording(1, 1).calls)
         return MAX_ROWS if has_experts else MAX_BATCH
 
     @property
@@ -213,6 +213,8 @@ class RecordedPart:
             layers = self.layers
         except Unrecordable as error:
             return Cause("not_recorded", str(error), self.module)
+        except Exception as error:  # code that nobody has tried, and passes over it
+            return Cause("not_recorded", f"{type(error).__name__}: {error}", self.module)
         odd = next((each for each in layers if not takes_head_dim(each.attention.head_dim)), None)
         if odd is not None:
             return Cause("unsupported_head_dim", f"head_dim={odd.attention.head_dim}", self.module)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import logging
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -21,14 +22,16 @@ from ..decode.modules import is_packed, weight_and_bias
 from ..decode.named_calls import Call, Norm, Register, by_name
 from ..decode.patched import STATE_KEY
 from ..choices import NormKind
+from ..ops.decode_attention import MAX_QUERY_LEN
+from ..ops.fused_experts import EXPERT_GATES
 from ..quantization.linear import PackedLinear
 from . import marks
 from .recording import Recording, Span, Unrecordable
 
 _aten = torch.ops.aten
 
-#: tokens that the recorded step's cache says it holds: more than a window may be, and no size of anything
-PAST = 4099
+#: tokens that the recorded step's cache says it holds, unless the model knows fewer positions
+_PAST = 4099
 #: positions up to which a mask is compared with windows
 _MASK_POSITIONS = 4096
 #: calls that compute nothing
@@ -101,6 +104,7 @@ class Recorder:
         self.masks: dict[int, Callable[..., Any]] = {}  # register of a mask -> its function
         self.mutated: set[int] = set()
         self.silent = 0
+        self.past = past_tokens(skeleton.model.config)
         self._registers: dict[int, Register] = {}  # id of a tensor -> what stands for it
         self._kept: list[Any] = []  # no other tensor gets an id of these
         self._storages: dict[int, list[int]] = {}
@@ -190,7 +194,7 @@ class Recorder:
 
     def append(self, k: torch.Tensor, v: torch.Tensor, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
         with self.quiet():
-            all_ = tuple(each.new_empty(*each.shape[:2], PAST + each.shape[2], each.shape[3]) for each in (k, v))
+            all_ = tuple(each.new_empty(*each.shape[:2], self.past + each.shape[2], each.shape[3]) for each in (k, v))
         call = self.emit(marks.append, {"k": k, "v": v, "layer": layer}, list(all_))
         self._states[call.out.index] = layer
         return all_
@@ -243,7 +247,7 @@ class Recorder:
     def mask(self, batch_size, q_length, kv_length, q_offset=0, kv_offset=0, mask_function=None, attention_mask=None,
              dtype=torch.float32, **others):  # fmt: skip
         """As transformers' mask functions: a tensor that stands for a mask."""
-        if attention_mask is not None:
+        if attention_mask is not None and not self._is_all_ones(attention_mask):
             raise Unrecordable("a mask with padding of the model's own")
         with self.quiet():
             made = torch.empty(batch_size, 1, q_length, kv_length, dtype=dtype, device=self.skeleton.device)
@@ -251,16 +255,20 @@ class Recorder:
         self.masks[register.index] = mask_function
         return made
 
+    def _is_all_ones(self, mask: torch.Tensor) -> bool:
+        """Whether a mask is one that the model made for want of another."""
+        register = self._registers.get(id(mask))
+        call = None if register is None else next((c for c in self.calls if c.out.index == register.index), None)
+        return call is not None and call.op is _aten.ones.default
+
     def experts(self, module, hidden_states, top_k_index, top_k_weights):
         """As transformers' experts functions."""
         real = self.skeleton.model.get_submodule(self.paths[id(module)])
-        reason, arguments = experts_arguments(real)
-        if reason is not None:
-            raise Unrecordable(reason)
         with self.quiet():
             out = torch.empty_like(hidden_states)
         given = dict(x=hidden_states, ids=top_k_index, weights=top_k_weights)
-        self.emit(marks.experts, given | arguments, out)
+        arguments = experts_arguments(real)
+        self.emit(marks.other_experts if arguments is None else marks.experts, given | (arguments or {"module": real}), out)
         return out
 
     paths: dict[int, str] = MappingProxyType({})  # type: ignore[assignment]
@@ -268,6 +276,12 @@ class Recorder:
 
 #: what attention functions are given besides, and what the kernels take from elsewhere or never read
 _HARMLESS = frozenset({"position_ids", "cache_position", "cu_seq_lens_q", "cu_seq_lens_k", "input_ids"})
+
+
+def past_tokens(config: Any) -> int:
+    """Tokens that a recorded step's cache says it holds."""
+    longest = getattr(config.get_text_config(decoder=True), "max_position_embeddings", None)
+    return min(_PAST, longest - MAX_QUERY_LEN - 1) if isinstance(longest, int) and longest > 32 else _PAST
 
 
 def _window(mask_function: Callable[..., Any]) -> int | None:
@@ -288,23 +302,18 @@ def _window(mask_function: Callable[..., Any]) -> int | None:
     return None if count == len(keys) else count
 
 
-def experts_arguments(module: nn.Module) -> tuple[str | None, dict[str, Any]]:
-    """Arguments of ``ops.fused_experts`` that a module with the weights of experts decides, or why there are none."""
+def experts_arguments(module: nn.Module) -> dict[str, Any] | None:
+    """Arguments of ``ops.fused_experts`` that a module with the weights of experts decides; None if the op does not
+    take them."""
     weights = getattr(module, "gate_up_proj", None), getattr(module, "down_proj", None)
     if not all(isinstance(each, nn.Parameter) and each.dim() == 3 for each in weights):
-        return f"experts of {type(module).__name__} without gate_up_proj and down_proj", {}
-    if not getattr(module, "has_gate", True) or not getattr(module, "is_concatenated", True):
-        return f"experts of {type(module).__name__} with another gate", {}
-    if getattr(module, "has_bias", False):
-        return f"experts of {type(module).__name__} with biases", {}
+        return None
+    plain = getattr(module, "has_gate", True) and getattr(module, "is_concatenated", True)
+    plain = plain and not getattr(module, "has_bias", False) and not getattr(module, "is_transposed", False)
     activation = compat.activation_of(getattr(module, "act_fn", None))
-    plain = compat.has_default_gate(module)
-    if activation is None or not plain:
-        return f"experts of {type(module).__name__} with another activation", {}
-    return None, dict(
-        gate_up_weight=weights[0], down_weight=weights[1], activation=activation,
-        transposed=bool(getattr(module, "is_transposed", False)),
-    )  # fmt: skip
+    if not plain or activation not in EXPERT_GATES or not compat.has_default_gate(module):
+        return None
+    return {"gate_up_weight": weights[0], "down_weight": weights[1], "activation": activation}
 
 
 def _functional(func: Any) -> Any | None:
@@ -444,8 +453,8 @@ def record(skeleton: Skeleton, batch: int, query_len: int) -> Recording:
 
 def _record(recorder: Recorder, batch: int, query_len: int) -> Recording:
     skeleton = recorder.skeleton
-    cache = compat.RecordingCache(skeleton.copy.config, PAST, recorder.append)
-    with torch.inference_mode(False), torch.no_grad(), skeleton.mode:
+    cache = compat.RecordingCache(skeleton.copy.config, recorder.past, recorder.append)
+    with torch.inference_mode(False), torch.no_grad(), _without_logs(), skeleton.mode:
         tokens, positions = (
             torch.zeros(batch, query_len, dtype=torch.long, device=skeleton.device) for _ in range(2)
         )
@@ -465,11 +474,25 @@ def _record(recorder: Recorder, batch: int, query_len: int) -> Recording:
     for call in recorder.calls:
         if call.op is marks.attend:
             mask = call.arguments["window"]
-            call.arguments["window"] = (None if mask is None else windows[mask.index]) or 0
+            of_mask = None if mask is None else windows[mask.index]
+            of_cache = cache.layers[call.arguments["layer"]].sliding_window  # which holds no more
+            call.arguments["window"] = min((w for w in (of_mask, of_cache) if w is not None), default=0)
     return Recording(
         batch, query_len, recorder.calls, recorder.facts, *given, recorder.value(logits), recorder.spans,
         windows, recorder.mutated,
     )  # fmt: skip
+
+
+@contextmanager
+def _without_logs() -> Iterator[None]:
+    """What cannot be recorded is told by an exception; torch writes the same to its log."""
+    logger = logging.getLogger("torch._subclasses.fake_tensor")
+    refuse = lambda record: False  # noqa: E731
+    logger.addFilter(refuse)
+    try:
+        yield
+    finally:
+        logger.removeFilter(refuse)
 
 
 @contextmanager

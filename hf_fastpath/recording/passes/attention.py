@@ -11,6 +11,7 @@ from torch import nn
 from ...decode.named_calls import Call, Register
 from .. import marks
 from ..probing import agree, evaluate
+from ..recorder import past_tokens
 from ..recording import Recording, read_by
 
 _aten = torch.ops.aten
@@ -53,7 +54,7 @@ def rotations(recording: Recording, model: nn.Module) -> None:
         sources, tables, calls = front
         key = _structure(recording, sources, tables, calls)
         if key not in known:
-            known[key] = _tried(recording, at_positions, front, append, attend)
+            known[key] = _tried(recording, model, at_positions, front, append, attend)
         if known[key] is None:
             continue
         layout, make_angles, pairs = known[key]
@@ -135,7 +136,9 @@ def _structure(recording, sources, tables, calls) -> tuple:
     return tuple(found)
 
 
-def _tried(recording: Recording, at_positions: set[int], front: Any, append: Call, attend: Call) -> Any:
+def _tried(
+    recording: Recording, model: nn.Module, at_positions: set[int], front: Any, append: Call, attend: Call
+) -> Any:
     """Layout, angles and pairs of a front that ``ops.rope_append`` computes; or None."""
     sources, tables, calls = front
     q, k, v = attend.arguments["q"], append.arguments["k"], append.arguments["v"]
@@ -154,7 +157,7 @@ def _tried(recording: Recording, at_positions: set[int], front: Any, append: Cal
     angle_calls = [call for call in recording.calls if call.out.index in at_positions]
     shown = []
     try:
-        for position in _POSITIONS:
+        for position in (min(each, past_tokens(model.config)) for each in _POSITIONS):
             given = {recording.positions.index: torch.full((recording.batch, recording.query_len), position)}
             angle_values = evaluate(angle_calls, given)
             with torch.random.fork_rng(devices=[]), torch.device("cpu"):
@@ -191,7 +194,7 @@ def _is_turned(values, tables, out, layout, angles, pairs, heads, kv_heads, dim)
             cos, sin = (each.reshape(-1, query_len, each.shape[-1])[:, None] for each in angles[1](tables, pairs))
         except (RuntimeError, ValueError):
             return False
-        if cos.shape != sin.shape or cos.shape[-1] > dim or cos.shape[-1] % 2:
+        if cos.shape[0] not in (1, batch) or cos.shape != sin.shape or cos.shape[-1] > dim or cos.shape[-1] % 2:
             return False
         q, k = (turned(each, cos, sin, pairs) for each in (q, k))
     return all(agree(one, other) for one, other in zip(out, (q, k, v)))
