@@ -174,6 +174,26 @@ MODELS: dict[str, ModelShape] = {
             "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.4},
         },
     ),
+    "glm-4-9b": ModelShape("GLM-4-9B", "glm4"),  # the architecture's defaults are this size, and those below
+    "gemma-2-2b": ModelShape("Gemma-2-2B", "gemma2"),
+    "gemma-3-4b": ModelShape(
+        "Gemma-3-4B", "gemma3_text", {"hidden_size": 2560, "intermediate_size": 10240, "num_hidden_layers": 34}
+    ),
+    "command-r7b": ModelShape(
+        "Command-R7B",
+        "cohere2",
+        {
+            "hidden_size": 4096,
+            "intermediate_size": 14336,
+            "num_hidden_layers": 32,
+            "num_attention_heads": 32,
+            "num_key_value_heads": 8,
+        },
+    ),
+    "olmo-2-7b": ModelShape("OLMo-2-7B", "olmo2", {"vocab_size": 100352, "max_position_embeddings": 4096}),
+    "qwen3-30b-a3b": ModelShape("Qwen3-30B-A3B", "qwen3_moe", {"num_hidden_layers": 48, "head_dim": 128}),
+    "mixtral-8x7b-20l": ModelShape("Mixtral-8x7B, 20 layers", "mixtral", {"num_hidden_layers": 20}),
+    "gpt-oss-20b": ModelShape("gpt-oss-20b", "gpt_oss", {"num_hidden_layers": 24, "num_local_experts": 32}),
     "gpt2-124m": ModelShape("GPT-2 124M", "gpt2"),  # the architecture's defaults are this size
     "tiny": ModelShape(  # to try the benchmarks out, not to quote
         "tiny",

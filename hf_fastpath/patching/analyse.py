@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections import Counter
 from typing import Any
 
@@ -18,6 +19,10 @@ from ..quantization import replacing
 from ..reasons import Cause, named
 from ..recording.part import Recorded
 from .plan import Binding, Declined, PatchPlan
+
+
+#: environment variable: if set, whole models are recorded though an architecture file describes them
+RECORD = "HF_FASTPATH_RECORD"
 
 
 def analyse(model: nn.Module, options: Options, no_kernels: str | None = None) -> PatchPlan:
@@ -157,10 +162,10 @@ def _family(
     model: nn.Module, known: tuple[Architecture, ...], bindings: list[Binding], declined: list[Declined]
 ) -> Family | None:
     """What knows the roles inside a whole model: its architecture, or the recorder if none of its modules is of any."""
-    for each in known:
-        if structure.model_part(each, model) is not None:
-            return structure.Described(each)
-    if bindings or declined or not compat.can_generate(model) or compat.is_encoder_decoder(model):
+    described = next((each for each in known if structure.model_part(each, model) is not None), None)
+    if described is not None and not os.environ.get(RECORD):
+        return structure.Described(described)
+    if (described is None and (bindings or declined)) or not compat.can_generate(model) or compat.is_encoder_decoder(model):
         return None
     return Recorded(model)
 

@@ -21,6 +21,8 @@ PASSES: tuple[Pass, ...] = (
     views.constant_views,
     views.no_change,
     products.matrix_products,
+    products.unflattened,
+    views.no_change,
     products.split_products,
     attention.rotations,
     attention.projections,

@@ -44,6 +44,25 @@ def _set_linear(call: Call, x: Any, matrix: torch.Tensor, bias: Any) -> None:
         call.arguments = {"x": x, "weight": matrix, "bias": bias, "transposed": True}
 
 
+def unflattened(recording: Recording, model: nn.Module) -> None:
+    """Pass: a product of rows that were flattened is one of the rows as they were."""
+    producers = recording.producers()
+    instead: dict[int, list[Call]] = {}
+    for call in recording.calls:
+        view = producers.get(getattr(call.arguments.get("x"), "index", -1)) if call.op is marks.linear else None
+        if view is None or view.op not in (_aten.view.default, _aten._unsafe_view.default):
+            continue
+        rows = view.arguments["self"]
+        fact, out = recording.fact(rows), recording.fact(call.out)
+        if not isinstance(rows, Register) or fact.shape[-1] != recording.fact(view.out).shape[-1]:
+            continue
+        made = recording.register(out.new_empty(*fact.shape[:-1], out.shape[-1]))
+        flat = Call(_aten.view.default, {"self": made, "size": list(out.shape)}, call.out)
+        call.arguments, call.out = call.arguments | {"x": rows}, made
+        instead[id(call)] = [call, flat]
+    recording.rewrite(instead, {})
+
+
 def split_products(recording: Recording, model: nn.Module) -> None:
     """Pass: a product that is only read in slices of its features is as many products with rows of its matrix."""
     users = recording.users()
