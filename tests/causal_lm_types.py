@@ -1,0 +1,272 @@
+"""A small random model of every causal-LM type that the installed transformers has: ``python tests/causal_lm_types.py``.
+
+No list of types is kept here: a type's config class says what it has, names that mean a size are cut down
+(:data:`_SIZES`), and lists with an entry a layer are cut to the layers at which they say something new. What one type
+wants beside is data (:data:`_TYPES`). The script builds types (all, or those that are named), lets stock
+transformers generate and prints what came out.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections import Counter
+from typing import Any, NamedTuple
+
+import torch
+from transformers import AutoModelForCausalLM, DynamicCache, PreTrainedConfig, PreTrainedModel
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+VOCAB = 160
+# Wide enough that attention matters to the result; at transformers' 0.02 the embeddings decide nearly alone.
+_SPREAD = 0.15
+# Narrower: a head that is tied to scaled embeddings would give the last token again.
+_EMBEDDING = 0.05
+#: layers of a model at least and at most
+_MIN_LAYERS, _MAX_LAYERS = 2, 4
+#: what a config entry of a name is cut to, if it is greater; entries of one line mean the same
+_SIZES = {
+    name: size
+    for size, names in (
+        (VOCAB, "vocab_size decoder_vocab_size vocab_size_per_layer_input unpadded_vocab_size pronunciation_vocab_size"),
+        (VOCAB, "shape_vocab_size audio_vocab_size encoder_hash_byte_group_vocab ngram_vocab_size_base"),
+        (256, "max_position_embeddings max_seq_len max_target_positions context_length model_max_length n_ctx"),
+        (256, "n_positions"),
+        (64, "hidden_size d_model n_embd emb_dim word_embed_proj_dim embedding_size embedding_dim lru_width"),
+        (64, "hidden_size_global attention_hidden_size pronunciation_embed_dim shape_embed_dim ple_embed_dim input_size"),
+        (64, "original_max_position_embeddings backbone_hidden_size out_hidden_size router_hidden_size adapter_in_dim adapter_input_size adapter_out_dim"),
+        (96, "intermediate_size ffn_dim decoder_ffn_dim encoder_ffn_dim ffn_hidden_size d_inner dff dim_ff d_ff"),
+        (96, "feed_forward_size dense_intermediate_size intermediate_size_mlp mlp_dim"),
+        (48, "moe_intermediate_size expert_ffn_hidden_size shared_expert_intermediate_size shared_intermediate_size"),
+        (48, "shared_experts_intermediate_size moe_shared_expert_intermediate_size input_embedding_size"),
+        (48, "output_embedding_size"),
+        (16, "head_dim d_head d_kv dim_head kv_channels v_head_dim swa_head_dim attention_head_size index_head_dim"),
+        (16, "linear_head_dim linear_key_head_dim linear_value_head_dim mamba_d_head mamba_head_dim mamba_headdim"),
+        (16, "hidden_size_per_layer_input laurel_rank loop_gate_rank adapter_rank gated_norm_rank hc_lowrank"),
+        (32, "kv_lora_rank q_lora_rank o_lora_rank"),
+        (16, "qk_nope_head_dim query_pre_attn_scalar"),
+        (8, "qk_rope_head_dim d_rel rotary_dim ssm_state_size state_size mamba_d_state time_step_rank mamba_dt_rank"),
+        (8, "sliding_window sliding_window_size window_size attention_window_size local_attention attention_chunk_size"),
+        (8, "local_attention_window_len keep_window_size rel_extent chunk_size mamba_chunk_size block_size mem_len"),
+        (4, "num_attention_heads n_head n_heads num_heads attention_heads decoder_attention_heads"),
+        (4, "encoder_attention_heads num_encoder_attention_heads num_decoder_attention_heads swa_num_attention_heads"),
+        (4, "num_experts n_routed_experts num_local_experts moe_num_experts linear_num_heads linear_num_value_heads"),
+        (4, "index_n_heads index_topk hc_mult hc_count"),
+        (8, "mamba_n_heads mamba_num_heads"),
+        (2, "num_key_value_heads num_kv_heads kv_n_heads swa_num_key_value_heads linear_num_key_heads"),
+        (2, "num_experts_per_tok num_experts_per_token moe_topk moe_k moe_top_k top_k n_group num_expert_group n_groups"),
+        (2, "encoder_layers decoder_layers num_encoder_layers num_decoder_layers num_layers depth zero_expert_num"),
+        (1, "topk_group first_k_dense_replace num_dense_layers max_window_layers num_nextn_predict_layers"),
+    )
+    for name in names.split()
+}
+#: entries that list layers by their numbers
+_LAYER_NUMBERS = ("mlp_only_layers", "moe_layers", "cross_attention_layers", "full_attn_idxs", "hybrid_layer_ids")
+#: what a type is given besides, and why the general rule does not know; entries of a nested config stand under its name
+_TYPES: dict[str, dict[str, Any]] = {
+    "bamba": dict(attn_layer_indices=[1]),
+    "cohere_compass_text": dict(
+        layer_types=["sliding_attention", "full_attention"],
+        rope_parameters={
+            "sliding_attention": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [4, 2, 2]},
+            "full_attention": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [4, 2, 2]},
+        },
+    ),
+    "dbrx": {"attn_config": {"rope_theta": 1e4}},
+    "dory": dict(
+        num_hidden_layers=4,
+        layer_types=["sliding_attention", "full_attention", "sliding_attention", "full_attention"],
+        n_input_layers=1,
+        n_output_layers=1,
+    ),
+    "falcon_h1": dict(mamba_d_ssm=128, mamba_d_head=16),
+    "gpt_neo": dict(attention_types=[[["global", "local"], 1]]),
+    "jamba": dict(attn_layer_period=2, attn_layer_offset=1),
+    "lfm2_moe": dict(num_hidden_layers=3, layer_types=["conv", "full_attention", "conv"]),
+    "longcat_flash": dict(head_dim=8),
+    "mamba2": dict(num_heads=8),
+    "recurrent_gemma": dict(num_hidden_layers=3),
+    "reformer": dict(attn_layers=["local", "lsh"], axial_pos_shape=(16, 16), axial_pos_embds_dim=(16, 48)),
+    "xlstm": dict(chunk_size=64),
+    "xmod": dict(default_language="en_XX"),
+    "zamba": dict(num_hidden_layers=4, layers_block_type=["linear_attention", "hybrid", "linear_attention", "hybrid"]),
+}
+_QSA = dict(
+    indexer_n_heads=2, indexer_kv_heads=1, indexer_head_dim=16, indexer_budget=8, indexer_compress_ratio=4
+)
+_TYPES |= {"qwen4_exp_text": _QSA, "qwen4_exp": {"text_config": _QSA}}
+#: entries that are needed, though a class may leave them open
+_FILLED = ("head_dim", "num_key_value_heads", "num_experts_per_tok", "n_routed_experts")
+
+
+def types() -> tuple[str, ...]:
+    """The causal-LM types of the installed transformers."""
+    return tuple(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
+
+
+def _layers(config: PreTrainedConfig) -> tuple[list[str], list[int]]:
+    """Entries with a value for each layer, and the layers that are kept: those at which they say something new."""
+    count = getattr(config, "num_hidden_layers", None)
+    if not isinstance(count, int):
+        return [], []
+    listed = {name: value for name, value in vars(config).items() if isinstance(value, (list, tuple))}
+    by_layer = {name: value for name, value in listed.items() if len(value) == count and name not in _LAYER_NUMBERS}
+    rows = list(zip(*by_layer.values())) or [()] * count
+    members = [tuple(layer in listed.get(name, ()) for name in _LAYER_NUMBERS) for layer in range(count)]
+    rows = [str(row) for row in zip(rows, members)]
+    kept = [layer for layer, row in enumerate(rows) if row not in rows[:layer]][:_MAX_LAYERS]
+    others = [layer for layer in range(count) if layer not in kept]
+    return list(by_layer), sorted(kept + others[: max(0, _MIN_LAYERS - len(kept))])
+
+
+def _small(config: PreTrainedConfig, extra: dict[str, Any]) -> PreTrainedConfig:
+    """``config``'s class again, with small entries and those of ``extra``."""
+    fields = type(config).__dataclass_fields__
+    by_layer, kept = _layers(config)
+    common = {name: own for name, own in getattr(config, "attribute_map", {}).items()}
+    changes: dict[str, Any] = {}
+    for name, field in fields.items():
+        value = vars(config).get(common.get(name, name))  # entries that differ by layer are no attributes
+        if isinstance(value, PreTrainedConfig):
+            changes[name] = _small(value, extra.get(name, {}))
+        elif name in by_layer:
+            changes[name] = [_cut(name, value[layer]) for layer in kept]
+        elif name in _LAYER_NUMBERS and value is not None:
+            changes[name] = [new for new, layer in enumerate(kept) if layer in value]
+        elif name == common.get("num_hidden_layers", "num_hidden_layers") and kept:
+            changes[name] = len(kept)
+        elif isinstance(value, int) and not isinstance(value, bool) and (name in _SIZES or field.default is not None):
+            changes[name] = _cut(name, value)  # what else a class works out by itself is left to it
+        elif name in ("initializer_range", "init_std"):
+            changes[name] = _SPREAD
+        elif value is None and name in _FILLED:
+            changes[name] = _SIZES[name]
+        elif name == "rope_parameters":
+            changes[name] = value
+    changes |= {name: value for name, value in _TOKENS.items() if name in fields}
+    if "kv_lora_rank" in fields and "num_key_value_heads" in fields:  # every head reads its part of the one latent
+        changes["num_key_value_heads"] = changes["num_attention_heads"]
+    nested = {name for name, value in extra.items() if isinstance(value, dict) and name in changes}
+    return type(config)(**changes | {name: value for name, value in extra.items() if name not in nested})
+
+
+_TOKENS = dict(bos_token_id=1, eos_token_id=None, pad_token_id=0, is_decoder=True)
+
+
+def _cut(name: str, value: Any) -> Any:
+    """An entry, or what its name is cut to."""
+    size = _SIZES.get(name)
+    return min(size, value) if size is not None and isinstance(value, int) else value
+
+
+def small_config(model_type: str) -> PreTrainedConfig:
+    """A small config of a type.
+
+    Args:
+        model_type: one of :func:`types`.
+    """
+    extra = _TYPES.get(model_type, {})
+    config = CONFIG_MAPPING[model_type](**extra.get("default", {}))
+    return _small(config, {name: value for name, value in extra.items() if name != "default"})
+
+
+def small_model(model_type: str, seed: int = 0) -> PreTrainedModel:
+    """A random float32 model of a type on the CPU, in eval mode, without an end-of-sequence token.
+
+    Args:
+        model_type: one of :func:`types`.
+        seed: of its weights.
+    """
+    config = small_config(model_type)
+    state = torch.get_rng_state()
+    torch.manual_seed(seed)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            _vary(parameter)
+        embeddings = model.get_input_embeddings().weight
+        embeddings.mul_(_EMBEDDING / embeddings.std())
+    torch.set_rng_state(state)
+    return model
+
+
+def _vary(parameter: torch.Tensor) -> None:
+    """Let no parameter be zero, one, or too narrow to matter: a step that forgot it has to be seen."""
+    if not parameter.is_floating_point() or parameter.numel() == 0:
+        return
+    constant = bool((parameter == parameter.flatten()[0]).all())
+    if parameter.dim() == 1 or constant:
+        parameter.add_(_SPREAD * torch.randn_like(parameter))
+    elif parameter.std() < _SPREAD / 2:
+        parameter.normal_(std=_SPREAD)
+
+
+# --- the script
+
+
+class Row(NamedTuple):
+    """What came of a type.
+
+    Attributes:
+        cls, kind, parameters: of its model.
+        seconds: that building it took.
+        said: "ok", or what went wrong.
+    """
+
+    model_type: str
+    cls: str = "-"
+    kind: str = "-"
+    parameters: int = 0
+    seconds: float = 0.0
+    said: str = "ok"
+
+
+def prompt(batch: int, length: int, seed: int) -> torch.Tensor:
+    """[batch, length] random token ids."""
+    return torch.randint(3, VOCAB, (batch, length), generator=torch.Generator().manual_seed(seed))
+
+
+def generate(model: PreTrainedModel, ids: torch.Tensor, mask: torch.Tensor | None = None) -> torch.Tensor:
+    """[batch, 12] the tokens that stock transformers adds greedily."""
+    mask = torch.ones_like(ids) if mask is None else mask
+    tokens = model.generate(ids, attention_mask=mask, max_new_tokens=12, do_sample=False)
+    return tokens[:, ids.shape[1] :]
+
+
+def tried(model_type: str) -> Row:
+    """Build a type and let it generate: alone, and two padded prompts."""
+    start = time.perf_counter()
+    try:
+        model = small_model(model_type)
+    except Exception as error:
+        return Row(model_type, said=f"build: {type(error).__name__}: {' '.join(str(error).split())[-300:]}")
+    seconds = time.perf_counter() - start
+    row = Row(model_type, type(model).__name__, "-", sum(p.numel() for p in model.parameters()), seconds)
+    try:
+        one, other = (generate(model, prompt(1, 9, seed)) for seed in (1, 2))
+        mask = torch.ones(2, 9, dtype=torch.long)
+        mask[1, :4] = 0
+        ids = prompt(2, 9, 3) * mask
+        generate(model, ids, mask)
+    except Exception as error:
+        return row._replace(said=f"generate: {type(error).__name__}: {' '.join(str(error).split())[-300:]}")
+    if one.shape[1] != 12:
+        return row._replace(said=f"{one.shape[1]} tokens")
+    if torch.equal(one, other):
+        return row._replace(said=f"same tokens {one.tolist()}")
+    if len(one.unique()) < 3:
+        return row._replace(said=f"few tokens {one.tolist()}")
+    return row
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("types", nargs="*", default=types())
+    for model_type in parser.parse_args().types:
+        row = tried(model_type)
+        print(f"{row.model_type:26} {row.cls:38} {row.kind:12} {row.parameters:9} {row.seconds:6.2f} {row.said}", flush=True)
+
+
+if __name__ == "__main__":
+    main()
