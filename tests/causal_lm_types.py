@@ -14,6 +14,7 @@ from collections import Counter
 from typing import Any, NamedTuple
 
 import torch
+from torch import nn
 from transformers import AutoModelForCausalLM, DynamicCache, PreTrainedConfig, PreTrainedModel
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
@@ -21,8 +22,6 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING, 
 VOCAB = 160
 # Wide enough that attention matters to the result; at transformers' 0.02 the embeddings decide nearly alone.
 _SPREAD = 0.15
-# Narrower: a head that is tied to scaled embeddings would give the last token again.
-_EMBEDDING = 0.05
 #: layers of a model at least and at most
 _MIN_LAYERS, _MAX_LAYERS = 2, 4
 #: what a config entry of a name is cut to, if it is greater; entries of one line mean the same
@@ -34,7 +33,7 @@ _SIZES = {
         (256, "max_position_embeddings max_seq_len max_target_positions context_length model_max_length n_ctx"),
         (256, "n_positions"),
         (64, "hidden_size d_model n_embd emb_dim word_embed_proj_dim embedding_size embedding_dim lru_width"),
-        (64, "hidden_size_global attention_hidden_size pronunciation_embed_dim shape_embed_dim ple_embed_dim input_size"),
+        (64, "hidden_size_global pronunciation_embed_dim shape_embed_dim ple_embed_dim input_size"),
         (64, "original_max_position_embeddings backbone_hidden_size out_hidden_size router_hidden_size adapter_in_dim adapter_input_size adapter_out_dim"),
         (96, "intermediate_size ffn_dim decoder_ffn_dim encoder_ffn_dim ffn_hidden_size d_inner dff dim_ff d_ff"),
         (96, "feed_forward_size dense_intermediate_size intermediate_size_mlp mlp_dim"),
@@ -57,12 +56,34 @@ _SIZES = {
         (2, "num_key_value_heads num_kv_heads kv_n_heads swa_num_key_value_heads linear_num_key_heads"),
         (2, "num_experts_per_tok num_experts_per_token moe_topk moe_k moe_top_k top_k n_group num_expert_group n_groups"),
         (2, "encoder_layers decoder_layers num_encoder_layers num_decoder_layers num_layers depth zero_expert_num"),
-        (1, "topk_group first_k_dense_replace num_dense_layers max_window_layers num_nextn_predict_layers"),
+        (1, "n_shared_experts topk_group first_k_dense_replace num_dense_layers max_window_layers num_nextn_predict_layers"),
     )
     for name in names.split()
 }
 #: entries that list layers by their numbers
 _LAYER_NUMBERS = ("mlp_only_layers", "moe_layers", "cross_attention_layers", "full_attn_idxs", "hybrid_layer_ids")
+_QSA = dict(indexer_n_heads=2, indexer_kv_heads=1, indexer_head_dim=16, indexer_budget=8, indexer_compress_ratio=4)
+_WINDOWS = ["sliding_attention", "full_attention"]
+_GEMMA3N = dict(
+    num_hidden_layers=4,
+    layer_types=2 * _WINDOWS,
+    num_kv_shared_layers=2,
+    intermediate_size=[96] * 4,
+    activation_sparsity_pattern=[0.95, 0.0, 0.0, 0.0],
+)
+_GEMMA4 = dict(global_head_dim=32)
+_ASSISTANT = dict(
+    num_hidden_layers=2, layer_types=_WINDOWS, hidden_size_per_layer_input=0, vocab_size_per_layer_input=0
+)
+_DOTS3 = dict(
+    swa_num_attention_heads=2,
+    swa_num_key_value_heads=2,
+    swa_q_lora_rank=32,
+    swa_kv_lora_rank=32,
+    swa_head_dim=24,
+    swa_qk_nope_head_dim=16,
+    swa_v_head_dim=16,
+)
 #: what a type is given besides, and why the general rule does not know; entries of a nested config stand under its name
 _TYPES: dict[str, dict[str, Any]] = {
     "bamba": dict(attn_layer_indices=[1]),
@@ -73,7 +94,10 @@ _TYPES: dict[str, dict[str, Any]] = {
             "full_attention": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [4, 2, 2]},
         },
     ),
-    "dbrx": {"attn_config": {"rope_theta": 1e4}},
+    "blt": dict(num_hidden_layers=2),
+    "dbrx": {"attn_config": {"rope_theta": 1e4, "clip_qkv": 8.0}},
+    "dots3_note": dict(text_config=_DOTS3),
+    "dots3_note_text": _DOTS3,
     "dory": dict(
         num_hidden_layers=4,
         layer_types=["sliding_attention", "full_attention", "sliding_attention", "full_attention"],
@@ -81,23 +105,29 @@ _TYPES: dict[str, dict[str, Any]] = {
         n_output_layers=1,
     ),
     "falcon_h1": dict(mamba_d_ssm=128, mamba_d_head=16),
+    "gemma3n_text": _GEMMA3N,
+    "gemma3n": dict(text_config=_GEMMA3N),
+    "gemma4": dict(text_config=_GEMMA4),
+    "gemma4_assistant": dict(default=dict(text_config=_ASSISTANT)),
+    "gemma4_text": _GEMMA4,
+    "gemma4_unified": dict(text_config=_GEMMA4),
+    "gemma4_unified_text": _GEMMA4,
+    "granitemoehybrid": dict(layer_types=["linear_attention", "full_attention"]),
     "gpt_neo": dict(attention_types=[[["global", "local"], 1]]),
     "jamba": dict(attn_layer_period=2, attn_layer_offset=1),
     "lfm2_moe": dict(num_hidden_layers=3, layer_types=["conv", "full_attention", "conv"]),
     "longcat_flash": dict(head_dim=8),
     "mamba2": dict(num_heads=8),
+    "qwen4_exp": dict(text_config=_QSA),
+    "qwen4_exp_text": _QSA,
     "recurrent_gemma": dict(num_hidden_layers=3),
-    "reformer": dict(attn_layers=["local", "lsh"], axial_pos_shape=(16, 16), axial_pos_embds_dim=(16, 48)),
-    "xlstm": dict(chunk_size=64),
+    "reformer": dict(attn_layers=["local", "lsh"], axial_pos_shape=(16, 16), axial_pos_embds_dim=(16, 48), axial_norm_std=0.1),
+    "xlstm": dict(hidden_size=128, chunk_size=64),
     "xmod": dict(default_language="en_XX"),
-    "zamba": dict(num_hidden_layers=4, layers_block_type=["linear_attention", "hybrid", "linear_attention", "hybrid"]),
+    "zamba": dict(attention_hidden_size=128, attention_head_dim=32, num_hidden_layers=4, layers_block_type=["linear_attention", "hybrid", "linear_attention", "hybrid"]),
 }
-_QSA = dict(
-    indexer_n_heads=2, indexer_kv_heads=1, indexer_head_dim=16, indexer_budget=8, indexer_compress_ratio=4
-)
-_TYPES |= {"qwen4_exp_text": _QSA, "qwen4_exp": {"text_config": _QSA}}
 #: entries that are needed, though a class may leave them open
-_FILLED = ("head_dim", "num_key_value_heads", "num_experts_per_tok", "n_routed_experts")
+_FILLED = ("head_dim", "num_key_value_heads", "num_experts_per_tok", "n_routed_experts", "n_shared_experts")
 
 
 def types() -> tuple[str, ...]:
@@ -147,7 +177,7 @@ def _small(config: PreTrainedConfig, extra: dict[str, Any]) -> PreTrainedConfig:
     changes |= {name: value for name, value in _TOKENS.items() if name in fields}
     if "kv_lora_rank" in fields and "num_key_value_heads" in fields:  # every head reads its part of the one latent
         changes["num_key_value_heads"] = changes["num_attention_heads"]
-    nested = {name for name, value in extra.items() if isinstance(value, dict) and name in changes}
+    nested = {name for name in extra if isinstance(changes.get(name), PreTrainedConfig)}
     return type(config)(**changes | {name: value for name, value in extra.items() if name not in nested})
 
 
@@ -185,8 +215,9 @@ def small_model(model_type: str, seed: int = 0) -> PreTrainedModel:
     with torch.no_grad():
         for parameter in model.parameters():
             _vary(parameter)
-        embeddings = model.get_input_embeddings().weight
-        embeddings.mul_(_EMBEDDING / embeddings.std())
+        embeddings = model.get_input_embeddings()
+        if isinstance(embeddings, nn.Embedding):  # a head that is tied to scaled embeddings would give the last token
+            embeddings.weight.mul_(_SPREAD / embeddings(torch.arange(1, VOCAB)).std())
     torch.set_rng_state(state)
     return model
 
