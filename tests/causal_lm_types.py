@@ -22,6 +22,8 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING, 
 VOCAB = 160
 # Wide enough that attention matters to the result; at transformers' 0.02 the embeddings decide nearly alone.
 _SPREAD = 0.15
+#: of the embeddings, as they come out
+_EMBEDDING = 0.6
 #: layers of a model at least and at most
 _MIN_LAYERS, _MAX_LAYERS = 2, 4
 #: what a config entry of a name is cut to, if it is greater; entries of one line mean the same
@@ -110,6 +112,7 @@ _TYPES: dict[str, dict[str, Any]] = {
     "gemma4": dict(text_config=_GEMMA4),
     "gemma4_assistant": dict(default=dict(text_config=_ASSISTANT)),
     "gemma4_text": _GEMMA4,
+    "gemma4_unified_assistant": dict(text_config=_ASSISTANT),
     "gemma4_unified": dict(text_config=_GEMMA4),
     "gemma4_unified_text": _GEMMA4,
     "granitemoehybrid": dict(layer_types=["linear_attention", "full_attention"]),
@@ -122,7 +125,8 @@ _TYPES: dict[str, dict[str, Any]] = {
     "qwen4_exp_text": _QSA,
     "recurrent_gemma": dict(num_hidden_layers=3),
     "reformer": dict(attn_layers=["local", "lsh"], axial_pos_shape=(16, 16), axial_pos_embds_dim=(16, 48), axial_norm_std=0.1),
-    "xlstm": dict(hidden_size=128, chunk_size=64),
+    "xlm": dict(mask_token_id=2),
+    "xlstm": dict(hidden_size=128, embedding_dim=128, chunk_size=64),
     "xmod": dict(default_language="en_XX"),
     "zamba": dict(attention_hidden_size=128, attention_head_dim=32, num_hidden_layers=4, layers_block_type=["linear_attention", "hybrid", "linear_attention", "hybrid"]),
 }
@@ -181,7 +185,7 @@ def _small(config: PreTrainedConfig, extra: dict[str, Any]) -> PreTrainedConfig:
     return type(config)(**changes | {name: value for name, value in extra.items() if name not in nested})
 
 
-_TOKENS = dict(bos_token_id=1, eos_token_id=None, pad_token_id=0, is_decoder=True)
+_TOKENS = dict(bos_token_id=1, eos_token_id=None, pad_token_id=0, is_decoder=True, forced_eos_token_id=None)
 
 
 def _cut(name: str, value: Any) -> Any:
@@ -213,22 +217,25 @@ def small_model(model_type: str, seed: int = 0) -> PreTrainedModel:
     torch.manual_seed(seed)
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
     with torch.no_grad():
-        for parameter in model.parameters():
-            _vary(parameter)
+        for name, parameter in model.named_parameters():
+            _vary(name, parameter)
         embeddings = model.get_input_embeddings()
         if isinstance(embeddings, nn.Embedding):  # a head that is tied to scaled embeddings would give the last token
-            embeddings.weight.mul_(_SPREAD / embeddings(torch.arange(1, VOCAB)).std())
+            embeddings.weight.mul_(_EMBEDDING / embeddings(torch.arange(1, VOCAB)).std())
     torch.set_rng_state(state)
     return model
 
 
-def _vary(parameter: torch.Tensor) -> None:
+def _vary(name: str, parameter: torch.Tensor) -> None:
     """Let no parameter be zero, one, or too narrow to matter: a step that forgot it has to be seen."""
     if not parameter.is_floating_point() or parameter.numel() == 0:
         return
     constant = bool((parameter == parameter.flatten()[0]).all())
     if parameter.dim() == 1 or constant:
+        start = float(parameter.flatten()[0])
         parameter.add_(_SPREAD * torch.randn_like(parameter))
+        if name.endswith("weight") and constant and start in (0.0, 1.0):
+            parameter.add_(1 - start).mul_(torch.randn_like(parameter).sign()).sub_(1 - start)
     elif parameter.std() < _SPREAD / 2:
         parameter.normal_(std=_SPREAD)
 
