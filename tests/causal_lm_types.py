@@ -9,6 +9,7 @@ transformers generate and prints what came out.
 from __future__ import annotations
 
 import argparse
+import inspect
 import time
 from collections import Counter
 from typing import Any, NamedTuple
@@ -18,6 +19,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM, DynamicCache, PreTrainedConfig, PreTrainedModel
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+from transformers.utils import is_timm_available
 
 VOCAB = 160
 # Wide enough that attention matters to the result; at transformers' 0.02 the embeddings decide nearly alone.
@@ -30,13 +32,20 @@ _MIN_LAYERS, _MAX_LAYERS = 2, 4
 _SIZES = {
     name: size
     for size, names in (
-        (VOCAB, "vocab_size decoder_vocab_size vocab_size_per_layer_input unpadded_vocab_size pronunciation_vocab_size"),
+        (
+            VOCAB,
+            "vocab_size decoder_vocab_size vocab_size_per_layer_input unpadded_vocab_size pronunciation_vocab_size",
+        ),
         (VOCAB, "shape_vocab_size audio_vocab_size encoder_hash_byte_group_vocab ngram_vocab_size_base"),
         (256, "max_position_embeddings max_seq_len max_target_positions context_length model_max_length n_ctx"),
         (256, "n_positions"),
         (64, "hidden_size d_model n_embd emb_dim word_embed_proj_dim embedding_size embedding_dim lru_width"),
         (64, "hidden_size_global pronunciation_embed_dim shape_embed_dim ple_embed_dim input_size"),
-        (64, "original_max_position_embeddings backbone_hidden_size out_hidden_size router_hidden_size adapter_in_dim adapter_input_size adapter_out_dim"),
+        (64, "original_max_position_embeddings backbone_hidden_size out_hidden_size router_hidden_size adapter_in_dim"),
+        (
+            64,
+            "adapter_input_size adapter_out_dim nemo_conv_channels depthwise_separable_out_channel ext_pw_out_channel",
+        ),
         (96, "intermediate_size ffn_dim decoder_ffn_dim encoder_ffn_dim ffn_hidden_size d_inner dff dim_ff d_ff"),
         (96, "feed_forward_size dense_intermediate_size intermediate_size_mlp mlp_dim"),
         (48, "moe_intermediate_size expert_ffn_hidden_size shared_expert_intermediate_size shared_intermediate_size"),
@@ -48,7 +57,10 @@ _SIZES = {
         (32, "kv_lora_rank q_lora_rank o_lora_rank"),
         (16, "qk_nope_head_dim query_pre_attn_scalar"),
         (8, "qk_rope_head_dim d_rel rotary_dim ssm_state_size state_size mamba_d_state time_step_rank mamba_dt_rank"),
-        (8, "sliding_window sliding_window_size window_size attention_window_size local_attention attention_chunk_size"),
+        (
+            8,
+            "sliding_window sliding_window_size window_size attention_window_size local_attention attention_chunk_size",
+        ),
         (8, "local_attention_window_len keep_window_size rel_extent chunk_size mamba_chunk_size block_size mem_len"),
         (4, "num_attention_heads n_head n_heads num_heads attention_heads decoder_attention_heads"),
         (4, "encoder_attention_heads num_encoder_attention_heads num_decoder_attention_heads swa_num_attention_heads"),
@@ -56,9 +68,18 @@ _SIZES = {
         (4, "index_n_heads index_topk hc_mult hc_count"),
         (8, "mamba_n_heads mamba_num_heads"),
         (2, "num_key_value_heads num_kv_heads kv_n_heads swa_num_key_value_heads linear_num_key_heads"),
-        (2, "num_experts_per_tok num_experts_per_token moe_topk moe_k moe_top_k top_k n_group num_expert_group n_groups"),
-        (2, "encoder_layers decoder_layers num_encoder_layers num_decoder_layers num_layers depth zero_expert_num"),
-        (1, "n_shared_experts topk_group first_k_dense_replace num_dense_layers max_window_layers num_nextn_predict_layers"),
+        (
+            2,
+            "num_experts_per_tok num_experts_per_token moe_topk moe_k moe_top_k top_k n_group num_expert_group n_groups",
+        ),
+        (
+            2,
+            "encoder_layers decoder_layers num_encoder_layers num_decoder_layers num_layers depth num_blocks zero_expert_num",
+        ),
+        (
+            1,
+            "n_shared_experts topk_group first_k_dense_replace num_dense_layers max_window_layers num_nextn_predict_layers",
+        ),
     )
     for name in names.split()
 }
@@ -119,19 +140,55 @@ _TYPES: dict[str, dict[str, Any]] = {
     "gpt_neo": dict(attention_types=[[["global", "local"], 1]]),
     "jamba": dict(attn_layer_period=2, attn_layer_offset=1),
     "lfm2_moe": dict(num_hidden_layers=3, layer_types=["conv", "full_attention", "conv"]),
+    "laguna": dict(layer_types=_WINDOWS),
+    "lfm2": dict(num_hidden_layers=3, layer_types=["conv", "full_attention", "conv"]),
     "longcat_flash": dict(head_dim=8),
     "mamba2": dict(num_heads=8),
+    "mellum": dict(layer_types=_WINDOWS),
+    "minimax_m3_vl_text": dict(
+        layer_types=["full_attention", "minimax_m3_sparse"], index_block_size=4, index_topk_blocks=2
+    ),
+    "ministral": dict(layer_types=_WINDOWS),
+    "qwen2": dict(use_sliding_window=True, sliding_window=8, max_window_layers=1),
     "qwen4_exp": dict(text_config=_QSA),
     "qwen4_exp_text": _QSA,
     "recurrent_gemma": dict(num_hidden_layers=3),
-    "reformer": dict(attn_layers=["local", "lsh"], axial_pos_shape=(16, 16), axial_pos_embds_dim=(16, 48), axial_norm_std=0.1),
+    "reformer": dict(
+        attn_layers=["local", "lsh"], axial_pos_shape=(16, 16), axial_pos_embds_dim=(16, 48), axial_norm_std=0.1
+    ),
     "xlm": dict(mask_token_id=2),
     "xlstm": dict(hidden_size=128, embedding_dim=128, chunk_size=64),
     "xmod": dict(default_language="en_XX"),
-    "zamba": dict(attention_hidden_size=128, attention_head_dim=32, num_hidden_layers=4, layers_block_type=["linear_attention", "hybrid", "linear_attention", "hybrid"]),
+    "zamba": dict(
+        attention_hidden_size=128,
+        attention_head_dim=32,
+        num_hidden_layers=4,
+        layers_block_type=["linear_attention", "hybrid", "linear_attention", "hybrid"],
+    ),
 }
 #: entries that are needed, though a class may leave them open
 _FILLED = ("head_dim", "num_key_value_heads", "num_experts_per_tok", "n_routed_experts", "n_shared_experts")
+#: entries that every type gets that has them
+_COMMON = dict(
+    bos_token_id=1, eos_token_id=None, pad_token_id=0, forced_eos_token_id=None, is_decoder=True, use_cache=True
+)
+#: types that no small config helps, and why
+_BROKEN = {
+    "gemma4_assistant": "it drafts for another model, whose keys and values it has to be given",
+    "gemma4_unified_assistant": "it drafts for another model, whose keys and values it has to be given",
+    "musicgen": "AutoModelForCausalLM gives its class, which takes the decoder's config, the config of the whole",
+    "musicgen_melody": "AutoModelForCausalLM gives its class, which takes the decoder's config, the config of the whole",
+}
+if not is_timm_available():
+    _BROKEN["gemma3n"] = "its vision tower needs the package timm"
+#: cache layers that hold keys and values and nothing else; a dummy reads those of a layer below, or has no attention
+_KEYS_VALUES = {"DynamicLayer", "DynamicSlidingWindowLayer", "DummyLayer"}
+#: and others of transformers' cache_utils
+_STATES = {
+    "LinearAttentionLayer",
+    "LinearAttentionAndFullAttentionLayer",
+    "LinearAttentionAndSlidingWindowAttentionLayer",
+}
 
 
 def types() -> tuple[str, ...]:
@@ -178,14 +235,11 @@ def _small(config: PreTrainedConfig, extra: dict[str, Any]) -> PreTrainedConfig:
             changes[name] = _SIZES[name]
         elif name == "rope_parameters":
             changes[name] = value
-    changes |= {name: value for name, value in _TOKENS.items() if name in fields}
+    changes |= {name: value for name, value in _COMMON.items() if name in fields}
     if "kv_lora_rank" in fields and "num_key_value_heads" in fields:  # every head reads its part of the one latent
         changes["num_key_value_heads"] = changes["num_attention_heads"]
     nested = {name for name in extra if isinstance(changes.get(name), PreTrainedConfig)}
     return type(config)(**changes | {name: value for name, value in extra.items() if name not in nested})
-
-
-_TOKENS = dict(bos_token_id=1, eos_token_id=None, pad_token_id=0, is_decoder=True, forced_eos_token_id=None)
 
 
 def _cut(name: str, value: Any) -> Any:
@@ -200,9 +254,8 @@ def small_config(model_type: str) -> PreTrainedConfig:
     Args:
         model_type: one of :func:`types`.
     """
-    extra = _TYPES.get(model_type, {})
-    config = CONFIG_MAPPING[model_type](**extra.get("default", {}))
-    return _small(config, {name: value for name, value in extra.items() if name != "default"})
+    extra = dict(_TYPES.get(model_type, {}))
+    return _small(CONFIG_MAPPING[model_type](**extra.pop("default", {})), extra)
 
 
 def small_model(model_type: str, seed: int = 0) -> PreTrainedModel:
@@ -213,31 +266,66 @@ def small_model(model_type: str, seed: int = 0) -> PreTrainedModel:
         seed: of its weights.
     """
     config = small_config(model_type)
-    state = torch.get_rng_state()
-    torch.manual_seed(seed)
-    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
-    with torch.no_grad():
+    with torch.random.fork_rng(devices=[]), torch.no_grad():
+        torch.manual_seed(seed)
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
         for name, parameter in model.named_parameters():
             _vary(name, parameter)
         embeddings = model.get_input_embeddings()
-        if isinstance(embeddings, nn.Embedding):  # a head that is tied to scaled embeddings would give the last token
+        if isinstance(embeddings, nn.Embedding):  # some scale what they look up
             embeddings.weight.mul_(_EMBEDDING / embeddings(torch.arange(1, VOCAB)).std())
-    torch.set_rng_state(state)
     return model
 
 
 def _vary(name: str, parameter: torch.Tensor) -> None:
-    """Let no parameter be zero, one, or too narrow to matter: a step that forgot it has to be seen."""
+    """Let no parameter be zero, one, or too narrow to matter: a step that forgets it has to be seen.
+
+    Signs of the norms' weights are drawn, too: a head that is tied to the embeddings would give the last token again.
+    """
     if not parameter.is_floating_point() or parameter.numel() == 0:
         return
-    constant = bool((parameter == parameter.flatten()[0]).all())
+    start = float(parameter.flatten()[0])
+    constant = bool((parameter == start).all())
     if parameter.dim() == 1 or constant:
-        start = float(parameter.flatten()[0])
         parameter.add_(_SPREAD * torch.randn_like(parameter))
-        if name.endswith("weight") and constant and start in (0.0, 1.0):
-            parameter.add_(1 - start).mul_(torch.randn_like(parameter).sign()).sub_(1 - start)
     elif parameter.std() < _SPREAD / 2:
         parameter.normal_(std=_SPREAD)
+    if name.endswith("weight") and constant and start in (0.0, 1.0):  # Gemma's norms add one
+        parameter.add_(1 - start).mul_(torch.randn_like(parameter).sign()).sub_(1 - start)
+
+
+def kind(of: PreTrainedConfig | PreTrainedModel) -> str:
+    """What the cache of a type is.
+
+    Returns:
+        "keys_values": of attention over all tokens or a window, and nothing else;
+        "chunked": those, of attention over chunks;
+        "latent": of a rank of its own (MLA), with or without an indexer, though transformers' cache keeps them expanded;
+        "states": recurrences, convolutions, linear attention, in some layers or all;
+        "own": layers of a class that the model brings, or several caches;
+        "none": no ``Cache``; all tokens are run each time, or the model keeps something of its own;
+        "encoder": none, since tokens see those behind them;
+        "broken: <reason>": stock transformers does not generate.
+    """
+    config = of.config if isinstance(of, PreTrainedModel) else of
+    cls = type(of) if isinstance(of, PreTrainedModel) else MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
+    if config.model_type in _BROKEN:
+        return f"broken: {_BROKEN[config.model_type]}"
+    if getattr(config, "causal", True) is False:
+        return "encoder"
+    decoder = config.get_text_config(decoder=True)
+    layers = {type(layer).__name__ for layer in DynamicCache(config=config).layers}
+    if hasattr(config, "patcher_config") or layers - _KEYS_VALUES - _STATES - {"DynamicIndexedLayer"}:
+        return "own"
+    if layers & _STATES or getattr(cls, "_is_stateful", False):
+        return "states"
+    if getattr(decoder, "kv_lora_rank", None) is not None:
+        return "latent"
+    if not {"cache", "past_key_values"} & set(inspect.signature(cls.forward).parameters):
+        return "none"
+    if "DynamicIndexedLayer" in layers:
+        return "own"
+    return "chunked" if "chunked_attention" in (getattr(decoder, "layer_types", None) or ()) else "keys_values"
 
 
 # --- the script
@@ -249,12 +337,12 @@ class Row(NamedTuple):
     Attributes:
         cls, kind, parameters: of its model.
         seconds: that building it took.
-        said: "ok", or what went wrong.
+        said: "ok" with what is odd in stock, or what went wrong.
     """
 
     model_type: str
     cls: str = "-"
-    kind: str = "-"
+    kind: str = "broken"
     parameters: int = 0
     seconds: float = 0.0
     said: str = "ok"
@@ -265,45 +353,57 @@ def prompt(batch: int, length: int, seed: int) -> torch.Tensor:
     return torch.randint(3, VOCAB, (batch, length), generator=torch.Generator().manual_seed(seed))
 
 
-def generate(model: PreTrainedModel, ids: torch.Tensor, mask: torch.Tensor | None = None) -> torch.Tensor:
-    """[batch, 12] the tokens that stock transformers adds greedily."""
-    mask = torch.ones_like(ids) if mask is None else mask
-    tokens = model.generate(ids, attention_mask=mask, max_new_tokens=12, do_sample=False)
+def generate(model: PreTrainedModel, ids: torch.Tensor, padding: int = 0, **options: Any) -> torch.Tensor:
+    """[batch, 12] the tokens that stock adds greedily; ``padding`` tokens in front of the last row do not count."""
+    mask = torch.ones_like(ids)
+    mask[-1, :padding] = 0
+    tokens = model.generate(ids * mask, attention_mask=mask, max_new_tokens=12, do_sample=False, **options)
     return tokens[:, ids.shape[1] :]
 
 
+def said(error: Exception) -> str:
+    """An error in one line."""
+    return f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
+
+
 def tried(model_type: str) -> Row:
-    """Build a type and let it generate: alone, and two padded prompts."""
-    start = time.perf_counter()
+    """Build a type and let it generate: two prompts, one of them without a cache, and both in a padded batch."""
+    row, start = Row(model_type), time.perf_counter()
     try:
         model = small_model(model_type)
-    except Exception as error:
-        return Row(model_type, said=f"build: {type(error).__name__}: {' '.join(str(error).split())[-300:]}")
-    seconds = time.perf_counter() - start
-    row = Row(model_type, type(model).__name__, "-", sum(p.numel() for p in model.parameters()), seconds)
-    try:
-        one, other = (generate(model, prompt(1, 9, seed)) for seed in (1, 2))
-        mask = torch.ones(2, 9, dtype=torch.long)
-        mask[1, :4] = 0
-        ids = prompt(2, 9, 3) * mask
-        generate(model, ids, mask)
-    except Exception as error:
-        return row._replace(said=f"generate: {type(error).__name__}: {' '.join(str(error).split())[-300:]}")
-    if one.shape[1] != 12:
-        return row._replace(said=f"{one.shape[1]} tokens")
-    if torch.equal(one, other):
-        return row._replace(said=f"same tokens {one.tolist()}")
-    if len(one.unique()) < 3:
-        return row._replace(said=f"few tokens {one.tolist()}")
-    return row
+        row = Row(model_type, type(model).__name__, kind(model), sum(each.numel() for each in model.parameters()))
+        row = row._replace(seconds=time.perf_counter() - start)
+        long, short = prompt(1, 9, seed=1), prompt(1, 5, seed=2)
+        one, other = generate(model, long), generate(model, short)
+        both = generate(model, torch.cat([long, nn.functional.pad(short, (4, 0))]), padding=4)
+        again = generate(model, long, use_cache=False)
+    except Exception as error:  # any type of a new release may fail in any way, and the row says how
+        return row._replace(kind="broken", said=said(error))
+    wrong = {
+        f"{one.shape[1]} and {other.shape[1]} tokens instead of 12": not one.shape == other.shape == (1, 12),
+        f"prompts do not matter: {one.tolist()}": torch.equal(one, other),
+        f"always the same tokens: {one.tolist()}, {other.tolist()}": len(torch.cat([one, other]).unique()) < 4,
+    }
+    odd = {"padding": not torch.equal(both[1:], other), "a cache": not torch.equal(again, one)}
+    notes = [f"{name} changes the tokens" for name, happened in odd.items() if happened]
+    return row._replace(said="; ".join([name for name, happened in wrong.items() if happened] or ["ok", *notes]))
 
 
 def main() -> None:
+    """Print the table and what it sums up to."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("types", nargs="*", default=types())
+    parser.add_argument("types", nargs="*", default=types(), help="all, if none is named")
+    rows = []
     for model_type in parser.parse_args().types:
-        row = tried(model_type)
-        print(f"{row.model_type:26} {row.cls:38} {row.kind:12} {row.parameters:9} {row.seconds:6.2f} {row.said}", flush=True)
+        rows.append(row := tried(model_type))
+        reason = f" ({_BROKEN[model_type]})" if model_type in _BROKEN else ""
+        name, cls, of_kind, parameters, seconds, text = row
+        print(f"{name:26} {cls:38} {of_kind:12.12} {parameters:8} {seconds:5.2f} {text}{reason}", flush=True)
+    good = [row for row in rows if row.said.startswith("ok")]
+    counts = ", ".join(f"{count} {name}" for name, count in Counter(row.kind for row in rows).most_common())
+    print(
+        f"{len(rows)} types ({counts}), {len(good)} build and generate, {sum(row.seconds for row in rows):.1f} s to build"
+    )
 
 
 if __name__ == "__main__":
