@@ -55,7 +55,7 @@ _SIZES = {
         (16, "linear_head_dim linear_key_head_dim linear_value_head_dim mamba_d_head mamba_head_dim mamba_headdim"),
         (16, "hidden_size_per_layer_input laurel_rank loop_gate_rank adapter_rank gated_norm_rank hc_lowrank"),
         (32, "kv_lora_rank q_lora_rank o_lora_rank"),
-        (16, "qk_nope_head_dim query_pre_attn_scalar"),
+        (16, "index_n_heads qk_nope_head_dim query_pre_attn_scalar"),
         (8, "qk_rope_head_dim d_rel rotary_dim ssm_state_size state_size mamba_d_state time_step_rank mamba_dt_rank"),
         (
             8,
@@ -65,7 +65,7 @@ _SIZES = {
         (4, "num_attention_heads n_head n_heads num_heads attention_heads decoder_attention_heads"),
         (4, "encoder_attention_heads num_encoder_attention_heads num_decoder_attention_heads swa_num_attention_heads"),
         (4, "num_experts n_routed_experts num_local_experts moe_num_experts linear_num_heads linear_num_value_heads"),
-        (4, "index_n_heads index_topk hc_mult hc_count"),
+        (4, "index_topk hc_mult hc_count"),
         (8, "mamba_n_heads mamba_num_heads"),
         (2, "num_key_value_heads num_kv_heads kv_n_heads swa_num_key_value_heads linear_num_key_heads"),
         (
@@ -159,6 +159,7 @@ _TYPES: dict[str, dict[str, Any]] = {
     "xlm": dict(mask_token_id=2),
     "xlstm": dict(hidden_size=128, embedding_dim=128, chunk_size=64),
     "xmod": dict(default_language="en_XX"),
+    "zaya": dict(num_hidden_layers=4, layer_types=2 * ["hybrid", "hybrid_sliding"], sliding_window=8),
     "zamba": dict(
         attention_hidden_size=128,
         attention_head_dim=32,
