@@ -1,9 +1,8 @@
-"""A small random model of every causal-LM type that the installed transformers has: ``python tests/causal_lm_types.py``.
+"""A small random model of every causal-LM type of the installed transformers, and ``python tests/causal_lm_types.py``.
 
-No list of types is kept here: a type's config class says what it has, names that mean a size are cut down
-(:data:`_SIZES`), and lists with an entry a layer are cut to the layers at which they say something new. What one type
-wants beside is data (:data:`_TYPES`). The script builds types (all, or those that are named), lets stock
-transformers generate and prints what came out.
+No list of types is kept here: a type's config class says what it has, entries whose names mean a size are cut down
+(:data:`_SIZES`), and lists with an entry a layer are cut to the layers at which they say something new. What a type
+wants besides is data (:data:`_TYPES`). The script lets stock transformers generate and prints what came out.
 """
 
 from __future__ import annotations
@@ -28,120 +27,88 @@ _SPREAD = 0.15
 _EMBEDDING = 0.6
 #: layers of a model at least and at most
 _MIN_LAYERS, _MAX_LAYERS = 2, 4
-#: what a config entry of a name is cut to, if it is greater; entries of one line mean the same
+#: of a small model; what a new release does not call by a name that is known here has to be seen
+_MOST_PARAMETERS = 3_000_000
+#: what a config entry of a name is cut to, if it is greater
 _SIZES = {
     name: size
     for size, names in (
-        (
-            VOCAB,
-            "vocab_size decoder_vocab_size vocab_size_per_layer_input unpadded_vocab_size pronunciation_vocab_size",
-        ),
-        (VOCAB, "shape_vocab_size audio_vocab_size encoder_hash_byte_group_vocab ngram_vocab_size_base"),
+        (VOCAB, "vocab_size decoder_vocab_size vocab_size_per_layer_input unpadded_vocab_size"),
+        (VOCAB, "pronunciation_vocab_size shape_vocab_size audio_vocab_size encoder_hash_byte_group_vocab"),
+        (VOCAB, "ngram_vocab_size_base"),
         (256, "max_position_embeddings max_seq_len max_target_positions context_length model_max_length n_ctx"),
         (256, "n_positions"),
+        (96, "intermediate_size ffn_dim decoder_ffn_dim encoder_ffn_dim ffn_hidden_size d_inner dff dim_ff"),
+        (96, "d_ff feed_forward_size dense_intermediate_size intermediate_size_mlp mlp_dim"),
         (64, "hidden_size d_model n_embd emb_dim word_embed_proj_dim embedding_size embedding_dim lru_width"),
         (64, "hidden_size_global pronunciation_embed_dim shape_embed_dim ple_embed_dim input_size"),
-        (64, "original_max_position_embeddings backbone_hidden_size out_hidden_size router_hidden_size adapter_in_dim"),
-        (
-            64,
-            "adapter_input_size adapter_out_dim nemo_conv_channels depthwise_separable_out_channel ext_pw_out_channel",
-        ),
-        (96, "intermediate_size ffn_dim decoder_ffn_dim encoder_ffn_dim ffn_hidden_size d_inner dff dim_ff d_ff"),
-        (96, "feed_forward_size dense_intermediate_size intermediate_size_mlp mlp_dim"),
-        (48, "moe_intermediate_size expert_ffn_hidden_size shared_expert_intermediate_size shared_intermediate_size"),
-        (48, "shared_experts_intermediate_size moe_shared_expert_intermediate_size input_embedding_size"),
-        (48, "output_embedding_size"),
-        (16, "head_dim d_head d_kv dim_head kv_channels v_head_dim swa_head_dim attention_head_size index_head_dim"),
-        (16, "linear_head_dim linear_key_head_dim linear_value_head_dim mamba_d_head mamba_head_dim mamba_headdim"),
-        (16, "hidden_size_per_layer_input laurel_rank loop_gate_rank adapter_rank gated_norm_rank hc_lowrank"),
+        (64, "original_max_position_embeddings backbone_hidden_size out_hidden_size router_hidden_size"),
+        (64, "adapter_in_dim adapter_input_size adapter_out_dim nemo_conv_channels"),
+        (64, "depthwise_separable_out_channel ext_pw_out_channel"),
+        (48, "moe_intermediate_size expert_ffn_hidden_size shared_expert_intermediate_size"),
+        (48, "shared_intermediate_size shared_experts_intermediate_size moe_shared_expert_intermediate_size"),
+        (48, "input_embedding_size output_embedding_size"),
         (32, "kv_lora_rank q_lora_rank o_lora_rank"),
-        (16, "index_n_heads qk_nope_head_dim query_pre_attn_scalar"),
-        (8, "qk_rope_head_dim d_rel rotary_dim ssm_state_size state_size mamba_d_state time_step_rank mamba_dt_rank"),
-        (
-            8,
-            "sliding_window sliding_window_size window_size attention_window_size local_attention attention_chunk_size",
-        ),
-        (8, "local_attention_window_len keep_window_size rel_extent chunk_size mamba_chunk_size block_size mem_len"),
+        (16, "head_dim d_head d_kv dim_head kv_channels v_head_dim swa_head_dim attention_head_size"),
+        (16, "index_head_dim linear_head_dim linear_key_head_dim linear_value_head_dim mamba_d_head"),
+        (16, "mamba_head_dim mamba_headdim hidden_size_per_layer_input laurel_rank loop_gate_rank"),
+        (16, "adapter_rank gated_norm_rank hc_lowrank index_n_heads qk_nope_head_dim query_pre_attn_scalar"),
+        (8, "qk_rope_head_dim d_rel rotary_dim ssm_state_size state_size mamba_d_state time_step_rank"),
+        (8, "mamba_dt_rank sliding_window sliding_window_size window_size attention_window_size"),
+        (8, "local_attention attention_chunk_size local_attention_window_len keep_window_size rel_extent"),
+        (8, "chunk_size mamba_chunk_size block_size mem_len mamba_n_heads mamba_num_heads"),
         (4, "num_attention_heads n_head n_heads num_heads attention_heads decoder_attention_heads"),
-        (4, "encoder_attention_heads num_encoder_attention_heads num_decoder_attention_heads swa_num_attention_heads"),
-        (4, "num_experts n_routed_experts num_local_experts moe_num_experts linear_num_heads linear_num_value_heads"),
-        (4, "index_topk hc_mult hc_count"),
-        (8, "mamba_n_heads mamba_num_heads"),
+        (4, "encoder_attention_heads num_encoder_attention_heads num_decoder_attention_heads"),
+        (4, "swa_num_attention_heads num_experts n_routed_experts num_local_experts moe_num_experts"),
+        (4, "linear_num_heads linear_num_value_heads index_topk hc_mult hc_count"),
         (2, "num_key_value_heads num_kv_heads kv_n_heads swa_num_key_value_heads linear_num_key_heads"),
-        (
-            2,
-            "num_experts_per_tok num_experts_per_token moe_topk moe_k moe_top_k top_k n_group num_expert_group n_groups",
-        ),
-        (
-            2,
-            "encoder_layers decoder_layers num_encoder_layers num_decoder_layers num_layers depth num_blocks zero_expert_num",
-        ),
-        (
-            1,
-            "n_shared_experts topk_group first_k_dense_replace num_dense_layers max_window_layers num_nextn_predict_layers",
-        ),
+        (2, "num_experts_per_tok num_experts_per_token moe_topk moe_k moe_top_k top_k n_group"),
+        (2, "num_expert_group n_groups encoder_layers decoder_layers num_encoder_layers num_decoder_layers"),
+        (2, "num_layers depth num_blocks zero_expert_num"),
+        (1, "n_shared_experts topk_group first_k_dense_replace num_dense_layers max_window_layers"),
+        (1, "num_nextn_predict_layers"),
     )
     for name in names.split()
 }
 #: entries that list layers by their numbers
 _LAYER_NUMBERS = ("mlp_only_layers", "moe_layers", "cross_attention_layers", "full_attn_idxs", "hybrid_layer_ids")
-_QSA = dict(indexer_n_heads=2, indexer_kv_heads=1, indexer_head_dim=16, indexer_budget=8, indexer_compress_ratio=4)
 _WINDOWS = ["sliding_attention", "full_attention"]
-_GEMMA3N = dict(
-    num_hidden_layers=4,
-    layer_types=2 * _WINDOWS,
-    num_kv_shared_layers=2,
-    intermediate_size=[96] * 4,
-    activation_sparsity_pattern=[0.95, 0.0, 0.0, 0.0],
-)
-_GEMMA4 = dict(global_head_dim=32)
-_ASSISTANT = dict(
-    num_hidden_layers=2, layer_types=_WINDOWS, hidden_size_per_layer_input=0, vocab_size_per_layer_input=0
-)
-_DOTS3 = dict(
-    swa_num_attention_heads=2,
-    swa_num_key_value_heads=2,
-    swa_q_lora_rank=32,
-    swa_kv_lora_rank=32,
-    swa_head_dim=24,
-    swa_qk_nope_head_dim=16,
-    swa_v_head_dim=16,
-)
-#: what a type is given besides, and why the general rule does not know; entries of a nested config stand under its name
+_CONVOLUTIONS = dict(num_hidden_layers=3, layer_types=["conv", "full_attention", "conv"])
+_ROTATION = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [4, 2, 2]}
+_INDEXER = dict(indexer_n_heads=16, indexer_kv_heads=1, indexer_head_dim=16, indexer_budget=8, indexer_compress_ratio=4)
+_SHARING = dict(num_hidden_layers=4, layer_types=2 * _WINDOWS, num_kv_shared_layers=2)
+_GEMMA3N = _SHARING | dict(intermediate_size=[96] * 4, activation_sparsity_pattern=[0.95, 0.0, 0.0, 0.0])
+_GEMMA4 = dict(global_head_dim=32)  # of the layers without a window
+_DRAFTS = dict(num_hidden_layers=2, layer_types=_WINDOWS, num_kv_shared_layers=2)
+_DRAFTS |= _GEMMA4 | dict(hidden_size_per_layer_input=0, vocab_size_per_layer_input=0)
+_DOTS3 = dict(swa_num_attention_heads=2, swa_num_key_value_heads=2, swa_q_lora_rank=32, swa_kv_lora_rank=32)
+_DOTS3 |= dict(swa_head_dim=24, swa_qk_nope_head_dim=16, swa_v_head_dim=16)
+#: what a type is given besides: layers of every kind where it has one kind by itself, what its class checks against
+#: something else, and what its class wants but does not default to. Entries of a nested config stand under its name;
+#: "default" holds what the class cannot do without.
 _TYPES: dict[str, dict[str, Any]] = {
     "bamba": dict(attn_layer_indices=[1]),
-    "cohere_compass_text": dict(
-        layer_types=["sliding_attention", "full_attention"],
-        rope_parameters={
-            "sliding_attention": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [4, 2, 2]},
-            "full_attention": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [4, 2, 2]},
-        },
-    ),
-    "blt": dict(num_hidden_layers=2),
-    "dbrx": {"attn_config": {"rope_theta": 1e4, "clip_qkv": 8.0}},
+    "blt": dict(num_hidden_layers=2),  # its cache asks for it
+    "cohere_compass_text": dict(layer_types=_WINDOWS, rope_parameters=dict.fromkeys(_WINDOWS, _ROTATION)),
+    "dbrx": dict(attn_config=dict(rope_theta=1e4, clip_qkv=8.0)),
+    "dory": dict(num_hidden_layers=4, layer_types=2 * _WINDOWS, n_input_layers=1, n_output_layers=1),
     "dots3_note": dict(text_config=_DOTS3),
     "dots3_note_text": _DOTS3,
-    "dory": dict(
-        num_hidden_layers=4,
-        layer_types=["sliding_attention", "full_attention", "sliding_attention", "full_attention"],
-        n_input_layers=1,
-        n_output_layers=1,
-    ),
     "falcon_h1": dict(mamba_d_ssm=128, mamba_d_head=16),
-    "gemma3n_text": _GEMMA3N,
     "gemma3n": dict(text_config=_GEMMA3N),
+    "gemma3n_text": _GEMMA3N,
     "gemma4": dict(text_config=_GEMMA4),
-    "gemma4_assistant": dict(default=dict(text_config=_ASSISTANT)),
+    "gemma4_assistant": dict(default=dict(text_config=_DRAFTS), text_config=_GEMMA4),
     "gemma4_text": _GEMMA4,
-    "gemma4_unified_assistant": dict(text_config=_ASSISTANT),
     "gemma4_unified": dict(text_config=_GEMMA4),
+    "gemma4_unified_assistant": dict(text_config=_DRAFTS),
     "gemma4_unified_text": _GEMMA4,
-    "granitemoehybrid": dict(layer_types=["linear_attention", "full_attention"]),
     "gpt_neo": dict(attention_types=[[["global", "local"], 1]]),
+    "granitemoehybrid": dict(layer_types=["linear_attention", "full_attention"]),
     "jamba": dict(attn_layer_period=2, attn_layer_offset=1),
-    "lfm2_moe": dict(num_hidden_layers=3, layer_types=["conv", "full_attention", "conv"]),
     "laguna": dict(layer_types=_WINDOWS),
-    "lfm2": dict(num_hidden_layers=3, layer_types=["conv", "full_attention", "conv"]),
+    "lfm2": _CONVOLUTIONS,
+    "lfm2_moe": _CONVOLUTIONS,
     "longcat_flash": dict(head_dim=8),
     "mamba2": dict(num_heads=8),
     "mellum": dict(layer_types=_WINDOWS),
@@ -150,22 +117,18 @@ _TYPES: dict[str, dict[str, Any]] = {
     ),
     "ministral": dict(layer_types=_WINDOWS),
     "qwen2": dict(use_sliding_window=True, sliding_window=8, max_window_layers=1),
-    "qwen4_exp": dict(text_config=_QSA),
-    "qwen4_exp_text": _QSA,
+    "qwen4_exp": dict(text_config=_INDEXER),
+    "qwen4_exp_text": _INDEXER,
     "recurrent_gemma": dict(num_hidden_layers=3),
     "reformer": dict(
         attn_layers=["local", "lsh"], axial_pos_shape=(16, 16), axial_pos_embds_dim=(16, 48), axial_norm_std=0.1
     ),
-    "xlm": dict(mask_token_id=2),
+    "xlm": dict(mask_token_id=2),  # what generate() appends; by itself the one of padding
     "xlstm": dict(hidden_size=128, embedding_dim=128, chunk_size=64),
     "xmod": dict(default_language="en_XX"),
+    "zamba": dict(attention_hidden_size=128, attention_head_dim=32, num_hidden_layers=4)
+    | dict(layers_block_type=2 * ["linear_attention", "hybrid"]),
     "zaya": dict(num_hidden_layers=4, layer_types=2 * ["hybrid", "hybrid_sliding"], sliding_window=8),
-    "zamba": dict(
-        attention_hidden_size=128,
-        attention_head_dim=32,
-        num_hidden_layers=4,
-        layers_block_type=["linear_attention", "hybrid", "linear_attention", "hybrid"],
-    ),
 }
 #: entries that are needed, though a class may leave them open
 _FILLED = ("head_dim", "num_key_value_heads", "num_experts_per_tok", "n_routed_experts", "n_shared_experts")
@@ -173,12 +136,14 @@ _FILLED = ("head_dim", "num_key_value_heads", "num_experts_per_tok", "n_routed_e
 _COMMON = dict(
     bos_token_id=1, eos_token_id=None, pad_token_id=0, forced_eos_token_id=None, is_decoder=True, use_cache=True
 )
+_NO_TARGET = "it drafts for another model, whose keys and values it has to be given"
+_NO_DECODER = "AutoModelForCausalLM hands the whole config to its class, which takes the decoder's"
 #: types that no small config helps, and why
 _BROKEN = {
-    "gemma4_assistant": "it drafts for another model, whose keys and values it has to be given",
-    "gemma4_unified_assistant": "it drafts for another model, whose keys and values it has to be given",
-    "musicgen": "AutoModelForCausalLM gives its class, which takes the decoder's config, the config of the whole",
-    "musicgen_melody": "AutoModelForCausalLM gives its class, which takes the decoder's config, the config of the whole",
+    "gemma4_assistant": _NO_TARGET,
+    "gemma4_unified_assistant": _NO_TARGET,
+    "musicgen": _NO_DECODER,
+    "musicgen_melody": _NO_DECODER,
 }
 if not is_timm_available():
     _BROKEN["gemma3n"] = "its vision tower needs the package timm"
@@ -216,17 +181,17 @@ def _small(config: PreTrainedConfig, extra: dict[str, Any]) -> PreTrainedConfig:
     """``config``'s class again, with small entries and those of ``extra``."""
     fields = type(config).__dataclass_fields__
     by_layer, kept = _layers(config)
-    common = {name: own for name, own in getattr(config, "attribute_map", {}).items()}
+    own_name = getattr(config, "attribute_map", {})
     changes: dict[str, Any] = {}
     for name, field in fields.items():
-        value = vars(config).get(common.get(name, name))  # entries that differ by layer are no attributes
+        value = vars(config).get(own_name.get(name, name))  # entries that differ by layer are no attributes
         if isinstance(value, PreTrainedConfig):
             changes[name] = _small(value, extra.get(name, {}))
         elif name in by_layer:
             changes[name] = [_cut(name, value[layer]) for layer in kept]
         elif name in _LAYER_NUMBERS and value is not None:
             changes[name] = [new for new, layer in enumerate(kept) if layer in value]
-        elif name == common.get("num_hidden_layers", "num_hidden_layers") and kept:
+        elif name == own_name.get("num_hidden_layers", "num_hidden_layers") and kept:
             changes[name] = len(kept)
         elif isinstance(value, int) and not isinstance(value, bool) and (name in _SIZES or field.default is not None):
             changes[name] = _cut(name, value)  # what else a class works out by itself is left to it
@@ -265,8 +230,18 @@ def small_model(model_type: str, seed: int = 0) -> PreTrainedModel:
     Args:
         model_type: one of :func:`types`.
         seed: of its weights.
+
+    Raises:
+        ValueError: if the model is not small. Of what its config or class raises, nothing is caught.
     """
     config = small_config(model_type)
+    with torch.device("meta"):
+        parameters = AutoModelForCausalLM.from_config(config, dtype=torch.float32).num_parameters()
+    if parameters > _MOST_PARAMETERS:
+        raise ValueError(
+            f"small_model: {model_type} has {parameters} parameters, of at most {_MOST_PARAMETERS}; "
+            f"an entry of its config that means a size is missing in _SIZES or _TYPES: {config}"
+        )
     with torch.random.fork_rng(devices=[]), torch.no_grad():
         torch.manual_seed(seed)
         model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
@@ -301,7 +276,7 @@ def kind(of: PreTrainedConfig | PreTrainedModel) -> str:
     Returns:
         "keys_values": of attention over all tokens or a window, and nothing else;
         "chunked": those, of attention over chunks;
-        "latent": of a rank of its own (MLA), with or without an indexer, though transformers' cache keeps them expanded;
+        "latent": those of MLA, with or without an indexer (transformers' cache keeps keys and values, expanded);
         "states": recurrences, convolutions, linear attention, in some layers or all;
         "own": layers of a class that the model brings, or several caches;
         "none": no ``Cache``; all tokens are run each time, or the model keeps something of its own;
@@ -402,9 +377,8 @@ def main() -> None:
         print(f"{name:26} {cls:38} {of_kind:12.12} {parameters:8} {seconds:5.2f} {text}{reason}", flush=True)
     good = [row for row in rows if row.said.startswith("ok")]
     counts = ", ".join(f"{count} {name}" for name, count in Counter(row.kind for row in rows).most_common())
-    print(
-        f"{len(rows)} types ({counts}), {len(good)} build and generate, {sum(row.seconds for row in rows):.1f} s to build"
-    )
+    seconds = sum(row.seconds for row in rows)
+    print(f"{len(rows)} types ({counts}), {len(good)} build and generate, {seconds:.1f} s to build")
 
 
 if __name__ == "__main__":
