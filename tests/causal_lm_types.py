@@ -245,29 +245,31 @@ def small_model(model_type: str, seed: int = 0) -> PreTrainedModel:
     with torch.random.fork_rng(devices=[]), torch.no_grad():
         torch.manual_seed(seed)
         model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
-        for name, parameter in model.named_parameters():
-            _vary(name, parameter)
+        kept = model.state_dict().keys()
+        biases = [(name, buffer) for name, buffer in model.named_buffers() if name in kept and buffer.dim() == 1]
+        for name, tensor in [*model.named_parameters(), *biases]:  # routers keep theirs in buffers
+            _vary(name, tensor)
         embeddings = model.get_input_embeddings()
         if isinstance(embeddings, nn.Embedding):  # some scale what they look up
             embeddings.weight.mul_(_EMBEDDING / embeddings(torch.arange(1, VOCAB)).std())
     return model
 
 
-def _vary(name: str, parameter: torch.Tensor) -> None:
-    """Let no parameter be zero, one, or too narrow to matter: a step that forgets it has to be seen.
+def _vary(name: str, tensor: torch.Tensor) -> None:
+    """Let no weight be zero, one, or too narrow to matter: a step that forgets it has to be seen.
 
     Signs of the norms' weights are drawn, too: a head that is tied to the embeddings would give the last token again.
     """
-    if not parameter.is_floating_point() or parameter.numel() == 0:
+    if not tensor.is_floating_point() or tensor.numel() == 0:
         return
-    start = float(parameter.flatten()[0])
-    constant = bool((parameter == start).all())
-    if parameter.dim() == 1 or constant:
-        parameter.add_(_SPREAD * torch.randn_like(parameter))
-    elif parameter.std() < _SPREAD / 2:
-        parameter.normal_(std=_SPREAD)
+    start = float(tensor.flatten()[0])
+    constant = bool((tensor == start).all())
+    if tensor.dim() == 1 or constant:
+        tensor.add_(_SPREAD * torch.randn_like(tensor))
+    elif tensor.std() < _SPREAD / 2:
+        tensor.normal_(std=_SPREAD)
     if name.endswith("weight") and constant and start in (0.0, 1.0):  # Gemma's norms add one
-        parameter.add_(1 - start).mul_(torch.randn_like(parameter).sign()).sub_(1 - start)
+        tensor.add_(1 - start).mul_(torch.randn_like(tensor).sign()).sub_(1 - start)
 
 
 def kind(of: PreTrainedConfig | PreTrainedModel) -> str:
