@@ -1,8 +1,11 @@
-"""A small random model of every causal-LM type of the installed transformers, and ``python tests/causal_lm_types.py``.
+"""A small random model of every causal-LM type of the installed transformers.
 
-No list of types is kept here: a type's config class says what it has, entries whose names mean a size are cut down
-(:data:`_SIZES`), and lists with an entry a layer are cut to the layers at which they say something new. What a type
-wants besides is data (:data:`_TYPES`). The script lets stock transformers generate and prints what came out.
+No list of types is kept here. A type's config class says what it has: entries whose names mean a size are cut down
+(:data:`_SIZES`), lists with an entry for each layer are cut to the layers at which they say something new, and what a
+type wants besides is data (:data:`_TYPES`).
+
+``python tests/causal_lm_types.py [type ...]`` builds types, all if none is named, lets stock transformers generate and
+prints what came of each.
 """
 
 from __future__ import annotations
@@ -27,7 +30,7 @@ _SPREAD = 0.15
 _EMBEDDING = 0.6
 #: layers of a model at least and at most
 _MIN_LAYERS, _MAX_LAYERS = 2, 4
-#: of a small model; what a new release does not call by a name that is known here has to be seen
+#: of a small model; a size that a new release calls by a name that is not known here has to be seen
 _MOST_PARAMETERS = 3_000_000
 #: what a config entry of a name is cut to, if it is greater
 _SIZES = {
@@ -149,7 +152,7 @@ if not is_timm_available():
     _BROKEN["gemma3n"] = "its vision tower needs the package timm"
 #: cache layers that hold keys and values and nothing else; a dummy reads those of a layer below, or has no attention
 _KEYS_VALUES = {"DynamicLayer", "DynamicSlidingWindowLayer", "DummyLayer"}
-#: and others of transformers' cache_utils
+#: those with states of recurrences and convolutions
 _STATES = {
     "LinearAttentionLayer",
     "LinearAttentionAndFullAttentionLayer",
@@ -235,14 +238,14 @@ def small_model(model_type: str, seed: int = 0) -> PreTrainedModel:
         ValueError: if the model is not small. Of what its config or class raises, nothing is caught.
     """
     config = small_config(model_type)
-    with torch.device("meta"):
-        parameters = AutoModelForCausalLM.from_config(config, dtype=torch.float32).num_parameters()
-    if parameters > _MOST_PARAMETERS:
-        raise ValueError(
-            f"small_model: {model_type} has {parameters} parameters, of at most {_MOST_PARAMETERS}; "
-            f"an entry of its config that means a size is missing in _SIZES or _TYPES: {config}"
-        )
     with torch.random.fork_rng(devices=[]), torch.no_grad():
+        with torch.device("meta"):
+            parameters = AutoModelForCausalLM.from_config(config, dtype=torch.float32).num_parameters()
+        if parameters > _MOST_PARAMETERS:
+            raise ValueError(
+                f"small_model: {model_type} has {parameters} parameters, of at most {_MOST_PARAMETERS}; "
+                f"an entry of its config that means a size is missing in _SIZES or _TYPES: {config}"
+            )
         torch.manual_seed(seed)
         model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
         kept = model.state_dict().keys()
@@ -362,7 +365,8 @@ def tried(model_type: str) -> Row:
         f"prompts do not matter: {one.tolist()}": torch.equal(one, other),
         f"always the same tokens: {one.tolist()}, {other.tolist()}": len(torch.cat([one, other]).unique()) < 4,
     }
-    odd = {"padding": not torch.equal(both[1:], other), "a cache": not torch.equal(again, one)}
+    odd = {"padding": not torch.equal(both[1:], other), "a batch": not torch.equal(both[:1], one)}
+    odd["a cache"] = not torch.equal(again, one)
     notes = [f"{name} changes the tokens" for name, happened in odd.items() if happened]
     return row._replace(said="; ".join([name for name, happened in wrong.items() if happened] or ["ok", *notes]))
 
