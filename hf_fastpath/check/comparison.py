@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -355,6 +355,29 @@ def _plain_generation(model: nn.Module, device: torch.device) -> Iterator[None]:
             yield
         finally:
             model.generation_config = kept
+
+
+@torch.no_grad()
+def different_tokens(model: nn.Module, ids: torch.Tensor, max_new_tokens: int) -> str | None:
+    """The first of ``verify()``'s cases in which a patched model's tokens are not stock's; None if there is none.
+
+    Args:
+        model, ids, max_new_tokens: as of :func:`compare`.
+    """
+    part = state_of(model).plans.part_of(model)
+    limit = getattr(model.config, "max_position_embeddings", None) or LONG_TOKENS + max_new_tokens
+    with _plain_generation(model, ids.device):
+        for case in _cases(ids, () if part is None else part.windows, limit, max_new_tokens):
+            options = {"max_new_tokens": max_new_tokens, "do_sample": case.do_sample, "attention_mask": case.mask}
+            made = []
+            for fast in (True, False):
+                torch.manual_seed(SEED)
+                with nullcontext() if fast else paused(model):
+                    made.append(model.generate(case.ids, **{CACHE: _cache_for(model, fast)}, **options))
+            if not torch.equal(*made):
+                first = int((made[0] != made[1]).any(0).nonzero()[0]) - case.ids.shape[1]
+                return f"{case.name}: other tokens from number {first + 1} on"
+    return None
 
 
 @torch.no_grad()

@@ -78,6 +78,7 @@ from .models import (
     outputs_are_captured,
     rotation_function,
     save_config,
+    set_entry,
     sharding,
 )
 from .seams import (

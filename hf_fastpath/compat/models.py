@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+from huggingface_hub.errors import StrictDataclassError
 from torch import nn
 from transformers import activations
 from transformers.dynamic_module_utils import custom_object_save
@@ -117,6 +118,14 @@ def generating_model(model: nn.Module) -> nn.Module:
 def can_generate(model: nn.Module) -> bool:
     """Whether a model has transformers' ``generate()``."""
     return isinstance(model, GenerationMixin)
+
+
+def set_entry(config: Any, name: str, value: Any) -> None:
+    """Set an entry of a config; where None is no value for it, to the number of the first token."""
+    try:
+        setattr(config, name, value)
+    except StrictDataclassError:
+        setattr(config, name, 0)
 
 
 def is_encoder_decoder(model: nn.Module) -> bool:

@@ -92,8 +92,8 @@ class DecodePlan:
             self.workspace = self.staging = None
             self.kv_tables: dict[bool, torch.Tensor] = {}  # of layers in pages, of others
             if self.device.type == "cuda":
-                attention = part.layers[0].attention
-                size = workspace_bytes(batch, self.query_len, attention.num_heads, attention.head_dim)
+                heads = {(layer.attention.num_heads, layer.attention.head_dim) for layer in part.layers}
+                size = max(workspace_bytes(batch, self.query_len, *each) for each in heads)
                 self.workspace = torch.zeros(size, dtype=torch.uint8, device=self.device)
                 for paged in {size is not None for size in self.page_sizes}:
                     shape = len(part.layers), table_columns(kv_dtype, paged)

@@ -14,6 +14,7 @@ from ..decode.plan_cache import Family
 from ..options import Options
 from ..quantization.replacing import Replacement
 from ..reasons import Cause
+from ..recording.part import Recorded
 
 
 @dataclass(frozen=True)
@@ -74,3 +75,8 @@ class PatchPlan:
     generates: bool
     replacements: tuple[Replacement, ...] = ()
     refusal: str | None = None
+
+    @property
+    def is_recorded(self) -> bool:
+        """Whether the model's step is recorded from its own forward."""
+        return isinstance(self.family, Recorded)

@@ -32,6 +32,8 @@ _aten = torch.ops.aten
 
 #: tokens that the recorded step's cache says it holds, unless the model knows fewer positions
 _PAST = 4099
+#: entries of a config that may say how many positions there are
+_LONGEST = ("max_position_embeddings", "max_target_positions", "n_positions", "n_ctx", "max_seq_len")
 #: positions up to which a mask is compared with windows
 _MASK_POSITIONS = 4096
 #: calls that compute nothing
@@ -280,8 +282,10 @@ _HARMLESS = frozenset({"position_ids", "cache_position", "cu_seq_lens_q", "cu_se
 
 def past_tokens(config: Any) -> int:
     """Tokens that a recorded step's cache says it holds."""
-    longest = getattr(config.get_text_config(decoder=True), "max_position_embeddings", None)
-    return min(_PAST, longest - MAX_QUERY_LEN - 1) if isinstance(longest, int) and longest > 32 else _PAST
+    entries = vars(config.get_text_config(decoder=True))
+    known = [entries[name] for name in _LONGEST if isinstance(entries.get(name), int)]
+    longest = min((each for each in known if each > 2 * MAX_QUERY_LEN), default=_PAST)
+    return min(_PAST, longest - MAX_QUERY_LEN - 1)
 
 
 def _window(mask_function: Callable[..., Any]) -> int | None:
