@@ -1,5 +1,5 @@
 // What: out = activation(x @ W.T + bias) + residual for many rows of x, with the weight as nn.Linear
-//   stores it ([out, in]) or as Conv1D does ([in, out]), of any type. Float32 sums, rounded
+//   stores it ([out, in]) or as Conv1D does ([in, out]), of any type. Float32 accumulators, rounded
 //   once. gemm_block.h has the product, for vectors of 16 values here.
 // Work split: threads take strips of up to 128 outputs in turn, and with few outputs ranges of rows, too.
 //   A strip goes through the inputs in blocks of 256. A block of the weight is widened to float32 once,

@@ -76,7 +76,7 @@ class Lowering:
         behind = dict(bias=bias, residual=residual, activation=activation, transposed=transposed)
         if self.takes(call):
             return self._emit(
-                ops.gemv.overload, x=x, weight=weight, **behind, norm=norm, overlap=self._at.overlap
+                ops.gemv.overload, x=x, weight=weight, **behind, norm=norm, programmatic_launch=self._at.programmatic_launch
             )
         return self._emit(many_rows.linear, x=x, weight=weight, **behind)
 
@@ -85,7 +85,7 @@ class Lowering:
         return takes_product(self._recording, call)
 
     def _packed_linear(self, call: Call, **arguments) -> Any:
-        return self._emit(ops.packed_gemv.overload, **arguments, overlap=self._at.overlap)
+        return self._emit(ops.packed_gemv.overload, **arguments, programmatic_launch=self._at.programmatic_launch)
 
     def _matmul(self, call: Call, a, b) -> Any:
         return self._emit(_matmul, a=a, b=b)
@@ -142,13 +142,13 @@ class Lowering:
             )
         return self._emit(
             ops.decode_attention.overload, q=queries, cache=at.placed(self._caches[layer], layer), **seen,
-            workspace=at.workspace, overlap=at.overlap, sinks=sinks,
+            workspace=at.workspace, programmatic_launch=at.programmatic_launch, sinks=sinks,
         )  # fmt: skip
 
     def _gated(self, call: Call, x, gate_weight, up_weight, activation, norm=None) -> Any:
         return self._emit(
             ops.gemv_swiglu.overload, x=x, gate_weight=gate_weight, up_weight=up_weight, activation=activation,
-            norm=norm, overlap=self._at.overlap,
+            norm=norm, programmatic_launch=self._at.programmatic_launch,
         )  # fmt: skip
 
     def _angles(self, call: Call, tables, formula, dtype, pairs) -> Any:
@@ -158,7 +158,7 @@ class Lowering:
     def _rotated(self, call: Call, sources, grouped, cos, sin, pairs, num_heads, num_kv_heads, head_dim, **attend):
         rows = [self._recording.batch, self._recording.query_len, -1]
         flat = [self._emit(_aten.reshape.default, each, rows) for each in sources]
-        qkv = flat[0] if len(flat) == 1 else self._emit(composed.joined, *flat)
+        qkv = flat[0] if len(flat) == 1 else self._emit(composed.concatenated, *flat)
         if grouped:
             group = num_heads // num_kv_heads
             qkv = self._emit(composed.ungrouped, qkv=qkv, head_dim=head_dim, group=group)
@@ -184,7 +184,7 @@ class Lowering:
         store = self.store(attend["layer"], attend["softcap"])
         queries = self._emit(
             ops.qkv_rope_append.overload, x=x, **given, transposed=transposed, cos=cos, sin=sin, num_heads=num_heads,
-            norm=norm, overlap=self._at.overlap, **store,
+            norm=norm, programmatic_launch=self._at.programmatic_launch, **store,
         )  # fmt: skip
         return self.attention(queries, **attend)
 
@@ -227,9 +227,9 @@ def run_experts(
     gate_up_bias=None, down_bias=None, alpha=1.702, limit=7.0,
 ):  # fmt: skip
     """``ops.fused_experts`` of experts that the model's own code has chosen."""
-    form = (gate_up_bias, down_bias, transposed, alpha, limit)
+    layout = (gate_up_bias, down_bias, transposed, alpha, limit)
     return ops.fused_experts.overload(
-        x, ids.long(), weights.float(), gate_up_weight, down_weight, None, activation, False, *form
+        x, ids.long(), weights.float(), gate_up_weight, down_weight, None, activation, False, *layout
     )
 
 
