@@ -9,7 +9,6 @@ import torch
 from torch import nn
 
 from .. import compat, traffic
-from ..decode.structure import model_part
 from ..errors import UnsupportedModelError
 from ..native import loader
 from ..options import Options

@@ -88,11 +88,7 @@ def mask_sees(mask_function: Callable[..., Any], queries: torch.Tensor, keys: to
     return torch.as_tensor(seen).expand(len(queries), len(keys))
 
 
-
-
-def gathered_experts(
-    module: nn.Module, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor
-) -> torch.Tensor:
+def gathered_experts(module: nn.Module, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
     """Experts of a module, by products of gathered weights: no step of it waits for the device."""
     return batched_mm_experts_forward(module, x, ids, weights)
 

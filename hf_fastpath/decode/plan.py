@@ -173,7 +173,9 @@ class DecodePlan:
         few = self.batch == 1 or (self.device.type == "cpu" and self.batch <= MAX_ROWS)
         rows = self.batch * self.query_len
         many = rows > MAX_ROWS
-        return Step(rows, one_call=few and self.query_len == 1, many=many, beside=many, programmatic_launch=programmatic_launch)
+        return Step(
+            rows, one_call=few and self.query_len == 1, many=many, beside=many, programmatic_launch=programmatic_launch
+        )
 
     def begin(
         self,

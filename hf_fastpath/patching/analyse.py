@@ -20,7 +20,6 @@ from ..reasons import Cause, named
 from ..recording.part import Recorded
 from .plan import Binding, Declined, PatchPlan
 
-
 #: environment variable: if set, whole models are recorded though an architecture file describes them
 RECORD = "HF_FASTPATH_RECORD"
 
@@ -165,7 +164,11 @@ def _family(
     described = next((each for each in known if structure.model_part(each, model) is not None), None)
     if described is not None and not os.environ.get(RECORD):
         return structure.Described(described)
-    if (described is None and (bindings or declined)) or not compat.can_generate(model) or compat.is_encoder_decoder(model):
+    if (
+        (described is None and (bindings or declined))
+        or not compat.can_generate(model)
+        or compat.is_encoder_decoder(model)
+    ):
         return None
     return Recorded(model)
 

@@ -23,7 +23,6 @@ from .recording import Recording, Unrecordable, registers_in
 _aten = torch.ops.aten
 
 
-
 class Lowering:
     """One walk over a recorded list.
 
@@ -76,7 +75,12 @@ class Lowering:
         behind = dict(bias=bias, residual=residual, activation=activation, transposed=transposed)
         if self.takes(call):
             return self._emit(
-                ops.gemv.overload, x=x, weight=weight, **behind, norm=norm, programmatic_launch=self._at.programmatic_launch
+                ops.gemv.overload,
+                x=x,
+                weight=weight,
+                **behind,
+                norm=norm,
+                programmatic_launch=self._at.programmatic_launch,
             )
         return self._emit(many_rows.linear, x=x, weight=weight, **behind)
 
@@ -137,9 +141,7 @@ class Lowering:
         at = self._at
         seen = dict(seq_lens=at.seq_lens, starts=at.starts, scale=scale, window=window)
         if softcap:
-            return self._emit(
-                composed.soft_capped_attention, q=queries, cache=self._caches[layer], **seen, cap=softcap
-            )
+            return self._emit(composed.soft_capped_attention, q=queries, cache=self._caches[layer], **seen, cap=softcap)
         return self._emit(
             ops.decode_attention.overload, q=queries, cache=at.placed(self._caches[layer], layer), **seen,
             workspace=at.workspace, programmatic_launch=at.programmatic_launch, sinks=sinks,

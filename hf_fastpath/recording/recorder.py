@@ -18,10 +18,10 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from .. import compat
+from ..choices import NormKind
 from ..decode.modules import is_packed, weight_and_bias
 from ..decode.named_calls import Call, Norm, Register, by_name
 from ..decode.patched import STATE_KEY
-from ..choices import NormKind
 from ..ops.decode_attention import MAX_QUERY_LEN
 from ..ops.fused_experts import EXPERT_GATES
 from ..quantization.linear import PackedLinear
@@ -270,7 +270,9 @@ class Recorder:
             out = torch.empty_like(hidden_states)
         given = dict(x=hidden_states, ids=top_k_index, weights=top_k_weights)
         arguments = experts_arguments(real)
-        self.emit(marks.other_experts if arguments is None else marks.experts, given | (arguments or {"module": real}), out)
+        self.emit(
+            marks.other_experts if arguments is None else marks.experts, given | (arguments or {"module": real}), out
+        )
         return out
 
     paths: dict[int, str] = MappingProxyType({})  # type: ignore[assignment]
@@ -459,9 +461,7 @@ def _record(recorder: Recorder, batch: int, query_len: int) -> Recording:
     skeleton = recorder.skeleton
     cache = compat.RecordingCache(skeleton.copy.config, recorder.past, recorder.append)
     with torch.inference_mode(False), torch.no_grad(), _without_logs(), skeleton.mode:
-        tokens, positions = (
-            torch.zeros(batch, query_len, dtype=torch.long, device=skeleton.device) for _ in range(2)
-        )
+        tokens, positions = (torch.zeros(batch, query_len, dtype=torch.long, device=skeleton.device) for _ in range(2))
         given = recorder.given(tokens), recorder.given(positions)
         with _spans(recorder), _Dispatch(recorder), _Functions(recorder):
             arguments = {"input_ids": tokens, "use_cache": True, "return_dict": True, compat.CACHE: cache}

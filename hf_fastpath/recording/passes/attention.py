@@ -46,7 +46,9 @@ def rotations(recording: Recording, model: nn.Module) -> None:
         if attend.op is not marks.attend:
             continue
         append = producers[attend.arguments["states"].index]
-        if append.arguments["layer"] in {c.arguments["layer"] for c in recording.calls if c.op is marks.attend and c is not attend}:
+        if append.arguments["layer"] in {
+            c.arguments["layer"] for c in recording.calls if c.op is marks.attend and c is not attend
+        }:
             continue
         front = _front(recording, producers, at_positions, append, attend)
         if front is None:
@@ -63,7 +65,9 @@ def rotations(recording: Recording, model: nn.Module) -> None:
         if make_angles is not None:
             place = tuple(each.index for each in tables), make_angles[0], pairs
             if place not in angles:
-                angles[place] = _emit_angles(recording, make_angles, tables, made, recording.fact(sources[0]).dtype, pairs)
+                angles[place] = _emit_angles(
+                    recording, make_angles, tables, made, recording.fact(sources[0]).dtype, pairs
+                )
             turned = angles[place]
         arguments = {name: attend.arguments[name] for name in ("layer", "scale", "window", "softcap", "sinks")}
         q, k = recording.fact(attend.arguments["q"]), recording.fact(append.arguments["k"])
@@ -173,7 +177,8 @@ def _tried(
         for angles in (None, *_angle_formulas(shown[0][1], dim)) if tables else (None,):
             for pairs in ("halves", "neighbors") if angles is not None else ("halves",):
                 if all(
-                    _is_turned(values, at, out, layout, angles, pairs, heads, kv_heads, dim) for values, at, out in shown
+                    _is_turned(values, at, out, layout, angles, pairs, heads, kv_heads, dim)
+                    for values, at, out in shown
                 ):
                     return layout, angles, pairs
     return None

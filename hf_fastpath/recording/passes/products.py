@@ -13,7 +13,7 @@ from ...decode.named_calls import Call, Register
 from ...ops.kv_cache import KVCache  # noqa: F401  (documents what `cache` arguments are)
 from ...registry import FLOAT_DTYPES, PLAIN_TENSORS
 from .. import marks
-from ..recording import Recording, read_by
+from ..recording import Recording
 
 _aten = torch.ops.aten
 
