@@ -24,6 +24,7 @@ from .calls import (
     ends_by_length_or_token,
     for_patched_models,
     note_nonfinite,
+    position_ids_of,
     runs_users_code,
     settling,
 )
@@ -142,7 +143,11 @@ class _Call:
         self.scores = self.logits if self.plain or not wants else []
 
     def generate(self, part: ModelPart, model_kwargs: dict, assistant: Any) -> Any:
-        cache, positions = model_kwargs[compat.CACHE], model_kwargs["position_ids"]
+        cache, positions = (
+            model_kwargs[compat.CACHE],
+            position_ids_of(self.text[:, : self.prompt_len].to(self.device), self.config, model_kwargs),
+        )
+        self.next_position = positions[:, -1] + 1  # behind the prompt
         cache.activate_past_recording()
         mask = model_kwargs.get("attention_mask")
         starts = None if mask is None else (mask == 0).sum(1)
@@ -191,7 +196,7 @@ class _Call:
     ) -> DraftReader | StockReader:
         """What reads drafts behind the text with the model as it is: ``part``, or None: stock code has to."""
         cache = model_kwargs[compat.CACHE]
-        position = model_kwargs["position_ids"][:, -1] + (self.held + 1 - self.prompt_len)
+        position = self.next_position + (self.held - self.prompt_len)
         if part is not None:
             plan_of = functools.partial(self.state.plans.draft_plan, part, cache)
             return DraftReader(plan_of, cache, position, starts, keep)

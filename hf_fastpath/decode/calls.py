@@ -96,6 +96,17 @@ class Watch:
         self.part, self._snapshot = part, state.plans.snapshot_of(part)
 
 
+def position_ids_of(ids: torch.Tensor, config: Any, model_kwargs: dict) -> torch.Tensor:
+    """int64 or int32 [batch or 1, new tokens]: the position ids of a call's prompt; of a model that takes none, the
+    places of the tokens in the text."""
+    given = model_kwargs.get("position_ids")
+    if given is not None:
+        return given
+    past = model_kwargs[compat.CACHE].get_seq_length()
+    count = compat.new_tokens(ids, config, model_kwargs).shape[1]
+    return torch.arange(past, past + count, device=ids.device)[None]
+
+
 def runs_users_code(processors: Any, criteria: Any, streamer: Any) -> list[Cause]:
     """A reason for each object of a call that is the user's own: it may do anything, to the model too."""
     pairs = ("custom_stopping_criteria", criteria), ("custom_logits_processor", processors)

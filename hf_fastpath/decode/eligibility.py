@@ -49,7 +49,7 @@ def step_aside_reason(
     if (reason := _arguments_reason(input_ids, model_kwargs)) is not None:
         return reason
     reason = model_reason(state, part, input_ids, cache)
-    reason = reason or _layout_reason(input_ids, model_kwargs, cache.get_seq_length())
+    reason = reason or _layout_reason(part, input_ids, model_kwargs, cache.get_seq_length())
     return reason or _pad_token_reason(part, config, batch)
 
 
@@ -131,7 +131,7 @@ def _cache_reason(part: ModelPart, cache: FastpathCache, input_ids: torch.Tensor
     return None
 
 
-def _layout_reason(input_ids: torch.Tensor, model_kwargs: dict, past_len: int) -> str | None:
+def _layout_reason(part: ModelPart, input_ids: torch.Tensor, model_kwargs: dict, past_len: int) -> str | None:
     mask, position_ids = model_kwargs.get("attention_mask"), model_kwargs.get("position_ids")
     if mask is not None:
         what = f"{mask.dtype} {tuple(mask.shape)} on {mask.device}"
@@ -141,7 +141,7 @@ def _layout_reason(input_ids: torch.Tensor, model_kwargs: dict, past_len: int) -
         if mask.dim() != 2 or mask.device != input_ids.device or not is_left_padding(mask):
             return Cause("attention_mask", what)
     if position_ids is None:
-        return Cause("position_ids", "None")
+        return Cause("position_ids", "None") if part.takes_positions else None
     if position_ids.dim() != 2 or position_ids.device != input_ids.device or position_ids.dtype not in INDEX_DTYPES:
         return Cause("position_ids", f"{position_ids.dtype} {tuple(position_ids.shape)} on {position_ids.device}")
     return None

@@ -23,6 +23,7 @@ from .calls import (
     ends_by_length_or_token,
     for_patched_models,
     note_nonfinite,
+    position_ids_of,
     runs_users_code,
     settling,
 )
@@ -135,7 +136,7 @@ class _Loop:
         return torch.cat(ends) if sum(end.numel() for end in ends) <= MAX_EOS_TOKENS else _TOO_MANY
 
     def generate(self, part: ModelPart, model_kwargs: dict) -> Any:
-        cache, position_ids = model_kwargs[compat.CACHE], model_kwargs["position_ids"]
+        cache, position_ids = model_kwargs[compat.CACHE], position_ids_of(self.ids, self.config, model_kwargs)
         mask = model_kwargs.get("attention_mask")
         starts = None if mask is None else (mask == 0).sum(1)
         next_positions = position_ids[:, -1].expand(self.batch) + 1

@@ -106,10 +106,9 @@ class DecodePlan:
             self.program = Program()
             self._caches = [self._cache_registers(size is not None) for size in self.page_sizes]
             self._angles = None if part.rotary is None else AngleTables(part, self.program, self.dtype, self.device)
-            learned = part.position_embedding
+            learned = part.learned_positions
             #: positions that the model has learned, or None: it turns queries and keys by any
-            self._learned = None if learned is None else learned.weight.shape[0] - part.position_offset
-            self._position_offset = part.position_offset
+            self._learned, self._position_offset = (None, 0) if learned is None else learned
             self._logits = self._record(part)
 
     def _record(self, part: ModelPart) -> Register:

@@ -21,6 +21,7 @@ from ..ops.kv_cache import KVCache
 from . import steps
 from .angles import angles_at
 from .attend import Attention, has_tensor_cores
+from .calls import position_ids_of
 from .draft_plan import DraftPlan, DraftReader
 from .named_calls import Step
 from .parts import MoEPart
@@ -275,7 +276,7 @@ def _read_rows(
     """:func:`read_text`, every row of ``ids``."""
     cache = model_kwargs[compat.CACHE]
     tokens = compat.new_tokens(ids, config, model_kwargs).long()  # int32 is fine with stock, too
-    positions = model_kwargs["position_ids"][:, -tokens.shape[1] :].long()
+    positions = position_ids_of(ids, config, model_kwargs)[:, -tokens.shape[1] :].long()
     given = Prompt(tokens, positions, starts if starts is not None and starts.any() else None)
     logits = read_turn(part, cache, given, functools.partial(plans.draft_plan, part, cache))
     if logits is None and is_readable(part, cache, given):

@@ -159,6 +159,8 @@ class ModelPart(Part):
     windows: tuple[int | None, ...]
     #: its step is written down by :mod:`.steps`, not recorded
     is_recorded: ClassVar[bool] = False
+    #: its forward takes position ids
+    takes_positions: ClassVar[bool] = True
 
     @property
     def vocab_size(self) -> int:
@@ -205,6 +207,13 @@ class ModelPart(Part):
     @property
     def position_offset(self) -> int:
         return int(number(self.position_embedding, self.architecture.position_offset, default=0))
+
+    @property
+    def learned_positions(self) -> tuple[int, int] | None:
+        """How many positions the model has learned, and the row of the first of them; None if it turns queries and keys
+        by any."""
+        learned, offset = self.position_embedding, self.position_offset
+        return None if learned is None else (learned.weight.shape[0] - offset, offset)
 
     @property
     def rotary(self) -> nn.Module | None:
