@@ -42,7 +42,7 @@ def _deepcopy(self: nn.Module, memo: dict) -> nn.Module:
 
 
 def _copy_into(made: PatchState, state: PatchState, memo: dict) -> None:
-    """Fill the state of a deep copy of the model; plans and counts are not shared with the original."""
+    """Fill the state of a deep copy of the model: its ledger names the copy's modules; plans and counts start empty."""
     made.ledger, made.lost = copy.deepcopy(state.ledger, memo), state.lost
     if state.decided is not None:
         made.decide(copy.deepcopy(state.decided, memo))
