@@ -19,7 +19,7 @@ def reference(x: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor |
         Tensor of x's shape and dtype, contiguous. Statistics and product are float32.
 
     Raises:
-        OpInputError: shapes, dtypes or devices that do not fit.
+        OpInputError: shapes, dtypes or devices do not fit.
 
     Source: ``torch.nn.LayerNorm``; arXiv:1607.06450.
     """

@@ -29,10 +29,10 @@ def reference(
 
     Returns:
         [..., out_features] in x's dtype, contiguous. Weights are rounded to x's dtype as ``PackedWeight.dequantize``
-        does, sums are float32 and rounded once.
+        does; accumulators are float32 and are rounded once.
 
     Raises:
-        OpInputError: shapes, dtypes or devices that do not fit, no features, unknown format.
+        OpInputError: shapes, dtypes or devices do not fit, there are no features, or the format is unknown.
 
     Source: ``torch.nn.Linear`` over ``PackedWeight.dequantize()``.
     """

@@ -54,7 +54,7 @@ def reference(
         [batch, query_len, num_heads, head_dim] rotated queries in x's dtype.
 
     Raises:
-        OpInputError: shapes, dtypes or devices that do not fit, more than 16 rows, or an unknown format.
+        OpInputError: shapes, dtypes or devices do not fit, there are more than 16 rows, or the format is unknown.
 
     Source: transformers ``models/mistral/modeling_mistral.py@5.17``, ``MistralAttention``, over dequantized weights.
     """

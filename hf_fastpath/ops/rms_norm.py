@@ -19,7 +19,7 @@ def reference(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor
         Tensor of x's shape and dtype, contiguous. Statistics and product are float32.
 
     Raises:
-        OpInputError: shapes, dtypes or devices that do not fit.
+        OpInputError: shapes, dtypes or devices do not fit.
 
     Source: transformers ``models/mistral/modeling_mistral.py@5.17``, ``MistralRMSNorm``; arXiv:1910.07467.
     """
