@@ -112,7 +112,7 @@ def _current(directory: Path) -> tuple[Index | None, set[str]]:
 
 
 def _journals(directory: Path) -> Iterator[tuple[str, list[str]]]:
-    """Yield save id and listed names of every journal. If a save was killed over its journal, it has written no more."""
+    """Yield save id and listed names of every journal. A save that was killed over its journal has written no more."""
     for path in sorted(directory.glob(f"packed-*{_JOURNAL}")):
         save_id = path.name.removeprefix("packed-").removesuffix(_JOURNAL)
         if not is_own_name(path.name, save_id):
@@ -308,7 +308,7 @@ def write(
         configs: name -> content of the files that belong to the model and that other programs read as well.
 
     Raises:
-        OSError: a file cannot be written. The folder then holds the former save or, if the error came late, the new one.
+        OSError: a file cannot be written. The folder then holds the former save or, after a late error, the new save.
         TimeoutError: another save is under way in the folder.
         ValueError: the folder's index is not what ``save_packed()`` wrote; or files have no name for a tensor's type.
     """
