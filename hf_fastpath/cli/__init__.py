@@ -1,3 +1,3 @@
 """The command ``hf-fastpath``.
 
-It may import all of the package; nothing imports it."""
+This folder may import all of the package; nothing imports it."""
