@@ -1,5 +1,5 @@
-"""Reason codes: why a call, a module or a token ran stock code, and what helps. ``docs/reason-codes.md`` is made from
-this table by ``docs/make_pages.py``."""
+"""Reason codes: why a call, a module or a token ran stock code, and what helps. ``docs/make_pages.py`` makes
+``docs/reason-codes.md`` from this table."""
 
 from __future__ import annotations
 
@@ -208,15 +208,15 @@ REASONS: dict[str, Reason] = {
 
 
 class Cause(str):
-    """A reason code, equal to it and used like it, that also says what it speaks of.
+    """A reason code that also says what it is about; it compares and is used like the plain code.
 
     Args:
-        code: of :data:`REASONS`.
-        what: the argument, setting, function or class, and what it is.
+        code: a code of :data:`REASONS`.
+        what: the argument, setting, function or class, and its value.
         module: the module, or None.
 
     Raises:
-        KeyError: it is not a known reason code.
+        KeyError: the code is not a known reason code.
     """
 
     what: str
@@ -229,7 +229,7 @@ class Cause(str):
 
 
 def named(reason: str, model: Any) -> Cause:
-    """``reason`` with the name that its module has inside ``model``, and its class, in the place of the module."""
+    """Return ``reason`` with the module replaced by the module's name inside ``model`` and its class."""
     what, module = getattr(reason, "what", ""), getattr(reason, "module", None)
     if module is None:
         return Cause(reason, what)
@@ -240,16 +240,16 @@ def named(reason: str, model: Any) -> Cause:
 
 
 def explained(code: str, what: str = "") -> str:
-    """``code``, what it speaks of, what it means and what helps."""
+    """Return ``code`` with what it is about, what it means and what helps."""
     what = what or getattr(code, "what", "")
     return f"{code} ({what}): {REASONS[code]}" if what else f"{code}: {REASONS[code]}"
 
 
 def check(code: str) -> str:
-    """The plain ``code``.
+    """Return the plain ``code``.
 
     Raises:
-        KeyError: it is not a known reason code.
+        KeyError: the code is not a known reason code.
     """
     if code not in REASONS:
         raise KeyError(f"unknown reason code {code!r}: add it to hf_fastpath/reasons.py")
