@@ -40,7 +40,7 @@ REASONS: dict[str, Reason] = {
         "move the model to an NVIDIA GPU or to a CPU of x86-64",
     ),
     "unsupported_activation": Reason(
-        "the activation is not one the kernels have", "nothing to set: it belongs to the model"
+        "the kernels do not have the activation", "nothing to set: it belongs to the model"
     ),
     "unsupported_head_dim": Reason("head_dim is odd or above 512", "nothing to set: it belongs to the model"),
     "unsupported_projection": Reason(
@@ -69,9 +69,9 @@ REASONS: dict[str, Reason] = {
         "leave out what sets it, or `del module.forward` if it is yours; if it quantizes, patch before that",
     ),
     "model_forward": Reason(
-        "the model itself has a forward of its own on the instance, which does more for generate() than hand its "
+        "the model itself has a forward of its own on the instance, which does more for generate() than pass its "
         "arguments on to the forward of the class",
-        "let it end in `return inner(*args, **kwargs)` for calls without labels, or generate() before",
+        "end it in `return inner(*args, **kwargs)` for calls without labels, or generate() before it is set",
     ),
     "offloaded": Reason(
         "weights wait in host memory or on disk and are brought for every call",
@@ -95,11 +95,11 @@ REASONS: dict[str, Reason] = {
     ),
     "dynamic_rope": Reason(
         "the rotary embedding changes with the sequence length",
-        "set rope_type to default, linear, llama3 or yarn where the model allows it",
+        "set rope_type to default, linear, llama3 or yarn if the model allows it",
     ),
     # a call runs stock code (decided at each call)
     "autocast": Reason(
-        "autocast is active: it would change the types the kernels see",
+        "autocast is active, and would change the types that the kernels see",
         "load the model in half precision, without autocast (in a trainer's arguments: bf16=False)",
     ),
     "compiling": Reason("torch.compile is tracing: it gets the stock code", "do not compile a patched model"),
@@ -129,7 +129,7 @@ REASONS: dict[str, Reason] = {
         "leave out output_attentions, output_hidden_states and output_router_logits",
     ),
     "batch_size": Reason(
-        "more than 64 sequences (16 where MLPs are mixtures), or than max_batch_size, or 16 rows outside of the loop",
+        "more than 64 sequences (16 if MLPs are mixtures), or than max_batch_size, or 16 rows outside of the loop",
         "generate in smaller batches",
     ),
     "no_cache": Reason("no KV cache is in use (use_cache=False)", "leave use_cache on"),
@@ -138,9 +138,9 @@ REASONS: dict[str, Reason] = {
         "pass none, or hf_fastpath.FastpathCache(model.config)",
     ),
     "edited_cache": Reason(
-        "the layers of the KV cache do not hold the same number of positions, of sequences or one dtype, or a window "
-        "not its newest positions: keys and values were assigned, or layers cropped, one by one",
-        "edit all layers alike, and with a sliding window its layers' cumulative_length, too",
+        "the layers of the KV cache differ in the number of positions or sequences or in dtype, or a layer with a "
+        "window does not hold its newest positions: keys and values were assigned, or layers cropped, one by one",
+        "edit all layers alike; in layers with a sliding window, set cumulative_length as well",
     ),
     "continuous_batching": Reason(
         "generate_batch() keeps keys and values in a paged cache of transformers' own, where heads of a position are "
@@ -164,7 +164,7 @@ REASONS: dict[str, Reason] = {
     ),
     "generation_method": Reason(
         "a method that generate() calls for every token is overridden (prompt tuning, ...)",
-        "merge or leave out what overrides it",
+        "merge the adapter, or leave out the code that overrides the method",
     ),
     "synced_gpus": Reason("generation is synchronized over several processes", "pass synced_gpus=False"),
     "custom_sample": Reason("the model class has a decode loop of its own", "nothing to set: it belongs to the model"),
@@ -173,14 +173,14 @@ REASONS: dict[str, Reason] = {
         "some layer of the model could not be patched", "see the reasons of its modules in report(model)"
     ),
     "busy": Reason(
-        "as many calls of generate() run on this model at once as the decode loop takes (4, those of other threads and "
-        "those that a callback makes)",
+        "as many calls of generate() run on this model at once as the decode loop takes (4, with those of other "
+        "threads and those that a callback makes)",
         "let calls wait for each other, or put their prompts into one batch",
     ),
     # the fast loop runs, but cannot run ahead of the device, or not over pages
     "custom_stopping_criteria": Reason(
         "a stopping criterion of the user's own: the host waits for every token",
-        "use transformers' own criteria where one does the same",
+        "use one of transformers' own criteria if it does the same",
     ),
     "autocast_left_out": Reason(
         "a trainer has put the model's forward under autocast; new tokens are computed in float32, as the weights are, "
@@ -193,7 +193,7 @@ REASONS: dict[str, Reason] = {
     ),
     "custom_streamer": Reason(
         "a streamer of the user's own: the host waits for every token",
-        "use one of transformers' own, as TextIteratorStreamer, and do the work in the thread that reads it",
+        "use one of transformers' own (TextIteratorStreamer), and do the work in the thread that reads it",
     ),
     "nonfinite_logits": Reason(
         "the model's logits hold NaN or infinity: every token from there on is arbitrary, here and in stock code, and "
@@ -202,7 +202,7 @@ REASONS: dict[str, Reason] = {
     ),
     "custom_logits_processor": Reason(
         "a logits processor of the user's own: the host waits for every token",
-        "use transformers' own processors where one does the same",
+        "use one of transformers' own processors if it does the same",
     ),
 }
 
