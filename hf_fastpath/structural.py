@@ -55,7 +55,7 @@ class Match:
 
 
 def known_for(model: nn.Module, listed: tuple[Architecture, ...]) -> tuple[Architecture, ...]:
-    """Return ``listed``, or the model's own architecture if its classes are unknown but its structure is a known one."""
+    """Return ``listed``; or the model's own architecture if it has none of their classes and is a twin of one."""
     if any(architecture.part_of(module) for module in model.modules() for architecture in listed):
         return listed
     found = match(model)
