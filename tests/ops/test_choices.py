@@ -1,4 +1,4 @@
-"""Arguments that are one of a few: names in Python, the numbers of ``csrc`` in schemas."""
+"""Arguments that take one of a few values: names in Python, the numbers of ``csrc`` in schemas."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ CSRC = Path(__file__).resolve().parents[2] / "csrc"
 KINDS = [
     kind for _, kind in inspect.getmembers(choices, inspect.isclass) if issubclass(kind, Choice) and kind is not Choice
 ]
-#: choice -> where C++ has it, under another name
+#: choice -> where C++ defines it, under another name
 DEFINED = {"NormKind": ("common/dtype.h", "Norm"), "Packing": ("packed_gemv/packed_form.h", "PackedForm")}
 
 
