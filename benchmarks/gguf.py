@@ -136,7 +136,7 @@ def _padding(written: int) -> bytes:
 
 
 def _type_of(name: str, size: tuple[int, ...], kind: str) -> TensorType:
-    """Return the type: norms are float32, as in llama.cpp; beside quants, embeddings and head are float16, as ours are."""
+    """Return the type: norms are float32, as in llama.cpp; beside quants, embeddings and head are float16, as ours."""
     is_outer = kind.startswith("q") and not name.startswith("blk")
     return TENSOR_TYPES["fp32" if len(size) == 1 else "fp16" if is_outer else kind]
 
