@@ -12,4 +12,4 @@ class FallbackError(RuntimeError):
 
 
 class NoCounterpart(Exception):
-    """A layer's quantized weight cannot be repacked; the argument is a reason code. It never leaves ``patch()``."""
+    """A layer's quantized weight cannot be repacked; the argument is a reason code. ``patch()`` never raises this."""

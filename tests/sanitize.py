@@ -68,7 +68,7 @@ def sanitize_cpu() -> int:
 
 
 def sanitize_threads() -> int:
-    """TSan finds data races between the threads of an op. It sees only our code, and addresses must not be random."""
+    """TSan finds data races between threads of an op, sees only our code, and needs addresses that are not random."""
     from hf_fastpath.native import build
 
     with tempfile.TemporaryDirectory() as folder:

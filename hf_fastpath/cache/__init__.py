@@ -1,3 +1,3 @@
 """``FastpathCache``: layers of keys and values in buffers or in pages, and the changes that users may make to a layer.
 
-This folder may import ``ops.kv_cache``, ``compat`` and ``native``. Models, plans and ``patching`` are unknown to it."""
+``cache`` may import ``ops.kv_cache``, ``compat`` and ``native``. Models, plans and ``patching`` are unknown to it."""

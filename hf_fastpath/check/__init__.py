@@ -1,4 +1,4 @@
 """Comparing a patched model with stock transformers, and saying beforehand how a model would do.
 
-This folder may import all of the package but ``bench`` and ``cli``, which import it, as does the self-test of
+``check`` may import all of the package but ``bench`` and ``cli``, which import it, as does the self-test of
 ``patching``."""

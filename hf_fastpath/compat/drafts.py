@@ -17,7 +17,7 @@ CRITERIA_SEE_DRAFTS = "is_done_candidate" in inspect.signature(generation_utils.
 def candidate_generator(model: Any, **arguments: Any) -> Any:
     """Return the candidate generator of ``GenerationMixin._assisted_decoding`` with these arguments, or None.
 
-    It is None unless drafts come from an assistant or a lookup in the prompt, and the model's own choice decides.
+    The result is None unless drafts come from an assistant or a lookup in the prompt, and the model's choice decides.
 
     Args:
         model: the model that generates.

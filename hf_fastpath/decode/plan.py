@@ -275,8 +275,8 @@ class DecodePlan:
         """Return what was chosen by the step that made a cache of ``length`` tokens.
 
         Returns:
-            Tokens and unfinished rows, views of [batch] each in host memory. They are valid once the device has passed
-            that step, and until RECORD_SLOTS steps later.
+            Tokens and unfinished rows, views of [batch] each in host memory, which are valid once the device has passed
+            that step and until RECORD_SLOTS steps later.
         """
         slot = self.record[(length + 1) % RECORD_SLOTS]
         return slot[0], slot[1]

@@ -60,7 +60,7 @@ class Prompt:
 def repeats(tokens: torch.Tensor, count: int | None, cache: FastpathCache) -> int:
     """Return how many neighboring rows of ``tokens``, [batch, seq_len], are one prompt, which is then read once.
 
-    This is ``count`` if the rows are equal and an empty ``cache`` with pages lets them share the prompt, else 1.
+    The result is ``count`` if the rows are equal and an empty ``cache`` with pages lets them share it, else 1.
     """
     if not count or count == 1 or len(tokens) % count or cache.page_size is None or cache.get_seq_length():
         return 1

@@ -1,6 +1,6 @@
-"""The one build recipe of the native libraries; ``pip install`` and the loader use it. It never imports torch.
+"""The one build recipe of the native libraries; ``pip install`` and the loader use it; torch is never imported.
 
-It can be run as a script: ``python hf_fastpath/native/build.py cpu cuda --cuda-arch 80 90a --ptxas-report FILE``.
+The recipe is also a script: ``python hf_fastpath/native/build.py cpu cuda --cuda-arch 80 90a --ptxas-report FILE``.
 
 The build makes two libraries, ``libhf_fastpath_cpu.so`` and ``libhf_fastpath_cuda.so``. Both use PyTorch's stable ABI,
 so one build serves every torch from the oldest supported one on, and any Python.

@@ -131,7 +131,7 @@ def _capabilities() -> list[tuple[int, int]]:
 def _covers(archs: Iterable[str], capability: tuple[int, int]) -> bool:
     """Whether a library made for ``archs`` has code for a GPU.
 
-    It may be the GPU's own code, or PTX, which is that of the newest architecture if that one is generic.
+    The code may be the GPU's own, or PTX; a library has PTX of its newest architecture if that one is generic.
     """
     major, minor = capability
     archs = tuple(archs)

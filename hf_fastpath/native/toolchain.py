@@ -1,4 +1,4 @@
-"""What this machine can build and run: its platform, installed torch, compilers and GPUs. It never imports torch."""
+"""What this machine can build and run: its platform, installed torch, compilers and GPUs; torch is never imported."""
 
 from __future__ import annotations
 
@@ -65,8 +65,8 @@ def unsupported_platform(target: str) -> str | None:
 def find_torch() -> Path:
     """Return the folder of the installed torch, found without importing torch.
 
-    pip's isolated build hides the environment's packages from ``import``. They are still on disk in the folders that
-    ``sysconfig`` and ``site`` name, so torch is never installed a second time for the build.
+    pip's isolated build hides the environment's packages from ``import``. The packages are still on disk, in folders
+    that ``sysconfig`` and ``site`` name, so torch is never installed a second time for the build.
 
     Raises:
         BuildError: torch is not installed.

@@ -24,7 +24,7 @@ def reference(
     sinks: torch.Tensor | None = None,
     overlap: bool = False,
 ) -> torch.Tensor:
-    """``softmax(cap(scale * q @ K.T)) @ V`` over the visible positions of each row; ``cap(s)`` is
+    """Compute ``softmax(cap(scale * q @ K.T)) @ V`` over the visible positions of each row; ``cap(s)`` is
     ``softcap * tanh(s / softcap)``.
 
     Token i of row b has position ``p = seq_lens[b] - query_len + i`` and sees the positions ``j`` with

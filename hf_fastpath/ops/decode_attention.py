@@ -42,7 +42,7 @@ def reference(
     v_scales: torch.Tensor | None = None,
     block_table: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """``softmax(scale * q @ K.T) @ V`` over the visible positions of each row.
+    """Compute ``softmax(scale * q @ K.T) @ V`` over the visible positions of each row.
 
     Token i of row b has position ``p = seq_lens[b] - query_len + i`` and sees the positions ``j`` with
     ``max(starts[b], p - window + 1) <= j <= p`` (no lower bound from the window if it is 0). Position j lies in

@@ -107,7 +107,7 @@ def reference(
     workspace: torch.Tensor | None = None,
     overlap: bool = False,
 ) -> torch.Tensor:
-    """Layer by layer ``x += out(attention(norm(x)))`` and ``x += down(mlp(norm(x)))``, then ``head(norm(x))``.
+    """Compute ``x += out(attention(norm(x))); x += down(mlp(norm(x)))`` for each layer, then ``head(norm(x))``.
 
     Args:
         x: [batch, 1, hidden_size], embeddings of the new tokens; batch 1 to 16, on CUDA 1.

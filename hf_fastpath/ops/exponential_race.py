@@ -8,7 +8,7 @@ from ..registry import FLOAT_DTYPES, OpSpec, Sample, nbytes, register, shape_rea
 
 
 def reference(logits: torch.Tensor, noise: torch.Tensor, settings: torch.Tensor, overlap: bool = False) -> torch.Tensor:
-    """``exp(score - max(score)) / noise`` for the tokens that the warpers keep, and 0 for the others.
+    """Compute ``exp(score - max(score)) / noise`` for the tokens that the warpers keep, and 0 for the others.
 
     If the noise is distributed exponentially, the argmax of a row is a sample of the softmax over the kept scores; if
     it is the noise that ``torch.multinomial`` draws, the argmax is the token that ``torch.multinomial`` gives.

@@ -30,7 +30,7 @@ def reference(
     alpha: float = 1.702,
     limit: float = 7.0,
 ) -> torch.Tensor:
-    """``sum over k of expert_weights[:, k] * expert(expert_ids[:, k], x) + residual``, with
+    """Compute ``sum over k of expert_weights[:, k] * expert(expert_ids[:, k], x) + residual``, with
     ``expert(e, x) = (activation(gate) * up) @ down_weight[e].T`` and ``gate | up = x @ gate_up_weight[e].T``.
 
     Args:

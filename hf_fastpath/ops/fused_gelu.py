@@ -15,7 +15,7 @@ _CUBIC = 0.044715
 
 
 def reference(x: torch.Tensor, approximate: Approximation = Approximation.TANH) -> torch.Tensor:
-    """GELU of every element.
+    """Compute GELU of every element.
 
     ``tanh``: ``0.5 x (1 + tanh(sqrt(2/pi) (x + 0.044715 x^3)))``; ``none``: ``0.5 x (1 + erf(x / sqrt(2)))``.
 

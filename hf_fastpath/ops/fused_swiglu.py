@@ -26,7 +26,7 @@ def activate(x: torch.Tensor, activation: Activation) -> torch.Tensor:
 
 
 def reference(gate: torch.Tensor, up: torch.Tensor, activation: Activation = Activation.SILU) -> torch.Tensor:
-    """``activation(gate) * up``, element by element.
+    """Compute ``activation(gate) * up``, element by element.
 
     Args:
         gate, up: float32, float16 or bfloat16, same shape, dtype and device; any strides.

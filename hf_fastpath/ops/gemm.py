@@ -18,7 +18,7 @@ def reference(
     activation: Activation = Activation.NONE,
     transposed: bool = False,
 ) -> torch.Tensor:
-    """``activation(x @ weight.T + bias) + residual``.
+    """Compute ``activation(x @ weight.T + bias) + residual``.
 
     Args:
         x: [..., in_features], any number of rows.

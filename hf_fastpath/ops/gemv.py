@@ -31,7 +31,7 @@ def reference(
     overlap: bool = False,
     next_weight: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """``activation(norm(x) @ weight.T + bias) + residual``.
+    """Compute ``activation(norm(x) @ weight.T + bias) + residual``.
 
     Args:
         x: [..., in_features], at most 16 rows in all; 64 on a GPU of compute capability 9.0, in float16 or bfloat16,

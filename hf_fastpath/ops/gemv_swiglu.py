@@ -24,7 +24,7 @@ def reference(
     overlap: bool = False,
     next_weight: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """``activation(norm(x) @ gate_weight.T) * (norm(x) @ up_weight.T)``.
+    """Compute ``activation(norm(x) @ gate_weight.T) * (norm(x) @ up_weight.T)``.
 
     Args:
         x: [..., hidden_size], at most 16 rows in all, or 64 as in ``gemv``.

@@ -19,7 +19,7 @@ def reference(
     format: Packing,
     bias: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """``x @ weight.T + bias``.
+    """Compute ``x @ weight.T + bias``.
 
     Args:
         x: [..., in_features], any number of rows.

@@ -30,7 +30,7 @@ def reference(
     overlap: bool = False,
     next_weight: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """``activation(norm(x) @ weight.T + bias) + residual``.
+    """Compute ``activation(norm(x) @ weight.T + bias) + residual``.
 
     Args:
         x: [..., in_features], at most 16 rows in all.

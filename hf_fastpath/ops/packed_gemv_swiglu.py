@@ -29,7 +29,7 @@ def reference(
     norm_eps: float = 0.0,
     overlap: bool = False,
 ) -> torch.Tensor:
-    """``activation(norm(x) @ gate.T) * (norm(x) @ up.T)``.
+    """Compute ``activation(norm(x) @ gate.T) * (norm(x) @ up.T)``.
 
     Args:
         x: [..., hidden_size], at most 16 rows in all.

@@ -63,7 +63,7 @@ def reference(
     activation: Activation,
     gated: bool,
 ) -> torch.Tensor:
-    """``decode_layers`` without its head: each layer is ``x += out(attention(norm(x))); x += down(mlp(norm(x)))``.
+    """Compute ``x += out(attention(norm(x))); x += down(mlp(norm(x)))`` for each layer, as ``decode_layers``.
 
     Args:
         x: [batch, 1, hidden_size], embeddings of the new tokens; batch 1 to 16.

@@ -41,7 +41,7 @@ def reference(
     k_scales: torch.Tensor | None = None,
     v_scales: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """``rope_append`` of the projections of ``norm(x)``.
+    """Compute ``rope_append`` of the projections of ``norm(x)``.
 
     Args:
         x: [batch, query_len, hidden_size], at most 16 rows in all.

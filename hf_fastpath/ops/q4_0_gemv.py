@@ -31,7 +31,7 @@ def dequantize(quants: torch.Tensor, scales: torch.Tensor | None) -> torch.Tenso
 
 
 def reference(x: torch.Tensor, quants: torch.Tensor, scales: torch.Tensor | None = None) -> torch.Tensor:
-    """``x @ weight.T`` for one row of x.
+    """Compute ``x @ weight.T`` for one row of x.
 
     A group of 32 weights is ``scale * (quant - 8)``; byte i of its 16 bytes holds weight i in the low four bits and
     weight i + 16 in the high four bits.

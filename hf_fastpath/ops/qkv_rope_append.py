@@ -40,7 +40,7 @@ def reference(
     v_scales: torch.Tensor | None = None,
     block_table: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """``rope_append`` of the projections of ``norm(x)``.
+    """Compute ``rope_append`` of the projections of ``norm(x)``.
 
     Args:
         x: [batch, query_len, hidden_size], at most 16 rows in all, or 64 as in ``gemv``.

@@ -29,7 +29,7 @@ def reference(
     overlap: bool = False,
     sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """``decode_attention`` after ``k`` and ``v`` are appended to the cache, quantized as ``kv_cache.quantized`` does.
+    """Append ``k`` and ``v`` to the cache, quantized as ``kv_cache.quantized`` does; compute ``decode_attention``.
 
     A product in which several blocks compute the parts of a head cannot quantize that head. With this op it appends to
     a float32 cache of query_len slots, and needs no quantizing kernel behind it.

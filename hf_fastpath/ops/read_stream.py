@@ -14,7 +14,7 @@ BULK_COPY_CAPABILITY = (9, 0)
 
 
 def reference(buffer: torch.Tensor, variant: int = 0) -> torch.Tensor:
-    """``max(|buffer|)``: the result depends on every element, so that no read can be left out, and is exact.
+    """Compute ``max(|buffer|)``: the result depends on every element, so that no read can be left out, and is exact.
 
     Args:
         buffer: float32, float16 or bfloat16, any shape, contiguous, not empty.

@@ -8,7 +8,7 @@ from ..registry import OpSpec, Sample, nbytes, register, shape_reason, tensor_re
 
 
 def reference(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    """``weight * x / sqrt(mean(x^2) + eps)`` over the last dimension.
+    """Compute ``weight * x / sqrt(mean(x^2) + eps)`` over the last dimension.
 
     Args:
         x: [..., hidden_size], any strides.

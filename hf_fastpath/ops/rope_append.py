@@ -43,7 +43,7 @@ def reference(
     v_scales: torch.Tensor | None = None,
     block_table: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """``q, k, v = split(qkv + bias)``; rotate q and k; write k and v at their positions; return q.
+    """Split ``qkv + bias`` into q, k and v; rotate q and k; write k and v at their positions; return q.
 
     Token i of row b has position ``p = seq_lens[b] - query_len + i`` and goes to slot ``p mod capacity``, so a cache of
     window + 16 slots is a ring. Rotated pairs are an element of the first half and one of the second half of the first

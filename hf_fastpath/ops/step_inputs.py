@@ -21,7 +21,7 @@ def reference(
     position_offset: int,
     tables: Sequence[torch.Tensor],
 ) -> list[torch.Tensor]:
-    """``embedding[tokens] + position_embedding[positions + position_offset]``, and ``table[positions]`` of each table.
+    """Compute ``embedding[tokens] + position_embedding[positions + position_offset]``, and each ``table[positions]``.
 
     Args:
         embedding: [vocab_size, hidden_size] float32, float16 or bfloat16.

@@ -17,7 +17,7 @@ def reference(
     rounded: bool = False,
     overlap: bool = False,
 ) -> torch.Tensor:
-    """The ``top_k`` largest of ``softmax(logits)``, descending, and their indices.
+    """Choose the ``top_k`` largest of ``softmax(logits)``, descending, and write their indices.
 
     Args:
         logits: [rows, num_experts] float32, float16 or bfloat16, at most 1024 experts.

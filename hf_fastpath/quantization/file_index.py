@@ -131,7 +131,7 @@ def sealed(content: dict[str, Any]) -> str:
 
 
 def _seal_of(content: dict[str, Any]) -> str:
-    """Return the checksum. It covers the values, so that copying a file may change line ends and spaces."""
+    """Return the checksum, which covers the values: copying a file may change line ends and spaces."""
     return hashlib.sha256(json.dumps(content, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
 
 

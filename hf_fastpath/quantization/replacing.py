@@ -95,7 +95,8 @@ def why_not_quantized(model: nn.Module, part: ModelPart | None, options: Options
 def replacements(part: ModelPart, options: Options) -> tuple[Replacement, ...]:
     """Return what is to be quantized as the options of ``patch()`` ask for.
 
-    These are the projections of every decoder layer, and the head. The weights of a mixture's experts stay as they are.
+    The result has the projections of every decoder layer, and the head. The weights of a mixture's experts are left
+    alone.
     """
     form = FORMATS[options.weights]
     found = [Replacement(tuple(map(tuple, of_one_input(layer))), form) for layer in part.layers]
@@ -174,7 +175,7 @@ def _replace(
 def free_originals(model: nn.Module, replaced: list[Replaced]) -> None:
     """Free the weights that quantized ones have replaced, except for tensors that ``model`` uses elsewhere.
 
-    Such tensors are tied embeddings and biases.
+    Tied embeddings and biases may be used elsewhere.
     """
     used = {id(tensor) for tensor in (*model.parameters(), *model.buffers())}
     for each in replaced:
