@@ -28,7 +28,7 @@ from hf_fastpath.ops.kv_cache import dequantized, is_quantized, quantized
 class RoundingCache(DynamicCache):
     """A DynamicCache whose entries are rounded to the type that another cache stores.
 
-    It rounds for a float64 model as stock does, and for stock as a quantized cache does.
+    For a float64 model the cache rounds as stock does, and for stock as a quantized cache does.
     """
 
     def __init__(self, config, kv_dtype: torch.dtype):

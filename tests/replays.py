@@ -5,7 +5,7 @@
 
 Sanitizers see neither races through device memory, nor kernels that start before the kernel in front is complete. A
 library built with ``HF_FASTPATH_JITTER`` delays warps at random where they wait for each other, so that a missing wait
-shows. This is no pytest file: it takes minutes and needs that library.
+shows. The script is no pytest file: it takes minutes and needs that library.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """The checks that every op goes through, written once over :class:`hf_fastpath.registry.OpSpec`.
 
-``globals().update(common_tests(SPEC))`` gives a test file its ``test_<op>_...`` functions. They compare three
+``globals().update(common_tests(SPEC))`` gives a test file its ``test_<op>_...`` functions, which compare three
 computations of one call: *ours* (the op through ``torch.ops``), *stock* (its reference in the working dtype)
 and *ref* (its reference in float64), by the numerics rule ``|ours - ref| <= 2 |stock - ref| + eps |ref|``,
 with maxima over the tensor. Nothing here has a tolerance of its own.
