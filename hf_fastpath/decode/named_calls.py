@@ -84,7 +84,7 @@ class Step:
         beside: then, projections of one input may run beside each other: those behind the first, of a few rows each,
             leave most of a GPU idle.
         attention: register of the ``attend.Attention`` that takes the place of attention over a cache, or None.
-        overlap: kernels start before those in front are complete.
+        programmatic_launch: kernels start before those in front are complete.
     """
 
     rows: int
@@ -92,7 +92,7 @@ class Step:
     many: bool = False
     beside: bool = False
     attention: Register | None = None
-    overlap: bool = False
+    programmatic_launch: bool = False
 
 
 @functools.cache

@@ -32,8 +32,8 @@ _PREFETCHES = {
 
 
 def prefetch_next_weight(calls: list[Call], register: Callable[[], Register], step: Step) -> list[Call]:
-    """Tell every product in front of another one which matrix that reads."""
-    if step.overlap:
+    """Give every product in front of another one the next weight, for its L2 prefetch."""
+    if step.programmatic_launch:
         for call, following in pairwise(calls):
             if following.op in _PREFETCHES.get(call.op, ()):
                 call.arguments["next_weight"] = following.arguments[_MATRIX[following.op]]

@@ -121,7 +121,7 @@ class DecodePlan:
         logits, step = self._record_forward(part)
         last = preferred = emit(_aten.select.int, logits, 1, 0)
         if self.sampled:
-            race = dict(noise=self.noise, settings=self.settings, overlap=step.overlap)
+            race = dict(noise=self.noise, settings=self.settings, programmatic_launch=step.programmatic_launch)
             preferred = emit(ops.exponential_race.overload, logits=last, **race)
         emit(
             ops.greedy_token.overload,
@@ -133,7 +133,7 @@ class DecodePlan:
             record=self.record,
             eos_tokens=self.eos_tokens,
             pad_token=self.pad_token,
-            overlap=step.overlap,
+            programmatic_launch=step.programmatic_launch,
         )
         self.program.optimize(step)
         return last
@@ -156,17 +156,19 @@ class DecodePlan:
         hidden, rows = steps.step_inputs(emit, part, self.tokens, self.positions, tables)
         angles = dict(zip(registers, zip(rows[::2], rows[1::2])))
         # Nothing in the step writes a parameter or the table, and lengths only change before or in its last kernel.
-        overlap = self.device.type == "cuda"
-        fixed = self.kv_tables, self.workspace, overlap, self.staging
+        programmatic_launch = self.device.type == "cuda"
+        fixed = self.kv_tables, self.workspace, programmatic_launch, self.staging
         at = steps.Positions(angles, self.seq_lens, self.starts, *fixed)
         # A graph of several sequences takes the ops one by one, as they were measured.
         few = self.batch == 1 or (self.device.type == "cpu" and self.batch <= MAX_ROWS)
         for index, layer in enumerate(part.layers):
             hidden = steps.decoder_layer(emit, layer, hidden, self._caches[index], at, index)
-        logits = steps.scaled_logits(emit, part, steps.head(emit, part, hidden, overlap))
+        logits = steps.scaled_logits(emit, part, steps.head(emit, part, hidden, programmatic_launch))
         rows = self.batch * self.query_len
         many = rows > MAX_ROWS
-        step = Step(rows, one_call=few and self.query_len == 1, many=many, beside=many, overlap=overlap)
+        step = Step(
+            rows, one_call=few and self.query_len == 1, many=many, beside=many, programmatic_launch=programmatic_launch
+        )
         return logits, step
 
     def begin(

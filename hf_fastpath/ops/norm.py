@@ -1,4 +1,4 @@
-"""The norm that the gemv ops can apply to their input, and what they share about overlapping launches."""
+"""The norm that the gemv ops can apply to their input, and what they share about programmatic launches."""
 
 from __future__ import annotations
 

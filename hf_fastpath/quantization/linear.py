@@ -20,8 +20,8 @@ class PackedLinear(nn.Module):
     """A linear layer whose weight is quantized.
 
     Few rows without gradients go through ``ops.packed_gemv``, many through ``ops.packed_gemm``. With gradients, which
-    then reach x, and where no kernel is, the weight is widened to x's type. Moving the module moves its weight; a cast
-    leaves it as it is.
+    then reach x, and where no kernel is, the weight is dequantized to x's type. Moving the module moves its weight; a
+    cast leaves it as it is.
 
     Args:
         weight: the quantized weight.
@@ -30,7 +30,7 @@ class PackedLinear(nn.Module):
 
     def __init__(self, weight: PackedWeight, bias: nn.Parameter | None):
         super().__init__()
-        self.form, self.multiplier = weight.form, weight.multiplier
+        self.format, self.multiplier = weight.format, weight.multiplier
         self.in_features, self.out_features = weight.in_features, weight.out_features
         self.register_buffer("quants", weight.quants)
         self.register_buffer("scale_bits", weight.scales.view(torch.int16))  # no float: half() and float() pass it by
@@ -44,11 +44,11 @@ class PackedLinear(nn.Module):
     @property
     def packed(self) -> PackedWeight:
         """The weight; its tensors are this module's."""
-        return PackedWeight(self.form, self.in_features, self.quants, self.scales, self.zeros, self.multiplier)
+        return PackedWeight(self.format, self.in_features, self.quants, self.scales, self.zeros, self.multiplier)
 
     def op_weight(self) -> tuple:
         """The weight as ``ops.packed_gemv`` takes it."""
-        return self.quants, self.scales, self.zeros, self.multiplier, self.form.packing
+        return self.quants, self.scales, self.zeros, self.multiplier, self.format.packed_format
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         op = self._op_for(x)
@@ -57,7 +57,7 @@ class PackedLinear(nn.Module):
         return nn.functional.linear(x, self.packed.dequantize(x.dtype), self.bias)
 
     def _op_for(self, x: torch.Tensor) -> OpSpec | None:
-        """The op that computes this layer of ``x``; None where the widened weight has to."""
+        """The op that computes this layer of ``x``; None where the dequantized weight has to."""
         device = x.device.type
         if torch.compiler.is_compiling() or torch.is_autocast_enabled(device) or x.dtype not in FLOAT_DTYPES:
             return None
@@ -68,15 +68,15 @@ class PackedLinear(nn.Module):
         return op if rows and device in op.native else None
 
     def extra_repr(self) -> str:
-        return f"in_features={self.in_features}, out_features={self.out_features}, format={self.form.name}"
+        return f"in_features={self.in_features}, out_features={self.out_features}, format={self.format.name}"
 
 
 def joined(linears: Sequence[PackedLinear]) -> tuple | None:
     """The weights of layers that take the same input as one, for ``ops.packed_gemv``; None where they do not lie behind
     each other in memory, or one has a bias."""
     first = linears[0]
-    kind = first.form, first.in_features, first.multiplier
-    if any((each.form, each.in_features, each.multiplier) != kind or each.bias is not None for each in linears):
+    kind = first.format, first.in_features, first.multiplier
+    if any((each.format, each.in_features, each.multiplier) != kind or each.bias is not None for each in linears):
         return None
     parts: list[torch.Tensor | None] = []
     for name in _PARTS:
@@ -93,4 +93,4 @@ def joined(linears: Sequence[PackedLinear]) -> tuple | None:
         rows = sum(len(tensor) for tensor in tensors)
         parts.append(tensors[0].as_strided((rows, tensors[0].shape[1]), tensors[0].stride()))
     quants, bits, zeros = parts
-    return quants, bits.view(torch.float16), zeros, first.multiplier, first.form.packing
+    return quants, bits.view(torch.float16), zeros, first.multiplier, first.format.packed_format

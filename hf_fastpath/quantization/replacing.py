@@ -56,12 +56,12 @@ class Replacement:
 
     Attributes:
         groups: those that take the same input together; they will lie behind each other in memory and be one product.
-        form: of their weights.
+        format: of their weights.
         is_head: it is the head.
     """
 
     groups: tuple[tuple[nn.Module, ...], ...]
-    form: Format
+    format: Format
     is_head: bool = False
 
 
@@ -94,8 +94,8 @@ def why_not_quantized(model: nn.Module, part: ModelPart | None, options: Options
 def replacements(part: ModelPart, options: Options) -> tuple[Replacement, ...]:
     """What is to be quantized as the options of ``patch()`` ask for: the projections of every decoder layer, and the
     head. The weights of a mixture's experts stay as they are."""
-    form = FORMATS[options.weights]
-    found = [Replacement(tuple(map(tuple, of_one_input(layer))), form) for layer in part.layers]
+    format = FORMATS[options.weights]
+    found = [Replacement(tuple(map(tuple, of_one_input(layer))), format) for layer in part.layers]
     if options.lm_head != HEADS[0]:
         found.append(Replacement(((part.head,),), FORMATS[options.lm_head], is_head=True))
     return tuple(found)
@@ -121,15 +121,15 @@ def quantize_model(
         quiet: no progress on a terminal.
     """
     places, layers = places_of(model), [each for each in asked if not each.is_head]
-    with counted(len(layers), f"hf_fastpath: {asked[0].form.name} weights, layers", quiet) as bar:
+    with counted(len(layers), f"hf_fastpath: {asked[0].format.name} weights, layers", quiet) as bar:
         for layer in layers:
             for linears in layer.groups:
-                _replace(linears, layer.form, places, replaced)
+                _replace(linears, layer.format, places, replaced)
             bar.update()
     for head in asked:
         if head.is_head:
             with nullcontext() if quiet else announced("quantizing the head"):
-                _replace(head.groups[0], head.form, places, replaced)
+                _replace(head.groups[0], head.format, places, replaced)
 
 
 def places_of(root: nn.Module) -> dict[int, list[tuple[nn.Module, str]]]:
@@ -153,12 +153,12 @@ def of_one_input(layer: LayerPart) -> Iterator[list[nn.Module]]:
 
 def _replace(
     linears: Sequence[nn.Module],
-    form: Format,
+    format: Format,
     places: dict[int, list[tuple[nn.Module, str]]],
     replaced: list[Replaced],
 ) -> None:
     weights = [linear.weight.t() if type(linear) is Conv1D else linear.weight for linear in linears]
-    together = quantize(torch.cat(weights), form)
+    together = quantize(torch.cat(weights), format)
     for linear, weight in zip(linears, together.split([len(each) for each in weights])):
         packed = PackedLinear(weight, linear.bias).train(linear.training)
         done = Replaced(linear, packed, places[id(linear)])

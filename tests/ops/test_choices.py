@@ -19,7 +19,7 @@ KINDS = [
     kind for _, kind in inspect.getmembers(choices, inspect.isclass) if issubclass(kind, Choice) and kind is not Choice
 ]
 #: choice -> where C++ has it, under another name
-DEFINED = {"NormKind": ("common/dtype.h", "Norm"), "Packing": ("packed_gemv/packed_form.h", "PackedForm")}
+DEFINED = {"NormKind": ("common/dtype.h", "NormKind"), "PackedFormat": ("packed_gemv/packed_format.h", "PackedFormat")}
 
 
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.__name__)
@@ -34,7 +34,7 @@ def test_numbers_are_those_of_the_native_code(kind):
 
 
 def test_formats_are_numbered():
-    assert [form.packing.label for form in FORMATS.values()] == list(FORMATS)
+    assert [format.packed_format.label for format in FORMATS.values()] == list(FORMATS)
 
 
 @pytest.mark.parametrize("name", registry.all_ops())

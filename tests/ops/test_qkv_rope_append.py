@@ -39,7 +39,7 @@ def odd_sizes(device, dtype):
     def randn(*shape):
         return torch.randn(*shape, device=device, dtype=dtype)
 
-    for hidden_size in (1, 17, 96, 1000, 1032):  # rows of any alignment, and every form of the kernels
+    for hidden_size in (1, 17, 96, 1000, 1032):  # rows of any alignment, and every variant of the kernels
         yield make(device, dtype, hidden_size=hidden_size, heads=3, kv_heads=1, head_dim=40, rotary_dim=24)
     for hidden_size in (768, 2048, 4096, 5632):
         yield make(device, dtype, hidden_size=hidden_size, heads=2, kv_heads=2, head_dim=64, rotary_dim=64)
