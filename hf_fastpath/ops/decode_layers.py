@@ -378,9 +378,7 @@ def samples(device: torch.device, dtype: torch.dtype):
         yield call(128, 2, 2, 64, 256, 70, [9] * MAX_ROWS, [16], **conv1d)
         return
     # GPT-2's own sizes, small and medium, for which CUDA has kernels of its own
-    yield call(
-        768, 12, 12, 64, 3072, 50, 1030, [1040, 200], windows=[0, 190], start=3, programmatic_launch=True, **gpt2
-    )
+    yield call(768, 12, 12, 64, 3072, 50, 1030, [1040, 200], [0, 190], 3, programmatic_launch=True, **gpt2)
     yield call(1024, 16, 16, 64, 4096, 50, 31, [40], **gpt2)
 
 
