@@ -62,7 +62,9 @@ def implementations(q: torch.Tensor, length: int, group: int) -> dict[str, Calla
 
     found = {
         "hf_fastpath": lambda k, v: append_attention.overload(q, k, v, lens, None, scale),
-        "hf_fastpath, overlapping": lambda k, v: append_attention.overload(q, k, v, lens, None, scale, overlap=True),
+        "hf_fastpath, overlapping": lambda k, v: append_attention.overload(
+            q, k, v, lens, None, scale, programmatic_launch=True
+        ),
     }
     if query_len <= MAX_QUERY_LEN:
         found["decode_attention"] = lambda k, v: decode_attention.overload(q, k, v, lens, None, scale)

@@ -73,12 +73,12 @@ class Chain:
         """Make a weight as the model stores it: [in, out] in a GPT-2, else [out, in]."""
         return self._randn(*((k, n) if self.gpt2 else (n, k)), std=k**-0.5)
 
-    def fused(self, overlap: bool) -> torch.Tensor:
+    def fused(self, programmatic_launch: bool) -> torch.Tensor:
         """Make one pass through the ops as a decode plan calls them."""
         gemv, swiglu = ops.gemv.overload, ops.gemv_swiglu.overload
         kind, bias = (NormKind.LAYER, self.norm) if self.gpt2 else (NormKind.RMS, None)
-        norm = (kind, self.norm, bias, 1e-5, overlap)
-        plain = (NormKind.NONE, None, None, 0.0, overlap)
+        norm = (kind, self.norm, bias, 1e-5, programmatic_launch)
+        plain = (NormKind.NONE, None, None, 0.0, programmatic_launch)
         x = self.x
         for qkv, out, up, down in self.layers:
             queries = gemv(x, qkv, None, None, Activation.NONE, self.gpt2, *norm)[:, : self.width].contiguous()

@@ -60,9 +60,9 @@ def gemm_call(name: str, k: int, n: int, rows: int, **options) -> Call:
 
 
 def packed_call(
-    name: str, form: str, k: int, n: int, rows: int = 1, devices: tuple[str, ...] = ("cuda", "cpu")
+    name: str, format: str, k: int, n: int, rows: int = 1, devices: tuple[str, ...] = ("cuda", "cpu")
 ) -> Call:
-    found = FORMATS[form]
+    found = FORMATS[format]
     groups = n, found.groups(k)
 
     def random_bytes(*shape: int, below: int = 256) -> Callable[[torch.device, torch.dtype], torch.Tensor]:
@@ -72,12 +72,12 @@ def packed_call(
     quants = random_bytes(n, padded(k) * found.bits // 8, below=127 if found.is_float else 256)
     zeros = random_bytes(*groups, below=16) if found.has_zeros else None
     arguments = sample_of(drawn(1, rows, k), quants, lambda device, _: torch.rand(groups, device=device).half(), zeros)
-    return Call(name, lambda *to: Sample(*arguments(*to).args, 1 / 64, form), devices=devices)
+    return Call(name, lambda *to: Sample(*arguments(*to).args, 1 / 64, format), devices=devices)
 
 
-def packed_qkv_call(name: str, form: str, k: int, heads: int, kv_heads: int, head_dim: int) -> Call:
+def packed_qkv_call(name: str, format: str, k: int, heads: int, kv_heads: int, head_dim: int) -> Call:
     """Make a call as :func:`qkv_call`, over a quantized weight."""
-    product = packed_call(name, form, k, (heads + 2 * kv_heads) * head_dim)
+    product = packed_call(name, format, k, (heads + 2 * kv_heads) * head_dim)
     plain = qkv_call(name, k, heads, kv_heads, head_dim)
 
     def arguments(device: torch.device, dtype: torch.dtype) -> Sample:
@@ -171,12 +171,12 @@ def experts_call(
             randn(num_experts, 2 * width, hidden_size, std=hidden_size**-0.5),
             randn(num_experts, hidden_size, width, std=width**-0.5),
         )
-        form = {}
+        settings = {}
         if transposed:
             stacks = [stack.mT.contiguous() for stack in stacks]
             biases = {"gate_up_bias": randn(num_experts, 2 * width), "down_bias": randn(num_experts, hidden_size)}
-            form = biases | {"transposed": True, "activation": "clamped_swiglu"}
-        return Sample(randn(rows, 1, hidden_size), ids, weights, *stacks, randn(rows, 1, hidden_size), **form)
+            settings = biases | {"transposed": True, "activation": "clamped_swiglu"}
+        return Sample(randn(rows, 1, hidden_size), ids, weights, *stacks, randn(rows, 1, hidden_size), **settings)
 
     return Call(name, arguments, **options)
 
@@ -256,7 +256,7 @@ def append_call(
 
 def packed_step_call(
     name: str,
-    form: str,
+    format: str,
     layers: int,
     hidden_size: int,
     heads: int,
@@ -279,13 +279,13 @@ def packed_step_call(
             for place, (n, k) in enumerate(sizes):
                 if place % 2 == 0:
                     weights += [randn(hidden_size), randn(0)]
-                _, quants, scales, zeros, multiplier, _ = packed_call("", form, k, n).arguments(device, dtype).args
+                _, quants, scales, zeros, multiplier, _ = packed_call("", format, k, n).arguments(device, dtype).args
                 weights += [quants, scales, quants.new_empty(0) if zeros is None else zeros]
                 multipliers.append(multiplier / 16)
         caches = [[randn(1, kv_heads, length, head_dim) for _ in range(layers)] for _ in range(2)]
         lens = torch.full((1,), length, device=device, dtype=torch.int32)
         return Sample(
-            *(randn(1, 1, hidden_size), weights, multipliers, form, *caches, *_angles(device, dtype, head_dim), lens),
+            *(randn(1, 1, hidden_size), weights, multipliers, format, *caches, *_angles(device, dtype, head_dim), lens),
             *(None, heads, head_dim**-0.5, [0] * layers, "rms", 1e-5, "silu", True),
         )
 

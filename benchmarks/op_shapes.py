@@ -72,35 +72,35 @@ SHAPES: dict[str, list[Call]] = {
     ],
     "packed_gemv": [
         *(
-            packed_call(f"tinyllama {name}, {form}, {rows} rows", form, k, n, rows)
+            packed_call(f"tinyllama {name}, {format}, {rows} rows", format, k, n, rows)
             for name, k, n in (("o 2048x2048", 2048, 2048), ("gate, up 2048->11264", 2048, 11264))
-            for form in FORMATS
+            for format in FORMATS
             for rows in (1, 4)
         ),
         *(
-            packed_call(f"mistral {name}, {form}", form, k, n, devices=_GPU)
+            packed_call(f"mistral {name}, {format}", format, k, n, devices=_GPU)
             for name, k, n in (
                 ("o 4096x4096", 4096, 4096),
                 ("gate, up 4096->28672", 4096, 28672),
                 ("down 14336->4096", 14336, 4096),
             )
-            for form in FORMATS
+            for format in FORMATS
         ),
         *(
-            packed_call(f"mistral gate, up 4096->28672, {form}, {rows} rows", form, 4096, 28672, rows, _GPU)
-            for form in FORMATS
+            packed_call(f"mistral gate, up 4096->28672, {format}, {rows} rows", format, 4096, 28672, rows, _GPU)
+            for format in FORMATS
             for rows in (2, 4, 8, 16)
         ),
     ],
     "packed_gemm": [
-        packed_call(f"mistral {name}, {form}, {rows} rows", form, k, n, rows, _GPU)
+        packed_call(f"mistral {name}, {format}, {rows} rows", format, k, n, rows, _GPU)
         for name, k, n in (
             ("qkv 4096->6144", 4096, 6144),
             ("o 4096x4096", 4096, 4096),
             ("gate, up 4096->28672", 4096, 28672),
             ("down 14336->4096", 14336, 4096),
         )
-        for form in FORMATS
+        for format in FORMATS
         for rows in (17, 64, 256, 1024, 4096)
     ],
     "q4_0_gemv": [
@@ -168,16 +168,16 @@ SHAPES: dict[str, list[Call]] = {
         step_call("gpt2, 12 layers, 1k", 12, 768, 12, 12, 64, 3072, 50257, gpt2=True, dtypes=("fp16", "fp32")),
     ],
     "packed_gemv_swiglu": [
-        *(packed_call(f"mistral 4096->2x14336, {form}", form, 4096, 28672, devices=_GPU) for form in FORMATS),
+        *(packed_call(f"mistral 4096->2x14336, {format}", format, 4096, 28672, devices=_GPU) for format in FORMATS),
         packed_call("tinyllama 2048->2x5632, int4_g32", "int4_g32", 2048, 11264),
     ],
     "packed_qkv_rope_append": [
-        *(packed_qkv_call(f"mistral 4096->4096+2x1024, {form}", form, 4096, 32, 8, 128) for form in FORMATS),
+        *(packed_qkv_call(f"mistral 4096->4096+2x1024, {format}", format, 4096, 32, 8, 128) for format in FORMATS),
         packed_qkv_call("tinyllama 2048->2048+2x256, int4_g32", "int4_g32", 2048, 32, 4, 64),
     ],
     "packed_layers": [
-        packed_step_call(f"tinyllama, 22 layers, {form}", form, 22, 2048, 32, 4, 64, 5632)
-        for form in ("int8", "int4_g32")
+        packed_step_call(f"tinyllama, 22 layers, {format}", format, 22, 2048, 32, 4, 64, 5632)
+        for format in ("int8", "int4_g32")
     ],
     "greedy_token": [
         greedy_call("mistral 32000", 32000),

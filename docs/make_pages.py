@@ -90,17 +90,17 @@ def formats() -> str:
     torch.manual_seed(0)
     weight = torch.randn(128, 4096)
     rows = []
-    for form in FORMATS.values():
-        packed = quantize(weight, form)
+    for format in FORMATS.values():
+        packed = quantize(weight, format)
         error = (packed.dequantize() - weight).norm() / weight.norm()
         kind = (
             "float8_e4m3fn"
-            if form.is_float
-            else f"{form.lowest} to {form.highest}" + ", a zero point for each scale" * form.has_zeros
+            if format.is_float
+            else f"{format.lowest} to {format.highest}" + ", a zero point for each scale" * format.has_zeros
         )
-        group = f"{form.group} weights" if form.group else "a row"
-        bits = form.nbytes(*weight.shape) * 8 / weight.numel()
-        rows.append((f"`{form.name}`", kind, group, f"{bits:.2f}", f"{error:.2%}"))
+        group = f"{format.group} weights" if format.group else "a row"
+        bits = format.nbytes(*weight.shape) * 8 / weight.numel()
+        rows.append((f"`{format.name}`", kind, group, f"{bits:.2f}", f"{error:.2%}"))
     return markdown_table(("format", "quants", "a scale for", "bits", "error"), rows)
 
 
@@ -110,16 +110,16 @@ SIZED_FORMATS = (None, "int8", "int4_g32")
 SIZED_CONTEXT = 8192
 
 
-def _held_bytes(model: torch.nn.Module, form: str | None) -> int:
-    """Return the bytes of a model's weights in memory, if its decoder layers' projections are in format ``form``."""
+def _held_bytes(model: torch.nn.Module, format: str | None) -> int:
+    """Return the bytes of a model's weights in memory, if its decoder layers' projections are in format ``format``."""
     total = sum(parameter.nbytes for parameter in model.parameters())
-    if form is None:
+    if format is None:
         return total
     (architecture,) = (each for each in architectures() if each.name == model.config.model_type)
     linears = [
         linear for layer in model_part(architecture, model).layers for group in of_one_input(layer) for linear in group
     ]
-    return total + sum(FORMATS[form].nbytes(*linear.weight.shape) - linear.weight.nbytes for linear in linears)
+    return total + sum(FORMATS[format].nbytes(*linear.weight.shape) - linear.weight.nbytes for linear in linears)
 
 
 def sizes() -> str:
@@ -128,10 +128,10 @@ def sizes() -> str:
     for name in SIZED:
         with shapes.no_model():
             model = AutoModelForCausalLM.from_config(shapes.shape(name).build_config(), dtype=torch.float16)
-        held = [f"{_held_bytes(model, form) / 1e9:.1f}" for form in SIZED_FORMATS]
+        held = [f"{_held_bytes(model, format) / 1e9:.1f}" for format in SIZED_FORMATS]
         kv = traffic.kv_bytes(model.config, SIZED_CONTEXT, torch.float16) / 1e9
         rows.append((shapes.shape(name).label, *held, f"{kv:.2f}"))
-    formats = ("float16" if form is None else f"`{form}`" for form in SIZED_FORMATS)
+    formats = ("float16" if format is None else f"`{format}`" for format in SIZED_FORMATS)
     return markdown_table(("GB of", *formats, f"KV cache of {SIZED_CONTEXT:,} tokens"), rows)
 
 
@@ -186,15 +186,15 @@ MACHINES = {
                 for context in (128, 32768)
                 for kv in ("int8", "fp8")
             ),
-            *(Work(MISTRAL, "fp16", 128, weights=form) for form in ("int8", "fp8", "int4", "int4_g32")),
-            *(Work(MISTRAL, "fp16", 4096, weights=form) for form in ("int8", "fp8", "int4_g32")),
+            *(Work(MISTRAL, "fp16", 128, weights=format) for format in ("int8", "fp8", "int4", "int4_g32")),
+            *(Work(MISTRAL, "fp16", 4096, weights=format) for format in ("int8", "fp8", "int4_g32")),
             *(Work(MISTRAL, "fp16", 128, batch, weights="int4_g32") for batch in (4, 8, 16)),
             Work(MISTRAL, "fp16", 32768, engine="ours-int8-kv", weights="int4_g32"),
             Work(TINY, "bf16", 128),
             Work(GPT2, "fp16", 128),
             Work(GPT2, "fp32", 128),
             *(Work(MISTRAL, "fp16", context, kind="prompt") for context in (512, 4096, 32768)),
-            *(Work(MISTRAL, "fp16", 4096, kind="prompt", weights=form) for form in ("int8", "int4_g32")),
+            *(Work(MISTRAL, "fp16", 4096, kind="prompt", weights=format) for format in ("int8", "int4_g32")),
             *(Work(LLAMA, "fp16", 16384, kind="pieces", tokens=tokens) for tokens in (16, 512, 16384)),
             Work(LLAMA, "fp16", 4096, kind="turn", tokens=8),
         ),
@@ -209,7 +209,7 @@ MACHINES = {
             Work(TINY, "fp32", 32),
             *(Work(TINY, "fp16", 32, batch) for batch in (2, 4, 8)),
             Work(TINY, "bf16", 32, 8),
-            *(Work(TINY, "fp16", 32, weights=form) for form in ("int8", "int4_g32", *INT8_HEAD)),
+            *(Work(TINY, "fp16", 32, weights=format) for format in ("int8", "int4_g32", *INT8_HEAD)),
             Work(GPT2, "fp16", 32),
             Work(GPT2, "fp32", 32),
             *(Work(TINY, dtype, 512, kind="prompt") for dtype in ("fp16", "bf16", "fp32")),
@@ -224,7 +224,7 @@ MACHINES = {
             Work(TINY, "fp16", 2048),
             Work(TINY, "bf16", 32),
             *(Work(TINY, "fp16", 32, batch) for batch in (4, 8)),
-            *(Work(TINY, "fp16", 32, weights=form) for form in ("fp8", "int4_g32", INT8_HEAD[0])),
+            *(Work(TINY, "fp16", 32, weights=format) for format in ("fp8", "int4_g32", INT8_HEAD[0])),
             Work(GPT2, "fp16", 32),
         ),
     ),
@@ -294,8 +294,8 @@ def _line(machine: Machine, rows: Sequence[dict[str, str]], work: Work) -> tuple
     peers = [
         f"{_digits(at[0])}{at[1]} {name}" for engine, name in OTHERS.items() if not cache and (at := other(engine))
     ]
-    form, _, head = work.weights.partition(", ")
-    types = (work.dtype, form and f"{form} weights", head, cache and f"{cache} KV")
+    format, _, head = work.weights.partition(", ")
+    types = (work.dtype, format and f"{format} weights", head, cache and f"{cache} KV")
     kinds = {"turn": f"turn of {work.tokens}", "pieces": f"pieces of {work.tokens:,}"}
     card = machine.device.replace("(R)", "").replace(" Processor", "").split(",")[0].removesuffix(" 80GB HBM3")
     cells = [
@@ -320,8 +320,8 @@ def measured(name: str) -> str:
     rows = _rows_of(machine)
     lines = [_line(machine, rows, work) for work in machine.works]
 
-    def span(column: str, form: Callable[[str], str] = str) -> str:
-        values = sorted({form(row[column]) for row, _ in lines if row.get(column)})
+    def span(column: str, shown: Callable[[str], str] = str) -> str:
+        values = sorted({shown(row[column]) for row, _ in lines if row.get(column)})
         return values[0] if len(values) == 1 else f"{values[0]} to {values[-1]}"
 
     heads = ("work", "model", "type", "context", "batch", "stock", "others", "ours", "ratio", "% of R", "card, commit")

@@ -43,15 +43,15 @@ class Activation(Choice):
 
 
 class NormKind(Choice):
-    """``Norm`` of ``csrc/common/dtype.h``."""
+    """``NormKind`` of ``csrc/common/dtype.h``."""
 
     NONE = 0
     RMS = 1
     LAYER = 2
 
 
-class Packing(Choice):
-    """``PackedForm`` of ``csrc/packed_gemv/packed_form.h``: the names are those of ``quantization.FORMATS``."""
+class PackedFormat(Choice):
+    """``PackedFormat`` of ``csrc/packed_gemv/packed_format.h``: the names are those of ``quantization.FORMATS``."""
 
     INT8 = 0
     FP8 = 1

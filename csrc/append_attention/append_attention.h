@@ -25,8 +25,8 @@ struct AppendAttentionParams {
   float softcap;  // scores are softcap * tanh(score / softcap); 0: none
   int window;     // 0: none
   int batch, query_len, num_heads, num_kv_heads, head_dim;
-  int group;     // num_heads / num_kv_heads: query heads that share a KV head
-  bool overlap;  // old positions and lengths may be read before the kernel in front is complete
+  int group;                 // num_heads / num_kv_heads: query heads that share a KV head
+  bool programmatic_launch;  // old positions and lengths may be read before the kernel in front is complete
   DType dtype;
 };
 

@@ -8,7 +8,7 @@ namespace {
 Tensor append_attention_cuda(const Tensor& q, const Tensor& k_cache, const Tensor& v_cache,
                              const Tensor& seq_lens, const std::optional<Tensor>& starts, double scale,
                              int64_t window, double softcap, const std::optional<Tensor>& sinks,
-                             bool overlap) {
+                             bool programmatic_launch) {
   constexpr const char* kOp = "append_attention";
   STD_TORCH_CHECK(q.dim() == 4 && q.size(1) >= 1 && q.size(0) <= 65535,
                   "hf_fastpath::append_attention: q has to be [batch, query_len, heads, head_dim]");
@@ -21,7 +21,7 @@ Tensor append_attention_cuda(const Tensor& q, const Tensor& k_cache, const Tenso
   const DeviceGuard guard(q);
   const cudaStream_t stream = current_stream(guard.device());
   const AttentionTensors tensors(q, k_cache, v_cache, seq_lens, starts, sinks);
-  auto p = tensors.params<AppendAttentionParams>(kOp, scale, window, overlap);
+  auto p = tensors.params<AppendAttentionParams>(kOp, scale, window, programmatic_launch);
   p.softcap = static_cast<float>(softcap);
 
   const AppendAttentionPlan plan = plan_append_attention(p);

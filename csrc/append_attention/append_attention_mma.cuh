@@ -171,7 +171,8 @@ void launch_mma(const AppendAttentionParams& p, const AppendAttentionPlan& plan,
   const size_t smem_bytes = Tiles::kBytes;
   HF_FASTPATH_CUDA_CHECK(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
                                               static_cast<int>(smem_bytes)));
-  HF_FASTPATH_CUDA_CHECK(launch_clusters(kernel, grid, block, smem_bytes, stream, p.overlap, 1, p, plan));
+  HF_FASTPATH_CUDA_CHECK(
+      launch_clusters(kernel, grid, block, smem_bytes, stream, p.programmatic_launch, 1, p, plan));
 }
 
 template <class T, int kDims>

@@ -302,8 +302,9 @@ void launch_wgmma(const AppendAttentionParams& p, const AppendAttentionPlan& pla
       {64, Tiles::kPositions, 1}};
   HF_FASTPATH_CUDA_CHECK(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
                                               static_cast<int>(smem_bytes)));
-  HF_FASTPATH_CUDA_CHECK(launch_clusters(kernel, grid, block, smem_bytes, stream, p.overlap, plan.cluster, p,
-                                         plan, tensor_map(p.k_cache, shape), tensor_map(p.v_cache, shape)));
+  HF_FASTPATH_CUDA_CHECK(launch_clusters(kernel, grid, block, smem_bytes, stream, p.programmatic_launch,
+                                         plan.cluster, p, plan, tensor_map(p.k_cache, shape),
+                                         tensor_map(p.v_cache, shape)));
 }
 
 template <class T, int kDims>

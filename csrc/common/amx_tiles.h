@@ -9,11 +9,11 @@
 namespace hf_fastpath {
 namespace {
 
-constexpr int kTileRows = 16;    // of a tile register
-constexpr int kTileBytes = 64;   // of its rows
-constexpr int kTilePairs = 16;   // pairs of 16-bit inputs that one product sums over
-constexpr int kTileInputs = 32;  // the same in inputs
-constexpr int64_t kTileElements = kTileRows * kTileInputs;
+constexpr int kAmxRows = 16;      // of a tile register
+constexpr int kAmxRowBytes = 64;  // of its rows
+constexpr int kAmxPairs = 16;     // pairs of 16-bit inputs that one product sums over
+constexpr int kAmxInputs = 32;    // the same in inputs
+constexpr int64_t kAmxElements = kAmxRows * kAmxInputs;
 
 // Sizes of the eight registers; a thread has to set them before it uses one.
 struct TileSizes {
@@ -47,10 +47,10 @@ HF_INLINE void store_tile(void* to, int64_t stride_bytes) {
   asm volatile("tilestored %%tmm%c2, (%0,%1,1)" ::"r"(to), "r"(stride_bytes), "i"(kTile) : "memory");
 }
 
-// float32 kSum[r][c] += sum over pairs p and both of a pair of bfloat16 kRows[r][p] * kColumns[p][c].
-template <int kSum, int kRows, int kColumns>
+// float32 kAccumulator[r][c] += sum over pairs p and both of a pair of bfloat16 kRows[r][p] * kColumns[p][c].
+template <int kAccumulator, int kRows, int kColumns>
 HF_INLINE void multiply_bf16() {
-  asm volatile("tdpbf16ps %%tmm%c2, %%tmm%c1, %%tmm%c0" ::"i"(kSum), "i"(kRows), "i"(kColumns));
+  asm volatile("tdpbf16ps %%tmm%c2, %%tmm%c1, %%tmm%c0" ::"i"(kAccumulator), "i"(kRows), "i"(kColumns));
 }
 
 // Rows and columns of 16 times 16 32-bit values change places.
@@ -108,30 +108,30 @@ HF_INLINE void for_each_index(std::integer_sequence<int, kIndex...>, const Body&
   (body(std::integral_constant<int, kIndex>{}), ...);
 }
 
-// Registers 0 to 3 for sums of `rows` weight rows and `columns` columns, 4 and 5 for pairs of inputs of these
-// columns, 6 and 7 for inputs of these rows.
+// Registers 0 to 3 for accumulators of `rows` weight rows and `columns` columns, 4 and 5 for pairs of inputs
+// of these columns, 6 and 7 for inputs of these rows.
 inline void use_tiles_for(int64_t rows, int64_t columns) {
   TileSizes sizes;
   for (int tile = 0; tile < 4; ++tile) sizes.set(tile, rows, columns * 4);
-  for (int tile = 4; tile < 6; ++tile) sizes.set(tile, kTilePairs, columns * 4);
-  for (int tile = 6; tile < 8; ++tile) sizes.set(tile, rows, kTileBytes);
+  for (int tile = 4; tile < 6; ++tile) sizes.set(tile, kAmxPairs, columns * 4);
+  for (int tile = 6; tile < 8; ++tile) sizes.set(tile, rows, kAmxRowBytes);
   use_tiles(sizes);
 }
 
-// y[m * kTileRows + r] of 16 outputs, from kGroups times sums[r][c], where kInTwo adds each two columns eight
-// apart. Whether all sums are finite.
+// y[m * kAmxRows + r] of 16 outputs, from kGroups times accumulators[r][c], where kInTwo adds each two
+// columns eight apart. Whether all accumulators are finite.
 template <bool kInTwo, int kGroups>
-bool rows_of_x(const float* sums, float* y) {
+bool rows_of_x(const float* accumulators, float* y) {
   __mmask16 odd = 0;
-  for (int g = 0; g < kGroups; ++g, sums += kTileRows * kTileRows) {
-    __m512i v[kTileRows];
-    for (int r = 0; r < kTileRows; ++r) {
-      v[r] = _mm512_load_si512(sums + r * kTileRows);
+  for (int g = 0; g < kGroups; ++g, accumulators += kAmxRows * kAmxRows) {
+    __m512i v[kAmxRows];
+    for (int r = 0; r < kAmxRows; ++r) {
+      v[r] = _mm512_load_si512(accumulators + r * kAmxRows);
       odd |= _mm512_fpclass_ps_mask(_mm512_castsi512_ps(v[r]), 0x99);  // NaNs and infinities
     }
     transpose_16(v);
-    constexpr int kRows = kInTwo ? kTileRows / 2 : kTileRows;
-    for (int m = 0; m < kRows; ++m, y += kTileRows) {
+    constexpr int kRows = kInTwo ? kAmxRows / 2 : kAmxRows;
+    for (int m = 0; m < kRows; ++m, y += kAmxRows) {
       __m512 row = _mm512_castsi512_ps(v[m]);
       if constexpr (kInTwo) row = _mm512_add_ps(row, _mm512_castsi512_ps(v[m + kRows]));
       _mm512_storeu_ps(y, row);

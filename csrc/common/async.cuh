@@ -270,14 +270,14 @@ __device__ __forceinline__ void send_to_cluster(uint32_t address, float value, u
 
 #endif  // HF_FASTPATH_HOPPER
 
-// Launches a kernel in clusters of `cluster` blocks along x. With `overlap` it may start before the kernel in
-// front of it on the stream is complete.
+// Launches a kernel in clusters of `cluster` blocks along x. With `programmatic_launch` it may start before
+// the kernel in front of it on the stream is complete.
 template <class... Params, class... Args>
 cudaError_t launch_clusters(void (*kernel)(Params...), dim3 grid, dim3 block, size_t smem_bytes,
-                            cudaStream_t stream, bool overlap, int cluster, const Args&... args) {
+                            cudaStream_t stream, bool programmatic_launch, int cluster, const Args&... args) {
   cudaLaunchAttribute attributes[2] = {};
   int count = 0;
-  if (overlap && has_hopper_code()) {
+  if (programmatic_launch && has_hopper_code()) {
     attributes[count].id = cudaLaunchAttributeProgrammaticStreamSerialization;
     attributes[count++].val.programmaticStreamSerializationAllowed = 1;
     // An SM does not mix settings: blocks of a kernel with another one would wait until the SM is empty.
@@ -301,9 +301,9 @@ cudaError_t launch_clusters(void (*kernel)(Params...), dim3 grid, dim3 block, si
 }
 
 template <class... Params, class... Args>
-cudaError_t launch_overlapping(void (*kernel)(Params...), dim3 grid, dim3 block, size_t smem_bytes,
-                               cudaStream_t stream, bool overlap, const Args&... args) {
-  return launch_clusters(kernel, grid, block, smem_bytes, stream, overlap, 1, args...);
+cudaError_t launch_programmatic(void (*kernel)(Params...), dim3 grid, dim3 block, size_t smem_bytes,
+                                cudaStream_t stream, bool programmatic_launch, const Args&... args) {
+  return launch_clusters(kernel, grid, block, smem_bytes, stream, programmatic_launch, 1, args...);
 }
 
 }  // namespace hf_fastpath

@@ -55,7 +55,7 @@ struct AttentionTensors {
 
   // Params: those of either op.
   template <class Params>
-  Params params(const char* op, double scale, int64_t window, bool overlap) const {
+  Params params(const char* op, double scale, int64_t window, bool programmatic_launch) const {
     Params p{};
     p.q = q.data_ptr();
     p.k_cache = k_cache.data_ptr();
@@ -67,7 +67,7 @@ struct AttentionTensors {
     p.out = out.data_ptr();
     p.scale = static_cast<float>(scale);
     p.window = bounded_window(window);
-    p.overlap = overlap;
+    p.programmatic_launch = programmatic_launch;
     p.batch = static_cast<int>(q.size(0));
     p.query_len = static_cast<int>(q.size(1));
     p.num_heads = static_cast<int>(q.size(2));

@@ -7,7 +7,9 @@
 
 namespace hf_fastpath {
 
-inline Norm norm_of(int64_t number, const char* op) { return choice_of(number, Norm::kLayer, op, "norm"); }
+inline NormKind norm_of(int64_t number, const char* op) {
+  return choice_of(number, NormKind::kLayer, op, "norm");
+}
 
 // Refuses projections of qkv_rope_append that do not go together.
 inline void check_projections(const Tensor& x, const std::optional<Tensor>& k_weight,
@@ -33,7 +35,7 @@ inline void check_projections(const Tensor& x, const std::optional<Tensor>& k_we
   Tensor gemv_##device(const Tensor& x, const Tensor& weight, const std::optional<Tensor>& bias,            \
                        const std::optional<Tensor>& residual, int64_t activation, bool transposed,          \
                        int64_t norm, const std::optional<Tensor>& norm_weight,                              \
-                       const std::optional<Tensor>& norm_bias, double norm_eps, bool overlap,               \
+                       const std::optional<Tensor>& norm_bias, double norm_eps, bool programmatic_launch,   \
                        const std::optional<Tensor>& next_weight);                                           \
   Tensor qkv_rope_append_##device(                                                                          \
       const Tensor& x, const Tensor& q_weight, const std::optional<Tensor>& k_weight,                       \
@@ -43,25 +45,25 @@ inline void check_projections(const Tensor& x, const std::optional<Tensor>& k_we
       const Tensor& v_cache, const Tensor& seq_lens, int64_t num_heads,                                     \
       const std::optional<Tensor>& kv_table, int64_t layer, int64_t norm,                                   \
       const std::optional<Tensor>& norm_weight, const std::optional<Tensor>& norm_bias, double norm_eps,    \
-      bool overlap, const std::optional<Tensor>& k_scales, const std::optional<Tensor>& v_scales,           \
-      const std::optional<Tensor>& block_table);                                                            \
+      bool programmatic_launch, const std::optional<Tensor>& k_scales,                                      \
+      const std::optional<Tensor>& v_scales, const std::optional<Tensor>& block_table);                     \
   Tensor decode_attention_##device(                                                                         \
       const Tensor& q, const Tensor& k_cache, const Tensor& v_cache, const Tensor& seq_lens,                \
       const std::optional<Tensor>& starts, double scale, int64_t window,                                    \
       const std::optional<Tensor>& kv_table, int64_t layer, const std::optional<Tensor>& workspace,         \
-      bool overlap, const std::optional<Tensor>& sinks, const std::optional<Tensor>& k_scales,              \
+      bool programmatic_launch, const std::optional<Tensor>& sinks, const std::optional<Tensor>& k_scales,  \
       const std::optional<Tensor>& v_scales, const std::optional<Tensor>& block_table = std::nullopt);      \
   Tensor gemv_swiglu_##device(const Tensor& x, const Tensor& gate_weight, const Tensor& up_weight,          \
                               int64_t activation, int64_t norm, const std::optional<Tensor>& norm_weight,   \
-                              const std::optional<Tensor>& norm_bias, double norm_eps, bool overlap,        \
-                              const std::optional<Tensor>& next_weight);                                    \
-  inline Tensor normed_##device(const Tensor& x, Norm norm, const std::optional<Tensor>& weight,            \
+                              const std::optional<Tensor>& norm_bias, double norm_eps,                      \
+                              bool programmatic_launch, const std::optional<Tensor>& next_weight);          \
+  inline Tensor normed_##device(const Tensor& x, NormKind norm, const std::optional<Tensor>& weight,        \
                                 const std::optional<Tensor>& bias, double eps) {                            \
-    if (norm == Norm::kNone) return x;                                                                      \
-    STD_TORCH_CHECK(norm != Norm::kRms || (weight && !bias),                                                \
+    if (norm == NormKind::kNone) return x;                                                                  \
+    STD_TORCH_CHECK(norm != NormKind::kRms || (weight && !bias),                                            \
                     "hf_fastpath: norm 'rms' takes norm_weight and no norm_bias");                          \
-    return norm == Norm::kRms ? rms_norm_##device(x, *weight, eps)                                          \
-                              : layer_norm_##device(x, weight, bias, eps);                                  \
+    return norm == NormKind::kRms ? rms_norm_##device(x, *weight, eps)                                      \
+                                  : layer_norm_##device(x, weight, bias, eps);                              \
   }
 
 HF_FASTPATH_COMPOSED_OPS(cpu)
@@ -74,7 +76,7 @@ Tensor packed_gemv_cpu(const Tensor& x, const Tensor& quants, const Tensor& scal
                        const std::optional<Tensor>& zeros, double multiplier, int64_t format,
                        const std::optional<Tensor>& bias, const std::optional<Tensor>& residual,
                        int64_t activation, int64_t norm, const std::optional<Tensor>& norm_weight,
-                       const std::optional<Tensor>& norm_bias, double norm_eps, bool overlap,
+                       const std::optional<Tensor>& norm_bias, double norm_eps, bool programmatic_launch,
                        const std::optional<Tensor>& next_weight = std::nullopt);
 
 }  // namespace hf_fastpath

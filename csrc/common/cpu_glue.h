@@ -72,7 +72,7 @@ inline bool use_amx() {
 }
 
 // Whether *_amx_avx512_bf16.cpp takes x of this type.
-inline bool use_tile_products(DType dtype) {
+inline bool use_amx_products(DType dtype) {
   static const bool usable = use_amx() && __builtin_cpu_supports("avx512bf16");
   return usable && dtype != DType::kFloat32;
 }

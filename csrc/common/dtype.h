@@ -28,7 +28,7 @@ constexpr int64_t kTableColumns = 3, kQuantizedTableColumns = 5;
 constexpr float kLargestInt8 = 127.0f, kLargestFloat8 = 448.0f;
 
 // What follows are choices in ops' schemas, by number: hf_fastpath/choices.py has the names.
-enum class Norm : int { kNone = 0, kRms = 1, kLayer = 2 };
+enum class NormKind : int { kNone = 0, kRms = 1, kLayer = 2 };
 
 enum class Activation : int { kNone = 0, kRelu = 1, kSilu = 2, kGeluTanh = 3, kGelu = 4 };
 

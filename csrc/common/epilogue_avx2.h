@@ -1,5 +1,5 @@
-// What follows the sums of a projection, eight outputs at a time. Included by the AVX2 kernels only; internal
-// linkage as in avx2_math.h.
+// What follows the accumulators of a projection, eight outputs at a time. Included by the AVX2 kernels only;
+// internal linkage as in avx2_math.h.
 #pragma once
 
 #include "common/avx2_math.h"
@@ -7,14 +7,15 @@
 namespace hf_fastpath {
 namespace {
 
-// out[0..count) of one row from its sums, float32 unless Sum says otherwise: bias, activation, product with
-// `up`, residual, one rounding. `sums` may be `out`.
-template <class Element, Activation kActivation, class Sum = F32>
-void epilogue(const typename Sum::Storage* sums, const float* up, const typename Element::Storage* bias,
-              const typename Element::Storage* residual, typename Element::Storage* out, int64_t count) {
+// out[0..count) of one row from its accumulators, float32 unless Accumulator says otherwise: bias,
+// activation, product with `up`, residual, one rounding. `accumulators` may be `out`.
+template <class Element, Activation kActivation, class Accumulator = F32>
+void epilogue(const typename Accumulator::Storage* accumulators, const float* up,
+              const typename Element::Storage* bias, const typename Element::Storage* residual,
+              typename Element::Storage* out, int64_t count) {
   int64_t i = 0;
   for (; i + kLanes <= count; i += kLanes) {
-    __m256 v = Sum::load(sums + i);
+    __m256 v = Accumulator::load(accumulators + i);
     if (bias != nullptr) v = _mm256_add_ps(v, Element::load(bias + i));
     v = activate_ps<kActivation>(v);
     if (up != nullptr) v = _mm256_mul_ps(v, _mm256_loadu_ps(up + i));
@@ -23,7 +24,7 @@ void epilogue(const typename Sum::Storage* sums, const float* up, const typename
   }
   if (i < count) {
     const int64_t n = count - i;
-    __m256 v = Sum::load(sums + i, n);
+    __m256 v = Accumulator::load(accumulators + i, n);
     if (bias != nullptr) v = _mm256_add_ps(v, Element::load(bias + i, n));
     v = activate_ps<kActivation>(v);
     if (up != nullptr) v = _mm256_mul_ps(v, F32::load(up + i, n));

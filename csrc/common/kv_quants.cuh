@@ -16,7 +16,7 @@ struct Float8 {  // e4m3: no infinity, the largest is 448
 template <class KV>
 constexpr bool kIsQuant = sizeof(KV) == 1;
 
-// What widened quants are multiples of: 1 / kUnit makes them what they stand for.
+// What dequantized quants are multiples of: 1 / kUnit makes them what they stand for.
 template <class Quant>
 constexpr float kQuantUnit = std::is_same_v<Quant, int8_t> ? 1.f : 0x1p-8f;
 

@@ -11,7 +11,7 @@
 namespace hf_fastpath {
 namespace {
 
-// One struct per type of quants: `load` widens eight to float32, as `kUnit` times what they stand for.
+// One struct per type of quants: `load` dequantizes eight to float32, as `kUnit` times what they stand for.
 struct I8 {
   using Storage = int8_t;
   static constexpr float kUnit = 1.0f, kMost = kLargestInt8;
@@ -91,10 +91,10 @@ HF_INLINE void quantize_head_avx2(const float* values, int64_t head_dim, typenam
     quotient = _mm256_max_ps(_mm256_min_ps(quotient, _mm256_set1_ps(Kv::kMost)), _mm256_set1_ps(-Kv::kMost));
     // The lowest byte of every 32 bits.
     const __m256i bytes = _mm256_shuffle_epi8(Kv::narrow(quotient), _mm256_set1_epi32(0x0c080400));
-    alignas(8) uint32_t packed[2] = {static_cast<uint32_t>(_mm256_cvtsi256_si32(bytes)),
-                                     static_cast<uint32_t>(_mm256_extract_epi32(bytes, 4))};
+    alignas(8) uint32_t words[2] = {static_cast<uint32_t>(_mm256_cvtsi256_si32(bytes)),
+                                    static_cast<uint32_t>(_mm256_extract_epi32(bytes, 4))};
     const int64_t count = min_of(kLanes, head_dim - d);
-    std::memcpy(quants + d, packed, count);
+    std::memcpy(quants + d, words, count);
   }
 }
 

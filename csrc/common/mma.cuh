@@ -1,4 +1,5 @@
-// Tensor-core products of 16-bit operands with float32 sums (sm_80 and up): C[16, 8] += A[16, 16] * B[16, 8].
+// Tensor-core products of 16-bit operands with float32 accumulators (sm_80 and up): C[16, 8] += A[16, 16] *
+// B[16, 8].
 //
 // Lane 4 * g + q (g = 0..7, q = 0..3) holds, two neighbors in k packed in 32 bits:
 //   A: a0 = A[g, 2q..], a1 = A[g + 8, 2q..], a2 = A[g, 2q + 8..], a3 = A[g + 8, 2q + 8..]
@@ -32,9 +33,9 @@ __device__ __forceinline__ void mma(float (&c)[4], uint32_t a0, uint32_t a1, uin
   }
 }
 
-// The same with operands of a byte and whole sums, C[16, 8] += A[16, 32] * B[32, 8]: a0 and a1 hold A[g,
-// 4q..] and A[g + 8, 4q..], a2 and a3 those of 4q + 16, b0 and b1 B[4q.., g] and B[4q + 16.., g]. kSigned: A;
-// B is.
+// The same with operands of a byte and integer accumulators, C[16, 8] += A[16, 32] * B[32, 8]: a0 and a1 hold
+// A[g, 4q..] and A[g + 8, 4q..], a2 and a3 those of 4q + 16, b0 and b1 B[4q.., g] and B[4q + 16.., g].
+// kSigned: A; B is.
 template <bool kSigned>
 __device__ __forceinline__ void mma_bytes(int (&c)[4], uint32_t a0, uint32_t a1, uint32_t a2, uint32_t a3,
                                           uint32_t b0, uint32_t b1) {

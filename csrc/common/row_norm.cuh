@@ -32,14 +32,14 @@ constexpr int kMaxNormThreads = 1024;
 constexpr int64_t kMaxOverlappingNormRows = 64;
 
 template <class T>
-__host__ __device__ bool overlaps(const NormParams<T>& p) {
+__host__ __device__ bool uses_programmatic_launch(const NormParams<T>& p) {
   return p.rows <= kMaxOverlappingNormRows;
 }
 
 // Before the first load.
 template <class T>
 __device__ __forceinline__ void begin_norm(const NormParams<T>& p) {
-  if (!overlaps(p)) return;
+  if (!uses_programmatic_launch(p)) return;
   allow_next_kernel();
   wait_for_previous_kernel();
   drop_l1();
@@ -64,7 +64,7 @@ struct Row {
 };
 
 // Launches `kernel` families by the number of chunks a thread keeps. `Launch::run<T, kElems, kChunks>(params,
-// grid, block, stream)` starts one; kChunks = 0 is the form that reads x again for each use, for rows that
+// grid, block, stream)` starts one; kChunks = 0 is the variant that reads x again for each use, for rows that
 // fit nowhere.
 template <class Launch, class T>
 void launch_norm(const NormParams<T>& p, cudaStream_t stream) {

@@ -1,8 +1,8 @@
-// Hopper's products of warpgroups, C[64, N] += A[64, 16] * B[16, N], 16-bit operands and float32 sums: what
-// all of them share. A warp of the group has 16 rows of A and C, laid out as common/mma.cuh has A and, for
-// every eight columns, C. A comes from shared memory or from registers, B from shared memory; there they lie
-// as copies with a swizzle of 128 bytes leave them: boxes of 64 elements, rows of 128 bytes, box after box,
-// aligned to 1024 bytes.
+// Hopper's products of warpgroups, C[64, N] += A[64, 16] * B[16, N], 16-bit operands and float32
+// accumulators: what all of them share. A warp of the group has 16 rows of A and C, laid out as
+// common/mma.cuh has A and, for every eight columns, C. A comes from shared memory or from registers, B from
+// shared memory; there they lie as copies with a swizzle of 128 bytes leave them: boxes of 64 elements, rows
+// of 128 bytes, box after box, aligned to 1024 bytes.
 #pragma once
 
 #include <cstdint>

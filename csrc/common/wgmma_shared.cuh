@@ -21,7 +21,7 @@ __device__ __forceinline__ void wgmma_touch(float (&c)[kCount][4]) {
     for (int i = 0; i < 4; ++i) asm volatile("" : "+f"(c[n][i])::"memory");
 }
 
-// Sums c[groups of 8 columns][4] as operands, and as registers of an instruction.
+// Accumulators c[groups of 8 columns][4] as operands, and as registers of an instruction.
 #define HF_WGMMA_C4(n) "+f"(c[n][0]), "+f"(c[n][1]), "+f"(c[n][2]), "+f"(c[n][3])
 #define HF_WGMMA_C8 HF_WGMMA_C4(0), HF_WGMMA_C4(1)
 #define HF_WGMMA_C16 HF_WGMMA_C8, HF_WGMMA_C4(2), HF_WGMMA_C4(3)
@@ -50,7 +50,7 @@ __device__ __forceinline__ void wgmma_touch(float (&c)[kCount][4]) {
   else                                             \
     HF_WGMMA_SHARED(N, SUMS, A, B, ADDS, "bf16")
 
-// 2, 4, 6, 8 or 16 groups of 8 columns; without `adds` the sums start anew.
+// 2, 4, 6, 8 or 16 groups of 8 columns; without `adds` the accumulators start anew.
 template <class T, int kGroups>
 __device__ __forceinline__ void wgmma_shared(float (&c)[kGroups][4], uint64_t a, uint64_t b, bool adds) {
   static_assert(kGroups == 2 || kGroups == 4 || kGroups == 6 || kGroups == 8 || kGroups == 16,

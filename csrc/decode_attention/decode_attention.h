@@ -40,9 +40,10 @@ struct DecodeAttentionParams {
   int group;                                     // num_heads / num_kv_heads: query heads that share a KV head
   uint32_t group_inverse, num_kv_heads_inverse;  // see inverse_of
   uint32_t zero;                                 // see behind_reads
-  Pages pages;   // of caches in pages, [pages, num_kv_heads, page size, head_dim]; with a kv_table, [layers,
-                 // kPagedTableColumns], capacity and address of the block table come from there
-  bool overlap;  // old positions, lengths and table may be read before the kernel in front is complete
+  Pages pages;  // of caches in pages, [pages, num_kv_heads, page size, head_dim]; with a kv_table, [layers,
+                // kPagedTableColumns], capacity and address of the block table come from there
+  bool programmatic_launch;  // old positions, lengths and table may be read before the kernel in front is
+                             // complete
   DType dtype;
   KvType kv_type;
 };

@@ -1,6 +1,6 @@
 // What: softmax(scale * q @ K.T) @ V for 1 to 16 new tokens of one KV head over a chunk of its cache, and
-//   the merge of chunks. Softmax, scores and sums in float32. decode_attention_block.h has the chunk, for
-//   vectors of 8 values here.
+//   the merge of chunks. Softmax, scores and accumulators in float32. decode_attention_block.h has the chunk,
+//   for vectors of 8 values here.
 // Work split: the glue cuts every (batch row, KV head) into chunks of positions and gives a thread a
 //   contiguous range of chunks. A chunk runs in blocks of 8 to 64 positions: scores of all query heads of
 //   the group, online softmax over the block, product with V. A block takes its positions from four places
@@ -22,7 +22,7 @@ namespace hf_fastpath {
 namespace {
 
 struct Vector8 : Floats8 {
-  static constexpr int kScoreRows = 3;  // 12 sums, three queries and a key fill 16 registers
+  static constexpr int kScoreRows = 3;  // 12 accumulators, three queries and a key fill 16 registers
   static constexpr int value_vectors(int kM) { return kM == 1 ? 8 : kM == 2 ? 4 : 2; }
   HF_INLINE Type sub(Type a, Type b) { return _mm256_sub_ps(a, b); }
   HF_INLINE Type fnma(Type a, Type b, Type c) { return _mm256_fnmadd_ps(a, b, c); }
@@ -41,8 +41,9 @@ struct Vector8 : Floats8 {
 };
 
 template <class Element>
-void merge(const float* sums, float* maxima, const float* weights, int64_t parts, int64_t sums_stride,
-           int64_t stat_stride, int64_t head_dim, float sink, typename Element::Storage* out) {
+void merge(const float* accumulators, float* maxima, const float* weights, int64_t parts,
+           int64_t accumulator_stride, int64_t stat_stride, int64_t head_dim, float sink,
+           typename Element::Storage* out) {
   float top = sink;
   for (int64_t p = 0; p < parts; ++p) top = maxima[p * stat_stride] > top ? maxima[p * stat_stride] : top;
   const float base = top == kMinusInfinity ? 0.0f : top;
@@ -58,7 +59,7 @@ void merge(const float* sums, float* maxima, const float* weights, int64_t parts
     __m256 sum = _mm256_setzero_ps();
     for (int64_t p = 0; p < parts; ++p) {
       const __m256 factor = _mm256_broadcast_ss(maxima + p * stat_stride);
-      sum = _mm256_fmadd_ps(_mm256_loadu_ps(sums + p * sums_stride + d), factor, sum);
+      sum = _mm256_fmadd_ps(_mm256_loadu_ps(accumulators + p * accumulator_stride + d), factor, sum);
     }
     Element::store(out + d, _mm256_mul_ps(sum, inverse));
   }
@@ -70,11 +71,12 @@ void attention_chunk_avx2(const AttentionChunk& chunk) {
   with_kv_element(chunk.kv_type, [&](auto kv) { run_chunk<Vector8, decltype(kv)>(chunk); });
 }
 
-void attention_merge_avx2(DType dtype, const float* sums, float* maxima, const float* weights, int64_t parts,
-                          int64_t sums_stride, int64_t stat_stride, int64_t head_dim, float sink, void* out) {
+void attention_merge_avx2(DType dtype, const float* accumulators, float* maxima, const float* weights,
+                          int64_t parts, int64_t accumulator_stride, int64_t stat_stride, int64_t head_dim,
+                          float sink, void* out) {
   with_element(dtype, [=](auto element) {
     using Element = decltype(element);
-    merge<Element>(sums, maxima, weights, parts, sums_stride, stat_stride, head_dim, sink,
+    merge<Element>(accumulators, maxima, weights, parts, accumulator_stride, stat_stride, head_dim, sink,
                    static_cast<typename Element::Storage*>(out));
   });
 }

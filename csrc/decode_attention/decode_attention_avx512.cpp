@@ -13,7 +13,7 @@ namespace hf_fastpath {
 namespace {
 
 struct Vector16 : Floats16 {
-  static constexpr int kScoreRows = 4;  // 16 sums, four queries and a key of 32 registers
+  static constexpr int kScoreRows = 4;  // 16 accumulators, four queries and a key of 32 registers
   static constexpr int value_vectors(int kM) { return 4; }
   template <class Kv>
   HF_INLINE Type load(const typename Kv::Storage* from) {

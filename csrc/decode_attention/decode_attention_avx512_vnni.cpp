@@ -39,7 +39,7 @@ template <int kM, bool kPrefetch>
 HF_INLINE void score_rows(const BlockRows<I8>& k, int64_t count, const int16_t* q, const float* units,
                           int64_t head_dim, float* scores, const BlockRows<I8>& ahead) {
   const int8_t* rows = k.base;
-  for (int64_t p = 0; p < count; p += kStreams, rows += k.step) {
+  for (int64_t p = 0; p < count; p += kStreams, rows += k.stride) {
     if constexpr (kPrefetch) prefetch_four(ahead, p, head_dim);
     // Positions behind the last are the last again; nobody looks at their scores.
     const int64_t last = min_of(kStreams, count - p) - 1;
@@ -94,16 +94,17 @@ HF_INLINE float steps_of(const float* weights, int64_t count, int16_t* steps) {
   return top / kMostSteps;
 }
 
-// sums[m][d] += sum over positions p of steps[m][p] * v[p][d] * units[m], for kM queries and kBlocks * 32 of
-// d from `first` on.
+// accumulators[m][d] += sum over positions p of steps[m][p] * v[p][d] * units[m], for kM queries and kBlocks
+// * 32 of d from `first` on.
 template <int kM, int kBlocks, bool kPrefetch>
 HF_INLINE void value_tile(const BlockRows<I8>& v, int64_t first, int64_t count, const int16_t* steps,
-                          const float* units, int64_t head_dim, float* sums, const BlockRows<I8>& ahead) {
+                          const float* units, int64_t head_dim, float* accumulators,
+                          const BlockRows<I8>& ahead) {
   __m512i sum[kM][kBlocks][2];  // of each four of eight dims, the lower and the upper
   for (int m = 0; m < kM; ++m) {
     for (int b = 0; b < kBlocks; ++b) sum[m][b][0] = sum[m][b][1] = _mm512_setzero_si512();
   }
-  const auto step = [&](int64_t p, const int8_t* row, const int8_t* next) HF_ALWAYS_INLINE {
+  const auto add = [&](int64_t p, const int8_t* row, const int8_t* next) HF_ALWAYS_INLINE {
     __m512i pair[kBlocks][2];
 #pragma GCC unroll 2
     for (int b = 0; b < kBlocks; ++b) {
@@ -125,19 +126,19 @@ HF_INLINE void value_tile(const BlockRows<I8>& v, int64_t first, int64_t count, 
   };
   int64_t p = 0;
   const int8_t* rows = v.base + first;
-  for (; p + kStreams <= count; p += kStreams, rows += v.step) {
+  for (; p + kStreams <= count; p += kStreams, rows += v.stride) {
     if constexpr (kPrefetch) prefetch_four(ahead, p, head_dim);
-    step(p, rows, rows + v.apart);
-    step(p + 2, rows + 2 * v.apart, rows + 3 * v.apart);
+    add(p, rows, rows + v.apart);
+    add(p + 2, rows + 2 * v.apart, rows + 3 * v.apart);
   }
-  for (; p < count; p += 2, rows += 2 * v.apart) step(p, rows, p + 1 < count ? rows + v.apart : rows);
+  for (; p < count; p += 2, rows += 2 * v.apart) add(p, rows, p + 1 < count ? rows + v.apart : rows);
   const __m512i front = _mm512_setr_epi32(0, 1, 2, 3, 16, 17, 18, 19, 4, 5, 6, 7, 20, 21, 22, 23);
   const __m512i back = _mm512_setr_epi32(8, 9, 10, 11, 24, 25, 26, 27, 12, 13, 14, 15, 28, 29, 30, 31);
   for (int m = 0; m < kM; ++m) {
     const __m512 unit = _mm512_set1_ps(units[m]);
     for (int b = 0; b < kBlocks; ++b) {
       const __m512 lower = _mm512_cvtepi32_ps(sum[m][b][0]), upper = _mm512_cvtepi32_ps(sum[m][b][1]);
-      float* to = sums + m * head_dim + first + b * kQuants;
+      float* to = accumulators + m * head_dim + first + b * kQuants;
       const __m512 made[2] = {_mm512_permutex2var_ps(lower, front, upper),
                               _mm512_permutex2var_ps(lower, back, upper)};
       for (int i = 0; i < 2; ++i) {
@@ -149,7 +150,7 @@ HF_INLINE void value_tile(const BlockRows<I8>& v, int64_t first, int64_t count, 
 
 template <int kM, bool kPrefetch>
 HF_INLINE void value_rows(const BlockRows<I8>& v, int64_t count, const float* weights, int64_t head_dim,
-                          float* sums, const BlockRows<I8>& ahead) {
+                          float* accumulators, const BlockRows<I8>& ahead) {
   alignas(64) int16_t steps[kM * kBlockPositions];
   float units[kM];
   const int64_t padded = (count + 15) / 16 * 16;  // where weights are zero
@@ -158,18 +159,18 @@ HF_INLINE void value_rows(const BlockRows<I8>& v, int64_t count, const float* we
   }
   int64_t d = 0;
   if (head_dim >= 2 * kQuants) {
-    value_tile<kM, 2, kPrefetch>(v, 0, count, steps, units, head_dim, sums, ahead);
+    value_tile<kM, 2, kPrefetch>(v, 0, count, steps, units, head_dim, accumulators, ahead);
     d = 2 * kQuants;
   }
   for (; d + 2 * kQuants <= head_dim; d += 2 * kQuants) {
-    value_tile<kM, 2, false>(v, d, count, steps, units, head_dim, sums, ahead);
+    value_tile<kM, 2, false>(v, d, count, steps, units, head_dim, accumulators, ahead);
   }
   for (; d < head_dim; d += kQuants) {
-    value_tile<kM, 1, false>(v, d, count, steps, units, head_dim, sums, ahead);
+    value_tile<kM, 1, false>(v, d, count, steps, units, head_dim, accumulators, ahead);
   }
 }
 
-BlockRows<I8> rows_of(const Int8Rows& rows) { return {rows.base, rows.apart, rows.step}; }
+BlockRows<I8> rows_of(const Int8Rows& rows) { return {rows.base, rows.apart, rows.stride}; }
 
 }  // namespace
 
@@ -183,13 +184,14 @@ void score_block_avx512_vnni(const Int8Rows& k, int64_t count, const int16_t* q,
 }
 
 bool value_block_avx512_vnni(const Int8Rows& v, int64_t count, const float* weights, int64_t queries,
-                             int64_t head_dim, float* sums, const Int8Rows& ahead) {
+                             int64_t head_dim, float* accumulators, const Int8Rows& ahead) {
   for (int64_t m = 0; m < queries; ++m) {
     if (!has_steps(weights + m * kBlockPositions, (count + 15) / 16 * 16)) return false;
   }
   for_query_tiles<kValueRows>(queries, [&](int64_t m, auto rows, auto prefetch) HF_ALWAYS_INLINE {
-    value_rows<decltype(rows)::value, decltype(prefetch)::value>(
-        rows_of(v), count, weights + m * kBlockPositions, head_dim, sums + m * head_dim, rows_of(ahead));
+    value_rows<decltype(rows)::value, decltype(prefetch)::value>(rows_of(v), count,
+                                                                 weights + m * kBlockPositions, head_dim,
+                                                                 accumulators + m * head_dim, rows_of(ahead));
   });
   return true;
 }

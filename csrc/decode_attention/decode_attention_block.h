@@ -23,19 +23,19 @@ constexpr int kValueRows = 4;  // queries of a tile of the product with V
 // Places of K and of V that a block comes from; also the rows of K of a score tile.
 constexpr int64_t kStreams = 4;
 
-// The positions of a block, in groups of four: position 4 * i + s of the block is row i * step + s * apart of
-// K or V. A block of adjacent positions has apart = 1 and step = 4, one of four streams has step = 1.
+// The positions of a block, in groups of four: position 4 * i + s of the block is row i * stride + s * apart
+// of K or V. A block of adjacent positions has apart = 1 and stride = 4, one of four streams has stride = 1.
 template <class Kv>
 struct BlockRows {
   const typename Kv::Storage* base;
-  int64_t apart, step;  // elements
+  int64_t apart, stride;  // elements
 };
 
 // The rows of positions p to p + 3.
 template <class Kv>
 HF_INLINE void prefetch_four(const BlockRows<Kv>& rows, int64_t p, int64_t head_dim) {
   constexpr int64_t kLine = kCacheLineBytes / static_cast<int64_t>(sizeof(typename Kv::Storage));
-  const auto* row = rows.base + p / kStreams * rows.step;
+  const auto* row = rows.base + p / kStreams * rows.stride;
   for (int64_t i = 0; i < head_dim; i += kLine) {
 #pragma GCC unroll 4
     for (int s = 0; s < kStreams; ++s) {
@@ -47,11 +47,11 @@ HF_INLINE void prefetch_four(const BlockRows<Kv>& rows, int64_t p, int64_t head_
 // The scales of such rows, in elements of themselves; null if they are not quantized.
 struct BlockScales {
   const uint16_t* base;
-  int64_t apart, step;
+  int64_t apart, stride;
 };
 
-// The scales of a block in the order of its positions, times what widened quants are short of; zeros up to
-// whole vectors.
+// The scales of a block in the order of its positions, times what dequantized quants are short of; zeros up
+// to whole vectors.
 template <class Vector, class Kv>
 HF_INLINE void load_scales(const BlockScales& scales, int64_t count, float* to) {
   const __m256 unit = _mm256_set1_ps(1.0f / Kv::kUnit);
@@ -74,7 +74,7 @@ HF_INLINE void load_scales(const BlockScales& scales, int64_t count, float* to) 
     }
   }
   const int64_t padded = (count + Vector::kWidth - 1) / Vector::kWidth * Vector::kWidth;
-  for (; p < padded; p += kStreams, base += scales.step) {
+  for (; p < padded; p += kStreams, base += scales.stride) {
     for (int s = 0; s < kStreams; ++s) {
       const uint32_t bits = p + s < count ? uint32_t(base[s * scales.apart]) << 16 : 0;
       const __m128 scale = _mm_castsi128_ps(_mm_cvtsi32_si128(static_cast<int>(bits)));
@@ -142,7 +142,7 @@ HF_INLINE void score_rows(const BlockRows<Kv>& k, int64_t count, const float* q,
                           float* scores, const BlockRows<Kv>& ahead) {
   int64_t p = 0;
   const auto* rows = k.base;
-  for (; p + kStreams <= count; p += kStreams, rows += k.step) {
+  for (; p + kStreams <= count; p += kStreams, rows += k.stride) {
     if constexpr (kPrefetch) prefetch_four(ahead, p, head_dim);
     score_tile<Vector, Kv, kM>(rows, k.apart, q, head_dim, scores + p);
   }
@@ -218,10 +218,10 @@ HF_INLINE float scale_scores(float* scores, int64_t low, int64_t high, int64_t p
 }
 
 // Turns scaled scores into exp(score - max), times their factors where there are any, and updates the query's
-// running maximum, weight and sums.
+// running maximum, weight and accumulators.
 template <class Vector, bool kFactors>
 HF_INLINE void weigh_scores(float* scores, int64_t padded, float block_top, float* maximum, float* weight,
-                            float* sums, int64_t head_dim, const float* factors) {
+                            float* accumulators, int64_t head_dim, const float* factors) {
   constexpr int64_t kWidth = Vector::kWidth;
   const float before = *maximum;
   const float now = block_top > before ? block_top : before;
@@ -239,11 +239,11 @@ HF_INLINE void weigh_scores(float* scores, int64_t padded, float block_top, floa
     }
   }
   float shrink = 1.0f;
-  if (now != before) {  // before may be -infinity: the sums are 0
+  if (now != before) {  // before may be -infinity: the accumulators are 0
     shrink = before == kMinusInfinity ? 0.0f : _mm256_cvtss_f32(exp_ps(_mm256_set1_ps(before - now)));
     const auto by = Vector::set(shrink);
     for (int64_t d = 0; d < head_dim; d += kWidth) {
-      Vector::store(sums + d, Vector::mul(Vector::template load<F32>(sums + d), by));
+      Vector::store(accumulators + d, Vector::mul(Vector::template load<F32>(accumulators + d), by));
     }
   }
   *weight = *weight * shrink + Vector::sum(total);
@@ -273,25 +273,25 @@ void softmax_block(const AttentionChunk& chunk, int64_t count, bool adjacent, in
   }
   for (int64_t m = 0; m < queries; ++m) {
     weigh_scores<Vector, kFactors>(chunk.scratch + m * kBlockPositions, padded, tops[m], chunk.maxima + m,
-                                   chunk.weights + m, chunk.sums + m * dim, dim, of_weights);
+                                   chunk.weights + m, chunk.accumulators + m * dim, dim, of_weights);
   }
 }
 
 // ---- product with V -----------------------------------------------------------------------------------
 
-// sums[m][d] += sum over count positions p of weights[m][p] * v[p][d], for kM queries and kVectors vectors of
-// d from `first` on. With kPrefetch, prefetches the rows `ahead` as it goes.
+// accumulators[m][d] += sum over count positions p of weights[m][p] * v[p][d], for kM queries and kVectors
+// vectors of d from `first` on. With kPrefetch, prefetches the rows `ahead` as it goes.
 template <class Vector, class Kv, int kM, int kVectors, bool kPrefetch>
 HF_INLINE void value_tile(const BlockRows<Kv>& v, int64_t first, int64_t count, const float* weights,
-                          int64_t head_dim, float* sums, const BlockRows<Kv>& ahead) {
+                          int64_t head_dim, float* accumulators, const BlockRows<Kv>& ahead) {
   constexpr int kWidth = Vector::kWidth;
   typename Vector::Type sum[kM][kVectors];
   for (int m = 0; m < kM; ++m) {
     for (int i = 0; i < kVectors; ++i) {
-      sum[m][i] = Vector::template load<F32>(sums + m * head_dim + first + i * kWidth);
+      sum[m][i] = Vector::template load<F32>(accumulators + m * head_dim + first + i * kWidth);
     }
   }
-  const auto step = [&](int64_t p, const typename Kv::Storage* row) HF_ALWAYS_INLINE {
+  const auto add = [&](int64_t p, const typename Kv::Storage* row) HF_ALWAYS_INLINE {
     typename Vector::Type value[kVectors];
 #pragma GCC unroll 8
     for (int i = 0; i < kVectors; ++i) value[i] = Vector::template load<Kv>(row + i * kWidth);
@@ -304,15 +304,15 @@ HF_INLINE void value_tile(const BlockRows<Kv>& v, int64_t first, int64_t count, 
   };
   int64_t p = 0;
   const auto* rows = v.base + first;
-  for (; p + kStreams <= count; p += kStreams, rows += v.step) {
+  for (; p + kStreams <= count; p += kStreams, rows += v.stride) {
     if constexpr (kPrefetch) prefetch_four(ahead, p, head_dim);
 #pragma GCC unroll 4
-    for (int s = 0; s < kStreams; ++s) step(p + s, rows + s * v.apart);
+    for (int s = 0; s < kStreams; ++s) add(p + s, rows + s * v.apart);
   }
-  for (; p < count; ++p, rows += v.apart) step(p, rows);
+  for (; p < count; ++p, rows += v.apart) add(p, rows);
   for (int m = 0; m < kM; ++m) {
     for (int i = 0; i < kVectors; ++i) {
-      Vector::store(sums + m * head_dim + first + i * kWidth, sum[m][i]);
+      Vector::store(accumulators + m * head_dim + first + i * kWidth, sum[m][i]);
     }
   }
 }
@@ -320,32 +320,32 @@ HF_INLINE void value_tile(const BlockRows<Kv>& v, int64_t first, int64_t count, 
 // kM queries over the whole of head_dim, in tiles of kVectors, 2 and 1 vectors.
 template <class Vector, class Kv, int kM, int kVectors, bool kPrefetch>
 HF_INLINE void value_rows(const BlockRows<Kv>& v, int64_t count, const float* weights, int64_t head_dim,
-                          float* sums, const BlockRows<Kv>& ahead) {
+                          float* accumulators, const BlockRows<Kv>& ahead) {
   constexpr int kWidth = Vector::kWidth;
   int64_t d = 0;
   if (kPrefetch && head_dim >= kVectors * kWidth) {
-    value_tile<Vector, Kv, kM, kVectors, kPrefetch>(v, 0, count, weights, head_dim, sums, ahead);
+    value_tile<Vector, Kv, kM, kVectors, kPrefetch>(v, 0, count, weights, head_dim, accumulators, ahead);
     d = kVectors * kWidth;
   }
   for (; d + kVectors * kWidth <= head_dim; d += kVectors * kWidth) {
-    value_tile<Vector, Kv, kM, kVectors, false>(v, d, count, weights, head_dim, sums, ahead);
+    value_tile<Vector, Kv, kM, kVectors, false>(v, d, count, weights, head_dim, accumulators, ahead);
   }
   for (; d + 2 * kWidth <= head_dim; d += 2 * kWidth) {
-    value_tile<Vector, Kv, kM, 2, false>(v, d, count, weights, head_dim, sums, ahead);
+    value_tile<Vector, Kv, kM, 2, false>(v, d, count, weights, head_dim, accumulators, ahead);
   }
   for (; d < head_dim; d += kWidth) {
-    value_tile<Vector, Kv, kM, 1, false>(v, d, count, weights, head_dim, sums, ahead);
+    value_tile<Vector, Kv, kM, 1, false>(v, d, count, weights, head_dim, accumulators, ahead);
   }
 }
 
 // All queries; the first ones prefetch.
 template <class Vector, class Kv>
 void value_block(const BlockRows<Kv>& v, int64_t count, const float* weights, int64_t queries,
-                 int64_t head_dim, float* sums, const BlockRows<Kv>& ahead) {
+                 int64_t head_dim, float* accumulators, const BlockRows<Kv>& ahead) {
   for_query_tiles<kValueRows>(queries, [&](int64_t m, auto rows, auto prefetch) HF_ALWAYS_INLINE {
     constexpr int kM = decltype(rows)::value;
     value_rows<Vector, Kv, kM, Vector::value_vectors(kM), decltype(prefetch)::value>(
-        v, count, weights + m * kBlockPositions, head_dim, sums + m * head_dim, ahead);
+        v, count, weights + m * kBlockPositions, head_dim, accumulators + m * head_dim, ahead);
   });
 }
 
@@ -361,7 +361,7 @@ void run_block(const AttentionChunk& chunk, const BlockRows<Kv>& k, const BlockR
   constexpr bool kMayStep = Vector::kWidth == 16 && std::is_same_v<Kv, I8>;
   const bool in_steps = kMayStep && chunk.q_steps != nullptr;
   const auto plain = [](const BlockRows<Kv>& rows) {
-    return Int8Rows{reinterpret_cast<const int8_t*>(rows.base), rows.apart, rows.step};
+    return Int8Rows{reinterpret_cast<const int8_t*>(rows.base), rows.apart, rows.stride};
   };
   if (in_steps) {
     score_block_avx512_vnni(plain(k), count, chunk.q_steps, chunk.q_units, queries, dim, chunk.scratch,
@@ -377,11 +377,11 @@ void run_block(const AttentionChunk& chunk, const BlockRows<Kv>& k, const BlockR
   } else {
     softmax_block<Vector, false>(chunk, count, adjacent, position, nullptr, nullptr);
   }
-  if (in_steps &&
-      value_block_avx512_vnni(plain(v), count, chunk.scratch, queries, dim, chunk.sums, plain(ahead))) {
+  if (in_steps && value_block_avx512_vnni(plain(v), count, chunk.scratch, queries, dim, chunk.accumulators,
+                                          plain(ahead))) {
     return;
   }
-  value_block<Vector>(v, count, chunk.scratch, queries, dim, chunk.sums, ahead);
+  value_block<Vector>(v, count, chunk.scratch, queries, dim, chunk.accumulators, ahead);
 }
 
 // Positions [begin, end), whose slots are contiguous; `streams` if every query sees all of them.
@@ -402,8 +402,8 @@ void run_range(const AttentionChunk& chunk, int64_t begin, int64_t end, bool str
   const auto* next_page = chunk.pages != nullptr && end < chunk.end
                               ? static_cast<const Storage*>(chunk.k) + row_of(chunk, end) * dim
                               : nullptr;
-  const auto ahead = [&](int64_t behind, bool is_last, int64_t apart, int64_t step) {
-    return BlockRows<Kv>{is_last && next_page != nullptr ? next_page : k + behind * dim, apart, step};
+  const auto ahead = [&](int64_t behind, bool is_last, int64_t apart, int64_t stride) {
+    return BlockRows<Kv>{is_last && next_page != nullptr ? next_page : k + behind * dim, apart, stride};
   };
   for (int64_t i = 0; i < length; i += block / kStreams) {
     const int64_t count = min_of(block, (length - i) * kStreams), behind = i + count / kStreams;
@@ -426,7 +426,8 @@ void run_chunk(const AttentionChunk& chunk) {
     chunk.maxima[m] = kMinusInfinity;
     chunk.weights[m] = 0.0f;
   }
-  for (int64_t i = 0; i < queries * dim; i += kLanes) _mm256_storeu_ps(chunk.sums + i, _mm256_setzero_ps());
+  for (int64_t i = 0; i < queries * dim; i += kLanes)
+    _mm256_storeu_ps(chunk.accumulators + i, _mm256_setzero_ps());
   // Every query sees the positions from `common_begin` up to, not including, `common_end`.
   const int64_t common_end = chunk.first_query + 1;
   const int64_t newest = chunk.first_query + chunk.query_len - 1;

@@ -23,7 +23,7 @@ constexpr float kMinusInfinity = -std::numeric_limits<float>::infinity();
 template <class T>
 void run_chunk(const AttentionChunk& chunk) {
   const int64_t dim = chunk.head_dim, queries = chunk.query_len * chunk.group;
-  std::vector<double> all_sums(queries * dim), all_weights(queries), maxima(queries, kMinusInfinity);
+  std::vector<double> all_accumulators(queries * dim), all_weights(queries), maxima(queries, kMinusInfinity);
   for (int64_t j = chunk.begin; j < chunk.end; ++j) {
     const int64_t slot = row_of(chunk, j);
     const T* k = static_cast<const T*>(chunk.k) + slot * dim;
@@ -37,7 +37,7 @@ void run_chunk(const AttentionChunk& chunk) {
       const int64_t position = chunk.first_query + m / chunk.group;
       if (j > position || (chunk.window > 0 && j <= position - chunk.window)) continue;
       const float* q = chunk.q + m * dim;
-      double* sums = all_sums.data() + m * dim;
+      double* accumulators = all_accumulators.data() + m * dim;
       double parts[4] = {};
       for (int64_t d = 0; d < dim; ++d) parts[d % 4] += static_cast<double>(to_float(k[d])) * q[d];
       const double exact = k_scale * ((parts[0] + parts[2]) + (parts[1] + parts[3]));
@@ -52,12 +52,12 @@ void run_chunk(const AttentionChunk& chunk) {
       const double share = weight * v_scale;
       all_weights[m] = (rescale ? all_weights[m] * shrink : all_weights[m]) + weight;
       for (int64_t d = 0; d < dim; ++d) {
-        sums[d] = (rescale ? sums[d] * shrink : sums[d]) + share * to_float(v[d]);
+        accumulators[d] = (rescale ? accumulators[d] * shrink : accumulators[d]) + share * to_float(v[d]);
       }
       maxima[m] = now;
     }
   }
-  std::copy(all_sums.begin(), all_sums.end(), chunk.sums);
+  std::copy(all_accumulators.begin(), all_accumulators.end(), chunk.accumulators);
   std::copy(all_weights.begin(), all_weights.end(), chunk.weights);
   std::copy(maxima.begin(), maxima.end(), chunk.maxima);
 }
@@ -68,9 +68,9 @@ void attention_chunk_portable(const AttentionChunk& chunk) {
   with_kv_storage(chunk.kv_type, [&](auto* tag) { run_chunk<std::remove_pointer_t<decltype(tag)>>(chunk); });
 }
 
-void attention_merge_portable(DType dtype, const float* sums, float* maxima, const float* weights,
-                              int64_t parts, int64_t sums_stride, int64_t stat_stride, int64_t head_dim,
-                              float sink, void* out) {
+void attention_merge_portable(DType dtype, const float* accumulators, float* maxima, const float* weights,
+                              int64_t parts, int64_t accumulator_stride, int64_t stat_stride,
+                              int64_t head_dim, float sink, void* out) {
   float top = sink;
   for (int64_t p = 0; p < parts; ++p) top = std::max(top, maxima[p * stat_stride]);
   float total = sink == kMinusInfinity ? 0.0f : std::exp(sink - top);
@@ -84,7 +84,8 @@ void attention_merge_portable(DType dtype, const float* sums, float* maxima, con
     auto* to = static_cast<std::remove_pointer_t<decltype(tag)>*>(out);
     for (int64_t d = 0; d < head_dim; ++d) {
       float sum = 0.0f;
-      for (int64_t p = 0; p < parts; ++p) sum += sums[p * sums_stride + d] * maxima[p * stat_stride];
+      for (int64_t p = 0; p < parts; ++p)
+        sum += accumulators[p * accumulator_stride + d] * maxima[p * stat_stride];
       from_float(sum * inverse, to + d);
     }
   });
@@ -143,7 +144,7 @@ int64_t chunk_begin(const VisibleRange& range, int64_t chunk) {
 Tensor decode_attention_cpu(const Tensor& q, const Tensor& k_cache, const Tensor& v_cache,
                             const Tensor& seq_lens, const std::optional<Tensor>& starts, double scale,
                             int64_t window, const std::optional<Tensor>& kv_table, int64_t layer,
-                            const std::optional<Tensor>& /*workspace*/, bool /*overlap*/,
+                            const std::optional<Tensor>& /*workspace*/, bool /*programmatic_launch*/,
                             const std::optional<Tensor>& sinks, const std::optional<Tensor>& k_scales,
                             const std::optional<Tensor>& v_scales, const std::optional<Tensor>& block_table) {
   const char* op = "decode_attention";
@@ -199,16 +200,16 @@ Tensor decode_attention_cpu(const Tensor& q, const Tensor& k_cache, const Tensor
 
   // Scratch: q by (row, KV head, token, head of the group); partial results by item; block scores by part.
   const int64_t q_floats = batch * query_len * num_heads * dim;
-  const int64_t sums_floats = items * queries * dim, stat_floats = round_up(items * queries, 16);
+  const int64_t accumulator_floats = items * queries * dim, stat_floats = round_up(items * queries, 16);
   const int64_t score_floats = attention_scratch_floats(queries);
   const bool may_step = use_avx512_vnni() && cache.type == KvType::kInt8 && dtype != DType::kFloat32 &&
                         dim % 32 == 0 && positions >= kMinStepPositions * batch;
   const int64_t q_rows = batch * query_len * num_heads;
   const int64_t step_floats = may_step ? round_up(q_floats / 2, 16) + q_rows : 0;
-  float* packed =
-      scratch(round_up(q_floats, 16) + sums_floats + 2 * stat_floats + parts * score_floats + step_floats);
-  float* sums = packed + round_up(q_floats, 16);
-  float* maxima = sums + sums_floats;
+  float* float_q = scratch(round_up(q_floats, 16) + accumulator_floats + 2 * stat_floats +
+                           parts * score_floats + step_floats);
+  float* accumulators = float_q + round_up(q_floats, 16);
+  float* maxima = accumulators + accumulator_floats;
   float* weights = maxima + stat_floats;
   float* scores = weights + stat_floats;
   auto* const q_steps = reinterpret_cast<int16_t*>(scores + parts * score_floats);
@@ -221,12 +222,12 @@ Tensor decode_attention_cpu(const Tensor& q, const Tensor& k_cache, const Tensor
     for (int64_t i = 0; i < query_len; ++i) {
       for (int64_t h = 0; h < heads; ++h) {
         convert(dtype, at(q_data, ((b * query_len + i) * num_heads + h * group) * dim, dtype),
-                packed + (((b * heads + h) * query_len + i) * group) * dim, group * dim);
+                float_q + (((b * heads + h) * query_len + i) * group) * dim, group * dim);
       }
     }
   }
 
-  const bool in_steps = may_step && queries_in_steps(packed, q_rows, dim, q_steps, q_units);
+  const bool in_steps = may_step && queries_in_steps(float_q, q_rows, dim, q_steps, q_units);
 
   // Items in the order (row, KV head, chunk); a row's first item is heads * first_chunk.
   const auto widest = use_avx512() && dim % 16 == 0 ? attention_chunk_avx512 : attention_chunk_avx2;
@@ -260,7 +261,7 @@ Tensor decode_attention_cpu(const Tensor& q, const Tensor& k_cache, const Tensor
       chunk.end = chunk_begin(range, c + 1);
       chunk.query_len = query_len;
       chunk.group = group;
-      chunk.q = packed + (b * heads + h) * queries * dim;
+      chunk.q = float_q + (b * heads + h) * queries * dim;
       if (in_steps) {
         chunk.q_steps = q_steps + (b * heads + h) * queries * dim;
         chunk.q_units = q_units + (b * heads + h) * queries;
@@ -268,7 +269,7 @@ Tensor decode_attention_cpu(const Tensor& q, const Tensor& k_cache, const Tensor
       chunk.first_query = range.first_query;
       chunk.window = window;
       chunk.scale = static_cast<float>(scale);
-      chunk.sums = sums + item * queries * dim;
+      chunk.accumulators = accumulators + item * queries * dim;
       chunk.maxima = maxima + item * queries;
       chunk.weights = weights + item * queries;
       chunk.scratch = scores + part * score_floats;
@@ -280,7 +281,7 @@ Tensor decode_attention_cpu(const Tensor& q, const Tensor& k_cache, const Tensor
   void* to = out.mutable_data_ptr();
   const auto merge = avx2 ? attention_merge_avx2 : attention_merge_portable;
   const int64_t pairs = batch * heads;
-  const int64_t mergers = std::min(pairs, part_count(sums_floats, kMergeFloatsPerPart));
+  const int64_t mergers = std::min(pairs, part_count(accumulator_floats, kMergeFloatsPerPart));
   for_each_part(mergers, [&](int64_t part) {
     const int64_t end = part_begin(pairs, mergers, part + 1);
     for (int64_t pair = part_begin(pairs, mergers, part); pair < end; ++pair) {
@@ -290,7 +291,7 @@ Tensor decode_attention_cpu(const Tensor& q, const Tensor& k_cache, const Tensor
         const int64_t token = m / group, head = h * group + m % group;
         float sink = kMinusInfinity;
         if (sink_of != nullptr) convert(dtype, at(sink_of, head, dtype), &sink, 1);
-        merge(dtype, sums + (item * queries + m) * dim, maxima + item * queries + m,
+        merge(dtype, accumulators + (item * queries + m) * dim, maxima + item * queries + m,
               weights + item * queries + m, ranges[b].chunks, queries * dim, queries, dim, sink,
               at(to, ((b * query_len + token) * num_heads + head) * dim, dtype));
       }

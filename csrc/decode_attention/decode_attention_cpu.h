@@ -27,10 +27,10 @@ struct AttentionChunk {
   int64_t first_query;  // position of token 0; token i sees the positions up to first_query + i ...
   int64_t window;       // ... and from first_query + i - window + 1 on, unless 0
   float scale;
-  float* sums;     // [query_len * group, head_dim]: sum of exp(score - max) * v over the chunk
-  float* maxima;   // [query_len * group]: largest score, -infinity if no position is visible
-  float* weights;  // [query_len * group]: sum of exp(score - max)
-  float* scratch;  // attention_scratch_floats(query_len * group) floats, 64-byte aligned
+  float* accumulators;  // [query_len * group, head_dim]: sum of exp(score - max) * v over the chunk
+  float* maxima;        // [query_len * group]: largest score, -infinity if no position is visible
+  float* weights;       // [query_len * group]: sum of exp(score - max)
+  float* scratch;       // attention_scratch_floats(query_len * group) floats, 64-byte aligned
 };
 
 // Row of K and V, and scale, of a position. Internal linkage: AVX2 code must not be merged with it.
@@ -52,7 +52,7 @@ constexpr int64_t attention_scratch_floats(int64_t queries) {
 // What a block of an int8 cache takes from K or V, see BlockRows.
 struct Int8Rows {
   const int8_t* base;
-  int64_t apart, step;
+  int64_t apart, stride;
 };
 
 // Scores, and product with V, of a block in integers: for head_dim a multiple of 32. The second does nothing
@@ -60,19 +60,21 @@ struct Int8Rows {
 void score_block_avx512_vnni(const Int8Rows& k, int64_t count, const int16_t* q, const float* units,
                              int64_t queries, int64_t head_dim, float* scores, const Int8Rows& ahead);
 bool value_block_avx512_vnni(const Int8Rows& v, int64_t count, const float* weights, int64_t queries,
-                             int64_t head_dim, float* sums, const Int8Rows& ahead);
+                             int64_t head_dim, float* accumulators, const Int8Rows& ahead);
 
 void attention_chunk_portable(const AttentionChunk& chunk);
 void attention_chunk_avx2(const AttentionChunk& chunk);
 void attention_chunk_avx512(const AttentionChunk& chunk);  // head_dim a multiple of 16
 
-// out[d] = sum over parts of sums * exp(max - M) / (sum of weights * exp(max - M) + exp(sink - M)), with M
-// the largest of the maxima and `sink`; zeros if nothing is visible. A sink of -infinity is none. The parts
-// of sums lie `sums_stride` floats apart, those of maxima and weights `stat_stride`; maxima are overwritten.
-void attention_merge_portable(DType dtype, const float* sums, float* maxima, const float* weights,
-                              int64_t parts, int64_t sums_stride, int64_t stat_stride, int64_t head_dim,
-                              float sink, void* out);
-void attention_merge_avx2(DType dtype, const float* sums, float* maxima, const float* weights, int64_t parts,
-                          int64_t sums_stride, int64_t stat_stride, int64_t head_dim, float sink, void* out);
+// out[d] = sum over parts of accumulators * exp(max - M) / (sum of weights * exp(max - M) + exp(sink - M)),
+// with M the largest of the maxima and `sink`; zeros if nothing is visible. A sink of -infinity is none. The
+// parts of accumulators lie `accumulator_stride` floats apart, those of maxima and weights `stat_stride`;
+// maxima are overwritten.
+void attention_merge_portable(DType dtype, const float* accumulators, float* maxima, const float* weights,
+                              int64_t parts, int64_t accumulator_stride, int64_t stat_stride,
+                              int64_t head_dim, float sink, void* out);
+void attention_merge_avx2(DType dtype, const float* accumulators, float* maxima, const float* weights,
+                          int64_t parts, int64_t accumulator_stride, int64_t stat_stride, int64_t head_dim,
+                          float sink, void* out);
 
 }  // namespace hf_fastpath

@@ -6,12 +6,12 @@ namespace hf_fastpath {
 Tensor decode_attention_cuda(const Tensor& q, const Tensor& k_cache, const Tensor& v_cache,
                              const Tensor& seq_lens, const std::optional<Tensor>& starts, double scale,
                              int64_t window, const std::optional<Tensor>& kv_table, int64_t layer,
-                             const std::optional<Tensor>& workspace, bool overlap,
+                             const std::optional<Tensor>& workspace, bool programmatic_launch,
                              const std::optional<Tensor>& sinks, const std::optional<Tensor>& k_scales,
                              const std::optional<Tensor>& v_scales,
                              const std::optional<Tensor>& block_table) {
   return attend_cuda("decode_attention", q, k_cache, v_cache, seq_lens, starts, scale, window, kv_table,
-                     layer, workspace, overlap, sinks, k_scales, v_scales, block_table,
+                     layer, workspace, programmatic_launch, sinks, k_scales, v_scales, block_table,
                      launch_decode_attention);
 }
 

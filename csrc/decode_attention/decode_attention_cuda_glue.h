@@ -12,9 +12,10 @@ template <class Launch>
 Tensor attend_cuda(const char* op, const Tensor& q, const Tensor& k_cache, const Tensor& v_cache,
                    const Tensor& seq_lens, const std::optional<Tensor>& starts, double scale, int64_t window,
                    const std::optional<Tensor>& kv_table, int64_t layer,
-                   const std::optional<Tensor>& workspace, bool overlap, const std::optional<Tensor>& sinks,
-                   const std::optional<Tensor>& k_scales, const std::optional<Tensor>& v_scales,
-                   const std::optional<Tensor>& block_table, Launch launch) {
+                   const std::optional<Tensor>& workspace, bool programmatic_launch,
+                   const std::optional<Tensor>& sinks, const std::optional<Tensor>& k_scales,
+                   const std::optional<Tensor>& v_scales, const std::optional<Tensor>& block_table,
+                   Launch launch) {
   STD_TORCH_CHECK(q.dim() == 4 && q.size(1) >= 1 && q.size(1) <= kMaxQueryLen, "hf_fastpath::", op,
                   ": q has to be [batch, 1 to 16, heads, head_dim]");
   check_attention(op, q, k_cache, v_cache, block_table.has_value(), seq_lens, starts, sinks);
@@ -29,7 +30,7 @@ Tensor attend_cuda(const char* op, const Tensor& q, const Tensor& k_cache, const
   const DeviceGuard guard(q);
   const cudaStream_t stream = current_stream(guard.device());
   const AttentionTensors tensors(q, k_cache, v_cache, seq_lens, starts, sinks);
-  auto p = tensors.params<DecodeAttentionParams>(op, scale, window, overlap);
+  auto p = tensors.params<DecodeAttentionParams>(op, scale, window, programmatic_launch);
   const std::optional<Tensor> table = AttentionTensors::contiguous_or_none(kv_table);
   p.kv_table = static_cast<const int64_t*>(data_or_null(table));
   p.layer = layer;

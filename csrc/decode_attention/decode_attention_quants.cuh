@@ -1,10 +1,10 @@
 // What: as decode_attention_mma.cuh, over K and V in int8 or fp8 with a bfloat16 scale a head and
-//   position, of q in a 16-bit type. Scores, softmax and sums are float32. Where the newest positions are
-//   still float32, in DecodeAttentionParams::new_k and new_v, they are quantized and appended on the way.
+//   position, of q in a 16-bit type. Scores, softmax and accumulators are float32. Where the newest positions
+//   are still float32, in DecodeAttentionParams::new_k and new_v, they are quantized and appended on the way.
 //   int8 K: its bytes are an operand as they lie, q is two bytes a value, in steps of 2^-15 of its row's
 //   largest. fp8 K, and V: widened to float16, exactly. The weights of V, rounded to float16, take V's
-//   scales, over a power of two that the warp's sums are multiples of and that grows with the scales, as
-//   the maximum does with the scores: so they neither vanish nor overflow.
+//   scales, over a power of two that the warp's accumulators are multiples of and that grows with the scales,
+//   as the maximum does with the scores: so they neither vanish nor overflow.
 // Work split: grid (splits, KV heads * row blocks, batch rows), see split.cuh. A block takes one chunk of
 //   positions and 8 or 16 rows, that is queries of the KV head's group of heads; its warps take tiles of
 //   32 positions in turn, each through a ring of tiles of its own in shared memory, which bulk copies
@@ -101,19 +101,19 @@ struct QuantQueries<T, int8_t, kDims, kHalves> {
       }
   }
 
-  struct Sums {
+  struct Accumulators {
     int of[kHalves][4] = {};
   };
-  __device__ __forceinline__ void add(Sums& sums, int c, uint4 k) const {
+  __device__ __forceinline__ void add(Accumulators& accumulators, int c, uint4 k) const {
 #pragma unroll
     for (int h = 0; h < kHalves; ++h) {
-      mma_bytes<true>(sums.of[h], high[h][c][0], low[h][c][0], high[h][c][1], low[h][c][1], k.x, k.y);
-      mma_bytes<true>(sums.of[h], high[h][c][2], low[h][c][2], high[h][c][3], low[h][c][3], k.z, k.w);
+      mma_bytes<true>(accumulators.of[h], high[h][c][0], low[h][c][0], high[h][c][1], low[h][c][1], k.x, k.y);
+      mma_bytes<true>(accumulators.of[h], high[h][c][2], low[h][c][2], high[h][c][3], low[h][c][3], k.z, k.w);
     }
   }
   // Sum of row h * 8 + g and position i of the group, in units of unit[h].
-  __device__ __forceinline__ float sum(const Sums& sums, int h, int i) const {
-    return static_cast<float>(sums.of[h][i] * 256 + sums.of[h][2 + i]);
+  __device__ __forceinline__ float sum(const Accumulators& accumulators, int h, int i) const {
+    return static_cast<float>(accumulators.of[h][i] * 256 + accumulators.of[h][2 + i]);
   }
 };
 
@@ -151,19 +151,21 @@ struct QuantQueries<T, Float8, kDims, kHalves> {
       }
   }
 
-  struct Sums {
+  struct Accumulators {
     float of[4] = {};
   };
-  __device__ __forceinline__ void add(Sums& sums, int c, uint4 k) const {
+  __device__ __forceinline__ void add(Accumulators& accumulators, int c, uint4 k) const {
     const uint32_t words[4] = {k.x, k.y, k.z, k.w};
 #pragma unroll
     for (int w = 0; w < 4; ++w) {
-      mma<__half>(sums.of, pairs[0][c][2 * w], kHalves > 1 ? pairs[kHalves - 1][c][2 * w] : 0u,
+      mma<__half>(accumulators.of, pairs[0][c][2 * w], kHalves > 1 ? pairs[kHalves - 1][c][2 * w] : 0u,
                   pairs[0][c][2 * w + 1], kHalves > 1 ? pairs[kHalves - 1][c][2 * w + 1] : 0u,
                   float8_pair<false>(words[w]), float8_pair<true>(words[w]));
     }
   }
-  __device__ __forceinline__ float sum(const Sums& sums, int h, int i) const { return sums.of[2 * h + i]; }
+  __device__ __forceinline__ float sum(const Accumulators& accumulators, int h, int i) const {
+    return accumulators.of[2 * h + i];
+  }
 };
 
 // kDims: head_dim rounded up to 64, 128 or 256. kHalves: 1 for 8 rows a block, 2 for 16.
@@ -245,11 +247,11 @@ __global__ void __launch_bounds__(kWarps* kWarpSize, 1)
     if (p.new_k && base + kQuantTile > newest) {
       append_new<Quant>(p, s, tiles, scales, new_position, stage, base, batch_row, kv_head, row_block == 0);
     }
-    typename Queries::Sums sums[4];  // of positions base + 8 q + 2 t and the next
+    typename Queries::Accumulators accumulators[4];  // of positions base + 8 q + 2 t and the next
 #pragma unroll
     for (int t = 0; t < 4; ++t)
 #pragma unroll
-      for (int c = 0; c < kPieces; ++c) queries.add(sums[t], c, tiles.k(stage, t, c));
+      for (int c = 0; c < kPieces; ++c) queries.add(accumulators[t], c, tiles.k(stage, t, c));
 
     float k_scales[8], v_factors[8];
     if (scales.grows()) {  // in some lane, and rarely after the first steps
@@ -273,7 +275,8 @@ __global__ void __launch_bounds__(kWarps* kWarpSize, 1)
       float w[8];
       float max = -INFINITY;
 #pragma unroll
-      for (int j = 0; j < 8; ++j) w[j] = queries.sum(sums[j / 2], h, j % 2) * (k_scales[j] * of_scores[h]);
+      for (int j = 0; j < 8; ++j)
+        w[j] = queries.sum(accumulators[j / 2], h, j % 2) * (k_scales[j] * of_scores[h]);
       if (!whole) {
 #pragma unroll
         for (int j = 0; j < 8; ++j) {
@@ -348,7 +351,7 @@ __global__ void __launch_bounds__(kWarps* kWarpSize, 1)
 
   trace(TracePoint::kSums);
   const Results results{shared, Tiles::kBytes};
-  const float of_sums = scales.of_sums();
+  const float of_accumulators = scales.of_accumulators();
 #pragma unroll
   for (int h = 0; h < kHalves; ++h) {
     const int row = h * 8 + g;
@@ -363,7 +366,7 @@ __global__ void __launch_bounds__(kWarps* kWarpSize, 1)
 #pragma unroll
         for (int w = 0; w < kValues / 2; ++w) {
           *reinterpret_cast<float2*>(out + b * 8 * kValues + 2 * w) =
-              make_float2(acc[b][w][h][odd] * of_sums, acc[b][w][h][odd + 2] * of_sums);
+              make_float2(acc[b][w][h][odd] * of_accumulators, acc[b][w][h][odd + 2] * of_accumulators);
         }
     }
   }

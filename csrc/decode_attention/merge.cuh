@@ -65,9 +65,9 @@ __device__ __forceinline__ void store_out(const DecodeAttentionParams& p, int64_
     return;
   }
   const bool half = dtype == DType::kFloat16;
-  const uint2 packed = half ? make_uint2(pack2(x.x, x.y, __half()), pack2(x.z, x.w, __half()))
+  const uint2 halves = half ? make_uint2(pack2(x.x, x.y, __half()), pack2(x.z, x.w, __half()))
                             : make_uint2(pack2(x.x, x.y, __nv_bfloat16()), pack2(x.z, x.w, __nv_bfloat16()));
-  *reinterpret_cast<uint2*>(static_cast<char*>(p.out) + at * 2) = packed;
+  *reinterpret_cast<uint2*>(static_cast<char*>(p.out) + at * 2) = halves;
 }
 
 // Says in every thread of the block whether it is the last of `active` blocks to arrive; their partial

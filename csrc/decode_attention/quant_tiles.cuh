@@ -143,7 +143,7 @@ struct QuantScales {
   Scales from;
   bool aligned;        // eight positions that start at a multiple of eight are one load
   uint4 k, v;          // bfloat16
-  float v_unit = 0.f;  // the warp's sums are multiples of it: a power of two, or 0 for none yet
+  float v_unit = 0.f;  // the warp's accumulators are multiples of it: a power of two, or 0 for none yet
 
   __device__ __forceinline__ QuantScales(const DecodeAttentionParams& p, const PlacedSplit<false>& s, int row,
                                          int kv_head)
@@ -193,7 +193,7 @@ struct QuantScales {
   __device__ __forceinline__ bool grows() const {
     return __any_sync(kAllLanes, largest() >= (v_unit > 0.f ? 2.f * v_unit : 0x1p-126f));
   }
-  // Lets v_unit grow to the largest power of two in the tile's scales of V; what the sums are to be
+  // Lets v_unit grow to the largest power of two in the tile's scales of V; what the accumulators are to be
   // multiplied by.
   __device__ __forceinline__ float grow() {
     float most = fmaxf(v_unit, largest());
@@ -215,8 +215,8 @@ struct QuantScales {
       of_v[2 * w] = other.x * factor, of_v[2 * w + 1] = other.y * factor;
     }
   }
-  // What the sums are multiplied by in the end.
-  __device__ __forceinline__ float of_sums() const {
+  // What the accumulators are multiplied by in the end.
+  __device__ __forceinline__ float of_accumulators() const {
     return v_unit * (std::is_same_v<Quant, int8_t> ? 1.f : 1.f / kFloat8Unit);
   }
 

@@ -206,7 +206,8 @@ inline void launch_attention(void (*kernel)(DecodeAttentionParams), dim3 grid, d
                              cudaStream_t stream, const DecodeAttentionParams& p) {
   HF_FASTPATH_CUDA_CHECK(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
                                               static_cast<int>(smem_bytes)));
-  HF_FASTPATH_CUDA_CHECK(launch_overlapping(kernel, grid, block, smem_bytes, stream, p.overlap, p));
+  HF_FASTPATH_CUDA_CHECK(
+      launch_programmatic(kernel, grid, block, smem_bytes, stream, p.programmatic_launch, p));
 }
 
 }  // namespace hf_fastpath

@@ -13,7 +13,7 @@
 namespace hf_fastpath {
 
 // Outputs, maximum score and sum over a part of the positions: from every block, then of this block's warps.
-struct HeadParts {
+struct HeadPartials {
   float outputs[kClusterSize][kClusterHeadDim];
   float maxima[kClusterSize], sums[kClusterSize];
   float warp_outputs[kClusterWarps][kClusterHeadDim];
@@ -72,30 +72,30 @@ struct HeadAttention<T, true> {
   // Brings the head's output, [kClusterHeadDim] in shared memory behind the next barrier, to `out` of every
   // block of the cluster, from query, key and value of the new token one after the other in `qkv`; appends
   // the key and the value. All threads of the block come here.
-  __device__ __forceinline__ void mix(const ClusterBlockParams& p, const float* qkv, HeadParts& parts,
+  __device__ __forceinline__ void mix(const ClusterBlockParams& p, const float* qkv, HeadPartials& partials,
                                       const Inbox& inbox, float* out) {
     const float scale = p.scale * 1.4426950408889634f;  // of powers of 2
     if (threadIdx.x >= kClusterThreads) {
-      take_new(qkv, scale, parts);
+      take_new(qkv, scale, partials);
     } else {
-      take_old(qkv, scale, parts);
+      take_old(qkv, scale, partials);
     }
     __syncthreads();  // every warp's positions
-    exchange(parts, inbox);
+    exchange(partials, inbox);
     inbox.wait();
     const int d = threadIdx.x;
     if (d >= kClusterHeadDim) return;
     const float* new_v = qkv + 2 * kClusterHeadDim;
-    float largest = parts.new_score;
+    float largest = partials.new_score;
 #pragma unroll
-    for (int r = 0; r < kClusterSize; ++r) largest = fmaxf(largest, parts.maxima[r]);
-    const float new_weight = power(parts.new_score, largest);
+    for (int r = 0; r < kClusterSize; ++r) largest = fmaxf(largest, partials.maxima[r]);
+    const float new_weight = power(partials.new_score, largest);
     float sum = new_weight, mixed = new_weight * new_v[d];
 #pragma unroll
     for (int r = 0; r < kClusterSize; ++r) {
-      const float weight = power(parts.maxima[r], largest);
-      sum = fmaf(parts.sums[r], weight, sum);
-      mixed = fmaf(parts.outputs[r][d], weight, mixed);
+      const float weight = power(partials.maxima[r], largest);
+      sum = fmaf(partials.sums[r], weight, sum);
+      mixed = fmaf(partials.outputs[r][d], weight, mixed);
     }
     out[d] = sees_new ? mixed / sum : 0.f;
   }
@@ -116,7 +116,7 @@ struct HeadAttention<T, true> {
   }
 
   // By one warp.
-  __device__ __forceinline__ void take_new(const float* qkv, float scale, HeadParts& parts) const {
+  __device__ __forceinline__ void take_new(const float* qkv, float scale, HeadPartials& partials) const {
     const float *new_k = qkv + kClusterHeadDim, *new_v = new_k + kClusterHeadDim;
     const int lane = threadIdx.x % kWarpSize;
     float score = 0.f;
@@ -129,11 +129,11 @@ struct HeadAttention<T, true> {
       v_head[at] = from_float<T>(new_v[d]);
     }
     score = warp_sum(score);
-    if (lane == 0) parts.new_score = sees_new ? score * scale : -INFINITY;
+    if (lane == 0) partials.new_score = sees_new ? score * scale : -INFINITY;
   }
 
   // By the others.
-  __device__ __forceinline__ void take_old(const float* qkv, float scale, HeadParts& parts) {
+  __device__ __forceinline__ void take_old(const float* qkv, float scale, HeadPartials& partials) {
     float q[kElems], out[kElems] = {}, largest = -INFINITY, sum = 0.f;
 #pragma unroll
     for (int e = 0; e < kElems; ++e) q[e] = qkv[lane() * kElems + e] * scale;
@@ -177,30 +177,30 @@ struct HeadAttention<T, true> {
 #pragma unroll
     for (int e = 0; e < kElems; ++e) {
       out[e] = over_positions(out[e]);
-      if (writes) parts.warp_outputs[warp][lane() * kElems + e] = out[e];
+      if (writes) partials.warp_outputs[warp][lane() * kElems + e] = out[e];
     }
-    if (threadIdx.x % kWarpSize == 0) parts.warp_maxima[warp] = most, parts.warp_sums[warp] = sum;
+    if (threadIdx.x % kWarpSize == 0) partials.warp_maxima[warp] = most, partials.warp_sums[warp] = sum;
   }
 
   // Over the warps, to all blocks: four threads a feature, two blocks each.
-  __device__ __forceinline__ void exchange(HeadParts& parts, const Inbox& inbox) const {
+  __device__ __forceinline__ void exchange(HeadPartials& partials, const Inbox& inbox) const {
     const int d = threadIdx.x / 4, to = threadIdx.x % 4 * 2;
     if (d >= kClusterHeadDim) return;
     float largest = -INFINITY, sum = 0.f, out = 0.f;
 #pragma unroll
-    for (int w = 0; w < kClusterWarps; ++w) largest = fmaxf(largest, parts.warp_maxima[w]);
+    for (int w = 0; w < kClusterWarps; ++w) largest = fmaxf(largest, partials.warp_maxima[w]);
 #pragma unroll
     for (int w = 0; w < kClusterWarps; ++w) {
-      const float weight = power(parts.warp_maxima[w], largest);
-      sum = fmaf(parts.warp_sums[w], weight, sum);
-      out = fmaf(parts.warp_outputs[w][d], weight, out);
+      const float weight = power(partials.warp_maxima[w], largest);
+      sum = fmaf(partials.warp_sums[w], weight, sum);
+      out = fmaf(partials.warp_outputs[w][d], weight, out);
     }
 #pragma unroll
     for (int r = to; r < to + 2; ++r) {
-      inbox.send(&parts.outputs[rank][d], r, out);
+      inbox.send(&partials.outputs[rank][d], r, out);
       if (d > 0) continue;
-      inbox.send(&parts.maxima[rank], r, largest);
-      inbox.send(&parts.sums[rank], r, sum);
+      inbox.send(&partials.maxima[rank], r, largest);
+      inbox.send(&partials.sums[rank], r, sum);
     }
   }
 };

@@ -16,13 +16,13 @@ constexpr int kMlpClusters = 16;     // of the MLP's kernel
 constexpr int kClusterHeadDim = 64;  // attention has a cluster a head
 constexpr int kMaxClusterHeads = 16;
 
-// A row of features that several kernels hold: base + parts summed + bias.
+// A row of features that several kernels hold: base + partials summed + bias.
 struct StreamIn {
-  const void* token;   // [hidden], dtype: the stream itself; or null, then
-  const float* base;   // [hidden]
-  const float* parts;  // [num_parts, hidden]
-  const void* bias;    // [hidden], dtype, or null
-  int num_parts;
+  const void* token;      // [hidden], dtype: the stream itself; or null, then
+  const float* base;      // [hidden]
+  const float* partials;  // [num_partials, hidden]
+  const void* bias;       // [hidden], dtype, or null
+  int num_partials;
 };
 
 // norm -> product -> attention or activation -> product, of which every cluster makes its part of the sums.
@@ -31,7 +31,7 @@ struct ClusterBlockParams {
   const float* center;      // about the mean of the stream, or null for 0
   float* stream;            // [hidden]: what `in` adds up to
   float* mean;              // of it
-  float* parts;             // [clusters, hidden]
+  float* partials;          // [clusters, hidden]
   const void* norm_weight;  // [hidden], dtype, or null
   const void* norm_bias;
   float norm_eps;
@@ -41,7 +41,7 @@ struct ClusterBlockParams {
   int64_t first_stride, second_stride;    // elements between rows
   CUtensorMap first_tiles, second_tiles;  // of the weights; made by the launch
   int hidden;
-  bool overlap;
+  bool programmatic_launch;
   DType dtype;
   Activation activation;  // of the MLP
   // Attention.
@@ -60,7 +60,7 @@ bool fits_cluster_layers(int64_t hidden, int64_t heads, DType dtype);
 void launch_cluster_attention(const ClusterBlockParams& params, cudaStream_t stream);
 void launch_cluster_mlp(const ClusterBlockParams& params, cudaStream_t stream);
 // out [hidden], dtype: what `in` adds up to.
-void launch_cluster_stream(const StreamIn& in, void* out, int hidden, DType dtype, bool overlap,
+void launch_cluster_stream(const StreamIn& in, void* out, int hidden, DType dtype, bool programmatic_launch,
                            cudaStream_t stream);
 
 }  // namespace hf_fastpath

@@ -27,8 +27,9 @@ bool fits_cluster_layers(const DecodeLayersCall& call) {
   const Tensor& x = call.token;
   const int64_t hidden = x.size(2), heads = call.num_heads, inner = 4 * hidden,
                 features = heads * kClusterHeadDim;
-  if (x.size(0) != 1 || !call.transposed || call.cos || norm_of(call.norm, "decode_layers") != Norm::kLayer ||
-      !x.is_contiguous() || !fits_cluster_layers(hidden, heads, dtype_of(x, "decode_layers"))) {
+  if (x.size(0) != 1 || !call.transposed || call.cos ||
+      norm_of(call.norm, "decode_layers") != NormKind::kLayer || !x.is_contiguous() ||
+      !fits_cluster_layers(hidden, heads, dtype_of(x, "decode_layers"))) {
     return false;
   }
   for (size_t i = 0; i < call.layers(); ++i) {
@@ -70,20 +71,20 @@ std::optional<Tensor> cluster_layers(const DecodeLayersCall& call) {
   const cudaStream_t stream = current_stream(guard.device());
   const int hidden = static_cast<int>(x.size(2)), heads = static_cast<int>(call.num_heads);
 
-  // Streams in front of attention and of the MLP, parts of sums behind them, means.
+  // Streams in front of attention and of the MLP, partial sums behind them, means.
   const int64_t floats = int64_t(2 + heads + kMlpClusters) * hidden + 2;
   const Tensor scratch = empty_like_with_sizes(x, {floats * 4 / element_size(dtype_of(x, "decode_layers"))});
   float* stream_of[2] = {static_cast<float*>(scratch.data_ptr()),
                          static_cast<float*>(scratch.data_ptr()) + hidden};
-  float* parts_of[2] = {stream_of[1] + hidden, stream_of[1] + hidden + int64_t(heads) * hidden};
-  float* mean_of = parts_of[1] + int64_t(kMlpClusters) * hidden;
+  float* partials_of[2] = {stream_of[1] + hidden, stream_of[1] + hidden + int64_t(heads) * hidden};
+  float* mean_of = partials_of[1] + int64_t(kMlpClusters) * hidden;
 
   ClusterBlockParams p{};
   p.hidden = hidden, p.heads = heads;
   p.norm_eps = static_cast<float>(call.norm_eps);
   p.dtype = dtype_of(x, "decode_layers");
   p.activation = activation_of(call.activation, "decode_layers");
-  p.overlap = call.overlap;
+  p.programmatic_launch = call.programmatic_launch;
   p.scale = static_cast<float>(call.scale);
   p.seq_lens = static_cast<const int32_t*>(call.seq_lens.data_ptr());
   p.starts = static_cast<const int32_t*>(data_or_null(call.starts));
@@ -91,14 +92,14 @@ std::optional<Tensor> cluster_layers(const DecodeLayersCall& call) {
   p.in.token = x.data_ptr();
   const auto launch = [&](int which, const Tensor* w, LayerTensor norm, LayerTensor first, LayerTensor second,
                           auto launch_kernel) {
-    p.stream = stream_of[which], p.parts = parts_of[which], p.mean = mean_of + which;
+    p.stream = stream_of[which], p.partials = partials_of[which], p.mean = mean_of + which;
     p.norm_weight = data_or_none(w[norm]), p.norm_bias = data_or_none(w[norm + 1]);
     p.first_weight = w[first].data_ptr(), p.first_bias = data_or_none(w[first + 1]);
     p.first_stride = w[first].stride(0);
     p.second_weight = w[second].data_ptr(), p.second_stride = w[second].stride(0);
     launch_kernel(p, stream);
     // What the next kernel takes.
-    p.in = {nullptr, p.stream, p.parts, data_or_none(w[second + 1]), which == 0 ? heads : kMlpClusters};
+    p.in = {nullptr, p.stream, p.partials, data_or_none(w[second + 1]), which == 0 ? heads : kMlpClusters};
     p.center = p.mean;
   };
   for (size_t i = 0; i < call.layers(); ++i) {
@@ -111,7 +112,7 @@ std::optional<Tensor> cluster_layers(const DecodeLayersCall& call) {
     launch(1, w, kMlpNormWeight, kUpWeight, kDownWeight, launch_cluster_mlp);
   }
   Tensor out = empty_like_with_sizes(x, sizes_of(x));
-  launch_cluster_stream(p.in, out.data_ptr(), hidden, p.dtype, p.overlap, stream);
+  launch_cluster_stream(p.in, out.data_ptr(), hidden, p.dtype, p.programmatic_launch, stream);
   return out;
 }
 

@@ -48,7 +48,7 @@ struct DecodeLayersCall {
   int64_t activation;
   bool transposed;
   const std::optional<Tensor>&kv_table, &workspace;
-  bool overlap;
+  bool programmatic_launch;
 
   size_t layers() const { return k_caches.size(); }
   // Tensors of a layer, by LayerTensor; of what follows the last, by OuterTensor.
@@ -63,7 +63,7 @@ struct DecodeLayersCall {
     STD_TORCH_CHECK(weights.size() == layers() * kLayerTensors + kOuterTensors,
                     "hf_fastpath::decode_layers: ", weights.size(), " weights, expected ",
                     layers() * kLayerTensors + kOuterTensors);
-    STD_TORCH_CHECK(norm_of(norm, "decode_layers") != Norm::kNone,
+    STD_TORCH_CHECK(norm_of(norm, "decode_layers") != NormKind::kNone,
                     "hf_fastpath::decode_layers: norm is none, expected rms or layer");
   }
 };
@@ -72,7 +72,7 @@ struct DecodeLayersCall {
 template <class Ops>
 Tensor layer_by_layer(const DecodeLayersCall& call) {
   const auto& [token, weights, k_caches, v_caches, cos, sin, seq_lens, starts, num_heads, scale, windows,
-               norm, norm_eps, activation, transposed, kv_table, workspace, overlap] = call;
+               norm, norm_eps, activation, transposed, kv_table, workspace, programmatic_launch] = call;
   Tensor x = token;
   for (size_t i = 0; i < call.layers(); ++i) {
     const Tensor* w = call.layer(i);
@@ -80,25 +80,27 @@ Tensor layer_by_layer(const DecodeLayersCall& call) {
     const Tensor queries = Ops::qkv_rope_append(
         x, w[kQWeight], given(w[kKWeight]), given(w[kVWeight]), given(w[kQBias]), given(w[kKBias]),
         given(w[kVBias]), transposed, cos, sin, k_caches[i], v_caches[i], seq_lens, num_heads, kv_table,
-        layer, norm, given(w[kAttentionNormWeight]), given(w[kAttentionNormBias]), norm_eps, overlap,
-        std::nullopt, std::nullopt, std::nullopt);
+        layer, norm, given(w[kAttentionNormWeight]), given(w[kAttentionNormBias]), norm_eps,
+        programmatic_launch, std::nullopt, std::nullopt, std::nullopt);
     const Tensor mixed = Ops::decode_attention(queries, k_caches[i], v_caches[i], seq_lens, starts, scale,
-                                               windows[i], kv_table, layer, workspace, overlap, std::nullopt,
-                                               std::nullopt, std::nullopt, std::nullopt);
+                                               windows[i], kv_table, layer, workspace, programmatic_launch,
+                                               std::nullopt, std::nullopt, std::nullopt, std::nullopt);
     const bool gated = w[kGateWeight].numel() > 0;
     const std::optional<Tensor> none;
     x = Ops::gemv(mixed, w[kOutWeight], given(w[kOutBias]), x, number_of(Activation::kNone), transposed,
-                  number_of(Norm::kNone), none, none, 0.0, overlap, w[gated ? kGateWeight : kUpWeight]);
+                  number_of(NormKind::kNone), none, none, 0.0, programmatic_launch,
+                  w[gated ? kGateWeight : kUpWeight]);
     STD_TORCH_CHECK(!gated || (!transposed && w[kUpBias].numel() == 0),
                     "hf_fastpath::decode_layers: gate_weight goes with neither transposed nor up_bias");
     const std::optional<Tensor> norm_weight = given(w[kMlpNormWeight]), norm_bias = given(w[kMlpNormBias]);
-    const Tensor hidden = gated ? Ops::gemv_swiglu(x, w[kGateWeight], w[kUpWeight], activation, norm,
-                                                   norm_weight, norm_bias, norm_eps, overlap, w[kDownWeight])
-                                : Ops::gemv(x, w[kUpWeight], given(w[kUpBias]), none, activation, transposed,
-                                            norm, norm_weight, norm_bias, norm_eps, overlap, w[kDownWeight]);
+    const Tensor hidden =
+        gated ? Ops::gemv_swiglu(x, w[kGateWeight], w[kUpWeight], activation, norm, norm_weight, norm_bias,
+                                 norm_eps, programmatic_launch, w[kDownWeight])
+              : Ops::gemv(x, w[kUpWeight], given(w[kUpBias]), none, activation, transposed, norm, norm_weight,
+                          norm_bias, norm_eps, programmatic_launch, w[kDownWeight]);
     const Tensor* next = call.layer(i + 1);
     x = Ops::gemv(hidden, w[kDownWeight], given(w[kDownBias]), x, number_of(Activation::kNone), transposed,
-                  number_of(Norm::kNone), none, none, 0.0, overlap,
+                  number_of(NormKind::kNone), none, none, 0.0, programmatic_launch,
                   next[i + 1 < call.layers() ? size_t(kQWeight) : size_t(kHeadWeight)]);
   }
   return x;
@@ -112,16 +114,16 @@ Tensor decode_layers(const Tensor& token, const std::vector<Tensor>& weights,
                      const Tensor& seq_lens, const std::optional<Tensor>& starts, int64_t num_heads,
                      double scale, const std::vector<int64_t>& windows, int64_t norm, double norm_eps,
                      int64_t activation, bool transposed, const std::optional<Tensor>& kv_table,
-                     const std::optional<Tensor>& workspace, bool overlap) {
+                     const std::optional<Tensor>& workspace, bool programmatic_launch) {
   const DecodeLayersCall call{token,    weights,    k_caches,   v_caches, cos,       sin,
                               seq_lens, starts,     num_heads,  scale,    windows,   norm,
-                              norm_eps, activation, transposed, kv_table, workspace, overlap};
+                              norm_eps, activation, transposed, kv_table, workspace, programmatic_launch};
   call.check();
   std::optional<Tensor> x = Ops::at_once(call);
   if (!x) x = layer_by_layer<Ops>(call);
   const Tensor* w = call.layer(call.layers());
   return Ops::gemv(*x, w[kHeadWeight], given(w[kHeadBias]), std::nullopt, number_of(Activation::kNone), false,
-                   norm, given(w[kFinalNormWeight]), given(w[kFinalNormBias]), norm_eps, overlap,
+                   norm, given(w[kFinalNormWeight]), given(w[kFinalNormBias]), norm_eps, programmatic_launch,
                    std::nullopt);
 }
 

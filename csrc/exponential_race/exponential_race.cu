@@ -321,7 +321,8 @@ void launch_exponential_race(const ExponentialRaceParams& params, cudaStream_t s
         (params.rows == 1 || (params.stride % kElems == 0 && params.vocab_size % kVecElems<float> == 0));
     const auto kernel = aligned ? exponential_race_kernel<T, kElems> : exponential_race_kernel<T, 1>;
     const dim3 grid(static_cast<unsigned>(params.rows)), block(kThreads);
-    HF_FASTPATH_CUDA_CHECK(launch_overlapping(kernel, grid, block, 0, stream, params.overlap, params));
+    HF_FASTPATH_CUDA_CHECK(
+        launch_programmatic(kernel, grid, block, 0, stream, params.programmatic_launch, params));
   });
 }
 

@@ -13,7 +13,7 @@ struct ExponentialRaceParams {
   const double* settings;  // temperature, top_k, top_p, min_p
   float* out;              // [rows, vocab_size]
   int64_t rows, vocab_size, stride;
-  bool overlap;
+  bool programmatic_launch;
   DType dtype;
 };
 

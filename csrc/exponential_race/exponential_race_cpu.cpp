@@ -67,8 +67,9 @@ bool race(uint64_t* begin, uint64_t* end, const double* settings, const float* n
   return true;
 }
 
-Tensor exponential_race(const Tensor& logits, const Tensor& noise, const Tensor& settings, bool overlap) {
-  const ExponentialRaceCall call(logits, noise, settings, overlap);
+Tensor exponential_race(const Tensor& logits, const Tensor& noise, const Tensor& settings,
+                        bool programmatic_launch) {
+  const ExponentialRaceCall call(logits, noise, settings, programmatic_launch);
   const ExponentialRaceParams& p = call.params;
   std::atomic<bool> defined{true};
   for_each_range(p.rows, 8 * p.rows * p.vocab_size, [&](int64_t begin, int64_t end) {

@@ -7,9 +7,10 @@
 namespace hf_fastpath {
 namespace {
 
-Tensor exponential_race(const Tensor& logits, const Tensor& noise, const Tensor& settings, bool overlap) {
+Tensor exponential_race(const Tensor& logits, const Tensor& noise, const Tensor& settings,
+                        bool programmatic_launch) {
   const DeviceGuard guard(logits);
-  const ExponentialRaceCall call(logits, noise, settings, overlap);
+  const ExponentialRaceCall call(logits, noise, settings, programmatic_launch);
   launch_exponential_race(call.params, current_stream(guard.device()));
   return call.out;
 }

@@ -12,7 +12,7 @@ struct ExponentialRaceCall {
   Tensor logits, noise, settings, out;
 
   ExponentialRaceCall(const Tensor& given, const Tensor& given_noise, const Tensor& given_settings,
-                      bool overlap)
+                      bool programmatic_launch)
       : logits(given),
         noise(hf_fastpath::contiguous(given_noise)),
         settings(hf_fastpath::contiguous(given_settings)),
@@ -33,7 +33,7 @@ struct ExponentialRaceCall {
     params.rows = logits.size(0);
     params.vocab_size = logits.size(1);
     params.stride = logits.stride(0);
-    params.overlap = overlap;
+    params.programmatic_launch = programmatic_launch;
   }
 };
 

@@ -57,9 +57,9 @@ __global__ void __launch_bounds__(kThreads, kMinBlocks) gate_up_kernel(FusedExpe
   drop_l1();  // x comes through L1, which all warps of the SM share
 #pragma unroll
   for (int u = 0; u < kUnroll; ++u) load(u, u * kWarpSize + lane);
-  float sums[2 * kX];
+  float accumulators[2 * kX];
 #pragma unroll
-  for (int i = 0; i < 2 * kX; ++i) sums[i] = 0.f;
+  for (int i = 0; i < 2 * kX; ++i) accumulators[i] = 0.f;
 #pragma unroll 1
   for (int base = lane; base - lane < chunks; base += kUnroll * kWarpSize) {
 #pragma unroll
@@ -78,8 +78,8 @@ __global__ void __launch_bounds__(kThreads, kMinBlocks) gate_up_kernel(FusedExpe
         C::unpack(x_raw[u], xs);
 #pragma unroll
         for (int e = 0; e < kElems; ++e) {
-          sums[m] = fmaf(w[0][e], xs[e], sums[m]);
-          sums[kX + m] = fmaf(w[1][e], xs[e], sums[kX + m]);
+          accumulators[m] = fmaf(w[0][e], xs[e], accumulators[m]);
+          accumulators[kX + m] = fmaf(w[1][e], xs[e], accumulators[kX + m]);
         }
       }
       load(u, chunk + kUnroll * kWarpSize);
@@ -87,11 +87,12 @@ __global__ void __launch_bounds__(kThreads, kMinBlocks) gate_up_kernel(FusedExpe
   }
 
   // float32 results keep every bit of a lane's sum, as in gemv_rows.cuh.
-  std::conditional_t<sizeof(T) == 4, double, float> gate_sums[kX], up_sums[kX];
+  std::conditional_t<sizeof(T) == 4, double, float> gate_accumulators[kX], up_accumulators[kX];
 #pragma unroll
-  for (int m = 0; m < kX; ++m) gate_sums[m] = sums[m], up_sums[m] = sums[kX + m];
-  const float gate_sum = static_cast<float>(warp_sums<kX>(gate_sums, lane));
-  const float up_sum = static_cast<float>(warp_sums<kX>(up_sums, lane));
+  for (int m = 0; m < kX; ++m)
+    gate_accumulators[m] = accumulators[m], up_accumulators[m] = accumulators[kX + m];
+  const float gate_sum = static_cast<float>(warp_sums<kX>(gate_accumulators, lane));
+  const float up_sum = static_cast<float>(warp_sums<kX>(up_accumulators, lane));
   constexpr int kLanesPerRow = kWarpSize / kX;
   const int m = lane / kLanesPerRow;
   if (lane % kLanesPerRow != 0 || feature >= p.width) return;
@@ -201,9 +202,9 @@ __global__ void __launch_bounds__(kThreads, kMinBlocks) down_kernel(FusedExperts
     for (int u = 0; u < kLoads; ++u) load_hidden(u, expert, from), advance(expert, from);
   }
 
-  float sums[kX];
+  float accumulators[kX];
 #pragma unroll
-  for (int m = 0; m < kX; ++m) sums[m] = 0.f;
+  for (int m = 0; m < kX; ++m) accumulators[m] = 0.f;
 #pragma unroll 1
   while (at < chosen.count) {
 #pragma unroll
@@ -224,7 +225,7 @@ __global__ void __launch_bounds__(kThreads, kMinBlocks) down_kernel(FusedExperts
           C::unpack(hidden_raw[u], h);
 #pragma unroll
           for (int e = 0; e < kElems; ++e) product = fmaf(w[e], h[e], product);
-          sums[m] = fmaf(chosen.weight[at][m], product, sums[m]);
+          accumulators[m] = fmaf(chosen.weight[at][m], product, accumulators[m]);
         }
       }
       advance(at, base);
@@ -236,7 +237,7 @@ __global__ void __launch_bounds__(kThreads, kMinBlocks) down_kernel(FusedExperts
 
   std::conditional_t<sizeof(T) == 4, double, float> wide[kX];
 #pragma unroll
-  for (int m = 0; m < kX; ++m) wide[m] = sums[m];
+  for (int m = 0; m < kX; ++m) wide[m] = accumulators[m];
   float sum = static_cast<float>(warp_sums<kX>(wide, lane));
   constexpr int kLanesPerRow = kWarpSize / kX;
   const int m = first_row + lane / kLanesPerRow;
@@ -247,25 +248,25 @@ __global__ void __launch_bounds__(kThreads, kMinBlocks) down_kernel(FusedExperts
 }
 
 template <class T, int kElems, int kX>
-void launch_form(const FusedExpertsParams& p, cudaStream_t stream) {
+void launch_variant(const FusedExpertsParams& p, cudaStream_t stream) {
   const dim3 grid = expert_grid(p, p.width, kWarps), block(kThreads);
   const dim3 down_grid((p.hidden_size + kWarps - 1) / kWarps, row_groups(p));
   const size_t smem_bytes = 0;
-  HF_FASTPATH_CUDA_CHECK(
-      launch_overlapping(gate_up_kernel<T, kElems, kX>, grid, block, smem_bytes, stream, p.overlap, p));
+  HF_FASTPATH_CUDA_CHECK(launch_programmatic(gate_up_kernel<T, kElems, kX>, grid, block, smem_bytes, stream,
+                                             p.programmatic_launch, p));
   // The kernel in front is our own: it writes nothing that is read early.
   HF_FASTPATH_CUDA_CHECK(
-      launch_overlapping(down_kernel<T, kElems, kX>, down_grid, block, smem_bytes, stream, true, p));
+      launch_programmatic(down_kernel<T, kElems, kX>, down_grid, block, smem_bytes, stream, true, p));
 }
 
 template <class T, int kElems>
 void launch_rows(const FusedExpertsParams& p, cudaStream_t stream) {
-  if (p.rows == 1) return launch_form<T, kElems, 1>(p, stream);
+  if (p.rows == 1) return launch_variant<T, kElems, 1>(p, stream);
   if constexpr (kElems > 1) {  // else alignment costs more than rows that are not there
-    if (p.rows == 2) return launch_form<T, kElems, 2>(p, stream);
-    if (p.rows <= 4) return launch_form<T, kElems, 4>(p, stream);
+    if (p.rows == 2) return launch_variant<T, kElems, 2>(p, stream);
+    if (p.rows <= 4) return launch_variant<T, kElems, 4>(p, stream);
   }
-  return launch_form<T, kElems, kMaxX>(p, stream);
+  return launch_variant<T, kElems, kMaxX>(p, stream);
 }
 
 }  // namespace

@@ -37,7 +37,7 @@ struct FusedExpertsParams {
   Activation activation;
   bool clamped;  // gate * sigmoid(alpha * gate) * (up + 1) instead, of values clamped to `limit`
   float alpha, limit;
-  bool overlap;  // may start before the kernel in front on the stream is complete
+  bool programmatic_launch;  // may start before the kernel in front on the stream is complete
 };
 
 void launch_fused_experts(const FusedExpertsParams& params, cudaStream_t stream);

@@ -232,28 +232,28 @@ __global__ void __launch_bounds__(kThreads) add_choices_kernel(FusedExpertsParam
 }
 
 template <class T, int kElems, int kX>
-void launch_form(const FusedExpertsParams& p, cudaStream_t stream) {
+void launch_variant(const FusedExpertsParams& p, cudaStream_t stream) {
   constexpr int kBlock = kColumns<kElems>;
   const dim3 grid = expert_grid(p, 2 * p.width, kBlock), block(kThreads);
   const dim3 down_grid = expert_grid(p, p.hidden_size, kBlock);
   const dim3 add_grid((p.hidden_size + kThreads - 1) / kThreads, p.rows);
   const size_t smem_bytes = 0;
-  HF_FASTPATH_CUDA_CHECK(launch_overlapping(gate_up_columns_kernel<T, kElems, kX>, grid, block, smem_bytes,
-                                            stream, p.overlap, p));
+  HF_FASTPATH_CUDA_CHECK(launch_programmatic(gate_up_columns_kernel<T, kElems, kX>, grid, block, smem_bytes,
+                                             stream, p.programmatic_launch, p));
   // The kernels in front are our own: they write nothing that is read early.
   HF_FASTPATH_CUDA_CHECK(
-      launch_overlapping(down_columns_kernel<T, kElems, kX>, down_grid, block, smem_bytes, stream, true, p));
+      launch_programmatic(down_columns_kernel<T, kElems, kX>, down_grid, block, smem_bytes, stream, true, p));
   HF_FASTPATH_CUDA_CHECK(
-      launch_overlapping(add_choices_kernel<T>, add_grid, block, smem_bytes, stream, true, p));
+      launch_programmatic(add_choices_kernel<T>, add_grid, block, smem_bytes, stream, true, p));
 }
 
 template <class T, int kElems>
 void launch_rows(const FusedExpertsParams& p, cudaStream_t stream) {
-  if (p.rows == 1) return launch_form<T, kElems, 1>(p, stream);
+  if (p.rows == 1) return launch_variant<T, kElems, 1>(p, stream);
   if constexpr (kElems > 1) {  // else alignment costs more than rows that are not there
-    if (p.rows <= 4) return launch_form<T, kElems, 4>(p, stream);
+    if (p.rows <= 4) return launch_variant<T, kElems, 4>(p, stream);
   }
-  return launch_form<T, kElems, kMaxX>(p, stream);
+  return launch_variant<T, kElems, kMaxX>(p, stream);
 }
 
 }  // namespace

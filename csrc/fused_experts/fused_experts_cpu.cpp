@@ -92,9 +92,10 @@ void run_experts(const ExpertsCall& call) {
 
 Tensor fused_experts_cpu(const Tensor& x, const Tensor& expert_ids, const Tensor& expert_weights,
                          const Tensor& gate_up_weight, const Tensor& down_weight,
-                         const std::optional<Tensor>& residual, int64_t activation, bool /*overlap*/,
-                         const std::optional<Tensor>& gate_up_bias, const std::optional<Tensor>& down_bias,
-                         bool transposed, double alpha, double limit) {
+                         const std::optional<Tensor>& residual, int64_t activation,
+                         bool /*programmatic_launch*/, const std::optional<Tensor>& gate_up_bias,
+                         const std::optional<Tensor>& down_bias, bool transposed, double alpha,
+                         double limit) {
   STD_TORCH_CHECK(expert_ids.scalar_type() == ScalarType::Long && expert_ids.dim() == 2,
                   "hf_fastpath::fused_experts: expert_ids has to be int64 [rows, top_k]");
   STD_TORCH_CHECK(

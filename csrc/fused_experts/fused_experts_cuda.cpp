@@ -16,7 +16,7 @@ ExpertStack expert_stack(const Tensor& stack) { return {stack.data_ptr(), stack.
 
 Tensor fused_experts_cuda(const Tensor& x, const Tensor& expert_ids, const Tensor& expert_weights,
                           const Tensor& gate_up_weight, const Tensor& down_weight,
-                          const std::optional<Tensor>& residual, int64_t activation, bool overlap,
+                          const std::optional<Tensor>& residual, int64_t activation, bool programmatic_launch,
                           const std::optional<Tensor>& gate_up_bias, const std::optional<Tensor>& down_bias,
                           bool transposed, double alpha, double limit) {
   const DeviceGuard guard(x);
@@ -78,7 +78,7 @@ Tensor fused_experts_cuda(const Tensor& x, const Tensor& expert_ids, const Tenso
   p.top_k = static_cast<int>(top_k);
   p.hidden_size = static_cast<int>(hidden_size);
   p.width = static_cast<int>(width);
-  p.overlap = overlap;
+  p.programmatic_launch = programmatic_launch;
   const cudaStream_t stream = current_stream(guard.device());
   transposed ? launch_fused_experts_columns(p, stream) : launch_fused_experts(p, stream);
   return out;

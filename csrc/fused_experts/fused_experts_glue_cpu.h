@@ -1,4 +1,4 @@
-// What the two forms of fused_experts share on the CPU. Torch-facing; included by *_cpu.cpp only.
+// What the two variants of fused_experts share on the CPU. Torch-facing; included by *_cpu.cpp only.
 #pragma once
 
 #include <vector>
@@ -63,21 +63,21 @@ void add_choices(const ExpertsCall& call, int64_t begin, int64_t end, const Read
   for (int64_t row = 0; row < call.rows; ++row) {
     for (int64_t first = begin; first < end; first += kExpertChunk) {
       const int64_t n = std::min(kExpertChunk, end - first);
-      double sums[kExpertChunk] = {};  // of up to 32 choices, whose roundings would add up
+      double accumulators[kExpertChunk] = {};  // of up to 32 choices, whose roundings would add up
       float one[kExpertChunk];
       for (int64_t pair = row * call.top_k; pair < (row + 1) * call.top_k; ++pair) {
         if (call.pairs.place[pair] < 0) continue;
         read(call.pairs.place[pair], first, n, one);
-        for (int64_t i = 0; i < n; ++i) sums[i] += double(call.weights[pair]) * one[i];
+        for (int64_t i = 0; i < n; ++i) accumulators[i] += double(call.weights[pair]) * one[i];
       }
       if (call.residual != nullptr) {
         convert(call.dtype, at(call.residual, row * call.hidden_size + first, call.dtype), one, n);
-        for (int64_t i = 0; i < n; ++i) sums[i] += one[i];
+        for (int64_t i = 0; i < n; ++i) accumulators[i] += one[i];
       }
       with_storage(call.dtype, [&](auto* tag) {
         using T = std::remove_pointer_t<decltype(tag)>;
         T* values = static_cast<T*>(call.out) + row * call.hidden_size + first;
-        for (int64_t i = 0; i < n; ++i) from_float(static_cast<float>(sums[i]), values + i);
+        for (int64_t i = 0; i < n; ++i) from_float(static_cast<float>(accumulators[i]), values + i);
       });
     }
   }

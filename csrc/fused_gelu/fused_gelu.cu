@@ -1,11 +1,12 @@
-// What: GELU (tanh form or erf form) of every element.
+// What: GELU (tanh approximation or erf) of every element.
 // Work split: a block takes kThreads * kUnroll neighboring chunks of 16 bytes, a thread every kThreads-th of
 //   them, its loads issued before the first use. Elements after the last whole chunk, or all of them when a
 //   pointer is not 16-byte aligned, go one to a thread through the same kernel.
 // Traffic: 2 * count * sizeof(T): one read, one write. Loads and stores use the caches normally, since the
 //   layer before has often just written x and the layer after reads the result.
-// Roofline: copy bandwidth. 96 % of a copy for float16 and float32, tanh form, 16000x3072; 86 % for float16,
-//   erf form (H200, 2026-11).
+// Roofline: copy bandwidth. 96 % of a copy for float16 and float32, tanh approximation, 16000x3072; 86 % for
+// float16,
+//   erf (H200, 2026-11).
 
 #include <algorithm>
 

@@ -1,5 +1,5 @@
 // What: out = activation(x @ W.T + bias) + residual for many rows of x, with the weight as nn.Linear
-//   stores it ([out, in]) or as Conv1D does ([in, out]), of any type. Float32 sums, rounded
+//   stores it ([out, in]) or as Conv1D does ([in, out]), of any type. Float32 accumulators, rounded
 //   once. gemm_block.h has the product, for vectors of 8 values here.
 // Work split: threads take strips of up to 128 outputs in turn, and with few outputs ranges of rows, too.
 //   A strip goes through the inputs in blocks of 256. A block of the weight is widened to float32 once,
@@ -20,7 +20,8 @@ namespace hf_fastpath {
 namespace {
 
 struct Vector8 : Floats8 {
-  static constexpr int kRows = 6;  // 12 sums, two vectors of the panel and a broadcast: 15 of 16 registers
+  static constexpr int kRows =
+      6;  // 12 accumulators, two vectors of the panel and a broadcast: 15 of 16 registers
 };
 
 }  // namespace
@@ -38,16 +39,16 @@ void finish_rows_avx2(const FinishArgs& args, int64_t begin, int64_t end) {
     with_activation(args.activation, [&](auto tag) {
       constexpr Activation kActivation = decltype(tag)::value;
       for (int64_t row = begin; row < end; ++row) {
-        const int64_t from = row * args.sums_stride, to = row * args.stride;
+        const int64_t from = row * args.accumulator_stride, to = row * args.stride;
         const auto* bias = static_cast<const Storage*>(args.bias);
         const auto* added = residual != nullptr ? residual + to : nullptr;
         auto* out = static_cast<Storage*>(args.out) + to;
-        if (args.sums_dtype == DType::kFloat32) {
-          epilogue<Element, kActivation>(static_cast<const float*>(args.sums) + from, nullptr, bias, added,
-                                         out, args.columns);
+        if (args.accumulator_dtype == DType::kFloat32) {
+          epilogue<Element, kActivation>(static_cast<const float*>(args.accumulators) + from, nullptr, bias,
+                                         added, out, args.columns);
         } else {
-          epilogue<Element, kActivation, Element>(static_cast<const Storage*>(args.sums) + from, nullptr,
-                                                  bias, added, out, args.columns);
+          epilogue<Element, kActivation, Element>(static_cast<const Storage*>(args.accumulators) + from,
+                                                  nullptr, bias, added, out, args.columns);
         }
       }
     });

@@ -1,5 +1,5 @@
 // What: out = activation(x @ W.T + bias) + residual for many rows of x, with the weight as nn.Linear
-//   stores it ([out, in]) or as Conv1D does ([in, out]), of any type. Float32 sums, rounded
+//   stores it ([out, in]) or as Conv1D does ([in, out]), of any type. Float32 accumulators, rounded
 //   once. gemm_block.h has the product, for vectors of 16 values here.
 // Work split: threads take strips of up to 128 outputs in turn, and with few outputs ranges of rows, too.
 //   A strip goes through the inputs in blocks of 256. A block of the weight is widened to float32 once,
@@ -21,7 +21,8 @@ namespace hf_fastpath {
 namespace {
 
 struct Vector16 : Floats16 {
-  static constexpr int kRows = 12;  // 24 sums, two vectors of the panel and a broadcast: 27 of 32 registers
+  static constexpr int kRows =
+      12;  // 24 accumulators, two vectors of the panel and a broadcast: 27 of 32 registers
 };
 
 }  // namespace

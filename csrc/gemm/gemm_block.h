@@ -77,8 +77,8 @@ HF_INLINE void transpose_tile(const float* w, int64_t stride, float* to, int64_t
 // panel[k * kN + r] = w[r][k] of an nn.Linear weight; zeros for rows from `count` and inputs from `length`
 // on.
 template <class Element, int kN>
-void pack_rows(const typename Element::Storage* w, int64_t stride, int64_t count, int64_t length,
-               int64_t depth, float* panel) {
+void fill_panel(const typename Element::Storage* w, int64_t stride, int64_t count, int64_t length,
+                int64_t depth, float* panel) {
   constexpr int64_t kLine = kCacheLineBytes / static_cast<int64_t>(sizeof(typename Element::Storage));
   for (int64_t group = 0; group < kN; group += 16) {
     const auto* rows = w + group * stride;
@@ -109,8 +109,8 @@ void pack_rows(const typename Element::Storage* w, int64_t stride, int64_t count
 // All panels of a Conv1D weight's block at once, w[k][r] with `columns` outputs: its rows are read from end
 // to end.
 template <class Element, int kN>
-void pack_columns(const typename Element::Storage* w, int64_t stride, int64_t columns, int64_t length,
-                  int64_t depth, float* block) {
+void fill_panels(const typename Element::Storage* w, int64_t stride, int64_t columns, int64_t length,
+                 int64_t depth, float* block) {
   constexpr int64_t kLine = kCacheLineBytes / static_cast<int64_t>(sizeof(typename Element::Storage));
   constexpr int64_t kAhead = 16;  // rows: pages apart, where no prefetcher of the hardware follows
   for (int64_t k = 0; k < depth; ++k, w += stride) {
@@ -129,9 +129,9 @@ void pack_columns(const typename Element::Storage* w, int64_t stride, int64_t co
 
 // ---- products -----------------------------------------------------------------------------------------
 
-// sums[m][n] (+)= sum over k of x[m][k] * panel[k][n], for kM rows and two vectors of outputs.
+// accumulators[m][n] (+)= sum over k of x[m][k] * panel[k][n], for kM rows and two vectors of outputs.
 template <class Vector, int kM>
-void multiply_tile(const float* x, const float* panel, int64_t depth, float* sums, bool add) {
+void multiply_tile(const float* x, const float* panel, int64_t depth, float* accumulators, bool add) {
   constexpr int kN = 2 * Vector::kWidth;
   typename Vector::Type sum[kM][2];
 #pragma GCC unroll 16
@@ -157,7 +157,7 @@ void multiply_tile(const float* x, const float* panel, int64_t depth, float* sum
   }
 #pragma GCC unroll 16
   for (int m = 0; m < kM; ++m) {
-    float* to = sums + m * kGemmStrip;
+    float* to = accumulators + m * kGemmStrip;
     if (add) {
       sum[m][0] = Vector::add(sum[m][0], Vector::load(to));
       sum[m][1] = Vector::add(sum[m][1], Vector::load(to + Vector::kWidth));
@@ -167,7 +167,7 @@ void multiply_tile(const float* x, const float* panel, int64_t depth, float* sum
   }
 }
 
-using MultiplyTile = void(const float* x, const float* panel, int64_t depth, float* sums, bool add);
+using MultiplyTile = void(const float* x, const float* panel, int64_t depth, float* accumulators, bool add);
 
 template <class Vector, int... kM>
 constexpr MultiplyTile* tile_of(int rows, std::integer_sequence<int, kM...>) {
@@ -176,15 +176,16 @@ constexpr MultiplyTile* tile_of(int rows, std::integer_sequence<int, kM...>) {
   return found;
 }
 
-// Rows in tiles of nearly equal height: a tile of one or two rows would wait for its own sums.
+// Rows in tiles of nearly equal height: a tile of one or two rows would wait for its own accumulators.
 template <class Vector>
-void multiply_rows(const float* x, int64_t rows, const float* panel, int64_t depth, float* sums, bool add) {
+void multiply_rows(const float* x, int64_t rows, const float* panel, int64_t depth, float* accumulators,
+                   bool add) {
   const int64_t tiles = (rows + Vector::kRows - 1) / Vector::kRows;
   for (int64_t tile = 0; tile < tiles; ++tile) {
     const int64_t begin = rows * tile / tiles, end = rows * (tile + 1) / tiles;
     MultiplyTile* multiply =
         tile_of<Vector>(static_cast<int>(end - begin), std::make_integer_sequence<int, Vector::kRows>{});
-    multiply(x + begin * kGemmDepth, panel, depth, sums + begin * kGemmStrip, add);
+    multiply(x + begin * kGemmDepth, panel, depth, accumulators + begin * kGemmStrip, add);
   }
 }
 
@@ -195,23 +196,23 @@ void strip_of(const GemmArgs& args, int64_t row_begin, int64_t row_end, int64_t 
   constexpr int kN = 2 * Vector::kWidth;
   const int64_t rows = row_end - row_begin, stride = args.weight_stride;
   float* block = scratch;
-  float* sums = scratch + kGemmStrip * kGemmDepth;
+  float* accumulators = scratch + kGemmStrip * kGemmDepth;
   const auto* weight = static_cast<const Storage*>(args.weight);
   for (int64_t k = 0; k < args.in_features; k += kGemmDepth) {
     const int64_t length = min_of(kGemmDepth, args.in_features - k), depth = (length + 7) / 8 * 8;
     if (args.transposed) {
-      pack_columns<Element, kN>(weight + k * stride + begin, stride, end - begin, length, depth, block);
+      fill_panels<Element, kN>(weight + k * stride + begin, stride, end - begin, length, depth, block);
     } else {
       for (int64_t n = begin; n < end; n += kN) {
-        pack_rows<Element, kN>(weight + n * stride + k, stride, min_of(kN, end - n), length, depth,
-                               block + (n - begin) * kGemmDepth);
+        fill_panel<Element, kN>(weight + n * stride + k, stride, min_of(kN, end - n), length, depth,
+                                block + (n - begin) * kGemmDepth);
       }
     }
     const float* x = args.x + k * args.rows + row_begin * kGemmDepth;
     for (int64_t row = 0; row < rows; row += kRowBlock) {
       for (int64_t n = 0; n < end - begin; n += kN) {
         multiply_rows<Vector>(x + row * kGemmDepth, min_of(kRowBlock, rows - row), block + n * kGemmDepth,
-                              depth, sums + row * kGemmStrip + n, k > 0);
+                              depth, accumulators + row * kGemmStrip + n, k > 0);
       }
     }
   }
@@ -221,7 +222,7 @@ void strip_of(const GemmArgs& args, int64_t row_begin, int64_t row_end, int64_t 
     for (int64_t row = 0; row < rows; ++row) {
       const int64_t at = (row_begin + row) * args.out_features + begin;
       epilogue<Element, decltype(tag)::value>(
-          sums + row * kGemmStrip, nullptr, bias != nullptr ? bias + begin : nullptr,
+          accumulators + row * kGemmStrip, nullptr, bias != nullptr ? bias + begin : nullptr,
           residual != nullptr ? residual + at : nullptr, static_cast<Storage*>(args.out) + at, end - begin);
     }
   });

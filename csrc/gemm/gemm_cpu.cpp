@@ -1,5 +1,5 @@
-// gemm on the CPU: checks, allocation, threads, the choice of the way, and the ways that use PyTorch's
-// product; also of a quantized weight, whose rows are widened as they are needed (packed_gemm_cpu.cpp).
+// gemm on the CPU: checks, allocation, threads, the choice of the route, and the routes that use PyTorch's
+// product; also of a quantized weight, whose rows are dequantized as they are needed (packed_gemm_cpu.cpp).
 #include <torch/csrc/inductor/aoti_torch/generated/c_shim_cpu.h>
 
 #include <atomic>
@@ -19,9 +19,10 @@ void finish_rows_portable(const FinishArgs& args, int64_t begin, int64_t end) {
       const T* residual = static_cast<const T*>(args.residual);
       T* out = static_cast<T*>(args.out) + row * args.stride;
       for (int64_t n = 0; n < args.columns; ++n) {
-        const int64_t from = row * args.sums_stride + n;
-        float value = args.sums_dtype == DType::kFloat32 ? static_cast<const float*>(args.sums)[from]
-                                                         : to_float(static_cast<const T*>(args.sums)[from]);
+        const int64_t from = row * args.accumulator_stride + n;
+        float value = args.accumulator_dtype == DType::kFloat32
+                          ? static_cast<const float*>(args.accumulators)[from]
+                          : to_float(static_cast<const T*>(args.accumulators)[from]);
         if (args.bias != nullptr) value += to_float(static_cast<const T*>(args.bias)[n]);
         value = activate(args.activation, value);
         if (residual != nullptr) value += to_float(residual[row * args.stride + n]);
@@ -41,22 +42,23 @@ constexpr int64_t kMinRows = 96;
 
 auto converter() { return use_avx2() ? convert_to_float_avx2 : convert_to_float_portable; }
 
-WidenPacked* widener(DType dtype) {
-  if (!use_avx2()) return widen_packed_portable;
-  return use_bf16_products() && dtype != DType::kFloat32 ? widen_packed_avx512_bf16 : widen_packed_avx2;
+DequantizePacked* dequantizer(DType dtype) {
+  if (!use_avx2()) return dequantize_packed_portable;
+  return use_bf16_products() && dtype != DType::kFloat32 ? dequantize_packed_avx512_bf16
+                                                         : dequantize_packed_avx2;
 }
 
 // Rows [begin, end) of a weight, where a kernel that is given the whole weight looks for them.
 struct WeightRows {
   const void* weight;
   int64_t stride;
-  int64_t ahead;  // bytes from a weight to quants that are widened next, or 0
+  int64_t ahead;  // bytes from a weight to quants that are dequantized next, or 0
 };
 WeightRows weight_rows(const GemmArgs& args, int64_t begin, int64_t end) {
   if (args.packed == nullptr) return {args.weight, args.weight_stride, 0};
   const int64_t k = args.in_features, floats = (end - begin) * k * element_size(args.dtype) / kFloat + 1;
   float* const rows = scratch<1>(floats);
-  widener(args.dtype)(*args.packed, k, args.dtype, begin, end, rows);
+  dequantizer(args.dtype)(*args.packed, k, args.dtype, begin, end, rows);
   const uint8_t* next = args.packed->quants + end * args.packed->row_bytes();
   return {at(rows, -begin * k, args.dtype), k,
           reinterpret_cast<intptr_t>(next) - reinterpret_cast<intptr_t>(rows)};
@@ -125,19 +127,19 @@ void run_blocked(GemmArgs whole, const RowView& x, GemmStrip* kernel) {
 
 // ---- the kernels of gemv --------------------------------------------------------------------------------
 
-// Rows up to which these, which read a weight as it lies in memory, are faster than kernels that pack it
-// first; kMostTiledRows in tiles, as with quantized weights.
-constexpr int64_t kUnpackedRows = 32;
+// Rows up to which these, which read a weight as it lies in memory, are faster than kernels that lay it
+// out in panels first; kMaxPackedAmxRows in tiles, as with quantized weights.
+constexpr int64_t kGemvRows = 32;
 // Bytes of a weight over which all rows pass before the next are read: the second-level cache holds them.
 constexpr int64_t kPassedBytes = 512 << 10;
 
-bool takes_unpacked(const GemmArgs& args, int64_t rows) {
+bool takes_gemv(const GemmArgs& args, int64_t rows) {
   if (!use_avx2() || args.transposed) return false;
-  return rows <= (x_form(args.dtype, rows) == XForm::kTiles ? kMostTiledRows : kUnpackedRows);
+  return rows <= (x_layout(args.dtype, rows) == XLayout::kAmxTiles ? kMaxPackedAmxRows : kGemvRows);
 }
 
-// `rows` rows of x from `first` on as the linear kernel for `form` takes them.
-LinearArgs linear_args(const GemmArgs& args, const RowView& x, int64_t first, int64_t rows, XForm form,
+// `rows` rows of x from `first` on as the linear kernel for `layout` takes them.
+LinearArgs linear_args(const GemmArgs& args, const RowView& x, int64_t first, int64_t rows, XLayout layout,
                        float* floats, uint16_t* laid_out) {
   LinearArgs out{};
   out.dtype = args.dtype;
@@ -153,25 +155,26 @@ LinearArgs linear_args(const GemmArgs& args, const RowView& x, int64_t first, in
   if (args.residual != nullptr) out.residual = at(args.residual, first * args.out_features, args.dtype);
   out.out = at(args.out, first * args.out_features, args.dtype);
   out.activation = args.activation;
-  lay_out(form, args.dtype, x, first, rows, floats, laid_out);
+  lay_out(layout, args.dtype, x, first, rows, floats, laid_out);
   return out;
 }
 
-void run_unpacked(const GemmArgs& args, const RowView& x) {
-  const XForm form = x_form(args.dtype, x.rows);
-  const int64_t most = form == XForm::kTiles ? kMaxAmxRows : kMaxRows, stride = row_stride(args.in_features);
+void run_gemv(const GemmArgs& args, const RowView& x) {
+  const XLayout layout = x_layout(args.dtype, x.rows);
+  const int64_t most = layout == XLayout::kAmxTiles ? kMaxAmxRows : kMaxRows,
+                stride = row_stride(args.in_features);
   const int64_t pieces = (x.rows + most - 1) / most;
-  const int64_t others = round_up(laid_out_elements(form, args.dtype, most, args.in_features) / 2, 16);
-  float* const memory = scratch(pieces * others + (form == XForm::kBFloat16 ? 0 : x.rows * stride));
+  const int64_t others = round_up(laid_out_elements(layout, args.dtype, most, args.in_features) / 2, 16);
+  float* const memory = scratch(pieces * others + (layout == XLayout::kBFloat16 ? 0 : x.rows * stride));
   float* const floats = memory + pieces * others;
   const int64_t row_bytes = args.in_features * element_size(args.dtype);
   const int64_t block = std::max(kOutputGranule, kPassedBytes / row_bytes / kOutputGranule * kOutputGranule);
-  Linear* const kernel = linear_kernel(form);
+  Linear* const kernel = linear_kernel(layout);
   std::vector<LinearArgs> linear(pieces);
   for_each_range(pieces, x.rows * stride * kFloat, [&](int64_t begin, int64_t end) {
     for (int64_t i = begin; i < end; ++i) {
       const int64_t first = part_begin(x.rows, pieces, i), rows = part_begin(x.rows, pieces, i + 1) - first;
-      linear[i] = linear_args(args, x, first, rows, form, floats + first * stride,
+      linear[i] = linear_args(args, x, first, rows, layout, floats + first * stride,
                               reinterpret_cast<uint16_t*>(memory + i * others));
     }
   });
@@ -190,21 +193,21 @@ void run_unpacked(const GemmArgs& args, const RowView& x) {
 // ---- the tiles of AMX ----------------------------------------------------------------------------------
 
 // Rows of x that pass over a weight at a time, and most outputs of a strip: a block of these rows and the
-// strip's sums are in the second-level cache.
-constexpr int64_t kRowsInTiles = 512, kTiledStrip = 256;
+// strip's accumulators are in the second-level cache.
+constexpr int64_t kAmxPassRows = 512, kAmxStrip = 256;
 
-bool takes_tiles(const GemmArgs& args, int64_t rows) {
-  return rows > kMostTiledRows && use_tile_products(args.dtype);
+bool takes_amx(const GemmArgs& args, int64_t rows) {
+  return rows > kMaxPackedAmxRows && use_amx_products(args.dtype);
 }
 
 // False where a sum is not finite that may have to be: then what is written may be wrong.
-bool run_in_tiles(GemmArgs whole, const RowView& x) {
-  const int64_t pieces = (x.rows + kRowsInTiles - 1) / kRowsInTiles;
-  const int64_t most = round_up((x.rows + pieces - 1) / pieces, kTiledPair);
+bool run_amx(GemmArgs whole, const RowView& x) {
+  const int64_t pieces = (x.rows + kAmxPassRows - 1) / kAmxPassRows;
+  const int64_t most = round_up((x.rows + pieces - 1) / pieces, kAmxPairRows);
   const int64_t threads = part_count(most * whole.out_features * whole.in_features, kWorkPerPart);
-  const int64_t width = std::clamp(whole.out_features / (threads * kStripsPerPart) / kTiledPair * kTiledPair,
-                                   kTiledPair, kTiledStrip);
-  const int64_t tile_floats = most * gemm_tiled_width(whole.in_features) * tile_parts(whole.dtype) *
+  const int64_t width = std::clamp(
+      whole.out_features / (threads * kStripsPerPart) / kAmxPairRows * kAmxPairRows, kAmxPairRows, kAmxStrip);
+  const int64_t tile_floats = most * gemm_padded_width(whole.in_features) * tile_terms(whole.dtype) *
                               int64_t(sizeof(uint16_t)) / kFloat;
   float* const memory = scratch(tile_floats + threads * width * most);
   auto* const tiles = reinterpret_cast<uint16_t*>(memory);
@@ -213,7 +216,7 @@ bool run_in_tiles(GemmArgs whole, const RowView& x) {
   for (int64_t first = 0; first < x.rows; first += most) {
     const GemmArgs args = rows_of(whole, first, std::min(most, x.rows - first));
     const void* const rows = at(x.data, first * x.stride, args.dtype);
-    const int64_t groups = (args.rows + kTiledGroup - 1) / kTiledGroup;
+    const int64_t groups = (args.rows + kAmxGroupRows - 1) / kAmxGroupRows;
     for_each_range(groups, args.rows * x.columns * kFloat, [&](int64_t begin, int64_t end) {
       gemm_tiles_amx(args, rows, x.stride, begin, end, tiles);
     });
@@ -234,20 +237,21 @@ bool run_in_tiles(GemmArgs whole, const RowView& x) {
 
 // ---- pairs of bfloat16 ---------------------------------------------------------------------------------
 
-// Quantized weights: from as many rows on as make up for widening them, up to where oneDNN is as fast.
+// Quantized weights: from as many rows on as make up for dequantizing them, up to where oneDNN is as fast.
 // Others: where the kernels of gemv pass over a weight more than once.
 bool takes_pairs(const GemmArgs& args, int64_t rows) {
   if (args.dtype != DType::kBFloat16 || !use_bf16_products() || args.transposed) return false;
-  if (args.packed == nullptr) return rows > kMaxRows && rows <= kUnpackedRows;
-  const PackedForm form = args.packed->form;
-  const int64_t least = form == PackedForm::kFp8 || form == PackedForm::kInt4 ? kPairedRows / 2 : 6;
+  if (args.packed == nullptr) return rows > kMaxRows && rows <= kGemvRows;
+  const PackedFormat format = args.packed->format;
+  const int64_t least = format == PackedFormat::kFp8 || format == PackedFormat::kInt4 ? kPairedRows / 2 : 6;
   return rows >= least && rows <= 512;
 }
 
 void run_in_pairs(const GemmArgs& whole, const RowView& x) {
   constexpr int64_t kRowsAtOnce = 256;  // of x: a block of them is in the second-level cache
   const int64_t pieces = (x.rows + kRowsAtOnce - 1) / kRowsAtOnce, most = (x.rows + pieces - 1) / pieces;
-  auto* const laid_out = reinterpret_cast<uint16_t*>(scratch(most * gemm_tiled_width(whole.in_features) / 2));
+  auto* const laid_out =
+      reinterpret_cast<uint16_t*>(scratch(most * gemm_padded_width(whole.in_features) / 2));
   for (int64_t piece = 0; piece < pieces; ++piece) {
     const int64_t first = part_begin(x.rows, pieces, piece);
     GemmArgs args = rows_of(whole, first, part_begin(x.rows, pieces, piece + 1) - first);
@@ -293,25 +297,25 @@ void run_torch(const GemmArgs& args, const RowView& x) {
           args.activation});
 }
 
-// The same over pieces of a weight that is widened, of about so many bytes: TinyLlama's products of 17 to 64
-// rows in bfloat16 take 3.9 to 8.3 ms, and 5 to 10, 12 to 20 and 40 to 80 % longer with a half, a quarter and
-// an eighth.
-constexpr int64_t kWidenedBytes = 8 << 20;
+// The same over pieces of a weight that is dequantized, of about so many bytes: TinyLlama's products of 17 to
+// 64 rows in bfloat16 take 3.9 to 8.3 ms, and 5 to 10, 12 to 20 and 40 to 80 % longer with a half, a quarter
+// and an eighth.
+constexpr int64_t kDequantizedBytes = 8 << 20;
 
 void run_torch_packed(const GemmArgs& args, const RowView& x) {
   const int64_t n = args.out_features, k = args.in_features, size = element_size(args.dtype);
-  const int64_t width = std::min(n, std::max<int64_t>(64, kWidenedBytes / size / k / 16 * 16));
-  WidenPacked* const widen = widener(args.dtype);
+  const int64_t width = std::min(n, std::max<int64_t>(64, kDequantizedBytes / size / k / 16 * 16));
+  DequantizePacked* const dequantize = dequantizer(args.dtype);
   float* const block = scratch(round_up(width * k, 16) + x.rows * width);
-  float* const sums = block + round_up(width * k, 16);
+  float* const accumulators = block + round_up(width * k, 16);
   for (int64_t begin = 0; begin < n; begin += width) {
     const int64_t columns = std::min(width, n - begin);
     for_each_range(columns, columns * k * size, [&](int64_t first, int64_t last) {
-      widen(*args.packed, k, args.dtype, begin + first, begin + last, at(block, first * k, args.dtype));
+      dequantize(*args.packed, k, args.dtype, begin + first, begin + last, at(block, first * k, args.dtype));
     });
-    multiply(matrix(sums, args.dtype, x.rows, columns, columns, 1),
+    multiply(matrix(accumulators, args.dtype, x.rows, columns, columns, 1),
              matrix(x.data, args.dtype, x.rows, k, x.stride, 1), matrix(block, args.dtype, k, columns, 1, k));
-    finish({args.dtype, args.dtype, x.rows, columns, sums, columns,
+    finish({args.dtype, args.dtype, x.rows, columns, accumulators, columns,
             args.bias != nullptr ? at(args.bias, begin, args.dtype) : nullptr,
             args.residual != nullptr ? at(args.residual, begin, args.dtype) : nullptr,
             at(args.out, begin, args.dtype), n, args.activation});
@@ -332,25 +336,25 @@ void run_widened(const GemmArgs& args, const RowView& x) {
   const int64_t width = std::min(n, std::max<int64_t>(64, kWeightBytes / kFloat / k / 16 * 16));
   float* input = scratch(round_up(most * k, 16) + round_up(width * k, 16) + most * width);
   float* block = input + round_up(most * k, 16);
-  float* sums = block + round_up(width * k, 16);
+  float* accumulators = block + round_up(width * k, 16);
   for (int64_t first = 0; first < x.rows; first += most) {
     const int64_t rows = std::min(most, x.rows - first);
     widen(at(x.data, first * x.stride, args.dtype), x.stride, rows, k, input);
     for (int64_t begin = 0; begin < n; begin += width) {
       const int64_t columns = std::min(width, n - begin), corner = first * n + begin;
       if (args.packed != nullptr) {
-        widen_packed_portable(*args.packed, k, DType::kFloat32, begin, begin + columns, block);
+        dequantize_packed_portable(*args.packed, k, DType::kFloat32, begin, begin + columns, block);
       } else {
         const void* weight =
             at(args.weight, args.transposed ? begin : begin * args.weight_stride, args.dtype);
         widen(weight, args.weight_stride, args.transposed ? k : columns, args.transposed ? columns : k,
               block);
       }
-      multiply(matrix(sums, DType::kFloat32, rows, columns, columns, 1),
+      multiply(matrix(accumulators, DType::kFloat32, rows, columns, columns, 1),
                matrix(input, DType::kFloat32, rows, k, k, 1),
                args.transposed ? matrix(block, DType::kFloat32, k, columns, columns, 1)
                                : matrix(block, DType::kFloat32, k, columns, 1, k));
-      finish({args.dtype, DType::kFloat32, rows, columns, sums, columns,
+      finish({args.dtype, DType::kFloat32, rows, columns, accumulators, columns,
               args.bias != nullptr ? at(args.bias, begin, args.dtype) : nullptr,
               args.residual != nullptr ? at(args.residual, corner, args.dtype) : nullptr,
               at(args.out, corner, args.dtype), n, args.activation});
@@ -376,11 +380,11 @@ bool torch_is_faster(DType dtype) {
 
 void run_gemm(const GemmArgs& args, const RowView& x) {
   if (x.rows == 0 || args.out_features == 0) return;
-  if (takes_tiles(args, x.rows) && run_in_tiles(args, x)) return;
+  if (takes_amx(args, x.rows) && run_amx(args, x)) return;
   if (takes_pairs(args, x.rows)) {
     run_in_pairs(args, x);
-  } else if (takes_unpacked(args, x.rows)) {
-    run_unpacked(args, x);
+  } else if (takes_gemv(args, x.rows)) {
+    run_gemv(args, x);
   } else if (torch_is_faster(args.dtype)) {
     (args.packed != nullptr ? run_torch_packed : run_torch)(args, x);
   } else if (use_avx2()) {

@@ -25,7 +25,7 @@ bool takes_pairs(const GemmArgs& args, int64_t rows);
 // `args` but for x, and x as it lies in memory: in these pairs.
 void run_in_pairs(const GemmArgs& args, const RowView& x);
 
-// `args` but for x, and x as it lies in memory: the way that is fastest here.
+// `args` but for x, and x as it lies in memory: the route that is fastest here.
 void run_gemm(const GemmArgs& args, const RowView& x);
 
 }  // namespace hf_fastpath

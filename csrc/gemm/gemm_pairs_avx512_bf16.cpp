@@ -1,9 +1,9 @@
 // What: products of some to many rows of x in bfloat16 with a weight in rows, by vdpbf16ps, see
-//   gemv_avx512_bf16.cpp. Quantized weights are widened with their scale and rounded once; fp8 is exact in
-//   bfloat16, and its row's scale is applied to the sums. Subnormal bfloat16 count as zeros.
+//   gemv_avx512_bf16.cpp. Quantized weights are dequantized with their scale and rounded once; fp8 is exact
+//   in bfloat16, and its row's scale is applied to the accumulators. Subnormal bfloat16 count as zeros.
 // Work split: a thread takes a range of outputs, 48 at a time, and all rows of x. Of six outputs a block of
-//   1,024 inputs is widened, or copied, into the first-level cache, where three by three they meet eight rows
-//   of x: 24 sums in registers, which are added up to one float32 an output when the block ends.
+//   1,024 inputs is dequantized, or copied, into the first-level cache, where three by three they meet eight
+//   rows of x: 24 accumulators in registers, which are added up to one float32 an output when the block ends.
 // Traffic: the weight once; a block of x from the second-level cache once for six outputs, and x from memory
 //   once for 48.
 // Roofline: read bandwidth for few rows, then products of pairs. A layer of TinyLlama, two threads, of these
@@ -11,19 +11,19 @@
 //   rows, 78 for 128, 82 for 192; Zen 5 (two), 75, 87 and 90.
 #include "common/epilogue_avx2.h"
 #include "gemm/gemm_cpu.h"
-#include "packed_gemm/packed_widen_avx512.h"
+#include "packed_gemm/packed_dequantize_avx512.h"
 
 namespace hf_fastpath {
 namespace {
 
 constexpr int kStep = 32;                 // inputs of a vector
 constexpr int kTogether = 3;              // outputs that meet rows of x at once
-constexpr int kWidened = 2 * kTogether;   // outputs that are widened at a time
+constexpr int kStaged = 2 * kTogether;    // outputs that are staged at a time
 constexpr int64_t kStrip = kPairedStrip;  // outputs that a block of x meets while it is near
-constexpr int64_t kBlocks = 8;            // of kPackedBlock inputs, that are widened at a time
+constexpr int64_t kBlocks = 8;            // of kPackedBlock inputs, that are staged at a time
 constexpr int64_t kDepth = kBlocks * kPackedBlock;
 constexpr int kRows = kPairedRows;
-static_assert(kStrip % kWidened == 0);
+static_assert(kStrip % kStaged == 0);
 
 // Where a group of rows of x begins; they are of about equal size.
 HF_INLINE int64_t group_begin(int64_t rows, int64_t group) { return rows * group / gemm_paired_groups(rows); }
@@ -46,7 +46,7 @@ struct Plain {
     for (int s = 0; s < kStretches; ++s)
       prefetch(rows.weight + row * rows.stride + b * kPackedBlock + s * kStep);
   }
-  HF_INLINE void widen(const Plain& rows, int64_t row, int64_t b, uint16_t* to) {
+  HF_INLINE void stage(const Plain& rows, int64_t row, int64_t b, uint16_t* to) {
     const uint16_t* from = rows.weight + row * rows.stride + b * kPackedBlock;
     const int64_t left = rows.in_features - b * kPackedBlock;
     for (int s = 0; s < kStretches; ++s) {
@@ -55,18 +55,18 @@ struct Plain {
   }
 };
 
-template <PackedForm kForm>
-struct Packed : SumScaledWeight<kForm> {
-  using Rows = PackedWeight<kForm>;
+template <PackedFormat kFormat>
+struct Packed : SumScaledWeight<kFormat> {
+  using Rows = PackedWeight<kFormat>;
 
-  HF_INLINE Packed of(const GemmArgs& args) { return {SumScaledWeight<kForm>::of(*args.packed)}; }
+  HF_INLINE Packed of(const GemmArgs& args) { return {SumScaledWeight<kFormat>::of(*args.packed)}; }
   HF_INLINE void ask_for(const Packed& weight, int64_t row, int64_t b) {
     const uint8_t* quants = Rows::block(weight.rows, row, b);
     for (int64_t line = 0; line < Rows::kBytes; line += kCacheLineBytes) prefetch(quants + line);
   }
-  HF_INLINE void widen(const Packed& weight, int64_t row, int64_t b, uint16_t* to) {
-    widen_block<kForm, BF16, 1>(weight.rows, row, b, 1.0f, weight.values,
-                                [&](int s, int, __m512i words) { store_stretch(to, s, words); });
+  HF_INLINE void stage(const Packed& weight, int64_t row, int64_t b, uint16_t* to) {
+    dequantize_block<kFormat, BF16, 1>(weight.rows, row, b, 1.0f, weight.values,
+                                       [&](int s, int, __m512i words) { store_stretch(to, s, words); });
   }
 };
 
@@ -92,12 +92,12 @@ HF_INLINE __m256 eight_sums(const __m512 (&v)[kRows]) {
   return _mm512_castps512_ps256(_mm512_permutexvar_ps(places, twice));
 }
 
-// sums[r * stride + m] (+)= the product of output r of kWidened and row m of kM over `steps` times kStep
-// inputs.
+// accumulators[r * stride + m] (+)= the product of output r of kStaged and row m of kM over `steps` times
+// kStep inputs.
 template <int kM>
-void multiply(const uint16_t* weights, const uint16_t* x, int64_t steps, float* sums, int64_t stride,
+void multiply(const uint16_t* weights, const uint16_t* x, int64_t steps, float* accumulators, int64_t stride,
               bool first) {
-  for (int half = 0; half < kWidened / kTogether; ++half) {
+  for (int half = 0; half < kStaged / kTogether; ++half) {
     const uint16_t* w = weights + half * kTogether * kDepth;
     const uint16_t* rows = x;
     __m512 sum[kTogether][kRows];
@@ -123,7 +123,7 @@ void multiply(const uint16_t* weights, const uint16_t* x, int64_t steps, float* 
     }
 #pragma GCC unroll 3
     for (int r = 0; r < kTogether; ++r) {
-      float* const to = sums + (half * kTogether + r) * stride;
+      float* const to = accumulators + (half * kTogether + r) * stride;
       const __m256 made = eight_sums(sum[r]);
       _mm256_store_ps(to, first ? made : _mm256_add_ps(_mm256_load_ps(to), made));
     }
@@ -133,11 +133,11 @@ void multiply(const uint16_t* weights, const uint16_t* x, int64_t steps, float* 
 // The same for `rows` rows of x, kRows / 2 to kRows.
 template <int kM = kRows>
 HF_INLINE void multiply_rows(int64_t rows, const uint16_t* weights, const uint16_t* x, int64_t steps,
-                             float* sums, int64_t stride, bool first) {
+                             float* accumulators, int64_t stride, bool first) {
   if constexpr (kM > kRows / 2) {
-    if (rows < kM) return multiply_rows<kM - 1>(rows, weights, x, steps, sums, stride, first);
+    if (rows < kM) return multiply_rows<kM - 1>(rows, weights, x, steps, accumulators, stride, first);
   }
-  multiply<kM>(weights, x, steps, sums, stride, first);
+  multiply<kM>(weights, x, steps, accumulators, stride, first);
 }
 
 // ---- outputs ------------------------------------------------------------------------------------------
@@ -166,16 +166,16 @@ HF_INLINE void transpose_eight(const float* from, int64_t stride, float* to) {
   }
 }
 
-// Outputs [n, n + count) of all rows, from sums[output * stride + kRows * group + row of the group].
+// Outputs [n, n + count) of all rows, from accumulators[output * stride + kRows * group + row of the group].
 template <Activation kActivation>
-void finish(const GemmArgs& args, const float* sums, int64_t stride, int64_t n, int64_t count) {
+void finish(const GemmArgs& args, const float* accumulators, int64_t stride, int64_t n, int64_t count) {
   const auto* bias = static_cast<const uint16_t*>(args.bias);
   const auto* residual = static_cast<const uint16_t*>(args.residual);
   alignas(32) float y[kRows * kStrip], scales[kStrip];
   if (args.packed != nullptr) sum_factors(*args.packed, n, n + count, kStrip, scales);
   for (int64_t group = 0; group < gemm_paired_groups(args.rows); ++group) {
     for (int64_t i = 0; i < kStrip; i += 8) {
-      transpose_eight(sums + i * stride + group * kRows, stride, y + i);
+      transpose_eight(accumulators + i * stride + group * kRows, stride, y + i);
     }
     const int64_t first = group_begin(args.rows, group), end = group_begin(args.rows, group + 1);
     float* row = y;
@@ -192,61 +192,61 @@ void finish(const GemmArgs& args, const float* sums, int64_t stride, int64_t n, 
 }
 
 template <class Weight>
-void outputs(const GemmArgs& args, int64_t begin, int64_t end, float* sums) {
-  alignas(64) uint16_t widened[kWidened * kDepth];
+void outputs(const GemmArgs& args, int64_t begin, int64_t end, float* accumulators) {
+  alignas(64) uint16_t staged[kStaged * kDepth];
   const Weight weight = Weight::of(args);
-  const int64_t blocks = gemm_tiled_width(args.in_features) / kPackedBlock;
+  const int64_t blocks = gemm_padded_width(args.in_features) / kPackedBlock;
   const int64_t groups = gemm_paired_groups(args.rows), stride = groups * kRows;
   for (int64_t n = begin; n < end; n += kStrip) {
     const int64_t count = min_of(kStrip, end - n);
     for (int64_t b = 0; b < blocks; b += kBlocks) {
       const int64_t some = min_of(kBlocks, blocks - b), steps = some * kStretches;
-      for (int64_t r = 0; r < count; r += kWidened) {
-        // After these the next outputs are widened, or the first of the strip in the next block.
-        const bool same = r + kWidened < count, more = b + kBlocks < blocks;
-        const int64_t next = same ? n + r + kWidened : more ? n : n + kStrip;
+      for (int64_t r = 0; r < count; r += kStaged) {
+        // After these the next outputs are staged, or the first of the strip in the next block.
+        const bool same = r + kStaged < count, more = b + kBlocks < blocks;
+        const int64_t next = same ? n + r + kStaged : more ? n : n + kStrip;
         const int64_t next_block = same ? b : more ? b + kBlocks : 0;
-        for (int64_t i = 0; i < kWidened; ++i) {
+        for (int64_t i = 0; i < kStaged; ++i) {
           const int64_t row = min_of(n + r + i, end - 1), next_row = min_of(next + i, args.out_features - 1);
-          uint16_t* to = widened + i / kTogether * kTogether * kDepth + i % kTogether * kStep;
+          uint16_t* to = staged + i / kTogether * kTogether * kDepth + i % kTogether * kStep;
           for (int64_t j = 0; j < some; ++j, to += kTogether * kPackedBlock) {
             Weight::ask_for(weight, next_row, min_of(next_block + j, blocks - 1));
-            Weight::widen(weight, row, b + j, to);
+            Weight::stage(weight, row, b + j, to);
           }
         }
         const uint16_t* x = args.tiles + b * kPackedBlock * args.rows;
         for (int64_t group = 0; group < groups; ++group) {
           const int64_t rows = group_begin(args.rows, group + 1) - group_begin(args.rows, group);
-          multiply_rows(rows, widened, x, steps, sums + r * stride + group * kRows, stride, b == 0);
+          multiply_rows(rows, staged, x, steps, accumulators + r * stride + group * kRows, stride, b == 0);
           x += rows * steps * kStep;
         }
       }
     }
     with_activation(args.activation,
-                    [&](auto tag) { finish<decltype(tag)::value>(args, sums, stride, n, count); });
+                    [&](auto tag) { finish<decltype(tag)::value>(args, accumulators, stride, n, count); });
   }
 }
 
 }  // namespace
 
-void gemm_pairs_avx512_bf16(const GemmArgs& args, int64_t begin, int64_t end, float* sums) {
-  if (args.packed == nullptr) return outputs<Plain>(args, begin, end, sums);
-  switch (args.packed->form) {
-    case PackedForm::kInt8:
-      return outputs<Packed<PackedForm::kInt8>>(args, begin, end, sums);
-    case PackedForm::kFp8:
-      return outputs<Packed<PackedForm::kFp8>>(args, begin, end, sums);
-    case PackedForm::kInt4:
-      return outputs<Packed<PackedForm::kInt4>>(args, begin, end, sums);
-    case PackedForm::kInt4G32:
-      return outputs<Packed<PackedForm::kInt4G32>>(args, begin, end, sums);
+void gemm_pairs_avx512_bf16(const GemmArgs& args, int64_t begin, int64_t end, float* accumulators) {
+  if (args.packed == nullptr) return outputs<Plain>(args, begin, end, accumulators);
+  switch (args.packed->format) {
+    case PackedFormat::kInt8:
+      return outputs<Packed<PackedFormat::kInt8>>(args, begin, end, accumulators);
+    case PackedFormat::kFp8:
+      return outputs<Packed<PackedFormat::kFp8>>(args, begin, end, accumulators);
+    case PackedFormat::kInt4:
+      return outputs<Packed<PackedFormat::kInt4>>(args, begin, end, accumulators);
+    case PackedFormat::kInt4G32:
+      return outputs<Packed<PackedFormat::kInt4G32>>(args, begin, end, accumulators);
   }
 }
 
 void gemm_paired_rows_avx512_bf16(const GemmArgs& args, const void* from, int64_t stride, int64_t begin,
                                   int64_t end, uint16_t* to) {
   const auto* x = static_cast<const uint16_t*>(from);
-  const int64_t width = gemm_tiled_width(args.in_features);
+  const int64_t width = gemm_padded_width(args.in_features);
   for (int64_t k = 0; k < width; k += kDepth) {
     const int64_t depth = min_of(kDepth, width - k);
     for (int64_t group = begin; group < end; ++group) {

@@ -28,7 +28,7 @@ struct Variant {
 
 // Products alone: no norm in front, no append behind.
 bool fits_rows(const GemvParams& p, const RopeAppendParams* rope) {
-  return p.norm.kind == Norm::kNone && !rope;
+  return p.norm.kind == NormKind::kNone && !rope;
 }
 bool fits_mma(const GemvParams& p, const RopeAppendParams* rope) {
   return fits_rows(p, rope) && has_aligned_rows(p);
@@ -47,7 +47,7 @@ void launch_rows(const GemvParams& p, const RopeAppendParams*, cudaStream_t stre
 // an H200, 2026-11 (docs/performance.md; benchmarks/trace_step.py and bench_ops.py give the figures again):
 //   gemv_ring: Mistral-7B fp16 93 %, TinyLlama bf16 73; code for sm_80 80 and 47, gemv_rows there 72, 46
 //   gemv_ring_rows: Mistral-7B fp16 with 2, 4, 8 rows 89, 86, 83 %; for sm_80 77 with 2, 71 with 8
-//   gemv_tiles: see there
+//   gemv_wgmma: see there
 //   gemv_mma: 9 to 16 rows 57 to 82 % for single products; for sm_80 a step of 8 rows 70
 //   gemv_columns_mma: GPT-2 fp16 20 %, on CUDA cores 18
 //   gemv_columns: GPT-2 fp32 30 %
@@ -55,7 +55,7 @@ void launch_rows(const GemvParams& p, const RopeAppendParams*, cudaStream_t stre
 constexpr Variant kVariants[] = {
     {"gemv_ring", false, 1, 1, false, fits_gemv_ring, launch_gemv_ring},
     {"gemv_ring_rows", false, 2, 8, true, fits_gemv_ring_rows, launch_gemv_ring_rows},
-    {"gemv_tiles", false, 9, kMaxTiledRows, true, fits_gemv_tiles, launch_gemv_tiles},
+    {"gemv_wgmma", false, 9, kMaxWgmmaRows, true, fits_gemv_wgmma, launch_gemv_wgmma},
     {"gemv_mma", false, 2, kMaxGemvRows, true, fits_mma, launch_mma},
     {"gemv_columns_mma", true, 1, kMaxGemvRows, true, fits_columns_mma, launch_gemv_columns_mma},
     {"gemv_columns", true, 1, kMaxGemvRows, false, fits_gemv_columns, launch_gemv_columns},

@@ -12,7 +12,7 @@
 namespace hf_fastpath {
 
 constexpr int kMaxGemvRows = 16;     // rows of x that every device takes
-constexpr int kMaxTiledRows = 64;    // and with fits_gemv_tiles
+constexpr int kMaxWgmmaRows = 64;    // and with fits_gemv_wgmma
 constexpr int kMaxGemvSegments = 3;  // weights side by side: query, key, value
 
 // One weight matrix. Its output features start at `first` of the output's.
@@ -25,9 +25,9 @@ struct GemvSegment {
 
 // What happens to x before the product, rows of k elements.
 struct GemvNorm {
-  Norm kind;
+  NormKind kind;
   const void* weight;  // [k]; null means 1
-  const void* bias;    // [k] or null, for Norm::kLayer
+  const void* bias;    // [k] or null, for NormKind::kLayer
   float eps;
 };
 
@@ -40,15 +40,15 @@ struct GemvParams {
   GemvSegment segments[kMaxGemvSegments];
   int64_t k;  // below 2^31 elements, as n
   int n;
-  int m;             // 1 to kMaxGemvRows, or kMaxTiledRows
+  int m;             // 1 to kMaxGemvRows, or kMaxWgmmaRows
   int num_segments;  // 1 to kMaxGemvSegments; 2 when gated
   bool gated;
-  bool transposed;  // one segment [k, n]
-  bool overlap;     // weights may be read before the kernel in front on the stream is complete
+  bool transposed;           // one segment [k, n]
+  bool programmatic_launch;  // weights may be read before the kernel in front on the stream is complete
   DType dtype;
   Activation activation;
   GemvNorm norm;            // where fits_one_kernel
-  const void* next_weight;  // that the kernel behind this one reads, or null
+  const void* next_weight;  // for its L2 prefetch: what the kernel behind this one reads, or null
   int64_t next_bytes;       // of it
 };
 
@@ -78,8 +78,8 @@ void launch_gemv_ring(const GemvParams& params, const RopeAppendParams* rope, cu
 bool fits_gemv_ring_rows(const GemvParams& params, const RopeAppendParams* rope);
 void launch_gemv_ring_rows(const GemvParams& params, const RopeAppendParams* rope, cudaStream_t stream);
 
-// Up to kMaxTiledRows x rows on tensor cores: products alone.
-bool fits_gemv_tiles(const GemvParams& params, const RopeAppendParams* rope);
-void launch_gemv_tiles(const GemvParams& params, const RopeAppendParams* rope, cudaStream_t stream);
+// Up to kMaxWgmmaRows x rows on tensor cores: products alone.
+bool fits_gemv_wgmma(const GemvParams& params, const RopeAppendParams* rope);
+void launch_gemv_wgmma(const GemvParams& params, const RopeAppendParams* rope, cudaStream_t stream);
 
 }  // namespace hf_fastpath

@@ -9,8 +9,8 @@ namespace hf_fastpath {
 namespace {
 
 // Streams of weight rows: four reach the read bandwidth. With more than two rows of x, six, three of which
-// pass over a block of x at once: as many sums as registers hold, and x read from the second-level cache less
-// often.
+// pass over a block of x at once: as many accumulators as registers hold, and x read from the second-level
+// cache less often.
 constexpr int kFewStreams = 4, kRowStreams = 6;
 
 // Where a tile's weight rows are.
@@ -25,7 +25,7 @@ template <class Vector, class Element, int kW, int kM, int kStride>
 HF_INLINE void accumulate(const typename Element::Storage* const* rows, const typename Vector::Input* x,
                           int64_t x_stride, int64_t n, int64_t ahead, typename Vector::Type* total) {
   constexpr int64_t kLine = kCacheLineBytes / static_cast<int64_t>(sizeof(typename Element::Storage));
-  // All loops over the sums are unrolled where GCC is told so: it keeps them in memory otherwise.
+  // All loops over the accumulators are unrolled where GCC is told so: it keeps them in memory otherwise.
   typename Vector::Type sum[kW][kM];
   const typename Element::Storage* w[kW];
 #pragma GCC unroll 8

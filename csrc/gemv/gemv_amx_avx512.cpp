@@ -48,7 +48,7 @@ HF_INLINE void prefetch(const Rows& rows, int64_t k, int64_t in_features) {
   const int64_t ahead = k + (kSplit ? kSplitAhead : kWholeAhead) / 2;
   const uint16_t* from = ahead < in_features ? rows.weight + ahead : rows.next + ahead - in_features;
 #pragma GCC unroll 16
-  for (int r = 0; r < kTileRows; ++r, from += rows.stride) {
+  for (int r = 0; r < kAmxRows; ++r, from += rows.stride) {
     _mm_prefetch(reinterpret_cast<const char*>(from), kSplit ? _MM_HINT_T1 : _MM_HINT_T0);
   }
 }
@@ -60,40 +60,41 @@ HF_INLINE void load_weights(const uint16_t* from, const Rows& rows, __mmask32 ma
                             __m512i& odd) {
   constexpr __mmask32 kAll = ~__mmask32{0};
   if (!kSplit && mask == kAll) return load_tile<6>(from, rows.stride * 2);
-  const auto widen = [&](int64_t r) __attribute__((always_inline)) {
+  const auto stage = [&](int64_t r) __attribute__((always_inline)) {
     const uint16_t* row = from + r * rows.stride;
     const __m512i bits = mask == kAll ? _mm512_loadu_si512(row) : _mm512_maskz_loadu_epi16(mask, row);
     if constexpr (kSplit) {
       __m512i rest;
-      _mm512_store_si512(buffer + r * kTileInputs, split_weights(bits, rest, odd));
-      _mm512_store_si512(buffer + (kTileRows + r) * kTileInputs, rest);
+      _mm512_store_si512(buffer + r * kAmxInputs, split_weights(bits, rest, odd));
+      _mm512_store_si512(buffer + (kAmxRows + r) * kAmxInputs, rest);
     } else {
-      _mm512_store_si512(buffer + r * kTileInputs, bits);
+      _mm512_store_si512(buffer + r * kAmxInputs, bits);
     }
   };
-  if (rows.count == kTileRows) {
+  if (rows.count == kAmxRows) {
 #pragma GCC unroll 16
-    for (int64_t r = 0; r < kTileRows; ++r) widen(r);
+    for (int64_t r = 0; r < kAmxRows; ++r) stage(r);
   } else {
-    for (int64_t r = 0; r < rows.count; ++r) widen(r);
+    for (int64_t r = 0; r < rows.count; ++r) stage(r);
   }
-  load_tile<6>(buffer, kTileBytes);
-  if constexpr (kSplit) load_tile<7>(buffer + kTileRows * kTileInputs, kTileBytes);
+  load_tile<6>(buffer, kAmxRowBytes);
+  if constexpr (kSplit) load_tile<7>(buffer + kAmxRows * kAmxInputs, kAmxRowBytes);
 }
 
-// sums[r][c] of a block of weight rows and kGroups times 16 columns of x. False if a weight cannot be split.
+// accumulators[r][c] of a block of weight rows and kGroups times 16 columns of x. False if a weight cannot be
+// split.
 template <bool kSplit, int kGroups>
-HF_INLINE bool multiply(const LinearArgs& args, const Rows& rows, float* sums) {
+HF_INLINE bool multiply(const LinearArgs& args, const Rows& rows, float* accumulators) {
   static_assert(kGroups <= (kSplit ? 4 : 2));
   // Chains of sums of a group: of the parts of a weight or of every other product, as short chains round
   // less, where registers are left.
   constexpr int kChains = kGroups > 2 ? 1 : 2;
   constexpr std::make_integer_sequence<int, kGroups> kEachGroup;
   constexpr std::make_integer_sequence<int, kGroups * kChains> kEachSum;
-  alignas(64) uint16_t buffer[2][2 * kTileRows * kTileInputs];
+  alignas(64) uint16_t buffer[2][2 * kAmxRows * kAmxInputs];
   const int64_t columns = tile_columns(args.dtype, args.rows), row_bytes = columns * 4;
-  const int64_t step = kTilePairs * columns * 2;
-  const int64_t group = (args.in_features + kTileInputs - 1) / kTileInputs * step;
+  const int64_t step = kAmxPairs * columns * 2;
+  const int64_t group = (args.in_features + kAmxInputs - 1) / kAmxInputs * step;
   const uint16_t* x = args.laid_out;
   __m512i odd = _mm512_setzero_si512();
   for_each_index(kEachSum, [&](auto sum) __attribute__((always_inline)) { zero_tile<sum.value>(); });
@@ -118,23 +119,23 @@ HF_INLINE bool multiply(const LinearArgs& args, const Rows& rows, float* sums) {
   constexpr std::integral_constant<int, 1> kOdd;
   constexpr __mmask32 kAll = ~__mmask32{0};
   int64_t k = 0;
-  for (; k + 2 * kTileInputs <= args.in_features; k += 2 * kTileInputs) {
+  for (; k + 2 * kAmxInputs <= args.in_features; k += 2 * kAmxInputs) {
     product(k, kEven, kAll);
-    product(k + kTileInputs, kOdd, kAll);
+    product(k + kAmxInputs, kOdd, kAll);
   }
-  for (; k < args.in_features; k += kTileInputs) {
+  for (; k < args.in_features; k += kAmxInputs) {
     const int64_t left = args.in_features - k;
-    product(k, kEven, left < kTileInputs ? (__mmask32{1} << left) - 1 : kAll);
+    product(k, kEven, left < kAmxInputs ? (__mmask32{1} << left) - 1 : kAll);
   }
-  alignas(64) float parts[kGroups * kChains][kTileRows * kTileRows] = {};
+  alignas(64) float parts[kGroups * kChains][kAmxRows * kAmxRows] = {};
   for_each_index(kEachSum, [&](auto sum) __attribute__((always_inline)) {
-    store_tile<sum.value>(parts[sum.value], kTileBytes);
+    store_tile<sum.value>(parts[sum.value], kAmxRowBytes);
   });
   for (int g = 0; g < kGroups; ++g) {
-    for (int64_t i = 0; i < kTileRows * kTileRows; i += 16) {
+    for (int64_t i = 0; i < kAmxRows * kAmxRows; i += 16) {
       __m512 sum = _mm512_load_ps(parts[g * kChains] + i);
       if constexpr (kChains == 2) sum = _mm512_add_ps(sum, _mm512_load_ps(parts[g * kChains + 1] + i));
-      _mm512_store_ps(sums + g * kTileRows * kTileRows + i, sum);
+      _mm512_store_ps(accumulators + g * kAmxRows * kAmxRows + i, sum);
     }
   }
   const __m512i exponents = _mm512_set1_epi16(0x7c00);
@@ -142,7 +143,7 @@ HF_INLINE bool multiply(const LinearArgs& args, const Rows& rows, float* sums) {
 }
 
 // By linear_avx512, as many rows at a time as that takes.
-void untiled(const LinearArgs& args, int64_t begin, int64_t end) {
+void without_tiles(const LinearArgs& args, int64_t begin, int64_t end) {
   const int64_t row_bytes = args.out_features * 2;
   for (int64_t row = 0; row < args.rows; row += kMaxRows) {
     LinearArgs some = args;
@@ -159,27 +160,27 @@ void tiles_range(const LinearArgs& args, int64_t begin, int64_t end) {
   constexpr bool kSplit = std::is_same_v<Element, F16>;
   const auto* weight = static_cast<const uint16_t*>(args.weight);
   const auto* up = static_cast<const uint16_t*>(args.up_weight);
-  alignas(64) float sums[kGroups * kTileRows * kTileRows];
+  alignas(64) float accumulators[kGroups * kAmxRows * kAmxRows];
   alignas(64) float y[2][kMaxAmxRows * kRun];
   const int64_t columns = tile_columns(args.dtype, args.rows);
-  use_tiles_for(min_of(kTileRows, end - begin), columns);
-  for (int64_t n = begin; n < end; n += kTileRows) {
-    const int64_t count = min_of(kTileRows, end - n), next = n + count < end ? n + count : n;
-    if (count < kTileRows && n > begin) use_tiles_for(count, columns);
+  use_tiles_for(min_of(kAmxRows, end - begin), columns);
+  for (int64_t n = begin; n < end; n += kAmxRows) {
+    const int64_t count = min_of(kAmxRows, end - n), next = n + count < end ? n + count : n;
+    if (count < kAmxRows && n > begin) use_tiles_for(count, columns);
     const uint16_t* gate = weight + n * args.weight_stride;
     const uint16_t* then = weight + next * args.weight_stride;
     const uint16_t* beside = up != nullptr ? up + n * args.up_stride : nullptr;
     bool finite = multiply<kSplit, kGroups>(
-        args, {gate, up != nullptr ? beside : then, args.weight_stride, count}, sums);
-    finite = (rows_of_x<kSplit, kGroups>(sums, y[0]) || !kSplit) && finite;
+        args, {gate, up != nullptr ? beside : then, args.weight_stride, count}, accumulators);
+    finite = (rows_of_x<kSplit, kGroups>(accumulators, y[0]) || !kSplit) && finite;
     if (up != nullptr) {
-      finite = multiply<kSplit, kGroups>(args, {beside, then, args.up_stride, count}, sums) && finite;
-      finite = (rows_of_x<kSplit, kGroups>(sums, y[1]) || !kSplit) && finite;
+      finite = multiply<kSplit, kGroups>(args, {beside, then, args.up_stride, count}, accumulators) && finite;
+      finite = (rows_of_x<kSplit, kGroups>(accumulators, y[1]) || !kSplit) && finite;
     }
     if (finite) {
       epilogue_rows<Element>(args, y[0], kRun, up != nullptr ? y[1] : nullptr, n, count);
     } else {
-      untiled(args, n, n + count);  // infinity in two parts is infinity and NaN
+      without_tiles(args, n, n + count);  // infinity in two parts is infinity and NaN
     }
   }
   release_tiles();
@@ -190,13 +191,13 @@ void tiles_range(const LinearArgs& args, int64_t begin, int64_t end) {
 void tiles_of_rows_amx(DType dtype, int64_t rows, int64_t in_features, const float* x, int64_t x_stride,
                        uint16_t* tiles) {
   const bool in_two = dtype == DType::kFloat16;
-  const int64_t columns = tile_columns(dtype, rows), most = in_two ? kTileRows / 2 : kTileRows;
+  const int64_t columns = tile_columns(dtype, rows), most = in_two ? kAmxRows / 2 : kAmxRows;
   const __m512 scale = _mm512_set1_ps(0x1p102f);  // see split_weights
   for (int64_t first = 0; first < rows; first += most) {
-    for (int64_t k = 0; k < in_features; k += kTileInputs, tiles += kTilePairs * columns * 2) {
-      const int64_t left = min_of(kTileInputs, in_features - k);
+    for (int64_t k = 0; k < in_features; k += kAmxInputs, tiles += kAmxPairs * columns * 2) {
+      const int64_t left = min_of(kAmxInputs, in_features - k);
       const auto mask = static_cast<uint32_t>((uint64_t{1} << left) - 1);
-      __m512i v[kTileRows] = {};
+      __m512i v[kAmxRows] = {};
       for (int64_t m = 0; m < min_of(most, rows - first); ++m) {
         const float* from = x + (first + m) * x_stride + k;
         __m512 front = _mm512_maskz_loadu_ps(static_cast<__mmask16>(mask), from);
@@ -206,8 +207,8 @@ void tiles_of_rows_amx(DType dtype, int64_t rows, int64_t in_features, const flo
         if (in_two) v[m + most] = narrow(rest_of(front), rest_of(back));
       }
       transpose_16(v);
-      for (int64_t pair = 0; pair < kTilePairs; ++pair) {
-        if (columns == kTileRows) {
+      for (int64_t pair = 0; pair < kAmxPairs; ++pair) {
+        if (columns == kAmxRows) {
           _mm512_store_si512(tiles + pair * columns * 2, v[pair]);
         } else {
           _mm256_store_si256(reinterpret_cast<__m256i*>(tiles + pair * columns * 2),

@@ -30,10 +30,10 @@ constexpr int64_t kPassFloats = 6144;
 // Outputs merged before bias and activation are applied to them.
 constexpr int64_t kChunk = 64;
 
-// sums[m][c] += sum over streams s of x[m][s] * w[s][c], for kM rows and kVectors vectors of columns.
+// accumulators[m][c] += sum over streams s of x[m][s] * w[s][c], for kM rows and kVectors vectors of columns.
 template <class Element, int kS, int kM, int kVectors>
 HF_INLINE void axpy_tile(const typename Element::Storage* const (&w)[kS], const float (*x)[kS], int64_t c,
-                         float* sums, int64_t stride) {
+                         float* accumulators, int64_t stride) {
   __m256 sum[kM][kVectors];
   for (int m = 0; m < kM; ++m) {
     for (int v = 0; v < kVectors; ++v) sum[m][v] = _mm256_setzero_ps();
@@ -53,7 +53,7 @@ HF_INLINE void axpy_tile(const typename Element::Storage* const (&w)[kS], const 
   // The streams are summed from zero first: the chain in memory is then kS times shorter, and rounds less.
   for (int m = 0; m < kM; ++m) {
     for (int v = 0; v < kVectors; ++v) {
-      float* to = sums + m * stride + c + v * kLanes;
+      float* to = accumulators + m * stride + c + v * kLanes;
       _mm256_storeu_ps(to, _mm256_add_ps(_mm256_loadu_ps(to), sum[m][v]));
     }
   }
@@ -62,21 +62,21 @@ HF_INLINE void axpy_tile(const typename Element::Storage* const (&w)[kS], const 
 // The last columns, fewer than a vector; same order of sums.
 template <class Element, int kS>
 void axpy_tail(const typename Element::Storage* const (&w)[kS], const float (*x)[kS], int64_t rows, int64_t c,
-               int64_t count, float* sums, int64_t stride) {
+               int64_t count, float* accumulators, int64_t stride) {
   for (int64_t m = 0; m < rows; ++m) {
     __m256 sum = _mm256_setzero_ps();
     for (int s = 0; s < kS; ++s) {
       sum = _mm256_fmadd_ps(Element::load(w[s] + c, count), _mm256_broadcast_ss(&x[m][s]), sum);
     }
-    float* to = sums + m * stride + c;
+    float* to = accumulators + m * stride + c;
     F32::store(to, _mm256_add_ps(F32::load(to, count), sum), count);
   }
 }
 
-// Adds rows k + s * length + j (stream s, step j) times x to sums[m][n], n in [n_begin, n_end).
+// Adds rows k + s * length + j (stream s, step j) times x to accumulators[m][n], n in [n_begin, n_end).
 template <class Element, int kS>
 void axpy_streams(const LinearArgs& args, int64_t k, int64_t length, int64_t n_begin, int64_t n_end,
-                  float* sums, int64_t stride) {
+                  float* accumulators, int64_t stride) {
   using Storage = typename Element::Storage;
   constexpr int64_t kLine = kCacheLineBytes / static_cast<int64_t>(sizeof(Storage));
   const int64_t ahead = read_ahead_bytes(kUnfollowedBytes) / static_cast<int64_t>(sizeof(Storage));
@@ -95,23 +95,24 @@ void axpy_streams(const LinearArgs& args, int64_t k, int64_t length, int64_t n_b
       for (int s = 0; s < kS; ++s) _mm_prefetch(reinterpret_cast<const char*>(w[s] + c + ahead), _MM_HINT_T0);
       if (rows == 1) {
         for (int64_t i = 0; i < kLine; i += 2 * kLanes)
-          axpy_tile<Element, kS, 1, 2>(w, x, c + i, sums, stride);
+          axpy_tile<Element, kS, 1, 2>(w, x, c + i, accumulators, stride);
         continue;
       }
       for (int64_t i = 0; i < kLine; i += 2 * kLanes) {
         int64_t m = 0;
         for (; m + 4 <= rows; m += 4) {
-          axpy_tile<Element, kS, 4, 2>(w, x + m, c + i, sums + m * stride, stride);
+          axpy_tile<Element, kS, 4, 2>(w, x + m, c + i, accumulators + m * stride, stride);
         }
         for (; m + 2 <= rows; m += 2)
-          axpy_tile<Element, kS, 2, 2>(w, x + m, c + i, sums + m * stride, stride);
-        if (m < rows) axpy_tile<Element, kS, 1, 2>(w, x + m, c + i, sums + m * stride, stride);
+          axpy_tile<Element, kS, 2, 2>(w, x + m, c + i, accumulators + m * stride, stride);
+        if (m < rows) axpy_tile<Element, kS, 1, 2>(w, x + m, c + i, accumulators + m * stride, stride);
       }
     }
     for (; c + kLanes <= n_end; c += kLanes) {
-      for (int64_t m = 0; m < rows; ++m) axpy_tile<Element, kS, 1, 1>(w, x + m, c, sums + m * stride, stride);
+      for (int64_t m = 0; m < rows; ++m)
+        axpy_tile<Element, kS, 1, 1>(w, x + m, c, accumulators + m * stride, stride);
     }
-    if (c < n_end) axpy_tail<Element, kS>(w, x, rows, c, n_end - c, sums, stride);
+    if (c < n_end) axpy_tail<Element, kS>(w, x, rows, c, n_end - c, accumulators, stride);
   }
 }
 

@@ -43,10 +43,10 @@ struct NormedX {
   int k, m;
 
   static size_t bytes(const GemvParams& p) {
-    return p.norm.kind == Norm::kNone ? 0 : (p.m + 2) * (p.k + kPad) * sizeof(T);
+    return p.norm.kind == NormKind::kNone ? 0 : (p.m + 2) * (p.k + kPad) * sizeof(T);
   }
   __device__ __forceinline__ NormedX(const GemvParams& p, char* shared)
-      : rows(p.norm.kind == Norm::kNone ? nullptr : reinterpret_cast<T*>(shared)), k(p.k), m(p.m) {}
+      : rows(p.norm.kind == NormKind::kNone ? nullptr : reinterpret_cast<T*>(shared)), k(p.k), m(p.m) {}
 
   __device__ __forceinline__ T* at(int row, int i) const { return rows + row * (k + kPad) + i; }
 
@@ -72,7 +72,7 @@ struct NormedX {
         *reinterpret_cast<uint4*>(at(row, i)) = C::load_l2(x + i);
     }
     __syncthreads();  // x and the parameters
-    const bool centered = p.norm.kind == Norm::kLayer;
+    const bool centered = p.norm.kind == NormKind::kLayer;
     for (int row = warp; row < m; row += kColumnWarps) {
       float sum = 0.f, squares = 0.f, v[kElems];
       if (centered) {
@@ -197,8 +197,8 @@ void launch_columns_kernel(ColumnsKernel kernel, const GemvParams& p, const Rope
     HF_FASTPATH_CUDA_CHECK(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
                                                 static_cast<int>(smem_bytes)));
   }
-  HF_FASTPATH_CUDA_CHECK(launch_clusters(kernel, grid, block, smem_bytes, stream, p.overlap, cluster, p,
-                                         rope ? *rope : RopeAppendParams{},
+  HF_FASTPATH_CUDA_CHECK(launch_clusters(kernel, grid, block, smem_bytes, stream, p.programmatic_launch,
+                                         cluster, p, rope ? *rope : RopeAppendParams{},
                                          ColumnsPlan{cluster, rope != nullptr}));
 }
 

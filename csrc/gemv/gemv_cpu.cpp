@@ -28,15 +28,15 @@ template <class T>
 float dot(const T* weight, const float* x, int64_t n) {
   float total[8] = {};
   for (int64_t block = 0; block < n; block += 1024) {
-    float sums[8] = {}, wide[8];
+    float accumulators[8] = {}, wide[8];
     const int64_t stop = std::min<int64_t>(block + 1024, n);
     int64_t k = block;
     for (; k + 8 <= stop; k += 8) {
       for (int i = 0; i < 8; ++i) wide[i] = to_float(weight[k + i]);
-      for (int i = 0; i < 8; ++i) sums[i] += wide[i] * x[k + i];
+      for (int i = 0; i < 8; ++i) accumulators[i] += wide[i] * x[k + i];
     }
-    for (; k < stop; ++k) sums[k % 8] += to_float(weight[k]) * x[k];
-    for (int i = 0; i < 8; ++i) total[i] += sums[i];
+    for (; k < stop; ++k) accumulators[k % 8] += to_float(weight[k]) * x[k];
+    for (int i = 0; i < 8; ++i) total[i] += accumulators[i];
   }
   return ((total[0] + total[4]) + (total[2] + total[6])) + ((total[1] + total[5]) + (total[3] + total[7]));
 }
@@ -65,16 +65,16 @@ void conv1d_portable(const LinearArgs& args, int64_t k_begin, int64_t k_end, int
   with_storage(args.dtype, [&](auto* tag) {
     using T = std::remove_pointer_t<decltype(tag)>;
     for (int64_t row = 0; row < args.rows; ++row) {
-      float* sums = partial + row * partial_stride;
+      float* accumulators = partial + row * partial_stride;
       const float* x = args.x + row * args.x_stride;
-      std::fill(sums + n_begin, sums + n_end, 0.0f);
+      std::fill(accumulators + n_begin, accumulators + n_end, 0.0f);
       for (int64_t k = k_begin; k < k_end; k += kRows) {
         const T* weight = static_cast<const T*>(args.weight) + k * args.weight_stride;
         const int64_t count = std::min(kRows, k_end - k);
         for (int64_t n = n_begin; n < n_end; ++n) {
           float sum = 0.0f;
           for (int64_t i = 0; i < count; ++i) sum += to_float(weight[i * args.weight_stride + n]) * x[k + i];
-          sums[n] += sum;
+          accumulators[n] += sum;
         }
       }
     }
@@ -147,7 +147,7 @@ void run_conv1d(const LinearArgs& args, float* partials, int64_t partial_stride)
 Tensor gemv_cpu(const Tensor& raw, const Tensor& weight, const std::optional<Tensor>& bias,
                 const std::optional<Tensor>& residual, int64_t activation, bool transposed, int64_t norm,
                 const std::optional<Tensor>& norm_weight, const std::optional<Tensor>& norm_bias,
-                double norm_eps, bool /*overlap*/, const std::optional<Tensor>& /*next_weight*/) {
+                double norm_eps, bool /*programmatic_launch*/, const std::optional<Tensor>& /*next_weight*/) {
   const char* op = "gemv";
   STD_TORCH_CHECK(weight.dim() == 2, "hf_fastpath::gemv: weight is not a matrix");
   const Tensor x = normed_cpu(raw, norm_of(norm, op), norm_weight, norm_bias, norm_eps);
@@ -171,7 +171,7 @@ Tensor gemv_cpu(const Tensor& raw, const Tensor& weight, const std::optional<Ten
   if (transposed) {
     run_conv1d(args, input.spare, partial_stride);
   } else {
-    run_linear(args, input.form);
+    run_linear(args, input.layout);
   }
   return out;
 }

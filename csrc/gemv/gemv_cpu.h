@@ -10,10 +10,10 @@ namespace hf_fastpath {
 constexpr int64_t kMaxRows = 16;  // activation rows a call may have; sizes the kernels' stack tiles
 
 // How a kernel takes the rows of x.
-enum class XForm {
+enum class XLayout {
   kFloats,    // float32
   kBFloat16,  // as they are in bfloat16
-  kTiles,     // as tiles_of_rows_amx lays them out
+  kAmxTiles,  // as tiles_of_rows_amx lays them out
 };
 
 // One projection. Activations are converted once a call, for all threads.
@@ -24,7 +24,7 @@ struct LinearArgs {
   int64_t out_features;
   const float* x;  // [rows, x_stride], zeros from in_features on; nothing where laid_out is all that is read
   int64_t x_stride;          // multiple of 16, of 32 for linear_avx512_bf16; at least in_features
-  const uint16_t* laid_out;  // x in another form, [rows, x_stride] as above or tiles
+  const uint16_t* laid_out;  // x in another layout, [rows, x_stride] as above or tiles
   const void* weight;  // [out_features, in_features], or [in_features, out_features] for the conv1d kernels
   int64_t weight_stride;  // elements between rows of the weight
   const void* up_weight;  // like weight, or null: out = activation(x @ weight.T) * (x @ up_weight.T)
@@ -47,7 +47,7 @@ Linear linear_portable, linear_avx2, linear_avx512;
 Linear linear_avx512_bf16, linear_amx;
 
 // Rows from which on the tiles of AMX pay off, and the most that linear_amx takes.
-constexpr int64_t kTiledRows = 5, kMaxAmxRows = 32;
+constexpr int64_t kMinAmxRows = 5, kMaxAmxRows = 32;
 
 // Columns of x that a tile has: one a row in bfloat16, two in float16, whose rows come in groups of eight.
 constexpr int64_t tile_columns(DType dtype, int64_t rows) {

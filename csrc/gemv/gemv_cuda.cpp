@@ -6,14 +6,14 @@ namespace hf_fastpath {
 Tensor gemv_cuda(const Tensor& x, const Tensor& weight, const std::optional<Tensor>& bias,
                  const std::optional<Tensor>& residual, int64_t activation, bool transposed, int64_t norm,
                  const std::optional<Tensor>& norm_weight, const std::optional<Tensor>& norm_bias,
-                 double norm_eps, bool overlap, const std::optional<Tensor>& next_weight) {
+                 double norm_eps, bool programmatic_launch, const std::optional<Tensor>& next_weight) {
   constexpr const char* kOp = "gemv";
   const DeviceGuard guard(x);
   const Tensor input = gemv_input(x);
   GemvParams p = gemv_params(input, kOp);
   p.activation = activation_of(activation, kOp);
   p.transposed = transposed;
-  p.overlap = overlap;
+  p.programmatic_launch = programmatic_launch;
   set_next_weight(p, next_weight);
   const InputNorm input_norm(input, norm, norm_weight, norm_bias, norm_eps, kOp);
   const std::optional<Tensor> kept = add_segment(p, weight, bias, kOp);

@@ -21,8 +21,8 @@ inline GemvParams gemv_params(const Tensor& x, const char* op) {
   STD_TORCH_CHECK(x.dim() >= 1 && x.numel() > 0, "hf_fastpath::", op, ": x is empty");
   p.k = x.size(x.dim() - 1);
   const int64_t rows = x.numel() / p.k;
-  STD_TORCH_CHECK(rows <= kMaxTiledRows, "hf_fastpath::", op, ": x has ", rows, " rows, expected at most ",
-                  kMaxTiledRows, ": use nn.Linear");
+  STD_TORCH_CHECK(rows <= kMaxWgmmaRows, "hf_fastpath::", op, ": x has ", rows, " rows, expected at most ",
+                  kMaxWgmmaRows, ": use nn.Linear");
   p.m = static_cast<int>(rows);
   p.x = x.data_ptr();
   p.dtype = dtype_of(x, op);
@@ -68,13 +68,13 @@ class InputNorm {
       : kind_(norm_of(norm, op)), eps_(eps) {
     for (auto [given, kept] : {std::pair(&weight, &weight_), std::pair(&bias, &bias_)}) {
       if (!*given) continue;
-      STD_TORCH_CHECK(kind_ != Norm::kNone && (*given)->dim() == 1 &&
+      STD_TORCH_CHECK(kind_ != NormKind::kNone && (*given)->dim() == 1 &&
                           (*given)->size(0) == x.size(x.dim() - 1) &&
                           dtype_of(**given, op) == dtype_of(x, op),
                       "hf_fastpath::", op, ": norm_weight or norm_bias does not match x and norm");
       *kept = hf_fastpath::contiguous(**given);
     }
-    STD_TORCH_CHECK(kind_ != Norm::kRms || (weight_ && !bias_), "hf_fastpath::", op,
+    STD_TORCH_CHECK(kind_ != NormKind::kRms || (weight_ && !bias_), "hf_fastpath::", op,
                     ": norm 'rms' takes norm_weight and no norm_bias");
   }
 
@@ -86,7 +86,7 @@ class InputNorm {
   // Launches norm and product (and with `rope` the append) as one kernel, if there is one for them.
   bool launch_as_one(GemvParams& p, const RopeAppendParams* rope, cudaStream_t stream) const {
     fuse(p);
-    if ((rope || kind_ != Norm::kNone) && !fits_one_kernel(p, rope)) return false;
+    if ((rope || kind_ != NormKind::kNone) && !fits_one_kernel(p, rope)) return false;
     launch_gemv(p, rope, stream);
     return true;
   }
@@ -106,7 +106,7 @@ class InputNorm {
   }
 
  private:
-  Norm kind_;
+  NormKind kind_;
   std::optional<Tensor> weight_, bias_;
   double eps_;
 };

@@ -8,29 +8,30 @@
 
 namespace hf_fastpath {
 
-// The form in which `rows` rows of x are multiplied fastest.
-inline XForm x_form(DType dtype, int64_t rows) {
-  if (dtype != DType::kFloat32 && rows >= kTiledRows && use_amx()) return XForm::kTiles;
-  return dtype == DType::kBFloat16 && use_bf16_products() ? XForm::kBFloat16 : XForm::kFloats;
+// The layout in which `rows` rows of x are multiplied fastest.
+inline XLayout x_layout(DType dtype, int64_t rows) {
+  if (dtype != DType::kFloat32 && rows >= kMinAmxRows && use_amx()) return XLayout::kAmxTiles;
+  return dtype == DType::kBFloat16 && use_bf16_products() ? XLayout::kBFloat16 : XLayout::kFloats;
 }
 
 // Elements between rows of x: whole vectors of 16 bits, and cache lines.
 inline int64_t row_stride(int64_t in_features) { return round_up(in_features, 32); }
 
 // Elements of LinearArgs::laid_out.
-inline int64_t laid_out_elements(XForm form, DType dtype, int64_t rows, int64_t in_features) {
-  if (form == XForm::kFloats) return 0;
-  return form == XForm::kTiles ? tile_elements(dtype, rows, in_features) : rows * row_stride(in_features);
+inline int64_t laid_out_elements(XLayout layout, DType dtype, int64_t rows, int64_t in_features) {
+  if (layout == XLayout::kFloats) return 0;
+  return layout == XLayout::kAmxTiles ? tile_elements(dtype, rows, in_features)
+                                      : rows * row_stride(in_features);
 }
 
-// Rows [first, first + rows) of x as a kernel for `form` takes them, at `floats` or `laid_out` or both.
-inline void lay_out(XForm form, DType dtype, const RowView& x, int64_t first, int64_t rows, float* floats,
+// Rows [first, first + rows) of x as a kernel for `layout` takes them, at `floats` or `laid_out` or both.
+inline void lay_out(XLayout layout, DType dtype, const RowView& x, int64_t first, int64_t rows, float* floats,
                     uint16_t* laid_out) {
   const int64_t stride = row_stride(x.columns);
   const auto convert = use_avx2() ? convert_to_float_avx2 : convert_to_float_portable;
   for (int64_t row = 0; row < rows; ++row) {
     const void* from = at(x.data, (first + row) * x.stride, dtype);
-    if (form == XForm::kBFloat16) {
+    if (layout == XLayout::kBFloat16) {
       uint16_t* to = laid_out + row * stride;
       std::memcpy(to, from, x.columns * sizeof(uint16_t));
       std::fill(to + x.columns, to + stride, uint16_t{0});
@@ -40,15 +41,15 @@ inline void lay_out(XForm form, DType dtype, const RowView& x, int64_t first, in
       std::fill(to + x.columns, to + stride, 0.0f);
     }
   }
-  if (form == XForm::kTiles) tiles_of_rows_amx(dtype, rows, x.columns, floats, stride, laid_out);
+  if (layout == XLayout::kAmxTiles) tiles_of_rows_amx(dtype, rows, x.columns, floats, stride, laid_out);
 }
 
 // The activation rows of a call as kernels take them, for all threads, and scratch memory behind them.
 struct Activations {
   DType dtype;
-  XForm form;
+  XLayout layout;
   int64_t rows, in_features, stride;
-  float* data;               // [rows, stride], zeros from in_features on, but in XForm::kBFloat16
+  float* data;               // [rows, stride], zeros from in_features on, but in XLayout::kBFloat16
   float* spare;              // as many floats as were asked for, 64-byte aligned
   const uint16_t* laid_out;  // see LinearArgs
 };
@@ -60,14 +61,15 @@ inline Activations load_activations(const Tensor& x, const char* op, bool linear
   const RowView view = row_view(x);
   STD_TORCH_CHECK(view.rows >= 1 && view.rows <= kMaxRows, "hf_fastpath::", op, ": x has ", view.rows,
                   " rows, expected 1 to ", kMaxRows, ": use nn.Linear");
-  const XForm form = linear ? x_form(dtype, view.rows) : XForm::kFloats;
+  const XLayout layout = linear ? x_layout(dtype, view.rows) : XLayout::kFloats;
   const int64_t stride = row_stride(view.columns);
-  const int64_t others = round_up(laid_out_elements(form, dtype, view.rows, view.columns) / 2, 16);
-  const int64_t floats = form == XForm::kBFloat16 ? 0 : view.rows * stride;
+  const int64_t others = round_up(laid_out_elements(layout, dtype, view.rows, view.columns) / 2, 16);
+  const int64_t floats = layout == XLayout::kBFloat16 ? 0 : view.rows * stride;
   float* const memory = scratch(others + floats + spare_floats);
   auto* const laid_out = reinterpret_cast<uint16_t*>(memory);
-  lay_out(form, dtype, view, 0, view.rows, memory + others, laid_out);
-  return {dtype, form, view.rows, view.columns, stride, memory + others, memory + others + floats, laid_out};
+  lay_out(layout, dtype, view, 0, view.rows, memory + others, laid_out);
+  return {dtype,   layout, view.rows, view.columns, stride, memory + others, memory + others + floats,
+          laid_out};
 }
 
 // Refuses a weight that does not fit: a kernel would read out of its bounds.
@@ -104,9 +106,9 @@ inline LinearArgs linear_args(const Activations& x, const Tensor& weight, bool t
 // Threads divide outputs in multiples of the kernels' streams and tiles, and of eight, a store.
 constexpr int64_t kOutputGranule = 48;
 
-inline Linear* linear_kernel(XForm form = XForm::kFloats) {
-  if (form == XForm::kTiles) return linear_amx;
-  if (form == XForm::kBFloat16) return linear_avx512_bf16;
+inline Linear* linear_kernel(XLayout layout = XLayout::kFloats) {
+  if (layout == XLayout::kAmxTiles) return linear_amx;
+  if (layout == XLayout::kBFloat16) return linear_avx512_bf16;
   return use_avx512() ? linear_avx512 : use_avx2() ? linear_avx2 : linear_portable;
 }
 
@@ -118,8 +120,8 @@ void share_outputs(int64_t outputs, int64_t output_bytes, const Body& body) {
 }
 
 // All outputs of a projection in the Linear layout.
-inline void run_linear(const LinearArgs& args, XForm form) {
-  Linear* const kernel = linear_kernel(form);
+inline void run_linear(const LinearArgs& args, XLayout layout) {
+  Linear* const kernel = linear_kernel(layout);
   const int64_t matrices = args.up_weight != nullptr ? 2 : 1;
   share_outputs(args.out_features, matrices * args.in_features * element_size(args.dtype),
                 [&](int64_t begin, int64_t end) { kernel(args, begin, end); });

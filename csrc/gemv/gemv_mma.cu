@@ -19,7 +19,7 @@ namespace {
 
 constexpr int kWarps = 8;
 constexpr int kThreads = kWarps * kWarpSize;
-constexpr int kTileRows = 16;   // output features of a tile: M of the mma
+constexpr int kMmaRows = 16;    // output features of a tile: M of the mma
 constexpr int kXRows = 8;       // x rows of a tile: N of the mma
 constexpr int kStepElems = 32;  // elements of k a warp's load covers: 4 lanes of 16 bytes a row, two mma
 constexpr int kUnroll = 2;      // steps in flight a warp: 4 * kUnroll weight loads a lane for two tiles
@@ -41,20 +41,20 @@ __global__ void __launch_bounds__(kThreads, kMinBlocks<kXTiles, kGated>)
   static_assert(!kGated || kTiles == 2, "gated: one tile of gate, one of up");
   constexpr int kFeatureTiles = kGated ? 1 : kTiles;  // tiles of different features
   constexpr int kColumns = kXTiles * kXRows;
-  __shared__ float sums[kWarps][kTiles * kTileRows][kColumns + 1];  // + 1: rows start in different banks
+  __shared__ float sums[kWarps][kTiles * kMmaRows][kColumns + 1];  // + 1: rows start in different banks
 
   const int lane = threadIdx.x % kWarpSize, warp = threadIdx.x / kWarpSize;
   const int quad = lane / 4, quarter = lane % 4;  // row within half a tile; 16-byte piece of the 64-byte step
   const int part_of_k = warp % warps_per_tile;
   const int tiles_per_block = kWarps / warps_per_tile;
-  const int first_row = (blockIdx.x * tiles_per_block + warp / warps_per_tile) * (kFeatureTiles * kTileRows);
+  const int first_row = (blockIdx.x * tiles_per_block + warp / warps_per_tile) * (kFeatureTiles * kMmaRows);
 
   const T* weight[kTiles][2];  // rows `quad` and `quad + 8` of each tile
 #pragma unroll
   for (int t = 0; t < kTiles; ++t)
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
-      const int n = first_row + (kGated ? 0 : t * kTileRows) + h * 8 + quad;
+      const int n = first_row + (kGated ? 0 : t * kMmaRows) + h * 8 + quad;
       weight[t][h] = weight_row<T, kGated>(p, min(n, p.n - 1), t);
     }
   const T* x[kXTiles];
@@ -86,7 +86,7 @@ __global__ void __launch_bounds__(kThreads, kMinBlocks<kXTiles, kGated>)
 
   // The block's outputs, neighbors in n to neighboring threads; most threads have one, whose addends are
   // loaded now.
-  constexpr int kFeatures = kFeatureTiles * kTileRows;
+  constexpr int kFeatures = kFeatureTiles * kMmaRows;
   const int outputs = tiles_per_block * kFeatures * p.m;
   const auto place = [&](int i) {
     const int feature = i % kFeatures, tile = i / kFeatures % tiles_per_block,
@@ -124,7 +124,7 @@ __global__ void __launch_bounds__(kThreads, kMinBlocks<kXTiles, kGated>)
     for (int xt = 0; xt < kXTiles; ++xt)
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
-        sums[warp][t * kTileRows + (i / 2) * 8 + quad][xt * kXRows + quarter * 2 + i % 2] = c[t][xt][i];
+        sums[warp][t * kMmaRows + (i / 2) * 8 + quad][xt * kXRows + quarter * 2 + i % 2] = c[t][xt][i];
       }
   __syncthreads();  // every warp's sums
 
@@ -136,7 +136,7 @@ __global__ void __launch_bounds__(kThreads, kMinBlocks<kXTiles, kGated>)
     for (int w = 0; w < kWarps; ++w) {
       if (w < warps_per_tile) {
         dot += sums[tile * warps_per_tile + w][feature][m];
-        if (kGated) up += sums[tile * warps_per_tile + w][(kTiles - 1) * kTileRows + feature][m];
+        if (kGated) up += sums[tile * warps_per_tile + w][(kTiles - 1) * kMmaRows + feature][m];
       }
     }
     if (kGated) {
@@ -149,7 +149,7 @@ __global__ void __launch_bounds__(kThreads, kMinBlocks<kXTiles, kGated>)
 
 template <class T, int kTiles, int kXTiles, bool kGated>
 void launch(const GemvParams& p, cudaStream_t stream) {
-  constexpr int kFeatures = kGated ? kTileRows : kTiles * kTileRows;
+  constexpr int kFeatures = kGated ? kMmaRows : kTiles * kMmaRows;
   const int tiles = (p.n + kFeatures - 1) / kFeatures;
   const int64_t wanted = int64_t(multiprocessor_count()) * kWantedWarpsPerSm;
   int warps_per_tile = 1;
@@ -168,7 +168,7 @@ void launch_typed(const GemvParams& p, cudaStream_t stream) {
     return launch<T, 2, 2, true>(p, stream);
   }
   // Two tiles a warp halve the reads of x; one tile gives small matrices twice the warps.
-  const bool large = p.n >= int64_t(multiprocessor_count()) * 2 * kTileRows;
+  const bool large = p.n >= int64_t(multiprocessor_count()) * 2 * kMmaRows;
   if (large) {
     if (p.m <= kXRows) return launch<T, 2, 1, false>(p, stream);
     return launch<T, 2, 2, false>(p, stream);

@@ -1,4 +1,4 @@
-// Which form of gemv_ring_kernel (gemv_ring.cuh) a shape gets.
+// Which variant of gemv_ring_kernel (gemv_ring.cuh) a shape gets.
 
 #include "gemv/gemv_ring.cuh"
 
@@ -11,7 +11,7 @@ constexpr int kMaxChunks = 8;
 int64_t row_chunks(const GemvParams& p) { return p.k * element_size(p.dtype) / 16; }
 
 template <class T, int kChunks, int kGroupWarps>
-void launch_form(const GemvParams& p, const RopeAppendParams* rope, cudaStream_t stream) {
+void launch_variant(const GemvParams& p, const RopeAppendParams* rope, cudaStream_t stream) {
   const RingLaunch as =
       plan_ring<RingShape<kChunks, kGroupWarps>>(p, rope, kGroupWarps * int(sizeof(RingSum<T>)));
   with_ring_end(p, rope, [&](auto end) {
@@ -22,32 +22,32 @@ void launch_form(const GemvParams& p, const RopeAppendParams* rope, cudaStream_t
 template <class T>
 void launch_typed(const GemvParams& p, const RopeAppendParams* rope, cudaStream_t stream) {
   const int chunks = static_cast<int>(row_chunks(p));
-  if (chunks > 64 && chunks <= 96) return launch_form<T, 3, 1>(p, rope, stream);
-  if (chunks <= 128) return launch_form<T, 1, 4>(p, rope, stream);
-  if (chunks <= 256) return launch_form<T, 2, 4>(p, rope, stream);
-  if (chunks <= 384) return launch_form<T, 3, 4>(p, rope, stream);
+  if (chunks > 64 && chunks <= 96) return launch_variant<T, 3, 1>(p, rope, stream);
+  if (chunks <= 128) return launch_variant<T, 1, 4>(p, rope, stream);
+  if (chunks <= 256) return launch_variant<T, 2, 4>(p, rope, stream);
+  if (chunks <= 384) return launch_variant<T, 3, 4>(p, rope, stream);
   switch ((chunks + kRingConsumers - 1) / kRingConsumers) {
     case 2:
-      return launch_form<T, 2, 8>(p, rope, stream);
+      return launch_variant<T, 2, 8>(p, rope, stream);
     case 3:
-      return launch_form<T, 3, 8>(p, rope, stream);
+      return launch_variant<T, 3, 8>(p, rope, stream);
     case 4:
-      return launch_form<T, 4, 8>(p, rope, stream);
+      return launch_variant<T, 4, 8>(p, rope, stream);
     case 5:
-      return launch_form<T, 5, 8>(p, rope, stream);
+      return launch_variant<T, 5, 8>(p, rope, stream);
     case 6:
-      return launch_form<T, 6, 8>(p, rope, stream);
+      return launch_variant<T, 6, 8>(p, rope, stream);
     case 7:
-      return launch_form<T, 7, 8>(p, rope, stream);
+      return launch_variant<T, 7, 8>(p, rope, stream);
     default:
-      return launch_form<T, 8, 8>(p, rope, stream);
+      return launch_variant<T, 8, 8>(p, rope, stream);
   }
 }
 
 }  // namespace
 
 bool fits_gemv_ring(const GemvParams& p, const RopeAppendParams* rope) {
-  const int most = p.norm.kind == Norm::kNone ? kMaxChunks : kMaxNormedChunks;
+  const int most = p.norm.kind == NormKind::kNone ? kMaxChunks : kMaxNormedChunks;
   return fits_ring(p, rope) && row_chunks(p) <= most * kRingConsumers;
 }
 

@@ -158,7 +158,7 @@ __device__ __forceinline__ void ring_layer_norm(const GemvNorm& norm, const uint
 template <class T, int kChunks, int kGroupWarps, RingEnd kEnd>
 __device__ __forceinline__ void ring_compute(const GemvParams& p, const RopeAppendParams& rope,
                                              const RingPlan& plan, char* ring, RingBarriers barriers,
-                                             RingSum<T>* parts) {
+                                             RingSum<T>* partials) {
   using Shape = RingShape<kChunks, kGroupWarps>;
   using C = Chunk<T, kVecElems<T>>;
   using Sum = RingSum<T>;
@@ -190,9 +190,9 @@ __device__ __forceinline__ void ring_compute(const GemvParams& p, const RopeAppe
   };
   const auto element = [&](int c) { return (lane_chunk + c * kGroupWarps * kWarpSize) * kElems; };
   constexpr bool kTakesNorm = kChunks <= kMaxNormedChunks;
-  const Norm norm = kTakesNorm ? p.norm.kind : Norm::kNone;
+  const NormKind norm = kTakesNorm ? p.norm.kind : NormKind::kNone;
   uint4 norm_weight[kChunks];
-  if (norm != Norm::kNone) {
+  if (norm != NormKind::kNone) {
 #pragma unroll
     for (int c = 0; c < kChunks; ++c) {
       norm_weight[c] =
@@ -218,7 +218,7 @@ __device__ __forceinline__ void ring_compute(const GemvParams& p, const RopeAppe
 #pragma unroll
     for (int c = 0; c < kChunks; ++c) C::unpack(x[c], values[c]);
   }
-  if (norm == Norm::kRms) {
+  if (norm == NormKind::kRms) {
     squares = ring_sum_of_squares<T>(x);
     if constexpr (kMma) {
       if constexpr (std::is_same_v<T, __half>) {
@@ -235,7 +235,7 @@ __device__ __forceinline__ void ring_compute(const GemvParams& p, const RopeAppe
         for (int e = 0; e < kElems; ++e) values[c][e] *= w[e];
       }
     }
-  } else if (norm == Norm::kLayer) {
+  } else if (norm == NormKind::kLayer) {
     if constexpr (kMma) {
       float normed[kChunks][kElems];
 #pragma unroll
@@ -316,8 +316,8 @@ __device__ __forceinline__ void ring_compute(const GemvParams& p, const RopeAppe
     const int index = lane / kLanesPerSum;
     const int row =
         first + index / Shape::kRows * Shape::kSlotRows + group * Shape::kRows + index % Shape::kRows;
-    if (lane % kLanesPerSum == 0 && row < rows) parts[row * kGroupWarps + warp % kGroupWarps] = sum;
-    if (first == 0 && norm == Norm::kRms) {  // weights of the next rows arrive meanwhile
+    if (lane % kLanesPerSum == 0 && row < rows) partials[row * kGroupWarps + warp % kGroupWarps] = sum;
+    if (first == 0 && norm == NormKind::kRms) {  // weights of the next rows arrive meanwhile
       const float total = warp_sum(squares);
       if (lane == 0 && warp < kGroupWarps) scratch[warp] = total;
     }
@@ -328,7 +328,7 @@ __device__ __forceinline__ void ring_compute(const GemvParams& p, const RopeAppe
 
   if (tid >= units) return;
   float scale = 1.f;
-  if (norm == Norm::kRms) {
+  if (norm == NormKind::kRms) {
     float total = 0.f;
 #pragma unroll
     for (int w = 0; w < kGroupWarps; ++w) total += scratch[w];
@@ -338,7 +338,8 @@ __device__ __forceinline__ void ring_compute(const GemvParams& p, const RopeAppe
     float dots[kHalves];
 #pragma unroll
     for (int half = 0; half < kHalves; ++half) {
-      dots[half] = static_cast<float>(sum_of<kGroupWarps>(parts + (half * units + i) * kGroupWarps)) * scale;
+      dots[half] =
+          static_cast<float>(sum_of<kGroupWarps>(partials + (half * units + i) * kGroupWarps)) * scale;
     }
     unit.store(p, rope, dots);
   };
@@ -359,8 +360,8 @@ __global__ void __launch_bounds__(kRingThreads, kRingMinBlocks<T, kChunks, kEnd>
     using Shape = RingShape<kChunks, kGroupWarps>;
     extern __shared__ __align__(128) char ring[];
     run_ring<T, Shape, false>(p, rope, plan, ring, [&](RingBarriers barriers) {
-      RingSum<T>* parts = reinterpret_cast<RingSum<T>*>(ring + plan.slots * Shape::kSlotBytes);
-      ring_compute<T, kChunks, kGroupWarps, kEnd>(p, rope, plan, ring, barriers, parts);
+      RingSum<T>* partials = reinterpret_cast<RingSum<T>*>(ring + plan.slots * Shape::kSlotBytes);
+      ring_compute<T, kChunks, kGroupWarps, kEnd>(p, rope, plan, ring, barriers, partials);
     });
   }
 }

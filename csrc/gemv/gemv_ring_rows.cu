@@ -1,4 +1,4 @@
-// Which form of gemv_ring_rows_kernel (gemv_ring_rows.cuh) a shape gets.
+// Which variant of gemv_ring_rows_kernel (gemv_ring_rows.cuh) a shape gets.
 
 #include "gemv/gemv_ring_rows.cuh"
 
@@ -16,7 +16,7 @@ int thread_chunks(const GemvParams& p) {
 }
 
 template <class T, int kChunks, int kXRows>
-void launch_form(const GemvParams& p, const RopeAppendParams* rope, cudaStream_t stream) {
+void launch_variant(const GemvParams& p, const RopeAppendParams* rope, cudaStream_t stream) {
   RingLaunch as =
       plan_ring<RingShape<kChunks, kRingWarps>>(p, rope, kXRows * kRingWarps * int(sizeof(float)));
   as.plan.phases = (thread_chunks(p) + kChunks - 1) / kChunks;
@@ -29,12 +29,12 @@ template <class T, int kXRows>
 void launch_rows(const GemvParams& p, const RopeAppendParams* rope, cudaStream_t stream) {
   constexpr int kMost = kMostChunks<kXRows>;
   const int chunks = thread_chunks(p);
-  if (kMost == 1 || chunks == 1) return launch_form<T, 1, kXRows>(p, rope, stream);
+  if (kMost == 1 || chunks == 1) return launch_variant<T, 1, kXRows>(p, rope, stream);
   if constexpr (kMost == 2) {
-    launch_form<T, 2, kXRows>(p, rope, stream);
+    launch_variant<T, 2, kXRows>(p, rope, stream);
   } else if constexpr (kMost == 4) {
-    if (chunks == 2) return launch_form<T, 2, kXRows>(p, rope, stream);
-    launch_form<T, 4, kXRows>(p, rope, stream);
+    if (chunks == 2) return launch_variant<T, 2, kXRows>(p, rope, stream);
+    launch_variant<T, 4, kXRows>(p, rope, stream);
   }
 }
 
@@ -48,7 +48,7 @@ void launch_typed(const GemvParams& p, const RopeAppendParams* rope, cudaStream_
 }  // namespace
 
 bool fits_gemv_ring_rows(const GemvParams& p, const RopeAppendParams* rope) {
-  return p.norm.kind != Norm::kLayer && fits_ring(p, rope);
+  return p.norm.kind != NormKind::kLayer && fits_ring(p, rope);
 }
 
 void launch_gemv_ring_rows(const GemvParams& params, const RopeAppendParams* rope, cudaStream_t stream) {

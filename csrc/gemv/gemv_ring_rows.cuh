@@ -32,7 +32,7 @@ constexpr int kRowsMinBlocks = kXRows == 8 || (kChunks * kXRows == 8 && kEnd != 
 template <class T, int kChunks, int kXRows, RingEnd kEnd>
 __device__ __forceinline__ void ring_rows_compute(const GemvParams& p, const RopeAppendParams& rope,
                                                   const RingPlan& plan, char* ring, RingBarriers barriers,
-                                                  float* parts) {
+                                                  float* partials) {
   using Shape = RowsShape<kChunks, kXRows>;
   using C = Chunk<T, kVecElems<T>>;
   constexpr int kElems = kVecElems<T>, kHalves = kEnd == RingEnd::kPlain ? 1 : 2;
@@ -65,17 +65,17 @@ __device__ __forceinline__ void ring_rows_compute(const GemvParams& p, const Rop
   auto reader = ring_reader<T, Shape>(p, rope, plan, ring, barriers, each_row, each_offset);
   reader.start();
 
-  const Norm norm = p.norm.kind;
+  const NormKind norm = p.norm.kind;
   const auto norm_weight_at = [&](int chunk) {
     return static_cast<const T*>(p.norm.weight) + chunk * kElems;
   };
-  if (norm == Norm::kRms) {
+  if (norm == NormKind::kRms) {
 #pragma unroll
     for (int i = 0; i < kLoads; ++i) {
       if (chunk_of(0, i) < chunks) prefetch_l2(norm_weight_at(chunk_of(0, i)));
     }
   }
-  // Output i of the block is of row i % p.m of x, so that neighbors lie together in `parts`.
+  // Output i of the block is of row i % p.m of x, so that neighbors lie together in `partials`.
   RingUnit<T, kEnd> mine;
   const auto prepare = [&](int i) { mine.prepare(p, rope, begin + i / p.m, i % p.m); };
   if (tid < outputs) prepare(tid);
@@ -95,7 +95,7 @@ __device__ __forceinline__ void ring_rows_compute(const GemvParams& p, const Rop
     for (int i = 0; i < kLoads; ++i) {
       const int chunk = chunk_of(phase, i);
       norm_weight[i] =
-          norm == Norm::kRms && chunk < chunks ? C::load_shared_line(norm_weight_at(chunk)) : C::zero();
+          norm == NormKind::kRms && chunk < chunks ? C::load_shared_line(norm_weight_at(chunk)) : C::zero();
     }
 #pragma unroll
     for (int half = 0; half < 2; ++half)
@@ -106,7 +106,7 @@ __device__ __forceinline__ void ring_rows_compute(const GemvParams& p, const Rop
                          ? C::load_l2(static_cast<const T*>(p.x) + m * p.k + chunk * kElems)
                          : C::zero();
       }
-    if (norm != Norm::kRms) return;
+    if (norm != NormKind::kRms) return;
     squares[0] = ring_sum_of_squares<T>(x[0]), squares[1] = ring_sum_of_squares<T>(x[1]);
     if constexpr (std::is_same_v<T, __half>) {
       __half2 largest = __halves2half2(largest_of(x[0]), largest_of(x[1]));
@@ -163,11 +163,11 @@ __device__ __forceinline__ void ring_rows_compute(const GemvParams& p, const Rop
         }
         const int row = first + round * kTogether + q / (kGroups / 2);
         if (q % (kGroups / 2) == 0 && g % kGroups < 2 && row < rows) {
-          float* part = parts + (row * kXRows + sum_m) * kRingWarps + warp;
-          *part = phase == 0 ? sum * undo : *part + sum * undo;
+          float* partial = partials + (row * kXRows + sum_m) * kRingWarps + warp;
+          *partial = phase == 0 ? sum * undo : *partial + sum * undo;
         }
       }
-      if (first == 0 && norm == Norm::kRms) {  // weights of the next rows arrive meanwhile
+      if (first == 0 && norm == NormKind::kRms) {  // weights of the next rows arrive meanwhile
         float sum = upper ? squares[1] : squares[0];
         sum += __shfl_xor_sync(kAllLanes, upper ? squares[0] : squares[1], 4);
         sum += __shfl_xor_sync(kAllLanes, sum, 1);
@@ -190,12 +190,13 @@ __device__ __forceinline__ void ring_rows_compute(const GemvParams& p, const Rop
       mine.load(p, rope);
     }
     const int unit = i / p.m, m = i % p.m;
-    const float scale =
-        norm == Norm::kRms ? rsqrtf(sum_of<kRingWarps>(scratch + m * kRingWarps) / p.k + p.norm.eps) : 1.f;
+    const float scale = norm == NormKind::kRms
+                            ? rsqrtf(sum_of<kRingWarps>(scratch + m * kRingWarps) / p.k + p.norm.eps)
+                            : 1.f;
     float dots[kHalves];
 #pragma unroll
     for (int half = 0; half < kHalves; ++half) {
-      dots[half] = sum_of<kRingWarps>(parts + ((half * units + unit) * kXRows + m) * kRingWarps) * scale;
+      dots[half] = sum_of<kRingWarps>(partials + ((half * units + unit) * kXRows + m) * kRingWarps) * scale;
     }
     mine.store(p, rope, dots);
   }
@@ -209,8 +210,8 @@ __global__ void __launch_bounds__(kRingThreads, kRowsMinBlocks<kChunks, kXRows, 
   using Shape = RowsShape<kChunks, kXRows>;
   extern __shared__ __align__(128) char ring[];
   run_ring<T, Shape, true>(p, rope, plan, ring, [&](RingBarriers barriers) {
-    float* parts = reinterpret_cast<float*>(ring + plan.slots * Shape::kSlotBytes);
-    ring_rows_compute<T, kChunks, kXRows, kEnd>(p, rope, plan, ring, barriers, parts);
+    float* partials = reinterpret_cast<float*>(ring + plan.slots * Shape::kSlotBytes);
+    ring_rows_compute<T, kChunks, kXRows, kEnd>(p, rope, plan, ring, barriers, partials);
   });
 }
 

@@ -60,17 +60,17 @@ constexpr int kOwnSlots = 3;  // of a ring that every thread fills for itself
 
 // A block's shared memory: two blocks of different kernels have to fit on an SM, and the static arrays.
 constexpr int kRingBytes = 98 * 1024, kBlockBytes = 112 * 1024;
-constexpr int kMaxPartBytes = 48 * 1024;                                // of it, where sums over warps wait
+constexpr int kMaxPartialBytes = 48 * 1024;                             // of it, where sums over warps wait
 constexpr int kInFlightBytes = 64 * 1024, kStreamingBytes = 96 * 1024;  // an SM
 
-// Memory would rest between two kernels once the second one's rings are full, so the first one brings some of
-// what follows to L2. A matrix of which rings hold more than half gains nothing: it is there in time, and
-// what is brought besides is in the way of small reads.
+// Memory would rest between two kernels once the second one's rings are full, so the first one prefetches
+// some of what follows into L2. A matrix of which rings hold more than half gains nothing: it is there in
+// time, and what is brought besides is in the way of small reads.
 constexpr int kNextBytes = 48 * 1024;  // an SM
 constexpr int64_t kNextLeastBytes = 48 << 20;
 constexpr int kNextPieceBytes = 4096;
 
-// Sets what a kernel of `grid` blocks brings to L2, `block_bytes` each.
+// Sets what a kernel of `grid` blocks prefetches into L2, `block_bytes` each.
 inline void plan_next(const GemvParams& p, int grid, int block_bytes, RingPlan& plan) {
   if (p.next_bytes < kNextLeastBytes || !is_aligned16(p.next_weight)) return;
   plan.next = static_cast<const char*>(p.next_weight);
@@ -84,9 +84,9 @@ struct RingLaunch {
   int smem_bytes;
 };
 
-// `row_part_bytes`: what the sums of one weight row take until the end.
+// `row_partial_bytes`: what the sums of one weight row take until the end.
 template <class Shape>
-RingLaunch plan_ring(const GemvParams& p, const RopeAppendParams* rope, int row_part_bytes) {
+RingLaunch plan_ring(const GemvParams& p, const RopeAppendParams* rope, int row_partial_bytes) {
   RingPlan plan{};
   plan.append = rope != nullptr;
   plan.halves = p.gated || plan.append ? 2 : 1;
@@ -97,12 +97,12 @@ RingLaunch plan_ring(const GemvParams& p, const RopeAppendParams* rope, int row_
   // One block where its ring holds all that the SM reads: it is easier to place beside blocks of other
   // kernels.
   const int blocks_per_sm = bytes > int64_t(kRingBytes) * sms ? kRingBlocksPerSm : 1;
-  const int64_t least = (rows * row_part_bytes + kMaxPartBytes - 1) / kMaxPartBytes;
+  const int64_t least = (rows * row_partial_bytes + kMaxPartialBytes - 1) / kMaxPartialBytes;
   const int grid =
       static_cast<int>(std::min<int64_t>(plan.units, std::max<int64_t>(sms * blocks_per_sm, least)));
   plan.share = plan.units / grid, plan.larger = plan.units % grid;
-  const int part_bytes = (plan.share + 1) * plan.halves * row_part_bytes;
-  plan.slots = std::min({kRingBytes / Shape::kSlotBytes, (kBlockBytes - part_bytes) / Shape::kSlotBytes,
+  const int partial_bytes = (plan.share + 1) * plan.halves * row_partial_bytes;
+  plan.slots = std::min({kRingBytes / Shape::kSlotBytes, (kBlockBytes - partial_bytes) / Shape::kSlotBytes,
                          has_hopper_code() ? kMaxRingSlots : kOwnSlots});
   const auto slots_of = [&](int bytes) {
     return std::clamp(bytes / blocks_per_sm / Shape::kSlotBytes, 1, plan.slots);
@@ -110,7 +110,7 @@ RingLaunch plan_ring(const GemvParams& p, const RopeAppendParams* rope, int row_
   plan.in_flight = slots_of(kInFlightBytes);
   plan.streaming = slots_of(kStreamingBytes);
   if (blocks_per_sm == kRingBlocksPerSm) plan_next(p, grid, kNextBytes / blocks_per_sm, plan);
-  return {plan, grid, plan.slots * Shape::kSlotBytes + part_bytes};
+  return {plan, grid, plan.slots * Shape::kSlotBytes + partial_bytes};
 }
 
 // Launches a kernel over a ring.
@@ -118,9 +118,9 @@ inline void launch_ring(void (*kernel)(GemvParams, RopeAppendParams, RingPlan), 
                         const GemvParams& p, const RopeAppendParams* rope, cudaStream_t stream) {
   HF_FASTPATH_CUDA_CHECK(
       cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, as.smem_bytes));
-  HF_FASTPATH_CUDA_CHECK(
-      launch_overlapping(kernel, dim3(as.grid), dim3(has_hopper_code() ? kRingThreads : kRingConsumers),
-                         as.smem_bytes, stream, p.overlap, p, rope ? *rope : RopeAppendParams{}, as.plan));
+  HF_FASTPATH_CUDA_CHECK(launch_programmatic(
+      kernel, dim3(as.grid), dim3(has_hopper_code() ? kRingThreads : kRingConsumers), as.smem_bytes, stream,
+      p.programmatic_launch, p, rope ? *rope : RopeAppendParams{}, as.plan));
 }
 
 // Launches for the end that a product has: launch(RingEnd as a constant).
@@ -136,7 +136,7 @@ void with_ring_end(const GemvParams& p, const RopeAppendParams* rope, Launch lau
 inline bool fits_ring(const GemvParams& p, const RopeAppendParams* rope) {
   bool fits =
       p.n > 0 && p.k > 0 && has_aligned_rows(p) && is_aligned16(p.norm.weight) && is_aligned16(p.norm.bias);
-  if (p.norm.kind != Norm::kNone) fits = fits && p.norm.weight;
+  if (p.norm.kind != NormKind::kNone) fits = fits && p.norm.weight;
   if (rope) fits = fits && rope->head_dim % 2 == 0;
   return fits && (p.dtype != DType::kFloat32 || has_hopper_code());
 }

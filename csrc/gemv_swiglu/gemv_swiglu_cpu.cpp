@@ -6,7 +6,7 @@ namespace hf_fastpath {
 
 Tensor gemv_swiglu_cpu(const Tensor& raw, const Tensor& gate_weight, const Tensor& up_weight,
                        int64_t activation, int64_t norm, const std::optional<Tensor>& norm_weight,
-                       const std::optional<Tensor>& norm_bias, double norm_eps, bool /*overlap*/,
+                       const std::optional<Tensor>& norm_bias, double norm_eps, bool /*programmatic_launch*/,
                        const std::optional<Tensor>& /*next_weight*/) {
   const char* op = "gemv_swiglu";
   const Tensor x = normed_cpu(raw, norm_of(norm, op), norm_weight, norm_bias, norm_eps);
@@ -21,7 +21,7 @@ Tensor gemv_swiglu_cpu(const Tensor& raw, const Tensor& gate_weight, const Tenso
   args.up_weight = up_weight.const_data_ptr();
   args.up_stride = up_weight.stride(0);
   args.activation = activation_of(activation, op);
-  run_linear(args, input.form);
+  run_linear(args, input.layout);
   return out;
 }
 

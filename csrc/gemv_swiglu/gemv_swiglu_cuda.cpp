@@ -1,19 +1,19 @@
 // torch.ops.hf_fastpath.gemv_swiglu on a GPU: see hf_fastpath/ops/gemv_swiglu.py for the contract. The gated
-// form of the gemv kernels over two weights where the model keeps them.
+// variant of the gemv kernels over two weights where the model keeps them.
 #include "gemv/gemv_cuda_glue.h"
 
 namespace hf_fastpath {
 
 Tensor gemv_swiglu_cuda(const Tensor& x, const Tensor& gate_weight, const Tensor& up_weight,
                         int64_t activation, int64_t norm, const std::optional<Tensor>& norm_weight,
-                        const std::optional<Tensor>& norm_bias, double norm_eps, bool overlap,
+                        const std::optional<Tensor>& norm_bias, double norm_eps, bool programmatic_launch,
                         const std::optional<Tensor>& next_weight) {
   constexpr const char* kOp = "gemv_swiglu";
   const DeviceGuard guard(x);
   const Tensor input = gemv_input(x);
   GemvParams p = gemv_params(input, kOp);
   p.gated = true;
-  p.overlap = overlap;
+  p.programmatic_launch = programmatic_launch;
   set_next_weight(p, next_weight);
   const InputNorm input_norm(input, norm, norm_weight, norm_bias, norm_eps, kOp);
   p.activation = activation_of(activation, kOp);

@@ -105,7 +105,7 @@ void launch_greedy_token(const GreedyTokenParams& params, cudaStream_t stream) {
     const int64_t chunks = params.vocab_size / (aligned ? kElems : 1);
     const auto launch = [&](auto kernel, int threads, int cluster) {
       HF_FASTPATH_CUDA_CHECK(launch_clusters(kernel, dim3(params.batch * cluster), dim3(threads), 0, stream,
-                                             params.overlap, cluster, params, cluster));
+                                             params.programmatic_launch, cluster, params, cluster));
     };
     if (has_hopper_code() && chunks >= kMaxCluster * kMinChunks) {
       launch(aligned ? greedy_token_kernel<T, kElems, kClusterThreads>

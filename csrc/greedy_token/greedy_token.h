@@ -27,7 +27,7 @@ struct GreedyTokenParams {
   int64_t num_eos_tokens;
   const int64_t* pad_token;  // one, or null
   int batch;
-  bool overlap;
+  bool programmatic_launch;
   DType dtype;
 };
 

@@ -21,9 +21,9 @@ int64_t argmax(DType dtype, const T* values, int64_t count) {
 
 void greedy_token(const Tensor& logits, Tensor unfinished, Tensor tokens, Tensor positions, Tensor seq_lens,
                   Tensor record, const std::optional<Tensor>& eos_tokens,
-                  const std::optional<Tensor>& pad_token, bool overlap) {
+                  const std::optional<Tensor>& pad_token, bool programmatic_launch) {
   const GreedyTokenCall call(logits, unfinished, tokens, positions, seq_lens, record, eos_tokens, pad_token,
-                             overlap);
+                             programmatic_launch);
   const GreedyTokenParams& p = call.params;
   with_storage(p.dtype, [&](auto* tag) {
     using T = std::remove_pointer_t<decltype(tag)>;

@@ -9,10 +9,10 @@ namespace {
 
 void greedy_token(const Tensor& logits, Tensor unfinished, Tensor tokens, Tensor positions, Tensor seq_lens,
                   Tensor record, const std::optional<Tensor>& eos_tokens,
-                  const std::optional<Tensor>& pad_token, bool overlap) {
+                  const std::optional<Tensor>& pad_token, bool programmatic_launch) {
   const DeviceGuard guard(logits);
   const GreedyTokenCall call(logits, unfinished, tokens, positions, seq_lens, record, eos_tokens, pad_token,
-                             overlap);
+                             programmatic_launch);
   launch_greedy_token(call.params, current_stream(guard.device()));
 }
 

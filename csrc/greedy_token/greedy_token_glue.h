@@ -14,7 +14,7 @@ struct GreedyTokenCall {
 
   GreedyTokenCall(const Tensor& given, Tensor unfinished, Tensor tokens, Tensor positions, Tensor seq_lens,
                   Tensor record, const std::optional<Tensor>& eos_tokens,
-                  const std::optional<Tensor>& pad_token, bool overlap)
+                  const std::optional<Tensor>& pad_token, bool programmatic_launch)
       : logits(given) {
     constexpr const char* kOp = "greedy_token";
     STD_TORCH_CHECK(logits.dim() == 2 && logits.size(1) > 0 && logits.size(1) < int64_t(1) << 32,
@@ -45,7 +45,7 @@ struct GreedyTokenCall {
     params.record = static_cast<int64_t*>(record.data_ptr());
     params.slots = record.size(0);
     params.batch = static_cast<int>(batch);
-    params.overlap = overlap;
+    params.programmatic_launch = programmatic_launch;
     if (!eos_tokens) return;
     STD_TORCH_CHECK(eos_tokens->dim() == 1,
                     "hf_fastpath::greedy_token: eos_tokens has to have one dimension");

@@ -11,7 +11,7 @@
 namespace hf_fastpath {
 namespace {
 
-constexpr int64_t kChains = 4;  // independent sums: an addition has four cycles of latency
+constexpr int64_t kChains = 4;  // independent accumulators: an addition has four cycles of latency
 
 // Sum of (x - center)^power over the row, power 1 or 2.
 template <class Element, int kPower>
@@ -22,21 +22,23 @@ float centered_sum(const typename Element::Storage* x, int64_t n, float center) 
     const __m256 d = _mm256_sub_ps(v, middle);
     return _mm256_fmadd_ps(d, d, sum);
   };
-  __m256 sums[kChains];
-  for (__m256& sum : sums) sum = _mm256_setzero_ps();
+  __m256 accumulators[kChains];
+  for (__m256& sum : accumulators) sum = _mm256_setzero_ps();
   int64_t i = 0;
   for (; i + kChains * kLanes <= n; i += kChains * kLanes) {
-    for (int64_t c = 0; c < kChains; ++c) sums[c] = add(sums[c], Element::load(x + i + c * kLanes));
+    for (int64_t c = 0; c < kChains; ++c)
+      accumulators[c] = add(accumulators[c], Element::load(x + i + c * kLanes));
   }
-  for (; i + kLanes <= n; i += kLanes) sums[0] = add(sums[0], Element::load(x + i));
+  for (; i + kLanes <= n; i += kLanes) accumulators[0] = add(accumulators[0], Element::load(x + i));
   if (i < n) {
     // Lanes past the end hold the center, which adds nothing to the sum of squares.
     const __m256 v = Element::load(x + i, n - i);
     const __m256 inside = _mm256_castsi256_ps(lane_mask(n - i));
     const __m256 fill = kPower == 1 ? _mm256_setzero_ps() : middle;
-    sums[1] = add(sums[1], _mm256_blendv_ps(fill, v, inside));
+    accumulators[1] = add(accumulators[1], _mm256_blendv_ps(fill, v, inside));
   }
-  return horizontal_sum(_mm256_add_ps(_mm256_add_ps(sums[0], sums[1]), _mm256_add_ps(sums[2], sums[3])));
+  return horizontal_sum(_mm256_add_ps(_mm256_add_ps(accumulators[0], accumulators[1]),
+                                      _mm256_add_ps(accumulators[2], accumulators[3])));
 }
 
 template <class Element>

@@ -24,8 +24,8 @@ int multiprocessors() {
   return count;
 }
 
-// A way to run over a shape. `split`: clusters of each tile, 0: all clusters share all tiles evenly.
-struct Way {
+// A schedule to run over a shape. `split`: clusters of each tile, 0: all clusters share all tiles evenly.
+struct Schedule {
   int tokens, warpgroups, split;
 };
 
@@ -47,9 +47,11 @@ int64_t tiles_of(const PackedGemmParams& p, const TileTime& tile) {
 }
 
 double time_of(const PackedGemmParams& p, int clusters, const TileTime& tile, int split) {
-  const double sums = tile.tokens * tile.warpgroups / 2;  // of a block, in units of its 64 features
-  const double start = 3.2 + sums * 0.008, out = 0.6 + sums * 0.004, whole = p.matrix.blocks * 2 * tile.step;
-  const double leave = 0.8 + sums * 0.008, collect = 1.0 + sums * 0.001, other = 0.1 + sums * 0.009;
+  const double accumulators = tile.tokens * tile.warpgroups / 2;  // of a block, in units of its 64 features
+  const double start = 3.2 + accumulators * 0.008, out = 0.6 + accumulators * 0.004,
+               whole = p.matrix.blocks * 2 * tile.step;
+  const double leave = 0.8 + accumulators * 0.008, collect = 1.0 + accumulators * 0.001,
+               other = 0.1 + accumulators * 0.009;
   const int64_t tiles = tiles_of(p, tile);
   if (split == 1) return start + double((tiles + clusters - 1) / clusters) * (whole + out);
   if (split > 1) return start + whole / split + leave + collect + (split - 1) * other + out;
@@ -59,7 +61,7 @@ double time_of(const PackedGemmParams& p, int clusters, const TileTime& tile, in
   return start + share * whole + leave + collect + others * other + (share < 1 ? 1 : share) * out + kNextPart;
 }
 
-// Rows from which on the kernel loses more to PyTorch's product than widening the weight in front of that
+// Rows from which on the kernel loses more to PyTorch's product than dequantizing the weight in front of that
 // takes (H200).
 constexpr int64_t kWidensFrom = 4096;
 
@@ -75,7 +77,7 @@ bool fits_packed_gemm(const PackedGemmParams& p) {
 
 PackedGemmPlan plan_packed_gemm(const PackedGemmParams& p, int tokens, int split, int warpgroups) {
   PackedGemmPlan plan{};
-  const int piece_blocks = bits_of(p.matrix.form) == 4 ? 2 : 1;
+  const int piece_blocks = bits_of(p.matrix.format) == 4 ? 2 : 1;
   plan.pieces = (p.matrix.blocks + piece_blocks - 1) / piece_blocks;
   const int clusters = std::max(1, multiprocessors() / kCluster);
   double best = 0;
@@ -105,7 +107,7 @@ PackedGemmPlan plan_packed_gemm(const PackedGemmParams& p, int tokens, int split
   plan.group_units = static_cast<int>(tiles * plan.pieces / plan.unit_pieces / (plan.clusters / plan.group));
   plan.share = plan.group_units / plan.group, plan.rest = plan.group_units % plan.group;
   const int64_t tiles_apart = plan.split == 1 ? 0 : plan.clusters;
-  plan.part_bytes = aligned(tiles_apart * features * plan.tokens * 4);
+  plan.partial_bytes = aligned(tiles_apart * features * plan.tokens * 4);
   plan.flag_bytes = aligned(tiles_apart * kCluster * plan.warpgroups * 8);
   return plan;
 }
@@ -122,15 +124,15 @@ void launch_packed_gemm(const PackedGemmParams& p, const PackedGemmPlan& plan, v
                         cudaStream_t stream) {
   if (p.rows == 0 || p.matrix.rows == 0) return;
   char* const base = static_cast<char*>(workspace);
-  switch (p.matrix.form) {
-    case PackedForm::kInt8:
-      return launch_packed_gemm_form<PackedForm::kInt8>(p, plan, base, stream);
-    case PackedForm::kFp8:
-      return launch_packed_gemm_form<PackedForm::kFp8>(p, plan, base, stream);
-    case PackedForm::kInt4:
-      return launch_packed_gemm_form<PackedForm::kInt4>(p, plan, base, stream);
-    case PackedForm::kInt4G32:
-      return launch_packed_gemm_form<PackedForm::kInt4G32>(p, plan, base, stream);
+  switch (p.matrix.format) {
+    case PackedFormat::kInt8:
+      return launch_packed_gemm_format<PackedFormat::kInt8>(p, plan, base, stream);
+    case PackedFormat::kFp8:
+      return launch_packed_gemm_format<PackedFormat::kFp8>(p, plan, base, stream);
+    case PackedFormat::kInt4:
+      return launch_packed_gemm_format<PackedFormat::kInt4>(p, plan, base, stream);
+    case PackedFormat::kInt4G32:
+      return launch_packed_gemm_format<PackedFormat::kInt4G32>(p, plan, base, stream);
   }
 }
 

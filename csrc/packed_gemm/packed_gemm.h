@@ -18,7 +18,7 @@ struct PackedGemmParams {
   int64_t x_stride;
   PackedMatrix matrix;
   DType dtype;
-  bool overlap;  // x may come from a kernel that still runs
+  bool programmatic_launch;  // x may come from a kernel that still runs
 };
 
 // How a launch runs over a shape.
@@ -27,20 +27,20 @@ struct PackedGemmPlan {
   int warpgroups;     // that compute, of a block: 64 features each
   int feature_tiles;  // of two blocks' features
   int token_tiles;
-  int together;        // token tiles that follow each other before the next features do
-  int pieces;          // of a row
-  int split;           // clusters of a tile; 0: clusters share all tiles evenly
-  int clusters;        // of two blocks
-  int group;           // clusters that share some tiles evenly, in units of
-  int unit_pieces;     // a piece, or a whole tile's:
-  int group_units;     // so many,
-  int share, rest;     // each at least `share`, the first `rest` one more
-  int64_t part_bytes;  // of the workspace: sums of tiles that several clusters share,
-  int64_t flag_bytes;  // and what says that they are there
+  int together;           // token tiles that follow each other before the next features do
+  int pieces;             // of a row
+  int split;              // clusters of a tile; 0: clusters share all tiles evenly
+  int clusters;           // of two blocks
+  int group;              // clusters that share some tiles evenly, in units of
+  int unit_pieces;        // a piece, or a whole tile's:
+  int group_units;        // so many,
+  int share, rest;        // each at least `share`, the first `rest` one more
+  int64_t partial_bytes;  // of the workspace: accumulators of tiles that several clusters share,
+  int64_t flag_bytes;     // and what says that they are there
 };
 
-// Whether there is a kernel for the product on the current device, and nothing faster; else the caller widens
-// the weight.
+// Whether there is a kernel for the product on the current device, and nothing faster; else the caller
+// dequantizes the weight.
 bool fits_packed_gemm(const PackedGemmParams& params);
 
 // `tokens`, `split`, `warpgroups`: as a plan has them, for measurements; else the fastest.
@@ -56,9 +56,9 @@ void launch_packed_gemm(const PackedGemmParams& params, const PackedGemmPlan& pl
 unsigned long long next_gemm_ticket();
 
 // The same for one format, a file each.
-template <PackedForm kForm>
-void launch_packed_gemm_form(const PackedGemmParams& params, const PackedGemmPlan& plan, char* workspace,
-                             cudaStream_t stream);
+template <PackedFormat kFormat>
+void launch_packed_gemm_format(const PackedGemmParams& params, const PackedGemmPlan& plan, char* workspace,
+                               cudaStream_t stream);
 
 // weight[matrix.rows, k] in `dtype`, of any type; rows [begin, end) of it.
 void launch_packed_dequantize(const PackedMatrix& matrix, const void* quants, int64_t k, int64_t begin,

@@ -1,4 +1,4 @@
-// packed_gemm on the CPU: gemm, which widens rows of the weight as it comes to them.
+// packed_gemm on the CPU: gemm, which dequantizes rows of the weight as it comes to them.
 #include <cstring>
 
 #include "common/composed_ops.h"
@@ -10,19 +10,19 @@
 namespace hf_fastpath {
 namespace {
 
-// Rows up to which packed_gemv's kernels, some at a time, take less time than widening the weight: more the
-// fewer bytes and the faster their products are beside those of x's type. With AVX-512 there are none of
+// Rows up to which packed_gemv's kernels, some at a time, take less time than dequantizing the weight: more
+// the fewer bytes and the faster their products are beside those of x's type. With AVX-512 there are none of
 // integers with x in float32, and none with weights in fp8; with AMX tiles take what they would.
-int64_t unwidened_rows(DType dtype, PackedForm form) {
+int64_t most_packed_gemv_rows(DType dtype, PackedFormat format) {
   if (dtype != DType::kFloat32 && use_amx()) return kPackedRows;
-  if (!use_avx512()) return dtype != DType::kFloat32 ? 96 : bits_of(form) == 8 ? 48 : kWidenedRows;
-  if (form == PackedForm::kFp8) return 48;
+  if (!use_avx512()) return dtype != DType::kFloat32 ? 96 : bits_of(format) == 8 ? 48 : kDequantizedRows;
+  if (format == PackedFormat::kFp8) return 48;
   if (dtype == DType::kFloat32) return kPackedRows;
-  return form == PackedForm::kInt8 ? 256 : 96;
+  return format == PackedFormat::kInt8 ? 256 : 96;
 }
 
-// Up to kMostTiledRows in tiles; false where that may be wrong. gemm's tiles take more.
-bool run_tiled(PackedArgs args, const RowView& x) {
+// Up to kMaxPackedAmxRows in tiles; false where that may be wrong. gemm's tiles take more.
+bool run_amx(PackedArgs args, const RowView& x) {
   const int64_t width = args.blocks * kPackedBlock;
   const int64_t tile_floats = packed_tile_elements(args.dtype, x.rows, width) / 2;
   float* const memory = scratch(tile_floats + x.rows * width);
@@ -31,7 +31,7 @@ bool run_tiled(PackedArgs args, const RowView& x) {
   convert_rows(args.dtype, x, width, floats);
   packed_tiles_amx(args.dtype, x.rows, width, floats, tiles);
   args.rows = x.rows, args.tiles = tiles;
-  return run_tiles(args);
+  return run_packed_amx(args);
 }
 
 Tensor packed_gemm_cpu(const Tensor& x, const Tensor& raw_quants, const Tensor& raw_scales,
@@ -52,14 +52,15 @@ Tensor packed_gemm_cpu(const Tensor& x, const Tensor& raw_quants, const Tensor& 
   args.bias = optional_data(bias, bias_holder);
   Tensor out = empty_like_with_sizes(x, sizes_with_last(x, args.out_features));
   args.out = out.mutable_data_ptr();
-  const bool tiled = view.rows > kPackedRows && view.rows <= kMostTiledRows && use_tile_products(args.dtype);
+  const bool tiled =
+      view.rows > kPackedRows && view.rows <= kMaxPackedAmxRows && use_amx_products(args.dtype);
   if (tiled) {
     packed.dtype = args.dtype, packed.bias = args.bias, packed.out = args.out;
-    if (run_tiled(packed, view)) return out;
+    if (run_amx(packed, view)) return out;
   }
-  const bool unwidened = use_avx2() && view.rows <= unwidened_rows(args.dtype, packed.form);
-  if (tiled || (unwidened && !takes_pairs(args, view.rows))) {
-    const int64_t most = takes_floats(args.dtype, packed.form, view.rows) ? kWidenedRows : kPackedRows;
+  const bool by_packed_gemv = use_avx2() && view.rows <= most_packed_gemv_rows(args.dtype, packed.format);
+  if (tiled || (by_packed_gemv && !takes_pairs(args, view.rows))) {
+    const int64_t most = takes_floats(args.dtype, packed.format, view.rows) ? kDequantizedRows : kPackedRows;
     const int64_t pieces = (view.rows + most - 1) / most;
     for (int64_t piece = 0; piece < pieces; ++piece) {
       const int64_t first = part_begin(view.rows, pieces, piece);

@@ -10,8 +10,8 @@ namespace hf_fastpath {
 namespace {
 
 constexpr const char* kOp = "packed_gemm";
-// Of a weight that is widened for PyTorch's product: a part of its rows at a time.
-constexpr int64_t kWidenedBytes = 64 << 20;
+// Of a weight that is dequantized for PyTorch's product: a part of its rows at a time.
+constexpr int64_t kDequantizedBytes = 64 << 20;
 
 // Rows of x as the kernel's copies want them: whole 16 bytes, aligned.
 Tensor whole_rows(const Tensor& x, PackedGemmParams& p, cudaStream_t stream) {
@@ -46,13 +46,13 @@ Tensor linear(const Tensor& x, const Tensor& weight, const std::optional<Tensor>
   return torch::stable::detail::to<Tensor>(stack[0]);
 }
 
-// By PyTorch's product, with the widened weight. x: [rows, k].
-Tensor with_widened(const Tensor& x, const PackedGemmParams& p, const std::optional<Tensor>& bias,
-                    cudaStream_t stream) {
+// By PyTorch's product, with the dequantized weight. x: [rows, k].
+Tensor with_dequantized(const Tensor& x, const PackedGemmParams& p, const std::optional<Tensor>& bias,
+                        cudaStream_t stream) {
   const int64_t features = p.matrix.rows;
   const int64_t row_bytes = p.k * static_cast<int64_t>(x.element_size());
   constexpr int64_t kTogether = 256;  // features: tiles of products are whole
-  const int64_t piece = std::max<int64_t>(kWidenedBytes / row_bytes / kTogether * kTogether, kTogether);
+  const int64_t piece = std::max<int64_t>(kDequantizedBytes / row_bytes / kTogether * kTogether, kTogether);
   if (bias || features <= piece || features % 8) {  // products that do not add a bias would round twice
     const Tensor weight = empty_like_with_sizes(x, {features, p.k});
     launch_packed_dequantize(p.matrix, p.quants, p.k, 0, features, p.dtype, weight.data_ptr(), stream);
@@ -92,7 +92,7 @@ Tensor packed_gemm_cuda(const Tensor& x, const Tensor& quants, const Tensor& sca
   const PackedShape shape = check_packed(p.k, weight, factors, points, format, kOp);
   STD_TORCH_CHECK(shape.rows < int64_t{1} << 31 && p.rows < int64_t{1} << 31,
                   "hf_fastpath::packed_gemm: more than 2^31 features or rows");
-  p.matrix.form = shape.form;
+  p.matrix.format = shape.format;
   p.matrix.rows = shape.rows;
   p.matrix.groups = static_cast<int>(shape.groups);
   p.matrix.blocks = static_cast<int>(shape.blocks);
@@ -109,13 +109,13 @@ Tensor packed_gemm_cuda(const Tensor& x, const Tensor& quants, const Tensor& sca
   if (p.rows == 0 || shape.rows == 0) return empty_like_with_sizes(input, sizes);
   if (!fits_packed_gemm(p)) {
     const Tensor rows = torch::stable::view(input, {p.rows, p.k});
-    return torch::stable::view(with_widened(rows, p, shift, stream), sizes);
+    return torch::stable::view(with_dequantized(rows, p, shift, stream), sizes);
   }
   const Tensor rows = whole_rows(input, p, stream);
   Tensor out = empty_like_with_sizes(input, sizes);
   p.out = out.data_ptr();
   const PackedGemmPlan plan = plan_packed_gemm(p);
-  const Tensor workspace = empty_like_with_sizes(input, {(plan.part_bytes + plan.flag_bytes) / 2});
+  const Tensor workspace = empty_like_with_sizes(input, {(plan.partial_bytes + plan.flag_bytes) / 2});
   launch_packed_gemm(p, plan, workspace.data_ptr(), stream);
   return out;
 }

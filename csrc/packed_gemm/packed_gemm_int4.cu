@@ -4,7 +4,7 @@
 
 namespace hf_fastpath {
 
-template void launch_packed_gemm_form<PackedForm::kInt4>(const PackedGemmParams&, const PackedGemmPlan&,
-                                                         char*, cudaStream_t);
+template void launch_packed_gemm_format<PackedFormat::kInt4>(const PackedGemmParams&, const PackedGemmPlan&,
+                                                             char*, cudaStream_t);
 
 }  // namespace hf_fastpath

@@ -2,11 +2,11 @@
 // Work split: clusters of two blocks, as many as the GPU has room for. A tile is 64 features of each
 //   warpgroup that computes, of which a block has two or four, times 32 to 256 tokens. Clusters share whole
 //   tiles, or their pieces (128 bytes of quants a row): all of all tiles, or some of them each tile. Then all
-//   but the cluster with a tile's last pieces leave float32 sums in device memory, and that one adds them in
-//   order. Two warps fetch: x in slots of 64 inputs, each block half of the tokens for both, and quants in
-//   slots of a piece. So that x can stay as it is, lanes of a quad swap quants of 4 bits, and take theirs of
-//   four words of 8 bits. They widen them into A of wgmma in registers, 64 inputs while the tensor cores have
-//   the 64 before; B is x in shared memory.
+//   but the cluster with a tile's last pieces leave float32 accumulators in device memory, and that one adds
+//   them in order. Two warps fetch: x in slots of 64 inputs, each block half of the tokens for both, and
+//   quants in slots of a piece. So that x can stay as it is, lanes of a quad swap quants of 4 bits, and take
+//   theirs of four words of 8 bits. They dequantize them into A of wgmma in registers, 64 inputs while the
+//   tensor cores have the 64 before; B is x in shared memory.
 // Traffic: quants once for every `together` tiles whose x fits L2, x once a cluster and features; out.
 // Roofline: tensor cores with tiles of 256 tokens (fp8 at 1,024 rows: cuBLAS's speed), integer instructions
 //   with smaller ones (int4_g32, 32 rows, 4096 to 28672: 36 % of read bandwidth, H200, 2026-11).
@@ -28,11 +28,11 @@ __device__ __forceinline__ void load_shared(uint32_t (&words)[2], uint32_t from)
 }
 
 // A lane's words of a block, of its two rows: as many stretches together as there are registers for.
-template <class T, PackedForm kForm, class Tile>
+template <class T, PackedFormat kFormat, class Tile>
 struct GemmWords {
-  static constexpr int kLoads = PackedPiece<kForm>::kLoads;
+  static constexpr int kLoads = PackedPiece<kFormat>::kLoads;
   static constexpr int kTogether = kLoads == 1 || Tile::kWarpgroups == 2 ? 4 : 2;
-  static constexpr int kRowBytes = PackedPiece<kForm>::kRowBytes;
+  static constexpr int kRowBytes = PackedPiece<kFormat>::kRowBytes;
   uint32_t raw[2][kLoads][kTogether];
 
   // `row`: the lane's first; `stretch`: the first of those together.
@@ -41,7 +41,7 @@ struct GemmWords {
     for (int h = 0; h < 2; ++h)
 #pragma unroll
       for (int i = 0; i < kLoads; ++i) {
-        const int word = LaneQuants<T, kForm>::word(i);  // 16 bytes, of each stretch one
+        const int word = LaneQuants<T, kFormat>::word(i);  // 16 bytes, of each stretch one
         const int chunk = kRowBytes == 128 ? word ^ (row & 7) : word;
         load_shared(raw[h][i],
                     piece + (block * Tile::kFeatures + row + h * 8) * kRowBytes + chunk * 16 + stretch * 4);
@@ -62,20 +62,20 @@ struct GemmWords {
 };
 
 // One warpgroup's state.
-template <class T, PackedForm kForm, class Tile>
+template <class T, PackedFormat kFormat, class Tile>
 struct GemmConsumer {
   static constexpr int kTokens = Tile::kTokens;
-  using Piece = PackedPiece<kForm>;
+  using Piece = PackedPiece<kFormat>;
   const GemmShare& share;
   const PackedMatrix& matrix;
   uint32_t smem;
   GemmBarriers barriers;
   int cluster, rank, group, lane, warp;  // group: of warps
   RingCursor x_at, at;
-  LaneQuants<T, kForm> quants;
-  int groups[2];               // of the lane's rows, where the part's tile has them
-  PieceScales<kForm> next[2];  // of the piece that follows
-  float sums[kTokens / 2];
+  LaneQuants<T, kFormat> quants;
+  int groups[2];                 // of the lane's rows, where the part's tile has them
+  PieceScales<kFormat> next[2];  // of the piece that follows
+  float accumulators[kTokens / 2];
 
   __device__ __forceinline__ GemmConsumer(const GemmShare& share, const PackedMatrix& matrix, uint32_t smem,
                                           int cluster, int rank)
@@ -115,7 +115,7 @@ struct GemmConsumer {
     int accumulate = 0, before = -1;
 #pragma unroll 1
     for (int piece = part.first; piece < part.last; ++piece) {
-      PieceScales<kForm> scales[2];
+      PieceScales<kFormat> scales[2];
       scales[0] = next[0], scales[1] = next[1];
       load_scales(min(piece + 1, part.last - 1));
       const int blocks = matrix.blocks - piece * Piece::kBlocks;
@@ -124,10 +124,10 @@ struct GemmConsumer {
 #pragma unroll
       for (int b = 0; b < Piece::kBlocks; ++b) {
         if (b >= blocks) break;
-        GemmWords<T, kForm, Tile> words;
+        GemmWords<T, kFormat, Tile> words;
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
-          constexpr int kTogether = GemmWords<T, kForm, Tile>::kTogether;
+          constexpr int kTogether = GemmWords<T, kFormat, Tile>::kTogether;
           if (half * 2 % kTogether == 0) words.load(from, row(), b, half * 2);
           uint32_t a[4][4];  // of 16 inputs: as A of mma.cuh
 #pragma unroll
@@ -154,7 +154,7 @@ struct GemmConsumer {
           wgmma_begin();
 #pragma unroll
           for (int i = 0; i < 4; ++i) {
-            wgmma<T, kTokens>(sums, a[i], operand + i * kWgmmaStep, accumulate);
+            wgmma<T, kTokens>(accumulators, a[i], operand + i * kWgmmaStep, accumulate);
             accumulate = 1;
           }
           wgmma_commit();
@@ -170,8 +170,8 @@ struct GemmConsumer {
     release_x(before);
   }
 
-  __device__ __forceinline__ float4* part_of(int of_cluster) const {
-    return reinterpret_cast<float4*>(share.parts) +
+  __device__ __forceinline__ float4* partial_of(int of_cluster) const {
+    return reinterpret_cast<float4*>(share.partials) +
            (int64_t(of_cluster * kGemmCluster + rank) * Tile::kWarpgroups + group) * (kTokens / 8) * 128 +
            threadIdx.x % 128;
   }
@@ -180,12 +180,13 @@ struct GemmConsumer {
   }
   __device__ __forceinline__ void sync() const { sync_some(1 + group, 128); }
 
-  // Leaves the sums for the cluster that has the tile's last pieces.
+  // Leaves the accumulators for the cluster that has the tile's last pieces.
   __device__ __forceinline__ void leave() {
-    float4* const to = part_of(cluster);
+    float4* const to = partial_of(cluster);
 #pragma unroll
     for (int t = 0; t < kTokens / 8; ++t)
-      __stcg(to + t * 128, make_float4(sums[4 * t], sums[4 * t + 1], sums[4 * t + 2], sums[4 * t + 3]));
+      __stcg(to + t * 128, make_float4(accumulators[4 * t], accumulators[4 * t + 1], accumulators[4 * t + 2],
+                                       accumulators[4 * t + 3]));
     sync();  // all of the warpgroup's
     if (threadIdx.x % 128 == 0) {
       __threadfence();  // for all that came before the barrier
@@ -207,11 +208,12 @@ struct GemmConsumer {
     sync();
 #pragma unroll(kTokens* Tile::kWarpgroups <= 128 ? 4 : 1)
     for (int other = first; other < cluster; ++other) {
-      const float4* const from = part_of(other);
+      const float4* const from = partial_of(other);
 #pragma unroll
       for (int t = 0; t < kTokens / 8; ++t) {
         const float4 v = __ldcg(from + t * 128);
-        sums[4 * t] += v.x, sums[4 * t + 1] += v.y, sums[4 * t + 2] += v.z, sums[4 * t + 3] += v.w;
+        accumulators[4 * t] += v.x, accumulators[4 * t + 1] += v.y, accumulators[4 * t + 2] += v.z,
+            accumulators[4 * t + 3] += v.w;
       }
     }
   }
@@ -224,7 +226,7 @@ struct GemmConsumer {
     for (int h = 0; h < 2; ++h) {
       const int64_t feature = matrix_row(part, h);
       scale[h] = matrix.multiplier;
-      if constexpr (kForm == PackedForm::kFp8)
+      if constexpr (kFormat == PackedFormat::kFp8)
         scale[h] *= __half2float(__ushort_as_half(__ldg(matrix.scales + feature)));
       shift[h] = bias ? to_float(bias[feature]) : 0.f;
     }
@@ -243,7 +245,7 @@ struct GemmConsumer {
         for (int i = 0; i < 2; ++i)
 #pragma unroll
           for (int h = 0; h < 2; ++h) {
-            const float* const c = sums + (step / 8 + t + i) * 4 + 2 * h;
+            const float* const c = accumulators + (step / 8 + t + i) * 4 + 2 * h;
             word[i][h] = pack2(fmaf(c[0], scale[h], shift[h]), fmaf(c[1], scale[h], shift[h]), T());
           }
         const int line = lane % 8, chunk = warp * 2 + lane / 8 % 2;
@@ -312,7 +314,7 @@ struct GemmConsumer {
 
 #endif  // HF_FASTPATH_WGMMA
 
-template <class T, PackedForm kForm, class Tile>
+template <class T, PackedFormat kFormat, class Tile>
 __global__ void __launch_bounds__(Tile::kThreads, 1)
     packed_gemm_kernel(const __grid_constant__ GemmShare share, const __grid_constant__ PackedMatrix matrix,
                        const __grid_constant__ CUtensorMap x_map,
@@ -344,18 +346,18 @@ __global__ void __launch_bounds__(Tile::kThreads, 1)
     asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(Tile::kFetchRegisters));
     const int which = warp - 4 * Tile::kWarpgroups;
     if (which == 0) {
-      if (is_elected()) fetch_pieces<kForm, Tile>(share, &quants_map, smem, cluster, rank);
+      if (is_elected()) fetch_pieces<kFormat, Tile>(share, &quants_map, smem, cluster, rank);
     } else if (which == 1) {
       wait_for_previous_kernel();  // which may write x
-      if (is_elected()) fetch_x<kForm, Tile>(share, matrix, &x_map, smem, cluster, rank);
+      if (is_elected()) fetch_x<kFormat, Tile>(share, matrix, &x_map, smem, cluster, rank);
     } else if (which == 2) {
-      prefetch_scales<kForm, Tile>(share, matrix, cluster, rank, threadIdx.x % kWarpSize);
+      prefetch_scales<kFormat, Tile>(share, matrix, cluster, rank, threadIdx.x % kWarpSize);
     }
     __syncwarp();
   } else {
     asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(Tile::kRegisters));
     wait_for_previous_kernel();  // which may still read what this one writes
-    GemmConsumer<T, kForm, Tile> consumer(share, matrix, smem, cluster, rank);
+    GemmConsumer<T, kFormat, Tile> consumer(share, matrix, smem, cluster, rank);
     consumer.run(&out_map, bias, out);
   }
 #endif

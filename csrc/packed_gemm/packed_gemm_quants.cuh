@@ -9,21 +9,23 @@
 namespace hf_fastpath {
 
 // 128 bytes of a row are a piece; a lane reads 16 of them at a time.
-template <PackedForm kForm>
+template <PackedFormat kFormat>
 struct PackedPiece {
-  static constexpr int kBits = bits_of(kForm);
+  static constexpr int kBits = bits_of(kFormat);
   static constexpr int kBlocks = kBits == 4 ? 2 : 1;
   static constexpr int kLoads = kBits == 4 ? 1 : 4;  // of 16 bytes of a block's row, by a lane
   // In shared memory: blocks of 64 bytes a row, or of 128 in the order of swizzled copies: lanes of two rows
   // that read at a time find different banks.
   static constexpr int kRowBytes = 16 * kBits;
-  static constexpr int kScales = kForm == PackedForm::kFp8 ? 0 : kForm == PackedForm::kInt4G32 ? 4 : 1;
+  static constexpr int kScales = kFormat == PackedFormat::kFp8       ? 0
+                                 : kFormat == PackedFormat::kInt4G32 ? 4
+                                                                     : 1;
 };
 
 // Scales and zeros of a piece, of one row.
-template <PackedForm kForm>
+template <PackedFormat kFormat>
 struct PieceScales {
-  using Piece = PackedPiece<kForm>;
+  using Piece = PackedPiece<kFormat>;
   uint32_t scales[Piece::kBlocks][2];
   uint32_t zeros[Piece::kBlocks];
 
@@ -39,7 +41,7 @@ struct PieceScales {
       } else {
         scales[b][0] = __ldg(from);
       }
-      if constexpr (kForm == PackedForm::kInt4) zeros[b] = __ldg(matrix.zeros + row + block);
+      if constexpr (kFormat == PackedFormat::kInt4) zeros[b] = __ldg(matrix.zeros + row + block);
     }
   }
   // Of a stretch, as bits of a float16 twice.
@@ -49,7 +51,7 @@ struct PieceScales {
     return __byte_perm(scales[block][0], 0, 0x1010);
   }
   __device__ __forceinline__ int zero(int block) const {
-    return kForm == PackedForm::kInt4 ? static_cast<int>(zeros[block]) : 8;
+    return kFormat == PackedFormat::kInt4 ? static_cast<int>(zeros[block]) : 8;
   }
 };
 
@@ -92,7 +94,7 @@ struct StretchScale<__half> {
     return bits_of_pair(__hmul2(value, all));
   }
 };
-// The scale in two parts, as bfloat16 holds not all of it.
+// The scale in two terms, as bfloat16 holds not all of it.
 template <>
 struct StretchScale<__nv_bfloat16> {
   __nv_bfloat162 high, low;
@@ -108,7 +110,7 @@ struct StretchScale<__nv_bfloat16> {
 
 // A stretch's quants as its lane wants them, two neighbors of each eight: lane q of a quad the q-th two. A
 // lane's loads are words of a stretch.
-template <class T, PackedForm kForm, class = void>
+template <class T, PackedFormat kFormat, class = void>
 struct LaneQuants {  // 8 bits: of four words a half each
   static constexpr bool kHalf = std::is_same_v<T, __half>;
   static constexpr int kWords = 4;
@@ -117,7 +119,7 @@ struct LaneQuants {  // 8 bits: of four words a half each
 
   __device__ __forceinline__ LaneQuants() {
     const bool upper = threadIdx.x % 2;
-    if (kForm == PackedForm::kInt8)
+    if (kFormat == PackedFormat::kInt8)
       which = upper ? 0x4342 : 0x4140;
     else if (kHalf)
       which = upper ? 16 : 0;
@@ -133,8 +135,8 @@ struct LaneQuants {  // 8 bits: of four words a half each
 };
 // 4 bits: lane w has word w, and lanes swap bytes. The two neighbors are a byte: all in a word, or four times
 // each in four.
-template <class T, PackedForm kForm>
-struct LaneQuants<T, kForm, std::enable_if_t<bits_of(kForm) == 4>> {
+template <class T, PackedFormat kFormat>
+struct LaneQuants<T, kFormat, std::enable_if_t<bits_of(kFormat) == 4>> {
   static constexpr int kWords = std::is_same_v<T, __half> ? 4 : 1;
   uint32_t halves, all, bytes[4];  // choices of bytes
 
@@ -162,14 +164,14 @@ struct LaneQuants<T, kForm, std::enable_if_t<bits_of(kForm) == 4>> {
 
 // A lane's pairs of a stretch, of one row: pair[2 step + half] is for k 8 half + 2 q of the step's 16.
 // `zero`: of kInt4 and kInt4G32.
-template <class T, PackedForm kForm>
-__device__ __forceinline__ void dequantize_stretch(const LaneQuants<T, kForm>& lane,
-                                                   const uint32_t (&loaded)[PackedPiece<kForm>::kLoads],
+template <class T, PackedFormat kFormat>
+__device__ __forceinline__ void dequantize_stretch(const LaneQuants<T, kFormat>& lane,
+                                                   const uint32_t (&loaded)[PackedPiece<kFormat>::kLoads],
                                                    uint32_t scale_bits, int zero, uint32_t (&pair)[4]) {
   constexpr bool kHalf = std::is_same_v<T, __half>;
-  uint32_t words[LaneQuants<T, kForm>::kWords];
+  uint32_t words[LaneQuants<T, kFormat>::kWords];
   lane(loaded, words);
-  if constexpr (kForm == PackedForm::kFp8) {  // the scale is a row's
+  if constexpr (kFormat == PackedFormat::kFp8) {  // the scale is a row's
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
       if constexpr (kHalf) {
@@ -183,7 +185,7 @@ __device__ __forceinline__ void dequantize_stretch(const LaneQuants<T, kForm>& l
     }
   } else {
     const StretchScale<T> scaled(scale_bits);
-    if constexpr (kForm == PackedForm::kInt8) {
+    if constexpr (kFormat == PackedFormat::kInt8) {
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
         if constexpr (kHalf) {  // 1024 and more, whose last bits are units

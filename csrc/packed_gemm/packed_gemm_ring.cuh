@@ -36,11 +36,11 @@ struct GemmTile {
       (kFirstRegisters * (kWarpgroups + 1) - kFetchRegisters) / kWarpgroups / 8 * 8;
 };
 
-// Where a launch's parts lie in device memory, as kernels see it.
+// Where a launch's partials lie in device memory, as kernels see it.
 struct GemmShare {
   PackedGemmPlan plan;
   int64_t rows;
-  float* parts;               // [clusters][2 blocks][warpgroups] tiles of sums
+  float* partials;            // [clusters][2 blocks][warpgroups] tiles of accumulators
   unsigned long long* flags;  // of each: `ticket` once it is complete
   unsigned long long ticket;  // no other launch's
   bool whole;                 // rows of out are whole 16 bytes, aligned
@@ -55,7 +55,7 @@ struct GemmPart {
 };
 
 // The parts of a cluster, from the last to the first: of a tile that several clusters share, the highest of
-// them has the last pieces, and finds the others' sums, which those computed before anything else.
+// them has the last pieces, and finds the others' accumulators, which those computed before anything else.
 struct GemmParts {
   int begin, end;  // what is left, in pieces of all tiles
 
@@ -121,17 +121,17 @@ __device__ __forceinline__ void arrive_at(uint32_t barrier, int rank) {
 }
 
 // Slots of x that a piece takes: the last one may end before.
-template <PackedForm kForm>
+template <PackedFormat kFormat>
 __device__ __forceinline__ int x_slots(const PackedMatrix& matrix, int piece) {
-  constexpr int kBlocks = PackedPiece<kForm>::kBlocks;
+  constexpr int kBlocks = PackedPiece<kFormat>::kBlocks;
   return min(kBlocks, matrix.blocks - piece * kBlocks) * int(kPackedBlock) / kGemmX;
 }
 
 // One lane's work.
-template <PackedForm kForm, class Tile>
+template <PackedFormat kFormat, class Tile>
 __device__ __forceinline__ void fetch_x(const GemmShare& share, const PackedMatrix& matrix,
                                         const CUtensorMap* map, uint32_t smem, int cluster, int rank) {
-  constexpr int kHalf = Tile::kTokens / kGemmCluster, kSlotsOfPiece = PackedPiece<kForm>::kBlocks * 2;
+  constexpr int kHalf = Tile::kTokens / kGemmCluster, kSlotsOfPiece = PackedPiece<kFormat>::kBlocks * 2;
   const GemmBarriers barriers = gemm_barriers<Tile>(smem);
   RingCursor at;
   GemmParts parts(share.plan, cluster);
@@ -140,7 +140,7 @@ __device__ __forceinline__ void fetch_x(const GemmShare& share, const PackedMatr
     const int token = part.tokens * Tile::kTokens + rank * kHalf;
 #pragma unroll 1
     for (int piece = part.first; piece < part.last; ++piece) {
-      const int slots = x_slots<kForm>(matrix, piece);
+      const int slots = x_slots<kFormat>(matrix, piece);
 #pragma unroll 1
       for (int i = 0; i < slots; ++i) {
         barrier_wait(barriers.x_empty + 8 * at.slot, at.parity ^ 1);
@@ -161,10 +161,10 @@ __device__ __forceinline__ void fetch_x(const GemmShare& share, const PackedMatr
 }
 
 // One lane's work.
-template <PackedForm kForm, class Tile>
+template <PackedFormat kFormat, class Tile>
 __device__ __forceinline__ void fetch_pieces(const GemmShare& share, const CUtensorMap* map, uint32_t smem,
                                              int cluster, int rank) {
-  using Piece = PackedPiece<kForm>;
+  using Piece = PackedPiece<kFormat>;
   const GemmBarriers barriers = gemm_barriers<Tile>(smem);
   RingCursor at;
   GemmParts parts(share.plan, cluster);
@@ -188,10 +188,10 @@ __device__ __forceinline__ void fetch_pieces(const GemmShare& share, const CUten
 
 // A warp brings what its block will read of scales and zeros into L2, which the lanes that use them load one
 // piece ahead.
-template <PackedForm kForm, class Tile>
+template <PackedFormat kFormat, class Tile>
 __device__ __forceinline__ void prefetch_scales(const GemmShare& share, const PackedMatrix& matrix,
                                                 int cluster, int rank, int lane) {
-  using Piece = PackedPiece<kForm>;
+  using Piece = PackedPiece<kFormat>;
   constexpr int kLine = 128;
   GemmParts parts(share.plan, cluster);
   GemmPart part;
@@ -206,7 +206,7 @@ __device__ __forceinline__ void prefetch_scales(const GemmShare& share, const Pa
       if (first + i >= matrix.rows) continue;
       const int64_t row = int64_t(first + i) * matrix.groups;
       for (int at = group; at < groups; at += kLine / 2) prefetch_l2(matrix.scales + row + at);
-      if (kForm == PackedForm::kInt4)
+      if (kFormat == PackedFormat::kInt4)
         for (int at = group; at < groups; at += kLine) prefetch_l2(matrix.zeros + row + at);
     }
   }

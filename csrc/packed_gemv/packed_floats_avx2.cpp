@@ -1,7 +1,7 @@
 // What: packed_gemv.h's product for 1 to 32 rows of x in float32, with any weight of 4 or 8 bits: two blocks
 // of
-//   six weight rows at a time are widened into the first-level cache, and rows of x pass over them as over
-//   weights of float32 (gemv/gemv_accumulate.h).
+//   six weight rows at a time are dequantized into the first-level cache, and rows of x pass over them as
+//   over weights of float32 (gemv/gemv_accumulate.h).
 // Work split: a thread takes a range of outputs and walks it as six streams, see gemv_avx2.cpp.
 // Traffic: quants, scales and zeros once; x from the second-level cache once for six outputs.
 // Roofline: FMAs from some eight rows on. The four products of a layer of TinyLlama, two threads of an EPYC
@@ -13,19 +13,19 @@
 namespace hf_fastpath {
 namespace {
 
-// A block's weights as they lie, but for the multiplier and for fp8's scale and 2^8: see widen_fp8 in
+// A block's weights as they lie, but for the multiplier and for fp8's scale and 2^8: see dequantize_fp8 in
 // packed_gemv_avx2.cpp.
-template <PackedForm kForm>
-HF_INLINE void widen(const Row& row, int64_t b, float* to) {
-  constexpr int64_t kBytes = kPackedBlock * bits_of(kForm) / 8;
+template <PackedFormat kFormat>
+HF_INLINE void dequantize(const Row& row, int64_t b, float* to) {
+  constexpr int64_t kBytes = kPackedBlock * bits_of(kFormat) / 8;
   const uint8_t* quants = row.quants + b * kBytes;
-  if constexpr (kForm == PackedForm::kInt8) {
+  if constexpr (kFormat == PackedFormat::kInt8) {
     const __m256 scale = _mm256_set1_ps(half_to_float(row.scales[b]));
     for (int64_t i = 0; i < kPackedBlock; i += 8) {
       const __m128i bytes = _mm_loadl_epi64(reinterpret_cast<const __m128i*>(quants + i));
       _mm256_store_ps(to + i, _mm256_mul_ps(_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(bytes)), scale));
     }
-  } else if constexpr (kForm == PackedForm::kFp8) {
+  } else if constexpr (kFormat == PackedFormat::kFp8) {
     for (int64_t i = 0; i < kPackedBlock; i += 16) {
       const __m128i bytes = _mm_loadu_si128(reinterpret_cast<const __m128i*>(quants + i));
       const __m256i wide = _mm256_slli_epi16(_mm256_cvtepi8_epi16(bytes), 7);
@@ -35,9 +35,9 @@ HF_INLINE void widen(const Row& row, int64_t b, float* to) {
     }
   } else {
     const __m256i shifts = _mm256_setr_epi32(0, 4, 8, 12, 16, 20, 24, 28);
-    const __m256i zero = _mm256_set1_epi32(kForm == PackedForm::kInt4 ? row.zeros[b] : 8);
+    const __m256i zero = _mm256_set1_epi32(kFormat == PackedFormat::kInt4 ? row.zeros[b] : 8);
     for (int64_t word = 0; word < kPackedBlock / 8; ++word) {
-      const int64_t group = kForm == PackedForm::kInt4 ? b : b * kStretches + word % kStretches;
+      const int64_t group = kFormat == PackedFormat::kInt4 ? b : b * kStretches + word % kStretches;
       const __m256i eight =
           _mm256_srlv_epi32(_mm256_set1_epi32(reinterpret_cast<const int32_t*>(quants)[word]), shifts);
       const __m256i steps = _mm256_sub_epi32(_mm256_and_si256(eight, _mm256_set1_epi32(15)), zero);
@@ -51,21 +51,21 @@ struct Vector8 : Floats8 {
   static constexpr int kRows = 4;  // of x, as in gemv_avx2.cpp
 };
 
-// Blocks that are widened before rows of x pass over them.
+// Blocks that are dequantized before rows of x pass over them.
 constexpr int64_t kBlocks = 2;
 
 // y[r][m * kRun] = the product of weight row r and row m of x, but for the multiplier. Rows of x pass in
 // groups of about equal size.
-template <PackedForm kForm, int kS>
+template <PackedFormat kFormat, int kS>
 void float_rows(const PackedArgs& args, const Row (&row)[kS], float* const (&y)[kS]) {
-  constexpr int64_t kBytes = kPackedBlock * bits_of(kForm) / 8;
+  constexpr int64_t kBytes = kPackedBlock * bits_of(kFormat) / 8;
   constexpr int kMost = Vector8::kRows;
   alignas(32) float weights[kS][kBlocks * kPackedBlock];
-  TileRows<F32, kS> widened;
-  for (int r = 0; r < kS; ++r) widened.row[r] = weights[r];
-  __m256 total[kS * kWidenedRows];
+  TileRows<F32, kS> dequantized;
+  for (int r = 0; r < kS; ++r) dequantized.row[r] = weights[r];
+  __m256 total[kS * kDequantizedRows];
   for (int r = 0; r < kS; ++r) {
-    for (int64_t m = 0; m < args.rows; ++m) total[r * kWidenedRows + m] = _mm256_setzero_ps();
+    for (int64_t m = 0; m < args.rows; ++m) total[r * kDequantizedRows + m] = _mm256_setzero_ps();
   }
   const int64_t ahead = read_ahead_bytes(), width = args.blocks * kPackedBlock;
   const int64_t groups = (args.rows + kMost - 1) / kMost;
@@ -73,44 +73,44 @@ void float_rows(const PackedArgs& args, const Row (&row)[kS], float* const (&y)[
     const int64_t blocks = min_of(kBlocks, args.blocks - b);
     for (int r = 0; r < kS; ++r) {
       prefetch_quants(row[r].quants + b * kBytes + ahead, blocks * kBytes);
-      for (int64_t i = 0; i < blocks; ++i) widen<kForm>(row[r], b + i, weights[r] + i * kPackedBlock);
+      for (int64_t i = 0; i < blocks; ++i) dequantize<kFormat>(row[r], b + i, weights[r] + i * kPackedBlock);
     }
     const float* x = args.x + b * kPackedBlock;
     for (int64_t g = 0, m = 0; g < groups; ++g) {
       const int64_t rows = (args.rows - m + groups - g - 1) / (groups - g);
-      accumulate_rows<Vector8, F32, kS, kMost, kWidenedRows>(rows, widened, x + m * width, width,
-                                                             blocks * kPackedBlock, 0, total + m);
+      accumulate_rows<Vector8, F32, kS, kMost, kDequantizedRows>(rows, dequantized, x + m * width, width,
+                                                                 blocks * kPackedBlock, 0, total + m);
       m += rows;
     }
   }
   for (int r = 0; r < kS; ++r) {
-    const float scale = kForm == PackedForm::kFp8 ? half_to_float(row[r].scales[0]) * 256.0f : 1.0f;
+    const float scale = kFormat == PackedFormat::kFp8 ? half_to_float(row[r].scales[0]) * 256.0f : 1.0f;
     for (int64_t m = 0; m < args.rows; ++m) {
-      y[r][m * kRun] = horizontal_sum(total[r * kWidenedRows + m]) * scale;
+      y[r][m * kRun] = horizontal_sum(total[r * kDequantizedRows + m]) * scale;
     }
   }
 }
 
-template <PackedForm kForm>
+template <PackedFormat kFormat>
 void float_range(const PackedArgs& args, int64_t begin, int64_t end) {
   begin = streams<kRowStreams>(args, begin, end, [&](const auto& row, const auto& y) {
-    float_rows<kForm, kRowStreams>(args, row, y);
+    float_rows<kFormat, kRowStreams>(args, row, y);
   });
-  streams<1>(args, begin, end, [&](const auto& row, const auto& y) { float_rows<kForm, 1>(args, row, y); });
+  streams<1>(args, begin, end, [&](const auto& row, const auto& y) { float_rows<kFormat, 1>(args, row, y); });
 }
 
 }  // namespace
 
 void packed_floats_avx2(const PackedArgs& args, int64_t begin, int64_t end) {
-  switch (args.form) {
-    case PackedForm::kInt8:
-      return float_range<PackedForm::kInt8>(args, begin, end);
-    case PackedForm::kFp8:
-      return float_range<PackedForm::kFp8>(args, begin, end);
-    case PackedForm::kInt4:
-      return float_range<PackedForm::kInt4>(args, begin, end);
-    case PackedForm::kInt4G32:
-      return float_range<PackedForm::kInt4G32>(args, begin, end);
+  switch (args.format) {
+    case PackedFormat::kInt8:
+      return float_range<PackedFormat::kInt8>(args, begin, end);
+    case PackedFormat::kFp8:
+      return float_range<PackedFormat::kFp8>(args, begin, end);
+    case PackedFormat::kInt4:
+      return float_range<PackedFormat::kInt4>(args, begin, end);
+    case PackedFormat::kInt4G32:
+      return float_range<PackedFormat::kInt4G32>(args, begin, end);
   }
 }
 

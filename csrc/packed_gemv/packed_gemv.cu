@@ -1,5 +1,5 @@
-// Which kernel a product with a quantized matrix gets: one form of packed_gemv_kernel (packed_gemv_ring.cuh)
-// a format.
+// Which kernel a product with a quantized matrix gets: one variant of packed_gemv_kernel
+// (packed_gemv_ring.cuh) a format.
 
 #include <stdexcept>
 #include <type_traits>
@@ -8,7 +8,7 @@
 
 namespace hf_fastpath {
 
-bool fits_packed_gemv(const GemvParams& p) { return p.norm.kind != Norm::kLayer; }
+bool fits_packed_gemv(const GemvParams& p) { return p.norm.kind != NormKind::kLayer; }
 
 bool fits_packed_append(const GemvParams& p, const RopeAppendParams& rope) {
   constexpr int kMostFloatRows = 4;  // of sixteen columns
@@ -20,16 +20,16 @@ namespace {
 
 // Calls f(the format as a constant).
 template <class F>
-auto with_form(PackedForm form, F&& f) {
-  switch (form) {
-    case PackedForm::kInt8:
-      return f(std::integral_constant<PackedForm, PackedForm::kInt8>{});
-    case PackedForm::kFp8:
-      return f(std::integral_constant<PackedForm, PackedForm::kFp8>{});
-    case PackedForm::kInt4:
-      return f(std::integral_constant<PackedForm, PackedForm::kInt4>{});
-    case PackedForm::kInt4G32:
-      return f(std::integral_constant<PackedForm, PackedForm::kInt4G32>{});
+auto with_format(PackedFormat format, F&& f) {
+  switch (format) {
+    case PackedFormat::kInt8:
+      return f(std::integral_constant<PackedFormat, PackedFormat::kInt8>{});
+    case PackedFormat::kFp8:
+      return f(std::integral_constant<PackedFormat, PackedFormat::kFp8>{});
+    case PackedFormat::kInt4:
+      return f(std::integral_constant<PackedFormat, PackedFormat::kInt4>{});
+    case PackedFormat::kInt4G32:
+      return f(std::integral_constant<PackedFormat, PackedFormat::kInt4G32>{});
   }
   throw std::runtime_error("hf_fastpath: unknown format of quantized weights");
 }
@@ -37,16 +37,16 @@ auto with_form(PackedForm form, F&& f) {
 }  // namespace
 
 int64_t packed_gemv_workspace_bytes(const GemvParams& params, const PackedMatrix& matrix) {
-  return with_form(matrix.form, [&](auto form) {
-    return packed_form_workspace_bytes<decltype(form)::value>(params, matrix);
+  return with_format(matrix.format, [&](auto format) {
+    return packed_format_workspace_bytes<decltype(format)::value>(params, matrix);
   });
 }
 
 void launch_packed_gemv(const GemvParams& params, int x_width, const PackedMatrix& matrix,
                         const RopeAppendParams* rope, void* workspace, cudaStream_t stream) {
   if (params.n == 0) return;
-  with_form(matrix.form, [&](auto form) {
-    launch_packed_form<decltype(form)::value>(params, x_width, matrix, rope, workspace, stream);
+  with_format(matrix.format, [&](auto format) {
+    launch_packed_format<decltype(format)::value>(params, x_width, matrix, rope, workspace, stream);
   });
 }
 

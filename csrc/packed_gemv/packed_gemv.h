@@ -3,14 +3,14 @@
 #pragma once
 
 #include "gemv/gemv.h"
-#include "packed_gemv/packed_form.h"
+#include "packed_gemv/packed_format.h"
 
 namespace hf_fastpath {
 
 // A quantized matrix; GemvParams::segments[0] has its bias and, as weight and stride, its quants and their
 // bytes a row. Gated: the rows of gate, then those of up.
 struct PackedMatrix {
-  PackedForm form;
+  PackedFormat format;
   const uint16_t* scales;  // float16 [rows, groups]
   const uint8_t* zeros;    // [rows, groups], for kInt4
   int64_t rows;
@@ -36,10 +36,10 @@ void launch_packed_gemv(const GemvParams& params, int x_width, const PackedMatri
                         const RopeAppendParams* rope, void* workspace, cudaStream_t stream);
 
 // The same for one format, a file each.
-template <PackedForm kForm>
-int64_t packed_form_workspace_bytes(const GemvParams& params, const PackedMatrix& matrix);
-template <PackedForm kForm>
-void launch_packed_form(const GemvParams& params, int x_width, const PackedMatrix& matrix,
-                        const RopeAppendParams* rope, void* workspace, cudaStream_t stream);
+template <PackedFormat kFormat>
+int64_t packed_format_workspace_bytes(const GemvParams& params, const PackedMatrix& matrix);
+template <PackedFormat kFormat>
+void launch_packed_format(const GemvParams& params, int x_width, const PackedMatrix& matrix,
+                          const RopeAppendParams* rope, void* workspace, cudaStream_t stream);
 
 }  // namespace hf_fastpath

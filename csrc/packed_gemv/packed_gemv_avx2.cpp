@@ -2,8 +2,8 @@
 // bits,
 //   by integers: x is 16-bit steps of a size that each 32 inputs have for themselves, a power of two, so that
 //   all but inputs far smaller than the largest are exact, as are products and their sums over a block of 128
-//   inputs; blocks are then weighted and summed in float32. Weights in fp8 are widened to float32. Quants of
-//   four bits meet these steps as two bytes each, 256 * high + low: unpacking 32 of them takes one or two
+//   inputs; blocks are then weighted and summed in float32. Weights in fp8 are dequantized to float32. Quants
+//   of four bits meet these steps as two bytes each, 256 * high + low: unpacking 32 of them takes one or two
 //   instructions then, and sums of four products fit 16 bits. packed_gemv_block.h has the products, for 16
 //   values as two vectors of eight here.
 // Work split: a thread takes a range of outputs and walks it as four streams, or two of one row where
@@ -18,7 +18,7 @@ namespace hf_fastpath {
 namespace {
 
 struct Avx2 {
-  static constexpr int kSums = 4;  // in half of the registers
+  static constexpr int kAccumulators = 4;  // in half of the registers
 
   struct Floats {
     __m256 low, high;
@@ -38,7 +38,7 @@ struct Avx2 {
   HF_INLINE Floats halves(const uint16_t* from) { return {F16::load(from), F16::load(from + 8)}; }
   // Sign, exponent and mantissa as float16 has them, whose exponent's bias is 8 more. By way of memory: from
   // there a conversion takes no turn on the port that shuffles.
-  HF_INLINE void widen_fp8(const uint8_t* from, Floats (&to)[2]) {
+  HF_INLINE void dequantize_fp8(const uint8_t* from, Floats (&to)[2]) {
     alignas(32) uint16_t made[32];
 #pragma GCC unroll 2
     for (int i = 0; i < 2; ++i) {
@@ -228,8 +228,8 @@ HF_INLINE __m256i split_steps_of_nibbles(const float* x, const float* inverse, i
 }  // namespace
 
 bool packed_steps_avx2(const PackedArgs& args, const float* x, void* steps, float* sizes, float* offsets) {
-  const int64_t lanes = lanes_of(args.form);
-  const bool in_bytes = bits_of(args.form) == 8;
+  const int64_t lanes = lanes_of(args.format);
+  const bool in_bytes = bits_of(args.format) == 8;
   const int bits = in_bytes ? 15 : 14;  // 14: high bytes of split steps stay below 128
   for (int64_t b = 0; b < args.step_blocks; ++b, x += kPackedBlock) {
     float inverse[kStretches];

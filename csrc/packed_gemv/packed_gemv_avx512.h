@@ -8,7 +8,7 @@ namespace hf_fastpath {
 namespace {
 
 struct Avx512 : Floats16 {
-  static constexpr int kSums = 16;  // in half of the registers
+  static constexpr int kAccumulators = 16;  // in half of the registers
 
   using Floats = Type;
   HF_INLINE Floats halves(const uint16_t* from) {
@@ -17,7 +17,7 @@ struct Avx512 : Floats16 {
   HF_INLINE Floats pair(const float* from) {
     return _mm512_mask_broadcastss_ps(_mm512_set1_ps(from[0]), 0xff00, _mm_load_ss(from + 1));
   }
-  HF_INLINE void widen_fp8(const uint8_t* from, Floats (&to)[2]) {
+  HF_INLINE void dequantize_fp8(const uint8_t* from, Floats (&to)[2]) {
     const __m512i wide = _mm512_cvtepi8_epi16(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(from)));
     const __m512i halves = _mm512_and_si512(_mm512_slli_epi16(wide, 7), _mm512_set1_epi16(short(0xbfff)));
     to[0] = _mm512_cvtph_ps(_mm512_castsi512_si256(halves));

@@ -2,9 +2,9 @@
 // each with its own vectors. Included by these only; internal linkage as in avx2_math.h.
 //
 // An Isa has
-//   kSums                                       sums that stay in registers
+//   kAccumulators                               accumulators that stay in registers
 //   Floats, load, zero, mul, fma, add, half     16 values; half folds them to eight lanes
-//   widen_fp8(32 bytes, to)                     as two Floats
+//   dequantize_fp8(32 bytes, to)                as two Floats
 //   pair(from)                                  from[0] eight times, then from[1]
 //   halves(from)                                16 float16
 //   Pieces<bits>, pieces_of<bits>(block)        a block's quants, spread
@@ -61,24 +61,24 @@ struct Factors {
 };
 
 // Those of blocks [b, b + kFactors), the first `count` of which exist.
-template <PackedForm kForm>
+template <PackedFormat kFormat>
 HF_INLINE void fill(const Row& row, int64_t b, int64_t count, Factors& to) {
   alignas(16) uint16_t some_scales[kFactors] = {};
   alignas(16) uint8_t some_zeros[kFactors] = {};
   to.scale[kFactors] = to.zero[kFactors] = 0.0f;
   const uint16_t* scales = row.scales + b;
-  const uint8_t* zeros = kForm == PackedForm::kInt4 ? row.zeros + b : nullptr;
+  const uint8_t* zeros = kFormat == PackedFormat::kInt4 ? row.zeros + b : nullptr;
   if (count < kFactors) {  // memory may end behind them
     for (int64_t i = 0; i < count; ++i) {
       some_scales[i] = scales[i];
-      if constexpr (kForm == PackedForm::kInt4) some_zeros[i] = zeros[i];
+      if constexpr (kFormat == PackedFormat::kInt4) some_zeros[i] = zeros[i];
     }
     scales = some_scales, zeros = some_zeros;
   }
   for (int64_t i = 0; i < kFactors; i += 8) {
     _mm256_store_ps(to.scale + i,
                     _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(scales + i))));
-    if constexpr (kForm == PackedForm::kInt4) {
+    if constexpr (kFormat == PackedFormat::kInt4) {
       const __m128i bytes = _mm_loadl_epi64(reinterpret_cast<const __m128i*>(zeros + i));
       _mm256_store_ps(to.zero + i, _mm256_cvtepi32_ps(_mm256_cvtepu8_epi32(bytes)));
     }
@@ -96,12 +96,12 @@ HF_INLINE typename Isa::Floats scales_of(const Row& row, int64_t b, int blocks) 
 }
 
 // y[r][m * kRun] = the product of weight row r and rows first_row + m of x, but for the multiplier.
-template <class Isa, PackedForm kForm, int kS, int kM>
+template <class Isa, PackedFormat kFormat, int kS, int kM>
 void integer_tile(const PackedArgs& args, const Row* row, int64_t first_row, float* const* y) {
   using Floats = typename Isa::Floats;
   using Total = typename Isa::Total;
-  constexpr int64_t kBytes = kPackedBlock * bits_of(kForm) / 8, kLanes = lanes_of(kForm);
-  constexpr bool kHasFactors = kForm != PackedForm::kInt4G32;
+  constexpr int64_t kBytes = kPackedBlock * bits_of(kFormat) / 8, kLanes = lanes_of(kFormat);
+  constexpr bool kHasFactors = kFormat != PackedFormat::kInt4G32;
   constexpr int kUnit = 16 / kLanes;  // blocks whose sums are one Floats
   Floats sum[kS][kM];
 #pragma GCC unroll 4
@@ -125,7 +125,7 @@ void integer_tile(const PackedArgs& args, const Row* row, int64_t first_row, flo
 #pragma GCC unroll 4
       for (int i = 0; i < kUnit; ++i) {
         if (i < kBlocks) {
-          const auto pieces = Isa::template pieces_of<bits_of(kForm)>(quants + i * kBytes);
+          const auto pieces = Isa::template pieces_of<bits_of(kFormat)>(quants + i * kBytes);
 #pragma GCC unroll 4
           for (int m = 0; m < kM; ++m) {
             total[i][m] = Isa::dot(pieces, all_steps + (m * stride + b + i) * kStepBytes);
@@ -149,7 +149,7 @@ void integer_tile(const PackedArgs& args, const Row* row, int64_t first_row, flo
         } else {
           value = Isa::floats(total[0][m], total[1][m]);
         }
-        if constexpr (kForm == PackedForm::kInt4) {
+        if constexpr (kFormat == PackedFormat::kInt4) {
           value = Isa::fma(Isa::pair(factors[r].zero + factor), Isa::load(all_offsets + at), value);
         }
         sum[r][m] = Isa::fma(value, Isa::mul(scales, Isa::load(all_sizes + at)), sum[r][m]);
@@ -166,11 +166,11 @@ void integer_tile(const PackedArgs& args, const Row* row, int64_t first_row, flo
       for (int64_t line = 0; line < kLength; line += kCacheLineBytes) {
         _mm_prefetch(scales + line + kScalesAheadBytes, _MM_HINT_T0);
       }
-      if constexpr (kForm == PackedForm::kInt4) {
+      if constexpr (kFormat == PackedFormat::kInt4) {
         _mm_prefetch(reinterpret_cast<const char*>(row[r].zeros + begin + kScalesAheadBytes / 2),
                      _MM_HINT_T0);
       }
-      if constexpr (kHasFactors) fill<kForm>(row[r], base, min_of(args.blocks, kFactors), factors[r]);
+      if constexpr (kHasFactors) fill<kFormat>(row[r], base, min_of(args.blocks, kFactors), factors[r]);
     }
     int64_t b = begin;
     for (; b + kUnit <= end; b += kUnit) unit(b, b - base, Constant<kUnit>());
@@ -192,7 +192,7 @@ void integer_tile(const PackedArgs& args, const Row* row, int64_t first_row, flo
 // Inputs whose products are one chain of float32 before they are added to the total: short chains round less.
 constexpr int64_t kChain = 4 * kPackedBlock;
 
-template <class Isa, PackedForm, int kS, int kM>
+template <class Isa, PackedFormat, int kS, int kM>
 void fp8_tile(const PackedArgs& args, const Row* row, int64_t first_row, float* const* y) {
   const int64_t width = args.blocks * kPackedBlock, ahead = read_ahead_bytes();
   const float* x = args.x + first_row * width;
@@ -215,7 +215,7 @@ void fp8_tile(const PackedArgs& args, const Row* row, int64_t first_row, float* 
 #pragma GCC unroll 4
         for (int r = 0; r < kS; ++r) {
           typename Isa::Floats weight[2];
-          Isa::widen_fp8(row[r].quants + i, weight);
+          Isa::dequantize_fp8(row[r].quants + i, weight);
 #pragma GCC unroll 4
           for (int m = 0; m < kM; ++m) {
             sum[r][m] = Isa::fma(weight[0], Isa::load(x + m * width + i), sum[r][m]);
@@ -231,7 +231,7 @@ void fp8_tile(const PackedArgs& args, const Row* row, int64_t first_row, float* 
     }
   }
   for (int r = 0; r < kS; ++r) {
-    const float scale = half_to_float(row[r].scales[0]) * 256.0f;  // see widen_fp8
+    const float scale = half_to_float(row[r].scales[0]) * 256.0f;  // see dequantize_fp8
     for (int m = 0; m < kM; ++m) y[r][m * kRun] = horizontal_sum(Isa::half(total[r][m])) * scale;
   }
 }
@@ -239,20 +239,20 @@ void fp8_tile(const PackedArgs& args, const Row* row, int64_t first_row, float* 
 // ---- outputs ------------------------------------------------------------------------------------------
 
 // All rows of x against kS weight rows: kM rows of x at a time, of kW weight rows.
-template <class Isa, PackedForm kForm, int kS>
+template <class Isa, PackedFormat kFormat, int kS>
 void tile(const PackedArgs& args, const Row (&row)[kS], float* const (&y)[kS]) {
-  constexpr bool kFp8 = kForm == PackedForm::kFp8;
+  constexpr bool kFp8 = kFormat == PackedFormat::kFp8;
   int64_t m = 0;
   const auto rows = [&](auto count) {
-    constexpr int kM = decltype(count)::value, kMost = Isa::kSums / kM, kW = kMost < kS ? kMost : kS;
+    constexpr int kM = decltype(count)::value, kMost = Isa::kAccumulators / kM, kW = kMost < kS ? kMost : kS;
     static_assert(kS % kW == 0);
     for (int r = 0; r < kS; r += kW) {
       float* to[kW];
       for (int i = 0; i < kW; ++i) to[i] = y[r + i] + m * kRun;
       if constexpr (kFp8) {
-        fp8_tile<Isa, kForm, kW, kM>(args, row + r, m, to);
+        fp8_tile<Isa, kFormat, kW, kM>(args, row + r, m, to);
       } else {
-        integer_tile<Isa, kForm, kW, kM>(args, row + r, m, to);
+        integer_tile<Isa, kFormat, kW, kM>(args, row + r, m, to);
       }
     }
     m += kM;
@@ -281,7 +281,7 @@ void finish(const PackedArgs& args, float* y, int64_t begin, int64_t count) {
 // Outputs [begin, end) as kS streams of equal length; returns where they end.
 template <int kS, class Tile>
 int64_t streams(const PackedArgs& args, int64_t begin, int64_t end, const Tile& tile) {
-  alignas(32) float y[kS][kWidenedRows * kRun] = {};
+  alignas(32) float y[kS][kDequantizedRows * kRun] = {};
   const int64_t length = (end - begin) / kS;
   for (int64_t i = 0; i < length; i += kRun) {
     const int64_t count = min_of(kRun, length - i);
@@ -303,14 +303,14 @@ int64_t streams(const PackedArgs& args, int64_t begin, int64_t end, const Tile& 
   return begin + kS * length;
 }
 
-template <class Isa, PackedForm kForm>
+template <class Isa, PackedFormat kFormat>
 void range_of(const PackedArgs& args, int64_t begin, int64_t end) {
   const auto as = [&](auto count) {
     constexpr int kS = decltype(count)::value;
     begin = streams<kS>(args, begin, end,
-                        [&](const auto& row, const auto& y) { tile<Isa, kForm, kS>(args, row, y); });
+                        [&](const auto& row, const auto& y) { tile<Isa, kFormat, kS>(args, row, y); });
   };
-  if (kForm != PackedForm::kFp8 && args.rows == 1 && follows_streams()) {
+  if (kFormat != PackedFormat::kFp8 && args.rows == 1 && follows_streams()) {
     as(Constant<kFollowedStreams>());
   } else {
     as(Constant<kStreams>());
@@ -320,15 +320,15 @@ void range_of(const PackedArgs& args, int64_t begin, int64_t end) {
 
 template <class Isa>
 HF_INLINE void range(const PackedArgs& args, int64_t begin, int64_t end) {
-  switch (args.form) {
-    case PackedForm::kInt8:
-      return range_of<Isa, PackedForm::kInt8>(args, begin, end);
-    case PackedForm::kFp8:
-      return range_of<Isa, PackedForm::kFp8>(args, begin, end);
-    case PackedForm::kInt4:
-      return range_of<Isa, PackedForm::kInt4>(args, begin, end);
-    case PackedForm::kInt4G32:
-      return range_of<Isa, PackedForm::kInt4G32>(args, begin, end);
+  switch (args.format) {
+    case PackedFormat::kInt8:
+      return range_of<Isa, PackedFormat::kInt8>(args, begin, end);
+    case PackedFormat::kFp8:
+      return range_of<Isa, PackedFormat::kFp8>(args, begin, end);
+    case PackedFormat::kInt4:
+      return range_of<Isa, PackedFormat::kInt4>(args, begin, end);
+    case PackedFormat::kInt4G32:
+      return range_of<Isa, PackedFormat::kInt4G32>(args, begin, end);
   }
 }
 

@@ -8,21 +8,21 @@ namespace hf_fastpath {
 
 // A warp's blocks of x in shared memory. Columns of B are stretches by parts: of a lane's column g, stretch g
 // / 2 of the block (or every other one of two blocks) and its high or low byte; a product with the words of
-// one stretch has zeros in the columns of others, so that all go into the same sums. A lane of a quad ends up
-// with those of its own stretch, both parts. Operands of a span: 4-bit [4 stretches][2 parts][4 q][2
+// one stretch has zeros in the columns of others, so that all go into the same accumulators. A lane of a quad
+// ends up with those of its own stretch, both parts. Operands of a span: 4-bit [4 stretches][2 parts][4 q][2
 // stretches][2 planes][4], else for both blocks [4 stretches][2 parts][4 q][8].
-template <class T, PackedForm kForm>
-struct ByteX : RowX<T, kForm, ByteX<T, kForm>> {
-  using Base = RowX<T, kForm, ByteX<T, kForm>>;
+template <class T, PackedFormat kFormat>
+struct ByteX : RowX<T, kFormat, ByteX<T, kFormat>> {
+  using Base = RowX<T, kFormat, ByteX<T, kFormat>>;
   using Base::Base, Base::kSpanBytes, Base::kTogether, Base::operands, Base::steps;
-  static constexpr bool kNibbles = kBits<kForm> == 4;  // two blocks at a time, else one
-  static constexpr int kPart = 256;                    // high bytes are worth
+  static constexpr bool kNibbles = kBits<kFormat> == 4;  // two blocks at a time, else one
+  static constexpr int kPart = 256;                      // high bytes are worth
 
   // A lane's columns of B for a piece, which it may use for several tiles.
   struct Operand {
     static constexpr int kWords = kNibbles ? 4 : 2;
     uint32_t of_stretch[4][kWords];  // zeros but for the lane's own stretch
-    int4 steps;                      // and excesses, of the stretches whose sums the lane ends up with
+    int4 steps;  // and excesses, of the stretches whose accumulators the lane ends up with
 
     __device__ __forceinline__ Operand(const ByteX& x, int at) {
       const int lane = threadIdx.x % kWarpSize, q = lane % 4;
@@ -43,19 +43,19 @@ struct ByteX : RowX<T, kForm, ByteX<T, kForm>> {
     }
   };
 
-  // Adds the products of what the reader holds. A lane's sums, of rows g and g + 8, are over the stretches of
-  // its q.
+  // Adds the products of what the reader holds. A lane's accumulators, of rows g and g + 8, are over the
+  // stretches of its q.
   template <class Reader>
   static __device__ __forceinline__ void add(const Operand& x, const Reader& reader, const TileRows& rows,
-                                             PackedSums<1>& sums) {
+                                             PackedAccumulators<1>& accumulators) {
     const int q = threadIdx.x % 4;
     if constexpr (kNibbles) {
-      BlockWords<kForm> words[2];
+      BlockWords<kFormat> words[2];
       words[0].load(reader, rows, 0);
       words[1].load(reader, rows, 1);
       const uint32_t two[2] = {reader.two_scales(rows, 0), reader.two_scales(rows, 1)};
       int zero[2] = {1, 1};
-      if constexpr (kForm == PackedForm::kInt4) {
+      if constexpr (kFormat == PackedFormat::kInt4) {
         zero[0] = reader.zero(rows, 0, q / 2), zero[1] = reader.zero(rows, 1, q / 2);
       }
       int low[2][4] = {}, high[2][4] = {};  // of even and of odd stretches
@@ -82,12 +82,12 @@ struct ByteX : RowX<T, kForm, ByteX<T, kForm>> {
           const int excess = (odd ? x.steps.w : x.steps.y) * zero[h];
           const int sum = top * kPart + (low[odd][2 * h + 1] * 16 + high[odd][2 * h + 1] + excess);
           const float step = __int_as_float(odd ? x.steps.z : x.steps.x);
-          float& to = sums[0][2 * h];
+          float& to = accumulators[0][2 * h];
           to = fmaf((odd ? scale.y : scale.x) * step, static_cast<float>(sum), to);
         }
       }
     } else {
-      BlockWords<kForm> words;
+      BlockWords<kFormat> words;
       words.load(reader, rows, 0);
       const auto& word = words.word;
       int c[4] = {};
@@ -99,7 +99,7 @@ struct ByteX : RowX<T, kForm, ByteX<T, kForm>> {
 #pragma unroll
       for (int h = 0; h < 2; ++h) {
         const float scale = unpack2(reader.scales(rows, h, 0).x, __half()).x * __int_as_float(x.steps.x);
-        float& to = sums[0][2 * h];
+        float& to = accumulators[0][2 * h];
         to = fmaf(scale, static_cast<float>(c[2 * h] * kPart + c[2 * h + 1]), to);
       }
     }
@@ -149,7 +149,8 @@ struct ByteX : RowX<T, kForm, ByteX<T, kForm>> {
 #pragma unroll
     for (int i = 0; i < kTogether; ++i) {
       const float step = Base::step_of(bits[i]) * (kNibbles ? 1.f / 16 : 1.f);
-      constexpr int kExcess = kForm == PackedForm::kInt4G32 ? -16 * 8 : -16;  // or -16 for each of the zero
+      constexpr int kExcess =
+          kFormat == PackedFormat::kInt4G32 ? -16 * 8 : -16;  // or -16 for each of the zero
       if (q == 0)
         steps[min(first + i, spans - 1) * 8 + stretch] = make_int2(__float_as_int(step), total[i] * kExcess);
     }

@@ -18,11 +18,11 @@ float fp8_to_float(uint8_t bits) {
 
 // The weight at `place` of block b, but for the scale of its group and the multiplier.
 float step_at(const PackedArgs& args, int64_t n, int64_t b, int64_t place) {
-  const uint8_t* quants = args.quants + n * args.row_bytes() + b * kPackedBlock * bits_of(args.form) / 8;
-  switch (args.form) {
-    case PackedForm::kInt8:
+  const uint8_t* quants = args.quants + n * args.row_bytes() + b * kPackedBlock * bits_of(args.format) / 8;
+  switch (args.format) {
+    case PackedFormat::kInt8:
       return static_cast<float>(static_cast<int8_t>(quants[place]));
-    case PackedForm::kFp8:
+    case PackedFormat::kFp8:
       return fp8_to_float(quants[place]);
     default: {
       const int quant = quants[place / 2] >> place % 2 * 4 & 15;
@@ -33,20 +33,20 @@ float step_at(const PackedArgs& args, int64_t n, int64_t b, int64_t place) {
 
 // With the scale.
 float scaled_at(const PackedArgs& args, int64_t n, int64_t b, int64_t place) {
-  const int64_t group = group_of(args.form, b, weight_at(args.form, place) / kStretch);
+  const int64_t group = group_of(args.format, b, weight_at(args.format, place) / kStretch);
   return step_at(args, n, b, place) * to_float(Half{args.scales[n * args.groups + group]});
 }
 
 }  // namespace
 
-void widen_packed_portable(const PackedArgs& args, int64_t in_features, DType dtype, int64_t begin,
-                           int64_t end, void* to) {
+void dequantize_packed_portable(const PackedArgs& args, int64_t in_features, DType dtype, int64_t begin,
+                                int64_t end, void* to) {
   with_storage(dtype, [&](auto* tag) {
     auto* out = static_cast<decltype(tag)>(to);
     for (int64_t n = begin; n < end; ++n, out += in_features) {
       for (int64_t b = 0; b < args.blocks; ++b) {
         for (int64_t place = 0; place < kPackedBlock; ++place) {
-          const int64_t k = b * kPackedBlock + weight_at(args.form, place);
+          const int64_t k = b * kPackedBlock + weight_at(args.format, place);
           if (k < in_features) from_float(scaled_at(args, n, b, place) * args.multiplier, out + k);
         }
       }
@@ -59,7 +59,7 @@ void packed_gemv_portable(const PackedArgs& args, int64_t begin, int64_t end) {
   with_storage(args.dtype, [&](auto* tag) {
     using T = std::remove_pointer_t<decltype(tag)>;
     for (int64_t n = begin; n < end; ++n) {
-      float sums[kPackedRows] = {};
+      float accumulators[kPackedRows] = {};
       for (int64_t b = 0; b < args.blocks; ++b) {
         for (int64_t place = 0; place < kPackedBlock; ++place) {
           weights[place] = scaled_at(args, n, b, place);
@@ -68,11 +68,12 @@ void packed_gemv_portable(const PackedArgs& args, int64_t begin, int64_t end) {
           const float* x = args.x + (m * args.blocks + b) * kPackedBlock;
           float sum[8] = {};
           for (int64_t i = 0; i < kPackedBlock; ++i) sum[i % 8] += weights[i] * x[i];
-          sums[m] += ((sum[0] + sum[4]) + (sum[2] + sum[6])) + ((sum[1] + sum[5]) + (sum[3] + sum[7]));
+          accumulators[m] +=
+              ((sum[0] + sum[4]) + (sum[2] + sum[6])) + ((sum[1] + sum[5]) + (sum[3] + sum[7]));
         }
       }
       for (int64_t m = 0; m < args.rows; ++m) {
-        float value = sums[m] * args.multiplier;
+        float value = accumulators[m] * args.multiplier;
         if (args.bias != nullptr) value += to_float(static_cast<const T*>(args.bias)[n]);
         value = activate(args.activation, value);
         const int64_t at = m * args.out_features + n;
@@ -94,21 +95,21 @@ bool use_avx512_vnni() {
 PackedGemv* kernel_for(const PackedArgs& args) {
   if (!use_avx2()) return packed_gemv_portable;
   // Also rows that have no steps, as they are not finite.
-  const bool in_steps = args.steps != nullptr || args.form == PackedForm::kFp8;
-  if (!in_steps || takes_floats(args.dtype, args.form, args.rows)) return packed_floats_avx2;
+  const bool in_steps = args.steps != nullptr || args.format == PackedFormat::kFp8;
+  if (!in_steps || takes_floats(args.dtype, args.format, args.rows)) return packed_floats_avx2;
   if (!use_avx512()) return packed_gemv_avx2;
   return use_avx512_vnni() ? packed_gemv_avx512_vnni : packed_gemv_avx512;
 }
 
-// Whether the tiles of AMX are faster: the more so the more rows share a weight that is widened.
-bool faster_in_tiles(DType dtype, PackedForm form, int64_t rows) {
-  if (!use_tile_products(dtype)) return false;
-  if (form == PackedForm::kFp8) return rows >= 4;
-  if (form == PackedForm::kInt4) return rows >= (dtype == DType::kBFloat16 ? 5 : 8);
+// Whether the tiles of AMX are faster: the more so the more rows share a weight that is dequantized.
+bool faster_in_tiles(DType dtype, PackedFormat format, int64_t rows) {
+  if (!use_amx_products(dtype)) return false;
+  if (format == PackedFormat::kFp8) return rows >= 4;
+  if (format == PackedFormat::kInt4) return rows >= (dtype == DType::kBFloat16 ? 5 : 8);
   return rows >= (dtype == DType::kBFloat16 ? 6 : 12);
 }
 
-// Inputs as the weights lie: to[i] = x[weight_at(form, i)] in every block.
+// Inputs as the weights lie: to[i] = x[weight_at(format, i)] in every block.
 template <int64_t kWord>
 void order(const float* x, float* to, int64_t blocks) {
   for (int64_t b = 0; b < blocks; ++b, x += kPackedBlock) {
@@ -160,8 +161,8 @@ Tensor packed_rows_cpu(const Tensor& x, const Tensor& raw_quants, const Tensor& 
   }
   args.step_blocks = round_up(args.blocks, 4);
   const int64_t width = args.blocks * kPackedBlock;
-  const int64_t step_bytes = args.step_blocks * kStepBytes, lanes = args.step_blocks * lanes_of(args.form);
-  const bool tiled = faster_in_tiles(args.dtype, args.form, args.rows);
+  const int64_t step_bytes = args.step_blocks * kStepBytes, lanes = args.step_blocks * lanes_of(args.format);
+  const bool tiled = faster_in_tiles(args.dtype, args.format, args.rows);
   const int64_t tile_elements = tiled ? packed_tile_elements(args.dtype, args.rows, width) : 0;
   float* memory = scratch(args.rows * (2 * width + step_bytes / 4 + 2 * lanes) + tile_elements / 2 + 6 * 16);
   float* given = take<float>(memory, args.rows * width);
@@ -170,7 +171,7 @@ Tensor packed_rows_cpu(const Tensor& x, const Tensor& raw_quants, const Tensor& 
     auto* const tiles = take<uint16_t>(memory, tile_elements);
     packed_tiles_amx(args.dtype, args.rows, width, given, tiles);
     args.tiles = tiles;
-    if (run_tiles(args)) return out;
+    if (run_packed_amx(args)) return out;
   }
   const auto run = [&](const PackedArgs& call) {
     PackedGemv* const kernel = kernel_for(call);
@@ -180,10 +181,10 @@ Tensor packed_rows_cpu(const Tensor& x, const Tensor& raw_quants, const Tensor& 
   float* ordered = take<float>(memory, args.rows * width);
   args.x = ordered;
   const auto order_rows = [&](int64_t first, int64_t count) {
-    (bits_of(args.form) == 8 ? order<4> : order<8>)(given + first * width, ordered + first * width,
-                                                    count * args.blocks);
+    (bits_of(args.format) == 8 ? order<4> : order<8>)(given + first * width, ordered + first * width,
+                                                      count * args.blocks);
   };
-  if (use_avx2() && args.form != PackedForm::kFp8 && !takes_floats(args.dtype, args.form, args.rows)) {
+  if (use_avx2() && args.format != PackedFormat::kFp8 && !takes_floats(args.dtype, args.format, args.rows)) {
     args.split = !use_avx512() || use_avx512_vnni();  // in bytes, but for products of int16 without VNNI
     char* steps = take<char>(memory, args.rows * step_bytes);
     float* step_sizes = take<float>(memory, args.rows * lanes);
@@ -217,7 +218,7 @@ Tensor packed_gemv_cpu(const Tensor& raw, const Tensor& quants, const Tensor& sc
                        const std::optional<Tensor>& zeros, double multiplier, int64_t format,
                        const std::optional<Tensor>& bias, const std::optional<Tensor>& residual,
                        int64_t activation, int64_t norm, const std::optional<Tensor>& norm_weight,
-                       const std::optional<Tensor>& norm_bias, double norm_eps, bool /*overlap*/,
+                       const std::optional<Tensor>& norm_bias, double norm_eps, bool /*programmatic_launch*/,
                        const std::optional<Tensor>& /*next_weight*/) {
   const Tensor x = normed_cpu(raw, norm_of(norm, "packed_gemv"), norm_weight, norm_bias, norm_eps);
   const int64_t rows = row_view(x).rows;

@@ -4,27 +4,27 @@
 #pragma once
 
 #include "common/dtype.h"
-#include "packed_gemv/packed_form.h"
+#include "packed_gemv/packed_format.h"
 
 namespace hf_fastpath {
 
-constexpr int64_t kPackedRows = 16;   // activation rows a call may have
-constexpr int64_t kWidenedRows = 32;  // the same of packed_floats_avx2
+constexpr int64_t kPackedRows = 16;       // activation rows a call may have
+constexpr int64_t kDequantizedRows = 32;  // the same of packed_floats_avx2
 
 // Sums of a block that the integer kernels weight: one a stretch where it has its own scale, else two.
-constexpr int64_t lanes_of(PackedForm form) { return form == PackedForm::kInt4G32 ? 4 : 8; }
+constexpr int64_t lanes_of(PackedFormat format) { return format == PackedFormat::kInt4G32 ? 4 : 8; }
 
 constexpr int64_t kStepBytes = 2 * kPackedBlock;  // x as integers, a block
 
 // Weight of its stretch-by-stretch block that lies at `place`, a byte or four bits.
-constexpr int64_t weight_at(PackedForm form, int64_t place) {
-  const int64_t word_size = 32 / bits_of(form), word = place / word_size;
+constexpr int64_t weight_at(PackedFormat format, int64_t place) {
+  const int64_t word_size = 32 / bits_of(format), word = place / word_size;
   return word % kStretches * kStretch + word / kStretches * word_size + place % word_size;
 }
 
 struct PackedArgs {
   DType dtype;  // of bias, residual and out
-  PackedForm form;
+  PackedFormat format;
   int64_t rows, blocks, out_features;
   // x as the weights lie, [rows, blocks * kPackedBlock], zeros behind the last input.
   const float* x;
@@ -48,7 +48,7 @@ struct PackedArgs {
   void* out;             // [rows, out_features]
   Activation activation;
 
-  int64_t row_bytes() const { return blocks * kPackedBlock * bits_of(form) / 8; }
+  int64_t row_bytes() const { return blocks * kPackedBlock * bits_of(format) / 8; }
   int64_t output_bytes() const { return row_bytes() + groups * (zeros != nullptr ? 3 : 2); }
 };
 
@@ -57,28 +57,28 @@ struct PackedArgs {
 using PackedGemv = void(const PackedArgs& args, int64_t begin, int64_t end);
 PackedGemv packed_gemv_portable, packed_gemv_avx2, packed_gemv_avx512, packed_gemv_avx512_vnni;
 
-// The same for up to kWidenedRows of x in float32, with any weight.
+// The same for up to kDequantizedRows of x in float32, with any weight.
 PackedGemv packed_floats_avx2;
 
 // The same of up to so many rows in 16 bits, from args.tiles. False where a sum in float16 is not finite:
 // then what is written may be wrong.
 bool packed_gemm_amx(const PackedArgs& args, int64_t begin, int64_t end);
-constexpr int64_t kMostTiledRows = 64;
+constexpr int64_t kMaxPackedAmxRows = 64;
 
-// Rows of x, `width` float32 values of `dtype` in order, as bfloat16 [parts, groups of 16 rows, stretches, 16
-// pairs of inputs, 16 rows, 2]. The parts of float16 are its first eight significant bits and the others.
+// Rows of x, `width` float32 values of `dtype` in order, as bfloat16 [terms, groups of 16 rows, stretches, 16
+// pairs of inputs, 16 rows, 2]. The terms of float16 are its first eight significant bits and the others.
 void packed_tiles_amx(DType dtype, int64_t rows, int64_t width, const float* x, uint16_t* tiles);
-constexpr int64_t tile_parts(DType dtype) { return dtype == DType::kFloat16 ? 2 : 1; }
+constexpr int64_t tile_terms(DType dtype) { return dtype == DType::kFloat16 ? 2 : 1; }
 constexpr int64_t packed_tile_elements(DType dtype, int64_t rows, int64_t width) {
-  return (rows + 15) / 16 * 16 * width * tile_parts(dtype);
+  return (rows + 15) / 16 * 16 * width * tile_terms(dtype);
 }
 
 // Rows [begin, end) of the weight in `dtype`, [end - begin, in_features], rounded once: of args what tells of
 // the weight.
-using WidenPacked = void(const PackedArgs& args, int64_t in_features, DType dtype, int64_t begin, int64_t end,
-                         void* to);
-WidenPacked widen_packed_portable, widen_packed_avx2;
-WidenPacked widen_packed_avx512_bf16;  // of 16 bits
+using DequantizePacked = void(const PackedArgs& args, int64_t in_features, DType dtype, int64_t begin,
+                              int64_t end, void* to);
+DequantizePacked dequantize_packed_portable, dequantize_packed_avx2;
+DequantizePacked dequantize_packed_avx512_bf16;  // of 16 bits
 
 // Inputs of a row, float32 in order, as args.steps and what belongs to it. False where one is not finite.
 bool packed_steps_avx2(const PackedArgs& args, const float* x, void* steps, float* sizes, float* offsets);

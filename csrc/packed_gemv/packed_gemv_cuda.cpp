@@ -7,14 +7,14 @@ Tensor packed_gemv_cuda(const Tensor& x, const Tensor& quants, const Tensor& sca
                         const std::optional<Tensor>& zeros, double multiplier, int64_t format,
                         const std::optional<Tensor>& bias, const std::optional<Tensor>& residual,
                         int64_t activation, int64_t norm, const std::optional<Tensor>& norm_weight,
-                        const std::optional<Tensor>& norm_bias, double norm_eps, bool overlap,
+                        const std::optional<Tensor>& norm_bias, double norm_eps, bool programmatic_launch,
                         const std::optional<Tensor>& next_weight) {
   constexpr const char* kOp = "packed_gemv";
   const DeviceGuard guard(x);
   const Tensor input = hf_fastpath::contiguous(x);
   GemvParams p = gemv_params(input, kOp);
   p.activation = activation_of(activation, kOp);
-  p.overlap = overlap;
+  p.programmatic_launch = programmatic_launch;
   set_next_weight(p, next_weight);
   const InputNorm input_norm(input, norm, norm_weight, norm_bias, norm_eps, kOp);
   const PackedWeight weight(p, quants, scales, zeros, multiplier, format, kOp);

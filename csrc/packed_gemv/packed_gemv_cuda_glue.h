@@ -17,7 +17,7 @@ class PackedWeight {
     if (zeros) zeros_ = aligned(*zeros);
     const PackedShape shape = check_packed(p.k, quants_, scales_, zeros_, format, op);
     STD_TORCH_CHECK(shape.rows < kMaxFeatures, "hf_fastpath::", op, ": more than 2^31 features");
-    matrix_.form = shape.form;
+    matrix_.format = shape.format;
     matrix_.rows = shape.rows;
     matrix_.groups = static_cast<int>(shape.groups);
     matrix_.blocks = static_cast<int>(shape.blocks);
@@ -39,8 +39,8 @@ class PackedWeight {
     int width = static_cast<int>(p.k);
     if (width % 8 || !is_aligned(p.x) || !is_aligned(p.norm.weight)) {
       width = (width + 7) / 8 * 8;
-      p.x = widened(x, p.x, p.m, width, kept, stream);
-      if (p.norm.weight) p.norm.weight = widened(x, p.norm.weight, 1, width, kept, stream);
+      p.x = padded(x, p.x, p.m, width, kept, stream);
+      if (p.norm.weight) p.norm.weight = padded(x, p.norm.weight, 1, width, kept, stream);
     }
     void* workspace = nullptr;
     if (const int64_t bytes = packed_gemv_workspace_bytes(p, matrix_)) {
@@ -54,8 +54,8 @@ class PackedWeight {
   static bool is_aligned(const void* data) { return reinterpret_cast<uintptr_t>(data) % 16 == 0; }
 
   // `rows` of x's length and dtype with zeros behind them.
-  static const void* widened(const Tensor& x, const void* data, int rows, int width,
-                             std::vector<Tensor>& kept, cudaStream_t stream) {
+  static const void* padded(const Tensor& x, const void* data, int rows, int width, std::vector<Tensor>& kept,
+                            cudaStream_t stream) {
     const Tensor& to = kept.emplace_back(empty_like_with_sizes(x, {rows, width}));
     const size_t size = x.element_size(), bytes = x.size(x.dim() - 1) * size;
     HF_FASTPATH_CUDA_CHECK(cudaMemsetAsync(to.data_ptr(), 0, rows * width * size, stream));

@@ -4,12 +4,12 @@
 #include <optional>
 
 #include "common/torch_glue.h"
-#include "packed_gemv/packed_form.h"
+#include "packed_gemv/packed_format.h"
 
 namespace hf_fastpath {
 
 struct PackedShape {
-  PackedForm form;
+  PackedFormat format;
   int64_t rows, blocks, groups;
 };
 
@@ -17,10 +17,10 @@ struct PackedShape {
 inline PackedShape check_packed(int64_t k, const Tensor& quants, const Tensor& scales,
                                 const std::optional<Tensor>& zeros, int64_t format, const char* op) {
   PackedShape shape{};
-  shape.form = choice_of(format, PackedForm::kInt4G32, op, "format");
+  shape.format = choice_of(format, PackedFormat::kInt4G32, op, "format");
   shape.blocks = (k + kPackedBlock - 1) / kPackedBlock;
-  shape.groups = groups_of(shape.form, shape.blocks);
-  const int64_t row_bytes = shape.blocks * kPackedBlock * bits_of(shape.form) / 8;
+  shape.groups = groups_of(shape.format, shape.blocks);
+  const int64_t row_bytes = shape.blocks * kPackedBlock * bits_of(shape.format) / 8;
   STD_TORCH_CHECK(quants.dim() == 2 && quants.element_size() == 1 && quants.size(1) == row_bytes,
                   "hf_fastpath::", op, ": quants are no rows of ", row_bytes, " bytes");
   shape.rows = quants.size(0);
@@ -29,7 +29,7 @@ inline PackedShape check_packed(int64_t k, const Tensor& quants, const Tensor& s
   };
   STD_TORCH_CHECK(fits(scales) && dtype_of(scales, op) == DType::kFloat16, "hf_fastpath::", op,
                   ": scales have to be float16 [out_features, ", shape.groups, "]");
-  STD_TORCH_CHECK(zeros.has_value() == (shape.form == PackedForm::kInt4) &&
+  STD_TORCH_CHECK(zeros.has_value() == (shape.format == PackedFormat::kInt4) &&
                       (!zeros || (fits(*zeros) && zeros->element_size() == 1)),
                   "hf_fastpath::", op, ": format ", format, " and zeros do not go together");
   return shape;

@@ -24,7 +24,7 @@ struct PackedTensors {
   PackedArgs args(int64_t in_features, double multiplier, int64_t format, const char* op) const {
     const PackedShape shape = check_packed(in_features, quants, scales, zeros, format, op);
     PackedArgs args{};
-    args.form = shape.form, args.out_features = shape.rows, args.blocks = shape.blocks,
+    args.format = shape.format, args.out_features = shape.rows, args.blocks = shape.blocks,
     args.groups = shape.groups;
     args.quants = static_cast<const uint8_t*>(quants.const_data_ptr());
     args.scales = static_cast<const uint16_t*>(scales.const_data_ptr());
@@ -40,15 +40,15 @@ inline int64_t output_parts(const PackedArgs& args) {
 }
 
 // Whether x is multiplied in float32, by packed_floats_avx2(), and not as steps or by what takes few rows of
-// fp8: weights that are widened once for all rows, for the more the better. With AVX-512 the others are
+// fp8: weights that are dequantized once for all rows, for the more the better. With AVX-512 the others are
 // faster.
-inline bool takes_floats(DType dtype, PackedForm form, int64_t rows) {
+inline bool takes_floats(DType dtype, PackedFormat format, int64_t rows) {
   if (!use_avx2()) return false;
-  if (dtype == DType::kFloat32 && form != PackedForm::kFp8) return true;
-  return !use_avx512() && bits_of(form) == 8 && rows > (form == PackedForm::kFp8 ? 2 : 4);
+  if (dtype == DType::kFloat32 && format != PackedFormat::kFp8) return true;
+  return !use_avx512() && bits_of(format) == 8 && rows > (format == PackedFormat::kFp8 ? 2 : 4);
 }
 
-// packed_gemv without a norm, of up to kPackedRows of x, or kWidenedRows if takes_floats().
+// packed_gemv without a norm, of up to kPackedRows of x, or kDequantizedRows if takes_floats().
 Tensor packed_rows_cpu(const Tensor& x, const Tensor& raw_quants, const Tensor& raw_scales,
                        const std::optional<Tensor>& raw_zeros, double multiplier, int64_t format,
                        const std::optional<Tensor>& bias, const std::optional<Tensor>& residual,
@@ -64,7 +64,7 @@ inline void convert_rows(DType dtype, const RowView& x, int64_t width, float* to
 }
 
 // packed_gemm_amx() on all outputs. False where a sum is not finite.
-inline bool run_tiles(const PackedArgs& args) {
+inline bool run_packed_amx(const PackedArgs& args) {
   constexpr int64_t kGranule = 32;  // the most outputs that the kernel takes at a time
   std::atomic<bool> finite{true};
   share_out(args.out_features, output_parts(args), kGranule, least_piece(args.output_bytes()),

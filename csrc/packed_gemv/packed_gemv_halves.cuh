@@ -8,9 +8,9 @@ namespace hf_fastpath {
 
 // A warp's blocks of x in shared memory: of a span, both blocks' [4 stretches][4 q][8]. All columns of B are
 // the same, and so are a lane's and its quad's sums, of which the sum is taken: steps are a quarter.
-template <class T, PackedForm kForm>
-struct HalfX : RowX<T, kForm, HalfX<T, kForm>> {
-  using Base = RowX<T, kForm, HalfX<T, kForm>>;
+template <class T, PackedFormat kFormat>
+struct HalfX : RowX<T, kFormat, HalfX<T, kFormat>> {
+  using Base = RowX<T, kFormat, HalfX<T, kFormat>>;
   using Base::Base, Base::kSpanBytes, Base::kTogether, Base::operands, Base::steps;
   static constexpr int kBlockBytes = kSpanBytes / 2;
 
@@ -28,8 +28,8 @@ struct HalfX : RowX<T, kForm, HalfX<T, kForm>> {
   // As ByteX::add.
   template <class Reader>
   static __device__ __forceinline__ void add(const Operand& x, const Reader& reader, const TileRows& rows,
-                                             PackedSums<1>& sums) {
-    BlockWords<kForm> words;
+                                             PackedAccumulators<1>& accumulators) {
+    BlockWords<kFormat> words;
     words.load(reader, rows, 0);
     float c[2][4] = {};  // of two chains
 #pragma unroll
@@ -41,7 +41,8 @@ struct HalfX : RowX<T, kForm, HalfX<T, kForm>> {
       mma<__half>(c[1], a[1][0], a[1][1], a[1][2], a[1][3], b.z, b.w);
     }
 #pragma unroll
-    for (int h = 0; h < 2; ++h) sums[0][2 * h] = fmaf(x.step, c[0][2 * h] + c[1][2 * h], sums[0][2 * h]);
+    for (int h = 0; h < 2; ++h)
+      accumulators[0][2 * h] = fmaf(x.step, c[0][2 * h] + c[1][2 * h], accumulators[0][2 * h]);
   }
 
   // Makes float16 of what a lane has of spans from `first` on.

@@ -4,8 +4,8 @@
 
 namespace hf_fastpath {
 
-template int64_t packed_form_workspace_bytes<PackedForm::kInt8>(const GemvParams&, const PackedMatrix&);
-template void launch_packed_form<PackedForm::kInt8>(const GemvParams&, int, const PackedMatrix&,
-                                                    const RopeAppendParams*, void*, cudaStream_t);
+template int64_t packed_format_workspace_bytes<PackedFormat::kInt8>(const GemvParams&, const PackedMatrix&);
+template void launch_packed_format<PackedFormat::kInt8>(const GemvParams&, int, const PackedMatrix&,
+                                                        const RopeAppendParams*, void*, cudaStream_t);
 
 }  // namespace hf_fastpath

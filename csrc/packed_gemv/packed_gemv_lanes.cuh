@@ -36,15 +36,16 @@ __device__ __forceinline__ int excess_lane() {
 // for every row. A lane makes what a lane at its place needs: a unit is 16 bytes a lane, of eight columns by
 // a stretch or of four by two stretches. Warps that share a line make a part of its blocks each. Sums of x
 // that take off what quants have in excess, and those of squares, are products of tensor cores too.
-template <class T, PackedForm kForm, int kColumns>
+template <class T, PackedFormat kFormat, int kColumns>
 struct LaneX {
   static constexpr int kLines = kLinesOf<T, kColumns, false>;
-  using Slot = PackedSlot<kForm, kLines>;
+  using Slot = PackedSlot<kFormat, kLines>;
   static constexpr int kTiles = kColumnTiles<kColumns>, kTogether = kColumns == 4 ? 2 : 1;
   static constexpr int kSpanPieces = 1;
   static constexpr int kBlockUnits = kColumns / 2, kOfBlock = kBlockUnits / kTiles;
   static constexpr int kSpanBytes = Slot::kWarpBlocks * kBlockUnits * kWarpSize * 16;  // of a line in a piece
-  static constexpr bool kEachStretch = kForm == PackedForm::kInt4G32, kFloats = kForm == PackedForm::kFp8;
+  static constexpr bool kEachStretch = kFormat == PackedFormat::kInt4G32,
+                        kFloats = kFormat == PackedFormat::kFp8;
   static constexpr int kSpanSteps = kFloats        ? 0
                                     : kEachStretch ? kColumns * 32
                                                    : Slot::kWarpBlocks * kColumns * 4;
@@ -87,7 +88,7 @@ struct LaneX {
     const int all_blocks = (end - begin) * Slot::kWarpBlocks, width = plan.x_width;
     const int first_block = all_blocks * Slot::row_warp() / Slot::kRowWarps,
               blocks = all_blocks * (Slot::row_warp() + 1) / Slot::kRowWarps;  // of this warp
-    const bool rms = p.norm.kind == Norm::kRms;
+    const bool rms = p.norm.kind == NormKind::kRms;
     const auto value_of = [&](int block) {
       const int piece = begin + block / Slot::kWarpBlocks;
       return (piece * Slot::kBlocks + Slot::line() * Slot::kWarpBlocks + block % Slot::kWarpBlocks) *
@@ -109,10 +110,10 @@ struct LaneX {
       const T* const from = static_cast<const T*>(p.x) + int64_t(m) * width + first;
 #pragma unroll
       for (int unit = 0; unit < kBlockUnits; ++unit) {
-        const int step = unit / kTiles * kTogether * int(kStretch);
-        const bool present = first + step < width && m + unit % kTiles * 8 < p.m;
+        const int offset = unit / kTiles * kTogether * int(kStretch);
+        const bool present = first + offset < width && m + unit % kTiles * 8 < p.m;
         copy_async(place(block * kBlockUnits + unit),
-                   present ? from + (step + (unit % kTiles ? 8 * width : 0)) : p.x, present);
+                   present ? from + (offset + (unit % kTiles ? 8 * width : 0)) : p.x, present);
       }
     }
     commit_copies();
@@ -182,10 +183,10 @@ struct LaneX {
         *at = made;
         if constexpr (!kFloats) {
           // As many times x as quants have in excess, or each of the zero; see Quants.
-          constexpr uint32_t kLow = kForm == PackedForm::kInt8   ? 0x00800080u
-                                    : kForm == PackedForm::kInt4 ? 0x00010001u
-                                                                 : 0x00080008u;
-          constexpr uint32_t kHigh = kBits<kForm> == 4 ? kLow << 4 : kLow;
+          constexpr uint32_t kLow = kFormat == PackedFormat::kInt8   ? 0x00800080u
+                                    : kFormat == PackedFormat::kInt4 ? 0x00010001u
+                                                                     : 0x00080008u;
+          constexpr uint32_t kHigh = kBits<kFormat> == 4 ? kLow << 4 : kLow;
           mma<__half>(over[t], kLow, kLow, kHigh, kHigh, made.x, made.y);
           mma<__half>(over[t], kLow, kLow, kHigh, kHigh, made.z, made.w);
           if (kEachStretch || stretch % kOfBlock == kOfBlock - 1) {
@@ -254,7 +255,7 @@ struct LaneX {
         made[i] = pack2(pair.x * factor, pair.y * factor, __half());
       }
     }
-    return as_operand<kForm, kCenters<T>>(made);
+    return as_operand<kFormat, kCenters<T>>(made);
   }
 
   // A unit's sums in a lane's two columns, or those of a block.

@@ -41,9 +41,9 @@ inline CUtensorMapSwizzle swizzle_of(int bytes) {
                        : CU_TENSOR_MAP_SWIZZLE_NONE;
 }
 
-template <PackedForm kForm, int kLines>
+template <PackedFormat kFormat, int kLines>
 PackedMaps maps_of(const GemvParams& p, const PackedPlan& plan) {
-  using Slot = PackedSlot<kForm, kLines>;
+  using Slot = PackedSlot<kFormat, kLines>;
   const PackedMatrix& matrix = plan.matrix;
   const uint64_t row_bytes = uint64_t(matrix.blocks) * Slot::kBlockBytes, rows = matrix.rows,
                  groups = matrix.groups;
@@ -81,44 +81,45 @@ PackedMaps maps_of(const GemvParams& p, const PackedPlan& plan) {
 }
 
 // Of a row of x, of whole pieces, as a kernel in front leaves it.
-template <PackedForm kForm>
+template <PackedFormat kFormat>
 int whole_blocks(const PackedMatrix& matrix) {
-  return round_up_to(matrix.blocks, PackedSlot<kForm, kRingWarps>::kBlocks);
+  return round_up_to(matrix.blocks, PackedSlot<kFormat, kRingWarps>::kBlocks);
 }
 
 // Whether rows' scales and zeros start at multiples of 16 bytes, as copies want it; of kFp8 there are none.
-template <PackedForm kForm>
+template <PackedFormat kFormat>
 bool fetches_scales(const PackedMatrix& matrix) {
-  return kForm == PackedForm::kFp8 || (matrix.groups * (kForm == PackedForm::kInt4 ? 1 : 2) % 16 == 0 &&
-                                       is_aligned16(matrix.scales) && is_aligned16(matrix.zeros));
+  return kFormat == PackedFormat::kFp8 ||
+         (matrix.groups * (kFormat == PackedFormat::kInt4 ? 1 : 2) % 16 == 0 && is_aligned16(matrix.scales) &&
+          is_aligned16(matrix.zeros));
 }
 
 // Whether a product makes operands of several rows of x itself: where clusters have room for it, half of k a
 // block, and the matrix is not so large that what this takes longer for each tile outweighs a kernel in
 // front.
-template <class T, PackedForm kForm, int kColumns>
+template <class T, PackedFormat kFormat, int kColumns>
 bool takes_lanes(const PackedMatrix& matrix) {
-  using X = LaneX<T, kForm, kColumns>;
+  using X = LaneX<T, kFormat, kColumns>;
   const int pieces = (matrix.blocks + X::Slot::kBlocks - 1) / X::Slot::kBlocks;
   return has_hopper_code() && matrix.rows * matrix.blocks <= kMostLaneBlocks &&
-         fetches_scales<kForm>(matrix) && (pieces + 1) / 2 * X::kLines * X::kSpanBytes <= kXBytes;
+         fetches_scales<kFormat>(matrix) && (pieces + 1) / 2 * X::kLines * X::kSpanBytes <= kXBytes;
 }
 
 // Whether a kernel in front of the product prepares x.
-template <class T, PackedForm kForm, int kColumns>
+template <class T, PackedFormat kFormat, int kColumns>
 bool takes_prepared(const PackedMatrix& matrix) {
   if constexpr (sizeof(T) == 4 || kColumns == 1) return false;
   if constexpr (sizeof(T) == 2 && (kColumns == 4 || kColumns == 8)) {
-    return !takes_lanes<T, kForm, kColumns>(matrix);
+    return !takes_lanes<T, kFormat, kColumns>(matrix);
   }
   return true;
 }
 
-template <class T, PackedForm kForm, int kColumns, bool kPrepared>
+template <class T, PackedFormat kFormat, int kColumns, bool kPrepared>
 RingLaunch plan_packed(const GemvParams& p, const RopeAppendParams* rope, PackedPlan& plan) {
-  using X = PackedX<T, kForm, kColumns, kPrepared>;
+  using X = PackedX<T, kFormat, kColumns, kPrepared>;
   constexpr int kLines = kLinesOf<T, kColumns, kPrepared>, kSpanPieces = X::kSpanPieces;
-  using Slot = PackedSlot<kForm, kLines>;
+  using Slot = PackedSlot<kFormat, kLines>;
   RingPlan& ring = plan.ring;
   ring.append = rope != nullptr;
   ring.halves = p.gated || ring.append ? 2 : 1;
@@ -138,10 +139,10 @@ RingLaunch plan_packed(const GemvParams& p, const RopeAppendParams* rope, Packed
   // blocks with one each take less time (int4_g32 4096 to 4096, 1.5 % of a layer).
   const bool is_small = bytes <= int64_t(kRingBytes) * sms;
   const bool one_tile_each =
-      is_small && !is_large && plan.matrix.rows * plan.ranks / (int64_t(sms) * Slot::kTileRows) == 1;
+      is_small && !is_large && plan.matrix.rows * plan.ranks / (int64_t(sms) * Slot::kWeightRows) == 1;
   const int blocks_per_sm = (is_small && !one_tile_each) || is_large ? 1 : kRingBlocksPerSm;
   const int64_t dots = int64_t(units) * ring.halves * p.m * 4;  // bytes of all clusters
-  const int64_t least = (dots + kMaxPartBytes / 2 - 1) / (kMaxPartBytes / 2);
+  const int64_t least = (dots + kMaxPartialBytes / 2 - 1) / (kMaxPartialBytes / 2);
   const int most_clusters =
       static_cast<int>(std::max<int64_t>(sms * blocks_per_sm / plan.ranks, least * plan.ranks));
   plan.together = rows_together(units, most_clusters, rope);
@@ -150,11 +151,11 @@ RingLaunch plan_packed(const GemvParams& p, const RopeAppendParams* rope, Packed
   const int clusters = std::min(ring.units, most_clusters);
   ring.share = ring.units / clusters, ring.larger = ring.units % clusters;
 
-  plan.fetches_scales = kForm != PackedForm::kFp8 && fetches_scales<kForm>(plan.matrix);
+  plan.fetches_scales = kFormat != PackedFormat::kFp8 && fetches_scales<kFormat>(plan.matrix);
   plan.scale_stride = round_up_to(plan.together * Slot::kScaleBytes, kLineBytes);
   plan.zero_stride = round_up_to(plan.together * Slot::kZeroBytes, kLineBytes);
-  const int groups = plan.fetches_scales ? Slot::kTileRows / plan.together : 0;
-  plan.scales_at = Slot::kTileRows * Slot::kPieceBytes;
+  const int groups = plan.fetches_scales ? Slot::kWeightRows / plan.together : 0;
+  plan.scales_at = Slot::kWeightRows * Slot::kPieceBytes;
   plan.zeros_at = plan.scales_at + groups * plan.scale_stride;
   plan.slot_bytes = round_up_to(plan.zeros_at + groups * plan.zero_stride, 1024);
 
@@ -168,71 +169,71 @@ RingLaunch plan_packed(const GemvParams& p, const RopeAppendParams* rope, Packed
   const bool is_cluster = plan.ranks > 1;
   plan.x_at = take(spans * span_bytes);
   plan.sums_at = take(kLines * spans * X::kSpanSteps);
-  plan.norm_at = take(p.norm.kind == Norm::kRms ? kLines * spans * X::kSpanNorm : 0);
+  plan.norm_at = take(p.norm.kind == NormKind::kRms ? kLines * spans * X::kSpanNorm : 0);
   plan.scratch_at = take(kRingWarps * (2 * p.m + 16) * 4);
-  plan.parts_at = take(2 * kLines * p.m * Slot::kTileRows * 4);
+  plan.partials_at = take(2 * kLines * p.m * Slot::kWeightRows * 4);
   plan.dots_at = take(is_cluster ? 0 : most_units * ring.halves * p.m * 4);
   plan.received_at = take(is_cluster ? (round_up_to(most_units, 2) * ring.halves + 2) * p.m * 4 : 0);
   const int most = is_large ? kLargeBlockBytes : kBlockBytes;
   ring.slots = has_hopper_code() ? std::clamp((most - at) / plan.slot_bytes, 1, kMaxRingSlots) : 0;
   if (one_tile_each) ring.slots = std::min(ring.slots, of_rank);
   const int ring_bytes = ring.slots * plan.slot_bytes;
-  for (int* each : {&plan.x_at, &plan.sums_at, &plan.norm_at, &plan.scratch_at, &plan.parts_at, &plan.dots_at,
-                    &plan.received_at})
+  for (int* each : {&plan.x_at, &plan.sums_at, &plan.norm_at, &plan.scratch_at, &plan.partials_at,
+                    &plan.dots_at, &plan.received_at})
     *each += ring_bytes;
   ring.in_flight = ring.streaming =
       std::clamp((kPackedInFlightBytes / blocks_per_sm + plan.slot_bytes / 2) / plan.slot_bytes, 1,
                  std::max(1, ring.slots));
-  const int grid = clusters * plan.ranks, tiles = (most_units * ring.halves - 1) / Slot::kTileRows + 1;
+  const int grid = clusters * plan.ranks, tiles = (most_units * ring.halves - 1) / Slot::kWeightRows + 1;
   if (kTakesRow<T, kColumns> && tiles * of_rank <= ring.slots)
     plan_next(p, grid, kPackedNextBytes / blocks_per_sm, ring);
   return {ring, grid, ring_bytes + at};
 }
 
-template <class T, PackedForm kForm, int kColumns, bool kPrepared>
+template <class T, PackedFormat kFormat, int kColumns, bool kPrepared>
 void launch_planned(const GemvParams& p, const RopeAppendParams* rope, PackedPlan& plan,
                     cudaStream_t stream) {
-  const RingLaunch as = plan_packed<T, kForm, kColumns, kPrepared>(p, rope, plan);
+  const RingLaunch as = plan_packed<T, kFormat, kColumns, kPrepared>(p, rope, plan);
   const PackedMaps maps =
-      has_hopper_code() ? maps_of<kForm, kLinesOf<T, kColumns, kPrepared>>(p, plan) : PackedMaps{};
+      has_hopper_code() ? maps_of<kFormat, kLinesOf<T, kColumns, kPrepared>>(p, plan) : PackedMaps{};
   with_ring_end(p, rope, [&](auto end) {
-    const auto kernel = packed_gemv_kernel<T, kForm, kColumns, decltype(end)::value, kPrepared>;
+    const auto kernel = packed_gemv_kernel<T, kFormat, kColumns, decltype(end)::value, kPrepared>;
     HF_FASTPATH_CUDA_CHECK(
         cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, as.smem_bytes));
     HF_FASTPATH_CUDA_CHECK(launch_clusters(
         kernel, dim3(as.grid), dim3(has_hopper_code() ? kRingThreads : kRingConsumers), as.smem_bytes, stream,
-        p.overlap, plan.ranks, p, rope ? *rope : RopeAppendParams{}, plan, maps));
+        p.programmatic_launch, plan.ranks, p, rope ? *rope : RopeAppendParams{}, plan, maps));
   });
 }
 
-template <class T, PackedForm kForm, int kColumns>
+template <class T, PackedFormat kFormat, int kColumns>
 void launch_columns(GemvParams p, int x_width, const PackedMatrix& matrix, const RopeAppendParams* rope,
                     char* workspace, cudaStream_t stream) {
   PackedPlan plan{};
   plan.x_width = x_width;
   plan.matrix = matrix;
   if constexpr (sizeof(T) == 2 && kColumns > 1) {
-    if (takes_prepared<T, kForm, kColumns>(matrix)) {
-      const PreparedOf<kForm, kColumns> layout{whole_blocks<kForm>(matrix)};
-      HF_FASTPATH_CUDA_CHECK(launch_overlapping(
-          packed_prepare_kernel<T, kForm, kColumns>, dim3(p.m), dim3(kPrepareThreads), 0, stream, p.overlap,
-          static_cast<const T*>(p.x), p.norm, p.k, x_width, workspace, layout));
+    if (takes_prepared<T, kFormat, kColumns>(matrix)) {
+      const PreparedOf<kFormat, kColumns> layout{whole_blocks<kFormat>(matrix)};
+      HF_FASTPATH_CUDA_CHECK(launch_programmatic(
+          packed_prepare_kernel<T, kFormat, kColumns>, dim3(p.m), dim3(kPrepareThreads), 0, stream,
+          p.programmatic_launch, static_cast<const T*>(p.x), p.norm, p.k, x_width, workspace, layout));
       plan.prepared = workspace;
       p.norm = {};
-      return launch_planned<T, kForm, kColumns, true>(p, rope, plan, stream);
+      return launch_planned<T, kFormat, kColumns, true>(p, rope, plan, stream);
     }
   }
   if constexpr (sizeof(T) == 4 || kColumns <= 8)
-    launch_planned<T, kForm, kColumns, false>(p, rope, plan, stream);
+    launch_planned<T, kFormat, kColumns, false>(p, rope, plan, stream);
 }
 
 // Calls with_columns(columns of B that p.m rows of x take, as a constant).
-template <class T, PackedForm kForm, class Launch>
+template <class T, PackedFormat kFormat, class Launch>
 void with_columns(int m, const PackedMatrix& matrix, Launch launch) {
   const int columns = m * kXColumns<T>;
   if constexpr (kXColumns<T> == 1) {
     // Of 4 bits ByteX takes two blocks at a time.
-    if (columns == 1 && (kBits<kForm> == 8 || (matrix.blocks % 2 == 0 && is_aligned16(matrix.scales)))) {
+    if (columns == 1 && (kBits<kFormat> == 8 || (matrix.blocks % 2 == 0 && is_aligned16(matrix.scales)))) {
       return launch(std::integral_constant<int, 1>{});
     }
   }
@@ -242,14 +243,14 @@ void with_columns(int m, const PackedMatrix& matrix, Launch launch) {
 }
 
 // As many rows at a time as there are columns for.
-template <class T, PackedForm kForm>
+template <class T, PackedFormat kFormat>
 void launch_typed(GemvParams p, int x_width, const PackedMatrix& matrix, const RopeAppendParams* rope,
                   char* workspace, cudaStream_t stream) {
   constexpr int kMostRows = 16 / kXColumns<T>;
   for (int left = p.m; left > 0; left -= kMostRows) {
     p.m = std::min(left, kMostRows);
-    with_columns<T, kForm>(p.m, matrix, [&](auto columns) {
-      launch_columns<T, kForm, decltype(columns)::value>(p, x_width, matrix, rope, workspace, stream);
+    with_columns<T, kFormat>(p.m, matrix, [&](auto columns) {
+      launch_columns<T, kFormat, decltype(columns)::value>(p, x_width, matrix, rope, workspace, stream);
     });
     p.x = static_cast<const T*>(p.x) + int64_t(kMostRows) * x_width;
     if (p.residual) p.residual = static_cast<const T*>(p.residual) + int64_t(kMostRows) * p.n;
@@ -257,26 +258,27 @@ void launch_typed(GemvParams p, int x_width, const PackedMatrix& matrix, const R
   }
 }
 
-template <PackedForm kForm>
-int64_t packed_form_workspace_bytes(const GemvParams& p, const PackedMatrix& matrix) {
+template <PackedFormat kFormat>
+int64_t packed_format_workspace_bytes(const GemvParams& p, const PackedMatrix& matrix) {
   int64_t bytes = 0;
   with_type(p.dtype, [&](auto zero) {
     using T = decltype(zero);
-    with_columns<T, kForm>(std::min(p.m, 16), matrix, [&](auto columns) {
+    with_columns<T, kFormat>(std::min(p.m, 16), matrix, [&](auto columns) {
       constexpr int kColumns = decltype(columns)::value;
-      if (takes_prepared<T, kForm, kColumns>(matrix)) {
-        bytes = PreparedOf<kForm, kColumns>{whole_blocks<kForm>(matrix)}.bytes();
+      if (takes_prepared<T, kFormat, kColumns>(matrix)) {
+        bytes = PreparedOf<kFormat, kColumns>{whole_blocks<kFormat>(matrix)}.bytes();
       }
     });
   });
   return bytes;
 }
 
-template <PackedForm kForm>
-void launch_packed_form(const GemvParams& params, int x_width, const PackedMatrix& matrix,
-                        const RopeAppendParams* rope, void* workspace, cudaStream_t stream) {
+template <PackedFormat kFormat>
+void launch_packed_format(const GemvParams& params, int x_width, const PackedMatrix& matrix,
+                          const RopeAppendParams* rope, void* workspace, cudaStream_t stream) {
   with_type(params.dtype, [&](auto zero) {
-    launch_typed<decltype(zero), kForm>(params, x_width, matrix, rope, static_cast<char*>(workspace), stream);
+    launch_typed<decltype(zero), kFormat>(params, x_width, matrix, rope, static_cast<char*>(workspace),
+                                          stream);
   });
 }
 

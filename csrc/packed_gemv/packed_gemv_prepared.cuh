@@ -29,23 +29,23 @@ struct PreparedLayout {
 };
 
 // Of x over all weights that have a scale together.
-template <PackedForm kForm>
-constexpr int kSumsOfBlock = kForm == PackedForm::kFp8       ? 0
-                             : kForm == PackedForm::kInt4G32 ? int(kStretches)
-                                                             : 1;
+template <PackedFormat kFormat>
+constexpr int kSumsOfBlock = kFormat == PackedFormat::kFp8       ? 0
+                             : kFormat == PackedFormat::kInt4G32 ? int(kStretches)
+                                                                 : 1;
 
-template <PackedForm kForm, int kColumns>
-using PreparedOf = PreparedLayout<kColumns, kSumsOfBlock<kForm>>;
+template <PackedFormat kFormat, int kColumns>
+using PreparedOf = PreparedLayout<kColumns, kSumsOfBlock<kFormat>>;
 
 // A block a row of x. `width`: as PackedPlan::x_width.
-template <class T, PackedForm kForm, int kColumns>
+template <class T, PackedFormat kFormat, int kColumns>
 __global__ void __launch_bounds__(kPrepareThreads)
     packed_prepare_kernel(const T* x, GemvNorm norm, int64_t k, int width, char* to,
-                          PreparedOf<kForm, kColumns> layout) {
+                          PreparedOf<kFormat, kColumns> layout) {
   constexpr int kHeld = 4;  // chunks of eight values a thread keeps; of longer rows it loads the rest twice
   __shared__ float scratch[2][kPrepareThreads / kWarpSize];
   const int tid = threadIdx.x, warp = tid / kWarpSize, lane = tid % kWarpSize, row = blockIdx.x;
-  const bool rms = norm.kind == Norm::kRms;
+  const bool rms = norm.kind == NormKind::kRms;
   allow_next_kernel();
   const auto chunk_of = [&](const void* from, int chunk, bool is_x) {
     Eight<T> values = {};
@@ -122,22 +122,22 @@ __global__ void __launch_bounds__(kPrepareThreads)
 #pragma unroll
     for (int i = 0; i < 4; ++i)
       rounded[i] = pack2(values[2 * i] * factor, values[2 * i + 1] * factor, __half());
-    const uint4 operand = as_operand<kForm, kCenters<T>>(rounded);
+    const uint4 operand = as_operand<kFormat, kCenters<T>>(rounded);
     reinterpret_cast<uint4*>(to)[(chunk / 4 * kColumns + row) * 4 + chunk % 4] = operand;
     if constexpr (layout.kBlockSums > 0) {  // what quants have in excess, or each of the zero, times x
-      constexpr float kHigh = kBits<kForm> == 4 ? 16.f : 1.f;  // see Quants
+      constexpr float kHigh = kBits<kFormat> == 4 ? 16.f : 1.f;  // see Quants
       const auto sum_of_pair = [](uint32_t pair) {
         const float2 two = unpack2(pair, __half());
         return two.x + two.y;
       };
       float sum = sum_of_pair(operand.x) + sum_of_pair(operand.z) +
                   kHigh * (sum_of_pair(operand.y) + sum_of_pair(operand.w));
-      constexpr int kLanes = 16 / kSumsOfBlock<kForm>;
+      constexpr int kLanes = 16 / kSumsOfBlock<kFormat>;
 #pragma unroll
       for (int offset = 1; offset < kLanes; offset *= 2) sum += __shfl_xor_sync(kAllLanes, sum, offset);
-      constexpr float kOffset = kForm == PackedForm::kInt8   ? -128.f
-                                : kForm == PackedForm::kInt4 ? -1.f
-                                                             : -8.f;
+      constexpr float kOffset = kFormat == PackedFormat::kInt8   ? -128.f
+                                : kFormat == PackedFormat::kInt4 ? -1.f
+                                                                 : -8.f;
       if (chunk % kLanes == 0)
         reinterpret_cast<float*>(to + layout.sums_at())[chunk / kLanes * kColumns + row] =
             sum * (kOffset * kQuantUnit);
@@ -146,10 +146,10 @@ __global__ void __launch_bounds__(kPrepareThreads)
 }
 
 // What the product's kernel has of it in shared memory: the blocks of a phase.
-template <class T, PackedForm kForm, int kColumns>
+template <class T, PackedFormat kFormat, int kColumns>
 struct PreparedX {
-  using Slot = PackedSlot<kForm, kRingWarps>;
-  using Layout = PreparedOf<kForm, kColumns>;
+  using Slot = PackedSlot<kFormat, kRingWarps>;
+  using Layout = PreparedOf<kFormat, kColumns>;
   static constexpr int kSpanPieces = 1;
   static constexpr int kSpanBytes = Slot::kWarpBlocks * Layout::kBlockBytes;  // of a warp in a piece
   static constexpr int kSpanSteps = Slot::kWarpBlocks * Layout::kBlockSums * 4, kSpanNorm = 0;
@@ -203,7 +203,7 @@ struct PreparedX {
     commit_copies();
     wait_for_copies<0>();
     sync_some(1, kRingConsumers);
-    if constexpr (kForm == PackedForm::kInt4G32) {
+    if constexpr (kFormat == PackedFormat::kInt4G32) {
 #pragma unroll 1
       for (int piece = 0; piece < end - begin; ++piece)
         split_excess<kColumns>(sums + piece * Slot::kBlocks * Layout::kBlockSums);

@@ -10,12 +10,12 @@ template <int kColumns>
 constexpr int kColumnTiles = (kColumns + 7) / 8;
 
 template <int kColumns>
-using PackedSums = float[kColumnTiles<kColumns>][4];  // as C of mma()
+using PackedAccumulators = float[kColumnTiles<kColumns>][4];  // as C of mma()
 
 // A lane's words of a block, of rows g and g + 8: word s of 16 bytes is of stretch s.
-template <PackedForm kForm>
+template <PackedFormat kFormat>
 struct BlockWords {
-  static constexpr int kLoads = kBits<kForm> / 4;
+  static constexpr int kLoads = kBits<kFormat> / 4;
   uint32_t word[2][kLoads][4];
 
   template <class Reader>
@@ -36,19 +36,20 @@ struct BlockWords {
     for (int h = 0; h < 2; ++h)
 #pragma unroll
       for (int i = 0; i < kLoads; ++i) {
-        const Quants<kForm, kCentered> quants(word[h][i][stretch], zero[h]);
+        const Quants<kFormat, kCentered> quants(word[h][i][stretch], zero[h]);
 #pragma unroll
-        for (int step = 0; step < quants.kSteps; ++step) {
-          pairs[i + step][h] = quants.pair[step][0], pairs[i + step][h + 2] = quants.pair[step][1];
+        for (int product = 0; product < quants.kProducts; ++product) {
+          pairs[i + product][h] = quants.pair[product][0],
+                    pairs[i + product][h + 2] = quants.pair[product][1];
         }
       }
   }
 };
 
 // Scales and zeros of a block, for a lane: of rows g and g + 8.
-template <PackedForm kForm>
+template <PackedFormat kFormat>
 struct LineScales {
-  static constexpr bool kEachStretch = kForm == PackedForm::kInt4G32;
+  static constexpr bool kEachStretch = kFormat == PackedFormat::kInt4G32;
   uint2 words[2];
   int zeros[2];
 
@@ -56,12 +57,12 @@ struct LineScales {
   template <class Reader>
   __device__ __forceinline__ LineScales(const Reader& reader, const TileRows& rows, int block, int left) {
     zeros[0] = zeros[1] = 8;
-    if constexpr (kForm == PackedForm::kFp8) return;
+    if constexpr (kFormat == PackedFormat::kFp8) return;
     if (left <= 0 && !reader.fetches_scales()) return;
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
       words[h] = reader.scales(rows, h, block);
-      if constexpr (kForm == PackedForm::kInt4) zeros[h] = reader.zero(rows, h, block);
+      if constexpr (kFormat == PackedFormat::kInt4) zeros[h] = reader.zero(rows, h, block);
     }
   }
 
@@ -83,14 +84,15 @@ __device__ __forceinline__ float2 excess(const X& x, int sum, int t) {
 
 // Adds a block's products. `block`: of this warp's in the piece; `of_x`: where x has its operands for this
 // lane; `of_sums`: which block it is for x.sums.
-template <class T, PackedForm kForm, int kColumns, class Reader, class X>
+template <class T, PackedFormat kFormat, int kColumns, class Reader, class X>
 __device__ __forceinline__ void add_block(const Reader& reader, const TileRows& rows,
-                                          const LineScales<kForm>& scales, const X& x, int block,
-                                          uint32_t of_x, int of_sums, PackedSums<kColumns>& sums) {
+                                          const LineScales<kFormat>& scales, const X& x, int block,
+                                          uint32_t of_x, int of_sums,
+                                          PackedAccumulators<kColumns>& accumulators) {
   constexpr int kTiles = kColumnTiles<kColumns>;
-  constexpr bool kFloats = kForm == PackedForm::kFp8, kCentered = kCenters<T>;
-  constexpr bool kEachStretch = kForm == PackedForm::kInt4G32;  // has scales of its own
-  BlockWords<kForm> words;
+  constexpr bool kFloats = kFormat == PackedFormat::kFp8, kCentered = kCenters<T>;
+  constexpr bool kEachStretch = kFormat == PackedFormat::kInt4G32;  // has scales of its own
+  BlockWords<kFormat> words;
   words.load(reader, rows, block);
   // Tensor cores cut sums off: those of a float32 x are halves.
   constexpr int kChains = sizeof(T) == 4 ? 2 : 1;
@@ -108,7 +110,7 @@ __device__ __forceinline__ void add_block(const Reader& reader, const TileRows& 
       if constexpr (kEachStretch) {
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
-          sums[t][i] = fmaf(scales.of(i / 2, s), to[i], sums[t][i]);
+          accumulators[t][i] = fmaf(scales.of(i / 2, s), to[i], accumulators[t][i]);
           to[i] = 0.f;
         }
       }
@@ -124,14 +126,14 @@ __device__ __forceinline__ void add_block(const Reader& reader, const TileRows& 
         float all = c[0][t][i];
         if constexpr (kChains == 2) all += c[1][t][i];
         if constexpr (kFloats) {
-          sums[t][i] += all;
+          accumulators[t][i] += all;
         } else {
           if constexpr (!kCentered) {
             const float of_column = i % 2 ? over.y : over.x;
-            all = kForm == PackedForm::kInt4 ? fmaf(float(scales.zeros[i / 2]), of_column, all)
-                                             : all + of_column;
+            all = kFormat == PackedFormat::kInt4 ? fmaf(float(scales.zeros[i / 2]), of_column, all)
+                                                 : all + of_column;
           }
-          sums[t][i] = fmaf(scales.of(i / 2, 0), all, sums[t][i]);
+          accumulators[t][i] = fmaf(scales.of(i / 2, 0), all, accumulators[t][i]);
         }
       }
     }
@@ -143,12 +145,12 @@ __device__ __forceinline__ void add_block(const Reader& reader, const TileRows& 
 // x has them for this lane; `blocks`: how many of the two there are.
 template <int kColumns, class Reader>
 __device__ __forceinline__ void add_excess(const Reader& reader, const TileRows& rows, uint32_t of_x,
-                                           int blocks, PackedSums<kColumns>& sums) {
+                                           int blocks, PackedAccumulators<kColumns>& accumulators) {
   const uint32_t scales[2] = {reader.two_scales(rows, 0, blocks), reader.two_scales(rows, 1, blocks)};
 #pragma unroll
   for (int t = 0; t < kColumnTiles<kColumns>; ++t) {
     const uint2 b = load_shared_two(of_x + t * (kWarpSize * 8));
-    mma<__half>(sums[t], scales[0], scales[1], scales[0], scales[1], b.x, b.y);
+    mma<__half>(accumulators[t], scales[0], scales[1], scales[0], scales[1], b.x, b.y);
   }
 }
 

@@ -23,7 +23,7 @@ __device__ __forceinline__ uint2 load_shared_two(uint32_t from) {
 struct TileRows {
   int row[2];
 
-  // Of tile rows [first, first + Slot::kTileRows) of `rows`: those behind the last are the last.
+  // Of tile rows [first, first + Slot::kWeightRows) of `rows`: those behind the last are the last.
   template <class Slot>
   __device__ __forceinline__ void find(const GemvParams& p, const RopeAppendParams& rope,
                                        const RingPlan& plan, int begin, int units, int first, int rows) {
@@ -37,15 +37,15 @@ struct TileRows {
 };
 
 // Scales of a block, the first in the lowest bits, and its zero, in device memory.
-template <PackedForm kForm>
+template <PackedFormat kFormat>
 __device__ __forceinline__ uint2 scales_of(const PackedMatrix& matrix, int row, int block) {
   const uint16_t* from =
-      matrix.scales + int64_t(row) * matrix.groups + block * PackedSlot<kForm, kRingWarps>::kScalesPerBlock;
-  if constexpr (kForm == PackedForm::kInt4G32) return __ldg(reinterpret_cast<const uint2*>(from));
+      matrix.scales + int64_t(row) * matrix.groups + block * PackedSlot<kFormat, kRingWarps>::kScalesPerBlock;
+  if constexpr (kFormat == PackedFormat::kInt4G32) return __ldg(reinterpret_cast<const uint2*>(from));
   return make_uint2(__ldg(from), 0);
 }
 // Of kInt4G32, two neighbors: of a lane's stretches of two blocks.
-template <PackedForm kForm>
+template <PackedFormat kFormat>
 __device__ __forceinline__ uint32_t two_scales_of(const PackedMatrix& matrix, int row, int block) {
   const uint16_t* from = matrix.scales + int64_t(row) * matrix.groups + block * 4 + threadIdx.x % 4 * 2;
   return __ldg(reinterpret_cast<const uint32_t*>(from));
@@ -62,11 +62,11 @@ __device__ __forceinline__ uint32_t swizzled(uint32_t offset) {
   return offset ^ (offset >> 7 & (kBytes / 16u - 1)) << 4;
 }
 
-template <PackedForm kForm, int kLines>
+template <PackedFormat kFormat, int kLines>
 __device__ __forceinline__ void packed_fetch(const GemvParams& p, const RopeAppendParams& rope,
                                              const PackedPlan& plan, const PackedMaps& maps, uint32_t ring,
                                              uint32_t full, uint32_t empty, int lane) {
-  using Slot = PackedSlot<kForm, kLines>;
+  using Slot = PackedSlot<kFormat, kLines>;
   const PackedShare<kIsCluster<kLines>> share(plan);
   const int begin = share.begin, units = share.end - begin, rows = units * plan.ring.halves;
   const int together = plan.together;
@@ -78,8 +78,8 @@ __device__ __forceinline__ void packed_fetch(const GemvParams& p, const RopeAppe
 #pragma unroll 1
   for (int phase = share.first_piece; phase < share.end_piece; phase += plan.phase_pieces)
 #pragma unroll 1
-    for (int first = 0; first < rows; first += Slot::kTileRows) {
-      const int groups = min(Slot::kTileRows, rows - first) / together;
+    for (int first = 0; first < rows; first += Slot::kWeightRows) {
+      const int groups = min(Slot::kWeightRows, rows - first) / together;
       const int first_of_lane = min(first + lane * together, rows - 1), half = first_of_lane >= units;
       const int row = packed_row(p, rope, plan.ring, begin + first_of_lane - half * units, half);
       const int last = min(phase + plan.phase_pieces, share.end_piece);
@@ -130,9 +130,9 @@ __device__ __forceinline__ void packed_fetch(const GemvParams& p, const RopeAppe
 }
 
 // A slot's bytes, for a lane: of its warp's blocks of its rows.
-template <PackedForm kForm, int kLines>
+template <PackedFormat kFormat, int kLines>
 struct PackedReader {
-  using Slot = PackedSlot<kForm, kLines>;
+  using Slot = PackedSlot<kFormat, kLines>;
   const PackedPlan& plan;
   uint32_t ring;
   RingBarriers barriers;
@@ -149,7 +149,7 @@ struct PackedReader {
       const int row = Slot::row_warp() * kMmaRows + Slot::row_of(g) + 8 * h;
       const int group = row / plan.together, of_group = row % plan.together;
       quants_at[h] = swizzled(group * plan.together * Slot::kPieceBytes + line * plan.together * kLineBytes +
-                              of_group * kLineBytes + q * (kBits<kForm> == 4 ? 16 : 32));
+                              of_group * kLineBytes + q * (kBits<kFormat> == 4 ? 16 : 32));
       const int scale = line * Slot::kWarpBlocks * Slot::kScalesPerBlock * 2;
       const int of_scales = plan.scales_at + group * plan.scale_stride + of_group * Slot::kScaleBytes + scale;
       scales_at[h] = Slot::kSwizzlesScales ? swizzled<Slot::kScaleBytes>(of_scales) : of_scales;
@@ -164,10 +164,10 @@ struct PackedReader {
   }
   // 16 bytes of this warp's 128: the lane's i-th of its `block`.
   __device__ __forceinline__ uint4 quants(const TileRows&, int h, int block, int i) const {
-    return load_shared(slot + (quants_at[h] ^ (kBits<kForm> == 4 ? block * 64 : i * 16)));
+    return load_shared(slot + (quants_at[h] ^ (kBits<kFormat> == 4 ? block * 64 : i * 16)));
   }
   __device__ __forceinline__ uint2 scales(const TileRows& rows, int h, int block) const {
-    if (!fetches_scales()) return scales_of<kForm>(plan.matrix, rows.row[h], first_block() + block);
+    if (!fetches_scales()) return scales_of<kFormat>(plan.matrix, rows.row[h], first_block() + block);
     uint2 found = {};
     if constexpr (Slot::kScalesPerBlock == 4) {
       asm volatile("ld.shared.v2.u32 {%0, %1}, [%2];"
@@ -188,7 +188,7 @@ struct PackedReader {
     const int q = threadIdx.x % 4;
     if constexpr (Slot::kScalesPerBlock == 4) {
       if (!fetches_scales()) {
-        return q / 2 < blocks ? two_scales_of<kForm>(plan.matrix, rows.row[h], first_block()) : 0;
+        return q / 2 < blocks ? two_scales_of<kFormat>(plan.matrix, rows.row[h], first_block()) : 0;
       }
       uint32_t found;
       asm volatile("ld.shared.u32 %0, [%1];" : "=r"(found) : "r"(slot + scales_at[h] + 4 * q));
@@ -217,7 +217,7 @@ struct PackedReader {
   }
 };
 
-template <PackedForm kForm, int kLines, class Compute>
+template <PackedFormat kFormat, int kLines, class Compute>
 __device__ __forceinline__ void run_packed(const GemvParams& p, const RopeAppendParams& rope,
                                            const PackedPlan& plan, const PackedMaps& maps, const char* ring,
                                            Compute compute) {
@@ -236,7 +236,7 @@ __device__ __forceinline__ void run_packed(const GemvParams& p, const RopeAppend
     }
     __syncwarp();
     arrive_some(2, kRingThreads);  // initialized barriers: this warp waits for nobody
-    packed_fetch<kForm, kLines>(p, rope, plan, maps, shared_address(ring), full, empty, lane);
+    packed_fetch<kFormat, kLines>(p, rope, plan, maps, shared_address(ring), full, empty, lane);
     __syncwarp();
     if (kIsCluster<kLines> && plan.ranks > 1)
       wait_cluster();  // no warp ends between its arrival and the others'
@@ -249,9 +249,9 @@ __device__ __forceinline__ void run_packed(const GemvParams& p, const RopeAppend
 #else
 
 // Straight from device memory.
-template <PackedForm kForm, int kLines>
+template <PackedFormat kFormat, int kLines>
 struct PackedReader {
-  using Slot = PackedSlot<kForm, kLines>;
+  using Slot = PackedSlot<kFormat, kLines>;
   const GemvParams& p;
   const PackedPlan& plan;
   int piece = 0;
@@ -264,17 +264,17 @@ struct PackedReader {
     const char* of_row = static_cast<const char*>(p.segments[0].weight) +
                          int64_t(rows.row[h]) * plan.matrix.blocks * Slot::kBlockBytes;
     const int byte =
-        (first_block() + block) * Slot::kBlockBytes + (threadIdx.x % 4 * (kBits<kForm> / 4) + i) * 16;
+        (first_block() + block) * Slot::kBlockBytes + (threadIdx.x % 4 * (kBits<kFormat> / 4) + i) * 16;
     return __ldcs(reinterpret_cast<const uint4*>(of_row + byte));
   }
   __device__ __forceinline__ uint2 scales(const TileRows& rows, int h, int block) const {
-    return scales_of<kForm>(plan.matrix, rows.row[h], first_block() + block);
+    return scales_of<kFormat>(plan.matrix, rows.row[h], first_block() + block);
   }
   __device__ __forceinline__ bool fetches_scales() const { return false; }
   __device__ __forceinline__ uint32_t two_scales(const TileRows& rows, int h, int blocks = 2) const {
     const int q = threadIdx.x % 4;
     if constexpr (Slot::kScalesPerBlock == 4) {
-      return q / 2 < blocks ? two_scales_of<kForm>(plan.matrix, rows.row[h], first_block()) : 0;
+      return q / 2 < blocks ? two_scales_of<kFormat>(plan.matrix, rows.row[h], first_block()) : 0;
     }
     return scales(rows, h, q / 2).x * 0x10001u;
   }
@@ -287,7 +287,7 @@ struct PackedReader {
   }
 };
 
-template <PackedForm kForm, int kLines, class Compute>
+template <PackedFormat kFormat, int kLines, class Compute>
 __device__ __forceinline__ void run_packed(const GemvParams&, const RopeAppendParams&, const PackedPlan&,
                                            const PackedMaps&, const char*, Compute compute) {
   compute(RingBarriers{});

@@ -11,7 +11,7 @@
 //     rows and a matrix of up to 64 M weights, by clusters of two blocks, which take the same rows of weights
 //     and half of k each (packed_gemv_lanes.cuh): there four warps share 16 rows of a tile of 32, and the
 //     sums of both blocks meet in the shared memory of the one that writes the output;
-//   - a float32 x: three float16 parts, which each warp makes of its own blocks of x (packed_gemv_x.cuh).
+//   - a float32 x: three float16 terms, which each warp makes of its own blocks of x (packed_gemv_x.cuh).
 //   Quants as float16 are whole numbers of its smallest subnormal: bits of a mantissa, no arithmetic; what
 //   all of them have in excess (128 of int8, a zero point) is taken off by sums of x. Only where 32 weights
 //   have a scale they are multiplied by it. x that is too long for its part of shared memory comes in phases:
@@ -27,21 +27,22 @@
 
 namespace hf_fastpath {
 
-template <class T, PackedForm kForm, int kColumns, bool kPrepared>
+template <class T, PackedFormat kFormat, int kColumns, bool kPrepared>
 using PackedX = std::conditional_t<
-    kTakesRow<T, kColumns>, std::conditional_t<kForm == PackedForm::kFp8, HalfX<T, kForm>, ByteX<T, kForm>>,
-    std::conditional_t<kPrepared, PreparedX<T, kForm, kColumns>,
-                       std::conditional_t<kTakesLanes<T, kColumns, kPrepared>, LaneX<T, kForm, kColumns>,
-                                          WarpX<kForm, kColumns>>>>;
+    kTakesRow<T, kColumns>,
+    std::conditional_t<kFormat == PackedFormat::kFp8, HalfX<T, kFormat>, ByteX<T, kFormat>>,
+    std::conditional_t<kPrepared, PreparedX<T, kFormat, kColumns>,
+                       std::conditional_t<kTakesLanes<T, kColumns, kPrepared>, LaneX<T, kFormat, kColumns>,
+                                          WarpX<kFormat, kColumns>>>>;
 
-template <class T, PackedForm kForm, int kColumns, RingEnd kEnd, bool kPrepared>
+template <class T, PackedFormat kFormat, int kColumns, RingEnd kEnd, bool kPrepared>
 __device__ __forceinline__ void packed_compute(const GemvParams& p, const RopeAppendParams& rope,
                                                const PackedPlan& plan, char* ring, RingBarriers barriers) {
   constexpr int kLines = kLinesOf<T, kColumns, kPrepared>, kHalves = kEnd == RingEnd::kPlain ? 1 : 2;
   constexpr bool kRow = kTakesRow<T, kColumns>, kLanes = kTakesLanes<T, kColumns, kPrepared>;
-  constexpr bool kHasExcess = (kLanes || kPrepared) && kForm == PackedForm::kInt4G32;
-  using Slot = PackedSlot<kForm, kLines>;
-  using X = PackedX<T, kForm, kColumns, kPrepared>;
+  constexpr bool kHasExcess = (kLanes || kPrepared) && kFormat == PackedFormat::kInt4G32;
+  using Slot = PackedSlot<kFormat, kLines>;
+  using X = PackedX<T, kFormat, kColumns, kPrepared>;
   const int tid = threadIdx.x, warp = tid / kWarpSize, lane = tid % kWarpSize, g = lane / 4, q = lane % 4;
   const PackedShare<kLanes> share(plan);
   const int units = share.end - share.begin, rows = units * kHalves;
@@ -54,9 +55,9 @@ __device__ __forceinline__ void packed_compute(const GemvParams& p, const RopeAp
   const int spans = (plan.phase_pieces + X::kSpanPieces - 1) / X::kSpanPieces;
   float* const scratch = reinterpret_cast<float*>(ring + plan.scratch_at);  // [2][warps][m]
   const X x(ring, plan, warp, spans, p.m);
-  // Sums of warps [2][lines][m][kTileRows]; of this block [rows][m], over all phases; or of both of a
+  // Sums of warps [2][lines][m][kWeightRows]; of this block [rows][m], over all phases; or of both of a
   // cluster, for the units whose outputs this block writes, [2][halves][own][m], then squares [2][m].
-  float* const parts = reinterpret_cast<float*>(ring + plan.parts_at);
+  float* const partials = reinterpret_cast<float*>(ring + plan.partials_at);
   float* const dots = reinterpret_cast<float*>(ring + plan.dots_at);
   float* const received = reinterpret_cast<float*>(ring + plan.received_at);
   float* const received_squares = received + 2 * kHalves * own * p.m;
@@ -65,7 +66,7 @@ __device__ __forceinline__ void packed_compute(const GemvParams& p, const RopeAp
   const auto prepare = [&](int i) { mine.prepare(p, rope, share.begin + own_first + i / p.m, i % p.m); };
   if (tid < outputs) prepare(tid);
   barriers.wait_until_ready();
-  PackedReader<kForm, kLines> reader(p, plan, ring, barriers);
+  PackedReader<kFormat, kLines> reader(p, plan, ring, barriers);
   uint32_t operands_at = 0, excess_at = 0;
   if constexpr (!kRow) operands_at = x.operands_of_lane();
   if constexpr (kHasExcess) excess_at = x.excess_of_lane();
@@ -84,23 +85,23 @@ __device__ __forceinline__ void packed_compute(const GemvParams& p, const RopeAp
     if (is_first) trace(TracePoint::kReady);
     if (is_first && is_cluster) wait_cluster();  // all blocks have started
 #pragma unroll 1
-    for (int first = 0; first < rows; first += Slot::kTileRows) {
+    for (int first = 0; first < rows; first += Slot::kWeightRows) {
       TileRows tile = {};
       if (!reader.fetches_scales()) {
         tile.find<Slot>(p, rope, plan.ring, share.begin, units, first, rows);
       }
-      PackedSums<kColumns> sums = {};
+      PackedAccumulators<kColumns> accumulators = {};
 #pragma unroll 1
       for (int piece = phase; piece < phase_end; ++piece) {
         reader.wait(piece);
         const int left = plan.matrix.blocks - reader.first_block();  // of this warp's and what follows
         if constexpr (kRow) {
-          if (left > 0) X::add(typename X::Operand(x, piece - phase), reader, tile, sums);
+          if (left > 0) X::add(typename X::Operand(x, piece - phase), reader, tile, accumulators);
         } else {
           constexpr int kBlockOperands = int(kStretches) * kColumns * 64;
           const int of_phase = piece - phase;
           if constexpr (kHasExcess)
-            add_excess<kColumns>(reader, tile, excess_at + of_phase * X::kPieceSteps, left, sums);
+            add_excess<kColumns>(reader, tile, excess_at + of_phase * X::kPieceSteps, left, accumulators);
           // In clusters what there is not has scales, and values of x, of 0; a branch less is faster where no
           // register is spilled for it.
           constexpr bool kTakesAll = kLanes && kColumns == 4 && kEnd != RingEnd::kAppend;
@@ -108,30 +109,30 @@ __device__ __forceinline__ void packed_compute(const GemvParams& p, const RopeAp
           for (int i = 0; i < Slot::kWarpBlocks; ++i) {
             if (!kTakesAll && i >= left) break;
             const int block = of_phase * X::kPieceBlocks + i;
-            const LineScales<kForm> scales(reader, tile, i, left - i);
-            add_block<T, kForm, kColumns>(reader, tile, scales, x, i, operands_at + block * kBlockOperands,
-                                          block, sums);
+            const LineScales<kFormat> scales(reader, tile, i, left - i);
+            add_block<T, kFormat, kColumns>(reader, tile, scales, x, i, operands_at + block * kBlockOperands,
+                                            block, accumulators);
           }
         }
-        reader.release(__float_as_uint(sums[0][0]) ^ __float_as_uint(sums[0][2]));
+        reader.release(__float_as_uint(accumulators[0][0]) ^ __float_as_uint(accumulators[0][2]));
       }
       float* const here =
-          parts + (buffer * kLines + Slot::line()) * p.m * Slot::kTileRows + Slot::row_warp() * kMmaRows;
+          partials + (buffer * kLines + Slot::line()) * p.m * Slot::kWeightRows + Slot::row_warp() * kMmaRows;
       const auto put = [&](int m, int h, float sum) {
-        if (m < p.m) here[m * Slot::kTileRows + Slot::row_of(g) + 8 * h] = sum * x.undo_of(m);
+        if (m < p.m) here[m * Slot::kWeightRows + Slot::row_of(g) + 8 * h] = sum * x.undo_of(m);
       };
 #pragma unroll
       for (int t = 0; t < kColumnTiles<kColumns>; ++t)
 #pragma unroll
         for (int h = 0; h < 2; ++h) {
-          const float of_columns[2] = {sums[t][2 * h], sums[t][2 * h + 1]};
+          const float of_columns[2] = {accumulators[t][2 * h], accumulators[t][2 * h + 1]};
           if constexpr (kRow) {
             float sum = of_columns[0] + __shfl_xor_sync(kAllLanes, of_columns[0], 1);
             sum += __shfl_xor_sync(kAllLanes, sum, 2);
             if (q == 0) put(0, h, sum);
-          } else if constexpr (sizeof(T) == 4) {  // parts in a lane's two columns and the neighbor's first
+          } else if constexpr (sizeof(T) == 4) {  // terms in a lane's two columns and the neighbor's first
             const float low =
-                of_columns[q % 2 ? 0 : 1] * (q % 2 ? 1.f / (kNextPart * kNextPart) : 1.f / kNextPart);
+                of_columns[q % 2 ? 0 : 1] * (q % 2 ? 1.f / (kNextTerm * kNextTerm) : 1.f / kNextTerm);
             const float sum =
                 (q % 2 ? 0.f : of_columns[0]) + (low + __shfl_xor_sync(kAllLanes, q % 2 ? low : 0.f, 1));
             if (q % 2 == 0) put(t * 2 + q / 2, h, sum);
@@ -141,14 +142,14 @@ __device__ __forceinline__ void packed_compute(const GemvParams& p, const RopeAp
           }
         }
       sync_some(1, kRingConsumers);  // every warp's part of the tile; the buffer of the tile before is read
-      const int row = first + tid % Slot::kTileRows, m = tid / Slot::kTileRows;
-      static_assert(kRingConsumers / Slot::kTileRows >= (kLanes ? kColumns : 16), "a sum a thread");
+      const int row = first + tid % Slot::kWeightRows, m = tid / Slot::kWeightRows;
+      static_assert(kRingConsumers / Slot::kWeightRows >= (kLanes ? kColumns : 16), "a sum a thread");
       if (m < p.m && row < rows) {
         const float* const from =
-            parts + (buffer * kLines * p.m + m) * Slot::kTileRows + tid % Slot::kTileRows;
+            partials + (buffer * kLines * p.m + m) * Slot::kWeightRows + tid % Slot::kWeightRows;
         float sum = 0.f;
 #pragma unroll
-        for (int line = 0; line < kLines; ++line) sum += from[line * p.m * Slot::kTileRows];
+        for (int line = 0; line < kLines; ++line) sum += from[line * p.m * Slot::kWeightRows];
         if (is_cluster) {
           const int half = row >= units, unit = row - half * units;
           const int owner = unit >= own, at = (rank * kHalves + half) * own + unit - owner * own;
@@ -162,7 +163,7 @@ __device__ __forceinline__ void packed_compute(const GemvParams& p, const RopeAp
     }
   }
   trace(TracePoint::kSums);
-  const bool rms = p.norm.kind == Norm::kRms;
+  const bool rms = p.norm.kind == NormKind::kRms;
   const auto squares_of = [&](int m) {
     float sum = 0.f;
 #pragma unroll
@@ -190,7 +191,7 @@ __device__ __forceinline__ void packed_compute(const GemvParams& p, const RopeAp
       mine.load(p, rope);
     }
     const int unit = i / p.m, m = i % p.m;
-    float scale = (kRow ? 1.f : kUndoQuants<kForm, kCenters<T>>)*plan.matrix.multiplier;
+    float scale = (kRow ? 1.f : kUndoQuants<kFormat, kCenters<T>>)*plan.matrix.multiplier;
     if (rms) {
       float squares = 0.f;
       if (is_cluster) {
@@ -207,7 +208,7 @@ __device__ __forceinline__ void packed_compute(const GemvParams& p, const RopeAp
       values[half] = from[0];
       if (is_cluster) values[half] += from[kHalves * own * p.m];
       values[half] *= scale;
-      if constexpr (kForm == PackedForm::kFp8) {
+      if constexpr (kFormat == PackedFormat::kFp8) {
         const int row = packed_row(p, rope, plan.ring, share.begin + own_first + unit, half);
         values[half] *= __half2float(__ushort_as_half(__ldg(plan.matrix.scales + row)));
       }
@@ -218,22 +219,22 @@ __device__ __forceinline__ void packed_compute(const GemvParams& p, const RopeAp
 
 // Blocks whose registers an SM has room for: with three, one of the next kernel starts early where its ring
 // is small. An append has too much to keep.
-template <class T, PackedForm kForm, int kColumns, RingEnd kEnd>
+template <class T, PackedFormat kFormat, int kColumns, RingEnd kEnd>
 constexpr int kPackedMinBlocks = kColumns > 8                                         ? 1
                                  : kTakesRow<T, kColumns> && kEnd != RingEnd::kAppend ? 3
                                                                                       : 2;
 
 // kColumns: of B, at least: rows of x, or twice as many.
-template <class T, PackedForm kForm, int kColumns, RingEnd kEnd, bool kPrepared>
+template <class T, PackedFormat kFormat, int kColumns, RingEnd kEnd, bool kPrepared>
 __global__ void __launch_bounds__(HF_FASTPATH_HOPPER ? kRingThreads : kRingConsumers,
-                                  kPackedMinBlocks<T, kForm, kColumns, kEnd>)
+                                  kPackedMinBlocks<T, kFormat, kColumns, kEnd>)
     packed_gemv_kernel(const __grid_constant__ GemvParams p, const __grid_constant__ RopeAppendParams rope,
                        const __grid_constant__ PackedPlan plan, const __grid_constant__ PackedMaps maps) {
   extern __shared__ __align__(1024) char packed_ring[];                        // which swizzles count from
   if constexpr (HF_FASTPATH_HOPPER || !kTakesLanes<T, kColumns, kPrepared>) {  // elsewhere are no clusters
-    run_packed<kForm, kLinesOf<T, kColumns, kPrepared>>(
+    run_packed<kFormat, kLinesOf<T, kColumns, kPrepared>>(
         p, rope, plan, maps, packed_ring, [&](RingBarriers barriers) {
-          packed_compute<T, kForm, kColumns, kEnd, kPrepared>(p, rope, plan, packed_ring, barriers);
+          packed_compute<T, kFormat, kColumns, kEnd, kPrepared>(p, rope, plan, packed_ring, barriers);
         });
   }
 }

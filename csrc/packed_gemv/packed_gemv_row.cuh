@@ -10,9 +10,9 @@ template <class T, int kColumns>
 constexpr bool kTakesRow = kColumns == 1 && kXColumns<T> == 1;
 
 // A warp's blocks of x. Made: what is made of it, with store(first span, spans, values of a lane).
-template <class T, PackedForm kForm, class Made>
+template <class T, PackedFormat kFormat, class Made>
 struct RowX {
-  using Slot = PackedSlot<kForm, kRingWarps>;
+  using Slot = PackedSlot<kFormat, kRingWarps>;
   using Spans = LaneSpans<Slot>;
   static constexpr int kSpanPieces = Spans::kPieces;
   static constexpr int kSpanBytes = 512,
@@ -39,7 +39,7 @@ struct RowX {
                                        bool is_first, WaitForInput wait_for_input) const {
     const int lane = threadIdx.x % kWarpSize;
     const Spans spans(begin, end, plan.x_width);
-    const bool rms = p.norm.kind == Norm::kRms;
+    const bool rms = p.norm.kind == NormKind::kRms;
     if (!is_first) __syncwarp();  // all lanes are done with the phase before
     if (rms)
       spans.template fetch<kFetched>(static_cast<const T*>(p.norm.weight), norm + lane * 16, kSpanNorm, 0,

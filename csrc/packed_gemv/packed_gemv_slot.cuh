@@ -12,28 +12,28 @@ constexpr int kMmaRows = 16;  // weight rows of a warp in a tile
 constexpr int kLineBytes = 128;
 constexpr float kQuantUnit = 0x1p-24f;  // float16's smallest subnormal
 
-template <PackedForm kForm>
-constexpr int kBits = bits_of(kForm);
+template <PackedFormat kFormat>
+constexpr int kBits = bits_of(kFormat);
 
 // How a format lies in a slot: groups of PackedPlan::together rows, of each group kLines times 128 bytes of
 // every row, 16-byte pieces in the order of swizzled(); then their scales and zeros. A line of a row is for
 // one warp: kLines warps share rows, the others have rows of their own.
-template <PackedForm kForm, int kLines>
+template <PackedFormat kFormat, int kLines>
 struct PackedSlot {
   static constexpr int kRowWarps = kRingWarps / kLines;
-  static constexpr int kTileRows = kRowWarps * kMmaRows;
+  static constexpr int kWeightRows = kRowWarps * kMmaRows;
   static constexpr int kPieceBytes = kLines * kLineBytes;  // of a weight row
-  static constexpr int kBlockBytes = int(kPackedBlock) * kBits<kForm> / 8;
+  static constexpr int kBlockBytes = int(kPackedBlock) * kBits<kFormat> / 8;
   static constexpr int kBlocks = kPieceBytes / kBlockBytes;  // of a piece
   static constexpr int kWarpBlocks = kBlocks / kLines;       // of those, a warp's: 128 bytes
-  static constexpr int kScalesPerBlock = kForm == PackedForm::kFp8       ? 0
-                                         : kForm == PackedForm::kInt4G32 ? 4
-                                                                         : 1;
+  static constexpr int kScalesPerBlock = kFormat == PackedFormat::kFp8       ? 0
+                                         : kFormat == PackedFormat::kInt4G32 ? 4
+                                                                             : 1;
   // Of a row. No copy takes less than 16 bytes, or starts between them (that is an illegal instruction): of
   // shorter pieces every other one is in the second half.
   static constexpr int kScaleBytes = kScalesPerBlock ? std::max(16, kBlocks * kScalesPerBlock * 2) : 0;
   static constexpr bool kSwizzlesScales = kScaleBytes > 16;
-  static constexpr int kZeroBytes = kForm == PackedForm::kInt4 ? std::max(16, kBlocks) : 0;
+  static constexpr int kZeroBytes = kFormat == PackedFormat::kInt4 ? std::max(16, kBlocks) : 0;
   // Where a piece's first scale and zero lie in what is copied for it, in bytes.
   __device__ static __forceinline__ int scale_offset(int piece) {
     return piece * (kBlocks * kScalesPerBlock * 2) % 16;
@@ -44,7 +44,7 @@ struct PackedSlot {
   __device__ static __forceinline__ int row_warp() { return int(threadIdx.x) / kWarpSize / kLines; }
 
   // Row g of a lane's quad: neighbors in g are rows whose pieces lie in different halves of 128 bytes.
-  __device__ static __forceinline__ int row_of(int g) { return kBits<kForm> == 4 ? g / 2 + g % 2 * 4 : g; }
+  __device__ static __forceinline__ int row_of(int g) { return kBits<kFormat> == 4 ? g / 2 + g % 2 * 4 : g; }
 };
 
 // Whether a product makes several rows of x operands itself, in clusters (packed_gemv_lanes.cuh).
@@ -71,7 +71,7 @@ struct PackedPlan {
   bool fetches_scales;   // with the quants; else lanes load them from device memory
   int slot_bytes, scales_at, zeros_at;  // of a slot
   int scale_stride, zero_stride;        // of a group
-  int x_at, sums_at, norm_at, scratch_at, parts_at, dots_at,
+  int x_at, sums_at, norm_at, scratch_at, partials_at, dots_at,
       received_at;  // in shared memory, behind the ring
 };
 
@@ -105,13 +105,13 @@ struct PackedShare {
   }
 };
 
-// Columns of B that a row of x takes: a float32 x is the sum of three float16 parts, the fourth column
+// Columns of B that a row of x takes: a float32 x is the sum of three float16 terms, the fourth column
 // nothing.
 template <class T>
 constexpr int kXColumns = sizeof(T) == 4 ? 4 : 1;
 template <class T>
-constexpr int kXParts = sizeof(T) == 4 ? 3 : 1;
-constexpr float kNextPart = 0x1p11f;  // a part's factor beside the one before
+constexpr int kXTerms = sizeof(T) == 4 ? 3 : 1;
+constexpr float kNextTerm = 0x1p11f;  // a term's factor beside the one before
 
 // The weight row of one half of a unit.
 __device__ __forceinline__ int packed_row(const GemvParams& p, const RopeAppendParams& rope,
@@ -125,28 +125,29 @@ __device__ __forceinline__ int packed_row(const GemvParams& p, const RopeAppendP
 template <class T>
 constexpr bool kCenters = sizeof(T) == 4;
 
-// Pairs of A out of 32 bits of a row: kSteps products' two, low and high k. Centered they are quants less
+// Pairs of A out of 32 bits of a row: kProducts products' two, low and high k. Centered they are quants less
 // their zero, else in units of kQuantUnit and with what they have in excess; of fp8 in units of kFloat8Unit.
-template <PackedForm kForm, bool kCentered>
+template <PackedFormat kFormat, bool kCentered>
 struct Quants {
-  static constexpr int kSteps = kBits<kForm> == 4 ? 2 : 1;
-  uint32_t pair[kSteps][2];
+  static constexpr int kProducts = kBits<kFormat> == 4 ? 2 : 1;
+  uint32_t pair[kProducts][2];
 
   __device__ __forceinline__ Quants(uint32_t word, int zero) {
     constexpr uint32_t kMagic = 0x64006400u;  // two times 1024, whose last bits are units
-    if constexpr (kBits<kForm> == 4) {
+    if constexpr (kBits<kFormat> == 4) {
 #pragma unroll
-      for (int step = 0; step < 2; ++step) {
-        pair[step][0] = word & 0x000f000fu;
-        pair[step][1] = word & 0x00f000f0u;  // 16 times as much: x is 16 times less
+      for (int product = 0; product < 2; ++product) {
+        pair[product][0] = word & 0x000f000fu;
+        pair[product][1] = word & 0x00f000f0u;  // 16 times as much: x is 16 times less
         if constexpr (kCentered) {
-          pair[step][0] = bits_of_half2(__hsub2(half2_of(pair[step][0] | kMagic), all_half2(1024.f + zero)));
-          pair[step][1] = bits_of_half2(
-              __hfma2(half2_of(pair[step][1] | kMagic), all_half2(0.0625f), all_half2(-64.f - zero)));
+          pair[product][0] =
+              bits_of_half2(__hsub2(half2_of(pair[product][0] | kMagic), all_half2(1024.f + zero)));
+          pair[product][1] = bits_of_half2(
+              __hfma2(half2_of(pair[product][1] | kMagic), all_half2(0.0625f), all_half2(-64.f - zero)));
         }
         word >>= 8;
       }
-    } else if constexpr (kForm == PackedForm::kInt8) {
+    } else if constexpr (kFormat == PackedFormat::kInt8) {
       const uint32_t unsigned_bytes = word ^ 0x80808080u;
 #pragma unroll
       for (int i = 0; i < 2; ++i) {
@@ -171,9 +172,9 @@ struct Quants {
 };
 
 // What a product is in units of.
-template <PackedForm kForm, bool kCentered>
-constexpr float kUndoQuants = kForm == PackedForm::kFp8 ? 1.f / kFloat8Unit
-                              : kCentered               ? 1.f
-                                                        : 1.f / kQuantUnit;
+template <PackedFormat kFormat, bool kCentered>
+constexpr float kUndoQuants = kFormat == PackedFormat::kFp8 ? 1.f / kFloat8Unit
+                              : kCentered                   ? 1.f
+                                                            : 1.f / kQuantUnit;
 
 }  // namespace hf_fastpath

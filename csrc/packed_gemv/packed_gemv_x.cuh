@@ -24,9 +24,9 @@ struct Eight {
 };
 
 // Eight float16 values of x, neighbors in pairs, as B has them for one word of int4 or two of 8 bits.
-template <PackedForm kForm, bool kCentered>
+template <PackedFormat kFormat, bool kCentered>
 __device__ __forceinline__ uint4 as_operand(const uint32_t (&x)[4]) {
-  if constexpr (kBits<kForm> == 8) return make_uint4(x[0], x[1], x[2], x[3]);
+  if constexpr (kBits<kFormat> == 8) return make_uint4(x[0], x[1], x[2], x[3]);
   const auto high = [](uint32_t pair) {  // see Quants
     const __half2 less =
         __hmul2(*reinterpret_cast<__half2*>(&pair), __float2half2_rn(kCentered ? 1.f : 0.0625f));
@@ -86,10 +86,10 @@ struct LaneSpans {
 
 // A warp's blocks of a float32 x in shared memory: spans of two blocks, of which a lane prepares eight
 // values.
-template <PackedForm kForm, int kColumns>
+template <PackedFormat kFormat, int kColumns>
 struct WarpX {
   using T = float;
-  using Slot = PackedSlot<kForm, kRingWarps>;
+  using Slot = PackedSlot<kFormat, kRingWarps>;
   using Spans = LaneSpans<Slot>;
   static constexpr int kSpanPieces = Spans::kPieces;
 
@@ -124,7 +124,7 @@ struct WarpX {
                                        bool is_first, WaitForInput wait_for_input) const {
     const int lane = threadIdx.x % kWarpSize;
     const Spans spans(begin, end, plan.x_width);
-    const bool rms = p.norm.kind == Norm::kRms;
+    const bool rms = p.norm.kind == NormKind::kRms;
     if (!is_first) __syncwarp();  // all lanes are done with the phase before
     char* const of_norm = norm + lane * 16;
     if (rms) {
@@ -187,16 +187,16 @@ struct WarpX {
 #pragma unroll
         for (int e = 0; e < 8; ++e) values[e] *= factor;
 #pragma unroll
-        for (int part = 0; part < kXParts<T>; ++part) {
+        for (int term = 0; term < kXTerms<T>; ++term) {
           uint32_t rounded[4];
 #pragma unroll
           for (int i = 0; i < 4; ++i) {
             rounded[i] = pack2(values[2 * i], values[2 * i + 1], __half());
             const float2 taken = unpack2(rounded[i], __half());
-            values[2 * i] = (values[2 * i] - taken.x) * kNextPart;
-            values[2 * i + 1] = (values[2 * i + 1] - taken.y) * kNextPart;
+            values[2 * i] = (values[2 * i] - taken.x) * kNextTerm;
+            values[2 * i + 1] = (values[2 * i + 1] - taken.y) * kNextTerm;
           }
-          *place(span, m, part) = as_operand<kForm, kCenters<T>>(rounded);
+          *place(span, m, term) = as_operand<kFormat, kCenters<T>>(rounded);
         }
       }
       if (rms) square = warp_sum(square);
@@ -217,10 +217,10 @@ struct WarpX {
     return most;
   }
   // The lane's operand for a column of row m.
-  __device__ __forceinline__ uint4* place(int span, int m, int part) const {
+  __device__ __forceinline__ uint4* place(int span, int m, int term) const {
     const int lane = threadIdx.x % kWarpSize, block = span * 2 + lane / 16, stretch = lane % 16 / 4,
               q = lane % 4;
-    return operands + ((block * int(kStretches) + stretch) * kColumns + m * kXColumns<T> + part) * 4 + q;
+    return operands + ((block * int(kStretches) + stretch) * kColumns + m * kXColumns<T> + term) * 4 + q;
   }
 };
 

@@ -38,7 +38,7 @@ Tensor packed_layers(const Tensor& token, const std::vector<Tensor>& weights,
   STD_TORCH_CHECK(layers > 0 && v_caches.size() == layers && windows.size() == layers &&
                       weights.size() == layers * kLayerTensors && multipliers.size() == layers * kMatrices,
                   "hf_fastpath::packed_layers: the lists' lengths are not those of ", layers, " layers");
-  STD_TORCH_CHECK(norm_of(norm, op) != Norm::kNone,
+  STD_TORCH_CHECK(norm_of(norm, op) != NormKind::kNone,
                   "hf_fastpath::packed_layers: norm is none, expected rms or layer");
   const std::optional<Tensor> none;
   Tensor x = token;
@@ -48,7 +48,7 @@ Tensor packed_layers(const Tensor& token, const std::vector<Tensor>& weights,
     const auto product = [&](const Tensor& input, size_t matrix, double factor,
                              const std::optional<Tensor>& residual, int64_t act) {
       return packed_gemv_cpu(input, w[matrix], w[matrix + 1], given(w[matrix + 2]), factor, format, none,
-                             residual, act, number_of(Norm::kNone), none, none, 0.0, false);
+                             residual, act, number_of(NormKind::kNone), none, none, 0.0, false);
     };
     const auto of_normed = [&](size_t matrix, double factor, size_t norm_weight, int64_t act) {
       return packed_gemv_cpu(x, w[matrix], w[matrix + 1], given(w[matrix + 2]), factor, format, none, none,

@@ -12,8 +12,8 @@ Tensor packed_qkv_rope_append_cuda(const Tensor& x, const Tensor& quants, const 
                                    const Tensor& k_cache, const Tensor& v_cache, const Tensor& seq_lens,
                                    int64_t num_heads, const std::optional<Tensor>& kv_table, int64_t layer,
                                    int64_t norm, const std::optional<Tensor>& norm_weight,
-                                   const std::optional<Tensor>& norm_bias, double norm_eps, bool overlap,
-                                   const std::optional<Tensor>& k_scales,
+                                   const std::optional<Tensor>& norm_bias, double norm_eps,
+                                   bool programmatic_launch, const std::optional<Tensor>& k_scales,
                                    const std::optional<Tensor>& v_scales) {
   constexpr const char* kOp = "packed_qkv_rope_append";
   STD_TORCH_CHECK(x.dim() == 3,
@@ -21,7 +21,7 @@ Tensor packed_qkv_rope_append_cuda(const Tensor& x, const Tensor& quants, const 
   const DeviceGuard guard(x);
   const Tensor input = hf_fastpath::contiguous(x);
   GemvParams p = gemv_params(input, kOp);
-  p.overlap = overlap;
+  p.programmatic_launch = programmatic_launch;
   const InputNorm input_norm(input, norm, norm_weight, norm_bias, norm_eps, kOp);
   const PackedWeight weight(p, quants, scales, zeros, multiplier, format, kOp);
   const int64_t batch = x.size(0), query_len = x.size(1);
@@ -39,7 +39,7 @@ Tensor packed_qkv_rope_append_cuda(const Tensor& x, const Tensor& quants, const 
   p.out = qkv.data_ptr();
   weight.launch(p, nullptr, input_norm, input, kept, stream);
   call.params.qkv = p.out;
-  call.launch(stream, overlap);
+  call.launch(stream, programmatic_launch);
   return q;
 }
 

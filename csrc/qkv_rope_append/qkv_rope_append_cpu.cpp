@@ -30,7 +30,7 @@ Tensor project(const Tensor& x, const Tensor* const (&weights)[kProjections],
     args[i].bias = optional_data(*biases[i], holders[i]);
     first[i + 1] = first[i] + args[i].out_features;
   }
-  Linear* const kernel = linear_kernel(input.form);
+  Linear* const kernel = linear_kernel(input.layout);
   share_outputs(total, input.in_features * element_size(input.dtype), [&](int64_t begin, int64_t end) {
     for (int i = 0; i < kProjections; ++i) {
       const int64_t from = std::max(begin, first[i]), stop = std::min(end, first[i + 1]);
@@ -49,9 +49,9 @@ Tensor qkv_rope_append_cpu(const Tensor& raw, const Tensor& q_weight, const std:
                            const std::optional<Tensor>& sin, const Tensor& k_cache, const Tensor& v_cache,
                            const Tensor& seq_lens, int64_t num_heads, const std::optional<Tensor>& kv_table,
                            int64_t layer, int64_t norm, const std::optional<Tensor>& norm_weight,
-                           const std::optional<Tensor>& norm_bias, double norm_eps, bool /*overlap*/,
-                           const std::optional<Tensor>& k_scales, const std::optional<Tensor>& v_scales,
-                           const std::optional<Tensor>& block_table) {
+                           const std::optional<Tensor>& norm_bias, double norm_eps,
+                           bool /*programmatic_launch*/, const std::optional<Tensor>& k_scales,
+                           const std::optional<Tensor>& v_scales, const std::optional<Tensor>& block_table) {
   const char* op = "qkv_rope_append";
   check_projections(raw, k_weight, v_weight, k_bias, v_bias, transposed);
   const auto append = [&](const Tensor& qkv) {

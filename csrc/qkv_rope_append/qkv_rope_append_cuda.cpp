@@ -13,7 +13,7 @@ Tensor qkv_rope_append_cuda(const Tensor& x, const Tensor& q_weight, const std::
                             const std::optional<Tensor>& sin, const Tensor& k_cache, const Tensor& v_cache,
                             const Tensor& seq_lens, int64_t num_heads, const std::optional<Tensor>& kv_table,
                             int64_t layer, int64_t norm, const std::optional<Tensor>& norm_weight,
-                            const std::optional<Tensor>& norm_bias, double norm_eps, bool overlap,
+                            const std::optional<Tensor>& norm_bias, double norm_eps, bool programmatic_launch,
                             const std::optional<Tensor>& k_scales, const std::optional<Tensor>& v_scales,
                             const std::optional<Tensor>& block_table) {
   constexpr const char* kOp = "qkv_rope_append";
@@ -22,7 +22,7 @@ Tensor qkv_rope_append_cuda(const Tensor& x, const Tensor& q_weight, const std::
   const Tensor input = gemv_input(x);
   GemvParams p = gemv_params(input, kOp);
   p.transposed = transposed;
-  p.overlap = overlap;
+  p.programmatic_launch = programmatic_launch;
   std::optional<Tensor> kept[3] = {add_segment(p, q_weight, q_bias, kOp)};
   if (k_weight) {
     kept[1] = add_segment(p, *k_weight, k_bias, kOp);
@@ -57,7 +57,7 @@ Tensor qkv_rope_append_cuda(const Tensor& x, const Tensor& q_weight, const std::
     input_norm.launch(p, input, stream);
   }
   call.params.qkv = p.out;
-  call.launch(stream, overlap);
+  call.launch(stream, programmatic_launch);
   return q;
 }
 

@@ -10,7 +10,7 @@ Tensor quantizing_attention_cuda(const Tensor& q, const Tensor& k, const Tensor&
                                  const Tensor& v_cache, const Tensor& k_scales, const Tensor& v_scales,
                                  const Tensor& seq_lens, const std::optional<Tensor>& starts, double scale,
                                  int64_t window, const std::optional<Tensor>& kv_table, int64_t layer,
-                                 const std::optional<Tensor>& workspace, bool overlap,
+                                 const std::optional<Tensor>& workspace, bool programmatic_launch,
                                  const std::optional<Tensor>& sinks) {
   constexpr const char* kOp = "quantizing_attention";
   STD_TORCH_CHECK(
@@ -32,7 +32,7 @@ Tensor quantizing_attention_cuda(const Tensor& q, const Tensor& k, const Tensor&
   };
   const Tensor new_k = aligned(k), new_v = aligned(v);
   return attend_cuda(kOp, q, k_cache, v_cache, seq_lens, starts, scale, window, kv_table, layer, workspace,
-                     overlap, sinks, k_scales, v_scales, std::nullopt,
+                     programmatic_launch, sinks, k_scales, v_scales, std::nullopt,
                      [&](DecodeAttentionParams params, cudaStream_t stream) {
                        params.new_k = static_cast<const float*>(new_k.data_ptr());
                        params.new_v = static_cast<const float*>(new_v.data_ptr());

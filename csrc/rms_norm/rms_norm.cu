@@ -60,8 +60,8 @@ __global__ void __launch_bounds__(kMaxNormThreads) rms_norm_kernel(NormParams<T>
 struct RmsNorm {
   template <class T, int kElems, int kChunks>
   static void run(const NormParams<T>& p, dim3 grid, dim3 block, cudaStream_t stream) {
-    HF_FASTPATH_CUDA_CHECK(
-        launch_overlapping(rms_norm_kernel<T, kElems, kChunks>, grid, block, 0, stream, overlaps(p), p));
+    HF_FASTPATH_CUDA_CHECK(launch_programmatic(rms_norm_kernel<T, kElems, kChunks>, grid, block, 0, stream,
+                                               uses_programmatic_launch(p), p));
   }
 };
 

@@ -10,28 +10,29 @@
 namespace hf_fastpath {
 namespace {
 
-constexpr int64_t kChains = 4;  // independent sums: an addition has four cycles of latency
+constexpr int64_t kChains = 4;  // independent accumulators: an addition has four cycles of latency
 
 template <class Element>
 float sum_of_squares(const typename Element::Storage* x, int64_t n) {
-  __m256 sums[kChains];
-  for (__m256& sum : sums) sum = _mm256_setzero_ps();
+  __m256 accumulators[kChains];
+  for (__m256& sum : accumulators) sum = _mm256_setzero_ps();
   int64_t i = 0;
   for (; i + kChains * kLanes <= n; i += kChains * kLanes) {
     for (int64_t c = 0; c < kChains; ++c) {
       const __m256 v = Element::load(x + i + c * kLanes);
-      sums[c] = _mm256_fmadd_ps(v, v, sums[c]);
+      accumulators[c] = _mm256_fmadd_ps(v, v, accumulators[c]);
     }
   }
   for (; i + kLanes <= n; i += kLanes) {
     const __m256 v = Element::load(x + i);
-    sums[0] = _mm256_fmadd_ps(v, v, sums[0]);
+    accumulators[0] = _mm256_fmadd_ps(v, v, accumulators[0]);
   }
   if (i < n) {
     const __m256 v = Element::load(x + i, n - i);
-    sums[1] = _mm256_fmadd_ps(v, v, sums[1]);
+    accumulators[1] = _mm256_fmadd_ps(v, v, accumulators[1]);
   }
-  return horizontal_sum(_mm256_add_ps(_mm256_add_ps(sums[0], sums[1]), _mm256_add_ps(sums[2], sums[3])));
+  return horizontal_sum(_mm256_add_ps(_mm256_add_ps(accumulators[0], accumulators[1]),
+                                      _mm256_add_ps(accumulators[2], accumulators[3])));
 }
 
 template <class Element>

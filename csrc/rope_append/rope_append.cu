@@ -138,43 +138,44 @@ bool is_aligned(const RopeAppendParams& p) {
 }
 
 template <class T, class Cache, int kElems, class... MaybePages>
-void launch(const RopeAppendParams& params, bool overlap, cudaStream_t stream, const MaybePages&... pages) {
+void launch(const RopeAppendParams& params, bool programmatic_launch, cudaStream_t stream,
+            const MaybePages&... pages) {
   const int units = (params.num_heads + 2 * params.num_kv_heads) * ((params.head_dim + 1) / 2 / kElems);
   const dim3 grid(params.batch * params.query_len, (units + kThreads - 1) / kThreads), block(kThreads);
   const size_t smem_bytes = 0;
   const auto kernel = rope_append_kernel<T, Cache, kElems, MaybePages...>;
   HF_FASTPATH_CUDA_CHECK(
-      launch_overlapping(kernel, grid, block, smem_bytes, stream, overlap, params, pages...));
+      launch_programmatic(kernel, grid, block, smem_bytes, stream, programmatic_launch, params, pages...));
 }
 
 template <class... MaybePages>
-void launch_typed(const RopeAppendParams& params, bool overlap, cudaStream_t stream,
+void launch_typed(const RopeAppendParams& params, bool programmatic_launch, cudaStream_t stream,
                   const MaybePages&... pages) {
   if (params.batch * params.query_len == 0 || params.head_dim == 0) return;
   if (params.num_heads + params.num_kv_heads == 0) return;
   with_type(params.dtype, [&](auto zero) {
     using T = decltype(zero);
     if (params.kv_type == kv_type(params.dtype) && is_aligned<kVecElems<T>>(params)) {
-      return launch<T, T, kVecElems<T>>(params, overlap, stream, pages...);
+      return launch<T, T, kVecElems<T>>(params, programmatic_launch, stream, pages...);
     }
     with_type(static_cast<DType>(params.kv_type), [&](auto cache_zero) {
-      launch<T, decltype(cache_zero), 1>(params, overlap, stream, pages...);
+      launch<T, decltype(cache_zero), 1>(params, programmatic_launch, stream, pages...);
     });
   });
 }
 
 }  // namespace
 
-void launch_rope_append(const RopeAppendParams& params, bool overlap, cudaStream_t stream) {
-  if (!is_quantized(params.kv_type)) return launch_typed(params, overlap, stream);
+void launch_rope_append(const RopeAppendParams& params, bool programmatic_launch, cudaStream_t stream) {
+  if (!is_quantized(params.kv_type)) return launch_typed(params, programmatic_launch, stream);
   if (params.batch * params.query_len == 0 || params.head_dim == 0) return;
   if (params.num_heads + params.num_kv_heads == 0) return;
   launch_rope_append_quants(params, stream);
 }
 
-void launch_rope_append_paged(const RopeAppendParams& params, const Pages& pages, bool overlap,
+void launch_rope_append_paged(const RopeAppendParams& params, const Pages& pages, bool programmatic_launch,
                               cudaStream_t stream) {
-  launch_typed(params, overlap, stream, pages);
+  launch_typed(params, programmatic_launch, stream, pages);
 }
 
 }  // namespace hf_fastpath

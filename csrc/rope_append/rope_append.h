@@ -35,7 +35,8 @@ constexpr int kMaxQuantizedHeadDim = 512;  // of quantized caches
 // The kernel for quantized caches, which launch_rope_append uses for these.
 void launch_rope_append_quants(const RopeAppendParams& params, cudaStream_t stream);
 
-// `overlap`: lengths and tables may be read before the kernel in front is complete; quantized caches wait.
-void launch_rope_append(const RopeAppendParams& params, bool overlap, cudaStream_t stream);
+// `programmatic_launch`: lengths and tables may be read before the kernel in front is complete; quantized
+// caches wait.
+void launch_rope_append(const RopeAppendParams& params, bool programmatic_launch, cudaStream_t stream);
 
 }  // namespace hf_fastpath

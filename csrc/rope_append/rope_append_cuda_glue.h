@@ -77,10 +77,10 @@ struct RopeAppendCall {
     if (v_scales) params.v_scales = static_cast<uint16_t*>(v_scales->data_ptr());
   }
 
-  // `overlap`: as for launch_rope_append.
-  void launch(cudaStream_t stream, bool overlap) const {
-    if (pages) return launch_rope_append_paged(params, pages, overlap, stream);
-    launch_rope_append(params, overlap, stream);
+  // `programmatic_launch`: as for launch_rope_append.
+  void launch(cudaStream_t stream, bool programmatic_launch) const {
+    if (pages) return launch_rope_append_paged(params, pages, programmatic_launch, stream);
+    launch_rope_append(params, programmatic_launch, stream);
   }
 };
 

@@ -61,9 +61,9 @@ void launch_step_inputs(const StepInputsParams& params, cudaStream_t stream) {
     bool aligned = !params.position_embedding.rows || has_aligned_rows<T>(params.position_embedding);
     for (int i = 0; i < params.num_tables; ++i) aligned = aligned && has_aligned_rows<T>(params.tables[i]);
     const auto kernel = aligned ? step_inputs_kernel<T, kVecElems<T>> : step_inputs_kernel<T, 1>;
-    const bool overlap = false;  // it may follow a kernel that writes tokens or positions
-    HF_FASTPATH_CUDA_CHECK(launch_overlapping(kernel, dim3(params.tokens, params.num_tables), dim3(kThreads),
-                                              0, stream, overlap, params));
+    const bool programmatic_launch = false;  // it may follow a kernel that writes tokens or positions
+    HF_FASTPATH_CUDA_CHECK(launch_programmatic(kernel, dim3(params.tokens, params.num_tables), dim3(kThreads),
+                                               0, stream, programmatic_launch, params));
   });
 }
 

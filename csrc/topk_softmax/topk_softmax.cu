@@ -92,7 +92,8 @@ void launch_topk_softmax(const TopkSoftmaxParams& p, cudaStream_t stream) {
     using T = decltype(type);
     const auto kernel = p.num_experts <= kFew * kWarpSize ? topk_softmax_kernel<T, kFew>
                                                           : topk_softmax_kernel<T, kMaxRoutedTo / kWarpSize>;
-    HF_FASTPATH_CUDA_CHECK(launch_overlapping(kernel, grid, block, smem_bytes, stream, p.overlap, p));
+    HF_FASTPATH_CUDA_CHECK(
+        launch_programmatic(kernel, grid, block, smem_bytes, stream, p.programmatic_launch, p));
   });
 }
 

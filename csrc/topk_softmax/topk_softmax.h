@@ -17,10 +17,10 @@ struct TopkSoftmaxParams {
   int64_t* ids;        // [rows, top_k], written
   float* weights;      // [rows, top_k], written
   int rows, num_experts, top_k;
-  bool normalized;  // weights of a row sum to one
-  bool rounded;     // to dtype
-  DType dtype;      // of the logits
-  bool overlap;     // may start before the kernel in front on the stream is complete
+  bool normalized;           // weights of a row sum to one
+  bool rounded;              // to dtype
+  DType dtype;               // of the logits
+  bool programmatic_launch;  // may start before the kernel in front on the stream is complete
 };
 
 void launch_topk_softmax(const TopkSoftmaxParams& params, cudaStream_t stream);

@@ -29,7 +29,7 @@ void choose(float* values, int64_t num_experts, int64_t top_k, int64_t* ids, flo
 }  // namespace
 
 Tensor topk_softmax_cpu(const Tensor& logits, const Tensor& expert_ids, bool normalized, bool rounded,
-                        bool /*overlap*/) {
+                        bool /*programmatic_launch*/) {
   check_topk_softmax(logits, expert_ids);
   const Tensor scores = hf_fastpath::contiguous(logits);
   const DType dtype = dtype_of(logits, "topk_softmax");

@@ -6,7 +6,7 @@
 namespace hf_fastpath {
 
 Tensor topk_softmax_cuda(const Tensor& logits, const Tensor& expert_ids, bool normalized, bool rounded,
-                         bool overlap) {
+                         bool programmatic_launch) {
   const DeviceGuard guard(logits);
   check_topk_softmax(logits, expert_ids);
   const Tensor scores = hf_fastpath::contiguous(logits);
@@ -21,7 +21,7 @@ Tensor topk_softmax_cuda(const Tensor& logits, const Tensor& expert_ids, bool no
   p.normalized = normalized;
   p.rounded = rounded;
   p.dtype = dtype_of(logits, "topk_softmax");
-  p.overlap = overlap;
+  p.programmatic_launch = programmatic_launch;
   if (p.rows > 0) launch_topk_softmax(p, current_stream(guard.device()));
   return out;
 }

@@ -77,12 +77,12 @@ def weight(study: Study, rows: int, columns: int, device: torch.device) -> tuple
         ValueError: the format does not have the layout.
     """
     if study.layout == PACKED:
-        form = FORMATS["int4_g32" if study.format == Q4_0 else study.format]
-        groups = rows, form.groups(columns)
+        format = FORMATS["int4_g32" if study.format == Q4_0 else study.format]
+        groups = rows, format.groups(columns)
         # the largest bytes of fp8 are NaN
-        quants = _random_bytes(device, rows, padded(columns) * form.bits // 8, below=127 if form.is_float else 256)
-        zeros = _random_bytes(device, *groups, below=16) if form.has_zeros else None
-        return quants, _random_scales(device, *groups), zeros, 1.0, form.packing
+        quants = _random_bytes(device, rows, padded(columns) * format.bits // 8, below=127 if format.is_float else 256)
+        zeros = _random_bytes(device, *groups, below=16) if format.has_zeros else None
+        return quants, _random_scales(device, *groups), zeros, 1.0, format.packed_format
     if study.format != Q4_0:
         raise ValueError(f"format {study.format} has layout {PACKED} alone, not {study.layout}")
     groups = columns // GROUP

@@ -143,8 +143,8 @@ def compare_formats(
     rows = []
     with counted(1 + len(weights), "hf_fastpath: formats") as bar:
         own, own_bytes = decoded()
-        for form in weights:
-            logits, num_bytes = decoded(weights=form, lm_head=lm_head)
-            rows.append(_row(own, logits, text, weights=form, lm_head=lm_head, weight_bytes=num_bytes))
+        for format in weights:
+            logits, num_bytes = decoded(weights=format, lm_head=lm_head)
+            rows.append(_row(own, logits, text, weights=format, lm_head=lm_head, weight_bytes=num_bytes))
     first = _row(own, own, text, weights=None, lm_head=HEADS[0], weight_bytes=own_bytes)
     return Quality(len(text), first, tuple(rows))

@@ -1,6 +1,6 @@
 """Attention of several new tokens over a cache that holds them: which kernel runs, and what each kernel needs.
 
-All choices of a kernel lie here: :func:`way_of` and :func:`way_on_cpu` are the tables.
+All choices of a kernel lie here: :func:`route_of` and :func:`route_on_cpu` are the tables.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ MOST_ROWS = 64
 MOST_TOKENS, TIMES_BEFORE = 64, 8
 
 
-def way_of(rows: int, past: int, is_plain: bool, fits: bool, hopper: bool) -> str:
+def route_of(rows: int, past: int, is_plain: bool, fits: bool, hopper: bool) -> str:
     """Choose what computes attention on a GPU.
 
     The thresholds were measured with ``benchmarks/bench_append_attention.py`` on an H200, which runs all the kernels.
@@ -67,7 +67,7 @@ def way_of(rows: int, past: int, is_plain: bool, fits: bool, hopper: bool) -> st
     return "append"
 
 
-def way_on_cpu(tokens: int, past: int, cuts: bool, has_sinks: bool) -> str:
+def route_on_cpu(tokens: int, past: int, cuts: bool, has_sinks: bool) -> str:
     """Choose what computes attention on a CPU.
 
     Args:
@@ -127,16 +127,16 @@ class Attention:
         past = self._length - self._query_len
         is_plain = self._starts is None and not cuts and not cap and sinks is None
         fits = has_tensor_cores(q.device, q.dtype, q.shape[3])
-        if q.device.type == "cpu" and way_on_cpu(q.shape[1], past, cuts, sinks is not None) == "decode":
+        if q.device.type == "cpu" and route_on_cpu(q.shape[1], past, cuts, sinks is not None) == "decode":
             return self._in_pieces(q, cache, scale, window, sinks)
         rows = q.shape[1] * (q.shape[2] // cache.k.shape[1])
-        way = way_of(rows, past, is_plain, fits, is_hopper(q.device))
-        if way == "append":
+        route = route_of(rows, past, is_plain, fits, is_hopper(q.device))
+        if route == "append":
             k, v = self._states(cache, q.dtype)
             args = (q, k, v, self._lengths, self._starts, scale, window if cuts else 0, cap, sinks)
             return ops.append_attention.overload(*args)
         k, v = (each.narrow(2, 0, self._length) for each in self._states(cache, q.dtype))
-        if way == "flash":
+        if route == "flash":
             behind = causal_lower_right(self._query_len, self._length)
             grouped = q.shape[2] != k.shape[1]
             attend = nn.functional.scaled_dot_product_attention

@@ -29,7 +29,7 @@ def head_norm(x: torch.Tensor, op: Callable[..., torch.Tensor], weight: torch.Te
     return op(x.unflatten(-1, (-1, weight.numel())), weight, eps).flatten(-2)
 
 
-def joined(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+def concatenated(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
     """Put features side by side."""
     return torch.cat((q, k, v), dim=-1)
 
@@ -68,7 +68,7 @@ def experts_and_weights(
     normalized: bool,
     rounded: bool,
     activation: Activation,
-    overlap: bool,
+    programmatic_launch: bool,
     gate_up_bias: torch.Tensor | None,
     down_bias: torch.Tensor | None,
     transposed: bool,
@@ -86,9 +86,11 @@ def experts_and_weights(
     """
     scores = logits.flatten(0, -2)
     ids = torch.empty(len(scores), top_k, dtype=torch.int64, device=x.device)
-    weights = topk_softmax.overload(scores, ids, normalized, rounded, overlap)
-    stacks, form = (gate_up_weight, down_weight), (gate_up_bias, down_bias, transposed, alpha, limit)
-    return fused_experts.overload(x, ids, weights, *stacks, residual, activation, overlap, *form), weights
+    weights = topk_softmax.overload(scores, ids, normalized, rounded, programmatic_launch)
+    stacks, settings = (gate_up_weight, down_weight), (gate_up_bias, down_bias, transposed, alpha, limit)
+    return fused_experts.overload(
+        x, ids, weights, *stacks, residual, activation, programmatic_launch, *settings
+    ), weights
 
 
 def routed_experts(*arguments: Any) -> torch.Tensor:

@@ -15,7 +15,7 @@ from torch import nn
 
 from .. import ops
 from ..choices import Activation, Approximation, NormKind
-from ..ops.gemv import MAX_TILED_ROWS, most_rows
+from ..ops.gemv import MAX_WGMMA_ROWS, most_rows
 from ..quantization import FORMATS, PackedWeight
 from . import composed
 from .attend import Attention, attend
@@ -41,7 +41,7 @@ class _Replacements:
 
     def __call__(self, op: Callable[..., Any], arguments: dict[str, Any]) -> Callable[..., Any] | None:
         rule = _INSTEAD.get(op)
-        if op in _DENSE and self._rows <= MAX_TILED_ROWS:
+        if op in _DENSE and self._rows <= MAX_WGMMA_ROWS:
             weights = [arguments[name] for name in _DENSE[op]]
             if self._rows <= most_rows(*weights, transposed=arguments.get("transposed", False)):
                 return None
@@ -58,13 +58,13 @@ class _Replacements:
             self._shared = x, norm.weight, normed
         return normed
 
-    def project(self, emit, x, weight, bias, residual, activation, transposed, norm, overlap):
+    def project(self, emit, x, weight, bias, residual, activation, transposed, norm, programmatic_launch):
         x = self._norm(emit, x, norm)
         return _product(emit, x, weight, bias, transposed, residual, activation)
 
     def project_packed(
         self, emit, x, quants, scales, zeros, multiplier, format,
-        bias=None, residual=None, activation=Activation.NONE, norm=None, overlap=False,
+        bias=None, residual=None, activation=Activation.NONE, norm=None, programmatic_launch=False,
     ):  # fmt: skip
         x = self._norm(emit, x, norm)
         weight = dict(quants=quants, scales=scales, zeros=zeros, multiplier=multiplier, format=format)
@@ -75,22 +75,22 @@ class _Replacements:
             return out
         return emit(finished, out=out, residual=residual, activation=activation)
 
-    def gate_packed(self, emit, x, activation, norm, overlap, **weight):
+    def gate_packed(self, emit, x, activation, norm, programmatic_launch, **weight):
         both = self.project_packed(emit, x, **weight, norm=norm)
         return emit(gated_halves, both=both, activation=activation)
 
-    def append_packed(self, emit, x, quants, scales, zeros, multiplier, format, norm, overlap, **to):
+    def append_packed(self, emit, x, quants, scales, zeros, multiplier, format, norm, programmatic_launch, **to):
         qkv = self.project_packed(emit, x, quants, scales, zeros, multiplier, format, norm=norm)
         return emit(ops.rope_append.overload, qkv=qkv, bias=None, **to)
 
-    def gate(self, emit, x, gate_weight, up_weight, activation, norm, overlap):
+    def gate(self, emit, x, gate_weight, up_weight, activation, norm, programmatic_launch):
         x = _normed(emit, x, norm)
         parts = dict(gate=_product(emit, x, gate_weight), up=_product(emit, x, up_weight))
         del x  # a long prompt's x is as large as the result of the next op
         return emit(ops.fused_swiglu.overload, **parts, activation=activation)
 
     def append(
-        self, emit, x, q_weight, k_weight, v_weight, q_bias, k_bias, v_bias, transposed, norm, overlap, **to
+        self, emit, x, q_weight, k_weight, v_weight, q_bias, k_bias, v_bias, transposed, norm, programmatic_launch, **to
     ):  # fmt: skip
         x = _normed(emit, x, norm)
         pairs = [(q_weight, q_bias), (k_weight, k_bias), (v_weight, v_bias)]
@@ -101,7 +101,7 @@ class _Replacements:
             weights, biases = map(list, zip(*pairs))
             qkv = emit(side_by_side, x=x, weights=weights, biases=biases, transposed=transposed, beside=self._beside)
         else:
-            qkv = emit(composed.joined, *(_product(emit, x, *pair, transposed) for pair in pairs))
+            qkv = emit(composed.concatenated, *(_product(emit, x, *pair, transposed) for pair in pairs))
         return emit(ops.rope_append.overload, qkv=qkv, bias=None, **to)
 
 

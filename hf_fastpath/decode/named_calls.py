@@ -84,7 +84,8 @@ class Step:
         beside: if so, projections of one input may run beside each other: the projections behind the first have few
             rows each, and leave most of a GPU idle.
         attention: register of the ``attend.Attention`` that replaces attention over a cache, or None.
-        overlap: kernels use programmatic dependent launch: they start before the kernels in front are complete.
+        programmatic_launch: kernels use programmatic dependent launch: they start before the kernels in front are
+            complete.
     """
 
     rows: int
@@ -92,7 +93,7 @@ class Step:
     many: bool = False
     beside: bool = False
     attention: Register | None = None
-    overlap: bool = False
+    programmatic_launch: bool = False
 
 
 @functools.cache

@@ -181,7 +181,9 @@ def _decode_layers(layers: list[_Layer], head: dict[str, Any]) -> dict[str, Any]
         return None
     first = layers[0]
     arguments |= dict(weights=weights, transposed=transposed, kv_table=first.cache.table)
-    return arguments | dict(workspace=first.attention["workspace"], overlap=first.attention["overlap"])
+    return arguments | dict(
+        workspace=first.attention["workspace"], programmatic_launch=first.attention["programmatic_launch"]
+    )
 
 
 def _packed_layers(layers: list[_Layer]) -> dict[str, Any] | None:

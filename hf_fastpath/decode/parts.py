@@ -126,16 +126,16 @@ class MLPPart(Part):
         return activation_of(child(self.module, self.spec.activation))
 
     @property
-    def is_joined(self) -> bool:
+    def is_fused(self) -> bool:
         """Whether gate and up are one projection."""
         return self.spec.gate == self.spec.up
 
     def gate_and_up(self) -> list[torch.Tensor]:
         """Return the weights of gate and up: of two projections, or the halves of one projection as views."""
-        return list(self.up.weight.chunk(2)) if self.is_joined else [self.gate.weight, self.up.weight]
+        return list(self.up.weight.chunk(2)) if self.is_fused else [self.gate.weight, self.up.weight]
 
     def projections(self) -> list[nn.Module]:
-        gate = None if self.is_joined else self.gate
+        gate = None if self.is_fused else self.gate
         return [linear for linear in (gate, self.up, self.down) if linear is not None]
 
     def parameters(self) -> list[torch.Tensor | None]:
@@ -164,7 +164,7 @@ class MLPPart(Part):
             return reason
         reasons = [self.activation_reason(), self._code_reason()]
         reasons += [projection_reason(linear, self.architecture) for linear in self.projections()]
-        if self.is_joined and (self.up.bias is not None or is_transposed(self.up)):
+        if self.is_fused and (self.up.bias is not None or is_transposed(self.up)):
             reasons.append(Cause("unsupported_projection", "gate and up in one, with a bias or transposed", self.up))
         reasons.append(dropout_reason(self.module, self.spec.dropout))
         return next((reason for reason in reasons if reason), None)

@@ -33,7 +33,7 @@ _PREFETCHES = {
 
 def prefetch_next_weight(calls: list[Call], register: Callable[[], Register], step: Step) -> list[Call]:
     """Tell every product which matrix the next product reads."""
-    if step.overlap:
+    if step.programmatic_launch:
         for call, following in pairwise(calls):
             if following.op in _PREFETCHES.get(call.op, ()):
                 call.arguments["next_weight"] = following.arguments[_MATRIX[following.op]]

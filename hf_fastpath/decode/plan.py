@@ -122,7 +122,7 @@ class DecodePlan:
         logits, step = self._record_forward(part)
         last = preferred = emit(_aten.select.int, logits, 1, 0)
         if self.sampled:
-            race = dict(noise=self.noise, settings=self.settings, overlap=step.overlap)
+            race = dict(noise=self.noise, settings=self.settings, programmatic_launch=step.programmatic_launch)
             preferred = emit(ops.exponential_race.overload, logits=last, **race)
         emit(
             ops.greedy_token.overload,
@@ -134,7 +134,7 @@ class DecodePlan:
             record=self.record,
             eos_tokens=self.eos_tokens,
             pad_token=self.pad_token,
-            overlap=step.overlap,
+            programmatic_launch=step.programmatic_launch,
         )
         self.program.optimize(step)
         return last
@@ -161,17 +161,19 @@ class DecodePlan:
         angles = dict(zip(registers, zip(rows[::2], rows[1::2])))
         # Kernels may overlap: no call of the step writes a parameter or the KV table, and lengths change only before
         # the step or in its last kernel.
-        overlap = self.device.type == "cuda"
-        fixed = self.kv_tables, self.workspace, overlap, self.staging
+        programmatic_launch = self.device.type == "cuda"
+        fixed = self.kv_tables, self.workspace, programmatic_launch, self.staging
         at = steps.Positions(angles, self.seq_lens, self.starts, *fixed)
         # A graph of several sequences has one call for each op: that is what was measured.
         few = self.batch == 1 or (self.device.type == "cpu" and self.batch <= MAX_ROWS)
         for index, layer in enumerate(part.layers):
             hidden = steps.decoder_layer(emit, layer, hidden, self._caches[index], at, index)
-        logits = steps.scaled_logits(emit, part, steps.head(emit, part, hidden, overlap))
+        logits = steps.scaled_logits(emit, part, steps.head(emit, part, hidden, programmatic_launch))
         rows = self.batch * self.query_len
         many = rows > MAX_ROWS
-        step = Step(rows, one_call=few and self.query_len == 1, many=many, beside=many, overlap=overlap)
+        step = Step(
+            rows, one_call=few and self.query_len == 1, many=many, beside=many, programmatic_launch=programmatic_launch
+        )
         return logits, step
 
     def begin(

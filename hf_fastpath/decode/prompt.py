@@ -16,7 +16,7 @@ import torch
 from .. import compat
 from ..cache.fastpath_cache import FastpathCache
 from ..ops.decode_attention import MAX_QUERY_LEN
-from ..ops.gemv import MAX_ROWS, MAX_TILED_ROWS
+from ..ops.gemv import MAX_ROWS, MAX_WGMMA_ROWS
 from ..ops.kv_cache import KVCache
 from . import steps
 from .angles import angles_at
@@ -192,7 +192,7 @@ def read(part: ModelPart, cache: FastpathCache, prompt: Prompt, programs: dict[t
     # a few tokens of a conversation take one pass over the weights, as one token does
     at_once = device.type == "cpu" and rows <= MAX_ROWS
     caches = [layer.kv_cache() for layer in cache.layers[: len(part.layers)]]
-    sizes = min(rows, MAX_TILED_ROWS + 1), min(batch, MAX_ROWS + 1)
+    sizes = min(rows, MAX_WGMMA_ROWS + 1), min(batch, MAX_ROWS + 1)
     key = at_once, *sizes, starts is not None, tuple(each.names() for each in caches)
     program = programs.pop(key, None) or PromptProgram(part, *key)
     angles = angles_at(part, torch.empty(0, dtype=dtype, device=device), prompt.positions)

@@ -67,7 +67,7 @@ class Positions:
         kv_tables: for caches with pages (True) and others (False), see ``ops.rope_append``; without a table, the
             caches' own addresses are used.
         workspace: see ``ops.decode_attention``.
-        overlap: a kernel may start on what does not depend on the kernel in front; see ``ops.gemv``.
+        programmatic_launch: a kernel may start on what does not depend on the kernel in front; see ``ops.gemv``.
         staging: where keys and values of the new tokens wait for ``ops.quantizing_attention``; None if projections
             append to the cache.
     """
@@ -77,7 +77,7 @@ class Positions:
     starts: Any
     kv_tables: Mapping[bool, Any] = field(default_factory=dict)
     workspace: Any = None
-    overlap: bool = False
+    programmatic_launch: bool = False
     staging: Staging | None = None
 
     def placed(self, cache: KVCache, layer: int) -> KVCache:
@@ -112,10 +112,10 @@ def projection(
     residual: Any = None,
     activation: Activation = Activation.NONE,
     norm: NormPart | None = None,
-    overlap: bool = False,
+    programmatic_launch: bool = False,
 ) -> Any:
     """Emit ``activation(linear(norm(x))) + residual``."""
-    behind = dict(residual=residual, activation=activation, norm=norm_of(norm), overlap=overlap)
+    behind = dict(residual=residual, activation=activation, norm=norm_of(norm), programmatic_launch=programmatic_launch)
     if is_packed(linear):
         return emit(ops.packed_gemv.overload, x=x, **packed(linear.op_weight()), bias=linear.bias, **behind)
     weight, bias = weight_and_bias(linear)
@@ -165,13 +165,17 @@ def _queries_composed(
     linears = part.projections()[:-1]
     together = None if part.head_norms else joined(linears)
     if together is not None:
-        qkv = emit(ops.packed_gemv.overload, x=x, **together, norm=norm_of(norm), overlap=at.overlap)
+        qkv = emit(
+            ops.packed_gemv.overload, x=x, **together, norm=norm_of(norm), programmatic_launch=at.programmatic_launch
+        )
     else:
-        projected = [projection(emit, linear, x, norm=norm, overlap=at.overlap) for linear in linears]
+        projected = [
+            projection(emit, linear, x, norm=norm, programmatic_launch=at.programmatic_launch) for linear in linears
+        ]
         for place, each in enumerate(part.head_norms):
             op, arguments = _norm_op(each)
             projected[place] = emit(composed.head_norm, x=projected[place], op=op, **arguments)
-        qkv = projected[0] if len(projected) == 1 else emit(composed.joined, *projected)
+        qkv = projected[0] if len(projected) == 1 else emit(composed.concatenated, *projected)
     if part.spec.by_kv_head:
         qkv = emit(composed.ungrouped, qkv=qkv, head_dim=part.head_dim, group=part.group)
     angles = at.angles_of(part)
@@ -205,7 +209,7 @@ def attention(
         queries = _queries_composed(emit, part, x, placed, at, norm)
     else:
         store = at.store(part, placed) | at.angles_of(part)
-        store |= dict(num_heads=part.num_heads, norm=norm_of(norm), overlap=at.overlap)
+        store |= dict(num_heads=part.num_heads, norm=norm_of(norm), programmatic_launch=at.programmatic_launch)
         if together is not None:
             queries = emit(ops.packed_qkv_rope_append.overload, x=x, **together, **store)
         else:
@@ -218,7 +222,7 @@ def attention(
             }
             queries = emit(ops.qkv_rope_append.overload, x=x, **weights, transposed=is_transposed(qkv[0]), **store)
     seen = dict(seq_lens=at.seq_lens, starts=at.starts, scale=part.scaling, window=part.window or 0)
-    how = dict(workspace=at.workspace, overlap=at.overlap, sinks=part.sinks)
+    how = dict(workspace=at.workspace, programmatic_launch=at.programmatic_launch, sinks=part.sinks)
     if part.softcap:
         mixed = emit(composed.soft_capped_attention, q=queries, cache=cache, **seen, cap=part.softcap)
     elif at.staging is not None:
@@ -226,26 +230,36 @@ def attention(
         mixed = emit(ops.quantizing_attention.overload, q=queries, k=new.k, v=new.v, cache=placed, **seen, **how)
     else:
         mixed = emit(ops.decode_attention.overload, q=queries, cache=placed, **seen, **how)
-    return projection(emit, out, mixed, residual, overlap=at.overlap)
+    return projection(emit, out, mixed, residual, programmatic_launch=at.programmatic_launch)
 
 
 def mlp(
-    emit: Emit, part: MLPPart, x: Any, residual: Any = None, norm: NormPart | None = None, overlap: bool = False
+    emit: Emit,
+    part: MLPPart,
+    x: Any,
+    residual: Any = None,
+    norm: NormPart | None = None,
+    programmatic_launch: bool = False,
 ) -> Any:
     """Emit ``residual + part(norm(x))``."""
     x, norm = in_front(emit, norm, x)
-    how = dict(activation=part.activation, norm=norm_of(norm), overlap=overlap)
+    how = dict(activation=part.activation, norm=norm_of(norm), programmatic_launch=programmatic_launch)
     if part.gate is None:
-        hidden = projection(emit, part.up, x, activation=part.activation, norm=norm, overlap=overlap)
+        hidden = projection(
+            emit, part.up, x, activation=part.activation, norm=norm, programmatic_launch=programmatic_launch
+        )
     elif (together := joined(part.projections()[:-1])) is not None:
         hidden = emit(ops.packed_gemv_swiglu.overload, x=x, **together, **how)
     elif not is_packed(part.up) and not is_packed(part.gate) and part.gate.bias is None and part.up.bias is None:
         gate, up = part.gate_and_up()
         hidden = emit(ops.gemv_swiglu.overload, x=x, gate_weight=gate, up_weight=up, **how)
     else:
-        gate, up = (projection(emit, linear, x, norm=norm, overlap=overlap) for linear in (part.gate, part.up))
+        gate, up = (
+            projection(emit, linear, x, norm=norm, programmatic_launch=programmatic_launch)
+            for linear in (part.gate, part.up)
+        )
         hidden = emit(ops.fused_swiglu.overload, gate=gate, up=up, activation=part.activation)
-    return projection(emit, part.down, hidden, residual, overlap=overlap)
+    return projection(emit, part.down, hidden, residual, programmatic_launch=programmatic_launch)
 
 
 def mixture(
@@ -254,7 +268,7 @@ def mixture(
     x: Any,
     residual: Any = None,
     norm: NormPart | None = None,
-    overlap: bool = False,
+    programmatic_launch: bool = False,
     experts: Callable[..., Any] = composed.routed_experts,
 ) -> Any:
     """Emit ``residual + part(norm(x))`` as ``experts`` computes it; ``composed.experts_and_weights`` is one such op."""
@@ -265,7 +279,7 @@ def mixture(
     return emit(
         experts,
         x=x,
-        logits=projection(emit, part.router, x, overlap=overlap),
+        logits=projection(emit, part.router, x, programmatic_launch=programmatic_launch),
         gate_up_weight=gate_up,
         down_weight=down,
         residual=residual,
@@ -273,7 +287,7 @@ def mixture(
         normalized=part.is_normalized,
         rounded=part.spec.rounded,
         activation=part.activation,
-        overlap=overlap,
+        programmatic_launch=programmatic_launch,
         gate_up_bias=gate_up_bias,
         down_bias=down_bias,
         transposed=part.spec.transposed,
@@ -310,7 +324,7 @@ def decoder_layer(emit: Emit, part: LayerPart, hidden: Any, cache: KVCache, at: 
     source = hidden if part.is_parallel else attended
 
     def transform(residual: Any) -> Any:
-        return feed_forward(emit, part.mlp, source, residual, part.mlp_norm, at.overlap)
+        return feed_forward(emit, part.mlp, source, residual, part.mlp_norm, at.programmatic_launch)
 
     return _added(emit, part, attended, part.mlp_post_norm, transform)
 
@@ -348,10 +362,10 @@ def step_inputs(emit: Emit, part: ModelPart, tokens: Any, positions: Any, tables
     return hidden, rows
 
 
-def head(emit: Emit, part: ModelPart, hidden: Any, overlap: bool = False) -> Any:
+def head(emit: Emit, part: ModelPart, hidden: Any, programmatic_launch: bool = False) -> Any:
     """Emit the final norm and the head."""
     hidden, norm = in_front(emit, part.final_norm, hidden)
-    return projection(emit, part.head, hidden, norm=norm, overlap=overlap)
+    return projection(emit, part.head, hidden, norm=norm, programmatic_launch=programmatic_launch)
 
 
 def scaled_logits(emit: Emit, part: ModelPart, logits: Any) -> Any:

@@ -22,7 +22,7 @@ def reference(
     window: int = 0,
     softcap: float = 0.0,
     sinks: torch.Tensor | None = None,
-    overlap: bool = False,
+    programmatic_launch: bool = False,
 ) -> torch.Tensor:
     """Compute ``softmax(cap(scale * q @ K.T)) @ V`` over the visible positions of each row; ``cap(s)`` is
     ``softcap * tanh(s / softcap)``.
@@ -43,9 +43,9 @@ def reference(
         softcap: bound of the scores; 0 for none.
         sinks: [num_heads] in q's dtype, or None: one more score for each head, which takes part in the softmax and
             adds nothing to the output.
-        overlap: CUDA may read lengths and all but the newest query_len positions of the cache while the kernel in front
-            on this stream still runs. It is allowed only if that kernel writes none of them. The result does not
-            depend on it.
+        programmatic_launch: CUDA may read lengths and all but the newest query_len positions of the cache while the
+            kernel in front on this stream still runs. It is allowed only if that kernel writes none of them. The result
+            does not depend on it.
 
     Returns:
         [batch, query_len, num_heads*head_dim] in q's dtype; softmax and accumulators are float32.
@@ -118,7 +118,7 @@ def samples(device: torch.device, dtype: torch.dtype):
         window=0,
         softcap=0.0,
         sinks=False,
-        overlap=False,
+        programmatic_launch=False,
     ):
         batch = len(seq_lens)
         q = torch.randn(batch, query_len, heads, head_dim, device=device, dtype=dtype)
@@ -129,7 +129,9 @@ def samples(device: torch.device, dtype: torch.dtype):
         caches = [cache.masked_fill(unwritten, float("nan")) for cache in caches]
         first = None if starts is None else torch.tensor(starts, device=device, dtype=torch.int32)
         logits = torch.linspace(-2, 2, heads, device=device).to(dtype) if sinks else None
-        return Sample(q, *caches, lens, first, head_dim**-0.5, window, softcap, logits, overlap=overlap)
+        return Sample(
+            q, *caches, lens, first, head_dim**-0.5, window, softcap, logits, programmatic_launch=programmatic_launch
+        )
 
     yield call(2, 4, 4, 64, 16, [2])
     yield call(7, 8, 2, 128, 300, [257])  # GQA 4, several splits
@@ -138,7 +140,7 @@ def samples(device: torch.device, dtype: torch.dtype):
     yield call(17, 4, 2, 80, 70, [70, 33], starts=[5, 20])
     yield call(5, 2, 1, 256, 140, [133], window=50)
     yield call(3, 6, 2, 96, 24, [20, 7], window=8, starts=[1, 5], softcap=5.0, sinks=True)
-    yield call(40, 2, 2, 40, 40, [40], overlap=True)  # a prompt
+    yield call(40, 2, 2, 40, 40, [40], programmatic_launch=True)  # a prompt
 
 
 SPEC = register(
@@ -146,7 +148,7 @@ SPEC = register(
         name="append_attention",
         schema=(
             "(Tensor q, Tensor k_cache, Tensor v_cache, Tensor seq_lens, Tensor? starts, float scale, int window=0, "
-            "float softcap=0.0, Tensor? sinks=None, bool overlap=False) -> Tensor"
+            "float softcap=0.0, Tensor? sinks=None, bool programmatic_launch=False) -> Tensor"
         ),
         reference=reference,
         fake=fake,

@@ -36,7 +36,7 @@ def reference(
     kv_table: torch.Tensor | None = None,
     layer: int = 0,
     workspace: torch.Tensor | None = None,
-    overlap: bool = False,
+    programmatic_launch: bool = False,
     sinks: torch.Tensor | None = None,
     k_scales: torch.Tensor | None = None,
     v_scales: torch.Tensor | None = None,
@@ -62,9 +62,9 @@ def reference(
         workspace: uint8 [workspace_bytes(...)] on q's device, zeroed once by the caller; the CUDA kernel keeps its
             partial results and counters there and leaves the counters zero. With None, the call allocates one. Two
             calls that may run at the same time need two workspaces. The CPU ignores it.
-        overlap: CUDA may read lengths, table and all but the newest query_len positions of the cache while the kernel
-            in front on this stream still runs. It is allowed only if that kernel writes none of them. The result does
-            not depend on it.
+        programmatic_launch: CUDA may read lengths, table and all but the newest query_len positions of the cache while
+            the kernel in front on this stream still runs. It is allowed only if that kernel writes none of them. The
+            result does not depend on it.
         sinks: [num_heads] in q's dtype, or None: one more score for each head, which takes part in the softmax and
             adds nothing to the output.
         k_scales, v_scales: bfloat16 [batch, num_kv_heads, capacity], the factors of a quantized cache's quants; None
@@ -224,7 +224,7 @@ def samples(device: torch.device, dtype: torch.dtype):
         window=0,
         kv=None,
         sinks=False,
-        overlap=False,
+        programmatic_launch=False,
         page_size=None,
     ):
         q = torch.randn(batch, query_len, heads, head_dim, device=device, dtype=dtype)
@@ -243,13 +243,19 @@ def samples(device: torch.device, dtype: torch.dtype):
         table = None
         if page_size is not None:
             table, *caches = in_pages(caches, page_size)
-        options = dict(overlap=overlap, sinks=logits, k_scales=scales[0], v_scales=scales[1], block_table=table)
+        options = dict(
+            programmatic_launch=programmatic_launch,
+            sinks=logits,
+            k_scales=scales[0],
+            v_scales=scales[1],
+            block_table=table,
+        )
         return Sample(q, *caches, lens, first, head_dim**-0.5, window, **options)
 
     yield call(1, 1, 4, 4, 32, 16, [1])
     yield call(1, 1, 32, 8, 128, 300, [257])  # GQA 4
-    yield call(1, 1, 32, 8, 128, 300, [257], sinks=True, overlap=True)
-    yield call(2, 3, 4, 2, 64, 90, [5, 90], sinks=True, overlap=True)
+    yield call(1, 1, 32, 8, 128, 300, [257], sinks=True, programmatic_launch=True)
+    yield call(2, 3, 4, 2, 64, 90, [5, 90], sinks=True, programmatic_launch=True)
     yield call(1, 1, 8, 1, 64, 1100, [1030], sinks=True)  # MQA, several splits
     yield call(2, 1, 12, 12, 64, 70, [70, 33], starts=[5, 0])
     yield call(3, 4, 8, 2, 80, 50, [44, 50, 4], starts=[0, 40, 0])
@@ -262,7 +268,7 @@ def samples(device: torch.device, dtype: torch.dtype):
     yield call(1, 1, 8, 2, 64, 300, [257], kv=torch.int8)
     yield call(2, 3, 4, 2, 80, 90, [5, 90], starts=[2, 0], kv=torch.float8_e4m3fn, sinks=True)
     yield call(2, 1, 4, 2, 40, 24, [100, 7], window=8, kv=torch.int8)
-    yield call(2, 1, 8, 2, 128, 320, [257, 31], page_size=16, sinks=True, overlap=True)
+    yield call(2, 1, 8, 2, 128, 320, [257, 31], page_size=16, sinks=True, programmatic_launch=True)
     yield call(2, 3, 4, 2, 64, 128, [300, 7], starts=[0, 2], window=70, page_size=32)  # ring
     yield call(1, 1, 4, 1, 80, 64, [40], kv=torch.float16, page_size=64)
 
@@ -272,7 +278,7 @@ SPEC = register(
         name="decode_attention",
         schema=(
             "(Tensor q, Tensor k_cache, Tensor v_cache, Tensor seq_lens, Tensor? starts, float scale, int window=0, "
-            "Tensor? kv_table=None, int layer=0, Tensor(a!)? workspace=None, bool overlap=False, "
+            "Tensor? kv_table=None, int layer=0, Tensor(a!)? workspace=None, bool programmatic_launch=False, "
             "Tensor? sinks=None, Tensor? k_scales=None, Tensor? v_scales=None, Tensor? block_table=None) -> Tensor"
         ),
         reference=reference,

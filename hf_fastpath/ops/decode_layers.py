@@ -105,7 +105,7 @@ def reference(
     transposed: bool,
     kv_table: torch.Tensor | None = None,
     workspace: torch.Tensor | None = None,
-    overlap: bool = False,
+    programmatic_launch: bool = False,
 ) -> torch.Tensor:
     """Compute ``x += out(attention(norm(x))); x += down(mlp(norm(x)))`` for each layer, then ``head(norm(x))``.
 
@@ -130,9 +130,9 @@ def reference(
             holds all three projections and there is no gate. The head is always [vocab_size, hidden_size].
         kv_table: int64 [layers, 3], see ``rope_append``; replaces the addresses and capacities of the caches.
         workspace: see ``decode_attention``.
-        overlap: CUDA may read weights, lengths, table and all but the newest position of the caches while the kernel in
-            front on this stream still runs. It is allowed only if that kernel writes none of them. The result does not
-            depend on it.
+        programmatic_launch: CUDA may read weights, lengths, table and all but the newest position of the caches while
+            the kernel in front on this stream still runs. It is allowed only if that kernel writes none of them. The
+            result does not depend on it.
 
     Returns:
         [batch, 1, vocab_size] logits in x's dtype.
@@ -316,7 +316,7 @@ def samples(device: torch.device, dtype: torch.dtype):
         bias=False,
         rotary_dim=None,
         kv=None,
-        overlap=False,
+        programmatic_launch=False,
     ):
         absent = randn(0)
         seq_lens = [seq_len] if isinstance(seq_len, int) else seq_len
@@ -358,14 +358,14 @@ def samples(device: torch.device, dtype: torch.dtype):
         return Sample(
             *(randn(batch, 1, hidden_size), weights, *caches, cos, sin, lens, starts, heads, head_dim**-0.5),
             *(windows or [0] * len(capacities), norm, 1e-5, activation, layout == "conv1d"),
-            overlap=overlap,
+            programmatic_launch=programmatic_launch,
         )
 
     # Mistral whose second layer has a ring; GPT-2; many heads to a KV head, and padding; plain MLPs
     yield call(256, 4, 2, 64, 512, 501, 40, [64, 24], windows=[0, 16], rotary_dim=64)
     gpt2 = dict(norm=NormKind.LAYER, activation=Activation.GELU_TANH, gated=False, layout="conv1d", bias=True)
-    yield call(256, 4, 4, 64, 1024, 503, 33, [33, 40], overlap=True, **gpt2)
-    yield call(256, 8, 1, 64, 320, 100, 20, [32, 32, 32], start=3, rotary_dim=64, overlap=True)
+    yield call(256, 4, 4, 64, 1024, 503, 33, [33, 40], programmatic_launch=True, **gpt2)
+    yield call(256, 8, 1, 64, 320, 100, 20, [32, 32, 32], start=3, rotary_dim=64, programmatic_launch=True)
     yield call(192, 3, 1, 64, 256, 64, 1, [8], activation=Activation.RELU, gated=False, layout="fused", bias=True)
     gelu = dict(activation=Activation.GELU)
     yield call(128, 2, 2, 64, 192, 77, 300, [310, 310], gated=False, bias=True, rotary_dim=32, **gelu)
@@ -378,7 +378,7 @@ def samples(device: torch.device, dtype: torch.dtype):
         yield call(128, 2, 2, 64, 256, 70, [9] * MAX_ROWS, [16], **conv1d)
         return
     # GPT-2's own sizes, small and medium, for which CUDA has kernels of its own
-    yield call(768, 12, 12, 64, 3072, 50, 1030, [1040, 200], windows=[0, 190], start=3, overlap=True, **gpt2)
+    yield call(768, 12, 12, 64, 3072, 50, 1030, [1040, 200], [0, 190], 3, programmatic_launch=True, **gpt2)
     yield call(1024, 16, 16, 64, 4096, 50, 31, [40], **gpt2)
 
 
@@ -388,8 +388,8 @@ SPEC = register(
         schema=(
             "(Tensor x, Tensor[] weights, Tensor(a!)[] k_caches, Tensor(b!)[] v_caches, Tensor? cos, Tensor? sin, "
             "Tensor seq_lens, Tensor? starts, int num_heads, float scale, int[] windows, int norm, float norm_eps, "
-            "int activation, bool transposed, Tensor? kv_table=None, Tensor(c!)? workspace=None, bool overlap=False) "
-            "-> Tensor"
+            "int activation, bool transposed, Tensor? kv_table=None, Tensor(c!)? workspace=None, "
+            "bool programmatic_launch=False) -> Tensor"
         ),
         reference=reference,
         fake=fake,

@@ -7,7 +7,9 @@ import torch
 from ..registry import FLOAT_DTYPES, OpSpec, Sample, nbytes, register, shape_reason
 
 
-def reference(logits: torch.Tensor, noise: torch.Tensor, settings: torch.Tensor, overlap: bool = False) -> torch.Tensor:
+def reference(
+    logits: torch.Tensor, noise: torch.Tensor, settings: torch.Tensor, programmatic_launch: bool = False
+) -> torch.Tensor:
     """Compute ``exp(score - max(score)) / noise`` for the tokens that the warpers keep, and 0 for the others.
 
     If the noise is distributed exponentially, the argmax of a row is a sample of the softmax over the kept scores; if
@@ -20,7 +22,8 @@ def reference(logits: torch.Tensor, noise: torch.Tensor, settings: torch.Tensor,
             and all scores equal to the last of them, or 0 for all; ``top_p`` in [0, 1], the mass to keep, 1 for all (of
             equal scores those of lower index go first); ``min_p`` in [0, 1], the least probability to keep as a share
             of the largest, 0 for all.
-        overlap: CUDA may launch while the kernel in front on this stream still runs. The result does not depend on it.
+        programmatic_launch: CUDA may launch while the kernel in front on this stream still runs. The result does not
+            depend on it.
 
     Returns:
         float32 [rows, vocab_size]; the largest value of a row is positive and belongs to a kept token.
@@ -81,7 +84,7 @@ def samples(device: torch.device, dtype: torch.dtype):
     yield call(1, 2000, 0.8, 50, 0.9, 0.05)
     yield call(2, 111)
     yield call(3, 1000, top_p=0.7)
-    yield call(16, 307, temperature=5.0, top_k=11, overlap=True)
+    yield call(16, 307, temperature=5.0, top_k=11, programmatic_launch=True)
     yield call(1, 32000, 0.7, 2000, 0.95)
     yield call(2, 50257, min_p=0.1)
     yield call(1, 1, 0.5, 3, 0.5, 0.5)
@@ -90,11 +93,13 @@ def samples(device: torch.device, dtype: torch.dtype):
 SPEC = register(
     OpSpec(
         name="exponential_race",
-        schema="(Tensor logits, Tensor noise, Tensor settings, bool overlap=False) -> Tensor",
+        schema="(Tensor logits, Tensor noise, Tensor settings, bool programmatic_launch=False) -> Tensor",
         reference=reference,
         fake=fake,
         why_not=why_not,
-        bytes=lambda logits, noise, settings, overlap=False: nbytes(logits, noise, settings) + nbytes(noise),
+        bytes=lambda logits, noise, settings, programmatic_launch=False: (
+            nbytes(logits, noise, settings) + nbytes(noise)
+        ),
         samples=samples,
     )
 )

@@ -23,7 +23,7 @@ def reference(
     down_weight: torch.Tensor,
     residual: torch.Tensor | None = None,
     activation: Activation = Activation.SILU,
-    overlap: bool = False,
+    programmatic_launch: bool = False,
     gate_up_bias: torch.Tensor | None = None,
     down_bias: torch.Tensor | None = None,
     transposed: bool = False,
@@ -44,8 +44,8 @@ def reference(
         residual: [..., hidden_size] or None.
         activation: ``silu``, ``gelu_tanh`` or ``gelu``; with ``transposed`` also ``clamped_swiglu``, which is
             ``gate * sigmoid(alpha * gate) * (up + 1)`` with gate at most ``limit`` and up within ``limit`` of zero.
-        overlap: CUDA may launch while the kernel in front on this stream still runs; see ``gemv``. The result does not
-            depend on it.
+        programmatic_launch: CUDA may launch while the kernel in front on this stream still runs; see ``gemv``. The
+            result does not depend on it.
         gate_up_bias: [num_experts, 2 * intermediate_size], added to gate and up, or None; only with ``transposed``.
         down_bias: [num_experts, hidden_size], added to each expert's output before it is weighted, or None; only with
             ``transposed``.
@@ -169,15 +169,15 @@ def samples(device: torch.device, dtype: torch.dtype):
         return Sample(randn(1, rows, hidden_size), ids, weights, stacks, down, added, **options)
 
     yield call(1, 2, 4, 48, 37, residual=True)
-    yield call(1, 8, 16, 256, 96, overlap=True)
+    yield call(1, 8, 16, 256, 96, programmatic_launch=True)
     yield call(2, 2, 4, 64, 72, residual=True)
     yield call(3, 3, 5, 128, 40, activation=Activation.GELU_TANH)
     yield call(4, 1, 8, 72, 264, activation=Activation.GELU)
-    yield call(7, 2, 3, 96, 64, residual=True, overlap=True)
+    yield call(7, 2, 3, 96, 64, residual=True, programmatic_launch=True)
     yield call(8, 4, 32, 136, 48)
     yield call(16, 2, 4, 80, 56, residual=True)
     oss = dict(transposed=True, biases=True, activation=Activation.CLAMPED_SWIGLU)
-    yield call(1, 4, 8, 128, 96, residual=True, overlap=True, **oss)
+    yield call(1, 4, 8, 128, 96, residual=True, programmatic_launch=True, **oss)
     yield call(2, 2, 4, 60, 37, limit=0.5, alpha=1.3, **oss)
     yield call(9, 2, 3, 72, 64, residual=True, transposed=True)
 
@@ -187,7 +187,7 @@ SPEC = register(
         name="fused_experts",
         schema=(
             "(Tensor x, Tensor expert_ids, Tensor expert_weights, Tensor gate_up_weight, Tensor down_weight, "
-            "Tensor? residual=None, int activation=2, bool overlap=False, Tensor? gate_up_bias=None, "
+            "Tensor? residual=None, int activation=2, bool programmatic_launch=False, Tensor? gate_up_bias=None, "
             "Tensor? down_bias=None, bool transposed=False, float alpha=1.702, float limit=7.0) -> Tensor"
         ),
         reference=reference,

@@ -12,8 +12,8 @@ from .fused_swiglu import GATES, activate
 from .norm import NORM_SCHEMA, NORMS, norm_reasons, normed
 
 MAX_ROWS = 16
-#: rows that weights which pass :func:`takes_tiles` can be multiplied with
-MAX_TILED_ROWS = 64
+#: rows that weights which pass :func:`takes_wgmma` can be multiplied with
+MAX_WGMMA_ROWS = 64
 ACTIVATIONS = (Activation.NONE, Activation.RELU, *GATES)
 
 
@@ -28,7 +28,7 @@ def reference(
     norm_weight: torch.Tensor | None = None,
     norm_bias: torch.Tensor | None = None,
     norm_eps: float = 0.0,
-    overlap: bool = False,
+    programmatic_launch: bool = False,
     next_weight: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Compute ``activation(norm(x) @ weight.T + bias) + residual``.
@@ -45,9 +45,9 @@ def reference(
         norm: ``none``, ``rms`` (as ``rms_norm``) or ``layer`` (as ``layer_norm``).
         norm_weight, norm_bias: [in_features] of the norm; ``rms`` takes a weight only.
         norm_eps: of the norm.
-        overlap: CUDA may read weight, bias and the norm's parameters while the kernel in front on this stream still
-            runs. It is allowed only if neither that kernel nor an earlier one that may still run writes any of them.
-            The result does not depend on it.
+        programmatic_launch: CUDA may read weight, bias and the norm's parameters while the kernel in front on this
+            stream still runs. It is allowed only if neither that kernel nor an earlier one that may still run writes
+            any of them. The result does not depend on it.
         next_weight: the matrix that the next kernel on this stream reads, of x's dtype and device, or None. While this
             call ends, CUDA may prefetch parts of that matrix into the L2 cache. The result does not depend on it.
 
@@ -74,7 +74,7 @@ def _has_tiles(device: torch.device) -> bool:
     return torch.cuda.get_device_capability(device) == (9, 0)
 
 
-def takes_tiles(*weights: torch.Tensor | None) -> bool:
+def takes_wgmma(*weights: torch.Tensor | None) -> bool:
     """Whether CUDA has kernels for more than 16 rows with these weights, each [out_features, in_features] or None."""
     return all(
         weight is None
@@ -97,7 +97,7 @@ def rows_reason(x: torch.Tensor, most: int = MAX_ROWS) -> list[str]:
 
 def most_rows(*weights: torch.Tensor | None, transposed: bool = False) -> int:
     """Return the number of rows of x that the op takes with these weights."""
-    return MAX_TILED_ROWS if not transposed and takes_tiles(*weights) else MAX_ROWS
+    return MAX_WGMMA_ROWS if not transposed and takes_wgmma(*weights) else MAX_ROWS
 
 
 def weight_reason(name: str, x: torch.Tensor, weight: torch.Tensor, transposed: bool = False) -> list[str]:
@@ -166,13 +166,13 @@ def samples(device: torch.device, dtype: torch.dtype):
         randn(2048),
         1e-5,
     )
-    yield Sample(randn(8, 4352), weight(40, 4352, 4352), overlap=True)
-    yield Sample(randn(1, 256), weight(48, 256, 256), overlap=True, next_weight=weight(99, 48, 48))
+    yield Sample(randn(8, 4352), weight(40, 4352, 4352), programmatic_launch=True)
+    yield Sample(randn(1, 256), weight(48, 256, 256), programmatic_launch=True, next_weight=weight(99, 48, 48))
     wide = weight(40, 200, 100)
     yield Sample(randn(1, 100), wide[:, 100:])  # a column slice: strided rows, 4- or 2-byte alignment
     yield Sample(randn(4, 3, 99).transpose(0, 1), weight(64, 99, 99))
     many = weight(48, 256, 256)
-    if most_rows(many) == MAX_TILED_ROWS:
+    if most_rows(many) == MAX_WGMMA_ROWS:
         x = randn(17 * 256 + 1)
         yield Sample(x[:-1].view(17, 256), many)
         yield Sample(x[1:].view(17, 256), many)  # 4- or 2-byte alignment
@@ -183,7 +183,7 @@ SPEC = register(
         name="gemv",
         schema=(
             "(Tensor x, Tensor weight, Tensor? bias=None, Tensor? residual=None, "
-            f"int activation=0, bool transposed=False, {NORM_SCHEMA}, bool overlap=False, "
+            f"int activation=0, bool transposed=False, {NORM_SCHEMA}, bool programmatic_launch=False, "
             "Tensor? next_weight=None) -> Tensor"
         ),
         reference=reference,

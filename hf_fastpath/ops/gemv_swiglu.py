@@ -8,7 +8,7 @@ from ..choices import Activation, NormKind
 from ..registry import OpSpec, Sample, choice_reason, nbytes, register, shape_reason, tensor_reasons
 from .fused_swiglu import GATES
 from .fused_swiglu import reference as gated
-from .gemv import MAX_TILED_ROWS, most_rows, rows_reason, weight_reason
+from .gemv import MAX_WGMMA_ROWS, most_rows, rows_reason, weight_reason
 from .norm import NORM_SCHEMA, NORMS, norm_reasons, normed
 
 
@@ -21,7 +21,7 @@ def reference(
     norm_weight: torch.Tensor | None = None,
     norm_bias: torch.Tensor | None = None,
     norm_eps: float = 0.0,
-    overlap: bool = False,
+    programmatic_launch: bool = False,
     next_weight: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Compute ``activation(norm(x) @ gate_weight.T) * (norm(x) @ up_weight.T)``.
@@ -30,7 +30,7 @@ def reference(
         x: [..., hidden_size], at most 16 rows in all, or 64 as in ``gemv``.
         gate_weight, up_weight: [intermediate_size, hidden_size], the weights of the model's two ``nn.Linear`` modules.
         activation: ``silu``, ``gelu_tanh`` or ``gelu``.
-        norm, norm_weight, norm_bias, norm_eps, overlap, next_weight: as in ``gemv``.
+        norm, norm_weight, norm_bias, norm_eps, programmatic_launch, next_weight: as in ``gemv``.
 
     Returns:
         [..., intermediate_size] in x's dtype, contiguous; rounded once.
@@ -80,8 +80,8 @@ def samples(device: torch.device, dtype: torch.dtype):
         yield Sample(randn(1, 256), *weights, Activation.SILU, norm, randn(256), shift, 1e-5, True)
         yield Sample(randn(3, 256), *weights, Activation.GELU, norm, randn(256), shift, 1e-5)
     weights = [randn(72, 256) / 16 for _ in range(2)]
-    if most_rows(*weights) == MAX_TILED_ROWS:
-        for rows in (17, 40, MAX_TILED_ROWS):
+    if most_rows(*weights) == MAX_WGMMA_ROWS:
+        for rows in (17, 40, MAX_WGMMA_ROWS):
             yield Sample(randn(rows, 256), *weights, Activation.GELU_TANH, NormKind.RMS, randn(256), None, 1e-5, True)
 
 
@@ -90,7 +90,7 @@ SPEC = register(
         name="gemv_swiglu",
         schema=(
             "(Tensor x, Tensor gate_weight, Tensor up_weight, int activation=2, "
-            f"{NORM_SCHEMA}, bool overlap=False, Tensor? next_weight=None) -> Tensor"
+            f"{NORM_SCHEMA}, bool programmatic_launch=False, Tensor? next_weight=None) -> Tensor"
         ),
         reference=reference,
         fake=fake,

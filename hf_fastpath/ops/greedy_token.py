@@ -16,7 +16,7 @@ def reference(
     record: torch.Tensor,
     eos_tokens: torch.Tensor | None = None,
     pad_token: torch.Tensor | None = None,
-    overlap: bool = False,
+    programmatic_launch: bool = False,
 ) -> None:
     """Choose ``argmax(logits)`` for every row, or the pad token for a row that has finished.
 
@@ -31,8 +31,8 @@ def reference(
             ``seq_lens mod slots`` (after the increase) receives the choice and ``unfinished``.
         eos_tokens: int64 [count] end tokens, or None: rows never finish.
         pad_token: int64 with one element, needed with ``eos_tokens``.
-        overlap: CUDA may read all but ``logits`` while the kernel in front on this stream still runs. It is allowed
-            only if that kernel writes none of that. The result does not depend on it.
+        programmatic_launch: CUDA may read all but ``logits`` while the kernel in front on this stream still runs. It is
+            allowed only if that kernel writes none of that. The result does not depend on it.
 
     Returns:
         Nothing.
@@ -93,7 +93,7 @@ def moved(logits, unfinished, tokens, positions, seq_lens) -> int:
 
 
 def samples(device: torch.device, dtype: torch.dtype):
-    def call(batch, vocab_size, finished=(), eos=None, seq_len=5, slots=4, overlap=False):
+    def call(batch, vocab_size, finished=(), eos=None, seq_len=5, slots=4, programmatic_launch=False):
         unfinished = torch.tensor([int(row not in finished) for row in range(batch)], device=device)
         end = {} if eos is None else {"eos_tokens": torch.tensor(eos, device=device)}
         pad = {} if eos is None else {"pad_token": torch.tensor(1, device=device)}
@@ -106,13 +106,13 @@ def samples(device: torch.device, dtype: torch.dtype):
             torch.zeros(slots, 2, batch, device=device, dtype=torch.long),
             **end,
             **pad,
-            overlap=overlap,
+            programmatic_launch=programmatic_launch,
         )
 
     yield call(1, 1)
     yield call(1, 32000)
     yield call(3, 50257, finished=[1], eos=[7, 50256])
-    yield call(16, 111, finished=[0, 15], eos=list(range(111)), seq_len=1000, slots=32, overlap=True)
+    yield call(16, 111, finished=[0, 15], eos=list(range(111)), seq_len=1000, slots=32, programmatic_launch=True)
 
 
 SPEC = register(
@@ -120,7 +120,7 @@ SPEC = register(
         name="greedy_token",
         schema=(
             "(Tensor logits, Tensor(a!) unfinished, Tensor(b!) tokens, Tensor(c!) positions, Tensor(d!) seq_lens, "
-            "Tensor(e!) record, Tensor? eos_tokens=None, Tensor? pad_token=None, bool overlap=False) -> ()"
+            "Tensor(e!) record, Tensor? eos_tokens=None, Tensor? pad_token=None, bool programmatic_launch=False) -> ()"
         ),
         reference=reference,
         fake=fake,

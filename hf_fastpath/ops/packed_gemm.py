@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from ..choices import Packing
+from ..choices import PackedFormat
 from ..quantization import FORMATS, PackedWeight
 from ..registry import OpSpec, Sample, choice_reason, nbytes, register, shape_reason, tensor_reasons
 from .packed_gemv import random_weight, weight_reasons
@@ -16,7 +16,7 @@ def reference(
     scales: torch.Tensor,
     zeros: torch.Tensor | None,
     multiplier: float,
-    format: Packing,
+    format: PackedFormat,
     bias: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Compute ``x @ weight.T + bias``.
@@ -45,7 +45,7 @@ def fake(x, quants):
 
 
 def why_not(x, quants, scales, zeros, format, bias) -> list[str]:
-    reasons = choice_reason("format", format, Packing) + tensor_reasons(x, bias=bias)
+    reasons = choice_reason("format", format, PackedFormat) + tensor_reasons(x, bias=bias)
     if not x.dim() or not x.shape[-1]:
         reasons.append(f"x has shape {tuple(x.shape)}, expected [..., in_features] with at least one feature")
     if reasons:
@@ -62,13 +62,13 @@ def samples(device: torch.device, dtype: torch.dtype):
     def randn(*shape):
         return torch.randn(*shape, device=device, dtype=dtype)
 
-    for form in FORMATS.values():
+    for format in FORMATS.values():
         for rows, k, n in ((17, 768, 70), (32, 111, 37), (100, 64, 65), (67, 300, 33), (1, 7, 5)):
-            yield Sample(randn(rows, k), *random_weight(form, n, k, device))
-        yield Sample(randn(1, 20, 256), *random_weight(form, 300, 256, device), randn(300))
-        yield Sample(randn(4, 13, 120)[..., 7:106], *random_weight(form, 64, 99, device))
-    form = FORMATS["int4_g32"]
-    yield Sample(randn(150, 1024), *random_weight(form, 520, 1024, device), randn(520))
+            yield Sample(randn(rows, k), *random_weight(format, n, k, device))
+        yield Sample(randn(1, 20, 256), *random_weight(format, 300, 256, device), randn(300))
+        yield Sample(randn(4, 13, 120)[..., 7:106], *random_weight(format, 64, 99, device))
+    format = FORMATS["int4_g32"]
+    yield Sample(randn(150, 1024), *random_weight(format, 520, 1024, device), randn(520))
 
 
 SPEC = register(

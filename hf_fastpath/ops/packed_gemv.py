@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from ..choices import Activation, NormKind, Packing
+from ..choices import Activation, NormKind, PackedFormat
 from ..quantization import FORMATS, PackedWeight, quantize
 from ..quantization.formats import Format, padded
 from ..registry import OpSpec, Sample, choice_reason, nbytes, register, shape_reason, tensor_reasons
@@ -19,7 +19,7 @@ def reference(
     scales: torch.Tensor,
     zeros: torch.Tensor | None,
     multiplier: float,
-    format: Packing,
+    format: PackedFormat,
     bias: torch.Tensor | None = None,
     residual: torch.Tensor | None = None,
     activation: Activation = Activation.NONE,
@@ -27,7 +27,7 @@ def reference(
     norm_weight: torch.Tensor | None = None,
     norm_bias: torch.Tensor | None = None,
     norm_eps: float = 0.0,
-    overlap: bool = False,
+    programmatic_launch: bool = False,
     next_weight: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Compute ``activation(norm(x) @ weight.T + bias) + residual``.
@@ -40,7 +40,7 @@ def reference(
         residual: [..., out_features] or None, added after the activation.
         activation: ``none``, ``relu``, ``silu``, ``gelu_tanh`` or ``gelu``.
         norm, norm_weight, norm_bias, norm_eps: of x, as in ``gemv``.
-        overlap: as in ``gemv``.
+        programmatic_launch: as in ``gemv``.
         next_weight: quants that the next kernel on this stream reads, on x's device, or None. CUDA may prefetch parts
             of them into the L2 cache. The result does not depend on it.
 
@@ -65,13 +65,13 @@ def fake(x, quants):
     return x.new_empty(*x.shape[:-1], quants.shape[0])
 
 
-def weight_reasons(x, quants, scales, zeros, format: Packing) -> list[str]:
+def weight_reasons(x, quants, scales, zeros, format: PackedFormat) -> list[str]:
     """Return reasons why a packed weight does not fit ``x`` and its format, which is a known one."""
-    form, out_features = FORMATS[format.label], quants.shape[0] if quants.dim() else 0
-    groups = out_features, form.groups(x.shape[-1])
-    reasons = _part_reasons("quants", x, quants, torch.uint8, (out_features, padded(x.shape[-1]) * form.bits // 8))
+    known, out_features = FORMATS[format.label], quants.shape[0] if quants.dim() else 0
+    groups = out_features, known.groups(x.shape[-1])
+    reasons = _part_reasons("quants", x, quants, torch.uint8, (out_features, padded(x.shape[-1]) * known.bits // 8))
     reasons += _part_reasons("scales", x, scales, torch.float16, groups)
-    if form.has_zeros != (zeros is not None):
+    if known.has_zeros != (zeros is not None):
         reasons.append(f"zeros is {'missing' if zeros is None else 'given'}, which format {format} does not go with")
     elif zeros is not None:
         reasons += _part_reasons("zeros", x, zeros, torch.uint8, groups)
@@ -102,7 +102,7 @@ def why_not(
     norm_bias=None,
     next_weight=None,
 ) -> list[str]:
-    reasons = choice_reason("format", format, Packing)
+    reasons = choice_reason("format", format, PackedFormat)
     reasons += tensor_reasons(x, bias=bias, residual=residual)
     reasons += norm_reasons(x, norm, norm_weight, norm_bias) + rows_reason(x)
     reasons += choice_reason("activation", activation, ACTIVATIONS)
@@ -121,35 +121,35 @@ def moved(x, quants, scales, zeros, bias, residual, norm_weight, norm_bias) -> i
     return inputs + nbytes(fake(x, quants))
 
 
-def random_weight(form: Format, rows: int, columns: int, device: torch.device) -> tuple:
+def random_weight(format: Format, rows: int, columns: int, device: torch.device) -> tuple:
     """Make a weight for samples, as the op takes it."""
     weight = torch.randn(rows, columns, device=device).clamp_(-4, 4)
     weight[0, 0] = 4  # so that all weights of a shape have the same multiplier
-    made = quantize(weight * columns**-0.5, form)
-    return made.quants, made.scales, made.zeros, made.multiplier, form.packing
+    made = quantize(weight * columns**-0.5, format)
+    return made.quants, made.scales, made.zeros, made.multiplier, format.packed_format
 
 
 def samples(device: torch.device, dtype: torch.dtype):
     def randn(*shape):
         return torch.randn(*shape, device=device, dtype=dtype)
 
-    def packed(form, rows, columns):
-        return random_weight(form, rows, columns, device)
+    def packed(format, rows, columns):
+        return random_weight(format, rows, columns, device)
 
-    for form in FORMATS.values():
+    for format in FORMATS.values():
         for rows, k, n in ((1, 768, 70), (1, 111, 37), (2, 64, 65), (3, 1000, 33), (16, 300, 41), (1, 7, 5)):
-            yield Sample(randn(rows, k), *packed(form, n, k))
-        yield Sample(randn(1, 1, 256), *packed(form, 300, 256), randn(300), randn(1, 1, 300))
+            yield Sample(randn(rows, k), *packed(format, n, k))
+        yield Sample(randn(1, 1, 256), *packed(format, 300, 256), randn(300), randn(1, 1, 300))
         for activation in ACTIVATIONS:
-            yield Sample(randn(5, 128), *packed(form, 48, 128), randn(48), None, activation)
+            yield Sample(randn(5, 128), *packed(format, 48, 128), randn(48), None, activation)
         for norm in NORMS[1:]:
             shift = randn(256) if norm == NormKind.LAYER else None
             x, residual = randn(2, 256) + 1, randn(2, 72)
-            weight = packed(form, 72, 256)
+            weight = packed(format, 72, 256)
             yield Sample(x, *weight, None, residual, Activation.NONE, norm, randn(256), shift, 1e-5, True)
             yield Sample(x[:1], *weight, randn(72), None, Activation.GELU, norm, randn(256), shift, 1e-5)
-        yield Sample(randn(8, 2048), *packed(form, 70, 2048), randn(70), randn(8, 70))
-        yield Sample(randn(4, 3, 99).transpose(0, 1), *packed(form, 64, 99))
+        yield Sample(randn(8, 2048), *packed(format, 70, 2048), randn(70), randn(8, 70))
+        yield Sample(randn(4, 3, 99).transpose(0, 1), *packed(format, 64, 99))
 
 
 SPEC = register(
@@ -157,7 +157,7 @@ SPEC = register(
         name="packed_gemv",
         schema=(
             "(Tensor x, Tensor quants, Tensor scales, Tensor? zeros, float multiplier, int format, Tensor? bias=None, "
-            f"Tensor? residual=None, int activation=0, {NORM_SCHEMA}, bool overlap=False, "
+            f"Tensor? residual=None, int activation=0, {NORM_SCHEMA}, bool programmatic_launch=False, "
             "Tensor? next_weight=None) -> Tensor"
         ),
         reference=reference,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from ..choices import Activation, NormKind, Packing
+from ..choices import Activation, NormKind, PackedFormat
 from ..quantization import FORMATS
 from ..registry import OpSpec, Sample, choice_reason, nbytes, register
 from .fused_swiglu import GATES
@@ -21,13 +21,13 @@ def reference(
     scales: torch.Tensor,
     zeros: torch.Tensor | None,
     multiplier: float,
-    format: Packing,
+    format: PackedFormat,
     activation: Activation = Activation.SILU,
     norm: NormKind = NormKind.NONE,
     norm_weight: torch.Tensor | None = None,
     norm_bias: torch.Tensor | None = None,
     norm_eps: float = 0.0,
-    overlap: bool = False,
+    programmatic_launch: bool = False,
 ) -> torch.Tensor:
     """Compute ``activation(norm(x) @ gate.T) * (norm(x) @ up.T)``.
 
@@ -35,7 +35,7 @@ def reference(
         x: [..., hidden_size], at most 16 rows in all.
         quants, scales, zeros, multiplier, format: the rows of gate, then those of up, as in ``packed_gemv``.
         activation: ``silu``, ``gelu_tanh`` or ``gelu``.
-        norm, norm_weight, norm_bias, norm_eps, overlap: as in ``gemv``.
+        norm, norm_weight, norm_bias, norm_eps, programmatic_launch: as in ``gemv``.
 
     Returns:
         [..., intermediate_size] in x's dtype, contiguous.
@@ -73,16 +73,16 @@ def samples(device: torch.device, dtype: torch.dtype):
     def randn(*shape):
         return torch.randn(*shape, device=device, dtype=dtype)
 
-    for form in FORMATS.values():
+    for format in FORMATS.values():
         for rows, k, n in ((1, 768, 70), (1, 111, 37), (2, 64, 65), (3, 1000, 33), (16, 300, 41)):
-            yield Sample(randn(rows, k), *random_weight(form, 2 * n, k, device))
+            yield Sample(randn(rows, k), *random_weight(format, 2 * n, k, device))
         for activation in GATES:
-            yield Sample(randn(1, 5, 128), *random_weight(form, 96, 128, device), activation)
+            yield Sample(randn(1, 5, 128), *random_weight(format, 96, 128, device), activation)
         for norm in NORMS[1:]:
             norms = norm, randn(256), randn(256) if norm == NormKind.LAYER else None, 1e-5
             for rows in (1, 2):
                 x = randn(rows, 256) + 1
-                yield Sample(x, *random_weight(form, 144, 256, device), Activation.SILU, *norms, rows == 1)
+                yield Sample(x, *random_weight(format, 144, 256, device), Activation.SILU, *norms, rows == 1)
 
 
 SPEC = register(
@@ -90,7 +90,7 @@ SPEC = register(
         name="packed_gemv_swiglu",
         schema=(
             "(Tensor x, Tensor quants, Tensor scales, Tensor? zeros, float multiplier, int format, "
-            f"int activation=2, {NORM_SCHEMA}, bool overlap=False) -> Tensor"
+            f"int activation=2, {NORM_SCHEMA}, bool programmatic_launch=False) -> Tensor"
         ),
         reference=reference,
         fake=fake,

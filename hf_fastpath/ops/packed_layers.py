@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from ..choices import Activation, NormKind, Packing
+from ..choices import Activation, NormKind, PackedFormat
 from ..quantization import FORMATS
 from ..quantization.formats import padded
 from ..registry import OpSpec, Sample, choice_reason, nbytes, register, shape_reason, tensor_reasons
@@ -48,7 +48,7 @@ def reference(
     x: torch.Tensor,
     weights: Sequence[torch.Tensor],
     multipliers: Sequence[float],
-    format: Packing,
+    format: PackedFormat,
     k_caches: Sequence[torch.Tensor],
     v_caches: Sequence[torch.Tensor],
     cos: torch.Tensor | None,
@@ -134,7 +134,7 @@ def why_not(
     if x.dim() != 3 or x.shape[1] != 1 or not 1 <= x.shape[0] <= MAX_ROWS:
         return [f"x has shape {tuple(x.shape)}, expected [1 to {MAX_ROWS}, 1, hidden_size]: one token of each sequence"]
     layers = len(k_caches)
-    reasons = choice_reason("format", format, Packing) + choice_reason("norm", norm, NORMS[1:])
+    reasons = choice_reason("format", format, PackedFormat) + choice_reason("norm", norm, NORMS[1:])
     reasons += choice_reason("activation", activation, GATES if gated else ACTIVATIONS) + tensor_reasons(x)
     if not layers:
         reasons.append("k_caches is empty, expected one cache for every layer")
@@ -162,7 +162,7 @@ def why_not(
 def weight_reasons(
     x: torch.Tensor,
     w: dict[str, torch.Tensor],
-    format: Packing,
+    format: PackedFormat,
     num_heads: int,
     num_kv_heads: int,
     head_dim: int,
@@ -170,7 +170,7 @@ def weight_reasons(
     gated: bool,
 ) -> list[str]:
     """Return reasons why the weights of a layer do not fit together."""
-    form, hidden = FORMATS[format.label], x.shape[2]
+    known, hidden = FORMATS[format.label], x.shape[2]
     both = w["up_quants"].shape[0] if w["up_quants"].dim() else 0
     inner = both // 2 if gated else both
     reasons = []
@@ -191,15 +191,15 @@ def weight_reasons(
         "down": (hidden, inner),
     }
     for name, (rows, columns) in sizes.items():
-        groups = rows, form.groups(columns)
+        groups = rows, known.groups(columns)
         wanted = {
-            "quants": (torch.uint8, (rows, padded(columns) * form.bits // 8)),
+            "quants": (torch.uint8, (rows, padded(columns) * known.bits // 8)),
             "scales": (torch.float16, groups),
             "zeros": (torch.uint8, groups),
         }
         for part, (dtype, shape) in wanted.items():
             tensor, label = w[f"{name}_{part}"], f"{name}_{part}"
-            if part == "zeros" and not form.has_zeros:
+            if part == "zeros" and not known.has_zeros:
                 if tensor.numel():
                     reasons.append(f"{label} is given, which format {format} does not go with")
                 continue
@@ -223,7 +223,7 @@ def samples(device: torch.device, dtype: torch.dtype):
     def randn(*shape):
         return torch.randn(*shape, device=device, dtype=dtype)
 
-    def call(form, hidden, heads, kv_heads, head_dim, inner, seq_lens, capacities, norm=NormKind.RMS, **settings):
+    def call(format, hidden, heads, kv_heads, head_dim, inner, seq_lens, capacities, norm=NormKind.RMS, **settings):
         gated, activation = settings.get("gated", True), settings.get("activation", Activation.SILU)
         rotary_dim, start, batch = settings.get("rotary_dim"), settings.get("start"), len(seq_lens)
         sizes = ((heads + 2 * kv_heads) * head_dim, hidden), (hidden, heads * head_dim)
@@ -234,7 +234,7 @@ def samples(device: torch.device, dtype: torch.dtype):
             for place, (rows, columns) in enumerate(sizes):
                 if place % 2 == 0:
                     weights += [randn(hidden), randn(hidden) if norm == NormKind.LAYER else randn(0)]
-                quants, scales, zeros, multiplier, _ = random_weight(FORMATS[form], rows, columns, device)
+                quants, scales, zeros, multiplier, _ = random_weight(FORMATS[format], rows, columns, device)
                 weights += [quants, scales, quants.new_empty(0) if zeros is None else zeros]
                 multipliers.append(multiplier)
             for part in caches:
@@ -246,7 +246,7 @@ def samples(device: torch.device, dtype: torch.dtype):
         starts = None if start is None else torch.tensor([start] * batch, device=device, dtype=torch.int32)
         windows = settings.get("windows") or [0] * len(capacities)
         return Sample(
-            *(randn(batch, 1, hidden), weights, multipliers, form, *caches, cos, sin, lens, starts, heads),
+            *(randn(batch, 1, hidden), weights, multipliers, format, *caches, cos, sin, lens, starts, heads),
             *(head_dim**-0.5, windows, norm, 1e-5, activation, gated),
         )
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from ..choices import Activation, NormKind, Packing
+from ..choices import Activation, NormKind, PackedFormat
 from ..quantization import FORMATS
 from ..registry import OpSpec, Sample, nbytes, register
 from .gemv import MAX_ROWS
@@ -24,7 +24,7 @@ def reference(
     scales: torch.Tensor,
     zeros: torch.Tensor | None,
     multiplier: float,
-    format: Packing,
+    format: PackedFormat,
     cos: torch.Tensor | None,
     sin: torch.Tensor | None,
     k_cache: torch.Tensor,
@@ -37,7 +37,7 @@ def reference(
     norm_weight: torch.Tensor | None = None,
     norm_bias: torch.Tensor | None = None,
     norm_eps: float = 0.0,
-    overlap: bool = False,
+    programmatic_launch: bool = False,
     k_scales: torch.Tensor | None = None,
     v_scales: torch.Tensor | None = None,
 ) -> torch.Tensor:
@@ -48,7 +48,7 @@ def reference(
         quants, scales, zeros, multiplier, format: the rows of query, key and value one after the other, as in
             ``packed_gemv``.
         cos, sin, k_cache, v_cache, seq_lens, num_heads, kv_table, layer, k_scales, v_scales: as in ``rope_append``.
-        norm, norm_weight, norm_bias, norm_eps, overlap: as in ``qkv_rope_append``.
+        norm, norm_weight, norm_bias, norm_eps, programmatic_launch: as in ``qkv_rope_append``.
 
     Returns:
         [batch, query_len, num_heads, head_dim] rotated queries in x's dtype.
@@ -110,7 +110,7 @@ def samples(device: torch.device, dtype: torch.dtype):
         return torch.randn(*shape, device=device, dtype=dtype)
 
     def call(
-        form,
+        format,
         batch,
         query_len,
         hidden_size,
@@ -122,7 +122,7 @@ def samples(device: torch.device, dtype: torch.dtype):
         norm=NormKind.NONE,
         kv=None,
     ):
-        weight = random_weight(form, (heads + 2 * kv_heads) * head_dim, hidden_size, device)
+        weight = random_weight(format, (heads + 2 * kv_heads) * head_dim, hidden_size, device)
         cos, sin = random_angles(batch, query_len, rotary_dim, device, dtype)
         caches, scales = random_caches((batch, kv_heads, 9, head_dim), device, kv or dtype)
         lens = torch.tensor(seq_lens, device=device, dtype=torch.int32)
@@ -136,11 +136,11 @@ def samples(device: torch.device, dtype: torch.dtype):
             *(norm == NormKind.RMS, *scales),
         )
 
-    for form in FORMATS.values():
-        yield call(form, 1, 1, 256, 4, 2, 32, [5], 32)
-        yield call(form, 1, 1, 256, 8, 2, 32, [5], 32, NormKind.RMS)
-        yield call(form, 1, 1, 192, 3, 1, 64, [9], 32, NormKind.LAYER)
-        yield call(form, 3, 2, 2048, 4, 2, 32, [3, 17, 9], 16, NormKind.RMS)
+    for format in FORMATS.values():
+        yield call(format, 1, 1, 256, 4, 2, 32, [5], 32)
+        yield call(format, 1, 1, 256, 8, 2, 32, [5], 32, NormKind.RMS)
+        yield call(format, 1, 1, 192, 3, 1, 64, [9], 32, NormKind.LAYER)
+        yield call(format, 3, 2, 2048, 4, 2, 32, [3, 17, 9], 16, NormKind.RMS)
     yield call(FORMATS["int4"], 2, 3, 111, 4, 1, 40, [3, 17], 40)
     yield call(FORMATS["int4_g32"], MAX_ROWS, 1, 64, 2, 2, 32, list(range(1, MAX_ROWS + 1)), None, NormKind.RMS)
     yield call(FORMATS["int8"], 1, 1, 128, 4, 4, 80, [7], 32, NormKind.RMS, torch.float16)
@@ -154,8 +154,8 @@ SPEC = register(
         schema=(
             "(Tensor x, Tensor quants, Tensor scales, Tensor? zeros, float multiplier, int format, Tensor? cos, "
             "Tensor? sin, Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor seq_lens, int num_heads, "
-            f"Tensor? kv_table=None, int layer=0, {NORM_SCHEMA}, bool overlap=False, Tensor(c!)? k_scales=None, "
-            "Tensor(d!)? v_scales=None) -> Tensor"
+            f"Tensor? kv_table=None, int layer=0, {NORM_SCHEMA}, bool programmatic_launch=False, "
+            "Tensor(c!)? k_scales=None, Tensor(d!)? v_scales=None) -> Tensor"
         ),
         reference=reference,
         fake=fake,

@@ -85,13 +85,13 @@ def laid_out(packed: PackedWeight, layout: str) -> tuple[torch.Tensor, torch.Ten
     Raises:
         ValueError: the weight has another format, a row is no multiple of 32, or the layout is unknown.
     """
-    if packed.form.name != "int4_g32" or packed.in_features % GROUP or layout not in LAYOUTS:
+    if packed.format.name != "int4_g32" or packed.in_features % GROUP or layout not in LAYOUTS:
         raise ValueError(
-            f"laid_out() got {packed.form.name}, {packed.in_features} features and layout {layout!r}, expected "
+            f"laid_out() got {packed.format.name}, {packed.in_features} features and layout {layout!r}, expected "
             f"int4_g32, a multiple of {GROUP}, and one of {', '.join(LAYOUTS)}"
         )
     rows, groups = packed.out_features, packed.in_features // GROUP
-    steps = unpack(packed.form, packed.quants).view(rows, -1, GROUP)[:, :groups]
+    steps = unpack(packed.format, packed.quants).view(rows, -1, GROUP)[:, :groups]
     quants = steps[..., :QUANT_BYTES] | steps[..., QUANT_BYTES:] << 4
     scales = (packed.scales.float() * packed.multiplier).half()[:, :groups].contiguous()
     if layout == "split":

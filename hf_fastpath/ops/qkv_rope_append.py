@@ -6,7 +6,7 @@ import torch
 
 from ..choices import NormKind
 from ..registry import OpSpec, Sample, nbytes, register, shape_reason, tensor_reasons
-from .gemv import MAX_ROWS, MAX_TILED_ROWS, most_rows, rows_reason, weight_reason
+from .gemv import MAX_ROWS, MAX_WGMMA_ROWS, most_rows, rows_reason, weight_reason
 from .kv_cache import in_pages, refuse_kv_table
 from .norm import NORM_SCHEMA, NORMS, norm_reasons, normed
 from .rope_append import random_angles, random_caches, written_bytes
@@ -35,7 +35,7 @@ def reference(
     norm_weight: torch.Tensor | None = None,
     norm_bias: torch.Tensor | None = None,
     norm_eps: float = 0.0,
-    overlap: bool = False,
+    programmatic_launch: bool = False,
     k_scales: torch.Tensor | None = None,
     v_scales: torch.Tensor | None = None,
     block_table: torch.Tensor | None = None,
@@ -49,8 +49,8 @@ def reference(
         q_bias, k_bias, v_bias: one per output feature, or None.
         transposed: ``q_weight`` holds all projections as a ``Conv1D`` does, [hidden_size, features].
         cos, sin, k_cache, v_cache, seq_lens, num_heads, kv_table, layer: as in ``rope_append``.
-        norm, norm_weight, norm_bias, norm_eps, overlap: as in ``gemv``. With ``overlap``, lengths and table may be read
-            early as well.
+        norm, norm_weight, norm_bias, norm_eps, programmatic_launch: as in ``gemv``. With ``programmatic_launch``,
+            lengths and table may be read early as well.
         k_scales, v_scales, block_table: as in ``rope_append``.
 
     Returns:
@@ -171,7 +171,7 @@ def samples(device: torch.device, dtype: torch.dtype):
         bias=False,
         kv=None,
         norm=NormKind.NONE,
-        overlap=False,
+        programmatic_launch=False,
         page_size=None,
     ):
         sizes = [heads * head_dim, kv_heads * head_dim, kv_heads * head_dim]
@@ -194,25 +194,27 @@ def samples(device: torch.device, dtype: torch.dtype):
         norm_bias = randn(hidden_size) if norm == NormKind.LAYER else None
         return Sample(
             *(randn(batch, query_len, hidden_size), *weights, *biases, layout == "conv1d", cos, sin, *caches, lens),
-            *(heads, None, 0, norm, norm_weight, norm_bias, 1e-5, overlap, *scales, table),
+            *(heads, None, 0, norm, norm_weight, norm_bias, 1e-5, programmatic_launch, *scales, table),
         )
 
     yield call(1, 1, 256, 4, 2, 32, [5], rotary_dim=32)
-    yield call(1, 1, 256, 8, 2, 32, [5], rotary_dim=32, norm=NormKind.RMS, overlap=True)
-    yield call(1, 1, 192, 3, 3, 64, [30], layout="conv1d", bias=True, norm=NormKind.LAYER, overlap=True)
+    yield call(1, 1, 256, 8, 2, 32, [5], rotary_dim=32, norm=NormKind.RMS, programmatic_launch=True)
+    yield call(1, 1, 192, 3, 3, 64, [30], layout="conv1d", bias=True, norm=NormKind.LAYER, programmatic_launch=True)
     yield call(1, 1, 192, 3, 1, 64, [9], 32, layout="fused", bias=True, norm=NormKind.LAYER)
     yield call(2, 3, 111, 4, 1, 40, [3, 17], rotary_dim=40, bias=True)
-    yield call(3, 2, 2048, 4, 2, 32, [3, 17, 9], rotary_dim=16, norm=NormKind.RMS, overlap=True)
+    yield call(3, 2, 2048, 4, 2, 32, [3, 17, 9], rotary_dim=16, norm=NormKind.RMS, programmatic_launch=True)
     yield call(8, 1, 2048, 3, 1, 64, list(range(1, 9)), rotary_dim=64, bias=True, layout="fused")
     yield call(MAX_ROWS, 1, 64, 2, 2, 32, list(range(1, MAX_ROWS + 1)), rotary_dim=32, norm=NormKind.RMS)
-    if most_rows(randn(8, 8)) == MAX_TILED_ROWS:
+    if most_rows(randn(8, 8)) == MAX_WGMMA_ROWS:
         for batch, query_len in ((20, 1), (8, 8)):
-            yield call(batch, query_len, 256, 4, 2, 32, [9] * batch, rotary_dim=32, norm=NormKind.RMS, overlap=True)
+            yield call(
+                batch, query_len, 256, 4, 2, 32, [9] * batch, rotary_dim=32, norm=NormKind.RMS, programmatic_launch=True
+            )
     yield call(1, 1, 128, 4, 4, 80, [7], rotary_dim=32, bias=True, kv=torch.float16, norm=NORMS[1])
     yield call(1, 1, 104, 2, 1, 256, [7], rotary_dim=256, kv=torch.bfloat16)
     yield call(1, 1, 104, 2, 1, 64, [7], rotary_dim=64, kv=torch.int8, norm=NormKind.RMS)
     yield call(2, 2, 104, 2, 2, 40, [7, 30], rotary_dim=40, kv=torch.float8_e4m3fn)
-    yield call(2, 2, 256, 4, 2, 32, [17, 50], rotary_dim=32, norm=NormKind.RMS, overlap=True, page_size=16)
+    yield call(2, 2, 256, 4, 2, 32, [17, 50], rotary_dim=32, norm=NormKind.RMS, programmatic_launch=True, page_size=16)
 
 
 SPEC = register(
@@ -222,8 +224,8 @@ SPEC = register(
             "(Tensor x, Tensor q_weight, Tensor? k_weight, Tensor? v_weight, Tensor? q_bias, Tensor? k_bias, "
             "Tensor? v_bias, bool transposed, Tensor? cos, Tensor? sin, Tensor(a!) k_cache, Tensor(b!) v_cache, "
             f"Tensor seq_lens, int num_heads, Tensor? kv_table=None, int layer=0, {NORM_SCHEMA}, "
-            "bool overlap=False, Tensor(c!)? k_scales=None, Tensor(d!)? v_scales=None, Tensor? block_table=None) "
-            "-> Tensor"
+            "bool programmatic_launch=False, Tensor(c!)? k_scales=None, Tensor(d!)? v_scales=None, "
+            "Tensor? block_table=None) -> Tensor"
         ),
         reference=reference,
         fake=fake,

@@ -26,7 +26,7 @@ def reference(
     kv_table: torch.Tensor | None = None,
     layer: int = 0,
     workspace: torch.Tensor | None = None,
-    overlap: bool = False,
+    programmatic_launch: bool = False,
     sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Append ``k`` and ``v`` to the cache, quantized as ``kv_cache.quantized`` does; compute ``decode_attention``.
@@ -39,7 +39,8 @@ def reference(
         k, v: float32 [batch, num_kv_heads, query_len, head_dim], keys and values of the new tokens after rotation.
         k_cache, v_cache, k_scales, v_scales: int8 or float8_e4m3fn and bfloat16, as in ``decode_attention``, but the
             newest query_len positions are written, not read. Positions before ``starts`` stay as they are.
-        seq_lens, starts, scale, window, kv_table, layer, workspace, overlap, sinks: as in ``decode_attention``.
+        seq_lens, starts, scale, window, kv_table, layer, workspace, programmatic_launch, sinks: as in
+            ``decode_attention``.
 
     Returns:
         [batch, query_len, num_heads*head_dim] in q's dtype.
@@ -59,7 +60,7 @@ def reference(
         stored = cache.view(torch.int8)  # every PyTorch can index this dtype
         stored[rows, :, slots] = torch.where(kept[:, :, None, None], stored[rows, :, slots], quants.view(torch.int8))
         scales[rows, :, slots] = torch.where(kept[:, :, None], scales[rows, :, slots], of_heads.to(scales.dtype))
-    place = None, 0, workspace, overlap, sinks
+    place = None, 0, workspace, programmatic_launch, sinks
     return attention(q, k_cache, v_cache, seq_lens, starts, scale, window, *place, k_scales, v_scales)
 
 
@@ -107,9 +108,9 @@ def samples(device: torch.device, dtype: torch.dtype):
 
     fp8 = torch.float8_e4m3fn
     yield call(1, 1, 4, 4, 32, 16, [1])
-    yield call(1, 1, 8, 2, 128, 300, [257], overlap=True)
+    yield call(1, 1, 8, 2, 128, 300, [257], programmatic_launch=True)
     yield call(1, 1, 8, 1, 64, 1100, [1030], kv=fp8)
-    yield call(2, 3, 4, 2, 80, 90, [5, 90], starts=[2, 0], kv=fp8, overlap=True)
+    yield call(2, 3, 4, 2, 80, 90, [5, 90], starts=[2, 0], kv=fp8, programmatic_launch=True)
     yield call(1, 16, 4, 2, 256, 40, [40])
     yield call(2, 1, 4, 2, 40, 24, [100, 7], window=8)
     yield call(2, 5, 6, 2, 96, 24, [100, 27], window=17, kv=fp8)
@@ -122,7 +123,7 @@ SPEC = register(
         schema=(
             "(Tensor q, Tensor k, Tensor v, Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor(c!) k_scales, "
             "Tensor(d!) v_scales, Tensor seq_lens, Tensor? starts, float scale, int window=0, Tensor? kv_table=None, "
-            "int layer=0, Tensor(e!)? workspace=None, bool overlap=False, Tensor? sinks=None) -> Tensor"
+            "int layer=0, Tensor(e!)? workspace=None, bool programmatic_launch=False, Tensor? sinks=None) -> Tensor"
         ),
         reference=reference,
         fake=fake,

@@ -15,7 +15,7 @@ def reference(
     expert_ids: torch.Tensor,
     normalized: bool = True,
     rounded: bool = False,
-    overlap: bool = False,
+    programmatic_launch: bool = False,
 ) -> torch.Tensor:
     """Choose the ``top_k`` largest of ``softmax(logits)``, descending, and write their indices.
 
@@ -24,7 +24,8 @@ def reference(
         expert_ids: int64 [rows, top_k], written; top_k 1 to 32, at most num_experts. Equal values may be in any order.
         normalized: divide the values by their sum.
         rounded: round the values to logits' dtype at the end.
-        overlap: CUDA may launch while the kernel in front on this stream still runs. The result does not depend on it.
+        programmatic_launch: CUDA may launch while the kernel in front on this stream still runs. The result does not
+            depend on it.
 
     Returns:
         float32 [rows, top_k].
@@ -71,7 +72,7 @@ def samples(device: torch.device, dtype: torch.dtype):
         return Sample(logits.to(dtype), torch.zeros(rows, top_k, dtype=torch.int64, device=device), **options)
 
     yield call(16, MAX_EXPERTS, MAX_TOP_K, normalized=False, rounded=True)  # at both limits
-    yield call(1, 128, 8, normalized=True, rounded=True, overlap=True)
+    yield call(1, 128, 8, normalized=True, rounded=True, programmatic_launch=True)
     yield call(2, 8, 2)
     yield call(3, 60, 4, normalized=False)
     yield call(5, 33, 32)
@@ -84,12 +85,12 @@ SPEC = register(
         name="topk_softmax",
         schema=(
             "(Tensor logits, Tensor(a!) expert_ids, bool normalized=True, bool rounded=False, "
-            "bool overlap=False) -> Tensor"
+            "bool programmatic_launch=False) -> Tensor"
         ),
         reference=reference,
         fake=fake,
         why_not=why_not,
-        bytes=lambda logits, expert_ids, normalized=True, rounded=False, overlap=False: (
+        bytes=lambda logits, expert_ids, normalized=True, rounded=False, programmatic_launch=False: (
             nbytes(logits, expert_ids) + 4 * expert_ids.numel()
         ),
         samples=samples,

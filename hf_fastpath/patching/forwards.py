@@ -82,11 +82,11 @@ def mlp(self: nn.Module, hidden_states: torch.Tensor) -> torch.Tensor:
         if part.activation not in (Activation.GELU, Activation.GELU_TANH):
             return stock(self, Cause("unsupported_activation", module=child(self, part.spec.activation)), hidden_states)
         up = part.up(hidden_states)
-        form = Approximation.TANH if part.activation == Activation.GELU_TANH else Approximation.NONE
-        out = part.down(_activate(ops.fused_gelu.overload, up, form))
+        approximation = Approximation.TANH if part.activation == Activation.GELU_TANH else Approximation.NONE
+        out = part.down(_activate(ops.fused_gelu.overload, up, approximation))
     else:
-        joined = part.up(hidden_states)
-        gate, up = joined.chunk(2, dim=-1) if part.is_joined else (part.gate(hidden_states), joined)
+        both = part.up(hidden_states)
+        gate, up = both.chunk(2, dim=-1) if part.is_fused else (part.gate(hidden_states), both)
         out = part.down(_activate(ops.fused_swiglu.overload, gate, up, part.activation))
     return apply_dropout(self, part.spec.dropout, out)
 

@@ -262,8 +262,8 @@ class Header:
 def _check_weight(name: str, weight: Any) -> None:
     what = f"weights[{name!r}]"
     _object(weight, what)
-    form = _get(weight, "format", what)
-    _expect(isinstance(form, str) and form in FORMATS, f"{what} format", form, f"one of {', '.join(FORMATS)}")
+    format = _get(weight, "format", what)
+    _expect(isinstance(format, str) and format in FORMATS, f"{what} format", format, f"one of {', '.join(FORMATS)}")
     for key in ("in_features", "out_features"):
         _whole(_get(weight, key, what), f"{what} {key}", 1)
     multiplier = _get(weight, "multiplier", what)

@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 
-from ..choices import Packing
+from ..choices import PackedFormat
 
 #: weights that are ordered together; rows are padded to whole blocks
 BLOCK = 128
@@ -52,9 +52,9 @@ class Format:
     is_float: bool = False
 
     @property
-    def packing(self) -> Packing:
+    def packed_format(self) -> PackedFormat:
         """The name that ops have for the format."""
-        return Packing[self.name.upper()]
+        return PackedFormat[self.name.upper()]
 
     def groups(self, in_features: int) -> int:
         """Return the number of groups of a row."""
@@ -78,8 +78,8 @@ def is_multiplier(value: Any) -> bool:
 
 #: every format, by name
 FORMATS = {
-    form.name: form
-    for form in (
+    format.name: format
+    for format in (
         Format("int8", 8, 128, -127, 127),
         Format("fp8", 8, 0, -448, 448, is_float=True),
         Format("int4", 4, 128, 0, 15, has_zeros=True),
@@ -93,7 +93,7 @@ class PackedWeight:
     """A quantized weight; see the module's docstring for its tensors.
 
     Attributes:
-        form: its format.
+        format: its format.
         in_features: weights of a row, without padding.
         quants: uint8 [out_features, bytes of a row].
         scales: float16 [out_features, groups].
@@ -101,7 +101,7 @@ class PackedWeight:
         multiplier: a power of two.
     """
 
-    form: Format
+    format: Format
     in_features: int
     quants: torch.Tensor
     scales: torch.Tensor
@@ -116,37 +116,37 @@ class PackedWeight:
         """Split the weight into views of so many rows each."""
         zeros = [None] * len(rows) if self.zeros is None else self.zeros.split(rows)
         parts = zip(self.quants.split(rows), self.scales.split(rows), zeros)
-        return [PackedWeight(self.form, self.in_features, *tensors, self.multiplier) for tensors in parts]
+        return [PackedWeight(self.format, self.in_features, *tensors, self.multiplier) for tensors in parts]
 
     def dequantize(self, dtype: torch.dtype = torch.float32) -> torch.Tensor:
         """Return the weights, [out_features, in_features], rounded to ``dtype``; float32 holds them exactly."""
-        form, quants = self.form, unpack(self.form, self.quants)
-        if form.bits == 8:
-            quants = quants.view(torch.float8_e4m3fn if form.is_float else torch.int8)
+        format, quants = self.format, unpack(self.format, self.quants)
+        if format.bits == 8:
+            quants = quants.view(torch.float8_e4m3fn if format.is_float else torch.int8)
         rows, scales = self.out_features, self.scales.float()[..., None]
         values = quants.float().view(rows, scales.shape[1], -1)
-        if form.zero or self.zeros is not None:
-            values -= form.zero if self.zeros is None else self.zeros.float()[..., None]
+        if format.zero or self.zeros is not None:
+            values -= format.zero if self.zeros is None else self.zeros.float()[..., None]
         values *= scales * self.multiplier
         return values.view(rows, -1)[:, : self.in_features].to(dtype)
 
 
-def _in_words(form: Format, quants: torch.Tensor) -> torch.Tensor:
+def _in_words(format: Format, quants: torch.Tensor) -> torch.Tensor:
     """View quants [rows, n] as [rows, blocks, stretches, words, quants of a word]."""
-    word = 32 // form.bits
+    word = 32 // format.bits
     return quants.reshape(quants.shape[0], -1, _STRETCHES, BLOCK // _STRETCHES // word, word)
 
 
-def pack(form: Format, quants: torch.Tensor) -> torch.Tensor:
+def pack(format: Format, quants: torch.Tensor) -> torch.Tensor:
     """Return quants, uint8 [rows, blocks * BLOCK], as the bytes of the format."""
-    ordered = _in_words(form, quants).transpose(2, 3).reshape(quants.shape)
-    return ordered if form.bits == 8 else ordered[:, 0::2] | ordered[:, 1::2] << 4
+    ordered = _in_words(format, quants).transpose(2, 3).reshape(quants.shape)
+    return ordered if format.bits == 8 else ordered[:, 0::2] | ordered[:, 1::2] << 4
 
 
-def unpack(form: Format, packed: torch.Tensor) -> torch.Tensor:
+def unpack(format: Format, packed: torch.Tensor) -> torch.Tensor:
     """Return the quants that :func:`pack` was given."""
-    if form.bits == 4:
+    if format.bits == 4:
         packed = torch.stack((packed & 15, packed >> 4), dim=-1).flatten(1)
     rows, blocks = packed.shape[0], packed.shape[1] // BLOCK
-    word = 32 // form.bits
+    word = 32 // format.bits
     return packed.view(rows, blocks, BLOCK // _STRETCHES // word, _STRETCHES, word).transpose(2, 3).reshape(rows, -1)

@@ -30,7 +30,7 @@ class PackedLinear(nn.Module):
 
     def __init__(self, weight: PackedWeight, bias: nn.Parameter | None):
         super().__init__()
-        self.form, self.multiplier = weight.form, weight.multiplier
+        self.format, self.multiplier = weight.format, weight.multiplier
         self.in_features, self.out_features = weight.in_features, weight.out_features
         self.register_buffer("quants", weight.quants)
         # The bits of the scales are stored as int16 because half() and float() leave integers alone.
@@ -45,11 +45,11 @@ class PackedLinear(nn.Module):
     @property
     def packed(self) -> PackedWeight:
         """The weight; its tensors are those of this module."""
-        return PackedWeight(self.form, self.in_features, self.quants, self.scales, self.zeros, self.multiplier)
+        return PackedWeight(self.format, self.in_features, self.quants, self.scales, self.zeros, self.multiplier)
 
     def op_weight(self) -> tuple:
         """Return the weight as ``ops.packed_gemv`` takes it."""
-        return self.quants, self.scales, self.zeros, self.multiplier, self.form.packing
+        return self.quants, self.scales, self.zeros, self.multiplier, self.format.packed_format
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         op = self._op_for(x)
@@ -69,7 +69,7 @@ class PackedLinear(nn.Module):
         return op if rows and device in op.native else None
 
     def extra_repr(self) -> str:
-        return f"in_features={self.in_features}, out_features={self.out_features}, format={self.form.name}"
+        return f"in_features={self.in_features}, out_features={self.out_features}, format={self.format.name}"
 
 
 def joined(linears: Sequence[PackedLinear]) -> tuple | None:
@@ -79,8 +79,8 @@ def joined(linears: Sequence[PackedLinear]) -> tuple | None:
         None if the weights do not lie behind each other in memory, or a layer has a bias.
     """
     first = linears[0]
-    kind = first.form, first.in_features, first.multiplier
-    if any((each.form, each.in_features, each.multiplier) != kind or each.bias is not None for each in linears):
+    kind = first.format, first.in_features, first.multiplier
+    if any((each.format, each.in_features, each.multiplier) != kind or each.bias is not None for each in linears):
         return None
     parts: list[torch.Tensor | None] = []
     for name in _PARTS:
@@ -97,4 +97,4 @@ def joined(linears: Sequence[PackedLinear]) -> tuple | None:
         rows = sum(len(tensor) for tensor in tensors)
         parts.append(tensors[0].as_strided((rows, tensors[0].shape[1]), tensors[0].stride()))
     quants, bits, zeros = parts
-    return quants, bits.view(torch.float16), zeros, first.multiplier, first.form.packing
+    return quants, bits.view(torch.float16), zeros, first.multiplier, first.format.packed_format

@@ -188,26 +188,26 @@ def _check_model(model: nn.Module, files: PackedFiles) -> None:
 def _weights_differences(model: nn.Module, files: PackedFiles) -> Iterator[str]:
     modules = dict(model.named_modules())
     for name, weight in files.header.weights.items():
-        form = FORMATS[weight["format"]]
+        format = FORMATS[weight["format"]]
         sizes = weight["in_features"], weight["out_features"]
         found = _features(modules.get(name))
         if found != sizes:
             what = "no linear layer" if found is None else f"{found[0]} -> {found[1]}"
             yield f"{name} is saved as {sizes[0]} -> {sizes[1]}, in the model it is {what}"
         shapes = {
-            "quants": ("uint8", [sizes[1], padded(sizes[0]) * form.bits // 8]),
-            "scales": ("float16", [sizes[1], form.groups(sizes[0])]),
+            "quants": ("uint8", [sizes[1], padded(sizes[0]) * format.bits // 8]),
+            "scales": ("float16", [sizes[1], format.groups(sizes[0])]),
         }
-        if form.has_zeros:
+        if format.has_zeros:
             shapes["zeros"] = ("uint8", shapes["scales"][1])
         for part, (dtype, shape) in shapes.items():
             entry = files.entries.get(f"{name}.{part}")
             if entry is None:
                 yield f"{name}.{part} is not in the files"
             elif (entry.dtype, entry.shape) != (dtype, shape):
-                yield f"{name}.{part} is {entry.dtype} {entry.shape}, expected {dtype} {shape} of {form.name}"
-        if not form.has_zeros and f"{name}.zeros" in files.entries:
-            yield f"{name}.zeros is in the files, which {form.name} does not have"
+                yield f"{name}.{part} is {entry.dtype} {entry.shape}, expected {dtype} {shape} of {format.name}"
+        if not format.has_zeros and f"{name}.zeros" in files.entries:
+            yield f"{name}.zeros is in the files, which {format.name} does not have"
 
 
 def _other_differences(model: nn.Module, files: PackedFiles) -> Iterator[str]:
@@ -258,11 +258,11 @@ class _Loading:
     def _read_joined(self, names: list[str]) -> list[PackedWeight]:
         """Read packed weights into memory behind each other."""
         said = [self._files.header.weights[name] for name in names]
-        form, in_features = FORMATS[said[0]["format"]], said[0]["in_features"]
+        format, in_features = FORMATS[said[0]["format"]], said[0]["in_features"]
         rows = [weight["out_features"] for weight in said]
         parts: list[torch.Tensor | None] = []
         for part in ("quants", "scales", "zeros"):
-            if part == "zeros" and not form.has_zeros:
+            if part == "zeros" and not format.has_zeros:
                 parts.append(None)
                 continue
             first = self._files.entries[f"{names[0]}.{part}"]
@@ -272,9 +272,9 @@ class _Loading:
                 target.copy_(self._files.read(f"{name}.{part}"))
             parts.append(together)
         quants, scales, zeros = parts
-        together = PackedWeight(form, in_features, quants, scales, zeros, 1.0)
+        together = PackedWeight(format, in_features, quants, scales, zeros, 1.0)
         return [
-            PackedWeight(form, in_features, each.quants, each.scales, each.zeros, weight["multiplier"])
+            PackedWeight(format, in_features, each.quants, each.scales, each.zeros, weight["multiplier"])
             for each, weight in zip(together.split(rows), said)
         ]
 

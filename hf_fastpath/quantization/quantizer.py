@@ -20,12 +20,12 @@ _LARGEST_SCALE = 7
 _TINY = torch.finfo(torch.float32).tiny
 
 
-def quantize(weight: torch.Tensor, form: Format) -> PackedWeight:
+def quantize(weight: torch.Tensor, format: Format) -> PackedWeight:
     """Quantize a matrix.
 
     Args:
         weight: [out_features, in_features], any float type, on any device.
-        form: the format.
+        format: the format.
 
     Raises:
         ValueError: the weights are no matrix, or some are not finite.
@@ -36,32 +36,32 @@ def quantize(weight: torch.Tensor, form: Format) -> PackedWeight:
         largest = float(weight.abs().max()) if weight.numel() else 0.0
         if not math.isfinite(largest):
             raise ValueError("the weights hold infinities or NaN, which no quantized format has: mend them first")
-        plain = largest / form.highest
+        plain = largest / format.highest
         multiplier = 2.0 ** (math.frexp(plain)[1] - _LARGEST_SCALE) if plain else 1.0
         width = padded(weight.shape[1])
         rows = max(1, _PIECE // max(width, 1))
-        pieces = [_quantize_rows(piece, form, width, multiplier) for piece in weight.split(rows)]
+        pieces = [_quantize_rows(piece, format, width, multiplier) for piece in weight.split(rows)]
         quants, scales, zeros = (None if each[0] is None else torch.cat(each) for each in zip(*pieces))
-    return PackedWeight(form, weight.shape[1], quants, scales, zeros, multiplier)
+    return PackedWeight(format, weight.shape[1], quants, scales, zeros, multiplier)
 
 
-def _quantize_rows(weight: torch.Tensor, form: Format, width: int, multiplier: float):
+def _quantize_rows(weight: torch.Tensor, format: Format, width: int, multiplier: float):
     rows = weight.shape[0]
-    w = functional.pad(weight.float() / multiplier, (0, width - weight.shape[1])).view(rows, form.groups(width), -1)
-    best = _Best(w, form)
+    w = functional.pad(weight.float() / multiplier, (0, width - weight.shape[1])).view(rows, format.groups(width), -1)
+    best = _Best(w, format)
     low, high = w.amin(-1, keepdim=True), w.amax(-1, keepdim=True)
-    if form.has_zeros:  # the range of such a group has to contain zero
+    if format.has_zeros:  # the range of such a group has to contain zero
         low, high = low.clamp_(max=0), high.clamp_(min=0)
     extreme = torch.where(-low > high, low, high)
     for shrink in _SHRINKS:
-        if form.has_zeros:
-            scale = (high - low) * (shrink / form.highest)
-            zero = (-low * shrink / scale.clamp(min=_TINY)).round_().clamp_(0, form.highest)
+        if format.has_zeros:
+            scale = (high - low) * (shrink / format.highest)
+            zero = (-low * shrink / scale.clamp(min=_TINY)).round_().clamp_(0, format.highest)
             best.try_scale(scale, zero)
             continue
-        best.try_scale(extreme.abs() * (shrink / form.highest))
-        if form.lowest != -form.highest:  # tried as well: the extreme weight gets the one quant that is farther out
-            best.try_scale(extreme * (shrink / form.lowest))
+        best.try_scale(extreme.abs() * (shrink / format.highest))
+        if format.lowest != -format.highest:  # tried as well: the extreme weight gets the one quant that is farther out
+            best.try_scale(extreme * (shrink / format.lowest))
     for _ in range(_REFINEMENTS):
         best.refine()
     return best.packed(rows)
@@ -70,21 +70,21 @@ def _quantize_rows(weight: torch.Tensor, form: Format, width: int, multiplier: f
 class _Best:
     """The best scale and zero point of every group found so far."""
 
-    def __init__(self, w: torch.Tensor, form: Format):
-        self._w, self._form = w, form
+    def __init__(self, w: torch.Tensor, format: Format):
+        self._w, self._format = w, format
         self._error = torch.full_like(w[..., :1], torch.inf)
         self._scale = torch.zeros_like(self._error)
-        self._zero = torch.full_like(self._error, form.zero)
+        self._zero = torch.full_like(self._error, format.zero)
 
     def _steps(self, scale: torch.Tensor, zero: torch.Tensor) -> torch.Tensor:
         """Return the weights in units of the scale, rounded as the format holds them."""
-        form = self._form
+        format = self._format
         # if the scale is zero, all weights of the group are zero, or too small for float16
         units = self._w / torch.where(scale == 0, torch.ones_like(scale), scale)
-        if form.is_float:
-            return units.clamp(form.lowest, form.highest).to(torch.float8_e4m3fn).float()
-        shift = zero if form.has_zeros else 0
-        return units.round_().add_(shift).clamp_(form.lowest, form.highest).sub_(shift)
+        if format.is_float:
+            return units.clamp(format.lowest, format.highest).to(torch.float8_e4m3fn).float()
+        shift = zero if format.has_zeros else 0
+        return units.round_().add_(shift).clamp_(format.lowest, format.highest).sub_(shift)
 
     def try_scale(self, scale: torch.Tensor, zero: torch.Tensor | None = None) -> None:
         """Take the scale, rounded to float16, in the groups in which it makes the squared error less."""
@@ -103,13 +103,13 @@ class _Best:
         self.try_scale((steps * self._w).sum(-1, keepdim=True) / norm.clamp(min=_TINY), self._zero)
 
     def packed(self, rows: int):
-        form = self._form
+        format = self._format
         steps = self._steps(self._scale, self._zero).view(rows, -1)
         scales = self._scale.half().view(rows, -1)
-        zeros = self._zero.to(torch.uint8).view(rows, -1) if form.has_zeros else None
-        if form.is_float:
-            return pack(form, steps.to(torch.float8_e4m3fn).view(torch.uint8)), scales, zeros
-        if form.bits == 8:
-            return pack(form, steps.to(torch.int8).view(torch.uint8)), scales, zeros
-        shift = self._zero.expand_as(self._w).reshape(rows, -1) if form.has_zeros else form.zero
-        return pack(form, (steps + shift).to(torch.uint8)), scales, zeros
+        zeros = self._zero.to(torch.uint8).view(rows, -1) if format.has_zeros else None
+        if format.is_float:
+            return pack(format, steps.to(torch.float8_e4m3fn).view(torch.uint8)), scales, zeros
+        if format.bits == 8:
+            return pack(format, steps.to(torch.int8).view(torch.uint8)), scales, zeros
+        shift = self._zero.expand_as(self._w).reshape(rows, -1) if format.has_zeros else format.zero
+        return pack(format, (steps + shift).to(torch.uint8)), scales, zeros

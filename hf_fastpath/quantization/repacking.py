@@ -53,8 +53,8 @@ def counterpart(weight: IntWeight) -> Format:
     """
     in_features = weight.quants.shape[1]
 
-    def groups_fit(form: Format) -> bool:
-        return weight.group >= in_features or weight.group % form.group == 0
+    def groups_fit(format: Format) -> bool:
+        return weight.group >= in_features or weight.group % format.group == 0
 
     int4, int4_g32, int8 = FORMATS["int4"], FORMATS["int4_g32"], FORMATS["int8"]
     if weight.bits <= 4:
@@ -75,31 +75,31 @@ def _of_columns(values: torch.Tensor, weight: IntWeight) -> torch.Tensor:
     return values.repeat_interleave(weight.group, dim=1)[:, : weight.quants.shape[1]]
 
 
-def _of_groups(values: torch.Tensor, weight: IntWeight, form: Format) -> torch.Tensor:
+def _of_groups(values: torch.Tensor, weight: IntWeight, format: Format) -> torch.Tensor:
     """Convert [rows, groups of the weight] to [rows, groups of the format]."""
-    starts = torch.arange(form.groups(weight.quants.shape[1]), device=values.device) * form.group
+    starts = torch.arange(format.groups(weight.quants.shape[1]), device=values.device) * format.group
     return values[:, (starts // weight.group).clamp(max=values.shape[1] - 1)]
 
 
-def _packed(weight: IntWeight, form: Format, multiplier: float) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def _packed(weight: IntWeight, format: Format, multiplier: float) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return quants, scales and zeros; the zeros mean nothing to formats without zero points."""
-    zeros = _of_groups(weight.zeros, weight, form)
-    if form.bits == 8:
+    zeros = _of_groups(weight.zeros, weight, format)
+    if format.bits == 8:
         quants, rest = weight.quants - _of_columns(weight.zeros, weight), 0
     else:
         zeros = zeros + 8
-        quants, rest = weight.quants + 8, int(form.zero)
+        quants, rest = weight.quants + 8, int(format.zero)
     width = padded(weight.quants.shape[1])
     padding = (0, width - quants.shape[1])
-    if form.has_zeros:  # padding has the zero point of its group
-        whole = zeros.repeat_interleave(form.group, dim=1)
+    if format.has_zeros:  # padding has the zero point of its group
+        whole = zeros.repeat_interleave(format.group, dim=1)
         whole[:, : quants.shape[1]] = quants
         quants = whole
     else:
         quants = functional.pad(quants, padding, value=rest)
-    scales = (_of_groups(weight.scales, weight, form).double() / multiplier).half()
+    scales = (_of_groups(weight.scales, weight, format).double() / multiplier).half()
     as_bytes = quants.to(torch.int8).view(torch.uint8)
-    return pack(form, as_bytes), scales.contiguous(), zeros.to(torch.uint8).contiguous()
+    return pack(format, as_bytes), scales.contiguous(), zeros.to(torch.uint8).contiguous()
 
 
 def repacked(weights: list[IntWeight]) -> list[PackedWeight]:
@@ -108,18 +108,18 @@ def repacked(weights: list[IntWeight]) -> list[PackedWeight]:
     Raises:
         NoCounterpart: no format holds one of the weights.
     """
-    forms = [counterpart(weight) for weight in weights]
-    if len(set(forms)) > 1:
+    formats = [counterpart(weight) for weight in weights]
+    if len(set(formats)) > 1:
         return [each for weight in weights for each in repacked([weight])]
-    form, in_features = forms[0], weights[0].quants.shape[1]
+    format, in_features = formats[0], weights[0].quants.shape[1]
     largest = max(float(weight.scales.abs().max()) for weight in weights)
     if not math.isfinite(largest):
         raise NoCounterpart("quantized_format")
     is_half = all(weight.scales.dtype == torch.float16 for weight in weights)
     multiplier = 1.0 if is_half or not largest else 2.0 ** (math.frexp(largest)[1] - _LARGEST_SCALE)
-    parts = zip(*(_packed(weight, form, multiplier) for weight in weights))
-    quants, scales, zeros = (torch.cat(part) for part in parts)
-    together = PackedWeight(form, in_features, quants, scales, zeros if form.has_zeros else None, multiplier)
+    tensors = zip(*(_packed(weight, format, multiplier) for weight in weights))
+    quants, scales, zeros = (torch.cat(each) for each in tensors)
+    together = PackedWeight(format, in_features, quants, scales, zeros if format.has_zeros else None, multiplier)
     return together.split([len(weight.quants) for weight in weights])
 
 

@@ -57,12 +57,12 @@ class Replacement:
     Attributes:
         groups: projections that take the same input; their weights will lie behind each other in memory, so that one
             product can compute them.
-        form: format of their weights.
+        format: format of their weights.
         is_head: whether this is the head.
     """
 
     groups: tuple[tuple[nn.Module, ...], ...]
-    form: Format
+    format: Format
     is_head: bool = False
 
 
@@ -98,8 +98,8 @@ def replacements(part: ModelPart, options: Options) -> tuple[Replacement, ...]:
     The result has the projections of every decoder layer, and the head. The weights of a mixture's experts are left
     alone.
     """
-    form = FORMATS[options.weights]
-    found = [Replacement(tuple(map(tuple, of_one_input(layer))), form) for layer in part.layers]
+    format = FORMATS[options.weights]
+    found = [Replacement(tuple(map(tuple, of_one_input(layer))), format) for layer in part.layers]
     if options.lm_head != HEADS[0]:
         found.append(Replacement(((part.head,),), FORMATS[options.lm_head], is_head=True))
     return tuple(found)
@@ -125,15 +125,15 @@ def quantize_model(
         quiet: show no progress on a terminal.
     """
     places, layers = places_of(model), [each for each in asked if not each.is_head]
-    with counted(len(layers), f"hf_fastpath: {asked[0].form.name} weights, layers", quiet) as bar:
+    with counted(len(layers), f"hf_fastpath: {asked[0].format.name} weights, layers", quiet) as bar:
         for layer in layers:
             for linears in layer.groups:
-                _replace(linears, layer.form, places, replaced)
+                _replace(linears, layer.format, places, replaced)
             bar.update()
     for head in asked:
         if head.is_head:
             with nullcontext() if quiet else announced("quantizing the head"):
-                _replace(head.groups[0], head.form, places, replaced)
+                _replace(head.groups[0], head.format, places, replaced)
 
 
 def places_of(root: nn.Module) -> dict[int, list[tuple[nn.Module, str]]]:
@@ -157,12 +157,12 @@ def of_one_input(layer: LayerPart) -> Iterator[list[nn.Module]]:
 
 def _replace(
     linears: Sequence[nn.Module],
-    form: Format,
+    format: Format,
     places: dict[int, list[tuple[nn.Module, str]]],
     replaced: list[Replaced],
 ) -> None:
     weights = [linear.weight.t() if type(linear) is Conv1D else linear.weight for linear in linears]
-    together = quantize(torch.cat(weights), form)
+    together = quantize(torch.cat(weights), format)
     for linear, weight in zip(linears, together.split([len(each) for each in weights])):
         packed = PackedLinear(weight, linear.bias).train(linear.training)
         done = Replaced(linear, packed, places[id(linear)])

@@ -88,7 +88,7 @@ def save_packed(model: nn.Module, directory: str | os.PathLike, max_shard_size: 
         model_type=getattr(model.config, "model_type", ""),
         weights={
             name: {
-                "format": module.form.name,
+                "format": module.format.name,
                 "in_features": module.in_features,
                 "out_features": module.out_features,
                 "multiplier": module.multiplier,

@@ -56,7 +56,7 @@ def in_groups(weight: torch.Tensor, bits: int, group: int | None, symmetric: boo
     return numbers.view_as(weight).long(), zeros.long(), scales, stands_for.view_as(weight)
 
 
-def assert_repacked(model: nn.Module, weights: dict[str, torch.Tensor], form: str) -> None:
+def assert_repacked(model: nn.Module, weights: dict[str, torch.Tensor], format: str) -> None:
     """Patch, and compare with a model of ``weights``; then compare without the patch."""
     same = small().to(model.dtype)
     for name, weight in weights.items():
@@ -65,7 +65,7 @@ def assert_repacked(model: nn.Module, weights: dict[str, torch.Tensor], form: st
     hf_fastpath.patch(model, quiet=True)
     for name, weight in weights.items():
         layer = model.get_submodule(name)
-        assert type(layer) is PackedLinear and layer.form.name == form
+        assert type(layer) is PackedLinear and layer.format.name == format
         assert torch.equal(layer.packed.dequantize(), weight), name
     ids = prompt(CPU)
     expected = same.generate(ids, **SHORT)
@@ -107,7 +107,7 @@ def save_compressed(directory: Path, bits: int, group: int | None, symmetric: bo
 
 
 @pytest.mark.parametrize(
-    ("bits", "group", "symmetric", "form"),
+    ("bits", "group", "symmetric", "format"),
     (
         (4, 128, True, "int4"),
         (4, 128, False, "int4"),
@@ -116,7 +116,7 @@ def save_compressed(directory: Path, bits: int, group: int | None, symmetric: bo
         (8, 128, True, "int8"),
     ),
 )
-def test_compressed_tensors(bits, group, symmetric, form, tmp_path):
+def test_compressed_tensors(bits, group, symmetric, format, tmp_path):
     weights = save_compressed(tmp_path, bits, group, symmetric)
     try:
         model = load(tmp_path)
@@ -124,7 +124,7 @@ def test_compressed_tensors(bits, group, symmetric, form, tmp_path):
         if symmetric:
             raise
         pytest.skip(f"transformers does not load what compressed-tensors wrote: {error}")
-    assert_repacked(model, weights, form)
+    assert_repacked(model, weights, format)
 
 
 @pytest.mark.filterwarnings("ignore:hf_fastpath:UserWarning")
@@ -158,15 +158,15 @@ def test_torchao(kind, tmp_path):
     from transformers import TorchAoConfig
 
     if kind == "int8":
-        how, form = library.Int8WeightOnlyConfig(), "int8"
+        how, format = library.Int8WeightOnlyConfig(), "int8"
     elif kind == "int4":
         how = library.IntxWeightOnlyConfig(weight_dtype=torch.int4, granularity=library.PerGroup(32))
-        form = "int4_g32"
+        format = "int4_g32"
     else:
         mapping = library.MappingType.ASYMMETRIC
         granularity = library.PerGroup(128)
         how = library.IntxWeightOnlyConfig(weight_dtype=torch.int4, granularity=granularity, mapping_type=mapping)
-        form = "int4"
+        format = "int4"
     small().save_pretrained(tmp_path)
     model = load(tmp_path, quantization_config=TorchAoConfig(how), dtype=torch.bfloat16)
     weights = {}
@@ -179,7 +179,7 @@ def test_torchao(kind, tmp_path):
     hf_fastpath.patch(model, quiet=True)
     for name, weight in weights.items():
         layer = model.get_submodule(name)
-        assert layer.form.name == form and torch.equal(layer.packed.dequantize(), weight)
+        assert layer.format.name == format and torch.equal(layer.packed.dequantize(), weight)
     assert hf_fastpath.report(model).loop == "fast"
     model.generate(prompt(CPU), **SHORT)
     assert hf_fastpath.report(model).stats["fallback_tokens"] == 0

@@ -130,12 +130,12 @@ def test_drafts_of_an_early_exit(device, steps_of):
 def test_the_table():
     """Tokens behind others never take PyTorch's attention with a mask if a kernel can take them."""
     for rows in (1, 64, 65, 10000):
-        assert attend.way_of(rows, 5, is_plain=False, fits=True, hopper=False) == "append"
-        assert attend.way_of(rows, 5, is_plain=True, fits=True, hopper=True) == "append"
-        assert attend.way_of(rows, 5, is_plain=True, fits=False, hopper=True) == "sdpa"
-        assert attend.way_of(rows, 0, is_plain=True, fits=True, hopper=True) == "sdpa"
-    assert attend.way_of(64, 5, is_plain=True, fits=True, hopper=False) == "append"
-    assert attend.way_of(65, 5, is_plain=True, fits=True, hopper=False) == "flash"
+        assert attend.route_of(rows, 5, is_plain=False, fits=True, hopper=False) == "append"
+        assert attend.route_of(rows, 5, is_plain=True, fits=True, hopper=True) == "append"
+        assert attend.route_of(rows, 5, is_plain=True, fits=False, hopper=True) == "sdpa"
+        assert attend.route_of(rows, 0, is_plain=True, fits=True, hopper=True) == "sdpa"
+    assert attend.route_of(64, 5, is_plain=True, fits=True, hopper=False) == "append"
+    assert attend.route_of(65, 5, is_plain=True, fits=True, hopper=False) == "flash"
 
 
 @pytest.mark.parametrize("kv", (None, torch.int8), ids=("plain", "int8"))
@@ -160,10 +160,10 @@ def test_attention_in_pieces(window, kv, monkeypatch):
 def test_the_table_of_a_cpu():
     """A call that only one of the two can take goes there; few tokens behind many go to the cache's own kernel."""
     for tokens, past in ((17, 0), (64, 511), (65, 10000), (500, 0)):
-        assert attend.way_on_cpu(tokens, past, cuts=False, has_sinks=False) == "sdpa"
-        assert attend.way_on_cpu(tokens, past, cuts=True, has_sinks=False) == "decode"
-        assert attend.way_on_cpu(tokens, past, cuts=False, has_sinks=True) == "decode"
-    assert attend.way_on_cpu(64, 512, cuts=False, has_sinks=False) == "decode"
+        assert attend.route_on_cpu(tokens, past, cuts=False, has_sinks=False) == "sdpa"
+        assert attend.route_on_cpu(tokens, past, cuts=True, has_sinks=False) == "decode"
+        assert attend.route_on_cpu(tokens, past, cuts=False, has_sinks=True) == "decode"
+    assert attend.route_on_cpu(64, 512, cuts=False, has_sinks=False) == "decode"
 
 
 # ---- masks --------------------------------------------------------------------------------------------------------

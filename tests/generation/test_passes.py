@@ -38,12 +38,12 @@ RMS = Norm(NormKind.RMS, randn(16), None, 1e-6)
 
 def test_arguments_go_where_the_schema_has_them():
     x, weight = randn(1, 1, 16), randn(8, 16)
-    bound = in_order(ops.gemv.overload, dict(norm=RMS, overlap=True, weight=weight, x=x))
+    bound = in_order(ops.gemv.overload, dict(norm=RMS, programmatic_launch=True, weight=weight, x=x))
     names = [argument.name for argument in ops.gemv.overload._schema.arguments][: len(bound)]
     found = dict(zip(names, bound))
     assert found["x"] is x and found["weight"] is weight and found["norm_weight"] is RMS.weight
-    assert found["norm"] == NormKind.RMS and found["norm_eps"] == 1e-6 and found["overlap"] is True
-    assert found["bias"] is None and names[-1] == "overlap", "nothing behind the last argument"
+    assert found["norm"] == NormKind.RMS and found["norm_eps"] == 1e-6 and found["programmatic_launch"] is True
+    assert found["bias"] is None and names[-1] == "programmatic_launch", "nothing behind the last argument"
 
 
 def test_a_cache_is_taken_apart():
@@ -238,7 +238,7 @@ def test_replace_attention():
 
 def test_prefetch_next_weight():
     made, expected = recorded()
-    calls = made.through(prefetch_next_weight, Step(rows=BATCH, overlap=True))
+    calls = made.through(prefetch_next_weight, Step(rows=BATCH, programmatic_launch=True))
     matrices = {"gemv": "weight", "gemv_swiglu": "gate_weight", "qkv_rope_append": "q_weight"}
     told = 0
     for call, following in zip(calls, calls[1:]):

@@ -70,7 +70,7 @@ def replaced(spec: OpSpec, sample: Sample, **values: object) -> Sample:
     return spec.numbered(Sample(**given))
 
 
-def joined(result: torch.Tensor | list[torch.Tensor]) -> torch.Tensor:
+def concatenated(result: torch.Tensor | list[torch.Tensor]) -> torch.Tensor:
     """Return what an op returned as one tensor: of several, all their elements in a row."""
     if isinstance(result, torch.Tensor):
         return result
@@ -81,7 +81,7 @@ def joined(result: torch.Tensor | list[torch.Tensor]) -> torch.Tensor:
 def run(spec: OpSpec, function: Callable[..., Any], sample: Sample) -> dict[str, torch.Tensor]:
     """Call ``function`` on ``sample``; return its result and the floating or quantized arguments it wrote, by name."""
     call = spec.numbered(sample)
-    result = {"result": joined(function(*call.args, **call.kwargs))}
+    result = {"result": concatenated(function(*call.args, **call.kwargs))}
     for name, tensor in tensors(spec, sample).items():
         if is_written(spec, name) and (tensor.is_floating_point() or tensor.dtype == torch.int8):
             result[name] = tensor
@@ -247,7 +247,7 @@ def common_tests(spec: OpSpec, odd_sizes: Samples | None = None) -> dict[str, Ca
         """Every sample keeps the numerics rule, and the checked call gives what the bare op gives."""
         for sample in spec.samples(device, dtype):
             result = assert_matches(spec, sample)
-            assert same_bits(result, joined(spec(*sample.map_tensors(duplicate).args, **sample.kwargs)))
+            assert same_bits(result, concatenated(spec(*sample.map_tensors(duplicate).args, **sample.kwargs)))
 
     @over_dtypes
     def handles_odd_sizes(device: torch.device, dtype: torch.dtype) -> None:

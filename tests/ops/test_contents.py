@@ -140,8 +140,8 @@ def guarded_calls(spec, device, dtype):
     for sample in spec.samples(device, dtype):
         given = arguments(spec, replaced(spec, sample))
         names = {argument.name for argument in spec.overload._schema.arguments}
-        if "overlap" in names:
-            given["overlap"] = False  # the kernel in front writes the numbers
+        if "programmatic_launch" in names:
+            given["programmatic_launch"] = False  # the kernel in front writes the numbers
         if {"q", "workspace"} <= names and device.type == "cuda":
             given["workspace"] = torch.zeros(workspace_bytes(*given["q"].shape), dtype=torch.uint8, device=device)
         wholes = []

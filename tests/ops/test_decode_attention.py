@@ -8,7 +8,7 @@ import pytest
 import torch
 from checks import DTYPES, assert_matches, common_tests, is_native, over_dtypes, replaced
 from memory import poisoned, same_bits
-from ways import main, over_instruction_sets, run_limited
+from routes import main, over_instruction_sets, run_limited
 
 from hf_fastpath.ops.decode_attention import SPEC, workspace_bytes
 from hf_fastpath.registry import OpInputError, Sample
@@ -420,11 +420,11 @@ def test_decode_attention_sinks_are_transformers():
 
 
 @over_instruction_sets
-def test_decode_attention_every_way(isa):
+def test_decode_attention_every_route(isa):
     run_limited(SPEC, __file__, isa)
 
 
-def every_way(isa: str) -> None:
+def every_route(isa: str) -> None:
     for dtype in DTYPES:
         for sample in itertools.chain(odd_sizes(CPU, dtype), edges(CPU, dtype), SPEC.samples(CPU, dtype)):
             found = []
@@ -437,4 +437,4 @@ def every_way(isa: str) -> None:
 
 
 if __name__ == "__main__":
-    main(SPEC, every_way)
+    main(SPEC, every_route)

@@ -1,4 +1,4 @@
-"""gemm: the common tests, exact integers, pieces and strips, special values, and every way to multiply."""
+"""gemm: the common tests, exact integers, pieces and strips, special values, and every route."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from linear_checks import (
     reference_is_the_models_layers,
 )
 from memory import same_bits
-from ways import main, over_instruction_sets, run_limited
+from routes import main, over_instruction_sets, run_limited
 
 from hf_fastpath.ops.gemm import SPEC
 from hf_fastpath.ops.gemv import ACTIVATIONS
@@ -111,11 +111,11 @@ def in_pieces(dtype, transposed, rows):
 
 
 @over_instruction_sets
-def test_gemm_every_way(isa):
+def test_gemm_every_route(isa):
     run_limited(SPEC, __file__, isa)
 
 
-def every_way(isa: str) -> None:
+def every_route(isa: str) -> None:
     device = torch.device("cpu")
     for threads in (1, 3):
         torch.set_num_threads(threads)
@@ -136,4 +136,4 @@ def test_gemm_reference_is_the_models_layers():
 
 
 if __name__ == "__main__":
-    main(SPEC, every_way)
+    main(SPEC, every_route)

@@ -13,7 +13,7 @@ from linear_checks import (
     reference_is_the_models_layers,
 )
 from memory import same_bits
-from ways import main, over_instruction_sets, run_limited
+from routes import main, over_instruction_sets, run_limited
 
 from hf_fastpath.ops.gemv import ACTIVATIONS, MAX_ROWS, SPEC
 from hf_fastpath.registry import Sample
@@ -104,11 +104,11 @@ def test_gemv_large(device, transposed):
 
 
 @over_instruction_sets
-def test_gemv_every_way(isa):
+def test_gemv_every_route(isa):
     run_limited(SPEC, __file__, isa)
 
 
-def every_way(isa: str) -> None:
+def every_route(isa: str) -> None:
     device = torch.device("cpu")
     for dtype in DTYPES:
         for sample in odd_sizes(device, dtype):
@@ -200,4 +200,4 @@ def test_gemv_beside_other_kernels(cuda, rows):
 
 
 if __name__ == "__main__":
-    main(SPEC, every_way)
+    main(SPEC, every_route)

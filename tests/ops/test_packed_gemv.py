@@ -8,7 +8,7 @@ import pytest
 import torch
 from checks import DTYPES, assert_exact, assert_matches, common_tests, is_native, over_dtypes
 from memory import same_bits
-from ways import LIMIT, main, over_instruction_sets, run_limited
+from routes import LIMIT, main, over_instruction_sets, run_limited
 
 from hf_fastpath.ops.gemv import MAX_ROWS
 from hf_fastpath.ops.packed_gemv import SPEC
@@ -16,27 +16,27 @@ from hf_fastpath.quantization import FORMATS, quantize
 from hf_fastpath.quantization.formats import pack, padded
 from hf_fastpath.registry import Sample
 
-over_formats = pytest.mark.parametrize("form", FORMATS.values(), ids=FORMATS)
+over_formats = pytest.mark.parametrize("format", FORMATS.values(), ids=FORMATS)
 
 
-def packed(form, weight):
-    made = quantize(weight, form)
-    return made.quants, made.scales, made.zeros, made.multiplier, form.name
+def packed(format, weight):
+    made = quantize(weight, format)
+    return made.quants, made.scales, made.zeros, made.multiplier, format.name
 
 
 def odd_sizes(device, dtype):
     def randn(*shape):
         return torch.randn(*shape, device=device, dtype=dtype)
 
-    for form in FORMATS.values():
+    for format in FORMATS.values():
         for rows, k, n in ((1, 1, 1), (2, 3, 1), (3, 31, 129), (13, 127, 31), (1, 2049, 515), (5, 129, 7)):
             weight = torch.randn(n, k, device=device) * k**-0.5
-            yield Sample(randn(rows, k), *packed(form, weight), randn(n), randn(rows, n))
+            yield Sample(randn(rows, k), *packed(format, weight), randn(n), randn(rows, n))
         # On a GPU each block takes half of k: parts are equal or not, rows of scales start at whole 16 bytes.
         for rows, k, n in ((2, 1000, 33), (5, 1279, 9), (8, 2047, 70), (4, 3000, 65)):
-            yield Sample(randn(rows, k), *packed(form, torch.randn(n, k, device=device) * k**-0.5))
+            yield Sample(randn(rows, k), *packed(format, torch.randn(n, k, device=device) * k**-0.5))
         for rows in range(1, MAX_ROWS + 1):
-            yield Sample(randn(rows, 200), *packed(form, torch.randn(21, 200, device=device)))
+            yield Sample(randn(rows, 200), *packed(format, torch.randn(21, 200, device=device)))
 
     yield from extremes(device, dtype)
 
@@ -44,57 +44,57 @@ def odd_sizes(device, dtype):
 def extremes(device, dtype):
     """Yield the largest quants on the largest steps of x, whole or as separate bytes; 16-bit sums must hold them."""
     columns = 700  # five blocks and a half
-    for form in FORMATS.values():
-        if form.is_float:
+    for format in FORMATS.values():
+        if format.is_float:
             continue
-        groups = 9, form.groups(columns)
-        quants = torch.full((9, padded(columns)), form.highest, device=device)
-        quants[1::2] = form.lowest
-        quants = (quants + form.zero).to(torch.uint8)  # two's complement in eight bits
-        zeros = torch.zeros(groups, device=device, dtype=torch.uint8) if form.has_zeros else None
+        groups = 9, format.groups(columns)
+        quants = torch.full((9, padded(columns)), format.highest, device=device)
+        quants[1::2] = format.lowest
+        quants = (quants + format.zero).to(torch.uint8)  # two's complement in eight bits
+        zeros = torch.zeros(groups, device=device, dtype=torch.uint8) if format.has_zeros else None
         scales = torch.ones(groups, device=device).half()
         x = torch.full((3, columns), 2 - 2**-7, device=device)  # the low byte of a step is -128
         x[1] = 2 - torch.finfo(dtype).eps
         x[:, 1::2] *= torch.tensor([[1], [-1], [-1]], device=device)
         for sign in (1, -1):
-            yield Sample((sign * x).to(dtype), pack(form, quants), scales, zeros, 1 / 128, form.name)
+            yield Sample((sign * x).to(dtype), pack(format, quants), scales, zeros, 1 / 128, format.name)
 
 
 globals().update(common_tests(SPEC, odd_sizes))
 
 
-def of_small_integers(form, rows, columns, device):
+def of_small_integers(format, rows, columns, device):
     """Make a packed weight of whole numbers with scales that are powers of two."""
     width = padded(columns)
-    groups = rows, form.groups(columns)
-    zeros = torch.randint(5, 10, groups, device=device).to(torch.uint8) if form.has_zeros else None
-    center = zeros.repeat_interleave(width // groups[1], dim=1) if form.has_zeros else form.zero
+    groups = rows, format.groups(columns)
+    zeros = torch.randint(5, 10, groups, device=device).to(torch.uint8) if format.has_zeros else None
+    center = zeros.repeat_interleave(width // groups[1], dim=1) if format.has_zeros else format.zero
     quants = center + torch.randint(-3, 4, (rows, width), device=device)
-    quants[:, columns:] = 77 if form.bits == 8 else 3  # x has no input there
-    quants = quants.to(torch.float8_e4m3fn).view(torch.uint8) if form.is_float else quants.to(torch.uint8)
+    quants[:, columns:] = 77 if format.bits == 8 else 3  # x has no input there
+    quants = quants.to(torch.float8_e4m3fn).view(torch.uint8) if format.is_float else quants.to(torch.uint8)
     scales = 2.0 ** torch.randint(-1, 2, groups, device=device)
-    return pack(form, quants), scales.half(), zeros, 2.0, form.name
+    return pack(format, quants), scales.half(), zeros, 2.0, format.name
 
 
 @over_dtypes
 @over_formats
-def test_packed_gemv_exact_on_integers(device, dtype, form):
+def test_packed_gemv_exact_on_integers(device, dtype, format):
     """Compare bit for bit: a skipped or doubled product, or one with another's weight, cannot hide in rounding."""
     for rows, k, n in ((1, 11, 37), (1, 150, 65), (2, 64, 65), (4, 130, 40), (7, 33, 33), (16, 40, 19)):
         x = torch.randint(-1, 2, (rows, k), device=device).to(dtype)
         x[:, ::2] = 0  # sums of all types stay below 256
-        assert_exact(SPEC, Sample(x, *of_small_integers(form, n, k, device)))
+        assert_exact(SPEC, Sample(x, *of_small_integers(format, n, k, device)))
 
 
 @over_dtypes
 @over_formats
-def test_packed_gemv_uses_every_weight_once(device, dtype, form):
+def test_packed_gemv_uses_every_weight_once(device, dtype, format):
     """Unit vectors as x pick out single weights."""
     for k, n in ((45, 23), (256, 40)):
-        made = quantize(torch.randn(n, k, device=device), form)
+        made = quantize(torch.randn(n, k, device=device), format)
         weight = made.dequantize(torch.float64)
         units = torch.eye(k, device=device, dtype=dtype)
-        parts = made.quants, made.scales, made.zeros, made.multiplier, form.name
+        parts = made.quants, made.scales, made.zeros, made.multiplier, format.name
         for rows in (1, MAX_ROWS):
             picked = torch.cat([SPEC(unit, *parts) for unit in units.split(rows)])
             torch.testing.assert_close(picked, weight.t().to(dtype), rtol=2 * torch.finfo(dtype).eps, atol=0)
@@ -102,12 +102,12 @@ def test_packed_gemv_uses_every_weight_once(device, dtype, form):
 
 @over_dtypes
 @over_formats
-def test_packed_gemv_special_values(device, dtype, form):
+def test_packed_gemv_special_values(device, dtype, format):
     """Infinities and NaN in x reach their row's outputs as in PyTorch, or as NaN on a GPU, and reach no other row."""
     for value in (float("inf"), float("nan"), float("-inf")):
         many = torch.randn(MAX_ROWS, 130, device=device).to(dtype)
         many[1, 129] = value
-        x, made = many[:3], packed(form, torch.randn(50, 130, device=device))
+        x, made = many[:3], packed(format, torch.randn(50, 130, device=device))
         if device.type == "cpu" or not is_native(SPEC, device):
             assert_matches(SPEC, Sample(x, *made))
             assert_matches(SPEC, Sample(many, *made))
@@ -120,37 +120,37 @@ def test_packed_gemv_special_values(device, dtype, form):
 
 @over_dtypes
 @over_formats
-def test_packed_gemv_small_and_large_inputs(device, dtype, form):
+def test_packed_gemv_small_and_large_inputs(device, dtype, format):
     """Inputs of very different sizes, zeros and subnormals are side by side."""
     for scale in (1e-7, 1e-3, 1.0, 1e3):
         x = torch.randn(2, 512, device=device) * scale
         x[:, ::37] *= 300
         x[:, 128:256] = 0
         x[1, 256:384] *= 1e-4
-        assert_matches(SPEC, Sample(x.to(dtype), *packed(form, torch.randn(40, 512, device=device) / 16)))
+        assert_matches(SPEC, Sample(x.to(dtype), *packed(format, torch.randn(40, 512, device=device) / 16)))
 
 
 @over_formats
-def test_packed_gemv_large(device, form):
+def test_packed_gemv_large(device, format):
     """The matrix has a model's size, so that work is really split."""
     x = torch.randn(1, 4096, device=device)
-    made = packed(form, torch.randn(1536, 4096, device=device) / 64)
+    made = packed(format, torch.randn(1536, 4096, device=device) / 64)
     for dtype in (torch.float32, torch.bfloat16):
         assert_matches(SPEC, Sample(x.to(dtype), *made))
 
 
-def products(form, dtype):
+def products(format, dtype):
     """Make an odd number of blocks, one weight row more than the streams share evenly, and x of 1 to 16 rows."""
     torch.manual_seed(1729)
-    x, parts = torch.randn(MAX_ROWS, 2100).to(dtype), packed(form, torch.randn(517, 2100) / 45)
+    x, parts = torch.randn(MAX_ROWS, 2100).to(dtype), packed(format, torch.randn(517, 2100) / 45)
     return lambda rows: SPEC(x[:rows], *parts)
 
 
 @over_formats
-def test_next_weight_changes_nothing(cuda, form):
+def test_next_weight_changes_nothing(cuda, format):
     """The result does not depend on a prefetch of the next quants: too few, enough, their last bytes included."""
     x = torch.randn(1, 1024, device=cuda, dtype=torch.float16)
-    weight = packed(form, torch.randn(4099, 1024, device=cuda) / 32)
+    weight = packed(format, torch.randn(4099, 1024, device=cuda) / 32)
     expected = SPEC(x, *weight)
     for bytes_ in (5, 50_331_648, 70_000_003):
         following = torch.empty(bytes_, device=cuda, dtype=torch.uint8)
@@ -171,36 +171,36 @@ MOST_FEW = {"fp8": 2, "int8": 4}
 
 
 @over_instruction_sets
-def test_packed_gemv_every_way(isa, tmp_path):
+def test_packed_gemv_every_route(isa, tmp_path):
     """Sums of integers have the same bits."""
     run_limited(SPEC, __file__, isa, tmp_path / "products")
     if "baseline" in (isa, os.environ.get(LIMIT)):
         return  # these kernels have no integers
     theirs = torch.load(tmp_path / "products")
-    for form in FORMATS.values():
+    for format in FORMATS.values():
         for dtype in (torch.float16, torch.bfloat16):
-            few = products(form, dtype)(3)  # a CPU with tiles takes more rows in the tiles, with other sums
-            assert form.is_float or same_bits(theirs[form.name, dtype], few)
+            few = products(format, dtype)(3)  # a CPU with tiles takes more rows in the tiles, with other sums
+            assert format.is_float or same_bits(theirs[format.name, dtype], few)
 
 
-def every_way(isa: str, path: str) -> None:
+def every_route(isa: str, path: str) -> None:
     device = torch.device("cpu")
     only_avx2 = isa == "avx2" or isa == "avx512" and torch.backends.cpu.get_cpu_capability() != "AVX512"
     found = {}
     for dtype in DTYPES:
         for sample in odd_sizes(device, dtype):
             assert_matches(SPEC, sample, isa)
-        for form in FORMATS.values():
-            product = products(form, dtype)
-            whole, found[form.name, dtype] = product(MAX_ROWS), product(3)
-            few = MOST_FEW.get(form.name, 0) if only_avx2 else 0
+        for format in FORMATS.values():
+            product = products(format, dtype)
+            whole, found[format.name, dtype] = product(MAX_ROWS), product(3)
+            few = MOST_FEW.get(format.name, 0) if only_avx2 else 0
             for threads in (1, 3):  # neither threads nor other rows change a bit
                 torch.set_num_threads(threads)
                 for rows in (1, 2, 3, 4, 7):
                     others = product(few) if rows <= few else whole
-                    assert same_bits(product(rows), others[:rows]), (form.name, dtype, threads, rows)
+                    assert same_bits(product(rows), others[:rows]), (format.name, dtype, threads, rows)
     torch.save(found, path)
 
 
 if __name__ == "__main__":
-    main(SPEC, every_way)
+    main(SPEC, every_route)

@@ -15,7 +15,7 @@ from hf_fastpath.registry import Sample
 
 
 def odd_sizes(device, dtype):
-    for form in FORMATS.values():
+    for format in FORMATS.values():
         for rows, k, n in (
             (1, 1, 1),
             (2, 3, 1),
@@ -26,7 +26,7 @@ def odd_sizes(device, dtype):
             (1, 4096, 8),
         ):
             x = torch.randn(rows, k, device=device, dtype=dtype)
-            yield Sample(x, *random_weight(form, 2 * n, k, device))
+            yield Sample(x, *random_weight(format, 2 * n, k, device))
 
 
 globals().update(common_tests(SPEC, odd_sizes))
@@ -34,20 +34,20 @@ globals().update(common_tests(SPEC, odd_sizes))
 
 @over_dtypes
 @pytest.mark.parametrize("activation", GATES)
-@pytest.mark.parametrize("form", FORMATS.values(), ids=FORMATS)
-def test_packed_gemv_swiglu_exact_on_integers(device, dtype, activation, form):
+@pytest.mark.parametrize("format", FORMATS.values(), ids=FORMATS)
+def test_packed_gemv_swiglu_exact_on_integers(device, dtype, activation, format):
     """Every gate is the identity at 64 and zero at 0; with such gates the whole op is exact."""
     for rows, k, n in ((1, 111, 37), (1, 2000, 65), (4, 768, 40), (16, 100, 19)):
         x = torch.randint(-1, 2, (rows, k), device=device).to(dtype)
         x[:, ::2] = 0
         x[:, -1] = 1  # the gates' only input is the last, where a tail would be lost
-        center = 7 if form.has_zeros else form.zero
+        center = 7 if format.has_zeros else format.zero
         quants = torch.full((2 * n, padded(k)), center, device=device)
         quants[n:, :k] += torch.randint(-3, 4, (n, k), device=device)
         quants[:n, k - 1] += torch.randint(0, 2, (n,), device=device)
-        quants = quants.to(torch.float8_e4m3fn).view(torch.uint8) if form.is_float else quants.to(torch.uint8)
-        groups = 2 * n, form.groups(k)
+        quants = quants.to(torch.float8_e4m3fn).view(torch.uint8) if format.is_float else quants.to(torch.uint8)
+        groups = 2 * n, format.groups(k)
         scales = torch.ones(groups, device=device, dtype=torch.float16)
         scales[:n] = 64
-        zeros = torch.full(groups, center, device=device, dtype=torch.uint8) if form.has_zeros else None
-        assert_exact(SPEC, Sample(x, pack(form, quants), scales, zeros, 1.0, form.name, activation))
+        zeros = torch.full(groups, center, device=device, dtype=torch.uint8) if format.has_zeros else None
+        assert_exact(SPEC, Sample(x, pack(format, quants), scales, zeros, 1.0, format.name, activation))

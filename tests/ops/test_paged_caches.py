@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 from checks import assert_matches, is_native, over_dtypes
+from routes import main, over_instruction_sets, run_limited
 from test_decode_attention import make
-from ways import main, over_instruction_sets, run_limited
 
 from hf_fastpath.ops import decode_attention, rope_append
 from hf_fastpath.ops.decode_attention import workspace_bytes

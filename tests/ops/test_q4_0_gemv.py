@@ -16,8 +16,8 @@ from hf_fastpath.registry import Sample
 over_layouts = pytest.mark.parametrize("layout", LAYOUTS)
 
 
-def packed(rows, columns, device="cpu", form="int4_g32"):
-    return quantize(torch.randn(rows, columns, device=device) * columns**-0.5, FORMATS[form])
+def packed(rows, columns, device="cpu", format="int4_g32"):
+    return quantize(torch.randn(rows, columns, device=device) * columns**-0.5, FORMATS[format])
 
 
 def odd_sizes(device, dtype):
@@ -49,7 +49,7 @@ def test_q4_0_gemv_layouts_hold_the_same_weight(layout):
     weight = packed(5, 96)
     assert torch.allclose(dequantize(*laid_out(weight, layout)), weight.dequantize(), rtol=1e-3, atol=0)
     with pytest.raises(ValueError, match="int4_g32"):
-        laid_out(packed(5, 96, form="int4"), layout)
+        laid_out(packed(5, 96, format="int4"), layout)
 
 
 @over_dtypes
@@ -83,6 +83,6 @@ def test_q4_0_gemv_special_values(device, layout, special):
 def test_q4_0_gemv_is_what_packed_gemv_computes(device):
     weight = packed(48, 256, device)
     x = torch.randn(1, 256, device=device)
-    ours = ops.packed_gemv(x, weight.quants, weight.scales, None, weight.multiplier, weight.form.name)
+    ours = ops.packed_gemv(x, weight.quants, weight.scales, None, weight.multiplier, weight.format.name)
     for layout in LAYOUTS:
         assert torch.allclose(SPEC(x, *laid_out(weight, layout)), ours, rtol=1e-3, atol=1e-3)

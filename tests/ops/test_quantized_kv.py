@@ -8,7 +8,7 @@ import pytest
 import torch
 from checks import DTYPES, describe, is_native, ours, over_dtypes, replaced
 from memory import duplicate, same_bits, upcast
-from ways import main, over_instruction_sets, run_limited
+from routes import main, over_instruction_sets, run_limited
 
 from hf_fastpath.ops import decode_attention as ATTENTION
 from hf_fastpath.ops import qkv_rope_append as QKV
@@ -326,11 +326,11 @@ def test_rope_append_declines_heads_that_are_too_long():
 
 
 @over_instruction_sets
-def test_quantized_kv_every_way(isa):
+def test_quantized_kv_every_route(isa):
     run_limited(ATTENTION, __file__, isa)
 
 
-def every_way(isa: str) -> None:
+def every_route(isa: str) -> None:
     for dtype in DTYPES:
         for call in append_calls(CPU, dtype):
             assert_quantizes(APPEND, call)
@@ -347,4 +347,4 @@ def every_way(isa: str) -> None:
 
 
 if __name__ == "__main__":
-    main(ATTENTION, every_way)
+    main(ATTENTION, every_route)

@@ -16,7 +16,7 @@ from hf_fastpath import traffic
 from hf_fastpath.quantization import FORMATS
 from hf_fastpath.quantization.linear import PackedLinear
 
-over_formats = pytest.mark.parametrize("form", FORMATS)
+over_formats = pytest.mark.parametrize("format", FORMATS)
 #: families with separate and fused projections, Conv1D, biases, a mixture, norms over heads, a window
 FAMILIES = ("gpt2", "llama", "mistral", "phi3", "qwen2", "qwen3", "gemma2", "mixtral", "opt", "falcon")
 
@@ -48,9 +48,9 @@ def with_dequantized(stock: nn.Module, patched: nn.Module) -> nn.Module:
 
 @over_formats
 @pytest.mark.parametrize("family", FAMILIES)
-def test_decodes_as_the_dequantized_model(device, family, form):
+def test_decodes_as_the_dequantized_model(device, family, format):
     stock = build(family).to(device)
-    ours = hf_fastpath.patch(copy.deepcopy(stock), weights=form, quiet=True)
+    ours = hf_fastpath.patch(copy.deepcopy(stock), weights=format, quiet=True)
     same = with_dequantized(stock, ours)
     ids = prompt().to(device)
     want = same.generate(ids, **SHORT)
@@ -63,10 +63,10 @@ def test_decodes_as_the_dequantized_model(device, family, form):
 
 @over_formats
 @pytest.mark.parametrize("dtype", (torch.float16, torch.bfloat16))
-def test_half_precision_within_stocks_error(device, form, dtype):
+def test_half_precision_within_stocks_error(device, format, dtype):
     """The mean error of a token's logits, against float64 with the same quants, is compared with stock's."""
     stock = build("llama").to(device, dtype)
-    ours = hf_fastpath.patch(copy.deepcopy(stock), weights=form, quiet=True)
+    ours = hf_fastpath.patch(copy.deepcopy(stock), weights=format, quiet=True)
     same = with_dequantized(stock, ours)
     exact = with_dequantized(stock, ours).double()
     for name, packed in packed_in(ours).items():
@@ -84,11 +84,11 @@ def test_half_precision_within_stocks_error(device, form, dtype):
 
 @over_formats
 @pytest.mark.parametrize("family", ("gpt2", "mistral", "mixtral"))
-def test_unpatch_restores_bit_for_bit(device, family, form):
+def test_unpatch_restores_bit_for_bit(device, family, format):
     model = build(family).to(device)
     modules, before = dict(model.named_modules()), {name: tensor.clone() for name, tensor in model.state_dict().items()}
     parameters = dict(model.named_parameters())
-    hf_fastpath.patch(model, weights=form, lm_head="int8", quiet=True)
+    hf_fastpath.patch(model, weights=format, lm_head="int8", quiet=True)
     assert type(model.get_output_embeddings()) is PackedLinear
     hf_fastpath.unpatch(model)
     assert dict(model.named_modules()) == modules
@@ -153,8 +153,8 @@ def test_bytes_of_a_step_are_those_of_the_quants():
     full = traffic.weight_bytes(model)
     linears = [m for layer in model.model.layers for m in layer.modules() if type(m) is nn.Linear]
     hf_fastpath.patch(model, weights="int4_g32", quiet=True)
-    form = FORMATS["int4_g32"]
-    quantized = sum(form.nbytes(*linear.weight.shape) for linear in linears)
+    format = FORMATS["int4_g32"]
+    quantized = sum(format.nbytes(*linear.weight.shape) for linear in linears)
     assert traffic.weight_bytes(model) == full - sum(linear.weight.nbytes for linear in linears) + quantized
 
 
@@ -208,10 +208,10 @@ def test_projections_of_one_input_are_one_product(monkeypatch):
 
 
 @pytest.mark.parametrize("batch", (1, 3))
-@pytest.mark.parametrize(("family", "form"), (("llama", "int4_g32"), ("mistral", "int4"), ("phi3", "fp8")))
-def test_layers_are_one_call(family, form, batch, monkeypatch):
+@pytest.mark.parametrize(("family", "format"), (("llama", "int4_g32"), ("mistral", "int4"), ("phi3", "fp8")))
+def test_layers_are_one_call(family, format, batch, monkeypatch):
     """The bits are those of one op after the other."""
-    ours = hf_fastpath.patch(build(family).half(), weights=form, lm_head="int8", quiet=True)
+    ours = hf_fastpath.patch(build(family).half(), weights=format, lm_head="int8", quiet=True)
     ids, settings = prompt(batch), SHORT | {"output_logits": True, "return_dict_in_generate": True}
     whole = ours.generate(ids, **settings)
     assert [name for name in op_names(ours) if "packed" in name] == ["packed_layers", "packed_gemv"]

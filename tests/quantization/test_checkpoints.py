@@ -125,7 +125,7 @@ def read(module: nn.Module):
 
 
 @pytest.mark.parametrize(
-    ("make", "case", "form"),
+    ("make", "case", "format"),
     (
         (gptq, dict(), "int4"),
         (gptq, dict(symmetric=True), "int4"),
@@ -149,10 +149,10 @@ def read(module: nn.Module):
         (lambda case: torchao(case, "Int8Tensor"), dict(symmetric=True, bits=8, group=-1), "int8"),
     ),
 )
-def test_the_same_weights_come_out(make, case, form):
+def test_the_same_weights_come_out(make, case, format):
     case = Case(**case)
     (packed,) = repacked([read(make(case))])
-    assert packed.form.name == form and packed.in_features == case.numbers.shape[1]
+    assert packed.format.name == format and packed.in_features == case.numbers.shape[1]
     assert torch.equal(packed.dequantize(), case.weight)  # float16's and bfloat16's scales are held exactly
 
 
@@ -169,7 +169,7 @@ def test_weights_of_one_input_lie_behind_each_other():
     layers = [PackedLinear(weight, None) for weight in repacked([read(awq(case)) for case in cases])]
     assert joined(layers) is not None and joined(layers)[0].shape[0] == 48
     mixed = repacked([read(compressed(Case(group=128))), read(compressed(Case(group=32, symmetric=True), True))])
-    assert [each.form.name for each in mixed] == ["int4", "int4_g32"]
+    assert [each.format.name for each in mixed] == ["int4", "int4_g32"]
 
 
 def act_order(case):

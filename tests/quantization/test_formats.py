@@ -8,45 +8,45 @@ import torch
 from hf_fastpath.quantization import FORMATS, quantize
 from hf_fastpath.quantization.formats import BLOCK, pack, padded, unpack
 
-over_formats = pytest.mark.parametrize("form", FORMATS.values(), ids=FORMATS)
+over_formats = pytest.mark.parametrize("format", FORMATS.values(), ids=FORMATS)
 
 
 @over_formats
-def test_unpack_undoes_pack(form):
-    quants = torch.randint(0, 1 << form.bits, (5, 3 * BLOCK), dtype=torch.uint8)
-    packed = pack(form, quants)
-    assert packed.shape == (5, 3 * BLOCK * form.bits // 8) and packed.is_contiguous()
-    assert torch.equal(unpack(form, packed), quants)
+def test_unpack_undoes_pack(format):
+    quants = torch.randint(0, 1 << format.bits, (5, 3 * BLOCK), dtype=torch.uint8)
+    packed = pack(format, quants)
+    assert packed.shape == (5, 3 * BLOCK * format.bits // 8) and packed.is_contiguous()
+    assert torch.equal(unpack(format, packed), quants)
 
 
 @over_formats
-def test_order_is_the_documented_one(form):
+def test_order_is_the_documented_one(format):
     """Word ``4 w + s`` of a block is the ``w``-th word of the ``s``-th 32 weights, the first in the lowest bits."""
-    quants = torch.randint(0, 1 << form.bits, (1, 2 * BLOCK), dtype=torch.uint8)
-    words = pack(form, quants).view(torch.int32)[0].tolist()
-    held, words_of_block = 32 // form.bits, BLOCK * form.bits // 32
+    quants = torch.randint(0, 1 << format.bits, (1, 2 * BLOCK), dtype=torch.uint8)
+    words = pack(format, quants).view(torch.int32)[0].tolist()
+    held, words_of_block = 32 // format.bits, BLOCK * format.bits // 32
     for block in range(2):
         for stretch in range(4):
             for w in range(words_of_block // 4):
                 word = words[block * words_of_block + 4 * w + stretch] & 0xFFFFFFFF
                 for i in range(held):
                     weight = block * BLOCK + stretch * 32 + w * held + i
-                    assert word >> form.bits * i & (1 << form.bits) - 1 == quants[0, weight]
+                    assert word >> format.bits * i & (1 << format.bits) - 1 == quants[0, weight]
 
 
 @over_formats
 @pytest.mark.parametrize("in_features", (1, 128, 200))
-def test_bytes_are_those_of_the_tensors(form, in_features):
-    packed = quantize(torch.randn(7, in_features), form)
-    parts = [packed.quants, packed.scales] + ([packed.zeros] if form.has_zeros else [])
-    assert form.nbytes(7, in_features) == sum(part.nbytes for part in parts)
-    assert (packed.zeros is not None) == form.has_zeros
-    assert packed.quants.shape[1] * 8 // form.bits == padded(in_features)
+def test_bytes_are_those_of_the_tensors(format, in_features):
+    packed = quantize(torch.randn(7, in_features), format)
+    parts = [packed.quants, packed.scales] + ([packed.zeros] if format.has_zeros else [])
+    assert format.nbytes(7, in_features) == sum(part.nbytes for part in parts)
+    assert (packed.zeros is not None) == format.has_zeros
+    assert packed.quants.shape[1] * 8 // format.bits == padded(in_features)
 
 
 @over_formats
-def test_split_gives_views(form):
-    packed = quantize(torch.randn(12, 130), form)
+def test_split_gives_views(format):
+    packed = quantize(torch.randn(12, 130), format)
     first, second = packed.split((5, 7))
     assert second.quants.data_ptr() == packed.quants[5:].data_ptr()
     whole = torch.cat((first.dequantize(), second.dequantize()))
@@ -54,14 +54,14 @@ def test_split_gives_views(form):
 
 
 @over_formats
-def test_float32_holds_every_weight(form):
-    packed = quantize(torch.randn(64, 384) * 3e-4, form)
-    exact = unpack(form, packed.quants)
-    if form.is_float:
+def test_float32_holds_every_weight(format):
+    packed = quantize(torch.randn(64, 384) * 3e-4, format)
+    exact = unpack(format, packed.quants)
+    if format.is_float:
         steps = exact.view(torch.float8_e4m3fn).double()
     else:
-        steps = (exact.view(torch.int8) if form.bits == 8 else exact).double()
-    zeros = form.zero if packed.zeros is None else packed.zeros.double()[..., None]
+        steps = (exact.view(torch.int8) if format.bits == 8 else exact).double()
+    zeros = format.zero if packed.zeros is None else packed.zeros.double()[..., None]
     steps = steps.view(64, packed.scales.shape[1], -1) - zeros
     exact = (steps * (packed.scales.double()[..., None] * packed.multiplier)).view(64, -1)
     assert torch.equal(packed.dequantize().double(), exact)

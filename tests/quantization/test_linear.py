@@ -11,16 +11,16 @@ from hf_fastpath.ops.gemv import MAX_ROWS
 from hf_fastpath.quantization import FORMATS, quantize
 from hf_fastpath.quantization.linear import PackedLinear
 
-over_formats = pytest.mark.parametrize("form", FORMATS.values(), ids=FORMATS)
+over_formats = pytest.mark.parametrize("format", FORMATS.values(), ids=FORMATS)
 
 
-def made(form, device, bias=None):
-    return PackedLinear(quantize(torch.randn(48, 300) / 17, form), bias).to(device)
+def made(format, device, bias=None):
+    return PackedLinear(quantize(torch.randn(48, 300) / 17, format), bias).to(device)
 
 
 @over_formats
-def test_rows_choose_the_op(device, form):
-    layer = made(form, device)
+def test_rows_choose_the_op(device, format):
+    layer = made(format, device)
     many = ops.packed_gemm if device.type in ops.packed_gemm.native else None
     for shape, op in (
         ((1,), ops.packed_gemv),
@@ -37,8 +37,8 @@ def test_rows_choose_the_op(device, form):
 
 
 @over_formats
-def test_gradients_take_the_widened_weight(device, form):
-    layer = made(form, device, nn.Parameter(torch.randn(48)))
+def test_gradients_take_the_dequantized_weight(device, format):
+    layer = made(format, device, nn.Parameter(torch.randn(48)))
     x = torch.randn(20, 300, device=device)
     assert layer._op_for(x) is None  # the bias is trained
     layer(x).sum().backward()

@@ -8,12 +8,12 @@ from checks import assert_exact, assert_matches, small_integers
 from linear_checks import beside_other_kernels
 from memory import same_bits
 
-from hf_fastpath.ops.gemv import MAX_ROWS, MAX_TILED_ROWS, SPEC, most_rows
+from hf_fastpath.ops.gemv import MAX_ROWS, MAX_WGMMA_ROWS, SPEC, most_rows
 from hf_fastpath.ops.gemv_swiglu import SPEC as GATED
 from hf_fastpath.registry import Sample
 
 half_types = pytest.mark.parametrize("dtype", (torch.float16, torch.bfloat16))
-ROWS = (9, 16, 17, 32, 33, 48, 49, MAX_TILED_ROWS)
+ROWS = (9, 16, 17, 32, 33, 48, 49, MAX_WGMMA_ROWS)
 
 
 @pytest.fixture
@@ -46,7 +46,7 @@ def test_gated_matches(hopper, dtype, rows):
 @half_types
 def test_rows_of_wider_matrices(hopper, dtype):
     """Weights are column slices, aligned to 16 bytes; NaN beside them must not leak in."""
-    for rows in (17, MAX_TILED_ROWS):
+    for rows in (17, MAX_WGMMA_ROWS):
         wide = torch.full((600, 320), float("nan"), device=hopper, dtype=dtype)
         wide[:, 64:200] = torch.randn(600, 136, device=hopper) * 0.1
         assert_matches(SPEC, Sample(torch.randn(rows, 136, device=hopper).to(dtype), wide[:, 64:200]))
@@ -66,7 +66,7 @@ def test_special_values(hopper, dtype):
 @half_types
 def test_rows_do_not_mix(hopper, dtype):
     """Other rows of a product of the same width change no bit."""
-    x, weight = torch.randn(MAX_TILED_ROWS, 2048, device=hopper).to(dtype), torch.randn(515, 2048, device=hopper)
+    x, weight = torch.randn(MAX_WGMMA_ROWS, 2048, device=hopper).to(dtype), torch.randn(515, 2048, device=hopper)
     weight = (weight / 45).to(dtype)
     whole = SPEC(x, weight)
     for rows in (49, 57, 63):
@@ -89,6 +89,6 @@ def test_other_weights_take_sixteen_rows(hopper):
         SPEC(torch.randn(65, 72, device=hopper, dtype=torch.float16), weight)
 
 
-@pytest.mark.parametrize("rows", (16, MAX_TILED_ROWS))
+@pytest.mark.parametrize("rows", (16, MAX_WGMMA_ROWS))
 def test_beside_other_kernels(hopper, rows):
     beside_other_kernels(SPEC, rows, hopper)

@@ -7,27 +7,27 @@
 // Roofline: instructions, eight to ten for 32 weights.
 #include <algorithm>
 
-#include "packed_gemm/packed_widen_avx512.h"
+#include "packed_gemm/packed_dequantize_avx512.h"
 
 namespace hf_fastpath {
 namespace {
 
-template <PackedForm kForm, class Element>
-void widen_rows(const PackedArgs& args, int64_t in_features, int64_t begin, int64_t end,
-                typename Element::Storage* to) {
+template <PackedFormat kFormat, class Element>
+void dequantize_rows(const PackedArgs& args, int64_t in_features, int64_t begin, int64_t end,
+                     typename Element::Storage* to) {
   using Storage = typename Element::Storage;
-  using Weight = PackedWeight<kForm>;
+  using Weight = PackedWeight<kFormat>;
   const Weight weight = Weight::of(args);
   const float multiplier = args.multiplier;
   alignas(64) Storage last[kPackedBlock];
   for (int64_t n = begin; n < end; ++n) {
     Fp8Values values;
-    if constexpr (kForm == PackedForm::kFp8)
+    if constexpr (kFormat == PackedFormat::kFp8)
       values = fp8_values<Element>(Weight::scale(weight, n, 0, 0) * multiplier);
     for (int64_t b = 0; b < weight.blocks; ++b) {
       const int64_t count = std::min(kPackedBlock, in_features - b * kPackedBlock);
       Storage* const block = count == kPackedBlock ? to : last;
-      widen_block<kForm, Element, 1>(weight, n, b, multiplier, values, [&](int s, int, __m512i words) {
+      dequantize_block<kFormat, Element, 1>(weight, n, b, multiplier, values, [&](int s, int, __m512i words) {
         _mm512_storeu_si512(block + s * kStretch, words);
       });
       if (block == last) std::copy_n(last, count, to);
@@ -38,24 +38,24 @@ void widen_rows(const PackedArgs& args, int64_t in_features, int64_t begin, int6
 
 }  // namespace
 
-void widen_packed_avx512_bf16(const PackedArgs& weight, int64_t in_features, DType dtype, int64_t begin,
-                              int64_t end, void* to) {
-  const auto widen = [&](auto element) {
+void dequantize_packed_avx512_bf16(const PackedArgs& weight, int64_t in_features, DType dtype, int64_t begin,
+                                   int64_t end, void* to) {
+  const auto dequantize = [&](auto element) {
     using Element = decltype(element);
     auto* const rows = static_cast<typename Element::Storage*>(to);
-    switch (weight.form) {
-      case PackedForm::kInt8:
-        return widen_rows<PackedForm::kInt8, Element>(weight, in_features, begin, end, rows);
-      case PackedForm::kFp8:
-        return widen_rows<PackedForm::kFp8, Element>(weight, in_features, begin, end, rows);
-      case PackedForm::kInt4:
-        return widen_rows<PackedForm::kInt4, Element>(weight, in_features, begin, end, rows);
-      case PackedForm::kInt4G32:
-        return widen_rows<PackedForm::kInt4G32, Element>(weight, in_features, begin, end, rows);
+    switch (weight.format) {
+      case PackedFormat::kInt8:
+        return dequantize_rows<PackedFormat::kInt8, Element>(weight, in_features, begin, end, rows);
+      case PackedFormat::kFp8:
+        return dequantize_rows<PackedFormat::kFp8, Element>(weight, in_features, begin, end, rows);
+      case PackedFormat::kInt4:
+        return dequantize_rows<PackedFormat::kInt4, Element>(weight, in_features, begin, end, rows);
+      case PackedFormat::kInt4G32:
+        return dequantize_rows<PackedFormat::kInt4G32, Element>(weight, in_features, begin, end, rows);
     }
   };
-  if (dtype == DType::kBFloat16) return widen(BF16{});
-  widen(F16{});
+  if (dtype == DType::kBFloat16) return dequantize(BF16{});
+  dequantize(F16{});
 }
 
 }  // namespace hf_fastpath

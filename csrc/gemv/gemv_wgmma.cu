@@ -1,9 +1,9 @@
-// How gemv_tiles_kernel (gemv_tiles.cuh) divides a product, and its launch.
+// How gemv_wgmma_kernel (gemv_wgmma.cuh) divides a product, and its launch.
 
 #include <algorithm>
 
 #include "common/tensor_map.h"
-#include "gemv/gemv_tiles.cuh"
+#include "gemv/gemv_wgmma.cuh"
 
 namespace hf_fastpath {
 namespace {
@@ -11,8 +11,8 @@ namespace {
 constexpr int kMaxSlots = 24;
 constexpr int kSlotBytes = 32 * 1024;  // about: what a copy of more inputs at a time stays below
 constexpr int kMinSlots = 4;
-constexpr int kMinRows = 8;                              // of a tile
-constexpr int kOverrun = (kTileRows - 8) * kChunkBytes;  // of a tile of 8 rows, which A reads as 64
+constexpr int kMinRows = 8;                               // of a tile
+constexpr int kOverrun = (kWgmmaRows - 8) * kChunkBytes;  // of a tile of 8 rows, which A reads as 64
 
 // Tiles of `features` each, no tile of two segments.
 int count_tiles(const GemvParams& p, int features, int (&first)[kMaxGemvSegments]) {
@@ -25,21 +25,21 @@ int count_tiles(const GemvParams& p, int features, int (&first)[kMaxGemvSegments
 }
 
 // The smallest tiles that give each of `places` the same number of them.
-void divide(const GemvParams& p, int places, int features_a_row, TilesPlan& plan) {
+void divide(const GemvParams& p, int places, int features_a_row, WgmmaPlan& plan) {
   for (int each = 1;; ++each) {
-    for (plan.rows = kMinRows; plan.rows <= kTileRows; ++plan.rows) {
+    for (plan.rows = kMinRows; plan.rows <= kWgmmaRows; ++plan.rows) {
       plan.tiles = count_tiles(p, plan.rows * features_a_row, plan.first);
       if (plan.tiles <= int64_t(places) * each) return;
     }
   }
 }
 
-TilesPlan plan_tiles(const GemvParams& p, int x_rows, int& parts) {
-  TilesPlan plan{};
+WgmmaPlan plan_tiles(const GemvParams& p, int x_rows, int& parts) {
+  WgmmaPlan plan{};
   const int sms = multiprocessor_count(), chunks = static_cast<int>((p.k + kChunk - 1) / kChunk);
   // One tile a block where two share k, so that what they send each other needs no answer.
-  plan.split = !p.gated && p.n <= kTileRows * (sms / 2 - p.num_segments) && chunks > 1 ? 2 : 1;
-  parts = p.gated || p.n > kTileRows * sms ? 2 : 1;
+  plan.split = !p.gated && p.n <= kWgmmaRows * (sms / 2 - p.num_segments) && chunks > 1 ? 2 : 1;
+  parts = p.gated || p.n > kWgmmaRows * sms ? 2 : 1;
   divide(p, sms / plan.split, p.gated ? 1 : parts, plan);
   plan.x_chunk = x_rows * kChunkBytes;
   plan.weight_chunk = (plan.rows + 7) / 8 * 8 * parts * kChunkBytes;
@@ -74,7 +74,7 @@ CUtensorMap rows_map(const GemvParams& p, const void* rows, int64_t count, int64
 }
 
 template <class T, int kX, int kParts>
-void launch_parts(const GemvParams& p, const TilesPlan& plan, cudaStream_t stream) {
+void launch_parts(const GemvParams& p, const WgmmaPlan& plan, cudaStream_t stream) {
   CUtensorMap maps[kMaxGemvSegments];
   for (int i = 0; i < kMaxGemvSegments; ++i) {
     const int of = i < p.num_segments ? i : 0;
@@ -82,19 +82,19 @@ void launch_parts(const GemvParams& p, const TilesPlan& plan, cudaStream_t strea
     maps[i] =
         rows_map(p, p.segments[of].weight, segment_end(p, of) - first, p.segments[of].stride, plan.rows);
   }
-  const auto kernel = gemv_tiles_kernel<T, kX, kParts>;
+  const auto kernel = gemv_wgmma_kernel<T, kX, kParts>;
   HF_FASTPATH_CUDA_CHECK(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, plan.all));
   const int places = multiprocessor_count() / plan.split;
   const dim3 grid(std::min(plan.tiles, places) * plan.split);
-  HF_FASTPATH_CUDA_CHECK(launch_clusters(kernel, grid, dim3(kThreads), plan.all, stream, p.overlap,
-                                         plan.split, p, plan, rows_map(p, p.x, p.m, p.k, kX), maps[0],
-                                         maps[1], maps[2]));
+  HF_FASTPATH_CUDA_CHECK(launch_clusters(kernel, grid, dim3(kThreads), plan.all, stream,
+                                         p.programmatic_launch, plan.split, p, plan,
+                                         rows_map(p, p.x, p.m, p.k, kX), maps[0], maps[1], maps[2]));
 }
 
 template <class T, int kX>
 void launch_rows(const GemvParams& p, cudaStream_t stream) {
   int parts = 1;
-  const TilesPlan plan = plan_tiles(p, kX, parts);
+  const WgmmaPlan plan = plan_tiles(p, kX, parts);
   if (parts == 1) return launch_parts<T, kX, 1>(p, plan, stream);
   launch_parts<T, kX, 2>(p, plan, stream);
 }
@@ -109,11 +109,11 @@ void launch_typed(const GemvParams& p, cudaStream_t stream) {
 
 }  // namespace
 
-bool fits_gemv_tiles(const GemvParams& p, const RopeAppendParams* rope) {
-  return p.norm.kind == Norm::kNone && !rope && has_aligned_rows(p) && has_wgmma_code();
+bool fits_gemv_wgmma(const GemvParams& p, const RopeAppendParams* rope) {
+  return p.norm.kind == NormKind::kNone && !rope && has_aligned_rows(p) && has_wgmma_code();
 }
 
-void launch_gemv_tiles(const GemvParams& params, const RopeAppendParams*, cudaStream_t stream) {
+void launch_gemv_wgmma(const GemvParams& params, const RopeAppendParams*, cudaStream_t stream) {
   if (params.dtype == DType::kFloat16) return launch_typed<__half>(params, stream);
   launch_typed<__nv_bfloat16>(params, stream);
 }

@@ -25,10 +25,10 @@ HF_INLINE __m512i rounded(__m512 low, __m512 high) {
   }
 }
 
-// 32 values as kParts vectors of Element. The first of two has bits cut off, and the second is these.
-template <class Element, int kParts>
-HF_INLINE void round_in_parts(__m512 low, __m512 high, __m512i (&to)[kParts]) {
-  if constexpr (kParts == 1) {
+// 32 values as kTerms vectors of Element. The first of two has bits cut off, and the second is these.
+template <class Element, int kTerms>
+HF_INLINE void round_in_terms(__m512 low, __m512 high, __m512i (&to)[kTerms]) {
+  if constexpr (kTerms == 1) {
     to[0] = rounded<Element>(low, high);
   } else {
     static_assert(std::is_same_v<Element, BF16>);
@@ -116,9 +116,9 @@ HF_INLINE void fp8_words(__m512i first, __m512i second, int pair, const Fp8Value
 // ---- any ----
 
 // What an inner loop knows of a weight, by value: what writes to memory could else change it.
-template <PackedForm kForm>
+template <PackedFormat kFormat>
 struct PackedWeight {
-  static constexpr int64_t kBytes = kPackedBlock * bits_of(kForm) / 8;  // of a block
+  static constexpr int64_t kBytes = kPackedBlock * bits_of(kFormat) / 8;  // of a block
   const uint8_t* quants;
   const uint16_t* scales;
   const uint8_t* zeros;
@@ -132,67 +132,67 @@ struct PackedWeight {
     return weight.quants + (row * weight.blocks + b) * kBytes;
   }
   HF_INLINE float scale(const PackedWeight& weight, int64_t row, int64_t b, int s) {
-    return half_to_float(weight.scales[row * weight.groups + group_of(kForm, b, s)]);
+    return half_to_float(weight.scales[row * weight.groups + group_of(kFormat, b, s)]);
   }
 };
 
 // A weight whose sums are multiplied by sum_factors(): fp8 is exact in bfloat16 without its row's scale.
-template <PackedForm kForm>
+template <PackedFormat kFormat>
 struct SumScaledWeight {
-  PackedWeight<kForm> rows;
+  PackedWeight<kFormat> rows;
   Fp8Values values;
 
   HF_INLINE SumScaledWeight of(const PackedArgs& args) {
-    SumScaledWeight weight{PackedWeight<kForm>::of(args), {}};
-    if constexpr (kForm == PackedForm::kFp8) weight.values = fp8_values<BF16>(1.0f);
+    SumScaledWeight weight{PackedWeight<kFormat>::of(args), {}};
+    if constexpr (kFormat == PackedFormat::kFp8) weight.values = fp8_values<BF16>(1.0f);
     return weight;
   }
 };
 
 // Those of outputs [n, n + count), of which the last before `end` stands for all behind it.
 HF_INLINE void sum_factors(const PackedArgs& args, int64_t n, int64_t end, int64_t count, float* to) {
-  const bool by_row = args.form == PackedForm::kFp8;
+  const bool by_row = args.format == PackedFormat::kFp8;
   for (int64_t i = 0; i < count; ++i) {
     to[i] = args.multiplier * (by_row ? half_to_float(args.scales[min_of(n + i, end - 1)]) : 1.0f);
   }
 }
 
-// The words of a row's block, with their scales and the multiplier: write(s, part, 32 of stretch s). fp8's
+// The words of a row's block, with their scales and the multiplier: write(s, term, 32 of stretch s). fp8's
 // are looked up in `values`.
-template <PackedForm kForm, class Element, int kParts, class Write>
-HF_INLINE void widen_block(PackedWeight<kForm> weight, int64_t row, int64_t b, float multiplier,
-                           const Fp8Values& values, const Write& write) {
-  using Weight = PackedWeight<kForm>;
+template <PackedFormat kFormat, class Element, int kTerms, class Write>
+HF_INLINE void dequantize_block(PackedWeight<kFormat> weight, int64_t row, int64_t b, float multiplier,
+                                const Fp8Values& values, const Write& write) {
+  using Weight = PackedWeight<kFormat>;
   constexpr int kCount = kStretches;
-  __m512i words[kParts];
+  __m512i words[kTerms];
   const uint8_t* const quants = Weight::block(weight, row, b);
   const __m512i first = _mm512_loadu_si512(quants);
   const auto scale = [&](int s) { return Weight::scale(weight, row, b, s) * multiplier; };
-  if constexpr (bits_of(kForm) == 4) {
-    const int zero = kForm == PackedForm::kInt4 ? weight.zeros[row * weight.groups + b] : 8;
+  if constexpr (bits_of(kFormat) == 4) {
+    const int zero = kFormat == PackedFormat::kInt4 ? weight.zeros[row * weight.groups + b] : 8;
     const __m512 steps = _mm512_sub_ps(_mm512_setr_ps(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15),
                                        _mm512_set1_ps(static_cast<float>(zero)));
 #pragma GCC unroll 4
     for (int s = 0; s < kCount; ++s) {
-      if (s == 0 || kForm == PackedForm::kInt4G32) {
+      if (s == 0 || kFormat == PackedFormat::kInt4G32) {
         const __m512 table = _mm512_mul_ps(steps, _mm512_set1_ps(scale(s)));
-        round_in_parts<Element>(table, table, words);
+        round_in_terms<Element>(table, table, words);
       }
-      for (int part = 0; part < kParts; ++part) write(s, part, nibble_words(first, s, words[part]));
+      for (int term = 0; term < kTerms; ++term) write(s, term, nibble_words(first, s, words[term]));
     }
   } else {
     const __m512i second = _mm512_loadu_si512(quants + 64);
-    if constexpr (kForm == PackedForm::kInt8) {
+    if constexpr (kFormat == PackedFormat::kInt8) {
       const __m512 unit = _mm512_set1_ps(scale(0) * kByteUnit);
 #pragma GCC unroll 4
       for (int s = 0; s < kCount; ++s) {
         __m512 low, high;
         byte_values(first, second, s, unit, low, high);
-        round_in_parts<Element>(low, high, words);
-        for (int part = 0; part < kParts; ++part) write(s, part, words[part]);
+        round_in_terms<Element>(low, high, words);
+        for (int term = 0; term < kTerms; ++term) write(s, term, words[term]);
       }
     } else {
-      static_assert(kParts == 1);
+      static_assert(kTerms == 1);
 #pragma GCC unroll 2
       for (int pair = 0; pair < kCount / 2; ++pair) {
         __m512i both[2];

@@ -20,11 +20,11 @@ namespace hf_fastpath {
 
 constexpr int kComputing = 128;                       // threads: a warpgroup
 constexpr int kThreads = kComputing + 2 * kWarpSize;  // and the warps that fetch weights and x
-constexpr int kTileRows = 64;                         // weight rows of A
+constexpr int kWgmmaRows = 64;                        // weight rows of A
 constexpr int kChunk = 64;                            // inputs of a copy: 128 bytes of each row
 constexpr int kChunkBytes = 128;                      // of a row
 constexpr int kRoundRows = 32;                        // x rows that are finished at a time
-constexpr int kSumsStride = kTileRows + 4;            // floats from one to the next: no bank twice
+constexpr int kSumsStride = kWgmmaRows + 4;           // floats from one to the next: no bank twice
 
 // Behind the last feature of a segment.
 __host__ __device__ __forceinline__ int segment_end(const GemvParams& p, int segment) {
@@ -32,7 +32,7 @@ __host__ __device__ __forceinline__ int segment_end(const GemvParams& p, int seg
 }
 
 // How a launch's work is divided.
-struct TilesPlan {
+struct WgmmaPlan {
   int rows;    // weight rows of a copy
   int tiles;   // of `parts` copies, or of a copy of each of two gated weights
   int split;   // blocks that share k
@@ -56,14 +56,14 @@ __device__ __forceinline__ void send_sums(uint32_t to, const float (&v)[4], uint
 }
 
 // What all warps of a block know.
-struct TilesBlock {
+struct WgmmaBlock {
   const GemvParams& p;
-  const TilesPlan& plan;
+  const WgmmaPlan& plan;
   uint32_t smem;
   int rank, first_tile, stride;  // of the tiles
   int begin, end;                // slots' worth of k
 
-  __device__ __forceinline__ TilesBlock(const GemvParams& p, const TilesPlan& plan, uint32_t smem)
+  __device__ __forceinline__ WgmmaBlock(const GemvParams& p, const WgmmaPlan& plan, uint32_t smem)
       : p(p), plan(plan), smem(smem) {
     rank = plan.split > 1 ? blockIdx.x % plan.split : 0;
     first_tile = blockIdx.x / plan.split, stride = gridDim.x / plan.split;
@@ -89,7 +89,7 @@ struct TilesBlock {
 // Waits for an empty slot for every part of k of every tile and lets `fetch(tile, step, slot)` fill it. One
 // lane's work.
 template <class Fetch>
-__device__ __forceinline__ void fill_slots(const TilesBlock& block, const Fetch& fetch) {
+__device__ __forceinline__ void fill_slots(const WgmmaBlock& block, const Fetch& fetch) {
   RingCursor at;
   for (int tile = block.first_tile; tile < block.plan.tiles; tile += block.stride) {
     for (int step = block.begin; step < block.end; ++step) {
@@ -102,9 +102,9 @@ __device__ __forceinline__ void fill_slots(const TilesBlock& block, const Fetch&
 
 // The warpgroup that computes. kX: x rows of a product, kParts: tiles of 64 weight rows.
 template <class T, int kX, int kParts>
-struct TilesConsumer {
+struct WgmmaConsumer {
   static constexpr int kGroups = kX / 8, kHalf = kGroups / 2;
-  const TilesBlock& block;
+  const WgmmaBlock& block;
   float* sums;      // in shared memory: of kParts times kX x rows
   float4* arrived;  // what the other block of a cluster has sent
   int warp, lane;
@@ -116,7 +116,7 @@ struct TilesConsumer {
   }
 
   __device__ __forceinline__ void multiply() {
-    const TilesPlan& plan = block.plan;
+    const WgmmaPlan& plan = block.plan;
     int before = -1;
     for (int step = block.begin; step < block.end; ++step) {
       barrier_wait(block.full(at.slot), at.parity);
@@ -183,8 +183,8 @@ struct TilesConsumer {
   __device__ __forceinline__ void finish_round(int tile, int first, int done, int rows) {
     constexpr int kEach = (kX < kRoundRows ? kX : kRoundRows) / 2;
     const GemvParams& p = block.p;
-    const TilesPlan& plan = block.plan;
-    const int feature = threadIdx.x % kTileRows, start = threadIdx.x / kTileRows;
+    const WgmmaPlan& plan = block.plan;
+    const int feature = threadIdx.x % kWgmmaRows, start = threadIdx.x / kWgmmaRows;
     const int segment = block.segment(tile), end = segment_end(p, segment);
     const int from = p.segments[segment].first +
                      (tile - plan.first[segment]) * plan.rows * (p.gated ? 1 : kParts) + feature;
@@ -270,12 +270,12 @@ struct TilesConsumer {
 
 template <class T, int kX, int kParts>
 __global__ void __launch_bounds__(kThreads, 1)
-    gemv_tiles_kernel(const __grid_constant__ GemvParams p, const __grid_constant__ TilesPlan plan,
+    gemv_wgmma_kernel(const __grid_constant__ GemvParams p, const __grid_constant__ WgmmaPlan plan,
                       const __grid_constant__ CUtensorMap x_map, const __grid_constant__ CUtensorMap map0,
                       const __grid_constant__ CUtensorMap map1, const __grid_constant__ CUtensorMap map2) {
 #if HF_FASTPATH_WGMMA
   extern __shared__ __align__(1024) char shared[];
-  const TilesBlock block(p, plan, shared_address(shared));
+  const WgmmaBlock block(p, plan, shared_address(shared));
   const int warp = threadIdx.x / kWarpSize;
   if (threadIdx.x == 0) {
     for (int i = 0; i < plan.slots; ++i) {
@@ -320,7 +320,7 @@ __global__ void __launch_bounds__(kThreads, 1)
       });
     }
   } else {
-    TilesConsumer<T, kX, kParts> consumer{block, reinterpret_cast<float*>(shared + plan.sums_at),
+    WgmmaConsumer<T, kX, kParts> consumer{block, reinterpret_cast<float*>(shared + plan.sums_at),
                                           reinterpret_cast<float4*>(shared + plan.received_at), warp,
                                           static_cast<int>(threadIdx.x % kWarpSize)};
     consumer.run();

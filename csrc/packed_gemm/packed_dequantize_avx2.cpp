@@ -1,7 +1,7 @@
 // What: rows of a weight of 4 or 8 bits as float32, float16 or bfloat16, in order, for products of many rows
 //   of x (gemm/gemm_cpu.cpp).
 // Work split: the caller's threads take ranges of rows. Of a block of 128 weights four 16-byte pieces are
-//   transposed, so that each is of one stretch; eight values at a time are widened, scaled and rounded.
+//   transposed, so that each is of one stretch; eight values at a time are dequantized, scaled and rounded.
 // Traffic: quants and scales once; what is written stays in a second-level cache.
 // Roofline: instructions, some six for eight weights.
 #include <algorithm>
@@ -29,10 +29,10 @@ HF_INLINE __m256i rounded_top(__m256 value) {
 }
 
 // Sixteen quants in bytes, less their zero or as they are in fp8, times `scale`.
-template <PackedForm kForm, class Element>
-HF_INLINE void widen_sixteen(__m128i bytes, __m256 scale, typename Element::Storage* to) {
+template <PackedFormat kFormat, class Element>
+HF_INLINE void dequantize_sixteen(__m128i bytes, __m256 scale, typename Element::Storage* to) {
   __m256 low, high;
-  if constexpr (kForm == PackedForm::kFp8) {  // float16's bits of 2^-8 of the value
+  if constexpr (kFormat == PackedFormat::kFp8) {  // float16's bits of 2^-8 of the value
     const __m256i wide = _mm256_slli_epi16(_mm256_cvtepi8_epi16(bytes), 7);
     const __m256i halves = _mm256_and_si256(wide, _mm256_set1_epi16(short(0xbfff)));
     low = F16::widen(_mm256_castsi256_si128(halves)), high = F16::widen(_mm256_extracti128_si256(halves, 1));
@@ -51,10 +51,10 @@ HF_INLINE void widen_sixteen(__m128i bytes, __m256 scale, typename Element::Stor
 }
 
 // A block of 128 weights. `scale`: of each stretch.
-template <PackedForm kForm, class Element>
-HF_INLINE void widen_block(const uint8_t* quants, const __m256 (&scale)[kStretches], int zero,
-                           typename Element::Storage* to) {
-  constexpr int kHalves = bits_of(kForm) / 4;  // of a stretch
+template <PackedFormat kFormat, class Element>
+HF_INLINE void dequantize_block(const uint8_t* quants, const __m256 (&scale)[kStretches], int zero,
+                                typename Element::Storage* to) {
+  constexpr int kHalves = bits_of(kFormat) / 4;  // of a stretch
 #pragma GCC unroll 2
   for (int half = 0; half < kHalves; ++half) {
     __m128i piece[4];
@@ -66,25 +66,25 @@ HF_INLINE void widen_block(const uint8_t* quants, const __m256 (&scale)[kStretch
     for (int s = 0; s < int(kStretches); ++s) {
       auto* const at = to + s * kStretch + half * 16;
       if constexpr (kHalves == 2) {
-        widen_sixteen<kForm, Element>(piece[s], scale[s], at);
+        dequantize_sixteen<kFormat, Element>(piece[s], scale[s], at);
       } else {
         const __m128i nibble = _mm_set1_epi8(15), less = _mm_set1_epi8(static_cast<char>(zero));
         const __m128i even = _mm_sub_epi8(_mm_and_si128(piece[s], nibble), less);
         const __m128i odd = _mm_sub_epi8(_mm_and_si128(_mm_srli_epi16(piece[s], 4), nibble), less);
-        widen_sixteen<kForm, Element>(_mm_unpacklo_epi8(even, odd), scale[s], at);
-        widen_sixteen<kForm, Element>(_mm_unpackhi_epi8(even, odd), scale[s], at + 16);
+        dequantize_sixteen<kFormat, Element>(_mm_unpacklo_epi8(even, odd), scale[s], at);
+        dequantize_sixteen<kFormat, Element>(_mm_unpackhi_epi8(even, odd), scale[s], at + 16);
       }
     }
   }
 }
 
-template <PackedForm kForm, class Element>
-void widen_rows(const PackedArgs& weight, int64_t in_features, int64_t begin, int64_t end,
-                typename Element::Storage* to) {
+template <PackedFormat kFormat, class Element>
+void dequantize_rows(const PackedArgs& weight, int64_t in_features, int64_t begin, int64_t end,
+                     typename Element::Storage* to) {
   using Storage = typename Element::Storage;
-  constexpr int64_t kBytes = kPackedBlock * bits_of(kForm) / 8;
-  constexpr int64_t kScales = kForm == PackedForm::kInt4G32 ? kStretches : 1;
-  const float unit = weight.multiplier * (kForm == PackedForm::kFp8 ? 256.0f : 1.0f);
+  constexpr int64_t kBytes = kPackedBlock * bits_of(kFormat) / 8;
+  constexpr int64_t kScales = kFormat == PackedFormat::kInt4G32 ? kStretches : 1;
+  const float unit = weight.multiplier * (kFormat == PackedFormat::kFp8 ? 256.0f : 1.0f);
   alignas(32) Storage last[kPackedBlock];
   for (int64_t n = begin; n < end; ++n) {
     const uint8_t* quants = weight.quants + n * weight.row_bytes();
@@ -93,15 +93,15 @@ void widen_rows(const PackedArgs& weight, int64_t in_features, int64_t begin, in
       __m256 scale[kStretches];
 #pragma GCC unroll 4
       for (int s = 0; s < int(kStretches); ++s) {
-        const int64_t group = kForm == PackedForm::kFp8 ? 0 : b * kScales + s % kScales;
+        const int64_t group = kFormat == PackedFormat::kFp8 ? 0 : b * kScales + s % kScales;
         scale[s] = s < kScales ? _mm256_set1_ps(_cvtsh_ss(scales[group]) * unit) : scale[0];
       }
-      const int zero = kForm == PackedForm::kInt4 ? weight.zeros[n * weight.groups + b] : 8;
+      const int zero = kFormat == PackedFormat::kInt4 ? weight.zeros[n * weight.groups + b] : 8;
       const int64_t count = std::min(kPackedBlock, in_features - b * kPackedBlock);
       if (count == kPackedBlock) {
-        widen_block<kForm, Element>(quants, scale, zero, to);
+        dequantize_block<kFormat, Element>(quants, scale, zero, to);
       } else {
-        widen_block<kForm, Element>(quants, scale, zero, last);
+        dequantize_block<kFormat, Element>(quants, scale, zero, last);
         std::copy_n(last, count, to);
       }
       to += count;
@@ -111,20 +111,20 @@ void widen_rows(const PackedArgs& weight, int64_t in_features, int64_t begin, in
 
 }  // namespace
 
-void widen_packed_avx2(const PackedArgs& weight, int64_t in_features, DType dtype, int64_t begin, int64_t end,
-                       void* to) {
+void dequantize_packed_avx2(const PackedArgs& weight, int64_t in_features, DType dtype, int64_t begin,
+                            int64_t end, void* to) {
   with_element(dtype, [&](auto element) {
     using Element = decltype(element);
     auto* const rows = static_cast<typename Element::Storage*>(to);
-    switch (weight.form) {
-      case PackedForm::kInt8:
-        return widen_rows<PackedForm::kInt8, Element>(weight, in_features, begin, end, rows);
-      case PackedForm::kFp8:
-        return widen_rows<PackedForm::kFp8, Element>(weight, in_features, begin, end, rows);
-      case PackedForm::kInt4:
-        return widen_rows<PackedForm::kInt4, Element>(weight, in_features, begin, end, rows);
-      case PackedForm::kInt4G32:
-        return widen_rows<PackedForm::kInt4G32, Element>(weight, in_features, begin, end, rows);
+    switch (weight.format) {
+      case PackedFormat::kInt8:
+        return dequantize_rows<PackedFormat::kInt8, Element>(weight, in_features, begin, end, rows);
+      case PackedFormat::kFp8:
+        return dequantize_rows<PackedFormat::kFp8, Element>(weight, in_features, begin, end, rows);
+      case PackedFormat::kInt4:
+        return dequantize_rows<PackedFormat::kInt4, Element>(weight, in_features, begin, end, rows);
+      case PackedFormat::kInt4G32:
+        return dequantize_rows<PackedFormat::kInt4G32, Element>(weight, in_features, begin, end, rows);
     }
   });
 }
