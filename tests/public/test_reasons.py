@@ -231,7 +231,7 @@ def synced_gpus(monkeypatch, tmp_path):
 
 
 def stop(ids, scores, **kwargs):
-    """A stopping criterion of the user's own."""
+    """Never stop: the user has a criterion of their own."""
     return torch.zeros(len(ids), dtype=torch.bool)
 
 
