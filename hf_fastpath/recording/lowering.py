@@ -117,7 +117,6 @@ class Lowering:
     def _attend(self, call: Call, q, states, layer, scale, window, softcap=0.0, sinks=None) -> Any:
         fact = self._recording.fact(call.arguments["q"])
         batch, heads, query_len, head_dim = fact.shape
-        cache = self._at.placed(self._caches[layer], layer)
         queries: Any
         if layer in self._pending:
             k, v = self._pending.pop(layer)
@@ -175,7 +174,8 @@ class Lowering:
         return self.attention(queries, **attend)
 
     def _projected(
-        self, call: Call, x, weights, biases, transposed, cos, sin, num_heads, num_kv_heads, head_dim, norm=None, **attend
+        self, call: Call, x, weights, biases, transposed, cos, sin, num_heads, num_kv_heads, head_dim, norm=None,
+        **attend,
     ):  # fmt: skip
         absent = [None] * (3 - len(weights))
         given = {

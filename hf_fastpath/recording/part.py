@@ -12,6 +12,7 @@ from torch import nn
 from .. import compat
 from ..decode.modules import is_packed, model_code_reason, own_code_reason
 from ..decode.named_calls import Emit
+from ..decode.program import Program
 from ..decode.steps import Positions
 from ..decode.structure import MAX_BATCH
 from ..native import loader
@@ -252,8 +253,6 @@ def _dry_run(part: RecordedPart) -> None:
     Raises:
         Unrecordable: something in it has no place in a plan.
     """
-    from ..decode.program import Program
-
     program = Program()
     caches = [KVCache(program.register(), program.register()) for _ in part.windows]
     at = Positions({}, program.register(), program.register())

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import copy
 import logging
+import operator
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -110,6 +110,8 @@ class Recorder:
         self._registers: dict[int, Register] = {}  # id of a tensor -> what stands for it
         self._kept: list[Any] = []  # no other tensor gets an id of these
         self._storages: dict[int, list[int]] = {}
+        self._states: dict[int, int] = {}  # register of what append() gave -> layer
+        self._paths = {id(module): path for path, module in skeleton.copy.named_modules()}
 
     # ---- values -----------------------------------------------------------------------------------------------
 
@@ -159,8 +161,6 @@ class Recorder:
         return call
 
     def _take(self, whole: Register, place: int, out: torch.Tensor) -> None:
-        import operator
-
         register = Register(len(self.facts))
         self.calls.append(Call(operator.getitem, {"a": whole, "b": place}, register))
         self.facts[register.index] = out
@@ -201,8 +201,6 @@ class Recorder:
         self._states[call.out.index] = layer
         return all_
 
-    _states: dict[int, int] = MappingProxyType({})  # type: ignore[assignment]
-
     def attend(self, module, query, key, value, attention_mask, scaling=None, sliding_window=None, softcap=None,
                s_aux=None, dropout=0.0, **others):  # fmt: skip
         """As transformers' attention functions."""
@@ -226,8 +224,6 @@ class Recorder:
 
     def _states_of(self, key: torch.Tensor, value: torch.Tensor) -> Register:
         """The register of what ``append`` gave, of which these are keys and values."""
-        import operator
-
         found = [self._registers.get(id(each)) for each in (key, value)]
         calls = {call.out.index: call for call in self.calls if call.op is operator.getitem}
         pairs = [calls.get(each.index) if each is not None else None for each in found]
@@ -265,17 +261,16 @@ class Recorder:
 
     def experts(self, module, hidden_states, top_k_index, top_k_weights):
         """As transformers' experts functions."""
-        real = self.skeleton.model.get_submodule(self.paths[id(module)])
+        real = self.skeleton.model.get_submodule(self._paths[id(module)])
         with self.quiet():
             out = torch.empty_like(hidden_states)
         given = dict(x=hidden_states, ids=top_k_index, weights=top_k_weights)
         arguments = experts_arguments(real)
-        self.emit(
-            marks.other_experts if arguments is None else marks.experts, given | (arguments or {"module": real}), out
-        )
+        if arguments is None:
+            self.emit(marks.other_experts, given | {"module": real}, out)
+        else:
+            self.emit(marks.experts, given | arguments, out)
         return out
-
-    paths: dict[int, str] = MappingProxyType({})  # type: ignore[assignment]
 
 
 #: what attention functions are given besides, and what the kernels take from elsewhere or never read
@@ -444,8 +439,6 @@ def record(skeleton: Skeleton, batch: int, query_len: int) -> Recording:
         Unrecordable: it cannot be; the message says which line did it.
     """
     recorder = Recorder(skeleton)
-    recorder._states = {}
-    recorder.paths = {id(module): path for path, module in skeleton.copy.named_modules()}
     token = _recorder.set(recorder)
     try:
         return _record(recorder, batch, query_len)

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from ..decode.named_calls import Call, Register, by_name
+from . import marks
 
 
 class Unrecordable(Exception):
@@ -113,10 +114,8 @@ class Recording:
 
 def is_effect(call: Call) -> bool:
     """Whether a call changes what lies outside of its result."""
-    from .marks import append
-
     schema = getattr(call.op, "_schema", None)
-    return call.op is append or (schema is not None and schema.is_mutable)
+    return call.op is marks.append or (schema is not None and schema.is_mutable)
 
 
 def registers_in(value: Any) -> Iterator[Register]:

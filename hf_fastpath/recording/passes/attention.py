@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import operator
+from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -10,6 +12,7 @@ from torch import nn
 
 from ...decode.named_calls import Call, Register
 from .. import marks
+from ..lowering import takes_product
 from ..probing import agree, evaluate
 from ..recorder import past_tokens
 from ..recording import Recording, read_by
@@ -39,6 +42,7 @@ def rotations(recording: Recording, model: nn.Module) -> None:
     does, or does nothing but look at them as heads."""
     at_positions = positional(recording)
     producers = recording.producers()
+    readers = Counter(call.arguments["layer"] for call in recording.calls if call.op is marks.attend)
     known: dict[Any, Any] = {}
     angles: dict[tuple, tuple[Register, Register]] = {}
     instead: dict[int, list[Call]] = {}
@@ -46,9 +50,7 @@ def rotations(recording: Recording, model: nn.Module) -> None:
         if attend.op is not marks.attend:
             continue
         append = producers[attend.arguments["states"].index]
-        if append.arguments["layer"] in {
-            c.arguments["layer"] for c in recording.calls if c.op is marks.attend and c is not attend
-        }:
+        if readers[append.arguments["layer"]] > 1:
             continue
         front = _front(recording, producers, at_positions, append, attend)
         if front is None:
@@ -176,10 +178,8 @@ def _tried(
     for layout in layouts:
         for angles in (None, *_angle_formulas(shown[0][1], dim)) if tables else (None,):
             for pairs in ("halves", "neighbors") if angles is not None else ("halves",):
-                if all(
-                    _is_turned(values, at, out, layout, angles, pairs, heads, kv_heads, dim)
-                    for values, at, out in shown
-                ):
+                how = (layout, angles, pairs, heads, kv_heads, dim)
+                if all(_is_turned(*one, *how) for one in shown):
                     return layout, angles, pairs
     return None
 
@@ -276,8 +276,6 @@ def _emit_angles(
     recording: Recording, formula: _Formula, tables: list[Register], made: list[Call], dtype: torch.dtype, pairs: str
 ) -> tuple[Register, Register]:
     """Calls that give cos and sin, [batch or 1, query_len, rotary_dim]."""
-    from operator import getitem
-
     shape = (recording.batch, recording.query_len)
     like = recording.fact(tables[0]).new_empty(*shape, 1)
     both = Call(marks.angles, {"tables": list(tables), "formula": formula[1], "dtype": dtype, "pairs": pairs}, None)
@@ -285,7 +283,7 @@ def _emit_angles(
     made.append(both)
     registers = []
     for place in range(2):
-        call = Call(getitem, {"a": both.out, "b": place}, recording.register(like))
+        call = Call(operator.getitem, {"a": both.out, "b": place}, recording.register(like))
         made.append(call)
         registers.append(call.out)
     return registers[0], registers[1]
@@ -323,8 +321,6 @@ def projections(recording: Recording, model: nn.Module) -> None:
 
 
 def _is_projection(recording: Recording, call: Call, users: dict) -> bool:
-    from ..lowering import takes_product
-
     if call.op is not marks.linear or len(users[call.out.index]) != 1 or not takes_product(recording, call):
         return False
     return call.arguments.get("residual") is None and not call.arguments.get("activation")

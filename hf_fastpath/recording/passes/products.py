@@ -10,9 +10,9 @@ from torch import nn
 
 from ...choices import Activation, NormKind
 from ...decode.named_calls import Call, Register
-from ...ops.kv_cache import KVCache  # noqa: F401  (documents what `cache` arguments are)
 from ...registry import FLOAT_DTYPES, PLAIN_TENSORS
 from .. import marks
+from ..lowering import takes_product
 from ..recording import Recording
 
 _aten = torch.ops.aten
@@ -85,7 +85,7 @@ def split_products(recording: Recording, model: nn.Module) -> None:
                 made.append(Call(marks.linear, call.arguments | part, register))
             instead[id(each)] = []
         instead[id(call)] = made
-        for each, found in zip(readers, slices):
+        for each in readers:
             if each.op is not _aten.slice.Tensor:
                 instead |= {id(item): [] for item in users.get(each.out.index, [])}
     recording.rewrite(instead, {})
@@ -153,7 +153,7 @@ def gates(recording: Recording, model: nn.Module) -> None:
     producers, users, instead = recording.producers(), recording.users(), {}
     for call in recording.calls:
         product = only(call.arguments["x"], marks.linear) if call.op is marks.activated else None
-        if product is not None and takes(recording, product):
+        if product is not None and takes_product(recording, product):
             made = Call(marks.linear, product.arguments | {"activation": call.arguments["activation"]}, call.out)
             instead |= {id(product): [], id(call): [made]}
     recording.rewrite(instead, {})
@@ -161,7 +161,7 @@ def gates(recording: Recording, model: nn.Module) -> None:
 
 def _alike(recording: Recording, one: Call, other: Call) -> bool:
     """Whether two products are of one input and of matrices that ``ops.gemv_swiglu`` takes together."""
-    if not takes(recording, one) or not takes(recording, other):
+    if not takes_product(recording, one) or not takes_product(recording, other):
         return False
     if one.arguments["x"].index != other.arguments["x"].index:
         return False
@@ -170,18 +170,11 @@ def _alike(recording: Recording, one: Call, other: Call) -> bool:
     return one.arguments["weight"].shape == other.arguments["weight"].shape
 
 
-def takes(recording: Recording, call: Call) -> bool:
-    """Whether ``ops.gemv`` takes a product."""
-    from ..lowering import takes_product
-
-    return takes_product(recording, call)
-
-
 def residuals(recording: Recording, model: nn.Module) -> None:
     """Pass: a sum with a product is that product's."""
     _reassociate(recording)
     producers, users = recording.producers(), recording.users()
-    for place, call in enumerate(recording.calls):
+    for call in recording.calls:
         if call.op is not _aten.add.Tensor or call.arguments.get("alpha", 1) != 1:
             continue
         for one, other in (("other", "self"), ("self", "other")):
@@ -192,7 +185,7 @@ def residuals(recording: Recording, model: nn.Module) -> None:
             if product.arguments.get("residual") is not None or not isinstance(residual, Register):
                 continue
             facts = recording.fact(call.out), recording.fact(product.out), recording.fact(residual)
-            if len({(each.shape, each.dtype) for each in facts}) > 1 or not takes(recording, product):
+            if len({(each.shape, each.dtype) for each in facts}) > 1 or not takes_product(recording, product):
                 continue
             call.op, call.arguments = marks.linear, product.arguments | {"residual": residual}
             product.op, product.arguments = operator.getitem, {"a": [0], "b": 0}  # read by nothing any more
@@ -237,7 +230,7 @@ def norms_in_front(recording: Recording, model: nn.Module) -> None:
         norm = normed.arguments["norm"]
         if norm.kind == NormKind.RMS and norm.weight is None:
             continue
-        if call.op is marks.linear and not takes(recording, call):
+        if call.op is marks.linear and not takes_product(recording, call):
             continue
         weight = call.arguments.get("weight", call.arguments.get("gate_weight"))
         if isinstance(norm.weight, Register) or isinstance(norm.bias, Register):

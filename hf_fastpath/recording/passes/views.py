@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from ...decode.named_calls import Call, Register, bound
-from ..recording import Recording, read_by
+from ..recording import Recording, read_by, registers_in
 
 _aten = torch.ops.aten
 
@@ -54,10 +54,7 @@ def constants(recording: Recording, model: nn.Module) -> None:
         if not read and any(word in str(call.op) for word in _NEW_EACH_TIME):
             continue
         arguments = {name: _known(each, values) for name, each in call.arguments.items()}
-        if any(
-            isinstance(each, (list, tuple)) and any(isinstance(e, Register) for e in each)
-            for each in arguments.values()
-        ):
+        if any(True for each in arguments.values() for _ in registers_in(each)):
             continue
         op, ordered = bound(call.op, arguments)
         with torch.no_grad(), torch.inference_mode(False):
