@@ -39,11 +39,10 @@ class Row:
         top1_agreement: share of positions at which both name the same token.
         first_divergence: the first new token (from 0) in which ``generate()`` differs, or None.
         margin: distance of stock's two best logits at that token, or None.
-        ok: whether two conditions hold. First, the mean error is within twice the noise floor, or the generated tokens
-            and the most likely token at every position are equal. Second, a token may differ from stock's only if our
-            logits explain it: its margin is within twice |ours - stock| at that token. In the row that samples, a token
-            may differ only if the seed draws all tokens from the logits of that very call, and the mean distance of
-            those logits from ours of the same text is within twice the noise floor.
+        ok: whether the mean error is within twice the noise floor, or the generated tokens and the most likely token at
+            every position are equal; and whether our logits explain a token that differs from stock's: its margin is
+            within twice |ours - stock| at that token. In the row that samples, the seed has to draw all tokens from the
+            logits of that very call, whose mean distance from ours of the same text is within twice the noise floor.
     """
 
     name: str
@@ -312,11 +311,8 @@ def _compare(model: nn.Module, case: _Case, new_tokens: int) -> Row:
 
 @contextmanager
 def _in_higher_precision(model: nn.Module) -> Iterator[None]:
-    """Let every module compute with its parameters in float32, or in float64 if they are float32.
-
-    The copies are made for each call, so that only one module's copies take memory at a time. The parameters themselves
-    are not touched.
-    """
+    """Let modules compute in float32, or in float64 if parameters are float32. Parameters are copied for each call, so
+    that only one module's copies take memory at a time."""
     wide = torch.float64 if next(model.parameters()).dtype == torch.float32 else torch.float32
     kept: dict[int, dict[str, nn.Parameter | None]] = {}
 
@@ -363,10 +359,10 @@ def _plain_generation(model: nn.Module, device: torch.device) -> Iterator[None]:
 
 @torch.no_grad()
 def different_tokens(model: nn.Module, ids: torch.Tensor, max_new_tokens: int) -> str | None:
-    """The first of ``verify()``'s cases in which a patched model's tokens are not stock's; None if there is none.
+    """Return the first of ``verify()``'s cases in which a patched model's tokens differ from stock's, or None.
 
     Args:
-        model, ids, max_new_tokens: as of :func:`compare`.
+        model, ids, max_new_tokens: as for :func:`compare`.
     """
     part = state_of(model).plans.part_of(model)
     limit = getattr(model.config, "max_position_embeddings", None) or LONG_TOKENS + max_new_tokens

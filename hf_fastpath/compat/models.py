@@ -124,7 +124,7 @@ def can_generate(model: nn.Module) -> bool:
 
 
 def set_entry(config: Any, name: str, value: Any) -> None:
-    """Set an entry of a config; where None is no value for it, to the number of the first token."""
+    """Set an entry of a config; if the config refuses None as its value, set it to the number of the first token."""
     try:
         setattr(config, name, value)
     except StrictDataclassError:

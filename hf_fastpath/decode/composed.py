@@ -17,19 +17,19 @@ from ..ops.kv_cache import dequantized, gathered
 
 
 def unit_offset_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    """RMS norm with the factor ``1 + weight``, in float32 and rounded once, as stock code computes it."""
+    """Compute the RMS norm with the factor ``1 + weight``, in float32 and rounded once, as stock code computes it."""
     return nn.functional.rms_norm(x.float(), weight.shape, 1.0 + weight.float(), eps).to(x.dtype)
 
 
 def unit_offset_layer_norm(
     x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, eps: float
 ) -> torch.Tensor:
-    """Layer norm with the factor ``1 + weight``."""
+    """Compute the layer norm with the factor ``1 + weight``."""
     return nn.functional.layer_norm(x, weight.shape, 1 + weight, bias, eps)
 
 
 def plain_norm(x: torch.Tensor, eps: float) -> torch.Tensor:
-    """RMS norm without a weight; in float32 and rounded once."""
+    """Compute the RMS norm without a weight, in float32 and rounded once."""
     return nn.functional.rms_norm(x.float(), x.shape[-1:], None, eps).to(x.dtype)
 
 

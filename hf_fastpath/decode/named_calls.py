@@ -166,17 +166,19 @@ def in_order(op: Callable[..., Any], arguments: dict[str, Any]) -> list[Any]:
 
 @functools.cache
 def _only_by_name(op: Callable[..., Any]) -> frozenset[str]:
-    """Arguments of an op that cannot be given by their place."""
+    """Return the names of an op's arguments that cannot be given by position."""
     if not isinstance(op, torch._ops.OpOverload):
         return frozenset()
     return frozenset(each.name for each in op._schema.arguments if each.kwarg_only)
 
 
 def bound(op: Callable[..., Any], arguments: dict[str, Any]) -> tuple[Callable[..., Any], list[Any]]:
-    """What takes a call's arguments in order, and they.
+    """Return a function that takes a call's arguments in order, and these arguments.
+
+    Arguments that the op takes by name only are part of the function.
 
     Raises:
-        TypeError: the op has no such argument, or lacks one.
+        TypeError: the op has no argument of such a name, or a needed argument is missing.
     """
     named = _only_by_name(op) & arguments.keys()
     if not named:

@@ -173,8 +173,8 @@ class DecodePlan:
         return logits, self._made_for(programmatic_launch)
 
     def _made_for(self, programmatic_launch: bool) -> Step:
-        """What passes make of the plan's calls."""
-        # A graph of several sequences takes the ops one by one, as they were measured.
+        """Return the circumstances of the plan's calls, which decide what passes make of the calls."""
+        # A graph of several sequences has one call for each op: that is what was measured.
         few = self.batch == 1 or (self.device.type == "cpu" and self.batch <= MAX_ROWS)
         rows = self.batch * self.query_len
         many = rows > MAX_ROWS

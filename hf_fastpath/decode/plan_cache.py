@@ -27,14 +27,14 @@ Plan = TypeVar("Plan", bound=DecodePlan)
 
 
 class Family(Protocol):
-    """What knows the roles inside a model: a described architecture, or the recorder."""
+    """A family of models, which finds the roles inside a model: a described architecture, or the recorder."""
 
     @property
     def module(self) -> str:
-        """transformers module of the model's class."""
+        """Name of the transformers module that defines the model's class."""
 
     def model_part(self, model: nn.Module) -> structure.ModelPart | None:
-        """``model`` in its roles as it is now, or None if it is none of the family."""
+        """Return ``model`` in its roles as it is now, or None if it does not belong to the family."""
 
 
 class _Place:

@@ -157,16 +157,16 @@ class ModelPart(Part):
     """
 
     windows: tuple[int | None, ...]
-    #: its step is written down by :mod:`.steps`, not recorded
+    #: False: :mod:`.steps` writes the step down; True: the step is recorded from the model's own forward
     is_recorded: ClassVar[bool] = False
 
     @property
     def vocab_size(self) -> int:
-        """Logits of a token."""
+        """Number of logits of a token."""
         return out_features(self.head)
 
     def fingerprint(self) -> tuple:
-        """What a decode plan bakes in of the model."""
+        """Return what a decode plan records of the model."""
         return fingerprint(self)
 
     @property
@@ -321,17 +321,17 @@ class ModelPart(Part):
 
 @dataclass(frozen=True)
 class Described:
-    """A family that an architecture describes."""
+    """The family of models that an architecture describes."""
 
     architecture: Architecture
 
     @property
     def module(self) -> str:
-        """transformers module of its classes."""
+        """Name of the transformers module that defines the architecture's classes."""
         return self.architecture.module
 
     def model_part(self, model: nn.Module) -> ModelPart | None:
-        """``model`` in its roles as it is now, or None if it is not exactly one of the family."""
+        """Return ``model`` in its roles as it is now, or None if it is not exactly of this architecture."""
         return model_part(self.architecture, model)
 
 

@@ -20,7 +20,7 @@ from ..reasons import Cause, named
 from ..recording.part import Recorded
 from .plan import Binding, Declined, PatchPlan
 
-#: environment variable: if set, whole models are recorded though an architecture file describes them
+#: environment variable; if it is set, whole models are recorded even if an architecture file describes them
 RECORD = "HF_FASTPATH_RECORD"
 
 
@@ -166,7 +166,7 @@ def _partial_reason(declined: list[Declined]) -> str | None:
 def _family(
     model: nn.Module, known: tuple[Architecture, ...], bindings: list[Binding], declined: list[Declined]
 ) -> Family | None:
-    """What knows the roles inside a whole model: its architecture, or the recorder if none of its modules is of any."""
+    """Return the family of a whole model: its architecture, or the recorder if no module is of any architecture."""
     described = next((each for each in known if structure.model_part(each, model) is not None), None)
     if described is not None and not os.environ.get(RECORD):
         return structure.Described(described)

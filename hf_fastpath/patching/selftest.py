@@ -131,14 +131,14 @@ def run(model: nn.Module) -> str | None:
 
 
 def _difference(twin: nn.Module, prompt: torch.Tensor) -> str | None:
-    """How a twin decodes otherwise than stock, or None."""
+    """Return how a twin decodes otherwise than stock code, or None."""
     plan = analyse(twin, Options.parse())
     check_coverage(plan)
     state = PatchState(plan.options)
     claim(twin, state)
     apply(plan, state)
     try:
-        if plan.is_recorded:  # whose experts and routers may have no float64 to be compared with
+        if plan.is_recorded:  # its experts and routers may not run in float64, which compare() needs
             return different_tokens(twin, prompt, _NEW_TOKENS)
         result = compare(twin, prompt, _NEW_TOKENS)
         return None if result.ok else str(result)
