@@ -30,7 +30,7 @@ _SPREAD = 0.15
 _EMBEDDING = 0.6
 #: least and largest number of layers of a model
 _MIN_LAYERS, _MAX_LAYERS = 2, 4
-#: most parameters of a small model; the bound shows when a new release calls a size by a name that is not known here
+#: most parameters of a small model; the bound shows if a new release calls a size by a name not known here
 _MOST_PARAMETERS = 3_000_000
 #: name of a config entry -> value that it is cut to, if it is greater
 _SIZES = {
@@ -87,7 +87,7 @@ _DRAFTS |= _GEMMA4 | dict(hidden_size_per_layer_input=0, vocab_size_per_layer_in
 _DOTS3 = dict(swa_num_attention_heads=2, swa_num_key_value_heads=2, swa_q_lora_rank=32, swa_kv_lora_rank=32)
 _DOTS3 |= dict(swa_head_dim=24, swa_qk_nope_head_dim=16, swa_v_head_dim=16)
 #: entries that a type is given besides: layers of every kind if the defaults have one kind only, values that the class
-#: checks against other entries, and values that the class needs but has no default for. Entries of a nested config stand
+#: checks against other entries, and values that the class needs but has no default for. Entries of a nested config are
 #: under the config's name; "default" holds the arguments that the class needs to be made at all.
 _TYPES: dict[str, dict[str, Any]] = {
     "bamba": dict(attn_layer_indices=[1]),

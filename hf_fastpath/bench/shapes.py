@@ -174,7 +174,7 @@ MODELS: dict[str, ModelShape] = {
             "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.4},
         },
     ),
-    "glm-4-9b": ModelShape("GLM-4-9B", "glm4"),  # from here on, sizes that are not given are the architecture's defaults
+    "glm-4-9b": ModelShape("GLM-4-9B", "glm4"),  # from here on, sizes not given are the defaults
     "gemma-2-2b": ModelShape("Gemma-2-2B", "gemma2"),
     "gemma-3-4b": ModelShape(
         "Gemma-3-4B", "gemma3_text", {"hidden_size": 2560, "intermediate_size": 10240, "num_hidden_layers": 34}

@@ -359,11 +359,7 @@ def _plain_generation(model: nn.Module, device: torch.device) -> Iterator[None]:
 
 @torch.no_grad()
 def different_tokens(model: nn.Module, ids: torch.Tensor, max_new_tokens: int) -> str | None:
-    """Return the first of ``verify()``'s cases in which a patched model's tokens differ from stock's, or None.
-
-    Args:
-        model, ids, max_new_tokens: as for :func:`compare`.
-    """
+    """Return the first case of :func:`compare`, of the same arguments, with other tokens than stock's, or None."""
     part = state_of(model).plans.part_of(model)
     limit = getattr(model.config, "max_position_embeddings", None) or LONG_TOKENS + max_new_tokens
     with _plain_generation(model, ids.device):
