@@ -135,7 +135,7 @@ class PlanCache:
     # ---- the model as it is now -------------------------------------------------------------------------------
 
     def part_of(self, model: nn.Module) -> structure.ModelPart | None:
-        """Return ``model`` in its architecture's roles as it is now, or None if no architecture covers it."""
+        """Return ``model`` in its roles as it is now, or None if it is of no family."""
         snapshot = self.snapshot
         if snapshot is not None and snapshot.part.module is model and snapshot.holds():
             return snapshot.part
