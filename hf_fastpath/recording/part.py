@@ -28,8 +28,9 @@ from .passes import passed
 from .passes.attention import positional
 from .probing import evaluate
 from .proof import reason_against
-from .recorder import Skeleton, record
 from .recording import Recording, Unrecordable
+from .skeleton import Skeleton
+from .step import record
 
 _aten = torch.ops.aten
 
