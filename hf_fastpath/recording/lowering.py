@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields, is_dataclass, replace
 from typing import Any
 
@@ -32,12 +32,20 @@ class Lowering:
         given: register -> what the plan has for it.
         caches: of each layer.
         at: where the new tokens stand.
+        attentions: of each layer, with its ``cache_shape``.
     """
 
     def __init__(
-        self, recording: Recording, emit: Emit, given: Mapping[int, Any], caches: list[KVCache], at: Positions
+        self,
+        recording: Recording,
+        emit: Emit,
+        given: Mapping[int, Any],
+        caches: list[KVCache],
+        at: Positions,
+        attentions: Sequence[Any],
     ):
         self._recording, self._emit, self._caches, self._at = recording, emit, caches, at
+        self._attentions = attentions
         self._values: dict[int, Any] = dict(given)
         self._pending: dict[int, tuple[Any, Any]] = {}  # layer -> keys and values that are not in its cache yet
 
@@ -131,10 +139,13 @@ class Lowering:
 
     def store(self, layer: int, is_composed: bool) -> dict[str, Any]:
         """Where keys and values of a layer are appended; ``is_composed`` attention reads them from the cache alone."""
-        cache = self._at.placed(self._caches[layer], layer)
         if self._at.staging is not None and not is_composed:
-            raise Unrecordable("a quantized cache on a GPU")
-        return {"cache": cache, "seq_lens": self._at.seq_lens}
+            return {"cache": self._staged(layer), "seq_lens": self._at.staging.seq_lens}
+        return {"cache": self._at.placed(self._caches[layer], layer), "seq_lens": self._at.seq_lens}
+
+    def _staged(self, layer: int) -> KVCache:
+        """Where keys and values of a layer wait to be quantized."""
+        return self._at.staging.of(self._attentions[layer])
 
     def attention(
         self, queries: Any, layer: int, scale: float, window: int, softcap: float, sinks: Any, slopes: Any
@@ -146,6 +157,12 @@ class Lowering:
             return self._emit(composed.sloped_attention, q=queries, cache=cache, **seen, slopes=slopes)
         if softcap:
             return self._emit(composed.soft_capped_attention, q=queries, cache=self._caches[layer], **seen, cap=softcap)
+        if at.staging is not None:
+            new, how = self._staged(layer), dict(workspace=at.workspace, programmatic_launch=at.programmatic_launch)
+            return self._emit(
+                ops.quantizing_attention.overload, q=queries, k=new.k, v=new.v,
+                cache=at.placed(self._caches[layer], layer), **seen, **how, sinks=sinks,
+            )  # fmt: skip
         return self._emit(
             ops.decode_attention.overload, q=queries, cache=at.placed(self._caches[layer], layer), **seen,
             workspace=at.workspace, programmatic_launch=at.programmatic_launch, sinks=sinks,
