@@ -7,8 +7,8 @@
 
 namespace hf_fastpath {
 
-// A head's elements form head_dim / 2 pairs: element i and i + rotary_dim / 2 of the rotated part, the two
-// halves of the rest (of a value: of all).
+// A head's elements form head_dim / 2 pairs: element i and i + rotary_dim / 2 of the rotated part, or
+// neighbors there, and the two halves of the rest (of a value: of all).
 struct Pair {
   int head;        // of queries, keys and values together
   int element[2];  // of the head; of cos and sin, too
@@ -22,8 +22,9 @@ __device__ __forceinline__ Pair find_pair(const RopeAppendParams& p, int pair) {
   const int rotary_dim = head >= p.num_heads + p.num_kv_heads ? 0 : p.rotary_dim;
   const int turned = rotary_dim / 2, rest = (p.head_dim - rotary_dim) / 2;
   const bool turns = i < turned;
-  const int first = turns ? i : turned + i;
-  return {head, {first, first + (turns ? turned : rest)}, turns};
+  const int first = turns ? i << int(p.neighbors) : turned + i;
+  const int apart = turns ? (p.neighbors ? 1 : turned) : rest;
+  return {head, {first, first + apart}, turns};
 }
 
 // Feature of one half of a pair.

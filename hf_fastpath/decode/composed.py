@@ -55,18 +55,6 @@ def repeated_kv(qkv: torch.Tensor, num_heads: int, head_dim: int, group: int) ->
     return torch.cat((q, kv.repeat_interleave(group, dim=2)), dim=2).flatten(2)
 
 
-def turn_neighbors(
-    qkv: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, num_heads: int, head_dim: int
-) -> torch.Tensor:
-    """Rotation of elements 2i and 2i + 1 of the first ``num_heads`` heads, queries and keys; in float32 as stock."""
-    heads = qkv.unflatten(-1, (-1, head_dim))
-    turned = heads[:, :, :num_heads, : cos.shape[-1]].float()
-    crossed = torch.stack((-turned[..., 1::2], turned[..., ::2]), dim=-1).flatten(-2)
-    made = heads.clone()
-    made[:, :, :num_heads, : cos.shape[-1]] = turned * cos[:, :, None] + crossed * sin[:, :, None]
-    return made.flatten(-2)
-
-
 def experts_and_weights(
     x: torch.Tensor,
     logits: torch.Tensor,

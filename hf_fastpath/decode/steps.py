@@ -91,9 +91,9 @@ class Positions:
         return {"cache": self.staging.of(part), "seq_lens": self.staging.seq_lens}
 
     def angles_of(self, part: AttentionPart) -> dict[str, Any]:
-        """cos and sin that ``part`` uses: None where it does not rotate."""
+        """cos and sin that ``part`` uses, None where it does not rotate; and which elements turn together."""
         cos, sin = self.angles[part.layer_type] if part.rotates else (None, None)
-        return {"cos": cos, "sin": sin}
+        return {"cos": cos, "sin": sin, "neighbors": part.spec.pairs == "neighbors"}
 
 
 def norm_of(part: NormPart | None) -> Norm | None:
@@ -177,16 +177,11 @@ def _queries_composed(
         qkv = projected[0] if len(projected) == 1 else emit(composed.concatenated, *projected)
     if part.spec.by_kv_head:
         qkv = emit(composed.ungrouped, qkv=qkv, head_dim=part.head_dim, group=part.group)
-    angles = at.angles_of(part)
-    if angles["cos"] is not None and part.spec.pairs == "neighbors":
-        turned = part.num_heads + part.num_kv_heads
-        qkv = emit(composed.turn_neighbors, qkv=qkv, **angles, num_heads=turned, head_dim=part.head_dim)
-        angles = dict.fromkeys(angles)
     if part.repeats_kv:
         sizes = dict(num_heads=part.num_heads, head_dim=part.head_dim, group=part.group)
         qkv = emit(composed.repeated_kv, qkv=qkv, **sizes)
-    store = at.store(part, cache)
-    return emit(ops.rope_append.overload, qkv=qkv, bias=None, **angles, **store, num_heads=part.num_heads)
+    store = at.store(part, cache) | at.angles_of(part)
+    return emit(ops.rope_append.overload, qkv=qkv, bias=None, **store, num_heads=part.num_heads)
 
 
 def attention(

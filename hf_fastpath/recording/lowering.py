@@ -164,18 +164,13 @@ class Lowering:
         if grouped:
             group = num_heads // num_kv_heads
             qkv = self._emit(composed.ungrouped, qkv=qkv, head_dim=head_dim, group=group)
-        if cos is not None and pairs == "neighbors":
-            heads = num_heads + num_kv_heads
-            qkv = self._emit(composed.turn_neighbors, qkv=qkv, cos=cos, sin=sin, num_heads=heads, head_dim=head_dim)
-            cos = sin = None
-        store = self.store(attend["layer"], attend["softcap"])
-        queries = self._emit(
-            ops.rope_append.overload, qkv=qkv, bias=None, cos=cos, sin=sin, num_heads=num_heads, **store
-        )
+        store = self.store(attend["layer"], attend["softcap"]) | _turned_by(cos, sin, pairs)
+        queries = self._emit(ops.rope_append.overload, qkv=qkv, bias=None, num_heads=num_heads, **store)
         return self.attention(queries, **attend)
 
     def _projected(
-        self, call: Call, x, weights, biases, transposed, cos, sin, num_heads, num_kv_heads, head_dim, norm=None, **attend
+        self, call: Call, x, weights, biases, transposed, cos, sin, pairs, num_heads, num_kv_heads, head_dim, norm=None,
+        **attend,
     ):  # fmt: skip
         absent = [None] * (3 - len(weights))
         given = {
@@ -183,10 +178,10 @@ class Lowering:
             for kind, found in (("weight", weights), ("bias", biases))
             for role, each in zip("qkv", [*found, *absent])
         }
-        store = self.store(attend["layer"], attend["softcap"])
+        store = self.store(attend["layer"], attend["softcap"]) | _turned_by(cos, sin, pairs)
         queries = self._emit(
-            ops.qkv_rope_append.overload, x=x, **given, transposed=transposed, cos=cos, sin=sin, num_heads=num_heads,
-            norm=norm, programmatic_launch=self._at.programmatic_launch, **store,
+            ops.qkv_rope_append.overload, x=x, **given, transposed=transposed, num_heads=num_heads, norm=norm,
+            programmatic_launch=self._at.programmatic_launch, **store,
         )  # fmt: skip
         return self.attention(queries, **attend)
 
@@ -208,6 +203,11 @@ def takes_product(recording: Recording, call: Call) -> bool:
     if weight.dtype not in FLOAT_DTYPES or fact.dtype != weight.dtype:
         return False
     return 0 < fact.numel() <= MAX_ROWS * fact.shape[-1] or fact.shape[0] == recording.batch and fact.dim() == 3
+
+
+def _turned_by(cos: Any, sin: Any, pairs: str) -> dict[str, Any]:
+    """How ``ops.rope_append`` is told of a rotation."""
+    return {"cos": cos, "sin": sin, "neighbors": pairs == "neighbors"}
 
 
 def joined_states(q, k, v):

@@ -97,7 +97,7 @@ def rotated_attention(sources, grouped, cos, sin, pairs, layer, scale, window, s
     raise NotImplementedError("attention is run by an op over a cache alone")
 
 
-def projected_attention(x, weights, biases, transposed, cos, sin, layer, scale, window, softcap, sinks, num_heads,
-                        num_kv_heads, head_dim, norm=None):  # fmt: skip
+def projected_attention(x, weights, biases, transposed, cos, sin, pairs, layer, scale, window, softcap, sinks,
+                        num_heads, num_kv_heads, head_dim, norm=None):  # fmt: skip
     """The projections of ``x``, and :func:`rotated_attention` of what they give."""
     raise NotImplementedError("attention is run by an op over a cache alone")
