@@ -7,6 +7,13 @@
 
 namespace hf_fastpath {
 
+// Refuses what is to be added to x's norm and is not like x.
+inline void check_residual(const Tensor& x, const std::optional<Tensor>& residual, const char* op) {
+  STD_TORCH_CHECK(
+      !residual || (sizes_of(*residual) == sizes_of(x) && dtype_of(*residual, op) == dtype_of(x, op)),
+      "hf_fastpath::", op, ": residual has to be of x's shape and dtype");
+}
+
 inline NormKind norm_of(int64_t number, const char* op) {
   return choice_of(number, NormKind::kLayer, op, "norm");
 }
@@ -23,9 +30,12 @@ inline void check_projections(const Tensor& x, const std::optional<Tensor>& k_we
 }
 
 #define HF_FASTPATH_COMPOSED_OPS(device)                                                                   \
-  Tensor rms_norm_##device(const Tensor& x, const Tensor& weight, double eps);                             \
+  Tensor rms_norm_##device(const Tensor& x, const Tensor& weight, double eps,                              \
+                           const std::optional<Tensor>& residual = std::nullopt,                           \
+                           double weight_offset = 0.0);                                                    \
   Tensor layer_norm_##device(const Tensor& x, const std::optional<Tensor>& weight,                         \
-                             const std::optional<Tensor>& bias, double eps);                               \
+                             const std::optional<Tensor>& bias, double eps,                                \
+                             const std::optional<Tensor>& residual = std::nullopt);                        \
   Tensor rope_append_##device(                                                                             \
       const Tensor& qkv, const std::optional<Tensor>& bias, const std::optional<Tensor>& cos,              \
       const std::optional<Tensor>& sin, const Tensor& k_cache, const Tensor& v_cache,                      \

@@ -15,6 +15,8 @@ struct Pair {
   bool turns;
 };
 
+// kNeighbors: pairs may be neighbors.
+template <bool kNeighbors = true>
 __device__ __forceinline__ Pair find_pair(const RopeAppendParams& p, int pair) {
   const int pairs = p.head_dim / 2;
   // Heads mostly have a power of two of elements, and a division takes long.
@@ -22,14 +24,16 @@ __device__ __forceinline__ Pair find_pair(const RopeAppendParams& p, int pair) {
   const int rotary_dim = head >= p.num_heads + p.num_kv_heads ? 0 : p.rotary_dim;
   const int turned = rotary_dim / 2, rest = (p.head_dim - rotary_dim) / 2;
   const bool turns = i < turned;
-  const int first = turns ? i << int(p.neighbors) : turned + i;
-  const int apart = turns ? (p.neighbors ? 1 : turned) : rest;
+  const bool neighbors = kNeighbors && p.neighbors;
+  const int first = turns ? i << int(neighbors) : turned + i;
+  const int apart = turns ? (neighbors ? 1 : turned) : rest;
   return {head, {first, first + apart}, turns};
 }
 
 // Feature of one half of a pair.
+template <bool kNeighbors = true>
 __device__ __forceinline__ int pair_feature(const RopeAppendParams& p, int pair, int half) {
-  const Pair found = find_pair(p, pair);
+  const Pair found = find_pair<kNeighbors>(p, pair);
   return found.head * p.head_dim + (half ? found.element[1] : found.element[0]);
 }
 

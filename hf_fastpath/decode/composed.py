@@ -4,21 +4,15 @@ captures them."""
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import nn
 
 from ..choices import Activation
-from ..ops import fused_experts, topk_softmax
+from ..ops import fused_experts, rms_norm, topk_softmax
 from ..ops.decode_attention import visible_slots
 from ..ops.kv_cache import dequantized, gathered
-
-
-def unit_offset_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    """RMS norm with the factor ``1 + weight``; in float32 and rounded once, as stock."""
-    return nn.functional.rms_norm(x.float(), weight.shape, 1.0 + weight.float(), eps).to(x.dtype)
 
 
 def unit_offset_layer_norm(
@@ -33,9 +27,10 @@ def plain_norm(x: torch.Tensor, eps: float) -> torch.Tensor:
     return nn.functional.rms_norm(x.float(), x.shape[-1:], None, eps).to(x.dtype)
 
 
-def head_norm(x: torch.Tensor, op: Callable[..., torch.Tensor], weight: torch.Tensor, eps: float) -> torch.Tensor:
+def head_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, weight_offset: float = 0.0) -> torch.Tensor:
     """RMS norm of every head, or of all if ``weight`` is as long: [batch, query_len, heads * head_dim] in and out."""
-    return op(x.unflatten(-1, (-1, weight.numel())), weight, eps).flatten(-2)
+    heads = x.unflatten(-1, (-1, weight.numel()))
+    return rms_norm.overload(heads, weight, eps, None, weight_offset).flatten(-2)
 
 
 def concatenated(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:

@@ -138,16 +138,16 @@ def _norm_op(part: NormPart) -> tuple[Callable[..., Any], dict[str, Any]]:
     norm = norm_of(part)
     weight = {"weight": norm.weight, "eps": norm.eps}
     if part.architecture.norm.unit_offset:
-        return composed.unit_offset_norm, weight
+        return ops.rms_norm.overload, weight | {"weight_offset": 1.0}
     if norm.kind == NormKind.RMS:
         return ops.rms_norm.overload, weight
     return ops.layer_norm.overload, weight | {"bias": norm.bias}
 
 
-def norm(emit: Emit, part: NormPart, x: Any) -> Any:
-    """``part(x)``."""
+def norm(emit: Emit, part: NormPart, x: Any, residual: Any = None) -> Any:
+    """``residual + part(x)``."""
     op, arguments = _norm_op(part)
-    return emit(op, x=x, **arguments)
+    return emit(op, x=x, **arguments, residual=residual)
 
 
 def in_front(emit: Emit, part: NormPart | None, x: Any) -> tuple[Any, NormPart | None]:
@@ -172,8 +172,8 @@ def _queries_composed(
             projection(emit, linear, x, norm=norm, programmatic_launch=at.programmatic_launch) for linear in linears
         ]
         for place, each in enumerate(part.head_norms):
-            op, arguments = _norm_op(each)
-            projected[place] = emit(composed.head_norm, x=projected[place], op=op, **arguments)
+            _, arguments = _norm_op(each)
+            projected[place] = emit(composed.head_norm, x=projected[place], **arguments)
         qkv = projected[0] if len(projected) == 1 else emit(composed.concatenated, *projected)
     if part.spec.by_kv_head:
         qkv = emit(composed.ungrouped, qkv=qkv, head_dim=part.head_dim, group=part.group)
@@ -303,6 +303,8 @@ def _added(emit: Emit, part: LayerPart, stream: Any, post_norm: NormPart | None,
     if post_norm is None and part.residual_multiplier == 1:
         return block(stream)
     out = block(None)
+    if post_norm is not None and part.residual_multiplier == 1:
+        return norm(emit, post_norm, out, stream)
     if post_norm is not None:
         out = norm(emit, post_norm, out)
     return emit(composed.scaled_sum, x=stream, y=out, factor=part.residual_multiplier)

@@ -94,16 +94,17 @@ class Lowering:
     def _matmul(self, call: Call, a, b) -> Any:
         return self._emit(_matmul, a=a, b=b)
 
-    def _normed(self, call: Call, x, norm, unit_offset=False) -> Any:
+    def _normed(self, call: Call, x, norm, unit_offset=False, residual=None) -> Any:
         if norm.kind == NormKind.LAYER and unit_offset:
             op = composed.unit_offset_layer_norm
             return self._emit(op, x=x, weight=norm.weight, bias=norm.bias, eps=norm.eps)
         if norm.kind == NormKind.LAYER:
-            return self._emit(ops.layer_norm.overload, x=x, weight=norm.weight, bias=norm.bias, eps=norm.eps)
+            op = ops.layer_norm.overload
+            return self._emit(op, x=x, weight=norm.weight, bias=norm.bias, eps=norm.eps, residual=residual)
         if norm.weight is None:
             return self._emit(composed.plain_norm, x=x, eps=norm.eps)
-        op = composed.unit_offset_norm if unit_offset else ops.rms_norm.overload
-        return self._emit(op, x=x, weight=norm.weight, eps=norm.eps)
+        how = dict(eps=norm.eps, residual=residual, weight_offset=1.0 if unit_offset else 0.0)
+        return self._emit(ops.rms_norm.overload, x=x, weight=norm.weight, **how)
 
     def _view(self, call: Call, /, **arguments) -> Any:
         # what a view is of may lie in another order than the recorded one did
