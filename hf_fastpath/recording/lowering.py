@@ -102,16 +102,17 @@ class Lowering:
     def _matmul(self, call: Call, a, b) -> Any:
         return self._emit(_matmul, a=a, b=b)
 
-    def _normed(self, call: Call, x, norm, unit_offset=False) -> Any:
+    def _normed(self, call: Call, x, norm, unit_offset=False, residual=None) -> Any:
         if norm.kind == NormKind.LAYER and unit_offset:
             op = composed.unit_offset_layer_norm
             return self._emit(op, x=x, weight=norm.weight, bias=norm.bias, eps=norm.eps)
         if norm.kind == NormKind.LAYER:
-            return self._emit(ops.layer_norm.overload, x=x, weight=norm.weight, bias=norm.bias, eps=norm.eps)
+            op = ops.layer_norm.overload
+            return self._emit(op, x=x, weight=norm.weight, bias=norm.bias, eps=norm.eps, residual=residual)
         if norm.weight is None:
             return self._emit(composed.plain_norm, x=x, eps=norm.eps)
-        op = composed.unit_offset_norm if unit_offset else ops.rms_norm.overload
-        return self._emit(op, x=x, weight=norm.weight, eps=norm.eps)
+        how = dict(eps=norm.eps, residual=residual, weight_offset=1.0 if unit_offset else 0.0)
+        return self._emit(ops.rms_norm.overload, x=x, weight=norm.weight, **how)
 
     def _view(self, call: Call, /, **arguments) -> Any:
         # what a view is of may lie in another order than the recorded one did
@@ -185,18 +186,14 @@ class Lowering:
         if grouped:
             group = num_heads // num_kv_heads
             qkv = self._emit(composed.ungrouped, qkv=qkv, head_dim=head_dim, group=group)
-        if cos is not None and pairs == "neighbors":
-            heads = num_heads + num_kv_heads
-            qkv = self._emit(composed.turn_neighbors, qkv=qkv, cos=cos, sin=sin, num_heads=heads, head_dim=head_dim)
-            cos = sin = None
-        store = self.store(attend["layer"], attend["softcap"] or attend["slopes"] is not None)
-        queries = self._emit(
-            ops.rope_append.overload, qkv=qkv, bias=None, cos=cos, sin=sin, num_heads=num_heads, **store
+        store = self.store(attend["layer"], attend["softcap"] or attend["slopes"] is not None) | _turned_by(
+            cos, sin, pairs
         )
+        queries = self._emit(ops.rope_append.overload, qkv=qkv, bias=None, num_heads=num_heads, **store)
         return self.attention(queries, **attend)
 
     def _projected(
-        self, call: Call, x, weights, biases, transposed, cos, sin, num_heads, num_kv_heads, head_dim, norm=None,
+        self, call: Call, x, weights, biases, transposed, cos, sin, pairs, num_heads, num_kv_heads, head_dim, norm=None,
         **attend,
     ):  # fmt: skip
         absent = [None] * (3 - len(weights))
@@ -205,10 +202,12 @@ class Lowering:
             for kind, found in (("weight", weights), ("bias", biases))
             for role, each in zip("qkv", [*found, *absent])
         }
-        store = self.store(attend["layer"], attend["softcap"] or attend["slopes"] is not None)
+        store = self.store(attend["layer"], attend["softcap"] or attend["slopes"] is not None) | _turned_by(
+            cos, sin, pairs
+        )
         queries = self._emit(
-            ops.qkv_rope_append.overload, x=x, **given, transposed=transposed, cos=cos, sin=sin, num_heads=num_heads,
-            norm=norm, programmatic_launch=self._at.programmatic_launch, **store,
+            ops.qkv_rope_append.overload, x=x, **given, transposed=transposed, num_heads=num_heads, norm=norm,
+            programmatic_launch=self._at.programmatic_launch, **store,
         )  # fmt: skip
         return self.attention(queries, **attend)
 
@@ -230,6 +229,11 @@ def takes_product(recording: Recording, call: Call) -> bool:
     if weight.dtype not in FLOAT_DTYPES or fact.dtype != weight.dtype:
         return False
     return 0 < fact.numel() <= MAX_ROWS * fact.shape[-1] or fact.shape[0] == recording.batch and fact.dim() == 3
+
+
+def _turned_by(cos: Any, sin: Any, pairs: str) -> dict[str, Any]:
+    """How ``ops.rope_append`` is told of a rotation."""
+    return {"cos": cos, "sin": sin, "neighbors": pairs == "neighbors"}
 
 
 def joined_states(q, k, v):
