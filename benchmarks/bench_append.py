@@ -3,19 +3,19 @@
     python benchmarks/bench_append.py --model tinyllama-1.1b --context 512 --tokens 2 4 8 16 32
     python benchmarks/bench_append.py --device cuda --model llama-3.1-8b --dtype fp16 --context 16384 --microbatches
 
-Ways: ``turn``, a conversation that goes on: ``generate()`` with the cache reads the new tokens and makes one;
-``forward``, the model called with the new tokens and the cache: logits of all of them; ``drafts``, what greedy search
-with drafts does to verify them, which for stock is ``forward``. Engine ``flash`` is stock that calls PyTorch's fused
-attention without masks. With ``--microbatches`` the tokens do not stand behind the context, it is itself read in pieces
-of so many: tokens a second are those of all of it, of which up to eight pieces, evenly spread, are timed. With
-``--gguf`` also llama.cpp's prompt speed at that depth: its ``llama-bench``, found on PATH, on a GGUF file of the same
-sizes, which ``benchmarks/gguf.py`` writes.
+Ways: ``turn`` is a conversation that goes on: ``generate()`` with the cache reads the new tokens and makes one.
+``forward`` calls the model with the new tokens and the cache, for logits of all of them. ``drafts`` is what greedy
+search with drafts does to verify drafts, which for stock is ``forward``. Engine ``flash`` is stock that calls PyTorch's
+fused attention without masks. With ``--microbatches`` the tokens do not stand behind the context: the context itself is
+read in pieces of so many tokens. Tokens a second are then those of the whole context, of which up to eight pieces,
+evenly spread, are timed. With ``--gguf`` there is also llama.cpp's prompt speed at that depth: its ``llama-bench``,
+found on PATH, runs on a GGUF file of the same sizes, which ``benchmarks/gguf.py`` writes.
 
-Method. Models with random weights, one a type, caches of random keys and values. Every round takes all engines, every
-second one in reverse order; an engine is switched on, makes each call twice untimed and ``--calls`` times timed,
-and the cache is cropped behind every call. The table gives medians with half the distance between the 20th and 80th
-percentile. ``% of R``: the share of the read bandwidth, measured in every round, that reading the weights and the
-cache once would take.
+Method. There is a model with random weights for each type, and caches have random keys and values. Every round takes
+all engines, every second round in reverse order. An engine is switched on and makes each call twice untimed and
+``--calls`` times timed; the cache is cropped after every call. The table gives medians with half the distance between
+the 20th and 80th percentile. ``% of R`` is the share of the read bandwidth, measured in every round, that it would take
+to read the weights and the cache once.
 """
 
 from __future__ import annotations
@@ -43,14 +43,14 @@ from hf_fastpath.progress import announced
 
 ENGINES = ("stock", "flash", "ours")
 WAYS = ("turn", "forward", "drafts")
-#: pieces of a context that are timed, at most
+#: number of pieces of a context that are timed, at most
 PLACES = 8
-#: calls before those that are timed: where steps are captured, the first makes them and the second captures
+#: number of untimed calls first: if steps are captured, the first call makes them and the second captures them
 UNTIMED = 2
 
 
 def appends(model: PreTrainedModel, generate: Callable, cache: Any, text: torch.Tensor) -> dict[str, Callable]:
-    """Way -> a call that appends the last tokens of ``text``, those that ``cache`` does not hold."""
+    """Return way -> a call that appends the last tokens of ``text``, those that ``cache`` does not hold."""
     new = text[:, cache.get_seq_length() :]
     calls = {"turn": lambda: generate(text, 1, cache), "forward": lambda: model(new, **{CACHE: cache})}
     state = state_of(model)
@@ -71,14 +71,14 @@ def appends(model: PreTrainedModel, generate: Callable, cache: Any, text: torch.
 
 
 def piece_starts(context: int, count: int) -> list[int]:
-    """Where those pieces of ``count`` tokens begin that are timed of ``context``."""
+    """Return where the timed pieces of ``count`` tokens begin in a context."""
     pieces = max(1, context // count)
     chosen = min(pieces, PLACES)
     return [(2 * place + 1) * pieces // (2 * chosen) * count for place in range(chosen)]
 
 
 def timed(call: Callable[[], object], cache: Any, length: int, calls: int, device: torch.device) -> list[float]:
-    """Seconds of ``calls`` calls behind UNTIMED others; each leaves ``cache`` as long as it was."""
+    """Return the seconds of ``calls`` calls after UNTIMED others; each call leaves ``cache`` as long as it was."""
     seconds = []
     for _ in range(UNTIMED + calls):
         seconds.append(measure.seconds(call, device))
@@ -95,7 +95,7 @@ def run_round(
     calls: int,
     microbatches: bool,
 ) -> dict[tuple[int, str], list[float]]:
-    """(new tokens, way) -> seconds, of one round of one engine; of microbatches the mean over their places."""
+    """Return (new tokens, way) -> seconds of one round of one engine; for microbatches the mean over their places."""
     seen = {}
     filled = random_cache(model, 1, context)
     with engine(name, model) as generate, torch.inference_mode():

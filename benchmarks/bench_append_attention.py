@@ -2,11 +2,11 @@
 
     python benchmarks/bench_append_attention.py --csv
 
-Method. As bench_ops.py on a GPU: the caches of a call are more than the L2 holds together and used in turn, all calls
-of a round lie in one CUDA graph, implementations alternate; rows give the median with the 20th and 80th percentile.
-SDPA is called directly: a backend alone, queries at the end of the keys (``causal_lower_right``), ``enable_gqa``;
-"stock" is what transformers calls it with, repeated keys and values and a mask. ``--prompts``: no tokens before the new
-ones.
+Method. As in bench_ops.py on a GPU, the caches of a call are together more than the L2 holds and are used in turn, all
+calls of a round are in one CUDA graph, and implementations alternate; rows give the median with the 20th and 80th
+percentile. SDPA is called directly, with a single backend, queries at the end of the keys (``causal_lower_right``) and
+``enable_gqa``. "stock" is SDPA as transformers calls it, with repeated keys and values and a mask. With ``--prompts``
+there are no tokens before the new ones.
 """
 
 from __future__ import annotations
@@ -30,15 +30,15 @@ from hf_fastpath.ops.decode_attention import MAX_QUERY_LEN
 SHAPES = {"llama-8B": (32, 8, 128), "gemma-2B": (8, 1, 256), "phi-2": (32, 32, 80)}
 QUERIES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
 POSITIONS = 16384
-#: caches of a call together, at least: the L2 of an H200 has 60 MB
+#: bytes of the caches of a call together, at least; the L2 of an H200 has 60 MB
 ROTATION_BYTES = 300e6
-#: a call of as many multiplications is long enough alone
+#: a call with so many multiplications is long enough alone
 _LONG = 2e11
 BACKENDS = {"flash": SDPBackend.FLASH_ATTENTION, "cuDNN": SDPBackend.CUDNN_ATTENTION}
 
 
 def implementations(q: torch.Tensor, length: int, group: int) -> dict[str, Callable[..., torch.Tensor]]:
-    """Name to function of keys and values."""
+    """Return name -> function of keys and values."""
     query_len, scale = q.shape[1], q.shape[3] ** -0.5
     lens = torch.full((1,), length, device=q.device, dtype=torch.int32)
     queries = q.transpose(1, 2)
@@ -72,7 +72,7 @@ def implementations(q: torch.Tensor, length: int, group: int) -> dict[str, Calla
 
 
 def timers(sizes: tuple[int, int, int], query_len: int, length: int, dtype: torch.dtype) -> dict[str, Callable]:
-    """What times each implementation that runs here."""
+    """Return the timer of each implementation that runs here."""
     device = torch.device("cuda")
     heads, kv_heads, head_dim = sizes
     q = torch.randn(1, query_len, heads, head_dim, device=device, dtype=dtype)
@@ -85,7 +85,7 @@ def timers(sizes: tuple[int, int, int], query_len: int, length: int, dtype: torc
     for name, call in implementations(q, length, heads // kv_heads).items():
         try:
             made[name] = measure.graph_timer(lambda call=call: [call(*cache) for cache in caches], device, sets)
-        except RuntimeError as error:  # no such backend for these sizes
+        except RuntimeError as error:  # the backend does not have these sizes
             print(f"{name}, {query_len} tokens: left out: {str(error).splitlines()[0][:100]}")
     return made
 

@@ -1,13 +1,13 @@
-"""Greedy search with drafts that are accepted, stock and ours, and what a step costs that reads several tokens.
+"""Greedy search with drafts that are accepted, stock and ours, and the cost of a step that reads several tokens.
 
     python benchmarks/bench_assisted.py --model mistral-7b --dtype fp16 --context 1024 4096 --drafts 3 4 7
 
-Method. The model has random weights, but its layers add nothing to the stream: products as large as ever, of which the
-last are with zeros. A token then follows from the one before, so that an assistant of one layer agrees with every one,
-and a text becomes periodic, in which a prompt lookup finds what follows: a draft of n tokens gives n + 1 tokens a step,
-which the table says. Decode is ``(t2 - t1) /
-(n2 - n1)`` as in ``bench_generate.py``; engines alternate. On CUDA, ``step`` rows are replays of the graph of a plan
-that reads ``drafts`` tokens, without the host in between; 0 is the decode plan.
+Method. The model has random weights, but its layers add nothing to the stream: their products have the usual sizes, and
+the last ones multiply by zeros. A token then follows from the token before, so that an assistant of one layer agrees
+with every token, and a text becomes periodic, so that a prompt lookup finds what follows. A draft of n tokens then
+gives n + 1 tokens a step, which the table shows. Decode is ``(t2 - t1) / (n2 - n1)`` as in ``bench_generate.py``;
+engines alternate. On CUDA, ``step`` rows are replays of the graph of a plan that reads ``drafts`` tokens, without the
+host in between; 0 is the decode plan.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ REPLAYS, ROUNDS = 30, 5
 
 
 def silence(model: PreTrainedModel) -> None:
-    """Let the layers add nothing."""
+    """Make the layers add nothing."""
     with torch.no_grad():
         for layer in model.model.layers:
             layer.self_attn.o_proj.weight.zero_()
@@ -44,7 +44,7 @@ def silence(model: PreTrainedModel) -> None:
 
 
 def small_copy(model: PreTrainedModel, threshold: float) -> PreTrainedModel:
-    """A model of the first layer, with weights of its own, whose drafts end at this confidence."""
+    """Make a model of the first layer, with weights of its own, whose drafts end at this confidence."""
     config = copy.deepcopy(model.config)
     config.num_hidden_layers = 1
     with torch.device("meta"):
@@ -60,7 +60,7 @@ def small_copy(model: PreTrainedModel, threshold: float) -> PreTrainedModel:
 
 
 def periodic_prompt(model: PreTrainedModel, context: int) -> torch.Tensor:
-    """[1, context] tokens that the model goes on with as they are."""
+    """Return [1, context] tokens that the model continues periodically."""
     text = shapes.prompt(model, 1, 8)
     with hf_fastpath.patched(model, quiet=True):
         while True:
@@ -73,7 +73,7 @@ def periodic_prompt(model: PreTrainedModel, context: int) -> torch.Tensor:
 
 
 def steps_of(model: PreTrainedModel, engine: str, call: Callable[[], object]) -> int:
-    """How many steps of the model verify drafts in a call."""
+    """Return how many steps of the model verify drafts in a call."""
     owner, name = (DraftPlan, "finish") if engine == "ours" else (type(model), "forward")
     real, steps = getattr(owner, name), []
 
@@ -90,7 +90,7 @@ def steps_of(model: PreTrainedModel, engine: str, call: Callable[[], object]) ->
 
 
 def replay_ms(model: PreTrainedModel, context: int, drafts: int) -> float:
-    """Median time of a step's graph."""
+    """Return the median time of a step's graph."""
     state = vars(model)["_hf_fastpath"]
     part, prompt = state.plans.part_of(model), shapes.prompt(model, 1, context)
     out = model.generate(
@@ -168,7 +168,7 @@ def main() -> None:
                         stack.enter_context(hf_fastpath.patched(model, quiet=True))
                         stack.enter_context(hf_fastpath.patched(helper, quiet=True))
                     call = functools.partial(generate, max_new_tokens=longest)
-                    call()  # what is patched anew is captured anew
+                    call()  # a newly patched model has to capture its plans
                     if turn < 0:
                         tokens[engine, how, drafts] = longest / (steps_of(model, engine, call) if drafts else longest)
                         continue

@@ -3,8 +3,8 @@
     python benchmarks/bench_decode_attention.py --csv
     python benchmarks/bench_decode_attention.py --page-size 16 256 --csv
 
-Method: that of bench_ops.py, on a GPU. With page sizes every call comes over a cache in pages, too, behind the one over
-a buffer; PyTorch's attention gathers the pages first.
+Method: that of bench_ops.py, on a GPU. With page sizes every call is also made over a cache in pages, after the call
+over one buffer; PyTorch's attention gathers the pages first.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ QUERIES = (1, 2, 4, 8)
 
 
 def calls(dtype: str, page_sizes: Sequence[int] = ()) -> list[Call]:
-    """One query at every length and group; more queries for the first group; each over every kind of cache."""
+    """Make calls with one query at every length and group, with more queries for the first group, over every cache."""
     found = []
     for group, sizes in HEADS.items():
         for label, length in LENGTHS.items():

@@ -3,14 +3,14 @@
     python benchmarks/bench_gemv.py --model mistral-7b tinyllama-1.1b gpt2-124m --dtype fp16 --csv
     python benchmarks/bench_gemv.py --device cpu --model tinyllama-1.1b --dtype fp16 bf16 fp32
 
-Method. A chain holds the weights of all layers, more than any cache, and each product takes the one before as
-its input, as in a decode step; attention is left out, its output projection takes the queries. All of a chain
-lies in one CUDA graph, and events time its replay. Chains: ``hf_fastpath`` (norms, activations and residuals
-inside the products, weights asked for before the kernel in front is complete), ``no overlap`` (the same without
-that), ``F.linear`` (the same in PyTorch calls), ``read`` (one plain read of the same bytes a product: what a
-product without any exchange would take). On a CPU the calls themselves are timed, without ``no overlap``, which
-would be the same. They alternate; rows give the median with the 20th and 80th
-percentile. ``% of R``: the weights' bytes over the time, over the read bandwidth measured in the same run.
+Method. A chain holds the weights of all layers, more than any cache holds, and each product takes the one before as
+its input, as in a decode step. Attention is left out: its output projection takes the queries. All of a chain is in
+one CUDA graph, and events time the graph's replay. Chains: ``hf_fastpath`` has norms, activations and residuals inside
+the products, and asks for weights before the kernel in front is complete; ``no overlap`` is the same without
+programmatic launch; ``F.linear`` is the same in PyTorch calls; ``read`` is one plain read of the same bytes for each
+product: what a product without any exchange would take. On a CPU the calls themselves are timed, without
+``no overlap``, which would be the same. Chains alternate; rows give the median with the 20th and 80th percentile.
+``% of R`` is the weights' bytes over the time, over the read bandwidth measured in the same run.
 """
 
 from __future__ import annotations
@@ -37,11 +37,11 @@ class Chain:
     """Weights and calls of one model's products.
 
     Args:
-        config: of a GPT-2, Llama or Mistral.
+        config: config of a GPT-2, Llama or Mistral.
         batch: rows of x, 1 to 16.
 
     Attributes:
-        weight_bytes: read by one pass.
+        weight_bytes: bytes that one pass reads.
         sizes: bytes of every product's weights, in order.
     """
 
@@ -70,11 +70,11 @@ class Chain:
         return torch.randn(shape, device=self.device, dtype=self.dtype) * std
 
     def _weight(self, k: int, n: int) -> torch.Tensor:
-        """As the model stores it: [in, out] in a GPT-2, else [out, in]."""
+        """Make a weight as the model stores it: [in, out] in a GPT-2, else [out, in]."""
         return self._randn(*((k, n) if self.gpt2 else (n, k)), std=k**-0.5)
 
     def fused(self, programmatic_launch: bool) -> torch.Tensor:
-        """One pass through the ops as a decode plan calls them."""
+        """Make one pass through the ops as a decode plan calls them."""
         gemv, swiglu = ops.gemv.overload, ops.gemv_swiglu.overload
         kind, bias = (NormKind.LAYER, self.norm) if self.gpt2 else (NormKind.RMS, None)
         norm = (kind, self.norm, bias, 1e-5, programmatic_launch)
@@ -91,7 +91,7 @@ class Chain:
         return gemv(x, self.head, None, None, Activation.NONE, False, *norm)
 
     def torch_calls(self) -> torch.Tensor:
-        """The same in PyTorch calls."""
+        """Make the same pass in PyTorch calls."""
 
         def linear(x, weight):
             return x @ weight if self.gpt2 else functional.linear(x, weight)
@@ -110,7 +110,7 @@ class Chain:
         return functional.linear(normed(x), self.head)
 
     def read(self, buffer: torch.Tensor) -> list[torch.Tensor]:
-        """A plain read of every product's bytes, at rotating places of ``buffer``."""
+        """Read the bytes of every product, at rotating places of ``buffer``."""
         seen, at, count = [], 0, buffer.numel()
         for size in self.sizes:
             elements = size // buffer.element_size()

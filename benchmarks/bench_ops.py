@@ -2,13 +2,13 @@
 
     python benchmarks/bench_ops.py --device cuda --ops gemv gemv_swiglu --dtype fp16 --csv
 
-Method. Each call has several sets of arguments, used in turn, that together are larger than any cache (or
-``MAX_SETS`` of them: then ``sets`` says that the data stays in the cache, as small activations do in a
-model). On a GPU all calls of a round lie in one CUDA graph, one after the other, and events time its replay;
-outputs stay alive, so that they rotate too. On a CPU a plain loop is timed. Implementations alternate, every
-second round in reverse order; rows give the median with the 20th and 80th percentile. Ops are called as
-``torch.ops`` does, without the argument checks of ``hf_fastpath.ops``, as the decode plan calls them. ``% of
-R``: bytes the call has to move, over the time, over the read bandwidth measured in the same run.
+Method. Each call has several sets of arguments, used in turn, that together are larger than any cache. (If there are
+only ``MAX_SETS`` of them, ``sets`` says that the data stays in the cache, as small activations do in a model.) On a GPU
+all calls of a round are in one CUDA graph, one after the other, and events time its replay; outputs stay alive, so that
+they rotate too. On a CPU a plain loop is timed. Implementations alternate, every second round in reverse order; rows
+give the median with the 20th and 80th percentile. Ops are called through ``torch.ops``, without the argument checks of
+``hf_fastpath.ops``, as the decode plan calls them. ``% of R`` is the bytes that the call has to move, over the time,
+over the read bandwidth measured in the same run.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from hf_fastpath.native import loader
 from hf_fastpath.ops.kv_cache import dequantized, gathered
 from hf_fastpath.registry import OpInputError, OpSpec, Sample, nbytes
 
-#: what the argument sets of a call have to exceed together: a GPU's L2 (60 MB on an H200), a server CPU's L3
+#: bytes that the argument sets of a call exceed together: more than a GPU's L2 (60 MB on an H200), a server CPU's L3
 ROTATION_BYTES = {"cuda": 200e6, "cpu": 300e6}
 MAX_SETS = 64
 #: a round lasts at least this long, in bytes read at full speed (about 1 ms on an H200, 30 ms on two CPU
@@ -53,7 +53,7 @@ def _copy_bytes(sample: Sample) -> torch.Tensor:
 
 
 def _flash_at_the_end(sample: Sample) -> torch.Tensor:
-    """Flash attention of queries that are the last positions."""
+    """Compute flash attention of queries at the last positions."""
     q, k, v, _, _, scale, _ = sample.args
     mask = causal_lower_right(q.shape[1], k.shape[2])
     with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
@@ -75,7 +75,7 @@ def _sdpa(sample: Sample) -> torch.Tensor:
 
 
 def _repeat_kv(sample: Sample) -> torch.Tensor:
-    """Keys and values copied for every query head, as transformers does when there is a mask."""
+    """Copy keys and values for every query head, as transformers does if there is a mask."""
     q, k, v, *rest = sample.args
     groups = q.shape[2] // k.shape[1]
     scales = {name: t.repeat_interleave(groups, dim=1) for name, t in sample.kwargs.items() if name.endswith("_scales")}
@@ -90,7 +90,7 @@ def _fused_gelu(sample: Sample) -> torch.Tensor:
     return functional.gelu(x, approximate=approximate.label)
 
 
-#: op -> what its reference is called here: the calls that a stock model makes
+#: op -> name of its reference in tables: the calls that a stock model makes
 REFERENCE_NAMES = {
     "fused_gelu": "stock formula",
     "fused_swiglu": "F.silu, mul",
@@ -113,7 +113,7 @@ REFERENCE_NAMES = {
     "layer_norm": "F.layer_norm",
     "rope_append": "rope, index_put",
 }
-#: op -> {name of another way: function of a Sample}
+#: op -> {name of an alternative: function of a Sample}
 ALTERNATIVES: dict[str, dict[str, Callable[[Sample], torch.Tensor]]] = {
     "fused_gelu": {"F.gelu": _fused_gelu, "copy": _copy_bytes},
     "append_attention": {"SDPA flash": _flash_at_the_end},
@@ -125,14 +125,14 @@ ALTERNATIVES: dict[str, dict[str, Callable[[Sample], torch.Tensor]]] = {
     "layer_norm": {"copy": _copy_bytes},
     "read_stream": {"copy": _copy_bytes},
 }
-#: bytes that an alternative moves, where that is not what the op moves
+#: bytes that an alternative moves, if the op moves another number
 ALTERNATIVE_BYTES = {"copy": lambda sample: 2 * nbytes(sample.args[0])}
-#: ops whose reference is not what a stock model runs: the ways above stand for it
+#: ops whose reference is not what a stock model runs; the alternatives above stand for stock
 WITHOUT_REFERENCE = ("append_attention", "decode_attention", "read_stream")
 
 
 def implementations(spec: OpSpec) -> dict[str, Callable[[Sample], torch.Tensor]]:
-    """Name to function of a Sample: ours first, then the alternatives."""
+    """Return name -> function of a Sample: ours first, then the alternatives."""
     found = {"hf_fastpath": lambda sample: spec.overload(*sample.args, **sample.kwargs)}
     if spec.name not in WITHOUT_REFERENCE:
         found[REFERENCE_NAMES.get(spec.name, "reference")] = lambda sample: spec.reference(
@@ -149,14 +149,14 @@ def _argument_bytes(sample: Sample) -> int:
 
 
 def argument_sets(first: Sample, device: torch.device, most: int = MAX_SETS) -> list[Sample]:
-    """``first`` and copies of it that together are larger than any cache, or ``most`` of them."""
+    """Return ``first`` and copies of it that together are larger than any cache, or ``most`` of them."""
     wanted = math.ceil(ROTATION_BYTES[device.type] / _argument_bytes(first))
-    # The same values in other memory: drawing them again would take longer than the benchmark.
+    # The copies have the same values, because drawing values would take longer than the benchmark.
     return [first] + [first.map_tensors(torch.clone) for _ in range(min(most, wanted) - 1)]
 
 
 def timer(function: Callable[[Sample], object], sets: list[Sample], calls: int) -> Callable[[], float]:
-    """A function that gives seconds a call over one round."""
+    """Return a function that gives the seconds of a call over one round."""
     device = sets[0].args[0].device
     turns = list(itertools.islice(itertools.cycle(sets), calls))
     if device.type == "cuda":
@@ -182,7 +182,7 @@ def timer(function: Callable[[Sample], object], sets: list[Sample], calls: int) 
 def bench_call(
     spec: OpSpec, call: Call, device: torch.device, dtype: torch.dtype, bandwidth: float, rounds: int
 ) -> list[dict[str, object]]:
-    """Rows of one call: ours, then each alternative.
+    """Return the rows of one call: ours, then each alternative.
 
     Raises:
         OpInputError: the op does not take these arguments.
@@ -238,7 +238,7 @@ def _line(row: dict[str, object]) -> str:
 
 
 def missing_shapes() -> list[str]:
-    """Ops of the registry that have no calls here."""
+    """Return the ops of the registry that have no calls here."""
     return sorted(set(registry.all_ops()) - set(SHAPES))
 
 
@@ -251,16 +251,16 @@ def bench(
     echo: Callable[[str], None] = print,
     shapes: dict[str, list[Call]] | None = None,
 ) -> list[dict[str, object]]:
-    """Run the benchmark and print its table, line by line as it comes.
+    """Run the benchmark, and print its table line by line while it runs.
 
     Args:
         device: ``"cpu"`` or a CUDA device.
-        ops: names; empty for all of the registry.
-        dtypes: "fp32", "fp16", "bf16"; empty for each call's own.
+        ops: names; if empty, all of the registry.
+        dtypes: "fp32", "fp16", "bf16"; if empty, each call's own.
         rounds: timed rounds.
-        csv: file to append the rows to.
+        csv: file that the rows are appended to.
         echo: receives every line.
-        shapes: calls of each op; None: :data:`SHAPES`.
+        shapes: calls of each op; with None, :data:`SHAPES`.
 
     Raises:
         ValueError: an op of the registry has no entry in :data:`SHAPES`.

@@ -1,15 +1,15 @@
-"""Prompt benchmark: a layer's products of many rows with quantized weights, beside those with unquantized ones.
+"""Prompt benchmark: a layer's products of many rows with quantized weights, beside products with unquantized weights.
 
     python benchmarks/bench_packed_gemm.py --model mistral-7b --dtype fp16 bf16 --rows 17 64 256 1024 4096 --csv
     python benchmarks/bench_packed_gemm.py --whole --dtype fp16 bf16 --rows 512 1024 2048 --formats int8
 
-Method. Each of the four products of a layer with a gated MLP (q, k, v; output; gate and up; down) by itself:
-``linear`` is what the unquantized model runs, ``F.linear`` and on the CPU ``gemm``, the others ``packed_gemm`` in each
-format. Copies of the arguments that no cache holds together are taken in turn, as in ``bench_ops.py``. Ways alternate,
-every second round in reverse order, because a GPU that gets warm gets slower. The table has sums over the four products
-and, in brackets, per cent of ``linear``; the file has each product's median with half the distance between the 20th and
-80th percentile. With ``--whole`` the same of ``generate()`` reading prompts of so many tokens, by patched models in one
-process: one with unquantized weights and one a format.
+Method. Each of the four products of a layer with a gated MLP (q, k, v; output; gate and up; down) is timed by itself.
+``linear`` is what the unquantized model runs: ``F.linear``, and on the CPU ``gemm``. The other columns are
+``packed_gemm`` in each format. Copies of the arguments, which together no cache holds, are taken in turn, as in
+``bench_ops.py``. Columns alternate, every second round in reverse order, because a GPU that gets warm gets slower. The
+table has sums over the four products and, in brackets, per cent of ``linear``; the file has each product's median with
+half the distance between the 20th and 80th percentile. ``--whole`` does the same for ``generate()`` reading prompts of
+so many tokens, with patched models in one process: one with unquantized weights and one for each format.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ LINEAR = "linear"
 
 
 def products(model: str) -> list[tuple[int, int]]:
-    """(in_features, out_features) of a layer's products."""
+    """Return (in_features, out_features) of a layer's products."""
     config = shapes.shape(model).build_config()
     hidden = config.hidden_size
     width, kv_width, inner = traffic.layer_widths(config)
@@ -48,7 +48,7 @@ def products(model: str) -> list[tuple[int, int]]:
 def times(
     k: int, n: int, rows: int, dtype: torch.dtype, formats: list[str], rounds: int, device: torch.device
 ) -> dict[str, Spread]:
-    """Way -> seconds of one product."""
+    """Return column -> seconds of one product."""
     x = torch.randn(rows, k, device=device, dtype=dtype)
     samples = {LINEAR: Sample(x, torch.randn(n, k, device=device, dtype=dtype))}
     samples |= {name: Sample(x, *random_weight(FORMATS[name], n, k, device), None) for name in formats}
@@ -62,7 +62,7 @@ def times(
 
 
 def whole_models(name: str, dtype: torch.dtype, formats: list[str], device: torch.device) -> dict[str, PreTrainedModel]:
-    """Way -> a patched model, all of the same weights. Made by all of the machine's threads."""
+    """Return column -> a patched model, all of the same weights, made by all threads of the machine."""
     threads = torch.get_num_threads()
     torch.set_num_threads(os.cpu_count() or threads)
     model = shapes.build_model(name, device, dtype)
@@ -76,7 +76,7 @@ def whole_models(name: str, dtype: torch.dtype, formats: list[str], device: torc
 def prompt_times(
     models: dict[str, PreTrainedModel], tokens: int, rounds: int, device: torch.device
 ) -> dict[str, Spread]:
-    """Way -> seconds of a prompt and the token behind it."""
+    """Return column -> seconds of a prompt and the token behind it."""
 
     def reading(model: PreTrainedModel) -> Callable[[], float]:
         ids = shapes.prompt(model, 1, tokens)
@@ -127,7 +127,7 @@ def main(given: list[str] | None = None) -> None:
             ]
             if path:
                 measure.append_csv(path, table)
-        models = None  # before the next are made
+        models = None  # frees them before the next models are made
 
 
 if __name__ == "__main__":

@@ -1,11 +1,12 @@
-"""generate() over caches in pages beside one buffer a layer: one text, several, sequences of one prompt, beams, copies.
+"""generate() over caches in pages beside caches of one buffer a layer: texts, sequences of one prompt, beams, copies.
 
     python benchmarks/bench_pages.py --model mistral-7b --page-size 16 64 --csv
 
-Method. Every way of generating runs once untimed; then caches alternate, every second round in reverse order. Times
-are of whole calls, prompts included, but for ``decode tok/s``, which is what ``report()`` says of the last call. Peak
-memory is what a call took on top of the model. ``copies``: each of eight short texts goes on from a copy of the cache
-of one long prompt, which is made before. The columns of pages are those at the time the most were used.
+Method. Every kind of generation runs once untimed; then caches alternate, every second round in reverse order. Times
+are of whole calls, prompts included, except for ``decode tok/s``, which is what ``report()`` says about the last call.
+Peak memory is what a call took on top of the model. In ``copies``, each of eight short texts goes on from a copy of the
+cache of one long prompt, which is made before. The columns of pages are the numbers at the time when most pages were
+used.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from hf_fastpath.bench import measure, shapes
 from hf_fastpath.bench.measure import DTYPES
 from hf_fastpath.compat import CACHE
 
-#: ways of generating -> batch, and options of generate()
+#: kind of generation -> batch, and options of generate()
 WAYS: dict[str, tuple[int, dict]] = {
     "1 text": (1, {}),
     "8 texts": (8, {}),
@@ -35,7 +36,7 @@ COPIES = "8 copies of a prefix"
 
 
 def texts(model: PreTrainedModel, way: str, context: int, new_tokens: int, page_size: int | None) -> Callable[[], None]:
-    """What one call of a way is."""
+    """Make the function of one call."""
     options = dict(do_sample=False, max_new_tokens=new_tokens, eos_token_id=None, pad_token_id=0)
     if way != COPIES:
         batch, own = WAYS[way]
@@ -54,7 +55,7 @@ def texts(model: PreTrainedModel, way: str, context: int, new_tokens: int, page_
 
 
 class Timer:
-    """Times calls of one way over one kind of cache; the last call's numbers stay."""
+    """Times calls of one kind over one kind of cache, and keeps the last call's numbers."""
 
     def __init__(self, model: PreTrainedModel, way: str, context: int, new_tokens: int, page_size: int | None):
         self.model, self.page_size, self.peak = model, page_size, 0

@@ -1,9 +1,9 @@
-"""Writes a GGUF file of a model shape with random weights, for ``bench_generate.py --gguf``.
+"""Write a GGUF file of a model shape with random weights, for ``bench_generate.py --gguf``.
 
     python benchmarks/gguf.py --model tinyllama-1.1b --dtype fp16 tinyllama-f16.gguf
 
-llama.cpp then computes at the same sizes and bytes as the random model beside it. Its vocabulary is empty, so
-that only programs that need no text, as ``llama-bench``, can use the file. Llama and Mistral shapes.
+llama.cpp then computes with the same sizes and bytes as the random model beside it. The file's vocabulary is empty, so
+that only programs that need no text, such as ``llama-bench``, can use the file. Llama and Mistral shapes are supported.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from hf_fastpath.bench import shapes
 from hf_fastpath.traffic import layer_widths
 
 ALIGNMENT = 32
-#: types of metadata values: number in the format, how they are packed
+#: types of metadata values: their numbers in the format
 _UINT32, _FLOAT32, _STRING = 4, 6, 8
 
 
@@ -50,9 +50,9 @@ class TensorType:
     """How the elements of a tensor are stored.
 
     Attributes:
-        number: of the type in the format.
-        file_number: what llama.cpp calls a file of it.
-        encode: float32 values to what is written.
+        number: number of the type in the format.
+        file_number: llama.cpp's number of a file of this type.
+        encode: converts float32 values to the bytes of the file.
     """
 
     number: int
@@ -63,7 +63,7 @@ class TensorType:
         return self.encode(torch.ones(_BLOCK)).nbytes * count // _BLOCK
 
 
-#: weights that share a scale
+#: number of weights that share a scale
 _BLOCK = 32
 TENSOR_TYPES = {
     "fp32": TensorType(0, 0, _plain(torch.float32)),
@@ -82,7 +82,7 @@ def _text(value: str) -> bytes:
 
 
 def _entry(key: str, value: int | float | str) -> bytes:
-    """One pair of the metadata."""
+    """Encode one pair of the metadata."""
     if isinstance(value, str):
         return _text(key) + struct.pack("<I", _STRING) + _text(value)
     if isinstance(value, float):
@@ -112,7 +112,7 @@ def _metadata(config: PreTrainedConfig, kind: str) -> dict[str, int | float | st
 
 
 def _tensors(config: PreTrainedConfig) -> Iterator[tuple[str, tuple[int, ...]]]:
-    """Names and shapes as PyTorch has them."""
+    """Yield names and shapes as PyTorch has them."""
     hidden, vocab = config.hidden_size, config.vocab_size
     features, kv_features, inner = layer_widths(config)
     yield "token_embd", (vocab, hidden)
@@ -136,20 +136,20 @@ def _padding(written: int) -> bytes:
 
 
 def _type_of(name: str, size: tuple[int, ...], kind: str) -> TensorType:
-    """Norms are float32, as llama.cpp keeps them; of a quantized file embeddings and head are float16, as ours are."""
+    """Return the type: norms are float32, as in llama.cpp; beside quants, embeddings and head are float16, as ours."""
     is_outer = kind.startswith("q") and not name.startswith("blk")
     return TENSOR_TYPES["fp32" if len(size) == 1 else "fp16" if is_outer else kind]
 
 
 def write(file: BinaryIO, config: PreTrainedConfig, kind: str) -> None:
-    """Write a Llama of ``config`` with random weights of a type out of ``TENSOR_TYPES``."""
+    """Write a Llama of ``config`` with random weights of a type in ``TENSOR_TYPES``."""
     tensors = [(f"{name}.weight", size, _type_of(name, size, kind)) for name, size in _tensors(config)]
     metadata = _metadata(config, kind)
     head = struct.pack("<4sIQQ", b"GGUF", 3, len(tensors), len(metadata))
     head += b"".join(_entry(key, value) for key, value in metadata.items())
     offset = 0
     for name, size, stored in tensors:
-        dimensions = size[::-1]  # the innermost first
+        dimensions = size[::-1]  # the innermost dimension comes first
         head += _text(name) + struct.pack(f"<I{len(size)}QIQ", len(size), *dimensions, stored.number, offset)
         count = stored.nbytes(torch.Size(size).numel())
         offset += count + len(_padding(count))

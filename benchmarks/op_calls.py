@@ -19,11 +19,11 @@ class Call:
     """A call of an op at a size that models use.
 
     Attributes:
-        name: in tables and CSV.
-        arguments: ``(device, dtype)`` to a random set of arguments.
-        dtypes: those it is run in unless ``--dtype`` says otherwise.
-        devices: where it is run; a GPU's larger sizes would take minutes on a CPU.
-        most: calls a round, and sets of arguments, at most: where it is arithmetic that takes the time.
+        name: name in tables and CSV.
+        arguments: function of (device, dtype) that draws a random set of arguments.
+        dtypes: the dtypes to run, unless ``--dtype`` says otherwise.
+        devices: the devices to run on; a GPU's larger sizes would take minutes on a CPU.
+        most: number of calls a round, and of sets of arguments, at most; for calls that are bound by arithmetic.
     """
 
     name: str
@@ -34,12 +34,12 @@ class Call:
 
 
 def drawn(*shape: int, std: float = 1.0) -> Callable[[torch.device, torch.dtype], torch.Tensor]:
-    """A random tensor for each set."""
+    """Draw a random tensor for each set."""
     return lambda device, dtype: torch.randn(shape, device=device, dtype=dtype) * std
 
 
 def sample_of(*parts, **named) -> Callable[[torch.device, torch.dtype], Sample]:
-    """Arguments of which the callables are drawn for each set."""
+    """Make arguments; those that are callables are drawn for each set."""
 
     def draw(part, device, dtype):
         return part(device, dtype) if callable(part) else part
@@ -76,7 +76,7 @@ def packed_call(
 
 
 def packed_qkv_call(name: str, format: str, k: int, heads: int, kv_heads: int, head_dim: int) -> Call:
-    """As :func:`qkv_call`, over a quantized weight."""
+    """Make a call as :func:`qkv_call`, over a quantized weight."""
     product = packed_call(name, format, k, (heads + 2 * kv_heads) * head_dim)
     plain = qkv_call(name, k, heads, kv_heads, head_dim)
 
@@ -108,20 +108,20 @@ def conv1d_call(name: str, k: int, n: int, **options) -> Call:
 def _angles(
     device: torch.device, dtype: torch.dtype, rotary_dim: int, batch: int = 1, query_len: int = 1
 ) -> list[torch.Tensor]:
-    """Cosines and sines of the rotation."""
+    """Draw cosines and sines for the rotation."""
     angle = torch.rand(batch, query_len, rotary_dim // 2, device=device).repeat(1, 1, 2) * 2 * math.pi
     return [angle.cos().to(dtype), angle.sin().to(dtype)]
 
 
 def _workspace(device: torch.device, *sizes: int) -> dict[str, torch.Tensor]:
-    """One workspace for all calls, as a decode plan keeps it; the CPU needs none."""
+    """Return one workspace for all calls, as a decode plan keeps it; the CPU needs none."""
     if device.type != "cuda":
         return {}
     return {"workspace": torch.zeros(workspace_bytes(*sizes), device=device, dtype=torch.uint8)}
 
 
 def qkv_call(name: str, k: int, heads: int, kv_heads: int, head_dim: int, query_len: int = 1) -> Call:
-    """Norm, projections, rotation and append of a Mistral or Llama."""
+    """Make a call for norm, projections, rotation and append of a Mistral or Llama."""
 
     def arguments(device: torch.device, dtype: torch.dtype) -> Sample:
         def randn(*shape, std=1.0):
@@ -160,7 +160,7 @@ def experts_call(
     transposed: bool = False,
     **options,
 ) -> Call:
-    """Experts that a random router chooses, and the residual; ``transposed``: as gpt-oss's, with biases."""
+    """Make a call of experts that a random router chooses, and a residual; ``transposed``: as gpt-oss, with biases."""
 
     def arguments(device: torch.device, dtype: torch.dtype) -> Sample:
         def randn(*shape, std=1.0):
@@ -201,8 +201,13 @@ def attention_call(
     page_size: int | None = None,
     **options,
 ) -> Call:
-    """``kv``: a quantized cache's dtype; PyTorch's attention then runs over what it stands for, dequantized in time.
-    ``page_size``: the cache lies in pages; PyTorch's attention then gathers them in time."""
+    """Make a call of attention.
+
+    Args:
+        kv: dtype of a quantized cache; PyTorch's attention then runs over the dequantized cache, and dequantizing is
+            part of the time.
+        page_size: the cache lies in pages; PyTorch's attention then gathers them, also as part of the time.
+    """
 
     def arguments(device: torch.device, dtype: torch.dtype) -> Sample:
         q = torch.randn(batch, query_len, heads, head_dim, device=device, dtype=dtype)
@@ -224,7 +229,7 @@ def attention_call(
 def quantizing_call(
     name: str, heads: int, kv_heads: int, head_dim: int, length: int, kv: torch.dtype, query_len: int = 1
 ) -> Call:
-    """A quantized cache whose newest positions come beside it."""
+    """Make a call over a quantized cache whose newest positions come beside it."""
     plain = attention_call(name, heads, kv_heads, head_dim, length, query_len, kv=kv)
 
     def arguments(device: torch.device, dtype: torch.dtype) -> Sample:
@@ -240,7 +245,7 @@ def quantizing_call(
 def append_call(
     name: str, heads: int, kv_heads: int, head_dim: int, length: int, query_len: int, most: int = 1024
 ) -> Call:
-    """New tokens behind others; kernels are for GPUs alone."""
+    """Make a call of new tokens behind others; there are kernels for GPUs only."""
     plain = attention_call(name, heads, kv_heads, head_dim, length, query_len)
 
     def arguments(device: torch.device, dtype: torch.dtype) -> Sample:
@@ -260,7 +265,7 @@ def packed_step_call(
     intermediate_size: int,
     length: int = 1024,
 ) -> Call:
-    """The layers of a Mistral or Llama with quantized weights."""
+    """Make a call of the layers of a Mistral or Llama with quantized weights."""
     features = (heads + 2 * kv_heads) * head_dim
     sizes = (features, hidden_size), (hidden_size, heads * head_dim)
     sizes += (2 * intermediate_size, hidden_size), (hidden_size, intermediate_size)
@@ -300,7 +305,7 @@ def step_call(
     length: int = 1024,
     **options,
 ) -> Call:
-    """A step of a whole Mistral or Llama, or of a GPT-2."""
+    """Make a call of a whole step of a Mistral, a Llama or a GPT-2."""
 
     def arguments(device: torch.device, dtype: torch.dtype) -> Sample:
         def randn(*shape, std=1.0):

@@ -1,12 +1,12 @@
-"""Draws the plots of ``docs/plots`` from the CSV files of ``benchmarks/data``.
+"""Draw the plots of ``docs/plots`` from the CSV files of ``benchmarks/data``.
 
     python benchmarks/plot.py [--data benchmarks/data] [--output docs/plots]
 
 ``speed.svg``, the picture of the README, is drawn from the rows that PANELS names. ``generate_<device>.csv`` gives
-``decode_<device>.svg``: tokens a second of each engine, beside the limit that the read bandwidth sets, of all work that
-several engines did. ``ops_<device>.csv`` gives ``ops_<device>.svg``: per cent of R of each op. Where a
-file has several rows of one measurement, the last one counts. ``trace_step_<device>.csv`` gives
-``stages_<device>.svg``: where a layer's time goes, beside what its bytes take at R.
+``decode_<device>.svg``: tokens a second of each engine, beside the limit that the read bandwidth sets, for all work
+that several engines did. ``ops_<device>.csv`` gives ``ops_<device>.svg``: per cent of R of each op. If a file has
+several rows of one measurement, the last one counts. ``trace_step_<device>.csv`` gives ``stages_<device>.svg``: the
+time of each part of a layer, beside what its bytes take at R.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ from hf_fastpath.bench import shapes
 from hf_fastpath.bench.measure import DATA_DIR, DTYPES
 
 matplotlib.use("Agg")
-matplotlib.rcParams["svg.hashsalt"] = "hf_fastpath"  # element ids that do not change from run to run
-matplotlib.rcParams["svg.fonttype"] = "none"  # text stays text: a third of the size
+matplotlib.rcParams["svg.hashsalt"] = "hf_fastpath"  # makes element ids the same in every run
+matplotlib.rcParams["svg.fonttype"] = "none"  # text stays text, which takes a third of the size
 from matplotlib import pyplot  # noqa: E402  (after the backend is chosen)
 
 PLOT_DIR = DATA_DIR.parent.parent / "docs" / "plots"
-#: of every picture: fits a page of GitHub, whose text is about 900 pixels wide; 1 pt is 4/3 pixels
+#: width of every picture: it fits a page of GitHub, whose text is about 900 pixels wide; 1 pt is 4/3 pixels
 WIDTH_PT = 640
 OURS_COLOR, STOCK_COLOR, OTHER_COLOR, LIMIT_COLOR = "#d9541e", "#9aa5b1", "#6f9a6b", "#1a1a1a"
 #: engine -> its name beside the bar, the color of its kind
@@ -42,7 +42,7 @@ ENGINES = {
 }
 #: color -> what it stands for in the legend
 KINDS = {STOCK_COLOR: "transformers", OTHER_COLOR: "other programs", OURS_COLOR: "hf_fastpath"}
-#: of the README's picture: device, model, dtype, context of rows with batch 1 -> heading
+#: the README's picture: device, model, dtype, context of rows with batch 1 -> heading
 PANELS = {
     ("NVIDIA H200", "Mistral-7B", "fp16", "128"): "NVIDIA H200: Mistral-7B, fp16",
     ("NVIDIA H200", "Mistral-7B int4_g32", "fp16", "128"): "NVIDIA H200: Mistral-7B, 4-bit weights",
@@ -54,11 +54,11 @@ PANELS = {
         "32",
     ): "2 CPU cores (Xeon): TinyLlama-1.1B, fp16",
 }
-#: over which decoding was timed, in pictures of it
+#: pictures of decoding need rows that decoded at least so many tokens
 MIN_NEW_TOKENS = 16
-#: files with rows of these panels
+#: files with the rows of these panels
 SPEED_FILES = ("generate_h200.csv", "generate_cpu.csv", "peers.csv")
-#: a layer's kernels in the order of a trace, from attention to the next layer's projections; colors
+#: a layer's kernels in the order of a trace, from attention to the next layer's projections, with colors
 STAGES = {
     "attention": "#e8b04a",
     "output projection": "#9bb8d3",
@@ -69,29 +69,29 @@ STAGES = {
 
 
 def _rows(path: Path, key: Sequence[str]) -> list[dict[str, str]]:
-    """The last row of every combination of the columns ``key``, in order of first appearance."""
+    """Return the last row of every combination of the columns ``key``, in order of first appearance."""
     with path.open(newline="") as handle:
         latest = {tuple(row[name] for name in key): row for row in csv.DictReader(handle)}
     return list(latest.values())
 
 
 def _short(number: str) -> str:
-    """Three digits, or all of them before the point."""
+    """Write a number with three digits, or with all digits before the point if there are more."""
     return f"{float(number):.0f}" if float(number) >= 100 else f"{float(number):.3g}"
 
 
 def _save(figure, path: Path, bbox: str | None = "tight") -> Path:
     path.parent.mkdir(parents=True, exist_ok=True)
-    # No date in the file: the same data gives the same bytes.
+    # The file gets no date, so that the same data gives the same bytes.
     figure.savefig(path, bbox_inches=bbox, metadata={"Date": None})
     pyplot.close(figure)
     return path
 
 
 def _draw_shares(panels: dict[str, list[dict[str, str]]], target: Path, where_measured: str = "") -> Path:
-    """Bars below a heading for each piece of work: how much of the limit each engine reached, and tokens a second.
+    """Draw bars below a heading for each piece of work: how much of the limit each engine reached, and tokens a second.
 
-    Shares, so that models of all sizes fit one scale, and no bar hides behind another.
+    Bars are shares of the limit, so that models of all sizes fit one scale, and no bar hides behind another.
     """
     headings, bars, place = [], [], 0.0
     for heading, rows in panels.items():
@@ -108,7 +108,7 @@ def _draw_shares(panels: dict[str, list[dict[str, str]]], target: Path, where_me
     for at, _, color, speed, limit in bars:
         share = 100 * speed / limit
         axes.barh(at, share, 0.76, color=color)
-        # Beside a short bar, inside a long one: never across the line of the limit.
+        # The text stands beside a short bar and inside a long bar, so that it never crosses the line of the limit.
         inside = share > 60
         text = f"{_short(str(speed))} tok/s, {share:.0f} %"
         where = dict(ha="right", color="white") if inside else dict(ha="left")
@@ -134,9 +134,9 @@ def _draw_shares(panels: dict[str, list[dict[str, str]]], target: Path, where_me
 
 
 def _kept(rows: Sequence[dict[str, str]], *columns: str) -> dict[tuple[str, ...], list[dict[str, str]]]:
-    """Rows of engines that are drawn, the last one of each, by the values of ``columns``.
+    """Return the rows of engines that are drawn, the last row of each, by the values of ``columns``.
 
-    Rows of fewer than MIN_NEW_TOKENS are of prompts: what they say of decoding is noise.
+    Rows of fewer than MIN_NEW_TOKENS were made to time prompts: what they say about decoding is noise.
     """
     found: dict[tuple[str, ...], dict[str, dict[str, str]]] = {}
     for row in rows:
@@ -146,10 +146,10 @@ def _kept(rows: Sequence[dict[str, str]], *columns: str) -> dict[tuple[str, ...]
 
 
 def plot_speed(data: Path, target: Path) -> Path:
-    """The README's picture: stock, peers and ours on the work that PANELS names.
+    """Draw the README's picture: stock, other programs and ours on the work that PANELS names.
 
     Raises:
-        ValueError: a panel without a row of ours and another to compare with.
+        ValueError: a panel has no row of ours, or no other row to compare with.
     """
     rows = []
     for name in SPEED_FILES:
@@ -164,7 +164,7 @@ def plot_speed(data: Path, target: Path) -> Path:
 
 
 def plot_decode(source: Path, target: Path) -> Path:
-    """Work that several engines did, of one device."""
+    """Draw the work of one device that several engines did."""
     with source.open(newline="") as handle:
         rows = list(csv.DictReader(handle))
     panels = {}
@@ -176,7 +176,7 @@ def plot_decode(source: Path, target: Path) -> Path:
 
 
 def plot_ops(source: Path, target: Path) -> Path:
-    """Horizontal bars: a bar a call, per cent of R, with a tick where the best of PyTorch's ways is."""
+    """Draw a horizontal bar for each call, per cent of R, with a tick for the best of PyTorch's ways."""
     rows = _rows(source, ("op", "call", "dtype", "implementation"))
     rows = [row for row in rows if row["cached"] == "False" and row["implementation"] != "copy"]
     calls: dict[str, dict[str, float]] = {}
@@ -212,7 +212,7 @@ def plot_ops(source: Path, target: Path) -> Path:
 
 
 def stage_bytes(config, context: int, batch: int, dtype: torch.dtype) -> list[int]:
-    """Bytes a layer's kernels have to read, in the order of ``STAGES``."""
+    """Return the bytes that a layer's kernels have to read, in the order of ``STAGES``."""
     hidden = config.hidden_size
     width, kv_width, inner = traffic.layer_widths(config)
     ups = 1 if config.model_type == "gpt2" else 2
@@ -222,7 +222,7 @@ def stage_bytes(config, context: int, batch: int, dtype: torch.dtype) -> list[in
 
 
 def plot_stages(source: Path, target: Path) -> Path:
-    """Two bars a traced step: a layer's kernels as measured, and their bytes at R."""
+    """Draw two bars for each traced step: a layer's kernels as measured, and their bytes at R."""
     keys = ("model", "dtype", "context", "batch")
     rows = [row for row in _rows(source, (*keys, "kernel")) if row["kernel"].startswith("layer.")]
     steps: dict[tuple[str, ...], list[dict[str, str]]] = {}
@@ -257,7 +257,7 @@ def plot_stages(source: Path, target: Path) -> Path:
     return _save(figure, target)
 
 
-#: start of a CSV's name -> what draws it, start of the plot's name
+#: start of a CSV's name -> function that draws it, start of the plot's name
 PLOTS = {"generate": (plot_decode, "decode"), "ops": (plot_ops, "ops"), "trace_step": (plot_stages, "stages")}
 
 

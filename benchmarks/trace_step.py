@@ -4,12 +4,13 @@
     python hf_fastpath/native/build.py cuda --cuda-arch 90a --flags=-DHF_FASTPATH_TRACE
     python benchmarks/trace_step.py --model mistral-7b --dtype fp16 --context 128 --csv
 
-Method. The graph is replayed without the host in between: what a step takes when nothing else does. A library built
-with ``HF_FASTPATH_TRACE`` stamps the device's clock into a record a block; without, the first line is all. Of one
-replay, after some others, every kernel gets a row: microseconds from the end of the kernel in front (its last block)
-until its first and last block begin, have their input, are ready and end; negative where it overlaps.
-``adds`` is from the one end to the other: these add up to the step. Rows of layers are averaged. The stamps themselves
-cost time, which the difference to a step without them shows (bench_generate.py).
+Method. The graph is replayed without the host in between, which gives the time of a step if the host does nothing else.
+A library that was built with ``HF_FASTPATH_TRACE`` stamps the device's clock into a record for each block; any other
+library gives only the first line. One replay, after some others, gives a row for every kernel: microseconds from the
+end of the kernel in front (its last block) until the kernel's first and last block begin, have their input, are ready
+and end; a number is negative if the kernels overlap. ``adds`` is the time from one end to the next: these add up to the
+step. Rows of layers are averaged. The stamps themselves cost time; a step without them shows how much
+(bench_generate.py).
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ RECORD = np.dtype(
         ("threads", "<u4"),
         ("times", "<u8", len(POINTS)),
     ]
-)  # as in csrc/common/trace.cuh
+)  # the columns are as in csrc/common/trace.cuh
 RECORDS = 1 << 16
 
 
@@ -49,7 +50,7 @@ REPLAYS, ROUNDS = 40, 5
 
 
 def take_trace() -> np.ndarray | None:
-    """The records since the last call, of all kernels; None from a library that keeps none."""
+    """Return the records of all kernels since the last call, or None if the library keeps none."""
     library = ctypes.CDLL(str(loader.status()["cuda"].detail))
     if not hasattr(library, "hf_fastpath_take_trace"):
         return None
@@ -63,7 +64,7 @@ def take_trace() -> np.ndarray | None:
 
 
 def replay_ms(plan: DecodePlan, seq_lens: torch.Tensor) -> float:
-    """Median time of a step's graph, from where the cache stood at ``seq_lens``."""
+    """Return the median time of a step's graph, beginning where the cache stood at ``seq_lens``."""
     times = []
     for _ in range(ROUNDS):
         start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
@@ -78,7 +79,7 @@ def replay_ms(plan: DecodePlan, seq_lens: torch.Tensor) -> float:
 
 
 def kernels(records: np.ndarray) -> list[dict[str, float]]:
-    """A row a launch, in order of their ends; microseconds."""
+    """Return a row for each launch, in order of their ends, in microseconds."""
     launches = [records[records["grid"] == grid] for grid in np.unique(records["grid"])]
     launches.sort(key=lambda launch: launch["times"][:, -1].max())
     rows, before = [], None
@@ -118,7 +119,7 @@ def main() -> None:
         plan = DecodePlan(part, arguments.batch, cache.layers[0].k_buffer.dtype)
         cache.reserve(REPLAYS + 16)
         plan.begin(cache, torch.full((arguments.batch,), cache.get_seq_length(), device="cuda"), None)
-        for _ in range(2):  # eagerly, then captured
+        for _ in range(2):  # the first step runs eagerly, the second is captured
             plan.step(torch.zeros(arguments.batch, dtype=torch.long, device="cuda"))
         torch.cuda.synchronize()
         bandwidth = measure_read_bandwidth("cuda")
@@ -139,7 +140,7 @@ def main() -> None:
     if records is None:
         return
     rows = kernels(records)
-    # The same place of every layer but the first and last, whose neighbors differ.
+    # Average over the same place of all layers but the first and last, whose neighbors differ.
     layers, each = len(part.layers), (len(rows) - 2) // len(part.layers)
     places: dict[str, list[dict[str, float]]] = defaultdict(list)
     for index, row in enumerate(rows):

@@ -1,4 +1,4 @@
-"""Writes the parts of the docs that are made from code and data: ``python docs/make_pages.py``.
+"""Write the parts of the docs that are made from code and data: ``python docs/make_pages.py``.
 
 Such a part stands between ``<!-- generated: NAME -->`` and ``<!-- end of NAME -->``.
 """
@@ -31,17 +31,17 @@ RECORD = "make test-full JOBS=0 TESTS=tests/patches ARGS='-k golden_matrix --rec
 
 
 def markdown_table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """A Markdown table of text."""
+    """Return a Markdown table of text."""
     return "\n".join(f"| {' | '.join(cells)} |" for cells in (columns, ["---"] * len(columns), *rows))
 
 
 def reason_codes() -> str:
-    """Every reason code, what it means and what helps."""
+    """Return a table of every reason code, what it means and what helps."""
     return markdown_table(("code", "meaning", "what helps"), [(f"`{code}`", *REASONS[code]) for code in REASONS])
 
 
 def _described(architecture: Architecture) -> tuple[str, str]:
-    """Name and structure of a family, out of its file's first line."""
+    """Return name and structure of a family, from the first line of its file."""
     text = importlib.import_module(f"hf_fastpath.patches.{architecture.name}").__doc__ or ""
     name, colon, structure = " ".join(text.split()).partition(": ")
     if not colon or not structure.endswith("."):
@@ -52,7 +52,7 @@ def _described(architecture: Architecture) -> tuple[str, str]:
 
 
 def families() -> str:
-    """Every architecture file: what is patched, and the tests."""
+    """Return a table of every architecture file, what it patches, and its tests."""
     rows = []
     for architecture in architectures():
         parts = (architecture.mlp, architecture.attention, architecture.layer, architecture.norm)
@@ -63,10 +63,10 @@ def families() -> str:
 
 
 def golden_matrix() -> str:
-    """Mean logit errors of ours and of stock, from the figures that the tests recorded.
+    """Return a table of the mean logit errors of ours and of stock, from the figures that the tests recorded.
 
     Raises:
-        ValueError: an architecture without figures.
+        ValueError: an architecture has no figures.
     """
     with GOLDEN.open(newline="") as file:
         recorded = list(csv.DictReader(file))
@@ -86,7 +86,7 @@ def golden_matrix() -> str:
 
 
 def formats() -> str:
-    """Every format of quantized weights."""
+    """Return a table of every format of quantized weights."""
     torch.manual_seed(0)
     weight = torch.randn(128, 4096)
     rows = []
@@ -104,14 +104,14 @@ def formats() -> str:
     return markdown_table(("format", "quants", "a scale for", "bits", "error"), rows)
 
 
-#: of the README's table: shapes, formats of their weights (None: float16), positions of the KV cache
+#: shapes in the README's table; and formats of their weights (None: float16), positions of the KV cache
 SIZED = ("tinyllama-1.1b", "mistral-7b", "llama-3.1-8b", "qwen2.5-14b", "llama-3.1-70b")
 SIZED_FORMATS = (None, "int8", "int4_g32")
 SIZED_CONTEXT = 8192
 
 
 def _held_bytes(model: torch.nn.Module, format: str | None) -> int:
-    """Bytes of a model's weights in memory, those of its decoder layers' projections in format ``format``."""
+    """Return the bytes of a model's weights in memory, if its decoder layers' projections are in format ``format``."""
     total = sum(parameter.nbytes for parameter in model.parameters())
     if format is None:
         return total
@@ -123,7 +123,7 @@ def _held_bytes(model: torch.nn.Module, format: str | None) -> int:
 
 
 def sizes() -> str:
-    """Gigabytes that models take, and what a token reads of them."""
+    """Return a table of the gigabytes that models take."""
     rows = []
     for name in SIZED:
         with shapes.no_model():
@@ -140,13 +140,13 @@ def sizes() -> str:
 
 @dataclass(frozen=True)
 class Work:
-    """A line of a machine's table: work that a CSV of ``benchmarks/data`` has rows of.
+    """A line of a machine's table: work for which a CSV of ``benchmarks/data`` has rows.
 
     Attributes:
-        model, dtype, context, batch: columns of the CSV, whose ``model`` ends with ``weights``, if there are any.
+        model, dtype, context, batch: columns of the CSV; its ``model`` ends with ``weights``, if there are any.
         kind: ``"decode"``; ``"prompt"``; ``"turn"``: ``tokens`` new ones behind ``context``; ``"pieces"``: all of
-            ``context`` read ``tokens`` at a time.
-        engine: whose row counts as ours.
+            ``context``, read ``tokens`` at a time.
+        engine: the engine whose row counts as ours.
         tokens: see ``kind``.
         weights: the format of quantized weights.
     """
@@ -163,7 +163,7 @@ class Work:
 
 @dataclass(frozen=True)
 class Machine:
-    """A table: what the CSV files call the device, where its rows are, and which of them stand in the table."""
+    """A table: the device's name in the CSV files, the files with its rows, and the rows that the table shows."""
 
     device: str
     files: tuple[str, ...]
@@ -231,12 +231,12 @@ MACHINES = {
 }
 #: engines beside stock and ours -> their names in a table
 OTHERS = {"static": "static", "flash": "flash", "llama.cpp": "llama.cpp", "gpt-fast": "as gpt-fast"}
-#: fewer decoded tokens than these say nothing about decoding
+#: rows with fewer decoded tokens say nothing about decoding
 MIN_NEW_TOKENS = 12
 
 
 def _rows_of(machine: Machine) -> list[dict[str, str]]:
-    """Rows of a machine out of all its files, in the order of their dates."""
+    """Return the rows of a machine from all its files, in the order of their dates."""
     rows = []
     for name in machine.files:
         with (DATA / name).open(newline="") as file:
@@ -245,7 +245,7 @@ def _rows_of(machine: Machine) -> list[dict[str, str]]:
 
 
 def _speed(row: dict[str, str], work: Work) -> float | None:
-    """Tokens a second of work in a row, None if the row has other work."""
+    """Return the tokens a second of ``work`` in a row, or None if the row has other work."""
     model = f"{work.model} {work.weights}".strip()
     if (row["model"], row["dtype"], row["context"]) != (model, work.dtype, str(work.context)):
         return None
@@ -264,17 +264,17 @@ def _speed(row: dict[str, str], work: Work) -> float | None:
 
 
 def _digits(number: float) -> str:
-    """Three digits, or all of them before the point."""
+    """Write a number with three digits, or with all digits before the point if there are more."""
     return f"{number:,.0f}" if number >= 100 else f"{number:#.3g}".rstrip(".")
 
 
 def _line(machine: Machine, rows: Sequence[dict[str, str]], work: Work) -> tuple[dict[str, str], list[str]]:
-    """Our row of ``work``, and the cells of its line.
+    """Return our row of ``work``, and the cells of its line.
 
-    Ours is the last row. Another engine's is the last one of the same commit; if there is none, the engine's fastest.
+    Our row is the last one. Another engine's row is its last of the same commit; if there is none, its fastest.
 
     Raises:
-        ValueError: no row of ours.
+        ValueError: there is no row of ours.
     """
     found = [(speed, row) for row in rows if (speed := _speed(row, work)) is not None]
     ours = [(speed, row) for speed, row in found if row["engine"] == work.engine]
@@ -315,7 +315,7 @@ def _line(machine: Machine, rows: Sequence[dict[str, str]], work: Work) -> tuple
 
 
 def measured(name: str) -> str:
-    """The table of one machine, and with what it was measured."""
+    """Return the table of one machine, and a line on what it was measured with."""
     machine = MACHINES[name]
     rows = _rows_of(machine)
     lines = [_line(machine, rows, work) for work in machine.works]
@@ -331,7 +331,7 @@ def measured(name: str) -> str:
     return f"{table}\n\nRows of ours: {machine.device}; {versions}; {bandwidth}; {span('date')}."
 
 
-#: page -> name of a generated part -> what makes it
+#: page -> name of a generated part -> function that makes the part
 PAGES: dict[str, dict[str, Callable[[], str]]] = {
     "../README.md": {"sizes": sizes},
     "performance.md": {name: partial(measured, name) for name in MACHINES},
@@ -342,10 +342,10 @@ PAGES: dict[str, dict[str, Callable[[], str]]] = {
 
 
 def with_generated_parts(page: str) -> str:
-    """The text of ``docs/<page>``, or of the README, with its generated parts made anew.
+    """Return the text of ``docs/<page>``, or of the README, with its generated parts made anew.
 
     Raises:
-        ValueError: a part's markers are not in the page.
+        ValueError: the page lacks the markers of a part.
     """
     text = (DOCS / page).read_text()
     for name, make in PAGES[page].items():

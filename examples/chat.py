@@ -1,9 +1,9 @@
-"""A chat on the terminal that streams its answers and reads nothing twice.
+"""A chat on the terminal that streams its answers and reads no token twice.
 
     python examples/chat.py                                # the small model of this repository, which continues code
     python examples/chat.py FOLDER-OR-MODEL-ID --dtype bfloat16
 
-The KV cache is kept between turns: of a long conversation only the new message is read. An empty line ends the chat.
+The KV cache is kept between turns: of a long conversation, only the new message is read. An empty line ends the chat.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, TextStreamer
 
 import hf_fastpath
-from hf_fastpath.compat import CACHE  # "cache"; before transformers 5.24 "past_key_values"
+from hf_fastpath.compat import CACHE  # "cache", or "past_key_values" before transformers 5.24
 
 TINY = Path(__file__).parent / "tiny-python"
 
@@ -24,7 +24,7 @@ class Chat:
     """A conversation with a patched model.
 
     Args:
-        model, tokenizer: a tokenizer without a chat template has its turns put behind each other.
+        model, tokenizer: if the tokenizer has no chat template, turns are put behind each other.
     """
 
     def __init__(self, model, tokenizer):
@@ -42,12 +42,12 @@ class Chat:
         return ids.to(self.model.device)
 
     def say(self, text: str, streamer=None, **options) -> str:
-        """The answer to ``text``; ``options`` go to ``generate()``."""
+        """Return the answer to ``text``; ``options`` go to ``generate()``."""
         self.messages.append({"role": "user", "content": text})
         prompt = self._prompt()
         kept = self.cache.get_seq_length()
         if self.ids is not None and not torch.equal(prompt[:, :kept], self.ids[:, :kept]):
-            # A template may write a past turn anew, for example without its thoughts.
+            # A template may write a past turn in another way, for example without its thoughts.
             self.cache = hf_fastpath.FastpathCache(self.model.config)
         mask = torch.ones_like(prompt)
         given = {CACHE: self.cache, "attention_mask": mask, "streamer": streamer, **options}

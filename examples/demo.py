@@ -1,6 +1,6 @@
 """The main job on real input: the ordinary script of ``generate.py``, stock and patched, side by side.
 
-Prints the text, whether the tokens are equal, the logit error beside stock's own noise, and both speeds.
+The demo prints the text, whether the tokens are equal, the logit error beside stock's own noise, and both speeds.
 """
 
 import statistics
@@ -16,7 +16,7 @@ REPEATS = 5
 
 
 def timed(model, tokenizer) -> tuple[torch.Tensor, float]:
-    """Token ids and seconds of one call of the script's generate()."""
+    """Return token ids and seconds of one call of the script's generate()."""
     if model.device.type == "cuda":
         torch.cuda.synchronize()
     started = time.perf_counter()
@@ -28,14 +28,14 @@ def timed(model, tokenizer) -> tuple[torch.Tensor, float]:
 
 def main() -> None:
     model, tokenizer = load()
-    stock_ids = generate(model, tokenizer, max_new_tokens=NEW_TOKENS)  # also warms up
+    stock_ids = generate(model, tokenizer, max_new_tokens=NEW_TOKENS)  # this call also warms up
 
     hf_fastpath.patch(model)
     fast_ids = generate(model, tokenizer, max_new_tokens=NEW_TOKENS)
     check = hf_fastpath.verify(model, tokenizer(PROMPT, return_tensors="pt"), max_new_tokens=NEW_TOKENS)
 
     stock_seconds, fast_seconds = [], []
-    for _ in range(REPEATS):  # alternating, so that a busy machine slows both
+    for _ in range(REPEATS):  # the two alternate, so that a busy machine slows both
         fast_seconds.append(timed(model, tokenizer)[1])
         hf_fastpath.unpatch(model)
         stock_seconds.append(timed(model, tokenizer)[1])

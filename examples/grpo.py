@@ -1,9 +1,9 @@
-"""GRPO with TRL over a patched model: the rollouts are generate() calls, which is where such training spends its time.
+"""GRPO with TRL over a patched model: the rollouts are generate() calls, on which such training spends its time.
 
     python examples/grpo.py            # the small model of this repository on the CPU; needs trl
 
 Patch the model before the trainer gets it. The trainer's steps change the weights in place, and the next rollout reads
-them where they are.
+the changed weights.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ PROMPTS = ("import os\n\n\ndef", "import re\n\n\nclass", "    def __init__(self,
 
 
 def airy(completions: list[str], **kwargs) -> list[float]:
-    """The reward: the share of blanks in a completion."""
+    """Return the rewards: the share of blanks in each completion."""
     return [sum(map(str.isspace, text)) / max(1, len(text)) for text in completions]
 
 
 def main(output: str | Path, steps: int = 5, max_new_tokens: int = 48):
-    """Trains for some steps; the trained model, patched as it was."""
+    """Train for some steps; return the trained model, which is still patched."""
     model = AutoModelForCausalLM.from_pretrained(TINY, dtype=torch.float32)
     tokenizer = AutoTokenizer.from_pretrained(TINY, padding_side="left")
     hf_fastpath.patch(model)

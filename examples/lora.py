@@ -1,10 +1,10 @@
-"""A LoRA adapter of PEFT on a patched model: trained, tried out, merged, fast.
+"""A LoRA adapter of PEFT on a patched model is trained, tried out and merged; then decoding is fast.
 
     python examples/lora.py            # the small model of this repository; needs peft
 
-While an adapter is a module of its own, ``generate()`` runs transformers' loop: the kernels do not have the adapter's
-products. ``report()`` says so (``unsupported_projection``). Training, switching and merging work as ever, and after
-``merge_and_unload()`` the loop is fast again: the merged weights are read where they are.
+While an adapter is a module of its own, ``generate()`` runs transformers' loop, because the kernels do not have the
+adapter's products. ``report()`` says so (``unsupported_projection``). Training, switching and merging work as without a
+patch. After ``merge_and_unload()`` the loop is fast again: it reads the merged weights.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ TEXT = "def spam(eggs):\n    return eggs\n"
 
 
 def train(model, ids: torch.Tensor, steps: int = 20) -> float:
-    """Teach the adapter one text; the last loss."""
+    """Teach the adapter one text; return the last loss."""
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
     optimizer = torch.optim.AdamW(parameters, lr=5e-3)
     for _ in range(steps):
@@ -34,7 +34,7 @@ def train(model, ids: torch.Tensor, steps: int = 20) -> float:
 
 
 def main(steps: int = 20, max_new_tokens: int = 24) -> dict[str, dict]:
-    """Trains and generates; the counters of ``report()`` before and after merging."""
+    """Train and generate; return the counters of ``report()`` before and after merging."""
     model = AutoModelForCausalLM.from_pretrained(TINY, dtype=torch.float32).eval()
     tokenizer = AutoTokenizer.from_pretrained(TINY)
     hf_fastpath.patch(model)

@@ -1,13 +1,13 @@
-"""Before and after: what one fused GELU kernel does to GPT-2's forward of a 1000-token prompt.
+"""Before and after: the effect of one fused GELU kernel on GPT-2's forward of a 1000-token prompt.
 
     python examples/profile_gelu.py [--device cpu] [--dtype fp32 fp16] [--length 1000]
 
 GPT-2's activation (``NewGELUActivation``) is eight elementwise kernels, each a pass over memory;
-``fused_gelu`` is one. The script patches only that op and prints, for GPT-2 124M with random weights: the
-kernels of one forward (torch.profiler), those of its GELU and the time in them, the time of a forward launched
-as usual (eager), and on a GPU its time as a CUDA graph, where the host cannot be the bottleneck. The row "no GELU"
-replaces the activation by the identity: no kernel can do better. GELU's own kernels are found and timed by
-themselves, on an input of the size that a layer has, times the number of layers.
+``fused_gelu`` is one. The script patches only that op. For GPT-2 124M with random weights it prints the
+kernels of one forward (torch.profiler), those of its GELU and their time, the time of a forward launched
+as usual (eager), and on a GPU the time of the forward as a CUDA graph, in which the host cannot be the
+bottleneck. The row "no GELU" replaces the activation by the identity: no kernel can do better. GELU's own
+kernels are found and timed by themselves, on an input of a layer's size, times the number of layers.
 """
 
 from __future__ import annotations
@@ -61,8 +61,8 @@ VARIANTS = {"stock": stock, "patched": patched, "no GELU": no_gelu}
 
 @dataclass
 class Result:
-    """One variant: kernels (operators on a CPU) of a forward, those of its GELU by name, seconds in these, seconds a
-    forward."""
+    """One variant: kernels (operators on a CPU) of a forward, its GELU's kernels by name, their seconds, and the
+    seconds of a forward."""
 
     count: int
     gelu: dict[str, int]
@@ -77,7 +77,7 @@ def synchronize(device: torch.device) -> None:
 
 
 def profile_forward(forward: Forward, device: torch.device) -> tuple[dict[str, int], float]:
-    """Kernels (on a CPU: operators that do work themselves) of one forward by name, and their seconds."""
+    """Return the kernels (on a CPU: operators that do work themselves) of one forward by name, and their seconds."""
     activities = [ProfilerActivity.CPU] + ([ProfilerActivity.CUDA] if device.type == "cuda" else [])
     with profile(activities=activities) as trace:
         forward()
@@ -99,7 +99,7 @@ def profile_forward(forward: Forward, device: torch.device) -> tuple[dict[str, i
 
 
 def median_seconds(forward: Forward, device: torch.device, repeats: int) -> float:
-    """Wall-clock time of one forward from launch to the end of the device's work."""
+    """Return the wall-clock time of one forward, from launch to the end of the device's work."""
     times = []
     for _ in range(repeats):
         synchronize(device)
@@ -111,7 +111,7 @@ def median_seconds(forward: Forward, device: torch.device, repeats: int) -> floa
 
 
 def graph_seconds(forward: Forward, repeats: int) -> float:
-    """Time of one forward that is captured in a CUDA graph and replayed."""
+    """Return the time of one forward that is captured in a CUDA graph and replayed."""
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
@@ -119,7 +119,7 @@ def graph_seconds(forward: Forward, repeats: int) -> float:
     torch.cuda.current_stream().wait_stream(side)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        output = forward()  # lives as long as the graph that writes it
+        output = forward()  # the output lives as long as the graph that writes it
     graph.replay()
     times = []
     for _ in range(repeats):
@@ -134,7 +134,7 @@ def graph_seconds(forward: Forward, repeats: int) -> float:
 
 
 def profile_gelu(model: GPT2LMHeadModel, name: str, x: torch.Tensor) -> tuple[dict[str, int], float]:
-    """Kernels by name, and their seconds, of the GELU of all layers; ``x``: what one layer's takes."""
+    """Return the kernels by name, and their seconds, of the GELU of all layers; ``x`` is the input of one layer's."""
     gelus: dict[str, Forward] = {
         "stock": lambda: model.transformer.h[0].mlp.act(x),
         "patched": lambda: hf_fastpath.ops.fused_gelu(x, "tanh"),
@@ -142,7 +142,7 @@ def profile_gelu(model: GPT2LMHeadModel, name: str, x: torch.Tensor) -> tuple[di
     if name not in gelus:
         return {}, 0.0
     for _ in range(2):
-        gelus[name]()  # the second is free of what is set up once
+        gelus[name]()  # the first call sets things up, so the second is timed
     profiles = [profile_forward(gelus[name], x.device) for _ in range(5)]
     layers = len(model.transformer.h)
     counts = {kernel: layers * count for kernel, count in profiles[0][0].items()}
@@ -150,14 +150,14 @@ def profile_gelu(model: GPT2LMHeadModel, name: str, x: torch.Tensor) -> tuple[di
 
 
 def measure(dtype: torch.dtype, device: torch.device, length: int, repeats: int) -> dict[str, Result]:
-    """Every variant on the same weights and prompt; timings alternate over the variants three times."""
+    """Measure every variant on the same weights and prompt; timings alternate over the variants three times."""
     with torch.device(device):
         model = GPT2LMHeadModel(GPT2Config()).to(dtype).eval()
         prompt = torch.randint(0, model.config.vocab_size, (1, length))
         x = torch.randn(1, length, 4 * model.config.n_embd, dtype=dtype)
 
     def forward() -> torch.Tensor:
-        return model(prompt, use_cache=False, logits_to_keep=1).logits  # as generate() runs a prompt
+        return model(prompt, use_cache=False, logits_to_keep=1).logits  # generate() runs a prompt so
 
     results: dict[str, Result] = {}
     times: dict[str, list[tuple[float, float | None]]] = {name: [] for name in VARIANTS}
@@ -165,7 +165,7 @@ def measure(dtype: torch.dtype, device: torch.device, length: int, repeats: int)
         for name, variant in VARIANTS.items():
             with variant(model):
                 forward()
-                forward()  # the second is free of what is set up once
+                forward()  # the first call sets things up, so the second is timed
                 count = sum(profile_forward(forward, device)[0].values())
                 results[name] = Result(count, *profile_gelu(model, name, x))
         for turn in range(3):

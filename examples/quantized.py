@@ -1,8 +1,8 @@
-"""Quantized weights: what they cost on a text, then saved once and loaded from then on.
+"""Quantized weights: what they cost on a text, and how they are saved once and loaded from then on.
 
     python examples/quantized.py       # the small model of this repository
 
-Quantizing reads the model's own weights and takes minutes for a large one; what ``save_packed()`` wrote is loaded in
+Quantizing reads the model's own weights and takes minutes for a large model. Loading what ``save_packed()`` wrote takes
 seconds, and the unquantized weights are never in memory.
 """
 
@@ -20,7 +20,7 @@ TINY = Path(__file__).parent / "tiny-python"
 
 
 def main(directory: str | Path, tokens: int = 512, max_new_tokens: int = 40) -> tuple[torch.Tensor, torch.Tensor]:
-    """Tokens of the quantized model, and of the one that was loaded from ``directory``."""
+    """Return tokens of the quantized model, and of the model that was loaded from ``directory``."""
     model = AutoModelForCausalLM.from_pretrained(TINY, dtype=torch.float16).eval()
     tokenizer = AutoTokenizer.from_pretrained(TINY)
     text = tokenizer((TINY / "heldout.txt").read_text(), return_tensors="pt")["input_ids"][:, :tokens]

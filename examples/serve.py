@@ -6,8 +6,8 @@
     curl localhost:8000/v1/chat/completions -H 'Content-Type: application/json' \\
         -d '{"messages": [{"role": "user", "content": "import os"}], "max_tokens": 40, "stream": true}'
 
-Requests take turns: at batch 1 the memory bus is busy with one of them. ``transformers serve`` has more endpoints; see
-``transformers_serve.py``.
+Requests take turns, because one sequence alone keeps the memory bus busy. ``transformers serve`` has more endpoints;
+see ``transformers_serve.py``.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class Request(BaseModel):
 
 
 class Stopped(StoppingCriteria):
-    """Ends a generation whose reader is gone."""
+    """Ends a generation whose reader has gone."""
 
     def __init__(self) -> None:
         self.event = threading.Event()
@@ -56,7 +56,7 @@ class Stopped(StoppingCriteria):
 
 
 def make_app(model, tokenizer, name: str) -> FastAPI:
-    """The server of a patched model that calls itself ``name``."""
+    """Make the server of a patched model; ``name`` is the model's name in answers."""
     app, turn = FastAPI(title=f"{name}, patched"), threading.Lock()
 
     def prompt(request: Request) -> dict[str, torch.Tensor]:
@@ -69,7 +69,7 @@ def make_app(model, tokenizer, name: str) -> FastAPI:
         return inputs.to(model.device)
 
     def pieces(request: Request) -> Iterator[str]:
-        """The answer's text as it comes."""
+        """Yield the answer's text as it is generated."""
         streamer = TextIteratorStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True)
         sampling = dict(do_sample=True, temperature=request.temperature, top_p=request.top_p)
         options = sampling if request.temperature > 0 else dict(do_sample=False)
@@ -124,7 +124,7 @@ def make_app(model, tokenizer, name: str) -> FastAPI:
 
 
 def load(source: str, dtype: str = "auto"):
-    """A patched model and its tokenizer."""
+    """Load a model and its tokenizer, and patch the model."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
     model = AutoModelForCausalLM.from_pretrained(source, dtype=dtype).to(device).eval()
     return hf_fastpath.patch(model), AutoTokenizer.from_pretrained(source)

@@ -1,9 +1,9 @@
-"""``transformers serve`` whose models are patched as they are loaded; the arguments are those of the command.
+"""``transformers serve`` with models that are patched when they are loaded; the arguments are those of the command.
 
     pip install "hf-fastpath[serve]"
     python examples/transformers_serve.py examples/tiny-python --port 8000    # in the place of: transformers serve ...
 
-Leave ``--continuous-batching`` and ``--compile`` out: they run code of their own in the place of ``generate()``.
+Leave ``--continuous-batching`` and ``--compile`` out: both run code of their own instead of ``generate()``.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ import hf_fastpath
 
 
 class PatchingModelManager(model_manager.ModelManager):
-    """Loads what transformers' does, and patches it; a model that cannot be patched is served as it is."""
+    """Loads a model as transformers' manager does, and patches it; if it cannot be patched, it is served as it is."""
 
     seen: weakref.WeakSet = weakref.WeakSet()
-    turn = threading.Lock()  # requests come in threads
+    turn = threading.Lock()  # requests come in several threads
 
     def load_model_and_processor(self, *args, **kwargs):
         model, processor = super().load_model_and_processor(*args, **kwargs)
@@ -37,7 +37,7 @@ class PatchingModelManager(model_manager.ModelManager):
 
 
 def main() -> None:
-    # The command makes its manager by this name, in this process alone.
+    # The command makes its manager by this name, and only in this process.
     model_manager.ModelManager = PatchingModelManager
     command.app(["serve", *sys.argv[1:]], prog_name="transformers")
 

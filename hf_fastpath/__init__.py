@@ -14,7 +14,7 @@ from . import ops
 from ._version import __version__
 from .native import loader
 
-#: public name -> module that defines it; imported when first used, so that `import hf_fastpath` stays cheap
+#: public name -> module that defines it; a name is imported when it is first used, so `import hf_fastpath` is cheap
 _PUBLIC = {
     "patch": "patching.api",
     "unpatch": "patching.api",

@@ -1,3 +1,3 @@
-"""The one place that says the version."""
+"""The one place that states the version."""
 
 __version__ = "0.1.0"

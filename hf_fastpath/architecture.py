@@ -1,7 +1,7 @@
-"""The vocabulary in which ``patches/`` describes decoder architectures: data, no logic per model.
+"""The vocabulary in which ``patches/`` describes decoder architectures: data, with no logic for a single model.
 
-An architecture file holds one :class:`Architecture` literal named ``ARCHITECTURE``. Names are attribute paths
-inside transformers' modules; what they lead to is checked when a model is patched, and by the tests.
+An architecture file holds one :class:`Architecture` literal named ``ARCHITECTURE``. Names are attribute paths inside
+transformers' modules. What they lead to is checked when a model is patched, and by the tests.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from torch import nn
 
 from .errors import UnsupportedModelError
 
-#: parts of an architecture whose modules get a forward of ours
+#: parts of an architecture whose modules get our forwards
 PARTS = ("norm", "mlp", "attention", "layer")
 
 
@@ -24,10 +24,10 @@ class Norm:
     """A norm module.
 
     Attributes:
-        class_name: transformers class, or ``LayerNorm`` for that of ``torch.nn``, which is not patched by itself.
+        class_name: transformers class, or ``LayerNorm`` for torch.nn's class, whose modules get no forward of ours.
         kind: ``"rms"`` or ``"layer"``.
         eps: attribute that holds epsilon.
-        unit_offset: the factor is ``1 + weight``, which takes an op of its own wherever the norm stands.
+        unit_offset: the factor is ``1 + weight``, which needs an op of its own wherever the norm stands.
     """
 
     class_name: str
@@ -49,24 +49,25 @@ class Attention:
         class_name: transformers class.
         qkv: names of the query, key and value projections, or of one fused projection (query | key | value).
         out: name of the output projection.
-        by_kv_head: a fused projection has its rows by KV head: the head's queries, its key, its value.
+        by_kv_head: the rows of a fused projection are ordered by KV head: the head's queries, its key, its value.
         head_dim: attribute that holds the size of a head.
         scaling: attribute that holds the factor on the scores.
-        attention_dropout: name of the dropout probability attribute, or of an ``nn.Dropout``.
-        repeats_kv: switch that is on if the cache holds keys and values for every query head; None for never.
-        refuse, require: attributes that must be falsy, or not, for the kernels' arithmetic to be the model's; paths.
-        residual_dropout: the same after the output projection, or None.
-        head_norms: names of norms over query and key, of every head or of all, between projection and rotation; or
-            None.
-        rotates: switch that is off in layers without rotation; None where all rotate or none.
-        layer_type: attribute that holds the kind of layer, if the rotary embedding has angles for each; or None.
-        softcap: attribute that holds ``cap``, if scores become ``cap * tanh(scores / cap)``, which takes ops of their
+        attention_dropout: name of the attribute that holds the dropout probability, or of an ``nn.Dropout``.
+        repeats_kv: switch that is on if the cache holds keys and values for every query head; None if it never does.
+        refuse, require: paths of attributes that must be falsy, or truthy, if the kernels are to compute what the model
+            computes.
+        residual_dropout: the same as ``attention_dropout``, after the output projection; or None.
+        head_norms: names of norms over query and key, of every head or of all heads, between projection and rotation;
+            or None.
+        rotates: switch that is off in layers without rotation; None if all layers rotate, or none does.
+        layer_type: attribute that holds the kind of layer, if the rotary embedding has angles for each kind; or None.
+        softcap: attribute that holds ``cap``, if scores become ``cap * tanh(scores / cap)``, which needs ops of its
             own; or None.
-        sinks: name of a parameter with one more score for each head, which takes part in the softmax and weighs nothing
-            in what it gives; or None.
-        pairs: what is turned together: element i and i + half (``"halves"``), or 2i and 2i + 1 (``"neighbors"``).
-        cache: name of the argument in which the forwards of the module and of its layer take the KV cache, where it is
-            not that of ``generate()``.
+        sinks: name of a parameter with one more score for each head, which takes part in the softmax and adds nothing
+            to the output; or None.
+        pairs: which elements are rotated together: i and i + half (``"halves"``), or 2i and 2i + 1 (``"neighbors"``).
+        cache: name of the argument in which the forwards of the module and of its layer take the KV cache, if it is not
+            that of ``generate()``.
     """
 
     class_name: str
@@ -97,8 +98,9 @@ class MLP:
         class_name: transformers class; None if its parts lie in the layer itself.
         activation: name of the activation module.
         up, down: names of the projections.
-        gate: name of the gate projection; that of ``up`` if one projection holds gate | up; None for a plain MLP.
-        dropout: name of the dropout probability attribute after ``down``, or of an ``nn.Dropout``; or None.
+        gate: name of the gate projection; the name in ``up`` if one projection holds gate | up; None for a plain MLP.
+        dropout: name of the attribute that holds the dropout probability after ``down``, or of an ``nn.Dropout``; or
+            None.
     """
 
     class_name: str | None
@@ -111,21 +113,21 @@ class MLP:
 
 @dataclass(frozen=True)
 class MoE:
-    """A mixture of experts: a router chooses, for each token, the gated MLPs that it goes through.
+    """A mixture of experts: for each token a router chooses the gated MLPs that the token goes through.
 
     Attributes:
         class_name: transformers class.
-        router, router_class: name and class of the module that scores the experts: a ``weight``, then softmax.
+        router, router_class: name and class of the module that scores the experts: it has a ``weight``, then a softmax.
         experts, experts_class: name and class of the module that holds the weights of all experts.
-        activation: name of the activation module inside the experts; None where ``clamped`` is given.
+        activation: name of the activation module inside the experts; None if ``clamped`` is given.
         clamped: names of the experts' method that applies the gate ``clamped_swiglu`` of ``ops.fused_experts``, and of
             the attributes that hold its alpha and its limit; or None.
-        gate_up, down: names of the experts' parameters [num_experts, features, in_features], gate then up in one.
+        gate_up, down: names of the experts' parameters [num_experts, features, in_features]; gate and up are in one.
         gate_up_bias, down_bias: names of the experts' parameters [num_experts, features], or None.
-        transposed: the weights are [num_experts, in_features, features], and gate and up features take turns.
+        transposed: the weights are [num_experts, in_features, features], and gate and up features alternate.
         top_k: attribute of the router with the number of experts that a token goes through.
-        normalized: whether their weights are made to sum to one. True, or the switch of the router that says so.
-        rounded: whether their weights are rounded to the model's dtype.
+        normalized: whether the experts' weights are made to sum to one: True, or the router's switch that says so.
+        rounded: whether the experts' weights are rounded to the model's dtype.
         jitter: attribute that holds the strength of noise in training, or None.
         returns_weights: the module's forward gives its output and the weights of the chosen experts.
         dense: the MLP of layers that are no mixture, which may stand in the same place; or None.
@@ -157,17 +159,17 @@ class Layer:
 
     Attributes:
         class_name: transformers class.
-        attention_norm: name of the norm in front of attention, or None. Several: the first that the layer has.
+        attention_norm: name of the norm in front of attention, or None; of several names, the first that the layer has.
         attention: name of the attention module.
         mlp_norm: the same in front of the MLP; a parallel layer without one uses attention_norm.
         mlp: name of the MLP or mixture, or None if its parts lie in the layer itself.
         refuse: names of parts or switches whose presence means another structure (cross-attention).
         require: names of switches that are on in this structure.
-        dropouts: names of dropout probability attributes after attention and MLP, or of ``nn.Dropout``s.
+        dropouts: names of attributes with dropout probabilities after attention and MLP, or of ``nn.Dropout``s.
         attention_post_norm, mlp_post_norm: names of norms over what is added to x, or None.
         residual_multiplier: attribute that holds a factor on what is added to x, or None.
-        parallel: attention and MLP take the same x. True, False, or the switch that says so.
-        returns_weights: its forward gives a pair, of which the second is the attention weights or None.
+        parallel: whether attention and MLP take the same x: True, False, or the switch that says so.
+        returns_weights: the layer's forward gives a pair, of which the second is the attention weights or None.
     """
 
     class_name: str
@@ -199,26 +201,26 @@ class Architecture:
         name: name of the file, and transformers' ``model_type``.
         module: transformers module that defines the classes.
         causal_lm: class with ``generate()``.
-        base: name of the decoder inside it, a path with dots where that lies deeper.
+        base: name of the decoder inside the causal LM; a path with dots if the decoder lies deeper.
         embedding, layers, final_norm: names inside the decoder.
         head: name of the output projection inside the causal LM.
         rotary: name of the rotary embedding module inside the decoder, or None.
-        half_angles: it gives each angle once, not for both elements that turn together.
+        half_angles: the rotary embedding gives each angle once, not for both elements of a rotated pair.
         position_embedding: name of a learned position embedding inside the decoder, or None.
-        position_offset: attribute of that embedding that holds what is added to positions; the embedding then is of a
-            class of ``module``. None: an ``nn.Embedding``, nothing added.
-        embedding_dropout: name of the dropout probability attribute after the embeddings, or of an ``nn.Dropout``; or
-            None.
+        position_offset: attribute of that embedding that holds what is added to positions; the embedding's class is
+            then one of ``module``. With None, it is an ``nn.Embedding`` and nothing is added.
+        embedding_dropout: name of the attribute that holds the dropout probability after the embeddings, or of an
+            ``nn.Dropout``; or None.
         embedding_multiplier: attribute of the decoder that holds a factor on the embeddings, or None.
-        embedding_scale: buffer of the embedding that holds a factor on what it gives; the embedding then is of a
-            class of ``module``. None: an ``nn.Embedding``, no factor.
+        embedding_scale: buffer of the embedding that holds a factor on its output; the embedding's class is then one of
+            ``module``. With None, it is an ``nn.Embedding`` without a factor.
         logits_multiplier, logits_divisor: paths inside the causal LM to what the logits are multiplied or divided by,
             or None.
         logits_softcap: path inside the causal LM to ``cap``, if logits become ``cap * tanh(logits / cap)``; or None.
-        linear: class of ``module`` that computes what ``nn.Linear`` does, of the layers' projections; None: there is
-            none.
+        linear: class of ``module`` that the layers' projections have and that computes what ``nn.Linear`` does; or
+            None.
         refuse: names inside the decoder whose presence means another structure.
-        like: name of the architecture file that this one was derived from by structure; None for one with a file.
+        like: name of the architecture file that this one was derived from by structure; None if it has a file.
     """
 
     name: str
@@ -275,19 +277,19 @@ class Architecture:
 
     @property
     def moe(self) -> MoE | None:
-        """The mixture of experts, if it has any."""
+        """The mixture of experts, or None if the architecture has none."""
         return self.mlp if isinstance(self.mlp, MoE) else None
 
     @property
     def dense_mlp(self) -> MLP | None:
-        """The MLP that is no mixture of experts, if it has any."""
+        """The MLP that is no mixture of experts, or None if the architecture has none."""
         return self.mlp if isinstance(self.mlp, MLP) else self.mlp.dense
 
     def check_classes(self) -> None:
-        """Fail if the installed transformers lacks a class. ``patch()`` calls it once it knows the architecture.
+        """Raise if the installed transformers lacks a class. ``patch()`` calls it once the architecture is known.
 
         Raises:
-            UnsupportedModelError: names the architecture, the class and the module it was looked for in.
+            UnsupportedModelError: the message names the architecture, the class, and the module that lacks the class.
         """
         names = [self.causal_lm, self.layer.class_name, self.attention.class_name, self.mlp.class_name, self.linear]
         if self.moe is not None:
@@ -304,7 +306,7 @@ class Architecture:
                 raise UnsupportedModelError(f"architecture {self.name!r}: {place} has no class {name!r}")
 
     def part_of(self, module) -> str | None:
-        """``"layer"``, ``"attention"``, ``"mlp"`` or ``"norm"`` if ``module`` is exactly that part, else None."""
+        """Return which part ``module`` is exactly (``"layer"``, ``"attention"``, ``"mlp"``, ``"norm"``), or None."""
         cls = type(module)
         return self._kinds.get(cls.__name__) if cls.__module__ == self.module else None
 
@@ -315,7 +317,7 @@ class Architecture:
 
     @cached_property
     def _kinds(self) -> dict[str | None, str]:
-        """Class names -> parts; every call of a patched layer asks several times."""
+        """Class names -> parts; cached because every call of a patched layer asks several times."""
         return {
             self.layer.class_name: "layer",
             self.attention.class_name: "attention",
@@ -326,7 +328,7 @@ class Architecture:
 
 @lru_cache(maxsize=1)
 def architectures() -> tuple[Architecture, ...]:
-    """Every architecture in ``hf_fastpath.patches``, by name.
+    """Return every architecture in ``hf_fastpath.patches``, sorted by name.
 
     Raises:
         ValueError: two files describe the same name, or a file's name is not its architecture's.

@@ -1,4 +1,4 @@
-"""What command-line arguments may be; the errors are argparse's."""
+"""Types of command-line arguments; the errors are argparse's."""
 
 from __future__ import annotations
 
@@ -6,27 +6,27 @@ import argparse
 
 import torch
 
-#: names of types, and the short ones of the benchmarks
+#: names of dtypes, and the short names of the benchmarks
 DTYPES = {"float32": "float32", "float16": "float16", "bfloat16": "bfloat16"}
 DTYPES |= {"fp32": "float32", "fp16": "float16", "bf16": "bfloat16"}
 
 
 def dtype(text: str) -> torch.dtype:
-    """float32, float16 or bfloat16 by either name."""
+    """Parse float32, float16 or bfloat16, by either name."""
     if text not in DTYPES:
         raise argparse.ArgumentTypeError(f"got {text!r}, expected {', '.join(DTYPES)}")
     return getattr(torch, DTYPES[text])
 
 
 def count(text: str) -> int:
-    """A whole number above 0."""
+    """Parse a whole number above 0."""
     if text.isdecimal() and int(text) > 0:
         return int(text)
     raise argparse.ArgumentTypeError(f"got {text!r}, expected a whole number above 0")
 
 
 def device(text: str) -> str:
-    """cpu, or a CUDA device of this machine."""
+    """Parse cpu, or a CUDA device of this machine."""
     kind, colon, index = text.partition(":")
     if text == "cpu":
         return text
@@ -42,7 +42,7 @@ def device(text: str) -> str:
 
 
 def bandwidth(text: str) -> float | str:
-    """GB/s, or ``"measure"``."""
+    """Parse GB/s, or ``"measure"``."""
     if text == "measure":
         return text
     try:

@@ -1,7 +1,7 @@
-"""Arguments of ops that are one of a few: a name in Python, a number in the op's schema.
+"""Arguments of ops that take one of a few values: a name in Python, a number in the op's schema.
 
-No op takes a string: torch's conversion of one for a native kernel allocates a copy that nobody frees. The numbers are
-those of the enumerations in ``csrc``.
+No op takes a string, because torch's conversion of a string for a native kernel allocates a copy that nobody frees. The
+numbers are those of the enumerations in ``csrc``.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from typing import Any
 
 
 class Choice(enum.IntEnum):
-    """One of a few. ``Activation("gelu_tanh")``, ``Activation(3)`` and ``Activation.GELU_TANH`` are one."""
+    """One of a few values. ``Activation("gelu_tanh")``, ``Activation(3)`` and ``Activation.GELU_TANH`` are equal."""
 
     @property
     def label(self) -> str:
@@ -24,7 +24,7 @@ class Choice(enum.IntEnum):
 
     @classmethod
     def of(cls, value: Any) -> Any:
-        """The member that ``value`` names or numbers; ``value`` itself if none: ``registry.choice_reason`` says so."""
+        """Return the member that ``value`` names or numbers, or ``value`` itself, which ``choice_reason`` refuses."""
         try:
             return cls(value)
         except ValueError:
@@ -32,7 +32,7 @@ class Choice(enum.IntEnum):
 
 
 class Activation(Choice):
-    """``Activation`` of ``csrc/common/dtype.h``; the last one is a gate of ``fused_experts`` only."""
+    """``Activation`` of ``csrc/common/dtype.h``; the last member is a gate of ``fused_experts`` only."""
 
     NONE = 0
     RELU = 1
@@ -60,7 +60,7 @@ class PackedFormat(Choice):
 
 
 class Approximation(Choice):
-    """Of ``fused_gelu``, as ``torch.nn.functional.gelu`` names them."""
+    """Approximations of ``fused_gelu``, named as in ``torch.nn.functional.gelu``."""
 
     NONE = 0
     TANH = 1

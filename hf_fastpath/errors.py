@@ -4,7 +4,7 @@ from __future__ import annotations
 
 
 class UnsupportedModelError(ValueError):
-    """Nothing in the model could be patched; says what was looked for and why each candidate was declined."""
+    """Nothing in the model could be patched; the message says what was looked for and why it was declined."""
 
 
 class FallbackError(RuntimeError):
@@ -12,4 +12,4 @@ class FallbackError(RuntimeError):
 
 
 class NoCounterpart(Exception):
-    """A layer's quantized weight cannot be repacked; its argument is a reason code. Never leaves ``patch()``."""
+    """A layer's quantized weight cannot be repacked; the argument is a reason code. ``patch()`` never raises this."""

@@ -15,9 +15,9 @@ from .cache.fastpath_cache import check_page_size
 from .decode.structure import MAX_BATCH
 from .quantization import FORMATS
 
-#: names that patch(ops=...) takes: the parts of an architecture, and the decode loop over all of them
+#: names that patch(ops=...) takes: the parts of an architecture, and the decode loop over all parts
 COMPONENTS = (*PARTS, "loop")
-#: what patch(lm_head=...) takes: the head as it is, or a format
+#: what patch(lm_head=...) takes: "fp16" leaves the head as it is, any other name is a format
 HEADS = ("fp16", "int8")
 
 
@@ -49,7 +49,7 @@ class Options:
         """Check the arguments.
 
         Raises:
-            ValueError: which argument, what it got, what is expected.
+            ValueError: the message says which argument, its value, and what is expected.
         """
         by_name = {str(dtype).removeprefix("torch."): dtype for dtype in KV_DTYPES} | {"fp8": torch.float8_e4m3fn}
         stored: Any = by_name.get(kv_dtype, kv_dtype) if isinstance(kv_dtype, str) else kv_dtype

@@ -1,4 +1,4 @@
-"""A line, or a bar with a count, on the terminal for what takes long. ``generate()`` prints nothing."""
+"""A line, or a bar with a count, on the terminal for work that takes long. ``generate()`` prints nothing."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from contextlib import contextmanager
 
 from tqdm import tqdm
 
-#: seconds before a line or a bar is worth it
+#: seconds of work before a line or a bar appears
 PATIENCE = 2.0
 
 
 @contextmanager
 def announced(what: str) -> Iterator[None]:
-    """Say ``what`` on stderr if the block takes longer than PATIENCE and stderr is a terminal."""
+    """Print ``what`` on stderr if the block takes longer than PATIENCE and stderr is a terminal."""
     if not sys.stderr.isatty():
         yield
         return
@@ -30,15 +30,15 @@ def announced(what: str) -> Iterator[None]:
 
 @contextmanager
 def counted(total: int, what: str, quiet: bool = False) -> Iterator[tqdm]:
-    """A bar on stderr if the block takes longer than PATIENCE and stderr is a terminal; it goes when the block ends.
+    """Show a bar on stderr if the block takes longer than PATIENCE and stderr is a terminal, until the block ends.
 
     Args:
-        total: steps of the block, each of which calls ``update()`` of what this yields.
-        what: stands in front of the bar; ``set_description_str()`` changes it.
-        quiet: no bar.
+        total: steps of the block, which calls ``update()`` of the yielded bar after each step.
+        what: text in front of the bar; ``set_description_str()`` changes it.
+        quiet: show no bar.
     """
     hidden = quiet or not sys.stderr.isatty()
-    # PATIENCE is the timer's: tqdm's own delay shows nothing before the first step ends, which may take minutes
+    # The timer waits for PATIENCE: tqdm's own delay shows nothing before the first step ends, which may take minutes.
     with tqdm(total=total, desc=what, file=sys.stderr, disable=hidden, delay=1e9, leave=False, ncols=100) as bar:
 
         def show() -> None:

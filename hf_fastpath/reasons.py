@@ -1,5 +1,5 @@
-"""Reason codes: why a call, a module or a token ran stock code, and what helps. ``docs/reason-codes.md`` is made from
-this table by ``docs/make_pages.py``."""
+"""Reason codes: why a call, a module or a token ran stock code, and what helps. ``docs/make_pages.py`` makes
+``docs/reason-codes.md`` from this table."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ REASONS: dict[str, Reason] = {
         "move the model to an NVIDIA GPU or to a CPU of x86-64",
     ),
     "unsupported_activation": Reason(
-        "the activation is not one the kernels have", "nothing to set: it belongs to the model"
+        "the kernels do not have the activation", "nothing to set: it belongs to the model"
     ),
     "unsupported_head_dim": Reason("head_dim is odd or above 512", "nothing to set: it belongs to the model"),
     "not_recorded": Reason(
@@ -73,9 +73,9 @@ REASONS: dict[str, Reason] = {
         "leave out what sets it, or `del module.forward` if it is yours; if it quantizes, patch before that",
     ),
     "model_forward": Reason(
-        "the model itself has a forward of its own on the instance, which does more for generate() than hand its "
+        "the model itself has a forward of its own on the instance, which does more for generate() than pass its "
         "arguments on to the forward of the class",
-        "let it end in `return inner(*args, **kwargs)` for calls without labels, or generate() before",
+        "end it in `return inner(*args, **kwargs)` for calls without labels, or generate() before it is set",
     ),
     "offloaded": Reason(
         "weights wait in host memory or on disk and are brought for every call",
@@ -99,11 +99,11 @@ REASONS: dict[str, Reason] = {
     ),
     "dynamic_rope": Reason(
         "the rotary embedding changes with the sequence length",
-        "set rope_type to default, linear, llama3 or yarn where the model allows it",
+        "set rope_type to default, linear, llama3 or yarn if the model allows it",
     ),
     # a call runs stock code (decided at each call)
     "autocast": Reason(
-        "autocast is active: it would change the types the kernels see",
+        "autocast is active, and would change the types that the kernels see",
         "load the model in half precision, without autocast (in a trainer's arguments: bf16=False)",
     ),
     "compiling": Reason("torch.compile is tracing: it gets the stock code", "do not compile a patched model"),
@@ -133,7 +133,7 @@ REASONS: dict[str, Reason] = {
         "leave out output_attentions, output_hidden_states and output_router_logits",
     ),
     "batch_size": Reason(
-        "more than 64 sequences (16 where MLPs are mixtures), or than max_batch_size, or 16 rows outside of the loop",
+        "more than 64 sequences (16 if MLPs are mixtures), or than max_batch_size, or 16 rows outside of the loop",
         "generate in smaller batches",
     ),
     "no_cache": Reason("no KV cache is in use (use_cache=False)", "leave use_cache on"),
@@ -142,9 +142,9 @@ REASONS: dict[str, Reason] = {
         "pass none, or hf_fastpath.FastpathCache(model.config)",
     ),
     "edited_cache": Reason(
-        "the layers of the KV cache do not hold the same number of positions, of sequences or one dtype, or a window "
-        "not its newest positions: keys and values were assigned, or layers cropped, one by one",
-        "edit all layers alike, and with a sliding window its layers' cumulative_length, too",
+        "the layers of the KV cache differ in the number of positions or sequences or in dtype, or a layer with a "
+        "window does not hold its newest positions: keys and values were assigned, or layers cropped, one by one",
+        "edit all layers alike; in layers with a sliding window, set cumulative_length as well",
     ),
     "continuous_batching": Reason(
         "generate_batch() keeps keys and values in a paged cache of transformers' own, where heads of a position are "
@@ -168,7 +168,7 @@ REASONS: dict[str, Reason] = {
     ),
     "generation_method": Reason(
         "a method that generate() calls for every token is overridden (prompt tuning, ...)",
-        "merge or leave out what overrides it",
+        "merge the adapter, or leave out the code that overrides the method",
     ),
     "synced_gpus": Reason("generation is synchronized over several processes", "pass synced_gpus=False"),
     "custom_sample": Reason("the model class has a decode loop of its own", "nothing to set: it belongs to the model"),
@@ -177,14 +177,14 @@ REASONS: dict[str, Reason] = {
         "some layer of the model could not be patched", "see the reasons of its modules in report(model)"
     ),
     "busy": Reason(
-        "as many calls of generate() run on this model at once as the decode loop takes (4, those of other threads and "
-        "those that a callback makes)",
+        "as many calls of generate() run on this model at once as the decode loop takes (4, with those of other "
+        "threads and those that a callback makes)",
         "let calls wait for each other, or put their prompts into one batch",
     ),
     # the fast loop runs, but cannot run ahead of the device, or not over pages
     "custom_stopping_criteria": Reason(
         "a stopping criterion of the user's own: the host waits for every token",
-        "use transformers' own criteria where one does the same",
+        "use one of transformers' own criteria if it does the same",
     ),
     "autocast_left_out": Reason(
         "a trainer has put the model's forward under autocast; new tokens are computed in float32, as the weights are, "
@@ -197,7 +197,7 @@ REASONS: dict[str, Reason] = {
     ),
     "custom_streamer": Reason(
         "a streamer of the user's own: the host waits for every token",
-        "use one of transformers' own, as TextIteratorStreamer, and do the work in the thread that reads it",
+        "use one of transformers' own (TextIteratorStreamer), and do the work in the thread that reads it",
     ),
     "nonfinite_logits": Reason(
         "the model's logits hold NaN or infinity: every token from there on is arbitrary, here and in stock code, and "
@@ -206,21 +206,21 @@ REASONS: dict[str, Reason] = {
     ),
     "custom_logits_processor": Reason(
         "a logits processor of the user's own: the host waits for every token",
-        "use transformers' own processors where one does the same",
+        "use one of transformers' own processors if it does the same",
     ),
 }
 
 
 class Cause(str):
-    """A reason code, equal to it and used like it, that also says what it speaks of.
+    """A reason code that also says what it is about; it compares and is used like the plain code.
 
     Args:
-        code: of :data:`REASONS`.
-        what: the argument, setting, function or class, and what it is.
+        code: a code of :data:`REASONS`.
+        what: the argument, setting, function or class, and its value.
         module: the module, or None.
 
     Raises:
-        KeyError: it is not a known reason code.
+        KeyError: the code is not a known reason code.
     """
 
     what: str
@@ -233,7 +233,7 @@ class Cause(str):
 
 
 def named(reason: str, model: Any) -> Cause:
-    """``reason`` with the name that its module has inside ``model``, and its class, in the place of the module."""
+    """Return ``reason`` with the module replaced by the module's name inside ``model`` and its class."""
     what, module = getattr(reason, "what", ""), getattr(reason, "module", None)
     if module is None:
         return Cause(reason, what)
@@ -244,16 +244,16 @@ def named(reason: str, model: Any) -> Cause:
 
 
 def explained(code: str, what: str = "") -> str:
-    """``code``, what it speaks of, what it means and what helps."""
+    """Return ``code`` with what it is about, what it means and what helps."""
     what = what or getattr(code, "what", "")
     return f"{code} ({what}): {REASONS[code]}" if what else f"{code}: {REASONS[code]}"
 
 
 def check(code: str) -> str:
-    """The plain ``code``.
+    """Return the plain ``code``.
 
     Raises:
-        KeyError: it is not a known reason code.
+        KeyError: the code is not a known reason code.
     """
     if code not in REASONS:
         raise KeyError(f"unknown reason code {code!r}: add it to hf_fastpath/reasons.py")

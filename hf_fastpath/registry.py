@@ -1,7 +1,7 @@
-"""The op registry: every custom op is one :class:`OpSpec`, checked when it is defined.
+"""The op registry: every custom op is one :class:`OpSpec`, which is checked when it is defined.
 
-An op's schema and its PyTorch reference are registered here through ``torch.library``; native libraries
-(see :mod:`hf_fastpath.native.loader`) only *implement* these schemas for the CPU and CUDA dispatch keys. So
+An op's schema and its PyTorch reference are registered here through ``torch.library``. Native libraries (see
+:mod:`hf_fastpath.native.loader`) only *implement* these schemas for the CPU and CUDA dispatch keys, so that
 ``torch.ops.hf_fastpath.<name>`` can be called with or without a native library.
 """
 
@@ -20,7 +20,7 @@ from .choices import Choice
 
 NAMESPACE = "hf_fastpath"
 FLOAT_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
-#: what weights are, unless they are quantized, sharded or otherwise special
+#: types of weights that are not quantized, sharded or otherwise special
 PLAIN_TENSORS = (torch.Tensor, torch.nn.Parameter)
 
 _library = torch.library.Library(NAMESPACE, "DEF")
@@ -28,7 +28,7 @@ _specs: dict[str, OpSpec] = {}
 
 
 class OpInputError(ValueError):
-    """An op was called with arguments it does not take; the message lists every reason and remedy."""
+    """An op was called with arguments that it does not take; the message lists every reason and remedy."""
 
 
 class Sample:
@@ -38,14 +38,14 @@ class Sample:
         self.args, self.kwargs = args, kwargs
 
     def tensors(self) -> Iterator[torch.Tensor]:
-        """Every tensor argument, those in lists too."""
+        """Yield every tensor argument, also those in lists."""
         for value in (*self.args, *self.kwargs.values()):
             for item in value if isinstance(value, (list, tuple)) else (value,):
                 if isinstance(item, torch.Tensor):
                     yield item
 
     def map_tensors(self, function: Callable[[torch.Tensor], torch.Tensor]) -> Sample:
-        """A copy in which every tensor argument, in lists too, went through ``function``."""
+        """Return a copy in which ``function`` was applied to every tensor argument, also to those in lists."""
 
         def convert(value: Any) -> Any:
             if isinstance(value, (list, tuple)):
@@ -59,21 +59,21 @@ class Sample:
 class OpSpec:
     """Everything the project knows about one op.
 
-    ``fake``, ``why_not`` and ``bytes`` are called with all of the op's arguments and written with those that they use.
-    An argument that ``reference`` annotates with a :class:`.choices.Choice` is an integer in the schema; who calls the
-    spec, its reference or its checks may pass the name, too.
+    ``fake``, ``why_not`` and ``bytes`` are called with all of the op's arguments, and name only those that they use. If
+    ``reference`` annotates an argument with a :class:`.choices.Choice`, the argument is an integer in the schema;
+    callers of the spec, its reference or its checks may also pass the name.
 
     Attributes:
         name: the op's name in the ``hf_fastpath`` namespace, also the name of its files.
         schema: argument list and return, in ``torch.library`` syntax, without the name.
-        reference: PyTorch implementation, written with the same calls and roundings as transformers. In
-            float64 it is the truth of the numerics rule, in the working dtype it is "stock".
+        reference: PyTorch implementation, written with the same calls and roundings as transformers'. In float64 the
+            reference is the truth of the numerics rule; in the working dtype it is "stock".
         fake: shape and dtype propagation for ``torch.compile`` and ``opcheck``.
-        why_not: reasons why these arguments are not taken (empty list: they are).
-        bytes: least number of bytes of device memory the call has to move.
+        why_not: gives the reasons why arguments are not taken; an empty list if they are.
+        bytes: gives the least number of bytes of device memory that the call has to move.
         samples: ``samples(device, dtype)`` yields small calls, odd sizes among them.
         backward, setup_context: optional autograd formula, as ``torch.library.register_autograd`` takes it.
-        native: devices that have kernels; on others the reference is the op.
+        native: devices that have kernels; on other devices the reference is the op.
     """
 
     name: str
@@ -100,7 +100,7 @@ class OpSpec:
         object.__setattr__(self, "samples", lambda device, dtype: map(self.numbered, samples(device, dtype)))
 
     def numbered(self, call: Sample) -> Sample:
-        """``call`` with members in place of the names of choices, as ``overload`` takes them."""
+        """Return ``call`` with members in place of the names of choices, as ``overload`` takes them."""
         if not self.choices:
             return call
         names = [argument.name for argument in self.overload._schema.arguments]
@@ -114,7 +114,7 @@ class OpSpec:
         """Check the arguments, then call the op.
 
         Raises:
-            OpInputError: what was wrong with which argument, what was expected, and the remedy.
+            OpInputError: the message says what is wrong with which argument, what is expected, and the remedy.
         """
         call = self.numbered(Sample(*args, **kwargs))
         reasons = self.why_not(*call.args, **call.kwargs)
@@ -128,13 +128,14 @@ class OpSpec:
 def _of_all_arguments(
     op: str, function: Callable[..., Any], reference: Callable[..., Any], choices: dict[str, type[Choice]]
 ) -> Callable[..., Any]:
-    """``function`` with the signature of ``reference``: it is given those of the arguments that its own one names, and
-    members in place of the names of choices.
+    """Give ``function`` the signature of ``reference``.
 
-    Made out of text, as ``collections.namedtuple`` is: binding arguments by hand takes as long as most checks of them.
+    ``function`` then gets the arguments that its own signature names, with members in place of the names of choices.
+    The wrapper is compiled from text, as ``collections.namedtuple`` is, because binding arguments in Python code takes
+    as long as most checks of them.
 
     Raises:
-        ValueError: it names an argument that the reference lacks.
+        ValueError: ``function`` names an argument that the reference lacks.
     """
     given, wanted = (inspect.signature(each).parameters for each in (reference, function))
     if unknown := [name for name in wanted if name not in given]:
@@ -156,7 +157,7 @@ def _needs_grad(call: Sample) -> bool:
 
 
 def _outside_autocast(reference: Callable[..., Any]) -> Callable[..., Any]:
-    """The reference with autocast off inside: the functions it calls would else be cast, unlike native kernels."""
+    """Run the reference with autocast off: else the functions that it calls would cast, unlike native kernels."""
 
     @functools.wraps(reference)
     def call(first: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
@@ -193,10 +194,10 @@ def register(spec: OpSpec) -> OpSpec:
 
 
 def get(name: str) -> OpSpec:
-    """The op called ``name``.
+    """Return the op called ``name``.
 
     Raises:
-        KeyError: no such op; names the known ones and the closest match.
+        KeyError: there is no such op; the message names the known ops and the closest match.
     """
     if name in _specs:
         return _specs[name]
@@ -206,7 +207,7 @@ def get(name: str) -> OpSpec:
 
 
 def all_ops() -> dict[str, OpSpec]:
-    """Every registered op by name."""
+    """Return every registered op by name."""
     return dict(_specs)
 
 
@@ -214,7 +215,7 @@ def all_ops() -> dict[str, OpSpec]:
 
 
 def tensor_reasons(reference: torch.Tensor, **tensors: torch.Tensor | None) -> list[str]:
-    """Reasons for which the tensors do not go together with ``reference`` (its dtype and device lead)."""
+    """Return reasons why the tensors do not fit ``reference``, whose dtype and device are expected of all."""
     reasons = []
     if reference.dtype not in FLOAT_DTYPES:
         reasons.append(f"dtype {reference.dtype} is not one of float32, float16, bfloat16: cast the inputs")
@@ -229,14 +230,14 @@ def tensor_reasons(reference: torch.Tensor, **tensors: torch.Tensor | None) -> l
 
 
 def shape_reason(name: str, tensor: torch.Tensor | None, expected: tuple[int, ...]) -> list[str]:
-    """A reason if ``tensor`` is given and its shape is not ``expected``."""
+    """Return a reason if ``tensor`` is given and its shape is not ``expected``."""
     if tensor is None or tuple(tensor.shape) == expected:
         return []
     return [f"{name} has shape {tuple(tensor.shape)}, expected {expected}"]
 
 
 def choice_reason(name: str, value: Any, choices: Iterable[Choice]) -> list[str]:
-    """A reason if ``value`` is not among ``choices``."""
+    """Return a reason if ``value`` is not among ``choices``."""
     choices = tuple(choices)
     if value in choices:
         return []
@@ -245,10 +246,10 @@ def choice_reason(name: str, value: Any, choices: Iterable[Choice]) -> list[str]
 
 
 def in_host_memory(tensor: torch.Tensor) -> bool:
-    """Whether the values may be looked at without a wait: kernels of other devices keep within bounds by themselves."""
+    """Whether values may be looked at without waiting; kernels of other devices keep within bounds by themselves."""
     return tensor.device.type == "cpu" and not torch.compiler.is_compiling()
 
 
 def nbytes(*tensors: torch.Tensor | None) -> int:
-    """Bytes held by the elements of these tensors."""
+    """Return the bytes of the elements of these tensors."""
     return sum(t.numel() * t.element_size() for t in tensors if t is not None)

@@ -1,4 +1,4 @@
-"""What happened on a patched model: counts of fast and stock tokens, with reason codes."""
+"""What happened on a patched model: numbers of fast and stock tokens, with reason codes."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 from .cache.pages import PageCounts
 from .reasons import check, named
 
-#: of what a reason code spoke, different things that are kept
+#: number of different things that are kept for a reason code
 MOST_DETAILS = 8
 
 
@@ -20,11 +20,11 @@ class Stats:
     """Counters since ``patch()``.
 
     Attributes:
-        fast_tokens, fallback_tokens: generated tokens by the loop that made them.
+        fast_tokens, fallback_tokens: generated tokens, made by our loops and by stock code.
         reasons: reason code -> number of calls that ran stock code because of it.
-        details: reason code -> what it spoke of, each once: arguments, settings, modules; MOST_DETAILS at most.
-        last_tokens_per_second: decoding speed of the newest ``generate()``, its prompt excluded where ours ran.
-        pages: of the newest cache in pages that ``generate()`` used, or None.
+        details: reason code -> the arguments, settings and modules that it was about, each once, MOST_DETAILS at most.
+        last_tokens_per_second: decoding speed of the newest ``generate()``, without the prompt if our loop ran.
+        pages: counts of the newest cache with pages that ``generate()`` used, or None.
     """
 
     fast_tokens: int = 0
@@ -34,15 +34,15 @@ class Stats:
     last_tokens_per_second: float | None = None
     pages: PageCounts | None = None
     _lock: threading.Lock = field(default_factory=threading.Lock, repr=False)
-    #: (code, id of the module it speaks of) of the call that each thread is in
+    #: (code, id of its module) of each reason noted in the call that the thread is in
     _noted: threading.local = field(default_factory=threading.local, repr=False)
 
     def new_call(self) -> None:
-        """A new generate() begins: each reason counts once in it, however many modules and tokens give it."""
+        """Begin a new generate(), in which each reason counts once, however many modules and tokens give it."""
         self._noted.reasons = set()
 
     def note(self, reason: str, model: Any = None) -> None:
-        """Count a call that ran stock code; ``model``: where a module has its name that ``reason`` speaks of."""
+        """Count a call that ran stock code; ``model`` is searched for the name of the module in ``reason``."""
         code, module = check(reason), getattr(reason, "module", None)
         noted: set[tuple[str, int]] = vars(self._noted).setdefault("reasons", set())
         if (code, id(module)) in noted:
@@ -57,7 +57,7 @@ class Stats:
                 known.append(what)
 
     def renew_lock(self) -> None:
-        """Forget who holds the lock: after a fork that may be a thread which the child does not have."""
+        """Make a new lock: after a fork, a thread that the child does not have may hold the old one."""
         self._lock = threading.Lock()
 
     def generated(self, tokens: int, started: float, stock: bool = False, timed: int | None = None) -> None:
@@ -67,7 +67,7 @@ class Stats:
             tokens: generated tokens, all rows.
             started: ``time.perf_counter()`` when the timed part began.
             stock: whether stock code made them.
-            timed: how many of them fall into the timed part; None for all.
+            timed: number of tokens that fall into the timed part; None for all.
         """
         elapsed = time.perf_counter() - started
         timed = tokens if timed is None else timed
@@ -80,7 +80,7 @@ class Stats:
                 self.last_tokens_per_second = timed / elapsed
 
     def to_dict(self) -> dict:
-        """The counters as plain data."""
+        """Return the counters as plain data."""
         with self._lock:
             return {
                 "fast_tokens": self.fast_tokens,

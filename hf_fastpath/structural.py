@@ -1,9 +1,9 @@
-"""Families without an architecture file that compute what a listed one computes, found by their source.
+"""Families without an architecture file that compute what a listed family computes, found by comparing their source.
 
-transformers generates many models from one another, so that the code of their forwards is the same but for the names
-of classes. Such a model is patched like its twin, and only if everything that our code stands in for is the same:
-every method of the causal LM, decoder, layer, attention, MLP and norm classes, the forward of the rotary embedding, and
-every function these use. patch() then runs the self-test besides.
+transformers generates many models from one another, so that the code of their forwards differs only in the names of
+classes. Such a model is patched like its twin, but only if everything that our code replaces is the same: every method
+of the causal LM, decoder, layer, attention, MLP and norm classes, the forward of the rotary embedding, and every
+function that these use. patch() then also runs the self-test.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ from torch import nn
 from .architecture import Architecture, architectures
 from .errors import UnsupportedModelError
 
-#: methods that decide on weights and attributes, which are read from the model itself
+#: methods that decide on weights and attributes; these are read from the model itself
 _NOT_COMPARED = ("__init__", "_init_weights")
 
 
-#: differences that an error names
+#: number of differences that an error names
 _SHOWN = 6
 
 
@@ -39,9 +39,9 @@ class Match:
     """The listed architecture that a model is most like.
 
     Attributes:
-        like: its name.
-        differences: what of it the model lacks or does otherwise; none if it is a twin.
-        architecture: the model's own, or None.
+        like: name of the listed architecture.
+        differences: what the model lacks of it or does in another way; empty if the model is a twin.
+        architecture: the model's own architecture, or None.
     """
 
     like: str
@@ -55,7 +55,7 @@ class Match:
 
 
 def known_for(model: nn.Module, listed: tuple[Architecture, ...]) -> tuple[Architecture, ...]:
-    """``listed``; or the model's own architecture, if none of their classes is in it and its structure is theirs."""
+    """Return ``listed``; or the model's own architecture if it has none of their classes and is a twin of one."""
     if any(architecture.part_of(module) for module in model.modules() for architecture in listed):
         return listed
     found = match(model)
@@ -63,7 +63,7 @@ def known_for(model: nn.Module, listed: tuple[Architecture, ...]) -> tuple[Archi
 
 
 def match(model: nn.Module) -> Match | None:
-    """The listed architecture that ``model``, a causal LM, is most like; None if it is like none at all."""
+    """Return the listed architecture that ``model``, a causal LM, is most like; None if it is like none at all."""
     found = [_compare(architecture, model) for architecture in architectures()]
     known = [result for result in found if result is not None]
     return min(known, key=lambda result: len(result.differences), default=None)
@@ -72,7 +72,7 @@ def match(model: nn.Module) -> Match | None:
 def _compare(architecture: Architecture, model: nn.Module) -> Match | None:
     try:
         architecture.check_classes()
-    except UnsupportedModelError:  # not in this version of transformers
+    except UnsupportedModelError:  # this version of transformers lacks the family
         return None
     modules = dict(model.named_modules())
     layers = modules.get(f"{architecture.base}.{architecture.layers}")
@@ -101,7 +101,7 @@ def _compare(architecture: Architecture, model: nn.Module) -> Match | None:
 
 
 def _path(architecture: Architecture, role: str) -> str | None:
-    """Where a role is inside the causal LM; None if the architecture has none of it."""
+    """Return where a role is inside the causal LM; None if the architecture does not have the role."""
     base, layer = architecture.base, architecture.layer
     if role == "linear" and architecture.linear is not None:
         return ".".join(filter(None, (base, architecture.layers, "0", layer.mlp, architecture.mlp.up)))
@@ -126,7 +126,7 @@ _ROLES = ("causal_lm", "base", "embedding", "position_embedding", "rotary", "lin
 
 @cache
 def _classes(architecture: Architecture) -> dict[str, type]:
-    """The listed family's classes, by their paths."""
+    """Return the listed family's classes by their paths."""
     module = importlib.import_module(architecture.module)
     causal_lm = base = getattr(module, architecture.causal_lm)
     for name in architecture.base.split("."):
@@ -151,7 +151,7 @@ def _classes(architecture: Architecture) -> dict[str, type]:
 
 
 def _assigned_class(cls: type, attribute: str) -> type:
-    """The class that ``cls.__init__`` makes ``self.<attribute>`` of."""
+    """Return the class of which ``cls.__init__`` makes ``self.<attribute>``."""
     for node in ast.walk(_tree(cls.__init__)):
         if isinstance(node, ast.Assign) and isinstance(node.value, ast.Call):
             target, names = node.targets[0], ast.unparse(node.value.func).split(".")
@@ -166,7 +166,7 @@ def _assigned_class(cls: type, attribute: str) -> type:
 def _twin(
     architecture: Architecture, model: nn.Module, pairs: dict[type, type], known: dict[str, type]
 ) -> Architecture:
-    """``architecture`` with the names of ``model``'s classes."""
+    """Return ``architecture`` with the names of ``model``'s classes."""
 
     def part(role: str) -> Any:
         path, declared = _path(architecture, role), getattr(architecture, role)
@@ -177,7 +177,8 @@ def _twin(
     if architecture.moe is not None:
         names = {f"{role}_class": pairs[known[_path(architecture, role)]].__name__ for role in _MOE_ROLES}
         is_listed = type(model).__module__ == architecture.module
-        mlp = replace(mlp, **names, dense=mlp.dense if is_listed else None)  # which was not compared
+        # the dense MLP of another family was not compared
+        mlp = replace(mlp, **names, dense=mlp.dense if is_listed else None)
     return replace(
         architecture,
         name=getattr(model.config, "model_type", type(model).__name__),
@@ -196,10 +197,10 @@ def _twin(
 
 
 class _Comparison:
-    """Compares functions and classes of two models; notes what differs.
+    """Compares functions and classes of two models, and collects the differences.
 
     Args:
-        pairs: class of the listed model -> the class that plays its role in the other.
+        pairs: class of the listed model -> the class in the same role of the other model.
     """
 
     def __init__(self, pairs: dict[type, type]):
@@ -209,7 +210,7 @@ class _Comparison:
         self._seen: set[tuple] = set()
 
     def classes(self, known: type, found: type) -> None:
-        """Every method, those of base classes included."""
+        """Compare every method, also those of base classes."""
         if len(known.__mro__) != len(found.__mro__):
             self.differences.append(f"{found.__name__} has other base classes than {known.__name__}")
             return
@@ -225,7 +226,7 @@ class _Comparison:
                     self.functions(f"{other.__name__}.{name}", methods[0][name], methods[1][name])
 
     def functions(self, what: str, known: Callable, found: Callable) -> None:
-        """The source of both, and all that it refers to."""
+        """Compare the source of two functions, and everything that the source refers to."""
         known, found = inspect.unwrap(known), inspect.unwrap(found)
         if known is found or (known, found) in self._seen:
             return
@@ -263,9 +264,10 @@ def _tree(function: Callable) -> ast.AST:
 
 @cache
 def _normal_source(function: Callable, renamed: tuple[tuple[str, str], ...] = ()) -> str | None:
-    """The function as a string without docstring, annotations and comments; None if there is no source.
+    """Return the function as a string without docstring, annotations and comments; None if there is no source.
 
-    ``renamed``: pairs of words, also in what it says, and what they are called instead.
+    Args:
+        renamed: pairs of a word, which may also be in strings, and the word that replaces it.
     """
     try:
         text = ast.unparse(_tree(function))
@@ -278,7 +280,7 @@ def _normal_source(function: Callable, renamed: tuple[tuple[str, str], ...] = ()
 
 
 class _Normalize(ast.NodeTransformer):
-    """Takes out what does not compute."""
+    """Removes what does not compute."""
 
     def visit_FunctionDef(self, node: ast.FunctionDef) -> ast.AST:
         self.generic_visit(node)
@@ -302,7 +304,7 @@ class _Normalize(ast.NodeTransformer):
 
 @cache
 def _names(function: Callable) -> frozenset[str]:
-    """Global names that the function refers to."""
+    """Return the global names that the function refers to."""
     tree = _Normalize().visit(ast.parse(ast.unparse(_tree(function))))
     loaded = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)}
     return frozenset(name for name in loaded if name in function.__globals__ and not hasattr(builtins, name))

@@ -1,4 +1,4 @@
-"""Bytes that one decode step has to read: what bounds its speed."""
+"""Bytes that one decode step has to read, which bound its speed."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from .compat import layer_windows
 from .ops.kv_cache import SCALE_DTYPE, is_quantized
 from .quantization.linear import PackedLinear
 
-#: config entries that hold the features inside an MLP; without them there are four times the model's
+#: config entries that hold the features inside an MLP; a config without them has four times the model's features there
 _MLP_WIDTHS = ("intermediate_size", "n_inner", "ffn_dim", "ffn_hidden_size")
 
 
 def weight_bytes(model: Any, batch: int = 1) -> int:
-    """Bytes of weights one decode step reads.
+    """Return the bytes of weights that one decode step reads.
 
-    Every parameter once whatever the batch, but of an embedding table only a row for each sequence, and of a
-    mixture's experts only those that are chosen, if no two sequences choose the same; a head that is tied to an
+    Every parameter is read once, whatever the batch. Of an embedding table, only a row for each sequence is read; of a
+    mixture's experts, only the chosen ones, as if no two sequences chose the same expert. A head that is tied to an
     embedding table is read in full.
     """
     head = model.get_output_embeddings()
@@ -40,21 +40,21 @@ def weight_bytes(model: Any, batch: int = 1) -> int:
 
 
 def layer_widths(config: Any) -> tuple[int, int, int]:
-    """Features of a layer's queries, of its keys (as many as of its values), and inside its MLP."""
+    """Return the features of a layer's queries, of its keys (its values have as many), and inside its MLP."""
     heads = config.num_attention_heads
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
     kv_heads = getattr(config, "num_key_value_heads", None) or heads
     if getattr(config, "multi_query", False) and not getattr(config, "new_decoder_architecture", False):
-        kv_heads = 1  # Falcon; the newer one keeps keys and values for every query head
+        kv_heads = 1  # Falcon; its newer architecture keeps keys and values for every query head
     inner = next(filter(None, (getattr(config, name, None) for name in _MLP_WIDTHS)), 4 * config.hidden_size)
     return heads * head_dim, kv_heads * head_dim, inner
 
 
 def kv_bytes(config: Any, context: float, dtype: torch.dtype, batch: int = 1) -> int:
-    """Bytes of keys and values that a decode step reads when each sequence holds ``context`` positions.
+    """Return the bytes of keys and values that a decode step reads if each sequence holds ``context`` positions.
 
     Args:
-        dtype: of the cache; quantized ones have their scales read, too.
+        dtype: storage type of the cache; of a quantized cache, the scales are read as well.
 
     Raises:
         ValueError: a layer is neither full nor sliding attention.

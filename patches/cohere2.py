@@ -1,4 +1,4 @@
-"""Cohere's Command R7B and Command A: as Cohere, with windows in the layers that rotate."""
+"""Cohere's Command R7B and Command A: like Cohere, and the layers that rotate have windows."""
 
 from hf_fastpath.architecture import MLP, Architecture, Attention, Layer, Norm
 

@@ -1,5 +1,5 @@
-"""Falcon: layer norm, one for attention and one for a plain MLP beside it or one for both, fused q/k/v by head or with
-one key and value, rotary positions."""
+"""Falcon: one layer norm for attention and one for a plain MLP beside it, or one for both; fused q/k/v, by head or with
+one key and value; rotary positions."""
 
 from hf_fastpath.architecture import MLP, Architecture, Attention, Layer, Norm
 

@@ -1,4 +1,4 @@
-"""Gemma 2: as Gemma, with norms behind attention and MLP, soft-capped scores and logits, windows in some layers."""
+"""Gemma 2: like Gemma, with norms behind attention and MLP, soft-capped scores and logits, windows in some layers."""
 
 from hf_fastpath.architecture import MLP, Architecture, Attention, Layer, Norm
 

@@ -1,4 +1,4 @@
-"""Gemma 3, text: as Gemma, with norms behind attention and MLP and over heads, windows with angles of their own."""
+"""Gemma 3, text: like Gemma, with norms behind attention and MLP and over heads, windows with angles of their own."""
 
 from hf_fastpath.architecture import MLP, Architecture, Attention, Layer, Norm
 

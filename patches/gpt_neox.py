@@ -1,5 +1,5 @@
-"""GPT-NeoX and Pythia: layer norm, fused q/k/v by head, rotary positions of a part of each head, plain MLP, which takes
-what attention takes or follows it."""
+"""GPT-NeoX and Pythia: layer norm, fused q/k/v by head, rotary positions of a part of each head, plain MLP
+beside attention or behind it."""
 
 from hf_fastpath.architecture import MLP, Architecture, Attention, Layer, Norm
 

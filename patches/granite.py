@@ -1,4 +1,4 @@
-"""Granite: as Llama, with factors on embeddings, on what layers add, on scores and on logits."""
+"""Granite: like Llama, with factors on embeddings, on the outputs of attention and MLP, on scores and on logits."""
 
 from hf_fastpath.architecture import MLP, Architecture, Attention, Layer, Norm
 

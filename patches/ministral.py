@@ -1,4 +1,4 @@
-"""Ministral: as Mistral, windows by layer."""
+"""Ministral: like Mistral, with windows in some layers."""
 
 from hf_fastpath.architecture import MLP, Architecture, Attention, Layer, Norm
 

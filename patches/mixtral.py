@@ -1,4 +1,4 @@
-"""Mixtral: as Mistral, with a mixture of gated SiLU MLPs, whose weights sum to one."""
+"""Mixtral: like Mistral, with a mixture of gated SiLU MLPs whose weights sum to one."""
 
 from hf_fastpath.architecture import Architecture, Attention, Layer, MoE, Norm
 

@@ -1,4 +1,4 @@
-"""OLMo 2: as Llama, with norms behind attention and MLP, and over all heads' queries and keys."""
+"""OLMo 2: like Llama, with norms behind attention and MLP, and over all heads' queries and keys."""
 
 from hf_fastpath.architecture import MLP, Architecture, Attention, Layer, Norm
 

@@ -1,4 +1,4 @@
-"""OLMo 3: as OLMo 2, with windows in most layers, whose angles may be scaled in another way."""
+"""OLMo 3: like OLMo 2, with windows in most layers, whose angles may be scaled differently."""
 
 from hf_fastpath.architecture import MLP, Architecture, Attention, Layer, Norm
 

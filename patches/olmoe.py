@@ -1,4 +1,4 @@
-"""OLMoE: as Llama, with norms over all heads' queries and keys, and a mixture of gated SiLU MLPs."""
+"""OLMoE: like Llama, with norms over all heads' queries and keys, and a mixture of gated SiLU MLPs."""
 
 from hf_fastpath.architecture import Architecture, Attention, Layer, MoE, Norm
 

@@ -1,4 +1,4 @@
-"""Qwen3: as Qwen2, without biases, and with a norm over every head's query and key."""
+"""Qwen3: like Qwen2, without biases and with a norm over every head's query and key."""
 
 from hf_fastpath.architecture import MLP, Architecture, Attention, Layer, Norm
 

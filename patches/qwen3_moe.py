@@ -1,4 +1,4 @@
-"""Qwen3 MoE: as Qwen3, with a mixture of gated SiLU MLPs in all or some of the layers."""
+"""Qwen3 MoE: like Qwen3, with a mixture of gated SiLU MLPs in all or some of the layers."""
 
 from hf_fastpath.architecture import MLP, Architecture, Attention, Layer, MoE, Norm
 

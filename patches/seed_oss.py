@@ -1,4 +1,4 @@
-"""Seed-OSS: as Llama, with biases and dropout."""
+"""Seed-OSS: like Llama, with biases and dropout."""
 
 from hf_fastpath.architecture import MLP, Architecture, Attention, Layer, Norm
 

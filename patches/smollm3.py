@@ -1,4 +1,4 @@
-"""SmolLM3: as Llama, with layers that do not rotate and may have windows."""
+"""SmolLM3: like Llama, with some layers without rotation, and windows if the config asks for them."""
 
 from hf_fastpath.architecture import MLP, Architecture, Attention, Layer, Norm
 

@@ -1,11 +1,11 @@
 """A small random model of every causal-LM type of the installed transformers.
 
-No list of types is kept here. A type's config class says what it has: entries whose names mean a size are cut down
-(:data:`_SIZES`), lists with an entry for each layer are cut to the layers at which they say something new, and what a
-type wants besides is data (:data:`_TYPES`).
+No list of types is kept here. A type's config class says which entries the type has: entries whose names mean a size
+are cut down (:data:`_SIZES`), lists with an entry for each layer are cut to the layers at which they say something new,
+and :data:`_TYPES` holds what a type needs besides.
 
-``python tests/causal_lm_types.py [type ...]`` builds types, all if none is named, lets stock transformers generate and
-prints what came of each.
+``python tests/causal_lm_types.py [type ...]`` builds types (all types if none is named), lets stock transformers
+generate, and prints a row for each.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ from transformers.utils import is_timm_available
 VOCAB = 160
 # Wide enough that attention matters to the result; at transformers' 0.02 the embeddings decide nearly alone.
 _SPREAD = 0.15
-#: of the embeddings, as they come out
+#: standard deviation of what the embeddings give
 _EMBEDDING = 0.6
-#: layers of a model at least and at most
+#: least and largest number of layers of a model
 _MIN_LAYERS, _MAX_LAYERS = 2, 4
-#: of a small model; a size that a new release calls by a name that is not known here has to be seen
+#: most parameters of a small model; the bound shows if a new release calls a size by a name not known here
 _MOST_PARAMETERS = 3_000_000
-#: what a config entry of a name is cut to, if it is greater
+#: name of a config entry -> value that it is cut to, if it is greater
 _SIZES = {
     name: size
     for size, names in (
@@ -81,17 +81,17 @@ _ROTATION = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [4, 2, 
 _INDEXER = dict(indexer_n_heads=16, indexer_kv_heads=1, indexer_head_dim=16, indexer_budget=8, indexer_compress_ratio=4)
 _SHARING = dict(num_hidden_layers=4, layer_types=2 * _WINDOWS, num_kv_shared_layers=2)
 _GEMMA3N = _SHARING | dict(intermediate_size=[96] * 4, activation_sparsity_pattern=[0.95, 0.0, 0.0, 0.0])
-_GEMMA4 = dict(global_head_dim=32)  # of the layers without a window
+_GEMMA4 = dict(global_head_dim=32)  # head_dim of the layers without a window
 _DRAFTS = dict(num_hidden_layers=2, layer_types=_WINDOWS, num_kv_shared_layers=2)
 _DRAFTS |= _GEMMA4 | dict(hidden_size_per_layer_input=0, vocab_size_per_layer_input=0)
 _DOTS3 = dict(swa_num_attention_heads=2, swa_num_key_value_heads=2, swa_q_lora_rank=32, swa_kv_lora_rank=32)
 _DOTS3 |= dict(swa_head_dim=24, swa_qk_nope_head_dim=16, swa_v_head_dim=16)
-#: what a type is given besides: layers of every kind where it has one kind by itself, what its class checks against
-#: something else, and what its class wants but does not default to. Entries of a nested config stand under its name;
-#: "default" holds what the class cannot do without.
+#: entries that a type is given besides: layers of every kind if the defaults have one kind only, values that the class
+#: checks against other entries, and values that the class needs but has no default for. Entries of a nested config are
+#: under the config's name; "default" holds the arguments that the class needs to be made at all.
 _TYPES: dict[str, dict[str, Any]] = {
     "bamba": dict(attn_layer_indices=[1]),
-    "blt": dict(num_hidden_layers=2),  # its cache asks for it
+    "blt": dict(num_hidden_layers=2),  # the cache of this type reads the entry
     "cohere_compass_text": dict(layer_types=_WINDOWS, rope_parameters=dict.fromkeys(_WINDOWS, _ROTATION)),
     "dbrx": dict(attn_config=dict(rope_theta=1e4, clip_qkv=8.0)),
     "dory": dict(num_hidden_layers=4, layer_types=2 * _WINDOWS, n_input_layers=1, n_output_layers=1),
@@ -126,22 +126,22 @@ _TYPES: dict[str, dict[str, Any]] = {
     "reformer": dict(
         attn_layers=["local", "lsh"], axial_pos_shape=(16, 16), axial_pos_embds_dim=(16, 48), axial_norm_std=0.1
     ),
-    "xlm": dict(mask_token_id=2),  # what generate() appends; by itself the one of padding
+    "xlm": dict(mask_token_id=2),  # generate() appends this token; the default is the token of padding
     "xlstm": dict(hidden_size=128, embedding_dim=128, chunk_size=64),
     "xmod": dict(default_language="en_XX"),
     "zamba": dict(attention_hidden_size=128, attention_head_dim=32, num_hidden_layers=4)
     | dict(layers_block_type=2 * ["linear_attention", "hybrid"]),
     "zaya": dict(num_hidden_layers=4, layer_types=2 * ["hybrid", "hybrid_sliding"], sliding_window=8),
 }
-#: entries that are needed, though a class may leave them open
+#: entries that are needed, although a class may leave them None
 _FILLED = ("head_dim", "num_key_value_heads", "num_experts_per_tok", "n_routed_experts", "n_shared_experts")
-#: entries that every type gets that has them
+#: entries that are set in every type that has them
 _COMMON = dict(
     bos_token_id=1, eos_token_id=None, pad_token_id=0, forced_eos_token_id=None, is_decoder=True, use_cache=True
 )
 _NO_TARGET = "it drafts for another model, whose keys and values it has to be given"
 _NO_DECODER = "AutoModelForCausalLM hands the whole config to its class, which takes the decoder's"
-#: types that no small config helps, and why
+#: types that no small config makes generate -> why
 _BROKEN = {
     "gemma4_assistant": _NO_TARGET,
     "gemma4_unified_assistant": _NO_TARGET,
@@ -150,9 +150,9 @@ _BROKEN = {
 }
 if not is_timm_available():
     _BROKEN["gemma3n"] = "its vision tower needs the package timm"
-#: cache layers that hold keys and values and nothing else; a dummy reads those of a layer below, or has no attention
+#: cache layers that hold keys and values only; the layer of a dummy reads those of a layer below or has no attention
 _KEYS_VALUES = {"DynamicLayer", "DynamicSlidingWindowLayer", "DummyLayer"}
-#: those with states of recurrences and convolutions
+#: cache layers with states of recurrences and convolutions
 _STATES = {
     "LinearAttentionLayer",
     "LinearAttentionAndFullAttentionLayer",
@@ -161,12 +161,12 @@ _STATES = {
 
 
 def types() -> tuple[str, ...]:
-    """The causal-LM types of the installed transformers."""
+    """Return the causal-LM types of the installed transformers."""
     return tuple(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
 
 
 def _layers(config: PreTrainedConfig) -> tuple[list[str], list[int]]:
-    """Entries with a value for each layer, and the layers that are kept: those at which they say something new."""
+    """Return the entries with a value for each layer, and the layers that are kept: those with new values."""
     count = getattr(config, "num_hidden_layers", None)
     if not isinstance(count, int):
         return [], []
@@ -181,7 +181,7 @@ def _layers(config: PreTrainedConfig) -> tuple[list[str], list[int]]:
 
 
 def _small(config: PreTrainedConfig, extra: dict[str, Any]) -> PreTrainedConfig:
-    """``config``'s class again, with small entries and those of ``extra``."""
+    """Make a config of ``config``'s class with small entries and the entries of ``extra``."""
     fields = type(config).__dataclass_fields__
     by_layer, kept = _layers(config)
     own_name = getattr(config, "attribute_map", {})
@@ -197,7 +197,7 @@ def _small(config: PreTrainedConfig, extra: dict[str, Any]) -> PreTrainedConfig:
         elif name == own_name.get("num_hidden_layers", "num_hidden_layers") and kept:
             changes[name] = len(kept)
         elif isinstance(value, int) and not isinstance(value, bool) and (name in _SIZES or field.default is not None):
-            changes[name] = _cut(name, value)  # what else a class works out by itself is left to it
+            changes[name] = _cut(name, value)  # entries that the class derives keep None
         elif name in ("initializer_range", "init_std"):
             changes[name] = _SPREAD
         elif value is None and name in _FILLED:
@@ -205,20 +205,20 @@ def _small(config: PreTrainedConfig, extra: dict[str, Any]) -> PreTrainedConfig:
         elif name == "rope_parameters":
             changes[name] = value
     changes |= {name: value for name, value in _COMMON.items() if name in fields}
-    if "kv_lora_rank" in fields and "num_key_value_heads" in fields:  # every head reads its part of the one latent
+    if "kv_lora_rank" in fields and "num_key_value_heads" in fields:  # every head reads a part of the one latent
         changes["num_key_value_heads"] = changes["num_attention_heads"]
     nested = {name for name in extra if isinstance(changes.get(name), PreTrainedConfig)}
     return type(config)(**changes | {name: value for name, value in extra.items() if name not in nested})
 
 
 def _cut(name: str, value: Any) -> Any:
-    """An entry, or what its name is cut to."""
+    """Return the entry's value, cut to the size that its name has in :data:`_SIZES`."""
     size = _SIZES.get(name)
     return min(size, value) if size is not None and isinstance(value, int) else value
 
 
 def small_config(model_type: str) -> PreTrainedConfig:
-    """A small config of a type.
+    """Make a small config of a type.
 
     Args:
         model_type: one of :func:`types`.
@@ -228,14 +228,14 @@ def small_config(model_type: str) -> PreTrainedConfig:
 
 
 def small_model(model_type: str, seed: int = 0) -> PreTrainedModel:
-    """A random float32 model of a type on the CPU, in eval mode, without an end-of-sequence token.
+    """Make a random float32 model of a type on the CPU, in eval mode, without an end-of-sequence token.
 
     Args:
         model_type: one of :func:`types`.
-        seed: of its weights.
+        seed: seed of the weights.
 
     Raises:
-        ValueError: if the model is not small. Of what its config or class raises, nothing is caught.
+        ValueError: the model is not small. What the config or the class raises is not caught.
     """
     config = small_config(model_type)
     with torch.random.fork_rng(devices=[]), torch.no_grad():
@@ -250,18 +250,18 @@ def small_model(model_type: str, seed: int = 0) -> PreTrainedModel:
         model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
         kept = model.state_dict().keys()
         biases = [(name, buffer) for name, buffer in model.named_buffers() if name in kept and buffer.dim() == 1]
-        for name, tensor in [*model.named_parameters(), *biases]:  # routers keep theirs in buffers
+        for name, tensor in [*model.named_parameters(), *biases]:  # routers keep biases in buffers
             _vary(name, tensor)
         embeddings = model.get_input_embeddings()
-        if isinstance(embeddings, nn.Embedding):  # some scale what they look up
+        if isinstance(embeddings, nn.Embedding):  # some embeddings scale their rows
             embeddings.weight.mul_(_EMBEDDING / embeddings(torch.arange(1, VOCAB)).std())
     return model
 
 
 def _vary(name: str, tensor: torch.Tensor) -> None:
-    """Let no weight be zero, one, or too narrow to matter: a step that forgets it has to be seen.
+    """Vary a weight that is constant or too narrow to matter, so that a step that leaves the weight out is noticed.
 
-    Signs of the norms' weights are drawn, too: a head that is tied to the embeddings would give the last token again.
+    Signs of the norms' weights are random as well: else a head tied to the embeddings would give the last token again.
     """
     if not tensor.is_floating_point() or tensor.numel() == 0:
         return
@@ -276,16 +276,16 @@ def _vary(name: str, tensor: torch.Tensor) -> None:
 
 
 def kind(of: PreTrainedConfig | PreTrainedModel) -> str:
-    """What the cache of a type is.
+    """Return which kind of cache a type has.
 
     Returns:
-        "keys_values": of attention over all tokens or a window, and nothing else;
-        "chunked": those, of attention over chunks;
-        "latent": those of MLA, with or without an indexer (transformers' cache keeps keys and values, expanded);
-        "states": recurrences, convolutions, linear attention, in some layers or all;
-        "own": layers of a class that the model brings, or several caches;
-        "none": no ``Cache``; all tokens are run each time, or the model keeps something of its own;
-        "encoder": none, since tokens see those behind them;
+        "keys_values": keys and values of attention over all tokens or a window, and nothing else;
+        "chunked": keys and values of attention over chunks;
+        "latent": keys and values of MLA, which transformers' cache keeps expanded, with or without an indexer;
+        "states": states of recurrences, convolutions or linear attention, in some layers or all;
+        "own": cache layers of a class that the model brings, or several caches;
+        "none": no ``Cache``; all tokens are run each time, or the model keeps states in its own way;
+        "encoder": no cache, because tokens see those behind them;
         "broken: <reason>": stock transformers does not generate.
     """
     config = of.config if isinstance(of, PreTrainedModel) else of
@@ -313,12 +313,12 @@ def kind(of: PreTrainedConfig | PreTrainedModel) -> str:
 
 
 class Row(NamedTuple):
-    """What came of a type.
+    """The result for one type.
 
     Attributes:
-        cls, kind, parameters: of its model.
-        seconds: that building it took.
-        said: "ok" with what is odd in stock, or what went wrong.
+        cls, kind, parameters: class, kind of cache and number of parameters of the model.
+        seconds: time that building the model took.
+        said: "ok" with what is odd in stock code, or what went wrong.
     """
 
     model_type: str
@@ -330,12 +330,12 @@ class Row(NamedTuple):
 
 
 def prompt(batch: int, length: int, seed: int) -> torch.Tensor:
-    """[batch, length] random token ids."""
+    """Return [batch, length] random token ids."""
     return torch.randint(3, VOCAB, (batch, length), generator=torch.Generator().manual_seed(seed))
 
 
 def generate(model: PreTrainedModel, ids: torch.Tensor, padding: int = 0, **options: Any) -> torch.Tensor:
-    """[batch, 12] the tokens that stock adds greedily; ``padding`` tokens in front of the last row do not count."""
+    """Return [batch, 12] tokens that stock adds greedily; the first ``padding`` tokens of the last row are masked."""
     mask = torch.ones_like(ids)
     mask[-1, :padding] = 0
     tokens = model.generate(ids * mask, attention_mask=mask, max_new_tokens=12, do_sample=False, **options)
@@ -343,7 +343,7 @@ def generate(model: PreTrainedModel, ids: torch.Tensor, padding: int = 0, **opti
 
 
 def said(error: Exception) -> str:
-    """An error in one line."""
+    """Return an error in one line."""
     return f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
 
 
@@ -372,7 +372,7 @@ def tried(model_type: str) -> Row:
 
 
 def main() -> None:
-    """Print the table and what it sums up to."""
+    """Print the table and its totals."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("types", nargs="*", default=types(), help="all, if none is named")
     rows = []

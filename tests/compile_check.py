@@ -1,10 +1,10 @@
-"""Every torch-facing source compiles against the oldest and the newest torch that pyproject.toml admits.
+"""Compile every torch-facing source against the oldest and the newest torch that pyproject.toml admits.
 
     python tests/compile_check.py               # both; downloads their headers once, into the environment
     python tests/compile_check.py 2.12.1        # one version
 
-No compiler runs for longer than it takes to check the types: the headers that all files share are read once a torch and
-kept in a precompiled header. CUDA's glue is checked where the toolkit's headers are.
+No compiler runs for longer than it takes to check the types: the headers that all files share are read once for each
+torch and kept in a precompiled header. CUDA's glue is checked if the toolkit's headers are there.
 """
 
 from __future__ import annotations
@@ -25,33 +25,33 @@ from hf_fastpath.native import build, toolchain
 
 ROOT = Path(__file__).resolve().parent.parent
 CACHE = Path(sys.prefix, "torch-headers")
-#: wheels for other systems hold the same headers, and are smaller by far than those with CUDA's libraries
+#: wheels for other systems hold the same headers, and are far smaller than those with CUDA's libraries
 PLATFORMS = [f"macosx_{major}_0_arm64" for major in (11, 12, 13, 14, 15)]
-#: what every file of a target includes first
+#: the header that every file of a target includes first
 SHARED = {"cpu": "common/cpu_glue.h", "cuda": "common/cuda_glue.h"}
 
 
 def floor() -> str:
-    """The oldest torch that pyproject.toml admits."""
+    """Return the oldest torch that pyproject.toml admits."""
     return re.search(r'"torch>=([\d.]+)"', (ROOT / "pyproject.toml").read_text()).group(1) + ".0"
 
 
 def pip(*arguments: str) -> str:
-    """Run pip for a wheel of another system; returns what it prints."""
+    """Run pip for a wheel of another system; return what it prints."""
     command = [sys.executable, "-m", "pip", *arguments, "--quiet", "--no-deps", "--only-binary=:all:"]
     command += ["--python-version", "3.12", *(f"--platform={name}" for name in PLATFORMS)]
     return subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout
 
 
 def newest() -> str:
-    """The newest torch on the index."""
+    """Return the newest torch on the index."""
     found = pip("install", "--dry-run", "--ignore-installed", "--target", str(CACHE), "--report", "-", "torch")
     (torch,) = json.loads(found)["install"]
     return torch["metadata"]["version"]
 
 
 def headers(version: str) -> Path:
-    """A folder like torch's with the headers of ``version``."""
+    """Return a folder like torch's with the headers of ``version``."""
     folder = CACHE / version / "torch"
     if not (folder / "version.py").is_file():
         with tempfile.TemporaryDirectory() as scratch:
@@ -60,12 +60,12 @@ def headers(version: str) -> Path:
             with zipfile.ZipFile(wheel) as archive:
                 wanted = [name for name in archive.namelist() if name.startswith("torch/include/torch/")]
                 archive.extractall(CACHE / version, wanted)
-                archive.extract("torch/version.py", CACHE / version)  # the last: until then it is not complete
+                archive.extract("torch/version.py", CACHE / version)  # the last file: it says that all are there
     return folder
 
 
 def errors(version: str) -> list[str]:
-    """What a compiler says of the sources against the headers of torch ``version``: a text for each file that fails."""
+    """Return what a compiler says about the sources with the headers of torch ``version``, for each file that fails."""
     tools = toolchain.Toolchain(shlex.join(shlex.split(os.environ.get("CXX") or "g++")), headers(version))
     targets = {"cpu": tools}
     if (nvcc := toolchain.find_nvcc()) is not None:
@@ -89,7 +89,7 @@ def errors(version: str) -> list[str]:
 
 
 def run(command: list[str]) -> str:
-    """Run a compiler; returns what it says if it fails."""
+    """Run a compiler; return what it says if it fails."""
     result = subprocess.run(command, capture_output=True, text=True, errors="replace")
     return result.stderr if result.returncode else ""
 

@@ -1,4 +1,4 @@
-"""What all tests share: devices, a fixed seed, a header that says which native libraries are under test."""
+"""Shared by all tests: devices, a fixed seed, a header that says which native libraries are under test."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leave out what is marked ``full``, unless asked for; pytest says how many these are."""
+    """Leave out tests that are marked ``full``, unless asked for; pytest says how many these are."""
     if config.getoption("--full"):
         return
     left_out = [item for item in items if item.get_closest_marker("full")]
@@ -41,7 +41,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def pytest_report_header(config: pytest.Config) -> list[str]:
-    """Without a native library an op *is* its reference, and then the comparisons below hold trivially."""
+    """Name the native libraries: without one an op *is* its reference, and the comparisons below hold trivially."""
     cuda = torch.cuda.get_device_name() if torch.cuda.is_available() else "no CUDA device"
     versions = f"torch {torch.__version__}, transformers {transformers.__version__}"
     lines = [f"{versions}, {torch.get_num_threads()} threads, {cuda}"]
@@ -53,13 +53,13 @@ needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA d
 
 @pytest.fixture(params=["cpu", pytest.param("cuda", marks=needs_cuda)])
 def device(request: pytest.FixtureRequest) -> torch.device:
-    """Every device an op runs on."""
+    """Every device that an op runs on."""
     return torch.device(request.param)
 
 
 @pytest.fixture
 def cuda() -> torch.device:
-    """The GPU, for what only exists there."""
+    """The GPU, for features that exist only there."""
     if not torch.cuda.is_available():
         pytest.skip("no CUDA device")
     return torch.device("cuda")
@@ -67,23 +67,23 @@ def cuda() -> torch.device:
 
 @pytest.fixture(autouse=True)
 def repeatable(request: pytest.FixtureRequest):
-    """The same random numbers whatever ran before, and no trace of a test in the next one's globals."""
+    """Give the same random numbers whatever ran before, and leave no trace of a test in the next one's globals."""
     threads = torch.get_num_threads()
     torch.manual_seed(1729)
     if request.path.parent.name in ("ecosystem", "generation", "patches", "public", "recording"):
-        torch.set_num_threads(1)  # tiny models: handing a microsecond of work to a pool takes longer than doing it
+        torch.set_num_threads(1)  # for tiny models, handing a microsecond of work to a pool takes longer than the work
     yield
     torch.set_num_threads(threads)
 
 
-#: the golden matrix: a case, and what was measured on it
+#: columns of the golden matrix that name a case; the others hold what was measured
 GOLDEN_KEY = ("architecture", "device", "dtype", "case")
 GOLDEN_COLUMNS = (*GOLDEN_KEY, "error", "stock_error", "positions", "hardware", "torch", "transformers")
 
 
 @pytest.fixture(scope="session")
 def golden_figures(request: pytest.FixtureRequest):
-    """Takes the figures of each golden case; ``--record-golden`` writes them down."""
+    """Collect the figures of each golden case; ``--record-golden`` writes them down."""
     rows: list[dict] = []
 
     def take(architecture: str, device: torch.device, dtype: torch.dtype, case: str, *figures) -> None:
@@ -101,7 +101,7 @@ def golden_figures(request: pytest.FixtureRequest):
 
 
 def merge_golden(path: Path, rows: list[dict]) -> None:
-    """Put ``rows`` into the file, in place of those of the same cases."""
+    """Put ``rows`` into the file, in place of the rows of the same cases."""
     known = list(csv.DictReader(path.open(newline=""))) if path.is_file() else []
     by_case = {tuple(row[name] for name in GOLDEN_KEY): row for row in (*known, *rows)}
     dtypes = [str(dtype).removeprefix("torch.") for dtype in FLOAT_DTYPES]
@@ -114,7 +114,7 @@ def merge_golden(path: Path, rows: list[dict]) -> None:
 
 @pytest.fixture
 def one_process(tmp_path):
-    """A process group of this process alone."""
+    """Make a process group of this process alone."""
     torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
     yield
     torch.distributed.destroy_process_group()

@@ -1,4 +1,4 @@
-"""Faults at chosen places of the package: an exception on the n-th line that runs in some of its files."""
+"""Faults at chosen places of the package: an exception is raised at the n-th line that runs in some of its files."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ PACKAGE = Path(hf_fastpath.__file__).parent
 class Fault:
     """Counts the lines that run in ``files`` of the package, and raises ``error`` instead of line ``at``.
 
-    The line of a ``with`` is no such place: it runs again when the block is left, and there Python takes no interrupt
+    The line of a ``with`` is no such place: it runs again when the block is left, and Python takes no interrupt there
     before a lock is released.
 
     Args:
-        files: relative to the package.
-        at: which line, from 0; None: none, only count.
-        error: what is raised.
+        files: paths relative to the package.
+        at: number of the line, from 0; None only counts lines.
+        error: the exception that is raised.
     """
 
     def __init__(self, files: tuple[str, ...], at: int | None = None, error: type[BaseException] = KeyboardInterrupt):
@@ -58,6 +58,6 @@ class Fault:
 
 
 def places(count: int, most: int) -> list[int]:
-    """At most ``most`` of ``count`` lines, evenly spread, the first and the last among them."""
+    """Return at most ``most`` of ``count`` lines, evenly spread, with the first and the last."""
     most = min(most, count)
     return sorted({round(index * (count - 1) / max(1, most - 1)) for index in range(most)})

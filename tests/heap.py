@@ -1,4 +1,4 @@
-"""Bytes that the process holds of the C library's heap, to the byte: what native code forgets to free stays there."""
+"""Bytes of the C library's heap that the process holds, exactly: memory that native code does not free stays there."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class _Mallinfo(ctypes.Structure):
 
 
 def held_bytes() -> int:
-    """Bytes of all arenas that are in use, and of blocks mapped by themselves; what Python could collect is gone."""
+    """Return the bytes in use in all arenas, and in blocks mapped by themselves, after Python has collected garbage."""
     library = ctypes.CDLL(None)
     if not hasattr(library, "mallinfo2"):
         pytest.skip("the C library has no mallinfo2 (glibc from 2.33 on has)")
@@ -31,9 +31,9 @@ def held_bytes() -> int:
 
 
 def growth(call: Callable[[], object], times: int, windows: int = 3) -> int:
-    """Least growth of the heap over ``times`` calls, of some such windows in a row behind one that warms up.
+    """Return the least growth of the heap over ``times`` calls, of several such windows in a row after a warm-up.
 
-    What a call leaks, every window shows; what is kept once, for later calls, does not come again and again.
+    Every window shows what a call leaks; memory that is kept once, for later calls, does not come again and again.
     """
     held = []
     for _ in range(windows + 1):

@@ -1,4 +1,4 @@
-"""Small models that the tests share: random ones at odd sizes, and the trained model of ``examples/``."""
+"""Small models that the tests share: random ones of odd sizes, and the trained model of ``examples/``."""
 
 from __future__ import annotations
 
@@ -20,22 +20,22 @@ from hf_fastpath.architecture import Architecture, architectures
 from hf_fastpath.decode import passes
 from hf_fastpath.native import loader
 
-#: that tests of everything around the layers run on
+#: models for tests of everything around the layers
 ARCHITECTURES = ("gpt2", "llama", "mistral")
 over_architectures = pytest.mark.parametrize("architecture", ARCHITECTURES)
 CPU = torch.device("cpu")
 GREEDY = dict(max_new_tokens=20, do_sample=False)
-#: for tests of what goes on around the tokens
+#: options for tests of what happens around the tokens
 SHORT = dict(max_new_tokens=12, do_sample=False)
 VOCAB = 307
-#: of the random Mistral; small, so that every test crosses it
+#: sliding window of the random Mistral; small, so that every test crosses it
 WINDOW = 16
 TINY_PYTHON = Path(__file__).resolve().parent.parent / "examples" / "tiny-python"
-# Wide enough that attention matters to the result; at transformers' 0.02 the embeddings decide nearly alone.
+# The weights spread so wide that attention matters; at transformers' 0.02 the embeddings decide nearly alone.
 _SPREAD = 0.15
 _COMMON = dict(num_hidden_layers=2, vocab_size=VOCAB, bos_token_id=1, eos_token_id=None, pad_token_id=0)
 _COMMON |= dict(initializer_range=_SPREAD)
-#: config entries of the random models, in odd sizes; what each is to meet
+#: config entries of the random models, in odd sizes; comments say what each model covers
 _SIZES = {
     # three queries a KV head, head_dim 32
     "cohere": dict(
@@ -67,7 +67,7 @@ _SIZES = {
     ),
     # multi-query, heads wider than the model
     "gemma": dict(hidden_size=88, num_attention_heads=2, num_key_value_heads=1, head_dim=64, intermediate_size=164),
-    # two queries a KV head, head_dim 48; windows in the lower layer; eager, as sdpa passes over the cap
+    # two queries a KV head, head_dim 48; windows in the lower layer; eager attention, because sdpa ignores the cap
     "gemma2": dict(
         hidden_size=96,
         num_attention_heads=2,
@@ -254,11 +254,11 @@ _SIZES = {
 
 
 def build(architecture: str, seed: int = 0, **changes) -> PreTrainedModel:
-    """A random float32 model on the CPU, in eval mode, without an end-of-sequence token.
+    """Make a random float32 model on the CPU, in eval mode, without an end-of-sequence token.
 
     Args:
         architecture: its name, as in ``patches/``.
-        seed: of its weights.
+        seed: seed of its weights.
         changes: config entries that differ from the test's usual ones.
     """
     declared = next(found for found in architectures() if found.name == architecture)
@@ -269,9 +269,9 @@ def build(architecture: str, seed: int = 0, **changes) -> PreTrainedModel:
     model = cls(config).eval()
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            if name.endswith("bias"):  # transformers starts with zeros, which a forgotten bias would not change
+            if name.endswith("bias"):  # transformers starts with zeros, so that a forgotten bias would change nothing
                 parameter.normal_(std=_SPREAD)
-            elif parameter.dim() == 1:  # norms: and ones, which a forgotten weight would not
+            elif parameter.dim() == 1:  # norms start with ones, so that a forgotten weight would change nothing
                 parameter.normal_(mean=1.0, std=_SPREAD)
         if declared.moe is not None:
             _route_by_token(model, declared)
@@ -280,7 +280,7 @@ def build(architecture: str, seed: int = 0, **changes) -> PreTrainedModel:
 
 
 def _route_by_token(model: PreTrainedModel, declared: Architecture) -> None:
-    """Let every token have experts of its own, by levels far apart in features that no layer adds to.
+    """Give every token experts of its own, by levels far apart in features that no layer adds to.
 
     With random routers a rounding may change a choice, and what another expert gives is no error to compare.
     """
@@ -309,7 +309,7 @@ def _route_by_token(model: PreTrainedModel, declared: Architecture) -> None:
 
 
 def require_native(device: torch.device) -> None:
-    """Skip, visibly, where no compiled kernels serve ``device``: everything is stock code there."""
+    """Skip, visibly, if no compiled kernels serve ``device``: everything is stock code there."""
     status = loader.ensure(device.type)
     if not status.native:
         pytest.skip(f"no native library: {status}")
@@ -322,13 +322,13 @@ def _pair(architecture: str, device: str, dtype: torch.dtype) -> tuple[PreTraine
 
 
 def pair(architecture: str, device: torch.device, dtype: torch.dtype = torch.float32):
-    """(stock, patched): the same random model twice, made once; tests do not change them."""
+    """Return (stock, patched): the same random model twice, made once; tests do not change them."""
     require_native(device)
     return _pair(architecture, str(device), dtype)
 
 
 def fresh(architecture: str, device: torch.device = CPU, **changes) -> tuple[PreTrainedModel, PreTrainedModel]:
-    """(stock, patched) that a test may change."""
+    """Return (stock, patched) that a test may change."""
     require_native(device)
     stock = build(architecture, **changes).to(device)
     return stock, hf_fastpath.patch(copy.deepcopy(stock), quiet=True)
@@ -341,33 +341,33 @@ def _trained(device: str) -> tuple[PreTrainedModel, PreTrainedModel]:
 
 
 def trained(device: torch.device) -> tuple[PreTrainedModel, PreTrainedModel]:
-    """(stock, patched): the trained model twice, float32."""
+    """Return (stock, patched): the trained model twice, in float32."""
     require_native(device)
     return _trained(str(device))
 
 
 @functools.cache
 def tokenizer():
-    """The trained model's tokenizer."""
+    """Return the trained model's tokenizer."""
     return AutoTokenizer.from_pretrained(TINY_PYTHON)
 
 
 @functools.cache
 def heldout_tokens(count: int) -> torch.Tensor:
-    """[1, count] first tokens of a text that the trained model has not seen."""
+    """Return the [1, count] first tokens of a text that the trained model has not seen."""
     ids = tokenizer()((TINY_PYTHON / "heldout.txt").read_text(), return_tensors="pt")["input_ids"]
     assert ids.shape[1] >= count, f"the held-out text has {ids.shape[1]} tokens, {count} are needed"
     return ids[:, :count]
 
 
 def prompt(device: torch.device, batch: int = 1, length: int = 11, seed: int = 0) -> torch.Tensor:
-    """[batch, length] random token ids."""
+    """Return [batch, length] random token ids."""
     generator = torch.Generator().manual_seed(1000 * seed + 10 * length + batch)
     return torch.randint(3, VOCAB, (batch, length), generator=generator).to(device)
 
 
 def left_padded(device: torch.device, batch: int = 3, length: int = 11) -> dict[str, torch.Tensor]:
-    """input_ids and attention_mask of prompts of different lengths, the longest ``length``."""
+    """Return input_ids and attention_mask of prompts of different lengths, the longest ``length``."""
     ids = prompt(device, batch, length)
     mask = torch.ones_like(ids)
     for row in range(batch):
@@ -377,7 +377,7 @@ def left_padded(device: torch.device, batch: int = 3, length: int = 11) -> dict[
 
 
 def instances(model: nn.Module) -> dict[str, dict]:
-    """``vars(module)`` of every module, by name."""
+    """Return ``vars(module)`` of every module, by name."""
     return {name: dict(vars(module)) for name, module in model.named_modules()}
 
 
@@ -398,7 +398,7 @@ class Counts:
 
 @contextmanager
 def counting(model: PreTrainedModel) -> Iterator[Counts]:
-    """Fast and stock tokens, and reason codes, of the calls inside the block."""
+    """Count fast and stock tokens, and reason codes, of the calls inside the block."""
     counts, before = Counts(), hf_fastpath.report(model).stats
     yield counts
     after = hf_fastpath.report(model).stats
@@ -408,6 +408,6 @@ def counting(model: PreTrainedModel) -> Iterator[Counts]:
 
 
 def without_one_call(monkeypatch) -> None:
-    """Steps are one op after the other, also where an op does all layers."""
+    """Let steps be one op after the other, even if one op could do all layers."""
     others = tuple(each for each in passes.PASSES if each is not passes.one_call)
     monkeypatch.setattr(passes, "PASSES", others)

@@ -1,4 +1,4 @@
-"""The rules that compare a patched model with stock: logits to the noise floor, tokens to the last.
+"""The rules that compare a patched model with stock: logits up to the noise floor, tokens exactly.
 
 *ref* is a float64 copy of the stock model that makes the same calls over a cache that rounds as stock's does.
 """
@@ -26,8 +26,10 @@ from hf_fastpath.ops.kv_cache import dequantized, is_quantized, quantized
 
 
 class RoundingCache(DynamicCache):
-    """A DynamicCache whose entries are rounded to the type that another one stores: for a float64 model what stock
-    does, and for stock what a quantized cache stands for."""
+    """A DynamicCache whose entries are rounded to the type that another cache stores.
+
+    For a float64 model the cache rounds as stock does, and for stock as a quantized cache does.
+    """
 
     def __init__(self, config, kv_dtype: torch.dtype):
         super().__init__(config=config)
@@ -44,7 +46,7 @@ class RoundingCache(DynamicCache):
 
 
 class Forced(LogitsProcessor):
-    """Makes generate() walk along a given text: [batch, seq_len] token ids."""
+    """Makes generate() follow a given text: [batch, seq_len] token ids."""
 
     def __init__(self, text: torch.Tensor):
         self.text = text
@@ -55,9 +57,9 @@ class Forced(LogitsProcessor):
 
 
 def forced_logits(model: PreTrainedModel, text: torch.Tensor, prompt_len: int, **kwargs) -> torch.Tensor:
-    """[batch, seq_len - prompt_len + 1, vocab_size] logits of generate(), made to follow ``text``.
+    """Return [batch, seq_len - prompt_len + 1, vocab_size] logits of generate(), made to follow ``text``.
 
-    The last row is of the position after ``text``; its token is not forced.
+    The last row belongs to the position after ``text``; its token is not forced.
     """
     given = dict(kwargs)
     given.setdefault("attention_mask", torch.ones_like(text[:, :prompt_len]))
@@ -75,7 +77,7 @@ def forced_logits(model: PreTrainedModel, text: torch.Tensor, prompt_len: int, *
 
 
 def positions(mask: torch.Tensor) -> torch.Tensor:
-    """Position ids of a left-padded batch, as generate() makes them."""
+    """Return position ids of a left-padded batch, as generate() makes them."""
     return (mask.long().cumsum(-1) - 1).masked_fill(mask == 0, 1)
 
 
@@ -87,7 +89,7 @@ def walk(
     cache: DynamicCache | FastpathCache,
     mask: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Logits of ``text``, written by hand: one forward for each of ``lengths`` tokens over ``cache``.
+    """Return logits of ``text``, with a handwritten loop: one forward for each of ``lengths`` tokens over ``cache``.
 
     Returns:
         [batch, sum(lengths), vocab_size].
@@ -109,7 +111,7 @@ def walk(
 
 
 def float64_attention(module, query, key, value, attention_mask, scaling, softcap=None, s_aux=None, **kwargs):
-    """Eager attention with its softmax in float64, where transformers' own is in float32 whatever the model."""
+    """Compute eager attention with its softmax in float64; transformers' own is in float32 whatever the model is."""
     groups = query.shape[1] // key.shape[1]
     key, value = (states.repeat_interleave(groups, dim=1) for states in (key, value))
     scores = query @ key.transpose(2, 3) * scaling
@@ -128,24 +130,24 @@ AttentionMaskInterface.register("float64", eager_mask)
 
 
 def float64_copy(model: PreTrainedModel) -> PreTrainedModel:
-    """The same weights in float64."""
+    """Return the same weights in float64."""
     made = copy.deepcopy(model).double()
     if made.config._attn_implementation == "eager":
         made.config._attn_implementation = "float64"
     if hasattr(made.config, "num_experts_per_tok"):
-        made.set_experts_implementation("eager")  # the others have no float64
+        made.set_experts_implementation("eager")  # the other implementations have no float64
     return made
 
 
 class LogitRule:
-    """mean|ours - ref| <= 1.1 * mean|stock - ref|, the means over every sequence that was added."""
+    """mean|ours - ref| <= 1.1 * mean|stock - ref|, with means over every sequence that was added."""
 
     def __init__(self) -> None:
         self.errors: list[torch.Tensor] = []
         self.stock_errors: list[torch.Tensor] = []
 
     def add(self, ours: torch.Tensor, stock: torch.Tensor, ref: torch.Tensor) -> None:
-        """Logits [..., vocab_size] of the same positions."""
+        """Add logits [..., vocab_size] of the same positions."""
         assert ours.shape == stock.shape == ref.shape, f"shapes {ours.shape}, {stock.shape}, {ref.shape}"
         assert ref.dtype == torch.float64, f"ref is {ref.dtype}"
         assert torch.isfinite(ours).all(), "ours has non-finite logits"
@@ -154,7 +156,7 @@ class LogitRule:
         assert self.stock_errors[-1].mean() <= 0.1 * ref.abs().mean(), "ref computes something else than stock does"
 
     def means(self) -> tuple[float, float, int]:
-        """Mean error of ours and of stock, and the number of positions."""
+        """Return the mean errors of ours and of stock, and the number of positions."""
         errors, stock_errors = torch.cat(self.errors), torch.cat(self.stock_errors)
         return errors.mean().item(), stock_errors.mean().item(), len(errors)
 
@@ -182,12 +184,12 @@ def assert_same_tokens(
 
     Args:
         ours, stock: [batch, seq_len] token ids, prompts included.
-        model: the stock model if its weights are random: a row may part from stock's where the float64 margin
-            between the best two tokens is below twice stock's own error there. None: it may not.
+        model: the stock model if its weights are random: a row may part from stock's if the float64 margin of the best
+            two tokens is below twice stock's own error there. With None, no row may part.
         mask: [batch, prompt_len] attention mask of the prompts; None for no padding.
 
     Raises:
-        AssertionError: which row parts where, and by what margin.
+        AssertionError: the message says which row parts where, and by what margin.
     """
     if ours.shape == stock.shape and torch.equal(ours, stock):
         return
@@ -215,7 +217,7 @@ def assert_same_tokens(
 
 
 def assert_equal_generation(ours: PreTrainedModel, stock: PreTrainedModel, fast: bool | None = True, **options) -> None:
-    """Assert that greedy tokens of both are equal; ``fast`` says whether by our loop (None: either)."""
+    """Assert that greedy tokens of both are equal; ``fast`` says whether our loop makes them (None: either loop)."""
     inputs = left_padded(stock.device, 2)
     with counting(ours) as counts:
         found = ours.generate(**inputs, **(SHORT | options))
@@ -224,12 +226,12 @@ def assert_equal_generation(ours: PreTrainedModel, stock: PreTrainedModel, fast:
 
 
 def rng_state(device: torch.device) -> torch.Tensor:
-    """State of the generator that generate() draws from on ``device``."""
+    """Return the state of the generator that generate() draws from on ``device``."""
     return torch.cuda.get_rng_state(device) if device.type == "cuda" else torch.get_rng_state()
 
 
 def both(stock: PreTrainedModel, ours: PreTrainedModel, seed: int = 7, **kwargs) -> list:
-    """[ours, stock] of the same generate() call from the same seed; the generators must end alike."""
+    """Return [ours, stock] of the same generate() call from the same seed; the generators must end alike."""
     results, states = [], []
     for model in (ours, stock):
         torch.manual_seed(seed)

@@ -3,9 +3,9 @@
     python hf_fastpath/native/build.py cuda --cuda-arch 90a --flags=-DHF_FASTPATH_JITTER
     python tests/replays.py --replays 10000
 
-Sanitizers do not see races through device memory, nor kernels that start before the one in front is complete. A
-library built with ``HF_FASTPATH_JITTER`` holds warps up at random where they wait for each other, so that a wait that
-is missing shows. Not a pytest file: it takes minutes and wants that library.
+Sanitizers see neither races through device memory, nor kernels that start before the kernel in front is complete. A
+library built with ``HF_FASTPATH_JITTER`` delays warps at random where they wait for each other, so that a missing wait
+shows. The script is no pytest file: it takes minutes and needs that library.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ CONTEXT, STEPS = 100, 20
 def differing(
     device: torch.device, architecture: str, dtype: torch.dtype, batch: int, replays: int, weights: str | None = None
 ) -> int:
-    """How many of ``replays`` steps, taken ``STEPS`` at a time from one state, differ from the first pass."""
+    """Return how many of ``replays`` steps, taken ``STEPS`` at a time from one state, differ from the first pass."""
     from models import build, prompt
 
     import hf_fastpath
     from hf_fastpath.decode.plan import DecodePlan
 
-    # Sizes that the kernels for aligned weights and for layers of small models take; rows so long that several rows of
-    # x come in phases.
+    # The sizes are those that the kernels for aligned weights and for layers of small models take; rows are so long
+    # that several rows of x come in phases.
     if architecture == "gpt2":
         sizes = dict(n_embd=768, n_head=12, n_inner=3072)
     else:

@@ -3,7 +3,7 @@
     python tests/sanitize.py [cpu] [cuda]        # default: what this machine has
     python tests/sanitize.py cuda --ops packed_gemv gemv --tools racecheck
 
-Not a pytest file: the sanitizers have to be in the process from its start.
+This is no pytest file: the sanitizers have to be in the process from its start.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ import tempfile
 from pathlib import Path
 
 CUDA_TOOLS = ("memcheck", "racecheck", "synccheck")
-#: samples of each op and dtype under the slow tools, taken from all over the list
+#: number of samples of each op and dtype under the slow tools, taken from all over the list
 SLOW_TOOLS_SAMPLES = 6
-#: what TSan cannot know: libgomp hands our closure from thread to thread
+#: TSan cannot know that libgomp passes our closure from thread to thread
 TSAN_SUPPRESSIONS = "race_top:torch::stable::parallel_for\nrace_top:_ZZN5torch6stable12parallel_for\n"
 
 
 def run_samples(device: str, library: str | None, most: int | None, only: list[str] | None) -> None:
-    """Call every op, or those named, on its samples; ``library`` is loaded instead of the installed one."""
+    """Call every op, or the named ones, on its samples; ``library`` is loaded instead of the installed one."""
     import torch
 
     from hf_fastpath import registry
@@ -68,7 +68,7 @@ def sanitize_cpu() -> int:
 
 
 def sanitize_threads() -> int:
-    """TSan: data races between the threads of an op. It sees our code alone, and no addresses may be random."""
+    """TSan finds data races between threads of an op, sees only our code, and needs addresses that are not random."""
     from hf_fastpath.native import build
 
     with tempfile.TemporaryDirectory() as folder:
@@ -84,7 +84,7 @@ def sanitize_threads() -> int:
 
 
 def sanitize_memory() -> int:
-    """ASan and UBSan: accesses outside of memory, and what C++ does not define."""
+    """ASan and UBSan find accesses outside of memory, and behavior that C++ does not define."""
     from hf_fastpath.native import build
 
     with tempfile.TemporaryDirectory() as folder:
@@ -106,7 +106,7 @@ def sanitize_cuda(only: list[str] | None, tools: list[str]) -> int:
     chosen = [] if only is None else ["--ops", *only]
     for tool in tools:
         print(f"compute-sanitizer {tool}")
-        # Our kernels alone: samples are quantized by thousands of PyTorch's, which would take minutes.
+        # Only our kernels are checked: thousands of PyTorch's kernels quantize samples, and would take minutes.
         command = ["compute-sanitizer", "--tool", tool, "--kernel-name", "kernel_substring=hf_fastpath"]
         command += ["--error-exitcode", "9"]
         status |= subprocess.run([*command, *child("cuda", "--most", str(SLOW_TOOLS_SAMPLES), *chosen)]).returncode

@@ -1,4 +1,4 @@
-"""Stand-ins for g++ and nvcc that take no time, and write down what they were asked."""
+"""Stand-ins for g++ and nvcc that take no time, and write down their arguments."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ exit {status}
 
 
 def stub(folder: Path, content: str = "object", status: int = 0, name: str = "c++", script: str = "") -> Path:
-    """A compiler that writes down its arguments, runs ``script`` and makes a file."""
+    """Make a compiler that writes down its arguments, runs ``script`` and makes a file."""
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / name
     path.write_text(CXX.format(log=folder / "log", content=content, status=status, script=script))
@@ -29,7 +29,7 @@ def stub(folder: Path, content: str = "object", status: int = 0, name: str = "c+
 
 
 def compiled(compiler: Path) -> list[str]:
-    """The sources that a stub was asked to compile since the last call, in order."""
+    """Return the sources that a stub was asked to compile since the last call, in order."""
     log = compiler.parent / "log"
     calls = log.read_text().splitlines() if log.is_file() else []
     log.unlink(missing_ok=True)

@@ -1,4 +1,4 @@
-"""What the benchmarks compare with, as far as it can be wrong without being noticed."""
+"""The benchmarks' comparisons, as far as they could be wrong without being noticed."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ import gguf  # noqa: E402
 
 
 class Reader:
-    """Enough of the GGUF format, by its specification, to read a file back."""
+    """A reader of the GGUF format, by its specification, that can read enough of a file."""
 
     def __init__(self, data: bytes):
         self.data, self.at = data, 0
@@ -90,7 +90,7 @@ def test_gguf_file_has_the_models_sizes(tied, kind):
 
 @pytest.mark.parametrize(("kind", "bits"), (("q4_0", 4), ("q8_0", 8)))
 def test_gguf_blocks_hold_the_weights(kind, bits):
-    """32 weights behind their scale; of four bits the first sixteen low, the others high."""
+    """A block has 32 weights behind their scale; of four bits the first sixteen are low, the others high."""
     values = torch.randn(4, 64)
     blocks = gguf.TENSOR_TYPES[kind].encode(values)
     assert blocks.nbytes == gguf.TENSOR_TYPES[kind].nbytes(values.numel()) == 8 * (2 + 32 * bits // 8)
@@ -224,7 +224,7 @@ def test_prompts_are_read_by_every_model(monkeypatch, capsys):
     read, real = [], prompts.read
     monkeypatch.setattr(prompts, "read", lambda *a: read.append(a[2].tokens.shape[1]) or real(*a))
     bench_packed_gemm.main("--whole --device cpu --dtype fp32 --formats int8 --rows 17 20 --rounds 3".split())
-    assert sorted(read) == [17] * 10 + [20] * 10  # two models, two untimed rounds and three others
+    assert sorted(read) == [17] * 10 + [20] * 10  # there are two models, two untimed rounds and three others
     assert capsys.readouterr().out.count(" rows, us: linear ") == 2
 
 
@@ -235,5 +235,5 @@ def test_every_way_over_pages_is_timed(monkeypatch, tmp_path, capsys):
     lines = [line for line in capsys.readouterr().out.splitlines() if line.endswith("pages")]
     assert len(lines) == 10 and sum("pages of 16" in line for line in lines) == 5
     (shared,) = [line for line in lines if line.startswith("8 sequences") and "pages of" in line]
-    assert shared.split()[-4:] == ["10", "of", "24", "pages"]  # 40 positions, and of 8 sequences the page they end in
+    assert shared.split()[-4:] == ["10", "of", "24", "pages"]  # 40 positions, and the last page of each of 8 sequences
     assert len((tmp_path / "pages.csv").read_text().splitlines()) == 11

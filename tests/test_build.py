@@ -26,7 +26,7 @@ ROOT = Path(__file__).resolve().parent.parent
 
 @pytest.fixture(autouse=True)
 def cache(monkeypatch, tmp_path) -> Path:
-    """A build cache of the test's own."""
+    """Make a build cache for the test."""
     for name in ("HF_FASTPATH_TARGETS", "HF_FASTPATH_CUDA_ARCHS", "MAX_JOBS"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("HF_FASTPATH_CACHE", str(tmp_path / "cache"))
@@ -35,7 +35,7 @@ def cache(monkeypatch, tmp_path) -> Path:
 
 @pytest.fixture
 def compiler(monkeypatch, tmp_path):
-    """The stub as the C++ compiler, and no nvcc."""
+    """Use the stub as the C++ compiler, and no nvcc."""
     path = stub(tmp_path / "bin")
     monkeypatch.setenv("CXX", str(path))
     monkeypatch.setattr(toolchain, "find_nvcc", lambda: None)
@@ -120,7 +120,7 @@ def test_unknown_target_is_named(tmp_path):
 
 
 def test_interrupted_build_is_never_taken_for_a_library(compiler, monkeypatch, tmp_path):
-    """Whichever file is written last may be missing, over nothing and over an older library."""
+    """Whichever file is written last may be missing, in an empty folder or over an older library."""
     out = tmp_path / "out"
     real = build_cache.replace
     for older in (False, True):
@@ -237,7 +237,7 @@ def test_ptxas_report_is_parsed(tmp_path):
 
 
 def test_ptxas_report_names_new_spills_once(tmp_path):
-    """A spill is new when the table that was there does not have it; the written table does."""
+    """A spill is new if the table that was there does not have it; the table that is written has it."""
     (tmp_path / "gemv_gemv.cu.o.ptxas").write_text(PTXAS)
     table = tmp_path / "report.csv"
     lines = ptxas_report.write_ptxas_report(tmp_path, table)
@@ -264,7 +264,7 @@ def test_command_line_reports_errors(compiler, capsys, tmp_path):
 
 @pytest.fixture
 def tree(tmp_path):
-    """A copy of what a wheel is made from, without libraries."""
+    """Copy what a wheel is made from, without libraries."""
     made = tmp_path / "tree"
     for folder in ("hf_fastpath", "patches", "csrc"):
         shutil.copytree(ROOT / folder, made / folder, ignore=shutil.ignore_patterns("lib", "__pycache__"))
@@ -275,14 +275,14 @@ def tree(tmp_path):
 
 @pytest.fixture
 def compilers(tmp_path):
-    """Environment with stubs for g++ and nvcc that asks for both libraries."""
+    """Return an environment with stubs for g++ and nvcc that asks for both libraries."""
     stub(tmp_path / "cuda" / "bin", name="nvcc")
     wanted = {"HF_FASTPATH_TARGETS": "cpu cuda", "HF_FASTPATH_CUDA_ARCHS": "all"}
     return {"CXX": str(stub(tmp_path / "bin")), "CUDA_HOME": str(tmp_path / "cuda")} | wanted
 
 
 def run_setup(tree: Path, **environment: str) -> subprocess.CompletedProcess:
-    """``setup.py bdist_wheel`` in ``tree``, as pip runs it."""
+    """Run ``setup.py bdist_wheel`` in ``tree``, as pip does."""
     names = ("HF_FASTPATH_CACHE", "HOME", "LD_LIBRARY_PATH", "PATH")
     inherited = {name: os.environ[name] for name in names if name in os.environ}
     command = [sys.executable, "setup.py", "-q", "bdist_wheel", "-d", "dist"]
@@ -290,7 +290,7 @@ def run_setup(tree: Path, **environment: str) -> subprocess.CompletedProcess:
 
 
 def wheel(tree: Path, **environment: str) -> tuple[str, dict[str, bytes], str]:
-    """Tags of the wheel that ``tree`` makes, its files without the metadata, and what was printed."""
+    """Return the tags of the wheel that ``tree`` makes, its files without the metadata, and what was printed."""
     shutil.rmtree(tree / "dist", ignore_errors=True)
     result = run_setup(tree, **environment)
     assert result.returncode == 0, result.stderr
@@ -301,7 +301,7 @@ def wheel(tree: Path, **environment: str) -> tuple[str, dict[str, bytes], str]:
 
 
 def packaged(tree: Path) -> set[str]:
-    """What a wheel of ``tree`` holds whatever compilers there are."""
+    """Return what a wheel of ``tree`` holds whatever compilers there are."""
     found = {path.relative_to(tree).as_posix() for path in (tree / "hf_fastpath").rglob("*.py")}
     found.add("hf_fastpath/py.typed")
     for pattern in ("patches/*.py", "csrc/*/*.*"):
@@ -316,7 +316,7 @@ def test_wheel_without_compilers_is_for_any_platform(tree):
 
 
 def test_wheel_holds_the_libraries_and_nothing_that_is_gone(tree, compilers):
-    """Made twice in one tree: a source and an architecture removed in between are not in the second wheel."""
+    """Two wheels are made in one tree: a source and an architecture removed in between are not in the second wheel."""
     removed = [tree / "csrc" / "gemv" / "old_cpu.cpp", tree / "patches" / "old.py"]
     for path in removed:
         path.write_text("")
@@ -330,7 +330,7 @@ def test_wheel_holds_the_libraries_and_nothing_that_is_gone(tree, compilers):
 
 
 def test_wheel_holds_the_architectures_that_were_asked_for(tree, compilers, monkeypatch):
-    """A library that lies in the tree is taken as it is, unless it lacks one of them."""
+    """A library that lies in the tree is taken as it is, unless it lacks one of the architectures."""
     for name, value in compilers.items():
         monkeypatch.setenv(name, value)
     build.build("cuda", tree / "hf_fastpath" / "lib", ["80", "90a"], None)
@@ -347,7 +347,7 @@ def test_architectures_that_are_no_architectures_are_named(tree):
 
 
 def test_source_archive_holds_what_a_clone_holds(tree, tmp_path):
-    """Tests, documentation, examples and benchmarks: what `make test` needs."""
+    """The archive has tests, documentation, examples and benchmarks, which `make test` needs."""
     for folder in (".ci", "benchmarks", "docs", "examples", "tests"):
         shutil.copytree(ROOT / folder, tree / folder, ignore=shutil.ignore_patterns("__pycache__"))
     for path in ROOT.iterdir():
@@ -367,7 +367,7 @@ def test_source_archive_holds_what_a_clone_holds(tree, tmp_path):
 
 
 def test_links_of_the_long_description_are_absolute(tree):
-    """It is shown where no file of the project is beside it."""
+    """The description is shown where no file of the project is beside it."""
     result = subprocess.run(
         [sys.executable, "setup.py", "--long-description"], cwd=tree, capture_output=True, text=True
     )
@@ -407,7 +407,7 @@ def test_compile_check_knows_the_oldest_torch_and_sees_what_a_header_lacks(monke
 
 
 def versions(library: Path) -> set[tuple[str, tuple[int, ...]]]:
-    """What a library asks of the C and C++ libraries."""
+    """Return the versions of the C and C++ libraries that a library needs."""
     said = subprocess.run(["objdump", "-T", str(library)], capture_output=True, text=True, check=True).stdout
     found = re.findall(r"\*UND\*.*?\((GLIBC|GLIBCXX)_([\d.]+)\)", said)
     return {(name, tuple(map(int, version.split(".")))) for name, version in found}

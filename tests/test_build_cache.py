@@ -1,4 +1,4 @@
-"""The build cache: a broken-off build goes on, whoever may write what, locks, logs, and what is removed."""
+"""The build cache: a broken-off build goes on; who may write what; locks; logs; what is removed."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ ROOT = Path(__file__).resolve().parent.parent
 
 @pytest.fixture(autouse=True)
 def cache(monkeypatch, tmp_path) -> Path:
-    """A build cache of the test's own."""
+    """Make a build cache for the test."""
     monkeypatch.setenv("HF_FASTPATH_CACHE", str(tmp_path / "cache"))
     return tmp_path / "cache"
 
 
 @pytest.fixture
 def few(monkeypatch, tmp_path) -> Path:
-    """Three sources with a header each, one of which they share, in a folder with a space in its name."""
+    """Make three sources with a header each and one shared header, in a folder with a space in its name."""
     csrc = tmp_path / "some sources" / "csrc"
     for name in ("common", "a", "b"):
         (csrc / name).mkdir(parents=True)
@@ -58,7 +58,7 @@ def names(paths: list[str]) -> list[str]:
 
 
 def test_a_build_that_was_broken_off_goes_on_where_it_was(few, monkeypatch, tmp_path):
-    """The compiler fails at one file; once that is cured, only that file and those behind it are compiled."""
+    """The compiler fails at one file; once that is cured, only that file and those after it are compiled."""
     broken = tmp_path / "broken"
     broken.touch()
     script = f'case "$*" in *b_cpu.cpp*) if [ -e "{broken}" ]; then echo "b_cpu.cpp:7:1: error: no"; exit 1; fi;; esac'
@@ -91,7 +91,7 @@ build.build("cpu", Path(sys.argv[2]), progress=None)
 
 @pytest.mark.parametrize("number", (signal.SIGINT, signal.SIGKILL), ids=("interrupt", "kill"))
 def test_an_interrupted_build_goes_on_where_it_was(number, few, tmp_path):
-    """Ctrl-C ends the compilers as well; whatever ends the build, no object is left that is not whole."""
+    """Ctrl-C ends the compilers as well; whatever ends the build, no broken object is left."""
     script = f'case "$*" in *b_cpu.cpp*) if [ -n "$PID" ]; then kill -{int(number)} $PID; sleep 60; fi;; esac'
     compiler = stub(tmp_path / "bin", script=script)
     environment = os.environ | {"CXX": str(compiler), "MAX_JOBS": "1", "HF_FASTPATH_NATIVE": "0"}
@@ -114,7 +114,7 @@ def test_an_interrupted_build_goes_on_where_it_was(number, few, tmp_path):
 
 
 def test_objects_follow_what_they_are_made_of(few, compiler, monkeypatch, tmp_path):
-    """What is compiled anew after a change of a source, its header, a shared one, flags, the compiler, torch."""
+    """A source, its header, a shared header, flags, the compiler and torch change; the test sees what is compiled."""
 
     def build_now(**options) -> list[str]:
         build.build("cpu", tmp_path / "out", progress=None, **options)
@@ -154,7 +154,7 @@ def test_included_files_are_those_that_the_compiler_reads(name):
 
 
 def test_objects_that_do_not_link_are_made_anew(few, monkeypatch, tmp_path):
-    """Such as those of a machine that fell before they were on its disk."""
+    """A machine may have crashed before the objects were on its disk."""
     broken = tmp_path / "broken"
     script = f'case "$*" in *-shared*) if [ -e "{broken}" ]; then rm "{broken}"; exit 1; fi;; esac'
     compiler = stub(tmp_path / "bin", script=script)
@@ -211,7 +211,7 @@ def test_where_the_cache_is(monkeypatch, tmp_path):
 
 @pytest.mark.parametrize("place", ("/proc/hf_fastpath", "a file/cache"))
 def test_a_cache_that_cannot_be_made_is_named(place, few, compiler, monkeypatch, tmp_path):
-    """A build for elsewhere does without one."""
+    """A build for another folder does without a cache."""
     (tmp_path / "a file").touch()
     monkeypatch.setenv("HF_FASTPATH_CACHE", str(tmp_path / place))
     with pytest.raises(build.BuildError, match="build cache .* cannot be made .*set HF_FASTPATH_CACHE"):
@@ -221,7 +221,7 @@ def test_a_cache_that_cannot_be_made_is_named(place, few, compiler, monkeypatch,
 
 
 def test_a_read_only_cache_is_named(cache, monkeypatch):
-    monkeypatch.setattr(os, "access", lambda path, mode: False)  # root may write everywhere
+    monkeypatch.setattr(os, "access", lambda path, mode: False)  # because root may write everywhere
     with pytest.raises(build.BuildError, match="cannot be written: set HF_FASTPATH_CACHE"):
         with build.locked(cache / "key"):
             pass
@@ -375,7 +375,7 @@ class Terminal(io.StringIO):
 
 @pytest.mark.parametrize("quiet", (False, True))
 def test_a_bar_counts_files_on_a_terminal(quiet, few, monkeypatch, tmp_path):
-    """The bar comes once a build takes long; here at once."""
+    """The bar comes once a build takes long; in this test it comes at once."""
     monkeypatch.setenv("CXX", str(stub(tmp_path / "bin", script="sleep 0.3")))
     monkeypatch.setenv("MAX_JOBS", "1")
     stream = Terminal()

@@ -1,4 +1,4 @@
-"""The pages: generated parts are up to date, what they tell to run does run, and links lead somewhere."""
+"""The pages: generated parts are up to date, commands run, and links lead somewhere."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ ROOT = Path(__file__).resolve().parent.parent
 DOCS, README = ROOT / "docs", ROOT / "README.md"
 _spec = importlib.util.spec_from_file_location("make_pages", DOCS / "make_pages.py")
 make_pages = importlib.util.module_from_spec(_spec)
-sys.modules[_spec.name] = make_pages  # where dataclasses look for their module
+sys.modules[_spec.name] = make_pages  # dataclasses look for their module here
 _spec.loader.exec_module(make_pages)
 
 
@@ -64,7 +64,7 @@ def test_work_without_a_row_is_named(monkeypatch):
 
 
 def test_a_line_is_ours_last_row_beside_others_of_its_commit(tmp_path, monkeypatch):
-    """Else beside the fastest row of the other, with a mark."""
+    """Without a row of that commit, ours stands beside the fastest row of the other engine, with a mark."""
     columns = "date,device,commit,model,dtype,context,batch,engine,decode_tok_s,percent_of_r,r_gb_s,torch,transformers"
     rows = (
         "2026-01-02,card,b,M,fp16,8,1,ours,40,80.0,1000,2,5",
@@ -83,7 +83,7 @@ def test_a_line_is_ours_last_row_beside_others_of_its_commit(tmp_path, monkeypat
     assert line == "| decode | M | fp16 | 8 | 1 | 10.0 | 30.0† static | **40.0** | 4.00 | 80.0 | card, b |"
 
 
-#: comment in the header of a kernel's folder
+#: the comment in the header of a kernel's folder
 LAB_LINK = re.compile(r"^// Experiments: docs/lab/(\S+)$", flags=re.M)
 
 # ---- what the pages tell to run ---------------------------------------------------------------------------
@@ -94,7 +94,7 @@ def blocks(page: Path, language: str) -> list[str]:
 
 
 def test_readme_code_runs(monkeypatch, capsys):
-    """All of it, one block after the other, as somebody would who is in a clone."""
+    """All blocks run one after the other, as they would for somebody in a clone."""
     require_native(CPU)
     monkeypatch.chdir(ROOT)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
@@ -106,7 +106,7 @@ def test_readme_code_runs(monkeypatch, capsys):
     assert "decode loop: fast" in printed and names["result"].ok and "import os" in printed
 
 
-#: how a command starts that is not run here -> why
+#: start of a command that is not run here -> why
 NOT_RUN = {
     "pip install": "changes the environment",
     "make demo": "sets an environment up; a test of its own, in effect: it is the example demo.py",
@@ -115,12 +115,12 @@ NOT_RUN = {
 
 
 def commands(page: Path) -> list[list[str]]:
-    """Commands of a page that run here, as words."""
+    """Return the commands of a page that run here, as words."""
     lines = [line for block in blocks(page, "bash") for line in block.splitlines() if line.strip()]
     return [shlex.split(line, comments=True) for line in lines if not line.startswith(tuple(NOT_RUN))]
 
 
-#: lab pages lie in a folder of their own: their commands, like those of performance.md, need machines and time
+#: lab pages are in a folder of their own: their commands, like those of performance.md, need machines and time
 ALL_PAGES = (README, *sorted(DOCS.rglob("*.md")))
 COMMANDS = dict.fromkeys(
     " ".join(words)
@@ -164,7 +164,7 @@ def test_site_has_every_page():
 
 
 def test_lab_pages_are_listed_and_linked():
-    """The index has each page, and a kernel's header that names a page names one that there is."""
+    """The index has each page, and a kernel's header names only pages that exist."""
     pages = {path.name for path in (DOCS / "lab").glob("*.md")} - {"index.md"}
     assert set(re.findall(r"\]\(([a-z_]+\.md)\)", (DOCS / "lab" / "index.md").read_text())) == pages
     named = {name for path in (ROOT / "csrc").rglob("*.h") for name in LAB_LINK.findall(path.read_text())}
@@ -194,7 +194,7 @@ def texts(picture: str) -> list[str]:
 
 @pytest.mark.parametrize("path", sorted((DOCS / "plots").glob("*.svg")), ids=lambda path: path.stem)
 def test_pictures_fit_a_page(path):
-    """900 pixels, of which one is three quarters of a point."""
+    """A page has 900 pixels, and a pixel is three quarters of a point."""
     (width,) = re.findall(r'<svg[^>]* width="([\d.]+)pt"', path.read_text())
     assert float(width) / 0.75 <= 900
 
@@ -235,7 +235,7 @@ def test_picture_needs_its_rows(plot, tmp_path):
 
 
 def test_labels_do_not_overlap(plot, tmp_path, monkeypatch):
-    """No two texts of a picture of bars share a point, and all lie inside."""
+    """In a picture of bars, no two texts share a point, and all texts lie inside."""
     figures = []
     monkeypatch.setattr(plot, "_save", lambda figure, path, bbox=None: figures.append(figure) or path)
     plot.plot_speed(ROOT / "benchmarks" / "data", tmp_path / "speed.svg")

@@ -1,4 +1,4 @@
-"""The examples that people copy, each on the small model and a CPU."""
+"""The examples, which people copy, each on the small model and a CPU."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ EXAMPLES = TINY_PYTHON.parent
 
 
 def example(name: str):
-    """``examples/<name>.py``, anew."""
+    """Load ``examples/<name>.py`` anew."""
     found = importlib.util.spec_from_file_location(f"example_{name}", EXAMPLES / f"{name}.py")
     module = importlib.util.module_from_spec(found)
-    sys.modules[found.name] = module  # pydantic looks annotations up there
+    sys.modules[found.name] = module  # pydantic looks annotations up here
     found.loader.exec_module(module)
     return module
 
@@ -32,7 +32,7 @@ def trained() -> torch.nn.Module:
 
 
 def stock_answer(text: str, count: int) -> str:
-    """What the model as it is makes of ``text``."""
+    """Return what the unpatched model makes of ``text``."""
     inputs = tokenizer()(text, return_tensors="pt")
     ids = trained().generate(**inputs, max_new_tokens=count, do_sample=False)
     return tokenizer().decode(ids[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
@@ -40,7 +40,7 @@ def stock_answer(text: str, count: int) -> str:
 
 @pytest.fixture
 def fast_counts():
-    """How many tokens a model made fast and how many not."""
+    """Count how many tokens a model made fast and how many not."""
     require_native(CPU)
 
     def counts(model) -> tuple[int, int]:
@@ -64,7 +64,7 @@ def test_chat_streams_and_keeps_its_cache(fast_counts, capsys):
 
 
 def test_chat_begins_anew_where_a_template_writes_turns_anew(fast_counts):
-    """One that leaves out what an answer began with, as templates do with thoughts."""
+    """The template leaves out what an answer began with, as templates do with thoughts."""
     model, words = hf_fastpath.patch(trained(), quiet=True), copy.deepcopy(tokenizer())
     words.chat_template = "{% for m in messages %}{{ m.content if m.role == 'user' else m.content[3:] }}\n{% endfor %}"
     chat = example("chat").Chat(model, words)
@@ -109,7 +109,7 @@ def test_server_refuses(client, wrong):
 
 
 def test_server_passes_faults_on_and_goes_on(fast_counts, monkeypatch):
-    """A fault in generate() is that request's, and the next one has its turn."""
+    """An error in generate() belongs to its request, and the next request has its turn."""
     pytest.importorskip("httpx", reason="httpx is not installed")
     testclient = pytest.importorskip("fastapi.testclient", reason="FastAPI is not installed")
     model = hf_fastpath.patch(trained(), quiet=True)
@@ -136,7 +136,7 @@ def test_server_stops_when_its_reader_is_gone(fast_counts, monkeypatch):
 
 
 def test_transformers_serve_patches_what_it_loads(fast_counts, tmp_path, monkeypatch):
-    """The script is the command, with its arguments; its server is asked as a client would."""
+    """The script is the command, with its arguments; the test asks its server as a client would."""
     for package in ("fastapi", "uvicorn", "openai", "pydantic", "httpx"):
         pytest.importorskip(package, reason=f"{package} is not installed")
     import uvicorn
@@ -144,11 +144,11 @@ def test_transformers_serve_patches_what_it_loads(fast_counts, tmp_path, monkeyp
     from transformers.cli.serving import model_manager
 
     trained().save_pretrained(tmp_path)
-    words = copy.deepcopy(tokenizer())  # which all tests share
+    words = copy.deepcopy(tokenizer())  # all tests share the original
     words.chat_template = "{% for m in messages %}{{ m.content }}{% endfor %}"
     words.save_pretrained(tmp_path)
     module, servers = example("transformers_serve"), []
-    monkeypatch.setattr(model_manager, "ModelManager", model_manager.ModelManager)  # put back at the end
+    monkeypatch.setattr(model_manager, "ModelManager", model_manager.ModelManager)  # so that it is put back at the end
     monkeypatch.setattr(uvicorn.Server, "run", lambda server: servers.append(server))
     monkeypatch.setattr(sys, "argv", ["transformers_serve.py", str(tmp_path), "--device", "cpu", "--port", "8123"])
     with pytest.raises(SystemExit) as ended:
@@ -187,7 +187,7 @@ def test_grpo_trains_a_patched_model(fast_counts, tmp_path):
 
 
 def test_notebook_runs(fast_counts, monkeypatch, capsys):
-    """Its cells one after the other, where they are run: in ``examples``."""
+    """Its cells run one after the other in ``examples``, as users run them."""
     text = (EXAMPLES / "first_steps.ipynb").read_text()
     notebook = json.loads(text, object_hook=lambda found: SimpleNamespace(**found))
     monkeypatch.chdir(EXAMPLES)
@@ -205,7 +205,7 @@ def test_notebook_is_valid():
 
 
 def test_profile_gelu_times_the_operators_themselves(device, monkeypatch, capsys):
-    """However noisy a forward is, GELU takes time, and ours is one kernel a layer."""
+    """However noisy a forward is, GELU takes time, and ours is one kernel for each layer."""
     require_native(device)
     gelu, layers = example("profile_gelu"), 3
     small = GPT2Config(n_layer=layers, n_embd=64, n_head=2, vocab_size=100, bos_token_id=None, eos_token_id=None)

@@ -1,4 +1,4 @@
-"""No module of the package leads back to itself by its imports, those inside of functions and of TYPE_CHECKING too."""
+"""No module of the package leads back to itself by its imports, also not inside functions or under TYPE_CHECKING."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-#: cycles that there are, each as the sorted names of its modules; there is none, and there should be none
+#: known cycles, each as the sorted names of its modules; there is none, and there should be none
 KNOWN: set[tuple[str, ...]] = set()
-#: folder of the package -> what it must not import, inside of functions neither
+#: folder of the package -> what it must not import, also not inside functions
 FORBIDDEN = {
     "ops": ("cache", "decode", "patching"),
     "native": ("cache", "decode", "ops", "patching", "check", "bench", "cli"),
@@ -21,14 +21,14 @@ FORBIDDEN = {
 
 
 def modules() -> dict[str, Path]:
-    """Name of each module -> its file; packages have the name of their folder."""
+    """Return the name of each module -> its file; packages have the name of their folder."""
     files = {path.relative_to(ROOT): path for path in (ROOT / "hf_fastpath").rglob("*.py")}
     files |= {Path("hf_fastpath", path.relative_to(ROOT)): path for path in (ROOT / "patches").rglob("*.py")}
     return {".".join(name.with_suffix("").parts).removesuffix(".__init__"): path for name, path in files.items()}
 
 
 def imported(name: str, files: dict[str, Path]) -> Iterator[str]:
-    """The modules that a module names in its imports; that their packages' ``__init__`` run, too, is left out."""
+    """Yield the modules that a module names in its imports, without the ``__init__`` of their packages."""
     package = name.split(".") if files[name].name == "__init__.py" else name.split(".")[:-1]
     for node in ast.walk(ast.parse(files[name].read_text())):
         if isinstance(node, ast.Import):
@@ -43,14 +43,14 @@ def imported(name: str, files: dict[str, Path]) -> Iterator[str]:
 
 
 def cycles(graph: dict[str, set[str]]) -> set[tuple[str, ...]]:
-    """The sets of modules that lead to each other."""
+    """Return the sets of modules that lead to each other."""
     reached = {name: _reached(name, graph) for name in graph}
     found = (tuple(sorted(o for o in reached[name] if name in reached[o])) for name in graph if name in reached[name])
     return set(found)
 
 
 def _reached(name: str, graph: dict[str, set[str]]) -> set[str]:
-    """All modules that are on ways from one; itself, if a way leads back."""
+    """Return all modules on the paths from one module, and that module itself if a path leads back."""
     found: set[str] = set()
     waiting = list(graph[name])
     while waiting:

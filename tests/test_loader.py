@@ -52,7 +52,7 @@ print(json.dumps({"warnings": seen, "strict": strict, "op": out.sum().item(),
 
 
 def test_without_native_library_everything_is_right(tmp_path):
-    """HF_FASTPATH_NATIVE=0: patch() warns, tokens are stock's, the report says why, strict raises."""
+    """With HF_FASTPATH_NATIVE=0 patch() warns, tokens are stock's, the report says why, and strict raises."""
     tests = str(Path(__file__).resolve().parent)
     environment = {**os.environ, "HF_FASTPATH_NATIVE": "0"}
     command = [sys.executable, "-c", SCRIPT, tests]
@@ -72,7 +72,7 @@ def test_without_native_library_everything_is_right(tmp_path):
 
 @pytest.fixture
 def fresh(monkeypatch, tmp_path):
-    """A loader that has found nothing yet, over an empty package folder and an empty cache, with fakes."""
+    """Make a loader that has found nothing yet, over an empty package folder and an empty cache, with fakes."""
     monkeypatch.delenv("HF_FASTPATH_BUILD", raising=False)
     monkeypatch.delenv("HF_FASTPATH_NATIVE", raising=False)
     for name in ("HF_FASTPATH_TARGETS", "HF_FASTPATH_CUDA_ARCHS"):
@@ -90,7 +90,7 @@ def fresh(monkeypatch, tmp_path):
 
 
 class Fakes:
-    """Stand-ins for the compiler and for dlopen, which write down what they were asked."""
+    """Stand-ins for the compiler and for dlopen, which write down their arguments."""
 
     def __init__(self):
         self.built, self.loaded, self.broken = [], [], False
@@ -108,7 +108,7 @@ class Fakes:
 
 
 def put_library(folder: Path, sources: str, target: str = "cpu", archs: Sequence[str] = ()) -> Path:
-    """A library of a kind: two files as build() leaves them."""
+    """Put a library in place: two files as build() leaves them."""
     folder.mkdir(mode=0o755, parents=True, exist_ok=True)
     path = folder / build.library_name(target)
     path.write_bytes(b"not really")
@@ -138,7 +138,7 @@ def test_import_takes_the_prebuilt_library_and_never_builds(fresh, tmp_path):
 
 
 def test_stale_library_is_ignored(fresh, tmp_path):
-    """Made from other sources than those at hand: not loaded, built anew."""
+    """A library made from other sources than those at hand is not loaded but built anew."""
     put_library(tmp_path / "lib", "0123456789abcdef")
     loader.load_existing()
     assert not fresh.loaded and "up-to-date" in loader.status()["cpu"].detail
@@ -171,7 +171,7 @@ def test_never_builds_when_told_so(fresh, monkeypatch, tmp_path):
 
 
 def test_force_builds_over_what_is_there(fresh, monkeypatch, tmp_path):
-    """Also over the prebuilt library that the import would have taken."""
+    """This holds for the prebuilt library that the import would have taken as well."""
     monkeypatch.setenv("HF_FASTPATH_BUILD", "force")
     put_library(tmp_path / "lib", build.sources_hash("cpu"))
     put_library(tmp_path / "cache" / "key", build.sources_hash("cpu"))
@@ -208,7 +208,7 @@ def test_unknown_device_stays_on_the_reference(fresh):
 
 
 def test_two_threads_build_once(fresh, monkeypatch):
-    """The second waits for the lock, then takes what the first has built."""
+    """The second thread waits for the lock, then takes what the first has built."""
     started, go = threading.Event(), threading.Event()
 
     def slow(*args, **kwargs):
@@ -229,7 +229,7 @@ def test_two_threads_build_once(fresh, monkeypatch):
 
 @pytest.fixture
 def gpu(monkeypatch):
-    """Makes torch believe in one GPU of a compute capability."""
+    """Make torch believe in one GPU of a compute capability."""
 
     def pretend(*capability: int) -> None:
         monkeypatch.setattr(loader.torch.backends.cuda, "is_built", lambda: True)
@@ -255,7 +255,7 @@ GPUS = (
 
 @pytest.mark.parametrize(("archs", "capability", "serves"), GPUS)
 def test_prebuilt_library_for_another_gpu_serves_nothing(archs, capability, serves, fresh, gpu, tmp_path):
-    """It is loaded at import, which does not look at the GPU; patch() does, says why and how to get another."""
+    """The import loads it without looking at the GPU; patch() looks, says why, and how to get another library."""
     gpu(*capability)
     path = put_library(tmp_path / "lib", build.sources_hash("cuda"), "cuda", archs)
     loader.load_existing()
@@ -280,7 +280,7 @@ def test_force_builds_for_the_gpu_at_hand(fresh, gpu, monkeypatch, tmp_path):
 
 @pytest.mark.parametrize("content", (b"not real", b"not reallx", b""), ids=("truncated", "changed", "empty"))
 def test_a_damaged_library_of_the_cache_is_built_anew(content, fresh, tmp_path):
-    """Loading one that is truncated would end the process."""
+    """Loading a truncated library would end the process."""
     path = put_library(tmp_path / "cache" / "key", build.sources_hash("cpu"))
     path.write_bytes(content)
     status = loader.ensure("cpu", None)
@@ -297,7 +297,7 @@ def test_a_damaged_prebuilt_library_is_named_and_replaced(content, fresh, tmp_pa
 
 
 def test_a_truncated_library_is_no_crash(tmp_path):
-    """The real thing, in a process of its own: a copy of the library, cut off."""
+    """A copy of the real library is cut off, and loaded in a separate process."""
     code = (
         "import sys; from pathlib import Path; from hf_fastpath.native import build, loader; "
         "print(loader._load('cpu', 'cache', Path(sys.argv[1])), loader.status()['cpu'].detail)"
@@ -350,7 +350,7 @@ def test_a_broken_description_is_no_exception(text, fresh, tmp_path):
 
 
 def test_a_cache_that_cannot_be_used_is_a_reason(fresh, monkeypatch):
-    """Also one without a place: HOME is unset, and nobody knows the user."""
+    """This holds as well for a cache without a place: HOME is unset, and nobody knows the user."""
     monkeypatch.setenv("HF_FASTPATH_CACHE", "/proc/nowhere")
     monkeypatch.setattr(build, "cache_dir", lambda target, archs=(): build_cache.root() / "key")
     assert "build cache /proc/nowhere/key cannot be made" in loader.ensure("cpu", None).detail
@@ -405,7 +405,7 @@ def test_only_targets_that_are_asked_for_are_built(value, built, fresh, monkeypa
 
 
 def test_no_cuda_build_without_a_gpu(fresh, monkeypatch):
-    """`info` on a machine with nvcc and a CUDA torch, and no GPU: nothing is compiled for six architectures."""
+    """`info` runs on a machine with nvcc and a CUDA torch, and no GPU: nothing is compiled for six architectures."""
     monkeypatch.setattr(loader.torch.backends.cuda, "is_built", lambda: True)
     monkeypatch.setattr(loader.torch.cuda, "is_available", lambda: False)
     status = loader.ensure("cuda", None)

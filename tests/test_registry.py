@@ -66,7 +66,7 @@ def test_function_of_unknown_arguments_is_refused(name):
 
 
 def test_functions_get_the_arguments_they_name():
-    """By name, whatever their order, and the reference's defaults for what a call leaves out."""
+    """Arguments go by name, whatever their order, and defaults of the reference fill in what a call leaves out."""
     spec = dataclasses.replace(registry.get("gemv"), bytes=lambda transposed, norm_eps, x: (transposed, norm_eps, x))
     assert spec.bytes("x", "weight", norm_eps=1.0) == (False, 1.0, "x")
     with pytest.raises(TypeError, match=r"gemv\(\) missing 1 required positional argument: 'weight'"):
@@ -165,7 +165,7 @@ def test_grad_in_a_list_is_refused():
 
 @pytest.mark.parametrize("target", TARGETS)
 def test_required_library_is_native(target):
-    """``HF_FASTPATH_REQUIRE_NATIVE=cpu,cuda``: a run meant for kernels must not test the references."""
+    """With ``HF_FASTPATH_REQUIRE_NATIVE=cpu,cuda``, a run that is meant for kernels must not test the references."""
     required = [name.strip() for name in os.environ.get("HF_FASTPATH_REQUIRE_NATIVE", "").split(",") if name.strip()]
     assert set(required) <= set(TARGETS), f"HF_FASTPATH_REQUIRE_NATIVE names {required}, known: {TARGETS}"
     if target not in required:

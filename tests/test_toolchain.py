@@ -1,5 +1,5 @@
-"""What a machine is taken to build and run: platforms, torch's build, compilers, GPUs, variables; on machines unlike
-this one by stand-ins."""
+"""What a machine is taken to build and run: platforms, torch's build, compilers, GPUs, variables. Stand-ins take the
+part of machines unlike this one."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ print("torch" in sys.modules)
 
 
 def test_the_recipe_can_be_imported_on_windows():
-    """No module that only POSIX has, nothing of torch; a build says what is missing before anything is compiled."""
+    """It imports no module that only POSIX has, and nothing of torch; a build first says what is missing."""
     command = [sys.executable, "-c", HIDDEN, str(ROOT / "hf_fastpath")]
     result = subprocess.run(command, capture_output=True, text=True)
     assert result.returncode == 0, result.stderr
@@ -81,7 +81,7 @@ def test_the_recipe_can_be_imported_on_windows():
 
 
 def torch_of(folder: Path, **facts: str | None) -> Path:
-    """A folder like torch's, whose version.py says ``facts``."""
+    """Make a folder like torch's, whose version.py says ``facts``."""
     (folder / "torch" / "include").mkdir(parents=True, exist_ok=True)
     lines = ["from typing import Optional", "__version__ = '2.11.0'", "debug = False"]
     lines += [f"{name}: Optional[str] = {value!r}" for name, value in facts.items()]
@@ -111,7 +111,7 @@ def test_missing_torch_is_named(monkeypatch, tmp_path):
 
 
 def smi(monkeypatch, tmp_path, text: str, status: int = 0) -> None:
-    """An nvidia-smi that says ``text``, first on PATH."""
+    """Make an nvidia-smi that prints ``text``, first on PATH."""
     (tmp_path / "smi").mkdir()
     path = tmp_path / "smi" / "nvidia-smi"
     path.write_text(f"#!/bin/sh\nprintf '{text}'\nexit {status}\n")

@@ -1,4 +1,4 @@
-"""The tree itself: every op and architecture has all its files, and no file has what none may contain."""
+"""The tree itself: every op and architecture has all its files, and no file has forbidden contents."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ ROOT = Path(__file__).resolve().parent.parent
 OPS = sorted(registry.all_ops())
 ARCHITECTURES = sorted(path.stem for path in (ROOT / "patches").glob("*.py") if not path.stem.startswith("_"))
 
-#: what every op's test file holds under ``test_<op>_...``
+#: the tests that every op's test file holds, under ``test_<op>_...``
 OP_TESTS = (
     "matches_reference",
     "handles_views",
@@ -29,7 +29,7 @@ _TEXT = set(".py .md .toml .cfg .cpp .cu .cuh .h .csv .json .yml .yaml .txt .sh"
 
 
 def project_files() -> list[Path]:
-    """Every text file of the project; hidden folders and build output are not the project's."""
+    """Return every text file of the project; hidden folders and build output are not the project's."""
     files = []
     for path in sorted(ROOT.rglob("*")):
         parts = path.relative_to(ROOT).parts
@@ -37,7 +37,7 @@ def project_files() -> list[Path]:
         if any(part.startswith(".") and part != ".github" or part in _NOT_SOURCE for part in folders):
             continue
         if path.name == ".git":
-            continue  # a file, in a work tree beside the clone
+            continue  # it is a file in a work tree beside the clone
         if path.is_file() and path.suffix in _TEXT and not any(part.endswith(".egg-info") for part in folders):
             files.append(path)
     return files
@@ -80,7 +80,7 @@ def test_op_has_a_complete_docstring(op):
 
 @pytest.mark.parametrize("op", OPS)
 def test_op_is_benchmarked(op, monkeypatch):
-    monkeypatch.syspath_prepend(ROOT / "benchmarks")  # the scripts import each other
+    monkeypatch.syspath_prepend(ROOT / "benchmarks")  # because the scripts import each other
     shapes = importlib.import_module("op_shapes").SHAPES
     assert shapes.get(op), f"op {op}: benchmarks/op_shapes.py has no SHAPES entry for it"
 
@@ -93,14 +93,14 @@ def test_op_is_documented(op):
 
 @pytest.mark.parametrize("op", OPS)
 def test_kernel_headers_are_complete(op):
-    """Files with kernels state the four headings and stay free of torch, which is for the glue."""
+    """Files with kernels state the four headings and stay free of torch, which only the glue uses."""
     folder = ROOT / "csrc" / op
     for kernel in (*folder.glob("*.cu"), *folder.glob("*.cuh"), *folder.glob("*_avx*.cpp")):
         text = kernel.read_text()
         name = kernel.relative_to(ROOT)
         assert not re.search(r"#include [<\"](?:torch/|ATen/|c10/|common/torch_glue)", text), f"{name} includes torch"
         if "__global__" not in text and kernel.suffix != ".cpp":
-            continue  # helpers, and choosing among kernels
+            continue  # the file has helpers, or chooses among kernels
         head = "\n".join(line for line in text.splitlines() if line.lstrip().startswith(("//", "*", "/*")))
         for heading in ("What", "Work split", "Traffic", "Roofline"):
             assert re.search(rf"\b{heading}\b", head), f"{name}: no comment says {heading}"
@@ -140,7 +140,7 @@ def test_files_of_the_package_can_be_read_in_one_go():
 
 
 def links(page: Path) -> list[str]:
-    """Targets of the page's links and images that lie in the project, code excluded."""
+    """Return the targets of the page's links and images that lie in the project, without code."""
     text = re.sub(r"```.*?```", "", page.read_text(), flags=re.S)
     text = re.sub(r"`[^`\n]*`", "", text)
     targets = re.findall(r"\]\(([^)\s]+)[^)]*\)", text) + re.findall(r"""(?:src|href)=["']([^"']+)["']""", text)
@@ -148,7 +148,7 @@ def links(page: Path) -> list[str]:
 
 
 def anchors(page: Path) -> set[str]:
-    """Anchors of the page's headings, as GitHub makes them."""
+    """Return the anchors of the page's headings, as GitHub makes them."""
     headings = re.findall(r"^#+\s+(.*)$", re.sub(r"```.*?```", "", page.read_text(), flags=re.S), flags=re.M)
     return {re.sub(r"[^\w\- ]", "", heading.strip().lower()).replace(" ", "-") for heading in headings}
 

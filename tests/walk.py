@@ -1,7 +1,7 @@
-"""The files of the project that one ``patch()`` and one token pass, in order: ``python tests/walk.py [--all]``.
+"""Print the files of the project that one ``patch()`` and one token pass, in order: ``python tests/walk.py [--all]``.
 
-A change of file is a call of a function that lies in another file of the project than its caller, indented by how many
-files lie above it. What comes again from the same file is folded, since every module of a model, and every layer,
+A change of file is a call of a function that lies in another file of the project than its caller; the indent is the
+number of files above it. Repeated calls from the same file are folded, since every module of a model, and every layer,
 passes the same files; ``--all`` folds nothing.
 """
 
@@ -27,9 +27,9 @@ class Change(NamedTuple):
     """A call into another file.
 
     Attributes:
-        depth: files above it, 0 for what other code calls.
-        origin, file: from where to where; origin is "" for other code.
-        function: that is called.
+        depth: number of files above it, 0 for what other code calls.
+        origin, file: the caller's file and the called file; origin is "" for other code.
+        function: the function that is called.
     """
 
     depth: int
@@ -39,10 +39,10 @@ class Change(NamedTuple):
 
 
 def project_file(frame: FrameType) -> str | None:
-    """The file of a frame's module, relative to its folder; None where it is none of the project's."""
+    """Return the file of a frame's module, relative to its folder, or None if it is no file of the project."""
     if frame.f_code.co_name.startswith("<"):  # a comprehension is no call
         return None
-    name = frame.f_globals.get("__file__", "")  # not that of the code: dataclasses write functions of their own
+    name = frame.f_globals.get("__file__", "")  # the code's own file would not do: dataclasses write functions
     folder = next((folder for folder in FOLDERS if name.startswith(f"{folder}/")), None)
     return None if folder is None else FOLDERS[folder] + name[len(folder) + 1 :]
 
@@ -63,7 +63,7 @@ class Walk:
     def _note(self, frame: FrameType, event: str, argument: Any) -> None:
         if event != "call" or (file := project_file(frame)) is None:
             return
-        above: list[str] = []  # the files of the callers, neighbors once
+        above: list[str] = []  # the files of the callers; equal neighbors count once
         caller = frame.f_back
         while caller is not None:
             origin = project_file(caller)
@@ -74,14 +74,14 @@ class Walk:
             self.changes.append(Change(len(above), above[0] if above else "", file, frame.f_code.co_name))
 
     def folded(self) -> list[Change]:
-        """Each pair of files once, where it first came."""
+        """Return each pair of files once, where it first came."""
         seen: dict[tuple[str, str], Change] = {}
         for change in self.changes:
             seen.setdefault((change.origin, change.file), change)
         return list(seen.values())
 
     def own(self) -> list[Change]:
-        """Of those, the ones that the outermost file makes: the way that a reader of it follows."""
+        """Return the changes that the outermost file makes, which a reader of that file follows."""
         first = min((change.depth for change in self.changes), default=0)
         return [change for change in self.folded() if change.depth <= first + 1]
 
@@ -93,14 +93,14 @@ def walked(action: Callable[[], Any]) -> Walk:
 
 
 def of_patch() -> Walk:
-    """patch() of a small Llama, the libraries loaded."""
+    """Walk through patch() of a small Llama, with the libraries loaded."""
     hf_fastpath.unpatch(hf_fastpath.patch(build("llama"), quiet=True))
     model = build("llama")
     return walked(lambda: hf_fastpath.patch(model, quiet=True))
 
 
 def of_token() -> Walk:
-    """One more token of a greedy generate(): what twelve tokens pass and eleven do not."""
+    """Walk through one more token of a greedy generate(): what twelve tokens pass and eleven do not."""
     model = hf_fastpath.patch(build("llama"), quiet=True)
     text = prompt(torch.device("cpu"))
     for count in (11, 12):

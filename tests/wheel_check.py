@@ -1,8 +1,8 @@
-"""A wheel in an environment of its own, where no compiler is found: which kernels serve it, and are tokens right.
+"""Check a wheel in an environment of its own without a compiler: which kernels serve it, and whether tokens are right.
 
     python tests/wheel_check.py dist/hf_fastpath-*.whl
 
-torch, transformers and the rest come from the environment that runs this; hf_fastpath comes from the wheel alone.
+torch, transformers and the rest come from the environment that runs this check; hf_fastpath comes only from the wheel.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def main() -> int:
         ).stdout.strip()  # fmt: skip
         ours = [sysconfig.get_path("purelib"), *filter(os.path.isdir, sys.path)]
         others = [path for path in dict.fromkeys(ours) if path.endswith("-packages")]
-        Path(packages, "others.pth").write_text("".join(f"{path}\n" for path in others))  # behind the wheel's own
+        Path(packages, "others.pth").write_text("".join(f"{path}\n" for path in others))  # after the wheel's own files
         environment = {"PATH": str(python.parent), "HOME": folder, "HF_FASTPATH_CACHE": str(Path(folder, "cache"))}
         for name in ("LD_LIBRARY_PATH", "OMP_NUM_THREADS"):
             environment |= {name: os.environ[name]} if name in os.environ else {}

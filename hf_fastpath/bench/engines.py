@@ -1,4 +1,4 @@
-"""What ``generate.py`` and ``benchmarks/bench_append.py`` compare: transformers, the patched model, llama.cpp."""
+"""The engines that ``generate.py`` and ``benchmarks/bench_append.py`` compare: transformers, ours, llama.cpp."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from .. import traffic
 from ..compat import CACHE
 from ..patching.state import state_of
 
-#: name of the engine that is a program of its own
+#: name of the engine that is a separate program
 LLAMA_CPP = "llama.cpp"
 
 
@@ -44,12 +44,12 @@ ENGINES: dict[str, Callable[[], dict[str, Any]]] = {
     "ours-int8-kv": dict,
     "ours-fp8-kv": dict,
 }
-#: engine -> storage type of its KV cache, where that is not the model's
+#: engine -> storage type of its KV cache, if that is not the model's
 KV_DTYPES = {"ours-int8-kv": torch.int8, "ours-fp8-kv": torch.float8_e4m3fn}
 
 
 def _unmasked_sdpa(module, query, key, value, attention_mask, scaling=None, **options):
-    """Causal attention for transformers' layers by PyTorch's fused kernels: no masks, no repeated keys and values."""
+    """Compute causal attention with PyTorch's fused kernels, without masks and without repeated keys and values."""
     behind = key.shape[2] - query.shape[2]
     out = torch.nn.functional.scaled_dot_product_attention(
         *(query, key, value),
@@ -66,7 +66,7 @@ AttentionInterface.register("unmasked_sdpa", _unmasked_sdpa)
 
 @contextlib.contextmanager
 def _attention(model: PreTrainedModel, name: str) -> Iterator[None]:
-    """The model's layers call the attention registered as ``name``."""
+    """Make the model's layers call the attention registered as ``name``."""
     before = model.config._attn_implementation
     model.set_attn_implementation(name)
     try:
@@ -81,7 +81,7 @@ def is_ours(name: str) -> bool:
 
 
 def random_cache(model: PreTrainedModel, batch: int, length: int) -> DynamicCache:
-    """Random keys and values of ``length`` positions."""
+    """Make a cache of ``length`` positions with random keys and values."""
     config = model.config.get_text_config(decoder=True)
     features, kv_features, _ = traffic.layer_widths(config)
     head_dim = features // config.num_attention_heads
@@ -93,7 +93,7 @@ def random_cache(model: PreTrainedModel, batch: int, length: int) -> DynamicCach
 
 
 def copied_cache(name: str, cache: DynamicCache | None) -> DynamicCache | hf_fastpath.FastpathCache | None:
-    """A copy of ``cache`` as the engine ``name`` takes it."""
+    """Copy ``cache`` into the kind that the engine ``name`` takes."""
     if cache and is_ours(name):
         return hf_fastpath.FastpathCache.from_dynamic(cache, KV_DTYPES.get(name))
     return copy.deepcopy(cache)
@@ -104,11 +104,13 @@ Generate = Callable[[torch.Tensor, int, Any], torch.Tensor]
 
 @contextlib.contextmanager
 def engine(name: str, model: PreTrainedModel) -> Iterator[Generate]:
-    """Turns ``model`` into the engine ``name``; yields ``generate(prompt, new_tokens, cache)``, where a cache holds
-    the first positions of the prompt.
+    """Turn ``model`` into the engine ``name``.
+
+    Yields:
+        ``generate(prompt, new_tokens, cache)``; the cache holds the first positions of the prompt.
 
     Raises:
-        ValueError: no such engine.
+        ValueError: there is no such engine.
     """
     if name not in ENGINES:
         raise ValueError(f"unknown engine {name!r}, expected one of {', '.join(ENGINES)}")
@@ -125,7 +127,7 @@ def engine(name: str, model: PreTrainedModel) -> Iterator[Generate]:
             raise RuntimeError(f"{name} made {out.shape[1] - prompt.shape[1]} tokens, expected {new_tokens}")
         return out
 
-    patches = is_ours(name) and state_of(model) is None  # one with quantized weights stays patched
+    patches = is_ours(name) and state_of(model) is None  # a model with quantized weights stays patched
     with contextlib.ExitStack() as stack:
         if name == "flash":
             stack.enter_context(_attention(model, "unmasked_sdpa"))
@@ -153,12 +155,14 @@ class LlamaBench:
         self.program, self.gguf = program, gguf
 
     def seconds_per_token(self, context: int, new_tokens: int) -> float:
-        """Of one run of ``new_tokens`` behind ``context`` positions, or none if they are fewer than 128, whose keys and
-        values are next to nothing; loading and warm-up are not timed."""
+        """Run ``new_tokens`` behind ``context`` positions; loading and warm-up are not timed.
+
+        A context of fewer than 128 positions is left out, because its keys and values are next to nothing.
+        """
         return self._seconds(context if context >= 128 else 0, {"-p": 0, "-n": new_tokens}) / new_tokens
 
     def seconds_of_prompt(self, context: int, tokens: int) -> float:
-        """Of reading ``tokens`` at once behind ``context`` positions."""
+        """Read ``tokens`` at once behind ``context`` positions; return the seconds."""
         return self._seconds(context, {"-p": tokens, "-n": 0})
 
     def _seconds(self, depth: int, sizes: dict[str, int]) -> float:

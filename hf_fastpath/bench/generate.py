@@ -2,23 +2,23 @@
 
     hf-fastpath bench --model mistral-7b --dtype fp16 --context 128 4096
 
-Engines, on the same weights: ``stock`` (transformers as it is), ``static``
-(``cache_implementation="static"``, which transformers compiles by itself on CUDA), ``ours``
-(``hf_fastpath.patch``); ``ours-sampled`` is ``ours`` with temperature, top-k and top-p, ``ours-streamed``
-with a ``TextIteratorStreamer`` (batch 1), ``ours-int8-kv`` and ``ours-fp8-kv`` with a quantized KV cache. With
-``--gguf`` also ``llama.cpp``: its ``llama-bench``, found on PATH, on a GGUF file of the same sizes, which
-``benchmarks/gguf.py`` of the source checkout writes (batch 1, decode only).
+These engines run on the same weights: ``stock`` (transformers as it is), ``static``
+(``cache_implementation="static"``, which transformers compiles by itself on CUDA) and ``ours``
+(``hf_fastpath.patch``). ``ours-sampled`` is ``ours`` with temperature, top-k and top-p, ``ours-streamed`` is
+``ours`` with a ``TextIteratorStreamer`` (batch 1), ``ours-int8-kv`` and ``ours-fp8-kv`` have a quantized KV
+cache. With ``--gguf`` there is also ``llama.cpp``: its ``llama-bench``, found on PATH, runs on a GGUF file of
+the same sizes, which ``benchmarks/gguf.py`` of the source checkout writes (batch 1, decode only).
 
 Method. All times are of ``model.generate()``, greedy unless named otherwise, with random prompts and no end
 token, so every length is exact. Prefill is the time of one call that makes one token. Decode is ``(t2 - t1) /
-(n2 - n1)`` for two calls that differ only in the number of new tokens, n1 and n2: prefill, set-up and
-whatever else a call costs once cancel out. With ``--filled`` a prompt is not read but its keys and values, all
-but the last, are drawn at random, so that long contexts cost no long prompts; there is no prefill then. After
-an engine is switched on it makes an untimed call of the longest kind. Engines alternate, every second round in
+(n2 - n1)`` for two calls that differ only in the number of new tokens, n1 and n2: prefill, set-up and all
+other costs of a call cancel out. With ``--filled`` a prompt is not read; its keys and values, all but the
+last, are drawn at random, so that long contexts cost no long prompts. There is no prefill then. After an
+engine is switched on, it makes an untimed call of the longest kind. Engines alternate, every second round in
 reverse order; tables give medians with half the distance between the 20th and 80th percentile. ``% of R`` is
-the share of the measured read bandwidth that reading the weights once and the KV cache up to the mean position
-would take. On a CPU, where it drifts, the bandwidth is measured in every round, and each round's share is of
-its own.
+the share of the measured read bandwidth that it would take to read the weights once, and the KV cache up to
+the mean position. On a CPU, whose bandwidth drifts, the bandwidth is measured in every round, and each
+round's share refers to that round's bandwidth.
 """
 
 from __future__ import annotations
@@ -57,12 +57,12 @@ DEFAULT_ENGINES = ("stock", "static", "ours")
 
 @dataclass
 class Workload:
-    """One line of work for every engine.
+    """A workload that every engine runs.
 
     Attributes:
         prompt: int64 [batch, context] on the model's device.
         warm_tokens, new_tokens: n1, and n2 - n1.
-        cache: holds all but the last position of the prompt; None: the prompt is read.
+        cache: holds all but the last position of the prompt; with None, the prompt is read.
     """
 
     prompt: torch.Tensor
@@ -72,14 +72,13 @@ class Workload:
 
     @property
     def mean_context(self) -> float:
-        """Positions that a timed decode step attends to, itself included, on average."""
+        """Positions that a timed decode step attends to, its own included, on average."""
         return self.prompt.shape[1] + self.warm_tokens + (self.new_tokens - 1) / 2
 
 
 @dataclass
 class Timings:
-    """What was seen of one engine on one workload: seconds a call or a token, the read bandwidth of every round, bytes
-    at the peak."""
+    """Measurements of one engine on one workload: seconds of calls and tokens, read bandwidths, peak bytes."""
 
     first_call: float = 0.0
     peak_memory: int | None = None
@@ -95,7 +94,7 @@ def _reset_peak(device: torch.device) -> None:
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats(device)
     else:
-        with contextlib.suppress(OSError):  # Linux: forget the process's high-water mark
+        with contextlib.suppress(OSError):  # on Linux, this resets the process's high-water mark
             Path("/proc/self/clear_refs").write_text("5")
 
 
@@ -110,14 +109,14 @@ def _peak(device: torch.device) -> int | None:
 
 
 def _fallback_note(model: PreTrainedModel) -> str:
-    """What the report says ran as stock code."""
+    """Return what the report says about stock code that ran."""
     stats = hf_fastpath.report(model).to_dict()["stats"]
     reasons = ", ".join(f"{count} x {code}" for code, count in stats["reasons"].items())
     return f"{stats['fallback_tokens']} stock tokens ({reasons})" if stats["fallback_tokens"] else ""
 
 
 def _run_round(name: str, model: PreTrainedModel, work: Workload, seen: Timings, timed: bool) -> None:
-    """One round of one engine; a round that is not timed takes the first call and the peak memory."""
+    """Run one round of one engine; a round that is not timed measures the first call and the peak memory."""
     device = work.prompt.device
     longest = work.warm_tokens + work.new_tokens
     if not timed:
@@ -127,7 +126,7 @@ def _run_round(name: str, model: PreTrainedModel, work: Workload, seen: Timings,
         cache = copied_cache(name, work.cache)
         generate(work.prompt, longest, cache)
         measure.synchronize(device)
-        if not timed:  # the patch itself and whatever is built, compiled or captured
+        if not timed:  # this call includes the patch, and all that is built, compiled or captured
             seen.first_call = time.perf_counter() - start
             seen.peak_memory = _peak(device)
             seen.note = _fallback_note(model) if is_ours(name) else ""
@@ -151,7 +150,7 @@ def run_workload(
     llama: LlamaBench | None = None,
     label: str = "",
 ) -> dict[str, Timings]:
-    """Time every engine on ``work``, and ``llama``, alternating, ``repeats`` times; ``label`` stands in the bar."""
+    """Time all engines, and ``llama``, on ``work`` alternately, ``repeats`` times; ``label`` stands in the bar."""
     seen = {name: Timings() for name in (*engines, *([LLAMA_CPP] if llama else []))}
     batch, context = work.prompt.shape
     with counted(len(seen) * (repeats + 1), f"{label}, context {context}, batch {batch}") as bar:
@@ -171,7 +170,8 @@ def _run_rounds(
     buffer = None
     for turn in range(-1, repeats):  # turn -1 is the first call
         if device.type == "cpu" and turn >= 0:
-            buffer = read_buffer(device) if buffer is None else buffer  # one for all turns, and none in peak_memory
+            # one buffer serves all turns, and is made after the peak memory was measured
+            buffer = read_buffer(device) if buffer is None else buffer
             bandwidth = measure_read_bandwidth(device, repeats=3, buffer=buffer)
             for timings in seen.values():
                 timings.bandwidth.append(bandwidth)
@@ -218,7 +218,7 @@ def _row(
     }
 
 
-#: heading -> how a row shows it
+#: heading -> function that prints a row's cell
 TABLE: dict[str, Callable[[dict[str, Any]], str]] = {
     "engine": lambda r: r["engine"],
     "prefill tok/s": lambda r: (
@@ -235,7 +235,7 @@ TABLE: dict[str, Callable[[dict[str, Any]], str]] = {
 
 
 def _shown(rows: Sequence[dict[str, Any]]) -> str:
-    """The table of one workload, below its heading."""
+    """Return the table of one workload, below its heading."""
     first = rows[0]
     head = f"\n{first['model']} {first['dtype']}, context {first['context']}, batch {first['batch']}"
     notes = [f"  {row['engine']}: {row['note']}" for row in rows if row["note"]]
@@ -260,25 +260,25 @@ def bench(
     csv: Path | None = None,
     echo: Callable[[str], None] = print,
 ) -> list[dict[str, object]]:
-    """Run the benchmark and print a table for every model, context and batch as it comes.
+    """Run the benchmark, and print a table for every model, context and batch as soon as it is measured.
 
     Args:
-        models: names of :data:`shapes.MODELS`, built with random weights; or a model that is ready.
+        models: names of :data:`shapes.MODELS`, which are built with random weights; or a model that is ready.
         dtype, device: of the models that are built.
-        contexts, batches: prompt lengths and batch sizes; lengths that a model has no positions for are left
-            out with a line that says so.
-        engines: of :data:`ENGINES`.
+        contexts, batches: prompt lengths and batch sizes; a length that a model has no positions for is left out, and a
+            line says so.
+        engines: names in :data:`ENGINES`.
         new_tokens: tokens timed by one decode measurement.
         repeats: timed rounds.
         filled: take prompts from random caches instead of reading them.
-        weights: format that the model's weights are quantized to, for engines that are ours; or None.
+        weights: format that the model's weights are quantized to, for our engines; or None.
         lm_head: with weights, the head's.
-        gguf: file for llama.cpp, of the one model's sizes.
-        csv: file to append the rows to.
+        gguf: file for llama.cpp, with the sizes of the one model.
+        csv: file that the rows are appended to.
         echo: receives what is printed.
 
     Returns:
-        One row a model, context, batch and engine, as in the CSV.
+        One row for each model, context, batch and engine, as in the CSV.
     """
     where = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
     if isinstance(models, PreTrainedModel):
@@ -300,8 +300,8 @@ def bench(
         if weights is not None:
             hf_fastpath.patch(model, weights=weights, lm_head=lm_head, keep_original=False)
             label = f"{label} {weights}" + ("" if lm_head == HEADS[0] else f", {lm_head} head")
-        # Short contexts first: transformers keeps the longest static cache it ever made and would read it
-        # all.
+        # Short contexts come first: transformers keeps the longest static cache that it ever made, and would read
+        # all of it.
         for context in sorted(contexts):
             for batch in sorted(batches):
                 work = Workload(shapes.prompt(model, batch, context), max(2, min(16, new_tokens // 4)), new_tokens)

@@ -1,16 +1,17 @@
-"""Layout benchmark: how near to the read bandwidth a product of one row comes, by the order of its weight's quants.
+"""Layout benchmark: how close a product of one row comes to the read bandwidth, depending on the order of quants.
 
     hf-fastpath bench gemv --format q4_0 --layout interleaved split packed --layers 32
 
-The products of a Llama's MLP: gate and up (4096 features to 16384) and down (16384 to 4096), of as many distinct
-layers as ``--layers`` says, one after the other, so that no cache holds what the next pass reads. Layouts of ``q4_0``,
-18 bytes for 32 weights in all of them: ``interleaved``, blocks of a float16 scale and 16 bytes of quants, as GGUF
-files have them; ``split``, the same quants behind each other and the scales apart (both with plain kernels,
-``q4_0_gemv``); ``packed``, ours (``packed_gemv``, format int4_g32). Other formats of ours have ``packed`` alone.
+The products are those of a Llama's MLP: gate and up (4096 features to 16384) and down (16384 to 4096). There are as
+many distinct layers as ``--layers`` says, one after the other, so that no cache holds what the next pass reads. All
+layouts of ``q4_0`` take 18 bytes for 32 weights: ``interleaved`` has blocks of a float16 scale and 16 bytes of quants,
+as GGUF files do; ``split`` has the same quants behind each other and the scales apart (both with the plain kernels of
+``q4_0_gemv``); ``packed`` is ours (``packed_gemv``, format int4_g32). Our other formats have only ``packed``.
 
-Method. Weights are random bytes, on a CPU in pages of 2 MB. A pass is one call for each product; on CUDA all of a pass
-lie in one CUDA graph, whose replay is timed, on a CPU the calls themselves are. ms/token: median time of a pass; GB/s:
-bytes of quants, scales and zeros over it; % of R: of the read bandwidth measured in the same run.
+Method. Weights are random bytes, on a CPU in pages of 2 MB. A pass is one call for each product; on CUDA the calls of a
+pass are in one CUDA graph, whose replay is timed, on a CPU the calls themselves are timed. ms/token is the median time
+of a pass; GB/s is the bytes of quants, scales and zeros divided by it; % of R is the share of the read bandwidth that
+was measured in the same run.
 """
 
 from __future__ import annotations
@@ -36,13 +37,13 @@ from . import measure
 from .measure import DTYPES
 
 Q4_0, PACKED = "q4_0", "packed"
-#: bytes drawn at random; weights repeat them, since drawing gigabytes takes longer than reading them
+#: bytes that are drawn at random; weights repeat them, because drawing gigabytes takes longer than reading them
 _PATTERN_BYTES = 1 << 24
 
 
 @dataclass(frozen=True)
 class Study:
-    """What is measured: format and layout, layers, features of the model and inside its MLP."""
+    """What is measured: format and layout, number of layers, features of the model and inside its MLP."""
 
     format: str
     layout: str
@@ -51,7 +52,7 @@ class Study:
     inner: int
 
     def shapes(self) -> list[tuple[int, int]]:
-        """(out_features, in_features) of every product of a pass."""
+        """Return (out_features, in_features) of every product of a pass."""
         return [(self.inner, self.hidden), (self.inner, self.hidden), (self.hidden, self.inner)] * self.layers
 
 
@@ -65,12 +66,12 @@ def _random_bytes(device: torch.device, *shape: int, below: int = 256) -> torch.
 
 
 def _random_scales(device: torch.device, *shape: int) -> torch.Tensor:
-    """float16, of about 1 / 256."""
+    """Make float16 scales of about 1 / 256."""
     return (_random_bytes(device, *shape).half() + 128) / 2**16
 
 
 def weight(study: Study, rows: int, columns: int, device: torch.device) -> tuple:
-    """A random weight, as the op of its layout takes it behind x.
+    """Make a random weight, as the op of its layout takes it after x.
 
     Raises:
         ValueError: the format does not have the layout.
@@ -93,7 +94,7 @@ def weight(study: Study, rows: int, columns: int, device: torch.device) -> tuple
 
 
 def measured(study: Study, device: torch.device, dtype: torch.dtype, rounds: int, bandwidth: float) -> dict:
-    """One row: time of a pass over all layers."""
+    """Return one row: the time of a pass over all layers, and its speed."""
     op = ops.packed_gemv.overload if study.layout == PACKED else ops.q4_0_gemv.overload
     inputs = {size: torch.randn(1, size, device=device, dtype=dtype) for size in (study.hidden, study.inner)}
     calls = [(inputs[k], *weight(study, n, k, device)) for n, k in study.shapes()]
@@ -141,7 +142,7 @@ def _shown(rows: Sequence[dict]) -> str:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Entry point; returns the exit status."""
+    """Run the benchmark; return the exit status."""
     parser = argparse.ArgumentParser(
         prog="hf-fastpath bench gemv", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

@@ -1,4 +1,4 @@
-"""What the benchmarks share: clocks, medians with spread, where it ran, CSV rows."""
+"""Shared by the benchmarks: clocks, medians with spread, the description of the machine, CSV rows."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ import hf_fastpath
 
 _ROOT = Path(__file__).resolve().parents[2]
 IS_CHECKOUT = (_ROOT / "benchmarks" / "bench_generate.py").is_file()
-#: where CSV files go: an install has no folder for them, so that its files go to the working directory
+#: where CSV files go; an installed package has no folder for them, so they go to the working directory
 DATA_DIR = _ROOT / "benchmarks" / "data" if IS_CHECKOUT else Path()
 
 
@@ -34,7 +34,7 @@ class Spread:
 
     @classmethod
     def of(cls, values: Sequence[float]) -> Spread:
-        """Of at least one value; percentiles are interpolated."""
+        """Compute the spread of at least one value; percentiles are interpolated."""
         if len(values) == 1:
             return cls(values[0], values[0], values[0])
         fifths = statistics.quantiles(values, n=5, method="inclusive")
@@ -53,7 +53,7 @@ def synchronize(device: torch.device) -> None:
 
 
 def seconds(function: Callable[[], object], device: torch.device) -> float:
-    """Wall-clock time of one call, the device's work included."""
+    """Return the wall-clock time of one call, with the device's work."""
     synchronize(device)
     start = time.perf_counter()
     function()
@@ -62,7 +62,7 @@ def seconds(function: Callable[[], object], device: torch.device) -> float:
 
 
 def alternate(timers: dict[str, Callable[[], float]], rounds: int) -> dict[str, Spread]:
-    """Run every timer once a round, every second round in reverse order, so that drift hits all alike."""
+    """Run every timer once in each round, every second round in reverse order, so that drift affects all alike."""
     values: dict[str, list[float]] = {name: [] for name in timers}
     for turn in range(rounds):
         for name in list(timers) if turn % 2 == 0 else reversed(list(timers)):
@@ -71,11 +71,11 @@ def alternate(timers: dict[str, Callable[[], float]], rounds: int) -> dict[str, 
 
 
 def graph_timer(step: Callable[[], object], device: torch.device, calls: int = 1) -> Callable[[], float]:
-    """Capture ``step`` in a CUDA graph; the returned function replays it, in seconds for one of ``calls``."""
+    """Capture ``step`` in a CUDA graph; return a function that replays it and gives the seconds of one of ``calls``."""
     stream = torch.cuda.Stream(device)
     stream.wait_stream(torch.cuda.current_stream(device))
     with torch.cuda.stream(stream):
-        for _ in range(2):  # libraries choose their algorithms and allocate their workspaces outside the capture
+        for _ in range(2):  # libraries choose algorithms and allocate workspaces before the capture
             step()
     torch.cuda.current_stream(device).wait_stream(stream)
     graph = torch.cuda.CUDAGraph()
@@ -93,12 +93,12 @@ def graph_timer(step: Callable[[], object], device: torch.device, calls: int = 1
         end.synchronize()
         return begin.elapsed_time(end) / 1000 / calls
 
-    replay.kept = kept  # outputs live as long as the graph that writes them
+    replay.kept = kept  # the outputs live as long as the graph that writes them
     return replay
 
 
 def device_name(device: torch.device) -> str:
-    """Marketing name of the GPU or CPU."""
+    """Return the marketing name of the GPU or CPU."""
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
     try:
@@ -112,7 +112,7 @@ def device_name(device: torch.device) -> str:
 
 def _commit() -> str:
     if not IS_CHECKOUT:
-        return ""  # the folder of an install may lie in a repository of its user's
+        return ""  # an installed package may lie inside a repository of its user's
     command = ["git", "describe", "--always", "--dirty", "--exclude=*"]
     try:
         result = subprocess.run(command, cwd=Path(__file__).parent, capture_output=True, text=True)
@@ -122,7 +122,7 @@ def _commit() -> str:
 
 
 def environment(device: torch.device) -> dict[str, str]:
-    """The columns every CSV row starts with."""
+    """Return the columns with which every CSV row begins."""
     return {
         "date": datetime.date.today().isoformat(),
         "device": device_name(device),
@@ -134,10 +134,10 @@ def environment(device: torch.device) -> dict[str, str]:
 
 
 def append_csv(path: Path, rows: Sequence[dict[str, object]]) -> None:
-    """Append ``rows``, with a header when the file is new.
+    """Append ``rows``; a new file gets a header.
 
     Raises:
-        ValueError: the file's columns are others: move it away first.
+        ValueError: the file has other columns and has to be moved away first.
     """
     if not rows:
         return
@@ -157,7 +157,7 @@ def append_csv(path: Path, rows: Sequence[dict[str, object]]) -> None:
 
 
 def csv_path(kind: str, device: torch.device) -> Path:
-    """``<kind>_<device>.csv`` in DATA_DIR, the device as a word: ``ops_h200.csv``, ``generate_cpu.csv``."""
+    """Return ``<kind>_<device>.csv`` in DATA_DIR, the device as a word: ``ops_h200.csv``, ``generate_cpu.csv``."""
     if device.type == "cpu":
         return DATA_DIR / f"{kind}_cpu.csv"
     words = torch.cuda.get_device_name(device).replace("NVIDIA", "").replace("GeForce", "").split()
@@ -165,21 +165,21 @@ def csv_path(kind: str, device: torch.device) -> Path:
 
 
 def add_csv_argument(parser: argparse.ArgumentParser) -> None:
-    """``--csv [PATH]``, as :func:`chosen_csv` takes it."""
+    """Add ``--csv [PATH]``, as :func:`chosen_csv` takes it."""
     parser.add_argument("--csv", nargs="?", const="", help=f"append the rows; without a path to a file in {DATA_DIR}")
 
 
 def add_json_argument(parser: argparse.ArgumentParser) -> None:
-    """``--json``: the rows as data, and nothing else on stdout."""
+    """Add ``--json``: the rows as data, and nothing else on stdout."""
     parser.add_argument("--json", action="store_true", help="print the rows as JSON, with the columns of the CSV")
 
 
 def no_echo(text: str) -> None:
-    """Takes the place of ``print`` where stdout is for data."""
+    """Print nothing, if stdout is for data."""
 
 
 def chosen_csv(argument: str | None, kind: str, device: torch.device) -> Path | None:
-    """Where ``--csv`` wants the rows: None without it, :func:`csv_path` without a path."""
+    """Return where ``--csv`` wants the rows: None without it, :func:`csv_path` without a path."""
     if argument is None:
         return None
     return Path(argument) if argument else csv_path(kind, device)

@@ -1,4 +1,4 @@
-"""The model shapes, in one place: configurations, models with random weights, bytes a token."""
+"""The model shapes, in one place: configurations, models with random weights, bytes of a token."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, Pre
 
 from ..traffic import weight_bytes
 
-#: standard deviation of random weights: what most models are initialized with, so that nothing overflows
+#: standard deviation of random weights; most models are initialized with it, so that nothing overflows
 WEIGHT_STD = 0.02
 
 
@@ -22,9 +22,9 @@ class ModelShape:
     """A published model's sizes.
 
     Attributes:
-        label: how tables call it.
+        label: name in tables.
         model_type: transformers' name of the architecture.
-        config: what differs from that architecture's defaults.
+        config: values that differ from that architecture's defaults.
     """
 
     label: str
@@ -32,13 +32,13 @@ class ModelShape:
     config: dict[str, Any] = field(default_factory=dict)
 
     def build_config(self) -> PreTrainedConfig:
-        """transformers' configuration, without special tokens: the caller decides on lengths."""
+        """Make transformers' configuration, without special tokens, because the caller decides on lengths."""
         tokens = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
         return AutoConfig.for_model(self.model_type, **{**tokens, **self.config})
 
     @property
     def max_context(self) -> int:
-        """Positions the model knows."""
+        """Positions that the model knows."""
         return self.build_config().max_position_embeddings
 
 
@@ -146,7 +146,7 @@ MODELS: dict[str, ModelShape] = {
             "rope_parameters": {"rope_type": "default", "rope_theta": 1000000.0},
         },
     ),
-    "gemma-2b": ModelShape(  # which was made for 8,192 positions; twice as many, to be compared
+    "gemma-2b": ModelShape(  # made for 8,192 positions; the shape has more, so that it can be compared
         "Gemma-2B",
         "gemma",
         {
@@ -160,7 +160,7 @@ MODELS: dict[str, ModelShape] = {
             "max_position_embeddings": 32768,
         },
     ),
-    "phi-2": ModelShape(  # made for 2,048 positions
+    "phi-2": ModelShape(  # made for 2,048 positions; the shape has more
         "Phi-2",
         "phi",
         {
@@ -174,7 +174,7 @@ MODELS: dict[str, ModelShape] = {
             "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.4},
         },
     ),
-    "glm-4-9b": ModelShape("GLM-4-9B", "glm4"),  # the architecture's defaults are this size, and those below
+    "glm-4-9b": ModelShape("GLM-4-9B", "glm4"),  # from here on, sizes not given are the defaults
     "gemma-2-2b": ModelShape("Gemma-2-2B", "gemma2"),
     "gemma-3-4b": ModelShape(
         "Gemma-3-4B", "gemma3_text", {"hidden_size": 2560, "intermediate_size": 10240, "num_hidden_layers": 34}
@@ -195,7 +195,7 @@ MODELS: dict[str, ModelShape] = {
     "mixtral-8x7b-20l": ModelShape("Mixtral-8x7B, 20 layers", "mixtral", {"num_hidden_layers": 20}),
     "gpt-oss-20b": ModelShape("gpt-oss-20b", "gpt_oss", {"num_hidden_layers": 24, "num_local_experts": 32}),
     "gpt2-124m": ModelShape("GPT-2 124M", "gpt2"),  # the architecture's defaults are this size
-    "tiny": ModelShape(  # to try the benchmarks out, not to quote
+    "tiny": ModelShape(  # for trying the benchmarks out; its speed means nothing
         "tiny",
         "llama",
         {
@@ -212,10 +212,10 @@ MODELS: dict[str, ModelShape] = {
 
 
 def shape(name: str) -> ModelShape:
-    """The shape called ``name``.
+    """Return the shape called ``name``.
 
     Raises:
-        KeyError: no such shape; names the known ones.
+        KeyError: there is no such shape; the message names the known ones.
     """
     if name not in MODELS:
         raise KeyError(f"unknown model shape {name!r}, expected one of {', '.join(MODELS)}")
@@ -226,7 +226,7 @@ def shape(name: str) -> ModelShape:
 
 
 class _SkipInit(TorchFunctionMode):
-    """Leaves memory alone where a module would initialize it: build_model draws everything once."""
+    """Leaves memory alone where a module would initialize it, because build_model draws everything once."""
 
     _SKIPPED = (
         "normal_",
@@ -244,10 +244,10 @@ class _SkipInit(TorchFunctionMode):
 
 
 def build_model(name: str, device: torch.device | str, dtype: torch.dtype, seed: int = 0) -> PreTrainedModel:
-    """The model of shape ``name`` on ``device`` with random weights, in eval mode.
+    """Build the model of shape ``name`` on ``device`` with random weights, in eval mode.
 
-    Matrices, embeddings and biases are normal with ``WEIGHT_STD``, norm weights are 1: never zeros, which
-    some hardware multiplies faster.
+    Matrices, embeddings and biases are normal with ``WEIGHT_STD``, norm weights are 1. None are zeros, which some
+    hardware multiplies faster.
     """
     config = shape(name).build_config()
     with torch.device(device), _SkipInit():
@@ -260,12 +260,12 @@ def build_model(name: str, device: torch.device | str, dtype: torch.dtype, seed:
             else:
                 parameter.normal_(0.0, WEIGHT_STD, generator=generator)
     model.generation_config.eos_token_id = None
-    model.generation_config.pad_token_id = 0  # never used; keeps generate() from warning
+    model.generation_config.pad_token_id = 0  # never used, but keeps generate() from warning
     return model.eval().requires_grad_(False)
 
 
 def prompt(model: PreTrainedModel, batch: int, length: int, seed: int = 1) -> torch.Tensor:
-    """int64 [batch, length] random tokens on the model's device."""
+    """Return int64 [batch, length] random tokens on the model's device."""
     generator = torch.Generator().manual_seed(seed)
     vocab_size = model.config.get_text_config().vocab_size
     return torch.randint(1, vocab_size, (batch, length), generator=generator).to(model.device)
@@ -273,7 +273,7 @@ def prompt(model: PreTrainedModel, batch: int, length: int, seed: int = 1) -> to
 
 @contextlib.contextmanager
 def no_model() -> Iterator[None]:
-    """Nothing inside allocates memory: for counting the bytes of a model that need not exist."""
+    """Allocate no memory inside the block, to count the bytes of a model that need not exist."""
     with torch.device("meta"), _SkipInit():
         yield
 
@@ -282,6 +282,6 @@ def no_model() -> Iterator[None]:
 
 
 def shape_weight_bytes(name: str, dtype: torch.dtype, batch: int = 1) -> int:
-    """:func:`hf_fastpath.traffic.weight_bytes` of a shape, without building the model."""
+    """Return :func:`hf_fastpath.traffic.weight_bytes` of a shape, without building the model."""
     with no_model():
         return weight_bytes(AutoModelForCausalLM.from_config(shape(name).build_config(), dtype=dtype), batch)

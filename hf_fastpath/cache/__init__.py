@@ -1,3 +1,3 @@
-"""``FastpathCache``: layers of keys and values in buffers or in pages, and what users may do to a layer.
+"""``FastpathCache``: layers of keys and values in buffers or in pages, and the changes that users may make to a layer.
 
-It may import ``ops.kv_cache``, ``compat`` and ``native``, and knows nothing of models, plans or ``patching``."""
+``cache`` may import ``ops.kv_cache``, ``compat`` and ``native``. Models, plans and ``patching`` are unknown to it."""

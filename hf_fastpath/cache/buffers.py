@@ -1,4 +1,4 @@
-"""Buffers of one layer: where the state of a position lies, how it is stored and read, and how they grow."""
+"""Buffers of one layer: where the keys and values of a position lie, how they are stored and read, how buffers grow."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ from .edits import EditableLayer
 
 #: capacities are multiples of this, so that short conversations do not grow at every token
 CAPACITY_STEP = 64
-#: slots a sliding-window layer keeps beyond its window: that many tokens (and one) can be cropped exactly
+#: slots that a sliding-window layer keeps beyond its window: crop() can remove that many tokens, and one more, exactly
 RING_SLACK = 16
-#: the same while past recording is on (assisted decoding crops whole rejected drafts)
+#: the same number while past recording is on (assisted decoding crops whole rejected drafts)
 RECORDING_SLACK = 1024
-#: storage types ``kv_dtype`` may name; int8 and float8_e4m3fn have a scale a head and token
+#: storage types that ``kv_dtype`` may name; int8 and float8_e4m3fn have a scale for each head and token
 KV_DTYPES = (torch.float32, torch.float16, torch.bfloat16, *LARGEST_QUANT)
-#: one tensor of a cache: keys or values, or the scales of quantized ones
+#: the tensors of a cache: keys and values, and the scales of quantized ones
 BUFFERS = ("k_buffer", "v_buffer", "k_scales", "v_scales")
 
 
 class BufferedLayer(EditableLayer):
-    """Storage of :class:`.layer.FastpathLayer`, which has what transformers asks of it."""
+    """The storage of :class:`.layer.FastpathLayer`, which adds the methods that transformers calls."""
 
     def __init__(self, sliding_window: int | None = None, kv_dtype: torch.dtype | None = None):
         self.k_buffer: torch.Tensor | None = None
@@ -38,7 +38,7 @@ class BufferedLayer(EditableLayer):
         self.device: torch.device | None = None
         self.oldest = 0  # lowest position that is still in its slot
         self.expected_length = 0  # see FastpathCache.expect
-        self.is_kept = False  # see checkpoint()
+        self.is_kept = False  # True between checkpoint() and the end of that forward
 
     @property
     def capacity(self) -> int:
@@ -47,15 +47,15 @@ class BufferedLayer(EditableLayer):
 
     @property
     def buffers(self) -> tuple[torch.Tensor, ...]:
-        """K, V, and if they are quantized their scales: what the kernels take."""
+        """K and V, and the scales of quantized ones, as the kernels take them."""
         return tuple(buffer for name in BUFFERS if (buffer := getattr(self, name)) is not None)
 
     def kv_cache(self) -> KVCache:
-        """What the kernels take."""
+        """Return the buffers as the kernels take them."""
         return KVCache(self.k_buffer, self.v_buffer, self.k_scales, self.v_scales)
 
     def _replace(self, made: Iterable[torch.Tensor | None], **others: Any) -> None:
-        """Set the buffers and other attributes, all or none where an interrupt comes between."""
+        """Set the buffers and other attributes, all of them or, if an interrupt comes, none."""
         vars(self).update(zip(BUFFERS, made), _has_views=False, **others)
 
     @property
@@ -82,7 +82,7 @@ class BufferedLayer(EditableLayer):
         return self.sliding_window + (RECORDING_SLACK if self.record_past else RING_SLACK)
 
     def _held(self) -> int:
-        """How many of the newest positions are shown as ``keys`` and ``values``."""
+        """Return how many of the newest positions ``keys`` and ``values`` show."""
         if self.sliding_window is None:
             return self._length
         return min(self._length, self.sliding_window - 1)
@@ -95,11 +95,11 @@ class BufferedLayer(EditableLayer):
         return self._half_of([self._ordered(buffer, self._held()) for buffer in buffers if buffer is not None])
 
     def _half_of(self, stored: Sequence[torch.Tensor]) -> torch.Tensor:
-        """Keys or values, of what is stored of them: with scales what they stand for."""
+        """Return keys or values from what is stored of them; if there are scales, dequantize."""
         return stored[0] if len(stored) == 1 else dequantized(*stored, self.dtype)
 
     def _ordered(self, buffer: torch.Tensor, count: int) -> torch.Tensor:
-        """The newest ``count`` positions of ``buffer``: a view unless the ring wraps inside them."""
+        """Return the newest ``count`` positions of ``buffer``, as a view unless the ring wraps inside them."""
         if count == 0:
             return buffer[:, :, :0]
         first = (self._length - count) % self.capacity
@@ -108,16 +108,16 @@ class BufferedLayer(EditableLayer):
         return torch.cat((buffer[:, :, first:], buffer[:, :, : first + count - self.capacity]), dim=2)
 
     def _newest(self, count: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keys and values of the newest ``count`` positions; quantized ones as what they stand for."""
+        """Return keys and values of the newest ``count`` positions, dequantized."""
         found = tuple(self._ordered(buffer, count) for buffer in self.buffers)
         return self._dequantized(found)
 
     def _dequantized(self, stored: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keys and values of what :meth:`_stored_as` gives, or of parts of the buffers."""
+        """Return keys and values from what :meth:`_stored_as` gives, or from parts of the buffers."""
         return self._half_of(stored[0::2]), self._half_of(stored[1::2])
 
     def _stored_as(self, key_states: torch.Tensor, value_states: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """What goes into the buffers, one for each."""
+        """Return what goes into each of the buffers."""
         if self.is_quantized:
             (k, k_scales), (v, v_scales) = (quantized(s, self.k_buffer.dtype) for s in (key_states, value_states))
             return k, v, k_scales, v_scales
@@ -131,7 +131,7 @@ class BufferedLayer(EditableLayer):
         return states.to(self.kv_dtype).to(states.dtype)
 
     def _storage_dtype(self, *states: torch.Tensor) -> torch.dtype:
-        """What is to hold ``states`` beside what is held: nothing is rounded but to ``kv_dtype``."""
+        """Return the dtype that holds ``states`` and what is held; values are rounded to ``kv_dtype`` only."""
         if self.kv_dtype is not None:
             return self.kv_dtype
         held = self.k_buffer.dtype if self.has_buffers else self.dtype
@@ -167,8 +167,8 @@ class BufferedLayer(EditableLayer):
     def _allocate(
         self, batch: int, capacity: int, like: Sequence[torch.Tensor] | None = None
     ) -> tuple[torch.Tensor, ...]:
-        """Buffers of the kinds of ``like``, or of those that there are."""
-        # Tensors born in inference mode could not be written outside it, and a cache may live in both.
+        """Allocate buffers of the dtypes and shapes of ``like``, or of the present buffers."""
+        # A tensor made in inference mode could not be written outside that mode, and a cache may be used in both.
         with torch.inference_mode(False):
             made = tuple(
                 torch.empty((batch, old.shape[1], capacity, *old.shape[3:]), dtype=old.dtype, device=old.device)
@@ -179,7 +179,7 @@ class BufferedLayer(EditableLayer):
         return made
 
     def _resize(self, capacity: int) -> None:
-        """Move what is held into buffers of ``capacity`` slots."""
+        """Move all that is held into buffers of ``capacity`` slots."""
         count = min(self._length - self.oldest, capacity)
         first = self._length - count
         made = self._allocate(self.batch_size, capacity)
@@ -190,9 +190,9 @@ class BufferedLayer(EditableLayer):
 
     @staticmethod
     def _store(buffer: torch.Tensor, states: torch.Tensor, first: int) -> None:
-        """Write ``states``, positions ``first`` on, into their slots; only the newest capacity of them fit."""
+        """Write ``states``, of the positions from ``first`` on, into their slots; only the newest ``capacity`` fit."""
         capacity, count = buffer.shape[2], states.shape[2]
-        if first + count <= capacity:  # the usual case, and every view costs host time
+        if first + count <= capacity:  # this usual case is apart because every view costs host time
             buffer.narrow(2, first, count).copy_(states)
             return
         surplus = max(0, count - capacity)
@@ -209,14 +209,14 @@ class BufferedLayer(EditableLayer):
             Whether the buffers moved.
 
         Raises:
-            RuntimeError: a window's keys and values were assigned, and are not its newest positions.
+            RuntimeError: keys and values that were assigned to a layer with a window are not its newest positions.
         """
         before = self.k_buffer
         self._take_all()
         needed = self._length + num_tokens
         ring = self._ring_capacity()
         if needed <= self.capacity or (ring is not None and self.capacity >= ring):
-            # what was shown is the user's; and what a forward overwrites has to come back if it fails
+            # Buffers that the user was shown are the user's, and what a forward overwrites must come back if it fails.
             if self._has_views or (self.is_kept and ring is not None and self._loses(needed)):
                 self._resize(self.capacity)
             return self.k_buffer is not before
@@ -237,19 +237,19 @@ class BufferedLayer(EditableLayer):
             )
 
     def _loses(self, length: int) -> bool:
-        """Whether a ring filled up to ``length`` has overwritten what the next token sees now."""
+        """Whether a ring filled up to ``length`` has overwritten positions that the next token sees now."""
         return length - self.capacity > max(0, self._length - self.sliding_window + 1)
 
     def checkpoint(self) -> dict:
-        """All that :meth:`restore` needs to undo what comes until then."""
+        """Return all that :meth:`restore` needs to undo the changes that follow."""
         saved = dict(vars(self))
         self.is_kept = True
         return saved
 
     def restore(self, saved: dict) -> None:
-        """Be as at the time of a :meth:`checkpoint`."""
+        """Go back to the state of a :meth:`checkpoint`."""
         if self.is_sliding and (buffer := saved["k_buffer"]) is not None and buffer.shape[2] >= self._ring_capacity():
-            # what a window does not need may have been overwritten
+            # positions that the window does not need may have been overwritten
             saved["oldest"] = max(saved["oldest"], saved["_length"] - self.sliding_window + 1)
         vars(self).update(saved)
 
@@ -265,6 +265,6 @@ class BufferedLayer(EditableLayer):
         self.advance(count)
 
     def advance(self, num_tokens: int) -> None:
-        """Count positions that were written."""
+        """Count positions that kernels have written."""
         self._length += num_tokens
         self.oldest = max(self.oldest, self._length - self.capacity)

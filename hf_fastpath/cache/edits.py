@@ -1,4 +1,4 @@
-"""EditableLayer: what users do to the keys and values of a cache layer, and how its buffers come to hold it."""
+"""EditableLayer: the changes that users make to the keys and values of a cache layer, and how buffers take them in."""
 
 from __future__ import annotations
 
@@ -8,30 +8,31 @@ from typing import Any
 import torch
 from transformers.cache_utils import CacheLayerMixin, DynamicSlidingWindowLayer
 
-#: what the two halves of a layer are called
+#: names of the two halves of a layer
 HALVES = ("keys", "values")
 
 
 class EditableLayer(CacheLayerMixin):
-    """Keys and values that are read, assigned and changed in place as those of transformers' own layers are.
+    """Keys and values that can be read, assigned and changed in place like those of transformers' own layers.
 
-    What the user assigned, or was shown as a copy, is *loose*: it lies outside of the buffers until the layer is used
-    next, which takes it in. So either half of an assignment may come first, and whatever writes into a copy (an
-    operation in place, a view of it, NumPy) counts. Halves that no ring can hold, as of a window out of which tokens
-    were taken, stay loose, and the methods of transformers' own layer work on them.
+    A half (keys or values) that the user assigned, or was shown as a copy, is *loose*: it lies outside of the buffers
+    until the layer is next used, which takes the half into the buffers. So either half of an assignment may come first,
+    and any write into a copy (an operation in place, through a view, by NumPy) has an effect. Halves that no ring can
+    hold, for example of a window from which tokens were removed, stay loose; the methods of transformers' own layer
+    then work on them.
 
     Args:
-        sliding_window: positions a token of this layer sees, itself included; None for all.
+        sliding_window: positions that a token of this layer sees, itself included; None for all.
     """
 
     def __init__(self, sliding_window: int | None = None):
         self.sliding_window = sliding_window
         self.record_past = False
         self._length = 0
-        self._loose: dict[int, torch.Tensor | None] = {}  # 0: keys, 1: values; never changed, only replaced
-        self._copies: frozenset[int] = frozenset()  # those of them that were shown, and not assigned
+        self._loose: dict[int, torch.Tensor | None] = {}  # 0: keys, 1: values; the dict is replaced, never changed
+        self._copies: frozenset[int] = frozenset()  # loose halves that were shown, and not assigned
         self._has_views = False  # the user may hold views of the buffers
-        super().__init__()  # assigns None to both
+        super().__init__()  # assigns None to both halves
         self._loose = {}
 
     # ---- of a subclass ----------------------------------------------------------------------------------------
@@ -39,7 +40,7 @@ class EditableLayer(CacheLayerMixin):
     @property
     @abstractmethod
     def has_buffers(self) -> bool:
-        """Whether there are any yet."""
+        """Whether the layer has buffers yet."""
 
     @property
     @abstractmethod
@@ -48,23 +49,23 @@ class EditableLayer(CacheLayerMixin):
 
     @abstractmethod
     def _read(self, place: int) -> torch.Tensor:
-        """Keys or values that the buffers hold, as far as transformers' own layers would."""
+        """Return the keys or values in the buffers, as many positions as transformers' own layer would show."""
 
     @abstractmethod
     def _put(self, keys: torch.Tensor, values: torch.Tensor) -> None:
-        """Hold these, [batch, num_kv_heads, count, head_dim], and nothing is loose."""
+        """Hold these keys and values, [batch, num_kv_heads, count, head_dim]; nothing is loose then."""
 
     @abstractmethod
     def _forget(self) -> None:
-        """Hold nothing, as a new layer; a window goes on counting."""
+        """Hold nothing, as a new layer does; a layer with a window goes on counting positions."""
 
     @abstractmethod
     def _most_held(self) -> int:
-        """Positions a window's buffers can hold."""
+        """Return how many positions the buffers of a window can hold."""
 
     @abstractmethod
     def _rounded(self, states: torch.Tensor) -> torch.Tensor:
-        """New states as they read once they were stored."""
+        """Return new states with the rounding that storing them would bring."""
 
     # ---- reading and assigning ----------------------------------------------------------------------------------
 
@@ -74,8 +75,10 @@ class EditableLayer(CacheLayerMixin):
 
     @property
     def keys(self) -> torch.Tensor | None:
-        """[batch, num_kv_heads, held, head_dim] in order of position; ``held`` as transformers' own layers have it.
-        Quantized ones in the dtype of the states they were. They may be changed in place, and assigned."""
+        """[batch, num_kv_heads, held, head_dim] in order of position; ``held`` is as in transformers' own layers.
+
+        Quantized keys are shown in the dtype that the states had. Keys may be changed in place, and assigned.
+        """
         return self._half(0)
 
     @keys.setter
@@ -84,7 +87,7 @@ class EditableLayer(CacheLayerMixin):
 
     @property
     def values(self) -> torch.Tensor | None:
-        """Like ``keys``, for the values."""
+        """The values, like ``keys``."""
         return self._half(1)
 
     @values.setter
@@ -96,7 +99,7 @@ class EditableLayer(CacheLayerMixin):
             return self._loose[place]
         if not self.has_buffers:
             return None
-        with torch.inference_mode(False):  # what is read in that mode may be changed outside of it
+        with torch.inference_mode(False):  # the user may change, outside of that mode, what was read in it
             found = self._read(place)
             if self.shows_views:
                 self._has_views = True
@@ -113,8 +116,11 @@ class EditableLayer(CacheLayerMixin):
 
     @property
     def cumulative_length(self) -> int:
-        """Positions there were so far. Of a sliding-window layer it may be set, before or after keys and values are
-        assigned: these are the newest of so many."""
+        """Number of positions so far.
+
+        In a sliding-window layer it may be set, before or after keys and values are assigned; they are then the newest
+        of so many positions.
+        """
         return self._length
 
     @cumulative_length.setter
@@ -130,10 +136,10 @@ class EditableLayer(CacheLayerMixin):
     # ---- taking in ----------------------------------------------------------------------------------------------
 
     def take(self) -> bool:
-        """Bring what is loose into the buffers.
+        """Bring loose halves into the buffers.
 
         Returns:
-            Whether nothing is loose now; else only transformers' own code can go on.
+            Whether nothing is loose now; if something is, only transformers' own code can go on.
 
         Raises:
             RuntimeError: keys and values do not go together, or gradients would have to flow through them.
@@ -158,17 +164,17 @@ class EditableLayer(CacheLayerMixin):
         return True
 
     def copies(self) -> list[torch.Tensor]:
-        """Keys and values of one's own; the layer must have been given some."""
+        """Return copies of keys and values; the layer must have been given some."""
         self.take()
         return [(self._loose[place] if self._loose else self._read(place)).clone() for place in range(2)]
 
     def _whole_half(self, place: int) -> torch.Tensor | None:
         half = self._loose[place] if place in self._loose else self._read(place) if self.has_buffers else None
-        # what transformers' layers begin with
+        # transformers' layers begin with such an empty tensor
         return None if half is not None and half.dim() == 1 and half.numel() == 0 else half
 
     def _fits(self, count: int) -> bool:
-        """Whether a ring of so many newest positions shows what transformers' own layer would."""
+        """Whether a ring of ``count`` newest positions shows what transformers' own layer would."""
         shown = min(self._length, self.sliding_window - 1)
         return count == shown or (self.record_past and shown < count <= min(self._length, self._most_held()))
 
@@ -195,7 +201,7 @@ class EditableLayer(CacheLayerMixin):
     # ---- what stays loose ---------------------------------------------------------------------------------------
 
     def _stock_layer(self) -> DynamicSlidingWindowLayer:
-        """transformers' own layer with what is loose."""
+        """Make a layer of transformers' own that holds the loose halves."""
         made = DynamicSlidingWindowLayer(sliding_window=self.sliding_window)
         made.lazy_initialization(*self._loose.values())
         made.keys, made.values = self._loose[0], self._loose[1]
@@ -203,7 +209,7 @@ class EditableLayer(CacheLayerMixin):
         return made
 
     def _as_stock(self, method: str, *arguments: Any) -> Any:
-        """What a method of transformers' own layer does with what is loose."""
+        """Call a method of transformers' own layer on the loose halves."""
         layer = self._stock_layer()
         found = getattr(layer, method)(*arguments)
         vars(self).update(_loose={0: layer.keys, 1: layer.values}, _length=layer.cumulative_length)

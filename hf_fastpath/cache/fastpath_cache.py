@@ -1,4 +1,4 @@
-"""FastpathCache: a transformers KV cache with room to grow, whose buffers the decode kernels read and write."""
+"""FastpathCache: a transformers KV cache with room to grow. Its buffers are read and written by the decode kernels."""
 
 from __future__ import annotations
 
@@ -18,19 +18,19 @@ from .pages import PageCounts, PageTable, PageTables
 
 
 class FastpathCache(Cache):
-    """KV cache whose buffers are preallocated, grow by a quarter at most beyond what is needed, and are read by the
-    decode kernels.
+    """KV cache with preallocated buffers, which the decode kernels read and write.
 
-    It takes the place of ``DynamicCache`` in every way but offloading, and can be passed as ``cache``
-    (``past_key_values`` before transformers 5.24), kept, deep-copied and continued.
+    Buffers grow by at most a quarter beyond what is needed. The cache can replace ``DynamicCache`` in all uses but
+    offloading: it can be passed as ``cache`` (``past_key_values`` before transformers 5.24), kept, deep-copied and
+    continued.
 
     Args:
-        config: the model's config; None makes full-attention layers as they are first used.
-        kv_dtype: storage dtype (float32, float16 or bfloat16, or int8 or float8_e4m3fn with a scale a head and token);
-            None takes the dtype of the states.
-        page_size: positions of a page, a power of two from 16 on, in which full-attention layers then keep keys and
-            values of a floating dtype; sequences and copies of the cache share pages until one of them writes there.
-            None: one buffer a layer.
+        config: the model's config; with None, full-attention layers are made when they are first used.
+        kv_dtype: storage dtype: float32, float16 or bfloat16, or int8 or float8_e4m3fn with a scale for each head and
+            token; None takes the dtype of the states.
+        page_size: positions of a page, a power of two from 16 on. Full-attention layers then keep keys and values, of a
+            floating dtype, in pages; sequences and copies of the cache share a page until one of them writes there.
+            With None, every layer has one buffer.
 
     Raises:
         ValueError: another ``kv_dtype`` or ``page_size``, a config with layers that are neither full nor sliding
@@ -50,7 +50,7 @@ class FastpathCache(Cache):
         self.tables = None if page_size is None else PageTables(page_size)
         self._seq_lens: tuple[tuple, torch.Tensor] | None = None
         self.expected_length = 0
-        self.is_kept = False  # while a forward runs that leaves no trace if it fails
+        self.is_kept = False  # True while a forward runs that leaves no trace if it fails
         if config is None:
             super().__init__(layer_class_to_replicate=FastpathLayer)
             return
@@ -58,17 +58,17 @@ class FastpathCache(Cache):
 
     @property
     def page_size(self) -> int | None:
-        """Positions of a page, or None where the cache is not in pages."""
+        """Positions of a page, or None if the cache has no pages."""
         return None if self.tables is None else self.tables.page_size
 
     @property
     def page_sizes(self) -> tuple[int | None, ...]:
-        """Of every layer: those with a sliding window are never in pages."""
+        """Page size of every layer; None for layers with a sliding window, which never have pages."""
         return tuple(self.page_size if isinstance(layer, PagedLayer) else None for layer in self.layers)
 
     @property
     def page_counts(self) -> PageCounts | None:
-        """Pages in use by this cache and its copies, and without sharing; None where it is not in pages."""
+        """Numbers of pages that this cache and its copies use, and would use without sharing; None without pages."""
         return None if self.tables is None else self.tables.counts
 
     def _full_layer(self) -> FastpathLayer:
@@ -81,10 +81,10 @@ class FastpathCache(Cache):
         return list((of_layers | {id(table): table for table in known}).values())
 
     def _trim(self) -> None:
-        """Give up pages that no layer holds positions in."""
+        """Release pages in which no layer holds positions."""
         for table in self._block_tables():
             lengths = [layer.cumulative_length for layer in self.layers if getattr(layer, "table", None) is table]
-            table.trim(max(lengths, default=0))  # no layer has it yet after an interrupt
+            table.trim(max(lengths, default=0))  # after an interrupt, a table may have no layer yet
 
     def update(self, key_states, value_states, layer_idx, *args, **kwargs):
         self._grow(layer_idx + 1)
@@ -96,7 +96,7 @@ class FastpathCache(Cache):
             self.layers[-1].expected_length = self.expected_length
 
     def prepare(self, layer_idx: int, states: torch.Tensor) -> None:
-        """Get a layer ready for states of this shape and dtype; see ``FastpathLayer.prepare``."""
+        """Prepare a layer for states of this shape and dtype; see ``FastpathLayer.prepare``."""
         self._grow(layer_idx + 1)
         self.layers[layer_idx].prepare(states)
 
@@ -109,9 +109,12 @@ class FastpathCache(Cache):
         return any([layer.reserve(num_tokens) for layer in self.layers])
 
     def expect(self, length: int) -> None:
-        """Say how many positions there will be in the end, at most, as ``generate()`` does: buffers that grow then make
-        room for all of them, and for drafts read beyond the end, where that is no more than a quarter beyond what is
-        needed; they move once, and memory for a long prompt is not taken twice."""
+        """Announce how many positions there will be at most, as ``generate()`` does.
+
+        Buffers that grow then make room for all of them, and for drafts that are read beyond the end, if this is no
+        more than a quarter beyond what is needed. So the buffers move once, and a long prompt does not take its memory
+        twice.
+        """
         self.expected_length = length + MAX_QUERY_LEN
         for layer in self.layers:
             layer.expected_length = self.expected_length
@@ -122,11 +125,11 @@ class FastpathCache(Cache):
             layer.advance(num_tokens)
 
     def take(self) -> bool:
-        """Bring what users assigned to keys and values of the layers, or changed in place, to where kernels read it.
+        """Bring keys and values that users assigned, or changed in place, to where the kernels read them.
 
         Returns:
-            Whether a decode plan can go on from there: every layer holds as many positions as every other, of as many
-            sequences and in one dtype, and a window the newest ones.
+            Whether a decode plan can go on: all layers hold equally many positions, of equally many sequences and in
+            one dtype, and layers with a window hold the newest positions.
 
         Raises:
             RuntimeError: keys and values of a layer do not go together.
@@ -168,7 +171,7 @@ class FastpathCache(Cache):
 
     def crop(self, tokens_to_remove: int) -> None:
         for layer in self.layers:
-            layer.cropped_length(tokens_to_remove)  # all layers or none
+            layer.cropped_length(tokens_to_remove)  # raises before any layer has changed
         super().crop(tokens_to_remove)
         self._trim()
 
@@ -195,7 +198,7 @@ class FastpathCache(Cache):
         return max((layer.batch_size for layer in self.layers), default=0)
 
     def _select(self, rows: list[int]) -> None:
-        """Sequences become those of ``rows``: pages are shared, what is not in pages is copied."""
+        """Make the sequences those at ``rows``: pages are shared, and layers without pages are copied."""
         self.take()
         for layer in self.layers:
             if not isinstance(layer, PagedLayer) and layer.is_initialized:
@@ -204,8 +207,10 @@ class FastpathCache(Cache):
             table.select(rows)
 
     def settle(self, num_layers: int) -> None:
-        """Give the layers of a model one length again after a forward that was interrupted: the shortest layer's. If a
-        window has moved on too far for that, forget everything, so that the whole text is read again."""
+        """Give all layers of a model the length of the shortest again, after a forward that was interrupted.
+
+        If a window has moved on too far for that, everything is forgotten, so that the whole text is read again.
+        """
         lengths = [layer.cumulative_length for layer in self.layers]
         shortest = min(lengths) if len(lengths) == num_layers else 0
         try:
@@ -216,10 +221,13 @@ class FastpathCache(Cache):
         self._trim()
 
     def seq_lens(self, layer_idx: int, new_tokens: int) -> torch.Tensor:
-        """int32 [batch]: tokens each row of a layer holds once ``new_tokens`` more are there. Do not write to it."""
+        """Return int32 [batch], tokens that each row of a layer holds once ``new_tokens`` more are there.
+
+        The caller must not write to the tensor: the layers of a forward share it.
+        """
         layer = self.layers[layer_idx]
         key = (layer.cumulative_length + new_tokens, layer.batch_size, layer.k_buffer.device)
-        if self._seq_lens is None or self._seq_lens[0] != key:  # the layers of one forward share one tensor
+        if self._seq_lens is None or self._seq_lens[0] != key:
             with torch.inference_mode(False):
                 self._seq_lens = key, torch.full(key[1:2], key[0], dtype=torch.int32, device=key[2])
         return self._seq_lens[1]
@@ -233,7 +241,7 @@ class FastpathCache(Cache):
     def from_dynamic(
         cls, cache: DynamicCache, kv_dtype: torch.dtype | None = None, page_size: int | None = None
     ) -> FastpathCache:
-        """A FastpathCache with the contents of ``cache``.
+        """Make a FastpathCache with the contents of ``cache``.
 
         Raises:
             ValueError: ``cache`` has layers that are neither full nor sliding attention.
@@ -241,7 +249,7 @@ class FastpathCache(Cache):
         made = cls(kv_dtype=kv_dtype, page_size=page_size)
         for layer in cache.layers:
             copy = made._like(layer)
-            if layer.is_initialized and layer.keys is not None and layer.keys.dim() == 4:  # not as they begin
+            if layer.is_initialized and layer.keys is not None and layer.keys.dim() == 4:  # else nothing was stored yet
                 copy.lazy_initialization(layer.keys, layer.values)
                 if copy.is_sliding:
                     copy.cumulative_length = layer.get_seq_length()
@@ -251,7 +259,7 @@ class FastpathCache(Cache):
         return made
 
     def to_dynamic(self) -> DynamicCache:
-        """A transformers ``DynamicCache`` with the same contents."""
+        """Make a transformers ``DynamicCache`` with the same contents."""
         made = DynamicCache()
         for layer in self.layers:
             windowed = layer.sliding_window is not None
@@ -264,7 +272,7 @@ class FastpathCache(Cache):
         return made
 
     def _like(self, layer: CacheLayerMixin) -> FastpathLayer:
-        """An empty FastpathLayer that plays the part of a transformers layer."""
+        """Make an empty FastpathLayer to replace a transformers layer."""
         if type(layer) is DynamicSlidingWindowLayer:
             if layer.sliding_window < MIN_WINDOW:
                 raise ValueError(
@@ -281,10 +289,10 @@ class FastpathCache(Cache):
 
 
 def check_page_size(page_size: int, kv_dtype: torch.dtype | None) -> None:
-    """Refuse what no cache in pages can be.
+    """Refuse a page size that a cache cannot have.
 
     Raises:
-        ValueError: a ``page_size`` that is no power of two in range, or a quantized ``kv_dtype`` beside it.
+        ValueError: ``page_size`` is no power of two in range, or ``kv_dtype`` is quantized.
     """
     if type(page_size) is not int or not is_page_size(page_size):
         expected = f"None or a power of two from {MIN_PAGE_SIZE} to {MAX_PAGE_SIZE}"

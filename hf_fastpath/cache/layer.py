@@ -1,4 +1,4 @@
-"""FastpathLayer: what transformers asks of a cache layer, over buffers that the decode kernels read and write."""
+"""FastpathLayer: the methods that transformers calls on a cache layer, over buffers that the decode kernels use."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from .buffers import BUFFERS, BufferedLayer
 
 
 class FastpathLayer(BufferedLayer):
-    """Keys and values of one layer in two preallocated buffers [batch, num_kv_heads, capacity, head_dim]; of int8 and
-    float8_e4m3fn, also their scales [batch, num_kv_heads, capacity], see ``ops.kv_cache.quantized``.
+    """Keys and values of one layer in two preallocated buffers [batch, num_kv_heads, capacity, head_dim].
 
-    Position p lives in slot ``p mod capacity``. A full-attention layer grows before it would wrap; a sliding
-    layer stops growing at window + 16 slots and is a ring from then on.
+    Quantized layers (int8, float8_e4m3fn) also have scales [batch, num_kv_heads, capacity], see
+    ``ops.kv_cache.quantized``. Position p lies in slot ``p mod capacity``. A full-attention layer grows before it would
+    wrap; a sliding-window layer stops growing at window + 16 slots and is a ring from then on.
 
     Args:
-        sliding_window: positions a token of this layer sees, itself included; None for all.
+        sliding_window: positions that a token of this layer sees, itself included; None for all.
         kv_dtype: storage dtype; None takes the dtype of the first states.
     """
 
@@ -28,7 +28,7 @@ class FastpathLayer(BufferedLayer):
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
         empty, values = (each.new_empty((*each.shape[:2], 0, each.shape[3])) for each in (key_states, value_states))
-        # transformers' own layer goes on counting, too, without what came before
+        # transformers' own layer goes on counting as well, without the positions before
         loose = {0: empty, 1: values} if self.is_sliding and self._length else {}
         if self.kv_dtype is not None:
             empty, values = empty.to(self.kv_dtype), values.to(self.kv_dtype)
@@ -38,15 +38,15 @@ class FastpathLayer(BufferedLayer):
         self._replace((empty, values, scales, scales), _loose=loose, _copies=frozenset(), **kind, **length)
 
     def prepare(self, states: torch.Tensor) -> None:
-        """Get ready for states of this shape, [batch, num_kv_heads, any, head_dim], and dtype; what it holds stays."""
+        """Prepare for states of this shape, [batch, num_kv_heads, any, head_dim], and dtype; all that is held stays."""
         if self.is_initialized:
             self.take()
-        # also after reset(), another batch
+        # a layer that was reset may get another batch
         if not self.is_initialized or (self._length == 0 and not self._loose and self._is_other(states)):
             self.lazy_initialization(states, states)
 
     def _is_other(self, states: torch.Tensor) -> bool:
-        """Whether the buffers, which are empty, are for states of another kind."""
+        """Whether the buffers, which hold nothing, are for other states than these."""
         k, (batch, heads, _, head_dim) = self.k_buffer, states.shape
         if (self.batch_size, k.shape[1], k.shape[3], k.device) != (batch, heads, head_dim, states.device):
             return True
@@ -55,20 +55,20 @@ class FastpathLayer(BufferedLayer):
     def admit(
         self, key_shape: tuple[int, int, int], value_shape: tuple[int, int, int], dtype: torch.dtype, device: Any
     ) -> bool:
-        """Get ready to append states behind others.
+        """Prepare to append states behind others.
 
         Args:
             key_shape, value_shape: batch, num_kv_heads and head_dim of the states.
-            dtype, device: theirs.
+            dtype, device: of the states.
 
         Returns:
-            Whether kernels can; else only :meth:`update` can.
+            Whether kernels can append them; if not, only :meth:`update` can.
 
         Raises:
-            RuntimeError: what the layer holds is of another batch, model or device. Nothing was changed then.
+            RuntimeError: the layer holds states of another batch, model or device. The layer is not changed then.
         """
         fits = self.take()
-        if not self.is_initialized:  # None was assigned
+        if not self.is_initialized:  # the user has assigned None
             return False
         keys, values = self._loose.values() if self._loose else (self.k_buffer, self.v_buffer)
         held = [(self.batch_size, half.shape[1], half.shape[3]) for half in (keys, values)]
@@ -85,7 +85,7 @@ class FastpathLayer(BufferedLayer):
         return fits
 
     def _widen(self, dtype: torch.dtype) -> None:
-        """Hold what is held in a dtype that nothing is lost in, as ``torch.cat`` would."""
+        """Convert the buffers to a dtype in which nothing is lost, as ``torch.cat`` would."""
         with torch.inference_mode(False):
             made = tuple(buffer.to(dtype) for buffer in self.buffers)
         self._replace(made, dtype=dtype)
@@ -93,19 +93,19 @@ class FastpathLayer(BufferedLayer):
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args, **kwargs
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Append states and return what attention has to see, in order of position.
+        """Append states and return what attention sees, in order of position.
 
         Args:
             key_states, value_states: [batch, num_kv_heads, new, head_dim].
 
         Returns:
-            Keys and values in the states' dtype, as they are stored: rounded to the storage dtype, or what quants
-            stand for, so that how a text is cut makes no difference. Full attention: all positions; sliding: the
-            newest window - 1 before these states, and these states.
+            Keys and values in the states' dtype, as they are stored (rounded to the storage dtype, or quantized and
+            dequantized), so that the result does not depend on how a text is cut. Full attention sees all positions; a
+            sliding window sees the newest window - 1 positions before these states, and these states.
 
         Raises:
-            RuntimeError: gradients would have to flow through the cache, or what it holds is of another batch, number
-                of heads, head size or device.
+            RuntimeError: gradients would have to flow through the cache, or the layer holds states of another batch,
+                number of heads, head size or device.
         """
         if torch.is_grad_enabled() and (key_states.requires_grad or value_states.requires_grad):
             raise RuntimeError(
@@ -120,7 +120,7 @@ class FastpathLayer(BufferedLayer):
         past = self._held()
         stored = self._stored_as(key_states, value_states)
         seen = None
-        if self.is_sliding and past:  # before the ring overwrites them
+        if self.is_sliding and past:  # read now, because _append() may overwrite them
             before, new = self._newest(past), self._dequantized(stored)
             seen = [torch.cat(states, dim=2) for states in zip(before, new)]
         self._append(stored)
@@ -131,7 +131,7 @@ class FastpathLayer(BufferedLayer):
         return seen[0].to(key_states.dtype), seen[1].to(value_states.dtype)
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        """Length and offset of the positions that ``update`` will return for ``query_length`` new tokens."""
+        """Return length and offset of the positions that ``update`` will return for ``query_length`` new tokens."""
         if not self.is_sliding:
             return self.get_seq_length() + query_length, 0
         held = self._held()
@@ -141,19 +141,19 @@ class FastpathLayer(BufferedLayer):
         return -1 if self.sliding_window is None else self.sliding_window
 
     def activate_past_recording(self) -> None:
-        """Keep enough beyond the window that the next ``crop`` can remove up to 1024 tokens."""
+        """Keep enough positions beyond the window that the next ``crop`` can remove up to 1024 tokens."""
         self.take()
         self.record_past = True
         ring = self._ring_capacity()
         if ring is not None and self.has_buffers and not self._loose and self._length > self.capacity:
-            self._resize(ring)  # a wrapped ring has to be laid out anew before it may hold more
-        # one that has not wrapped grows on its own, up to the larger ring
+            self._resize(ring)  # a ring that has wrapped needs a new layout before it may hold more
+        # a ring that has not wrapped grows on its own, up to the larger capacity
 
     def crop(self, tokens_to_remove: int) -> None:
         """Remove the newest ``abs(tokens_to_remove)`` positions.
 
         Raises:
-            ValueError: a positive number.
+            ValueError: the number is positive.
             RuntimeError: a sliding-window layer no longer holds what would become visible.
         """
         length = self.cropped_length(tokens_to_remove)
@@ -163,7 +163,7 @@ class FastpathLayer(BufferedLayer):
             self._length = length
 
     def cropped_length(self, tokens_to_remove: int) -> int:
-        """Length after ``crop(tokens_to_remove)``; raises what that would raise."""
+        """Return the length after ``crop(tokens_to_remove)``; raise what ``crop`` would raise."""
         if tokens_to_remove > 0:
             raise ValueError(f"crop({tokens_to_remove}) is not supported: pass a negative number, the tokens to remove")
         if not self.take():
@@ -190,7 +190,7 @@ class FastpathLayer(BufferedLayer):
         if not self.take():
             self._loose = {place: select(half) for place, half in self._loose.items()}
             return
-        if not self.is_initialized:  # None was assigned
+        if not self.is_initialized:  # the user has assigned None
             return
         used = min(self._length, self.capacity)
         chosen = [select(buffer[:, :, :used]) for buffer in self.buffers]
@@ -211,7 +211,7 @@ class FastpathLayer(BufferedLayer):
         self._map_batch(lambda states: states[indices, ...])
 
     def __getstate__(self) -> dict:
-        """Quants as bytes: PyTorch pickles no float8."""
+        """Return quantized buffers as bytes, because PyTorch cannot pickle float8."""
         state = vars(self).copy()
         if self.is_quantized:
             state |= {name: (state[name].view(torch.uint8), state[name].dtype) for name in BUFFERS[:2]}

@@ -12,19 +12,20 @@ from .pages import PageTable, PageTables
 
 
 class PagedLayer(FastpathLayer):
-    """Keys and values of one layer in pages that the layers of the cache take and share together.
+    """Keys and values of one layer in pages, which the layers of a cache take and share together.
 
-    What changes which pages sequences hold is the cache's: reorder, repeat or select there.
+    Methods that change which pages a sequence holds belong to the cache: reorder, repeat and select sequences there.
 
     Args:
-        tables: the cache's.
+        tables: the cache's block tables.
+        kv_dtype: storage dtype, floating; None takes the dtype of the first states.
         kv_dtype: storage dtype, floating; None takes the dtype of the first states.
     """
 
     def __init__(self, tables: PageTables, kv_dtype: torch.dtype | None = None):
         self.tables = tables
         self.table: PageTable | None = None
-        self._place = -1  # among the pool's layers
+        self._place = -1  # index of the layer in the pool's buffers
         super().__init__(None, kv_dtype)
 
     def _buffer(self, which: int) -> torch.Tensor | None:
@@ -32,30 +33,30 @@ class PagedLayer(FastpathLayer):
 
     @property
     def k_buffer(self) -> torch.Tensor | None:
-        """[pages, num_kv_heads, page_size, head_dim], those of other sequences and copies among them."""
+        """[pages, num_kv_heads, page_size, head_dim], also with pages of other sequences and copies."""
         return self._buffer(0)
 
     @k_buffer.setter
     def k_buffer(self, value: None) -> None:
-        """``FastpathLayer`` begins with none."""
+        """Ignore the None that ``FastpathLayer`` begins with."""
 
     @property
     def v_buffer(self) -> torch.Tensor | None:
-        """Like ``k_buffer``."""
+        """The values, like ``k_buffer``."""
         return self._buffer(1)
 
     @v_buffer.setter
     def v_buffer(self, value: None) -> None:
-        """As ``k_buffer``'s."""
+        """Ignore the None, as for ``k_buffer``."""
 
     @property
     def capacity(self) -> int:
-        """Positions the block table has room for."""
+        """Positions that the block table has room for."""
         return 0 if self.table is None else self.table.capacity
 
     @property
     def buffers(self) -> tuple[torch.Tensor | None, ...]:
-        """K, V, no scales, and the block table: what the kernels take."""
+        """K, V, None for the scales, and the block table, as the kernels take them."""
         return () if self.table is None else (self.k_buffer, self.v_buffer, None, None, self.table.tensor)
 
     def kv_cache(self) -> KVCache:
@@ -79,7 +80,7 @@ class PagedLayer(FastpathLayer):
         return self._gathered(place, self._length)
 
     def _gathered(self, place: int, count: int) -> torch.Tensor:
-        """Keys or values of the newest ``count`` positions."""
+        """Return keys or values of the newest ``count`` positions as one tensor."""
         first, size = self._length - count, self.table.pool.page_size
         blocks = self.table.tensor[:, first // size : -(-self._length // size)]
         return gathered(self._buffer(place), blocks).narrow(2, first % size, count)
@@ -88,7 +89,7 @@ class PagedLayer(FastpathLayer):
         return self._gathered(0, count), self._gathered(1, count)
 
     def _put(self, keys: torch.Tensor, values: torch.Tensor) -> None:
-        """Pages stay shared as far as they hold the same."""
+        """Hold these keys and values; pages stay shared up to the first difference."""
         dtype, (batch, heads, count, head_dim) = self._storage_dtype(keys, values), keys.shape
         if values.shape[3] != head_dim:
             raise RuntimeError(
@@ -120,7 +121,7 @@ class PagedLayer(FastpathLayer):
         return (len(self.table.rows), k.shape[1], k.shape[3], k.device) == (batch, heads, head_dim, device)
 
     def _first_difference(self, keys: torch.Tensor, values: torch.Tensor) -> int:
-        """The first position whose pages do not hold these."""
+        """Return the first position at which the pages do not hold these keys and values."""
         common = min(self._length, keys.shape[2])
         differs = torch.zeros(common, dtype=torch.bool, device=keys.device)
         for place, states in enumerate((keys, values)):
@@ -149,7 +150,7 @@ class PagedLayer(FastpathLayer):
 
     @staticmethod
     def _write(table: PageTable, buffer: torch.Tensor, states: torch.Tensor, first: int) -> None:
-        """Write ``states``, positions ``first`` on, into their pages."""
+        """Write ``states``, of the positions from ``first`` on, into their pages."""
         positions = torch.arange(first, first + states.shape[2], device=buffer.device)
         size = table.pool.page_size
         pages = table.tensor[:, positions // size].long()

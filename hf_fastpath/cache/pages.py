@@ -11,21 +11,21 @@ import torch
 
 from ..native import huge_pages
 
-#: columns of a new block table: a short table would be replaced soon
+#: columns of a new block table; with fewer columns, the table would soon be replaced
 _LEAST_COLUMNS = 64
 
 
 @dataclass
 class PageCounts:
-    """How many pages a cache and its copies take; one object for all of them.
+    """How many pages a cache and its copies use. All of them share one object.
 
     Attributes:
         page_size: positions of a page.
         used: pages that hold something.
-        unshared: pages that would, if no sequence shared one: as many positions as an unpaged cache holds.
-        most_used, most_unshared: the same when the most pages were used.
-        allocated: pages there is memory for.
-        page_bytes: what a page takes in all layers.
+        unshared: pages that would hold something if no sequence shared a page: the positions of a cache without pages.
+        most_used, most_unshared: both numbers at the time when most pages were used.
+        allocated: pages that there is memory for.
+        page_bytes: bytes of a page in all layers.
     """
 
     page_size: int
@@ -53,11 +53,11 @@ class PageCounts:
 
 
 class PagePool:
-    """Pages of all layers that share block tables. Page i of a layer is row i of its buffers.
+    """The pages of all layers that share block tables. Page i of a layer is row i of the layer's buffers.
 
     Attributes:
-        buffers: of each layer K and V, [pages, num_kv_heads, page_size, head_dim].
-        version: changes when a buffer is replaced.
+        buffers: K and V of each layer, [pages, num_kv_heads, page_size, head_dim].
+        version: a number that changes when a buffer is replaced.
     """
 
     def __init__(self, page_size: int, counts: PageCounts | None = None):
@@ -65,21 +65,21 @@ class PagePool:
         self.buffers: list[list[torch.Tensor]] = []
         self.version = 0
         self.counts = counts or PageCounts(page_size)
-        self._uses: list[int] = []  # of each page, by how many sequences
+        self._uses: list[int] = []  # of each page: number of sequences that use it
         self._free: list[int] = []
 
     def __deepcopy__(self, memo: dict) -> PagePool:
-        return self  # copies of a cache share it
+        return self  # copies of a cache share the pool
 
     def add_layer(self, num_heads: int, head_dim: int, dtype: torch.dtype, device: torch.device) -> int:
-        """Make buffers for another layer; returns its place in ``buffers``."""
+        """Make buffers for another layer; return the layer's index in ``buffers``."""
         shape = (len(self._uses), num_heads, self.page_size, head_dim)
         self.buffers.append([self._empty(shape, dtype, device) for _ in range(2)])
         self.counts.page_bytes += 2 * num_heads * self.page_size * head_dim * dtype.itemsize
         return len(self.buffers) - 1
 
     def widen(self, place: int, dtype: torch.dtype) -> None:
-        """Let a layer's buffers hold ``dtype`` without a loss."""
+        """Convert a layer's buffers so that they hold ``dtype`` without a loss."""
         pair = self.buffers[place]
         wide = torch.promote_types(pair[0].dtype, dtype)
         if wide != pair[0].dtype:
@@ -90,14 +90,14 @@ class PagePool:
 
     @staticmethod
     def _empty(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        # Tensors born in inference mode could not be written outside it, and a cache may live in both.
+        # A tensor made in inference mode could not be written outside that mode, and a cache may be used in both.
         with torch.inference_mode(False):
             made = torch.empty(shape, dtype=dtype, device=device)
         huge_pages.ask_for(made)
         return made
 
     def _grow(self, missing: int) -> None:
-        """Make room for more pages, a quarter at least, layer by layer."""
+        """Make room for more pages, at least a quarter more; layers are copied one after the other."""
         before = len(self._uses)
         more = max(missing, before // 4)
         self.version += 1
@@ -111,7 +111,7 @@ class PagePool:
         self.counts.allocated += more
 
     def take(self, count: int) -> list[int]:
-        """Pages of one's own."""
+        """Take pages that no other sequence uses."""
         if count > len(self._free):
             self._grow(count - len(self._free))
         pages = [self._free.pop() for _ in range(count)]
@@ -122,13 +122,13 @@ class PagePool:
         return pages
 
     def share(self, pages: Iterable[int]) -> None:
-        """One more sequence uses each of them."""
+        """Count one more sequence that uses each of these pages."""
         for page in pages:
             self._uses[page] += 1
             self.counts.unshared += 1
 
     def release(self, pages: Iterable[int]) -> None:
-        """One sequence less uses each of them."""
+        """Count one sequence less that uses each of these pages; pages without a use become free."""
         for page in pages:
             self._uses[page] -= 1
             self.counts.unshared -= 1
@@ -137,11 +137,11 @@ class PagePool:
                 self.counts.used -= 1
 
     def uses(self, page: int) -> int:
-        """How many sequences use it."""
+        """Return how many sequences use a page."""
         return self._uses[page]
 
     def copy(self, pairs: list[tuple[int, int]]) -> None:
-        """Copy pages, (from, to) each, in every layer."""
+        """Copy pages, given as pairs (from, to), in every layer."""
         if not pairs:
             return
         where: dict[torch.device, torch.Tensor] = {}
@@ -153,20 +153,20 @@ class PagePool:
 
 
 def _on_device(values: Any, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """A tensor of host values, without a wait for the device."""
+    """Make a tensor of host values without waiting for the device."""
     made = torch.tensor(values, dtype=dtype, device="cpu")
     return made.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else made.to(device)
 
 
 class PageTable:
-    """Which pages hold the positions of each sequence, in the layers of a cache that lie on one device.
+    """The pages that hold the positions of each sequence, in those layers of a cache that lie on one device.
 
     Attributes:
-        rows: pages of each sequence, in order of position; sequences are equally long.
-        tensor: int32 [batch, columns], the same for kernels; changed in place as long as it is wide enough.
+        rows: pages of each sequence, in order of position; all sequences have equally many.
+        tensor: int32 [batch, columns], the rows as the kernels read them; changed in place while the columns suffice.
     """
 
-    rows: list[list[int]] = []  # of one that was broken off while it was made
+    rows: list[list[int]] = []  # for __del__ of a table that was broken off while it was made
 
     def __init__(self, pool: PagePool, batch: int, device: torch.device):
         self.pool = pool
@@ -197,23 +197,23 @@ class PageTable:
 
     @property
     def capacity(self) -> int:
-        """Positions the table has columns for."""
+        """Positions that the table has columns for."""
         return self.tensor.shape[1] * self.pool.page_size
 
     def has_moved(self) -> bool:
-        """Whether buffers or the table lie elsewhere than when this was asked before."""
+        """Whether buffers or the table have moved since this was last asked."""
         now = self.pool.version, self.tensor.data_ptr()
         seen, self._seen = self._seen, now
         return seen != now
 
     def reserve(self, begin: int, end: int) -> None:
-        """Give every sequence pages of its own for positions ``begin`` to ``end``, copying what it shares there."""
+        """Give every sequence pages of its own for positions ``begin`` to ``end``; shared pages are copied."""
         if self._writable[0] <= begin and end <= self._writable[1]:
             return
         size, pool = self.pool.page_size, self.pool
         first, last = begin // size, -(-end // size)
         known = len(self.rows[0])
-        shared: list[tuple[list[int], int]] = []  # the last sequence of those that share a page keeps it
+        shared: list[tuple[list[int], int]] = []  # of the sequences that share a page, the last keeps it
         others: Counter[int] = Counter()
         for row in self.rows:
             for block in range(first, min(last, known)):
@@ -233,7 +233,7 @@ class PageTable:
         self._writable = first * size, last * size
 
     def _write(self, first: int, last: int) -> None:
-        """Bring blocks ``first`` to ``last`` of the table up to date."""
+        """Write the entries of blocks ``first`` to ``last`` into the tensor."""
         columns = self.tensor.shape[1]
         if last > columns:
             made = self._table(len(self.rows), max(last, 2 * columns), self.tensor.device)
@@ -244,7 +244,7 @@ class PageTable:
             self.tensor[:, first:last].copy_(values)
 
     def trim(self, length: int) -> None:
-        """Give up pages behind position ``length``."""
+        """Release pages behind position ``length``."""
         keep = -(-length // self.pool.page_size)
         if keep < len(self.rows[0]):
             for row in self.rows:
@@ -253,7 +253,7 @@ class PageTable:
             self._writable = (0, 0)
 
     def select(self, indices: list[int]) -> None:
-        """Sequences become those at ``indices``; what is chosen more than once is shared."""
+        """Make the sequences those at ``indices``; the pages of an index that occurs more than once are shared."""
         chosen = [list(self.rows[index]) for index in indices]
         for row in chosen:
             self.pool.share(row)
@@ -263,11 +263,11 @@ class PageTable:
         found = self.tensor.index_select(0, _on_device(indices, torch.long, self.tensor.device))
         if found.shape != self.tensor.shape:
             self.tensor = self._table(*found.shape, found.device)
-        self.tensor.copy_(found)  # in place: kernels keep its address
+        self.tensor.copy_(found)  # in place, because kernels keep the tensor's address
 
 
 class PageTables:
-    """The block tables of a cache, one a device, and the pools behind them; empty until layers come."""
+    """The block tables of a cache, one for each device, and their pools; there are none until layers come."""
 
     def __init__(self, page_size: int):
         self.page_size = page_size
@@ -275,8 +275,10 @@ class PageTables:
         self.counts = PageCounts(page_size)
 
     def table(self, batch: int, device: torch.device) -> PageTable:
-        """The table for ``batch`` sequences on ``device``; that of another number stays with the layers that have it,
-        unless it is empty."""
+        """Return the table for ``batch`` sequences on ``device``.
+
+        A table for another number of sequences is reused if it is empty; else it stays with the layers that have it.
+        """
         known = self.tables.get(device)
         if known is None or (len(known.rows) != batch and any(known.rows)):
             pool = PagePool(self.page_size, self.counts) if known is None else known.pool

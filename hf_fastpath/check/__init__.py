@@ -1,3 +1,4 @@
-"""What compares a patched model with stock transformers, and what says beforehand how a model would do.
+"""Comparing a patched model with stock transformers, and saying beforehand how a model would do.
 
-It may import all of the package but ``bench`` and ``cli``. These two import it, and the self-test of ``patching``."""
+``check`` may import all of the package but ``bench`` and ``cli``, which import it, as does the self-test of
+``patching``."""

@@ -1,5 +1,5 @@
-"""A patched model against itself, its patch switched off, beside stock's own noise floor: the rows and the measuring of
-``verify()`` and of the self-test."""
+"""Comparing a patched model with itself, its patch switched off, beside stock's own noise floor: the rows and the
+measurements of ``verify()`` and of the self-test."""
 
 from __future__ import annotations
 
@@ -20,29 +20,29 @@ from ..reasons import explained, named
 from ..tables import table
 
 SHORT_TOKENS, PADDED_TOKENS, LONG_TOKENS = 16, 64, 512
-#: of the row that samples
+#: seed of the row that samples
 SEED = 0
 
 
 @dataclass(frozen=True)
 class Row:
-    """One comparison of logits over ``positions`` of every sequence, all given stock's tokens.
+    """One comparison of logits over ``positions`` of every sequence; both sides are given stock's tokens.
 
     *ref* is stock in one pass, computed in float32 for half precision and in float64 for float32.
 
     Attributes:
         name: ``"short"``, ``"padded"``, ``"long"``, ``"window edge"`` or ``"sampling"``.
-        batch, prompt_len, positions: sequences, their prompts' tokens with padding, tokens that follow.
-        mean_error, max_error: |ours - ref|, ours decoding token by token through a cache.
-        mean_floor, max_floor: |stock - ref|, stock decoding in the same way: its own noise.
-        kl: mean Kullback-Leibler divergence of our next token's distribution from stock's, nats.
-        top1_agreement: share of positions where both name the same token.
+        batch, prompt_len, positions: number of sequences, tokens of their prompts with padding, tokens that follow.
+        mean_error, max_error: |ours - ref|; ours decodes token by token through a cache.
+        mean_floor, max_floor: |stock - ref|; stock decodes in the same way, so this is stock's own noise.
+        kl: mean Kullback-Leibler divergence of our next token's distribution from stock's, in nats.
+        top1_agreement: share of positions at which both name the same token.
         first_divergence: the first new token (from 0) in which ``generate()`` differs, or None.
-        margin: between stock's two best logits there, or None.
-        ok: the mean error is within twice the noise floor, or tokens and the most likely token at every position are
-            equal; and a divergent token is what our logits give: its margin is within twice |ours - stock| there, or,
-            in the row that samples, the seed draws all tokens from the logits of that very call, whose mean distance
-            from ours of the same text is within twice the noise floor.
+        margin: distance of stock's two best logits at that token, or None.
+        ok: whether the mean error is within twice the noise floor, or the generated tokens and the most likely token at
+            every position are equal; and whether our logits explain a token that differs from stock's: its margin is
+            within twice |ours - stock| at that token. In the row that samples, the seed has to draw all tokens from the
+            logits of that very call, whose mean distance from ours of the same text is within twice the noise floor.
     """
 
     name: str
@@ -65,7 +65,7 @@ class Row:
         return self.first_divergence is None
 
     def cells(self) -> tuple[str, ...]:
-        """This row of the table that a Verification prints."""
+        """Return this row of the table that a Verification prints."""
         parted = "none" if self.tokens_equal else f"{self.first_divergence} (margin {self.margin:.1e})"
         sizes = f"{self.batch} x {self.prompt_len}", str(self.positions)
         errors = f"{self.max_error:.2e}", f"{self.max_floor:.2e}", f"{self.kl:.1e}"
@@ -80,7 +80,7 @@ class Verification:
     """What ``verify`` found.
 
     Attributes:
-        rows: one comparison each. What follows is over all of them.
+        rows: the comparisons. All other attributes are over all rows.
     """
 
     rows: tuple[Row, ...]
@@ -122,11 +122,11 @@ class Verification:
         return self._mean("top1_agreement")
 
     def row(self, name: str) -> Row | None:
-        """The row called ``name``, or None."""
+        """Return the row called ``name``, or None."""
         return next((row for row in self.rows if row.name == name), None)
 
     def to_dict(self) -> dict:
-        """Plain data, ready for JSON."""
+        """Return plain data, ready for JSON."""
         names = ("ok", "tokens_equal", "positions", "mean_error", "max_error", "mean_floor", "max_floor")
         overall = {name: getattr(self, name) for name in (*names, "top1_agreement")}
         return overall | {"rows": [asdict(row) | {"tokens_equal": row.tokens_equal} for row in self.rows]}
@@ -143,7 +143,7 @@ class Verification:
 
 @dataclass(frozen=True)
 class _Case:
-    """What a row runs on: [batch, prompt_len] token ids and attention mask."""
+    """The inputs of a row: [batch, prompt_len] token ids and attention mask."""
 
     name: str
     ids: torch.Tensor
@@ -152,10 +152,10 @@ class _Case:
 
 
 def sequences(inputs: Any) -> torch.Tensor:
-    """input_ids out of what ``verify`` takes.
+    """Return the input_ids in what ``verify`` takes.
 
     Raises:
-        ValueError: they are too short, too many or padded.
+        ValueError: the inputs are too short, too many or padded.
     """
     ids = inputs if isinstance(inputs, torch.Tensor) else inputs["input_ids"]
     if ids.dim() != 2 or ids.shape[1] < 2 or not 1 <= ids.shape[0] <= MAX_ROWS:
@@ -170,7 +170,7 @@ def sequences(inputs: Any) -> torch.Tensor:
 
 
 def _cases(ids: torch.Tensor, windows: tuple[int | None, ...], limit: int, new_tokens: int) -> Iterator[_Case]:
-    """The rows' prompts, made out of ``ids``; ``limit``: positions the model knows."""
+    """Make the rows' prompts out of ``ids``; ``limit`` is the number of positions that the model knows."""
 
     def of_length(length: int) -> torch.Tensor:
         return ids.repeat(1, -(-length // ids.shape[1]))[:, :length]
@@ -186,13 +186,13 @@ def _cases(ids: torch.Tensor, windows: tuple[int | None, ...], limit: int, new_t
     yield _Case("padded", row, mask)
     yield unpadded("long", of_length(max(ids.shape[1], min(LONG_TOKENS, limit - new_tokens))))
     window = min((window for window in windows if window is not None), default=None)
-    if window is not None and window + new_tokens <= limit:  # the first tokens lie before the edge, the last past it
+    if window is not None and window + new_tokens <= limit:  # the first tokens lie before the edge, the last behind it
         yield unpadded("window edge", of_length(max(2, window - new_tokens // 2)))
     yield unpadded("sampling", short, do_sample=True)
 
 
 def _positions(mask: torch.Tensor) -> torch.Tensor:
-    """Position ids of a left-padded batch, as generate() makes them."""
+    """Return position ids of a left-padded batch, as generate() makes them."""
     return (mask.long().cumsum(-1) - 1).masked_fill(mask == 0, 1)
 
 
@@ -200,21 +200,21 @@ def _positions(mask: torch.Tensor) -> torch.Tensor:
 def decode_logits(
     model: nn.Module, input_ids: torch.Tensor, prefill: int, fast: bool, prompt_mask: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """Logits of a given text, decoded token by token through a KV cache.
+    """Return the logits of a given text, decoded token by token through a KV cache.
 
     Args:
-        model: a patched model (``fast=True``), or any.
+        model: a patched model if ``fast``, else any model.
         input_ids: [batch, seq_len].
-        prefill: tokens that go in one pass first, at least 1.
-        fast: use the decode plan and a FastpathCache; else the model's forward and, unless the model was patched with
-            a ``kv_dtype``, a DynamicCache.
-        prompt_mask: [batch, prefill] attention mask of left-padded prompts; None: no padding.
+        prefill: tokens that go first, in one pass; at least 1.
+        fast: use the decode plan and a FastpathCache; else the model's forward and, unless the model was patched with a
+            ``kv_dtype``, a DynamicCache.
+        prompt_mask: [batch, prefill] attention mask of left-padded prompts; None without padding.
 
     Returns:
-        [batch, seq_len - prefill + 1, vocab_size] logits after the tokens ``prefill - 1`` on.
+        [batch, seq_len - prefill + 1, vocab_size] logits after the tokens from ``prefill - 1`` on.
 
     Raises:
-        ValueError: ``fast`` on a model without a decode plan.
+        ValueError: ``fast`` is set and the model has no decode plan.
     """
     state = state_of(model)
     part = None if state is None else state.plans.part_of(model)
@@ -246,7 +246,7 @@ def decode_logits(
 
 
 def _cache_for(model: nn.Module, fast: bool) -> Cache:
-    """An empty cache. What a patched model rounds keys and values to, the stock computation beside it does, too."""
+    """Make an empty cache. If the patched model's cache rounds keys and values, so does the one for stock code."""
     made, state = DynamicCache(config=model.config), state_of(model)
     kv_dtype, page_size = (None, None) if state is None else (state.options.kv_dtype, state.options.page_size)
     return FastpathCache.from_dynamic(made, kv_dtype, page_size) if fast or kv_dtype is not None else made
@@ -254,7 +254,7 @@ def _cache_for(model: nn.Module, fast: bool) -> Cache:
 
 def _compare(model: nn.Module, case: _Case, new_tokens: int) -> Row:
     options = {"max_new_tokens": new_tokens, "do_sample": case.do_sample, "attention_mask": case.mask}
-    options |= {"top_k": 0} if case.do_sample else {}  # 50 by default
+    options |= {"top_k": 0} if case.do_sample else {}  # generate() would take 50 by default
     prefill = case.ids.shape[1]
     prompt_mask = None if bool(case.mask.all()) else case.mask
 
@@ -283,7 +283,7 @@ def _compare(model: nn.Module, case: _Case, new_tokens: int) -> Row:
         best, second = stock[row, divergence].topk(2).values.tolist()
         margin = best - second
         if case.do_sample:
-            # Not from those of decode_logits(): its prompt is the modules', whose rounding is another.
+            # The logits of decode_logits() do not do: its prompt goes through the modules, which round differently.
             made = torch.stack(generate(True, output_logits=True, return_dict_in_generate=True).logits, dim=1)
             again = decode_logits(model, fast_tokens[:, :-1], prefill, True, prompt_mask).float()
             is_near = (made - again).abs().mean().item() <= 2 * mean_floor
@@ -311,8 +311,8 @@ def _compare(model: nn.Module, case: _Case, new_tokens: int) -> Row:
 
 @contextmanager
 def _in_higher_precision(model: nn.Module) -> Iterator[None]:
-    """Every module computes with its parameters in float32, or float64 if they are float32, made for each call, so
-    that only one module's at a time take memory. The parameters themselves are not touched."""
+    """Let modules compute in float32, or in float64 if parameters are float32. Parameters are copied for each call, so
+    that only one module's copies take memory at a time."""
     wide = torch.float64 if next(model.parameters()).dtype == torch.float32 else torch.float32
     kept: dict[int, dict[str, nn.Parameter | None]] = {}
 
@@ -339,7 +339,7 @@ def _in_higher_precision(model: nn.Module) -> Iterator[None]:
 
 
 def _drawn(logits: torch.Tensor) -> torch.Tensor:
-    """[batch, positions] tokens that the seed draws from [batch, positions, vocab_size] logits."""
+    """Return [batch, positions] tokens that the seed draws from [batch, positions, vocab_size] logits."""
     torch.manual_seed(SEED)
     steps = logits.float().softmax(-1).unbind(1)
     return torch.cat([torch.multinomial(probabilities, num_samples=1) for probabilities in steps], dim=1)
@@ -347,7 +347,7 @@ def _drawn(logits: torch.Tensor) -> torch.Tensor:
 
 @contextmanager
 def _plain_generation(model: nn.Module, device: torch.device) -> Iterator[None]:
-    """No end token, no logits processor, and a generator that may be seeded."""
+    """Generate without end token and logits processors, and with a generator that may be seeded."""
     kept = model.generation_config
     with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
         model.generation_config = GenerationConfig(pad_token_id=0)
@@ -359,11 +359,7 @@ def _plain_generation(model: nn.Module, device: torch.device) -> Iterator[None]:
 
 @torch.no_grad()
 def different_tokens(model: nn.Module, ids: torch.Tensor, max_new_tokens: int) -> str | None:
-    """The first of ``verify()``'s cases in which a patched model's tokens are not stock's; None if there is none.
-
-    Args:
-        model, ids, max_new_tokens: as of :func:`compare`.
-    """
+    """Return the first case of :func:`compare`, of the same arguments, with other tokens than stock's, or None."""
     part = state_of(model).plans.part_of(model)
     limit = getattr(model.config, "max_position_embeddings", None) or LONG_TOKENS + max_new_tokens
     with _plain_generation(model, ids.device):
@@ -382,15 +378,15 @@ def different_tokens(model: nn.Module, ids: torch.Tensor, max_new_tokens: int) -
 
 @torch.no_grad()
 def compare(model: nn.Module, ids: torch.Tensor, max_new_tokens: int) -> Verification:
-    """What ``verify()`` finds of a patched model.
+    """Do what ``verify()`` does, for a patched model.
 
     Args:
-        model: it.
-        ids: [batch, seq_len] without padding, on its device.
+        model: the patched model.
+        ids: [batch, seq_len] without padding, on the model's device.
         max_new_tokens: length of the generations that are compared.
 
     Raises:
-        ValueError: inputs that are too short or too many; a model whose decode loop is not patched.
+        ValueError: the inputs are too short or too many, or the model's decode loop is not patched.
     """
     part = state_of(model).plans.part_of(model)
     windows = () if part is None else part.windows

@@ -1,4 +1,4 @@
-"""explain(what): what patch() would make of a model, and how fast it could decode, from its config alone."""
+"""explain(what): what patch() would do to a model, and how fast the model could decode, from its config alone."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from ..stats import Stats
 from ..tables import table
 
 BATCHES = (1, 8)
-#: positions that each sequence holds, as far as the model knows them
+#: positions that each sequence holds, if the model knows so many
 CONTEXTS = (1024, 8192, 32768, 131072)
 
 
@@ -31,9 +31,9 @@ class Step:
     """What one decode step reads, and how fast that can be.
 
     Attributes:
-        batch, context: sequences, and positions that each of them holds.
-        weight_bytes, kv_bytes: read by one step.
-        tokens_per_second: of all sequences together if the step takes no longer than reading; None: no bandwidth.
+        batch, context: number of sequences, and positions that each of them holds.
+        weight_bytes, kv_bytes: bytes that one step reads.
+        tokens_per_second: of all sequences together, if the step takes no longer than reading; None without bandwidth.
     """
 
     batch: int
@@ -45,20 +45,20 @@ class Step:
 
 @dataclass(frozen=True)
 class Explanation:
-    """What is known of a model from its config; printable, and plain data through ``to_dict()``.
+    """What a model's config tells; printable, and plain data through ``to_dict()``.
 
     Attributes:
-        source: what was explained: a folder, file or model id.
+        source: the folder, file or model id that was explained.
         model: class that the config asks for.
         parameters, weight_bytes: of the whole model.
         dtype: type of the weights.
         report: what ``patch()`` would report, or None.
         unsupported: why nothing would be fast, or None.
-        kernels: what serves the device here.
-        self_tested: whether ``patch()`` would try a small twin first: an untested version of transformers, or a family
-            known by its structure only.
+        kernels: the kernels that serve the device here.
+        self_tested: whether ``patch()`` would try a small twin first: on an untested version of transformers, or for a
+            family that is known only by its structure.
         bandwidth: bytes a second, or None.
-        steps: what decode steps read; empty where nothing would be fast.
+        steps: what decode steps read; empty if nothing would be fast.
     """
 
     source: str
@@ -79,7 +79,7 @@ class Explanation:
         return self.report is not None and self.report.loop == "fast"
 
     def to_dict(self) -> dict:
-        """Plain data, ready for JSON."""
+        """Return plain data, ready for JSON."""
         return asdict(self) | {"fast": self.fast}
 
     def __str__(self) -> str:
@@ -116,7 +116,7 @@ def _gigabytes(count: int) -> str:
 
 
 def config_of(source: str, trust_remote_code: bool = False) -> Any:
-    """The config in a folder, a config.json, or of a model id.
+    """Return the config in a folder, of a config.json, or of a model id.
 
     Raises:
         ValueError: there is none that transformers can read.
@@ -133,9 +133,9 @@ def config_of(source: str, trust_remote_code: bool = False) -> Any:
 
 
 def examine(model: nn.Module) -> tuple[PatchPlan, Report]:
-    """What ``patch(model)`` would make fast where kernels serve the model's device, and what not and why.
+    """Return what ``patch(model)`` would make fast if kernels served the model's device, what not, and why.
 
-    The model, which may be on the meta device, is only looked at.
+    The model may be on the meta device; it is only looked at.
 
     Raises:
         UnsupportedModelError: nothing in the model can be patched.
@@ -153,12 +153,12 @@ def explain(
     bandwidth: float | None = None,
     trust_remote_code: bool = False,
 ) -> Explanation:
-    """Build the model without weights and say what ``patch()`` would make of it.
+    """Build the model without weights and say what ``patch()`` would do to it.
 
     Args:
         source: a folder, a config.json, or a model id.
-        dtype: of weights and KV cache; None: what the config names, or float32.
-        device: whose kernels to name.
+        dtype: of weights and KV cache; None means what the config names, or float32.
+        device: the device whose kernels are named.
         bandwidth: bytes a second that the device reads; None leaves the speeds out.
         trust_remote_code: run model code that comes with the config.
 
@@ -176,12 +176,12 @@ def explain_config(
     bandwidth: float | None = None,
     trust_remote_code: bool = False,
 ) -> Explanation:
-    """:func:`explain` of a config that is there already; ``source`` is what it is called."""
+    """Do as :func:`explain` for a config that is already loaded; ``source`` is its name."""
     dtype = dtype or getattr(config, "dtype", None) or getattr(config.get_text_config(), "dtype", None) or torch.float32
     try:
         with torch.device("meta"):
             model = compat.model_of_config(config, dtype=dtype, trust_remote_code=trust_remote_code).eval()
-    except Exception as error:  # of code that is not ours
+    except Exception as error:  # the model's code is not ours and may raise anything
         first = next(iter(str(error).strip().splitlines()), "")
         raise ValueError(
             f"transformers makes no model of {source!r} ({type(config).__name__}): {type(error).__name__}: {first}"

@@ -1,4 +1,4 @@
-"""compare_formats(model, inputs): what quantizing costs a model on a text, format by format."""
+"""compare_formats(model, inputs): what each format of quantized weights costs a model on a text."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ class FormatRow:
 
     Attributes:
         weights, lm_head: as ``patch()`` takes them; None for the model's own.
-        weight_bytes: of weights that a token reads.
-        perplexity: of the text's tokens but the first.
-        kl: mean Kullback-Leibler divergence of the next token's distribution from that with the model's own weights,
-            nats; ``max_kl`` the largest.
+        weight_bytes: bytes of weights that a token reads.
+        perplexity: of the text's tokens, without the first.
+        kl: mean Kullback-Leibler divergence of the next token's distribution from that with the model's own weights, in
+            nats; ``max_kl`` is the largest.
         top1_agreement: share of positions at which both name the same token.
     """
 
@@ -50,9 +50,9 @@ class Quality:
     """What ``compare_formats`` found: printable, and plain data through ``to_dict()``.
 
     Attributes:
-        positions: tokens that were predicted.
-        own: the model with its own weights.
-        rows: the formats.
+        positions: number of tokens that were predicted.
+        own: the row of the model with its own weights.
+        rows: the rows of the formats.
     """
 
     positions: int
@@ -60,11 +60,11 @@ class Quality:
     rows: tuple[FormatRow, ...]
 
     def change(self, row: FormatRow) -> float:
-        """How much larger a row's perplexity is, in per cent."""
+        """Return how much larger a row's perplexity is than with the model's own weights, in per cent."""
         return 100 * (row.perplexity / self.own.perplexity - 1)
 
     def to_dict(self) -> dict:
-        """Plain data, ready for JSON."""
+        """Return plain data, ready for JSON."""
         return {
             "positions": self.positions,
             "own": asdict(self.own),
@@ -90,7 +90,7 @@ class Quality:
 
 
 def _row(own: torch.Tensor, logits: torch.Tensor, text: torch.Tensor, **known: Any) -> FormatRow:
-    """Figures of ``logits`` [positions, vocab_size] for the tokens ``text`` [positions] that follow."""
+    """Compute the figures of ``logits`` [positions, vocab_size] for the tokens ``text`` [positions] that follow."""
     nll, kl, agreeing, most = 0.0, 0.0, 0, 0.0
     for mine, theirs, tokens in zip(logits.split(_PIECE), own.split(_PIECE), text.split(_PIECE)):
         log_mine, log_own = mine.double().log_softmax(-1), theirs.double().log_softmax(-1)
@@ -107,10 +107,10 @@ def _row(own: torch.Tensor, logits: torch.Tensor, text: torch.Tensor, **known: A
 def compare_formats(
     model: nn.Module, inputs: Any, weights: Sequence[str] = tuple(FORMATS), lm_head: str = HEADS[0]
 ) -> Quality:
-    """Perplexity of a text, and divergence from the model's own weights, for each format.
+    """Measure the perplexity of a text, and the divergence from the model's own weights, for each format.
 
     The text is decoded token by token with the kernels of ``generate()``, with the model's own weights and then in
-    every format. The model comes back as it was.
+    every format. Afterwards the model is as it was.
 
     Args:
         model: a causal LM that is not patched, and takes ``patch(weights=...)``.
@@ -119,7 +119,7 @@ def compare_formats(
         lm_head: as ``patch()`` takes it, with each format.
 
     Raises:
-        ValueError: the model is patched, a format or the inputs are off, or ``patch()`` says why it does not take them.
+        ValueError: the model is patched, a format or the inputs are not valid, or ``patch()`` does not take them.
     """
     if state_of(model) is not None:
         raise ValueError("compare_formats() got a patched model: unpatch(model) first")

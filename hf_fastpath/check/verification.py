@@ -1,4 +1,4 @@
-"""verify(model, inputs): a patched model against itself unpatched, beside stock's own noise floor."""
+"""verify(model, inputs): compare a patched model with itself unpatched, beside stock's own noise floor."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from .comparison import Verification, compare, sequences
 def verify(model: nn.Module, inputs: Any, max_new_tokens: int = 32) -> Verification:
     """Compare this model patched with itself unpatched on ``inputs``, beside stock's own noise floor.
 
-    The rows are made out of the inputs: their beginning (short), a batch of two lengths (padded), all of them, repeated
-    if they have less than 512 tokens (long), up to the edge of the smallest sliding window where the model has one
-    (window edge), and the beginning with tokens drawn from a seed (sampling). End tokens and the logits processors of
+    The inputs are made into five rows: their beginning (short); a batch of two lengths (padded); all of them, repeated
+    if they have less than 512 tokens (long); a text up to the edge of the smallest sliding window, if the model has one
+    (window edge); and the beginning with tokens drawn from a seed (sampling). End tokens and the logits processors of
     ``model.generation_config`` are left out. An unpatched model is patched for the comparison and unpatched afterwards.
 
     Args:
@@ -30,7 +30,7 @@ def verify(model: nn.Module, inputs: Any, max_new_tokens: int = 32) -> Verificat
         The differences and whether they are within bounds.
 
     Raises:
-        ValueError: inputs that are too short, too many or padded; a model whose decode loop is not patched.
+        ValueError: the inputs are too short, too many or padded, or the model's decode loop is not patched.
     """
     model = patched_model(model)
     ids = sequences(inputs).to(next(model.parameters()).device)

@@ -1,3 +1,3 @@
 """The command ``hf-fastpath``.
 
-It may import all of the package; nothing imports it."""
+``cli`` may import all of the package; nothing imports it."""

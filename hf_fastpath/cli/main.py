@@ -26,7 +26,7 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 
 def info() -> dict[str, Any]:
-    """What this installation has: versions, devices, which kernels serve them and why, ops, architectures."""
+    """Return what this installation has: versions, devices, their kernels and why, ops, architectures."""
     import transformers
 
     for device in build.TARGETS:
@@ -67,7 +67,7 @@ def _verify(given: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
         if given.weights:
             return _compare_formats(given, model, tokenizer)
         result = verify(model, tokenizer(given.prompt, return_tensors="pt"), given.max_new_tokens)
-    except ValueError as error:  # an UnsupportedModelError too
+    except ValueError as error:  # an UnsupportedModelError is one
         parser.error(str(error))
     print(json.dumps(result.to_dict(), indent=1) if given.json else result)
     return 0 if result.ok else 1
@@ -128,7 +128,7 @@ def _explain(given: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
 
 def _bench(rest: Sequence[str]) -> int:
     """Run one of the two benchmarks that are part of the package."""
-    # Both import what the other commands have no use for.
+    # The two modules import what no other command needs.
     if rest and rest[0] == "gemv":
         from ..bench import layouts
 
@@ -138,12 +138,12 @@ def _bench(rest: Sequence[str]) -> int:
     return generate.main(rest[1:] if rest and rest[0] == "generate" else rest)
 
 
-#: exit status of an error that nobody foresaw; 1 is a model that would not be fast or differs, 2 a wrong argument
+#: exit status after an error that nobody foresaw; 1 means a model that is not fast or differs, 2 a wrong argument
 UNFORESEEN = 3
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Entry point; returns the exit status."""
+    """Run the command; return the exit status."""
     try:
         return _main(argv)
     except Exception:

@@ -1,6 +1,6 @@
 """The only folder that touches private or version-dependent names of transformers, accelerate, torch and Python.
 
-It may import ``choices`` and nothing else of the package; everybody may import it, by ``compat.name``."""
+``compat`` may import ``choices`` and nothing else of the package. Every folder may import it, by ``compat.name``."""
 
 from .caches import (
     CACHE,

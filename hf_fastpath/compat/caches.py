@@ -15,22 +15,26 @@ __all__ = ["Cache", "DynamicCache"]
 
 
 _OLD_CACHE = "past_key_values"
-#: name of the KV cache among the arguments of ``generate()`` and of forwards, and in their outputs: ``"cache"`` from
-#: 5.24 on, where the old name is still taken, with a warning
+#: name of the KV cache among the arguments of ``generate()`` and of forwards, and in their outputs; from 5.24 on the
+#: name is ``"cache"``, and the old name is still taken with a warning
 CACHE = (
     "cache" if "cache" in inspect.signature(GenerationMixin.prepare_inputs_for_generation).parameters else _OLD_CACHE
 )
 
 
 def cache_of(arguments: Mapping[str, Any], own_name: str | None) -> Any:
-    """The KV cache among a forward's arguments, by the name that the module alone gives it, or None: the usual one."""
+    """Return the KV cache among a forward's arguments.
+
+    Args:
+        own_name: the name that only this module gives it, or None for the usual name.
+    """
     if own_name is not None:
         return arguments.get(own_name)
     return arguments.get(CACHE, arguments.get(_OLD_CACHE))
 
 
 def is_continuous_batch(arguments: Mapping[str, Any]) -> bool:
-    """Whether a forward's named arguments are of ``generate_batch()``: several prompts and tokens in one row."""
+    """Whether these are arguments of a forward in ``generate_batch()``: several prompts and tokens in one row."""
     return isinstance(arguments.get("cache"), PagedAttentionCache)
 
 
@@ -39,12 +43,12 @@ def record_past_of(layer: Any) -> bool:
     return getattr(layer, "record_past", False)
 
 
-#: below this transformers' cache keeps all that was ever seen, and prompts and single tokens see different things
+#: with a smaller window transformers' cache keeps everything, and prompts and single tokens see different positions
 MIN_WINDOW = 2
 
 
 def layer_windows(config: Any) -> list[int | None] | None:
-    """Sliding window of each decoder layer (None: full attention), or None if a layer is of another kind."""
+    """Return the sliding window of each decoder layer (None: full attention), or None if a layer is of another kind."""
     windows = []
     for layer in DynamicCache(config=config).layers:
         if type(layer).__name__ == "DynamicSlidingWindowLayer":
@@ -59,7 +63,7 @@ def layer_windows(config: Any) -> list[int | None] | None:
 def _update_waits() -> bool:
     try:
         return "prefetch_stream.wait_stream" in inspect.getsource(Cache.update)
-    except OSError:  # no source: one wait too many does no harm
+    except OSError:  # there is no source; to wait once too often does no harm
         return False
 
 
@@ -67,22 +71,22 @@ _PREFETCH_WAITS = _update_waits()
 
 
 def prefetch_waits() -> bool:
-    """Whether an offloading cache's copies back to the GPU wait for those to the host, as they do not in 5.17."""
+    """Whether an offloading cache's copies back to the GPU wait for those to the host; in 5.17 they do not."""
     return _PREFETCH_WAITS
 
 
 def order_offloading(cache: Any, device: torch.device) -> None:
-    """Let what an offloading ``cache`` will bring back to the GPU wait for all that was started on it so far.
+    """Make copies that an offloading ``cache`` will start to the GPU wait for all that was started there so far.
 
-    Where not :func:`prefetch_waits`, a fast model reads layers that have not reached the host yet without it. Other
-    caches are left alone.
+    Without that, and without :func:`prefetch_waits`, a fast model would read layers that have not reached the host yet.
+    Other caches are left alone.
     """
     if getattr(cache, "offloading", False):
         cache.prefetch_stream.wait_stream(torch.cuda.default_stream(device))
 
 
 def prepare_cache_stock(model: Any, *args: Any, **kwargs: Any) -> Any:
-    """The model class's own ``_prepare_cache_for_generation``."""
+    """Call the ``_prepare_cache_for_generation`` of the model's class."""
     return type(model)._prepare_cache_for_generation(model, *args, **kwargs)
 
 

@@ -1,4 +1,4 @@
-"""Functions and forwards: whose they are, what lies around them, and who runs them."""
+"""Functions and forwards: who defined them, what wraps them, and which threads run them."""
 
 from __future__ import annotations
 
@@ -19,43 +19,46 @@ from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.utils import output_capturing
 
-#: packages whose functions are what our ops were compared with; ``kernels`` wraps functions of transformers
+#: packages whose functions our ops were compared with; ``kernels`` wraps functions of transformers
 _LIBRARIES = ("transformers", "torch", "kernels")
-#: (id of a function, where else it may be defined) -> the function, if it is known: every module is asked at every call
+#: (id of a function, its second home) -> the function, if it is known; kept because every call asks for every module
 _known_code: dict[tuple[int, str], Callable[..., Any]] = {}
 
 
 def is_known_code(function: Callable[..., Any] | None, home: str = "") -> bool:
-    """Whether a function, and all that its decorators wrap, is defined in transformers or torch; or in ``home``, the
-    module of the model's architecture, whose code ``patch()`` may have compared with a listed one's."""
+    """Whether transformers, torch or ``home`` defines a function, and every function that its decorators wrap.
+
+    Args:
+        home: module of the model's architecture, whose code ``patch()`` may have compared with a listed one's.
+    """
     key, outermost = (id(function), home), function
     if function is None or _known_code.get(key) is function:
         return True
     while function is not None:
-        if isinstance(function, nn.Module):  # a function that ``kernels`` may replace by one of the hub's
+        if isinstance(function, nn.Module):  # a function that ``kernels`` may replace by one from the hub
             function = vars(function).get("forward", type(function).forward)
         function = getattr(function, "func", function)  # functools.partial
         defined_in = getattr(function, "__globals__", {}).get("__name__", "")
         if defined_in != home and defined_in.partition(".")[0] not in _LIBRARIES:
             return False
         function = getattr(function, "__wrapped__", None)
-    if not isinstance(outermost, nn.Module):  # whose forward may change
+    if not isinstance(outermost, nn.Module):  # a module is not remembered, because its forward may change
         _known_code[key] = outermost
     return True
 
 
 def is_wrapped_by(function: Callable[..., Any] | None, outer: Callable[..., Any] | None) -> bool:
-    """Whether ``function`` is ``outer``, or what a decorator of it wraps."""
+    """Whether ``function`` is ``outer``, or a function that a decorator of ``outer`` wraps."""
     while outer is not None and outer is not function:
         outer = getattr(outer, "__wrapped__", None)
     return outer is not None
 
 
 def name_of(function: Any) -> str:
-    """Where a function, method or callable is defined, as a user may look for it."""
+    """Return where a function, method or callable is defined, as a user may look for it."""
     function = getattr(function, "func", function)  # functools.partial
     function = getattr(function, "__func__", function)
-    if hasattr(function, "__wrapped__") and hasattr(function, "__code__"):  # whose name it has taken on
+    if hasattr(function, "__wrapped__") and hasattr(function, "__code__"):  # a wrapper has taken on the wrapped name
         code = function.__code__
         return f"{function.__globals__.get('__name__', 'somewhere')}.{getattr(code, 'co_qualname', code.co_name)}"
     named = function if hasattr(function, "__qualname__") else type(function)
@@ -68,13 +71,13 @@ def is_ours(function: Any) -> bool:
 
 
 def converted_to_float32(function: Any) -> Any:
-    """What accelerate's wrapper around a forward calls, to make its results float32; None for any other function."""
+    """Return the forward that accelerate's ConvertOutputsToFp32 wraps; None for any other function."""
     known = type(function).__module__ == "accelerate.utils.operations"
     return function.model_forward if known and type(function).__name__ == "ConvertOutputsToFp32" else None
 
 
 def run_under_autocast(function: Any) -> Any:
-    """What a function that was decorated with ``torch.autocast`` wraps; None for any other function."""
+    """Return the function that ``torch.autocast`` has decorated; None for any other function."""
     code = getattr(function, "__code__", None)
     if code is None or code not in (found for found in _AUTOCAST_CODE.co_consts if hasattr(found, "co_code")):
         return None
@@ -85,17 +88,17 @@ _AUTOCAST_CODE = autocast_mode.autocast_decorator.__code__
 
 
 def _does_nothing(hook: Callable[..., Any]) -> bool:
-    """Whether a hook is one of transformers' that leaves a forward without gradients as it is."""
-    # Those that the first output_hidden_states=True leaves on the modules; alone they do nothing.
+    """Whether a hook is one of transformers' that has no effect on a forward without gradients."""
+    # The first output_hidden_states=True leaves these hooks on the modules; alone they do nothing.
     if getattr(hook, "__module__", None) == output_capturing.__name__:
         return True
-    # That of enable_input_require_grads(), which comes with activation checkpointing.
+    # The hook of enable_input_require_grads() comes with activation checkpointing.
     name = getattr(hook, "__qualname__", "")
     return is_known_code(hook) and name.endswith("enable_input_require_grads.<locals>.make_inputs_require_grads")
 
 
 def hook_of(module: nn.Module) -> Callable[..., Any] | None:
-    """A hook that matters and that calling ``module`` without gradients would run, or None."""
+    """Return a hook with an effect that calling ``module`` without gradients would run, or None."""
     contents = module.__dict__
     after, before = contents["_forward_hooks"], contents["_forward_pre_hooks"]
     of_all = torch_module._global_forward_hooks, torch_module._global_forward_pre_hooks
@@ -106,7 +109,7 @@ def hook_of(module: nn.Module) -> Callable[..., Any] | None:
 
 
 def functions_of_configs(configs: Iterable[Any]) -> list[Any]:
-    """What attention and experts run through in modules with these configurations, and the hooks of all modules."""
+    """Return the functions for attention and experts in modules of these configurations, and all modules' hooks."""
     found = [*torch_module._global_forward_hooks.values(), *torch_module._global_forward_pre_hooks.values()]
     for config in configs:
         found.append(ALL_ATTENTION_FUNCTIONS.get(getattr(config, "_attn_implementation", None)))
@@ -114,21 +117,21 @@ def functions_of_configs(configs: Iterable[Any]) -> list[Any]:
     return found
 
 
-#: where a module may keep the forward that computes
+#: attributes in which a module may keep the forward that computes
 FORWARD_ATTRIBUTES = ("forward", "_old_forward")
 
 
 def forward_attribute(module: nn.Module) -> str:
-    """Where a module keeps the forward that computes: under an accelerate hook it is ``_old_forward``."""
+    """Return the attribute of the forward that computes; under an accelerate hook it is ``_old_forward``."""
     return "_old_forward" if hasattr(module, "_hf_hook") and "_old_forward" in vars(module) else "forward"
 
 
 def placement(module: nn.Module) -> str | None:
-    """What the accelerate hook in the place of the instance's ``forward`` is there for.
+    """Return what the accelerate hook in place of the instance's ``forward`` does.
 
     Returns:
-        ``"placed"``: it moves tensors to where the module's weights are, and changes no call whose tensors are there;
-        ``"offloaded"``: weights are brought for every call; None: anything else, or there is no hook.
+        ``"placed"`` if it moves tensors to the module's weights, so that it does nothing if they are there already;
+        ``"offloaded"`` if it brings the weights for every call; None if it does anything else or there is no hook.
     """
     contents = vars(module)
     hook, outer = contents.get("_hf_hook"), contents.get("forward")
@@ -141,22 +144,22 @@ def placement(module: nn.Module) -> str | None:
     here = next((tensor.device for tensor in chain(module.parameters(), module.buffers())), None)
     if hook.offload or (here is not None and here.type == "meta"):
         return "offloaded"
-    if here is None or hook.execution_device is None:  # values are the same wherever they are
+    if here is None or hook.execution_device is None:  # the device makes no difference to the values
         return "placed"
     there = torch.device(hook.execution_device)
     return "placed" if there.type == here.type and there.index in (None, here.index) else None
 
 
 def below_autograd() -> Any:
-    """Context in which ops skip the autograd dispatch keys; only for code that needs no gradients."""
+    """Return a context in which ops skip the autograd dispatch keys; only for code that needs no gradients."""
     return torch._C._AutoDispatchBelowAutograd()
 
 
 def is_run_elsewhere(model: nn.Module, waiting: Container[int] = ()) -> bool:
-    """Whether another thread is inside of a ``generate()`` or a forward of ``model``.
+    """Whether another thread is inside a ``generate()`` or a forward of ``model``.
 
     Args:
-        waiting: threads that have begun a ``generate()`` which waits, and does not count.
+        waiting: threads whose last ``generate()`` waits at the door and does not count.
     """
     codes = {inspect.unwrap(GenerationMixin.generate).__code__, nn.Module._call_impl.__code__}
     here = threading.get_ident()

@@ -9,18 +9,19 @@ import torch
 from transformers.generation import candidate_generator as candidates
 from transformers.generation import utils as generation_utils
 
-#: whether ``GenerationMixin._assisted_decoding`` asks the stopping criteria about every draft, too, and takes no token
-#: behind one that they end the text behind, as in 5.17
+#: whether ``GenerationMixin._assisted_decoding`` also asks the stopping criteria about every draft, as in 5.17; if they
+#: end the text behind a draft, no token follows that draft
 CRITERIA_SEE_DRAFTS = "is_done_candidate" in inspect.signature(generation_utils._speculative_sampling).parameters
 
 
 def candidate_generator(model: Any, **arguments: Any) -> Any:
-    """What makes drafts for ``GenerationMixin._assisted_decoding`` with these arguments, if that is an assistant or a
-    lookup in the prompt, and the model's own choice decides; else None.
+    """Return the candidate generator of ``GenerationMixin._assisted_decoding`` with these arguments, or None.
+
+    The result is None unless drafts come from an assistant or a lookup in the prompt, and the model's choice decides.
 
     Args:
-        model: that generates.
-        arguments: of ``GenerationMixin._get_candidate_generator``.
+        model: the model that generates.
+        arguments: the arguments of ``GenerationMixin._get_candidate_generator``.
     """
     config = arguments["generation_config"]
     others = ("assistant_early_exit", "use_mtp", "speculation_type", "assistant_ensemble_weight")
@@ -28,7 +29,7 @@ def candidate_generator(model: Any, **arguments: Any) -> Any:
         return None
     made = model._get_candidate_generator(**arguments)
     if looks_up_drafts(made):
-        if not made.logits_processor:  # on the host: without waiting for the device at every comparison
+        if not made.logits_processor:  # on the host, comparisons do not wait for the device
             made.eos_token_id = None if made.eos_token_id is None else made.eos_token_id.cpu()
             made.logits_processor = None
         return made
@@ -36,7 +37,7 @@ def candidate_generator(model: Any, **arguments: Any) -> Any:
 
 
 def lengthen_draft_inputs(generator: Any, count: int) -> None:
-    """Tell an assistant's generator of ``count`` more tokens of the text in front of its next draft."""
+    """Tell an assistant's generator that the text in front of its next draft has ``count`` more tokens."""
     given = generator.assistant_kwargs
     for name, extend in (
         ("attention_mask", candidates._prepare_attention_mask),
@@ -53,18 +54,18 @@ def looks_up_drafts(generator: Any) -> bool:
 
 
 def note_confidence(generator: Any, probability: float) -> None:
-    """Tell an assistant's generator how likely it held the token it drafted; it learns its threshold from that."""
+    """Tell an assistant's generator the probability of the token it drafted; it learns its threshold from that."""
     if hasattr(generator, "probs"):
         generator.probs.append(probability)
 
 
 def update_drafts(generator: Any, text: torch.Tensor, drafted: int, matches: int) -> None:
-    """Tell a generator how many of its ``drafted`` tokens the model agreed with."""
+    """Tell a generator how many of its ``drafted`` tokens the model accepted."""
     generator.update_candidate_strategy(text, text.new_empty((1, drafted + 1)), matches)
 
 
 def keep_draft_length(generator: Any) -> None:
-    """Leave an assistant the draft length that was found for it, as ``GenerationMixin._assisted_decoding`` does."""
+    """Store the draft length that was found in the assistant, as ``GenerationMixin._assisted_decoding`` does."""
     if looks_up_drafts(generator):
         return
     config = generator.assistant_model.generation_config

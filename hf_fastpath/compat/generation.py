@@ -40,44 +40,47 @@ def is_assisted_mode(generation_mode: Any) -> bool:
     return generation_mode is GenerationMode.ASSISTED_GENERATION
 
 
-#: what ``generate()`` passes to the model's forward where our loops stand in for it
+#: the arguments that ``generate()`` passes to the model's forward in calls that our loops would take
 FORWARD_ARGUMENTS = frozenset(
     {"input_ids", "attention_mask", "position_ids", "use_cache", "logits_to_keep", "return_dict", CACHE, _OLD_CACHE}
 )
-#: methods that ``GenerationMixin._sample`` calls for every token and our loop does not
+#: methods that ``GenerationMixin._sample`` calls for every token and our loop does not call
 _TOKEN_METHODS = ("prepare_inputs_for_generation", "_update_model_kwargs_for_generation")
 
 
 def overridden_method(model: Any, home: str) -> str | None:
-    """The method by which other code than that of ``home`` has put itself between ``generate()`` and the model's
-    forward, and where it is defined; or None."""
+    """Return a method that code other than ``home``'s has put between ``generate()`` and the forward, or None.
+
+    Returns:
+        The method's name, and where it is defined.
+    """
     for name in _TOKEN_METHODS:
         of_class, of_instance = getattr(type(model), name), vars(model).get(name)
         if not is_known_code(of_class, home):
             return f"{name} is {name_of(of_class)}"
-        # the class's own, bound: left behind by PEFT
+        # PEFT leaves the class's own method behind, bound to the instance; that is no other code
         if of_instance is not None and getattr(of_instance, "__func__", None) is not of_class:
             return f"{name} is {name_of(of_instance)}"
     return None
 
 
-#: keyword arguments of ``generate()`` that change no logits and nothing in the cache: ``prepare_inputs_for_generation``
+#: keyword arguments of ``generate()`` that change neither logits nor the cache: ``prepare_inputs_for_generation``
 #: drops labels, and without labels a forward computes no loss
 WITHOUT_EFFECT = frozenset({"labels", "num_items_in_batch"})
 
 
 def is_stock_streamer(streamer: Any) -> bool:
-    """Whether a streamer is exactly one of transformers', none of whose methods was replaced on the instance."""
+    """Whether a streamer is of a class of transformers', and no method of it was replaced on the instance."""
     methods = ("put", "end", "on_finalized_text")
     return type(streamer).__module__.startswith("transformers.") and not any(name in vars(streamer) for name in methods)
 
 
 def is_stock(thing: LogitsProcessor | StoppingCriteria) -> bool:
-    """Whether a processor or criterion is one of transformers' own classes, and calls no function of the user's."""
+    """Whether a processor or criterion is of a class of transformers', and calls no function of the user's."""
     return type(thing).__module__.startswith("transformers.") and type(thing) is not PrefixConstrainedLogitsProcessor
 
 
-#: warpers in the order in which generate() applies them: attribute with the setting, value that changes nothing
+#: warpers in the order in which generate() applies them -> attribute with the setting, the value that changes nothing
 _WARPERS: dict[type[LogitsProcessor], tuple[str, float]] = {
     TemperatureLogitsWarper: ("temperature", 1.0),
     TopKLogitsWarper: ("top_k", 0.0),
@@ -87,9 +90,11 @@ _WARPERS: dict[type[LogitsProcessor], tuple[str, float]] = {
 
 
 def sampling_settings(processors: Sequence[LogitsProcessor]) -> list[float] | None:
-    """temperature, top_k, top_p and min_p of ``processors``, or None if they are anything but these warpers, each at
-    most once and in this order, that keep at least one token and give the others no chance; or if float32 cannot hold
-    the temperature and its inverse."""
+    """Return temperature, top_k, top_p and min_p of ``processors``, or None if a plan cannot sample so.
+
+    A plan can if the processors are these warpers, each at most once and in this order, if they keep at least one token
+    and give the others no chance, and if float32 holds the temperature and its inverse.
+    """
     settings, kinds = [neutral for _, neutral in _WARPERS.values()], list(_WARPERS)
     last = -1
     for processor in processors:
@@ -103,10 +108,12 @@ def sampling_settings(processors: Sequence[LogitsProcessor]) -> list[float] | No
 
 
 def new_tokens(input_ids: torch.Tensor, generation_config: Any, model_kwargs: dict) -> torch.Tensor:
-    """Those of ``input_ids`` that the cache does not hold, told by the mask's length as ``GenerationMixin._prefill``
-    tells it: the caller gives the whole text or only what is new."""
+    """Return those of ``input_ids`` that the cache does not hold; the caller gives the whole text or only its new part.
+
+    The mask's length tells which, as in ``GenerationMixin._prefill``.
+    """
     mask = model_kwargs.get("attention_mask")
-    # a mask of ones may have been dropped, its length noted
+    # transformers may have dropped a mask of ones and noted its length
     covered = getattr(generation_config, "_mask_length", -1) if mask is None else mask.shape[1]
     past_len = model_kwargs[CACHE].get_seq_length()
     return input_ids[:, past_len:] if covered == input_ids.shape[1] else input_ids
@@ -118,16 +125,16 @@ def prefill(model: Any, input_ids: torch.Tensor, generation_config: Any, model_k
 
 
 def following_logits(model: Any, input_ids: torch.Tensor, count: int, prompt_len: int, model_kwargs: dict) -> Any:
-    """Run the last ``count`` tokens of a text as ``GenerationMixin._sample`` runs the one that it has chosen.
+    """Run the last ``count`` tokens of a text as ``GenerationMixin._sample`` runs the token that it has chosen.
 
     Args:
-        input_ids: [batch, seq_len], the text, as the caller of ``generate()`` has begun it.
-        count: how many of its tokens the cache does not hold.
-        prompt_len: how many of them were there when ``generate()`` began.
-        model_kwargs: of the prompt.
+        input_ids: [batch, seq_len], the text, which begins as the caller of ``generate()`` gave it.
+        count: number of its tokens that the cache does not hold.
+        prompt_len: number of its tokens that were there when ``generate()`` began.
+        model_kwargs: the keyword arguments of the prompt.
 
     Returns:
-        [batch, count, vocab_size] logits of the tokens that follow each.
+        [batch, count, vocab_size] logits of the token that follows each.
     """
     known = model._update_model_kwargs_for_generation(
         {}, dict(model_kwargs), num_new_tokens=input_ids.shape[1] - prompt_len
@@ -140,17 +147,17 @@ def following_logits(model: Any, input_ids: torch.Tensor, count: int, prompt_len
 
 
 def pad_token(generation_config: Any) -> torch.Tensor | None:
-    """The pad token as ``generate()`` resolved it, a tensor."""
+    """Return the pad token as ``generate()`` resolved it, a tensor."""
     return generation_config._pad_token_tensor
 
 
 def philox_offset(device: torch.device) -> int:
-    """How far the default CUDA generator of ``device`` has advanced."""
+    """Return how far the default CUDA generator of ``device`` has advanced."""
     return _cuda_generator(device).get_offset()
 
 
 def set_philox_offset(device: torch.device, offset: int) -> None:
-    """Move the default CUDA generator of ``device`` (back) to ``offset``."""
+    """Move the default CUDA generator of ``device`` to ``offset``, also back."""
     _cuda_generator(device).set_offset(offset)
 
 

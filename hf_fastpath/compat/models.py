@@ -23,7 +23,7 @@ from ..choices import Activation
 if torch.distributed.is_available():
     from torch.distributed.fsdp import FullyShardedDataParallel
     from torch.distributed.tensor import DTensor
-else:  # nothing is an instance of these
+else:  # no object is an instance of these
     DTensor = FullyShardedDataParallel = ()
 
 __all__ = ["Conv1D"]
@@ -41,14 +41,14 @@ _ACTIVATIONS: dict[type, Activation] = {
 
 
 def activation_of(module: nn.Module) -> Activation | None:
-    """What kernels have for an activation module, or None if they do not have it."""
+    """Return the activation that kernels have for a module, or None if they have none."""
     if type(module) is nn.GELU and module.approximate == "tanh":
         return Activation.GELU_TANH
     return _ACTIVATIONS.get(type(module))
 
 
 def attention_function(module: nn.Module) -> Callable[..., Any] | None:
-    """What the attention of ``module`` runs through, as its config says."""
+    """Return the function that computes the attention of ``module``, as its config says."""
     name = module.config._attn_implementation
     if name not in (None, "eager"):
         return ALL_ATTENTION_FUNCTIONS.get(name)
@@ -56,15 +56,16 @@ def attention_function(module: nn.Module) -> Callable[..., Any] | None:
 
 
 def experts_function(module: nn.Module) -> Callable[..., Any] | None:
-    """What a module with the weights of experts runs through, as its config says; None if that is its own code."""
+    """Return the function that computes experts in a module, as its config says; None for the module's own code."""
     name = module.config._experts_implementation
     return None if name in (None, "eager") else ALL_EXPERTS_FUNCTIONS.get(name)
 
 
 @contextmanager
 def eager_experts(model: nn.Module) -> Iterator[None]:
-    """Run experts by the model's own code, which alone takes every dtype, for the length of a ``with`` block."""
-    name = "_experts_implementation_internal"  # without its setter, which writes the configs of submodels too
+    """Run experts with the model's own code for the length of a ``with`` block: only that code takes every dtype."""
+    # The attribute is set without its setter, because the setter also writes the configs of submodels.
+    name = "_experts_implementation_internal"
     configs = {id(m.config): m.config for m in model.modules() if hasattr(getattr(m, "config", None), name)}
     kept = {key: getattr(config, name) for key, config in configs.items()}
     try:
@@ -77,7 +78,7 @@ def eager_experts(model: nn.Module) -> Iterator[None]:
 
 
 def rotation_function(module: nn.Module) -> Callable[..., Any] | None:
-    """What an attention module turns queries and keys with; None if that is its own code."""
+    """Return the function with which an attention module rotates queries and keys; None for the module's own code."""
     return _global_of(module, "apply_rotary_pos_emb")
 
 
@@ -88,12 +89,12 @@ def _global_of(module: nn.Module, name: str) -> Any:
 def has_static_rope(rotary: nn.Module) -> bool:
     """Whether a rotary embedding's frequencies are the same at every length."""
     kinds = getattr(rotary, "rope_type", None)
-    kinds = set(kinds.values()) if isinstance(kinds, dict) else {kinds}  # one a kind of layer, or one for all
+    kinds = set(kinds.values()) if isinstance(kinds, dict) else {kinds}  # one for each kind of layer, or one for all
     return kinds <= {"default", "linear", "llama3", "yarn"}
 
 
 def caps_scores(config: Any) -> bool:
-    """Whether the chosen implementation of attention applies a soft-cap: sdpa passes over it."""
+    """Whether the chosen implementation of attention applies a soft-cap; sdpa ignores it."""
     return config._attn_implementation != "sdpa"
 
 
@@ -103,8 +104,10 @@ def outputs_are_captured() -> bool:
 
 
 def generating_model(model: nn.Module) -> nn.Module:
-    """``model``; or the one inside it that has ``generate()``, where it has none and wraps exactly one: PEFT, DDP,
-    ``torch.compile``, DeepSpeed, a value head."""
+    """Return ``model``, or the one model with ``generate()`` inside it, if ``model`` itself has none.
+
+    PEFT, DDP, ``torch.compile``, DeepSpeed and value heads wrap a model so.
+    """
     found, waiting = {}, [model]
     while waiting:
         module = waiting.pop()
@@ -121,7 +124,7 @@ def can_generate(model: nn.Module) -> bool:
 
 
 def set_entry(config: Any, name: str, value: Any) -> None:
-    """Set an entry of a config; where None is no value for it, to the number of the first token."""
+    """Set an entry of a config; if the config refuses None as its value, set it to the number of the first token."""
     try:
         setattr(config, name, value)
     except StrictDataclassError:
@@ -134,11 +137,12 @@ def is_encoder_decoder(model: nn.Module) -> bool:
 
 
 def model_of_config(config: Any, **arguments: Any) -> Any:
-    """A model of the class that is made for ``config``: a causal LM, else one of images or sound and text, an
-    encoder-decoder, or whatever there is.
+    """Make a model of the class for ``config``: a causal LM, or else any other model that there is.
+
+    The classes are tried in order: causal LM, images or sound and text, encoder-decoder, any model.
 
     Raises:
-        ValueError: transformers has no model for it.
+        ValueError: transformers has no model for this config.
     """
     from transformers import AutoModel, AutoModelForCausalLM, AutoModelForImageTextToText, AutoModelForSeq2SeqLM
 
@@ -152,7 +156,7 @@ def model_of_config(config: Any, **arguments: Any) -> Any:
 
 
 def sharding(model: nn.Module) -> str | None:
-    """How a model's weights are spread over processes, in words; None if this process has them whole."""
+    """Return in words how a model's weights are spread over processes; None if this process has them whole."""
     for module in model.modules():
         if getattr(module, "_device_mesh", None) is not None:
             return "tp_plan or a device mesh"
@@ -169,7 +173,7 @@ def sharding(model: nn.Module) -> str | None:
 
 
 def is_sharded(tensor: torch.Tensor | None) -> bool:
-    """Whether this process may have a part of a tensor only."""
+    """Whether this process may have only a part of a tensor."""
     return isinstance(tensor, DTensor)
 
 

@@ -1,4 +1,4 @@
-"""What transformers keeps for other people's attention, masks and experts, and how a recorder passes through it."""
+"""The registries in which transformers takes other people's attention, masks and experts, as a recorder uses them."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from .caches import layer_windows
 
-#: by this name configs of recorded copies ask for our functions
+#: the name by which configs of recorded copies ask for our functions
 RECORDED = "hf_fastpath_recorded"
-#: attribute of a config -> what its implementations are kept as
+#: attributes of a config that name its implementations of attention and of experts
 _CHOICES = ("_attn_implementation_internal", "_experts_implementation_internal")
 
 
@@ -29,7 +29,7 @@ def install_seams(attention: Callable[..., Any], mask: Callable[..., Any], exper
 
 
 def ask_for_seams(model: nn.Module) -> None:
-    """Set the configs of ``model``, which are its own, to :data:`RECORDED`."""
+    """Set the configs of ``model`` to :data:`RECORDED`; no other model may share these configs."""
     for config in {id(m.config): m.config for m in model.modules() if hasattr(m, "config")}.values():
         for name in _CHOICES:
             if hasattr(config, name):
@@ -37,15 +37,15 @@ def ask_for_seams(model: nn.Module) -> None:
 
 
 class RecordingCache(Cache):
-    """A cache whose layers hand what they are given to ``append(k, v, layer)``.
+    """A cache whose layers pass the keys and values that they are given on to ``append(k, v, layer)``.
 
     Args:
-        config: of the model.
-        length: tokens that it says it holds.
-        append: gives all keys and values.
+        config: the config of the model.
+        length: number of tokens that the cache claims to hold.
+        append: takes new keys, new values and the index of the layer; returns all keys and values.
 
     Raises:
-        ValueError: it has layers that keep other states than keys and values.
+        ValueError: the model has layers that keep other states than keys and values.
     """
 
     def __init__(self, config: Any, length: int, append: Callable[..., Any]):
@@ -82,14 +82,14 @@ class _RecordingLayer(CacheLayerMixin):
 
 
 def mask_sees(mask_function: Callable[..., Any], queries: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
-    """bool [queries, keys]: what a mask function of transformers' lets tokens at positions see of others."""
+    """Return bool [queries, keys]: whether a mask function of transformers lets a query see a key, both by position."""
     zero = torch.zeros((), dtype=torch.long)
     seen = mask_function(zero, zero, queries[:, None], keys[None, :])
     return torch.as_tensor(seen).expand(len(queries), len(keys))
 
 
 def gathered_experts(module: nn.Module, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-    """Experts of a module, by products of gathered weights: no step of it waits for the device."""
+    """Run the experts of a module as products of gathered weights, so that no step waits for the device."""
     return batched_mm_experts_forward(module, x, ids, weights)
 
 

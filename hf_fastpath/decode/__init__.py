@@ -1,4 +1,4 @@
 """One decoder token as a list of op calls, its CUDA graph, and the loops that generate with it.
 
-It may import ``ops``, the cache, ``architecture`` and ``compat``; of a patched model it knows :mod:`.patched` alone,
-and nothing of ``patching``."""
+``decode`` may import ``ops``, the cache, ``architecture`` and ``compat``. Of a patched model the folder knows
+:mod:`.patched` alone; it imports nothing of ``patching``."""

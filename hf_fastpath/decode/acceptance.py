@@ -1,4 +1,4 @@
-"""Which of the drafted tokens a text takes, and what follows them, behind logits processors and in samples."""
+"""Which drafts a text takes and what follows them, if there are logits processors or tokens are sampled."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ import torch
 
 
 def processed(logits: torch.Tensor, text: torch.Tensor, count: int, processors: Any) -> torch.Tensor:
-    """Logits behind processors, each row behind the tokens in front of it.
+    """Apply logits processors to each row of logits, given the tokens in front of that row.
 
     Args:
-        logits: float32 [count + 1, vocab_size], of the tokens behind the text and behind each draft.
+        logits: float32 [count + 1, vocab_size], for the token behind the text and the token behind each draft.
         text: int64 [1, length + count], drafts included.
-        count: of drafts.
-        processors: callables of ids [1, length] and scores [1, vocab_size].
+        count: number of drafts.
+        processors: callables that take ids [1, length] and scores [1, vocab_size].
 
     Returns:
         [count + 1, vocab_size].
@@ -22,7 +22,7 @@ def processed(logits: torch.Tensor, text: torch.Tensor, count: int, processors: 
     if not len(processors):
         return logits
     length = text.shape[1] - count
-    # a copy: processors may write what they are given
+    # each row is cloned because processors may write to what they are given
     return torch.cat([processors(text[:, : length + i], logits[i : i + 1].clone()) for i in range(count + 1)])
 
 
@@ -34,19 +34,19 @@ def accept(
     dropped: int = 0,
     ends: bool = False,
 ) -> torch.Tensor:
-    """Drafts up to the first that is not taken, and one token more.
+    """Return the drafts up to the first that is rejected, and one token more.
 
     Random numbers are drawn from the default generator, as many and in the same order as transformers draws them: equal
     scores and seeds give equal tokens.
 
     Args:
-        scores: [count + 1, vocab_size], of the model.
+        scores: [count + 1, vocab_size], the model's.
         drafts: int64 [count].
-        draft_scores: [count, vocab_size], of the distributions that the drafts were sampled from; None where a draft is
-            taken if it is what the model chooses itself.
-        do_sample: the choice is a sample; else it is the most likely token.
-        dropped: drafts behind these that the text has no room for: random numbers are drawn for them as well.
-        ends: nothing follows the drafts if all are taken.
+        draft_scores: [count, vocab_size], of the distributions that the drafts were sampled from; if None, a draft is
+            accepted if it equals the model's own choice.
+        do_sample: the model's choice is a sample; else it is the most likely token.
+        dropped: number of further drafts that the text has no room for: random numbers are drawn for them as well.
+        ends: nothing follows the drafts if all are accepted.
 
     Returns:
         int64 [1 to count + 1], or [0 to count] if ``ends``.
@@ -68,12 +68,12 @@ def accept(
     if ends and agree == count:
         return drafts
     rest = p[agree]
-    if agree < count:  # what the model likes better than the assistant did
+    if agree < count:  # sample from what the model finds more likely than the assistant did
         rest = (rest - q[agree]).clamp(min=0)
         rest = rest / rest.sum()
     return torch.cat((drafts[:agree], torch.multinomial(rest, 1)))
 
 
 def _agreeing(taken: torch.Tensor) -> int:
-    """How many come before the first that is not."""
+    """Return how many entries are True before the first that is False."""
     return int(taken.long().cumprod(0).sum())

@@ -1,4 +1,4 @@
-"""Rotary angles: cos and sin of positions, by the model's own module, so that every kind of scaling is right."""
+"""Rotary angles: cos and sin of positions. The model's own module computes them, so any kind of scaling is right."""
 
 from __future__ import annotations
 
@@ -12,19 +12,26 @@ from .program import Program
 from .structure import ModelPart, full_angles
 
 #: rows of the first table of rotary angles, unless the model's longest context is shorter; a captured graph holds the
-#: table's address, so that a larger one makes a new capture
+#: table's address, so that a larger table needs a new capture
 _ANGLE_ROWS = {"cuda": 32768, "cpu": 4096}
-#: and where generate() may want more: up to there
+#: rows of a table at most, if generate() expects more tokens than the first table has rows for
 _MOST_ANGLE_ROWS = 131072
-#: positions whose angles are computed at once: on the way they are float32, and several times as large
+#: positions whose angles are computed at once: the intermediate values are float32 and several times as large
 _ANGLE_PIECE = 8192
-#: rows of a run, where nobody has said how long the text becomes
+#: rows of a run if nobody has said how long the text becomes
 _RUN_ROWS = 1024
 
 
 def angles_at(part: ModelPart, like: torch.Tensor, positions: torch.Tensor) -> dict[str | None, tuple]:
-    """cos and sin of every kind of layer at ``positions``, [batch, query_len]: [batch, query_len, rotary_dim] of the
-    dtype of ``like``."""
+    """Compute cos and sin at ``positions`` for every kind of layer.
+
+    Args:
+        like: a tensor of the dtype and on the device of the result.
+        positions: int [batch, query_len].
+
+    Returns:
+        Kind of layer -> (cos, sin), each [batch, query_len, rotary_dim].
+    """
     made = {}
     for kind in part.rope_kinds:
         tables = part.rotary.forward(like, positions, *(() if kind is None else (kind,)))
@@ -33,7 +40,7 @@ def angles_at(part: ModelPart, like: torch.Tensor, positions: torch.Tensor) -> d
 
 
 class _Run(NamedTuple):
-    """Neighboring positions in the tables: ``count`` from ``first`` on, in the rows from ``row`` on."""
+    """Neighboring positions in the tables: ``count`` positions from ``first`` on lie in the rows from ``row`` on."""
 
     first: int
     count: int
@@ -41,15 +48,15 @@ class _Run(NamedTuple):
 
 
 class AngleTables:
-    """Tables of cos and sin for a plan, with a row for every position that it may come to.
+    """Tables of cos and sin for a plan, with a row for every position that the plan may come to.
 
-    A position is its own row's number where positions go with the length of the cache. Others, which a caller gave, may
-    be anything: then the tables hold a run of rows for each sequence, and a position is the number of its row after a
-    shift.
+    If positions follow from the length of the cache, a position is the number of its row. Positions that a caller gave
+    may be any numbers: then the tables hold a run of rows for each sequence, and the plan adds a shift to a position to
+    get the number of its row.
 
     Args:
         part: the model.
-        program: of the plan, which gets registers for the tables.
+        program: the program of the plan; it gets registers for the tables.
         dtype, device: of the tables.
 
     Attributes:
@@ -61,11 +68,11 @@ class AngleTables:
         self._like = torch.empty(0, dtype=dtype, device=device)
         self._longest = getattr(part.rotary, "max_seq_len_cached", _MOST_ANGLE_ROWS)
         self._runs: tuple[_Run, ...] = ()
-        self._rows = 0  # of the tables
+        self._rows = 0  # rows of the tables
         self.registers = {kind: (program.register(), program.register()) for kind in part.rope_kinds}
 
     def find(self, position: int, count: int) -> _Run | None:
-        """The run that holds ``count`` positions from ``position`` on, or None."""
+        """Return the run that holds ``count`` positions from ``position`` on, or None."""
         held = (run for run in self._runs if run.first <= position and position + count <= run.first + run.count)
         return next(held, None)
 
@@ -73,13 +80,13 @@ class AngleTables:
         """Make the tables hold ``count`` positions from each of ``positions`` on.
 
         Args:
-            positions: of the next token of each sequence.
-            count: new tokens of each.
+            positions: position of the next token of each sequence.
+            count: new tokens of each sequence.
             length: tokens that the cache holds.
-            expected: tokens that it will hold, as far as that is known.
+            expected: tokens that the cache will hold, as far as that is known.
 
         Returns:
-            Whether the tables moved.
+            Whether the tables moved to other addresses.
         """
         last = max(positions) + count
         usual = _ANGLE_ROWS.get(self._like.device.type, 0)
@@ -88,7 +95,7 @@ class AngleTables:
             known = sum(run.count for run in self._runs if run.first == run.row == 0)
             rows = max(last, 2 * known, min(wanted, self._longest, _MOST_ANGLE_ROWS))
             return self._fill((_Run(0, rows, 0),))
-        starts = sorted({position - MAX_QUERY_LEN for position in positions})  # where drafts may be taken back to
+        starts = sorted({position - MAX_QUERY_LEN for position in positions})  # rejected drafts may go back this far
         ahead = min(expected - length if expected > length else _RUN_ROWS, _MOST_ANGLE_ROWS // len(starts))
         each = MAX_QUERY_LEN + max(count, ahead)
         runs: list[_Run] = []
@@ -101,8 +108,8 @@ class AngleTables:
         return self._fill(tuple(runs))
 
     def _fill(self, runs: tuple[_Run, ...]) -> bool:
-        """Put ``runs`` into the tables, which are made anew if they are too short; returns whether they were."""
-        self._runs = ()  # until all of it is there: an interrupt may come between
+        """Put ``runs`` into the tables, which are allocated anew if they are too short; return whether they were."""
+        self._runs = ()  # until all rows are filled: an interrupt may come before
         rows, moved = sum(run.count for run in runs), False
         with torch.inference_mode(False), torch.no_grad():
             for run in runs:

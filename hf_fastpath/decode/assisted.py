@@ -1,8 +1,9 @@
 """The loop that takes the place of ``GenerationMixin._assisted_decoding`` for patched models.
 
 Drafts come from a patched assistant's own decode plan, or else from transformers' candidate generators, which also say
-how long they are. One :class:`~hf_fastpath.decode.draft_plan.DraftPlan` step reads a draft, and the cache is cropped.
-Greedy search without processors takes what the plan holds most likely; else :mod:`.acceptance` chooses from logits.
+how long drafts are. One :class:`~hf_fastpath.decode.draft_plan.DraftPlan` step reads a draft, and rejected tokens are
+cropped from the cache. Greedy search without processors takes the most likely tokens that the plan finds; in every
+other case :mod:`.acceptance` chooses from logits.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from .calls import (
     ends_by_length_or_token,
     for_patched_models,
     note_nonfinite,
+    position_ids_of,
     runs_users_code,
     settling,
 )
@@ -51,7 +53,7 @@ def decode(
     tokenizer: Any = None,
     **model_kwargs: Any,
 ) -> Any:
-    """What ``GenerationMixin._assisted_decoding`` does while a patched model is alive, with its arguments."""
+    """Do what ``GenerationMixin._assisted_decoding`` does, with its arguments, while a patched model is alive."""
     part = state.plans.part_of(model)
     reason = step_aside_reason(state, part, input_ids, generation_config, synced_gpus, model_kwargs)
     generator = None
@@ -88,7 +90,7 @@ def decode(
 
 
 def _why_not_drafts(input_ids: torch.Tensor, criteria: Any, assistant_tokenizer: Any) -> str:
-    """What keeps drafts from our loop."""
+    """Return why our loop cannot take the drafts."""
     if assistant_tokenizer is not None:
         return "assistant_tokenizer"
     if input_ids.shape[0] > 1:
@@ -97,13 +99,13 @@ def _why_not_drafts(input_ids: torch.Tensor, criteria: Any, assistant_tokenizer:
 
 
 class _Draft(NamedTuple):
-    """What a round proposes.
+    """The draft of one round.
 
     Attributes:
-        tokens: those that leave room for one token more.
-        scores: [tokens, vocab_size] that they were chosen from, where there are any.
-        dropped: how many behind them had no room.
-        ends: the stopping criteria end the text behind them, and nothing follows if all are taken.
+        tokens: the drafted tokens that leave room for one token more.
+        scores: [tokens, vocab_size] that the tokens were chosen from, or None if there are none.
+        dropped: number of drafted tokens that had no room.
+        ends: the stopping criteria end the text behind the draft, and nothing follows if all of it is accepted.
     """
 
     tokens: list[int]
@@ -113,7 +115,7 @@ class _Draft(NamedTuple):
 
 
 class _Call:
-    """One call of generate(): greedy search or sampling by drafts."""
+    """One call of generate() that decodes with drafts, by greedy search or by sampling."""
 
     def __init__(self, state, model, input_ids, processors, stopping_criteria, config, streamer, generator):
         self.state, self.model, self.config, self.generator = state, model, config, generator
@@ -123,18 +125,18 @@ class _Call:
         self.device, self.prompt_len = input_ids.device, input_ids.shape[1]
         self.max_length = stopping_criteria.max_length
         self.ids = input_ids
-        # pinned, so that tokens go to the device while the host goes on; none of them changes
+        # The memory is pinned, so that tokens go to the device while the host goes on; no token is written twice.
         place = {"device": "cpu", "pin_memory": self.device.type == "cuda"}
         self.text = torch.zeros(1, max(self.max_length, self.prompt_len), dtype=torch.long, **place)
         self.text[:, : self.prompt_len] = input_ids
         self.length = self.prompt_len
         self.held = self.prompt_len  # tokens of the text that the cache holds when a round begins
         self.left_at: int | None = None  # length of the text when stock code took over from the plans
-        self.told = 0  # tokens behind the prompt that the generator was told of
+        self.told = 0  # tokens behind the prompt that the generator knows of
         self.ends = frozenset(token for ends in end_tokens(stopping_criteria) for token in ends.tolist())
         self.ends_by_itself = ends_by_length_or_token(stopping_criteria)
-        # Transformers begins with a draft behind the prompt. Ours does where something depends on it: which random
-        # numbers are drawn when, where the criteria look, or what the user's code is given when.
+        # Transformers begins with a draft behind the prompt. Our loop does so only if something depends on it: the
+        # order in which random numbers are drawn, what the criteria see, or when the user's code is given what.
         at_end = compat.CRITERIA_SEE_DRAFTS and int(self.text[0, self.length - 1]) in self.ends
         self.begins_with_draft = not self.plain or self.runs_users_code or not self.ends_by_itself or at_end
         wants = config.return_dict_in_generate and (config.output_scores or config.output_logits)
@@ -142,14 +144,18 @@ class _Call:
         self.scores = self.logits if self.plain or not wants else []
 
     def generate(self, part: ModelPart, model_kwargs: dict, assistant: Any) -> Any:
-        cache, positions = model_kwargs[compat.CACHE], model_kwargs["position_ids"]
+        cache, positions = (
+            model_kwargs[compat.CACHE],
+            position_ids_of(self.text[:, : self.prompt_len].to(self.device), self.config, model_kwargs),
+        )
+        self.next_position = positions[:, -1] + 1  # behind the prompt
         cache.activate_past_recording()
         mask = model_kwargs.get("attention_mask")
         starts = None if mask is None else (mask == 0).sum(1)
         keep = self._keep if self.plain and self.logits is not None else None
         drafts, watch = self._drafts(assistant, positions, starts), None
         reader: DraftReader | StockReader | None = None
-        if self.runs_users_code or (isinstance(drafts, StockDrafts) and assistant is not None):  # which may have hooks
+        if self.runs_users_code or (isinstance(drafts, StockDrafts) and assistant is not None):  # it may have hooks
             watch = Watch(self.state, part)
         try:
             draft = self._propose(drafts) if self.begins_with_draft else None
@@ -165,7 +171,7 @@ class _Call:
                     drafts.end()
                     drafts = self._drafts(assistant, positions, starts)
                 draft = None if self._goes_unseen(reader, drafts) else self._propose(drafts)
-                # A draft is the last that the user's code has a part in before the model reads.
+                # The user's code takes no part between a draft and the forward that reads it: look at the model here.
                 if watch is not None and watch.has_changed(self.device):
                     reader.end()
                     watch.look_again(self.ids, cache)
@@ -181,7 +187,7 @@ class _Call:
         return self._result(cache, started, self.length - before)
 
     def _read_prompt(self, part: ModelPart | None, model_kwargs: dict, starts: torch.Tensor | None) -> torch.Tensor:
-        """[1, vocab_size] logits behind the prompt. ``part``: the model, or None: stock code has to read it."""
+        """Return [1, vocab_size] logits of the token behind the prompt. If ``part`` is None, stock code has to run."""
         if part is None:
             return compat.prefill(self.model, self.ids, self.config, model_kwargs).logits[:, -1]
         return prompt.read_text(self.state.plans, self.model, part, self.ids, self.config, model_kwargs, starts)
@@ -189,9 +195,12 @@ class _Call:
     def _reader_of(
         self, part: ModelPart | None, model_kwargs: dict, starts: torch.Tensor | None, keep: Any
     ) -> DraftReader | StockReader:
-        """What reads drafts behind the text with the model as it is: ``part``, or None: stock code has to."""
+        """Make the reader of drafts behind the text for the model as it is now.
+
+        If ``part`` is None, stock code has to read them.
+        """
         cache = model_kwargs[compat.CACHE]
-        position = model_kwargs["position_ids"][:, -1] + (self.held + 1 - self.prompt_len)
+        position = self.next_position + (self.held - self.prompt_len)
         if part is not None:
             plan_of = functools.partial(self.state.plans.draft_plan, part, cache)
             return DraftReader(plan_of, cache, position, starts, keep)
@@ -204,14 +213,18 @@ class _Call:
         return StockReader(logits_of, cache, keep)
 
     def _followed_by(self, tokens: Sequence[int], length: int) -> torch.Tensor:
-        """[1, length + tokens] on the device, the first tokens of the text and others behind them."""
+        """Return [1, length + tokens] on the device: the first ``length`` tokens of the text, then ``tokens``."""
         behind = torch.tensor([tokens], dtype=torch.long, device="cpu")
         return torch.cat((self.text[:, :length], behind), dim=1).to(self.device)
 
     def _begin(
         self, first: torch.Tensor, draft: _Draft | None, reader: DraftReader | StockReader, cache: FastpathCache
     ) -> bool:
-        """The token behind the prompt, of which ``first`` are the logits, and what a draft behind the prompt adds."""
+        """Append the token behind the prompt and what a draft behind the prompt adds; return whether to stop.
+
+        Args:
+            first: [1, vocab_size] logits of the token behind the prompt.
+        """
         if not self.plain:
             return self._choose(first, draft, reader, cache)
         if self.logits is not None:
@@ -231,7 +244,7 @@ class _Call:
     def _round(
         self, reader: DraftReader | StockReader, draft: _Draft | None, drafts: Any, cache: FastpathCache
     ) -> bool:
-        """What the model says to a draft; says whether to stop. ``draft``: None where it may go unseen."""
+        """Verify a draft and append what it gave; return whether to stop. A draft that may go unseen is None."""
         last, text = int(self.text[0, self.length - 1]), self.text[:, : self.length]
         if draft is None and isinstance(reader, DraftReader) and (count := drafts.unseen(text)):
             return self._settle(*reader.verify_unseen(last, count, drafts), False, cache)
@@ -244,8 +257,12 @@ class _Call:
     def _choose(
         self, first: torch.Tensor | None, draft: _Draft, reader: DraftReader | StockReader, cache: FastpathCache
     ) -> bool:
-        """:meth:`_round` from logits. ``first``: [1, vocab_size] of the token that follows the text, or None: its last
-        token is still to be read."""
+        """Do as :meth:`_round`, choosing from logits.
+
+        Args:
+            first: [1, vocab_size] logits of the token that follows the text; if None, the text's last token has not
+                been read yet.
+        """
         proposed, draft_scores, dropped, ends = draft
         count = len(proposed)
         unread = proposed if first is not None else [int(self.text[0, self.length - 1]), *proposed]
@@ -267,7 +284,11 @@ class _Call:
         return self._follow(valid, proposed)
 
     def _settle(self, found: list[int], proposed: list[int], ends: bool, cache: FastpathCache) -> bool:
-        """Append what was ``found`` behind drafts, as far as it counts; ``ends``: as of :class:`_Draft`."""
+        """Append the tokens ``found`` behind a draft, up to an end token.
+
+        Args:
+            ends: as of :class:`_Draft`.
+        """
         valid = self._up_to_end(found[: len(proposed)] if ends else found)
         if len(valid) < len(found):
             cache.crop(len(valid) - len(found))
@@ -276,7 +297,7 @@ class _Call:
         return self._follow(valid, proposed)
 
     def _propose(self, drafts: Any) -> _Draft:
-        """What ``drafts`` propose behind the text."""
+        """Make the draft behind the text."""
         tokens, scores = drafts.propose(self.text[:, : self.length])
         ends = compat.CRITERIA_SEE_DRAFTS and self._ends_behind(tokens)
         room = self.max_length - self.length - 1
@@ -285,29 +306,29 @@ class _Call:
 
     def _ends_behind(self, tokens: list[int]) -> bool:
         """Whether the stopping criteria end the text behind a draft."""
-        if self.ends_by_itself:  # a length that is reached leaves tokens without room, which says as much
+        if self.ends_by_itself:  # a draft that reaches the greatest length has tokens dropped, which tells as much
             return (tokens[-1] if tokens else int(self.text[0, self.length - 1])) in self.ends
         return bool(self.criteria(self._followed_by(tokens, self.length), None).all())
 
     def _follow(self, valid: list[int], proposed: list[int]) -> bool:
-        """Append what a round gave; say whether to stop."""
+        """Append the tokens that a round gave; return whether to stop."""
         done = self._take(valid)
         compat.update_drafts(self.generator, self.text[:, : self.length], len(proposed), len(valid) - 1)
         return done
 
     def _drafts(self, assistant: Any, positions: torch.Tensor, starts: torch.Tensor | None) -> Any:
-        """Where drafts come from, behind the text as it is, or the token more that it begins with."""
+        """Make the source of drafts that follow the text, or follow the one token more that the loop begins with."""
         if compat.looks_up_drafts(self.generator):
             return StockDrafts(self.generator, self.device)
         behind = self.length - self.prompt_len or int(not self.begins_with_draft)
-        compat.lengthen_draft_inputs(self.generator, behind - self.told)  # more than once if the assistant changes
+        compat.lengthen_draft_inputs(self.generator, behind - self.told)  # again each time the assistant changes
         self.told = behind
         state: Patched | None = None if assistant is None else vars(assistant).get(STATE_KEY)
         # a plan of the assistant gives no scores behind processors
         if not self.plain or state is None or not state.enabled:
             return StockDrafts(self.generator, self.device)
         part, cache = state.plans.part_of(assistant), FastpathCache(assistant.config, state.options.kv_dtype)
-        count = self.prompt_len + behind - 1  # the last token is the plan's first
+        count = self.prompt_len + behind - 1  # the plan's first step reads the last token
         ids, positions = self.text[:, :count].to(self.device), positions[:, : self.prompt_len]
         following = torch.arange(behind, device=self.device)[1:]
         positions = torch.cat((positions, positions[:, -1:] + following), dim=1)[:, :count]
@@ -331,7 +352,7 @@ class _Call:
         return tokens[: place + 1]
 
     def _take(self, tokens: list[int]) -> bool:
-        """Append tokens; say whether to stop."""
+        """Append tokens; return whether to stop."""
         new = torch.tensor([tokens], dtype=torch.long, device="cpu")
         self.text[:, self.length : self.length + len(tokens)] = new
         self.length += len(tokens)
@@ -351,7 +372,7 @@ class _Call:
         self.state.stats.generated(new_tokens - by_stock, started, timed=timed)
         sequences = self.text[:, : self.length].to(self.device)
         if self.ends_by_itself:
-            self.criteria(sequences[:, :-1], None)  # warns of lengths the model was not made for
+            self.criteria(sequences[:, :-1], None)  # warns of lengths that the model was not made for
         if self.streamer is not None:
             self.streamer.end()
         if not self.config.return_dict_in_generate:

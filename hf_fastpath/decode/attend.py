@@ -1,6 +1,6 @@
-"""Attention of several new tokens over a cache that holds them: which kernel takes it, and what each of them needs.
+"""Attention of several new tokens over a cache that holds them: which kernel runs, and what each kernel needs.
 
-Everything that chooses lies here: :func:`route_of` and :func:`route_on_cpu` are the tables.
+All choices of a kernel lie here: :func:`route_of` and :func:`route_on_cpu` are the tables.
 """
 
 from __future__ import annotations
@@ -20,74 +20,77 @@ from ..ops.kv_cache import KVCache, dequantized, gathered
 from . import composed
 from .named_calls import run
 
-#: sizes of a head; see csrc/common/head_dims.h
+#: sizes of a head for which the kernels use tensor cores; see csrc/common/head_dims.h
 TENSOR_CORE_HEAD_DIMS = range(32, 256 + 1, 8)
 
 
 def has_tensor_cores(device: torch.device, dtype: torch.dtype, head_dim: int) -> bool:
-    """Whether ``ops.append_attention`` has a fast kernel for such queries."""
+    """Whether ``ops.append_attention`` has a tensor-core kernel for queries of this device, dtype and head size."""
     if device.type != "cuda" or dtype not in (torch.float16, torch.bfloat16):
         return False
     return head_dim in TENSOR_CORE_HEAD_DIMS and loader.is_native("cuda")
 
 
 def is_hopper(device: torch.device) -> bool:
-    """Whether ``ops.append_attention`` has its kernel for many rows there."""
+    """Whether ``ops.append_attention`` has its kernel for many rows on this device."""
     return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] == 9
 
 
-#: queries of a KV head up to which ``ops.append_attention`` is faster than flash attention without Hopper's products
+#: rows (queries of one KV head) up to which ``ops.append_attention`` is faster than PyTorch's flash attention on a GPU
+#: that is no Hopper
 MOST_ROWS = 64
-#: new tokens up to which ``ops.decode_attention`` is faster on a CPU than PyTorch's attention with a mask, if as many
-#: times more are before them
+#: on a CPU, ``ops.decode_attention`` is faster than PyTorch's attention with a mask for up to MOST_TOKENS new tokens if
+#: at least TIMES_BEFORE times as many tokens are before them
 MOST_TOKENS, TIMES_BEFORE = 64, 8
 
 
 def route_of(rows: int, past: int, is_plain: bool, fits: bool, hopper: bool) -> str:
-    """What takes a call: ``benchmarks/bench_append_attention.py`` on an H200, all kernels of which run there.
+    """Choose what computes attention on a GPU.
+
+    The thresholds were measured with ``benchmarks/bench_append_attention.py`` on an H200, which runs all the kernels.
 
     Args:
         rows: new tokens times query heads of a KV head.
-        past: tokens before them.
+        past: tokens before the new ones.
         is_plain: causal and nothing else: no padding, window, soft-cap or sinks.
         fits: see :func:`has_tensor_cores`.
         hopper: see :func:`is_hopper`.
 
     Returns:
-        ``"append"`` for ``ops.append_attention``; ``"sdpa"`` for what PyTorch chooses; ``"flash"`` for its flash
-        attention of queries behind other positions.
+        ``"append"`` for ``ops.append_attention``; ``"sdpa"`` for the kernel that PyTorch chooses; ``"flash"`` for
+        PyTorch's flash attention with queries at the end of longer keys.
     """
     if not fits or (past == 0 and is_plain):
-        return "sdpa"  # whole prompts without a past: cuDNN's is faster
+        return "sdpa"  # for whole prompts without a past, cuDNN's attention is faster
     if is_plain and rows > MOST_ROWS and not hopper:
         return "flash"
     return "append"
 
 
 def route_on_cpu(tokens: int, past: int, cuts: bool, has_sinks: bool) -> str:
-    """What takes a call on a CPU.
+    """Choose what computes attention on a CPU.
 
     Args:
-        tokens: new ones of a row.
-        past: tokens before them.
-        cuts: a window ends among what they see.
+        tokens: new tokens of a row.
+        past: tokens before the new ones.
+        cuts: a sliding window hides some of the tokens.
         has_sinks: there are sinks.
 
     Returns:
         ``"decode"`` for ``ops.decode_attention`` over a few tokens at a time, or ``"sdpa"``.
     """
     if cuts or has_sinks:
-        return "decode"  # the other has neither
+        return "decode"  # PyTorch's attention has neither
     return "decode" if tokens <= MOST_TOKENS and past >= TIMES_BEFORE * tokens else "sdpa"
 
 
 class Attention:
-    """What stands in for ``ops.decode_attention`` in a forward over several new tokens.
+    """The replacement for ``ops.decode_attention`` in a forward over several new tokens.
 
     Args:
         query_len: new tokens a row.
-        length: tokens the cache holds with them.
-        lengths: int32 [batch], the same.
+        length: tokens that the cache holds, new ones included.
+        lengths: int32 [batch], the same number for each row.
         starts: int [batch], left padding of each row, or None for none.
     """
 
@@ -97,9 +100,9 @@ class Attention:
 
     @cached_property
     def _mask(self) -> torch.Tensor | None:
-        """bool [batch or 1, 1, query_len, length]: what each token sees; None where that is all before it.
+        """bool [batch or 1, 1, query_len, length], the positions that each token sees; None if a causal mask says it.
 
-        A token of the padding sees everything: nothing reads what becomes of it, but it has to stay finite.
+        A token of the padding sees every position: nothing reads its result, but the result has to stay finite.
         """
         lengths = self._lengths
         if self._starts is None:
@@ -110,8 +113,10 @@ class Attention:
         return (visible | ~visible.any(-1, keepdim=True))[:, None]
 
     def over(self, q, cache: KVCache, scale: float, window: int, softcap: float, sinks) -> torch.Tensor:
-        """As ``ops.decode_attention``, and with a ``softcap`` ``composed.soft_capped_attention``; padding is this
-        forward's."""
+        """Compute what ``ops.decode_attention`` does, or with a ``softcap`` ``composed.soft_capped_attention``.
+
+        Lengths and padding are those of this forward.
+        """
         if softcap and not has_tensor_cores(q.device, q.dtype, q.shape[3]):
             seen = dict(seq_lens=self._lengths, starts=self._starts, scale=scale, window=window)
             return run(composed.soft_capped_attention, q=q, cache=cache, **seen, cap=softcap)
@@ -140,7 +145,7 @@ class Attention:
         return self._sdpa(q, k, v, scale)
 
     def _in_pieces(self, q, cache: KVCache, scale, window, sinks) -> torch.Tensor:
-        """As many tokens at a time as ``ops.decode_attention`` takes."""
+        """Run ``ops.decode_attention`` over pieces of as many tokens as the op takes."""
         found, behind = [], q.shape[1]
         for piece in q.split(MAX_QUERY_LEN, dim=1):
             behind -= piece.shape[1]
@@ -149,9 +154,9 @@ class Attention:
         return found[0] if len(found) == 1 else torch.cat(found, dim=1)
 
     def _states(self, cache: KVCache, dtype) -> list[torch.Tensor]:
-        """Keys and values in the queries' dtype: the whole buffers where they are that."""
-        # What is stored, of the new tokens too: then it makes no difference how a text is cut.
-        if cache.is_paged:  # what prompts read is gathered
+        """Return keys and values in the queries' dtype: the whole buffers, if they have that dtype."""
+        # New tokens, too, are read as they are stored: so the result does not depend on how a text is cut into calls.
+        if cache.is_paged:  # the kernels for prompts read contiguous buffers
             blocks = cache.block_table[:, : -(-self._length // cache.k.shape[2])]
             return [gathered(each, blocks).to(dtype) for each in (cache.k, cache.v)]
         if cache.k_scales is not None:
@@ -164,7 +169,7 @@ class Attention:
     def _sdpa(self, q, k, v, scale) -> torch.Tensor:
         grouped = q.shape[2] != k.shape[1]
         if grouped and (self._mask is not None or q.dtype == torch.float32):
-            # the kernels that take a mask, or float32, want as many KV heads as queries
+            # PyTorch's kernels that take a mask, or float32, need as many KV heads as query heads.
             k, v = (states.repeat_interleave(q.shape[2] // k.shape[1], dim=1) for states in (k, v))
             grouped = False
         causal = self._mask is None and q.shape[1] > 1
@@ -187,13 +192,13 @@ def attend(
     v_scales: torch.Tensor | None = None,
     block_table: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """:meth:`Attention.over` as a call of a step."""
+    """Run :meth:`Attention.over` as a call of a step."""
     return attention.over(q, KVCache(k_cache, v_cache, k_scales, v_scales, block_table), scale, window, softcap, sinks)
 
 
 @dataclass(frozen=True)
 class PlainMask:
-    """A mask that is causal, within a window or not, over left padding or none.
+    """A mask that is causal, perhaps within a window and over left padding, and nothing else.
 
     Attributes:
         starts: int32 [batch or 1], left padding of each row, or None for none.
@@ -202,20 +207,20 @@ class PlainMask:
     starts: torch.Tensor | None
 
 
-#: masks of the running forwards, which their layers share: a mask, what it was compared with, what it is
+#: masks of the running forwards, which their layers share: a mask, what it was compared with, the answer
 _recent: list[tuple[weakref.ref, tuple, PlainMask | None]] = []
-#: a mask for full attention and one for windows, of two forwards
+#: each of two forwards has a mask for full attention and one for windows
 _MOST_RECENT = 4
 
 
 def plain_mask(mask: torch.Tensor, past: int, query_len: int, window: int | None) -> PlainMask | None:
-    """What ``mask`` is, if attention over starts alone is the same: the host waits for the device, once a forward.
+    """Return the :class:`PlainMask` that ``mask`` is, or None. The host waits for the device, once a forward.
 
     Args:
-        mask: [batch or 1, 1, query_len, held + query_len], bool and True where a token sees a position, or floating: 0
-            there and the lowest number elsewhere.
+        mask: [batch or 1, 1, query_len, held + query_len], bool and True where a token sees a position; or floating, 0
+            where a token sees a position and the lowest number elsewhere.
         past: tokens of the cache's layer.
-        query_len: tokens behind them.
+        query_len: tokens behind the past ones.
         window: the layer's sliding window, or None.
     """
     held = past if window is None else min(past, window - 1)
@@ -241,7 +246,7 @@ def _compare(mask: torch.Tensor, offset: int, past: int, query_len: int, window:
     if window:
         causal &= positions > queries - window
     seen = mask if mask.dtype == torch.bool else mask == 0
-    first = positions[seen[:, 0].to(torch.uint8).argmax(-1)]  # that each row's first token sees
+    first = positions[seen[:, 0].to(torch.uint8).argmax(-1)]  # the first position that each row's first token sees
     expected = causal & (positions >= first[:, None, None])
     if mask.dtype != torch.bool:
         expected = torch.zeros_like(mask).masked_fill(~expected, torch.finfo(mask.dtype).min)

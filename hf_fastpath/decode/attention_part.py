@@ -75,17 +75,17 @@ class AttentionPart(Part):
 
     @property
     def group(self) -> int:
-        """Query heads a KV head."""
+        """Query heads of a KV head."""
         return self.num_heads // self.num_kv_heads
 
     @property
     def repeats_kv(self) -> bool:
-        """Whether the cache holds keys and values ``group`` times."""
+        """Whether the cache holds every key and value ``group`` times."""
         return is_on(self.module, self.spec.repeats_kv) and self.group > 1
 
     @property
     def cache_shape(self) -> tuple[int, int]:
-        """Heads and head_dim of what the cache holds of a position."""
+        """Number of heads, and head_dim, of the keys that the cache holds for a position."""
         return self.num_heads if self.repeats_kv else self.num_kv_heads, self.head_dim
 
     @property
@@ -94,34 +94,34 @@ class AttentionPart(Part):
 
     @property
     def softcap(self) -> float:
-        """0 for none."""
+        """Soft-cap of the scores; 0 for none."""
         applies = self.spec.softcap is not None and caps_scores(self.module.config)
         return number(self.module, self.spec.softcap, default=0.0) if applies else 0.0
 
     @property
     def sinks(self) -> torch.Tensor | None:
-        """A score for each head beside those of its positions."""
+        """A score for each head that takes part in the softmax beside the scores of positions, or None."""
         return None if self.spec.sinks is None else getattr(self.module, self.spec.sinks)
 
     @property
     def rotates(self) -> bool:
-        """Whether queries and keys are turned by their position."""
+        """Whether rotary embedding is applied to queries and keys."""
         return self.architecture.rotary is not None and is_on(self.module, self.spec.rotates, default=True)
 
     @property
     def layer_type(self) -> str | None:
-        """For which kind of layer the rotary embedding is asked; None where it knows no kinds."""
+        """The kind of layer that the rotary embedding is asked for; None if the embedding knows no kinds."""
         return None if self.spec.layer_type is None else getattr(self.module, self.spec.layer_type)
 
     @property
     def is_composed(self) -> bool:
-        """Whether more than ``ops.qkv_rope_append`` does lies between the norm and the cache."""
+        """Whether there is more between the norm and the cache than ``ops.qkv_rope_append`` does."""
         interleaved = self.spec.by_kv_head and self.num_kv_heads > 1
         return bool(self.spec.head_norms) or interleaved or self.repeats_kv or self.spec.pairs != "halves"
 
     @property
     def reads_buffers(self) -> bool:
-        """Whether an op reads the cache where it is bound, instead of through a ``kv_table``."""
+        """Whether an op reads the cache at the address it was bound to, instead of through a ``kv_table``."""
         return self.softcap > 0
 
     def other_reason(self) -> str | None:

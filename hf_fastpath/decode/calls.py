@@ -1,4 +1,4 @@
-"""A call of ``generate()`` at the door of our loops: how it comes in, what its own code does meanwhile, how it
+"""How a call of ``generate()`` comes to our loops, what the user's code does to the model meanwhile, and how the call
 leaves."""
 
 from __future__ import annotations
@@ -19,8 +19,11 @@ from .structure import ModelPart
 
 
 def for_patched_models(loop: Callable[..., Any]) -> Callable[..., Any]:
-    """Make ``loop(state, original, model, ...)`` what a method of ``GenerationMixin`` does while a patched model is
-    alive: ``original``, the method itself, for every other model."""
+    """Make a function that stands for a method of ``GenerationMixin`` while a patched model is alive.
+
+    For a patched model the function calls ``loop(state, original, model, ...)``; for every other model it calls
+    ``original``, the method itself.
+    """
 
     @functools.wraps(loop)
     def method(original: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
@@ -37,15 +40,15 @@ def for_patched_models(loop: Callable[..., Any]) -> Callable[..., Any]:
 
 @for_patched_models
 def run_stock(state: Patched, original: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
-    """What a method of transformers' does that is none of our loops: it only comes in by the same door."""
+    """Run a method of transformers that none of our loops replaces; the call only waits at the same door as others."""
     return original(model, *args, **kwargs)
 
 
 @contextmanager
 def settling(cache: FastpathCache, part: ModelPart) -> Iterator[None]:
-    """Give the layers of ``cache`` one length again where the block is broken off."""
+    """Give all layers of ``cache`` the same length again if the block is broken off."""
     try:
-        cache.is_kept = True  # by this: forwards inside need not
+        cache.is_kept = True  # this block settles the cache, so that forwards inside it need not
         yield
     except BaseException:
         cache.settle(len(part.layers))
@@ -55,15 +58,16 @@ def settling(cache: FastpathCache, part: ModelPart) -> Iterator[None]:
 
 
 class Watch:
-    """A model in a call that runs code of the user's between its tokens: what that code does to the model counts from
-    the next token on.
+    """A watch on a model in a call that runs code of the user's between its tokens.
+
+    What that code does to the model takes effect with the next token.
 
     Args:
-        state: the model's.
+        state: the model's state.
         part: the model, without a reason against a decode plan.
 
     Attributes:
-        state, part: those of the model as it was when last looked at; None where stock code has to go on.
+        state, part: those of the model when it was last looked at; ``part`` is None if stock code has to go on.
     """
 
     def __init__(self, state: Patched, part: ModelPart):
@@ -71,13 +75,13 @@ class Watch:
         self._model, self._snapshot = part.module, state.plans.snapshot_of(part)
 
     def has_changed(self, device: torch.device) -> bool:
-        """Whether the model is other than it was; False for ever once stock code, which sees all, has taken over."""
+        """Whether the model differs from what it was. Once stock code has taken over, which sees all, this is False."""
         if self.part is None:
             return False
         return not self._snapshot.holds() or torch.is_autocast_enabled(device.type)
 
     def look_again(self, input_ids: torch.Tensor, cache: FastpathCache) -> None:
-        """Take in what the model has become; a reason for stock code is counted.
+        """Take on the model as it is now; a reason for stock code is counted.
 
         Args:
             input_ids: of the call.
@@ -87,7 +91,7 @@ class Watch:
             FallbackError: stock code has to go on, and the model was patched with ``strict=True``.
         """
         state, self.part = vars(self._model).get(STATE_KEY), None
-        if state is None or not state.enabled:  # the user has unpatched it
+        if state is None or not state.enabled:  # the user has unpatched the model
             return
         self.state, part = state, state.plans.part_of(self._model)
         reason = model_reason(state, part, input_ids, cache)
@@ -96,8 +100,19 @@ class Watch:
         self.part, self._snapshot = part, state.plans.snapshot_of(part)
 
 
+def position_ids_of(ids: torch.Tensor, config: Any, model_kwargs: dict) -> torch.Tensor:
+    """int64 or int32 [batch or 1, new tokens]: the position ids of a call's prompt; of a model that takes none, the
+    places of the tokens in the text."""
+    given = model_kwargs.get("position_ids")
+    if given is not None:
+        return given
+    past = model_kwargs[compat.CACHE].get_seq_length()
+    count = compat.new_tokens(ids, config, model_kwargs).shape[1]
+    return torch.arange(past, past + count, device=ids.device)[None]
+
+
 def runs_users_code(processors: Any, criteria: Any, streamer: Any) -> list[Cause]:
-    """A reason for each object of a call that is the user's own: it may do anything, to the model too."""
+    """Return a reason for each object of a call that is the user's own: it may do anything, also to the model."""
     pairs = ("custom_stopping_criteria", criteria), ("custom_logits_processor", processors)
     of_the_user = [Cause(code, compat.name_of(own)) for code, all_ in pairs for own in all_ if not compat.is_stock(own)]
     if streamer is not None and not compat.is_stock_streamer(streamer):
@@ -106,17 +121,17 @@ def runs_users_code(processors: Any, criteria: Any, streamer: Any) -> list[Cause
 
 
 def note_nonfinite(state: Patched, logits: torch.Tensor) -> None:
-    """Count a call whose newest ``logits`` are no numbers; the host waits for the device."""
+    """Count a call whose newest ``logits`` are not finite; the host waits for the device."""
     if not bool(logits.amax(-1).isfinite().all()):
         state.stats.note(Cause("nonfinite_logits", "at the end of generate()"))
 
 
 def ends_by_length_or_token(criteria: Any) -> bool:
-    """Whether nothing else ends the text, and its length does at some point."""
+    """Whether only the length and end tokens end the text, and there is a greatest length."""
     known = all(type(criterion) in (compat.MaxLengthCriteria, compat.EosTokenCriteria) for criterion in criteria)
     return known and criteria.max_length is not None
 
 
 def end_tokens(criteria: Any) -> list[torch.Tensor]:
-    """The tokens that end the text, on the device."""
+    """Return the tokens that end the text, on the device."""
     return [criterion.eos_token_id.flatten() for criterion in criteria if hasattr(criterion, "eos_token_id")]

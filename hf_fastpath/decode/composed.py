@@ -1,5 +1,5 @@
-"""What no kernel does, as compositions of PyTorch ops: a decode plan records them beside the kernels, and a CUDA graph
-captures them."""
+"""Operations that no kernel has, as compositions of PyTorch ops: a decode plan records them beside the kernels, and a
+CUDA graph captures them."""
 
 from __future__ import annotations
 
@@ -17,40 +17,43 @@ from ..ops.kv_cache import dequantized, gathered
 
 
 def unit_offset_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    """RMS norm with the factor ``1 + weight``; in float32 and rounded once, as stock."""
+    """Compute the RMS norm with the factor ``1 + weight``, in float32 and rounded once, as stock code computes it."""
     return nn.functional.rms_norm(x.float(), weight.shape, 1.0 + weight.float(), eps).to(x.dtype)
 
 
 def unit_offset_layer_norm(
     x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, eps: float
 ) -> torch.Tensor:
-    """Layer norm with the factor ``1 + weight``."""
+    """Compute the layer norm with the factor ``1 + weight``."""
     return nn.functional.layer_norm(x, weight.shape, 1 + weight, bias, eps)
 
 
 def plain_norm(x: torch.Tensor, eps: float) -> torch.Tensor:
-    """RMS norm without a weight; in float32 and rounded once."""
+    """Compute the RMS norm without a weight, in float32 and rounded once."""
     return nn.functional.rms_norm(x.float(), x.shape[-1:], None, eps).to(x.dtype)
 
 
 def head_norm(x: torch.Tensor, op: Callable[..., torch.Tensor], weight: torch.Tensor, eps: float) -> torch.Tensor:
-    """RMS norm of every head, or of all if ``weight`` is as long: [batch, query_len, heads * head_dim] in and out."""
+    """Compute the RMS norm of every head, or of all heads at once if ``weight`` is as long.
+
+    Input and output are [batch, query_len, heads * head_dim].
+    """
     return op(x.unflatten(-1, (-1, weight.numel())), weight, eps).flatten(-2)
 
 
 def concatenated(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-    """Features side by side."""
+    """Put features side by side."""
     return torch.cat((q, k, v), dim=-1)
 
 
 def ungrouped(qkv: torch.Tensor, head_dim: int, group: int) -> torch.Tensor:
-    """``query | key | value`` of features that lie by KV head: ``group`` queries, a key, a value."""
+    """Reorder features that lie by KV head (``group`` queries, a key, a value) to ``query | key | value``."""
     heads = qkv.unflatten(-1, (-1, group + 2, head_dim))
     return torch.cat([part.flatten(2) for part in heads.split((group, 1, 1), dim=3)], dim=-1)
 
 
 def repeated_kv(qkv: torch.Tensor, num_heads: int, head_dim: int, group: int) -> torch.Tensor:
-    """``query | key | value`` with every key and value head ``group`` times, for the query heads that read it."""
+    """Repeat every key and value head of ``query | key | value`` ``group`` times, once for each query head."""
     q, kv = qkv.unflatten(-1, (-1, head_dim)).tensor_split((num_heads,), dim=2)
     return torch.cat((q, kv.repeat_interleave(group, dim=2)), dim=2).flatten(2)
 
@@ -58,7 +61,7 @@ def repeated_kv(qkv: torch.Tensor, num_heads: int, head_dim: int, group: int) ->
 def turn_neighbors(
     qkv: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, num_heads: int, head_dim: int
 ) -> torch.Tensor:
-    """Rotation of elements 2i and 2i + 1 of the first ``num_heads`` heads, queries and keys; in float32 as stock."""
+    """Rotate elements 2i and 2i + 1 of the first ``num_heads`` heads (queries and keys), in float32 as stock does."""
     heads = qkv.unflatten(-1, (-1, head_dim))
     turned = heads[:, :, :num_heads, : cos.shape[-1]].float()
     crossed = torch.stack((-turned[..., 1::2], turned[..., ::2]), dim=-1).flatten(-2)
@@ -84,14 +87,14 @@ def experts_and_weights(
     alpha: float = 1.702,
     limit: float = 7.0,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """``ops.fused_experts`` of the experts that ``logits``, [..., num_experts], are largest for, and their weights.
+    """Run ``ops.fused_experts`` with the ``top_k`` experts whose ``logits``, [..., num_experts], are largest.
 
     Args:
-        top_k: how many experts a row goes through.
-        normalized, rounded: of ``ops.topk_softmax``; all others are those of ``ops.fused_experts``.
+        top_k: number of experts for a row.
+        normalized, rounded: of ``ops.topk_softmax``; all other arguments are those of ``ops.fused_experts``.
 
     Returns:
-        The output, of x's shape and dtype; float32 weights [rows, top_k].
+        The output, of x's shape and dtype; and the experts' weights, float32 [rows, top_k].
     """
     scores = logits.flatten(0, -2)
     ids = torch.empty(len(scores), top_k, dtype=torch.int64, device=x.device)
@@ -103,7 +106,7 @@ def experts_and_weights(
 
 
 def routed_experts(*arguments: Any) -> torch.Tensor:
-    """The output of :func:`experts_and_weights`."""
+    """Return the output of :func:`experts_and_weights`."""
     return experts_and_weights(*arguments)[0]
 
 
@@ -111,17 +114,17 @@ routed_experts.__signature__ = inspect.signature(experts_and_weights)
 
 
 def scaled(x: torch.Tensor, factor: torch.Tensor) -> torch.Tensor:
-    """``factor * x``, the factor rounded to x's dtype first."""
+    """Compute ``factor * x``, with the factor rounded to x's dtype first."""
     return x * factor.to(x.dtype)
 
 
 def scaled_sum(x: torch.Tensor, y: torch.Tensor, factor: float) -> torch.Tensor:
-    """``x + factor * y``."""
+    """Compute ``x + factor * y``."""
     return torch.add(x, y, alpha=factor)
 
 
 def soft_capped(x: torch.Tensor, cap: float) -> torch.Tensor:
-    """``cap * tanh(x / cap)``."""
+    """Compute ``cap * tanh(x / cap)``."""
     return torch.tanh(x / cap) * cap
 
 
@@ -139,16 +142,46 @@ def soft_capped_attention(
     block_table: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """As ``ops.decode_attention``, of scores ``cap * tanh(scores / cap)``, over the whole buffers; in float32."""
+    cache = k_cache, v_cache, k_scales, v_scales, block_table
+    return _attention(q, *cache, seq_lens, starts, scale, window, lambda scores: soft_capped(scores, cap))
+
+
+def sloped_attention(
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    seq_lens: torch.Tensor,
+    starts: torch.Tensor | None,
+    scale: float,
+    window: int,
+    slopes: torch.Tensor,
+    k_scales: torch.Tensor | None = None,
+    v_scales: torch.Tensor | None = None,
+    block_table: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """As ``ops.decode_attention``, with ``slopes``, [num_heads], times a key's position added to the scores (ALiBi),
+    over the whole buffers; in float32."""
+
+    def sloped(scores: torch.Tensor) -> torch.Tensor:
+        positions = torch.arange(scores.shape[-1], device=scores.device)
+        return scores + slopes.float().view(1, scores.shape[1], -1, 1, 1) * positions
+
+    cache = k_cache, v_cache, k_scales, v_scales, block_table
+    return _attention(q, *cache, seq_lens, starts, scale, window, sloped)
+
+
+def _attention(q, k_cache, v_cache, k_scales, v_scales, block_table, seq_lens, starts, scale, window, changed):
+    """Attention of scores that ``changed`` has changed: [batch, num_kv_heads, group, query_len, capacity]."""
     if k_scales is not None and v_scales is not None:
         k_cache, v_cache = dequantized(k_cache, k_scales, torch.float32), dequantized(v_cache, v_scales, torch.float32)
     k_cache, v_cache = gathered(k_cache, block_table), gathered(v_cache, block_table)
     batch, query_len, num_heads, head_dim = q.shape
     num_kv_heads, capacity = k_cache.shape[1:3]
     visible = visible_slots(seq_lens, starts, query_len, capacity, window)[:, None, None]
-    used = visible.any(3)[:, 0, :, :, None]  # slots that no token sees may hold anything
+    used = visible.any(3)[:, 0, :, :, None]  # slots that no token sees may hold anything, NaN included
     k, v = (cache.masked_fill(~used, 0).float()[:, :, None] for cache in (k_cache, v_cache))
     grouped = q.float().view(batch, query_len, num_kv_heads, -1, head_dim).permute(0, 2, 3, 1, 4)
-    scores = soft_capped(scale * grouped @ k.transpose(-1, -2), cap).masked_fill(~visible, -torch.inf)
+    scores = changed(scale * grouped @ k.transpose(-1, -2)).masked_fill(~visible, -torch.inf)
     seen = visible.any(4, keepdim=True)  # a row of padding sees nothing
     weights = scores.softmax(-1).masked_fill(~seen, 0)
     return (weights @ v).permute(0, 3, 1, 2, 4).reshape(batch, query_len, num_heads * head_dim).to(q.dtype)

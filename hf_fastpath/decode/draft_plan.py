@@ -1,4 +1,4 @@
-"""Plans that read several tokens of one sequence at once and say what follows each of them: drafts are verified so."""
+"""Plans that read several tokens of one sequence at once and give the token after each of them, to verify drafts."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ from .named_calls import Register
 from .plan import DecodePlan, _aten
 from .structure import ModelPart
 
-#: tokens of the plans there are: fewer take the next larger one, which reads the weights once all the same
+#: tokens that a plan may read; fewer tokens take the next wider plan, because any plan reads the weights just once
 WIDTHS = (1, 2, 4, 8, MAX_QUERY_LEN)
 
 
 class DraftPlan(DecodePlan):
-    """Up to ``width`` new tokens of one sequence, and the most likely token after each.
+    """A plan that reads up to ``width`` new tokens of one sequence and gives the most likely token after each.
 
     Args:
         part: the model.
-        kv_dtype: storage type of the caches it will serve.
+        kv_dtype: storage type of the caches that the plan will serve.
         width: one of :data:`WIDTHS`.
-        page_sizes: as :class:`DecodePlan`'s.
+        page_sizes: as for :class:`DecodePlan`.
 
     Attributes:
         best: int64 [1, width] on the device, the most likely tokens, overwritten by the next read.
@@ -34,7 +34,7 @@ class DraftPlan(DecodePlan):
     def __init__(self, part: ModelPart, kv_dtype: torch.dtype, width: int, page_sizes: tuple[int | None, ...] = ()):
         self.query_len = width
         kind = {"device": "cpu", "pin_memory": part.embedding.weight.device.type == "cuda"}
-        with torch.inference_mode(False):  # what the program copies in and out
+        with torch.inference_mode(False):  # buffers that the program copies from and to
             self._given = torch.zeros(2, 1, width, dtype=torch.long, **kind)  # tokens, positions
             self._length = torch.zeros(1, dtype=torch.int32, **kind)
             self._choices = torch.zeros(1, width, dtype=torch.long, **kind)
@@ -56,10 +56,10 @@ class DraftPlan(DecodePlan):
         return self.program.values[self._best.index]
 
     def read(self, tokens: Sequence[int]) -> list[int]:
-        """Append tokens to the cache; waits for the device.
+        """Append tokens to the cache; the host waits for the device.
 
         Args:
-            tokens: 1 to ``width`` that follow what the cache holds.
+            tokens: the 1 to ``width`` tokens that follow what the cache holds.
 
         Returns:
             The most likely token after each of them.
@@ -69,38 +69,38 @@ class DraftPlan(DecodePlan):
         return self.finish(len(tokens))
 
     def prepare(self, tokens: Sequence[int], count: int) -> None:
-        """Say what comes to be appended: ``tokens``, of ``count`` in all; the others are brought by :meth:`take`."""
+        """Set what is to be appended: ``count`` tokens that begin with ``tokens``; :meth:`take` sets the others."""
         if self._done is not None:
-            self._done.synchronize()  # what was given before has been read
+            self._done.synchronize()  # the device has read what was set before
         cache, width = self.cache, self.query_len
         if cache.reserve(width):
             self.bind()
         length = cache.get_seq_length()
         self._cover(count)
         first = length + self._ahead[0] + self._shifts[0]
-        # The plan is filled up with the last token at the last position, which the model has; nothing reads what it
-        # gives.
+        # The last token at the last position fills the rest of the plan's width: the model has that position, and
+        # nothing reads the result.
         given, positions = self._given.numpy()[:, 0], range(first, first + count)
         for row, values in zip(given, (tokens, positions)):
             row[: len(values)], row[len(values) :] = values, values[-1]
         self._length.fill_(length + width)
 
     def take(self, place: int, token: torch.Tensor) -> None:
-        """Take the token at ``place`` from the device, int64 [1, 1], which may still have to write it."""
+        """Take the token at ``place``, int64 [1, 1], from the device, which may still have to write it."""
         self._given[0, :, place : place + 1].copy_(token, non_blocking=True)
 
     def taken(self, count: int) -> list[int]:
-        """The tokens at places 1 to ``count``, when the device has passed what wrote them."""
+        """Return the tokens at places 1 to ``count``. The caller knows that the device has written them."""
         return self._given[0, 0, 1 : 1 + count].tolist()
 
     def start(self) -> None:
-        """Begin to read, without waiting for the device; the cache holds what was read after :meth:`finish`."""
+        """Begin to read without waiting for the device. The cache holds the tokens only after :meth:`finish`."""
         self._run()
         if self._done is not None:
             self._done.record(torch.cuda.current_stream(self.device))
 
     def finish(self, count: int) -> list[int]:
-        """As :meth:`read`, of ``count`` tokens that were begun with."""
+        """Wait for the ``count`` tokens that were begun with, and return what :meth:`read` returns."""
         if self._done is not None:
             self._done.synchronize()
         self.cache.advance(self.query_len)
@@ -110,18 +110,26 @@ class DraftPlan(DecodePlan):
 
 
 class UnseenDrafts(Protocol):
-    """Drafts that go from one model to the other without the host."""
+    """Drafts that go from the assistant to the model without passing the host."""
 
     def draft(self, count: int, take: Callable[[int, torch.Tensor], None]) -> int:
-        """Make ``count``, or fewer, which the device then has passed; returns how many. Each is given to ``take`` with
-        its place behind the text's last token, from 1 on."""
+        """Make at most ``count`` drafts, and return how many were made.
+
+        If fewer are made, the device has passed them when this returns.
+
+        Args:
+            take: is called with the place of each draft behind the text's last token, from 1 on, and the draft.
+        """
 
     def go_on(self, after: torch.Tensor) -> None:
-        """Work that the device may do while the host looks at what became of them. ``after``: int64 [1, 1] on the
-        device, which by then holds the token that the model says after the last of them."""
+        """Start work for the device to do while the host looks at which drafts were accepted.
+
+        Args:
+            after: int64 [1, 1] on the device; when that work runs, it holds the model's token after the last draft.
+        """
 
     def settled(self, tokens: list[int]) -> list[int]:
-        """What was drafted, up to an end token, when the device has passed it."""
+        """Return the drafts up to an end token. The device has passed all of them."""
 
 
 class DraftReader:
@@ -130,9 +138,9 @@ class DraftReader:
     Args:
         plan_of: makes or finds the plan of a width.
         cache: holds the text but its last token.
-        position: int64 [1], position id of that token.
+        position: int64 [1], position id of that last token.
         starts: [1], left padding, or None.
-        logits: receives float32 [tokens, vocab_size], those that :meth:`verify` took its tokens from; or None.
+        logits: receives the float32 [tokens, vocab_size] logits that :meth:`verify` took its tokens from; or None.
     """
 
     def __init__(
@@ -164,12 +172,14 @@ class DraftReader:
 
     @property
     def logits(self) -> torch.Tensor | None:
-        """[tokens, vocab_size] of the newest read, some perhaps twice; None before the first."""
+        """[tokens, vocab_size] of the newest read, some rows perhaps twice; None before the first read."""
         return None if self._newest is None else self._newest.logits[0]
 
     def verify(self, last: int, drafts: Sequence[int]) -> list[int]:
-        """The most likely tokens after ``last``, the text's last token: those of ``drafts`` up to the first that is not
-        one of them, and one more. The cache then holds all but the last of them."""
+        """Return the most likely tokens after ``last``, the text's last token: as many drafts as agree, and one more.
+
+        The cache then holds all of the text and these tokens but the last.
+        """
         tokens, found = [last, *drafts], []
         while True:
             piece, tokens = tokens[:MAX_QUERY_LEN], tokens[MAX_QUERY_LEN:]
@@ -182,7 +192,7 @@ class DraftReader:
                 return found
 
     def verify_unseen(self, last: int, count: int, drafts: UnseenDrafts) -> tuple[list[int], list[int]]:
-        """As :meth:`verify`, for ``count`` drafts, at most MAX_QUERY_LEN - 1, that the host does not see before.
+        """Do as :meth:`verify` for ``count`` drafts, at most MAX_QUERY_LEN - 1, that the host has not seen.
 
         Returns:
             The tokens, and the drafts.
@@ -202,7 +212,7 @@ class DraftReader:
         return taken, proposed
 
     def _agreed(self, plan: DraftPlan, choices: list[int], expected: Sequence[int]) -> list[int]:
-        """Those of ``choices`` up to the first that is not what was ``expected``, and that one."""
+        """Return ``choices`` up to and including the first that differs from what was ``expected``."""
         agree = 0
         while agree < len(expected) and choices[agree] == expected[agree]:
             agree += 1
@@ -219,13 +229,16 @@ class DraftReader:
         """Append tokens to the cache.
 
         Returns:
-            float32 [tokens, vocab_size], logits of what follows each.
+            float32 [tokens, vocab_size], logits of the token that follows each.
         """
         pieces = [tokens[first : first + MAX_QUERY_LEN] for first in range(0, len(tokens), MAX_QUERY_LEN)]
         return torch.cat([self.read_piece(piece).to(torch.float32, copy=True) for piece in pieces])
 
     def read_piece(self, tokens: Sequence[int]) -> torch.Tensor:
-        """As :meth:`read`, at most MAX_QUERY_LEN tokens; in the model's dtype, overwritten by the next read."""
+        """Do as :meth:`read` for at most MAX_QUERY_LEN tokens.
+
+        The logits are in the model's dtype, and the next read overwrites them.
+        """
         plan = self._plan(len(tokens))
         plan.read(tokens)
         return plan.logits[0, : len(tokens)]
@@ -237,11 +250,11 @@ class DraftReader:
 
 
 class StockReader:
-    """Verifies drafts as :class:`DraftReader` does, by the model's own forward.
+    """A reader that verifies drafts as :class:`DraftReader` does, with the model's own forward.
 
     Args:
-        logits_of: appends the last few, given by their count, of the tokens behind what the cache held between rounds;
-            gives [count, vocab_size] logits of what follows each.
+        logits_of: called with the tokens behind what the cache held when the round began, and a count; appends the last
+            ``count`` of them and gives [count, vocab_size] logits of what follows each.
         cache: holds the text but its last token.
         logits: as of :class:`DraftReader`.
     """
@@ -256,7 +269,7 @@ class StockReader:
         self.logits: torch.Tensor | None = None  # as of DraftReader
 
     def verify(self, last: int, drafts: Sequence[int]) -> list[int]:
-        """As :meth:`DraftReader.verify`."""
+        """Do as :meth:`DraftReader.verify`."""
         tokens = [last, *drafts]
         rows = self.read(tokens)
         choices, agree = rows.argmax(-1).tolist(), 0
@@ -269,11 +282,11 @@ class StockReader:
         return choices[: agree + 1]
 
     def read(self, tokens: Sequence[int]) -> torch.Tensor:
-        """As :meth:`DraftReader.read`."""
+        """Do as :meth:`DraftReader.read`."""
         ends = [*range(MAX_QUERY_LEN, len(tokens), MAX_QUERY_LEN), len(tokens)]
         rows = [self._logits_of(tokens[:end], (end - 1) % MAX_QUERY_LEN + 1) for end in ends]
         self.logits = rows[-1]
         return torch.cat([row.to(torch.float32, copy=True) for row in rows])
 
     def end(self) -> None:
-        """Nothing to let go of."""
+        """Do nothing: there is nothing to let go of."""

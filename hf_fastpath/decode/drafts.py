@@ -22,8 +22,8 @@ class StockDrafts:
     """Drafts of transformers' own candidate generator.
 
     Args:
-        generator: of a prompt lookup, or of an assistant that is not patched.
-        device: where it takes the text: a lookup is the host's.
+        generator: the candidate generator of a prompt lookup, or of an assistant that is not patched.
+        device: where the generator takes the text; a prompt lookup without processors takes it on the host.
     """
 
     def __init__(self, generator: Any, device: torch.device):
@@ -32,21 +32,31 @@ class StockDrafts:
         self._device = torch.device("cpu") if on_host else device
 
     def propose(self, text: torch.Tensor) -> tuple[list[int], torch.Tensor | None]:
-        """Tokens that may follow ``text``, int64 [1, length] on the host, and the scores that they were chosen from,
-        [tokens, vocab_size], where there are any."""
+        """Propose tokens to follow the text.
+
+        Args:
+            text: int64 [1, length] on the host.
+
+        Returns:
+            The tokens, and the scores [tokens, vocab_size] that they were chosen from, or None if there are none.
+        """
         found, scores = self._generator.get_candidates(text.to(self._device))
         return found[0, text.shape[1] :].tolist(), None if scores is None else scores[0]
 
     def are_stale(self) -> bool:
-        """Whether what makes them is other than it was: an assistant that generates looks at itself."""
+        """Whether the source of drafts has changed. An assistant that generates looks at itself, so this is False."""
         return False
 
     def end(self) -> None:
-        """Nothing to let go of."""
+        """Do nothing: there is nothing to let go of."""
 
 
 def _on_its_way(value: torch.Tensor) -> Callable[[], float]:
-    """Start copying one number to the host; what waits for it, and for nothing that is begun later."""
+    """Start copying one number to the host.
+
+    Returns:
+        A function that waits for the copy, and for nothing that is begun later.
+    """
     if value.device.type == "cpu":
         return value.item
     place = torch.empty((), dtype=value.dtype, device="cpu", pin_memory=True)
@@ -62,16 +72,16 @@ def _on_its_way(value: torch.Tensor) -> Callable[[], float]:
 
 
 class PlanDrafts:
-    """Drafts of a patched assistant, token by token of its decode plan.
+    """Drafts that the decode plan of a patched assistant makes token by token.
 
     Args:
-        generator: transformers' own for this assistant: length of drafts, and the confidence that ends them.
+        generator: transformers' own for this assistant; it says how long drafts are, and which confidence ends them.
         state, part: of the assistant.
         cache: of the assistant, empty.
         given: the prompt.
         ends: end tokens, which end a draft.
         limit: tokens of the whole text.
-        goes_on: whether the device may read what it holds likely while the host looks at a draft's outcome.
+        goes_on: whether the device reads the likely next tokens while the host looks at which drafts were accepted.
     """
 
     def __init__(
@@ -90,12 +100,12 @@ class PlanDrafts:
         self._given, self._ends, self._limit = given, ends, limit
         self._goes_on, self._prompt_len = goes_on, given.tokens.shape[1]
         self._plan: DecodePlan | None = None
-        self._pair: DraftPlan | None = None  # reads a draft's last token and the model's behind it, if it goes on
-        self._pair_place = 0  # of the cache's first buffer, as it knows it
-        self._is_ahead = False  # it has read, and the plan what follows
+        self._pair: DraftPlan | None = None  # if drafts go on: reads a draft's last token and the model's next token
+        self._pair_place = 0  # address of the cache's first buffer when the pair was bound
+        self._is_ahead = False  # the pair has read, and the plan has read what follows
         self._end: torch.Tensor | None = None  # the draft's last token
-        self._read = 0  # tokens of the text and the draft in front of that
-        self._confidences: list[Callable[[], float]] = []  # in drafts that the host has not waited for
+        self._read = 0  # tokens of the text and the draft in front of the draft's last token
+        self._confidences: list[Callable[[], float]] = []  # of drafts that the host has not waited for
 
     @property
     def _threshold(self) -> float | None:
@@ -105,8 +115,11 @@ class PlanDrafts:
         return max(0, min(int(self._generator.num_assistant_tokens), self._limit - text.shape[1] - 1))
 
     def unseen(self, text: torch.Tensor) -> int:
-        """Begin a draft behind ``text`` that the host need not see before one step verifies it; returns how many tokens
-        it will be at most, 0 where there is no such."""
+        """Begin a draft behind ``text`` that one step can verify before the host sees it.
+
+        Returns:
+            How many tokens the draft has at most; 0 if there can be no such draft.
+        """
         most = self._most(text)
         if not 0 < most < MAX_QUERY_LEN:
             return 0
@@ -114,7 +127,7 @@ class PlanDrafts:
         return most
 
     def draft(self, count: int, take: Callable[[int, torch.Tensor], None]) -> int:
-        """As of :class:`UnseenDrafts`, behind the text that was followed."""
+        """Do as :meth:`UnseenDrafts.draft`, behind the text that was followed."""
         plan, self._confidences = self._plan, []
         on_device, is_ahead, self._is_ahead = plan.device.type == "cuda", self._is_ahead, False
         self._read = self._cache.get_seq_length() - is_ahead + count - 1
@@ -126,7 +139,7 @@ class PlanDrafts:
                 self._confidences.append(self._confidence(self._pair.logits[:, 1] if follows_pair else plan.logits))
             if place == count:
                 break
-            if on_device and not follows_pair:  # while the host waits for what may end the draft
+            if on_device and not follows_pair:  # the device goes on while the host waits for the confidence
                 plan.step()
             if self._threshold and self._note_confidence() < self._threshold:
                 return place
@@ -137,11 +150,11 @@ class PlanDrafts:
         return count
 
     def go_on(self, after: torch.Tensor) -> None:
-        """As of :class:`UnseenDrafts`: one step for the last draft and what is behind it, and the step that follows."""
+        """Do as :meth:`UnseenDrafts.go_on`: a step reads the last draft and the next token, another what follows."""
         plan, cache = self._plan, self._cache
         if not self._goes_on or self._read + 3 > self._limit:
             return
-        if (surplus := cache.get_seq_length() - self._read) > 0:  # read when the model had agreed before
+        if (surplus := cache.get_seq_length() - self._read) > 0:  # read before, when the model had accepted all drafts
             cache.crop(-surplus)
         if cache.reserve(3):
             plan.bind()
@@ -162,24 +175,24 @@ class PlanDrafts:
         self._is_ahead = True
 
     def settled(self, tokens: list[int]) -> list[int]:
-        """As of :class:`UnseenDrafts`."""
+        """Do as :meth:`UnseenDrafts.settled`."""
         while self._confidences:
             self._note_confidence()
         ended = next((place for place, token in enumerate(tokens, 1) if token in self._ends), None)
         return tokens[:ended]
 
     def _confidence(self, logits: torch.Tensor) -> Callable[[], float]:
-        """How likely the most likely token is."""
+        """Start to compute the probability of the most likely token."""
         return _on_its_way(torch.softmax(logits.float(), dim=-1).amax())
 
     def _note_confidence(self) -> float:
-        """Wait for the oldest that was not waited for."""
+        """Wait for the oldest confidence that the host has not waited for, and note it."""
         likely = self._confidences.pop(0)()
         compat.note_confidence(self._generator, likely)
         return likely
 
     def propose(self, text: torch.Tensor) -> tuple[list[int], None]:
-        """As of :class:`StockDrafts`."""
+        """Do as :meth:`StockDrafts.propose`."""
         most = self._most(text)
         if not most:
             return [], None
@@ -192,9 +205,9 @@ class PlanDrafts:
         return self.settled(found[:made].flatten().tolist()), None
 
     def _follow(self, text: torch.Tensor) -> DecodePlan:
-        """The plan behind a step of the text's last token, or of one more if it is ahead."""
+        """Return the plan after it has read the text's last token, and if it is ahead the token after that."""
         cache, length = self._cache, text.shape[1]
-        self._is_ahead = self._is_ahead and cache.get_seq_length() == length + 1  # or the model disagreed
+        self._is_ahead = self._is_ahead and cache.get_seq_length() == length + 1  # else the model rejected the draft
         if self._is_ahead:
             return self._plan
         if self._plan is None:
@@ -210,7 +223,7 @@ class PlanDrafts:
         return self._plan
 
     def are_stale(self) -> bool:
-        """As of :class:`StockDrafts`."""
+        """Do as :meth:`StockDrafts.are_stale`."""
         return self._watch.has_changed(self._given.tokens.device)
 
     def end(self) -> None:

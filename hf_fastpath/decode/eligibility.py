@@ -1,4 +1,4 @@
-"""Why a call of ``generate()`` is left to transformers' loops: the model, what is asked for, the cache, arguments."""
+"""Why a call of ``generate()`` is left to transformers' loops: the model, the request, the cache or the arguments."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from ..reasons import Cause
 from .patched import Patched
 from .structure import MAX_BATCH, ModelPart
 
-#: what our loops understand of ``model_kwargs``; the tokenizer comes along with stop strings and goes unused
+#: the ``model_kwargs`` that our loops understand; the tokenizer comes along with stop strings, and is not used
 KNOWN_MODEL_KWARGS = frozenset(
     {compat.CACHE, "use_cache", "attention_mask", "position_ids", "logits_to_keep", "tokenizer"}
 )
@@ -29,7 +29,7 @@ def step_aside_reason(
     synced_gpus: bool,
     model_kwargs: dict,
 ) -> str | None:
-    """The reason code for which this call is left to transformers' loop, or None."""
+    """Return the reason code for which this call is left to transformers' loop, or None."""
     cache, batch = model_kwargs.get(compat.CACHE), input_ids.shape[0]
     if (reason := uncovered_reason(state.loop_reason, state.model, part)) is not None:
         return reason
@@ -49,17 +49,17 @@ def step_aside_reason(
     if (reason := _arguments_reason(input_ids, model_kwargs)) is not None:
         return reason
     reason = model_reason(state, part, input_ids, cache)
-    reason = reason or _layout_reason(input_ids, model_kwargs, cache.get_seq_length())
+    reason = reason or _layout_reason(part, input_ids, model_kwargs, cache.get_seq_length())
     return reason or _pad_token_reason(part, config, batch)
 
 
 def uncovered_reason(loop_reason: str | None, model: nn.Module | None, part: ModelPart | None) -> str | None:
-    """The reason code for which no call of a patched model is our loops', or None.
+    """Return the reason code for which our loops take no call of a patched model, or None.
 
     Args:
-        loop_reason: what ``patch()`` found.
+        loop_reason: the reason that ``patch()`` found.
         model: the model.
-        part: it in its roles as it is now, or None.
+        part: the model in its roles as it is now, or None.
     """
     if loop_reason is not None or part is None:
         return loop_reason or Cause("class_not_supported", module=model)
@@ -69,14 +69,14 @@ def uncovered_reason(loop_reason: str | None, model: nn.Module | None, part: Mod
 
 
 def model_reason(state: Patched, part: ModelPart | None, input_ids: torch.Tensor, cache: FastpathCache) -> str | None:
-    """The reason code for which the model, as it is now, is left to stock code, whatever the call asks for; or None."""
+    """Return the reason code for which stock code runs the model as it is now, whatever the call asks for; or None."""
     if (reason := uncovered_reason(state.loop_reason, state.model, part)) is not None:
         return reason
     if (reason := part.other_reason()) is not None:
         return reason
     embeddings = getattr(part.embedding, "weight", None)
     if embeddings is not None and input_ids.device != embeddings.device:
-        # that of weights that lie elsewhere says more
+        # the reason of a model whose weights lie elsewhere says more
         return part.reason() or Cause("device", f"input_ids on {input_ids.device}, the model on {embeddings.device}")
     if torch.is_autocast_enabled(input_ids.device.type):
         return Cause("autocast", f"torch.autocast({input_ids.device.type!r})")
@@ -89,11 +89,11 @@ def model_reason(state: Patched, part: ModelPart | None, input_ids: torch.Tensor
 
 
 def _arguments_reason(input_ids: torch.Tensor, model_kwargs: dict) -> str | None:
-    """An argument that our loops know nothing of."""
+    """Return the reason for an argument that our loops do not know, or None."""
     for name, value in model_kwargs.items():
         if name in KNOWN_MODEL_KWARGS or name in compat.WITHOUT_EFFECT or value is None:
             continue
-        if name.startswith("output_"):  # these ask for more to be returned
+        if name.startswith("output_"):  # such arguments ask for more results
             if value is not False:
                 return Cause("attention_outputs", name)
             continue
@@ -106,11 +106,12 @@ def _arguments_reason(input_ids: torch.Tensor, model_kwargs: dict) -> str | None
 
 
 def _cache_reason(part: ModelPart, cache: FastpathCache, input_ids: torch.Tensor) -> str | None:
-    """A cache the user made for another model, or without its windows, or changed layer by layer, is left to stock
-    code.
+    """Return the reason to leave a cache to stock code, or None.
+
+    Stock code takes a cache that the user made for another model or without its windows, or changed layer by layer.
 
     Raises:
-        RuntimeError: it holds keys and values of another batch or model, or such as do not go together.
+        RuntimeError: the cache holds keys and values of another batch or model, or layers that do not fit together.
     """
     if len(cache.layers) > len(part.windows):
         return Cause("other_cache", f"it has {len(cache.layers)} layers, the model {len(part.windows)}")
@@ -131,24 +132,24 @@ def _cache_reason(part: ModelPart, cache: FastpathCache, input_ids: torch.Tensor
     return None
 
 
-def _layout_reason(input_ids: torch.Tensor, model_kwargs: dict, past_len: int) -> str | None:
+def _layout_reason(part: ModelPart, input_ids: torch.Tensor, model_kwargs: dict, past_len: int) -> str | None:
     mask, position_ids = model_kwargs.get("attention_mask"), model_kwargs.get("position_ids")
     if mask is not None:
         what = f"{mask.dtype} {tuple(mask.shape)} on {mask.device}"
-        # generate() takes the whole conversation or only what is new; the mask always covers the cache
+        # generate() is given the whole conversation or only its new part; the mask always covers the cache
         if mask.shape[-1] not in (input_ids.shape[1], past_len + input_ids.shape[1]) or mask.shape[-1] <= past_len:
             return Cause("attention_mask", f"{what}, for {input_ids.shape[1]} tokens and {past_len} in the cache")
         if mask.dim() != 2 or mask.device != input_ids.device or not is_left_padding(mask):
             return Cause("attention_mask", what)
     if position_ids is None:
-        return Cause("position_ids", "None")
+        return Cause("position_ids", "None") if part.takes_positions else None
     if position_ids.dim() != 2 or position_ids.device != input_ids.device or position_ids.dtype not in INDEX_DTYPES:
         return Cause("position_ids", f"{position_ids.dtype} {tuple(position_ids.shape)} on {position_ids.device}")
     return None
 
 
 def _pad_token_reason(part: ModelPart, config: Any, batch: int) -> str | None:
-    """Rows that have ended are read on as pad tokens."""
+    """Return a reason if the pad token is no token of the model: rows that have ended are read on as pad tokens."""
     pad, known = config.pad_token_id, len(part.embedding.weight)
     if batch == 1 or config.eos_token_id is None or not isinstance(pad, int) or 0 <= pad < known:
         return None

@@ -15,7 +15,7 @@ from .program import Program
 
 
 class _Turns:
-    """Who draws random numbers on CUDA devices: one thread at a time, over all models.
+    """A lock on random numbers of CUDA devices: only one thread at a time draws, over all models.
 
     torch refuses to draw while a graph is captured, and all graphs on a device read the seed and the offset of their
     numbers from the same two words, which each replay writes.
@@ -23,7 +23,7 @@ class _Turns:
 
     def __init__(self) -> None:
         self.lock = threading.RLock()
-        self.streams: dict[torch.device, torch.cuda.Stream] = {}  # where they were drawn last
+        self.streams: dict[torch.device, torch.cuda.Stream] = {}  # the stream that last drew on each device
 
 
 _turns = _Turns()
@@ -31,8 +31,8 @@ after_fork(_turns.__init__)
 
 
 def random_numbers_in_turn(device: torch.device) -> AbstractContextManager[None]:
-    """Draw from the default generator of ``device`` while no other thread does, for the length of a ``with`` block."""
-    return _turn(device) if device.type == "cuda" else nullcontext()  # the CPU's has a lock of its own
+    """Let no other thread draw from the default generator of ``device`` for the length of a ``with`` block."""
+    return _turn(device) if device.type == "cuda" else nullcontext()  # the CPU's generator has a lock of its own
 
 
 @contextmanager
@@ -47,20 +47,20 @@ def _turn(device: torch.device) -> Iterator[None]:
 
 
 def capture(program: Program, device: torch.device) -> torch.cuda.CUDAGraph:
-    """Capture ``program``, which has run eagerly before, into a graph; nothing is executed.
+    """Capture ``program``, which has run eagerly before, into a graph; the capture executes nothing.
 
     Kernels find the KV buffers and lengths through device memory, so the graph serves any cache, prompt length and
     growth.
 
     Raises:
-        RuntimeError: from CUDA, when something in the program cannot be captured.
+        RuntimeError: CUDA cannot capture something in the program.
     """
     graph = torch.cuda.CUDAGraph()
     current = torch.cuda.current_stream(device)
     side = torch.cuda.Stream(device)
     side.wait_stream(current)
-    # Replays write the state of the random number generator that a capture makes; in inference mode they could do so
-    # only in that mode.
+    # Each replay writes the random number generator's state, which the capture allocates. If it were allocated in
+    # inference mode, replays could write it in that mode only.
     with (
         torch.inference_mode(False),
         torch.no_grad(),
@@ -68,9 +68,9 @@ def capture(program: Program, device: torch.device) -> torch.cuda.CUDAGraph:
         torch.cuda.stream(side),
         below_autograd(),
     ):
-        # thread_local: another thread may allocate meanwhile. Not torch.cuda.graph(): that empties the allocator's
-        # cache and collects garbage, a tenth of a second at every capture.
-        # No garbage collection meanwhile: it may destroy an old graph, and that breaks the capture.
+        # thread_local: another thread may allocate meanwhile. torch.cuda.graph() is not used: it empties the
+        # allocator's cache and collects garbage, which takes a tenth of a second at every capture. Garbage collection
+        # is off meanwhile: a collection may destroy an old graph, and that breaks the capture.
         collecting = gc.isenabled()
         gc.disable()
         try:

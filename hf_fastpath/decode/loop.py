@@ -1,7 +1,7 @@
 """The decode loop that takes the place of ``GenerationMixin._sample`` for patched models.
 
-Everything before and after it is transformers' own ``generate()``. The prompt runs through the patched modules; each
-new token is one step of a :class:`~hf_fastpath.decode.plan.DecodePlan`.
+All that ``generate()`` does before and after the loop is transformers' own code. The prompt runs through the patched
+modules; each new token is one step of a :class:`~hf_fastpath.decode.plan.DecodePlan`.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from .calls import (
     ends_by_length_or_token,
     for_patched_models,
     note_nonfinite,
+    position_ids_of,
     runs_users_code,
     settling,
 )
@@ -32,9 +33,10 @@ from .patched import Patched
 from .plan import MAX_EOS_TOKENS, DecodePlan
 from .structure import ModelPart
 
-#: how many tokens the host may be ahead of the device: enough to hide its work, few enough to waste little at the end
+#: number of tokens that the host may be ahead of the device: enough to hide the host's work, few enough to waste little
+#: when the text ends
 MAX_AHEAD = 8
-_TOO_MANY = torch.empty(0)  # stands for more end tokens than a plan looks for
+_TOO_MANY = torch.empty(0)  # stands for more end tokens than a plan compares with
 
 
 @for_patched_models
@@ -50,7 +52,7 @@ def sample(
     streamer: Any = None,
     **model_kwargs: Any,
 ) -> Any:
-    """What ``GenerationMixin._sample`` does while a patched model is alive, with its arguments."""
+    """Do what ``GenerationMixin._sample`` does, with its arguments, while a patched model is alive."""
     state.stats.new_call()
     part = state.plans.part_of(model)
     reason = step_aside_reason(state, part, input_ids, generation_config, synced_gpus, model_kwargs)
@@ -74,12 +76,12 @@ def sample(
 
 @dataclass
 class _Pending:
-    """A step's tokens on their way from the device to the host.
+    """The tokens of a step, on their way from the device to the host.
 
     Attributes:
-        length: of the sequences with them.
+        length: length of the sequences with these tokens.
         tokens, unfinished: [batch] in host memory, valid once ``event`` has passed.
-        chosen_by_plan: the host has not seen them in any other way.
+        chosen_by_plan: the plan has chosen the tokens, and the host has not seen them in any other way.
     """
 
     length: int
@@ -90,7 +92,7 @@ class _Pending:
 
 
 class _Loop:
-    """One call of generate(): greedy search or sampling over a decode plan."""
+    """One call of generate() that decodes with a plan, by greedy search or by sampling."""
 
     def __init__(self, state, model, input_ids, logits_processor, stopping_criteria, config, streamer):
         self.state, self.model, self.config = state, model, config
@@ -99,11 +101,11 @@ class _Loop:
         self.batch, self.prompt_len = input_ids.shape
         self.has_eos = any(hasattr(criterion, "eos_token_id") for criterion in stopping_criteria)
         self.max_length = stopping_criteria.max_length
-        #: of sampling that a plan can do
+        #: the settings of sampling, if a plan can sample so
         self.settings = compat.sampling_settings(logits_processor) if config.do_sample else None
         self.ids = input_ids
-        self.length = self.prompt_len  # of the sequences, tokens included that the device has chosen by itself
-        self.chosen: list[torch.Tensor] = []  # those tokens, [batch] each, that follow ids
+        self.length = self.prompt_len  # length of the sequences, with the tokens that the device has chosen by itself
+        self.chosen: list[torch.Tensor] = []  # the tokens that the device has chosen, [batch] each, which follow ids
         self.scores: list[torch.Tensor] = []
         self.logits: list[torch.Tensor] = []
         self.unfinished = torch.ones(self.batch, dtype=torch.long, device=self.device)
@@ -111,16 +113,16 @@ class _Loop:
         for code in users:
             state.stats.note(code)
         self.runs_users_code = bool(users)
-        #: 0 where the host must see every token before the next: on the CPU, and with the user's own objects
+        #: 0 if the host must see every token before the next one: on the CPU, and with the user's own objects
         self.ahead = MAX_AHEAD if self.device.type == "cuda" and not users else 0
         self.pending: deque[_Pending] = deque()
         self.offsets: dict[int, int] = {}
-        self.drawn_to: int | None = None  # where the generator stood behind the last number that was drawn here
-        self.finished_length: int | None = None  # where every row had ended, once the host knows
+        self.drawn_to: int | None = None  # the generator's offset after the last number that was drawn here
+        self.finished_length: int | None = None  # length at which every row had ended, once the host knows
         self.left_at: int | None = None  # length of the sequences when stock code took over
 
     def _plan_chooses(self) -> bool:
-        """Whether the plan's own choice is this call's: no other processors, nothing else to stop for."""
+        """Whether the plan may choose tokens: there are no other processors, and nothing else ends the text."""
         config = self.config
         if self.settings is None if config.do_sample else len(self.processors):
             return False
@@ -135,7 +137,7 @@ class _Loop:
         return torch.cat(ends) if sum(end.numel() for end in ends) <= MAX_EOS_TOKENS else _TOO_MANY
 
     def generate(self, part: ModelPart, model_kwargs: dict) -> Any:
-        cache, position_ids = model_kwargs[compat.CACHE], model_kwargs["position_ids"]
+        cache, position_ids = model_kwargs[compat.CACHE], position_ids_of(self.ids, self.config, model_kwargs)
         mask = model_kwargs.get("attention_mask")
         starts = None if mask is None else (mask == 0).sum(1)
         next_positions = position_ids[:, -1].expand(self.batch) + 1
@@ -160,7 +162,7 @@ class _Loop:
                     if plan is not None and (part is None or plan.fingerprint != self.state.plans.fingerprint_of(part)):
                         if plan_chooses:
                             tokens, self.unfinished = plan.tokens[:, 0].clone(), plan.unfinished.clone()
-                        old, plan = plan, None  # no interrupt ends it twice
+                        old, plan = plan, None  # set to None first, so that an interrupt cannot make the plan end twice
                         old.end()
                 if part is None:
                     next_logits = self._step_by_stock(model_kwargs)
@@ -176,12 +178,13 @@ class _Loop:
                 if not plan.has_positions() and self._look_back(wait=True):
                     break  # all rows had ended, and the host was ahead
                 next_logits = self._draw(plan.step, tokens) if sampled else plan.step(tokens)
-                if first:  # building and capturing the plan is not decoding speed
+                if first:  # building and capturing the plan does not count as decoding
                     started, first = time.perf_counter(), False
             dropped = self._drain()
             note_nonfinite(self.state, next_logits)
         except RuntimeError:
-            if self.device.type == "cpu":  # a token could not be drawn, perhaps; a GPU answers nothing behind an error
+            # A CPU may have failed to draw a token from such logits. After an error a GPU cannot be asked.
+            if self.device.type == "cpu":
                 note_nonfinite(self.state, next_logits if plan is None or plan.logits is None else plan.logits)
             raise
         finally:
@@ -189,25 +192,25 @@ class _Loop:
                 plan.end()
         if self.chosen:
             self._gather()
-            self.criteria(self.ids[:, :-1], None)  # warns, as at every step, of lengths the model was not made for
+            self.criteria(self.ids[:, :-1], None)  # warns, as at every step, of lengths that the model was not made for
         if dropped:
             self._undo(dropped, cache)
         new_tokens = (self.length - self.prompt_len) * self.batch
         by_stock = 0 if self.left_at is None else (self.length - self.left_at) * self.batch
         self.state.stats.generated(by_stock, started, stock=True, timed=0)
-        # the first token came out of the prompt, and the clock started with the step of the second
+        # The first token came out of the prompt, and the clock started with the step of the second.
         self.state.stats.generated(new_tokens - by_stock, started, timed=new_tokens - self.batch)
         if self.streamer is not None:
             self.streamer.end()
         return self._result(cache)
 
     def _gather(self) -> None:
-        """Append what the plan has chosen to the sequences."""
+        """Append the tokens that the plan has chosen to the sequences."""
         self.ids = torch.cat((self.ids, torch.stack(self.chosen, dim=1).to(self.device)), dim=1)
         self.chosen = []
 
     def _step_by_stock(self, model_kwargs: dict) -> torch.Tensor:
-        """Run the newest tokens through the model's own forward; as ``DecodePlan.step``."""
+        """Run the newest tokens through the model's own forward; return logits as ``DecodePlan.step`` does."""
         if self.left_at is None:
             self.left_at = self.length
         if self.chosen:
@@ -215,7 +218,7 @@ class _Loop:
         return compat.following_logits(self.model, self.ids, 1, self.prompt_len, model_kwargs)[:, -1]
 
     def _choose(self, next_logits: torch.Tensor) -> torch.Tensor:
-        """[batch] next tokens out of [batch, vocab_size] logits, exactly as transformers chooses them."""
+        """Choose [batch] next tokens from [batch, vocab_size] logits, exactly as transformers chooses them."""
         logits = next_logits.to(copy=True, dtype=torch.float32)
         scores = self.processors(self.ids, logits)
         if self.config.return_dict_in_generate:
@@ -233,13 +236,15 @@ class _Loop:
         return tokens
 
     def _draw(self, function: Callable[..., torch.Tensor], *arguments: Any) -> torch.Tensor:
-        """``function(*arguments)``, which draws the next tokens; where the generator stood before is remembered if that
-        may have to be undone."""
+        """Return ``function(*arguments)``, which draws the next tokens.
+
+        The generator's offset before the draw is remembered if the draw may have to be undone.
+        """
         with random_numbers_in_turn(self.device):
             if not self.ahead:
                 return function(*arguments)
             offset = compat.philox_offset(self.device)
-            if offset != self.drawn_to:  # other threads draw, too: what they took stays taken
+            if offset != self.drawn_to:  # another thread has drawn; its numbers cannot be given back
                 self.offsets.clear()
             self.offsets[self.length] = offset
             drawn = function(*arguments)
@@ -247,7 +252,7 @@ class _Loop:
             return drawn
 
     def _finish_step(self, tokens: torch.Tensor) -> bool:
-        """Append the tokens; say whether to stop."""
+        """Append the tokens; return whether to stop."""
         self.ids = torch.cat((self.ids, tokens[:, None]), dim=1)
         self.length += 1
         done = self.criteria(self.ids, tuple(self.scores) if self.scores else None)
@@ -260,14 +265,14 @@ class _Loop:
         return self._look_back() or (self.max_length is not None and self.length >= self.max_length)
 
     def _follow_plan(self, plan: DecodePlan, cache_length: int) -> bool:
-        """Take in the plan's own choice; say whether to stop."""
+        """Take on the tokens that the plan has chosen; return whether to stop."""
         self.length += 1
         event = self._event() if self.device.type == "cuda" else None
         self.pending.append(_Pending(self.length, *plan.choice(cache_length), event, chosen_by_plan=True))
         return self._look_back() or self.length >= self.max_length
 
     def _send(self, tokens: torch.Tensor) -> None:
-        """Start copying this step's outcome to the host."""
+        """Start copying this step's tokens to the host."""
         unfinished = torch.empty(self.batch, dtype=torch.long, device="cpu", pin_memory=True)
         unfinished.copy_(self.unfinished, non_blocking=True)
         on_host = torch.empty(self.batch, dtype=torch.long, device="cpu", pin_memory=True)
@@ -281,7 +286,11 @@ class _Loop:
         return event
 
     def _look_back(self, wait: bool = False) -> bool:
-        """Take in what has arrived; wait only when the host is too far ahead. True once every row had finished."""
+        """Take in the tokens that have arrived, and wait only if the host is too far ahead.
+
+        Returns:
+            Whether every row has ended.
+        """
         while self.pending:
             oldest = self.pending[0]
             if oldest.event is not None:
@@ -300,15 +309,15 @@ class _Loop:
         return False
 
     def _drain(self) -> int:
-        """Wait for the tokens on their way; returns how many steps past the end there were."""
+        """Wait for the tokens on their way; return how many steps were run past the end."""
         if self.finished_length is None:
             self._look_back(wait=True)
         return 0 if self.finished_length is None else self.length - self.finished_length
 
     def _undo(self, steps: int, cache: FastpathCache) -> None:
-        """Take back ``steps`` tokens: sequences, scores, cache, and the random numbers they used."""
+        """Take back ``steps`` tokens from sequences, scores and cache, and the random numbers that they used."""
         self.length -= steps
-        self.ids = self.ids[:, : self.length]  # what the plan chose past the end was never read
+        self.ids = self.ids[:, : self.length]  # the plan's tokens past the end were never appended
         for recorded in (self.scores, self.logits):
             del recorded[len(recorded) - steps if recorded else 0 :]
         cache.crop(-steps)

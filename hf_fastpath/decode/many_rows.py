@@ -1,7 +1,8 @@
-"""The ops for a few rows, for many: matrix products of PyTorch's libraries, and attention that is given.
+"""Replacements of the ops for a few rows by what is fast for many: matrix products of PyTorch's libraries, and a given
+attention.
 
-A rule gives the calls that take the place of one; it is applied to a recorded list by a pass, and to calls that are
-made at once by :class:`ManyRows` and :func:`few_rows`.
+A rule makes the calls that replace one call. A pass applies the rules to a recorded list; :class:`ManyRows` and
+:func:`few_rows` apply them to calls that are made at once.
 """
 
 from __future__ import annotations
@@ -20,15 +21,16 @@ from . import composed
 from .attend import Attention, attend
 from .named_calls import Call, Emit, Norm, Register, Step, by_name, run
 
-#: gives what a call is replaced by, as ``rule(emit, **arguments)``; or None
+#: gives the rule for a call, which is then called as ``rule(emit, **arguments)``; or None
 _Rules = Callable[[Callable[..., Any], dict[str, Any]], Callable[..., Any] | None]
 
 
 class _Replacements:
-    """Rules that take ops for a few rows to what is fast for many.
+    """Rules that replace ops for a few rows by what is fast for many.
 
     Args:
-        rows: of the inputs, all tokens of all sequences. Up to 64 some devices have kernels for: ``gemv.most_rows``.
+        rows: rows of the inputs: all tokens of all sequences. Some devices have kernels for up to 64 rows, see
+            ``gemv.most_rows``.
         beside: see ``named_calls.Step``.
     """
 
@@ -46,9 +48,9 @@ class _Replacements:
         return None if rule is None else rule.__get__(self)
 
     def _norm(self, emit: Emit, x: Any, norm: Norm | None) -> Any:
-        """As :func:`_normed`; projections that take the same input, one after the other, share it."""
+        """Do as :func:`_normed`; projections in a row that take the same input share the result."""
         if norm is None:
-            self._shared = None, None, None  # whatever comes next is of another input
+            self._shared = None, None, None  # the next norm is of another input
             return x
         known_x, known_weight, normed = self._shared
         if x is not known_x or norm.weight is not known_weight:
@@ -84,7 +86,7 @@ class _Replacements:
     def gate(self, emit, x, gate_weight, up_weight, activation, norm, programmatic_launch):
         x = _normed(emit, x, norm)
         parts = dict(gate=_product(emit, x, gate_weight), up=_product(emit, x, up_weight))
-        del x  # of a long prompt, as large as what the next op makes
+        del x  # a long prompt's x is as large as the result of the next op
         return emit(ops.fused_swiglu.overload, **parts, activation=activation)
 
     def append(
@@ -103,7 +105,7 @@ class _Replacements:
         return emit(ops.rope_append.overload, qkv=qkv, bias=None, **to)
 
 
-#: op for a few rows -> what takes its place
+#: op for a few rows -> the rule that replaces it
 _INSTEAD: dict[Callable[..., Any], Callable[..., Any]] = {
     ops.gemv.overload: _Replacements.project,
     ops.packed_gemv.overload: _Replacements.project_packed,
@@ -112,7 +114,7 @@ _INSTEAD: dict[Callable[..., Any], Callable[..., Any]] = {
     ops.packed_qkv_rope_append.overload: _Replacements.append_packed,
     ops.qkv_rope_append.overload: _Replacements.append,
 }
-#: ops that some devices have kernels of for more rows, and their weights
+#: ops for which some devices have kernels for more rows, and the names of their weights
 _DENSE = {
     ops.gemv.overload: ("weight",),
     ops.gemv_swiglu.overload: ("gate_weight", "up_weight"),
@@ -121,7 +123,7 @@ _DENSE = {
 
 
 def _attention_rule(attention: Any, op: Callable[..., Any]) -> Callable[..., Any] | None:
-    """What takes the place of attention over a cache, if ``op`` is that; ``attention`` may be a register."""
+    """Return the rule that replaces attention over a cache, if ``op`` is that; ``attention`` may be a register."""
     if op not in (ops.decode_attention.overload, composed.soft_capped_attention):
         return None
 
@@ -151,23 +153,23 @@ def _rewritten(calls: list[Call], register: Callable[[], Register], rules: _Rule
 
 
 def few_to_many(calls: list[Call], register: Callable[[], Register], step: Step) -> list[Call]:
-    """Pass: ops for a few rows become products of many rows and what they are fused with."""
+    """Pass: replace ops for a few rows by products of many rows and the ops that the few-row ops are fused with."""
     return _rewritten(calls, register, _Replacements(step.rows, step.beside)) if step.many else calls
 
 
 def replace_attention(calls: list[Call], register: Callable[[], Register], step: Step) -> list[Call]:
-    """Pass: attention over a cache becomes that of a given ``attend.Attention``."""
+    """Pass: replace attention over a cache by the given ``attend.Attention``."""
     if step.attention is None:
         return calls
     return _rewritten(calls, register, lambda op, arguments: _attention_rule(step.attention, op))
 
 
 class ManyRows:
-    """``emit`` of :mod:`.steps` for many rows: calls at once, those of ops for few rows replaced.
+    """The ``emit`` of :mod:`.steps` for many rows: it makes calls at once, and replaces those of ops for a few rows.
 
     Args:
-        attention: what takes the place of attention over a cache; None leaves that.
-        rows: of the inputs, all tokens of all sequences.
+        attention: replaces attention over a cache; with None, that attention stays.
+        rows: rows of the inputs: all tokens of all sequences.
     """
 
     def __init__(self, attention: Attention | None, rows: int):
@@ -181,7 +183,7 @@ class ManyRows:
 
 
 def few_rows(attention: Attention) -> Emit:
-    """``emit`` of :mod:`.steps` for as many rows as the ops of a token step take, with this attention."""
+    """Make the ``emit`` of :mod:`.steps` for as many rows as the ops of a token step take, with this attention."""
 
     def emit(op: Callable[..., Any], /, *positional: Any, **named: Any) -> Any:
         rule = _attention_rule(attention, op)
@@ -191,7 +193,7 @@ def few_rows(attention: Attention) -> Emit:
 
 
 def _normed(emit: Emit, x: Any, norm: Norm | None) -> Any:
-    """``x`` behind its norm."""
+    """Apply a norm to ``x``."""
     if norm is None:
         return x
     if norm.kind == NormKind.RMS:
@@ -208,7 +210,8 @@ def _product(
     residual: Any = None,
     activation: Activation = Activation.NONE,
 ) -> Any:
-    """``ops.gemm``, whose place PyTorch takes where no kernel is: that op's reference would go through Python."""
+    """Emit ``ops.gemm``, or PyTorch's product on a device without that kernel: the op's reference would go through
+    Python."""
     op = ops.gemm.overload if weight.device.type in ops.gemm.native else linear
     behind = dict(residual=residual, activation=activation, transposed=transposed)
     return emit(op, x=x, weight=weight, bias=bias, **behind)
@@ -223,31 +226,31 @@ _ACTIVATIONS: dict[Activation, Callable[[torch.Tensor], torch.Tensor]] = {
 
 
 def linear(x, weight, bias=None, residual=None, activation=Activation.NONE, transposed=False):
-    """As ``ops.gemm``."""
+    """Compute what ``ops.gemm`` computes."""
     out = nn.functional.linear(x, weight.t() if transposed else weight, bias)
     return finished(out, residual, activation)
 
 
 def finished(out, residual, activation):
-    """A product behind its activation, plus ``residual``."""
+    """Apply the activation to a product, and add ``residual``."""
     if activation != Activation.NONE:
         out = _ACTIVATIONS[activation](out)
     return out if residual is None else out.add_(residual)
 
 
 def dequantized_product(x, quants, scales, zeros, multiplier, format, bias, residual, activation):
-    """A product with a quantized weight where no kernel is for many rows."""
+    """Multiply by a quantized weight on a device that has no such kernel for many rows."""
     weight = PackedWeight(FORMATS[format.label], x.shape[-1], quants, scales, zeros, multiplier)
     return linear(x, weight.dequantize(x.dtype), bias, residual, activation)
 
 
 def gated_halves(both, activation):
-    """``activation(gate) * up`` of gate and up side by side."""
+    """Compute ``activation(gate) * up``; gate and up are the halves of ``both``."""
     return ops.fused_swiglu.overload(*both.chunk(2, dim=-1), activation)
 
 
 class _SideStream:
-    """A stream beside the current one, made when it is first asked for: one for all calls of a step."""
+    """A stream beside the current one for all calls of a step; it is made when it is first asked for."""
 
     def __init__(self) -> None:
         self._stream: torch.cuda.Stream | None = None
@@ -259,10 +262,10 @@ class _SideStream:
 
 
 def side_by_side(x, weights, biases, transposed, beside):
-    """``x`` times several weights, those behind the first on the stream ``beside``; features side by side."""
+    """Multiply ``x`` by several weights, and put features side by side; all but the first use the stream ``beside``."""
     current, stream = torch.cuda.current_stream(x.device), beside.of(x.device)
     first, *others = ((weight.t() if transposed else weight, bias) for weight, bias in zip(weights, biases))
-    # What is allocated there is used here, and used again there only behind the wait of the next call.
+    # The side stream's memory is allocated and used there; the next call waits before it is used there again.
     stream.wait_stream(current)
     with torch.cuda.stream(stream):
         made = [nn.functional.linear(x, *pair) for pair in others]

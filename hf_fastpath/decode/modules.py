@@ -1,4 +1,4 @@
-"""What a module, or something inside it, is, and whether kernels can stand in for it."""
+"""What a module or something inside it is, and whether kernels can stand in for it."""
 
 from __future__ import annotations
 
@@ -20,23 +20,23 @@ from . import pass_through
 
 
 def child(module: nn.Module, name: str) -> Any:
-    """``getattr(module, name)``, without the detour through ``nn.Module.__getattr__`` where that is possible.
+    """Return ``getattr(module, name)``, without the detour through ``nn.Module.__getattr__`` if that is possible.
 
-    Every generate() looks at every module of the model, so it counts.
+    Every generate() looks at every module of the model, so the detour's time matters.
     """
     found = module.__dict__["_modules"].get(name)
     return getattr(module, name) if found is None else found
 
 
 def weight_and_bias(module: nn.Module) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-    """``module.weight`` and ``module.bias``, None where there is none; as :func:`child`."""
+    """Return ``module.weight`` and ``module.bias``, None if absent, as :func:`child` does."""
     parameters = module.__dict__["_parameters"]
     weight = parameters["weight"] if "weight" in parameters else getattr(module, "weight", None)
     return weight, parameters["bias"] if "bias" in parameters else getattr(module, "bias", None)
 
 
 def own_code_reason(module: nn.Module, home: str = "") -> str | None:
-    """Why calling ``module`` is more than its class's forward, or None; ``home`` as in ``compat.is_known_code``."""
+    """Return why calling ``module`` does more than its class's forward, or None. ``home``: see ``is_known_code``."""
     if (hook := hook_of(module)) is not None:
         return Cause("hooks", f"hook {name_of(hook)}", module)
     if not is_known_code(type(module).forward, home):
@@ -44,11 +44,11 @@ def own_code_reason(module: nn.Module, home: str = "") -> str | None:
     override = module.__dict__.get("forward")
     if override is None:
         return None
-    if (placed := placement(module)) == "placed":  # and runs the forward that was there
+    if (placed := placement(module)) == "placed":  # such a hook runs the forward that was there before
         override = module.__dict__["_old_forward"]
     function = getattr(override, "__func__", None)
-    # Ours is no override; nor is the class's own forward, bound: an unpickled module may carry it; accelerate leaves
-    # it without its decorators.
+    # Our forward is no override. The class's own forward may be bound to the instance: an unpickled module carries it,
+    # and accelerate leaves it there without its decorators.
     if is_ours(function) or is_wrapped_by(function, type(module).forward):
         if override.__self__ is module:
             return None
@@ -58,8 +58,10 @@ def own_code_reason(module: nn.Module, home: str = "") -> str | None:
 
 
 def model_code_reason(model: nn.Module, home: str = "") -> str | None:
-    """As :func:`own_code_reason`, of a causal LM as ``generate()`` calls it: a forward on the instance may be one that
-    does more only in training."""
+    """Do as :func:`own_code_reason` for a causal LM as ``generate()`` calls it.
+
+    A forward on the instance is no reason if what it adds to the class's forward happens only in training.
+    """
     reason = own_code_reason(model, home)
     if reason != "instance_forward":
         return reason
@@ -69,9 +71,10 @@ def model_code_reason(model: nn.Module, home: str = "") -> str | None:
 
 
 def projection_reason(module: nn.Module, architecture: Architecture) -> str | None:
-    """Why the kernels cannot stand in for this projection, or None.
+    """Return why the kernels cannot stand in for this projection, or None.
 
-    Only the exact classes count: LoRA's ``weight`` is the base weight, a quantized one is not a plain tensor.
+    Only the exact classes count: the ``weight`` of a LoRA layer is only its base weight, and a quantized weight is not
+    a plain tensor.
     """
     cls = type(module)
     if cls is PackedLinear:
@@ -104,30 +107,30 @@ def is_transposed(module: nn.Module) -> bool:
 
 
 def out_features(module: nn.Module) -> int:
-    """Width of what a projection gives."""
+    """Return the number of a projection's output features."""
     return module.out_features if is_packed(module) else module.weight.shape[1 if is_transposed(module) else 0]
 
 
 def found_at(module: Any, path: str) -> Any:
-    """What ``path`` leads to inside ``module``; None where it leads nowhere."""
+    """Return what ``path`` leads to inside ``module``, or None if it leads nowhere."""
     for name in path.split("."):
         module = getattr(module, name, None)
     return module
 
 
 def number(module: nn.Module | None, path: str | None, default: float = 1.0) -> float:
-    """The number at ``path`` inside ``module``; ``default`` without a path, or where None is."""
+    """Return the number at ``path`` inside ``module``; ``default`` without a path or if None is there."""
     found = None if path is None else attrgetter(path)(module)
     return default if found is None else float(found)
 
 
 def is_on(module: nn.Module, path: str | None, default: bool = False) -> bool:
-    """The switch at ``path`` inside ``module``; ``default`` without a path."""
+    """Return the switch at ``path`` inside ``module``; ``default`` without a path."""
     return default if path is None else bool(attrgetter(path)(module))
 
 
 def dropout_reason(module: nn.Module, name: str | None) -> str | None:
-    """Why a fused span cannot skip the dropout ``name`` of ``module``: a probability or an ``nn.Dropout``."""
+    """Return why a fused span cannot skip the dropout ``name`` of ``module``: a probability or an ``nn.Dropout``."""
     dropout = None if name is None else getattr(module, name)
     if not isinstance(dropout, nn.Module):
         return Cause("dropout", f"{name}={dropout}", module) if dropout and module.training else None
@@ -138,7 +141,7 @@ def dropout_reason(module: nn.Module, name: str | None) -> str | None:
 
 
 def apply_dropout(module: nn.Module, name: str | None, x: torch.Tensor) -> torch.Tensor:
-    """The dropout ``name`` of ``module``, if there is one, as stock code applies it."""
+    """Apply the dropout ``name`` of ``module``, if there is one, as stock code does."""
     dropout = None if name is None else getattr(module, name)
     if isinstance(dropout, nn.Module):
         return dropout(x)

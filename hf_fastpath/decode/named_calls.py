@@ -1,7 +1,7 @@
-"""Calls of ops by the names of their arguments: what a step is made of, and what passes over it read and write.
+"""Calls of ops with named arguments: a step is a list of such calls, and passes read and write such lists.
 
-An op's schema is flat. ``KVCache`` and :class:`Norm` stand in a call for the arguments that belong together, under the
-names ``cache`` and ``norm``; they are taken apart where a call is bound to its op.
+An op's schema is flat. In a call, ``KVCache`` and :class:`Norm` stand for the arguments that belong together, under the
+names ``cache`` and ``norm``; binding a call to its op takes these values apart.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _NEEDED = object()
 
 
 class Register:
-    """Stands for a value that only exists once a program runs."""
+    """The place of a value that exists only while a program runs."""
 
     __slots__ = ("index",)
 
@@ -32,11 +32,11 @@ class Register:
 
 @dataclass(frozen=True)
 class Norm:
-    """The norm of an op's input; no norm is None.
+    """The norm of an op's input; None stands for no norm.
 
     Attributes:
         kind: RMS or LAYER.
-        weight, bias: [features], or None where the norm has none.
+        weight, bias: [features], or None if the norm has none.
         eps: added to the mean square, or to the variance.
     """
 
@@ -49,7 +49,7 @@ class Norm:
     PARTS: ClassVar[dict[str, str]] = {"norm": "kind", "norm_weight": "weight", "norm_bias": "bias", "norm_eps": "eps"}
 
 
-#: what is taken apart, by its name in a call
+#: values that binding takes apart, by their name in a call
 _VALUES = {"cache": KVCache, "norm": Norm}
 _APART = frozenset(_VALUES.values())
 
@@ -61,7 +61,7 @@ class Call:
     Attributes:
         op: an overload of an op, or a function over tensors.
         arguments: by name; registers may lie in lists and in values.
-        out: holds the result once the program ran.
+        out: holds the result once the program has run.
     """
 
     op: Callable[..., Any]
@@ -75,16 +75,17 @@ class Call:
 
 @dataclass(frozen=True)
 class Step:
-    """What the calls of a list are made for.
+    """The circumstances of a list of calls, which passes look at.
 
     Attributes:
         rows: tokens of all sequences.
-        one_call: an op for all layers may take their place.
+        one_call: an op for all layers may replace the layers.
         many: ops for a few rows are to be replaced.
-        beside: then, projections of one input may run beside each other: those behind the first, of a few rows each,
-            leave most of a GPU idle.
-        attention: register of the ``attend.Attention`` that takes the place of attention over a cache, or None.
-        programmatic_launch: kernels start before those in front are complete.
+        beside: if so, projections of one input may run beside each other: the projections behind the first have few
+            rows each, and leave most of a GPU idle.
+        attention: register of the ``attend.Attention`` that replaces attention over a cache, or None.
+        programmatic_launch: kernels use programmatic dependent launch: they start before the kernels in front are
+            complete.
     """
 
     rows: int
@@ -97,7 +98,7 @@ class Step:
 
 @functools.cache
 def parameters(op: Callable[..., Any]) -> dict[str, Any]:
-    """Names of an op's or a function's arguments in order, and their defaults; ``_NEEDED`` where there is none."""
+    """Return the names of an op's or a function's arguments in order, with their defaults or ``_NEEDED``."""
     if isinstance(op, torch._ops.OpOverload):
         found = op._schema.arguments
         return {each.name: each.default_value if each.has_default_value() else _NEEDED for each in found}
@@ -106,17 +107,19 @@ def parameters(op: Callable[..., Any]) -> dict[str, Any]:
 
 
 def by_name(op: Callable[..., Any], positional: tuple, named: dict[str, Any]) -> dict[str, Any]:
-    """All arguments of a call by name."""
+    """Return all arguments of a call by name."""
     return dict(zip(parameters(op), positional), **named) if positional else named
 
 
 @functools.cache
 def _binder(op: Callable[..., Any], names: tuple[str, ...]) -> Callable[[dict[str, Any]], list[Any]]:
-    """Puts arguments of these names into the op's order, those with a star taken apart. Made out of text, for what runs
-    at every call.
+    """Make a function that puts arguments of these names into the op's order.
+
+    Names with a star are values, which the function takes apart. The function is compiled from text because it runs at
+    every call.
 
     Raises:
-        TypeError: the op has no such argument, or lacks one.
+        TypeError: the op has no argument of such a name, or a needed argument is missing.
     """
     known = parameters(op)
     found = {name: f"given[{name!r}]" for name in names if not name.startswith("*")}
@@ -127,7 +130,7 @@ def _binder(op: Callable[..., Any], names: tuple[str, ...]) -> Callable[[dict[st
         if not parts.keys() & known.keys():
             raise TypeError(_no_such(op, name))
         found |= {part: f"{name}.{attribute}" for part, attribute in parts.items() if part in known}
-        for part in parts.keys() - known.keys() - {"layer"}:  # which is of the table
+        for part in parts.keys() - known.keys() - {"layer"}:  # layer is an index into the table
             lines.append(f"if {name}.{parts[part]} is not None: raise TypeError(no_such(op, {part!r}))")
     if unknown := found.keys() - known.keys():
         raise TypeError(_no_such(op, *sorted(unknown)))
@@ -148,10 +151,10 @@ def _no_such(op: Callable[..., Any], *names: str) -> str:
 
 
 def in_order(op: Callable[..., Any], arguments: dict[str, Any]) -> list[Any]:
-    """The arguments in the op's order.
+    """Return the arguments in the op's order.
 
     Raises:
-        TypeError: the op has no such argument, or lacks one.
+        TypeError: the op has no argument of such a name, or a needed argument is missing.
     """
     names = tuple(
         f"*{name}" if type(value) in _APART else name
@@ -163,17 +166,19 @@ def in_order(op: Callable[..., Any], arguments: dict[str, Any]) -> list[Any]:
 
 @functools.cache
 def _only_by_name(op: Callable[..., Any]) -> frozenset[str]:
-    """Arguments of an op that cannot be given by their place."""
+    """Return the names of an op's arguments that cannot be given by position."""
     if not isinstance(op, torch._ops.OpOverload):
         return frozenset()
     return frozenset(each.name for each in op._schema.arguments if each.kwarg_only)
 
 
 def bound(op: Callable[..., Any], arguments: dict[str, Any]) -> tuple[Callable[..., Any], list[Any]]:
-    """What takes a call's arguments in order, and they.
+    """Return a function that takes a call's arguments in order, and these arguments.
+
+    Arguments that the op takes by name only are part of the function.
 
     Raises:
-        TypeError: the op has no such argument, or lacks one.
+        TypeError: the op has no argument of such a name, or a needed argument is missing.
     """
     named = _only_by_name(op) & arguments.keys()
     if not named:
@@ -184,5 +189,5 @@ def bound(op: Callable[..., Any], arguments: dict[str, Any]) -> tuple[Callable[.
 
 
 def run(op: Callable[..., Any], /, *positional: Any, **named: Any) -> Any:
-    """Call ``op`` now."""
+    """Call ``op`` at once."""
     return op(*in_order(op, by_name(op, positional, named)))

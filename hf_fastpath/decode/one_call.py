@@ -1,4 +1,4 @@
-"""All layers of a step as one op call, where they are alike."""
+"""All layers of a step as one call of an op, if the layers are alike."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from ..ops.decode_layers import LAYER_TENSORS, OUTER_TENSORS, sizes, weight_reas
 from ..ops.kv_cache import KVCache
 from .named_calls import Call, Norm, Register, Step
 
-#: calls of a layer in order, of weights as they are and of quantized ones
+#: the ops of a layer's calls in order, for plain weights and for quantized ones
 _KINDS = (
     (
         (ops.qkv_rope_append.overload,),
@@ -33,7 +33,7 @@ _KINDS = (
 
 
 class _Layer:
-    """A layer as the five calls it is made of, and the arguments of each."""
+    """A layer as the five calls that it is made of, and the arguments of each."""
 
     def __init__(self, calls: list[Call]):
         self.calls = calls
@@ -48,7 +48,7 @@ class _Layer:
         return [self.qkv["norm"], self.up["norm"]]
 
     def is_sequential(self, x: Any) -> bool:
-        """Whether it takes ``x`` through norm, attention, norm and MLP in turn, each added to what came in."""
+        """Whether the layer is norm, attention, norm and MLP in turn on ``x``, each block added to its input."""
         qkv, attention, out, up, _ = (call.out for call in self.calls)
         taken = [
             (self.qkv["x"], x), (self.attention["q"], qkv), (self.out["x"], attention), (self.out["residual"], x),
@@ -67,7 +67,7 @@ class _Layer:
         )
 
     def constants(self) -> tuple:
-        """What an op for all layers takes once; registers and tensors by their identity."""
+        """Return what an op for all layers takes once; registers and tensors stand by their identity."""
         kinds = {call.get("transposed", False) for call in (self.qkv, self.out, self.down)}
         kinds |= {self.up["transposed"]} if "transposed" in self.up else set()
         same = self.qkv["cos"], self.qkv["sin"], self.qkv["seq_lens"], self.attention["starts"], self.cache.table
@@ -78,7 +78,7 @@ class _Layer:
 
 
 def _found(calls: list[Call]) -> tuple[int, list[_Layer]]:
-    """Where the layers begin, and all of them; no layers if the calls are not such from there to the head."""
+    """Return where the layers begin, and all layers; none if some call between there and the head is no part of one."""
     begins = [kind[0][0] for kind in _KINDS]
     start = next((place for place, call in enumerate(calls) if call.op in begins), len(calls))
     if start == len(calls):
@@ -107,7 +107,7 @@ def _found(calls: list[Call]) -> tuple[int, list[_Layer]]:
 
 
 def one_call(calls: list[Call], register: Callable[[], Register], step: Step) -> list[Call]:
-    """Pass: layers that are alike, and in ``ops.decode_layers`` the head behind them, become one call."""
+    """Pass: make one call of layers that are alike; ``ops.decode_layers`` takes the head behind them as well."""
     start, layers = _found(calls) if step.one_call else (0, [])
     if not layers:
         return calls
@@ -126,7 +126,7 @@ def one_call(calls: list[Call], register: Callable[[], Register], step: Step) ->
 
 
 def _shared(layers: list[_Layer]) -> dict[str, Any]:
-    """Arguments that both ops take."""
+    """Return the arguments that both ops take."""
     first = layers[0]
     caches = [layer.cache for layer in layers]
     norm = first.norms[0]
@@ -148,7 +148,7 @@ def _shared(layers: list[_Layer]) -> dict[str, Any]:
 
 
 def _layer_tensors(layer: _Layer) -> dict[str, torch.Tensor | None]:
-    """As ``ops.decode_layers`` names them."""
+    """Return a layer's tensors by the names that ``ops.decode_layers`` gives them."""
     found = {name: layer.qkv[name] for name in layer.qkv if name.endswith(("_weight", "_bias"))}
     for role, norm in zip(("attention_norm", "mlp_norm"), layer.norms):
         found |= {f"{role}_weight": norm.weight, f"{role}_bias": norm.bias}
@@ -160,7 +160,7 @@ def _layer_tensors(layer: _Layer) -> dict[str, torch.Tensor | None]:
 
 
 def _decode_layers(layers: list[_Layer], head: dict[str, Any]) -> dict[str, Any] | None:
-    """Arguments of ``ops.decode_layers``, or None if it does not take these."""
+    """Return the arguments of ``ops.decode_layers``, or None if the op does not take these layers."""
     kinds = {call["transposed"] for layer in layers for call in (layer.qkv, layer.out, layer.down)}
     if len(kinds) > 1 or "weight" not in head or head["transposed"]:
         return None
@@ -187,7 +187,7 @@ def _decode_layers(layers: list[_Layer], head: dict[str, Any]) -> dict[str, Any]
 
 
 def _packed_layers(layers: list[_Layer]) -> dict[str, Any] | None:
-    """Arguments of ``ops.packed_layers``, or None if it does not take these."""
+    """Return the arguments of ``ops.packed_layers``, or None if the op does not take these layers."""
     first = layers[0]
     device = first.qkv["quants"].device.type
     matrices = [[layer.qkv, layer.out, layer.up, layer.down] for layer in layers]

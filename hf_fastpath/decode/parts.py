@@ -34,21 +34,21 @@ from .modules import (
 
 @dataclass(frozen=True)
 class Part:
-    """A module in a role. What is inside the module is looked up at every use: it may be replaced after patching."""
+    """A module in a role. Its inner modules may be replaced after patching, so they are looked up at every use."""
 
     architecture: Architecture
     module: nn.Module
 
     def parameters(self) -> list[torch.Tensor | None]:
-        """Parameters the kernels read for it; None for a bias that is not there."""
+        """Return the parameters that the kernels read; None stands for a bias that is not there."""
         raise NotImplementedError
 
     def other_reason(self) -> str | None:
-        """Why the module is none that the role was made for, so that nothing is known of what is inside; or None."""
+        """Return why the module is none that the role was made for, so that its inside is unknown; or None."""
         raise NotImplementedError
 
     def reason(self) -> str | None:
-        """Why the kernels cannot stand in for it right now, or None."""
+        """Return why the kernels cannot stand in for the module right now, or None."""
         raise NotImplementedError
 
     def _own_reason(self, kind: str) -> str | None:
@@ -57,7 +57,7 @@ class Part:
         )
 
     def _code_reason(self, module: nn.Module | None = None) -> str | None:
-        """:func:`own_code_reason` of the module or of one inside it."""
+        """Return the :func:`own_code_reason` of the module or of one inside it."""
         return own_code_reason(self.module if module is None else module, self.architecture.module)
 
 
@@ -131,7 +131,7 @@ class MLPPart(Part):
         return self.spec.gate == self.spec.up
 
     def gate_and_up(self) -> list[torch.Tensor]:
-        """Weights of gate and up: those of two projections, or views of one's halves."""
+        """Return the weights of gate and up: of two projections, or the halves of one projection as views."""
         return list(self.up.weight.chunk(2)) if self.is_fused else [self.gate.weight, self.up.weight]
 
     def projections(self) -> list[nn.Module]:
@@ -145,17 +145,17 @@ class MLPPart(Part):
 
     @property
     def constants(self) -> tuple:
-        """What a decode plan bakes in beside parameters."""
+        """What a decode plan records beside parameters."""
         return (self.activation,)
 
     def activation_reason(self) -> str | None:
-        """Why the fused activation cannot stand in, or None."""
+        """Return why the fused activation cannot stand in, or None."""
         if self.activation is None or (self.spec.gate is not None and self.activation == Activation.RELU):
             return Cause("unsupported_activation", module=child(self.module, self.spec.activation))
         return own_code_reason(child(self.module, self.spec.activation))
 
     def other_reason(self) -> str | None:
-        if self.spec is None:  # the family has mixtures alone
+        if self.spec is None:  # all MLPs of the family are mixtures
             return Cause("class_not_supported", module=self.module)
         return self._own_reason("mlp" if self.spec.class_name is not None else "layer")
 
@@ -202,7 +202,7 @@ class MoEPart(Part):
 
     @property
     def constants(self) -> tuple:
-        """What a decode plan bakes in beside parameters."""
+        """What a decode plan records beside parameters."""
         return self.activation, self.top_k, self.is_normalized, *self.gate_limits
 
     @property
@@ -212,11 +212,11 @@ class MoEPart(Part):
         return () if clamped is None else tuple(float(getattr(self.experts, name)) for name in clamped[1:])
 
     def stacks(self) -> list[torch.Tensor]:
-        """The weights of all experts: gate and up, and down."""
+        """Return the weights of all experts: gate and up, and down."""
         return [getattr(self.experts, name) for name in (self.spec.gate_up, self.spec.down)]
 
     def stack_biases(self) -> list[torch.Tensor | None]:
-        """The biases of all experts, in the same order."""
+        """Return the biases of all experts, in the same order."""
         names = self.spec.gate_up_bias, self.spec.down_bias
         return [None if name is None else getattr(self.experts, name) for name in names]
 
@@ -226,7 +226,7 @@ class MoEPart(Part):
         return [*weight_and_bias(self.router), *self.stacks(), *self.stack_biases()]
 
     def _is_gate_known(self) -> bool:
-        """Whether the experts' method that applies the gate, if there is one, is their family's."""
+        """Whether the experts' method that applies the gate, if there is one, is the family's own."""
         if self.spec.clamped is None:
             return True
         method = getattr(self.experts, self.spec.clamped[0])
@@ -240,7 +240,7 @@ class MoEPart(Part):
         spec = self.spec
         if not self._is_of(self.module, spec.class_name):
             return Cause("class_not_supported", module=self.module)
-        if (reason := self._code_reason()) is not None:  # first: what is inside may go with a forward of the instance
+        if (reason := self._code_reason()) is not None:  # asked first: a forward on the instance may change the inside
             return reason
         inside = (self.router, spec.router_class), (self.experts, spec.experts_class)
         other = next((module for module, class_name in inside if not self._is_of(module, class_name)), None)
@@ -278,7 +278,7 @@ FeedForwardPart = MLPPart | MoEPart
 
 
 def feed_forward_part(architecture: Architecture, module: nn.Module) -> FeedForwardPart:
-    """``module`` as a mixture of experts where it is one or nothing else is known, else as an MLP."""
+    """Return ``module`` as a mixture of experts if it is one or the family has no other MLP, else as an MLP."""
     if architecture.dense_mlp is None or (
         architecture.moe is not None and type(module).__name__ == architecture.moe.class_name
     ):

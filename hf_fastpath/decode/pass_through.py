@@ -1,9 +1,10 @@
-"""Whether a forward that other code has put on a model does, as ``generate()`` calls it, nothing but call the class's.
+"""Whether a forward that other code has put on a model only calls the class's forward when ``generate()`` calls it.
 
-Trainers put one there for their loss: called with labels, it computes that in a way of their own; called without, it
-hands everything on. What it does is read off its source for the arguments that ``generate()`` passes: branches that
-these decide are followed, and the only thing left to do has to be ``return inner(*args, **kwargs)``. Whatever is not
-understood counts as doing something. Nothing is called, so that what a forward notes or counts is never lost.
+Trainers put such a forward there for their loss: called with labels, it computes the loss in its own way; called
+without labels, it passes everything on. The forward's source is read for the arguments that ``generate()`` passes:
+branches that these arguments decide are followed, and the only statement left has to be
+``return inner(*args, **kwargs)``. Source that is not understood counts as doing something else. Nothing is called, so
+that the reading has no effect on what a forward notes or counts.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from torch import nn
 
 from .. import compat
 
-#: what a name stands for that is none of the known values
+#: what a name stands for if its value is not known: an argument that generate() passes, and the module
 _GIVEN, _SELF = object(), object()
 
 
@@ -29,11 +30,11 @@ class _Unknown(Exception):
 
 
 def reason_of(forward: Any, module: nn.Module) -> str | None:
-    """Why ``generate()`` of ``module`` has to call ``forward``, the attribute of its instance; or None.
+    """Decide whether ``generate()`` has to call ``forward``, the attribute of the instance ``module``.
 
     Returns:
-        None: it would do what the class's forward does; ``"autocast"``: it does, under autocast; ``"model_forward"``:
-        anything else.
+        None if the forward does what the class's forward does; ``"autocast"`` if it does so under autocast;
+        ``"model_forward"`` if it does anything else.
     """
     try:
         return "autocast" if _casts(forward, module, False) else None
@@ -42,13 +43,13 @@ def reason_of(forward: Any, module: nn.Module) -> str | None:
 
 
 def _casts(function: Any, module: nn.Module, has_self: bool) -> bool:
-    """Whether there is an autocast on the way from ``function`` to the forward of the class.
+    """Whether there is an autocast between ``function`` and the forward of the class.
 
     Args:
         has_self: the function gets the module as its first argument.
 
     Raises:
-        _Unknown: there may be more than that on the way.
+        _Unknown: there may be more than an autocast between them.
     """
     if isinstance(function, MethodType):
         if function.__self__ is not module or has_self:
@@ -70,7 +71,7 @@ def _casts(function: Any, module: nn.Module, has_self: bool) -> bool:
 
 
 class _Reading:
-    """The source of a function, read for a call with what ``generate()`` passes.
+    """The source of a function, read for a call with the arguments that ``generate()`` passes.
 
     Args:
         function: a plain function.
@@ -81,7 +82,7 @@ class _Reading:
         self.function = function
         self.tree = _tree(function.__code__)
         self.names: dict[str, Any] = {}
-        self.rest: tuple = (_SELF,) if has_self else ()  # what *args holds
+        self.rest: tuple = (_SELF,) if has_self else ()  # the values of *args
         arguments = self.tree.args
         self.positional = None if arguments.vararg is None else arguments.vararg.arg
         self.named = None if arguments.kwarg is None else arguments.kwarg.arg
@@ -92,14 +93,14 @@ class _Reading:
                 self.names[name] = _GIVEN
             elif default is not inspect.Parameter.empty:
                 self.names[name] = default
-            else:  # a call without it fails
+            else:  # a call without this argument fails
                 raise _Unknown
 
     def returned_call(self) -> tuple[Any, bool]:
-        """What is called in the end, with all that was given; and whether that gets the module as its first argument.
+        """Return what the function calls in the end with all that was given, and whether it passes the module first.
 
         Raises:
-            _Unknown: anything else is done.
+            _Unknown: the function does anything else.
         """
         call = self._returned(self.tree.body)
         if not isinstance(call, ast.Call):
@@ -122,14 +123,14 @@ class _Reading:
         raise _Unknown
 
     def _hands_on(self, keyword: ast.keyword) -> bool:
-        """Whether it is ``**kwargs``, or ``name=name`` of what ``generate()`` passes."""
+        """Whether the keyword is ``**kwargs``, or ``name=name`` for an argument that ``generate()`` passes."""
         if not isinstance(keyword.value, ast.Name):
             return False
         name = keyword.value.id
         return name == self.named if keyword.arg is None else name == keyword.arg and self.names.get(name) is _GIVEN
 
     def _returned(self, statements: list[ast.stmt]) -> ast.expr | None:
-        """The value that the statements return; None if they come to their end."""
+        """Return the value that the statements return, or None if no statement returns one."""
         for statement in statements:
             if isinstance(statement, ast.Return) and statement.value is not None:
                 return statement.value
@@ -159,14 +160,14 @@ class _Reading:
         raise _Unknown
 
     def _value(self, name: ast.expr) -> Any:
-        """The default of an argument that is not given: None, a truth value, a number or a word."""
+        """Return the default of an argument that is not given: None, a truth value, a number or a string."""
         value = self.names.get(name.id, _GIVEN) if isinstance(name, ast.Name) else _GIVEN
         if value is None or type(value) in (bool, int, float, str):
             return value
         raise _Unknown
 
     def _outer(self, name: ast.expr) -> Any:
-        """What a name means that the function has from outside."""
+        """Return what a name means that is not local to the function."""
         function = self.function
         if not isinstance(name, ast.Name) or name.id in function.__code__.co_varnames:
             raise _Unknown
@@ -178,8 +179,10 @@ class _Reading:
 
 
 def _arguments(function: FunctionType) -> Iterator[tuple[str, bool, Any]]:
-    """Name of each argument, whether it may be given by its place, and its default; ``inspect.signature`` would give
-    those of what the function wraps, or claims to."""
+    """Yield the name of each argument, whether it may be positional, and its default.
+
+    ``inspect.signature`` would give the arguments of the function that this one wraps, or claims to wrap.
+    """
     code, defaults = function.__code__, function.__defaults__ or ()
     names = code.co_varnames
     for place, name in enumerate(names[: code.co_argcount]):
@@ -191,10 +194,10 @@ def _arguments(function: FunctionType) -> Iterator[tuple[str, bool, Any]]:
 
 @functools.lru_cache(maxsize=64)
 def _tree(code: CodeType) -> ast.FunctionDef:
-    """The source of a function; ``inspect.getsource(function)`` would give that of what it wraps.
+    """Return the source of a function; ``inspect.getsource(function)`` would give that of the function it wraps.
 
     Raises:
-        _Unknown: there is none, or it is not what runs (a file that was edited since).
+        _Unknown: there is no source, or it is not what runs (the file was edited since).
     """
     linecache.checkcache(code.co_filename)
     try:
@@ -211,7 +214,7 @@ def _tree(code: CodeType) -> ast.FunctionDef:
 
 
 def _codes(code: CodeType) -> Iterator[CodeType]:
-    """``code`` and all that is inside."""
+    """Yield ``code`` and all code objects inside."""
     yield code
     for constant in code.co_consts:
         if isinstance(constant, CodeType):

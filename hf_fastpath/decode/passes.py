@@ -1,7 +1,7 @@
 """Passes over the calls of a step, in their order.
 
-A pass takes a list of calls and gives another one that computes the same. It makes new registers with ``register``,
-and looks at the :class:`.named_calls.Step` to see whether it is asked.
+A pass takes a list of calls and gives another list that computes the same. A pass makes new registers with
+``register``, and looks at the :class:`.named_calls.Step` to see whether it applies.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from .one_call import one_call
 
 Pass = Callable[[list[Call], Callable[[], Register], Step], list[Call]]
 
-#: argument of a product that is the matrix it reads
+#: product -> its argument that is the matrix it reads
 _MATRIX = {
     ops.gemv.overload: "weight",
     ops.gemv_swiglu.overload: "gate_weight",
     ops.qkv_rope_append.overload: "q_weight",
     ops.packed_gemv_swiglu.overload: "quants",
 }
-#: product -> those behind it whose matrix it brings into the L2 cache
+#: product -> the later products whose matrix it prefetches into the L2 cache
 _PREFETCHES = {
     ops.gemv.overload: (ops.gemv.overload, ops.gemv_swiglu.overload, ops.qkv_rope_append.overload),
     ops.gemv_swiglu.overload: (ops.gemv.overload, ops.gemv_swiglu.overload, ops.qkv_rope_append.overload),
@@ -32,7 +32,7 @@ _PREFETCHES = {
 
 
 def prefetch_next_weight(calls: list[Call], register: Callable[[], Register], step: Step) -> list[Call]:
-    """Give every product in front of another one the next weight, for its L2 prefetch."""
+    """Tell every product which matrix the next product reads."""
     if step.programmatic_launch:
         for call, following in pairwise(calls):
             if following.op in _PREFETCHES.get(call.op, ()):
@@ -40,12 +40,12 @@ def prefetch_next_weight(calls: list[Call], register: Callable[[], Register], st
     return calls
 
 
-#: what a step goes through: a new op that stands for several calls is one more line
+#: the passes of a step in order; a new op that replaces several calls is one more entry
 PASSES: tuple[Pass, ...] = (one_call, replace_attention, few_to_many, prefetch_next_weight)
 
 
 def passed(calls: list[Call], register: Callable[[], Register], step: Step) -> list[Call]:
-    """``calls`` behind all passes."""
+    """Apply all passes to ``calls``."""
     for each in PASSES:
         calls = each(calls, register, step)
     return calls

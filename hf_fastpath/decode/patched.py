@@ -1,4 +1,4 @@
-"""What loops and forwards need to know of a patched model; ``patching.state.PatchState`` is it."""
+"""What loops and forwards need to know of a patched model; ``patching.state.PatchState`` implements it."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class Patched(Protocol):
 
     @property
     def generates(self) -> bool:
-        """Whether the model's ``generate()`` passes through us, be it only to be counted."""
+        """Whether the model's ``generate()`` passes through our code, even if only to be counted."""
 
     def fall_back(self, reason: str) -> None:
         """Count a call of stock code.

@@ -1,7 +1,7 @@
 """A decode plan: the step of one token for a whole model, recorded once as a flat list of op calls.
 
 On the CPU the list is executed for every token; on CUDA it is captured into a graph and replayed. The list holds the
-model's own parameters, so changed values are seen; a parameter that moved or was replaced makes a new plan.
+model's own parameters, so changed values take effect; if a parameter was moved or replaced, a new plan is made.
 """
 
 from __future__ import annotations
@@ -25,31 +25,31 @@ from .structure import ModelPart
 
 _aten = torch.ops.aten
 
-#: end tokens a plan looks for; more are left to the host
+#: end tokens that a plan compares with; if there are more, the host compares
 MAX_EOS_TOKENS = 16
-#: choices the host may leave unread before they are overwritten
+#: steps whose tokens the host may leave unread before they are overwritten
 RECORD_SLOTS = 32
-#: no length of a cache is longer
+#: longer than any cache
 _ANY_LENGTH = 2**63
 
 
 class DecodePlan:
-    """One new token for each of ``batch`` sequences, and the choice of the next.
+    """A step that reads one new token of each of ``batch`` sequences and chooses the next.
 
-    Every step ends in that choice, so that greedy search and sampling need the host for nothing; another choice is
-    given to the next :meth:`step`.
+    Every step ends in the choice of a token, so that greedy search and sampling do not need the host. A caller that
+    chooses another token gives it to the next :meth:`step`.
 
     Args:
         part: the model.
         batch: number of sequences.
-        kv_dtype: storage type of the caches it will serve.
-        sampled: the choice is a sample, drawn with the default generator as ``torch.multinomial`` draws it; else it is
-            the most likely token.
-        page_sizes: of the caches' layers, None for each that is not in pages; empty for none.
+        kv_dtype: storage type of the caches that the plan will serve.
+        sampled: tokens are sampled, drawn with the default generator as ``torch.multinomial`` draws them; else a step
+            chooses the most likely token.
+        page_sizes: page size of each layer's cache, None for a layer without pages; empty if no layer has pages.
 
     Attributes:
         logits: [batch, vocab_size] in the model's dtype, overwritten by the next step.
-        on_end: called with the plan when :meth:`end` has let go of its cache, once; or None.
+        on_end: called once with the plan when :meth:`end` has let go of its cache; or None.
     """
 
     #: tokens of a sequence that a step reads
@@ -72,10 +72,10 @@ class DecodePlan:
         self.on_end: Callable[[DecodePlan], None] | None = None
         self.graph: torch.cuda.CUDAGraph | None = None
         self._ahead = [0] * batch  # of each sequence: the next token's position, less the length of the cache
-        self._shifts = [0] * batch  # what its positions have more on the device, where they are rows of the angles
+        self._shifts = [0] * batch  # added to positions on the device, to make them row numbers of the angle tables
         self._covered = range(0)  # lengths of the cache for whose positions the model has angles or embeddings
-        self.warm = False  # the first step runs eagerly: it loads kernels, which a capture must not
-        with torch.inference_mode(False):  # buffers outlive the mode generate() was called in
+        self.warm = False  # the first step runs eagerly, because it loads kernels, which a capture must not do
+        with torch.inference_mode(False):  # these buffers outlive the mode that generate() was called in
             self.tokens = torch.zeros(batch, self.query_len, dtype=torch.long, device=self.device)
             self.positions = torch.zeros(batch, self.query_len, dtype=torch.long, device=self.device)
             self.seq_lens = torch.zeros(batch, dtype=torch.int32, device=self.device)
@@ -90,7 +90,7 @@ class DecodePlan:
                 self.noise = torch.empty(batch, part.vocab_size, dtype=torch.float32, device=self.device)
                 self.settings = torch.zeros(4, dtype=torch.float64, device=self.device)
             self.workspace = self.staging = None
-            self.kv_tables: dict[bool, torch.Tensor] = {}  # of layers in pages, of others
+            self.kv_tables: dict[bool, torch.Tensor] = {}  # True: of layers with pages; False: of other layers
             if self.device.type == "cuda":
                 heads = {(layer.attention.num_heads, layer.attention.head_dim) for layer in part.layers}
                 size = max(workspace_bytes(batch, self.query_len, *each) for each in heads)
@@ -98,7 +98,8 @@ class DecodePlan:
                 for paged in {size is not None for size in self.page_sizes}:
                     shape = len(part.layers), table_columns(kv_dtype, paged)
                     self.kv_tables[paged] = torch.zeros(shape, dtype=torch.long, device=self.device)
-                if is_quantized(kv_dtype):  # a head's parts come from several blocks: attention quantizes them
+                # Several blocks compute a head's keys and values, so attention quantizes them, not the projection.
+                if is_quantized(kv_dtype):
                     lens = torch.full((batch,), self.query_len, dtype=torch.int32, device=self.device)
                     shapes = {layer.attention.cache_shape for layer in part.layers}
                     self.staging = steps.Staging(lens, self.query_len, shapes)
@@ -106,16 +107,15 @@ class DecodePlan:
             self.program = Program()
             self._caches = [self._cache_registers(size is not None) for size in self.page_sizes]
             self._angles = None if part.rotary is None else AngleTables(part, self.program, self.dtype, self.device)
-            learned = part.position_embedding
+            learned = part.learned_positions
             #: positions that the model has learned, or None: it turns queries and keys by any
-            self._learned = None if learned is None else learned.weight.shape[0] - part.position_offset
-            self._position_offset = part.position_offset
+            self._learned, self._position_offset = (None, 0) if learned is None else learned
             self._logits = self._record(part)
 
     def _record(self, part: ModelPart) -> Register:
-        """Write the token step down; returns the register of the logits [batch, vocab_size]."""
+        """Record the token step; return the register of the logits [batch, vocab_size]."""
         emit = self.program.emit
-        if self.sampled:  # first, so that the kernels after the layers overlap
+        if self.sampled:  # the noise comes first, so that the kernels after the layers stay side by side and overlap
             emit(_aten.exponential_.default, self.noise)
         logits, step = self._record_forward(part)
         last = preferred = emit(_aten.select.int, logits, 1, 0)
@@ -138,7 +138,7 @@ class DecodePlan:
         return last
 
     def _cache_registers(self, paged: bool) -> KVCache:
-        """What stands for a layer's cache."""
+        """Make the registers that stand for a layer's cache."""
         names = ["k", "v"]
         if paged:
             names.append("block_table")
@@ -147,8 +147,11 @@ class DecodePlan:
         return KVCache(**{name: self.program.register() for name in names})
 
     def _record_forward(self, part: ModelPart) -> tuple[Register, Step]:
-        """Write the model's forward down; returns the register of the logits [batch, query_len, vocab_size], and what
-        passes make of it."""
+        """Record the model's forward.
+
+        Returns:
+            The register of the logits [batch, query_len, vocab_size], and what passes are told of the step.
+        """
         emit: steps.Emit = self.program.emit
         registers = {} if self._angles is None else self._angles.registers
         tables = [table for pair in registers.values() for table in pair]
@@ -156,7 +159,8 @@ class DecodePlan:
         if not part.is_recorded:
             hidden, rows = steps.step_inputs(emit, part, self.tokens, self.positions, tables)
         angles = dict(zip(registers, zip(rows[::2], rows[1::2])))
-        # Nothing in the step writes a parameter or the table, and lengths only change before or in its last kernel.
+        # Kernels may overlap: no call of the step writes a parameter or the KV table, and lengths change only before
+        # the step or in its last kernel.
         programmatic_launch = self.device.type == "cuda"
         fixed = self.kv_tables, self.workspace, programmatic_launch, self.staging
         at = steps.Positions(angles, self.seq_lens, self.starts, *fixed)
@@ -168,8 +172,8 @@ class DecodePlan:
         return logits, self._made_for(programmatic_launch)
 
     def _made_for(self, programmatic_launch: bool) -> Step:
-        """What passes make of the plan's calls."""
-        # A graph of several sequences takes the ops one by one, as they were measured.
+        """Return the circumstances of the plan's calls, which decide what passes make of the calls."""
+        # A graph of several sequences has one call for each op: that is what was measured.
         few = self.batch == 1 or (self.device.type == "cpu" and self.batch <= MAX_ROWS)
         rows = self.batch * self.query_len
         many = rows > MAX_ROWS
@@ -190,13 +194,13 @@ class DecodePlan:
         """Start or continue generating over ``cache``.
 
         Args:
-            cache: holds the prompt; every layer initialized.
-            positions: int64 or int32 [batch], position ids of the next tokens; any, negative ones too.
+            cache: holds the prompt, with every layer initialized.
+            positions: int64 or int32 [batch], position ids of the next tokens; any numbers, also negative ones.
             starts: [batch] left padding of each row, or None for none.
-            unfinished: int64 [batch], 1 for rows that go on; None: all.
-            eos_tokens: at most MAX_EOS_TOKENS end tokens of the plan's choice, or None.
-            pad_token: what it chooses for a row that has ended; needed with ``eos_tokens``.
-            settings: of a plan that samples: temperature, top_k, top_p and min_p, as ``exponential_race`` takes them.
+            unfinished: int64 [batch], 1 for rows that go on; None if all do.
+            eos_tokens: at most MAX_EOS_TOKENS end tokens that the plan compares with, or None.
+            pad_token: the token for a row that has ended; needed with ``eos_tokens``.
+            settings: for a plan that samples: temperature, top_k, top_p and min_p, as ``exponential_race`` takes them.
         """
         if self.sampled:
             self.settings.copy_(torch.tensor(settings, dtype=torch.float64, device="cpu"))
@@ -214,17 +218,17 @@ class DecodePlan:
         self.bind()
 
     def bind(self) -> None:
-        """Tell the program where the cache's buffers are, where others than its steps may have moved them."""
+        """Tell the program where the cache's buffers are, if other code than its steps may have moved them."""
         layers = self.cache.layers
         for paged, table in self.kv_tables.items():
-            rows = []  # of layers that the other table serves: zeros
+            rows = []  # a layer that the other table serves has zeros here
             for layer, size in zip(layers, self.page_sizes):
                 k, v, *others = (buffer.data_ptr() for buffer in layer.buffers if buffer is not None)
                 row = [k, v, layer.capacity, *others]
                 rows.append(row if (size is not None) == paged else [0] * table.shape[1])
             table.copy_(torch.tensor(rows, dtype=torch.long, device="cpu"))
         if self._reads_buffers:
-            self.graph = None  # it holds the old buffers
+            self.graph = None  # the graph holds the old addresses
         for registers, layer in zip(self._caches, layers):
             self.program.put(registers, layer.kv_cache())
 
@@ -232,14 +236,14 @@ class DecodePlan:
         """Make sure that the model knows the next ``count`` positions of every sequence.
 
         Raises:
-            IndexError: they are none that it has learned.
+            IndexError: the model has learned no such positions.
         """
         length = self.cache.get_seq_length()
         if length not in self._covered or length + count not in self._covered:
             self._covered = self._cover_anew(length, count)
 
     def _cover_anew(self, length: int, count: int) -> range:
-        """:meth:`_cover`, whatever was covered before; returns the lengths of the cache that are now."""
+        """Do as :meth:`_cover`, whatever was covered before; return the lengths of the cache that are covered now."""
         positions = [length + ahead for ahead in self._ahead]
         if self._learned is not None:
             low, high = min(positions), max(positions)
@@ -254,7 +258,7 @@ class DecodePlan:
             return range(_ANY_LENGTH)
         if None in [self._angles.find(position, count) for position in positions]:
             if self._angles.cover(positions, count, length, self.cache.expected_length):
-                self.graph = None  # it reads the old tables
+                self.graph = None  # the graph reads the old tables
         runs = [self._angles.find(position, count) for position in positions]
         shifts = [run.row - run.first for run in runs]
         if shifts != self._shifts:
@@ -275,22 +279,26 @@ class DecodePlan:
         return self.program.values[self._logits.index]
 
     def choice(self, length: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Views of what the step that made a cache of ``length`` tokens chose: tokens and unfinished rows, [batch]
-        each, in host memory; valid once the device has passed that step and until RECORD_SLOTS steps later."""
+        """Return what was chosen by the step that made a cache of ``length`` tokens.
+
+        Returns:
+            Tokens and unfinished rows, views of [batch] each in host memory, which are valid once the device has passed
+            that step and until RECORD_SLOTS steps later.
+        """
         slot = self.record[(length + 1) % RECORD_SLOTS]
         return slot[0], slot[1]
 
     def step(self, tokens: torch.Tensor | None = None) -> torch.Tensor:
-        """Run one token.
+        """Read one token of each sequence.
 
         Args:
-            tokens: int64 [batch]; None: what the step before chose.
+            tokens: int64 [batch], or None for the tokens that the step before has chosen.
 
         Returns:
             [batch, vocab_size] logits of the next token, valid until the next step.
 
         Raises:
-            IndexError: a position is none that the model has learned; on the CPU also, a token is none that it knows.
+            IndexError: the model has not learned a position; on the CPU also: it does not know a token.
         """
         if self.cache.reserve(1):
             self.bind()
@@ -303,8 +311,10 @@ class DecodePlan:
         return self.logits
 
     def follow_edits(self) -> None:
-        """Before a :meth:`step`: go on from a cache that a callback of ``generate()`` has shortened or lengthened;
-        positions go on."""
+        """Before a :meth:`step`: take on a cache that a callback of ``generate()`` has shortened or lengthened.
+
+        Positions go on as before.
+        """
         if self.cache.reserve(1):
             self.bind()
         if all(layer.cumulative_length == self._held for layer in self.cache.layers):
@@ -321,13 +331,13 @@ class DecodePlan:
         self._held, self._covered = length, range(0)
 
     def rewind(self) -> None:
-        """Follow the cache, which was cropped or has grown by other steps; the next :meth:`step` is given its token."""
+        """Take on a cache that was cropped or extended by other steps; the next :meth:`step` has to get its token."""
         length = self._held = self.cache.get_seq_length()
         self.seq_lens.fill_(length + 1)
         self.positions.fill_(length + self._ahead[0] + self._shifts[0])
 
     def _run(self) -> None:
-        """Make the calls of a step, as a graph once they have run by themselves."""
+        """Make the calls of a step; once they have run by themselves, as a graph."""
         with random_numbers_in_turn(self.device):
             if self.device.type == "cuda" and self.warm and self.graph is None:
                 self.graph = capture(self.program, self.device)

@@ -1,4 +1,4 @@
-"""The decode plans of one model: those that wait for a call, and how the model was when they were made."""
+"""The decode plans of one model that wait for a call, and how the model was when they were made."""
 
 from __future__ import annotations
 
@@ -16,41 +16,41 @@ from .draft_plan import WIDTHS, DraftPlan
 from .plan import DecodePlan
 from .snapshot import Snapshot
 
-#: decode plans kept for one model: one a batch size, KV type and way to choose in turn
+#: decode plans kept for one model; they differ in batch size, KV type and the way to choose tokens
 MAX_PLANS = 4
-#: plans that verify drafts: all widths of two KV types
+#: plans that verify drafts: all widths for two KV types
 MAX_DRAFT_PLANS = 2 * len(WIDTHS)
-#: calls of generate() that our loops serve at once: each has plans of its own, on a GPU tens of megabytes
+#: calls of generate() that our loops serve at once: each has plans of its own, which take tens of megabytes on a GPU
 MAX_CALLS = 4
 
 Plan = TypeVar("Plan", bound=DecodePlan)
 
 
 class Family(Protocol):
-    """What knows the roles inside a model: a described architecture, or the recorder."""
+    """A family of models, which finds the roles inside a model: a described architecture, or the recorder."""
 
     @property
     def module(self) -> str:
-        """transformers module of the model's class."""
+        """Name of the transformers module that defines the model's class."""
 
     def model_part(self, model: nn.Module) -> structure.ModelPart | None:
-        """``model`` in its roles as it is now, or None if it is none of the family."""
+        """Return ``model`` in its roles as it is now, or None if it does not belong to the family."""
 
 
 class _Place:
-    """What a running call holds."""
+    """A place that a running call holds."""
 
 
 class PlanCache:
-    """Decode plans, draft plans and prompt programs of one model; its iterator gives the plans that no call uses.
+    """Decode plans, draft plans and prompt programs of one model; iterating gives the plans that no call uses.
 
-    A call takes what it needs for itself, and each plan comes back at its ``end()``.
+    A call takes the plans that it needs for itself, and each plan comes back when it ends.
 
     Attributes:
-        family: gives the model in its roles; None if only modules are patched.
-        running: what :meth:`place` has given to calls of our loops.
+        family: gives the model in its roles, or None if only modules are patched.
+        running: the places that :meth:`place` has given to calls of our loops.
         snapshot: the model as it was when a plan could last be made of it.
-        lock: of plans and places, held for a moment.
+        lock: guards plans and places; it is held only for a moment.
     """
 
     def __init__(self) -> None:
@@ -60,7 +60,7 @@ class PlanCache:
         self.forget_other_threads()
 
     def forget_other_threads(self) -> None:
-        """Forget what threads hold: in the child of a fork they are none of this process."""
+        """Forget what threads hold: in the child of a fork, these threads do not exist."""
         self.lock = threading.RLock()
         self.running: weakref.WeakSet[_Place] = weakref.WeakSet()
 
@@ -77,9 +77,12 @@ class PlanCache:
 
     @contextmanager
     def place(self) -> Iterator[bool]:
-        """One of the MAX_CALLS places for calls that run at once, for the length of a ``with`` block; False if there is
-        none."""
-        mine = _Place()  # whatever breaks the call off, nothing counts that is not alive
+        """Take one of the MAX_CALLS places for calls that run at once, for the length of a ``with`` block.
+
+        Yields:
+            Whether there was a free place.
+        """
+        mine = _Place()  # places are held weakly, so the place of a call that was broken off does not count
         try:
             with self.lock:
                 is_free = len(self.running) < MAX_CALLS
@@ -95,14 +98,16 @@ class PlanCache:
     def decode_plan(
         self, part: structure.ModelPart, batch: int, cache: FastpathCache, sampled: bool = False
     ) -> DecodePlan:
-        """A decode plan for this model, batch and cache that is the caller's until it ends it; made anew if the model's
-        parameters have moved, or others use those there are."""
+        """Take a decode plan for this model, batch and cache; it is the caller's until the caller ends it.
+
+        A plan is made if other calls use those that fit, or the model's parameters have moved since.
+        """
         key = batch, cache.layers[0].k_buffer.dtype, sampled, cache.page_sizes
         fits = lambda plan: (plan.batch, plan.kv_dtype, plan.sampled, plan.page_sizes) == key  # noqa: E731
         return self._taken(part, DecodePlan, fits, lambda: DecodePlan(part, *key))
 
     def draft_plan(self, part: structure.ModelPart, cache: FastpathCache, width: int) -> DraftPlan:
-        """As :meth:`decode_plan`, for drafts of one sequence; ``width`` is one of ``draft_plan.WIDTHS``."""
+        """Do as :meth:`decode_plan` for drafts of one sequence; ``width`` is one of ``draft_plan.WIDTHS``."""
         key = cache.layers[0].k_buffer.dtype, width, cache.page_sizes
         fits = lambda plan: (plan.kv_dtype, plan.query_len, plan.page_sizes) == key  # noqa: E731
         return self._taken(part, DraftPlan, fits, lambda: DraftPlan(part, *key))
@@ -110,7 +115,7 @@ class PlanCache:
     def _taken(
         self, part: structure.ModelPart, kind: type[Plan], fits: Callable[[Any], bool], make: Callable[[], Plan]
     ) -> Plan:
-        """A plan of a kind, out of those that wait or made; all that the model has moved away from are dropped."""
+        """Take or make a plan of a kind; waiting plans whose model has changed are dropped."""
         fingerprint = self.fingerprint_of(part)
         with self.lock:
             waiting = [plan for plan in self._waiting if plan.fingerprint == fingerprint]
@@ -121,7 +126,7 @@ class PlanCache:
         return taken
 
     def _take_back(self, plan: DecodePlan) -> None:
-        """Put a plan in front of those that wait, of whose kind a few stay."""
+        """Put a plan in front of those that wait; of each kind, only the newest stay."""
         most = MAX_DRAFT_PLANS if type(plan) is DraftPlan else MAX_PLANS
         with self.lock:
             alike = [each for each in self._waiting if type(each) is type(plan)]
@@ -130,7 +135,7 @@ class PlanCache:
     # ---- the model as it is now -------------------------------------------------------------------------------
 
     def part_of(self, model: nn.Module) -> structure.ModelPart | None:
-        """``model`` in its architecture's roles as it is now, or None if no architecture covers it."""
+        """Return ``model`` in its roles as it is now, or None if it is of no family."""
         snapshot = self.snapshot
         if snapshot is not None and snapshot.part.module is model and snapshot.holds():
             return snapshot.part
@@ -138,7 +143,7 @@ class PlanCache:
         return None if self.family is None else self.family.model_part(model)
 
     def reason_of(self, part: structure.ModelPart) -> str | None:
-        """``part.reason()`` for a part that :meth:`part_of` has just given."""
+        """Return ``part.reason()`` for a part that :meth:`part_of` has just given."""
         if self._snapshot_with(part) is not None:
             return None
         reason = part.reason()
@@ -151,15 +156,15 @@ class PlanCache:
         return snapshot if snapshot is not None and snapshot.part is part else None
 
     def snapshot_of(self, part: structure.ModelPart) -> Snapshot:
-        """The model as it is now, for a part without a reason that :meth:`part_of` has just given."""
+        """Return the model as it is now, for a part without a reason that :meth:`part_of` has just given."""
         return self._snapshot_with(part) or Snapshot(part)
 
     def fingerprint_of(self, part: structure.ModelPart) -> tuple:
-        """``structure.fingerprint(part)`` for a part that :meth:`part_of` has just given."""
+        """Return ``structure.fingerprint(part)`` for a part that :meth:`part_of` has just given."""
         snapshot = self._snapshot_with(part)
         return part.fingerprint() if snapshot is None else snapshot.fingerprint
 
     def prompt_programs_of(self, part: structure.ModelPart) -> dict[tuple, Any]:
-        """See ``prompt.read``; for a part that :meth:`part_of` has just given."""
+        """Return the programs for ``prompt.read``, for a part that :meth:`part_of` has just given."""
         snapshot = self._snapshot_with(part)
         return {} if snapshot is None else snapshot.prompt_programs

@@ -1,4 +1,4 @@
-"""A list of op calls, written down once and made often."""
+"""A list of op calls that is recorded once and run often."""
 
 from __future__ import annotations
 
@@ -14,34 +14,37 @@ _Bound = tuple[Callable[..., Any], list[Any], list[tuple[list, int, int]], int]
 
 
 class Program:
-    """A list of calls over numbered registers; it knows no op.
+    """A list of calls over numbered registers. The program itself knows no op.
 
     Attributes:
-        values: of the registers.
-        calls: in order; those that were run are not changed any more.
+        values: values of the registers.
+        calls: the calls in order; calls that have run are not changed any more.
     """
 
     def __init__(self) -> None:
         self.values: list[Any] = []
         self.calls: list[Call] = []
-        self._passed = 0  # of them, those behind passed()
+        self._passed = 0  # number of calls that the passes have seen
         self._bound: list[_Bound] | None = None
-        self._read_last: list[list[int]] | None = None  # registers that no call behind a call reads
+        self._read_last: list[list[int]] | None = None  # of each call: registers that no later call reads
 
     def register(self, value: Any = None) -> Register:
-        """A new register, holding ``value``."""
+        """Make a new register that holds ``value``."""
         self.values.append(value)
         return Register(len(self.values) - 1)
 
     def emit(self, op: Callable[..., Any], /, *positional: Any, **named: Any) -> Register:
-        """Note a call; its result is in the returned register once the program ran. Registers may lie in lists and in
-        values."""
+        """Record a call. Registers may lie in lists and in values.
+
+        Returns:
+            The register that holds the result once the program has run.
+        """
         call = Call(op, by_name(op, positional, named), self.register())
         self.calls.append(call)
         return call.out
 
     def optimize(self, step: Step) -> None:
-        """Put the calls that were noted since the last time through the passes."""
+        """Apply the passes to the calls that were recorded since the last time."""
         noted = self.calls[self._passed :]
         self.calls[self._passed :] = passed(noted, self.register, step)
         self._passed = len(self.calls)
@@ -50,7 +53,7 @@ class Program:
         return len(self.calls)
 
     def op_names(self) -> list[str]:
-        """Names of the calls in order."""
+        """Return the names of the calls in order."""
         return [call.name for call in self.calls]
 
     def _bind(self) -> list[_Bound]:
@@ -75,14 +78,14 @@ class Program:
     def run_once(self, given: Iterable[tuple[Any, Any]]) -> Any:
         """Make every call.
 
-        A register is empty behind the last call that reads it, so that no more is alive than where the calls stand one
-        below the other in a function.
+        A register is emptied after the last call that reads it, so that no more memory is in use than if the calls
+        stood one below the other in a function.
 
         Args:
-            given: registers, and what is in them at first; or values with registers in them, and such with tensors.
+            given: pairs of a register and its value at first, or of a value with registers in it and one with tensors.
 
         Returns:
-            What the last call gives.
+            The result of the last call.
         """
         calls = self._bound or self._bind()
         if self._read_last is None:
@@ -90,7 +93,7 @@ class Program:
             self._read_last = [[] for _ in calls]
             for index, place in last.items():
                 self._read_last[place].append(index)
-            self._read_last[-1].clear()  # the result is there
+            self._read_last[-1].clear()  # the result stays
         values = self.values
         for register, value in given:
             self.put(register, value)
@@ -104,12 +107,12 @@ class Program:
                 for index in done:
                     values[index] = None
             return values[out]
-        finally:  # what no call reads; behind an exception everything
+        finally:  # empties the registers that no call reads, and after an exception all of them
             self.release()
             values[:] = [None] * len(values)
 
     def put(self, register: Any, value: Any) -> None:
-        """Fill a register; or those of a value, with what is in another such value, or with None."""
+        """Fill a register; or fill the registers in a value with what another such value holds, or with None."""
         if isinstance(register, Register):
             self.values[register.index] = value
         elif is_dataclass(register):
@@ -117,7 +120,7 @@ class Program:
                 self.put(getattr(register, field.name), None if value is None else getattr(value, field.name))
 
     def release(self) -> None:
-        """Let go of what the calls were made with; the registers keep what they hold."""
+        """Let go of the arguments of the calls; the registers keep their values."""
         for _, _, holes, _ in self._bound or ():
             for target, place, _ in holes:
                 target[place] = None

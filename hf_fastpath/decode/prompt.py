@@ -1,7 +1,7 @@
-"""A whole prompt, op by op: what a decode plan does for one token, for many.
+"""A whole prompt, op by op: what a decode plan does for one token is done for many.
 
-The layers are the calls of :mod:`.steps`; those ops that are made for a few rows are replaced by what is fast for many
-(:mod:`.many_rows`): matrix products of PyTorch's libraries and its fused attention.
+The layers are the calls of :mod:`.steps`. Ops that are made for a few rows are replaced by what is fast for many
+(:mod:`.many_rows`): matrix products of PyTorch's libraries, and PyTorch's fused attention.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from ..ops.kv_cache import KVCache
 from . import steps
 from .angles import angles_at
 from .attend import Attention, has_tensor_cores
+from .calls import position_ids_of
 from .draft_plan import DraftPlan, DraftReader
 from .named_calls import Step
 from .parts import MoEPart
@@ -30,9 +31,9 @@ from .structure import ModelPart
 
 _aten = torch.ops.aten
 
-#: where a plan is one launch, and a program one for every call
+#: devices on which a plan is one launch, while a program is one launch for every call
 _CAPTURES = frozenset({"cuda"})
-#: programs kept for one model: sizes of prompts differ where kernels for a few rows take them
+#: programs kept for one model; there is one for each size of prompt that kernels for a few rows take
 MAX_PROGRAMS = 16
 
 
@@ -51,15 +52,17 @@ class Prompt:
     starts: torch.Tensor | None
 
     def chunks(self, size: int | None) -> Iterator[Prompt]:
-        """Its tokens in chunks of ``size``, or all at once."""
+        """Yield the tokens in chunks of ``size``, or all at once."""
         size = size or max(1, self.tokens.shape[1])
         for tokens, positions in zip(self.tokens.split(size, dim=1), self.positions.split(size, dim=1)):
             yield Prompt(tokens, positions, self.starts)
 
 
 def repeats(tokens: torch.Tensor, count: int | None, cache: FastpathCache) -> int:
-    """How many neighboring rows of ``tokens``, [batch, seq_len], are one prompt, to be read once: ``count``, where an
-    empty ``cache`` in pages lets them share it, else 1."""
+    """Return how many neighboring rows of ``tokens``, [batch, seq_len], are one prompt, which is then read once.
+
+    The result is ``count`` if the rows are equal and an empty ``cache`` with pages lets them share it, else 1.
+    """
     if not count or count == 1 or len(tokens) % count or cache.page_size is None or cache.get_seq_length():
         return 1
     groups = tokens.unflatten(0, (-1, count))
@@ -67,7 +70,7 @@ def repeats(tokens: torch.Tensor, count: int | None, cache: FastpathCache) -> in
 
 
 def _continues(cache: FastpathCache, prompt: Prompt) -> bool:
-    """Whether there is anything new, and its rows are those of what ``cache`` holds."""
+    """Whether there are new tokens, and their rows are those of what ``cache`` holds."""
     batch, query_len = prompt.tokens.shape
     if prompt.positions.shape[-1] != query_len or query_len == 0:
         return False
@@ -75,10 +78,10 @@ def _continues(cache: FastpathCache, prompt: Prompt) -> bool:
 
 
 def is_readable(part: ModelPart, cache: FastpathCache, prompt: Prompt) -> bool:
-    """Whether :func:`read` can take it; else stock code has to.
+    """Whether :func:`read` can take the prompt; else stock code has to.
 
-    It cannot where attention is more than softmax and no kernel has that, a window ends inside of the prompt, or MLPs
-    are mixtures.
+    :func:`read` cannot take it if attention is more than softmax and no kernel does that, if a window ends inside the
+    prompt, or if MLPs are mixtures.
     """
     if part.is_recorded or not _continues(cache, prompt):
         return False
@@ -96,15 +99,15 @@ def is_readable(part: ModelPart, cache: FastpathCache, prompt: Prompt) -> bool:
 
 
 class PromptProgram:
-    """The calls that run a model over a prompt, written down without one.
+    """The calls that run a model over a prompt, recorded without a prompt.
 
     Args:
         part: the model.
         at_once: ops for a few rows take all tokens of the prompt.
-        rows: tokens of all sequences; how many does not matter above what kernels for a few rows take.
-        batch: sequences; as ``rows``.
+        rows: tokens of all sequences; the number does not matter if it is more than kernels for a few rows take.
+        batch: sequences; the same holds as for ``rows``.
         has_padding: whether rows begin with padding.
-        caches: of each layer, the names of what its cache has.
+        caches: names of the buffers of each layer's cache.
     """
 
     def __init__(
@@ -142,14 +145,14 @@ class PromptProgram:
         caches: list[KVCache],
         angles: dict,
     ) -> torch.Tensor:
-        """Append the prompt to a cache; returns [batch, vocab_size] logits of the token that follows.
+        """Append the prompt to a cache; return [batch, vocab_size] logits of the token that follows.
 
         Args:
             prompt: the tokens.
-            past: how many a row of the cache holds before them.
-            lengths: int32 [batch], how many it holds with them.
+            past: tokens that a row of the cache holds before the prompt.
+            lengths: int32 [batch], tokens that the cache holds with the prompt.
             starts: int32 [batch], left padding of each row, or None for none.
-            caches: of each layer.
+            caches: the cache of each layer.
             angles: see ``steps.Positions``.
         """
         batch, query_len = prompt.tokens.shape
@@ -171,8 +174,8 @@ def read(part: ModelPart, cache: FastpathCache, prompt: Prompt, programs: dict[t
         part: the model, without a reason against a decode plan.
         cache: of the same batch, or empty.
         prompt: one that :func:`is_readable`.
-        programs: those of earlier calls of this model, as it is now; one that is in use is not among them, and what is
-            missing is added.
+        programs: the programs of earlier calls of this model as it is now. A program in use is taken out, and a missing
+            one is added.
 
     Returns:
         [batch, vocab_size] logits of the token that follows.
@@ -187,7 +190,7 @@ def read(part: ModelPart, cache: FastpathCache, prompt: Prompt, programs: dict[t
     lengths = cache.seq_lens(0, query_len)
     starts = None if prompt.starts is None else prompt.starts.to(torch.int32)
     rows = batch * query_len
-    # a few tokens of a conversation are one pass over the weights, as a token is
+    # a few tokens of a conversation take one pass over the weights, as one token does
     at_once = device.type == "cpu" and rows <= MAX_ROWS
     caches = [layer.kv_cache() for layer in cache.layers[: len(part.layers)]]
     sizes = min(rows, MAX_WGMMA_ROWS + 1), min(batch, MAX_ROWS + 1)
@@ -197,7 +200,7 @@ def read(part: ModelPart, cache: FastpathCache, prompt: Prompt, programs: dict[t
     logits = program.run(prompt, past, lengths, starts, caches, angles)
     programs[key] = program
     for oldest in list(programs)[:-MAX_PROGRAMS]:
-        programs.pop(oldest, None)  # another thread may have taken it
+        programs.pop(oldest, None)  # None: another thread may have taken it
     cache.advance(query_len)
     return logits
 
@@ -205,17 +208,19 @@ def read(part: ModelPart, cache: FastpathCache, prompt: Prompt, programs: dict[t
 def read_turn(
     part: ModelPart, cache: FastpathCache, prompt: Prompt, plan_of: Callable[[int], DraftPlan]
 ) -> torch.Tensor | None:
-    """As :func:`read`, a few tokens of one sequence behind others, which a plan reads as it reads drafts; None if the
-    prompt is anything else.
+    """Do as :func:`read` for a few tokens of one sequence behind others, which a plan reads as it reads drafts.
 
     Args:
-        part, cache, prompt: as of :func:`read`.
+        part, cache, prompt: as for :func:`read`.
         plan_of: makes or finds the plan of a width.
+
+    Returns:
+        The logits, or None if the prompt is anything else.
     """
     (batch, count), past = prompt.tokens.shape, cache.get_seq_length()
     if prompt.tokens.device.type not in _CAPTURES or batch != 1 or count > MAX_QUERY_LEN or not past:
         return None
-    # A plan fills its tokens up, and crops what was too much: a window must not move on for that.
+    # A plan fills up its width with tokens and crops the surplus; that must not move a window on.
     if any(window is not None and past + MAX_QUERY_LEN > window for window in part.windows):
         return None
     if not _continues(cache, prompt):
@@ -239,11 +244,10 @@ def read_text(
     model_kwargs: dict,
     starts: torch.Tensor | None,
 ) -> torch.Tensor:
-    """Run the prompt of ``generate()``, by :func:`read_turn`, :func:`read` or else by the model, and append it to the
-    cache.
+    """Run the prompt of ``generate()`` and append it to the cache, by :func:`read_turn`, :func:`read` or the model.
 
     Args:
-        plans: of the model, and its programs.
+        plans: of the model, with its programs.
         model, part: the model.
         ids, config, model_kwargs: of ``generate()``.
         starts: [batch], left padding of each row, or None.
@@ -272,10 +276,10 @@ def _read_rows(
     model_kwargs: dict,
     starts: torch.Tensor | None,
 ) -> torch.Tensor:
-    """:func:`read_text`, every row of ``ids``."""
+    """Do as :func:`read_text` for every row of ``ids``."""
     cache = model_kwargs[compat.CACHE]
     tokens = compat.new_tokens(ids, config, model_kwargs).long()  # int32 is fine with stock, too
-    positions = model_kwargs["position_ids"][:, -tokens.shape[1] :].long()
+    positions = position_ids_of(ids, config, model_kwargs)[:, -tokens.shape[1] :].long()
     given = Prompt(tokens, positions, starts if starts is not None and starts.any() else None)
     logits = read_turn(part, cache, given, functools.partial(plans.draft_plan, part, cache))
     if logits is None and is_readable(part, cache, given):

@@ -1,7 +1,7 @@
 """A model as it was when it was looked at closely, and whether it still is.
 
 Every ``generate()`` has to know that nothing was put into the model since it was patched, and what a decode plan would
-bake in. Asking every module takes milliseconds; that all of them hold what they held takes a fraction of one.
+record. To ask every module takes milliseconds; to see that all modules hold what they held takes a fraction of one.
 """
 
 from __future__ import annotations
@@ -21,25 +21,25 @@ from torch import nn
 from .. import compat
 from . import structure
 
-#: dicts of a module that hold what it is made of, and what is called with it
+#: dicts of a module that hold what the module is made of, and the hooks that are called with it
 _CONTENTS = itemgetter("_modules", "_parameters", "_buffers", "_forward_hooks", "_forward_pre_hooks")
-#: what every module has; of these only one is no bookkeeping
+#: attributes of every module; all but one of them are bookkeeping
 _BOOKKEEPING = frozenset(vars(nn.Module())) - {"training"}
 _FACTS = methodcaller("data_ptr"), methodcaller("stride"), attrgetter("dtype")
 
 
 class Snapshot:
-    """What :meth:`ModelPart.reason` and :func:`structure.fingerprint` depend on, at the time it is made.
+    """What :meth:`ModelPart.reason` and :func:`structure.fingerprint` depend on, as it was at one time.
 
-    Everything a module holds is told by its identity, so that a replaced module, parameter, hook, method or setting is
-    seen; of parameters also where their data are, of configurations also the values. Modules and tensors are not kept
-    alive.
+    Everything that a module holds is known by its identity, so that a replaced module, parameter, hook, method or
+    setting is noticed. Of parameters the snapshot also knows where their data are, of configurations also the values.
+    Modules and tensors are not kept alive.
 
     Args:
         part: a model without a reason against a decode plan.
 
     Attributes:
-        prompt_programs: what ``prompt.read`` keeps of a model that is as it was.
+        prompt_programs: the programs that ``prompt.read`` keeps while the model is as it was.
     """
 
     def __init__(self, part: structure.ModelPart):
@@ -54,14 +54,14 @@ class Snapshot:
         self._configs = [(config, copy.deepcopy(vars(config))) for config in configs.values()]
         values = self._values(modules)
         self._ids = list(map(id, values))
-        # What these are is certain while nothing else can have their identity.
+        # An identity is certain only while its object lives: modules and tensors are held weakly, all else is kept.
         tensors = {id(value): value for value in values if isinstance(value, torch.Tensor)}
         self._modules, self._tensors = (list(map(weakref.ref, things)) for things in (modules, tensors.values()))
         self._kept = [value for value in values if not isinstance(value, (nn.Module, torch.Tensor))]
         self._facts = self._facts_of(tensors.values())
 
     def holds(self) -> bool:
-        """Whether all of it is as it was."""
+        """Whether everything is as it was."""
         modules, tensors = ([reference() for reference in each] for each in (self._modules, self._tensors))
         if any(thing is None for thing in (*modules, *tensors)):
             return False
@@ -69,7 +69,7 @@ class Snapshot:
             return False
         try:
             return list(map(id, self._values(modules))) == self._ids and self._facts_of(tensors) == self._facts
-        except KeyError:  # an attribute of a module is gone
+        except KeyError:  # a module has lost an attribute
             return False
 
     @cached_property
@@ -78,8 +78,7 @@ class Snapshot:
         return self.part.fingerprint()
 
     def _values(self, modules: list) -> list:
-        """Attributes of the modules, how many they have, what their own dicts hold, and the methods and functions that
-        run."""
+        """Return the modules' attributes, their number, what the modules' own dicts hold, and the code that runs."""
         spaces = list(map(vars, modules))
         held = [attributes(space) for attributes, space in zip(self._attributes, spaces)]
         functions = [
@@ -92,7 +91,7 @@ class Snapshot:
         return [*chain.from_iterable(held), *map(len, spaces), *inside, *functions, *inner]
 
     def _facts_of(self, tensors: Iterable[torch.Tensor]) -> list:
-        """Where tensors are, and of which type; what the angles of positions depend on."""
+        """Return where tensors are and of which type, and what the angles of positions depend on."""
         rotary = self.part.rotary
         angles = None if rotary is None else structure.angle_facts(rotary)
         return [*chain.from_iterable(map(fact, tensors) for fact in _FACTS), angles]

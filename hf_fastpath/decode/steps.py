@@ -1,7 +1,7 @@
 """A decoder layer over a few new tokens, as op calls.
 
 Every function takes ``emit(op, **arguments)``. A patched module passes :func:`run`, which calls the op at once; a
-decode plan passes its program's, which notes the call. So the layer is written down once.
+decode plan passes the ``emit`` of its program, which records the call. So there is one description of the layer.
 """
 
 from __future__ import annotations
@@ -31,12 +31,13 @@ _aten = torch.ops.aten
 
 
 class Staging:
-    """Keys and values of the new tokens of one layer after the other, as they are before they are quantized: float32
-    caches of query_len slots.
+    """Buffers for keys and values of a layer's new tokens before they are quantized; the layers take turns.
+
+    The buffers are float32 caches of query_len slots.
 
     Args:
-        seq_lens: int32 [batch], query_len in each.
-        shapes: heads and head_dim of every layer's cache.
+        seq_lens: int32 [batch], each query_len.
+        shapes: number of heads and head_dim of the layers' caches.
     """
 
     def __init__(self, seq_lens: torch.Tensor, query_len: int, shapes: set[tuple[int, int]]):
@@ -50,24 +51,24 @@ class Staging:
         }
 
     def of(self, part: AttentionPart) -> KVCache:
-        """K and V, [batch, heads, query_len, head_dim], of ``part``."""
+        """Return K and V, [batch, heads, query_len, head_dim], for ``part``."""
         return KVCache(*self._buffers[part.cache_shape])
 
 
 @dataclass
 class Positions:
-    """Where the new tokens stand; tensors, or registers of a plan.
+    """The places of the new tokens, as tensors or as registers of a plan.
 
     Attributes:
-        angles: cos and sin of every kind of layer, [batch or 1, query_len, rotary_dim] in the model's dtype; see
-            ``AttentionPart.layer_type``. Empty without rotary embedding.
-        seq_lens: int32 [batch], tokens a row holds with the new ones.
+        angles: cos and sin for every kind of layer, [batch or 1, query_len, rotary_dim] in the model's dtype; see
+            ``AttentionPart.layer_type``. The dict is empty without rotary embedding.
+        seq_lens: int32 [batch], tokens that a row holds with the new ones.
         starts: int32 [batch], left padding of each row, or None.
-        kv_tables: see ``ops.rope_append``, for caches in pages (True) and others; where there is none, the caches' own
-            addresses are used.
+        kv_tables: for caches with pages (True) and others (False), see ``ops.rope_append``; without a table, the
+            caches' own addresses are used.
         workspace: see ``ops.decode_attention``.
-        programmatic_launch: a kernel may start on what does not depend on the one in front; see ``ops.gemv``.
-        staging: where keys and values of the new tokens wait for ``ops.quantizing_attention``, or None: projections
+        programmatic_launch: a kernel may start on what does not depend on the kernel in front; see ``ops.gemv``.
+        staging: where keys and values of the new tokens wait for ``ops.quantizing_attention``; None if projections
             append to the cache.
     """
 
@@ -80,24 +81,24 @@ class Positions:
     staging: Staging | None = None
 
     def placed(self, cache: KVCache, layer: int) -> KVCache:
-        """A layer's cache with the ``kv_table`` that serves it."""
+        """Return a layer's cache with the ``kv_table`` that serves it."""
         table = self.kv_tables.get(cache.is_paged)
         return cache if table is None else replace(cache, table=table, layer=layer)
 
     def store(self, part: AttentionPart, cache: KVCache) -> dict[str, Any]:
-        """Where projections append: cache and seq_lens."""
+        """Return where projections append: cache and seq_lens."""
         if self.staging is None or part.softcap:
             return {"cache": cache, "seq_lens": self.seq_lens}
         return {"cache": self.staging.of(part), "seq_lens": self.staging.seq_lens}
 
     def angles_of(self, part: AttentionPart) -> dict[str, Any]:
-        """cos and sin that ``part`` uses: None where it does not rotate."""
+        """Return the cos and sin that ``part`` uses, None if it does not rotate."""
         cos, sin = self.angles[part.layer_type] if part.rotates else (None, None)
         return {"cos": cos, "sin": sin}
 
 
 def norm_of(part: NormPart | None) -> Norm | None:
-    """The norm of an op's input, as calls take it."""
+    """Return the norm of an op's input in the form that calls take."""
     if part is None:
         return None
     kind = NormKind(part.architecture.norm.kind)
@@ -113,7 +114,7 @@ def projection(
     norm: NormPart | None = None,
     programmatic_launch: bool = False,
 ) -> Any:
-    """``activation(linear(norm(x))) + residual``."""
+    """Emit ``activation(linear(norm(x))) + residual``."""
     behind = dict(residual=residual, activation=activation, norm=norm_of(norm), programmatic_launch=programmatic_launch)
     if is_packed(linear):
         return emit(ops.packed_gemv.overload, x=x, **packed(linear.op_weight()), bias=linear.bias, **behind)
@@ -123,18 +124,18 @@ def projection(
 
 
 def packed(weight: tuple) -> dict[str, Any]:
-    """A quantized weight as arguments of an op."""
+    """Return a quantized weight as arguments of an op."""
     return dict(zip(("quants", "scales", "zeros", "multiplier", "format"), weight))
 
 
 def joined(linears: list[nn.Module]) -> dict[str, Any] | None:
-    """Quantized projections of one input as one weight, where they lie so."""
+    """Return quantized projections of one input as one weight, if they lie side by side in memory; else None."""
     together = joined_weights(linears) if all(map(is_packed, linears)) else None
     return None if together is None else packed(together)
 
 
 def _norm_op(part: NormPart) -> tuple[Callable[..., Any], dict[str, Any]]:
-    """An op that computes the norm of ``x``, and its other arguments."""
+    """Return an op that computes the norm of ``x``, and the op's other arguments."""
     norm = norm_of(part)
     weight = {"weight": norm.weight, "eps": norm.eps}
     if part.architecture.norm.unit_offset:
@@ -145,13 +146,13 @@ def _norm_op(part: NormPart) -> tuple[Callable[..., Any], dict[str, Any]]:
 
 
 def norm(emit: Emit, part: NormPart, x: Any) -> Any:
-    """``part(x)``."""
+    """Emit ``part(x)``."""
     op, arguments = _norm_op(part)
     return emit(op, x=x, **arguments)
 
 
 def in_front(emit: Emit, part: NormPart | None, x: Any) -> tuple[Any, NormPart | None]:
-    """``x`` and its norm as projections take them: a norm that they cannot apply is emitted."""
+    """Return ``x`` and the norm that projections are to apply; a norm that they cannot apply is emitted here."""
     if part is None or not part.architecture.norm.unit_offset:
         return x, part
     return norm(emit, part, x), None
@@ -160,7 +161,7 @@ def in_front(emit: Emit, part: NormPart | None, x: Any) -> tuple[Any, NormPart |
 def _queries_composed(
     emit: Emit, part: AttentionPart, x: Any, cache: KVCache, at: Positions, norm: NormPart | None
 ) -> Any:
-    """As ``ops.qkv_rope_append``, for what that op does not do."""
+    """Emit what ``ops.qkv_rope_append`` computes, for attention that the op does not support."""
     linears = part.projections()[:-1]
     together = None if part.head_norms else joined(linears)
     if together is not None:
@@ -199,7 +200,7 @@ def attention(
     residual: Any = None,
     norm: NormPart | None = None,
 ) -> Any:
-    """``residual + part(norm(x))``, appending to ``cache``, the ``layer``-th of the model."""
+    """Emit ``residual + part(norm(x))``, which appends to ``cache``, the cache of the model's ``layer``-th layer."""
     *qkv, out = part.projections()
     placed = at.placed(cache, layer)
     x, norm = in_front(emit, norm, x)
@@ -212,7 +213,7 @@ def attention(
         if together is not None:
             queries = emit(ops.packed_qkv_rope_append.overload, x=x, **together, **store)
         else:
-            absent = [None] * (3 - len(qkv))  # one projection may hold all three
+            absent = [None] * (3 - len(qkv))  # one projection may hold q, k and v
             kinds = ("weight", "bias")
             weights = {
                 f"{role}_{kind}": each
@@ -240,7 +241,7 @@ def mlp(
     norm: NormPart | None = None,
     programmatic_launch: bool = False,
 ) -> Any:
-    """``residual + part(norm(x))``."""
+    """Emit ``residual + part(norm(x))``."""
     x, norm = in_front(emit, norm, x)
     how = dict(activation=part.activation, norm=norm_of(norm), programmatic_launch=programmatic_launch)
     if part.gate is None:
@@ -270,8 +271,8 @@ def mixture(
     programmatic_launch: bool = False,
     experts: Callable[..., Any] = composed.routed_experts,
 ) -> Any:
-    """``residual + part(norm(x))``; what ``experts`` gives: it may be ``composed.experts_and_weights``."""
-    if norm is not None:  # router and experts take it
+    """Emit ``residual + part(norm(x))`` as ``experts`` computes it; ``composed.experts_and_weights`` is one such op."""
+    if norm is not None:  # router and experts share its result
         op, arguments = _norm_op(norm)
         x = emit(op, x=x, **arguments)
     (gate_up, down), (gate_up_bias, down_bias) = part.stacks(), part.stack_biases()
@@ -295,15 +296,15 @@ def mixture(
 
 
 def feed_forward(emit: Emit, part: FeedForwardPart, *arguments: Any) -> Any:
-    """:func:`mlp` or :func:`mixture`."""
+    """Emit :func:`mlp` or :func:`mixture`."""
     return (mixture if isinstance(part, MoEPart) else mlp)(emit, part, *arguments)
 
 
 def _added(emit: Emit, part: LayerPart, stream: Any, post_norm: NormPart | None, block: Callable[[Any], Any]) -> Any:
-    """``stream + residual_multiplier * post_norm(block)``.
+    """Emit ``stream + residual_multiplier * post_norm(block)``.
 
     Args:
-        block: emits attention or MLP; adds its argument in the last projection, where nothing lies between.
+        block: emits attention or MLP. Its last projection adds its argument, if nothing comes between.
     """
     if post_norm is None and part.residual_multiplier == 1:
         return block(stream)
@@ -314,7 +315,7 @@ def _added(emit: Emit, part: LayerPart, stream: Any, post_norm: NormPart | None,
 
 
 def decoder_layer(emit: Emit, part: LayerPart, hidden: Any, cache: KVCache, at: Positions, layer: int) -> Any:
-    """The whole layer: ``hidden`` [batch, query_len, hidden_size] in and out."""
+    """Emit the whole layer; ``hidden`` is [batch, query_len, hidden_size], and so is the result."""
 
     def attend(residual: Any) -> Any:
         return attention(emit, part.attention, hidden, cache, at, layer, residual, part.attention_norm)
@@ -329,10 +330,17 @@ def decoder_layer(emit: Emit, part: LayerPart, hidden: Any, cache: KVCache, at: 
 
 
 def step_inputs(emit: Emit, part: ModelPart, tokens: Any, positions: Any, tables: list[Any]) -> tuple[Any, list[Any]]:
-    """What the first layer takes: [batch, query_len, hidden_size] for int64 [batch, query_len] each, and the rows of
-    ``tables`` at the positions."""
+    """Emit what the first layer takes.
+
+    Args:
+        tokens, positions: int64 [batch, query_len].
+        tables: tables of angles.
+
+    Returns:
+        [batch, query_len, hidden_size], and the rows of ``tables`` at the positions.
+    """
     learned = None if part.position_embedding is None else part.position_embedding.weight
-    in_one = part.embedding_scale is None and part.embedding_multiplier == 1  # nothing comes before that sum
+    in_one = part.embedding_scale is None and part.embedding_multiplier == 1  # else there are steps before the sum
     found = emit(
         ops.step_inputs.overload,
         embedding=part.embedding.weight,
@@ -355,13 +363,13 @@ def step_inputs(emit: Emit, part: ModelPart, tokens: Any, positions: Any, tables
 
 
 def head(emit: Emit, part: ModelPart, hidden: Any, programmatic_launch: bool = False) -> Any:
-    """The head's output after the last layer's."""
+    """Emit the final norm and the head."""
     hidden, norm = in_front(emit, part.final_norm, hidden)
     return projection(emit, part.head, hidden, norm=norm, programmatic_launch=programmatic_launch)
 
 
 def scaled_logits(emit: Emit, part: ModelPart, logits: Any) -> Any:
-    """What the model makes of its head's output."""
+    """Emit what the model computes from its head's output."""
     if part.logits_multiplier != 1:
         logits = emit(_aten.mul.Scalar, logits, part.logits_multiplier)
     if part.logits_divisor != 1:

@@ -1,6 +1,6 @@
-"""The modules of a model in the roles its architecture gives them, with the reasons why a role cannot be played.
+"""The modules of a model in the roles that its architecture gives them, and reasons why a module cannot play its role.
 
-Nothing here copies a weight: parts hold modules and look parameters up when they are used.
+Nothing here copies a weight: parts hold modules and look parameters up when the parameters are used.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from .modules import (
 )
 from .parts import FeedForwardPart, MoEPart, NormPart, Part, feed_forward_part
 
-#: sequences of a decode plan: what was measured
+#: sequences of a decode plan at most: larger batches were not measured
 MAX_BATCH = 64
 
 
@@ -41,7 +41,7 @@ class LayerPart(Part):
     """A decoder layer and its four parts.
 
     Attributes:
-        window: sliding window of its attention, or None.
+        window: sliding window of the layer's attention, or None.
     """
 
     window: int | None
@@ -84,7 +84,7 @@ class LayerPart(Part):
 
     @property
     def norms(self) -> list[NormPart]:
-        """The norms it has, each once."""
+        """The layer's norms, each once."""
         return [norm for name in self.spec.norms if (norm := self._norm(name)) is not None]
 
     @property
@@ -99,14 +99,14 @@ class LayerPart(Part):
 
     @property
     def is_sequential(self) -> bool:
-        """Whether it is ``x += attention(norm(x)); x += mlp(norm(x))``, with norms that the kernels have."""
+        """Whether the layer is ``x += attention(norm(x)); x += mlp(norm(x))``, with norms that the kernels have."""
         if self.architecture.norm.unit_offset or isinstance(self.mlp, MoEPart):
             return False
         before = None not in (self.attention_norm, self.mlp_norm)
         return before and len(self.norms) == 2 and not self.is_parallel and self.residual_multiplier == 1
 
     def projections(self) -> list[nn.Module]:
-        """Of attention and MLP; a mixture's experts are none."""
+        """Return the projections of attention and MLP; the experts of a mixture are no projections."""
         mlp = self.mlp
         return self.attention.projections() + ([] if isinstance(mlp, MoEPart) else mlp.projections())
 
@@ -136,7 +136,7 @@ class LayerPart(Part):
 
 
 class DecoderPart(Part):
-    """What runs the layers: its own code does, whatever it is."""
+    """The module that runs the layers with its own code, whatever that code is."""
 
     def parameters(self) -> list[torch.Tensor | None]:
         return []
@@ -150,28 +150,30 @@ class DecoderPart(Part):
 
 @dataclass(frozen=True)
 class ModelPart(Part):
-    """A causal LM as it is now: what a decode plan needs of it.
+    """A causal LM as it is now, with all that a decode plan needs of it.
 
     Attributes:
         windows: sliding window of each layer, None for full attention.
     """
 
     windows: tuple[int | None, ...]
-    #: its step is written down by :mod:`.steps`, not recorded
+    #: False: :mod:`.steps` writes the step down; True: the step is recorded from the model's own forward
     is_recorded: ClassVar[bool] = False
+    #: its forward takes position ids
+    takes_positions: ClassVar[bool] = True
 
     @property
     def vocab_size(self) -> int:
-        """Logits of a token."""
+        """Number of logits of a token."""
         return out_features(self.head)
 
     def fingerprint(self) -> tuple:
-        """What a decode plan bakes in of the model."""
+        """Return what a decode plan records of the model."""
         return fingerprint(self)
 
     @property
     def max_batch(self) -> int:
-        """Sequences a decode plan takes."""
+        """Sequences that a decode plan takes at most."""
         return MAX_ROWS if any(isinstance(layer.mlp, MoEPart) for layer in self.layers) else MAX_BATCH
 
     @property
@@ -207,6 +209,13 @@ class ModelPart(Part):
         return int(number(self.position_embedding, self.architecture.position_offset, default=0))
 
     @property
+    def learned_positions(self) -> tuple[int, int] | None:
+        """How many positions the model has learned, and the row of the first of them; None if it turns queries and keys
+        by any."""
+        learned, offset = self.position_embedding, self.position_offset
+        return None if learned is None else (learned.weight.shape[0] - offset, offset)
+
+    @property
     def rotary(self) -> nn.Module | None:
         return self._optional(self.architecture.rotary)
 
@@ -234,7 +243,7 @@ class ModelPart(Part):
 
     @property
     def logits_softcap(self) -> float:
-        """0 for none."""
+        """Soft-cap of the logits; 0 for none."""
         return number(self.module, self.architecture.logits_softcap, default=0.0)
 
     def _embeddings(self) -> list[nn.Module]:
@@ -250,7 +259,7 @@ class ModelPart(Part):
         return None if missing is None else Cause("class_not_supported", f"it has no {missing}", self.decoder)
 
     def reason(self) -> str | None:
-        """Why a decode plan of the model would not be right now, or None. Cheap enough for every generate()."""
+        """Return why a decode plan of the model would not be right now, or None. Every generate() can afford to ask."""
         if (reason := self.other_reason()) is not None:
             return reason
         if (count := len(getattr(self.decoder, self.architecture.layers))) != len(self.windows):
@@ -282,15 +291,15 @@ class ModelPart(Part):
         return found or self._types_reason()
 
     def outer_reason(self) -> str | None:
-        """Why calling the model is more than its class's forward, or None.
+        """Return why calling the model does more than its class's forward, or None.
 
-        A trainer's autocast around it is none in float32: all that it adds is rounding.
+        A trainer's autocast around a float32 model is no reason: autocast would only add rounding.
         """
         return None if self.is_cast_down else model_code_reason(self.module, self.architecture.module)
 
     @property
     def is_cast_down(self) -> bool:
-        """Whether a trainer lets the model's forward run under autocast, and its weights are float32."""
+        """Whether a trainer makes the model's forward run under autocast, and the weights are float32."""
         if model_code_reason(self.module, self.architecture.module) != "autocast":
             return False
         return all(parameter.dtype == torch.float32 for parameter in self.module.parameters())
@@ -304,13 +313,13 @@ class ModelPart(Part):
 
     def _types_reason(self) -> str | None:
         for code, kind in (("dtype", attrgetter("dtype")), ("device", attrgetter("device"))):
-            first: dict[Any, torch.Tensor] = {}  # of each kind
+            first: dict[Any, torch.Tensor] = {}  # the first parameter of each dtype or device
             for parameter in self.parameters():
                 if parameter is not None:
                     first.setdefault(kind(parameter), parameter)
             if len(first) > 1:
                 return Cause(code, ", ".join(f"{self._name_of(each)} is {found}" for found, each in first.items()))
-        # a model on the meta device is asked about, and runs nowhere
+        # a model on the meta device is only asked about, and runs nowhere
         devices = (each.type for each in first if each.type != "meta")
         found = ((loader.why_not_native(each), each) for each in devices)
         return next((Cause(code, f"device {each}") for code, each in found if code is not None), None)
@@ -321,22 +330,22 @@ class ModelPart(Part):
 
 @dataclass(frozen=True)
 class Described:
-    """A family that an architecture describes."""
+    """The family of models that an architecture describes."""
 
     architecture: Architecture
 
     @property
     def module(self) -> str:
-        """transformers module of its classes."""
+        """Name of the transformers module that defines the architecture's classes."""
         return self.architecture.module
 
     def model_part(self, model: nn.Module) -> ModelPart | None:
-        """``model`` in its roles as it is now, or None if it is not exactly one of the family."""
+        """Return ``model`` in its roles as it is now, or None if it is not exactly of this architecture."""
         return model_part(self.architecture, model)
 
 
 def model_part(architecture: Architecture, model: nn.Module) -> ModelPart | None:
-    """A causal LM of ``architecture``, or None if ``model`` is not exactly one."""
+    """Return a causal LM of ``architecture``, or None if ``model`` is not exactly one."""
     cls = type(model)
     if (cls.__module__, cls.__name__) != (architecture.module, architecture.causal_lm):
         return None
@@ -345,12 +354,12 @@ def model_part(architecture: Architecture, model: nn.Module) -> ModelPart | None
 
 
 def full_angles(architecture: Architecture, table: torch.Tensor) -> torch.Tensor:
-    """cos or sin as the kernels take them: [..., rotary_dim], of both elements that turn together."""
+    """Return cos or sin as the kernels take them, [..., rotary_dim]: both elements of a rotated pair have an entry."""
     return torch.cat((table, table), dim=-1) if architecture.half_angles else table
 
 
 def fingerprint(part: ModelPart) -> tuple:
-    """What a decode plan bakes in of the model: parameters, where and of which type they are, and constants."""
+    """Return what a decode plan records of the model: constants, and parameters with their addresses and dtypes."""
     parameters = [None if p is None else (id(p), p.data_ptr(), p.dtype) for p in part.parameters()]
     linears = [part.head, *(linear for layer in part.layers for linear in layer.projections())]
     parameters += [(id(linear.quants), linear.quants.data_ptr()) for linear in linears if is_packed(linear)]
@@ -368,7 +377,7 @@ def fingerprint(part: ModelPart) -> tuple:
 
 
 def angle_facts(rotary: nn.Module) -> tuple:
-    """What a table of rotary angles depends on."""
+    """Return what a table of rotary angles depends on."""
     buffers = [buffer for buffer in rotary.buffers() if not buffer.is_inference()]
     changes = [(id(buffer), buffer.data_ptr(), buffer._version) for buffer in buffers]
     scalings = {name: value for name, value in vars(rotary).items() if name.endswith("attention_scaling")}

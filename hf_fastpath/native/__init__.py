@@ -1,3 +1,4 @@
-"""The native libraries: the build recipe and its cache, compilers, loading, and the memory that weights lie in.
+"""The native libraries: their build and its cache, compilers, loading, and the pages of memory that hold weights.
 
-It may import ``progress``, ``forks``, ``errors`` and ``registry`` of the package; :mod:`.build` never imports torch."""
+Of the package this folder may import ``progress``, ``forks``, ``errors`` and ``registry``; :mod:`.build` never imports
+torch."""

@@ -1,9 +1,9 @@
-"""The one build recipe of the native libraries, used by ``pip install`` and by the loader. Never imports torch.
+"""The one build recipe of the native libraries; ``pip install`` and the loader use it; torch is never imported.
 
-Run as a script: ``python hf_fastpath/native/build.py cpu cuda --cuda-arch 80 90a --ptxas-report FILE``.
+The recipe is also a script: ``python hf_fastpath/native/build.py cpu cuda --cuda-arch 80 90a --ptxas-report FILE``.
 
-Two libraries come out, ``libhf_fastpath_cpu.so`` and ``libhf_fastpath_cuda.so``, both on PyTorch's stable ABI, so
-one build serves every torch from the floor on and any Python.
+The build makes two libraries, ``libhf_fastpath_cpu.so`` and ``libhf_fastpath_cuda.so``. Both use PyTorch's stable ABI,
+so one build serves every torch from the oldest supported one on, and any Python.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-if not __package__:  # run as a script: importing the package itself would import torch, and this folder hides modules
+if not __package__:  # as a script: the package would import torch, and modules of this folder shadow those of others
     __package__ = "hf_fastpath_recipe.native"
     _folder = Path(__file__).resolve().parent
     sys.path[:] = [entry for entry in sys.path if os.path.realpath(entry or ".") != str(_folder)]
@@ -39,9 +39,9 @@ from .toolchain import TARGETS, WHEEL_CUDA_ARCHS, BuildError, Toolchain, find_to
 
 __all__ = ["TARGETS", "WHEEL_CUDA_ARCHS", "BuildError", "build", "cache_dir", "description", "locked", "why_damaged"]
 
-#: oldest torch whose stable ABI the libraries use: 2.10
+#: the oldest torch whose stable ABI the libraries use: 2.10
 TORCH_TARGET_VERSION = "0x020a000000000000"
-#: what CPU sources of these names are compiled with; which of them runs is decided at run time
+#: end of a CPU source's name -> its compiler flags; which source's code runs is decided at run time
 CPU_FLAGS = {
     "_avx2.cpp": "-mavx2 -mfma -mf16c",
     "_avx512.cpp": "-mavx2 -mfma -mf16c -mavx512f -mavx512bw -mavx512dq -mavx512vl",
@@ -50,15 +50,15 @@ CPU_FLAGS = {
 }
 
 _PACKAGE = Path(__file__).resolve().parent.parent
-#: where installed and in-tree libraries lie
+#: where installed libraries and those built in the tree lie
 LIBRARY_DIR = _PACKAGE / "lib"
 
 
 def source_dir() -> Path:
-    """The folder of native sources: beside the package in a checkout, inside it when installed.
+    """Return the folder of native sources: beside the package in a checkout, inside the package if installed.
 
     Raises:
-        BuildError: neither exists.
+        BuildError: neither folder exists.
     """
     for candidate in (_PACKAGE / "csrc", _PACKAGE.parent / "csrc"):
         if (candidate / "common").is_dir():
@@ -67,19 +67,19 @@ def source_dir() -> Path:
 
 
 def library_name(target: str) -> str:
-    """File name of the library for ``target`` ("cpu" or "cuda")."""
+    """Return the file name of the library for ``target`` ("cpu" or "cuda")."""
     return f"libhf_fastpath_{target}.so"
 
 
 def sources(target: str) -> list[Path]:
-    """Source files of ``target``, sorted."""
+    """Return the source files of ``target``, sorted."""
     patterns = ("*_cpu.cpp", *(f"*{end}" for end in CPU_FLAGS)) if target == "cpu" else ("*.cu", "*_cuda.cpp")
     patterns += ("old_systems.cpp",)
     return sorted(path for pattern in patterns for path in source_dir().glob(f"*/{pattern}"))
 
 
 def sources_hash(target: str) -> str:
-    """Hash of everything the library is made from: sources, headers and this recipe.
+    """Return a hash of everything that the library is made from: sources, headers and this recipe.
 
     Raises:
         BuildError: there are no sources, or they cannot be read.
@@ -96,7 +96,7 @@ def sources_hash(target: str) -> str:
 
 
 def compile_flags(target: str, tools: Toolchain, flags: Sequence[str] = ()) -> tuple[list[str], list[str]]:
-    """What every C++ source of ``target`` is compiled with: flags that make the object, and folders of headers."""
+    """Return what every C++ source of ``target`` is compiled with: flags for the object, and folders of headers."""
     csrc = source_dir()
     made = ["-O3", "-std=c++17", "-g0", *flags, "-fPIC", "-fvisibility=hidden"]
     made += ["-Wall", "-Wextra", "-Wno-unused-parameter", f"-DTORCH_TARGET_VERSION={TORCH_TARGET_VERSION}"]
@@ -104,14 +104,14 @@ def compile_flags(target: str, tools: Toolchain, flags: Sequence[str] = ()) -> t
     if target == "cuda":
         made.append("-DUSE_CUDA")
         folders.append(f"-isystem{toolchain.cuda_home(tools.nvcc) / 'include'}")
-    # the text of an error names the source's place in the project and no folder of the machine that compiled it
+    # the text of an error names the source's place in the project, and no folder of the machine that compiled it
     return made, [*folders, f"-ffile-prefix-map={csrc}=csrc", f"-ffile-prefix-map={tools.torch_dir}=torch"]
 
 
 def _gencode(archs: Sequence[str]) -> list[str]:
     flags = [f"-gencode=arch=compute_{arch},code=sm_{arch}" for arch in archs]
     newest = max(archs, key=lambda arch: int(re.match(r"\d+", arch).group()))
-    if newest.isdigit():  # PTX of the newest generic architecture, for GPUs not yet made
+    if newest.isdigit():  # PTX of the newest generic architecture serves GPUs that do not exist yet
         flags.append(f"-gencode=arch=compute_{newest},code=compute_{newest}")
     if _travels(archs):
         flags.append("--compress-mode=size")
@@ -119,7 +119,7 @@ def _gencode(archs: Sequence[str]) -> list[str]:
 
 
 def _travels(archs: Sequence[str]) -> bool:
-    """Whether a library is for more than the machine that builds it: then it is small, and loads on older systems."""
+    """Whether a library is for other machines too, so that it has to be small and to load on older systems."""
     return len(archs) > 1
 
 
@@ -129,7 +129,7 @@ _INCLUDE = re.compile(rb'^[ \t]*#[ \t]*include[ \t]*"([^"]+)"', re.M)
 
 
 def included(source: Path, found: dict[Path, bytes] | None = None) -> dict[Path, bytes]:
-    """``source`` and every file of the project that it includes, with their contents, whatever conditions say."""
+    """Return ``source`` and every file of the project that it includes, under any condition, with their contents."""
     found = {} if found is None else found
     source = source.resolve()
     if source not in found:
@@ -144,7 +144,7 @@ def included(source: Path, found: dict[Path, bytes] | None = None) -> dict[Path,
 
 @dataclass(frozen=True)
 class _Step:
-    """One source and the object that is made of it, named by a hash of all that it is made from."""
+    """One source and the object that is made of it; the object's name has a hash of all that it is made from."""
 
     source: Path
     rule: str
@@ -153,7 +153,7 @@ class _Step:
 
 
 class _Plan:
-    """What ninja is to do for one library."""
+    """The work of ninja for one library."""
 
     def __init__(self, target: str, tools: Toolchain, archs: Sequence[str], flags: Sequence[str], objects: Path):
         self.target, self.tools = target, tools
@@ -185,12 +185,12 @@ class _Plan:
             self.steps.append(_Step(source, rule, extra, made))
 
     def missing(self) -> list[_Step]:
-        """The steps that no build has done yet."""
+        """Return the steps whose objects do not exist yet."""
         return [step for step in self.steps if not step.made.is_file()]
 
     def ninja_text(self) -> str:
-        """The missing steps and the link. An object gets its name when it is whole, so a broken-off build leaves none
-        that is not."""
+        """Return ninja's input for the missing steps and the link. An object gets its name only when it is whole, so
+        that a build which was broken off leaves no broken object."""
         lines = ["ninja_required_version = 1.5"]
         for name, words in self.variables.items():
             lines.append(f"{name} = {' '.join(shlex.quote(word) for word in words).replace('$', '$$')}")
@@ -226,7 +226,7 @@ def _ninja() -> str:
 
 
 def _run_ninja(folder: Path, jobs: int, advance: Callable[[int], None]) -> tuple[int, str]:
-    """Run ninja in ``folder``; returns its exit status and what it printed. However this ends, no compiler is left."""
+    """Run ninja in ``folder``; return its exit status and output. However this ends, no compiler keeps running."""
     command = [_ninja(), "-C", str(folder), "-j", str(jobs)]
     environment = os.environ | {"NINJA_STATUS": "[%f/%t] "}
     said = []
@@ -239,7 +239,7 @@ def _run_ninja(folder: Path, jobs: int, advance: Callable[[int], None]) -> tuple
                 advance(int(match.group(1)))
         return process.wait(), "".join(said)
     except BaseException:
-        process.terminate()  # ninja ends its compilers and removes what they have begun
+        process.terminate()  # ninja ends its compilers and removes unfinished files
         process.wait()
         raise
     finally:
@@ -257,7 +257,7 @@ _ERRORS = (
 
 
 def first_error(said: str) -> str:
-    """The line of a compiler's output that says what is wrong, without folders of this machine."""
+    """Return the line of a compiler's output that says what is wrong, without folders of this machine."""
     for pattern in _ERRORS:
         if match := re.search(pattern, said, re.M):
             where = "/".join(match["where"].split("/")[-2:])
@@ -279,23 +279,23 @@ def build(
 ) -> Path:
     """Compile the library of ``target`` into ``output_dir``, atomically.
 
-    Objects that an earlier build has made of the same sources with the same compiler are taken from the cache folder,
-    so a build that was broken off goes on where it was.
+    Objects that an earlier build made of the same sources with the same compiler are taken from the cache folder, so a
+    build that was broken off goes on from there.
 
     Args:
         target: ``"cpu"`` or ``"cuda"``.
-        output_dir: folder for the library, a ``.json`` that says what it was made from, and for CUDA the
-            compiler's resource reports (``.ptxas``).
+        output_dir: folder for the library, a ``.json`` that says what it was made from, and for CUDA the compiler's
+            resource reports (``.ptxas``).
         cuda_archs: compute capabilities without the dot, e.g. ``("80", "90a")``.
-        progress: called with a line when the build starts and when it ends; in between a bar counts files where stderr
-            is a terminal. None: nothing is printed.
+        progress: called with a line when the build starts and when it ends; meanwhile a bar counts files if stderr is a
+            terminal. With None, nothing is printed.
         flags: extra compiler and linker flags (sanitizers).
 
     Returns:
         Path of the library.
 
     Raises:
-        BuildError: one line: what is missing, or the first error of the compiler and where its whole output lies.
+        BuildError: one line that says what is missing, or the compiler's first error and where its whole output lies.
     """
     if target not in TARGETS:
         raise BuildError(f"unknown target {target!r}, expected one of {', '.join(TARGETS)}")
@@ -322,7 +322,7 @@ def build(
 
 
 def _make(plan: _Plan, work: Path, jobs: int, what: str, progress: Callable[[str], None] | None) -> Path:
-    """Run the plan in the folder ``work``; returns the library there."""
+    """Run the plan in the folder ``work``; return the library there."""
     missing, total = len(plan.missing()), len(plan.steps)
     for step in plan.steps:
         if step.made.is_file():
@@ -334,7 +334,7 @@ def _make(plan: _Plan, work: Path, jobs: int, what: str, progress: Callable[[str
     with counted(missing + 1, f"hf_fastpath: {what} kernels, files", quiet=progress is None) as bar:
         status, said = _run_ninja(work, jobs, lambda done: bar.update(done - bar.n))
     if status and missing < total and not plan.missing():
-        for step in plan.steps:  # an object that was there does not link: a disk that was full, a machine that fell
+        for step in plan.steps:  # an old object does not link, perhaps because a disk was full or a machine crashed
             step.made.unlink(missing_ok=True)
         return _make(plan, work, jobs, what, progress)
     if status:
@@ -360,7 +360,7 @@ def _install(plan: _Plan, library: Path, output_dir: Path, cuda_archs: Sequence[
         report = step.made.with_name(f"{step.made.name}.ptxas")
         if step.rule == "nvcc" and report.is_file():
             shutil.copy(report, output_dir / f"{step.source.parent.name}_{step.source.name}.o.ptxas")
-    # A library without a description is never loaded: so whenever this is interrupted, no wrong pair is left.
+    # A library without a description is never loaded, so an interrupt at any time leaves no wrong pair.
     note = build_cache.note_file(output_dir / library_name(target))
     note.unlink(missing_ok=True)
     build_cache.replace(output_dir / library_name(target), library.read_bytes())
@@ -368,7 +368,7 @@ def _install(plan: _Plan, library: Path, output_dir: Path, cuda_archs: Sequence[
 
 
 def cache_dir(target: str, cuda_archs: Sequence[str] = ()) -> Path:
-    """Folder under the user's cache for a build of the present sources with the present tools."""
+    """Return the folder in the user's cache for a build of the present sources with the present tools."""
     tools = find_toolchain(target)
     parts = [sources_hash(target), TORCH_TARGET_VERSION, platform.machine(), toolchain.version(tools.cxx), *cuda_archs]
     parts += [toolchain.version(tools.nvcc)] if tools.nvcc else []

@@ -1,7 +1,7 @@
-"""The folder that keeps built libraries and objects: where it is, who may write it, locks, and what may go.
+"""The folder that keeps built libraries and objects: where it is, who may write to it, locks, and what is removed.
 
-Layout: ``<root>/<key>/`` holds a library with its description and lock, ``<root>/objects/`` what compilers made, each
-named by a hash of everything that it was made from, so that a build which was broken off goes on where it was.
+``<root>/<key>/`` holds a library with its description and lock. ``<root>/objects/`` holds the compilers' objects; the
+name of each has a hash of everything that the object was made from, so that a build that was broken off goes on.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from pathlib import Path
 
 from .toolchain import BuildError
 
-#: seconds after which a process that waits for another one's build says so
+#: seconds after which a process that waits for another process's build says so
 PATIENCE = 2.0
-#: what no build or load has used for so long is removed after the next build
+#: seconds after which the next build removes what no build or load has used
 KEPT_SECONDS = 30 * 24 * 3600
 OBJECTS = "objects"
 _CHUNK = 1 << 20
@@ -29,7 +29,7 @@ _REMEDY = "set HF_FASTPATH_CACHE to a folder of yours"
 
 
 def root() -> Path:
-    """The cache folder: ``HF_FASTPATH_CACHE``, else the user's cache folder as the platform has it.
+    """Return the cache folder: ``HF_FASTPATH_CACHE``, or the platform's cache folder for this user.
 
     Raises:
         BuildError: there is no such folder, e.g. because HOME is unset.
@@ -43,7 +43,7 @@ def root() -> Path:
         raise BuildError(f"platformdirs is not installed: pip install platformdirs, or {_REMEDY}") from None
     try:
         found = Path(platformdirs.user_cache_dir("hf_fastpath", appauthor=False))
-    except RuntimeError:  # of newer versions; older ones leave the "~" as it is
+    except RuntimeError:  # from newer versions of platformdirs; older ones leave the "~" as it is
         found = Path("~")
     if not found.is_absolute():
         raise BuildError(f"this user has no home folder for the build cache: {_REMEDY}")
@@ -51,10 +51,10 @@ def root() -> Path:
 
 
 def make_folder(folder: Path) -> None:
-    """Make ``folder`` and the root it lies in, writable by the user alone whatever the umask says.
+    """Make ``folder`` and the root that it lies in, writable by the user alone whatever the umask says.
 
     Raises:
-        BuildError: it cannot be made or written, or is not safe.
+        BuildError: the folder cannot be made or written, or is not safe.
     """
     top = root()
     try:
@@ -70,14 +70,14 @@ def make_folder(folder: Path) -> None:
 
 
 def why_unsafe(path: Path) -> str | None:
-    """Why what lies at ``path`` in the cache is not to be run: someone else may have written it. None if it is safe.
+    """Return why ``path`` in the cache must not be run: someone else may have written it. None if it is safe.
 
-    The library that came with the package is not asked: who may write that may write the Python files beside it.
+    The library that came with the package is not checked: who can write it can write the Python files beside it.
 
     Raises:
         OSError: ``path`` is not there.
     """
-    if not hasattr(os, "geteuid"):  # Windows: access lists, which no kernels of ours need
+    if not hasattr(os, "geteuid"):  # Windows has access lists instead; there are no kernels for it
         return None
     top = root()
     between = [each for each in path.parents if each == top or top in each.parents]
@@ -92,7 +92,7 @@ def why_unsafe(path: Path) -> str | None:
 
 @contextlib.contextmanager
 def locked(directory: Path, progress: Callable[[str], None] | None = None) -> Iterator[None]:
-    """Hold an exclusive lock on ``directory``, so that one process builds and the others wait for it.
+    """Hold an exclusive lock on ``directory``, so that one process builds while the others wait.
 
     Raises:
         BuildError: the folder cannot be made, written or locked, or is not safe.
@@ -122,7 +122,7 @@ def locked(directory: Path, progress: Callable[[str], None] | None = None) -> It
 
 
 def replace(path: Path, content: bytes) -> None:
-    """Put a file in place so that no reader ever sees a part of it."""
+    """Put a file in place so that no reader ever sees only a part of it."""
     scratch = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         scratch.write_bytes(content)
@@ -133,12 +133,12 @@ def replace(path: Path, content: bytes) -> None:
 
 
 def note_file(library: Path) -> Path:
-    """The description beside a library."""
+    """Return the path of the description beside a library."""
     return library.with_name(f"{library.name}.json")
 
 
 def description(library: Path) -> dict | None:
-    """What the build noted beside ``library``, or None if there is no complete pair of library and description."""
+    """Return what the build noted beside ``library``, or None if library and description are not both complete."""
     try:
         info = json.loads(note_file(library).read_text()) if library.is_file() else None
     except (OSError, ValueError, RecursionError):
@@ -150,7 +150,7 @@ def description(library: Path) -> dict | None:
 
 
 def sha256(path: Path) -> str:
-    """Hash of a file's content; 3 MB take 2 to 8 ms, 50 MB of CUDA kernels 30 to 120 ms, by the processor."""
+    """Hash a file's content; 3 MB take 2 to 8 ms and 50 MB of CUDA kernels 30 to 120 ms, depending on the processor."""
     digest = hashlib.sha256()
     with path.open("rb") as handle:
         while chunk := handle.read(_CHUNK):
@@ -159,10 +159,10 @@ def sha256(path: Path) -> str:
 
 
 def why_damaged(library: Path) -> str | None:
-    """Why ``library`` must not be loaded: a part of it is missing or changed, which would end the process. Or None.
+    """Return why ``library`` must not be loaded, or None. If a part is missing or changed, loading would crash.
 
     Raises:
-        OSError: it cannot be read.
+        OSError: the library cannot be read.
     """
     info = description(library)
     if info is None:
@@ -178,9 +178,9 @@ def why_damaged(library: Path) -> str | None:
 
 @contextlib.contextmanager
 def workshop() -> Iterator[tuple[Path, Path]]:
-    """A scratch folder for one build, and the folder of objects on the same disk, where they stay for the next build.
+    """Make a scratch folder for one build; yield it and the folder of objects on the same disk, which the builds share.
 
-    Where the cache cannot be used, both are gone afterwards: then a build that is broken off begins anew.
+    If the cache cannot be used, both folders are removed at the end, and a build that is broken off has to begin anew.
     """
     with contextlib.ExitStack() as stack:
         try:
@@ -196,7 +196,7 @@ def workshop() -> Iterator[tuple[Path, Path]]:
 
 
 def used(path: Path) -> None:
-    """Note that ``path`` is of use, so that :func:`clean` keeps it; a cache that cannot be written needs no note."""
+    """Note that ``path`` was used, so that :func:`clean` keeps it; a cache that cannot be written needs no note."""
     with contextlib.suppress(OSError):
         os.utime(path)
 
@@ -213,11 +213,11 @@ def clean() -> None:
             if note.stat().st_mtime < oldest:
                 shutil.rmtree(note.parent)
     except (BuildError, OSError):
-        return  # another process cleans, or the cache is not ours to clean: the next build tries again
+        return  # another process cleans, or this user may not clean the cache; the next build tries again
 
 
 def keep_log(name: str, text: str) -> Path:
-    """Write a build's whole output where the user finds it; returns the file."""
+    """Write a build's whole output where the user can find it; return the file."""
     try:
         make_folder(root())
         path = root() / f"{name}.log"

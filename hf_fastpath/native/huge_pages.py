@@ -1,4 +1,4 @@
-"""Memory in pages of 2 MB: a stream of weights misses fewer address translations. Linux gives them to who asks."""
+"""Memory in pages of 2 MB, so that reading weights misses fewer address translations; Linux gives them on request."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch
 from ..registry import PLAIN_TENSORS
 
 PAGE_BYTES = 2 << 20
-#: advice for ``madvise``, as in Linux' ``mman-common.h``
+#: the advice of ``madvise``, as in Linux' ``mman-common.h``
 _HUGE_PAGE, _COLLAPSE = 14, 25
 
 
@@ -22,13 +22,13 @@ def _libc() -> ctypes.CDLL | None:
 
 
 def _madvise(address: int, num_bytes: int, advice: int) -> bool:
-    """Whether the kernel took the advice."""
+    """Give advice about memory to the Linux kernel; return whether the kernel took it."""
     libc = _libc()
     return libc is not None and libc.madvise(ctypes.c_void_p(address), ctypes.c_size_t(num_bytes), advice) == 0
 
 
 def _advise(tensor: torch.Tensor, advice: int) -> int:
-    """Bytes of whole pages inside the tensor's storage that the kernel took the advice for."""
+    """Return the bytes of whole pages in the tensor's storage for which the Linux kernel took the advice."""
     storage = tensor.untyped_storage()
     first = -(-storage.data_ptr() // PAGE_BYTES) * PAGE_BYTES
     end = (storage.data_ptr() + storage.nbytes()) // PAGE_BYTES * PAGE_BYTES
@@ -36,15 +36,15 @@ def _advise(tensor: torch.Tensor, advice: int) -> int:
 
 
 def ask_for(tensor: torch.Tensor) -> None:
-    """Let a new tensor that nothing was written to yet come in huge pages, if it is in host memory."""
+    """Ask for huge pages for a new tensor in host memory; nothing may have been written to the tensor yet."""
     if tensor.device.type == "cpu":
         _advise(tensor, _HUGE_PAGE)
 
 
 def move_into(tensors: Iterable[torch.Tensor]) -> int:
-    """Move what ``tensors`` in host memory hold into huge pages, at the same addresses: 0.6 seconds a GB.
+    """Move the contents of ``tensors`` in host memory into huge pages at the same addresses; 1 GB takes 0.6 seconds.
 
-    Memory of files stays as it is, and so does all where the kernel has no free pages of that size.
+    Memory of files stays as it is; so does all memory if the Linux kernel has no free pages of that size.
 
     Returns:
         Bytes that lie in huge pages now.

@@ -1,7 +1,7 @@
-"""Finds, loads and, when asked to, builds the native libraries: prebuilt, cached build, build now, reference.
+"""Find, load and, if asked to, build the native libraries. Prebuilt comes first, then cache, build and references.
 
-``HF_FASTPATH_BUILD`` = ``auto`` (default: build what is missing at ``patch()``), ``never`` (use what is there),
-``force`` (build at ``patch()`` even if something is there). ``HF_FASTPATH_NATIVE=0`` loads nothing, so that every
+``HF_FASTPATH_BUILD`` is ``auto`` (the default: ``patch()`` builds what is missing), ``never`` (use only what is there)
+or ``force`` (``patch()`` builds even if something is there). With ``HF_FASTPATH_NATIVE=0`` nothing is loaded, and every
 op runs its PyTorch reference. ``HF_FASTPATH_TARGETS`` says which libraries may be built.
 """
 
@@ -47,17 +47,17 @@ class Status:
 
 
 def _without(device: str, detail: str, reason: str = NO_KERNELS[0]) -> Status:
-    """The state of a device that nothing serves; of an error's text the first line."""
+    """Return the status of a device that nothing serves, with the first line of an error's text."""
     return Status(device, "reference", (detail.strip().splitlines() or [""])[0], reason)
 
 
 _status = {device: _without(device, "not looked for yet") for device in build.TARGETS}
-#: builds that failed in this process, by the folder that they were for: not tried again
+#: builds that failed in this process, by their folder; they are not tried again
 _failed: dict[Path, str] = {}
 
 
 def status() -> dict[str, Status]:
-    """The present state of both devices."""
+    """Return the present status of both devices."""
     return dict(_status)
 
 
@@ -68,33 +68,33 @@ def is_native(device: str) -> bool:
 
 
 def why_not_native(device: str) -> str | None:
-    """The reason code for which no compiled kernels serve ``device`` ("cpu", "cuda", "mps", ...), or None."""
+    """Return the reason code for which no compiled kernels serve ``device`` ("cpu", "cuda", "mps", ...), or None."""
     return None if is_native(device) else _status.get(device, _unknown(device)).reason or NO_KERNELS[0]
 
 
 def cause(devices: Iterable[str]) -> str | None:
-    """One line on why there are no compiled kernels for one of ``devices``, or None if all have some."""
+    """Return a line on why one of ``devices`` has no compiled kernels, or None if all devices have some."""
     device = next((device for device in sorted(devices) if not is_native(device)), None)
     return device and f"no compiled kernels for {device}: {_status.get(device, _unknown(device)).detail}"
 
 
 def switched_off() -> bool:
-    """Whether the user asks for references: ``HF_FASTPATH_NATIVE=0``."""
+    """Whether the user asks for the references with ``HF_FASTPATH_NATIVE=0``."""
     return os.environ.get("HF_FASTPATH_NATIVE", "1") == "0"
 
 
 def cuda_archs() -> tuple[str, ...]:
-    """What the loaded CUDA library was compiled for, as ``build.build`` takes it; empty without a library."""
+    """Return what the loaded CUDA library was compiled for, as ``build.build`` takes it; empty without a library."""
     found = _status["cuda"]
     info = build.description(Path(found.detail)) if found.native else None
     return tuple((info or {}).get("cuda_archs", ()))
 
 
 def build_mode() -> str:
-    """Value of ``HF_FASTPATH_BUILD``.
+    """Return the value of ``HF_FASTPATH_BUILD``.
 
     Raises:
-        ValueError: it is none of auto, never, force.
+        ValueError: the value is none of auto, never, force.
     """
     mode = os.environ.get("HF_FASTPATH_BUILD", "auto")
     if mode not in BUILD_MODES:
@@ -103,12 +103,12 @@ def build_mode() -> str:
 
 
 def _unknown(device: str) -> Status:
-    """The state of a kind of device that the project has no kernels for."""
+    """Return the status of a kind of device that the project has no kernels for."""
     return _without(device, f"there are kernels for CPUs and NVIDIA GPUs, none for {device}", "unsupported_device")
 
 
 def _unusable(device: str) -> Status | None:
-    """Why no native library can serve ``device`` in this process, or None."""
+    """Return why no native library can serve ``device`` in this process, or None."""
     if switched_off():
         return _without(device, "HF_FASTPATH_NATIVE=0")
     if reason := toolchain.unsupported_platform(device):
@@ -122,15 +122,17 @@ def _unusable(device: str) -> Status | None:
 
 
 def _capabilities() -> list[tuple[int, int]]:
-    """Compute capabilities of the GPUs that this process sees."""
+    """Return the compute capabilities of the GPUs that this process sees."""
     if not torch.cuda.is_available():
         return []
     return [torch.cuda.get_device_capability(index) for index in range(torch.cuda.device_count())]
 
 
 def _covers(archs: Iterable[str], capability: tuple[int, int]) -> bool:
-    """Whether a library made for ``archs`` has code for a GPU: its own, or PTX (of the newest architecture, if it is a
-    generic one)."""
+    """Whether a library made for ``archs`` has code for a GPU.
+
+    The code may be the GPU's own, or PTX; a library has PTX of its newest architecture if that one is generic.
+    """
     major, minor = capability
     archs = tuple(archs)
     if any(f"{major}{minor}{suffix}" in archs for suffix in ("a", "f")):
@@ -141,7 +143,7 @@ def _covers(archs: Iterable[str], capability: tuple[int, int]) -> bool:
 
 
 def _wrong_gpu(device: str) -> Status | None:
-    """Why the library that came with the package cannot serve a GPU at hand, or None."""
+    """Return why the library that came with the package cannot serve one of the GPUs, or None."""
     path = _packaged(device) if device == "cuda" and build_mode() != "force" else None
     if path is None:
         return None
@@ -157,7 +159,7 @@ def _wrong_gpu(device: str) -> Status | None:
 
 
 def _load(device: str, source: str, path: Path) -> bool:
-    """Load the library at ``path`` if it is whole; the status says why if it cannot be loaded."""
+    """Load the library at ``path`` if it is whole; if it cannot be loaded, the status says why."""
     try:
         reason = build_cache.why_damaged(path)
         if reason is None:
@@ -169,7 +171,7 @@ def _load(device: str, source: str, path: Path) -> bool:
 
 
 def _packaged(device: str) -> Path | None:
-    """The library that came with the package, unless the sources beside it have moved on."""
+    """Return the library that came with the package, unless the sources beside it have changed since."""
     path = build.LIBRARY_DIR / build.library_name(device)
     info = build.description(path)
     if info is None:
@@ -177,11 +179,11 @@ def _packaged(device: str) -> Path | None:
     try:
         return path if info["sources"] == build.sources_hash(device) else None
     except build.BuildError:
-        return path  # installed without sources: there is nothing the library could be older than
+        return path  # there are no sources that could be newer than the library
 
 
 def load_existing() -> None:
-    """Load what came with the package. Called by ``import hf_fastpath``; never builds, never touches the GPU."""
+    """Load what came with the package. ``import hf_fastpath`` calls it; it never builds, and never touches the GPU."""
     for device in build.TARGETS:
         found = _unusable(device)
         if found is None and os.environ.get("HF_FASTPATH_BUILD") == "force":
@@ -195,17 +197,17 @@ def load_existing() -> None:
 
 
 def ensure(device: str, progress: Callable[[str], None] | None = print) -> Status:
-    """Make the native library of ``device`` available if that is possible; called by ``patch()``.
+    """Make the native library of ``device`` available if that is possible; ``patch()`` calls it.
 
     Args:
-        device: ``"cpu"`` or ``"cuda"``; others stay on the reference.
-        progress: receives a line when something is compiled; None: nothing is printed.
+        device: ``"cpu"`` or ``"cuda"``; any other device stays on the references.
+        progress: receives a line when something is compiled; with None, nothing is printed.
 
     Returns:
         What serves the device now.
 
     Raises:
-        ValueError: ``HF_FASTPATH_BUILD``, ``HF_FASTPATH_TARGETS`` or ``HF_FASTPATH_CUDA_ARCHS`` is off.
+        ValueError: ``HF_FASTPATH_BUILD``, ``HF_FASTPATH_TARGETS`` or ``HF_FASTPATH_CUDA_ARCHS`` has no valid value.
     """
     if device not in _status:
         return _unknown(device)
@@ -242,10 +244,10 @@ def _find_or_build(
     targets: tuple[str, ...] | None,
     progress: Callable[[str], None] | None,
 ) -> None:
-    """Load the library of ``directory`` in the build cache; if there is none that loads, build it if that is allowed.
+    """Load the library in ``directory`` of the build cache; if none loads, build one if that is allowed.
 
     Raises:
-        BuildError: it has to be built, and that fails.
+        BuildError: the library has to be built, and the build fails.
     """
     path = directory / build.library_name(device)
     if mode != "force" and _load_cached(device, path):
@@ -259,7 +261,7 @@ def _find_or_build(
     if directory in _failed:
         raise build.BuildError(_failed[directory])
     with build.locked(directory, progress):
-        # another process may have built it while this one waited
+        # another process may have built the library while this one waited
         if mode != "force" and _load_cached(device, path):
             return
         try:
@@ -271,10 +273,10 @@ def _find_or_build(
 
 
 def _load_cached(device: str, path: Path) -> bool:
-    """Load a library of the build cache if it is there, whole, and nobody else's.
+    """Load a library of the build cache if it is there, is whole, and belongs to nobody else.
 
     Raises:
-        BuildError: another user may have written it.
+        BuildError: another user may have written the library.
     """
     if build.description(path) is None:
         return False

@@ -1,8 +1,8 @@
-"""Lets a library that is linked on a new system load on older ones, where libdl, libpthread and librt stand apart.
+"""Make a library that is linked on a new system load on older ones, where libdl, libpthread and librt are separate.
 
-glibc 2.34 took these three into libc, under new versions of their functions. CUDA's static runtime calls them, so a
-library linked today would ask for 2.34. The linker is given stand-ins for the three with the functions' old versions,
-which newer systems keep; the library then names the three themselves. Never imports torch.
+glibc 2.34 moved these three into libc, with new versions of their functions. CUDA's static runtime calls the functions,
+so a library linked today would need 2.34. The linker gets stand-ins for the three libraries with the old versions of
+the functions, which newer systems keep; the library then names the three itself. This module never imports torch.
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ _FUNCTIONS = {
 
 
 def applies() -> bool:
-    """Whether this system's C library is one of those, with the versions that are known here."""
+    """Whether this system's C library is glibc on x86_64, whose old versions are listed here."""
     return platform.machine() == "x86_64" and platform.libc_ver()[0] == "glibc"
 
 
 def stand_ins(cxx: str, folder: Path) -> list[str]:
-    """Make the stand-ins in ``folder``; returns what the linker is given in front of other libraries.
+    """Make the stand-ins in ``folder``; return what the linker gets in front of other libraries.
 
     Raises:
         BuildError: the compiler fails.

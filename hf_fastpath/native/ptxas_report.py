@@ -1,4 +1,4 @@
-"""The table of what each CUDA kernel takes (registers, spills, shared memory), out of the compiler's own reports."""
+"""The table of resources of each CUDA kernel (registers, spills, shared memory), from the compiler's own reports."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ PTXAS_COLUMNS = ("source", "kernel", "arch", "registers", "spill_store_bytes", "
 
 
 def parse_ptxas(report: Path) -> list[dict[str, str]]:
-    """Rows of ``PTXAS_COLUMNS`` out of one ``-Xptxas -v`` report."""
+    """Return rows of ``PTXAS_COLUMNS`` from one ``-Xptxas -v`` report."""
     rows = []
     kernel = arch = ""
     spills = ("0", "0")
@@ -36,10 +36,10 @@ def parse_ptxas(report: Path) -> list[dict[str, str]]:
 
 
 def write_ptxas_report(directory: Path, path: Path) -> list[str]:
-    """Write the resource table of a CUDA build and compare its spills with the table that was there.
+    """Write the resource table of a CUDA build, and compare its spills with the table that was there.
 
     Returns:
-        One line for every kernel that spills more than before; empty when all is well.
+        One line for every kernel that spills more than before; empty if no kernel does.
     """
     rows = [row for report in sorted(directory.glob("*.ptxas")) for row in parse_ptxas(report)]
     rows.sort(key=lambda row: (row["source"], row["kernel"], row["arch"]))
@@ -47,7 +47,8 @@ def write_ptxas_report(directory: Path, path: Path) -> list[str]:
     if shutil.which("c++filt"):
         names = subprocess.run(["c++filt"], input="\n".join(names), capture_output=True, text=True).stdout.splitlines()
     for row, name in zip(rows, names):
-        name = re.sub(r"\([\w:]+\)(?=\d)", "", name.replace("(anonymous namespace)::", ""))  # enum template arguments
+        # enum template arguments lose their type
+        name = re.sub(r"\([\w:]+\)(?=\d)", "", name.replace("(anonymous namespace)::", ""))
         row["kernel"] = re.sub(r"\(.*", "", name).replace("void ", "")
     before = {}
     if path.is_file():

@@ -1,4 +1,4 @@
-"""What this machine can build and run: its platform, the installed torch, compilers, GPUs. Never imports torch."""
+"""What this machine can build and run: its platform, installed torch, compilers and GPUs; torch is never imported."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 TARGETS = ("cpu", "cuda")
-#: what a wheel carries; a local build takes the architectures of the GPUs at hand
+#: architectures of a wheel; a local build takes the architectures of the GPUs at hand
 WHEEL_CUDA_ARCHS = ("80", "86", "89", "90a", "100", "120")
 #: the oldest compute capability that the CUDA kernels are written for
 MIN_CUDA_CAPABILITY = (8, 0)
@@ -32,12 +32,12 @@ _ASK_SECONDS = 60
 
 
 class BuildError(RuntimeError):
-    """A native library could not be built; one line that says what is missing or what the compiler said first."""
+    """A native library could not be built; the message is one line: what is missing, or the compiler's first error."""
 
 
 @dataclass(frozen=True)
 class Toolchain:
-    """Compilers and torch headers a build uses; ``cxx`` and ``nvcc`` are shell words."""
+    """The compilers and torch headers that a build uses; ``cxx`` and ``nvcc`` are shell words."""
 
     cxx: str
     torch_dir: Path
@@ -48,7 +48,7 @@ class Toolchain:
 
 
 def unsupported_platform(target: str) -> str | None:
-    """Why no kernels of ``target`` exist for this operating system and processor, or None if they do."""
+    """Return why there are no kernels of ``target`` for this operating system and processor; None if there are."""
     system, machine = platform.system(), platform.machine().lower()
     machines = _X86_64 if target == "cpu" else _X86_64 + _AARCH64
     name = target.upper()
@@ -63,13 +63,13 @@ def unsupported_platform(target: str) -> str | None:
 
 
 def find_torch() -> Path:
-    """Folder of the installed torch, found without importing it.
+    """Return the folder of the installed torch, found without importing torch.
 
-    pip's isolated build hides the environment's packages from ``import``; they are still on disk where
-    ``sysconfig`` and ``site`` say, so torch is never installed a second time for the build.
+    pip's isolated build hides the environment's packages from ``import``. The packages are still on disk, in folders
+    that ``sysconfig`` and ``site`` name, so torch is never installed a second time for the build.
 
     Raises:
-        BuildError: no torch.
+        BuildError: torch is not installed.
     """
     folders: list[str] = []
     with contextlib.suppress(ImportError, ValueError):
@@ -86,7 +86,7 @@ def find_torch() -> Path:
 
 
 def torch_facts(torch_dir: Path) -> dict[str, str | None]:
-    """``__version__``, ``cuda`` and ``hip`` out of torch/version.py; what it does not say is None."""
+    """Return ``__version__``, ``cuda`` and ``hip`` of torch/version.py, None for what is not there."""
     facts: dict[str, str | None] = dict.fromkeys(("__version__", "cuda", "hip"))
     for line in (torch_dir / "version.py").read_text(errors="replace").splitlines():
         match = re.match(r"(__version__|cuda|hip)\b[^=]*=\s*(.+)", line)
@@ -100,7 +100,7 @@ def torch_facts(torch_dir: Path) -> dict[str, str | None]:
 
 
 def find_nvcc() -> str | None:
-    """Path of nvcc: CUDA_HOME, then PATH, then the usual folder."""
+    """Return the path of nvcc: from CUDA_HOME, then from PATH, then from the usual folder; or None."""
     homes = [os.environ[name] for name in ("CUDA_HOME", "CUDA_PATH") if os.environ.get(name)]
     candidates = [os.path.join(home, "bin", "nvcc") for home in homes]
     candidates += [shutil.which("nvcc") or "", "/usr/local/cuda/bin/nvcc"]
@@ -108,7 +108,7 @@ def find_nvcc() -> str | None:
 
 
 def _words(name: str, command: str) -> list[str]:
-    """A compiler as it stands in an environment variable: a path, spaces included, or a command with arguments."""
+    """Split a compiler in an environment variable: a path, which may have spaces, or a command with arguments."""
     if os.path.isfile(command):
         return [command]
     try:
@@ -118,10 +118,10 @@ def _words(name: str, command: str) -> list[str]:
 
 
 def find_toolchain(target: str) -> Toolchain:
-    """Compilers for ``target``.
+    """Find the compilers for ``target``.
 
     Raises:
-        BuildError: names what is missing.
+        BuildError: the message names what is missing.
     """
     cxx = os.environ.get("CXX", "").strip() or shutil.which("g++") or shutil.which("clang++")
     if not cxx:
@@ -133,10 +133,10 @@ def find_toolchain(target: str) -> Toolchain:
 
 
 def version(command: str) -> str:
-    """What a compiler says of its version.
+    """Return what a compiler says about its version.
 
     Raises:
-        BuildError: it does not run.
+        BuildError: the compiler does not run.
     """
     asked = [*shlex.split(command), "--version"]
     try:
@@ -155,16 +155,18 @@ def version(command: str) -> str:
 
 
 def shared_cxx_library(cxx: str) -> list[str]:
-    """What links GCC's shared C++ library, if the compiler knows one. Where a system lacks the file that ``-lstdc++``
-    means, the linker takes the static library, and the first error's text ends the process: the streams of two C++
-    libraries in one process do not know each other's locales."""
+    """Return the flags that link GCC's shared C++ library, if the compiler knows one.
+
+    If a system lacks the file that ``-lstdc++`` means, the linker takes the static library. Then the text of the first
+    error ends the process, because the streams of two C++ libraries in a process do not know each other's locales.
+    """
     asked = [*shlex.split(cxx), "-print-file-name=libstdc++.so.6"]
     found = Path(subprocess.run(asked, capture_output=True, text=True, errors="replace").stdout.strip())
     return [f"-L{found.parent.resolve()}", f"-l:{found.name}"] if found.is_absolute() else []
 
 
 def cuda_home(nvcc: str) -> Path:
-    """The toolkit that nvcc belongs to; nvcc may be a script or a link that lies elsewhere."""
+    """Return the toolkit that nvcc belongs to; nvcc may be a script or a link in another folder."""
     asked = [*shlex.split(nvcc), "--dryrun", "-c", "x.cu"]
     for line in subprocess.run(asked, capture_output=True, text=True, errors="replace").stderr.splitlines():
         if match := re.match(r"#\$ TOP=(.*)", line):
@@ -173,7 +175,7 @@ def cuda_home(nvcc: str) -> Path:
 
 
 def jobs(target: str) -> int:
-    """How many compilers to run side by side: one a core, fewer where memory is short. ``MAX_JOBS`` overrules it.
+    """Return how many compilers run side by side: one for each core, fewer if memory is short, or ``MAX_JOBS``.
 
     Raises:
         BuildError: MAX_JOBS is no whole number from 1 on.
@@ -189,11 +191,11 @@ def jobs(target: str) -> int:
 
 
 def _free_memory() -> int | None:
-    """Bytes that new processes may take, by the kernel and by the container's limit; None where nobody says."""
+    """Return the bytes that new processes may take by the kernel's and the container's limit; None if unknown."""
     found = []
     with contextlib.suppress(OSError, ValueError, AttributeError):
         found.append(int(re.search(r"MemAvailable:\s*(\d+)", Path("/proc/meminfo").read_text()).group(1)) * 1024)
-    with contextlib.suppress(OSError, ValueError):  # "max" where there is no limit
+    with contextlib.suppress(OSError, ValueError):  # the file holds "max" if there is no limit
         limit = int(Path("/sys/fs/cgroup/memory.max").read_text())
         found.append(limit - int(Path("/sys/fs/cgroup/memory.current").read_text()))
     return min(found) if found else None
@@ -203,10 +205,10 @@ def _free_memory() -> int | None:
 
 
 def wanted_targets() -> tuple[str, ...] | None:
-    """Value of ``HF_FASTPATH_TARGETS``: what to build, ``()`` for ``none``, or None if it is not set.
+    """Return the value of ``HF_FASTPATH_TARGETS``: what to build, ``()`` for ``none``, or None if it is not set.
 
     Raises:
-        ValueError: it is neither ``none`` nor some of cpu and cuda.
+        ValueError: the value is neither ``none`` nor some of cpu and cuda.
     """
     given = os.environ.get("HF_FASTPATH_TARGETS", "").replace(",", " ").split()
     if not given:
@@ -219,10 +221,10 @@ def wanted_targets() -> tuple[str, ...] | None:
 
 
 def wanted_cuda_archs() -> tuple[str, ...] | None:
-    """Value of ``HF_FASTPATH_CUDA_ARCHS``, ``all`` being those of a wheel; None if it is not set.
+    """Return the value of ``HF_FASTPATH_CUDA_ARCHS``, with a wheel's for ``all``; None if it is not set.
 
     Raises:
-        ValueError: it is neither ``all`` nor a list of architectures.
+        ValueError: the value is neither ``all`` nor a list of architectures.
     """
     given = os.environ.get("HF_FASTPATH_CUDA_ARCHS", "").replace(",", " ").split()
     if given == ["all"]:
@@ -233,18 +235,18 @@ def wanted_cuda_archs() -> tuple[str, ...] | None:
 
 
 def cuda_arch(major: int, minor: int) -> str:
-    """The architecture that serves GPUs of a compute capability best."""
+    """Return the architecture that serves GPUs of a compute capability best."""
     return "90a" if major == 9 else f"{major}{minor}"
 
 
 def cuda_archs_of(capabilities: Sequence[tuple[int, int]]) -> tuple[str, ...]:
-    """Architectures to build for these GPUs, the oldest first; those that the kernels do not serve are left out."""
+    """Return the architectures to build for these GPUs, the oldest first, without those that no kernel serves."""
     served = sorted({each for each in capabilities if each >= MIN_CUDA_CAPABILITY})
     return tuple(dict.fromkeys(cuda_arch(*each) for each in served))
 
 
 def gpu_capabilities() -> list[tuple[int, int]]:
-    """Compute capabilities of the GPUs at hand, as nvidia-smi says; empty where it says nothing."""
+    """Return the compute capabilities of the GPUs at hand, from nvidia-smi; empty if nvidia-smi names none."""
     asked = ["nvidia-smi", "--query-gpu=compute_cap", "--format=csv,noheader"]
     with contextlib.suppress(OSError, subprocess.TimeoutExpired):
         result = subprocess.run(asked, capture_output=True, text=True, errors="replace", timeout=_ASK_SECONDS)
@@ -256,11 +258,11 @@ def gpu_capabilities() -> list[tuple[int, int]]:
 
 
 def why_not(target: str) -> str | None:
-    """Why this machine could not run a library of ``target``, as far as can be told before a build; None if it could.
+    """Return why this machine could not run a library of ``target``, as far as is known before a build; or None.
 
     Raises:
         BuildError: torch is missing.
-        ValueError: an environment variable is off.
+        ValueError: an environment variable has no valid value.
     """
     if reason := unsupported_platform(target):
         return reason

@@ -1,7 +1,7 @@
 """The ops, one file each. ``hf_fastpath.ops.<name>(...)`` checks its arguments and calls the op.
 
-``torch.ops.hf_fastpath.<name>`` is the same op without the Python checks; it takes the numbers of :mod:`..choices`, not
-their names.
+``torch.ops.hf_fastpath.<name>`` is the same op without the Python checks; it takes the numbers of :mod:`..choices`
+instead of their names.
 """
 
 from .append_attention import SPEC as append_attention

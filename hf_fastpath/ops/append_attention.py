@@ -1,4 +1,4 @@
-"""Causal attention of many new tokens over a KV cache that holds them already."""
+"""Causal attention of many new tokens over a KV cache that already holds them."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from ..registry import OpSpec, Sample, nbytes, register, shape_reason, tensor_re
 from . import decode_attention
 from .kv_cache import cache_reasons, length_reasons, slot_positions
 
-#: more would not be a grid of the CUDA kernels
+#: a larger batch would not fit into a grid of the CUDA kernels
 MAX_BATCH = 65535
 
 
@@ -24,34 +24,34 @@ def reference(
     sinks: torch.Tensor | None = None,
     programmatic_launch: bool = False,
 ) -> torch.Tensor:
-    """``softmax(cap(scale * q @ K.T)) @ V`` over the visible positions of each row, where ``cap(s)`` is
+    """Compute ``softmax(cap(scale * q @ K.T)) @ V`` over the visible positions of each row; ``cap(s)`` is
     ``softcap * tanh(s / softcap)``.
 
     Token i of row b has position ``p = seq_lens[b] - query_len + i`` and sees the positions ``j`` with
     ``max(starts[b], p - window + 1) <= j <= p`` (no lower bound from the window if it is 0). Position j lies in
-    slot j. A token that sees nothing gives zeros. Slots that no token of the call sees are never used, whatever
+    slot j. A token that sees no position gives zeros. Slots that no token of the call sees are never used, whatever
     they hold.
 
     Args:
         q: [batch, query_len, num_heads, head_dim], head_dim even and at most 512.
         k_cache, v_cache: [batch, num_kv_heads, capacity, head_dim], contiguous, in q's dtype; num_kv_heads divides
             num_heads.
-        seq_lens: int32 [batch], tokens a row holds, the new ones included; at most capacity.
+        seq_lens: int32 [batch], tokens that a row holds, the new ones included; at most capacity.
         starts: int32 [batch], first visible position (left padding), or None for 0.
         scale: factor on the scores.
-        window: positions a token sees, itself included; 0 for all.
+        window: positions that a token sees, itself included; 0 for all.
         softcap: bound of the scores; 0 for none.
-        sinks: [num_heads] in q's dtype, or None: a score more for each head, which takes part in the softmax and
-            weighs nothing in the output.
+        sinks: [num_heads] in q's dtype, or None: one more score for each head, which takes part in the softmax and
+            adds nothing to the output.
         programmatic_launch: CUDA may read lengths and all but the newest query_len positions of the cache while the
-            kernel launched before on this stream still runs; only allowed where that kernel writes none of them. No
-            effect on the result.
+            kernel in front on this stream still runs. It is allowed only if that kernel writes none of them. The result
+            does not depend on it.
 
     Returns:
-        [batch, query_len, num_heads*head_dim] in q's dtype; softmax and sums in float32.
+        [batch, query_len, num_heads*head_dim] in q's dtype; softmax and accumulators are float32.
 
     Raises:
-        OpInputError: shapes, dtypes or devices that do not fit.
+        OpInputError: shapes, dtypes or devices do not fit.
 
     Source: transformers ``integrations/sdpa_attention.py@5.17``, with sinks ``eager_attention_forward`` of
     ``models/gpt_oss/modeling_gpt_oss.py@5.23``, with a cap that of ``models/gemma2/modeling_gemma2.py@5.23``; flash
@@ -155,6 +155,6 @@ SPEC = register(
         why_not=why_not,
         bytes=moved,
         samples=samples,
-        native=("cuda",),  # on a CPU products of PyTorch's libraries do it
+        native=("cuda",),  # on a CPU, matrix products of PyTorch's libraries compute it
     )
 )

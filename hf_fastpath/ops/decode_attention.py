@@ -1,4 +1,4 @@
-"""Causal attention of one to sixteen new tokens over the KV cache, split over the cache and merged in one kernel."""
+"""Causal attention of one to sixteen new tokens over the KV cache, split over positions and merged in one kernel."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from .kv_cache import (
     slot_positions,
 )
 
-#: sizes of a head: even ones up to here; kernels are made for 32 to 256 in steps of 8, portable ones take the others
+#: largest size of a head; sizes are even. Kernels exist for 32 to 256 in steps of 8; portable kernels take other sizes
 MAX_HEAD_DIM = 512
 MAX_QUERY_LEN = 16
 
@@ -42,45 +42,45 @@ def reference(
     v_scales: torch.Tensor | None = None,
     block_table: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """``softmax(scale * q @ K.T) @ V`` over the visible positions of each row.
+    """Compute ``softmax(scale * q @ K.T) @ V`` over the visible positions of each row.
 
     Token i of row b has position ``p = seq_lens[b] - query_len + i`` and sees the positions ``j`` with
     ``max(starts[b], p - window + 1) <= j <= p`` (no lower bound from the window if it is 0). Position j lies in
-    slot ``j mod capacity``. A token that sees nothing gives zeros. Slots that are not visible are never used,
+    slot ``j mod capacity``. A token that sees no position gives zeros. Slots that are not visible are never used,
     whatever they hold.
 
     Args:
         q: [batch, query_len, num_heads, head_dim], query_len 1 to 16, head_dim even and at most 512.
-        k_cache, v_cache: [batch, num_kv_heads, capacity, head_dim], contiguous, float32, float16 or bfloat16
-            whatever q's dtype, or int8 or float8_e4m3fn with scales; num_kv_heads divides num_heads.
-        seq_lens: int32 [batch], tokens a row holds, the new ones included; at most capacity, or any number when
+        k_cache, v_cache: [batch, num_kv_heads, capacity, head_dim], contiguous; float32, float16 or bfloat16, also if
+            q has another dtype, or int8 or float8_e4m3fn with scales. num_kv_heads divides num_heads.
+        seq_lens: int32 [batch], tokens that a row holds, the new ones included; at most capacity, or any number if
             window + query_len - 1 <= capacity.
         starts: int32 [batch], first visible position (left padding), or None for 0.
         scale: factor on the scores.
-        window: positions a token sees, itself included; 0 for all.
+        window: positions that a token sees, itself included; 0 for all.
         kv_table, layer: as in ``rope_append``.
-        workspace: uint8 from ``workspace_bytes`` on q's device, zeroed once by the caller; the CUDA kernel keeps
-            its partial results and counters there and leaves the counters zero. None: allocated by the call.
-            Two calls that may overlap in time need two workspaces. Ignored on the CPU.
+        workspace: uint8 [workspace_bytes(...)] on q's device, zeroed once by the caller; the CUDA kernel keeps its
+            partial results and counters there and leaves the counters zero. With None, the call allocates one. Two
+            calls that may run at the same time need two workspaces. The CPU ignores it.
         programmatic_launch: CUDA may read lengths, table and all but the newest query_len positions of the cache while
-            the kernel launched before on this stream still runs; only allowed where that kernel writes none of them. No
-            effect on the result.
-        sinks: [num_heads] in q's dtype, or None: a score more for each head, which takes part in the softmax and
-            weighs nothing in the output.
-        k_scales, v_scales: bfloat16 [batch, num_kv_heads, capacity], what quantized caches' quants are multiplied by;
-            None for others.
-        block_table: int32 [batch, pages a sequence], contiguous, or None. With it the caches are pages,
-            [pages, num_kv_heads, page_size, head_dim] of float32, float16 or bfloat16, page_size a power of two from
-            16 on: row b's slot s lies in page ``block_table[b, s // page_size]`` at ``s mod page_size``, and the
-            capacity is page_size times the table's columns. Entries of slots that no token sees may be anything that
-            is a page. Rows may share pages that no call writes.
+            the kernel in front on this stream still runs. It is allowed only if that kernel writes none of them. The
+            result does not depend on it.
+        sinks: [num_heads] in q's dtype, or None: one more score for each head, which takes part in the softmax and
+            adds nothing to the output.
+        k_scales, v_scales: bfloat16 [batch, num_kv_heads, capacity], the factors of a quantized cache's quants; None
+            for other caches.
+        block_table: int32 [batch, pages a sequence], contiguous, or None. With a table the caches are pages,
+            [pages, num_kv_heads, page_size, head_dim] of float32, float16 or bfloat16, and page_size is a power of two
+            from 16 on. Slot s of row b lies in page ``block_table[b, s // page_size]`` at ``s mod page_size``; the
+            capacity is page_size times the table's columns. An entry whose slots no token sees may name any page. Rows
+            may share pages that no call writes.
 
     Returns:
-        [batch, query_len, num_heads*head_dim] in q's dtype; softmax and sums in float32.
+        [batch, query_len, num_heads*head_dim] in q's dtype; softmax and accumulators are float32.
 
     Raises:
-        OpInputError: shapes, dtypes or devices that do not fit; on the CPU also lengths and pages that do not: on CUDA,
-            whose values nobody waits for, they give numbers without meaning.
+        OpInputError: shapes, dtypes or devices do not fit; on the CPU also if lengths or pages do not fit. On CUDA,
+            where nobody waits for their values, such lengths and pages give meaningless results.
 
     Source: transformers ``integrations/sdpa_attention.py@5.17``, with sinks ``eager_attention_forward`` of
     ``models/gpt_oss/modeling_gpt_oss.py@5.23``; flash decoding (split KV), arXiv:2205.14135.
@@ -106,7 +106,7 @@ def reference(
 def _with_sinks(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, visible: torch.Tensor, scale: float, sinks: torch.Tensor
 ) -> torch.Tensor:
-    """[batch, num_heads, query_len, head_dim] of a softmax that has the sinks beside the scores."""
+    """Return [batch, num_heads, query_len, head_dim] of a softmax over the scores and the sinks."""
     k, v = (each.repeat_interleave(q.shape[1] // each.shape[1], dim=1) for each in (k, v))
     scores = (q @ k.transpose(2, 3) * scale).masked_fill(~visible, -torch.inf)
     scores = torch.cat((scores, sinks.view(1, -1, 1, 1).expand(*scores.shape[:3], 1)), dim=-1)
@@ -117,7 +117,7 @@ def _with_sinks(
 def visible_slots(
     seq_lens: torch.Tensor, starts: torch.Tensor | None, query_len: int, capacity: int, window: int
 ) -> torch.Tensor:
-    """bool [batch, query_len, capacity]: the slots of the cache that each token sees."""
+    """Return bool [batch, query_len, capacity], the slots of the cache that each token sees."""
     held = slot_positions(seq_lens, capacity)[:, None]  # [batch, 1, capacity]
     query = positions(seq_lens, query_len)[:, :, None]  # [batch, query_len, 1]
     visible = (held >= 0) & (held <= query)
@@ -138,20 +138,20 @@ def fake(q):
 
 
 def workspace_bytes(batch: int, query_len: int, num_heads: int, head_dim: int) -> int:
-    """Size of the ``workspace`` that calls of at most this shape need, in bytes.
+    """Return the bytes of ``workspace`` that calls of at most this shape need.
 
-    For every query and head: MAX_SPLITS partial outputs of head_dim float32 with their maximum and sum, and one
+    Each query of each head has MAX_SPLITS partial outputs of head_dim float32 with their maximum and sum, and one
     32-bit counter.
     """
     return batch * query_len * num_heads * (MAX_SPLITS * (head_dim + 2) + 1) * 4
 
 
-#: most blocks the CUDA kernel spreads one KV head's cache over
+#: number of blocks at most over which the CUDA kernel spreads the cache of one KV head
 MAX_SPLITS = 64
 
 
 def query_reasons(q: torch.Tensor, k_cache: torch.Tensor, starts: torch.Tensor | None, window: int) -> list[str]:
-    """Reasons why queries, [batch, query_len, heads, head_dim], do not go with a cache, padding and a window."""
+    """Return reasons why queries, [batch, query_len, heads, head_dim], do not fit a cache, padding and a window."""
     batch, _, num_heads, head_dim = q.shape
     reasons = []
     if k_cache.dim() == 4 and (k_cache.shape[3] != head_dim or k_cache.shape[1] == 0 or num_heads % k_cache.shape[1]):
@@ -194,7 +194,7 @@ def why_not(
     reasons += query_reasons(q, k_cache, starts, window)
     if not reasons and kv_table is None:
         capacity = capacity_of(k_cache, block_table)
-        if not 0 < window <= capacity - query_len + 1:  # a ring would take any length
+        if not 0 < window <= capacity - query_len + 1:  # a ring takes any length
             reasons += length_reasons(seq_lens, capacity)
     if workspace is not None and workspace.device != q.device:
         reasons.append(f"workspace is on {workspace.device}, expected {q.device}: move it")
@@ -232,7 +232,7 @@ def samples(device: torch.device, dtype: torch.dtype):
         caches = [torch.randn(shape, device=device) for _ in range(2)]
         lens = torch.tensor(seq_lens, device=device, dtype=torch.int32)
         held = slot_positions(lens, capacity)
-        for cache in caches:  # whatever was never written must not matter
+        for cache in caches:  # slots that were never written must not matter
             cache[(held < 0)[:, None, :, None].expand(shape)] = float("nan")
         scales = (None, None)
         if is_quantized(kv or dtype):

@@ -23,7 +23,7 @@ from .qkv_rope_append import reference as qkv_rope_append
 from .rope_append import random_angles
 from .rope_append import why_not as rope_reasons
 
-#: what ``weights`` holds of every layer, in this order
+#: the tensors that ``weights`` holds for every layer, in this order
 LAYER_TENSORS = (
     "attention_norm_weight",
     "attention_norm_bias",
@@ -43,16 +43,16 @@ LAYER_TENSORS = (
     "down_weight",
     "down_bias",
 )
-#: what follows the layers in ``weights``
+#: the tensors that follow the layers in ``weights``
 OUTER_TENSORS = ("final_norm_weight", "final_norm_bias", "head_weight", "head_bias")
-_HEAD = OUTER_TENSORS.index("head_weight") - len(OUTER_TENSORS)  # its place from the end
+_HEAD = OUTER_TENSORS.index("head_weight") - len(OUTER_TENSORS)  # its index from the end
 #: weights that every model has
 _NEEDED = ("q_weight", "out_weight", "up_weight", "down_weight", "head_weight")
 
 
 @dataclass(frozen=True)
 class Sizes:
-    """Sizes of a model, as its first layer and its head have them; ``qkv_features`` counts all three projections."""
+    """Sizes of a model, taken from its first layer and its head; ``qkv_features`` counts all three projections."""
 
     layers: int
     hidden_size: int
@@ -63,14 +63,14 @@ class Sizes:
 
 
 def by_name(weights: Sequence[Any]) -> tuple[list[dict[str, Any]], dict[str, Any]]:
-    """``weights``, or what stands for them, as one dictionary for every layer, and one for what follows them."""
+    """Return ``weights``, or what stands for them, as one dictionary for every layer and one for what follows."""
     layers, size = len(weights) // len(LAYER_TENSORS), len(LAYER_TENSORS)
     named = [dict(zip(LAYER_TENSORS, weights[i * size : (i + 1) * size])) for i in range(layers)]
     return named, dict(zip(OUTER_TENSORS, weights[layers * size :]))
 
 
 def sizes(weights: Sequence[torch.Tensor], q_features: int, transposed: bool) -> Sizes:
-    """Sizes of the model that ``weights`` make up; 0 for one that no matrix tells."""
+    """Return the sizes of the model that ``weights`` make up; a size that no matrix tells is 0."""
     layers, outer = by_name(weights)
 
     def outputs(weight: torch.Tensor, transposed: bool = False) -> int:
@@ -107,38 +107,38 @@ def reference(
     workspace: torch.Tensor | None = None,
     programmatic_launch: bool = False,
 ) -> torch.Tensor:
-    """Layer by layer ``x += out(attention(norm(x)))`` and ``x += down(mlp(norm(x)))``, then ``head(norm(x))``.
+    """Compute ``x += out(attention(norm(x))); x += down(mlp(norm(x)))`` for each layer, then ``head(norm(x))``.
 
     Args:
         x: [batch, 1, hidden_size], embeddings of the new tokens; batch 1 to 16, on CUDA 1.
-        weights: for every layer the tensors named in ``LAYER_TENSORS``, then those of ``OUTER_TENSORS``; one that
-            the model lacks is an empty tensor. Layers are alike in what they have and in its shapes. Without
-            ``k_weight`` and ``v_weight``, ``q_weight`` holds all three projections one after the other. With
-            ``gate_weight`` the MLP is ``activation(gate) * up``, without biases; else ``activation(up)``.
+        weights: for every layer the tensors named in ``LAYER_TENSORS``, then those of ``OUTER_TENSORS``; a tensor that
+            the model lacks is empty. All layers have the same tensors in the same shapes. Without ``k_weight`` and
+            ``v_weight``, ``q_weight`` holds all three projections one after the other. With ``gate_weight`` the MLP is
+            ``activation(gate) * up``, without biases; else it is ``activation(up)``.
         k_caches, v_caches: [batch, num_kv_heads, capacity, head_dim] for every layer, as in ``qkv_rope_append``;
             written in place. A layer may have its own capacity.
         cos, sin: [batch or 1, 1, rotary_dim], rotary_dim even and at most head_dim; None: no rotation.
-        seq_lens: int32 [batch], tokens a sequence holds with the new one.
+        seq_lens: int32 [batch], tokens that a sequence holds with the new one.
         starts: int32 [batch], first visible position (left padding), or None for 0.
         num_heads: number of query heads.
         scale: factor on the scores.
-        windows: for every layer the positions a token sees, itself included; 0 for all.
+        windows: for every layer the positions that a token sees, itself included; 0 for all.
         norm: ``rms`` or ``layer``, of every norm.
         norm_eps: of every norm.
         activation: of the MLP; with a gate ``silu``, ``gelu_tanh`` or ``gelu``, else one that ``gemv`` takes.
-        transposed: the layers' matrices are stored [in_features, out_features] as ``Conv1D`` does; then ``q_weight``
-            holds all three projections and there is no gate. The head's is [vocab_size, hidden_size] always.
+        transposed: the layers' matrices are stored [in_features, out_features] as ``Conv1D`` does; ``q_weight`` then
+            holds all three projections and there is no gate. The head is always [vocab_size, hidden_size].
         kv_table: int64 [layers, 3], see ``rope_append``; replaces the addresses and capacities of the caches.
         workspace: see ``decode_attention``.
         programmatic_launch: CUDA may read weights, lengths, table and all but the newest position of the caches while
-            the kernel launched before on this stream still runs; only allowed where that kernel writes none of them. No
-            effect on the result.
+            the kernel in front on this stream still runs. It is allowed only if that kernel writes none of them. The
+            result does not depend on it.
 
     Returns:
         [batch, 1, vocab_size] logits in x's dtype.
 
     Raises:
-        OpInputError: shapes, dtypes or devices that do not fit, lists of wrong lengths, layers that are not alike.
+        OpInputError: shapes, dtypes, devices or lengths of lists do not fit, or layers are not alike.
 
     Source: transformers ``models/mistral/modeling_mistral.py@5.17``, ``MistralDecoderLayer``, ``MistralModel``;
     ``models/gpt2/modeling_gpt2.py@5.17``, ``GPT2Block``.
@@ -205,12 +205,12 @@ def why_not(
         found += attention_reasons(q, k_cache, v_cache, seq_lens, starts, window, kv_table, layer, workspace)
         reasons += [f"layer {layer}: {reason}" for reason in dict.fromkeys(found)]
         if found:
-            break  # the next layer's would be the same
+            break  # the reasons of the next layer would be the same
     return reasons
 
 
 def _count_reasons(weights, k_caches, v_caches, windows) -> list[str]:
-    """Reasons why the lists do not have the lengths that go together."""
+    """Return reasons why the lengths of the lists do not fit together."""
     layers = len(k_caches)
     if not layers:
         return ["k_caches is empty, expected one cache for every layer"]
@@ -236,7 +236,7 @@ def weight_reasons(
     activation: Activation,
     transposed: bool,
 ) -> list[str]:
-    """Reasons why the weights do not go together, up to the first layer that has one; ``x`` as in ``reference``."""
+    """Return reasons why the weights do not fit together, up to the first layer with one; ``x`` as in ``reference``."""
     layers, outer = by_name(weights)
     model = sizes(weights, num_heads * head_dim, transposed)
     present = {name for name, tensor in layers[0].items() if tensor.numel()}
@@ -281,12 +281,12 @@ def weight_reasons(
                 found.append(f"{name} is {'given' if tensor.numel() else 'empty'}, unlike the first layer's")
             reasons += [where + reason for reason in dict.fromkeys(found)]
         if reasons:
-            break  # the next layer's would be the same
+            break  # the reasons of the next layer would be the same
     return reasons
 
 
 def moved(x, weights, k_caches, cos, sin, seq_lens, starts, windows) -> int:
-    nothing = x.new_empty(x.shape[0], 1, 0, k_caches[0].shape[3])  # queries stay where they are made
+    nothing = x.new_empty(x.shape[0], 1, 0, k_caches[0].shape[3])  # queries count no bytes: they need not reach memory
     read = sum(
         attention_bytes(nothing, k_cache, seq_lens, starts, window) for k_cache, window in zip(k_caches, windows)
     )
@@ -361,7 +361,7 @@ def samples(device: torch.device, dtype: torch.dtype):
             programmatic_launch=programmatic_launch,
         )
 
-    # Mistral, the second layer with a ring; GPT-2; many heads to a KV head, and padding; plain MLPs
+    # Mistral whose second layer has a ring; GPT-2; many heads to a KV head, and padding; plain MLPs
     yield call(256, 4, 2, 64, 512, 501, 40, [64, 24], windows=[0, 16], rotary_dim=64)
     gpt2 = dict(norm=NormKind.LAYER, activation=Activation.GELU_TANH, gated=False, layout="conv1d", bias=True)
     yield call(256, 4, 4, 64, 1024, 503, 33, [33, 40], programmatic_launch=True, **gpt2)

@@ -1,4 +1,4 @@
-"""Sampling as an argmax: temperature, top-k, top-p and min-p, and a race of the tokens they keep."""
+"""Sampling as an argmax: temperature, top-k, top-p and min-p, and a race of the tokens that they keep."""
 
 from __future__ import annotations
 
@@ -10,26 +10,28 @@ from ..registry import FLOAT_DTYPES, OpSpec, Sample, nbytes, register, shape_rea
 def reference(
     logits: torch.Tensor, noise: torch.Tensor, settings: torch.Tensor, programmatic_launch: bool = False
 ) -> torch.Tensor:
-    """``exp(score - max(score)) / noise`` for the tokens that the warpers keep, and 0 for the others.
+    """Compute ``exp(score - max(score)) / noise`` for the tokens that the warpers keep, and 0 for the others.
 
-    With exponentially distributed noise, the argmax of a row is a sample of the softmax over the kept scores; with the
-    noise that ``torch.multinomial`` draws, it is the token that ``torch.multinomial`` gives.
+    If the noise is distributed exponentially, the argmax of a row is a sample of the softmax over the kept scores; if
+    it is the noise that ``torch.multinomial`` draws, the argmax is the token that ``torch.multinomial`` gives.
 
     Args:
         logits: [rows, vocab_size] float32, float16 or bfloat16; ``scores = logits.float() / temperature``.
         noise: float32 [rows, vocab_size].
-        settings: float64 [4], read on the device: ``temperature`` > 0; ``top_k``, the number of largest scores to keep
-            beside their equals, or 0 for all; ``top_p`` in [0, 1], the mass to keep, 1 for all (of equal scores those
-            of lower index go first); ``min_p`` in [0, 1], the probability to keep as a part of the largest, 0 for all.
-        programmatic_launch: CUDA may launch while the kernel before on this stream still runs. No effect on the result.
+        settings: float64 [4], read on the device: ``temperature`` > 0; ``top_k``, the number of largest scores to keep,
+            and all scores equal to the last of them, or 0 for all; ``top_p`` in [0, 1], the mass to keep, 1 for all (of
+            equal scores those of lower index go first); ``min_p`` in [0, 1], the least probability to keep as a share
+            of the largest, 0 for all.
+        programmatic_launch: CUDA may launch while the kernel in front on this stream still runs. The result does not
+            depend on it.
 
     Returns:
-        float32 [rows, vocab_size]; the largest of a row is positive and belongs to a kept token.
+        float32 [rows, vocab_size]; the largest value of a row is positive and belongs to a kept token.
 
     Raises:
-        OpInputError: shapes, dtypes or devices that do not fit.
-        RuntimeError: a row holds inf or NaN, or only -inf, so that softmax is undefined; an assertion on the device
-            on CUDA, as in ``torch.multinomial``.
+        OpInputError: shapes, dtypes or devices do not fit.
+        RuntimeError: a row holds inf or NaN, or only -inf, so that its softmax is undefined. On CUDA this is an
+            assertion on the device, as in ``torch.multinomial``.
 
     Source: transformers ``generation/logits_process.py@5.17``, ``TemperatureLogitsWarper``, ``TopKLogitsWarper``,
     ``TopPLogitsWarper``, ``MinPLogitsWarper``; PyTorch ``aten/src/ATen/native/Distributions.cpp``, ``multinomial``.

@@ -1,4 +1,4 @@
-"""The chosen experts of a mixture, for one to sixteen rows: only the weights of these experts are read."""
+"""The chosen experts of a mixture for one to sixteen rows; only the weights of these experts are read."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from .fused_swiglu import reference as gated
 from .gemv import rows_reason
 
 MAX_TOP_K = 32
-#: activations of a gate, by name: of one value, and the one that clamps gate and up
+#: activations of a gate: functions of one value, and the activation that clamps gate and up
 EXPERT_GATES = (*GATES, Activation.CLAMPED_SWIGLU)
 
 
@@ -30,33 +30,34 @@ def reference(
     alpha: float = 1.702,
     limit: float = 7.0,
 ) -> torch.Tensor:
-    """``sum over k of expert_weights[:, k] * expert(expert_ids[:, k], x) + residual``, where
+    """Compute ``sum over k of expert_weights[:, k] * expert(expert_ids[:, k], x) + residual``, with
     ``expert(e, x) = (activation(gate) * up) @ down_weight[e].T`` and ``gate | up = x @ gate_up_weight[e].T``.
 
     Args:
         x: [..., hidden_size], at most 16 rows in all.
-        expert_ids: int64 [rows, top_k], top_k 1 to 32, read on the device; an id outside of [0, num_experts)
-            adds nothing.
+        expert_ids: int64 [rows, top_k], top_k 1 to 32, read on the device; an id outside of [0, num_experts) adds
+            nothing.
         expert_weights: float32 [rows, top_k].
-        gate_up_weight: [num_experts, 2 * intermediate_size, hidden_size], of each expert gate then up, where the model
-            keeps them. Experts and rows may be strided; the last dimension is contiguous.
+        gate_up_weight: [num_experts, 2 * intermediate_size, hidden_size], the model's own tensor; each expert has gate,
+            then up. Experts and rows may be strided; the last dimension is contiguous.
         down_weight: [num_experts, hidden_size, intermediate_size], as ``gate_up_weight``.
         residual: [..., hidden_size] or None.
-        activation: ``silu``, ``gelu_tanh`` or ``gelu``; with ``transposed`` also ``clamped_swiglu``: of a gate that
-            is at most ``limit``, and up within ``limit`` of zero, ``gate * sigmoid(alpha * gate) * (up + 1)``.
-        programmatic_launch: CUDA may launch while the kernel before on this stream still runs; see ``gemv``. No effect
-            on the result.
-        gate_up_bias: [num_experts, 2 * intermediate_size], added to gate and up, or None; with ``transposed`` only.
-        down_bias: [num_experts, hidden_size], added to each expert's output before it is weighed; the same.
+        activation: ``silu``, ``gelu_tanh`` or ``gelu``; with ``transposed`` also ``clamped_swiglu``, which is
+            ``gate * sigmoid(alpha * gate) * (up + 1)`` with gate at most ``limit`` and up within ``limit`` of zero.
+        programmatic_launch: CUDA may launch while the kernel in front on this stream still runs; see ``gemv``. The
+            result does not depend on it.
+        gate_up_bias: [num_experts, 2 * intermediate_size], added to gate and up, or None; only with ``transposed``.
+        down_bias: [num_experts, hidden_size], added to each expert's output before it is weighted, or None; only with
+            ``transposed``.
         transposed: the weights are stored [num_experts, hidden_size, 2 * intermediate_size] and
-            [num_experts, intermediate_size, hidden_size], and gate and up features take turns: gate 0, up 0, gate 1.
+            [num_experts, intermediate_size, hidden_size], and gate and up features alternate: gate 0, up 0, gate 1.
         alpha, limit: of ``clamped_swiglu``; limit is positive.
 
     Returns:
-        [..., hidden_size] in x's dtype, contiguous. What an expert's activation gives is rounded to that dtype.
+        [..., hidden_size] in x's dtype, contiguous. The result of an expert's activation is rounded to that dtype.
 
     Raises:
-        OpInputError: shapes, dtypes or devices that do not fit, more than 16 rows, unknown activation.
+        OpInputError: shapes, dtypes or devices do not fit, there are more than 16 rows, or the activation is unknown.
 
     Source: transformers ``integrations/moe.py@5.23``, ``batched_mm_experts_forward``; transposed
     ``models/gpt_oss/modeling_gpt_oss.py@5.23``, ``GptOssExperts``.
@@ -80,12 +81,12 @@ def reference(
 
 
 def _products(x: torch.Tensor, weights: torch.Tensor, transposed: bool) -> torch.Tensor:
-    """[pairs, features]: each row of x times its own matrix."""
+    """Multiply each row of x by its own matrix: [pairs, features]."""
     return ((x.unsqueeze(1) @ weights) if transposed else (weights @ x.unsqueeze(-1)).mT).squeeze(1)
 
 
 def clamped(gate: torch.Tensor, up: torch.Tensor, alpha: float, limit: float) -> torch.Tensor:
-    """``gate * sigmoid(alpha * gate) * (up + 1)`` of values that ``limit`` bounds."""
+    """Compute ``gate * sigmoid(alpha * gate) * (up + 1)`` of values that ``limit`` bounds."""
     gate = gate.clamp(max=limit)
     return (up.clamp(min=-limit, max=limit) + 1) * (gate * torch.sigmoid(gate * alpha))
 
@@ -95,7 +96,7 @@ def fake(x):
 
 
 def _stack_reason(name: str, stack: torch.Tensor, expected: tuple[int, ...]) -> list[str]:
-    """A reason if ``stack`` is not a weight matrix for every expert, with contiguous rows."""
+    """Return a reason if ``stack`` is not a weight matrix for every expert, with contiguous rows."""
     if tuple(stack.shape) != expected:
         return shape_reason(name, stack, expected)
     return [] if stack.stride(2) == 1 else [f"{name} has strides {stack.stride()}: make its rows contiguous"]

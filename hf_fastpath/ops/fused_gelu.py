@@ -1,4 +1,4 @@
-"""GELU in one pass: one read and one write an element."""
+"""GELU in one pass: one read and one write for each element."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _CUBIC = 0.044715
 
 
 def reference(x: torch.Tensor, approximate: Approximation = Approximation.TANH) -> torch.Tensor:
-    """GELU of every element.
+    """Compute GELU of every element.
 
     ``tanh``: ``0.5 x (1 + tanh(sqrt(2/pi) (x + 0.044715 x^3)))``; ``none``: ``0.5 x (1 + erf(x / sqrt(2)))``.
 
@@ -27,7 +27,7 @@ def reference(x: torch.Tensor, approximate: Approximation = Approximation.TANH) 
         Tensor of x's shape and dtype, contiguous.
 
     Raises:
-        OpInputError: unknown approximation or dtype (through ``hf_fastpath.ops.fused_gelu``).
+        OpInputError: the approximation or dtype is unknown (through ``hf_fastpath.ops.fused_gelu``).
 
     Source: transformers ``activations.py@5.17``, ``NewGELUActivation`` and ``GELUActivation``; Hendrycks and
     Gimpel, arXiv:1606.08415.
@@ -47,7 +47,7 @@ def why_not(x: torch.Tensor, approximate: Approximation = Approximation.TANH) ->
 
 
 def gelu_grad(x: torch.Tensor, approximate: Approximation) -> torch.Tensor:
-    """Derivative of GELU at ``x``, in ``x``'s dtype."""
+    """Compute the derivative of GELU at ``x``, in ``x``'s dtype."""
     if approximate == Approximation.TANH:
         tanh = torch.tanh(_SQRT_2_OVER_PI * (x + _CUBIC * x * x * x))
         inner_grad = _SQRT_2_OVER_PI * (1.0 + 3.0 * _CUBIC * x * x)
@@ -63,7 +63,7 @@ def setup_context(ctx, inputs, output) -> None:
 
 def backward(ctx, grad: torch.Tensor):
     (x,) = ctx.saved_tensors
-    work = torch.promote_types(x.dtype, torch.float32)  # the derivative cancels near -0.75: half is not enough
+    work = torch.promote_types(x.dtype, torch.float32)  # terms of the derivative cancel near -0.75: half is too coarse
     return (grad.to(work) * gelu_grad(x.to(work), ctx.approximate)).to(x.dtype), None
 
 

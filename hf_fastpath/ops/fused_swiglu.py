@@ -1,4 +1,4 @@
-"""Gated activation ``act(gate) * up`` in one pass (SwiGLU, and the GELU-gated form)."""
+"""Gated activation ``act(gate) * up`` in one pass (SwiGLU, and gates with GELU)."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from ..choices import Activation, Approximation
 from ..registry import OpSpec, Sample, choice_reason, nbytes, register, shape_reason, tensor_reasons
 from .fused_gelu import gelu_grad
 
-#: gate activations by the name the ops use
+#: gate activations by the names that ops use
 GATES = (Activation.SILU, Activation.GELU_TANH, Activation.GELU)
 
 
 def activate(x: torch.Tensor, activation: Activation) -> torch.Tensor:
-    """``activation`` of every element with PyTorch's own functions; ``"none"`` returns ``x``."""
+    """Apply ``activation`` to every element with PyTorch's own functions; ``"none"`` returns ``x``."""
     if activation == Activation.NONE:
         return x
     if activation == Activation.RELU:
@@ -26,7 +26,7 @@ def activate(x: torch.Tensor, activation: Activation) -> torch.Tensor:
 
 
 def reference(gate: torch.Tensor, up: torch.Tensor, activation: Activation = Activation.SILU) -> torch.Tensor:
-    """``activation(gate) * up``, element by element.
+    """Compute ``activation(gate) * up``, element by element.
 
     Args:
         gate, up: float32, float16 or bfloat16, same shape, dtype and device; any strides.

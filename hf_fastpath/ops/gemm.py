@@ -1,4 +1,4 @@
-"""Linear layer for many rows: a matrix product whose half-precision weight is widened piece by piece."""
+"""Linear layer for many rows: a matrix product whose half-precision weight is converted to float32 piece by piece."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def reference(
     activation: Activation = Activation.NONE,
     transposed: bool = False,
 ) -> torch.Tensor:
-    """``activation(x @ weight.T + bias) + residual``.
+    """Compute ``activation(x @ weight.T + bias) + residual``.
 
     Args:
         x: [..., in_features], any number of rows.
@@ -30,12 +30,12 @@ def reference(
         transposed: layout of ``weight``.
 
     Returns:
-        [..., out_features] in x's dtype, contiguous. On CPUs without arithmetic in float16 or bfloat16 sums are
-        float32 and rounded once, after bias, activation and residual; where PyTorch multiplies these types faster
-        than float32, its product is rounded first.
+        [..., out_features] in x's dtype, contiguous. On CPUs without arithmetic in float16 or bfloat16, accumulators
+        are float32 and are rounded once, after bias, activation and residual. If PyTorch multiplies these types faster
+        than float32, the product is PyTorch's and is rounded before that.
 
     Raises:
-        OpInputError: shapes, dtypes or devices that do not fit, no features, unknown activation.
+        OpInputError: shapes, dtypes or devices do not fit, there are no features, or the activation is unknown.
 
     Source: ``torch.nn.Linear``; transformers ``pytorch_utils.py@5.17``, ``Conv1D``.
     """
@@ -89,6 +89,6 @@ SPEC = register(
         why_not=why_not,
         bytes=moved,
         samples=samples,
-        native=("cpu",),  # cuBLAS does on a GPU what kernels do here
+        native=("cpu",),  # on a GPU, cuBLAS does what this op's kernels do
     )
 )

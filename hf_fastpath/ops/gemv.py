@@ -12,7 +12,7 @@ from .fused_swiglu import GATES, activate
 from .norm import NORM_SCHEMA, NORMS, norm_reasons, normed
 
 MAX_ROWS = 16
-#: rows with weights that :func:`takes_wgmma` of
+#: rows that weights which pass :func:`takes_wgmma` can be multiplied with
 MAX_WGMMA_ROWS = 64
 ACTIVATIONS = (Activation.NONE, Activation.RELU, *GATES)
 
@@ -31,7 +31,7 @@ def reference(
     programmatic_launch: bool = False,
     next_weight: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """``activation(norm(x) @ weight.T + bias) + residual``.
+    """Compute ``activation(norm(x) @ weight.T + bias) + residual``.
 
     Args:
         x: [..., in_features], at most 16 rows in all; 64 on a GPU of compute capability 9.0, in float16 or bfloat16,
@@ -45,17 +45,17 @@ def reference(
         norm: ``none``, ``rms`` (as ``rms_norm``) or ``layer`` (as ``layer_norm``).
         norm_weight, norm_bias: [in_features] of the norm; ``rms`` takes a weight only.
         norm_eps: of the norm.
-        programmatic_launch: CUDA may read weight, bias and the norm's parameters while the kernel launched before on
-            this stream still runs. Only allowed where that kernel writes none of them, and none before it that may
-            still run. No effect on the result.
+        programmatic_launch: CUDA may read weight, bias and the norm's parameters while the kernel in front on this
+            stream still runs. It is allowed only if neither that kernel nor an earlier one that may still run writes
+            any of them. The result does not depend on it.
         next_weight: the matrix that the next kernel on this stream reads, of x's dtype and device, or None. While this
-            call ends CUDA may prefetch parts of it into L2. No effect on the result.
+            call ends, CUDA may prefetch parts of that matrix into the L2 cache. The result does not depend on it.
 
     Returns:
         [..., out_features] in x's dtype, contiguous; accumulated in float32 and rounded once.
 
     Raises:
-        OpInputError: shapes, dtypes or devices that do not fit, too many rows, unknown activation.
+        OpInputError: shapes, dtypes or devices do not fit, there are too many rows, or the activation is unknown.
 
     Source: ``torch.nn.Linear``; transformers ``pytorch_utils.py@5.17``, ``Conv1D``.
     """
@@ -75,7 +75,7 @@ def _has_tiles(device: torch.device) -> bool:
 
 
 def takes_wgmma(*weights: torch.Tensor | None) -> bool:
-    """Whether CUDA multiplies more than 16 rows with these weights, [out_features, in_features] each or None."""
+    """Whether CUDA has kernels for more than 16 rows with these weights, each [out_features, in_features] or None."""
     return all(
         weight is None
         or (
@@ -90,20 +90,20 @@ def takes_wgmma(*weights: torch.Tensor | None) -> bool:
 
 
 def rows_reason(x: torch.Tensor, most: int = MAX_ROWS) -> list[str]:
-    """A reason if ``x`` does not hold 1 to ``most`` rows."""
+    """Return a reason if ``x`` does not hold 1 to ``most`` rows."""
     rows = x.numel() // max(1, x.shape[-1]) if x.dim() else 0
     return [] if 1 <= rows <= most else [f"x has {rows} rows, expected 1 to {most}: use nn.Linear"]
 
 
 def most_rows(*weights: torch.Tensor | None, transposed: bool = False) -> int:
-    """Rows of x that the op takes with these weights."""
+    """Return the number of rows of x that the op takes with these weights."""
     return MAX_WGMMA_ROWS if not transposed and takes_wgmma(*weights) else MAX_ROWS
 
 
 def weight_reason(name: str, x: torch.Tensor, weight: torch.Tensor, transposed: bool = False) -> list[str]:
-    """A reason if ``weight`` is not a matrix over x's features with a contiguous last dimension."""
+    """Return a reason if ``weight`` is not a matrix over x's features with a contiguous last dimension."""
     if not x.dim():
-        return []  # rows_reason has said so
+        return []  # rows_reason gives the reason
     if weight.dim() != 2 or weight.shape[0 if transposed else 1] != x.shape[-1]:
         want = f"[{x.shape[-1]}, out]" if transposed else f"[out, {x.shape[-1]}]"
         return [f"{name} has shape {tuple(weight.shape)}, expected {want}"]
@@ -111,7 +111,7 @@ def weight_reason(name: str, x: torch.Tensor, weight: torch.Tensor, transposed: 
 
 
 def product_reasons(x, weight, bias, residual, activation: Activation, transposed: bool) -> list[str]:
-    """Reasons why these are no arguments of a linear layer, its activation and a residual."""
+    """Return reasons why these are no arguments of a linear layer, its activation and a residual."""
     reasons = weight_reason("weight", x, weight, transposed)
     if weight.dim() == 2:
         out_features = weight.shape[1 if transposed else 0]

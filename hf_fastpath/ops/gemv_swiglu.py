@@ -24,12 +24,11 @@ def reference(
     programmatic_launch: bool = False,
     next_weight: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """``activation(norm(x) @ gate_weight.T) * (norm(x) @ up_weight.T)``.
+    """Compute ``activation(norm(x) @ gate_weight.T) * (norm(x) @ up_weight.T)``.
 
     Args:
         x: [..., hidden_size], at most 16 rows in all, or 64 as in ``gemv``.
-        gate_weight, up_weight: [intermediate_size, hidden_size], the two ``nn.Linear`` weights where the model
-            keeps them.
+        gate_weight, up_weight: [intermediate_size, hidden_size], the weights of the model's two ``nn.Linear`` modules.
         activation: ``silu``, ``gelu_tanh`` or ``gelu``.
         norm, norm_weight, norm_bias, norm_eps, programmatic_launch, next_weight: as in ``gemv``.
 
@@ -37,7 +36,7 @@ def reference(
         [..., intermediate_size] in x's dtype, contiguous; rounded once.
 
     Raises:
-        OpInputError: shapes, dtypes or devices that do not fit, too many rows, unknown activation.
+        OpInputError: shapes, dtypes or devices do not fit, there are too many rows, or the activation is unknown.
 
     Source: transformers ``models/mistral/modeling_mistral.py@5.17``, ``MistralMLP``.
     """

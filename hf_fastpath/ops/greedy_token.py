@@ -1,4 +1,4 @@
-"""The end of a greedy step: choose the next tokens and make everything ready for their step, without the host."""
+"""The end of a greedy step: choose the next tokens and prepare the next step, without the host."""
 
 from __future__ import annotations
 
@@ -18,26 +18,27 @@ def reference(
     pad_token: torch.Tensor | None = None,
     programmatic_launch: bool = False,
 ) -> None:
-    """Choose ``argmax(logits)`` for every row, or the pad token where the row has finished.
+    """Choose ``argmax(logits)`` for every row, or the pad token for a row that has finished.
 
     Args:
-        logits: [batch, vocab_size] float32, float16 or bfloat16; the first of equal values wins, NaN is the largest.
-        unfinished: int64 [batch], 1 where a row goes on; set to 0 where the choice is an end token.
+        logits: [batch, vocab_size] float32, float16 or bfloat16; of equal values the first wins, and NaN is the
+            largest.
+        unfinished: int64 [batch], 1 for a row that goes on; set to 0 if the choice is an end token.
         tokens: int64 [batch, 1], receives the choice.
         positions: int64 [batch, 1], increased by one.
         seq_lens: int32 [batch], increased by one.
-        record: int64 [slots, 2, batch] on any device that this one can write to, such as pinned host memory; slot
+        record: int64 [slots, 2, batch] on any device that this device can write to, such as pinned host memory; slot
             ``seq_lens mod slots`` (after the increase) receives the choice and ``unfinished``.
         eos_tokens: int64 [count] end tokens, or None: rows never finish.
         pad_token: int64 with one element, needed with ``eos_tokens``.
-        programmatic_launch: CUDA may read all but ``logits`` while the kernel before on this stream still runs; only
-            allowed where that kernel writes none of it. No effect on the result.
+        programmatic_launch: CUDA may read all but ``logits`` while the kernel in front on this stream still runs. It is
+            allowed only if that kernel writes none of that. The result does not depend on it.
 
     Returns:
         Nothing.
 
     Raises:
-        OpInputError: shapes, dtypes or devices that do not fit.
+        OpInputError: shapes, dtypes or devices do not fit.
 
     Source: transformers ``generation/utils.py@5.17``, ``GenerationMixin._sample``; ``EosTokenCriteria``.
     """

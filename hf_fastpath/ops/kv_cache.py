@@ -1,5 +1,5 @@
-"""What the two ops that touch the KV cache share: where a position lives, quantized keys and values, and the table of
-cache addresses."""
+"""Shared by the ops that touch the KV cache: where a position lies, quantized keys and values, and the table of cache
+addresses."""
 
 from __future__ import annotations
 
@@ -10,28 +10,30 @@ import torch
 
 from ..registry import FLOAT_DTYPES, in_host_memory
 
-#: columns of a ``kv_table`` row: address of K, address of V, capacity in positions; of quantized caches also the
+#: columns of a row of a ``kv_table``: address of K, address of V, capacity in positions; for quantized caches also the
 #: addresses of their scales
 KV_TABLE_COLUMNS, QUANTIZED_TABLE_COLUMNS = 3, 5
-#: the same of a cache in pages: address of K, address of V, positions a row has pages for, address of the block table
+#: the same for a cache in pages: address of K, address of V, positions that a row has pages for, address of the block
+#: table
 PAGED_TABLE_COLUMNS = 4
-#: positions of a page: powers of two; fewer would cut the tiles that kernels read
+#: positions of a page, a power of two; smaller pages would cut the tiles that kernels read
 MIN_PAGE_SIZE, MAX_PAGE_SIZE = 16, 4096
-#: storage of quantized keys and values -> the largest quant; ``quant * scale`` is the value
+#: storage type of quantized keys and values -> the largest quant; a value is ``quant * scale``
 LARGEST_QUANT = {torch.int8: 127.0, torch.float8_e4m3fn: 448.0}
-#: of the scales, one a head and token: as wide in range as float32, so that no head is too large or too small
+#: type of the scales, one for each head and token: it has the range of float32, so no head is too large or too small
 SCALE_DTYPE = torch.bfloat16
 
 
 @dataclass(frozen=True)
 class KVCache:
-    """Keys and values of one layer as the ops take them: tensors, or what stands for them in a recorded step.
+    """Keys and values of one layer as the ops take them, as tensors or as registers of a recorded step.
 
     Attributes:
         k, v: [batch, kv_heads, capacity, head_dim], or with a block table [pages, kv_heads, page_size, head_dim].
-        k_scales, v_scales: of quantized ones, bfloat16 [batch, kv_heads, capacity]; or None.
+        k_scales, v_scales: scales of a quantized cache, bfloat16 [batch, kv_heads, capacity]; or None.
         block_table: int32 [batch, pages of a sequence], or None.
-        table, layer: ``kv_table`` of addresses, which then count, and the row in it; see ``ops.rope_append``.
+        table, layer: a ``kv_table``, whose addresses replace those of the tensors, and a row of it; see
+            ``ops.rope_append``.
     """
 
     k: Any
@@ -57,7 +59,7 @@ class KVCache:
         return self.block_table is not None
 
     def names(self) -> tuple[str, ...]:
-        """Of its buffers, those that are there."""
+        """Return the names of the buffers that the cache has."""
         return tuple(
             name for name in ("k", "v", "k_scales", "v_scales", "block_table") if getattr(self, name) is not None
         )
@@ -69,23 +71,23 @@ def is_quantized(dtype: torch.dtype) -> bool:
 
 
 def quantized(states: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-    """Quants and scales of keys or values.
+    """Quantize keys or values.
 
-    A head's scale is its largest magnitude over ``LARGEST_QUANT``, rounded up to bfloat16, so that no quant is clipped;
-    quants are rounded to the nearest, ties to even. A head of zeros has scale 0; one with an infinity or a NaN has
-    scale NaN, and so is NaN throughout.
+    A head's scale is its largest magnitude divided by ``LARGEST_QUANT``, rounded up to bfloat16, so that no quant is
+    clipped; quants are rounded to the nearest, ties to even. A head of zeros has scale 0; a head with an infinity or a
+    NaN has scale NaN, and so is NaN throughout.
 
     Args:
         states: [..., head_dim], floating.
         dtype: a key of ``LARGEST_QUANT``.
 
     Returns:
-        [..., head_dim] in ``dtype``, and [...] in bfloat16.
+        Quants [..., head_dim] in ``dtype``, and scales [...] in bfloat16.
     """
     most = LARGEST_QUANT[dtype]
     wide = states if states.dtype == torch.float64 else states.float()
     largest = wide.abs().amax(-1)
-    # A tensor: on CUDA, PyTorch multiplies by a number's reciprocal, which is not always the quotient.
+    # The divisor is a tensor because on CUDA, PyTorch multiplies by a number's reciprocal, which may round differently.
     step = (largest.float() / largest.new_full((), most, dtype=torch.float32)).view(torch.int32)
     scales = torch.where(largest.isfinite(), ((step + 0xFFFF) & -0x10000).view(torch.float32), torch.nan)
     return _quants(wide, scales, dtype), scales.to(SCALE_DTYPE)
@@ -98,10 +100,10 @@ def _quants(wide: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype) -> tor
 
 
 def requantized(states: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-    """As :func:`quantized`; of a head that quants stood for, such as stand for exactly the same.
+    """Quantize as :func:`quantized`; a head that came from quants gets quants that stand for exactly the same values.
 
-    A head's largest quant may be less than ``LARGEST_QUANT``, and the states were rounded: the scale that they came
-    from is then a few steps from the one that is computed.
+    The largest quant of a head may be less than ``LARGEST_QUANT``, and the states were rounded. The scale that they
+    came from is then a few steps of bfloat16 away from the scale that is computed.
     """
     quants, scales = quantized(states, dtype)
     wide = states if states.dtype == torch.float64 else states.float()
@@ -118,13 +120,13 @@ def requantized(states: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor,
 
 
 def dequantized(quants: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """``quants * scales``, [..., head_dim] in ``dtype``, rounded once."""
+    """Return ``quants * scales``, [..., head_dim] in ``dtype``, rounded once."""
     wide = torch.float64 if dtype == torch.float64 else torch.float32
     return quants.to(wide).mul_(scales.to(wide)[..., None]).to(dtype)
 
 
 def refuse_kv_table(kv_table: torch.Tensor | None) -> None:
-    """The PyTorch references cannot follow addresses.
+    """Refuse a ``kv_table``: the PyTorch references cannot follow addresses.
 
     Raises:
         NotImplementedError: a ``kv_table`` was given and no native library implements the op here.
@@ -134,33 +136,33 @@ def refuse_kv_table(kv_table: torch.Tensor | None) -> None:
 
 
 def position_bytes(cache: torch.Tensor) -> int:
-    """What a head of one position takes in a cache, with its scale."""
+    """Return the bytes of one head and position in a cache, with its scale."""
     return cache.shape[3] * cache.element_size() + is_quantized(cache.dtype) * SCALE_DTYPE.itemsize
 
 
 def positions(seq_lens: torch.Tensor, query_len: int) -> torch.Tensor:
-    """[batch, query_len] positions of the newest ``query_len`` tokens of sequences ``seq_lens`` long."""
+    """Return [batch, query_len] positions of the newest ``query_len`` tokens of sequences ``seq_lens`` long."""
     steps = torch.arange(query_len, device=seq_lens.device, dtype=torch.long)
     return seq_lens.long()[:, None] - query_len + steps
 
 
 def slot_positions(seq_lens: torch.Tensor, capacity: int) -> torch.Tensor:
-    """[batch, capacity] the newest position each ring slot holds; negative where none was written yet."""
+    """Return [batch, capacity], the newest position that each ring slot holds; negative if nothing was written."""
     last = seq_lens.long()[:, None] - 1
     slots = torch.arange(capacity, device=seq_lens.device, dtype=torch.long)
     return last - torch.remainder(last - slots, capacity)
 
 
 def is_page_size(number: int) -> bool:
-    """Whether pages may hold so many positions."""
+    """Whether a page may hold so many positions."""
     return MIN_PAGE_SIZE <= number <= MAX_PAGE_SIZE and number & (number - 1) == 0
 
 
 def gathered(cache: torch.Tensor, block_table: torch.Tensor | None) -> torch.Tensor:
-    """The cache that pages stand for: [batch, num_kv_heads, capacity, head_dim].
+    """Gather pages into the cache that they stand for: [batch, num_kv_heads, capacity, head_dim].
 
     Args:
-        cache: [pages, num_kv_heads, page_size, head_dim]; itself the result where there is no table.
+        cache: [pages, num_kv_heads, page_size, head_dim]; without a table, the cache itself is the result.
         block_table: int32 [batch, pages a sequence], or None.
     """
     if block_table is None:
@@ -169,8 +171,13 @@ def gathered(cache: torch.Tensor, block_table: torch.Tensor | None) -> torch.Ten
 
 
 def in_pages(caches: list[torch.Tensor], page_size: int) -> tuple[torch.Tensor, ...]:
-    """A block table for caches [batch, num_kv_heads, capacity, head_dim], capacity a multiple of ``page_size``, and
-    their pages, in no order: what :func:`gathered` undoes. For samples and tests."""
+    """Put caches [batch, num_kv_heads, capacity, head_dim] into pages in random order; :func:`gathered` undoes it.
+
+    Samples and tests use it. The capacity is a multiple of ``page_size``.
+
+    Returns:
+        The block table, and the pages of each cache.
+    """
     batch, heads, capacity, head_dim = caches[0].shape
     columns = capacity // page_size
     order = torch.randperm(batch * columns)
@@ -183,7 +190,7 @@ def in_pages(caches: list[torch.Tensor], page_size: int) -> tuple[torch.Tensor, 
 
 
 def capacity_of(cache: torch.Tensor, block_table: torch.Tensor | None) -> int:
-    """Positions a sequence has slots for; of a cache in pages, entries for."""
+    """Return the positions that a sequence has slots for; in a cache with pages, that it has entries for."""
     return cache.shape[2] * (1 if block_table is None else block_table.shape[1])
 
 
@@ -203,7 +210,7 @@ def _block_table_reasons(k_cache, block_table, batch: int) -> list[str]:
 
 
 def length_reasons(seq_lens: torch.Tensor, most: int | None = None) -> list[str]:
-    """A reason if host memory holds lengths, int32 [batch], below 0 or above ``most``."""
+    """Return a reason if host memory holds lengths, int32 [batch], below 0 or above ``most``."""
     if not seq_lens.numel() or not in_host_memory(seq_lens):
         return []
     lowest, highest = (int(length) for length in seq_lens.aminmax())
@@ -234,7 +241,7 @@ def cache_reasons(
     v_scales=None,
     block_table=None,
 ) -> list[str]:
-    """Reasons why the cache arguments do not fit a batch on ``device``."""
+    """Return reasons why the cache arguments do not fit a batch on ``device``."""
     reasons = []
     if block_table is not None:
         reasons += _block_table_reasons(k_cache, block_table, batch)
@@ -272,7 +279,7 @@ def cache_reasons(
 
 
 def table_columns(dtype: torch.dtype, paged: bool = False) -> int:
-    """Columns of a ``kv_table`` of caches of this dtype, in pages or not."""
+    """Return the number of columns of a ``kv_table`` for caches of this dtype, with pages or without."""
     if paged:
         return PAGED_TABLE_COLUMNS
     return QUANTIZED_TABLE_COLUMNS if is_quantized(dtype) else KV_TABLE_COLUMNS

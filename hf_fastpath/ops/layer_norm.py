@@ -8,7 +8,7 @@ from ..registry import OpSpec, Sample, nbytes, register, shape_reason, tensor_re
 
 
 def reference(x: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor | None, eps: float) -> torch.Tensor:
-    """``(x - mean) / sqrt(var + eps) * weight + bias`` over the last dimension (biased variance).
+    """Compute ``(x - mean) / sqrt(var + eps) * weight + bias`` over the last dimension (biased variance).
 
     Args:
         x: [..., hidden_size], any strides.
@@ -19,7 +19,7 @@ def reference(x: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor |
         Tensor of x's shape and dtype, contiguous. Statistics and product are float32.
 
     Raises:
-        OpInputError: shapes, dtypes or devices that do not fit.
+        OpInputError: shapes, dtypes or devices do not fit.
 
     Source: ``torch.nn.LayerNorm``; arXiv:1607.06450.
     """

@@ -1,4 +1,4 @@
-"""The norm that the gemv ops can apply to their input, and what they share about programmatic launches."""
+"""The norm that the gemv ops can apply to their input."""
 
 from __future__ import annotations
 
@@ -10,21 +10,21 @@ from .layer_norm import reference as layer_norm
 from .rms_norm import reference as rms_norm
 
 NORMS = tuple(NormKind)
-#: schema of the arguments every op with a norm in front ends in
+#: the last arguments in the schema of every op with a norm in front
 NORM_SCHEMA = "int norm=0, Tensor? norm_weight=None, Tensor? norm_bias=None, float norm_eps=0.0"
 
 
 def normed(
     x: torch.Tensor, norm: NormKind, weight: torch.Tensor | None, bias: torch.Tensor | None, eps: float
 ) -> torch.Tensor:
-    """``x`` after the norm called ``norm``."""
+    """Apply the norm of kind ``norm`` to ``x``."""
     if norm == NormKind.RMS and weight is not None:
         return rms_norm(x, weight, eps)
     return layer_norm(x, weight, bias, eps) if norm == NormKind.LAYER else x
 
 
 def norm_reasons(x: torch.Tensor, norm: NormKind, weight: torch.Tensor | None, bias: torch.Tensor | None) -> list[str]:
-    """Reasons why the norm's arguments do not fit ``x``."""
+    """Return reasons why the norm's arguments do not fit ``x``."""
     features = tuple(x.shape[-1:])
     reasons = choice_reason("norm", norm, NORMS) + tensor_reasons(x, norm_weight=weight, norm_bias=bias)
     reasons += shape_reason("norm_weight", weight, features) + shape_reason("norm_bias", bias, features)

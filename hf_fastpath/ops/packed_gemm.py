@@ -19,7 +19,7 @@ def reference(
     format: PackedFormat,
     bias: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """``x @ weight.T + bias``.
+    """Compute ``x @ weight.T + bias``.
 
     Args:
         x: [..., in_features], any number of rows.
@@ -29,10 +29,10 @@ def reference(
 
     Returns:
         [..., out_features] in x's dtype, contiguous. Weights are rounded to x's dtype as ``PackedWeight.dequantize``
-        does, sums are float32 and rounded once.
+        does; accumulators are float32 and are rounded once.
 
     Raises:
-        OpInputError: shapes, dtypes or devices that do not fit, no features, unknown format.
+        OpInputError: shapes, dtypes or devices do not fit, there are no features, or the format is unknown.
 
     Source: ``torch.nn.Linear`` over ``PackedWeight.dequantize()``.
     """

@@ -1,4 +1,4 @@
-"""Linear layer with a quantized weight for a few rows, fused with the norm of its input and what follows."""
+"""Linear layer with a quantized weight for a few rows, fused with the norm of its input and the steps that follow."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def reference(
     programmatic_launch: bool = False,
     next_weight: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """``activation(norm(x) @ weight.T + bias) + residual``.
+    """Compute ``activation(norm(x) @ weight.T + bias) + residual``.
 
     Args:
         x: [..., in_features], at most 16 rows in all.
@@ -42,15 +42,16 @@ def reference(
         norm, norm_weight, norm_bias, norm_eps: of x, as in ``gemv``.
         programmatic_launch: as in ``gemv``.
         next_weight: quants that the next kernel on this stream reads, on x's device, or None. CUDA may prefetch parts
-            of them into L2. No effect on the result.
+            of them into the L2 cache. The result does not depend on it.
 
     Returns:
-        [..., out_features] in x's dtype, contiguous; rounded once. On a CPU, for x in 16 bits, sums over 128 inputs may
-        be integers, of x in steps of 1/32768 to 1/16384 of the largest of each 32; 1/16384 to 1/8192 for 4 bits. On a
-        GPU a row of x with infinities may give NaN where PyTorch has infinities.
+        [..., out_features] in x's dtype, contiguous; rounded once. On a CPU, if x has 16 bits, x may be rounded so that
+        sums over 128 inputs are integers: in each 32 inputs, to steps of 1/32768 to 1/16384 of the largest, for 4-bit
+        weights of 1/16384 to 1/8192. On a GPU, a row of x with infinities may give NaN where PyTorch gives infinities.
 
     Raises:
-        OpInputError: shapes, dtypes or devices that do not fit, more than 16 rows, unknown format or activation.
+        OpInputError: shapes, dtypes or devices do not fit, there are more than 16 rows, or the format or activation is
+            unknown.
 
     Source: ``torch.nn.Linear`` over ``PackedWeight.dequantize()``.
     """
@@ -65,7 +66,7 @@ def fake(x, quants):
 
 
 def weight_reasons(x, quants, scales, zeros, format: PackedFormat) -> list[str]:
-    """Reasons if a packed weight does not fit ``x`` and its format, which is a known one."""
+    """Return reasons why a packed weight does not fit ``x`` and its format, which is a known one."""
     known, out_features = FORMATS[format.label], quants.shape[0] if quants.dim() else 0
     groups = out_features, known.groups(x.shape[-1])
     reasons = _part_reasons("quants", x, quants, torch.uint8, (out_features, padded(x.shape[-1]) * known.bits // 8))
@@ -78,7 +79,7 @@ def weight_reasons(x, quants, scales, zeros, format: PackedFormat) -> list[str]:
 
 
 def _part_reasons(name: str, x, part, dtype: torch.dtype, shape: tuple[int, ...]) -> list[str]:
-    """Reasons if a tensor of the packed weight is not what its format wants."""
+    """Return reasons why a tensor of the packed weight is not what its format needs."""
     reasons = shape_reason(name, part, shape)
     if part.dtype != dtype:
         reasons.append(f"{name} has dtype {part.dtype}, expected {dtype}")
@@ -121,9 +122,9 @@ def moved(x, quants, scales, zeros, bias, residual, norm_weight, norm_bias) -> i
 
 
 def random_weight(format: Format, rows: int, columns: int, device: torch.device) -> tuple:
-    """A weight for samples, as the op takes it."""
+    """Make a weight for samples, as the op takes it."""
     weight = torch.randn(rows, columns, device=device).clamp_(-4, 4)
-    weight[0, 0] = 4  # the same multiplier for all weights of a shape
+    weight[0, 0] = 4  # so that all weights of a shape have the same multiplier
     made = quantize(weight * columns**-0.5, format)
     return made.quants, made.scales, made.zeros, made.multiplier, format.packed_format
 

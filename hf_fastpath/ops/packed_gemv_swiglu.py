@@ -29,7 +29,7 @@ def reference(
     norm_eps: float = 0.0,
     programmatic_launch: bool = False,
 ) -> torch.Tensor:
-    """``activation(norm(x) @ gate.T) * (norm(x) @ up.T)``.
+    """Compute ``activation(norm(x) @ gate.T) * (norm(x) @ up.T)``.
 
     Args:
         x: [..., hidden_size], at most 16 rows in all.
@@ -41,7 +41,8 @@ def reference(
         [..., intermediate_size] in x's dtype, contiguous.
 
     Raises:
-        OpInputError: shapes, dtypes or devices that do not fit, more than 16 rows, unknown format or activation.
+        OpInputError: shapes, dtypes or devices do not fit, there are more than 16 rows, or the format or activation is
+            unknown.
 
     Source: transformers ``models/mistral/modeling_mistral.py@5.17``, ``MistralMLP``, over dequantized weights.
     """

@@ -23,7 +23,7 @@ from .rope_append import random_angles
 from .rope_append import reference as rope_append
 from .rope_append import why_not as rope_reasons
 
-#: matrices of a layer, in order, each with a multiplier of its own
+#: matrices of a layer, in order; each has a multiplier of its own
 MATRICES = ("qkv", "out", "up", "down")
 
 
@@ -31,7 +31,7 @@ def _tensors_of(*matrices: str) -> tuple[str, ...]:
     return tuple(f"{name}_{part}" for name in matrices for part in ("quants", "scales", "zeros"))
 
 
-#: what ``weights`` holds of every layer, in this order
+#: the tensors that ``weights`` holds for every layer, in this order
 LAYER_TENSORS = (
     *("attention_norm_weight", "attention_norm_bias", *_tensors_of("qkv", "out")),
     *("mlp_norm_weight", "mlp_norm_bias", *_tensors_of("up", "down")),
@@ -39,7 +39,7 @@ LAYER_TENSORS = (
 
 
 def by_name(weights: Sequence[Any]) -> list[dict[str, Any]]:
-    """``weights`` as a dictionary for every layer."""
+    """Return ``weights`` as a dictionary for every layer."""
     size = len(LAYER_TENSORS)
     return [dict(zip(LAYER_TENSORS, weights[at : at + size])) for at in range(0, len(weights), size)]
 
@@ -63,25 +63,25 @@ def reference(
     activation: Activation,
     gated: bool,
 ) -> torch.Tensor:
-    """``decode_layers`` without its head: ``x += out(attention(norm(x)))`` and ``x += down(mlp(norm(x)))`` a layer.
+    """Compute ``x += out(attention(norm(x))); x += down(mlp(norm(x)))`` for each layer, as ``decode_layers``.
 
     Args:
         x: [batch, 1, hidden_size], embeddings of the new tokens; batch 1 to 16.
-        weights: for every layer the tensors named in ``LAYER_TENSORS``; one that the model lacks is an empty tensor.
-            ``qkv`` holds query, key and value projections one after the other, ``up`` of a gated MLP its gate and then
-            its up projection. No biases.
+        weights: for every layer the tensors named in ``LAYER_TENSORS``; a tensor that the model lacks is empty. ``qkv``
+            holds query, key and value projections one after the other; ``up`` of a gated MLP holds its gate, then its
+            up projection. There are no biases.
         multipliers: for every layer those of its ``MATRICES``, see ``quantization.PackedWeight``.
         format: of all matrices, a name out of ``quantization.FORMATS``.
         k_caches, v_caches, cos, sin, seq_lens, starts, num_heads, scale, windows, norm, norm_eps: as in
             ``decode_layers``.
         activation: of the MLP; with a gate ``silu``, ``gelu_tanh`` or ``gelu``, else one that ``gemv`` takes.
-        gated: the MLP is ``activation(gate) * up``, else ``activation(up)``.
+        gated: the MLP is ``activation(gate) * up``; else it is ``activation(up)``.
 
     Returns:
         [batch, 1, hidden_size] in x's dtype.
 
     Raises:
-        OpInputError: shapes, dtypes or devices that do not fit, lists of wrong lengths.
+        OpInputError: shapes, dtypes, devices or lengths of lists do not fit.
 
     Source: as ``decode_layers``, over ``PackedWeight.dequantize()``.
     """
@@ -154,7 +154,8 @@ def why_not(
         found += rope_reasons(qkv, None, cos, sin, k_cache, v_cache, seq_lens, num_heads)
         found += attention_reasons(q, k_cache, v_cache, seq_lens, starts, window)
         if found:
-            return [f"layer {layer}: {reason}" for reason in dict.fromkeys(found)]  # the next layer's would be the same
+            # the reasons of the next layer would be the same
+            return [f"layer {layer}: {reason}" for reason in dict.fromkeys(found)]
     return []
 
 
@@ -168,7 +169,7 @@ def weight_reasons(
     norm: NormKind,
     gated: bool,
 ) -> list[str]:
-    """Reasons why the weights of a layer do not go together."""
+    """Return reasons why the weights of a layer do not fit together."""
     known, hidden = FORMATS[format.label], x.shape[2]
     both = w["up_quants"].shape[0] if w["up_quants"].dim() else 0
     inner = both // 2 if gated else both
@@ -211,7 +212,7 @@ def weight_reasons(
 
 
 def moved(x, weights, k_caches, cos, sin, seq_lens, starts, windows) -> int:
-    nothing = x.new_empty(x.shape[0], 1, 0, k_caches[0].shape[3])  # queries stay where they are made
+    nothing = x.new_empty(x.shape[0], 1, 0, k_caches[0].shape[3])  # queries count no bytes: they need not reach memory
     read = sum(
         attention_bytes(nothing, k_cache, seq_lens, starts, window) for k_cache, window in zip(k_caches, windows)
     )

@@ -41,7 +41,7 @@ def reference(
     k_scales: torch.Tensor | None = None,
     v_scales: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """``rope_append`` of the projections of ``norm(x)``.
+    """Compute ``rope_append`` of the projections of ``norm(x)``.
 
     Args:
         x: [batch, query_len, hidden_size], at most 16 rows in all.
@@ -54,7 +54,7 @@ def reference(
         [batch, query_len, num_heads, head_dim] rotated queries in x's dtype.
 
     Raises:
-        OpInputError: shapes, dtypes or devices that do not fit, more than 16 rows, or an unknown format.
+        OpInputError: shapes, dtypes or devices do not fit, there are more than 16 rows, or the format is unknown.
 
     Source: transformers ``models/mistral/modeling_mistral.py@5.17``, ``MistralAttention``, over dequantized weights.
     """

@@ -1,6 +1,6 @@
-"""Linear layer with a weight in ggml's Q4_0, in two plain layouts: what ``packed_gemv``'s own is measured against.
+"""Linear layer with a weight in ggml's Q4_0, in two plain layouts with which ``packed_gemv``'s layout is compared.
 
-No model calls it: ``python -m hf_fastpath bench gemv`` does.
+No model calls this op; ``python -m hf_fastpath bench gemv`` does.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ LAYOUTS = ("interleaved", "split")
 
 
 def dequantize(quants: torch.Tensor, scales: torch.Tensor | None) -> torch.Tensor:
-    """float32 [out_features, in_features] of a weight as :func:`reference` takes it."""
+    """Return float32 [out_features, in_features] of a weight as :func:`reference` takes it."""
     rows = quants.shape[0]
     if scales is None:
         blocks = quants.contiguous().view(rows, -1, BLOCK_BYTES)
@@ -31,23 +31,23 @@ def dequantize(quants: torch.Tensor, scales: torch.Tensor | None) -> torch.Tenso
 
 
 def reference(x: torch.Tensor, quants: torch.Tensor, scales: torch.Tensor | None = None) -> torch.Tensor:
-    """``x @ weight.T`` for one row of x.
+    """Compute ``x @ weight.T`` for one row of x.
 
-    A group of 32 weights is ``scale * (quant - 8)``; byte i of its 16 holds weight i in the low four bits and weight
-    i + 16 in the high ones.
+    A group of 32 weights is ``scale * (quant - 8)``; byte i of its 16 bytes holds weight i in the low four bits and
+    weight i + 16 in the high four bits.
 
     Args:
         x: [..., in_features], one row; in_features in multiples of 32.
-        quants: with scales: uint8 [out_features, in_features / 2], groups behind each other ("split"). Without: uint8
-            [out_features, in_features / 32 * 18], each group's quants behind its float16 scale ("interleaved"), as
-            GGUF files have them.
+        quants: with scales, uint8 [out_features, in_features / 2], all groups behind each other ("split"). Without
+            scales, uint8 [out_features, in_features / 32 * 18], each group's quants behind its float16 scale
+            ("interleaved"), as in GGUF files.
         scales: float16 [out_features, in_features / 32], or None.
 
     Returns:
         [..., out_features] in x's dtype, contiguous; rounded once.
 
     Raises:
-        OpInputError: shapes, dtypes or devices that do not fit, more than one row.
+        OpInputError: shapes, dtypes or devices do not fit, or there is more than one row.
 
     Source: ``block_q4_0`` of ggml.
     """
@@ -80,10 +80,10 @@ def why_not(x, quants, scales=None) -> list[str]:
 
 
 def laid_out(packed: PackedWeight, layout: str) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """quants and scales, as :func:`reference` takes them, of a weight in format ``int4_g32``.
+    """Return quants and scales, as :func:`reference` takes them, of a weight in format ``int4_g32``.
 
     Raises:
-        ValueError: another format, a row that is no multiple of 32, or an unknown layout.
+        ValueError: the weight has another format, a row is no multiple of 32, or the layout is unknown.
     """
     if packed.format.name != "int4_g32" or packed.in_features % GROUP or layout not in LAYOUTS:
         raise ValueError(

@@ -40,25 +40,24 @@ def reference(
     v_scales: torch.Tensor | None = None,
     block_table: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """``rope_append`` of the projections of ``norm(x)``.
+    """Compute ``rope_append`` of the projections of ``norm(x)``.
 
     Args:
         x: [batch, query_len, hidden_size], at most 16 rows in all, or 64 as in ``gemv``.
-        q_weight, k_weight, v_weight: [num_heads*head_dim | num_kv_heads*head_dim, hidden_size], three ``nn.Linear``
-            weights where the model keeps them; or all three projections one after the other in ``q_weight``, the
-            others None.
+        q_weight, k_weight, v_weight: [num_heads*head_dim | num_kv_heads*head_dim, hidden_size], the weights of the
+            model's three ``nn.Linear`` modules; or all three projections one after the other in ``q_weight``, and None.
         q_bias, k_bias, v_bias: one per output feature, or None.
         transposed: ``q_weight`` holds all projections as a ``Conv1D`` does, [hidden_size, features].
         cos, sin, k_cache, v_cache, seq_lens, num_heads, kv_table, layer: as in ``rope_append``.
-        norm, norm_weight, norm_bias, norm_eps, programmatic_launch: as in ``gemv``. With ``programmatic_launch``
-            lengths and table may be read early too.
+        norm, norm_weight, norm_bias, norm_eps, programmatic_launch: as in ``gemv``. With ``programmatic_launch``,
+            lengths and table may be read early as well.
         k_scales, v_scales, block_table: as in ``rope_append``.
 
     Returns:
         [batch, query_len, num_heads, head_dim] rotated queries in x's dtype.
 
     Raises:
-        OpInputError: shapes, dtypes or devices that do not fit, or too many rows.
+        OpInputError: shapes, dtypes or devices do not fit, or there are too many rows.
 
     Source: transformers ``models/mistral/modeling_mistral.py@5.17``, ``MistralAttention``.
     """

@@ -29,17 +29,16 @@ def reference(
     programmatic_launch: bool = False,
     sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """``decode_attention`` once ``k`` and ``v`` are in the cache, quantized as ``kv_cache.quantized`` does.
+    """Append ``k`` and ``v`` to the cache, quantized as ``kv_cache.quantized`` does; compute ``decode_attention``.
 
-    So a product whose parts of a head come from several places appends to a float32 cache of query_len slots, and needs
-    no kernel behind it that quantizes.
+    A product in which several blocks compute the parts of a head cannot quantize that head. With this op it appends to
+    a float32 cache of query_len slots, and needs no quantizing kernel behind it.
 
     Args:
         q: as in ``decode_attention``.
-        k, v: float32 [batch, num_kv_heads, query_len, head_dim], keys and values of the new tokens, behind their
-            rotation.
+        k, v: float32 [batch, num_kv_heads, query_len, head_dim], keys and values of the new tokens after rotation.
         k_cache, v_cache, k_scales, v_scales: int8 or float8_e4m3fn and bfloat16, as in ``decode_attention``, but the
-            newest query_len positions are written, not read: those from ``starts`` on, others stay as they are.
+            newest query_len positions are written, not read. Positions before ``starts`` stay as they are.
         seq_lens, starts, scale, window, kv_table, layer, workspace, programmatic_launch, sinks: as in
             ``decode_attention``.
 
@@ -47,7 +46,7 @@ def reference(
         [batch, query_len, num_heads*head_dim] in q's dtype.
 
     Raises:
-        OpInputError: shapes, dtypes or devices that do not fit.
+        OpInputError: shapes, dtypes or devices do not fit.
 
     Source: that of ``rope_append`` and ``decode_attention``.
     """
@@ -58,7 +57,7 @@ def reference(
     kept = torch.zeros_like(new, dtype=torch.bool) if starts is None else new < starts.long()[:, None]
     for states, cache, scales in ((k, k_cache, k_scales), (v, v_cache, v_scales)):
         quants, of_heads = quantized(states.transpose(1, 2), cache.dtype)
-        stored = cache.view(torch.int8)  # which every PyTorch can index
+        stored = cache.view(torch.int8)  # every PyTorch can index this dtype
         stored[rows, :, slots] = torch.where(kept[:, :, None, None], stored[rows, :, slots], quants.view(torch.int8))
         scales[rows, :, slots] = torch.where(kept[:, :, None], scales[rows, :, slots], of_heads.to(scales.dtype))
     place = None, 0, workspace, programmatic_launch, sinks
@@ -98,7 +97,7 @@ def samples(device: torch.device, dtype: torch.dtype):
         shape = (batch, kv_heads, capacity, head_dim)
         lens = torch.tensor(seq_lens, device=device, dtype=torch.int32)
         stored = [quantized(torch.randn(shape, device=device), kv) for _ in range(2)]
-        for _, scales in stored:  # whatever was never written must not matter, nor what is yet to be
+        for _, scales in stored:  # slots that were never written, or are yet to be, must not matter
             scales[(slot_positions(lens - query_len, capacity) < 0)[:, None].expand(shape[:3])] = float("nan")
         (k_cache, k_scales), (v_cache, v_scales) = stored
         new = [torch.randn(batch, kv_heads, query_len, head_dim, device=device) for _ in range(2)]

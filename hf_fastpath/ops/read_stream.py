@@ -1,4 +1,4 @@
-"""Largest magnitude of a buffer: the least work that reads everything. It measures the read bandwidth."""
+"""Largest magnitude of a buffer: the least work that reads everything. The op measures the read bandwidth."""
 
 from __future__ import annotations
 
@@ -7,28 +7,28 @@ import torch
 from ..native import loader
 from ..registry import OpSpec, Sample, nbytes, register, tensor_reasons
 
-#: ways of reading on a GPU, by number; on a CPU 0 is one stream a thread, the others are eight
+#: ways to read on a GPU, by number; on a CPU number 0 is one stream for each thread, the others are eight streams
 VARIANTS = ("tile", "persistent", "bulk")
 #: compute capability from which a GPU has bulk copies
 BULK_COPY_CAPABILITY = (9, 0)
 
 
 def reference(buffer: torch.Tensor, variant: int = 0) -> torch.Tensor:
-    """``max(|buffer|)``: it depends on every element, so that no read can be left out, and rounds nothing.
+    """Compute ``max(|buffer|)``: the result depends on every element, so that no read can be left out, and is exact.
 
     Args:
         buffer: float32, float16 or bfloat16, any shape, contiguous, not empty.
-        variant: how it is read, with the same result. On CUDA 0: one tile a block, 1: persistent blocks, 2:
-            bulk copies to shared memory (compute capability 9.0 or newer). On the CPU 0: one stream a thread,
+        variant: how the buffer is read, with the same result. On CUDA 0: one tile for each block, 1: persistent blocks,
+            2: bulk copies to shared memory (compute capability 9.0 or newer). On the CPU 0: one stream for each thread,
             else eight.
 
     Returns:
         float32 [1]; NaN if any element is NaN.
 
     Raises:
-        OpInputError: another dtype, an empty buffer, a view that is not contiguous, an unknown variant.
+        OpInputError: the dtype or the variant is unknown, or the buffer is empty or not contiguous.
 
-    Source: read-only relative of the STREAM benchmark (McCalpin, 1995); the maximum needs no rounding.
+    Source: a read-only relative of the STREAM benchmark (McCalpin, 1995); the maximum needs no rounding.
     """
     return buffer.abs().amax().to(torch.float32).reshape(1)
 
@@ -38,7 +38,7 @@ def fake(buffer):
 
 
 def variants(device: torch.device) -> tuple[int, ...]:
-    """Numbers of the variants that differ on ``device``."""
+    """Return the numbers of the variants that differ on ``device``."""
     if device.type != "cuda":
         return (0, 1)
     bulk = torch.cuda.get_device_capability(device) >= BULK_COPY_CAPABILITY and any(
@@ -69,9 +69,9 @@ def samples(device: torch.device, dtype: torch.dtype):
             (3, 33, 111),
             (4096,),
             (300_001,),
-        ):  # parts of a tile, a tile, several and a rest
+        ):  # a part of a tile, one tile, several tiles and a rest
             yield Sample(torch.randn(shape, device=device, dtype=dtype), variant)
-        for position in (0, 1, 69_999):  # the largest at an end, off a 16-byte boundary
+        for position in (0, 1, 69_999):  # the largest element is at an end, off a 16-byte boundary
             buffer = torch.randn(70_001, device=device, dtype=dtype)[1:]
             buffer[position] = -9
             yield Sample(buffer, variant)

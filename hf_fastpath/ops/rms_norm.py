@@ -8,7 +8,7 @@ from ..registry import OpSpec, Sample, nbytes, register, shape_reason, tensor_re
 
 
 def reference(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    """``weight * x / sqrt(mean(x^2) + eps)`` over the last dimension.
+    """Compute ``weight * x / sqrt(mean(x^2) + eps)`` over the last dimension.
 
     Args:
         x: [..., hidden_size], any strides.
@@ -19,7 +19,7 @@ def reference(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor
         Tensor of x's shape and dtype, contiguous. Statistics and product are float32.
 
     Raises:
-        OpInputError: shapes, dtypes or devices that do not fit.
+        OpInputError: shapes, dtypes or devices do not fit.
 
     Source: transformers ``models/mistral/modeling_mistral.py@5.17``, ``MistralRMSNorm``; arXiv:1910.07467.
     """

@@ -1,4 +1,4 @@
-"""Rotary embedding of the new queries and keys, and append of the new keys and values to the KV cache."""
+"""Rotary embedding of new queries and keys, and append of the new keys and values to the KV cache."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from .kv_cache import (
     refuse_kv_table,
 )
 
-#: of a quantized cache, whose kernels hold a head of a token in local memory
+#: for quantized caches, whose kernels hold a head of a token in local memory
 MAX_QUANTIZED_HEAD_DIM = 512
 
 
@@ -43,11 +43,11 @@ def reference(
     v_scales: torch.Tensor | None = None,
     block_table: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """``q, k, v = split(qkv + bias)``; rotate q and k; write k and v at their positions; return q.
+    """Split ``qkv + bias`` into q, k and v; rotate q and k; write k and v at their positions; return q.
 
-    Token i of row b has position ``p = seq_lens[b] - query_len + i`` and goes to slot ``p mod capacity``, so
-    a cache of window + 16 slots is a ring. The rotation is the half-split one (first and second half of the
-    first ``rotary_dim`` elements form the pairs).
+    Token i of row b has position ``p = seq_lens[b] - query_len + i`` and goes to slot ``p mod capacity``, so a cache of
+    window + 16 slots is a ring. Rotated pairs are an element of the first half and one of the second half of the first
+    ``rotary_dim`` elements.
 
     Args:
         qkv: [batch, query_len, (num_heads + 2*num_kv_heads)*head_dim], query_len 1 to capacity, contiguous rows.
@@ -55,14 +55,14 @@ def reference(
         cos, sin: [batch or 1, query_len, rotary_dim], rotary_dim even and at most head_dim; None: no rotation.
         k_cache, v_cache: [batch, num_kv_heads, capacity, head_dim], contiguous, float32, float16 or bfloat16, or
             int8 or float8_e4m3fn with scales; written in place.
-        seq_lens: int32 [batch], tokens a row holds after this append.
+        seq_lens: int32 [batch], tokens that a row holds after this append.
         num_heads: number of query heads.
-        kv_table: int64 [layers, 3], row ``layer`` = addresses of K and V and the capacity, which then replace
-            those of ``k_cache`` and ``v_cache`` (a captured CUDA graph keeps working for another cache). With scales
-            [layers, 5]: the addresses of ``k_scales`` and ``v_scales`` follow.
+        kv_table: int64 [layers, 3]; row ``layer`` holds the addresses of K and V and the capacity, which then replace
+            those of ``k_cache`` and ``v_cache`` (so a captured CUDA graph works for another cache as well). With scales
+            the table is [layers, 5]: the addresses of ``k_scales`` and ``v_scales`` follow.
         layer: row of ``kv_table``.
-        k_scales, v_scales: bfloat16 [batch, num_kv_heads, capacity], written in place as ``kv_cache.quantized`` has
-            them, from keys and values in float32; None for caches that are not quantized.
+        k_scales, v_scales: bfloat16 [batch, num_kv_heads, capacity], written in place with what ``kv_cache.quantized``
+            computes from float32 keys and values; None for caches that are not quantized.
         block_table: as in ``decode_attention``; a page that this call writes belongs to one row alone. A ``kv_table``
             then has four columns: the addresses of K and V, the capacity, the address of the table.
 
@@ -70,7 +70,7 @@ def reference(
         [batch, query_len, num_heads, head_dim] rotated queries in qkv's dtype.
 
     Raises:
-        OpInputError: shapes, dtypes or devices that do not fit.
+        OpInputError: shapes, dtypes or devices do not fit.
 
     Source: transformers ``models/mistral/modeling_mistral.py@5.17``, ``apply_rotary_pos_emb``; arXiv:2104.09864.
     """
@@ -91,7 +91,7 @@ def reference(
             cache[rows, :, slots] = states.to(cache.dtype)
             continue
         quants, steps = quantized(states, cache.dtype)
-        cache.view(torch.int8)[rows, :, slots] = quants.view(torch.int8)  # PyTorch copies no float8 this way
+        cache.view(torch.int8)[rows, :, slots] = quants.view(torch.int8)  # PyTorch cannot copy float8 this way
         scales[rows, :, slots] = steps.to(scales.dtype)
     return q.clone(memory_format=torch.contiguous_format)
 
@@ -157,7 +157,7 @@ def moved(qkv, bias, cos, sin, k_cache, seq_lens, num_heads) -> int:
 
 
 def written_bytes(x: torch.Tensor, k_cache: torch.Tensor, num_heads: int) -> int:
-    """What an op writes that appends the tokens of ``x``, [batch, query_len, any], and returns their queries."""
+    """Return the bytes that an op writes if it appends the tokens of ``x``, [batch, query_len, any], and returns q."""
     appended = 2 * k_cache.shape[1] * position_bytes(k_cache)
     return x.shape[0] * x.shape[1] * (appended + num_heads * k_cache.shape[3] * x.element_size())
 
@@ -165,7 +165,7 @@ def written_bytes(x: torch.Tensor, k_cache: torch.Tensor, num_heads: int) -> int
 def random_angles(
     batch: int, query_len: int, rotary_dim: int | None, device: torch.device, dtype: torch.dtype
 ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-    """cos and sin for samples, [batch, query_len, rotary_dim]; None for no rotation."""
+    """Return cos and sin for samples, [batch, query_len, rotary_dim]; None for no rotation."""
     if rotary_dim is None:
         return None, None
     angle = torch.rand(batch, query_len, rotary_dim // 2, device=device).repeat(1, 1, 2) * 6.28
@@ -175,7 +175,7 @@ def random_angles(
 def random_caches(
     shape: tuple[int, int, int, int], device: torch.device, dtype: torch.dtype
 ) -> tuple[list[torch.Tensor], list[torch.Tensor | None]]:
-    """K and V for samples, [batch, num_kv_heads, capacity, head_dim] in ``dtype``, and their scales or None."""
+    """Return K and V for samples, [batch, num_kv_heads, capacity, head_dim] in ``dtype``, and scales or None."""
     caches = [torch.randn(shape, device=device) for _ in range(2)]
     if not is_quantized(dtype):
         return [cache.to(dtype) for cache in caches], [None, None]

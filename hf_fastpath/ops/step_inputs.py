@@ -1,4 +1,4 @@
-"""What a decode step starts with: the new tokens' embeddings, and rows of tables at their positions."""
+"""The inputs of a decode step: the new tokens' embeddings, and rows of tables at their positions."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch.nn.functional as F
 
 from ..registry import OpSpec, Sample, in_host_memory, nbytes, register, tensor_reasons
 
-#: most ``tables`` of a call; the same number as kMaxGathered - 1 in csrc/step_inputs/step_inputs.h
+#: number of ``tables`` of a call at most; the same as kMaxGathered - 1 in csrc/step_inputs/step_inputs.h
 MAX_TABLES = 8
 
 
@@ -21,7 +21,7 @@ def reference(
     position_offset: int,
     tables: Sequence[torch.Tensor],
 ) -> list[torch.Tensor]:
-    """``embedding[tokens] + position_embedding[positions + position_offset]``, and ``table[positions]`` of each table.
+    """Compute ``embedding[tokens] + position_embedding[positions + position_offset]``, and each ``table[positions]``.
 
     Args:
         embedding: [vocab_size, hidden_size] float32, float16 or bfloat16.
@@ -35,9 +35,9 @@ def reference(
         [batch, query_len, hidden_size], then [batch, query_len, width] for every table.
 
     Raises:
-        OpInputError: shapes, dtypes or devices that do not fit; on the CPU, a token or position outside its table.
-        IndexError: the same, without the Python checks, as of PyTorch; CUDA stops with a device-side assert, as
-            PyTorch does.
+        OpInputError: shapes, dtypes or devices do not fit; on the CPU also if a token or position is outside its table.
+        IndexError: without the Python checks, a token or position is outside its table; CUDA stops with a device-side
+            assert, as PyTorch does.
 
     Source: transformers ``models/gpt2/modeling_gpt2.py@5.17``, ``GPT2Model``.
     """
@@ -52,7 +52,7 @@ def fake(embedding, tokens, tables):
 
 
 def _row_reasons(name: str, indices: torch.Tensor, offset: int, tables: dict[str, torch.Tensor | None]) -> list[str]:
-    """Reasons if indices in host memory are not rows of the tables."""
+    """Return reasons why indices in host memory are not rows of the tables."""
     if not indices.numel() or not in_host_memory(indices):
         return []
     lowest, highest = (int(index) + offset for index in indices.aminmax())

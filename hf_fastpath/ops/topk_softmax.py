@@ -17,21 +17,21 @@ def reference(
     rounded: bool = False,
     programmatic_launch: bool = False,
 ) -> torch.Tensor:
-    """The ``top_k`` largest of ``softmax(logits)``, descending, and their indices.
+    """Choose the ``top_k`` largest of ``softmax(logits)``, descending, and write their indices.
 
     Args:
         logits: [rows, num_experts] float32, float16 or bfloat16, at most 1024 experts.
-        expert_ids: int64 [rows, top_k], written; top_k 1 to 32, at most num_experts. Of equal values one of any index
-            may come first.
+        expert_ids: int64 [rows, top_k], written; top_k 1 to 32, at most num_experts. Equal values may be in any order.
         normalized: divide the values by their sum.
-        rounded: round them to logits' dtype at last.
-        programmatic_launch: CUDA may launch while the kernel before on this stream still runs. No effect on the result.
+        rounded: round the values to logits' dtype at the end.
+        programmatic_launch: CUDA may launch while the kernel in front on this stream still runs. The result does not
+            depend on it.
 
     Returns:
         float32 [rows, top_k].
 
     Raises:
-        OpInputError: shapes, dtypes or devices that do not fit.
+        OpInputError: shapes, dtypes or devices do not fit.
 
     Source: transformers ``models/mixtral/modeling_mixtral.py@5.23``, ``MixtralTopKRouter``;
     ``models/qwen3_moe/modeling_qwen3_moe.py@5.23``, ``Qwen3MoeTopKRouter``.

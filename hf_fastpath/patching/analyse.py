@@ -1,4 +1,4 @@
-"""analyse(model, options): find the architecture, and decide what can be fast and what not and why."""
+"""analyse(model, options): find the architecture, and decide which modules can be fast, and why the others cannot."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from ..reasons import Cause, named
 from ..recording.part import Recorded
 from .plan import Binding, Declined, PatchPlan
 
-#: environment variable: if set, whole models are recorded though an architecture file describes them
+#: environment variable; if it is set, whole models are recorded even if an architecture file describes them
 RECORD = "HF_FASTPATH_RECORD"
 
 
 def analyse(model: nn.Module, options: Options, no_kernels: str | None = None) -> PatchPlan:
-    """What ``patch(model)`` is to do. The model, which may be on the meta device, is only looked at.
+    """Decide what ``patch(model)`` is to do. The model may be on the meta device; it is only looked at.
 
     Args:
         no_kernels: why nothing can be fast on the model's devices, or None.
@@ -76,7 +76,10 @@ def analyse(model: nn.Module, options: Options, no_kernels: str | None = None) -
 def _modules(
     model: nn.Module, options: Options, known: tuple[Architecture, ...], no_kernels: str | None
 ) -> tuple[Architecture | None, list[Binding], list[Declined]]:
-    """The architecture that modules are of; which get our forwards, in the order of ``model.apply``; which do not."""
+    """Return the architecture of the modules, the modules that get our forwards, and those that are declined.
+
+    Bindings are in the order of ``model.apply``.
+    """
     names = {id(module): name for name, module in model.named_modules()}
     bindings: list[Binding] = []
     declined: list[Declined] = []
@@ -121,14 +124,17 @@ def _part(architecture: Architecture, kind: str, module: nn.Module) -> parts.Par
 
 
 def _window(attention: Any) -> int | None:
-    """Sliding window of an attention module, by its place in the config; None of what is none of transformers'."""
+    """Return the sliding window of an attention module, found in the config by the layer's index.
+
+    A module that has no config or no layer index is none of transformers': it has no window.
+    """
     if not hasattr(attention, "config") or not hasattr(attention, "layer_idx"):
         return None
     windows = compat.layer_windows(attention.config)
     return None if windows is None or attention.layer_idx >= len(windows) else windows[attention.layer_idx]
 
 
-#: reasons that no later call can cure; all others are looked at again at every call
+#: reasons that no later call can cure; all other reasons are asked for again at every call
 _LASTING = (
     *("unsupported_head_dim", "unsupported_config", "unsupported_activation"),
     *("class_not_supported", "instance_forward", "offloaded"),
@@ -136,7 +142,7 @@ _LASTING = (
 
 
 def _lasting_reason(part: parts.Part) -> str | None:
-    """Why a module keeps its stock forward for good, or None."""
+    """Return why a module keeps its stock forward for good, or None."""
     reason = part.reason()
     return reason if reason in _LASTING else None
 
@@ -149,7 +155,7 @@ def _loop_disabled(options: Options) -> str | None:
 
 
 def _partial_reason(declined: list[Declined]) -> str | None:
-    """Why the loop is stock's where not all modules are ours, or None."""
+    """Return why transformers' loop has to run because some modules keep their stock forwards, or None."""
     reasons = [each.reason for each in declined if each.reason != "module_disabled"]
     if not reasons:
         return None
@@ -160,7 +166,7 @@ def _partial_reason(declined: list[Declined]) -> str | None:
 def _family(
     model: nn.Module, known: tuple[Architecture, ...], bindings: list[Binding], declined: list[Declined]
 ) -> Family | None:
-    """What knows the roles inside a whole model: its architecture, or the recorder if none of its modules is of any."""
+    """Return the family of a whole model: its architecture, or the recorder if no module is of any architecture."""
     described = next((each for each in known if structure.model_part(each, model) is not None), None)
     if described is not None and not os.environ.get(RECORD):
         return structure.Described(described)
@@ -174,7 +180,7 @@ def _family(
 
 
 def _whole_reason(model: nn.Module, whole: structure.ModelPart | None) -> str | None:
-    """Why the loop is stock's though all modules are ours, or None."""
+    """Return why transformers' loop has to run although every module has a forward of ours, or None."""
     if whole is None:
         return Cause("class_not_supported", module=model)
     if whole.is_recorded and (reason := whole.reason()) is not None:

@@ -41,24 +41,25 @@ def patch(
     """Speed up ``model`` in place: its modules' forwards, its KV cache and its ``generate()`` loop.
 
     Classes and weights are not touched, except that Linux is asked to keep weights in host memory in pages of 2 MB, at
-    the same addresses; ``unpatch(model)`` restores the model bit for bit. What cannot be sped up runs stock code and is
-    counted with a reason (``report(model)``).
+    the same addresses; ``unpatch(model)`` restores the model bit for bit. A module or call that cannot be sped up runs
+    stock code and is counted with a reason (``report(model)``).
 
     Args:
-        model: a transformers causal LM on the CPU or a CUDA device; or what wraps one (PEFT, DDP, ``torch.compile``):
-            the model inside is patched.
+        model: a transformers causal LM on the CPU or a CUDA device, or a wrapper of one (PEFT, DDP, ``torch.compile``);
+            of a wrapper, the model inside is patched.
         kv_dtype: storage type of the KV cache: ``"auto"`` (the model's own), float32, float16 or bfloat16; or
             ``"int8"`` or ``"fp8"`` (e4m3) with a scale for every head and token.
         weights: None for the model's own, or a format to quantize the decoder layers' weights to, layer by layer:
             ``"int8"``, ``"fp8"``, ``"int4"`` or ``"int4_g32"`` (see ``quantization.FORMATS``).
         lm_head: with ``weights``, the head: ``"fp16"`` leaves it as it is, ``"int8"`` quantizes it.
-        keep_original: with ``weights``, keep the model's own in host memory for ``unpatch()``; False frees them.
+        keep_original: with ``weights``, keep the model's own weights in host memory for ``unpatch()``; with False, free
+            them.
         ops: ``"all"``, or names out of ``norm``, ``mlp``, ``attention``, ``layer``, ``loop``.
-        strict: raise FallbackError wherever stock code would run instead of ours.
+        strict: raise FallbackError wherever stock code would run instead of our code.
         max_batch_size: sequences the decode loop takes at most, 1 to 64.
         quiet: print no report.
         page_size: positions of a page, a power of two from 16 on: ``generate()`` then keeps keys and values in pages
-            that sequences share, see ``FastpathCache``. None: one buffer a layer.
+            that sequences share, see ``FastpathCache``. With None, every layer has one buffer.
 
     Returns:
         The same model.
@@ -66,7 +67,7 @@ def patch(
     Raises:
         UnsupportedModelError: nothing in the model could be patched, there are no compiled kernels for its device, or
             its architecture file names a class that the installed transformers lacks.
-        ValueError: an argument is off, or the model is patched already with other options.
+        ValueError: an argument has no valid value, or the model is patched already with other options.
         TypeError: ``model`` is not a module.
         RuntimeError: another thread runs the model, and has not left its ``generate()`` or forward for a minute.
     """
@@ -82,7 +83,7 @@ def patch_with(
     quiet: bool,
     put_weights: Callable[[PatchState], None] | None = None,
 ) -> nn.Module:
-    """:func:`patch` with checked options.
+    """Do what :func:`patch` does, with options that are already checked.
 
     Args:
         put_weights: puts quantized weights in place, instead of what the options ask for.
@@ -98,15 +99,15 @@ def patch_with(
         with _alone(model, state, "patch") as is_ours:
             if is_ours:
                 _patch(model, state, quiet, put_weights)
-                return given  # nothing runs behind it: what interrupts patch() finds it undone or done
+                return given  # no statement follows: an interrupted patch() is either undone or done
     return given
 
 
 def _is_patched(model: nn.Module, options: Options) -> bool:
-    """Whether a model is patched, with these options.
+    """Whether a model is patched with these options.
 
     Raises:
-        ValueError: it is patched with others.
+        ValueError: the model is patched with other options.
     """
     existing = state_of(model)
     if existing is None:
@@ -119,9 +120,11 @@ def _is_patched(model: nn.Module, options: Options) -> bool:
         return True
 
 
-#: seconds that patch() and unpatch() wait for other threads, where a callback may be waiting for this one in turn
+#: seconds that patch() and unpatch() wait for other threads; there is a limit because a callback in such a thread may
+#: in turn be waiting for this thread
 _PATIENCE = 60.0
-#: seconds for which they close the door to calls at a time, first and at most: what is inside may wait for such a call
+#: seconds for which patch() and unpatch() keep the door closed to new calls at a time, at first and at most; the door
+#: opens again because a call that already runs may wait for one that is kept out
 _CLOSED, _CLOSED_LONGEST = 0.05, 2.0
 #: seconds between two looks at other threads
 _PAUSE = 0.002
@@ -129,13 +132,13 @@ _PAUSE = 0.002
 
 @contextmanager
 def _alone(model: nn.Module, state: PatchState, function: str) -> Iterator[bool]:
-    """Wait until no other thread runs ``model``, and let calls that come wait, for the length of a ``with`` block.
+    """Wait until no other thread runs ``model``, and keep new calls waiting for the length of a ``with`` block.
 
-    What this thread itself is in the middle of goes on with the model as it becomes.
+    A call that this thread itself is in the middle of goes on with the changed model.
 
     Args:
-        state: of the model; of one that is not patched yet, what it gets.
-        function: who waits.
+        state: the state of the model, or the state that a model which is not patched yet is to get.
+        function: name of the function that waits, for the error.
 
     Yields:
         Whether the model has this state: another thread may have been faster.
@@ -166,12 +169,12 @@ def _alone(model: nn.Module, state: PatchState, function: str) -> Iterator[bool]
                 f"{function}() waited {_PATIENCE:.0f} s: another thread is inside of generate() or a forward of this "
                 f"{type(model).__name__}. Wait for it, then call {function}() again"
             )
-        time.sleep(_PAUSE)  # who waits at the door comes in
+        time.sleep(_PAUSE)  # threads that wait at the door come in meanwhile
         closed = min(2 * closed, _CLOSED_LONGEST)
 
 
 def _patch(model: nn.Module, state: PatchState, quiet: bool, put_weights: Callable[[PatchState], None] | None) -> None:
-    """Decide, then bind all that is to be fast, and put quantized weights in place."""
+    """Decide what is to be fast, bind all of it, and put quantized weights in place."""
     options, ledger = state.options, state.ledger
     if options.weights is None and put_weights is None and "loop" in options.ops:
         repack_checkpoint(model, ledger.replaced, ledger.removed_hooks, quiet)
@@ -202,19 +205,21 @@ def _patch(model: nn.Module, state: PatchState, quiet: bool, put_weights: Callab
 
 
 def _devices(model: nn.Module) -> set[str]:
-    """Types of the devices that weights lie on; offloaded ones are "meta" until a hook brings them: each call looks
-    where they are."""
+    """Return the types of the devices that hold weights.
+
+    An offloaded weight is on "meta" until a hook brings it, so each call looks again at where weights are.
+    """
     return {parameter.device.type for parameter in model.parameters()} - {"meta"}
 
 
 def unpatch(model: nn.Module) -> nn.Module:
     """Undo ``patch(model)``: every module is as it was before.
 
-    Waits for calls of other threads to end. Called from a callback of ``generate()``, it counts from that call's next
-    token on.
+    ``unpatch()`` waits until calls of other threads have ended. If a callback of ``generate()`` calls it, it takes
+    effect with the next token of that call.
 
     Returns:
-        The same model; one that is not patched is returned as it is.
+        The same model. A model that is not patched is returned as it is.
 
     Raises:
         ValueError: the model's own weights are gone.
@@ -234,7 +239,7 @@ def unpatch(model: nn.Module) -> nn.Module:
 
 @contextmanager
 def patched(model: nn.Module, **options: Any) -> Iterator[nn.Module]:
-    """``patch(model, **options)`` for the length of a ``with`` block. A model that was patched before stays so."""
+    """Apply ``patch(model, **options)`` for the length of a ``with`` block. A model patched before stays patched."""
     was_patched = state_of(patched_model(model)) is not None
     patch(model, **options)
     try:
@@ -245,7 +250,7 @@ def patched(model: nn.Module, **options: Any) -> Iterator[nn.Module]:
 
 
 def report(model: nn.Module) -> Report:
-    """What is fast on ``model``, what is stock and why, and what happened since ``patch()``.
+    """Say what is fast on ``model``, what is stock and why, and what has happened since ``patch()``.
 
     Raises:
         ValueError: the model is not patched.

@@ -1,4 +1,4 @@
-"""apply(plan, state): do to a model what was decided, or nothing; and undo it."""
+"""apply(plan, state): do all that was decided to a model, or nothing of it; and undo it."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ from .state import PatchState
 
 
 def claim(model: nn.Module, state: PatchState) -> bool:
-    """Put ``state`` onto a model whose calls of generate() come to its door from here on.
+    """Put ``state`` onto a model; from then on calls of its generate() come to the state's door.
 
     Returns:
-        False if the model has another state: of two threads, one succeeds.
+        False if the model has another state already; of two threads, only one succeeds.
     """
     install_loops(state, LOOPS)
     return state.ledger.claim(model, STATE_KEY, state)
@@ -31,11 +31,12 @@ def claim(model: nn.Module, state: PatchState) -> bool:
 def apply(plan: PatchPlan, state: PatchState) -> None:
     """Give the plan's modules our forwards, and the model our cache and decode loop.
 
-    One that no architecture covers wholly is only counted. What breaks this off finds it undone.
+    A model that no architecture covers wholly only has its calls counted. If an exception breaks this function off, it
+    undoes what it did.
 
     Args:
-        plan: of a model that has had no other since.
-        state: what the model has got; it takes on the plan.
+        plan: made of a model to which no other plan was applied since.
+        state: the state that the model has got; it takes on the plan.
     """
     try:
         state.decide(plan)
@@ -66,7 +67,7 @@ def _bind_generate(state: PatchState, plan: PatchPlan) -> None:
 
 
 def quantize(plan: PatchPlan, state: PatchState, quiet: bool) -> None:
-    """Put quantized layers in the place of those that the plan names; what breaks this off finds all undone."""
+    """Put quantized layers in the place of those that the plan names; an exception undoes all of it."""
     try:
         quantize_model(plan.model, plan.replacements, state.ledger.replaced, quiet)
     except BaseException:
@@ -75,7 +76,7 @@ def quantize(plan: PatchPlan, state: PatchState, quiet: bool) -> None:
 
 
 def undo(state: PatchState) -> None:
-    """Bring a model to what it was. Broken off and called again, it goes on where it was."""
+    """Bring a model back to what it was. A call that was broken off can be made again and goes on from there."""
     state.plans.clear()
     state.ledger.bring_layers_back()
     uninstall_loops(state)

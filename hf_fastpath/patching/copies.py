@@ -20,19 +20,19 @@ def bind_copying(ledger: Ledger, module: nn.Module) -> None:
 
 
 def _getstate(self: nn.Module) -> dict:
-    """The module's ``__dict__`` as it was before ``patch()``, for pickle and ``copy.copy``."""
+    """Return the module's ``__dict__`` as it was before ``patch()``, for pickle and ``copy.copy``."""
     state = state_of(self) or vars(self)[KEY].state
     return state.ledger.before(self)
 
 
 def _deepcopy(self: nn.Module, memo: dict) -> nn.Module:
-    """A copy of a patched model is patched; a copy of one of its modules alone is stock."""
+    """Copy a patched model as patched, and one of its modules alone as stock."""
     state = state_of(self)
     made = self.__class__.__new__(self.__class__)
     memo[id(self)] = made
     contents = vars(self)
     if state is not None:
-        memo[id(state)] = PatchState(state.options)  # the modules' patches, copied next, lead here
+        memo[id(state)] = PatchState(state.options)  # the modules' patches are copied next, and refer to the state
     elif id(contents[KEY].state) not in memo:
         contents = _getstate(self)
     vars(made).update(copy.deepcopy(contents, memo))
@@ -42,7 +42,7 @@ def _deepcopy(self: nn.Module, memo: dict) -> nn.Module:
 
 
 def _copy_into(made: PatchState, state: PatchState, memo: dict) -> None:
-    """Fill the state of a deep copy of the model: its own modules, no shared plans or counts."""
+    """Fill the state of a deep copy of the model: its ledger names the copy's modules; plans and counts start empty."""
     made.ledger, made.lost = copy.deepcopy(state.ledger, memo), state.lost
     if state.decided is not None:
         made.decide(copy.deepcopy(state.decided, memo))

@@ -1,4 +1,4 @@
-"""What patch() says where it can patch nothing, or not all of a model."""
+"""What patch() says if it can patch nothing, or only a part of a model."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from .plan import PatchPlan
 
 
 def _declined(plan: PatchPlan) -> tuple[str, str, list[Cause]]:
-    """Which modules were declined; what helps; the reason codes that the user has not asked for."""
+    """Return which modules were declined, what helps, and the reason codes that the user has not asked for."""
     why = "; ".join(f"{name} ({kind}): {reason}" for name, kind, reason in plan.declined[:3])
     partial = sorted({reason for *_, reason in plan.declined} - {"module_disabled", *loader.NO_KERNELS})
     remedies = "; ".join(f"{reason}: {REASONS[reason].remedy}" for reason in partial)
@@ -29,7 +29,7 @@ def check_whole(model: nn.Module) -> None:
     """Fail if this process has only a part of the model's weights.
 
     Raises:
-        UnsupportedModelError: names how they are spread.
+        UnsupportedModelError: the message names how the weights are spread.
     """
     how = compat.sharding(model)
     if how is not None:
@@ -43,17 +43,17 @@ _FAMILIES = "`python -m hf_fastpath info` lists the families that are made fast;
 
 
 def _unsupported(cause: str, helps: str, *more: str) -> UnsupportedModelError:
-    """An error that says what the model is in its first line, then what helps."""
+    """Make an error that says what the model is in its first line, then what helps."""
     first = textwrap.shorten(f"patch() can do nothing: {cause}.", _FIRST, placeholder=" ...")
     helps = textwrap.shorten(f"What helps: {helps}.", _HELP, placeholder=" ...")
     return UnsupportedModelError("\n".join((first, helps, *more)))
 
 
 def check_kernels(devices: Iterable[str], strict: bool) -> None:
-    """Say so where there are no compiled kernels for the devices of a model, so that all of it stays stock's.
+    """Report that there are no compiled kernels for a model's devices, so that all of it would run stock code.
 
     Raises:
-        UnsupportedModelError: there are none. With HF_FASTPATH_NATIVE=0, which asks for just that, a warning says so.
+        UnsupportedModelError: there are none. If HF_FASTPATH_NATIVE=0 asks for that, a warning is given instead.
     """
     cause = loader.cause(devices)
     if cause is None:
@@ -68,7 +68,7 @@ def check_anything(plan: PatchPlan) -> None:
     """Fail if nothing is to be patched.
 
     Raises:
-        UnsupportedModelError: says what the model is, and the one cause.
+        UnsupportedModelError: the message says what the model is, and the one cause.
     """
     if plan.patched or plan.loop_reason in (None, *loader.NO_KERNELS):
         return
@@ -83,7 +83,7 @@ def check_anything(plan: PatchPlan) -> None:
         raise _unsupported(
             f"{code} in this {type(model).__name__}, {where}: {reason.meaning}", f"{code}: {reason.remedy}"
         )
-    if plan.declined:  # the user asked for the loop alone
+    if plan.declined:  # the user asked for nothing but the loop
         reason = REASONS[plan.loop_reason]
         cause = f"ops leaves only the loop of this {type(model).__name__}, the decode loop: {plan.loop_reason}"
         raise _unsupported(f"{cause} ({reason.meaning})", reason.remedy)
@@ -106,7 +106,7 @@ def _named(model: nn.Module) -> str:
 
 
 def _kind(model: nn.Module) -> str | None:
-    """Why a model without any module of a listed family is none that could have one; None if it is a causal LM."""
+    """Return why a model without any module of a listed family could not have one; None if it is a causal LM."""
     name, config = _named(model), getattr(model, "config", None)
     if config is None or not hasattr(config, "get_text_config"):
         return f"{name} is no transformers model"
@@ -124,10 +124,10 @@ def _kind(model: nn.Module) -> str | None:
 
 
 def check_coverage(plan: PatchPlan) -> None:
-    """Say so when little or nothing can be patched.
+    """Report that little or nothing of a model can be patched.
 
     Raises:
-        UnsupportedModelError: nothing can be, or not all of it with ``strict=True``.
+        UnsupportedModelError: nothing can be patched, or with ``strict=True`` not all of the model.
     """
     check_anything(plan)
     why, helps, partial = _declined(plan)

@@ -1,7 +1,7 @@
 """The forwards that ``patch()`` binds to module instances.
 
-Each runs stock code, ``type(self).forward``, whenever the fused ops are not proven to
-give the same result, and counts the reason.
+Each forward runs stock code, ``type(self).forward``, and counts the reason, unless the fused ops are proven to give
+the same result.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def norm(self: nn.Module, hidden_states: torch.Tensor) -> torch.Tensor:
 
 
 def _activate(op: Callable[..., torch.Tensor], *arguments: Any) -> torch.Tensor:
-    """Call an op that has a backward; its Python autograd kernel is skipped where nothing is recorded."""
+    """Call an op that has a backward; if nothing is recorded, the op's Python autograd kernel is skipped."""
     if torch.is_grad_enabled():
         return op(*arguments)
     with below_autograd():
@@ -51,7 +51,7 @@ def _activate(op: Callable[..., torch.Tensor], *arguments: Any) -> torch.Tensor:
 
 def _mixture(patch: ModulePatch, part: MoEPart, hidden_states: torch.Tensor) -> torch.Tensor:
     reason = None
-    if is_few(hidden_states):  # prompts are stock code's by design
+    if is_few(hidden_states):  # prompts run stock code by design
         reason = patch.reason_now(hidden_states) or part.reason() or patch.parameters_reason(hidden_states)
         reason = reason or (CAPTURED if outputs_are_captured() else None)
         if reason is None:
@@ -77,7 +77,7 @@ def mlp(self: nn.Module, hidden_states: torch.Tensor) -> torch.Tensor:
     if is_few(hidden_states):
         if part.reason() is None and patch.parameters_reason(hidden_states) is None:
             return steps.mlp(steps.run, part, hidden_states)
-    # Many rows, gradients, or projections with a life of their own (LoRA, quantized): only the activation is fused.
+    # With many rows, gradients, or projections with code of their own (LoRA, quantized), only the activation is fused.
     if part.gate is None:
         if part.activation not in (Activation.GELU, Activation.GELU_TANH):
             return stock(self, Cause("unsupported_activation", module=child(self, part.spec.activation)), hidden_states)
@@ -96,7 +96,7 @@ class _OverCache:
     """New tokens over one layer of a FastpathCache.
 
     Attributes:
-        emit: of :mod:`.decode.steps`: what runs the ops.
+        emit: the ``emit`` of :mod:`.decode.steps`, which runs the ops.
     """
 
     layer: FastpathLayer
@@ -112,11 +112,11 @@ class _OverCache:
 def _over_cache(
     patch: ModulePatch, part: AttentionPart, x: torch.Tensor, args: tuple, kwargs: dict
 ) -> _OverCache | str | None:
-    """Whether this call is of new tokens behind others that our cache holds, and the kernels can take it.
+    """Decide whether this call is of new tokens behind others that our cache holds, and the kernels can take it.
 
     Returns:
-        What the fused ops need; a reason code if stock code has to run though it is such a call; None for every
-        other call (prompts without a past, no cache), which are stock code's by design.
+        What the fused ops need; a reason code if the call is such a one and stock code has to run all the same; None
+        for every other call (prompts without a past, no cache), which runs stock code by design.
     """
     call = Call(patch, part, x, args, kwargs)
     if (found := call.finding()) is not None:
@@ -127,7 +127,7 @@ def _over_cache(
     lengths, emit = cache.seq_lens(index, query_len), steps.run
     starts = None if starts is None else starts.expand(len(x)).contiguous()
     total = layer.cumulative_length + query_len
-    if query_len > 1 and total > layer.capacity:  # a window's ring: the newest tokens take the oldest slots
+    if query_len > 1 and total > layer.capacity:  # the newest tokens take the oldest slots of a window's ring buffer
         if not is_few(x) or layer.sliding_window + query_len - 1 > layer.capacity:
             return None
     elif query_len > 1 and (not is_few(x) or has_tensor_cores(x.device, x.dtype, part.head_dim)):
@@ -140,7 +140,7 @@ def _over_cache(
 
 
 def _stock_over_cache(patch: ModulePatch, reason: str | None, x: torch.Tensor, args: tuple, kwargs: dict) -> Any:
-    """:func:`stock` of an attention module or a layer."""
+    """Run :func:`stock` of an attention module or a layer."""
     if not prefetch_waits():
         named = dict(zip(patch.argument_names, args), **kwargs)
         order_offloading(cache_of(named, patch.part.architecture.attention.cache), x.device)
@@ -174,19 +174,19 @@ def layer(self: nn.Module, hidden_states: torch.Tensor, *args: Any, **kwargs: An
 
 
 def head(self: nn.Module, hidden_states: torch.Tensor) -> torch.Tensor:
-    """Of a model that the decode loop serves; on a GPU cuBLAS is as fast."""
+    """Make the logits of a model that the decode loop serves. On a GPU stock code does it: cuBLAS is as fast."""
     patch: ModulePatch | None = vars(self).get(KEY)
     x = hidden_states
     if patch is None or x.device.type != "cpu" or x.numel() == 0:
         return stock(self, None, x)
     if patch.reason_now(x) or patch.part.reason() or patch.parameters_reason(x):
-        return stock(self, None, x)  # nothing but the product is lost, in a forward that counts its own reasons
+        return stock(self, None, x)  # only the product is lost, in a forward that counts its own reasons
     emit = steps.run if is_few(x) else ManyRows(None, x.numel() // x.shape[-1])
     return steps.projection(emit, self, x)
 
 
 def decoder(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-    """All layers: a FastpathCache that is given is left as it was if the call is broken off."""
+    """Run all layers; if the call is broken off, a FastpathCache that was given is left as it was."""
     patch: ModulePatch | None = vars(self).get(KEY)
     if patch is None or torch.compiler.is_compiling():
         return type(self).forward(self, *args, **kwargs)
@@ -197,7 +197,7 @@ def decoder(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         return type(self).forward(self, *args, **kwargs)
 
 
-#: kind of a binding -> the forward that takes the place of stock's
+#: kind of a binding -> the forward that replaces stock's
 FORWARDS: dict[str, Callable[..., Any]] = {
     "norm": norm,
     "mlp": mlp,

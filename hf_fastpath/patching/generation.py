@@ -1,4 +1,4 @@
-"""What takes the place of methods of a patched model's ``generate()``: its loops, and what makes its KV cache."""
+"""Replacements for methods of a patched model's ``generate()``: its loops, and the method that makes its KV cache."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from ..decode.patched import STATE_KEY
 from ..reasons import Cause
 from .state import PatchState
 
-#: methods of transformers' that our loops take the place of
+#: methods of transformers that our loops replace
 LOOPS: dict[str, Callable[..., Any]] = {
     "_sample": loop.sample,
     "_assisted_decoding": assisted.decode,
@@ -23,11 +23,11 @@ LOOPS: dict[str, Callable[..., Any]] = {
 
 
 def prepare_cache(self: nn.Module, generation_config: Any, model_kwargs: dict, generation_mode: Any, *rest, **named):
-    """Like the class's own, with a FastpathCache where that would make a plain ``DynamicCache``."""
+    """Do as the class's own method, but make a FastpathCache where that would make a plain ``DynamicCache``."""
     state: PatchState | None = vars(self).get(STATE_KEY)
     users_own = model_kwargs.get(compat.CACHE) is not None
     result = compat.prepare_cache_stock(self, generation_config, model_kwargs, generation_mode, *rest, **named)
-    if state is None or not state.enabled:  # None: another thread has just unpatched it
+    if state is None or not state.enabled:  # the state is None if another thread has just unpatched the model
         return result
     state.stats.new_call()
     ours = compat.is_sample_mode(generation_mode) or (compat.is_assisted_mode(generation_mode) and state.generates)
@@ -41,7 +41,7 @@ def prepare_cache(self: nn.Module, generation_config: Any, model_kwargs: dict, g
         made = FastpathCache.from_dynamic(made, state.options.kv_dtype, state.options.page_size)
         model_kwargs[compat.CACHE] = made
     if isinstance(made, FastpathCache):
-        if not generation_config.is_assistant:  # which is asked for a few tokens at a time
+        if not generation_config.is_assistant:  # an assistant is asked for a few tokens at a time
             made.expect(generation_config.max_length)
         part = state.plans.part_of(self) if state.loop_reason is None else None
         if part is not None and part.is_cast_down:

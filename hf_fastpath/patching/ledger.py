@@ -27,28 +27,28 @@ _ABSENT = _Absent()
 
 
 class Ledger:
-    """What was put into one model's modules, in the order in which it was done, so that it can be undone.
+    """Everything that was put into one model's modules, in the order in which it was done, so that it can be undone.
 
-    It has no lock of its own: ``patch()`` and ``unpatch()`` write it, alone with the model.
+    The ledger has no lock of its own: ``patch()`` and ``unpatch()`` write it while no other thread runs the model.
 
     Attributes:
-        replaced: layers that quantized ones stand for.
-        removed_hooks: hooks of a checkpoint's package that has none of its layers left.
+        replaced: layers whose place quantized layers have taken.
+        removed_hooks: hooks of a checkpoint's package, removed because none of that package's layers is left.
     """
 
     def __init__(self) -> None:
-        #: (module, attribute, what its ``__dict__`` held before, if anything)
+        #: (module, attribute, the value that the module's ``__dict__`` held before, or the mark of none)
         self._entries: list[tuple[nn.Module, str, Any]] = []
         self.replaced: list[Replaced] = []
         self.removed_hooks: list[RemovedHooks] = []
 
     @property
     def first(self) -> nn.Module | None:
-        """The module that something was put into first."""
+        """The module that got the first entry."""
         return self._entries[0][0] if self._entries else None
 
     def claim(self, module: nn.Module, name: str, value: Any) -> bool:
-        """As :meth:`put`; False if ``module`` has something of that name: of two threads, one succeeds."""
+        """Do as :meth:`put`, or return False if ``module`` has something of that name: of two threads, one succeeds."""
         self._entries.append((module, name, _ABSENT))
         if vars(module).setdefault(name, value) is value:
             return True
@@ -61,11 +61,11 @@ class Ledger:
         vars(module)[name] = value
 
     def bind(self, module: nn.Module, name: str, function: Callable[..., Any]) -> None:
-        """:meth:`put` a bound method."""
+        """Put a bound method in place, as :meth:`put`."""
         self.put(module, name, MethodType(function, module))
 
     def before(self, module: nn.Module) -> dict[str, Any]:
-        """A copy of the module's ``__dict__`` as it was before anything was put into it."""
+        """Return a copy of the module's ``__dict__`` as it was before anything was put into it."""
         contents = dict(vars(module))
         for each, name, previous in reversed(self._entries):
             if each is module:
@@ -73,14 +73,14 @@ class Ledger:
         return contents
 
     def bring_layers_back(self) -> None:
-        """Undo replacements, the last first."""
+        """Undo replacements of layers, the last one first."""
         while self.replaced:
             self.replaced.pop().undo()
         while self.removed_hooks:
             self.removed_hooks.pop().undo()
 
     def undo(self) -> None:
-        """Put back what was there, the last first, unless the user has put something else there since."""
+        """Restore every attribute, the last one first, unless the user has set it to something else since."""
         while self._entries:
             module, name, previous = self._entries[-1]
             if _is_ours(vars(module).get(name)):
@@ -103,7 +103,7 @@ def _is_ours(value: Any) -> bool:
 
 
 def _unwrap_forward(module: nn.Module) -> None:
-    """Take our forward from where an accelerate hook that came or went since ``patch()`` has put it."""
+    """Remove our forward from where an accelerate hook, added or removed since ``patch()``, has stored it."""
     for name in compat.FORWARD_ATTRIBUTES:
         if _is_ours(vars(module).get(name)):
             vars(module)[name] = MethodType(type(module).forward, module)

@@ -1,4 +1,4 @@
-"""Methods of ``GenerationMixin`` that loops of ours lie over while a patched model is alive."""
+"""Wrappers of ours around methods of ``GenerationMixin``, in place while a patched model is alive."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from ..forks import after_fork
 
 Loop = Callable[..., Any]
 _users: weakref.WeakSet = weakref.WeakSet()
-#: method of GenerationMixin -> what lies over it
+#: method of GenerationMixin -> our wrapper around it
 _wrappers: dict[str, Callable[..., Any]] = {}
-#: of both; models may be patched in several threads
+#: guards the users and the wrappers; models may be patched in several threads
 _lock = threading.RLock()
 
 
@@ -29,12 +29,12 @@ def install_loops(user: Any, loops: dict[str, Loop]) -> None:
     """Route methods of ``GenerationMixin`` through ``loop(original, model, ...)`` while ``user`` is alive.
 
     transformers looks these methods up on the class, so an instance cannot override them. A wrapper keeps the
-    signature, which ``generate()`` inspects, and goes with its last user, unless another wrapper lies over it: then
-    it stays and passes every call through.
+    signature, which ``generate()`` inspects. The wrapper is removed with its last user, unless another wrapper lies
+    around it: then it stays and passes every call through.
 
     Args:
-        user: keeps the wrappers while it lives.
-        loops: name of a method -> what takes its place; the same at every call.
+        user: the object that keeps the wrappers in place while it lives.
+        loops: name of a method -> the loop that replaces it; every call gives the same names.
     """
     with _lock:
         if user not in _users:
@@ -58,14 +58,14 @@ def _wrapped(original: Callable[..., Any], loop: Loop) -> Callable[..., Any]:
 
 
 def uninstall_loops(user: Any) -> None:
-    """``user`` no longer needs the wrappers."""
+    """Note that ``user`` no longer needs the wrappers."""
     _users.discard(user)
     _remove_if_unused()
 
 
 def _remove_if_unused() -> None:
     with _lock:
-        if any(True for _ in _users):  # len() may still count the one that is dying
+        if any(True for _ in _users):  # len() may still count the user that is dying
             return
         for name, wrapper in list(_wrappers.items()):
             if getattr(GenerationMixin, name) is wrapper:

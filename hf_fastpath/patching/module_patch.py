@@ -21,9 +21,10 @@ Part = NormPart | FeedForwardPart | AttentionPart | LayerPart | HeadPart | Decod
 #: where a patched module keeps its ModulePatch
 KEY = "_hf_fastpath_module"
 
-#: of a forward that is to give more than its result
+#: the reason for a forward that is to give more than its result
 CAPTURED = Cause("attention_outputs", "output_attentions, output_hidden_states or output_router_logits")
-#: stock code by design: switched off, or traced, or training with an op that has no backward
+#: stock code that runs by design: patching is switched off, the module is traced, or it is trained with an op that has
+#: no backward
 _UNCOUNTED = (None, "paused", "compiling", "gradient")
 
 
@@ -36,7 +37,7 @@ class ModulePatch:
     argument_names: tuple[str, ...]
 
     def reason_now(self, x: torch.Tensor) -> str | None:
-        """Why this call cannot use the ops on ``x``, whatever the op; None if it can."""
+        """Return why this call cannot use any op on ``x``; None if it can."""
         if not self.state.enabled:
             return "paused"
         if torch.compiler.is_compiling():
@@ -52,7 +53,7 @@ class ModulePatch:
         return None if missing is None else Cause(missing, f"device {x.device.type}")
 
     def parameters_reason(self, x: torch.Tensor) -> str | None:
-        """Why the fused ops cannot take the part's parameters together with ``x``; None if they can."""
+        """Return why the fused ops cannot take the part's parameters together with ``x``; None if they can."""
         grad = torch.is_grad_enabled()
         if grad and x.requires_grad:
             return "gradient"
@@ -71,9 +72,9 @@ class ModulePatch:
 
 
 def stock(module: nn.Module, reason: str | None, *args: Any, **kwargs: Any) -> Any:
-    """The class's own forward; a reason is counted, and refused under ``strict=True``.
+    """Run the class's own forward; a reason is counted, and raises under ``strict=True``.
 
-    A module without a patch runs it too: other code may have wrapped our forward and hold it after ``unpatch()``.
+    A module without a patch runs it too: other code may have wrapped our forward and may hold it after ``unpatch()``.
     """
     patch: ModulePatch | None = vars(module).get(KEY)
     if patch is not None and reason not in _UNCOUNTED:

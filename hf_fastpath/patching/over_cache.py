@@ -1,5 +1,5 @@
-"""Whether a call of an attention module or a layer is of new tokens behind others that our cache holds, and the
-kernels can take it: checks in the order in which they are asked. Each may rely on what those before it found."""
+"""Whether a call of an attention module or a layer is of new tokens behind others that our cache holds, and the kernels
+can take it. The checks stand in the order in which they are asked; each may rely on what the checks before it found."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from .module_patch import CAPTURED, ModulePatch
 
 
 class ByDesign:
-    """What a check finds of a call that is not of new tokens over our cache: stock code's, and no reason to count."""
+    """The finding that a call is not of new tokens over our cache: stock code runs, and no reason is counted."""
 
 
 BY_DESIGN = ByDesign()
@@ -33,12 +33,12 @@ class Call:
     """A call of an attention module's or a layer's forward.
 
     Attributes:
-        patch: the module's.
-        part: its attention.
+        patch: the patch of the module.
+        part: the attention that the call is of.
         x: hidden states.
-        args, kwargs: what else was given.
-        named: all of that by name.
-        cache: the KV cache among it.
+        args, kwargs: the other arguments of the call.
+        named: all arguments by name.
+        cache: the KV cache among the arguments.
         starts: left padding of each row that the mask asks for, or None.
     """
 
@@ -62,17 +62,17 @@ class Call:
 
     @property
     def index(self) -> int:
-        """Which of the cache's layers is the module's."""
+        """The index of the module's layer in the cache."""
         return self.part.module.layer_idx
 
     @property
     def layer(self) -> FastpathLayer:
-        """That layer."""
+        """The module's layer of the cache."""
         return self.cache.layers[self.index]
 
     def finding(self) -> Finding:
-        """A reason code if stock code has to run though the call is such a one; BY_DESIGN for every other call
-        (prompts without a past, no cache); None if the ops can take it."""
+        """Return a reason code if the call is of new tokens over our cache but stock code has to run, None if the ops
+        can take it, and BY_DESIGN for every other call (prompts without a past, no cache)."""
         for check in _CHECKS:
             if (found := check(self)) is not None:
                 return found
@@ -80,7 +80,7 @@ class Call:
 
 
 def is_few(hidden_states: torch.Tensor) -> bool:
-    """Whether the ops for 1 to MAX_ROWS rows take it."""
+    """Whether the ops for 1 to MAX_ROWS rows take these hidden states."""
     return 0 < hidden_states.numel() <= MAX_ROWS * hidden_states.shape[-1]
 
 
@@ -98,7 +98,7 @@ def _of_the_known_class(call: Call) -> Finding:
 
 def _behind_others(call: Call) -> Finding:
     length = 0 if call.cache is None else call.cache.get_seq_length(call.index)
-    # a static cache's lies on the device: it is not brought to the host
+    # the length of a static cache lies on the device, and is not brought to the host
     return BY_DESIGN if isinstance(length, int) and length == 0 else None
 
 
@@ -109,7 +109,7 @@ def _one_token_or_what_ops_take(call: Call) -> Finding:
 
 
 def _takes_many(call: Call) -> bool:
-    """Whether several tokens at once are for the ops: as few rows as those of a token step take, or attention that
+    """Whether the ops take several tokens at once: as few rows as the ops of a token step take, or attention that
     :mod:`..decode.attend` has a kernel for."""
     x, part = call.x, call.part
     if is_few(x):

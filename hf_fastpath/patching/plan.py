@@ -1,5 +1,5 @@
-"""What ``patch()`` decides of a model before it touches it: plain data, which :mod:`.apply`, the self-test, ``report``
-and ``explain`` read."""
+"""What ``patch()`` decides about a model before it touches the model: plain data, which :mod:`.apply`, the self-test,
+``report`` and ``explain`` read."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ from ..recording.part import Recorded
 
 @dataclass(frozen=True)
 class Binding:
-    """A module that gets a forward of ours.
+    """A module that gets one of our forwards.
 
     Attributes:
-        kind: which: a key of ``forwards.FORWARDS``.
+        kind: which forward, a key of ``forwards.FORWARDS``.
         part: the module in its role.
     """
 
@@ -36,7 +36,7 @@ class Declined(NamedTuple):
     Attributes:
         name: where it is in the model.
         kind: part of the architecture.
-        reason: why, with what it speaks of.
+        reason: why, with the argument or module that the reason is about.
     """
 
     name: str
@@ -50,17 +50,17 @@ class PatchPlan:
 
     Attributes:
         model: the model.
-        options: of ``patch()``.
-        architecture: the one that its modules are of, or None.
-        by_structure: the one without a file that was looked for because of the model's structure, or None.
+        options: the options of ``patch()``.
+        architecture: the architecture of its modules, or None.
+        by_structure: the architecture without a file that the model's structure suggested, or None.
         family: gives the whole model in its roles, or None if only modules are patched.
         bindings: in the order in which they are to be made.
-        patched: part of an architecture -> how many modules of it get a forward of ours.
-        declined: all that was recognized and keeps its stock forward.
+        patched: part of an architecture -> number of its modules that get one of our forwards.
+        declined: every module that was recognized and keeps its stock forward.
         loop_reason: why generate() always uses transformers' loop on this model, or None.
-        generates: whether the model's generate() passes through us, be it only to be counted.
-        replacements: layers that quantized ones are to stand for.
-        refusal: why there can be none though ``weights`` asks for them, or None.
+        generates: whether the model's generate() passes through our code, even if only to be counted.
+        replacements: layers that quantized layers are to replace.
+        refusal: why no layer can be replaced although ``weights`` asks for it, or None.
     """
 
     model: nn.Module

@@ -15,10 +15,10 @@ from .plan import PatchPlan
 
 
 def loop_reason_now(plan: PatchPlan, part: ModelPart | None) -> str | None:
-    """Why ``generate()`` would use transformers' loop on a model as it is, or None.
+    """Return why ``generate()`` would use transformers' loop on a model as it is now, or None.
 
     Args:
-        plan: that was made of it.
+        plan: the plan that was made of the model.
         part: the model in its roles as it is now, or None.
     """
     reason = uncovered_reason(plan.loop_reason, plan.model, part)
@@ -31,14 +31,14 @@ class Report:
 
     Attributes:
         architecture: name of the architecture that covers the model.
-        like: the listed one it was recognized as by its structure, or None if it has a file of its own.
+        like: the listed architecture that the model's structure was recognized as, or None if it has a file of its own.
         patched: part -> number of modules with our forward.
-        declined: "part: reason code" -> number of modules that kept stock's.
+        declined: "part: reason code" -> number of modules that kept their stock forwards.
         loop: ``"fast"``, or the reason code for which generate() would use transformers' loop now.
-        details: what these codes speak of: "part: reason code", and "loop: reason code" -> modules with their classes,
-            arguments or settings.
-        kernels: what serves each device.
-        huge_page_bytes: of parameters in host memory, what lies in pages of 2 MB.
+        details: "part: reason code", and "loop: reason code" -> the modules with their classes, the arguments or the
+            settings that the reason is about.
+        kernels: the kernels that serve each device.
+        huge_page_bytes: bytes of parameters in host memory that lie in pages of 2 MB.
         stats: counters since ``patch()``: fast and fallback tokens, reasons, tokens per second.
     """
 
@@ -54,12 +54,12 @@ class Report:
 
     @classmethod
     def of(cls, plan: PatchPlan, part: ModelPart | None, stats: Stats, huge_page_bytes: int = 0) -> Report:
-        """The present report of a model.
+        """Make the present report of a model.
 
         Args:
-            plan: that was made of it.
+            plan: the plan that was made of the model.
             part: the model in its roles as it is now, or None.
-            stats, huge_page_bytes: since it was patched.
+            stats, huge_page_bytes: counted since the model was patched.
         """
         loop_reason = loop_reason_now(plan, part)
         declined = Counter(f"{kind}: {reason}" for _, kind, reason in plan.declined)
@@ -82,11 +82,11 @@ class Report:
         )
 
     def to_dict(self) -> dict:
-        """Plain data, ready for JSON."""
+        """Return plain data, ready for JSON."""
         return asdict(self)
 
     def parts(self) -> list[str]:
-        """Lines on what is fast and what is stock."""
+        """Return lines on what is fast and what is stock."""
         fast = ", ".join(f"{count} {part}" for part, count in self.patched.items()) or "nothing"
         family = self.architecture if self.like is None else f"{self.architecture} (structural: like {self.like})"
         lines = [f"hf_fastpath on {family}: {fast} patched; decode loop: {self._loop()}"]
@@ -121,6 +121,6 @@ class Report:
 
 
 def _several(things: list[str]) -> str:
-    """The first of ``things``, and how many there are besides."""
+    """Return the first of ``things``, and how many more there are."""
     more = len(things) - 1
     return "".join(things[:1]) + (f", and {more} more" if more > 0 else "")

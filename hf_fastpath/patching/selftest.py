@@ -1,5 +1,5 @@
-"""Self-test on an untested version of transformers, and of a family known by its structure only: a tiny random twin of
-the model, patched against stock."""
+"""Self-test on an untested version of transformers, and of a family that is known only by its structure: a tiny random
+twin of the model is patched and compared with stock."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from .coverage import check_coverage
 from .plan import PatchPlan
 from .state import PatchState
 
-#: sizes of the twin, by transformers' names; a config without an attribute keeps it so
+#: sizes of the twin, by transformers' names; an attribute that the config does not have is not set
 _TWIN = {
     "hidden_size": 64,
     "intermediate_size": 96,
@@ -49,8 +49,11 @@ _passed: set[tuple] = set()
 
 
 def is_due(plan: PatchPlan) -> bool:
-    """Whether a twin is tried before the plan is applied: on a transformers that was not tested, if the loop is to be
-    ours; of a family that was known by its structure, if anything is."""
+    """Whether a twin is tried before the plan is applied.
+
+    On an untested version of transformers a twin is tried if our loop is to run; of a family that is known only by its
+    structure, a twin is tried if anything is to be patched; of a recorded model, a twin is always tried.
+    """
     if plan.is_recorded or (plan.by_structure is not None and plan.patched):
         return True
     return plan.loop_reason is None and transformers_version() not in TESTED_TRANSFORMERS
@@ -79,8 +82,10 @@ def check(plan: PatchPlan) -> None:
 
 
 def twin_config(config):
-    """``config`` at the size of the twin: its structure, windows and scalings, 97 tokens, two layers, which differ if
-    the model's do."""
+    """Return ``config`` at the size of the twin, with the same structure, windows and scalings and 97 tokens.
+
+    The twin has two layers; they are of different kinds if the model has layers of different kinds.
+    """
     small = copy.deepcopy(config)
     for name in _BY_LAYER:
         kinds = getattr(small, name, None)
@@ -100,7 +105,7 @@ def run(model: nn.Module) -> str | None:
     Returns:
         What differed, or None if the twin decodes as stock does. A pass is remembered for the process.
     """
-    # load_packed() brings the weights of a model on the meta device later
+    # the weights of a model on the meta device come later, with load_packed()
     device = next((each.device for each in model.parameters() if not each.is_meta), torch.device("cpu"))
     key = (type(model), transformers_version(), device.type)
     if key in _passed:
@@ -115,7 +120,7 @@ def run(model: nn.Module) -> str | None:
             twin = type(model)(twin_config(model.config)).eval().to(device)
             torch.set_default_dtype(default)
             difference = _difference(twin, prompt)
-        except Exception as error:  # of code that nobody has tried
+        except Exception as error:  # nobody has tried this code: anything may be raised
             return f"{type(error).__name__}: {error}"
         finally:
             torch.set_default_dtype(default)
@@ -126,14 +131,14 @@ def run(model: nn.Module) -> str | None:
 
 
 def _difference(twin: nn.Module, prompt: torch.Tensor) -> str | None:
-    """How a twin decodes otherwise than stock, or None."""
+    """Return how a twin decodes otherwise than stock code, or None."""
     plan = analyse(twin, Options.parse())
     check_coverage(plan)
     state = PatchState(plan.options)
     claim(twin, state)
     apply(plan, state)
     try:
-        if plan.is_recorded:  # whose experts and routers may have no float64 to be compared with
+        if plan.is_recorded:  # its experts and routers may not run in float64, which compare() needs
             return different_tokens(twin, prompt, _NEW_TOKENS)
         result = compare(twin, prompt, _NEW_TOKENS)
         return None if result.ok else str(result)

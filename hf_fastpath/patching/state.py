@@ -32,19 +32,19 @@ def _forget_other_threads() -> None:
 
 @dataclass(eq=False)
 class PatchState:
-    """Everything ``patch()`` keeps about one model; it lives in the model's ``__dict__``, and in its modules' patches.
+    """Everything ``patch()`` keeps about one model. The model's ``__dict__`` and its modules' patches hold the state.
 
     Attributes:
         options: as given to ``patch()``.
-        decided: what ``patch()`` decided; None until it has.
+        decided: the plan that ``patch()`` made; None until then.
         ledger: what was put into the model, and how it was before.
         plans: decode plans and programs.
         stats: what has happened since.
         enabled: False while ``verify`` compares with stock code.
-        huge_page_bytes: of the parameters in host memory, what was moved into pages of 2 MB.
+        huge_page_bytes: bytes of the parameters in host memory that were moved into pages of 2 MB.
         lost: why ``unpatch()`` cannot bring the model's own weights back, or None.
-        door: where calls of ``generate()`` come in; patch() and unpatch() close it to change the model.
-        waiting: threads at the door, which are not in yet.
+        door: the lock that calls of ``generate()`` pass; patch() and unpatch() hold it while they change the model.
+        waiting: threads that wait at the door and are not in yet.
     """
 
     options: Options
@@ -73,11 +73,11 @@ class PatchState:
 
     @property
     def generates(self) -> bool:
-        """Whether the model's ``generate()`` passes through us, be it only to be counted."""
+        """Whether the model's ``generate()`` passes through our code, even if only to be counted."""
         return self.decided is not None and self.decided.generates
 
     def decide(self, plan: PatchPlan) -> None:
-        """Take on what :func:`.analyse.analyse` found."""
+        """Take on the plan that :func:`.analyse.analyse` made."""
         self.decided = plan
         self.plans.family = plan.family
 
@@ -102,24 +102,24 @@ class PatchState:
         self.waiting.add(here)
         try:
             with self.door:
-                self.waiting.discard(here)  # whoever closes the door next sees that this one is in
+                self.waiting.discard(here)  # the next thread that closes the door sees that this one is in
         finally:
             self.waiting.discard(here)
 
     def forget_other_threads(self) -> None:
-        """Forget what threads held and did that are none of this process."""
+        """Forget what threads of another process held and did."""
         self.door, self.waiting = threading.RLock(), set()
         self.plans.forget_other_threads()
         self.stats.renew_lock()
 
 
 def state_of(model: nn.Module) -> PatchState | None:
-    """The patch state of ``model``, or None if it is not patched."""
+    """Return the patch state of ``model``, or None if it is not patched."""
     return vars(model).get(STATE_KEY) if isinstance(model, nn.Module) else None
 
 
 def patched_model(model: nn.Module) -> nn.Module:
-    """``model`` if it was given to ``patch()`` itself, else the model inside it that generates."""
+    """Return ``model`` if it was given to ``patch()`` itself, else the model inside it that generates."""
     return model if state_of(model) is not None else compat.generating_model(model)
 
 

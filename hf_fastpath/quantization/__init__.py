@@ -1,4 +1,4 @@
-"""Weights of few bits: what formats there are, how they are packed, and how their scales are chosen."""
+"""Weights of few bits: their formats, how weights are packed, and how scales are chosen."""
 
 from .formats import FORMATS, Format, PackedWeight
 from .quantizer import quantize

@@ -1,7 +1,7 @@
-"""Quantized layers of other packages, as transformers loads their checkpoints: what each family's tensors mean.
+"""Quantized layers of other packages, as transformers loads their checkpoints: what the tensors of each family mean.
 
-Each family is recognized by the class of its layer (or of its weight) and of the package it is from: others with
-tensors of the same names order them otherwise.
+A family is recognized by the class of its layer (or of its weight) and by the package of that class, because packages
+give tensors of the same name another order.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from ..errors import NoCounterpart
 
 @dataclass(frozen=True)
 class IntWeight:
-    """A weight of whole numbers, ``scale * (quant - zero)``.
+    """A weight of integers: its values are ``scale * (quant - zero)``.
 
     Attributes:
-        bits: of a quant.
-        group: weights of a row that share a scale.
+        bits: bits of a quant.
+        group: number of weights in a row that share a scale.
         quants: int16 [out_features, in_features], from ``-2 ** (bits - 1)`` up.
         scales: float [out_features, groups].
-        zeros: int16 [out_features, groups], counted as quants are.
+        zeros: int16 [out_features, groups], on the same scale as quants.
     """
 
     bits: int
@@ -40,12 +40,12 @@ class Family:
     """Layers of one kind.
 
     Attributes:
-        name: of the package or method, for messages.
-        package: that the class is from.
-        classes: names of layers, or of weights in an ``nn.Linear``.
-        read: a layer's weight.
+        name: name of the package or method, for messages.
+        package: the package that the class is from.
+        classes: class names of layers, or of weights in an ``nn.Linear``.
+        read: reads a layer's weight.
 
-    ``read`` raises NoCounterpart where a layer of the family means more than an :class:`IntWeight` says.
+    ``read`` raises NoCounterpart if a layer of the family means more than an :class:`IntWeight` can say.
     """
 
     name: str
@@ -54,7 +54,7 @@ class Family:
     read: Callable[[nn.Module], IntWeight]
 
     def has(self, module: nn.Module) -> bool:
-        """Whether ``module`` is one of its layers."""
+        """Whether ``module`` is a layer of this family."""
         if type(module) is not nn.Linear:
             return self._names(type(module))
         return self._names(type(module.weight)) if "weight" in module._parameters else self._names(_scheme_of(module))
@@ -68,10 +68,10 @@ def _scheme_of(module: nn.Module) -> type:
 
 
 def unpacked(words: torch.Tensor, bits: int, dim: int, order: tuple[int, ...] | None = None) -> torch.Tensor:
-    """The numbers that int32 words hold along ``dim``, the first in the lowest bits, as int16 without sign.
+    """Return the numbers that int32 words hold along ``dim``, first in the lowest bits, as unsigned values in int16.
 
     Args:
-        order: place of the number that each part of a word holds; None: in order.
+        order: the position of the number that each part of a word holds; None if numbers are in order.
     """
     moved = words.movedim(dim, -1)
     places = range(32 // bits) if order is None else sorted(range(len(order)), key=order.__getitem__)
@@ -85,7 +85,7 @@ def _need(is_so: bool, reason: str = "quantized_format") -> None:
 
 
 def _gptqmodel_layer(module: nn.Module) -> tuple[int, int]:
-    """bits and group of a layer that still holds its tensors as the checkpoint does."""
+    """Return bits and group of a layer that still holds its tensors as they are in the checkpoint."""
     _need(getattr(module, "linear_mode", None) in (None, "train"), "quantized_in_use")
     _need(getattr(module, "adapter", None) is None)
     _need(not any(getattr(module, name, False) for name in ("online_full_had", "online_partial_had")))
@@ -95,26 +95,26 @@ def _gptqmodel_layer(module: nn.Module) -> tuple[int, int]:
 
 
 def _gptq(module: nn.Module) -> IntWeight:
-    """qweight [in * bits / 32, out], qzeros [groups, out * bits / 32], scales [groups, out], g_idx [in]."""
+    """Read qweight [in * bits / 32, out], qzeros [groups, out * bits / 32], scales [groups, out] and g_idx [in]."""
     bits, group = _gptqmodel_layer(module)
     columns = torch.arange(module.in_features, device=module.qweight.device)
     _need(module.g_idx is None or torch.equal(module.g_idx.long(), columns // group), "quantized_order")
     _need(module.qweight.shape == (module.in_features * bits // 32, module.out_features))
     half = 1 << (bits - 1)
     zeros = unpacked(module.qzeros, bits, 1)
-    if module.qzero_format() == 1:  # files hold one less
+    if module.qzero_format() == 1:  # files of this format hold zero - 1
         zeros += 1
         _need(int(zeros.max()) < 2 * half)
     quants = unpacked(module.qweight, bits, 0).t() - half
     return IntWeight(bits, group, quants, module.scales.t(), zeros.t() - half)
 
 
-#: place of the number that each four bits of a word hold
+#: the position of the number that each four bits of a word hold
 AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
 
 
 def _awq(module: nn.Module) -> IntWeight:
-    """qweight [in, out / 8], qzeros [groups, out / 8], scales [groups, out]; words hold numbers in AWQ_ORDER."""
+    """Read qweight [in, out / 8], qzeros [groups, out / 8], scales [groups, out]; words are in AWQ_ORDER."""
     bits, group = _gptqmodel_layer(module)
     _need(bits == 4 and module.qweight.shape == (module.in_features, module.out_features // 8))
     quants, zeros = (unpacked(words, 4, 1, AWQ_ORDER).t() - 8 for words in (module.qweight, module.qzeros))
@@ -122,7 +122,7 @@ def _awq(module: nn.Module) -> IntWeight:
 
 
 def _compressed(module: nn.Module) -> IntWeight:
-    """weight_packed [out, in * bits / 32], weight_scale [out, groups], weight_zero_point packed along out."""
+    """Read weight_packed [out, in * bits / 32], weight_scale [out, groups], weight_zero_point packed along out."""
     scheme, own = module.quantization_scheme, module._parameters
     how = scheme.weights
     _need(how is not None and scheme.input_activations is None and scheme.output_activations is None)
@@ -144,12 +144,12 @@ def _compressed(module: nn.Module) -> IntWeight:
     return IntWeight(bits, group, quants, scales, zeros)
 
 
-#: bits of torchao's types of quants
+#: bits of the types that torchao has for quants
 _TORCHAO_BITS = {torch.int8: 8} | {getattr(torch, f"int{n}"): n for n in (2, 3, 4) if hasattr(torch, f"int{n}")}
 
 
 def _torchao(module: nn.Module) -> IntWeight:
-    """qdata int8 [out, in], scale and zero_point [out, groups]; activations as they are."""
+    """Read qdata int8 [out, in], scale and zero_point [out, groups]; the layer must not quantize activations."""
     weight = module.weight
     extras = ("act_quant_kwargs", "act_quant_scale", "act_pre_scale", "activation_quantization")
     _need(all(getattr(weight, name, None) is None for name in extras))
@@ -162,11 +162,11 @@ def _torchao(module: nn.Module) -> IntWeight:
 
 
 def _no_integers(module: nn.Module) -> IntWeight:
-    """Values out of a table, or activations that are quantized, too."""
+    """Refuse layers whose values come from a table, or that quantize activations as well."""
     raise NoCounterpart("quantized_format")
 
 
-#: layers that transformers loads; GPTQ's and AWQ's that hold the checkpoint's tensors until they are called
+#: layers that transformers loads; GPTQ's and AWQ's layers hold the checkpoint's tensors until they are first called
 FAMILIES = (
     Family(
         "GPTQ",
@@ -188,12 +188,12 @@ FAMILIES = (
     Family("bitsandbytes", "bitsandbytes", ("Linear4bit", "Linear8bitLt"), _no_integers),
 )
 
-#: why a layer of a known family keeps its own code, as far as patch() has seen it
+#: why a layer of a known family keeps its own code, for the layers that patch() has looked at
 _seen: weakref.WeakKeyDictionary[nn.Module, str] = weakref.WeakKeyDictionary()
 
 
 def family_of(module: nn.Module) -> Family | None:
-    """The family of a quantized layer, or None."""
+    """Return the family of a quantized layer, or None."""
     return next((family for family in FAMILIES if family.has(module)), None)
 
 
@@ -203,5 +203,5 @@ def note(module: nn.Module, reason: str) -> None:
 
 
 def noted(module: nn.Module) -> str | None:
-    """What :func:`note` was told of ``module``, or None."""
+    """Return what :func:`note` was told of ``module``, or None."""
     return _seen.get(module)

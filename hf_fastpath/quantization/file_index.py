@@ -1,16 +1,16 @@
-"""The index of a folder of packed weights: what it says, how it is sealed, and which values it may hold.
+"""The index of a folder of packed weights: its entries, its checksum, and the values that it may hold.
 
-``packed.safetensors.index.json`` has the entries of an index of transformers' checkpoints, ``metadata`` and
+``packed.safetensors.index.json`` has the entries that an index of transformers' checkpoints has, ``metadata`` and
 ``weight_map``, and two of its own:
 
-* ``hf_fastpath``: ``version`` and ``layout`` of what the files hold (``formats.py``); ``save_id``, which all names of
-  one save's files begin with; ``files``: name -> [bytes, :func:`digest`]; ``tensors``: name -> [dtype, shape, offset in
-  its file]; ``placed``: the files for other programs that this save has put into the folder, such as ``config.json``;
-  ``model``: a :class:`Header`;
+* ``hf_fastpath``: ``version`` and ``layout`` of what the files hold (``formats.py``); ``save_id``, with which the names
+  of all files of one save begin; ``files``: name -> [bytes, :func:`digest`]; ``tensors``: name -> [dtype, shape, offset
+  in its file]; ``placed``: the files for other programs that this save has put into the folder, such as
+  ``config.json``; ``model``: a :class:`Header`;
 * ``sha256`` of everything else in the index.
 
-Shards, and copies of the configs, are files like any other in ``files``: no byte that :func:`load_packed` uses lies
-outside a checksum. Every value is checked when the index is read, so that nobody behind it meets a wrong type.
+Shards and copies of the configs are listed in ``files`` like any other file: a checksum covers every byte that
+:func:`load_packed` uses. Every value is checked when the index is read, so that code that uses it meets no wrong type.
 """
 
 from __future__ import annotations
@@ -28,24 +28,24 @@ import torch
 from .formats import FORMATS, is_multiplier
 
 VERSION = 2
-#: of the quants, as ``formats.py`` tells it: another order is another name
+#: name of the order of the quants, as ``formats.py`` describes it; another order would get another name
 LAYOUT = "four-stretches-of-32"
-#: entry of the index, of a journal, and of a shard's own metadata
+#: name of our entry in the index, in a journal, and in a shard's own metadata
 KEY = "hf_fastpath"
 INDEX = "packed.safetensors.index.json"
-#: what an error advises where files are not what was saved
+#: the advice of an error if files are not what was saved
 AGAIN = "copy or save it again"
 
 _SEAL = "sha256"
 _SAVE_ID = re.compile(r"[0-9a-f]{16}")
 _OWN_NAME = re.compile(r"packed-([0-9a-f]{16})[-.][A-Za-z0-9_][A-Za-z0-9_.-]{0,199}")
-#: bytes that one digest covers, for threads to share a file; long beside what starting a digest costs
+#: bytes that one digest covers, so that threads can share a file; long enough that starting a digest costs little
 STRETCH = 1 << 24
-_MAX_SIZE = 1 << 40  # of a dimension, far beyond any weight, and far from an overflow
+_MAX_SIZE = 1 << 40  # of a dimension: far beyond any weight, and far from an overflow
 _MAX_DIMENSIONS = 8
-_LEAST_HEADER = 8  # bytes, which are its length
+_LEAST_HEADER = 8  # bytes that hold the length of a file's header
 
-#: types that files hold: torch's name -> that of safetensors
+#: types that files can hold: torch's name -> safetensors' name
 DTYPES = {
     "float64": "F64",
     "float32": "F32",
@@ -64,7 +64,7 @@ DTYPES = {
 
 
 class Entry(NamedTuple):
-    """A tensor: its type by name, shape, where its bytes begin, and name of its file."""
+    """A tensor: name of its type, its shape, the offset of its bytes, and the name of its file."""
 
     dtype: str
     shape: list[int]
@@ -77,14 +77,14 @@ class Entry(NamedTuple):
 
 
 class Stored(NamedTuple):
-    """A file: its bytes, and their :func:`digest`."""
+    """A file: its number of bytes, and their :func:`digest`."""
 
     size: int
     digest: str
 
 
 def is_own_name(name: Any, save_id: str | None = None) -> bool:
-    """Whether a file of a save, or of this one, may be called so. Such a name stays in its folder."""
+    """Whether a file of a save, or of this save, may have this name. A file of such a name stays in its folder."""
     found = _OWN_NAME.fullmatch(name) if isinstance(name, str) else None
     return found is not None and save_id in (None, found[1])
 
@@ -93,7 +93,7 @@ def is_own_name(name: Any, save_id: str | None = None) -> bool:
 
 
 def stretches(buffers: Iterable[memoryview]) -> Iterable[list[memoryview]]:
-    """The bytes of buffers behind each other, in the pieces of which :func:`digest` is made."""
+    """Split the bytes of consecutive buffers into the pieces that :func:`digest` hashes."""
     piece: list[memoryview] = []
     room = STRETCH
     for buffer in buffers:
@@ -108,7 +108,7 @@ def stretches(buffers: Iterable[memoryview]) -> Iterable[list[memoryview]]:
 
 
 def digest_of_stretch(piece: Iterable[memoryview]) -> bytes:
-    """SHA-256 of one piece."""
+    """Return the SHA-256 of one piece."""
     made = hashlib.sha256()
     for buffer in piece:
         made.update(buffer)
@@ -116,31 +116,31 @@ def digest_of_stretch(piece: Iterable[memoryview]) -> bytes:
 
 
 def joined_digest(digests: Iterable[bytes]) -> str:
-    """The digest of a file from those of its pieces."""
+    """Return the digest of a file, from those of its pieces."""
     return hashlib.sha256(b"".join(digests)).hexdigest()
 
 
 def digest(buffers: Iterable[memoryview]) -> str:
-    """SHA-256 of the SHA-256s of every 16 MiB, so that threads can share a file."""
+    """Return the SHA-256 of the SHA-256s of each 16 MiB; so threads can share a file."""
     return joined_digest(map(digest_of_stretch, stretches(buffers)))
 
 
 def sealed(content: dict[str, Any]) -> str:
-    """JSON text of ``content`` with a checksum over it."""
+    """Return JSON text of ``content`` with a checksum over it."""
     return json.dumps(content | {_SEAL: _seal_of(content)}, indent=1) + "\n"
 
 
 def _seal_of(content: dict[str, Any]) -> str:
-    """The checksum is of the values, so that line ends and spaces may change on a file's way."""
+    """Return the checksum, which covers the values: copying a file may change line ends and spaces."""
     return hashlib.sha256(json.dumps(content, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
 
 
 def unsealed(data: bytes) -> dict[str, Any]:
-    """What :func:`sealed` was given.
+    """Return what :func:`sealed` was given.
 
     Raises:
-        ValueError: it is no JSON object.
-        Unsealed: it is one whose checksum is missing or another.
+        ValueError: the data are no JSON object.
+        Unsealed: the data are an object whose checksum is missing or wrong.
     """
     try:
         content = json.loads(data)
@@ -155,7 +155,7 @@ def unsealed(data: bytes) -> dict[str, Any]:
 
 
 class Unsealed(ValueError):
-    """A JSON object without the right checksum; ``content`` is not to be trusted."""
+    """A JSON object without the right checksum; ``content`` must not be trusted."""
 
     def __init__(self, content: dict[str, Any]):
         super().__init__("its checksum does not fit what it says")
@@ -208,15 +208,15 @@ def _get(content: dict[str, Any], key: str, what: str) -> Any:
 
 @dataclass(frozen=True)
 class Header:
-    """What the files say of the model.
+    """What the files say about the model.
 
     Attributes:
         architecture: class of the model.
-        model_type: of its config.
+        model_type: model_type of its config.
         weights: name of a packed layer -> format, in_features, out_features, multiplier.
         joined: names of packed layers that lie behind each other in memory, in order.
         tied: name of a parameter -> the name under which it is saved.
-        buffers: names of buffers that the model makes itself, and that another version may call otherwise.
+        buffers: names of buffers that the model makes itself, and that another version may name differently.
         options: ``weights`` and ``lm_head`` of ``patch()``.
     """
 
@@ -230,10 +230,10 @@ class Header:
 
     @classmethod
     def parse(cls, said: Any, tensors: Iterable[str]) -> Header:
-        """Check what an index says of a model whose tensors have these names.
+        """Check what an index says about a model whose tensors have these names.
 
         Raises:
-            ValueError: which value, and what is expected.
+            ValueError: the message names the value and what is expected.
         """
         values = {field.name: _get(_object(said, "model"), field.name, "model") for field in fields(cls)}
         _text(values["architecture"], "architecture")
@@ -272,14 +272,14 @@ def _check_weight(name: str, weight: Any) -> None:
 
 @dataclass(frozen=True)
 class Index:
-    """What an index says; see the module's docstring.
+    """The contents of an index; see the module's docstring.
 
     Attributes:
         save_id: 16 hexadecimal digits.
         files: every file of the save, by name.
         tensors: every tensor, by name.
         placed: names of the files for other programs that the save has put into the folder.
-        header: what the files say of the model.
+        header: what the files say about the model.
     """
 
     save_id: str
@@ -289,11 +289,11 @@ class Index:
     header: Header
 
     def copy_of(self, name: str) -> str:
-        """Name of the save's own copy of a file for other programs."""
+        """Return the name of the save's own copy of a file for other programs."""
         return f"packed-{self.save_id}-{name}"
 
     def content(self) -> dict[str, Any]:
-        """The index as :func:`sealed` takes it."""
+        """Return the index in the form that :func:`sealed` takes."""
         return {
             "metadata": {"total_size": sum(entry.nbytes for entry in self.tensors.values())},
             "weight_map": {name: entry.file for name, entry in self.tensors.items()},
@@ -313,7 +313,7 @@ class Index:
         """Check every value of an index.
 
         Raises:
-            ValueError: which value, and what is expected.
+            ValueError: the message names the value and what is expected.
         """
         said = _object(_get(content, KEY, "the index"), KEY)
         made_by = _get(said, "version", KEY), _get(said, "layout", KEY)
@@ -361,7 +361,7 @@ def _entry(name: str, said: Any, file: str, size: int) -> Entry:
 
 
 def _check_offsets(tensors: dict[str, Entry], files: dict[str, Stored]) -> None:
-    """Fail if tensors overlap, or do not reach from their file's header to its end."""
+    """Raise if tensors overlap, or leave a gap between their file's header and its end."""
     ends: dict[str, int] = {}
     for name, entry in sorted(tensors.items(), key=lambda item: (item[1].offset, item[1].nbytes)):
         begin = ends.get(entry.file, max(entry.offset, _LEAST_HEADER))

@@ -1,8 +1,8 @@
-"""Files of packed weights, read: everything in them is held against the index's checksums before it is used.
+"""Reading files of packed weights. Everything in them is compared with the index's checksums before it is used.
 
-``folder.py`` writes them, ``file_index.py`` says what the index holds. A packed weight ``name`` is the tensors
-``name.quants``, ``name.scales`` and, where its format has them, ``name.zeros``; everything else is under the name it
-has in the model.
+``folder.py`` writes the files, and ``file_index.py`` describes the index. A packed weight ``name`` is stored as the
+tensors ``name.quants``, ``name.scales`` and, if its format has zero points, ``name.zeros``; every other tensor is
+stored under its name in the model.
 """
 
 from __future__ import annotations
@@ -34,17 +34,17 @@ from .folder import THREADS, files_of_version_1
 
 
 def not_persistent(model: nn.Module) -> list[str]:
-    """Names of a model's buffers that no checkpoint of transformers holds."""
+    """Return the names of a model's buffers that no checkpoint of transformers holds."""
     modules = model.named_modules(remove_duplicate=False)
     return [f"{at}.{name}".lstrip(".") for at, module in modules for name in sorted(module._non_persistent_buffers_set)]
 
 
 def _read_index(directory: Path) -> Index:
-    """The index of a folder.
+    """Read the index of a folder.
 
     Raises:
-        ValueError: there is none, or it is damaged, of another version or another program's.
-        OSError: it cannot be read.
+        ValueError: there is no index, or it is damaged, of another version, or another program's.
+        OSError: the index cannot be read.
     """
     path = directory / INDEX
     try:
@@ -72,13 +72,13 @@ def _read_index(directory: Path) -> Index:
 
 
 def _check_place(path: Path) -> None:
-    """Fail if a link leads out of a file's folder, but for those of the hub's cache.
+    """Refuse a link that leads out of a file's folder, except for those in the hub's cache.
 
     Raises:
-        ValueError: it does.
+        ValueError: the link leads out.
     """
     home, real = Path(os.path.realpath(path.parent)), Path(os.path.realpath(path))
-    # snapshots/<revision>/<file> of the hub's cache are links into blobs/ beside snapshots/
+    # snapshots/<revision>/<file> in the hub's cache is a link into blobs/, which lies beside snapshots/
     blobs = [parent.parent / "blobs" for parent in home.parents if parent.name == "snapshots"]
     if not any(real.is_relative_to(root) for root in (home, *blobs)):
         raise ValueError(f"load_packed(): {path} leads out of its folder, to {real}: put the file itself there")
@@ -87,11 +87,11 @@ def _check_place(path: Path) -> None:
 class PackedFiles:
     """The files of a folder, opened; a context manager.
 
-    The index, the files' sizes and the copies of configs are checked when the object is made, the tensors' bytes by
-    :meth:`check`. A save into the folder meanwhile does not matter.
+    The index, the files' sizes and the copies of configs are checked when the object is made; :meth:`check` checks the
+    tensors' bytes. A save into the folder in the meantime does no harm.
 
     Attributes:
-        header: what they say of the model.
+        header: what the files say about the model.
         entries: every tensor by name.
 
     Raises:
@@ -124,7 +124,7 @@ class PackedFiles:
         return self
 
     def __exit__(self, *error: object) -> None:
-        self._maps.clear()  # tensors that were read hold their file on their own
+        self._maps.clear()  # tensors that were read keep their file mapped on their own
 
     def _open(self, name: str, size: int) -> mmap.mmap | bytes:
         path = self._directory / name
@@ -137,7 +137,7 @@ class PackedFiles:
                 raise ValueError(
                     f"load_packed(): {path} has {found:,} bytes instead of {size:,}: it is cut off or damaged, {AGAIN}"
                 )
-            # private, so that torch may have it writable
+            # The mapping is private (copy on write), because torch wants writable memory.
             return mmap.mmap(file.fileno(), size, access=mmap.ACCESS_COPY) if size else b""
 
     def _check_digest(self, name: str, found: str) -> None:
@@ -151,7 +151,7 @@ class PackedFiles:
         """Hash every file that tensors are read from.
 
         Raises:
-            ValueError: one is not what was saved.
+            ValueError: a file is not what was saved.
         """
         with ThreadPoolExecutor(THREADS) as pool:
             for name in self._shards:
@@ -167,7 +167,7 @@ class PackedFiles:
                 self._check_digest(name, joined_digest(pool.map(hashed, range(0, len(view), STRETCH))))
 
     def read(self, name: str) -> torch.Tensor:
-        """A tensor, in memory that is the file's, whose bytes :meth:`check` has found right."""
+        """Return a tensor in the mapped memory of its file; :meth:`check` has to have found the file right."""
         entry = self.entries[name]
         dtype = getattr(torch, entry.dtype)
         count = entry.nbytes // dtype.itemsize
@@ -176,22 +176,22 @@ class PackedFiles:
         return torch.frombuffer(self._maps[entry.file], dtype=dtype, count=count, offset=entry.offset).view(entry.shape)
 
     def names_beside(self, packed: Iterator[str]) -> set[str]:
-        """Names of the tensors that are no part of the packed weights named."""
+        """Return the names of the tensors that are no part of these packed weights."""
         parts = {f"{name}.{part}" for name in packed for part in ("quants", "scales", "zeros")}
         return set(self.entries) - parts
 
     @property
     def name(self) -> str:
-        """What the save's files are called, but for their ends."""
+        """The common beginning of the names of the save's files."""
         return self._index.copy_of("")[:-1]
 
     def configs(self) -> dict[str, bytes]:
-        """Name and content of each file of the model that the save has a copy of."""
+        """Return name and content of each file of the model that the save has copied."""
         first = self._index.copy_of("")
         return {name.removeprefix(first): bytes(self._maps[name]) for name in self._maps if name not in self._shards}
 
     def changed_since(self) -> list[str]:
-        """Names of the files for other programs that are not what the save put there."""
+        """Return the names of the files for other programs that are not what the save put there."""
         changed = []
         for name in self._index.placed:
             path = self._directory / name

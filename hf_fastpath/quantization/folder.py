@@ -1,15 +1,15 @@
-"""A folder that a save writes into: every file under a new name, then one index in the place of the former.
+"""Writing a save into a folder: every file gets a new name, then one index replaces the former index.
 
-Until the new index is in place, the former names files that are all there; from then on the new one does. What a save
-may leave behind, its own files and those of the former index, is listed beforehand in a journal,
-``packed-<save id>.saving``. A folder is settled by one rule, whatever has happened: files go that a journal lists and
-the index does not. A save settles at its end, and the next one settles what a killed one left. No other file is ever
-removed or written over.
+Until the new index is in place, the former index names files that are all there; from then on the new index does. The
+files that a save may leave behind, its own files and those of the former index, are listed beforehand in a journal,
+``packed-<save id>.saving``. One rule settles a folder, whatever has happened: a file that a journal lists and the index
+does not list is removed. A save settles the folder at its end, and the next save settles what a killed save has left.
+No other file is ever removed or written over.
 
-Files for other programs, such as ``config.json``, have names that cannot be new. Each save has a copy of its own under
-a new name, which is what :func:`load_packed` reads. The file itself is taken away before the index changes and put back
-from the index's copy afterwards, so that it never stands beside another save's weights. It is left alone if it is not
-what the former save put there.
+Files for other programs, such as ``config.json``, have names that cannot be new. Each save has a copy of such a file
+under a new name, and :func:`load_packed` reads the copy. The file itself is removed before the index changes and
+restored from the index's copy afterwards, so that it never stands beside another save's weights. The file is left
+alone if it is not what the former save put there.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ _PART = ".part"
 
 
 def files_of_version_1(directory: Path) -> list[str]:
-    """Names of the files that a save of version 1 left here."""
+    """Return the names of the files that a save of version 1 left here."""
     names: list[Any] = [_SINGLE_OF_VERSION_1]
     try:
         unsealed((directory / INDEX).read_bytes())
@@ -69,12 +69,12 @@ def files_of_version_1(directory: Path) -> list[str]:
         if KEY not in error.content and isinstance(mapped, dict):
             names += sorted(name for name in mapped.values() if isinstance(name, str))
     except (OSError, ValueError):
-        pass  # nothing that version 1 could have written
+        pass  # a save of version 1 would have left a readable index
     return [name for name in dict.fromkeys(names) if _is_of_version_1(directory, name)]
 
 
 def _is_of_version_1(directory: Path, name: str) -> bool:
-    """Whether a file has a name that version 1 gave, and says of itself that it is of that version."""
+    """Whether a file has a name that version 1 gave, and its own metadata say that it is of version 1."""
     path = directory / name
     try:
         if not _NAME_OF_VERSION_1.fullmatch(name) or not path.is_file():
@@ -82,14 +82,14 @@ def _is_of_version_1(directory: Path, name: str) -> bool:
         with safe_open(path, framework="pt") as file:
             return json.loads((file.metadata() or {})[KEY])["version"] == 1
     except (SafetensorError, OSError, ValueError, KeyError, TypeError, RecursionError):
-        return False  # another program's
+        return False  # the file is another program's
 
 
 # ---- what lies in a folder -----------------------------------------------------------------------------------
 
 
 def _current(directory: Path) -> tuple[Index | None, set[str]]:
-    """The index, None where there is none or one of version 1, and the names of the files that belong to it.
+    """Return the index (None if there is none, or one of version 1), and the names of the files that belong to it.
 
     Raises:
         ValueError: the index is not what ``save_packed()`` wrote.
@@ -112,7 +112,7 @@ def _current(directory: Path) -> tuple[Index | None, set[str]]:
 
 
 def _journals(directory: Path) -> Iterator[tuple[str, list[str]]]:
-    """Save id and listed names of every journal. A save that was killed over its journal has written nothing else."""
+    """Yield save id and listed names of every journal. A save that was killed over its journal has written no more."""
     for path in sorted(directory.glob(f"packed-*{_JOURNAL}")):
         save_id = path.name.removeprefix("packed-").removesuffix(_JOURNAL)
         if not is_own_name(path.name, save_id):
@@ -132,12 +132,12 @@ def _journal(save_id: str, names: list[str]) -> bytes:
 
 
 def _is_removable(directory: Path, name: Any) -> bool:
-    """Whether a file that a journal lists is a save's, as far as its name, or what it says of itself, can tell."""
+    """Whether a file that a journal lists is a save's, as far as its name or its metadata can tell."""
     return is_own_name(name) or isinstance(name, str) and _is_of_version_1(directory, name)
 
 
 def _settle(directory: Path) -> None:
-    """Remove what journals list and the index does not, and put the index's files for other programs where they go."""
+    """Remove files that journals list and the index does not, and restore the index's files for other programs."""
     journals = list(_journals(directory))
     if not journals:
         return
@@ -159,7 +159,7 @@ def _settle(directory: Path) -> None:
 
 @contextmanager
 def _alone(directory: Path) -> Iterator[None]:
-    """Hold a folder against other saves, which would take this one's files for those of a killed one."""
+    """Lock a folder against other saves, which would take this save's files for those of a killed save."""
     lock = filelock.FileLock(directory / _LOCK)
     try:
         lock.acquire(timeout=0)
@@ -167,7 +167,7 @@ def _alone(directory: Path) -> Iterator[None]:
         raise TimeoutError(
             f"save_packed(): another save is under way in {directory}: wait for its end, or choose another folder"
         ) from None
-    except NotImplementedError as error:  # older versions of filelock, where a file system has no locks
+    except NotImplementedError as error:  # from older versions of filelock, if a file system has no locks
         raise OSError(
             f"save_packed() cannot lock a file in {directory}: save into another file system, and copy the folder"
         ) from error
@@ -181,7 +181,7 @@ def _alone(directory: Path) -> Iterator[None]:
 
 
 def _sync_folder(directory: Path) -> None:
-    """Have a folder's names survive a loss of power, where the system offers it."""
+    """Make a folder's names survive a loss of power, if the system supports that."""
     if os.name == "nt":
         return
     handle = os.open(directory, os.O_RDONLY)
@@ -195,7 +195,7 @@ def _sync_folder(directory: Path) -> None:
 
 
 def _write_new(path: Path, pieces: Iterable[Iterable[memoryview]]) -> None:
-    """Write a file that is not there yet, and have it survive a loss of power."""
+    """Write a file that is not there yet, and make it survive a loss of power."""
     handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | getattr(os, "O_BINARY", 0), 0o666)
     try:
         for piece in pieces:
@@ -208,17 +208,17 @@ def _write_new(path: Path, pieces: Iterable[Iterable[memoryview]]) -> None:
 
 
 def _bytes_of(tensor: torch.Tensor) -> memoryview:
-    """The bytes of a contiguous tensor in host memory."""
+    """Return the bytes of a contiguous tensor in host memory."""
     return memoryview(tensor.detach().reshape(-1).view(torch.uint8).numpy())
 
 
 def dtype_name(tensor: torch.Tensor) -> str:
-    """torch's name of a tensor's type."""
+    """Return torch's name of a tensor's type."""
     return str(tensor.dtype).removeprefix("torch.")
 
 
 def _shards(tensors: Mapping[str, torch.Tensor], limit: int) -> list[list[str]]:
-    """Names of the tensors of each file, wide types first, so that each tensor begins at a multiple of its type."""
+    """Return the names of each file's tensors, wide types first, so that each tensor is aligned to its type."""
     shards: list[list[str]] = [[]]
     room = limit
     for name, tensor in tensors.items():
@@ -231,7 +231,7 @@ def _shards(tensors: Mapping[str, torch.Tensor], limit: int) -> list[list[str]]:
 
 
 class _Shard:
-    """A file in the safetensors format: its bytes in host memory, and where its tensors are in them."""
+    """A file in the safetensors format: its bytes in host memory, and the places of its tensors."""
 
     def __init__(self, file: str, tensors: dict[str, torch.Tensor], save_id: str):
         said = {"version": VERSION, "layout": LAYOUT, "save_id": save_id}
@@ -252,7 +252,7 @@ class _Shard:
         }
 
     def write(self, path: Path, pool: ThreadPoolExecutor) -> Stored:
-        """Write it, while the pool hashes it."""
+        """Write the file while the pool hashes it."""
         digests: list[Future[bytes]] = []
 
         def pieces() -> Iterator[list[memoryview]]:
@@ -267,8 +267,12 @@ class _Shard:
 def _placing(
     directory: Path, former: Index | None, configs: Mapping[str, bytes]
 ) -> tuple[list[str], list[str], list[str]]:
-    """Which files for other programs are a save's to put into the folder, which of the former save's it takes away, and
-    which have to stay though they are not what the save would have put there."""
+    """Decide about files for other programs.
+
+    Returns:
+        Names of the files that the save puts into the folder; of those of the former save that it removes; and of those
+        that have to stay although they are not what the save would put there.
+    """
     placed, taken, foreign = [], [], []
     for name in dict.fromkeys([*(former.placed if former else ()), *configs]):
         path = directory / name
@@ -297,16 +301,16 @@ def write(
     limit: int,
     configs: Mapping[str, bytes],
 ) -> None:
-    """Write a save's files; they take the place of the former save's all at once.
+    """Write the files of a save, which replace those of the former save all at once.
 
     Args:
-        limit: bytes of a file; a larger tensor has one for itself.
-        configs: name -> content of the files that belong to the model and that other programs read, too.
+        limit: bytes of a file at most; a larger tensor has a file for itself.
+        configs: name -> content of the files that belong to the model and that other programs read as well.
 
     Raises:
-        OSError: a file cannot be written. The folder holds the former save or, if the fault came late, the new one.
+        OSError: a file cannot be written. The folder then holds the former save or, after a late error, the new save.
         TimeoutError: another save is under way in the folder.
-        ValueError: the folder's index is not what ``save_packed()`` wrote; a tensor's type has no name in the files.
+        ValueError: the folder's index is not what ``save_packed()`` wrote; or files have no name for a tensor's type.
     """
     save_id = secrets.token_hex(8)
     own = f"packed-{save_id}"

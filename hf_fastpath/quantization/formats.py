@@ -1,15 +1,15 @@
 """Formats of quantized weights: the one description that the quantizer, the kernels, the tests and the docs read.
 
-A row of a weight is cut into groups; what a group's weights have in common is one scale, and a zero point where the
-format has them: ``weight = multiplier * scale * (quant - zero)``. Quants, scales and zeros are tensors apart, so that a
-kernel reads each as one unbroken stream:
+A row of a weight is cut into groups. The weights of a group share one scale, and a zero point if the format has zero
+points: ``weight = multiplier * scale * (quant - zero)``. Quants, scales and zeros are separate tensors, so that a
+kernel reads each of them as one unbroken stream:
 
-* quants, uint8 [rows, blocks * BLOCK * bits / 8]: rows are padded to whole blocks of 128 weights. A block is words of
-  32 bits, little-endian, with four or eight neighboring weights each, the first in the lowest bits. Word ``4 w + s``
-  belongs to the ``s``-th 32 of the block's weights, and is the ``w``-th of theirs: four neighboring words belong to
-  four stretches of 32, so that 16 bytes are one word of each, and a lane that reads every fourth word has one stretch.
-* scales, float16 [rows, groups], and zeros, uint8 [rows, groups]; a block's padding is quants of zero value.
-* multiplier, a power of two for the whole matrix, keeps the scales within float16's normal range.
+* quants, uint8 [rows, blocks * BLOCK * bits / 8]: rows are padded to whole blocks of 128 weights. A block consists of
+  32-bit little-endian words of four or eight neighboring weights each, the first weight in the lowest bits. A block has
+  four stretches of 32 weights, whose words take turns: word ``4 w + s`` is the ``w``-th word of stretch ``s``. So 16
+  bytes hold one word of each stretch, and a lane that reads every fourth word reads one stretch.
+* scales, float16 [rows, groups], and zeros, uint8 [rows, groups]; the padding of a block is quants of value zero.
+* multiplier, a power of two for the whole matrix: it keeps the scales in float16's normal range.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from ..choices import PackedFormat
 
 #: weights that are ordered together; rows are padded to whole blocks
 BLOCK = 128
-_STRETCHES = 4  # of a block, whose words take turns
+_STRETCHES = 4  # stretches of a block, whose words take turns
 
 
 @dataclass(frozen=True)
@@ -33,13 +33,13 @@ class Format:
     """How weights of few bits are stored.
 
     Attributes:
-        name: what ``patch(weights=)`` takes.
-        bits: of a quant: 4 or 8.
-        group: weights that share a scale; 0: a whole row.
-        lowest, highest: the range of a quant, less its zero where that is fixed; of a float its largest magnitude.
-        has_zeros: whether groups have zero points; else ``zero`` is everyone's.
+        name: the name that ``patch(weights=)`` takes.
+        bits: bits of a quant, 4 or 8.
+        group: number of weights that share a scale; 0 for a whole row.
+        lowest, highest: range of a quant, less its zero if that is fixed; of floats the largest magnitude.
+        has_zeros: whether groups have zero points of their own; else ``zero`` holds for all groups.
         zero: quant of the weight 0.
-        is_float: quants are float8_e4m3fn, not integers.
+        is_float: quants are float8_e4m3fn instead of integers.
     """
 
     name: str
@@ -53,26 +53,26 @@ class Format:
 
     @property
     def packed_format(self) -> PackedFormat:
-        """What ops call the format."""
+        """The name that ops have for the format."""
         return PackedFormat[self.name.upper()]
 
     def groups(self, in_features: int) -> int:
-        """Groups of a row."""
+        """Return the number of groups of a row."""
         return 1 if self.group == 0 else padded(in_features) // self.group
 
     def nbytes(self, out_features: int, in_features: int) -> int:
-        """Bytes that a product reads of a matrix."""
+        """Return the bytes of a matrix that a product reads."""
         groups = self.groups(in_features) * (3 if self.has_zeros else 2)
         return out_features * (padded(in_features) * self.bits // 8 + groups)
 
 
 def padded(in_features: int) -> int:
-    """Weights of a row with its padding."""
+    """Return the number of weights of a row with its padding."""
     return -(-in_features // BLOCK) * BLOCK
 
 
 def is_multiplier(value: Any) -> bool:
-    """Whether a matrix may have this multiplier: a float, a power of two, not beyond float32, which kernels take."""
+    """Whether a matrix may have this multiplier: a float and a power of two, within float32, which kernels take."""
     return type(value) is float and 0 < value <= 2.0**127 and math.frexp(value)[0] == 0.5
 
 
@@ -97,7 +97,7 @@ class PackedWeight:
         in_features: weights of a row, without padding.
         quants: uint8 [out_features, bytes of a row].
         scales: float16 [out_features, groups].
-        zeros: uint8 [out_features, groups], or None where the format has none.
+        zeros: uint8 [out_features, groups], or None if the format has no zero points.
         multiplier: a power of two.
     """
 
@@ -113,13 +113,13 @@ class PackedWeight:
         return self.quants.shape[0]
 
     def split(self, rows: Sequence[int]) -> list[PackedWeight]:
-        """Views of as many rows each."""
+        """Split the weight into views of so many rows each."""
         zeros = [None] * len(rows) if self.zeros is None else self.zeros.split(rows)
         parts = zip(self.quants.split(rows), self.scales.split(rows), zeros)
         return [PackedWeight(self.format, self.in_features, *tensors, self.multiplier) for tensors in parts]
 
     def dequantize(self, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-        """The weights, [out_features, in_features], rounded to ``dtype``; float32 holds them all."""
+        """Return the weights, [out_features, in_features], rounded to ``dtype``; float32 holds them exactly."""
         format, quants = self.format, unpack(self.format, self.quants)
         if format.bits == 8:
             quants = quants.view(torch.float8_e4m3fn if format.is_float else torch.int8)
@@ -132,19 +132,19 @@ class PackedWeight:
 
 
 def _in_words(format: Format, quants: torch.Tensor) -> torch.Tensor:
-    """Quants [rows, n] as [rows, blocks, stretches, words, quants of a word]."""
+    """View quants [rows, n] as [rows, blocks, stretches, words, quants of a word]."""
     word = 32 // format.bits
     return quants.reshape(quants.shape[0], -1, _STRETCHES, BLOCK // _STRETCHES // word, word)
 
 
 def pack(format: Format, quants: torch.Tensor) -> torch.Tensor:
-    """Quants, uint8 [rows, blocks * BLOCK], as the format's bytes."""
+    """Return quants, uint8 [rows, blocks * BLOCK], as the bytes of the format."""
     ordered = _in_words(format, quants).transpose(2, 3).reshape(quants.shape)
     return ordered if format.bits == 8 else ordered[:, 0::2] | ordered[:, 1::2] << 4
 
 
 def unpack(format: Format, packed: torch.Tensor) -> torch.Tensor:
-    """The quants that :func:`pack` was given."""
+    """Return the quants that :func:`pack` was given."""
     if format.bits == 4:
         packed = torch.stack((packed & 15, packed >> 4), dim=-1).flatten(1)
     rows, blocks = packed.shape[0], packed.shape[1] // BLOCK

@@ -1,4 +1,4 @@
-"""The module that takes a linear layer's place."""
+"""The module that replaces a linear layer whose weight is quantized."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ _PARTS = ("quants", "scale_bits", "zeros")
 class PackedLinear(nn.Module):
     """A linear layer whose weight is quantized.
 
-    Few rows without gradients go through ``ops.packed_gemv``, many through ``ops.packed_gemm``. With gradients, which
-    then reach x, and where no kernel is, the weight is dequantized to x's type. Moving the module moves its weight; a
-    cast leaves it as it is.
+    Few rows without gradients go through ``ops.packed_gemv``, many rows through ``ops.packed_gemm``. If gradients are
+    needed, which then reach x, or there is no kernel, the weight is dequantized to x's type. If the module is moved,
+    its weight moves; a cast leaves the weight as it is.
 
     Args:
         weight: the quantized weight.
-        bias: [out_features] or None; the parameter itself is kept.
+        bias: [out_features] or None; the module keeps the parameter itself.
     """
 
     def __init__(self, weight: PackedWeight, bias: nn.Parameter | None):
@@ -33,7 +33,8 @@ class PackedLinear(nn.Module):
         self.format, self.multiplier = weight.format, weight.multiplier
         self.in_features, self.out_features = weight.in_features, weight.out_features
         self.register_buffer("quants", weight.quants)
-        self.register_buffer("scale_bits", weight.scales.view(torch.int16))  # no float: half() and float() pass it by
+        # The bits of the scales are stored as int16 because half() and float() leave integers alone.
+        self.register_buffer("scale_bits", weight.scales.view(torch.int16))
         self.register_buffer("zeros", weight.zeros)
         self.register_parameter("bias", bias)
 
@@ -43,11 +44,11 @@ class PackedLinear(nn.Module):
 
     @property
     def packed(self) -> PackedWeight:
-        """The weight; its tensors are this module's."""
+        """The weight; its tensors are those of this module."""
         return PackedWeight(self.format, self.in_features, self.quants, self.scales, self.zeros, self.multiplier)
 
     def op_weight(self) -> tuple:
-        """The weight as ``ops.packed_gemv`` takes it."""
+        """Return the weight as ``ops.packed_gemv`` takes it."""
         return self.quants, self.scales, self.zeros, self.multiplier, self.format.packed_format
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -57,7 +58,7 @@ class PackedLinear(nn.Module):
         return nn.functional.linear(x, self.packed.dequantize(x.dtype), self.bias)
 
     def _op_for(self, x: torch.Tensor) -> OpSpec | None:
-        """The op that computes this layer of ``x``; None where the dequantized weight has to."""
+        """Return the op that computes this layer for ``x``, or None if the weight has to be dequantized."""
         device = x.device.type
         if torch.compiler.is_compiling() or torch.is_autocast_enabled(device) or x.dtype not in FLOAT_DTYPES:
             return None
@@ -72,8 +73,11 @@ class PackedLinear(nn.Module):
 
 
 def joined(linears: Sequence[PackedLinear]) -> tuple | None:
-    """The weights of layers that take the same input as one, for ``ops.packed_gemv``; None where they do not lie behind
-    each other in memory, or one has a bias."""
+    """Return the weights of layers that take the same input as one weight for ``ops.packed_gemv``.
+
+    Returns:
+        None if the weights do not lie behind each other in memory, or a layer has a bias.
+    """
     first = linears[0]
     kind = first.format, first.in_features, first.multiplier
     if any((each.format, each.in_features, each.multiplier) != kind or each.bias is not None for each in linears):

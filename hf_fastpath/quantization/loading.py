@@ -1,4 +1,4 @@
-"""load_packed(model, directory): what save_packed() wrote, into a model."""
+"""load_packed(model, directory): load into a model what save_packed() wrote."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from .formats import FORMATS, PackedWeight, padded
 from .linear import PackedLinear
 from .replacing import Replaced, free_originals, places_of
 
-#: differences that an error names
+#: number of differences that an error names
 _MOST_NAMED = 5
 _LOST = "load_packed() brought packed weights alone. Load the model anew, with from_pretrained(), for its own"
 
@@ -44,27 +44,28 @@ def load_packed(
 ) -> nn.Module:
     """Load what :func:`save_packed` wrote, and patch the model.
 
-    ``load_packed(directory)`` makes the model from the config saved there; ``load_packed(model, directory)`` fills one
-    that the caller made, on the meta device (``with torch.device("meta"): AutoModelForCausalLM.from_config(config)``)
-    or with weights, which are let go. In both every tensor is read from the files, types as they were saved; memory
-    never holds an unquantized weight of a packed layer. Nothing in the model changes before all files are read and
-    found right. ``unpatch()`` cannot undo it: there are no originals.
+    ``load_packed(directory)`` makes the model from the config saved there. ``load_packed(model, directory)`` fills a
+    model that the caller made, on the meta device
+    (``with torch.device("meta"): AutoModelForCausalLM.from_config(config)``) or with weights, which are then freed. In
+    both cases every tensor is read from the files, in the type that was saved; memory never holds an unquantized weight
+    of a packed layer. Nothing in the model changes before all files are read and found right. ``unpatch()`` cannot undo
+    the loading, because there are no original weights.
 
     Args:
         model: a causal LM of the class and sizes that was saved, not patched; or the directory.
-        directory: where the files are; left out where ``model`` is the directory.
-        device: where the tensors go; None: where the model is, or the CPU.
+        directory: where the files are; left out if ``model`` is the directory.
+        device: where the tensors go; None means the model's device, or the CPU.
         kv_dtype, ops, strict, max_batch_size, quiet, page_size: as for ``patch()``.
-        trust_remote_code: run model code that the saved config names; nobody is asked.
+        trust_remote_code: run the model code that the saved config names, without asking.
 
     Returns:
         The model, patched, in eval mode if it was made here.
 
     Raises:
-        ValueError: files are missing, damaged or of another version, or lead out of the directory; the model is another
-            one, or patched; the saved config makes no model, or needs ``trust_remote_code=True``.
+        ValueError: files are missing, damaged or of another version, or lead out of the directory; the model is a
+            different one, or is patched; the saved config makes no model, or needs ``trust_remote_code=True``.
         OSError: a file cannot be read.
-        TypeError: there is no directory, or two.
+        TypeError: no directory was given, or two.
         UnsupportedModelError: as for ``patch()``.
     """
     if not isinstance(model, nn.Module):
@@ -104,13 +105,13 @@ def load_packed(
 
 
 def _made(directory: Path, files: PackedFiles, trust_remote_code: bool) -> nn.Module:
-    """A model without weights, of the saved config."""
+    """Make a model without weights from the saved config."""
     from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
 
     configs = files.configs()
     with tempfile.TemporaryDirectory() as made_here:
-        # what was found right is what transformers reads, and the model's code lies beside it; it keeps imported code
-        # under the folder's name, which is therefore the same for every load of a save
+        # transformers reads copies of the files that were found right, with the model's code beside them. It caches
+        # imported code under the folder's name, so the name is the same for every load of a save.
         folder = Path(made_here, files.name)
         folder.mkdir()
         for name, content in configs.items():
@@ -121,7 +122,7 @@ def _made(directory: Path, files: PackedFiles, trust_remote_code: bool) -> nn.Mo
                 model = AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code)
             if "generation_config.json" in configs:
                 model.generation_config = GenerationConfig.from_pretrained(folder)
-        except Exception as error:  # transformers, or the model's own code, may raise any
+        except Exception as error:  # transformers or the model's own code may raise anything
             first = f"{error} ".splitlines()[0].strip().replace(str(folder), str(directory)) or type(error).__name__
             hint = "call load_packed(model, directory) with a model that you made"
             if b'"auto_map"' in configs.get("config.json", b"") and not trust_remote_code:
@@ -148,7 +149,7 @@ def _device_of(model: nn.Module, device: str | torch.device | None) -> torch.dev
 
 
 def _features(module: nn.Module | None) -> tuple[int, int] | None:
-    """(in_features, out_features) of a linear layer, None of what is none."""
+    """Return (in_features, out_features) of a linear layer, or None for any other module."""
     weight = getattr(module, "weight", None)
     if not isinstance(weight, torch.Tensor) or weight.dim() != 2 or isinstance(module, nn.Embedding):
         return None
@@ -157,15 +158,15 @@ def _features(module: nn.Module | None) -> tuple[int, int] | None:
 
 
 def _tensors_of(model: nn.Module) -> dict[str, torch.Tensor]:
-    """Every parameter and buffer under each of its names."""
+    """Return every parameter and buffer under each of its names."""
     return dict(model.named_parameters(remove_duplicate=False)) | dict(model.named_buffers(remove_duplicate=False))
 
 
 def _check_model(model: nn.Module, files: PackedFiles) -> None:
-    """Fail if the files are of another model.
+    """Raise if the files are of another model.
 
     Raises:
-        ValueError: says what differs.
+        ValueError: the message says what differs.
     """
     header = files.header
     kind = type(model).__name__, getattr(model.config, "model_type", "")
@@ -237,7 +238,7 @@ def _other_differences(model: nn.Module, files: PackedFiles) -> Iterator[str]:
 
 
 class _Loading:
-    """Tensors read from the files, and the way into the model and back."""
+    """The tensors that were read from the files; they can be put into the model and taken back."""
 
     def __init__(self, model: nn.Module, files: PackedFiles, device: torch.device):
         self._model, self._files, self.device = model, files, device
@@ -255,7 +256,7 @@ class _Loading:
             self._tensors[name] = self._files.read(name).to(self.device, copy=True)
 
     def _read_joined(self, names: list[str]) -> list[PackedWeight]:
-        """Packed weights behind each other in memory."""
+        """Read packed weights into memory behind each other."""
         said = [self._files.header.weights[name] for name in names]
         format, in_features = FORMATS[said[0]["format"]], said[0]["in_features"]
         rows = [weight["out_features"] for weight in said]
@@ -278,7 +279,7 @@ class _Loading:
         ]
 
     def put(self, state: PatchState) -> None:
-        """Put everything in place."""
+        """Put all tensors in place."""
         header, model = self._files.header, self._model
         made: dict[int, nn.Parameter] = {}
         for name, own in _tensors_of(model).items():
@@ -309,7 +310,7 @@ class _Loading:
         contents[name] = value
 
     def undo(self) -> None:
-        """Bring back what :meth:`put` has replaced, but for layers, which the patch's own undoing brings back."""
+        """Restore what :meth:`put` has replaced, except for layers, which the undoing of the patch restores."""
         while self._before:
             contents, name, value = self._before.pop()
             contents[name] = value

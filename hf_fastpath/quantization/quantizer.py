@@ -1,4 +1,4 @@
-"""Weights to quants: scales are searched for the least squared error, not taken from the largest weight alone."""
+"""Quantizing weights: a search finds the scales of least squared error, instead of scaling to the largest weight."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from torch.nn import functional
 
 from .formats import Format, PackedWeight, pack, padded
 
-#: parts of the plain scale that are tried: a smaller one cuts the largest weights off and is finer for all others
+#: factors of the plain scale that are tried: a smaller scale clips the largest weights and is finer for all others
 _SHRINKS = (1.0, 0.97, 0.94, 0.91, 0.88, 0.85, 0.81, 0.77, 0.72)
-#: times the scale is then set to what is best for the quants it gave
+#: how often the scale is then set to the best one for the present quants
 _REFINEMENTS = 2
-#: weights worked on at a time: the search holds some ten float32 copies of them
+#: number of weights worked on at a time: the search holds some ten float32 copies of them
 _PIECE = 1 << 22
 #: the largest scale lies below 2 ** this, so that float16 holds scales 2 ** 20 times smaller with all bits
 _LARGEST_SCALE = 7
@@ -28,7 +28,7 @@ def quantize(weight: torch.Tensor, format: Format) -> PackedWeight:
         format: the format.
 
     Raises:
-        ValueError: the weights are no matrix, or not all are finite.
+        ValueError: the weights are no matrix, or some are not finite.
     """
     if weight.dim() != 2 or not weight.is_floating_point():
         raise ValueError(f"quantize() got {weight.dtype} {tuple(weight.shape)}, expected a matrix of floats")
@@ -50,7 +50,7 @@ def _quantize_rows(weight: torch.Tensor, format: Format, width: int, multiplier:
     w = functional.pad(weight.float() / multiplier, (0, width - weight.shape[1])).view(rows, format.groups(width), -1)
     best = _Best(w, format)
     low, high = w.amin(-1, keepdim=True), w.amax(-1, keepdim=True)
-    if format.has_zeros:  # their range holds zero
+    if format.has_zeros:  # the range of such a group has to contain zero
         low, high = low.clamp_(max=0), high.clamp_(min=0)
     extreme = torch.where(-low > high, low, high)
     for shrink in _SHRINKS:
@@ -60,7 +60,7 @@ def _quantize_rows(weight: torch.Tensor, format: Format, width: int, multiplier:
             best.try_scale(scale, zero)
             continue
         best.try_scale(extreme.abs() * (shrink / format.highest))
-        if format.lowest != -format.highest:  # the extreme weight takes the one quant that is farther out
+        if format.lowest != -format.highest:  # tried as well: the extreme weight gets the one quant that is farther out
             best.try_scale(extreme * (shrink / format.lowest))
     for _ in range(_REFINEMENTS):
         best.refine()
@@ -68,7 +68,7 @@ def _quantize_rows(weight: torch.Tensor, format: Format, width: int, multiplier:
 
 
 class _Best:
-    """The best scale and zero of every group so far."""
+    """The best scale and zero point of every group found so far."""
 
     def __init__(self, w: torch.Tensor, format: Format):
         self._w, self._format = w, format
@@ -77,9 +77,9 @@ class _Best:
         self._zero = torch.full_like(self._error, format.zero)
 
     def _steps(self, scale: torch.Tensor, zero: torch.Tensor) -> torch.Tensor:
-        """Weights in units of the scale, as the format holds them."""
+        """Return the weights in units of the scale, rounded as the format holds them."""
         format = self._format
-        # a scale of zero: all weights of the group are zero, or too small for float16
+        # if the scale is zero, all weights of the group are zero, or too small for float16
         units = self._w / torch.where(scale == 0, torch.ones_like(scale), scale)
         if format.is_float:
             return units.clamp(format.lowest, format.highest).to(torch.float8_e4m3fn).float()
@@ -87,7 +87,7 @@ class _Best:
         return units.round_().add_(shift).clamp_(format.lowest, format.highest).sub_(shift)
 
     def try_scale(self, scale: torch.Tensor, zero: torch.Tensor | None = None) -> None:
-        """Take it, as float16 rounds it, for the groups in which the squared error is less."""
+        """Take the scale, rounded to float16, in the groups in which it makes the squared error less."""
         zero = self._zero if zero is None else zero
         scale = scale.half().float()
         error = (self._steps(scale, zero) * scale).sub_(self._w).square_().sum(-1, keepdim=True)

@@ -1,4 +1,4 @@
-"""Weights that a checkpoint quantized, in our formats: the same values, in the order of our kernels."""
+"""Weights that a checkpoint has quantized, in our formats: the same values in the order of our kernels."""
 
 from __future__ import annotations
 
@@ -29,26 +29,27 @@ _LARGEST_SCALE = 7
 
 @dataclass(eq=False)
 class RemovedHooks:
-    """Hooks that a package's layers need and ours do not.
+    """Hooks that a package's layers need and our layers do not.
 
     Attributes:
-        module, hooks: whose they are, and all hooks as they were.
+        module: the module that had the hooks.
+        hooks: all hooks of the module, as they were.
     """
 
     module: nn.Module
     hooks: OrderedDict
 
     def undo(self) -> None:
-        """Put them back."""
+        """Put the hooks back."""
         for key, hook in self.hooks.items():
             self.module._forward_pre_hooks.setdefault(key, hook)
 
 
 def counterpart(weight: IntWeight) -> Format:
-    """The format that holds a weight's quants exactly.
+    """Return the format that holds a weight's quants exactly.
 
     Raises:
-        NoCounterpart: none does.
+        NoCounterpart: there is no such format.
     """
     in_features = weight.quants.shape[1]
 
@@ -64,24 +65,24 @@ def counterpart(weight: IntWeight) -> Format:
             return int4_g32
     elif weight.bits == 8 and groups_fit(int8):
         steps = weight.quants - _of_columns(weight.zeros, weight)
-        if -128 <= int(steps.min()) and int(steps.max()) <= 127:  # -128, which the quantizer leaves out, is none to us
+        if -128 <= int(steps.min()) and int(steps.max()) <= 127:  # the format holds -128; only our quantizer avoids it
             return int8
     raise NoCounterpart("quantized_format")
 
 
 def _of_columns(values: torch.Tensor, weight: IntWeight) -> torch.Tensor:
-    """[rows, groups] as [rows, in_features]."""
+    """Expand [rows, groups] to [rows, in_features]."""
     return values.repeat_interleave(weight.group, dim=1)[:, : weight.quants.shape[1]]
 
 
 def _of_groups(values: torch.Tensor, weight: IntWeight, format: Format) -> torch.Tensor:
-    """[rows, groups of the weight] as [rows, groups of the format]."""
+    """Convert [rows, groups of the weight] to [rows, groups of the format]."""
     starts = torch.arange(format.groups(weight.quants.shape[1]), device=values.device) * format.group
     return values[:, (starts // weight.group).clamp(max=values.shape[1] - 1)]
 
 
 def _packed(weight: IntWeight, format: Format, multiplier: float) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Quants, scales and zeros; the latter of no meaning to formats without."""
+    """Return quants, scales and zeros; the zeros mean nothing to formats without zero points."""
     zeros = _of_groups(weight.zeros, weight, format)
     if format.bits == 8:
         quants, rest = weight.quants - _of_columns(weight.zeros, weight), 0
@@ -90,7 +91,7 @@ def _packed(weight: IntWeight, format: Format, multiplier: float) -> tuple[torch
         quants, rest = weight.quants + 8, int(format.zero)
     width = padded(weight.quants.shape[1])
     padding = (0, width - quants.shape[1])
-    if format.has_zeros:  # padding is of zero value
+    if format.has_zeros:  # padding has the zero point of its group
         whole = zeros.repeat_interleave(format.group, dim=1)
         whole[:, : quants.shape[1]] = quants
         quants = whole
@@ -102,10 +103,10 @@ def _packed(weight: IntWeight, format: Format, multiplier: float) -> tuple[torch
 
 
 def repacked(weights: list[IntWeight]) -> list[PackedWeight]:
-    """Weights of the same inputs, behind each other in memory where one format holds them all.
+    """Repack weights of the same input; they lie behind each other in memory if one format holds all of them.
 
     Raises:
-        NoCounterpart: no format holds one of them.
+        NoCounterpart: no format holds one of the weights.
     """
     formats = [counterpart(weight) for weight in weights]
     if len(set(formats)) > 1:
@@ -123,12 +124,12 @@ def repacked(weights: list[IntWeight]) -> list[PackedWeight]:
 
 
 def repack_checkpoint(model: nn.Module, replaced: list[Replaced], hooks: list[RemovedHooks], quiet: bool) -> None:
-    """Put our layers in the place of those that a package's checkpoint brought, all of the model's or none.
+    """Replace the layers that a package's checkpoint brought by our layers, all of the model's or none.
 
     Args:
         model: as transformers loaded it, not patched.
         replaced, hooks: get what was done, so that a caller can undo it.
-        quiet: no progress on a terminal.
+        quiet: show no progress on a terminal.
     """
     devices = {tensor.device.type for tensor in (*model.parameters(), *model.buffers())}
     if not any(map(family_of, model.modules())) or len(devices) != 1:
@@ -185,10 +186,10 @@ def _repack(linears: list[nn.Module], places: dict[int, list[tuple[nn.Module, st
 
 
 def _check_calls(linear: nn.Module, package: str) -> None:
-    """Fail where calling a layer is more than its package's code.
+    """Raise if calling a layer runs more than its package's code.
 
     Raises:
-        NoCounterpart: with the reason.
+        NoCounterpart: with the reason code.
     """
     if hook_of(linear) is not None or placement(linear) is not None:
         raise NoCounterpart("hooks")
@@ -199,7 +200,7 @@ def _check_calls(linear: nn.Module, package: str) -> None:
 
 
 def _remove_hooks(model: nn.Module, hooks: list[RemovedHooks]) -> None:
-    """Take compressed-tensors' hook away that would dequantize all its layers at the first call: none is left."""
+    """Remove compressed-tensors' hook if none of its layers is left: the first call would dequantize all of them."""
     if any(family_of(module) is not None for module in model.modules()):
         return
     before = OrderedDict(model._forward_pre_hooks)

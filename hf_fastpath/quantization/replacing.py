@@ -1,4 +1,4 @@
-"""Quantized layers in the place of a model's own, and back."""
+"""Replacing a model's own layers by quantized ones, and back."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ from .quantizer import quantize
 
 @dataclass(eq=False)
 class Replaced:
-    """A linear layer that a quantized one stands for.
+    """A linear layer that a quantized one has replaced.
 
     Attributes:
-        original: it; a weight that was quantized by us lies in host memory.
-        packed: what took its place.
-        places: (parent, name) of every place it had.
+        original: the layer; if we have quantized its weight, that lies in host memory now.
+        packed: the layer that took its place.
+        places: (parent, name) of every place that the layer had.
     """
 
     original: nn.Module
@@ -40,24 +40,25 @@ class Replaced:
     places: list[tuple[nn.Module, str]]
 
     def undo(self) -> None:
-        """Put it back, its weight where the quantized one is now."""
+        """Put the layer back, with its weight on the device of the quantized one."""
         tensors = [*self.original.parameters(), *self.original.buffers()]
         device = self.packed.quants.device
         if any(tensor.device != device and not tensor.is_meta for tensor in tensors):
             self.original.to(device)
         for parent, name in self.places:
-            if parent._modules.get(name) is self.packed:  # else the user has put something there since
+            if parent._modules.get(name) is self.packed:  # else the user has put something else there since
                 parent._modules[name] = self.original
 
 
 @dataclass(frozen=True)
 class Replacement:
-    """Projections of a decoder layer, or the head, that quantized ones are to stand for.
+    """Projections of a decoder layer, or the head, that quantized layers are to replace.
 
     Attributes:
-        groups: those that take the same input together; they will lie behind each other in memory and be one product.
-        format: of their weights.
-        is_head: it is the head.
+        groups: projections that take the same input; their weights will lie behind each other in memory, so that one
+            product can compute them.
+        format: format of their weights.
+        is_head: whether this is the head.
     """
 
     groups: tuple[tuple[nn.Module, ...], ...]
@@ -66,10 +67,10 @@ class Replacement:
 
 
 def why_not_quantized(model: nn.Module, part: ModelPart | None, options: Options) -> str | None:
-    """Why ``model`` cannot be quantized as the options of ``patch()`` ask for, or None.
+    """Return why ``model`` cannot be quantized as the options of ``patch()`` ask for, or None.
 
     Args:
-        part: the model in its roles, or None where no architecture covers it.
+        part: the model in its roles, or None if no architecture covers it.
     """
     wanted = f"weights={options.weights!r}"
     family = next(filter(None, map(family_of, model.modules())), None)
@@ -92,8 +93,11 @@ def why_not_quantized(model: nn.Module, part: ModelPart | None, options: Options
 
 
 def replacements(part: ModelPart, options: Options) -> tuple[Replacement, ...]:
-    """What is to be quantized as the options of ``patch()`` ask for: the projections of every decoder layer, and the
-    head. The weights of a mixture's experts stay as they are."""
+    """Return what is to be quantized as the options of ``patch()`` ask for.
+
+    The result has the projections of every decoder layer, and the head. The weights of a mixture's experts are left
+    alone.
+    """
     format = FORMATS[options.weights]
     found = [Replacement(tuple(map(tuple, of_one_input(layer))), format) for layer in part.layers]
     if options.lm_head != HEADS[0]:
@@ -102,7 +106,7 @@ def replacements(part: ModelPart, options: Options) -> tuple[Replacement, ...]:
 
 
 def no_saving(self: nn.Module, *args: Any, **kwargs: Any) -> None:
-    """Stands for ``save_pretrained()`` while weights are quantized."""
+    """Replace ``save_pretrained()`` while weights are quantized."""
     raise ValueError(
         "save_pretrained() would write a checkpoint that transformers cannot load: its weights are quantized by "
         "hf_fastpath. save_packed(model, directory) writes them as they are; unpatch(model) brings the model's own back"
@@ -112,13 +116,13 @@ def no_saving(self: nn.Module, *args: Any, **kwargs: Any) -> None:
 def quantize_model(
     model: nn.Module, asked: Sequence[Replacement], replaced: list[Replaced], quiet: bool = False
 ) -> None:
-    """Put quantized layers in the place of a model's own.
+    """Replace a model's own layers by quantized ones.
 
     Args:
-        model: that they are in.
-        asked: :func:`replacements` of it.
-        replaced: gets what was done, step by step, so that a caller can undo it after a fault.
-        quiet: no progress on a terminal.
+        model: the model that the layers are in.
+        asked: the model's :func:`replacements`.
+        replaced: gets what was done, step by step, so that a caller can undo it after an error.
+        quiet: show no progress on a terminal.
     """
     places, layers = places_of(model), [each for each in asked if not each.is_head]
     with counted(len(layers), f"hf_fastpath: {asked[0].format.name} weights, layers", quiet) as bar:
@@ -133,7 +137,7 @@ def quantize_model(
 
 
 def places_of(root: nn.Module) -> dict[int, list[tuple[nn.Module, str]]]:
-    """(parent, name) of every place of each module in ``root``, by its id."""
+    """Return (parent, name) of every place of each module in ``root``, by the module's id."""
     places: dict[int, list[tuple[nn.Module, str]]] = {}
     for parent in root.modules():
         for name, module in parent._modules.items():
@@ -169,8 +173,10 @@ def _replace(
 
 
 def free_originals(model: nn.Module, replaced: list[Replaced]) -> None:
-    """Let go of the weights that quantized ones stand for, but for what ``model`` uses otherwise: tied embeddings,
-    biases."""
+    """Free the weights that quantized ones have replaced, except for tensors that ``model`` uses elsewhere.
+
+    Tied embeddings and biases may be used elsewhere.
+    """
     used = {id(tensor) for tensor in (*model.parameters(), *model.buffers())}
     for each in replaced:
         for held in (each.original._parameters, each.original._buffers):

@@ -1,4 +1,4 @@
-"""save_packed(model, directory): a quantized model's weights as they are, in files."""
+"""save_packed(model, directory): write a quantized model's weights into files, as they are."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ _UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**
 
 
 def _bytes_of(size: int | str) -> int:
-    """``"5GB"`` as a number of bytes.
+    """Return ``"5GB"`` as a number of bytes.
 
     Raises:
-        ValueError: it is none.
+        ValueError: the size is no number of bytes.
     """
     found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMG]I?B)?", str(size).strip(), flags=re.IGNORECASE)
     count = 0 if found is None else int(float(found[1]) * _UNITS[(found[2] or "").upper()])
@@ -37,17 +37,17 @@ def _bytes_of(size: int | str) -> int:
 def save_packed(model: nn.Module, directory: str | os.PathLike, max_shard_size: int | str = "5GB") -> None:
     """Write a quantized model for :func:`load_packed`: packed weights, all other tensors, config and generation config.
 
-    The model's own weights, which ``unpatch()`` would bring back, are not written. Files are safetensors, named apart
-    from transformers' own, so that ``from_pretrained()`` does not take them for a checkpoint. Nothing is copied in
-    host memory; of a model on a GPU one file at a time.
+    The model's own weights, which ``unpatch()`` would bring back, are not written. The files are in the safetensors
+    format; their names differ from transformers' own, so that ``from_pretrained()`` does not take them for a
+    checkpoint. Nothing is copied in host memory; a model on a GPU is copied there one file at a time.
 
-    The save takes the place of an older one in the directory all at once: killed at any moment, or out of space, it
-    leaves the old one or the new one, whole. Files that no save has written, a ``config.json`` among them, stay as they
-    are, with a warning where a config is another than the model's.
+    The save replaces an older save in the directory all at once: if it is killed at any moment, or runs out of space,
+    it leaves the old save or the new one, whole. Files that no save has written, such as a ``config.json``, stay as
+    they are; there is a warning if a config differs from the model's.
 
     Args:
-        model: one whose weights ``patch(model, weights=...)`` or :func:`load_packed` has packed.
-        directory: where to; it is made if it is not there.
+        model: a model whose weights ``patch(model, weights=...)`` or :func:`load_packed` has packed.
+        directory: where the files go; it is made if it is not there.
         max_shard_size: of a file, in bytes or as ``"5GB"``.
 
     Raises:
@@ -106,7 +106,7 @@ def save_packed(model: nn.Module, directory: str | os.PathLike, max_shard_size: 
 
 
 def _joined(packed: dict[str, PackedLinear]) -> list[list[str]]:
-    """Names of the layers that share memory, each group in the order of its memory."""
+    """Return the names of the layers that share memory, each group in the order of its memory."""
     groups: dict[int, list[str]] = {}
     for name, module in packed.items():
         groups.setdefault(module.quants.untyped_storage().data_ptr(), []).append(name)
@@ -114,8 +114,10 @@ def _joined(packed: dict[str, PackedLinear]) -> list[list[str]]:
 
 
 def _configs(model: nn.Module) -> dict[str, bytes]:
-    """Name and content of each file that ``save_pretrained()`` writes beside weights, but for what the config says of
-    how the model's own weights were loaded."""
+    """Return name and content of each file that ``save_pretrained()`` writes beside weights.
+
+    What the config says about how the model's own weights were loaded is left out.
+    """
     config = copy.deepcopy(model.config)
     config.architectures = [type(model).__name__]
     if hasattr(config, "quantization_config"):

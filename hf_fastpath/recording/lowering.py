@@ -114,31 +114,36 @@ class Lowering:
         self._pending[layer] = k, v
         return None
 
-    def _attend(self, call: Call, q, states, layer, scale, window, softcap=0.0, sinks=None) -> Any:
+    def _attend(self, call: Call, q, states, layer, scale, window, softcap=0.0, sinks=None, slopes=None) -> Any:
         fact = self._recording.fact(call.arguments["q"])
         batch, heads, query_len, head_dim = fact.shape
         queries: Any
         if layer in self._pending:
             k, v = self._pending.pop(layer)
             qkv = self._emit(joined_states, q=q, k=k, v=v)
-            store = self.store(layer, softcap)
+            store = self.store(layer, softcap or slopes is not None)
             queries = self._emit(
                 ops.rope_append.overload, qkv=qkv, bias=None, cos=None, sin=None, num_heads=heads, **store
             )
         else:
             queries = self._emit(_aten.transpose.int, q, 1, 2)
-        return self.attention(queries, layer, scale, window, softcap, sinks)
+        return self.attention(queries, layer, scale, window, softcap, sinks, slopes)
 
-    def store(self, layer: int, softcap: float) -> dict[str, Any]:
-        """Where keys and values of a layer are appended."""
+    def store(self, layer: int, is_composed: bool) -> dict[str, Any]:
+        """Where keys and values of a layer are appended; ``is_composed`` attention reads them from the cache alone."""
         cache = self._at.placed(self._caches[layer], layer)
-        if self._at.staging is not None and not softcap:
+        if self._at.staging is not None and not is_composed:
             raise Unrecordable("a quantized cache on a GPU")
         return {"cache": cache, "seq_lens": self._at.seq_lens}
 
-    def attention(self, queries: Any, layer: int, scale: float, window: int, softcap: float, sinks: Any) -> Any:
+    def attention(
+        self, queries: Any, layer: int, scale: float, window: int, softcap: float, sinks: Any, slopes: Any
+    ) -> Any:
         at = self._at
         seen = dict(seq_lens=at.seq_lens, starts=at.starts, scale=scale, window=window)
+        if slopes is not None:
+            cache = self._caches[layer]
+            return self._emit(composed.sloped_attention, q=queries, cache=cache, **seen, slopes=slopes)
         if softcap:
             return self._emit(composed.soft_capped_attention, q=queries, cache=self._caches[layer], **seen, cap=softcap)
         return self._emit(
@@ -167,7 +172,7 @@ class Lowering:
             heads = num_heads + num_kv_heads
             qkv = self._emit(composed.turn_neighbors, qkv=qkv, cos=cos, sin=sin, num_heads=heads, head_dim=head_dim)
             cos = sin = None
-        store = self.store(attend["layer"], attend["softcap"])
+        store = self.store(attend["layer"], attend["softcap"] or attend["slopes"] is not None)
         queries = self._emit(
             ops.rope_append.overload, qkv=qkv, bias=None, cos=cos, sin=sin, num_heads=num_heads, **store
         )
@@ -183,7 +188,7 @@ class Lowering:
             for kind, found in (("weight", weights), ("bias", biases))
             for role, each in zip("qkv", [*found, *absent])
         }
-        store = self.store(attend["layer"], attend["softcap"])
+        store = self.store(attend["layer"], attend["softcap"] or attend["slopes"] is not None)
         queries = self._emit(
             ops.qkv_rope_append.overload, x=x, **given, transposed=transposed, cos=cos, sin=sin, num_heads=num_heads,
             norm=norm, programmatic_launch=self._at.programmatic_launch, **store,
@@ -238,6 +243,10 @@ def run_experts(
 _RULES: dict[Callable[..., Any], Callable[..., Any]] = {
     _aten.view.default: Lowering._view,
     _aten._unsafe_view.default: Lowering._view,
+    marks.text_positions: lambda self, call, query_len: self._emit(
+        marks.text_positions, lengths=self._at.seq_lens, query_len=query_len
+    ),
+    marks.sdpa: lambda self, call, **arguments: self._emit(marks.sdpa, **arguments),
     marks.linear: Lowering._linear,
     marks.packed_linear: Lowering._packed_linear,
     marks.matmul: Lowering._matmul,

@@ -53,14 +53,28 @@ def matmul(a, b):
     return torch.matmul(a, b)
 
 
+def sdpa(q, k, v, mask=None, is_causal=False, scale=None, enable_gqa=False):
+    """PyTorch's attention, over whatever the model hands it."""
+    how = dict(is_causal=is_causal, scale=scale, enable_gqa=enable_gqa)
+    return nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=mask, **how)
+
+
+def text_positions(lengths, query_len):
+    """int64 [query_len], places of the new tokens in the text, of int32 [batch] lengths with them."""
+    return lengths[:1].long() - query_len + torch.arange(query_len, device=lengths.device)
+
+
 def append(k, v, layer):
     """What a cache gives for ``update(k, v, layer)``: all keys and values; [batch, num_kv_heads, tokens, head_dim]."""
     raise NotImplementedError("keys and values are appended by an op over a cache alone")
 
 
-def attend(q, states, layer, scale, window, softcap=0.0, sinks=None):
+def attend(q, states, layer, scale, window, softcap=0.0, sinks=None, slopes=None):
     """Attention of q, [batch, num_heads, query_len, head_dim], over what :func:`append` gave, ``states``: [batch,
-    query_len, num_heads, head_dim]."""
+    query_len, num_heads, head_dim].
+
+    ``slopes``, [num_heads]: added to a score for each position that a key is further on (ALiBi).
+    """
     raise NotImplementedError("attention is run by an op over a cache alone")
 
 
@@ -88,8 +102,8 @@ def angles(tables, formula, dtype, pairs):
     raise NotImplementedError("angles are emitted as one call")
 
 
-def rotated_attention(sources, grouped, cos, sin, pairs, layer, scale, window, softcap, sinks, num_heads, num_kv_heads,
-                      head_dim):  # fmt: skip
+def rotated_attention(sources, grouped, cos, sin, pairs, layer, scale, window, softcap, sinks, slopes, num_heads,
+                      num_kv_heads, head_dim):  # fmt: skip
     """Rotation of queries and keys, :func:`append` and :func:`attend`.
 
     ``sources``: queries, keys and values [batch, query_len, features] each, or one with all of them; ``grouped``: by KV
@@ -98,7 +112,7 @@ def rotated_attention(sources, grouped, cos, sin, pairs, layer, scale, window, s
     raise NotImplementedError("attention is run by an op over a cache alone")
 
 
-def projected_attention(x, weights, biases, transposed, cos, sin, layer, scale, window, softcap, sinks, num_heads,
-                        num_kv_heads, head_dim, norm=None):  # fmt: skip
+def projected_attention(x, weights, biases, transposed, cos, sin, layer, scale, window, softcap, sinks, slopes,
+                        num_heads, num_kv_heads, head_dim, norm=None):  # fmt: skip
     """The projections of ``x``, and :func:`rotated_attention` of what they give."""
     raise NotImplementedError("attention is run by an op over a cache alone")

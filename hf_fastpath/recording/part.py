@@ -11,7 +11,7 @@ from torch import nn
 
 from .. import compat
 from ..decode.modules import is_packed, model_code_reason, own_code_reason
-from ..decode.named_calls import Emit
+from ..decode.named_calls import Emit, Register
 from ..decode.program import Program
 from ..decode.steps import Positions
 from ..decode.structure import MAX_BATCH
@@ -24,6 +24,8 @@ from ..registry import PLAIN_TENSORS
 from . import marks
 from .lowering import Lowering
 from .passes import passed
+from .passes.attention import positional
+from .probing import evaluate
 from .recorder import Skeleton, record
 from .recording import Recording, Unrecordable
 
@@ -85,7 +87,7 @@ class RecordedPart:
         windows: sliding window of each layer, None for full attention.
     """
 
-    rotary = position_embedding = embedding_scale = None
+    rotary = None
     rope_kinds: tuple = ()
     is_cast_down = False
     is_recorded = True
@@ -154,13 +156,24 @@ class RecordedPart:
         return recording.fact(recording.logits).shape[-1]
 
     @functools.cached_property
-    def _learned(self) -> tuple[int, int] | None:
-        """Rows of the embedding that positions are looked up in, and what is added to them; None if there is none."""
-        return None
+    def takes_positions(self) -> bool:
+        """Whether the model's forward takes position ids."""
+        return compat.takes_positions(self.module)
 
-    @property
-    def position_offset(self) -> int:
-        return 0
+    @functools.cached_property
+    def learned_positions(self) -> tuple[int, int] | None:
+        """How many positions the model has learned, and the row of the first of them; None if it knows any."""
+        recording = self.recording(1, 1)
+        at_positions, found = positional(recording), []
+        for call in recording.calls:
+            if call.op is _aten.embedding.default and isinstance(call.arguments["indices"], Register):
+                index = call.arguments["indices"].index
+                if index in at_positions:
+                    counted = [each for each in recording.calls if each.out.index in at_positions]
+                    rows = [int(evaluate(counted, _at(recording, p))[index].flatten()[0]) for p in (0, 1)]
+                    if rows[0] != rows[1]:
+                        found.append((call.arguments["weight"].shape[0] - rows[0], rows[0]))
+        return min(found, default=None)
 
     def fingerprint(self) -> tuple:
         """What a decode plan bakes in of the model: a part is of one moment, so all that its recordings hold."""
@@ -229,12 +242,20 @@ class RecordedPart:
         return None
 
 
+def _at(recording: Recording, position: int) -> dict[int, torch.Tensor]:
+    """What registers that stand for positions hold at one."""
+    shape = (recording.batch, recording.query_len)
+    counted = [call for call in recording.calls if call.op is marks.text_positions]
+    here = {call.out.index: torch.full(shape[1:], position) for call in counted}
+    return {recording.positions.index: torch.full(shape, position)} | here
+
+
 def attention_of(recording: Recording, call: Any) -> list[tuple[int, RecordedAttention]]:
     """The layer of the cache that a call reads, and how; or nothing."""
     if call.op in (marks.rotated_attention, marks.projected_attention):
         given = call.arguments
         shape = given["num_kv_heads"], given["head_dim"]
-        return [(given["layer"], RecordedAttention(shape, given["num_heads"], shape[1], given["softcap"] > 0))]
+        return [(given["layer"], RecordedAttention(shape, given["num_heads"], shape[1], _is_composed(given)))]
     if call.op is not marks.attend:
         return []
     producers = recording.producers()
@@ -243,8 +264,13 @@ def attention_of(recording: Recording, call: Any) -> list[tuple[int, RecordedAtt
     if recording.fact(states.arguments["v"]).shape[-1] != head_dim:
         raise Unrecordable("keys and values of different sizes")
     found = recording.fact(call.arguments["q"])
-    softcap = call.arguments.get("softcap", 0.0)
-    return [(call.arguments["layer"], RecordedAttention((heads, head_dim), found.shape[1], head_dim, softcap > 0))]
+    attention = RecordedAttention((heads, head_dim), found.shape[1], head_dim, _is_composed(call.arguments))
+    return [(call.arguments["layer"], attention)]
+
+
+def _is_composed(attend: dict[str, Any]) -> bool:
+    """Whether attention is made of PyTorch's ops."""
+    return attend.get("softcap", 0.0) > 0 or attend.get("slopes") is not None
 
 
 def _dry_run(part: RecordedPart) -> None:

@@ -7,7 +7,7 @@ import logging
 import operator
 import traceback
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from typing import Any
 
@@ -255,8 +255,13 @@ class Recorder:
 
     def _is_all_ones(self, mask: torch.Tensor) -> bool:
         """Whether a mask is one that the model made for want of another."""
+        producers = {call.out.index: call for call in self.calls}
         register = self._registers.get(id(mask))
-        call = None if register is None else next((c for c in self.calls if c.out.index == register.index), None)
+        call = None if register is None else producers.get(register.index)
+        while call is not None and call.op is _aten._to_copy.default:
+            call = producers.get(getattr(call.arguments["self"], "index", -1))
+        if call is not None and call.op is _aten.full.default:
+            return call.arguments["fill_value"] == 1
         return call is not None and call.op is _aten.ones.default
 
     def experts(self, module, hidden_states, top_k_index, top_k_weights):
@@ -368,6 +373,11 @@ def _rms_norm(input, normalized_shape, weight=None, eps=None):
     return marks.normed, {"x": input, "norm": (NormKind.RMS, weight, None, eps)}
 
 
+def _sdpa(query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False, scale=None, enable_gqa=False):
+    given = {"q": query, "k": key, "v": value, "mask": attn_mask}
+    return marks.sdpa, given | {"is_causal": is_causal, "scale": scale, "enable_gqa": enable_gqa}
+
+
 def _matmul(a, b):
     return (marks.matmul, {"a": a, "b": b}) if isinstance(b, torch.Tensor) else None
 
@@ -380,6 +390,7 @@ _HANDLERS: dict[Any, Callable[..., Any]] = {
     ),
     nn.functional.rms_norm: _rms_norm,
     torch.rms_norm: _rms_norm,
+    nn.functional.scaled_dot_product_attention: _sdpa,
     torch.matmul: _matmul,
     torch.Tensor.matmul: _matmul,
     torch.Tensor.__matmul__: _matmul,
@@ -467,17 +478,31 @@ def _record(recorder: Recorder, batch: int, query_len: int) -> Recording:
         for name, value in call.arguments.items():
             if name == "norm" and isinstance(value, (tuple, list)):
                 call.arguments[name] = Norm(*value)
-    windows = {index: _window(function) for index, function in recorder.masks.items()}
+    windows: dict[int, int | None] = {}  # of masks that the kernels have
+    for index, function in recorder.masks.items():
+        with suppress(Unrecordable):
+            windows[index] = _window(function)
     for call in recorder.calls:
         if call.op is marks.attend:
             mask = call.arguments["window"]
+            if mask is not None and mask.index not in windows:
+                raise Unrecordable("a mask that is neither causal nor a window")
             of_mask = None if mask is None else windows[mask.index]
             of_cache = cache.layers[call.arguments["layer"]].sliding_window  # which holds no more
             call.arguments["window"] = min((w for w in (of_mask, of_cache) if w is not None), default=0)
     return Recording(
-        batch, query_len, recorder.calls, recorder.facts, *given, recorder.value(logits), recorder.spans,
-        windows, recorder.mutated,
-    )  # fmt: skip
+        batch,
+        query_len,
+        recorder.calls,
+        recorder.facts,
+        *given,
+        logits=recorder.value(logits),
+        spans=recorder.spans,
+        masks=windows,
+        mutated=recorder.mutated,
+        past=recorder.past,
+        windows=tuple(layer.sliding_window for layer in cache.layers),
+    )
 
 
 @contextmanager

@@ -45,6 +45,8 @@ class Recording:
         spans: of modules without children.
         masks: register of an attention mask -> the window that it stands for, None for full causal attention.
         mutated: registers that a call writes to, or whose memory it shares.
+        past: tokens that the cache said it holds.
+        windows: of the cache's layers.
     """
 
     batch: int
@@ -57,6 +59,8 @@ class Recording:
     spans: list[Span]
     masks: dict[int, int | None]
     mutated: set[int] = field(default_factory=set)
+    past: int = 0
+    windows: tuple[int | None, ...] = ()
 
     def register(self, like: torch.Tensor) -> Register:
         """A new register for a tensor of the shape and dtype of ``like``."""
@@ -68,7 +72,7 @@ class Recording:
         """Shape and dtype of a register's tensor, or the tensor itself."""
         return self.facts[value.index] if isinstance(value, Register) else value
 
-    def call(self, op: Callable[..., Any], like: torch.Tensor, **arguments: Any) -> Call:
+    def call(self, op: Callable[..., Any], like: torch.Tensor, /, **arguments: Any) -> Call:
         """A call that is not in the list yet, whose result is as ``like``."""
         return Call(op, by_name(op, (), arguments), self.register(like))
 

@@ -1,7 +1,7 @@
-"""A pytest plugin for transformers' own tests: models are patched as they are made, and outcomes are noted.
+"""A pytest plugin for transformers' own tests: models are patched when they are made, and outcomes are noted.
 
-``test_transformers.py`` loads it into a pytest of its own, which runs in a checkout of transformers. ``--outcomes``
-says where; ``--stock`` runs the same tests on stock models.
+``test_transformers.py`` loads the plugin into a separate pytest, which runs in a checkout of transformers.
+``--outcomes`` says where outcomes go; ``--stock`` runs the same tests on stock models.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from transformers import PreTrainedModel
 import hf_fastpath
 from hf_fastpath.architecture import architectures
 
-#: of the models in transformers' tests, whose own are too small for the kernels
+#: head_dim for the models in transformers' tests, whose own heads are too small for the kernels
 HEAD_DIM = 32
 
 
@@ -40,11 +40,11 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 class PatchedModels:
-    """Patches what transformers' tests make, and keeps count.
+    """Patches the models that transformers' tests make, and keeps count.
 
     Attributes:
-        stats: of every model that was patched; they outlive it.
-        loops: how often ``report(model).loop`` was what.
+        stats: statistics of every model that was patched; they outlive the model.
+        loops: value of ``report(model).loop`` -> how often it came.
         refused: errors of ``patch()``.
     """
 
@@ -55,7 +55,7 @@ class PatchedModels:
         self.homes = {architecture.module for architecture in architectures()}
 
     def install(self) -> None:
-        """From now on models are patched at the end of ``__init__``, or once ``from_pretrained`` has their weights."""
+        """Patch models from now on at the end of ``__init__``, or once ``from_pretrained`` has their weights."""
         post_init, from_pretrained = PreTrainedModel.post_init, PreTrainedModel.from_pretrained.__func__
 
         @functools.wraps(post_init)
@@ -78,7 +78,7 @@ class PatchedModels:
         if not listed or any(parameter.is_meta for parameter in model.parameters()):
             return
         for part in model.modules():
-            hf_fastpath.unpatch(part)  # its base model was a whole one when it was made
+            hf_fastpath.unpatch(part)  # the base model was a whole model when it was made
         try:
             hf_fastpath.patch(model, quiet=True)
         except hf_fastpath.UnsupportedModelError as error:
@@ -88,7 +88,7 @@ class PatchedModels:
         self.loops[hf_fastpath.report(model).loop] += 1
 
     def to_dict(self) -> dict:
-        """The counts as plain data."""
+        """Return the counts as plain data."""
         return {
             "models": len(self.stats),
             "loops": self.loops,
@@ -100,7 +100,7 @@ class PatchedModels:
 
 
 class Outcomes:
-    """Makes tests alike in every run and notes how they end."""
+    """Makes tests the same in every run, and notes how they end."""
 
     def __init__(self, path: Path, patched: PatchedModels):
         self.path, self.patched = path, patched
@@ -131,7 +131,7 @@ class Outcomes:
 
 
 def with_wide_heads(set_up: Callable) -> Callable:
-    """``setUp`` of a class of tests, whose models get heads that the kernels take."""
+    """Wrap the ``setUp`` of a class of tests, so that its models get heads that the kernels take."""
 
     @functools.wraps(set_up)
     def widened(self):
@@ -150,7 +150,7 @@ def with_wide_heads(set_up: Callable) -> Callable:
 
 
 def padded_on_the_left(prepare: Callable) -> Callable:
-    """The inputs of tests of ``generate()``, with the padding where generation wants it."""
+    """Wrap the inputs of tests of ``generate()``, so that padding is on the left, where generation wants it."""
 
     @functools.wraps(prepare)
     def prepared(self, *args, **kwargs):
@@ -163,5 +163,5 @@ def padded_on_the_left(prepare: Callable) -> Callable:
     return prepared
 
 
-#: methods of classes of tests, and what takes their place
+#: methods of classes of tests -> the function that wraps them
 _CHANGES = {"setUp": with_wide_heads, "prepare_config_and_inputs_for_generate": padded_on_the_left}

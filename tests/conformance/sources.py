@@ -1,6 +1,6 @@
-"""transformers' own tests, at the version that is installed: its packages leave them out, its repository has them.
+"""transformers' own tests at the installed version: its packages leave the tests out, its repository has them.
 
-``python tests/conformance/sources.py`` fetches them into a cache outside of this repository. Where GitHub is out of
+``python tests/conformance/sources.py`` fetches the tests into a cache outside of this repository. If GitHub is out of
 reach, ``TRANSFORMERS_CHECKOUT`` names a checkout of transformers to take instead.
 """
 
@@ -16,13 +16,13 @@ from pathlib import Path
 import transformers
 
 REPOSITORY = "https://github.com/huggingface/transformers"
-#: what the tests need of it, besides the files at its root
+#: folders that the tests need, besides the files at the repository's root
 FOLDERS = ("src", "tests", "utils/test_module")
 TIMEOUT = 600
 
 
 def checkout() -> Path:
-    """Where the tests are, or will be once they are fetched."""
+    """Return where the tests are, or will be once they are fetched."""
     given = os.environ.get("TRANSFORMERS_CHECKOUT")
     if given:
         return Path(given)
@@ -31,7 +31,7 @@ def checkout() -> Path:
 
 
 def missing() -> str | None:
-    """Why the tests cannot run, or None if they are there."""
+    """Return why the tests cannot run, or None if they are there."""
     place = checkout()
     if (place / "tests" / "generation" / "test_utils.py").is_file():
         return None
@@ -42,7 +42,7 @@ def fetch() -> None:
     """Fetch the tests, unless they are there.
 
     Raises:
-        OSError, subprocess.SubprocessError: git did not get them.
+        OSError, subprocess.SubprocessError: git could not fetch them.
     """
     place = checkout()
     if missing() is None:

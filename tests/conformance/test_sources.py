@@ -1,4 +1,4 @@
-"""Fetching transformers' tests, from a repository that stands in for its own."""
+"""Fetching transformers' tests, from a repository that stands in for the real one."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import transformers
 
 @pytest.fixture
 def repository(tmp_path, monkeypatch) -> Path:
-    """A repository tagged as the installed version; the cache is empty."""
+    """Make a repository that is tagged as the installed version; the cache is empty."""
     made = tmp_path / "repository"
     for name in ("tests/generation/test_utils.py", "utils/test_module/code.py", "src/model.py", "docs/page.md"):
         (made / name).parent.mkdir(parents=True)
@@ -32,7 +32,7 @@ def repository(tmp_path, monkeypatch) -> Path:
 
 
 def test_fetched_once(repository):
-    """What the tests need, and nothing else; then the repository is no longer needed."""
+    """The fetch brings what the tests need and nothing else; then the repository is no longer needed."""
     assert "`make test-conformance` fetches them" in sources.missing()
     sources.fetch()
     assert sources.missing() is None
@@ -44,7 +44,7 @@ def test_fetched_once(repository):
 
 
 def test_out_of_reach(repository):
-    """Nothing is left that would be taken for the tests."""
+    """A failed fetch leaves nothing that would be taken for the tests."""
     repository.rename(repository.with_name("gone"))
     with pytest.raises(subprocess.SubprocessError):
         sources.fetch()

@@ -1,7 +1,7 @@
-"""transformers' own tests of the listed families pass on patched models wherever they pass on stock ones.
+"""transformers' own tests of the listed families pass on patched models if they pass on stock ones.
 
-Each family's tests run in a pytest of their own, with every model patched (``patched_models.py``). What does not pass
-there runs again on stock models, and must not pass there either.
+Each family's tests run in a separate pytest, with every model patched (``patched_models.py``). Tests that do not pass
+there run again on stock models, and must not pass there either.
 """
 
 from __future__ import annotations
@@ -23,18 +23,18 @@ from hf_fastpath.architecture import architectures
 HERE = Path(__file__).resolve().parent
 #: names of transformers' folders of models
 FAMILIES = sorted({architecture.module.split(".")[2] for architecture in architectures()})
-#: of these `make test` runs what concerns generation
+#: families whose tests of generation `make test` runs
 QUICK = ("gpt2", "llama")
-#: of these the tests of torch.compile run too, which take longer than all others together
+#: families whose tests of torch.compile run as well; these take longer than all others together
 COMPILED = ("gpt2", "llama")
-#: tests of what ``patch()`` is there to change; all that fails on patched models but not on stock ones is here
+#: tests of what ``patch()`` is there to change; every test that fails only on patched models is here
 DECLARED = {"test_generate_compile_model_forward_fullgraph": "asserts that generate() fills a DynamicCache"}
 TIMEOUT = 1800
 
 
 @pytest.fixture(scope="session")
 def tests() -> Path:
-    """A checkout with transformers' tests; what they import is installed, and there are kernels."""
+    """Return a checkout with transformers' tests, if what they import is installed and there are kernels."""
     require_native(CPU)
     for name in ("datasets", "httpx", "parameterized", "timeout_decorator"):
         if importlib.util.find_spec(name) is None:
@@ -45,13 +45,13 @@ def tests() -> Path:
 
 
 def outcomes(tests: Path, folder: Path, arguments: list[str], *options: str) -> dict:
-    """What ``patched_models.py`` notes of a run of transformers' tests.
+    """Return what ``patched_models.py`` notes of a run of transformers' tests.
 
     Args:
         tests: a checkout of transformers.
-        folder: for what is written.
-        arguments: which tests.
-        options: of pytest.
+        folder: folder for what is written.
+        arguments: the tests to run.
+        options: options of pytest.
     """
     noted, listed = folder / "outcomes.json", folder / "arguments.txt"
     noted.unlink(missing_ok=True)

@@ -1,4 +1,4 @@
-"""accelerate: models spread over devices and disk, and the training wrapper."""
+"""accelerate: models that are spread over devices and disk, and the wrapper for training."""
 
 from __future__ import annotations
 
@@ -34,14 +34,14 @@ from hf_fastpath.decode import steps
 
 
 def to_disk(model, folder) -> None:
-    """Layer 1 lies on disk, the rest on the model's device."""
+    """Put layer 1 onto disk, the rest onto the model's device."""
     here, names = model.device, ("model.embed_tokens", "model.norm", "model.rotary_emb", "lm_head")
     places = {**dict.fromkeys(names, here), "model.layers.0": here, "model.layers.1": "disk"}
     dispatch_model(model, places, main_device=here, offload_dir=folder, force_hooks=True)
 
 
 def to_cpu(model, folder) -> None:
-    """Every weight waits in host memory."""
+    """Keep every weight in host memory."""
     cpu_offload(model, model.device)
 
 
@@ -50,7 +50,7 @@ over_offloads = pytest.mark.parametrize("offload", (to_disk, to_cpu), ids=lambda
 
 @over_offloads
 def test_weights_offloaded_after_patching(offload, tmp_path, device):
-    """Weights come and go with each module: stock's tokens and a reason; then unpatched under the hooks."""
+    """Weights come and go with each module: tokens are stock's, with a reason; then the model is unpatched."""
     stock, ours = fresh("llama", device)
     inputs = left_padded(device, 2)
     expected = stock.generate(**inputs, **SHORT)
@@ -67,7 +67,7 @@ def test_weights_offloaded_after_patching(offload, tmp_path, device):
 
 
 def test_offloaded_weights_are_refused(tmp_path, device):
-    """Where every projection has a hook that brings its weight, nothing is left to patch."""
+    """If every projection has a hook that brings its weight, nothing is left to patch."""
     require_native(device)
     stock = build("llama").to(device)
     ours = copy.deepcopy(stock)
@@ -94,7 +94,7 @@ def test_layers_that_are_not_offloaded_are_patched(tmp_path, device):
 
 
 def test_all_on_one_device_is_fast(device):
-    """device_map with a single device, as from_pretrained(device_map="auto") gives where the model fits."""
+    """The device_map has a single device, as from_pretrained(device_map="auto") gives if the model fits."""
     require_native(device)
     stock = build("llama").to(device)
     ours = dispatch_model(copy.deepcopy(stock), {"": device})
@@ -106,7 +106,7 @@ def test_all_on_one_device_is_fast(device):
 
 
 def places(model, first, second) -> dict:
-    """A device map: the second layer on ``second``, all else on ``first``."""
+    """Return a device map with the second layer on ``second`` and all else on ``first``."""
     base = model.base_model_prefix
     names = [name for name, _ in model.named_children() if name != base]
     for name, child in getattr(model, base).named_children():
@@ -117,7 +117,7 @@ def places(model, first, second) -> dict:
 
 @pytest.fixture
 def fused_layers(monkeypatch) -> list[torch.device]:
-    """Where the layers ran that ran fused, outside of a decode plan."""
+    """Collect the devices of layers that ran fused, outside of a decode plan."""
     devices, layer = [], steps.decoder_layer
 
     def noted(emit, part, hidden, *arguments):
@@ -132,7 +132,7 @@ def fused_layers(monkeypatch) -> list[torch.device]:
 @over_architectures
 @pytest.mark.parametrize("hooks_come", ("before_patch", "after_patch"))
 def test_hooks_that_only_place_tensors_are_fast(hooks_come, architecture, fused_layers, device):
-    """Every module has one, and all are on one device: the plan, the fused layers, and back to stock."""
+    """Every module has a hook, and all are on one device: the plan runs, the fused layers do, and stock code again."""
     require_native(device)
     stock = build(architecture).to(device)
     ours = copy.deepcopy(stock)
@@ -167,8 +167,8 @@ def two_gpus() -> tuple[torch.device, torch.device]:
 @pytest.mark.parametrize("when", ("before_patch", "after_patch"))
 @over_architectures
 def test_layers_on_two_gpus(architecture, when, two_gpus, fused_layers):
-    """transformers' loop over fused layers, each with its part of the cache, and the reason is "device"."""
-    wide = {"sliding_window": 64} if architecture == "mistral" else {}  # a full one makes masks, which stock takes
+    """transformers' loop runs over fused layers, each with its part of the cache, and the reason is "device"."""
+    wide = {"sliding_window": 64} if architecture == "mistral" else {}  # a full window makes masks, which stock takes
     stock, ours = build(architecture, **wide), build(architecture, **wide)
     for model in (stock, ours):
         if model is ours and when == "after_patch":
@@ -192,7 +192,7 @@ def test_layers_on_two_gpus(architecture, when, two_gpus, fused_layers):
 
 
 def test_model_on_the_second_gpu(two_gpus):
-    """While the first is the current device."""
+    """The first GPU is the current device."""
     stock, ours = fresh("mistral", two_gpus[1])
     assert torch.cuda.current_device() == 0
     assert_equal_generation(ours, stock)
@@ -200,7 +200,7 @@ def test_model_on_the_second_gpu(two_gpus):
 
 
 def test_models_on_two_gpus_take_turns(two_gpus):
-    """Each by its own plan."""
+    """Each model has its own plan."""
     pairs = [fresh("llama", device) for device in two_gpus]
     for _ in range(2):
         for stock, ours in pairs:
@@ -209,7 +209,7 @@ def test_models_on_two_gpus_take_turns(two_gpus):
 
 @pytest.mark.parametrize("device_map", ("auto", "balanced", "sequential"))
 def test_from_pretrained_over_all_gpus(device_map, two_gpus):
-    """Wherever transformers puts the layers."""
+    """transformers puts the layers where it likes."""
     kwargs = dict(dtype=torch.float32, device_map=device_map)
     stock, ours = (AutoModelForCausalLM.from_pretrained(TINY_PYTHON, **kwargs) for _ in range(2))
     hf_fastpath.patch(ours, quiet=True)
@@ -222,7 +222,7 @@ def test_from_pretrained_over_all_gpus(device_map, two_gpus):
 
 @pytest.mark.parametrize("mixed_precision", ("no", "bf16"))
 def test_accelerator_prepares_a_patched_model(mixed_precision, device):
-    """A training step through Accelerator.prepare(), then generate() of the unwrapped model."""
+    """A training step goes through Accelerator.prepare(), then the unwrapped model generates."""
     require_native(device)
     results, ids = [], prompt(device, 2, 20)
     for patched in (True, False):

@@ -1,4 +1,4 @@
-"""lm-eval's ``hf`` model over a patched model: the same answers, the same scores."""
+"""lm-eval's ``hf`` model over a patched model gives the same answers and scores."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 from models import CPU, TINY_PYTHON, counting, tokenizer, trained
 from parity import LogitRule, float64_copy
 
-#: its imports alone take longer than most tests
+#: the imports alone take longer than most tests
 pytestmark = pytest.mark.full
 lm_eval = pytest.importorskip("lm_eval", reason="lm-eval is not installed: `make test-full` installs it")
 
@@ -20,7 +20,7 @@ METRICS = {"choose": ["acc"], "write": ["exact_match"], "read": ["byte_perplexit
 
 @pytest.fixture
 def tasks(tmp_path) -> list[dict]:
-    """A task of each kind of request, over lines of held-out code: which line is next, write it, read it."""
+    """Make a task of each kind of request, over lines of held-out code: which line is next, write it, read it."""
     lines = [line for line in (TINY_PYTHON / "heldout.txt").read_text().splitlines() if len(line) > 16]
     rows = []
     for index, (line, following) in enumerate(zip(lines[:LINES], lines[1:])):
@@ -43,7 +43,7 @@ def tasks(tmp_path) -> list[dict]:
 
 
 def evaluated(model, tasks: list[dict]) -> dict:
-    """Results of ``simple_evaluate``."""
+    """Return the results of ``simple_evaluate``."""
     from lm_eval.models.huggingface import HFLM
     from lm_eval.tasks import TaskManager
 
@@ -53,13 +53,13 @@ def evaluated(model, tasks: list[dict]) -> dict:
 
 
 def answers(results: dict, task: str) -> list:
-    """What the model answered to each request of a task, in their order."""
+    """Return what the model answered to each request of a task, in their order."""
     samples = sorted(results["samples"][task], key=lambda sample: sample["doc_id"])
     return [answer for sample in samples for (answer,) in sample["resps"]]
 
 
 def log_likelihoods(results: dict) -> torch.Tensor:
-    """[requests, 1] of all that were read."""
+    """Return [requests, 1] log likelihoods of all that were read."""
     chosen = [likelihood for likelihood, _ in answers(results, "choose")]
     return torch.tensor([*chosen, *answers(results, "read")], dtype=torch.float64)[:, None]
 

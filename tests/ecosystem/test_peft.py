@@ -1,4 +1,4 @@
-"""PEFT over a patched model: adapters switched, merged, disabled, and virtual tokens."""
+"""PEFT over a patched model: adapters are switched, merged and disabled; virtual tokens."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ TARGETS = {"llama": ["q_proj", "down_proj"], "gpt2": ["c_attn", "c_fc"]}
 
 
 def wrapped(architecture: str, device: torch.device, make) -> tuple:
-    """(patched model, stock under PEFT, patched under PEFT) with the same adapter."""
+    """Return (patched model, stock under PEFT, patched under PEFT) with the same adapter."""
     stock, ours = fresh(architecture, device)
     made = []
     for model in (stock, ours):
         torch.manual_seed(0)
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # about Conv1D
+            warnings.simplefilter("ignore")  # PEFT warns about Conv1D
             made.append(make(model).eval())
     return ours, *made
 
@@ -38,7 +38,7 @@ def lora(targets: list[str], rank: int):
 
 
 def tokens(patched, stock_peft, ours_peft, fast: bool) -> list:
-    """Stock's tokens; asserts that ours are the same, and by which loop."""
+    """Return stock's tokens; assert that ours are the same, and which loop made them."""
     inputs = left_padded(patched.device, 2)
     expected = stock_peft.generate(**inputs, **SHORT)
     with counting(patched) as counts:
@@ -51,7 +51,7 @@ def tokens(patched, stock_peft, ours_peft, fast: bool) -> list:
 
 @pytest.mark.parametrize("architecture", TARGETS)
 def test_lora_adapters(architecture, device):
-    """Two adapters, each way of switching them on and off; after merge_and_unload() the loop is fast again."""
+    """Two adapters are switched on and off in every way; after merge_and_unload() the loop is fast again."""
     first, second = lora(TARGETS[architecture], 4), lora(TARGETS[architecture], 2)
 
     def make(model):
@@ -91,7 +91,7 @@ def test_lora_on_a_patched_model_trains(device):
             optimizer.zero_grad()
         losses.append(loss.item())
     assert losses[0] == pytest.approx(losses[1], rel=1e-4)
-    models[2].load_state_dict(models[1].state_dict())  # rounding apart, so that the tokens are comparable
+    models[2].load_state_dict(models[1].state_dict())  # removes rounding differences, so that tokens are comparable
     assert tokens(*models, fast=False) != before
 
 
@@ -104,7 +104,7 @@ VIRTUAL = {
 
 @pytest.mark.parametrize("name", VIRTUAL)
 def test_virtual_tokens(name, device):
-    """PEFT steps between generate() and the forward, so that stock's loop runs; without it ours is back."""
+    """PEFT steps between generate() and the forward, so that stock's loop runs; without PEFT our loop is back."""
     stock, plain = fresh("llama", device)
     models = wrapped("llama", device, lambda model: peft.get_peft_model(model, VIRTUAL[name]()))
     with torch.no_grad():

@@ -1,4 +1,4 @@
-"""Quantized projections: right, with a reason, quantized before or after patching."""
+"""Quantized projections are right and have a reason, whether they are quantized before or after patching."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from hf_fastpath import ops
 
 
 class Int8Linear(nn.Linear):
-    """A subclass whose weight is int8 with one scale a row, as bitsandbytes and others have it."""
+    """A subclass whose weight is int8 with one scale for each row, as in bitsandbytes and others."""
 
     def __init__(self, base: nn.Linear):
         super().__init__(base.in_features, base.out_features, bias=base.bias is not None, device="meta")
@@ -37,7 +37,7 @@ def stand_in(model: nn.Module) -> None:
 
 
 def torchao(model: nn.Module) -> None:
-    """The weight is a tensor subclass in a plain nn.Linear."""
+    """Put a tensor subclass into a plain nn.Linear as its weight."""
     library = pytest.importorskip("torchao.quantization", reason="torchao is not installed")
     library.quantize_(model, library.Int8WeightOnlyConfig())
 
@@ -60,7 +60,7 @@ def bitsandbytes(model: nn.Module) -> None:
 
 
 def compressed(model: nn.Module) -> None:
-    """Each projection keeps its class and gets scales, and a forward of its own."""
+    """Give each projection scales and a forward of its own; it keeps its class."""
     library = pytest.importorskip("compressed_tensors.quantization", reason="compressed-tensors is not installed")
     weights = library.QuantizationArgs(num_bits=4, symmetric=True, strategy="channel")
     schemes = {"all": library.QuantizationScheme(targets=["Linear"], weights=weights)}

@@ -1,4 +1,4 @@
-"""Checkpoints that other packages quantized, through transformers: repacked exactly, or running as they are."""
+"""Checkpoints that other packages quantized, loaded by transformers, are repacked exactly or run as they are."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def native():
 
 
 def small() -> nn.Module:
-    """A Llama whose projections have whole groups of 128."""
+    """Make a Llama whose projections have whole groups of 128."""
     sizes = dict(hidden_size=256, num_attention_heads=4, num_key_value_heads=2, head_dim=64, intermediate_size=384)
     return build("llama", **sizes)
 
@@ -40,7 +40,7 @@ def projections(model: nn.Module) -> list[str]:
 
 
 def in_groups(weight: torch.Tensor, bits: int, group: int | None, symmetric: bool):
-    """Numbers from 0 up [out, in], zeros and scales [out, groups], of float16 precision, and what they stand for."""
+    """Return numbers from 0 up [out, in], zeros and float16 scales [out, groups], and the weights they stand for."""
     grouped = weight.float().view(len(weight), -1, group or weight.shape[1])
     if symmetric:
         scales = grouped.abs().amax(-1) / (2 ** (bits - 1) - 0.5)
@@ -57,7 +57,7 @@ def in_groups(weight: torch.Tensor, bits: int, group: int | None, symmetric: boo
 
 
 def assert_repacked(model: nn.Module, weights: dict[str, torch.Tensor], format: str) -> None:
-    """Patch, and compare with a model of ``weights``; then without the patch again."""
+    """Patch, and compare with a model of ``weights``; then compare without the patch."""
     same = small().to(model.dtype)
     for name, weight in weights.items():
         same.get_submodule(name).weight = nn.Parameter(weight.to(model.dtype), requires_grad=False)
@@ -81,7 +81,7 @@ def assert_repacked(model: nn.Module, weights: dict[str, torch.Tensor], format: 
 
 
 def save_compressed(directory: Path, bits: int, group: int | None, symmetric: bool) -> dict[str, torch.Tensor]:
-    """Let the package write a checkpoint; what its weights stand for, by layer."""
+    """Let the package write a checkpoint; return what its weights stand for, by layer."""
     quantization = pytest.importorskip("compressed_tensors.quantization", reason="compressed-tensors is not installed")
     compressors = pytest.importorskip("compressed_tensors.compressors")
     model, weights = small(), {}
@@ -134,13 +134,13 @@ def test_compressed_tensors_of_three_bits_keeps_running(tmp_path):
     expected, model = load(tmp_path).generate(ids, **SHORT), load(tmp_path)
     hf_fastpath.patch(model, quiet=True)
     assert not any(type(module) is PackedLinear for module in model.modules())
-    for _ in range(2):  # the first dequantizes the package's layers
+    for _ in range(2):  # the first call dequantizes the package's layers
         assert torch.equal(model.generate(ids, **SHORT), expected)
     assert hf_fastpath.report(model).stats["fast_tokens"] == 0
 
 
 def test_compressed_tensors_after_a_call(tmp_path):
-    """The package has dequantized its layers then: stock code, with a reason."""
+    """The package has dequantized its layers by then: stock code runs, with a reason."""
     save_compressed(tmp_path, 4, 128, True)
     model, ids = load(tmp_path), prompt(CPU)
     expected = model.generate(ids, **SHORT)
@@ -189,7 +189,7 @@ def test_torchao(kind, tmp_path):
 
 @pytest.mark.filterwarnings("ignore:hf_fastpath:UserWarning")
 def test_bitsandbytes_keeps_running(tmp_path):
-    """NF4's values come out of a table."""
+    """NF4's values come from a table."""
     pytest.importorskip("bitsandbytes", reason="bitsandbytes is not installed")
     from transformers import BitsAndBytesConfig
 
@@ -208,14 +208,14 @@ def test_bitsandbytes_keeps_running(tmp_path):
 
 
 def words(numbers: torch.Tensor, order=range(8)) -> torch.Tensor:
-    """int32 [..., n / 8] of numbers [..., n] of four bits."""
+    """Return int32 [..., n / 8] of numbers [..., n] of four bits."""
     parts = numbers.view(*numbers.shape[:-1], -1, 8)
     made = sum(parts[..., which] << (4 * place) for place, which in enumerate(order))
     return torch.where(made >= 2**31, made - 2**32, made).to(torch.int32)
 
 
 def save_gptqmodel(directory: Path, method: str, desc_act: bool = False) -> dict[str, torch.Tensor]:
-    """A float16 checkpoint as the formats' descriptions say; what its weights stand for, by layer."""
+    """Write a float16 checkpoint by the formats' descriptions; return what its weights stand for, by layer."""
     pytest.importorskip("gptqmodel", reason="gptqmodel is not installed, which transformers loads GPTQ and AWQ with")
     pytest.importorskip("optimum", reason="optimum is not installed, which transformers loads GPTQ with")
     model = small().half()

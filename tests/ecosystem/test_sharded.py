@@ -1,4 +1,4 @@
-"""Models whose weights are spread over processes: two of them, over gloo on the CPU."""
+"""Models whose weights are spread over two processes, over gloo on the CPU."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def flat_but_in_name(folder: Path) -> tuple[nn.Module, nn.Module]:
 
 
 def refused(model: nn.Module) -> None:
-    """Nothing of it is touched, whatever the options, and the first line says why."""
+    """Assert that no part of the model is touched, whatever the options, and that the error's first line says why."""
     before = instances(model)
     for options in ({}, dict(strict=True), dict(ops="norm")):
         with pytest.raises(UnsupportedModelError) as caught:
@@ -61,7 +61,7 @@ def refused(model: nn.Module) -> None:
 
 
 def run(rank: int, make, folder: Path) -> None:
-    """What each of the processes does."""
+    """Run what each of the processes does."""
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE="2")
     torch.set_num_threads(1)
     store = f"file://{folder}/store"
@@ -92,7 +92,7 @@ def run(rank: int, make, folder: Path) -> None:
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="processes are made by fork")
 @pytest.mark.parametrize("make", (by_plan, by_layers, flat, flat_but_in_name), ids=lambda make: make.__name__)
 def test_a_model_spread_over_processes_is_left_alone(make, tmp_path):
-    """As stock after patch() has refused it; each process compares, and fails the test."""
+    """After patch() has refused it, the model works as stock; each process compares, and fails the test."""
     build("llama", **SIZES).save_pretrained(tmp_path / "model")
     processes = start_processes(run, (make, tmp_path), nprocs=2, join=False, start_method="fork")
     try:

@@ -31,7 +31,7 @@ def policy_step(model: nn.Module, texts: torch.Tensor, optimizer: torch.optim.Op
 @pytest.mark.parametrize("checkpointing", (False, True))
 @over_architectures
 def test_generate_train_generate(architecture, checkpointing, device):
-    """A fused AdamW writes the weights in place: each round samples from the new ones, over the same plan."""
+    """A fused AdamW writes the weights in place: each round samples from the new weights, over the same plan."""
     _, ours = fresh(architecture, device, **(NO_DROPOUT if architecture == "gpt2" else {}))
     if checkpointing:
         ours.gradient_checkpointing_enable()
@@ -52,7 +52,7 @@ def test_generate_train_generate(architecture, checkpointing, device):
 
 @over_architectures
 def test_generate_under_checkpointing_in_train_mode(architecture, device):
-    """transformers drops the KV cache there, so that other tokens come out than in eval mode: stock's."""
+    """transformers drops the KV cache in this mode, so that other tokens come out than in eval mode: stock's."""
     stock, ours = fresh(architecture, device, **(NO_DROPOUT if architecture == "gpt2" else {}))
     for model in (stock, ours):
         model.gradient_checkpointing_enable()
@@ -72,12 +72,12 @@ def ddp(model: nn.Module) -> nn.Module:
 
 def fsdp(model: nn.Module) -> nn.Module:
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # nothing to shard over
+        warnings.simplefilter("ignore")  # there is nothing to shard over
         return FullyShardedDataParallel(model, device_id=torch.device("cpu"), use_orig_params=True)
 
 
 def fsdp2(model: nn.Module) -> nn.Module:
-    """Changes the classes of the modules."""
+    """Apply FSDP2, which changes the classes of the modules."""
     for layer in model.model.layers:
         fully_shard(layer)
     return fully_shard(model)
@@ -85,7 +85,7 @@ def fsdp2(model: nn.Module) -> nn.Module:
 
 @pytest.mark.parametrize(("wrap", "fast"), ((ddp, True), (fsdp, True), (fsdp2, False)), ids=("ddp", "fsdp", "fsdp2"))
 def test_wrapped_training_step(wrap, fast, one_process):
-    """Stock's loss, then the inner model generates with the new weights."""
+    """The loss is stock's; then the inner model generates with the new weights."""
     stock, ours = fresh("llama")
     cpu, losses, wrappers = stock.device, [], []
     ids = prompt(cpu, 2, 20)
@@ -120,7 +120,7 @@ def test_wrapped_training_step(wrap, fast, one_process):
 
 
 def test_reference_model_of_a_patched_policy(device):
-    """A frozen deep copy, as preference training keeps one: each generates by its own weights."""
+    """Preference training keeps a frozen deep copy: each of the two generates with its own weights."""
     stock, ours = fresh("llama", device)
     frozen = copy.deepcopy(ours).requires_grad_(False)
     policy_step(ours, prompt(device, 2, 20), torch.optim.AdamW(ours.parameters(), lr=0.05))

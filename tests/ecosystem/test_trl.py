@@ -22,7 +22,7 @@ COMMON = dict(per_device_train_batch_size=4, max_steps=2, report_to=[], use_cpu=
 
 @pytest.fixture
 def models():
-    """(stock, patched): the trained model, to be trained further."""
+    """Return (stock, patched): the trained model, to be trained further."""
     stock, _ = trained(torch.device("cpu"))
     return copy.deepcopy(stock), hf_fastpath.patch(copy.deepcopy(stock), quiet=True)
 
@@ -53,7 +53,7 @@ def text_trainer(model, folder, **options):
 @pytest.mark.parametrize("bf16", (False, True))
 @pytest.mark.parametrize("patched", ("before", "after"))
 def test_policy_optimization_generates_fast(patched, bf16, models, tmp_path):
-    """Nearly every token of GRPO's own generate() is ours, by the precision it trains in by default and without."""
+    """Our loop makes nearly every token of GRPO's own generate(), in the default precision and in float32."""
     ours = models[patched == "before"]
     trainer = policy_trainer(ours, tmp_path, bf16=bf16)
     assert "forward" in vars(ours), "the trainer puts no forward on the model, so the test shows nothing"
@@ -68,7 +68,7 @@ def test_policy_optimization_generates_fast(patched, bf16, models, tmp_path):
 
 @pytest.mark.parametrize("bf16", (False, True))
 def test_fine_tuned_model_generates_fast(bf16, models, tmp_path):
-    """SFT's losses are stock's, and what it leaves on the model costs generate() nothing."""
+    """SFT's losses are stock's, and what SFT leaves on the model costs generate() nothing."""
     losses = []
     for model in models:
         trainer = text_trainer(model, tmp_path, bf16=bf16, learning_rate=1e-3, seed=1)
@@ -87,7 +87,7 @@ def test_fine_tuned_model_generates_fast(bf16, models, tmp_path):
 
 
 def test_policy_optimization_of_an_adapter(models, tmp_path):
-    """Over LoRA stock runs, and says so; report() of the wrapper, the model inside and the merged one all answer."""
+    """Over LoRA stock runs, and says so; report() of the wrapper, the model inside and the merged model answer."""
     peft = pytest.importorskip("peft", reason="PEFT is not installed")
     stock, ours = models
     config = peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM")

@@ -18,7 +18,7 @@ IMAGE, PATCHES = VOCAB - 1, 4
 
 
 def llava(architecture: str, device: torch.device) -> LlavaForConditionalGeneration:
-    """A random LLaVA around the text model of ``architecture``."""
+    """Make a random LLaVA around the text model of ``architecture``."""
     sizes = dict(hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=2, projection_dim=32)
     vision = CLIPVisionConfig(image_size=16, patch_size=8, **sizes)
     config = LlavaConfig(

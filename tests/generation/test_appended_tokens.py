@@ -18,7 +18,7 @@ LENGTHS = (23, 5, 2, 16, 1, 9, 3)
 
 @pytest.fixture
 def steps_of(monkeypatch) -> list[int]:
-    """Tokens of every attention over a cache that the ops took."""
+    """Collect the number of tokens of every attention over a cache that the ops took."""
     lengths = []
 
     def noted(patch, part, x, args, kwargs):
@@ -40,7 +40,7 @@ def _texts(device, padded: bool):
 @pytest.mark.parametrize("padded", (False, True), ids=("plain", "padded"))
 @pytest.mark.parametrize("architecture", ("gpt2", "llama", "mistral", "gemma2", "gpt_oss", "phi3"))
 def test_logits(architecture, padded, device, steps_of):
-    """No further from float64 than stock is; several tokens over our cache are the ops' where rows are few."""
+    """Logits are no further from float64 than stock's; the ops take several tokens over our cache if rows are few."""
     stock, ours = pair(architecture, device)
     ref, rule = float64_copy(stock), LogitRule()
     text, mask = _texts(device, padded)
@@ -51,7 +51,7 @@ def test_logits(architecture, padded, device, steps_of):
     real = torch.ones_like(text, dtype=torch.bool) if mask is None else mask.bool()
     rule.add(*(logits[real] for logits in (found, expected, truth)))
     rule.check(architecture, least_positions=100)
-    assert {5, 2, 3} <= set(steps_of)  # 15 rows at most
+    assert {5, 2, 3} <= set(steps_of)  # at most 15 rows
     if architecture not in ("mistral", "gemma2", "gpt_oss"):  # a full window comes with a mask for single tokens too
         assert not padded or set(counts.reasons) <= {"attention_mask"}
         assert padded or not counts.reasons
@@ -61,7 +61,7 @@ def test_logits(architecture, padded, device, steps_of):
 @pytest.mark.parametrize("padded", (False, True), ids=("plain", "padded"))
 @pytest.mark.parametrize("architecture", ("gpt2", "llama", "gemma2"))
 def test_logits_of_many_rows(architecture, padded, dtype, cuda, steps_of):
-    """With tensor cores, any number of rows is the ops'."""
+    """With tensor cores, the ops take any number of rows."""
     stock, ours = pair(architecture, cuda, dtype)
     ref, rule = float64_copy(stock), LogitRule()
     for seed in range(2):
@@ -75,7 +75,7 @@ def test_logits_of_many_rows(architecture, padded, dtype, cuda, steps_of):
         expected, truth = (walk(model, text, lengths, cache, mask) for model, cache in zip((stock, ref), caches))
         rule.add(*(logits[mask.bool()] for logits in (found, expected, truth)))
     rule.check(f"{architecture} {dtype}")
-    if architecture != "gemma2":  # whose windows end inside
+    if architecture != "gemma2":  # its windows end inside
         assert {100, 7, 120, 23} <= set(steps_of)
 
 
@@ -83,7 +83,7 @@ def test_logits_of_many_rows(architecture, padded, dtype, cuda, steps_of):
 @pytest.mark.parametrize("padded", (False, True), ids=("plain", "padded"))
 @pytest.mark.parametrize("architecture", ("gpt2", "llama", "mistral"))
 def test_logits_of_many_rows_on_a_cpu(architecture, padded, dtype, steps_of):
-    """More rows than those of a token step are the ops', too, whichever attention they take."""
+    """The ops also take more rows than those of a token step, whichever attention they use."""
     cpu = torch.device("cpu")
     stock, ours = pair(architecture, cpu, dtype)
     ref, rule = float64_copy(stock), LogitRule()
@@ -98,12 +98,12 @@ def test_logits_of_many_rows_on_a_cpu(architecture, padded, dtype, steps_of):
         expected, truth = (walk(model, text, lengths, cache, mask) for model, cache in zip((stock, ref), caches))
         rule.add(*(logits[mask.bool()] for logits in (found, expected, truth)))
     rule.check(f"{architecture} {dtype}", least_positions=100)
-    if architecture != "mistral":  # whose ring has no room for all of them
+    if architecture != "mistral":  # its ring has no room for all of them
         assert {17, 40} <= set(steps_of)
 
 
 def test_other_masks_are_stocks(device, steps_of):
-    """A mask that hides more than padding is not taken, and named."""
+    """A mask that hides more than padding is left to stock, and named."""
     stock, ours = fresh("llama", device)
     ids = prompt(device, 2, 20)
     found = []
@@ -119,7 +119,7 @@ def test_other_masks_are_stocks(device, steps_of):
 
 
 def test_drafts_of_an_early_exit(device, steps_of):
-    """Drafts that transformers' own loop makes are verified by the ops, and the tokens are those of stock."""
+    """The ops verify drafts that transformers' own loop makes, and the tokens are stock's."""
     stock, ours = fresh("llama", device)
     inputs = {"input_ids": prompt(device, 1, 6).repeat(1, 4)} | SHORT | {"do_sample": True}
     found, expected = both(stock, ours, **inputs, assistant_early_exit=1)
@@ -128,7 +128,7 @@ def test_drafts_of_an_early_exit(device, steps_of):
 
 
 def test_the_table():
-    """Tokens behind others are never PyTorch's with a mask where a kernel has them."""
+    """Tokens behind others never take PyTorch's attention with a mask if a kernel can take them."""
     for rows in (1, 64, 65, 10000):
         assert attend.route_of(rows, 5, is_plain=False, fits=True, hopper=False) == "append"
         assert attend.route_of(rows, 5, is_plain=True, fits=True, hopper=True) == "append"
@@ -141,7 +141,7 @@ def test_the_table():
 @pytest.mark.parametrize("kv", (None, torch.int8), ids=("plain", "int8"))
 @pytest.mark.parametrize("window", (0, 100))
 def test_attention_in_pieces(window, kv, monkeypatch):
-    """Sixteen tokens at a time, behind each other: as all at once."""
+    """Sixteen tokens at a time give the same as all at once."""
     past, tokens = 320, 37
     length = past + tokens
     lengths, starts = torch.tensor([length] * 2, dtype=torch.int32), torch.tensor([0, 30], dtype=torch.int32)
@@ -158,7 +158,7 @@ def test_attention_in_pieces(window, kv, monkeypatch):
 
 
 def test_the_table_of_a_cpu():
-    """What only one of the two has goes there; few tokens behind many to the cache's own kernel."""
+    """A call that only one of the two can take goes there; few tokens behind many go to the cache's own kernel."""
     for tokens, past in ((17, 0), (64, 511), (65, 10000), (500, 0)):
         assert attend.route_on_cpu(tokens, past, cuts=False, has_sinks=False) == "sdpa"
         assert attend.route_on_cpu(tokens, past, cuts=True, has_sinks=False) == "decode"
@@ -170,7 +170,7 @@ def test_the_table_of_a_cpu():
 
 
 def made(device, starts, past: int, query_len: int, window: int | None = None) -> torch.Tensor:
-    """The mask of transformers: over what the cache returns."""
+    """Make the mask of transformers, over the keys that the cache returns."""
     held = past if window is None else min(past, window - 1)
     positions = torch.arange(past - held, past + query_len, device=device)
     queries = positions[-query_len:, None]
@@ -215,7 +215,7 @@ def test_additive_masks(device):
 
 
 def test_masks_are_compared_once(device, monkeypatch):
-    """The layers of a forward share the answer; a mask that was written to is a new one."""
+    """The layers of a forward share the answer; a mask that was written to counts as a new mask."""
     compared, compare = [], attend._compare
 
     def noted(*arguments):

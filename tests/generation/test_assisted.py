@@ -1,4 +1,4 @@
-"""Greedy search and sampling by drafts, an assistant's or those found in the text itself: stock's tokens."""
+"""Greedy search and sampling with drafts, of an assistant or found in the text itself, give stock's tokens."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def draft_plans(model: nn.Module) -> list[DraftPlan]:
 
 
 def assistant(architecture: str, device: torch.device, drafted: int = 5, threshold: float = 0.0) -> nn.Module:
-    """A patched model of one layer, whose tokens the other models agree with now and then."""
+    """Make a patched model of one layer, with whose tokens the other models agree now and then."""
     changes = {"n_layer": 1} if architecture == "gpt2" else {"num_hidden_layers": 1}
     made = hf_fastpath.patch(build(architecture, **changes).to(device), quiet=True)
     made.generation_config.num_assistant_tokens = drafted
@@ -34,7 +34,7 @@ def assistant(architecture: str, device: torch.device, drafted: int = 5, thresho
 
 
 def noisy_copy(model: nn.Module, scale: float = 0.02) -> nn.Module:
-    """A patched copy of a patched model with slightly other weights, so that most of its drafts are accepted."""
+    """Make a patched copy of a patched model with slightly other weights, so that most of its drafts are accepted."""
     made = copy.deepcopy(model)
     with torch.no_grad():
         for parameter in made.parameters():
@@ -44,7 +44,7 @@ def noisy_copy(model: nn.Module, scale: float = 0.02) -> nn.Module:
 
 @over_architectures
 def test_tokens_of_an_assistant(architecture, device):
-    """Accepted and rejected drafts; windows that move on; the assistant's own loop makes no call."""
+    """Drafts are accepted and rejected, and windows move on; the assistant's own loop makes no call."""
     stock, ours = pair(architecture, device)
     options = dict(input_ids=prompt(device), max_new_tokens=40, do_sample=False)
     plain = stock.generate(**options)
@@ -59,7 +59,7 @@ def test_tokens_of_an_assistant(architecture, device):
 
 @pytest.mark.parametrize("drafted", (1, 3, 15, 16, 40))
 def test_drafts_of_any_length(drafted, device, monkeypatch):
-    """Longer ones than a plan is wide, too; the assistant is the very model, so that all are accepted."""
+    """Drafts may be longer than a plan is wide; the assistant is the very model, so that all drafts are accepted."""
     reads, finish = [], DraftPlan.finish
     monkeypatch.setattr(DraftPlan, "finish", lambda self, count: reads.append(count) or finish(self, count))
     stock, ours = fresh("llama", device)
@@ -71,14 +71,14 @@ def test_drafts_of_any_length(drafted, device, monkeypatch):
     assert_same_tokens(found, stock.generate(**options), stock)
     assert counts.fast == 60 and not counts.reasons
     assert max(reads) == min(drafted + 1, 16)
-    rounds = -(-59 // (drafted + 1)) * -(-(drafted + 1) // 16)  # the first token is the prompt's
+    rounds = -(-59 // (drafted + 1)) * -(-(drafted + 1) // 16)  # the first token comes from the prompt
     assert len(reads) <= rounds + 1
     assert {plan.query_len for plan in draft_plans(ours)} <= set(WIDTHS)
 
 
 @pytest.mark.parametrize("length", (120, 300))
 def test_tokens_of_a_prompt_lookup(length, device):
-    """Over a text with repetitions; with 300 tokens drafts are cropped from windows that have moved on."""
+    """The text has repetitions; with 300 tokens, drafts are cropped from windows that have moved on."""
     stock, ours = trained(device)
     for drafted in (2, 8, 20):
         options = dict(input_ids=heldout_tokens(length).to(device), max_new_tokens=80, do_sample=False)
@@ -90,7 +90,7 @@ def test_tokens_of_a_prompt_lookup(length, device):
 
 @pytest.mark.parametrize("dtype", (torch.float16, torch.bfloat16), ids=str)
 def test_half_precision(dtype, device):
-    """Rounded logits: a token may differ where two are nearly as likely."""
+    """Logits are rounded, so that a token may differ if two are nearly as likely."""
     stock, ours = pair("llama", device, dtype)
     options = dict(input_ids=prompt(device, 1, 6).repeat(1, 4), max_new_tokens=24, do_sample=False)
     found = ours.generate(prompt_lookup_num_tokens=4, **options)
@@ -98,7 +98,7 @@ def test_half_precision(dtype, device):
 
 
 def test_draft_lengths_follow_stocks_schedules(device):
-    """As many tokens are drafted in every round as by transformers, with a threshold and without."""
+    """Every round drafts as many tokens as transformers does, with a threshold and without."""
     stock, ours = pair("llama", device)
     helper = noisy_copy(ours, 0.1)
     options = dict(input_ids=prompt(device), max_new_tokens=60, do_sample=False)
@@ -116,7 +116,7 @@ def test_draft_lengths_follow_stocks_schedules(device):
 
 
 def test_padding_ends_and_what_is_returned(device):
-    """Left padding, end tokens inside of a draft, scores, a streamer, and the cache for the next turn."""
+    """There are left padding, end tokens inside a draft, scores, a streamer, and the cache for the next turn."""
     stock, ours = pair("mistral", device)
     helper = noisy_copy(ours)
     inputs = {name: tensor[2:] for name, tensor in left_padded(device, 3, 20).items()}
@@ -144,10 +144,10 @@ def test_padding_ends_and_what_is_returned(device):
 @pytest.mark.parametrize("do_sample", (False, True))
 @pytest.mark.parametrize("how", ("lookup", "assistant"))
 def test_a_prompt_that_ends_in_an_end_token(how, do_sample, device):
-    """It ends the text where transformers asks the criteria about drafts, and there is none."""
+    """If transformers asks the criteria about drafts, this token ends the text, and there is no draft."""
     stock, ours = pair("llama", device)
     arguments = dict(prompt_lookup_num_tokens=3) if how == "lookup" else dict(assistant_model=noisy_copy(ours))
-    others = torch.arange(20, 32, device=device)[None]  # what follows the last of them is found nowhere
+    others = torch.arange(20, 32, device=device)[None]  # the last of them occurs nowhere else
     for ids in (others, prompt(device, 1, 6).repeat(1, 2)):
         options = dict(input_ids=ids, eos_token_id=int(ids[0, -1]), max_new_tokens=20, **arguments)
         found, expected = both(stock, ours, do_sample=do_sample, **options)
@@ -155,7 +155,7 @@ def test_a_prompt_that_ends_in_an_end_token(how, do_sample, device):
 
 
 class _Words:
-    """Stands for a tokenizer: a token's text is its number."""
+    """A stand-in for a tokenizer: a token's text is its number."""
 
     @staticmethod
     def decode(ids, **_) -> str:
@@ -180,7 +180,7 @@ def test_streamer(device):
 
 
 def test_lengths_are_kept(device):
-    """A draft never goes beyond the longest text; a single token needs none."""
+    """A draft never goes beyond the longest text; a single token needs no draft."""
     stock, ours = pair("gpt2", device)
     ids = prompt(device, 1, 6).repeat(1, 4)
     for new_tokens in (1, 2, 3, 4, 7):
@@ -192,7 +192,7 @@ def test_lengths_are_kept(device):
 
 
 def test_up_to_the_last_position(device):
-    """What fills a plan up has no position of its own: GPT-2's table ends."""
+    """The tokens that fill up a plan have no positions of their own, because GPT-2's table ends."""
     stock, ours = fresh("gpt2", device, n_positions=40)
     ids = prompt(device, 1, 6).repeat(1, 4)
     options = dict(input_ids=ids, max_new_tokens=16, do_sample=False)
@@ -201,7 +201,7 @@ def test_up_to_the_last_position(device):
         assert_same_tokens(found, stock.generate(**options), stock)
 
 
-#: arguments of generate(), with what transformers' loop and ours draw and compute in the same order
+#: arguments of generate() with which transformers' loop and ours draw and compute in the same order
 CHOICES = {
     "sampling": dict(do_sample=True, top_k=0),
     "warped": dict(do_sample=True, temperature=0.7, top_k=30, top_p=0.95),
@@ -212,7 +212,7 @@ CHOICES = {
 
 @pytest.mark.parametrize("name", CHOICES)
 def test_choices_of_a_prompt_lookup(name, device):
-    """The seed's tokens, scores and random numbers, those of transformers' loop over drafts."""
+    """The seed's tokens, scores and random numbers are those of transformers' loop over drafts."""
     stock, ours = trained(device)
     options = dict(input_ids=heldout_tokens(150).to(device), max_new_tokens=60, prompt_lookup_num_tokens=4)
     options |= dict(return_dict_in_generate=True, output_scores=True, output_logits=True) | CHOICES[name]
@@ -228,12 +228,12 @@ def test_choices_of_a_prompt_lookup(name, device):
 @pytest.mark.parametrize("name", CHOICES)
 @pytest.mark.parametrize("patched", (True, False), ids=("patched", "stock"))
 def test_choices_of_an_assistant(name, patched, device):
-    """Drafts are samples, too, of an assistant that is near enough for most of them to be taken."""
+    """Drafts are samples as well; the assistant is near enough that most of them are accepted."""
     stock, ours = pair("llama", device)
     helper = noisy_copy(ours if patched else stock)
     helper.generation_config.assistant_confidence_threshold = 0
     options = dict(**{k: v[2:] for k, v in left_padded(device, 3, 20).items()}, max_new_tokens=40, **CHOICES[name])
-    reads, read = [], DraftPlan.read  # each: whether by a plan of the model, and not of the assistant
+    reads, read = [], DraftPlan.read  # of each read: whether a plan of the model made it, not one of the assistant
     plans = vars(ours)["_hf_fastpath"].plans
     with pytest.MonkeyPatch.context() as patch, counting(ours) as counts:
         patch.setattr(
@@ -242,17 +242,17 @@ def test_choices_of_an_assistant(name, patched, device):
         found, expected = both(stock, ours, assistant_model=helper, **options)
     assert_same_tokens(found, expected)
     assert counts.fast == found.shape[1] - 20 and not counts.reasons
-    assert 0 < sum(reads) < counts.fast - 5  # some drafts were taken
+    assert 0 < sum(reads) < counts.fast - 5  # some drafts were accepted
     if patched:
         with counting(helper) as drafted:
             ours.generate(assistant_model=helper, **options)
-        assert drafted.fast > 0 and not drafted.reasons  # by the plan of the assistant
+        assert drafted.fast > 0 and not drafted.reasons  # the plan of the assistant has drafted
 
 
 @pytest.mark.parametrize("ends", (False, True) if CRITERIA_SEE_DRAFTS else (False,))
 @pytest.mark.parametrize("rows", (0, 1, 5))
 def test_acceptance_draws_what_transformers_draws(rows, ends, device):
-    """Algorithm 1 of speculative sampling, with the same random numbers."""
+    """Algorithm 1 of speculative sampling draws the same random numbers."""
     reference = generation_utils._speculative_sampling
     extra = {"is_done_candidate": ends} if CRITERIA_SEE_DRAFTS else {}
     taken = set()
@@ -277,7 +277,7 @@ def test_acceptance_draws_what_transformers_draws(rows, ends, device):
 
 
 def test_acceptance_keeps_the_models_distribution():
-    """Whatever the drafts' distribution: the first token is a sample of the model's."""
+    """Whatever the drafts' distribution is, the first token is a sample of the model's."""
     torch.manual_seed(0)
     count, vocab = 20000, 5
     scores, draft_scores = torch.randn(2, vocab), 2 * torch.randn(1, vocab)
@@ -290,7 +290,7 @@ def test_acceptance_keeps_the_models_distribution():
 
 
 def test_criteria_of_the_user(device):
-    """Looked at behind every round, as transformers does."""
+    """The criteria are asked after every round, as in transformers."""
 
     class Longer(StoppingCriteria):
         def __call__(self, input_ids, scores, **kwargs):
@@ -308,7 +308,7 @@ def test_criteria_of_the_user(device):
 
 
 def test_what_is_left_to_transformers_loop(device):
-    """Over patched modules, with a reason, which strict=True refuses."""
+    """The loop runs over patched modules, with a reason, and ``strict=True`` refuses it."""
     stock, ours = fresh("llama", device)
     options = dict(input_ids=prompt(device), max_new_tokens=12, do_sample=False, assistant_early_exit=1)
     with counting(ours) as counts:
@@ -321,7 +321,7 @@ def test_what_is_left_to_transformers_loop(device):
 
 
 def test_an_interrupt_leaves_the_cache_in_one_piece(monkeypatch):
-    """A draft that breaks off in the middle of a read."""
+    """A draft breaks off in the middle of a read."""
     stock, ours = fresh("llama")
     cache = hf_fastpath.FastpathCache(ours.config)
     options = dict(input_ids=prompt(CPU, 1, 6).repeat(1, 4), max_new_tokens=20, do_sample=False)
@@ -343,7 +343,7 @@ def test_an_interrupt_leaves_the_cache_in_one_piece(monkeypatch):
 
 
 def test_one_capture_serves_every_draft(cuda, monkeypatch):
-    """Calls of other draft lengths, prompts and caches, which grow: a capture a width; cropping moves no buffer."""
+    """Other draft lengths, prompts and growing caches need one capture for each width; crops move no buffer."""
     made, real = [], plan_module.capture
     monkeypatch.setattr(plan_module, "capture", lambda *given: made.append(given) or real(*given))
     stock, ours = fresh("mistral", cuda)
@@ -356,5 +356,5 @@ def test_one_capture_serves_every_draft(cuda, monkeypatch):
             assert_same_tokens(ours.generate(assistant_model=helper, **options), stock.generate(**options), stock)
         if turn == 0:
             captured = len(made)
-            assert captured <= len(WIDTHS) + 2  # the assistant's, of a token and of two
+            assert captured <= len(WIDTHS) + 2  # the assistant has a plan of one token and a plan of two
     assert len(made) == captured

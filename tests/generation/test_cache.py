@@ -1,4 +1,4 @@
-"""FastpathCache against DynamicCache: the same operations leave the same keys, values and lengths."""
+"""FastpathCache and DynamicCache: the same operations leave the same keys, values and lengths."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def states(device, batch: int, count: int, generator: torch.Generator) -> tuple[
 
 
 def assert_alike(ours: FastpathCache, stock: DynamicCache, what: str) -> None:
-    """Same lengths, mask sizes, and the same keys and values of what a next token sees."""
+    """Assert equal lengths and mask sizes, and equal keys and values that a next token sees."""
     assert ours.get_seq_length() == stock.get_seq_length(), what
     assert len(ours) == len(stock) and ours.is_sliding == stock.is_sliding
     for index, (mine, theirs) in enumerate(zip(ours.layers, stock.layers)):
@@ -83,7 +83,7 @@ class Walk:
             return "nothing"
         count = self.random.randint(1, min(length - 1, 6))
         if moved_on and self.stock.layers[self.kinds.index("sliding")].keys.shape[2] - count < WINDOW - 1:
-            return "nothing"  # stock itself has thrown away what would become visible
+            return "nothing"  # stock itself has thrown away positions that would become visible
         self.ours.crop(-count)
         self.stock.crop(-count)
         return f"crop(-{count})"
@@ -122,7 +122,7 @@ class Walk:
     def copies(self) -> str:
         kept = self.ours
         self.ours = copy.deepcopy(kept)
-        for layer in kept.layers:  # a copy shares nothing
+        for layer in kept.layers:  # a copy shares no memory
             for buffer in layer.buffers:
                 buffer.view(torch.uint8).fill_(0x7F)
         return "deepcopy"
@@ -133,7 +133,7 @@ class Walk:
 
     def converts(self) -> str:
         if self.recording or self.kv_dtype is not None:
-            return "nothing"  # a conversion keeps what is visible, recording is for one call of generate()
+            return "nothing"  # a conversion keeps what is visible; recording is for one call of generate()
         self.ours = FastpathCache.from_dynamic(self.ours.to_dynamic())
         return "to_dynamic, from_dynamic"
 
@@ -142,7 +142,7 @@ class Walk:
 @pytest.mark.parametrize("seed", range(6))
 @pytest.mark.parametrize("kv_dtype", LARGEST_QUANT, ids=("int8", "fp8"))
 def test_random_operations_on_quants(kinds, seed, kv_dtype, device):
-    """Scales go where their quants go: everything reads as the values they stand for."""
+    """Scales go where their quants go: all layers read as the values that the quants stand for."""
     random_operations(Walk(kinds, device, seed, kv_dtype))
 
 
@@ -174,12 +174,12 @@ def test_reset_starts_anew_with_any_batch_size(kinds, device):
                     assert torch.equal(mine, theirs)
         assert_alike(ours, stock, f"batch {batch}")
         ours.reset()
-        stock = dynamic(kinds)  # a new one: before 5.23, transformers' own reset() left zeros behind
+        stock = dynamic(kinds)  # a new cache, because before 5.23 transformers' own reset() left zeros behind
         assert ours.get_seq_length() == 0
 
 
 def test_crop_after_the_ring_wrapped(device):
-    """Up to the slack, a wrapped ring can be cropped exactly, without past recording."""
+    """Without past recording, a wrapped ring can be cropped exactly by up to the slack."""
     generator = torch.Generator().manual_seed(0)
     for removed in range(1, RING_SLACK + 2):
         stock = dynamic(("sliding",))
@@ -209,7 +209,7 @@ def test_crop_beyond_the_slack_is_refused(device):
 
 
 def test_a_refused_crop_changes_no_layer(device):
-    """Full layers come first, and must not be cropped if a sliding one then cannot be."""
+    """Full layers come first, and must not be cropped if a sliding-window layer then cannot be cropped."""
     ours = FastpathCache.from_dynamic(dynamic(("full", "sliding")))
     generator = torch.Generator().manual_seed(0)
     for _ in range(60):
@@ -222,7 +222,7 @@ def test_a_refused_crop_changes_no_layer(device):
 
 @over_kinds
 def test_capacity_stays_within_a_quarter(kinds, device):
-    """Growth token by token: at most 1.25 x held + 64 slots, at every step."""
+    """With growth token by token, there are at most 1.25 x held + 64 slots at every step."""
     ours = FastpathCache.from_dynamic(dynamic(kinds))
     generator = torch.Generator().manual_seed(0)
     moved = 0
@@ -269,14 +269,14 @@ def test_a_length_that_may_never_come_takes_a_quarter_at_most(device):
         ours.update(*states(device, 1, count, generator), 0)
         held = ours.get_seq_length()
         assert ours.layers[0].capacity <= 1.25 * held + CAPACITY_STEP
-    ours.expect(0)  # of a later call, whose text is longer than it says
+    ours.expect(0)  # as a later call whose text is longer than it says
     ours.update(*states(device, 1, 400, generator), 0)
     assert ours.layers[0].capacity <= 1.25 * 1701 + CAPACITY_STEP
 
 
 @pytest.mark.parametrize("options", ({}, {"do_sample": True}, {"num_beams": 2}, {"prompt_lookup_num_tokens": 5}))
 def test_buffers_never_move_while_a_prompt_is_continued(options, device, monkeypatch):
-    """Within a quarter of the prompt, and in the turn after it."""
+    """This holds within a quarter of the prompt, and in the turn after it."""
     _, ours = pair("llama", device)
     made, resize = [], FastpathLayer._resize
     monkeypatch.setattr(FastpathLayer, "_resize", lambda *arguments: (made.append(arguments), resize(*arguments))[1])
@@ -314,7 +314,7 @@ def test_refuses_unknown_kv_dtype():
 
 
 def test_refuses_gradients_clearly(device):
-    """Through the class, and through a model in training."""
+    """The class refuses gradients, and a model in training does."""
     cache = FastpathCache()
     keys = torch.randn(1, 2, 3, 8, device=device, requires_grad=True)
     with pytest.raises(RuntimeError, match="does not record gradients.*no_grad"):
@@ -325,7 +325,7 @@ def test_refuses_gradients_clearly(device):
 
 
 def test_inference_mode_then_no_grad(device):
-    """A cache filled in inference mode is written outside it, and the other way round."""
+    """A cache that was filled in inference mode is written outside that mode, and the other way round."""
     generator = torch.Generator().manual_seed(0)
     for first, second in ((torch.inference_mode, torch.no_grad), (torch.no_grad, torch.inference_mode)):
         stock, cache = dynamic(("full", "sliding")), FastpathCache.from_dynamic(dynamic(("full", "sliding")))
@@ -382,7 +382,7 @@ def test_is_a_transformers_cache():
 
 
 def test_keys_of_a_full_layer_can_be_assigned(device):
-    """As some users do with transformers' layers: the length follows."""
+    """The length follows, as in transformers' layers, to whose keys some users assign."""
     cache = FastpathCache()
     cache.update(*states(device, 1, 9, torch.Generator().manual_seed(0)), 0)
     cache.layers[0].keys = cache.layers[0].keys[:, :, :4]

@@ -1,4 +1,4 @@
-"""What users do to the keys and values of a cache by hand: afterwards FastpathCache goes on as DynamicCache does."""
+"""Users edit keys and values of a cache by hand: afterwards FastpathCache goes on as DynamicCache does."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ FILES = (
     *("decode/steps.py", "decode/named_calls.py", "decode/many_rows.py"),
     *("patching/forwards.py", "patching/module_patch.py", "patching/over_cache.py"),
 )
-#: what a FastpathCache is made of: layers, options, tokens that it holds before it is edited
+#: parts of a FastpathCache: layers, options, tokens that it holds before it is edited
 HOLDERS: dict[str, tuple[tuple[str, ...], dict[str, Any], int]] = {
     "full": (("full",), {}, 20),
     "window": (("sliding",), {}, WINDOW - 4),
@@ -43,7 +43,7 @@ HOLDERS: dict[str, tuple[tuple[str, ...], dict[str, Any], int]] = {
 }
 over_holders = pytest.mark.parametrize("holder", HOLDERS)
 ROWS = torch.tensor([1, 0, 1])
-#: new keys or values out of old ones
+#: functions that make new keys or values of old ones
 EDITS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "crop": lambda t: t[:, :, :-3],
     "middle": lambda t: torch.cat((t[:, :, :4], t[:, :, -6:]), dim=2),
@@ -60,7 +60,7 @@ over_edits = pytest.mark.parametrize("edit", EDITS)
 
 
 def both_caches(holder: str, device, batch: int = 2) -> tuple[FastpathCache, Any, Callable]:
-    """A FastpathCache and a DynamicCache that hold the same, and what appends states to both."""
+    """Make a FastpathCache and a DynamicCache that hold the same, and a function that appends states to both."""
     kinds, options, count = HOLDERS[holder]
     stock, generator = dynamic(kinds), torch.Generator().manual_seed(0)
     ours = FastpathCache.from_dynamic(stock, **options)
@@ -103,7 +103,7 @@ def assert_same_halves(ours: FastpathCache, stock: Any, what: str = "") -> None:
 @over_edits
 @over_holders
 def test_assigned_halves(holder, edit, device):
-    """In either order, read in between, and appended to afterwards, until windows have passed the edit."""
+    """Halves are assigned in either order, read in between, and appended to until windows have passed the edit."""
     for order in (("keys", "values"), ("values", "keys")):
         ours, stock, append = both_caches(holder, device)
         for mine, theirs in zip(ours.layers, stock.layers):
@@ -123,7 +123,7 @@ def converted(ours: FastpathCache, holder: str) -> FastpathCache:
     return FastpathCache.from_dynamic(ours.to_dynamic(), **HOLDERS[holder][1])
 
 
-#: what becomes of a cache as a whole -> how many rows it has then
+#: change of a cache as a whole -> the number of rows that it has then
 CHANGES: dict[str, Callable[[Any, int], int]] = {
     "reorder": lambda cache, rows: cache.reorder_cache(torch.arange(rows).flip(0)) or rows,
     "repeat": lambda cache, rows: cache.batch_repeat_interleave(2) or 2 * rows,
@@ -134,7 +134,7 @@ CHANGES: dict[str, Callable[[Any, int], int]] = {
 @over_edits
 @over_holders
 def test_what_a_cache_does_after_an_assignment(holder, edit, device):
-    """Copies, pickles, conversions, reorders and selections take along what was assigned and not used yet."""
+    """Copies, pickles, conversions, reorders and selections take along halves that were assigned and not used yet."""
 
     def edited() -> tuple[FastpathCache, Any, Callable]:
         ours, stock, append = both_caches(holder, device)
@@ -167,7 +167,7 @@ def test_what_a_cache_does_after_an_assignment(holder, edit, device):
 
 
 def test_one_layer_alone(device):
-    """The others are as they were: each layer goes on with its own positions."""
+    """The other layers are as they were: each layer goes on with its own positions."""
     for holder in HOLDERS:
         ours, stock, append = both_caches(holder, device)
         for cache in (ours, stock):
@@ -180,7 +180,7 @@ def test_one_layer_alone(device):
 
 @over_holders
 def test_a_window_is_cropped_by_hand(holder, device):
-    """As DynamicSlidingWindowLayer's own crop() does: keys, values, and the number of tokens there were."""
+    """DynamicSlidingWindowLayer's own crop() does the same: keys, values, and the number of tokens so far."""
     for count_first in (False, True):
         ours, stock, append = both_caches(holder, device)
         for layer in (*ours.layers, *stock.layers):
@@ -204,7 +204,7 @@ def test_the_length_of_a_full_layer_follows_its_keys(device):
 
 @over_holders
 def test_halves_that_do_not_go_together(holder, device):
-    """A use in between is refused, and nothing is written; with the other half it goes on."""
+    """A use in between is refused, and nothing is written; with the other half, the cache goes on."""
     for one, other in (("keys", "values"), ("values", "keys")):
         ours, stock, append = both_caches(holder, device)
         for layer in (ours.layers[0], stock.layers[0]):
@@ -221,7 +221,7 @@ def test_halves_that_do_not_go_together(holder, device):
 
 @over_holders
 def test_none_forgets(holder, device):
-    """With is_initialized, as a transformers layer needs it, and without."""
+    """None is assigned with is_initialized, which a transformers layer needs, and without."""
     for sets_flag in (True, False):
         ours, stock, append = both_caches(holder, device)
         for layer in (*ours.layers, *stock.layers):
@@ -250,7 +250,7 @@ def test_is_initialized_alone_forgets(holder, device):
 
 
 def test_other_dtypes(device):
-    """What torch.cat would make of them: nothing is rounded, unless kv_dtype asks for it."""
+    """torch.cat would give the same dtype: nothing is rounded, unless kv_dtype asks for it."""
     for kinds in (("full",), ("sliding",)):
         for page_size in (None, SIZE):
             for dtype in (torch.float16, torch.bfloat16):
@@ -264,7 +264,7 @@ def test_other_dtypes(device):
                 new = states(device, 2, 1, generator)
                 for mine, theirs in zip(ours.update(*new, 0), stock.update(*new, 0)):
                     assert torch.equal(mine, theirs) and mine.dtype == theirs.dtype
-                for cache in (ours, stock):  # now a cache of that dtype, and wider states
+                for cache in (ours, stock):  # a cache of that dtype now gets wider states
                     cache.layers[0].keys = cache.layers[0].keys.to(dtype)
                     cache.layers[0].values = cache.layers[0].values.to(dtype)
                 assert_same_halves(ours, stock)
@@ -274,7 +274,7 @@ def test_other_dtypes(device):
 
 
 def test_wider_states_than_the_cache_holds(device):
-    """torch.cat takes the wider type; so do buffers and pages, unless kv_dtype names one."""
+    """torch.cat takes the wider type; so do buffers and pages, unless kv_dtype names a type."""
     for options in ({}, {"page_size": SIZE}, {"kv_dtype": torch.float16}):
         for kind in ("full", "sliding"):
             stock, generator = dynamic((kind,)), torch.Generator().manual_seed(0)
@@ -298,7 +298,7 @@ def test_gradients_are_refused(device):
 
 
 def test_halves_on_another_device_wait_there(device):
-    """As a user offloads by hand: nothing happens until the next use, which names both devices."""
+    """A user offloads halves by hand: nothing happens until the next use, which names both devices."""
     ours, stock, append = both_caches("full", device)
     kept = ours.layers[0].keys.clone(), ours.layers[0].values.clone()
     ours.layers[0].keys, ours.layers[0].values = (half.to("meta") for half in kept)
@@ -313,7 +313,7 @@ def test_halves_on_another_device_wait_there(device):
 
 # ---- changes in place -----------------------------------------------------------------------------------------
 
-#: what writes into keys or values
+#: functions that write into keys or values
 WRITES: dict[str, Callable[[torch.Tensor], Any]] = {
     "mul_": lambda t: t.mul_(0.5),
     "set slice": lambda t: t.__setitem__((slice(None), 0, slice(2, 5)), 0.25),
@@ -340,13 +340,13 @@ WRITES: dict[str, Callable[[torch.Tensor], Any]] = {
 @pytest.mark.parametrize("write", WRITES)
 @over_holders
 def test_changed_in_place(holder, write, device):
-    """Of one half or both, read again at once and appended to afterwards."""
+    """One half or both are changed, read again at once, and appended to afterwards."""
     kv_dtype = HOLDERS[holder][1].get("kv_dtype")
     for names in (("keys",), ("values",), ("keys", "values")):
         ours, stock, _ = both_caches(holder, device)
         for mine, theirs in zip(ours.layers, stock.layers):
             for name in names:
-                if kv_dtype is not None:  # what is stored of what stock would hold
+                if kv_dtype is not None:  # the values that are stored of stock's
                     half = getattr(mine, name).float().clone()
                     WRITES[write](half)
                     half = rounded_again(half, kv_dtype)
@@ -382,7 +382,7 @@ def test_changed_through_iteration(holder, device):
 
 @over_holders
 def test_what_was_shown_before_is_the_users(holder, device):
-    """Once the cache has grown, an older tensor is as it was, and changes of it are none of the cache."""
+    """Once the cache has grown, an older tensor is as it was, and changes of it do not reach the cache."""
     ours, stock, append = both_caches(holder, device)
     shown = [(layer.keys, layer.values) for layer in ours.layers]
     before = copy.deepcopy(shown)
@@ -397,7 +397,7 @@ def test_what_was_shown_before_is_the_users(holder, device):
 
 
 def test_a_kept_tensor_can_be_put_back(device):
-    """After a crop, or a reset, and other tokens."""
+    """A crop, or a reset, and other tokens come in between."""
     for holder in ("full", "pages", "window"):
         for forget in ("crop", "reset"):
             ours, stock, append = both_caches(holder, device)
@@ -416,8 +416,8 @@ def test_a_kept_tensor_can_be_put_back(device):
 
 @over_holders
 def test_keys_are_plain_tensors(holder, device):
-    """Whatever reads tensors reads them: saved, pickled, copied, concatenated, compiled."""
-    torch._dynamo.reset()  # it compiles a function a few times only
+    """Code that reads tensors can read them: they are saved, pickled, copied, concatenated, compiled."""
+    torch._dynamo.reset()  # the compiler compiles a function only a few times
     ours, stock, _ = both_caches(holder, device)
     for mine, theirs in zip(ours.layers, stock.layers):
         half = mine.keys
@@ -432,7 +432,7 @@ def test_keys_are_plain_tensors(holder, device):
 
 
 def test_reading_leaves_shared_pages_shared(device):
-    """A crop by assignment shares what it leaves, and a change of one sequence copies its pages alone."""
+    """A crop by assignment shares the pages that it leaves, and a change of one sequence copies only its own pages."""
     cache = FastpathCache.from_dynamic(dynamic(("full",)), page_size=SIZE)
     cache.update(*states(device, 1, 60, torch.Generator().manual_seed(0)), 0)
     cache.batch_repeat_interleave(3)
@@ -459,7 +459,7 @@ def test_reading_leaves_shared_pages_shared(device):
 @pytest.mark.parametrize("kv_dtype", (torch.int8, torch.float8_e4m3fn), ids=("int8", "fp8"))
 @pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16, torch.float16))
 def test_quants_that_were_quants_stay_what_they_were(kv_dtype, dtype):
-    """Many heads, of all sizes: what is read and assigned again loses nothing."""
+    """Heads of all sizes are read and assigned again without a loss."""
     generator = torch.Generator().manual_seed(0)
     heads = torch.randn(20000, 32, generator=generator) * torch.logspace(-3, 2, 20000)[:, None]
     once = dequantized(*quantized(heads.to(dtype), kv_dtype), dtype)
@@ -476,7 +476,7 @@ MODELS = {
     "gemma3": ("gemma3_text", {}),
     "pages": ("llama", {"page_size": SIZE}),
 }
-#: on every layer
+#: edits that are made to every layer
 MODEL_EDITS = {name: EDITS[name] for name in ("crop", "middle", "prefix", "append", "one_row", "rows", "strided")}
 MODEL_EDITS["scaled"] = lambda t: t.mul_(0.5)
 
@@ -485,7 +485,7 @@ MODEL_EDITS["scaled"] = lambda t: t.mul_(0.5)
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("length", (WINDOW - 5, 2 * WINDOW + 3))
 def test_forwards_over_an_edited_cache(name, edit, length, device):
-    """Token by token, and three at once, the logits of stock, or an error where stock has one."""
+    """Single tokens, and three at once, give stock's logits, or an error if stock raises one."""
     family, options = MODELS[name]
     stock, _ = pair(family, device)
     ours = hf_fastpath.patch(copy.deepcopy(stock), quiet=True, **options)
@@ -521,7 +521,7 @@ def test_forwards_over_an_edited_cache(name, edit, length, device):
 @pytest.mark.parametrize("edit", MODEL_EDITS)
 @pytest.mark.parametrize("name", MODELS)
 def test_generate_over_an_edited_cache(name, edit, device):
-    """All layers alike: stock's tokens, by the decode loop unless a window was cut."""
+    """If all layers are edited alike, tokens are stock's, made by the decode loop unless a window was cut."""
     family, options = MODELS[name]
     stock, _ = pair(family, device)
     ours = hf_fastpath.patch(copy.deepcopy(stock), quiet=True, **options)
@@ -547,7 +547,7 @@ def test_generate_over_an_edited_cache(name, edit, device):
 
 
 def contents(cache: FastpathCache) -> list[tuple]:
-    """What a cache holds, without a look at its keys through the layer."""
+    """Return what a cache holds, without reading the keys through the layer."""
     return [(layer.get_seq_length(), *map(torch.clone, copy.deepcopy(layer).copies())) for layer in cache.layers]
 
 
@@ -565,7 +565,7 @@ LOADED = {**MODELS, "int8": ("llama", {"kv_dtype": "int8"})}
 @pytest.mark.parametrize("name", LOADED)
 @pytest.mark.parametrize("length", (7, 2 * WINDOW + 3))
 def test_another_batch_is_refused(name, length, device):
-    """Before anything is written, in every kind of call; then the right batch goes on as if nothing had been."""
+    """Every kind of call refuses it before anything is written; then the right batch goes on as if nothing had been."""
     family, options = LOADED[name]
     ours = hf_fastpath.patch(copy.deepcopy(pair(family, device)[0]), quiet=True, **options)
     for held, given in BATCHES:
@@ -587,7 +587,7 @@ def test_another_batch_is_refused(name, length, device):
 
 
 def test_another_model_is_refused(device):
-    """Other heads, another head size, another device."""
+    """The other model has other heads, another head size, or another device."""
     stock, ours = pair("llama", device)
     cache = ours.generate(prompt(device), max_new_tokens=3, do_sample=False, return_dict_in_generate=True)[CACHE]
     before = contents(cache)
@@ -600,7 +600,7 @@ def test_another_model_is_refused(device):
         with pytest.raises(RuntimeError, match="num_kv_heads .* expected those of what it holds"):
             other.generate(prompt(device, 1, 40), **{CACHE: cache}, max_new_tokens=2)
         with torch.no_grad(), pytest.raises(RuntimeError, match="num_kv_heads .* expected those of what it holds"):
-            build("llama", **sizes).to(device)(prompt(device, 1, 2), **{CACHE: cache})  # by stock code
+            build("llama", **sizes).to(device)(prompt(device, 1, 2), **{CACHE: cache})  # stock code runs
         assert_unchanged(cache, before)
     on_meta = {"dtype": torch.float32, "device": torch.device("meta")}
     with pytest.raises(RuntimeError, match="on meta, expected"):
@@ -608,7 +608,7 @@ def test_another_model_is_refused(device):
 
 
 class Stop(BaseException):
-    """What no code catches."""
+    """An exception that no code catches."""
 
 
 PLACES: dict[str, Callable[[Any], Any]] = {
@@ -626,8 +626,8 @@ def layers_of(decoder) -> Any:
 @pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize("name", LOADED)
 def test_a_forward_that_fails_leaves_the_cache_as_it_was(name, place, device):
-    """An exception out of a user's hook: of a token, of a few, of more than a window keeps, with a past and without;
-    after an edit that was not used yet."""
+    """A user's hook raises, in a forward of one token, of a few, and of more than a window keeps, with a past and
+    without, and after an edit that was not used yet."""
     family, options = LOADED[name]
     ours = hf_fastpath.patch(copy.deepcopy(pair(family, device)[0]), quiet=True, **options)
     decoder = ours.get_decoder()
@@ -663,8 +663,8 @@ def test_a_forward_that_fails_leaves_the_cache_as_it_was(name, place, device):
 
 @pytest.mark.parametrize("name", LOADED)
 def test_a_forward_that_is_interrupted_leaves_the_cache_as_it_was(name, request):
-    """At any of its lines in our files, of which `make test-full` tries five times as many; behind the last layer it is
-    complete."""
+    """The interrupt comes at any line in our files; `make test-full` tries five times as many lines. After the last
+    layer the cache is complete."""
     count_of_places = 30 if request.config.getoption("--full") else 6
     device = torch.device("cpu")
     family, options = LOADED[name]
@@ -675,7 +675,7 @@ def test_a_forward_that_is_interrupted_leaves_the_cache_as_it_was(name, request)
         with torch.no_grad():
             if past:
                 ours(prompt(device, 1, past), **{CACHE: filled})
-            ours(new, **{CACHE: copy.deepcopy(filled)})  # afterwards there are pages enough
+            ours(new, **{CACHE: copy.deepcopy(filled)})  # so that there are pages enough
             cache = copy.deepcopy(filled)
             gc.collect()
             with Fault(FILES) as whole:
@@ -692,7 +692,7 @@ def test_a_forward_that_is_interrupted_leaves_the_cache_as_it_was(name, request)
 
 
 def test_layers_that_a_failed_forward_made_are_gone(device):
-    """Of a cache without a config; and unpatch() takes the guard away."""
+    """This is a cache without a config; unpatch() removes the guard."""
     stock, ours = pair("llama", device)
     ours = hf_fastpath.patch(copy.deepcopy(stock), quiet=True)
     handle = ours.model.layers[1].register_forward_pre_hook(lambda *_: (_ for _ in ()).throw(Stop))
@@ -737,7 +737,7 @@ def evict(layer: Any) -> None:
 
 @pytest.mark.parametrize("name", ("gpt2", "llama", "mistral", "pages"))
 def test_changed_between_two_steps_of_generate(name):
-    """By a streamer: the tokens of stock, in place and with positions taken out."""
+    """A streamer changes the cache, in place and by taking positions out; the tokens are stock's."""
     device = torch.device("cpu")  # where the host sees every token before the next
     family, options = MODELS[name]
     stock, _ = pair(family, device)

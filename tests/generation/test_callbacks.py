@@ -1,4 +1,4 @@
-"""What the user's code does to the model between two tokens counts from the next one on, as in stock."""
+"""Changes of the model by the user's code between two tokens take effect with the next token, as in stock."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from hf_fastpath.decode.snapshot import Snapshot
 from hf_fastpath.errors import FallbackError
 from hf_fastpath.patching.state import state_of
 
-AT = 5  # the callback's turn in which it changes the model
+AT = 5  # the turn in which the callback changes the model
 OPTIONS = dict(max_new_tokens=14, do_sample=False)
 
 
@@ -41,7 +41,7 @@ def hook_in_front(model):
 
 def hook_of_all(model):
     handle = torch_module.register_module_forward_hook(lambda module, args, out: -out if module is mlp(model) else None)
-    model.undo = handle.remove  # by the test
+    model.undo = handle.remove  # for the test to call
 
 
 def parameter(model):
@@ -72,7 +72,7 @@ def embedding(model):
 
 
 def training(model):
-    """Nothing is dropped: what it turns on elsewhere is."""
+    """No activation is dropped here; train mode has effects elsewhere."""
     model.train()
 
 
@@ -87,7 +87,7 @@ def forward_of_a_layer(model):
 
 
 def adapter(model):
-    """As PEFT puts one in: a module that holds the one it stands for."""
+    """Put in a module that holds the module it stands for, as PEFT does."""
 
     class Lora(nn.Module):
         def __init__(self, base):
@@ -114,7 +114,7 @@ def unpatched(model):
     mlp(model).up_proj.weight.data.mul_(-2)
 
 
-#: what is done -> what counts it in our loop: a reason; None: a plan of the changed model
+#: change -> the reason that our loop counts for it; None if a plan of the changed model goes on
 CHANGES: dict[Callable, str | None] = {
     hook: "hooks",
     hook_in_front: "hooks",
@@ -186,7 +186,7 @@ WAYS = {
 
 
 def run(patched: bool, callback, change, strict: bool = False, architecture: str = "llama", **options):
-    """(tokens, what our model counted, the model) of a generate() whose callback changes the model."""
+    """Return (tokens, what our model counted, the model) of a generate() whose callback changes the model."""
     model = build(architecture)
     if patched:
         hf_fastpath.patch(model, quiet=True, strict=strict)
@@ -223,7 +223,7 @@ def test_changes_of_the_model(change, callback):
         unchanged = build("llama").generate(ids, **OPTIONS)
         assert not torch.equal(found, unchanged), "the change makes no difference"
     assert_counted(stats, change, 14)
-    # and the next call is of the model as it is now
+    # the next call sees the model as it is now
     if change is not hook_of_all:
         assert_same_tokens(ours.generate(ids, **OPTIONS), stock.generate(ids, **OPTIONS))
 
@@ -256,8 +256,8 @@ def test_changes_around_the_first_drafts(callback, way, change, turn, monkeypatc
 
 
 class Recorder(BaseStreamer):
-    """Notes what a streamer, a criterion and a processor are given, and by ``stop`` in which turns the criterion ends
-    the text."""
+    """Notes what a streamer, a criterion and a processor are given; ``stop`` says in which turns the criterion ends the
+    text."""
 
     def __init__(self, stop: Callable[[int], bool]):
         self.calls, self.stop, self.turns = [], stop, 0
@@ -278,7 +278,7 @@ class Recorder(BaseStreamer):
         return scores
 
     def arguments(self, names: str) -> dict:
-        """Those of ``generate()`` by which it is given what ``names`` says."""
+        """Return the arguments of ``generate()`` that bring in the objects of ``names``."""
         given = dict(
             streamer=self,
             stopping_criteria=StoppingCriteriaList([self.criterion]),
@@ -287,12 +287,12 @@ class Recorder(BaseStreamer):
         return {name: value for name, value in given.items() if name in names}
 
 
-#: turns of a criterion in which it ends the text: where it is asked about drafts, "third" is behind drafts only
+#: turns of a criterion in which it ends the text; if it is asked about drafts, "third" comes after drafts only
 STOPS = {"never": lambda turn: False, "third": lambda turn: turn % 4 == 3, "fourth": lambda turn: turn == 4}
 
 
 def near_copy(model: nn.Module, patched: bool) -> nn.Module:
-    """An assistant that a trained model often agrees with."""
+    """Make an assistant with which a trained model often agrees."""
     made = copy.deepcopy(model)
     with torch.no_grad():
         for index, weight in enumerate(made.parameters()):
@@ -310,8 +310,8 @@ def near_copy(model: nn.Module, patched: bool) -> nn.Module:
 @pytest.mark.parametrize("do_sample", (False, True), ids=("greedy", "sampled"))
 @pytest.mark.parametrize("drafts", ("lookup", "long lookup", "assistant", "patched assistant"))
 def test_calls_of_a_loop_over_drafts(drafts, do_sample, names, stop):
-    """The user's objects are given what stock gives them, as often and in its order; scores, random numbers and the
-    cache are stock's, too."""
+    """The user's objects are given what stock gives them, as often and in the same order; scores, random numbers and
+    the cache are stock's as well."""
     stock, ours = trained(CPU)
     names = "streamer stopping_criteria logits_processor" if names == "all" else names
     options = dict(input_ids=heldout_tokens(150), max_length=170, do_sample=do_sample)
@@ -329,7 +329,7 @@ def test_calls_of_a_loop_over_drafts(drafts, do_sample, names, stop):
         results.append((out, recorder.calls, torch.get_rng_state()))
     (expected, calls, state), (found, our_calls, our_state) = results
     assert torch.equal(found.sequences, expected.sequences) and torch.equal(our_state, state)
-    ours_in_room, in_room = (  # stock reads drafts, too, that the text has no room for
+    ours_in_room, in_room = (  # stock also reads drafts that the text has no room for
         [call for call in made if call[0] != "processor" or len(call[1][0]) < 170] for made in (our_calls, calls)
     )
     assert ours_in_room == in_room
@@ -344,7 +344,7 @@ def test_calls_of_a_loop_over_drafts(drafts, do_sample, names, stop):
 @pytest.mark.parametrize("change", (hook, parameter), ids=lambda f: f.__name__)
 @pytest.mark.parametrize("callback", (criterion, streamer), ids=lambda f: f.__name__)
 def test_rows_that_have_ended_stay_so(callback, change):
-    """Padded rows of a batch, one of which ends before the change."""
+    """A batch has padded rows, one of which ends before the change."""
     require_native(CPU)
     inputs = left_padded(CPU, 3)
     first = build("llama").generate(**inputs, **OPTIONS)
@@ -390,11 +390,11 @@ def test_strict_refuses_what_stock_code_would_have_to_run(callback, way):
 
 
 def test_patched_anew_with_other_options():
-    """A callback may unpatch the model and patch it with quantized weights; in transformers' loop, too."""
+    """A callback may unpatch the model and patch it with quantized weights, also in transformers' loop."""
     require_native(CPU)
 
     def quantize(model):
-        hf_fastpath.unpatch(model)  # stock's is none
+        hf_fastpath.unpatch(model)  # stock's model is not patched
         hf_fastpath.patch(model, quiet=True, weights="int8")
 
     ids = prompt(CPU)
@@ -405,7 +405,7 @@ def test_patched_anew_with_other_options():
 
 
 def test_an_assistant_that_changes():
-    """Drafts of a patched assistant, whose plan is not used any more once the assistant is another one."""
+    """The plan of a patched assistant is not used any more once the assistant has changed."""
     require_native(CPU)
     for change in (hook, parameter):
         stock, ours = build("llama"), hf_fastpath.patch(build("llama"), quiet=True)
@@ -447,7 +447,7 @@ def test_nobody_looks_where_no_code_of_the_user_runs(kind, monkeypatch, capsys):
 
 
 def test_the_functions_of_the_models_file(monkeypatch):
-    """A callback that replaces a function which every layer calls."""
+    """A callback replaces a function that every layer calls."""
     require_native(CPU)
     home = sys.modules[type(build("llama")).__module__]
     real = home.apply_rotary_pos_emb

@@ -39,7 +39,7 @@ def test_prefill_chunk_size(chunk, architecture, device):
 @over_architectures
 @pytest.mark.parametrize("whole", (True, False), ids=("whole_ids", "new_ids"))
 def test_conversation_continues(whole, architecture, device):
-    """Three turns over the returned cache, padded rows, across Mistral's window."""
+    """Three turns go over the returned cache, with padded rows, across Mistral's window."""
     stock, ours = pair(architecture, device)
     ends = []
     for model in (ours, stock):
@@ -71,7 +71,7 @@ def test_conversation_continues(whole, architecture, device):
 
 
 def test_users_dynamic_cache_is_filled_in_place(device):
-    """A cache of another class the user passes is stock's to fill, and the reason says so."""
+    """If the user passes a cache of another class, stock code fills it, and the reason says so."""
     stock, ours = pair("mistral", device)
     caches = [DynamicCache(config=model.config) for model in (ours, stock)]
     with counting(ours) as counts:
@@ -105,7 +105,7 @@ def test_fastpath_cache_on_a_stock_model(device):
 
 @over_architectures
 def test_prefix_reuse_with_deepcopied_cache(architecture, device):
-    """One prefix, run once, continued in two ways from copies; the original stays as it was."""
+    """One prefix is run once and continued in two ways from copies; the original stays as it was."""
     stock, ours = pair(architecture, device)
     prefix = prompt(device, 1, 20)
     cache = FastpathCache(ours.config)
@@ -122,7 +122,7 @@ def test_prefix_reuse_with_deepcopied_cache(architecture, device):
 
 @over_architectures
 def test_cropped_cache_continues(architecture, device):
-    """The user takes back the end of a turn and goes on differently: as if the text had been so from the start."""
+    """The user takes back the end of a turn and goes on differently, as if the text had been so from the start."""
     stock, ours = pair(architecture, device)
     out = ours.generate(prompt(device, 2), return_dict_in_generate=True, **GREEDY)
     cache, kept = out[CACHE], 22
@@ -136,7 +136,7 @@ def test_cropped_cache_continues(architecture, device):
 
 @over_architectures
 def test_one_prefix_for_several_rows(architecture, device):
-    """A cached prefix of one row, repeated for a batch."""
+    """A cached prefix of one row is repeated for a batch."""
     stock, ours = pair(architecture, device)
     prefix, cache = prompt(device, 1, 20), FastpathCache(ours.config)
     with torch.no_grad():
@@ -150,18 +150,18 @@ def test_one_prefix_for_several_rows(architecture, device):
 
 
 def test_cache_of_another_batch_size_gives_a_clear_error_or_stocks(device):
-    """A conversation of 2 rows cannot be continued with 3: an error, never other tokens."""
+    """Continuing a conversation of 2 rows with 3 gives an error, never other tokens."""
     _, ours = pair("llama", device)
     out = ours.generate(prompt(device, 2), return_dict_in_generate=True, **GREEDY)
     ids = torch.cat((out.sequences, prompt(device, 2, 3)), dim=1)
     with pytest.raises((RuntimeError, ValueError, IndexError)):
         ours.generate(torch.cat((ids, ids[:1])), **{CACHE: out[CACHE]}, **GREEDY)
-    found = ours.generate(prompt(device, 2), **GREEDY)  # and the model is not stuck
+    found = ours.generate(prompt(device, 2), **GREEDY)  # the model is not stuck
     assert torch.equal(found, out.sequences)
 
 
 def test_float16_kv_cache(device):
-    """kv_dtype=float16: every buffer is float16, and the tokens of the trained model stay the same."""
+    """With kv_dtype=float16 every buffer is float16, and the tokens of the trained model stay the same."""
     stock, _ = trained(device)
     ids = heldout_tokens(50).to(device)
     with hf_fastpath.patched(copy.deepcopy(stock), kv_dtype=torch.float16, quiet=True) as ours:
@@ -172,7 +172,7 @@ def test_float16_kv_cache(device):
 
 
 def test_inference_mode_then_no_grad(device):
-    """Buffers made in one mode are used in the other, both ways round; caches too."""
+    """Buffers that were made in one mode are used in the other, both ways round; so are caches."""
     stock, _ = pair("mistral", device)
     expected = stock.generate(prompt(device, 2), **GREEDY)
     for first, second in ((torch.inference_mode, torch.no_grad), (torch.no_grad, torch.inference_mode)):

@@ -1,4 +1,4 @@
-"""What only exists on a GPU: graph replay, running ahead of the device, streams, capture beside others."""
+"""Features that exist only on a GPU: graph replay, running ahead of the device, streams, capture beside other work."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def captures(monkeypatch):
 @over_architectures
 @pytest.mark.parametrize("dtype", (torch.float32, torch.float16, torch.bfloat16))
 def test_graph_replay_equals_eager(dtype, architecture, cuda, monkeypatch):
-    """Bit for bit: the graph holds the very kernels that run eagerly."""
+    """Bits are equal, because the graph holds the very kernels that run eagerly."""
     _, ours = pair(architecture, cuda, dtype)
     text = prompt(cuda, 3, 40)
     replayed = decode_logits(ours, text, 9, fast=True)
@@ -51,7 +51,7 @@ def test_graph_replay_equals_eager(dtype, architecture, cuda, monkeypatch):
 
 
 def test_one_capture_serves_every_cache_and_length(cuda, captures):
-    """Other prompts, growth, a continued conversation and in-place changes of weights: one capture."""
+    """Other prompts, growth, a continued conversation and in-place changes of weights need one capture."""
     require_native(cuda)
     stock = build("mistral").to(cuda)
     ours = hf_fastpath.patch(copy.deepcopy(stock), quiet=True)
@@ -81,7 +81,7 @@ def test_one_capture_serves_every_setting(cuda, captures):
 
 
 def test_sampling_and_other_random_numbers_share_the_generator(cuda):
-    """What a program draws between two calls is stock's."""
+    """Numbers that a program draws between two calls are stock's."""
     stock, ours = pair("llama", cuda)
     drawn = []
     for model in (ours, stock):
@@ -114,7 +114,7 @@ def test_late_end_is_undone(sample, scores, cuda):
         ids, results = prompt(cuda, 2, 9, seed=seed), []
         for model in (ours, stock):
             torch.manual_seed(seed)
-            ends = 100 if scores else MAX_EOS_TOKENS  # with few, and no scores, the plan chooses
+            ends = 100 if scores else MAX_EOS_TOKENS  # with few end tokens and no scores, the plan chooses
             options = dict(do_sample=sample, max_new_tokens=80, eos_token_id=list(range(60, 60 + ends)))
             options |= dict(return_dict_in_generate=True, output_scores=scores)
             out = model.generate(ids, **options)
@@ -181,7 +181,7 @@ def test_another_thread_allocates_during_capture(cuda):
 
 @pytest.mark.parametrize("sample", (False, True))
 def test_steady_state_does_not_synchronize(sample, cuda):
-    """No blocking call a token: the host waits for the prompt and for the end only."""
+    """No token makes a blocking call: the host waits only for the prompt and for the end."""
     _, ours = pair("llama", cuda)
     options = GREEDY | dict(do_sample=sample)
     ours.generate(prompt(cuda, 2), **options)
@@ -221,12 +221,12 @@ def test_plans_do_not_hold_caches(cuda):
 
 @pytest.mark.parametrize("sample", (False, True))
 def test_no_synchronization_a_token(sample, cuda):
-    """Twice the tokens take not one more call that waits for the device."""
+    """Twice the tokens make not one more call that waits for the device."""
     require_native(cuda)
     _, ours = pair("mistral", cuda, torch.float16)
     ids = prompt(cuda, 1, 20)
     waiting = ("cudaStreamSynchronize", "cudaDeviceSynchronize", "cudaMemcpy", "aten::_local_scalar_dense")
-    ours.generate(ids, max_new_tokens=80, do_sample=sample)  # captures
+    ours.generate(ids, max_new_tokens=80, do_sample=sample)  # this call captures
 
     def waits(tokens: int) -> Counter:
         with torch.profiler.profile(activities=list(torch.profiler.supported_activities())) as trace:

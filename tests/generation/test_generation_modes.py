@@ -1,4 +1,4 @@
-"""Beams, assisted decoding, and calls that transformers' own loop runs: stock's tokens."""
+"""Beams, assisted decoding, and calls that transformers' own loop runs, give stock's tokens."""
 
 from __future__ import annotations
 
@@ -134,8 +134,8 @@ STOCK_CACHES = {
 
 @pytest.mark.parametrize("patched", ("main", "assistant", "both"))
 def test_assisted_sampling(patched, device):
-    """Drafts are accepted and rejected by chance: the same numbers are drawn. Without windows, over which stock of
-    transformers 5.17 fails once they are full."""
+    """Drafts are accepted and rejected by chance, with the same random numbers. The models have no windows: stock of
+    transformers 5.17 fails once a window is full."""
     require_native(device)
     stock, ours = pair("llama", device)
     assistant = build("llama", num_hidden_layers=1).to(device)
@@ -151,7 +151,7 @@ def test_assisted_sampling(patched, device):
 
 @pytest.mark.parametrize("name", STOCK_CACHES)
 def test_cache_implementation_falls_back(name, device):
-    """A kind of cache the user asks for is the one that is used."""
+    """If the user asks for a kind of cache, that kind is used."""
     if name == "quantized":
         pytest.importorskip("optimum.quanto", reason="optimum-quanto quantizes the cache")
     if name == "offloaded" and device.type == "cpu":
@@ -167,7 +167,7 @@ def test_cache_implementation_falls_back(name, device):
 
 
 def test_dynamic_cache_by_name_is_fast(device):
-    """It is what generate() makes without a name."""
+    """generate() makes the same cache without a name."""
     stock, ours = pair("mistral", device)
     with counting(ours) as counts:
         found, expected = both(stock, ours, input_ids=prompt(device, 2), cache_implementation="dynamic", **GREEDY)

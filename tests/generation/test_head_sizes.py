@@ -12,7 +12,7 @@ from parity import RoundingCache, assert_same_tokens
 import hf_fastpath
 from hf_fastpath.compat import CACHE
 
-#: architecture -> config entries; its heads and what of them turns
+#: architecture -> config entries; comments give the size of its heads and how much of them rotates
 MODELS = {
     "llama": dict(hidden_size=16, num_attention_heads=4, num_key_value_heads=2, head_dim=4, intermediate_size=64),
     "gpt2": dict(n_embd=32, n_head=4, n_inner=37),  # 8
@@ -47,14 +47,14 @@ def test_tokens_are_stocks(architecture, device):
 
 
 def test_quantized_weights_of_small_heads(device):
-    """Their products append head by head, too."""
+    """The products of such heads append head by head as well."""
     require_native(device)
     stock = build("llama", hidden_size=32, num_attention_heads=4, num_key_value_heads=2, head_dim=6).to(device)
     ours = hf_fastpath.patch(copy.deepcopy(stock), quiet=True, weights="int8")
     inputs = {"input_ids": prompt(device, 1, 11)}
     found, counts = tokens(ours, inputs)
     assert counts.fast and not counts.reasons
-    logits = ours(found).logits[0, 10:-1]  # by the products for many rows
+    logits = ours(found).logits[0, 10:-1]  # the products for many rows compute these
     margins = logits.topk(2).values
     same = logits.argmax(-1) == found[0, 11:]
     assert (same | (margins[:, 0] - margins[:, 1] < 1e-4)).all()

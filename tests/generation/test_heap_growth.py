@@ -1,4 +1,4 @@
-"""No token leaves a byte behind on the heap, whatever makes it."""
+"""No token leaves a byte behind on the heap, whichever way it is made."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ import hf_fastpath
 
 TOKENS = 16
 #: device -> calls of a window, windows; on a GPU torch and the driver fill pools of their own for some hundred calls,
-#: in stock's generate(), too
+#: in stock's generate() as well
 CALLS = {"cpu": (3, 6), "cuda": (10, 12)}
-#: kind -> options of ``patch()``, of ``generate()``
+#: kind -> options of ``patch()``, options of ``generate()``
 KINDS = {
     "plain": ({}, {}),
     "sampled": ({}, {"do_sample": True}),

@@ -1,5 +1,5 @@
-"""What a user may give as input_ids, attention_mask, position_ids and other arguments: what stock takes is fast or
-counted, and what stock refuses is refused with the same type of error."""
+"""What a user may give as input_ids, attention_mask, position_ids and other arguments: input that stock takes is fast
+or counted, and input that stock refuses is refused with the same type of error."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ LEARNED, ROTARY = ("gpt2", "opt"), ("llama", "gemma3_text")
 
 
 def outcome(call) -> object:
-    """What ``call`` returns, or the type of error that it raises."""
+    """Return what ``call`` returns, or the type of error that it raises."""
     try:
         return call()
     except (IndexError, RuntimeError, ValueError) as error:
@@ -29,7 +29,7 @@ def outcome(call) -> object:
 
 
 def same_outcome(stock: nn.Module, ours: nn.Module, *args, **options) -> object:
-    """Assert that generate() gives stock's tokens or raises stock's type of error; returns what ours gave."""
+    """Assert that generate() gives stock's tokens or raises stock's type of error; return what ours gave."""
     expected, found = (outcome(lambda m=model: m.generate(*args, **options)) for model in (stock, ours))
     if isinstance(expected, torch.Tensor) and isinstance(found, torch.Tensor):
         assert found.dtype == expected.dtype
@@ -46,7 +46,7 @@ def same_outcome(stock: nn.Module, ours: nn.Module, *args, **options) -> object:
 @pytest.mark.parametrize("dtype", (torch.int32, torch.int16, torch.uint8, torch.bool, torch.float16, torch.float32))
 @pytest.mark.parametrize("architecture", ("llama", "gpt2"))
 def test_other_types(architecture, dtype, named):
-    """Masks of every type and int32 ids are fast; what stock refuses or rounds in its own way is stock's."""
+    """Masks of every type and int32 ids are fast; types that stock refuses or rounds in its own way run stock."""
     stock, ours = pair(architecture, CPU)
     inputs = left_padded(CPU, 2, 7)
     inputs["position_ids"] = (inputs["attention_mask"].cumsum(-1) - 1).clamp(min=0)
@@ -104,7 +104,7 @@ def test_int32_conversation_and_verify(architecture, device):
 
 
 def over_cache(model: nn.Module, dtype: torch.dtype, first: int, new: int, padded: bool) -> torch.Tensor:
-    """Logits of ``new`` tokens, given as ``dtype``, at positions from ``first`` on, behind a prompt over a cache."""
+    """Return logits of ``new`` tokens, given as ``dtype``, at positions from ``first`` on, behind a cached prompt."""
     device = model.device
     inputs = left_padded(device, 2, 7 + new)
     ids, mask = inputs["input_ids"].to(dtype), inputs["attention_mask"] if padded else None
@@ -133,7 +133,7 @@ def test_forward_over_a_cache(dtype, first, new, padded, device):
 
 
 def given_positions(device: torch.device) -> dict[str, torch.Tensor]:
-    """int64 [2, 7] position_ids that go with nothing but themselves."""
+    """Return int64 [2, 7] position_ids of unusual kinds."""
     near = torch.arange(7, device=device).expand(2, -1)
     rows = torch.tensor([[1], [1]], device=device)
     return {
@@ -160,7 +160,7 @@ def test_any_position(architecture, name, device):
         found, expected = both(stock, ours, **given, max_new_tokens=40, do_sample=False)
     assert counts.fast == 80 and not counts.reasons
     assert_same_tokens(found, expected)
-    again, expected = both(stock, ours, input_ids=prompt(device, 3, 7), **FEW)  # and then as usual
+    again, expected = both(stock, ours, input_ids=prompt(device, 3, 7), **FEW)  # an ordinary call works afterwards
     assert_same_tokens(again, expected)
 
 
@@ -233,8 +233,8 @@ def test_token_out_of_range(architecture, length, token):
 
 @pytest.mark.parametrize("pad", (-1, VOCAB))
 def test_pad_token_out_of_range(pad):
-    """A row that has ended goes on with tokens that the model does not know: stock's error, or where all end at once
-    stock's tokens."""
+    """A row that has ended would go on with tokens that the model does not know: stock's error is raised, or the tokens
+    are stock's if all rows end at once."""
     stock, ours = pair("llama", CPU)
     ids = prompt(CPU, 2, 7)
     first = stock.generate(ids, **FEW)[0, 7:9].tolist()
@@ -253,7 +253,7 @@ def test_pad_token_out_of_range(pad):
 @pytest.mark.parametrize("name", ("labels", "num_items_in_batch"))
 @over_architectures
 def test_arguments_without_effect(architecture, name, device):
-    """What only a loss is made of."""
+    """These arguments only serve to make a loss."""
     stock, ours = pair(architecture, device)
     ids = prompt(device, 2, 7)
     given = {name: ids if name == "labels" else 3}
@@ -307,7 +307,7 @@ def test_arguments_are_named(given, code, what):
 @pytest.mark.parametrize("value", (float("nan"), float("inf")))
 @pytest.mark.parametrize("way", ("greedy", "sampling", "prompt lookup"))
 def test_nonfinite_logits_are_reported(way, value):
-    """One row of one projection: every token is arbitrary. Sampling has no distribution to draw from."""
+    """One row of one projection is not finite: any token may come, and sampling has no distribution to draw from."""
     stock, ours = fresh("llama")
     for model in (stock, ours):
         with torch.no_grad():
@@ -322,7 +322,7 @@ def test_nonfinite_logits_are_reported(way, value):
 
 
 def test_nonfinite_token_is_reported_where_it_ends_sampling():
-    """The plan draws: a token whose embedding is NaN comes up behind the prompt."""
+    """The plan draws a token whose embedding is NaN behind the prompt."""
     _, ours = fresh("llama")
     with torch.no_grad():
         ours.model.embed_tokens.weight[:] = float("nan")

@@ -1,4 +1,4 @@
-"""generate() broken off anywhere: the model, the cache and the next call are as good as before."""
+"""generate() is broken off anywhere: the model, the cache and the next call are as good as before."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ POINTS = 30
 
 
 def broken_off(model, make_options: Callable[[], dict]) -> Iterator[tuple[dict, str]]:
-    """generate() with ``make_options()``, interrupted at up to POINTS places from its first line on to its last.
+    """Interrupt generate() with ``make_options()`` at up to POINTS places, from its first line to its last.
 
     Yields:
         The options and the place, after each interrupt.
@@ -52,10 +52,10 @@ def broken_off(model, make_options: Callable[[], dict]) -> Iterator[tuple[dict, 
     state = vars(model)["_hf_fastpath"]
 
     def forget() -> None:
-        """Making plans is broken off as well."""
+        """Forget plans, so that making plans is broken off as well."""
         state.plans.clear()
 
-    model.generate(**make_options())  # what a process does once is done
+    model.generate(**make_options())  # so that one-time work of the process is done
     forget()
     options = make_options()
     with Fault(FILES) as whole:
@@ -106,7 +106,7 @@ def test_users_cache_after_an_interrupt(architecture, length, with_config, page_
 
 
 def test_interrupted_stock_loop_leaves_the_model_usable():
-    """The same where transformers' loop runs over our modules."""
+    """The same holds if transformers' loop runs over our modules."""
     stock, ours = pair("llama", torch.device("cpu"))
     options = dict(num_beams=2, **FEW)
     expected = stock.generate(prompt(stock.device), **options)

@@ -1,6 +1,6 @@
-"""A cache that lies in host memory: what is brought back waits for what is on its way out.
+"""A cache lies in host memory: layers that are brought back wait for copies that are on their way out.
 
-transformers 5.17 does not see to that, so that a fast model reads what has not arrived.
+transformers 5.17 does not wait, so that a fast model would read data that have not arrived.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ import hf_fastpath
 from hf_fastpath import compat
 from hf_fastpath.compat import CACHE
 
-#: what of a model is patched
+#: parts of a model that are patched
 OPS = ("all", ("layer",), ("attention",))
 
 
 class Stream:
-    """Stands for the stream on which layers come back."""
+    """A stand-in for the stream on which layers come back."""
 
     def __init__(self, log: list):
         self.log = log
@@ -30,7 +30,7 @@ class Stream:
 
 
 class OffloadingCache(DynamicCache):
-    """Notes in ``log`` when each layer would start to bring back the next one; everything stays where it is."""
+    """Notes in ``log`` when each layer would start to bring back the next one; no layer is moved."""
 
     def __init__(self, config):
         super().__init__(config=config)
@@ -44,13 +44,13 @@ class OffloadingCache(DynamicCache):
 
 @pytest.fixture
 def not_awaited(monkeypatch):
-    """As in transformers 5.17, on a machine that may have no GPU."""
+    """Behave as transformers 5.17, on a machine that may have no GPU."""
     monkeypatch.setattr(compat.caches, "_PREFETCH_WAITS", False)
     monkeypatch.setattr(torch.cuda, "default_stream", lambda device: "the default stream")
 
 
 def assert_waits(log: list, layers: int) -> None:
-    """Every layer of every forward waits before it brings anything back."""
+    """Assert that every layer of every forward waits before it brings anything back."""
     updates = [place for place, (what, _) in enumerate(log) if what == "brings back"]
     assert [log[place][1] for place in updates] == [*range(layers)] * (len(updates) // layers) and updates
     assert all(log[place - 1] == ("waits for", "the default stream") for place in updates), log
@@ -59,7 +59,7 @@ def assert_waits(log: list, layers: int) -> None:
 @pytest.mark.parametrize("ops", OPS, ids=str)
 @pytest.mark.parametrize("architecture", ("gpt2", "llama", "falcon"))
 def test_every_layer_waits(architecture, ops, not_awaited, device):
-    """In the prompt, in a step, and in a prompt over a cache that is not empty."""
+    """Layers wait in the prompt, in a step, and in a prompt over a cache that is not empty."""
     stock, ours = fresh(architecture, device)
     hf_fastpath.unpatch(ours)
     hf_fastpath.patch(ours, ops=ops, quiet=True)
@@ -82,7 +82,7 @@ def test_generate_waits(not_awaited, device):
 
 
 def test_nothing_waits_where_transformers_does(monkeypatch, device):
-    """And nothing does for a cache that stays on the device."""
+    """Our code does not wait if transformers waits, nor for a cache that stays on the device."""
     _, ours = pair("llama", device)
     monkeypatch.setattr(compat.caches, "_PREFETCH_WAITS", True)
     cache = OffloadingCache(ours.config)
@@ -94,7 +94,7 @@ def test_nothing_waits_where_transformers_does(monkeypatch, device):
 
 
 def test_it_is_known_which_versions_wait():
-    """The first tested version does not, the second does."""
+    """The first tested version does not wait, the second does."""
     version = compat.transformers_version()
     if version not in compat.TESTED_TRANSFORMERS:
         pytest.skip(f"transformers {version} is not among {compat.TESTED_TRANSFORMERS}")

@@ -14,7 +14,7 @@ import hf_fastpath
 
 @over_architectures
 def test_scores_and_logits_within_rule(architecture, device):
-    """Four seeds of prompts, 4 rows x 16 steps each: ours against float64 beside stock."""
+    """Four seeds of prompts with 4 rows x 16 steps each compare ours and stock with float64."""
     stock, ours = pair(architecture, device)
     ref, rule = float64_copy(stock), LogitRule()
     options = dict(max_new_tokens=16, do_sample=False, temperature=None, repetition_penalty=1.2)
@@ -72,9 +72,9 @@ def test_requested_outputs_fall_back(wanted, device):
         *(zip(*states, strict=True) for states in (found[name], expected[name], exact[name])), strict=True
     ):
         step_errors = [((a - c).abs().max(), (b - c).abs().max(), c.abs().max()) for a, b, c in zip(*steps)]
-        error, stock_error, scale = (max(values) for values in zip(*step_errors))  # of a layer, over all steps
+        error, stock_error, scale = (max(values) for values in zip(*step_errors))  # of one layer over all steps
         assert error <= 2 * stock_error + torch.finfo(torch.float32).eps * scale
-    with counting(ours) as counts:  # and the hooks that transformers leaves behind stop nothing afterwards
+    with counting(ours) as counts:  # the hooks that transformers leaves behind stop nothing afterwards
         again = ours.generate(prompt(device, 2), **GREEDY)
     assert counts.fast == 40
     assert_same_tokens(again, expected.sequences, stock)

@@ -1,4 +1,4 @@
-"""patch(page_size=...) and FastpathCache(page_size=...): stock's tokens, and pages that sequences and copies share."""
+"""patch(page_size=...) and FastpathCache(page_size=...) give stock's tokens; sequences and copies share pages."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def paged(stock, page_size: int = SIZE, **options):
 
 
 def pages_of(cache: FastpathCache) -> tuple[int, int]:
-    """Different pages of all sequences, and with those that are shared counted each time."""
+    """Return the number of different pages of all sequences, and the number with shared pages counted each time."""
     (table,) = cache.tables.tables.values()
     return len({page for row in table.rows for page in row}), sum(map(len, table.rows))
 
@@ -39,7 +39,7 @@ def pages_of(cache: FastpathCache) -> tuple[int, int]:
 
 
 class PagedWalk(Walk):
-    """A random walk whose copies share pages: what they held stays what it was."""
+    """A random walk whose copies share pages, and keep what they held."""
 
     def __init__(self, kinds, device, seed: int):
         super().__init__(kinds, device, seed)
@@ -49,7 +49,7 @@ class PagedWalk(Walk):
     def copies(self) -> str:
         kept = self.ours
         self.ours = copy.deepcopy(kept)
-        if self.random.random() < 0.5:  # either goes on
+        if self.random.random() < 0.5:  # either cache goes on
             self.ours, kept = kept, self.ours
         self.kept.append((kept, copy.deepcopy(self.stock)))
         for ours, stock in self.kept:
@@ -89,7 +89,7 @@ def test_every_page_is_counted_and_given_back(device):
     assert (counts.used, counts.unshared) == pages_of(cache) == (6, 12)
     update(7, 4)
     assert counts.used == 6
-    update(1, 4)  # a page more for each
+    update(1, 4)  # each sequence takes one more page
     assert (counts.used, counts.unshared) == pages_of(cache) == (10, 16)
     cache.reorder_cache(torch.tensor([2, 2, 0, 2], device=device))
     assert (counts.used, counts.unshared) == pages_of(cache) == (2 + 2 * 2, 16)
@@ -154,7 +154,7 @@ def test_pickles_and_refusals(device):
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_tokens_are_stocks(family, device):
-    """Greedy search, sampling, and several sequences a prompt, past the windows' edge."""
+    """Greedy search, sampling, and several sequences of a prompt go past the windows' edge."""
     stock = build(family).to(device)
     ours = paged(stock)
     given = left_padded(device, 3, WINDOW + 5) if family != "gemma2" else dict(input_ids=prompt(device, 3, WINDOW + 5))
@@ -168,7 +168,7 @@ def test_tokens_are_stocks(family, device):
         assert_same_tokens(found, expected, stock)
     stats = hf_fastpath.report(ours).stats
     assert stats["fallback_tokens"] == 0 and stats["fast_tokens"] > 0
-    has_pages = family != "mistral"  # whose every layer has a window
+    has_pages = family != "mistral"  # every layer of Mistral has a window
     assert (stats["pages"]["most_used"] > 0) == has_pages
     assert ("positions used" in str(hf_fastpath.report(ours))) == has_pages
     assert ("window_not_paged" in stats["reasons"]) == (family in ("mistral", "gemma2", "gpt_oss"))
@@ -176,7 +176,8 @@ def test_tokens_are_stocks(family, device):
 
 @pytest.mark.parametrize("kv_dtype", ("auto", torch.float16))
 def test_loops_of_the_trained_model(kv_dtype, device):
-    """Beams, prompt lookup, an assistant, a chat over a kept cache, copies of a prefix: the unpaged cache's tokens."""
+    """Beams, prompt lookup, an assistant, a chat over a kept cache and copies of a prefix give the same tokens as
+    without pages."""
     stock, _ = trained(device)
     ours, ids = paged(stock, kv_dtype=kv_dtype), heldout_tokens(70).to(device)
     unpaged = hf_fastpath.patch(copy.deepcopy(stock), kv_dtype=kv_dtype, quiet=True)
@@ -214,7 +215,7 @@ def test_verify(device):
 
 
 def test_sequences_of_a_prompt_share_its_pages(device):
-    """The prompt is read once; each sequence adds what is its own."""
+    """The prompt is read once, and each sequence adds its own pages."""
     ours = paged(build("llama").to(device))
     given = dict(do_sample=True, max_new_tokens=33, return_dict_in_generate=True)  # 32 of them are in the cache
     ours.generate(prompt(device, 2, 100), num_return_sequences=4, **given)
@@ -223,7 +224,7 @@ def test_sequences_of_a_prompt_share_its_pages(device):
 
 
 def test_beams_share_their_past(device):
-    """What beams have in common is there once; the cache of a wide search holds little more than one beam's."""
+    """The common past of beams is stored once; the cache of a wide search holds little more than one beam's."""
     ours = paged(build("llama").to(device))
     out = ours.generate(prompt(device, 1, 320), num_beams=4, return_dict_in_generate=True, **GREEDY)
     used, unshared = pages_of(out[CACHE])
@@ -247,7 +248,7 @@ def test_copies_of_a_prefix_share_it(device):
 
 
 def test_one_plan_serves_all_tables(device, monkeypatch):
-    """Pages are given between the steps: one plan, and on CUDA one capture, for every prompt, growth and copy."""
+    """Pages are given between the steps: one plan, and on CUDA one capture, serves every prompt, growth and copy."""
     require_native(device)
     captured, given = [], []
     capture, reserve = plan_module.capture, PageTable.reserve
@@ -261,6 +262,6 @@ def test_one_plan_serves_all_tables(device, monkeypatch):
         assert_same_tokens(found, expected, stock)
     assert len(vars(ours)["_hf_fastpath"].plans) == 1 and given
     assert len(captured) == (device.type == "cuda")
-    other = FastpathCache(ours.config, page_size=4 * SIZE)  # of one's own, with other pages: a plan of its own
+    other = FastpathCache(ours.config, page_size=4 * SIZE)  # other pages need a plan of their own
     assert_same_tokens(ours.generate(ids, **{CACHE: other}, **GREEDY), stock.generate(ids, **GREEDY), stock)
     assert len(vars(ours)["_hf_fastpath"].plans) == 2

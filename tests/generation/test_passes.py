@@ -1,4 +1,4 @@
-"""A step as a list of named calls, and the passes over it, each by itself."""
+"""A step as a list of named calls, and each of the passes over it by itself."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ def test_no_norm_and_no_residual_are_defaults():
 
 
 class Recorded:
-    """The calls of a step over a small model's layers, before any pass, and what it takes to run them."""
+    """The calls of a step over a small model's layers before any pass, with what is needed to run them."""
 
     def __init__(self, architecture: str = "llama", batch: int = BATCH, **options: Any):
         self.model = hf_fastpath.patch(build(architecture), quiet=True, **options)
@@ -109,7 +109,7 @@ class Recorded:
         self.attention = Attention(1, length, lengths, None)
 
     def through(self, each: Callable, step: Step) -> list[Call]:
-        """Calls behind one pass; the program keeps them."""
+        """Apply one pass; return the calls, which the program keeps."""
         self.program.calls = each(self.program.calls, self.program.register, step)
         return self.program.calls
 
@@ -122,7 +122,7 @@ class Recorded:
 
 
 def recorded(**options: Any) -> tuple[Recorded, torch.Tensor]:
-    """A step, and what it gives without a pass."""
+    """Record a step; return it with its result without a pass."""
     require_native(CPU)
     torch.manual_seed(5)
     untouched = Recorded(**options)
@@ -179,7 +179,7 @@ def _sinks(calls):
 
 
 def _parallel(calls):
-    """The second layer's MLP takes what its attention takes."""
+    """Make the second layer's MLP take what its attention takes."""
     calls[8].arguments["x"] = calls[5].arguments["x"]
 
 
@@ -192,7 +192,7 @@ def _activation(calls):
 
 
 def _op_between(calls):
-    """Something stands between two layers."""
+    """Put an op between two layers."""
     out = Register(calls[4].out.index)
     calls.insert(5, Call(torch.ops.aten.neg.default, {"self": calls[4].out}, out))
     calls[6].arguments["x"] = calls[8].arguments["residual"] = out
@@ -219,7 +219,7 @@ def test_few_to_many(weights):
 
 
 def test_projections_of_one_input_share_its_norm():
-    """As Qwen3's, whose queries and keys have norms of their own."""
+    """Qwen3's queries and keys have norms of their own, and show this."""
     made, expected = recorded(architecture="qwen3")
     made.through(few_to_many, Step(rows=1000, many=True))
     layers = len(made.part.layers)
@@ -253,7 +253,7 @@ def test_prefetch_next_weight():
 
 
 def test_recording_holds_on_to_nothing():
-    """Binders are kept by op: an op is a function of a module, and none that a step has made for itself."""
+    """Binders are kept by op, which is a function of a module and never one that a step has made for itself."""
     made, _ = recorded()
     made.through(few_to_many, Step(rows=1000, many=True, beside=True))
     for call in made.program.calls:

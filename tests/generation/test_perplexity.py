@@ -12,7 +12,7 @@ import hf_fastpath
 
 
 def nll(logits: torch.Tensor, text: torch.Tensor) -> float:
-    """Mean negative log likelihood of ``text`` [1, n] under logits [1, n - 1 or n, vocab_size]."""
+    """Return the mean negative log likelihood of ``text`` [1, n] under logits [1, n - 1 or n, vocab_size]."""
     return torch.nn.functional.cross_entropy(logits[0, : text.shape[1] - 1].double(), text[0, 1:]).item()
 
 
@@ -22,7 +22,7 @@ def perplexity(logits: torch.Tensor, text: torch.Tensor) -> float:
 
 @pytest.fixture(scope="module")
 def stock_perplexity():
-    """Stock's perplexity on 4,000 tokens in one pass, by device; and token by token, see below."""
+    """Stock's perplexity on 4,000 tokens in one pass, by device; the next test compares it token by token."""
     found: dict[torch.device, float] = {}
 
     def of(device: torch.device) -> float:
@@ -43,7 +43,7 @@ def decoded_perplexity(model, device: torch.device, count: int, fast: bool) -> f
 
 
 def test_stock_perplexity_token_by_token_equals_one_pass(device):
-    """What makes one pass a reference for the next test: 400 tokens, past the window, both ways."""
+    """400 tokens, past the window, are computed both ways; so one pass can be the reference of the next test."""
     stock, _ = trained(device)
     text = heldout_tokens(400).to(device)
     with torch.no_grad():
@@ -52,7 +52,7 @@ def test_stock_perplexity_token_by_token_equals_one_pass(device):
 
 
 def test_perplexity_of_the_trained_model(device, stock_perplexity):
-    """4,000 tokens of held-out text, decoded token by token through the cache."""
+    """4,000 tokens of held-out text are decoded token by token through the cache."""
     _, ours = trained(device)
     reference = stock_perplexity(device)
     assert reference < 60, "the trained model should know its language"
@@ -60,7 +60,7 @@ def test_perplexity_of_the_trained_model(device, stock_perplexity):
 
 
 def test_perplexity_with_float16_kv_cache(device, stock_perplexity):
-    """Within 0.1 % of the float32 KV cache."""
+    """The perplexity is within 0.1 % of that with the float32 KV cache."""
     with hf_fastpath.patched(copy.deepcopy(trained(device)[0]), kv_dtype="float16", quiet=True) as ours:
         found = decoded_perplexity(ours, device, 4000, fast=True)
     reference = stock_perplexity(device)

@@ -25,7 +25,7 @@ INPUTS = {
 
 @pytest.mark.parametrize("name", INPUTS)
 def test_pipeline(name, device):
-    """The same answers, by the fast loop."""
+    """The fast loop gives the same answers."""
     given, options, tokens = INPUTS[name]
     stock, ours = trained(device)
     encoder = copy.deepcopy(tokenizer())

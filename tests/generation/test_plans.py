@@ -1,4 +1,4 @@
-"""What a decode plan consists of: one call for all layers where they are alike, one op after the other elsewhere."""
+"""The calls of a decode plan: one call for all layers if they are alike, one op after the other otherwise."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def plans(model: nn.Module) -> list[DecodePlan]:
 
 
 def calls(plan: DecodePlan) -> list[str]:
-    """Names of the plan's own ops, in order."""
+    """Return the names of the plan's own ops, in order."""
     names = (name.partition(".")[0] for name in plan.program.op_names())
     return [name for name in names if name not in ("step_inputs", "getitem", "select", "greedy_token")]
 
@@ -35,7 +35,7 @@ def calls(plan: DecodePlan) -> list[str]:
 @over_architectures
 @pytest.mark.parametrize("batch", (1, 3))
 def test_a_token_takes_one_call(architecture, batch):
-    """As many tokens as cross the window and make the cache grow; then a longer prompt over another cache."""
+    """The tokens cross the window and make the cache grow; then a longer prompt follows over another cache."""
     stock, ours = fresh(architecture)
     for length in (5, 70):
         ids = prompt(CPU, batch, length)
@@ -57,7 +57,7 @@ def test_several_sequences_on_a_gpu_take_one_op_after_the_other(architecture, de
 
 @pytest.mark.parametrize("weights", (None, "int4_g32"))
 def test_products_are_told_the_next_matrix(device, monkeypatch, weights):
-    """A product in front of another one takes the matrix which that reads; nothing changes."""
+    """A product in front of another product is given the matrix which that one reads; no result changes."""
     require_native(device)
     without_one_call(monkeypatch)
     ours = hf_fastpath.patch(build("mistral").to(device), quiet=True, weights=weights)
@@ -81,7 +81,7 @@ def test_products_are_told_the_next_matrix(device, monkeypatch, weights):
 @pytest.mark.parametrize("dtype", (torch.float32, torch.float16, torch.bfloat16), ids=str)
 @pytest.mark.parametrize("batch", (1, 5))
 def test_one_call_is_the_same_step(architecture, dtype, batch, monkeypatch):
-    """The same bits on the CPU, where the call consists of those very ops."""
+    """The bits are the same on the CPU, where the call consists of those very ops."""
     _, ours = fresh(architecture)
     ours, text = ours.to(dtype), prompt(CPU, batch, 40)
     whole = decode_logits(ours, text, 9, fast=True)
@@ -170,7 +170,7 @@ ONES = dict(embedding_multiplier=1.0, residual_multiplier=1.0, logits_scaling=1.
     ),
 )
 def test_layers_of_other_kinds_take_what_they_need(architecture, changes, expected):
-    """What the kernels fuse stays fused, and an op that does nothing is left out."""
+    """Steps that the kernels fuse stay fused, and an op that does nothing is left out."""
     _, ours = fresh(architecture, **changes)
     ours.generate(prompt(CPU), max_new_tokens=3, do_sample=False)
     names = calls(plans(ours)[0])
@@ -208,7 +208,7 @@ def test_changed_factor_makes_a_new_plan(architecture, module, name):
 
 @pytest.mark.parametrize("batch", (1, 2))
 def test_plan_lets_go_of_the_cache(batch, device):
-    """Neither registers nor the arguments of recorded calls keep the KV memory after a call."""
+    """After a call, neither registers nor the arguments of recorded calls keep the KV memory."""
     _, ours = fresh("llama", device)
     out = ours.generate(prompt(device, batch), max_new_tokens=3, do_sample=False, return_dict_in_generate=True)
     buffer = weakref.ref(out[CACHE].layers[0].k_buffer)
@@ -219,7 +219,7 @@ def test_plan_lets_go_of_the_cache(batch, device):
 
 @pytest.mark.parametrize("architecture", ("llama", "gemma3_text", "gpt_oss"))
 def test_angles_in_pieces(architecture, device, monkeypatch):
-    """A first table for the tokens that generate() expects, larger ones behind it, each piece by piece."""
+    """The first table has the tokens that generate() expects, larger tables follow, and each is made piece by piece."""
     monkeypatch.setattr(angles, "_ANGLE_ROWS", {device.type: 40})
     monkeypatch.setattr(angles, "_ANGLE_PIECE", 16)
     made, allocate = [], AngleTables._allocate
@@ -231,5 +231,5 @@ def test_angles_in_pieces(architecture, device, monkeypatch):
         assert_same_tokens(ours.generate(ids, **options), stock.generate(ids, **options), stock)
         rows.append(made.copy())
         made.clear()
-    # first the 20 + 10 tokens, those that drafts may need and one; then twice as many, and twice as many again
+    # first the 20 + 10 tokens, the tokens that drafts may need and one more; then twice as many, and again
     assert rows == [[47], [94], [], [188]]

@@ -1,4 +1,4 @@
-"""Every logits processor and warper that generate() has an option for: stock's tokens, by the fast loop."""
+"""Every logits processor and warper for which generate() has an option: the fast loop gives stock's tokens."""
 
 from __future__ import annotations
 
@@ -47,14 +47,14 @@ PROCESSORS: dict[str, dict] = {
         watermarking_config=SynthIDTextWatermarkingConfig(keys=[654, 400, 836, 123], ngram_len=3)
     ),
 }
-#: what a call counts besides its fast tokens
+#: reasons that a call counts besides its fast tokens
 REASONS = {
     "PrefixConstrainedLogitsProcessor": "custom_logits_processor",  # it calls the user's function
     "UnbatchedClassifierFreeGuidanceLogitsProcessor": "other_cache",  # it runs the model over a cache of its own
 }
-#: what a plan does by itself, so that only the token after the prompt passes through them
+#: warpers that a plan applies by itself, so that only the token behind the prompt passes through them
 IN_THE_PLAN = ("TemperatureLogitsWarper", "TopPLogitsWarper", "TopKLogitsWarper", "MinPLogitsWarper")
-#: with a prompt of one token only
+#: processors that need a prompt of one token
 _ONE_TOKEN = ("ForcedBOSTokenLogitsProcessor",)
 
 
@@ -68,8 +68,8 @@ CASES = [(name, sample) for name in PROCESSORS for sample in (True, False) if sa
 
 @pytest.mark.parametrize(("name", "sample"), CASES, ids=[f"{n}-{'sample' if s else 'greedy'}" for n, s in CASES])
 def test_processor_tokens_equal(name, sample, device, monkeypatch):
-    """Two padded rows, across the window; the same seed, as many calls where the host chooses, and the generator ends
-    alike."""
+    """Two padded rows go across the window; if the host chooses, processors are called as often, and the generator ends
+    in the same state."""
     stock, ours = pair("mistral", device)
     inputs = dict(input_ids=prompt(device, 2, 1)) if name in _ONE_TOKEN else left_padded(device, 2)
     cls, lengths = getattr(logits_process, name), []
@@ -85,4 +85,4 @@ def test_processor_tokens_equal(name, sample, device, monkeypatch):
         assert lengths == [steps[0], *steps]
     else:
         once = len(lengths) // 2
-        assert lengths and (device.type == "cuda" or lengths[:once] == lengths[once:])  # there our loop runs ahead
+        assert lengths and (device.type == "cuda" or lengths[:once] == lengths[once:])  # on CUDA our loop runs ahead

@@ -1,4 +1,4 @@
-"""Prompts that run op by op, and those that are left to the model's own code."""
+"""Prompts that run op by op, and prompts that are left to the model's own code."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from hf_fastpath.decode.draft_plan import DraftPlan
 
 @pytest.fixture
 def read_lengths(monkeypatch) -> list[int]:
-    """Lengths of the prompts that were read op by op."""
+    """Collect the lengths of the prompts that were read op by op."""
     lengths = []
 
     def noted(part, cache, prompt, programs):
@@ -48,7 +48,7 @@ def test_tokens_equal(architecture, length, padded, device, read_lengths):
 @pytest.mark.parametrize("padded", (False, True), ids=("plain", "padded"))
 @pytest.mark.parametrize("architecture", ("gpt2", "llama", "falcon"))
 def test_turns_of_a_conversation(architecture, padded, device, read_lengths):
-    """Only what is new is read, with and without padding in front of what the cache holds."""
+    """Only new tokens are read, with and without padding in front of what the cache holds."""
     stock, ours = pair(architecture, device)
     inputs = left_padded(device, 2, 30) if padded else {"input_ids": prompt(device, 2, 30)}
     mask = inputs.setdefault("attention_mask", torch.ones_like(inputs["input_ids"]))
@@ -68,7 +68,7 @@ def test_turns_of_a_conversation(architecture, padded, device, read_lengths):
 
 @pytest.fixture
 def read_by_plans(monkeypatch) -> list[int]:
-    """Tokens of the turns that plans read, on a CPU, too."""
+    """Collect the numbers of tokens of the turns that plans read; they do so on a CPU as well."""
     lengths, read = [], DraftPlan.read
     monkeypatch.setattr(DraftPlan, "read", lambda self, tokens: lengths.append(len(tokens)) or read(self, tokens))
     monkeypatch.setattr(prompts, "_CAPTURES", {"cpu", "cuda"})
@@ -78,7 +78,7 @@ def read_by_plans(monkeypatch) -> list[int]:
 @pytest.mark.parametrize("padded", (False, True), ids=("plain", "padded"))
 @pytest.mark.parametrize("architecture", ("gpt2", "llama", "mixtral", "olmo2", "gpt_neox"))
 def test_short_turns_are_read_by_a_plan(architecture, padded, device, read_by_plans):
-    """What a plan reads of one sequence, and the tokens that follow."""
+    """A plan reads the turn of one sequence; the tokens that follow are stock's."""
     stock, ours = pair(architecture, device)
     inputs = {name: tensor[1:] for name, tensor in left_padded(device, 2, 9).items()}
     text, mask = inputs["input_ids"], inputs["attention_mask"] if padded else torch.ones_like(inputs["input_ids"])
@@ -101,7 +101,7 @@ def test_short_turns_are_read_by_a_plan(architecture, padded, device, read_by_pl
 
 
 def test_other_turns_are_prompts(device, read_lengths, read_by_plans):
-    """Too long; two sequences; positions with a gap; a window that a filled-up plan would move on."""
+    """A turn may be too long, have two sequences or a gap in positions, or a filled-up plan would move a window on."""
     _, ours = pair("llama", device)
     _, windowed = fresh("mistral", device, sliding_window=64)
 
@@ -126,7 +126,7 @@ def test_other_turns_are_prompts(device, read_lengths, read_by_plans):
 
 @pytest.mark.parametrize(
     ("architecture", "length"),
-    (("mistral", WINDOW + 1), ("mixtral", 9), ("gpt_oss", 9)),  # a window ends inside of the prompt
+    (("mistral", WINDOW + 1), ("mixtral", 9), ("gpt_oss", 9)),  # Mistral's window ends inside the prompt
     ids=("window", "mixture", "sinks"),
 )
 def test_left_to_the_models_own_code(architecture, length, device, read_lengths):
@@ -170,12 +170,12 @@ def test_trained_model(mask, device, read_lengths):
 
 
 def test_cache_in_another_type(device, read_lengths):
-    """A float32 model over a float16 cache: attention sees the rounded keys and values, as it will in later steps."""
+    """A float32 model has a float16 cache: attention sees the rounded keys and values, as it will in later steps."""
     stock, ours = pair("llama", device)
     ids = prompt(device, 2, 40)
     caches = [FastpathCache(ours.config, kv_dtype=torch.float16) for _ in range(2)]
     with torch.no_grad():
-        expected = ours(ids, **{CACHE: caches[0]}).logits[:, -1]  # a prompt outside of generate()
+        expected = ours(ids, **{CACHE: caches[0]}).logits[:, -1]  # the prompt is read outside of generate()
     options = dict(max_new_tokens=1, do_sample=False, return_dict_in_generate=True, output_logits=True)
     found = ours.generate(ids, attention_mask=torch.ones_like(ids), **{CACHE: caches[1]}, **options).logits[0]
     assert read_lengths == [40]
@@ -195,7 +195,7 @@ def test_tokens_out_of_the_vocabulary_leave_the_cache(read_lengths):
 
 
 def test_nothing_is_left_in_memory(device):
-    """No cycle of references: what a prompt took is free when generate() returns."""
+    """There is no cycle of references: the memory of a prompt is free when generate() returns."""
     _, ours = pair("llama", device)
     ids = prompt(device, 1, 50)
     ours.generate(ids, attention_mask=torch.ones_like(ids), **SHORT)

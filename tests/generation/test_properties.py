@@ -16,7 +16,7 @@ hypothesis = pytest.importorskip("hypothesis", reason="hypothesis draws the exam
 from hypothesis import given, settings  # noqa: E402
 from hypothesis import strategies as st  # noqa: E402
 
-#: the same examples in every run
+#: makes the examples the same in every run
 repeatable = settings(derandomize=True, database=None, deadline=None, max_examples=25)
 architectures = st.sampled_from(ARCHITECTURES)
 seeds = st.integers(0, 2**16)
@@ -28,7 +28,7 @@ def tokens(batch: int, length: int, seed: int) -> torch.Tensor:
 
 @st.composite
 def prompts(draw) -> dict[str, torch.Tensor]:
-    """input_ids and attention_mask of 1 to 16 rows, each with left padding of its own."""
+    """Draw input_ids and attention_mask of 1 to 16 rows, each with left padding of its own."""
     batch, length = draw(st.integers(1, 16)), draw(st.integers(1, 50))
     ids = tokens(batch, length, draw(seeds))
     mask = torch.ones_like(ids)
@@ -52,7 +52,7 @@ def test_any_greedy_call(architecture, inputs, new_tokens, chunk, ends):
     options |= {} if chunk is None else {"prefill_chunk_size": chunk}
     with counting(ours) as counts:
         found = ours.generate(**inputs, **options)
-    assert counts.fast and not counts.fallback  # a chunk of one token is stock's, and counted
+    assert counts.fast and not counts.fallback  # a chunk of one token runs stock, and is counted
     assert_same_tokens(found, stock.generate(**inputs, **options), stock, inputs["attention_mask"])
 
 
@@ -85,7 +85,7 @@ turns = st.lists(st.tuples(st.integers(1, 12), st.integers(1, 9), st.integers(0,
 @repeatable
 @given(architecture=architectures, batch=st.integers(1, 4), turns=turns)
 def test_any_conversation(architecture, batch, turns):
-    """Each turn adds a prompt and an answer, and takes back the end of it; stock reads the whole text anew."""
+    """Each turn adds a prompt and an answer, and takes back the end of the answer; stock reads the whole text anew."""
     stock, ours = pair(architecture, CPU)
     cache, text = FastpathCache(ours.config), tokens(batch, 0, 0)
     for new, answer, taken_back, seed in turns:
@@ -108,7 +108,7 @@ def test_any_conversation(architecture, batch, turns):
     seed=seeds,
 )
 def test_any_chunks_by_hand(architecture, batch, lengths, padding, seed):
-    """The user's own forwards over a FastpathCache, of any lengths: stock's likeliest token at every position."""
+    """The user's own forwards of any length over a FastpathCache give stock's likeliest token at every position."""
     stock, ours = pair(architecture, CPU)
     text = tokens(batch, sum(lengths), seed)
     mask = torch.ones_like(text)

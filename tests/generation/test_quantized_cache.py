@@ -30,7 +30,7 @@ def quantizing(stock, name) -> RoundingCache:
 
 
 def mean_errors(stock, ours, name, text, prompt_len, **given) -> tuple[float, float]:
-    """Of logits, ours and stock's over the same quants, against float64."""
+    """Return the mean errors of logits against float64, of ours and of stock over the same quants."""
     exact = copy.deepcopy(stock).double()
     with eager_experts(exact):
         ref = forced_logits(exact, text, prompt_len, **{CACHE: quantizing(stock, name)}, **given)
@@ -42,14 +42,14 @@ def mean_errors(stock, ours, name, text, prompt_len, **given) -> tuple[float, fl
 @over_names
 @pytest.mark.parametrize("family", FAMILIES)
 def test_logits_are_as_near_as_stocks(family, name, device):
-    """In bfloat16, past the windows' edge, with and without left padding."""
+    """The text goes past the windows' edge in bfloat16, with and without left padding."""
     stock = build(family).to(device, torch.bfloat16)
     ours, errors = patched(stock, name), []
     for seed in range(3):
         torch.manual_seed(seed)
         text = torch.randint(3, 300, (2, WINDOW + 20), device=device)
         mask = torch.ones(2, WINDOW - 3, dtype=torch.long, device=device)
-        if family != "gemma2":  # whose float64 self makes NaN of padding
+        if family != "gemma2":  # its float64 copy makes NaN of padding
             mask[0, : 4 * (seed % 2)] = 0
         errors.append(mean_errors(stock, ours, name, text, WINDOW - 3, attention_mask=mask))
     mine, stocks = map(sum, zip(*errors))
@@ -60,7 +60,7 @@ def test_logits_are_as_near_as_stocks(family, name, device):
 
 @over_names
 def test_tokens_of_the_trained_model(name, device):
-    """Those of stock over the same quants, one sequence and several."""
+    """Tokens are those of stock over the same quants, for one sequence and several."""
     stock, _ = trained(device)
     ours = patched(stock, name)
     ids = heldout_tokens(60).to(device)
@@ -75,7 +75,7 @@ def test_tokens_of_the_trained_model(name, device):
 
 @over_names
 def test_a_text_may_be_cut_anywhere(name, device):
-    """One prompt, several, or token by token: the same cache but for rounding, and the same tokens."""
+    """One prompt, several, or single tokens give the same cache but for rounding, and the same tokens."""
     stock, _ = trained(device)
     ours, ids = patched(stock, name), heldout_tokens(48).to(device)
     whole = ours.generate(ids, return_dict_in_generate=True, **GREEDY)
@@ -92,7 +92,7 @@ def test_a_text_may_be_cut_anywhere(name, device):
 
 @over_names
 def test_other_loops(name, device):
-    """Beams, prompt lookup and an assistant, whose loops crop and reorder the cache; copies of a prefix."""
+    """The loops of beams, prompt lookup and an assistant crop and reorder the cache; prefixes are copied."""
     stock, _ = trained(device)
     ours, ids = patched(stock, name), heldout_tokens(40).to(device)
     plain = ours.generate(ids, **GREEDY)
@@ -108,7 +108,7 @@ def test_other_loops(name, device):
 
 @over_names
 def test_stock_code_reads_what_the_kernels_wrote(name, device):
-    """Paused in the middle, a conversation goes on over the same cache."""
+    """A conversation whose patch is paused in the middle goes on over the same cache."""
     stock, _ = trained(device)
     ours, ids = patched(stock, name), heldout_tokens(40).to(device)
     whole = ours.generate(ids, max_new_tokens=20, do_sample=False)
@@ -133,7 +133,7 @@ def test_left_padded_batches(name, device):
 
 @over_names
 def test_bytes_a_position(name, device):
-    """One a value and two a head."""
+    """Each value takes one byte, and each head two more."""
     ours = patched(build("llama").to(device), name)
     out = ours.generate(prompt(device), return_dict_in_generate=True, **SHORT)
     for layer in out[CACHE].layers:

@@ -1,4 +1,4 @@
-"""Whatever is done to a patched model between two calls of generate() is seen, and what was not, is not asked again."""
+"""Changes of a patched model between calls of generate() are noticed; without changes, modules are not asked again."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ CPU = torch.device("cpu")
 
 
 def looked_at(architecture="llama"):
-    """A patched model, and the snapshot that two calls of generate() leave."""
+    """Return a patched model, and the snapshot that two calls of generate() leave."""
     model = hf_fastpath.patch(build(architecture), quiet=True)
     for _ in range(2):
         model.generate(prompt(CPU), **SHORT)
@@ -35,7 +35,7 @@ def layer_of(model):
 
 
 def bind(owner, name, value):
-    """A change of an attribute."""
+    """Return a function that changes an attribute."""
     return lambda model, patch: patch.setattr(owner(model), name, value(model), raising=False)
 
 
@@ -128,7 +128,7 @@ def test_asked_once(architecture, monkeypatch, device):
 
 
 def test_nothing_is_kept_alive():
-    """What was taken out of a model is gone, but for what plans hold; and so is a model."""
+    """Modules that were taken out of a model are freed, except for what plans hold; so is a model."""
     model, snapshot = looked_at()
     taken = weakref.ref(layer_of(model).mlp.up_proj)
     layer_of(model).mlp.up_proj = build("llama").model.layers[1].mlp.up_proj

@@ -1,4 +1,4 @@
-"""Where generation ends, and a user's own criteria and processors: as in stock."""
+"""Generation ends where stock ends it, also with a user's own criteria and processors."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from hf_fastpath.compat import CACHE
 
 
 def chosen_token(stock, ids: torch.Tensor, step: int, row: int = 0) -> int:
-    """The token that stock generates greedily at ``step``."""
+    """Return the token that stock generates greedily at ``step``."""
     return int(stock.generate(ids, max_new_tokens=step + 1, do_sample=False)[row, ids.shape[1] + step])
 
 
@@ -30,7 +30,7 @@ def test_eos_stops_and_pads(architecture, device):
 
 @pytest.mark.parametrize("step", (0, 1, 7, 8, 9, 19))
 def test_eos_at_any_step(step, device):
-    """The first token, the last, and around the number of tokens the host may be ahead."""
+    """The end token is the first, the last, or around the number of tokens that the host may be ahead."""
     stock, ours = pair("mistral", device)
     ids = prompt(device, 1)
     options = dict(max_new_tokens=20, do_sample=False, eos_token_id=chosen_token(stock, ids, step))
@@ -57,7 +57,7 @@ def test_stop_strings(device):
 
 @pytest.mark.parametrize("drafted", (1, 2, 3, 5))
 def test_stop_strings_behind_drafts(drafted, device):
-    """They end the text only where transformers looks for them: behind a round, and in some versions behind a draft."""
+    """Stop strings end the text only where transformers looks: after a round, in some versions after a draft."""
     stock, ours = trained(device)
     inputs = tokenizer()("for i in range(3):\n    print(i)\nfor i in range(3):\n", return_tensors="pt").to(device)
     options = dict(max_new_tokens=60, do_sample=False, tokenizer=tokenizer(), prompt_lookup_num_tokens=drafted)
@@ -77,14 +77,14 @@ def test_max_time_stops(device):
 
 
 class StopAtLength(StoppingCriteria):
-    """A user's criterion; it also looks at ``scores`` and keeps what it saw."""
+    """A user's criterion, which also looks at ``scores`` and keeps what it saw."""
 
     def __init__(self, length: int):
         self.length, self.seen = length, []
 
     def __call__(self, input_ids, scores, **kwargs):
         self.seen.append((tuple(input_ids.shape), None if scores is None else len(scores)))
-        input_ids.view(-1)  # contiguous, as stock's are
+        input_ids.view(-1)  # ids are contiguous, as stock's are
         return torch.full((len(input_ids),), input_ids.shape[1] >= self.length, device=input_ids.device)
 
 
@@ -107,7 +107,7 @@ def test_custom_stopping_criteria(device):
 
 
 class Ban(LogitsProcessor):
-    """A user's processor that changes scores in place and reads the ids."""
+    """A user's processor, which changes scores in place and reads the ids."""
 
     def __init__(self):
         self.seen = []
@@ -134,7 +134,7 @@ def test_custom_logits_processor(device):
 
 
 def test_processor_that_keeps_ids_is_not_overwritten(device):
-    """Ids handed to a user's object stay as they were."""
+    """Ids that a user's object was given stay as they were."""
     _, ours = pair("gpt2", device)
     kept = []
 

@@ -1,4 +1,4 @@
-"""Streamers: the same calls in the same order as stock makes, whatever they do meanwhile."""
+"""Streamers get the calls that stock makes in the same order, whatever they do meanwhile."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ def test_async_text_iterator_streamer(device):
 
 
 def test_sampled_tokens_are_streamed(device):
-    """Drawn on the device, end tokens on the way: the streamer gets what the call returns."""
+    """Tokens and end tokens are drawn on the device; the streamer gets what the call returns."""
     _, ours = pair("mistral", device)
     recorder = Recorder()
     out = ours.generate(prompt(device), streamer=recorder, do_sample=True, max_new_tokens=60, eos_token_id=[5, 60, 61])
@@ -100,7 +100,7 @@ def test_sampled_tokens_are_streamed(device):
 
 
 def test_generate_from_inside_the_streamer(device):
-    """The inner call finds the loop busy, says so, and is right; so is the outer one."""
+    """The inner call finds the loop busy, says so, and is right; so is the outer call."""
     stock, ours = pair("mistral", device)
     inner = []
 

@@ -1,4 +1,4 @@
-"""Several threads on one model: every call goes on, with stock's tokens; patch(), unpatch() and fork meanwhile."""
+"""Several threads use one model: every call has stock's tokens, also while patch(), unpatch() and fork are called."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from hf_fastpath.decode.plan_cache import MAX_CALLS, MAX_DRAFT_PLANS, MAX_PLANS
 from hf_fastpath.patching import api
 from hf_fastpath.patching.state import state_of
 
-#: seconds in which whatever is waited for has long happened
+#: seconds in which everything that is waited for has long happened
 LONG = 60
 OPTIONS = dict(max_new_tokens=12, do_sample=False)
 
 
 class Call(threading.Thread):
-    """A function in a thread of its own; :meth:`result` gives, or raises, what it did."""
+    """A function in a thread of its own; :meth:`result` returns or raises what the function did."""
 
     def __init__(self, function: Callable, *args, **kwargs):
         super().__init__(daemon=True)
@@ -82,7 +82,7 @@ def sequences(found):
 @pytest.mark.parametrize("first", WAYS)
 @pytest.mark.parametrize("second", WAYS)
 def test_a_second_call_does_not_wait(first, second, device):
-    """One thread's call stands still in the middle: another's begins and ends, with the same kind of plan."""
+    """One thread's call stands still in the middle while another's begins and ends, with the same kind of plan."""
     stock, ours = fresh("llama", device)
     ids, other = prompt(device), prompt(device, seed=1)
     gate = Gate()
@@ -124,7 +124,7 @@ def test_a_callback_that_waits_for_another_threads_call(callback, device):
 
 
 def test_more_calls_than_there_are_places(device):
-    """What comes too much runs transformers' loop over patched modules, and says so; then there are places again."""
+    """A call too many runs transformers' loop over patched modules and says so; then there are places again."""
     stock, ours = fresh("llama", device)
     gates = [Gate() for _ in range(MAX_CALLS)]
     standing = [Call(ours.generate, prompt(device, seed=n), **OPTIONS, **g.options()) for n, g in enumerate(gates)]
@@ -146,7 +146,7 @@ def test_more_calls_than_there_are_places(device):
 
 
 def test_calls_inside_of_calls_have_places_too(device):
-    """A streamer that generates, in whose call a streamer generates, and so on: none waits for another one."""
+    """A streamer generates, in whose call a streamer generates, and so on: no call waits for another."""
     stock, ours = fresh("llama", device)
     results = []
 
@@ -171,7 +171,7 @@ def test_calls_inside_of_calls_have_places_too(device):
 
 
 def test_many_threads_at_once(device):
-    """Batches, padding, beams, drafts, long prompts and samples, all at once, several times."""
+    """Batches, padding, beams, drafts, long prompts and samples run at once, several times."""
     stock, ours = fresh("mistral", device)
     ways = [dict(), dict(num_beams=2), dict(prompt_lookup_num_tokens=3), dict(output_scores=True)]
     inputs = [prompt(device, 1 + n % 3 if n % 4 != 2 else 1, 9 + 20 * (n % 2), seed=n) for n in range(8)]
@@ -184,7 +184,7 @@ def test_many_threads_at_once(device):
 
 
 def test_samples_come_from_the_default_generator(device):
-    """Two threads that draw by turns give what stock gives that way."""
+    """Two threads that draw in turn give what stock gives if it draws in that order."""
     stock, ours = fresh("llama", device)
 
     def by_turns(model) -> list[torch.Tensor]:
@@ -195,7 +195,7 @@ def test_samples_come_from_the_default_generator(device):
         def waiting(mine: int):
             def processor(ids, scores):
                 with turn:
-                    now[0] = 1 - mine if 1 - mine not in ended else mine  # what was drawn before this is done
+                    now[0] = 1 - mine if 1 - mine not in ended else mine  # numbers drawn before this are settled
                     turn.notify_all()
                     assert turn.wait_for(lambda: now[0] == mine or 1 - mine in ended, LONG)
                 return scores
@@ -237,7 +237,7 @@ def test_unpatch_waits_for_a_running_call(way, weights, device):
     undoing = Call(hf_fastpath.unpatch, model)
     undoing.join(0.2)
     assert undoing.is_alive() and state_of(model) is not None
-    new = Call(model.generate, prompt(device), **OPTIONS, **WAYS[way]).result()  # which does not wait for either
+    new = Call(model.generate, prompt(device), **OPTIONS, **WAYS[way]).result()  # this call waits for neither
     gate.opened.set()
     assert torch.equal(sequences(running.result()), expected) and torch.equal(sequences(new), expected)
     assert undoing.result() is model and state_of(model) is None
@@ -248,7 +248,7 @@ def test_unpatch_waits_for_a_running_call(way, weights, device):
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("weights", (None, "int8"))
 def test_patch_waits_for_a_running_call(way, weights, device):
-    """One of transformers' own, of a model that was never seen before."""
+    """The running call is transformers' own, of a model that was never seen before."""
     require_native(device)
     model = build("llama").to(device)
     expected = sequences(model.generate(prompt(device), **OPTIONS, **WAYS[way]))
@@ -267,7 +267,7 @@ def test_patch_waits_for_a_running_call(way, weights, device):
 
 
 def test_who_waits_too_long_is_told(device, monkeypatch):
-    """A callback that waits for a thread that unpatches: neither waits for ever, and the model is as it was."""
+    """A callback waits for a thread that unpatches: neither waits for ever, and the model is as it was."""
     monkeypatch.setattr(api, "_PATIENCE", 0.2)
     stock, ours = fresh("llama", device)
     errors = []
@@ -324,7 +324,7 @@ def test_patch_and_unpatch_by_turns_under_load(weights):
 
 @pytest.mark.parametrize("turn", range(5))
 def test_two_threads_patch_one_model(turn):
-    """All get it, patched once; other options are refused."""
+    """Both threads get the model patched once; other options are refused."""
     require_native(CPU)
     stock, model = build("llama"), build("llama")
     start = threading.Barrier(3)

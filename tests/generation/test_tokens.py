@@ -1,4 +1,4 @@
-"""Greedy search and sampling on a patched model give stock's tokens, float32."""
+"""Greedy search and sampling on a patched model give stock's tokens in float32."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ from hf_fastpath.decode.plan import MAX_EOS_TOKENS, DecodePlan
 
 
 def test_trained_model_greedy_tokens_equal(device):
-    """320 tokens on the trained model, past its window of 256, no ties allowed."""
+    """The trained model makes 320 tokens, past its window of 256, and no ties are allowed."""
     stock, ours = trained(device)
     ids = heldout_tokens(60).to(device)
     with counting(ours) as counts:
@@ -59,7 +59,7 @@ def test_trained_model_padded_batch_tokens_equal(device):
 @pytest.mark.parametrize("prompt_len", (1, WINDOW - 2))
 @pytest.mark.parametrize("batch", (1, 3))
 def test_window_edge_tokens_equal(batch, prompt_len, length, device):
-    """Generation that ends one before, at, one past and a whole window past the window's edge."""
+    """Generation ends one before, at, one past and a whole window past the window's edge."""
     stock, ours = pair("mistral", device)
     ids = prompt(device, batch, prompt_len)
     found, expected = both(stock, ours, input_ids=ids, max_length=length, do_sample=False)
@@ -77,7 +77,7 @@ def test_prompt_at_window_edge_tokens_equal(prompt_len, device):
 
 @over_architectures
 def test_outgrows_first_allocation(architecture, device):
-    """Hundreds of tokens: the KV buffers grow several times, and tokens stay equal."""
+    """With hundreds of tokens the KV buffers grow several times, and tokens stay equal."""
     stock, ours = pair(architecture, device)
     ids = prompt(device, 2, 5)
     found, expected = both(stock, ours, input_ids=ids, max_new_tokens=300, do_sample=False)
@@ -87,7 +87,7 @@ def test_outgrows_first_allocation(architecture, device):
 @over_architectures
 @pytest.mark.parametrize("batch", (17, 64))
 def test_large_batches_tokens_equal(batch, architecture, device):
-    """More sequences than the ops for few rows take: products of PyTorch's libraries; not where MLPs are mixtures."""
+    """PyTorch's products serve more sequences than the ops for few rows take, unless MLPs are mixtures."""
     stock, ours = pair(architecture, device)
     inputs = left_padded(device, batch, 25)
     with counting(ours) as counts:
@@ -108,7 +108,7 @@ def test_batch_of_65_falls_back(device):
 
 @pytest.mark.parametrize("batch", (3, 20))
 def test_padding_is_not_read(batch, device, monkeypatch):
-    """Whatever lies where a row is padded once the prompt is read, numbers or none: the same bits at every step."""
+    """Once the prompt is read, the padded slots of a row may hold numbers or NaN: every step has the same bits."""
     _, ours = pair("llama", device)
     inputs, begin, fillings = left_padded(device, batch, 40), DecodePlan.begin, [None, float("nan"), float("inf")]
 
@@ -130,7 +130,7 @@ def test_padding_is_not_read(batch, device, monkeypatch):
 
 
 def test_several_threads_tokens_equal():
-    """With more threads the CPU kernels split their rows, and nothing else changes."""
+    """With more threads the CPU kernels split their rows, and no result changes."""
     stock, ours = trained(torch.device("cpu"))
     ids = heldout_tokens(40)
     torch.set_num_threads(2)
@@ -150,7 +150,7 @@ def test_mask_with_holes_falls_back(device):
 
 @over_architectures
 def test_right_padding_falls_back(architecture, device):
-    """As stock computes it, tokens after the padding included."""
+    """Tokens after the padding are computed as stock computes them."""
     stock, ours = pair(architecture, device)
     inputs = {name: given.flip(1) for name, given in left_padded(device).items()}
     with counting(ours) as counts:
@@ -183,7 +183,7 @@ def test_users_position_ids_tokens_equal(first, rows, architecture, device):
 
 
 def test_users_position_ids_that_jump_tokens_equal(device):
-    """Packed and shifted positions, other ones in each row."""
+    """Positions are packed and shifted, and differ from row to row."""
     stock, ours = pair("llama", device)
     where = torch.tensor([[0, 1, 2, 0, 1, 2, 3, 4, 5, 6, 7], [7, 9, 11, 20, 21, 22, 23, 24, 50, 51, 52]], device=device)
     found, expected = both(stock, ours, input_ids=prompt(device, 2), position_ids=where, **GREEDY)
@@ -206,7 +206,7 @@ SAMPLING = {
 
 @pytest.mark.parametrize("options", SAMPLING.values(), ids=SAMPLING)
 def test_sampling_tokens_equal(options, device):
-    """Same seed, same tokens, and the generator ends in the same state."""
+    """The same seed gives the same tokens, and the generator ends in the same state."""
     for architecture in ARCHITECTURES:
         stock, ours = pair(architecture, device)
         ids = prompt(device, 2)
@@ -229,7 +229,7 @@ def test_sampling_tokens_equal(options, device):
 )
 @pytest.mark.parametrize("batch", (1, 5, 16, 40))
 def test_sampling_in_the_plan_tokens_equal(batch, options, device):
-    """The warpers that a plan knows; padded rows, rows that end at different steps."""
+    """The warpers are those that a plan knows; rows are padded, and end at different steps."""
     stock, ours = pair("llama", device)
     inputs = left_padded(device, batch)
     options |= dict(do_sample=True, max_new_tokens=40, eos_token_id=list(range(100, 106)), pad_token_id=1)
@@ -277,7 +277,7 @@ def test_settings_of_warpers(processors, settings):
 
 
 def test_sampling_with_a_users_warper_tokens_equal(device):
-    """After or before those of generate(): in the order that transformers makes of them."""
+    """The warper comes after or before those of generate(), in the order that transformers makes of them."""
     stock, ours = pair("llama", device)
     for given in (TemperatureLogitsWarper(2.0), TopKLogitsWarper(3), MinPLogitsWarper(0.3)):
         options = dict(do_sample=True, max_new_tokens=20, top_k=30, logits_processor=LogitsProcessorList([given]))
@@ -296,7 +296,7 @@ def test_sampling_on_the_trained_model_tokens_equal(device):
 def test_sampling_that_ends_early_leaves_the_generator_as_stock_does(device):
     """Rows end at different steps; steps run past the end must leave no trace in the generator."""
     stock, ours = pair("llama", device)
-    for ends in (100, MAX_EOS_TOKENS):  # with few, the plan chooses
+    for ends in (100, MAX_EOS_TOKENS):  # with few end tokens, the plan chooses
         for seed in range(4):
             options = dict(do_sample=True, top_k=20, max_new_tokens=200, eos_token_id=list(range(100, 100 + ends)))
             found, expected = both(stock, ours, seed, input_ids=prompt(device, 3, seed=seed), **options)

@@ -1,9 +1,9 @@
-"""The checks every op goes through, written once over :class:`hf_fastpath.registry.OpSpec`.
+"""The checks that every op goes through, written once over :class:`hf_fastpath.registry.OpSpec`.
 
-``globals().update(common_tests(SPEC))`` gives a test file its ``test_<op>_...`` functions. They compare three
+``globals().update(common_tests(SPEC))`` gives a test file its ``test_<op>_...`` functions, which compare three
 computations of one call: *ours* (the op through ``torch.ops``), *stock* (its reference in the working dtype)
 and *ref* (its reference in float64), by the numerics rule ``|ours - ref| <= 2 |stock - ref| + eps |ref|``,
-maxima over the tensor. Nothing here carries a tolerance of its own.
+with maxima over the tensor. Nothing here has a tolerance of its own.
 """
 
 from __future__ import annotations
@@ -27,15 +27,15 @@ Samples = Callable[[torch.device, torch.dtype], Iterable[Sample]]
 
 
 def arguments(spec: OpSpec, sample: Sample) -> dict[str, object]:
-    """The sample's arguments by name, in schema order."""
+    """Return the sample's arguments by name, in schema order."""
     names = [argument.name for argument in spec.overload._schema.arguments]
     return dict(zip(names, sample.args, strict=False)) | sample.kwargs
 
 
 def tensors(spec: OpSpec, sample: Sample) -> dict[str, torch.Tensor]:
-    """The sample's tensor arguments by name.
+    """Return the sample's tensor arguments by name.
 
-    Those in lists are called ``name[index]``; empty ones, which stand for absent ones there, are left out.
+    Tensors in lists are called ``name[index]``; empty ones, which stand for absent ones there, are left out.
     """
     found = {}
     for name, value in arguments(spec, sample).items():
@@ -48,7 +48,7 @@ def tensors(spec: OpSpec, sample: Sample) -> dict[str, torch.Tensor]:
 
 
 def written(spec: OpSpec) -> set[str]:
-    """Names of the arguments that the schema says the op writes to."""
+    """Return the names of the arguments that the op writes to, by its schema."""
     return {a.name for a in spec.overload._schema.arguments if a.alias_info is not None and a.alias_info.is_write}
 
 
@@ -58,7 +58,7 @@ def is_written(spec: OpSpec, name: str) -> bool:
 
 
 def replaced(spec: OpSpec, sample: Sample, **values: object) -> Sample:
-    """The sample with some arguments exchanged, by name; ``name[index]`` is one tensor of a list."""
+    """Return the sample with some arguments exchanged, by name; ``name[index]`` is one tensor of a list."""
     given = arguments(spec, sample)
     for key, value in values.items():
         name, _, index = key.partition("[")
@@ -71,7 +71,7 @@ def replaced(spec: OpSpec, sample: Sample, **values: object) -> Sample:
 
 
 def concatenated(result: torch.Tensor | list[torch.Tensor]) -> torch.Tensor:
-    """What an op returned as one tensor: of several, all their elements in a row."""
+    """Return what an op returned as one tensor: of several, all their elements in a row."""
     if isinstance(result, torch.Tensor):
         return result
     with torch.autocast(result[0].device.type, enabled=False):
@@ -79,7 +79,7 @@ def concatenated(result: torch.Tensor | list[torch.Tensor]) -> torch.Tensor:
 
 
 def run(spec: OpSpec, function: Callable[..., Any], sample: Sample) -> dict[str, torch.Tensor]:
-    """Call ``function`` on ``sample``: what it returned and the floating or quantized arguments it wrote, by name."""
+    """Call ``function`` on ``sample``; return its result and the floating or quantized arguments it wrote, by name."""
     call = spec.numbered(sample)
     result = {"result": concatenated(function(*call.args, **call.kwargs))}
     for name, tensor in tensors(spec, sample).items():
@@ -89,7 +89,7 @@ def run(spec: OpSpec, function: Callable[..., Any], sample: Sample) -> dict[str,
 
 
 def ours(spec: OpSpec, sample: Sample) -> dict[str, torch.Tensor]:
-    """The op on a copy of ``sample`` that has the same layout; checks that it writes only where it may."""
+    """Run the op on a copy of ``sample`` in the same layout, and check that it writes only where it may."""
     call = sample.map_tensors(duplicate)
     result = run(spec, spec.overload, call)
     after = tensors(spec, call)
@@ -100,7 +100,7 @@ def ours(spec: OpSpec, sample: Sample) -> dict[str, torch.Tensor]:
 
 
 def describe(spec: OpSpec, sample: Sample) -> str:
-    """The call in one line: shapes of tensors (strides where they are unusual), values of the rest."""
+    """Describe the call in one line: shapes of tensors (and unusual strides), values of the rest."""
 
     def text(value: object) -> str:
         if isinstance(value, list):
@@ -140,7 +140,7 @@ def assert_rule(ours: torch.Tensor, stock: torch.Tensor, ref: torch.Tensor, what
 
 
 def _same_kind(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-    """Where both are NaN, the same infinity, or both finite."""
+    """Return where both are NaN, the same infinity, or finite."""
     special = [torch.where(t.isfinite(), 0.0, t.double()) for t in (a, b)]
     return torch.isclose(*special, rtol=0, atol=0, equal_nan=True) & (a.isfinite() == b.isfinite())
 
@@ -161,21 +161,21 @@ def assert_matches(spec: OpSpec, sample: Sample, label: str = "") -> torch.Tenso
     mine = ours(spec, sample)
     for name, tensor in mine.items():
         if tensor.element_size() == 1:
-            continue  # quants have no error of their own: their op's tests hold them against its scales
+            continue  # quants have no error of their own: the tests of their op compare them by their scales
         assert_rule(tensor, stock[name], ref[name], f"{label} {describe(spec, sample)}: {name}".lstrip())
     assert mine["result"].is_contiguous(), f"{describe(spec, sample)}: the result is not contiguous"
     return mine["result"]
 
 
 def assert_same_as_copy(spec: OpSpec, sample: Sample, label: str) -> None:
-    """Assert that views give what their contiguous copies give: the same bits, or else within the rule."""
+    """Assert that views give what their contiguous copies give: the same bits, or else results within the rule."""
     views, copies = ours(spec, sample), ours(spec, sample.map_tensors(compact))
     if not all(same_bits(views[name], copies[name]) for name in views):
         assert_matches(spec, sample, label)
 
 
 def is_native(spec: OpSpec, device: torch.device) -> bool:
-    """Whether a native library implements the op on this device (else it is the reference)."""
+    """Whether a native library implements the op on this device; else the op is the reference."""
     # torch has no public way to ask for a kernel registered for one key alone.
     has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key
     return has_kernel(f"hf_fastpath::{spec.name}", {"cpu": "CPU", "cuda": "CUDA"}[device.type])
@@ -193,7 +193,7 @@ def assert_exact(spec: OpSpec, sample: Sample) -> None:
 def small_integers(
     device: torch.device, dtype: torch.dtype, x_shape: tuple[int, ...], *weight_shapes: tuple[int, ...]
 ) -> list[torch.Tensor]:
-    """x and weights in {-1, 0, 1} whose products x @ weight.T are exact in ``dtype``, in any order of sums.
+    """Make x and weights in {-1, 0, 1} whose products x @ weight.T are exact in ``dtype``, in any order of sums.
 
     At most 200 elements of a row of x are not zero, the first and the last among them: every partial sum is
     an integer below 256, bfloat16's last exact one, with room for a small bias and residual.
@@ -210,7 +210,7 @@ def small_integers(
 
 
 def formula(spec: OpSpec) -> type[torch.autograd.Function]:
-    """The op's reference with the op's backward as an autograd function, in any dtype.
+    """Make an autograd function, in any dtype, of the op's reference and the op's backward.
 
     Native kernels take no float64, so ``gradcheck`` has to reach the formula without them.
     """
@@ -219,7 +219,7 @@ def formula(spec: OpSpec) -> type[torch.autograd.Function]:
 
 
 def assert_gradients(spec: OpSpec, inputs: tuple[torch.Tensor, ...], upstream: torch.Tensor, *options: object) -> None:
-    """Assert the numerics rule on the gradients of ``inputs``; ref and stock are autograd's own."""
+    """Assert the numerics rule on the gradients of ``inputs``; ref and stock are autograd's own gradients."""
 
     def gradients(function: Callable[..., torch.Tensor], wide: bool) -> tuple[torch.Tensor, ...]:
         leaves = [(upcast(t) if wide else t.clone()).requires_grad_() for t in inputs]
@@ -234,11 +234,11 @@ def assert_gradients(spec: OpSpec, inputs: tuple[torch.Tensor, ...], upstream: t
 
 
 def common_tests(spec: OpSpec, odd_sizes: Samples | None = None) -> dict[str, Callable[..., None]]:
-    """The tests every op has, by name.
+    """Make the tests that every op has, by name.
 
     Args:
         spec: the op.
-        odd_sizes: more calls, of sizes that no kernel is tuned for; ``None``: the op's own samples.
+        odd_sizes: makes more calls, of sizes that no kernel is tuned for; with None, the op's own samples.
     """
     odd_sizes = odd_sizes or spec.samples
 
@@ -251,7 +251,7 @@ def common_tests(spec: OpSpec, odd_sizes: Samples | None = None) -> dict[str, Ca
 
     @over_dtypes
     def handles_odd_sizes(device: torch.device, dtype: torch.dtype) -> None:
-        """Sizes that are no multiple of a vector, a tile or a thread count."""
+        """Sizes may be no multiple of a vector, a tile or a thread count."""
         for sample in odd_sizes(device, dtype):
             assert not spec.why_not(*sample.args, **sample.kwargs)
             assert_matches(spec, sample)
@@ -276,7 +276,7 @@ def common_tests(spec: OpSpec, odd_sizes: Samples | None = None) -> dict[str, Ca
 
     @over_dtypes
     def handles_broadcast_views(device: torch.device, dtype: torch.dtype) -> None:
-        """Arguments whose rows are one row repeated with stride 0."""
+        """Rows of an argument may be one row repeated with stride 0."""
         for sample in itertools.islice(spec.samples(device, dtype), 6):
             for name, tensor in tensors(spec, sample).items():
                 if (
@@ -292,7 +292,7 @@ def common_tests(spec: OpSpec, odd_sizes: Samples | None = None) -> dict[str, Ca
 
     @over_dtypes
     def writes_every_element(device: torch.device, dtype: torch.dtype) -> None:
-        """Output memory that held NaN ends up as the result, the same bits each time."""
+        """Output memory that held NaN ends up as the result, with the same bits each time."""
         for sample in spec.samples(device, dtype):
             first = ours(spec, sample)
             for _ in range(3):
@@ -309,14 +309,14 @@ def common_tests(spec: OpSpec, odd_sizes: Samples | None = None) -> dict[str, Ca
         for number, sample in enumerate(spec.samples(device, torch.float32)):
             utils = (*quick, "test_aot_dispatch_dynamic") if number < 2 else quick
             if any(tensor.dtype == torch.float8_e4m3fn for tensor in sample.tensors()):
-                utils = quick[1:]  # the first compares arguments by arithmetic, which float8 has none of
+                utils = quick[1:]  # the first one compares arguments by arithmetic, which float8 does not have
             torch.library.opcheck(spec.overload, sample.args, sample.kwargs, test_utils=utils)
             if spec.backward is not None and number < 2:
                 leaves = sample.map_tensors(lambda tensor: tensor.requires_grad_())
                 torch.library.opcheck(spec.overload, leaves.args, leaves.kwargs)
 
     def rejects_bad_input(device: torch.device) -> None:
-        """Wrong dtype, shape, device or choice: an error that names the op, never a crash or a number."""
+        """A wrong dtype, shape, device or choice is an error that names the op, never a crash or a number."""
         sample = next(iter(spec.samples(device, torch.float32)))
         for what, call in odd_ranks(spec, sample):
             if not spec.why_not(**call.kwargs):
@@ -326,13 +326,13 @@ def common_tests(spec: OpSpec, odd_sizes: Samples | None = None) -> dict[str, Ca
                 spec(**call.kwargs)
                 pytest.fail(f"{spec.name} took {what}")
             assert str(error.value).startswith(f"hf_fastpath.ops.{spec.name}: "), what
-            if is_native(spec, device) and "device" not in what:  # the library's own checks, behind Python's
+            if is_native(spec, device) and "device" not in what:  # the library has checks of its own behind Python's
                 with pytest.raises(RuntimeError):
                     spec.overload(**call.kwargs)
                     pytest.fail(f"the native {spec.name} took {what}: {describe(spec, call)}")
 
     def compiles(device: torch.device) -> None:
-        """One graph under ``torch.compile``, the same bits as eager."""
+        """``torch.compile`` makes one graph, which gives the same bits as eager."""
         for sample in itertools.islice(spec.samples(device, torch.float32), 2):
             torch.compiler.reset()
             compiled = torch.compile(spec.overload, fullgraph=True, backend="aot_eager")
@@ -342,7 +342,7 @@ def common_tests(spec: OpSpec, odd_sizes: Samples | None = None) -> dict[str, Ca
 
     @over_dtypes
     def ignores_autocast(device: torch.device, dtype: torch.dtype) -> None:
-        """The same bits inside an autocast region: the arguments' dtype decides, not the region's."""
+        """An autocast region changes no bit: the arguments' dtype decides, not the region's."""
         for sample in spec.samples(device, dtype):
             expected = ours(spec, sample)
             for region in (torch.float16, torch.bfloat16):
@@ -363,7 +363,7 @@ def common_tests(spec: OpSpec, odd_sizes: Samples | None = None) -> dict[str, Ca
 
     @over_dtypes
     def replays_in_cuda_graph(cuda: torch.device, dtype: torch.dtype) -> None:
-        """Captured once, replayed on new values: the same bits as an eager call on them."""
+        """A graph that was captured once and is replayed on new values gives the bits of an eager call on them."""
         for sample, fresh in zip(spec.samples(cuda, dtype), spec.samples(cuda, dtype), strict=True):
             static = sample.map_tensors(duplicate)
             side = torch.cuda.Stream()
@@ -400,7 +400,7 @@ def common_tests(spec: OpSpec, odd_sizes: Samples | None = None) -> dict[str, Ca
 
 
 def bad_calls(spec: OpSpec, sample: Sample) -> Iterator[tuple[str, Sample]]:
-    """Calls that differ from ``sample`` in one thing the op must refuse, with a description."""
+    """Yield calls that differ from ``sample`` in one thing that the op must refuse, with a description."""
     given = tensors(spec, sample)
     doubles = {name: t.double() for name, t in given.items() if t.is_floating_point()}
     yield "float64 throughout", replaced(spec, sample, **doubles)
@@ -416,7 +416,7 @@ def bad_calls(spec: OpSpec, sample: Sample) -> Iterator[tuple[str, Sample]]:
 
 
 def odd_ranks(spec: OpSpec, sample: Sample) -> Iterator[tuple[str, Sample]]:
-    """Calls in which one tensor has an unusual number of dimensions: computed rightly, or refused."""
+    """Yield calls in which one tensor has an unusual number of dimensions; they are computed rightly, or refused."""
     for name, tensor in tensors(spec, sample).items():
         yield f"{name} with more dimensions", replaced(spec, sample, **{name: tensor[None, None, None]})
         yield f"{name} with one dimension", replaced(spec, sample, **{name: tensor.flatten()})

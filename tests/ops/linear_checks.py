@@ -17,7 +17,7 @@ over_layouts = pytest.mark.parametrize("transposed", (False, True), ids=("linear
 def exact_on_integers(
     spec: OpSpec, sizes: Iterable[tuple[int, int, int]], device: torch.device, dtype: torch.dtype, transposed: bool
 ) -> None:
-    """Bit for bit, for sizes of rows, in_features and out_features: a skipped or doubled product cannot hide in
+    """Compare bit for bit, for sizes of rows, in_features and out_features: a skipped or doubled product cannot hide in
     rounding."""
     for rows, k, n in sizes:
         x, weight = small_integers(device, dtype, (rows, k), (n, k))
@@ -31,7 +31,7 @@ def exact_on_integers(
 def ignores_gaps_between_weight_rows(
     spec: OpSpec, rows: int, device: torch.device, dtype: torch.dtype, transposed: bool
 ) -> None:
-    """Rows of a column slice, at every alignment; NaN in the rest of the wide matrix must not leak in."""
+    """Check rows of a column slice, at every alignment; NaN in the rest of the wide matrix must not leak in."""
     x = torch.randn(rows, 40 if transposed else 57, device=device).to(dtype)
     for start in range(9):
         wide = torch.full((40, 80), float("nan"), device=device, dtype=dtype)
@@ -40,7 +40,7 @@ def ignores_gaps_between_weight_rows(
 
 
 def reference_is_the_models_layers(spec: OpSpec, rows: int) -> None:
-    """``nn.Linear`` and ``Conv1D``."""
+    """Compare the reference with ``nn.Linear`` and ``Conv1D``."""
     from transformers.pytorch_utils import Conv1D
 
     x, weight, bias = torch.randn(rows, 24), torch.randn(10, 24), torch.randn(10)
@@ -54,7 +54,7 @@ def reference_is_the_models_layers(spec: OpSpec, rows: int) -> None:
 
 
 def beside_other_kernels(spec: OpSpec, rows: int, device: torch.device) -> None:
-    """Slots of the rings are filled again many times while other streams keep the multiprocessors busy."""
+    """Fill slots of the rings again many times while other streams keep the multiprocessors busy."""
     for k, n in ((8192, 4300), (14336, 4096), (4096, 14336)):
         weight = torch.randn(n, k, device=device, dtype=torch.float16) * k**-0.5
         x = torch.randn(rows, k, device=device, dtype=torch.float16)

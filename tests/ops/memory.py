@@ -1,4 +1,4 @@
-"""Copies, layouts and allocator states of tensors: what the checks vary besides the values."""
+"""Copies, layouts and allocator states of tensors, which the checks vary besides the values."""
 
 from __future__ import annotations
 
@@ -10,20 +10,20 @@ import torch
 
 
 def duplicate(tensor: torch.Tensor) -> torch.Tensor:
-    """A copy with its own memory but the same strides, offset and gaps."""
+    """Return a copy with its own memory but the same strides, offset and gaps."""
     storage = tensor.untyped_storage().clone()
     like = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
     return like.set_(storage, tensor.storage_offset(), tensor.size(), tensor.stride())
 
 
 def upcast(tensor: torch.Tensor) -> torch.Tensor:
-    """A float64 copy of a floating tensor; other tensors, quants among them, are copied as they are."""
+    """Return a float64 copy of a floating tensor; other tensors, quants among them, are copied as they are."""
     is_value = tensor.is_floating_point() and tensor.element_size() > 1
     return tensor.to(torch.float64, copy=True) if is_value else tensor.clone()
 
 
 def compact(tensor: torch.Tensor) -> torch.Tensor:
-    """A contiguous copy in fresh memory."""
+    """Return a contiguous copy in fresh memory."""
     return tensor.clone(memory_format=torch.contiguous_format)
 
 
@@ -33,7 +33,7 @@ def same_storage(a: torch.Tensor, b: torch.Tensor) -> bool:
 
 
 def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """Bitwise equality of shape, dtype and values: NaN equals NaN, 0 differs from -0."""
+    """Whether shape, dtype and values are bitwise equal: NaN equals NaN, 0 differs from -0."""
     if a.shape != b.shape or a.dtype != b.dtype:
         return False
     return torch.equal(compact(a).view(-1).view(torch.uint8), compact(b).view(-1).view(torch.uint8))
@@ -46,7 +46,7 @@ def _filler(tensor: torch.Tensor) -> float | int:
 
 
 def offset(tensor: torch.Tensor) -> torch.Tensor:
-    """Contiguous, but one element off the alignment of a fresh allocation, with filler on both sides."""
+    """Return a contiguous copy, one element off the alignment of a fresh allocation, with filler on both sides."""
     buffer = tensor.new_full((tensor.numel() + 2,), _filler(tensor))
     view = buffer[1:-1].view(tensor.shape)
     view.copy_(tensor)
@@ -54,7 +54,7 @@ def offset(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def padded_rows(tensor: torch.Tensor) -> torch.Tensor:
-    """Rows contiguous but further apart than they are long (a slice of a wider tensor)."""
+    """Return a copy whose rows are contiguous but further apart than they are long (a slice of a wider tensor)."""
     if tensor.dim() == 0:
         return tensor
     buffer = tensor.new_full((*tensor.shape[:-1], tensor.shape[-1] + 5), _filler(tensor))
@@ -64,7 +64,7 @@ def padded_rows(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def every_second(tensor: torch.Tensor) -> torch.Tensor:
-    """Elements two apart in memory."""
+    """Return a copy whose elements are two apart in memory."""
     if tensor.dim() == 0:
         return tensor
     view = tensor.new_full((*tensor.shape[:-1], 2 * tensor.shape[-1]), _filler(tensor))[..., ::2]
@@ -73,7 +73,7 @@ def every_second(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def transposed(tensor: torch.Tensor) -> torch.Tensor:
-    """Last dimension outermost in memory."""
+    """Return a copy whose last dimension is outermost in memory."""
     axes = range(tensor.dim())[::-1]
     return compact(tensor.permute(*axes)).permute(*axes)
 
@@ -83,8 +83,8 @@ LAYOUTS = (offset, padded_rows, every_second, transposed)
 
 @contextlib.contextmanager
 def poisoned(device: torch.device, size: int) -> Iterator[None]:
-    """While it lasts, memory that the allocator hands out for ``size`` bytes fails :func:`intact`."""
-    if device.type == "cuda":  # the caching allocator hands out what was freed last
+    """Inside the block, memory that the allocator hands out for ``size`` bytes fails :func:`intact`."""
+    if device.type == "cuda":  # the caching allocator hands out the memory that was freed last
         blocks = [torch.full((size,), 255, dtype=torch.uint8, device=device) for _ in range(8)]
         del blocks
         yield

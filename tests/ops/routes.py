@@ -34,7 +34,7 @@ def run_limited(spec: OpSpec, file: str, isa: str, *arguments: object) -> None:
 
 
 def main(spec: OpSpec, check: Callable[..., None]) -> None:
-    """``check(isa, *arguments)`` of a process that :func:`run_limited` started."""
+    """Call ``check(isa, *arguments)`` in a process that :func:`run_limited` started."""
     loader.ensure("cpu")
     assert is_native(spec, torch.device("cpu"))
     torch.manual_seed(1729)

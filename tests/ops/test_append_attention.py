@@ -1,4 +1,4 @@
-"""append_attention: the common tests, lengths where tiles and splits end, masks of every kind, unused slots."""
+"""append_attention: the common tests, lengths at which tiles and splits end, masks of every kind, unused slots."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ CPU = torch.device("cpu")
 
 
 def make(device, dtype, *, softcap=0.0, **sizes) -> Sample:
-    """One call whose cache holds NaN in every slot that no token of the call sees."""
+    """Make a call whose cache holds NaN in every slot that no token of the call sees."""
     return Sample(**make_decode(device, dtype, **sizes).kwargs, softcap=softcap)
 
 
@@ -48,7 +48,7 @@ def test_append_attention_reference_is_the_formula():
 
 
 def test_append_attention_cap_is_the_formula():
-    """The cap of the reference is ``softcap * tanh(score / softcap)``; where it is far away, it changes nothing."""
+    """The cap of the reference is ``softcap * tanh(score / softcap)``; a cap that is far away changes nothing."""
     sizes = dict(heads=4, kv_heads=2, head_dim=32, capacity=30, query_len=7, seq_lens=[25], sinks=True)
     sample = make(CPU, torch.float64, **sizes, softcap=0.5)
     a = sample.kwargs
@@ -64,7 +64,7 @@ def test_append_attention_cap_is_the_formula():
 
 
 def edges(device, dtype):
-    """Windows and paddings at the lengths where something begins or ends."""
+    """Yield windows and paddings at the lengths where something begins or ends."""
     for window, query_len, length in itertools.product((1, 8, 64, 200), (3, 40), (41, 130, 260)):
         sizes = dict(heads=4, kv_heads=2, head_dim=64, capacity=270, query_len=query_len, window=window)
         yield make(device, dtype, **sizes, seq_lens=[length], sinks=query_len == 3)
@@ -76,7 +76,7 @@ def edges(device, dtype):
 
 @over_dtypes
 def test_append_attention_edges(device, dtype):
-    """Window and padding edges; slots outside hold NaN, so one slot too many shows."""
+    """Slots outside of windows and padding hold NaN, so that one slot too many shows."""
     for sample in edges(device, dtype):
         assert not assert_matches(SPEC, sample).isnan().any()
 
@@ -91,7 +91,7 @@ CASES = list(itertools.product(QUERIES, (64, 80, 96, 128, 256), ((8, 8), (8, 4),
     [pytest.param(*case, marks=() if i % 7 == 0 else pytest.mark.full) for i, case in enumerate(CASES)],
 )
 def test_append_attention_grid(query_len, head_dim, heads, cuda, dtype):
-    """Queries, head dims and groups, with every kind of mask, cap and sinks; other devices run the reference."""
+    """Queries, head dims and groups are combined with masks, caps and sinks; other devices run the reference."""
     for number, (past, window, padded, softcap) in enumerate(
         itertools.product((0, 29, 500), (0, 70), (False, True), (0.0, 15.0))
     ):
@@ -160,7 +160,7 @@ def test_append_attention_exact_average(device, dtype):
 
 @over_dtypes
 def test_append_attention_uses_no_stale_memory(device, dtype):
-    """What the op allocates itself may hold anything."""
+    """Memory that the op allocates itself may hold anything."""
     for h, kv, d, n, lens in ((8, 2, 64, 2, [2050]), (8, 8, 128, 5, [700, 2000]), (8, 1, 256, 4, [2048, 3000])):
         sample = make(device, dtype, heads=h, kv_heads=kv, head_dim=d, capacity=3100, query_len=n, seq_lens=lens)
         expected = assert_matches(SPEC, sample)

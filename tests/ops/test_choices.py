@@ -1,4 +1,4 @@
-"""Arguments that are one of a few: names in Python, the numbers of ``csrc`` in schemas."""
+"""Arguments that take one of a few values: names in Python, the numbers of ``csrc`` in schemas."""
 
 from __future__ import annotations
 

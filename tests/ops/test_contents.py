@@ -1,5 +1,5 @@
-"""What lengths, block tables, tokens and positions hold, where it is wrong: an error in host memory, and on a GPU no
-access out of bounds."""
+"""Wrong contents of lengths, block tables, tokens and positions: an error in host memory, and no access out of bounds
+on a GPU."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from hf_fastpath.ops.kv_cache import capacity_of, in_pages
 from hf_fastpath.registry import OpInputError, all_ops
 
 HEADS, HEAD_DIM, SIZE, COLUMNS = 2, 64, 16, 3
-#: arguments whose numbers kernels follow to a place; those of step_inputs are in test_step_inputs.py
+#: arguments whose numbers kernels use as places; those of step_inputs are in test_step_inputs.py
 PLACES = ("seq_lens", "starts", "block_table", "expert_ids", "positions", "tokens")
 PLACED = [
     name
     for name, spec in all_ops().items()
     if name != "step_inputs" and any(argument.name in PLACES for argument in spec.overload._schema.arguments)
 ]
-#: around what is right, and where int32 ends
+#: numbers around the right ones, and at the ends of int32
 NUMBERS = (-(2**31), -1, 0, 17, 2**31 - 70, 2**31 - 1)
 GUARD = 2**14  # bytes
 
@@ -33,7 +33,7 @@ def ints(device, *values):
 
 
 def paged(device, dtype, tail=16):
-    """A block table of two rows and pages of keys and values, with ``tail`` pages of sentinels behind them."""
+    """Make a block table of two rows, and pages of keys and values with ``tail`` pages of sentinels behind them."""
     shape = 2, HEADS, SIZE * COLUMNS, HEAD_DIM
     table, *caches = in_pages([torch.randn(shape, device=device, dtype=dtype) for _ in range(2)], SIZE)
     wholes = [torch.cat([cache, torch.full_like(cache[:1], 7.0).expand(tail, -1, -1, -1)]) for cache in caches]
@@ -72,7 +72,7 @@ def test_pages_that_are_none(page, dtype, device):
 
 
 def test_pages_that_no_token_needs_may_be_anything_for_a_plan(device):
-    """Native checks look at what a call reads or writes, in the time that it takes anyway."""
+    """Native checks look at what a call reads or writes, in time that it takes anyway."""
     table, caches, _ = paged(device, torch.float32)
     (op, call), *_ = paged_calls(device, torch.float32, table, caches, ints(device, 20, 30))
     expected = op.overload(**call)
@@ -124,8 +124,8 @@ def test_a_cache_without_a_slot_for_every_token(device):
 
 
 def guarded(value, wholes: list[torch.Tensor]):
-    """A copy of a tensor, or of a list of them, in memory whose first and last ``GUARD`` bytes are 255, which floats
-    read as NaN; the memory is added to ``wholes``."""
+    """Copy a tensor, or a list of them, into memory whose first and last ``GUARD`` bytes are 255, which floats read as
+    NaN; the memory is added to ``wholes``."""
     if isinstance(value, list):
         return [guarded(item, wholes) for item in value]
     if not isinstance(value, torch.Tensor) or not value.numel() or not value.is_contiguous():
@@ -136,7 +136,7 @@ def guarded(value, wholes: list[torch.Tensor]):
 
 
 def guarded_calls(spec, device, dtype):
-    """Arguments of every sample of an op, and the memory of those that are followed or written."""
+    """Yield the arguments of every sample of an op, and the memory of those that are places or are written."""
     for sample in spec.samples(device, dtype):
         given = arguments(spec, replaced(spec, sample))
         names = {argument.name for argument in spec.overload._schema.arguments}
@@ -151,7 +151,7 @@ def guarded_calls(spec, device, dtype):
 
 
 def with_numbers(given):
-    """The arguments with other numbers in each of ``PLACES``: in its last element, and in all of it."""
+    """Yield the arguments with other numbers in each of ``PLACES``: in the last element, and in all elements."""
     for name in PLACES:
         if not isinstance(given.get(name), torch.Tensor):
             continue
@@ -166,14 +166,14 @@ def with_numbers(given):
 @over_dtypes
 @pytest.mark.parametrize("name", PLACED)
 def test_no_number_leads_outside_the_buffers(name, dtype, device):
-    """Nothing is written there; what is read there ends the process if it is no memory."""
+    """Nothing is written outside the buffers; a read outside ends the process if there is no memory."""
     spec = all_ops()[name]
     calls = 0
     for given, wholes in guarded_calls(spec, device, dtype):
         for place, number in with_numbers(given):
             try:
                 spec.overload(**given)
-            except RuntimeError as error:  # of pages, where they can be looked at
+            except RuntimeError as error:  # pages are checked where the host can look at them
                 assert device.type == "cpu" and place == "block_table" and "expected a page" in str(error), error
             calls += 1
             for whole in wholes:
@@ -188,8 +188,8 @@ def test_no_number_leads_outside_the_buffers(name, dtype, device):
 @over_dtypes
 @pytest.mark.parametrize("name", ("decode_attention", "append_attention"))
 def test_what_wrong_lengths_and_starts_stand_for(name, dtype, cuda):
-    """A length below 0 is 0, one above what a cache without a window has is all of it; a start below 0 is 0, one behind
-    the last position leaves nothing to see."""
+    """A length below 0 counts as 0, and a length above the capacity of a cache without a window as the capacity; a
+    start below 0 counts as 0, and a start behind the last position leaves nothing to see."""
     spec = all_ops()[name]
     for given, _ in guarded_calls(spec, cuda, dtype):
         capacity = capacity_of(given["k_cache"], given.get("block_table"))

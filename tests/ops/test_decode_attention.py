@@ -31,7 +31,7 @@ def make(
     kv=None,
     sinks=False,
 ) -> Sample:
-    """One call whose cache holds NaN in every slot that no token of the call sees."""
+    """Make a call whose cache holds NaN in every slot that no token of the call sees."""
     batch = len(seq_lens)
     caches = []
     for _ in range(2):
@@ -53,13 +53,13 @@ def make(
 
 
 def seen(seq_len: int, query_len: int, start: int | None, window: int) -> range:
-    """Positions that at least one of a row's new tokens sees."""
+    """Return the positions that at least one of a row's new tokens sees."""
     oldest = seq_len - query_len - window + 1 if window else 0
     return range(max(oldest, start or 0, 0), seq_len)
 
 
 def naive(sample: Sample) -> torch.Tensor:
-    """The docstring's formula in float64, one token and one head at a time."""
+    """Compute the docstring's formula in float64, one token and one head at a time."""
     a = sample.kwargs
     batch, query_len, num_heads, head_dim = a["q"].shape
     group, capacity = num_heads // a["k_cache"].shape[1], a["k_cache"].shape[2]
@@ -116,7 +116,7 @@ def test_decode_attention_reference_is_the_formula():
 
 
 def edges(device, dtype):
-    """Windows, rings and paddings at the lengths where something begins or ends."""
+    """Yield windows, rings and paddings at the lengths where something begins or ends."""
     window = 8
     for seq_len in (1, 7, 8, 9, 15, 16, 17, 24, 25, 1000):  # the window fills; the ring wraps
         for capacity in (8, 9, 24):
@@ -139,7 +139,7 @@ def edges(device, dtype):
         28,
         29,
         100,
-    ):  # several new tokens, each with its own window; the ring is full
+    ):  # several new tokens have a window each, and the ring is full
         yield make(
             device,
             dtype,
@@ -183,7 +183,7 @@ def edges(device, dtype):
 
 @over_dtypes
 def test_decode_attention_edges(device, dtype):
-    """Window, ring and padding edges; slots outside hold NaN, so one slot too many shows."""
+    """Slots outside of windows, rings and padding hold NaN, so that one slot too many shows."""
     for sample in edges(device, dtype):
         assert not assert_matches(SPEC, sample).isnan().any()
 
@@ -218,7 +218,7 @@ def test_decode_attention_sees_nothing_gives_zeros(device):
 @over_dtypes
 @pytest.mark.parametrize("kv", DTYPES, ids=str)
 def test_decode_attention_cache_dtypes(device, dtype, kv):
-    """Any cache dtype beside any q dtype, the arithmetic in float32."""
+    """Any cache dtype goes with any q dtype, and the arithmetic is float32."""
     for query_len, seq_len in ((1, 40), (1, 300), (4, 77)):
         sample = make(
             device,
@@ -236,7 +236,7 @@ def test_decode_attention_cache_dtypes(device, dtype, kv):
 
 @over_dtypes
 def test_decode_attention_one_position_copies_v(device, dtype):
-    """A softmax over one position is 1: the result is V's own bits."""
+    """A softmax over one position is 1, so that the result has V's own bits."""
     for window, starts, seq_len in ((1, None, 11), (0, [10], 11), (0, None, 1)):
         sample = make(
             device,
@@ -256,7 +256,7 @@ def test_decode_attention_one_position_copies_v(device, dtype):
 @over_dtypes
 @pytest.mark.parametrize("length", (1, 64, 700))
 def test_decode_attention_sinks(length, device, dtype):
-    """None where they are -inf, everything where they are large, and half of it where they are a lone score."""
+    """A sink of -inf takes nothing, a large sink takes everything, and a sink equal to a lone score takes half."""
     sizes = dict(heads=4, kv_heads=2, head_dim=64, capacity=length, seq_lens=[length, length], starts=[0, length])
     sample = make(device, dtype, **sizes)
 
@@ -271,7 +271,7 @@ def test_decode_attention_sinks(length, device, dtype):
     sample.kwargs["v_cache"].fill_(1)
     expected = torch.full((256,), length / (length + 1), device=device).to(dtype)
     torch.testing.assert_close(sunk(0.0)[0, 0], expected)
-    assert not sunk(0.0)[1].any()  # sees nothing
+    assert not sunk(0.0)[1].any()  # this token sees nothing
 
 
 @over_dtypes
@@ -351,7 +351,7 @@ def test_decode_attention_reuses_its_workspace(device, dtype):
     workspace = torch.zeros(size, dtype=torch.uint8, device=device)
     for call in calls:
         assert_matches(SPEC, call)
-        with poisoned(device, workspace_bytes(*call.kwargs["q"].shape)):  # what the op allocates itself is not zero
+        with poisoned(device, workspace_bytes(*call.kwargs["q"].shape)):  # memory that the op allocates is not zero
             call.fresh = SPEC(**call.kwargs)
     for call in (*calls, *reversed(calls), calls[0], calls[0]):
         assert same_bits(SPEC(**call.kwargs, workspace=workspace), call.fresh)

@@ -1,4 +1,4 @@
-"""decode_layers: the common tests, two tokens against the separate ops, kv_table, workspace, what it refuses."""
+"""decode_layers: the common tests, two tokens compared with the separate ops, kv_table, workspace, refusals."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ globals().update(common_tests(SPEC))
 
 
 def named(sample: Sample) -> dict:
-    """The sample's arguments by name, its tensors copied."""
+    """Return the sample's arguments by name, its tensors copied."""
     copy = sample.map_tensors(duplicate)
     return dict(zip(NAMES, copy.args)) | copy.kwargs
 
 
 def separately(call: dict) -> torch.Tensor:
-    """The same step through one op after the other."""
+    """Compute the same step with one op after the other."""
 
     def given(tensor: torch.Tensor) -> torch.Tensor | None:
         return tensor if tensor.numel() else None
@@ -63,7 +63,7 @@ def separately(call: dict) -> torch.Tensor:
 
 
 def two_tokens(sample: Sample, step: Callable[[dict], torch.Tensor]) -> list[torch.Tensor]:
-    """Results of two steps in a row and the caches behind them; the second is the sample's own."""
+    """Return the results of two steps in a row and the caches after them; the second step is the sample's own."""
     call = named(sample)
     last = call["seq_lens"].clamp(min=2)
     found = []
@@ -74,7 +74,7 @@ def two_tokens(sample: Sample, step: Callable[[dict], torch.Tensor]) -> list[tor
 
 @over_dtypes
 def test_decode_layers_is_the_separate_ops(device, dtype):
-    """The same bits on the CPU; sums run in another order on CUDA, so there as near to float64 as the rule demands."""
+    """The bits are the same on the CPU; on CUDA sums run in another order, and results keep the numerics rule."""
     for sample in SPEC.samples(device, dtype):
         whole, parts = two_tokens(sample, lambda call: SPEC(**call)), two_tokens(sample, separately)
         if device.type == "cpu":
@@ -133,7 +133,7 @@ def test_decode_layers_sizes():
 
 
 def changed(name: str, tensor: torch.Tensor, layer: int = 1) -> Callable[[dict], dict]:
-    """The call with one weight of a layer exchanged."""
+    """Make a change of a call that exchanges one weight of a layer."""
 
     def change(call: dict) -> dict:
         outer = name in OUTER_TENSORS

@@ -18,7 +18,7 @@ for _name, _spec in registry.all_ops().items():
 
 
 def test_poison_reaches_new_tensors(device):
-    """Otherwise "every element is written" would be shown by nothing."""
+    """If poison did not reach new tensors, nothing would show that "every element is written"."""
     for dtype in DTYPES:
         for size in (64, 1000, 100_000, 10_000_000):
             with poisoned(device, size * dtype.itemsize):
@@ -50,5 +50,5 @@ def test_copies_keep_layout_and_show_stray_writes():
     copy = duplicate(tensor)
     assert copy.stride() == tensor.stride() and copy.storage_offset() == 1 and torch.equal(copy, tensor)
     assert same_storage(copy, tensor)
-    copy.as_strided((1,), (1,), 0).zero_()  # outside the view
+    copy.as_strided((1,), (1,), 0).zero_()  # this element is outside the view
     assert not same_storage(copy, tensor)

@@ -19,7 +19,7 @@ NEUTRAL = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0}
 
 
 def make(logits: torch.Tensor, noise: torch.Tensor | None = None, **settings) -> Sample:
-    """One call; settings that are not given are neutral."""
+    """Make a call; settings that are not given are neutral."""
     values = list((NEUTRAL | settings).values())
     noise = torch.empty(logits.shape, device=logits.device).exponential_() if noise is None else noise
     return Sample(logits, noise, torch.tensor(values, dtype=torch.float64, device=logits.device))
@@ -30,7 +30,7 @@ def race(logits: torch.Tensor, noise: torch.Tensor | None = None, **settings) ->
 
 
 def warped(scores: torch.Tensor, temperature=1.0, top_k=0, top_p=1.0, min_p=0.0) -> torch.Tensor:
-    """What transformers' warpers make of ``scores``, with a stable sort: its order of equals is defined."""
+    """Apply transformers' warpers to ``scores``, with a stable sort, which defines the order of equals."""
     steps = [warpers.TemperatureLogitsWarper(temperature)]
     steps += [warpers.TopKLogitsWarper(top_k)] if top_k else []
     steps += [warpers.TopPLogitsWarper(top_p)] if top_p < 1 else []
@@ -42,9 +42,9 @@ def warped(scores: torch.Tensor, temperature=1.0, top_k=0, top_p=1.0, min_p=0.0)
 
 
 def assert_keeps(logits: torch.Tensor, **settings) -> None:
-    """The tokens the op keeps are transformers'; where float32 and float64 differ there, either is right.
+    """Assert that the op keeps the tokens that transformers keeps; if float32 and float64 differ, either is right.
 
-    Tokens whose probability float32 cannot hold are kept by nobody.
+    Nobody keeps tokens whose probability float32 cannot hold.
     """
     weights = race(logits, torch.ones_like(logits, dtype=torch.float32), **settings)
     scores = [warped(logits.to(dtype), **settings) for dtype in (torch.float32, torch.float64)]
@@ -75,7 +75,7 @@ SETTINGS = [
 @over_dtypes
 @pytest.mark.parametrize(("rows", "vocab_size"), ((4, 1), (4, 7), (16, 307), (2, 5001)))
 def test_exponential_race_keeps_what_the_warpers_keep(device, dtype, rows, vocab_size):
-    """The half types have many equal logits: top-k keeps all of the last, top-p the last of them."""
+    """The half types have many equal logits: top-k keeps all equals of the last, top-p the last of them."""
     logits = (2 * torch.randn(rows, vocab_size, device=device)).to(dtype)
     for settings in SETTINGS:
         assert_keeps(logits, **settings)
@@ -91,7 +91,7 @@ def test_exponential_race_keeps_what_the_warpers_keep_of_a_real_vocabulary(devic
 
 @over_dtypes
 def test_exponential_race_keeps_equals_as_a_stable_sort_orders_them(device, dtype):
-    """Few values and many equals, zeros of both signs and -inf among them."""
+    """There are few values and many equals, zeros of both signs and -inf among them."""
     for vocab_size, values in itertools.product((300, 3000), ((0.0, -0.0), (1.0, 0.0, -0.0), (-3.0, 2.0, -torch.inf))):
         values = torch.tensor(values, device=device).to(dtype)
         logits = values[torch.randint(len(values), (3, vocab_size), device=device)]
@@ -107,7 +107,7 @@ def test_exponential_race_keeps_equals_as_a_stable_sort_orders_them(device, dtyp
 
 @over_dtypes
 def test_exponential_race_chooses_as_multinomial(device, dtype):
-    """The same seed, the same token, the same state of the generator."""
+    """The same seed gives the same token and the same state of the generator."""
     logits = (2 * torch.randn(16, 3001, device=device)).to(dtype)
     for settings in SETTINGS[::7]:
         torch.manual_seed(3)
@@ -121,7 +121,7 @@ def test_exponential_race_chooses_as_multinomial(device, dtype):
 
 @over_dtypes
 def test_exponential_race_never_chooses_a_removed_token(device, dtype):
-    """Weights of zero and noise of zero make no token win that has no chance."""
+    """Neither weights of zero nor noise of zero make a token win that has no chance."""
     logits = torch.full((1, 1000), -torch.inf, device=device, dtype=dtype)
     logits[0, 500:600] = torch.linspace(-200, 0, 100, device=device).to(dtype)
     for noise in (0.0, 1e-45, 1.0, 80.0):
@@ -133,7 +133,7 @@ def test_exponential_race_never_chooses_a_removed_token(device, dtype):
 
 
 def test_exponential_race_is_reproducible(device):
-    """Tokens that top-k leaves reach their threads in any order; the result has one."""
+    """Tokens that top-k keeps reach their threads in any order; the result has one order."""
     sample = make((2 * torch.randn(16, 32000, device=device)).half(), top_k=900, top_p=0.9)
     first = assert_matches(SPEC, sample)
     assert all(same_bits(first, SPEC(*sample.args)) for _ in range(20))
@@ -141,7 +141,7 @@ def test_exponential_race_is_reproducible(device):
 
 @pytest.mark.parametrize("value", (torch.inf, torch.nan, -torch.nan, -torch.inf))
 def test_exponential_race_refuses_undefined_rows(value):
-    """As torch.multinomial does; on CUDA both are assertions that end the process."""
+    """torch.multinomial refuses such rows as well; on CUDA both are assertions that end the process."""
     logits = torch.full((3, 9), -torch.inf) if value == -torch.inf else torch.zeros(3, 9)
     logits[1, 4] = value
     functions = [SPEC.reference, SPEC.overload] if is_native(SPEC, logits.device) else [SPEC.reference]

@@ -14,7 +14,7 @@ CPU = torch.device("cpu")
 
 
 def choices(device, rows, top_k, num_experts):
-    """Weights that sum to one, and experts that differ within a row."""
+    """Return weights that sum to one, and experts that differ within a row."""
     return torch.randn(rows, num_experts, device=device).softmax(-1).topk(top_k)
 
 
@@ -57,13 +57,13 @@ def odd_sizes(device, dtype):
     sample = transposed(device, dtype, 3, 2, 4, 64, 48)
     yield replaced(SPEC, sample, gate_up_bias=None, residual=sample.kwargs["x"])
     stacks = torch.randn(4, 2 * 64, 100, device=device).to(dtype) * 0.1
-    yield replaced(SPEC, sample, gate_up_weight=stacks[:, 5:69, 2:98], down_bias=None)  # rows that are not aligned
+    yield replaced(SPEC, sample, gate_up_weight=stacks[:, 5:69, 2:98], down_bias=None)  # its rows are not aligned
     by_row = sample.kwargs["gate_up_weight"].transpose(0, 1).contiguous().transpose(0, 1)
     yield replaced(SPEC, sample, gate_up_weight=by_row)
 
 
 def transposed(device, dtype, rows, top_k, num_experts, hidden_size, width, activation="clamped_swiglu") -> Sample:
-    """A call of weights as gpt-oss keeps them; about half of the gates and ups are beyond the limit."""
+    """Make a call with weights as gpt-oss keeps them; about half of the gates and ups are beyond the limit."""
 
     def randn(*shape):
         return torch.randn(*shape, device=device).to(dtype)
@@ -106,10 +106,10 @@ def test_fused_experts_exact_on_integers(device, dtype):
 @over_dtypes
 @pytest.mark.parametrize("rows", (1, 3, 8, 16))
 def test_fused_experts_uses_the_chosen_experts_only(rows, device, dtype):
-    """What the others hold, NaN here, is not read; nor is anything for an expert that does not exist."""
+    """The weights of other experts hold NaN and are not read; an expert that does not exist reads nothing."""
     scores = torch.randn(rows, 5, device=device).softmax(-1)
     weights, ids = scores.topk(2)
-    ids = ids * 2  # the odd experts are nobody's
+    ids = ids * 2  # no row chooses an odd expert
     stacks = [torch.randn(10, n, k, device=device).to(dtype) * 0.1 for n, k in ((48, 40), (40, 24))]
     for stack in stacks:
         stack[1::2] = torch.nan
@@ -126,7 +126,7 @@ def test_fused_experts_uses_the_chosen_experts_only(rows, device, dtype):
 
 @over_dtypes
 def test_fused_experts_all_rows_choose_alike(device, dtype):
-    """Every row takes the same experts, in another order; one takes an expert twice."""
+    """Every row takes the same experts in another order; one row takes an expert twice."""
     x = torch.randn(16, 72, device=device).to(dtype)
     stacks = [torch.randn(4, n, k, device=device).to(dtype) * 0.1 for n, k in ((80, 72), (72, 40))]
     ids = torch.tensor([[3, 1, 0], [0, 3, 1]], device=device).repeat(8, 1)
@@ -139,7 +139,7 @@ def test_fused_experts_all_rows_choose_alike(device, dtype):
 
 @over_dtypes
 def test_fused_experts_special_values(device, dtype):
-    """NaN and infinity of an expert reach exactly the rows that chose it."""
+    """NaN and infinity of an expert reach exactly the rows that chose that expert."""
     weights, ids = torch.full((3, 2), 0.5, device=device), torch.tensor([[0, 1], [2, 0], [3, 1]], device=device)
     for bad in (torch.nan, torch.inf):
         x = torch.randn(3, 64, device=device).to(dtype)
@@ -151,7 +151,7 @@ def test_fused_experts_special_values(device, dtype):
 
 @over_dtypes
 def test_fused_experts_transposed_exact_on_integers(device, dtype):
-    """As above, of gates and ups that take turns; every bias counts."""
+    """The same holds for gates and ups that alternate; every bias counts."""
     for rows, top_k, num_experts, hidden_size, width in ((1, 2, 4, 112, 40), (4, 2, 3, 61, 37), (16, 4, 8, 104, 24)):
         x, up, down = small_integers(
             device, dtype, (rows, hidden_size), (num_experts, hidden_size, width), (num_experts, width, hidden_size)
@@ -179,10 +179,10 @@ def test_fused_experts_transposed_exact_on_integers(device, dtype):
 def test_fused_experts_transposed_uses_the_chosen_experts_only(rows, device, dtype):
     sample = transposed(device, dtype, rows, 2, 10, 40, 24)
     scores = torch.randn(rows, 5, device=device)
-    ids = scores.topk(2).indices * 2  # the odd experts are nobody's
+    ids = scores.topk(2).indices * 2  # no row chooses an odd expert
     for name in ("gate_up_weight", "down_weight", "gate_up_bias", "down_bias"):
         sample.kwargs[name][1::2] = torch.nan
-    for second in (ids[:, 1], -1, 10, 2**40, ids[:, 0]):  # the last: the same expert twice
+    for second in (ids[:, 1], -1, 10, 2**40, ids[:, 0]):  # the last one is the same expert twice
         ids = ids.clone()
         ids[:, 1] = second
         assert assert_matches(SPEC, replaced(SPEC, sample, expert_ids=ids)).isfinite().all()
@@ -192,7 +192,7 @@ def test_fused_experts_transposed_uses_the_chosen_experts_only(rows, device, dty
 
 @over_dtypes
 def test_fused_experts_transposed_rows_do_not_matter_to_each_other(device, dtype):
-    """A row's result is the same bits whatever is beside it in the call."""
+    """The bits of a row's result do not depend on the other rows of the call."""
     sample = transposed(device, dtype, 8, 3, 4, 72, 40)
     together = ours(SPEC, sample)["result"]
     for count in (5, 8):
@@ -202,7 +202,7 @@ def test_fused_experts_transposed_rows_do_not_matter_to_each_other(device, dtype
 
 @over_dtypes
 def test_fused_experts_transposed_special_values(device, dtype):
-    """NaN of an expert reaches exactly the rows that chose it; infinite gates and ups are clamped."""
+    """NaN of an expert reaches exactly the rows that chose that expert; infinite gates and ups are clamped."""
     sample = transposed(device, dtype, 3, 2, 4, 64, 24)
     sample.kwargs["expert_ids"] = torch.tensor([[0, 1], [2, 0], [3, 1]], device=device)
     sample.kwargs["down_weight"][2, 7, 5] = torch.nan

@@ -54,7 +54,7 @@ def test_fused_gelu_special_values(device, dtype, approximate):
 @over_dtypes
 @over_approximations
 def test_fused_gelu_every_magnitude(device, dtype, approximate):
-    """A sweep over the range where the function bends; the tails, where it cancels, judged by themselves."""
+    """A sweep covers the range where the function bends; its tails, where terms cancel, are judged by themselves."""
     for low, high in ((-12.0, -4.0), (-4.0, -1.0), (-1.0, 1.0), (1.0, 12.0)):
         x = torch.linspace(low, high, 4001, device=device).to(dtype)
         assert_matches(SPEC, Sample(x, approximate))
@@ -62,7 +62,7 @@ def test_fused_gelu_every_magnitude(device, dtype, approximate):
 
 @over_approximations
 def test_fused_gelu_gradcheck(approximate):
-    """The backward formula against finite differences in float64."""
+    """The backward formula agrees with finite differences in float64."""
     function = formula(SPEC)
     x = torch.randn(5, 7, dtype=torch.float64) * 3
     assert torch.autograd.gradcheck(lambda x: function.apply(x, approximate), x.requires_grad_())

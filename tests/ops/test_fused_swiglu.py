@@ -51,7 +51,7 @@ def test_fused_swiglu_exact_where_the_gate_is_open(device, dtype, activation):
 
 @over_gates
 def test_fused_swiglu_gradcheck(activation):
-    """The backward formula against finite differences in float64."""
+    """The backward formula agrees with finite differences in float64."""
     function = formula(SPEC)
     inputs = [(torch.randn(5, 7, dtype=torch.float64) * 3).requires_grad_() for _ in range(2)]
     assert torch.autograd.gradcheck(lambda gate, up: function.apply(gate, up, activation), inputs)

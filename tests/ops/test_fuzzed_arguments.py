@@ -1,6 +1,6 @@
-"""Arguments and what they hold changed at random: an error or a result, and never the end of the process.
+"""Arguments and their contents are changed at random: there is an error or a result, and never the end of the process.
 
-The calls run in a process of its own, which says what it is about to call: a crash names its call.
+The calls run in a separate process, which says what it is about to call, so that a crash names its call.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import torch
 
 ROOT = Path(__file__).resolve().parents[2]
 CALLS = 150
-#: of each op, to start from
+#: samples of each op to start from
 SAMPLES = 6
 DTYPES = (*(torch.float32, torch.float16, torch.bfloat16, torch.float64), *(torch.int64, torch.int32, torch.bool))
 INTEGERS = (-(2**63), -1, 0, 1, 2, 3, 7, 64, 2**31, 2**63 - 1)
@@ -29,7 +29,7 @@ WORDS = ("", "none", "rms", "layer", "silu", "gelu_new")
     "checked", (pytest.param(True, id="checked"), pytest.param(False, id="native", marks=pytest.mark.full))
 )
 def test_fuzzed_arguments_crash_nothing(checked, device):
-    """As a user calls ops, and as a decode plan does, where only the library's own checks are in the way."""
+    """Ops are called as users call them, and as a decode plan does, where only the library's own checks are left."""
     command = [sys.executable, str(Path(__file__)), device.type, str(int(checked))]
     result = subprocess.run(command, capture_output=True, text=True, timeout=580, cwd=ROOT)
     last = (result.stdout.splitlines() or ["nothing"])[-1]
@@ -71,7 +71,7 @@ TENSOR_CHANGES: tuple[Callable[[random.Random, torch.Tensor], torch.Tensor | Non
 
 
 def _other_values(draw: random.Random, tensor: torch.Tensor) -> torch.Tensor:
-    """Lengths, pages, tokens, ids and places that may be none: one of them, or all."""
+    """Change lengths, pages, tokens, ids and places to wrong ones, one or all of them."""
     limits = torch.iinfo(tensor.dtype)
     value = min(max(draw.choice((*INTEGERS, tensor.shape[-1])), limits.min), limits.max)
     if draw.random() < 0.5:
@@ -82,7 +82,7 @@ def _other_values(draw: random.Random, tensor: torch.Tensor) -> torch.Tensor:
 
 
 def changed(draw: random.Random, value: object) -> object:
-    """Something else of about the same kind."""
+    """Return something else of about the same kind."""
     if isinstance(value, torch.Tensor) and value.numel():
         holds_numbers = not (value.is_floating_point() or value.dtype == torch.bool)
         change = _other_values if holds_numbers and draw.random() < 0.5 else draw.choice(TENSOR_CHANGES)
@@ -124,7 +124,7 @@ def fuzz(device: torch.device, is_checked: bool) -> None:
             for key in draw.sample(sorted(given), draw.choice((1, 1, 2))):
                 try:
                     given[key] = changed(draw, given[key])
-                except (IndexError, ValueError, RuntimeError):  # that change is not for this tensor
+                except (IndexError, ValueError, RuntimeError):  # this change does not apply to this tensor
                     continue
             print(f"{name}({', '.join(f'{key}={said(value)}' for key, value in given.items())})", flush=True)
             try:
@@ -132,7 +132,7 @@ def fuzz(device: torch.device, is_checked: bool) -> None:
                 if device.type == "cuda":
                     torch.cuda.synchronize()
                 counts[0] += 1
-            except torch.AcceleratorError:  # of the device: every later call would fail
+            except torch.AcceleratorError:  # the device has failed, and so would every later call
                 raise
             except Exception:
                 counts[1] += 1

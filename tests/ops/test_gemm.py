@@ -42,13 +42,13 @@ globals().update(common_tests(SPEC, odd_sizes))
 
 
 def integers(device, dtype, transposed):
-    """Bit for bit: a skipped or doubled product cannot hide in rounding."""
+    """Compare bit for bit: a skipped or doubled product cannot hide in rounding."""
     sizes = ((17, 111, 37), (40, 2000, 65), (21, 64, 165), (200, 768, 40), (70, 129, 331))
     exact_on_integers(SPEC, sizes, device, dtype, transposed)
 
 
 def every_weight_once(device, dtype, transposed):
-    """Unit vectors as x pick out single weights, whatever their value."""
+    """Use unit vectors as x, which pick out single weights, whatever their values."""
     for k, n in ((45, 23), (300, 140)):
         weight = torch.randn(n, k, device=device).to(dtype)
         stored = weight.t().contiguous() if transposed else weight
@@ -57,7 +57,7 @@ def every_weight_once(device, dtype, transposed):
 
 
 def special_values(device, dtype, transposed):
-    """NaN and infinity reach exactly the outputs they belong to."""
+    """NaN and infinity have to reach exactly the outputs that they belong to."""
     nan, inf = float("nan"), float("inf")
     x = torch.randn(20, 300, device=device).to(dtype)
     weight = torch.randn(50, 300, device=device).to(dtype) / 16
@@ -88,13 +88,15 @@ def test_gemm_of(check, device, dtype, transposed):
 @pytest.mark.parametrize("dtype", (torch.float16, torch.bfloat16))
 @over_layouts
 def test_gemm_in_pieces(dtype, transposed):
-    """More rows than are widened at a time."""
+    """There are more rows than are converted at a time."""
     in_pieces(dtype, transposed, rows=4700)
 
 
 def in_pieces(dtype, transposed, rows):
-    """Whether the number of rows, up to 32 and from there on, and the neighbors of a row change no bit of it; PyTorch's
-    products promise less."""
+    """Neither the number of rows, up to 32 and above, nor the neighbors of a row change a bit of it.
+
+    PyTorch's products promise less.
+    """
     x, weight = torch.randn(rows, 2100).to(dtype), (torch.randn(70, 2100) / 45).to(dtype)
     residual = torch.randn(rows, 70).to(dtype)
     stored = weight.t().contiguous() if transposed else weight

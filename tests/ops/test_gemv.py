@@ -58,7 +58,7 @@ def test_gemv_exact_on_integers(device, dtype, transposed):
 @over_dtypes
 @over_layouts
 def test_gemv_uses_every_weight_once(device, dtype, transposed):
-    """Unit vectors as x pick out single weights, whatever their value."""
+    """Unit vectors as x pick out single weights, whatever their values."""
     for k, n in ((45, 23), (96, 40)):
         weight = torch.randn(n, k, device=device).to(dtype)
         stored = weight.t().contiguous() if transposed else weight
@@ -71,7 +71,7 @@ def test_gemv_uses_every_weight_once(device, dtype, transposed):
 @over_dtypes
 @over_layouts
 def test_gemv_special_values(device, dtype, transposed):
-    """NaN and infinity reach exactly the outputs they belong to."""
+    """NaN and infinity reach exactly the outputs that they belong to."""
     nan, inf = float("nan"), float("inf")
     for rows in (1, 5):
         x, weight = (
@@ -95,7 +95,7 @@ def test_gemv_ignores_gaps_between_weight_rows(device, dtype, transposed):
 
 @over_layouts
 def test_gemv_large(device, transposed):
-    """A model-sized matrix, so that work is really split; half precision accumulates in float32."""
+    """The matrix has a model's size, so that work is really split; half precision accumulates in float32."""
     x, weight = torch.randn(1, 4096, device=device), torch.randn(1536, 4096, device=device) / 64
     for dtype in (torch.float32, torch.float16):
         stored = (weight.t().contiguous() if transposed else weight).to(dtype)
@@ -117,7 +117,7 @@ def every_route(isa: str) -> None:
         weight[7, 2099], weight[9] = float("nan"), torch.full((2100,), torch.finfo(dtype).tiny / 4)  # subnormal
         whole = SPEC(x, weight)
         assert_matches(SPEC, Sample(x, weight), isa)
-        for threads in (1, 3):  # neither these nor the other rows change a bit
+        for threads in (1, 3):  # neither threads nor other rows change a bit
             torch.set_num_threads(threads)
             for rows in range(1, MAX_ROWS + 1):
                 assert same_bits(SPEC(x[:rows], weight), whole[:rows]), (dtype, threads, rows)
@@ -126,7 +126,7 @@ def every_route(isa: str) -> None:
 @pytest.mark.parametrize("dtype", (torch.float16, torch.bfloat16))
 @pytest.mark.parametrize("rows", (5, 8, 9, MAX_ROWS))
 def test_gemv_of_several_rows_and_values_of_any_size(device, dtype, rows):
-    """What is not finite, subnormal, or too large for kernels that take a weight as two smaller numbers."""
+    """Values are not finite, subnormal, or too large for kernels that take a weight as two smaller numbers."""
     tiny, largest = torch.finfo(dtype).tiny, torch.finfo(dtype).max
     x, weight = torch.randn(rows, 300, device=device).to(dtype), (torch.randn(100, 300, device=device) / 17).to(dtype)
     weight[33], weight[34], weight[50, 7], weight[51, 8] = tiny / 4, tiny * 1.5, 63.75, 64
@@ -177,14 +177,14 @@ def test_gemv_of_many_features(cuda, dtype, rows):
 
 @pytest.mark.parametrize("rows", (1, 2, 8))
 def test_next_weight_changes_nothing(cuda, rows):
-    """Whether the matrix behind is brought closer or not: too small, in several pieces, its last bytes included."""
+    """The result does not depend on a prefetch of the next matrix: too small, in several pieces, its last bytes."""
     x = torch.randn(rows, 2048, device=cuda, dtype=torch.float16)
     weight = torch.randn(9001, 2048, device=cuda, dtype=torch.float16) / 45
     expected = SPEC(x, weight)
     for features in (7, 12_288, 40_001):
         following = torch.empty(features, 2048, device=cuda, dtype=torch.float16)
         assert same_bits(SPEC(x, weight, next_weight=following), expected)
-        assert same_bits(SPEC(x, weight, next_weight=following[:, :1000]), expected)  # not contiguous: left alone
+        assert same_bits(SPEC(x, weight, next_weight=following[:, :1000]), expected)  # not contiguous, so not read
     torch.cuda.synchronize()
 
 

@@ -17,7 +17,7 @@ def odd_sizes(device, dtype):
 
     for rows, k, n in (
         (1, 1, 1),
-        (13, 17, 3),  # of three outputs alone, stock's error is a matter of luck
+        (13, 17, 3),  # with three outputs alone, stock's error would be a matter of luck
         (2, 33, 65),
         (5, 129, 9),
         (11, 63, 31),
@@ -40,7 +40,7 @@ def test_gemv_swiglu_exact_on_integers(device, dtype, activation):
     """Every gate is the identity at 64 and zero at 0; with such gates the whole op is exact."""
     for rows, k, n in ((1, 111, 37), (1, 2000, 65), (4, 768, 40), (16, 100, 19)):
         x, up = small_integers(device, dtype, (rows, k), (n, k))
-        x[:, -1] = 1  # the gates' only input: the last, where a tail would be lost
+        x[:, -1] = 1  # the gates' only input is the last, where a tail would be lost
         gate = torch.zeros(n, k, device=device, dtype=dtype)
         gate[:, -1] = torch.randint(0, 2, (n,), device=device) * 64
         assert_exact(SPEC, Sample(x, gate, up, activation))
@@ -48,7 +48,7 @@ def test_gemv_swiglu_exact_on_integers(device, dtype, activation):
 
 @over_dtypes
 def test_gemv_swiglu_uses_every_weight_once(device, dtype):
-    """x = 128 e_j with integer weights: the result is 128 gate[:, j] * 128 up[:, j], exactly."""
+    """With x = 128 e_j and integer weights, the result is 128 gate[:, j] * 128 up[:, j], exactly."""
     gate = torch.randint(0, 3, (23, 45), device=device).to(dtype)
     up = torch.randint(-1, 2, (23, 45), device=device).to(dtype)
     units = torch.eye(45, device=device, dtype=dtype) * 128

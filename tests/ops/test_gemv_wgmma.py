@@ -1,4 +1,4 @@
-"""gemv, gemv_swiglu and qkv_rope_append of 9 to 64 rows where Hopper's products of warpgroups take them."""
+"""gemv, gemv_swiglu and qkv_rope_append of 9 to 64 rows, which run on Hopper's products of warpgroups."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def hopper(cuda):
 @half_types
 @pytest.mark.parametrize("rows", ROWS)
 def test_exact_on_integers(hopper, dtype, rows):
-    """One block, two that share k, a tile for every multiprocessor, several of one and of two copies."""
+    """Sizes give one block, two that share k, a tile for every multiprocessor, several of one and of two copies."""
     for k, n in ((8, 1), (64, 9), (72, 33), (200, 700), (1000, 4099), (136, 8449), (64, 40_001)):
         x, weight = small_integers(hopper, dtype, (rows, k), (n, k))
         bias, residual = (torch.randint(-9, 10, s, device=hopper).to(dtype) for s in ((n,), (rows, n)))
@@ -45,7 +45,7 @@ def test_gated_matches(hopper, dtype, rows):
 
 @half_types
 def test_rows_of_wider_matrices(hopper, dtype):
-    """Weights that are column slices, aligned to 16 bytes; NaN beside them must not leak in."""
+    """Weights are column slices, aligned to 16 bytes; NaN beside them must not leak in."""
     for rows in (17, MAX_WGMMA_ROWS):
         wide = torch.full((600, 320), float("nan"), device=hopper, dtype=dtype)
         wide[:, 64:200] = torch.randn(600, 136, device=hopper) * 0.1
@@ -54,7 +54,7 @@ def test_rows_of_wider_matrices(hopper, dtype):
 
 @half_types
 def test_special_values(hopper, dtype):
-    """NaN and infinity reach exactly the outputs they belong to."""
+    """NaN and infinity reach exactly the outputs that they belong to."""
     x = torch.randn(40, 1000, device=hopper).to(dtype)
     weight = (torch.randn(900, 1000, device=hopper) / 30).to(dtype)
     weight[3, 5], weight[4, 6], weight[899, 999] = float("inf"), -float("inf"), float("nan")
@@ -65,7 +65,7 @@ def test_special_values(hopper, dtype):
 
 @half_types
 def test_rows_do_not_mix(hopper, dtype):
-    """Other rows of the same width of product change no bit."""
+    """Other rows of a product of the same width change no bit."""
     x, weight = torch.randn(MAX_WGMMA_ROWS, 2048, device=hopper).to(dtype), torch.randn(515, 2048, device=hopper)
     weight = (weight / 45).to(dtype)
     whole = SPEC(x, weight)

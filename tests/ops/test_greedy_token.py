@@ -1,4 +1,4 @@
-"""greedy_token: torch.argmax and transformers' bookkeeping, exactly; ties, NaN, end tokens, the record."""
+"""greedy_token: the results of torch.argmax and transformers' bookkeeping; ties, NaN, end tokens, the record."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from hf_fastpath.registry import OpInputError, Sample
 
 
 def assert_matches(sample: Sample) -> dict[str, torch.Tensor]:
-    """Assert that the op leaves every tensor as the reference does; returns the tensors by name."""
+    """Assert that the op leaves every tensor as the reference does; return the tensors by name."""
     mine, expected = sample.map_tensors(duplicate), sample.map_tensors(duplicate)
     SPEC(**arguments(SPEC, mine))
     SPEC.reference(**arguments(SPEC, expected))
@@ -23,7 +23,7 @@ def assert_matches(sample: Sample) -> dict[str, torch.Tensor]:
 
 
 def make(device, logits, **options) -> Sample:
-    """One call on ``logits`` with every row unfinished."""
+    """Make a call on ``logits`` with every row unfinished."""
     batch = logits.shape[0]
     call = {
         "logits": logits,
@@ -50,7 +50,7 @@ def test_greedy_token_handles_odd_sizes(device, dtype):
 
 @over_dtypes
 def test_greedy_token_handles_views(device, dtype):
-    """Rows that start anywhere, strided rows and columns; what is written has to be contiguous."""
+    """Rows may start anywhere, and rows and columns may be strided; written tensors have to be contiguous."""
     wide = torch.randn(6, 300, device=device).to(dtype)
     for logits in (wide[:, 1:290], wide[::2], wide[1:, 8:], wide.t()[:6].t(), wide[:, ::3], wide[:1].expand(4, -1)):
         assert_matches(make(device, logits))
@@ -64,7 +64,7 @@ def test_greedy_token_handles_views(device, dtype):
 
 @over_dtypes
 def test_greedy_token_writes_every_element(device, dtype):
-    """The record's own slot of every row, and no other."""
+    """The op writes the record's own slot of every row, and no other."""
     logits = torch.randn(3, 500, device=device).to(dtype)
     lens = torch.tensor([0, 5, 1_000_006], device=device, dtype=torch.int32)
     got = assert_matches(make(device, logits, seq_lens=lens))
@@ -74,7 +74,7 @@ def test_greedy_token_writes_every_element(device, dtype):
 
 @over_dtypes
 def test_greedy_token_ties_and_special_values(device, dtype):
-    """The first of equal values, zeros of both signs among them; NaN before everything; infinities."""
+    """The first of equal values wins, also of zeros of both signs; NaN is the largest; infinities are ordered."""
     inf, nan = float("inf"), float("nan")
     rows = [
         [0.0, 1.0, 1.0, 0.5],
@@ -161,7 +161,7 @@ def test_greedy_token_rejects_bad_input(device):
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_greedy_token_reference_is_transformers(dtype):
-    """Several steps of the reference against the lines of ``GenerationMixin._sample``."""
+    """Several steps of the reference give what the lines of ``GenerationMixin._sample`` give."""
     from transformers.generation.stopping_criteria import EosTokenCriteria
 
     criterion, pad = EosTokenCriteria([3, 5]), torch.tensor(0)

@@ -1,4 +1,4 @@
-"""Heads of sizes that kernels are not made for, from 2 elements to 512, and what is no size of a head."""
+"""Heads of sizes that kernels are not made for, from 2 elements to 512, and sizes that are refused."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ KV = (None, torch.float16, torch.int8, torch.float8_e4m3fn)
 
 
 def attention_calls(head_dim, device, dtype):
-    """Caches of every kind, padding, a ring, sinks, pages, GQA and several tokens; unwritten slots are NaN."""
+    """Yield caches of every kind, padding, a ring, sinks, pages, GQA and several tokens; unwritten slots are NaN."""
 
     def call(query_len, heads, kv_heads, capacity, seq_lens, starts=None, window=0, kv=None, sinks=False, pages=False):
         batch = len(seq_lens)
@@ -77,7 +77,7 @@ def test_quantizing_attention(head_dim, device):
 
 
 def append_calls(head_dim, device, dtype):
-    """Whole heads turned, some of their elements, and none."""
+    """Yield calls that rotate whole heads, some of their elements, and none."""
     for rotary_dim, kv in zip((head_dim, head_dim // 4 * 2 or None, None, head_dim), KV):
         caches, scales = random_caches((2, 2, 9, head_dim), device, kv or dtype)
         lens = torch.tensor([5, 11], device=device, dtype=torch.int32)

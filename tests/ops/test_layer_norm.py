@@ -38,7 +38,7 @@ def test_layer_norm_special_values(device, dtype):
 
 @over_dtypes
 def test_layer_norm_survives_cancellation(device, dtype):
-    """A mean far above the deviation: one-pass variance (mean of squares minus squared mean) loses it."""
+    """The mean is far above the deviation, which a variance in one pass (mean of squares minus squared mean) loses."""
     weight, bias = torch.randn(2, 768, device=device).to(dtype)
     for mean in (10.0, 100.0, 1000.0):
         x = (torch.randn(3, 768, device=device) + mean).to(dtype)

@@ -27,7 +27,7 @@ def test_calls_free_what_they_allocate(name, device):
 
 
 def test_a_leak_is_seen():
-    """What torch's conversion of a string forgets is of this size."""
+    """torch's conversion of a string forgets memory of this size."""
     allocate = ctypes.CDLL(None).malloc
     allocate.restype = ctypes.c_void_p
     assert growth(lambda: allocate(ctypes.c_size_t(48)), CALLS) >= 48 * CALLS

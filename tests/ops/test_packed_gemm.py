@@ -30,7 +30,7 @@ globals().update(common_tests(SPEC, odd_sizes))
 @over_dtypes
 @over_formats
 def test_packed_gemm_exact_on_integers(device, dtype, format):
-    """Bit for bit: a skipped or doubled product, or one with another's weight, cannot hide in rounding."""
+    """Compare bit for bit: a skipped or doubled product, or one with another's weight, cannot hide in rounding."""
     for rows, k, n in ((17, 11, 37), (40, 150, 65), (100, 33, 300), (300, 64, 40)):
         x = torch.randint(-1, 2, (rows, k), device=device).to(dtype)
         x[:, ::2] = 0  # sums of all types stay below 256
@@ -67,7 +67,7 @@ def test_packed_gemm_special_values(device, dtype, format):
 @over_dtypes
 @over_formats
 def test_packed_gemm_small_and_large_inputs(device, dtype, format):
-    """Inputs of very different size beside each other, zeros, subnormals; small and large scales beside each other."""
+    """Inputs of very different sizes, zeros and subnormals are side by side; so are small and large scales."""
     weight = torch.randn(40, 512, device=device) / 16
     weight[::3] *= 2.0**-12
     for scale in (1e-7, 1e-3, 1.0, 1e3):
@@ -81,7 +81,7 @@ def test_packed_gemm_small_and_large_inputs(device, dtype, format):
 @over_formats
 @pytest.mark.parametrize("rows", (17, 64, 100, 200, 513))
 def test_packed_gemm_every_tile(device, format, rows):
-    """Tiles of every number of tokens, whole ones and such that several blocks share; the same bits every time."""
+    """Tiles have any number of tokens; some are whole, and several blocks share others; repeats give the same bits."""
     for k, n in ((2048, 300), (1100, 1544)) if device.type == "cuda" else ((300, 40),):
         x = torch.randn(rows, k, device=device)
         made = packed(format, torch.randn(n, k, device=device) * k**-0.5)
@@ -94,7 +94,7 @@ def test_packed_gemm_every_tile(device, format, rows):
 @pytest.mark.full
 @over_formats
 def test_packed_gemm_large(device, format):
-    """A model's sizes, whose weights may be dequantized piece by piece."""
+    """The sizes are a model's, so that the weight may be dequantized piece by piece."""
     if device.type != "cuda":
         pytest.skip("a GPU's sizes")
     for rows, k, n in ((70, 4096, 28672), (3900, 1024, 8200), (4100, 1024, 8200), (9000, 4096, 16384)):

@@ -1,4 +1,4 @@
-"""packed_gemv: the common tests, every format against its float64 weights, exact integers, special values."""
+"""packed_gemv: the common tests, every format compared with its float64 weights, exact integers, special values."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def odd_sizes(device, dtype):
         for rows, k, n in ((1, 1, 1), (2, 3, 1), (3, 31, 129), (13, 127, 31), (1, 2049, 515), (5, 129, 7)):
             weight = torch.randn(n, k, device=device) * k**-0.5
             yield Sample(randn(rows, k), *packed(format, weight), randn(n), randn(rows, n))
-        # On a GPU half of k a block: parts that are equal or not, rows of scales that start at whole 16 bytes.
+        # On a GPU each block takes half of k: parts are equal or not, rows of scales start at whole 16 bytes.
         for rows, k, n in ((2, 1000, 33), (5, 1279, 9), (8, 2047, 70), (4, 3000, 65)):
             yield Sample(randn(rows, k), *packed(format, torch.randn(n, k, device=device) * k**-0.5))
         for rows in range(1, MAX_ROWS + 1):
@@ -42,7 +42,7 @@ def odd_sizes(device, dtype):
 
 
 def extremes(device, dtype):
-    """The largest quants on the largest steps of x, whole or as bytes apart: sums of 16 bits must hold them."""
+    """Yield the largest quants on the largest steps of x, whole or as separate bytes; 16-bit sums must hold them."""
     columns = 700  # five blocks and a half
     for format in FORMATS.values():
         if format.is_float:
@@ -64,7 +64,7 @@ globals().update(common_tests(SPEC, odd_sizes))
 
 
 def of_small_integers(format, rows, columns, device):
-    """A packed weight of whole numbers, its scales powers of two."""
+    """Make a packed weight of whole numbers with scales that are powers of two."""
     width = padded(columns)
     groups = rows, format.groups(columns)
     zeros = torch.randint(5, 10, groups, device=device).to(torch.uint8) if format.has_zeros else None
@@ -79,7 +79,7 @@ def of_small_integers(format, rows, columns, device):
 @over_dtypes
 @over_formats
 def test_packed_gemv_exact_on_integers(device, dtype, format):
-    """Bit for bit: a skipped or doubled product, or one with another's weight, cannot hide in rounding."""
+    """Compare bit for bit: a skipped or doubled product, or one with another's weight, cannot hide in rounding."""
     for rows, k, n in ((1, 11, 37), (1, 150, 65), (2, 64, 65), (4, 130, 40), (7, 33, 33), (16, 40, 19)):
         x = torch.randint(-1, 2, (rows, k), device=device).to(dtype)
         x[:, ::2] = 0  # sums of all types stay below 256
@@ -103,7 +103,7 @@ def test_packed_gemv_uses_every_weight_once(device, dtype, format):
 @over_dtypes
 @over_formats
 def test_packed_gemv_special_values(device, dtype, format):
-    """Infinities and NaN in x reach the outputs of their row as in PyTorch, or as NaN on a GPU, and no other row."""
+    """Infinities and NaN in x reach their row's outputs as in PyTorch, or as NaN on a GPU, and reach no other row."""
     for value in (float("inf"), float("nan"), float("-inf")):
         many = torch.randn(MAX_ROWS, 130, device=device).to(dtype)
         many[1, 129] = value
@@ -121,7 +121,7 @@ def test_packed_gemv_special_values(device, dtype, format):
 @over_dtypes
 @over_formats
 def test_packed_gemv_small_and_large_inputs(device, dtype, format):
-    """Inputs of very different size beside each other, zeros, subnormals."""
+    """Inputs of very different sizes, zeros and subnormals are side by side."""
     for scale in (1e-7, 1e-3, 1.0, 1e3):
         x = torch.randn(2, 512, device=device) * scale
         x[:, ::37] *= 300
@@ -132,7 +132,7 @@ def test_packed_gemv_small_and_large_inputs(device, dtype, format):
 
 @over_formats
 def test_packed_gemv_large(device, format):
-    """A model-sized matrix, so that work is really split."""
+    """The matrix has a model's size, so that work is really split."""
     x = torch.randn(1, 4096, device=device)
     made = packed(format, torch.randn(1536, 4096, device=device) / 64)
     for dtype in (torch.float32, torch.bfloat16):
@@ -140,7 +140,7 @@ def test_packed_gemv_large(device, format):
 
 
 def products(format, dtype):
-    """An odd number of blocks, one weight row more than the streams share evenly; x of 1 to 16 rows."""
+    """Make an odd number of blocks, one weight row more than the streams share evenly, and x of 1 to 16 rows."""
     torch.manual_seed(1729)
     x, parts = torch.randn(MAX_ROWS, 2100).to(dtype), packed(format, torch.randn(517, 2100) / 45)
     return lambda rows: SPEC(x[:rows], *parts)
@@ -148,15 +148,15 @@ def products(format, dtype):
 
 @over_formats
 def test_next_weight_changes_nothing(cuda, format):
-    """Whether the quants behind are brought closer or not: too few, enough, their last bytes included."""
+    """The result does not depend on a prefetch of the next quants: too few, enough, their last bytes included."""
     x = torch.randn(1, 1024, device=cuda, dtype=torch.float16)
     weight = packed(format, torch.randn(4099, 1024, device=cuda) / 32)
     expected = SPEC(x, *weight)
     for bytes_ in (5, 50_331_648, 70_000_003):
         following = torch.empty(bytes_, device=cuda, dtype=torch.uint8)
         assert same_bits(SPEC(x, *weight, next_weight=following), expected)
-        assert same_bits(SPEC(x, *weight, next_weight=following[1:]), expected)  # not aligned: left alone
-        assert same_bits(SPEC(x, *weight, next_weight=following[::2]), expected)  # not contiguous: left alone
+        assert same_bits(SPEC(x, *weight, next_weight=following[1:]), expected)  # not aligned, so not read
+        assert same_bits(SPEC(x, *weight, next_weight=following[::2]), expected)  # not contiguous, so not read
     torch.cuda.synchronize()
 
 
@@ -166,20 +166,20 @@ def test_next_weight_is_checked(device):
         SPEC(x, *weight, next_weight=x.half())
 
 
-# With AVX2 alone more rows of 8-bit weights are products of float32, with other sums.
+# With AVX2 alone, more rows of 8-bit weights are products in float32, whose sums run in another order.
 MOST_FEW = {"fp8": 2, "int8": 4}
 
 
 @over_instruction_sets
 def test_packed_gemv_every_route(isa, tmp_path):
-    """Sums of integers are the same bits."""
+    """Sums of integers have the same bits."""
     run_limited(SPEC, __file__, isa, tmp_path / "products")
     if "baseline" in (isa, os.environ.get(LIMIT)):
-        return  # that way has no integers
+        return  # these kernels have no integers
     theirs = torch.load(tmp_path / "products")
     for format in FORMATS.values():
         for dtype in (torch.float16, torch.bfloat16):
-            few = products(format, dtype)(3)  # where this CPU has tiles it takes more in these, with other sums
+            few = products(format, dtype)(3)  # a CPU with tiles takes more rows in the tiles, with other sums
             assert format.is_float or same_bits(theirs[format.name, dtype], few)
 
 
@@ -194,7 +194,7 @@ def every_route(isa: str, path: str) -> None:
             product = products(format, dtype)
             whole, found[format.name, dtype] = product(MAX_ROWS), product(3)
             few = MOST_FEW.get(format.name, 0) if only_avx2 else 0
-            for threads in (1, 3):  # neither these nor the other rows change a bit
+            for threads in (1, 3):  # neither threads nor other rows change a bit
                 torch.set_num_threads(threads)
                 for rows in (1, 2, 3, 4, 7):
                     others = product(few) if rows <= few else whole

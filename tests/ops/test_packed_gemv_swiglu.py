@@ -40,7 +40,7 @@ def test_packed_gemv_swiglu_exact_on_integers(device, dtype, activation, format)
     for rows, k, n in ((1, 111, 37), (1, 2000, 65), (4, 768, 40), (16, 100, 19)):
         x = torch.randint(-1, 2, (rows, k), device=device).to(dtype)
         x[:, ::2] = 0
-        x[:, -1] = 1  # the gates' only input: the last, where a tail would be lost
+        x[:, -1] = 1  # the gates' only input is the last, where a tail would be lost
         center = 7 if format.has_zeros else format.zero
         quants = torch.full((2 * n, padded(k)), center, device=device)
         quants[n:, :k] += torch.randint(-3, 4, (n, k), device=device)

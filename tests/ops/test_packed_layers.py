@@ -1,4 +1,4 @@
-"""packed_layers: the common tests, two tokens against the separate ops, what it refuses."""
+"""packed_layers: the common tests, two tokens compared with the separate ops, refusals."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ globals().update(common_tests(SPEC))
 
 
 def named(sample: Sample) -> dict:
-    """The sample's arguments by name, its tensors copied."""
+    """Return the sample's arguments by name, its tensors copied."""
     copy = sample.map_tensors(duplicate)
     return dict(zip(NAMES, copy.args)) | copy.kwargs
 
 
 def separately(call: dict) -> torch.Tensor:
-    """The same step through one op after the other."""
+    """Compute the same step with one op after the other."""
     x, activation, lens = call["x"], call["activation"], call["seq_lens"]
     for i, w in enumerate(by_name([tensor if tensor.numel() else None for tensor in call["weights"]])):
         factors = call["multipliers"][i * len(MATRICES) :]
@@ -50,7 +50,7 @@ def separately(call: dict) -> torch.Tensor:
 
 @over_dtypes
 def test_packed_layers_is_the_separate_ops(device, dtype):
-    """The same bits, over two steps in a row."""
+    """The bits are the same over two steps in a row."""
     if not is_native(SPEC, device):
         pytest.skip("no library for this device")
     for sample in SPEC.samples(device, dtype):
@@ -64,7 +64,7 @@ def test_packed_layers_is_the_separate_ops(device, dtype):
 
 
 def changed(name: str, tensor: torch.Tensor):
-    """The call with one weight of the second layer exchanged."""
+    """Make a change of a call that exchanges one weight of the second layer."""
 
     def change(call: dict) -> dict:
         weights = list(call["weights"])

@@ -1,4 +1,4 @@
-"""packed_qkv_rope_append: the common tests, and against its two parts."""
+"""packed_qkv_rope_append: the common tests, and a comparison with its two parts."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ globals().update(common_tests(SPEC, odd_sizes))
 
 @over_dtypes
 def test_packed_qkv_rope_append_is_its_two_parts(device, dtype):
-    """To the rounding of the projections between the parts."""
+    """Results agree but for the rounding of the projections between the parts."""
     for sample in samples(device, dtype):
         whole, parts = sample.map_tensors(duplicate), sample.map_tensors(duplicate)
         queries = SPEC(*whole.args)
@@ -31,7 +31,7 @@ def test_packed_qkv_rope_append_is_its_two_parts(device, dtype):
         close = dict(rtol=4 * torch.finfo(dtype).eps, atol=8 * torch.finfo(dtype).eps)
         torch.testing.assert_close(queries, expected, **close)
         if scales[0] is not None:
-            continue  # a rounded product may fall on another quant
+            continue  # a rounded product may give another quant
         for place in (8, 9):
             found, want = whole.args[place], parts.args[place]
             eps = torch.finfo(found.dtype).eps

@@ -1,4 +1,4 @@
-"""Caches in pages: what the ops give over them is what they give over the caches that the pages stand for."""
+"""Caches in pages: ops give over them what they give over the caches that the pages stand for."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from hf_fastpath.registry import OpInputError, Sample
 
 
 def in_pages_of(sample: Sample, page_size: int) -> Sample:
-    """The call over the same cache in pages, which lie in no order; pages that no row has hold NaN."""
+    """Return the call over the same cache in pages of random order; pages that no row has hold NaN."""
     arguments = dict(sample.kwargs)
     table, k, v = in_pages([arguments["k_cache"], arguments["v_cache"]], page_size)
     k, v = (torch.cat((each, torch.full_like(each[:3], float("nan")))) for each in (k, v))
@@ -23,7 +23,7 @@ def in_pages_of(sample: Sample, page_size: int) -> Sample:
 
 
 def lengths_and_windows(device, dtype, page_size):
-    """Calls whose visible positions begin and end at, before and behind the edges of pages, tiles and splits."""
+    """Yield calls whose visible positions begin and end at, before and behind the edges of pages, tiles and splits."""
     size = page_size
     sizes = dict(heads=4, kv_heads=2, head_dim=64)
     for length in (1, size - 1, size, size + 1, 2 * size + 7, 5 * size):

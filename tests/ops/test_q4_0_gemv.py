@@ -1,4 +1,4 @@
-"""q4_0_gemv: the common tests, the layouts as they are written down, exact integers, and packed_gemv's result."""
+"""q4_0_gemv: the common tests, the layouts as they are documented, exact integers, and packed_gemv's result."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ globals().update(common_tests(SPEC, odd_sizes))
 
 
 def test_q4_0_gemv_interleaved_is_ggmls_block():
-    """A float16, then 16 bytes with weights 0 to 15 in the low four bits and 16 to 31 in the high ones."""
+    """A block is a float16, then 16 bytes with weights 0 to 15 in the low four bits and 16 to 31 in the high bits."""
     weight = packed(3, 64)
     values = weight.dequantize()
     quants, scales = laid_out(weight, "interleaved")

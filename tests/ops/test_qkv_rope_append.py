@@ -1,4 +1,4 @@
-"""qkv_rope_append: the common tests, exact integers, one product at a time, against its three parts, kv_table."""
+"""qkv_rope_append: the common tests, exact integers, one product at a time, its three parts, kv_table."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from hf_fastpath.registry import OpInputError, Sample
 
 
 def make(device, dtype, *, hidden_size, heads, kv_heads, head_dim, batch=1, query_len=1, rotary_dim=None, **options):
-    """One call over three weights; ``options`` replace arguments by name."""
+    """Make a call over three weights; ``options`` replace arguments by name."""
     sizes = [heads * head_dim, kv_heads * head_dim, kv_heads * head_dim]
     cos, sin = random_angles(batch, query_len, rotary_dim, device, dtype)
     weights = [(torch.randn(size, hidden_size, device=device) * hidden_size**-0.5).to(dtype) for size in sizes]
@@ -39,7 +39,7 @@ def odd_sizes(device, dtype):
     def randn(*shape):
         return torch.randn(*shape, device=device, dtype=dtype)
 
-    for hidden_size in (1, 17, 96, 1000, 1032):  # rows of any alignment, and every variant of the kernels
+    for hidden_size in (1, 17, 96, 1000, 1032):  # rows have any alignment, and every kernel runs
         yield make(device, dtype, hidden_size=hidden_size, heads=3, kv_heads=1, head_dim=40, rotary_dim=24)
     for hidden_size in (768, 2048, 4096, 5632):
         yield make(device, dtype, hidden_size=hidden_size, heads=2, kv_heads=2, head_dim=64, rotary_dim=64)
@@ -75,7 +75,7 @@ globals().update(common_tests(SPEC, odd_sizes))
 
 @over_dtypes
 def test_qkv_rope_append_exact_on_integers(device, dtype):
-    """Bit for bit: a skipped product, or one of the wrong matrix, cannot hide in rounding."""
+    """Compare bit for bit: a skipped product, or one of the wrong matrix, cannot hide in rounding."""
     for rows, hidden_size in ((1, 111), (1, 2048), (1, 4096), (3, 96), (16, 768)):
         x, q, k, v = small_integers(device, dtype, (1, rows, hidden_size), *((n, hidden_size) for n in (96, 32, 32)))
         sample = make(
@@ -101,7 +101,7 @@ def test_qkv_rope_append_exact_on_integers(device, dtype):
 
 @over_dtypes
 def test_qkv_rope_append_uses_every_weight_once(device, dtype):
-    """Unit vectors as x pick out single weights, whatever their value."""
+    """Unit vectors as x pick out single weights, whatever their values."""
     sample = make(device, dtype, hidden_size=48, heads=3, kv_heads=1, head_dim=32)
     units = torch.eye(48, device=device, dtype=dtype)
     for column, unit in enumerate(units):
@@ -114,7 +114,7 @@ def test_qkv_rope_append_uses_every_weight_once(device, dtype):
 
 @over_dtypes
 def test_qkv_rope_append_layouts_agree(device, dtype):
-    """Three weights, one of all, and a Conv1D give the same numbers within the rule, each against float64."""
+    """Three weights, one weight of all, and a Conv1D agree within the rule, each compared with float64."""
     sample = make(device, dtype, hidden_size=128, heads=4, kv_heads=2, head_dim=32, rotary_dim=32)
     fused = torch.cat([sample.kwargs[name] for name in ("q_weight", "k_weight", "v_weight")])
     one = {"k_weight": None, "v_weight": None}
@@ -137,7 +137,7 @@ def test_qkv_rope_append_reference_is_its_parts(dtype):
 
 @over_dtypes
 def test_qkv_rope_append_special_values(device, dtype):
-    """NaN and infinity reach exactly the pairs they belong to."""
+    """NaN and infinity reach exactly the pairs that they belong to."""
     sample = make(device, dtype, hidden_size=128, heads=1, kv_heads=1, head_dim=32, rotary_dim=16)
     sample.kwargs["q_weight"][3, 127], sample.kwargs["v_weight"][31, 0] = float("nan"), float("inf")
     got = ours(SPEC, sample)
@@ -147,7 +147,7 @@ def test_qkv_rope_append_special_values(device, dtype):
 
 
 def test_qkv_rope_append_follows_kv_table(device):
-    """Addresses and capacity come from the table's row, the tensors given are not touched."""
+    """Addresses and capacity come from the table's row, and the tensors given are not touched."""
     sample = make(device, torch.float32, hidden_size=64, heads=2, kv_heads=1, head_dim=32, rotary_dim=32)
     actual = {name: torch.zeros(1, 1, 12, 32, device=device) for name in ("k_cache", "v_cache")}
     table = torch.tensor([[0, 0, 0], [*(cache.data_ptr() for cache in actual.values()), 12]], device=device)

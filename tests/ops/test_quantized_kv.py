@@ -27,7 +27,7 @@ HEAD_DIMS = (32, 40, 64, 80, 96, 128, 200, 256)
 
 @over_quants
 def test_quants_are_the_nearest(kv):
-    """No quant is clipped or further from its value than half of what lies between its neighbors."""
+    """No quant is clipped, or further from its value than half of the distance between its neighbors."""
     torch.manual_seed(0)
     states = torch.randn(50, 4, 64) * torch.logspace(-30, 30, 50)[:, None, None]
     quants, scales = quantized(states, kv)
@@ -43,7 +43,7 @@ def test_quants_are_the_nearest(kv):
 
 @over_quants
 def test_special_heads(kv):
-    """Zeros stay, the smallest floats vanish without noise, and what is not finite makes its head NaN and no other."""
+    """Zeros stay, the smallest floats vanish without noise, and a value that is not finite makes only its head NaN."""
     states = torch.ones(6, 32)
     states[0] = 0
     states[1, 3] = torch.inf
@@ -66,7 +66,7 @@ def test_scales_are_as_wide_as_float32():
 
 
 def append_call(device, dtype, kv, *, heads=3, kv_heads=2, head_dim=64, rotary_dim=None, bias=True) -> Sample:
-    """Five tokens of two rows, that wrap in a ring of seven slots."""
+    """Append five tokens of two rows, which wrap in a ring of seven slots."""
     batch, query_len, capacity = 2, 5, 7
     features = (heads + 2 * kv_heads) * head_dim
     cos, sin = random_angles(batch, query_len, rotary_dim, device, dtype)
@@ -88,8 +88,8 @@ def append_call(device, dtype, kv, *, heads=3, kv_heads=2, head_dim=64, rotary_d
 
 
 def assert_quantizes(spec, call: Sample) -> None:
-    """The quants and scales are, bit for bit, those of what the op puts into a float32 cache; other slots keep
-    theirs; the queries are the same."""
+    """Assert that quants and scales are, bit for bit, those of what the op puts into a float32 cache, that other slots
+    keep theirs, and that the queries are the same."""
     plain = {name: call.kwargs[name].float() for name in ("k_cache", "v_cache")}
     values = ours(spec, replaced(spec, call, **plain, k_scales=None, v_scales=None))
     found = ours(spec, call)
@@ -168,7 +168,7 @@ def test_rope_append_follows_kv_table_to_the_scales(device, kv):
 def attention_call(
     device, dtype, kv, *, heads, kv_heads, head_dim, capacity, seq_lens, query_len=1, starts=None, window=0, sinks=False
 ) -> Sample:
-    """One call whose cache holds scales of NaN, and quants of any kind, in every slot that no token sees."""
+    """Make a call whose cache holds NaN as scales, and any quants, in every slot that no token sees."""
     caches = []
     for _ in range(2):
         states = torch.randn(len(seq_lens), kv_heads, capacity, head_dim, device=device)
@@ -214,8 +214,10 @@ def attention_calls(device, dtype):
 
 
 def assert_rule_over(calls, what: str) -> None:
-    """The numerics rule over dequantized caches, for the mean over the calls of their largest errors: of a single call
-    of few numbers in float32 chance decides. A slot too many shows as NaN."""
+    """Assert the numerics rule over dequantized caches, for the mean over the calls of their largest errors.
+
+    In a single call of few numbers in float32 chance would decide. A slot too many shows as NaN.
+    """
     errors = []
     for call in calls:
         ref = ATTENTION.reference(**call.map_tensors(upcast).kwargs)
@@ -243,7 +245,7 @@ def test_decode_attention_of_one_position_is_v(device, dtype, kv):
 
 @over_quants
 def test_every_quant_is_read_as_what_it_stands_for(device, kv):
-    """All bytes but e4m3's NaN, as values of positions that get all of the weight, with a scale of their own."""
+    """All bytes but e4m3's NaN are values of positions that get all of the weight, with a scale of their own."""
     bytes_ = torch.arange(256, dtype=torch.uint8, device=device).view(torch.int8)
     known = bytes_[bytes_.view(kv).float().isfinite()]
     dim = 64
@@ -259,7 +261,7 @@ def test_every_quant_is_read_as_what_it_stands_for(device, kv):
 
 @over_quants
 def test_decode_attention_shows_heads_that_are_not_finite(device, kv):
-    """A scale of NaN in sight spoils its head's group, as a key, or its whole output, as a value; and no other."""
+    """A visible scale of NaN spoils its head's group if it is a key's, its whole output if it is a value's, no more."""
     for length in (9, 200):
         sizes = dict(heads=4, kv_heads=2, head_dim=64, capacity=length)
         call = attention_call(device, torch.float32, kv, **sizes, seq_lens=[length, length])
@@ -309,7 +311,7 @@ def test_names_the_fault(spec, change, message):
     given = replaced(spec, call, **change(call.kwargs))
     with pytest.raises(OpInputError, match=message):
         spec(**given.kwargs)
-    if is_native(spec, CPU):  # the library's own checks, behind Python's
+    if is_native(spec, CPU):  # the library has checks of its own behind Python's
         with pytest.raises(RuntimeError):
             spec.overload(**given.kwargs)
 

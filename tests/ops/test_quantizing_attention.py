@@ -1,4 +1,4 @@
-"""quantizing_attention: the common tests; what it leaves in the cache, and its output, are those of two ops."""
+"""quantizing_attention: the common tests; the cache that it leaves, and its output, are those of two ops."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ CACHE = ("k_cache", "v_cache", "k_scales", "v_scales")
 
 
 def with_new(call: Sample) -> Sample:
-    """The newest positions of a ``decode_attention`` call as float32; NaN where the op is to put them."""
+    """Take the newest positions of a ``decode_attention`` call as float32, and put NaN where the op is to write."""
     given = dict(call.kwargs)
     q = given["q"]
     batch, query_len, _, head_dim = q.shape
@@ -39,7 +39,7 @@ globals().update(common_tests(SPEC, odd_sizes))
 
 
 def appended(call: Sample) -> Sample:
-    """The ``decode_attention`` call over a cache where the new positions are."""
+    """Return the ``decode_attention`` call over a cache that holds the new positions."""
     given = dict(call.map_tensors(duplicate).kwargs)
     new = given.pop("k"), given.pop("v")
     query_len, capacity = given["q"].shape[1], given["k_cache"].shape[2]
@@ -66,7 +66,7 @@ def assert_as_two_ops(call: Sample) -> None:
 
 @over_dtypes
 def test_quantizing_attention_is_an_append_and_attention(device, dtype):
-    """Every bit of the cache and of the output, in rings that wrap and where rows of queries take two blocks."""
+    """Every bit of cache and output is equal, in rings that wrap and if rows of queries take two blocks."""
     for call in odd_sizes(device, dtype):
         assert_as_two_ops(call)
     for query_len, window in ((1, 0), (9, 0), (16, 40)):

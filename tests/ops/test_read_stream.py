@@ -1,4 +1,4 @@
-"""read_stream: the common tests, and one element that decides wherever it stands."""
+"""read_stream: the common tests, and one element that decides, wherever it stands."""
 
 from __future__ import annotations
 

@@ -48,7 +48,7 @@ def test_rms_norm_special_values(device, dtype):
 
 @over_dtypes
 def test_rms_norm_scale(device, dtype):
-    """Squares neither overflow nor vanish: the sum is float32, whatever x is."""
+    """Squares neither overflow nor vanish: the accumulator is float32, whatever x is."""
     x = torch.randn(4, 333, device=device)
     weight = torch.randn(333, device=device).to(dtype)
     for factor in (1e-4, 1e-2, 1e2, 1e4):

@@ -25,7 +25,7 @@ def make(
     bias=False,
     kv=None,
 ) -> Sample:
-    """One call; without ``rotary_dim`` nothing is rotated, ``kv`` is the cache's dtype if not ``dtype``."""
+    """Make a call; without ``rotary_dim`` nothing is rotated; ``kv`` is the cache's dtype if it is not ``dtype``."""
     batch, features = len(seq_lens), (heads + 2 * kv_heads) * head_dim
     cos, sin = random_angles(batch, query_len, rotary_dim, device, dtype)
     shape = (batch, kv_heads, capacity, head_dim)
@@ -78,7 +78,7 @@ globals().update(common_tests(SPEC, odd_sizes))
 @over_dtypes
 @pytest.mark.parametrize("kv", DTYPES, ids=str)
 def test_rope_append_writes_its_slots_and_no_others(device, dtype, kv):
-    """Position p in slot p mod capacity, wrapping as often as it likes; every other slot keeps its bits."""
+    """Position p goes to slot p mod capacity, however often that wraps; every other slot keeps its bits."""
     query_len, capacity = 3, 7
     seq_lens = [3, 7, 8, 9, 10, 700, 2_000_000]
     sample = make(
@@ -105,7 +105,7 @@ def test_rope_append_writes_its_slots_and_no_others(device, dtype, kv):
 
 @over_dtypes
 def test_rope_append_without_rotation_copies(device, dtype):
-    """GPT-2: q and the appended k and v are the projection's own bits."""
+    """As in GPT-2, q and the appended k and v have the projection's own bits."""
     sample = make(device, dtype, heads=3, kv_heads=3, head_dim=64, capacity=9, query_len=4, seq_lens=[4, 9])
     result = ours(SPEC, sample)
     q, k, v = sample.kwargs["qkv"].view(2, 4, 9, 64).split(3, dim=2)
@@ -127,7 +127,7 @@ def test_rope_append_leaves_the_rest_of_a_head(device, dtype):
 
 @over_dtypes
 def test_rope_append_shares_angles_between_rows(device, dtype):
-    """cos and sin of batch 1 serve every row; so do expanded ones."""
+    """cos and sin of batch 1 serve every row; so do expanded cos and sin."""
     sample = make(device, dtype, heads=4, kv_heads=2, head_dim=32, capacity=9, seq_lens=[3, 9, 30], rotary_dim=32)
     one = {name: sample.kwargs[name][:1] for name in ("cos", "sin")}
     shared = replaced(SPEC, sample, **one)
@@ -156,7 +156,7 @@ def test_rope_append_overflow_of_a_half_cache_is_infinite(device):
 @pytest.mark.parametrize("shift", (0, 1))
 @pytest.mark.parametrize("kv", DTYPES, ids=str)
 def test_rope_append_follows_kv_table(device, kv, shift):
-    """Addresses, aligned or not, and capacity come from the table's row, the tensors given are not touched."""
+    """Addresses, aligned or not, and capacity come from the table's row, and the tensors given are not touched."""
     sample = make(
         device,
         torch.float32,

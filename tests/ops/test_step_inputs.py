@@ -1,4 +1,4 @@
-"""step_inputs: the common tests, PyTorch's rows bit for bit, indices outside a table, what it refuses."""
+"""step_inputs: the common tests, PyTorch's rows bit for bit, indices outside a table, refusals."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ globals().update(common_tests(SPEC))
 
 @over_dtypes
 def test_step_inputs_is_pytorch(device, dtype):
-    """The same bits and shapes, contiguous; also out of tables with gaps between rows, or that start anywhere."""
+    """Bits and shapes are the same, and contiguous, also for tables with gaps between rows or with any start."""
     wide, longer = (torch.randn(rows, 100, device=device, dtype=dtype) for rows in (40, 50))
     indices = torch.randint(40, (5, 6), device=device)
     tokens, positions = indices[:, ::2], indices.t()[:3].t()

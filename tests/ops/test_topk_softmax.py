@@ -27,7 +27,7 @@ globals().update(common_tests(SPEC, odd_sizes))
 @over_dtypes
 @pytest.mark.parametrize("num_experts", (1, 8, 128, 129, 1024))
 def test_topk_softmax_finds_the_experts(num_experts, device, dtype):
-    """Scores that differ in every dtype."""
+    """Scores differ in every dtype."""
     order = torch.stack([torch.randperm(num_experts, device=device) for _ in range(5)])
     logits = (order - num_experts).to(dtype) / 4 if num_experts <= 256 else (order // 8 * 8 - 1024).to(dtype)
     top_k = min(num_experts, 32)
@@ -42,7 +42,7 @@ def test_topk_softmax_finds_the_experts(num_experts, device, dtype):
 
 @over_dtypes
 def test_topk_softmax_equal_scores(device, dtype):
-    """Each expert once, whatever is equal to it."""
+    """Each expert is chosen once, whatever is equal to it."""
     logits = torch.tensor([[1.0, 3.0, 3.0, 3.0, -100.0, 1.0], [0.0] * 6], device=device).to(dtype)
     ids = ids_for(logits, 4)
     weights = SPEC(logits, ids)
@@ -53,7 +53,7 @@ def test_topk_softmax_equal_scores(device, dtype):
 
 @over_dtypes
 def test_topk_softmax_special_values(device, dtype):
-    """Experts that are ruled out are chosen last; NaN gives NaN, and experts that exist."""
+    """Experts that are ruled out are chosen last; NaN gives NaN, and the experts exist."""
     inf = float("inf")
     logits = torch.tensor([[-inf, 2.0, -inf, 1.0], [0.0, float("nan"), 1.0, 2.0], [inf, 0, 1, 2]], device=device)
     ids = ids_for(logits, 3)

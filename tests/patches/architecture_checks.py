@@ -1,4 +1,4 @@
-"""What every architecture goes through, written once.
+"""The checks that every architecture goes through, written once.
 
 ``globals().update(architecture_tests("gpt2"))`` gives a test file its ``test_<arch>_...`` functions.
 """
@@ -20,7 +20,7 @@ from hf_fastpath.architecture import architectures
 from hf_fastpath.compat import CACHE
 from hf_fastpath.registry import FLOAT_DTYPES
 
-#: positions that the logit rule compares, over all random models of a case
+#: number of positions that the logit rule compares, over all random models of a case
 POSITIONS = 256
 #: families unlike each other; without --full the others are checked in fewer types and batches
 CORE = ("gemma2", "gpt2", "llama", "mistral", "phi3", "qwen3")
@@ -30,16 +30,16 @@ ALWAYS_MASKED = ("falcon",)
 
 
 def text_of(device: torch.device, batch: int, length: int, seed: int) -> torch.Tensor:
-    """[batch, length] random tokens that are the same on every device."""
+    """Return [batch, length] random tokens that are the same on every device."""
     generator = torch.Generator().manual_seed(seed)
     return torch.randint(3, VOCAB, (batch, length), generator=generator).to(device)
 
 
 class Golden:
-    """One seed's model three times: stock, patched, float64.
+    """The model of one seed three times: stock, patched and float64.
 
     Args:
-        positions: that a case is to compare on this model, in batches of 4 sequences for each 64.
+        positions: number of positions that a case is to compare on this model, in batches of 4 sequences for each 64.
     """
 
     def __init__(self, architecture: str, seed: int, device: torch.device, dtype: torch.dtype, positions: int):
@@ -58,13 +58,13 @@ class Golden:
 
 @torch.no_grad()
 def prefill(golden: Golden, rule: LogitRule) -> None:
-    """The logits of a whole prompt, without a cache."""
+    """Compare the logits of a whole prompt, without a cache."""
     text = golden.text(64, golden.batch // 4)
     rule.add(*(model(text, use_cache=False).logits for model in (golden.ours, golden.stock, golden.ref)))
 
 
 def decode(golden: Golden, rule: LogitRule) -> None:
-    """Token by token, below the window."""
+    """Compare token by token, below the window."""
     steps, first = 16, 5
     text = golden.text(first + steps)
     ref = walk(golden.ref, text, [first] + [1] * steps, golden.rounding_cache())[:, first - 1 :]
@@ -75,7 +75,7 @@ def decode(golden: Golden, rule: LogitRule) -> None:
 
 
 def padded(golden: Golden, rule: LogitRule, first: int = 12, pad: int = 3) -> None:
-    """Sequences with left padding, ``pad`` more in each of four rows."""
+    """Compare sequences with left padding, ``pad`` more in each of four rows."""
     steps = 16
     text = golden.text(first + steps)
     mask = torch.ones_like(text)
@@ -89,12 +89,12 @@ def padded(golden: Golden, rule: LogitRule, first: int = 12, pad: int = 3) -> No
 
 
 def long_prompt(golden: Golden, rule: LogitRule) -> None:
-    """More than a tile of attention's kernels, with up to 57 tokens of padding."""
+    """Compare more than a tile of attention's kernels, with up to 57 tokens of padding."""
     padded(golden, rule, first=150, pad=19)
 
 
 def window_edge(golden: Golden, rule: LogitRule) -> None:
-    """From one token before the window's end to two windows past it."""
+    """Compare from one token before the window's end to two windows past it."""
     first, steps = WINDOW - 1, 2 * WINDOW
     text = golden.text(first + steps, golden.batch // 2)
     ref = walk(golden.ref, text, [first] + [1] * steps, golden.rounding_cache())[:, first - 1 :]
@@ -102,7 +102,7 @@ def window_edge(golden: Golden, rule: LogitRule) -> None:
 
 
 def chunked(golden: Golden, rule: LogitRule) -> None:
-    """A prompt in chunks, some tokens, then a second prompt over the same cache and more tokens."""
+    """Compare a prompt in chunks, some tokens, then a second prompt over the same cache and more tokens."""
     chunk, first, second = 7, 21, 6
     steps = 8
     text = golden.text(first + steps + second + steps)
@@ -113,7 +113,7 @@ def chunked(golden: Golden, rule: LogitRule) -> None:
     for model in (golden.ours, golden.stock):
         cache = hf_fastpath.FastpathCache(model.config) if model is golden.ours else DynamicCache(config=model.config)
         once = forced_logits(model, text[:, : first + steps], first, **{CACHE: cache}, prefill_chunk_size=chunk)
-        # generate() has not fed the token it chose last, so the cache ends where the forced text does
+        # generate() has not read the token that it chose last, so the cache ends where the forced text does
         assert cache.get_seq_length() == first + steps
         again = forced_logits(model, text, turn, **{CACHE: cache})
         found.append(torch.cat((once, again), dim=1))
@@ -132,11 +132,11 @@ GOLDEN: dict[str, Callable[[Golden, LogitRule], None]] = {
 
 
 def architecture_tests(architecture: str) -> dict[str, Callable]:
-    """The test functions of one architecture, by name."""
+    """Make the test functions of one architecture, by name."""
     is_core = architecture in CORE
 
     def over(name: str, usual: Sequence, full: Sequence):
-        """Parametrize by ``full``; without --full a family that is not of the core by ``usual`` only."""
+        """Parametrize by ``full``; without --full, a family that is not in the core only by ``usual``."""
         values = [pytest.param(each, marks=[] if is_core or each in usual else pytest.mark.full) for each in full]
         return pytest.mark.parametrize(name, values, ids=lambda each: str(each).removeprefix("torch."))
 
@@ -145,7 +145,7 @@ def architecture_tests(architecture: str) -> dict[str, Callable]:
     @over_dtypes
     @pytest.mark.parametrize("case", GOLDEN)
     def golden_matrix(case, dtype, device, golden_figures, request):
-        """As near to float64 as stock is, on the logits of every golden case."""
+        """On every golden case, logits are as near to float64 as stock's."""
         rule = LogitRule()
         num_models = 4 if request.config.getoption("--full") else 1
         for seed in range(num_models):
@@ -216,7 +216,7 @@ def architecture_tests(architecture: str) -> dict[str, Callable]:
 def assert_variant_right(
     architecture: str, device: torch.device, fast: bool = True, reason: str | None = None, **changes
 ) -> None:
-    """A config that differs in ``changes`` gives stock's tokens and logits; ``fast`` says by which loop."""
+    """Assert that a config that differs in ``changes`` gives stock's tokens and logits, and by which loop."""
     require_native(device)
     stock = build(architecture, **changes).to(device)
     with pytest.warns(UserWarning) if reason == "declined" else nullcontext():
@@ -237,7 +237,7 @@ def assert_variant_right(
 
 
 def assert_same_gradients(architecture: str, device: torch.device) -> None:
-    """A model patched has stock's gradients, of every parameter."""
+    """Assert that a patched model has stock's gradients of every parameter."""
     stock, ours = fresh(architecture, device)
     ids = prompt(device, 1, 7)
     for model in (stock, ours):

@@ -1,4 +1,4 @@
-"""What every architecture file declares exists in the installed transformers, and a wrong name is no silent miss."""
+"""Everything that an architecture file declares exists in the installed transformers, and a wrong name is noticed."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ ROLES = ("causal_lm", "layer", "attention", "mlp", "norm")
 
 
 def misdeclared(architecture: Architecture, role: str) -> Architecture:
-    """``architecture`` with a class name for ``role`` that no module has."""
+    """Return ``architecture`` with a class name for ``role`` that no module has."""
     if role == "causal_lm":
         return replace(architecture, causal_lm="NoSuchClass")
     return replace(architecture, **{role: replace(getattr(architecture, role), class_name="NoSuchClass")})
@@ -43,7 +43,7 @@ def test_wrong_class_name_is_named(architecture, role):
     "architecture", [pytest.param(a.name, marks=[] if a.name in CORE else pytest.mark.full) for a in architectures()]
 )
 def test_self_test_passes(architecture, monkeypatch):
-    """What patch() does on a version of transformers that was not tested."""
+    """patch() does this on a version of transformers that was not tested."""
     require_native(CPU)
     monkeypatch.setattr(selftest, "_passed", set())
     assert selftest.run(build(architecture)) is None
@@ -64,7 +64,7 @@ def test_wrong_module_is_named():
 
 @pytest.mark.parametrize("role", ROLES)
 def test_patch_with_a_wrong_class_name_fails(role, monkeypatch):
-    """At the latest here, and the model is as it was."""
+    """The error comes here at the latest, and the model is as it was."""
     model = build("llama")
     before = instances(model)
     monkeypatch.setattr(analyse, "architectures", lambda: (misdeclared(LLAMA, role),))

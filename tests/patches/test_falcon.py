@@ -13,7 +13,7 @@ from hf_fastpath.decode import steps
 
 globals().update(architecture_tests("falcon"))
 
-#: Falcon 7B's structure; the test model has that of 40B and 180B
+#: the structure of Falcon 7B; the test model has the structure of 40B and 180B
 OLD = {"new_decoder_architecture": False}
 
 
@@ -64,7 +64,7 @@ def test_falcon_kv_bytes_are_those_of_the_cache(changes):
 
 @torch.no_grad()
 def test_falcon_makes_a_mask_for_every_token(device):
-    """So that the user's own loop and beams run stock layers, and say why; generate()'s own loop is fast."""
+    """The user's own loop and beams therefore run stock layers, and say why; generate()'s own loop is fast."""
     stock, ours = fresh("falcon", device)
     cache, ids = hf_fastpath.FastpathCache(ours.config), prompt(device, 2, 9)
     with counting(ours) as counts:
@@ -79,7 +79,7 @@ def test_falcon_makes_a_mask_for_every_token(device):
 
 @torch.no_grad()
 def test_falcon_layers_without_a_mask(monkeypatch):
-    """A layer called by the user's own code for one token gives the pair that stock gives."""
+    """A layer that the user's own code calls for one token gives the pair that stock gives."""
     outputs, fused, decoder_layer = [], [], steps.decoder_layer
     monkeypatch.setattr(steps, "decoder_layer", lambda *given: fused.append(0) or decoder_layer(*given))
     for model in fresh("falcon"):

@@ -19,7 +19,7 @@ def test_gemma2_without_soft_caps(device):
 
 
 def test_gemma2_caps_as_the_attention_implementation_does(device):
-    """Eager caps scores; sdpa, where a version of transformers has it for Gemma 2, does not."""
+    """Eager caps scores; sdpa does not, if a version of transformers has sdpa for Gemma 2."""
     for implementation in ("eager", "sdpa") if Gemma2ForCausalLM._supports_sdpa else ("eager",):
         assert_variant_right("gemma2", device, attn_implementation=implementation)
 
@@ -29,7 +29,7 @@ def test_gemma2_bidirectional_attention_runs_stock(device):
 
 
 def test_gemma2_over_caches_that_grow(device):
-    """The ops of soft-capped scores find the buffers of every call, and the larger ones a cache moves to."""
+    """The ops of soft-capped scores find the buffers of every call, and the larger buffers that a cache moves to."""
     stock, ours = fresh("gemma2", device)
     for length in (70, 5):
         ids = prompt(device, 1, length)

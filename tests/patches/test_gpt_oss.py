@@ -37,7 +37,7 @@ def test_gpt_oss_tied_head(device):
 
 
 def test_gpt_oss_plain_angles(device):
-    """The checkpoints' are scaled by yarn, and so are those of the other tests."""
+    """The angles of the checkpoints are scaled by yarn, and so are those of the other tests."""
     assert_variant_right("gpt_oss", device, rope_parameters={"rope_type": "default", "rope_theta": 150000.0})
 
 
@@ -118,7 +118,7 @@ def test_gpt_oss_verify(device):
 
 
 def quantize(model, monkeypatch) -> None:
-    """Put transformers' own modules for MXFP4 into the model, which compute as before: their kernels need a GPU."""
+    """Put transformers' own modules for MXFP4 into the model; they compute as before: their kernels need a GPU."""
 
     def unquantized(self, hidden_states):
         return self.unquantized[0](hidden_states)
@@ -132,11 +132,11 @@ def quantize(model, monkeypatch) -> None:
             layer.mlp = copy.deepcopy(kept)
             layer.mlp.experts = experts
             layer.mlp.forward = MethodType(unquantized, layer.mlp)
-        layer.mlp.unquantized = [kept]  # in a list: no part of the model
+        layer.mlp.unquantized = [kept]  # a list, so that it is no part of the model
 
 
 def test_gpt_oss_quantized_experts_run_stock(device, monkeypatch):
-    """The mixture and its layers, with a reason; attention and norms around them are fast."""
+    """The mixture and its layers run stock, with a reason; attention and norms around them are fast."""
     require_native(device)
     stock = build("gpt_oss").to(device)
     quantize(stock, monkeypatch)
@@ -151,7 +151,7 @@ def test_gpt_oss_quantized_experts_run_stock(device, monkeypatch):
 
 
 def test_gpt_oss_norms_in_float32_run_stock(device, tmp_path):
-    """transformers loads them so beside float16, and every parameter of ours has one type."""
+    """transformers loads norms so beside float16, but all parameters of our kernels have one type."""
     require_native(device)
     build("gpt_oss").save_pretrained(tmp_path)
     stock = GptOssForCausalLM.from_pretrained(tmp_path, dtype=torch.float16).eval().to(device)
@@ -163,7 +163,7 @@ def test_gpt_oss_norms_in_float32_run_stock(device, tmp_path):
 
 
 def test_gpt_oss_unpacked_checkpoint_is_fast(device, tmp_path):
-    """As published, in MXFP4, and unpacked as it is loaded."""
+    """The checkpoint is in MXFP4, as published, and is dequantized when it is loaded."""
     require_native(device)
     model = build("gpt_oss", hidden_size=128, intermediate_size=64).to(torch.bfloat16)
     tensors = {name: tensor.contiguous() for name, tensor in model.state_dict().items()}

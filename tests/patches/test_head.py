@@ -1,4 +1,4 @@
-"""The head in forwards: within the rule for any rows, and stock's where something is to be learned or switched off."""
+"""The head in forwards: within the rule for any rows, and stock's if something is trained or switched off."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from hf_fastpath.patching.state import paused
 
 @pytest.fixture
 def products(monkeypatch) -> list:
-    """Projections that ran as ops of their own, heads among them."""
+    """Collect projections that ran as ops of their own, heads among them."""
     made, projection = [], forwards.steps.projection
 
     def noted(emit, linear, *others, **named):

@@ -1,4 +1,4 @@
-"""Mixtral: the common checks, the switches of its config, and what becomes of experts that the kernels do not take."""
+"""Mixtral: the common checks, the switches of its config, and experts that the kernels do not take."""
 
 import copy
 
@@ -43,7 +43,7 @@ def test_mixtral_relu_experts_run_stock(device):
 
 
 def test_mixtral_experts_of_another_class_run_stock(device):
-    """As quantized ones are; what is around them is patched."""
+    """Quantized experts are of another class; what is around them is patched."""
 
     class OtherExperts(MixtralExperts):
         pass
@@ -97,7 +97,7 @@ def test_mixtral_noise_in_training(device):
 
 
 def test_mixtral_changed_experts_are_read(device):
-    """The plan holds the stacks of all experts: values that change are seen, and a stack that is replaced."""
+    """The plan holds the stacks of all experts: changed values take effect, and so does a replaced stack."""
     stock, ours = fresh("mixtral", device)
     for change in ("values", "stack"):
         assert_equal_generation(ours, stock)
@@ -111,7 +111,7 @@ def test_mixtral_changed_experts_are_read(device):
 
 
 def test_mixtral_verify(device):
-    """In higher precision, which only the experts' own code has; the config is as it was."""
+    """verify() uses higher precision, which only the experts' own code has; the config is as it was."""
     _, ours = fresh("mixtral", device)
     before = copy.deepcopy(ours.config)
     assert hf_fastpath.verify(ours, prompt(device, 1, 12), max_new_tokens=8).ok
@@ -120,7 +120,7 @@ def test_mixtral_verify(device):
 
 
 def test_mixtral_bytes_of_a_step():
-    """Of five experts two are read for one sequence, four for two."""
+    """Of five experts, two are read for one sequence and four for two."""
     model = build("mixtral")
     stacks = sum(p.nbytes for p in model.parameters() if p.dim() == 3)
     two, four, all_of_them = (traffic.weight_bytes(model, batch) for batch in (1, 2, 4))

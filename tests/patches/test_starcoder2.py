@@ -24,7 +24,7 @@ def test_starcoder2_separate_head(device):
 
 
 def test_starcoder2_dropout_in_training(device):
-    """Probabilities, not modules: the patched model draws the same masks."""
+    """Dropout is given by probabilities instead of modules: the patched model draws the same masks."""
     losses = []
     for model in fresh("starcoder2", device, residual_dropout=0.4, embedding_dropout=0.3):
         torch.manual_seed(5)

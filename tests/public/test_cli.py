@@ -58,7 +58,7 @@ def test_cli_verify(json_wanted, capsys):
 
 
 TINY = ["verify", str(TINY_PYTHON), "--device", "cpu"]
-#: what is wrong with arguments -> what is said about them
+#: wrong arguments -> what is said about them
 REFUSED = {
     "unknown option": (["info", "--nonsense"], "hf-fastpath info: error: unknown arguments: --nonsense"),
     "unknown command": (["speed"], "invalid choice: 'speed'"),
@@ -78,7 +78,7 @@ REFUSED = {
 
 @pytest.mark.parametrize(("arguments", "error"), REFUSED.values(), ids=REFUSED)
 def test_cli_refuses(arguments, error, capsys):
-    """One line below the usage of the command, and no traceback."""
+    """The error is one line below the usage of the command, without a traceback."""
     with pytest.raises(SystemExit) as caught:
         cli.main(arguments)
     printed = capsys.readouterr().err
@@ -96,7 +96,7 @@ def test_cli_takes_short_names_of_types(capsys):
 
 
 def test_cli_verify_of_what_is_not_covered(capsys, tmp_path):
-    """Says what patch() says."""
+    """The command says what patch() says."""
     sizes = dict(n_layer=1, n_embd=32, n_head=2, vocab_size=4200, bos_token_id=1, eos_token_id=1)
     AutoModelForCausalLM.from_config(BloomConfig(**sizes)).save_pretrained(tmp_path)
     tokenizer().save_pretrained(tmp_path)
@@ -110,7 +110,7 @@ BENCH = "bench --model tiny --device cpu --dtype fp32 --engines stock,ours --con
 
 
 def test_cli_bench(capsys):
-    """A table for each workload, no wider than 100 columns; wrong arguments give the usage."""
+    """There is a table for each workload, no wider than 100 columns; wrong arguments give the usage."""
     require_native(CPU)
     assert cli.main([*BENCH.split(), "--batch", "1", "64"]) == 0
     lines = capsys.readouterr().out.splitlines()
@@ -134,7 +134,7 @@ def test_cli_bench_json(capsys):
 
 
 def test_bench_table_has_room_for_large_models():
-    """Figures as wide as they come: a 70B model, long contexts, minutes for the first call."""
+    """Figures are as wide as they come: a 70B model, long contexts, minutes for the first call."""
     row = dict(model="Llama-3.1-70B int4_g32, int8 head", dtype="bf16", context=131072, batch=64, note="")
     row |= dict(engine="ours-streamed", prefill_tok_s=123456.7, prefill_spread_percent=12.0, ms_per_token=1234.567)
     row |= dict(decode_tok_s=12345.6, decode_spread_percent=12.0, gb_s=4620.0, percent_of_r=100.0, first_call_s=1234.5)
@@ -143,7 +143,7 @@ def test_bench_table_has_room_for_large_models():
 
 
 def test_bench_of_an_install_writes_where_it_is_called(monkeypatch, tmp_path):
-    """An install has no folder for CSV files and no commit; the one it lies in may be of another repository."""
+    """An install has no folder for CSV files and no commit; it may lie inside another repository."""
     package = Path(cli.__file__).parent.parent
     monkeypatch.chdir(tmp_path)
     found = importlib.util.spec_from_file_location("measure_of_an_install", tmp_path / "measure.py")

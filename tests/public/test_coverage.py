@@ -1,4 +1,4 @@
-"""Models that are not covered in full, what the options choose, and arguments that are off."""
+"""Models that are not covered in full, what the options choose, and wrong arguments."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def _t5():
 
 
 def _strange_llama():
-    """A subclass with layers of its own."""
+    """Make a subclass with layers of its own."""
     model = build("llama")
     of_its_own = {type(module) for module in model.modules() if type(module).__module__ == type(model).__module__}
     renamed = {cls: type(f"My{cls.__name__}", (cls,), {}) for cls in of_its_own}
@@ -38,14 +38,14 @@ def _strange_llama():
 def _other_forwards():
     require_native(CPU)
     model = build("llama")
-    for layer in model.model.layers:  # as a package that replaces the layers' forwards does
+    for layer in model.model.layers:  # a package that replaces the layers' forwards does this
         for module in (layer, layer.mlp, layer.self_attn, layer.input_layernorm, layer.post_attention_layernorm):
             module.forward = lambda *args, **kwargs: None
     model.model.norm.forward = lambda x: x
     return model
 
 
-#: what cannot be patched -> what the first line says, and one thing that the rest says
+#: model that cannot be patched -> what the error's first line says, and one thing that the rest says
 UNSUPPORTED = {
     "encoder": (_bert, "BertModel (bert) is an encoder", "hf_fastpath info"),
     "encoder-decoder": (_t5, "T5ForConditionalGeneration (t5) is an encoder-decoder", "hf_fastpath info"),
@@ -61,7 +61,7 @@ UNSUPPORTED = {
 
 @pytest.mark.parametrize(("make", "first", "rest"), UNSUPPORTED.values(), ids=UNSUPPORTED)
 def test_unsupported_model_raises_and_says_what_it_is(make, first, rest):
-    """The one cause in the first line, then what helps; short enough to be read."""
+    """The first line has the one cause, what helps follows; the error is short enough to be read."""
     model = make()
     before = instances(model)
     with pytest.raises(UnsupportedModelError) as caught:
@@ -86,7 +86,7 @@ def test_partial_coverage_warns():
 
 
 def test_base_model_and_classifier_get_their_modules_patched(device):
-    """What has no generate() is still patched, module by module."""
+    """A model without generate() is still patched, module by module."""
     from transformers import MistralForSequenceClassification, MistralModel
 
     require_native(device)
@@ -121,7 +121,7 @@ def test_ops_chooses_what_is_patched(ops, device):
     require_native(device)
     stock = build("llama").to(device)
     with warnings.catch_warnings():
-        warnings.simplefilter("error")  # what the user left out is no news
+        warnings.simplefilter("error")  # modules that the user left out are not worth a warning
         ours = hf_fastpath.patch(copy.deepcopy(stock), ops=ops, quiet=True)
     chosen = {ops} if isinstance(ops, str) else set(ops)
     report = hf_fastpath.report(ours)

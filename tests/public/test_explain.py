@@ -46,7 +46,7 @@ def test_explain_a_config(place, tmp_path):
     assert found.parameters == sum(parameter.numel() for parameter in parameters)
     assert found.weight_bytes == FLOAT * found.parameters
     assert [(step.batch, step.context) for step in found.steps] == [(1, 1024), (1, 2048), (8, 1024), (8, 2048)]
-    for step in found.steps:  # two layers, one KV head of 80; of the embedding table one row a sequence
+    for step in found.steps:  # two layers with one KV head of 80; a sequence reads one row of the embedding table
         assert step.weight_bytes == found.weight_bytes - FLOAT * 112 * (VOCAB - step.batch)
         assert step.kv_bytes == step.batch * 2 * 2 * 80 * FLOAT * step.context
         assert step.tokens_per_second == pytest.approx(step.batch * 1e9 / (step.weight_bytes + step.kv_bytes))
@@ -93,7 +93,7 @@ def test_explain_a_model_without_an_architecture(tmp_path, capsys):
         assert part in printed
 
 
-#: type of a config -> the model that is made of it, and what is said of it
+#: type of a config -> the model that is made of it, and what is said about the model
 TYPES = {
     "gemma3": ("Gemma3ForConditionalGeneration", "2 layer patched; decode loop: stock (class_not_supported"),
     "llava": ("LlavaForConditionalGeneration", "2 layer patched; decode loop: stock (class_not_supported"),
@@ -120,7 +120,7 @@ LAYERS = (
 
 
 def two_layers(config):
-    """``config``, and those inside it, with two layers each."""
+    """Return ``config``, and the configs inside it, with two layers each."""
     for name in LAYERS:
         if isinstance(getattr(config, name, None), int):
             setattr(config, name, 2)
@@ -161,7 +161,7 @@ def test_an_error_that_nobody_foresaw_has_a_status_of_its_own(tmp_path, monkeypa
 
 
 def test_cli_explain_of_what_transformers_cannot_build(tmp_path, monkeypatch, capsys):
-    """A usage error that says what transformers said."""
+    """The usage error says what transformers said."""
     source = saved(tmp_path, "llama")
 
     def fails(config, **arguments):

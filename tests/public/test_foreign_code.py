@@ -26,7 +26,7 @@ from hf_fastpath.compat import CACHE
 
 
 def decode_modules(model: nn.Module) -> list[str]:
-    """Names of the modules that stock calls once a token in generate()."""
+    """Return the names of the modules that stock calls once for each token in generate()."""
     called: list[str] = []
     handles = [
         module.register_forward_hook(lambda *_, name=name: called.append(name))
@@ -41,16 +41,16 @@ def decode_modules(model: nn.Module) -> list[str]:
 @over_architectures
 @pytest.mark.parametrize("kind", ("forward_hook", "forward_pre_hook", "instance_forward", "replaced", "opaque"))
 def test_every_child_may_have_a_life_of_its_own(kind, architecture, device):
-    """A hook, a forward on the instance, another module in its place: honored on each module in turn.
+    """A hook, a forward on the instance, and another module in its place are honored on each module in turn.
 
-    Each doubles what goes through it, and counts its calls; tokens and counts are stock's.
+    Each of these doubles what goes through it, and counts its calls; tokens and counts are stock's.
     """
     stock, ours = fresh(architecture, device)
     names, wrong = decode_modules(stock), []
-    names = [name for name in names if ".1" not in name]  # the second layer is as the first
+    names = [name for name in names if ".1" not in name]  # the second layer is like the first
     assert len(names) > 12
     for name in names:
-        ours.generate(prompt(device), max_new_tokens=2, do_sample=False)  # a plan without it exists
+        ours.generate(prompt(device), max_new_tokens=2, do_sample=False)  # so that a plan without the change exists
         results = []
         for model in (ours, stock):
             calls: list[int] = []
@@ -62,7 +62,7 @@ def test_every_child_may_have_a_life_of_its_own(kind, architecture, device):
                         len(calls),
                     )
                 )
-            except Exception as error:  # an error on both is stock's own
+            except Exception as error:  # an error on both sides is stock's own
                 results.append((type(error).__name__, 0))
             finally:
                 undo()
@@ -78,7 +78,7 @@ def _doubled(value):
 
 
 class Opaque(nn.Module):
-    """Another module in the place of one: runs it, doubles the result, and has nothing else of it."""
+    """A module in the place of another one: it runs that one, doubles the result, and has no other attribute of it."""
 
     def __init__(self, inner: nn.Module, calls: list[int]):
         super().__init__()
@@ -90,7 +90,7 @@ class Opaque(nn.Module):
 
 
 class Replacement(Opaque):
-    """It also has the attributes of what it replaces."""
+    """An opaque module that also has the attributes of the module it replaces."""
 
     def __getattr__(self, name: str):
         try:
@@ -100,7 +100,7 @@ class Replacement(Opaque):
 
 
 def _interfere(model: nn.Module, name: str, kind: str, calls: list[int]):
-    """Make the module double its result (or its input); returns what undoes that."""
+    """Make the module double its result (or its input); return a function that undoes that."""
     module = model.get_submodule(name)
     if kind == "forward_hook":
         return module.register_forward_hook(lambda m, a, out: (calls.append(1), _doubled(out))[1]).remove
@@ -114,14 +114,14 @@ def _interfere(model: nn.Module, name: str, kind: str, calls: list[int]):
             calls.append(1)
             return _doubled(before(*args, **kwargs))
 
-        # the arguments' names stay visible, as transformers looks at them
+        # the names of the arguments stay visible, because transformers looks at them
         forward.__signature__ = inspect.signature(before)
         module.forward = forward
         if held is None:
             return lambda: vars(module).pop("forward")
         return lambda: setattr(module, "forward", held)
     if not name or name in ("model", "transformer"):
-        return lambda: None  # without these it is another model
+        return lambda: None  # without these parameters the model is another one
     parent, _, attribute = name.rpartition(".")
     owner = model.get_submodule(parent)
     replacement = (Opaque if kind == "opaque" else Replacement)(module, calls)
@@ -141,7 +141,7 @@ OPAQUE = {
 @pytest.mark.parametrize(("architecture", "name"), [(a, name) for a, names in OPAQUE.items() for name in names])
 @pytest.mark.filterwarnings("ignore:hf_fastpath:UserWarning")
 def test_module_in_the_place_of_one(architecture, name, when, device):
-    """As in ablations: nothing of what our code looks up is there. By generate() and by hand, over either cache."""
+    """As in ablations, nothing that our code looks up is there; generate() and a user's loop run over either cache."""
     stock, ours = fresh(architecture, device)
     ours.generate(prompt(device), max_new_tokens=2, do_sample=False)
     if when == "before_patch":
@@ -159,7 +159,7 @@ def test_module_in_the_place_of_one(architecture, name, when, device):
 
 
 class LoraLinear(nn.Linear):
-    """As PEFT does it: a subclass whose ``weight`` is the base weight, with a low-rank addition."""
+    """A subclass whose ``weight`` is the base weight, with a low-rank addition, as in PEFT."""
 
     def __init__(self, base: nn.Linear):
         super().__init__(base.in_features, base.out_features, bias=base.bias is not None)
@@ -204,7 +204,7 @@ def test_lora_like_projection(target, when, device):
 
 
 def replaced_forward(real, wraps: bool):
-    """A class's forward by somebody else: changes the result; ``wraps`` makes it look like the original."""
+    """Make a forward for a class that changes the result; ``wraps`` makes it look like the original."""
 
     def forward(self, *args, **kwargs):
         out = real(self, *args, **kwargs)
@@ -243,7 +243,7 @@ def test_replaced_forward_of_a_class(name, when, wraps, monkeypatch, device):
 
 
 class RolledDecoder(modeling_llama.LlamaModel):
-    """A decoder of the user's own in the place of transformers'."""
+    """A decoder of the user's own in place of transformers'."""
 
     def forward(self, *args, **kwargs):
         out = super().forward(*args, **kwargs)
@@ -265,7 +265,7 @@ def test_class_of_the_users_own(when, device):
 
 @pytest.mark.parametrize("name", ("apply_rotary_pos_emb", "eager_attention_forward"))
 def test_replaced_function_of_a_module(name, monkeypatch, device):
-    """What a patched class calls by name is looked at as well."""
+    """Functions that a patched class calls by name are looked at as well."""
     require_native(device)
     stock = build("llama", attn_implementation="eager").to(device)
     ours = hf_fastpath.patch(copy.deepcopy(stock), quiet=True)
@@ -285,7 +285,7 @@ def test_replaced_function_of_a_module(name, monkeypatch, device):
 
 @pytest.mark.parametrize("name", ("of_my_own", "sdpa"))
 def test_users_attention_function(name, monkeypatch, device):
-    """Under a name of its own, or in the place of one of transformers'."""
+    """The function has a name of its own, or takes the place of one of transformers'."""
 
     def doubled(module, query, key, value, attention_mask, **kwargs):
         return sdpa_attention_forward(module, query, key, value * 2, attention_mask, **kwargs)
@@ -312,7 +312,7 @@ def test_attention_functions_of_transformers_are_fast(device):
 @pytest.mark.parametrize("name", ("prepare_inputs_for_generation", "_update_model_kwargs_for_generation"))
 @pytest.mark.parametrize("place", ("instance", "class"))
 def test_overridden_method_of_generate(place, name, monkeypatch, device):
-    """Whoever steps between generate() and the forward is called for every token, as in stock."""
+    """A method that steps between generate() and the forward is called for every token, as in stock."""
     stock, ours = fresh("llama", device)
     real, calls = getattr(type(stock), name), []
 
@@ -334,7 +334,7 @@ def test_overridden_method_of_generate(place, name, monkeypatch, device):
         calls.clear()
     assert made[0] == made[1] and made[0][2] >= 12
     if place == "instance":
-        setattr(ours, name, types.MethodType(real, ours))  # as PEFT leaves it
+        setattr(ours, name, types.MethodType(real, ours))  # PEFT leaves it so
         with counting(ours) as counts:
             ours.generate(prompt(device), **SHORT)
         assert counts.fast == 12
@@ -344,7 +344,7 @@ def test_overridden_method_of_generate(place, name, monkeypatch, device):
 
 
 def test_accelerate_hooks_are_respected(device):
-    """A module under an accelerate hook keeps it: the hook runs around our forward."""
+    """A module under an accelerate hook keeps the hook, which runs around our forward."""
     require_native(device)
     stock, calls = build("llama").to(device), []
     ours = copy.deepcopy(stock)
@@ -388,7 +388,7 @@ def test_accelerate_hooks_come_and_go_in_any_order(hooks_come, hooks_go, device)
 
 
 def test_forward_that_others_wrapped_outlives_unpatch(device):
-    """Somebody keeps our bound forward inside their own: after unpatch() it runs stock's."""
+    """Somebody keeps our bound forward inside their own forward: after unpatch() it runs stock's."""
     stock, ours = fresh("llama", device)
     mlp = ours.model.layers[0].mlp
     held = mlp.forward

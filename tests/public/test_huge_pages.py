@@ -1,4 +1,4 @@
-"""Weights and caches in host memory lie in pages of 2 MB where Linux gives them."""
+"""Weights and caches in host memory lie in pages of 2 MB if Linux gives such pages."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from hf_fastpath.native import huge_pages
 
 
 def huge_bytes(tensor: torch.Tensor) -> int:
-    """Bytes in huge pages of the mapping that ``tensor`` lies in."""
+    """Return the bytes in huge pages of the mapping that ``tensor`` lies in."""
     inside = False
     for line in Path("/proc/self/smaps").read_text().splitlines():
         if found := re.match(r"([0-9a-f]+)-([0-9a-f]+) ", line):
@@ -33,7 +33,7 @@ def huge_pages_given():
 
 
 def wide(**changes):
-    """A model with an embedding of 32 MB."""
+    """Make a model with an embedding of 32 MB."""
     return build("llama", vocab_size=1 << 17, **changes)
 
 

@@ -1,4 +1,4 @@
-"""A forward that other code, as a trainer, has put on the model itself."""
+"""A forward that other code, such as a trainer, has put on the model itself."""
 
 from __future__ import annotations
 
@@ -29,15 +29,15 @@ from hf_fastpath.decode import pass_through
 
 
 def put_loss(model: nn.Module) -> None:
-    """As trainers do it: with ``fused_loss=True`` the loss is computed in another way; else the forward is the class's.
+    """Put a trainer's forward on the model: with ``fused_loss=True`` it computes the loss in its own way.
 
-    A plain call with labels is stock's.
+    Without that, the forward is the class's; a plain call with labels is stock's.
     """
     original = model.forward
 
     @functools.wraps(type(model).forward)
     def forward(self, *args, fused_loss=False, labels=None, num_items=None, **kwargs):
-        """Hands everything on, but for training."""
+        """Pass everything on, except in training."""
         if not fused_loss:
             if labels is not None:
                 kwargs["labels"] = labels
@@ -74,7 +74,7 @@ def test_a_trainers_loss_leaves_generate_fast(when, architecture, device):
 
 
 def looks_like(model):
-    """``generate()`` passes what the signature names."""
+    """Make ``generate()`` pass what the signature names."""
     return functools.wraps(type(model).forward)
 
 
@@ -242,7 +242,7 @@ def has_no_source(model):
 
 
 def calls_another_method(model):
-    original = model.get_output_embeddings  # of the model, and not its forward
+    original = model.get_output_embeddings  # a method of the model that is not its forward
 
     @looks_like(model)
     def forward(*args, **kwargs):
@@ -304,13 +304,13 @@ def test_a_function_whose_file_was_edited_is_not_read(tmp_path, monkeypatch):
 
 
 def under_autocast(model: nn.Module, dtype: torch.dtype) -> None:
-    """As accelerate prepares a model for mixed precision."""
+    """Put the forward under autocast, as accelerate does for mixed precision."""
     function = torch.autocast(device_type=model.device.type, dtype=dtype)(model.forward.__func__)
     model.forward = types.MethodType(convert_outputs_to_fp32(function), model)
 
 
 def decoded_logits(model: nn.Module, text: torch.Tensor, prefill: int) -> torch.Tensor:
-    """Token by token behind a prompt, through ``generate()``: the text is forced."""
+    """Return logits of tokens behind a prompt, one by one, through ``generate()``, with a forced text."""
 
     def force(ids, scores):
         return torch.full_like(scores, -1e9).scatter(1, text[:, ids.shape[1], None], 0.0)
@@ -329,7 +329,8 @@ def decoded_logits(model: nn.Module, text: torch.Tensor, prefill: int) -> torch.
 @over_architectures
 @pytest.mark.parametrize("with_loss", (False, True))
 def test_trainers_autocast_of_a_float32_model(with_loss, architecture, device):
-    """All that autocast adds is rounding: ours are nearer to the truth, and the report says that it is left out."""
+    """Autocast only adds rounding: our logits are nearer to the truth, and the report says that autocast is left
+    out."""
     stock, ours = fresh(architecture, device)
     text = prompt(device, 2, 40)
     truth = decoded_logits(copy.deepcopy(stock).double(), text, 8)
@@ -361,7 +362,7 @@ def test_trainers_autocast_of_a_half_precision_model_is_stocks(dtype, device):
 
 
 class ValueHead(nn.Module):
-    """As policy optimization wraps a model."""
+    """A wrapper with a value head, as in policy optimization."""
 
     def __init__(self, model: nn.Module):
         super().__init__()
@@ -369,7 +370,7 @@ class ValueHead(nn.Module):
 
 
 def data_parallel(model):
-    """On the model's device: what it does with one GPU is moving the model there."""
+    """Wrap a model on its own device: with one GPU, DataParallel only moves the model there."""
     device = model.device
     return nn.DataParallel(model).to(device)
 
@@ -385,7 +386,7 @@ WRAPPERS = {
 @pytest.mark.parametrize(("wrap", "name"), WRAPPERS.values(), ids=WRAPPERS)
 @pytest.mark.parametrize("when", ("before_patch", "after_patch"))
 def test_wrapper_and_model_inside_are_one(when, wrap, name, device, one_process):
-    """patch(), report(), verify(), patched() and unpatch() take either."""
+    """patch(), report(), verify(), patched() and unpatch() take either of the two."""
     require_native(device)
     stock = build("llama").to(device)
     ours = copy.deepcopy(stock)
@@ -415,7 +416,7 @@ def test_wrapper_and_model_inside_are_one(when, wrap, name, device, one_process)
 
 
 def test_a_module_of_two_models_is_patched_where_it_is(device):
-    """Neither is the one that is meant: modules are patched, and no generate() is ours."""
+    """Neither of the two models is meant: modules are patched, and no generate() is ours."""
     require_native(device)
     both = nn.ModuleDict({"policy": build("llama"), "reference": build("llama", seed=1)}).to(device)
     hf_fastpath.patch(both, quiet=True)

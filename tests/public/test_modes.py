@@ -19,7 +19,7 @@ from hf_fastpath.compat import CACHE
 
 @over_architectures
 def test_dropout_in_train_mode(architecture, device):
-    """generate() in train mode: dropout is active in stock, so stock runs, with the same random numbers."""
+    """In train mode dropout is active in stock's generate(), so stock runs, with the same random numbers."""
     names = ("resid_pdrop", "embd_pdrop", "attn_pdrop") if architecture == "gpt2" else ("attention_dropout",)
     stock, ours = fresh(architecture, device, **dict.fromkeys(names, 0.2))
     results = []
@@ -52,7 +52,7 @@ def test_autocast_runs_stock(dtype, architecture, device):
     "architecture", ("llama", *(pytest.param(name, marks=pytest.mark.full) for name in ("gpt2", "mistral")))
 )
 def test_torch_compile_after_patching(architecture):
-    """The compiler traces stock code, whole prompts and steps over a cache."""
+    """The compiler traces stock code, for whole prompts and for steps over a cache."""
     torch._dynamo.reset()
     layers = {"n_layer": 1} if architecture == "gpt2" else {"num_hidden_layers": 1}
     stock, ours = fresh(architecture, **layers)
@@ -72,7 +72,7 @@ def test_torch_compile_after_patching(architecture):
 
 @pytest.mark.parametrize("architecture", ("llama", pytest.param("gpt2", marks=pytest.mark.full)))
 def test_compiled_steps_over_a_static_cache_have_no_graph_break(architecture):
-    """What generate(cache_implementation="static") does on a GPU: the cache's length is a tensor that nobody reads."""
+    """generate(cache_implementation="static") does so on a GPU: nobody reads the cache's length, which is a tensor."""
     torch._dynamo.reset()
     layers = {"n_layer": 1} if architecture == "gpt2" else {"num_hidden_layers": 1}
     stock, ours = fresh(architecture, **layers)
@@ -106,11 +106,11 @@ COMPILED = {
 
 @pytest.mark.parametrize("name", COMPILED)
 def test_generate_of_a_compiled_model(name):
-    """Compiled after patching, as users do it; a forward on the instance is the user's, so that stock's loop runs."""
+    """Users compile after patching; a forward on the instance is the user's, so that stock's loop runs."""
     make, fast = COMPILED[name]
     torch._dynamo.reset()
     stock, ours = fresh("llama", num_hidden_layers=1)
-    options = dict(max_new_tokens=3, do_sample=False)  # the compiler looks at each length anew
+    options = dict(max_new_tokens=3, do_sample=False)  # few tokens, because the compiler looks at each length anew
     compiled = make(ours)
     with counting(ours) as counts:
         found = compiled.generate(prompt(CPU, 2), **options)
@@ -151,7 +151,7 @@ def test_default_device_of_the_user(architecture, device):
 
 
 def in_threads(*calls):
-    """Run the calls at once; returns their results, or raises what one of them raised."""
+    """Run the calls at once; return their results, or raise what one of them raised."""
     results, errors = [None] * len(calls), []
 
     def run(index: int) -> None:

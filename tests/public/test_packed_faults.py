@@ -1,4 +1,4 @@
-"""save_packed() that is killed, out of space, or beside other files; load_packed() of files that were changed."""
+"""save_packed() is killed, out of space, or beside other files; load_packed() reads files that were changed."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from hf_fastpath.quantization.file_index import INDEX, KEY, sealed, unsealed
 from hf_fastpath.quantization.files import PackedFiles
 
 CPU = torch.device("cpu")
-#: another program's, named like ours
+#: files of another program with names like ours
 FOREIGN = ("packed_lora.safetensors", "packed-notes.safetensors.txt", "packed.safetensors", "packed-00001.saving", "x")
 
 
@@ -53,7 +53,7 @@ def old() -> nn.Module:
 
 @pytest.fixture(scope="module")
 def new() -> nn.Module:
-    """Another model, whose config differs, too."""
+    """Make another model, whose config differs as well."""
     return packed(2, max_position_embeddings=999)
 
 
@@ -62,7 +62,7 @@ def save(model: nn.Module, directory: Path) -> None:
 
 
 def content(directory: Path) -> tuple[bytes, dict[str, torch.Tensor]]:
-    """The config and all tensors, as load_packed() reads them."""
+    """Return the config and all tensors, as load_packed() reads them."""
     with PackedFiles(directory) as files:
         files.check()
         return files.configs()["config.json"], {name: files.read(name).clone() for name in files.entries}
@@ -77,7 +77,7 @@ def is_same(one: tuple, other: tuple) -> bool:
 
 
 def own_files(directory: Path) -> set[str]:
-    """Names of the files that an index and the save itself account for."""
+    """Return the names of the files that an index and the save itself account for."""
     said = unsealed((directory / INDEX).read_bytes())[KEY]
     return {INDEX, ".packed.lock", *said["files"], *said["placed"]}
 
@@ -90,7 +90,7 @@ def names(directory: Path) -> set[str]:
 
 
 class Killed(BaseException):
-    """In the place of the process's end."""
+    """An exception that stands for the end of the process."""
 
 
 class Counter:
@@ -112,7 +112,7 @@ class Counter:
         def operation(*arguments, **options):
             self.count += 1
             if self._first is not None and self._first <= self.count and self.count <= (self._last or self.count):
-                if name == "write":  # half of it is there
+                if name == "write":  # half of the bytes are written
                     original(arguments[0], arguments[1][: len(arguments[1]) // 2])
                 raise self._make()
             return original(*arguments, **options)
@@ -150,7 +150,7 @@ def quick(tmp_path) -> Iterator[Path]:
     ids=("killed", "no space once", "no space", "killed in an empty folder"),
 )
 def test_a_broken_off_save_leaves_the_old_or_the_new(over, lasts, make, old, new, saves, quick):
-    """At every operation: what is there loads, is the old or the new model, and the next save cleans up."""
+    """At every operation, what is there loads and is the old or the new model, and the next save cleans up."""
     contents = {name: content(directory) for name, directory in saves.items()}
 
     def begin(directory: Path) -> Path:
@@ -167,11 +167,11 @@ def test_a_broken_off_save_leaves_the_old_or_the_new(over, lasts, make, old, new
     found = {"old": 0, "new": 0, "nothing": 0}
     for at in range(1, whole.count + 1):
         directory = begin(quick / str(at))
-        # a killed process does nothing afterwards; a fault may be over at once
+        # a killed process does nothing afterwards; an error may be over at once
         with Counter(at, None if lasts else at, make).watching():
             try:
                 save(new, directory)
-                left = {"new"}  # the operation did not matter, as that which makes a folder that is there
+                left = {"new"}  # the operation did not matter, for example making a folder that exists
             except (Killed, OSError):
                 left = {"old" if over else "nothing", "new"}
         where = f"operation {at} of {whole.count}"
@@ -196,7 +196,7 @@ def test_a_broken_off_save_leaves_the_old_or_the_new(over, lasts, make, old, new
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork")
 def test_a_process_that_ends_in_a_save(saves, quick):
-    """In processes that really end, and files that really cannot grow."""
+    """Processes really end, and files really cannot grow."""
     script = """
         import os, pathlib, resource, shutil, signal, sys, torch, hf_fastpath
         sys.path.insert(0, sys.argv[3])
@@ -247,7 +247,7 @@ def test_a_process_that_ends_in_a_save(saves, quick):
 
 
 def test_saves_that_are_broken_off_one_after_the_other(old, new, saves, quick):
-    """The second also while it cleans up behind the first."""
+    """The second save is also broken off while it cleans up after the first."""
     contents = {name: content(directory) for name, directory in saves.items()}
     draw = random.Random(0)
     for attempt in range(40):
@@ -269,7 +269,7 @@ def test_saves_that_are_broken_off_one_after_the_other(old, new, saves, quick):
 
 
 def test_files_of_others_stay(old, new, saves, tmp_path):
-    """Also those of the names that a save would have: a checkpoint's config, another program's index."""
+    """Files stay that have the names a save would use: a checkpoint's config, another program's index."""
     others = {"config.json": b'{"model_type": "gpt2"}', "model.safetensors": b"weights", "README.md": b"mine"}
     for name, text in others.items():
         (tmp_path / name).write_bytes(text)
@@ -381,7 +381,7 @@ def test_files_outside_the_folder_are_refused(old, tmp_path):
 
 
 def test_the_cache_of_the_hub(old, saves, tmp_path):
-    """There, files are links into a folder beside the snapshot."""
+    """In the hub's cache, files are links into a folder beside the snapshot."""
     blobs, snapshot = tmp_path / "models--a--b" / "blobs", tmp_path / "models--a--b" / "snapshots" / "abc"
     blobs.mkdir(parents=True)
     snapshot.mkdir(parents=True)
@@ -419,7 +419,7 @@ CONFIG = """
 
 
 def with_code(directory: Path) -> None:
-    """A checkpoint of a Llama under another name, with its code."""
+    """Write a checkpoint of a Llama under another name, with its code."""
     build("llama", num_hidden_layers=1).save_pretrained(directory)
     code = inspect.getsource(modeling_llama).replace("Llama", "PackedTwin").replace("from ...", "from transformers.")
     code = code.replace("from .configuration_llama", "from .configuration_packed_twin")
@@ -445,7 +445,7 @@ def test_code_of_a_config_runs_only_if_the_caller_says_so(tmp_path, monkeypatch)
     for options in ({}, {"trust_remote_code": False}):
         with pytest.raises(ValueError, match="custom code .*pass trust_remote_code=True to run the code"):
             hf_fastpath.load_packed(target, quiet=True, **options)
-    (target / "modeling_packed_twin.py").write_text("raise SystemError")  # not what was saved, so nobody runs it
+    (target / "modeling_packed_twin.py").write_text("raise SystemError")  # this was not saved, so nobody runs it
     with pytest.warns(UserWarning, match="modeling_packed_twin.py in .* are not what save_packed"):
         loaded = hf_fastpath.load_packed(target, quiet=True, trust_remote_code=True)
     assert type(loaded).__name__ == "PackedTwinForCausalLM"
@@ -453,7 +453,7 @@ def test_code_of_a_config_runs_only_if_the_caller_says_so(tmp_path, monkeypatch)
 
 
 def test_a_listed_model_needs_no_code(old, tmp_path, monkeypatch):
-    """Whatever its config names: transformers has the class."""
+    """Whatever the model's config names, transformers has the class."""
     monkeypatch.setattr("builtins.input", lambda *text: pytest.fail("nobody is asked"))
     names = {"AutoConfig": "nowhere.Config", "AutoModelForCausalLM": "nowhere.Model"}
     monkeypatch.setattr(old.config, "auto_map", names, raising=False)
@@ -464,7 +464,7 @@ def test_a_listed_model_needs_no_code(old, tmp_path, monkeypatch):
 
 
 def test_an_untested_transformers_tries_a_twin(old, tmp_path, monkeypatch):
-    """The model's own weights are on the meta device then."""
+    """The model's own weights are on the meta device at that time."""
     monkeypatch.setattr(selftest, "_passed", set())
     save(old, tmp_path)
     monkeypatch.setattr(compat.versions.transformers, "__version__", "99.1.0")

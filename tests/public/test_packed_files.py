@@ -25,7 +25,7 @@ from hf_fastpath.quantization.files import PackedFiles
 from hf_fastpath.quantization.linear import PackedLinear
 
 CPU = torch.device("cpu")
-#: Conv1D and tied embeddings, separate projections, a mixture, scaled embeddings and head norms, biases
+#: the families have Conv1D and tied embeddings, separate projections, a mixture, scaled embeddings, head norms, biases
 FAMILIES = ("gpt2", "llama", "mixtral", "gemma3_text", "opt")
 
 
@@ -35,7 +35,7 @@ def native():
 
 
 def saved(directory: Path, family: str = "llama", weights: str = "int4", size="5GB", **options) -> nn.Module:
-    """A patched model whose weights lie in ``directory``."""
+    """Make a patched model whose weights lie in ``directory``."""
     model = hf_fastpath.patch(build(family), weights=weights, quiet=True, **options)
     hf_fastpath.save_packed(model, directory, max_shard_size=size)
     return model
@@ -48,7 +48,7 @@ def on_meta(directory: Path) -> nn.Module:
 
 
 def outcome(model: nn.Module) -> tuple[torch.Tensor, torch.Tensor, list[str]]:
-    """Tokens, logits, and the calls of the plan."""
+    """Return tokens, logits, and the calls of the plan."""
     ids = prompt(CPU)
     tokens = model.generate(ids, **SHORT)
     (plan,) = vars(model)["_hf_fastpath"].plans
@@ -98,7 +98,7 @@ def test_no_original_is_saved_or_kept(tmp_path):
     model = saved(tmp_path, lm_head="int8")
     packed = {name for name, module in model.named_modules() if type(module) is PackedLinear}
     (path,) = tmp_path.glob("*.safetensors")
-    with safe_open(path, framework="pt") as file:  # a file that others can read, too
+    with safe_open(path, framework="pt") as file:  # others can read the file, too
         assert not {f"{name}.weight" for name in packed} & set(file.keys())
         for name in file.keys():
             assert torch.equal(file.get_tensor(name), PackedFiles(tmp_path).read(name)), name
@@ -130,7 +130,7 @@ def test_generation_config_and_copies(tmp_path):
     with pytest.raises(ValueError, match="load_packed"):
         hf_fastpath.unpatch(twin)
     (before,) = tmp_path.glob("*.safetensors")
-    hf_fastpath.save_packed(twin, tmp_path, max_shard_size=100_000)  # in the place of the files it came from
+    hf_fastpath.save_packed(twin, tmp_path, max_shard_size=100_000)  # replaces the files that the model came from
     assert not before.exists() and len(list(tmp_path.glob("*.safetensors"))) > 2
     assert_same(hf_fastpath.load_packed(tmp_path, quiet=True), loaded)
 
@@ -158,7 +158,7 @@ def test_tensors_go_where_they_are_asked_to(device, tmp_path):
 
 
 def reseal(directory: Path, change) -> None:
-    """Change the index, and give it the checksum of what it says then."""
+    """Change the index, and give it the checksum of its new contents."""
     content = unsealed((directory / INDEX).read_bytes())
     change(content)
     (directory / INDEX).write_text(sealed(content))
@@ -425,7 +425,7 @@ def test_arguments_are_checked(tmp_path):
 
 
 def test_memory_never_holds_the_unquantized_weights(tmp_path):
-    """Peak of a process of its own, above what it has before loading, beside the bytes of the files."""
+    """The peak of a separate process, above what it has before loading, is compared with the bytes of the files."""
     script = """
         import pathlib, sys, torch, hf_fastpath
         from transformers import LlamaConfig, LlamaForCausalLM

@@ -1,4 +1,4 @@
-"""load_packed() of files with flipped bits and rewritten values: an error of a documented type, or the same model."""
+"""load_packed() of files with flipped bits and rewritten values: a documented type of error, or the same model."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ import hf_fastpath
 from hf_fastpath.quantization.file_index import INDEX, KEY, digest, sealed, unsealed
 from hf_fastpath.quantization.linear import PackedLinear
 
-#: in the place of any value: other types, out of range, too large for memory, too deep
+#: values to put anywhere: other types, out of range, too large for memory, too deep
 VALUES = (
     None,
     True,
@@ -40,7 +40,7 @@ VALUES = (
 DEEP: list = []
 for _ in range(300):
     DEEP = [DEEP]
-#: entries of an object, and of a list, that are tried: the others are alike
+#: number of entries of an object, and of a list, that are tried: the others are alike
 MANY = 3
 
 
@@ -70,7 +70,7 @@ class Target:
             (self.directory / name).write_bytes(content)
 
     def is_refused(self, *, by_directory: bool = False) -> bool:
-        """Whether the files are refused, by an error of a documented type; else they gave the same model."""
+        """Whether a documented type of error refuses the files; if not, they gave the same model."""
         if self._empty is None:
             with torch.device("meta"):
                 self._empty = AutoModelForCausalLM.from_config(self._config).eval()
@@ -114,7 +114,7 @@ def test_flipped_bits_are_noticed(target):
         content[byte] ^= 1 << bit
         (target.directory / name).write_bytes(content)
         is_refused = target.is_refused()
-        # of the index the values are checked: a space may become a tab
+        # the index's values are checked, not its bytes: a space may become a tab
         assert is_refused or name == INDEX and content[byte] in b" \t\r\n", f"{name}, byte {byte}, bit {bit}"
         refused += is_refused
         (target.directory / name).write_bytes(target.content[name])
@@ -127,14 +127,14 @@ def test_files_that_are_cut_off_or_longer(target):
             continue
         for other in (b"", content[:7], content[: len(content) // 2], content[:-1], content + b"\0", content * 2):
             if other.strip() == content.strip():
-                continue  # a line's end
+                continue  # this ends a line
             (target.directory / name).write_bytes(other)
             assert target.is_refused(), f"{name}, {len(other)} of {len(content)} bytes"
         target.restore()
 
 
 def places(value: Any, path: tuple = ()) -> Iterator[tuple]:
-    """Where the values of a JSON text are."""
+    """Yield where the values of a JSON text are."""
     if path:
         yield path
     if isinstance(value, (dict, list)):
@@ -146,7 +146,7 @@ def places(value: Any, path: tuple = ()) -> Iterator[tuple]:
 
 
 def with_value(content: Any, path: tuple, value: Any) -> Any:
-    """A copy of ``content`` with another value, or without it where the value is ``del``."""
+    """Return a copy of ``content`` with another value, or without the value if it is ``del``."""
     copy = json.loads(json.dumps(content))
     inner = copy
     for key in path[:-1]:
@@ -163,7 +163,7 @@ del_ = object()
 
 @pytest.mark.parametrize("is_sealed", (False, True), ids=("edited", "with a right checksum"))
 def test_rewritten_values_of_the_index(is_sealed, target):
-    """Also those that somebody gives the right checksum: no value that cannot be is used."""
+    """This includes values with the right checksum: no value that cannot be is used."""
     said = unsealed(target.content[INDEX])
     tried = [(path, value) for path in places(said) for value in (*VALUES, DEEP, del_)]
     draw = random.Random(0)
@@ -184,7 +184,7 @@ def test_rewritten_values_of_the_index(is_sealed, target):
 
 
 def test_values_are_within_their_ranges(target):
-    """Each in the one place where it would do harm, with a right checksum."""
+    """Each wrong value is in the one place where it would do harm, with a right checksum."""
     said = unsealed(target.content[INDEX])
     own = said[KEY]
     layer = (KEY, "model", "weights", "model.layers.0.mlp.gate_proj")
@@ -213,7 +213,7 @@ def test_values_are_within_their_ranges(target):
 
 @pytest.mark.filterwarnings("ignore:load_packed.*config.json:UserWarning")
 def test_rewritten_values_of_the_config(target):
-    """With right checksums: what transformers raises, or what the sizes do not fit, is one documented error."""
+    """Checksums are right; an error of transformers, or sizes that do not fit, give one documented error."""
     said = unsealed(target.content[INDEX])
     name = next(name for name in said[KEY]["files"] if name.endswith("-config.json"))
     config = json.loads(target.content[name])

@@ -1,4 +1,4 @@
-"""patch(), unpatch() and patched() on the instance, and what becomes of its copies."""
+"""patch(), unpatch() and patched() on the instance, and copies of it."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 @over_architectures
 def test_unpatch_restores_everything(architecture, device):
-    """Logits and state_dict bit for bit, every module's __dict__, RNG, mode, generation_config."""
+    """Logits and state_dict bit for bit, every module's __dict__, RNG, mode and generation_config are as before."""
     require_native(device)
     model, ids = build(architecture).to(device), prompt(device, 2)
     config, generation_config = model.config.to_dict(), model.generation_config.to_dict()
@@ -109,7 +109,7 @@ print("beneath")
 
 
 def test_generation_mixin_is_restored(tmp_path):
-    """In a process of its own: the wrapper goes with the last patched model, unpatched or forgotten."""
+    """In a separate process, the wrapper goes with the last patched model, unpatched or forgotten."""
     require_native(CPU)
     command = [sys.executable, "-c", SAMPLE_SCRIPT, str(ROOT / "tests")]
     result = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path)
@@ -139,7 +139,7 @@ def test_unpatch_of_a_stock_model_changes_nothing():
 @pytest.mark.parametrize("failing", ("_bind_forward", "_bind_generate", "check_coverage"))
 @pytest.mark.parametrize("after", (0, 3))
 def test_a_failing_patch_leaves_nothing(failing, after, monkeypatch):
-    """All or nothing, whatever goes wrong in the middle."""
+    """Whatever goes wrong in the middle, all is done or nothing."""
     require_native(CPU)
     anchor = hf_fastpath.patch(build("gpt2"), quiet=True)  # keeps the wrapper in place, so that it can be compared
     home = api if failing == "check_coverage" else apply
@@ -163,7 +163,7 @@ def test_a_failing_patch_leaves_nothing(failing, after, monkeypatch):
     model.generate(prompt(CPU), **SHORT)
 
 
-#: not patching/loops.py: finalizers of other tests' models run there
+#: patching/loops.py is left out, because finalizers of other tests' models run there
 FILES = (
     *("patching/api.py", "patching/analyse.py", "patching/apply.py", "patching/copies.py", "patching/coverage.py"),
     *("patching/ledger.py", "patching/plan.py", "patching/reporting.py", "patching/state.py"),
@@ -179,7 +179,7 @@ def test_patch_interrupted_anywhere(architecture):
     before = instances(model)
     anchor = hf_fastpath.patch(build("gpt2"), quiet=True)  # keeps the wrapper in place, so that it can be compared
     users = set(loops._users)
-    for _ in range(2):  # the first time, caches are filled
+    for _ in range(2):  # the first call fills caches
         with Fault(FILES) as whole:
             hf_fastpath.patch(model)
         hf_fastpath.unpatch(model)
@@ -196,7 +196,7 @@ def test_patch_interrupted_anywhere(architecture):
 
 @over_architectures
 def test_unpatch_interrupted_anywhere(architecture):
-    """Called again, it goes on where it was; meanwhile the model gives stock's tokens."""
+    """unpatch() called again goes on where it was; meanwhile the model gives stock's tokens."""
     require_native(CPU)
     model, stock = build(architecture), build(architecture)
     before = instances(model)
@@ -258,7 +258,7 @@ def test_deepcopy_stays_patched_and_independent(architecture, device):
     twin = copy.deepcopy(ours)
     assert hf_fastpath.report(twin).stats["fast_tokens"] == 0
     with torch.no_grad():
-        next(twin.parameters()).mul_(1.5)  # its weights are its own
+        next(twin.parameters()).mul_(1.5)  # the twin's weights are its own
     assert_equal_generation(ours, stock)
     expected = copy.deepcopy(stock)
     expected.load_state_dict(twin.state_dict())
@@ -282,7 +282,7 @@ def test_deepcopy_of_one_module_is_stock():
 @over_architectures
 @pytest.mark.parametrize("how", ("pickle", "torch.save"))
 def test_pickle_comes_out_stock(how, architecture):
-    """No residue, the same weights, and it can be patched again."""
+    """The copy has no residue of the patch and the same weights, and can be patched again."""
     stock, ours = fresh(architecture)
     ours.generate(prompt(CPU), **SHORT)
     if how == "pickle":

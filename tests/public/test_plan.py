@@ -1,4 +1,4 @@
-"""What patch() decides, before it touches anything: analyse(model, options) and apply(plan, state)."""
+"""What patch() decides before it touches anything: analyse(model, options) and apply(plan, state)."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from hf_fastpath.patching.state import PatchState, state_of
 
 @over_architectures
 def test_analyse_binds_nothing(architecture, monkeypatch):
-    """Not for a moment either."""
+    """Nothing is bound, not even for a moment."""
     model = build(architecture)
     before, sample = instances(model), GenerationMixin._sample
     monkeypatch.setattr(Ledger, "put", lambda *given: pytest.fail("bound something"))

@@ -1,4 +1,4 @@
-"""Lines on the terminal: for what takes long, and never out of generate()."""
+"""Lines on the terminal: they appear for work that takes long, and never from generate()."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Terminal(io.StringIO):
 
 @pytest.fixture
 def terminal(monkeypatch):
-    """Puts a stream in the place of stderr, and makes everything take long."""
+    """Put a stream in place of stderr, and make everything take long."""
 
     def install(is_terminal: bool = True) -> Terminal:
         stream = Terminal(is_terminal)
@@ -69,7 +69,7 @@ def test_nothing_is_announced_elsewhere_or_when_it_is_quick(terminal, monkeypatc
 
 
 def test_a_bar_counts_on_a_terminal(terminal):
-    """Also while the first step is not done; when the block ends, the line is empty again."""
+    """The bar also appears while the first step is not done; when the block ends, the line is empty again."""
     stream = terminal()
     with progress.counted(3, "counting") as bar:
         assert wait_for(stream, "counting:   0%")
@@ -97,7 +97,7 @@ def test_no_bar_elsewhere_or_when_it_is_quick_or_quiet(terminal, monkeypatch):
 
 
 def counts_while(terminal, monkeypatch, call) -> str:
-    """What a terminal shows of a bar whose every step is drawn."""
+    """Return what a terminal shows of a bar whose every step is drawn."""
     stream = terminal()
     real = progress.tqdm
 
@@ -143,5 +143,5 @@ def test_generate_prints_nothing(terminal, capfd):
     stream = terminal()
     capfd.readouterr()
     ours.generate(prompt(CPU, 2), **SHORT)
-    ours.generate(prompt(CPU, 17), **SHORT)  # stock's loop
+    ours.generate(prompt(CPU, 17), **SHORT)  # stock's loop runs
     assert stream.getvalue() == "" and capfd.readouterr() == ("", "")

@@ -1,4 +1,4 @@
-"""compare_formats(): its figures against the same computed with stock code and dequantized weights."""
+"""compare_formats(): its figures and the same figures computed with stock code and dequantized weights."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def test_figures_are_those_of_the_dequantized_model():
     assert (found.own.kl, found.own.top1_agreement, found.change(found.own)) == (0, 1, 0)
     for row in found.rows:
         same = copy.deepcopy(stock)
-        same.lm_head.weight = nn.Parameter(same.lm_head.weight.clone())  # else the embeddings go with it
+        same.lm_head.weight = nn.Parameter(same.lm_head.weight.clone())  # else the tied embeddings would change too
         patched = hf_fastpath.patch(copy.deepcopy(stock), weights=row.weights, lm_head="int8", quiet=True)
         for name, module in patched.named_modules():
             if type(module) is PackedLinear:
@@ -86,7 +86,7 @@ def test_command_line(capsys, tmp_path):
     found = json.loads(capsys.readouterr().out)
     assert found["positions"] == 59 and [row["weights"] for row in found["rows"]] == ["int8"]
     assert abs(found["rows"][0]["perplexity_change_percent"]) < 2
-    assert cli.main(arguments) == 0  # the prompt
+    assert cli.main(arguments) == 0  # the text is the prompt
     assert "same top-1" in capsys.readouterr().out
     for wrong in (["--text", str(tmp_path / "none.txt")], ["--lm-head", "int4"], ["--weights", "int3"]):
         with pytest.raises(SystemExit) as caught:

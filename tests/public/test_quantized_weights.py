@@ -17,7 +17,7 @@ from hf_fastpath.quantization import FORMATS
 from hf_fastpath.quantization.linear import PackedLinear
 
 over_formats = pytest.mark.parametrize("format", FORMATS)
-#: separate and fused projections, Conv1D, biases, a mixture, norms over heads, a window
+#: families with separate and fused projections, Conv1D, biases, a mixture, norms over heads, a window
 FAMILIES = ("gpt2", "llama", "mistral", "phi3", "qwen2", "qwen3", "gemma2", "mixtral", "opt", "falcon")
 
 
@@ -37,7 +37,7 @@ def packed_in(model: nn.Module) -> dict[str, PackedLinear]:
 
 
 def with_dequantized(stock: nn.Module, patched: nn.Module) -> nn.Module:
-    """A copy of ``stock`` whose weights are those that the patched model's quants stand for."""
+    """Return a copy of ``stock`` whose weights are those that the patched model's quants stand for."""
     made = copy.deepcopy(stock)
     for name, packed in packed_in(patched).items():
         linear = made.get_submodule(name)
@@ -64,7 +64,7 @@ def test_decodes_as_the_dequantized_model(device, family, format):
 @over_formats
 @pytest.mark.parametrize("dtype", (torch.float16, torch.bfloat16))
 def test_half_precision_within_stocks_error(device, format, dtype):
-    """Mean error of a token's logits, against float64 with the same quants, beside stock's with them."""
+    """The mean error of a token's logits, against float64 with the same quants, is compared with stock's."""
     stock = build("llama").to(device, dtype)
     ours = hf_fastpath.patch(copy.deepcopy(stock), weights=format, quiet=True)
     same = with_dequantized(stock, ours)
@@ -193,7 +193,7 @@ def test_gradients_reach_what_is_in_front():
 
 
 def op_names(model: nn.Module) -> list[str]:
-    """Of the one plan that the model has."""
+    """Return the op names of the one plan that the model has."""
     (plan,) = vars(model)["_hf_fastpath"].plans
     return [name.removesuffix(".default") for name in plan.program.op_names()]
 
@@ -210,7 +210,7 @@ def test_projections_of_one_input_are_one_product(monkeypatch):
 @pytest.mark.parametrize("batch", (1, 3))
 @pytest.mark.parametrize(("family", "format"), (("llama", "int4_g32"), ("mistral", "int4"), ("phi3", "fp8")))
 def test_layers_are_one_call(family, format, batch, monkeypatch):
-    """The same bits as one op after the other."""
+    """The bits are those of one op after the other."""
     ours = hf_fastpath.patch(build(family).half(), weights=format, lm_head="int8", quiet=True)
     ids, settings = prompt(batch), SHORT | {"output_logits": True, "return_dict_in_generate": True}
     whole = ours.generate(ids, **settings)

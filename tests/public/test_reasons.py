@@ -1,6 +1,6 @@
-"""Every reason code: something a user may do that gives it.
+"""Every reason code, with something that a user may do to get it.
 
-That tokens are stock's then is shown where the feature itself is tested.
+The tests of each feature show that tokens are stock's then.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def patched(architecture: str = "llama", **changes) -> nn.Module:
 
 
 def declined(model: nn.Module, **options) -> set[str]:
-    """Codes in the report of ``patch()``."""
+    """Return the codes in the report of ``patch()``."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         report = hf_fastpath.report(hf_fastpath.patch(model, quiet=True, **options))
@@ -61,14 +61,14 @@ def declined(model: nn.Module, **options) -> set[str]:
 
 
 def now(change: Callable[[nn.Module], object], **changes) -> set[str]:
-    """What the report says of the loop after a change of a patched model."""
+    """Return what the report says about the loop after a change of a patched model."""
     model = patched(**changes)
     change(model)
     return {hf_fastpath.report(model).loop}
 
 
 def generating(model: nn.Module | None = None, **options) -> Iterable[str]:
-    """Codes that a call of generate() is counted with; stock's own errors do not matter here."""
+    """Return the codes that a call of generate() is counted with; stock's own errors do not matter here."""
     model = patched() if model is None else model
     with counting(model) as counts, suppress(ValueError, RuntimeError, IndexError):
         model.generate(**({} if "inputs_embeds" in options else dict(input_ids=IDS)) | SHORT | options)
@@ -84,14 +84,14 @@ def cropped_unevenly() -> hf_fastpath.FastpathCache:
 
 
 def after(change: Callable[[nn.Module], object], **options) -> Iterable[str]:
-    """:func:`generating`, after a change of the patched model."""
+    """Return the codes of :func:`generating` after a change of the patched model."""
     model = patched()
     change(model)
     return generating(model, **options)
 
 
 def of_mlp(**gradient) -> set[str | None]:
-    """What an MLP says of a call; it is not counted, being what stock is there for."""
+    """Return what an MLP says about a call; the reason is not counted, because stock code is meant for such calls."""
     patch, x = vars(patched().model.layers[0].mlp)[KEY], torch.zeros(1, 3, 112, **gradient)
     return {patch.reason_now(x) or patch.parameters_reason(x)}
 
@@ -104,7 +104,7 @@ def mlp_of(model: nn.Module) -> nn.Module:
 
 
 def of_a_checkpoint(**attributes) -> set[str]:
-    """A projection is of a class that GPTQ's checkpoints are loaded into."""
+    """Make a projection of a class that GPTQ's checkpoints are loaded into."""
     cls = type("TorchLinear", (nn.Linear,), {"__module__": "gptqmodel.somewhere"})
     model = build("llama")
     made = cls(204, 112, bias=False)
@@ -114,14 +114,14 @@ def of_a_checkpoint(**attributes) -> set[str]:
 
 
 def no_native_library(monkeypatch):
-    """The user asks for references."""
+    """The user asks for the references."""
     monkeypatch.setenv("HF_FASTPATH_NATIVE", "0")
     monkeypatch.setattr(loader, "_status", {"cpu": loader.Status("cpu", "reference", "")})
     return declined(build("llama"))
 
 
 def unsupported_platform(monkeypatch):
-    """A patched model that came here from elsewhere."""
+    """A patched model came here from another machine."""
     model = patched()
     monkeypatch.setattr(platform, "machine", lambda: "aarch64")
     monkeypatch.setattr(loader, "_status", {"cpu": loader.Status("cpu", "reference", "")})
@@ -231,7 +231,7 @@ def synced_gpus(monkeypatch, tmp_path):
 
 
 def stop(ids, scores, **kwargs):
-    """A stopping criterion of the user's own."""
+    """Never stop: the user has a criterion of their own."""
     return torch.zeros(len(ids), dtype=torch.bool)
 
 
@@ -249,7 +249,7 @@ def model_forward(monkeypatch):
 
 
 def autocast_left_out(monkeypatch):
-    """As accelerate puts a model's forward under autocast."""
+    """A model's forward is under autocast, as accelerate puts it."""
 
     def wrap(model):
         cast = torch.autocast(device_type="cpu", dtype=torch.bfloat16)(model.forward.__func__)
@@ -259,7 +259,7 @@ def autocast_left_out(monkeypatch):
 
 
 def sharded(monkeypatch, tmp_path):
-    """A weight that is spread over processes after patch()."""
+    """A weight is spread over processes after patch()."""
     torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
     try:
         mesh = init_device_mesh("cpu", (1,))
@@ -274,7 +274,7 @@ def sharded(monkeypatch, tmp_path):
 
 
 PADDED = torch.tensor([[1] * 9 + [0] * 2])
-#: code -> what gives it: a function that takes fixtures, or one without arguments
+#: code -> function that provokes it, with fixtures or without arguments
 PROVOKED: dict[str, Callable[..., Iterable[str | None]]] = {
     "class_not_supported": lambda: declined(copy.deepcopy(build("llama").model)),
     "module_disabled": lambda: declined(build("llama"), ops="norm"),
@@ -336,7 +336,7 @@ def nonfinite_logits(monkeypatch):
 
 
 PROVOKED["nonfinite_logits"] = nonfinite_logits
-#: codes that speak of one thing, which their own name says
+#: codes that are about one thing, which their own name says
 OF_NOTHING_ELSE = {
     "compiling",
     "gradient",
@@ -347,7 +347,7 @@ OF_NOTHING_ELSE = {
     "compile_config",
     "continuous_batching",
 }
-#: code -> what it names there: an argument, a setting, a function, or a module and its class
+#: code -> what it names in this case: an argument, a setting, a function, or a module and its class
 NAMES = {
     "class_not_supported": "LlamaModel",
     "module_disabled": "ops=['norm']",
@@ -439,7 +439,7 @@ def test_strict_error_names_the_argument():
 
 
 def test_details_stay_few():
-    """However many modules and calls a code speaks of; it is counted once a call."""
+    """However many modules and calls a code is about, details stay few; a code counts once for each call."""
     model = patched(num_hidden_layers=12)
     for layer in model.model.layers:
         layer.mlp.register_forward_hook(lambda *_: None)

@@ -31,7 +31,7 @@ def test_strict_raises_where_stock_would_run(reason, options, device):
     ours.generate(prompt(device), **SHORT)
     with pytest.raises(FallbackError, match=f"{reason}.*strict=True.*What helps: {re.escape(REASONS[reason].remedy)}"):
         ours.generate(prompt(device), **(SHORT | options))
-    ours.generate(prompt(device), **SHORT)  # and is as good as before
+    ours.generate(prompt(device), **SHORT)  # the model is as good as before
     with pytest.raises(FallbackError, match="batch_size"):
         ours.generate(prompt(device, 65), **SHORT)
 
@@ -76,7 +76,7 @@ for each in (model, partly):
 
 
 def test_stock_loop_is_counted(tmp_path):
-    """In a process of its own, where no other model has brought the wrapper: stock's tokens count, and our layers and
+    """In a separate process, where no other model has brought the wrapper, stock's tokens count, and our layers and
     cache serve them."""
     require_native(CPU)
     command = [sys.executable, "-c", STOCK_LOOPS, str(ROOT / "tests")]
@@ -86,7 +86,7 @@ def test_stock_loop_is_counted(tmp_path):
 
 
 def test_a_call_gives_its_own_reasons_only(device):
-    """A fallback of the loop does not drag other reasons along."""
+    """A fallback of the loop does not bring other reasons along."""
     _, ours = fresh("llama", device)
     with counting(ours) as counts:
         ours.generate(prompt(device, 65), **SHORT)
@@ -107,7 +107,7 @@ def test_every_reason_has_a_remedy():
 
 
 def test_reason_codes_in_the_code_are_known():
-    """Every entry of the table is in use, and a code that is not there is refused."""
+    """Every entry of the table is in use, and an unknown code is refused."""
     text = "\n".join(p.read_text() for p in (ROOT / "hf_fastpath").rglob("*.py") if p.name != "reasons.py")
     unused = [code for code in REASONS if f'"{code}"' not in text]
     assert not unused, f"reason codes that nothing gives: {unused}"

@@ -1,4 +1,4 @@
-"""Families without an architecture file: patched if their code is a listed one's, else declined by name."""
+"""Families without an architecture file are patched if their code is a listed family's, else declined by name."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ SIZES |= dict(num_hidden_layers=2, vocab_size=VOCAB, bos_token_id=1, eos_token_i
 SIZES |= dict(initializer_range=0.15)
 
 
-#: name of the listed family -> what its classes are called, and sizes that differ
+#: name of the listed family -> prefix of its classes, and sizes that differ
 FAMILIES = {"llama": ("Llama", {}), "qwen3": ("Qwen3", {"head_dim": 40}), "gpt2": ("GPT2", {})}
 
 
 @pytest.fixture
 def family(tmp_path, monkeypatch):
-    """Makes a model of code of its own: a listed family's under other names, with lines replaced."""
+    """Make a model with code of its own: a listed family's under other names, with lines replaced."""
 
     def make(*changes: tuple[str, str], like: str = "llama"):
         name, sizes = FAMILIES[like]
@@ -76,7 +76,7 @@ def test_a_twin_is_patched_and_right(like, family, device, capsys):
 
 @pytest.mark.parametrize("architecture", architectures(), ids=lambda architecture: architecture.name)
 def test_every_listed_family_is_its_own_twin(architecture):
-    """What is looked for is found in the family itself, and in no other."""
+    """The comparison finds the structure in the family itself, and in no other."""
     found = structural.match(build(architecture.name))
     assert found.like == architecture.name and not found.differences, str(found)
     assert found.architecture == replace(architecture, like=architecture.name)
@@ -90,7 +90,7 @@ def test_comments_annotations_and_docstrings_do_not_matter(family):
     assert structural.match(model).architecture is not None
 
 
-#: what is other than in Llama -> what the error has to name
+#: difference from Llama -> what the error has to name
 DIFFERENT = {
     "mlp": (("self.act_fn(self.gate_proj(x))", "self.act_fn(0.5 * self.gate_proj(x))"), "AlpacaMLP.forward"),
     "norm": (
@@ -126,7 +126,7 @@ def test_a_model_that_differs_is_declined_and_says_where(change, named, family):
 
 
 def test_a_twin_whose_attributes_mean_something_else_fails_the_self_test(family):
-    """The code is the same, but what ``__init__`` sets is not: every layer reads the keys of layer 0."""
+    """The code is the same, but ``__init__`` sets something else: every layer reads the keys of layer 0."""
     require_native(CPU)
     model = family(("self.layer_idx = layer_idx", "self.layer_idx = 0"))
     before = instances(model)

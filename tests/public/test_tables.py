@@ -11,6 +11,6 @@ def test_columns_are_as_wide_as_their_widest_cell():
 
 
 def test_cells_stay_as_they_are():
-    """Numbers are not written anew, and no row or an empty cell is nothing special."""
+    """Numbers are not rewritten, and a table without rows or with an empty cell is nothing special."""
     assert table(("n",), [("1e3",), ("",), ("0010",)]).splitlines() == ["   n", " 1e3", "", "0010"]
     assert table(("n", "m"), []) == "n  m"

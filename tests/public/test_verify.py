@@ -1,4 +1,4 @@
-"""verify(): what it finds on a right model and on wrong ones."""
+"""verify(): what it finds on right models and on wrong ones."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ WITH_WINDOW = ["short", "padded", "long", "window edge", "sampling"]
 
 
 def names(result, ok: bool) -> list[str]:
-    """Names of the rows with that verdict."""
+    """Return the names of the rows with that verdict."""
     return [row.name for row in result.rows if row.ok == ok]
 
 
@@ -44,7 +44,7 @@ def test_verify_on_the_trained_model(device):
 @pytest.mark.parametrize("dtype", (torch.float32, torch.float16, torch.bfloat16), ids=str)
 @pytest.mark.parametrize("architecture", ("gpt2", "mistral"))
 def test_verify_rows(architecture, dtype, device):
-    """Right in every type, with and without windows, tied weights and several sequences."""
+    """Rows are right in every type, with and without windows, tied weights and several sequences."""
     model = build(architecture).to(device, dtype)
     parameters = dict(model.named_parameters())
     result = hf_fastpath.verify(model, prompt(device, 2, 20), max_new_tokens=12)
@@ -58,7 +58,7 @@ def test_verify_rows(architecture, dtype, device):
 
 
 def test_verify_explains_draws_that_rounding_changes(device):
-    """Of 256 draws in bfloat16 some are others than stock's, and than those from logits of a prompt read elsewise."""
+    """Of 256 draws in bfloat16, some differ from stock's, and from those of logits whose prompt was read otherwise."""
     model = build("mistral").to(device, torch.bfloat16)
     ids = torch.randint(3, VOCAB, (8, 21), generator=torch.Generator().manual_seed(2)).to(device)
     result = hf_fastpath.verify(model, ids)
@@ -97,7 +97,7 @@ def _another_draw(monkeypatch) -> None:
     monkeypatch.setattr(_Loop, "_choose", choose)
 
 
-#: what is wrong -> the rows that must show it
+#: fault -> the rows that must show it
 WRONG = {
     "logits": (_flip_logits, set(WITH_WINDOW)),
     "padding": (_forget_padding, {"padded"}),
@@ -113,7 +113,7 @@ def right_result(device: torch.device):
 
 @pytest.mark.parametrize(("break_it", "rows"), WRONG.values(), ids=WRONG)
 def test_verify_sees_a_wrong_model(break_it, rows, monkeypatch, device):
-    """What is off is reported, in the rows that it touches, and not averaged away."""
+    """A fault is reported in the rows that it touches, and is not averaged away."""
     model = build("mistral").to(device)
     right = right_result(device)
     break_it(monkeypatch)

@@ -1,4 +1,4 @@
-"""Versions of transformers: the oldest is named once, and one that nobody has tried is tried on a twin first."""
+"""Versions of transformers: the oldest is named in one place, and an untested version is tried on a twin first."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 @pytest.fixture
 def untested(monkeypatch):
-    """The installed transformers as one that was not tested; gives the models of which a twin was tried."""
+    """Make the installed transformers seem untested; yield the models of which a twin was tried."""
     require_native(CPU)
     tried, run = [], selftest.run
     monkeypatch.setattr(selftest, "_passed", set())
@@ -35,7 +35,7 @@ def test_oldest_version_is_a_tested_one():
 
 
 def test_newest_version_of_the_tests_is_a_tested_one():
-    """So that a release that breaks something is met when it is tried on purpose, not in the middle of other work."""
+    """So a release that breaks something is met when it is tried on purpose, not in the middle of other work."""
     major, minor = re.search(r'"transformers<(\d+)\.(\d+)"', (ROOT / "pyproject.toml").read_text()).groups()
     assert f"{major}.{int(minor) - 1}" == compat.TESTED_TRANSFORMERS[-1]
 
@@ -70,7 +70,7 @@ def test_untested_version_that_computes_otherwise_is_declined(untested, monkeypa
 @torch.no_grad()
 @pytest.mark.filterwarnings("ignore:.*past_key_values:FutureWarning")
 def test_layers_take_the_cache_by_its_old_name(monkeypatch):
-    """As code passes it that was written before 5.24, and that 5.24 still understands."""
+    """Code that was written before 5.24 passes it so, and 5.24 still understands it."""
     require_native(CPU)
     outputs, fused, decoder_layer = [], [], steps.decoder_layer
     monkeypatch.setattr(steps, "decoder_layer", lambda *given: fused.append(0) or decoder_layer(*given))

@@ -1,4 +1,4 @@
-"""A patched model whose weights or modules change: by training, loading, casting, by hand."""
+"""A patched model whose weights or modules change: by training, loading, casting or by hand."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def train_step(model: nn.Module, optimizer: torch.optim.Optimizer) -> float:
 
 @over_architectures
 def test_train_a_step_then_generate(architecture, device):
-    """AdamW on the patched model, before and between generate() calls: always the present weights."""
+    """AdamW runs on the patched model before and between generate() calls, which use the present weights."""
     drop = dict(resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0) if architecture == "gpt2" else {}
     stock, ours = fresh(architecture, device, **drop)
     optimizer = torch.optim.AdamW(ours.parameters(), lr=0.02)
@@ -43,7 +43,7 @@ def test_train_a_step_then_generate(architecture, device):
 @pytest.mark.parametrize("dropout", (0.0, 0.3))
 @pytest.mark.parametrize("checkpointing", (False, True))
 def test_gradients_within_rule(checkpointing, dropout, architecture, device):
-    """As near to float64 as stock's; with dropout, made with the same random numbers."""
+    """Gradients are as near to float64 as stock's; with dropout they are made with the same random numbers."""
     if dropout:
         names = ("resid_pdrop", "embd_pdrop", "attn_pdrop") if architecture == "gpt2" else ("attention_dropout",)
         changes = dict.fromkeys(names, dropout)
@@ -96,7 +96,7 @@ def _drop_layer(model: nn.Module) -> None:
 @pytest.mark.parametrize("change", CHANGES)
 @pytest.mark.parametrize("warm", (False, True), ids=("before_generate", "after_generate"))
 def test_model_changed_after_patching(warm, change, architecture, device):
-    """Whatever a user does to the model, the next generate() is that of the model as it then is."""
+    """Whatever a user does to the model, the next generate() is that of the changed model."""
     stock, ours = fresh(architecture, device)
     state = {k: v.clone() for k, v in build(architecture, seed=1).to(device).state_dict().items()}
     if warm:
@@ -104,7 +104,7 @@ def test_model_changed_after_patching(warm, change, architecture, device):
     for model in (stock, ours):
         torch.manual_seed(0)
         CHANGES[change](model, {k: v.clone() for k, v in state.items()})
-    if stock.dtype in (torch.float16, torch.bfloat16):  # ties are common: the logits decide
+    if stock.dtype in (torch.float16, torch.bfloat16):  # ties are common, so the logits decide
         rule = LogitRule()
         reference = float64_copy(stock)
         with torch.no_grad():
@@ -121,7 +121,7 @@ def test_model_changed_after_patching(warm, change, architecture, device):
 
 @over_architectures
 def test_model_moved_after_patching(architecture, cuda):
-    """To the GPU and back, with a plan for where it was."""
+    """The model goes to the GPU and back, with a plan for where it was."""
     stock, ours = fresh(architecture)
     for device in ("cpu", cuda, "cpu", cuda):
         stock.to(device), ours.to(device)

@@ -1,4 +1,4 @@
-"""Layouts of other packages' layers, made by their description: the same weights come out, or a reason."""
+"""Layers of other packages, made by the description of their layouts: the same weights come out, or a reason."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
 
 
 def of_package(package: str, name: str, base: type = nn.Module) -> type:
-    """An empty class as if it were of a package."""
+    """Make an empty class that seems to be of a package."""
     return type(name, (base,), {"__module__": f"{package}.somewhere"})
 
 
 def words(numbers: list[int], bits: int, order=None) -> list[int]:
-    """int32 words of ``numbers``: the first in the lowest bits, or by ``order`` the one that each place holds."""
+    """Make int32 words of ``numbers``: the first in the lowest bits; ``order`` says which number each place holds."""
     count, found = 32 // bits, []
     for start in range(0, len(numbers), count):
         word = 0
@@ -43,7 +43,7 @@ def packed_rows(matrix: torch.Tensor, bits: int, order=None) -> torch.Tensor:
 
 
 class Case:
-    """Numbers from 0 up [out, in], zeros and scales [out, groups], and the weight they stand for."""
+    """Numbers from 0 up [out, in], zeros and scales [out, groups], and the weight that they stand for."""
 
     def __init__(self, bits=4, group=128, symmetric=False, rows=ROWS, columns=COLUMNS, dtype=torch.float16):
         self.bits, self.group = bits, columns if group == -1 else group
@@ -57,7 +57,7 @@ class Case:
 
 
 def gptq(case: Case, version: int = 2, cls: str = "TorchLinear") -> nn.Module:
-    """qweight [in / per word, out], qzeros [groups, out / per word], g_idx [in]; version 1 holds zeros less one."""
+    """Make qweight [in / per word, out], qzeros [groups, out / per word], g_idx [in]; version 1 has zeros less one."""
     made = of_package("gptqmodel", cls)()
     made.in_features, made.out_features = case.numbers.shape[1], case.numbers.shape[0]
     made.bits, made.group_size, made.bias = case.bits, case.group, None
@@ -71,7 +71,7 @@ def gptq(case: Case, version: int = 2, cls: str = "TorchLinear") -> nn.Module:
 
 
 def awq(case: Case) -> nn.Module:
-    """qweight [in, out / 8], qzeros [groups, out / 8], both in AWQ's order."""
+    """Make qweight [in, out / 8] and qzeros [groups, out / 8], both in AWQ's order."""
     made = of_package("gptqmodel", "AwqTorchLinear")()
     made.in_features, made.out_features = case.numbers.shape[1], case.numbers.shape[0]
     made.bits, made.group_size, made.bias = 4, case.group, None
@@ -82,7 +82,7 @@ def awq(case: Case) -> nn.Module:
 
 
 def compressed(case: Case, symmetric: bool = False, strategy: str = "group", packed_zeros: bool = True) -> nn.Module:
-    """weight_packed [out, in / per word], weight_scale [out, groups], zeros packed along out; all count from -8."""
+    """Make weight_packed [out, in / per word], weight_scale [out, groups], zeros packed along out; all are from -8."""
     made = nn.Linear(1, 1, bias=False)
     del made.weight
     weights = SimpleNamespace(
@@ -106,7 +106,7 @@ def compressed(case: Case, symmetric: bool = False, strategy: str = "group", pac
 
 
 class _QData(torch.Tensor):
-    """Stands for torchao's tensors, whose parts are attributes."""
+    """A stand-in for torchao's tensors, whose parts are attributes."""
 
 
 def torchao(case: Case, cls: str = "IntxUnpackedToInt8Tensor") -> nn.Module:
@@ -255,7 +255,7 @@ def test_scales_that_are_not_finite_are_refused():
 
 
 def test_only_the_classes_that_are_known():
-    """ExLlama's layers have tensors of the same names and shapes, in another order."""
+    """ExLlama's layers have tensors of the same names and shapes in another order."""
     assert family_of(gptq(Case(), cls="ExllamaV2Linear")) is None
     assert family_of(nn.Linear(4, 4)) is None
     made = gptq(Case())
@@ -265,7 +265,7 @@ def test_only_the_classes_that_are_known():
 
 
 def test_products_take_minus_128(device):
-    """The quantizer never makes it; checkpoints do."""
+    """The quantizer never makes this quant, but checkpoints do."""
     case = Case(bits=8, symmetric=True, rows=40, columns=384)
     case.numbers[:, ::3] = 0
     case.scales = torch.ones_like(case.scales)
@@ -277,7 +277,7 @@ def test_products_take_minus_128(device):
 
 
 def test_a_model_whose_head_is_quantized_too_decodes_fast():
-    """The head's forward of ours is none of the user's."""
+    """Our forward of the head does not count as a forward of the user's."""
     require_native(torch.device("cpu"))
     model = build("llama")
     for name, module in list(model.named_modules()):

@@ -1,4 +1,4 @@
-"""Formats: the order of quants as it is written down, packing and its inverse, bytes."""
+"""Formats: the documented order of quants, packing and its inverse, bytes."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def test_unpack_undoes_pack(format):
 
 @over_formats
 def test_order_is_the_documented_one(format):
-    """Word ``4 w + s`` of a block holds the ``w``-th word of the ``s``-th 32 weights, the first in the lowest bits."""
+    """Word ``4 w + s`` of a block is the ``w``-th word of the ``s``-th 32 weights, the first in the lowest bits."""
     quants = torch.randint(0, 1 << format.bits, (1, 2 * BLOCK), dtype=torch.uint8)
     words = pack(format, quants).view(torch.int32)[0].tolist()
     held, words_of_block = 32 // format.bits, BLOCK * format.bits // 32

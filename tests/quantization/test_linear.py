@@ -1,4 +1,4 @@
-"""PackedLinear: which op computes it, and gradients where none does."""
+"""PackedLinear: which op computes it, and gradients if no op does."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def test_rows_choose_the_op(device, format):
 def test_gradients_take_the_dequantized_weight(device, format):
     layer = made(format, device, nn.Parameter(torch.randn(48)))
     x = torch.randn(20, 300, device=device)
-    assert layer._op_for(x) is None  # the bias learns
+    assert layer._op_for(x) is None  # the bias is trained
     layer(x).sum().backward()
     assert torch.equal(layer.bias.grad, torch.full((48,), 20.0, device=device))
     layer.bias.requires_grad_(False)

@@ -1,4 +1,4 @@
-"""The quantizer: no worse than scales of the largest weight, close where it can be, clear about what it cannot take."""
+"""The quantizer is no worse than scales of the largest weight, close if it can be, and clear about what it refuses."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ over_formats = pytest.mark.parametrize("format", FORMATS.values(), ids=FORMATS)
 
 
 def plain(format, weight):
-    """The weights quantized with a float32 scale that the largest one gives."""
+    """Quantize the weights with a float32 scale that the largest weight gives."""
     rows, columns = weight.shape
     w = weight.view(rows, -1, format.group or columns)
     if format.has_zeros:

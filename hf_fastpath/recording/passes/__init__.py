@@ -10,11 +10,12 @@ from collections.abc import Callable
 from torch import nn
 
 from ..recording import Recording
-from . import attention, modules, products, views
+from . import attention, lengths, modules, own_attention, products, views
 
 Pass = Callable[[Recording, nn.Module], None]
 
 PASSES: tuple[Pass, ...] = (
+    lengths.positions_in_text,
     modules.module_formulas,
     modules.functions,
     views.constants,
@@ -24,6 +25,7 @@ PASSES: tuple[Pass, ...] = (
     products.unflattened,
     views.no_change,
     products.split_products,
+    own_attention.own_attention,
     attention.rotations,
     attention.projections,
     attention.flat_attention,
@@ -39,9 +41,13 @@ def passed(recording: Recording, model: nn.Module) -> Recording:
 
     Args:
         model: whose tensors the calls hold.
+
+    Raises:
+        Unrecordable: a call depends on how long the text was when it was recorded.
     """
     recording.drop_unread()
     for each in PASSES:
         each(recording, model)
         recording.drop_unread()
+    lengths.check_lengths(recording)
     return recording

@@ -9,6 +9,7 @@ from torch import nn
 
 from ...decode.named_calls import Call, Register, bound
 from ..recording import Recording, read_by, registers_in
+from .lengths import follows_length
 
 _aten = torch.ops.aten
 
@@ -49,7 +50,7 @@ def constants(recording: Recording, model: nn.Module) -> None:
         if not isinstance(call.op, torch._ops.OpOverload) or call.out.index in recording.mutated:
             continue
         read = read_by(call)
-        if any(each.index not in values for each in read) or _holds_tensors(call):
+        if any(each.index not in values for each in read) or _holds_tensors(call) or follows_length(recording, call):
             continue
         if not read and any(word in str(call.op) for word in _NEW_EACH_TIME):
             continue

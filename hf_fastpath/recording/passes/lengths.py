@@ -1,0 +1,60 @@
+"""Passes: what a model makes of the length of its cache."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import nn
+
+from ...decode.named_calls import Call
+from .. import marks
+from ..recording import Recording, Unrecordable
+
+_aten = torch.ops.aten
+
+_ATTENTION = (marks.attend, marks.rotated_attention, marks.projected_attention)
+
+
+def positions_in_text(recording: Recording, model: nn.Module) -> None:
+    """Pass: places of the new tokens that a model counts from the length of its cache are counted so in every step."""
+    past, count = recording.past, recording.query_len
+    first = set()  # registers of 0, 1, ... for each new token
+    for call in recording.calls:
+        if call.op is _aten.arange.default and call.arguments["end"] == count:
+            first.add(call.out.index)
+        elif call.op is _aten.add.Tensor and call.arguments["other"] == past and call.arguments.get("alpha", 1) == 1:
+            if call.arguments["self"].index in first and recording.fact(call.out).dtype == torch.int64:
+                call.op, call.arguments = marks.text_positions, {"query_len": count}
+        if call.op not in (_aten.arange.start, _aten.arange.start_step):
+            continue
+        given = call.arguments
+        if (given["start"], given["end"], given.get("step", 1)) == (past, past + count, 1):
+            if given.get("dtype", torch.int64) in (None, torch.int64):
+                call.op, call.arguments = marks.text_positions, {"query_len": count}
+
+
+def check_lengths(recording: Recording) -> None:
+    """Refuse a list with sizes that follow the length of the text.
+
+    Raises:
+        Unrecordable: names the call.
+    """
+    for call in recording.calls:
+        if call.op not in _ATTENTION and follows_length(recording, call):
+            raise Unrecordable(f"{call.name} with a size that follows the length of the text")
+
+
+def follows_length(recording: Recording, call: Call) -> bool:
+    """Whether a number that a call is given is the length that the text had when it was recorded."""
+    lengths = {recording.past, recording.past + recording.query_len}
+    return any(True for each in call.arguments.values() for _ in _numbers(each, lengths))
+
+
+def _numbers(value: Any, wanted: set[int]) -> Iterator[int]:
+    if type(value) is int and value in wanted:
+        yield value
+    elif isinstance(value, (list, tuple)):
+        for each in value:
+            yield from _numbers(each, wanted)

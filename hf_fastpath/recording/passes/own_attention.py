@@ -1,0 +1,186 @@
+"""Pass: attention that a model computes by itself."""
+
+from __future__ import annotations
+
+import itertools
+import operator
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import nn
+
+from ...decode.named_calls import Call, Register
+from .. import marks
+from ..probing import agree, evaluate
+from ..recording import Recording, read_by
+
+_aten = torch.ops.aten
+
+#: products that may be of attention weights and values
+_PRODUCTS = (marks.matmul, _aten.bmm.default, _aten.baddbmm.default, marks.sdpa)
+#: calls that a query may pass through behind the place where it is [batch, heads, query_len, head_dim]
+_OF_QUERIES = frozenset(
+    {
+        *(_aten.view.default, _aten._unsafe_view.default, _aten.transpose.int, _aten.permute.default),
+        *(_aten.expand.default, _aten._to_copy.default, _aten.clone.default, _aten.mul.Tensor, _aten.div.Tensor),
+    }
+)
+
+
+def own_attention(recording: Recording, model: nn.Module) -> None:
+    """Pass: product, scale, bias, softmax and product over what the cache gives are attention over the cache."""
+    producers, users = recording.producers(), recording.users()
+    attended = {call.arguments["states"].index for call in recording.calls if call.op is marks.attend}
+    known: dict[Any, Any] = {}
+    instead: dict[int, list[Call]] = {}
+    for append in recording.calls:
+        if append.op is not marks.append or append.out.index in attended:
+            continue
+        found = _region(recording, producers, users, append)
+        if found is None:
+            continue
+        calls, q, out = found
+        key = tuple((str(call.op), *_plain_numbers(call)) for call in calls)
+        if key not in known:
+            known[key] = _tried(recording, producers, calls, append, q, out)
+        if known[key] is None:
+            continue
+        scale, slopes, mask = known[key]
+        layer = append.arguments["layer"]
+        windows = [recording.masks.get(each) for each in mask] + [recording.windows[layer]]
+        if any(each not in recording.masks for each in mask):
+            continue
+        batch, heads, query_len, _ = recording.fact(q).shape
+        size = recording.fact(append.arguments["v"]).shape[-1]
+        like = recording.fact(q).new_empty(batch, query_len, heads, size)
+        attend = recording.call(
+            marks.attend, like, q=q, states=append.out, layer=layer, scale=scale,
+            window=min((w for w in windows if w is not None), default=0), softcap=0.0, sinks=None, slopes=slopes,
+        )  # fmt: skip
+        turned = recording.call(_aten.transpose.int, like.transpose(1, 2), self=attend.out, dim0=1, dim1=2)
+        view = Call(_aten.view.default, {"self": turned.out, "size": list(recording.fact(out.out).shape)}, out.out)
+        instead[id(out)] = [attend, turned, view]
+    recording.rewrite(instead, {})
+
+
+def _plain_numbers(call: Call) -> list[float]:
+    return [each for each in call.arguments.values() if isinstance(each, (int, float))]
+
+
+_Found = tuple[list[Call], Register, Call]
+
+
+def _region(recording: Recording, producers: dict, users: dict, append: Call) -> _Found | None:
+    """The calls of a model's own attention, in order; its queries; its last call. None if it is not found."""
+    items = [call for call in users.get(append.out.index, []) if call is not None and call.op is operator.getitem]
+    keys = [call.out for call in items if call.arguments["b"] == 0]
+    values = [call.out for call in items if call.arguments["b"] == 1]
+    if len(keys) != 1 or len(values) != 1:
+        return None
+    from_k, from_v = _behind(recording, keys[0]), _behind(recording, values[0])
+    products = [call for call in recording.calls if call.op in _PRODUCTS]
+    last = next((call for call in products if _of(call, from_v) and _of(call, from_k)), None)
+    first = next((call for call in products if _of(call, from_k)), None)
+    if first is None or last is None:
+        return None
+    name = {marks.sdpa: "q", marks.matmul: "a", _aten.bmm.default: "self"}.get(first.op, "batch1")
+    q = first.arguments[name]
+    if not isinstance(q, Register) or q.index in from_k:
+        return None
+    wanted = (recording.batch, recording.query_len)
+    while not _is_heads(recording, q, wanted):
+        call = producers.get(q.index)
+        if call is None or call.op not in _OF_QUERIES or len(read_by(call)) != 1:
+            return None
+        (q,) = read_by(call)
+    inside: dict[int, Call] = {}
+    stop = {q.index, keys[0].index, values[0].index}
+
+    def visit(register: Register) -> bool:
+        call = producers.get(register.index)
+        if register.index in stop or register.index in inside or call is None:
+            return True
+        if call.op in (marks.linear, marks.packed_linear, marks.normed, marks.append) or len(inside) > 120:
+            return False
+        inside[register.index] = call
+        return all(visit(each) for each in read_by(call))
+
+    if not visit(last.out):
+        return None
+    return [call for call in recording.calls if call.out.index in inside], q, last
+
+
+def _is_heads(recording: Recording, register: Register, wanted: tuple[int, int]) -> bool:
+    shape = recording.fact(register).shape
+    return len(shape) == 4 and (shape[0], shape[2]) == wanted
+
+
+def _behind(recording: Recording, register: Register) -> set[int]:
+    """Registers that depend on one."""
+    found = {register.index}
+    for call in recording.calls:
+        if any(each.index in found for each in read_by(call)):
+            found.add(call.out.index)
+    return found
+
+
+def _of(call: Call, registers: set[int]) -> bool:
+    return any(each.index in registers for each in read_by(call))
+
+
+def _tried(recording: Recording, producers: dict, calls: list[Call], append: Call, q: Register, out: Call) -> Any:
+    """Scale, slopes and the masks that are read, of calls that compute attention; or None."""
+    read = {register.index for call in calls for register in read_by(call)}
+    masks = sorted(each for each in read if each in recording.masks)
+    made = {call.out.index for call in calls}
+    items = [call for call in recording.calls if call.op is operator.getitem and call.arguments["a"] is append.out]
+    states = {item.arguments["b"]: item.out for item in items}
+    known = made | set(masks) | {q.index} | {each.index for each in states.values()}
+    if any(each not in known and each != recording.positions.index for each in read):
+        return None
+    facts = [recording.fact(each) for each in (q, states[0], states[1])]
+    with torch.random.fork_rng(devices=[]), torch.device("cpu"):
+        torch.manual_seed(0)
+        given = [torch.randn(each.shape, dtype=torch.float64) for each in facts]
+    values = dict(zip((q.index, states[0].index, states[1].index), given))
+    values |= {each: torch.zeros(recording.facts[each].shape, dtype=torch.float64) for each in masks}
+    try:
+        ran = evaluate(calls, values)
+    except (RuntimeError, TypeError, KeyError, NotImplementedError, ValueError):
+        return None
+    expected = ran[out.out.index]
+    size = facts[0].shape[-1]
+    numbers = {abs(each) for call in calls for each in _plain_numbers(call) if each}
+    scales = dict.fromkeys([size**-0.5, 1.0, *numbers, *(1 / each for each in numbers)])
+    biases = [None, *(each for each in _biases(ran, facts[1].shape[2], facts[0].shape[1]))]
+    for scale, slopes, causal in itertools.product(scales, biases, (False, True)):
+        found = _attention(*given, scale, slopes, causal)
+        if expected.numel() == found.numel() and agree(expected, found.reshape(expected.shape)):
+            device = next((each.device for each in facts), None)
+            return float(scale), None if slopes is None else slopes.to(device, torch.float32), masks
+    return None
+
+
+def _biases(ran: dict[int, Any], length: int, heads: int) -> Iterator[torch.Tensor]:
+    """Slopes of whatever rises with the position of a key as ALiBi does."""
+    for value in ran.values():
+        if not isinstance(value, torch.Tensor) or value.dim() < 2 or value.shape[-1] != length:
+            continue
+        if value.numel() == heads * length and value.is_floating_point():
+            rows = value.reshape(heads, length).double()
+            steps = rows[:, 1:] - rows[:, :-1]
+            if bool((steps - steps[:, :1]).abs().amax() <= 1e-6 * (steps.abs().amax() + 1e-30)) and bool(steps.any()):
+                yield steps.mean(-1)
+
+
+def _attention(q, k, v, scale, slopes, causal) -> torch.Tensor:
+    group = q.shape[1] // k.shape[1]
+    k, v = (each.repeat_interleave(group, dim=1) for each in (k, v))
+    scores = scale * q @ k.transpose(-1, -2)
+    if slopes is not None:
+        scores = scores + slopes[:, None, None] * torch.arange(k.shape[2])
+    if causal:
+        hidden = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool).triu(k.shape[2] - q.shape[2] + 1)
+        scores = scores.masked_fill(hidden, -torch.inf)
+    return scores.softmax(-1) @ v
