@@ -126,13 +126,15 @@ def logits(recording: Recording, seed: int = 0, position: int = POSITION) -> tor
     tokens = torch.randint(0, VOCAB, shape, generator=generator)
     positions = position + torch.arange(shape[1]).expand(shape)
     given = {recording.tokens.index: tokens, recording.positions.index: positions}
-    calls = [Call(_computing(recording, call, seed), call.arguments, call.out) for call in recording.calls]
+    calls = [Call(_computing(recording, call, seed, positions[0]), call.arguments, call.out) for call in recording.calls]
     with torch.no_grad():
         return evaluate(calls, given)[recording.logits.index]
 
 
-def _computing(recording: Recording, call: Call, seed: int) -> Callable[..., Any]:
-    """A call's op, or what computes what needs a cache."""
+def _computing(recording: Recording, call: Call, seed: int, positions: torch.Tensor) -> Callable[..., Any]:
+    """Give a call's op, or what computes what needs a cache."""
+    if call.op is marks.text_positions:
+        return lambda query_len: positions
     if call.op is marks.angles:
         rows = -1, recording.query_len
         return lambda tables, formula, dtype, pairs: [
@@ -171,11 +173,13 @@ class _Store:
         return [torch.cat((before, new), dim=2) for before, new in zip(past, (k, v))]
 
 
-def _attend(store, q, states, layer, scale, window, softcap=0.0, sinks=None):
+def _attend(store, q, states, layer, scale, window, softcap=0.0, sinks=None, slopes=None):
     k, v = (each.repeat_interleave(q.shape[1] // each.shape[1], dim=1) for each in states)
     scores = q @ k.mT * scale
     scores = scores if not softcap else softcap * torch.tanh(scores / softcap)
     rows, columns = torch.arange(q.shape[2])[:, None] + k.shape[2] - q.shape[2], torch.arange(k.shape[2])
+    if slopes is not None:
+        scores = scores + slopes[:, None, None] * columns
     seen = (columns <= rows) if not window else (columns <= rows) & (columns > rows - window)
     scores = scores.masked_fill(~seen, float("-inf"))
     if sinks is not None:
