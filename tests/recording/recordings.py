@@ -126,7 +126,9 @@ def logits(recording: Recording, seed: int = 0, position: int = POSITION) -> tor
     tokens = torch.randint(0, VOCAB, shape, generator=generator)
     positions = position + torch.arange(shape[1]).expand(shape)
     given = {recording.tokens.index: tokens, recording.positions.index: positions}
-    calls = [Call(_computing(recording, call, seed, positions[0]), call.arguments, call.out) for call in recording.calls]
+    calls = [
+        Call(_computing(recording, call, seed, positions[0]), call.arguments, call.out) for call in recording.calls
+    ]
     with torch.no_grad():
         return evaluate(calls, given)[recording.logits.index]
 
