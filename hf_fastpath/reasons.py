@@ -47,6 +47,10 @@ REASONS: dict[str, Reason] = {
         "no architecture file covers the model, and its own forward could not be written down as a list of calls",
         "nothing to set: it belongs to the model's code, at the line that is named",
     ),
+    "not_proven": Reason(
+        "the step that was recorded from the model's own forward gives other logits than the model on its first tokens",
+        "report it, with the model's name: a recorded step should give them",
+    ),
     "unsupported_projection": Reason(
         "a projection is not exactly nn.Linear or Conv1D, or experts not of their family's class (LoRA, quantized, "
         "sharded, ...)",

@@ -84,6 +84,7 @@ from .models import (
 from .seams import (
     RecordingCache,
     ask_for_seams,
+    forward_over,
     gathered_experts,
     has_default_gate,
     install_seams,

@@ -13,7 +13,7 @@ from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS, _default_apply_
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from .caches import layer_windows
+from .caches import CACHE, layer_windows
 
 #: the name by which configs of recorded copies ask for our functions
 RECORDED = "hf_fastpath_recorded"
@@ -91,6 +91,18 @@ def mask_sees(mask_function: Callable[..., Any], queries: torch.Tensor, keys: to
 def gathered_experts(module: nn.Module, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
     """Run the experts of a module as products of gathered weights, so that no step waits for the device."""
     return batched_mm_experts_forward(module, x, ids, weights)
+
+
+def forward_over(model: nn.Module, tokens: torch.Tensor, cache: Cache) -> torch.Tensor:
+    """Run tokens of one sequence behind those that ``cache`` holds; return the model's logits."""
+    past, count = cache.get_seq_length(), tokens.shape[1]
+    given: dict[str, Any] = {"input_ids": tokens, CACHE: cache, "use_cache": True, "return_dict": True}
+    known = inspect.signature(type(model).forward).parameters
+    if "attention_mask" in known:
+        given["attention_mask"] = torch.ones(1, past + count, dtype=torch.long, device=tokens.device)
+    if "position_ids" in known:
+        given["position_ids"] = torch.arange(past, past + count, device=tokens.device)[None]
+    return model(**given).logits
 
 
 def takes_positions(model: nn.Module) -> bool:

@@ -162,6 +162,10 @@ class ModelPart(Part):
     #: its forward takes position ids
     takes_positions: ClassVar[bool] = True
 
+    def proof_reason(self, plans: Any) -> str | None:
+        """None: nothing about it has to be proven."""
+        return None
+
     @property
     def vocab_size(self) -> int:
         """Number of logits of a token."""

@@ -13,6 +13,7 @@ from ..check.comparison import compare, different_tokens
 from ..compat import TESTED_TRANSFORMERS, transformers_version
 from ..errors import UnsupportedModelError
 from ..options import Options
+from ..recording import proof
 from .analyse import analyse
 from .apply import apply, claim, undo
 from .coverage import check_coverage
@@ -45,7 +46,8 @@ _TWIN = {
 #: lists with an entry for every layer
 _BY_LAYER = ("layer_types", "no_rope_layers")
 _PROMPT_TOKENS, _NEW_TOKENS = 12, 16
-_passed: set[tuple] = set()
+#: twins that decode as stock does -> by how much their logits differ in the model's dtype, see ``recording.proof``
+_passed: dict[tuple, float] = {}
 
 
 def is_due(plan: PatchPlan) -> bool:
@@ -65,8 +67,11 @@ def check(plan: PatchPlan) -> None:
     Raises:
         UnsupportedModelError: the twin does not decode as stock does.
     """
-    difference, model = run(plan.model), plan.model
+    model = plan.model
+    difference = run(model)
     if difference is None:
+        if plan.is_recorded:
+            plan.family.twins_difference = _passed[_key(model)]
         return
     found = plan.by_structure
     if plan.is_recorded:
@@ -105,9 +110,7 @@ def run(model: nn.Module) -> str | None:
     Returns:
         What differed, or None if the twin decodes as stock does. A pass is remembered for the process.
     """
-    # the weights of a model on the meta device come later, with load_packed()
-    device = next((each.device for each in model.parameters() if not each.is_meta), torch.device("cpu"))
-    key = (type(model), transformers_version(), device.type)
+    key, device = _key(model), _device(model)
     if key in _passed:
         return None
     devices = [device] if device.type == "cuda" else []
@@ -119,19 +122,30 @@ def run(model: nn.Module) -> str | None:
         try:
             twin = type(model)(twin_config(model.config)).eval().to(device)
             torch.set_default_dtype(default)
-            difference = _difference(twin, prompt)
+            difference, of_logits = _difference(twin, prompt, key[-1])
         except Exception as error:  # nobody has tried this code: anything may be raised
             return f"{type(error).__name__}: {error}"
         finally:
             torch.set_default_dtype(default)
     if difference is not None:
         return difference
-    _passed.add(key)
+    _passed[key] = of_logits
     return None
 
 
-def _difference(twin: nn.Module, prompt: torch.Tensor) -> str | None:
-    """Return how a twin decodes otherwise than stock code, or None."""
+def _device(model: nn.Module) -> torch.device:
+    # the weights of a model on the meta device come later, with load_packed()
+    return next((each.device for each in model.parameters() if not each.is_meta), torch.device("cpu"))
+
+
+def _key(model: nn.Module) -> tuple:
+    dtype = next((each.dtype for each in model.parameters() if each.is_floating_point()), torch.float32)
+    return type(model), transformers_version(), _device(model).type, dtype
+
+
+def _difference(twin: nn.Module, prompt: torch.Tensor, dtype: torch.dtype) -> tuple[str | None, float]:
+    """Return how a twin decodes otherwise than stock code, or None; and of a recorded one, by how much its logits
+    differ in ``dtype``."""
     plan = analyse(twin, Options.parse())
     check_coverage(plan)
     state = PatchState(plan.options)
@@ -139,8 +153,10 @@ def _difference(twin: nn.Module, prompt: torch.Tensor) -> str | None:
     apply(plan, state)
     try:
         if plan.is_recorded:  # its experts and routers may not run in float64, which compare() needs
-            return different_tokens(twin, prompt, _NEW_TOKENS)
+            tokens = different_tokens(twin, prompt, _NEW_TOKENS)
+            part = state.plans.part_of(twin.to(dtype)) if tokens is None else None
+            return tokens, 0.0 if part is None else proof.difference(part, state.plans)
         result = compare(twin, prompt, _NEW_TOKENS)
-        return None if result.ok else str(result)
+        return None if result.ok else str(result), 0.0
     finally:
         undo(state)

@@ -12,6 +12,7 @@ from torch import nn
 from .. import compat
 from ..decode.modules import is_packed, model_code_reason, own_code_reason
 from ..decode.named_calls import Emit, Register
+from ..decode.plan_cache import PlanCache
 from ..decode.program import Program
 from ..decode.steps import Positions
 from ..decode.structure import MAX_BATCH
@@ -26,8 +27,10 @@ from .lowering import Lowering
 from .passes import passed
 from .passes.attention import positional
 from .probing import evaluate
-from .recorder import Skeleton, record
+from .proof import reason_against
 from .recording import Recording, Unrecordable
+from .skeleton import Skeleton
+from .step import record
 
 _aten = torch.ops.aten
 
@@ -38,13 +41,16 @@ class Recorded:
     Attributes:
         name: ``"recorded"``.
         module: transformers module of the model's class.
+        twins_difference: of logits from stock's that a small twin showed, see :mod:`.proof`.
+        verdict: what the model's own first steps have shown, a reason or None, in a tuple; None until they ran.
     """
 
     name, like = "recorded", None
 
     def __init__(self, model: nn.Module):
         self.module = type(model).__module__
-        self.model_type = getattr(model.config, "model_type", type(model).__name__)
+        self.twins_difference = 0.0
+        self.verdict: tuple[Cause | None] | None = None
 
     def model_part(self, model: nn.Module) -> RecordedPart | None:
         """``model`` as it is now."""
@@ -193,6 +199,10 @@ class RecordedPart:
             if role is None or not isinstance(getattr(role, "weight", None), torch.Tensor) and not is_packed(role):
                 return Cause("not_recorded", "it has no embedding or no head", self.module)
         return None
+
+    def proof_reason(self, plans: PlanCache) -> str | None:
+        """Why the recorded step is not used though there is one: it does not give what the model gives; or None."""
+        return reason_against(self, plans)
 
     def outer_reason(self) -> str | None:
         """Why calling the model is more than its class's forward, or None."""

@@ -14,8 +14,8 @@ from ...decode.named_calls import Call, Register
 from .. import marks
 from ..lowering import takes_product
 from ..probing import agree, evaluate
-from ..recorder import past_tokens
 from ..recording import Recording, read_by
+from ..skeleton import past_tokens
 
 _aten = torch.ops.aten
 

@@ -1,0 +1,185 @@
+"""What hears of the calls of a step: PyTorch's functions, its ops, and modules without children."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from ..choices import NormKind
+from ..decode.modules import is_packed, weight_and_bias
+from ..decode.named_calls import Register, by_name
+from ..quantization.linear import PackedLinear
+from . import marks
+from .recorder import Recorder
+from .recording import Span, Unrecordable
+
+_aten = torch.ops.aten
+
+#: calls that compute nothing
+_NOTHING = frozenset(
+    {_aten.detach.default, _aten.alias.default, _aten.lift_fresh.default, torch.ops.prim.device.default}
+)
+#: calls that draw random numbers
+_RANDOM = ("dropout", "bernoulli", "rand", "normal_", "multinomial", "uniform_")
+
+
+class Functions(TorchFunctionMode):
+    """Notes functions that are to be one call, whatever they are made of."""
+
+    def __init__(self, recorder: Recorder):
+        super().__init__()
+        self._recorder = recorder
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        handler = _HANDLERS.get(func)
+        recorder = self._recorder
+        if handler is None or recorder.silent:
+            return func(*args, **kwargs)
+        found = handler(*args, **kwargs)
+        if found is None:
+            return func(*args, **kwargs)
+        with recorder.quiet():
+            out = func(*args, **kwargs)
+        op, arguments = found
+        recorder.emit(op, arguments, out)
+        return out
+
+
+def _linear(input, weight, bias=None):
+    return marks.linear, {"x": input, "weight": weight, "bias": bias}
+
+
+def _layer_norm(input, normalized_shape, weight=None, bias=None, eps=1e-5):
+    if len(normalized_shape) != 1:
+        return None
+    return marks.normed, {"x": input, "norm": (NormKind.LAYER, weight, bias, eps)}
+
+
+def _rms_norm(input, normalized_shape, weight=None, eps=None):
+    if len(normalized_shape) != 1 or eps is None:
+        return None
+    return marks.normed, {"x": input, "norm": (NormKind.RMS, weight, None, eps)}
+
+
+def _sdpa(query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False, scale=None, enable_gqa=False):
+    given = {"q": query, "k": key, "v": value, "mask": attn_mask}
+    return marks.sdpa, given | {"is_causal": is_causal, "scale": scale, "enable_gqa": enable_gqa}
+
+
+def _matmul(a, b):
+    return (marks.matmul, {"a": a, "b": b}) if isinstance(b, torch.Tensor) else None
+
+
+_HANDLERS: dict[Any, Callable[..., Any]] = {
+    nn.functional.linear: _linear,
+    nn.functional.layer_norm: _layer_norm,
+    torch.layer_norm: lambda input, shape, weight=None, bias=None, eps=1e-5, *_: _layer_norm(
+        input, shape, weight, bias, eps
+    ),
+    nn.functional.rms_norm: _rms_norm,
+    torch.rms_norm: _rms_norm,
+    nn.functional.scaled_dot_product_attention: _sdpa,
+    torch.matmul: _matmul,
+    torch.Tensor.matmul: _matmul,
+    torch.Tensor.__matmul__: _matmul,
+}
+
+
+class Dispatch(TorchDispatchMode):
+    """Notes every other call."""
+
+    def __init__(self, recorder: Recorder):
+        super().__init__()
+        self._recorder = recorder
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        recorder = self._recorder
+        if recorder.silent:
+            return out
+        if func in _NOTHING:
+            if isinstance(out, torch.Tensor):
+                _same(recorder, args[0], out)
+            return out
+        if not _holds_tensor(out) and not func._schema.is_mutable:
+            return out  # a number that was known
+        if any(word in func._schema.name for word in _RANDOM):
+            raise Unrecordable(f"{func} draws random numbers")
+        arguments = by_name(func, args, kwargs or {})
+        if func._schema.is_mutable:
+            recorder.write(func, arguments, args[0], out)
+        else:
+            recorder.emit(func, arguments, out)
+        return out
+
+
+def _same(recorder: Recorder, given: torch.Tensor, out: torch.Tensor) -> None:
+    """``out`` is another name of ``given``, which may be data of its own."""
+    value = recorder.value(given)
+    if isinstance(value, Register):
+        recorder.name(out, value)
+    else:
+        recorder.skeleton.real[id(out)] = value
+        recorder._kept.append(out)
+
+
+def _holds_tensor(out: Any) -> bool:
+    each = out if isinstance(out, (list, tuple)) else [out]
+    return any(isinstance(thing, torch.Tensor) for thing in each)
+
+
+@contextmanager
+def spans(recorder: Recorder) -> Iterator[None]:
+    """Note which calls modules without children make, for the length of a ``with`` block."""
+    bound = []
+    try:
+        for path, module in recorder.skeleton.copy.named_modules():
+            if is_packed(module):
+                vars(module)["forward"] = _packed_forward(recorder, module, path)
+            elif not any(True for _ in module.children()) and type(module) not in (nn.Linear, nn.Embedding):
+                vars(module)["forward"] = _noting(recorder, module, path)
+            else:
+                continue
+            bound.append(module)
+        yield
+    finally:
+        for module in bound:
+            vars(module).pop("forward", None)
+
+
+def _noting(recorder: Recorder, module: nn.Module, path: str) -> Callable[..., Any]:
+    forward = module.forward
+
+    def noted(*args: Any, **kwargs: Any) -> Any:
+        first = len(recorder.calls)
+        given = [each for each in (*args, *kwargs.values()) if isinstance(each, torch.Tensor)]
+        inputs = [recorder.value(each) for each in given]
+        out = forward(*args, **kwargs)
+        made = [each for each in (out if isinstance(out, (list, tuple)) else [out]) if isinstance(each, torch.Tensor)]
+        outputs = [recorder.value(each) for each in made]
+        if all(isinstance(each, Register) for each in (*inputs, *outputs)):
+            recorder.spans.append(Span(path, inputs, outputs, recorder.calls[first:]))
+        return out
+
+    return noted
+
+
+def _packed_forward(recorder: Recorder, module: PackedLinear, path: str) -> Callable[..., Any]:
+    real = recorder.skeleton.model.get_submodule(path)
+
+    def forward(x: torch.Tensor) -> torch.Tensor:
+        with recorder.quiet():
+            out = x.new_empty(*x.shape[:-1], real.out_features)
+        names = ("quants", "scales", "zeros", "multiplier", "format")
+        weight = dict(zip(names, real.op_weight()))
+        recorder.emit(marks.packed_linear, {"x": x, **weight, "bias": weight_and_bias(real)[1]}, out)
+        return out
+
+    return forward

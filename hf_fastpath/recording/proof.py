@@ -1,0 +1,59 @@
+"""Whether a recorded step gives what the model's own forward gives: a few tokens of both, side by side."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import torch
+
+from .. import compat
+from ..cache.fastpath_cache import FastpathCache
+from ..decode.plan_cache import PlanCache
+from ..reasons import Cause
+from . import marks
+
+#: tokens of the prompt, and steps behind it
+_PROMPT, _STEPS = 8, 3
+#: how many times the twin's difference from stock a model may show
+_TIMES = 3.0
+
+
+def difference(part: Any, plans: PlanCache) -> float:
+    """mean|ours - stock| of logits over mean|stock|, of random tokens; of a model with experts the smallest of a few
+    steps, since a router may choose otherwise between two that are equal but for rounding."""
+    model, device = part.module, part.embedding.weight.device
+    generator = torch.Generator().manual_seed(0)
+    tokens = torch.randint(part.vocab_size, (1, _PROMPT + _STEPS), generator=generator, device="cpu").to(device)
+    found = []
+    with torch.no_grad():
+        cache = FastpathCache(model.config)
+        compat.forward_over(model, tokens[:, :_PROMPT], cache)
+        stock_cache = copy.deepcopy(cache)
+        plan = plans.decode_plan(part, 1, cache)
+        try:
+            plan.begin(cache, torch.tensor([_PROMPT], device=device), None)
+            for place in range(_PROMPT, _PROMPT + _STEPS):
+                ours = plan.step(tokens[:, place]).float()
+                stock = compat.forward_over(model, tokens[:, place : place + 1], stock_cache)[:, -1].float()
+                found.append(float((ours - stock).abs().mean() / stock.abs().mean().clamp_min(1e-30)))
+        finally:
+            plan.end()
+    has_experts = any(call.op in (marks.experts, marks.other_experts) for call in part.recording(1, 1).calls)
+    return min(found) if has_experts else sum(found) / len(found)
+
+
+def reason_against(part: Any, plans: PlanCache) -> Cause | None:
+    """Why the recorded step of a model is not used, or None. It is asked once for a model.
+
+    Args:
+        part: the model, without another reason.
+        plans: of the model.
+    """
+    family = part.architecture
+    if family.verdict is None:
+        allowed = _TIMES * max(family.twins_difference, torch.finfo(part.embedding.weight.dtype).eps)
+        found = difference(part, plans)
+        text = f"its logits differ from stock's by {found:.1e} of their size, {allowed:.1e} are allowed"
+        family.verdict = (None if found <= allowed else Cause("not_proven", text, part.module),)
+    return family.verdict[0]

@@ -1,0 +1,77 @@
+"""A copy of a model whose tensors hold no data: recording runs it, and leaves the model alone."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from .. import compat
+from ..decode.patched import STATE_KEY
+from ..ops.decode_attention import MAX_QUERY_LEN
+from .recording import Unrecordable
+
+#: tokens that the recorded step's cache says it holds, unless the model knows fewer positions
+_PAST = 4099
+#: entries of a config that may say how many positions there are
+_LONGEST = ("max_position_embeddings", "max_target_positions", "n_positions", "n_ctx", "max_seq_len")
+
+
+class Skeleton:
+    """A copy of a model whose tensors hold no data: recording runs it, and leaves the model alone.
+
+    Args:
+        model: the model.
+
+    Raises:
+        Unrecordable: the model cannot be copied so.
+    """
+
+    def __init__(self, model: nn.Module):
+        self.model = model
+        self.mode = FakeTensorMode(allow_non_fake_inputs=True)
+        self.real: dict[int, torch.Tensor] = {}  # id of a tensor without data -> the model's own
+        memo: dict[int, Any] = {}
+        with torch.inference_mode(False):
+            for tensor in (*model.parameters(), *model.buffers()):
+                if id(tensor) not in memo:
+                    memo[id(tensor)] = self._without_data(tensor)
+        try:
+            self.copy = _stock_copy(model, memo)
+        except Exception as error:
+            raise Unrecordable(f"{type(model).__name__} cannot be copied: {type(error).__name__}: {error}") from error
+        compat.ask_for_seams(self.copy)
+        self.device = next((each.device for each in model.parameters()), torch.device("cpu"))
+
+    def _without_data(self, tensor: torch.Tensor) -> torch.Tensor:
+        made = self.mode.from_tensor(tensor.detach(), static_shapes=True)
+        if isinstance(tensor, nn.Parameter):
+            made = nn.Parameter(made, requires_grad=False)
+        self.real[id(made)] = tensor
+        return made
+
+
+def _stock_copy(model: nn.Module, memo: dict[int, Any]) -> nn.Module:
+    """A deep copy of a model without what ``patch()`` has bound to its modules."""
+    modules = list(model.modules())
+    for module in modules:
+        memo[id(module)] = type(module).__new__(type(module))
+    for module in modules:
+        contents = {name: value for name, value in vars(module).items() if not _is_ours(name, value)}
+        vars(memo[id(module)]).update(copy.deepcopy(contents, memo))
+    return memo[id(model)]
+
+
+def _is_ours(name: str, value: Any) -> bool:
+    return name.startswith(STATE_KEY) or compat.is_ours(getattr(value, "__func__", None))
+
+
+def past_tokens(config: Any) -> int:
+    """Tokens that a recorded step's cache says it holds."""
+    entries = vars(config.get_text_config(decoder=True))
+    known = [entries[name] for name in _LONGEST if isinstance(entries.get(name), int)]
+    longest = min((each for each in known if each > 2 * MAX_QUERY_LEN), default=_PAST)
+    return min(_PAST, longest - MAX_QUERY_LEN - 1)

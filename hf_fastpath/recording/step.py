@@ -1,0 +1,123 @@
+"""record(): run a model's own forward for one step over tensors without data, and write down what it calls."""
+
+from __future__ import annotations
+
+import logging
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from typing import Any
+
+import torch
+
+from .. import compat
+from ..decode.named_calls import Norm
+from . import marks, modes
+from .recorder import Recorder, recorder
+from .recording import Recording, Unrecordable
+from .skeleton import Skeleton
+
+#: positions up to which a mask is compared with windows
+_MASK_POSITIONS = 4096
+
+
+def record(skeleton: Skeleton, batch: int, query_len: int) -> Recording:
+    """Write the step of ``query_len`` new tokens for each of ``batch`` sequences down.
+
+    Raises:
+        Unrecordable: it cannot be; the message says which line did it.
+    """
+    noting = Recorder(skeleton)
+    token = recorder.set(noting)
+    try:
+        return _record(noting, batch, query_len)
+    except Unrecordable as error:
+        raise Unrecordable(f"{error}{_where(error)}") from None
+    except Exception as error:
+        raise Unrecordable(f"{type(error).__name__}: {error}{_where(error)}") from error
+    finally:
+        recorder.reset(token)
+
+
+def _record(noting: Recorder, batch: int, query_len: int) -> Recording:
+    skeleton = noting.skeleton
+    cache = compat.RecordingCache(skeleton.copy.config, noting.past, noting.append)
+    with torch.inference_mode(False), torch.no_grad(), _without_logs(), skeleton.mode:
+        tokens, positions = (torch.zeros(batch, query_len, dtype=torch.long, device=skeleton.device) for _ in range(2))
+        given = noting.given(tokens), noting.given(positions)
+        with modes.spans(noting), modes.Dispatch(noting), modes.Functions(noting):
+            arguments = {"input_ids": tokens, "use_cache": True, "return_dict": True, compat.CACHE: cache}
+            if compat.takes_positions(skeleton.copy):
+                arguments["position_ids"] = positions
+            logits = skeleton.copy(**arguments).logits
+    if tuple(logits.shape[:2]) != (batch, query_len):
+        raise Unrecordable(f"logits of shape {tuple(logits.shape)}")
+    for call in noting.calls:
+        for name, value in call.arguments.items():
+            if name == "norm" and isinstance(value, (tuple, list)):
+                call.arguments[name] = Norm(*value)
+    windows: dict[int, int | None] = {}  # of masks that the kernels have
+    for index, function in noting.masks.items():
+        with suppress(Unrecordable):
+            windows[index] = _window(function)
+    for call in noting.calls:
+        if call.op is marks.attend:
+            mask = call.arguments["window"]
+            if mask is not None and mask.index not in windows:
+                raise Unrecordable("a mask that is neither causal nor a window")
+            of_mask = None if mask is None else windows[mask.index]
+            of_cache = cache.layers[call.arguments["layer"]].sliding_window  # which holds no more
+            call.arguments["window"] = min((w for w in (of_mask, of_cache) if w is not None), default=0)
+    return Recording(
+        batch,
+        query_len,
+        noting.calls,
+        noting.facts,
+        *given,
+        logits=noting.value(logits),
+        spans=noting.spans,
+        masks=windows,
+        mutated=noting.mutated,
+        past=noting.past,
+        windows=tuple(layer.sliding_window for layer in cache.layers),
+    )
+
+
+@contextmanager
+def _without_logs() -> Iterator[None]:
+    """What cannot be recorded is told by an exception; torch writes the same to its log."""
+    logger = logging.getLogger("torch._subclasses.fake_tensor")
+    refuse = lambda record: False  # noqa: E731
+    logger.addFilter(refuse)
+    try:
+        yield
+    finally:
+        logger.removeFilter(refuse)
+
+
+def _where(error: BaseException) -> str:
+    """Which line of the model an exception came through."""
+    frames = traceback.extract_tb(error.__traceback__)
+    theirs = [frame for frame in frames if "/torch/" not in frame.filename and "/hf_fastpath/" not in frame.filename]
+    if not theirs:
+        return ""
+    last = theirs[-1]
+    return f", at {last.filename.rpartition('/')[2]}:{last.lineno}: {last.line}"
+
+
+def _window(mask_function: Callable[..., Any]) -> int | None:
+    """The window of a causal mask function, None for none.
+
+    Raises:
+        Unrecordable: it is anything else.
+    """
+    keys = torch.arange(_MASK_POSITIONS + 1)
+    seen = compat.mask_sees(mask_function, keys[-1:], keys)[0]
+    count = int(seen.sum())
+    early = torch.arange(8)
+    expected = (early[:, None] >= early) & (early[:, None] - early < count)
+    if not bool(seen[len(seen) - count :].all()):
+        raise Unrecordable("a mask that is neither causal nor a window")
+    if not torch.equal(compat.mask_sees(mask_function, early, early), expected):
+        raise Unrecordable("a mask that is neither causal nor a window")
+    return None if count == len(keys) else count
