@@ -16,8 +16,9 @@ from hf_fastpath.compat import CACHE
 from hf_fastpath.decode.named_calls import Call, Norm
 from hf_fastpath.recording import marks
 from hf_fastpath.recording.probing import evaluate
-from hf_fastpath.recording.recorder import Skeleton, record
 from hf_fastpath.recording.recording import Recording, registers_in
+from hf_fastpath.recording.skeleton import Skeleton
+from hf_fastpath.recording.step import record
 
 WIDTH, VOCAB, PAST = 16, 13, 5
 #: below every position that a small decoder knows

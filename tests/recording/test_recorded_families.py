@@ -12,8 +12,8 @@ from collections import Counter
 
 import pytest
 import torch
-from causal_lm_types import VOCAB, small_model
-from models import CPU, assert_same_instances, counting, instances, require_native
+from causal_lm_types import VOCAB, small_config, small_model
+from models import CPU, assert_same_instances, counting, instances, require_native, without_one_call
 from torch import nn
 from transformers import PreTrainedModel
 
@@ -35,7 +35,7 @@ TYPES = {
     "cwm": "windows in some layers",
     "exaone4": "norms behind attention and MLP and over heads, windows, layers without rotation",
     "glm4": "four norms in a layer, a part of each head turns as neighbors, fused gate and up",
-    "gpt_bigcode": "one head of keys and values, learned positions, tanh GELU",
+    "helium": "neighbors that turn together, as Llama otherwise",
     "granitemoe": "factors everywhere, routed experts",
     "jais2": "squared ReLU, layer norms with bias",
     "minimax_m2": "a router of sigmoids with a bias, norms over all heads",
@@ -45,7 +45,12 @@ TYPES = {
 EXPERTS = {"aria_text", "granitemoe", "minimax_m2", "qwen2_moe"}
 GREEDY = dict(max_new_tokens=12, do_sample=False)
 over_types = pytest.mark.parametrize("model_type", TYPES)
-over_two = pytest.mark.parametrize("model_type", ("glm4", "qwen2_moe"))
+#: types that `make test` tries what does not depend on the type with; `make test-full` takes all
+_USUAL = ("glm4", "qwen2_moe")
+over_usual = pytest.mark.parametrize(
+    "model_type", [pytest.param(each, marks=() if each in _USUAL else pytest.mark.full) for each in TYPES]
+)
+over_two = pytest.mark.parametrize("model_type", _USUAL)
 
 
 @functools.cache
@@ -180,7 +185,7 @@ def test_prompt_lookup(model_type):
     assert counts.fast == 24 and not counts.fallback, counts.reasons
 
 
-@over_types
+@over_usual
 def test_strict(model_type):
     stock, ours = pair(model_type)
     strict = hf_fastpath.patch(copy.deepcopy(stock), quiet=True, strict=True)
@@ -189,7 +194,7 @@ def test_strict(model_type):
         strict.generate(prompt(), use_cache=False, **GREEDY)
 
 
-@over_types
+@over_usual
 def test_scores_and_logits(model_type):
     stock, ours = pair(model_type)
     options = dict(output_logits=True, output_scores=True, return_dict_in_generate=True, **GREEDY)
@@ -200,7 +205,7 @@ def test_scores_and_logits(model_type):
             torch.testing.assert_close(one, other, rtol=1e-3, atol=1e-3)
 
 
-@over_types
+@over_usual
 def test_ends_of_sequences(model_type):
     stock, ours = pair(model_type)
     text = stock.generate(**padded(3), **GREEDY)[:, 11:]
@@ -210,7 +215,7 @@ def test_ends_of_sequences(model_type):
     assert torch.equal(found, expected) and bool((found[:, 11:] == end).any())
 
 
-@over_types
+@over_usual
 def test_calls_of_the_model_are_stocks(model_type):
     """Without a generate(), nothing is ours: logits of both are the same to the last bit."""
     stock, ours = pair(model_type)
@@ -221,7 +226,7 @@ def test_calls_of_the_model_are_stocks(model_type):
 # ---- plans ----------------------------------------------------------------------------------------------------------
 
 
-@over_types
+@over_usual
 def test_a_second_call_takes_the_same_plan(model_type):
     stock, ours = fresh(model_type)
     assert_equal(ours, stock)
@@ -233,7 +238,7 @@ def test_a_second_call_takes_the_same_plan(model_type):
     assert len(plans_of(ours)) == 2 and plan in plans_of(ours)
 
 
-@over_types
+@over_usual
 def test_a_batch_with_experts_that_is_too_large_is_stocks(model_type):
     stock, ours = pair(model_type)
     inputs = padded(MAX_ROWS + 1)
@@ -250,10 +255,11 @@ def test_a_batch_with_experts_that_is_too_large_is_stocks(model_type):
 
 
 def _parameters(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
-    """Weights of every kind: matrices, vectors, cubes; one of each."""
+    """Return weights of every kind, one of each: matrices by the name of their module, vectors, cubes."""
     found = {}
     for name, each in model.named_parameters():
-        found.setdefault((each.dim(), name.rpartition(".")[0].rpartition(".")[2]), (name, each))
+        kind = name.rpartition(".")[0].rpartition(".")[2] if each.dim() == 2 else ""
+        found.setdefault((each.dim(), kind.partition("_")[0]), (name, each))
     return list(found.values())
 
 
@@ -267,7 +273,7 @@ def _assert_follows(ours: nn.Module, stock: nn.Module, before: torch.Tensor, nam
     return not torch.equal(expected.sequences, before)
 
 
-@over_types
+@over_usual
 def test_every_weight_that_changes_in_place_is_seen(model_type):
     stock, ours = fresh(model_type)
     before = stock.generate(prompt(2), **GREEDY)
@@ -298,7 +304,7 @@ def test_every_parameter_that_is_replaced_is_seen(model_type):
     assert changed > len(_parameters(ours)) // 2, "weights have to matter"
 
 
-@over_types
+@over_usual
 def test_every_buffer_that_changes_in_place_is_seen(model_type):
     """Angles and biases of routers, too: whatever the forward reads."""
     stock, ours = fresh(model_type)
@@ -356,7 +362,7 @@ def test_a_setting_that_is_changed_is_seen(model_type):
     assert _assert_follows(ours, stock, before, "scaling")
 
 
-@over_types
+@over_usual
 def test_a_hook_makes_it_stock(model_type):
     stock, ours = fresh(model_type)
     assert_equal(ours, stock)
@@ -405,7 +411,7 @@ def test_training_between_calls(model_type):
 # ---- unpatch, copies, threads ---------------------------------------------------------------------------------------
 
 
-@over_types
+@over_usual
 def test_unpatch_restores_everything(model_type):
     require_native(CPU)
     model = small_model(model_type)
@@ -425,7 +431,7 @@ def test_unpatch_restores_everything(model_type):
     assert torch.equal(model.generate(prompt(), **GREEDY), expected)
 
 
-@over_types
+@over_usual
 def test_patching_changes_nothing_but_the_model(model_type):
     """Modules keep their own forwards: what is recorded is not bound."""
     stock, ours = pair(model_type)
@@ -497,13 +503,25 @@ def _layers(model: PreTrainedModel) -> list[str]:
     return [name for name in names[first:] if name != "getitem"]
 
 
+@pytest.mark.xfail(strict=True, raises=AttributeError, reason="its class reads so long a prompt without our cache")
+def test_a_long_prompt_of_phi3():
+    """Phi-3's class lets go of the cache it is given where a prompt is longer than scaled positions begin."""
+    require_native(CPU)
+    config = small_config("phi3")
+    config.sliding_window = 8
+    stock = type(small_model("phi3"))(config).eval()
+    ours = hf_fastpath.patch(copy.deepcopy(stock), quiet=True)
+    ids = prompt(1, config.original_max_position_embeddings + 1)
+    assert torch.equal(ours.generate(ids, **GREEDY), stock.generate(ids, **GREEDY))
+
+
 @pytest.mark.parametrize("model_type", DESCRIBED)
 def test_recording_gives_the_calls_that_a_file_gives(model_type, monkeypatch):
-    from models import without_one_call
-
     require_native(CPU)
     without_one_call(monkeypatch)
     stock = small_model(model_type)
+    if hasattr(stock.config, "original_max_position_embeddings"):
+        stock.config.original_max_position_embeddings = 4096  # see test_a_long_prompt_of_phi3
     made = []
     for recorded in (False, True):
         with monkeypatch.context() as patch:

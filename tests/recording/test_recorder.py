@@ -33,8 +33,9 @@ from hf_fastpath.errors import UnsupportedModelError
 from hf_fastpath.recording import marks
 from hf_fastpath.recording.part import Recorded
 from hf_fastpath.recording.passes import passed
-from hf_fastpath.recording.recorder import Skeleton, record
 from hf_fastpath.recording.recording import Unrecordable
+from hf_fastpath.recording.skeleton import Skeleton
+from hf_fastpath.recording.step import record
 
 _aten = torch.ops.aten
 #: a type without an architecture file, and another whose experts have one call
