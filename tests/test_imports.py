@@ -11,10 +11,11 @@ ROOT = Path(__file__).resolve().parent.parent
 KNOWN: set[tuple[str, ...]] = set()
 #: folder of the package -> what it must not import, also not inside functions
 FORBIDDEN = {
-    "ops": ("cache", "decode", "patching"),
-    "native": ("cache", "decode", "ops", "patching", "check", "bench", "cli"),
-    "cache": ("decode", "patching", "check", "bench", "cli"),
-    "decode": ("patching", "check", "bench", "cli"),
+    "ops": ("cache", "decode", "recording", "patching"),
+    "native": ("cache", "decode", "ops", "recording", "patching", "check", "bench", "cli"),
+    "cache": ("decode", "recording", "patching", "check", "bench", "cli"),
+    "decode": ("recording", "patching", "check", "bench", "cli"),
+    "recording": ("patching", "check", "bench", "cli"),
     "patching": ("bench", "cli", "check.verification", "check.quality", "check.explain"),
     "check": ("bench", "cli"),
 }

@@ -18,6 +18,7 @@ from ..patching.coverage import check_anything
 from ..patching.plan import PatchPlan
 from ..patching.reporting import Report
 from ..reasons import REASONS
+from ..recording.part import RECORDED
 from ..stats import Stats
 from ..tables import table
 
@@ -88,10 +89,10 @@ class Explanation:
         if self.report is None:
             why = f"nothing would be fast: {self.unsupported}".splitlines()
             return "\n".join([*lines, *(f"  {line}" for line in why)])
-        lines += [
-            f"  architecture file: patches/{self.report.like or self.report.architecture}.py",
-            *(f"  {line}" for line in self.report.parts()),
-        ]
+        known = f"patches/{self.report.like or self.report.architecture}.py"
+        if self.report.architecture == RECORDED:
+            known = "none: the step is recorded from the model's own forward"
+        lines += [f"  architecture file: {known}", *(f"  {line}" for line in self.report.parts())]
         lines.append(f"  kernels here: {self.kernels}")
         if self.self_tested:
             lines.append("  patch() tries a small random twin first, and declines if it does not decode as stock does")

@@ -72,7 +72,7 @@ from .models import (
     experts_function,
     generating_model,
     has_static_rope,
-    is_encoder_decoder,
+    is_decoder_alone,
     is_sharded,
     model_of_config,
     outputs_are_captured,

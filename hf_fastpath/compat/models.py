@@ -131,9 +131,12 @@ def set_entry(config: Any, name: str, value: Any) -> None:
         setattr(config, name, 0)
 
 
-def is_encoder_decoder(model: nn.Module) -> bool:
-    """Whether a model has an encoder beside its decoder."""
-    return bool(getattr(model.config, "is_encoder_decoder", False))
+def is_decoder_alone(model: nn.Module) -> bool:
+    """Whether a model generates text and has neither an encoder nor a part for images or sound beside its decoder."""
+    config = getattr(model, "config", None)
+    if config is None or not can_generate(model) or getattr(config, "is_encoder_decoder", False):
+        return False
+    return config.get_text_config(decoder=True) is config
 
 
 def model_of_config(config: Any, **arguments: Any) -> Any:

@@ -170,13 +170,9 @@ def _family(
     described = next((each for each in known if structure.model_part(each, model) is not None), None)
     if described is not None and not os.environ.get(RECORD):
         return structure.Described(described)
-    if (
-        (described is None and (bindings or declined))
-        or not compat.can_generate(model)
-        or compat.is_encoder_decoder(model)
-    ):
+    if described is None and (bindings or declined):
         return None
-    return Recorded(model)
+    return Recorded(model) if compat.is_decoder_alone(model) else None
 
 
 def _whole_reason(model: nn.Module, whole: structure.ModelPart | None) -> str | None:

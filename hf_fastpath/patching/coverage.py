@@ -34,7 +34,7 @@ def check_whole(model: nn.Module) -> None:
     how = compat.sharding(model)
     if how is not None:
         cause = f"the weights of this {type(model).__name__} are spread over processes ({how})"
-        raise _unsupported(cause, REASONS["sharded"].remedy)
+        raise unsupported(cause, REASONS["sharded"].remedy)
 
 
 #: characters of an error's first line and of the line that says what helps
@@ -42,7 +42,7 @@ _FIRST, _HELP = 190, 300
 _FAMILIES = "`python -m hf_fastpath info` lists the families that are made fast; other models run as they are, by stock"
 
 
-def _unsupported(cause: str, helps: str, *more: str) -> UnsupportedModelError:
+def unsupported(cause: str, helps: str, *more: str) -> UnsupportedModelError:
     """Make an error that says what the model is in its first line, then what helps."""
     first = textwrap.shorten(f"patch() can do nothing: {cause}.", _FIRST, placeholder=" ...")
     helps = textwrap.shorten(f"What helps: {helps}.", _HELP, placeholder=" ...")
@@ -80,24 +80,24 @@ def check_anything(plan: PatchPlan) -> None:
         others = f" and {count - 1} more" if count > 1 else ""
         reason = REASONS[code]
         where = f"{name or type(model).__name__} ({kind}){others}"
-        raise _unsupported(
+        raise unsupported(
             f"{code} in this {type(model).__name__}, {where}: {reason.meaning}", f"{code}: {reason.remedy}"
         )
     if plan.declined:  # the user asked for nothing but the loop
         reason = REASONS[plan.loop_reason]
         cause = f"ops leaves only the loop of this {type(model).__name__}, the decode loop: {plan.loop_reason}"
-        raise _unsupported(f"{cause} ({reason.meaning})", reason.remedy)
+        raise unsupported(f"{cause} ({reason.meaning})", reason.remedy)
     more: list[str] = []
     what = _kind(model)
     if what is None and getattr(plan.loop_reason, "what", "") and plan.loop_reason != "class_not_supported":
         reason = REASONS[plan.loop_reason]
-        raise _unsupported(f"{_named(model)}: {plan.loop_reason} ({plan.loop_reason.what})", reason.remedy)
+        raise unsupported(f"{_named(model)}: {plan.loop_reason} ({plan.loop_reason.what})", reason.remedy)
     if what is None:
         what = f"{_named(model)} is a causal LM of a family without an architecture file"
         nearest = structural.match(model)
         if nearest is not None and nearest.differences:
             more.append(textwrap.shorten(str(nearest), 200, placeholder=" ..."))
-    raise _unsupported(what, _FAMILIES, *more)
+    raise unsupported(what, _FAMILIES, *more)
 
 
 def _named(model: nn.Module) -> str:

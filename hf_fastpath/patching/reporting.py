@@ -69,7 +69,7 @@ class Report:
             details.setdefault(f"{kind}: {reason}", []).append(getattr(reason, "what", "") or name)
         if loop_reason is not None and (what := named(loop_reason, plan.model).what):
             details[f"loop: {loop_reason}"] = [what]
-        found = plan.architecture
+        found = plan.family if plan.is_recorded else plan.architecture
         return cls(
             architecture=Recorded.name if plan.is_recorded else "" if found is None else found.name,
             like=None if found is None else found.like,

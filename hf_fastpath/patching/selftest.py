@@ -13,10 +13,11 @@ from ..check.comparison import compare, different_tokens
 from ..compat import TESTED_TRANSFORMERS, transformers_version
 from ..errors import UnsupportedModelError
 from ..options import Options
+from ..reasons import REASONS
 from ..recording import proof
 from .analyse import analyse
 from .apply import apply, claim, undo
-from .coverage import check_coverage
+from .coverage import check_coverage, unsupported
 from .plan import PatchPlan
 from .state import PatchState
 
@@ -68,15 +69,16 @@ def check(plan: PatchPlan) -> None:
         UnsupportedModelError: the twin does not decode as stock does.
     """
     model = plan.model
-    difference = run(model)
+    difference = run(model, plan.is_recorded)
     if difference is None:
         if plan.is_recorded:
             plan.family.twins_difference = _passed[_key(model)]
         return
-    found = plan.by_structure
     if plan.is_recorded:
-        why = f"the step of this {type(model).__name__} was recorded from its own forward"
-    elif found is not None:
+        cause = f"the recorded step of a small {type(model).__name__} does not decode as stock does: {difference}"
+        raise unsupported(cause, REASONS["not_recorded"].remedy)
+    found = plan.by_structure
+    if found is not None:
         why = f"{found.name} has no architecture file and was taken for a {found.like}"
     else:
         tested = ", ".join(TESTED_TRANSFORMERS)
@@ -104,7 +106,7 @@ def twin_config(config):
     return small
 
 
-def run(model: nn.Module) -> str | None:
+def run(model: nn.Module, is_recorded: bool = False) -> str | None:
     """Patch a twin of ``model`` and compare it with itself.
 
     Returns:
@@ -122,7 +124,7 @@ def run(model: nn.Module) -> str | None:
         try:
             twin = type(model)(twin_config(model.config)).eval().to(device)
             torch.set_default_dtype(default)
-            difference, of_logits = _difference(twin, prompt, key[-1])
+            difference, of_logits = _difference(twin, prompt, key[-1], is_recorded)
         except Exception as error:  # nobody has tried this code: anything may be raised
             return f"{type(error).__name__}: {error}"
         finally:
@@ -143,10 +145,14 @@ def _key(model: nn.Module) -> tuple:
     return type(model), transformers_version(), _device(model).type, dtype
 
 
-def _difference(twin: nn.Module, prompt: torch.Tensor, dtype: torch.dtype) -> tuple[str | None, float]:
+def _difference(
+    twin: nn.Module, prompt: torch.Tensor, dtype: torch.dtype, is_recorded: bool
+) -> tuple[str | None, float]:
     """Return how a twin decodes otherwise than stock code, or None; and of a recorded one, by how much its logits
     differ in ``dtype``."""
     plan = analyse(twin, Options.parse())
+    if is_recorded and not plan.is_recorded:
+        return "a model of its config has other modules than it has", 0.0
     check_coverage(plan)
     state = PatchState(plan.options)
     claim(twin, state)

@@ -35,6 +35,10 @@ from .step import record
 _aten = torch.ops.aten
 
 
+#: what a report has in the place of an architecture's name
+RECORDED = "recorded"
+
+
 class Recorded:
     """What takes the place of an architecture for models that have none.
 
@@ -45,7 +49,7 @@ class Recorded:
         verdict: what the model's own first steps have shown, a reason or None, in a tuple; None until they ran.
     """
 
-    name, like = "recorded", None
+    name, like = RECORDED, None
 
     def __init__(self, model: nn.Module):
         self.module = type(model).__module__
@@ -228,7 +232,9 @@ class RecordedPart:
         devices = {each.device for each in parameters}
         if len(devices) > 1:
             return Cause("device", f"weights on {', '.join(sorted(map(str, devices)))}", self.module)
-        code = next((code for each in devices if (code := loader.why_not_native(each.type)) is not None), None)
+        # a model on the meta device is asked about, and runs nowhere
+        types = [each.type for each in devices if each.type != "meta"]
+        code = next((code for each in types if (code := loader.why_not_native(each)) is not None), None)
         return None if code is None else Cause(code, f"device {next(iter(devices))}")
 
     @functools.cached_property

@@ -50,7 +50,7 @@ UNSUPPORTED = {
     "encoder": (_bert, "BertModel (bert) is an encoder", "hf_fastpath info"),
     "encoder-decoder": (_t5, "T5ForConditionalGeneration (t5) is an encoder-decoder", "hf_fastpath info"),
     "module": (lambda: nn.Linear(4, 4), "Linear is no transformers model", "hf_fastpath info"),
-    "subclass": (_strange_llama, "MyLlamaForCausalLM (llama) is a subclass of LlamaForCausalLM", "hf_fastpath info"),
+    "subclass": (_strange_llama, "the recorded step of a small MyLlamaForCausalLM does not", "it belongs to the model"),
     "other forwards": (
         _other_forwards,
         "instance_forward in this LlamaForCausalLM, model.layers.0",

@@ -87,9 +87,9 @@ def test_explain_says_what_stays_stock_and_why(changes, loop, declined, tmp_path
 
 def test_explain_a_model_without_an_architecture(tmp_path, capsys):
     BertConfig(num_hidden_layers=1, is_decoder=True).save_pretrained(tmp_path)
-    assert cli.main(["explain", str(tmp_path)]) == 1
+    assert cli.main(["explain", str(tmp_path)]) == 0
     printed = capsys.readouterr().out
-    for part in ("BertLMHeadModel", "nothing would be fast", "family without an architecture file"):
+    for part in ("BertLMHeadModel", "hf_fastpath on recorded", "recorded from the model's own forward"):
         assert part in printed
 
 
@@ -100,12 +100,12 @@ TYPES = {
     "mistral3": ("Mistral3ForConditionalGeneration", "2 layer patched; decode loop: stock (class_not_supported"),
     "qwen2_vl": ("Qwen2VLForConditionalGeneration", "reads images or sound as well"),
     "t5": ("T5ForConditionalGeneration", "is an encoder-decoder, and decoders alone are made fast"),
-    "bart": ("BartFor", "nothing would be fast"),
-    "whisper": ("WhisperFor", "nothing would be fast"),
+    "bart": ("BartFor", "hf_fastpath on recorded: nothing patched; decode loop: fast"),
+    "whisper": ("WhisperFor", "hf_fastpath on recorded: nothing patched; decode loop: fast"),
     "vit": ("ViTModel", "generates no tokens"),
     "clip": ("CLIPModel", "generates no tokens"),
-    "mamba": ("MambaForCausalLM", "is a causal LM of a family without an architecture file"),
-    "rwkv": ("RwkvForCausalLM", "is a causal LM of a family without an architecture file"),
+    "mamba": ("MambaForCausalLM", "not_recorded (its cache holds states that are no keys and values)"),
+    "rwkv": ("RwkvForCausalLM", "not_recorded (aten.div_.Tensor writes into a tensor of the model"),
     "llama": ("LlamaForCausalLM", "decode loop: fast"),
 }
 LAYERS = (
@@ -138,7 +138,7 @@ def test_explain_a_config_of_every_sort(kind):
     name, said = TYPES[kind]
     found = explain_config(two_layers(CONFIG_MAPPING[kind]()), kind, bandwidth=1e9)
     assert name in found.model and said in str(found), str(found)
-    assert found.fast == (kind == "llama")
+    assert found.fast == ("decode loop: fast" in said)
     json.dumps(found.to_dict())
 
 

@@ -17,6 +17,7 @@ import pytest
 import torch
 import torch.distributed
 from accelerate import cpu_offload
+from causal_lm_types import small_model
 from models import CPU, SHORT, build, counting, prompt, require_native
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -38,6 +39,7 @@ import hf_fastpath
 from hf_fastpath import FallbackError
 from hf_fastpath.compat import CACHE
 from hf_fastpath.decode import plan_cache
+from hf_fastpath.recording import proof
 from hf_fastpath.native import loader
 from hf_fastpath.patching.module_patch import KEY
 from hf_fastpath.patching.reporting import Report
@@ -335,7 +337,28 @@ def nonfinite_logits(monkeypatch):
     return after(lambda model: mlp_of(model).down_proj.weight.data.fill_(float("nan")))
 
 
-PROVOKED["nonfinite_logits"] = nonfinite_logits
+class Asking(nn.Module):
+    """A norm that looks at its numbers."""
+
+    def forward(self, x):
+        return x if x.sum().item() else -x
+
+
+def not_recorded():
+    model = hf_fastpath.patch(small_model("glm4"), quiet=True)
+    model.model.norm = Asking()
+    model.generate(IDS % 160, **SHORT)
+    return hf_fastpath.report(model).stats["reasons"]
+
+
+def not_proven(monkeypatch):
+    model = hf_fastpath.patch(small_model("glm4"), quiet=True)
+    monkeypatch.setattr(proof, "difference", lambda *_: 1.0)
+    model.generate(IDS % 160, **SHORT)
+    return hf_fastpath.report(model).stats["reasons"]
+
+
+PROVOKED |= {"nonfinite_logits": nonfinite_logits, "not_recorded": not_recorded, "not_proven": not_proven}
 #: codes that are about one thing, which their own name says
 OF_NOTHING_ELSE = {
     "compiling",
@@ -392,6 +415,8 @@ NAMES = {
     "custom_stopping_criteria": "test_reasons.stop",
     "custom_logits_processor": "test_reasons.<lambda>",
     "nonfinite_logits": "generate()",
+    "not_recorded": "at test_reasons.py:",
+    "not_proven": "its logits differ from stock's by 1.0e+00 of their size",
 }
 
 
