@@ -10,7 +10,6 @@ from ..decode.eligibility import uncovered_reason
 from ..decode.structure import ModelPart
 from ..native import loader
 from ..reasons import check, explained, named
-from ..recording.part import Recorded
 from ..stats import Stats
 from .plan import PatchPlan
 
@@ -71,7 +70,7 @@ class Report:
             details[f"loop: {loop_reason}"] = [what]
         found = plan.family if plan.is_recorded else plan.architecture
         return cls(
-            architecture=Recorded.name if plan.is_recorded else "" if found is None else found.name,
+            architecture="" if found is None else found.name,
             like=None if found is None else found.like,
             patched=dict(plan.patched),
             declined=dict(declined),
