@@ -70,7 +70,7 @@ def repeatable(request: pytest.FixtureRequest):
     """Give the same random numbers whatever ran before, and leave no trace of a test in the next one's globals."""
     threads = torch.get_num_threads()
     torch.manual_seed(1729)
-    if request.path.parent.name in ("ecosystem", "generation", "patches", "public"):
+    if request.path.parent.name in ("ecosystem", "generation", "patches", "public", "recording"):
         torch.set_num_threads(1)  # for tiny models, handing a microsecond of work to a pool takes longer than the work
     yield
     torch.set_num_threads(threads)

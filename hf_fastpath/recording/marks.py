@@ -95,6 +95,7 @@ def other_experts(x, ids, weights, module):
 
 def gated(x, gate_weight, up_weight, activation, norm=None):
     """See ``ops.gemv_swiglu``."""
+    x = x if norm is None else normed(x, norm)
     return activated(linear(x, gate_weight), activation) * linear(x, up_weight)
 
 

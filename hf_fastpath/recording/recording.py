@@ -81,8 +81,8 @@ class Recording:
         return {call.out.index: call for call in self.calls}
 
     def users(self) -> dict[int, list[Call]]:
-        """Register -> the calls that read it; the logits are read by None."""
-        found: dict[int, list[Any]] = {self.logits.index: [None]}
+        """Register -> the calls that read it; None reads the logits, and memory that is written to."""
+        found: dict[int, list[Any]] = {index: [None] for index in (self.logits.index, *self.mutated)}
         for call in self.calls:
             for register in read_by(call):
                 found.setdefault(register.index, []).append(call)

@@ -30,6 +30,8 @@ PASSES: tuple[Pass, ...] = (
     attention.projections,
     attention.flat_attention,
     views.no_change,
+    products.unflattened,
+    views.no_change,
     products.gates,
     products.residuals,
     products.norms_in_front,

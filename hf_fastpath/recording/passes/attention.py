@@ -93,7 +93,7 @@ def _front(recording, producers, at_positions, append: Call, attend: Call):
         if register.index in calls or register.index in sources or register.index in tables:
             return True
         call = producers.get(register.index)
-        if call is None:
+        if call is None or register.index in recording.mutated:
             return False
         if register.index in at_positions:
             while call.op in _VIEWS and read_by(call)[0].index != recording.positions.index:

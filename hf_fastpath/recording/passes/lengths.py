@@ -24,8 +24,9 @@ def positions_in_text(recording: Recording, model: nn.Module) -> None:
     for call in recording.calls:
         if call.op is _aten.arange.default and call.arguments["end"] == count:
             first.add(call.out.index)
-        elif call.op is _aten.add.Tensor and call.arguments["other"] == past and call.arguments.get("alpha", 1) == 1:
-            if call.arguments["self"].index in first and recording.fact(call.out).dtype == torch.int64:
+        elif call.op is _aten.add.Tensor and _adds(call, past):
+            is_first = getattr(call.arguments["self"], "index", -1) in first
+            if is_first and recording.fact(call.out).dtype == torch.int64:
                 call.op, call.arguments = marks.text_positions, {"query_len": count}
         if call.op not in (_aten.arange.start, _aten.arange.start_step):
             continue
@@ -33,6 +34,12 @@ def positions_in_text(recording: Recording, model: nn.Module) -> None:
         if (given["start"], given["end"], given.get("step", 1)) == (past, past + count, 1):
             if given.get("dtype", torch.int64) in (None, torch.int64):
                 call.op, call.arguments = marks.text_positions, {"query_len": count}
+
+
+def _adds(call: Call, number: int) -> bool:
+    """Whether a sum adds one number, and no tensor."""
+    other = call.arguments["other"]
+    return type(other) is int and other == number and call.arguments.get("alpha", 1) == 1
 
 
 def check_lengths(recording: Recording) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import fields, is_dataclass
 from typing import Any
 
 import torch
@@ -21,6 +22,8 @@ _FUNCTIONS: dict[Any, Activation] = {
     _aten.silu.default: Activation.SILU,
     _aten.relu.default: Activation.RELU,
 }
+#: sizes of numbers at which formulas are compared: one where an epsilon counts, one where a limit does
+_SCALES = (0.01, 2, 100)
 _EPSILONS = (1e-12, 1e-8, 1e-6, 1e-5, 1e-3)
 
 
@@ -46,6 +49,8 @@ def _formula(recording: Recording, model: nn.Module, span: Span, known: dict) ->
     taken, made = (recording.fact(each) for each in (span.inputs[0], span.outputs[0]))
     if span.calls[-1].out.index != span.outputs[0].index or not inner_only(span.calls, span.inputs):
         return None
+    if any(call.out.index in recording.mutated for call in span.calls):
+        return None
     if taken.shape != made.shape or taken.dtype != made.dtype or not taken.is_floating_point():
         return None
     module = model.get_submodule(span.path)
@@ -59,7 +64,10 @@ def _formula(recording: Recording, model: nn.Module, span: Span, known: dict) ->
     weight = parameters.get(names) if names is not None else None
     shift = parameters.get(bias) if bias is not None else None
     numbers = tuple(sorted((n, v) for n, v in vars(module).items() if isinstance(v, float)))
-    key = type(module), tuple(parameters), taken.shape[-1], numbers, tuple(str(call.op) for call in span.calls)
+    structure = _structure(span, parameters)
+    if structure is None:
+        return None
+    key = type(module), tuple(parameters), taken.shape[-1], numbers, structure
     if key not in known:
         known[key] = _tried(recording, span, weight, shift, [v for _, v in numbers])
     if known[key] is None:
@@ -71,21 +79,44 @@ def _formula(recording: Recording, model: nn.Module, span: Span, known: dict) ->
     return op, arguments
 
 
+def _structure(span: Span, parameters: dict[str, Any]) -> tuple | None:
+    """What is the same in modules that compute the same; None if one holds tensors that may change besides its
+    parameters."""
+    names = {id(each): name for name, each in parameters.items()}
+    registers = {each.index: place for place, each in enumerate((*span.inputs, *(call.out for call in span.calls)))}
+
+    def plain(value: Any) -> Any:
+        if isinstance(value, Register):
+            return "r", registers[value.index]
+        if isinstance(value, torch.Tensor):
+            return "t", names[id(value)]
+        if isinstance(value, (list, tuple)):
+            return tuple(plain(each) for each in value)
+        if is_dataclass(value) and not isinstance(value, type):
+            return tuple(plain(getattr(value, each.name)) for each in fields(value))
+        return str(value)
+
+    try:
+        return tuple((str(call.op), *((n, plain(v)) for n, v in call.arguments.items())) for call in span.calls)
+    except KeyError:
+        return None
+
+
 def _tried(recording: Recording, span: Span, weight: Any, bias: Any, numbers: list[float]) -> Any:
     """The first formula that computes what the module's calls compute."""
     shape = recording.fact(span.inputs[0]).shape
     with torch.random.fork_rng(devices=[]), torch.device("cpu"):
         torch.manual_seed(0)
-        x = 2 * torch.randn(shape, dtype=torch.float64) + 0.3
+        xs = [scale * (torch.randn(shape, dtype=torch.float64) + 0.1) for scale in _SCALES]
         w = None if weight is None else torch.randn(weight.shape, dtype=torch.float64)
         b = None if bias is None else torch.randn(bias.shape, dtype=torch.float64)
     stand_in = {id(each): values for each, values in ((weight, w), (bias, b)) if each is not None}
     try:
-        expected = evaluate(span.calls, {span.inputs[0].index: x}, stand_in)[span.outputs[0].index]
+        expected = [evaluate(span.calls, {span.inputs[0].index: x}, stand_in)[span.outputs[0].index] for x in xs]
     except (RuntimeError, TypeError, KeyError, NotImplementedError):
         return None
     for op, arguments, given in _candidates(w, b, numbers):
-        if agree(expected, op(x, **given)):
+        if all(agree(each, op(x, **given)) for each, x in zip(expected, xs)):
             return op, arguments
     return None
 

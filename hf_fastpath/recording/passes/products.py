@@ -248,6 +248,8 @@ def norms_in_front(recording: Recording, model: nn.Module) -> None:
         weight = call.arguments.get("weight", call.arguments.get("gate_weight"))
         if isinstance(norm.weight, Register) or isinstance(norm.bias, Register):
             continue
+        if getattr(normed.arguments["x"], "index", -1) in recording.mutated:  # it may hold something else by then
+            continue
         if weight is not None and norm.weight is not None and norm.weight.dtype != weight.dtype:
             continue
         call.arguments = call.arguments | {"x": normed.arguments["x"], "norm": norm}

@@ -76,6 +76,8 @@ def no_change(recording: Recording, model: nn.Module) -> None:
         if call.out.index in recording.mutated:
             continue
         given = next(iter(call.arguments.values()), None)
+        if call.op is _aten.cat.default and len(given) == 1:
+            (given,) = given
         while isinstance(given, Register) and given.index in values:
             given = values[given.index]
         if not isinstance(given, Register) or given.index in recording.mutated:
@@ -106,6 +108,4 @@ def _changes_nothing(recording: Recording, call: Call, given: Any) -> bool:
         return True
     if call.op is _aten.mul.Tensor:
         return isinstance(call.arguments["other"], (int, float)) and call.arguments["other"] == 1
-    return call.op in (_aten.alias.default, _aten.detach.default) or (
-        call.op is _aten.cat.default and len(call.arguments["tensors"]) == 1 and bool(read_by(call))
-    )
+    return call.op in (_aten.alias.default, _aten.detach.default, _aten.cat.default)

@@ -1,0 +1,263 @@
+"""Recordings of small decoders, and what they compute: what the tests of the recorder and of its passes share."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import LlamaConfig, PreTrainedModel
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from hf_fastpath.compat import CACHE
+from hf_fastpath.decode.named_calls import Call, Norm
+from hf_fastpath.recording import marks
+from hf_fastpath.recording.probing import evaluate
+from hf_fastpath.recording.recording import Recording, registers_in
+from hf_fastpath.recording.skeleton import Skeleton
+from hf_fastpath.recording.step import record
+
+WIDTH, VOCAB, PAST = 16, 13, 5
+#: below every position that a small decoder knows
+POSITION = 9
+
+
+class Decoder(PreTrainedModel):
+    """A decoder whose inside is one module.
+
+    Args:
+        body: takes hidden states [batch, query_len, 16], positions [batch, query_len] and the cache, and gives logits.
+        layers: of the cache.
+        entries: of the config.
+    """
+
+    config_class = LlamaConfig
+    _supports_sdpa = True
+
+    def __init__(self, body: nn.Module, layers: int = 1, **entries: Any):
+        sizes = dict(hidden_size=WIDTH, num_attention_heads=2, num_key_value_heads=2, max_position_embeddings=64)
+        super().__init__(LlamaConfig(num_hidden_layers=layers, vocab_size=VOCAB, **(sizes | entries)))
+        self.embed, self.body = nn.Embedding(VOCAB, WIDTH), body
+        self.eval()
+
+    def forward(self, input_ids, position_ids=None, use_cache=None, return_dict=None, **others):
+        return SimpleNamespace(logits=self.body(self.embed(input_ids), position_ids, others[CACHE]))
+
+
+class Of(nn.Module):
+    """A module out of a function.
+
+    Args:
+        function: takes the module, hidden states, positions and the cache.
+        inside: modules, parameters (tensors of floats), buffers (other tensors), and anything else, by name.
+    """
+
+    def __init__(self, function: Callable[..., Any], **inside: Any):
+        super().__init__()
+        self.function = function
+        for name, value in inside.items():
+            if isinstance(value, torch.Tensor) and not isinstance(value, nn.Parameter):
+                self.register_buffer(name, value)
+            else:
+                setattr(self, name, value)
+
+    def forward(self, x, positions=None, cache=None):
+        return self.function(self, x, positions, cache)
+
+
+def parameter(*shape: int) -> nn.Parameter:
+    """Random numbers, none of them close to zero or one."""
+    return nn.Parameter(torch.rand(shape) + 1.5)
+
+
+def linear(features: int = WIDTH, given: int = WIDTH, bias: bool = False) -> nn.Linear:
+    """A projection with random numbers."""
+    return nn.Linear(given, features, bias=bias)
+
+
+def recorded(
+    function: Callable[..., Any] | nn.Module, batch: int = 1, query_len: int = 1, layers: int = 1, **inside: Any
+) -> tuple[Recording, Decoder]:
+    """The recording of a decoder around a function or a module, before any pass, and the decoder."""
+    model = Decoder(function if isinstance(function, nn.Module) else Of(function, **inside), layers)
+    recording = record(Skeleton(model), batch, query_len)
+    recording.drop_unread()
+    return recording, model
+
+
+def names(recording: Recording) -> list[str]:
+    """What is called, in order, without looking tokens up."""
+    found = [getattr(call.op, "__name__", str(call.op)).partition(".")[0] for call in recording.calls]
+    return [name for name in found if name != "embedding"]
+
+
+def calls_of(recording: Recording, op: Any) -> list[Call]:
+    """The calls of an op."""
+    return [call for call in recording.calls if call.op is op]
+
+
+def tensors_in(recording: Recording) -> list[torch.Tensor]:
+    """Tensors that calls hold."""
+    found: list[torch.Tensor] = []
+
+    def visit(value: Any) -> None:
+        if isinstance(value, torch.Tensor):
+            found.append(value)
+        elif isinstance(value, Norm):
+            visit([value.weight, value.bias])
+        elif isinstance(value, (list, tuple)):
+            for each in value:
+                visit(each)
+
+    for call in recording.calls:
+        visit(list(call.arguments.values()))
+    return found
+
+
+# ---- what a recording computes --------------------------------------------------------------------------------------
+
+
+def logits(recording: Recording, seed: int = 0, position: int = POSITION) -> torch.Tensor:
+    """What the calls give in float64, over a cache of random keys and values."""
+    generator = torch.Generator().manual_seed(seed)
+    shape = recording.batch, recording.query_len
+    tokens = torch.randint(0, VOCAB, shape, generator=generator)
+    positions = position + torch.arange(shape[1]).expand(shape)
+    given = {recording.tokens.index: tokens, recording.positions.index: positions}
+    calls = [
+        Call(_computing(recording, call, seed, positions[0]), call.arguments, call.out) for call in recording.calls
+    ]
+    with torch.no_grad():
+        return evaluate(calls, given)[recording.logits.index]
+
+
+def _computing(recording: Recording, call: Call, seed: int, positions: torch.Tensor) -> Callable[..., Any]:
+    """Give a call's op, or what computes what needs a cache."""
+    if call.op is marks.text_positions:
+        return lambda query_len: positions
+    if call.op is marks.angles:
+        rows = -1, recording.query_len
+        return lambda tables, formula, dtype, pairs: [
+            each.reshape(*rows, each.shape[-1]) for each in formula(tables, pairs)
+        ]
+    store = _Store(seed, (recording.batch, recording.query_len))
+    if call.op is marks.append:
+        return store
+    function = {
+        marks.attend: _attend,
+        marks.rotated_attention: _rotated,
+        marks.projected_attention: _projected,
+    }.get(call.op)
+    if function is None:
+        return call.op
+    shape = recording.fact(call.out).shape
+    return lambda **arguments: function(store, **arguments).reshape(shape)
+
+
+@dataclass(frozen=True)
+class _Store:
+    """A cache: what ``update()`` gives.
+
+    Attributes:
+        seed: of what it holds.
+        tokens: sequences, and new tokens of each.
+    """
+
+    seed: int
+    tokens: tuple[int, int]
+
+    def __call__(self, k: torch.Tensor, v: torch.Tensor, layer: int) -> list[torch.Tensor]:
+        generator = torch.Generator().manual_seed(1000 * self.seed + layer)
+        shapes = [(*each.shape[:2], PAST, each.shape[3]) for each in (k, v)]
+        past = [torch.randn(shape, generator=generator, dtype=torch.float64) for shape in shapes]
+        return [torch.cat((before, new), dim=2) for before, new in zip(past, (k, v))]
+
+
+def _attend(store, q, states, layer, scale, window, softcap=0.0, sinks=None, slopes=None):
+    k, v = (each.repeat_interleave(q.shape[1] // each.shape[1], dim=1) for each in states)
+    scores = q @ k.mT * scale
+    scores = scores if not softcap else softcap * torch.tanh(scores / softcap)
+    rows, columns = torch.arange(q.shape[2])[:, None] + k.shape[2] - q.shape[2], torch.arange(k.shape[2])
+    if slopes is not None:
+        scores = scores + slopes[:, None, None] * columns
+    seen = (columns <= rows) if not window else (columns <= rows) & (columns > rows - window)
+    scores = scores.masked_fill(~seen, float("-inf"))
+    if sinks is not None:
+        scores = torch.cat((scores, sinks.view(1, -1, 1, 1).expand(*scores.shape[:3], 1)), dim=-1)
+    return (scores.softmax(-1)[..., : k.shape[2]] @ v).transpose(1, 2)
+
+
+def _rotated(store, sources, grouped, cos, sin, pairs, layer, num_heads, num_kv_heads, head_dim, **attend):
+    rows = torch.cat([each.reshape(*store.tokens, -1) for each in sources], dim=-1)
+    if grouped:
+        heads = rows.unflatten(-1, (num_kv_heads, num_heads // num_kv_heads + 2, head_dim))
+        parts = [each.flatten(2, 3) for each in heads.split((num_heads // num_kv_heads, 1, 1), dim=3)]
+    else:
+        parts = list(rows.unflatten(-1, (-1, head_dim)).split((num_heads, num_kv_heads, num_kv_heads), dim=2))
+    q, k, v = (each.transpose(1, 2) for each in parts)
+    if cos is not None:
+        q, k = (_turned(each, cos[:, None], sin[:, None], pairs) for each in (q, k))
+    return _attend(store, q, store(k, v, layer), layer, **attend)
+
+
+def _projected(store, x, weights, biases, transposed, norm=None, **others):
+    x = x if norm is None else marks.normed(x, norm)
+    rows = [marks.linear(x, weight, bias, transposed) for weight, bias in zip(weights, biases)]
+    return _rotated(store, rows, False, pairs="halves", **others)
+
+
+def _turned(x, cos, sin, pairs):
+    count = cos.shape[-1]
+    part, rest = x[..., :count], x[..., count:]
+    pairs_of = (count // 2, 2) if pairs == "neighbors" else (2, count // 2)
+    both = part.unflatten(-1, pairs_of)
+    both = both if pairs == "neighbors" else both.mT
+    one, other = both.unbind(-1)
+    crossed = torch.stack((-other, one), dim=-1)
+    crossed = (crossed if pairs == "neighbors" else crossed.mT).flatten(-2)
+    return torch.cat((part * cos + crossed * sin, rest), dim=-1)
+
+
+def through(recording: Recording, model: nn.Module, passes: Sequence[Callable[..., None]]) -> None:
+    """Put a recording through passes."""
+    for each in passes:
+        each(recording, model)
+        recording.drop_unread()
+
+
+def assert_same(recording: Recording, model: nn.Module, passes: Sequence[Callable[..., None]]) -> None:
+    """Put a recording through passes, and assert that each of them leaves what it computes as it was.
+
+    Raises:
+        AssertionError: which pass changed it.
+    """
+    places = [(seed, position) for seed, position in ((0, POSITION), (1, 0), (2, 31))]
+    before = [logits(recording, *place) for place in places]
+    assert all(torch.isfinite(each).all() and each.abs().max() > 0 for each in before)
+    for each in passes:
+        through(recording, model, [each])
+        for place, expected in zip(places, before):
+            found = logits(recording, *place)
+            same = found.shape == expected.shape and torch.allclose(found, expected, rtol=1e-9, atol=1e-12)
+            assert same, f"{each.__name__} changed what is computed: {found.flatten()[:4]}, {expected.flatten()[:4]}"
+
+
+# ---- attention ------------------------------------------------------------------------------------------------------
+
+
+def attention(module: nn.Module, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cache: Any, **options: Any) -> Any:
+    """Attention of transformers' interface over ``cache``: features [batch, query_len, heads * head_dim]."""
+    layer = options.pop("layer", 0)
+    k, v = cache.update(k, v, layer)
+    options.setdefault("scaling", q.shape[-1] ** -0.5)
+    module.is_causal = True
+    out, _ = ALL_ATTENTION_FUNCTIONS["hf_fastpath_recorded"](module, q, k, v, None, **options)
+    return out.flatten(2)
+
+
+def registers_read(call: Call) -> set[int]:
+    """Numbers of the registers that a call reads."""
+    return {register.index for value in call.arguments.values() for register in registers_in(value)}
