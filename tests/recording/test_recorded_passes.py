@@ -813,7 +813,7 @@ def test_norms_of_heads_stand_between_projections_and_rotation():
 @pytest.mark.parametrize("bias", (False, True))
 @pytest.mark.parametrize("layout", ("apart", "fused"))
 @pytest.mark.parametrize(
-    "rotation", (halves, partial, scaled, None), ids=lambda each: getattr(each, "__name__", "none")
+    "rotation", (halves, neighbors, partial, scaled, None), ids=lambda each: getattr(each, "__name__", "none")
 )
 def test_projections_are_one_call_with_attention(rotation, layout, bias):
     recording, model = attending(rotation, layout, bias)
@@ -824,9 +824,8 @@ def test_projections_are_one_call_with_attention(rotation, layout, bias):
     assert all((each is not None) == bias for each in call.arguments["biases"])
 
 
-@pytest.mark.parametrize(("rotation", "layout"), ((neighbors, "apart"), (halves, "grouped")))
-def test_projections_that_kernels_lack_stay_apart(rotation, layout):
-    recording, model = attending(rotation, layout)
+def test_projections_that_kernels_lack_stay_apart():
+    recording, model = attending(halves, "grouped")
     assert_same(recording, model, [*FRONT, heads.rotations, heads.projections])
     assert not calls_of(recording, marks.projected_attention)
     assert len(calls_of(recording, marks.rotated_attention)) == 1
