@@ -368,9 +368,8 @@ def samples(device: torch.device, dtype: torch.dtype):
     yield call(256, 8, 1, 64, 320, 100, 20, [32, 32, 32], start=3, rotary_dim=64, programmatic_launch=True)
     yield call(192, 3, 1, 64, 256, 64, 1, [8], activation=Activation.RELU, gated=False, layout="fused", bias=True)
     gelu = dict(activation=Activation.GELU)
-    yield call(256, 4, 2, 64, 320, 90, 20, [32, 32], norm=NormKind.RMS_OFFSET, rotary_dim=64, **gelu)
     yield call(128, 2, 2, 64, 192, 77, 300, [310, 310], gated=False, bias=True, rotary_dim=32, **gelu)
-    yield call(90, 3, 1, 40, 111, 7, 19, [30, 30], windows=[8, 8], rotary_dim=24, **gelu)
+    yield call(90, 3, 1, 40, 111, 7, 19, [30, 30], [8, 8], rotary_dim=24, norm=NormKind.RMS_OFFSET, **gelu)
     yield call(33, 2, 1, 32, 17, 1, 9, [9], norm=NormKind.LAYER, bias=True, kv=torch.float16, **gelu)
     yield call(1024, 8, 2, 128, 2816, 1000, 701, [1024], rotary_dim=128)  # Llama, several parts of everything
     if device.type != "cuda":
