@@ -27,7 +27,7 @@ class Norm:
         class_name: transformers class, or ``LayerNorm`` for torch.nn's class, whose modules get no forward of ours.
         kind: ``"rms"`` or ``"layer"``.
         eps: attribute that holds epsilon.
-        unit_offset: the factor is ``1 + weight``, which needs an op of its own wherever the norm stands.
+        unit_offset: the factor is ``1 + weight``.
     """
 
     class_name: str

@@ -43,11 +43,21 @@ class Activation(Choice):
 
 
 class NormKind(Choice):
-    """``NormKind`` of ``csrc/common/dtype.h``."""
+    """``NormKind`` of ``csrc/common/dtype.h``; the factors of RMS_OFFSET are ``1 + weight``."""
 
     NONE = 0
     RMS = 1
     LAYER = 2
+    RMS_OFFSET = 3
+
+    @property
+    def is_rms(self) -> bool:
+        return self in (NormKind.RMS, NormKind.RMS_OFFSET)
+
+    @property
+    def weight_offset(self) -> float:
+        """What is added to the weight."""
+        return 1.0 if self == NormKind.RMS_OFFSET else 0.0
 
 
 class PackedFormat(Choice):

@@ -15,7 +15,7 @@ inline void check_residual(const Tensor& x, const std::optional<Tensor>& residua
 }
 
 inline NormKind norm_of(int64_t number, const char* op) {
-  return choice_of(number, NormKind::kLayer, op, "norm");
+  return choice_of(number, NormKind::kRmsOffset, op, "norm");
 }
 
 // Refuses projections of qkv_rope_append that do not go together.
@@ -70,10 +70,10 @@ inline void check_projections(const Tensor& x, const std::optional<Tensor>& k_we
   inline Tensor normed_##device(const Tensor& x, NormKind norm, const std::optional<Tensor>& weight,       \
                                 const std::optional<Tensor>& bias, double eps) {                           \
     if (norm == NormKind::kNone) return x;                                                                 \
-    STD_TORCH_CHECK(norm != NormKind::kRms || (weight && !bias),                                           \
+    STD_TORCH_CHECK(!is_rms(norm) || (weight && !bias),                                                    \
                     "hf_fastpath: norm 'rms' takes norm_weight and no norm_bias");                         \
-    return norm == NormKind::kRms ? rms_norm_##device(x, *weight, eps)                                     \
-                                  : layer_norm_##device(x, weight, bias, eps);                             \
+    return is_rms(norm) ? rms_norm_##device(x, *weight, eps, std::nullopt, weight_offset(norm))            \
+                        : layer_norm_##device(x, weight, bias, eps);                                       \
   }
 
 HF_FASTPATH_COMPOSED_OPS(cpu)

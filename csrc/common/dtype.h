@@ -28,7 +28,12 @@ constexpr int64_t kTableColumns = 3, kQuantizedTableColumns = 5;
 constexpr float kLargestInt8 = 127.0f, kLargestFloat8 = 448.0f;
 
 // What follows are choices in ops' schemas, by number: hf_fastpath/choices.py has the names.
-enum class NormKind : int { kNone = 0, kRms = 1, kLayer = 2 };
+// kRmsOffset: the factors of an RMS norm are 1 + weight.
+enum class NormKind : int { kNone = 0, kRms = 1, kLayer = 2, kRmsOffset = 3 };
+
+constexpr bool is_rms(NormKind kind) { return kind == NormKind::kRms || kind == NormKind::kRmsOffset; }
+
+constexpr float weight_offset(NormKind kind) { return kind == NormKind::kRmsOffset ? 1.0f : 0.0f; }
 
 enum class Activation : int { kNone = 0, kRelu = 1, kSilu = 2, kGeluTanh = 3, kGelu = 4 };
 

@@ -64,7 +64,7 @@ struct DecodeLayersCall {
                     "hf_fastpath::decode_layers: ", weights.size(), " weights, expected ",
                     layers() * kLayerTensors + kOuterTensors);
     STD_TORCH_CHECK(norm_of(norm, "decode_layers") != NormKind::kNone,
-                    "hf_fastpath::decode_layers: norm is none, expected rms or layer");
+                    "hf_fastpath::decode_layers: norm is none, expected rms, layer or rms_offset");
   }
 };
 

@@ -25,10 +25,12 @@ struct GemvSegment {
 
 // What happens to x before the product, rows of k elements.
 struct GemvNorm {
-  NormKind kind;
+  NormKind kind;       // kRms for kRmsOffset, too
   const void* weight;  // [k]; null means 1
   const void* bias;    // [k] or null, for NormKind::kLayer
   float eps;
+  float weight_offset;   // 1 if the factors are 1 + weight, else 0
+  uint32_t offset_mask;  // all bits, or none; a constant costs no register where they are short
 };
 
 // out[m, :] = activation(x[m, :] @ weight.T + bias) + residual[m, :], the features of all segments one after
@@ -63,7 +65,7 @@ void launch_gemv(const GemvParams& params, const RopeAppendParams* rope, cudaStr
 void launch_gemv_rows(const GemvParams& params, cudaStream_t stream);
 // The same on tensor cores.
 void launch_gemv_mma(const GemvParams& params, cudaStream_t stream);
-// [k, n] weights.
+// [k, n] weights: no factors 1 + weight.
 bool fits_gemv_columns(const GemvParams& params, const RopeAppendParams* rope);
 void launch_gemv_columns(const GemvParams& params, const RopeAppendParams* rope, cudaStream_t stream);
 // The same on tensor cores.
@@ -74,7 +76,7 @@ void launch_gemv_columns_mma(const GemvParams& params, const RopeAppendParams* r
 bool fits_gemv_ring(const GemvParams& params, const RopeAppendParams* rope);
 void launch_gemv_ring(const GemvParams& params, const RopeAppendParams* rope, cudaStream_t stream);
 
-// The same for several x rows: no layer norm.
+// The same for several x rows: neither layer norm nor factors 1 + weight.
 bool fits_gemv_ring_rows(const GemvParams& params, const RopeAppendParams* rope);
 void launch_gemv_ring_rows(const GemvParams& params, const RopeAppendParams* rope, cudaStream_t stream);
 

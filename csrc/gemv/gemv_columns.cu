@@ -134,6 +134,7 @@ void launch_x_rows(const GemvParams& p, const RopeAppendParams* rope, cudaStream
 bool fits_gemv_columns(const GemvParams& p, const RopeAppendParams* rope) {
   if (!p.transposed || (rope && rope->rotary_dim > 0)) return false;
   if (p.norm.kind == NormKind::kNone) return true;
+  if (p.norm.weight_offset != 0.f) return false;  // no model has such a norm in front of such weights
   return has_aligned_rows(p) && p.norm.weight && is_aligned16(p.norm.weight) && is_aligned16(p.norm.bias) &&
          (p.m + 2) * p.k * element_size(p.dtype) <= kMaxNormedBytes;
 }

@@ -74,13 +74,18 @@ class InputNorm {
                       "hf_fastpath::", op, ": norm_weight or norm_bias does not match x and norm");
       *kept = hf_fastpath::contiguous(**given);
     }
-    STD_TORCH_CHECK(kind_ != NormKind::kRms || (weight_ && !bias_), "hf_fastpath::", op,
+    STD_TORCH_CHECK(!is_rms(kind_) || (weight_ && !bias_), "hf_fastpath::", op,
                     ": norm 'rms' takes norm_weight and no norm_bias");
   }
 
   // Leaves the norm to the product's kernel.
   void fuse(GemvParams& p) const {
-    p.norm = {kind_, data_or_null(weight_), data_or_null(bias_), static_cast<float>(eps_)};
+    p.norm = {is_rms(kind_) ? NormKind::kRms : kind_,
+              data_or_null(weight_),
+              data_or_null(bias_),
+              static_cast<float>(eps_),
+              weight_offset(kind_),
+              kind_ == NormKind::kRmsOffset ? ~0u : 0u};
   }
 
   // Launches norm and product (and with `rope` the append) as one kernel, if there is one for them.

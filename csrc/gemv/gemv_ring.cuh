@@ -80,6 +80,23 @@ __device__ __forceinline__ void multiply_chunk(uint4& x, uint4 weight) {
   }
 }
 
+// x times weight, or times 1 + weight, rounded once; see GemvNorm::offset_mask.
+template <class T>
+__device__ __forceinline__ Two<T> weighted(Two<T> x, Two<T> weight, uint32_t offset_mask) {
+  const uint32_t addend = reinterpret_cast<const uint32_t&>(x) & offset_mask;
+  return __hfma2(x, weight, reinterpret_cast<const Two<T>&>(addend));
+}
+
+// The same of a chunk.
+template <class T>
+__device__ __forceinline__ void multiply_chunk(uint4& x, uint4 weight, uint32_t offset_mask) {
+#pragma unroll
+  for (int w = 0; w < 4; ++w) {
+    Two<T>& pair = reinterpret_cast<Two<T>*>(&x)[w];
+    pair = weighted<T>(pair, reinterpret_cast<Two<T>*>(&weight)[w], offset_mask);
+  }
+}
+
 // Largest magnitude of a part of x, in float16.
 template <int kChunks>
 __device__ __forceinline__ __half largest_of(const uint4 (&x)[kChunks]) {
@@ -225,14 +242,14 @@ __device__ __forceinline__ void ring_compute(const GemvParams& p, const RopeAppe
         undo = make_room(x, __reduce_max_sync(kAllLanes, unsigned(__half_as_ushort(largest_of(x)))));
       }
 #pragma unroll
-      for (int c = 0; c < kChunks; ++c) multiply_chunk<T>(x[c], norm_weight[c]);
+      for (int c = 0; c < kChunks; ++c) multiply_chunk<T>(x[c], norm_weight[c], p.norm.offset_mask);
     } else {
 #pragma unroll
       for (int c = 0; c < kChunks; ++c) {
         float w[kElems];
         C::unpack(norm_weight[c], w);
 #pragma unroll
-        for (int e = 0; e < kElems; ++e) values[c][e] *= w[e];
+        for (int e = 0; e < kElems; ++e) values[c][e] *= w[e] + p.norm.weight_offset;
       }
     }
   } else if (norm == NormKind::kLayer) {

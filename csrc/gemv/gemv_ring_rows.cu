@@ -48,6 +48,7 @@ void launch_typed(const GemvParams& p, const RopeAppendParams* rope, cudaStream_
 }  // namespace
 
 bool fits_gemv_ring_rows(const GemvParams& p, const RopeAppendParams* rope) {
+  if (p.norm.weight_offset != 0.f) return false;  // registers are short
   return p.norm.kind != NormKind::kLayer && fits_ring(p, rope);
 }
 

@@ -139,7 +139,7 @@ struct LaneX {
     }
     const auto larger = [](const Two<T>& two) { return fmaxf(to_float(two.x), to_float(two.y)); };
     // Not below 1: x alone must not become too large either.
-    const float most_weight = rms ? fmaxf(warp_max(larger(most_of_weight)), 1.f) : 1.f;
+    const float most_weight = rms ? fmaxf(warp_max(larger(most_of_weight)) + p.norm.weight_offset, 1.f) : 1.f;
     float most[kTiles];
 #pragma unroll
     for (int t = 0; t < kTiles; ++t) {
@@ -179,7 +179,7 @@ struct LaneX {
 #pragma unroll
       for (int t = 0; t < kTiles; ++t) {
         uint4* const at = place(stretch * kTiles + t);
-        const uint4 made = operand_of(*at, rms, weight, exponent[t]);
+        const uint4 made = operand_of(*at, rms, weight, p.norm, exponent[t]);
         *at = made;
         if constexpr (!kFloats) {
           // As many times x as quants have in excess, or each of the zero; see Quants.
@@ -232,7 +232,7 @@ struct LaneX {
   }
 
   static __device__ __forceinline__ uint4 operand_of(const uint4& x, bool rms, const uint4& weight,
-                                                     int exponent) {
+                                                     const GemvNorm& norm, int exponent) {
     const uint32_t words[4] = {x.x, x.y, x.z, x.w}, weights[4] = {weight.x, weight.y, weight.z, weight.w};
     uint32_t made[4];
     if constexpr (std::is_same_v<T, __half>) {  // rounded once: a power of two changes no bits
@@ -240,7 +240,7 @@ struct LaneX {
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
         __half2 pair = __hmul2(__hmul2(two_of(words[i]), factor), more);
-        if (rms) pair = __hmul2(pair, two_of(weights[i]));
+        if (rms) pair = weighted<T>(pair, two_of(weights[i]), norm.offset_mask);
         made[i] = *reinterpret_cast<const uint32_t*>(&pair);
       }
     } else {
@@ -250,7 +250,7 @@ struct LaneX {
         float2 pair = unpack2(words[i], T());
         if (rms) {
           const float2 of_weight = unpack2(weights[i], T());
-          pair.x *= of_weight.x, pair.y *= of_weight.y;
+          pair.x *= of_weight.x + norm.weight_offset, pair.y *= of_weight.y + norm.weight_offset;
         }
         made[i] = pack2(pair.x * factor, pair.y * factor, __half());
       }

@@ -75,7 +75,7 @@ __global__ void __launch_bounds__(kPrepareThreads)
 #pragma unroll
     for (int e = 0; e < 8; ++e) {
       if (sums_squares) square = fmaf(values[e], values[e], square);
-      values[e] *= factors[e];
+      values[e] *= factors[e] + norm.weight_offset;
     }
   };
   // each(chunk, its values) for all chunks of this thread.

@@ -65,7 +65,7 @@ struct RowX {
 #pragma unroll
           for (int e = 0; e < 8; ++e) {
             if (counts) square = fmaf(values[i][e], values[i][e], square);
-            values[i][e] *= factors[e];
+            values[i][e] *= factors[e] + p.norm.weight_offset;
           }
         }
       }

@@ -160,7 +160,7 @@ struct WarpX {
 #pragma unroll 2
       for (int span = 0; span < spans.count; ++span)
         most_weight = fmaxf(most_weight, largest(norm_weight(span)));
-      most_weight = warp_max(most_weight);
+      most_weight = warp_max(most_weight) + p.norm.weight_offset;
     }
 #pragma unroll 1
     for (int m = 0; m < p.m; ++m) {
@@ -181,7 +181,7 @@ struct WarpX {
 #pragma unroll
           for (int e = 0; e < 8; ++e) {
             square = fmaf(values[e], values[e], square);
-            values[e] *= factors[e];
+            values[e] *= factors[e] + p.norm.weight_offset;
           }
         }
 #pragma unroll

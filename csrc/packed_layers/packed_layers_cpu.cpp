@@ -39,7 +39,7 @@ Tensor packed_layers(const Tensor& token, const std::vector<Tensor>& weights,
                       weights.size() == layers * kLayerTensors && multipliers.size() == layers * kMatrices,
                   "hf_fastpath::packed_layers: the lists' lengths are not those of ", layers, " layers");
   STD_TORCH_CHECK(norm_of(norm, op) != NormKind::kNone,
-                  "hf_fastpath::packed_layers: norm is none, expected rms or layer");
+                  "hf_fastpath::packed_layers: norm is none, expected rms, layer or rms_offset");
   const std::optional<Tensor> none;
   Tensor x = token;
   for (size_t i = 0; i < layers; ++i) {

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from .. import ops
-from ..choices import Activation, Approximation, NormKind
+from ..choices import Activation, Approximation
 from ..ops.gemv import MAX_WGMMA_ROWS, most_rows
 from ..quantization import FORMATS, PackedWeight
 from . import composed
@@ -196,8 +196,9 @@ def _normed(emit: Emit, x: Any, norm: Norm | None) -> Any:
     """Apply a norm to ``x``."""
     if norm is None:
         return x
-    if norm.kind == NormKind.RMS:
-        return emit(ops.rms_norm.overload, x=x, weight=norm.weight, eps=norm.eps)
+    if norm.kind.is_rms:
+        offset = norm.kind.weight_offset
+        return emit(ops.rms_norm.overload, x=x, weight=norm.weight, eps=norm.eps, weight_offset=offset)
     return emit(ops.layer_norm.overload, x=x, weight=norm.weight, bias=norm.bias, eps=norm.eps)
 
 

@@ -35,7 +35,7 @@ class Norm:
     """The norm of an op's input; None stands for no norm.
 
     Attributes:
-        kind: RMS or LAYER.
+        kind: RMS, RMS_OFFSET or LAYER.
         weight, bias: [features], or None if the norm has none.
         eps: added to the mean square, or to the variance.
     """

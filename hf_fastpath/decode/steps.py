@@ -101,7 +101,7 @@ def norm_of(part: NormPart | None) -> Norm | None:
     """Return the norm of an op's input in the form that calls take."""
     if part is None:
         return None
-    kind = NormKind(part.architecture.norm.kind)
+    kind = NormKind.RMS_OFFSET if part.architecture.norm.unit_offset else NormKind(part.architecture.norm.kind)
     return Norm(kind, part.module.weight, getattr(part.module, "bias", None), part.eps)
 
 
@@ -138,10 +138,8 @@ def _norm_op(part: NormPart) -> tuple[Callable[..., Any], dict[str, Any]]:
     """Return an op that computes the norm of ``x``, and the op's other arguments."""
     norm = norm_of(part)
     weight = {"weight": norm.weight, "eps": norm.eps}
-    if part.architecture.norm.unit_offset:
-        return ops.rms_norm.overload, weight | {"weight_offset": 1.0}
-    if norm.kind == NormKind.RMS:
-        return ops.rms_norm.overload, weight
+    if norm.kind.is_rms:
+        return ops.rms_norm.overload, weight | {"weight_offset": norm.kind.weight_offset}
     return ops.layer_norm.overload, weight | {"bias": norm.bias}
 
 
@@ -149,13 +147,6 @@ def norm(emit: Emit, part: NormPart, x: Any, residual: Any = None) -> Any:
     """Emit ``residual + part(x)``."""
     op, arguments = _norm_op(part)
     return emit(op, x=x, **arguments, residual=residual)
-
-
-def in_front(emit: Emit, part: NormPart | None, x: Any) -> tuple[Any, NormPart | None]:
-    """Return ``x`` and the norm that projections are to apply; a norm that they cannot apply is emitted here."""
-    if part is None or not part.architecture.norm.unit_offset:
-        return x, part
-    return norm(emit, part, x), None
 
 
 def _queries_composed(
@@ -198,7 +189,6 @@ def attention(
     """Emit ``residual + part(norm(x))``, which appends to ``cache``, the cache of the model's ``layer``-th layer."""
     *qkv, out = part.projections()
     placed = at.placed(cache, layer)
-    x, norm = in_front(emit, norm, x)
     together = None if part.is_composed or cache.is_paged else joined(qkv)
     if together is None and (part.is_composed or any(map(is_packed, qkv))):
         queries = _queries_composed(emit, part, x, placed, at, norm)
@@ -237,7 +227,6 @@ def mlp(
     programmatic_launch: bool = False,
 ) -> Any:
     """Emit ``residual + part(norm(x))``."""
-    x, norm = in_front(emit, norm, x)
     how = dict(activation=part.activation, norm=norm_of(norm), programmatic_launch=programmatic_launch)
     if part.gate is None:
         hidden = projection(
@@ -361,8 +350,7 @@ def step_inputs(emit: Emit, part: ModelPart, tokens: Any, positions: Any, tables
 
 def head(emit: Emit, part: ModelPart, hidden: Any, programmatic_launch: bool = False) -> Any:
     """Emit the final norm and the head."""
-    hidden, norm = in_front(emit, part.final_norm, hidden)
-    return projection(emit, part.head, hidden, norm=norm, programmatic_launch=programmatic_launch)
+    return projection(emit, part.head, hidden, norm=part.final_norm, programmatic_launch=programmatic_launch)
 
 
 def scaled_logits(emit: Emit, part: ModelPart, logits: Any) -> Any:

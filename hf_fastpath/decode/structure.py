@@ -97,14 +97,6 @@ class LayerPart(Part):
     def residual_multiplier(self) -> float:
         return number(self.module, self.spec.residual_multiplier)
 
-    @property
-    def is_sequential(self) -> bool:
-        """Whether the layer is ``x += attention(norm(x)); x += mlp(norm(x))``, with norms that the kernels have."""
-        if self.architecture.norm.unit_offset or isinstance(self.mlp, MoEPart):
-            return False
-        before = None not in (self.attention_norm, self.mlp_norm)
-        return before and len(self.norms) == 2 and not self.is_parallel and self.residual_multiplier == 1
-
     def projections(self) -> list[nn.Module]:
         """Return the projections of attention and MLP; the experts of a mixture are no projections."""
         mlp = self.mlp

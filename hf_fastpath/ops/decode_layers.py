@@ -18,7 +18,7 @@ from .gemv import ACTIVATIONS, MAX_ROWS
 from .gemv import reference as gemv
 from .gemv_swiglu import reference as gemv_swiglu
 from .kv_cache import refuse_kv_table, slot_positions
-from .norm import NORMS
+from .norm import NORMS, RMS_NORMS
 from .qkv_rope_append import reference as qkv_rope_append
 from .rope_append import random_angles
 from .rope_append import why_not as rope_reasons
@@ -273,9 +273,9 @@ def weight_reasons(
                 found += shape_reason(name, tensor, shapes.get(name, (hidden,)))
                 if tensor.dim() == 2 and tensor.stride(1) != 1:
                     found.append(f"{name} has strides {tensor.stride()}: make its rows contiguous")
-                if norm == NormKind.RMS and name.endswith("norm_bias"):
-                    found.append(f"norm 'rms' takes no {name}: pass it empty")
-            elif name in _NEEDED or (norm == NormKind.RMS and name.endswith("norm_weight")):
+                if norm in RMS_NORMS and name.endswith("norm_bias"):
+                    found.append(f"norm {NormKind(norm).label!r} takes no {name}: pass it empty")
+            elif name in _NEEDED or (norm in RMS_NORMS and name.endswith("norm_weight")):
                 found.append(f"{name} is empty, expected a weight")
             if number < len(layers) and bool(tensor.numel()) != (name in present):
                 found.append(f"{name} is {'given' if tensor.numel() else 'empty'}, unlike the first layer's")
@@ -369,7 +369,7 @@ def samples(device: torch.device, dtype: torch.dtype):
     yield call(192, 3, 1, 64, 256, 64, 1, [8], activation=Activation.RELU, gated=False, layout="fused", bias=True)
     gelu = dict(activation=Activation.GELU)
     yield call(128, 2, 2, 64, 192, 77, 300, [310, 310], gated=False, bias=True, rotary_dim=32, **gelu)
-    yield call(90, 3, 1, 40, 111, 7, 19, [30, 30], windows=[8, 8], rotary_dim=24, **gelu)
+    yield call(90, 3, 1, 40, 111, 7, 19, [30, 30], [8, 8], rotary_dim=24, norm=NormKind.RMS_OFFSET, **gelu)
     yield call(33, 2, 1, 32, 17, 1, 9, [9], norm=NormKind.LAYER, bias=True, kv=torch.float16, **gelu)
     yield call(1024, 8, 2, 128, 2816, 1000, 701, [1024], rotary_dim=128)  # Llama, several parts of everything
     if device.type != "cuda":

@@ -154,6 +154,9 @@ def samples(device: torch.device, dtype: torch.dtype):
     yield Sample(randn(1, 96), weight(50, 96, 96), norm=NormKind.LAYER, norm_eps=1e-5)
     yield Sample(randn(8, 2048), weight(70, 2048, 2048), randn(70), randn(8, 70))
     yield Sample(randn(3, 2048), weight(33, 2048, 2048), norm=NormKind.RMS, norm_weight=randn(2048), norm_eps=1e-5)
+    offset = dict(norm=NormKind.RMS_OFFSET, norm_weight=randn(2048), norm_eps=1e-6)
+    for rows in (1, 3, 9):
+        yield Sample(randn(rows, 2048), weight(33, 2048, 2048), **offset)
     yield Sample(
         randn(2, 2048),
         weight(50, 2048, 2048),

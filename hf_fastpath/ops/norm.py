@@ -10,6 +10,7 @@ from .layer_norm import reference as layer_norm
 from .rms_norm import reference as rms_norm
 
 NORMS = tuple(NormKind)
+RMS_NORMS = tuple(norm for norm in NORMS if norm.is_rms)
 #: the last arguments in the schema of every op with a norm in front
 NORM_SCHEMA = "int norm=0, Tensor? norm_weight=None, Tensor? norm_bias=None, float norm_eps=0.0"
 
@@ -18,8 +19,9 @@ def normed(
     x: torch.Tensor, norm: NormKind, weight: torch.Tensor | None, bias: torch.Tensor | None, eps: float
 ) -> torch.Tensor:
     """Apply the norm of kind ``norm`` to ``x``."""
-    if norm == NormKind.RMS and weight is not None:
-        return rms_norm(x, weight, eps)
+    norm = NormKind(norm)
+    if norm.is_rms and weight is not None:
+        return rms_norm(x, weight, eps, weight_offset=norm.weight_offset)
     return layer_norm(x, weight, bias, eps) if norm == NormKind.LAYER else x
 
 
@@ -30,6 +32,6 @@ def norm_reasons(x: torch.Tensor, norm: NormKind, weight: torch.Tensor | None, b
     reasons += shape_reason("norm_weight", weight, features) + shape_reason("norm_bias", bias, features)
     if norm == NormKind.NONE and (weight is not None or bias is not None):
         reasons.append("norm_weight and norm_bias are given but norm is 'none': name the norm")
-    if norm == NormKind.RMS and (weight is None or bias is not None):
-        reasons.append("norm 'rms' takes norm_weight and no norm_bias")
+    if norm in RMS_NORMS and (weight is None or bias is not None):
+        reasons.append(f"norm {NormKind(norm).label!r} takes norm_weight and no norm_bias")
     return reasons

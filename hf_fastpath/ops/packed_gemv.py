@@ -149,6 +149,9 @@ def samples(device: torch.device, dtype: torch.dtype):
             yield Sample(x, *weight, None, residual, Activation.NONE, norm, randn(256), shift, 1e-5, True)
             yield Sample(x[:1], *weight, randn(72), None, Activation.GELU, norm, randn(256), shift, 1e-5)
         yield Sample(randn(8, 2048), *packed(format, 70, 2048), randn(70), randn(8, 70))
+        for rows in (1, 3, 9):
+            offset = dict(norm=NormKind.RMS_OFFSET, norm_weight=4 * randn(1000), norm_eps=1e-6)
+            yield Sample(randn(rows, 1000), *packed(format, 70, 1000), **offset)
         yield Sample(randn(4, 3, 99).transpose(0, 1), *packed(format, 64, 99))
 
 

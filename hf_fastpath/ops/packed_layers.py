@@ -16,7 +16,7 @@ from .decode_attention import reference as decode_attention
 from .decode_attention import why_not as attention_reasons
 from .fused_swiglu import GATES, activate
 from .gemv import ACTIVATIONS, MAX_ROWS
-from .norm import NORMS
+from .norm import NORMS, RMS_NORMS
 from .packed_gemv import random_weight
 from .packed_gemv import reference as packed_gemv
 from .rope_append import random_angles
@@ -180,8 +180,8 @@ def weight_reasons(
             reasons += tensor_reasons(x, **{f"{name}_norm_{which}": tensor})
             if tensor.numel():
                 reasons += shape_reason(f"{name}_norm_{which}", tensor, (hidden,))
-        if norm == NormKind.RMS and (bias.numel() or not weight.numel()):
-            reasons.append(f"norm 'rms' takes {name}_norm_weight and no {name}_norm_bias")
+        if norm in RMS_NORMS and (bias.numel() or not weight.numel()):
+            reasons.append(f"norm {NormKind(norm).label!r} takes {name}_norm_weight and no {name}_norm_bias")
     if gated and both % 2:
         reasons.append(f"up_quants has {both} rows, expected as many of the gate as of the up projection")
     sizes = {
@@ -256,6 +256,7 @@ def samples(device: torch.device, dtype: torch.dtype):
     )
     yield call("int4", 256, 8, 1, 64, 320, [20, 9], [32, 24], start=3, rotary_dim=64)
     yield call("fp8", 90, 3, 1, 40, 111, [19, 7, 1], [30], activation=Activation.GELU, rotary_dim=24)
+    yield call("int4_g32", 256, 4, 2, 64, 384, [40], [64, 40], norm=NormKind.RMS_OFFSET, rotary_dim=64)
     yield call("int4_g32", 128, 2, 2, 64, 256, [9] * MAX_ROWS, [16], activation=Activation.RELU, gated=False)
 
 

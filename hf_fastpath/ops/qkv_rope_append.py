@@ -214,6 +214,8 @@ def samples(device: torch.device, dtype: torch.dtype):
             )
     yield call(1, 1, 128, 4, 4, 80, [7], rotary_dim=32, bias=True, kv=torch.float16, norm=NORMS[1])
     yield call(1, 1, 104, 2, 1, 256, [7], rotary_dim=256, kv=torch.bfloat16)
+    yield call(1, 1, 256, 4, 2, 32, [5], rotary_dim=32, norm=NormKind.RMS_OFFSET, programmatic_launch=True)
+    yield call(3, 1, 104, 2, 1, 40, [7, 8, 9], rotary_dim=40, norm=NormKind.RMS_OFFSET)
     yield call(1, 1, 104, 2, 1, 64, [7], rotary_dim=64, kv=torch.int8, norm=NormKind.RMS)
     yield call(2, 2, 104, 2, 2, 40, [7, 30], rotary_dim=40, kv=torch.float8_e4m3fn)
     yield call(2, 2, 256, 4, 2, 32, [17, 50], rotary_dim=32, norm=NormKind.RMS, programmatic_launch=True, page_size=16)

@@ -152,7 +152,8 @@ def _difference(
     differ in ``dtype``."""
     plan = analyse(twin, Options.parse())
     if is_recorded and not plan.is_recorded:
-        return "a model of its config has other modules than it has", 0.0
+        known = plan.loop_reason or "a model of its config has other modules than it has"
+        return f"{known} ({known.what})" if getattr(known, "what", "") else str(known), 0.0
     check_coverage(plan)
     state = PatchState(plan.options)
     claim(twin, state)

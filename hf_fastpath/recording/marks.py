@@ -36,7 +36,7 @@ def packed_linear(x, quants, scales, zeros, multiplier, format, bias=None):
 def normed(x, norm: Norm, unit_offset=False, residual=None):
     """``residual + norm(x)`` over the last dimension; with ``unit_offset`` the factor is ``1 + weight``."""
     size, weight = x.shape[-1:], norm.weight
-    if weight is not None and unit_offset:
+    if weight is not None and (unit_offset or norm.kind == NormKind.RMS_OFFSET):
         weight = 1 + weight
     if norm.kind == NormKind.LAYER:
         out = nn.functional.layer_norm(x, size, weight, norm.bias, norm.eps)

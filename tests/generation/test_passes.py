@@ -154,6 +154,7 @@ def test_a_pass_that_is_not_asked_changes_nothing(each):
     (
         (dict(), ["decode_layers"]),
         (dict(architecture="gpt2"), ["decode_layers"]),
+        (dict(architecture="gemma"), ["decode_layers"]),
         (dict(weights="int4_g32"), ["packed_layers", "gemv"]),
         (dict(weights="int8", lm_head="int8"), ["packed_layers", "packed_gemv"]),
     ),
@@ -178,6 +179,10 @@ def _sinks(calls):
     calls[6].arguments["sinks"] = randn(4)
 
 
+def _neighbors(calls):
+    calls[5].arguments["neighbors"] = True
+
+
 def _parallel(calls):
     """Make the second layer's MLP take what its attention takes."""
     calls[8].arguments["x"] = calls[5].arguments["x"]
@@ -199,7 +204,9 @@ def _op_between(calls):
 
 
 @pytest.mark.parametrize(
-    "change", (_other_scale, _other_eps, _sinks, _parallel, _bias, _activation, _op_between), ids=lambda f: f.__name__
+    "change",
+    (_other_scale, _other_eps, _sinks, _neighbors, _parallel, _bias, _activation, _op_between),
+    ids=lambda f: f.__name__,
 )
 def test_layers_that_differ_are_no_one_call(change):
     made, _ = recorded()

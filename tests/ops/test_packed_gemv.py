@@ -11,7 +11,7 @@ from memory import same_bits
 from routes import LIMIT, main, over_instruction_sets, run_limited
 
 from hf_fastpath.ops.gemv import MAX_ROWS
-from hf_fastpath.ops.packed_gemv import SPEC
+from hf_fastpath.ops.packed_gemv import SPEC, random_weight
 from hf_fastpath.quantization import FORMATS, quantize
 from hf_fastpath.quantization.formats import pack, padded
 from hf_fastpath.registry import Sample
@@ -181,6 +181,18 @@ def test_packed_gemv_every_route(isa, tmp_path):
         for dtype in (torch.float16, torch.bfloat16):
             few = products(format, dtype)(3)  # a CPU with tiles takes more rows in the tiles, with other sums
             assert format.is_float or same_bits(theirs[format.name, dtype], few)
+
+
+@pytest.mark.parametrize("kind", ("rms", "rms_offset"))
+@pytest.mark.parametrize("rows", (1, 5, MAX_ROWS))
+@over_formats
+def test_packed_gemv_norms_the_input_of_a_large_matrix(device, format, rows, kind):
+    """Where a GPU prepares several rows of x for all blocks at once."""
+    if device.type == "cpu":
+        pytest.skip("one way for all sizes")
+    weight = random_weight(format, 17000, 4224, device)
+    x, norm_weight = torch.randn(rows, 4224, device=device).half(), torch.randn(4224, device=device).half()
+    assert_matches(SPEC, Sample(x, *weight, norm=kind, norm_weight=norm_weight, norm_eps=1e-6))
 
 
 def every_route(isa: str, path: str) -> None:

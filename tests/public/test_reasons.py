@@ -39,12 +39,12 @@ import hf_fastpath
 from hf_fastpath import FallbackError
 from hf_fastpath.compat import CACHE
 from hf_fastpath.decode import plan_cache
-from hf_fastpath.recording import proof
 from hf_fastpath.native import loader
 from hf_fastpath.patching.module_patch import KEY
 from hf_fastpath.patching.reporting import Report
 from hf_fastpath.patching.state import paused
 from hf_fastpath.reasons import REASONS
+from hf_fastpath.recording import proof
 from hf_fastpath.stats import MOST_DETAILS, Stats
 
 IDS = prompt(CPU)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import operator
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -236,12 +237,14 @@ def norms_in_front(recording: Recording, model: nn.Module) -> None:
         if call.op not in (marks.linear, marks.gated, marks.projected_attention, marks.packed_linear):
             continue
         normed = producers.get(getattr(call.arguments["x"], "index", -1))
-        if normed is None or normed.op is not marks.normed or normed.arguments.get("unit_offset"):
-            continue
-        if normed.arguments.get("residual") is not None:
+        if normed is None or normed.op is not marks.normed or normed.arguments.get("residual") is not None:
             continue
         norm = normed.arguments["norm"]
-        if norm.kind == NormKind.RMS and norm.weight is None:
+        if normed.arguments.get("unit_offset"):
+            if norm.kind != NormKind.RMS:
+                continue
+            norm = replace(norm, kind=NormKind.RMS_OFFSET)
+        if norm.kind.is_rms and norm.weight is None:
             continue
         if call.op is marks.linear and not takes_product(recording, call):
             continue
