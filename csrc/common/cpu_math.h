@@ -90,6 +90,12 @@ inline void with_storage(DType dtype, const Body& body) {
   }
 }
 
+// out[0..count) += residual, of what was rounded already: rounded again.
+template <class T>
+inline void add_row(const T* residual, int64_t count, T* out) {
+  for (int64_t i = 0; i < count; ++i) from_float(to_float(out[i]) + to_float(residual[i]), out + i);
+}
+
 [[maybe_unused]] inline float silu(float x) { return x / (1.0f + std::exp(-x)); }
 
 // 0.5 * (1 + tanh(u)) equals 1 / (1 + exp(-2u)), which does not cancel for negative u.

@@ -1,5 +1,5 @@
-// What follows the accumulators of a projection, eight outputs at a time. Included by the AVX2 kernels only;
-// internal linkage as in avx2_math.h.
+// What follows the accumulators of a projection, and the output of a norm, eight values at a time. Included
+// by the AVX2 kernels only; internal linkage as in avx2_math.h.
 #pragma once
 
 #include "common/avx2_math.h"
@@ -30,6 +30,19 @@ void epilogue(const typename Accumulator::Storage* accumulators, const float* up
     if (up != nullptr) v = _mm256_mul_ps(v, F32::load(up + i, n));
     if (residual != nullptr) v = _mm256_add_ps(v, Element::load(residual + i, n));
     Element::store(out + i, v, n);
+  }
+}
+
+// out[0..count) += residual, of what was rounded already: rounded again.
+template <class Element>
+void add_row(const typename Element::Storage* residual, int64_t count, typename Element::Storage* out) {
+  int64_t i = 0;
+  for (; i + kLanes <= count; i += kLanes) {
+    Element::store(out + i, _mm256_add_ps(Element::load(out + i), Element::load(residual + i)));
+  }
+  if (i < count) {
+    const int64_t n = count - i;
+    Element::store(out + i, _mm256_add_ps(Element::load(out + i, n), Element::load(residual + i, n)), n);
   }
 }
 

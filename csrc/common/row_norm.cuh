@@ -12,16 +12,19 @@
 
 namespace hf_fastpath {
 
-// x and out: [rows, columns] contiguous. weight and bias: [columns] or null (1 and 0).
+// x and out: [rows, columns] contiguous. weight and bias: [columns] or null (1 and 0). residual, like x or
+// null, is added to what was rounded.
 template <class T>
 struct NormParams {
   const T* x;
   const T* weight;
   const T* bias;
+  const T* residual;
   T* out;
   int64_t rows;
   int columns;
   float eps;
+  float weight_offset;  // of rms_norm: the factor is this + weight
 };
 
 // Chunks a thread keeps: 8 elements each in half precision, so 1024 threads hold rows of 32768 elements.
@@ -43,6 +46,20 @@ __device__ __forceinline__ void begin_norm(const NormParams<T>& p) {
   allow_next_kernel();
   wait_for_previous_kernel();
   drop_l1();
+}
+
+// Elements [i, i + kElems) of this block's row.
+template <class T, int kElems>
+__device__ __forceinline__ void store_normed(const NormParams<T>& p, int i, float (&y)[kElems]) {
+  using C = Chunk<T, kElems>;
+  const int64_t at = blockIdx.x * int64_t(p.columns) + i;
+  if (p.residual) {
+    float more[kElems];
+    C::unpack(C::load(p.residual + at), more);
+#pragma unroll
+    for (int e = 0; e < kElems; ++e) y[e] = to_float(from_float<T>(y[e])) + more[e];
+  }
+  C::store(p.out + at, y);
 }
 
 // One row in registers: chunk c of thread t is chunk t + c * blockDim.x of the row; absent chunks hold zeros.
@@ -71,7 +88,7 @@ void launch_norm(const NormParams<T>& p, cudaStream_t stream) {
   if (p.rows == 0 || p.columns == 0) return;
   constexpr int kElems = kVecElems<T>;
   const bool aligned = p.columns % kElems == 0 && is_aligned16(p.x) && is_aligned16(p.out) &&
-                       (!p.weight || is_aligned16(p.weight)) && (!p.bias || is_aligned16(p.bias));
+                       is_aligned16(p.weight) && is_aligned16(p.bias) && is_aligned16(p.residual);
   const int64_t chunks = aligned ? p.columns / kElems : p.columns;
   // Few rows: the widest block, for the shortest latency. Many: four chunks a thread, so that more rows are
   // resident and a row costs fewer barriers.

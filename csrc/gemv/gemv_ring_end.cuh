@@ -17,11 +17,12 @@ enum class RingEnd {
 
 // How a unit's sums for row m of x end: prepare() before the wait for the kernel in front, load() behind it,
 // store() at the end. What is loaded is first used in store(): no instruction waits for it before.
-template <class T, RingEnd kEnd>
+// kNeighbors: of an append, see find_pair().
+template <class T, RingEnd kEnd, bool kNeighbors = true>
 struct RingUnit;
 
-template <class T>
-struct RingUnit<T, RingEnd::kPlain> {
+template <class T, bool kNeighbors>
+struct RingUnit<T, RingEnd::kPlain, kNeighbors> {
   using One = Chunk<T, 1>;
   T bias = from_float<T>(0.f), residual = from_float<T>(0.f);
   int64_t at;  // of residual and out
@@ -42,8 +43,8 @@ struct RingUnit<T, RingEnd::kPlain> {
   }
 };
 
-template <class T>
-struct RingUnit<T, RingEnd::kGated> {
+template <class T, bool kNeighbors>
+struct RingUnit<T, RingEnd::kGated, kNeighbors> {
   T* out;
 
   __device__ __forceinline__ void prepare(const GemvParams& p, const RopeAppendParams&, int unit, int m) {
@@ -58,8 +59,8 @@ struct RingUnit<T, RingEnd::kGated> {
   }
 };
 
-template <class T>
-struct RingUnit<T, RingEnd::kAppend> {
+template <class T, bool kNeighbors>
+struct RingUnit<T, RingEnd::kAppend, kNeighbors> {
   using One = Chunk<T, 1>;
   Pair pair;
   T bias[2] = {from_float<T>(0.f), from_float<T>(0.f)}, cos[2], sin[2];
@@ -70,7 +71,7 @@ struct RingUnit<T, RingEnd::kAppend> {
   __device__ __forceinline__ void prepare(const GemvParams& p, const RopeAppendParams& rope, int unit,
                                           int m) {
     token = m;
-    pair = find_pair(rope, unit);
+    pair = find_pair<kNeighbors>(rope, unit);
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       const int feature = pair.head * rope.head_dim + pair.element[half];

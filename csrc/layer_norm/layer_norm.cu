@@ -1,5 +1,6 @@
 // What: (x - mean) / sqrt(var + eps) * weight + bias over each row, statistics and product in float32,
-//   rounded once. The variance is the mean of squared deviations from the mean: no cancellation.
+//   rounded once; plus residual, if any, rounded again. The variance is the mean of squared deviations from
+//   the mean: no cancellation.
 // Work split: one block a row, up to 1024 threads of 1 to 4 chunks of 16 bytes held in registers; longer rows
 //   are read three times.
 // Traffic: (2 * rows + 2) * columns * sizeof(T); weight and bias stay in L2.
@@ -17,7 +18,6 @@ __global__ void __launch_bounds__(kMaxNormThreads) layer_norm_kernel(NormParams<
   using C = Chunk<T, kElems>;
   __shared__ float scratch[kWarpSize];
   const T* x = p.x + blockIdx.x * int64_t(p.columns);
-  T* out = p.out + blockIdx.x * int64_t(p.columns);
   begin_norm(p);
 
   const auto emit = [&](int i, const float (&values)[kElems], float mean, float scale) {
@@ -30,7 +30,7 @@ __global__ void __launch_bounds__(kMaxNormThreads) layer_norm_kernel(NormParams<
       if (p.weight) y[e] *= weight[e];
       if (p.bias) y[e] += bias[e];
     }
-    C::store(out + i, y);
+    store_normed(p, i, y);
   };
 
   float sum = 0.f, squares = 0.f;
@@ -89,14 +89,14 @@ struct LayerNorm {
 
 }  // namespace
 
-void launch_layer_norm(const void* x, const void* weight, const void* bias, void* out, int64_t rows,
-                       int64_t columns, float eps, DType dtype, cudaStream_t stream) {
+void launch_layer_norm(const void* x, const void* weight, const void* bias, const void* residual, void* out,
+                       int64_t rows, int64_t columns, float eps, DType dtype, cudaStream_t stream) {
   with_type(dtype, [&](auto zero) {
     using T = decltype(zero);
-    launch_norm<LayerNorm>(
-        NormParams<T>{static_cast<const T*>(x), static_cast<const T*>(weight), static_cast<const T*>(bias),
-                      static_cast<T*>(out), rows, static_cast<int>(columns), eps},
-        stream);
+    launch_norm<LayerNorm>(NormParams<T>{static_cast<const T*>(x), static_cast<const T*>(weight),
+                                         static_cast<const T*>(bias), static_cast<const T*>(residual),
+                                         static_cast<T*>(out), rows, static_cast<int>(columns), eps, 0.f},
+                           stream);
   });
 }
 

@@ -29,25 +29,28 @@ void layer_norm_portable(const LayerNormArgs& args, int64_t begin, int64_t end) 
         const float b = bias != nullptr ? to_float(bias[i]) : 0.0f;
         from_float((to_float(x[i]) - mean) * scale * w + b, out + i);
       }
+      if (args.residual != nullptr) add_row(static_cast<const T*>(args.residual) + row * n, n, out);
     }
   });
 }
 
 Tensor layer_norm_cpu(const Tensor& x, const std::optional<Tensor>& weight, const std::optional<Tensor>& bias,
-                      double eps) {
+                      double eps, const std::optional<Tensor>& residual) {
   const char* op = "layer_norm";
   const DType dtype = dtype_of(x, op);
   STD_TORCH_CHECK(x.dim() >= 1, "hf_fastpath::layer_norm: x has no dimensions, expected [..., hidden_size]");
   const RowView rows = row_view(x);
   check_vector(weight, rows.columns, dtype, op, "weight");
   check_vector(bias, rows.columns, dtype, op, "bias");
-  std::optional<Tensor> weight_holder, bias_holder;
+  check_residual(x, residual, op);
+  std::optional<Tensor> weight_holder, bias_holder, residual_holder;
   Tensor out = empty_like_with_sizes(x, sizes_of(x));
   const LayerNormArgs args{dtype,
                            rows.data,
                            rows.stride,
                            optional_data(weight, weight_holder),
                            optional_data(bias, bias_holder),
+                           optional_data(residual, residual_holder),
                            out.mutable_data_ptr(),
                            rows.columns,
                            eps};

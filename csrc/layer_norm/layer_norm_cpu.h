@@ -9,9 +9,10 @@ struct LayerNormArgs {
   DType dtype;    // of x, weight, bias and out
   const void* x;  // [rows, hidden_size], rows `x_stride` elements apart
   int64_t x_stride;
-  const void* weight;  // [hidden_size] or null for 1
-  const void* bias;    // [hidden_size] or null for 0
-  void* out;           // [rows, hidden_size], contiguous
+  const void* weight;    // [hidden_size] or null for 1
+  const void* bias;      // [hidden_size] or null for 0
+  const void* residual;  // [rows, hidden_size], contiguous, or null
+  void* out;             // [rows, hidden_size], contiguous
   int64_t hidden_size;
   double eps;
 };

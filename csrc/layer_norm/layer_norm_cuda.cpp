@@ -6,7 +6,7 @@
 namespace hf_fastpath {
 
 Tensor layer_norm_cuda(const Tensor& x, const std::optional<Tensor>& weight,
-                       const std::optional<Tensor>& bias, double eps) {
+                       const std::optional<Tensor>& bias, double eps, const std::optional<Tensor>& residual) {
   constexpr const char* kOp = "layer_norm";
   STD_TORCH_CHECK(x.dim() >= 1, "hf_fastpath::layer_norm: x is a scalar, expected [..., hidden_size]");
   const int64_t columns = x.size(x.dim() - 1);
@@ -18,13 +18,16 @@ Tensor layer_norm_cuda(const Tensor& x, const std::optional<Tensor>& weight,
         "hf_fastpath::layer_norm: weight or bias does not match x's last dimension and dtype");
     *kept = hf_fastpath::contiguous(**given);
   }
+  check_residual(x, residual, kOp);
   const DeviceGuard guard(x);
   const Tensor input = hf_fastpath::contiguous(x);
+  std::optional<Tensor> more;
+  if (residual) more = hf_fastpath::contiguous(*residual);
   Tensor out = empty_like_with_sizes(input, sizes_of(input));
   if (input.numel() > 0) {
-    launch_layer_norm(input.data_ptr(), data_or_null(scale), data_or_null(shift), out.data_ptr(),
-                      input.numel() / columns, columns, static_cast<float>(eps), dtype_of(input, kOp),
-                      current_stream(guard.device()));
+    launch_layer_norm(input.data_ptr(), data_or_null(scale), data_or_null(shift), data_or_null(more),
+                      out.data_ptr(), input.numel() / columns, columns, static_cast<float>(eps),
+                      dtype_of(input, kOp), current_stream(guard.device()));
   }
   return out;
 }

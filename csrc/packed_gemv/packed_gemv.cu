@@ -11,8 +11,9 @@ namespace hf_fastpath {
 bool fits_packed_gemv(const GemvParams& p) { return p.norm.kind != NormKind::kLayer; }
 
 bool fits_packed_append(const GemvParams& p, const RopeAppendParams& rope) {
-  constexpr int kMostFloatRows = 4;  // of sixteen columns
-  return rope.head_dim % 2 == 0 && !is_quantized(rope.kv_type) &&
+  constexpr int kMostFloatRows = 4;                                    // of sixteen columns
+  const bool turns_neighbors = rope.neighbors && rope.rotary_dim > 0;  // rows_together() needs rows in order
+  return rope.head_dim % 2 == 0 && !is_quantized(rope.kv_type) && !turns_neighbors &&
          (p.dtype != DType::kFloat32 || p.m <= kMostFloatRows);
 }
 

@@ -62,7 +62,7 @@ __device__ __forceinline__ void packed_compute(const GemvParams& p, const RopeAp
   float* const received = reinterpret_cast<float*>(ring + plan.received_at);
   float* const received_squares = received + 2 * kHalves * own * p.m;
 
-  RingUnit<T, kEnd> mine;
+  RingUnit<T, kEnd, false> mine;  // see fits_packed_append()
   const auto prepare = [&](int i) { mine.prepare(p, rope, share.begin + own_first + i / p.m, i % p.m); };
   if (tid < outputs) prepare(tid);
   barriers.wait_until_ready();

@@ -116,7 +116,7 @@ constexpr float kNextTerm = 0x1p11f;  // a term's factor beside the one before
 // The weight row of one half of a unit.
 __device__ __forceinline__ int packed_row(const GemvParams& p, const RopeAppendParams& rope,
                                           const RingPlan& plan, int unit, int half) {
-  if (plan.append) return pair_feature(rope, unit, half);
+  if (plan.append) return pair_feature<false>(rope, unit, half);
   return p.gated ? half * p.n + unit : unit;
 }
 

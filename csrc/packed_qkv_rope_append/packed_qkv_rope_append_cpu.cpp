@@ -11,14 +11,14 @@ Tensor packed_qkv_rope_append_cpu(const Tensor& x, const Tensor& quants, const T
                                   int64_t norm, const std::optional<Tensor>& norm_weight,
                                   const std::optional<Tensor>& norm_bias, double norm_eps,
                                   bool programmatic_launch, const std::optional<Tensor>& k_scales,
-                                  const std::optional<Tensor>& v_scales) {
+                                  const std::optional<Tensor>& v_scales, bool neighbors) {
   STD_TORCH_CHECK(x.dim() == 3,
                   "hf_fastpath::packed_qkv_rope_append: x has to be [batch, query_len, hidden_size]");
   const Tensor qkv = packed_gemv_cpu(x, quants, scales, zeros, multiplier, format, std::nullopt, std::nullopt,
                                      number_of(Activation::kNone), norm, norm_weight, norm_bias, norm_eps,
                                      programmatic_launch);
   return rope_append_cpu(qkv, std::nullopt, cos, sin, k_cache, v_cache, seq_lens, num_heads, kv_table, layer,
-                         k_scales, v_scales);
+                         k_scales, v_scales, std::nullopt, neighbors);
 }
 
 STABLE_TORCH_LIBRARY_IMPL(hf_fastpath, CPU, m) {

@@ -1,6 +1,6 @@
 // torch.ops.hf_fastpath.packed_qkv_rope_append on a GPU: see hf_fastpath/ops/packed_qkv_rope_append.py for
-// the contract. One kernel of packed_gemv's, or for quantized caches, whose values it cannot quantize as they
-// come, product and rope_append.
+// the contract. One kernel of packed_gemv's; or product and rope_append, for quantized caches, whose values
+// it cannot quantize as they come, and for pairs of neighbors, whose rows it cannot fetch together.
 #include "packed_gemv/packed_gemv_cuda_glue.h"
 #include "rope_append/rope_append_cuda_glue.h"
 
@@ -14,7 +14,7 @@ Tensor packed_qkv_rope_append_cuda(const Tensor& x, const Tensor& quants, const 
                                    int64_t norm, const std::optional<Tensor>& norm_weight,
                                    const std::optional<Tensor>& norm_bias, double norm_eps,
                                    bool programmatic_launch, const std::optional<Tensor>& k_scales,
-                                   const std::optional<Tensor>& v_scales) {
+                                   const std::optional<Tensor>& v_scales, bool neighbors) {
   constexpr const char* kOp = "packed_qkv_rope_append";
   STD_TORCH_CHECK(x.dim() == 3,
                   "hf_fastpath::packed_qkv_rope_append: x has to be [batch, query_len, hidden_size]");
@@ -26,7 +26,7 @@ Tensor packed_qkv_rope_append_cuda(const Tensor& x, const Tensor& quants, const 
   const PackedWeight weight(p, quants, scales, zeros, multiplier, format, kOp);
   const int64_t batch = x.size(0), query_len = x.size(1);
   RopeAppendCall call(batch, query_len, p.n, p.dtype, cos, sin, k_cache, v_cache, seq_lens, num_heads,
-                      kv_table, layer, k_scales, v_scales, std::nullopt, kOp);
+                      kv_table, layer, k_scales, v_scales, std::nullopt, neighbors, kOp);
   const cudaStream_t stream = current_stream(guard.device());
   Tensor q = empty_like_with_sizes(input, {batch, query_len, num_heads, k_cache.size(3)});
   call.params.q_out = q.data_ptr();

@@ -15,7 +15,7 @@ Tensor qkv_rope_append_cuda(const Tensor& x, const Tensor& q_weight, const std::
                             int64_t layer, int64_t norm, const std::optional<Tensor>& norm_weight,
                             const std::optional<Tensor>& norm_bias, double norm_eps, bool programmatic_launch,
                             const std::optional<Tensor>& k_scales, const std::optional<Tensor>& v_scales,
-                            const std::optional<Tensor>& block_table) {
+                            const std::optional<Tensor>& block_table, bool neighbors) {
   constexpr const char* kOp = "qkv_rope_append";
   check_projections(x, k_weight, v_weight, k_bias, v_bias, transposed);
   const DeviceGuard guard(x);
@@ -31,7 +31,7 @@ Tensor qkv_rope_append_cuda(const Tensor& x, const Tensor& q_weight, const std::
   const InputNorm input_norm(input, norm, norm_weight, norm_bias, norm_eps, kOp);
   const int64_t batch = x.size(0), query_len = x.size(1);
   RopeAppendCall call(batch, query_len, p.n, p.dtype, cos, sin, k_cache, v_cache, seq_lens, num_heads,
-                      kv_table, layer, k_scales, v_scales, block_table, kOp);
+                      kv_table, layer, k_scales, v_scales, block_table, neighbors, kOp);
   STD_TORCH_CHECK(!k_weight || (q_weight.size(0) == num_heads * k_cache.size(3) &&
                                 k_weight->size(0) == v_weight->size(0)),
                   "hf_fastpath::qkv_rope_append: the projections' features do not match the heads");

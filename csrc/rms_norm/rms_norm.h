@@ -9,9 +9,9 @@
 
 namespace hf_fastpath {
 
-// out = weight * x / sqrt(mean(x^2) + eps) over rows of x: [rows, columns]. x and out contiguous, weight
-// [columns].
-void launch_rms_norm(const void* x, const void* weight, void* out, int64_t rows, int64_t columns, float eps,
-                     DType dtype, cudaStream_t stream);
+// out = (weight_offset + weight) * x / sqrt(mean(x^2) + eps) over rows of x: [rows, columns], plus residual,
+// which is like x or null. x, residual and out contiguous, weight [columns].
+void launch_rms_norm(const void* x, const void* weight, const void* residual, void* out, int64_t rows,
+                     int64_t columns, float eps, float weight_offset, DType dtype, cudaStream_t stream);
 
 }  // namespace hf_fastpath

@@ -19,21 +19,34 @@ void rms_norm_portable(const RmsNormArgs& args, int64_t begin, int64_t end) {
       for (int64_t i = 0; i < n; ++i) total += double(to_float(x[i])) * to_float(x[i]);
       const float mean = static_cast<float>(total / static_cast<double>(n));
       const float scale = 1.0f / std::sqrt(mean + static_cast<float>(args.eps));
-      for (int64_t i = 0; i < n; ++i) from_float(to_float(x[i]) * scale * to_float(weight[i]), out + i);
+      for (int64_t i = 0; i < n; ++i) {
+        from_float(to_float(x[i]) * scale * (to_float(weight[i]) + args.weight_offset), out + i);
+      }
+      if (args.residual != nullptr) add_row(static_cast<const T*>(args.residual) + row * n, n, out);
     }
   });
 }
 
-Tensor rms_norm_cpu(const Tensor& x, const Tensor& weight, double eps) {
+Tensor rms_norm_cpu(const Tensor& x, const Tensor& weight, double eps, const std::optional<Tensor>& residual,
+                    double weight_offset) {
   const char* op = "rms_norm";
   const DType dtype = dtype_of(x, op);
   STD_TORCH_CHECK(x.dim() >= 1, "hf_fastpath::rms_norm: x has no dimensions, expected [..., hidden_size]");
   const RowView rows = row_view(x);
   check_vector(weight, rows.columns, dtype, op, "weight");
+  check_residual(x, residual, op);
+  std::optional<Tensor> residual_holder;
   const Tensor scale = hf_fastpath::contiguous(weight);
   Tensor out = empty_like_with_sizes(x, sizes_of(x));
-  const RmsNormArgs args{dtype,        rows.data, rows.stride, scale.const_data_ptr(), out.mutable_data_ptr(),
-                         rows.columns, eps};
+  const RmsNormArgs args{dtype,
+                         rows.data,
+                         rows.stride,
+                         scale.const_data_ptr(),
+                         optional_data(residual, residual_holder),
+                         out.mutable_data_ptr(),
+                         rows.columns,
+                         eps,
+                         static_cast<float>(weight_offset)};
   const auto kernel = use_avx2() ? rms_norm_avx2 : rms_norm_portable;
   for_each_range(rows.rows, 2 * rows.rows * rows.columns * element_size(dtype),
                  [&](int64_t begin, int64_t end) { kernel(args, begin, end); });

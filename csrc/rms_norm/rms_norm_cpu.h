@@ -9,10 +9,12 @@ struct RmsNormArgs {
   DType dtype;    // of x, weight and out
   const void* x;  // [rows, hidden_size], rows `x_stride` elements apart
   int64_t x_stride;
-  const void* weight;  // [hidden_size]
-  void* out;           // [rows, hidden_size], contiguous
+  const void* weight;    // [hidden_size]
+  const void* residual;  // [rows, hidden_size], contiguous, or null
+  void* out;             // [rows, hidden_size], contiguous
   int64_t hidden_size;
   double eps;
+  float weight_offset;  // the factor is this + weight
 };
 
 // Norms rows [begin, end).

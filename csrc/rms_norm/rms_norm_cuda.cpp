@@ -5,18 +5,23 @@
 
 namespace hf_fastpath {
 
-Tensor rms_norm_cuda(const Tensor& x, const Tensor& weight, double eps) {
+Tensor rms_norm_cuda(const Tensor& x, const Tensor& weight, double eps, const std::optional<Tensor>& residual,
+                     double weight_offset) {
   constexpr const char* kOp = "rms_norm";
   STD_TORCH_CHECK(x.dim() >= 1 && weight.dim() == 1 && weight.size(0) == x.size(x.dim() - 1) &&
                       dtype_of(weight, kOp) == dtype_of(x, kOp),
                   "hf_fastpath::rms_norm: weight does not match x's last dimension and dtype");
+  check_residual(x, residual, kOp);
   const DeviceGuard guard(x);
   const Tensor input = hf_fastpath::contiguous(x), scale = hf_fastpath::contiguous(weight);
+  std::optional<Tensor> more;
+  if (residual) more = hf_fastpath::contiguous(*residual);
   Tensor out = empty_like_with_sizes(input, sizes_of(input));
   const int64_t columns = scale.size(0);
   if (input.numel() > 0) {
-    launch_rms_norm(input.data_ptr(), scale.data_ptr(), out.data_ptr(), input.numel() / columns, columns,
-                    static_cast<float>(eps), dtype_of(input, kOp), current_stream(guard.device()));
+    launch_rms_norm(input.data_ptr(), scale.data_ptr(), data_or_null(more), out.data_ptr(),
+                    input.numel() / columns, columns, static_cast<float>(eps),
+                    static_cast<float>(weight_offset), dtype_of(input, kOp), current_stream(guard.device()));
   }
   return out;
 }

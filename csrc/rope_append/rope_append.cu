@@ -1,8 +1,9 @@
-// What: adds the bias, rotates the new queries and keys (half-split pairs), writes keys and values into their
+// What: adds the bias, rotates the new queries and keys (half-split pairs, or neighbors), writes keys and
+// values into their
 //   cache slots and the queries to q_out; one rounding to each destination's type.
 // Work split: a thread takes kElems pairs of a head of a token: elements p and p + rotary_dim / 2 of the
-//   rotated part, neighboring runs of the rest; 16 bytes at a time where shapes allow it. grid.x counts the
-//   tokens of all rows, grid.y covers the pairs of a token.
+//   rotated part, neighboring runs of the rest and of a part whose neighbors turn together; 16 bytes at a
+//   time where shapes allow it. grid.x counts the tokens of all rows, grid.y covers the pairs of a token.
 // Traffic: qkv, bias, cos and sin read once, q_out and the new cache slots written once.
 // Roofline: latency of two dependent loads (the table or the lengths, then the slot's address); a few KB a
 //   token. 1.8 us for one token of 32/8 heads of 128, float16, in a CUDA graph (H200, 2026-11).
@@ -20,6 +21,17 @@ constexpr int kThreads = 128;  // small blocks: a token has a few thousand pairs
 template <class T, int kElems>
 __device__ __forceinline__ void load_floats(const T* from, float (&to)[kElems]) {
   Chunk<T, kElems>::unpack(Chunk<T, kElems>::load(from), to);
+}
+
+// Turns the pairs of a run of elements.
+template <class T, int kElems>
+__device__ __forceinline__ void turn_neighbors(const T* cos, const T* sin, float (&values)[kElems]) {
+  float c[kElems], s[kElems];
+  load_floats(cos, c), load_floats(sin, s);
+#pragma unroll
+  for (int e = 0; e + 1 < kElems; e += 2) {
+    turn_pair({c[e], c[e + 1]}, {s[e], s[e + 1]}, values[e], values[e + 1]);
+  }
 }
 
 // As cache_place(p), which also finds the table of the pages.
@@ -67,10 +79,10 @@ __global__ void __launch_bounds__(kThreads) rope_append_kernel(RopeAppendParams 
 
   const bool is_value = head >= p.num_heads + p.num_kv_heads;
   const int half = is_value ? 0 : p.rotary_dim / 2;
-  const bool rotate = unit * kElems < half;
+  const bool rotate = unit * kElems < half, is_split = rotate && !p.neighbors;
   const int first =
-      rotate ? unit * kElems : 2 * unit * kElems;  // what is not rotated starts at element 2 * half
-  const int second = first + (rotate ? half : kElems);
+      is_split ? unit * kElems : 2 * unit * kElems;  // what is not rotated starts at element 2 * half
+  const int second = first + (is_split ? half : kElems);
   const bool has_second = kElems > 1 || second < p.head_dim;
 
   const int64_t features = int64_t(heads) * p.head_dim, column = int64_t(head) * p.head_dim;
@@ -102,12 +114,17 @@ __global__ void __launch_bounds__(kThreads) rope_append_kernel(RopeAppendParams 
   if (rotate) {
     const T* cos = token_angles<T>(p, p.cos, token);
     const T* sin = token_angles<T>(p, p.sin, token);
-    float cos_a[kElems], cos_b[kElems], sin_a[kElems], sin_b[kElems];
-    load_floats(cos + first, cos_a), load_floats(cos + second, cos_b);
-    load_floats(sin + first, sin_a), load_floats(sin + second, sin_b);
+    if (kElems == 1 || !p.neighbors) {
+      float cos_a[kElems], cos_b[kElems], sin_a[kElems], sin_b[kElems];
+      load_floats(cos + first, cos_a), load_floats(cos + second, cos_b);
+      load_floats(sin + first, sin_a), load_floats(sin + second, sin_b);
 #pragma unroll
-    for (int e = 0; e < kElems; ++e) {
-      turn_pair({cos_a[e], cos_b[e]}, {sin_a[e], sin_b[e]}, a[e], b[e]);
+      for (int e = 0; e < kElems; ++e) {
+        turn_pair({cos_a[e], cos_b[e]}, {sin_a[e], sin_b[e]}, a[e], b[e]);
+      }
+    } else {
+      turn_neighbors(cos + first, sin + first, a);
+      turn_neighbors(cos + second, sin + second, b);
     }
   }
 

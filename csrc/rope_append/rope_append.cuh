@@ -7,14 +7,16 @@
 
 namespace hf_fastpath {
 
-// A head's elements form head_dim / 2 pairs: element i and i + rotary_dim / 2 of the rotated part, the two
-// halves of the rest (of a value: of all).
+// A head's elements form head_dim / 2 pairs: element i and i + rotary_dim / 2 of the rotated part, or
+// neighbors there, and the two halves of the rest (of a value: of all).
 struct Pair {
   int head;        // of queries, keys and values together
   int element[2];  // of the head; of cos and sin, too
   bool turns;
 };
 
+// kNeighbors: pairs may be neighbors.
+template <bool kNeighbors = true>
 __device__ __forceinline__ Pair find_pair(const RopeAppendParams& p, int pair) {
   const int pairs = p.head_dim / 2;
   // Heads mostly have a power of two of elements, and a division takes long.
@@ -22,13 +24,16 @@ __device__ __forceinline__ Pair find_pair(const RopeAppendParams& p, int pair) {
   const int rotary_dim = head >= p.num_heads + p.num_kv_heads ? 0 : p.rotary_dim;
   const int turned = rotary_dim / 2, rest = (p.head_dim - rotary_dim) / 2;
   const bool turns = i < turned;
-  const int first = turns ? i : turned + i;
-  return {head, {first, first + (turns ? turned : rest)}, turns};
+  const bool neighbors = kNeighbors && p.neighbors;
+  const int first = turns ? i << int(neighbors) : turned + i;
+  const int apart = turns ? (neighbors ? 1 : turned) : rest;
+  return {head, {first, first + apart}, turns};
 }
 
 // Feature of one half of a pair.
+template <bool kNeighbors = true>
 __device__ __forceinline__ int pair_feature(const RopeAppendParams& p, int pair, int half) {
-  const Pair found = find_pair(p, pair);
+  const Pair found = find_pair<kNeighbors>(p, pair);
   return found.head * p.head_dim + (half ? found.element[1] : found.element[0]);
 }
 

@@ -28,6 +28,7 @@ struct RopeAppendParams {
   int batch, query_len, num_heads, num_kv_heads, head_dim, rotary_dim;
   DType dtype;
   KvType kv_type;  // of the caches
+  bool neighbors;  // elements 2i and 2i + 1 turn together, not i and i + rotary_dim / 2
 };
 
 constexpr int kMaxQuantizedHeadDim = 512;  // of quantized caches

@@ -1,4 +1,5 @@
-// What: q, k, v = split(qkv + bias); rotate q and k (half-split pairs); write k and v to their slots of the
+// What: q, k, v = split(qkv + bias); rotate q and k (half-split pairs, or neighbors); write k and v to their
+// slots of the
 //   cache; return q. All in float32, one rounding per value; with scales, a head of a token is quantized.
 // Work split: one thread for the few tokens of a decode step, else a contiguous range of tokens a thread.
 // Traffic: qkv once, q and the new k and v once; some kilobytes a token.
@@ -27,12 +28,27 @@ HF_INLINE __m256 load_biased(const typename Element::Storage* x, const typename 
   return bias != nullptr ? _mm256_add_ps(value, load_some<Element>(bias + i, count)) : value;
 }
 
+// out = rotate(x + bias) of the first rotary_dim elements, elements 2i and 2i + 1 together.
+template <class Element, class Out>
+void turn_neighbors(const typename Element::Storage* x, const typename Element::Storage* bias,
+                    const typename Element::Storage* cos, const typename Element::Storage* sin,
+                    int64_t rotary_dim, typename Out::Storage* out) {
+  constexpr int kSwapNeighbors = 0b10110001;
+  for (int64_t i = 0; i < rotary_dim; i += kLanes) {
+    const int64_t n = min_of(kLanes, rotary_dim - i);
+    const __m256 both = load_biased<Element>(x, bias, i, n), other = _mm256_permute_ps(both, kSwapNeighbors);
+    const __m256 crossed = _mm256_mul_ps(other, load_some<Element>(sin + i, n));
+    store_some<Out>(out + i, _mm256_fmaddsub_ps(both, load_some<Element>(cos + i, n), crossed), n);
+  }
+}
+
 // One head: out = rotate(x + bias); the elements from rotary_dim on are only moved.
 template <class Element, class Out>
 void turn_head(const typename Element::Storage* x, const typename Element::Storage* bias,
                const typename Element::Storage* cos, const typename Element::Storage* sin, int64_t rotary_dim,
-               int64_t head_dim, typename Out::Storage* out) {
-  const int64_t half = rotary_dim / 2;
+               bool neighbors, int64_t head_dim, typename Out::Storage* out) {
+  if (neighbors) turn_neighbors<Element, Out>(x, bias, cos, sin, rotary_dim, out);
+  const int64_t half = neighbors ? 0 : rotary_dim / 2;
   for (int64_t i = 0; i < half; i += kLanes) {
     const int64_t n = min_of(kLanes, half - i), j = i + half;
     const __m256 first = load_biased<Element>(x, bias, i, n), second = load_biased<Element>(x, bias, j, n);
@@ -51,16 +67,16 @@ void turn_head(const typename Element::Storage* x, const typename Element::Stora
 template <class Element, class Kv>
 HF_INLINE void append_head(const typename Element::Storage* x, const typename Element::Storage* bias,
                            const typename Element::Storage* cos, const typename Element::Storage* sin,
-                           int64_t rotary_dim, int64_t head_dim, void* cache, uint16_t* scales,
-                           int64_t place) {
+                           int64_t rotary_dim, bool neighbors, int64_t head_dim, void* cache,
+                           uint16_t* scales, int64_t place) {
   auto* out = static_cast<typename Kv::Storage*>(cache) + place * head_dim;
   if constexpr (kIsQuantized<Kv>) {
     alignas(32) float values[kMaxQuantizedHeadDim];
     if (head_dim % kLanes != 0) _mm256_store_ps(values + head_dim / kLanes * kLanes, _mm256_setzero_ps());
-    turn_head<Element, F32>(x, bias, cos, sin, rotary_dim, head_dim, values);
+    turn_head<Element, F32>(x, bias, cos, sin, rotary_dim, neighbors, head_dim, values);
     quantize_head_avx2<Kv>(values, head_dim, out, scales + place);
   } else {
-    turn_head<Element, Kv>(x, bias, cos, sin, rotary_dim, head_dim, out);
+    turn_head<Element, Kv>(x, bias, cos, sin, rotary_dim, neighbors, head_dim, out);
   }
 }
 
@@ -77,15 +93,15 @@ void append_tokens(const RopeAppendArgs& args, int64_t begin, int64_t end) {
     const auto* bias = static_cast<const Storage*>(args.bias);
     auto* q_out = static_cast<Storage*>(args.q_out) + t * args.num_heads * dim;
     for (int64_t h = 0; h < args.num_heads; ++h, x += dim, bias += bias != nullptr ? dim : 0) {
-      turn_head<Element, Element>(x, bias, cos, sin, args.rotary_dim, dim, q_out + h * dim);
+      turn_head<Element, Element>(x, bias, cos, sin, args.rotary_dim, args.neighbors, dim, q_out + h * dim);
     }
     const TokenPlace to = place_of(args, row, token);
     for (int64_t h = 0; h < args.num_kv_heads; ++h, x += dim, bias += bias != nullptr ? dim : 0) {
-      append_head<Element, Kv>(x, bias, cos, sin, args.rotary_dim, dim, args.k_cache, args.k_scales,
-                               to.first + h * to.apart);
+      append_head<Element, Kv>(x, bias, cos, sin, args.rotary_dim, args.neighbors, dim, args.k_cache,
+                               args.k_scales, to.first + h * to.apart);
     }
     for (int64_t h = 0; h < args.num_kv_heads; ++h, x += dim, bias += bias != nullptr ? dim : 0) {
-      append_head<Element, Kv>(x, bias, cos, sin, 0, dim, args.v_cache, args.v_scales,
+      append_head<Element, Kv>(x, bias, cos, sin, 0, args.neighbors, dim, args.v_cache, args.v_scales,
                                to.first + h * to.apart);
     }
   }

@@ -11,12 +11,12 @@ namespace hf_fastpath {
 namespace {
 
 template <class T, class Out>
-void turn_head(const T* x, const T* bias, const T* cos, const T* sin, int64_t rotary_dim, int64_t head_dim,
-               Out* out) {
+void turn_head(const T* x, const T* bias, const T* cos, const T* sin, int64_t rotary_dim, bool neighbors,
+               int64_t head_dim, Out* out) {
   const auto value = [=](int64_t i) { return to_float(x[i]) + (bias != nullptr ? to_float(bias[i]) : 0.0f); };
   const int64_t half = rotary_dim / 2;
-  for (int64_t i = 0; i < half; ++i) {
-    const int64_t j = i + half;
+  for (int64_t pair = 0; pair < half; ++pair) {
+    const int64_t i = neighbors ? 2 * pair : pair, j = neighbors ? i + 1 : i + half;
     const float first = value(i), second = value(j);
     from_float(first * to_float(cos[i]) - second * to_float(sin[i]), out + i);
     from_float(second * to_float(cos[j]) + first * to_float(sin[j]), out + j);
@@ -38,7 +38,7 @@ void append_tokens(const RopeAppendArgs& args, int64_t begin, int64_t end) {
       const T* bias = args.bias != nullptr ? static_cast<const T*>(args.bias) + h * dim : nullptr;
       if (h < args.num_heads) {
         T* out = static_cast<T*>(args.q_out) + (t * args.num_heads + h) * dim;
-        turn_head(x, bias, cos, sin, args.rotary_dim, dim, out);
+        turn_head(x, bias, cos, sin, args.rotary_dim, args.neighbors, dim, out);
         continue;
       }
       const bool is_value = h >= args.num_heads + args.num_kv_heads;
@@ -48,10 +48,10 @@ void append_tokens(const RopeAppendArgs& args, int64_t begin, int64_t end) {
       const int64_t rotary_dim = is_value ? 0 : args.rotary_dim;
       if constexpr (kIsQuant<Kv>) {
         float values[kMaxQuantizedHeadDim];
-        turn_head(x, bias, cos, sin, rotary_dim, dim, values);
+        turn_head(x, bias, cos, sin, rotary_dim, args.neighbors, dim, values);
         quantize_head(values, dim, out, (is_value ? args.v_scales : args.k_scales) + place);
       } else {
-        turn_head(x, bias, cos, sin, rotary_dim, dim, out);
+        turn_head(x, bias, cos, sin, rotary_dim, args.neighbors, dim, out);
       }
     }
   }
@@ -72,7 +72,8 @@ Tensor rope_append_cpu(const Tensor& qkv, const std::optional<Tensor>& bias, con
                        const std::optional<Tensor>& sin, const Tensor& k_cache, const Tensor& v_cache,
                        const Tensor& seq_lens, int64_t num_heads, const std::optional<Tensor>& kv_table,
                        int64_t layer, const std::optional<Tensor>& k_scales,
-                       const std::optional<Tensor>& v_scales, const std::optional<Tensor>& block_table) {
+                       const std::optional<Tensor>& v_scales, const std::optional<Tensor>& block_table,
+                       bool neighbors) {
   const char* op = "rope_append";
   const DType dtype = dtype_of(qkv, op);
   STD_TORCH_CHECK(qkv.dim() == 3 && qkv.size(1) >= 1,
@@ -113,6 +114,7 @@ Tensor rope_append_cpu(const Tensor& qkv, const std::optional<Tensor>& bias, con
   args.num_kv_heads = cache.num_kv_heads;
   args.head_dim = cache.head_dim;
   args.rotary_dim = rotary_dim;
+  args.neighbors = neighbors;
   args.capacity = cache.capacity;
   args.qkv = input.const_data_ptr();
   args.bias = optional_data(bias, bias_holder);

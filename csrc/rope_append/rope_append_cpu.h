@@ -13,6 +13,7 @@ struct RopeAppendArgs {
   int64_t num_kv_heads;
   int64_t head_dim;
   int64_t rotary_dim;    // 0: no rotation
+  bool neighbors;        // elements 2i and 2i + 1 turn together, not i and i + rotary_dim / 2
   int64_t capacity;      // slots of the caches
   const void* qkv;       // [batch, query_len, (num_heads + 2 * num_kv_heads) * head_dim]
   const void* bias;      // [(num_heads + 2 * num_kv_heads) * head_dim] or null

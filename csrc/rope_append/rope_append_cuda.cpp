@@ -9,7 +9,7 @@ Tensor rope_append_cuda(const Tensor& qkv, const std::optional<Tensor>& bias,
                         const Tensor& k_cache, const Tensor& v_cache, const Tensor& seq_lens,
                         int64_t num_heads, const std::optional<Tensor>& kv_table, int64_t layer,
                         const std::optional<Tensor>& k_scales, const std::optional<Tensor>& v_scales,
-                        const std::optional<Tensor>& block_table) {
+                        const std::optional<Tensor>& block_table, bool neighbors) {
   constexpr const char* kOp = "rope_append";
   STD_TORCH_CHECK(qkv.dim() == 3, "hf_fastpath::rope_append: expected qkv [batch, query_len, features]");
   const int64_t batch = qkv.size(0), query_len = qkv.size(1), features = qkv.size(2);
@@ -18,7 +18,7 @@ Tensor rope_append_cuda(const Tensor& qkv, const std::optional<Tensor>& bias,
                   "hf_fastpath::rope_append: bias has to have ", features, " elements of qkv's dtype");
   const DeviceGuard guard(qkv);
   RopeAppendCall call(batch, query_len, features, dtype, cos, sin, k_cache, v_cache, seq_lens, num_heads,
-                      kv_table, layer, k_scales, v_scales, block_table, kOp);
+                      kv_table, layer, k_scales, v_scales, block_table, neighbors, kOp);
   const Tensor input = hf_fastpath::contiguous(qkv);
   std::optional<Tensor> shift;
   if (bias) shift = hf_fastpath::contiguous(*bias);

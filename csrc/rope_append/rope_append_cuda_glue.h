@@ -19,7 +19,7 @@ struct RopeAppendCall {
                  const Tensor& k_cache, const Tensor& v_cache, const Tensor& seq_lens, int64_t num_heads,
                  const std::optional<Tensor>& kv_table, int64_t layer, const std::optional<Tensor>& k_scales,
                  const std::optional<Tensor>& v_scales, const std::optional<Tensor>& block_table,
-                 const char* op) {
+                 bool neighbors, const char* op) {
     STD_TORCH_CHECK(k_cache.dim() == 4 && sizes_of(k_cache) == sizes_of(v_cache), "hf_fastpath::", op,
                     ": expected caches of one shape [batch, kv_heads, capacity, head_dim]");
     const int64_t kv_heads = k_cache.size(1), head_dim = k_cache.size(3);
@@ -73,6 +73,7 @@ struct RopeAppendCall {
     params.rotary_dim = cos ? static_cast<int>(cos->size(2)) : 0;
     params.cos_batch_stride = cos && cos->size(0) > 1 ? query_len * params.rotary_dim : 0;
     params.dtype = dtype;
+    params.neighbors = neighbors;
     if (k_scales) params.k_scales = static_cast<uint16_t*>(k_scales->data_ptr());
     if (v_scales) params.v_scales = static_cast<uint16_t*>(v_scales->data_ptr());
   }

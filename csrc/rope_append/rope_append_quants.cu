@@ -45,8 +45,10 @@ __global__ void __launch_bounds__(kWarps* kWarpSize) rope_append_quants_kernel(R
     const int d = e * kWarpSize + lane;
     values[e] = d < p.head_dim ? input(d) : 0.f;
     if (d < rotary_dim) {  // its half of turn_pair
-      const float other = input(d < half ? d + half : d - half), c = to_float(cos[d]), s = to_float(sin[d]);
-      values[e] = fmaf(values[e], c, d < half ? -other * s : other * s);
+      const bool is_first = p.neighbors ? d % 2 == 0 : d < half;
+      const int apart = p.neighbors ? 1 : half;
+      const float other = input(is_first ? d + apart : d - apart), c = to_float(cos[d]), s = to_float(sin[d]);
+      values[e] = fmaf(values[e], c, is_first ? -other * s : other * s);
     }
   }
   if (head < p.num_heads) {

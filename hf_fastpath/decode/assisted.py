@@ -17,6 +17,7 @@ import torch
 
 from .. import compat
 from ..cache.fastpath_cache import FastpathCache
+from ..ops.decode_attention import MAX_QUERY_LEN
 from ..reasons import Cause
 from . import acceptance, prompt
 from .calls import (
@@ -57,6 +58,8 @@ def decode(
     part = state.plans.part_of(model)
     reason = step_aside_reason(state, part, input_ids, generation_config, synced_gpus, model_kwargs)
     generator = None
+    if reason is None:
+        reason = part.shape_reason(1, MAX_QUERY_LEN)
     if reason is None:
         known = assistant_tokenizer is None and input_ids.shape[0] == 1
         if known and stopping_criteria.max_length is not None:

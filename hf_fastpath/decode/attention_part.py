@@ -117,7 +117,7 @@ class AttentionPart(Part):
     def is_composed(self) -> bool:
         """Whether there is more between the norm and the cache than ``ops.qkv_rope_append`` does."""
         interleaved = self.spec.by_kv_head and self.num_kv_heads > 1
-        return bool(self.spec.head_norms) or interleaved or self.repeats_kv or self.spec.pairs != "halves"
+        return bool(self.spec.head_norms) or interleaved or self.repeats_kv
 
     @property
     def reads_buffers(self) -> bool:

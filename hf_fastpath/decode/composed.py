@@ -4,21 +4,15 @@ CUDA graph captures them."""
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import nn
 
 from ..choices import Activation
-from ..ops import fused_experts, topk_softmax
+from ..ops import fused_experts, rms_norm, topk_softmax
 from ..ops.decode_attention import visible_slots
 from ..ops.kv_cache import dequantized, gathered
-
-
-def unit_offset_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    """Compute the RMS norm with the factor ``1 + weight``, in float32 and rounded once, as stock code computes it."""
-    return nn.functional.rms_norm(x.float(), weight.shape, 1.0 + weight.float(), eps).to(x.dtype)
 
 
 def unit_offset_layer_norm(
@@ -33,12 +27,13 @@ def plain_norm(x: torch.Tensor, eps: float) -> torch.Tensor:
     return nn.functional.rms_norm(x.float(), x.shape[-1:], None, eps).to(x.dtype)
 
 
-def head_norm(x: torch.Tensor, op: Callable[..., torch.Tensor], weight: torch.Tensor, eps: float) -> torch.Tensor:
+def head_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, weight_offset: float = 0.0) -> torch.Tensor:
     """Compute the RMS norm of every head, or of all heads at once if ``weight`` is as long.
 
     Input and output are [batch, query_len, heads * head_dim].
     """
-    return op(x.unflatten(-1, (-1, weight.numel())), weight, eps).flatten(-2)
+    heads = x.unflatten(-1, (-1, weight.numel()))
+    return rms_norm.overload(heads, weight, eps, None, weight_offset).flatten(-2)
 
 
 def concatenated(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
@@ -56,18 +51,6 @@ def repeated_kv(qkv: torch.Tensor, num_heads: int, head_dim: int, group: int) ->
     """Repeat every key and value head of ``query | key | value`` ``group`` times, once for each query head."""
     q, kv = qkv.unflatten(-1, (-1, head_dim)).tensor_split((num_heads,), dim=2)
     return torch.cat((q, kv.repeat_interleave(group, dim=2)), dim=2).flatten(2)
-
-
-def turn_neighbors(
-    qkv: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, num_heads: int, head_dim: int
-) -> torch.Tensor:
-    """Rotate elements 2i and 2i + 1 of the first ``num_heads`` heads (queries and keys), in float32 as stock does."""
-    heads = qkv.unflatten(-1, (-1, head_dim))
-    turned = heads[:, :, :num_heads, : cos.shape[-1]].float()
-    crossed = torch.stack((-turned[..., 1::2], turned[..., ::2]), dim=-1).flatten(-2)
-    made = heads.clone()
-    made[:, :, :num_heads, : cos.shape[-1]] = turned * cos[:, :, None] + crossed * sin[:, :, None]
-    return made.flatten(-2)
 
 
 def experts_and_weights(

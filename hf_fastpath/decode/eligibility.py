@@ -82,7 +82,8 @@ def model_reason(state: Patched, part: ModelPart | None, input_ids: torch.Tensor
         return Cause("autocast", f"torch.autocast({input_ids.device.type!r})")
     if torch.compiler.is_compiling():
         return "compiling"
-    reason = state.plans.reason_of(part) or _cache_reason(part, cache, input_ids) or part.proof_reason(state.plans)
+    reason = state.plans.reason_of(part) or _cache_reason(part, cache, input_ids)
+    reason = reason or part.proof_reason(state.plans, len(input_ids))
     if reason is None and (batch := input_ids.shape[0]) > part.max_batch:
         return Cause("batch_size", f"{batch} sequences, {part.max_batch} at most where MLPs are mixtures")
     return reason

@@ -61,6 +61,7 @@ class _Layer:
             all(found is wanted for found, wanted in taken)
             and all(each is None for each in plain)
             and all(each == Activation.NONE for each in none)
+            and not self.qkv["neighbors"]
             and self.attention["cache"] is self.cache
             and self.attention["seq_lens"] is self.qkv["seq_lens"]
             and None not in self.norms

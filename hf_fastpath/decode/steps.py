@@ -92,9 +92,9 @@ class Positions:
         return {"cache": self.staging.of(part), "seq_lens": self.staging.seq_lens}
 
     def angles_of(self, part: AttentionPart) -> dict[str, Any]:
-        """Return the cos and sin that ``part`` uses, None if it does not rotate."""
+        """Return the cos and sin that ``part`` uses, None if it does not rotate; and which elements turn together."""
         cos, sin = self.angles[part.layer_type] if part.rotates else (None, None)
-        return {"cos": cos, "sin": sin}
+        return {"cos": cos, "sin": sin, "neighbors": part.spec.pairs == "neighbors"}
 
 
 def norm_of(part: NormPart | None) -> Norm | None:
@@ -139,16 +139,16 @@ def _norm_op(part: NormPart) -> tuple[Callable[..., Any], dict[str, Any]]:
     norm = norm_of(part)
     weight = {"weight": norm.weight, "eps": norm.eps}
     if part.architecture.norm.unit_offset:
-        return composed.unit_offset_norm, weight
+        return ops.rms_norm.overload, weight | {"weight_offset": 1.0}
     if norm.kind == NormKind.RMS:
         return ops.rms_norm.overload, weight
     return ops.layer_norm.overload, weight | {"bias": norm.bias}
 
 
-def norm(emit: Emit, part: NormPart, x: Any) -> Any:
-    """Emit ``part(x)``."""
+def norm(emit: Emit, part: NormPart, x: Any, residual: Any = None) -> Any:
+    """Emit ``residual + part(x)``."""
     op, arguments = _norm_op(part)
-    return emit(op, x=x, **arguments)
+    return emit(op, x=x, **arguments, residual=residual)
 
 
 def in_front(emit: Emit, part: NormPart | None, x: Any) -> tuple[Any, NormPart | None]:
@@ -173,21 +173,16 @@ def _queries_composed(
             projection(emit, linear, x, norm=norm, programmatic_launch=at.programmatic_launch) for linear in linears
         ]
         for place, each in enumerate(part.head_norms):
-            op, arguments = _norm_op(each)
-            projected[place] = emit(composed.head_norm, x=projected[place], op=op, **arguments)
+            _, arguments = _norm_op(each)
+            projected[place] = emit(composed.head_norm, x=projected[place], **arguments)
         qkv = projected[0] if len(projected) == 1 else emit(composed.concatenated, *projected)
     if part.spec.by_kv_head:
         qkv = emit(composed.ungrouped, qkv=qkv, head_dim=part.head_dim, group=part.group)
-    angles = at.angles_of(part)
-    if angles["cos"] is not None and part.spec.pairs == "neighbors":
-        turned = part.num_heads + part.num_kv_heads
-        qkv = emit(composed.turn_neighbors, qkv=qkv, **angles, num_heads=turned, head_dim=part.head_dim)
-        angles = dict.fromkeys(angles)
     if part.repeats_kv:
         sizes = dict(num_heads=part.num_heads, head_dim=part.head_dim, group=part.group)
         qkv = emit(composed.repeated_kv, qkv=qkv, **sizes)
-    store = at.store(part, cache)
-    return emit(ops.rope_append.overload, qkv=qkv, bias=None, **angles, **store, num_heads=part.num_heads)
+    store = at.store(part, cache) | at.angles_of(part)
+    return emit(ops.rope_append.overload, qkv=qkv, bias=None, **store, num_heads=part.num_heads)
 
 
 def attention(
@@ -309,6 +304,8 @@ def _added(emit: Emit, part: LayerPart, stream: Any, post_norm: NormPart | None,
     if post_norm is None and part.residual_multiplier == 1:
         return block(stream)
     out = block(None)
+    if post_norm is not None and part.residual_multiplier == 1:
+        return norm(emit, post_norm, out, stream)
     if post_norm is not None:
         out = norm(emit, post_norm, out)
     return emit(composed.scaled_sum, x=stream, y=out, factor=part.residual_multiplier)

@@ -162,8 +162,12 @@ class ModelPart(Part):
     #: its forward takes position ids
     takes_positions: ClassVar[bool] = True
 
-    def proof_reason(self, plans: Any) -> str | None:
-        """None: nothing about it has to be proven."""
+    def shape_reason(self, batch: int, query_len: int) -> str | None:
+        """Return None: a described step takes any number of sequences and tokens that kernels take."""
+        return None
+
+    def proof_reason(self, plans: Any, batch: int) -> str | None:
+        """Return None: nothing about a described step has to be proven."""
         return None
 
     @property

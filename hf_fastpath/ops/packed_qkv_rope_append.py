@@ -40,6 +40,7 @@ def reference(
     programmatic_launch: bool = False,
     k_scales: torch.Tensor | None = None,
     v_scales: torch.Tensor | None = None,
+    neighbors: bool = False,
 ) -> torch.Tensor:
     """Compute ``rope_append`` of the projections of ``norm(x)``.
 
@@ -47,7 +48,8 @@ def reference(
         x: [batch, query_len, hidden_size], at most 16 rows in all.
         quants, scales, zeros, multiplier, format: the rows of query, key and value one after the other, as in
             ``packed_gemv``.
-        cos, sin, k_cache, v_cache, seq_lens, num_heads, kv_table, layer, k_scales, v_scales: as in ``rope_append``.
+        cos, sin, k_cache, v_cache, seq_lens, num_heads, kv_table, layer, k_scales, v_scales, neighbors: as in
+            ``rope_append``.
         norm, norm_weight, norm_bias, norm_eps, programmatic_launch: as in ``qkv_rope_append``.
 
     Returns:
@@ -61,7 +63,8 @@ def reference(
     refuse_kv_table(kv_table)
     weight = quants, scales, zeros, multiplier, format
     qkv = product(x, *weight, None, None, Activation.NONE, norm, norm_weight, norm_bias, norm_eps)
-    return rope_append(qkv, None, cos, sin, k_cache, v_cache, seq_lens, num_heads, k_scales=k_scales, v_scales=v_scales)
+    rest = dict(k_scales=k_scales, v_scales=v_scales, neighbors=neighbors)
+    return rope_append(qkv, None, cos, sin, k_cache, v_cache, seq_lens, num_heads, **rest)
 
 
 def fake(x, k_cache, num_heads):
@@ -121,9 +124,10 @@ def samples(device: torch.device, dtype: torch.dtype):
         rotary_dim,
         norm=NormKind.NONE,
         kv=None,
+        neighbors=False,
     ):
         weight = random_weight(format, (heads + 2 * kv_heads) * head_dim, hidden_size, device)
-        cos, sin = random_angles(batch, query_len, rotary_dim, device, dtype)
+        cos, sin = random_angles(batch, query_len, rotary_dim, device, dtype, neighbors)
         caches, scales = random_caches((batch, kv_heads, 9, head_dim), device, kv or dtype)
         lens = torch.tensor(seq_lens, device=device, dtype=torch.int32)
         norms = (
@@ -133,7 +137,7 @@ def samples(device: torch.device, dtype: torch.dtype):
         )
         return Sample(
             *(randn(batch, query_len, hidden_size), *weight, cos, sin, *caches, lens, heads, None, 0, *norms, 1e-5),
-            *(norm == NormKind.RMS, *scales),
+            *(norm == NormKind.RMS, *scales, neighbors),
         )
 
     for format in FORMATS.values():
@@ -141,6 +145,7 @@ def samples(device: torch.device, dtype: torch.dtype):
         yield call(format, 1, 1, 256, 8, 2, 32, [5], 32, NormKind.RMS)
         yield call(format, 1, 1, 192, 3, 1, 64, [9], 32, NormKind.LAYER)
         yield call(format, 3, 2, 2048, 4, 2, 32, [3, 17, 9], 16, NormKind.RMS)
+        yield call(format, 1, 2, 256, 4, 2, 64, [5], 32, NormKind.RMS, neighbors=True)
     yield call(FORMATS["int4"], 2, 3, 111, 4, 1, 40, [3, 17], 40)
     yield call(FORMATS["int4_g32"], MAX_ROWS, 1, 64, 2, 2, 32, list(range(1, MAX_ROWS + 1)), None, NormKind.RMS)
     yield call(FORMATS["int8"], 1, 1, 128, 4, 4, 80, [7], 32, NormKind.RMS, torch.float16)
@@ -155,7 +160,7 @@ SPEC = register(
             "(Tensor x, Tensor quants, Tensor scales, Tensor? zeros, float multiplier, int format, Tensor? cos, "
             "Tensor? sin, Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor seq_lens, int num_heads, "
             f"Tensor? kv_table=None, int layer=0, {NORM_SCHEMA}, bool programmatic_launch=False, "
-            "Tensor(c!)? k_scales=None, Tensor(d!)? v_scales=None) -> Tensor"
+            "Tensor(c!)? k_scales=None, Tensor(d!)? v_scales=None, bool neighbors=False) -> Tensor"
         ),
         reference=reference,
         fake=fake,

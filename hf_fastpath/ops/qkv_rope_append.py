@@ -39,6 +39,7 @@ def reference(
     k_scales: torch.Tensor | None = None,
     v_scales: torch.Tensor | None = None,
     block_table: torch.Tensor | None = None,
+    neighbors: bool = False,
 ) -> torch.Tensor:
     """Compute ``rope_append`` of the projections of ``norm(x)``.
 
@@ -51,7 +52,7 @@ def reference(
         cos, sin, k_cache, v_cache, seq_lens, num_heads, kv_table, layer: as in ``rope_append``.
         norm, norm_weight, norm_bias, norm_eps, programmatic_launch: as in ``gemv``. With ``programmatic_launch``,
             lengths and table may be read early as well.
-        k_scales, v_scales, block_table: as in ``rope_append``.
+        k_scales, v_scales, block_table, neighbors: as in ``rope_append``.
 
     Returns:
         [batch, query_len, num_heads, head_dim] rotated queries in x's dtype.
@@ -68,8 +69,8 @@ def reference(
         qkv = linear(x, q_weight.t() if transposed else q_weight, q_bias)
     else:
         qkv = torch.cat([linear(x, q_weight, q_bias), linear(x, k_weight, k_bias), linear(x, v_weight, v_bias)], -1)
-    of_cache = k_scales, v_scales, block_table
-    return rope_append(qkv, None, cos, sin, k_cache, v_cache, seq_lens, num_heads, None, 0, *of_cache)
+    rest = k_scales, v_scales, block_table, neighbors
+    return rope_append(qkv, None, cos, sin, k_cache, v_cache, seq_lens, num_heads, None, 0, *rest)
 
 
 def fake(x, k_cache, num_heads):
@@ -173,6 +174,7 @@ def samples(device: torch.device, dtype: torch.dtype):
         norm=NormKind.NONE,
         programmatic_launch=False,
         page_size=None,
+        neighbors=False,
     ):
         sizes = [heads * head_dim, kv_heads * head_dim, kv_heads * head_dim]
         if layout != "separate":
@@ -182,7 +184,7 @@ def samples(device: torch.device, dtype: torch.dtype):
             weights = [weights[0].t().contiguous()]
         biases = [randn(size) if bias else None for size in sizes]
         weights, biases = (part + [None] * (3 - len(part)) for part in (weights, biases))
-        cos, sin = random_angles(batch, query_len, rotary_dim, device, dtype)
+        cos, sin = random_angles(batch, query_len, rotary_dim, device, dtype, neighbors)
         caches, scales = random_caches(
             (batch, kv_heads, 3 * page_size if page_size else 9, head_dim), device, kv or dtype
         )
@@ -194,7 +196,7 @@ def samples(device: torch.device, dtype: torch.dtype):
         norm_bias = randn(hidden_size) if norm == NormKind.LAYER else None
         return Sample(
             *(randn(batch, query_len, hidden_size), *weights, *biases, layout == "conv1d", cos, sin, *caches, lens),
-            *(heads, None, 0, norm, norm_weight, norm_bias, 1e-5, programmatic_launch, *scales, table),
+            *(heads, None, 0, norm, norm_weight, norm_bias, 1e-5, programmatic_launch, *scales, table, neighbors),
         )
 
     yield call(1, 1, 256, 4, 2, 32, [5], rotary_dim=32)
@@ -215,6 +217,10 @@ def samples(device: torch.device, dtype: torch.dtype):
     yield call(1, 1, 104, 2, 1, 64, [7], rotary_dim=64, kv=torch.int8, norm=NormKind.RMS)
     yield call(2, 2, 104, 2, 2, 40, [7, 30], rotary_dim=40, kv=torch.float8_e4m3fn)
     yield call(2, 2, 256, 4, 2, 32, [17, 50], rotary_dim=32, norm=NormKind.RMS, programmatic_launch=True, page_size=16)
+    yield call(1, 1, 256, 4, 2, 64, [5], rotary_dim=32, norm=NormKind.RMS, programmatic_launch=True, neighbors=True)
+    yield call(3, 2, 2048, 4, 2, 32, [3, 17, 9], rotary_dim=32, bias=True, layout="fused", neighbors=True)
+    yield call(1, 2, 104, 2, 1, 40, [7], rotary_dim=20, layout="conv1d", neighbors=True)
+    yield call(1, 1, 104, 2, 1, 64, [7], rotary_dim=64, kv=torch.int8, neighbors=True)
 
 
 SPEC = register(
@@ -225,7 +231,7 @@ SPEC = register(
             "Tensor? v_bias, bool transposed, Tensor? cos, Tensor? sin, Tensor(a!) k_cache, Tensor(b!) v_cache, "
             f"Tensor seq_lens, int num_heads, Tensor? kv_table=None, int layer=0, {NORM_SCHEMA}, "
             "bool programmatic_launch=False, Tensor(c!)? k_scales=None, Tensor(d!)? v_scales=None, "
-            "Tensor? block_table=None) -> Tensor"
+            "Tensor? block_table=None, bool neighbors=False) -> Tensor"
         ),
         reference=reference,
         fake=fake,

@@ -7,33 +7,57 @@ import torch
 from ..registry import OpSpec, Sample, nbytes, register, shape_reason, tensor_reasons
 
 
-def reference(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    """Compute ``weight * x / sqrt(mean(x^2) + eps)`` over the last dimension.
+def reference(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    eps: float,
+    residual: torch.Tensor | None = None,
+    weight_offset: float = 0.0,
+) -> torch.Tensor:
+    """Compute ``residual + (weight_offset + weight) * x / sqrt(mean(x^2) + eps)`` over the last dimension.
 
     Args:
         x: [..., hidden_size], any strides.
         weight: [hidden_size], same dtype as x.
         eps: added to the mean of squares.
+        residual: like x, added behind the norm; None for nothing.
+        weight_offset: 1 where a model holds what its factors are beyond 1, as Gemma does.
 
     Returns:
-        Tensor of x's shape and dtype, contiguous. Statistics and product are float32.
+        Tensor of x's shape and dtype, contiguous. Statistics, factor and product are float32; the norm is rounded to
+        that dtype before ``residual`` is added.
 
     Raises:
         OpInputError: shapes, dtypes or devices do not fit.
 
-    Source: transformers ``models/mistral/modeling_mistral.py@5.17``, ``MistralRMSNorm``; arXiv:1910.07467.
+    Source: transformers ``models/mistral/modeling_mistral.py@5.17``, ``MistralRMSNorm``; arXiv:1910.07467. With
+    ``weight_offset`` ``models/gemma/modeling_gemma.py@5.17``, ``GemmaRMSNorm``.
     """
     wide = x.to(torch.promote_types(x.dtype, torch.float32))
     variance = wide.pow(2).mean(-1, keepdim=True)
-    return (weight * (wide * torch.rsqrt(variance + eps)).to(x.dtype)).contiguous()
+    normed = wide * torch.rsqrt(variance + eps)
+    if weight_offset:
+        out = ((weight_offset + weight.to(wide.dtype)) * normed).to(x.dtype)
+    else:
+        out = weight * normed.to(x.dtype)
+    return (out if residual is None else residual + out).contiguous()
 
 
 def fake(x):
     return torch.empty_like(x, memory_format=torch.contiguous_format)
 
 
-def why_not(x, weight) -> list[str]:
-    return tensor_reasons(x, weight=weight) + shape_reason("weight", weight, tuple(x.shape[-1:]))
+def why_not(x, weight, residual) -> list[str]:
+    reasons = tensor_reasons(x, weight=weight, residual=residual)
+    return (
+        reasons
+        + shape_reason("weight", weight, tuple(x.shape[-1:]))
+        + shape_reason("residual", residual, tuple(x.shape))
+    )
+
+
+def moved(x, weight, residual) -> int:
+    return 2 * nbytes(x) + nbytes(weight, residual)
 
 
 def samples(device: torch.device, dtype: torch.dtype):
@@ -44,16 +68,20 @@ def samples(device: torch.device, dtype: torch.dtype):
         yield Sample(randn(*shape), randn(shape[-1]), 1e-5)
     yield Sample(randn(96, 33).t(), randn(96), 1e-6)
     yield Sample(randn(4, 200)[:, 100:], randn(100), 1e-6)
+    yield Sample(randn(1, 1, 4096), randn(4096), 1e-5, randn(1, 1, 4096))
+    yield Sample(randn(3, 111), randn(111), 1e-5, randn(3, 111))
+    yield Sample(randn(2, 1, 768), 0.1 * randn(768), 1e-6, None, 1.0)
+    yield Sample(randn(2, 5, 72), 0.1 * randn(72), 1e-6, randn(5, 2, 72).transpose(0, 1), 1.0)
 
 
 SPEC = register(
     OpSpec(
         name="rms_norm",
-        schema="(Tensor x, Tensor weight, float eps) -> Tensor",
+        schema="(Tensor x, Tensor weight, float eps, Tensor? residual=None, float weight_offset=0.0) -> Tensor",
         reference=reference,
         fake=fake,
         why_not=why_not,
-        bytes=lambda x, weight, eps: 2 * nbytes(x) + nbytes(weight),
+        bytes=moved,
         samples=samples,
     )
 )

@@ -20,11 +20,15 @@ from .kv_cache import (
 MAX_QUANTIZED_HEAD_DIM = 512
 
 
-def _rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+def _rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, neighbors: bool) -> torch.Tensor:
     rotary_dim = cos.shape[-1]
     turned, rest = x[..., :rotary_dim], x[..., rotary_dim:]
-    first, second = turned.chunk(2, dim=-1)
-    turned = turned * cos[:, :, None] + torch.cat((-second, first), dim=-1) * sin[:, :, None]
+    if neighbors:
+        crossed = torch.stack((-turned[..., 1::2], turned[..., ::2]), dim=-1).flatten(-2)
+    else:
+        first, second = turned.chunk(2, dim=-1)
+        crossed = torch.cat((-second, first), dim=-1)
+    turned = turned * cos[:, :, None] + crossed * sin[:, :, None]
     return torch.cat((turned, rest), dim=-1)
 
 
@@ -42,12 +46,13 @@ def reference(
     k_scales: torch.Tensor | None = None,
     v_scales: torch.Tensor | None = None,
     block_table: torch.Tensor | None = None,
+    neighbors: bool = False,
 ) -> torch.Tensor:
     """Split ``qkv + bias`` into q, k and v; rotate q and k; write k and v at their positions; return q.
 
-    Token i of row b has position ``p = seq_lens[b] - query_len + i`` and goes to slot ``p mod capacity``, so a cache of
-    window + 16 slots is a ring. Rotated pairs are an element of the first half and one of the second half of the first
-    ``rotary_dim`` elements.
+    Token i of row b has position ``p = seq_lens[b] - query_len + i`` and goes to slot ``p mod capacity``, so
+    a cache of window + 16 slots is a ring. The first ``rotary_dim`` elements of a head turn in pairs: elements i and
+    ``i + rotary_dim/2``, or 2i and 2i + 1.
 
     Args:
         qkv: [batch, query_len, (num_heads + 2*num_kv_heads)*head_dim], query_len 1 to capacity, contiguous rows.
@@ -65,6 +70,7 @@ def reference(
             computes from float32 keys and values; None for caches that are not quantized.
         block_table: as in ``decode_attention``; a page that this call writes belongs to one row alone. A ``kv_table``
             then has four columns: the addresses of K and V, the capacity, the address of the table.
+        neighbors: elements 2i and 2i + 1 turn together; ``cos`` and ``sin`` stay those of each element.
 
     Returns:
         [batch, query_len, num_heads, head_dim] rotated queries in qkv's dtype.
@@ -72,7 +78,8 @@ def reference(
     Raises:
         OpInputError: shapes, dtypes or devices do not fit.
 
-    Source: transformers ``models/mistral/modeling_mistral.py@5.17``, ``apply_rotary_pos_emb``; arXiv:2104.09864.
+    Source: transformers ``models/mistral/modeling_mistral.py@5.17``, ``apply_rotary_pos_emb``, and with ``neighbors``
+    that of ``models/cohere/modeling_cohere.py@5.17``; arXiv:2104.09864.
     """
     refuse_kv_table(kv_table)
     batch, query_len, _ = qkv.shape
@@ -81,7 +88,7 @@ def reference(
         qkv = qkv + bias
     q, k, v = qkv.reshape(batch, query_len, -1, head_dim).split([num_heads, num_kv_heads, num_kv_heads], dim=2)
     if cos is not None and sin is not None:
-        q, k = _rotate(q, cos, sin), _rotate(k, cos, sin)
+        q, k = _rotate(q, cos, sin, neighbors), _rotate(k, cos, sin, neighbors)
     slots = positions(seq_lens, query_len) % capacity_of(k_cache, block_table)
     rows = torch.arange(batch, device=qkv.device)[:, None]
     if block_table is not None:
@@ -163,12 +170,18 @@ def written_bytes(x: torch.Tensor, k_cache: torch.Tensor, num_heads: int) -> int
 
 
 def random_angles(
-    batch: int, query_len: int, rotary_dim: int | None, device: torch.device, dtype: torch.dtype
+    batch: int,
+    query_len: int,
+    rotary_dim: int | None,
+    device: torch.device,
+    dtype: torch.dtype,
+    neighbors: bool = False,
 ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
     """Return cos and sin for samples, [batch, query_len, rotary_dim]; None for no rotation."""
     if rotary_dim is None:
         return None, None
-    angle = torch.rand(batch, query_len, rotary_dim // 2, device=device).repeat(1, 1, 2) * 6.28
+    angle = torch.rand(batch, query_len, rotary_dim // 2, device=device) * 6.28
+    angle = angle.repeat_interleave(2, dim=-1) if neighbors else angle.repeat(1, 1, 2)
     return angle.cos().to(dtype), angle.sin().to(dtype)
 
 
@@ -196,17 +209,18 @@ def samples(device: torch.device, dtype: torch.dtype):
         bias=False,
         kv=None,
         page_size=None,
+        neighbors=False,
     ):
         features = (heads + 2 * kv_heads) * head_dim
         qkv = torch.randn(batch, query_len, features, device=device, dtype=dtype)
-        cos, sin = random_angles(batch, query_len, rotary_dim, device, dtype)
+        cos, sin = random_angles(batch, query_len, rotary_dim, device, dtype, neighbors)
         caches, scales = random_caches((batch, kv_heads, capacity, head_dim), device, kv or dtype)
         lens = torch.tensor(seq_lens, device=device, dtype=torch.int32)
         row = torch.randn(features, device=device, dtype=dtype) if bias else None
         table = None
         if page_size is not None:
             table, *caches = in_pages(caches, page_size)
-        options = dict(k_scales=scales[0], v_scales=scales[1], block_table=table)
+        options = dict(k_scales=scales[0], v_scales=scales[1], block_table=table, neighbors=neighbors)
         return Sample(qkv, row, cos, sin, *caches, lens, heads, **options)
 
     yield call(1, 1, 4, 2, 32, 9, [5], rotary_dim=32)
@@ -221,6 +235,10 @@ def samples(device: torch.device, dtype: torch.dtype):
     yield call(2, 2, 3, 1, 40, 9, [2, 8], rotary_dim=24, kv=torch.float8_e4m3fn)
     yield call(2, 5, 4, 2, 64, 48, [50, 17], rotary_dim=64, bias=True, page_size=16)  # one wraps, one crosses a page
     yield call(1, 1, 4, 1, 40, 64, [33], rotary_dim=40, kv=torch.float16, page_size=32)
+    yield call(2, 3, 4, 2, 64, 9, [3, 17], rotary_dim=32, bias=True, neighbors=True)
+    yield call(1, 2, 3, 1, 40, 9, [7], rotary_dim=20, kv=torch.float16, neighbors=True)
+    yield call(2, 2, 3, 1, 40, 9, [2, 8], rotary_dim=24, kv=torch.int8, neighbors=True)
+    yield call(2, 5, 4, 2, 64, 48, [50, 17], rotary_dim=64, page_size=16, neighbors=True)
 
 
 SPEC = register(
@@ -229,7 +247,7 @@ SPEC = register(
         schema=(
             "(Tensor qkv, Tensor? bias, Tensor? cos, Tensor? sin, Tensor(a!) k_cache, Tensor(b!) v_cache, "
             "Tensor seq_lens, int num_heads, Tensor? kv_table=None, int layer=0, Tensor(c!)? k_scales=None, "
-            "Tensor(d!)? v_scales=None, Tensor? block_table=None) -> Tensor"
+            "Tensor(d!)? v_scales=None, Tensor? block_table=None, bool neighbors=False) -> Tensor"
         ),
         reference=reference,
         fake=fake,

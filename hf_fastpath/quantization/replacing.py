@@ -86,6 +86,8 @@ def why_not_quantized(model: nn.Module, part: ModelPart | None, options: Options
             f"{wanted} has no kernels for {' and '.join(missing)}, where weights of the model are: move it, or see "
             "`python -m hf_fastpath info` for why there are none"
         )
+    if part is not None and part.is_recorded:
+        return f"{wanted} takes a model with an architecture file; the step of this {type(model).__name__} is recorded"
     why = "class_not_supported" if part is None else part.reason()
     if why is not None:
         return f"{wanted} takes a model that decodes fast as a whole; this one: {explained(named(why, model))}"

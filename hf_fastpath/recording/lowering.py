@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields, is_dataclass, replace
 from typing import Any
 
@@ -32,12 +32,20 @@ class Lowering:
         given: register -> what the plan has for it.
         caches: of each layer.
         at: where the new tokens stand.
+        attentions: of each layer, with its ``cache_shape``.
     """
 
     def __init__(
-        self, recording: Recording, emit: Emit, given: Mapping[int, Any], caches: list[KVCache], at: Positions
+        self,
+        recording: Recording,
+        emit: Emit,
+        given: Mapping[int, Any],
+        caches: list[KVCache],
+        at: Positions,
+        attentions: Sequence[Any],
     ):
         self._recording, self._emit, self._caches, self._at = recording, emit, caches, at
+        self._attentions = attentions
         self._values: dict[int, Any] = dict(given)
         self._pending: dict[int, tuple[Any, Any]] = {}  # layer -> keys and values that are not in its cache yet
 
@@ -94,16 +102,17 @@ class Lowering:
     def _matmul(self, call: Call, a, b) -> Any:
         return self._emit(_matmul, a=a, b=b)
 
-    def _normed(self, call: Call, x, norm, unit_offset=False) -> Any:
+    def _normed(self, call: Call, x, norm, unit_offset=False, residual=None) -> Any:
         if norm.kind == NormKind.LAYER and unit_offset:
             op = composed.unit_offset_layer_norm
             return self._emit(op, x=x, weight=norm.weight, bias=norm.bias, eps=norm.eps)
         if norm.kind == NormKind.LAYER:
-            return self._emit(ops.layer_norm.overload, x=x, weight=norm.weight, bias=norm.bias, eps=norm.eps)
+            op = ops.layer_norm.overload
+            return self._emit(op, x=x, weight=norm.weight, bias=norm.bias, eps=norm.eps, residual=residual)
         if norm.weight is None:
             return self._emit(composed.plain_norm, x=x, eps=norm.eps)
-        op = composed.unit_offset_norm if unit_offset else ops.rms_norm.overload
-        return self._emit(op, x=x, weight=norm.weight, eps=norm.eps)
+        how = dict(eps=norm.eps, residual=residual, weight_offset=1.0 if unit_offset else 0.0)
+        return self._emit(ops.rms_norm.overload, x=x, weight=norm.weight, **how)
 
     def _view(self, call: Call, /, **arguments) -> Any:
         # what a view is of may lie in another order than the recorded one did
@@ -131,10 +140,13 @@ class Lowering:
 
     def store(self, layer: int, is_composed: bool) -> dict[str, Any]:
         """Where keys and values of a layer are appended; ``is_composed`` attention reads them from the cache alone."""
-        cache = self._at.placed(self._caches[layer], layer)
         if self._at.staging is not None and not is_composed:
-            raise Unrecordable("a quantized cache on a GPU")
-        return {"cache": cache, "seq_lens": self._at.seq_lens}
+            return {"cache": self._staged(layer), "seq_lens": self._at.staging.seq_lens}
+        return {"cache": self._at.placed(self._caches[layer], layer), "seq_lens": self._at.seq_lens}
+
+    def _staged(self, layer: int) -> KVCache:
+        """Where keys and values of a layer wait to be quantized."""
+        return self._at.staging.of(self._attentions[layer])
 
     def attention(
         self, queries: Any, layer: int, scale: float, window: int, softcap: float, sinks: Any, slopes: Any
@@ -146,6 +158,12 @@ class Lowering:
             return self._emit(composed.sloped_attention, q=queries, cache=cache, **seen, slopes=slopes)
         if softcap:
             return self._emit(composed.soft_capped_attention, q=queries, cache=self._caches[layer], **seen, cap=softcap)
+        if at.staging is not None:
+            new, how = self._staged(layer), dict(workspace=at.workspace, programmatic_launch=at.programmatic_launch)
+            return self._emit(
+                ops.quantizing_attention.overload, q=queries, k=new.k, v=new.v,
+                cache=at.placed(self._caches[layer], layer), **seen, **how, sinks=sinks,
+            )  # fmt: skip
         return self._emit(
             ops.decode_attention.overload, q=queries, cache=at.placed(self._caches[layer], layer), **seen,
             workspace=at.workspace, programmatic_launch=at.programmatic_launch, sinks=sinks,
@@ -168,18 +186,14 @@ class Lowering:
         if grouped:
             group = num_heads // num_kv_heads
             qkv = self._emit(composed.ungrouped, qkv=qkv, head_dim=head_dim, group=group)
-        if cos is not None and pairs == "neighbors":
-            heads = num_heads + num_kv_heads
-            qkv = self._emit(composed.turn_neighbors, qkv=qkv, cos=cos, sin=sin, num_heads=heads, head_dim=head_dim)
-            cos = sin = None
-        store = self.store(attend["layer"], attend["softcap"] or attend["slopes"] is not None)
-        queries = self._emit(
-            ops.rope_append.overload, qkv=qkv, bias=None, cos=cos, sin=sin, num_heads=num_heads, **store
+        store = self.store(attend["layer"], attend["softcap"] or attend["slopes"] is not None) | _turned_by(
+            cos, sin, pairs
         )
+        queries = self._emit(ops.rope_append.overload, qkv=qkv, bias=None, num_heads=num_heads, **store)
         return self.attention(queries, **attend)
 
     def _projected(
-        self, call: Call, x, weights, biases, transposed, cos, sin, num_heads, num_kv_heads, head_dim, norm=None,
+        self, call: Call, x, weights, biases, transposed, cos, sin, pairs, num_heads, num_kv_heads, head_dim, norm=None,
         **attend,
     ):  # fmt: skip
         absent = [None] * (3 - len(weights))
@@ -188,10 +202,12 @@ class Lowering:
             for kind, found in (("weight", weights), ("bias", biases))
             for role, each in zip("qkv", [*found, *absent])
         }
-        store = self.store(attend["layer"], attend["softcap"] or attend["slopes"] is not None)
+        store = self.store(attend["layer"], attend["softcap"] or attend["slopes"] is not None) | _turned_by(
+            cos, sin, pairs
+        )
         queries = self._emit(
-            ops.qkv_rope_append.overload, x=x, **given, transposed=transposed, cos=cos, sin=sin, num_heads=num_heads,
-            norm=norm, programmatic_launch=self._at.programmatic_launch, **store,
+            ops.qkv_rope_append.overload, x=x, **given, transposed=transposed, num_heads=num_heads, norm=norm,
+            programmatic_launch=self._at.programmatic_launch, **store,
         )  # fmt: skip
         return self.attention(queries, **attend)
 
@@ -213,6 +229,11 @@ def takes_product(recording: Recording, call: Call) -> bool:
     if weight.dtype not in FLOAT_DTYPES or fact.dtype != weight.dtype:
         return False
     return 0 < fact.numel() <= MAX_ROWS * fact.shape[-1] or fact.shape[0] == recording.batch and fact.dim() == 3
+
+
+def _turned_by(cos: Any, sin: Any, pairs: str) -> dict[str, Any]:
+    """How ``ops.rope_append`` is told of a rotation."""
+    return {"cos": cos, "sin": sin, "neighbors": pairs == "neighbors"}
 
 
 def joined_states(q, k, v):

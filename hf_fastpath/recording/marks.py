@@ -33,14 +33,16 @@ def packed_linear(x, quants, scales, zeros, multiplier, format, bias=None):
     raise NotImplementedError("a quantized product is run by its op alone")
 
 
-def normed(x, norm: Norm, unit_offset=False):
-    """``norm(x)`` over the last dimension; with ``unit_offset`` the factor is ``1 + weight``."""
+def normed(x, norm: Norm, unit_offset=False, residual=None):
+    """``residual + norm(x)`` over the last dimension; with ``unit_offset`` the factor is ``1 + weight``."""
     size, weight = x.shape[-1:], norm.weight
     if weight is not None and unit_offset:
         weight = 1 + weight
     if norm.kind == NormKind.LAYER:
-        return nn.functional.layer_norm(x, size, weight, norm.bias, norm.eps)
-    return nn.functional.rms_norm(x, size, weight, norm.eps)
+        out = nn.functional.layer_norm(x, size, weight, norm.bias, norm.eps)
+    else:
+        out = nn.functional.rms_norm(x, size, weight, norm.eps)
+    return out if residual is None else residual + out
 
 
 def activated(x, activation: Activation):
@@ -112,7 +114,7 @@ def rotated_attention(sources, grouped, cos, sin, pairs, layer, scale, window, s
     raise NotImplementedError("attention is run by an op over a cache alone")
 
 
-def projected_attention(x, weights, biases, transposed, cos, sin, layer, scale, window, softcap, sinks, slopes,
-                        num_heads, num_kv_heads, head_dim, norm=None):  # fmt: skip
+def projected_attention(x, weights, biases, transposed, cos, sin, pairs, layer, scale, window, softcap, sinks,
+                        slopes, num_heads, num_kv_heads, head_dim, norm=None):  # fmt: skip
     """The projections of ``x``, and :func:`rotated_attention` of what they give."""
     raise NotImplementedError("attention is run by an op over a cache alone")

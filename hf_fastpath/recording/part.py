@@ -141,7 +141,7 @@ class RecordedPart:
         """Emit the step; returns what stands for the logits [batch, query_len, vocab_size]."""
         recording = self.recording(*tokens.shape)
         given = {recording.tokens.index: tokens, recording.positions.index: positions}
-        return Lowering(recording, emit, given, caches, at).run()
+        return Lowering(recording, emit, given, caches, at, [layer.attention for layer in self.layers]).run()
 
     # ---- roles ------------------------------------------------------------------------------------------------
 
@@ -204,9 +204,18 @@ class RecordedPart:
                 return Cause("not_recorded", "it has no embedding or no head", self.module)
         return None
 
-    def proof_reason(self, plans: PlanCache) -> str | None:
-        """Why the recorded step is not used though there is one: it does not give what the model gives; or None."""
-        return reason_against(self, plans)
+    def shape_reason(self, batch: int, query_len: int) -> str | None:
+        """Why there is no step of so many sequences and new tokens, or None."""
+        try:
+            self.recording(batch, query_len)
+        except Exception as error:  # nobody has tried this code: anything may be raised
+            return Cause("not_recorded", f"{batch} sequences, {query_len} new tokens: {error}", self.module)
+        return None
+
+    def proof_reason(self, plans: PlanCache, batch: int) -> str | None:
+        """Why the recorded step is not used though there is one: it cannot be recorded for so many sequences, or does
+        not give what the model gives; or None."""
+        return self.shape_reason(batch, 1) or reason_against(self, plans)
 
     def outer_reason(self) -> str | None:
         """Why calling the model is more than its class's forward, or None."""

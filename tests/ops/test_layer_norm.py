@@ -19,6 +19,8 @@ def odd_sizes(device, dtype):
     yield Sample(randn(77), None, randn(77), 1e-5)
     yield Sample(randn(2, 0, 64), randn(64), randn(64), 1e-5)
     yield Sample(randn(3, 7, 50).transpose(0, 1), randn(50), randn(50), 1e-5)
+    for rows, hidden in ((3, 17), (2, 1025), (1, 4096), (70, 96)):
+        yield Sample(randn(rows, hidden) * 2 - 1, randn(hidden), randn(hidden), 1e-5, randn(rows, hidden))
 
 
 globals().update(common_tests(SPEC, odd_sizes))
@@ -43,6 +45,15 @@ def test_layer_norm_survives_cancellation(device, dtype):
     for mean in (10.0, 100.0, 1000.0):
         x = (torch.randn(3, 768, device=device) + mean).to(dtype)
         assert_matches(SPEC, Sample(x, weight, bias, 1e-5))
+
+
+@over_dtypes
+def test_layer_norm_rounds_before_it_adds(device, dtype):
+    """Bit for bit the sum of what the norm alone gives."""
+    for hidden in (40, 111, 4096):
+        x, residual = torch.randn(2, 3, hidden, device=device).to(dtype)
+        weight, bias = torch.randn(2, hidden, device=device).to(dtype)
+        assert same_bits(SPEC(x, weight, bias, 1e-5, residual), residual + SPEC(x, weight, bias, 1e-5))
 
 
 @over_dtypes

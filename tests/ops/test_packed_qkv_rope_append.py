@@ -25,9 +25,9 @@ def test_packed_qkv_rope_append_is_its_two_parts(device, dtype):
         whole, parts = sample.map_tensors(duplicate), sample.map_tensors(duplicate)
         queries = SPEC(*whole.args)
         x, *weight = parts.args[:6]
-        norms, scales = parts.args[14:18], parts.args[19:]
+        norms, scales, neighbors = parts.args[14:18], parts.args[19:21], parts.args[21]
         qkv = PACKED_GEMV(x, *weight, None, None, "none", *norms)
-        expected = ROPE_APPEND(qkv, None, *parts.args[6:12], None, 0, *scales)
+        expected = ROPE_APPEND(qkv, None, *parts.args[6:12], None, 0, *scales, neighbors=neighbors)
         close = dict(rtol=4 * torch.finfo(dtype).eps, atol=8 * torch.finfo(dtype).eps)
         torch.testing.assert_close(queries, expected, **close)
         if scales[0] is not None:

@@ -16,7 +16,7 @@ from hf_fastpath.registry import OpInputError, Sample
 def make(device, dtype, *, hidden_size, heads, kv_heads, head_dim, batch=1, query_len=1, rotary_dim=None, **options):
     """Make a call over three weights; ``options`` replace arguments by name."""
     sizes = [heads * head_dim, kv_heads * head_dim, kv_heads * head_dim]
-    cos, sin = random_angles(batch, query_len, rotary_dim, device, dtype)
+    cos, sin = random_angles(batch, query_len, rotary_dim, device, dtype, options.get("neighbors", False))
     weights = [(torch.randn(size, hidden_size, device=device) * hidden_size**-0.5).to(dtype) for size in sizes]
     call = {
         "x": torch.randn(batch, query_len, hidden_size, device=device).to(dtype),
@@ -41,6 +41,9 @@ def odd_sizes(device, dtype):
 
     for hidden_size in (1, 17, 96, 1000, 1032):  # rows have any alignment, and every kernel runs
         yield make(device, dtype, hidden_size=hidden_size, heads=3, kv_heads=1, head_dim=40, rotary_dim=24)
+        yield make(
+            device, dtype, hidden_size=hidden_size, heads=3, kv_heads=1, head_dim=40, rotary_dim=24, neighbors=True
+        )
     for hidden_size in (768, 2048, 4096, 5632):
         yield make(device, dtype, hidden_size=hidden_size, heads=2, kv_heads=2, head_dim=64, rotary_dim=64)
     for batch, query_len in ((2, 1), (1, 5), (3, 5)):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 import torch
 from checks import DTYPES, assert_matches, common_tests, is_native, ours, over_dtypes, replaced
@@ -24,10 +26,11 @@ def make(
     rotary_dim=None,
     bias=False,
     kv=None,
+    neighbors=False,
 ) -> Sample:
     """Make a call; without ``rotary_dim`` nothing is rotated; ``kv`` is the cache's dtype if it is not ``dtype``."""
     batch, features = len(seq_lens), (heads + 2 * kv_heads) * head_dim
-    cos, sin = random_angles(batch, query_len, rotary_dim, device, dtype)
+    cos, sin = random_angles(batch, query_len, rotary_dim, device, dtype, neighbors)
     shape = (batch, kv_heads, capacity, head_dim)
     caches = [torch.randn(shape, device=device).to(kv or dtype) for _ in range(2)]
     return Sample(
@@ -39,11 +42,12 @@ def make(
         v_cache=caches[1],
         seq_lens=torch.tensor(seq_lens, device=device, dtype=torch.int32),
         num_heads=heads,
+        neighbors=neighbors,
     )
 
 
 def odd_sizes(device, dtype):
-    for query_len in range(1, 17):
+    for query_len, neighbors in itertools.product(range(1, 17), (False, True)):
         yield make(
             device,
             dtype,
@@ -55,6 +59,7 @@ def odd_sizes(device, dtype):
             seq_lens=[query_len, 5 * query_len + 3],
             rotary_dim=2 * query_len,
             bias=query_len % 2 == 0,
+            neighbors=neighbors,
         )
     for head_dim in (32, 56, 72, 96, 120, 192, 256):
         for kv in DTYPES:
@@ -133,6 +138,26 @@ def test_rope_append_shares_angles_between_rows(device, dtype):
     shared = replaced(SPEC, sample, **one)
     expanded = replaced(SPEC, sample, **{name: tensor.expand(3, -1, -1) for name, tensor in one.items()})
     assert same_bits(assert_matches(SPEC, shared), assert_matches(SPEC, expanded))
+
+
+@over_dtypes
+@pytest.mark.parametrize(("head_dim", "rotary_dim"), ((64, 64), (64, 32), (40, 20)))
+def test_rope_append_of_neighbors_is_that_of_halves_in_another_order(device, dtype, head_dim, rotary_dim):
+    """Bit for bit: elements 2i and 2i + 1 turn as elements i and i + rotary_dim / 2 do where they lie so."""
+    sizes = dict(heads=3, kv_heads=2, head_dim=head_dim, capacity=9, query_len=2, seq_lens=[2, 30])
+    sample = make(device, dtype, **sizes, rotary_dim=rotary_dim, bias=True, neighbors=True)
+    order = torch.arange(head_dim, device=device)
+    order[:rotary_dim] = torch.cat((order[:rotary_dim:2], order[1:rotary_dim:2]))
+    given = {name: sample.kwargs[name].unflatten(-1, (-1, head_dim)).clone() for name in ("qkv", "bias")}
+    for each in given.values():
+        each[..., :5, :] = each[..., :5, order]  # queries and keys
+    given = {name: each.flatten(-2) for name, each in given.items()}
+    given |= {name: sample.kwargs[name][..., order[:rotary_dim]] for name in ("cos", "sin")}
+    given["k_cache"] = sample.kwargs["k_cache"][..., order]
+    got, expected = ours(SPEC, sample), ours(SPEC, replaced(SPEC, sample, **given, neighbors=False))
+    assert same_bits(got["result"][..., order], expected["result"])
+    assert same_bits(got["k_cache"][..., order], expected["k_cache"])
+    assert same_bits(got["v_cache"], expected["v_cache"])
 
 
 @over_dtypes
@@ -232,3 +257,18 @@ def test_rope_append_reference_is_transformers(dtype):
     assert same_bits(SPEC.reference(**sample.kwargs), q.transpose(1, 2))
     assert same_bits(sample.kwargs["k_cache"][:, :, :5], k)
     assert same_bits(sample.kwargs["v_cache"][:, :, :5], v)
+
+
+@over_dtypes
+def test_rope_append_reference_of_neighbors_is_transformers(dtype):
+    """Where transformers turns in float32 and rounds once."""
+    from transformers.models.cohere.modeling_cohere import apply_rotary_pos_emb
+
+    cpu = torch.device("cpu")
+    sizes = dict(heads=4, kv_heads=2, head_dim=32, capacity=9, query_len=5, seq_lens=[5, 5])
+    sample = make(cpu, dtype, **sizes, rotary_dim=32, neighbors=True).map_tensors(duplicate)
+    q, k, _ = sample.kwargs["qkv"].view(2, 5, 8, 32).transpose(1, 2).split([4, 2, 2], dim=1)
+    q, k = apply_rotary_pos_emb(q, k, sample.kwargs["cos"], sample.kwargs["sin"])
+    close = dict(rtol=2 * torch.finfo(dtype).eps, atol=4 * torch.finfo(dtype).eps)
+    torch.testing.assert_close(ours(SPEC, sample)["result"], q.transpose(1, 2), **close)
+    torch.testing.assert_close(ours(SPEC, sample)["k_cache"][:, :, :5], k, **close)

@@ -295,7 +295,7 @@ def projections(recording: Recording, model: nn.Module) -> None:
     producers, users = recording.producers(), recording.users()
     instead: dict[int, list[Call]] = {}
     for call in recording.calls:
-        if call.op is not marks.rotated_attention or call.arguments["pairs"] != "halves" or call.arguments["grouped"]:
+        if call.op is not marks.rotated_attention or call.arguments["grouped"]:
             continue
         products = [producers[each.index] for each in call.arguments["sources"]]
         if not all(_is_projection(recording, each, users) for each in products):
@@ -305,7 +305,7 @@ def projections(recording: Recording, model: nn.Module) -> None:
             continue
         if len({bool(each.arguments.get("transposed")) for each in products}) > 1:
             continue
-        others = {name: value for name, value in call.arguments.items() if name not in ("sources", "grouped", "pairs")}
+        others = {name: value for name, value in call.arguments.items() if name not in ("sources", "grouped")}
         made = Call(
             marks.projected_attention,
             others

@@ -171,7 +171,7 @@ def _alike(recording: Recording, one: Call, other: Call) -> bool:
 
 
 def residuals(recording: Recording, model: nn.Module) -> None:
-    """Pass: a sum with a product is that product's."""
+    """Pass: a sum with a product, or with a norm, is that product's or norm's."""
     _reassociate(recording)
     producers, users = recording.producers(), recording.users()
     for call in recording.calls:
@@ -180,16 +180,27 @@ def residuals(recording: Recording, model: nn.Module) -> None:
         for one, other in (("other", "self"), ("self", "other")):
             product = producers.get(getattr(call.arguments[one], "index", -1))
             residual = call.arguments[other]
-            if product is None or product.op is not marks.linear or len(users[product.out.index]) != 1:
+            if product is None or not _adds(recording, product) or len(users[product.out.index]) != 1:
                 continue
             if product.arguments.get("residual") is not None or not isinstance(residual, Register):
                 continue
             facts = recording.fact(call.out), recording.fact(product.out), recording.fact(residual)
-            if len({(each.shape, each.dtype) for each in facts}) > 1 or not takes_product(recording, product):
+            if len({(each.shape, each.dtype) for each in facts}) > 1:
                 continue
-            call.op, call.arguments = marks.linear, product.arguments | {"residual": residual}
+            call.op, call.arguments = product.op, product.arguments | {"residual": residual}
             product.op, product.arguments = operator.getitem, {"a": [0], "b": 0}  # read by nothing any more
             break
+
+
+def _adds(recording: Recording, call: Call) -> bool:
+    """Whether an op that adds a residual takes a product or a norm."""
+    if call.op is marks.linear:
+        return takes_product(recording, call)
+    if call.op is not marks.normed:
+        return False
+    if call.arguments["norm"].kind == NormKind.LAYER:
+        return not call.arguments.get("unit_offset")
+    return call.arguments["norm"].weight is not None
 
 
 def _reassociate(recording: Recording) -> None:
@@ -226,6 +237,8 @@ def norms_in_front(recording: Recording, model: nn.Module) -> None:
             continue
         normed = producers.get(getattr(call.arguments["x"], "index", -1))
         if normed is None or normed.op is not marks.normed or normed.arguments.get("unit_offset"):
+            continue
+        if normed.arguments.get("residual") is not None:
             continue
         norm = normed.arguments["norm"]
         if norm.kind == NormKind.RMS and norm.weight is None:
