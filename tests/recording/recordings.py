@@ -206,7 +206,7 @@ def _rotated(store, sources, grouped, cos, sin, pairs, layer, num_heads, num_kv_
 def _projected(store, x, weights, biases, transposed, norm=None, **others):
     x = x if norm is None else marks.normed(x, norm)
     rows = [marks.linear(x, weight, bias, transposed) for weight, bias in zip(weights, biases)]
-    return _rotated(store, rows, False, pairs="halves", **others)
+    return _rotated(store, rows, False, **others)
 
 
 def _turned(x, cos, sin, pairs):

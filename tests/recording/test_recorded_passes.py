@@ -771,6 +771,30 @@ def test_what_is_nearly_a_rotation_stays(rotation):
     assert len(calls_of(recording, marks.append)) == len(calls_of(recording, marks.attend)) == 1
 
 
+@pytest.mark.parametrize("learned", (nn.Parameter(torch.ones(DIM)), torch.ones(DIM)), ids=("parameter", "buffer"))
+def test_a_factor_that_may_change_stays(learned):
+    """It is one when the step is recorded, as in a model that was just made, and in one of two layers."""
+
+    def step(m, x, positions, cache):
+        for layer in range(2):
+            q, k, v = (each(x).unflatten(-1, (-1, DIM)).transpose(1, 2) for each in (m.q, m.k, m.v))
+            q = halves(q, positions) * (m.factor if layer else 1)
+            x = x + m.out(attention(m, q, halves(k, positions), v, cache, layer=layer))
+        return x
+
+    inside = dict(q=linear(HEADS * DIM), k=linear(), v=linear(), out=linear(given=HEADS * DIM))
+    recording, model = recorded(step, layers=2, **inside, factor=learned)
+    plain, _ = recorded(step, layers=2, **inside, factor=learned)
+    plain.calls[0].arguments["weight"] = model.embed.weight
+    before = logits(plain)
+    assert_same(recording, model, PASSES)
+    with torch.no_grad():
+        model.body.factor.mul_(-1.5)
+    expected = logits(plain)
+    assert not torch.allclose(expected, before)
+    torch.testing.assert_close(logits(recording), expected, rtol=1e-9, atol=1e-12)
+
+
 def test_options_of_attention_are_kept():
     recording, model = attending(halves, scaling=0.7, softcap=5.0, s_aux=None)
     assert_same(recording, model, [*FRONT, heads.rotations, heads.projections])
@@ -821,12 +845,12 @@ def test_projections_are_one_call_with_attention(rotation, layout, bias):
     (call,) = calls_of(recording, marks.projected_attention)
     assert len(calls_of(recording, marks.linear)) == 1, "the one behind attention"
     assert [each.shape[0] for each in call.arguments["weights"]] == [HEADS * DIM, KV_HEADS * DIM, KV_HEADS * DIM]
+    assert rotation is None or call.arguments["pairs"] == ROTATIONS[rotation][0]
     assert all((each is not None) == bias for each in call.arguments["biases"])
 
 
-@pytest.mark.parametrize(("rotation", "layout"), ((neighbors, "apart"), (halves, "grouped")))
-def test_projections_that_kernels_lack_stay_apart(rotation, layout):
-    recording, model = attending(rotation, layout)
+def test_projections_by_group_stay_together():
+    recording, model = attending(halves, "grouped")
     assert_same(recording, model, [*FRONT, heads.rotations, heads.projections])
     assert not calls_of(recording, marks.projected_attention)
     assert len(calls_of(recording, marks.rotated_attention)) == 1
@@ -866,5 +890,4 @@ def test_all_passes_on_a_layer_of_several_tokens(rotation, batch, query_len):
     recording, model = recorded(step, batch, query_len, **inside)
     assert_same(recording, model, PASSES)
     behind = [call.op for call in recording.calls if call.op not in (_aten.view.default,)][-4:]
-    turned = marks.projected_attention if ROTATIONS[rotation][0] == "halves" else marks.rotated_attention
-    assert behind == [turned, marks.linear, marks.gated, marks.linear]
+    assert behind == [marks.projected_attention, marks.linear, marks.gated, marks.linear]
