@@ -10,8 +10,9 @@ from torch import nn
 
 from hf_fastpath.choices import Activation, NormKind
 from hf_fastpath.recording import marks
-from hf_fastpath.recording.passes import PASSES, modules, products, views
+from hf_fastpath.recording.passes import PASSES, lengths, modules, own_attention, passed, products, views
 from hf_fastpath.recording.passes import attention as heads
+from hf_fastpath.recording.recording import Unrecordable
 
 _aten = torch.ops.aten
 functional = nn.functional
@@ -865,6 +866,112 @@ def test_projections_that_are_read_twice_stay_apart():
     recording, model = recorded(step, q=linear(HEADS * DIM), k=linear(), v=linear(), out=linear(given=HEADS * DIM))
     assert_same(recording, model, [*FRONT, heads.rotations, heads.projections])
     assert not calls_of(recording, marks.projected_attention)
+
+
+# ---- attention of a model's own -------------------------------------------------------------------------------------
+
+
+def own(weigh, layers: int = 1, **inside):
+    """A recording of attention that the model computes by itself; ``weigh`` makes weights of scores."""
+
+    def step(m, x, positions, cache):
+        for layer in range(layers):
+            q, k, v = (each(x).unflatten(-1, (-1, DIM)).transpose(1, 2) for each in (m.q, m.k, m.v))
+            k, v = cache.update(k, v, layer)
+            k, v = (each.repeat_interleave(HEADS // KV_HEADS, dim=1) for each in (k, v))
+            weights = weigh(m, q @ k.transpose(-1, -2), layer)
+            x = x + m.out((weights @ v).transpose(1, 2).flatten(2))
+        return x
+
+    modules_ = dict(q=linear(HEADS * DIM), k=linear(), v=linear(), out=linear(given=HEADS * DIM))
+    return recorded(step, layers=layers, **modules_, **inside)
+
+
+SLOPES = 2.0 ** -torch.arange(1, 1 + HEADS)
+
+
+def _plain_scores(m, scores, layer):
+    return (scores / DIM**0.5).softmax(-1)
+
+
+def _other_scale(m, scores, layer):
+    return torch.softmax(scores * 0.4, dim=-1, dtype=torch.float32)
+
+
+def _alibi(m, scores, layer):
+    bias = m.slopes[:, None, None] * torch.arange(scores.shape[-1])
+    return (scores * DIM**-0.5 + bias).softmax(-1)
+
+
+@pytest.mark.parametrize(
+    ("weigh", "scale", "slopes"),
+    ((_plain_scores, DIM**-0.5, None), (_other_scale, 0.4, None), (_alibi, DIM**-0.5, SLOPES)),
+    ids=lambda each: getattr(each, "__name__", ""),
+)
+def test_attention_of_a_models_own(weigh, scale, slopes):
+    recording, model = own(weigh, slopes=SLOPES.clone())
+    assert_same(recording, model, [*FRONT, own_attention.own_attention])
+    (call,) = calls_of(recording, marks.attend)
+    assert call.arguments["scale"] == pytest.approx(scale) and call.arguments["window"] == 0
+    found = call.arguments["slopes"]
+    assert found is None if slopes is None else torch.allclose(found, slopes)
+    assert "_softmax" not in names(recording) and "bmm" not in names(recording)
+
+
+def _capped(m, scores, layer):
+    return (5 * torch.tanh(scores / 5)).softmax(-1)
+
+
+def _sigmoids(m, scores, layer):
+    return torch.sigmoid(scores)
+
+
+def _squared_distance(m, scores, layer):
+    return (scores - 1e-4 * torch.arange(scores.shape[-1]).square()).softmax(-1)
+
+
+@pytest.mark.parametrize("weigh", (_capped, _sigmoids, _squared_distance), ids=lambda each: each.__name__)
+def test_what_is_nearly_attention_stays(weigh):
+    recording, model = own(weigh)
+    assert_same(recording, model, [*FRONT, own_attention.own_attention])
+    assert not calls_of(recording, marks.attend)
+
+
+def test_layers_whose_masks_differ_are_told_apart():
+    def masked(m, scores, layer):
+        seen = (m.all, m.near)[layer][: scores.shape[-1]]
+        return scores.masked_fill(~seen, torch.finfo(scores.dtype).min).softmax(-1)
+
+    everything = torch.ones(64, dtype=torch.bool)
+    near = torch.arange(64) > 40
+    recording, model = own(masked, layers=2, all=everything, near=near)
+    assert_same(recording, model, [*FRONT, own_attention.own_attention])
+    assert [call.arguments["layer"] for call in calls_of(recording, marks.attend)] in ([], [0])
+
+
+def test_positions_are_counted_from_the_cache():
+    def step(m, x, positions, cache):
+        start = cache.get_seq_length()
+        places = torch.arange(start, start + x.shape[1])
+        return m.out(x + m.learned(places))
+
+    recording, model = recorded(step, out=linear(), learned=nn.Embedding(64, WIDTH))
+    lengths.positions_in_text(recording, model)
+    recording.drop_unread()
+    assert len(calls_of(recording, marks.text_positions)) == 1
+    table = model.body.learned.weight.double()
+    one, other = (logits(recording, position=position) for position in (3, 8))
+    expected = (table[8] - table[3]) @ model.body.out.weight.double().t()
+    torch.testing.assert_close((other - one)[0, 0], expected, rtol=1e-9, atol=1e-12)
+
+
+def test_sizes_that_follow_the_text_are_refused():
+    recording, model = recorded(lambda m, x, positions, cache: x * torch.ones(cache.get_seq_length()).sum())
+    with pytest.raises(Unrecordable, match="a size that follows the length of the text"):
+        passed(recording, model)
+
+
+# ---- a layer --------------------------------------------------------------------------------------------------------
 
 
 def test_attention_gives_features_side_by_side():
