@@ -1,5 +1,5 @@
-"""What ``patch()`` does to every causal-LM type of the installed transformers: rows of ``docs/data/recorded_types.csv``,
-which ``python docs/make_types.py`` writes."""
+"""What ``patch()`` does to every causal-LM type of the installed transformers: the rows of
+``docs/data/recorded_types.csv``, which ``python docs/make_types.py`` writes."""
 
 from __future__ import annotations
 
