@@ -27,6 +27,7 @@ from hf_fastpath.reasons import REASONS
 DOCS = Path(__file__).resolve().parent
 DATA = DOCS.parent / "benchmarks" / "data"
 GOLDEN = DOCS / "data" / "golden.csv"
+TYPES = DOCS / "data" / "recorded_types.csv"
 RECORD = "make test-full JOBS=0 TESTS=tests/patches ARGS='-k golden_matrix --record-golden docs/data/golden.csv'"
 
 
@@ -83,6 +84,63 @@ def golden_matrix() -> str:
     notes = [f"{device}: {hardware}, torch {torch}, transformers {tf}" for device, hardware, torch, tf in made_with]
     heads = ("family", "device", "dtype", *(case.replace("_", " ") for case in cases))
     return markdown_table(heads, rows) + f"\n\nMeasured with {'; '.join(notes)}."
+
+
+#: what a cache holds, by the words of ``tests/causal_lm_types.py``
+_KINDS = {
+    "keys_values": "keys and values",
+    "chunked": "keys and values, attention over chunks",
+    "latent": "keys and values of latents (MLA)",
+    "states": "states of recurrences or convolutions",
+    "own": "layers of a class of its own",
+    "none": "no cache of transformers'",
+    "encoder": "none: an encoder",
+    "broken": "no small model generates",
+}
+
+
+def _is_fast(row: dict[str, str]) -> bool:
+    return row["how"] != "stock" and row["tokens"] == "equal"
+
+
+def _types() -> list[dict[str, str]]:
+    with TYPES.open(newline="") as file:
+        return list(csv.DictReader(file))
+
+
+def type_counts() -> str:
+    """How many causal-LM types are fast, by what their caches hold."""
+    recorded = _types()
+    groups: dict[str, list[dict[str, str]]] = {kind: [] for kind in _KINDS}
+    for row in recorded:
+        groups[row["kind"]].append(row)
+    lines = []
+    for name, rows in (*((_KINDS[kind], rows) for kind, rows in groups.items()), ("**all**", recorded)):
+        fast = [row for row in rows if _is_fast(row)]
+        wholly = [row for row in fast if not row["left"]]
+        by_file = [row for row in wholly if row["how"] == "file"]
+        counts = (len(by_file), len(wholly) - len(by_file), len(fast) - len(wholly), len(rows) - len(fast))
+        lines.append((name, str(len(rows)), *map(str, counts)))
+    heads = ("the cache holds", "types", "file", "recorded", "fast, some calls PyTorch's", "stock")
+    versions = sorted({f"transformers {row['transformers']}, torch {row['torch']}" for row in recorded})
+    return markdown_table(heads, [line for line in lines if line[1] != "0"]) + f"\n\nMade with {'; '.join(versions)}."
+
+
+def fast_types() -> str:
+    """Every causal-LM type that decodes by a plan: how, and what PyTorch runs in the step."""
+    rows = [row for row in _types() if _is_fast(row)]
+    lines = [(f"`{row['model_type']}`", row["how"], row["left"].replace("; ", ", ")) for row in rows]
+    return markdown_table(("type", "how", "PyTorch's calls"), lines)
+
+
+def stock_types() -> str:
+    """Every causal-LM type that runs stock code, and why."""
+    rows = [row for row in _types() if not _is_fast(row)]
+    lines = []
+    for row in rows:
+        reason = row["reason"] or f"its tokens: {row['tokens']}"
+        lines.append((f"`{row['model_type']}`", _KINDS[row["kind"]], reason.replace("|", "\\|")))
+    return markdown_table(("type", "the cache holds", "why"), lines)
 
 
 def formats() -> str:
@@ -337,7 +395,13 @@ PAGES: dict[str, dict[str, Callable[[], str]]] = {
     "performance.md": {name: partial(measured, name) for name in MACHINES},
     "quantized-weights.md": {"formats": formats},
     "reason-codes.md": {"reason codes": reason_codes},
-    "support.md": {"families": families, "golden matrix": golden_matrix},
+    "support.md": {
+        "families": families,
+        "type counts": type_counts,
+        "fast types": fast_types,
+        "stock types": stock_types,
+        "golden matrix": golden_matrix,
+    },
 }
 
 

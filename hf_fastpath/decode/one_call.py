@@ -96,6 +96,8 @@ def _found(calls: list[Call]) -> tuple[int, list[_Layer]]:
     is_head = head is not None and head.op in (ops.gemv.overload, ops.packed_gemv.overload)
     if not is_head or head.arguments["x"] is not x or head.arguments["norm"] is None:
         return start, []
+    if head.arguments["activation"] != Activation.NONE or head.arguments["residual"] is not None:
+        return start, []  # a product between the layers and the head
     final = head.arguments["norm"]
     alike = layers[0].constants()
     if (

@@ -20,7 +20,7 @@ from hf_fastpath.recording.recording import Recording, registers_in
 from hf_fastpath.recording.skeleton import Skeleton
 from hf_fastpath.recording.step import record
 
-WIDTH, VOCAB, PAST = 16, 13, 5
+WIDTH, VOCAB = 16, 13
 #: below every position that a small decoder knows
 POSITION = 9
 
@@ -143,7 +143,7 @@ def _computing(recording: Recording, call: Call, seed: int, positions: torch.Ten
         return lambda tables, formula, dtype, pairs: [
             each.reshape(*rows, each.shape[-1]) for each in formula(tables, pairs)
         ]
-    store = _Store(seed, (recording.batch, recording.query_len))
+    store = _Store(seed, (recording.batch, recording.query_len), recording.past)
     if call.op is marks.append:
         return store
     function = {
@@ -164,14 +164,16 @@ class _Store:
     Attributes:
         seed: of what it holds.
         tokens: sequences, and new tokens of each.
+        past: tokens that it holds.
     """
 
     seed: int
     tokens: tuple[int, int]
+    past: int
 
     def __call__(self, k: torch.Tensor, v: torch.Tensor, layer: int) -> list[torch.Tensor]:
         generator = torch.Generator().manual_seed(1000 * self.seed + layer)
-        shapes = [(*each.shape[:2], PAST, each.shape[3]) for each in (k, v)]
+        shapes = [(*each.shape[:2], self.past, each.shape[3]) for each in (k, v)]
         past = [torch.randn(shape, generator=generator, dtype=torch.float64) for shape in shapes]
         return [torch.cat((before, new), dim=2) for before, new in zip(past, (k, v))]
 

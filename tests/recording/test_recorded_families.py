@@ -41,6 +41,7 @@ TYPES = {
     "minimax_m2": "a router of sigmoids with a bias, norms over all heads",
     "nemotron": "layer norms with 1 + weight, squared ReLU, a part of each head turns",
     "qwen2_moe": "shared experts behind a gate",
+    "roberta-prelayernorm": "two products with an activation behind the layers",
 }
 EXPERTS = {"aria_text", "granitemoe", "minimax_m2", "qwen2_moe"}
 GREEDY = dict(max_new_tokens=12, do_sample=False)

@@ -10,8 +10,9 @@ from torch import nn
 
 from hf_fastpath.choices import Activation, NormKind
 from hf_fastpath.recording import marks
-from hf_fastpath.recording.passes import PASSES, modules, products, views
+from hf_fastpath.recording.passes import PASSES, lengths, modules, own_attention, passed, products, views
 from hf_fastpath.recording.passes import attention as heads
+from hf_fastpath.recording.recording import Unrecordable
 
 _aten = torch.ops.aten
 functional = nn.functional
@@ -771,6 +772,30 @@ def test_what_is_nearly_a_rotation_stays(rotation):
     assert len(calls_of(recording, marks.append)) == len(calls_of(recording, marks.attend)) == 1
 
 
+@pytest.mark.parametrize("learned", (nn.Parameter(torch.ones(DIM)), torch.ones(DIM)), ids=("parameter", "buffer"))
+def test_a_factor_that_may_change_stays(learned):
+    """It is one when the step is recorded, as in a model that was just made, and in one of two layers."""
+
+    def step(m, x, positions, cache):
+        for layer in range(2):
+            q, k, v = (each(x).unflatten(-1, (-1, DIM)).transpose(1, 2) for each in (m.q, m.k, m.v))
+            q = halves(q, positions) * (m.factor if layer else 1)
+            x = x + m.out(attention(m, q, halves(k, positions), v, cache, layer=layer))
+        return x
+
+    inside = dict(q=linear(HEADS * DIM), k=linear(), v=linear(), out=linear(given=HEADS * DIM))
+    recording, model = recorded(step, layers=2, **inside, factor=learned)
+    plain, _ = recorded(step, layers=2, **inside, factor=learned)
+    plain.calls[0].arguments["weight"] = model.embed.weight
+    before = logits(plain)
+    assert_same(recording, model, PASSES)
+    with torch.no_grad():
+        model.body.factor.mul_(-1.5)
+    expected = logits(plain)
+    assert not torch.allclose(expected, before)
+    torch.testing.assert_close(logits(recording), expected, rtol=1e-9, atol=1e-12)
+
+
 def test_options_of_attention_are_kept():
     recording, model = attending(halves, scaling=0.7, softcap=5.0, s_aux=None)
     assert_same(recording, model, [*FRONT, heads.rotations, heads.projections])
@@ -813,7 +838,7 @@ def test_norms_of_heads_stand_between_projections_and_rotation():
 @pytest.mark.parametrize("bias", (False, True))
 @pytest.mark.parametrize("layout", ("apart", "fused"))
 @pytest.mark.parametrize(
-    "rotation", (halves, neighbors, partial, scaled, None), ids=lambda each: getattr(each, "__name__", "none")
+    "rotation", (halves, partial, scaled, None), ids=lambda each: getattr(each, "__name__", "none")
 )
 def test_projections_are_one_call_with_attention(rotation, layout, bias):
     recording, model = attending(rotation, layout, bias)
@@ -821,10 +846,11 @@ def test_projections_are_one_call_with_attention(rotation, layout, bias):
     (call,) = calls_of(recording, marks.projected_attention)
     assert len(calls_of(recording, marks.linear)) == 1, "the one behind attention"
     assert [each.shape[0] for each in call.arguments["weights"]] == [HEADS * DIM, KV_HEADS * DIM, KV_HEADS * DIM]
+    assert rotation is None or call.arguments["pairs"] == ROTATIONS[rotation][0]
     assert all((each is not None) == bias for each in call.arguments["biases"])
 
 
-def test_projections_that_kernels_lack_stay_apart():
+def test_projections_by_group_stay_together():
     recording, model = attending(halves, "grouped")
     assert_same(recording, model, [*FRONT, heads.rotations, heads.projections])
     assert not calls_of(recording, marks.projected_attention)
@@ -840,6 +866,112 @@ def test_projections_that_are_read_twice_stay_apart():
     recording, model = recorded(step, q=linear(HEADS * DIM), k=linear(), v=linear(), out=linear(given=HEADS * DIM))
     assert_same(recording, model, [*FRONT, heads.rotations, heads.projections])
     assert not calls_of(recording, marks.projected_attention)
+
+
+# ---- attention of a model's own -------------------------------------------------------------------------------------
+
+
+def own(weigh, layers: int = 1, **inside):
+    """A recording of attention that the model computes by itself; ``weigh`` makes weights of scores."""
+
+    def step(m, x, positions, cache):
+        for layer in range(layers):
+            q, k, v = (each(x).unflatten(-1, (-1, DIM)).transpose(1, 2) for each in (m.q, m.k, m.v))
+            k, v = cache.update(k, v, layer)
+            k, v = (each.repeat_interleave(HEADS // KV_HEADS, dim=1) for each in (k, v))
+            weights = weigh(m, q @ k.transpose(-1, -2), layer)
+            x = x + m.out((weights @ v).transpose(1, 2).flatten(2))
+        return x
+
+    modules_ = dict(q=linear(HEADS * DIM), k=linear(), v=linear(), out=linear(given=HEADS * DIM))
+    return recorded(step, layers=layers, **modules_, **inside)
+
+
+SLOPES = 2.0 ** -torch.arange(1, 1 + HEADS)
+
+
+def _plain_scores(m, scores, layer):
+    return (scores / DIM**0.5).softmax(-1)
+
+
+def _other_scale(m, scores, layer):
+    return torch.softmax(scores * 0.4, dim=-1, dtype=torch.float32)
+
+
+def _alibi(m, scores, layer):
+    bias = m.slopes[:, None, None] * torch.arange(scores.shape[-1])
+    return (scores * DIM**-0.5 + bias).softmax(-1)
+
+
+@pytest.mark.parametrize(
+    ("weigh", "scale", "slopes"),
+    ((_plain_scores, DIM**-0.5, None), (_other_scale, 0.4, None), (_alibi, DIM**-0.5, SLOPES)),
+    ids=lambda each: getattr(each, "__name__", ""),
+)
+def test_attention_of_a_models_own(weigh, scale, slopes):
+    recording, model = own(weigh, slopes=SLOPES.clone())
+    assert_same(recording, model, [*FRONT, own_attention.own_attention])
+    (call,) = calls_of(recording, marks.attend)
+    assert call.arguments["scale"] == pytest.approx(scale) and call.arguments["window"] == 0
+    found = call.arguments["slopes"]
+    assert found is None if slopes is None else torch.allclose(found, slopes)
+    assert "_softmax" not in names(recording) and "bmm" not in names(recording)
+
+
+def _capped(m, scores, layer):
+    return (5 * torch.tanh(scores / 5)).softmax(-1)
+
+
+def _sigmoids(m, scores, layer):
+    return torch.sigmoid(scores)
+
+
+def _squared_distance(m, scores, layer):
+    return (scores - 1e-4 * torch.arange(scores.shape[-1]).square()).softmax(-1)
+
+
+@pytest.mark.parametrize("weigh", (_capped, _sigmoids, _squared_distance), ids=lambda each: each.__name__)
+def test_what_is_nearly_attention_stays(weigh):
+    recording, model = own(weigh)
+    assert_same(recording, model, [*FRONT, own_attention.own_attention])
+    assert not calls_of(recording, marks.attend)
+
+
+def test_layers_whose_masks_differ_are_told_apart():
+    def masked(m, scores, layer):
+        seen = (m.all, m.near)[layer][: scores.shape[-1]]
+        return scores.masked_fill(~seen, torch.finfo(scores.dtype).min).softmax(-1)
+
+    everything = torch.ones(64, dtype=torch.bool)
+    near = torch.arange(64) > 40
+    recording, model = own(masked, layers=2, all=everything, near=near)
+    assert_same(recording, model, [*FRONT, own_attention.own_attention])
+    assert [call.arguments["layer"] for call in calls_of(recording, marks.attend)] in ([], [0])
+
+
+def test_positions_are_counted_from_the_cache():
+    def step(m, x, positions, cache):
+        start = cache.get_seq_length()
+        places = torch.arange(start, start + x.shape[1])
+        return m.out(x + m.learned(places))
+
+    recording, model = recorded(step, out=linear(), learned=nn.Embedding(64, WIDTH))
+    lengths.positions_in_text(recording, model)
+    recording.drop_unread()
+    assert len(calls_of(recording, marks.text_positions)) == 1
+    table = model.body.learned.weight.double()
+    one, other = (logits(recording, position=position) for position in (3, 8))
+    expected = (table[8] - table[3]) @ model.body.out.weight.double().t()
+    torch.testing.assert_close((other - one)[0, 0], expected, rtol=1e-9, atol=1e-12)
+
+
+def test_sizes_that_follow_the_text_are_refused():
+    recording, model = recorded(lambda m, x, positions, cache: x * torch.ones(cache.get_seq_length()).sum())
+    with pytest.raises(Unrecordable, match="a size that follows the length of the text"):
+        passed(recording, model)
+
+
+# ---- a layer --------------------------------------------------------------------------------------------------------
 
 
 def test_attention_gives_features_side_by_side():
@@ -865,5 +997,4 @@ def test_all_passes_on_a_layer_of_several_tokens(rotation, batch, query_len):
     recording, model = recorded(step, batch, query_len, **inside)
     assert_same(recording, model, PASSES)
     behind = [call.op for call in recording.calls if call.op not in (_aten.view.default,)][-4:]
-    turned = marks.projected_attention if ROTATIONS[rotation][0] == "halves" else marks.rotated_attention
-    assert behind == [turned, marks.linear, marks.gated, marks.linear]
+    assert behind == [marks.projected_attention, marks.linear, marks.gated, marks.linear]

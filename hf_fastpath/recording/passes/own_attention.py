@@ -12,7 +12,7 @@ from torch import nn
 
 from ...decode.named_calls import Call, Register
 from .. import marks
-from ..probing import agree, evaluate
+from ..probing import agree, evaluate, wide
 from ..recording import Recording, read_by
 
 _aten = torch.ops.aten
@@ -41,7 +41,8 @@ def own_attention(recording: Recording, model: nn.Module) -> None:
         if found is None:
             continue
         calls, q, out = found
-        key = tuple((str(call.op), *_plain_numbers(call)) for call in calls)
+        shapes = (tuple(recording.fact(each).shape) for each in (q, append.arguments["k"], append.arguments["v"]))
+        key = (*shapes, *((str(call.op), *_plain_numbers(call), *_contents(call)) for call in calls))
         if key not in known:
             known[key] = _tried(recording, producers, calls, append, q, out)
         if known[key] is None:
@@ -66,6 +67,12 @@ def own_attention(recording: Recording, model: nn.Module) -> None:
 
 def _plain_numbers(call: Call) -> list[float]:
     return [each for each in call.arguments.values() if isinstance(each, (int, float))]
+
+
+def _contents(call: Call) -> list[bytes]:
+    """What tensors of a call hold: masks of layers may differ by nothing else."""
+    held = (each for each in call.arguments.values() if isinstance(each, torch.Tensor))
+    return [wide(each).contiguous().numpy().tobytes() for each in held]
 
 
 _Found = tuple[list[Call], Register, Call]

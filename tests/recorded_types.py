@@ -1,0 +1,159 @@
+"""What ``patch()`` does to every causal-LM type of the installed transformers: the rows of
+``docs/data/recorded_types.csv``, which ``python docs/make_types.py`` writes."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import causal_lm_types
+import torch
+from causal_lm_types import kind, small_model
+from transformers import PreTrainedModel
+
+import hf_fastpath
+from hf_fastpath.decode import composed, many_rows
+from hf_fastpath.decode.named_calls import Call
+from hf_fastpath.errors import UnsupportedModelError
+from hf_fastpath.patching.state import state_of
+from hf_fastpath.recording import lowering, marks
+from hf_fastpath.recording.passes.attention import positional
+from hf_fastpath.recording.recording import Recording
+
+_aten = torch.ops.aten
+
+#: recorded calls that PyTorch runs: products, which may be of weights or of attention, and experts
+_PRODUCTS = {
+    marks.matmul: "matmul",
+    marks.sdpa: "scaled_dot_product_attention",
+    marks.other_experts: "experts",
+    **{each: each._schema.name.partition("::")[2] for each in (
+        *(_aten.mm.default, _aten.bmm.default, _aten.addmm.default, _aten.baddbmm.default),
+        *(_aten.convolution.default, _aten.dot.default, _aten.mv.default),
+    )},
+}  # fmt: skip
+#: calls of a plan that PyTorch runs though a file describes the model
+_COMPOSED = {
+    composed.soft_capped_attention: "soft-capped attention",
+    many_rows.linear: "linear",
+}
+
+
+@dataclass(frozen=True)
+class Row:
+    """What came of a type.
+
+    Attributes:
+        model_type: the type.
+        kind: what its cache is, see ``causal_lm_types.kind``.
+        how: "file", "recorded" or "stock".
+        tokens: "equal" if greedy tokens of a prompt and of a padded batch are stock's, all of them by our loop; ""
+            if the type runs stock code; otherwise what is wrong.
+        left: products with weights, attention and experts that PyTorch runs, "; " between them.
+        reason: why it runs stock code, "" if it does not.
+    """
+
+    model_type: str
+    kind: str
+    how: str
+    tokens: str = ""
+    left: str = ""
+    reason: str = ""
+
+    @property
+    def is_fast(self) -> bool:
+        """Whether it decodes by a plan, with stock's tokens."""
+        return self.how != "stock" and self.tokens == "equal"
+
+    @property
+    def is_ours(self) -> bool:
+        """Whether every product with a weight, every attention and all experts of its step are ops of ours besides."""
+        return self.is_fast and not self.left
+
+
+def row(model_type: str) -> Row:
+    """Build a small model of a type, patch it, and compare it with stock."""
+    try:
+        stock = small_model(model_type)
+    except Exception as error:  # a type of a new release may fail in any way, and the row says how
+        return Row(model_type, "broken", "stock", reason=f"no small model: {causal_lm_types.said(error)}")
+    of_kind, _, why = kind(stock).partition(": ")
+    if why:
+        return Row(model_type, of_kind, "stock", reason=why)
+    ours = copy.deepcopy(stock)
+    try:
+        hf_fastpath.patch(ours, quiet=True)
+    except UnsupportedModelError as error:
+        return Row(model_type, of_kind, "stock", reason=_line(error))
+    report = hf_fastpath.report(ours)
+    if report.loop != "fast":
+        details = "; ".join(report.details.get(f"loop: {report.loop}", []))
+        return Row(model_type, of_kind, "stock", reason=f"{report.loop}: {details}".rstrip(": "))
+    decided = state_of(ours).decided
+    how = "recorded" if decided.is_recorded else "file"
+    try:
+        tokens = _compared(ours, stock)
+    except Exception as error:
+        tokens = causal_lm_types.said(error)
+    return Row(model_type, of_kind, how, tokens, "; ".join(dict.fromkeys(left(ours))))
+
+
+def _line(error: UnsupportedModelError) -> str:
+    """What an error says of the model, in one line and without the remedy."""
+    text = " ".join(str(error).partition("\n")[0].split())
+    code, _, detail = text.removeprefix("patch() can do nothing: ").partition(": not_recorded ")
+    return detail.strip("().") if detail else code
+
+
+def _compared(ours: PreTrainedModel, stock: PreTrainedModel) -> str:
+    """Return "equal", or what is wrong."""
+    long, short = causal_lm_types.prompt(1, 9, seed=1), causal_lm_types.prompt(1, 5, seed=2)
+    batch = torch.cat([long, torch.nn.functional.pad(short, (4, 0))])
+    for name, ids, padding in (("one prompt", long, 0), ("a padded batch", batch, 4)):
+        before = hf_fastpath.report(ours).stats
+        found, expected = (causal_lm_types.generate(model, ids, padding) for model in (ours, stock))
+        after = hf_fastpath.report(ours).stats
+        if not torch.equal(found, expected):
+            return f"others for {name}"
+        if after["fast_tokens"] - before["fast_tokens"] != found.numel():
+            reasons = {code for code, count in after["reasons"].items() if count != before["reasons"].get(code)}
+            return f"stock's loop for {name}: {', '.join(sorted(reasons))}"
+    return "equal"
+
+
+def left(model: PreTrainedModel) -> Iterator[str]:
+    """Yield the names of products with weights, of attention and of experts in a step of a patched model that PyTorch
+    runs."""
+    plans = state_of(model).plans
+    part = plans.part_of(model)
+    if part.is_recorded:
+        recording = part.recording(1, 1)
+        counted = positional(recording)
+        for call in recording.calls:
+            yield from _left_of(recording, call, counted)
+        return
+    for plan in plans:
+        for call in plan.program.calls:
+            if call.op in _COMPOSED:
+                yield _COMPOSED[call.op]
+
+
+def _left_of(recording: Recording, call: Call, counted: set[int]) -> Iterator[str]:
+    if call.op in _PRODUCTS:
+        if call.out.index not in counted:  # angles are made by products, too
+            yield _PRODUCTS[call.op]
+    elif call.op is marks.linear and not lowering.takes_product(recording, call):
+        yield "linear"
+    elif call.op in (marks.attend, marks.rotated_attention, marks.projected_attention):
+        if call.arguments.get("softcap"):
+            yield "soft-capped attention"
+        if call.arguments.get("slopes") is not None:
+            yield "ALiBi attention"
+
+
+def rows(types: Any = None) -> Iterator[Row]:
+    """Yield the rows of types, of all of them if none are given."""
+    for model_type in causal_lm_types.types() if types is None else types:
+        yield row(model_type)
