@@ -17,6 +17,8 @@ from . import marks
 _PROMPT, _STEPS = 8, 3
 #: how many times the twin's difference from stock a model may show
 _TIMES = 3.0
+#: more is no rounding, whatever the twin showed
+_MOST = 0.25
 #: layers of the twin
 _TWINS_LAYERS = 2
 #: roundings of a logit's size that say nothing, however few the twin showed
@@ -58,7 +60,7 @@ def reason_against(part: Any, plans: PlanCache) -> Cause | None:
     if family.verdict is None:
         least = _ROUNDINGS * torch.finfo(part.embedding.weight.dtype).eps
         depth = max(1.0, len(part.layers) / _TWINS_LAYERS) ** 0.5  # roundings of one layer after the other add up so
-        allowed = _TIMES * depth * max(family.twins_difference, least)
+        allowed = min(_MOST, _TIMES * depth * max(family.twins_difference, least))
         found = difference(part, plans)
         text = f"its logits differ from stock's by {found:.1e} of their size, {allowed:.1e} are allowed"
         family.verdict = (None if found <= allowed else Cause("not_proven", text, part.module),)
