@@ -33,7 +33,7 @@ class Family(Protocol):
     def module(self) -> str:
         """Name of the transformers module that defines the model's class."""
 
-    def model_part(self, model: nn.Module) -> structure.ModelPart | None:
+    def model_part(self, model: nn.Module) -> Any:
         """Return ``model`` in its roles as it is now, or None if it does not belong to the family."""
 
 

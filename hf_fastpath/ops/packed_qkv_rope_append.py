@@ -63,8 +63,8 @@ def reference(
     refuse_kv_table(kv_table)
     weight = quants, scales, zeros, multiplier, format
     qkv = product(x, *weight, None, None, Activation.NONE, norm, norm_weight, norm_bias, norm_eps)
-    rest = dict(k_scales=k_scales, v_scales=v_scales, neighbors=neighbors)
-    return rope_append(qkv, None, cos, sin, k_cache, v_cache, seq_lens, num_heads, **rest)
+    to = k_cache, v_cache, seq_lens, num_heads
+    return rope_append(qkv, None, cos, sin, *to, k_scales=k_scales, v_scales=v_scales, neighbors=neighbors)
 
 
 def fake(x, k_cache, num_heads):

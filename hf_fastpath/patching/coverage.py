@@ -13,7 +13,7 @@ from .. import compat, structural
 from ..architecture import architectures
 from ..errors import UnsupportedModelError
 from ..native import loader
-from ..reasons import REASONS, Cause
+from ..reasons import REASONS, Cause, named
 from .plan import PatchPlan
 
 
@@ -89,9 +89,9 @@ def check_anything(plan: PatchPlan) -> None:
         raise unsupported(f"{cause} ({reason.meaning})", reason.remedy)
     more: list[str] = []
     what = _kind(model)
-    if what is None and getattr(plan.loop_reason, "what", "") and plan.loop_reason != "class_not_supported":
-        reason = REASONS[plan.loop_reason]
-        raise unsupported(f"{_named(model)}: {plan.loop_reason} ({plan.loop_reason.what})", reason.remedy)
+    if what is None and plan.loop_reason != "class_not_supported":
+        cause = named(plan.loop_reason, model)
+        raise unsupported(f"{_named(model)}: {cause} ({cause.what})", REASONS[cause].remedy)
     if what is None:
         what = f"{_named(model)} is a causal LM of a family without an architecture file"
         nearest = structural.match(model)

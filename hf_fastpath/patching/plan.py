@@ -77,6 +77,11 @@ class PatchPlan:
     refusal: str | None = None
 
     @property
+    def recorded(self) -> Recorded | None:
+        """The family of a model whose step is recorded from its own forward, or None."""
+        return self.family if isinstance(self.family, Recorded) else None
+
+    @property
     def is_recorded(self) -> bool:
         """Whether the model's step is recorded from its own forward."""
-        return isinstance(self.family, Recorded)
+        return self.recorded is not None

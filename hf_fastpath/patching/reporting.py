@@ -68,7 +68,7 @@ class Report:
             details.setdefault(f"{kind}: {reason}", []).append(getattr(reason, "what", "") or name)
         if loop_reason is not None and (what := named(loop_reason, plan.model).what):
             details[f"loop: {loop_reason}"] = [what]
-        found = plan.family if plan.is_recorded else plan.architecture
+        found = plan.recorded or plan.architecture
         return cls(
             architecture="" if found is None else found.name,
             like=None if found is None else found.like,

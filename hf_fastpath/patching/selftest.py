@@ -72,7 +72,7 @@ def check(plan: PatchPlan) -> None:
     difference = run(model, plan.is_recorded)
     if difference is None:
         if plan.is_recorded:
-            plan.family.twins_difference = _passed[_key(model)]
+            plan.recorded.twins_difference = _passed[_key(model)]
         return
     if plan.is_recorded:
         cause = f"the recorded step of a small {type(model).__name__} does not decode as stock does: {difference}"
