@@ -18,7 +18,7 @@ def odd_sizes(device, dtype):
     for format in FORMATS.values():
         for rows, k, n in (
             (1, 1, 1),
-            (2, 3, 1),
+            (2, 3, 5),
             (3, 31, 129),
             (13, 127, 31),
             (1, 2049, 515),

@@ -45,7 +45,7 @@ def test_wrong_class_name_is_named(architecture, role):
 def test_self_test_passes(architecture, monkeypatch):
     """patch() does this on a version of transformers that was not tested."""
     require_native(CPU)
-    monkeypatch.setattr(selftest, "_passed", set())
+    monkeypatch.setattr(selftest, "_passed", {})
     assert selftest.run(build(architecture)) is None
     assert selftest._passed
 

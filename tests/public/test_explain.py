@@ -104,8 +104,8 @@ TYPES = {
     "whisper": ("WhisperFor", "hf_fastpath on recorded: nothing patched; decode loop: fast"),
     "vit": ("ViTModel", "generates no tokens"),
     "clip": ("CLIPModel", "generates no tokens"),
-    "mamba": ("MambaForCausalLM", "not_recorded (its cache holds states that are no keys and values)"),
-    "rwkv": ("RwkvForCausalLM", "not_recorded (aten.div_.Tensor writes into a tensor of the model"),
+    "mamba": ("MambaForCausalLM", "its cache holds states that are no keys and values)"),
+    "rwkv": ("RwkvForCausalLM", "aten.div_.Tensor writes into a tensor of the model"),
     "llama": ("LlamaForCausalLM", "decode loop: fast"),
 }
 LAYERS = (

@@ -465,8 +465,8 @@ def test_a_listed_model_needs_no_code(old, tmp_path, monkeypatch):
 
 def test_an_untested_transformers_tries_a_twin(old, tmp_path, monkeypatch):
     """The model's own weights are on the meta device at that time."""
-    monkeypatch.setattr(selftest, "_passed", set())
+    monkeypatch.setattr(selftest, "_passed", {})
     save(old, tmp_path)
     monkeypatch.setattr(compat.versions.transformers, "__version__", "99.1.0")
     hf_fastpath.load_packed(tmp_path, quiet=True)
-    assert {(kind.__name__, device) for kind, _, device in selftest._passed} == {("LlamaForCausalLM", "cpu")}
+    assert {(kind.__name__, device) for kind, _, device, _ in selftest._passed} == {("LlamaForCausalLM", "cpu")}

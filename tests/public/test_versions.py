@@ -23,9 +23,9 @@ def untested(monkeypatch):
     """Make the installed transformers seem untested; yield the models of which a twin was tried."""
     require_native(CPU)
     tried, run = [], selftest.run
-    monkeypatch.setattr(selftest, "_passed", set())
+    monkeypatch.setattr(selftest, "_passed", {})
     monkeypatch.setattr(compat.versions.transformers, "__version__", "99.1.0")
-    monkeypatch.setattr(selftest, "run", lambda model: (tried.append(model), run(model))[1])
+    monkeypatch.setattr(selftest, "run", lambda model, *how: (tried.append(model), run(model, *how))[1])
     return tried
 
 
@@ -42,7 +42,7 @@ def test_newest_version_of_the_tests_is_a_tested_one():
 
 def test_tested_version_needs_no_self_test(monkeypatch):
     require_native(CPU)
-    monkeypatch.setattr(selftest, "run", lambda model: pytest.fail("ran the self-test"))
+    monkeypatch.setattr(selftest, "run", lambda *_: pytest.fail("ran the self-test"))
     hf_fastpath.patch(build("llama"), quiet=True)
 
 

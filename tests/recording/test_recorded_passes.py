@@ -602,7 +602,8 @@ def test_norms_that_are_read_otherwise_stay():
     offset = Of(_one_plus, eps=1e-6, weight=parameter(WIDTH))
     recording, model = recorded(lambda m, x, *_: m.out(m.norm(x)), norm=offset, out=linear())
     assert_same(recording, model, [modules.module_formulas, products.norms_in_front])
-    assert names(recording) == ["linear"] and recording.calls[0].arguments["norm"].kind == NormKind.RMS_OFFSET
+    (call,) = calls_of(recording, marks.linear)
+    assert names(recording) == ["linear"] and call.arguments["norm"].kind == NormKind.RMS_OFFSET
 
 
 def test_a_norm_of_what_is_written_behind_it_stays_where_it_is():
