@@ -81,7 +81,7 @@ class Lowering:
         self, call: Call, x, weight, bias, transposed=False, activation=Activation.NONE, residual=None, norm=None
     ) -> Any:
         behind = dict(bias=bias, residual=residual, activation=activation, transposed=transposed)
-        if self.takes(call):
+        if takes_product(self._recording, call):
             return self._emit(
                 ops.gemv.overload,
                 x=x,
@@ -92,15 +92,8 @@ class Lowering:
             )
         return self._emit(many_rows.linear, x=x, weight=weight, **behind)
 
-    def takes(self, call: Call) -> bool:
-        """Whether ``ops.gemv`` takes a product."""
-        return takes_product(self._recording, call)
-
     def _packed_linear(self, call: Call, **arguments) -> Any:
         return self._emit(ops.packed_gemv.overload, **arguments, programmatic_launch=self._at.programmatic_launch)
-
-    def _matmul(self, call: Call, a, b) -> Any:
-        return self._emit(_matmul, a=a, b=b)
 
     def _normed(self, call: Call, x, norm, unit_offset=False, residual=None) -> Any:
         if norm.kind == NormKind.LAYER and unit_offset:
@@ -241,23 +234,15 @@ def joined_states(q, k, v):
     return torch.cat([each.transpose(1, 2).flatten(2) for each in (q, k, v)], dim=-1)
 
 
-def _matmul(a, b):
-    return torch.matmul(a, b)
-
-
 def run_angles(tables, formula, dtype, pairs, shape):
     """cos and sin in the model's dtype, [batch, query_len, rotary_dim]."""
     return [each.reshape(*shape, each.shape[-1]).to(dtype) for each in formula(tables, pairs)]
 
 
-def run_experts(
-    x, ids, weights, gate_up_weight, down_weight, activation, transposed=False,
-    gate_up_bias=None, down_bias=None, alpha=1.702, limit=7.0,
-):  # fmt: skip
+def run_experts(x, ids, weights, gate_up_weight, down_weight, activation):
     """``ops.fused_experts`` of experts that the model's own code has chosen."""
-    layout = (gate_up_bias, down_bias, transposed, alpha, limit)
     return ops.fused_experts.overload(
-        x, ids.long(), weights.float(), gate_up_weight, down_weight, None, activation, False, *layout
+        x, ids.long(), weights.float(), gate_up_weight, down_weight, activation=activation
     )
 
 
@@ -267,10 +252,8 @@ _RULES: dict[Callable[..., Any], Callable[..., Any]] = {
     marks.text_positions: lambda self, call, query_len: self._emit(
         marks.text_positions, lengths=self._at.seq_lens, query_len=query_len
     ),
-    marks.sdpa: lambda self, call, **arguments: self._emit(marks.sdpa, **arguments),
     marks.linear: Lowering._linear,
     marks.packed_linear: Lowering._packed_linear,
-    marks.matmul: Lowering._matmul,
     marks.normed: Lowering._normed,
     marks.append: Lowering._append,
     marks.attend: Lowering._attend,
@@ -279,6 +262,5 @@ _RULES: dict[Callable[..., Any], Callable[..., Any]] = {
     marks.rotated_attention: Lowering._rotated,
     marks.projected_attention: Lowering._projected,
     marks.experts: Lowering._experts,
-    marks.other_experts: lambda self, call, **arguments: self._emit(marks.other_experts, **arguments),
     marks.activated: Lowering._activated,
 }

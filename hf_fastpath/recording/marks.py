@@ -9,6 +9,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
+from .. import compat
 from ..choices import Activation, NormKind
 from ..decode.named_calls import Norm
 
@@ -80,16 +81,13 @@ def attend(q, states, layer, scale, window, softcap=0.0, sinks=None, slopes=None
     raise NotImplementedError("attention is run by an op over a cache alone")
 
 
-def experts(x, ids, weights, gate_up_weight, down_weight, activation, gate_up_bias=None, down_bias=None,
-            transposed=False, alpha=1.702, limit=7.0):  # fmt: skip
+def experts(x, ids, weights, gate_up_weight, down_weight, activation):
     """See ``ops.fused_experts``."""
     raise NotImplementedError("experts are run by their op alone")
 
 
 def other_experts(x, ids, weights, module):
     """Experts that ``ops.fused_experts`` does not take, by transformers' own gathering of their weights."""
-    from .. import compat
-
     return compat.gathered_experts(module, x, ids, weights)
 
 

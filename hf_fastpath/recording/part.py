@@ -106,6 +106,7 @@ class RecordedPart:
         self.architecture, self.module = architecture, module
         self.windows: tuple[int | None, ...] = tuple(compat.layer_windows(module.config) or ())
         self._recordings: dict[tuple[int, int], Recording] = {}
+        self._moment = object()  # of no other part, as an id may be once this one is gone
 
     # ---- recordings -------------------------------------------------------------------------------------------
 
@@ -187,7 +188,7 @@ class RecordedPart:
 
     def fingerprint(self) -> tuple:
         """What a decode plan bakes in of the model: a part is of one moment, so all that its recordings hold."""
-        return (id(self), *self._tensor_facts())
+        return (self._moment, *self._tensor_facts())
 
     def _tensor_facts(self) -> list[tuple]:
         tensors = (*self.module.parameters(), *self.module.buffers())
@@ -209,8 +210,12 @@ class RecordedPart:
         try:
             self.recording(batch, query_len)
         except Exception as error:  # nobody has tried this code: anything may be raised
-            return Cause("not_recorded", f"{batch} sequences, {query_len} new tokens: {error}", self.module)
+            return self._not_recorded(error, f"{batch} sequences, {query_len} new tokens: ")
         return None
+
+    def _not_recorded(self, error: Exception, where: str = "") -> Cause:
+        what = str(error) if isinstance(error, Unrecordable) else f"{type(error).__name__}: {error}"
+        return Cause("not_recorded", f"{where}{what}", self.module)
 
     def proof_reason(self, plans: PlanCache, batch: int) -> str | None:
         """Why the recorded step is not used though there is one: it cannot be recorded for so many sequences, or does
@@ -250,20 +255,15 @@ class RecordedPart:
     def _recording_reason(self) -> str | None:
         try:
             layers = self.layers
-        except Unrecordable as error:
-            return Cause("not_recorded", str(error), self.module)
-        except Exception as error:  # code that nobody has tried, and passes over it
-            return Cause("not_recorded", f"{type(error).__name__}: {error}", self.module)
+            _dry_run(self)
+        except Exception as error:  # nobody has tried this code, nor the passes over it: anything may be raised
+            return self._not_recorded(error)
         odd = next((each for each in layers if not takes_head_dim(each.attention.head_dim)), None)
         if odd is not None:
             return Cause("unsupported_head_dim", f"head_dim={odd.attention.head_dim}", self.module)
         narrow = next((w for w in self.windows if w is not None and w < compat.MIN_WINDOW), None)
         if narrow is not None:
             return Cause("unsupported_config", f"sliding_window={narrow}", self.module)
-        try:
-            _dry_run(self)
-        except Unrecordable as error:
-            return Cause("not_recorded", str(error), self.module)
         return None
 
 
