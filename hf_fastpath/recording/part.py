@@ -11,7 +11,7 @@ from torch import nn
 
 from .. import compat
 from ..decode.modules import is_packed, model_code_reason, own_code_reason
-from ..decode.named_calls import Emit, Register
+from ..decode.named_calls import Call, Emit, Register
 from ..decode.plan_cache import PlanCache
 from ..decode.program import Program
 from ..decode.steps import Positions
@@ -128,9 +128,10 @@ class RecordedPart:
     @functools.cached_property
     def layers(self) -> list[RecordedLayer]:
         recording = self.recording(1, 1)
-        found: dict[int, RecordedLayer] = {}
+        producers, found = recording.producers(), {}
         for call in recording.calls:
-            for layer, attention in attention_of(recording, call):
+            if (attention := attention_of(recording, producers, call)) is not None:
+                layer = call.arguments["layer"]
                 found.setdefault(layer, RecordedLayer(attention, self.windows[layer]))
         if set(found) != set(range(len(self.windows))):
             raise Unrecordable("layers of the cache that no attention reads")
@@ -176,11 +177,11 @@ class RecordedPart:
         """How many positions the model has learned, and the row of the first of them; None if it knows any."""
         recording = self.recording(1, 1)
         at_positions, found = positional(recording), []
+        counted = [each for each in recording.calls if each.out.index in at_positions]
         for call in recording.calls:
             if call.op is _aten.embedding.default and isinstance(call.arguments["indices"], Register):
                 index = call.arguments["indices"].index
                 if index in at_positions:
-                    counted = [each for each in recording.calls if each.out.index in at_positions]
                     rows = [int(evaluate(counted, _at(recording, p))[index].flatten()[0]) for p in (0, 1)]
                     if rows[0] != rows[1]:
                         found.append((call.arguments["weight"].shape[0] - rows[0], rows[0]))
@@ -275,22 +276,20 @@ def _at(recording: Recording, position: int) -> dict[int, torch.Tensor]:
     return {recording.positions.index: torch.full(shape, position)} | here
 
 
-def attention_of(recording: Recording, call: Any) -> list[tuple[int, RecordedAttention]]:
-    """The layer of the cache that a call reads, and how; or nothing."""
+def attention_of(recording: Recording, producers: dict[int, Call], call: Call) -> RecordedAttention | None:
+    """How a call reads a layer of the cache, or None if it reads none."""
     if call.op in (marks.rotated_attention, marks.projected_attention):
         given = call.arguments
         shape = given["num_kv_heads"], given["head_dim"]
-        return [(given["layer"], RecordedAttention(shape, given["num_heads"], shape[1], _is_composed(given)))]
+        return RecordedAttention(shape, given["num_heads"], shape[1], _is_composed(given))
     if call.op is not marks.attend:
-        return []
-    producers = recording.producers()
+        return None
     states = producers[call.arguments["states"].index]
     heads, _, head_dim = recording.fact(states.arguments["k"]).shape[1:]
     if recording.fact(states.arguments["v"]).shape[-1] != head_dim:
         raise Unrecordable("keys and values of different sizes")
     found = recording.fact(call.arguments["q"])
-    attention = RecordedAttention((heads, head_dim), found.shape[1], head_dim, _is_composed(call.arguments))
-    return [(call.arguments["layer"], attention)]
+    return RecordedAttention((heads, head_dim), found.shape[1], head_dim, _is_composed(call.arguments))
 
 
 def _is_composed(attend: dict[str, Any]) -> bool:

@@ -40,7 +40,7 @@ class Recorder:
         self._registers: dict[int, Register] = {}  # id of a tensor -> what stands for it
         self._kept: list[Any] = []  # no other tensor gets an id of these
         self._storages: dict[int, list[int]] = {}
-        self._states: dict[int, int] = {}  # register of what append() gave -> layer
+        self._states: dict[tuple[int, int], tuple[Register, int]] = {}  # registers of keys, values -> of both, layer
         self._paths = {id(module): path for path, module in skeleton.copy.named_modules()}
 
     # ---- values -----------------------------------------------------------------------------------------------
@@ -128,13 +128,15 @@ class Recorder:
         with self.quiet():
             all_ = tuple(each.new_empty(*each.shape[:2], self.past + each.shape[2], each.shape[3]) for each in (k, v))
         call = self.emit(marks.append, {"k": k, "v": v, "layer": layer}, list(all_))
-        self._states[call.out.index] = layer
+        self._states[self._indices(all_)] = call.out, layer
         return all_
 
     def attend(self, module, query, key, value, attention_mask, scaling=None, sliding_window=None, softcap=None,
                s_aux=None, dropout=0.0, **others):  # fmt: skip
         """As transformers' attention functions."""
-        states = self._states_of(key, value)
+        if (found := self._states.get(self._indices((key, value)))) is None:
+            raise Unrecordable("attention over other keys and values than the cache gave")
+        states, layer = found
         window = self.mask_of(attention_mask)
         if not getattr(module, "is_causal", True):
             raise Unrecordable("attention that is not causal")
@@ -145,23 +147,15 @@ class Recorder:
             batch, heads, query_len, head_dim = query.shape
             out = query.new_empty(batch, query_len, heads, value.shape[-1])
         arguments = dict(
-            q=query, states=states, layer=self._states[states.index],
+            q=query, states=states, layer=layer,
             scale=float(head_dim**-0.5 if scaling is None else scaling), window=window,
             softcap=float(softcap or 0.0), sinks=s_aux,
         )  # fmt: skip
         self.emit(marks.attend, arguments, out)
         return out, None
 
-    def _states_of(self, key: torch.Tensor, value: torch.Tensor) -> Register:
-        """The register of what ``append`` gave, of which these are keys and values."""
-        found = [self._registers.get(id(each)) for each in (key, value)]
-        calls = {call.out.index: call for call in self.calls if call.op is operator.getitem}
-        pairs = [calls.get(each.index) if each is not None else None for each in found]
-        if None in pairs or pairs[0].arguments["a"].index != pairs[1].arguments["a"].index:
-            raise Unrecordable("attention over other keys and values than the cache gave")
-        if (pairs[0].arguments["b"], pairs[1].arguments["b"]) != (0, 1):
-            raise Unrecordable("attention over other keys and values than the cache gave")
-        return pairs[0].arguments["a"]
+    def _indices(self, tensors: tuple[torch.Tensor, ...]) -> tuple[int, ...]:
+        return tuple(self._registers[id(each)].index if id(each) in self._registers else -1 for each in tensors)
 
     def mask_of(self, mask: torch.Tensor | None) -> Register | None:
         """The register of a mask that :meth:`mask` made."""

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from ...decode import composed
 from ...decode.named_calls import Call, Register
 from .. import marks
 from ..lowering import takes_product
@@ -191,11 +192,9 @@ def _is_turned(values, tables, out, layout, angles, pairs, heads, kv_heads, dim)
     batch, _, query_len, _ = out[0].shape
     rows = [each.reshape(batch, query_len, -1) for each in values]
     if len(rows) == 1:
-        if layout == "grouped":
-            grouped = rows[0].unflatten(-1, (kv_heads, heads // kv_heads + 2, dim))
-            rows = [each.flatten(2) for each in grouped.split((heads // kv_heads, 1, 1), dim=3)]
-        else:
-            rows = list(rows[0].split((heads * dim, kv_heads * dim, kv_heads * dim), dim=-1))
+        (qkv,) = rows
+        qkv = composed.ungrouped(qkv, dim, heads // kv_heads) if layout == "grouped" else qkv
+        rows = list(qkv.split((heads * dim, kv_heads * dim, kv_heads * dim), dim=-1))
     q, k, v = (each.unflatten(-1, (-1, dim)).transpose(1, 2) for each in rows)
     if angles is not None:
         try:

@@ -175,6 +175,7 @@ def residuals(recording: Recording, model: nn.Module) -> None:
     """Pass: a sum with a product, or with a norm, is that product's or norm's."""
     _reassociate(recording)
     producers, users = recording.producers(), recording.users()
+    instead: dict[int, list[Call]] = {}
     for call in recording.calls:
         if call.op is not _aten.add.Tensor or call.arguments.get("alpha", 1) != 1:
             continue
@@ -189,8 +190,9 @@ def residuals(recording: Recording, model: nn.Module) -> None:
             if len({(each.shape, each.dtype) for each in facts}) > 1:
                 continue
             call.op, call.arguments = product.op, product.arguments | {"residual": residual}
-            product.op, product.arguments = operator.getitem, {"a": [0], "b": 0}  # read by nothing any more
+            instead[id(product)] = []
             break
+    recording.rewrite(instead, {})
 
 
 def _adds(recording: Recording, call: Call) -> bool:
