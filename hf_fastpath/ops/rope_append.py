@@ -20,7 +20,8 @@ from .kv_cache import (
 MAX_QUANTIZED_HEAD_DIM = 512
 
 
-def _rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, neighbors: bool) -> torch.Tensor:
+def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, neighbors: bool) -> torch.Tensor:
+    """Turn the first elements of every head, as many as there are angles: x [batch, query_len, heads, head_dim]."""
     rotary_dim = cos.shape[-1]
     turned, rest = x[..., :rotary_dim], x[..., rotary_dim:]
     if neighbors:
@@ -88,7 +89,7 @@ def reference(
         qkv = qkv + bias
     q, k, v = qkv.reshape(batch, query_len, -1, head_dim).split([num_heads, num_kv_heads, num_kv_heads], dim=2)
     if cos is not None and sin is not None:
-        q, k = _rotate(q, cos, sin, neighbors), _rotate(k, cos, sin, neighbors)
+        q, k = rotate(q, cos, sin, neighbors), rotate(k, cos, sin, neighbors)
     slots = positions(seq_lens, query_len) % capacity_of(k_cache, block_table)
     rows = torch.arange(batch, device=qkv.device)[:, None]
     if block_table is not None:

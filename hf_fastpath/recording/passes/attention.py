@@ -12,6 +12,7 @@ from torch import nn
 
 from ...decode import composed
 from ...decode.named_calls import Call, Register
+from ...ops.rope_append import rotate
 from .. import marks
 from ..lowering import takes_product
 from ..probing import agree, evaluate
@@ -195,28 +196,16 @@ def _is_turned(values, tables, out, layout, angles, pairs, heads, kv_heads, dim)
         (qkv,) = rows
         qkv = composed.ungrouped(qkv, dim, heads // kv_heads) if layout == "grouped" else qkv
         rows = list(qkv.split((heads * dim, kv_heads * dim, kv_heads * dim), dim=-1))
-    q, k, v = (each.unflatten(-1, (-1, dim)).transpose(1, 2) for each in rows)
+    q, k, v = (each.unflatten(-1, (-1, dim)) for each in rows)
     if angles is not None:
         try:
-            cos, sin = (each.reshape(-1, query_len, each.shape[-1])[:, None] for each in angles[1](tables, pairs))
+            cos, sin = (each.reshape(-1, query_len, each.shape[-1]) for each in angles[1](tables, pairs))
         except (RuntimeError, ValueError):
             return False
         if cos.shape[0] not in (1, batch) or cos.shape != sin.shape or cos.shape[-1] > dim or cos.shape[-1] % 2:
             return False
-        q, k = (turned(each, cos, sin, pairs) for each in (q, k))
-    return all(agree(one, other) for one, other in zip(out, (q, k, v)))
-
-
-def turned(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, pairs: str) -> torch.Tensor:
-    """The first elements of every head, as many as there are angles, turned."""
-    count = cos.shape[-1]
-    first, rest = x[..., :count], x[..., count:]
-    if pairs == "halves":
-        one, other = first.chunk(2, dim=-1)
-        crossed = torch.cat((-other, one), dim=-1)
-    else:
-        crossed = torch.stack((-first[..., 1::2], first[..., ::2]), dim=-1).flatten(-2)
-    return torch.cat((first * cos + crossed * sin, rest), dim=-1)
+        q, k = (rotate(each, cos, sin, pairs == "neighbors") for each in (q, k))
+    return all(agree(one, other.transpose(1, 2)) for one, other in zip(out, (q, k, v)))
 
 
 _Formula = tuple[tuple, Callable[..., Any]]
