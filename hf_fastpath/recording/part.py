@@ -46,7 +46,6 @@ class Recorded:
         name: ``"recorded"``.
         module: transformers module of the model's class.
         twins_difference: of logits from stock's that a small twin showed, see :mod:`.proof`.
-        verdict: what the model's own first steps have shown, a reason or None, in a tuple; None until they ran.
     """
 
     name, like = RECORDED, None
@@ -54,7 +53,6 @@ class Recorded:
     def __init__(self, model: nn.Module):
         self.module = type(model).__module__
         self.twins_difference = 0.0
-        self.verdict: tuple[Cause | None] | None = None
 
     def model_part(self, model: nn.Module) -> RecordedPart | None:
         """``model`` as it is now."""
@@ -95,6 +93,7 @@ class RecordedPart:
         architecture: see :class:`Recorded`.
         module: the model.
         windows: sliding window of each layer, None for full attention.
+        verdict: what the model's own first steps have shown, a reason or None, in a tuple; None until they ran.
     """
 
     rotary = None
@@ -106,6 +105,7 @@ class RecordedPart:
         self.architecture, self.module = architecture, module
         self.windows: tuple[int | None, ...] = tuple(compat.layer_windows(module.config) or ())
         self._recordings: dict[tuple[int, int], Recording] = {}
+        self.verdict: tuple[Cause | None] | None = None
         self._moment = object()  # of no other part, as an id may be once this one is gone
 
     # ---- recordings -------------------------------------------------------------------------------------------

@@ -50,18 +50,17 @@ def difference(part: Any, plans: PlanCache) -> float:
 
 
 def reason_against(part: Any, plans: PlanCache) -> Cause | None:
-    """Why the recorded step of a model is not used, or None. It is asked once for a model.
+    """Why the recorded step of a model is not used, or None. The steps are compared once for a part.
 
     Args:
         part: the model, without another reason.
         plans: of the model.
     """
-    family = part.architecture
-    if family.verdict is None:
+    if part.verdict is None:
         least = _ROUNDINGS * torch.finfo(part.embedding.weight.dtype).eps
         depth = max(1.0, len(part.layers) / _TWINS_LAYERS) ** 0.5  # roundings of one layer after the other add up so
-        allowed = min(_MOST, _TIMES * depth * max(family.twins_difference, least))
+        allowed = min(_MOST, _TIMES * depth * max(part.architecture.twins_difference, least))
         found = difference(part, plans)
         text = f"its logits differ from stock's by {found:.1e} of their size, {allowed:.1e} are allowed"
-        family.verdict = (None if found <= allowed else Cause("not_proven", text, part.module),)
-    return family.verdict[0]
+        part.verdict = (None if found <= allowed else Cause("not_proven", text, part.module),)
+    return part.verdict[0]
