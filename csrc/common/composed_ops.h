@@ -14,6 +14,24 @@ inline void check_residual(const Tensor& x, const std::optional<Tensor>& residua
       "hf_fastpath::", op, ": residual has to be of x's shape and dtype");
 }
 
+// Refuses weights of norms over queries and keys that do not fit. Returns whether a norm is of all heads at
+// once, not of each by itself.
+inline bool check_head_norms(const std::optional<Tensor>& q_norm_weight,
+                             const std::optional<Tensor>& k_norm_weight, DType dtype, int64_t num_heads,
+                             int64_t num_kv_heads, int64_t head_dim, const char* op) {
+  STD_TORCH_CHECK(q_norm_weight.has_value() == k_norm_weight.has_value(), "hf_fastpath::", op,
+                  ": q_norm_weight and k_norm_weight go together");
+  if (!q_norm_weight) return false;
+  const int64_t q = q_norm_weight->numel(), k = k_norm_weight->numel();
+  const bool each = q == head_dim && k == head_dim;
+  STD_TORCH_CHECK(each || (q == num_heads * head_dim && k == num_kv_heads * head_dim), "hf_fastpath::", op,
+                  ": q_norm_weight and k_norm_weight have ", q, " and ", k, " elements, expected ", head_dim,
+                  " both, or ", num_heads * head_dim, " and ", num_kv_heads * head_dim);
+  STD_TORCH_CHECK(dtype_of(*q_norm_weight, op) == dtype && dtype_of(*k_norm_weight, op) == dtype,
+                  "hf_fastpath::", op, ": q_norm_weight and k_norm_weight have to be of qkv's dtype");
+  return !each;
+}
+
 inline NormKind norm_of(int64_t number, const char* op) {
   return choice_of(number, NormKind::kRmsOffset, op, "norm");
 }
@@ -41,7 +59,10 @@ inline void check_projections(const Tensor& x, const std::optional<Tensor>& k_we
       const std::optional<Tensor>& sin, const Tensor& k_cache, const Tensor& v_cache,                      \
       const Tensor& seq_lens, int64_t num_heads, const std::optional<Tensor>& kv_table, int64_t layer,     \
       const std::optional<Tensor>& k_scales, const std::optional<Tensor>& v_scales,                        \
-      const std::optional<Tensor>& block_table = std::nullopt, bool neighbors = false);                    \
+      const std::optional<Tensor>& block_table = std::nullopt, bool neighbors = false,                     \
+      const std::optional<Tensor>& q_norm_weight = std::nullopt,                                           \
+      const std::optional<Tensor>& k_norm_weight = std::nullopt, double head_norm_eps = 0.0,               \
+      double head_norm_offset = 0.0, bool programmatic_launch = false);                                    \
   Tensor gemv_##device(const Tensor& x, const Tensor& weight, const std::optional<Tensor>& bias,           \
                        const std::optional<Tensor>& residual, int64_t activation, bool transposed,         \
                        int64_t norm, const std::optional<Tensor>& norm_weight,                             \
@@ -56,7 +77,10 @@ inline void check_projections(const Tensor& x, const std::optional<Tensor>& k_we
       const std::optional<Tensor>& kv_table, int64_t layer, int64_t norm,                                  \
       const std::optional<Tensor>& norm_weight, const std::optional<Tensor>& norm_bias, double norm_eps,   \
       bool programmatic_launch, const std::optional<Tensor>& k_scales,                                     \
-      const std::optional<Tensor>& v_scales, const std::optional<Tensor>& block_table, bool neighbors);    \
+      const std::optional<Tensor>& v_scales, const std::optional<Tensor>& block_table, bool neighbors,     \
+      const std::optional<Tensor>& q_norm_weight = std::nullopt,                                           \
+      const std::optional<Tensor>& k_norm_weight = std::nullopt, double head_norm_eps = 0.0,               \
+      double head_norm_offset = 0.0);                                                                      \
   Tensor decode_attention_##device(                                                                        \
       const Tensor& q, const Tensor& k_cache, const Tensor& v_cache, const Tensor& seq_lens,               \
       const std::optional<Tensor>& starts, double scale, int64_t window,                                   \

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from ..choices import Activation
-from ..ops import fused_experts, rms_norm, topk_softmax
+from ..ops import fused_experts, topk_softmax
 from ..ops.decode_attention import visible_slots
 from ..ops.kv_cache import dequantized, gathered
 
@@ -25,15 +25,6 @@ def unit_offset_layer_norm(
 def plain_norm(x: torch.Tensor, eps: float) -> torch.Tensor:
     """Compute the RMS norm without a weight, in float32 and rounded once."""
     return nn.functional.rms_norm(x.float(), x.shape[-1:], None, eps).to(x.dtype)
-
-
-def head_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, weight_offset: float = 0.0) -> torch.Tensor:
-    """Compute the RMS norm of every head, or of all heads at once if ``weight`` is as long.
-
-    Input and output are [batch, query_len, heads * head_dim].
-    """
-    heads = x.unflatten(-1, (-1, weight.numel()))
-    return rms_norm.overload(heads, weight, eps, None, weight_offset).flatten(-2)
 
 
 def concatenated(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:

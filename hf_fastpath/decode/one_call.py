@@ -55,7 +55,7 @@ class _Layer:
             (self.up["x"], out), (self.down["x"], up), (self.down["residual"], out),
         ]  # fmt: skip
         plain = [self.out["norm"], self.down["norm"], self.attention["sinks"], self.up.get("residual")]
-        plain += [self.cache.k_scales, self.cache.block_table]
+        plain += [self.cache.k_scales, self.cache.block_table, self.qkv.get("head_norms")]
         none = [self.out["activation"], self.down["activation"]]
         return (
             all(found is wanted for found, wanted in taken)

@@ -21,7 +21,7 @@ from ..quantization.linear import joined as joined_weights
 from . import composed
 from .attention_part import AttentionPart
 from .modules import is_packed, is_transposed, weight_and_bias
-from .named_calls import Emit, Norm, run
+from .named_calls import Emit, HeadNorms, Norm, run
 from .parts import FeedForwardPart, MLPPart, MoEPart, NormPart
 from .structure import LayerPart, ModelPart
 
@@ -149,12 +149,20 @@ def norm(emit: Emit, part: NormPart, x: Any, residual: Any = None) -> Any:
     return emit(op, x=x, **arguments, residual=residual)
 
 
+def head_norms(part: AttentionPart) -> HeadNorms | None:
+    """Return the norms of queries and keys in the form that calls take."""
+    if not part.head_norms:
+        return None
+    q, k = map(norm_of, part.head_norms)
+    return HeadNorms(q.weight, k.weight, q.eps, q.kind.weight_offset)
+
+
 def _queries_composed(
     emit: Emit, part: AttentionPart, x: Any, cache: KVCache, at: Positions, norm: NormPart | None
 ) -> Any:
     """Emit what ``ops.qkv_rope_append`` computes, for attention that the op does not support."""
     linears = part.projections()[:-1]
-    together = None if part.head_norms else joined(linears)
+    together = joined(linears)
     if together is not None:
         qkv = emit(
             ops.packed_gemv.overload, x=x, **together, norm=norm_of(norm), programmatic_launch=at.programmatic_launch
@@ -163,9 +171,6 @@ def _queries_composed(
         projected = [
             projection(emit, linear, x, norm=norm, programmatic_launch=at.programmatic_launch) for linear in linears
         ]
-        for place, each in enumerate(part.head_norms):
-            _, arguments = _norm_op(each)
-            projected[place] = emit(composed.head_norm, x=projected[place], **arguments)
         qkv = projected[0] if len(projected) == 1 else emit(composed.concatenated, *projected)
     if part.spec.by_kv_head:
         qkv = emit(composed.ungrouped, qkv=qkv, head_dim=part.head_dim, group=part.group)
@@ -173,6 +178,7 @@ def _queries_composed(
         sizes = dict(num_heads=part.num_heads, head_dim=part.head_dim, group=part.group)
         qkv = emit(composed.repeated_kv, qkv=qkv, **sizes)
     store = at.store(part, cache) | at.angles_of(part)
+    store |= dict(head_norms=head_norms(part), programmatic_launch=at.programmatic_launch)
     return emit(ops.rope_append.overload, qkv=qkv, bias=None, **store, num_heads=part.num_heads)
 
 
@@ -189,7 +195,7 @@ def attention(
     """Emit ``residual + part(norm(x))``, which appends to ``cache``, the cache of the model's ``layer``-th layer."""
     *qkv, out = part.projections()
     placed = at.placed(cache, layer)
-    together = None if part.is_composed or cache.is_paged else joined(qkv)
+    together = None if part.is_composed or part.head_norms or cache.is_paged else joined(qkv)
     if together is None and (part.is_composed or any(map(is_packed, qkv))):
         queries = _queries_composed(emit, part, x, placed, at, norm)
     else:
@@ -205,7 +211,8 @@ def attention(
                 for kind in kinds
                 for role, each in zip("qkv", [getattr(linear, kind) for linear in qkv] + absent)
             }
-            queries = emit(ops.qkv_rope_append.overload, x=x, **weights, transposed=is_transposed(qkv[0]), **store)
+            store |= dict(transposed=is_transposed(qkv[0]), head_norms=head_norms(part))
+            queries = emit(ops.qkv_rope_append.overload, x=x, **weights, **store)
     seen = dict(seq_lens=at.seq_lens, starts=at.starts, scale=part.scaling, window=part.window or 0)
     how = dict(workspace=at.workspace, programmatic_launch=at.programmatic_launch, sinks=part.sinks)
     if part.softcap:

@@ -172,7 +172,10 @@ class Lowering:
         shape = [-1, self._recording.query_len]
         return self._emit(run_angles, tables=tables, formula=formula, dtype=dtype, pairs=pairs, shape=shape)
 
-    def _rotated(self, call: Call, sources, grouped, cos, sin, pairs, num_heads, num_kv_heads, head_dim, **attend):
+    def _rotated(
+        self, call: Call, sources, grouped, cos, sin, pairs, num_heads, num_kv_heads, head_dim, head_norms=None,
+        **attend,
+    ):  # fmt: skip
         rows = [self._recording.batch, self._recording.query_len, -1]
         flat = [self._emit(_aten.reshape.default, each, rows) for each in sources]
         qkv = flat[0] if len(flat) == 1 else self._emit(composed.concatenated, *flat)
@@ -182,12 +185,13 @@ class Lowering:
         store = self.store(attend["layer"], attend["softcap"] or attend["slopes"] is not None) | _turned_by(
             cos, sin, pairs
         )
+        store |= dict(head_norms=head_norms, programmatic_launch=self._at.programmatic_launch)
         queries = self._emit(ops.rope_append.overload, qkv=qkv, bias=None, num_heads=num_heads, **store)
         return self.attention(queries, **attend)
 
     def _projected(
-        self, call: Call, x, weights, biases, transposed, cos, sin, pairs, num_heads, num_kv_heads, head_dim, norm=None,
-        **attend,
+        self, call: Call, x, weights, biases, transposed, cos, sin, pairs, num_heads, num_kv_heads, head_dim,
+        head_norms=None, norm=None, **attend,
     ):  # fmt: skip
         absent = [None] * (3 - len(weights))
         given = {
@@ -200,7 +204,7 @@ class Lowering:
         )
         queries = self._emit(
             ops.qkv_rope_append.overload, x=x, **given, transposed=transposed, num_heads=num_heads, norm=norm,
-            programmatic_launch=self._at.programmatic_launch, **store,
+            head_norms=head_norms, programmatic_launch=self._at.programmatic_launch, **store,
         )  # fmt: skip
         return self.attention(queries, **attend)
 

@@ -103,8 +103,8 @@ def angles(tables, formula, dtype, pairs):
 
 
 def rotated_attention(sources, grouped, cos, sin, pairs, layer, scale, window, softcap, sinks, slopes, num_heads,
-                      num_kv_heads, head_dim):  # fmt: skip
-    """Rotation of queries and keys, :func:`append` and :func:`attend`.
+                      num_kv_heads, head_dim, head_norms=None):  # fmt: skip
+    """Norms of queries and keys, their rotation, :func:`append` and :func:`attend`.
 
     ``sources``: queries, keys and values [batch, query_len, features] each, or one with all of them; ``grouped``: by KV
     head. ``pairs`` is turned together, see ``architecture.Attention``.
@@ -113,6 +113,6 @@ def rotated_attention(sources, grouped, cos, sin, pairs, layer, scale, window, s
 
 
 def projected_attention(x, weights, biases, transposed, cos, sin, pairs, layer, scale, window, softcap, sinks,
-                        slopes, num_heads, num_kv_heads, head_dim, norm=None):  # fmt: skip
+                        slopes, num_heads, num_kv_heads, head_dim, head_norms=None, norm=None):  # fmt: skip
     """The projections of ``x``, and :func:`rotated_attention` of what they give."""
     raise NotImplementedError("attention is run by an op over a cache alone")

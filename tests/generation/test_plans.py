@@ -161,7 +161,7 @@ ONES = dict(embedding_multiplier=1.0, residual_multiplier=1.0, logits_scaling=1.
         ("granite", ONES | dict(embedding_multiplier=2.0), {"decode_layers": 1, "mul": 1}),
         ("smollm3", {}, {"qkv_rope_append": 2, "decode_attention": 2}),
         ("smollm3", dict(no_rope_layers=[0, 0]), {"decode_layers": 1}),
-        ("olmo2", {}, {"rope_append": 2, "rms_norm": 4, "head_norm": 4, "scaled_sum": 0}),
+        ("olmo2", {}, {"qkv_rope_append": 2, "rms_norm": 4, "gemv": 5, "scaled_sum": 0}),
         ("phi", {}, {"qkv_rope_append": 2, "decode_attention": 2, "gemv": 7, "scaled_sum": 0}),
         ("cohere", {}, {"qkv_rope_append": 2, "decode_attention": 2, "gemv_swiglu": 2}),
         ("gpt_neox", {}, {"ungrouped": 2, "rope_append": 2, "gemv": 9}),

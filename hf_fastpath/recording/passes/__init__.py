@@ -27,6 +27,7 @@ PASSES: tuple[Pass, ...] = (
     products.split_products,
     own_attention.own_attention,
     attention.rotations,
+    attention.head_norms,
     attention.projections,
     attention.flat_attention,
     views.no_change,
