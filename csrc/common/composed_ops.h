@@ -32,6 +32,15 @@ inline bool check_head_norms(const std::optional<Tensor>& q_norm_weight,
   return !each;
 }
 
+// Refuses what decode_attention cannot do to scores.
+inline void check_score_changes(const char* op, const std::optional<Tensor>& sinks, double softcap,
+                                const std::optional<Tensor>& slopes, int64_t num_heads) {
+  STD_TORCH_CHECK(softcap >= 0.0, "hf_fastpath::", op, ": softcap is ", softcap, ", expected 0 or more");
+  STD_TORCH_CHECK(!slopes || (slopes->numel() == num_heads && dtype_of(*slopes, op) == DType::kFloat32),
+                  "hf_fastpath::", op, ": slopes have to be float32 [heads]");
+  STD_TORCH_CHECK(!slopes || !sinks, "hf_fastpath::", op, ": slopes and sinks do not go together");
+}
+
 inline NormKind norm_of(int64_t number, const char* op) {
   return choice_of(number, NormKind::kRmsOffset, op, "norm");
 }
@@ -86,7 +95,8 @@ inline void check_projections(const Tensor& x, const std::optional<Tensor>& k_we
       const std::optional<Tensor>& starts, double scale, int64_t window,                                   \
       const std::optional<Tensor>& kv_table, int64_t layer, const std::optional<Tensor>& workspace,        \
       bool programmatic_launch, const std::optional<Tensor>& sinks, const std::optional<Tensor>& k_scales, \
-      const std::optional<Tensor>& v_scales, const std::optional<Tensor>& block_table = std::nullopt);     \
+      const std::optional<Tensor>& v_scales, const std::optional<Tensor>& block_table = std::nullopt,      \
+      double softcap = 0.0, const std::optional<Tensor>& slopes = std::nullopt);                           \
   Tensor gemv_swiglu_##device(const Tensor& x, const Tensor& gate_weight, const Tensor& up_weight,         \
                               int64_t activation, int64_t norm, const std::optional<Tensor>& norm_weight,  \
                               const std::optional<Tensor>& norm_bias, double norm_eps,                     \
