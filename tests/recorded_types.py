@@ -14,7 +14,7 @@ from causal_lm_types import kind, small_model
 from transformers import PreTrainedModel
 
 import hf_fastpath
-from hf_fastpath.decode import composed, many_rows
+from hf_fastpath.decode import many_rows
 from hf_fastpath.decode.named_calls import Call
 from hf_fastpath.errors import UnsupportedModelError
 from hf_fastpath.patching.state import state_of
@@ -36,7 +36,6 @@ _PRODUCTS = {
 }  # fmt: skip
 #: calls of a plan that PyTorch runs though a file describes the model
 _COMPOSED = {
-    composed.soft_capped_attention: "soft-capped attention",
     many_rows.linear: "linear",
 }
 

@@ -103,7 +103,6 @@ class DecodePlan:
                     lens = torch.full((batch,), self.query_len, dtype=torch.int32, device=self.device)
                     shapes = {layer.attention.cache_shape for layer in part.layers}
                     self.staging = steps.Staging(lens, self.query_len, shapes)
-            self._reads_buffers = any(layer.attention.reads_buffers for layer in part.layers)
             self.program = Program()
             self._caches = [self._cache_registers(size is not None) for size in self.page_sizes]
             self._angles = None if part.rotary is None else AngleTables(part, self.program, self.dtype, self.device)
@@ -227,8 +226,6 @@ class DecodePlan:
                 row = [k, v, layer.capacity, *others]
                 rows.append(row if (size is not None) == paged else [0] * table.shape[1])
             table.copy_(torch.tensor(rows, dtype=torch.long, device="cpu"))
-        if self._reads_buffers:
-            self.graph = None  # the graph holds the old addresses
         for registers, layer in zip(self._caches, layers):
             self.program.put(registers, layer.kv_cache())
 

@@ -87,7 +87,7 @@ class Positions:
 
     def store(self, part: AttentionPart, cache: KVCache) -> dict[str, Any]:
         """Return where projections append: cache and seq_lens."""
-        if self.staging is None or part.softcap:
+        if self.staging is None:
             return {"cache": cache, "seq_lens": self.seq_lens}
         return {"cache": self.staging.of(part), "seq_lens": self.staging.seq_lens}
 
@@ -215,9 +215,8 @@ def attention(
             queries = emit(ops.qkv_rope_append.overload, x=x, **weights, **store)
     seen = dict(seq_lens=at.seq_lens, starts=at.starts, scale=part.scaling, window=part.window or 0)
     how = dict(workspace=at.workspace, programmatic_launch=at.programmatic_launch, sinks=part.sinks)
-    if part.softcap:
-        mixed = emit(composed.soft_capped_attention, q=queries, cache=cache, **seen, cap=part.softcap)
-    elif at.staging is not None:
+    how |= dict(softcap=part.softcap)
+    if at.staging is not None:
         new = at.staging.of(part)
         mixed = emit(ops.quantizing_attention.overload, q=queries, k=new.k, v=new.v, cache=placed, **seen, **how)
     else:

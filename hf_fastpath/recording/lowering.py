@@ -123,7 +123,7 @@ class Lowering:
         if layer in self._pending:
             k, v = self._pending.pop(layer)
             qkv = self._emit(joined_states, q=q, k=k, v=v)
-            store = self.store(layer, softcap or slopes is not None)
+            store = self.store(layer)
             queries = self._emit(
                 ops.rope_append.overload, qkv=qkv, bias=None, cos=None, sin=None, num_heads=heads, **store
             )
@@ -131,9 +131,9 @@ class Lowering:
             queries = self._emit(_aten.transpose.int, q, 1, 2)
         return self.attention(queries, layer, scale, window, softcap, sinks, slopes)
 
-    def store(self, layer: int, is_composed: bool) -> dict[str, Any]:
-        """Where keys and values of a layer are appended; ``is_composed`` attention reads them from the cache alone."""
-        if self._at.staging is not None and not is_composed:
+    def store(self, layer: int) -> dict[str, Any]:
+        """Where keys and values of a layer are appended."""
+        if self._at.staging is not None:
             return {"cache": self._staged(layer), "seq_lens": self._at.staging.seq_lens}
         return {"cache": self._at.placed(self._caches[layer], layer), "seq_lens": self._at.seq_lens}
 
@@ -145,22 +145,15 @@ class Lowering:
         self, queries: Any, layer: int, scale: float, window: int, softcap: float, sinks: Any, slopes: Any
     ) -> Any:
         at = self._at
-        seen = dict(seq_lens=at.seq_lens, starts=at.starts, scale=scale, window=window)
-        if slopes is not None:
-            cache = self._caches[layer]
-            return self._emit(composed.sloped_attention, q=queries, cache=cache, **seen, slopes=slopes)
-        if softcap:
-            return self._emit(composed.soft_capped_attention, q=queries, cache=self._caches[layer], **seen, cap=softcap)
-        if at.staging is not None:
-            new, how = self._staged(layer), dict(workspace=at.workspace, programmatic_launch=at.programmatic_launch)
-            return self._emit(
-                ops.quantizing_attention.overload, q=queries, k=new.k, v=new.v,
-                cache=at.placed(self._caches[layer], layer), **seen, **how, sinks=sinks,
-            )  # fmt: skip
-        return self._emit(
-            ops.decode_attention.overload, q=queries, cache=at.placed(self._caches[layer], layer), **seen,
-            workspace=at.workspace, programmatic_launch=at.programmatic_launch, sinks=sinks,
+        how = dict(
+            cache=at.placed(self._caches[layer], layer), seq_lens=at.seq_lens, starts=at.starts, scale=scale,
+            window=window, workspace=at.workspace, programmatic_launch=at.programmatic_launch, sinks=sinks,
+            softcap=softcap, slopes=slopes,
         )  # fmt: skip
+        if at.staging is None:
+            return self._emit(ops.decode_attention.overload, q=queries, **how)
+        new = self._staged(layer)
+        return self._emit(ops.quantizing_attention.overload, q=queries, k=new.k, v=new.v, **how)
 
     def _gated(self, call: Call, x, gate_weight, up_weight, activation, norm=None) -> Any:
         return self._emit(
@@ -182,9 +175,7 @@ class Lowering:
         if grouped:
             group = num_heads // num_kv_heads
             qkv = self._emit(composed.ungrouped, qkv=qkv, head_dim=head_dim, group=group)
-        store = self.store(attend["layer"], attend["softcap"] or attend["slopes"] is not None) | _turned_by(
-            cos, sin, pairs
-        )
+        store = self.store(attend["layer"]) | _turned_by(cos, sin, pairs)
         store |= dict(head_norms=head_norms, programmatic_launch=self._at.programmatic_launch)
         queries = self._emit(ops.rope_append.overload, qkv=qkv, bias=None, num_heads=num_heads, **store)
         return self.attention(queries, **attend)
@@ -199,9 +190,7 @@ class Lowering:
             for kind, found in (("weight", weights), ("bias", biases))
             for role, each in zip("qkv", [*found, *absent])
         }
-        store = self.store(attend["layer"], attend["softcap"] or attend["slopes"] is not None) | _turned_by(
-            cos, sin, pairs
-        )
+        store = self.store(attend["layer"]) | _turned_by(cos, sin, pairs)
         queries = self._emit(
             ops.qkv_rope_append.overload, x=x, **given, transposed=transposed, num_heads=num_heads, norm=norm,
             head_norms=head_norms, programmatic_launch=self._at.programmatic_launch, **store,

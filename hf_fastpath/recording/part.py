@@ -69,13 +69,11 @@ class RecordedAttention:
     Attributes:
         cache_shape: KV heads, and elements of a head.
         num_heads, head_dim: of the queries.
-        reads_buffers: whether a call reads the cache where it is bound, instead of through a ``kv_table``.
     """
 
     cache_shape: tuple[int, int]
     num_heads: int
     head_dim: int
-    reads_buffers: bool
 
 
 @dataclass(frozen=True)
@@ -281,7 +279,7 @@ def attention_of(recording: Recording, producers: dict[int, Call], call: Call) -
     if call.op in (marks.rotated_attention, marks.projected_attention):
         given = call.arguments
         shape = given["num_kv_heads"], given["head_dim"]
-        return RecordedAttention(shape, given["num_heads"], shape[1], _is_composed(given))
+        return RecordedAttention(shape, given["num_heads"], shape[1])
     if call.op is not marks.attend:
         return None
     states = producers[call.arguments["states"].index]
@@ -289,12 +287,7 @@ def attention_of(recording: Recording, producers: dict[int, Call], call: Call) -
     if recording.fact(states.arguments["v"]).shape[-1] != head_dim:
         raise Unrecordable("keys and values of different sizes")
     found = recording.fact(call.arguments["q"])
-    return RecordedAttention((heads, head_dim), found.shape[1], head_dim, _is_composed(call.arguments))
-
-
-def _is_composed(attend: dict[str, Any]) -> bool:
-    """Whether attention is made of PyTorch's ops."""
-    return attend.get("softcap", 0.0) > 0 or attend.get("slopes") is not None
+    return RecordedAttention((heads, head_dim), found.shape[1], head_dim)
 
 
 def _dry_run(part: RecordedPart) -> None:

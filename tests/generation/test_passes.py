@@ -72,7 +72,7 @@ def test_wrong_names_are_refused(op, arguments, message):
 def test_a_cache_with_addresses_is_refused_where_nothing_follows_them():
     cache = KVCache(randn(1), randn(1), table=torch.zeros(1))
     with pytest.raises(TypeError, match="is given kv_table"):
-        in_order(attend, dict(attention=1, q=1, cache=cache, scale=1, window=0, softcap=0, sinks=None))
+        in_order(attend, dict(attention=1, q=1, cache=cache, scale=1, window=0, softcap=0, sinks=None, slopes=None))
 
 
 def test_no_norm_and_no_residual_are_defaults():

@@ -166,7 +166,7 @@ ONES = dict(embedding_multiplier=1.0, residual_multiplier=1.0, logits_scaling=1.
         ("cohere", {}, {"qkv_rope_append": 2, "decode_attention": 2, "gemv_swiglu": 2}),
         ("gpt_neox", {}, {"ungrouped": 2, "rope_append": 2, "gemv": 9}),
         ("gemma", {}, {"decode_layers": 1, "rms_norm": 0, "scaled": 1}),
-        ("gemma2", {}, {"soft_capped_attention": 2, "decode_attention": 0, "soft_capped": 1}),
+        ("gemma2", {}, {"decode_attention": 2, "soft_capped": 1}),
         ("gpt_oss", {}, {"qkv_rope_append": 2, "decode_attention": 2, "gemv": 5, "routed_experts": 2}),
     ),
 )
