@@ -152,7 +152,7 @@ def test_attention_in_pieces(changes, window, kv):
         caches, scales = zip(*(quantized(cache, kv) for cache in caches))
     attention = attend.Attention(tokens, length, lengths, starts)
     how = dict(softcap=0.0, sinks=None, slopes=None)
-    how[changes] = 0.8 if changes == "softcap" else torch.randn(4)
+    how[changes] = {"sinks": torch.randn(4), "softcap": 0.8, "slopes": 2.0 ** -torch.arange(1, 5)}[changes]
     found = attention.over(q, KVCache(*caches, *scales), 0.2, window, **how)
     k_scales, v_scales = scales or (None, None)
     expected = ops.decode_attention.reference(
