@@ -23,9 +23,11 @@ constexpr int kThreads = 128;  // small blocks: a token has a few thousand pairs
 constexpr int kHeadsOfBlock = 4;        // if a warp norms a head, so that blocks of prompts fill an SM
 constexpr int kMaxNormedThreads = 512;  // of a norm of all heads; more would leave too few registers for each
 
-template <class T, int kElems>
+// kL2: past L1, which may hold older values; see wait_for_previous_kernel().
+template <bool kL2 = false, class T, int kElems>
 __device__ __forceinline__ void load_floats(const T* from, float (&to)[kElems]) {
-  Chunk<T, kElems>::unpack(Chunk<T, kElems>::load(from), to);
+  using C = Chunk<T, kElems>;
+  C::unpack(kL2 ? C::load_l2(from) : C::load(from), to);
 }
 
 template <int kElems>
@@ -37,10 +39,10 @@ __device__ __forceinline__ float sum_of_squares(const float (&a)[kElems], const 
 }
 
 // Turns the pairs of a run of elements.
-template <class T, int kElems>
+template <bool kL2, class T, int kElems>
 __device__ __forceinline__ void turn_neighbors(const T* cos, const T* sin, float (&values)[kElems]) {
   float c[kElems], s[kElems];
-  load_floats(cos, c), load_floats(sin, s);
+  load_floats<kL2>(cos, c), load_floats<kL2>(sin, s);
 #pragma unroll
   for (int e = 0; e + 1 < kElems; e += 2) {
     turn_pair({c[e], c[e + 1]}, {s[e], s[e + 1]}, values[e], values[e + 1]);
@@ -97,11 +99,11 @@ struct Unit {
   }
 
   // The head's elements, with the bias if there is one.
-  template <class T>
+  template <bool kL2 = false, class T>
   __device__ __forceinline__ void load(const T* head, const T* bias, float (&a)[kElems],
                                        float (&b)[kElems]) const {
-    load_floats(head + first, a);
-    if (has_second) load_floats(head + second, b);
+    load_floats<kL2>(head + first, a);
+    if (has_second) load_floats<kL2>(head + second, b);
     if (!bias) return;
     float more[kElems];
     load_floats(bias + first, more);
@@ -113,7 +115,7 @@ struct Unit {
     for (int e = 0; e < kElems; ++e) b[e] += more[e];
   }
 
-  template <class T>
+  template <class T, bool kL2 = false>
   __device__ __forceinline__ void turn(const RopeAppendParams& p, int token, float (&a)[kElems],
                                        float (&b)[kElems]) const {
     if (!turns) return;
@@ -121,15 +123,15 @@ struct Unit {
     const T* sin = token_angles<T>(p, p.sin, token);
     if (kElems == 1 || !p.neighbors) {
       float cos_a[kElems], cos_b[kElems], sin_a[kElems], sin_b[kElems];
-      load_floats(cos + first, cos_a), load_floats(cos + second, cos_b);
-      load_floats(sin + first, sin_a), load_floats(sin + second, sin_b);
+      load_floats<kL2>(cos + first, cos_a), load_floats<kL2>(cos + second, cos_b);
+      load_floats<kL2>(sin + first, sin_a), load_floats<kL2>(sin + second, sin_b);
 #pragma unroll
       for (int e = 0; e < kElems; ++e) {
         turn_pair({cos_a[e], cos_b[e]}, {sin_a[e], sin_b[e]}, a[e], b[e]);
       }
     } else {
-      turn_neighbors(cos + first, sin + first, a);
-      turn_neighbors(cos + second, sin + second, b);
+      turn_neighbors<kL2>(cos + first, sin + first, a);
+      turn_neighbors<kL2>(cos + second, sin + second, b);
     }
   }
 
@@ -204,18 +206,25 @@ __global__ void __launch_bounds__(kMaxNormedThreads)
   allow_next_kernel();
   const CachePlace place = cache_place(p, pages...);
   const int64_t slot = cache_slot(p, place.capacity, token), column = int64_t(begin) * p.head_dim;
+  const auto load_factors = [&](int index, float (&a)[kElems], float (&b)[kElems]) {
+    const int head = index / units;
+    const T* const factors = p.norms_all_heads ? weight + head * p.head_dim : weight;
+    Unit<kElems>(p, index - head * units, rotary_dim).load(factors, static_cast<const T*>(nullptr), a, b);
+  };
+  float factor_a[kElems], factor_b[kElems] = {};  // of this thread's first unit, out of memory meanwhile
+  const bool has_unit = threadIdx.x < total;
+  if (p.norms_early && weight && has_unit) load_factors(threadIdx.x, factor_a, factor_b);
   wait_for_previous_kernel();  // the projections
-  drop_l1();
   const int heads = p.num_heads + 2 * p.num_kv_heads;
   const T* const qkv = static_cast<const T*>(p.qkv) + int64_t(token) * heads * p.head_dim + column;
   const T* const bias = p.bias ? static_cast<const T*>(p.bias) + column : nullptr;
   const auto load = [&](int index, float (&a)[kElems], float (&b)[kElems]) {
     const int head = index / units;
     const Unit<kElems> unit(p, index - head * units, rotary_dim);
-    unit.load(qkv + head * p.head_dim, bias ? bias + head * p.head_dim : nullptr, a, b);
+    unit.template load<true>(qkv + head * p.head_dim, bias ? bias + head * p.head_dim : nullptr, a, b);
   };
   float a[kElems] = {}, b[kElems] = {};  // of this thread's first unit
-  if (threadIdx.x < total) load(threadIdx.x, a, b);
+  if (has_unit) load(threadIdx.x, a, b);
   float scale = 1.f;
   if (weight) {
     float squares = sum_of_squares(a, b);
@@ -231,16 +240,14 @@ __global__ void __launch_bounds__(kMaxNormedThreads)
     const int head = index / units;
     const Unit<kElems> unit(p, index - head * units, rotary_dim);
     if (weight) {
-      float factor_a[kElems], factor_b[kElems] = {};
-      const T* const factors = p.norms_all_heads ? weight + head * p.head_dim : weight;
-      unit.load(factors, static_cast<const T*>(nullptr), factor_a, factor_b);
+      if (!p.norms_early || index >= threads) load_factors(index, factor_a, factor_b);
 #pragma unroll
       for (int e = 0; e < kElems; ++e) {
         a[e] *= scale * (p.norm_offset + factor_a[e]);
         b[e] *= scale * (p.norm_offset + factor_b[e]);
       }
     }
-    unit.template turn<T>(p, token, a, b);
+    unit.template turn<T, true>(p, token, a, b);
     store_unit<T, Cache>(p, unit, place, slot, token, begin + head, a, b, pages...);
   }
 }

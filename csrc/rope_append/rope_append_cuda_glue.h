@@ -91,7 +91,8 @@ struct RopeAppendCall {
   }
 
   // `programmatic_launch`: as for launch_rope_append.
-  void launch(cudaStream_t stream, bool programmatic_launch) const {
+  void launch(cudaStream_t stream, bool programmatic_launch) {
+    params.norms_early = programmatic_launch;
     if (pages) return launch_rope_append_paged(params, pages, programmatic_launch, stream);
     launch_rope_append(params, programmatic_launch, stream);
   }

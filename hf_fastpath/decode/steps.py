@@ -134,18 +134,19 @@ def joined(linears: list[nn.Module]) -> dict[str, Any] | None:
     return None if together is None else packed(together)
 
 
-def _norm_op(part: NormPart) -> tuple[Callable[..., Any], dict[str, Any]]:
+def _norm_op(part: NormPart, programmatic_launch: bool) -> tuple[Callable[..., Any], dict[str, Any]]:
     """Return an op that computes the norm of ``x``, and the op's other arguments."""
     norm = norm_of(part)
     weight = {"weight": norm.weight, "eps": norm.eps}
     if norm.kind.is_rms:
-        return ops.rms_norm.overload, weight | {"weight_offset": norm.kind.weight_offset}
+        weight |= {"weight_offset": norm.kind.weight_offset, "programmatic_launch": programmatic_launch}
+        return ops.rms_norm.overload, weight
     return ops.layer_norm.overload, weight | {"bias": norm.bias}
 
 
-def norm(emit: Emit, part: NormPart, x: Any, residual: Any = None) -> Any:
+def norm(emit: Emit, part: NormPart, x: Any, residual: Any = None, programmatic_launch: bool = False) -> Any:
     """Emit ``residual + part(x)``."""
-    op, arguments = _norm_op(part)
+    op, arguments = _norm_op(part, programmatic_launch)
     return emit(op, x=x, **arguments, residual=residual)
 
 
@@ -263,7 +264,7 @@ def mixture(
 ) -> Any:
     """Emit ``residual + part(norm(x))`` as ``experts`` computes it; ``composed.experts_and_weights`` is one such op."""
     if norm is not None:  # router and experts share its result
-        op, arguments = _norm_op(norm)
+        op, arguments = _norm_op(norm, programmatic_launch)
         x = emit(op, x=x, **arguments)
     (gate_up, down), (gate_up_bias, down_bias) = part.stacks(), part.stack_biases()
     return emit(
@@ -290,7 +291,14 @@ def feed_forward(emit: Emit, part: FeedForwardPart, *arguments: Any) -> Any:
     return (mixture if isinstance(part, MoEPart) else mlp)(emit, part, *arguments)
 
 
-def _added(emit: Emit, part: LayerPart, stream: Any, post_norm: NormPart | None, block: Callable[[Any], Any]) -> Any:
+def _added(
+    emit: Emit,
+    part: LayerPart,
+    stream: Any,
+    post_norm: NormPart | None,
+    programmatic_launch: bool,
+    block: Callable[[Any], Any],
+) -> Any:
     """Emit ``stream + residual_multiplier * post_norm(block)``.
 
     Args:
@@ -300,9 +308,9 @@ def _added(emit: Emit, part: LayerPart, stream: Any, post_norm: NormPart | None,
         return block(stream)
     out = block(None)
     if post_norm is not None and part.residual_multiplier == 1:
-        return norm(emit, post_norm, out, stream)
+        return norm(emit, post_norm, out, stream, programmatic_launch)
     if post_norm is not None:
-        out = norm(emit, post_norm, out)
+        out = norm(emit, post_norm, out, None, programmatic_launch)
     return emit(composed.scaled_sum, x=stream, y=out, factor=part.residual_multiplier)
 
 
@@ -312,13 +320,13 @@ def decoder_layer(emit: Emit, part: LayerPart, hidden: Any, cache: KVCache, at: 
     def attend(residual: Any) -> Any:
         return attention(emit, part.attention, hidden, cache, at, layer, residual, part.attention_norm)
 
-    attended = _added(emit, part, hidden, part.attention_post_norm, attend)
+    attended = _added(emit, part, hidden, part.attention_post_norm, at.programmatic_launch, attend)
     source = hidden if part.is_parallel else attended
 
     def transform(residual: Any) -> Any:
         return feed_forward(emit, part.mlp, source, residual, part.mlp_norm, at.programmatic_launch)
 
-    return _added(emit, part, attended, part.mlp_post_norm, transform)
+    return _added(emit, part, attended, part.mlp_post_norm, at.programmatic_launch, transform)
 
 
 def step_inputs(emit: Emit, part: ModelPart, tokens: Any, positions: Any, tables: list[Any]) -> tuple[Any, list[Any]]:

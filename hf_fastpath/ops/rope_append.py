@@ -269,6 +269,9 @@ def samples(device: torch.device, dtype: torch.dtype):
         programmatic_launch=False,
     ):
         features = (heads + 2 * kv_heads) * head_dim
+        options: dict[str, Any] = {}
+        if norms is not None:  # first: the kernel in front of a programmatic launch must not have made them
+            options |= random_head_norms(norms, heads, kv_heads, head_dim, device, dtype, norm_offset)
         qkv = torch.randn(batch, query_len, features, device=device, dtype=dtype)
         cos, sin = random_angles(batch, query_len, rotary_dim, device, dtype, neighbors)
         caches, scales = random_caches((batch, kv_heads, capacity, head_dim), device, kv or dtype)
@@ -277,9 +280,7 @@ def samples(device: torch.device, dtype: torch.dtype):
         table = None
         if page_size is not None:
             table, *caches = in_pages(caches, page_size)
-        options = dict(k_scales=scales[0], v_scales=scales[1], block_table=table, neighbors=neighbors)
-        if norms is not None:
-            options |= random_head_norms(norms, heads, kv_heads, head_dim, device, dtype, norm_offset)
+        options |= dict(k_scales=scales[0], v_scales=scales[1], block_table=table, neighbors=neighbors)
         options["programmatic_launch"] = programmatic_launch
         return Sample(qkv, row, cos, sin, *caches, lens, heads, **options)
 

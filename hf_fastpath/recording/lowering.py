@@ -105,6 +105,7 @@ class Lowering:
         if norm.weight is None:
             return self._emit(composed.plain_norm, x=x, eps=norm.eps)
         how = dict(eps=norm.eps, residual=residual, weight_offset=1.0 if unit_offset else 0.0)
+        how |= dict(programmatic_launch=self._at.programmatic_launch)
         return self._emit(ops.rms_norm.overload, x=x, weight=norm.weight, **how)
 
     def _view(self, call: Call, /, **arguments) -> Any:
