@@ -201,6 +201,11 @@ class Lowering:
     def _experts(self, call: Call, x, ids, weights, **arguments) -> Any:
         return self._emit(run_experts, x=x, ids=ids, weights=weights, **arguments)
 
+    def _routed_experts(self, call: Call, residual=None, **arguments) -> Any:
+        others = dict(residual=residual, gate_up_bias=None, down_bias=None, transposed=False)
+        others["programmatic_launch"] = self._at.programmatic_launch
+        return self._emit(composed.routed_experts, **arguments, **others)
+
     def _activated(self, call: Call, x, activation) -> Any:
         return self._emit(many_rows.finished, out=x, residual=None, activation=activation)
 
@@ -233,11 +238,9 @@ def run_angles(tables, formula, dtype, pairs, shape):
     return [each.reshape(*shape, each.shape[-1]).to(dtype) for each in formula(tables, pairs)]
 
 
-def run_experts(x, ids, weights, gate_up_weight, down_weight, activation):
+def run_experts(x, ids, weights, gate_up_weight, down_weight, activation, residual=None):
     """``ops.fused_experts`` of experts that the model's own code has chosen."""
-    return ops.fused_experts.overload(
-        x, ids.long(), weights.float(), gate_up_weight, down_weight, activation=activation
-    )
+    return ops.fused_experts.overload(x, ids.long(), weights.float(), gate_up_weight, down_weight, residual, activation)
 
 
 _RULES: dict[Callable[..., Any], Callable[..., Any]] = {
@@ -256,5 +259,6 @@ _RULES: dict[Callable[..., Any], Callable[..., Any]] = {
     marks.rotated_attention: Lowering._rotated,
     marks.projected_attention: Lowering._projected,
     marks.experts: Lowering._experts,
+    marks.routed_experts: Lowering._routed_experts,
     marks.activated: Lowering._activated,
 }

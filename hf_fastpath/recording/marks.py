@@ -12,6 +12,7 @@ from torch import nn
 from .. import compat
 from ..choices import Activation, NormKind
 from ..decode.named_calls import Norm
+from ..ops.topk_softmax import reference as topk_softmax
 
 _ACTIVATIONS = {
     Activation.NONE: lambda x: x,
@@ -81,14 +82,29 @@ def attend(q, states, layer, scale, window, softcap=0.0, sinks=None, slopes=None
     raise NotImplementedError("attention is run by an op over a cache alone")
 
 
-def experts(x, ids, weights, gate_up_weight, down_weight, activation):
+def experts(x, ids, weights, gate_up_weight, down_weight, activation, residual=None):
     """See ``ops.fused_experts``."""
-    raise NotImplementedError("experts are run by their op alone")
+    hidden = torch.einsum("rh,rkoh->rko", x.flatten(0, -2), gate_up_weight[ids])
+    gate, up = hidden.chunk(2, dim=-1)
+    out = torch.einsum("rki,rkhi->rkh", activated(gate, activation) * up, down_weight[ids])
+    out = (weights[..., None] * out).sum(1).reshape(x.shape)
+    return out if residual is None else residual + out
+
+
+def routed_experts(x, logits, gate_up_weight, down_weight, top_k, normalized, rounded, activation, residual=None):
+    """Experts that ``ops.topk_softmax`` chooses by ``logits``."""
+    ids = torch.empty(logits.numel() // logits.shape[-1], top_k, dtype=torch.int64, device=x.device)
+    weights = topk_softmax(logits.flatten(0, -2), ids, normalized, rounded)
+    return experts(x, ids, weights, gate_up_weight, down_weight, activation, residual)
 
 
 def other_experts(x, ids, weights, module):
     """Experts that ``ops.fused_experts`` does not take, by transformers' own gathering of their weights."""
     return compat.gathered_experts(module, x, ids, weights)
+
+
+#: experts, whoever chooses and runs them
+EXPERTS = (experts, routed_experts, other_experts)
 
 
 def gated(x, gate_weight, up_weight, activation, norm=None):

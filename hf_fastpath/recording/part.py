@@ -146,10 +146,14 @@ class RecordedPart:
     # ---- roles ------------------------------------------------------------------------------------------------
 
     @property
+    def has_experts(self) -> bool:
+        """Whether some MLP is a mixture."""
+        return any(call.op in marks.EXPERTS for call in self.recording(1, 1).calls)
+
+    @property
     def max_batch(self) -> int:
         """Sequences a decode plan takes."""
-        has_experts = any(call.op in (marks.experts, marks.other_experts) for call in self.recording(1, 1).calls)
-        return MAX_ROWS if has_experts else MAX_BATCH
+        return MAX_ROWS if self.has_experts else MAX_BATCH
 
     @property
     def embedding(self) -> nn.Module:

@@ -7,10 +7,11 @@ import pytest
 import torch
 from recordings import WIDTH, Of, assert_same, calls_of, linear, logits, names, parameter, recorded
 from torch import nn
+from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
 from hf_fastpath.choices import Activation, NormKind
 from hf_fastpath.recording import marks
-from hf_fastpath.recording.passes import PASSES, modules, products, views
+from hf_fastpath.recording.passes import PASSES, experts, modules, products, views
 
 _aten = torch.ops.aten
 functional = nn.functional
@@ -389,6 +390,120 @@ def test_a_product_of_rows_is_one_of_what_they_were():
     assert_same(recording, model, [products.unflattened, views.no_change])
     assert names(recording) == ["linear"]
     assert recording.fact(recording.calls[-1].out).shape == (1, 1, 24)
+
+
+def test_what_is_computed_of_rows_is_computed_of_what_they_were():
+    def step(m, x, *_):
+        rows = x.view(-1, WIDTH)
+        out = m.down(functional.silu(m.gate(rows)) * m.up(rows)) * torch.sigmoid(m.share(rows))
+        return x + (out + rows).view(x.shape)
+
+    inside = dict(gate=linear(24), up=linear(24), down=linear(given=24), share=linear(1))
+    for shape in ((1, 1), (2, 3)):
+        recording, model = recorded(step, *shape, **inside)
+        assert_same(recording, model, [modules.functions, products.unflattened, views.no_change, products.gates])
+        assert "view" not in names(recording) and "gated" in names(recording)
+
+
+def test_rows_that_meet_others_stay_rows():
+    def step(m, x, *_):
+        rows = x.view(-1, WIDTH)
+        return (rows + m.other).view(x.shape) + (rows.view(-1, 1, WIDTH) * rows.view(1, -1, WIDTH)).sum(1).view(x.shape)
+
+    recording, model = recorded(step, 2, 2, other=parameter(4, WIDTH))
+    before = names(recording)
+    assert_same(recording, model, [products.unflattened])
+    assert names(recording) == before
+
+
+class _Experts(nn.Module):
+    """Experts behind transformers' seam."""
+
+    def __init__(self, num_experts: int = 6, width: int = 8):
+        super().__init__()
+        self.gate_up_proj = nn.Parameter(torch.randn(num_experts, 2 * width, WIDTH) / 4)
+        self.down_proj = nn.Parameter(torch.randn(num_experts, WIDTH, width) / 4)
+        self.act_fn = nn.SiLU()
+
+    def forward(self, x, ids, weights):
+        return ALL_EXPERTS_FUNCTIONS["hf_fastpath_recorded"](self, x, ids, weights)
+
+
+def routed(route, **inside):
+    """A recording of experts that ``route`` chooses of scores: it gives ids and weights."""
+
+    def step(m, x, *_):
+        rows = x.view(-1, WIDTH)
+        return m.experts(rows, *route(m, m.router(rows))).view(x.shape)
+
+    return recorded(step, 2, 1, router=linear(6), experts=_Experts(), **inside)
+
+
+def _softmax_first(m, scores):
+    weights, ids = scores.softmax(-1, dtype=torch.float32).topk(2, dim=-1)
+    return ids, weights.to(scores.dtype)
+
+
+def _softmax_first_and_shared(m, scores):
+    ids, weights = _softmax_first(m, scores)
+    return ids, weights / weights.sum(-1, keepdim=True)
+
+
+def _softmax_behind(m, scores):
+    weights, ids = scores.topk(2, dim=-1, sorted=False)
+    return ids, weights.softmax(-1)
+
+
+@pytest.mark.parametrize(
+    ("route", "normalized"),
+    ((_softmax_first, False), (_softmax_first_and_shared, True), (_softmax_behind, True)),
+    ids=lambda each: getattr(each, "__name__", ""),
+)
+def test_routers(route, normalized):
+    recording, model = routed(route)
+    assert_same(recording, model, [products.unflattened, views.no_change, experts.routers])
+    (call,) = calls_of(recording, marks.routed_experts)
+    assert (call.arguments["top_k"], call.arguments["normalized"]) == (2, normalized)
+    assert not {"topk", "_softmax", "sum", "div"} & set(names(recording))
+
+
+def _sigmoids(m, scores):
+    weights, ids = scores.sigmoid().topk(2, dim=-1)
+    return ids, weights
+
+
+def _doubled(m, scores):
+    ids, weights = _softmax_first(m, scores)
+    return ids, 2 * weights
+
+
+def _smallest(m, scores):
+    weights, ids = (-scores).softmax(-1).topk(2, dim=-1)
+    return ids, weights
+
+
+def _corrected(m, scores):
+    shares = scores.softmax(-1)
+    ids = (shares + m.correction).topk(2, dim=-1).indices
+    return ids, shares.gather(-1, ids)
+
+
+@pytest.mark.parametrize("route", (_sigmoids, _doubled, _smallest, _corrected), ids=lambda each: each.__name__)
+def test_other_routers_stay(route):
+    recording, model = routed(route, correction=nn.Parameter(torch.zeros(6)))
+    assert_same(recording, model, [products.unflattened, views.no_change, experts.routers])
+    assert not calls_of(recording, marks.routed_experts) and len(calls_of(recording, marks.experts)) == 1
+
+
+def test_experts_add_a_residual():
+    def step(m, x, *_):
+        rows = x.view(-1, WIDTH)
+        return x + m.experts(rows, *_softmax_first(m, m.router(rows))).view(x.shape)
+
+    recording, model = recorded(step, router=linear(6), experts=_Experts())
+    assert_same(recording, model, PASSES)
+    (call,) = calls_of(recording, marks.routed_experts)
+    assert call.arguments["residual"] is not None and "add" not in names(recording)
 
 
 @pytest.mark.parametrize("bias", (False, True))

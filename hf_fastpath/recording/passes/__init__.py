@@ -10,7 +10,7 @@ from collections.abc import Callable
 from torch import nn
 
 from ..recording import Recording
-from . import attention, lengths, modules, own_attention, products, views
+from . import attention, experts, lengths, modules, own_attention, products, views
 
 Pass = Callable[[Recording, nn.Module], None]
 
@@ -33,6 +33,7 @@ PASSES: tuple[Pass, ...] = (
     views.no_change,
     products.unflattened,
     views.no_change,
+    experts.routers,
     products.gates,
     products.residuals,
     products.norms_in_front,

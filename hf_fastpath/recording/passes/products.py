@@ -45,23 +45,53 @@ def _set_linear(call: Call, x: Any, matrix: torch.Tensor, bias: Any) -> None:
         call.arguments = {"x": x, "weight": matrix, "bias": bias, "transposed": True}
 
 
+#: calls on rows, whichever way these lie -> the arguments that are rows
+_ON_ROWS: dict[Any, tuple[str, ...]] = {
+    marks.linear: ("x",),
+    marks.activated: ("x",),
+    marks.experts: ("x",),
+    _aten.sigmoid.default: ("self",),
+    _aten.mul.Tensor: ("self", "other"),
+    _aten.add.Tensor: ("self", "other"),
+}
+_FLATTENING = (_aten.view.default, _aten._unsafe_view.default, _aten.reshape.default)
+
+
 def unflattened(recording: Recording, model: nn.Module) -> None:
-    """Pass: a product of rows that were flattened is one of the rows as they were."""
+    """Pass: a call on rows that were flattened is one on the rows as they were."""
     producers = recording.producers()
     instead: dict[int, list[Call]] = {}
     for call in recording.calls:
-        view = producers.get(getattr(call.arguments.get("x"), "index", -1)) if call.op is marks.linear else None
-        if view is None or view.op not in (_aten.view.default, _aten._unsafe_view.default):
+        out = recording.fact(call.out) if call.op in _ON_ROWS else None
+        if out is None or call.out.index in recording.mutated:
             continue
-        rows = view.arguments["self"]
-        fact, out = recording.fact(rows), recording.fact(call.out)
-        if not isinstance(rows, Register) or fact.shape[-1] != recording.fact(view.out).shape[-1]:
+        given = {name: call.arguments[name] for name in _ON_ROWS[call.op]}
+        rows = {
+            name: _before_flattening(recording, producers, each)
+            for name, each in given.items()
+            if not isinstance(each, (int, float))
+        }
+        if None in rows.values() or len({recording.fact(each).shape[:-1] for each in rows.values()}) != 1:
             continue
-        made = recording.register(out.new_empty(*fact.shape[:-1], out.shape[-1]))
+        leading = recording.fact(next(iter(rows.values()))).shape[:-1]
+        made = recording.register(out.new_empty(*leading, out.shape[-1]))
         flat = Call(_aten.view.default, {"self": made, "size": list(out.shape)}, call.out)
-        call.arguments, call.out = call.arguments | {"x": rows}, made
+        call.arguments, call.out = call.arguments | rows, made
         instead[id(call)] = [call, flat]
+        producers |= {made.index: call, flat.out.index: flat}
     recording.rewrite(instead, {})
+
+
+def _before_flattening(recording: Recording, producers: dict[int, Call], register: Any) -> Register | None:
+    """What a register of rows was before all dimensions but the last became one; None if it is no such register."""
+    view = producers.get(getattr(register, "index", -1))
+    if view is None or view.op not in _FLATTENING:
+        return None
+    rows = view.arguments["self"]
+    if not isinstance(rows, Register) or rows.index in recording.mutated:
+        return None
+    before, after = recording.fact(rows), recording.fact(view.out)
+    return rows if after.dim() == 2 and before.dim() > 2 and before.shape[-1] == after.shape[-1] else None
 
 
 def split_products(recording: Recording, model: nn.Module) -> None:
@@ -199,6 +229,8 @@ def _adds(recording: Recording, call: Call) -> bool:
     """Whether an op that adds a residual takes a product or a norm."""
     if call.op is marks.linear:
         return takes_product(recording, call)
+    if call.op in (marks.experts, marks.routed_experts):
+        return True
     if call.op is not marks.normed:
         return False
     if call.arguments["norm"].kind == NormKind.LAYER:
