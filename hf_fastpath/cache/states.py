@@ -76,7 +76,7 @@ class StateLayer(LinearAttentionLayer):
         """See to it that a plan can go on from what is held.
 
         Args:
-            expected: tensors like the states of one sequence.
+            expected: tensors like the states, of any number of sequences.
             batch: number of sequences.
 
         Raises:
@@ -91,7 +91,12 @@ class StateLayer(LinearAttentionLayer):
             )
 
     def hold(self, buffers: Sequence[torch.Tensor]) -> None:
-        """Keep the states in ``buffers`` from now on."""
+        """Keep the states in ``buffers`` from now on.
+
+        Raises:
+            RuntimeError: the states are of another batch or model.
+        """
+        self.admit_states(buffers, len(buffers[0]))
         for (states, place), buffer in zip(self._places(), buffers, strict=True):
             if states[place] is not buffer:
                 buffer.copy_(states[place])
