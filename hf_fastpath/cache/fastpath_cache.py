@@ -82,8 +82,9 @@ class FastpathCache(Cache):
 
     @property
     def stored_dtype(self) -> torch.dtype | None:
-        """Storage dtype of keys and values, None if there are none."""
-        return next((layer.k_buffer.dtype for layer in self.key_layers if layer.has_buffers), None)
+        """Storage dtype of keys and values, which have been prepared; None if no layer has any."""
+        layers = self.key_layers
+        return layers[0].k_buffer.dtype if layers else None
 
     @property
     def page_size(self) -> int | None:
