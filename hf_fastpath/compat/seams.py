@@ -124,12 +124,13 @@ def gathered_experts(module: nn.Module, x: torch.Tensor, ids: torch.Tensor, weig
 
 
 def forward_over(model: nn.Module, tokens: torch.Tensor, cache: Cache) -> torch.Tensor:
-    """Run tokens of one sequence behind those that ``cache`` holds; return the model's logits."""
+    """Run tokens of one sequence behind those that ``cache`` holds; return the model's logits.
+
+    No mask is passed: Mamba's class would apply one of the whole text to the new tokens.
+    """
     past, count = cache.get_seq_length(), tokens.shape[1]
     given: dict[str, Any] = {"input_ids": tokens, CACHE: cache, "use_cache": True, "return_dict": True}
     known = inspect.signature(type(model).forward).parameters
-    if "attention_mask" in known:
-        given["attention_mask"] = torch.ones(1, past + count, dtype=torch.long, device=tokens.device)
     if "position_ids" in known:
         given["position_ids"] = torch.arange(past, past + count, device=tokens.device)[None]
     return model(**given).logits
