@@ -49,7 +49,9 @@ def step_aside_reason(
     if (reason := _arguments_reason(input_ids, model_kwargs)) is not None:
         return reason
     reason = model_reason(state, part, input_ids, cache)
-    reason = reason or _layout_reason(part, input_ids, model_kwargs, cache.get_seq_length())
+    # a cache of states alone does not count for transformers, which reads a whole text again behind them
+    past_len = cache.get_seq_length() if cache.key_layers else 0
+    reason = reason or _layout_reason(part, input_ids, model_kwargs, past_len)
     return reason or _pad_token_reason(part, config, batch)
 
 
