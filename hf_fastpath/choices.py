@@ -43,7 +43,7 @@ class Activation(Choice):
 
 
 class GateActivation(Choice):
-    """``GateActivation`` of ``csrc/common/dtype.h``: of ``gated_rms_norm``."""
+    """``GateActivation`` of ``csrc/gated_rms_norm/gated_rms_norm_params.h``."""
 
     SILU = 0
     SIGMOID = 1

@@ -37,9 +37,6 @@ constexpr float weight_offset(NormKind kind) { return kind == NormKind::kRmsOffs
 
 enum class Activation : int { kNone = 0, kRelu = 1, kSilu = 2, kGeluTanh = 3, kGelu = 4 };
 
-// Of the gate of gated_rms_norm.
-enum class GateActivation : int { kSilu = 0, kSigmoid = 1 };
-
 // Of fused_gelu.
 enum class Approximation : int { kNone = 0, kTanh = 1 };
 
