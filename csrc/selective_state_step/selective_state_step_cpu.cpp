@@ -35,7 +35,8 @@ float selective_channel_portable(const SelectiveChannel& channel) {
 
 namespace {
 
-float softplus(float x) { return x > kSoftplusThreshold ? x : std::log1p(std::exp(x)); }
+// What there is one of in a channel or a head is float64: its errors would add to those of all elements.
+double softplus(double x) { return x > kSoftplusThreshold ? x : std::log1p(std::exp(x)); }
 
 // Channels [begin, end) of all heads of all rows, in order.
 template <class T>
@@ -46,6 +47,7 @@ void run_channels(const SelectiveStateParams& p, int64_t begin, int64_t end) {
   float* b = scratch(2 * p.state_size);
   float* c = b + p.state_size;
   int64_t of_head = -1;
+  double step = 0.0;
   SelectiveChannel channel{};
   channel.b = b, channel.c = c, channel.state_size = p.state_size;
   for (int64_t i = begin; i < end; ++i) {
@@ -63,22 +65,26 @@ void run_channels(const SelectiveStateParams& p, int64_t begin, int64_t end) {
     }
     const int64_t parameter = p.per_channel ? head * p.head_dim + element : head;
     if (is_new || p.per_channel) {
-      const float bias = p.dt_bias.data != nullptr ? load(p.dt_bias, parameter) : 0.0f;
-      channel.step = softplus(to_float(at_head(p.dt, head)[p.per_channel ? element : 0]) + bias);
+      const double bias = p.dt_bias.data != nullptr ? load(p.dt_bias, parameter) : 0.0;
+      step = softplus(to_float(at_head(p.dt, head)[p.per_channel ? element : 0]) + bias);
+      channel.step = static_cast<float>(step);
       if (p.per_channel) {
         const int64_t rates = parameter * p.state_size;
         channel.a_log = at(p.a_log.data, rates, p.a_log.dtype), channel.a_log_dtype = p.a_log.dtype;
       } else {
-        channel.decay = std::exp(-channel.step * std::exp(load(p.a_log, head)));
+        channel.decay = static_cast<float>(std::exp(-step * std::exp(double(load(p.a_log, head)))));
       }
     }
     const float x = to_float(at_head(p.x, head)[element]);
     channel.state = p.state + i * p.state_size;
-    channel.added = channel.step * x;
-    float y = kernel(channel);
-    if (p.d.data != nullptr) y += load(p.d, parameter) * x;
-    if (p.z.data != nullptr) y *= silu(to_float(at_head(p.z, head)[element]));
-    from_float(y, static_cast<T*>(p.out) + i);
+    channel.added = static_cast<float>(step * x);
+    double y = kernel(channel);
+    if (p.d.data != nullptr) y += double(load(p.d, parameter)) * x;
+    if (p.z.data != nullptr) {
+      const double z = to_float(at_head(p.z, head)[element]);
+      y *= z / (1.0 + std::exp(-z));
+    }
+    from_float(static_cast<float>(y), static_cast<T*>(p.out) + i);
   }
 }
 
