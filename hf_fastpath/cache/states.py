@@ -60,9 +60,12 @@ class StateLayer(LinearAttentionLayer):
     # ---- states as a plan takes them ----------------------------------------------------------------------------
 
     def _places(self) -> Iterator[tuple[dict[int, torch.Tensor], int]]:
-        known = (self.conv_states, self.is_conv_states_initialized), (
-            self.recurrent_states,
-            self.is_recurrent_states_initialized,
+        known = (
+            (self.conv_states, self.is_conv_states_initialized),
+            (
+                self.recurrent_states,
+                self.is_recurrent_states_initialized,
+            ),
         )
         for states, is_known in known:
             yield from ((states, place) for place in range(self.number_of_states) if is_known[place])
@@ -124,8 +127,8 @@ class StateLayer(LinearAttentionLayer):
         """
         if tokens_to_remove and not (self.record_past and self.is_croppable):
             raise RuntimeError(
-                f"cannot remove {abs(tokens_to_remove)} tokens from a recurrent state or a convolution's window: pass a "
-                "copy.deepcopy() of the cache to what may have to be undone"
+                f"cannot remove {abs(tokens_to_remove)} tokens from a recurrent state or a convolution's window: pass "
+                "a copy.deepcopy() of the cache to what may have to be undone"
             )
         return self._length - abs(tokens_to_remove)
 

@@ -121,7 +121,7 @@ class Recording:
 def is_effect(call: Call) -> bool:
     """Whether a call changes what lies outside of its result."""
     schema = getattr(call.op, "_schema", None)
-    return call.op is marks.append or (schema is not None and schema.is_mutable)
+    return call.op in marks.EFFECTS or (schema is not None and schema.is_mutable)
 
 
 def registers_in(value: Any) -> Iterator[Register]:

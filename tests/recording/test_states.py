@@ -1,5 +1,5 @@
-"""Models whose cache holds states, one of each kind: recorded steps give stock's tokens in every way to generate, and the
-cache holds what transformers' own would."""
+"""Models whose cache holds states, one of each kind: recorded steps give stock's tokens in every way to generate, and
+the cache holds what transformers' own would."""
 
 from __future__ import annotations
 
@@ -201,7 +201,7 @@ def test_half_precision_is_proven(dtype, model_type):
     assert counts.fast == 24 and not counts.fallback, counts.reasons
 
 
-# ---- the cache --------------------------------------------------------------------------------------------------------
+# ---- the cache -----------------------------------------------------------------------------------------------------
 
 
 def _filled(model_type: str, batch: int = 3) -> tuple[FastpathCache, DynamicCache]:

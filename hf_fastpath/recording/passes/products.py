@@ -32,6 +32,24 @@ def matrix_products(recording: Recording, model: nn.Module) -> None:
                     _set_linear(call, call.arguments["mat1"], call.arguments["mat2"], call.arguments["self"])
 
 
+def products_from_the_left(recording: Recording, model: nn.Module) -> None:
+    """Pass: the product of a matrix of the model with columns is one of rows, seen as columns again."""
+    instead: dict[int, list[Call]] = {}
+    for call in recording.calls:
+        if call.op is not marks.matmul or not _is_matrix(call.arguments["a"]):
+            continue
+        columns = call.arguments["b"]
+        fact = recording.fact(columns)
+        if not isinstance(columns, Register) or fact.dim() != 3:
+            continue
+        rows = recording.call(_aten.transpose.int, fact.mT, self=columns, dim0=1, dim1=2)
+        out = recording.fact(call.out)
+        product = recording.call(marks.linear, out.mT, x=rows.out, weight=call.arguments["a"], bias=None)
+        seen = Call(_aten.transpose.int, {"self": product.out, "dim0": 1, "dim1": 2}, call.out)
+        instead[id(call)] = [rows, product, seen]
+    recording.rewrite(instead, {})
+
+
 def _is_matrix(value: Any) -> bool:
     return isinstance(value, torch.Tensor) and value.dim() == 2
 
