@@ -140,3 +140,5 @@ def projected_attention(x, weights, biases, transposed, cos, sin, pairs, layer, 
 
 #: marks that write to what lies outside of a list
 EFFECTS = (append, short_convolution, gated_delta_step, selective_state_step)
+#: marks whose ops take columns of a projection where they lie
+STRIDED = (short_convolution, gated_delta_step, selective_state_step, gated_norm)

@@ -16,6 +16,7 @@ _aten = torch.ops.aten
 
 #: marks that a region may hold; every other mark is a border of it
 _INSIDE = (marks.activated, marks.matmul)
+_PRODUCTS = (marks.linear, marks.packed_linear)
 #: calls that take shape and dtype of a tensor alone
 _LIKE = (_aten.zeros_like.default, _aten.ones_like.default, _aten.empty_like.default, _aten.full_like.default)
 #: results that are tried as what a region gives
@@ -103,7 +104,7 @@ class Borders:
                 continue  # the state itself
             if group in self._states and group != state.index:
                 return None  # another state
-            if register.index not in dependent and self._is_input(register):
+            if register.index not in dependent and self._is_input(register) and not self._is_whole_view(register):
                 inputs[register.index] = register
                 continue
             call = self._producers.get(register.index)
@@ -125,22 +126,32 @@ class Borders:
         blanks = [each for call in ordered for each in read_by(call) if call.op in _LIKE and each.index not in given]
         return Region(state, ordered, _in_order(ordered, inputs), _parameters(ordered), blanks, result)
 
+    def _is_whole_view(self, register: Register) -> bool:
+        """Whether a register holds all elements of another that is an input."""
+        call = self._producers.get(register.index)
+        if call is None or self._is_border(call) or call.op is operator.getitem:
+            return False
+        size, of = self._recording.fact(register).numel(), self._recording.fact(read_by(call)[0])
+        return isinstance(of, torch.Tensor) and of.numel() == size
+
     def _is_border(self, call: Call) -> bool:
-        """Whether a call is none of the arithmetic around a state: a product with a weight, which may be scaled, a
-        norm, attention."""
-        constant = any(isinstance(each, torch.Tensor) for each in call.arguments.values())
+        """Whether a call is none of the arithmetic around a state: a product with a weight, also scaled or side by
+        side with others, a norm, attention."""
         if call.op is marks.matmul:
-            return constant
-        if call.op is _aten.mul.Tensor:
-            is_scaled = constant or isinstance(call.arguments["other"], (int, float))
-            return is_scaled and all(self._is_input(each) for each in read_by(call))
+            return any(isinstance(each, torch.Tensor) for each in call.arguments.values())
+        read = read_by(call)
+        if call.op is _aten.cat.default:
+            return all(self._is_input(each) for each in read)
+        if call.op is _aten.mul.Tensor and len(read) == 1:
+            made = self._producers.get(read[0].index)
+            return made is not None and made.op in _PRODUCTS
         return getattr(call.op, "__module__", "") == marks.__name__ and call.op not in _INSIDE
 
     def _is_input(self, register: Register) -> bool:
         """Whether a register is a view, each element once, of what a border gave."""
         call = self._producers.get(register.index)
         if call is None or self._is_border(call):
-            return True
+            return register.index not in self._states
         if call.op is _aten.expand.default or not (_is_view(call) or call.op is _aten._unsafe_view.default):
             return False
         return all(self._is_input(each) for each in read_by(call))

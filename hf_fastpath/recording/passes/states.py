@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from ... import ops
-from ...decode.named_calls import Call, Register
+from ...decode.named_calls import Call
 from ...ops.short_convolution import ACTIVATIONS
 from .. import marks
 from ..probing import agree, evaluate
@@ -304,7 +304,8 @@ def _space_roles(shapes: _Shapes) -> Iterator[_Roles]:
     group = lambda place: sizes[place] % state_size == 0 and heads % max(1, sizes[place] // state_size) == 0  # noqa: E731
     whole = lambda place: sizes[place] == heads * head_dim  # noqa: E731
     for of_step, of_rates in (((heads,), (heads,)), ((heads, head_dim), (heads, head_dim, state_size))):
-        step = lambda place, size=math.prod(of_step): sizes[place] == size  # noqa: E731
+        of_one = math.prod(of_step)
+        step = lambda place, size=of_one: sizes[place] == size  # noqa: E731
         for names, wanted in (("x dt b c", ()), ("x dt b c z", (whole,))):
             for order in _assigned(len(sizes), whole, step, group, group, *wanted):
                 places = dict(zip(names.split(), order))
@@ -315,7 +316,7 @@ def _space_roles(shapes: _Shapes) -> Iterator[_Roles]:
                 shape["c"] = shape["b"]
                 roles: _Roles = {name: _Given("input", place, shape[name]) for name, place in places.items()}
                 roles["state"] = _Given("state", 0, (*row, state_size))
-                for a_log, d, dt_bias in _parameters(shapes, math.prod(of_rates), *[math.prod(of_step)] * 2):
+                for a_log, d, dt_bias in _parameters(shapes, math.prod(of_rates), of_one, of_one):
                     yield roles | dict(
                         a_log=_parameter(a_log, *of_rates), d=_parameter(d, *of_step),
                         dt_bias=_parameter(dt_bias, *of_step),
