@@ -42,7 +42,7 @@ class DecodePlan:
     Args:
         part: the model.
         batch: number of sequences.
-        kv_dtype: storage type of the caches that the plan will serve.
+        kv_dtype: storage type of the caches that the plan will serve, None if they hold no keys and values.
         sampled: tokens are sampled, drawn with the default generator as ``torch.multinomial`` draws them; else a step
             chooses the most likely token.
         page_sizes: page size of each layer's cache, None for a layer without pages; empty if no layer has pages.
@@ -59,7 +59,7 @@ class DecodePlan:
         self,
         part: ModelPart,
         batch: int,
-        kv_dtype: torch.dtype,
+        kv_dtype: torch.dtype | None,
         sampled: bool = False,
         page_sizes: tuple[int | None, ...] = (),
     ):
@@ -92,8 +92,8 @@ class DecodePlan:
             self.workspace = self.staging = None
             self.kv_tables: dict[bool, torch.Tensor] = {}  # True: of layers with pages; False: of other layers
             if self.device.type == "cuda":
-                heads = {(layer.attention.num_heads, layer.attention.head_dim) for layer in part.layers}
-                size = max(workspace_bytes(batch, self.query_len, *each) for each in heads)
+                heads = {(attention.num_heads, attention.head_dim) for attention in part.attentions}
+                size = max((workspace_bytes(batch, self.query_len, *each) for each in heads), default=0)
                 self.workspace = torch.zeros(size, dtype=torch.uint8, device=self.device)
                 for paged in {size is not None for size in self.page_sizes}:
                     shape = len(part.layers), table_columns(kv_dtype, paged)
@@ -101,8 +101,10 @@ class DecodePlan:
                 # Several blocks compute a head's keys and values, so attention quantizes them, not the projection.
                 if is_quantized(kv_dtype):
                     lens = torch.full((batch,), self.query_len, dtype=torch.int32, device=self.device)
-                    shapes = {layer.attention.cache_shape for layer in part.layers}
+                    shapes = {attention.cache_shape for attention in part.attentions}
                     self.staging = steps.Staging(lens, self.query_len, shapes)
+            #: of each layer, memory for its states; the cache holds its states there while the plan runs
+            self.states = [[_like(each) for each in found] for found in part.states(batch)]
             self.program = Program()
             self._caches = [self._cache_registers(size is not None) for size in self.page_sizes]
             self._angles = None if part.rotary is None else AngleTables(part, self.program, self.dtype, self.device)
@@ -164,7 +166,8 @@ class DecodePlan:
         fixed = self.kv_tables, self.workspace, programmatic_launch, self.staging
         at = steps.Positions(angles, self.seq_lens, self.starts, *fixed)
         if part.is_recorded:
-            return part.record(emit, self.tokens, self.positions, self._caches, at), self._made_for(programmatic_launch)
+            logits = part.record(emit, self.tokens, self.positions, self._caches, self.states, at)
+            return logits, self._made_for(programmatic_launch)
         for index, layer in enumerate(part.layers):
             hidden = steps.decoder_layer(emit, layer, hidden, self._caches[index], at, index)
         logits = steps.scaled_logits(emit, part, steps.head(emit, part, hidden, programmatic_launch))
@@ -218,16 +221,26 @@ class DecodePlan:
 
     def bind(self) -> None:
         """Tell the program where the cache's buffers are, if other code than its steps may have moved them."""
-        layers = self.cache.layers
+        layers, kinds = self.cache.layers, self.cache.kinds
+        self._hold_states()
         for paged, table in self.kv_tables.items():
-            rows = []  # a layer that the other table serves has zeros here
-            for layer, size in zip(layers, self.page_sizes):
+            rows = []  # a layer that the other table serves, or none, has zeros here
+            for layer, kind, size in zip(layers, kinds, self.page_sizes):
+                if not kind.keys or (size is not None) != paged:
+                    rows.append([0] * table.shape[1])
+                    continue
                 k, v, *others = (buffer.data_ptr() for buffer in layer.buffers if buffer is not None)
-                row = [k, v, layer.capacity, *others]
-                rows.append(row if (size is not None) == paged else [0] * table.shape[1])
+                rows.append([k, v, layer.capacity, *others])
             table.copy_(torch.tensor(rows, dtype=torch.long, device="cpu"))
-        for registers, layer in zip(self._caches, layers):
-            self.program.put(registers, layer.kv_cache())
+        for registers, layer, kind in zip(self._caches, layers, kinds):
+            if kind.keys:
+                self.program.put(registers, layer.kv_cache())
+
+    def _hold_states(self) -> None:
+        """Let the cache hold its states where the program reads them."""
+        for layer, buffers in zip(self.cache.layers, self.states):
+            if buffers:
+                layer.hold(buffers)
 
     def _cover(self, count: int) -> None:
         """Make sure that the model knows the next ``count`` positions of every sequence.
@@ -314,7 +327,8 @@ class DecodePlan:
         """
         if self.cache.reserve(1):
             self.bind()
-        if all(layer.cumulative_length == self._held for layer in self.cache.layers):
+        self._hold_states()
+        if all(layer.cumulative_length == self._held for layer in self.cache.counting_layers):
             return
         if not self.cache.take() or bool(self.starts.any()):
             raise RuntimeError(
@@ -347,7 +361,9 @@ class DecodePlan:
 
     def end(self) -> None:
         """Let go of the cache."""
-        self.cache = None
+        cache, self.cache = self.cache, None
+        for layer in () if cache is None else cache.state_layers:
+            layer.leave()
         for registers in self._caches:
             # A captured graph finds the buffers through kv_tables; keeping them here would only hold memory.
             self.program.put(registers, None)
@@ -355,3 +371,8 @@ class DecodePlan:
         done, self.on_end = self.on_end, None
         if done is not None:
             done(self)
+
+
+def _like(fact: torch.Tensor) -> torch.Tensor:
+    """Memory for a tensor of the shape, strides, dtype and device of ``fact``."""
+    return torch.empty_strided(fact.shape, fact.stride(), dtype=fact.dtype, device=fact.device)

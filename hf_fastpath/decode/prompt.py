@@ -74,7 +74,7 @@ def _continues(cache: FastpathCache, prompt: Prompt) -> bool:
     batch, query_len = prompt.tokens.shape
     if prompt.positions.shape[-1] != query_len or query_len == 0:
         return False
-    return not cache.get_seq_length() or all(layer.batch_size == batch for layer in cache.layers)
+    return not cache.get_seq_length() or all(layer.batch_size == batch for layer in cache.key_layers)
 
 
 def is_readable(part: ModelPart, cache: FastpathCache, prompt: Prompt) -> bool:

@@ -258,6 +258,12 @@ _RULES: dict[Callable[..., Any], Callable[..., Any]] = {
     marks.angles: Lowering._angles,
     marks.rotated_attention: Lowering._rotated,
     marks.projected_attention: Lowering._projected,
+    marks.short_convolution: lambda self, call, **arguments: self._emit(ops.short_convolution.overload, **arguments),
+    marks.gated_delta_step: lambda self, call, **arguments: self._emit(ops.gated_delta_step.overload, **arguments),
+    marks.selective_state_step: lambda self, call, **arguments: self._emit(
+        ops.selective_state_step.overload, **arguments
+    ),
+    marks.gated_norm: lambda self, call, **arguments: self._emit(ops.gated_rms_norm.overload, **arguments),
     marks.experts: Lowering._experts,
     marks.routed_experts: Lowering._routed_experts,
     marks.activated: Lowering._activated,

@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from .. import compat
+from .. import compat, ops
 from ..choices import Activation, NormKind
 from ..decode.named_calls import Norm
 from ..ops.topk_softmax import reference as topk_softmax
@@ -61,6 +61,26 @@ def sdpa(q, k, v, mask=None, is_causal=False, scale=None, enable_gqa=False):
     """PyTorch's attention, over whatever the model hands it."""
     how = dict(is_causal=is_causal, scale=scale, enable_gqa=enable_gqa)
     return nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=mask, **how)
+
+
+def short_convolution(**arguments):
+    """See ``ops.short_convolution``; it writes ``conv_state``."""
+    return ops.short_convolution.reference(**arguments)
+
+
+def gated_delta_step(**arguments):
+    """See ``ops.gated_delta_step``; it writes ``state``."""
+    return ops.gated_delta_step.reference(**arguments)
+
+
+def selective_state_step(**arguments):
+    """See ``ops.selective_state_step``; it writes ``state``."""
+    return ops.selective_state_step.reference(**arguments)
+
+
+def gated_norm(**arguments):
+    """See ``ops.gated_rms_norm``."""
+    return ops.gated_rms_norm.reference(**arguments)
 
 
 def text_positions(lengths, query_len):
@@ -132,3 +152,9 @@ def projected_attention(x, weights, biases, transposed, cos, sin, pairs, layer, 
                         slopes, num_heads, num_kv_heads, head_dim, head_norms=None, norm=None):  # fmt: skip
     """The projections of ``x``, and :func:`rotated_attention` of what they give."""
     raise NotImplementedError("attention is run by an op over a cache alone")
+
+
+#: marks that write to what lies outside of a list
+EFFECTS = (append, short_convolution, gated_delta_step, selective_state_step)
+#: marks whose ops take columns of a projection where they lie
+STRIDED = (short_convolution, gated_delta_step, selective_state_step, gated_norm)

@@ -78,9 +78,9 @@ class RecordedAttention:
 
 @dataclass(frozen=True)
 class RecordedLayer:
-    """A layer of the cache, and what reads it."""
+    """A layer of the cache, and what reads its keys and values; None if it has none."""
 
-    attention: RecordedAttention
+    attention: RecordedAttention | None
     window: int | None
 
 
@@ -90,7 +90,7 @@ class RecordedPart:
     Attributes:
         architecture: see :class:`Recorded`.
         module: the model.
-        windows: sliding window of each layer, None for full attention.
+        kinds: what each layer of the cache holds; empty if it is something that plans know nothing of.
         verdict: what the model's own first steps have shown, a reason or None, in a tuple; None until they ran.
     """
 
@@ -101,7 +101,7 @@ class RecordedPart:
 
     def __init__(self, architecture: Recorded, module: nn.Module):
         self.architecture, self.module = architecture, module
-        self.windows: tuple[int | None, ...] = tuple(compat.layer_windows(module.config) or ())
+        self.kinds = tuple(compat.layer_kinds(module.config) or ())
         self._recordings: dict[tuple[int, int], Recording] = {}
         self.verdict: tuple[Cause | None] | None = None
         self._moment = object()  # of no other part, as an id may be once this one is gone
@@ -129,18 +129,30 @@ class RecordedPart:
         producers, found = recording.producers(), {}
         for call in recording.calls:
             if (attention := attention_of(recording, producers, call)) is not None:
-                layer = call.arguments["layer"]
-                found.setdefault(layer, RecordedLayer(attention, self.windows[layer]))
-        if set(found) != set(range(len(self.windows))):
+                found.setdefault(call.arguments["layer"], attention)
+        if set(found) != {index for index, kind in enumerate(self.kinds) if kind.keys}:
             raise Unrecordable("layers of the cache that no attention reads")
-        return [found[index] for index in sorted(found)]
+        return [RecordedLayer(found.get(index), kind.window) for index, kind in enumerate(self.kinds)]
+
+    def states(self, batch: int) -> list[list[torch.Tensor]]:
+        """Tensors without data like the states that each layer of the cache holds of ``batch`` sequences."""
+        recording = self.recording(batch, 1)
+        return [[recording.fact(each) for each in states] for states in recording.states]
 
     def record(
-        self, emit: Emit, tokens: torch.Tensor, positions: torch.Tensor, caches: list[KVCache], at: Positions
+        self,
+        emit: Emit,
+        tokens: torch.Tensor,
+        positions: torch.Tensor,
+        caches: list[KVCache],
+        states: list[list[torch.Tensor]],
+        at: Positions,
     ) -> Any:
         """Emit the step; returns what stands for the logits [batch, query_len, vocab_size]."""
         recording = self.recording(*tokens.shape)
         given = {recording.tokens.index: tokens, recording.positions.index: positions}
+        for registers, tensors in zip(recording.states, states):
+            given |= {register.index: tensor for register, tensor in zip(registers, tensors, strict=True)}
         return Lowering(recording, emit, given, caches, at, [layer.attention for layer in self.layers]).run()
 
     # ---- roles ------------------------------------------------------------------------------------------------
@@ -149,6 +161,16 @@ class RecordedPart:
     def has_experts(self) -> bool:
         """Whether some MLP is a mixture."""
         return any(call.op in marks.EXPERTS for call in self.recording(1, 1).calls)
+
+    @property
+    def windows(self) -> tuple[int | None, ...]:
+        """Sliding window of each layer, None for full attention or none."""
+        return tuple(kind.window for kind in self.kinds)
+
+    @property
+    def attentions(self) -> list[RecordedAttention]:
+        """Of the layers that have one."""
+        return [layer.attention for layer in self.layers if layer.attention is not None]
 
     @property
     def max_batch(self) -> int:
@@ -201,8 +223,8 @@ class RecordedPart:
 
     def other_reason(self) -> str | None:
         """Why nothing is known of what is inside; or None."""
-        if not self.windows:
-            return Cause("not_recorded", "its cache holds states that are no keys and values", self.module)
+        if not self.kinds:
+            return Cause("not_recorded", "its cache holds more than keys, values and states", self.module)
         for role in (self.embedding, self.head):
             if role is None or not isinstance(getattr(role, "weight", None), torch.Tensor) and not is_packed(role):
                 return Cause("not_recorded", "it has no embedding or no head", self.module)
@@ -257,13 +279,13 @@ class RecordedPart:
     @functools.cached_property
     def _recording_reason(self) -> str | None:
         try:
-            layers = self.layers
+            attentions = self.attentions
             _dry_run(self)
         except Exception as error:  # nobody has tried this code, nor the passes over it: anything may be raised
             return self._not_recorded(error)
-        odd = next((each for each in layers if not takes_head_dim(each.attention.head_dim)), None)
+        odd = next((each for each in attentions if not takes_head_dim(each.head_dim)), None)
         if odd is not None:
-            return Cause("unsupported_head_dim", f"head_dim={odd.attention.head_dim}", self.module)
+            return Cause("unsupported_head_dim", f"head_dim={odd.head_dim}", self.module)
         narrow = next((w for w in self.windows if w is not None and w < compat.MIN_WINDOW), None)
         if narrow is not None:
             return Cause("unsupported_config", f"sliding_window={narrow}", self.module)
@@ -301,7 +323,7 @@ def _dry_run(part: RecordedPart) -> None:
         Unrecordable: something in it has no place in a plan.
     """
     program = Program()
-    caches = [KVCache(program.register(), program.register()) for _ in part.windows]
+    caches = [KVCache(program.register(), program.register()) for _ in part.kinds]
     at = Positions({}, program.register(), program.register())
     shape = torch.zeros(1, 1, dtype=torch.long)
-    part.record(program.emit, shape, shape, caches, at)
+    part.record(program.emit, shape, shape, caches, part.states(1), at)

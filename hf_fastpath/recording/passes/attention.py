@@ -59,7 +59,7 @@ def rotations(recording: Recording, model: nn.Module) -> None:
         if front is None:
             continue
         sources, tables, calls = front
-        key = _structure(recording, sources, tables, calls)
+        key = structure_of(recording, sources, tables, calls)
         if key not in known:
             known[key] = _tried(recording, model, at_positions, front, append, attend)
         if known[key] is None:
@@ -125,7 +125,7 @@ def _front(recording, producers, at_positions, append: Call, attend: Call):
     return list(sources.values()), list(tables.values()), ordered
 
 
-def _structure(recording, sources, tables, calls) -> tuple:
+def structure_of(recording, sources, tables, calls) -> tuple:
     """What is the same in layers that are alike."""
     names: dict[int, int] = {}
     for each in (*sources, *tables):

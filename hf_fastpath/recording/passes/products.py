@@ -14,9 +14,16 @@ from ...decode.named_calls import Call, Register
 from ...registry import FLOAT_DTYPES, PLAIN_TENSORS
 from .. import marks
 from ..lowering import takes_product
-from ..recording import Recording
+from ..recording import Recording, read_by
 
 _aten = torch.ops.aten
+
+#: calls between a product and what takes slices of it
+_SLICES = (
+    *(_aten.slice.Tensor, _aten.split.Tensor, _aten.split_with_sizes.default, _aten.chunk.default, operator.getitem),
+    *(_aten.view.default, _aten._unsafe_view.default, _aten.transpose.int, _aten.unsqueeze.default),
+    *(_aten.select.int, _aten.squeeze.dim, _aten.mul.Tensor),
+)
 
 
 def matrix_products(recording: Recording, model: nn.Module) -> None:
@@ -30,6 +37,24 @@ def matrix_products(recording: Recording, model: nn.Module) -> None:
             if call.arguments.get("beta", 1) == call.arguments.get("alpha", 1) == 1:
                 if isinstance(call.arguments["self"], torch.Tensor) and call.arguments["self"].dim() == 1:
                     _set_linear(call, call.arguments["mat1"], call.arguments["mat2"], call.arguments["self"])
+
+
+def products_from_the_left(recording: Recording, model: nn.Module) -> None:
+    """Pass: the product of a matrix of the model with columns is one of rows, seen as columns again."""
+    instead: dict[int, list[Call]] = {}
+    for call in recording.calls:
+        if call.op is not marks.matmul or not _is_matrix(call.arguments["a"]):
+            continue
+        columns = call.arguments["b"]
+        fact = recording.fact(columns)
+        if not isinstance(columns, Register) or fact.dim() != 3:
+            continue
+        rows = recording.call(_aten.transpose.int, fact.mT, self=columns, dim0=1, dim1=2)
+        out = recording.fact(call.out)
+        product = recording.call(marks.linear, out.mT, x=rows.out, weight=call.arguments["a"], bias=None)
+        seen = Call(_aten.transpose.int, {"self": product.out, "dim0": 1, "dim1": 2}, call.out)
+        instead[id(call)] = [rows, product, seen]
+    recording.rewrite(instead, {})
 
 
 def _is_matrix(value: Any) -> bool:
@@ -95,11 +120,14 @@ def _before_flattening(recording: Recording, producers: dict[int, Call], registe
 
 
 def split_products(recording: Recording, model: nn.Module) -> None:
-    """Pass: a product that is only read in slices of its features is as many products with rows of its matrix."""
-    users = recording.users()
+    """Pass: a product that is only read in slices of its features is as many products with rows of its matrix, if no
+    call takes slices as they lie."""
+    users, together = recording.users(), _taken_in_slices(recording)
     instead: dict[int, list[Call]] = {}
     for call in recording.calls:
         if call.op is not marks.linear or call.arguments.get("transposed") or not _plain(call.arguments["weight"]):
+            continue
+        if call.out.index in together:
             continue
         readers = users.get(call.out.index, [])
         slices = [_slices(recording, each, call.out, users) for each in readers]
@@ -120,6 +148,19 @@ def split_products(recording: Recording, model: nn.Module) -> None:
             if each.op is not _aten.slice.Tensor:
                 instead |= {id(item): [] for item in users.get(each.out.index, [])}
     recording.rewrite(instead, {})
+
+
+def _taken_in_slices(recording: Recording) -> set[int]:
+    """Registers of what calls that take any strides read, through views."""
+    producers, found = recording.producers(), set()
+    waiting = [each for call in recording.calls if call.op in marks.STRIDED for each in read_by(call)]
+    while waiting:
+        register = waiting.pop()
+        found.add(register.index)
+        call = producers.get(register.index)
+        if call is not None and call.op in _SLICES and register.index not in recording.mutated:
+            waiting += read_by(call)
+    return found
 
 
 def _slices(recording: Recording, call: Any, of: Register, users: dict) -> list[tuple[Register, int, int]] | None:
