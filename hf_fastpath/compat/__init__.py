@@ -53,6 +53,7 @@ from .generation import (
     is_sample_mode,
     is_stock,
     is_stock_streamer,
+    looks_at_tokens_alone,
     new_tokens,
     overridden_method,
     pad_token,
@@ -73,13 +74,23 @@ from .models import (
     generating_model,
     has_static_rope,
     is_decoder_alone,
-    is_sharded,
     model_of_config,
     outputs_are_captured,
     rotation_function,
     save_config,
     set_entry,
     sharding,
+)
+from .parallel import (
+    Parallel,
+    ShardStyle,
+    all_gather,
+    is_sharded,
+    is_tensor_parallel,
+    local_tensor,
+    parallel_forward,
+    rank_group,
+    sharded_dim,
 )
 from .seams import (
     RecordingCache,

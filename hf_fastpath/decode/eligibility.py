@@ -151,7 +151,7 @@ def _layout_reason(part: ModelPart, input_ids: torch.Tensor, model_kwargs: dict,
 
 def _pad_token_reason(part: ModelPart, config: Any, batch: int) -> str | None:
     """Return a reason if the pad token is no token of the model: rows that have ended are read on as pad tokens."""
-    pad, known = config.pad_token_id, len(part.embedding.weight)
+    pad, known = config.pad_token_id, part.num_embeddings
     if batch == 1 or config.eos_token_id is None or not isinstance(pad, int) or 0 <= pad < known:
         return None
     return Cause("unsupported_input", f"pad_token_id={pad}, of {known} tokens")

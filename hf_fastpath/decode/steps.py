@@ -23,6 +23,7 @@ from .attention_part import AttentionPart
 from .modules import is_packed, is_transposed, weight_and_bias
 from .named_calls import Emit, Norm, run
 from .parts import FeedForwardPart, MLPPart, MoEPart, NormPart
+from .shards import embedded, gather_ranks, own_rows, shard_of, sum_ranks
 from .structure import LayerPart, ModelPart
 
 __all__ = ["Emit", "Positions", "Staging", "run"]
@@ -114,7 +115,25 @@ def projection(
     norm: NormPart | None = None,
     programmatic_launch: bool = False,
 ) -> Any:
-    """Emit ``activation(linear(norm(x))) + residual``."""
+    """Emit ``activation(linear(norm(x))) + residual``; what all ranks make of it if the layer is spread over ranks."""
+    shard = shard_of(linear)
+    summed = shard is not None and shard.is_summed
+    made = _product(emit, linear, x, None if summed else residual, activation, norm, programmatic_launch)
+    if summed:
+        return emit(sum_ranks, x=made, residual=residual, ranks=shard.ranks)
+    return emit(gather_ranks, x=made, shard=shard) if shard is not None and shard.is_gathered else made
+
+
+def _product(
+    emit: Emit,
+    linear: nn.Module,
+    x: Any,
+    residual: Any,
+    activation: Activation,
+    norm: NormPart | None,
+    programmatic_launch: bool,
+) -> Any:
+    """Emit :func:`projection` of what this rank has of the layer."""
     behind = dict(residual=residual, activation=activation, norm=norm_of(norm), programmatic_launch=programmatic_launch)
     if is_packed(linear):
         return emit(ops.packed_gemv.overload, x=x, **packed(linear.op_weight()), bias=linear.bias, **behind)
@@ -326,17 +345,21 @@ def step_inputs(emit: Emit, part: ModelPart, tokens: Any, positions: Any, tables
         [batch, query_len, hidden_size], and the rows of ``tables`` at the positions.
     """
     learned = None if part.position_embedding is None else part.position_embedding.weight
-    in_one = part.embedding_scale is None and part.embedding_multiplier == 1  # else there are steps before the sum
+    shard, weight = shard_of(part.embedding), part.embedding.weight
+    # else there are steps before the sum
+    in_one = part.embedding_scale is None and part.embedding_multiplier == 1 and shard is None
     found = emit(
         ops.step_inputs.overload,
-        embedding=part.embedding.weight,
-        tokens=tokens,
+        embedding=weight,
+        tokens=tokens if shard is None else emit(own_rows, tokens=tokens, embedding=weight, shard=shard),
         positions=positions,
         position_embedding=learned if in_one else None,
         position_offset=part.position_offset,
         tables=tables,
     )
     hidden, *rows = (emit(operator.getitem, found, place) for place in range(1 + len(tables)))
+    if shard is not None:
+        hidden = emit(embedded, x=hidden, tokens=tokens, embedding=weight, shard=shard)
     if part.embedding_scale is not None:
         hidden = emit(composed.scaled, x=hidden, factor=part.embedding_scale)
     if part.embedding_multiplier != 1:

@@ -31,6 +31,7 @@ from .modules import (
     weight_and_bias,
 )
 from .parts import FeedForwardPart, MoEPart, NormPart, Part, feed_forward_part
+from .ranks import Ranks
 
 #: sequences of a decode plan at most: larger batches were not measured
 MAX_BATCH = 64
@@ -154,6 +155,16 @@ class ModelPart(Part):
     #: its forward takes position ids
     takes_positions: ClassVar[bool] = True
 
+    @property
+    def source(self) -> nn.Module:
+        """The model that was given to ``patch()``."""
+        return self.module
+
+    @property
+    def ranks(self) -> Ranks | None:
+        """The processes over which the model is spread, or None if this one has all of it."""
+        return None
+
     def shape_reason(self, batch: int, query_len: int) -> str | None:
         """Return None: a described step takes any number of sequences and tokens that kernels take."""
         return None
@@ -166,6 +177,11 @@ class ModelPart(Part):
     def vocab_size(self) -> int:
         """Number of logits of a token."""
         return out_features(self.head)
+
+    @property
+    def num_embeddings(self) -> int:
+        """Number of tokens that the model has embeddings of."""
+        return len(self.embedding.weight)
 
     def fingerprint(self) -> tuple:
         """Return what a decode plan records of the model."""

@@ -13,6 +13,8 @@ from ..architecture import PARTS, Architecture, architectures
 from ..decode import parts, structure
 from ..decode.attention_part import AttentionPart
 from ..decode.plan_cache import Family
+from ..decode.ranks import Ranks
+from ..decode.shards import Sharded
 from ..native import loader
 from ..options import Options
 from ..quantization import replacing
@@ -33,6 +35,8 @@ def analyse(model: nn.Module, options: Options, no_kernels: str | None = None) -
     Raises:
         UnsupportedModelError: the architecture file names a class that the installed transformers lacks.
     """
+    if compat.is_tensor_parallel(model):
+        return _analyse_shards(model, options, no_kernels)
     known = structural.known_for(model, architectures())
     architecture, bindings, declined = _modules(model, options, known, no_kernels)
     reason = _loop_disabled(options) or _partial_reason(declined)
@@ -67,6 +71,35 @@ def analyse(model: nn.Module, options: Options, no_kernels: str | None = None) -
         generates=compat.uses_generation_mixin_sample(model),
         replacements=replacements,
         refusal=refusal,
+    )
+
+
+def _analyse_shards(model: nn.Module, options: Options, no_kernels: str | None) -> PatchPlan:
+    """Do as :func:`analyse` for a tensor-parallel model: its modules stay stock's, and the decode loop is ours.
+
+    Every rank has to call this: all come to the same reason.
+    """
+    families = (Sharded(each) for each in architectures())
+    family = next((each for each in families if each.model_part(model) is not None), None)
+    whole = None if family is None else family.model_part(model)
+    reason = _loop_disabled(options) or (None if no_kernels is None else Cause(no_kernels, module=model))
+    reason = reason or _whole_reason(model, whole)
+    if reason is None and whole is not None:
+        reason = whole.spread_reason() or _lasting_reason(whole)
+    if reason is None and options.weights is not None:
+        reason = Cause("sharded", f"weights={options.weights!r}")
+    reason = Ranks(compat.rank_group(model)).agreed(reason, next(model.parameters()).device)
+    return PatchPlan(
+        model=model,
+        options=options,
+        architecture=None if whole is None else whole.architecture,
+        by_structure=None,
+        family=family,
+        bindings=(),
+        patched={},
+        declined=(),
+        loop_reason=reason,
+        generates=compat.uses_generation_mixin_sample(model),
     )
 
 

@@ -100,6 +100,7 @@ class RecordedPart:
     rope_kinds: tuple = ()
     is_cast_down = False
     is_recorded = True
+    ranks = None  # a model that is spread over processes is not recorded
 
     def __init__(self, architecture: Recorded, module: nn.Module):
         self.architecture, self.module = architecture, module
@@ -152,6 +153,14 @@ class RecordedPart:
         """Sequences a decode plan takes."""
         has_experts = any(call.op in (marks.experts, marks.other_experts) for call in self.recording(1, 1).calls)
         return MAX_ROWS if has_experts else MAX_BATCH
+
+    @property
+    def source(self) -> nn.Module:
+        return self.module
+
+    @property
+    def num_embeddings(self) -> int:
+        return len(self.embedding.weight)
 
     @property
     def embedding(self) -> nn.Module:

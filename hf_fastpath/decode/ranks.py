@@ -1,0 +1,155 @@
+"""The processes over which a tensor-parallel model is spread, and what they do together.
+
+All ranks make the same calls in the same order. While a call of ``generate()`` runs, a rank that waits longer than
+PATIENCE for the others ends with an error.
+"""
+
+from __future__ import annotations
+
+import time
+import zlib
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from .. import compat
+from ..errors import RankError
+from ..reasons import Cause
+
+#: seconds that a rank waits for the others inside of a call
+PATIENCE = 25.0
+#: seconds between two looks at a device that may wait for other ranks
+_PAUSE = 50e-6
+
+
+class Ranks:
+    """The processes over which a model is spread.
+
+    Args:
+        group: their process group, which is not ours.
+
+    Attributes:
+        rank, size: of this process, and of the group.
+    """
+
+    def __init__(self, group: Any):
+        self.group, self.rank, self.size = group, dist.get_rank(group), dist.get_world_size(group)
+
+    def __str__(self) -> str:
+        return f"rank {self.rank} of {self.size}"
+
+    @property
+    def transport(self) -> str:
+        """What sums over ranks go through."""
+        return str(dist.get_backend(self.group))
+
+    def _finish(self, start: Any, *arguments: Any) -> None:
+        """Run a collective of torch.distributed; on the CPU the wait for it has an end."""
+        try:
+            if arguments[0].is_cuda:  # the device waits, and ``wait`` bounds that
+                start(*arguments, group=self.group)
+            else:
+                start(*arguments, group=self.group, async_op=True).wait(timedelta(seconds=PATIENCE))
+        except RuntimeError as error:
+            raise self._lost(str(error)) from error
+
+    def _lost(self, why: str) -> RankError:
+        first = next(iter(why.strip().splitlines()), "")
+        return RankError(
+            f"{self} has waited {PATIENCE:.0f} s for the other ranks, or has lost them: {first}. Another rank has "
+            "failed, was interrupted, or made other calls. Look for the first error of all ranks, end all processes "
+            "and start anew"
+        )
+
+    def sum(self, x: torch.Tensor) -> torch.Tensor:
+        """Sum a contiguous tensor over all ranks, in place; all ranks get the same bits."""
+        self._finish(dist.all_reduce, x, dist.ReduceOp.SUM)
+        return x
+
+    def gather(self, x: torch.Tensor) -> torch.Tensor:
+        """Return [size, ...] with the contiguous tensors of all ranks, which have one shape."""
+        out = x.new_empty(self.size, *x.shape)
+        self._finish(compat.all_gather, out.view(-1), x.view(-1))
+        return out
+
+    def of_first(self, x: torch.Tensor) -> torch.Tensor:
+        """Return the first rank's tensor; all ranks' have one shape and dtype."""
+        return self.gather(x.contiguous())[0].clone()
+
+    def wait(self, event: torch.cuda.Event) -> None:
+        """Wait for the device, which may wait for other ranks.
+
+        Raises:
+            RankError: the device has not passed the event in time.
+        """
+        end = time.monotonic() + PATIENCE
+        while not event.query():
+            if time.monotonic() > end:
+                raise self._lost("the device still waits")
+            time.sleep(_PAUSE)
+
+    # ---- before a call ------------------------------------------------------------------------------------------
+
+    def _told(self, facts: list[int], device: torch.device) -> list[list[int]]:
+        """Return what each rank tells; ranks may come late to this, as to any collective of the user's."""
+        mine = torch.tensor(facts, dtype=torch.long, device=device)
+        out = mine.new_empty(self.size * len(facts))
+        compat.all_gather(out, mine, group=self.group)
+        return out.view(self.size, -1).tolist()
+
+    def agreed(self, reason: str | None, device: torch.device) -> str | None:
+        """Return the reason for stock code that all ranks follow: this rank's, or that another rank has one.
+
+        Every rank has to call this.
+        """
+        others = [rank for rank, (has_reason,) in enumerate(self._told([reason is not None], device)) if has_reason]
+        if reason is not None or not others:
+            return reason
+        return Cause("other_rank", f"rank {others[0]}")
+
+    def check_alike(self, ids: torch.Tensor, mask: torch.Tensor | None, settings: tuple[Any, ...]) -> None:
+        """Check that all ranks were given the same tokens, attention mask and settings.
+
+        Raises:
+            ValueError: they were not.
+        """
+        seen = [b"" if each is None else each.cpu().numpy().tobytes() for each in (ids, mask)]
+        facts = [*ids.shape, *map(zlib.crc32, (*seen, repr(settings).encode()))]
+        told = self._told(facts, ids.device)
+        for rank, other in enumerate(told):
+            if other != told[0]:
+                names = ("batch", "length", "tokens", "attention_mask", "settings")
+                odd = [name for name, first, its in zip(names, told[0], other) if first != its]
+                raise ValueError(
+                    f"generate() got other {', '.join(odd)} on rank {rank} than on rank 0 of a model that is spread "
+                    f"over {self.size} ranks, expected the same on all: {told[0][:2]} and {other[:2]} are batch and "
+                    "length"
+                )
+
+    @contextmanager
+    def one_generator(self, device: torch.device) -> Iterator[None]:
+        """Draw the first rank's random numbers on all ranks for the length of a ``with`` block.
+
+        The default generator of a rank that had another state than the first rank's gets its own state back.
+        """
+        get, set_ = (
+            (torch.get_rng_state, torch.set_rng_state)
+            if device.type == "cpu"
+            else (lambda: torch.cuda.get_rng_state(device), lambda state: torch.cuda.set_rng_state(state, device))
+        )
+        own = get()
+        first = own.to(device, copy=True)
+        dist.broadcast(first, group=self.group, group_src=0)
+        first = first.cpu()
+        if torch.equal(first, own):
+            yield
+            return
+        set_(first)
+        try:
+            yield
+        finally:
+            set_(own)

@@ -1,0 +1,273 @@
+"""Tensor-parallel models: what this rank has of each module, as a model of plain modules.
+
+transformers makes the weights of a model with a ``tp_plan`` DTensors, and puts its collectives into forwards on the
+instances. A decode plan needs neither: it reads this rank's shards where they lie, and adds up the ranks' outputs
+behind the products that need it.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from .. import compat
+from ..architecture import Architecture
+from ..compat import ShardStyle
+from ..reasons import Cause
+from .parts import MoEPart
+from .ranks import Ranks
+from .structure import ModelPart, model_part
+
+#: where a module of a local model keeps how it is spread
+_KEY = "_hf_fastpath_shard"
+
+
+@dataclass(frozen=True)
+class Shard:
+    """How a module is spread over ranks.
+
+    Attributes:
+        ranks: the processes.
+        style: in which way.
+        first: number of the shard's first output feature, or row of an embedding, among all.
+        total: number of all of them.
+    """
+
+    ranks: Ranks
+    style: ShardStyle
+    first: int
+    total: int
+
+    @property
+    def is_summed(self) -> bool:
+        """Whether the output is the sum of the ranks' outputs."""
+        return self.style is ShardStyle.ROWS
+
+    @property
+    def is_gathered(self) -> bool:
+        """Whether the output has the features of all ranks."""
+        return self.style is ShardStyle.GATHERED
+
+
+def shard_of(module: nn.Module) -> Shard | None:
+    """Return how a module of a local model is spread; None if the rank has all of it."""
+    return vars(module).get(_KEY)
+
+
+# ---- calls of a step ------------------------------------------------------------------------------------------------
+
+
+def sum_ranks(x: torch.Tensor, residual: torch.Tensor | None, ranks: Ranks) -> torch.Tensor:
+    """Return the sum of ``x`` over all ranks, plus ``residual``; ``x`` is overwritten."""
+    total = ranks.sum(x)
+    return total if residual is None else residual + total
+
+
+def gather_ranks(x: torch.Tensor, shard: Shard) -> torch.Tensor:
+    """Return [..., total] with the features of all ranks, of [..., own features]."""
+    width = -(-shard.total // shard.ranks.size)  # the last rank may have fewer
+    whole = shard.ranks.gather(nn.functional.pad(x, (0, width - x.shape[-1])))
+    return whole.movedim(0, -2).flatten(-2)[..., : shard.total].contiguous()
+
+
+def own_rows(tokens: torch.Tensor, embedding: torch.Tensor, shard: Shard) -> torch.Tensor:
+    """Return rows of this rank's ``embedding`` for ``tokens``; any row stands for a token of another rank.
+
+    Raises:
+        IndexError: on the CPU, a token is none of the model's.
+    """
+    if tokens.device.type == "cpu" and bool(((tokens < 0) | (tokens >= shard.total)).any()):
+        raise IndexError(f"tokens are {tokens.min()} to {tokens.max()}, expected 0 to {shard.total - 1}")
+    return (tokens - shard.first).clamp(0, len(embedding) - 1)
+
+
+def embedded(x: torch.Tensor, tokens: torch.Tensor, embedding: torch.Tensor, shard: Shard) -> torch.Tensor:
+    """Return the embeddings of ``tokens``, of which ``x`` holds those that this rank has, and others in between."""
+    rows = tokens - shard.first
+    return shard.ranks.sum(x.masked_fill_(((rows < 0) | (rows >= len(embedding)))[..., None], 0))
+
+
+# ---- the local model ------------------------------------------------------------------------------------------------
+
+
+def local_model(architecture: Architecture, model: nn.Module, ranks: Ranks) -> nn.Module:
+    """Return a model of this rank's shards: its tensors are those of ``model``, and its sizes are the rank's.
+
+    Modules of which the rank has all are those of ``model`` itself.
+    """
+    made: dict[int, nn.Module] = {}
+
+    def local(module: nn.Module) -> nn.Module:
+        if id(module) in made:
+            return made[id(module)]
+        children = {name: None if child is None else local(child) for name, child in module._modules.items()}
+        parallel = compat.parallel_forward(module)
+        shard = None if parallel is None else _shard(module, parallel.style, ranks)
+        is_attention = architecture.part_of(module) == "attention"
+        if parallel is None and not is_attention and all(children[n] is c for n, c in module._modules.items()):
+            made[id(module)] = module
+            return module
+        twin = made[id(module)] = _copy(module, children, parallel, shard)
+        if is_attention:
+            _divide_heads(architecture, twin)
+        return twin
+
+    return local(model)
+
+
+def _copy(
+    module: nn.Module, children: dict[str, Any], parallel: compat.Parallel | None, shard: Shard | None
+) -> nn.Module:
+    """Copy a module; the copy's own forward is the one that was there before the model was spread, if there was any."""
+    twin = object.__new__(type(module))
+    contents = {name: value for name, value in vars(module).items() if name != "forward"}
+    parameters = {name: None if p is None else compat.local_tensor(p) for name, p in module._parameters.items()}
+    if shard is not None:
+        contents[_KEY] = shard
+        if shard.style is ShardStyle.ROWS and shard.ranks.rank:
+            parameters["bias"] = None  # the sum is to hold the bias once
+    vars(twin).update(contents, _modules=children, _parameters=parameters)
+    forward = vars(module).get("forward") if parallel is None else parallel.inner
+    own = getattr(forward, "__func__", None) is type(module).forward and forward.__self__ is module
+    if forward is not None and not own:
+        vars(twin)["forward"] = forward
+    return twin
+
+
+def _shard(module: nn.Module, style: ShardStyle | None, ranks: Ranks) -> Shard | None:
+    if style in (None, ShardStyle.WHOLE):
+        return None
+    weight = module._parameters.get("weight")
+    total = module.out_features if weight is None else weight.shape[0]
+    return Shard(ranks, style, ranks.rank * -(-total // ranks.size), total)
+
+
+def _divide_heads(architecture: Architecture, attention: nn.Module) -> None:
+    """Give an attention module of a local model a config with the rank's number of heads."""
+    shard = shard_of(getattr(attention, architecture.attention.out))
+    if shard is None:
+        return
+    config = copy.copy(attention.config)
+    for name in ("num_attention_heads", "num_key_value_heads"):
+        if (heads := getattr(config, name, None)) is not None:
+            compat.set_entry(config, name, heads // shard.ranks.size)
+    vars(attention)["config"] = config
+
+
+@dataclass(frozen=True)
+class ShardedPart(ModelPart):
+    """What this rank has of a tensor-parallel model.
+
+    Attributes:
+        whole: the model itself, of which ``module`` is the rank's part.
+        group: the ranks.
+    """
+
+    whole: nn.Module
+    group: Ranks
+
+    @property
+    def source(self) -> nn.Module:
+        return self.whole
+
+    @property
+    def ranks(self) -> Ranks:
+        return self.group
+
+    @property
+    def vocab_size(self) -> int:
+        shard = shard_of(self.head)
+        return super().vocab_size if shard is None else shard.total
+
+    @property
+    def num_embeddings(self) -> int:
+        shard = shard_of(self.embedding)
+        return super().num_embeddings if shard is None else shard.total
+
+    def reason(self) -> str | None:
+        return self.other_reason() or self.spread_reason() or super().reason()
+
+    def spread_reason(self) -> str | None:
+        """Return why this way to spread the model is not covered, or None."""
+        expected = {id(module): styles for module, styles in self._roles()}
+        for name, module in self.whole.named_modules():
+            parallel = compat.parallel_forward(module)
+            sharded = [p for p in module._parameters.values() if compat.is_sharded(p)]
+            if parallel is None:
+                if sharded:
+                    return Cause("sharded", f"{name} has DTensors and no forward of transformers' for them")
+                continue
+            if parallel.style is ShardStyle.WHOLE and not sharded:
+                continue
+            twin = self.module.get_submodule(name)
+            if parallel.style is None or expected.get(id(twin)) is not parallel.style:
+                style = parallel.name if parallel.style is None else parallel.style.value
+                return Cause("sharded", f"{name} is spread by {style}")
+            if sharded and not _is_spread_as_said(module, parallel.style):
+                return Cause("sharded", f"{name} is spread otherwise than its style {parallel.style.value} says")
+        return self._heads_reason()
+
+    def _roles(self) -> Iterator[tuple[nn.Module, ShardStyle]]:
+        """Yield the modules that may be spread, and how: of attention and of an MLP all or none."""
+        yield self.embedding, ShardStyle.VOCABULARY
+        yield self.head, ShardStyle.GATHERED
+        for layer in self.layers:
+            groups = [layer.attention.projections()]
+            if not isinstance(layer.mlp, MoEPart):
+                groups.append(layer.mlp.projections())
+            for *inner, out in groups:
+                shards = [shard_of(module) for module in (*inner, out)]
+                if all(shard is not None for shard in shards):
+                    yield from ((module, ShardStyle.COLUMNS) for module in inner)
+                    yield out, ShardStyle.ROWS
+
+    def _heads_reason(self) -> str | None:
+        for layer in self.layers:
+            attention = layer.attention
+            if shard_of(attention.projections()[-1]) is None:
+                continue
+            config = self.whole.config.get_text_config()
+            heads = [config.num_attention_heads] * 2
+            heads[1] = getattr(config, "num_key_value_heads", None) or heads[0]
+            if any(count % self.group.size for count in heads):
+                return Cause("sharded", f"{heads[0]} heads and {heads[1]} KV heads over {self.group.size} ranks")
+        return None
+
+
+def _is_spread_as_said(module: nn.Module, style: ShardStyle) -> bool:
+    for name, parameter in module._parameters.items():
+        if parameter is None:
+            continue
+        dim = compat.sharded_dim(parameter) if compat.is_sharded(parameter) else None
+        wanted = 0
+        if style is ShardStyle.ROWS:
+            wanted = None if name == "bias" else 1
+        if dim != wanted:
+            return False
+    return True
+
+
+@dataclass(frozen=True)
+class Sharded:
+    """The family of tensor-parallel models that an architecture describes."""
+
+    architecture: Architecture
+
+    @property
+    def module(self) -> str:
+        """Name of the transformers module that defines the architecture's classes."""
+        return self.architecture.module
+
+    def model_part(self, model: nn.Module) -> ShardedPart | None:
+        """Return this rank's part of ``model`` in its roles as it is now, or None if it is not of this architecture."""
+        whole = model_part(self.architecture, model)
+        if whole is None:
+            return None
+        ranks = Ranks(compat.rank_group(model))
+        local = local_model(self.architecture, model, ranks)
+        return ShardedPart(self.architecture, local, whole.windows, model, ranks)
