@@ -194,6 +194,7 @@ class _Loop:
                     plan = self.state.plans.decode_plan(part, self.batch, cache, sampled)
                     end = self.has_eos and plan_chooses
                     eos = (self._eos_tokens(), compat.pad_token(self.config)) if end else (None, None)
+                    self._settle(self.ids.numel())
                     positions = next_positions + (self.length - self.prompt_len - 1)
                     plan.begin(cache, positions, starts, self.unfinished, *eos, self.settings)
                 if watch is not None:
@@ -204,6 +205,7 @@ class _Loop:
                 if first:  # building and capturing the plan does not count as decoding
                     started, first = time.perf_counter(), False
             dropped = self._drain()
+            self._settle()
             note_nonfinite(self.state, next_logits)
         except RuntimeError:
             # A CPU may have failed to draw a token from such logits. After an error a GPU cannot be asked.
@@ -285,6 +287,7 @@ class _Loop:
             done = self.ranks.of_first(done.long()).bool()
         self.unfinished = self.unfinished & ~done
         if not self.ahead:
+            self._settle()
             if self.streamer is not None:
                 self.streamer.put(tokens.cpu())
             return not bool(self.unfinished.any())
@@ -334,6 +337,11 @@ class _Loop:
                 self.finished_length = oldest.length
                 return True
         return False
+
+    def _settle(self, tokens: int = 1) -> None:
+        """Before the host looks at what the device computes: do not wait forever if that needs other ranks."""
+        if self.ranks is not None:
+            self.ranks.settle(self.device, tokens)
 
     def _has_passed(self, event: torch.cuda.Event) -> bool:
         """Whether a device has passed an event. Ranks pass it at other times, and all have to run equally far ahead."""

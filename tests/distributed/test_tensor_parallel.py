@@ -139,6 +139,47 @@ def test_half_types(tmp_path):
     run(_half_types, tmp_path)
 
 
+def _other_modes(rank: int, folder: Path) -> None:
+    """Beams and drafts run stock's loop, over our cache."""
+    model, inputs = spread(folder / "llama"), {"input_ids": some_prompt(device(rank))}
+    modes = dict(num_beams=2), dict(prompt_lookup_num_tokens=3), dict(cache_implementation="static")
+    expected = [tokens_of(model, inputs, **mode) for mode in modes]
+    hf_fastpath.patch(model, quiet=True, kv_dtype="auto")
+    for mode, wanted in zip(modes, expected):
+        assert torch.equal(tokens_of(model, inputs, **mode), wanted), mode
+    reasons = hf_fastpath.report(model).stats["reasons"]
+    assert reasons == {"generation_mode": 2, "other_cache": 1}, reasons
+
+
+def test_other_modes_run_stock_code_on_all_ranks(tmp_path):
+    save(tmp_path / "llama")
+    run(_other_modes, tmp_path)
+
+
+def _caches(rank: int, folder: Path) -> None:
+    """Quantized keys and values, pages, and a conversation over one cache."""
+    here = device(rank)
+    for options in (dict(kv_dtype="int8"), dict(page_size=16)):
+        model, whole = spread(folder / "llama"), build("llama", **SIZES).to(here)
+        for each in (model, whole):
+            hf_fastpath.patch(each, quiet=True, **options)
+        inputs = {"input_ids": some_prompt(here, 2)}
+        assert torch.equal(tokens_of(model, inputs), tokens_of(whole, inputs)), options
+        assert_fast(model)
+        found = []
+        for each in (model, whole):
+            cache = hf_fastpath.FastpathCache(each.config)
+            first = each.generate(some_prompt(here), past_key_values=cache, **GREEDY)
+            second = torch.cat((first, some_prompt(here, length=5)), 1)
+            found.append(each.generate(second, past_key_values=cache, **GREEDY))
+        assert torch.equal(*found), options
+
+
+def test_caches(tmp_path):
+    save(tmp_path / "llama")
+    run(_caches, tmp_path)
+
+
 # ---- what is not covered, and unpatch() -----------------------------------------------------------------------------
 
 
