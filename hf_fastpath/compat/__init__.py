@@ -91,6 +91,7 @@ from .parallel import (
     parallel_forward,
     rank_group,
     sharded_dim,
+    shared_memory,
 )
 from .seams import (
     RecordingCache,

@@ -8,6 +8,8 @@ forward that was there before.
 
 from __future__ import annotations
 
+import os
+from collections.abc import Callable
 from enum import Enum
 from typing import Any, NamedTuple
 
@@ -89,6 +91,31 @@ def _style_of(style: Any, module: nn.Module) -> ShardStyle | None:
     if name == "RowwiseParallel" and inputs == Shard(-1) and outputs == Replicate():
         return ShardStyle.ROWS
     return None
+
+
+def shared_memory(group: Any, num_bytes: int, device: torch.device) -> Callable[..., torch.Tensor]:
+    """Allocate memory of a GPU that the other ranks of a process group on the same host read and write.
+
+    Every rank has to call this. NVLink multicast is left alone.
+
+    Returns:
+        A function of a rank, sizes and a dtype, which gives that rank's memory as a tensor.
+
+    Raises:
+        RuntimeError: the GPUs cannot see each other's memory.
+    """
+    os.environ.setdefault("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")
+    from torch.distributed import _symmetric_memory
+
+    own = _symmetric_memory.empty(num_bytes, dtype=torch.uint8, device=device)
+    handle = _symmetric_memory.rendezvous(own, group.group_name)
+
+    def of_rank(rank: int, sizes: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        made = handle.get_buffer(rank, sizes, dtype)
+        made.hf_fastpath_memory = own, handle  # the memory lives as long as its tensors
+        return made
+
+    return of_rank
 
 
 def is_sharded(tensor: torch.Tensor | None) -> bool:

@@ -18,6 +18,7 @@ import torch.distributed as dist
 
 from .. import compat
 from ..errors import RankError
+from ..ops.peers import MAX_RANKS, clear
 from ..reasons import Cause
 
 #: seconds that a rank waits for the others inside of a call
@@ -26,6 +27,43 @@ PATIENCE = 25.0
 _PAUSE = 20e-6
 #: tokens of a prompt that the slowest device reads in a second
 _TOKENS_A_SECOND = 500
+
+
+#: bytes that a rank may send at once through the memory of other GPUs; more go through torch.distributed
+MOST_SENT = 512 << 10
+#: slots of the buffers: three that the calls of a step use in turn, and one for its last call, so that the first call
+#: of the next step, which uses the first slot, never follows a call that uses the same
+SLOTS = 4
+
+
+class Peers:
+    """Memory through which GPUs of one host send each other data; see ``ops.sum_ranks``.
+
+    Args:
+        ranks: the processes.
+        device: this rank's GPU.
+
+    Attributes:
+        status: int32 [1] in pinned memory, 1 once a rank has not come in time.
+
+    Raises:
+        RuntimeError: the GPUs cannot see each other's memory.
+    """
+
+    def __init__(self, ranks: Ranks, device: torch.device):
+        self.size, self.rank = ranks.size, ranks.rank
+        self._of_rank = compat.shared_memory(ranks.group, SLOTS * self.size * MOST_SENT, device)
+        self._buffers: dict[torch.dtype, list[torch.Tensor]] = {}
+        self.status = torch.zeros(1, dtype=torch.int32, device="cpu", pin_memory=True)
+        clear(self.buffers(torch.float32)[self.rank])
+        torch.cuda.synchronize(device)
+
+    def buffers(self, dtype: torch.dtype) -> list[torch.Tensor]:
+        """Return each rank's buffer as ``ops.sum_ranks`` takes it."""
+        if dtype not in self._buffers:
+            sizes = SLOTS, self.size, MOST_SENT // dtype.itemsize
+            self._buffers[dtype] = [self._of_rank(rank, sizes, dtype) for rank in range(self.size)]
+        return self._buffers[dtype]
 
 
 class Ranks:
@@ -40,14 +78,37 @@ class Ranks:
 
     def __init__(self, group: Any):
         self.group, self.rank, self.size = group, dist.get_rank(group), dist.get_world_size(group)
+        #: None if sums of a step go through torch.distributed
+        self.peers: Peers | None = None
+        self._why_no_peers = ""
+
+    def __deepcopy__(self, memo: dict) -> Ranks:
+        return self
+
+    def connect(self, device: torch.device) -> None:
+        """Let the ranks' GPUs send each other data, if they can. Every rank has to call this."""
+        if device.type != "cuda" or self.peers is not None:
+            return
+        peers = None
+        try:
+            if not 2 <= self.size <= MAX_RANKS:
+                raise RuntimeError(f"{self.size} ranks, 2 to {MAX_RANKS} are covered")
+            peers = Peers(self, device)
+        except RuntimeError as error:
+            self._why_no_peers = next(iter(str(error).splitlines()), "")
+        if all(has_peers for (has_peers,) in self._told([peers is not None], device)):
+            self.peers = peers
 
     def __str__(self) -> str:
         return f"rank {self.rank} of {self.size}"
 
     @property
     def transport(self) -> str:
-        """What sums over ranks go through."""
-        return str(dist.get_backend(self.group))
+        """What the sums of a step go through."""
+        if self.peers is not None:
+            return "the GPUs' memory"
+        why = f" ({self._why_no_peers})" if self._why_no_peers else ""
+        return f"{dist.get_backend(self.group)}{why}"
 
     def _finish(self, start: Any, *arguments: Any) -> None:
         """Run a collective of torch.distributed; on the CPU the wait for it has an end."""
@@ -107,6 +168,8 @@ class Ranks:
             if time.monotonic() > end:
                 raise self._lost("the device still waits")
             time.sleep(_PAUSE)
+        if self.peers is not None and int(self.peers.status):
+            raise self._lost("the device has waited for them")
 
     # ---- before a call ------------------------------------------------------------------------------------------
 

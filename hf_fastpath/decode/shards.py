@@ -20,79 +20,9 @@ from ..architecture import Architecture
 from ..compat import ShardStyle
 from ..reasons import Cause
 from .parts import MoEPart
+from .rank_calls import SHARD_KEY, Shard, shard_of
 from .ranks import Ranks
 from .structure import ModelPart, model_part
-
-#: where a module of a local model keeps how it is spread
-_KEY = "_hf_fastpath_shard"
-
-
-@dataclass(frozen=True)
-class Shard:
-    """How a module is spread over ranks.
-
-    Attributes:
-        ranks: the processes.
-        style: in which way.
-        first: number of the shard's first output feature, or row of an embedding, among all.
-        total: number of all of them.
-    """
-
-    ranks: Ranks
-    style: ShardStyle
-    first: int
-    total: int
-
-    @property
-    def is_summed(self) -> bool:
-        """Whether the output is the sum of the ranks' outputs."""
-        return self.style is ShardStyle.ROWS
-
-    @property
-    def is_gathered(self) -> bool:
-        """Whether the output has the features of all ranks."""
-        return self.style is ShardStyle.GATHERED
-
-
-def shard_of(module: nn.Module) -> Shard | None:
-    """Return how a module of a local model is spread; None if the rank has all of it."""
-    return vars(module).get(_KEY)
-
-
-# ---- calls of a step ------------------------------------------------------------------------------------------------
-
-
-def sum_ranks(x: torch.Tensor, residual: torch.Tensor | None, ranks: Ranks) -> torch.Tensor:
-    """Return the sum of ``x`` over all ranks, plus ``residual``; ``x`` is overwritten."""
-    total = ranks.sum(x)
-    return total if residual is None else residual + total
-
-
-def gather_ranks(x: torch.Tensor, shard: Shard) -> torch.Tensor:
-    """Return [..., total] with the features of all ranks, of [..., own features]."""
-    width = -(-shard.total // shard.ranks.size)  # the last rank may have fewer
-    whole = shard.ranks.gather(nn.functional.pad(x, (0, width - x.shape[-1])))
-    return whole.movedim(0, -2).flatten(-2)[..., : shard.total].contiguous()
-
-
-def own_rows(tokens: torch.Tensor, embedding: torch.Tensor, shard: Shard) -> torch.Tensor:
-    """Return rows of this rank's ``embedding`` for ``tokens``; any row stands for a token of another rank.
-
-    Raises:
-        IndexError: on the CPU, a token is none of the model's.
-    """
-    if tokens.device.type == "cpu" and bool(((tokens < 0) | (tokens >= shard.total)).any()):
-        raise IndexError(f"tokens are {tokens.min()} to {tokens.max()}, expected 0 to {shard.total - 1}")
-    return (tokens - shard.first).clamp(0, len(embedding) - 1)
-
-
-def embedded(x: torch.Tensor, tokens: torch.Tensor, embedding: torch.Tensor, shard: Shard) -> torch.Tensor:
-    """Return the embeddings of ``tokens``, of which ``x`` holds those that this rank has, and others in between."""
-    rows = tokens - shard.first
-    return shard.ranks.sum(x.masked_fill_(((rows < 0) | (rows >= len(embedding)))[..., None], 0))
-
-
-# ---- the local model ------------------------------------------------------------------------------------------------
 
 
 def local_model(architecture: Architecture, model: nn.Module, ranks: Ranks) -> nn.Module:
@@ -101,13 +31,14 @@ def local_model(architecture: Architecture, model: nn.Module, ranks: Ranks) -> n
     Modules of which the rank has all are those of ``model`` itself.
     """
     made: dict[int, nn.Module] = {}
+    dtype = model.get_input_embeddings().weight.dtype
 
     def local(module: nn.Module) -> nn.Module:
         if id(module) in made:
             return made[id(module)]
         children = {name: None if child is None else local(child) for name, child in module._modules.items()}
         parallel = compat.parallel_forward(module)
-        shard = None if parallel is None else _shard(module, parallel.style, ranks)
+        shard = None if parallel is None else _shard(module, parallel.style, ranks, dtype)
         is_attention = architecture.part_of(module) == "attention"
         if parallel is None and not is_attention and all(children[n] is c for n, c in module._modules.items()):
             made[id(module)] = module
@@ -128,7 +59,7 @@ def _copy(
     contents = {name: value for name, value in vars(module).items() if name != "forward"}
     parameters = {name: None if p is None else compat.local_tensor(p) for name, p in module._parameters.items()}
     if shard is not None:
-        contents[_KEY] = shard
+        contents[SHARD_KEY] = shard
         if shard.style is ShardStyle.ROWS and shard.ranks.rank:
             parameters["bias"] = None  # the sum is to hold the bias once
     vars(twin).update(contents, _modules=children, _parameters=parameters)
@@ -139,12 +70,16 @@ def _copy(
     return twin
 
 
-def _shard(module: nn.Module, style: ShardStyle | None, ranks: Ranks) -> Shard | None:
+def _shard(module: nn.Module, style: ShardStyle | None, ranks: Ranks, dtype: torch.dtype) -> Shard | None:
     if style in (None, ShardStyle.WHOLE):
         return None
-    weight = module._parameters.get("weight")
-    total = module.out_features if weight is None else weight.shape[0]
-    return Shard(ranks, style, ranks.rank * -(-total // ranks.size), total)
+    weight = module._parameters["weight"]
+    total, features = weight.shape
+    if style is ShardStyle.ROWS:
+        features = total
+    elif style is not ShardStyle.VOCABULARY:
+        features = len(compat.local_tensor(weight))
+    return Shard(ranks, style, ranks.rank * -(-total // ranks.size), total, features, dtype)
 
 
 def _divide_heads(architecture: Architecture, attention: nn.Module) -> None:
@@ -254,9 +189,14 @@ def _is_spread_as_said(module: nn.Module, style: ShardStyle) -> bool:
 
 @dataclass(frozen=True)
 class Sharded:
-    """The family of tensor-parallel models that an architecture describes."""
+    """The family of tensor-parallel models that an architecture describes.
+
+    Attributes:
+        ranks: the processes over which the model is spread.
+    """
 
     architecture: Architecture
+    ranks: Ranks
 
     @property
     def module(self) -> str:
@@ -268,6 +208,5 @@ class Sharded:
         whole = model_part(self.architecture, model)
         if whole is None:
             return None
-        ranks = Ranks(compat.rank_group(model))
-        local = local_model(self.architecture, model, ranks)
-        return ShardedPart(self.architecture, local, whole.windows, model, ranks)
+        local = local_model(self.architecture, model, self.ranks)
+        return ShardedPart(self.architecture, local, whole.windows, model, self.ranks)

@@ -16,6 +16,7 @@ from torch import nn
 
 from .. import ops
 from ..choices import Activation, NormKind
+from ..compat import ShardStyle
 from ..ops.kv_cache import KVCache
 from ..quantization.linear import joined as joined_weights
 from . import composed
@@ -23,7 +24,7 @@ from .attention_part import AttentionPart
 from .modules import is_packed, is_transposed, weight_and_bias
 from .named_calls import Emit, Norm, run
 from .parts import FeedForwardPart, MLPPart, MoEPart, NormPart
-from .shards import embedded, gather_ranks, own_rows, shard_of, sum_ranks
+from .rank_calls import gathered, own_embeddings, own_rows, shard_of, summed
 from .structure import LayerPart, ModelPart
 
 __all__ = ["Emit", "Positions", "Staging", "run"]
@@ -117,11 +118,12 @@ def projection(
 ) -> Any:
     """Emit ``activation(linear(norm(x))) + residual``; what all ranks make of it if the layer is spread over ranks."""
     shard = shard_of(linear)
-    summed = shard is not None and shard.is_summed
-    made = _product(emit, linear, x, None if summed else residual, activation, norm, programmatic_launch)
-    if summed:
-        return emit(sum_ranks, x=made, residual=residual, ranks=shard.ranks)
-    return emit(gather_ranks, x=made, shard=shard) if shard is not None and shard.is_gathered else made
+    style = None if shard is None else shard.style
+    behind = residual if style is not ShardStyle.ROWS else None
+    made = _product(emit, linear, x, behind, activation, norm, programmatic_launch)
+    if style is ShardStyle.ROWS:
+        return emit(summed, x=made, residual=residual, shard=shard)
+    return emit(gathered, x=made, shard=shard) if style is ShardStyle.GATHERED else made
 
 
 def _product(
@@ -359,7 +361,8 @@ def step_inputs(emit: Emit, part: ModelPart, tokens: Any, positions: Any, tables
     )
     hidden, *rows = (emit(operator.getitem, found, place) for place in range(1 + len(tables)))
     if shard is not None:
-        hidden = emit(embedded, x=hidden, tokens=tokens, embedding=weight, shard=shard)
+        hidden = emit(own_embeddings, x=hidden, tokens=tokens, embedding=weight, shard=shard)
+        hidden = emit(summed, x=hidden, residual=None, shard=shard)
     if part.embedding_scale is not None:
         hidden = emit(composed.scaled, x=hidden, factor=part.embedding_scale)
     if part.embedding_multiplier != 1:

@@ -11,6 +11,7 @@ from .exponential_race import SPEC as exponential_race
 from .fused_experts import SPEC as fused_experts
 from .fused_gelu import SPEC as fused_gelu
 from .fused_swiglu import SPEC as fused_swiglu
+from .gather_ranks import SPEC as gather_ranks
 from .gemm import SPEC as gemm
 from .gemv import SPEC as gemv
 from .gemv_swiglu import SPEC as gemv_swiglu
@@ -28,6 +29,7 @@ from .read_stream import SPEC as read_stream
 from .rms_norm import SPEC as rms_norm
 from .rope_append import SPEC as rope_append
 from .step_inputs import SPEC as step_inputs
+from .sum_ranks import SPEC as sum_ranks
 from .topk_softmax import SPEC as topk_softmax
 
 __all__ = [
@@ -38,6 +40,7 @@ __all__ = [
     "fused_experts",
     "fused_gelu",
     "fused_swiglu",
+    "gather_ranks",
     "gemm",
     "gemv",
     "gemv_swiglu",
@@ -55,5 +58,6 @@ __all__ = [
     "rms_norm",
     "rope_append",
     "step_inputs",
+    "sum_ranks",
     "topk_softmax",
 ]

@@ -79,7 +79,8 @@ def _analyse_shards(model: nn.Module, options: Options, no_kernels: str | None) 
 
     Every rank has to call this: all come to the same reason.
     """
-    families = (Sharded(each) for each in architectures())
+    ranks = Ranks(compat.rank_group(model))
+    families = (Sharded(each, ranks) for each in architectures())
     family = next((each for each in families if each.model_part(model) is not None), None)
     whole = None if family is None else family.model_part(model)
     reason = _loop_disabled(options) or (None if no_kernels is None else Cause(no_kernels, module=model))
@@ -88,7 +89,7 @@ def _analyse_shards(model: nn.Module, options: Options, no_kernels: str | None) 
         reason = whole.spread_reason() or _lasting_reason(whole)
     if reason is None and options.weights is not None:
         reason = Cause("sharded", f"weights={options.weights!r}")
-    reason = Ranks(compat.rank_group(model)).agreed(reason, next(model.parameters()).device)
+    reason = ranks.agreed(reason, next(model.parameters()).device)
     return PatchPlan(
         model=model,
         options=options,
@@ -100,6 +101,7 @@ def _analyse_shards(model: nn.Module, options: Options, no_kernels: str | None) 
         declined=(),
         loop_reason=reason,
         generates=compat.uses_generation_mixin_sample(model),
+        ranks=ranks,
     )
 
 
