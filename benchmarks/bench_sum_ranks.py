@@ -1,6 +1,6 @@
 """Time of one sum over GPUs inside a CUDA graph: our op, NCCL's all-reduce and torch's ``one_shot_all_reduce``.
 
-    torchrun --nproc-per-node 2 benchmarks/bench_sum_ranks.py --csv benchmarks/data/sum_ranks_h100.csv
+    torchrun --nproc-per-node 2 benchmarks/bench_sum_ranks.py --csv
 
 A graph holds CALLS sums, each of the result of the one before; the time is a replay's, divided by CALLS, on the slowest
 rank. NVLink multicast is off.
@@ -9,24 +9,21 @@ rank. NVLink multicast is off.
 from __future__ import annotations
 
 import argparse
-import csv
 import os
 import statistics
-import sys
-from collections.abc import Callable
-from datetime import date
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 
 from hf_fastpath import ops
+from hf_fastpath.bench import measure
 from hf_fastpath.decode.ranks import SLOTS, Ranks
 from hf_fastpath.native import loader
 
 CALLS, ROUNDS = 96, 30
 SIZES = (4, 8, 16, 32, 64)
-COLUMNS = ("date", "device", "ranks", "kilobytes", "what", "microseconds", "error")
 
 
 def captured(function: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor) -> torch.cuda.CUDAGraph:
@@ -95,50 +92,60 @@ def one_shot(group: dist.ProcessGroup, like: torch.Tensor) -> Callable[[torch.Te
     return function
 
 
-def main(arguments: list[str]) -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--csv", type=Path, help="file to which rows are appended")
+def sum_times(kilobytes: int, device: torch.device, ranks: Ranks | None = None) -> dict[str, float]:
+    """Return microseconds of a sum of ``kilobytes`` of bfloat16, by way; every rank has to call this.
+
+    Raises:
+        AssertionError: a sum is wrong.
+    """
+    if ranks is None:
+        ranks = Ranks(dist.group.WORLD)
+        ranks.connect(device)
+    x = torch.randn(kilobytes * 512, device=device, dtype=torch.bfloat16) / ranks.size
+    exact = x.double()
+    dist.all_reduce(exact)
+    makers = {"nccl": lambda: nccl, "one_shot_all_reduce": lambda: one_shot(dist.group.WORLD, x)}
+    if ranks.peers is not None:
+        makers |= {"sum_ranks": lambda: Ours(ranks, x, False), "sum_ranks + residual": lambda: Ours(ranks, x, True)}
+    times = {}
+    for name, make in makers.items():
+        function = make()
+        error = ((function(x.clone()).double() - exact).norm() / exact.norm()).item()
+        assert error < 2**-7, f"{name} of {kilobytes} KB is wrong by {error:.1e}"
+        if isinstance(function, Ours):
+            function.calls = CALLS - 2  # the two calls before the capture end with the last slot
+        times[name] = microseconds(captured(function, x.clone()), device)
+    return times
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    options = dict(prog=Path(__file__).name, description=__doc__)
+    parser = argparse.ArgumentParser(**options, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--kilobytes", type=int, nargs="+", default=SIZES)
+    measure.add_csv_argument(parser)
     given = parser.parse_args(arguments)
     rank = int(os.environ["LOCAL_RANK"])
     device = torch.device("cuda", rank)
     torch.cuda.set_device(device)
     dist.init_process_group("nccl", device_id=device)
     loader.ensure("cuda")
+    path = measure.chosen_csv(given.csv, "sum_ranks", device)
     ranks = Ranks(dist.group.WORLD)
     ranks.connect(device)
     if rank == 0:
-        print(f"{ranks.size} x {torch.cuda.get_device_name()}, sums through {ranks.transport}")
-    rows = []
+        print(f"{ranks.size} x {torch.cuda.get_device_name()}, ours through {ranks.transport}")
     for kilobytes in given.kilobytes:
-        elements = kilobytes * 512
-        x = torch.randn(elements, device=device, dtype=torch.bfloat16) / ranks.size
-        exact = x.double()
-        dist.all_reduce(exact)
-        makers = {"nccl": lambda x=x: nccl, "one_shot_all_reduce": lambda x=x: one_shot(dist.group.WORLD, x)}
-        if ranks.peers is not None:
-            makers |= {
-                "sum_ranks": lambda x=x: Ours(ranks, x, False),
-                "sum_ranks + residual": lambda x=x: Ours(ranks, x, True),
-            }
-        for name, make in makers.items():
-            function = make()
-            error = ((function(x.clone()).double() - exact).norm() / exact.norm()).item()
-            if isinstance(function, Ours):
-                function.calls = CALLS - 2  # the two calls before the capture end with the last slot
-            time = microseconds(captured(function, x.clone()), device)
-            facts = date.today(), torch.cuda.get_device_name(), ranks.size, kilobytes, name
-            rows.append((*facts, f"{time:.2f}", f"{error:.1e}"))
-            if rank == 0:
-                print(f"{kilobytes:3d} KB  {name:22s} {time:7.2f} us   error {error:.1e}", flush=True)
-    if rank == 0 and given.csv is not None:
-        is_new = not given.csv.exists()
-        with given.csv.open("a", newline="") as file:
-            writer = csv.writer(file, lineterminator="\n")
-            writer.writerows([*([COLUMNS] if is_new else []), *rows])
+        for name, found in sum_times(kilobytes, device, ranks).items():
+            if rank:
+                continue
+            print(f"{kilobytes:3d} KB  {name:22s} {found:7.2f} us", flush=True)
+            if path is not None:
+                row = {"ranks": ranks.size, "kilobytes": kilobytes, "what": name, "microseconds": round(found, 2)}
+                measure.append_csv(path, [measure.environment(device) | row])
     dist.barrier(device_ids=[device.index])
     dist.destroy_process_group()
+    return 0
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    raise SystemExit(main())

@@ -88,10 +88,14 @@ from .parallel import (
     is_sharded,
     is_tensor_parallel,
     local_tensor,
+    move,
     parallel_forward,
     rank_group,
     sharded_dim,
     shared_memory,
+    spread_like,
+    spread_over_ranks,
+    with_local_tensor,
 )
 from .seams import (
     RecordingCache,

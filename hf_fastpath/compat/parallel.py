@@ -93,6 +93,43 @@ def _style_of(style: Any, module: nn.Module) -> ShardStyle | None:
     return None
 
 
+def spread_like(original: nn.Module, made: nn.Module) -> None:
+    """Spread a layer of this rank's quantized shards as tensor parallelism has spread ``original``."""
+    forward = vars(original)["forward"]
+    closed = {name: cell.cell_contents for name, cell in zip(forward.__code__.co_freevars, forward.__closure__)}
+    made._hf_quantized_needs_local_tp = True  # the forward takes and gives plain tensors
+    closed["self"].install_forward(made, closed["mesh"])
+
+
+def move(parameter: torch.Tensor, device: torch.device | str) -> None:
+    """Move a parameter's data, or this rank's shard of a DTensor's; the device that a DTensor names stays."""
+    if isinstance(parameter, DTensor):
+        parameter._local_tensor = parameter._local_tensor.to(device)
+    else:
+        parameter.data = parameter.data.to(device)
+
+
+def spread_over_ranks(model: nn.Module) -> nn.Module:
+    """Spread a model on the meta device as ``from_pretrained(tp_plan="auto")`` does, over all processes."""
+    from transformers.distributed import DistributedConfig
+
+    config = DistributedConfig(tp_size=torch.distributed.get_world_size(), tp_plan="auto")
+    config, _, mesh = type(model).prepare_distribute_model(config, device_map=None)
+    return type(model).maybe_distribute_model(model, config, mesh)
+
+
+def with_local_tensor(parameter: torch.Tensor, local: torch.Tensor) -> torch.Tensor:
+    """Return a DTensor like ``parameter`` with ``local`` as this rank's shard."""
+    return DTensor.from_local(
+        local,
+        parameter.device_mesh,
+        parameter.placements,
+        run_check=False,
+        shape=parameter.shape,
+        stride=parameter.stride(),
+    )
+
+
 def shared_memory(group: Any, num_bytes: int, device: torch.device) -> Callable[..., torch.Tensor]:
     """Allocate memory of a GPU that the other ranks of a process group on the same host read and write.
 

@@ -73,11 +73,14 @@ def _copy(
 def _shard(module: nn.Module, style: ShardStyle | None, ranks: Ranks, dtype: torch.dtype) -> Shard | None:
     if style in (None, ShardStyle.WHOLE):
         return None
-    weight = module._parameters["weight"]
-    total, features = weight.shape
+    weight = module._parameters.get("weight")
+    if weight is None:  # quantized
+        total = features = module.out_features
+    else:
+        total, features = weight.shape
     if style is ShardStyle.ROWS:
         features = total
-    elif style is not ShardStyle.VOCABULARY:
+    elif style is not ShardStyle.VOCABULARY and weight is not None:
         features = len(compat.local_tensor(weight))
     return Shard(ranks, style, ranks.rank * -(-total // ranks.size), total, features, dtype)
 
@@ -109,6 +112,10 @@ class ShardedPart(ModelPart):
     @property
     def source(self) -> nn.Module:
         return self.whole
+
+    def owner(self, module: nn.Module) -> nn.Module:
+        name = next(name for name, each in self.module.named_modules() if each is module)
+        return self.whole.get_submodule(name)
 
     @property
     def ranks(self) -> Ranks:

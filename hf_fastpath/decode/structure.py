@@ -160,6 +160,10 @@ class ModelPart(Part):
         """The model that was given to ``patch()``."""
         return self.module
 
+    def owner(self, module: nn.Module) -> nn.Module:
+        """Return the module of :attr:`source` that a module of :attr:`module` stands for."""
+        return module
+
     @property
     def ranks(self) -> Ranks | None:
         """The processes over which the model is spread, or None if this one has all of it."""

@@ -52,12 +52,7 @@ def analyse(model: nn.Module, options: Options, no_kernels: str | None = None) -
         head = parts.HeadPart(whole.architecture, whole.head)
         if _lasting_reason(head) is None:
             bindings.append(Binding("head", head))
-    replacements: tuple[replacing.Replacement, ...] = ()
-    refusal = None
-    if options.weights is not None:
-        refusal = replacing.why_not_quantized(model, whole, options)
-        if whole is not None and refusal is None:
-            replacements = replacing.replacements(whole, options)
+    replacements, refusal = _quantized(model, whole, options)
     return PatchPlan(
         model=model,
         options=options,
@@ -74,6 +69,16 @@ def analyse(model: nn.Module, options: Options, no_kernels: str | None = None) -
     )
 
 
+def _quantized(
+    model: nn.Module, whole: structure.ModelPart | None, options: Options
+) -> tuple[tuple[replacing.Replacement, ...], str | None]:
+    """Return the layers to quantize as the options ask for, and why none can be."""
+    if options.weights is None:
+        return (), None
+    refusal = replacing.why_not_quantized(model, whole, options)
+    return replacing.replacements(whole, options) if whole is not None and refusal is None else (), refusal
+
+
 def _analyse_shards(model: nn.Module, options: Options, no_kernels: str | None) -> PatchPlan:
     """Do as :func:`analyse` for a tensor-parallel model: its modules stay stock's, and the decode loop is ours.
 
@@ -87,9 +92,8 @@ def _analyse_shards(model: nn.Module, options: Options, no_kernels: str | None) 
     reason = reason or _whole_reason(model, whole)
     if reason is None and whole is not None:
         reason = whole.spread_reason() or _lasting_reason(whole)
-    if reason is None and options.weights is not None:
-        reason = Cause("sharded", f"weights={options.weights!r}")
     reason = ranks.agreed(reason, next(model.parameters()).device)
+    replacements, refusal = _quantized(model, whole, options)
     return PatchPlan(
         model=model,
         options=options,
@@ -101,6 +105,8 @@ def _analyse_shards(model: nn.Module, options: Options, no_kernels: str | None) 
         declined=(),
         loop_reason=reason,
         generates=compat.uses_generation_mixin_sample(model),
+        replacements=replacements,
+        refusal=refusal,
         ranks=ranks,
     )
 

@@ -180,6 +180,33 @@ def test_caches(tmp_path):
     run(_caches, tmp_path)
 
 
+def _quantized(rank: int, folder: Path) -> None:
+    here, wide = device(rank), dict(intermediate_size=128)
+    for architecture in ("llama", "starcoder2"):
+        for keep in (True, False):
+            model = spread(folder / architecture)
+            whole = build(architecture, **SIZES | wide).to(here)
+            before, inputs = instances(model), {"input_ids": some_prompt(here, 2)}
+            stock = tokens_of(model, inputs)
+            for each in (model, whole):
+                hf_fastpath.patch(each, weights="int4_g32", keep_original=keep, quiet=True)
+            assert torch.equal(tokens_of(model, inputs), tokens_of(whole, inputs)), (architecture, keep)
+            assert_fast(model)
+            assert tokens_of(model, inputs, num_beams=2).shape[1] == 11 + NEW  # stock's forward, over quantized shards
+            if keep:
+                hf_fastpath.unpatch(model)
+                assert_same_instances(instances(model), before)
+                assert torch.equal(tokens_of(model, inputs), stock)
+    with pytest.raises(ValueError, match="whose head is not spread"):
+        hf_fastpath.patch(spread(folder / "llama"), weights="int8", lm_head="int8", quiet=True)
+
+
+def test_quantized_weights(tmp_path):
+    for architecture in ("llama", "starcoder2"):
+        save(tmp_path / architecture, architecture, intermediate_size=128)
+    run(_quantized, tmp_path)
+
+
 # ---- what is not covered, and unpatch() -----------------------------------------------------------------------------
 
 
