@@ -85,6 +85,7 @@ from .parallel import (
     Parallel,
     ShardStyle,
     all_gather,
+    halves_sharded_dim,
     is_sharded,
     is_tensor_parallel,
     local_tensor,

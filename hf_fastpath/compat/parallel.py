@@ -33,6 +33,7 @@ class ShardStyle(Enum):
     GATHERED = "colwise_gather_output"  # output features; each rank gets all
     ROWS = "rowwise"  # input features, of which each rank has its own; the ranks' outputs are summed
     VOCABULARY = "embedding_rowwise"  # rows of an embedding; the ranks' outputs are summed
+    EXPERTS = "moe_tp_experts"  # inner features of every expert; the ranks' outputs are summed
     WHOLE = "replicated_with_grad_allreduce"  # not at all; only gradients are summed
 
 
@@ -88,6 +89,8 @@ def _style_of(style: Any, module: nn.Module) -> ShardStyle | None:
         return ShardStyle.VOCABULARY if name == "RowwiseParallel" and outputs == Replicate() else None
     if name == "ColwiseParallel" and inputs == Replicate():
         return {Shard(-1): ShardStyle.COLUMNS, Replicate(): ShardStyle.GATHERED}.get(outputs)
+    if name == "MoeExpertsParallel":
+        return ShardStyle.EXPERTS
     if name == "RowwiseParallel" and inputs == Shard(-1) and outputs == Replicate():
         return ShardStyle.ROWS
     return None
@@ -168,6 +171,14 @@ def sharded_dim(tensor: torch.Tensor) -> int | None:
     """
     (placement, *others) = tensor.placements
     if others or type(placement) is not Shard:
+        return None
+    return placement.dim % tensor.dim()
+
+
+def halves_sharded_dim(tensor: torch.Tensor) -> int | None:
+    """Return the dimension of which a rank has a part of the first half and the same part of the second; or None."""
+    (placement, *others) = tensor.placements
+    if others or type(placement).__name__ != "_StridedShard" or placement.split_factor != 2:
         return None
     return placement.dim % tensor.dim()
 

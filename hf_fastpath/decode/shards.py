@@ -38,7 +38,7 @@ def local_model(architecture: Architecture, model: nn.Module, ranks: Ranks) -> n
             return made[id(module)]
         children = {name: None if child is None else local(child) for name, child in module._modules.items()}
         parallel = compat.parallel_forward(module)
-        shard = None if parallel is None else _shard(module, parallel.style, ranks, dtype)
+        shard = None if parallel is None else _shard(architecture, module, parallel.style, ranks, dtype)
         is_attention = architecture.part_of(module) == "attention"
         if parallel is None and not is_attention and all(children[n] is c for n, c in module._modules.items()):
             made[id(module)] = module
@@ -70,17 +70,21 @@ def _copy(
     return twin
 
 
-def _shard(module: nn.Module, style: ShardStyle | None, ranks: Ranks, dtype: torch.dtype) -> Shard | None:
+def _shard(
+    architecture: Architecture, module: nn.Module, style: ShardStyle | None, ranks: Ranks, dtype: torch.dtype
+) -> Shard | None:
     if style in (None, ShardStyle.WHOLE):
         return None
     weight = module._parameters.get("weight")
-    if weight is None:  # quantized
+    if style is ShardStyle.EXPERTS:
+        total = features = getattr(module, architecture.moe.down).shape[1] if architecture.moe else 0
+    elif weight is None:  # quantized
         total = features = module.out_features
     else:
         total, features = weight.shape
     if style is ShardStyle.ROWS:
         features = total
-    elif style is not ShardStyle.VOCABULARY and weight is not None:
+    elif style in (ShardStyle.COLUMNS, ShardStyle.GATHERED) and weight is not None:
         features = len(compat.local_tensor(weight))
     return Shard(ranks, style, ranks.rank * -(-total // ranks.size), total, features, dtype)
 
@@ -150,7 +154,7 @@ class ShardedPart(ModelPart):
             if parallel.style is None or expected.get(id(twin)) is not parallel.style:
                 style = parallel.name if parallel.style is None else parallel.style.value
                 return Cause("sharded", f"{name} is spread by {style}")
-            if sharded and not _is_spread_as_said(module, parallel.style):
+            if sharded and not self._is_spread_as_said(module, parallel.style):
                 return Cause("sharded", f"{name} is spread otherwise than its style {parallel.style.value} says")
         return self._heads_reason()
 
@@ -160,7 +164,9 @@ class ShardedPart(ModelPart):
         yield self.head, ShardStyle.GATHERED
         for layer in self.layers:
             groups = [layer.attention.projections()]
-            if not isinstance(layer.mlp, MoEPart):
+            if isinstance(layer.mlp, MoEPart):
+                yield layer.mlp.experts, ShardStyle.EXPERTS
+            else:
                 groups.append(layer.mlp.projections())
             for *inner, out in groups:
                 shards = [shard_of(module) for module in (*inner, out)]
@@ -180,18 +186,22 @@ class ShardedPart(ModelPart):
                 return Cause("sharded", f"{heads[0]} heads and {heads[1]} KV heads over {self.group.size} ranks")
         return None
 
-
-def _is_spread_as_said(module: nn.Module, style: ShardStyle) -> bool:
-    for name, parameter in module._parameters.items():
-        if parameter is None:
-            continue
-        dim = compat.sharded_dim(parameter) if compat.is_sharded(parameter) else None
-        wanted = 0
-        if style is ShardStyle.ROWS:
-            wanted = None if name == "bias" else 1
-        if dim != wanted:
-            return False
-    return True
+    def _is_spread_as_said(self, module: nn.Module, style: ShardStyle) -> bool:
+        parameters = {name: each for name, each in module._parameters.items() if each is not None}
+        if style is ShardStyle.EXPERTS:
+            names = self.architecture.moe.gate_up, self.architecture.moe.down
+            if parameters.keys() != set(names) or not all(map(compat.is_sharded, parameters.values())):
+                return False
+            gate_up, down = (parameters[name] for name in names)
+            return compat.halves_sharded_dim(gate_up) == 1 and compat.sharded_dim(down) == 2
+        for name, parameter in parameters.items():
+            dim = compat.sharded_dim(parameter) if compat.is_sharded(parameter) else None
+            wanted = 0
+            if style is ShardStyle.ROWS:
+                wanted = None if name == "bias" else 1
+            if dim != wanted:
+                return False
+        return True
 
 
 @dataclass(frozen=True)

@@ -281,13 +281,14 @@ def mixture(
         op, arguments = _norm_op(norm)
         x = emit(op, x=x, **arguments)
     (gate_up, down), (gate_up_bias, down_bias) = part.stacks(), part.stack_biases()
-    return emit(
+    shard = shard_of(part.experts)
+    made = emit(
         experts,
         x=x,
         logits=projection(emit, part.router, x, programmatic_launch=programmatic_launch),
         gate_up_weight=gate_up,
         down_weight=down,
-        residual=residual,
+        residual=residual if shard is None else None,
         top_k=part.top_k,
         normalized=part.is_normalized,
         rounded=part.spec.rounded,
@@ -298,6 +299,7 @@ def mixture(
         transposed=part.spec.transposed,
         **dict(zip(("alpha", "limit"), part.gate_limits)),
     )
+    return made if shard is None else emit(summed, x=made, residual=residual, shard=shard)
 
 
 def feed_forward(emit: Emit, part: FeedForwardPart, *arguments: Any) -> Any:
