@@ -126,8 +126,8 @@ def _cache_reason(part: ModelPart, cache: FastpathCache, input_ids: torch.Tensor
         return None
     if len(cache.layers) < len(part.windows):
         return Cause("edited_cache", f"it has {len(cache.layers)} layers, the model {len(part.windows)}")
-    batch, dtype, device = len(input_ids), part.embedding.weight.dtype, input_ids.device
-    for layer, its in zip(cache.layers, part.layers):
+    batch, dtype = len(input_ids), part.embedding.weight.dtype
+    for layer, its, device in zip(cache.layers, part.layers, part.layer_devices):
         shape = batch, *its.attention.cache_shape
         layer.admit(shape, shape, dtype, device)
     return None

@@ -81,9 +81,9 @@ def is_readable(part: ModelPart, cache: FastpathCache, prompt: Prompt) -> bool:
     """Whether :func:`read` can take the prompt; else stock code has to.
 
     :func:`read` cannot take it if attention is more than softmax and no kernel does that, if a window ends inside the
-    prompt, or if MLPs are mixtures.
+    prompt, if MLPs are mixtures, or if layers are on several devices.
     """
-    if part.is_recorded or not _continues(cache, prompt):
+    if part.is_recorded or len(part.devices) > 1 or not _continues(cache, prompt):
         return False
     length = cache.get_seq_length() + prompt.tokens.shape[1]
     for layer in part.layers:
@@ -219,6 +219,8 @@ def read_turn(
     """
     (batch, count), past = prompt.tokens.shape, cache.get_seq_length()
     if prompt.tokens.device.type not in _CAPTURES or batch != 1 or count > MAX_QUERY_LEN or not past:
+        return None
+    if len(part.devices) > 1:
         return None
     # A plan fills up its width with tokens and crops the surplus; that must not move a window on.
     if any(window is not None and past + MAX_QUERY_LEN > window for window in part.windows):

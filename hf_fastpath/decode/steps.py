@@ -21,11 +21,12 @@ from ..ops.kv_cache import KVCache
 from ..quantization.linear import joined as joined_weights
 from . import composed
 from .attention_part import AttentionPart
+from .layer_part import LayerPart
 from .modules import is_packed, is_transposed, weight_and_bias
 from .named_calls import Emit, Norm, run
 from .parts import FeedForwardPart, MLPPart, MoEPart, NormPart
 from .rank_calls import gathered, own_embeddings, own_rows, shard_of, summed
-from .structure import LayerPart, ModelPart
+from .structure import ModelPart
 
 __all__ = ["Emit", "Positions", "Staging", "run"]
 

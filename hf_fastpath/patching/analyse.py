@@ -12,6 +12,7 @@ from .. import compat, structural
 from ..architecture import PARTS, Architecture, architectures
 from ..decode import parts, structure
 from ..decode.attention_part import AttentionPart
+from ..decode.layer_part import LayerPart
 from ..decode.plan_cache import Family
 from ..decode.ranks import Ranks
 from ..decode.shards import Sharded
@@ -161,7 +162,7 @@ def _part(architecture: Architecture, kind: str, module: nn.Module) -> parts.Par
     if kind == "attention":
         return AttentionPart(architecture, module, _window(module))
     attention = getattr(module, architecture.layer.attention)
-    return structure.LayerPart(architecture, module, _window(attention))
+    return LayerPart(architecture, module, _window(attention))
 
 
 def _window(attention: Any) -> int | None:

@@ -21,10 +21,11 @@ from ..compat import below_autograd, cache_of, is_sharded, order_offloading, out
 from ..decode import composed, steps
 from ..decode.attend import Attention, has_tensor_cores
 from ..decode.attention_part import AttentionPart
+from ..decode.layer_part import LayerPart
 from ..decode.many_rows import ManyRows, few_rows
 from ..decode.modules import apply_dropout, child
 from ..decode.parts import MLPPart, MoEPart
-from ..decode.structure import LayerPart, full_angles
+from ..decode.structure import full_angles
 from ..ops.kv_cache import KVCache
 from ..reasons import Cause
 from .module_patch import CAPTURED, KEY, ModulePatch, stock

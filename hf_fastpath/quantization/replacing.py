@@ -11,8 +11,9 @@ import torch
 from torch import nn
 
 from ..compat import Conv1D, is_sharded, local_tensor, move, spread_like
+from ..decode.layer_part import LayerPart
 from ..decode.parts import MoEPart
-from ..decode.structure import LayerPart, ModelPart
+from ..decode.structure import ModelPart
 from ..native import loader
 from ..ops.packed_gemv import SPEC
 from ..options import HEADS, Options

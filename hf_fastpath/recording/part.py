@@ -163,6 +163,14 @@ class RecordedPart:
         return len(self.embedding.weight)
 
     @property
+    def devices(self) -> tuple[torch.device, ...]:
+        return (self.embedding.weight.device,)
+
+    @property
+    def layer_devices(self) -> list[torch.device]:
+        return [*self.devices] * len(self.layers)
+
+    @property
     def embedding(self) -> nn.Module:
         return self.module.get_input_embeddings()
 

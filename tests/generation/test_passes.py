@@ -136,7 +136,7 @@ LAYER = ["qkv_rope_append", "decode_attention", "gemv", "gemv_swiglu", "gemv"]
 
 def test_passes_have_an_order():
     assert [each.__name__ for each in PASSES] == [
-        "one_call", "replace_attention", "few_to_many", "prefetch_next_weight",
+        "one_call", "replace_attention", "few_to_many", "through_peers", "prefetch_next_weight",
     ]  # fmt: skip
 
 
