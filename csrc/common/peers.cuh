@@ -48,8 +48,8 @@ __device__ __forceinline__ uint4 sendable(uint4 v) {
   return v;
 }
 
-// Sends one word to all other ranks, and receives one of each; of[rank] is what was sent. A rank that does not
-// come in time is noted, and then nothing is waited for any more.
+// Sends one word to all other ranks, and receives one of each; of[rank] is what was sent. A rank that does
+// not come in time is noted, and then nothing is waited for any more.
 //
 // The words are absent again when this returns. A slot may be used anew two exchanges later: until then a
 // faster rank, which needs a word of the exchange between, does not come to it.

@@ -1,8 +1,7 @@
 // torch.ops.hf_fastpath.gather_ranks on a GPU: see hf_fastpath/ops/gather_ranks.py for the contract.
-#include "gather_ranks/gather_ranks.h"
-
 #include "common/cuda_glue.h"
 #include "common/peers_glue.h"
+#include "gather_ranks/gather_ranks.h"
 
 namespace hf_fastpath {
 namespace {

@@ -167,7 +167,7 @@ def two_gpus() -> tuple[torch.device, torch.device]:
 @pytest.mark.parametrize("when", ("before_patch", "after_patch"))
 @over_architectures
 def test_layers_on_two_gpus(architecture, when, two_gpus, fused_layers):
-    """Our loop goes from GPU to GPU; beam search runs over fused layers. Each layer has its part of the cache beside it."""
+    """Our loop goes from GPU to GPU; beam search runs over fused layers. Each layer has its cache beside it."""
     wide = {"sliding_window": 64} if architecture == "mistral" else {}  # a full window makes masks, which stock takes
     stock, ours = build(architecture, **wide), build(architecture, **wide)
     for model in (stock, ours):
