@@ -91,6 +91,7 @@ from .parallel import (
     local_tensor,
     move,
     parallel_forward,
+    planned_styles,
     rank_group,
     sharded_dim,
     shared_memory,

@@ -9,6 +9,7 @@ forward that was there before.
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Callable
 from enum import Enum
 from typing import Any, NamedTuple
@@ -49,6 +50,17 @@ class Parallel(NamedTuple):
     style: ShardStyle | None
     name: str
     inner: Any
+
+
+def planned_styles(model: nn.Module) -> dict[str, str]:
+    """Return the name of each module and parameter that ``tp_plan="auto"`` would spread -> transformers' style."""
+    plan = dict(getattr(model, "tp_plan", None) or {})
+    found = {}
+    for name, _ in (*model.named_modules(), *model.named_parameters()):
+        style = plan.get(re.sub(r"\.\d+(?=\.|$)", ".*", name))
+        if style is not None:
+            found[name] = style
+    return found
 
 
 def is_tensor_parallel(model: nn.Module) -> bool:
