@@ -12,7 +12,7 @@ TORCH ?= torch==2.13.0
 READY := $(VENV)/.ready
 CUDA_ARCHS ?= 80 90a
 
-.PHONY: env demo test test-full test-conformance test-oldest test-gpu compile-check wheel wheel-check sdist style quality \
+.PHONY: env demo test test-full test-conformance test-oldest test-gpu test-gpus compile-check wheel wheel-check sdist style quality \
 	ptxas sanitize bench docs clean
 
 env: $(READY)
@@ -81,6 +81,11 @@ test-oldest: $(CPU_LIB) $(OLDEST_READY)
 test-gpu:
 	HF_FASTPATH_BUILD=never $(PYTHON) -m pip install --quiet --no-deps --no-build-isolation -e .
 	HF_FASTPATH_REQUIRE_NATIVE=cpu,cuda $(PYTHON) -m pytest -q $(TESTS) $(ARGS)
+
+# Models that are spread over two GPUs; on a machine with fewer, over two processes on the CPU.
+test-gpus:
+	HF_FASTPATH_BUILD=never $(PYTHON) -m pip install --quiet --no-deps --no-build-isolation -e .
+	HF_FASTPATH_REQUIRE_NATIVE=cpu,cuda $(PYTHON) -m pytest -q tests/distributed $(ARGS)
 
 # Torch-facing sources against the headers of the oldest and of the newest torch that pyproject.toml admits.
 compile-check: $(READY)

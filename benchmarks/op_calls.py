@@ -50,6 +50,18 @@ def sample_of(*parts, **named) -> Callable[[torch.device, torch.dtype], Sample]:
     )
 
 
+def alone_call(name: str, features: int, added: bool = False) -> Call:
+    """Make a call of an op over ranks with one rank, which waits for nobody; ``bench_sum_ranks.py`` has several."""
+
+    def draw(device: torch.device, dtype: torch.dtype) -> Sample:
+        x = torch.randn(1, 1, features, device=device, dtype=dtype)
+        buffers, status = [torch.zeros(2, 1, features, device=device, dtype=dtype)], torch.zeros(1, device=device)
+        residual = {"residual": torch.randn_like(x)} if added else {}
+        return Sample(x, buffers, status.int(), 0, 0, **residual)
+
+    return Call(name, draw)
+
+
 def gemv_call(name: str, k: int, n: int, rows: int = 1, **options) -> Call:
     return Call(name, sample_of(drawn(1, rows, k), drawn(n, k, std=k**-0.5), **options))
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from op_calls import (
     Call,
+    alone_call,
     append_call,
     attention_call,
     conv1d_call,
@@ -191,6 +192,8 @@ SHAPES: dict[str, list[Call]] = {
         inputs_call("mistral", 32000, 4096, 4096, head_dim=128),
         inputs_call("gpt2", 50257, 768, 1024),
     ],
+    "sum_ranks": [alone_call("mistral 4096 + residual, one rank", 4096, added=True)],
+    "gather_ranks": [alone_call("llama-3 128256 logits, one rank", 128256)],
     "exponential_race": [
         race_call("mistral 32000, temperature", 32000, 0.8, 0, 1.0, 0.0),
         race_call("mistral 32000, top-k 50, top-p", 32000, 0.8, 50, 0.95, 0.0),

@@ -27,6 +27,7 @@ _PUBLIC = {
     "FastpathCache": "cache.fastpath_cache",
     "UnsupportedModelError": "errors",
     "FallbackError": "errors",
+    "RankError": "errors",
 }
 
 __all__ = ["__version__", "ops", *_PUBLIC]

@@ -13,3 +13,7 @@ class FallbackError(RuntimeError):
 
 class NoCounterpart(Exception):
     """A layer's quantized weight cannot be repacked; the argument is a reason code. ``patch()`` never raises this."""
+
+
+class RankError(RuntimeError):
+    """Another of the processes over which a model is spread has failed, or did not come in time."""

@@ -86,8 +86,9 @@ REASONS: dict[str, Reason] = {
         "load the model where it fits whole: a smaller dtype, or a device_map of GPUs alone",
     ),
     "sharded": Reason(
-        "the weights are spread over several processes (tp_plan, FSDP, DeepSpeed ZeRO-3)",
-        "load the model whole on one device, without tp_plan",
+        "the weights are spread over several processes in a way that is not covered (FSDP, DeepSpeed ZeRO-3, or a "
+        "tp_plan with other styles than colwise, rowwise, embedding_rowwise, and colwise_gather_output for the head)",
+        "load the model with the tp_plan of a Llama-like family, or whole on one device",
     ),
     "class_forward": Reason(
         "other code has replaced the forward of a class, or a function that it calls",
@@ -169,6 +170,11 @@ REASONS: dict[str, Reason] = {
     "generation_mode": Reason(
         "beam search, or drafts by an early exit, with another tokenizer or an ensemble weight",
         "use num_beams=1, and an assistant of the model's vocabulary: other loops run over patched modules",
+    ),
+    "other_rank": Reason(
+        "the model is spread over several processes, and another of them has a reason for stock code: all have to run "
+        "the same code",
+        "see report(model) on the rank that is named",
     ),
     "generation_method": Reason(
         "a method that generate() calls for every token is overridden (prompt tuning, ...)",

@@ -11,6 +11,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
+from .. import compat
 from ..traffic import weight_bytes
 
 #: standard deviation of random weights; most models are initialized with it, so that nothing overflows
@@ -268,6 +269,39 @@ def build_model(name: str, device: torch.device | str, dtype: torch.dtype, seed:
     model.generation_config.eos_token_id = None
     model.generation_config.pad_token_id = 0  # never used, but keeps generate() from warning
     return model.eval().requires_grad_(False)
+
+
+def build_spread_model(
+    name: str, device: torch.device, dtype: torch.dtype, seed: int = 0, **changes: Any
+) -> PreTrainedModel:
+    """Build the model of shape ``name`` with random weights over all processes, as a ``tp_plan`` spreads it.
+
+    Args:
+        changes: other values of its config.
+    """
+    config = shape(name).build_config()
+    for key, value in changes.items():
+        setattr(config, key, value)
+    with no_model():
+        model = AutoModelForCausalLM.from_config(config, dtype=dtype)
+    model = compat.spread_over_ranks(model)
+    generator = torch.Generator(device).manual_seed(seed)  # what every rank has whole is equal on all
+    for module in model.modules():
+        for parameter_name, parameter in module._parameters.items():
+            if parameter is None:
+                continue
+            local = torch.empty(compat.local_tensor(parameter).shape, dtype=dtype, device=device)
+            if local.dim() == 1 and parameter_name == "weight":
+                local.fill_(1.0)
+            else:
+                local.normal_(0.0, WEIGHT_STD, generator=generator)
+            made = compat.with_local_tensor(parameter, local) if compat.is_sharded(parameter) else local
+            module._parameters[parameter_name] = torch.nn.Parameter(made, requires_grad=False)
+        if any(buffer is not None and buffer.is_meta for buffer in module._buffers.values()):
+            module._buffers.update(type(module)(config).to(device)._buffers)
+    model.generation_config.eos_token_id = None
+    model.generation_config.pad_token_id = 0
+    return model.eval()
 
 
 def prompt(model: PreTrainedModel, batch: int, length: int, seed: int = 1) -> torch.Tensor:

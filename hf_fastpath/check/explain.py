@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch
@@ -21,6 +21,7 @@ from ..reasons import REASONS
 from ..recording.part import RECORDED
 from ..stats import Stats
 from ..tables import table
+from . import several_gpus
 
 BATCHES = (1, 8)
 #: positions that each sequence holds, if the model knows so many
@@ -33,14 +34,17 @@ class Step:
 
     Attributes:
         batch, context: number of sequences, and positions that each of them holds.
-        weight_bytes, kv_bytes: bytes that one step reads.
-        tokens_per_second: of all sequences together, if the step takes no longer than reading; None without bandwidth.
+        weight_bytes, kv_bytes: bytes that one step reads, of each GPU.
+        sums: sums and gathers over GPUs.
+        tokens_per_second: of all sequences together, if the step takes no longer than reading; over several GPUs as
+            :mod:`.several_gpus` predicts it. None without bandwidth.
     """
 
     batch: int
     context: int
     weight_bytes: int
     kv_bytes: int
+    sums: int
     tokens_per_second: float | None
 
 
@@ -58,7 +62,8 @@ class Explanation:
         kernels: the kernels that serve the device here.
         self_tested: whether ``patch()`` would try a small twin first: on an untested version of transformers, or for a
             family that is known only by its structure.
-        bandwidth: bytes a second, or None.
+        gpus: number of GPUs of one host over which the model would be spread by its ``tp_plan``; 1 for none.
+        bandwidth: bytes a second of a GPU, or None.
         steps: what decode steps read; empty if nothing would be fast.
     """
 
@@ -71,6 +76,7 @@ class Explanation:
     unsupported: str | None
     kernels: str
     self_tested: bool
+    gpus: int
     bandwidth: float | None
     steps: tuple[Step, ...]
 
@@ -102,13 +108,17 @@ class Explanation:
 
     def _table(self) -> str:
         columns = ["batch", "context", "weights read", "KV read"]
+        if self.gpus > 1:
+            columns = ["batch", "context", "weights a GPU", "KV a GPU", "sums"]
         if self.bandwidth is not None:
-            columns.append(f"tok/s at {self.bandwidth / 1e9:.4g} GB/s")
+            limit = f"at {self.bandwidth / 1e9:.4g} GB/s"
+            columns.append(f"tok/s {limit}" if self.gpus == 1 else f"predicted tok/s {limit} a GPU")
         rows = []
         for step in self.steps:
             sizes = _gigabytes(step.weight_bytes), _gigabytes(step.kv_bytes)
             speed = () if step.tokens_per_second is None else (f"{step.tokens_per_second:.1f}",)
-            rows.append((str(step.batch), str(step.context), *sizes, *speed))
+            sums = (str(step.sums),) if self.gpus > 1 else ()
+            rows.append((str(step.batch), str(step.context), *sizes, *sums, *speed))
         return table(columns, rows)
 
 
@@ -153,6 +163,7 @@ def explain(
     device: str = "cpu",
     bandwidth: float | None = None,
     trust_remote_code: bool = False,
+    gpus: int = 1,
 ) -> Explanation:
     """Build the model without weights and say what ``patch()`` would do to it.
 
@@ -162,11 +173,13 @@ def explain(
         device: the device whose kernels are named.
         bandwidth: bytes a second that the device reads; None leaves the speeds out.
         trust_remote_code: run model code that comes with the config.
+        gpus: number of GPUs of one host over which the model is spread by its ``tp_plan``.
 
     Raises:
         ValueError: there is no such config, or transformers makes no model of it.
     """
-    return explain_config(config_of(source, trust_remote_code), source, dtype, device, bandwidth, trust_remote_code)
+    config = config_of(source, trust_remote_code)
+    return explain_config(config, source, dtype, device, bandwidth, trust_remote_code, gpus)
 
 
 def explain_config(
@@ -176,6 +189,7 @@ def explain_config(
     device: str = "cpu",
     bandwidth: float | None = None,
     trust_remote_code: bool = False,
+    gpus: int = 1,
 ) -> Explanation:
     """Do as :func:`explain` for a config that is already loaded; ``source`` is its name."""
     dtype = dtype or getattr(config, "dtype", None) or getattr(config.get_text_config(), "dtype", None) or torch.float32
@@ -196,6 +210,10 @@ def explain_config(
     else:
         try:
             plan, report = examine(model)
+            if gpus > 1:
+                why = several_gpus.why_not_spread(model, gpus)
+                unsupported = None if why is None else f"over {gpus} GPUs: {why}"
+                report = None if why else replace(report, patched={}, ranks=f"{gpus} ranks, modules stay stock's")
         except UnsupportedModelError as error:
             unsupported = str(error)
     return Explanation(
@@ -208,21 +226,26 @@ def explain_config(
         unsupported=unsupported,
         kernels=str(loader.status().get(device, loader.Status(device, "reference", "no kernels for this device"))),
         self_tested=plan is not None and selftest.is_due(plan),
+        gpus=gpus,
         bandwidth=bandwidth,
-        steps=() if report is None or not compat.can_generate(model) else _steps(model, dtype, bandwidth),
+        steps=() if report is None or not compat.can_generate(model) else _steps(model, dtype, bandwidth, gpus),
     )
 
 
-def _steps(model: Any, dtype: torch.dtype, bandwidth: float | None) -> tuple[Step, ...]:
+def _steps(model: Any, dtype: torch.dtype, bandwidth: float | None, gpus: int) -> tuple[Step, ...]:
     text = model.config.get_text_config(decoder=True)
     if compat.layer_windows(text) is None or not hasattr(text, "num_attention_heads"):
         return ()
     longest = getattr(text, "max_position_embeddings", None) or CONTEXTS[-1]
     steps = []
+    over = several_gpus.spread(model, gpus) if gpus > 1 else None
     for batch in BATCHES:
         weights = traffic.weight_bytes(model, batch)
+        weights = weights if over is None else over.weight_bytes(weights)
         for context in sorted({min(context, longest) for context in CONTEXTS}):
-            kv = traffic.kv_bytes(text, context, dtype, batch)
+            kv = traffic.kv_bytes(text, context, dtype, batch) // gpus
             speed = None if bandwidth is None else batch * bandwidth / (weights + kv)
-            steps.append(Step(batch, context, weights, kv, speed))
+            if over is not None and bandwidth is not None:
+                speed = batch / over.seconds(weights + kv, bandwidth, text.num_hidden_layers)
+            steps.append(Step(batch, context, weights, kv, 0 if over is None else over.sums, speed))
     return tuple(steps)

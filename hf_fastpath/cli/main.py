@@ -119,6 +119,7 @@ def _explain(given: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
                 given.device,
                 None if bandwidth is None else bandwidth * 1e9,
                 given.trust_remote_code,
+                given.gpus,
             )
     except ValueError as error:
         parser.error(str(error))
@@ -175,6 +176,9 @@ def _main(argv: Sequence[str] | None) -> int:
     )
     explain.add_argument(
         "--bandwidth", type=arguments.bandwidth, help="GB/s the device reads, or 'measure': shows the limits"
+    )
+    explain.add_argument(
+        "--gpus", type=arguments.count, default=1, help="GPUs of one host over which a tp_plan spreads the model"
     )
     explain.add_argument("--trust-remote-code", action="store_true", help="run model code that comes with the config")
     explain.add_argument("--json", action="store_true")

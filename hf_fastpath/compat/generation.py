@@ -15,7 +15,12 @@ from transformers.generation.logits_process import (
     TopKLogitsWarper,
     TopPLogitsWarper,
 )
-from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengthCriteria, StoppingCriteria
+from transformers.generation.stopping_criteria import (
+    EosTokenCriteria,
+    MaxLengthCriteria,
+    StoppingCriteria,
+    StopStringCriteria,
+)
 from transformers.generation.utils import GenerateDecoderOnlyOutput
 
 from .caches import _OLD_CACHE, CACHE
@@ -73,6 +78,11 @@ def is_stock_streamer(streamer: Any) -> bool:
     """Whether a streamer is of a class of transformers', and no method of it was replaced on the instance."""
     methods = ("put", "end", "on_finalized_text")
     return type(streamer).__module__.startswith("transformers.") and not any(name in vars(streamer) for name in methods)
+
+
+def looks_at_tokens_alone(criterion: StoppingCriteria) -> bool:
+    """Whether a stopping criterion comes to the same end in every process that is given the same tokens."""
+    return type(criterion) in (MaxLengthCriteria, EosTokenCriteria, StopStringCriteria)
 
 
 def is_stock(thing: LogitsProcessor | StoppingCriteria) -> bool:

@@ -175,11 +175,6 @@ def sharding(model: nn.Module) -> str | None:
     return None
 
 
-def is_sharded(tensor: torch.Tensor | None) -> bool:
-    """Whether this process may have only a part of a tensor."""
-    return isinstance(tensor, DTensor)
-
-
 def save_config(model: Any, config: Any, directory: str) -> None:
     """Write a model's config as ``save_pretrained()`` does, and the code of classes that came with a checkpoint."""
     if getattr(model, "_auto_class", None) is not None:

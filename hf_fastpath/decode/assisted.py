@@ -58,6 +58,8 @@ def decode(
     part = state.plans.part_of(model)
     reason = step_aside_reason(state, part, input_ids, generation_config, synced_gpus, model_kwargs)
     generator = None
+    if reason is None and (part.ranks is not None or len(part.devices) > 1):
+        reason = Cause("generation_mode", "drafts for a model that is spread over processes or devices")
     if reason is None:
         reason = part.shape_reason(1, MAX_QUERY_LEN)
     if reason is None:

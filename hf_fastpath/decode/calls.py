@@ -72,7 +72,7 @@ class Watch:
 
     def __init__(self, state: Patched, part: ModelPart):
         self.state, self.part = state, part
-        self._model, self._snapshot = part.module, state.plans.snapshot_of(part)
+        self._model, self._snapshot = part.source, state.plans.snapshot_of(part)
 
     def has_changed(self, device: torch.device) -> bool:
         """Whether the model differs from what it was. Once stock code has taken over, which sees all, this is False."""

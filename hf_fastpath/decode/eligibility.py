@@ -134,8 +134,9 @@ def _cache_reason(part: ModelPart, cache: FastpathCache, input_ids: torch.Tensor
         return None
     if count < len(part.kinds):
         return Cause("edited_cache", f"it has {count} layers, the model {len(part.kinds)}")
-    batch, dtype, device = len(input_ids), part.embedding.weight.dtype, input_ids.device
-    for layer, attention in zip(cache.key_layers, part.attentions):
+    batch, dtype = len(input_ids), part.embedding.weight.dtype
+    devices = [device for kind, device in zip(part.kinds, part.layer_devices) if kind.keys]
+    for layer, attention, device in zip(cache.key_layers, part.attentions, devices):
         shape = batch, *attention.cache_shape
         layer.admit(shape, shape, dtype, device)
     for layer, states in zip(cache.layers, part.states(1)):
@@ -162,7 +163,7 @@ def _layout_reason(part: ModelPart, input_ids: torch.Tensor, model_kwargs: dict,
 
 def _pad_token_reason(part: ModelPart, config: Any, batch: int) -> str | None:
     """Return a reason if the pad token is no token of the model: rows that have ended are read on as pad tokens."""
-    pad, known = config.pad_token_id, len(part.embedding.weight)
+    pad, known = config.pad_token_id, part.num_embeddings
     if batch == 1 or config.eos_token_id is None or not isinstance(pad, int) or 0 <= pad < known:
         return None
     return Cause("unsupported_input", f"pad_token_id={pad}, of {known} tokens")

@@ -1,17 +1,16 @@
-"""Capture of a decode plan's program into a CUDA graph."""
+"""Capture of a decode plan's calls into a CUDA graph."""
 
 from __future__ import annotations
 
 import gc
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 import torch
 
 from ..compat import below_autograd
 from ..forks import after_fork
-from .program import Program
 
 
 class _Turns:
@@ -46,14 +45,14 @@ def _turn(device: torch.device) -> Iterator[None]:
         yield
 
 
-def capture(program: Program, device: torch.device) -> torch.cuda.CUDAGraph:
-    """Capture ``program``, which has run eagerly before, into a graph; the capture executes nothing.
+def capture(run: Callable[[], None], device: torch.device) -> torch.cuda.CUDAGraph:
+    """Capture what ``run`` starts, which has run eagerly before, into a graph; the capture executes nothing.
 
     Kernels find the KV buffers and lengths through device memory, so the graph serves any cache, prompt length and
     growth.
 
     Raises:
-        RuntimeError: CUDA cannot capture something in the program.
+        RuntimeError: CUDA cannot capture something in it.
     """
     graph = torch.cuda.CUDAGraph()
     current = torch.cuda.current_stream(device)
@@ -76,7 +75,7 @@ def capture(program: Program, device: torch.device) -> torch.cuda.CUDAGraph:
         try:
             graph.capture_begin(capture_error_mode="thread_local")
             try:
-                program.run()
+                run()
             finally:
                 graph.capture_end()
         finally:

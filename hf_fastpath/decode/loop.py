@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -31,6 +32,7 @@ from .eligibility import step_aside_reason
 from .graph import random_numbers_in_turn
 from .patched import Patched
 from .plan import MAX_EOS_TOKENS, DecodePlan
+from .ranks import Ranks
 from .structure import ModelPart
 
 #: number of tokens that the host may be ahead of the device: enough to hide the host's work, few enough to waste little
@@ -56,11 +58,13 @@ def sample(
     state.stats.new_call()
     part = state.plans.part_of(model)
     reason = step_aside_reason(state, part, input_ids, generation_config, synced_gpus, model_kwargs)
+    if part is not None and part.ranks is not None:
+        reason = part.ranks.agreed(reason, input_ids.device)
     if reason is None:
         with state.plans.place() as is_free:
             if is_free:
                 loop = _Loop(state, model, input_ids, logits_processor, stopping_criteria, generation_config, streamer)
-                with settling(model_kwargs[compat.CACHE], part):
+                with settling(model_kwargs[compat.CACHE], part), loop.alike_on(part.ranks, model_kwargs):
                     return loop.generate(part, model_kwargs)
         reason = "busy"
     state.fall_back(reason)
@@ -120,6 +124,25 @@ class _Loop:
         self.drawn_to: int | None = None  # the generator's offset after the last number that was drawn here
         self.finished_length: int | None = None  # length at which every row had ended, once the host knows
         self.left_at: int | None = None  # length of the sequences when stock code took over
+        self.ranks: Ranks | None = None  # the processes over which the model is spread
+        #: whether ranks could come to other tokens or ends than the first rank, which they then follow
+        self.follows_first = bool(users) or not all(map(compat.looks_at_tokens_alone, stopping_criteria))
+
+    @contextmanager
+    def alike_on(self, ranks: Ranks | None, model_kwargs: dict) -> Iterator[None]:
+        """Draw the same tokens on all ranks over which the model is spread, for the length of a ``with`` block.
+
+        Raises:
+            ValueError: ranks were given other tokens or settings.
+        """
+        if ranks is None:
+            yield
+            return
+        self.ranks = ranks
+        mask, ends = model_kwargs.get("attention_mask"), [end.tolist() for end in end_tokens(self.criteria)]
+        ranks.check_alike(self.ids, mask, (self.config.do_sample, self.settings, self.max_length, ends))
+        with ranks.one_generator(self.device) if self.config.do_sample else nullcontext():
+            yield
 
     def _plan_chooses(self) -> bool:
         """Whether the plan may choose tokens: there are no other processors, and nothing else ends the text."""
@@ -173,6 +196,7 @@ class _Loop:
                     plan = self.state.plans.decode_plan(part, self.batch, cache, sampled)
                     end = self.has_eos and plan_chooses
                     eos = (self._eos_tokens(), compat.pad_token(self.config)) if end else (None, None)
+                    self._settle(self.ids.numel())
                     positions = next_positions + (self.length - self.prompt_len - 1)
                     plan.begin(cache, positions, starts, self.unfinished, *eos, self.settings)
                 if watch is not None:
@@ -183,6 +207,7 @@ class _Loop:
                 if first:  # building and capturing the plan does not count as decoding
                     started, first = time.perf_counter(), False
             dropped = self._drain()
+            self._settle()
             note_nonfinite(self.state, next_logits)
         except RuntimeError:
             # A CPU may have failed to draw a token from such logits. After an error a GPU cannot be asked.
@@ -233,6 +258,8 @@ class _Loop:
             tokens = self._draw(torch.multinomial, probabilities, 1).squeeze(1)
         else:
             tokens = torch.argmax(scores, dim=-1)
+        if self.ranks is not None and self.follows_first:
+            tokens = self.ranks.of_first(tokens)
         if self.has_eos:
             tokens = tokens * self.unfinished + compat.pad_token(self.config).to(self.device) * (1 - self.unfinished)
         return tokens
@@ -258,8 +285,11 @@ class _Loop:
         self.ids = torch.cat((self.ids, tokens[:, None]), dim=1)
         self.length += 1
         done = self.criteria(self.ids, tuple(self.scores) if self.scores else None)
+        if self.ranks is not None and self.follows_first:
+            done = self.ranks.of_first(done.long()).bool()
         self.unfinished = self.unfinished & ~done
         if not self.ahead:
+            self._settle()
             if self.streamer is not None:
                 self.streamer.put(tokens.cpu())
             return not bool(self.unfinished.any())
@@ -296,9 +326,9 @@ class _Loop:
         while self.pending:
             oldest = self.pending[0]
             if oldest.event is not None:
-                if not (wait or len(self.pending) > self.ahead or oldest.event.query()):
+                if not (wait or len(self.pending) > self.ahead or self._has_passed(oldest.event)):
                     return False
-                oldest.event.synchronize()
+                oldest.event.synchronize() if self.ranks is None else self.ranks.wait(oldest.event)
             self.pending.popleft()
             self.offsets.pop(oldest.length - 1, None)
             if oldest.chosen_by_plan:
@@ -309,6 +339,15 @@ class _Loop:
                 self.finished_length = oldest.length
                 return True
         return False
+
+    def _settle(self, tokens: int = 1) -> None:
+        """Before the host looks at what the device computes: do not wait forever if that needs other ranks."""
+        if self.ranks is not None:
+            self.ranks.settle(self.device, tokens)
+
+    def _has_passed(self, event: torch.cuda.Event) -> bool:
+        """Whether a device has passed an event. Ranks pass it at other times, and all have to run equally far ahead."""
+        return self.ranks is None and event.query()
 
     def _drain(self) -> int:
         """Wait for the tokens on their way; return how many steps were run past the end."""

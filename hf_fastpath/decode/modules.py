@@ -101,6 +101,11 @@ def is_packed(module: nn.Module) -> bool:
     return type(module) is PackedLinear
 
 
+def device_of(module: nn.Module) -> torch.device:
+    """Return the device of a projection's weight."""
+    return module.quants.device if is_packed(module) else module.weight.device
+
+
 def is_transposed(module: nn.Module) -> bool:
     """Whether a projection's weight is [in_features, out_features]."""
     return type(module) is Conv1D

@@ -13,6 +13,7 @@ from .. import ops
 from .many_rows import few_to_many, replace_attention
 from .named_calls import Call, Register, Step
 from .one_call import one_call
+from .rank_calls import through_peers
 
 Pass = Callable[[list[Call], Callable[[], Register], Step], list[Call]]
 
@@ -41,7 +42,7 @@ def prefetch_next_weight(calls: list[Call], register: Callable[[], Register], st
 
 
 #: the passes of a step in order; a new op that replaces several calls is one more entry
-PASSES: tuple[Pass, ...] = (one_call, replace_attention, few_to_many, prefetch_next_weight)
+PASSES: tuple[Pass, ...] = (one_call, replace_attention, few_to_many, through_peers, prefetch_next_weight)
 
 
 def passed(calls: list[Call], register: Callable[[], Register], step: Step) -> list[Call]:

@@ -7,20 +7,23 @@ model's own parameters, so changed values take effect; if a parameter was moved 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 
 from .. import ops
 from ..cache.fastpath_cache import FastpathCache
 from ..compat import below_autograd
-from ..ops.decode_attention import workspace_bytes
 from ..ops.gemv import MAX_ROWS
-from ..ops.kv_cache import KVCache, is_quantized, table_columns
+from ..ops.kv_cache import KVCache, is_quantized
 from . import steps
 from .angles import AngleTables
-from .graph import capture, random_numbers_in_turn
+from .graph import random_numbers_in_turn
 from .named_calls import Register, Step
+from .plan_memory import PlanMemory
+from .positions import Positions
 from .program import Program
+from .stages import Stages
 from .structure import ModelPart
 
 _aten = torch.ops.aten
@@ -70,7 +73,7 @@ class DecodePlan:
         self.device, self.dtype = weight.device, weight.dtype
         self.cache: FastpathCache | None = None
         self.on_end: Callable[[DecodePlan], None] | None = None
-        self.graph: torch.cuda.CUDAGraph | None = None
+        self.graph: Any = None  # what replays the captured program
         self._ahead = [0] * batch  # of each sequence: the next token's position, less the length of the cache
         self._shifts = [0] * batch  # added to positions on the device, to make them row numbers of the angle tables
         self._covered = range(0)  # lengths of the cache for whose positions the model has angles or embeddings
@@ -89,23 +92,11 @@ class DecodePlan:
             if sampled:
                 self.noise = torch.empty(batch, part.vocab_size, dtype=torch.float32, device=self.device)
                 self.settings = torch.zeros(4, dtype=torch.float64, device=self.device)
-            self.workspace = self.staging = None
-            self.kv_tables: dict[bool, torch.Tensor] = {}  # True: of layers with pages; False: of other layers
-            if self.device.type == "cuda":
-                heads = {(attention.num_heads, attention.head_dim) for attention in part.attentions}
-                size = max((workspace_bytes(batch, self.query_len, *each) for each in heads), default=0)
-                self.workspace = torch.zeros(size, dtype=torch.uint8, device=self.device)
-                for paged in {size is not None for size in self.page_sizes}:
-                    shape = len(part.layers), table_columns(kv_dtype, paged)
-                    self.kv_tables[paged] = torch.zeros(shape, dtype=torch.long, device=self.device)
-                # Several blocks compute a head's keys and values, so attention quantizes them, not the projection.
-                if is_quantized(kv_dtype):
-                    lens = torch.full((batch,), self.query_len, dtype=torch.int32, device=self.device)
-                    shapes = {attention.cache_shape for attention in part.attentions}
-                    self.staging = steps.Staging(lens, self.query_len, shapes)
+            sizes = batch, self.query_len, kv_dtype, self.page_sizes
+            self.memory = {device: PlanMemory.of(part, device, *sizes) for device in part.devices}
+            self.program = Program() if len(self.memory) == 1 else Stages(self.device)
             #: of each layer, memory for its states; the cache holds its states there while the plan runs
             self.states = [[_like(each) for each in found] for found in part.states(batch)]
-            self.program = Program()
             self._caches = [self._cache_registers(size is not None) for size in self.page_sizes]
             self._angles = None if part.rotary is None else AngleTables(part, self.program, self.dtype, self.device)
             learned = part.learned_positions
@@ -119,6 +110,7 @@ class DecodePlan:
         if self.sampled:  # the noise comes first, so that the kernels after the layers stay side by side and overlap
             emit(_aten.exponential_.default, self.noise)
         logits, step = self._record_forward(part)
+        self.program.move_to(self.device)
         last = preferred = emit(_aten.select.int, logits, 1, 0)
         if self.sampled:
             race = dict(noise=self.noise, settings=self.settings, programmatic_launch=step.programmatic_launch)
@@ -163,13 +155,18 @@ class DecodePlan:
         # Kernels may overlap: no call of the step writes a parameter or the KV table, and lengths change only before
         # the step or in its last kernel.
         programmatic_launch = self.device.type == "cuda"
-        fixed = self.kv_tables, self.workspace, programmatic_launch, self.staging
-        at = steps.Positions(angles, self.seq_lens, self.starts, *fixed)
+        lens, starts = self.program.shared(self.seq_lens), self.program.shared(self.starts, is_constant=True)
+        at = {}
+        for device, own in self.memory.items():
+            fixed = own.kv_tables, own.workspace, programmatic_launch, own.staging
+            at[device] = Positions(angles, lens, starts, *fixed)
         if part.is_recorded:
-            logits = part.record(emit, self.tokens, self.positions, self._caches, self.states, at)
+            logits = part.record(emit, self.tokens, self.positions, self._caches, self.states, at[self.device])
             return logits, self._made_for(programmatic_launch)
-        for index, layer in enumerate(part.layers):
-            hidden = steps.decoder_layer(emit, layer, hidden, self._caches[index], at, index)
+        for index, (layer, device) in enumerate(zip(part.layers, part.layer_devices)):
+            self.program.move_to(device)
+            hidden = steps.decoder_layer(emit, layer, hidden, self._caches[index], at[device], index)
+        self.program.move_to(part.head_device)
         logits = steps.scaled_logits(emit, part, steps.head(emit, part, hidden, programmatic_launch))
         return logits, self._made_for(programmatic_launch)
 
@@ -217,21 +214,15 @@ class DecodePlan:
         self.cache, self._held = cache, cache.get_seq_length()
         self._ahead = [position - self._held for position in positions.tolist()]
         self._shifts, self._covered = [0] * self.batch, range(0)
+        self.program.renew()
         self.bind()
 
     def bind(self) -> None:
         """Tell the program where the cache's buffers are, if other code than its steps may have moved them."""
         layers, kinds = self.cache.layers, self.cache.kinds
         self._hold_states()
-        for paged, table in self.kv_tables.items():
-            rows = []  # a layer that the other table serves, or none, has zeros here
-            for layer, kind, size in zip(layers, kinds, self.page_sizes):
-                if not kind.keys or (size is not None) != paged:
-                    rows.append([0] * table.shape[1])
-                    continue
-                k, v, *others = (buffer.data_ptr() for buffer in layer.buffers if buffer is not None)
-                rows.append([k, v, layer.capacity, *others])
-            table.copy_(torch.tensor(rows, dtype=torch.long, device="cpu"))
+        for own in self.memory.values():
+            own.bind(layers, kinds, self.page_sizes)
         for registers, layer, kind in zip(self._caches, layers, kinds):
             if kind.keys:
                 self.program.put(registers, layer.kv_cache())
@@ -351,7 +342,7 @@ class DecodePlan:
         """Make the calls of a step; once they have run by themselves, as a graph."""
         with random_numbers_in_turn(self.device):
             if self.device.type == "cuda" and self.warm and self.graph is None:
-                self.graph = capture(self.program, self.device)
+                self.graph = self.program.captured(self.device)
             if self.graph is not None:
                 self.graph.replay()
             else:
@@ -365,7 +356,7 @@ class DecodePlan:
         for layer in () if cache is None else cache.state_layers:
             layer.leave()
         for registers in self._caches:
-            # A captured graph finds the buffers through kv_tables; keeping them here would only hold memory.
+            # A captured graph finds the buffers through the kv_tables; keeping them here would only hold memory.
             self.program.put(registers, None)
         self.program.release()
         done, self.on_end = self.on_end, None

@@ -137,7 +137,7 @@ class PlanCache:
     def part_of(self, model: nn.Module) -> structure.ModelPart | None:
         """Return ``model`` in its roles as it is now, or None if it is of no family."""
         snapshot = self.snapshot
-        if snapshot is not None and snapshot.part.module is model and snapshot.holds():
+        if snapshot is not None and snapshot.part.source is model and snapshot.holds():
             return snapshot.part
         self.snapshot = None
         return None if self.family is None else self.family.model_part(model)

@@ -6,6 +6,9 @@ from collections.abc import Callable, Iterable
 from dataclasses import fields, is_dataclass
 from typing import Any
 
+import torch
+
+from .graph import capture
 from .named_calls import Call, Register, Step, bound, by_name
 from .passes import passed
 
@@ -42,6 +45,20 @@ class Program:
         call = Call(op, by_name(op, positional, named), self.register())
         self.calls.append(call)
         return call.out
+
+    def move_to(self, device: torch.device) -> None:
+        """Note that the calls to come run on ``device``; a program of one device need not know."""
+
+    def shared(self, tensor: torch.Tensor, is_constant: bool = False) -> Any:
+        """Return what calls on all devices are given for a tensor on the first one.
+
+        Args:
+            is_constant: the tensor only changes before :meth:`renew`.
+        """
+        return tensor
+
+    def renew(self) -> None:
+        """Note that constant shared tensors have changed."""
 
     def optimize(self, step: Step) -> None:
         """Apply the passes to the calls that were recorded since the last time."""
@@ -118,6 +135,10 @@ class Program:
         elif is_dataclass(register):
             for field in fields(register):
                 self.put(getattr(register, field.name), None if value is None else getattr(value, field.name))
+
+    def captured(self, device: torch.device) -> Any:
+        """Capture the calls, which have run before; return an object whose ``replay()`` runs them."""
+        return capture(self.run, device)
 
     def release(self) -> None:
         """Let go of the arguments of the calls; the registers keep their values."""

@@ -26,6 +26,7 @@ from .draft_plan import DraftPlan, DraftReader
 from .named_calls import Step
 from .parts import MoEPart
 from .plan_cache import PlanCache
+from .positions import Positions
 from .program import Program
 from .structure import ModelPart
 
@@ -81,9 +82,9 @@ def is_readable(part: ModelPart, cache: FastpathCache, prompt: Prompt) -> bool:
     """Whether :func:`read` can take the prompt; else stock code has to.
 
     :func:`read` cannot take it if attention is more than softmax and no kernel does that, if a window ends inside the
-    prompt, or if MLPs are mixtures.
+    prompt, if MLPs are mixtures, or if layers are on several devices.
     """
-    if part.is_recorded or not _continues(cache, prompt):
+    if part.is_recorded or len(part.devices) > 1 or not _continues(cache, prompt):
         return False
     length = cache.get_seq_length() + prompt.tokens.shape[1]
     for layer in part.layers:
@@ -127,7 +128,7 @@ class PromptProgram:
         self._caches = [KVCache(**{name: register() for name in names}) for names in caches]
         self._angles = {kind: (register(), register()) for kind in part.rope_kinds}
         hidden, _ = steps.step_inputs(emit, part, self._tokens, self._positions, [])
-        at = steps.Positions(self._angles, self._lengths, self._starts)
+        at = Positions(self._angles, self._lengths, self._starts)
         for index, (layer, cache) in enumerate(zip(part.layers, self._caches)):
             hidden = steps.decoder_layer(emit, layer, hidden, cache, at, index)
         last = emit(_aten.narrow.default, hidden, 1, -1, 1)
@@ -153,7 +154,7 @@ class PromptProgram:
             lengths: int32 [batch], tokens that the cache holds with the prompt.
             starts: int32 [batch], left padding of each row, or None for none.
             caches: the cache of each layer.
-            angles: see ``steps.Positions``.
+            angles: see ``Positions``.
         """
         batch, query_len = prompt.tokens.shape
         attention = Attention(query_len, past + query_len, lengths, starts)
@@ -219,6 +220,8 @@ def read_turn(
     """
     (batch, count), past = prompt.tokens.shape, cache.get_seq_length()
     if prompt.tokens.device.type not in _CAPTURES or batch != 1 or count > MAX_QUERY_LEN or not past:
+        return None
+    if len(part.devices) > 1:
         return None
     # A plan fills up its width with tokens and crops the surplus; that must not move a window on.
     if any(window is not None and past + MAX_QUERY_LEN > window for window in part.windows):

@@ -45,7 +45,7 @@ class Snapshot:
     def __init__(self, part: structure.ModelPart):
         self.part = part
         self.prompt_programs: dict[tuple, Any] = {}
-        modules = list(part.module.modules())
+        modules = list(part.source.modules())
         self._attributes = [itemgetter("_modules", *(vars(module).keys() - _BOOKKEEPING)) for module in modules]
         known = nn.Module.__mro__
         classes = {base: None for module in modules for base in type(module).__mro__ if base not in known}
@@ -94,7 +94,8 @@ class Snapshot:
         """Return where tensors are and of which type, and what the angles of positions depend on."""
         rotary = self.part.rotary
         angles = None if rotary is None else structure.angle_facts(rotary)
-        return [*chain.from_iterable(map(fact, tensors) for fact in _FACTS), angles]
+        local = list(map(compat.local_tensor, tensors))
+        return [*chain.from_iterable(map(fact, local) for fact in _FACTS), angles]
 
 
 def _all_values(dicts: Iterable[Any]) -> Iterable[Any]:

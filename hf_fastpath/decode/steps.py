@@ -7,8 +7,7 @@ decode plan passes the ``emit`` of its program, which records the call. So there
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -16,85 +15,22 @@ from torch import nn
 
 from .. import ops
 from ..choices import Activation, NormKind
+from ..compat import ShardStyle
 from ..ops.kv_cache import KVCache
 from ..quantization.linear import joined as joined_weights
 from . import composed
 from .attention_part import AttentionPart
+from .layer_part import LayerPart
 from .modules import is_packed, is_transposed, weight_and_bias
 from .named_calls import Emit, HeadNorms, Norm, run
 from .parts import FeedForwardPart, MLPPart, MoEPart, NormPart
-from .structure import LayerPart, ModelPart
+from .positions import Positions
+from .rank_calls import gathered, own_embeddings, own_rows, shard_of, summed
+from .structure import ModelPart
 
-__all__ = ["Emit", "Positions", "Staging", "run"]
+__all__ = ["Emit", "run"]
 
 _aten = torch.ops.aten
-
-
-class Staging:
-    """Buffers for keys and values of a layer's new tokens before they are quantized; the layers take turns.
-
-    The buffers are float32 caches of query_len slots.
-
-    Args:
-        seq_lens: int32 [batch], each query_len.
-        shapes: number of heads and head_dim of the layers' caches.
-    """
-
-    def __init__(self, seq_lens: torch.Tensor, query_len: int, shapes: set[tuple[int, int]]):
-        self.seq_lens = seq_lens
-        self._buffers = {
-            (heads, dim): [
-                torch.zeros(len(seq_lens), heads, query_len, dim, dtype=torch.float32, device=seq_lens.device)
-                for _ in range(2)
-            ]
-            for heads, dim in shapes
-        }
-
-    def of(self, part: AttentionPart) -> KVCache:
-        """Return K and V, [batch, heads, query_len, head_dim], for ``part``."""
-        return KVCache(*self._buffers[part.cache_shape])
-
-
-@dataclass
-class Positions:
-    """The places of the new tokens, as tensors or as registers of a plan.
-
-    Attributes:
-        angles: cos and sin for every kind of layer, [batch or 1, query_len, rotary_dim] in the model's dtype; see
-            ``AttentionPart.layer_type``. The dict is empty without rotary embedding.
-        seq_lens: int32 [batch], tokens that a row holds with the new ones.
-        starts: int32 [batch], left padding of each row, or None.
-        kv_tables: for caches with pages (True) and others (False), see ``ops.rope_append``; without a table, the
-            caches' own addresses are used.
-        workspace: see ``ops.decode_attention``.
-        programmatic_launch: a kernel may start on what does not depend on the kernel in front; see ``ops.gemv``.
-        staging: where keys and values of the new tokens wait for ``ops.quantizing_attention``; None if projections
-            append to the cache.
-    """
-
-    angles: dict[str | None, tuple[Any, Any]]
-    seq_lens: Any
-    starts: Any
-    kv_tables: Mapping[bool, Any] = field(default_factory=dict)
-    workspace: Any = None
-    programmatic_launch: bool = False
-    staging: Staging | None = None
-
-    def placed(self, cache: KVCache, layer: int) -> KVCache:
-        """Return a layer's cache with the ``kv_table`` that serves it."""
-        table = self.kv_tables.get(cache.is_paged)
-        return cache if table is None else replace(cache, table=table, layer=layer)
-
-    def store(self, part: AttentionPart, cache: KVCache) -> dict[str, Any]:
-        """Return where projections append: cache and seq_lens."""
-        if self.staging is None:
-            return {"cache": cache, "seq_lens": self.seq_lens}
-        return {"cache": self.staging.of(part), "seq_lens": self.staging.seq_lens}
-
-    def angles_of(self, part: AttentionPart) -> dict[str, Any]:
-        """Return the cos and sin that ``part`` uses, None if it does not rotate; and which elements turn together."""
-        cos, sin = self.angles[part.layer_type] if part.rotates else (None, None)
-        return {"cos": cos, "sin": sin, "neighbors": part.spec.pairs == "neighbors"}
 
 
 def norm_of(part: NormPart | None) -> Norm | None:
@@ -114,7 +50,26 @@ def projection(
     norm: NormPart | None = None,
     programmatic_launch: bool = False,
 ) -> Any:
-    """Emit ``activation(linear(norm(x))) + residual``."""
+    """Emit ``activation(linear(norm(x))) + residual``; what all ranks make of it if the layer is spread over ranks."""
+    shard = shard_of(linear)
+    style = None if shard is None else shard.style
+    behind = residual if style is not ShardStyle.ROWS else None
+    made = _product(emit, linear, x, behind, activation, norm, programmatic_launch)
+    if style is ShardStyle.ROWS:
+        return emit(summed, x=made, residual=residual, shard=shard)
+    return emit(gathered, x=made, shard=shard) if style is ShardStyle.GATHERED else made
+
+
+def _product(
+    emit: Emit,
+    linear: nn.Module,
+    x: Any,
+    residual: Any,
+    activation: Activation,
+    norm: NormPart | None,
+    programmatic_launch: bool,
+) -> Any:
+    """Emit :func:`projection` of what this rank has of the layer."""
     behind = dict(residual=residual, activation=activation, norm=norm_of(norm), programmatic_launch=programmatic_launch)
     if is_packed(linear):
         return emit(ops.packed_gemv.overload, x=x, **packed(linear.op_weight()), bias=linear.bias, **behind)
@@ -267,13 +222,14 @@ def mixture(
         op, arguments = _norm_op(norm, programmatic_launch)
         x = emit(op, x=x, **arguments)
     (gate_up, down), (gate_up_bias, down_bias) = part.stacks(), part.stack_biases()
-    return emit(
+    shard = shard_of(part.experts)
+    made = emit(
         experts,
         x=x,
         logits=projection(emit, part.router, x, programmatic_launch=programmatic_launch),
         gate_up_weight=gate_up,
         down_weight=down,
-        residual=residual,
+        residual=residual if shard is None else None,
         top_k=part.top_k,
         normalized=part.is_normalized,
         rounded=part.spec.rounded,
@@ -284,6 +240,7 @@ def mixture(
         transposed=part.spec.transposed,
         **dict(zip(("alpha", "limit"), part.gate_limits)),
     )
+    return made if shard is None else emit(summed, x=made, residual=residual, shard=shard)
 
 
 def feed_forward(emit: Emit, part: FeedForwardPart, *arguments: Any) -> Any:
@@ -340,17 +297,22 @@ def step_inputs(emit: Emit, part: ModelPart, tokens: Any, positions: Any, tables
         [batch, query_len, hidden_size], and the rows of ``tables`` at the positions.
     """
     learned = None if part.position_embedding is None else part.position_embedding.weight
-    in_one = part.embedding_scale is None and part.embedding_multiplier == 1  # else there are steps before the sum
+    shard, weight = shard_of(part.embedding), part.embedding.weight
+    # else there are steps before the sum
+    in_one = part.embedding_scale is None and part.embedding_multiplier == 1 and shard is None
     found = emit(
         ops.step_inputs.overload,
-        embedding=part.embedding.weight,
-        tokens=tokens,
+        embedding=weight,
+        tokens=tokens if shard is None else emit(own_rows, tokens=tokens, embedding=weight, shard=shard),
         positions=positions,
         position_embedding=learned if in_one else None,
         position_offset=part.position_offset,
         tables=tables,
     )
     hidden, *rows = (emit(operator.getitem, found, place) for place in range(1 + len(tables)))
+    if shard is not None:
+        hidden = emit(own_embeddings, x=hidden, tokens=tokens, embedding=weight, shard=shard)
+        hidden = emit(summed, x=hidden, residual=None, shard=shard)
     if part.embedding_scale is not None:
         hidden = emit(composed.scaled, x=hidden, factor=part.embedding_scale)
     if part.embedding_multiplier != 1:

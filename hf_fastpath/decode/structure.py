@@ -5,6 +5,7 @@ Nothing here copies a weight: parts hold modules and look parameters up when the
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from operator import attrgetter
 from typing import Any, ClassVar
@@ -12,17 +13,16 @@ from typing import Any, ClassVar
 import torch
 from torch import nn
 
-from .. import architecture as arch
 from ..architecture import Architecture
 from ..compat import LayerKind, has_static_rope, layer_windows
 from ..native import loader
 from ..ops.gemv import MAX_ROWS
 from ..reasons import Cause
 from .attention_part import AttentionPart
+from .layer_part import LayerPart
 from .modules import (
-    child,
+    device_of,
     dropout_reason,
-    is_on,
     is_packed,
     model_code_reason,
     number,
@@ -30,101 +30,11 @@ from .modules import (
     projection_reason,
     weight_and_bias,
 )
-from .parts import FeedForwardPart, MoEPart, NormPart, Part, feed_forward_part
+from .parts import MoEPart, NormPart, Part
+from .ranks import Ranks
 
 #: sequences of a decode plan at most: larger batches were not measured
 MAX_BATCH = 64
-
-
-@dataclass(frozen=True)
-class LayerPart(Part):
-    """A decoder layer and its four parts.
-
-    Attributes:
-        window: sliding window of the layer's attention, or None.
-    """
-
-    window: int | None
-
-    @property
-    def spec(self) -> arch.Layer:
-        return self.architecture.layer
-
-    def _norm(self, names: str | tuple[str, ...] | None) -> NormPart | None:
-        if isinstance(names, tuple):
-            names = next((name for name in names if hasattr(self.module, name)), None)
-        module = None if names is None else child(self.module, names)
-        return None if module is None else NormPart(self.architecture, module)
-
-    @property
-    def attention_norm(self) -> NormPart | None:
-        return self._norm(self.spec.attention_norm)
-
-    @property
-    def attention(self) -> AttentionPart:
-        return AttentionPart(self.architecture, child(self.module, self.spec.attention), self.window)
-
-    @property
-    def attention_post_norm(self) -> NormPart | None:
-        return self._norm(self.spec.attention_post_norm)
-
-    @property
-    def mlp_norm(self) -> NormPart | None:
-        own = self._norm(self.spec.mlp_norm)
-        return self.attention_norm if own is None and self.is_parallel else own
-
-    @property
-    def mlp(self) -> FeedForwardPart:
-        name = self.spec.mlp
-        return feed_forward_part(self.architecture, self.module if name is None else child(self.module, name))
-
-    @property
-    def mlp_post_norm(self) -> NormPart | None:
-        return self._norm(self.spec.mlp_post_norm)
-
-    @property
-    def norms(self) -> list[NormPart]:
-        """The layer's norms, each once."""
-        return [norm for name in self.spec.norms if (norm := self._norm(name)) is not None]
-
-    @property
-    def is_parallel(self) -> bool:
-        """Whether attention and MLP take the same input."""
-        parallel = self.spec.parallel
-        return is_on(self.module, parallel) if isinstance(parallel, str) else parallel
-
-    @property
-    def residual_multiplier(self) -> float:
-        return number(self.module, self.spec.residual_multiplier)
-
-    def projections(self) -> list[nn.Module]:
-        """Return the projections of attention and MLP; the experts of a mixture are no projections."""
-        mlp = self.mlp
-        return self.attention.projections() + ([] if isinstance(mlp, MoEPart) else mlp.projections())
-
-    def parts(self) -> list[Part]:
-        return [*self.norms, self.attention, self.mlp]
-
-    def parameters(self) -> list[torch.Tensor | None]:
-        return [parameter for part in self.parts() for parameter in part.parameters()]
-
-    def other_reason(self) -> str | None:
-        return self._own_reason("layer")
-
-    def reason(self) -> str | None:
-        if (reason := self.other_reason()) is not None:
-            return reason
-        spec = self.spec
-        odd = [name for name in spec.refuse if getattr(self.module, name, False) is not False]
-        odd += [name for name in spec.require if not getattr(self.module, name)]
-        if odd:
-            return Cause("unsupported_config", f"{odd[0]}={getattr(self.module, odd[0])!r}", self.module)
-        if self.module.training and getattr(self.module, "gradient_checkpointing", False):
-            return Cause("checkpointing", "gradient_checkpointing=True", self.module)
-        reasons = [self._code_reason()]
-        reasons += [dropout_reason(self.module, name) for name in spec.dropouts]
-        reasons += [part.reason() for part in self.parts()]
-        return next((reason for reason in reasons if reason), None)
 
 
 class DecoderPart(Part):
@@ -154,6 +64,20 @@ class ModelPart(Part):
     #: its forward takes position ids
     takes_positions: ClassVar[bool] = True
 
+    @property
+    def source(self) -> nn.Module:
+        """The model that was given to ``patch()``."""
+        return self.module
+
+    def owner(self, module: nn.Module) -> nn.Module:
+        """Return the module of :attr:`source` that a module of :attr:`module` stands for."""
+        return module
+
+    @property
+    def ranks(self) -> Ranks | None:
+        """The processes over which the model is spread, or None if this one has all of it."""
+        return None
+
     def shape_reason(self, batch: int, query_len: int) -> str | None:
         """Return None: a described step takes any number of sequences and tokens that kernels take."""
         return None
@@ -180,6 +104,11 @@ class ModelPart(Part):
     def vocab_size(self) -> int:
         """Number of logits of a token."""
         return out_features(self.head)
+
+    @property
+    def num_embeddings(self) -> int:
+        """Number of tokens that the model has embeddings of."""
+        return len(self.embedding.weight)
 
     def fingerprint(self) -> tuple:
         """Return what a decode plan records of the model."""
@@ -232,6 +161,21 @@ class ModelPart(Part):
     @property
     def rotary(self) -> nn.Module | None:
         return self._optional(self.architecture.rotary)
+
+    @property
+    def layer_devices(self) -> list[torch.device]:
+        """The device of each layer."""
+        return [layer.device for layer in self.layers]
+
+    @property
+    def head_device(self) -> torch.device:
+        """The device of the final norm and the head."""
+        return device_of(self.head)
+
+    @property
+    def devices(self) -> tuple[torch.device, ...]:
+        """All devices in the order in which a step comes to them."""
+        return tuple(dict.fromkeys((self.embedding.weight.device, *self.layer_devices, self.head_device)))
 
     @property
     def embedding_multiplier(self) -> float:
@@ -331,12 +275,19 @@ class ModelPart(Part):
             for parameter in self.parameters():
                 if parameter is not None:
                     first.setdefault(kind(parameter), parameter)
-            if len(first) > 1:
+            if len(first) > 1 and not (code == "device" and self._is_in_stages(first)):
                 return Cause(code, ", ".join(f"{self._name_of(each)} is {found}" for found, each in first.items()))
         # a model on the meta device is only asked about, and runs nowhere
         devices = (each.type for each in first if each.type != "meta")
         found = ((loader.why_not_native(each), each) for each in devices)
         return next((Cause(code, f"device {each}") for code, each in found if code is not None), None)
+
+    def _is_in_stages(self, devices: Iterable[torch.device]) -> bool:
+        """Whether the model lies on several GPUs so that each part of it is on one."""
+        outer = [*weight_and_bias(self.head), *self.final_norm.parameters()]
+        groups = [outer, [each.weight for each in self._embeddings()], *(layer.parameters() for layer in self.layers)]
+        places = [{p.device for p in group if p is not None} for group in groups]
+        return all(device.type == "cuda" for device in devices) and all(len(place) <= 1 for place in places)
 
     def _name_of(self, parameter: torch.Tensor) -> str:
         return next((name for name, each in self.module.named_parameters() if each is parameter), "a weight")

@@ -13,6 +13,7 @@ from .fused_gelu import SPEC as fused_gelu
 from .fused_swiglu import SPEC as fused_swiglu
 from .gated_delta_step import SPEC as gated_delta_step
 from .gated_rms_norm import SPEC as gated_rms_norm
+from .gather_ranks import SPEC as gather_ranks
 from .gemm import SPEC as gemm
 from .gemv import SPEC as gemv
 from .gemv_swiglu import SPEC as gemv_swiglu
@@ -32,6 +33,7 @@ from .rope_append import SPEC as rope_append
 from .selective_state_step import SPEC as selective_state_step
 from .short_convolution import SPEC as short_convolution
 from .step_inputs import SPEC as step_inputs
+from .sum_ranks import SPEC as sum_ranks
 from .topk_softmax import SPEC as topk_softmax
 
 __all__ = [
@@ -44,6 +46,7 @@ __all__ = [
     "fused_swiglu",
     "gated_delta_step",
     "gated_rms_norm",
+    "gather_ranks",
     "gemm",
     "gemv",
     "gemv_swiglu",
@@ -63,5 +66,6 @@ __all__ = [
     "selective_state_step",
     "short_convolution",
     "step_inputs",
+    "sum_ranks",
     "topk_softmax",
 ]

@@ -12,7 +12,10 @@ from .. import compat, structural
 from ..architecture import PARTS, Architecture, architectures
 from ..decode import parts, structure
 from ..decode.attention_part import AttentionPart
+from ..decode.layer_part import LayerPart
 from ..decode.plan_cache import Family
+from ..decode.ranks import Ranks
+from ..decode.shards import Sharded
 from ..native import loader
 from ..options import Options
 from ..quantization import replacing
@@ -33,6 +36,8 @@ def analyse(model: nn.Module, options: Options, no_kernels: str | None = None) -
     Raises:
         UnsupportedModelError: the architecture file names a class that the installed transformers lacks.
     """
+    if compat.is_tensor_parallel(model):
+        return _analyse_shards(model, options, no_kernels)
     known = structural.known_for(model, architectures())
     architecture, bindings, declined = _modules(model, options, known, no_kernels)
     reason = _loop_disabled(options) or _partial_reason(declined)
@@ -48,12 +53,7 @@ def analyse(model: nn.Module, options: Options, no_kernels: str | None = None) -
         head = parts.HeadPart(whole.architecture, whole.head)
         if _lasting_reason(head) is None:
             bindings.append(Binding("head", head))
-    replacements: tuple[replacing.Replacement, ...] = ()
-    refusal = None
-    if options.weights is not None:
-        refusal = replacing.why_not_quantized(model, whole, options)
-        if whole is not None and refusal is None:
-            replacements = replacing.replacements(whole, options)
+    replacements, refusal = _quantized(model, whole, options)
     return PatchPlan(
         model=model,
         options=options,
@@ -67,6 +67,48 @@ def analyse(model: nn.Module, options: Options, no_kernels: str | None = None) -
         generates=compat.uses_generation_mixin_sample(model),
         replacements=replacements,
         refusal=refusal,
+    )
+
+
+def _quantized(
+    model: nn.Module, whole: structure.ModelPart | None, options: Options
+) -> tuple[tuple[replacing.Replacement, ...], str | None]:
+    """Return the layers to quantize as the options ask for, and why none can be."""
+    if options.weights is None:
+        return (), None
+    refusal = replacing.why_not_quantized(model, whole, options)
+    return replacing.replacements(whole, options) if whole is not None and refusal is None else (), refusal
+
+
+def _analyse_shards(model: nn.Module, options: Options, no_kernels: str | None) -> PatchPlan:
+    """Do as :func:`analyse` for a tensor-parallel model: its modules stay stock's, and the decode loop is ours.
+
+    Every rank has to call this: all come to the same reason.
+    """
+    ranks = Ranks(compat.rank_group(model))
+    families = (Sharded(each, ranks) for each in architectures())
+    family = next((each for each in families if each.model_part(model) is not None), None)
+    whole = None if family is None else family.model_part(model)
+    reason = _loop_disabled(options) or (None if no_kernels is None else Cause(no_kernels, module=model))
+    reason = reason or _whole_reason(model, whole)
+    if reason is None and whole is not None:
+        reason = whole.spread_reason() or _lasting_reason(whole)
+    reason = ranks.agreed(reason, next(model.parameters()).device)
+    replacements, refusal = _quantized(model, whole, options)
+    return PatchPlan(
+        model=model,
+        options=options,
+        architecture=None if whole is None else whole.architecture,
+        by_structure=None,
+        family=family,
+        bindings=(),
+        patched={},
+        declined=(),
+        loop_reason=reason,
+        generates=compat.uses_generation_mixin_sample(model),
+        replacements=replacements,
+        refusal=refusal,
+        ranks=ranks,
     )
 
 
@@ -120,7 +162,7 @@ def _part(architecture: Architecture, kind: str, module: nn.Module) -> parts.Par
     if kind == "attention":
         return AttentionPart(architecture, module, _window(module))
     attention = getattr(module, architecture.layer.attention)
-    return structure.LayerPart(architecture, module, _window(attention))
+    return LayerPart(architecture, module, _window(attention))
 
 
 def _window(attention: Any) -> int | None:

@@ -40,6 +40,8 @@ def apply(plan: PatchPlan, state: PatchState) -> None:
     """
     try:
         state.decide(plan)
+        if plan.ranks is not None and plan.loop_reason is None:
+            plan.ranks.connect(next(plan.model.parameters()).device)
         for binding in plan.bindings:
             _bind_forward(state, binding)
         _bind_generate(state, plan)

@@ -31,7 +31,7 @@ def check_whole(model: nn.Module) -> None:
     Raises:
         UnsupportedModelError: the message names how the weights are spread.
     """
-    how = compat.sharding(model)
+    how = None if compat.is_tensor_parallel(compat.generating_model(model)) else compat.sharding(model)
     if how is not None:
         cause = f"the weights of this {type(model).__name__} are spread over processes ({how})"
         raise unsupported(cause, REASONS["sharded"].remedy)

@@ -10,9 +10,10 @@ from torch import nn
 
 from ..compat import is_known_code, is_sharded, name_of
 from ..decode.attention_part import AttentionPart
+from ..decode.layer_part import LayerPart
 from ..decode.parts import FeedForwardPart, HeadPart, NormPart
 from ..decode.patched import Patched
-from ..decode.structure import DecoderPart, LayerPart
+from ..decode.structure import DecoderPart
 from ..native import loader
 from ..reasons import Cause
 from ..registry import FLOAT_DTYPES

@@ -13,8 +13,8 @@ from ..cache.layer import FastpathLayer
 from ..compat import cache_of, is_continuous_batch, outputs_are_captured
 from ..decode.attend import has_tensor_cores, plain_mask
 from ..decode.attention_part import AttentionPart
+from ..decode.layer_part import LayerPart
 from ..decode.parts import MoEPart
-from ..decode.structure import LayerPart
 from ..ops.gemv import MAX_ROWS
 from ..reasons import Cause
 from .module_patch import CAPTURED, ModulePatch

@@ -11,6 +11,7 @@ from torch import nn
 from ..architecture import Architecture
 from ..decode.parts import Part
 from ..decode.plan_cache import Family
+from ..decode.ranks import Ranks
 from ..options import Options
 from ..quantization.replacing import Replacement
 from ..reasons import Cause
@@ -61,6 +62,7 @@ class PatchPlan:
         generates: whether the model's generate() passes through our code, even if only to be counted.
         replacements: layers that quantized layers are to replace.
         refusal: why no layer can be replaced although ``weights`` asks for it, or None.
+        ranks: the processes over which the model is spread, or None.
     """
 
     model: nn.Module
@@ -75,6 +77,7 @@ class PatchPlan:
     generates: bool
     replacements: tuple[Replacement, ...] = ()
     refusal: str | None = None
+    ranks: Ranks | None = None
 
     @property
     def recorded(self) -> Recorded | None:

@@ -35,6 +35,7 @@ class Report:
         patched: part -> number of modules with our forward.
         declined: "part: reason code" -> number of modules that kept their stock forwards.
         loop: ``"fast"``, or the reason code for which generate() would use transformers' loop now.
+        ranks: which of the processes over which the model is spread this is, and what their sums go through; or None.
         details: "part: reason code", and "loop: reason code" -> the modules with their classes, the arguments or the
             settings that the reason is about.
         kernels: the kernels that serve each device.
@@ -47,6 +48,7 @@ class Report:
     patched: dict[str, int]
     declined: dict[str, int]
     loop: str
+    ranks: str | None
     details: dict[str, list[str]]
     kernels: list[str]
     huge_page_bytes: int
@@ -75,6 +77,7 @@ class Report:
             patched=dict(plan.patched),
             declined=dict(declined),
             loop="fast" if loop_reason is None else check(loop_reason),
+            ranks=None if part is None or part.ranks is None else f"{part.ranks}, sums through {part.ranks.transport}",
             details=details,
             kernels=[str(status) for status in loader.status().values() if status.native],
             huge_page_bytes=huge_page_bytes,
@@ -90,6 +93,8 @@ class Report:
         fast = ", ".join(f"{count} {part}" for part, count in self.patched.items()) or "nothing"
         family = self.architecture if self.like is None else f"{self.architecture} (structural: like {self.like})"
         lines = [f"hf_fastpath on {family}: {fast} patched; decode loop: {self._loop()}"]
+        if self.ranks is not None:
+            lines.append(f"  tensor parallel: {self.ranks}")
         return lines + [f"  stock: {count} {self._declined(what)}" for what, count in self.declined.items()]
 
     def __str__(self) -> str:

@@ -10,9 +10,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..compat import Conv1D
+from ..compat import Conv1D, is_sharded, local_tensor, move, spread_like
+from ..decode.layer_part import LayerPart
 from ..decode.parts import MoEPart
-from ..decode.structure import LayerPart, ModelPart
+from ..decode.structure import ModelPart
 from ..native import loader
 from ..ops.packed_gemv import SPEC
 from ..options import HEADS, Options
@@ -43,8 +44,9 @@ class Replaced:
         """Put the layer back, with its weight on the device of the quantized one."""
         tensors = [*self.original.parameters(), *self.original.buffers()]
         device = self.packed.quants.device
-        if any(tensor.device != device and not tensor.is_meta for tensor in tensors):
-            self.original.to(device)
+        for tensor in tensors:
+            if (local := local_tensor(tensor)).device != device and not local.is_meta:
+                move(tensor, device)
         for parent, name in self.places:
             if parent._modules.get(name) is self.packed:  # else the user has put something else there since
                 parent._modules[name] = self.original
@@ -88,6 +90,8 @@ def why_not_quantized(model: nn.Module, part: ModelPart | None, options: Options
         )
     if part is not None and part.is_recorded:
         return f"{wanted} takes a model with an architecture file; the step of this {type(model).__name__} is recorded"
+    if part is not None and part.ranks is not None and options.lm_head != HEADS[0]:
+        return f"lm_head={options.lm_head!r} takes a model whose head is not spread over processes, as this one's is"
     why = "class_not_supported" if part is None else part.reason()
     if why is not None:
         return f"{wanted} takes a model that decodes fast as a whole; this one: {explained(named(why, model))}"
@@ -101,7 +105,10 @@ def replacements(part: ModelPart, options: Options) -> tuple[Replacement, ...]:
     alone.
     """
     format = FORMATS[options.weights]
-    found = [Replacement(tuple(map(tuple, of_one_input(layer))), format) for layer in part.layers]
+    found = []
+    for layer in part.layers:
+        groups = (tuple(map(part.owner, linears)) for linears in of_one_input(layer))
+        found.append(Replacement(tuple(groups), format))
     if options.lm_head != HEADS[0]:
         found.append(Replacement(((part.head,),), FORMATS[options.lm_head], is_head=True))
     return tuple(found)
@@ -163,15 +170,18 @@ def _replace(
     places: dict[int, list[tuple[nn.Module, str]]],
     replaced: list[Replaced],
 ) -> None:
-    weights = [linear.weight.t() if type(linear) is Conv1D else linear.weight for linear in linears]
+    whole = [local_tensor(linear.weight) for linear in linears]
+    weights = [weight.t() if type(linear) is Conv1D else weight for linear, weight in zip(linears, whole)]
     together = quantize(torch.cat(weights), format)
     for linear, weight in zip(linears, together.split([len(each) for each in weights])):
         packed = PackedLinear(weight, linear.bias).train(linear.training)
+        if is_sharded(linear.weight):
+            spread_like(linear, packed)
         done = Replaced(linear, packed, places[id(linear)])
         for parent, name in done.places:
             parent._modules[name] = packed
         replaced.append(done)
-        linear.weight.data = linear.weight.data.to("cpu")
+        move(linear.weight, "cpu")
 
 
 def free_originals(model: nn.Module, replaced: list[Replaced]) -> None:

@@ -13,7 +13,7 @@ from .. import ops
 from ..choices import Activation, NormKind
 from ..decode import composed, many_rows
 from ..decode.named_calls import Call, Emit, Register
-from ..decode.steps import Positions
+from ..decode.positions import Positions
 from ..ops.gemv import MAX_ROWS
 from ..ops.kv_cache import KVCache
 from ..registry import FLOAT_DTYPES, PLAIN_TENSORS

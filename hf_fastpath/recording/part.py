@@ -13,8 +13,8 @@ from .. import compat
 from ..decode.modules import is_packed, model_code_reason, own_code_reason
 from ..decode.named_calls import Call, Emit, Register
 from ..decode.plan_cache import PlanCache
+from ..decode.positions import Positions
 from ..decode.program import Program
-from ..decode.steps import Positions
 from ..decode.structure import MAX_BATCH
 from ..native import loader
 from ..ops.decode_attention import takes_head_dim
@@ -98,6 +98,7 @@ class RecordedPart:
     rope_kinds: tuple = ()
     is_cast_down = False
     is_recorded = True
+    ranks = None  # a model that is spread over processes is not recorded
 
     def __init__(self, architecture: Recorded, module: nn.Module):
         self.architecture, self.module = architecture, module
@@ -176,6 +177,22 @@ class RecordedPart:
     def max_batch(self) -> int:
         """Sequences a decode plan takes."""
         return MAX_ROWS if self.has_experts else MAX_BATCH
+
+    @property
+    def source(self) -> nn.Module:
+        return self.module
+
+    @property
+    def num_embeddings(self) -> int:
+        return len(self.embedding.weight)
+
+    @property
+    def devices(self) -> tuple[torch.device, ...]:
+        return (self.embedding.weight.device,)
+
+    @property
+    def layer_devices(self) -> list[torch.device]:
+        return [*self.devices] * len(self.layers)
 
     @property
     def embedding(self) -> nn.Module:

@@ -19,6 +19,7 @@ from hf_fastpath.decode.many_rows import few_to_many, replace_attention
 from hf_fastpath.decode.named_calls import Call, Norm, Register, Step, in_order, run
 from hf_fastpath.decode.one_call import one_call
 from hf_fastpath.decode.passes import PASSES, prefetch_next_weight
+from hf_fastpath.decode.positions import Positions
 from hf_fastpath.decode.program import Program
 from hf_fastpath.ops.kv_cache import KVCache
 from hf_fastpath.patching.state import state_of
@@ -100,7 +101,7 @@ class Recorded:
         rotary, dtype = self.part.rotary, self.part.embedding.weight
         angles = {} if rotary is None else {None: rotary(dtype, torch.tensor([[length - 1]]))}
         lengths = torch.full((batch,), length, dtype=torch.int32)
-        at = steps.Positions(angles, lengths, None)
+        at = Positions(angles, lengths, None)
         hidden = self.hidden
         for place, layer in enumerate(self.part.layers):
             hidden = steps.decoder_layer(self.program.emit, layer, hidden, self.caches[place], at, place)
@@ -136,7 +137,7 @@ LAYER = ["qkv_rope_append", "decode_attention", "gemv", "gemv_swiglu", "gemv"]
 
 def test_passes_have_an_order():
     assert [each.__name__ for each in PASSES] == [
-        "one_call", "replace_attention", "few_to_many", "prefetch_next_weight",
+        "one_call", "replace_attention", "few_to_many", "through_peers", "prefetch_next_weight",
     ]  # fmt: skip
 
 

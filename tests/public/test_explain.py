@@ -54,6 +54,21 @@ def test_explain_a_config(place, tmp_path):
         assert part in str(found)
 
 
+def test_explain_over_several_gpus(tmp_path):
+    """A rank reads its shards; there are two sums a layer, one for the embedding where that is spread, and a gather."""
+    sizes = dict(num_attention_heads=4, num_key_value_heads=2)
+    folder = saved(tmp_path, "llama", **sizes)
+    one, two = explain(folder, bandwidth=1e9), explain(folder, bandwidth=1e9, gpus=2)
+    for alone, shared in zip(one.steps, two.steps):
+        assert alone.weight_bytes / 2 < shared.weight_bytes < 0.51 * alone.weight_bytes
+        assert shared.kv_bytes == alone.kv_bytes // 2 and shared.sums in (5, 6)
+        assert alone.tokens_per_second < shared.tokens_per_second < 2 * alone.tokens_per_second
+    assert two.fast and two.report.patched == {} and "predicted tok/s at 1 GB/s a GPU" in str(two)
+    refused = explain(folder, gpus=3)
+    assert not refused.fast and "do not divide over 3 GPUs" in str(refused)
+    assert "which is not covered" in str(explain(saved(tmp_path, "phi3"), gpus=2))
+
+
 def test_explain_takes_the_dtype_and_needs_no_bandwidth(tmp_path):
     found = explain(saved(tmp_path, "llama"), torch.float16)
     assert found.weight_bytes == 2 * found.parameters and found.dtype == "float16"

@@ -39,6 +39,8 @@ import hf_fastpath
 from hf_fastpath import FallbackError
 from hf_fastpath.compat import CACHE
 from hf_fastpath.decode import plan_cache
+from hf_fastpath.decode.ranks import Ranks
+from hf_fastpath.decode.structure import ModelPart
 from hf_fastpath.native import loader
 from hf_fastpath.patching.module_patch import KEY
 from hf_fastpath.patching.reporting import Report
@@ -232,6 +234,23 @@ def synced_gpus(monkeypatch, tmp_path):
         torch.distributed.destroy_process_group()
 
 
+class TwoRanks(Ranks):
+    """This process, and another one that has a reason for stock code."""
+
+    transport = "nothing"
+
+    def __init__(self):
+        self.rank, self.size = 0, 2
+
+    def _told(self, facts, device):
+        return [facts, [1]]
+
+
+def other_rank(monkeypatch):
+    monkeypatch.setattr(ModelPart, "ranks", TwoRanks())
+    return generating()
+
+
 def stop(ids, scores, **kwargs):
     """Never stop: the user has a criterion of their own."""
     return torch.zeros(len(ids), dtype=torch.bool)
@@ -323,6 +342,7 @@ PROVOKED: dict[str, Callable[..., Iterable[str | None]]] = {
     "generation_mode": lambda: generating(num_beams=2),
     "generation_method": generation_method,
     "synced_gpus": synced_gpus,
+    "other_rank": other_rank,
     "custom_sample": custom_sample,
     "compile_config": lambda: generating(compile_config=CompileConfig()),
     "partial_patch": unsupported_activation,
@@ -409,6 +429,7 @@ NAMES = {
     "unsupported_input": "inputs_embeds",
     "generation_mode": "beam_search",
     "generation_method": "prepare_inputs_for_generation is ",
+    "other_rank": "rank 1",
     "custom_sample": "_sample",
     "partial_patch": "unsupported_activation: model.layers.0.mlp.act_fn: Tanh",
     "custom_streamer": "test_reasons.Deaf",

@@ -1,0 +1,90 @@
+"""Decoding with a ``device_map`` over several GPUs of one process, beside the same model on one GPU.
+
+    python benchmarks/bench_device_map.py --model llama-3.1-8b --gpus 2
+
+Layers are spread evenly, as ``device_map="balanced"`` does. Weights are random.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate import dispatch_model
+
+import hf_fastpath
+from hf_fastpath.bench import measure, shapes
+from hf_fastpath.bench.measure import DTYPES
+from hf_fastpath.compat import CACHE
+
+NEW, STOCK_NEW, ROUNDS = 128, 16, 5
+
+
+def places(model: Any, gpus: int) -> dict[str, int]:
+    """Return a device map that spreads layers evenly; head and final norm follow the last layer."""
+    layers = len(model.model.layers)
+    found = {f"model.layers.{number}": number * gpus // layers for number in range(layers)}
+    return found | {"model.embed_tokens": 0, "model.rotary_emb": 0, "model.norm": gpus - 1, "lm_head": gpus - 1}
+
+
+def our_speed(model: Any, ids: torch.Tensor) -> float:
+    """Return the median tokens a second of our loop behind the first token."""
+    speeds = []
+    for _ in range(1 + ROUNDS):
+        model.generate(ids, max_new_tokens=NEW, do_sample=False)
+        speeds.append(hf_fastpath.report(model).stats["last_tokens_per_second"])
+    assert not hf_fastpath.report(model).stats["fallback_tokens"], hf_fastpath.report(model)
+    return statistics.median(speeds[1:])
+
+
+def stock_speed(model: Any, ids: torch.Tensor) -> float:
+    """Return the tokens a second of transformers' loop behind the first token."""
+
+    def seconds(count: int) -> float:
+        started = time.perf_counter()
+        model.generate(ids, max_new_tokens=count, do_sample=False).cpu()
+        return time.perf_counter() - started
+
+    seconds(2)
+    return STOCK_NEW / (seconds(STOCK_NEW + 1) - seconds(1))
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    options = dict(prog=Path(__file__).name, description=__doc__)
+    parser = argparse.ArgumentParser(**options, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", default="llama-3.1-8b", choices=list(shapes.MODELS))
+    parser.add_argument("--dtype", default="bf16", choices=list(DTYPES))
+    parser.add_argument("--gpus", type=int, default=2)
+    parser.add_argument("--context", type=int, default=128)
+    measure.add_csv_argument(parser)
+    given = parser.parse_args(argv)
+    device = torch.device("cuda", 0)
+    path = measure.chosen_csv(given.csv, "device_map", device)
+    model = shapes.build_model(given.model, device, DTYPES[given.dtype])
+    ids = shapes.prompt(model, 1, given.context)
+    speeds = {"stock, one GPU": stock_speed(model, ids)}
+    hf_fastpath.patch(model, quiet=True)
+    speeds["ours, one GPU"] = our_speed(model, ids)
+    first = model.generate(ids, max_new_tokens=NEW, do_sample=False)
+    hf_fastpath.unpatch(model)
+    dispatch_model(model, places(model, given.gpus), main_device=0, skip_keys=CACHE)
+    speeds[f"stock, {given.gpus} GPUs"] = stock_speed(model, ids)
+    hf_fastpath.patch(model, quiet=True)
+    speeds[f"ours, {given.gpus} GPUs"] = our_speed(model, ids)
+    equal = int((model.generate(ids, max_new_tokens=NEW, do_sample=False) == first).long().cumprod(1).sum())
+    for name, speed in speeds.items():
+        print(f"{given.model} {given.dtype}, context {given.context}, {name}: {speed:.1f} tok/s", flush=True)
+        if path is not None:
+            row = {"model": given.model, "dtype": given.dtype, "context": given.context, "what": name}
+            measure.append_csv(path, [measure.environment(device) | row | {"tok_s": round(speed, 1)}])
+    print(f"the first {equal - given.context} of {NEW} tokens are those of one GPU")
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

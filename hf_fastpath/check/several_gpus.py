@@ -1,0 +1,83 @@
+"""How fast a model would decode over several GPUs of one host, on paper.
+
+A step takes ``bytes of a GPU / R + sums * t_sum(N) + E``: every rank reads its shards and its heads' part of the cache
+at the bandwidth R and waits for every sum over ranks; E stands for all that reading does not hide.
+``docs/lab/several_gpus.md`` says where the constants come from.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
+from .. import compat
+
+#: seconds of one sum of up to 16 KB inside a captured step, by number of GPUs on NVLink; for other numbers the next one
+SUM_SECONDS = {2: 3.5e-6, 4: 4.0e-6, 8: 5.0e-6}
+#: seconds of a step that reading does not hide, for each layer
+LAYER_SECONDS = 2.0e-6
+#: styles of a ``tp_plan`` whose outputs are put together by a sum or a gather, and those that need nothing
+_GATHERED = "colwise_gather_output"
+_JOINED = ("rowwise", "embedding_rowwise", _GATHERED, "moe_tp_experts")
+_APART = ("colwise", "packed_colwise", "replicated_with_grad_allreduce")
+
+
+@dataclass(frozen=True)
+class Spread:
+    """A model over several GPUs by its own ``tp_plan``.
+
+    Attributes:
+        gpus: number of GPUs.
+        weight_share: part of the weights that a step reads of which each GPU has its own share.
+        sums: sums and gathers over GPUs in a step.
+    """
+
+    gpus: int
+    weight_share: float
+    sums: int
+
+    def weight_bytes(self, count: int) -> int:
+        """Return the bytes of weights that a GPU reads if one GPU alone would read ``count``."""
+        return int(count * (self.weight_share / self.gpus + 1 - self.weight_share))
+
+    def seconds(self, bytes_of_a_gpu: float, bandwidth: float, layers: int) -> float:
+        """Return the predicted time of a step."""
+        known = next((each for each in SUM_SECONDS if each >= self.gpus), max(SUM_SECONDS))
+        return bytes_of_a_gpu / bandwidth + self.sums * SUM_SECONDS[known] + layers * LAYER_SECONDS
+
+
+def why_not_spread(model: Any, gpus: int) -> str | None:
+    """Return why our loop does not cover this model over so many GPUs, or None. The model may be on the meta device."""
+    styles = compat.planned_styles(model)
+    if not styles:
+        return f"transformers has no tp_plan for {type(model).__name__}"
+    modules, head = dict(model.named_modules()), model.get_output_embeddings()
+    odd = [name for name, style in styles.items() if style not in (*_JOINED, *_APART)]
+    odd += [name for name, style in styles.items() if style == _GATHERED and modules.get(name, head) is not head]
+    if odd:
+        return f"{odd[0]} would be spread by {styles[odd[0]]}, which is not covered"
+    config = model.config.get_text_config(decoder=True)
+    heads = config.num_attention_heads
+    kv_heads = getattr(config, "num_key_value_heads", None) or heads
+    if heads % gpus or kv_heads % gpus:
+        return f"{heads} heads and {kv_heads} KV heads do not divide over {gpus} GPUs"
+    return None
+
+
+def spread(model: Any, gpus: int) -> Spread:
+    """Return how ``tp_plan="auto"`` would spread a model, which may be on the meta device."""
+    styles = compat.planned_styles(model)
+    modules = dict(model.named_modules())
+    parameters = set(dict(model.named_parameters()))
+    shared = whole = 0
+    for name, parameter in model.named_parameters():
+        owner = name.rpartition(".")[0]
+        if isinstance(modules[owner], nn.Embedding):
+            continue
+        style = styles.get(name) or styles.get(owner)
+        is_shared = style is not None and style != "replicated_with_grad_allreduce"
+        shared, whole = shared + is_shared * parameter.nbytes, whole + parameter.nbytes
+    joined = [name for name, style in styles.items() if style in _JOINED and name not in parameters]
+    return Spread(gpus, shared / max(1, whole), len(joined))

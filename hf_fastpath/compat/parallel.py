@@ -1,0 +1,200 @@
+"""transformers' tensor parallelism: which modules of a model hold only a shard of their weights, and how their outputs
+are put together.
+
+``from_pretrained(tp_plan=...)`` makes a sharded module's parameters DTensors, and gives the module a forward of its own
+on the instance: a function in ``transformers.distributed.tensor_parallel`` that closes over the style, the mesh and the
+forward that was there before.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Callable
+from enum import Enum
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+if torch.distributed.is_available():
+    from torch.distributed.tensor import DTensor, Replicate, Shard
+
+    #: fills a tensor with those of all ranks; its name was ``all_gather_into_tensor`` until torch 2.12
+    all_gather = getattr(torch.distributed, "all_gather_single", None) or torch.distributed.all_gather_into_tensor
+else:  # no object is an instance of these
+    all_gather = None
+    DTensor = Replicate = Shard = ()
+
+
+class ShardStyle(Enum):
+    """How a module is spread over ranks; the values are transformers' names in a ``tp_plan``."""
+
+    COLUMNS = "colwise"  # output features; each rank keeps its own
+    GATHERED = "colwise_gather_output"  # output features; each rank gets all
+    ROWS = "rowwise"  # input features, of which each rank has its own; the ranks' outputs are summed
+    VOCABULARY = "embedding_rowwise"  # rows of an embedding; the ranks' outputs are summed
+    EXPERTS = "moe_tp_experts"  # inner features of every expert; the ranks' outputs are summed
+    WHOLE = "replicated_with_grad_allreduce"  # not at all; only gradients are summed
+
+
+class Parallel(NamedTuple):
+    """A forward that tensor parallelism has put onto a module.
+
+    Attributes:
+        style: how the module is spread, or None if in no way that :class:`ShardStyle` has.
+        name: name of the style's class.
+        inner: the forward that was there before.
+    """
+
+    style: ShardStyle | None
+    name: str
+    inner: Any
+
+
+def planned_styles(model: nn.Module) -> dict[str, str]:
+    """Return the name of each module and parameter that ``tp_plan="auto"`` would spread -> transformers' style."""
+    plan = dict(getattr(model, "tp_plan", None) or {})
+    found = {}
+    for name, _ in (*model.named_modules(), *model.named_parameters()):
+        style = plan.get(re.sub(r"\.\d+(?=\.|$)", ".*", name))
+        if style is not None:
+            found[name] = style
+    return found
+
+
+def is_tensor_parallel(model: nn.Module) -> bool:
+    """Whether transformers has spread a model over ranks by a ``tp_plan``, and in no other way."""
+    mesh = getattr(model, "_device_mesh", None)
+    ranks = getattr(model, "_tp_size", None) or 1
+    return mesh is not None and ranks > 1 and mesh.size() == ranks
+
+
+def rank_group(model: nn.Module) -> Any:
+    """Return the process group of the ranks over which a tensor-parallel model is spread."""
+    mesh = model._device_mesh
+    return mesh.get_group() if mesh.ndim == 1 else mesh.get_group("tp")
+
+
+def parallel_forward(module: nn.Module) -> Parallel | None:
+    """Return the forward that tensor parallelism has put onto ``module``, or None if there is none."""
+    forward = vars(module).get("forward")
+    code = getattr(forward, "__code__", None)
+    if code is None or not getattr(forward, "__module__", "").startswith("transformers.distributed."):
+        return None
+    owner, _, rest = forward.__qualname__.partition(".")
+    if rest != "install_forward.<locals>.tp_forward":
+        return None
+    closed = {name: cell.cell_contents for name, cell in zip(code.co_freevars, forward.__closure__)}
+    if owner == "ReplicatedWithGradAllReduce":
+        return Parallel(ShardStyle.WHOLE, owner, closed["original_forward"])
+    style = closed["self"]
+    return Parallel(_style_of(style, module), type(style).__name__, closed["original_forward"])
+
+
+def _style_of(style: Any, module: nn.Module) -> ShardStyle | None:
+    name = type(style).__name__
+    inputs, outputs = getattr(style, "input_layouts", None), getattr(style, "output_layouts", None)
+    if isinstance(module, nn.Embedding):
+        if name == "EmbeddingParallel":
+            return ShardStyle.VOCABULARY if style.shard_dim == 0 else None
+        return ShardStyle.VOCABULARY if name == "RowwiseParallel" and outputs == Replicate() else None
+    if name == "ColwiseParallel" and inputs == Replicate():
+        return {Shard(-1): ShardStyle.COLUMNS, Replicate(): ShardStyle.GATHERED}.get(outputs)
+    if name == "MoeExpertsParallel":
+        return ShardStyle.EXPERTS
+    if name == "RowwiseParallel" and inputs == Shard(-1) and outputs == Replicate():
+        return ShardStyle.ROWS
+    return None
+
+
+def spread_like(original: nn.Module, made: nn.Module) -> None:
+    """Spread a layer of this rank's quantized shards as tensor parallelism has spread ``original``."""
+    forward = vars(original)["forward"]
+    closed = {name: cell.cell_contents for name, cell in zip(forward.__code__.co_freevars, forward.__closure__)}
+    made._hf_quantized_needs_local_tp = True  # the forward takes and gives plain tensors
+    closed["self"].install_forward(made, closed["mesh"])
+
+
+def move(parameter: torch.Tensor, device: torch.device | str) -> None:
+    """Move a parameter's data, or this rank's shard of a DTensor's; the device that a DTensor names stays."""
+    if isinstance(parameter, DTensor):
+        parameter._local_tensor = parameter._local_tensor.to(device)
+    else:
+        parameter.data = parameter.data.to(device)
+
+
+def spread_over_ranks(model: nn.Module) -> nn.Module:
+    """Spread a model on the meta device as ``from_pretrained(tp_plan="auto")`` does, over all processes."""
+    from transformers.distributed import DistributedConfig
+
+    config = DistributedConfig(tp_size=torch.distributed.get_world_size(), tp_plan="auto")
+    config, _, mesh = type(model).prepare_distribute_model(config, device_map=None)
+    return type(model).maybe_distribute_model(model, config, mesh)
+
+
+def with_local_tensor(parameter: torch.Tensor, local: torch.Tensor) -> torch.Tensor:
+    """Return a DTensor like ``parameter`` with ``local`` as this rank's shard."""
+    return DTensor.from_local(
+        local,
+        parameter.device_mesh,
+        parameter.placements,
+        run_check=False,
+        shape=parameter.shape,
+        stride=parameter.stride(),
+    )
+
+
+def shared_memory(group: Any, num_bytes: int, device: torch.device) -> Callable[..., torch.Tensor]:
+    """Allocate memory of a GPU that the other ranks of a process group on the same host read and write.
+
+    Every rank has to call this. NVLink multicast is left alone.
+
+    Returns:
+        A function of a rank, sizes and a dtype, which gives that rank's memory as a tensor.
+
+    Raises:
+        RuntimeError: the GPUs cannot see each other's memory.
+    """
+    os.environ.setdefault("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")
+    from torch.distributed import _symmetric_memory
+
+    own = _symmetric_memory.empty(num_bytes, dtype=torch.uint8, device=device)
+    handle = _symmetric_memory.rendezvous(own, group.group_name)
+
+    def of_rank(rank: int, sizes: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        made = handle.get_buffer(rank, sizes, dtype)
+        made.hf_fastpath_memory = own, handle  # the memory lives as long as its tensors
+        return made
+
+    return of_rank
+
+
+def is_sharded(tensor: torch.Tensor | None) -> bool:
+    """Whether this process may have only a part of a tensor."""
+    return isinstance(tensor, DTensor)
+
+
+def sharded_dim(tensor: torch.Tensor) -> int | None:
+    """Return the dimension along which a DTensor is spread over the ranks of one mesh dimension.
+
+    Returns:
+        None if every rank has all of the tensor, or the tensor is spread in another way.
+    """
+    (placement, *others) = tensor.placements
+    if others or type(placement) is not Shard:
+        return None
+    return placement.dim % tensor.dim()
+
+
+def halves_sharded_dim(tensor: torch.Tensor) -> int | None:
+    """Return the dimension of which a rank has a part of the first half and the same part of the second; or None."""
+    (placement, *others) = tensor.placements
+    if others or type(placement).__name__ != "_StridedShard" or placement.split_factor != 2:
+        return None
+    return placement.dim % tensor.dim()
+
+
+def local_tensor(tensor: torch.Tensor) -> torch.Tensor:
+    """Return this rank's shard of a DTensor, which lies where the DTensor keeps it; another tensor as it is."""
+    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor

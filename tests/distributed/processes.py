@@ -1,0 +1,77 @@
+"""Two processes over which a small model is spread: on GPUs over NCCL if there are two, else on the CPU over gloo."""
+
+from __future__ import annotations
+
+import os
+import time
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed
+from models import build
+from torch import nn
+from torch.multiprocessing import start_processes
+from transformers import AutoModelForCausalLM
+
+#: heads and widths that two processes can share
+SIZES = dict(num_attention_heads=4, num_key_value_heads=2, hidden_size=128, intermediate_size=96, vocab_size=128)
+COUNT = 2
+#: seconds for the processes of a test
+SECONDS = 120
+
+needs_fork = pytest.mark.skipif(not hasattr(os, "fork"), reason="processes are made by fork")
+
+
+def on_gpus() -> bool:
+    """Whether the processes use GPUs."""
+    return torch.cuda.device_count() >= COUNT
+
+
+def device(rank: int) -> torch.device:
+    return torch.device("cuda", rank) if on_gpus() else torch.device("cpu")
+
+
+def spread(folder: Path, **options: Any) -> nn.Module:
+    """Load the model in ``folder`` over all processes."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return AutoModelForCausalLM.from_pretrained(
+            folder, tp_plan="auto", **dict(dtype=torch.float32) | options
+        ).eval()
+
+
+def save(folder: Path, architecture: str = "llama", **sizes: Any) -> Path:
+    """Save a random model of the shared sizes."""
+    build(architecture, **SIZES | sizes).save_pretrained(folder)
+    return folder
+
+
+def _process(rank: int, function: Callable[..., None], folder: Path, arguments: tuple) -> None:
+    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(COUNT))
+    torch.set_num_threads(1)
+    if on_gpus():
+        torch.cuda.set_device(rank)
+    backend = "nccl" if on_gpus() else "gloo"
+    store = f"file://{folder}/store"
+    torch.distributed.init_process_group(backend, init_method=store, rank=rank, world_size=COUNT)
+    function(rank, folder, *arguments)
+    torch.distributed.barrier()
+    torch.distributed.destroy_process_group()
+
+
+def run(function: Callable[..., None], folder: Path, *arguments: Any, seconds: float = SECONDS) -> None:
+    """Run ``function(rank, folder, *arguments)`` in each process; an exception in one of them fails the test."""
+    method = "spawn" if on_gpus() else "fork"
+    given = function, folder, arguments
+    processes = start_processes(_process, given, nprocs=COUNT, join=False, start_method=method)
+    try:
+        deadline = time.monotonic() + seconds
+        while not processes.join(timeout=1):
+            assert time.monotonic() < deadline, f"the processes have not ended after {seconds} s"
+    finally:
+        for process in processes.processes:
+            process.kill()
