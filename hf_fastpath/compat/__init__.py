@@ -54,6 +54,7 @@ from .generation import (
     GenerationMixin,
     MaxLengthCriteria,
     following_logits,
+    inputs_behind,
     is_assisted_mode,
     is_sample_mode,
     is_stock,
@@ -64,11 +65,13 @@ from .generation import (
     pad_token,
     philox_offset,
     prefill,
+    rotary_positions,
     sampling_settings,
     set_philox_offset,
     uses_generation_mixin_sample,
 )
 from .models import (
+    PROMPT_NOTES,
     Conv1D,
     activation_of,
     attention_function,
@@ -79,12 +82,14 @@ from .models import (
     generating_model,
     has_static_rope,
     is_decoder_alone,
+    is_multimodal,
     model_of_config,
     outputs_are_captured,
     rotation_function,
     save_config,
     set_entry,
     sharding,
+    text_decoder,
 )
 from .parallel import (
     Parallel,

@@ -139,6 +139,23 @@ def is_decoder_alone(model: nn.Module) -> bool:
     return config.get_text_config(decoder=True) is config
 
 
+def is_multimodal(model: nn.Module) -> bool:
+    """Whether a model generates text by a decoder inside it, and reads images or sound as well."""
+    config = getattr(model, "config", None)
+    if config is None or not can_generate(model) or getattr(config, "is_encoder_decoder", False):
+        return False
+    return config.get_text_config(decoder=True) is not config
+
+
+def text_decoder(model: Any) -> nn.Module:
+    """Return the decoder inside a multimodal model, without the head."""
+    return model.get_decoder()
+
+
+#: attributes in which forwards of transformers' classes note something about the prompt that they have read
+PROMPT_NOTES = frozenset({"rope_deltas"})
+
+
 def model_of_config(config: Any, **arguments: Any) -> Any:
     """Make a model of the class for ``config``: a causal LM, or else any other model that there is.
 

@@ -33,6 +33,7 @@ from .calls import (
 from .draft_plan import DraftReader, StockReader
 from .drafts import PlanDrafts, StockDrafts
 from .eligibility import step_aside_reason
+from .multimodal import has_more_than_tokens
 from .patched import STATE_KEY, Patched
 from .structure import ModelPart
 
@@ -60,6 +61,8 @@ def decode(
     generator = None
     if reason is None and (part.ranks is not None or len(part.devices) > 1):
         reason = Cause("generation_mode", "drafts for a model that is spread over processes or devices")
+    if reason is None and has_more_than_tokens(part, model_kwargs):
+        reason = Cause("generation_mode", "drafts behind a prompt of more than tokens")
     if reason is None:
         reason = part.shape_reason(1, MAX_QUERY_LEN)
     if reason is None:

@@ -23,8 +23,8 @@ from . import structure
 
 #: dicts of a module that hold what the module is made of, and the hooks that are called with it
 _CONTENTS = itemgetter("_modules", "_parameters", "_buffers", "_forward_hooks", "_forward_pre_hooks")
-#: attributes of every module; all but one of them are bookkeeping
-_BOOKKEEPING = frozenset(vars(nn.Module())) - {"training"}
+#: attributes of every module of which all but one are bookkeeping, and what forwards write by themselves
+_BOOKKEEPING = (frozenset(vars(nn.Module())) - {"training"}) | compat.PROMPT_NOTES
 _FACTS = methodcaller("data_ptr"), methodcaller("stride"), attrgetter("dtype")
 
 

@@ -18,6 +18,7 @@ from ..recording import proof
 from .analyse import analyse
 from .apply import apply, claim, undo
 from .coverage import check_coverage, unsupported
+from .multimodal_twin import multimodal_twin
 from .plan import PatchPlan
 from .state import PatchState
 
@@ -112,6 +113,12 @@ def check(plan: PatchPlan) -> None:
     )
 
 
+def _twin(model: nn.Module) -> nn.Module:
+    if compat.is_multimodal(model):
+        return multimodal_twin(model, twin_config)
+    return type(model)(twin_config(model.config))
+
+
 def twin_config(config):
     """Return ``config`` at the size of the twin, with the same structure, windows and scalings and 97 tokens.
 
@@ -163,7 +170,7 @@ def run(model: nn.Module, is_recorded: bool = False) -> str | None:
         torch.set_default_dtype(torch.float32)
         prompt = torch.randint(3, _TWIN["vocab_size"], (1, _PROMPT_TOKENS)).to(device)
         try:
-            twin = type(model)(twin_config(model.config)).eval().to(device)
+            twin = _twin(model).eval().to(device)
             torch.set_default_dtype(default)
             difference, of_logits = _difference(twin, prompt, key[-1], is_recorded)
         except Exception as error:  # nobody has tried this code: anything may be raised
@@ -183,7 +190,8 @@ def _device(model: nn.Module) -> torch.device:
 
 def _key(model: nn.Module) -> tuple:
     dtype = next((each.dtype for each in model.parameters() if each.is_floating_point()), torch.float32)
-    return type(model), transformers_version(), _device(model).type, dtype
+    kinds = (type(model), type(compat.text_decoder(model))) if compat.is_multimodal(model) else (type(model),)
+    return *kinds, transformers_version(), _device(model).type, dtype
 
 
 def _difference(
