@@ -240,6 +240,11 @@ def small_model(model_type: str, seed: int = 0) -> PreTrainedModel:
     return random_model(small_config(model_type), AutoModelForCausalLM, seed)
 
 
+def extra_of(model_type: str) -> dict[str, Any]:
+    """Return the entries that a type is given besides."""
+    return dict(_TYPES.get(model_type, {}))
+
+
 def random_model(
     config: PreTrainedConfig, factory: Any, seed: int = 0, most_parameters: int = _MOST_PARAMETERS
 ) -> PreTrainedModel:

@@ -6,11 +6,11 @@ what some of them read.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+import causal_lm_types
 import torch
 from causal_lm_types import VOCAB, random_model, small
 from transformers import AutoModelForMultimodalLM, PreTrainedConfig, PreTrainedModel
@@ -22,17 +22,48 @@ from transformers.models.auto.modeling_auto import (
 
 #: the token that stands for a piece of an image or of sound
 PLACE = VOCAB - 1
-_MOST_PARAMETERS = 8_000_000
+_MOST_PARAMETERS = 50_000_000
 _SIDE = 32  # of an image
 _IMAGE = dict(image_token_index=PLACE, image_token_id=PLACE)
 _AUDIO = dict(audio_token_index=PLACE, audio_token_id=PLACE)
 _CLIP = dict(image_size=16, patch_size=8)
 _SIGLIP = dict(image_size=_SIDE, patch_size=8)
-_SECTIONS = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [4, 2, 2]}
-_QWEN_TEXT = dict(rope_parameters=_SECTIONS)
+#: shares of a small head that turn by each axis of positions
+_SECTIONS = {
+    "cosmos3_edge": [4, 2, 2],
+    "ernie4_5_vl_moe": [3, 3, 2],
+    "glm46v": [2, 3, 3],
+    "glm4v": [2, 3, 3],
+    "glm4v_moe": [1, 1, 2],
+    "glm_ocr": [2, 3, 3],
+    "glmga": [2, 3, 3],
+    "hunyuan_vl": [2, 2, 2, 2],
+    "hy_v4_vl": [2, 1, 1],
+    "paddleocr_vl": [2, 3, 3],
+    "qwen2_5_vl": [4, 2, 2],
+    "qwen2_vl": [4, 2, 2],
+    "qwen3_vl": [4, 2, 2],
+}
 _QWEN = dict(video_token_id=VOCAB - 2, vision_start_token_id=VOCAB - 3, vision_end_token_id=VOCAB - 4)
 #: entries that a type is given besides, as in ``causal_lm_types``
 _TYPES: dict[str, dict[str, Any]] = {
+    "chameleon": dict(vocabulary_map={"<image>": PLACE}),
+    "cohere2_vision": dict(alignment_intermediate_size=64),
+    "emu3": dict(vocabulary_map={"<image>": PLACE}),
+    "fun_asr_nano": dict(adaptor_config=dict(intermediate_size=16)),
+    "glm5_next": dict(text_config=dict(index_topk=16)),
+    "inkling2": dict(vision_config=dict(text_hidden_size=64)),
+    "inkling2_loop": dict(vision_config=dict(text_hidden_size=64)),
+    "kosmos-2": dict(text_config=dict(embed_dim=64)),
+    "kosmos-2.5": dict(text_config=dict(embed_dim=64), latent_query_num=4),
+    "kyutai_speech_to_text": dict(audio_pad_token_id=0),
+    "llama4": dict(
+        vision_config=dict(vision_output_dim=64, projector_input_dim=64, projector_output_dim=64, image_size=28)
+    ),
+    "nemo_speechlm": dict(head_config=dict(audio_hidden_size=64)),
+    "nemotron_h_omni": dict(vision_config=dict(video_temporal_patch_size=2)),
+    "qwen3_asr": dict(eos_token_id=[2 * VOCAB]),
+    "step3p7": dict(text_config=dict(sliding_window=8)),
     "gemma3": dict(vision_config=_SIGLIP, mm_tokens_per_image=4),
     "idefics3": dict(vision_config=_SIGLIP, scale_factor=2),
     "internvl": dict(vision_config=dict(image_size=[_SIDE] * 2, patch_size=[8, 8]), downsample_ratio=0.5),
@@ -41,10 +72,10 @@ _TYPES: dict[str, dict[str, Any]] = {
     "llava_onevision": dict(vision_config=_CLIP, image_grid_pinpoints=[[16, 16]]),
     "mistral3": dict(vision_config=_SIGLIP, spatial_merge_size=2),
     "paligemma": dict(vision_config=_CLIP | dict(projection_dim=64), projection_dim=64),
-    "qwen2_5_vl": _QWEN | dict(text_config=_QWEN_TEXT, vision_config=dict(fullatt_block_indexes=[1], window_size=28)),
+    "qwen2_5_vl": _QWEN | dict(vision_config=dict(fullatt_block_indexes=[1], window_size=28)),
     "qwen2_audio": dict(audio_config=dict(max_source_positions=16)),
-    "qwen2_vl": _QWEN | dict(text_config=_QWEN_TEXT, vision_config=dict(embed_dim=64)),
-    "qwen3_vl": _QWEN | dict(text_config=_QWEN_TEXT, vision_config=dict(deepstack_visual_indexes=[0, 1])),
+    "qwen2_vl": _QWEN | dict(vision_config=dict(embed_dim=64)),
+    "qwen3_vl": _QWEN | dict(vision_config=dict(deepstack_visual_indexes=[0, 1])),
     "smolvlm": dict(vision_config=_SIGLIP, scale_factor=2),
     "voxtral": dict(audio_config=dict(max_source_positions=8, intermediate_size=128)),
 }
@@ -61,10 +92,17 @@ def small_config(model_type: str) -> PreTrainedConfig:
     Args:
         model_type: one of :func:`types`.
     """
-    cls = CONFIG_MAPPING[model_type]
-    known = cls.__dataclass_fields__
-    places = {name: value for name, value in (_IMAGE | _AUDIO).items() if name in known}
-    return small(cls(), places | _TYPES.get(model_type, {}))
+    config = CONFIG_MAPPING[model_type]()
+    extra = {name: value for name, value in (_IMAGE | _AUDIO).items() if name in type(config).__dataclass_fields__}
+    extra |= causal_lm_types.extra_of(model_type) | _TYPES.get(model_type, {})
+    text = getattr(config, "text_config", None)
+    if text is not None:
+        of_text = causal_lm_types.extra_of(text.model_type)
+        if model_type in _SECTIONS:
+            known = getattr(text, "rope_parameters", None) or {"rope_type": "default", "rope_theta": 1e4}
+            of_text |= {"rope_parameters": known | {"mrope_section": _SECTIONS[model_type]}}
+        extra["text_config"] = of_text | extra.get("text_config", {})
+    return small(config, extra)
 
 
 def small_model(model_type: str, seed: int = 0) -> PreTrainedModel:

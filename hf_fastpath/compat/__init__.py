@@ -77,6 +77,7 @@ from .models import (
     attention_function,
     can_generate,
     caps_scores,
+    config_entries,
     eager_experts,
     experts_function,
     generating_model,
@@ -85,10 +86,12 @@ from .models import (
     is_multimodal,
     model_of_config,
     outputs_are_captured,
+    put_layer_entries,
     rotation_function,
     save_config,
     set_entry,
     sharding,
+    take_layer_entries,
     text_decoder,
 )
 from .parallel import (

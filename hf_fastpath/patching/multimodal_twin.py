@@ -27,10 +27,11 @@ def multimodal_twin(model: nn.Module, small: Callable[[Any], Any]) -> nn.Module:
     text = config.get_text_config(decoder=True)
     made = small(text)
     _cut_sections(text, made)
-    _put(config, text, made)
-    for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
-        if hasattr(config, name):
-            compat.set_entry(config, name, None)
+    config = made if text is config else _put(config, text, made)
+    for each in (made, config):
+        for name, token in (("bos_token_id", None), ("eos_token_id", None), ("pad_token_id", 0)):
+            if hasattr(each, name):  # forwards put the token of padding in the place of an image's
+                compat.set_entry(each, name, token)
     with torch.device("meta"):
         twin = type(model)(config)
         decoder = compat.text_decoder(twin)
@@ -58,13 +59,14 @@ def _cut_sections(old: Any, new: Any) -> None:
         new.rope_parameters = parameters | {"mrope_section": cut}
 
 
-def _put(config: Any, old: Any, new: Any) -> None:
-    """Put ``new`` in the place of the config ``old`` inside ``config``."""
+def _put(config: Any, old: Any, new: Any) -> Any:
+    """Put ``new`` in the place of the config ``old`` inside ``config``, and return that."""
     for name, value in vars(config).items():
         if value is old:
             setattr(config, name, new)
         elif hasattr(value, "get_text_config"):
             _put(value, old, new)
+    return config
 
 
 def _filled(module: nn.Module) -> nn.Module:

@@ -126,21 +126,27 @@ def twin_config(config):
     lists its layers).
     """
     small = copy.deepcopy(config)
-    count = _cut_layers(small)
+    by_layer = compat.take_layer_entries(small)
+    config_before = copy.deepcopy(small)
+    kept = _cut_layers(small)
     known = vars(small).keys() | getattr(small, "attribute_map", {}).keys()
     entries = [(name, value, None) for name, value in _TWIN.items()]
     entries += [(name, size, size) for size, names in _AT_MOST.items() for name in names]
-    for name, value, most in (*entries, ("num_hidden_layers", count, None)):
+    for name, value, most in (*entries, ("num_hidden_layers", len(kept), None)):
         is_derived = isinstance(getattr(type(small), name, None), property)
         if name not in known or is_derived or (old := getattr(small, name)) is None:
             continue
         if most is None or (isinstance(old, int) and old > most):
             compat.set_entry(small, name, value)
+    for entries in by_layer.values():  # sizes of a layer keep their ratio to those of the others
+        for name in entries.keys() & _TWIN.keys():
+            entries[name] = max(1, getattr(small, name) * entries[name] // getattr(config_before, name))
+    compat.put_layer_entries(small, {new: by_layer[old] for new, old in enumerate(kept) if old in by_layer})
     return small
 
 
-def _cut_layers(config) -> int:
-    """Cut the lists with an entry for every layer to one layer of each kind; return the number of layers."""
+def _cut_layers(config) -> list[int]:
+    """Cut the lists with an entry for every layer to one layer of each kind; return the layers that stay."""
     lists = {name: vars(config)[name] for name in _BY_LAYER if vars(config).get(name)}
     if lists:
         rows = list(zip(*lists.values()))
@@ -149,9 +155,9 @@ def _cut_layers(config) -> int:
         kept = sorted(firsts + others[: max(0, _FEWEST_LAYERS - len(firsts))]) if len(rows) > 1 else [0, 0]
         for name, values in lists.items():
             setattr(config, name, [values[place] for place in kept])
-        return len(kept)
+        return kept
     kinds = compat.layer_kinds(config) or []
-    return max([_FEWEST_LAYERS, *(kinds.index(kind) + 1 for kind in kinds)])
+    return list(range(max([_FEWEST_LAYERS, *(kinds.index(kind) + 1 for kind in kinds)])))
 
 
 def run(model: nn.Module, is_recorded: bool = False) -> str | None:

@@ -67,35 +67,47 @@ def test_what_is_seen_or_heard_matters(models):
     assert not torch.equal(found, ours.generate(**inputs, **FEW))
 
 
+def next_turn(model_type: str, before: dict, sequences: torch.Tensor, new: dict[str, torch.Tensor]) -> dict:
+    """Return the inputs of a turn behind others: all tokens, and the media that are new.
+
+    Args:
+        before: inputs of the first turn, which has one image or clip.
+        sequences: tokens of the turns before.
+        new: inputs of the turn.
+    """
+    ids = torch.cat((sequences, new["input_ids"]), 1)
+    inputs = new | {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+    marks = MEDIA[model_type].marks
+    if marks in new:
+        zeros = torch.zeros_like(sequences[:, before["input_ids"].shape[1] :])
+        inputs[marks] = torch.cat((before[marks], zeros, new[marks]), 1)
+    if "image_grid_thw" in new:  # Qwen's models make positions of all tokens anew
+        inputs["image_grid_thw"] = torch.cat((before["image_grid_thw"], new["image_grid_thw"]))
+    return inputs
+
+
 def test_a_conversation_goes_on_with_text_and_with_another(models):
-    """The cache of a turn is given to the next one, which brings text, and then one with an image or a clip."""
+    """The cache of a turn with an image or a clip is given to one of text, and that one's to another with an image."""
     model_type, stock, ours = models
-    caches = {}
-    for turn in range(3):
-        results = {}
-        for model in (stock, ours):
-            inputs = of(model_type, *((2,) if turn == 2 else (1,)))
-            if turn:
-                before = caches[id(model)]
-                tail = before.sequences[:, :-1] if turn == 1 else before.sequences
-                new = of(model_type, 0, seed=turn) if turn == 1 else of(model_type, seed=turn)
-                ids = torch.cat((tail, new["input_ids"]), 1)
-                inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids), CACHE: before[CACHE]}
-                marks = MEDIA[model_type].marks
-                if marks is not None:
-                    inputs[marks] = (ids == PLACE).long()
-                if turn == 2:
-                    inputs |= {name: each for name, each in new.items() if name not in inputs}
+    turns = {}
+    for model in (stock, ours):
+        first = of(model_type)
+        last = model.generate(**first, **FEW, return_dict_in_generate=True)
+        turns[id(model)] = [last.sequences]
+        for turn, media in enumerate((0, 1)):
+            inputs = next_turn(model_type, first, last.sequences, of(model_type, media, seed=5 + turn))
             try:
-                results[id(model)] = model.generate(**inputs, **FEW, return_dict_in_generate=True)
-            except (ValueError, RuntimeError, IndexError) as error:
-                results[id(model)] = type(error), str(error)
-        expected, found = results[id(stock)], results[id(ours)]
-        if isinstance(expected, tuple):  # stock cannot read this turn, and neither can we
+                last = model.generate(**inputs, **{CACHE: last[CACHE]}, **FEW, return_dict_in_generate=True)
+            except (ValueError, RuntimeError, IndexError) as error:  # stock cannot read this turn, and neither can we
+                turns[id(model)].append(str(error))
+                break
+            turns[id(model)].append(last.sequences)
+    for found, expected in zip(turns[id(ours)], turns[id(stock)], strict=True):
+        if isinstance(expected, str):
             assert found == expected
-            return
-        assert_same_tokens(found.sequences, expected.sequences)
-        caches = results
+        else:
+            assert_same_tokens(found, expected)
+    assert len(turns[id(ours)]) > 1 and torch.is_tensor(turns[id(ours)][1])
 
 
 def test_embeddings_of_a_prompt(models):
@@ -179,30 +191,6 @@ def test_axes_that_go_on_from_different_places():
     assert counts.reasons == {"position_ids": 1} and not counts.fast
     assert "axes" in hf_fastpath.report(ours).stats["details"]["position_ids"][0]
     assert_same_tokens(found, stock.generate(**inputs, **FEW, position_ids=positions))
-
-
-def test_an_argument_that_every_token_reads(monkeypatch):
-    """``bias`` comes to the forward with every token: a step without it would be another."""
-    require_native(CPU)
-    model = small_model("llava")
-    inner = type(model).forward
-
-    def forward(self, input_ids=None, attention_mask=None, position_ids=None, bias=None, **others):
-        found = inner(self, input_ids=input_ids, attention_mask=attention_mask, position_ids=position_ids, **others)
-        if bias is not None:
-            found.logits = found.logits + bias
-        return found
-
-    forward.__module__ = inner.__module__
-    monkeypatch.setattr(type(model), "forward", forward)
-    stock = model
-    ours = hf_fastpath.patch(copy.deepcopy(stock), quiet=True)
-    inputs = of("llava") | dict(bias=torch.randn(multimodal_types.VOCAB) * 3)
-    with counting(ours) as counts:
-        found = ours.generate(**inputs, **FEW)
-    assert counts.reasons == {"unsupported_input": 1} and not counts.fast
-    assert "bias is read with every token" in hf_fastpath.report(ours).stats["details"]["unsupported_input"][0]
-    assert_same_tokens(found, stock.generate(**inputs, **FEW))
 
 
 def test_quantized_weights_are_refused():
