@@ -1,7 +1,7 @@
 """A small random model of every multimodal type of the installed transformers, and prompts with images or sound.
 
-As in ``causal_lm_types``, sizes are cut by their names; :data:`_TYPES` holds what a type needs besides, and :data:`MEDIA`
-what some of them read.
+As in ``causal_lm_types``, sizes are cut by their names; :data:`_TYPES` holds what a type needs besides, and
+:data:`MEDIA` what some of them read.
 """
 
 from __future__ import annotations

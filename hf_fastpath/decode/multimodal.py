@@ -30,7 +30,11 @@ def reason_against(part: ModelPart, input_ids: torch.Tensor, model_kwargs: dict)
         input_ids: [batch, seq_len] int64 or int32.
         model_kwargs: of the call of ``generate()``.
     """
-    given = compat.inputs_behind(part.module, input_ids, model_kwargs)
+    try:
+        given = compat.inputs_behind(part.module, input_ids, model_kwargs)
+    except Exception as error:  # methods of any model's class, which expect the outputs of a forward
+        what = f"{type(error).__name__}: {error}"
+        return Cause("unsupported_input", f"what a token behind the prompt is given is not known, {what}")
     positions = given.get("position_ids")
     if part.takes_positions != (positions is not None):
         what = "None" if positions is None else "a forward that does not name them"

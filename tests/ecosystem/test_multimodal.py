@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import copy
 import inspect
-from collections.abc import Iterator
 
 import multimodal_types
 import pytest
 import torch
+from conftest import needs_cuda
 from models import CPU, counting, require_native
 from multimodal_types import MEDIA, PLACE, small_model
 from parity import assert_same_tokens
@@ -32,23 +32,29 @@ PROMPTS = {
 }
 
 
+@pytest.fixture(scope="module", params=["cpu", pytest.param("cuda", marks=needs_cuda)])
+def device(request) -> torch.device:
+    return torch.device(request.param)
+
+
 @pytest.fixture(scope="module", params=MEDIA)
-def models(request) -> Iterator[tuple[str, nn.Module, nn.Module]]:
+def models(request, device) -> tuple[str, nn.Module, nn.Module]:
     """A type, a small random model of it, and a patched copy of that."""
-    require_native(CPU)
-    stock = small_model(request.param)
-    yield request.param, stock, hf_fastpath.patch(copy.deepcopy(stock), quiet=True)
+    require_native(device)
+    stock = small_model(request.param).to(device)
+    return request.param, stock, hf_fastpath.patch(copy.deepcopy(stock), quiet=True)
 
 
-def of(model_type: str, *media: int, padding: int = 0, seed: int = 0) -> dict[str, torch.Tensor]:
-    return multimodal_types.prompt(model_type, media or (1,), padding, seed)
+def of(model: nn.Module, *media: int, padding: int = 0, seed: int = 0) -> dict[str, torch.Tensor]:
+    inputs = multimodal_types.prompt(model.config.model_type, media or (1,), padding, seed)
+    return {name: each.to(model.device) for name, each in inputs.items()}
 
 
 @pytest.mark.parametrize("prompt", PROMPTS)
 def test_tokens_are_stocks_and_of_our_loop(models, prompt):
-    model_type, stock, ours = models
+    _, stock, ours = models
     media, padding = PROMPTS[prompt]
-    inputs = of(model_type, *media, padding=padding)
+    inputs = of(stock, *media, padding=padding)
     with counting(ours) as counts:
         found = ours.generate(**inputs, **FEW, return_dict_in_generate=True)
     assert counts.fast == 12 * len(media) and not counts.fallback and not counts.reasons
@@ -58,8 +64,8 @@ def test_tokens_are_stocks_and_of_our_loop(models, prompt):
 
 def test_what_is_seen_or_heard_matters(models):
     """Else equal tokens would say nothing of images and sound."""
-    model_type, stock, ours = models
-    inputs = of(model_type)
+    _, stock, ours = models
+    inputs = of(stock)
     name = next(name for name in ("pixel_values", "input_features") if name in inputs)
     other = inputs | {name: -inputs[name]}
     found, expected = (model.generate(**other, **FEW) for model in (ours, stock))
@@ -91,11 +97,11 @@ def test_a_conversation_goes_on_with_text_and_with_another(models):
     model_type, stock, ours = models
     turns = {}
     for model in (stock, ours):
-        first = of(model_type)
+        first = of(stock)
         last = model.generate(**first, **FEW, return_dict_in_generate=True)
         turns[id(model)] = [last.sequences]
         for turn, media in enumerate((0, 1)):
-            inputs = next_turn(model_type, first, last.sequences, of(model_type, media, seed=5 + turn))
+            inputs = next_turn(model_type, first, last.sequences, of(stock, media, seed=5 + turn))
             try:
                 last = model.generate(**inputs, **{CACHE: last[CACHE]}, **FEW, return_dict_in_generate=True)
             except (ValueError, RuntimeError, IndexError) as error:  # stock cannot read this turn, and neither can we
@@ -111,8 +117,8 @@ def test_a_conversation_goes_on_with_text_and_with_another(models):
 
 
 def test_embeddings_of_a_prompt(models):
-    model_type, stock, ours = models
-    embeds = stock.get_input_embeddings()(of(model_type, 0, 0)["input_ids"]).detach()
+    _, stock, ours = models
+    embeds = stock.get_input_embeddings()(of(stock, 0, 0)["input_ids"]).detach()
     if "inputs_embeds" not in inspect.signature(stock.prepare_inputs_for_generation).parameters:
         for model in (ours, stock):  # transformers' own rule
             with pytest.raises(ValueError, match="doesn't have its forwarding implemented"):
@@ -126,17 +132,17 @@ def test_embeddings_of_a_prompt(models):
 
 def test_calls_of_one_kind_use_one_recording(models):
     """What a forward notes about a prompt (Qwen's rope_deltas) is no change of the model."""
-    model_type, _, ours = models
-    inputs = of(model_type)
+    _, stock, ours = models
+    inputs = of(stock)
     ours.generate(**inputs, **FEW)
     part = state_of(ours).plans.part_of(ours)
-    ours.generate(**of(model_type, 2), **FEW)
+    ours.generate(**of(stock, 2), **FEW)
     assert state_of(ours).plans.part_of(ours) is part
 
 
 def test_samples_beams_and_drafts(models):
-    model_type, stock, ours = models
-    inputs = of(model_type)
+    _, stock, ours = models
+    inputs = of(stock)
     for options in (dict(do_sample=True, top_k=5), dict(num_beams=2), dict(prompt_lookup_num_tokens=2)):
         results = []
         for model in (ours, stock):
@@ -147,11 +153,11 @@ def test_samples_beams_and_drafts(models):
 
 def test_all_else_of_a_patched_model(models):
     """Report, streams, verify, copies, unpatch."""
-    model_type, stock, given = models
+    _, stock, given = models
     ours = copy.deepcopy(given)
     report = hf_fastpath.report(ours)
     assert (report.architecture, report.loop, report.patched) == ("recorded", "fast", {})
-    inputs = of(model_type)
+    inputs = of(stock)
     tokens: list[int] = []
 
     class Streamer(TextIteratorStreamer):
@@ -166,7 +172,7 @@ def test_all_else_of_a_patched_model(models):
 
     found = ours.generate(**inputs, **FEW, streamer=Streamer())
     assert tokens == found[0].tolist()
-    ids = multimodal_types.prompt(model_type, (0,), seed=3)["input_ids"]
+    ids = of(stock, 0, seed=3)["input_ids"]
     assert hf_fastpath.verify(ours, ids.repeat(1, 4), max_new_tokens=4).ok
     hf_fastpath.unpatch(ours)
     assert vars(ours).keys() - PROMPT_NOTES == vars(stock).keys() - PROMPT_NOTES
@@ -181,7 +187,7 @@ def test_axes_that_go_on_from_different_places():
     require_native(CPU)
     stock = small_model("qwen2_vl")
     ours = hf_fastpath.patch(copy.deepcopy(stock), quiet=True)
-    inputs = of("qwen2_vl")
+    inputs = of(stock)
     ids = inputs["input_ids"][:, :6]
     inputs |= dict(input_ids=ids, attention_mask=torch.ones_like(ids), mm_token_type_ids=(ids == PLACE).long())
     positions = torch.arange(6).repeat(3, 1, 1)
