@@ -11,7 +11,7 @@ from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
 from hf_fastpath.choices import Activation, NormKind
 from hf_fastpath.recording import marks
-from hf_fastpath.recording.passes import PASSES, experts, modules, products, views
+from hf_fastpath.recording.passes import PASSES, axes, experts, modules, products, views
 
 _aten = torch.ops.aten
 functional = nn.functional
@@ -732,3 +732,74 @@ def test_a_norm_of_what_is_written_behind_it_stays_where_it_is():
     recording, model = recorded(step, **inside)
     assert recording.mutated
     assert_same(recording, model, PASSES)
+
+
+# ---- positions of several axes ---------------------------------------------------------------------------------------
+
+
+def _interleaved(twice: bool = False):
+    """Qwen3-VL's angles: of three axes, some of the second one's are written over those of the first."""
+
+    def step(m, x, positions, cache):
+        axes = positions[None].expand(3, *positions.shape)
+        angles = (axes[..., None] * m.frequencies).cos()
+        chosen, copied = angles[0], angles[1, ..., 1:7:3]
+        chosen[..., 1:7:3] = copied * 2 if twice else copied
+        return x * torch.cat((chosen, chosen), dim=-1)
+
+    return step
+
+
+def test_writes_from_one_axis_to_another_that_is_alike():
+    recording, model = recorded(_interleaved(), frequencies=torch.rand(WIDTH // 2))
+    assert calls_of(recording, _aten.copy_.default) and recording.mutated
+    assert_same(recording, model, [axes.writes_of_like_axes])
+    assert not calls_of(recording, _aten.copy_.default) and not recording.mutated
+
+
+def test_writes_of_other_numbers_stay():
+    recording, model = recorded(_interleaved(twice=True), frequencies=torch.rand(WIDTH // 2))
+    writes = len(calls_of(recording, _aten.copy_.default))
+    assert_same(recording, model, [axes.writes_of_like_axes])
+    assert writes and len(calls_of(recording, _aten.copy_.default)) == writes and recording.mutated
+
+
+def test_writes_to_other_places_stay():
+    def step(m, x, positions, cache):
+        angles = (positions[None].expand(3, *positions.shape)[..., None] * m.frequencies).cos()
+        chosen = angles[0]
+        chosen[..., 1:7:3] = angles[1, ..., 0:6:3]
+        return x * torch.cat((chosen, chosen), dim=-1)
+
+    recording, model = recorded(step, frequencies=torch.rand(WIDTH // 2))
+    assert_same(recording, model, [axes.writes_of_like_axes])
+    assert calls_of(recording, _aten.copy_.default)
+
+
+def test_writes_between_axes_that_differ_stay():
+    """The second axis is ahead of the first."""
+
+    def step(m, x, positions, cache):
+        axes = torch.stack((positions, positions + 1))
+        angles = (axes[..., None] * m.frequencies).cos()
+        chosen = angles[0]
+        chosen[..., 1:7:3] = angles[1, ..., 1:7:3]
+        return x * torch.cat((chosen, chosen), dim=-1)
+
+    recording, model = recorded(step, frequencies=torch.rand(WIDTH // 2))
+    assert_same(recording, model, [axes.writes_of_like_axes])
+    assert calls_of(recording, _aten.copy_.default)
+
+
+def test_one_write_that_matters_keeps_all_of_that_memory():
+    def step(m, x, positions, cache):
+        angles = (positions[None].expand(3, *positions.shape)[..., None] * m.frequencies).cos()
+        chosen = angles[0]
+        chosen[..., :2] = x[..., :2]
+        chosen[..., 1:7:3] = angles[1, ..., 1:7:3]
+        return x * torch.cat((chosen, chosen), dim=-1)
+
+    recording, model = recorded(step, frequencies=torch.rand(WIDTH // 2))
+    writes = len(calls_of(recording, _aten.copy_.default))
+    assert_same(recording, model, [axes.writes_of_like_axes])
+    assert writes == len(calls_of(recording, _aten.copy_.default)) == 2

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from torch import nn
 
 from ..recording import Recording
-from . import attention, experts, gated_norms, lengths, modules, own_attention, products, states, views
+from . import attention, axes, experts, gated_norms, lengths, modules, own_attention, products, states, views
 
 Pass = Callable[[Recording, nn.Module], None]
 
@@ -21,6 +21,7 @@ PASSES: tuple[Pass, ...] = (
     modules.functions,
     views.constants,
     views.constant_views,
+    axes.writes_of_like_axes,
     views.no_change,
     products.products_from_the_left,
     products.matrix_products,
