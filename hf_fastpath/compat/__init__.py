@@ -87,8 +87,10 @@ from .models import (
     sharding,
 )
 from .seams import (
+    EXPAND,
     RecordingCache,
     ask_for_seams,
+    expanding_modules,
     forward_over,
     gathered_experts,
     has_default_gate,

@@ -136,8 +136,7 @@ def _cache_reason(part: ModelPart, cache: FastpathCache, input_ids: torch.Tensor
         return Cause("edited_cache", f"it has {count} layers, the model {len(part.kinds)}")
     batch, dtype, device = len(input_ids), part.embedding.weight.dtype, input_ids.device
     for layer, attention in zip(cache.key_layers, part.attentions):
-        shape = batch, *attention.cache_shape
-        layer.admit(shape, shape, dtype, device)
+        layer.admit((batch, *attention.cache_shape), (batch, *attention.value_shape), dtype, device)
     for layer, states in zip(cache.layers, part.states(1)):
         if states:
             layer.admit_states(states, batch)

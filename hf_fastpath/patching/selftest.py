@@ -125,6 +125,8 @@ def twin_config(config):
     entries += [(name, size, size) for size, names in _AT_MOST.items() for name in names]
     for name, value, most in (*entries, ("num_hidden_layers", count, None)):
         is_derived = isinstance(getattr(type(small), name, None), property)
+        if name == "head_dim" and "qk_rope_head_dim" in known:
+            continue  # of attention over a latent, the part of a head that is turned
         if name not in known or is_derived or (old := getattr(small, name)) is None:
             continue
         if most is None or (isinstance(old, int) and old > most):

@@ -33,7 +33,7 @@ def positional(recording: Recording) -> set[int]:
         read = read_by(call)
         tensors = [each for each in call.arguments.values() if isinstance(each, torch.Tensor)]
         learned = any(isinstance(each, nn.Parameter) for each in tensors)
-        writes = call.op in (marks.append, marks.attend) or call.out.index in recording.mutated
+        writes = call.op in (marks.append, marks.attend, marks.latent_attend) or call.out.index in recording.mutated
         if all(each.index in found for each in read) and not learned and not writes:
             found.add(call.out.index)
     return found
