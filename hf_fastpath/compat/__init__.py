@@ -74,6 +74,7 @@ from .models import (
     can_generate,
     caps_scores,
     eager_experts,
+    entry_of,
     experts_function,
     generating_model,
     has_static_rope,
