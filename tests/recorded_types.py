@@ -146,6 +146,8 @@ def _left_of(recording: Recording, call: Call, counted: set[int]) -> Iterator[st
             yield _PRODUCTS[call.op]
     elif call.op is marks.linear and not lowering.takes_product(recording, call):
         yield "linear"
+    elif call.op is marks.latent_attend:
+        yield "latent attention"
     elif call.op in (marks.attend, marks.rotated_attention, marks.projected_attention):
         if call.arguments.get("softcap"):
             yield "soft-capped attention"
