@@ -12,18 +12,25 @@
 namespace hf_fastpath {
 
 void latent_scores_portable(const LatentBlock& block, const float* q, float* scores) {
-  for (int64_t j = 0; j < block.count; ++j) {
-    double sum = 0.0;
-    for (int64_t i = 0; i < block.width; ++i) sum += double(q[i]) * block.keys[j * block.width + i];
-    scores[j] = static_cast<float>(sum);
+  for (int64_t h = 0; h < block.heads; ++h) {
+    for (int64_t j = 0; j < block.count; ++j) {
+      double sum = 0.0;
+      for (int64_t i = 0; i < block.width; ++i)
+        sum += double(q[h * block.width + i]) * block.keys[j * block.width + i];
+      scores[h * kLatentBlock + j] = static_cast<float>(sum);
+    }
   }
 }
 
-void latent_add_portable(const LatentBlock& block, const float* weights, float shrink, float* sums) {
-  for (int64_t i = 0; i < block.rank; ++i) {
-    double sum = double(shrink) * sums[i];
-    for (int64_t j = 0; j < block.count; ++j) sum += double(weights[j]) * block.keys[j * block.width + i];
-    sums[i] = static_cast<float>(sum);
+void latent_add_portable(const LatentBlock& block, const float* weights, const float* shrink, float* sums) {
+  for (int64_t h = 0; h < block.heads; ++h) {
+    for (int64_t i = 0; i < block.rank; ++i) {
+      float* to = sums + h * block.rank + i;
+      double sum = double(shrink[h]) * *to;
+      for (int64_t j = 0; j < block.count; ++j)
+        sum += double(weights[h * kLatentBlock + j]) * block.keys[j * block.width + i];
+      *to = static_cast<float>(sum);
+    }
   }
 }
 
@@ -46,6 +53,8 @@ void run_heads(const LatentAttentionParams& p, int64_t row, int64_t begin, int64
   float* queries = scratch<0>(heads * width);
   float* sums = scratch<1>(heads * p.rank);
   float* keys = scratch<2>(kLatentBlock * width);
+  float* weights = scratch<4>(heads * (kLatentBlock + 1));
+  float* shrink = weights + heads * kLatentBlock;
   Running* running = reinterpret_cast<Running*>(scratch<3>(heads * sizeof(Running) / sizeof(float)));
   const auto fetch = [&](const Heads& from, int64_t head, int64_t count, float* to) {
     convert(p.dtype, static_cast<const T*>(from.data) + row * from.batch_stride + head * from.head_stride, to,
@@ -66,24 +75,24 @@ void run_heads(const LatentAttentionParams& p, int64_t row, int64_t begin, int64
   const int64_t last = std::min<int64_t>(p.seq_lens[row], capacity);
   const int64_t first = p.starts != nullptr ? std::max<int64_t>(p.starts[row], 0) : 0;
   for (int64_t position = first; position < last; position += kLatentBlock) {
-    const LatentBlock block{keys, std::min(kLatentBlock, last - position), p.rank, width};
+    const LatentBlock block{keys, std::min(kLatentBlock, last - position), p.rank, width, heads};
     for (int64_t j = 0; j < block.count; ++j) {
       const int64_t slot = row * capacity + position + j;
       convert(p.dtype, latents + slot * p.rank, keys + j * width, p.rank);
       convert(p.dtype, rope_keys + slot * p.rope_dim, keys + j * width + p.rank, p.rope_dim);
     }
+    scores_of(block, queries, weights);
     for (int64_t h = 0; h < heads; ++h) {
-      float weights[kLatentBlock];
-      scores_of(block, queries + h * width, weights);
+      float* const of_head = weights + h * kLatentBlock;
       float max = running[h].max;
-      for (int64_t j = 0; j < block.count; ++j) max = std::max(max, weights[j] *= p.scale);
+      for (int64_t j = 0; j < block.count; ++j) max = std::max(max, of_head[j] *= p.scale);
       const float base = max == -INFINITY ? 0.0f : max;
-      const float shrink = std::exp(running[h].max - base);
+      shrink[h] = std::exp(running[h].max - base);
       double total = 0.0;
-      for (int64_t j = 0; j < block.count; ++j) total += weights[j] = std::exp(weights[j] - base);
-      running[h] = {max, running[h].total * shrink + total};
-      add(block, weights, shrink, sums + h * p.rank);
+      for (int64_t j = 0; j < block.count; ++j) total += of_head[j] = std::exp(of_head[j] - base);
+      running[h] = {max, running[h].total * shrink[h] + total};
     }
+    add(block, weights, shrink, sums);
   }
   T* out = static_cast<T*>(p.out) + (row * p.heads + begin) * p.rank;
   for (int64_t h = 0; h < heads; ++h) {

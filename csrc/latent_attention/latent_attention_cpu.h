@@ -9,18 +9,19 @@ namespace hf_fastpath {
 constexpr int64_t kLatentBlock = 16;
 
 // `count` positions, up to kLatentBlock: rows of a latent and a rotated key in float32, `width` elements
-// apart.
+// apart; and the heads that meet them.
 struct LatentBlock {
   const float* keys;
-  int64_t count, rank, width;
+  int64_t count, rank, width, heads;
 };
 
-// scores[j] = q . keys[j] over all of a row.
+// scores[h, j] = q[h] . keys[j] over all of a row. q: [heads, width], scores: [heads, kLatentBlock].
 void latent_scores_portable(const LatentBlock& block, const float* q, float* scores);
 void latent_scores_avx2(const LatentBlock& block, const float* q, float* scores);
 
-// sums = shrink * sums + the latents, each times its weight.
-void latent_add_portable(const LatentBlock& block, const float* weights, float shrink, float* sums);
-void latent_add_avx2(const LatentBlock& block, const float* weights, float shrink, float* sums);
+// sums[h] = shrink[h] * sums[h] + the latents, each times its weight. weights: [heads, kLatentBlock], sums:
+// [heads, rank].
+void latent_add_portable(const LatentBlock& block, const float* weights, const float* shrink, float* sums);
+void latent_add_avx2(const LatentBlock& block, const float* weights, const float* shrink, float* sums);
 
 }  // namespace hf_fastpath
