@@ -6,7 +6,7 @@
 
 #include "common/convert_cpu.h"
 #include "common/cpu_glue.h"
-#include "common/cpu_math.h"
+#include "common/heads_cpu.h"
 #include "latent_attention/latent_attention_glue.h"
 
 namespace hf_fastpath {
@@ -57,8 +57,7 @@ void run_heads(const LatentAttentionParams& p, int64_t row, int64_t begin, int64
   float* shrink = weights + heads * kLatentBlock;
   Running* running = reinterpret_cast<Running*>(scratch<3>(heads * sizeof(Running) / sizeof(float)));
   const auto fetch = [&](const Heads& from, int64_t head, int64_t count, float* to) {
-    convert(p.dtype, static_cast<const T*>(from.data) + row * from.batch_stride + head * from.head_stride, to,
-            count);
+    convert(p.dtype, head_of<T>(from, row, head), to, count);
   };
   for (int64_t h = 0; h < heads; ++h) {
     fetch(p.q_latent, begin + h, p.rank, queries + h * width);
