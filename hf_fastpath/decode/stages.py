@@ -10,7 +10,6 @@ from typing import Any
 import torch
 
 from ..compat import below_autograd
-from .graph import capture
 from .named_calls import Register, Step, by_name
 from .program import Program
 
@@ -122,7 +121,7 @@ class Stages(Program):
         for stage in self._stages:
             stage.program.release()
 
-    def captured(self, device: torch.device) -> Any:
+    def captured(self, capture: Callable[[Callable[[], None], torch.device], Any], device: torch.device) -> Any:
         for stage in self._stages:
             stage.graph = capture(stage.program.run, stage.device)
         return self
