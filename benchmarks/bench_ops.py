@@ -112,6 +112,10 @@ REFERENCE_NAMES = {
     "rms_norm": "MistralRMSNorm",
     "layer_norm": "F.layer_norm",
     "rope_append": "rope, index_put",
+    "short_convolution": "cat, copy, conv1d, silu",
+    "gated_delta_step": "recurrent rule",
+    "selective_state_step": "state update",
+    "gated_rms_norm": "RMSNormGated",
 }
 #: op -> {name of an alternative: function of a Sample}
 ALTERNATIVES: dict[str, dict[str, Callable[[Sample], torch.Tensor]]] = {

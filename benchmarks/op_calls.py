@@ -366,6 +366,58 @@ def rope_call(name: str, heads: int, kv_heads: int, head_dim: int, rotary_dim: i
     return Call(name, arguments)
 
 
+def convolution_call(name: str, channels: int, width: int, gates: bool = False, **options) -> Call:
+    """Make a call of a short convolution; ``gates``: as LFM2, with one in front and one behind."""
+
+    def arguments(device: torch.device, dtype: torch.dtype) -> Sample:
+        def randn(*shape):
+            return torch.randn(*shape, device=device, dtype=dtype)
+
+        before, x, after = randn(1, 3 * channels).split(channels, dim=-1)
+        given = dict(input_gate=before, output_gate=after) if gates else {}
+        return Sample(x, randn(1, channels, width), randn(channels, width), **given, **options)
+
+    return Call(name, arguments)
+
+
+def delta_call(name: str, k_heads: int, v_heads: int, k_dim: int, v_dim: int, batch: int = 1) -> Call:
+    """Make a call of a gated delta net's state; q, k and v are columns of the convolution's output."""
+
+    def arguments(device: torch.device, dtype: torch.dtype) -> Sample:
+        sizes = k_heads * k_dim, k_heads * k_dim, v_heads * v_dim
+        heads = k_heads, k_heads, v_heads
+        mixed = torch.randn(batch, sum(sizes), device=device, dtype=dtype).split(sizes, dim=-1)
+        a, b = (torch.randn(batch, v_heads, device=device, dtype=dtype) for _ in range(2))
+        a_log, dt_bias = (torch.randn(v_heads, device=device, dtype=dtype) for _ in range(2))
+        state = torch.randn(batch, v_heads, k_dim, v_dim, device=device)
+        parts = (part.unflatten(-1, (count, -1)) for part, count in zip(mixed, heads, strict=True))
+        return Sample(*parts, a, b, a_log, dt_bias, state, k_dim**-0.5)
+
+    return Call(name, arguments)
+
+
+def state_space_call(
+    name: str, heads: int, head_dim: int, state_size: int, per_channel: bool = False, batch: int = 1
+) -> Call:
+    """Make a call of a state space's step: Mamba-2 with one group, or, ``per_channel``, Mamba-1."""
+
+    def arguments(device: torch.device, dtype: torch.dtype) -> Sample:
+        def randn(*shape):
+            return torch.randn(*shape, device=device, dtype=dtype)
+
+        of_step = (heads, head_dim) if per_channel else (heads,)
+        of_rates = (*of_step, state_size) if per_channel else (heads,)
+        x, b, c = randn(batch, heads * head_dim + 2 * state_size).split((heads * head_dim, state_size, state_size), -1)
+        z = randn(batch, heads, head_dim) if per_channel else None
+        state = torch.randn(batch, heads, head_dim, state_size, device=device)
+        return Sample(
+            *(x.unflatten(-1, (heads, head_dim)), randn(batch, *of_step), randn(*of_rates), b[:, None], c[:, None]),
+            *(state, randn(*of_step), randn(*of_step), z),
+        )
+
+    return Call(name, arguments)
+
+
 def greedy_call(name: str, vocab_size: int, batch: int = 1) -> Call:
     def arguments(device: torch.device, dtype: torch.dtype) -> Sample:
         def whole(*shape, dtype=torch.long):

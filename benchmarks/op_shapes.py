@@ -9,6 +9,8 @@ from op_calls import (
     append_call,
     attention_call,
     conv1d_call,
+    convolution_call,
+    delta_call,
     drawn,
     experts_call,
     gemm_call,
@@ -25,6 +27,7 @@ from op_calls import (
     rope_call,
     router_call,
     sample_of,
+    state_space_call,
     step_call,
     swiglu_call,
 )
@@ -220,5 +223,26 @@ SHAPES: dict[str, list[Call]] = {
         Call("235 MB, variant 0", sample_of(drawn(28672 * 4096), 0), ("fp16",)),
         Call("235 MB, variant 1", sample_of(drawn(28672 * 4096), 1), ("fp16",)),
         Call("235 MB, variant 2", sample_of(drawn(28672 * 4096), 2), ("fp16",), _GPU),
+    ],
+    "short_convolution": [
+        convolution_call("qwen3.5-4b 8192, width 4", 8192, 4, activation="silu"),
+        convolution_call("mamba2-2.7b 5376, width 4", 5376, 4, activation="silu"),
+        convolution_call("lfm2-1.2b 2048, width 3, gates", 2048, 3, gates=True),
+    ],
+    "gated_delta_step": [
+        delta_call("qwen3.5-4b 32 heads 128x128", 16, 32, 128, 128),
+        delta_call("qwen3.5-4b, batch 8", 16, 32, 128, 128, batch=8),
+        delta_call("olmo-hybrid 30 heads 96x192", 30, 30, 96, 192),
+    ],
+    "selective_state_step": [
+        state_space_call("mamba2-2.7b 80 heads 64x128", 80, 64, 128),
+        state_space_call("mamba2-2.7b, batch 8", 80, 64, 128, batch=8),
+        state_space_call("granite-4-h 64 heads 64x128", 64, 64, 128),
+        state_space_call("mamba-2.8b 5120x16", 1, 5120, 16, per_channel=True),
+    ],
+    "gated_rms_norm": [
+        Call("qwen3.5-4b 32x128", sample_of(*[drawn(1, 32, 128)] * 2, drawn(128), 1e-6)),
+        Call("mamba2-2.7b 5120", sample_of(*[drawn(1, 1, 5120)] * 2, drawn(5120), 1e-5, 1, True)),
+        Call("granite-4-h 4096", sample_of(*[drawn(1, 1, 4096)] * 2, drawn(4096), 1e-5, 1, True)),
     ],
 }

@@ -42,6 +42,13 @@ class Activation(Choice):
     CLAMPED_SWIGLU = 5
 
 
+class GateActivation(Choice):
+    """``GateActivation`` of ``csrc/gated_rms_norm/gated_rms_norm_params.h``."""
+
+    SILU = 0
+    SIGMOID = 1
+
+
 class NormKind(Choice):
     """``NormKind`` of ``csrc/common/dtype.h``; the factors of RMS_OFFSET are ``1 + weight``."""
 

@@ -14,7 +14,7 @@ from causal_lm_types import kind, small_model
 from transformers import PreTrainedModel
 
 import hf_fastpath
-from hf_fastpath.decode import composed, many_rows
+from hf_fastpath.decode import many_rows
 from hf_fastpath.decode.named_calls import Call
 from hf_fastpath.errors import UnsupportedModelError
 from hf_fastpath.patching.state import state_of
@@ -36,7 +36,6 @@ _PRODUCTS = {
 }  # fmt: skip
 #: calls of a plan that PyTorch runs though a file describes the model
 _COMPOSED = {
-    composed.soft_capped_attention: "soft-capped attention",
     many_rows.linear: "linear",
 }
 
@@ -146,11 +145,6 @@ def _left_of(recording: Recording, call: Call, counted: set[int]) -> Iterator[st
             yield _PRODUCTS[call.op]
     elif call.op is marks.linear and not lowering.takes_product(recording, call):
         yield "linear"
-    elif call.op in (marks.attend, marks.rotated_attention, marks.projected_attention):
-        if call.arguments.get("softcap"):
-            yield "soft-capped attention"
-        if call.arguments.get("slopes") is not None:
-            yield "ALiBi attention"
 
 
 def rows(types: Any = None) -> Iterator[Row]:

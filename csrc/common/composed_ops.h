@@ -14,6 +14,33 @@ inline void check_residual(const Tensor& x, const std::optional<Tensor>& residua
       "hf_fastpath::", op, ": residual has to be of x's shape and dtype");
 }
 
+// Refuses weights of norms over queries and keys that do not fit. Returns whether a norm is of all heads at
+// once, not of each by itself.
+inline bool check_head_norms(const std::optional<Tensor>& q_norm_weight,
+                             const std::optional<Tensor>& k_norm_weight, DType dtype, int64_t num_heads,
+                             int64_t num_kv_heads, int64_t head_dim, const char* op) {
+  STD_TORCH_CHECK(q_norm_weight.has_value() == k_norm_weight.has_value(), "hf_fastpath::", op,
+                  ": q_norm_weight and k_norm_weight go together");
+  if (!q_norm_weight) return false;
+  const int64_t q = q_norm_weight->numel(), k = k_norm_weight->numel();
+  const bool each = q == head_dim && k == head_dim;
+  STD_TORCH_CHECK(each || (q == num_heads * head_dim && k == num_kv_heads * head_dim), "hf_fastpath::", op,
+                  ": q_norm_weight and k_norm_weight have ", q, " and ", k, " elements, expected ", head_dim,
+                  " both, or ", num_heads * head_dim, " and ", num_kv_heads * head_dim);
+  STD_TORCH_CHECK(dtype_of(*q_norm_weight, op) == dtype && dtype_of(*k_norm_weight, op) == dtype,
+                  "hf_fastpath::", op, ": q_norm_weight and k_norm_weight have to be of qkv's dtype");
+  return !each;
+}
+
+// Refuses what decode_attention cannot do to scores.
+inline void check_score_changes(const char* op, const std::optional<Tensor>& sinks, double softcap,
+                                const std::optional<Tensor>& slopes, int64_t num_heads) {
+  STD_TORCH_CHECK(softcap >= 0.0, "hf_fastpath::", op, ": softcap is ", softcap, ", expected 0 or more");
+  STD_TORCH_CHECK(!slopes || (slopes->numel() == num_heads && dtype_of(*slopes, op) == DType::kFloat32),
+                  "hf_fastpath::", op, ": slopes have to be float32 [heads]");
+  STD_TORCH_CHECK(!slopes || !sinks, "hf_fastpath::", op, ": slopes and sinks do not go together");
+}
+
 inline NormKind norm_of(int64_t number, const char* op) {
   return choice_of(number, NormKind::kRmsOffset, op, "norm");
 }
@@ -29,51 +56,58 @@ inline void check_projections(const Tensor& x, const std::optional<Tensor>& k_we
                   "hf_fastpath::qkv_rope_append: transposed takes all projections in q_weight");
 }
 
-#define HF_FASTPATH_COMPOSED_OPS(device)                                                                   \
-  Tensor rms_norm_##device(const Tensor& x, const Tensor& weight, double eps,                              \
-                           const std::optional<Tensor>& residual = std::nullopt,                           \
-                           double weight_offset = 0.0);                                                    \
-  Tensor layer_norm_##device(const Tensor& x, const std::optional<Tensor>& weight,                         \
-                             const std::optional<Tensor>& bias, double eps,                                \
-                             const std::optional<Tensor>& residual = std::nullopt);                        \
-  Tensor rope_append_##device(                                                                             \
-      const Tensor& qkv, const std::optional<Tensor>& bias, const std::optional<Tensor>& cos,              \
-      const std::optional<Tensor>& sin, const Tensor& k_cache, const Tensor& v_cache,                      \
-      const Tensor& seq_lens, int64_t num_heads, const std::optional<Tensor>& kv_table, int64_t layer,     \
-      const std::optional<Tensor>& k_scales, const std::optional<Tensor>& v_scales,                        \
-      const std::optional<Tensor>& block_table = std::nullopt, bool neighbors = false);                    \
-  Tensor gemv_##device(const Tensor& x, const Tensor& weight, const std::optional<Tensor>& bias,           \
-                       const std::optional<Tensor>& residual, int64_t activation, bool transposed,         \
-                       int64_t norm, const std::optional<Tensor>& norm_weight,                             \
-                       const std::optional<Tensor>& norm_bias, double norm_eps, bool programmatic_launch,  \
-                       const std::optional<Tensor>& next_weight);                                          \
-  Tensor qkv_rope_append_##device(                                                                         \
-      const Tensor& x, const Tensor& q_weight, const std::optional<Tensor>& k_weight,                      \
-      const std::optional<Tensor>& v_weight, const std::optional<Tensor>& q_bias,                          \
-      const std::optional<Tensor>& k_bias, const std::optional<Tensor>& v_bias, bool transposed,           \
-      const std::optional<Tensor>& cos, const std::optional<Tensor>& sin, const Tensor& k_cache,           \
-      const Tensor& v_cache, const Tensor& seq_lens, int64_t num_heads,                                    \
-      const std::optional<Tensor>& kv_table, int64_t layer, int64_t norm,                                  \
-      const std::optional<Tensor>& norm_weight, const std::optional<Tensor>& norm_bias, double norm_eps,   \
-      bool programmatic_launch, const std::optional<Tensor>& k_scales,                                     \
-      const std::optional<Tensor>& v_scales, const std::optional<Tensor>& block_table, bool neighbors);    \
-  Tensor decode_attention_##device(                                                                        \
-      const Tensor& q, const Tensor& k_cache, const Tensor& v_cache, const Tensor& seq_lens,               \
-      const std::optional<Tensor>& starts, double scale, int64_t window,                                   \
-      const std::optional<Tensor>& kv_table, int64_t layer, const std::optional<Tensor>& workspace,        \
-      bool programmatic_launch, const std::optional<Tensor>& sinks, const std::optional<Tensor>& k_scales, \
-      const std::optional<Tensor>& v_scales, const std::optional<Tensor>& block_table = std::nullopt);     \
-  Tensor gemv_swiglu_##device(const Tensor& x, const Tensor& gate_weight, const Tensor& up_weight,         \
-                              int64_t activation, int64_t norm, const std::optional<Tensor>& norm_weight,  \
-                              const std::optional<Tensor>& norm_bias, double norm_eps,                     \
-                              bool programmatic_launch, const std::optional<Tensor>& next_weight);         \
-  inline Tensor normed_##device(const Tensor& x, NormKind norm, const std::optional<Tensor>& weight,       \
-                                const std::optional<Tensor>& bias, double eps) {                           \
-    if (norm == NormKind::kNone) return x;                                                                 \
-    STD_TORCH_CHECK(!is_rms(norm) || (weight && !bias),                                                    \
-                    "hf_fastpath: norm 'rms' takes norm_weight and no norm_bias");                         \
-    return is_rms(norm) ? rms_norm_##device(x, *weight, eps, std::nullopt, weight_offset(norm))            \
-                        : layer_norm_##device(x, weight, bias, eps);                                       \
+#define HF_FASTPATH_COMPOSED_OPS(device)                                                                     \
+  Tensor rms_norm_##device(const Tensor& x, const Tensor& weight, double eps,                                \
+                           const std::optional<Tensor>& residual = std::nullopt, double weight_offset = 0.0, \
+                           bool programmatic_launch = false);                                                \
+  Tensor layer_norm_##device(const Tensor& x, const std::optional<Tensor>& weight,                           \
+                             const std::optional<Tensor>& bias, double eps,                                  \
+                             const std::optional<Tensor>& residual = std::nullopt);                          \
+  Tensor rope_append_##device(                                                                               \
+      const Tensor& qkv, const std::optional<Tensor>& bias, const std::optional<Tensor>& cos,                \
+      const std::optional<Tensor>& sin, const Tensor& k_cache, const Tensor& v_cache,                        \
+      const Tensor& seq_lens, int64_t num_heads, const std::optional<Tensor>& kv_table, int64_t layer,       \
+      const std::optional<Tensor>& k_scales, const std::optional<Tensor>& v_scales,                          \
+      const std::optional<Tensor>& block_table = std::nullopt, bool neighbors = false,                       \
+      const std::optional<Tensor>& q_norm_weight = std::nullopt,                                             \
+      const std::optional<Tensor>& k_norm_weight = std::nullopt, double head_norm_eps = 0.0,                 \
+      double head_norm_offset = 0.0, bool programmatic_launch = false);                                      \
+  Tensor gemv_##device(const Tensor& x, const Tensor& weight, const std::optional<Tensor>& bias,             \
+                       const std::optional<Tensor>& residual, int64_t activation, bool transposed,           \
+                       int64_t norm, const std::optional<Tensor>& norm_weight,                               \
+                       const std::optional<Tensor>& norm_bias, double norm_eps, bool programmatic_launch,    \
+                       const std::optional<Tensor>& next_weight);                                            \
+  Tensor qkv_rope_append_##device(                                                                           \
+      const Tensor& x, const Tensor& q_weight, const std::optional<Tensor>& k_weight,                        \
+      const std::optional<Tensor>& v_weight, const std::optional<Tensor>& q_bias,                            \
+      const std::optional<Tensor>& k_bias, const std::optional<Tensor>& v_bias, bool transposed,             \
+      const std::optional<Tensor>& cos, const std::optional<Tensor>& sin, const Tensor& k_cache,             \
+      const Tensor& v_cache, const Tensor& seq_lens, int64_t num_heads,                                      \
+      const std::optional<Tensor>& kv_table, int64_t layer, int64_t norm,                                    \
+      const std::optional<Tensor>& norm_weight, const std::optional<Tensor>& norm_bias, double norm_eps,     \
+      bool programmatic_launch, const std::optional<Tensor>& k_scales,                                       \
+      const std::optional<Tensor>& v_scales, const std::optional<Tensor>& block_table, bool neighbors,       \
+      const std::optional<Tensor>& q_norm_weight = std::nullopt,                                             \
+      const std::optional<Tensor>& k_norm_weight = std::nullopt, double head_norm_eps = 0.0,                 \
+      double head_norm_offset = 0.0);                                                                        \
+  Tensor decode_attention_##device(                                                                          \
+      const Tensor& q, const Tensor& k_cache, const Tensor& v_cache, const Tensor& seq_lens,                 \
+      const std::optional<Tensor>& starts, double scale, int64_t window,                                     \
+      const std::optional<Tensor>& kv_table, int64_t layer, const std::optional<Tensor>& workspace,          \
+      bool programmatic_launch, const std::optional<Tensor>& sinks, const std::optional<Tensor>& k_scales,   \
+      const std::optional<Tensor>& v_scales, const std::optional<Tensor>& block_table = std::nullopt,        \
+      double softcap = 0.0, const std::optional<Tensor>& slopes = std::nullopt);                             \
+  Tensor gemv_swiglu_##device(const Tensor& x, const Tensor& gate_weight, const Tensor& up_weight,           \
+                              int64_t activation, int64_t norm, const std::optional<Tensor>& norm_weight,    \
+                              const std::optional<Tensor>& norm_bias, double norm_eps,                       \
+                              bool programmatic_launch, const std::optional<Tensor>& next_weight);           \
+  inline Tensor normed_##device(const Tensor& x, NormKind norm, const std::optional<Tensor>& weight,         \
+                                const std::optional<Tensor>& bias, double eps) {                             \
+    if (norm == NormKind::kNone) return x;                                                                   \
+    STD_TORCH_CHECK(!is_rms(norm) || (weight && !bias),                                                      \
+                    "hf_fastpath: norm 'rms' takes norm_weight and no norm_bias");                           \
+    return is_rms(norm) ? rms_norm_##device(x, *weight, eps, std::nullopt, weight_offset(norm))              \
+                        : layer_norm_##device(x, weight, bias, eps);                                         \
   }
 
 HF_FASTPATH_COMPOSED_OPS(cpu)

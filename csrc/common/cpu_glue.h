@@ -1,4 +1,4 @@
-// What the CPU glue files share: the choice of instruction set, threads, scratch memory, views by rows.
+// What the CPU glue files share: the choice of instruction set, threads, scratch memory.
 // Torch-facing; included by *_cpu.cpp only.
 #pragma once
 
@@ -16,6 +16,7 @@
 #include <new>
 #include <optional>
 
+#include "common/rows_glue.h"
 #include "common/torch_glue.h"
 
 namespace hf_fastpath {
@@ -209,32 +210,6 @@ inline const char* at(const void* base, int64_t offset, DType dtype) {
 
 inline char* at(void* base, int64_t offset, DType dtype) {
   return static_cast<char*>(base) + offset * element_size(dtype);
-}
-
-// A tensor as rows of its last dimension, `stride` elements apart. Copied only if its rows are not evenly
-// spaced.
-struct RowView {
-  Tensor tensor;  // keeps the memory alive
-  const void* data;
-  int64_t rows, columns, stride;
-};
-
-inline RowView row_view(const Tensor& input) {
-  const int64_t dims = input.dim();
-  const int64_t columns = dims > 0 ? input.size(dims - 1) : 1;
-  const int64_t rows = columns > 0 ? input.numel() / columns : 0;
-  if (input.is_contiguous()) return {input, input.const_data_ptr(), rows, columns, columns};
-  bool even = dims > 0 && (columns == 1 || input.stride(dims - 1) == 1);
-  int64_t stride = 0, span = 1;  // span: rows covered by the dimensions seen so far
-  for (int64_t i = dims - 2; i >= 0 && even; --i) {
-    if (input.size(i) == 1) continue;
-    if (stride == 0) stride = input.stride(i);
-    even = input.stride(i) == stride * span;
-    span *= input.size(i);
-  }
-  if (even) return {input, input.const_data_ptr(), rows, columns, stride};
-  Tensor copy = torch::stable::contiguous(input);
-  return {copy, copy.const_data_ptr(), rows, columns, columns};
 }
 
 // The data of an optional tensor, null when it is absent. `holder` keeps a contiguous copy alive if one is

@@ -24,7 +24,8 @@ struct NormParams {
   int64_t rows;
   int columns;
   float eps;
-  float weight_offset;  // of rms_norm: the factor is this + weight
+  float weight_offset;       // of rms_norm: the factor is this + weight
+  bool programmatic_launch;  // of rms_norm: the weight may be read before the kernel in front is complete
 };
 
 // Chunks a thread keeps: 8 elements each in half precision, so 1024 threads hold rows of 32768 elements.

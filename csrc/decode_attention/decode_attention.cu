@@ -16,6 +16,7 @@
 #include "common/kv_quants.cuh"
 #include "decode_attention/decode_attention.h"
 #include "decode_attention/merge.cuh"
+#include "decode_attention/scores.cuh"
 
 namespace hf_fastpath {
 namespace {
@@ -130,6 +131,7 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerSm<KV, kLanes, kChunks, kR
   if (is_old) wait_for_previous_kernel();
 
   float q[kRows][kChunks * kElems];
+  float slope[kRows];
   int row_first[kRows], row_last[kRows];  // positions each row sees, up to the block's last
 #pragma unroll
   for (int r = 0; r < kRows; ++r) {
@@ -138,6 +140,7 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerSm<KV, kLanes, kChunks, kR
     const int newest = s.seq_len - p.query_len + place.token;
     row_first[r] = s.first_visible(newest, p.window);
     row_last[r] = present ? min(newest, s.end - 1) : -1;
+    slope[r] = slope_of(p, place.head);
     const int64_t at = out_offset(p, batch_row, place);  // q lies like the output
 #pragma unroll
     for (int c = 0; c < kChunks; ++c) {
@@ -202,6 +205,7 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerSm<KV, kLanes, kChunks, kR
       }
 #pragma unroll
       for (int r = 0; r < kRows; ++r) {
+        weight[u * kRows + r] = changed_score<true>(p, weight[u * kRows + r], slope[r], at, s.seq_len);
         if (at > row_last[r] || at < row_first[r]) weight[u * kRows + r] = -INFINITY;
       }
     }

@@ -35,7 +35,9 @@ struct DecodeAttentionParams {
   void* workspace;  // see decode_attention_workspace_bytes
   int64_t workspace_bytes;
   float scale;
-  int window;  // 0: none
+  float softcap;        // of scores, cap * tanh(score / cap); 0: none
+  const float* slopes;  // [num_heads]: added to a score for each position further on; or null; not with sinks
+  int window;           // 0: none
   int batch, query_len, num_heads, num_kv_heads, head_dim;
   int group;                                     // num_heads / num_kv_heads: query heads that share a KV head
   uint32_t group_inverse, num_kv_heads_inverse;  // see inverse_of

@@ -72,6 +72,8 @@ __global__ void __launch_bounds__(kThreads, 1) decode_attention_any_kernel(Decod
     for (int offset = kWarpSize / 2; offset > 0; offset /= 2)
       score += __shfl_xor_sync(kAllLanes, score, offset);
     if constexpr (kIsQuant<KV>) score *= bfloat16_bits_to_float(scales.k[slot]);
+    if (p.softcap > 0.f) score = p.softcap * tanh(score / p.softcap);
+    if (p.slopes) score += double(p.slopes[place.head]) * (position - newest);
     const double top = score > max ? score : max;
     const double shrink = max == -INFINITY ? 0.0 : exp(max - top);
     double weight = exp(score - (top == -INFINITY ? 0.0 : top));

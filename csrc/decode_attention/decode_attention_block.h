@@ -217,6 +217,25 @@ HF_INLINE float scale_scores(float* scores, int64_t low, int64_t high, int64_t p
   return Vector::largest(top);
 }
 
+// Scales, caps and slopes the scores of one query. Position 4 * i + s of the block is `first` + i * stride +
+// s * apart; slopes count from `last`, where they have to be exact.
+HF_INLINE void change_scores(const AttentionChunk& chunk, float* scores, int64_t padded, const float* factors,
+                             float slope, int64_t first, int64_t apart, int64_t stride, int64_t last) {
+  const __m256 scale = _mm256_set1_ps(chunk.scale), cap = _mm256_set1_ps(chunk.softcap);
+  const __m256 steps = _mm256_set_ps(3, 2, 1, 0, 3, 2, 1, 0), groups = _mm256_set_ps(1, 1, 1, 1, 0, 0, 0, 0);
+  __m256 distance = _mm256_set1_ps(static_cast<float>(first - last));
+  distance = _mm256_fmadd_ps(steps, _mm256_set1_ps(static_cast<float>(apart)), distance);
+  distance = _mm256_fmadd_ps(groups, _mm256_set1_ps(static_cast<float>(stride)), distance);
+  for (int64_t p = 0; p < padded; p += kLanes) {
+    __m256 score = _mm256_mul_ps(_mm256_loadu_ps(scores + p), scale);
+    if (factors != nullptr) score = _mm256_mul_ps(score, _mm256_loadu_ps(factors + p));
+    if (chunk.softcap > 0.0f) score = _mm256_mul_ps(tanh_ps(_mm256_div_ps(score, cap)), cap);
+    score = _mm256_fmadd_ps(_mm256_set1_ps(slope), distance, score);
+    _mm256_storeu_ps(scores + p, score);
+    distance = _mm256_add_ps(distance, _mm256_set1_ps(static_cast<float>(2 * stride)));
+  }
+}
+
 // Turns scaled scores into exp(score - max), times their factors where there are any, and updates the query's
 // running maximum, weight and accumulators.
 template <class Vector, bool kFactors>
@@ -250,10 +269,10 @@ HF_INLINE void weigh_scores(float* scores, int64_t padded, float block_top, floa
   *maximum = now;
 }
 
-// Of all queries; positions [position, position + count) if adjacent, else all are visible. With factors of
-// scores and of weights, or without both.
+// Of all queries; positions [position, position + count) if `length` is 0, else of four streams of that many
+// positions, all visible. With factors of scores and of weights, or without both.
 template <class Vector, bool kFactors>
-void softmax_block(const AttentionChunk& chunk, int64_t count, bool adjacent, int64_t position,
+void softmax_block(const AttentionChunk& chunk, int64_t count, int64_t length, int64_t position,
                    const float* of_scores, const float* of_weights) {
   constexpr int64_t kWidth = Vector::kWidth;
   const int64_t dim = chunk.head_dim, queries = chunk.query_len * chunk.group;
@@ -261,15 +280,22 @@ void softmax_block(const AttentionChunk& chunk, int64_t count, bool adjacent, in
   float* const tops = chunk.scratch + queries * kBlockPositions;
   for (int64_t m = 0; m < queries; ++m) {
     int64_t low = 0, high = count;
-    if (adjacent) {
-      const int64_t last = chunk.first_query + m / chunk.group;
+    const int64_t last = chunk.first_query + m / chunk.group;
+    if (length == 0) {
       const int64_t oldest = chunk.window > 0 ? last - chunk.window + 1 : position;
       low = oldest > position ? min_of(oldest - position, count) : 0;
       high = min_of(last + 1 - position, count);
       if (high < low) high = low;
     }
-    tops[m] = scale_scores<Vector, kFactors>(chunk.scratch + m * kBlockPositions, low, high, padded,
-                                             chunk.scale, of_scores);
+    float* const scores = chunk.scratch + m * kBlockPositions;
+    if (chunk.softcap > 0.0f || chunk.slopes != nullptr) {
+      const float slope = chunk.slopes != nullptr ? chunk.slopes[m % chunk.group] : 0.0f;
+      const int64_t apart = length > 0 ? length : 1, stride = length > 0 ? 1 : kStreams;
+      change_scores(chunk, scores, padded, of_scores, slope, position, apart, stride, last);
+      tops[m] = scale_scores<Vector, false>(scores, low, high, padded, 1.0f, nullptr);
+    } else {
+      tops[m] = scale_scores<Vector, kFactors>(scores, low, high, padded, chunk.scale, of_scores);
+    }
   }
   for (int64_t m = 0; m < queries; ++m) {
     weigh_scores<Vector, kFactors>(chunk.scratch + m * kBlockPositions, padded, tops[m], chunk.maxima + m,
@@ -351,12 +377,12 @@ void value_block(const BlockRows<Kv>& v, int64_t count, const float* weights, in
 
 // ---- chunk --------------------------------------------------------------------------------------------
 
-// One block: positions [position, position + count) if adjacent, else all visible to every query. `ahead`:
-// rows of K that come next.
+// One block: positions [position, position + count) if `length` is 0, else of four streams of that many
+// positions, all visible to every query. `ahead`: rows of K that come next.
 template <class Vector, class Kv>
 void run_block(const AttentionChunk& chunk, const BlockRows<Kv>& k, const BlockRows<Kv>& v,
                const BlockRows<Kv>& ahead, const BlockScales& k_scales, const BlockScales& v_scales,
-               int64_t count, bool adjacent, int64_t position) {
+               int64_t count, int64_t length, int64_t position) {
   const int64_t dim = chunk.head_dim, queries = chunk.query_len * chunk.group;
   constexpr bool kMayStep = Vector::kWidth == 16 && std::is_same_v<Kv, I8>;
   const bool in_steps = kMayStep && chunk.q_steps != nullptr;
@@ -373,9 +399,9 @@ void run_block(const AttentionChunk& chunk, const BlockRows<Kv>& k, const BlockR
     alignas(64) float of_scores[kBlockPositions], of_weights[kBlockPositions];
     load_scales<Vector, Kv>(k_scales, count, of_scores);
     load_scales<Vector, Kv>(v_scales, count, of_weights);
-    softmax_block<Vector, true>(chunk, count, adjacent, position, of_scores, of_weights);
+    softmax_block<Vector, true>(chunk, count, length, position, of_scores, of_weights);
   } else {
-    softmax_block<Vector, false>(chunk, count, adjacent, position, nullptr, nullptr);
+    softmax_block<Vector, false>(chunk, count, length, position, nullptr, nullptr);
   }
   if (in_steps && value_block_avx512_vnni(plain(v), count, chunk.scratch, queries, dim, chunk.accumulators,
                                           plain(ahead))) {
@@ -409,13 +435,13 @@ void run_range(const AttentionChunk& chunk, int64_t begin, int64_t end, bool str
     const int64_t count = min_of(block, (length - i) * kStreams), behind = i + count / kStreams;
     run_block<Vector, Kv>(chunk, {k + i * dim, length * dim, dim}, {v + i * dim, length * dim, dim},
                           ahead(behind, behind >= length, length * dim, dim), {k_scales + i, length, 1},
-                          {v_scales + i, length, 1}, count, false, 0);
+                          {v_scales + i, length, 1}, count, length, begin + i);
   }
   for (int64_t i = length * kStreams; i < end - begin; i += block) {
     const int64_t count = min_of(block, end - begin - i), behind = i + count / kStreams * kStreams;
     run_block<Vector, Kv>(chunk, {k + i * dim, dim, kStreams * dim}, {v + i * dim, dim, kStreams * dim},
                           ahead(behind, i + count >= end - begin, dim, kStreams * dim),
-                          {k_scales + i, 1, kStreams}, {v_scales + i, 1, kStreams}, count, true, begin + i);
+                          {k_scales + i, 1, kStreams}, {v_scales + i, 1, kStreams}, count, 0, begin + i);
   }
 }
 

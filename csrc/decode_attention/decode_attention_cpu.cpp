@@ -40,7 +40,9 @@ void run_chunk(const AttentionChunk& chunk) {
       double* accumulators = all_accumulators.data() + m * dim;
       double parts[4] = {};
       for (int64_t d = 0; d < dim; ++d) parts[d % 4] += static_cast<double>(to_float(k[d])) * q[d];
-      const double exact = k_scale * ((parts[0] + parts[2]) + (parts[1] + parts[3]));
+      double exact = k_scale * ((parts[0] + parts[2]) + (parts[1] + parts[3]));
+      if (chunk.softcap > 0.0f) exact = chunk.softcap * std::tanh(exact / chunk.softcap);
+      if (chunk.slopes != nullptr) exact += double(chunk.slopes[m % chunk.group]) * double(j - position);
       const float rounded = static_cast<float>(exact);
       const double score = std::isfinite(rounded) ? exact : rounded, before = maxima[m];
       const double now = score > before ? score : before;
@@ -146,7 +148,8 @@ Tensor decode_attention_cpu(const Tensor& q, const Tensor& k_cache, const Tensor
                             int64_t window, const std::optional<Tensor>& kv_table, int64_t layer,
                             const std::optional<Tensor>& /*workspace*/, bool /*programmatic_launch*/,
                             const std::optional<Tensor>& sinks, const std::optional<Tensor>& k_scales,
-                            const std::optional<Tensor>& v_scales, const std::optional<Tensor>& block_table) {
+                            const std::optional<Tensor>& v_scales, const std::optional<Tensor>& block_table,
+                            double softcap, const std::optional<Tensor>& slopes) {
   const char* op = "decode_attention";
   const DType dtype = dtype_of(q, op);
   STD_TORCH_CHECK(q.dim() == 4 && q.size(1) >= 1 && q.size(1) <= kMaxQueryLen,
@@ -160,6 +163,9 @@ Tensor decode_attention_cpu(const Tensor& q, const Tensor& k_cache, const Tensor
                   cache.num_kv_heads, " of ", cache.head_dim);
   STD_TORCH_CHECK(takes_head_dim(dim), "hf_fastpath::decode_attention: head_dim is ", dim,
                   ", expected an even number up to ", kMaxHeadDim);
+  check_score_changes(op, sinks, softcap, slopes, num_heads);
+  std::optional<Tensor> slopes_holder;
+  const float* const slope_of = static_cast<const float*>(optional_data(slopes, slopes_holder));
   STD_TORCH_CHECK(window >= 0, "hf_fastpath::decode_attention: window is ", window, ", expected 0 or more");
   std::optional<Tensor> lens_holder, starts_holder;
   const int32_t* lens = load_int_vector(seq_lens, batch, lens_holder, op, "seq_lens");
@@ -269,6 +275,8 @@ Tensor decode_attention_cpu(const Tensor& q, const Tensor& k_cache, const Tensor
       chunk.first_query = range.first_query;
       chunk.window = window;
       chunk.scale = static_cast<float>(scale);
+      chunk.softcap = static_cast<float>(softcap);
+      chunk.slopes = slope_of != nullptr ? slope_of + h * group : nullptr;
       chunk.accumulators = accumulators + item * queries * dim;
       chunk.maxima = maxima + item * queries;
       chunk.weights = weights + item * queries;

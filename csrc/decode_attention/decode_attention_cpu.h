@@ -27,6 +27,8 @@ struct AttentionChunk {
   int64_t first_query;  // position of token 0; token i sees the positions up to first_query + i ...
   int64_t window;       // ... and from first_query + i - window + 1 on, unless 0
   float scale;
+  float softcap;        // of scores, cap * tanh(score / cap); 0: none
+  const float* slopes;  // [group]: added to a score for each position that a key is further on; or null
   float* accumulators;  // [query_len * group, head_dim]: sum of exp(score - max) * v over the chunk
   float* maxima;        // [query_len * group]: largest score, -infinity if no position is visible
   float* weights;       // [query_len * group]: sum of exp(score - max)

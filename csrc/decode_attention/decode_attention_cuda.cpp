@@ -8,11 +8,11 @@ Tensor decode_attention_cuda(const Tensor& q, const Tensor& k_cache, const Tenso
                              int64_t window, const std::optional<Tensor>& kv_table, int64_t layer,
                              const std::optional<Tensor>& workspace, bool programmatic_launch,
                              const std::optional<Tensor>& sinks, const std::optional<Tensor>& k_scales,
-                             const std::optional<Tensor>& v_scales,
-                             const std::optional<Tensor>& block_table) {
+                             const std::optional<Tensor>& v_scales, const std::optional<Tensor>& block_table,
+                             double softcap, const std::optional<Tensor>& slopes) {
   return attend_cuda("decode_attention", q, k_cache, v_cache, seq_lens, starts, scale, window, kv_table,
-                     layer, workspace, programmatic_launch, sinks, k_scales, v_scales, block_table,
-                     launch_decode_attention);
+                     layer, workspace, programmatic_launch, sinks, k_scales, v_scales, block_table, softcap,
+                     slopes, launch_decode_attention);
 }
 
 STABLE_TORCH_LIBRARY_IMPL(hf_fastpath, CUDA, m) {

@@ -2,6 +2,7 @@
 #pragma once
 
 #include "common/attention_glue.h"
+#include "common/composed_ops.h"
 #include "common/pages_glue.h"
 #include "decode_attention/decode_attention.h"
 
@@ -15,7 +16,7 @@ Tensor attend_cuda(const char* op, const Tensor& q, const Tensor& k_cache, const
                    const std::optional<Tensor>& workspace, bool programmatic_launch,
                    const std::optional<Tensor>& sinks, const std::optional<Tensor>& k_scales,
                    const std::optional<Tensor>& v_scales, const std::optional<Tensor>& block_table,
-                   Launch launch) {
+                   double softcap, const std::optional<Tensor>& slopes, Launch launch) {
   STD_TORCH_CHECK(q.dim() == 4 && q.size(1) >= 1 && q.size(1) <= kMaxQueryLen, "hf_fastpath::", op,
                   ": q has to be [batch, 1 to 16, heads, head_dim]");
   check_attention(op, q, k_cache, v_cache, block_table.has_value(), seq_lens, starts, sinks);
@@ -24,6 +25,7 @@ Tensor attend_cuda(const char* op, const Tensor& q, const Tensor& k_cache, const
                   ": k_cache and v_cache differ in dtype");
   check_kv_scales(k_cache, k_scales, type, op, "k_scales");
   check_kv_scales(k_cache, v_scales, type, op, "v_scales");
+  check_score_changes(op, sinks, softcap, slopes, q.size(2));
   const Pages pages = load_pages(block_table, kv_table, layer, k_cache, type, q.size(0), op);
   if (!pages) check_kv_table(kv_table, layer, type, op);
 
@@ -34,6 +36,9 @@ Tensor attend_cuda(const char* op, const Tensor& q, const Tensor& k_cache, const
   const std::optional<Tensor> table = AttentionTensors::contiguous_or_none(kv_table);
   p.kv_table = static_cast<const int64_t*>(data_or_null(table));
   p.layer = layer;
+  p.softcap = static_cast<float>(softcap);
+  const std::optional<Tensor> of_heads = AttentionTensors::contiguous_or_none(slopes);
+  p.slopes = static_cast<const float*>(data_or_null(of_heads));
   p.pages = pages;
   if (pages) p.capacity = pages.capacity;
   p.group_inverse = inverse_of(p.group);

@@ -22,6 +22,7 @@
 #include "common/mma.cuh"
 #include "decode_attention/decode_attention.h"
 #include "decode_attention/merge.cuh"
+#include "decode_attention/scores.cuh"
 #include "decode_attention/tiles.cuh"
 
 namespace hf_fastpath {
@@ -75,7 +76,8 @@ __global__ void __launch_bounds__(kWarps* kWarpSize, 1) decode_attention_mma_ker
   }
   if (!waited) wait_for_previous_kernel();
 
-  uint4 queries[kHalves][kPieces];            // in K's order of dims
+  uint4 queries[kHalves][kPieces];  // in K's order of dims
+  float slope[kHalves];
   int row_first[kHalves], row_last[kHalves];  // positions rows g and g + 8 see
 #pragma unroll
   for (int h = 0; h < kHalves; ++h) {
@@ -83,6 +85,7 @@ __global__ void __launch_bounds__(kWarps* kWarpSize, 1) decode_attention_mma_ker
     const RowPlace place = row_place(p, s, kv_head, row < rows.count(p) ? rows.first + row : 0);
     row_last[h] = row < rows.count(p) ? min(s.seq_len - p.query_len + place.token, s.end - 1) : -1;
     row_first[h] = s.first_visible(s.seq_len - p.query_len + place.token, p.window);
+    slope[h] = slope_of(p, place.head);
     const T* at = static_cast<const T*>(p.q) + out_offset(p, batch_row, place);  // q lies like the output
 #pragma unroll
     for (int c = 0; c < kPieces; ++c) {
@@ -127,7 +130,8 @@ __global__ void __launch_bounds__(kWarps* kWarpSize, 1) decode_attention_mma_ker
         for (int i = 0; i < 2; ++i) {
           const int position = base + t * 8 + 2 * q + i;
           const bool visible = position <= row_last[h] && position >= row_first[h];
-          w[t][i] = visible ? scores[t][2 * h + i] * (p.scale * kLog2e) : -INFINITY;
+          const float score = scores[t][2 * h + i] * (p.scale * kLog2e);
+          w[t][i] = visible ? changed_score<false>(p, score, slope[h], position, s.seq_len) : -INFINITY;
           max = fmaxf(max, w[t][i]);
         }
       max = fmaxf(max, __shfl_xor_sync(kAllLanes, max, 1));  // the row's four lanes

@@ -25,6 +25,7 @@
 #include "decode_attention/decode_attention.h"
 #include "decode_attention/merge.cuh"
 #include "decode_attention/quant_tiles.cuh"
+#include "decode_attention/scores.cuh"
 
 namespace hf_fastpath {
 namespace {
@@ -217,7 +218,7 @@ __global__ void __launch_bounds__(kWarps* kWarpSize, 1)
 
   Queries queries;
   int row_first[kHalves], row_last[kHalves];  // positions rows g and g + 8 see
-  float of_scores[kHalves];
+  float of_scores[kHalves], slope[kHalves];
 #pragma unroll
   for (int h = 0; h < kHalves; ++h) {
     const int row = h * 8 + g;
@@ -229,6 +230,7 @@ __global__ void __launch_bounds__(kWarps* kWarpSize, 1)
     if (base < s.end)
       queries.load(h, present ? at : nullptr, q, p.head_dim);  // some of a short cache's warps are idle
     of_scores[h] = queries.unit[h] * (p.scale * kLog2e);
+    slope[h] = slope_of(p, place.head);
   }
   const int all_from = s.first_visible(s.seq_len - 1, p.window),
             all_to = min(s.end, newest + 1);  // every row sees
@@ -276,7 +278,9 @@ __global__ void __launch_bounds__(kWarps* kWarpSize, 1)
       float max = -INFINITY;
 #pragma unroll
       for (int j = 0; j < 8; ++j)
-        w[j] = queries.sum(accumulators[j / 2], h, j % 2) * (k_scales[j] * of_scores[h]);
+        w[j] =
+            changed_score<false>(p, queries.sum(accumulators[j / 2], h, j % 2) * (k_scales[j] * of_scores[h]),
+                                 slope[h], base + 8 * q + j, s.seq_len);
       if (!whole) {
 #pragma unroll
         for (int j = 0; j < 8; ++j) {

@@ -81,10 +81,11 @@ Tensor layer_by_layer(const DecodeLayersCall& call) {
         x, w[kQWeight], given(w[kKWeight]), given(w[kVWeight]), given(w[kQBias]), given(w[kKBias]),
         given(w[kVBias]), transposed, cos, sin, k_caches[i], v_caches[i], seq_lens, num_heads, kv_table,
         layer, norm, given(w[kAttentionNormWeight]), given(w[kAttentionNormBias]), norm_eps,
-        programmatic_launch, std::nullopt, std::nullopt, std::nullopt, false);
-    const Tensor mixed = Ops::decode_attention(queries, k_caches[i], v_caches[i], seq_lens, starts, scale,
-                                               windows[i], kv_table, layer, workspace, programmatic_launch,
-                                               std::nullopt, std::nullopt, std::nullopt, std::nullopt);
+        programmatic_launch, std::nullopt, std::nullopt, std::nullopt, false, std::nullopt, std::nullopt, 0.0,
+        0.0);
+    const Tensor mixed = Ops::decode_attention(
+        queries, k_caches[i], v_caches[i], seq_lens, starts, scale, windows[i], kv_table, layer, workspace,
+        programmatic_launch, std::nullopt, std::nullopt, std::nullopt, std::nullopt, 0.0, std::nullopt);
     const bool gated = w[kGateWeight].numel() > 0;
     const std::optional<Tensor> none;
     x = Ops::gemv(mixed, w[kOutWeight], given(w[kOutBias]), x, number_of(Activation::kNone), transposed,

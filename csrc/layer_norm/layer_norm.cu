@@ -93,10 +93,11 @@ void launch_layer_norm(const void* x, const void* weight, const void* bias, cons
                        int64_t rows, int64_t columns, float eps, DType dtype, cudaStream_t stream) {
   with_type(dtype, [&](auto zero) {
     using T = decltype(zero);
-    launch_norm<LayerNorm>(NormParams<T>{static_cast<const T*>(x), static_cast<const T*>(weight),
-                                         static_cast<const T*>(bias), static_cast<const T*>(residual),
-                                         static_cast<T*>(out), rows, static_cast<int>(columns), eps, 0.f},
-                           stream);
+    launch_norm<LayerNorm>(
+        NormParams<T>{static_cast<const T*>(x), static_cast<const T*>(weight), static_cast<const T*>(bias),
+                      static_cast<const T*>(residual), static_cast<T*>(out), rows, static_cast<int>(columns),
+                      eps, 0.f, false},
+        stream);
   });
 }
 

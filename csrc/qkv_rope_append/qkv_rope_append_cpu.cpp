@@ -52,12 +52,15 @@ Tensor qkv_rope_append_cpu(const Tensor& raw, const Tensor& q_weight, const std:
                            const std::optional<Tensor>& norm_bias, double norm_eps,
                            bool /*programmatic_launch*/, const std::optional<Tensor>& k_scales,
                            const std::optional<Tensor>& v_scales, const std::optional<Tensor>& block_table,
-                           bool neighbors) {
+                           bool neighbors, const std::optional<Tensor>& q_norm_weight,
+                           const std::optional<Tensor>& k_norm_weight, double head_norm_eps,
+                           double head_norm_offset) {
   const char* op = "qkv_rope_append";
   check_projections(raw, k_weight, v_weight, k_bias, v_bias, transposed);
   const auto append = [&](const Tensor& qkv) {
     return rope_append_cpu(qkv, std::nullopt, cos, sin, k_cache, v_cache, seq_lens, num_heads, kv_table,
-                           layer, k_scales, v_scales, block_table, neighbors);
+                           layer, k_scales, v_scales, block_table, neighbors, q_norm_weight, k_norm_weight,
+                           head_norm_eps, head_norm_offset);
   };
   if (!k_weight) {
     return append(gemv_cpu(raw, q_weight, q_bias, std::nullopt, number_of(Activation::kNone), transposed,

@@ -15,7 +15,10 @@ Tensor qkv_rope_append_cuda(const Tensor& x, const Tensor& q_weight, const std::
                             int64_t layer, int64_t norm, const std::optional<Tensor>& norm_weight,
                             const std::optional<Tensor>& norm_bias, double norm_eps, bool programmatic_launch,
                             const std::optional<Tensor>& k_scales, const std::optional<Tensor>& v_scales,
-                            const std::optional<Tensor>& block_table, bool neighbors) {
+                            const std::optional<Tensor>& block_table, bool neighbors,
+                            const std::optional<Tensor>& q_norm_weight,
+                            const std::optional<Tensor>& k_norm_weight, double head_norm_eps,
+                            double head_norm_offset) {
   constexpr const char* kOp = "qkv_rope_append";
   check_projections(x, k_weight, v_weight, k_bias, v_bias, transposed);
   const DeviceGuard guard(x);
@@ -35,11 +38,12 @@ Tensor qkv_rope_append_cuda(const Tensor& x, const Tensor& q_weight, const std::
   STD_TORCH_CHECK(!k_weight || (q_weight.size(0) == num_heads * k_cache.size(3) &&
                                 k_weight->size(0) == v_weight->size(0)),
                   "hf_fastpath::qkv_rope_append: the projections' features do not match the heads");
+  call.add_head_norms(q_norm_weight, k_norm_weight, head_norm_eps, head_norm_offset, kOp);
   const cudaStream_t stream = current_stream(guard.device());
   Tensor q = empty_like_with_sizes(input, {batch, query_len, num_heads, k_cache.size(3)});
   call.params.q_out = q.data_ptr();
-  // Products cannot be quantized as they come, and their kernels know no pages.
-  const bool as_they_come = !is_quantized(call.params.kv_type) && !call.pages;
+  // Products cannot be quantized or normed as they come, and their kernels know no pages.
+  const bool as_they_come = !is_quantized(call.params.kv_type) && !call.pages && !call.params.q_norm;
   if (as_they_come && input_norm.launch_as_one(p, &call.params, stream)) return q;
   Tensor normed;
   if (as_they_come) {

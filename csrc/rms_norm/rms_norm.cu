@@ -13,11 +13,43 @@
 namespace hf_fastpath {
 namespace {
 
+// A row in a decode step: the weight comes out of memory while the kernel in front still runs, and nothing
+// else waits for anything but x.
+template <class T, int kElems>
+__device__ __forceinline__ void norm_of_a_step(const NormParams<T>& p, const T* x, float* scratch) {
+  using C = Chunk<T, kElems>;
+  const int i = threadIdx.x * kElems;
+  const bool present = i < p.columns;
+  const int64_t at = blockIdx.x * int64_t(p.columns) + i;
+  allow_next_kernel();
+  const auto weight = present ? C::load_shared_line(p.weight + i) : C::zero();
+  wait_for_previous_kernel();
+  const auto raw = present ? C::load_l2(x + i) : C::zero();
+  const auto residual = present && p.residual ? C::load_l2(p.residual + at) : C::zero();
+  float values[kElems], factors[kElems], more[kElems], squares = 0.f;
+  C::unpack(raw, values);
+#pragma unroll
+  for (int e = 0; e < kElems; ++e) squares = fmaf(values[e], values[e], squares);
+  const float scale = rsqrtf(block_sum(squares, scratch) / p.columns + p.eps);
+  if (!present) return;
+  C::unpack(weight, factors);
+  C::unpack(residual, more);
+#pragma unroll
+  for (int e = 0; e < kElems; ++e) {
+    values[e] *= scale * (factors[e] + p.weight_offset);
+    if (p.residual) values[e] = to_float(from_float<T>(values[e])) + more[e];
+  }
+  C::store(p.out + at, values);
+}
+
 template <class T, int kElems, int kChunks>
 __global__ void __launch_bounds__(kMaxNormThreads) rms_norm_kernel(NormParams<T> p) {
   using C = Chunk<T, kElems>;
   __shared__ float scratch[kWarpSize];
   const T* x = p.x + blockIdx.x * int64_t(p.columns);
+  if constexpr (kChunks == 1) {
+    if (p.programmatic_launch) return norm_of_a_step<T, kElems>(p, x, scratch);
+  }
   begin_norm(p);
 
   const auto emit = [&](int i, const float (&values)[kElems], float scale) {
@@ -69,12 +101,13 @@ struct RmsNorm {
 }  // namespace
 
 void launch_rms_norm(const void* x, const void* weight, const void* residual, void* out, int64_t rows,
-                     int64_t columns, float eps, float weight_offset, DType dtype, cudaStream_t stream) {
+                     int64_t columns, float eps, float weight_offset, bool programmatic_launch, DType dtype,
+                     cudaStream_t stream) {
   with_type(dtype, [&](auto zero) {
     using T = decltype(zero);
     launch_norm<RmsNorm>(NormParams<T>{static_cast<const T*>(x), static_cast<const T*>(weight), nullptr,
                                        static_cast<const T*>(residual), static_cast<T*>(out), rows,
-                                       static_cast<int>(columns), eps, weight_offset},
+                                       static_cast<int>(columns), eps, weight_offset, programmatic_launch},
                          stream);
   });
 }

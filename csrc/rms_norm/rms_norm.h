@@ -10,8 +10,10 @@
 namespace hf_fastpath {
 
 // out = (weight_offset + weight) * x / sqrt(mean(x^2) + eps) over rows of x: [rows, columns], plus residual,
-// which is like x or null. x, residual and out contiguous, weight [columns].
+// which is like x or null. x, residual and out contiguous, weight [columns]. `programmatic_launch`: the
+// weight may be read before the kernel in front is complete.
 void launch_rms_norm(const void* x, const void* weight, const void* residual, void* out, int64_t rows,
-                     int64_t columns, float eps, float weight_offset, DType dtype, cudaStream_t stream);
+                     int64_t columns, float eps, float weight_offset, bool programmatic_launch, DType dtype,
+                     cudaStream_t stream);
 
 }  // namespace hf_fastpath

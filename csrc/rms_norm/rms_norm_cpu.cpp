@@ -28,7 +28,7 @@ void rms_norm_portable(const RmsNormArgs& args, int64_t begin, int64_t end) {
 }
 
 Tensor rms_norm_cpu(const Tensor& x, const Tensor& weight, double eps, const std::optional<Tensor>& residual,
-                    double weight_offset) {
+                    double weight_offset, bool /*programmatic_launch*/) {
   const char* op = "rms_norm";
   const DType dtype = dtype_of(x, op);
   STD_TORCH_CHECK(x.dim() >= 1, "hf_fastpath::rms_norm: x has no dimensions, expected [..., hidden_size]");

@@ -6,7 +6,7 @@
 namespace hf_fastpath {
 
 Tensor rms_norm_cuda(const Tensor& x, const Tensor& weight, double eps, const std::optional<Tensor>& residual,
-                     double weight_offset) {
+                     double weight_offset, bool programmatic_launch) {
   constexpr const char* kOp = "rms_norm";
   STD_TORCH_CHECK(x.dim() >= 1 && weight.dim() == 1 && weight.size(0) == x.size(x.dim() - 1) &&
                       dtype_of(weight, kOp) == dtype_of(x, kOp),
@@ -21,7 +21,8 @@ Tensor rms_norm_cuda(const Tensor& x, const Tensor& weight, double eps, const st
   if (input.numel() > 0) {
     launch_rms_norm(input.data_ptr(), scale.data_ptr(), data_or_null(more), out.data_ptr(),
                     input.numel() / columns, columns, static_cast<float>(eps),
-                    static_cast<float>(weight_offset), dtype_of(input, kOp), current_stream(guard.device()));
+                    static_cast<float>(weight_offset), programmatic_launch, dtype_of(input, kOp),
+                    current_stream(guard.device()));
   }
   return out;
 }

@@ -1,6 +1,6 @@
-// What: adds the bias, rotates the new queries and keys (half-split pairs, or neighbors), writes keys and
-// values into their
-//   cache slots and the queries to q_out; one rounding to each destination's type.
+// What: adds the bias, norms (if asked for) and rotates the new queries and keys (half-split pairs, or
+//   neighbors), writes keys and values into their cache slots and the queries to q_out; one rounding to each
+//   destination's type.
 // Work split: a thread takes kElems pairs of a head of a token: elements p and p + rotary_dim / 2 of the
 //   rotated part, neighboring runs of the rest and of a part whose neighbors turn together; 16 bytes at a
 //   time where shapes allow it. grid.x counts the tokens of all rows, grid.y covers the pairs of a token.
@@ -8,8 +8,11 @@
 // Roofline: latency of two dependent loads (the table or the lengths, then the slot's address); a few KB a
 //   token. 1.8 us for one token of 32/8 heads of 128, float16, in a CUDA graph (H200, 2026-11).
 
+#include <algorithm>
+
 #include "common/async.cuh"
 #include "common/cuda_check.cuh"
+#include "common/warp.cuh"
 #include "rope_append/rope_append.cuh"
 #include "rope_append/rope_append_paged.h"
 
@@ -17,17 +20,29 @@ namespace hf_fastpath {
 namespace {
 
 constexpr int kThreads = 128;  // small blocks: a token has a few thousand pairs, which should reach many SMs
+constexpr int kHeadsOfBlock = 4;        // if a warp norms a head, so that blocks of prompts fill an SM
+constexpr int kMaxNormedThreads = 512;  // of a norm of all heads; more would leave too few registers for each
 
-template <class T, int kElems>
+// kL2: past L1, which may hold older values; see wait_for_previous_kernel().
+template <bool kL2 = false, class T, int kElems>
 __device__ __forceinline__ void load_floats(const T* from, float (&to)[kElems]) {
-  Chunk<T, kElems>::unpack(Chunk<T, kElems>::load(from), to);
+  using C = Chunk<T, kElems>;
+  C::unpack(kL2 ? C::load_l2(from) : C::load(from), to);
+}
+
+template <int kElems>
+__device__ __forceinline__ float sum_of_squares(const float (&a)[kElems], const float (&b)[kElems]) {
+  float sum = 0.f;
+#pragma unroll
+  for (int e = 0; e < kElems; ++e) sum = fmaf(a[e], a[e], fmaf(b[e], b[e], sum));
+  return sum;
 }
 
 // Turns the pairs of a run of elements.
-template <class T, int kElems>
+template <bool kL2, class T, int kElems>
 __device__ __forceinline__ void turn_neighbors(const T* cos, const T* sin, float (&values)[kElems]) {
   float c[kElems], s[kElems];
-  load_floats(cos, c), load_floats(sin, s);
+  load_floats<kL2>(cos, c), load_floats<kL2>(sin, s);
 #pragma unroll
   for (int e = 0; e + 1 < kElems; e += 2) {
     turn_pair({c[e], c[e + 1]}, {s[e], s[e + 1]}, values[e], values[e + 1]);
@@ -66,6 +81,90 @@ __device__ __forceinline__ void store_neighbors(Cache* to, const float (&values)
   for (int e = 0; e < kElems; ++e) to[e] = from_float<Cache>(values[e]);
 }
 
+// Two runs of kElems elements of a head: those that turn together, neighboring runs of elements that turn
+// with their neighbors, or of the rest.
+template <int kElems>
+struct Unit {
+  int first, second;
+  bool turns, has_second;
+
+  // rotary_dim: 0 of a value.
+  __device__ __forceinline__ Unit(const RopeAppendParams& p, int unit, int rotary_dim) {
+    const int half = rotary_dim / 2;
+    turns = unit * kElems < half;
+    const bool is_split = turns && !p.neighbors;
+    first = is_split ? unit * kElems : 2 * unit * kElems;  // what does not turn starts at element 2 * half
+    second = first + (is_split ? half : kElems);
+    has_second = kElems > 1 || second < p.head_dim;
+  }
+
+  // The head's elements, with the bias if there is one.
+  template <bool kL2 = false, class T>
+  __device__ __forceinline__ void load(const T* head, const T* bias, float (&a)[kElems],
+                                       float (&b)[kElems]) const {
+    load_floats<kL2>(head + first, a);
+    if (has_second) load_floats<kL2>(head + second, b);
+    if (!bias) return;
+    float more[kElems];
+    load_floats(bias + first, more);
+#pragma unroll
+    for (int e = 0; e < kElems; ++e) a[e] += more[e];
+    if (!has_second) return;
+    load_floats(bias + second, more);
+#pragma unroll
+    for (int e = 0; e < kElems; ++e) b[e] += more[e];
+  }
+
+  template <class T, bool kL2 = false>
+  __device__ __forceinline__ void turn(const RopeAppendParams& p, int token, float (&a)[kElems],
+                                       float (&b)[kElems]) const {
+    if (!turns) return;
+    const T* cos = token_angles<T>(p, p.cos, token);
+    const T* sin = token_angles<T>(p, p.sin, token);
+    if (kElems == 1 || !p.neighbors) {
+      float cos_a[kElems], cos_b[kElems], sin_a[kElems], sin_b[kElems];
+      load_floats<kL2>(cos + first, cos_a), load_floats<kL2>(cos + second, cos_b);
+      load_floats<kL2>(sin + first, sin_a), load_floats<kL2>(sin + second, sin_b);
+#pragma unroll
+      for (int e = 0; e < kElems; ++e) {
+        turn_pair({cos_a[e], cos_b[e]}, {sin_a[e], sin_b[e]}, a[e], b[e]);
+      }
+    } else {
+      turn_neighbors<kL2>(cos + first, sin + first, a);
+      turn_neighbors<kL2>(cos + second, sin + second, b);
+    }
+  }
+
+  // To the head's place in a cache or, with `at_once`, in q_out.
+  template <class To>
+  __device__ __forceinline__ void store(To* head, bool at_once, const float (&a)[kElems],
+                                        const float (&b)[kElems]) const {
+    store_neighbors(head + first, a, at_once);
+    if (has_second) store_neighbors(head + second, b, at_once);
+  }
+};
+
+// Writes a unit of a token's head where it belongs.
+template <class T, class Cache, int kElems, class... MaybePages>
+__device__ __forceinline__ void store_unit(const RopeAppendParams& p, const Unit<kElems>& unit,
+                                           const CachePlace& place, int64_t slot, int token, int head,
+                                           const float (&a)[kElems], const float (&b)[kElems],
+                                           const MaybePages&... pages) {
+  if (head < p.num_heads) {
+    T* out = static_cast<T*>(p.q_out) + (int64_t(token) * p.num_heads + head) * p.head_dim;
+    return unit.store(out, true, a, b);
+  }
+  const bool is_value = head >= p.num_heads + p.num_kv_heads;
+  const int kv_head = head - p.num_heads - (is_value ? p.num_kv_heads : 0);
+  const int64_t kv_place = head_place(p, place.capacity, slot, token / p.query_len, kv_head, pages...);
+  if constexpr (sizeof...(MaybePages) > 0) {
+    if (kv_place == kNowhere) return;
+  }
+  char* const cache = is_value ? place.v_cache : place.k_cache;
+  const bool at_once = kElems == 1 || reinterpret_cast<uintptr_t>(cache) % 16 == 0;
+  unit.store(reinterpret_cast<Cache*>(cache) + kv_place * p.head_dim, at_once, a, b);
+}
+
 // MaybePages: Pages, or nothing. The kernel in front may still run.
 template <class T, class Cache, int kElems, class... MaybePages>
 __global__ void __launch_bounds__(kThreads) rope_append_kernel(RopeAppendParams p, MaybePages... pages) {
@@ -74,81 +173,91 @@ __global__ void __launch_bounds__(kThreads) rope_append_kernel(RopeAppendParams 
   const int index = blockIdx.y * kThreads + threadIdx.x;
   if (index >= heads * units) return;
   allow_next_kernel();
-  const int head = index / units, unit = index % units;
-  const int token = blockIdx.x, row = token / p.query_len;
-
+  const int head = index / units, token = blockIdx.x;
   const bool is_value = head >= p.num_heads + p.num_kv_heads;
-  const int half = is_value ? 0 : p.rotary_dim / 2;
-  const bool rotate = unit * kElems < half, is_split = rotate && !p.neighbors;
-  const int first =
-      is_split ? unit * kElems : 2 * unit * kElems;  // what is not rotated starts at element 2 * half
-  const int second = first + (is_split ? half : kElems);
-  const bool has_second = kElems > 1 || second < p.head_dim;
-
-  const int64_t features = int64_t(heads) * p.head_dim, column = int64_t(head) * p.head_dim;
+  const Unit<kElems> unit(p, index % units, is_value ? 0 : p.rotary_dim);
   const CachePlace place = cache_place(p, pages...);
-  const int64_t slot = cache_slot(p, place.capacity, token);
-  int64_t kv_place = 0;  // of a key or value
-  if (head >= p.num_heads) {
-    const int kv_head = head - p.num_heads - (is_value ? p.num_kv_heads : 0);
-    kv_place = head_place(p, place.capacity, slot, row, kv_head, pages...);
-  }
+  const int64_t slot = cache_slot(p, place.capacity, token), column = int64_t(head) * p.head_dim;
   wait_for_previous_kernel();  // the projections
   drop_l1();
-  const T* qkv = static_cast<const T*>(p.qkv) + token * features + column;
+  const T* bias = p.bias ? static_cast<const T*>(p.bias) + column : nullptr;
   float a[kElems], b[kElems] = {};
-  load_floats(qkv + first, a);
-  if (has_second) load_floats(qkv + second, b);
-  if (p.bias) {
-    const T* bias = static_cast<const T*>(p.bias) + column;
-    float more[kElems];
-    load_floats(bias + first, more);
-#pragma unroll
-    for (int e = 0; e < kElems; ++e) a[e] += more[e];
-    if (has_second) {
-      load_floats(bias + second, more);
-#pragma unroll
-      for (int e = 0; e < kElems; ++e) b[e] += more[e];
+  unit.load(static_cast<const T*>(p.qkv) + int64_t(token) * heads * p.head_dim + column, bias, a, b);
+  unit.template turn<T>(p, token, a, b);
+  store_unit<T, Cache>(p, unit, place, slot, token, head, a, b, pages...);
+}
+
+// The same with norms. Threads of one threadIdx.y take what one norm is of: a head of a token, or all its
+// queries or keys. blockIdx.x counts tokens; blockIdx.y and threadIdx.y heads, or queries, keys and values.
+template <class T, class Cache, int kElems, class... MaybePages>
+__global__ void __launch_bounds__(kMaxNormedThreads)
+    rope_append_normed_kernel(RopeAppendParams p, MaybePages... pages) {
+  __shared__ float scratch[kMaxNormedThreads / kWarpSize];
+  const int part = blockIdx.y * blockDim.y + threadIdx.y, token = blockIdx.x, threads = blockDim.x;
+  if (!p.norms_all_heads && part >= p.num_heads + 2 * p.num_kv_heads) return;
+  const int of_part = part == 0 ? p.num_heads : p.num_kv_heads;
+  const int begin = p.norms_all_heads ? (part == 0 ? 0 : p.num_heads + (part - 1) * p.num_kv_heads) : part;
+  const int count = p.norms_all_heads ? of_part : 1;
+  const bool is_value = begin >= p.num_heads + p.num_kv_heads;
+  const T* weight = is_value ? nullptr : static_cast<const T*>(begin < p.num_heads ? p.q_norm : p.k_norm);
+  const int rotary_dim = is_value ? 0 : p.rotary_dim;
+  const int units = (p.head_dim + 1) / 2 / kElems, total = count * units;
+
+  allow_next_kernel();
+  const CachePlace place = cache_place(p, pages...);
+  const int64_t slot = cache_slot(p, place.capacity, token), column = int64_t(begin) * p.head_dim;
+  const auto load_factors = [&](int index, float (&a)[kElems], float (&b)[kElems]) {
+    const int head = index / units;
+    const T* const factors = p.norms_all_heads ? weight + head * p.head_dim : weight;
+    Unit<kElems>(p, index - head * units, rotary_dim).load(factors, static_cast<const T*>(nullptr), a, b);
+  };
+  float factor_a[kElems], factor_b[kElems] = {};  // of this thread's first unit, out of memory meanwhile
+  const bool has_unit = threadIdx.x < total;
+  if (p.norms_early && weight && has_unit) load_factors(threadIdx.x, factor_a, factor_b);
+  wait_for_previous_kernel();  // the projections
+  const int heads = p.num_heads + 2 * p.num_kv_heads;
+  const T* const qkv = static_cast<const T*>(p.qkv) + int64_t(token) * heads * p.head_dim + column;
+  const T* const bias = p.bias ? static_cast<const T*>(p.bias) + column : nullptr;
+  const auto load = [&](int index, float (&a)[kElems], float (&b)[kElems]) {
+    const int head = index / units;
+    const Unit<kElems> unit(p, index - head * units, rotary_dim);
+    unit.template load<true>(qkv + head * p.head_dim, bias ? bias + head * p.head_dim : nullptr, a, b);
+  };
+  float a[kElems] = {}, b[kElems] = {};  // of this thread's first unit
+  if (has_unit) load(threadIdx.x, a, b);
+  float scale = 1.f;
+  if (weight) {
+    float squares = sum_of_squares(a, b);
+    for (int index = threadIdx.x + threads; index < total; index += threads) {
+      float more_a[kElems], more_b[kElems] = {};
+      load(index, more_a, more_b);
+      squares += sum_of_squares(more_a, more_b);
     }
+    scale = rsqrtf(block_sum(squares, scratch) / float(count * p.head_dim) + p.norm_eps);
   }
-  if (rotate) {
-    const T* cos = token_angles<T>(p, p.cos, token);
-    const T* sin = token_angles<T>(p, p.sin, token);
-    if (kElems == 1 || !p.neighbors) {
-      float cos_a[kElems], cos_b[kElems], sin_a[kElems], sin_b[kElems];
-      load_floats(cos + first, cos_a), load_floats(cos + second, cos_b);
-      load_floats(sin + first, sin_a), load_floats(sin + second, sin_b);
+  for (int index = threadIdx.x; index < total; index += threads) {
+    if (index >= threads) load(index, a, b);
+    const int head = index / units;
+    const Unit<kElems> unit(p, index - head * units, rotary_dim);
+    if (weight) {
+      if (!p.norms_early || index >= threads) load_factors(index, factor_a, factor_b);
 #pragma unroll
       for (int e = 0; e < kElems; ++e) {
-        turn_pair({cos_a[e], cos_b[e]}, {sin_a[e], sin_b[e]}, a[e], b[e]);
+        a[e] *= scale * (p.norm_offset + factor_a[e]);
+        b[e] *= scale * (p.norm_offset + factor_b[e]);
       }
-    } else {
-      turn_neighbors(cos + first, sin + first, a);
-      turn_neighbors(cos + second, sin + second, b);
     }
+    unit.template turn<T, true>(p, token, a, b);
+    store_unit<T, Cache>(p, unit, place, slot, token, begin + head, a, b, pages...);
   }
-
-  if (head < p.num_heads) {
-    T* out = static_cast<T*>(p.q_out) + (int64_t(token) * p.num_heads + head) * p.head_dim;
-    Chunk<T, kElems>::store(out + first, a);
-    if (has_second) Chunk<T, kElems>::store(out + second, b);
-    return;
-  }
-  if constexpr (sizeof...(MaybePages) > 0) {
-    if (kv_place == kNowhere) return;
-  }
-  char* const cache = is_value ? place.v_cache : place.k_cache;
-  const bool at_once = kElems == 1 || reinterpret_cast<uintptr_t>(cache) % 16 == 0;
-  Cache* out = reinterpret_cast<Cache*>(cache) + kv_place * p.head_dim;
-  store_neighbors(out + first, a, at_once);
-  if (has_second) store_neighbors(out + second, b, at_once);
 }
 
 // Whether every run of kElems elements starts a 16-byte access where the caches do; the kernel looks at
 // these, whose addresses may be in a kv_table.
 template <int kElems>
 bool is_aligned(const RopeAppendParams& p) {
-  for (const void* start : {p.qkv, p.bias, p.cos, p.sin, static_cast<const void*>(p.q_out)}) {
+  for (const void* start :
+       {p.qkv, p.bias, p.cos, p.sin, static_cast<const void*>(p.q_out), p.q_norm, p.k_norm}) {
     if (!is_aligned16(start)) return false;
   }
   return p.head_dim % (2 * kElems) == 0 && p.rotary_dim % (2 * kElems) == 0;
@@ -157,12 +266,23 @@ bool is_aligned(const RopeAppendParams& p) {
 template <class T, class Cache, int kElems, class... MaybePages>
 void launch(const RopeAppendParams& params, bool programmatic_launch, cudaStream_t stream,
             const MaybePages&... pages) {
-  const int units = (params.num_heads + 2 * params.num_kv_heads) * ((params.head_dim + 1) / 2 / kElems);
-  const dim3 grid(params.batch * params.query_len, (units + kThreads - 1) / kThreads), block(kThreads);
+  const int units = (params.head_dim + 1) / 2 / kElems, heads = params.num_heads + 2 * params.num_kv_heads;
+  const int tokens = params.batch * params.query_len;
   const size_t smem_bytes = 0;
-  const auto kernel = rope_append_kernel<T, Cache, kElems, MaybePages...>;
-  HF_FASTPATH_CUDA_CHECK(
-      launch_programmatic(kernel, grid, block, smem_bytes, stream, programmatic_launch, params, pages...));
+  const auto start = [&](auto kernel, dim3 grid, dim3 block) {
+    HF_FASTPATH_CUDA_CHECK(
+        launch_programmatic(kernel, grid, block, smem_bytes, stream, programmatic_launch, params, pages...));
+  };
+  if (params.q_norm) {
+    const int of_a_norm = units * (params.norms_all_heads ? params.num_heads : 1);
+    const int threads = std::min((of_a_norm + kWarpSize - 1) / kWarpSize * kWarpSize, kMaxNormedThreads);
+    const int parts = params.norms_all_heads ? 3 : heads;
+    const dim3 block(threads, threads == kWarpSize && !params.norms_all_heads ? kHeadsOfBlock : 1);
+    const dim3 grid(tokens, (parts + block.y - 1) / block.y);
+    return start(rope_append_normed_kernel<T, Cache, kElems, MaybePages...>, grid, block);
+  }
+  const dim3 grid(tokens, (heads * units + kThreads - 1) / kThreads);
+  start(rope_append_kernel<T, Cache, kElems, MaybePages...>, grid, kThreads);
 }
 
 template <class... MaybePages>

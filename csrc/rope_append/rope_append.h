@@ -27,8 +27,13 @@ struct RopeAppendParams {
   int64_t cos_batch_stride;  // elements between batch rows of cos and sin; 0 when they have one row
   int batch, query_len, num_heads, num_kv_heads, head_dim, rotary_dim;
   DType dtype;
-  KvType kv_type;  // of the caches
-  bool neighbors;  // elements 2i and 2i + 1 turn together, not i and i + rotary_dim / 2
+  KvType kv_type;        // of the caches
+  bool neighbors;        // elements 2i and 2i + 1 turn together, not i and i + rotary_dim / 2
+  bool norms_all_heads;  // at once, not each by itself
+  bool norms_early;      // their weights may be read before the kernel in front is complete
+  const void* q_norm;    // [head_dim], or [num_heads * head_dim] if a norm is of all heads, dtype; or null
+  const void* k_norm;    // [head_dim], or [num_kv_heads * head_dim]; null if q_norm is
+  float norm_eps, norm_offset;  // of both norms; the factors are norm_offset + weight
 };
 
 constexpr int kMaxQuantizedHeadDim = 512;  // of quantized caches

@@ -1,9 +1,11 @@
-// What: q, k, v = split(qkv + bias); rotate q and k (half-split pairs, or neighbors); write k and v to their
-// slots of the
+// What: q, k, v = split(qkv + bias); norm (if asked for) and rotate q and k (half-split pairs, or neighbors);
+// write k and v to their slots of the
 //   cache; return q. All in float32, one rounding per value; with scales, a head of a token is quantized.
 // Work split: one thread for the few tokens of a decode step, else a contiguous range of tokens a thread.
 // Traffic: qkv once, q and the new k and v once; some kilobytes a token.
 // Roofline: latency; the call costs more than its bytes.
+#include <cmath>
+
 #include "common/kv_quants_avx2.h"
 #include "rope_append/rope_append_cpu.h"
 
@@ -21,37 +23,62 @@ HF_INLINE void store_some(typename Element::Storage* to, __m256 value, int64_t c
   Element::store(to, value, count);
 }
 
+// A head of qkv + bias, or of its norm: (offset + weight) * scale times that.
 template <class Element>
-HF_INLINE __m256 load_biased(const typename Element::Storage* x, const typename Element::Storage* bias,
-                             int64_t i, int64_t count) {
-  const __m256 value = load_some<Element>(x + i, count);
-  return bias != nullptr ? _mm256_add_ps(value, load_some<Element>(bias + i, count)) : value;
-}
+struct Head {
+  using Storage = typename Element::Storage;
+  const Storage *x, *bias, *weight;
+  float scale, offset;
 
-// out = rotate(x + bias) of the first rotary_dim elements, elements 2i and 2i + 1 together.
+  __m256 biased(int64_t i, int64_t count) const {
+    const __m256 value = load_some<Element>(x + i, count);
+    return bias != nullptr ? _mm256_add_ps(value, load_some<Element>(bias + i, count)) : value;
+  }
+  __m256 load(int64_t i, int64_t count) const {
+    const __m256 value = biased(i, count);
+    if (weight == nullptr) return value;
+    const __m256 factor = _mm256_add_ps(load_some<Element>(weight + i, count), _mm256_set1_ps(offset));
+    return _mm256_mul_ps(_mm256_mul_ps(value, _mm256_set1_ps(scale)), factor);
+  }
+  // Makes the norm's scale that of the first `elements`.
+  void measure(int64_t elements, float eps) {
+    __m256 squares = _mm256_setzero_ps();
+    for (int64_t i = 0; i < elements; i += kLanes) {
+      const __m256 value = biased(i, min_of(kLanes, elements - i));
+      squares = _mm256_fmadd_ps(value, value, squares);
+    }
+    scale = 1.0f / std::sqrt(horizontal_sum(squares) / static_cast<float>(elements) + eps);
+  }
+  void advance(int64_t dim, bool norms_all_heads) {
+    x += dim;
+    if (bias != nullptr) bias += dim;
+    if (weight != nullptr && norms_all_heads) weight += dim;
+  }
+};
+
+// out = rotate(head) of the first rotary_dim elements, elements 2i and 2i + 1 together.
 template <class Element, class Out>
-void turn_neighbors(const typename Element::Storage* x, const typename Element::Storage* bias,
-                    const typename Element::Storage* cos, const typename Element::Storage* sin,
-                    int64_t rotary_dim, typename Out::Storage* out) {
+void turn_neighbors(const Head<Element>& head, const typename Element::Storage* cos,
+                    const typename Element::Storage* sin, int64_t rotary_dim, typename Out::Storage* out) {
   constexpr int kSwapNeighbors = 0b10110001;
   for (int64_t i = 0; i < rotary_dim; i += kLanes) {
     const int64_t n = min_of(kLanes, rotary_dim - i);
-    const __m256 both = load_biased<Element>(x, bias, i, n), other = _mm256_permute_ps(both, kSwapNeighbors);
+    const __m256 both = head.load(i, n), other = _mm256_permute_ps(both, kSwapNeighbors);
     const __m256 crossed = _mm256_mul_ps(other, load_some<Element>(sin + i, n));
     store_some<Out>(out + i, _mm256_fmaddsub_ps(both, load_some<Element>(cos + i, n), crossed), n);
   }
 }
 
-// One head: out = rotate(x + bias); the elements from rotary_dim on are only moved.
+// out = rotate(head); the elements from rotary_dim on do not turn.
 template <class Element, class Out>
-void turn_head(const typename Element::Storage* x, const typename Element::Storage* bias,
-               const typename Element::Storage* cos, const typename Element::Storage* sin, int64_t rotary_dim,
-               bool neighbors, int64_t head_dim, typename Out::Storage* out) {
-  if (neighbors) turn_neighbors<Element, Out>(x, bias, cos, sin, rotary_dim, out);
+void turn_head(const Head<Element>& head, const typename Element::Storage* cos,
+               const typename Element::Storage* sin, int64_t rotary_dim, bool neighbors, int64_t head_dim,
+               typename Out::Storage* out) {
+  if (neighbors) turn_neighbors<Element, Out>(head, cos, sin, rotary_dim, out);
   const int64_t half = neighbors ? 0 : rotary_dim / 2;
   for (int64_t i = 0; i < half; i += kLanes) {
     const int64_t n = min_of(kLanes, half - i), j = i + half;
-    const __m256 first = load_biased<Element>(x, bias, i, n), second = load_biased<Element>(x, bias, j, n);
+    const __m256 first = head.load(i, n), second = head.load(j, n);
     const __m256 cos_first = load_some<Element>(cos + i, n), cos_second = load_some<Element>(cos + j, n);
     const __m256 sin_first = load_some<Element>(sin + i, n), sin_second = load_some<Element>(sin + j, n);
     store_some<Out>(out + i, _mm256_fmsub_ps(first, cos_first, _mm256_mul_ps(second, sin_first)), n);
@@ -59,24 +86,37 @@ void turn_head(const typename Element::Storage* x, const typename Element::Stora
   }
   for (int64_t i = rotary_dim; i < head_dim; i += kLanes) {
     const int64_t n = min_of(kLanes, head_dim - i);
-    store_some<Out>(out + i, load_biased<Element>(x, bias, i, n), n);
+    store_some<Out>(out + i, head.load(i, n), n);
   }
 }
 
 // As turn_head, to position `place` of a cache.
 template <class Element, class Kv>
-HF_INLINE void append_head(const typename Element::Storage* x, const typename Element::Storage* bias,
-                           const typename Element::Storage* cos, const typename Element::Storage* sin,
-                           int64_t rotary_dim, bool neighbors, int64_t head_dim, void* cache,
-                           uint16_t* scales, int64_t place) {
+HF_INLINE void append_head(const Head<Element>& head, const typename Element::Storage* cos,
+                           const typename Element::Storage* sin, int64_t rotary_dim, bool neighbors,
+                           int64_t head_dim, void* cache, uint16_t* scales, int64_t place) {
   auto* out = static_cast<typename Kv::Storage*>(cache) + place * head_dim;
   if constexpr (kIsQuantized<Kv>) {
     alignas(32) float values[kMaxQuantizedHeadDim];
     if (head_dim % kLanes != 0) _mm256_store_ps(values + head_dim / kLanes * kLanes, _mm256_setzero_ps());
-    turn_head<Element, F32>(x, bias, cos, sin, rotary_dim, neighbors, head_dim, values);
+    turn_head<Element, F32>(head, cos, sin, rotary_dim, neighbors, head_dim, values);
     quantize_head_avx2<Kv>(values, head_dim, out, scales + place);
   } else {
-    turn_head<Element, Kv>(x, bias, cos, sin, rotary_dim, neighbors, head_dim, out);
+    turn_head<Element, Kv>(head, cos, sin, rotary_dim, neighbors, head_dim, out);
+  }
+}
+
+// Calls `visit(index)` for `count` heads from `head` on, whose norm's scale is then known.
+template <class Element, class Visit>
+HF_INLINE void each_head(const RopeAppendArgs& args, Head<Element>& head, int64_t count, const void* weight,
+                         Visit visit) {
+  const int64_t dim = args.head_dim;
+  head.weight = static_cast<const typename Element::Storage*>(weight);
+  const bool each = weight != nullptr && !args.norms_all_heads;
+  if (weight != nullptr && !each) head.measure(count * dim, args.norm_eps);
+  for (int64_t h = 0; h < count; ++h, head.advance(dim, args.norms_all_heads)) {
+    if (each) head.measure(dim, args.norm_eps);
+    visit(h);
   }
 }
 
@@ -89,21 +129,21 @@ void append_tokens(const RopeAppendArgs& args, int64_t begin, int64_t end) {
     const int64_t angle = row * args.angle_stride + token * args.rotary_dim;
     const auto* cos = static_cast<const Storage*>(args.cos) + angle;
     const auto* sin = static_cast<const Storage*>(args.sin) + angle;
-    const auto* x = static_cast<const Storage*>(args.qkv) + t * features;
-    const auto* bias = static_cast<const Storage*>(args.bias);
+    Head<Element> head{static_cast<const Storage*>(args.qkv) + t * features,
+                       static_cast<const Storage*>(args.bias), nullptr, 1.0f, args.norm_offset};
     auto* q_out = static_cast<Storage*>(args.q_out) + t * args.num_heads * dim;
-    for (int64_t h = 0; h < args.num_heads; ++h, x += dim, bias += bias != nullptr ? dim : 0) {
-      turn_head<Element, Element>(x, bias, cos, sin, args.rotary_dim, args.neighbors, dim, q_out + h * dim);
-    }
+    each_head(args, head, args.num_heads, args.q_norm, [&](int64_t h) {
+      turn_head<Element, Element>(head, cos, sin, args.rotary_dim, args.neighbors, dim, q_out + h * dim);
+    });
     const TokenPlace to = place_of(args, row, token);
-    for (int64_t h = 0; h < args.num_kv_heads; ++h, x += dim, bias += bias != nullptr ? dim : 0) {
-      append_head<Element, Kv>(x, bias, cos, sin, args.rotary_dim, args.neighbors, dim, args.k_cache,
+    each_head(args, head, args.num_kv_heads, args.k_norm, [&](int64_t h) {
+      append_head<Element, Kv>(head, cos, sin, args.rotary_dim, args.neighbors, dim, args.k_cache,
                                args.k_scales, to.first + h * to.apart);
-    }
-    for (int64_t h = 0; h < args.num_kv_heads; ++h, x += dim, bias += bias != nullptr ? dim : 0) {
-      append_head<Element, Kv>(x, bias, cos, sin, 0, args.neighbors, dim, args.v_cache, args.v_scales,
+    });
+    each_head(args, head, args.num_kv_heads, nullptr, [&](int64_t h) {
+      append_head<Element, Kv>(head, cos, sin, 0, args.neighbors, dim, args.v_cache, args.v_scales,
                                to.first + h * to.apart);
-    }
+    });
   }
 }
 

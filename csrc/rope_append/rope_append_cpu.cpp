@@ -1,6 +1,8 @@
 // rope_append on the CPU: checks, allocation, threads, and the portable kernel.
 #include "rope_append/rope_append_cpu.h"
 
+#include <cmath>
+
 #include "common/composed_ops.h"
 #include "common/cpu_glue.h"
 #include "common/cpu_math.h"
@@ -10,10 +12,32 @@
 namespace hf_fastpath {
 namespace {
 
+// A head of qkv + bias, or of its norm: (offset + weight) * scale times that.
+template <class T>
+struct Head {
+  const T *x, *bias, *weight;
+  float scale, offset;
+
+  float biased(int64_t i) const { return to_float(x[i]) + (bias != nullptr ? to_float(bias[i]) : 0.0f); }
+  float operator()(int64_t i) const {
+    return weight != nullptr ? biased(i) * scale * (offset + to_float(weight[i])) : biased(i);
+  }
+  // Makes the norm's scale that of the first `count` elements.
+  void measure(int64_t count, float eps) {
+    double squares = 0.0;  // one sum of thousands of floats would lose digits
+    for (int64_t i = 0; i < count; ++i) squares += double(biased(i)) * biased(i);
+    scale = static_cast<float>(1.0 / std::sqrt(squares / static_cast<double>(count) + eps));
+  }
+  void advance(int64_t dim, bool norms_all_heads) {
+    x += dim;
+    if (bias != nullptr) bias += dim;
+    if (weight != nullptr && norms_all_heads) weight += dim;
+  }
+};
+
 template <class T, class Out>
-void turn_head(const T* x, const T* bias, const T* cos, const T* sin, int64_t rotary_dim, bool neighbors,
+void turn_head(const Head<T>& value, const T* cos, const T* sin, int64_t rotary_dim, bool neighbors,
                int64_t head_dim, Out* out) {
-  const auto value = [=](int64_t i) { return to_float(x[i]) + (bias != nullptr ? to_float(bias[i]) : 0.0f); };
   const int64_t half = rotary_dim / 2;
   for (int64_t pair = 0; pair < half; ++pair) {
     const int64_t i = neighbors ? 2 * pair : pair, j = neighbors ? i + 1 : i + half;
@@ -22,6 +46,19 @@ void turn_head(const T* x, const T* bias, const T* cos, const T* sin, int64_t ro
     from_float(second * to_float(cos[j]) + first * to_float(sin[j]), out + j);
   }
   for (int64_t i = rotary_dim; i < head_dim; ++i) from_float(value(i), out + i);
+}
+
+// Calls `visit(index, head)` for `count` heads from `head` on, with the scale of their norm.
+template <class T, class Visit>
+void each_head(const RopeAppendArgs& args, Head<T>& head, int64_t count, const void* weight, Visit visit) {
+  const int64_t dim = args.head_dim;
+  head.weight = static_cast<const T*>(weight);
+  const bool each = weight != nullptr && !args.norms_all_heads;
+  if (weight != nullptr && !each) head.measure(count * dim, args.norm_eps);
+  for (int64_t h = 0; h < count; ++h, head.advance(dim, args.norms_all_heads)) {
+    if (each) head.measure(dim, args.norm_eps);
+    visit(h, head);
+  }
 }
 
 template <class T, class Kv>
@@ -33,27 +70,29 @@ void append_tokens(const RopeAppendArgs& args, int64_t begin, int64_t end) {
     const int64_t angle = row * args.angle_stride + token * args.rotary_dim;
     const T* cos = static_cast<const T*>(args.cos) + angle;
     const T* sin = static_cast<const T*>(args.sin) + angle;
-    for (int64_t h = 0; h < heads; ++h) {
-      const T* x = static_cast<const T*>(args.qkv) + (t * heads + h) * dim;
-      const T* bias = args.bias != nullptr ? static_cast<const T*>(args.bias) + h * dim : nullptr;
-      if (h < args.num_heads) {
-        T* out = static_cast<T*>(args.q_out) + (t * args.num_heads + h) * dim;
-        turn_head(x, bias, cos, sin, args.rotary_dim, args.neighbors, dim, out);
-        continue;
-      }
-      const bool is_value = h >= args.num_heads + args.num_kv_heads;
-      const int64_t kv_head = h - args.num_heads - (is_value ? args.num_kv_heads : 0);
+    const auto append = [&](const Head<T>& head, int64_t rotary_dim, int64_t kv_head, void* cache,
+                            uint16_t* scales) {
       const int64_t place = to.first + kv_head * to.apart;
-      Kv* out = static_cast<Kv*>(is_value ? args.v_cache : args.k_cache) + place * dim;
-      const int64_t rotary_dim = is_value ? 0 : args.rotary_dim;
+      Kv* out = static_cast<Kv*>(cache) + place * dim;
       if constexpr (kIsQuant<Kv>) {
         float values[kMaxQuantizedHeadDim];
-        turn_head(x, bias, cos, sin, rotary_dim, args.neighbors, dim, values);
-        quantize_head(values, dim, out, (is_value ? args.v_scales : args.k_scales) + place);
+        turn_head(head, cos, sin, rotary_dim, args.neighbors, dim, values);
+        quantize_head(values, dim, out, scales + place);
       } else {
-        turn_head(x, bias, cos, sin, rotary_dim, args.neighbors, dim, out);
+        turn_head(head, cos, sin, rotary_dim, args.neighbors, dim, out);
       }
-    }
+    };
+    Head<T> head{static_cast<const T*>(args.qkv) + t * heads * dim, static_cast<const T*>(args.bias), nullptr,
+                 1.0f, args.norm_offset};
+    T* q_out = static_cast<T*>(args.q_out) + t * args.num_heads * dim;
+    each_head(args, head, args.num_heads, args.q_norm, [&](int64_t h, const Head<T>& q) {
+      turn_head(q, cos, sin, args.rotary_dim, args.neighbors, dim, q_out + h * dim);
+    });
+    each_head(args, head, args.num_kv_heads, args.k_norm, [&](int64_t h, const Head<T>& k) {
+      append(k, args.rotary_dim, h, args.k_cache, args.k_scales);
+    });
+    each_head(args, head, args.num_kv_heads, nullptr,
+              [&](int64_t h, const Head<T>& v) { append(v, 0, h, args.v_cache, args.v_scales); });
   }
 }
 
@@ -73,7 +112,9 @@ Tensor rope_append_cpu(const Tensor& qkv, const std::optional<Tensor>& bias, con
                        const Tensor& seq_lens, int64_t num_heads, const std::optional<Tensor>& kv_table,
                        int64_t layer, const std::optional<Tensor>& k_scales,
                        const std::optional<Tensor>& v_scales, const std::optional<Tensor>& block_table,
-                       bool neighbors) {
+                       bool neighbors, const std::optional<Tensor>& q_norm_weight,
+                       const std::optional<Tensor>& k_norm_weight, double head_norm_eps,
+                       double head_norm_offset, bool /*programmatic_launch*/) {
   const char* op = "rope_append";
   const DType dtype = dtype_of(qkv, op);
   STD_TORCH_CHECK(qkv.dim() == 3 && qkv.size(1) >= 1,
@@ -103,7 +144,9 @@ Tensor rope_append_cpu(const Tensor& qkv, const std::optional<Tensor>& bias, con
     rotary_dim = cos->size(2);
     angle_rows = cos->size(0);
   }
-  std::optional<Tensor> lens_holder, bias_holder, cos_holder, sin_holder;
+  const bool norms_all_heads = check_head_norms(q_norm_weight, k_norm_weight, dtype, num_heads,
+                                                cache.num_kv_heads, cache.head_dim, op);
+  std::optional<Tensor> lens_holder, bias_holder, cos_holder, sin_holder, q_norm_holder, k_norm_holder;
   const Tensor input = hf_fastpath::contiguous(qkv);
   Tensor out = empty_like_with_sizes(qkv, {batch, query_len, num_heads, cache.head_dim});
   RopeAppendArgs args{};
@@ -129,6 +172,11 @@ Tensor rope_append_cpu(const Tensor& qkv, const std::optional<Tensor>& bias, con
   args.page_size = cache.page_size;
   args.seq_lens = load_int_vector(seq_lens, batch, lens_holder, op, "seq_lens");
   args.q_out = out.mutable_data_ptr();
+  args.q_norm = optional_data(q_norm_weight, q_norm_holder);
+  args.k_norm = optional_data(k_norm_weight, k_norm_holder);
+  args.norms_all_heads = norms_all_heads;
+  args.norm_eps = static_cast<float>(head_norm_eps);
+  args.norm_offset = static_cast<float>(head_norm_offset);
   for (int64_t b = 0; b < batch; ++b) {
     check_pages(cache, b, int64_t(args.seq_lens[b]) - query_len, args.seq_lens[b], op);
   }

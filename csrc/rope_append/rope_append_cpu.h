@@ -29,6 +29,11 @@ struct RopeAppendArgs {
   int64_t page_size;
   const int32_t* seq_lens;  // [batch]
   void* q_out;              // [batch, query_len, num_heads, head_dim]
+  const void* q_norm;       // [head_dim], or [num_heads * head_dim] if a norm is of all heads; or null
+  const void* k_norm;       // [head_dim], or [num_kv_heads * head_dim]; null if q_norm is
+  bool norms_all_heads;     // at once, not each by itself
+  float norm_eps;
+  float norm_offset;  // the factors are this + weight
 };
 
 constexpr int64_t kMaxQuantizedHeadDim = 512;  // of quantized caches

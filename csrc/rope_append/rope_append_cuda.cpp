@@ -9,7 +9,10 @@ Tensor rope_append_cuda(const Tensor& qkv, const std::optional<Tensor>& bias,
                         const Tensor& k_cache, const Tensor& v_cache, const Tensor& seq_lens,
                         int64_t num_heads, const std::optional<Tensor>& kv_table, int64_t layer,
                         const std::optional<Tensor>& k_scales, const std::optional<Tensor>& v_scales,
-                        const std::optional<Tensor>& block_table, bool neighbors) {
+                        const std::optional<Tensor>& block_table, bool neighbors,
+                        const std::optional<Tensor>& q_norm_weight,
+                        const std::optional<Tensor>& k_norm_weight, double head_norm_eps,
+                        double head_norm_offset, bool programmatic_launch) {
   constexpr const char* kOp = "rope_append";
   STD_TORCH_CHECK(qkv.dim() == 3, "hf_fastpath::rope_append: expected qkv [batch, query_len, features]");
   const int64_t batch = qkv.size(0), query_len = qkv.size(1), features = qkv.size(2);
@@ -19,6 +22,7 @@ Tensor rope_append_cuda(const Tensor& qkv, const std::optional<Tensor>& bias,
   const DeviceGuard guard(qkv);
   RopeAppendCall call(batch, query_len, features, dtype, cos, sin, k_cache, v_cache, seq_lens, num_heads,
                       kv_table, layer, k_scales, v_scales, block_table, neighbors, kOp);
+  call.add_head_norms(q_norm_weight, k_norm_weight, head_norm_eps, head_norm_offset, kOp);
   const Tensor input = hf_fastpath::contiguous(qkv);
   std::optional<Tensor> shift;
   if (bias) shift = hf_fastpath::contiguous(*bias);
@@ -26,7 +30,7 @@ Tensor rope_append_cuda(const Tensor& qkv, const std::optional<Tensor>& bias,
   call.params.qkv = input.data_ptr();
   call.params.bias = data_or_null(shift);
   call.params.q_out = q.data_ptr();
-  call.launch(current_stream(guard.device()), false);
+  call.launch(current_stream(guard.device()), programmatic_launch);
   return q;
 }
 

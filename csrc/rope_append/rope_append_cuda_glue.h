@@ -1,6 +1,7 @@
 // Torch-facing checks that rope_append and qkv_rope_append share on a GPU.
 #pragma once
 
+#include "common/composed_ops.h"
 #include "common/cuda_glue.h"
 #include "common/pages_glue.h"
 #include "rope_append/rope_append_paged.h"
@@ -12,7 +13,7 @@ namespace hf_fastpath {
 struct RopeAppendCall {
   RopeAppendParams params{};
   Pages pages;
-  std::optional<Tensor> cos, sin, lens, table;
+  std::optional<Tensor> cos, sin, lens, table, q_norm, k_norm;
 
   RopeAppendCall(int64_t batch, int64_t query_len, int64_t features, DType dtype,
                  const std::optional<Tensor>& cos_in, const std::optional<Tensor>& sin_in,
@@ -78,8 +79,20 @@ struct RopeAppendCall {
     if (v_scales) params.v_scales = static_cast<uint16_t*>(v_scales->data_ptr());
   }
 
+  // Norms of queries and keys in front of the rotation.
+  void add_head_norms(const std::optional<Tensor>& q_norm_weight, const std::optional<Tensor>& k_norm_weight,
+                      double eps, double offset, const char* op) {
+    params.norms_all_heads = check_head_norms(q_norm_weight, k_norm_weight, params.dtype, params.num_heads,
+                                              params.num_kv_heads, params.head_dim, op);
+    if (!q_norm_weight) return;
+    q_norm = hf_fastpath::contiguous(*q_norm_weight), k_norm = hf_fastpath::contiguous(*k_norm_weight);
+    params.q_norm = q_norm->data_ptr(), params.k_norm = k_norm->data_ptr();
+    params.norm_eps = static_cast<float>(eps), params.norm_offset = static_cast<float>(offset);
+  }
+
   // `programmatic_launch`: as for launch_rope_append.
-  void launch(cudaStream_t stream, bool programmatic_launch) const {
+  void launch(cudaStream_t stream, bool programmatic_launch) {
+    params.norms_early = programmatic_launch;
     if (pages) return launch_rope_append_paged(params, pages, programmatic_launch, stream);
     launch_rope_append(params, programmatic_launch, stream);
   }

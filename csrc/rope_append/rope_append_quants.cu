@@ -36,7 +36,24 @@ __global__ void __launch_bounds__(kWarps* kWarpSize) rope_append_quants_kernel(R
 
   const T* x = static_cast<const T*>(p.qkv) + (int64_t(token) * heads + head) * p.head_dim;
   const T* bias = p.bias ? static_cast<const T*>(p.bias) + int64_t(head) * p.head_dim : nullptr;
-  const auto input = [&](int d) { return to_float(x[d]) + (bias ? to_float(bias[d]) : 0.f); };
+  const auto biased = [&](int d) { return to_float(x[d]) + (bias ? to_float(bias[d]) : 0.f); };
+  const bool is_query = head < p.num_heads;
+  const T* weight = is_value ? nullptr : static_cast<const T*>(is_query ? p.q_norm : p.k_norm);
+  float scale_of_norm = 0.f;
+  if (weight) {
+    int begin = 0, end = p.head_dim;  // of what the norm is of, counted from this head's first element
+    if (p.norms_all_heads) {
+      const int first = is_query ? 0 : p.num_heads, count = is_query ? p.num_heads : p.num_kv_heads;
+      begin = (first - head) * p.head_dim, end = begin + count * p.head_dim;
+      weight -= begin;
+    }
+    float squares = 0.f;
+    for (int d = begin + lane; d < end; d += kWarpSize) squares += biased(d) * biased(d);
+    scale_of_norm = rsqrtf(warp_sum(squares) / float(end - begin) + p.norm_eps);
+  }
+  const auto input = [&](int d) {
+    return biased(d) * (weight ? scale_of_norm * (p.norm_offset + to_float(weight[d])) : 1.f);
+  };
   const T* cos = token_angles<T>(p, p.cos, token);
   const T* sin = token_angles<T>(p, p.sin, token);
   float values[kMaxElems];

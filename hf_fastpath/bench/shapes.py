@@ -195,6 +195,12 @@ MODELS: dict[str, ModelShape] = {
     "qwen3-30b-a3b": ModelShape("Qwen3-30B-A3B", "qwen3_moe", {"num_hidden_layers": 48, "head_dim": 128}),
     "mixtral-8x7b-20l": ModelShape("Mixtral-8x7B, 20 layers", "mixtral", {"num_hidden_layers": 20}),
     "gpt-oss-20b": ModelShape("gpt-oss-20b", "gpt_oss", {"num_hidden_layers": 24, "num_local_experts": 32}),
+    # three of the recorded types, drawn by random.Random(37).sample(sorted names, 3) before their first run
+    "xlm-roberta-xl": ModelShape("XLM-RoBERTa-XL", "xlm-roberta-xl", {"is_decoder": True}),
+    "blenderbot-3b": ModelShape(  # made for 128 positions; the shape has more
+        "BlenderBot-3B", "blenderbot", {"max_position_embeddings": 1024}
+    ),
+    "qwen1.5-moe-a2.7b": ModelShape("Qwen1.5-MoE-A2.7B", "qwen2_moe"),
     "gpt2-124m": ModelShape("GPT-2 124M", "gpt2"),  # the architecture's defaults are this size
     "tiny": ModelShape(  # for trying the benchmarks out; its speed means nothing
         "tiny",

@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from transformers.cache_utils import CacheLayerMixin, DynamicSlidingWindowLayer
 
+from ..compat import LayerKind
+
 #: names of the two halves of a layer
 HALVES = ("keys", "values")
 
@@ -68,6 +70,11 @@ class EditableLayer(CacheLayerMixin):
         """Return new states with the rounding that storing them would bring."""
 
     # ---- reading and assigning ----------------------------------------------------------------------------------
+
+    @property
+    def kind(self) -> LayerKind:
+        """What the layer holds."""
+        return LayerKind(window=self.sliding_window)
 
     @property
     def is_sliding(self) -> bool:

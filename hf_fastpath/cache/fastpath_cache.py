@@ -4,17 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
-from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
+from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache
 
-from ..compat import MIN_WINDOW, record_past_of
+from ..compat import MIN_WINDOW, LayerKind, layer_kind, made_layer, record_past_of
 from ..ops.decode_attention import MAX_QUERY_LEN
 from ..ops.kv_cache import MAX_PAGE_SIZE, MIN_PAGE_SIZE, is_page_size, is_quantized
 from .buffers import KV_DTYPES
+from .edits import EditableLayer
 from .layer import FastpathLayer
 from .paged_layer import PagedLayer
 from .pages import PageCounts, PageTable, PageTables
+from .states import KeysAndStatesLayer, StateLayer, copy_states
 
 
 class FastpathCache(Cache):
@@ -22,7 +25,7 @@ class FastpathCache(Cache):
 
     Buffers grow by at most a quarter beyond what is needed. The cache can replace ``DynamicCache`` in all uses but
     offloading: it can be passed as ``cache`` (``past_key_values`` before transformers 5.24), kept, deep-copied and
-    continued.
+    continued. Layers with recurrent states or windows of convolutions keep these as well (:class:`.states.StateLayer`).
 
     Args:
         config: the model's config; with None, full-attention layers are made when they are first used.
@@ -33,8 +36,8 @@ class FastpathCache(Cache):
             With None, every layer has one buffer.
 
     Raises:
-        ValueError: another ``kv_dtype`` or ``page_size``, a config with layers that are neither full nor sliding
-            attention, or with a sliding window of one token.
+        ValueError: another ``kv_dtype`` or ``page_size``, a config with layers that hold something else than keys,
+            values and states, or with a sliding window of one token.
 
     Source: transformers ``cache_utils.py@5.17``, ``DynamicCache``.
     """
@@ -51,10 +54,37 @@ class FastpathCache(Cache):
         self._seq_lens: tuple[tuple, torch.Tensor] | None = None
         self.expected_length = 0
         self.is_kept = False  # True while a forward runs that leaves no trace if it fails
+        self.is_dropped = False  # True if nobody reads this cache once the call of generate() that made it has ended
         if config is None:
             super().__init__(layer_class_to_replicate=FastpathLayer)
             return
         super().__init__(layers=[self._like(layer) for layer in DynamicCache(config=config).layers])
+
+    @property
+    def kinds(self) -> list[LayerKind]:
+        """What every layer holds."""
+        return [getattr(layer, "kind", LayerKind(keys=False)) for layer in self.layers]
+
+    @property
+    def key_layers(self) -> list[FastpathLayer]:
+        """The layers with keys and values."""
+        return [layer for layer in self.layers if _has_keys(layer)]
+
+    @property
+    def state_layers(self) -> list[StateLayer]:
+        """The layers with states."""
+        return [layer for layer in self.layers if isinstance(layer, StateLayer)]
+
+    @property
+    def counting_layers(self) -> list[FastpathLayer] | list[StateLayer]:
+        """The layers that know how many tokens the cache holds: those with keys and values if there are any."""
+        return self.key_layers or self.state_layers
+
+    @property
+    def stored_dtype(self) -> torch.dtype | None:
+        """Storage dtype of keys and values, which have been prepared; None if no layer has any."""
+        layers = self.key_layers
+        return layers[0].k_buffer.dtype if layers else None
 
     @property
     def page_size(self) -> int | None:
@@ -83,7 +113,7 @@ class FastpathCache(Cache):
     def _trim(self) -> None:
         """Release pages in which no layer holds positions."""
         for table in self._block_tables():
-            lengths = [layer.cumulative_length for layer in self.layers if getattr(layer, "table", None) is table]
+            lengths = [layer.cumulative_length for layer in self.key_layers if getattr(layer, "table", None) is table]
             table.trim(max(lengths, default=0))  # after an interrupt, a table may have no layer yet
 
     def update(self, key_states, value_states, layer_idx, *args, **kwargs):
@@ -94,6 +124,12 @@ class FastpathCache(Cache):
         while len(self.layers) < num_layers:
             self.layers.append(self._full_layer())
             self.layers[-1].expected_length = self.expected_length
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        """Return the tokens that a layer holds; of a cache of states alone, see ``StateLayer.cumulative_length``."""
+        if layer_idx == 0 and self.layers and not self.key_layers:
+            return max((layer.cumulative_length for layer in self.state_layers), default=0)
+        return super().get_seq_length(layer_idx)
 
     def prepare(self, layer_idx: int, states: torch.Tensor) -> None:
         """Prepare a layer for states of this shape and dtype; see ``FastpathLayer.prepare``."""
@@ -106,7 +142,7 @@ class FastpathCache(Cache):
         Returns:
             Whether any buffer moved.
         """
-        return any([layer.reserve(num_tokens) for layer in self.layers])
+        return any([layer.reserve(num_tokens) for layer in self.key_layers])
 
     def expect(self, length: int) -> None:
         """Announce how many positions there will be at most, as ``generate()`` does.
@@ -116,12 +152,12 @@ class FastpathCache(Cache):
         twice.
         """
         self.expected_length = length + MAX_QUERY_LEN
-        for layer in self.layers:
+        for layer in self.key_layers:
             layer.expected_length = self.expected_length
 
     def advance(self, num_tokens: int) -> None:
         """Count positions that kernels have written in every layer."""
-        for layer in self.layers:
+        for layer in self.counting_layers:
             layer.advance(num_tokens)
 
     def take(self) -> bool:
@@ -134,14 +170,15 @@ class FastpathCache(Cache):
         Raises:
             RuntimeError: keys and values of a layer do not go together.
         """
-        if not all([layer.take() for layer in self.layers]):
+        layers = self.key_layers
+        if not all([layer.take() for layer in layers]):
             return False
-        held = {(layer.cumulative_length, layer.batch_size) for layer in self.layers}
-        dtypes = {layer.k_buffer.dtype for layer in self.layers if layer.has_buffers}
+        held = {(layer.cumulative_length, layer.batch_size) for layer in layers}
+        dtypes = {layer.k_buffer.dtype for layer in layers if layer.has_buffers}
         return len(held) <= 1 and len(dtypes) <= 1 or self._is_empty()
 
     def _is_empty(self) -> bool:
-        return not any(layer.cumulative_length for layer in self.layers)
+        return not any(layer.cumulative_length for layer in self.key_layers)
 
     @contextmanager
     def kept(self) -> Iterator[None]:
@@ -153,7 +190,7 @@ class FastpathCache(Cache):
         checkpoints = []
         try:
             self.is_kept = True
-            for layer in self.layers:
+            for layer in self.key_layers:
                 checkpoints.append((layer, layer.checkpoint()))
             yield
         except BaseException:
@@ -166,11 +203,11 @@ class FastpathCache(Cache):
             raise
         finally:
             self.is_kept = False
-            for layer in self.layers:
+            for layer in self.key_layers:
                 layer.is_kept = False
 
     def crop(self, tokens_to_remove: int) -> None:
-        for layer in self.layers:
+        for layer in (*self.state_layers, *self.key_layers):
             layer.cropped_length(tokens_to_remove)  # raises before any layer has changed
         super().crop(tokens_to_remove)
         self._trim()
@@ -195,22 +232,25 @@ class FastpathCache(Cache):
         super().batch_select_indices(indices)
 
     def _batch(self) -> int:
-        return max((layer.batch_size for layer in self.layers), default=0)
+        return max((layer.batch_size for layer in self.key_layers), default=0)
 
     def _select(self, rows: list[int]) -> None:
         """Make the sequences those at ``rows``: pages are shared, and layers without pages are copied."""
         self.take()
         for layer in self.layers:
-            if not isinstance(layer, PagedLayer) and layer.is_initialized:
-                layer.batch_select_indices(torch.tensor(rows, device=layer.device))
+            if not isinstance(layer, PagedLayer):
+                layer.batch_select_indices(torch.tensor(rows, device=getattr(layer, "device", None)))
         for table in self._block_tables():
             table.select(rows)
 
     def settle(self, num_layers: int) -> None:
         """Give all layers of a model the length of the shortest again, after a forward that was interrupted.
 
-        If a window has moved on too far for that, everything is forgotten, so that the whole text is read again.
+        If a window has moved on too far for that, or if there are states, from which nothing can be taken back,
+        everything is forgotten, so that the whole text is read again.
         """
+        if self.state_layers:
+            return self.reset()
         lengths = [layer.cumulative_length for layer in self.layers]
         shortest = min(lengths) if len(lengths) == num_layers else 0
         try:
@@ -233,7 +273,7 @@ class FastpathCache(Cache):
         return self._seq_lens[1]
 
     def __iter__(self) -> Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]]:
-        for layer in self.layers:
+        for layer in self.key_layers:
             window = None if layer.sliding_window is None else torch.tensor(layer.sliding_window)
             yield layer.keys, layer.values, window
 
@@ -244,48 +284,62 @@ class FastpathCache(Cache):
         """Make a FastpathCache with the contents of ``cache``.
 
         Raises:
-            ValueError: ``cache`` has layers that are neither full nor sliding attention.
+            ValueError: ``cache`` has layers that hold something else than keys, values and states.
         """
         made = cls(kv_dtype=kv_dtype, page_size=page_size)
         for layer in cache.layers:
             copy = made._like(layer)
-            if layer.is_initialized and layer.keys is not None and layer.keys.dim() == 4:  # else nothing was stored yet
+            keys = getattr(layer, "keys", None)
+            if _has_keys(copy) and layer.is_initialized and keys is not None and keys.dim() == 4:
                 copy.lazy_initialization(layer.keys, layer.values)
                 if copy.is_sliding:
                     copy.cumulative_length = layer.get_seq_length()
                 copy.keys, copy.values = layer.keys, layer.values
                 copy.take()
+            if isinstance(copy, StateLayer):
+                copy_states(layer, copy)
             made.layers.append(copy)
         return made
 
     def to_dynamic(self) -> DynamicCache:
         """Make a transformers ``DynamicCache`` with the same contents."""
         made = DynamicCache()
-        for layer in self.layers:
-            windowed = layer.sliding_window is not None
-            copy = DynamicSlidingWindowLayer(sliding_window=layer.sliding_window) if windowed else DynamicLayer()
-            if layer.is_initialized and layer.get_seq_length():
+        for layer, kind in zip(self.layers, self.kinds):
+            copy = made_layer(kind)
+            if kind.keys and layer.is_initialized and layer.get_seq_length():
                 copy.update(*(half.to(layer.dtype) for half in layer.copies()))
-                if windowed:
+                if kind.window is not None:
                     copy.cumulative_length = layer.get_seq_length()
+            if kind.states:
+                copy_states(layer, copy)
             made.layers.append(copy)
         return made
 
-    def _like(self, layer: CacheLayerMixin) -> FastpathLayer:
-        """Make an empty FastpathLayer to replace a transformers layer."""
-        if type(layer) is DynamicSlidingWindowLayer:
-            if layer.sliding_window < MIN_WINDOW:
-                raise ValueError(
-                    f"FastpathCache got sliding_window={layer.sliding_window}, expected {MIN_WINDOW} or more: use a "
-                    "transformers cache, which keeps everything there"
-                )
-            made = FastpathLayer(layer.sliding_window, self.kv_dtype)
-        elif type(layer) is DynamicLayer:
-            made = self._full_layer()
-        else:
+    def _like(self, layer: CacheLayerMixin) -> Any:
+        """Make an empty layer of ours to replace a transformers layer."""
+        kind = layer_kind(layer)
+        if kind is None:
             raise ValueError(f"FastpathCache has no counterpart of {type(layer).__name__}: use a transformers cache")
+        if kind.window is not None and kind.window < MIN_WINDOW:
+            raise ValueError(
+                f"FastpathCache got sliding_window={kind.window}, expected {MIN_WINDOW} or more: use a transformers "
+                "cache, which keeps everything there"
+            )
+        if kind == LayerKind(keys=False):  # it holds nothing
+            return made_layer(kind)
+        if kind.states:
+            both = KeysAndStatesLayer(kind.window, self.kv_dtype, kind.states)
+            made = both if kind.keys else StateLayer(kind.states)
+        elif kind.window is not None:
+            made = FastpathLayer(kind.window, self.kv_dtype)
+        else:
+            made = self._full_layer()
         made.record_past = record_past_of(layer)
         return made
+
+
+def _has_keys(layer: Any) -> bool:
+    return isinstance(layer, EditableLayer)
 
 
 def check_page_size(page_size: int, kv_dtype: torch.dtype | None) -> None:

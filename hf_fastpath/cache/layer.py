@@ -37,20 +37,23 @@ class FastpathLayer(BufferedLayer):
         length = {} if loose else {"_length": 0, "oldest": 0}
         self._replace((empty, values, scales, scales), _loose=loose, _copies=frozenset(), **kind, **length)
 
-    def prepare(self, states: torch.Tensor) -> None:
-        """Prepare for states of this shape, [batch, num_kv_heads, any, head_dim], and dtype; all that is held stays."""
+    def prepare(self, states: torch.Tensor, values: torch.Tensor | None = None) -> None:
+        """Prepare for keys and values of this shape, [batch, num_kv_heads, any, head_dim], and dtype; all that is held
+        stays. ``values`` is None if values are as keys."""
+        values = states if values is None else values
         if self.is_initialized:
             self.take()
         # a layer that was reset may get another batch
-        if not self.is_initialized or (self._length == 0 and not self._loose and self._is_other(states)):
-            self.lazy_initialization(states, states)
+        if not self.is_initialized or (self._length == 0 and not self._loose and self._is_other(states, values)):
+            self.lazy_initialization(states, values)
 
-    def _is_other(self, states: torch.Tensor) -> bool:
-        """Whether the buffers, which hold nothing, are for other states than these."""
-        k, (batch, heads, _, head_dim) = self.k_buffer, states.shape
-        if (self.batch_size, k.shape[1], k.shape[3], k.device) != (batch, heads, head_dim, states.device):
-            return True
-        return self.kv_dtype is None and k.dtype != states.dtype
+    def _is_other(self, keys: torch.Tensor, values: torch.Tensor) -> bool:
+        """Whether the buffers, which hold nothing, are for other keys and values than these."""
+        for buffer, states in ((self.k_buffer, keys), (self.v_buffer, values)):
+            shape = self.batch_size, buffer.shape[1], buffer.shape[3], buffer.device
+            if shape != (*states.shape[:2], states.shape[3], states.device):
+                return True
+        return self.kv_dtype is None and self.k_buffer.dtype != keys.dtype
 
     def admit(
         self, key_shape: tuple[int, int, int], value_shape: tuple[int, int, int], dtype: torch.dtype, device: Any
@@ -112,7 +115,7 @@ class FastpathLayer(BufferedLayer):
                 "FastpathCache does not record gradients: run under torch.no_grad(), or train with use_cache=False "
                 "or a transformers DynamicCache"
             )
-        self.prepare(key_states)
+        self.prepare(key_states, value_states)
         shapes = [(*states.shape[:2], states.shape[3]) for states in (key_states, value_states)]
         dtype = torch.promote_types(key_states.dtype, value_states.dtype)
         if not self.admit(*shapes, dtype, key_states.device):

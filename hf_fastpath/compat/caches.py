@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
-from transformers.cache_utils import Cache, DynamicCache
+from transformers import cache_utils
+from transformers.cache_utils import Cache, DynamicCache, LinearAttentionLayer
 from transformers.generation import GenerationMixin
 from transformers.generation.continuous_batching.cache import PagedAttentionCache
 
-__all__ = ["Cache", "DynamicCache"]
+__all__ = ["Cache", "DynamicCache", "LinearAttentionLayer"]
 
 
 _OLD_CACHE = "past_key_values"
@@ -47,17 +49,65 @@ def record_past_of(layer: Any) -> bool:
 MIN_WINDOW = 2
 
 
+@dataclass(frozen=True)
+class LayerKind:
+    """What a layer of a cache holds.
+
+    Attributes:
+        keys: whether it holds keys and values.
+        window: the sliding window of these, None for all positions.
+        states: how many pairs of a convolution's window and a recurrent state it holds, of which either may be missing.
+    """
+
+    keys: bool = True
+    window: int | None = None
+    states: int = 0
+
+
+#: transformers' own layers: name of the class, and whether it holds keys and values, has a window, holds states
+_LAYERS = (
+    ("DynamicLayer", True, False, False),
+    ("DynamicSlidingWindowLayer", True, True, False),
+    ("DummyLayer", False, False, False),
+    ("LinearAttentionLayer", False, False, True),
+    ("LinearAttentionAndFullAttentionLayer", True, False, True),
+    ("LinearAttentionAndSlidingWindowAttentionLayer", True, True, True),
+)
+
+
+def layer_kind(layer: Any) -> LayerKind | None:
+    """Return what a layer of transformers' own caches holds, or None if this project has no layer of that kind."""
+    found = next((each for each in _LAYERS if getattr(cache_utils, each[0], None) is type(layer)), None)
+    if found is None:
+        return None
+    _, keys, windowed, has_states = found
+    return LayerKind(keys, layer.sliding_window if windowed else None, layer.number_of_states if has_states else 0)
+
+
+def made_layer(kind: LayerKind) -> Any:
+    """Make an empty layer of transformers' own that holds what ``kind`` says."""
+    wanted = kind.keys, kind.window is not None, kind.states > 0
+    name = next(name for name, *holds in _LAYERS if tuple(holds) == wanted)
+    arguments: dict[str, Any] = {} if kind.window is None else {"sliding_window": kind.window}
+    if kind.states:
+        arguments["number_of_states"] = kind.states
+    return getattr(cache_utils, name)(**arguments)
+
+
+def layer_kinds(config: Any) -> list[LayerKind] | None:
+    """Return what the cache of a model holds of each decoder layer, or None if a layer is of another kind."""
+    kinds = [layer_kind(layer) for layer in DynamicCache(config=config).layers]
+    if None in kinds:
+        return None
+    return kinds or [LayerKind()] * config.get_text_config(decoder=True).num_hidden_layers
+
+
 def layer_windows(config: Any) -> list[int | None] | None:
     """Return the sliding window of each decoder layer (None: full attention), or None if a layer is of another kind."""
-    windows = []
-    for layer in DynamicCache(config=config).layers:
-        if type(layer).__name__ == "DynamicSlidingWindowLayer":
-            windows.append(layer.sliding_window)
-        elif type(layer).__name__ == "DynamicLayer":
-            windows.append(None)
-        else:
-            return None
-    return windows or [None] * config.get_text_config(decoder=True).num_hidden_layers
+    kinds = layer_kinds(config)
+    if kinds is None or any(kind != LayerKind(window=kind.window) for kind in kinds):
+        return None
+    return [kind.window for kind in kinds]
 
 
 def _update_waits() -> bool:

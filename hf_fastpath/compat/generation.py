@@ -126,8 +126,10 @@ def sampling_settings(processors: Sequence[LogitsProcessor]) -> list[float] | No
 def new_tokens(input_ids: torch.Tensor, generation_config: Any, model_kwargs: dict) -> torch.Tensor:
     """Return those of ``input_ids`` that the cache does not hold; the caller gives the whole text or only its new part.
 
-    The mask's length tells which, as in ``GenerationMixin._prefill``.
+    The mask's length tells which, as in ``GenerationMixin._prefill``; behind states alone all tokens are new.
     """
+    if all(model_kwargs[CACHE].is_linear):
+        return input_ids
     mask = model_kwargs.get("attention_mask")
     # transformers may have dropped a mask of ones and noted its length
     covered = getattr(generation_config, "_mask_length", -1) if mask is None else mask.shape[1]

@@ -13,7 +13,7 @@ from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS, _default_apply_
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from .caches import CACHE, layer_windows
+from .caches import CACHE, LayerKind, LinearAttentionLayer, layer_kinds, made_layer
 
 #: the name by which configs of recorded copies ask for our functions
 RECORDED = "hf_fastpath_recorded"
@@ -37,31 +37,49 @@ def ask_for_seams(model: nn.Module) -> None:
 
 
 class RecordingCache(Cache):
-    """A cache whose layers pass the keys and values that they are given on to ``append(k, v, layer)``.
+    """A cache whose layers pass the keys and values that they are given on to ``append(k, v, layer)``, and keep states
+    as transformers' own layers do.
 
     Args:
         config: the config of the model.
-        length: number of tokens that the cache claims to hold.
         append: takes new keys, new values and the index of the layer; returns all keys and values.
 
+    Attributes:
+        kinds: what each layer holds.
+
     Raises:
-        ValueError: the model has layers that keep other states than keys and values.
+        ValueError: the model has layers that hold something else than keys, values and states.
     """
 
-    def __init__(self, config: Any, length: int, append: Callable[..., Any]):
-        windows = layer_windows(config)
-        if windows is None:
-            raise ValueError("states that are no keys and values")
-        super().__init__(layers=[_RecordingLayer(i, window, length, append) for i, window in enumerate(windows)])
+    def __init__(self, config: Any, append: Callable[..., Any]):
+        kinds = layer_kinds(config)
+        if kinds is None:
+            raise ValueError("a cache that holds more than keys, values and states")
+        self.kinds = kinds
+        super().__init__(layers=[_recording_layer(index, kind, append) for index, kind in enumerate(kinds)])
+
+    def claim(self, length: int) -> None:
+        """Say from now on that so many tokens are held."""
+        for layer, kind in zip(self.layers, self.kinds):
+            if kind.keys:
+                layer.length = length
+
+    def states(self) -> list[list[torch.Tensor]]:
+        """Return the states of each layer that a forward has made so far: windows of convolutions, recurrent states."""
+        found = []
+        for layer, kind in zip(self.layers, self.kinds):
+            both = [*layer.conv_states.values(), *layer.recurrent_states.values()] if kind.states else []
+            found.append([state for state in both if state is not None])
+        return found
 
 
 class _RecordingLayer(CacheLayerMixin):
     is_compileable = False
     is_croppable = False
 
-    def __init__(self, index: int, window: int | None, length: int, append: Callable[..., Any]):
-        super().__init__()
-        self.index, self.length, self._append = index, length, append
+    def __init__(self, index: int, window: int | None, append: Callable[..., Any]):
+        CacheLayerMixin.__init__(self)
+        self.index, self.length, self._append = index, 0, append
         self.is_sliding, self.sliding_window = window is not None, window
         self.is_initialized = True
 
@@ -81,6 +99,18 @@ class _RecordingLayer(CacheLayerMixin):
         return -1
 
 
+class _RecordingBoth(LinearAttentionLayer, _RecordingLayer):
+    def __init__(self, index: int, kind: LayerKind, append: Callable[..., Any]):
+        LinearAttentionLayer.__init__(self, kind.states)
+        _RecordingLayer.__init__(self, index, kind.window, append)
+
+
+def _recording_layer(index: int, kind: LayerKind, append: Callable[..., Any]) -> Any:
+    if not kind.keys:
+        return made_layer(kind)
+    return _RecordingBoth(index, kind, append) if kind.states else _RecordingLayer(index, kind.window, append)
+
+
 def mask_sees(mask_function: Callable[..., Any], queries: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
     """Return bool [queries, keys]: whether a mask function of transformers lets a query see a key, both by position."""
     zero = torch.zeros((), dtype=torch.long)
@@ -94,12 +124,13 @@ def gathered_experts(module: nn.Module, x: torch.Tensor, ids: torch.Tensor, weig
 
 
 def forward_over(model: nn.Module, tokens: torch.Tensor, cache: Cache) -> torch.Tensor:
-    """Run tokens of one sequence behind those that ``cache`` holds; return the model's logits."""
+    """Run tokens of one sequence behind those that ``cache`` holds; return the model's logits.
+
+    No mask is passed: Mamba's class would apply one of the whole text to the new tokens.
+    """
     past, count = cache.get_seq_length(), tokens.shape[1]
     given: dict[str, Any] = {"input_ids": tokens, CACHE: cache, "use_cache": True, "return_dict": True}
     known = inspect.signature(type(model).forward).parameters
-    if "attention_mask" in known:
-        given["attention_mask"] = torch.ones(1, past + count, dtype=torch.long, device=tokens.device)
     if "position_ids" in known:
         given["position_ids"] = torch.arange(past, past + count, device=tokens.device)[None]
     return model(**given).logits

@@ -17,7 +17,6 @@ from .. import ops
 from ..native import loader
 from ..ops.decode_attention import MAX_QUERY_LEN, visible_slots
 from ..ops.kv_cache import KVCache, dequantized, gathered
-from . import composed
 from .named_calls import run
 
 #: sizes of a head for which the kernels use tensor cores; see csrc/common/head_dims.h
@@ -67,19 +66,19 @@ def route_of(rows: int, past: int, is_plain: bool, fits: bool, hopper: bool) -> 
     return "append"
 
 
-def route_on_cpu(tokens: int, past: int, cuts: bool, has_sinks: bool) -> str:
+def route_on_cpu(tokens: int, past: int, cuts: bool, changes: bool) -> str:
     """Choose what computes attention on a CPU.
 
     Args:
         tokens: new tokens of a row.
         past: tokens before the new ones.
         cuts: a sliding window hides some of the tokens.
-        has_sinks: there are sinks.
+        changes: a soft-cap, slopes or sinks change the scores.
 
     Returns:
         ``"decode"`` for ``ops.decode_attention`` over a few tokens at a time, or ``"sdpa"``.
     """
-    if cuts or has_sinks:
+    if cuts or changes:
         return "decode"  # PyTorch's attention has neither
     return "decode" if tokens <= MOST_TOKENS and past >= TIMES_BEFORE * tokens else "sdpa"
 
@@ -112,28 +111,24 @@ class Attention:
         visible = visible_slots(lengths, self._starts, self._query_len, self._length, window=0)
         return (visible | ~visible.any(-1, keepdim=True))[:, None]
 
-    def over(self, q, cache: KVCache, scale: float, window: int, softcap: float, sinks) -> torch.Tensor:
-        """Compute what ``ops.decode_attention`` does, or with a ``softcap`` ``composed.soft_capped_attention``.
-
-        Lengths and padding are those of this forward.
-        """
-        if softcap and not has_tensor_cores(q.device, q.dtype, q.shape[3]):
-            seen = dict(seq_lens=self._lengths, starts=self._starts, scale=scale, window=window)
-            return run(composed.soft_capped_attention, q=q, cache=cache, **seen, cap=softcap)
-        return self._run(q, cache, scale, window, softcap, sinks)
-
-    def _run(self, q, cache: KVCache, scale, window, cap, sinks) -> torch.Tensor:
+    def over(self, q, cache: KVCache, scale: float, window: int, softcap: float, sinks, slopes) -> torch.Tensor:
+        """Compute what ``ops.decode_attention`` does; lengths and padding are those of this forward."""
         cuts = 0 < window < self._length
         past = self._length - self._query_len
-        is_plain = self._starts is None and not cuts and not cap and sinks is None
         fits = has_tensor_cores(q.device, q.dtype, q.shape[3])
-        if q.device.type == "cpu" and route_on_cpu(q.shape[1], past, cuts, sinks is not None) == "decode":
-            return self._in_pieces(q, cache, scale, window, sinks)
+        changes = softcap > 0 or slopes is not None or sinks is not None  # PyTorch's attention has none of them
+        is_plain = self._starts is None and not cuts and not changes
+        if q.device.type == "cpu":
+            in_pieces = route_on_cpu(q.shape[1], past, cuts, changes) == "decode"
+        else:
+            in_pieces = slopes is not None or (changes and not fits)
+        if in_pieces:
+            return self._in_pieces(q, cache, scale, window, softcap=softcap, sinks=sinks, slopes=slopes)
         rows = q.shape[1] * (q.shape[2] // cache.k.shape[1])
         route = route_of(rows, past, is_plain, fits, is_hopper(q.device))
         if route == "append":
             k, v = self._states(cache, q.dtype)
-            args = (q, k, v, self._lengths, self._starts, scale, window if cuts else 0, cap, sinks)
+            args = (q, k, v, self._lengths, self._starts, scale, window if cuts else 0, softcap, sinks)
             return ops.append_attention.overload(*args)
         k, v = (each.narrow(2, 0, self._length) for each in self._states(cache, q.dtype))
         if route == "flash":
@@ -144,13 +139,13 @@ class Attention:
             return out.transpose(1, 2).flatten(2)
         return self._sdpa(q, k, v, scale)
 
-    def _in_pieces(self, q, cache: KVCache, scale, window, sinks) -> torch.Tensor:
+    def _in_pieces(self, q, cache: KVCache, scale, window, **changes) -> torch.Tensor:
         """Run ``ops.decode_attention`` over pieces of as many tokens as the op takes."""
         found, behind = [], q.shape[1]
         for piece in q.split(MAX_QUERY_LEN, dim=1):
             behind -= piece.shape[1]
             seen = dict(seq_lens=self._lengths - behind, starts=self._starts, scale=scale, window=window)
-            found.append(run(ops.decode_attention.overload, q=piece, cache=cache, **seen, sinks=sinks))
+            found.append(run(ops.decode_attention.overload, q=piece, cache=cache, **seen, **changes))
         return found[0] if len(found) == 1 else torch.cat(found, dim=1)
 
     def _states(self, cache: KVCache, dtype) -> list[torch.Tensor]:
@@ -188,12 +183,14 @@ def attend(
     window: int,
     softcap: float,
     sinks: torch.Tensor | None,
+    slopes: torch.Tensor | None,
     k_scales: torch.Tensor | None = None,
     v_scales: torch.Tensor | None = None,
     block_table: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Run :meth:`Attention.over` as a call of a step."""
-    return attention.over(q, KVCache(k_cache, v_cache, k_scales, v_scales, block_table), scale, window, softcap, sinks)
+    cache = KVCache(k_cache, v_cache, k_scales, v_scales, block_table)
+    return attention.over(q, cache, scale, window, softcap, sinks, slopes)
 
 
 @dataclass(frozen=True)

@@ -117,12 +117,7 @@ class AttentionPart(Part):
     def is_composed(self) -> bool:
         """Whether there is more between the norm and the cache than ``ops.qkv_rope_append`` does."""
         interleaved = self.spec.by_kv_head and self.num_kv_heads > 1
-        return bool(self.spec.head_norms) or interleaved or self.repeats_kv
-
-    @property
-    def reads_buffers(self) -> bool:
-        """Whether an op reads the cache at the address it was bound to, instead of through a ``kv_table``."""
-        return self.softcap > 0
+        return interleaved or self.repeats_kv
 
     def other_reason(self) -> str | None:
         return self._own_reason("attention")
@@ -138,6 +133,8 @@ class AttentionPart(Part):
             return Cause("unsupported_config", f"sliding_window={self.window}", self.module)
         if not takes_head_dim(self.head_dim):
             return Cause("unsupported_head_dim", f"{self.spec.head_dim}={self.head_dim}", self.module)
+        if len({norm.eps for norm in self.head_norms}) > 1:
+            return Cause("unsupported_config", "norms of queries and keys with different eps", self.module)
         if self.sinks is not None and type(self.sinks) not in PLAIN_TENSORS:
             what = f"{self.spec.sinks} is {type(self.sinks).__name__}"
             return Cause("unsupported_projection", what, self.module)

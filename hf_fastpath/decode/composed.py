@@ -10,9 +10,7 @@ import torch
 from torch import nn
 
 from ..choices import Activation
-from ..ops import fused_experts, rms_norm, topk_softmax
-from ..ops.decode_attention import visible_slots
-from ..ops.kv_cache import dequantized, gathered
+from ..ops import fused_experts, topk_softmax
 
 
 def unit_offset_layer_norm(
@@ -25,15 +23,6 @@ def unit_offset_layer_norm(
 def plain_norm(x: torch.Tensor, eps: float) -> torch.Tensor:
     """Compute the RMS norm without a weight, in float32 and rounded once."""
     return nn.functional.rms_norm(x.float(), x.shape[-1:], None, eps).to(x.dtype)
-
-
-def head_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, weight_offset: float = 0.0) -> torch.Tensor:
-    """Compute the RMS norm of every head, or of all heads at once if ``weight`` is as long.
-
-    Input and output are [batch, query_len, heads * head_dim].
-    """
-    heads = x.unflatten(-1, (-1, weight.numel()))
-    return rms_norm.overload(heads, weight, eps, None, weight_offset).flatten(-2)
 
 
 def concatenated(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
@@ -109,62 +98,3 @@ def scaled_sum(x: torch.Tensor, y: torch.Tensor, factor: float) -> torch.Tensor:
 def soft_capped(x: torch.Tensor, cap: float) -> torch.Tensor:
     """Compute ``cap * tanh(x / cap)``."""
     return torch.tanh(x / cap) * cap
-
-
-def soft_capped_attention(
-    q: torch.Tensor,
-    k_cache: torch.Tensor,
-    v_cache: torch.Tensor,
-    seq_lens: torch.Tensor,
-    starts: torch.Tensor | None,
-    scale: float,
-    window: int,
-    cap: float,
-    k_scales: torch.Tensor | None = None,
-    v_scales: torch.Tensor | None = None,
-    block_table: torch.Tensor | None = None,
-) -> torch.Tensor:
-    """As ``ops.decode_attention``, of scores ``cap * tanh(scores / cap)``, over the whole buffers; in float32."""
-    cache = k_cache, v_cache, k_scales, v_scales, block_table
-    return _attention(q, *cache, seq_lens, starts, scale, window, lambda scores: soft_capped(scores, cap))
-
-
-def sloped_attention(
-    q: torch.Tensor,
-    k_cache: torch.Tensor,
-    v_cache: torch.Tensor,
-    seq_lens: torch.Tensor,
-    starts: torch.Tensor | None,
-    scale: float,
-    window: int,
-    slopes: torch.Tensor,
-    k_scales: torch.Tensor | None = None,
-    v_scales: torch.Tensor | None = None,
-    block_table: torch.Tensor | None = None,
-) -> torch.Tensor:
-    """As ``ops.decode_attention``, with ``slopes``, [num_heads], times a key's position added to the scores (ALiBi),
-    over the whole buffers; in float32."""
-
-    def sloped(scores: torch.Tensor) -> torch.Tensor:
-        positions = torch.arange(scores.shape[-1], device=scores.device)
-        return scores + slopes.float().view(1, scores.shape[1], -1, 1, 1) * positions
-
-    cache = k_cache, v_cache, k_scales, v_scales, block_table
-    return _attention(q, *cache, seq_lens, starts, scale, window, sloped)
-
-
-def _attention(q, k_cache, v_cache, k_scales, v_scales, block_table, seq_lens, starts, scale, window, changed):
-    """Attention of scores that ``changed`` has changed: [batch, num_kv_heads, group, query_len, capacity]."""
-    if k_scales is not None and v_scales is not None:
-        k_cache, v_cache = dequantized(k_cache, k_scales, torch.float32), dequantized(v_cache, v_scales, torch.float32)
-    k_cache, v_cache = gathered(k_cache, block_table), gathered(v_cache, block_table)
-    batch, query_len, num_heads, head_dim = q.shape
-    num_kv_heads, capacity = k_cache.shape[1:3]
-    visible = visible_slots(seq_lens, starts, query_len, capacity, window)[:, None, None]
-    used = visible.any(3)[:, 0, :, :, None]  # slots that no token sees may hold anything, NaN included
-    k, v = (cache.masked_fill(~used, 0).float()[:, :, None] for cache in (k_cache, v_cache))
-    grouped = q.float().view(batch, query_len, num_kv_heads, -1, head_dim).permute(0, 2, 3, 1, 4)
-    scores = changed(scale * grouped @ k.transpose(-1, -2)).masked_fill(~visible, -torch.inf)
-    seen = visible.any(4, keepdim=True)  # a row of padding sees nothing
-    weights = scores.softmax(-1).masked_fill(~seen, 0)
-    return (weights @ v).permute(0, 3, 1, 2, 4).reshape(batch, query_len, num_heads * head_dim).to(q.dtype)

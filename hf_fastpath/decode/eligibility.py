@@ -49,7 +49,9 @@ def step_aside_reason(
     if (reason := _arguments_reason(input_ids, model_kwargs)) is not None:
         return reason
     reason = model_reason(state, part, input_ids, cache)
-    reason = reason or _layout_reason(part, input_ids, model_kwargs, cache.get_seq_length())
+    # a cache of states alone does not count for transformers, which reads a whole text again behind them
+    past_len = cache.get_seq_length() if cache.key_layers else 0
+    reason = reason or _layout_reason(part, input_ids, model_kwargs, past_len)
     return reason or _pad_token_reason(part, config, batch)
 
 
@@ -114,22 +116,32 @@ def _cache_reason(part: ModelPart, cache: FastpathCache, input_ids: torch.Tensor
     Raises:
         RuntimeError: the cache holds keys and values of another batch or model, or layers that do not fit together.
     """
-    if len(cache.layers) > len(part.windows):
-        return Cause("other_cache", f"it has {len(cache.layers)} layers, the model {len(part.windows)}")
-    for number, (layer, window) in enumerate(zip(cache.layers, part.windows)):
-        if layer.sliding_window not in (None, window):
-            return Cause("other_cache", f"layer {number} has the window {layer.sliding_window}, the model {window}")
+    if (count := len(cache.layers)) > len(part.kinds):
+        return Cause("other_cache", f"it has {count} layers, the model {len(part.kinds)}")
+    for number, (its, models) in enumerate(zip(cache.kinds, part.kinds)):
+        if its.window not in (None, models.window):
+            return Cause("other_cache", f"layer {number} has the window {its.window}, the model {models.window}")
+        if (its.keys, its.states) != (models.keys, models.states):
+            return Cause("other_cache", f"layer {number} holds other things than the model's")
+    if any(kind.states for kind in part.kinds[count:]):
+        return Cause("other_cache", "it was made without the model's config, and the model keeps states")
+    if any(layer.record_past for layer in cache.state_layers):
+        return Cause("other_cache", "its states record their past")
     if not cache.take():
-        held = sorted({layer.cumulative_length for layer in cache.layers})
+        held = sorted({layer.cumulative_length for layer in cache.key_layers})
         return Cause("edited_cache", f"its layers hold {', '.join(map(str, held))} positions")
     if not cache.get_seq_length():
         return None
-    if len(cache.layers) < len(part.windows):
-        return Cause("edited_cache", f"it has {len(cache.layers)} layers, the model {len(part.windows)}")
+    if count < len(part.kinds):
+        return Cause("edited_cache", f"it has {count} layers, the model {len(part.kinds)}")
     batch, dtype = len(input_ids), part.embedding.weight.dtype
-    for layer, its, device in zip(cache.layers, part.layers, part.layer_devices):
-        shape = batch, *its.attention.cache_shape
+    devices = [device for kind, device in zip(part.kinds, part.layer_devices) if kind.keys]
+    for layer, attention, device in zip(cache.key_layers, part.attentions, devices):
+        shape = batch, *attention.cache_shape
         layer.admit(shape, shape, dtype, device)
+    for layer, states in zip(cache.layers, part.states(1)):
+        if states:
+            layer.admit_states(states, batch)
     return None
 
 

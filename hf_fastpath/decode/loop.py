@@ -165,6 +165,8 @@ class _Loop:
 
     def generate(self, part: ModelPart, model_kwargs: dict) -> Any:
         cache, position_ids = model_kwargs[compat.CACHE], position_ids_of(self.ids, self.config, model_kwargs)
+        if cache.state_layers and not cache.is_dropped:
+            self.ahead = 0  # a token that was read behind the end could not be taken back
         mask = model_kwargs.get("attention_mask")
         starts = None if mask is None else (mask == 0).sum(1)
         next_positions = position_ids[:, -1].expand(self.batch) + 1
@@ -363,7 +365,10 @@ class _Loop:
         self.ids = self.ids[:, : self.length]  # the plan's tokens past the end were never appended
         for recorded in (self.scores, self.logits):
             del recorded[len(recorded) - steps if recorded else 0 :]
-        cache.crop(-steps)
+        if cache.state_layers:
+            cache.reset()  # nothing can be taken back from states, and nobody reads them: see generate()
+        else:
+            cache.crop(-steps)
         if self.length in self.offsets:
             with random_numbers_in_turn(self.device):
                 if compat.philox_offset(self.device) == self.drawn_to:

@@ -124,11 +124,11 @@ _DENSE = {
 
 def _attention_rule(attention: Any, op: Callable[..., Any]) -> Callable[..., Any] | None:
     """Return the rule that replaces attention over a cache, if ``op`` is that; ``attention`` may be a register."""
-    if op not in (ops.decode_attention.overload, composed.soft_capped_attention):
+    if op is not ops.decode_attention.overload:
         return None
 
-    def rule(emit, q, cache, scale, window, cap=0.0, sinks=None, **of_few_rows):
-        seen = dict(scale=scale, window=window, softcap=cap, sinks=sinks)
+    def rule(emit, q, cache, scale, window, softcap=0.0, sinks=None, slopes=None, **of_few_rows):
+        seen = dict(scale=scale, window=window, softcap=softcap, sinks=sinks, slopes=slopes)
         return emit(attend, attention=attention, q=q, cache=cache, **seen)
 
     return rule

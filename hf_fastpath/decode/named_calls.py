@@ -1,7 +1,7 @@
 """Calls of ops with named arguments: a step is a list of such calls, and passes read and write such lists.
 
-An op's schema is flat. In a call, ``KVCache`` and :class:`Norm` stand for the arguments that belong together, under the
-names ``cache`` and ``norm``; binding a call to its op takes these values apart.
+An op's schema is flat. In a call, ``KVCache``, :class:`Norm` and :class:`HeadNorms` stand for the arguments that belong
+together, under the names ``cache``, ``norm`` and ``head_norms``; binding a call to its op takes these values apart.
 """
 
 from __future__ import annotations
@@ -49,8 +49,32 @@ class Norm:
     PARTS: ClassVar[dict[str, str]] = {"norm": "kind", "norm_weight": "weight", "norm_bias": "bias", "norm_eps": "eps"}
 
 
+@dataclass(frozen=True)
+class HeadNorms:
+    """RMS norms of queries and keys between projection and rotation; None stands for no norms.
+
+    Attributes:
+        q, k: weights, of each head or of all heads at once; see ``ops.rope_append``.
+        eps: added to the mean square.
+        weight_offset: the factors are this + weight.
+    """
+
+    q: torch.Tensor
+    k: torch.Tensor
+    eps: float
+    weight_offset: float = 0.0
+
+    #: argument of an op -> attribute
+    PARTS: ClassVar[dict[str, str]] = {
+        "q_norm_weight": "q",
+        "k_norm_weight": "k",
+        "head_norm_eps": "eps",
+        "head_norm_offset": "weight_offset",
+    }
+
+
 #: values that binding takes apart, by their name in a call
-_VALUES = {"cache": KVCache, "norm": Norm}
+_VALUES = {"cache": KVCache, "norm": Norm, "head_norms": HeadNorms}
 _APART = frozenset(_VALUES.values())
 
 

@@ -55,13 +55,15 @@ class _Layer:
             (self.up["x"], out), (self.down["x"], up), (self.down["residual"], out),
         ]  # fmt: skip
         plain = [self.out["norm"], self.down["norm"], self.attention["sinks"], self.up.get("residual")]
-        plain += [self.cache.k_scales, self.cache.block_table]
+        plain += [self.cache.k_scales, self.cache.block_table, self.qkv.get("head_norms")]
+        plain.append(self.attention.get("slopes"))
         none = [self.out["activation"], self.down["activation"]]
         return (
             all(found is wanted for found, wanted in taken)
             and all(each is None for each in plain)
             and all(each == Activation.NONE for each in none)
             and not self.qkv["neighbors"]
+            and not self.attention.get("softcap")
             and self.attention["cache"] is self.cache
             and self.attention["seq_lens"] is self.qkv["seq_lens"]
             and None not in self.norms

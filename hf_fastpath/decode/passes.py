@@ -33,9 +33,9 @@ _PREFETCHES = {
 
 
 def prefetch_next_weight(calls: list[Call], register: Callable[[], Register], step: Step) -> list[Call]:
-    """Tell every product which matrix the next product reads."""
+    """Tell every product which matrix the next product reads, also with a norm between the two."""
     if step.programmatic_launch:
-        for call, following in pairwise(calls):
+        for call, following in pairwise(call for call in calls if call.op is not ops.rms_norm.overload):
             if following.op in _PREFETCHES.get(call.op, ()):
                 call.arguments["next_weight"] = following.arguments[_MATRIX[following.op]]
     return calls

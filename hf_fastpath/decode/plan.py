@@ -21,6 +21,7 @@ from .angles import AngleTables
 from .graph import capture, random_numbers_in_turn
 from .named_calls import Register, Step
 from .plan_memory import PlanMemory
+from .positions import Positions
 from .program import Program
 from .stages import Stages
 from .structure import ModelPart
@@ -44,7 +45,7 @@ class DecodePlan:
     Args:
         part: the model.
         batch: number of sequences.
-        kv_dtype: storage type of the caches that the plan will serve.
+        kv_dtype: storage type of the caches that the plan will serve, None if they hold no keys and values.
         sampled: tokens are sampled, drawn with the default generator as ``torch.multinomial`` draws them; else a step
             chooses the most likely token.
         page_sizes: page size of each layer's cache, None for a layer without pages; empty if no layer has pages.
@@ -61,7 +62,7 @@ class DecodePlan:
         self,
         part: ModelPart,
         batch: int,
-        kv_dtype: torch.dtype,
+        kv_dtype: torch.dtype | None,
         sampled: bool = False,
         page_sizes: tuple[int | None, ...] = (),
     ):
@@ -93,8 +94,9 @@ class DecodePlan:
                 self.settings = torch.zeros(4, dtype=torch.float64, device=self.device)
             sizes = batch, self.query_len, kv_dtype, self.page_sizes
             self.memory = {device: PlanMemory.of(part, device, *sizes) for device in part.devices}
-            self._reads_buffers = any(layer.attention.reads_buffers for layer in part.layers)
             self.program = Program() if len(self.memory) == 1 else Stages(self.device)
+            #: of each layer, memory for its states; the cache holds its states there while the plan runs
+            self.states = [[_like(each) for each in found] for found in part.states(batch)]
             self._caches = [self._cache_registers(size is not None) for size in self.page_sizes]
             self._angles = None if part.rotary is None else AngleTables(part, self.program, self.dtype, self.device)
             learned = part.learned_positions
@@ -157,9 +159,9 @@ class DecodePlan:
         at = {}
         for device, own in self.memory.items():
             fixed = own.kv_tables, own.workspace, programmatic_launch, own.staging
-            at[device] = steps.Positions(angles, lens, starts, *fixed)
+            at[device] = Positions(angles, lens, starts, *fixed)
         if part.is_recorded:
-            logits = part.record(emit, self.tokens, self.positions, self._caches, at[self.device])
+            logits = part.record(emit, self.tokens, self.positions, self._caches, self.states, at[self.device])
             return logits, self._made_for(programmatic_launch)
         for index, (layer, device) in enumerate(zip(part.layers, part.layer_devices)):
             self.program.move_to(device)
@@ -217,13 +219,19 @@ class DecodePlan:
 
     def bind(self) -> None:
         """Tell the program where the cache's buffers are, if other code than its steps may have moved them."""
-        layers = self.cache.layers
+        layers, kinds = self.cache.layers, self.cache.kinds
+        self._hold_states()
         for own in self.memory.values():
-            own.bind(layers, self.page_sizes)
-        if self._reads_buffers:
-            self.graph = None  # the graph holds the old addresses
-        for registers, layer in zip(self._caches, layers):
-            self.program.put(registers, layer.kv_cache())
+            own.bind(layers, kinds, self.page_sizes)
+        for registers, layer, kind in zip(self._caches, layers, kinds):
+            if kind.keys:
+                self.program.put(registers, layer.kv_cache())
+
+    def _hold_states(self) -> None:
+        """Let the cache hold its states where the program reads them."""
+        for layer, buffers in zip(self.cache.layers, self.states):
+            if buffers:
+                layer.hold(buffers)
 
     def _cover(self, count: int) -> None:
         """Make sure that the model knows the next ``count`` positions of every sequence.
@@ -310,7 +318,8 @@ class DecodePlan:
         """
         if self.cache.reserve(1):
             self.bind()
-        if all(layer.cumulative_length == self._held for layer in self.cache.layers):
+        self._hold_states()
+        if all(layer.cumulative_length == self._held for layer in self.cache.counting_layers):
             return
         if not self.cache.take() or bool(self.starts.any()):
             raise RuntimeError(
@@ -343,7 +352,9 @@ class DecodePlan:
 
     def end(self) -> None:
         """Let go of the cache."""
-        self.cache = None
+        cache, self.cache = self.cache, None
+        for layer in () if cache is None else cache.state_layers:
+            layer.leave()
         for registers in self._caches:
             # A captured graph finds the buffers through the kv_tables; keeping them here would only hold memory.
             self.program.put(registers, None)
@@ -351,3 +362,8 @@ class DecodePlan:
         done, self.on_end = self.on_end, None
         if done is not None:
             done(self)
+
+
+def _like(fact: torch.Tensor) -> torch.Tensor:
+    """Memory for a tensor of the shape, strides, dtype and device of ``fact``."""
+    return torch.empty_strided(fact.shape, fact.stride(), dtype=fact.dtype, device=fact.device)

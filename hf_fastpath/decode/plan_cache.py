@@ -102,13 +102,13 @@ class PlanCache:
 
         A plan is made if other calls use those that fit, or the model's parameters have moved since.
         """
-        key = batch, cache.layers[0].k_buffer.dtype, sampled, cache.page_sizes
+        key = batch, cache.stored_dtype, sampled, cache.page_sizes
         fits = lambda plan: (plan.batch, plan.kv_dtype, plan.sampled, plan.page_sizes) == key  # noqa: E731
         return self._taken(part, DecodePlan, fits, lambda: DecodePlan(part, *key))
 
     def draft_plan(self, part: structure.ModelPart, cache: FastpathCache, width: int) -> DraftPlan:
         """Do as :meth:`decode_plan` for drafts of one sequence; ``width`` is one of ``draft_plan.WIDTHS``."""
-        key = cache.layers[0].k_buffer.dtype, width, cache.page_sizes
+        key = cache.stored_dtype, width, cache.page_sizes
         fits = lambda plan: (plan.kv_dtype, plan.query_len, plan.page_sizes) == key  # noqa: E731
         return self._taken(part, DraftPlan, fits, lambda: DraftPlan(part, *key))
 

@@ -7,9 +7,10 @@ from typing import Any
 
 import torch
 
+from ..compat import LayerKind
 from ..ops.decode_attention import workspace_bytes
 from ..ops.kv_cache import is_quantized, table_columns
-from . import steps
+from .positions import Staging
 from .structure import ModelPart
 
 
@@ -21,12 +22,12 @@ class PlanMemory:
         kv_tables: of layers with pages (True) and of other layers (False), a row for every layer of the model; empty on
             the CPU, where calls are given the buffers themselves.
         workspace: see ``ops.decode_attention``; None on the CPU.
-        staging: see ``steps.Positions``.
+        staging: see ``Positions``.
     """
 
     kv_tables: dict[bool, torch.Tensor]
     workspace: torch.Tensor | None = None
-    staging: steps.Staging | None = None
+    staging: Staging | None = None
 
     @classmethod
     def of(
@@ -42,8 +43,8 @@ class PlanMemory:
         made = cls({})
         if device.type != "cuda":
             return made
-        heads = {(layer.attention.num_heads, layer.attention.head_dim) for layer in part.layers}
-        size = max(workspace_bytes(batch, query_len, *each) for each in heads)
+        heads = {(attention.num_heads, attention.head_dim) for attention in part.attentions}
+        size = max((workspace_bytes(batch, query_len, *each) for each in heads), default=0)
         made.workspace = torch.zeros(size, dtype=torch.uint8, device=device)
         for paged in {size is not None for size in page_sizes}:
             shape = len(part.layers), table_columns(kv_dtype, paged)
@@ -51,16 +52,18 @@ class PlanMemory:
         # Several blocks compute a head's keys and values, so attention quantizes them, not the projection.
         if is_quantized(kv_dtype):
             lens = torch.full((batch,), query_len, dtype=torch.int32, device=device)
-            shapes = {layer.attention.cache_shape for layer in part.layers}
-            made.staging = steps.Staging(lens, query_len, shapes)
+            shapes = {attention.cache_shape for attention in part.attentions}
+            made.staging = Staging(lens, query_len, shapes)
         return made
 
-    def bind(self, layers: Any, page_sizes: tuple[int | None, ...]) -> None:
+    def bind(self, layers: Any, kinds: list[LayerKind], page_sizes: tuple[int | None, ...]) -> None:
         """Note where the buffers of a cache's layers are."""
         for paged, table in self.kv_tables.items():
-            rows = []  # a layer that the other table serves has zeros here
-            for layer, size in zip(layers, page_sizes):
+            rows = []  # a layer that the other table serves, or none, has zeros here
+            for layer, kind, size in zip(layers, kinds, page_sizes):
+                if not kind.keys or (size is not None) != paged:
+                    rows.append([0] * table.shape[1])
+                    continue
                 k, v, *others = (buffer.data_ptr() for buffer in layer.buffers if buffer is not None)
-                row = [k, v, layer.capacity, *others]
-                rows.append(row if (size is not None) == paged else [0] * table.shape[1])
+                rows.append([k, v, layer.capacity, *others])
             table.copy_(torch.tensor(rows, dtype=torch.long, device="cpu"))

@@ -26,6 +26,7 @@ from .draft_plan import DraftPlan, DraftReader
 from .named_calls import Step
 from .parts import MoEPart
 from .plan_cache import PlanCache
+from .positions import Positions
 from .program import Program
 from .structure import ModelPart
 
@@ -74,7 +75,7 @@ def _continues(cache: FastpathCache, prompt: Prompt) -> bool:
     batch, query_len = prompt.tokens.shape
     if prompt.positions.shape[-1] != query_len or query_len == 0:
         return False
-    return not cache.get_seq_length() or all(layer.batch_size == batch for layer in cache.layers)
+    return not cache.get_seq_length() or all(layer.batch_size == batch for layer in cache.key_layers)
 
 
 def is_readable(part: ModelPart, cache: FastpathCache, prompt: Prompt) -> bool:
@@ -127,7 +128,7 @@ class PromptProgram:
         self._caches = [KVCache(**{name: register() for name in names}) for names in caches]
         self._angles = {kind: (register(), register()) for kind in part.rope_kinds}
         hidden, _ = steps.step_inputs(emit, part, self._tokens, self._positions, [])
-        at = steps.Positions(self._angles, self._lengths, self._starts)
+        at = Positions(self._angles, self._lengths, self._starts)
         for index, (layer, cache) in enumerate(zip(part.layers, self._caches)):
             hidden = steps.decoder_layer(emit, layer, hidden, cache, at, index)
         last = emit(_aten.narrow.default, hidden, 1, -1, 1)
@@ -153,7 +154,7 @@ class PromptProgram:
             lengths: int32 [batch], tokens that the cache holds with the prompt.
             starts: int32 [batch], left padding of each row, or None for none.
             caches: the cache of each layer.
-            angles: see ``steps.Positions``.
+            angles: see ``Positions``.
         """
         batch, query_len = prompt.tokens.shape
         attention = Attention(query_len, past + query_len, lengths, starts)

@@ -7,8 +7,7 @@ decode plan passes the ``emit`` of its program, which records the call. So there
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -23,81 +22,15 @@ from . import composed
 from .attention_part import AttentionPart
 from .layer_part import LayerPart
 from .modules import is_packed, is_transposed, weight_and_bias
-from .named_calls import Emit, Norm, run
+from .named_calls import Emit, HeadNorms, Norm, run
 from .parts import FeedForwardPart, MLPPart, MoEPart, NormPart
+from .positions import Positions
 from .rank_calls import gathered, own_embeddings, own_rows, shard_of, summed
 from .structure import ModelPart
 
-__all__ = ["Emit", "Positions", "Staging", "run"]
+__all__ = ["Emit", "run"]
 
 _aten = torch.ops.aten
-
-
-class Staging:
-    """Buffers for keys and values of a layer's new tokens before they are quantized; the layers take turns.
-
-    The buffers are float32 caches of query_len slots.
-
-    Args:
-        seq_lens: int32 [batch], each query_len.
-        shapes: number of heads and head_dim of the layers' caches.
-    """
-
-    def __init__(self, seq_lens: torch.Tensor, query_len: int, shapes: set[tuple[int, int]]):
-        self.seq_lens = seq_lens
-        self._buffers = {
-            (heads, dim): [
-                torch.zeros(len(seq_lens), heads, query_len, dim, dtype=torch.float32, device=seq_lens.device)
-                for _ in range(2)
-            ]
-            for heads, dim in shapes
-        }
-
-    def of(self, part: AttentionPart) -> KVCache:
-        """Return K and V, [batch, heads, query_len, head_dim], for ``part``."""
-        return KVCache(*self._buffers[part.cache_shape])
-
-
-@dataclass
-class Positions:
-    """The places of the new tokens, as tensors or as registers of a plan.
-
-    Attributes:
-        angles: cos and sin for every kind of layer, [batch or 1, query_len, rotary_dim] in the model's dtype; see
-            ``AttentionPart.layer_type``. The dict is empty without rotary embedding.
-        seq_lens: int32 [batch], tokens that a row holds with the new ones.
-        starts: int32 [batch], left padding of each row, or None.
-        kv_tables: for caches with pages (True) and others (False), see ``ops.rope_append``; without a table, the
-            caches' own addresses are used.
-        workspace: see ``ops.decode_attention``.
-        programmatic_launch: a kernel may start on what does not depend on the kernel in front; see ``ops.gemv``.
-        staging: where keys and values of the new tokens wait for ``ops.quantizing_attention``; None if projections
-            append to the cache.
-    """
-
-    angles: dict[str | None, tuple[Any, Any]]
-    seq_lens: Any
-    starts: Any
-    kv_tables: Mapping[bool, Any] = field(default_factory=dict)
-    workspace: Any = None
-    programmatic_launch: bool = False
-    staging: Staging | None = None
-
-    def placed(self, cache: KVCache, layer: int) -> KVCache:
-        """Return a layer's cache with the ``kv_table`` that serves it."""
-        table = self.kv_tables.get(cache.is_paged)
-        return cache if table is None else replace(cache, table=table, layer=layer)
-
-    def store(self, part: AttentionPart, cache: KVCache) -> dict[str, Any]:
-        """Return where projections append: cache and seq_lens."""
-        if self.staging is None or part.softcap:
-            return {"cache": cache, "seq_lens": self.seq_lens}
-        return {"cache": self.staging.of(part), "seq_lens": self.staging.seq_lens}
-
-    def angles_of(self, part: AttentionPart) -> dict[str, Any]:
-        """Return the cos and sin that ``part`` uses, None if it does not rotate; and which elements turn together."""
-        cos, sin = self.angles[part.layer_type] if part.rotates else (None, None)
-        return {"cos": cos, "sin": sin, "neighbors": part.spec.pairs == "neighbors"}
 
 
 def norm_of(part: NormPart | None) -> Norm | None:
@@ -156,19 +89,28 @@ def joined(linears: list[nn.Module]) -> dict[str, Any] | None:
     return None if together is None else packed(together)
 
 
-def _norm_op(part: NormPart) -> tuple[Callable[..., Any], dict[str, Any]]:
+def _norm_op(part: NormPart, programmatic_launch: bool) -> tuple[Callable[..., Any], dict[str, Any]]:
     """Return an op that computes the norm of ``x``, and the op's other arguments."""
     norm = norm_of(part)
     weight = {"weight": norm.weight, "eps": norm.eps}
     if norm.kind.is_rms:
-        return ops.rms_norm.overload, weight | {"weight_offset": norm.kind.weight_offset}
+        weight |= {"weight_offset": norm.kind.weight_offset, "programmatic_launch": programmatic_launch}
+        return ops.rms_norm.overload, weight
     return ops.layer_norm.overload, weight | {"bias": norm.bias}
 
 
-def norm(emit: Emit, part: NormPart, x: Any, residual: Any = None) -> Any:
+def norm(emit: Emit, part: NormPart, x: Any, residual: Any = None, programmatic_launch: bool = False) -> Any:
     """Emit ``residual + part(x)``."""
-    op, arguments = _norm_op(part)
+    op, arguments = _norm_op(part, programmatic_launch)
     return emit(op, x=x, **arguments, residual=residual)
+
+
+def head_norms(part: AttentionPart) -> HeadNorms | None:
+    """Return the norms of queries and keys in the form that calls take."""
+    if not part.head_norms:
+        return None
+    q, k = map(norm_of, part.head_norms)
+    return HeadNorms(q.weight, k.weight, q.eps, q.kind.weight_offset)
 
 
 def _queries_composed(
@@ -176,7 +118,7 @@ def _queries_composed(
 ) -> Any:
     """Emit what ``ops.qkv_rope_append`` computes, for attention that the op does not support."""
     linears = part.projections()[:-1]
-    together = None if part.head_norms else joined(linears)
+    together = joined(linears)
     if together is not None:
         qkv = emit(
             ops.packed_gemv.overload, x=x, **together, norm=norm_of(norm), programmatic_launch=at.programmatic_launch
@@ -185,9 +127,6 @@ def _queries_composed(
         projected = [
             projection(emit, linear, x, norm=norm, programmatic_launch=at.programmatic_launch) for linear in linears
         ]
-        for place, each in enumerate(part.head_norms):
-            _, arguments = _norm_op(each)
-            projected[place] = emit(composed.head_norm, x=projected[place], **arguments)
         qkv = projected[0] if len(projected) == 1 else emit(composed.concatenated, *projected)
     if part.spec.by_kv_head:
         qkv = emit(composed.ungrouped, qkv=qkv, head_dim=part.head_dim, group=part.group)
@@ -195,6 +134,7 @@ def _queries_composed(
         sizes = dict(num_heads=part.num_heads, head_dim=part.head_dim, group=part.group)
         qkv = emit(composed.repeated_kv, qkv=qkv, **sizes)
     store = at.store(part, cache) | at.angles_of(part)
+    store |= dict(head_norms=head_norms(part), programmatic_launch=at.programmatic_launch)
     return emit(ops.rope_append.overload, qkv=qkv, bias=None, **store, num_heads=part.num_heads)
 
 
@@ -211,7 +151,7 @@ def attention(
     """Emit ``residual + part(norm(x))``, which appends to ``cache``, the cache of the model's ``layer``-th layer."""
     *qkv, out = part.projections()
     placed = at.placed(cache, layer)
-    together = None if part.is_composed or cache.is_paged else joined(qkv)
+    together = None if part.is_composed or part.head_norms or cache.is_paged else joined(qkv)
     if together is None and (part.is_composed or any(map(is_packed, qkv))):
         queries = _queries_composed(emit, part, x, placed, at, norm)
     else:
@@ -227,12 +167,12 @@ def attention(
                 for kind in kinds
                 for role, each in zip("qkv", [getattr(linear, kind) for linear in qkv] + absent)
             }
-            queries = emit(ops.qkv_rope_append.overload, x=x, **weights, transposed=is_transposed(qkv[0]), **store)
+            store |= dict(transposed=is_transposed(qkv[0]), head_norms=head_norms(part))
+            queries = emit(ops.qkv_rope_append.overload, x=x, **weights, **store)
     seen = dict(seq_lens=at.seq_lens, starts=at.starts, scale=part.scaling, window=part.window or 0)
     how = dict(workspace=at.workspace, programmatic_launch=at.programmatic_launch, sinks=part.sinks)
-    if part.softcap:
-        mixed = emit(composed.soft_capped_attention, q=queries, cache=cache, **seen, cap=part.softcap)
-    elif at.staging is not None:
+    how |= dict(softcap=part.softcap)
+    if at.staging is not None:
         new = at.staging.of(part)
         mixed = emit(ops.quantizing_attention.overload, q=queries, k=new.k, v=new.v, cache=placed, **seen, **how)
     else:
@@ -279,7 +219,7 @@ def mixture(
 ) -> Any:
     """Emit ``residual + part(norm(x))`` as ``experts`` computes it; ``composed.experts_and_weights`` is one such op."""
     if norm is not None:  # router and experts share its result
-        op, arguments = _norm_op(norm)
+        op, arguments = _norm_op(norm, programmatic_launch)
         x = emit(op, x=x, **arguments)
     (gate_up, down), (gate_up_bias, down_bias) = part.stacks(), part.stack_biases()
     shard = shard_of(part.experts)
@@ -308,7 +248,14 @@ def feed_forward(emit: Emit, part: FeedForwardPart, *arguments: Any) -> Any:
     return (mixture if isinstance(part, MoEPart) else mlp)(emit, part, *arguments)
 
 
-def _added(emit: Emit, part: LayerPart, stream: Any, post_norm: NormPart | None, block: Callable[[Any], Any]) -> Any:
+def _added(
+    emit: Emit,
+    part: LayerPart,
+    stream: Any,
+    post_norm: NormPart | None,
+    programmatic_launch: bool,
+    block: Callable[[Any], Any],
+) -> Any:
     """Emit ``stream + residual_multiplier * post_norm(block)``.
 
     Args:
@@ -318,9 +265,9 @@ def _added(emit: Emit, part: LayerPart, stream: Any, post_norm: NormPart | None,
         return block(stream)
     out = block(None)
     if post_norm is not None and part.residual_multiplier == 1:
-        return norm(emit, post_norm, out, stream)
+        return norm(emit, post_norm, out, stream, programmatic_launch)
     if post_norm is not None:
-        out = norm(emit, post_norm, out)
+        out = norm(emit, post_norm, out, None, programmatic_launch)
     return emit(composed.scaled_sum, x=stream, y=out, factor=part.residual_multiplier)
 
 
@@ -330,13 +277,13 @@ def decoder_layer(emit: Emit, part: LayerPart, hidden: Any, cache: KVCache, at: 
     def attend(residual: Any) -> Any:
         return attention(emit, part.attention, hidden, cache, at, layer, residual, part.attention_norm)
 
-    attended = _added(emit, part, hidden, part.attention_post_norm, attend)
+    attended = _added(emit, part, hidden, part.attention_post_norm, at.programmatic_launch, attend)
     source = hidden if part.is_parallel else attended
 
     def transform(residual: Any) -> Any:
         return feed_forward(emit, part.mlp, source, residual, part.mlp_norm, at.programmatic_launch)
 
-    return _added(emit, part, attended, part.mlp_post_norm, transform)
+    return _added(emit, part, attended, part.mlp_post_norm, at.programmatic_launch, transform)
 
 
 def step_inputs(emit: Emit, part: ModelPart, tokens: Any, positions: Any, tables: list[Any]) -> tuple[Any, list[Any]]:

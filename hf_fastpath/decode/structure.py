@@ -15,10 +15,11 @@ import torch
 from torch import nn
 
 from ..architecture import Architecture
-from ..compat import has_static_rope, layer_windows
+from ..compat import LayerKind, has_static_rope, layer_windows
 from ..native import loader
 from ..ops.gemv import MAX_ROWS
 from ..reasons import Cause
+from .attention_part import AttentionPart
 from .layer_part import LayerPart
 from .modules import (
     device_of,
@@ -85,6 +86,20 @@ class ModelPart(Part):
     def proof_reason(self, plans: Any, batch: int) -> str | None:
         """Return None: nothing about a described step has to be proven."""
         return None
+
+    @property
+    def kinds(self) -> tuple[LayerKind, ...]:
+        """What each layer of the cache holds."""
+        return tuple(LayerKind(window=window) for window in self.windows)
+
+    @property
+    def attentions(self) -> list[AttentionPart]:
+        """Of each layer."""
+        return [layer.attention for layer in self.layers]
+
+    def states(self, batch: int) -> list[list[torch.Tensor]]:
+        """Return nothing: layers hold keys and values alone."""
+        return []
 
     @property
     def vocab_size(self) -> int:

@@ -11,6 +11,8 @@ from .exponential_race import SPEC as exponential_race
 from .fused_experts import SPEC as fused_experts
 from .fused_gelu import SPEC as fused_gelu
 from .fused_swiglu import SPEC as fused_swiglu
+from .gated_delta_step import SPEC as gated_delta_step
+from .gated_rms_norm import SPEC as gated_rms_norm
 from .gather_ranks import SPEC as gather_ranks
 from .gemm import SPEC as gemm
 from .gemv import SPEC as gemv
@@ -28,6 +30,8 @@ from .quantizing_attention import SPEC as quantizing_attention
 from .read_stream import SPEC as read_stream
 from .rms_norm import SPEC as rms_norm
 from .rope_append import SPEC as rope_append
+from .selective_state_step import SPEC as selective_state_step
+from .short_convolution import SPEC as short_convolution
 from .step_inputs import SPEC as step_inputs
 from .sum_ranks import SPEC as sum_ranks
 from .topk_softmax import SPEC as topk_softmax
@@ -40,6 +44,8 @@ __all__ = [
     "fused_experts",
     "fused_gelu",
     "fused_swiglu",
+    "gated_delta_step",
+    "gated_rms_norm",
     "gather_ranks",
     "gemm",
     "gemv",
@@ -57,6 +63,8 @@ __all__ = [
     "read_stream",
     "rms_norm",
     "rope_append",
+    "selective_state_step",
+    "short_convolution",
     "step_inputs",
     "sum_ranks",
     "topk_softmax",

@@ -41,6 +41,8 @@ def reference(
     k_scales: torch.Tensor | None = None,
     v_scales: torch.Tensor | None = None,
     block_table: torch.Tensor | None = None,
+    softcap: float = 0.0,
+    slopes: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Compute ``softmax(scale * q @ K.T) @ V`` over the visible positions of each row.
 
@@ -74,6 +76,8 @@ def reference(
             from 16 on. Slot s of row b lies in page ``block_table[b, s // page_size]`` at ``s mod page_size``; the
             capacity is page_size times the table's columns. An entry whose slots no token sees may name any page. Rows
             may share pages that no call writes.
+        softcap: scores become ``softcap * tanh(score / softcap)``; 0 for none.
+        slopes: float32 [num_heads], added to a score times ``j - p`` (ALiBi); or None. They do not go with sinks.
 
     Returns:
         [batch, query_len, num_heads*head_dim] in q's dtype; softmax and accumulators are float32.
@@ -83,7 +87,8 @@ def reference(
             where nobody waits for their values, such lengths and pages give meaningless results.
 
     Source: transformers ``integrations/sdpa_attention.py@5.17``, with sinks ``eager_attention_forward`` of
-    ``models/gpt_oss/modeling_gpt_oss.py@5.23``; flash decoding (split KV), arXiv:2205.14135.
+    ``models/gpt_oss/modeling_gpt_oss.py@5.23``, with a cap that of ``models/gemma2/modeling_gemma2.py@5.17``; ALiBi,
+    arXiv:2108.12409; flash decoding (split KV), arXiv:2205.14135.
     """
     refuse_kv_table(kv_table)
     batch, query_len, num_heads, head_dim = q.shape
@@ -93,22 +98,38 @@ def reference(
     if k_scales is not None and v_scales is not None:
         k_cache, v_cache = dequantized(k_cache, k_scales, q.dtype), dequantized(v_cache, v_scales, q.dtype)
     k, v = (torch.where(used, cache, 0).to(q.dtype) for cache in (k_cache, v_cache))
-    if sinks is None:
+    if softcap or slopes is not None or sinks is not None:
+        apart = slot_positions(seq_lens, k.shape[2])[:, None] - positions(seq_lens, query_len)[:, :, None]
+        out = _eager(q.transpose(1, 2), k, v, visible[:, None], scale, sinks, softcap, slopes, apart[:, None])
+    else:
         out = torch.nn.functional.scaled_dot_product_attention(
             q.transpose(1, 2), k, v, attn_mask=visible[:, None], scale=scale, enable_gqa=k.shape[1] != num_heads
         )
-    else:
-        out = _with_sinks(q.transpose(1, 2), k, v, visible[:, None], scale, sinks)
     out = torch.where(visible.any(2)[:, None, :, None], out, 0)
     return out.transpose(1, 2).reshape(batch, query_len, num_heads * head_dim)
 
 
-def _with_sinks(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, visible: torch.Tensor, scale: float, sinks: torch.Tensor
+def _eager(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    visible: torch.Tensor,
+    scale: float,
+    sinks: torch.Tensor | None,
+    softcap: float,
+    slopes: torch.Tensor | None,
+    apart: torch.Tensor,
 ) -> torch.Tensor:
-    """Return [batch, num_heads, query_len, head_dim] of a softmax over the scores and the sinks."""
+    """Return [batch, num_heads, query_len, head_dim]; ``apart``: positions of keys minus those of queries."""
     k, v = (each.repeat_interleave(q.shape[1] // each.shape[1], dim=1) for each in (k, v))
-    scores = (q @ k.transpose(2, 3) * scale).masked_fill(~visible, -torch.inf)
+    scores = q @ k.transpose(2, 3) * scale
+    if softcap:
+        scores = torch.tanh(scores / softcap) * softcap
+    if slopes is not None:
+        scores = scores + (slopes.to(q.dtype)[:, None, None] * apart).to(q.dtype)
+    scores = scores.masked_fill(~visible, -torch.inf)
+    if sinks is None:
+        return scores.softmax(-1) @ v
     scores = torch.cat((scores, sinks.view(1, -1, 1, 1).expand(*scores.shape[:3], 1)), dim=-1)
     scores = scores - scores.amax(-1, keepdim=True)
     return scores.softmax(-1)[..., :-1] @ v
@@ -150,6 +171,22 @@ def workspace_bytes(batch: int, query_len: int, num_heads: int, head_dim: int) -
 MAX_SPLITS = 64
 
 
+def score_reasons(
+    q: torch.Tensor, sinks: torch.Tensor | None, softcap: float, slopes: torch.Tensor | None
+) -> list[str]:
+    """Return reasons why scores of queries, [batch, query_len, heads, head_dim], cannot be changed so."""
+    reasons = []
+    if softcap < 0:
+        reasons.append(f"softcap is {softcap}, expected 0 (none) or a positive number")
+    if slopes is not None and sinks is not None:
+        reasons.append("slopes and sinks do not go together: pass one of them")
+    if slopes is not None and (slopes.dtype != torch.float32 or tuple(slopes.shape) != (q.shape[2],)):
+        reasons.append(f"slopes are {slopes.dtype} {tuple(slopes.shape)}, expected torch.float32 ({q.shape[2]},)")
+    if slopes is not None and slopes.device != q.device:
+        reasons.append(f"slopes are on {slopes.device}, expected {q.device}: move them")
+    return reasons
+
+
 def query_reasons(q: torch.Tensor, k_cache: torch.Tensor, starts: torch.Tensor | None, window: int) -> list[str]:
     """Return reasons why queries, [batch, query_len, heads, head_dim], do not fit a cache, padding and a window."""
     batch, _, num_heads, head_dim = q.shape
@@ -184,11 +221,14 @@ def why_not(
     k_scales=None,
     v_scales=None,
     block_table=None,
+    softcap=0.0,
+    slopes=None,
 ) -> list[str]:
     if q.dim() != 4 or not 1 <= q.shape[1] <= MAX_QUERY_LEN:
         return [f"q has shape {tuple(q.shape)}, expected [batch, 1 to {MAX_QUERY_LEN}, heads, head_dim]"]
     batch, query_len, num_heads, head_dim = q.shape
     reasons = tensor_reasons(q, sinks=sinks) + shape_reason("sinks", sinks, (num_heads,))
+    reasons += score_reasons(q, sinks, softcap, slopes)
     of_cache = k_scales, v_scales, block_table
     reasons += cache_reasons(k_cache, v_cache, seq_lens, batch, q.device, kv_table, layer, *of_cache)
     reasons += query_reasons(q, k_cache, starts, window)
@@ -203,12 +243,12 @@ def why_not(
     return reasons
 
 
-def moved(q, k_cache, seq_lens, starts, window, sinks=None, block_table=None) -> int:
+def moved(q, k_cache, seq_lens, starts, window, sinks=None, block_table=None, slopes=None) -> int:
     length = seq_lens.long() if starts is None else seq_lens.long() - starts.long()
     if window:
         length = length.clamp(max=window + q.shape[1] - 1)
     row = 2 * k_cache.shape[1] * position_bytes(k_cache)
-    return int(length.clamp(max=capacity_of(k_cache, block_table)).sum()) * row + 2 * nbytes(q) + nbytes(sinks)
+    return int(length.clamp(max=capacity_of(k_cache, block_table)).sum()) * row + 2 * nbytes(q) + nbytes(sinks, slopes)
 
 
 def samples(device: torch.device, dtype: torch.dtype):
@@ -226,6 +266,8 @@ def samples(device: torch.device, dtype: torch.dtype):
         sinks=False,
         programmatic_launch=False,
         page_size=None,
+        softcap=0.0,
+        slopes=False,
     ):
         q = torch.randn(batch, query_len, heads, head_dim, device=device, dtype=dtype)
         shape = (batch, kv_heads, capacity, head_dim)
@@ -249,6 +291,8 @@ def samples(device: torch.device, dtype: torch.dtype):
             k_scales=scales[0],
             v_scales=scales[1],
             block_table=table,
+            softcap=softcap,
+            slopes=2.0 ** -torch.arange(1, 1 + heads, device=device, dtype=torch.float32) if slopes else None,
         )
         return Sample(q, *caches, lens, first, head_dim**-0.5, window, **options)
 
@@ -271,6 +315,14 @@ def samples(device: torch.device, dtype: torch.dtype):
     yield call(2, 1, 8, 2, 128, 320, [257, 31], page_size=16, sinks=True, programmatic_launch=True)
     yield call(2, 3, 4, 2, 64, 128, [300, 7], starts=[0, 2], window=70, page_size=32)  # ring
     yield call(1, 1, 4, 1, 80, 64, [40], kv=torch.float16, page_size=64)
+    yield call(1, 1, 8, 4, 256, 300, [257], softcap=2.0, programmatic_launch=True)
+    yield call(2, 3, 4, 2, 64, 90, [5, 90], starts=[0, 40], softcap=5.0, sinks=True)
+    yield call(1, 1, 8, 1, 64, 1100, [1030], slopes=True)
+    yield call(2, 4, 6, 2, 40, 24, [100, 7], window=8, softcap=3.0, slopes=True)
+    yield call(2, 16, 4, 2, 96, 320, [300, 20], slopes=True)
+    yield call(1, 1, 3, 3, 300, 70, [65], softcap=1.5, slopes=True)
+    yield call(2, 1, 4, 2, 128, 320, [257, 31], softcap=4.0, slopes=True, page_size=16)
+    yield call(1, 2, 8, 2, 64, 300, [257], softcap=2.0, slopes=True, kv=torch.int8)
 
 
 SPEC = register(
@@ -279,7 +331,8 @@ SPEC = register(
         schema=(
             "(Tensor q, Tensor k_cache, Tensor v_cache, Tensor seq_lens, Tensor? starts, float scale, int window=0, "
             "Tensor? kv_table=None, int layer=0, Tensor(a!)? workspace=None, bool programmatic_launch=False, "
-            "Tensor? sinks=None, Tensor? k_scales=None, Tensor? v_scales=None, Tensor? block_table=None) -> Tensor"
+            "Tensor? sinks=None, Tensor? k_scales=None, Tensor? v_scales=None, Tensor? block_table=None, "
+            "float softcap=0.0, Tensor? slopes=None) -> Tensor"
         ),
         reference=reference,
         fake=fake,

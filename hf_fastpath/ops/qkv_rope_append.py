@@ -9,7 +9,7 @@ from ..registry import OpSpec, Sample, nbytes, register, shape_reason, tensor_re
 from .gemv import MAX_ROWS, MAX_WGMMA_ROWS, most_rows, rows_reason, weight_reason
 from .kv_cache import in_pages, refuse_kv_table
 from .norm import NORM_SCHEMA, NORMS, norm_reasons, normed
-from .rope_append import random_angles, random_caches, written_bytes
+from .rope_append import random_angles, random_caches, random_head_norms, written_bytes
 from .rope_append import reference as rope_append
 from .rope_append import why_not as rope_reasons
 
@@ -40,6 +40,10 @@ def reference(
     v_scales: torch.Tensor | None = None,
     block_table: torch.Tensor | None = None,
     neighbors: bool = False,
+    q_norm_weight: torch.Tensor | None = None,
+    k_norm_weight: torch.Tensor | None = None,
+    head_norm_eps: float = 0.0,
+    head_norm_offset: float = 0.0,
 ) -> torch.Tensor:
     """Compute ``rope_append`` of the projections of ``norm(x)``.
 
@@ -52,7 +56,8 @@ def reference(
         cos, sin, k_cache, v_cache, seq_lens, num_heads, kv_table, layer: as in ``rope_append``.
         norm, norm_weight, norm_bias, norm_eps, programmatic_launch: as in ``gemv``. With ``programmatic_launch``,
             lengths and table may be read early as well.
-        k_scales, v_scales, block_table, neighbors: as in ``rope_append``.
+        k_scales, v_scales, block_table, neighbors, q_norm_weight, k_norm_weight, head_norm_eps, head_norm_offset: as
+            in ``rope_append``.
 
     Returns:
         [batch, query_len, num_heads, head_dim] rotated queries in x's dtype.
@@ -69,7 +74,7 @@ def reference(
         qkv = linear(x, q_weight.t() if transposed else q_weight, q_bias)
     else:
         qkv = torch.cat([linear(x, q_weight, q_bias), linear(x, k_weight, k_bias), linear(x, v_weight, v_bias)], -1)
-    rest = k_scales, v_scales, block_table, neighbors
+    rest = k_scales, v_scales, block_table, neighbors, q_norm_weight, k_norm_weight, head_norm_eps, head_norm_offset
     return rope_append(qkv, None, cos, sin, k_cache, v_cache, seq_lens, num_heads, None, 0, *rest)
 
 
@@ -100,6 +105,8 @@ def why_not(
     k_scales,
     v_scales,
     block_table,
+    q_norm_weight,
+    k_norm_weight,
 ) -> list[str]:
     if x.dim() != 3:
         return [f"x has shape {tuple(x.shape)}, expected [batch, query_len, hidden_size]"]
@@ -132,7 +139,8 @@ def why_not(
         return reasons
     qkv = x.new_empty(x.shape[0], x.shape[1], features)
     to = k_cache, v_cache, seq_lens, num_heads, kv_table, layer, k_scales, v_scales, block_table
-    return rope_reasons(qkv, None, cos, sin, *to)
+    head_norms = dict(q_norm_weight=q_norm_weight, k_norm_weight=k_norm_weight)
+    return rope_reasons(qkv, None, cos, sin, *to, **head_norms)
 
 
 def moved(
@@ -150,8 +158,11 @@ def moved(
     num_heads,
     norm_weight,
     norm_bias,
+    q_norm_weight,
+    k_norm_weight,
 ) -> int:
     inputs = nbytes(x, q_weight, k_weight, v_weight, q_bias, k_bias, v_bias, cos, sin, seq_lens, norm_weight, norm_bias)
+    inputs += nbytes(q_norm_weight, k_norm_weight)
     return inputs + written_bytes(x, k_cache, num_heads)
 
 
@@ -175,6 +186,8 @@ def samples(device: torch.device, dtype: torch.dtype):
         programmatic_launch=False,
         page_size=None,
         neighbors=False,
+        head_norms=None,
+        head_norm_offset=0.0,
     ):
         sizes = [heads * head_dim, kv_heads * head_dim, kv_heads * head_dim]
         if layout != "separate":
@@ -197,7 +210,9 @@ def samples(device: torch.device, dtype: torch.dtype):
         return Sample(
             *(randn(batch, query_len, hidden_size), *weights, *biases, layout == "conv1d", cos, sin, *caches, lens),
             *(heads, None, 0, norm, norm_weight, norm_bias, 1e-5, programmatic_launch, *scales, table, neighbors),
-        )
+            **({} if head_norms is None else random_head_norms(head_norms, heads, kv_heads, head_dim, device, dtype,
+                                                               head_norm_offset)),
+        )  # fmt: skip
 
     yield call(1, 1, 256, 4, 2, 32, [5], rotary_dim=32)
     yield call(1, 1, 256, 8, 2, 32, [5], rotary_dim=32, norm=NormKind.RMS, programmatic_launch=True)
@@ -223,6 +238,13 @@ def samples(device: torch.device, dtype: torch.dtype):
     yield call(3, 2, 2048, 4, 2, 32, [3, 17, 9], rotary_dim=32, bias=True, layout="fused", neighbors=True)
     yield call(1, 2, 104, 2, 1, 40, [7], rotary_dim=20, layout="conv1d", neighbors=True)
     yield call(1, 1, 104, 2, 1, 64, [7], rotary_dim=64, kv=torch.int8, neighbors=True)
+    each, of_all = dict(head_norms="each"), dict(head_norms="all")
+    yield call(1, 1, 256, 4, 2, 64, [5], rotary_dim=64, norm=NormKind.RMS, programmatic_launch=True, **each)
+    yield call(3, 2, 2048, 4, 2, 32, [3, 17, 9], rotary_dim=32, norm=NormKind.RMS_OFFSET, head_norm_offset=1.0, **each)
+    yield call(1, 2, 104, 3, 1, 40, [7], rotary_dim=20, layout="fused", bias=True, neighbors=True, **of_all)
+    yield call(1, 1, 512, 8, 2, 64, [5], rotary_dim=64, programmatic_launch=True, **of_all)
+    yield call(1, 1, 104, 2, 1, 64, [7], rotary_dim=64, kv=torch.int8, norm=NormKind.RMS, **each)
+    yield call(2, 2, 256, 4, 2, 32, [17, 50], rotary_dim=32, programmatic_launch=True, page_size=16, **each)
 
 
 SPEC = register(
@@ -233,7 +255,8 @@ SPEC = register(
             "Tensor? v_bias, bool transposed, Tensor? cos, Tensor? sin, Tensor(a!) k_cache, Tensor(b!) v_cache, "
             f"Tensor seq_lens, int num_heads, Tensor? kv_table=None, int layer=0, {NORM_SCHEMA}, "
             "bool programmatic_launch=False, Tensor(c!)? k_scales=None, Tensor(d!)? v_scales=None, "
-            "Tensor? block_table=None, bool neighbors=False) -> Tensor"
+            "Tensor? block_table=None, bool neighbors=False, Tensor? q_norm_weight=None, Tensor? k_norm_weight=None, "
+            "float head_norm_eps=0.0, float head_norm_offset=0.0) -> Tensor"
         ),
         reference=reference,
         fake=fake,

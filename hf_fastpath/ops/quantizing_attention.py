@@ -28,6 +28,8 @@ def reference(
     workspace: torch.Tensor | None = None,
     programmatic_launch: bool = False,
     sinks: torch.Tensor | None = None,
+    softcap: float = 0.0,
+    slopes: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Append ``k`` and ``v`` to the cache, quantized as ``kv_cache.quantized`` does; compute ``decode_attention``.
 
@@ -39,7 +41,7 @@ def reference(
         k, v: float32 [batch, num_kv_heads, query_len, head_dim], keys and values of the new tokens after rotation.
         k_cache, v_cache, k_scales, v_scales: int8 or float8_e4m3fn and bfloat16, as in ``decode_attention``, but the
             newest query_len positions are written, not read. Positions before ``starts`` stay as they are.
-        seq_lens, starts, scale, window, kv_table, layer, workspace, programmatic_launch, sinks: as in
+        seq_lens, starts, scale, window, kv_table, layer, workspace, programmatic_launch, sinks, softcap, slopes: as in
             ``decode_attention``.
 
     Returns:
@@ -61,7 +63,8 @@ def reference(
         stored[rows, :, slots] = torch.where(kept[:, :, None, None], stored[rows, :, slots], quants.view(torch.int8))
         scales[rows, :, slots] = torch.where(kept[:, :, None], scales[rows, :, slots], of_heads.to(scales.dtype))
     place = None, 0, workspace, programmatic_launch, sinks
-    return attention(q, k_cache, v_cache, seq_lens, starts, scale, window, *place, k_scales, v_scales)
+    how = k_scales, v_scales, None, softcap, slopes
+    return attention(q, k_cache, v_cache, seq_lens, starts, scale, window, *place, *how)
 
 
 def fake(q):
@@ -69,10 +72,11 @@ def fake(q):
 
 
 def why_not(
-    q, k, v, k_cache, v_cache, k_scales, v_scales, seq_lens, starts, window, kv_table, layer, workspace, sinks
-) -> list[str]:
+    q, k, v, k_cache, v_cache, k_scales, v_scales, seq_lens, starts, window, kv_table, layer, workspace, sinks, softcap,
+    slopes,
+) -> list[str]:  # fmt: skip
     cache = k_cache, v_cache, seq_lens, starts, window, kv_table, layer, workspace, sinks
-    reasons = attention_reasons(q, *cache, k_scales, v_scales)
+    reasons = attention_reasons(q, *cache, k_scales, v_scales, None, softcap, slopes)
     if not is_quantized(k_cache.dtype):
         reasons.append(f"k_cache has dtype {k_cache.dtype}, expected {' or '.join(map(str, LARGEST_QUANT))}")
     if reasons:
@@ -86,8 +90,8 @@ def why_not(
     return reasons
 
 
-def moved(q, k, v, k_cache, seq_lens, starts, window, sinks) -> int:
-    return attention_bytes(q, k_cache, seq_lens, starts, window, sinks) + nbytes(k, v)
+def moved(q, k, v, k_cache, seq_lens, starts, window, sinks, slopes) -> int:
+    return attention_bytes(q, k_cache, seq_lens, starts, window, sinks, None, slopes) + nbytes(k, v)
 
 
 def samples(device: torch.device, dtype: torch.dtype):
@@ -114,6 +118,9 @@ def samples(device: torch.device, dtype: torch.dtype):
     yield call(1, 16, 4, 2, 256, 40, [40])
     yield call(2, 1, 4, 2, 40, 24, [100, 7], window=8)
     yield call(2, 5, 6, 2, 96, 24, [100, 27], window=17, kv=fp8)
+    yield call(1, 1, 8, 4, 256, 300, [257], softcap=2.0, programmatic_launch=True)
+    slopes = 2.0 ** -torch.arange(1, 5, device=device, dtype=torch.float32)
+    yield call(2, 3, 4, 2, 64, 90, [5, 90], starts=[2, 0], slopes=slopes, softcap=3.0)
     yield call(1, 2, 4, 1, 16 * 3, 70, [65], sinks=torch.linspace(-2, 2, 4, device=device).to(dtype))
 
 
@@ -123,7 +130,8 @@ SPEC = register(
         schema=(
             "(Tensor q, Tensor k, Tensor v, Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor(c!) k_scales, "
             "Tensor(d!) v_scales, Tensor seq_lens, Tensor? starts, float scale, int window=0, Tensor? kv_table=None, "
-            "int layer=0, Tensor(e!)? workspace=None, bool programmatic_launch=False, Tensor? sinks=None) -> Tensor"
+            "int layer=0, Tensor(e!)? workspace=None, bool programmatic_launch=False, Tensor? sinks=None, "
+            "float softcap=0.0, Tensor? slopes=None) -> Tensor"
         ),
         reference=reference,
         fake=fake,

@@ -13,6 +13,7 @@ def reference(
     eps: float,
     residual: torch.Tensor | None = None,
     weight_offset: float = 0.0,
+    programmatic_launch: bool = False,
 ) -> torch.Tensor:
     """Compute ``residual + (weight_offset + weight) * x / sqrt(mean(x^2) + eps)`` over the last dimension.
 
@@ -22,6 +23,7 @@ def reference(
         eps: added to the mean of squares.
         residual: like x, added behind the norm; None for nothing.
         weight_offset: 1 where a model holds what its factors are beyond 1, as Gemma does.
+        programmatic_launch: CUDA may read the weight while the kernel in front on this stream still runs; see ``gemv``.
 
     Returns:
         Tensor of x's shape and dtype, contiguous. Statistics, factor and product are float32; the norm is rounded to
@@ -70,6 +72,10 @@ def samples(device: torch.device, dtype: torch.dtype):
     yield Sample(randn(4, 200)[:, 100:], randn(100), 1e-6)
     yield Sample(randn(1, 1, 4096), randn(4096), 1e-5, randn(1, 1, 4096))
     yield Sample(randn(3, 111), randn(111), 1e-5, randn(3, 111))
+    for shape in ((1, 1, 2304), (1, 1, 111), (2, 1, 8192)):
+        weight = randn(shape[-1])  # not made by the kernel in front
+        yield Sample(randn(*shape), weight, 1e-5, randn(*shape), 0.5, True)
+        yield Sample(randn(*shape), weight, 1e-5, None, 0.0, True)
     yield Sample(randn(2, 1, 768), 0.1 * randn(768), 1e-6, None, 1.0)
     yield Sample(randn(2, 5, 72), 0.1 * randn(72), 1e-6, randn(5, 2, 72).transpose(0, 1), 1.0)
 
@@ -77,7 +83,10 @@ def samples(device: torch.device, dtype: torch.dtype):
 SPEC = register(
     OpSpec(
         name="rms_norm",
-        schema="(Tensor x, Tensor weight, float eps, Tensor? residual=None, float weight_offset=0.0) -> Tensor",
+        schema=(
+            "(Tensor x, Tensor weight, float eps, Tensor? residual=None, float weight_offset=0.0, "
+            "bool programmatic_launch=False) -> Tensor"
+        ),
         reference=reference,
         fake=fake,
         why_not=why_not,

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from ..registry import OpSpec, Sample, nbytes, register, shape_reason, tensor_reasons
@@ -15,6 +17,7 @@ from .kv_cache import (
     quantized,
     refuse_kv_table,
 )
+from .rms_norm import reference as rms_norm
 
 #: for quantized caches, whose kernels hold a head of a token in local memory
 MAX_QUANTIZED_HEAD_DIM = 512
@@ -33,6 +36,11 @@ def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, neighbors: boo
     return torch.cat((turned, rest), dim=-1)
 
 
+def head_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, weight_offset: float) -> torch.Tensor:
+    """Norm every head, or all heads at once if ``weight`` is as long: x [batch, query_len, heads, head_dim]."""
+    return rms_norm(x.flatten(2).unflatten(-1, (-1, weight.numel())), weight, eps, None, weight_offset).reshape(x.shape)
+
+
 def reference(
     qkv: torch.Tensor,
     bias: torch.Tensor | None,
@@ -48,8 +56,13 @@ def reference(
     v_scales: torch.Tensor | None = None,
     block_table: torch.Tensor | None = None,
     neighbors: bool = False,
+    q_norm_weight: torch.Tensor | None = None,
+    k_norm_weight: torch.Tensor | None = None,
+    head_norm_eps: float = 0.0,
+    head_norm_offset: float = 0.0,
+    programmatic_launch: bool = False,
 ) -> torch.Tensor:
-    """Split ``qkv + bias`` into q, k and v; rotate q and k; write k and v at their positions; return q.
+    """Split ``qkv + bias`` into q, k and v; norm and rotate q and k; write k and v at their positions; return q.
 
     Token i of row b has position ``p = seq_lens[b] - query_len + i`` and goes to slot ``p mod capacity``, so
     a cache of window + 16 slots is a ring. The first ``rotary_dim`` elements of a head turn in pairs: elements i and
@@ -72,6 +85,12 @@ def reference(
         block_table: as in ``decode_attention``; a page that this call writes belongs to one row alone. A ``kv_table``
             then has four columns: the addresses of K and V, the capacity, the address of the table.
         neighbors: elements 2i and 2i + 1 turn together; ``cos`` and ``sin`` stay those of each element.
+        q_norm_weight, k_norm_weight: of RMS norms over queries and over keys in front of the rotation: both [head_dim]
+            for norms of each head, or [num_heads*head_dim] and [num_kv_heads*head_dim] for norms of all heads at once;
+            or None for no norm.
+        head_norm_eps: added to the mean of squares.
+        head_norm_offset: the factors are this + weight; see ``rms_norm``.
+        programmatic_launch: see ``gemv``; lengths and tables may be read early as well.
 
     Returns:
         [batch, query_len, num_heads, head_dim] rotated queries in qkv's dtype.
@@ -80,7 +99,8 @@ def reference(
         OpInputError: shapes, dtypes or devices do not fit.
 
     Source: transformers ``models/mistral/modeling_mistral.py@5.17``, ``apply_rotary_pos_emb``, and with ``neighbors``
-    that of ``models/cohere/modeling_cohere.py@5.17``; arXiv:2104.09864.
+    that of ``models/cohere/modeling_cohere.py@5.17``; arXiv:2104.09864. Norms of heads: ``Qwen3Attention`` and
+    ``Olmo2Attention``.
     """
     refuse_kv_table(kv_table)
     batch, query_len, _ = qkv.shape
@@ -88,6 +108,9 @@ def reference(
     if bias is not None:
         qkv = qkv + bias
     q, k, v = qkv.reshape(batch, query_len, -1, head_dim).split([num_heads, num_kv_heads, num_kv_heads], dim=2)
+    if q_norm_weight is not None and k_norm_weight is not None:
+        q = head_norm(q, q_norm_weight, head_norm_eps, head_norm_offset)
+        k = head_norm(k, k_norm_weight, head_norm_eps, head_norm_offset)
     if cos is not None and sin is not None:
         q, k = rotate(q, cos, sin, neighbors), rotate(k, cos, sin, neighbors)
     slots = positions(seq_lens, query_len) % capacity_of(k_cache, block_table)
@@ -122,11 +145,13 @@ def why_not(
     k_scales=None,
     v_scales=None,
     block_table=None,
+    q_norm_weight=None,
+    k_norm_weight=None,
 ) -> list[str]:
     if qkv.dim() != 3 or qkv.shape[1] < 1:
         return [f"qkv has shape {tuple(qkv.shape)}, expected [batch, 1 or more, features]"]
     batch, query_len, features = qkv.shape
-    reasons = tensor_reasons(qkv, bias=bias, cos=cos, sin=sin)
+    reasons = tensor_reasons(qkv, bias=bias, cos=cos, sin=sin, q_norm_weight=q_norm_weight, k_norm_weight=k_norm_weight)
     of_cache = k_scales, v_scales, block_table
     reasons += cache_reasons(k_cache, v_cache, seq_lens, batch, qkv.device, kv_table, layer, *of_cache)
     reasons += shape_reason("bias", bias, (features,))
@@ -137,6 +162,7 @@ def why_not(
         want = (num_heads + 2 * num_kv_heads) * head_dim
         if features != want:
             reasons.append(f"qkv has {features} features, expected (heads + 2*kv_heads)*head_dim = {want}")
+        reasons += _head_norm_reasons(q_norm_weight, k_norm_weight, num_heads, num_kv_heads, head_dim)
         if is_quantized(k_cache.dtype) and head_dim > MAX_QUANTIZED_HEAD_DIM:
             reasons.append(f"head_dim is {head_dim}, expected at most {MAX_QUANTIZED_HEAD_DIM} in a quantized cache")
         if query_len > capacity:
@@ -150,6 +176,18 @@ def why_not(
     return reasons
 
 
+def _head_norm_reasons(q_norm_weight, k_norm_weight, num_heads, num_kv_heads, head_dim) -> list[str]:
+    if q_norm_weight is None and k_norm_weight is None:
+        return []
+    if q_norm_weight is None or k_norm_weight is None:
+        return ["q_norm_weight and k_norm_weight go together: pass both or neither"]
+    found = tuple(q_norm_weight.shape), tuple(k_norm_weight.shape)
+    of_all = (num_heads * head_dim,), (num_kv_heads * head_dim,)
+    if found in (((head_dim,), (head_dim,)), of_all):
+        return []
+    return [f"q_norm_weight and k_norm_weight have shapes {found}, expected ({head_dim},) both, or {of_all}"]
+
+
 def _fits(cos: torch.Tensor, batch: int, query_len: int, head_dim: int) -> bool:
     return (
         cos.dim() == 3
@@ -160,8 +198,8 @@ def _fits(cos: torch.Tensor, batch: int, query_len: int, head_dim: int) -> bool:
     )
 
 
-def moved(qkv, bias, cos, sin, k_cache, seq_lens, num_heads) -> int:
-    return nbytes(qkv, bias, cos, sin, seq_lens) + written_bytes(qkv, k_cache, num_heads)
+def moved(qkv, bias, cos, sin, k_cache, seq_lens, num_heads, q_norm_weight, k_norm_weight) -> int:
+    return nbytes(qkv, bias, cos, sin, seq_lens, q_norm_weight, k_norm_weight) + written_bytes(qkv, k_cache, num_heads)
 
 
 def written_bytes(x: torch.Tensor, k_cache: torch.Tensor, num_heads: int) -> int:
@@ -184,6 +222,21 @@ def random_angles(
     angle = torch.rand(batch, query_len, rotary_dim // 2, device=device) * 6.28
     angle = angle.repeat_interleave(2, dim=-1) if neighbors else angle.repeat(1, 1, 2)
     return angle.cos().to(dtype), angle.sin().to(dtype)
+
+
+def random_head_norms(
+    of: str,
+    num_heads: int,
+    num_kv_heads: int,
+    head_dim: int,
+    device: torch.device,
+    dtype: torch.dtype,
+    offset: float = 0.0,
+) -> dict[str, Any]:
+    """Return arguments of a sample: weights of norms of each head (``of="each"``) or of all at once (``"all"``)."""
+    sizes = (head_dim, head_dim) if of == "each" else (num_heads * head_dim, num_kv_heads * head_dim)
+    q, k = ((torch.rand(size, device=device) + 0.5 - offset).to(dtype) for size in sizes)
+    return dict(q_norm_weight=q, k_norm_weight=k, head_norm_eps=1e-5, head_norm_offset=offset)
 
 
 def random_caches(
@@ -211,8 +264,14 @@ def samples(device: torch.device, dtype: torch.dtype):
         kv=None,
         page_size=None,
         neighbors=False,
+        norms=None,
+        norm_offset=0.0,
+        programmatic_launch=False,
     ):
         features = (heads + 2 * kv_heads) * head_dim
+        options: dict[str, Any] = {}
+        if norms is not None:  # first: the kernel in front of a programmatic launch must not have made them
+            options |= random_head_norms(norms, heads, kv_heads, head_dim, device, dtype, norm_offset)
         qkv = torch.randn(batch, query_len, features, device=device, dtype=dtype)
         cos, sin = random_angles(batch, query_len, rotary_dim, device, dtype, neighbors)
         caches, scales = random_caches((batch, kv_heads, capacity, head_dim), device, kv or dtype)
@@ -221,7 +280,8 @@ def samples(device: torch.device, dtype: torch.dtype):
         table = None
         if page_size is not None:
             table, *caches = in_pages(caches, page_size)
-        options = dict(k_scales=scales[0], v_scales=scales[1], block_table=table, neighbors=neighbors)
+        options |= dict(k_scales=scales[0], v_scales=scales[1], block_table=table, neighbors=neighbors)
+        options["programmatic_launch"] = programmatic_launch
         return Sample(qkv, row, cos, sin, *caches, lens, heads, **options)
 
     yield call(1, 1, 4, 2, 32, 9, [5], rotary_dim=32)
@@ -240,6 +300,15 @@ def samples(device: torch.device, dtype: torch.dtype):
     yield call(1, 2, 3, 1, 40, 9, [7], rotary_dim=20, kv=torch.float16, neighbors=True)
     yield call(2, 2, 3, 1, 40, 9, [2, 8], rotary_dim=24, kv=torch.int8, neighbors=True)
     yield call(2, 5, 4, 2, 64, 48, [50, 17], rotary_dim=64, page_size=16, neighbors=True)
+    yield call(1, 1, 4, 2, 128, 9, [5], rotary_dim=128, norms="each", programmatic_launch=True)
+    yield call(2, 3, 6, 2, 40, 9, [3, 17], rotary_dim=24, bias=True, norms="each", norm_offset=1.0)
+    yield call(2, 2, 4, 2, 64, 9, [3, 17], rotary_dim=64, norms="all")
+    yield call(1, 2, 5, 1, 36, 9, [7], norms="all", kv=torch.float16, norm_offset=1.0)
+    yield call(1, 1, 32, 8, 128, 9, [5], rotary_dim=128, bias=True, norms="all", programmatic_launch=True)
+    yield call(1, 1, 80, 1, 72, 9, [5], rotary_dim=24, kv=torch.bfloat16, norms="all", neighbors=True)
+    yield call(2, 2, 4, 2, 64, 9, [5, 20], rotary_dim=32, bias=True, kv=torch.int8, norms="each")
+    yield call(2, 2, 3, 1, 40, 9, [2, 8], rotary_dim=24, kv=torch.float8_e4m3fn, norms="all", neighbors=True)
+    yield call(2, 5, 4, 2, 64, 48, [50, 17], rotary_dim=64, norms="each", page_size=16)
 
 
 SPEC = register(
@@ -248,7 +317,9 @@ SPEC = register(
         schema=(
             "(Tensor qkv, Tensor? bias, Tensor? cos, Tensor? sin, Tensor(a!) k_cache, Tensor(b!) v_cache, "
             "Tensor seq_lens, int num_heads, Tensor? kv_table=None, int layer=0, Tensor(c!)? k_scales=None, "
-            "Tensor(d!)? v_scales=None, Tensor? block_table=None, bool neighbors=False) -> Tensor"
+            "Tensor(d!)? v_scales=None, Tensor? block_table=None, bool neighbors=False, Tensor? q_norm_weight=None, "
+            "Tensor? k_norm_weight=None, float head_norm_eps=0.0, float head_norm_offset=0.0, "
+            "bool programmatic_launch=False) -> Tensor"
         ),
         reference=reference,
         fake=fake,

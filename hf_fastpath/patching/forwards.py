@@ -25,6 +25,7 @@ from ..decode.layer_part import LayerPart
 from ..decode.many_rows import ManyRows, few_rows
 from ..decode.modules import apply_dropout, child
 from ..decode.parts import MLPPart, MoEPart
+from ..decode.positions import Positions
 from ..decode.structure import full_angles
 from ..ops.kv_cache import KVCache
 from ..reasons import Cause
@@ -101,7 +102,7 @@ class _OverCache:
     """
 
     layer: FastpathLayer
-    at: steps.Positions
+    at: Positions
     emit: steps.Emit
     num_tokens: int
 
@@ -137,7 +138,7 @@ def _over_cache(
     angles = named.get("position_embeddings")
     if angles is not None:
         angles = {part.layer_type: tuple(full_angles(part.architecture, table.to(x.dtype)) for table in angles)}
-    return _OverCache(layer, steps.Positions(angles or {}, lengths, starts), emit, query_len)
+    return _OverCache(layer, Positions(angles or {}, lengths, starts), emit, query_len)
 
 
 def _stock_over_cache(patch: ModulePatch, reason: str | None, x: torch.Tensor, args: tuple, kwargs: dict) -> Any:

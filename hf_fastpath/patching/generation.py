@@ -39,6 +39,7 @@ def prepare_cache(self: nn.Module, generation_config: Any, model_kwargs: dict, g
     plain = generation_config.cache_implementation in (None, "dynamic") and type(made) is compat.DynamicCache
     if plain and not users_own and _takes_our_cache(self, state):
         made = FastpathCache.from_dynamic(made, state.options.kv_dtype, state.options.page_size)
+        made.is_dropped = not generation_config.return_dict_in_generate
         model_kwargs[compat.CACHE] = made
     if isinstance(made, FastpathCache):
         if not generation_config.is_assistant:  # an assistant is asked for a few tokens at a time

@@ -117,7 +117,7 @@ def _takes_many(call: Call) -> bool:
     if isinstance(call.patch.part, LayerPart) and isinstance(call.patch.part.mlp, MoEPart):
         return False
     if x.device.type == "cpu":
-        return not part.softcap
+        return True
     return has_tensor_cores(x.device, x.dtype, part.head_dim)
 
 

@@ -21,7 +21,8 @@ from .coverage import check_coverage, unsupported
 from .plan import PatchPlan
 from .state import PatchState
 
-#: sizes of the twin, by transformers' names; an attribute that the config does not have is not set
+#: sizes of the twin, by transformers' names; an attribute that the config does not have is not set. Heads of a
+#: recurrence times their size are twice the hidden size, as families check.
 _TWIN = {
     "hidden_size": 64,
     "intermediate_size": 96,
@@ -33,19 +34,42 @@ _TWIN = {
     "ffn_dim": 96,
     "ffn_hidden_size": 96,
     "word_embed_proj_dim": 64,
-    "num_hidden_layers": 2,
     "num_attention_heads": 2,
     "num_key_value_heads": 2,
     "num_kv_heads": 2,
     "head_dim": 32,
+    "num_heads": 4,
+    "mamba_num_heads": 4,
+    "mamba_n_heads": 4,
+    "n_mamba_heads": 4,
+    "mamba_head_dim": 32,
+    "mamba_d_head": 32,
+    "mamba_headdim": 32,
+    "mamba_d_ssm": 128,
     "vocab_size": 97,
     "sliding_window": 8,
     "pad_token_id": None,
     "bos_token_id": None,
     "eos_token_id": None,
 }
+#: most that further sizes of the twin may be
+_AT_MOST = {
+    size: names.split()
+    for size, names in (
+        (128, "attention_hidden_size"),
+        (64, "attention_head_dim lru_width"),
+        (48, "shared_intermediate_size shared_expert_intermediate_size moe_shared_expert_intermediate_size"),
+        (32, "kv_channels"),
+        (16, "linear_head_dim linear_key_head_dim linear_value_head_dim"),
+        (8, "state_size ssm_state_size mamba_d_state time_step_rank mamba_dt_rank"),
+        (4, "linear_num_value_heads n_routed_experts"),
+        (2, "n_groups mamba_n_groups mamba_ngroups linear_num_key_heads linear_num_heads"),
+    )
+}
 #: lists with an entry for every layer
-_BY_LAYER = ("layer_types", "no_rope_layers")
+_BY_LAYER = ("layer_types", "layers_block_type", "mlp_layer_types", "no_rope_layers")
+#: layers of the twin at least, and at most if a list of layers is cut
+_FEWEST_LAYERS, _MOST_LAYERS = 2, 4
 _PROMPT_TOKENS, _NEW_TOKENS = 12, 16
 #: twins that decode as stock does -> by how much their logits differ in the model's dtype, see ``recording.proof``
 _passed: dict[tuple, float] = {}
@@ -91,19 +115,36 @@ def check(plan: PatchPlan) -> None:
 def twin_config(config):
     """Return ``config`` at the size of the twin, with the same structure, windows and scalings and 97 tokens.
 
-    The twin has two layers; they are of different kinds if the model has layers of different kinds.
+    The twin has at least two layers, and one of every kind that the model has (four of them at most, if the config
+    lists its layers).
     """
     small = copy.deepcopy(config)
-    for name in _BY_LAYER:
-        kinds = getattr(small, name, None)
-        if kinds:
-            setattr(small, name, [kinds[0], next((kind for kind in kinds if kind != kinds[0]), kinds[0])])
+    count = _cut_layers(small)
     known = vars(small).keys() | getattr(small, "attribute_map", {}).keys()
-    for name, value in _TWIN.items():
+    entries = [(name, value, None) for name, value in _TWIN.items()]
+    entries += [(name, size, size) for size, names in _AT_MOST.items() for name in names]
+    for name, value, most in (*entries, ("num_hidden_layers", count, None)):
         is_derived = isinstance(getattr(type(small), name, None), property)
-        if name in known and getattr(small, name) is not None and not is_derived:
+        if name not in known or is_derived or (old := getattr(small, name)) is None:
+            continue
+        if most is None or (isinstance(old, int) and old > most):
             compat.set_entry(small, name, value)
     return small
+
+
+def _cut_layers(config) -> int:
+    """Cut the lists with an entry for every layer to one layer of each kind; return the number of layers."""
+    lists = {name: vars(config)[name] for name in _BY_LAYER if vars(config).get(name)}
+    if lists:
+        rows = list(zip(*lists.values()))
+        firsts = [place for place, row in enumerate(rows) if rows.index(row) == place][:_MOST_LAYERS]
+        others = [place for place in range(len(rows)) if place not in firsts]
+        kept = sorted(firsts + others[: max(0, _FEWEST_LAYERS - len(firsts))]) if len(rows) > 1 else [0, 0]
+        for name, values in lists.items():
+            setattr(config, name, [values[place] for place in kept])
+        return len(kept)
+    kinds = compat.layer_kinds(config) or []
+    return max([_FEWEST_LAYERS, *(kinds.index(kind) + 1 for kind in kinds)])
 
 
 def run(model: nn.Module, is_recorded: bool = False) -> str | None:

@@ -13,7 +13,7 @@ from .. import ops
 from ..choices import Activation, NormKind
 from ..decode import composed, many_rows
 from ..decode.named_calls import Call, Emit, Register
-from ..decode.steps import Positions
+from ..decode.positions import Positions
 from ..ops.gemv import MAX_ROWS
 from ..ops.kv_cache import KVCache
 from ..registry import FLOAT_DTYPES, PLAIN_TENSORS
@@ -105,6 +105,7 @@ class Lowering:
         if norm.weight is None:
             return self._emit(composed.plain_norm, x=x, eps=norm.eps)
         how = dict(eps=norm.eps, residual=residual, weight_offset=1.0 if unit_offset else 0.0)
+        how |= dict(programmatic_launch=self._at.programmatic_launch)
         return self._emit(ops.rms_norm.overload, x=x, weight=norm.weight, **how)
 
     def _view(self, call: Call, /, **arguments) -> Any:
@@ -123,7 +124,7 @@ class Lowering:
         if layer in self._pending:
             k, v = self._pending.pop(layer)
             qkv = self._emit(joined_states, q=q, k=k, v=v)
-            store = self.store(layer, softcap or slopes is not None)
+            store = self.store(layer)
             queries = self._emit(
                 ops.rope_append.overload, qkv=qkv, bias=None, cos=None, sin=None, num_heads=heads, **store
             )
@@ -131,9 +132,9 @@ class Lowering:
             queries = self._emit(_aten.transpose.int, q, 1, 2)
         return self.attention(queries, layer, scale, window, softcap, sinks, slopes)
 
-    def store(self, layer: int, is_composed: bool) -> dict[str, Any]:
-        """Where keys and values of a layer are appended; ``is_composed`` attention reads them from the cache alone."""
-        if self._at.staging is not None and not is_composed:
+    def store(self, layer: int) -> dict[str, Any]:
+        """Where keys and values of a layer are appended."""
+        if self._at.staging is not None:
             return {"cache": self._staged(layer), "seq_lens": self._at.staging.seq_lens}
         return {"cache": self._at.placed(self._caches[layer], layer), "seq_lens": self._at.seq_lens}
 
@@ -145,22 +146,15 @@ class Lowering:
         self, queries: Any, layer: int, scale: float, window: int, softcap: float, sinks: Any, slopes: Any
     ) -> Any:
         at = self._at
-        seen = dict(seq_lens=at.seq_lens, starts=at.starts, scale=scale, window=window)
-        if slopes is not None:
-            cache = self._caches[layer]
-            return self._emit(composed.sloped_attention, q=queries, cache=cache, **seen, slopes=slopes)
-        if softcap:
-            return self._emit(composed.soft_capped_attention, q=queries, cache=self._caches[layer], **seen, cap=softcap)
-        if at.staging is not None:
-            new, how = self._staged(layer), dict(workspace=at.workspace, programmatic_launch=at.programmatic_launch)
-            return self._emit(
-                ops.quantizing_attention.overload, q=queries, k=new.k, v=new.v,
-                cache=at.placed(self._caches[layer], layer), **seen, **how, sinks=sinks,
-            )  # fmt: skip
-        return self._emit(
-            ops.decode_attention.overload, q=queries, cache=at.placed(self._caches[layer], layer), **seen,
-            workspace=at.workspace, programmatic_launch=at.programmatic_launch, sinks=sinks,
+        how = dict(
+            cache=at.placed(self._caches[layer], layer), seq_lens=at.seq_lens, starts=at.starts, scale=scale,
+            window=window, workspace=at.workspace, programmatic_launch=at.programmatic_launch, sinks=sinks,
+            softcap=softcap, slopes=slopes,
         )  # fmt: skip
+        if at.staging is None:
+            return self._emit(ops.decode_attention.overload, q=queries, **how)
+        new = self._staged(layer)
+        return self._emit(ops.quantizing_attention.overload, q=queries, k=new.k, v=new.v, **how)
 
     def _gated(self, call: Call, x, gate_weight, up_weight, activation, norm=None) -> Any:
         return self._emit(
@@ -172,22 +166,24 @@ class Lowering:
         shape = [-1, self._recording.query_len]
         return self._emit(run_angles, tables=tables, formula=formula, dtype=dtype, pairs=pairs, shape=shape)
 
-    def _rotated(self, call: Call, sources, grouped, cos, sin, pairs, num_heads, num_kv_heads, head_dim, **attend):
+    def _rotated(
+        self, call: Call, sources, grouped, cos, sin, pairs, num_heads, num_kv_heads, head_dim, head_norms=None,
+        **attend,
+    ):  # fmt: skip
         rows = [self._recording.batch, self._recording.query_len, -1]
         flat = [self._emit(_aten.reshape.default, each, rows) for each in sources]
         qkv = flat[0] if len(flat) == 1 else self._emit(composed.concatenated, *flat)
         if grouped:
             group = num_heads // num_kv_heads
             qkv = self._emit(composed.ungrouped, qkv=qkv, head_dim=head_dim, group=group)
-        store = self.store(attend["layer"], attend["softcap"] or attend["slopes"] is not None) | _turned_by(
-            cos, sin, pairs
-        )
+        store = self.store(attend["layer"]) | _turned_by(cos, sin, pairs)
+        store |= dict(head_norms=head_norms, programmatic_launch=self._at.programmatic_launch)
         queries = self._emit(ops.rope_append.overload, qkv=qkv, bias=None, num_heads=num_heads, **store)
         return self.attention(queries, **attend)
 
     def _projected(
-        self, call: Call, x, weights, biases, transposed, cos, sin, pairs, num_heads, num_kv_heads, head_dim, norm=None,
-        **attend,
+        self, call: Call, x, weights, biases, transposed, cos, sin, pairs, num_heads, num_kv_heads, head_dim,
+        head_norms=None, norm=None, **attend,
     ):  # fmt: skip
         absent = [None] * (3 - len(weights))
         given = {
@@ -195,17 +191,20 @@ class Lowering:
             for kind, found in (("weight", weights), ("bias", biases))
             for role, each in zip("qkv", [*found, *absent])
         }
-        store = self.store(attend["layer"], attend["softcap"] or attend["slopes"] is not None) | _turned_by(
-            cos, sin, pairs
-        )
+        store = self.store(attend["layer"]) | _turned_by(cos, sin, pairs)
         queries = self._emit(
             ops.qkv_rope_append.overload, x=x, **given, transposed=transposed, num_heads=num_heads, norm=norm,
-            programmatic_launch=self._at.programmatic_launch, **store,
+            head_norms=head_norms, programmatic_launch=self._at.programmatic_launch, **store,
         )  # fmt: skip
         return self.attention(queries, **attend)
 
     def _experts(self, call: Call, x, ids, weights, **arguments) -> Any:
         return self._emit(run_experts, x=x, ids=ids, weights=weights, **arguments)
+
+    def _routed_experts(self, call: Call, residual=None, **arguments) -> Any:
+        others = dict(residual=residual, gate_up_bias=None, down_bias=None, transposed=False)
+        others["programmatic_launch"] = self._at.programmatic_launch
+        return self._emit(composed.routed_experts, **arguments, **others)
 
     def _activated(self, call: Call, x, activation) -> Any:
         return self._emit(many_rows.finished, out=x, residual=None, activation=activation)
@@ -239,11 +238,9 @@ def run_angles(tables, formula, dtype, pairs, shape):
     return [each.reshape(*shape, each.shape[-1]).to(dtype) for each in formula(tables, pairs)]
 
 
-def run_experts(x, ids, weights, gate_up_weight, down_weight, activation):
+def run_experts(x, ids, weights, gate_up_weight, down_weight, activation, residual=None):
     """``ops.fused_experts`` of experts that the model's own code has chosen."""
-    return ops.fused_experts.overload(
-        x, ids.long(), weights.float(), gate_up_weight, down_weight, activation=activation
-    )
+    return ops.fused_experts.overload(x, ids.long(), weights.float(), gate_up_weight, down_weight, residual, activation)
 
 
 _RULES: dict[Callable[..., Any], Callable[..., Any]] = {
@@ -261,6 +258,13 @@ _RULES: dict[Callable[..., Any], Callable[..., Any]] = {
     marks.angles: Lowering._angles,
     marks.rotated_attention: Lowering._rotated,
     marks.projected_attention: Lowering._projected,
+    marks.short_convolution: lambda self, call, **arguments: self._emit(ops.short_convolution.overload, **arguments),
+    marks.gated_delta_step: lambda self, call, **arguments: self._emit(ops.gated_delta_step.overload, **arguments),
+    marks.selective_state_step: lambda self, call, **arguments: self._emit(
+        ops.selective_state_step.overload, **arguments
+    ),
+    marks.gated_norm: lambda self, call, **arguments: self._emit(ops.gated_rms_norm.overload, **arguments),
     marks.experts: Lowering._experts,
+    marks.routed_experts: Lowering._routed_experts,
     marks.activated: Lowering._activated,
 }

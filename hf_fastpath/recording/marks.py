@@ -9,9 +9,10 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from .. import compat
+from .. import compat, ops
 from ..choices import Activation, NormKind
 from ..decode.named_calls import Norm
+from ..ops.topk_softmax import reference as topk_softmax
 
 _ACTIVATIONS = {
     Activation.NONE: lambda x: x,
@@ -62,6 +63,26 @@ def sdpa(q, k, v, mask=None, is_causal=False, scale=None, enable_gqa=False):
     return nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=mask, **how)
 
 
+def short_convolution(**arguments):
+    """See ``ops.short_convolution``; it writes ``conv_state``."""
+    return ops.short_convolution.reference(**arguments)
+
+
+def gated_delta_step(**arguments):
+    """See ``ops.gated_delta_step``; it writes ``state``."""
+    return ops.gated_delta_step.reference(**arguments)
+
+
+def selective_state_step(**arguments):
+    """See ``ops.selective_state_step``; it writes ``state``."""
+    return ops.selective_state_step.reference(**arguments)
+
+
+def gated_norm(**arguments):
+    """See ``ops.gated_rms_norm``."""
+    return ops.gated_rms_norm.reference(**arguments)
+
+
 def text_positions(lengths, query_len):
     """int64 [query_len], places of the new tokens in the text, of int32 [batch] lengths with them."""
     return lengths[:1].long() - query_len + torch.arange(query_len, device=lengths.device)
@@ -81,14 +102,29 @@ def attend(q, states, layer, scale, window, softcap=0.0, sinks=None, slopes=None
     raise NotImplementedError("attention is run by an op over a cache alone")
 
 
-def experts(x, ids, weights, gate_up_weight, down_weight, activation):
+def experts(x, ids, weights, gate_up_weight, down_weight, activation, residual=None):
     """See ``ops.fused_experts``."""
-    raise NotImplementedError("experts are run by their op alone")
+    hidden = torch.einsum("rh,rkoh->rko", x.flatten(0, -2), gate_up_weight[ids])
+    gate, up = hidden.chunk(2, dim=-1)
+    out = torch.einsum("rki,rkhi->rkh", activated(gate, activation) * up, down_weight[ids])
+    out = (weights[..., None] * out).sum(1).reshape(x.shape)
+    return out if residual is None else residual + out
+
+
+def routed_experts(x, logits, gate_up_weight, down_weight, top_k, normalized, rounded, activation, residual=None):
+    """Experts that ``ops.topk_softmax`` chooses by ``logits``."""
+    ids = torch.empty(logits.numel() // logits.shape[-1], top_k, dtype=torch.int64, device=x.device)
+    weights = topk_softmax(logits.flatten(0, -2), ids, normalized, rounded)
+    return experts(x, ids, weights, gate_up_weight, down_weight, activation, residual)
 
 
 def other_experts(x, ids, weights, module):
     """Experts that ``ops.fused_experts`` does not take, by transformers' own gathering of their weights."""
     return compat.gathered_experts(module, x, ids, weights)
+
+
+#: experts, whoever chooses and runs them
+EXPERTS = (experts, routed_experts, other_experts)
 
 
 def gated(x, gate_weight, up_weight, activation, norm=None):
@@ -103,8 +139,8 @@ def angles(tables, formula, dtype, pairs):
 
 
 def rotated_attention(sources, grouped, cos, sin, pairs, layer, scale, window, softcap, sinks, slopes, num_heads,
-                      num_kv_heads, head_dim):  # fmt: skip
-    """Rotation of queries and keys, :func:`append` and :func:`attend`.
+                      num_kv_heads, head_dim, head_norms=None):  # fmt: skip
+    """Norms of queries and keys, their rotation, :func:`append` and :func:`attend`.
 
     ``sources``: queries, keys and values [batch, query_len, features] each, or one with all of them; ``grouped``: by KV
     head. ``pairs`` is turned together, see ``architecture.Attention``.
@@ -113,6 +149,12 @@ def rotated_attention(sources, grouped, cos, sin, pairs, layer, scale, window, s
 
 
 def projected_attention(x, weights, biases, transposed, cos, sin, pairs, layer, scale, window, softcap, sinks,
-                        slopes, num_heads, num_kv_heads, head_dim, norm=None):  # fmt: skip
+                        slopes, num_heads, num_kv_heads, head_dim, head_norms=None, norm=None):  # fmt: skip
     """The projections of ``x``, and :func:`rotated_attention` of what they give."""
     raise NotImplementedError("attention is run by an op over a cache alone")
+
+
+#: marks that write to what lies outside of a list
+EFFECTS = (append, short_convolution, gated_delta_step, selective_state_step)
+#: marks whose ops take columns of a projection where they lie
+STRIDED = (short_convolution, gated_delta_step, selective_state_step, gated_norm)

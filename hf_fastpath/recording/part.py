@@ -13,8 +13,8 @@ from .. import compat
 from ..decode.modules import is_packed, model_code_reason, own_code_reason
 from ..decode.named_calls import Call, Emit, Register
 from ..decode.plan_cache import PlanCache
+from ..decode.positions import Positions
 from ..decode.program import Program
-from ..decode.steps import Positions
 from ..decode.structure import MAX_BATCH
 from ..native import loader
 from ..ops.decode_attention import takes_head_dim
@@ -69,20 +69,18 @@ class RecordedAttention:
     Attributes:
         cache_shape: KV heads, and elements of a head.
         num_heads, head_dim: of the queries.
-        reads_buffers: whether a call reads the cache where it is bound, instead of through a ``kv_table``.
     """
 
     cache_shape: tuple[int, int]
     num_heads: int
     head_dim: int
-    reads_buffers: bool
 
 
 @dataclass(frozen=True)
 class RecordedLayer:
-    """A layer of the cache, and what reads it."""
+    """A layer of the cache, and what reads its keys and values; None if it has none."""
 
-    attention: RecordedAttention
+    attention: RecordedAttention | None
     window: int | None
 
 
@@ -92,7 +90,7 @@ class RecordedPart:
     Attributes:
         architecture: see :class:`Recorded`.
         module: the model.
-        windows: sliding window of each layer, None for full attention.
+        kinds: what each layer of the cache holds; empty if it is something that plans know nothing of.
         verdict: what the model's own first steps have shown, a reason or None, in a tuple; None until they ran.
     """
 
@@ -104,7 +102,7 @@ class RecordedPart:
 
     def __init__(self, architecture: Recorded, module: nn.Module):
         self.architecture, self.module = architecture, module
-        self.windows: tuple[int | None, ...] = tuple(compat.layer_windows(module.config) or ())
+        self.kinds = tuple(compat.layer_kinds(module.config) or ())
         self._recordings: dict[tuple[int, int], Recording] = {}
         self.verdict: tuple[Cause | None] | None = None
         self._moment = object()  # of no other part, as an id may be once this one is gone
@@ -132,27 +130,53 @@ class RecordedPart:
         producers, found = recording.producers(), {}
         for call in recording.calls:
             if (attention := attention_of(recording, producers, call)) is not None:
-                layer = call.arguments["layer"]
-                found.setdefault(layer, RecordedLayer(attention, self.windows[layer]))
-        if set(found) != set(range(len(self.windows))):
+                found.setdefault(call.arguments["layer"], attention)
+        if set(found) != {index for index, kind in enumerate(self.kinds) if kind.keys}:
             raise Unrecordable("layers of the cache that no attention reads")
-        return [found[index] for index in sorted(found)]
+        return [RecordedLayer(found.get(index), kind.window) for index, kind in enumerate(self.kinds)]
+
+    def states(self, batch: int) -> list[list[torch.Tensor]]:
+        """Tensors without data like the states that each layer of the cache holds of ``batch`` sequences."""
+        recording = self.recording(batch, 1)
+        return [[recording.fact(each) for each in states] for states in recording.states]
 
     def record(
-        self, emit: Emit, tokens: torch.Tensor, positions: torch.Tensor, caches: list[KVCache], at: Positions
+        self,
+        emit: Emit,
+        tokens: torch.Tensor,
+        positions: torch.Tensor,
+        caches: list[KVCache],
+        states: list[list[torch.Tensor]],
+        at: Positions,
     ) -> Any:
         """Emit the step; returns what stands for the logits [batch, query_len, vocab_size]."""
         recording = self.recording(*tokens.shape)
         given = {recording.tokens.index: tokens, recording.positions.index: positions}
+        for registers, tensors in zip(recording.states, states):
+            given |= {register.index: tensor for register, tensor in zip(registers, tensors, strict=True)}
         return Lowering(recording, emit, given, caches, at, [layer.attention for layer in self.layers]).run()
 
     # ---- roles ------------------------------------------------------------------------------------------------
 
     @property
+    def has_experts(self) -> bool:
+        """Whether some MLP is a mixture."""
+        return any(call.op in marks.EXPERTS for call in self.recording(1, 1).calls)
+
+    @property
+    def windows(self) -> tuple[int | None, ...]:
+        """Sliding window of each layer, None for full attention or none."""
+        return tuple(kind.window for kind in self.kinds)
+
+    @property
+    def attentions(self) -> list[RecordedAttention]:
+        """Of the layers that have one."""
+        return [layer.attention for layer in self.layers if layer.attention is not None]
+
+    @property
     def max_batch(self) -> int:
         """Sequences a decode plan takes."""
-        has_experts = any(call.op in (marks.experts, marks.other_experts) for call in self.recording(1, 1).calls)
-        return MAX_ROWS if has_experts else MAX_BATCH
+        return MAX_ROWS if self.has_experts else MAX_BATCH
 
     @property
     def source(self) -> nn.Module:
@@ -216,8 +240,8 @@ class RecordedPart:
 
     def other_reason(self) -> str | None:
         """Why nothing is known of what is inside; or None."""
-        if not self.windows:
-            return Cause("not_recorded", "its cache holds states that are no keys and values", self.module)
+        if not self.kinds:
+            return Cause("not_recorded", "its cache holds more than keys, values and states", self.module)
         for role in (self.embedding, self.head):
             if role is None or not isinstance(getattr(role, "weight", None), torch.Tensor) and not is_packed(role):
                 return Cause("not_recorded", "it has no embedding or no head", self.module)
@@ -272,13 +296,13 @@ class RecordedPart:
     @functools.cached_property
     def _recording_reason(self) -> str | None:
         try:
-            layers = self.layers
+            attentions = self.attentions
             _dry_run(self)
         except Exception as error:  # nobody has tried this code, nor the passes over it: anything may be raised
             return self._not_recorded(error)
-        odd = next((each for each in layers if not takes_head_dim(each.attention.head_dim)), None)
+        odd = next((each for each in attentions if not takes_head_dim(each.head_dim)), None)
         if odd is not None:
-            return Cause("unsupported_head_dim", f"head_dim={odd.attention.head_dim}", self.module)
+            return Cause("unsupported_head_dim", f"head_dim={odd.head_dim}", self.module)
         narrow = next((w for w in self.windows if w is not None and w < compat.MIN_WINDOW), None)
         if narrow is not None:
             return Cause("unsupported_config", f"sliding_window={narrow}", self.module)
@@ -298,7 +322,7 @@ def attention_of(recording: Recording, producers: dict[int, Call], call: Call) -
     if call.op in (marks.rotated_attention, marks.projected_attention):
         given = call.arguments
         shape = given["num_kv_heads"], given["head_dim"]
-        return RecordedAttention(shape, given["num_heads"], shape[1], _is_composed(given))
+        return RecordedAttention(shape, given["num_heads"], shape[1])
     if call.op is not marks.attend:
         return None
     states = producers[call.arguments["states"].index]
@@ -306,12 +330,7 @@ def attention_of(recording: Recording, producers: dict[int, Call], call: Call) -
     if recording.fact(states.arguments["v"]).shape[-1] != head_dim:
         raise Unrecordable("keys and values of different sizes")
     found = recording.fact(call.arguments["q"])
-    return RecordedAttention((heads, head_dim), found.shape[1], head_dim, _is_composed(call.arguments))
-
-
-def _is_composed(attend: dict[str, Any]) -> bool:
-    """Whether attention is made of PyTorch's ops."""
-    return attend.get("softcap", 0.0) > 0 or attend.get("slopes") is not None
+    return RecordedAttention((heads, head_dim), found.shape[1], head_dim)
 
 
 def _dry_run(part: RecordedPart) -> None:
@@ -321,7 +340,7 @@ def _dry_run(part: RecordedPart) -> None:
         Unrecordable: something in it has no place in a plan.
     """
     program = Program()
-    caches = [KVCache(program.register(), program.register()) for _ in part.windows]
+    caches = [KVCache(program.register(), program.register()) for _ in part.kinds]
     at = Positions({}, program.register(), program.register())
     shape = torch.zeros(1, 1, dtype=torch.long)
-    part.record(program.emit, shape, shape, caches, at)
+    part.record(program.emit, shape, shape, caches, part.states(1), at)

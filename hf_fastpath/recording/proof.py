@@ -11,7 +11,6 @@ from .. import compat
 from ..cache.fastpath_cache import FastpathCache
 from ..decode.plan_cache import PlanCache
 from ..reasons import Cause
-from . import marks
 
 #: tokens of the prompt, and steps behind it
 _PROMPT, _STEPS = 8, 3
@@ -45,7 +44,7 @@ def difference(part: Any, plans: PlanCache) -> float:
                 found.append(float((ours - stock).abs().mean() / stock.abs().mean().clamp_min(1e-30)))
         finally:
             plan.end()
-    has_experts = any(call.op in (marks.experts, marks.other_experts) for call in part.recording(1, 1).calls)
+    has_experts = part.has_experts
     return min(found) if has_experts else sum(found) / len(found)
 
 

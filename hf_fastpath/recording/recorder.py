@@ -36,10 +36,12 @@ class Recorder:
         self.masks: dict[int, Callable[..., Any]] = {}  # register of a mask -> its function
         self.mutated: set[int] = set()
         self.silent = 0
+        self.is_rehearsing = False  # True while a forward runs of which nothing is noted, see step.record
         self.past = past_tokens(skeleton.model.config)
         self._registers: dict[int, Register] = {}  # id of a tensor -> what stands for it
         self._kept: list[Any] = []  # no other tensor gets an id of these
         self._storages: dict[int, list[int]] = {}
+        self._written: set[int] = set()  # storages that calls write to
         self._states: dict[tuple[int, int], tuple[Register, int]] = {}  # registers of keys, values -> of both, layer
         self._paths = {id(module): path for path, module in skeleton.copy.named_modules()}
 
@@ -56,7 +58,15 @@ class Recorder:
         """From here on, ``tensor`` is what ``register`` holds."""
         self._registers[id(tensor)] = register
         self._kept.append(tensor)
-        self._storages.setdefault(tensor.untyped_storage()._cdata, []).append(register.index)
+        storage = tensor.untyped_storage()._cdata
+        self._storages.setdefault(storage, []).append(register.index)
+        if storage in self._written:
+            self.mutated.add(register.index)
+
+    def state(self, tensor: torch.Tensor) -> Register:
+        """A register for a state, which calls of the step read and write where it is."""
+        self._written.add(tensor.untyped_storage()._cdata)
+        return self.given(tensor)
 
     def value(self, thing: Any) -> Any:
         """An argument as calls hold it: registers and the model's own tensors instead of tensors without data."""
@@ -102,7 +112,7 @@ class Recorder:
         if id(target) not in self._registers:
             raise Unrecordable(f"{func} writes into a tensor of the model")
         aliases = self._storages[storage]
-        functional = _functional(func)
+        functional = None if storage in self._written else _functional(func)
         if len(aliases) == 1 and functional is not None and tuple(out.shape) == tuple(target.shape):
             call = self.emit(functional, arguments, target.clone())
             made = call.out
@@ -110,6 +120,7 @@ class Recorder:
             self._registers[id(target)] = made
             self._storages[storage] = [made.index]
             return
+        self._written.add(storage)
         self.emit(func, arguments, out)
         self.mutated.update(self._storages[storage])
 
@@ -127,6 +138,8 @@ class Recorder:
     def append(self, k: torch.Tensor, v: torch.Tensor, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
         with self.quiet():
             all_ = tuple(each.new_empty(*each.shape[:2], self.past + each.shape[2], each.shape[3]) for each in (k, v))
+        if self.is_rehearsing:
+            return k, v
         call = self.emit(marks.append, {"k": k, "v": v, "layer": layer}, list(all_))
         self._states[self._indices(all_)] = call.out, layer
         return all_
@@ -134,6 +147,8 @@ class Recorder:
     def attend(self, module, query, key, value, attention_mask, scaling=None, sliding_window=None, softcap=None,
                s_aux=None, dropout=0.0, **others):  # fmt: skip
         """As transformers' attention functions."""
+        if self.is_rehearsing:
+            return query.new_empty(*query.shape[:1], query.shape[2], query.shape[1], value.shape[-1]), None
         if (found := self._states.get(self._indices((key, value)))) is None:
             raise Unrecordable("attention over other keys and values than the cache gave")
         states, layer = found
@@ -169,6 +184,8 @@ class Recorder:
     def mask(self, batch_size, q_length, kv_length, q_offset=0, kv_offset=0, mask_function=None, attention_mask=None,
              dtype=torch.float32, **others):  # fmt: skip
         """As transformers' mask functions: a tensor that stands for a mask."""
+        if self.is_rehearsing:
+            return torch.empty(batch_size, 1, q_length, kv_length, dtype=dtype, device=self.skeleton.device)
         if attention_mask is not None and not self._is_all_ones(attention_mask):
             raise Unrecordable("a mask with padding of the model's own")
         with self.quiet():
@@ -190,6 +207,8 @@ class Recorder:
 
     def experts(self, module, hidden_states, top_k_index, top_k_weights):
         """As transformers' experts functions."""
+        if self.is_rehearsing:
+            return torch.empty_like(hidden_states)
         real = self.skeleton.model.get_submodule(self._paths[id(module)])
         with self.quiet():
             out = torch.empty_like(hidden_states)

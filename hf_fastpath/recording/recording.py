@@ -47,6 +47,7 @@ class Recording:
         mutated: registers that a call writes to, or whose memory it shares.
         past: tokens that the cache said it holds.
         windows: of the cache's layers.
+        states: of each layer of the cache, the registers of its states, which calls read and write.
     """
 
     batch: int
@@ -61,6 +62,7 @@ class Recording:
     mutated: set[int] = field(default_factory=set)
     past: int = 0
     windows: tuple[int | None, ...] = ()
+    states: list[list[Register]] = field(default_factory=list)
 
     def register(self, like: torch.Tensor) -> Register:
         """A new register for a tensor of the shape and dtype of ``like``."""
@@ -119,7 +121,7 @@ class Recording:
 def is_effect(call: Call) -> bool:
     """Whether a call changes what lies outside of its result."""
     schema = getattr(call.op, "_schema", None)
-    return call.op is marks.append or (schema is not None and schema.is_mutable)
+    return call.op in marks.EFFECTS or (schema is not None and schema.is_mutable)
 
 
 def registers_in(value: Any) -> Iterator[Register]:

@@ -11,12 +11,14 @@ from typing import Any
 import torch
 
 from .. import compat
-from ..decode.named_calls import Norm
+from ..decode.named_calls import Norm, Register
 from . import marks, modes
 from .recorder import Recorder, recorder
 from .recording import Recording, Unrecordable
 from .skeleton import Skeleton
 
+#: tokens of the forward that shows which states there are
+_REHEARSED = 3
 #: positions up to which a mask is compared with windows
 _MASK_POSITIONS = 4096
 
@@ -41,15 +43,22 @@ def record(skeleton: Skeleton, batch: int, query_len: int) -> Recording:
 
 def _record(noting: Recorder, batch: int, query_len: int) -> Recording:
     skeleton = noting.skeleton
-    cache = compat.RecordingCache(skeleton.copy.config, noting.past, noting.append)
+    cache = compat.RecordingCache(skeleton.copy.config, noting.append)
+    has_states = any(kind.states for kind in cache.kinds)
+    if has_states and query_len > 1:
+        raise Unrecordable("several tokens at once, of which some could not be taken back from the states")
+    states: list[list[Register]] = [[] for _ in cache.kinds]
     with torch.inference_mode(False), torch.no_grad(), _without_logs(), skeleton.mode:
+        if has_states:
+            noting.is_rehearsing = True
+            _run(skeleton, torch.zeros(batch, _REHEARSED, dtype=torch.long, device=skeleton.device), None, cache)
+            noting.is_rehearsing = False
+            states = [[noting.state(each) for each in found] for found in cache.states()]
+        cache.claim(noting.past)
         tokens, positions = (torch.zeros(batch, query_len, dtype=torch.long, device=skeleton.device) for _ in range(2))
         given = noting.given(tokens), noting.given(positions)
         with modes.spans(noting), modes.Dispatch(noting), modes.Functions(noting):
-            arguments = {"input_ids": tokens, "use_cache": True, "return_dict": True, compat.CACHE: cache}
-            if compat.takes_positions(skeleton.copy):
-                arguments["position_ids"] = positions
-            logits = skeleton.copy(**arguments).logits
+            logits = _run(skeleton, tokens, positions, cache)
     if tuple(logits.shape[:2]) != (batch, query_len):
         raise Unrecordable(f"logits of shape {tuple(logits.shape)}")
     for call in noting.calls:
@@ -66,7 +75,7 @@ def _record(noting: Recorder, batch: int, query_len: int) -> Recording:
             if mask is not None and mask.index not in windows:
                 raise Unrecordable("a mask that is neither causal nor a window")
             of_mask = None if mask is None else windows[mask.index]
-            of_cache = cache.layers[call.arguments["layer"]].sliding_window  # which holds no more
+            of_cache = cache.kinds[call.arguments["layer"]].window  # which holds no more
             call.arguments["window"] = min((w for w in (of_mask, of_cache) if w is not None), default=0)
     return Recording(
         batch,
@@ -79,8 +88,17 @@ def _record(noting: Recorder, batch: int, query_len: int) -> Recording:
         masks=windows,
         mutated=noting.mutated,
         past=noting.past,
-        windows=tuple(layer.sliding_window for layer in cache.layers),
+        windows=tuple(kind.window for kind in cache.kinds),
+        states=states,
     )
+
+
+def _run(skeleton: Skeleton, tokens: torch.Tensor, positions: torch.Tensor | None, cache: Any) -> torch.Tensor:
+    """Logits of the copy's forward over tensors without data."""
+    arguments = {"input_ids": tokens, "use_cache": True, "return_dict": True, compat.CACHE: cache}
+    if positions is not None and compat.takes_positions(skeleton.copy):
+        arguments["position_ids"] = positions
+    return skeleton.copy(**arguments).logits
 
 
 @contextmanager

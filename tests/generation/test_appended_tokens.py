@@ -140,7 +140,8 @@ def test_the_table():
 
 @pytest.mark.parametrize("kv", (None, torch.int8), ids=("plain", "int8"))
 @pytest.mark.parametrize("window", (0, 100))
-def test_attention_in_pieces(window, kv, monkeypatch):
+@pytest.mark.parametrize("changes", ("sinks", "softcap", "slopes"))
+def test_attention_in_pieces(changes, window, kv):
     """Sixteen tokens at a time give the same as all at once."""
     past, tokens = 320, 37
     length = past + tokens
@@ -150,20 +151,23 @@ def test_attention_in_pieces(window, kv, monkeypatch):
     if kv is not None:
         caches, scales = zip(*(quantized(cache, kv) for cache in caches))
     attention = attend.Attention(tokens, length, lengths, starts)
-    sinks = torch.randn(4)
-    found = attention.over(q, KVCache(*caches, *scales), 0.2, window, 0.0, sinks)
-    args = (q, *caches, lengths, starts, 0.2, window, None, 0, None, False, sinks, *scales)
-    expected = ops.decode_attention.reference(*args)
+    how = dict(softcap=0.0, sinks=None, slopes=None)
+    how[changes] = {"sinks": torch.randn(4), "softcap": 0.8, "slopes": 2.0 ** -torch.arange(1, 5)}[changes]
+    found = attention.over(q, KVCache(*caches, *scales), 0.2, window, **how)
+    k_scales, v_scales = scales or (None, None)
+    expected = ops.decode_attention.reference(
+        q, *caches, lengths, starts, 0.2, window, **how, k_scales=k_scales, v_scales=v_scales
+    )
     torch.testing.assert_close(found, expected)
 
 
 def test_the_table_of_a_cpu():
     """A call that only one of the two can take goes there; few tokens behind many go to the cache's own kernel."""
     for tokens, past in ((17, 0), (64, 511), (65, 10000), (500, 0)):
-        assert attend.route_on_cpu(tokens, past, cuts=False, has_sinks=False) == "sdpa"
-        assert attend.route_on_cpu(tokens, past, cuts=True, has_sinks=False) == "decode"
-        assert attend.route_on_cpu(tokens, past, cuts=False, has_sinks=True) == "decode"
-    assert attend.route_on_cpu(64, 512, cuts=False, has_sinks=False) == "decode"
+        assert attend.route_on_cpu(tokens, past, cuts=False, changes=False) == "sdpa"
+        assert attend.route_on_cpu(tokens, past, cuts=True, changes=False) == "decode"
+        assert attend.route_on_cpu(tokens, past, cuts=False, changes=True) == "decode"
+    assert attend.route_on_cpu(64, 512, cuts=False, changes=False) == "decode"
 
 
 # ---- masks --------------------------------------------------------------------------------------------------------

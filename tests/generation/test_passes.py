@@ -19,6 +19,7 @@ from hf_fastpath.decode.many_rows import few_to_many, replace_attention
 from hf_fastpath.decode.named_calls import Call, Norm, Register, Step, in_order, run
 from hf_fastpath.decode.one_call import one_call
 from hf_fastpath.decode.passes import PASSES, prefetch_next_weight
+from hf_fastpath.decode.positions import Positions
 from hf_fastpath.decode.program import Program
 from hf_fastpath.ops.kv_cache import KVCache
 from hf_fastpath.patching.state import state_of
@@ -72,7 +73,7 @@ def test_wrong_names_are_refused(op, arguments, message):
 def test_a_cache_with_addresses_is_refused_where_nothing_follows_them():
     cache = KVCache(randn(1), randn(1), table=torch.zeros(1))
     with pytest.raises(TypeError, match="is given kv_table"):
-        in_order(attend, dict(attention=1, q=1, cache=cache, scale=1, window=0, softcap=0, sinks=None))
+        in_order(attend, dict(attention=1, q=1, cache=cache, scale=1, window=0, softcap=0, sinks=None, slopes=None))
 
 
 def test_no_norm_and_no_residual_are_defaults():
@@ -100,7 +101,7 @@ class Recorded:
         rotary, dtype = self.part.rotary, self.part.embedding.weight
         angles = {} if rotary is None else {None: rotary(dtype, torch.tensor([[length - 1]]))}
         lengths = torch.full((batch,), length, dtype=torch.int32)
-        at = steps.Positions(angles, lengths, None)
+        at = Positions(angles, lengths, None)
         hidden = self.hidden
         for place, layer in enumerate(self.part.layers):
             hidden = steps.decoder_layer(self.program.emit, layer, hidden, self.caches[place], at, place)

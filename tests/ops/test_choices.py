@@ -19,7 +19,10 @@ KINDS = [
     kind for _, kind in inspect.getmembers(choices, inspect.isclass) if issubclass(kind, Choice) and kind is not Choice
 ]
 #: choice -> the header that C++ has it in, if that is not common/dtype.h
-DEFINED = {"PackedFormat": "packed_gemv/packed_format.h"}
+DEFINED = {
+    "PackedFormat": "packed_gemv/packed_format.h",
+    "GateActivation": "gated_rms_norm/gated_rms_norm_params.h",
+}
 
 
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.__name__)

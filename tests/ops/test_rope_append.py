@@ -220,6 +220,12 @@ def test_rope_append_follows_kv_table(device, kv, shift):
         ({"num_heads": 3}, "qkv has 128 features, expected .* = 160"),
         ({"kv_table": torch.zeros(1, 2, dtype=torch.int64)}, "kv_table is torch.int64"),
         ({"kv_table": torch.zeros(2, 3, dtype=torch.int64), "layer": 2}, "layer is 2, expected 0 to 1"),
+        ({"q_norm_weight": torch.ones(32)}, "q_norm_weight and k_norm_weight go together"),
+        ({"q_norm_weight": torch.ones(64), "k_norm_weight": torch.ones(16)}, r"expected \(32,\) both, or"),
+        (
+            {"q_norm_weight": torch.ones(32).half(), "k_norm_weight": torch.ones(32)},
+            "q_norm_weight has dtype",
+        ),
     ),
 )
 def test_rope_append_names_the_fault(change, message):

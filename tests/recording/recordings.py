@@ -192,13 +192,21 @@ def _attend(store, q, states, layer, scale, window, softcap=0.0, sinks=None, slo
     return (scores.softmax(-1)[..., : k.shape[2]] @ v).transpose(1, 2)
 
 
-def _rotated(store, sources, grouped, cos, sin, pairs, layer, num_heads, num_kv_heads, head_dim, **attend):
+def _rotated(
+    store, sources, grouped, cos, sin, pairs, layer, num_heads, num_kv_heads, head_dim, head_norms=None, **attend
+):  # fmt: skip
     rows = torch.cat([each.reshape(*store.tokens, -1) for each in sources], dim=-1)
     if grouped:
         heads = rows.unflatten(-1, (num_kv_heads, num_heads // num_kv_heads + 2, head_dim))
         parts = [each.flatten(2, 3) for each in heads.split((num_heads // num_kv_heads, 1, 1), dim=3)]
     else:
         parts = list(rows.unflatten(-1, (-1, head_dim)).split((num_heads, num_kv_heads, num_kv_heads), dim=2))
+    if head_norms is not None:
+        for place, weight in enumerate((head_norms.q, head_norms.k)):
+            each = parts[place].flatten(2).unflatten(-1, (-1, weight.numel()))
+            factor = head_norms.weight_offset + weight
+            each = nn.functional.rms_norm(each, weight.shape, factor.to(each.dtype), head_norms.eps)
+            parts[place] = each.reshape(parts[place].shape)
     q, k, v = (each.transpose(1, 2) for each in parts)
     if cos is not None:
         q, k = (_turned(each, cos[:, None], sin[:, None], pairs) for each in (q, k))

@@ -5,14 +5,13 @@ from __future__ import annotations
 
 import pytest
 import torch
-from recordings import WIDTH, Of, assert_same, attention, calls_of, linear, logits, names, parameter, recorded
+from recordings import WIDTH, Of, assert_same, calls_of, linear, logits, names, parameter, recorded
 from torch import nn
+from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
 from hf_fastpath.choices import Activation, NormKind
 from hf_fastpath.recording import marks
-from hf_fastpath.recording.passes import PASSES, lengths, modules, own_attention, passed, products, views
-from hf_fastpath.recording.passes import attention as heads
-from hf_fastpath.recording.recording import Unrecordable
+from hf_fastpath.recording.passes import PASSES, experts, modules, products, views
 
 _aten = torch.ops.aten
 functional = nn.functional
@@ -393,6 +392,120 @@ def test_a_product_of_rows_is_one_of_what_they_were():
     assert recording.fact(recording.calls[-1].out).shape == (1, 1, 24)
 
 
+def test_what_is_computed_of_rows_is_computed_of_what_they_were():
+    def step(m, x, *_):
+        rows = x.view(-1, WIDTH)
+        out = m.down(functional.silu(m.gate(rows)) * m.up(rows)) * torch.sigmoid(m.share(rows))
+        return x + (out + rows).view(x.shape)
+
+    inside = dict(gate=linear(24), up=linear(24), down=linear(given=24), share=linear(1))
+    for shape in ((1, 1), (2, 3)):
+        recording, model = recorded(step, *shape, **inside)
+        assert_same(recording, model, [modules.functions, products.unflattened, views.no_change, products.gates])
+        assert "view" not in names(recording) and "gated" in names(recording)
+
+
+def test_rows_that_meet_others_stay_rows():
+    def step(m, x, *_):
+        rows = x.view(-1, WIDTH)
+        return (rows + m.other).view(x.shape) + (rows.view(-1, 1, WIDTH) * rows.view(1, -1, WIDTH)).sum(1).view(x.shape)
+
+    recording, model = recorded(step, 2, 2, other=parameter(4, WIDTH))
+    before = names(recording)
+    assert_same(recording, model, [products.unflattened])
+    assert names(recording) == before
+
+
+class _Experts(nn.Module):
+    """Experts behind transformers' seam."""
+
+    def __init__(self, num_experts: int = 6, width: int = 8):
+        super().__init__()
+        self.gate_up_proj = nn.Parameter(torch.randn(num_experts, 2 * width, WIDTH) / 4)
+        self.down_proj = nn.Parameter(torch.randn(num_experts, WIDTH, width) / 4)
+        self.act_fn = nn.SiLU()
+
+    def forward(self, x, ids, weights):
+        return ALL_EXPERTS_FUNCTIONS["hf_fastpath_recorded"](self, x, ids, weights)
+
+
+def routed(route, **inside):
+    """A recording of experts that ``route`` chooses of scores: it gives ids and weights."""
+
+    def step(m, x, *_):
+        rows = x.view(-1, WIDTH)
+        return m.experts(rows, *route(m, m.router(rows))).view(x.shape)
+
+    return recorded(step, 2, 1, router=linear(6), experts=_Experts(), **inside)
+
+
+def _softmax_first(m, scores):
+    weights, ids = scores.softmax(-1, dtype=torch.float32).topk(2, dim=-1)
+    return ids, weights.to(scores.dtype)
+
+
+def _softmax_first_and_shared(m, scores):
+    ids, weights = _softmax_first(m, scores)
+    return ids, weights / weights.sum(-1, keepdim=True)
+
+
+def _softmax_behind(m, scores):
+    weights, ids = scores.topk(2, dim=-1, sorted=False)
+    return ids, weights.softmax(-1)
+
+
+@pytest.mark.parametrize(
+    ("route", "normalized"),
+    ((_softmax_first, False), (_softmax_first_and_shared, True), (_softmax_behind, True)),
+    ids=lambda each: getattr(each, "__name__", ""),
+)
+def test_routers(route, normalized):
+    recording, model = routed(route)
+    assert_same(recording, model, [products.unflattened, views.no_change, experts.routers])
+    (call,) = calls_of(recording, marks.routed_experts)
+    assert (call.arguments["top_k"], call.arguments["normalized"]) == (2, normalized)
+    assert not {"topk", "_softmax", "sum", "div"} & set(names(recording))
+
+
+def _sigmoids(m, scores):
+    weights, ids = scores.sigmoid().topk(2, dim=-1)
+    return ids, weights
+
+
+def _doubled(m, scores):
+    ids, weights = _softmax_first(m, scores)
+    return ids, 2 * weights
+
+
+def _smallest(m, scores):
+    weights, ids = (-scores).softmax(-1).topk(2, dim=-1)
+    return ids, weights
+
+
+def _corrected(m, scores):
+    shares = scores.softmax(-1)
+    ids = (shares + m.correction).topk(2, dim=-1).indices
+    return ids, shares.gather(-1, ids)
+
+
+@pytest.mark.parametrize("route", (_sigmoids, _doubled, _smallest, _corrected), ids=lambda each: each.__name__)
+def test_other_routers_stay(route):
+    recording, model = routed(route, correction=nn.Parameter(torch.zeros(6)))
+    assert_same(recording, model, [products.unflattened, views.no_change, experts.routers])
+    assert not calls_of(recording, marks.routed_experts) and len(calls_of(recording, marks.experts)) == 1
+
+
+def test_experts_add_a_residual():
+    def step(m, x, *_):
+        rows = x.view(-1, WIDTH)
+        return x + m.experts(rows, *_softmax_first(m, m.router(rows))).view(x.shape)
+
+    recording, model = recorded(step, router=linear(6), experts=_Experts())
+    assert_same(recording, model, PASSES)
+    (call,) = calls_of(recording, marks.routed_experts)
+    assert call.arguments["residual"] is not None and "add" not in names(recording)
+
+
 @pytest.mark.parametrize("bias", (False, True))
 @pytest.mark.parametrize(
     "parts",
@@ -619,383 +732,3 @@ def test_a_norm_of_what_is_written_behind_it_stays_where_it_is():
     recording, model = recorded(step, **inside)
     assert recording.mutated
     assert_same(recording, model, PASSES)
-
-
-# ---- attention ------------------------------------------------------------------------------------------------------
-
-HEADS, KV_HEADS, DIM = 4, 2, 8
-ANGLES = 1.0 / 100 ** (torch.arange(0, DIM, 2) / DIM)
-
-
-def tables(positions: torch.Tensor, frequencies: torch.Tensor = ANGLES) -> tuple[torch.Tensor, torch.Tensor]:
-    """Angles of half a head at positions: cos and sin [batch, query_len, head_dim / 2]."""
-    angles = positions[..., None].float() * frequencies.to(positions.device)
-    return angles.cos(), angles.sin()
-
-
-def halves(x, positions):
-    cos, sin = (torch.cat((each, each), dim=-1).unsqueeze(1) for each in tables(positions))
-    one, other = x.chunk(2, dim=-1)
-    return x * cos + torch.cat((-other, one), dim=-1) * sin
-
-
-def scaled(x, positions):
-    cos, sin = (1.25 * torch.cat((each, each), dim=-1).unsqueeze(1) for each in tables(positions, ANGLES / 8))
-    one, other = x.chunk(2, dim=-1)
-    return x * cos + torch.cat((-other, one), dim=-1) * sin
-
-
-def neighbors(x, positions):
-    cos, sin = (each.repeat_interleave(2, dim=-1).unsqueeze(1) for each in tables(positions))
-    crossed = torch.stack((-x[..., 1::2], x[..., ::2]), dim=-1).flatten(-2)
-    return x * cos + crossed * sin
-
-
-def partial(x, positions):
-    cos, sin = (torch.cat((each, each), dim=-1).unsqueeze(1) for each in tables(positions, ANGLES[:2]))
-    turned, rest = x[..., :4], x[..., 4:]
-    one, other = turned.chunk(2, dim=-1)
-    return torch.cat((turned * cos + torch.cat((-other, one), dim=-1) * sin, rest), dim=-1)
-
-
-def complex_numbers(x, positions):
-    cos, sin = tables(positions)
-    turns = torch.polar(torch.ones_like(cos), positions[..., None].float() * ANGLES).unsqueeze(1)
-    return torch.view_as_real(torch.view_as_complex(x.unflatten(-1, (-1, 2))) * turns).flatten(-2)
-
-
-def half_tables(x, positions):
-    cos, sin = (each.unsqueeze(1) for each in tables(positions))
-    one, other = x.chunk(2, dim=-1)
-    return torch.cat((one * cos - other * sin, other * cos + one * sin), dim=-1)
-
-
-def in_place(x, positions):
-    x = x.contiguous() * 1.0
-    x[..., :4] = partial(x, positions)[..., :4]
-    return x
-
-
-def in_place_behind_another(x, positions):
-    x = x.contiguous() * 1.0
-    first = x[..., :4]
-    first.mul_(2)
-    return halves(x, positions)
-
-
-#: how queries and keys are turned -> which elements turn together, how many
-ROTATIONS = {
-    halves: ("halves", DIM),
-    scaled: ("halves", DIM),
-    partial: ("halves", 4),
-    half_tables: ("halves", DIM),
-    neighbors: ("neighbors", DIM),
-    complex_numbers: ("neighbors", DIM),
-}
-LAYOUTS = ("apart", "fused", "grouped")
-
-
-def attending(rotation, layout: str = "apart", bias: bool = False, **options):
-    """A recording of projections, rotation and attention of four heads over two."""
-
-    def step(m, x, positions, cache):
-        if layout == "apart":
-            rows = m.q(x), m.k(x), m.v(x)
-        elif layout == "fused":
-            rows = m.qkv(x).split((HEADS * DIM, KV_HEADS * DIM, KV_HEADS * DIM), dim=-1)
-        else:
-            group = HEADS // KV_HEADS
-            parts = m.qkv(x).view(*x.shape[:2], KV_HEADS, group + 2, DIM).split((group, 1, 1), dim=3)
-            rows = [each.flatten(2) for each in parts]
-        q, k, v = (each.unflatten(-1, (-1, DIM)).transpose(1, 2) for each in rows)
-        if rotation is not None:
-            q, k = rotation(q, positions), rotation(k, positions)
-        return m.out(attention(m, q, k, v, cache, **options))
-
-    if layout == "apart":
-        inside = dict(q=linear(HEADS * DIM, bias=bias), k=linear(WIDTH, bias=bias), v=linear(WIDTH, bias=bias))
-    else:
-        inside = dict(qkv=linear((HEADS + 2 * KV_HEADS) * DIM, bias=bias))
-    return recorded(step, **inside, out=linear(given=HEADS * DIM))
-
-
-def _name(rotation) -> str:
-    return "none" if rotation is None else rotation.__name__
-
-
-FRONT = [views.constants, views.constant_views, views.no_change, products.split_products]
-
-
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("rotation", (*ROTATIONS, None), ids=_name)
-def test_rotations(rotation, layout):
-    recording, model = attending(rotation, layout)
-    assert_same(recording, model, [*FRONT, heads.rotations])
-    (call,) = calls_of(recording, marks.rotated_attention)
-    assert not calls_of(recording, marks.append) and not calls_of(recording, marks.attend)
-    found = call.arguments
-    assert (found["num_heads"], found["num_kv_heads"], found["head_dim"]) == (HEADS, KV_HEADS, DIM)
-    assert found["grouped"] == (layout == "grouped")
-    if rotation is None:
-        assert found["cos"] is found["sin"] is None
-    else:
-        pairs, count = ROTATIONS[rotation]
-        assert found["pairs"] == pairs and len(calls_of(recording, marks.angles)) == 1
-        angles = calls_of(recording, marks.angles)[0]
-        shown = [
-            torch.randn(recording.fact(each).shape).to(recording.fact(each).dtype)
-            for each in angles.arguments["tables"]
-        ]
-        assert {each.shape[-1] for each in angles.arguments["formula"](shown, pairs)} == {count}
-    assert names(recording)[-2:] == ["view", "linear"] or names(recording)[-3:-1] == ["rotated_attention", "view"]
-
-
-def _only_queries(x, positions):
-    return halves(x, positions) if x.shape[1] == HEADS else x
-
-
-def _other_angles(x, positions):
-    return halves(x, positions if x.shape[1] == HEADS else positions + 1)
-
-
-def _squared(x, positions):
-    return halves(x, positions).square()
-
-
-ODD = (_only_queries, _other_angles, _squared, in_place, in_place_behind_another)
-
-
-@pytest.mark.parametrize("rotation", ODD, ids=lambda each: each.__name__)
-def test_what_is_nearly_a_rotation_stays(rotation):
-    recording, model = attending(rotation)
-    assert_same(recording, model, [*FRONT, heads.rotations])
-    assert not calls_of(recording, marks.rotated_attention)
-    assert len(calls_of(recording, marks.append)) == len(calls_of(recording, marks.attend)) == 1
-
-
-@pytest.mark.parametrize("learned", (nn.Parameter(torch.ones(DIM)), torch.ones(DIM)), ids=("parameter", "buffer"))
-def test_a_factor_that_may_change_stays(learned):
-    """It is one when the step is recorded, as in a model that was just made, and in one of two layers."""
-
-    def step(m, x, positions, cache):
-        for layer in range(2):
-            q, k, v = (each(x).unflatten(-1, (-1, DIM)).transpose(1, 2) for each in (m.q, m.k, m.v))
-            q = halves(q, positions) * (m.factor if layer else 1)
-            x = x + m.out(attention(m, q, halves(k, positions), v, cache, layer=layer))
-        return x
-
-    inside = dict(q=linear(HEADS * DIM), k=linear(), v=linear(), out=linear(given=HEADS * DIM))
-    recording, model = recorded(step, layers=2, **inside, factor=learned)
-    plain, _ = recorded(step, layers=2, **inside, factor=learned)
-    plain.calls[0].arguments["weight"] = model.embed.weight
-    before = logits(plain)
-    assert_same(recording, model, PASSES)
-    with torch.no_grad():
-        model.body.factor.mul_(-1.5)
-    expected = logits(plain)
-    assert not torch.allclose(expected, before)
-    torch.testing.assert_close(logits(recording), expected, rtol=1e-9, atol=1e-12)
-
-
-def test_options_of_attention_are_kept():
-    recording, model = attending(halves, scaling=0.7, softcap=5.0, s_aux=None)
-    assert_same(recording, model, [*FRONT, heads.rotations, heads.projections])
-    (call,) = calls_of(recording, marks.projected_attention)
-    assert (call.arguments["scale"], call.arguments["softcap"], call.arguments["layer"]) == (0.7, 5.0, 0)
-
-
-def test_layers_share_their_angles():
-    def step(m, x, positions, cache):
-        for layer in range(2):
-            q, k, v = (each(x).unflatten(-1, (-1, DIM)).transpose(1, 2) for each in (m.q, m.k, m.v))
-            q, k = halves(q, positions), halves(k, positions)
-            x = x + m.out(attention(m, q, k, v, cache, layer=layer))
-        return x
-
-    recording, model = recorded(
-        step, layers=2, q=linear(HEADS * DIM), k=linear(), v=linear(), out=linear(given=HEADS * DIM)
-    )
-    assert_same(recording, model, [*FRONT, heads.rotations])
-    assert len(calls_of(recording, marks.rotated_attention)) == 2
-    assert [call.arguments["layer"] for call in calls_of(recording, marks.rotated_attention)] == [0, 1]
-
-
-def test_norms_of_heads_stand_between_projections_and_rotation():
-    def step(m, x, positions, cache):
-        q, k, v = (each(x).unflatten(-1, (-1, DIM)) for each in (m.q, m.k, m.v))
-        q, k, v = m.q_norm(q).transpose(1, 2), m.k_norm(k).transpose(1, 2), v.transpose(1, 2)
-        q, k = halves(q, positions), halves(k, positions)
-        return m.out(attention(m, q, k, v, cache))
-
-    inside = dict(q=linear(HEADS * DIM), k=linear(), v=linear(), out=linear(given=HEADS * DIM))
-    inside |= dict(q_norm=nn.RMSNorm(DIM, eps=1e-6), k_norm=nn.RMSNorm(DIM, eps=1e-6))
-    recording, model = recorded(step, **inside)
-    assert_same(recording, model, [*FRONT, heads.rotations, heads.projections])
-    (call,) = calls_of(recording, marks.rotated_attention)
-    made = {each.out.index: each.op for each in recording.calls}
-    assert [made[each.index] for each in call.arguments["sources"]] == [marks.normed, marks.normed, marks.linear]
-
-
-@pytest.mark.parametrize("bias", (False, True))
-@pytest.mark.parametrize("layout", ("apart", "fused"))
-@pytest.mark.parametrize(
-    "rotation", (halves, partial, scaled, None), ids=lambda each: getattr(each, "__name__", "none")
-)
-def test_projections_are_one_call_with_attention(rotation, layout, bias):
-    recording, model = attending(rotation, layout, bias)
-    assert_same(recording, model, [*FRONT, heads.rotations, heads.projections])
-    (call,) = calls_of(recording, marks.projected_attention)
-    assert len(calls_of(recording, marks.linear)) == 1, "the one behind attention"
-    assert [each.shape[0] for each in call.arguments["weights"]] == [HEADS * DIM, KV_HEADS * DIM, KV_HEADS * DIM]
-    assert rotation is None or call.arguments["pairs"] == ROTATIONS[rotation][0]
-    assert all((each is not None) == bias for each in call.arguments["biases"])
-
-
-def test_projections_by_group_stay_together():
-    recording, model = attending(halves, "grouped")
-    assert_same(recording, model, [*FRONT, heads.rotations, heads.projections])
-    assert not calls_of(recording, marks.projected_attention)
-    assert len(calls_of(recording, marks.rotated_attention)) == 1
-
-
-def test_projections_that_are_read_twice_stay_apart():
-    def step(m, x, positions, cache):
-        rows = m.q(x), m.k(x), m.v(x)
-        q, k, v = (each.unflatten(-1, (-1, DIM)).transpose(1, 2) for each in rows)
-        return m.out(attention(m, q, k, v, cache)) * rows[1]
-
-    recording, model = recorded(step, q=linear(HEADS * DIM), k=linear(), v=linear(), out=linear(given=HEADS * DIM))
-    assert_same(recording, model, [*FRONT, heads.rotations, heads.projections])
-    assert not calls_of(recording, marks.projected_attention)
-
-
-# ---- attention of a model's own -------------------------------------------------------------------------------------
-
-
-def own(weigh, layers: int = 1, **inside):
-    """A recording of attention that the model computes by itself; ``weigh`` makes weights of scores."""
-
-    def step(m, x, positions, cache):
-        for layer in range(layers):
-            q, k, v = (each(x).unflatten(-1, (-1, DIM)).transpose(1, 2) for each in (m.q, m.k, m.v))
-            k, v = cache.update(k, v, layer)
-            k, v = (each.repeat_interleave(HEADS // KV_HEADS, dim=1) for each in (k, v))
-            weights = weigh(m, q @ k.transpose(-1, -2), layer)
-            x = x + m.out((weights @ v).transpose(1, 2).flatten(2))
-        return x
-
-    modules_ = dict(q=linear(HEADS * DIM), k=linear(), v=linear(), out=linear(given=HEADS * DIM))
-    return recorded(step, layers=layers, **modules_, **inside)
-
-
-SLOPES = 2.0 ** -torch.arange(1, 1 + HEADS)
-
-
-def _plain_scores(m, scores, layer):
-    return (scores / DIM**0.5).softmax(-1)
-
-
-def _other_scale(m, scores, layer):
-    return torch.softmax(scores * 0.4, dim=-1, dtype=torch.float32)
-
-
-def _alibi(m, scores, layer):
-    bias = m.slopes[:, None, None] * torch.arange(scores.shape[-1])
-    return (scores * DIM**-0.5 + bias).softmax(-1)
-
-
-@pytest.mark.parametrize(
-    ("weigh", "scale", "slopes"),
-    ((_plain_scores, DIM**-0.5, None), (_other_scale, 0.4, None), (_alibi, DIM**-0.5, SLOPES)),
-    ids=lambda each: getattr(each, "__name__", ""),
-)
-def test_attention_of_a_models_own(weigh, scale, slopes):
-    recording, model = own(weigh, slopes=SLOPES.clone())
-    assert_same(recording, model, [*FRONT, own_attention.own_attention])
-    (call,) = calls_of(recording, marks.attend)
-    assert call.arguments["scale"] == pytest.approx(scale) and call.arguments["window"] == 0
-    found = call.arguments["slopes"]
-    assert found is None if slopes is None else torch.allclose(found, slopes)
-    assert "_softmax" not in names(recording) and "bmm" not in names(recording)
-
-
-def _capped(m, scores, layer):
-    return (5 * torch.tanh(scores / 5)).softmax(-1)
-
-
-def _sigmoids(m, scores, layer):
-    return torch.sigmoid(scores)
-
-
-def _squared_distance(m, scores, layer):
-    return (scores - 1e-4 * torch.arange(scores.shape[-1]).square()).softmax(-1)
-
-
-@pytest.mark.parametrize("weigh", (_capped, _sigmoids, _squared_distance), ids=lambda each: each.__name__)
-def test_what_is_nearly_attention_stays(weigh):
-    recording, model = own(weigh)
-    assert_same(recording, model, [*FRONT, own_attention.own_attention])
-    assert not calls_of(recording, marks.attend)
-
-
-def test_layers_whose_masks_differ_are_told_apart():
-    def masked(m, scores, layer):
-        seen = (m.all, m.near)[layer][: scores.shape[-1]]
-        return scores.masked_fill(~seen, torch.finfo(scores.dtype).min).softmax(-1)
-
-    everything = torch.ones(64, dtype=torch.bool)
-    near = torch.arange(64) > 40
-    recording, model = own(masked, layers=2, all=everything, near=near)
-    assert_same(recording, model, [*FRONT, own_attention.own_attention])
-    assert [call.arguments["layer"] for call in calls_of(recording, marks.attend)] in ([], [0])
-
-
-def test_positions_are_counted_from_the_cache():
-    def step(m, x, positions, cache):
-        start = cache.get_seq_length()
-        places = torch.arange(start, start + x.shape[1])
-        return m.out(x + m.learned(places))
-
-    recording, model = recorded(step, out=linear(), learned=nn.Embedding(64, WIDTH))
-    lengths.positions_in_text(recording, model)
-    recording.drop_unread()
-    assert len(calls_of(recording, marks.text_positions)) == 1
-    table = model.body.learned.weight.double()
-    one, other = (logits(recording, position=position) for position in (3, 8))
-    expected = (table[8] - table[3]) @ model.body.out.weight.double().t()
-    torch.testing.assert_close((other - one)[0, 0], expected, rtol=1e-9, atol=1e-12)
-
-
-def test_sizes_that_follow_the_text_are_refused():
-    recording, model = recorded(lambda m, x, positions, cache: x * torch.ones(cache.get_seq_length()).sum())
-    with pytest.raises(Unrecordable, match="a size that follows the length of the text"):
-        passed(recording, model)
-
-
-# ---- a layer --------------------------------------------------------------------------------------------------------
-
-
-def test_attention_gives_features_side_by_side():
-    recording, model = attending(halves)
-    assert_same(recording, model, [*FRONT, heads.rotations, heads.projections, heads.flat_attention, views.no_change])
-    assert names(recording)[-2:] == ["projected_attention", "linear"]
-    assert recording.fact(recording.calls[-2].out).shape == (1, 1, HEADS * DIM)
-
-
-@pytest.mark.parametrize(("batch", "query_len"), ((3, 1), (1, 4), (2, 3)))
-@pytest.mark.parametrize("rotation", ROTATIONS, ids=lambda each: each.__name__)
-def test_all_passes_on_a_layer_of_several_tokens(rotation, batch, query_len):
-    def step(m, x, positions, cache):
-        y = m.norm(x)
-        q, k, v = (each(y).unflatten(-1, (-1, DIM)).transpose(1, 2) for each in (m.q, m.k, m.v))
-        q, k = rotation(q, positions), rotation(k, positions)
-        x = x + m.out(attention(m, q, k, v, cache))
-        y = m.norm(x)
-        return x + m.down(functional.silu(m.gate(y)) * m.up(y))
-
-    inside = dict(q=linear(HEADS * DIM), k=linear(), v=linear(), out=linear(given=HEADS * DIM))
-    inside |= dict(norm=nn.RMSNorm(WIDTH, eps=1e-6), gate=linear(24), up=linear(24), down=linear(given=24))
-    recording, model = recorded(step, batch, query_len, **inside)
-    assert_same(recording, model, PASSES)
-    behind = [call.op for call in recording.calls if call.op not in (_aten.view.default,)][-4:]
-    assert behind == [marks.projected_attention, marks.linear, marks.gated, marks.linear]

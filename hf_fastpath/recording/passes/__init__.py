@@ -10,28 +10,35 @@ from collections.abc import Callable
 from torch import nn
 
 from ..recording import Recording
-from . import attention, lengths, modules, own_attention, products, views
+from . import attention, experts, gated_norms, lengths, modules, own_attention, products, states, views
 
 Pass = Callable[[Recording, nn.Module], None]
 
 PASSES: tuple[Pass, ...] = (
     lengths.positions_in_text,
     modules.module_formulas,
+    gated_norms.gated_norms,
     modules.functions,
     views.constants,
     views.constant_views,
     views.no_change,
+    products.products_from_the_left,
     products.matrix_products,
     products.unflattened,
     views.no_change,
+    states.short_convolutions,
+    states.gated_delta_steps,
+    states.selective_state_steps,
     products.split_products,
     own_attention.own_attention,
     attention.rotations,
+    attention.head_norms,
     attention.projections,
     attention.flat_attention,
     views.no_change,
     products.unflattened,
     views.no_change,
+    experts.routers,
     products.gates,
     products.residuals,
     products.norms_in_front,

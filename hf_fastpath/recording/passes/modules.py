@@ -24,7 +24,8 @@ _FUNCTIONS: dict[Any, Activation] = {
 }
 #: sizes of numbers at which formulas are compared: one where an epsilon counts, one where a limit does
 _SCALES = (0.01, 2, 100)
-_EPSILONS = (1e-12, 1e-8, 1e-6, 1e-5, 1e-3)
+#: values that norms add to a mean of squares, if the module does not say
+EPSILONS = (1e-12, 1e-8, 1e-6, 1e-5, 1e-3)
 
 
 def module_formulas(recording: Recording, model: nn.Module) -> None:
@@ -64,7 +65,7 @@ def _formula(recording: Recording, model: nn.Module, span: Span, known: dict) ->
     weight = parameters.get(names) if names is not None else None
     shift = parameters.get(bias) if bias is not None else None
     numbers = tuple(sorted((n, v) for n, v in vars(module).items() if isinstance(v, float)))
-    structure = _structure(span, parameters)
+    structure = structure_of_span(span, parameters)
     if structure is None:
         return None
     key = type(module), tuple(parameters), taken.shape[-1], numbers, structure
@@ -79,7 +80,7 @@ def _formula(recording: Recording, model: nn.Module, span: Span, known: dict) ->
     return op, arguments
 
 
-def _structure(span: Span, parameters: dict[str, Any]) -> tuple | None:
+def structure_of_span(span: Span, parameters: dict[str, Any]) -> tuple | None:
     """What is the same in modules that compute the same; None if one holds tensors that may change besides its
     parameters."""
     names = {id(each): name for name, each in parameters.items()}
@@ -125,7 +126,7 @@ def _candidates(w: Any, b: Any, numbers: list[float]) -> Iterator[tuple[Any, dic
     if w is None and b is None:
         for activation in (Activation.SILU, Activation.GELU, Activation.GELU_TANH, Activation.RELU):
             yield marks.activated, {"activation": activation}, {"activation": activation}
-    for eps in dict.fromkeys([each for each in numbers if 0 < each < 0.1] + list(_EPSILONS)):
+    for eps in dict.fromkeys([each for each in numbers if 0 < each < 0.1] + list(EPSILONS)):
         for kind in (NormKind.RMS, NormKind.LAYER):
             if kind == NormKind.RMS and b is not None:
                 continue

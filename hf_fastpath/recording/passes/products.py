@@ -14,9 +14,16 @@ from ...decode.named_calls import Call, Register
 from ...registry import FLOAT_DTYPES, PLAIN_TENSORS
 from .. import marks
 from ..lowering import takes_product
-from ..recording import Recording
+from ..recording import Recording, read_by
 
 _aten = torch.ops.aten
+
+#: calls between a product and what takes slices of it
+_SLICES = (
+    *(_aten.slice.Tensor, _aten.split.Tensor, _aten.split_with_sizes.default, _aten.chunk.default, operator.getitem),
+    *(_aten.view.default, _aten._unsafe_view.default, _aten.transpose.int, _aten.unsqueeze.default),
+    *(_aten.select.int, _aten.squeeze.dim, _aten.mul.Tensor),
+)
 
 
 def matrix_products(recording: Recording, model: nn.Module) -> None:
@@ -32,6 +39,24 @@ def matrix_products(recording: Recording, model: nn.Module) -> None:
                     _set_linear(call, call.arguments["mat1"], call.arguments["mat2"], call.arguments["self"])
 
 
+def products_from_the_left(recording: Recording, model: nn.Module) -> None:
+    """Pass: the product of a matrix of the model with columns is one of rows, seen as columns again."""
+    instead: dict[int, list[Call]] = {}
+    for call in recording.calls:
+        if call.op is not marks.matmul or not _is_matrix(call.arguments["a"]):
+            continue
+        columns = call.arguments["b"]
+        fact = recording.fact(columns)
+        if not isinstance(columns, Register) or fact.dim() != 3:
+            continue
+        rows = recording.call(_aten.transpose.int, fact.mT, self=columns, dim0=1, dim1=2)
+        out = recording.fact(call.out)
+        product = recording.call(marks.linear, out.mT, x=rows.out, weight=call.arguments["a"], bias=None)
+        seen = Call(_aten.transpose.int, {"self": product.out, "dim0": 1, "dim1": 2}, call.out)
+        instead[id(call)] = [rows, product, seen]
+    recording.rewrite(instead, {})
+
+
 def _is_matrix(value: Any) -> bool:
     return isinstance(value, torch.Tensor) and value.dim() == 2
 
@@ -45,31 +70,64 @@ def _set_linear(call: Call, x: Any, matrix: torch.Tensor, bias: Any) -> None:
         call.arguments = {"x": x, "weight": matrix, "bias": bias, "transposed": True}
 
 
+#: calls on rows, whichever way these lie -> the arguments that are rows
+_ON_ROWS: dict[Any, tuple[str, ...]] = {
+    marks.linear: ("x",),
+    marks.activated: ("x",),
+    marks.experts: ("x",),
+    _aten.sigmoid.default: ("self",),
+    _aten.mul.Tensor: ("self", "other"),
+    _aten.add.Tensor: ("self", "other"),
+}
+_FLATTENING = (_aten.view.default, _aten._unsafe_view.default, _aten.reshape.default)
+
+
 def unflattened(recording: Recording, model: nn.Module) -> None:
-    """Pass: a product of rows that were flattened is one of the rows as they were."""
+    """Pass: a call on rows that were flattened is one on the rows as they were."""
     producers = recording.producers()
     instead: dict[int, list[Call]] = {}
     for call in recording.calls:
-        view = producers.get(getattr(call.arguments.get("x"), "index", -1)) if call.op is marks.linear else None
-        if view is None or view.op not in (_aten.view.default, _aten._unsafe_view.default):
+        out = recording.fact(call.out) if call.op in _ON_ROWS else None
+        if out is None or call.out.index in recording.mutated:
             continue
-        rows = view.arguments["self"]
-        fact, out = recording.fact(rows), recording.fact(call.out)
-        if not isinstance(rows, Register) or fact.shape[-1] != recording.fact(view.out).shape[-1]:
+        given = {name: call.arguments[name] for name in _ON_ROWS[call.op]}
+        rows = {
+            name: _before_flattening(recording, producers, each)
+            for name, each in given.items()
+            if not isinstance(each, (int, float))
+        }
+        if None in rows.values() or len({recording.fact(each).shape[:-1] for each in rows.values()}) != 1:
             continue
-        made = recording.register(out.new_empty(*fact.shape[:-1], out.shape[-1]))
+        leading = recording.fact(next(iter(rows.values()))).shape[:-1]
+        made = recording.register(out.new_empty(*leading, out.shape[-1]))
         flat = Call(_aten.view.default, {"self": made, "size": list(out.shape)}, call.out)
-        call.arguments, call.out = call.arguments | {"x": rows}, made
+        call.arguments, call.out = call.arguments | rows, made
         instead[id(call)] = [call, flat]
+        producers |= {made.index: call, flat.out.index: flat}
     recording.rewrite(instead, {})
 
 
+def _before_flattening(recording: Recording, producers: dict[int, Call], register: Any) -> Register | None:
+    """What a register of rows was before all dimensions but the last became one; None if it is no such register."""
+    view = producers.get(getattr(register, "index", -1))
+    if view is None or view.op not in _FLATTENING:
+        return None
+    rows = view.arguments["self"]
+    if not isinstance(rows, Register) or rows.index in recording.mutated:
+        return None
+    before, after = recording.fact(rows), recording.fact(view.out)
+    return rows if after.dim() == 2 and before.dim() > 2 and before.shape[-1] == after.shape[-1] else None
+
+
 def split_products(recording: Recording, model: nn.Module) -> None:
-    """Pass: a product that is only read in slices of its features is as many products with rows of its matrix."""
-    users = recording.users()
+    """Pass: a product that is only read in slices of its features is as many products with rows of its matrix, if no
+    call takes slices as they lie."""
+    users, together = recording.users(), _taken_in_slices(recording)
     instead: dict[int, list[Call]] = {}
     for call in recording.calls:
         if call.op is not marks.linear or call.arguments.get("transposed") or not _plain(call.arguments["weight"]):
+            continue
+        if call.out.index in together:
             continue
         readers = users.get(call.out.index, [])
         slices = [_slices(recording, each, call.out, users) for each in readers]
@@ -90,6 +148,19 @@ def split_products(recording: Recording, model: nn.Module) -> None:
             if each.op is not _aten.slice.Tensor:
                 instead |= {id(item): [] for item in users.get(each.out.index, [])}
     recording.rewrite(instead, {})
+
+
+def _taken_in_slices(recording: Recording) -> set[int]:
+    """Registers of what calls that take any strides read, through views."""
+    producers, found = recording.producers(), set()
+    waiting = [each for call in recording.calls if call.op in marks.STRIDED for each in read_by(call)]
+    while waiting:
+        register = waiting.pop()
+        found.add(register.index)
+        call = producers.get(register.index)
+        if call is not None and call.op in _SLICES and register.index not in recording.mutated:
+            waiting += read_by(call)
+    return found
 
 
 def _slices(recording: Recording, call: Any, of: Register, users: dict) -> list[tuple[Register, int, int]] | None:
@@ -199,6 +270,8 @@ def _adds(recording: Recording, call: Call) -> bool:
     """Whether an op that adds a residual takes a product or a norm."""
     if call.op is marks.linear:
         return takes_product(recording, call)
+    if call.op in (marks.experts, marks.routed_experts):
+        return True
     if call.op is not marks.normed:
         return False
     if call.arguments["norm"].kind == NormKind.LAYER:

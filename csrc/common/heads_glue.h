@@ -1,0 +1,74 @@
+// What the glue of recurrent steps shares on every device: checked views by head, parameters and states.
+// Torch-facing.
+#pragma once
+
+#include <initializer_list>
+#include <vector>
+
+#include "common/heads.h"
+#include "common/torch_glue.h"
+
+namespace hf_fastpath {
+
+inline bool has_sizes(const Tensor& tensor, std::initializer_list<int64_t> sizes) {
+  if (tensor.dim() != static_cast<int64_t>(sizes.size())) return false;
+  int64_t dim = 0;
+  for (const int64_t size : sizes) {
+    if (tensor.size(dim++) != size) return false;
+  }
+  return true;
+}
+
+// Checks the arguments of one call, and keeps what had to be copied alive until the kernel has it.
+class HeadsCall {
+ public:
+  HeadsCall(const char* op, DType dtype) : op_(op), dtype_(dtype) {}
+
+  // A tensor of activations as [batch, heads, elements]; with two dimensions a head is one element.
+  Heads heads(const Tensor& tensor, const char* name, std::initializer_list<int64_t> sizes) {
+    check(tensor, name, sizes);
+    STD_TORCH_CHECK(dtype_of(tensor, op_) == dtype_, "hf_fastpath::", op_, ": ", name,
+                    " differs in dtype: cast it");
+    const bool dense = tensor.dim() == 2 || tensor.size(2) <= 1 || tensor.stride(2) == 1;
+    kept_.push_back(dense ? tensor : torch::stable::contiguous(tensor));
+    const Tensor& view = kept_.back();
+    return {view.const_data_ptr(), view.stride(0), view.stride(1)};
+  }
+  Heads heads(const std::optional<Tensor>& tensor, const char* name, std::initializer_list<int64_t> sizes) {
+    return tensor ? heads(*tensor, name, sizes) : Heads{};
+  }
+
+  // A weight in float32 or the activations' type.
+  Parameter parameter(const Tensor& tensor, const char* name, std::initializer_list<int64_t> sizes) {
+    check(tensor, name, sizes);
+    const DType dtype = dtype_of(tensor, op_);
+    STD_TORCH_CHECK(dtype == dtype_ || dtype == DType::kFloat32, "hf_fastpath::", op_, ": ", name,
+                    " has to be float32 or of the activations' dtype");
+    kept_.push_back(hf_fastpath::contiguous(tensor));
+    return {kept_.back().const_data_ptr(), dtype};
+  }
+  Parameter parameter(const std::optional<Tensor>& tensor, const char* name,
+                      std::initializer_list<int64_t> sizes) {
+    return tensor ? parameter(*tensor, name, sizes) : Parameter{};
+  }
+
+  // A state in float32, updated in place.
+  float* state(const Tensor& tensor, std::initializer_list<int64_t> sizes) {
+    check(tensor, "state", sizes);
+    STD_TORCH_CHECK(tensor.scalar_type() == ScalarType::Float && tensor.is_contiguous(), "hf_fastpath::", op_,
+                    ": state has to be contiguous float32");
+    return static_cast<float*>(tensor.data_ptr());
+  }
+
+ private:
+  void check(const Tensor& tensor, const char* name, std::initializer_list<int64_t> sizes) const {
+    STD_TORCH_CHECK(has_sizes(tensor, sizes), "hf_fastpath::", op_, ": ", name, " has another shape than ",
+                    "the other arguments imply");
+  }
+
+  const char* op_;
+  DType dtype_;
+  std::vector<Tensor> kept_;
+};
+
+}  // namespace hf_fastpath

@@ -1,0 +1,32 @@
+// What is done to scores in front of the softmax: a cap, and a slope over positions.
+#pragma once
+
+#include "common/numeric.cuh"
+#include "decode_attention/decode_attention.h"
+#include "decode_attention/split.cuh"
+
+namespace hf_fastpath {
+
+// cap * tanh(score / cap), as exact as 16-bit queries need: 2^-22 of the cap.
+__device__ __forceinline__ float soft_capped(float score, float cap) {
+  return cap - 2.f * cap / (1.f + exp2f(score * (2.f * kLog2e / cap)));
+}
+
+// The slope of a head, in units of log2(e) as scores are; 0 for none.
+__device__ __forceinline__ float slope_of(const DecodeAttentionParams& p, int head) {
+  return p.slopes ? p.slopes[head] * kLog2e : 0.f;
+}
+
+// Score of a position, in units of log2(e), where the row sees `length` tokens. Slopes count from the newest
+// position, where they have to be exact; the softmax does not see the difference.
+template <bool kExact>
+__device__ __forceinline__ float changed_score(const DecodeAttentionParams& p, float score, float slope,
+                                               int position, int length) {
+  if (p.softcap > 0.f) {
+    const float cap = p.softcap * kLog2e;
+    score = kExact ? cap * tanhf(score / cap) : soft_capped(score, cap);
+  }
+  return p.slopes ? fmaf(slope, float(position - length + 1), score) : score;
+}
+
+}  // namespace hf_fastpath

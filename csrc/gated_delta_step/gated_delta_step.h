@@ -1,0 +1,12 @@
+// Torch-free launch of a token's step of a gated delta net on a GPU.
+#pragma once
+
+#include <cuda_runtime.h>
+
+#include "gated_delta_step/gated_delta_step_params.h"
+
+namespace hf_fastpath {
+
+void launch_gated_delta_step(const GatedDeltaParams& params, cudaStream_t stream);
+
+}  // namespace hf_fastpath

@@ -1,0 +1,21 @@
+// torch.ops.hf_fastpath.gated_delta_step on a GPU: see hf_fastpath/ops/gated_delta_step.py for the contract.
+#include "common/cuda_glue.h"
+#include "gated_delta_step/gated_delta_step.h"
+#include "gated_delta_step/gated_delta_step_glue.h"
+
+namespace hf_fastpath {
+
+Tensor gated_delta_step_cuda(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& a,
+                             const Tensor& b, const Tensor& a_log, const Tensor& dt_bias, const Tensor& state,
+                             double scale, bool l2_norm, double beta_scale) {
+  const DeviceGuard guard(q);
+  const GatedDeltaCall call(q, k, v, a, b, a_log, dt_bias, state, scale, l2_norm, beta_scale);
+  if (call.out.numel() > 0) launch_gated_delta_step(call.params, current_stream(guard.device()));
+  return call.out;
+}
+
+STABLE_TORCH_LIBRARY_IMPL(hf_fastpath, CUDA, m) {
+  m.impl("gated_delta_step", TORCH_BOX(&gated_delta_step_cuda));
+}
+
+}  // namespace hf_fastpath

@@ -1,0 +1,28 @@
+// Arguments of gated_delta_step's kernels on every device: free of torch.
+#pragma once
+
+#include "common/heads.h"
+
+namespace hf_fastpath {
+
+constexpr int64_t kMaxDeltaKey = 256;  // elements of a key: a lane of the GPU's warps keeps 8
+
+// What transformers adds to the square of a norm of q and k.
+constexpr float kL2Eps = 1e-6f;
+
+struct GatedDeltaParams {
+  DType dtype;
+  Heads q, k;         // [batch, k_heads, k_dim]
+  Heads v;            // [batch, v_heads, v_dim]
+  Heads a;            // [batch, v_heads], or [batch, v_heads, k_dim] if `per_element`
+  Heads b;            // [batch, v_heads]
+  Parameter a_log;    // [v_heads]
+  Parameter dt_bias;  // a's shape without the batch, contiguous
+  float* state;       // [batch, v_heads, k_dim, v_dim], contiguous, updated
+  void* out;          // [batch, v_heads, v_dim], contiguous
+  int64_t batch, k_heads, v_heads, k_dim, v_dim;
+  bool per_element, l2_norm;
+  float scale, beta_scale;
+};
+
+}  // namespace hf_fastpath

@@ -1,0 +1,110 @@
+// selective_state_step on the CPU: threads, what a channel has one of, and the portable kernel.
+#include "selective_state_step/selective_state_step_cpu.h"
+
+#include <type_traits>
+
+#include "common/convert_cpu.h"
+#include "common/cpu_glue.h"
+#include "common/cpu_math.h"
+#include "selective_state_step/selective_state_step_glue.h"
+
+namespace hf_fastpath {
+namespace {
+
+float load(const Parameter& parameter, int64_t i) {
+  float value = 0.0f;
+  with_storage(parameter.dtype, [&](auto* tag) {
+    value = to_float(static_cast<const std::remove_pointer_t<decltype(tag)>*>(parameter.data)[i]);
+  });
+  return value;
+}
+
+}  // namespace
+
+float selective_channel_portable(const SelectiveChannel& channel) {
+  const Parameter rates{channel.a_log, channel.a_log_dtype};
+  double sum = 0.0;
+  for (int64_t n = 0; n < channel.state_size; ++n) {
+    const float decay =
+        rates.data == nullptr ? channel.decay : std::exp(-channel.step * std::exp(load(rates, n)));
+    channel.state[n] = decay * channel.state[n] + channel.added * channel.b[n];
+    sum += double(channel.state[n]) * channel.c[n];
+  }
+  return static_cast<float>(sum);
+}
+
+namespace {
+
+// What there is one of in a channel or a head is float64: its errors would add to those of all elements.
+double softplus(double x) { return x > kSoftplusThreshold ? x : std::log1p(std::exp(x)); }
+
+// Channels [begin, end) of all heads of all rows, in order.
+template <class T>
+void run_channels(const SelectiveStateParams& p, int64_t begin, int64_t end) {
+  const bool avx2 = use_avx2();
+  const auto convert = avx2 ? convert_to_float_avx2 : convert_to_float_portable;
+  const auto kernel = avx2 ? selective_channel_avx2 : selective_channel_portable;
+  float* b = scratch(2 * p.state_size);
+  float* c = b + p.state_size;
+  int64_t of_head = -1;
+  double step = 0.0;
+  SelectiveChannel channel{};
+  channel.b = b, channel.c = c, channel.state_size = p.state_size;
+  for (int64_t i = begin; i < end; ++i) {
+    const int64_t head_of_all = i / p.head_dim, element = i % p.head_dim;
+    const int64_t row = head_of_all / p.heads, head = head_of_all % p.heads;
+    const auto at_head = [&](const Heads& from, int64_t of) {
+      return static_cast<const T*>(from.data) + row * from.batch_stride + of * from.head_stride;
+    };
+    const bool is_new = head_of_all != of_head;
+    if (is_new) {
+      const int64_t group = head / (p.heads / p.groups);
+      convert(p.dtype, at_head(p.b, group), b, p.state_size);
+      convert(p.dtype, at_head(p.c, group), c, p.state_size);
+      of_head = head_of_all;
+    }
+    const int64_t parameter = p.per_channel ? head * p.head_dim + element : head;
+    if (is_new || p.per_channel) {
+      const double bias = p.dt_bias.data != nullptr ? load(p.dt_bias, parameter) : 0.0;
+      step = softplus(to_float(at_head(p.dt, head)[p.per_channel ? element : 0]) + bias);
+      channel.step = static_cast<float>(step);
+      if (p.per_channel) {
+        const int64_t rates = parameter * p.state_size;
+        channel.a_log = at(p.a_log.data, rates, p.a_log.dtype), channel.a_log_dtype = p.a_log.dtype;
+      } else {
+        channel.decay = static_cast<float>(std::exp(-step * std::exp(double(load(p.a_log, head)))));
+      }
+    }
+    const float x = to_float(at_head(p.x, head)[element]);
+    channel.state = p.state + i * p.state_size;
+    channel.added = static_cast<float>(step * x);
+    double y = kernel(channel);
+    if (p.d.data != nullptr) y += double(load(p.d, parameter)) * x;
+    if (p.z.data != nullptr) {
+      const double z = to_float(at_head(p.z, head)[element]);
+      y *= z / (1.0 + std::exp(-z));
+    }
+    from_float(static_cast<float>(y), static_cast<T*>(p.out) + i);
+  }
+}
+
+}  // namespace
+
+Tensor selective_state_step_cpu(const Tensor& x, const Tensor& dt, const Tensor& a_log, const Tensor& b,
+                                const Tensor& c, const Tensor& state, const std::optional<Tensor>& d,
+                                const std::optional<Tensor>& dt_bias, const std::optional<Tensor>& z) {
+  const SelectiveStateCall call(x, dt, a_log, b, c, state, d, dt_bias, z);
+  const SelectiveStateParams& p = call.params;
+  const int64_t channels = p.batch * p.heads * p.head_dim;
+  for_each_range(channels, 2 * sizeof(float) * channels * p.state_size, [&](int64_t begin, int64_t end) {
+    with_storage(p.dtype,
+                 [&](auto* tag) { run_channels<std::remove_pointer_t<decltype(tag)>>(p, begin, end); });
+  });
+  return call.out;
+}
+
+STABLE_TORCH_LIBRARY_IMPL(hf_fastpath, CPU, m) {
+  m.impl("selective_state_step", TORCH_BOX(&selective_state_step_cpu));
+}
+
+}  // namespace hf_fastpath

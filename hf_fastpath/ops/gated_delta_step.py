@@ -1,0 +1,162 @@
+"""One token's step of a gated delta net: gates, norms of query and key, the state's update, and its product with q."""
+
+from __future__ import annotations
+
+import torch
+
+from ..registry import FLOAT_DTYPES, OpSpec, Sample, nbytes, register, shape_reason, tensor_reasons
+from .short_convolution import written_reason
+
+#: of a head's key; a warp of the GPU holds a key in its registers
+MAX_K_DIM = 256
+#: what transformers adds to the square of a norm
+L2_EPS = 1e-6
+
+
+def reference(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    a: torch.Tensor,
+    b: torch.Tensor,
+    a_log: torch.Tensor,
+    dt_bias: torch.Tensor,
+    state: torch.Tensor,
+    scale: float,
+    l2_norm: bool = True,
+    beta_scale: float = 1.0,
+) -> torch.Tensor:
+    """Decay the state, replace what it holds for the key by the value, as far as beta says, and read it for the query.
+
+    With ``g = exp(-exp(a_log) * softplus(a + dt_bias))`` and ``beta = beta_scale * sigmoid(b)``, a head's state S
+    becomes ``g S + k (beta (v - k^T g S))^T``, and the result is ``scale * q^T S``.
+
+    Args:
+        q, k: [batch, k_heads, k_dim] float32, float16 or bfloat16, any strides (columns of the convolution's output).
+            k_dim 1 to 256.
+        v: [batch, v_heads, v_dim], as q. Each head of q and k serves ``v_heads / k_heads`` heads of v in a row.
+        a: [batch, v_heads], or [batch, v_heads, k_dim] where each element of a key has a decay of its own
+            (Kimi Linear), any strides, q's dtype.
+        b: [batch, v_heads], any strides, q's dtype.
+        a_log: [v_heads], float32 or q's dtype.
+        dt_bias: a's shape without the batch, float32 or q's dtype.
+        state: [batch, v_heads, k_dim, v_dim] float32, contiguous, updated in place.
+        scale: of the query, behind its norm; ``k_dim**-0.5`` in transformers.
+        l2_norm: divide q and k by ``sqrt(sum of squares + 1e-6)``.
+        beta_scale: 2 where a model allows negative eigenvalues (OLMo Hybrid).
+
+    Returns:
+        [batch, v_heads, v_dim] of q's dtype, contiguous.
+
+    Raises:
+        OpInputError: shapes, dtypes or devices do not fit.
+
+    Source: transformers ``models/qwen3_next/modeling_qwen3_next.py@5.24``, ``torch_recurrent_gated_delta_rule`` and
+    ``Qwen3NextGatedDeltaNet``; ``models/kimi_linear/modeling_kimi_linear.py@5.24``, ``recurrent_kimi_delta_attention``;
+    arXiv:2412.06464.
+    """
+    wide = state.dtype
+    beta = b.sigmoid() * beta_scale
+    softplus = torch.nn.functional.softplus(a.to(wide) + dt_bias.to(wide))
+    rates = a_log.to(wide).exp()
+    decay = (-(rates if a.dim() == 2 else rates[:, None]) * softplus).exp()
+    decay = decay[..., None, None] if a.dim() == 2 else decay[..., None]
+    repeats = v.shape[1] // k.shape[1]
+    query, key = (x.repeat_interleave(repeats, dim=1).to(wide) for x in (q, k))
+    if l2_norm:
+        query, key = (x * torch.rsqrt((x * x).sum(-1, keepdim=True) + L2_EPS) for x in (query, key))
+    query = query * scale
+    decayed = state * decay
+    known = (decayed * key[..., None]).sum(-2)
+    delta = (v.to(wide) - known) * beta.to(wide)[..., None]
+    state.copy_(decayed + key[..., None] * delta[..., None, :])
+    return (state * query[..., None]).sum(-2).to(q.dtype)
+
+
+def fake(q, v):
+    return q.new_empty(v.shape)
+
+
+def why_not(q, k, v, a, b, a_log, dt_bias, state) -> list[str]:
+    if q.dim() != 3 or v.dim() != 3 or not 1 <= q.shape[2] <= MAX_K_DIM:
+        found = f"q {tuple(q.shape)} and v {tuple(v.shape)}"
+        return [f"got {found}, expected [batch, k_heads, 1 to {MAX_K_DIM}] and [batch, v_heads, v_dim]"]
+    batch, k_heads, k_dim = q.shape
+    _, v_heads, v_dim = v.shape
+    reasons = tensor_reasons(q, k=k, v=v, a=a, b=b)
+    reasons += shape_reason("k", k, (batch, k_heads, k_dim)) + shape_reason("v", v, (batch, v_heads, v_dim))
+    if v_heads == 0 or k_heads == 0 or v_heads % k_heads:
+        reasons.append(f"v has {v_heads} heads, expected a multiple of the {k_heads} heads of q and k")
+    of_gate = (v_heads, k_dim) if a.dim() == 3 else (v_heads,)
+    reasons += shape_reason("a", a, (batch, *of_gate)) + shape_reason("b", b, (batch, v_heads))
+    reasons += shape_reason("a_log", a_log, (v_heads,)) + shape_reason("dt_bias", dt_bias, of_gate)
+    reasons += parameter_reasons(q, a_log=a_log, dt_bias=dt_bias)
+    return reasons + state_reasons(q, state, (batch, v_heads, k_dim, v_dim))
+
+
+def parameter_reasons(x: torch.Tensor, **parameters: torch.Tensor | None) -> list[str]:
+    """Return reasons why parameters are not on x's device, in float32 or x's dtype."""
+    reasons = []
+    for name, tensor in parameters.items():
+        if tensor is None:
+            continue
+        if tensor.dtype not in (torch.float32, x.dtype):
+            reasons.append(f"{name} has dtype {tensor.dtype}, expected torch.float32 or {x.dtype}: cast it")
+        if tensor.device != x.device:
+            reasons.append(f"{name} is on {tensor.device}, expected {x.device}: move it")
+    return reasons
+
+
+def state_reasons(x: torch.Tensor, state: torch.Tensor, shape: tuple[int, ...]) -> list[str]:
+    """Return reasons why a recurrent state is not one for ``x``: float32, contiguous, of this shape."""
+    reasons = shape_reason("state", state, shape)
+    if state.dtype != torch.float32 or x.dtype not in FLOAT_DTYPES:
+        reasons.append(f"state has dtype {state.dtype}, expected torch.float32")
+    if state.device != x.device:
+        reasons.append(f"state is on {state.device}, expected {x.device}: move it")
+    return reasons + written_reason("state", state)
+
+
+def moved(q, k, v, a, b, a_log, dt_bias, state) -> int:
+    return nbytes(q, k, v, a, b, a_log, dt_bias) + 2 * nbytes(state) + nbytes(v)
+
+
+def samples(device: torch.device, dtype: torch.dtype):
+    def randn(*shape):
+        return torch.randn(*shape, device=device, dtype=dtype)
+
+    def call(batch, k_heads, v_heads, k_dim, v_dim, per_element=False, parameters=torch.float32, l2_norm=True, **how):
+        sizes = [heads * dim for heads, dim in ((k_heads, k_dim), (k_heads, k_dim), (v_heads, v_dim))]
+        q, k, v = randn(batch, sum(sizes)).split(sizes, dim=-1)
+        q, k, v = (x.unflatten(-1, (heads, -1)) for x, heads in ((q, k_heads), (k, k_heads), (v, v_heads)))
+        if not l2_norm:
+            k = k * k_dim**-0.5  # else the state grows without bound
+        of_gate = (v_heads, k_dim) if per_element else (v_heads,)
+        a_log = torch.empty(v_heads, device=device).uniform_(0.01, 16).log().to(parameters or dtype)
+        dt_bias = torch.randn(of_gate, device=device).to(parameters or dtype)
+        state = torch.randn(batch, v_heads, k_dim, v_dim, device=device)
+        gates = randn(batch, *of_gate) - 2, randn(batch, v_heads)
+        return Sample(q, k, v, *gates, a_log, dt_bias, state, k_dim**-0.5, l2_norm, **how)
+
+    yield call(1, 2, 4, 32, 32)
+    yield call(2, 1, 2, 40, 24, per_element=True)  # Kimi Linear
+    yield call(1, 16, 32, 128, 128, parameters=None)
+    yield call(2, 3, 3, 96, 192, beta_scale=2.0)  # OLMo Hybrid
+    yield call(1, 2, 2, 17, 13, l2_norm=False)
+    yield call(1, 1, 3, 256, 40, per_element=True, parameters=None)
+
+
+SPEC = register(
+    OpSpec(
+        name="gated_delta_step",
+        schema=(
+            "(Tensor q, Tensor k, Tensor v, Tensor a, Tensor b, Tensor a_log, Tensor dt_bias, Tensor(a!) state, "
+            "float scale, bool l2_norm=True, float beta_scale=1.0) -> Tensor"
+        ),
+        reference=reference,
+        fake=fake,
+        why_not=why_not,
+        bytes=moved,
+        samples=samples,
+    )
+)

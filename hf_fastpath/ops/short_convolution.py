@@ -1,0 +1,122 @@
+"""One token's step of a short causal convolution over each channel."""
+
+from __future__ import annotations
+
+import torch
+
+from ..choices import Activation
+from ..registry import OpSpec, Sample, choice_reason, nbytes, register, shape_reason, tensor_reasons
+from .fused_swiglu import activate
+
+#: of one value; kernels keep the inputs of a channel in registers
+ACTIVATIONS = (Activation.NONE, Activation.RELU, Activation.SILU, Activation.GELU_TANH, Activation.GELU)
+MAX_WIDTH = 16
+
+
+def reference(
+    x: torch.Tensor,
+    conv_state: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    activation: Activation = Activation.NONE,
+    input_gate: torch.Tensor | None = None,
+    output_gate: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Append a token to the last inputs of every channel, and compute ``activation(sum(weight * inputs) + bias)``.
+
+    Args:
+        x: [batch, channels] float32, float16 or bfloat16, any strides (columns of a projection).
+        conv_state: [batch, channels, width], x's dtype, contiguous: the last ``width`` inputs, newest last. It moves by
+            one input in place. Width 1 to 16.
+        weight: [channels, width], x's dtype.
+        bias: [channels], x's dtype, or None.
+        activation: of the sum: ``"none"``, ``"silu"``, ``"relu"``, ``"gelu_tanh"`` or ``"gelu"``.
+        input_gate: like x; the input is then ``input_gate * x``, rounded to x's dtype (LFM2). None for nothing.
+        output_gate: like x; the result is multiplied by it (LFM2). None for nothing.
+
+    Returns:
+        [batch, channels] of x's dtype, contiguous.
+
+    Raises:
+        OpInputError: shapes, dtypes or devices do not fit, or the activation is unknown.
+
+    Source: transformers ``models/qwen3_next/modeling_qwen3_next.py@5.24``, ``causal_conv1d_update``;
+    ``models/lfm2/modeling_lfm2.py@5.24``, ``Lfm2ShortConv``.
+    """
+    if input_gate is not None:
+        x = input_gate * x
+    inputs = torch.cat((conv_state[..., 1:], x[..., None]), dim=-1)
+    conv_state.copy_(inputs)
+    out = torch.nn.functional.conv1d(inputs, weight[:, None], bias, groups=weight.shape[0])[..., 0]
+    out = activate(out, activation)
+    return (out if output_gate is None else output_gate * out).contiguous()
+
+
+def fake(x):
+    return torch.empty_like(x, memory_format=torch.contiguous_format)
+
+
+def why_not(
+    x, conv_state, weight, bias=None, activation=Activation.NONE, input_gate=None, output_gate=None
+) -> list[str]:
+    if x.dim() != 2 or weight.dim() != 2 or not 1 <= weight.shape[1] <= MAX_WIDTH:
+        found = f"x {tuple(x.shape)} and weight {tuple(weight.shape)}"
+        return [f"got {found}, expected [batch, channels] and [channels, 1 to {MAX_WIDTH}]"]
+    batch, channels = x.shape
+    gates = dict(input_gate=input_gate, output_gate=output_gate)
+    reasons = tensor_reasons(x, conv_state=conv_state, weight=weight, bias=bias, **gates)
+    reasons += choice_reason("activation", activation, ACTIVATIONS)
+    reasons += shape_reason("weight", weight, (channels, weight.shape[1])) + shape_reason("bias", bias, (channels,))
+    reasons += shape_reason("conv_state", conv_state, (batch, channels, weight.shape[1]))
+    for name, gate in gates.items():
+        reasons += shape_reason(name, gate, (batch, channels))
+    return reasons + written_reason("conv_state", conv_state)
+
+
+def written_reason(name: str, state: torch.Tensor) -> list[str]:
+    """Return a reason if ``state``, which an op updates in place, is not contiguous."""
+    if state.is_contiguous():
+        return []
+    return [f"{name} has strides {state.stride()}: it is written, make it contiguous"]
+
+
+def moved(x, conv_state, weight, bias, input_gate, output_gate) -> int:
+    return 2 * nbytes(x, conv_state) + nbytes(weight, bias, input_gate, output_gate)
+
+
+def samples(device: torch.device, dtype: torch.dtype):
+    def randn(*shape):
+        return torch.randn(*shape, device=device, dtype=dtype)
+
+    def call(batch, channels, width, bias=True, activation=Activation.SILU, gates=(False, False)):
+        """The columns of one projection: x, and in front of and behind it the gates."""
+        projected = randn(batch, 3 * channels)
+        before, x, after = projected[:, :channels], projected[:, channels : 2 * channels], projected[:, 2 * channels :]
+        of_gates = (gate if given else None for gate, given in zip((before, after), gates, strict=True))
+        weight = randn(channels, width) * width**-0.5
+        row = randn(channels) if bias else None
+        return Sample(x, randn(batch, channels, width), weight, row, activation, *of_gates)
+
+    yield call(1, 96, 4)
+    yield call(2, 40, 3, bias=False, activation=Activation.NONE, gates=(True, True))  # LFM2
+    yield call(1, 8192, 4, bias=False)
+    yield call(3, 111, 4, activation=Activation.GELU)
+    yield call(2, 24, 1, activation=Activation.RELU, gates=(True, False))
+    yield call(1, 7, MAX_WIDTH, activation=Activation.GELU_TANH, gates=(False, True))
+    yield Sample(randn(2, 48), randn(2, 48, 4), randn(48, 4), None, Activation.SILU)
+
+
+SPEC = register(
+    OpSpec(
+        name="short_convolution",
+        schema=(
+            "(Tensor x, Tensor(a!) conv_state, Tensor weight, Tensor? bias=None, int activation=0, "
+            "Tensor? input_gate=None, Tensor? output_gate=None) -> Tensor"
+        ),
+        reference=reference,
+        fake=fake,
+        why_not=why_not,
+        bytes=moved,
+        samples=samples,
+    )
+)
