@@ -125,8 +125,7 @@ class _Loop:
         self.finished_length: int | None = None  # length at which every row had ended, once the host knows
         self.left_at: int | None = None  # length of the sequences when stock code took over
         self.ranks: Ranks | None = None  # the processes over which the model is spread
-        #: whether ranks could come to other tokens or ends than the first rank, which they then follow
-        self.follows_first = bool(users) or not all(map(compat.looks_at_tokens_alone, stopping_criteria))
+        self.follows_first = False  # ranks could come to other tokens or ends than the first rank
 
     @contextmanager
     def alike_on(self, ranks: Ranks | None, model_kwargs: dict) -> Iterator[None]:
@@ -139,8 +138,13 @@ class _Loop:
             yield
             return
         self.ranks = ranks
-        mask, ends = model_kwargs.get("attention_mask"), [end.tolist() for end in end_tokens(self.criteria)]
-        ranks.check_alike(self.ids, mask, (self.config.do_sample, self.settings, self.max_length, ends))
+        ends = [end.tolist() for end in end_tokens(self.criteria)]
+        settings = self.config.do_sample, self._plan_chooses(), self.max_length, ends
+        settings += tuple(compat.numbers_of(each) for each in self.processors if compat.is_stock(each))
+        of_users = self.runs_users_code or not all(map(compat.looks_at_tokens_alone, self.criteria))
+        mask = model_kwargs.get("attention_mask")
+        if ranks.check_alike(self.ids, mask, settings, of_users):
+            self.follows_first, self.ahead = True, 0
         with ranks.one_generator(self.device) if self.config.do_sample else nullcontext():
             yield
 

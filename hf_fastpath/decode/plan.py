@@ -18,7 +18,7 @@ from ..ops.gemv import MAX_ROWS
 from ..ops.kv_cache import KVCache, is_quantized
 from . import steps
 from .angles import AngleTables
-from .graph import random_numbers_in_turn
+from .graph import capture, random_numbers_in_turn
 from .named_calls import Register, Step
 from .plan_memory import PlanMemory
 from .positions import Positions
@@ -345,7 +345,7 @@ class DecodePlan:
         """Make the calls of a step; once they have run by themselves, as a graph."""
         with random_numbers_in_turn(self.device):
             if self.device.type == "cuda" and self.warm and self.graph is None:
-                self.graph = self.program.captured(self.device)
+                self.graph = self.program.captured(capture, self.device)
             if self.graph is not None:
                 self.graph.replay()
             else:

@@ -195,7 +195,7 @@ class RecordedPart:
     def num_embeddings(self) -> int:
         return len(self.embedding.weight)
 
-    @property
+    @functools.cached_property
     def devices(self) -> tuple[torch.device, ...]:
         return (self.embedding.weight.device,)
 

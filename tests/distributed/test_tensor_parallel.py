@@ -10,15 +10,16 @@ import processes
 import pytest
 import torch
 from models import assert_same_instances, build, instances, left_padded, prompt
-from processes import SIZES, device, needs_fork, run, save, spread
+from processes import SIZES, device, needs_processes, run, save, spread
 from torch import nn
 from transformers import LogitsProcessor, StoppingCriteria, StoppingCriteriaList
+from transformers.generation.streamers import BaseStreamer
 
 import hf_fastpath
 from hf_fastpath import RankError, UnsupportedModelError
 from hf_fastpath.decode import ranks
 
-pytestmark = needs_fork
+pytestmark = needs_processes
 NEW = 12
 GREEDY = dict(max_new_tokens=NEW, do_sample=False)
 VOCAB = SIZES["vocab_size"]
@@ -104,6 +105,39 @@ class Late(StoppingCriteria):
 
     def __call__(self, input_ids, scores, **kwargs):
         return torch.full((len(input_ids),), input_ids.shape[1] >= self.length, device=input_ids.device)
+
+
+class Counting(BaseStreamer):
+    """A streamer of the user's own."""
+
+    def __init__(self):
+        self.tokens = 0
+
+    def put(self, value):
+        self.tokens += value.numel()
+
+    def end(self):
+        pass
+
+
+def _own_streamer(rank: int, folder: Path) -> None:
+    """Only the first rank has a streamer, which makes the host wait for every token; an end token ends the text."""
+    model = loaded(folder)
+    inputs = {"input_ids": some_prompt(device(rank))}
+    whole = tokens_of(model, inputs)
+    streamer = None if rank else Counting()
+    ends = dict(eos_token_id=whole[0, -5].item(), pad_token_id=0)
+    for options in ({}, ends, ends | dict(do_sample=True, top_k=20)):
+        found = tokens_of(model, inputs, streamer=streamer, **options)
+        others = [torch.empty_like(found) for _ in range(2)]
+        torch.distributed.all_gather(others, found)
+        assert torch.equal(*others)
+    assert streamer is None or streamer.tokens > 3 * 11
+
+
+def test_a_streamer_on_one_rank(tmp_path):
+    save(tmp_path / "llama")
+    run(_own_streamer, tmp_path)
 
 
 def _own_ends(rank: int, folder: Path) -> None:
