@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from .compat import layer_windows
+from .compat import layer_kinds
 from .ops.kv_cache import SCALE_DTYPE, is_quantized
 from .quantization.linear import PackedLinear
 
@@ -53,17 +53,24 @@ def layer_widths(config: Any) -> tuple[int, int, int]:
 def kv_bytes(config: Any, context: float, dtype: torch.dtype, batch: int = 1) -> int:
     """Return the bytes of keys and values that a decode step reads if each sequence holds ``context`` positions.
 
+    Layers that keep states instead of keys and values count for nothing; of latent attention, the latents are read.
+
     Args:
         dtype: storage type of the cache; of a quantized cache, the scales are read as well.
 
     Raises:
-        ValueError: a layer is neither full nor sliding attention.
+        ValueError: a layer of the cache is of an unknown kind.
     """
     config = config.get_text_config(decoder=True)
-    windows = layer_windows(config)
-    if windows is None:
-        raise ValueError(f"{type(config).__name__} has layers that are neither full nor sliding attention")
+    kinds = layer_kinds(config)
+    if kinds is None:
+        raise ValueError(f"{type(config).__name__} has layers whose cache is of an unknown kind")
+    windows = [kind.window for kind in kinds if kind.keys]
+    if not windows:
+        return 0
     positions = sum(context if window is None else min(context, window) for window in windows)
+    if (rank := getattr(config, "kv_lora_rank", None)) is not None:
+        return int(positions * (rank + config.qk_rope_head_dim) * dtype.itemsize * batch)
     width, kv_width, _ = layer_widths(config)
     row = kv_width * dtype.itemsize
     if is_quantized(dtype):

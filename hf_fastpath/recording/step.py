@@ -54,6 +54,8 @@ def _record(noting: Recorder, batch: int, query_len: int) -> Recording:
             _run(skeleton, torch.zeros(batch, _REHEARSED, dtype=torch.long, device=skeleton.device), None, cache)
             noting.is_rehearsing = False
             states = [[noting.state(each) for each in found] for found in cache.states()]
+            if not any(states):
+                raise Unrecordable("states that it keeps elsewhere than in the cache that it is given")
         cache.claim(noting.past)
         tokens, positions = (torch.zeros(batch, query_len, dtype=torch.long, device=skeleton.device) for _ in range(2))
         given = noting.given(tokens), noting.given(positions)

@@ -79,9 +79,13 @@ def linear(features: int = WIDTH, given: int = WIDTH, bias: bool = False) -> nn.
 
 
 def recorded(
-    function: Callable[..., Any] | nn.Module, batch: int = 1, query_len: int = 1, layers: int = 1,
-    entries: dict | None = None, **inside: Any,
-) -> tuple[Recording, Decoder]:  # fmt: skip
+    function: Callable[..., Any] | nn.Module,
+    batch: int = 1,
+    query_len: int = 1,
+    layers: int = 1,
+    entries: dict[str, Any] | None = None,
+    **inside: Any,
+) -> tuple[Recording, Decoder]:
     """The recording of a decoder around a function or a module, before any pass, and the decoder; ``entries`` are of
     its config."""
     model = Decoder(function if isinstance(function, nn.Module) else Of(function, **inside), layers, **(entries or {}))
