@@ -22,6 +22,7 @@ from ..reasons import Cause
 from . import acceptance, prompt
 from .calls import (
     Watch,
+    alike,
     end_tokens,
     ends_by_length_or_token,
     for_patched_models,
@@ -58,8 +59,11 @@ def decode(
     part = state.plans.part_of(model)
     reason = step_aside_reason(state, part, input_ids, generation_config, synced_gpus, model_kwargs)
     generator = None
-    if reason is None and (part.ranks is not None or len(part.devices) > 1):
-        reason = Cause("generation_mode", "drafts for a model that is spread over processes or devices")
+    if reason is None and len(part.devices) > 1:
+        reason = Cause("generation_mode", "drafts for a model on several devices")
+    ranks = None if part is None else part.ranks
+    if reason is None and ranks is not None and runs_users_code(logits_processor, stopping_criteria, streamer):
+        reason = Cause("generation_mode", "drafts and code of the user's own, for a model spread over processes")
     if reason is None:
         reason = part.shape_reason(1, MAX_QUERY_LEN)
     if reason is None:
@@ -78,13 +82,16 @@ def decode(
             )
         if generator is None:
             reason = Cause("generation_mode", _why_not_drafts(input_ids, stopping_criteria, assistant_tokenizer))
+    if ranks is not None:
+        reason = ranks.agreed(reason, input_ids.device)
     if reason is None:
         with state.plans.place() as is_free:
             if is_free:
                 objects = logits_processor, stopping_criteria, generation_config, streamer, generator
                 call = _Call(state, model, input_ids, *objects)
+                generate = call.generate if ranks is None else call.generate_alike
                 with settling(model_kwargs[compat.CACHE], part):
-                    return call.generate(part, model_kwargs, assistant_model)
+                    return generate(part, model_kwargs, assistant_model)
         reason = "busy"
     state.fall_back(reason)
     return original(
@@ -147,6 +154,12 @@ class _Call:
         wants = config.return_dict_in_generate and (config.output_scores or config.output_logits)
         self.logits: list[torch.Tensor] | None = [] if wants else None
         self.scores = self.logits if self.plain or not wants else []
+
+    def generate_alike(self, part: ModelPart, model_kwargs: dict, assistant: Any) -> Any:
+        """Do as :meth:`generate` on every rank over which the model is spread."""
+        facts = self.config, self.processors, self.criteria, "drafts"
+        with alike(part.ranks, self.ids, model_kwargs, *facts, self.runs_users_code):
+            return self.generate(part, model_kwargs, assistant)
 
     def generate(self, part: ModelPart, model_kwargs: dict, assistant: Any) -> Any:
         cache, positions = (

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -15,6 +15,7 @@ from ..cache.fastpath_cache import FastpathCache
 from ..reasons import Cause
 from .eligibility import model_reason
 from .patched import STATE_KEY, Patched
+from .ranks import Ranks
 from .structure import ModelPart
 
 
@@ -55,6 +56,39 @@ def settling(cache: FastpathCache, part: ModelPart) -> Iterator[None]:
         raise
     finally:
         cache.is_kept = False
+
+
+@contextmanager
+def alike(
+    ranks: Ranks,
+    ids: torch.Tensor,
+    model_kwargs: dict,
+    config: Any,
+    processors: Any,
+    criteria: Any,
+    way: Any,
+    has_own_code: bool,
+) -> Iterator[bool]:
+    """Draw the same tokens on all ranks over which a model is spread, for the length of a ``with`` block.
+
+    Args:
+        ids, model_kwargs, config, processors, criteria: of ``generate()``.
+        way: how the tokens will be chosen.
+        has_own_code: whether objects of the user's own take part on this rank.
+
+    Yields:
+        Whether ranks could come to other tokens or ends: there are such objects, or an end depends on time.
+
+    Raises:
+        ValueError: ranks were given other tokens or settings.
+    """
+    ends = [end.tolist() for end in end_tokens(criteria)]
+    settings = [config.do_sample, criteria.max_length, ends, way]
+    settings += [compat.numbers_of(each) for each in processors if compat.is_stock(each)]
+    own_code = has_own_code or not all(map(compat.looks_at_tokens_alone, criteria))
+    any_own_code = ranks.check_alike(ids, model_kwargs.get("attention_mask"), settings, own_code)
+    with ranks.one_generator(ids.device) if config.do_sample else nullcontext():
+        yield any_own_code
 
 
 class Watch:

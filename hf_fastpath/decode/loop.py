@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,6 +19,7 @@ from ..cache.fastpath_cache import FastpathCache
 from . import prompt
 from .calls import (
     Watch,
+    alike,
     end_tokens,
     ends_by_length_or_token,
     for_patched_models,
@@ -64,8 +64,9 @@ def sample(
         with state.plans.place() as is_free:
             if is_free:
                 loop = _Loop(state, model, input_ids, logits_processor, stopping_criteria, generation_config, streamer)
-                with settling(model_kwargs[compat.CACHE], part), loop.alike_on(part.ranks, model_kwargs):
-                    return loop.generate(part, model_kwargs)
+                generate = loop.generate if part.ranks is None else loop.generate_alike
+                with settling(model_kwargs[compat.CACHE], part):
+                    return generate(part, model_kwargs)
         reason = "busy"
     state.fall_back(reason)
     before, started = input_ids.shape[1], time.perf_counter()
@@ -127,26 +128,14 @@ class _Loop:
         self.ranks: Ranks | None = None  # the processes over which the model is spread
         self.follows_first = False  # ranks could come to other tokens or ends than the first rank
 
-    @contextmanager
-    def alike_on(self, ranks: Ranks | None, model_kwargs: dict) -> Iterator[None]:
-        """Draw the same tokens on all ranks over which the model is spread, for the length of a ``with`` block.
-
-        Raises:
-            ValueError: ranks were given other tokens or settings.
-        """
-        if ranks is None:
-            yield
-            return
-        self.ranks = ranks
-        ends = [end.tolist() for end in end_tokens(self.criteria)]
-        settings = self.config.do_sample, self._plan_chooses(), self.max_length, ends
-        settings += tuple(compat.numbers_of(each) for each in self.processors if compat.is_stock(each))
-        of_users = self.runs_users_code or not all(map(compat.looks_at_tokens_alone, self.criteria))
-        mask = model_kwargs.get("attention_mask")
-        if ranks.check_alike(self.ids, mask, settings, of_users):
-            self.follows_first, self.ahead = True, 0
-        with ranks.one_generator(self.device) if self.config.do_sample else nullcontext():
-            yield
+    def generate_alike(self, part: ModelPart, model_kwargs: dict) -> Any:
+        """Do as :meth:`generate` on every rank over which the model is spread."""
+        self.ranks = part.ranks
+        facts = self.config, self.processors, self.criteria, self._plan_chooses()
+        with alike(part.ranks, self.ids, model_kwargs, *facts, self.runs_users_code) as own_code:
+            if own_code:
+                self.follows_first, self.ahead = True, 0
+            return self.generate(part, model_kwargs)
 
     def _plan_chooses(self) -> bool:
         """Whether the plan may choose tokens: there are no other processors, and nothing else ends the text."""
