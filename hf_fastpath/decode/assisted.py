@@ -89,9 +89,8 @@ def decode(
             if is_free:
                 objects = logits_processor, stopping_criteria, generation_config, streamer, generator
                 call = _Call(state, model, input_ids, *objects)
-                generate = call.generate if ranks is None else call.generate_alike
-                with settling(model_kwargs[compat.CACHE], part):
-                    return generate(part, model_kwargs, assistant_model)
+                with settling(model_kwargs[compat.CACHE], part), alike(ranks, call, model_kwargs, "drafts"):
+                    return call.generate(part, model_kwargs, assistant_model)
         reason = "busy"
     state.fall_back(reason)
     return original(
@@ -154,12 +153,6 @@ class _Call:
         wants = config.return_dict_in_generate and (config.output_scores or config.output_logits)
         self.logits: list[torch.Tensor] | None = [] if wants else None
         self.scores = self.logits if self.plain or not wants else []
-
-    def generate_alike(self, part: ModelPart, model_kwargs: dict, assistant: Any) -> Any:
-        """Do as :meth:`generate` on every rank over which the model is spread."""
-        facts = self.config, self.processors, self.criteria, "drafts"
-        with alike(part.ranks, self.ids, model_kwargs, *facts, self.runs_users_code):
-            return self.generate(part, model_kwargs, assistant)
 
     def generate(self, part: ModelPart, model_kwargs: dict, assistant: Any) -> Any:
         cache, positions = (

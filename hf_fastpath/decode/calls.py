@@ -59,35 +59,33 @@ def settling(cache: FastpathCache, part: ModelPart) -> Iterator[None]:
 
 
 @contextmanager
-def alike(
-    ranks: Ranks,
-    ids: torch.Tensor,
-    model_kwargs: dict,
-    config: Any,
-    processors: Any,
-    criteria: Any,
-    way: Any,
-    has_own_code: bool,
-) -> Iterator[bool]:
+def alike(ranks: Ranks | None, call: Any, model_kwargs: dict, way: Any) -> Iterator[bool]:
     """Draw the same tokens on all ranks over which a model is spread, for the length of a ``with`` block.
 
     Args:
-        ids, model_kwargs, config, processors, criteria: of ``generate()``.
+        ranks: the processes, or None for a model that this one has whole.
+        call: what one of our loops keeps of a call of ``generate()``.
         way: how the tokens will be chosen.
-        has_own_code: whether objects of the user's own take part on this rank.
 
     Yields:
-        Whether ranks could come to other tokens or ends: there are such objects, or an end depends on time.
+        Whether ranks could come to other tokens or ends: there is code of the user's, or an end depends on time.
 
     Raises:
         ValueError: ranks were given other tokens or settings.
     """
-    ends = [end.tolist() for end in end_tokens(criteria)]
-    settings = [config.do_sample, criteria.max_length, ends, way]
-    settings += [compat.numbers_of(each) for each in processors if compat.is_stock(each)]
-    own_code = has_own_code or not all(map(compat.looks_at_tokens_alone, criteria))
-    any_own_code = ranks.check_alike(ids, model_kwargs.get("attention_mask"), settings, own_code)
-    with ranks.one_generator(ids.device) if config.do_sample else nullcontext():
+    if ranks is None:
+        yield False
+        return
+    settings = [
+        call.config.do_sample,
+        call.criteria.max_length,
+        [end.tolist() for end in end_tokens(call.criteria)],
+        way,
+    ]
+    settings += [compat.numbers_of(each) for each in call.processors if compat.is_stock(each)]
+    own_code = call.runs_users_code or not all(map(compat.looks_at_tokens_alone, call.criteria))
+    any_own_code = ranks.check_alike(call.ids, model_kwargs.get("attention_mask"), settings, own_code)
+    with ranks.one_generator(call.ids.device) if call.config.do_sample else nullcontext():
         yield any_own_code
 
 

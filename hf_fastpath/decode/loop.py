@@ -64,9 +64,10 @@ def sample(
         with state.plans.place() as is_free:
             if is_free:
                 loop = _Loop(state, model, input_ids, logits_processor, stopping_criteria, generation_config, streamer)
-                generate = loop.generate if part.ranks is None else loop.generate_alike
-                with settling(model_kwargs[compat.CACHE], part):
-                    return generate(part, model_kwargs)
+                whole = alike(part.ranks, loop, model_kwargs, loop.plan_chooses())
+                with settling(model_kwargs[compat.CACHE], part), whole as own_code:
+                    loop.follow(part.ranks, own_code)
+                    return loop.generate(part, model_kwargs)
         reason = "busy"
     state.fall_back(reason)
     before, started = input_ids.shape[1], time.perf_counter()
@@ -128,16 +129,13 @@ class _Loop:
         self.ranks: Ranks | None = None  # the processes over which the model is spread
         self.follows_first = False  # ranks could come to other tokens or ends than the first rank
 
-    def generate_alike(self, part: ModelPart, model_kwargs: dict) -> Any:
-        """Do as :meth:`generate` on every rank over which the model is spread."""
-        self.ranks = part.ranks
-        facts = self.config, self.processors, self.criteria, self._plan_chooses()
-        with alike(part.ranks, self.ids, model_kwargs, *facts, self.runs_users_code) as own_code:
-            if own_code:
-                self.follows_first, self.ahead = True, 0
-            return self.generate(part, model_kwargs)
+    def follow(self, ranks: Ranks | None, own_code: bool) -> None:
+        """Take on the ranks over which the model is spread, and whether all of them follow the first one's choice."""
+        self.ranks, self.follows_first = ranks, own_code
+        if own_code:
+            self.ahead = 0
 
-    def _plan_chooses(self) -> bool:
+    def plan_chooses(self) -> bool:
         """Whether the plan may choose tokens: there are no other processors, and nothing else ends the text."""
         config = self.config
         if self.settings is None if config.do_sample else len(self.processors):
@@ -161,7 +159,7 @@ class _Loop:
         next_positions = position_ids[:, -1].expand(self.batch) + 1
         next_logits = prompt.read_text(self.state.plans, self.model, part, self.ids, self.config, model_kwargs, starts)
         started, first = time.perf_counter(), True
-        plan, plan_chooses = None, self._plan_chooses()
+        plan, plan_chooses = None, self.plan_chooses()
         sampled = plan_chooses and self.config.do_sample
         watch = Watch(self.state, part) if self.runs_users_code else None
         try:
