@@ -366,6 +366,20 @@ def rope_call(name: str, heads: int, kv_heads: int, head_dim: int, rotary_dim: i
     return Call(name, arguments)
 
 
+def latent_call(name: str, heads: int, rank: int, rope_dim: int, length: int, batch: int = 1) -> Call:
+    """Make a call of attention over latents."""
+
+    def arguments(device: torch.device, dtype: torch.dtype) -> Sample:
+        def randn(*shape):
+            return torch.randn(*shape, device=device, dtype=dtype)
+
+        parts = [randn(*shape, size) for shape in ((batch, heads), (batch, 1, length)) for size in (rank, rope_dim)]
+        lens = torch.full((batch,), length, device=device, dtype=torch.int32)
+        return Sample(*parts, lens, None, (rank + rope_dim) ** -0.5)
+
+    return Call(name, arguments)
+
+
 def convolution_call(name: str, channels: int, width: int, gates: bool = False, **options) -> Call:
     """Make a call of a short convolution; ``gates``: as LFM2, with one in front and one behind."""
 

@@ -145,6 +145,8 @@ def _left_of(recording: Recording, call: Call, counted: set[int]) -> Iterator[st
             yield _PRODUCTS[call.op]
     elif call.op is marks.linear and not lowering.takes_product(recording, call):
         yield "linear"
+    elif call.op is marks.latent_attend:
+        yield "latent attention"
 
 
 def rows(types: Any = None) -> Iterator[Row]:

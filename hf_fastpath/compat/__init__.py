@@ -76,6 +76,7 @@ from .models import (
     can_generate,
     caps_scores,
     eager_experts,
+    entry_of,
     experts_function,
     generating_model,
     has_static_rope,
@@ -106,8 +107,10 @@ from .parallel import (
     with_local_tensor,
 )
 from .seams import (
+    EXPAND,
     RecordingCache,
     ask_for_seams,
+    expanding_modules,
     forward_over,
     gathered_experts,
     has_default_gate,

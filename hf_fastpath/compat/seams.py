@@ -36,6 +36,15 @@ def ask_for_seams(model: nn.Module) -> None:
                 setattr(config, name, RECORDED)
 
 
+#: method of an attention over latents that makes keys and values of what the cache gives
+EXPAND = "expand_kv"
+
+
+def expanding_modules(model: nn.Module) -> list[nn.Module]:
+    """Return the modules of ``model`` whose cache holds a latent, of which they make keys and values."""
+    return [module for module in model.modules() if callable(getattr(type(module), EXPAND, None))]
+
+
 class RecordingCache(Cache):
     """A cache whose layers pass the keys and values that they are given on to ``append(k, v, layer)``, and keep states
     as transformers' own layers do.

@@ -95,6 +95,7 @@ class DecodePlan:
             sizes = batch, self.query_len, kv_dtype, self.page_sizes
             self.memory = {device: PlanMemory.of(part, device, *sizes) for device in part.devices}
             self.program = Program() if len(self.memory) == 1 else Stages(self.device)
+            self._reads_buffers = part.is_recorded and any(each.reads_buffers for each in part.attentions)
             #: of each layer, memory for its states; the cache holds its states there while the plan runs
             self.states = [[_like(each) for each in found] for found in part.states(batch)]
             self._caches = [self._cache_registers(size is not None) for size in self.page_sizes]
@@ -221,6 +222,8 @@ class DecodePlan:
         """Tell the program where the cache's buffers are, if other code than its steps may have moved them."""
         layers, kinds = self.cache.layers, self.cache.kinds
         self._hold_states()
+        if self._reads_buffers:
+            self.graph = None  # the graph holds the old addresses
         for own in self.memory.values():
             own.bind(layers, kinds, self.page_sizes)
         for registers, layer, kind in zip(self._caches, layers, kinds):

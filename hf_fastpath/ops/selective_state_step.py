@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from ..registry import OpSpec, Sample, nbytes, register, shape_reason, tensor_reasons
-from .gated_delta_step import parameter_reasons, state_reasons
+from .recurrence import parameter_reasons, state_reasons
 
 
 def reference(

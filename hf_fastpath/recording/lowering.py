@@ -132,6 +132,16 @@ class Lowering:
             queries = self._emit(_aten.transpose.int, q, 1, 2)
         return self.attention(queries, layer, scale, window, softcap, sinks, slopes)
 
+    def _latent_attend(self, call: Call, q, states, layer, scale, window, weight) -> Any:
+        at, cache = self._at, self._caches[layer]
+        if layer in self._pending:
+            k, v = self._pending.pop(layer)
+            self._emit(composed.append_states, k=k, v=v, cache=cache, seq_lens=at.seq_lens)
+        return self._emit(
+            composed.latent_attention, q=q, weight=weight, cache=cache, seq_lens=at.seq_lens, starts=at.starts,
+            scale=scale, window=window,
+        )  # fmt: skip
+
     def store(self, layer: int) -> dict[str, Any]:
         """Where keys and values of a layer are appended."""
         if self._at.staging is not None:
@@ -254,6 +264,7 @@ _RULES: dict[Callable[..., Any], Callable[..., Any]] = {
     marks.normed: Lowering._normed,
     marks.append: Lowering._append,
     marks.attend: Lowering._attend,
+    marks.latent_attend: Lowering._latent_attend,
     marks.gated: Lowering._gated,
     marks.angles: Lowering._angles,
     marks.rotated_attention: Lowering._rotated,

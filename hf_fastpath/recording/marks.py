@@ -102,6 +102,12 @@ def attend(q, states, layer, scale, window, softcap=0.0, sinks=None, slopes=None
     raise NotImplementedError("attention is run by an op over a cache alone")
 
 
+def latent_attend(q, states, layer, scale, window, weight):
+    """Attention of q, [batch, num_heads, query_len, head_dim], over keys and values that ``weight`` makes of the latent
+    in ``states``, see :mod:`.latent`: [batch, query_len, num_heads, value_dim]."""
+    raise NotImplementedError("attention is run by an op over a cache alone")
+
+
 def experts(x, ids, weights, gate_up_weight, down_weight, activation, residual=None):
     """See ``ops.fused_experts``."""
     hidden = torch.einsum("rh,rkoh->rko", x.flatten(0, -2), gate_up_weight[ids])

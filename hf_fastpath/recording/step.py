@@ -65,12 +65,14 @@ def _record(noting: Recorder, batch: int, query_len: int) -> Recording:
         for name, value in call.arguments.items():
             if name == "norm" and isinstance(value, (tuple, list)):
                 call.arguments[name] = Norm(*value)
+    for expansion in noting.expansions.values():
+        expansion.check()
     windows: dict[int, int | None] = {}  # of masks that the kernels have
     for index, function in noting.masks.items():
         with suppress(Unrecordable):
             windows[index] = _window(function)
     for call in noting.calls:
-        if call.op is marks.attend:
+        if call.op in (marks.attend, marks.latent_attend):
             mask = call.arguments["window"]
             if mask is not None and mask.index not in windows:
                 raise Unrecordable("a mask that is neither causal nor a window")

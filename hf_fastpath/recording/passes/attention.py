@@ -19,6 +19,7 @@ from ..lowering import takes_product
 from ..probing import agree, evaluate
 from ..recording import Recording, read_by
 from ..skeleton import past_tokens
+from .regions import Memory
 
 _aten = torch.ops.aten
 
@@ -29,12 +30,24 @@ _VIEWS = frozenset({_aten.unsqueeze.default, _aten.view.default, _aten.expand.de
 
 def positional(recording: Recording) -> set[int]:
     """Registers whose values depend on the positions alone."""
+    memory, others = Memory(recording), set()
+    while True:  # until no memory is left that something else is written to
+        found = _positional(recording, memory, others)
+        writers = ((number, call) for number, calls in memory.writers.items() for call in calls)
+        more = {number for number, call in writers if call.out.index not in found} - others
+        if not more:
+            return found
+        others |= more
+
+
+def _positional(recording: Recording, memory: Memory, others: set[int]) -> set[int]:
+    """What :func:`positional` gives if ``others`` is the memory that something else is written to."""
     found = {recording.positions.index}
     for call in recording.calls:
         read = read_by(call)
         tensors = [each for each in call.arguments.values() if isinstance(each, torch.Tensor)]
         learned = any(isinstance(each, nn.Parameter) for each in tensors)
-        writes = call.op in (marks.append, marks.attend) or call.out.index in recording.mutated
+        writes = call.op in (marks.append, marks.attend, marks.latent_attend) or memory.of(call.out) in others
         if all(each.index in found for each in read) and not learned and not writes:
             found.add(call.out.index)
     return found

@@ -44,6 +44,28 @@ class Region:
     result: Register
 
 
+class Memory:
+    """Which registers of a list share memory, and which calls write to it.
+
+    Attributes:
+        writers: number of a memory -> calls that write to it.
+    """
+
+    def __init__(self, recording: Recording):
+        self._of: dict[int, int] = {}  # register -> the first that has its memory
+        self.writers: dict[int, list[Call]] = {}
+        for call in recording.calls:
+            read = read_by(call)
+            if read and (_is_view(call) or _writes(call)):
+                self._of[call.out.index] = self.of(read[0])
+            if read and _writes(call):
+                self.writers.setdefault(self.of(read[0]), []).append(call)
+
+    def of(self, register: Register) -> int:
+        """Number of a register's memory."""
+        return self._of.get(register.index, register.index)
+
+
 class Borders:
     """Which calls of a list belong to a state. The list must not change while this is used."""
 
@@ -51,21 +73,13 @@ class Borders:
         self._recording = recording
         self._places = {id(call): place for place, call in enumerate(recording.calls)}
         self._producers = recording.producers()
-        self._groups: dict[int, int] = {}  # register -> one that stands for all that share its memory
-        self._writers: dict[int, list[Call]] = {}  # group -> calls that write to its memory
+        memory = Memory(recording)
+        self._group, self._writers = memory.of, memory.writers
         self._readers: dict[int, list[Call]] = {}
         for call in recording.calls:
-            read = read_by(call)
-            if read and (_is_view(call) or _writes(call)):
-                self._groups[call.out.index] = self._group(read[0])
-            if read and _writes(call):
-                self._writers.setdefault(self._group(read[0]), []).append(call)
-            for register in read:
+            for register in read_by(call):
                 self._readers.setdefault(register.index, []).append(call)
         self._states = {register.index for found in recording.states for register in found}
-
-    def _group(self, register: Register) -> int:
-        return self._groups.get(register.index, register.index)
 
     def regions(self, state: Register) -> Iterator[Region]:
         """Regions around a state whose result no call but theirs could give, from the smallest on."""
