@@ -189,7 +189,7 @@ class Ranks:
         return Cause("other_rank", f"rank {others[0]}")
 
     def check_alike(
-        self, ids: torch.Tensor, mask: torch.Tensor | None, settings: tuple[Any, ...], has_own_code: bool
+        self, ids: torch.Tensor, mask: torch.Tensor | None, settings: list[Any], has_own_code: bool
     ) -> bool:
         """Check that all ranks were given the same tokens, attention mask and settings.
 
