@@ -355,7 +355,7 @@ def rope_call(name: str, heads: int, kv_heads: int, head_dim: int, rotary_dim: i
 
 
 def latent_call(name: str, heads: int, rank: int, rope_dim: int, length: int, batch: int = 1) -> Call:
-    """Make a call of attention over latents."""
+    """Make a call of attention over latents, which turns and appends the newest position, as DeepSeek V3's does."""
 
     def arguments(device: torch.device, dtype: torch.dtype) -> Sample:
         def randn(*shape):
@@ -363,7 +363,8 @@ def latent_call(name: str, heads: int, rank: int, rope_dim: int, length: int, ba
 
         parts = [randn(*shape, size) for shape in ((batch, heads), (batch, 1, length)) for size in (rank, rope_dim)]
         lens = torch.full((batch,), length, device=device, dtype=torch.int32)
-        return Sample(*parts, lens, None, (rank + rope_dim) ** -0.5)
+        new = randn(batch, rank), randn(batch, rope_dim), *(angle[0] for angle in _angles(device, dtype, rope_dim))
+        return Sample(*parts, lens, None, (rank + rope_dim) ** -0.5, None, 0, *new, "neighbors_to_halves")
 
     return Call(name, arguments)
 
