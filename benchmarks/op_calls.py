@@ -369,6 +369,18 @@ def latent_call(name: str, heads: int, rank: int, rope_dim: int, length: int, ba
     return Call(name, arguments)
 
 
+def head_products_call(name: str, heads: int, keys: int, values: int, rank: int, transposed: bool) -> Call:
+    """Make a call over the rows of keys, or of values, in a weight that holds both for each head."""
+
+    def arguments(device: torch.device, dtype: torch.dtype) -> Sample:
+        both = torch.randn(heads, keys + values, rank, device=device, dtype=dtype) * rank**-0.5
+        weight = both[:, :keys] if transposed else both[:, keys:]
+        x = torch.randn(1, heads, keys if transposed else rank, device=device, dtype=dtype)
+        return Sample(x, weight, transposed, True)
+
+    return Call(name, arguments)
+
+
 def convolution_call(name: str, channels: int, width: int, gates: bool = False, **options) -> Call:
     """Make a call of a short convolution; ``gates``: as LFM2, with one in front and one behind."""
 
