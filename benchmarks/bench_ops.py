@@ -116,7 +116,8 @@ REFERENCE_NAMES = {
     "gated_delta_step": "recurrent rule",
     "selective_state_step": "state update",
     "gated_rms_norm": "RMSNormGated",
-    "latent_attention": "3 products, softmax",
+    "head_products": "matmul",
+    "latent_attention": "rope, products, softmax",
 }
 #: op -> {name of an alternative: function of a Sample}
 ALTERNATIVES: dict[str, dict[str, Callable[[Sample], torch.Tensor]]] = {

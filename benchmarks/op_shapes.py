@@ -16,6 +16,7 @@ from op_calls import (
     gemm_call,
     gemv_call,
     greedy_call,
+    head_products_call,
     inputs_call,
     latent_call,
     packed_call,
@@ -250,5 +251,10 @@ SHAPES: dict[str, list[Call]] = {
         *(latent_call(f"deepseek-v2-lite {n}", 16, 512, 64, n) for n in (128, 1024, 4096)),
         latent_call("deepseek-v3 128 heads, 4096", 128, 512, 64, 4096),
         latent_call("minicpm3 4096", 40, 256, 32, 4096),
+    ],
+    "head_products": [
+        head_products_call("deepseek-v2-lite queries", 16, 128, 128, 512, True),
+        head_products_call("deepseek-v2-lite values", 16, 128, 128, 512, False),
+        head_products_call("minicpm3 queries", 40, 64, 64, 256, True),
     ],
 }

@@ -34,6 +34,7 @@ __global__ void __launch_bounds__(kThreads) latent_attention_kernel(LatentSplits
   allow_next_kernel();
   wait_for_previous_kernel();
   const LatentRange range(s, row);
+  if (split == 0 && head == 0) append_newest<T>(p, range, row);
   if (split >= range.active) return;
 
   const T* q_latent = head_of<T>(p.q_latent, row, head);
@@ -47,7 +48,7 @@ __global__ void __launch_bounds__(kThreads) latent_attention_kernel(LatentSplits
 #pragma unroll
   for (int i = 0; i < kLaneRope; ++i) {
     const int d = i * kWarpSize + lane;
-    rotated[i] = d < rope_dim ? load_float_l2(q_rope + d) : 0.f;
+    rotated[i] = d < rope_dim ? turned(p, row, q_rope, d) : 0.f;
   }
   double acc[kLaneLatents] = {}, max = -INFINITY, total = 0.0;
 #pragma unroll 1
@@ -55,18 +56,21 @@ __global__ void __launch_bounds__(kThreads) latent_attention_kernel(LatentSplits
     const int64_t slot = int64_t(row) * range.capacity + position;
     const T* latent = static_cast<const T*>(range.latents) + slot * rank;
     const T* rope = static_cast<const T*>(range.rope_keys) + slot * rope_dim;
+    const bool is_new = p.new_latent.data && position == range.last - 1;
     float values[kLaneLatents];
     double score = 0.0;
 #pragma unroll
     for (int i = 0; i < kLaneLatents; ++i) {
       const int d = i * kWarpSize + lane;
-      values[i] = d < rank ? load_float_l2(latent + d) : 0.f;
+      values[i] = d >= rank ? 0.f : is_new ? to_float(newest<T>(p, row, d)) : load_float_l2(latent + d);
       score += double(q[i]) * values[i];
     }
 #pragma unroll
     for (int i = 0; i < kLaneRope; ++i) {
       const int d = i * kWarpSize + lane;
-      if (d < rope_dim) score += double(rotated[i]) * load_float_l2(rope + d);
+      if (d >= rope_dim) continue;
+      const float key = is_new ? to_float(newest<T>(p, row, rank + d)) : load_float_l2(rope + d);
+      score += double(rotated[i]) * key;
     }
 #pragma unroll
     for (int offset = kWarpSize / 2; offset > 0; offset /= 2)

@@ -42,6 +42,45 @@ struct Running {
   double total;
 };
 
+// A cache, and the positions of one sequence that are visible: [first, last).
+template <class T>
+struct Sequence {
+  T* latents;    // [capacity, rank]
+  T* rope_keys;  // [capacity, rope_dim]
+  int64_t first, last;
+
+  Sequence(const LatentAttentionParams& p, int64_t row) {
+    const int64_t capacity = p.kv_table != nullptr ? p.kv_table[2] : p.capacity;
+    latents = static_cast<T*>(p.kv_table != nullptr ? reinterpret_cast<void*>(p.kv_table[0]) : p.latents) +
+              row * capacity * p.rank;
+    rope_keys =
+        static_cast<T*>(p.kv_table != nullptr ? reinterpret_cast<void*>(p.kv_table[1]) : p.rope_keys) +
+        row * capacity * p.rope_dim;
+    first = p.starts != nullptr ? std::max<int64_t>(p.starts[row], 0) : 0;
+    last = std::min<int64_t>(p.seq_lens[row], capacity);
+  }
+};
+
+// Element e of a rotary part, turned if there are angles.
+template <class T>
+float turned(const LatentAttentionParams& p, int64_t row, const T* x, int64_t e) {
+  if (p.cos.data == nullptr) return to_float(x[e]);
+  const Turn turn(p.rotation, static_cast<int>(e), static_cast<int>(p.rope_dim));
+  return to_float(x[turn.own]) * to_float(head_of<T>(p.cos, row, 0)[e]) +
+         turn.sign * to_float(x[turn.other]) * to_float(head_of<T>(p.sin, row, 0)[e]);
+}
+
+template <class T>
+void append(const LatentAttentionParams& p, int64_t row) {
+  const Sequence<T> sequence(p, row);
+  if (sequence.last <= 0) return;
+  const T* latent = head_of<T>(p.new_latent, row, 0);
+  std::copy(latent, latent + p.rank, sequence.latents + (sequence.last - 1) * p.rank);
+  T* key = sequence.rope_keys + (sequence.last - 1) * p.rope_dim;
+  for (int64_t e = 0; e < p.rope_dim; ++e)
+    from_float(turned(p, row, head_of<T>(p.new_rope, row, 0), e), key + e);
+}
+
 // Heads [begin, end) of one sequence.
 template <class T>
 void run_heads(const LatentAttentionParams& p, int64_t row, int64_t begin, int64_t end) {
@@ -56,29 +95,22 @@ void run_heads(const LatentAttentionParams& p, int64_t row, int64_t begin, int64
   float* weights = scratch<4>(heads * (kLatentBlock + 1));
   float* shrink = weights + heads * kLatentBlock;
   Running* running = reinterpret_cast<Running*>(scratch<3>(heads * sizeof(Running) / sizeof(float)));
-  const auto fetch = [&](const Heads& from, int64_t head, int64_t count, float* to) {
-    convert(p.dtype, head_of<T>(from, row, head), to, count);
-  };
   for (int64_t h = 0; h < heads; ++h) {
-    fetch(p.q_latent, begin + h, p.rank, queries + h * width);
-    fetch(p.q_rope, begin + h, p.rope_dim, queries + h * width + p.rank);
+    convert(p.dtype, head_of<T>(p.q_latent, row, begin + h), queries + h * width, p.rank);
+    const T* rope = head_of<T>(p.q_rope, row, begin + h);
+    for (int64_t e = 0; e < p.rope_dim; ++e) queries[h * width + p.rank + e] = turned(p, row, rope, e);
     running[h] = {-INFINITY, 0.0};
   }
   std::fill(sums, sums + heads * p.rank, 0.0f);
 
-  const int64_t capacity = p.kv_table != nullptr ? p.kv_table[2] : p.capacity;
-  const auto* latents =
-      static_cast<const T*>(p.kv_table != nullptr ? reinterpret_cast<const void*>(p.kv_table[0]) : p.latents);
-  const auto* rope_keys = static_cast<const T*>(
-      p.kv_table != nullptr ? reinterpret_cast<const void*>(p.kv_table[1]) : p.rope_keys);
-  const int64_t last = std::min<int64_t>(p.seq_lens[row], capacity);
-  const int64_t first = p.starts != nullptr ? std::max<int64_t>(p.starts[row], 0) : 0;
+  const Sequence<T> sequence(p, row);
+  const int64_t first = sequence.first, last = sequence.last;
   for (int64_t position = first; position < last; position += kLatentBlock) {
     const LatentBlock block{keys, std::min(kLatentBlock, last - position), p.rank, width, heads};
     for (int64_t j = 0; j < block.count; ++j) {
-      const int64_t slot = row * capacity + position + j;
-      convert(p.dtype, latents + slot * p.rank, keys + j * width, p.rank);
-      convert(p.dtype, rope_keys + slot * p.rope_dim, keys + j * width + p.rank, p.rope_dim);
+      const int64_t slot = position + j;
+      convert(p.dtype, sequence.latents + slot * p.rank, keys + j * width, p.rank);
+      convert(p.dtype, sequence.rope_keys + slot * p.rope_dim, keys + j * width + p.rank, p.rope_dim);
     }
     scores_of(block, queries, weights);
     for (int64_t h = 0; h < heads; ++h) {
@@ -106,10 +138,15 @@ void run_heads(const LatentAttentionParams& p, int64_t row, int64_t begin, int64
 Tensor latent_attention_cpu(const Tensor& q_latent, const Tensor& q_rope, const Tensor& latents,
                             const Tensor& rope_keys, const Tensor& seq_lens,
                             const std::optional<Tensor>& starts, double scale,
-                            const std::optional<Tensor>& kv_table, int64_t layer) {
+                            const std::optional<Tensor>& kv_table, int64_t layer,
+                            const std::optional<Tensor>& new_latent, const std::optional<Tensor>& new_rope,
+                            const std::optional<Tensor>& cos, const std::optional<Tensor>& sin,
+                            int64_t rotation) {
   const LatentAttentionCall call(q_latent, q_rope, latents, rope_keys, seq_lens, starts, scale, kv_table,
-                                 layer);
+                                 layer, new_latent, new_rope, cos, sin, rotation);
   const LatentAttentionParams& p = call.params;
+  for (int64_t row = 0; row < p.batch && p.new_latent.data != nullptr; ++row)
+    with_storage(p.dtype, [&](auto* tag) { append<std::remove_pointer_t<decltype(tag)>>(p, row); });
   int64_t positions = 0;
   for (int64_t row = 0; row < p.batch; ++row) positions += std::max(p.seq_lens[row], 0);
   const int64_t units = p.batch * p.heads;

@@ -11,7 +11,9 @@ class LatentAttentionCall {
  public:
   LatentAttentionCall(const Tensor& q_latent, const Tensor& q_rope, const Tensor& latents,
                       const Tensor& rope_keys, const Tensor& seq_lens, const std::optional<Tensor>& starts,
-                      double scale, const std::optional<Tensor>& kv_table, int64_t layer)
+                      double scale, const std::optional<Tensor>& kv_table, int64_t layer,
+                      const std::optional<Tensor>& new_latent, const std::optional<Tensor>& new_rope,
+                      const std::optional<Tensor>& cos, const std::optional<Tensor>& sin, int64_t rotation)
       : call_(kOp, dtype_of(q_latent, kOp)),
         lens_(hf_fastpath::contiguous(seq_lens)),
         out(empty_like_with_sizes(q_latent, sizes_of(q_latent))) {
@@ -41,6 +43,16 @@ class LatentAttentionCall {
       table_ = hf_fastpath::contiguous(*kv_table);
       params.kv_table = static_cast<const int64_t*>(table_->const_data_ptr()) + layer * kTableColumns;
     }
+    STD_TORCH_CHECK(
+        new_latent.has_value() == new_rope.has_value() && cos.has_value() == sin.has_value(),
+        "hf_fastpath::latent_attention: new_latent and new_rope go together, and so do cos and sin");
+    params.new_latent = call_.rows(new_latent, "new_latent", batch, rank);
+    params.new_rope = call_.rows(new_rope, "new_rope", batch, rope_dim);
+    STD_TORCH_CHECK(!cos || rope_dim % 2 == 0, "hf_fastpath::latent_attention: rope_dim is ", rope_dim,
+                    ", expected an even number to turn");
+    params.cos = call_.rows(cos, "cos", batch, rope_dim, true);
+    params.sin = call_.rows(sin, "sin", batch, rope_dim, true);
+    params.rotation = choice_of(rotation, Rotation::kNeighborsToHalves, kOp, "rotation");
     params.out = out.mutable_data_ptr();
     params.scale = static_cast<float>(scale);
   }
@@ -48,13 +60,13 @@ class LatentAttentionCall {
  private:
   static constexpr const char* kOp = "latent_attention";
 
-  const void* cache(const Tensor& tensor, std::initializer_list<int64_t> sizes) const {
+  void* cache(const Tensor& tensor, std::initializer_list<int64_t> sizes) const {
     STD_TORCH_CHECK(
         has_sizes(tensor, sizes) && tensor.is_contiguous() && dtype_of(tensor, kOp) == params.dtype,
         "hf_fastpath::latent_attention: latents and rope_keys have to be contiguous [batch, 1, capacity, "
         "rank] "
         "and [batch, 1, capacity, rope_dim] of q_latent's dtype");
-    return tensor.const_data_ptr();
+    return tensor.data_ptr();
   }
   void check_numbers(const Tensor& tensor) const {
     STD_TORCH_CHECK(tensor.scalar_type() == ScalarType::Int && has_sizes(tensor, {params.batch}),

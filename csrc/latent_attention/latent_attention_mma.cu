@@ -48,12 +48,19 @@ struct Layout {
 
 // Brings positions [position, end) of a tile on their way; zeros behind them.
 template <class T, int kRank, int kRope>
-__device__ __forceinline__ void load_tile(const LatentRange& range, int row, int position, int end,
-                                          unsigned char* tile) {
+__device__ __forceinline__ void load_tile(const LatentAttentionParams& p, const LatentRange& range, int row,
+                                          int position, int end, unsigned char* tile) {
   using L = Layout<kRank, kRope>;
   for (int i = threadIdx.x; i < kTile * L::kChunks; i += kThreads) {
     const int r = i / L::kChunks, chunk = i % L::kChunks;
     const bool present = position + r < end;
+    if (p.new_latent.data && present && position + r == range.last - 1) {
+      alignas(16) T elements[kChunkElems];
+#pragma unroll
+      for (int e = 0; e < kChunkElems; ++e) elements[e] = newest<T>(p, row, chunk * kChunkElems + e);
+      *reinterpret_cast<uint4*>(tile + L::at(r, chunk)) = *reinterpret_cast<const uint4*>(elements);
+      continue;
+    }
     const int64_t slot = int64_t(row) * range.capacity + (present ? position + r : 0);
     const T* from = chunk < kRank / kChunkElems
                         ? static_cast<const T*>(range.latents) + slot * kRank + chunk * kChunkElems
@@ -76,13 +83,18 @@ __device__ __forceinline__ void load_queries(const LatentAttentionParams& p, int
                         ? head_of<T>(p.q_latent, row, head) + chunk * kChunkElems
                         : head_of<T>(p.q_rope, row, head) + (chunk - kRank / kChunkElems) * kChunkElems;
     uint4 values = make_uint4(0, 0, 0, 0);
-    if (whole) {
+    const bool rotary = chunk >= kRank / kChunkElems;
+    if (whole && !(rotary && p.cos.data)) {
       values = Chunk<T, kChunkElems>::load_l2(from);
     } else {
       float elements[kChunkElems];
 #pragma unroll
-      for (int e = 0; e < kChunkElems; ++e) elements[e] = load_float_l2(from + e);
-      values = Chunk<T, kChunkElems>::pack(elements);  // exact: they were T
+      for (int e = 0; e < kChunkElems; ++e) {
+        elements[e] = rotary ? turned(p, row, head_of<T>(p.q_rope, row, head),
+                                      (chunk - kRank / kChunkElems) * kChunkElems + e)
+                             : load_float_l2(from + e);
+      }
+      values = Chunk<T, kChunkElems>::pack(elements);
     }
     *reinterpret_cast<uint4*>(queries + L::at(r, chunk)) = present ? values : make_uint4(0, 0, 0, 0);
   }
@@ -104,10 +116,11 @@ __global__ void __launch_bounds__(kThreads) latent_mma_kernel(LatentSplits s, bo
   allow_next_kernel();
   wait_for_previous_kernel();
   const LatentRange range(s, row);
+  if (split == 0 && blockIdx.y == 0) append_newest<T>(p, range, row);
   if (split >= range.active) return;
   const int begin = range.begin(split), end = range.end(split);
-  load_tile<T, kRank, kRope>(range, row, begin, end, tiles);
-  load_tile<T, kRank, kRope>(range, row, begin + kTile, end, tiles + L::kTileBytes);
+  load_tile<T, kRank, kRope>(p, range, row, begin, end, tiles);
+  load_tile<T, kRank, kRope>(p, range, row, begin + kTile, end, tiles + L::kTileBytes);
   load_queries<T, kRank, kRope>(p, row, first_head, whole, queries);
 
   const float scale = p.scale * kLog2e;
@@ -211,7 +224,7 @@ __global__ void __launch_bounds__(kThreads) latent_mma_kernel(LatentSplits s, bo
       }
     }
     __syncthreads();  // tile and scores are free
-    load_tile<T, kRank, kRope>(range, row, position + 2 * kTile, end, tiles + buffer * L::kTileBytes);
+    load_tile<T, kRank, kRope>(p, range, row, position + 2 * kTile, end, tiles + buffer * L::kTileBytes);
   }
   wait_for_copies<0>();
 

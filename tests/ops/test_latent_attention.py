@@ -2,24 +2,35 @@
 
 from __future__ import annotations
 
+import importlib
+
 import pytest
 import torch
 from checks import assert_matches, common_tests, over_dtypes
 from memory import same_bits
 
+from hf_fastpath.choices import Rotation
 from hf_fastpath.ops.latent_attention import MAX_RANK, SPEC
 from hf_fastpath.registry import OpInputError, Sample
 
 
-def call(device, dtype, batch, heads, rank, rope_dim, capacity, lengths, starts=None):
+def call(device, dtype, batch, heads, rank, rope_dim, capacity, lengths, starts=None, **given):
     def randn(*shape):
         return torch.randn(*shape, device=device).to(dtype)
 
     numbers = [None if n is None else torch.tensor(n, dtype=torch.int32, device=device) for n in (lengths, starts)]
     caches = randn(batch, 1, capacity, rank), randn(batch, 1, capacity, rope_dim)
     return Sample(
-        randn(batch, heads, rank), randn(batch, heads, rope_dim), *caches, *numbers, (rank + rope_dim) ** -0.5
+        *(randn(batch, heads, rank), randn(batch, heads, rope_dim), *caches, *numbers, (rank + rope_dim) ** -0.5),
+        **given,
     )
+
+
+def newest(device, dtype, batch, rank, rope_dim, rows=1):
+    """Make the newest position of each row, and angles."""
+    new = torch.randn(batch, rank, device=device).to(dtype), torch.randn(batch, rope_dim, device=device).to(dtype)
+    angles = torch.randn(rows, rope_dim, device=device)
+    return dict(new_latent=new[0], new_rope=new[1], cos=angles.cos().to(dtype), sin=angles.sin().to(dtype))
 
 
 def odd_sizes(device, dtype):
@@ -30,6 +41,10 @@ def odd_sizes(device, dtype):
         yield call(device, dtype, 2, heads, rank, rope_dim, capacity, [length, max(1, length // 2)])
     yield call(device, dtype, 3, 16, 512, 64, 200, [200, 150, 33], [0, 149, 32])
     yield call(device, dtype, 0, 2, 64, 16, 8, [])
+    for rotation in Rotation:
+        for rank, rope_dim in ((512, 64), (256, 32), (33, 10)):
+            given = newest(device, dtype, 2, rank, rope_dim, rows=2) | {"rotation": rotation}
+            yield call(device, dtype, 2, 17, rank, rope_dim, 150, [129, 64], [100, 0], **given)
 
 
 globals().update(common_tests(SPEC, odd_sizes))
@@ -44,6 +59,51 @@ def test_latent_attention_ignores_what_is_not_visible(rank, rope_dim, dtype, dev
     for cache in sample.args[2:4]:
         cache[0, :, 130:], cache[0, :, :9], cache[1, :, 70:], cache[1, :, :64] = (float("nan"),) * 4
     assert same_bits(SPEC(*sample.args), expected)
+
+
+@over_dtypes
+@pytest.mark.parametrize(("rank", "rope_dim"), ((512, 64), (256, 32), (40, 24)))
+def test_latent_attention_appends(rank, rope_dim, dtype, device):
+    """The newest position is in the cache, and no other slot has changed; so it is if nobody sees it."""
+    given = newest(device, dtype, 4, rank, rope_dim)
+    sample = call(device, dtype, 4, 18, rank, rope_dim, 150, [130, 1, 64, 0], [0, 0, 64, 0], **given)
+    before = [cache.clone() for cache in sample.args[2:4]]
+    result = SPEC(*sample.args, **sample.kwargs)
+    latents, rope_keys = sample.args[2:4]
+    for row, length in enumerate((130, 1, 64)):
+        assert same_bits(latents[row, 0, length - 1], given["new_latent"][row])
+        assert not same_bits(rope_keys[row, 0, length - 1], before[1][row, 0, length - 1])
+        for now, then in ((latents, before[0]), (rope_keys, before[1])):
+            then[row, 0, length - 1] = now[row, 0, length - 1]
+    assert same_bits(latents, before[0]) and same_bits(rope_keys, before[1])
+    assert not result[2:].any()
+    given |= dict(new_latent=None, new_rope=None)
+    assert same_bits(SPEC(*sample.args, **given), result)
+
+
+@pytest.mark.parametrize(
+    ("rotation", "module", "name"),
+    (
+        ("halves", "deepseek_v3", "apply_rotary_pos_emb"),
+        ("neighbors_to_halves", "deepseek_v3", "apply_rotary_pos_emb_interleave"),
+        ("neighbors", "cohere", "apply_rotary_pos_emb"),
+    ),
+)
+def test_latent_attention_rotations_are_transformers(rotation, module, name):
+    turn = getattr(importlib.import_module(f"transformers.models.{module}.modeling_{module}"), name)
+    given = newest("cpu", torch.float32, 2, 16, 8)
+    angle = torch.randn(1, 4)
+    angle = angle.repeat_interleave(2, dim=-1) if rotation == "neighbors" else angle.repeat(1, 2)
+    given |= dict(cos=angle.cos(), sin=angle.sin(), rotation=rotation)
+    sample = call("cpu", torch.float32, 2, 3, 16, 8, 5, [4, 5], **given)
+    q, k = turn(
+        sample.args[1][:, :, None], given["new_rope"][:, None, None], given["cos"][:, None], given["sin"][:, None]
+    )
+    plain = [t.clone() if isinstance(t, torch.Tensor) else t for t in sample.args]
+    found = SPEC.reference(*sample.args, **SPEC.numbered(sample).kwargs)
+    torch.testing.assert_close(sample.args[3][[0, 1], 0, [3, 4]], k[:, 0, 0])
+    plain[2][[0, 1], 0, [3, 4]], plain[3][[0, 1], 0, [3, 4]] = given["new_latent"], k[:, 0, 0]
+    torch.testing.assert_close(SPEC.reference(plain[0], q[:, :, 0], *plain[2:5], None, plain[6]), found)
 
 
 @over_dtypes
@@ -94,6 +154,10 @@ def test_latent_attention_names_the_fault():
     given = call("cpu", torch.float32, 1, 2, 16, 8, 10, [10]).args
     with pytest.raises(OpInputError, match=f"rank is {MAX_RANK + 1}, rope_dim 8, expected 1 to {MAX_RANK}"):
         SPEC(*call("cpu", torch.float32, 1, 2, MAX_RANK + 1, 8, 4, [4]).args)
+    with pytest.raises(OpInputError, match="new_latent and new_rope go together: pass both or neither"):
+        SPEC(*given, new_latent=torch.zeros(1, 16))
+    with pytest.raises(OpInputError, match=r"cos has shape \(2, 8\), expected \[1 or 1, 8\], even"):
+        SPEC(*given, cos=torch.zeros(2, 8), sin=torch.zeros(1, 8))
     with pytest.raises(OpInputError, match="seq_lens holds 11, expected at most the cache's capacity 10"):
         SPEC(*given[:4], torch.tensor([11], dtype=torch.int32), *given[5:])
     with pytest.raises(OpInputError, match=r"rope_keys has shape \(1, 1, 9, 8\), expected \(1, 1, 10, 8\)"):
