@@ -90,6 +90,7 @@ from .models import (
 from .seams import (
     EXPAND,
     RecordingCache,
+    ask_for_plain_functions,
     ask_for_seams,
     expanding_modules,
     forward_over,
