@@ -7,9 +7,10 @@ import torch
 from ..choices import Activation
 from ..registry import OpSpec, Sample, choice_reason, nbytes, register, shape_reason, tensor_reasons
 from .fused_swiglu import activate
+from .recurrence import written_reason
 
-#: of one value; kernels keep the inputs of a channel in registers
 ACTIVATIONS = (Activation.NONE, Activation.RELU, Activation.SILU, Activation.GELU_TANH, Activation.GELU)
+#: inputs that a channel sees, the new one among them
 MAX_WIDTH = 16
 
 
@@ -71,13 +72,6 @@ def why_not(
     for name, gate in gates.items():
         reasons += shape_reason(name, gate, (batch, channels))
     return reasons + written_reason("conv_state", conv_state)
-
-
-def written_reason(name: str, state: torch.Tensor) -> list[str]:
-    """Return a reason if ``state``, which an op updates in place, is not contiguous."""
-    if state.is_contiguous():
-        return []
-    return [f"{name} has strides {state.stride()}: it is written, make it contiguous"]
 
 
 def moved(x, conv_state, weight, bias, input_gate, output_gate) -> int:
