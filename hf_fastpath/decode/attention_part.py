@@ -124,11 +124,6 @@ class AttentionPart(Part):
         interleaved = self.spec.by_kv_head and self.num_kv_heads > 1
         return bool(self.spec.head_norms) or interleaved or self.repeats_kv
 
-    @property
-    def reads_buffers(self) -> bool:
-        """Whether an op reads the cache at the address it was bound to, instead of through a ``kv_table``."""
-        return self.softcap > 0
-
     def other_reason(self) -> str | None:
         return self._own_reason("attention")
 

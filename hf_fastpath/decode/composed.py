@@ -235,3 +235,7 @@ def _attention(q, k_cache, v_cache, k_scales, v_scales, block_table, seq_lens, s
     seen = visible.any(4, keepdim=True)  # a row of padding sees nothing
     weights = scores.softmax(-1).masked_fill(~seen, 0)
     return (weights @ v).permute(0, 3, 1, 2, 4).reshape(batch, query_len, num_heads * head_dim).to(q.dtype)
+
+
+#: what reads or writes a cache where it is bound
+READING_BUFFERS = frozenset({soft_capped_attention, sloped_attention, append_states, latent_attention})

@@ -18,6 +18,7 @@ from ..ops.gemv import MAX_ROWS
 from ..ops.kv_cache import KVCache, is_quantized, table_columns
 from . import steps
 from .angles import AngleTables
+from .composed import READING_BUFFERS
 from .graph import capture, random_numbers_in_turn
 from .named_calls import Register, Step
 from .program import Program
@@ -103,7 +104,6 @@ class DecodePlan:
                     lens = torch.full((batch,), self.query_len, dtype=torch.int32, device=self.device)
                     shapes = {attention.cache_shape for attention in part.attentions}
                     self.staging = steps.Staging(lens, self.query_len, shapes)
-            self._reads_buffers = any(attention.reads_buffers for attention in part.attentions)
             #: of each layer, memory for its states; the cache holds its states there while the plan runs
             self.states = [[_like(each) for each in found] for found in part.states(batch)]
             self.program = Program()
@@ -113,6 +113,8 @@ class DecodePlan:
             #: positions that the model has learned, or None: it turns queries and keys by any
             self._learned, self._position_offset = (None, 0) if learned is None else learned
             self._logits = self._record(part)
+            #: whether a call reads the cache where it is bound, instead of through a ``kv_table``
+            self._reads_buffers = any(call.op in READING_BUFFERS for call in self.program.calls)
 
     def _record(self, part: ModelPart) -> Register:
         """Record the token step; return the register of the logits [batch, vocab_size]."""
@@ -164,7 +166,7 @@ class DecodePlan:
         # Kernels may overlap: no call of the step writes a parameter or the KV table, and lengths change only before
         # the step or in its last kernel.
         programmatic_launch = self.device.type == "cuda"
-        fixed = self.kv_tables, self.workspace, programmatic_launch, self.staging
+        fixed = self.kv_tables, self.workspace, programmatic_launch, self.staging, self.kv_dtype
         at = steps.Positions(angles, self.seq_lens, self.starts, *fixed)
         if part.is_recorded:
             logits = part.record(emit, self.tokens, self.positions, self._caches, self.states, at)

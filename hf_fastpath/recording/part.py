@@ -69,14 +69,12 @@ class RecordedAttention:
     Attributes:
         cache_shape: KV heads, and elements of a head.
         num_heads, head_dim: of the queries.
-        reads_buffers: whether a call reads the cache where it is bound, instead of through a ``kv_table``.
         value_dim: elements of a value if the cache holds others than of a key; else None.
     """
 
     cache_shape: tuple[int, int]
     num_heads: int
     head_dim: int
-    reads_buffers: bool
     value_dim: int | None = None
 
     @property
@@ -311,7 +309,7 @@ def attention_of(recording: Recording, producers: dict[int, Call], call: Call) -
     if call.op in (marks.rotated_attention, marks.projected_attention):
         given = call.arguments
         shape = given["num_kv_heads"], given["head_dim"]
-        return RecordedAttention(shape, given["num_heads"], shape[1], _is_composed(given))
+        return RecordedAttention(shape, given["num_heads"], shape[1])
     if call.op not in (marks.attend, marks.latent_attend):
         return None
     states = producers[call.arguments["states"].index]
@@ -321,16 +319,11 @@ def attention_of(recording: Recording, producers: dict[int, Call], call: Call) -
             recording.fact(states.arguments["v"]).shape[-1],
             recording.fact(call.arguments["q"]).shape[1],
         )
-        return RecordedAttention((heads, head_dim), queries, head_dim, True, value_dim)
+        return RecordedAttention((heads, head_dim), queries, head_dim, value_dim)
     if recording.fact(states.arguments["v"]).shape[-1] != head_dim:
         raise Unrecordable("keys and values of different sizes")
     found = recording.fact(call.arguments["q"])
-    return RecordedAttention((heads, head_dim), found.shape[1], head_dim, _is_composed(call.arguments))
-
-
-def _is_composed(attend: dict[str, Any]) -> bool:
-    """Whether attention is made of PyTorch's ops."""
-    return attend.get("softcap", 0.0) > 0 or attend.get("slopes") is not None
+    return RecordedAttention((heads, head_dim), found.shape[1], head_dim)
 
 
 def _dry_run(part: RecordedPart) -> None:
