@@ -109,6 +109,7 @@ from .parallel import (
 from .seams import (
     EXPAND,
     RecordingCache,
+    ask_for_plain_functions,
     ask_for_seams,
     expanding_modules,
     forward_over,

@@ -167,3 +167,7 @@ def latent_attention(
     seen = visible.any(3, keepdim=True)  # a row of padding sees nothing
     weights = (scale * scores).masked_fill(~visible, -torch.inf).softmax(-1).masked_fill(~seen, 0)
     return torch.matmul((weights @ latents).to(q.dtype), by_head[:, plain:].mT).transpose(1, 2)
+
+
+#: what reads or writes a cache where it is bound
+READING_BUFFERS = frozenset({append_states, latent_attention})

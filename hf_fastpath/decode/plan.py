@@ -18,6 +18,7 @@ from ..ops.gemv import MAX_ROWS
 from ..ops.kv_cache import KVCache, is_quantized
 from . import steps
 from .angles import AngleTables
+from .composed import READING_BUFFERS
 from .graph import capture, random_numbers_in_turn
 from .named_calls import Register, Step
 from .plan_memory import PlanMemory
@@ -95,7 +96,6 @@ class DecodePlan:
             sizes = batch, self.query_len, kv_dtype, self.page_sizes
             self.memory = {device: PlanMemory.of(part, device, *sizes) for device in part.devices}
             self.program = Program() if len(self.memory) == 1 else Stages(self.device)
-            self._reads_buffers = part.is_recorded and any(each.reads_buffers for each in part.attentions)
             #: of each layer, memory for its states; the cache holds its states there while the plan runs
             self.states = [[_like(each) for each in found] for found in part.states(batch)]
             self._caches = [self._cache_registers(size is not None) for size in self.page_sizes]
@@ -104,6 +104,8 @@ class DecodePlan:
             #: positions that the model has learned, or None: it turns queries and keys by any
             self._learned, self._position_offset = (None, 0) if learned is None else learned
             self._logits = self._record(part)
+            #: whether a call reads the cache where it is bound, instead of through a ``kv_table``
+            self._reads_buffers = any(call.op in READING_BUFFERS for call in self.program.calls)
 
     def _record(self, part: ModelPart) -> Register:
         """Record the token step; return the register of the logits [batch, vocab_size]."""
@@ -159,7 +161,7 @@ class DecodePlan:
         lens, starts = self.program.shared(self.seq_lens), self.program.shared(self.starts, is_constant=True)
         at = {}
         for device, own in self.memory.items():
-            fixed = own.kv_tables, own.workspace, programmatic_launch, own.staging
+            fixed = own.kv_tables, own.workspace, programmatic_launch, own.staging, self.kv_dtype
             at[device] = Positions(angles, lens, starts, *fixed)
         if part.is_recorded:
             logits = part.record(emit, self.tokens, self.positions, self._caches, self.states, at[self.device])

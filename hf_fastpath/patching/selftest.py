@@ -148,6 +148,9 @@ def _cut_layers(config) -> int:
     own = len(rows) - shared
     firsts = [place for place, row in enumerate(rows[:own]) if rows.index(row) == place][:_MOST_LAYERS]
     firsts += [place for place in range(own, len(rows)) if rows.index(rows[place], own) == place]
+    # Zamba's hybrid layers share weights, which takes two of them
+    hybrid = [place for place, row in enumerate(rows) if "hybrid" in row and place not in firsts]
+    firsts += hybrid[:1]
     others = [place for place in range(own) if place not in firsts]
     kept = sorted(firsts + others[: max(0, _FEWEST_LAYERS - len(firsts))]) if len(rows) > 1 else [0, 0]
     alike = (name for name, value in vars(config).items() if isinstance(value, list) and len(value) == len(rows))

@@ -15,7 +15,9 @@ from ..decode import composed, many_rows
 from ..decode.named_calls import Call, Emit, Register
 from ..decode.positions import Positions
 from ..ops.gemv import MAX_ROWS
+from ..ops.head_products import MAX_INPUTS
 from ..ops.kv_cache import KVCache
+from ..ops.latent_attention import MAX_RANK, MAX_ROPE_DIM
 from ..registry import FLOAT_DTYPES, PLAIN_TENSORS
 from . import marks
 from .recording import Recording, Unrecordable, registers_in
@@ -133,14 +135,34 @@ class Lowering:
         return self.attention(queries, layer, scale, window, softcap, sinks, slopes)
 
     def _latent_attend(self, call: Call, q, states, layer, scale, window, weight) -> Any:
-        at, cache = self._at, self._caches[layer]
-        if layer in self._pending:
-            k, v = self._pending.pop(layer)
-            self._emit(composed.append_states, k=k, v=v, cache=cache, seq_lens=at.seq_lens)
-        return self._emit(
-            composed.latent_attention, q=q, weight=weight, cache=cache, seq_lens=at.seq_lens, starts=at.starts,
-            scale=scale, window=window,
+        at, cache, fact = self._at, self._caches[layer], self._recording.fact(call.arguments["q"])
+        new = self._pending.pop(layer, None)
+        rank, turned = self._attentions[layer].cache_shape[1], self._attentions[layer].value_dim
+        heads, query_len, plain = fact.shape[1], fact.shape[2], fact.shape[3] - turned
+        seen = dict(seq_lens=at.seq_lens, starts=at.starts, scale=scale)
+        fits = rank <= MAX_RANK and turned <= MAX_ROPE_DIM and plain <= MAX_INPUTS
+        plain_cache = at.kv_dtype == fact.dtype == weight.dtype and not cache.is_paged
+        if query_len > 1 or window or not fits or not plain_cache:
+            if new is not None:
+                self._emit(composed.append_states, k=new[0], v=new[1], cache=cache, seq_lens=at.seq_lens)
+            return self._emit(composed.latent_attention, q=q, weight=weight, cache=cache, **seen, window=window)
+        by_head = weight.detach().view(heads, -1, rank)
+        q = self._emit(_aten.select.int, q, 2, 0)
+        parts = [self._emit(_aten.narrow.default, q, 2, *part) for part in ((0, plain), (plain, turned))]
+        how = dict(programmatic_launch=at.programmatic_launch)
+        at_latent = self._emit(
+            ops.head_products.overload, x=parts[0], weight=by_head[:, :plain], transposed=True, **how
+        )
+        if new is not None:
+            new = [self._emit(_aten.reshape.default, each, [fact.shape[0], -1]) for each in new]
+        placed = at.placed(cache, layer)
+        of_latent = self._emit(
+            ops.latent_attention.overload, q_latent=at_latent, q_rope=parts[1], latents=cache.k, rope_keys=cache.v,
+            **seen, kv_table=placed.table, layer=placed.layer,
+            **({} if new is None else {"new_latent": new[0], "new_rope": new[1]}),
         )  # fmt: skip
+        made = self._emit(ops.head_products.overload, x=of_latent, weight=by_head[:, plain:], **how)
+        return self._emit(_aten.unsqueeze.default, made, 1)
 
     def store(self, layer: int) -> dict[str, Any]:
         """Where keys and values of a layer are appended."""

@@ -69,14 +69,12 @@ class RecordedAttention:
     Attributes:
         cache_shape: KV heads, and elements of a head.
         num_heads, head_dim: of the queries.
-        reads_buffers: whether a call reads the cache where it is bound, instead of through a ``kv_table``.
         value_dim: elements of a value if the cache holds others than of a key; else None.
     """
 
     cache_shape: tuple[int, int]
     num_heads: int
     head_dim: int
-    reads_buffers: bool = False
     value_dim: int | None = None
 
     @property
@@ -342,7 +340,7 @@ def attention_of(recording: Recording, producers: dict[int, Call], call: Call) -
             recording.fact(states.arguments["v"]).shape[-1],
             recording.fact(call.arguments["q"]).shape[1],
         )
-        return RecordedAttention((heads, head_dim), queries, head_dim, True, value_dim)
+        return RecordedAttention((heads, head_dim), queries, head_dim, value_dim)
     if recording.fact(states.arguments["v"]).shape[-1] != head_dim:
         raise Unrecordable("keys and values of different sizes")
     found = recording.fact(call.arguments["q"])

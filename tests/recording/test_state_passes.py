@@ -3,6 +3,8 @@ and what is nearly the same stays as it is."""
 
 from __future__ import annotations
 
+import inspect
+
 import pytest
 import torch
 import transformers
@@ -61,6 +63,26 @@ def test_slices_of_a_projection_are_not_products_of_their_own():
     recording.drop_unread()
     assert_same(recording, model, PASSES)
     assert len(calls_of(recording, marks.linear)) == 2 * 2 + 1  # in and out of two layers, and the head
+
+
+def test_functions_of_installed_packages_are_not_recorded(monkeypatch):
+    """Where a package has taken the place of a function of transformers, the function is recorded."""
+    model = small_model("qwen3_5_text")
+    module = inspect.getmodule(type(model))
+    function = module.causal_conv1d_update
+    if "is_new_implementation" not in function.__code__.co_freevars:
+        pytest.skip(f"transformers {transformers.__version__} chooses functions in another way")
+    cells = dict(zip(function.__code__.co_freevars, function.__closure__))
+
+    def kernel(*args, **kwargs):
+        raise RuntimeError("a kernel was called")
+
+    monkeypatch.setattr(cells["implementation"], "cell_contents", kernel)
+    monkeypatch.setattr(cells["is_new_implementation"], "cell_contents", True)
+    with pytest.raises(RuntimeError, match="a kernel was called"):
+        model.generate(torch.ones(1, 4, dtype=torch.long), max_new_tokens=3)
+    recording = record(Skeleton(model), 1, 1)
+    assert calls_of(recording, _aten.convolution.default)
 
 
 # ---- short convolutions ---------------------------------------------------------------------------------------------
