@@ -48,7 +48,11 @@ def reference(
         x = input_gate * x
     inputs = torch.cat((conv_state[..., 1:], x[..., None]), dim=-1)
     conv_state.copy_(inputs)
-    out = torch.nn.functional.conv1d(inputs, weight[:, None], bias, groups=weight.shape[0])[..., 0]
+    if x.dtype == torch.float64:  # PyTorch's convolution takes a thousand times as long
+        out = (inputs * weight).sum(-1)
+        out = out if bias is None else out + bias
+    else:
+        out = torch.nn.functional.conv1d(inputs, weight[:, None], bias, groups=weight.shape[0])[..., 0]
     out = activate(out, activation)
     return (out if output_gate is None else output_gate * out).contiguous()
 
