@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from .. import ops
-from ..choices import Activation, NormKind
+from ..choices import Activation, NormKind, Rotation
 from ..decode import composed, many_rows
 from ..decode.named_calls import Call, Emit, Register
 from ..decode.steps import Positions
@@ -133,7 +133,9 @@ class Lowering:
             queries = self._emit(_aten.transpose.int, q, 1, 2)
         return self.attention(queries, layer, scale, window, softcap, sinks, slopes)
 
-    def _latent_attend(self, call: Call, q, states, layer, scale, window, weight) -> Any:
+    def _latent_attend(
+        self, call: Call, q, states, layer, scale, window, weight, cos=None, sin=None, rotation=Rotation.HALVES
+    ) -> Any:
         at, cache, fact = self._at, self._caches[layer], self._recording.fact(call.arguments["q"])
         new = self._pending.pop(layer, None)
         rank, turned = self._attentions[layer].cache_shape[1], self._attentions[layer].value_dim
@@ -142,8 +144,11 @@ class Lowering:
         fits = rank <= MAX_RANK and turned <= MAX_ROPE_DIM and plain <= MAX_INPUTS
         plain_cache = at.kv_dtype == fact.dtype == weight.dtype and not cache.is_paged
         if query_len > 1 or window or not fits or not plain_cache:
+            angles = dict(cos=cos, sin=sin, rotation=rotation)
             if new is not None:
-                self._emit(composed.append_states, k=new[0], v=new[1], cache=cache, seq_lens=at.seq_lens)
+                k, v = new[0], new[1] if cos is None else self._emit(composed.turned, x=new[1], **angles)
+                self._emit(composed.append_states, k=k, v=v, cache=cache, seq_lens=at.seq_lens)
+            q = q if cos is None else self._emit(composed.with_turned_end, q=q, **angles)
             return self._emit(composed.latent_attention, q=q, weight=weight, cache=cache, **seen, window=window)
         by_head = weight.detach().view(heads, -1, rank)
         q = self._emit(_aten.select.int, q, 2, 0)
@@ -152,13 +157,17 @@ class Lowering:
         at_latent = self._emit(
             ops.head_products.overload, x=parts[0], weight=by_head[:, :plain], transposed=True, **how
         )
+        given: dict[str, Any] = {}
         if new is not None:
-            new = [self._emit(_aten.reshape.default, each, [fact.shape[0], -1]) for each in new]
+            flat = [self._emit(_aten.reshape.default, each, [fact.shape[0], -1]) for each in new]
+            given |= {"new_latent": flat[0], "new_rope": flat[1]}
+        if cos is not None:
+            one = [self._emit(_aten.select.int, each, 1, 0) for each in (cos, sin)]
+            given |= {"cos": one[0], "sin": one[1], "rotation": rotation}
         placed = at.placed(cache, layer)
         of_latent = self._emit(
             ops.latent_attention.overload, q_latent=at_latent, q_rope=parts[1], latents=cache.k, rope_keys=cache.v,
-            **seen, kv_table=placed.table, layer=placed.layer,
-            **({} if new is None else {"new_latent": new[0], "new_rope": new[1]}),
+            **seen, **given, kv_table=placed.table, layer=placed.layer,
         )  # fmt: skip
         made = self._emit(ops.head_products.overload, x=of_latent, weight=by_head[:, plain:], **how)
         return self._emit(_aten.unsqueeze.default, made, 1)

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from torch import nn
 
 from ..recording import Recording
-from . import attention, gated_norms, lengths, modules, own_attention, products, states, views
+from . import attention, gated_norms, latent_rotation, lengths, modules, own_attention, products, states, views
 
 Pass = Callable[[Recording, nn.Module], None]
 
@@ -32,6 +32,7 @@ PASSES: tuple[Pass, ...] = (
     products.split_products,
     own_attention.own_attention,
     attention.rotations,
+    latent_rotation.latent_rotations,
     attention.projections,
     attention.flat_attention,
     views.no_change,
