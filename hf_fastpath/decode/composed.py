@@ -9,10 +9,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..choices import Activation
+from ..choices import Activation, Rotation
 from ..ops import fused_experts, topk_softmax
 from ..ops.decode_attention import visible_slots
 from ..ops.kv_cache import dequantized, gathered, quantized
+from ..ops.rope_append import rotate
 
 
 def unit_offset_layer_norm(
@@ -124,6 +125,19 @@ def append_states(
             cache.index_copy_(2, new % size, states)
         else:
             cache[block_table[:, new // size].long(), :, new % size] = states.transpose(1, 2)
+
+
+def turned(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, rotation: Rotation) -> torch.Tensor:
+    """Turn x, [batch, heads, query_len, dim], by angles [batch or 1, query_len, dim], as ``ops.latent_attention``."""
+    if rotation == Rotation.NEIGHBORS_TO_HALVES:
+        x = torch.cat((x[..., ::2], x[..., 1::2]), dim=-1)
+    return rotate(x.transpose(1, 2), cos, sin, rotation == Rotation.NEIGHBORS).transpose(1, 2)
+
+
+def with_turned_end(q: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, rotation: Rotation) -> torch.Tensor:
+    """Turn the last elements of q, as many as there are angles; see :func:`turned`."""
+    plain, end = q.tensor_split((q.shape[-1] - cos.shape[-1],), dim=-1)
+    return torch.cat((plain, turned(end, cos, sin, rotation)), dim=-1)
 
 
 def latent_attention(

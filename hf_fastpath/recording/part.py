@@ -69,7 +69,7 @@ class RecordedAttention:
     Attributes:
         cache_shape: KV heads, and elements of a head.
         num_heads, head_dim: of the queries.
-        value_dim: elements of a value if the cache holds others than of a key; else None.
+        value_dim: of a latent, elements of the turned keys, which the cache holds as values; else None.
     """
 
     cache_shape: tuple[int, int]
@@ -335,16 +335,12 @@ def attention_of(recording: Recording, producers: dict[int, Call], call: Call) -
         return None
     states = producers[call.arguments["states"].index]
     heads, _, head_dim = recording.fact(states.arguments["k"]).shape[1:]
+    values, queries = (recording.fact(each).shape for each in (states.arguments["v"], call.arguments["q"]))
     if call.op is marks.latent_attend:
-        value_dim, queries = (
-            recording.fact(states.arguments["v"]).shape[-1],
-            recording.fact(call.arguments["q"]).shape[1],
-        )
-        return RecordedAttention((heads, head_dim), queries, head_dim, value_dim)
-    if recording.fact(states.arguments["v"]).shape[-1] != head_dim:
+        return RecordedAttention((heads, head_dim), queries[1], head_dim, values[-1])
+    if values[-1] != head_dim:
         raise Unrecordable("keys and values of different sizes")
-    found = recording.fact(call.arguments["q"])
-    return RecordedAttention((heads, head_dim), found.shape[1], head_dim)
+    return RecordedAttention((heads, head_dim), queries[1], head_dim)
 
 
 def _dry_run(part: RecordedPart) -> None:

@@ -11,6 +11,7 @@ from test_recorded_families import GREEDY, assert_equal, padded, pair, prompt
 
 import hf_fastpath
 from hf_fastpath import FastpathCache
+from hf_fastpath.choices import Rotation
 from hf_fastpath.compat import CACHE
 from hf_fastpath.patching.state import state_of
 
@@ -103,6 +104,8 @@ def test_no_keys_or_values_are_made_of_what_the_cache_holds():
     assert names.count("latent_attention") == len(ours.model.layers)
     assert names.count("head_products") == 2 * len(ours.model.layers) and "append_states" not in names
     weights = {layer.self_attn.kv_b_proj.weight.data_ptr() for layer in ours.model.layers}
+    angles = [call.arguments["rotation"] for call in plan.program.calls if call.name.startswith("latent_attention")]
+    assert angles == [Rotation.NEIGHBORS_TO_HALVES] * len(weights)
     given = [(call.name, each) for call in plan.program.calls for each in call.arguments.values()]
     readers = [name for name, each in given if isinstance(each, torch.Tensor) and each.data_ptr() in weights]
-    assert readers == ["head_products"] * len(weights)  # of queries; those of values begin behind other rows
+    assert readers == ["head_products.default"] * len(weights)  # of queries; those of values begin behind other rows

@@ -10,7 +10,18 @@ from collections.abc import Callable
 from torch import nn
 
 from ..recording import Recording
-from . import attention, experts, gated_norms, lengths, modules, own_attention, products, states, views
+from . import (
+    attention,
+    experts,
+    gated_norms,
+    latent_rotation,
+    lengths,
+    modules,
+    own_attention,
+    products,
+    states,
+    views,
+)
 
 Pass = Callable[[Recording, nn.Module], None]
 
@@ -33,6 +44,7 @@ PASSES: tuple[Pass, ...] = (
     own_attention.own_attention,
     attention.rotations,
     attention.head_norms,
+    latent_rotation.latent_rotations,
     attention.projections,
     attention.flat_attention,
     views.no_change,

@@ -68,7 +68,7 @@ def rotations(recording: Recording, model: nn.Module) -> None:
         append = producers[attend.arguments["states"].index]
         if readers[append.arguments["layer"]] > 1:
             continue
-        front = _front(recording, producers, at_positions, append, attend)
+        front = front_of(recording, producers, at_positions, append, attend)
         if front is None:
             continue
         sources, tables, calls = front
@@ -83,7 +83,7 @@ def rotations(recording: Recording, model: nn.Module) -> None:
         if make_angles is not None:
             place = tuple(each.index for each in tables), make_angles[0], pairs
             if place not in angles:
-                angles[place] = _emit_angles(
+                angles[place] = emit_angles(
                     recording, make_angles, tables, made, recording.fact(sources[0]).dtype, pairs
                 )
             turned = angles[place]
@@ -99,7 +99,7 @@ def rotations(recording: Recording, model: nn.Module) -> None:
     recording.rewrite(instead, {})
 
 
-def _front(recording, producers, at_positions, append: Call, attend: Call):
+def front_of(recording, producers, at_positions, append: Call, attend: Call):
     """What queries, keys and values are made of: the projections or norms, the angles, and the calls between."""
     sources: dict[int, Register] = {}
     tables: dict[int, Register] = {}
@@ -179,8 +179,26 @@ def _tried(
         layouts = ["apart", "grouped"]
     else:
         return None
+    found = shown(recording, model, at_positions, front, [q, k, v])
+    if found is None:
+        return None
+    for layout in layouts:
+        for angles in (None, *angle_formulas(found[0][1], dim)) if tables else (None,):
+            for pairs in ("halves", "neighbors") if angles is not None else ("halves",):
+                how = (layout, angles, pairs, heads, kv_heads, dim)
+                if all(_is_turned(*one, *how) for one in found):
+                    return layout, angles, pairs
+    return None
+
+
+def shown(
+    recording: Recording, model: nn.Module, at_positions: set[int], front: Any, outputs: list[Register]
+) -> list[tuple[list, list, list]] | None:
+    """What a front makes of random numbers at a few positions: its sources, the tables of the positions, and
+    ``outputs``; None if it cannot be run."""
+    sources, tables, calls = front
     angle_calls = [call for call in recording.calls if call.out.index in at_positions]
-    shown = []
+    found = []
     try:
         for position in (min(each, past_tokens(model.config)) for each in _POSITIONS):
             given = {recording.positions.index: torch.full((recording.batch, recording.query_len), position)}
@@ -191,16 +209,10 @@ def _tried(
             given = {each.index: value for each, value in zip(sources, values)}
             needed = {each.index: angle_values[each.index] for each in tables}
             made = evaluate(calls, given | needed)
-            shown.append((values, [needed[each.index] for each in tables], [made[each.index] for each in (q, k, v)]))
+            found.append((values, [needed[each.index] for each in tables], [made[each.index] for each in outputs]))
     except (RuntimeError, TypeError, KeyError, NotImplementedError, ValueError):
         return None
-    for layout in layouts:
-        for angles in (None, *_angle_formulas(shown[0][1], dim)) if tables else (None,):
-            for pairs in ("halves", "neighbors") if angles is not None else ("halves",):
-                how = (layout, angles, pairs, heads, kv_heads, dim)
-                if all(_is_turned(*one, *how) for one in shown):
-                    return layout, angles, pairs
-    return None
+    return found
 
 
 def _is_turned(values, tables, out, layout, angles, pairs, heads, kv_heads, dim) -> bool:
@@ -238,7 +250,7 @@ def _spread(table: torch.Tensor, pairs: str, holds: str) -> torch.Tensor:
     return torch.cat((table, table), dim=-1) if pairs == "halves" else table.repeat_interleave(2, dim=-1)
 
 
-def _angle_formulas(tables: list[torch.Tensor], dim: int) -> Iterator[_Formula]:
+def angle_formulas(tables: list[torch.Tensor], dim: int) -> Iterator[_Formula]:
     """Ways to have cos and sin of all elements that turn from what a model has computed of its positions."""
     for holds in (_AS_IT_IS, _ONE, _FIRST_HALF):
         for one in range(len(tables)):
@@ -277,7 +289,7 @@ def _from_complex(one, holds):
     return angles
 
 
-def _emit_angles(
+def emit_angles(
     recording: Recording, formula: _Formula, tables: list[Register], made: list[Call], dtype: torch.dtype, pairs: str
 ) -> tuple[Register, Register]:
     """Calls that give cos and sin, [batch or 1, query_len, rotary_dim]."""

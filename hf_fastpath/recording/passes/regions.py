@@ -76,9 +76,11 @@ class Borders:
         memory = Memory(recording)
         self._group, self._writers = memory.of, memory.writers
         self._readers: dict[int, list[Call]] = {}
+        self._group_readers: dict[int, list[Call]] = {}
         for call in recording.calls:
             for register in read_by(call):
                 self._readers.setdefault(register.index, []).append(call)
+                self._group_readers.setdefault(self._group(register), []).append(call)
         self._states = {register.index for found in recording.states for register in found}
 
     def regions(self, state: Register) -> Iterator[Region]:
@@ -95,16 +97,19 @@ class Borders:
 
     def _downstream(self, state: Register) -> list[Call]:
         """Calls that depend on a state, up to those that are borders, in order."""
-        touched, found = {state.index}, []
-        for call in self._recording.calls:
-            read = [self._group(each) for each in read_by(call)]
-            if not touched.intersection(read) or self._is_border(call):
-                continue
-            found.append(call)
-            touched.add(self._group(call.out))
-            if _writes(call):
-                touched.add(read[0])
-        return found
+        found: dict[int, Call] = {}
+        waiting = [(-1, state.index)]  # memory that depends on the state, behind a place in the list
+        while waiting:
+            behind, group = waiting.pop()
+            for call in self._group_readers.get(group, ()):
+                place = self._places[id(call)]
+                if place <= behind or place in found or self._is_border(call):
+                    continue
+                found[place] = call
+                waiting.append((place, self._group(call.out)))
+                if _writes(call):
+                    waiting.append((place, self._group(read_by(call)[0])))
+        return [found[place] for place in sorted(found)]
 
     def _region(self, state: Register, result: Register, downstream: list[Call]) -> Region | None:
         dependent = {call.out.index for call in downstream}
