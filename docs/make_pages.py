@@ -133,6 +133,20 @@ def fast_types() -> str:
     return markdown_table(("type", "how", "PyTorch's calls"), lines)
 
 
+def multimodal_types() -> str:
+    """Every type that reads images or sound: how it decodes, what was compared, and why it runs stock code."""
+    with (DOCS / "data" / "multimodal_types.csv").open(newline="") as file:
+        rows = list(csv.DictReader(file))
+    lines = []
+    for row in rows:
+        compared = ("text, images or sound" if row["kind"] else "text") if _is_fast(row) else ""
+        reason = row["reason"] or ("" if _is_fast(row) else f"its tokens: {row['tokens']}")
+        lines.append((f"`{row['model_type']}`", row["how"], compared, reason.replace("|", "\\|")))
+    fast = sum(map(_is_fast, rows))
+    count = f"{fast} of {len(rows)} types decode in our loop."
+    return f"{count}\n\n" + markdown_table(("type", "how", "compared prompts", "why"), lines)
+
+
 def stock_types() -> str:
     """Every causal-LM type that runs stock code, and why."""
     rows = [row for row in _types() if not _is_fast(row)]
@@ -400,6 +414,7 @@ PAGES: dict[str, dict[str, Callable[[], str]]] = {
         "type counts": type_counts,
         "fast types": fast_types,
         "stock types": stock_types,
+        "multimodal types": multimodal_types,
         "golden matrix": golden_matrix,
     },
 }

@@ -161,8 +161,8 @@ REASONS: dict[str, Reason] = {
         "leave them out: generate() makes them",
     ),
     "unsupported_input": Reason(
-        "generate() or a module got an argument that our loops do not take (inputs_embeds, token_type_ids, encoder "
-        "states, ...), or one that is not what they take",
+        "generate() or a module got an argument that our loops do not take (token_type_ids, encoder states, ...), or "
+        "that new tokens of a model with images or sound read, or one that is not what they take",
         "pass int64 or int32 input_ids and an attention_mask, and leave out the argument that is named",
     ),
     # the decode loop steps aside (decided at each generate())

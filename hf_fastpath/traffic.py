@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from .compat import layer_kinds
+from .compat import is_multimodal, layer_kinds, text_decoder
 from .ops.kv_cache import SCALE_DTYPE, is_quantized
 from .quantization.linear import PackedLinear
 
@@ -20,23 +20,31 @@ def weight_bytes(model: Any, batch: int = 1) -> int:
 
     Every parameter is read once, whatever the batch. Of an embedding table, only a row for each sequence is read; of a
     mixture's experts, only the chosen ones, as if no two sequences chose the same expert. A head that is tied to an
-    embedding table is read in full.
+    embedding table is read in full. Of a multimodal model, the decoder is read.
     """
     head = model.get_output_embeddings()
-    tables = [module.weight for module in model.modules() if isinstance(module, nn.Embedding)]
+    modules = _modules_of_a_step(model)
+    tables = [module.weight for module in modules if isinstance(module, nn.Embedding)]
     gathered = {id(table) for table in tables}
     if head is not None:
         gathered.discard(id(getattr(head, "weight", None)))
     rows = sum(batch * table.shape[1] * table.element_size() for table in tables)
     chosen = batch * (getattr(model.config.get_text_config(decoder=True), "num_experts_per_tok", None) or 0)
     total = rows
-    for parameter in model.parameters():
+    for parameter in {id(each): each for module in modules for each in module.parameters(recurse=False)}.values():
         if id(parameter) not in gathered:
             is_stack = chosen and parameter.dim() == 3
             total += parameter.nbytes * min(chosen, len(parameter)) // len(parameter) if is_stack else parameter.nbytes
     return total + sum(
-        buffer.nbytes for module in model.modules() if isinstance(module, PackedLinear) for buffer in module.buffers()
+        buffer.nbytes for module in modules if isinstance(module, PackedLinear) for buffer in module.buffers()
     )
+
+
+def _modules_of_a_step(model: Any) -> list[nn.Module]:
+    if not is_multimodal(model):
+        return list(model.modules())
+    roots = text_decoder(model), model.get_input_embeddings(), model.get_output_embeddings()
+    return list(dict.fromkeys(module for root in roots if root is not None for module in root.modules()))
 
 
 def layer_widths(config: Any) -> tuple[int, int, int]:

@@ -180,7 +180,7 @@ def _layers(config: PreTrainedConfig) -> tuple[list[str], list[int]]:
     return list(by_layer), sorted(kept + others[: max(0, _MIN_LAYERS - len(kept))])
 
 
-def _small(config: PreTrainedConfig, extra: dict[str, Any]) -> PreTrainedConfig:
+def small(config: PreTrainedConfig, extra: dict[str, Any]) -> PreTrainedConfig:
     """Make a config of ``config``'s class with small entries and the entries of ``extra``."""
     fields = type(config).__dataclass_fields__
     by_layer, kept = _layers(config)
@@ -189,7 +189,7 @@ def _small(config: PreTrainedConfig, extra: dict[str, Any]) -> PreTrainedConfig:
     for name, field in fields.items():
         value = vars(config).get(own_name.get(name, name))  # entries that differ by layer are no attributes
         if isinstance(value, PreTrainedConfig):
-            changes[name] = _small(value, extra.get(name, {}))
+            changes[name] = small(value, extra.get(name, {}))
         elif name in by_layer:
             changes[name] = [_cut(name, value[layer]) for layer in kept]
         elif name in _LAYER_NUMBERS and value is not None:
@@ -224,7 +224,7 @@ def small_config(model_type: str) -> PreTrainedConfig:
         model_type: one of :func:`types`.
     """
     extra = dict(_TYPES.get(model_type, {}))
-    return _small(CONFIG_MAPPING[model_type](**extra.pop("default", {})), extra)
+    return small(CONFIG_MAPPING[model_type](**extra.pop("default", {})), extra)
 
 
 def small_model(model_type: str, seed: int = 0) -> PreTrainedModel:
@@ -237,17 +237,32 @@ def small_model(model_type: str, seed: int = 0) -> PreTrainedModel:
     Raises:
         ValueError: the model is not small. What the config or the class raises is not caught.
     """
-    config = small_config(model_type)
+    return random_model(small_config(model_type), AutoModelForCausalLM, seed)
+
+
+def extra_of(model_type: str) -> dict[str, Any]:
+    """Return the entries that a type is given besides."""
+    return dict(_TYPES.get(model_type, {}))
+
+
+def random_model(
+    config: PreTrainedConfig, factory: Any, seed: int = 0, most_parameters: int = _MOST_PARAMETERS
+) -> PreTrainedModel:
+    """Make a random model of a config by a factory of transformers, as :func:`small_model` does.
+
+    Raises:
+        ValueError: it has more than ``most_parameters``.
+    """
     with torch.random.fork_rng(devices=[]), torch.no_grad():
         with torch.device("meta"):
-            parameters = AutoModelForCausalLM.from_config(config, dtype=torch.float32).num_parameters()
-        if parameters > _MOST_PARAMETERS:
+            parameters = factory.from_config(config, dtype=torch.float32).num_parameters()
+        if parameters > most_parameters:
             raise ValueError(
-                f"small_model: {model_type} has {parameters} parameters, of at most {_MOST_PARAMETERS}; "
+                f"a small {config.model_type} has {parameters} parameters, of at most {most_parameters}; "
                 f"an entry of its config that means a size is missing in _SIZES or _TYPES: {config}"
             )
         torch.manual_seed(seed)
-        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+        model = factory.from_config(config, dtype=torch.float32).eval()
         kept = model.state_dict().keys()
         biases = [(name, buffer) for name, buffer in model.named_buffers() if name in kept and buffer.dim() == 1]
         for name, tensor in [*model.named_parameters(), *biases]:  # routers keep biases in buffers

@@ -1,14 +1,14 @@
-"""What ``patch()`` does to every causal-LM type of the installed transformers: the rows of
-``docs/data/recorded_types.csv``, which ``python docs/make_types.py`` writes."""
+"""What ``patch()`` does to every causal-LM type and every multimodal type of the installed transformers: the rows of
+``docs/data/recorded_types.csv`` and ``multimodal_types.csv``, which ``python docs/make_types.py`` writes."""
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any
 
 import causal_lm_types
+import multimodal_types
 import torch
 from causal_lm_types import kind, small_model
 from transformers import PreTrainedModel
@@ -47,7 +47,8 @@ class Row:
 
     Attributes:
         model_type: the type.
-        kind: what its cache is, see ``causal_lm_types.kind``.
+        kind: what its cache is, see ``causal_lm_types.kind``; of a multimodal type, what of its prompts is compared
+            besides text: "media" (images or sound) or "".
         how: "file", "recorded" or "stock".
         tokens: "equal" if greedy tokens of a prompt and of a padded batch are stock's, all of them by our loop; ""
             if the type runs stock code; otherwise what is wrong.
@@ -82,6 +83,27 @@ def row(model_type: str) -> Row:
     of_kind, _, why = kind(stock).partition(": ")
     if why:
         return Row(model_type, of_kind, "stock", reason=why)
+    return _patched_row(model_type, of_kind, stock, _prompts())
+
+
+def multimodal_row(model_type: str) -> Row:
+    """Do as :func:`row` for a multimodal type, whose prompts also have images or sound if it is one of ``MEDIA``."""
+    try:
+        stock = multimodal_types.small_model(model_type)
+        stock.generate(**multimodal_types.prompt(model_type, (0,)), max_new_tokens=2)
+    except Exception as error:
+        return Row(model_type, "", "stock", reason=f"no small model generates from text: {causal_lm_types.said(error)}")
+    has_media = model_type in multimodal_types.MEDIA
+    media = {"one text": (0,), "a padded batch": (0, 0)}
+    media |= {"one medium": (1,), "two": (2,), "a padded batch of media": (1, 1)} if has_media else {}
+    prompts = {
+        name: multimodal_types.prompt(model_type, counts, padding=2 * (len(counts) > 1))
+        for name, counts in media.items()
+    }
+    return _patched_row(model_type, "media" if has_media else "", stock, prompts)
+
+
+def _patched_row(model_type: str, of_kind: str, stock: PreTrainedModel, prompts: dict[str, dict]) -> Row:
     ours = copy.deepcopy(stock)
     try:
         hf_fastpath.patch(ours, quiet=True)
@@ -94,7 +116,7 @@ def row(model_type: str) -> Row:
     decided = state_of(ours).decided
     how = "recorded" if decided.is_recorded else "file"
     try:
-        tokens = _compared(ours, stock)
+        tokens = _compared(ours, stock, prompts)
     except Exception as error:
         tokens = causal_lm_types.said(error)
     return Row(model_type, of_kind, how, tokens, "; ".join(dict.fromkeys(left(ours))))
@@ -107,13 +129,24 @@ def _line(error: UnsupportedModelError) -> str:
     return detail.strip("().") if detail else code
 
 
-def _compared(ours: PreTrainedModel, stock: PreTrainedModel) -> str:
-    """Return "equal", or what is wrong."""
+def _prompts() -> dict[str, dict[str, torch.Tensor]]:
+    """Return the inputs of a prompt and of a padded batch."""
     long, short = causal_lm_types.prompt(1, 9, seed=1), causal_lm_types.prompt(1, 5, seed=2)
     batch = torch.cat([long, torch.nn.functional.pad(short, (4, 0))])
-    for name, ids, padding in (("one prompt", long, 0), ("a padded batch", batch, 4)):
+    mask = torch.ones_like(batch)
+    mask[-1, :4] = 0
+    one = dict(input_ids=long, attention_mask=torch.ones_like(long))
+    return {"one prompt": one, "a padded batch": dict(input_ids=batch * mask, attention_mask=mask)}
+
+
+def _compared(ours: PreTrainedModel, stock: PreTrainedModel, prompts: dict[str, dict[str, torch.Tensor]]) -> str:
+    """Return "equal", or what is wrong."""
+    for name, inputs in prompts.items():
         before = hf_fastpath.report(ours).stats
-        found, expected = (causal_lm_types.generate(model, ids, padding) for model in (ours, stock))
+        start = inputs["input_ids"].shape[1]
+        found, expected = (
+            model.generate(**inputs, max_new_tokens=12, do_sample=False)[:, start:] for model in (ours, stock)
+        )
         after = hf_fastpath.report(ours).stats
         if not torch.equal(found, expected):
             return f"others for {name}"
@@ -150,7 +183,8 @@ def _left_of(recording: Recording, call: Call, counted: set[int]) -> Iterator[st
         yield "latent attention"
 
 
-def rows(types: Any = None) -> Iterator[Row]:
-    """Yield the rows of types, of all of them if none are given."""
-    for model_type in causal_lm_types.types() if types is None else types:
-        yield row(model_type)
+#: table in ``docs/data`` -> its types, and what makes the row of one
+TABLES: dict[str, tuple[tuple[str, ...], Callable[[str], Row]]] = {
+    "recorded_types.csv": (causal_lm_types.types(), row),
+    "multimodal_types.csv": (multimodal_types.types(), multimodal_row),
+}

@@ -164,6 +164,33 @@ def following_logits(model: Any, input_ids: torch.Tensor, count: int, prompt_len
         return model(**inputs, return_dict=True).logits[:, -count:]
 
 
+def inputs_behind(model: Any, input_ids: torch.Tensor, model_kwargs: dict) -> dict[str, Any]:
+    """Return the arguments that ``GenerationMixin._sample`` would give a model's forward with the first new token.
+
+    Args:
+        input_ids: [batch, seq_len], of the prompt.
+        model_kwargs: the keyword arguments of the prompt.
+    """
+    text = torch.nn.functional.pad(input_ids, (0, 1))
+    known = model._update_model_kwargs_for_generation({}, dict(model_kwargs))
+    return model.prepare_inputs_for_generation(text, next_sequence_length=1, **known)
+
+
+def rotary_positions(config: Any, position_ids: torch.Tensor) -> torch.Tensor:
+    """Return the positions by which queries and keys are turned, [axes, batch, seq_len].
+
+    Args:
+        config: of the model.
+        position_ids: [batch, seq_len], or [axes, batch, seq_len] for several axes (time, height, width). An axis of the
+            text may come before these; transformers only makes masks of it.
+    """
+    if position_ids.dim() == 2:
+        return position_ids[None]
+    parameters = getattr(config.get_text_config(decoder=True), "rope_parameters", None) or {}
+    axes = len(parameters.get("mrope_section") or ())
+    return position_ids[1:] if axes and len(position_ids) == axes + 1 else position_ids
+
+
 def pad_token(generation_config: Any) -> torch.Tensor | None:
     """Return the pad token as ``generate()`` resolved it, a tensor."""
     return generation_config._pad_token_tensor

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -10,7 +11,7 @@ from typing import Any
 import torch
 from huggingface_hub.errors import StrictDataclassError
 from torch import nn
-from transformers import activations
+from transformers import PreTrainedConfig, activations
 from transformers.dynamic_module_utils import custom_object_save
 from transformers.generation import GenerationMixin
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
@@ -132,19 +133,67 @@ def entry_of(config: Any, name: str) -> Any:
 
 
 def set_entry(config: Any, name: str, value: Any) -> None:
-    """Set an entry of a config; if the config refuses None as its value, set it to the number of the first token."""
+    """Set an entry of a config; if the config refuses None as its value, set it to the number of the first token, and
+    if it refuses a number because it holds one for each of several parts, set all of them."""
     try:
         setattr(config, name, value)
     except StrictDataclassError:
-        setattr(config, name, 0)
+        several = isinstance(getattr(config, name), list) and value is not None
+        setattr(config, name, [value] * len(getattr(config, name)) if several else 0)
+
+
+def config_entries(config: Any) -> dict[str, Any]:
+    """Return the entries of a config; those of a config inside it are a dict, too."""
+    entries = vars(config).items()  # ``==`` of configs reads entries that may differ by layer, which raises
+    return {name: config_entries(each) if isinstance(each, PreTrainedConfig) else each for name, each in entries}
+
+
+def take_layer_entries(config: Any) -> dict[int, dict[str, Any]]:
+    """Take the entries that differ by layer out of a config; return them by layer."""
+    spec = vars(config).get("_heterogeneity_spec")
+    if spec is None:
+        return {}
+    config.per_layer_config = None
+    return {layer: dict(entries) for layer, entries in spec.per_layer_overrides.items()}
+
+
+def put_layer_entries(config: Any, entries: dict[int, dict[str, Any]]) -> None:
+    """Put entries that differ by layer into a config."""
+    if entries:
+        config.per_layer_config = entries
+
+
+#: arguments of forwards that take images or sound
+_MEDIA = frozenset(
+    {"pixel_values", "input_features", "input_values", "image_pixel_values", "audio_input_features", "image_patches"}
+)
 
 
 def is_decoder_alone(model: nn.Module) -> bool:
     """Whether a model generates text and has neither an encoder nor a part for images or sound beside its decoder."""
-    config = getattr(model, "config", None)
-    if config is None or not can_generate(model) or getattr(config, "is_encoder_decoder", False):
+    return _generates_from_a_cache(model) and not is_multimodal(model)
+
+
+def is_multimodal(model: nn.Module) -> bool:
+    """Whether a model generates text by a decoder inside it, and reads images or sound as well."""
+    if not _generates_from_a_cache(model):
         return False
-    return config.get_text_config(decoder=True) is config
+    has_parts = model.config.get_text_config(decoder=True) is not model.config
+    return has_parts or not _MEDIA.isdisjoint(inspect.signature(type(model).forward).parameters)
+
+
+def _generates_from_a_cache(model: nn.Module) -> bool:
+    config = getattr(model, "config", None)
+    return config is not None and can_generate(model) and not getattr(config, "is_encoder_decoder", False)
+
+
+def text_decoder(model: Any) -> nn.Module:
+    """Return the decoder inside a multimodal model, without the head."""
+    return model.get_decoder()
+
+
+#: attributes in which forwards of transformers' classes note something about the prompt that they have read
+PROMPT_NOTES = frozenset({"rope_deltas"})
 
 
 def model_of_config(config: Any, **arguments: Any) -> Any:

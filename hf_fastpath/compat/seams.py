@@ -15,6 +15,8 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from .caches import CACHE, LayerKind, LinearAttentionLayer, layer_kinds, made_layer
+from .generation import inputs_behind
+from .models import is_multimodal
 
 #: the name by which configs of recorded copies ask for our functions
 RECORDED = "hf_fastpath_recorded"
@@ -169,15 +171,19 @@ def forward_over(model: nn.Module, tokens: torch.Tensor, cache: Cache) -> torch.
     """
     past, count = cache.get_seq_length(), tokens.shape[1]
     given: dict[str, Any] = {"input_ids": tokens, CACHE: cache, "use_cache": True, "return_dict": True}
-    known = inspect.signature(type(model).forward).parameters
-    if "position_ids" in known:
+    if takes_positions(model):
         given["position_ids"] = torch.arange(past, past + count, device=tokens.device)[None]
     return model(**given).logits
 
 
 def takes_positions(model: nn.Module) -> bool:
-    """Whether a causal LM's forward takes position ids."""
-    return "position_ids" in inspect.signature(type(model).forward).parameters
+    """Whether a model's forward takes position ids, and ``generate()`` gives some with every token."""
+    if "position_ids" not in inspect.signature(type(model).forward).parameters:
+        return False
+    if not is_multimodal(model):
+        return True
+    two = torch.zeros(1, 2, dtype=torch.long, device=model.device)
+    return inputs_behind(model, two, {"position_ids": two, "use_cache": True}).get("position_ids") is not None
 
 
 def has_default_gate(module: nn.Module) -> bool:

@@ -143,6 +143,21 @@ def position_ids_of(ids: torch.Tensor, config: Any, model_kwargs: dict) -> torch
     return torch.arange(past, past + count, device=ids.device)[None]
 
 
+def next_positions_of(part: ModelPart, input_ids: torch.Tensor, config: Any, model_kwargs: dict) -> torch.Tensor:
+    """Return the position of each sequence's first new token, [batch].
+
+    Args:
+        part: the model.
+        input_ids, config, model_kwargs: of a call of ``generate()`` that there is no reason against.
+    """
+    if part.is_multimodal and part.takes_positions:
+        given = compat.inputs_behind(part.module, input_ids, model_kwargs)["position_ids"]
+        found = compat.rotary_positions(part.module.config, given)[0, :, -1]
+    else:
+        found = position_ids_of(input_ids, config, model_kwargs)[:, -1] + 1
+    return found.expand(len(input_ids))
+
+
 def runs_users_code(processors: Any, criteria: Any, streamer: Any) -> list[Cause]:
     """Return a reason for each object of a call that is the user's own: it may do anything, also to the model."""
     pairs = ("custom_stopping_criteria", criteria), ("custom_logits_processor", processors)

@@ -10,12 +10,13 @@ from torch import nn
 from .. import compat
 from ..cache.fastpath_cache import FastpathCache
 from ..reasons import Cause
+from . import multimodal
 from .patched import Patched
 from .structure import MAX_BATCH, ModelPart
 
 #: the ``model_kwargs`` that our loops understand; the tokenizer comes along with stop strings, and is not used
 KNOWN_MODEL_KWARGS = frozenset(
-    {compat.CACHE, "use_cache", "attention_mask", "position_ids", "logits_to_keep", "tokenizer"}
+    {compat.CACHE, "use_cache", "attention_mask", "position_ids", "logits_to_keep", "tokenizer", "inputs_embeds"}
 )
 #: types of token and position ids that PyTorch's embeddings take
 INDEX_DTYPES = (torch.int64, torch.int32)
@@ -46,12 +47,14 @@ def step_aside_reason(
         return Cause("other_cache", type(cache).__name__)
     if batch > (most := min(MAX_BATCH, state.options.max_batch_size)):
         return Cause("batch_size", f"{batch} sequences, {most} at most")
-    if (reason := _arguments_reason(input_ids, model_kwargs)) is not None:
+    if (reason := _arguments_reason(part, input_ids, model_kwargs)) is not None:
         return reason
     reason = model_reason(state, part, input_ids, cache)
     # a cache of states alone does not count for transformers, which reads a whole text again behind them
     past_len = cache.get_seq_length() if cache.key_layers else 0
     reason = reason or _layout_reason(part, input_ids, model_kwargs, past_len)
+    if reason is None and multimodal.has_more_than_tokens(part, model_kwargs):
+        reason = multimodal.reason_against(part, input_ids, model_kwargs)
     return reason or _pad_token_reason(part, config, batch)
 
 
@@ -91,7 +94,7 @@ def model_reason(state: Patched, part: ModelPart | None, input_ids: torch.Tensor
     return reason
 
 
-def _arguments_reason(input_ids: torch.Tensor, model_kwargs: dict) -> str | None:
+def _arguments_reason(part: ModelPart, input_ids: torch.Tensor, model_kwargs: dict) -> str | None:
     """Return the reason for an argument that our loops do not know, or None."""
     for name, value in model_kwargs.items():
         if name in KNOWN_MODEL_KWARGS or name in compat.WITHOUT_EFFECT or value is None:
@@ -100,8 +103,9 @@ def _arguments_reason(input_ids: torch.Tensor, model_kwargs: dict) -> str | None
             if value is not False:
                 return Cause("attention_outputs", name)
             continue
-        return Cause("unsupported_input", name)
-    if input_ids.shape[1] == 0:
+        if not part.is_multimodal:
+            return Cause("unsupported_input", name)
+    if multimodal.prompt_shape(input_ids, model_kwargs)[1] == 0:
         return Cause("unsupported_input", "input_ids is empty")
     if input_ids.dtype not in INDEX_DTYPES:
         return Cause("unsupported_input", f"input_ids is {input_ids.dtype}")
@@ -146,16 +150,18 @@ def _cache_reason(part: ModelPart, cache: FastpathCache, input_ids: torch.Tensor
 
 def _layout_reason(part: ModelPart, input_ids: torch.Tensor, model_kwargs: dict, past_len: int) -> str | None:
     mask, position_ids = model_kwargs.get("attention_mask"), model_kwargs.get("position_ids")
+    length = multimodal.prompt_shape(input_ids, model_kwargs)[1]
     if mask is not None:
         what = f"{mask.dtype} {tuple(mask.shape)} on {mask.device}"
         # generate() is given the whole conversation or only its new part; the mask always covers the cache
-        if mask.shape[-1] not in (input_ids.shape[1], past_len + input_ids.shape[1]) or mask.shape[-1] <= past_len:
-            return Cause("attention_mask", f"{what}, for {input_ids.shape[1]} tokens and {past_len} in the cache")
+        if mask.shape[-1] not in (length, past_len + length) or mask.shape[-1] <= past_len:
+            return Cause("attention_mask", f"{what}, for {length} tokens and {past_len} in the cache")
         if mask.dim() != 2 or mask.device != input_ids.device or not is_left_padding(mask):
             return Cause("attention_mask", what)
     if position_ids is None:
         return Cause("position_ids", "None") if part.takes_positions else None
-    if position_ids.dim() != 2 or position_ids.device != input_ids.device or position_ids.dtype not in INDEX_DTYPES:
+    known = position_ids.dim() == 2 or (part.is_multimodal and position_ids.dim() == 3)
+    if not known or position_ids.device != input_ids.device or position_ids.dtype not in INDEX_DTYPES:
         return Cause("position_ids", f"{position_ids.dtype} {tuple(position_ids.shape)} on {position_ids.device}")
     return None
 

@@ -23,8 +23,8 @@ from .calls import (
     end_tokens,
     ends_by_length_or_token,
     for_patched_models,
+    next_positions_of,
     note_nonfinite,
-    position_ids_of,
     runs_users_code,
     settling,
 )
@@ -151,12 +151,12 @@ class _Loop:
         return torch.cat(ends) if sum(end.numel() for end in ends) <= MAX_EOS_TOKENS else _TOO_MANY
 
     def generate(self, part: ModelPart, model_kwargs: dict) -> Any:
-        cache, position_ids = model_kwargs[compat.CACHE], position_ids_of(self.ids, self.config, model_kwargs)
+        cache = model_kwargs[compat.CACHE]
         if cache.state_layers and not cache.is_dropped:
             self.ahead = 0  # a token that was read behind the end could not be taken back
         mask = model_kwargs.get("attention_mask")
         starts = None if mask is None else (mask == 0).sum(1)
-        next_positions = position_ids[:, -1].expand(self.batch) + 1
+        next_positions = next_positions_of(part, self.ids, self.config, model_kwargs)
         next_logits = prompt.read_text(self.state.plans, self.model, part, self.ids, self.config, model_kwargs, starts)
         started, first = time.perf_counter(), True
         plan, plan_chooses = None, self.plan_chooses()

@@ -18,7 +18,7 @@ from ..cache.fastpath_cache import FastpathCache
 from ..ops.decode_attention import MAX_QUERY_LEN
 from ..ops.gemv import MAX_ROWS, MAX_WGMMA_ROWS
 from ..ops.kv_cache import KVCache
-from . import steps
+from . import multimodal, steps
 from .angles import angles_at
 from .attend import Attention, has_tensor_cores
 from .calls import position_ids_of
@@ -259,6 +259,8 @@ def read_text(
         [batch, vocab_size] logits of the first token.
     """
     cache = model_kwargs[compat.CACHE]
+    if multimodal.has_more_than_tokens(part, model_kwargs):
+        return compat.prefill(model, ids, config, model_kwargs).logits[:, -1]
     alike = repeats(ids, config.num_return_sequences, cache)
     if alike == 1:
         return _read_rows(plans, model, part, ids, config, model_kwargs, starts)

@@ -23,8 +23,8 @@ from . import structure
 
 #: dicts of a module that hold what the module is made of, and the hooks that are called with it
 _CONTENTS = itemgetter("_modules", "_parameters", "_buffers", "_forward_hooks", "_forward_pre_hooks")
-#: attributes of every module; all but one of them are bookkeeping
-_BOOKKEEPING = frozenset(vars(nn.Module())) - {"training"}
+#: attributes of every module of which all but one are bookkeeping, and what forwards write by themselves
+_BOOKKEEPING = (frozenset(vars(nn.Module())) - {"training"}) | compat.PROMPT_NOTES
 _FACTS = methodcaller("data_ptr"), methodcaller("stride"), attrgetter("dtype")
 
 
@@ -51,7 +51,7 @@ class Snapshot:
         classes = {base: None for module in modules for base in type(module).__mro__ if base not in known}
         self._namespaces = [*map(vars, classes), vars(sys.modules[part.architecture.module])]
         configs = {id(module.config): module.config for module in modules if hasattr(module, "config")}
-        self._configs = [(config, copy.deepcopy(vars(config))) for config in configs.values()]
+        self._configs = [(each, copy.deepcopy(compat.config_entries(each))) for each in configs.values()]
         values = self._values(modules)
         self._ids = list(map(id, values))
         # An identity is certain only while its object lives: modules and tensors are held weakly, all else is kept.
@@ -65,7 +65,7 @@ class Snapshot:
         modules, tensors = ([reference() for reference in each] for each in (self._modules, self._tensors))
         if any(thing is None for thing in (*modules, *tensors)):
             return False
-        if any(vars(config) != values for config, values in self._configs):
+        if any(compat.config_entries(config) != values for config, values in self._configs):
             return False
         try:
             return list(map(id, self._values(modules))) == self._ids and self._facts_of(tensors) == self._facts

@@ -118,8 +118,6 @@ def _kind(model: nn.Module) -> str | None:
     base = next((cls for cls in type(model).__mro__[1:] if (cls.__module__, cls.__name__) in listed), None)
     if base is not None:
         return f"{name} is a subclass of {base.__name__} whose layers are classes of its own"
-    if config.get_text_config(decoder=True) is not config:
-        return f"{name} reads images or sound as well, and its text model is of a family without an architecture file"
     return None
 
 

@@ -18,6 +18,7 @@ from ..recording import proof
 from .analyse import analyse
 from .apply import apply, claim, undo
 from .coverage import check_coverage, unsupported
+from .multimodal_twin import multimodal_twin
 from .plan import PatchPlan
 from .state import PatchState
 
@@ -113,6 +114,12 @@ def check(plan: PatchPlan) -> None:
     )
 
 
+def _twin(model: nn.Module) -> nn.Module:
+    if compat.is_multimodal(model):
+        return multimodal_twin(model, twin_config)
+    return type(model)(twin_config(model.config))
+
+
 def twin_config(config):
     """Return ``config`` at the size of the twin, with the same structure, windows and scalings and 97 tokens.
 
@@ -120,11 +127,13 @@ def twin_config(config):
     lists its layers).
     """
     small = copy.deepcopy(config)
-    count = _cut_layers(small)
+    by_layer = compat.take_layer_entries(small)
+    config_before = copy.deepcopy(small)
+    kept = _cut_layers(small)
     known = vars(small).keys() | getattr(small, "attribute_map", {}).keys()
     entries = [(name, value, None) for name, value in _TWIN.items()]
     entries += [(name, size, size) for size, names in _AT_MOST.items() for name in names]
-    for name, value, most in (*entries, ("num_hidden_layers", count, None)):
+    for name, value, most in (*entries, ("num_hidden_layers", len(kept), None)):
         is_derived = isinstance(getattr(type(small), name, None), property)
         if name == "head_dim" and "qk_rope_head_dim" in known:
             continue  # of attention over a latent, the part of a head that is turned
@@ -134,15 +143,19 @@ def twin_config(config):
             compat.set_entry(small, name, [value] * len(old))
         elif most is None or (isinstance(old, int) and old > most):
             compat.set_entry(small, name, value)
+    for entries in by_layer.values():  # sizes of a layer keep their ratio to those of the others
+        for name in entries.keys() & _TWIN.keys():
+            entries[name] = max(1, getattr(small, name) * entries[name] // getattr(config_before, name))
+    compat.put_layer_entries(small, {new: by_layer[old] for new, old in enumerate(kept) if old in by_layer})
     return small
 
 
-def _cut_layers(config) -> int:
-    """Cut the lists with an entry for every layer to one layer of each kind; return the number of layers."""
+def _cut_layers(config) -> list[int]:
+    """Cut the lists with an entry for every layer to one layer of each kind; return the layers that stay."""
     lists = {name: vars(config)[name] for name in _BY_LAYER if vars(config).get(name)}
     if not lists:
         kinds = compat.layer_kinds(config) or []
-        return max([_FEWEST_LAYERS, *(kinds.index(kind) + 1 for kind in kinds)])
+        return list(range(max([_FEWEST_LAYERS, *(kinds.index(kind) + 1 for kind in kinds)])))
     rows = list(zip(*lists.values()))
     shared = vars(config).get("num_kv_shared_layers") or 0  # the last layers, which read what others have cached
     own = len(rows) - shared
@@ -158,7 +171,7 @@ def _cut_layers(config) -> int:
         setattr(config, name, [vars(config)[name][place] for place in kept])
     if shared:
         config.num_kv_shared_layers = sum(place >= own for place in kept)
-    return len(kept)
+    return kept
 
 
 def run(model: nn.Module, is_recorded: bool = False) -> str | None:
@@ -177,7 +190,7 @@ def run(model: nn.Module, is_recorded: bool = False) -> str | None:
         torch.set_default_dtype(torch.float32)
         prompt = torch.randint(3, _TWIN["vocab_size"], (1, _PROMPT_TOKENS)).to(device)
         try:
-            twin = type(model)(twin_config(model.config)).eval().to(device)
+            twin = _twin(model).eval().to(device)
             torch.set_default_dtype(default)
             difference, of_logits = _difference(twin, prompt, key[-1], is_recorded)
         except Exception as error:  # nobody has tried this code: anything may be raised
@@ -197,7 +210,8 @@ def _device(model: nn.Module) -> torch.device:
 
 def _key(model: nn.Module) -> tuple:
     dtype = next((each.dtype for each in model.parameters() if each.is_floating_point()), torch.float32)
-    return type(model), transformers_version(), _device(model).type, dtype
+    kinds = (type(model), type(compat.text_decoder(model))) if compat.is_multimodal(model) else (type(model),)
+    return *kinds, transformers_version(), _device(model).type, dtype
 
 
 def _difference(

@@ -23,6 +23,7 @@ from ..ops.kv_cache import KVCache
 from ..reasons import Cause
 from ..registry import PLAIN_TENSORS
 from . import marks
+from .arguments import described, why_it_matters
 from .lowering import Lowering
 from .passes import passed
 from .passes.attention import positional
@@ -97,6 +98,7 @@ class RecordedPart:
     Attributes:
         architecture: see :class:`Recorded`.
         module: the model.
+        is_multimodal: it reads images or sound as well.
         kinds: what each layer of the cache holds; empty if it is something that plans know nothing of.
         verdict: what the model's own first steps have shown, a reason or None, in a tuple; None until they ran.
     """
@@ -109,9 +111,11 @@ class RecordedPart:
 
     def __init__(self, architecture: Recorded, module: nn.Module):
         self.architecture, self.module = architecture, module
+        self.is_multimodal = compat.is_multimodal(module)
         self.kinds = tuple(compat.layer_kinds(module.config) or ())
         self._recordings: dict[tuple[int, int], Recording] = {}
         self.verdict: tuple[Cause | None] | None = None
+        self._arguments: dict[tuple, Cause | None] = {}  # arguments of a step -> why they matter, or None
         self._moment = object()  # of no other part, as an id may be once this one is gone
 
     # ---- recordings -------------------------------------------------------------------------------------------
@@ -270,6 +274,23 @@ class RecordedPart:
         """Why the recorded step is not used though there is one: it cannot be recorded for so many sequences, or does
         not give what the model gives; or None."""
         return self.shape_reason(batch, 1) or reason_against(self, plans)
+
+    def arguments_reason(self, arguments: dict[str, Any], batch: int) -> Cause | None:
+        """Why a step that the forward is also given ``arguments`` with is not the recorded step, or None.
+
+        Args:
+            arguments: by name, without those that every step is given.
+            batch: number of sequences.
+        """
+        key = batch, *((name, described(value)) for name, value in sorted(arguments.items()))
+        if key not in self._arguments:
+            try:
+                reason = why_it_matters(self._skeleton, batch, arguments)
+            except Exception as error:  # nobody has tried this code: anything may be raised
+                reason = f"{type(error).__name__}: {error}"
+            what = f"{', '.join(arguments)}: {reason}"
+            self._arguments[key] = None if reason is None else Cause("unsupported_input", what, self.module)
+        return self._arguments[key]
 
     def outer_reason(self) -> str | None:
         """Why calling the model is more than its class's forward, or None."""

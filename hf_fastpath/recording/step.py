@@ -23,8 +23,11 @@ _REHEARSED = 3
 _MASK_POSITIONS = 4096
 
 
-def record(skeleton: Skeleton, batch: int, query_len: int) -> Recording:
+def record(skeleton: Skeleton, batch: int, query_len: int, arguments: dict[str, Any] | None = None) -> Recording:
     """Write the step of ``query_len`` new tokens for each of ``batch`` sequences down.
+
+    Args:
+        arguments: what the forward is given besides, by name; tensors hold no data.
 
     Raises:
         Unrecordable: it cannot be; the message says which line did it.
@@ -32,7 +35,7 @@ def record(skeleton: Skeleton, batch: int, query_len: int) -> Recording:
     noting = Recorder(skeleton)
     token = recorder.set(noting)
     try:
-        return _record(noting, batch, query_len)
+        return _record(noting, batch, query_len, arguments or {})
     except Unrecordable as error:
         raise Unrecordable(f"{error}{_where(error)}") from None
     except Exception as error:
@@ -41,7 +44,7 @@ def record(skeleton: Skeleton, batch: int, query_len: int) -> Recording:
         recorder.reset(token)
 
 
-def _record(noting: Recorder, batch: int, query_len: int) -> Recording:
+def _record(noting: Recorder, batch: int, query_len: int, arguments: dict[str, Any]) -> Recording:
     skeleton = noting.skeleton
     cache = compat.RecordingCache(skeleton.copy.config, noting.append)
     has_states = any(kind.states for kind in cache.kinds)
@@ -51,7 +54,7 @@ def _record(noting: Recorder, batch: int, query_len: int) -> Recording:
     with torch.inference_mode(False), torch.no_grad(), _without_logs(), skeleton.mode:
         if has_states:
             noting.is_rehearsing = True
-            _run(skeleton, torch.zeros(batch, _REHEARSED, dtype=torch.long, device=skeleton.device), None, cache)
+            _run(skeleton, torch.zeros(batch, _REHEARSED, dtype=torch.long, device=skeleton.device), None, cache, {})
             noting.is_rehearsing = False
             states = [[noting.state(each) for each in found] for found in cache.states()]
             if not any(states):
@@ -59,8 +62,11 @@ def _record(noting: Recorder, batch: int, query_len: int) -> Recording:
         cache.claim(noting.past)
         tokens, positions = (torch.zeros(batch, query_len, dtype=torch.long, device=skeleton.device) for _ in range(2))
         given = noting.given(tokens), noting.given(positions)
+        for value in arguments.values():
+            if isinstance(value, torch.Tensor):
+                noting.given(value)
         with modes.spans(noting), modes.Dispatch(noting), modes.Functions(noting):
-            logits = _run(skeleton, tokens, positions, cache)
+            logits = _run(skeleton, tokens, positions, cache, arguments)
     if tuple(logits.shape[:2]) != (batch, query_len):
         raise Unrecordable(f"logits of shape {tuple(logits.shape)}")
     for call in noting.calls:
@@ -97,10 +103,12 @@ def _record(noting: Recorder, batch: int, query_len: int) -> Recording:
     )
 
 
-def _run(skeleton: Skeleton, tokens: torch.Tensor, positions: torch.Tensor | None, cache: Any) -> torch.Tensor:
+def _run(
+    skeleton: Skeleton, tokens: torch.Tensor, positions: torch.Tensor | None, cache: Any, others: dict[str, Any]
+) -> torch.Tensor:
     """Logits of the copy's forward over tensors without data."""
-    arguments = {"input_ids": tokens, "use_cache": True, "return_dict": True, compat.CACHE: cache}
-    if positions is not None and compat.takes_positions(skeleton.copy):
+    arguments = {"input_ids": tokens, "use_cache": True, "return_dict": True, compat.CACHE: cache, **others}
+    if positions is not None and skeleton.takes_positions:
         arguments["position_ids"] = positions
     return skeleton.copy(**arguments).logits
 

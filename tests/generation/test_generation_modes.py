@@ -185,13 +185,23 @@ def test_no_cache_falls_back(architecture, device):
 
 
 @over_architectures
-def test_inputs_embeds_fall_back(architecture, device):
+def test_prompt_of_embeddings(architecture, device):
     stock, ours = pair(architecture, device)
-    embeds = stock.get_input_embeddings()(prompt(device, 2)).detach()
+    ids = prompt(device, 2)
+    embeds = stock.get_input_embeddings()(ids).detach()
     with counting(ours) as counts:
         found, expected = both(stock, ours, inputs_embeds=embeds, **GREEDY)
-    assert counts.reasons["unsupported_input"] and not counts.fast
-    assert_same_tokens(found, expected, stock)
+    assert counts.fast == found.numel() and not counts.reasons
+    assert_same_tokens(torch.cat((ids, found), 1), torch.cat((ids, expected), 1), stock)
+
+
+def test_drafts_behind_embeddings_fall_back(device):
+    stock, ours = pair("llama", device)
+    embeds = stock.get_input_embeddings()(prompt(device, 1)).detach()
+    with counting(ours) as counts:
+        found, expected = both(stock, ours, inputs_embeds=embeds, prompt_lookup_num_tokens=2, **GREEDY)
+    assert counts.reasons["generation_mode"] and not counts.fast
+    assert_same_tokens(found, expected)
 
 
 def test_token_type_ids_fall_back(device):
@@ -203,13 +213,13 @@ def test_token_type_ids_fall_back(device):
     assert_same_tokens(found, expected)
 
 
-def test_inputs_embeds_with_input_ids_fall_back(device):
+def test_embeddings_with_input_ids(device):
     stock, ours = pair("llama", device)
     inputs = left_padded(device, 2)
     embeds = stock.get_input_embeddings()(inputs["input_ids"]).detach()
     with counting(ours) as counts:
         found, expected = both(stock, ours, inputs_embeds=embeds, **inputs, **GREEDY)
-    assert counts.reasons["unsupported_input"] and not counts.fast
+    assert counts.fast == 2 * 20 and not counts.reasons
     assert_same_tokens(found, expected, stock, inputs["attention_mask"])
 
 

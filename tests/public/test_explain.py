@@ -7,7 +7,7 @@ import json
 import pytest
 import torch
 from models import VOCAB, WINDOW, assert_same_instances, build, fresh, instances
-from transformers import CONFIG_MAPPING, BertConfig, GenerationMixin, PreTrainedConfig
+from transformers import CONFIG_MAPPING, BertConfig, GenerationMixin, LlavaForConditionalGeneration, PreTrainedConfig
 
 import hf_fastpath
 from hf_fastpath import traffic
@@ -110,10 +110,10 @@ def test_explain_a_model_without_an_architecture(tmp_path, capsys):
 
 #: type of a config -> the model that is made of it, and what is said about the model
 TYPES = {
-    "gemma3": ("Gemma3ForConditionalGeneration", "2 layer patched; decode loop: stock (class_not_supported"),
-    "llava": ("LlavaForConditionalGeneration", "2 layer patched; decode loop: stock (class_not_supported"),
-    "mistral3": ("Mistral3ForConditionalGeneration", "2 layer patched; decode loop: stock (class_not_supported"),
-    "qwen2_vl": ("Qwen2VLForConditionalGeneration", "reads images or sound as well"),
+    "gemma3": ("Gemma3ForConditionalGeneration", "hf_fastpath on recorded: nothing patched; decode loop: fast"),
+    "llava": ("LlavaForConditionalGeneration", "hf_fastpath on recorded: nothing patched; decode loop: fast"),
+    "mistral3": ("Mistral3ForConditionalGeneration", "hf_fastpath on recorded: nothing patched; decode loop: fast"),
+    "qwen2_vl": ("Qwen2VLForConditionalGeneration", "hf_fastpath on recorded: nothing patched; decode loop: fast"),
     "t5": ("T5ForConditionalGeneration", "is an encoder-decoder, and decoders alone are made fast"),
     "bart": ("BartFor", "hf_fastpath on recorded: nothing patched; decode loop: fast"),
     "whisper": ("WhisperFor", "hf_fastpath on recorded: nothing patched; decode loop: fast"),
@@ -160,9 +160,20 @@ def test_explain_a_config_of_every_sort(kind):
 
 def test_cli_explain_of_images_and_text(tmp_path, capsys):
     two_layers(CONFIG_MAPPING["llava"]()).save_pretrained(tmp_path)
-    assert cli.main(["explain", str(tmp_path), "--bandwidth", "50"]) == 1
+    assert cli.main(["explain", str(tmp_path), "--bandwidth", "50"]) == 0
     printed = capsys.readouterr().out
     assert "LlavaForConditionalGeneration" in printed and "KV read" in printed
+    weights = sum(each.numel() * 4 for each in _decoder_weights(CONFIG_MAPPING["llava"]()))
+    assert f"{weights / 1e9:,.4f} GB" in printed
+
+
+def _decoder_weights(config):
+    """Return the weights of a two-layer LLaVA that a step reads, on the meta device: a row of the embeddings, too."""
+    with torch.device("meta"):
+        model = LlavaForConditionalGeneration(two_layers(config))
+    row = model.get_input_embeddings().weight[:1]
+    layers = model.model.language_model
+    return [row, *layers.layers.parameters(), *layers.norm.parameters(), model.lm_head.weight]
 
 
 def test_an_error_that_nobody_foresaw_has_a_status_of_its_own(tmp_path, monkeypatch, capsys):

@@ -75,7 +75,7 @@ def generating(model: nn.Module | None = None, **options) -> Iterable[str]:
     """Return the codes that a call of generate() is counted with; stock's own errors do not matter here."""
     model = patched() if model is None else model
     with counting(model) as counts, suppress(ValueError, RuntimeError, IndexError):
-        model.generate(**({} if "inputs_embeds" in options else dict(input_ids=IDS)) | SHORT | options)
+        model.generate(**dict(input_ids=IDS) | SHORT | options)
     return set(counts.reasons)
 
 
@@ -337,7 +337,7 @@ PROVOKED: dict[str, Callable[..., Iterable[str | None]]] = {
     "continuous_batching": continuous_batching,
     "window_not_paged": lambda: generating(hf_fastpath.patch(build("mistral"), page_size=16, quiet=True)),
     "position_ids": lambda: generating(position_ids=torch.zeros(1, 1, 11, dtype=torch.long)),
-    "unsupported_input": lambda: generating(inputs_embeds=torch.zeros(1, 5, 112)),
+    "unsupported_input": lambda: generating(patched("gpt2"), token_type_ids=torch.zeros_like(IDS)),
     "paused": being_paused,
     "generation_mode": lambda: generating(num_beams=2),
     "generation_method": generation_method,
@@ -426,7 +426,7 @@ NAMES = {
     "edited_cache": "its layers hold ",
     "window_not_paged": "page_size=16",
     "position_ids": "torch.int64 (1, 1, 11)",
-    "unsupported_input": "inputs_embeds",
+    "unsupported_input": "token_type_ids",
     "generation_mode": "beam_search",
     "generation_method": "prepare_inputs_for_generation is ",
     "other_rank": "rank 1",

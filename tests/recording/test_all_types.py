@@ -1,11 +1,10 @@
-"""Every causal-LM type of the installed transformers: what is fast gives stock's tokens, what is not says why."""
+"""Every causal-LM and every multimodal type: what is fast gives stock's tokens, what is not says why."""
 
 from __future__ import annotations
 
 import pytest
-from causal_lm_types import types
 from models import CPU, require_native
-from recorded_types import row
+from recorded_types import TABLES
 
 #: types whose tokens are not stock's, or not by our loop, and why
 KNOWN: dict[str, str] = {}
@@ -13,15 +12,16 @@ KNOWN: dict[str, str] = {}
 
 @pytest.mark.full
 @pytest.mark.parametrize(
-    "model_type",
+    ("table", "model_type"),
     [
-        pytest.param(each, marks=pytest.mark.xfail(strict=True, reason=KNOWN[each]) if each in KNOWN else ())
-        for each in types()
+        pytest.param(table, each, marks=pytest.mark.xfail(strict=True, reason=KNOWN[each]) if each in KNOWN else ())
+        for table, (types, _) in TABLES.items()
+        for each in types
     ],
 )
-def test_tokens_are_stocks_or_a_reason_is_given(model_type):
+def test_tokens_are_stocks_or_a_reason_is_given(table, model_type):
     require_native(CPU)
-    found = row(model_type)
+    found = TABLES[table][1](model_type)
     if found.how == "stock":
         assert found.reason and not found.tokens
     else:

@@ -1,0 +1,51 @@
+"""Prompts of more than tokens: embeddings, images, sound. The model's own code reads them, and is asked here what it
+would be given with the tokens that follow, which a plan then reads."""
+
+from __future__ import annotations
+
+import torch
+
+from .. import compat
+from ..reasons import Cause
+from .structure import ModelPart
+
+
+def has_more_than_tokens(part: ModelPart, model_kwargs: dict) -> bool:
+    """Whether the prompt of a call may be more than its token ids."""
+    return part.is_multimodal or model_kwargs.get("inputs_embeds") is not None
+
+
+def prompt_shape(input_ids: torch.Tensor, model_kwargs: dict) -> tuple[int, int]:
+    """Return the number of sequences, and the length of the prompt, which may be given as embeddings."""
+    embeds = model_kwargs.get("inputs_embeds")
+    batch, length = (input_ids if embeds is None else embeds).shape[:2]
+    return batch, length
+
+
+def reason_against(part: ModelPart, input_ids: torch.Tensor, model_kwargs: dict) -> Cause | None:
+    """Return why the tokens behind a prompt depend on more than themselves, their positions and the cache; or None.
+
+    Args:
+        part: the model.
+        input_ids: [batch, seq_len] int64 or int32.
+        model_kwargs: of the call of ``generate()``.
+    """
+    try:
+        given = compat.inputs_behind(part.module, input_ids, model_kwargs)
+    except Exception as error:  # methods of any model's class, which expect the outputs of a forward
+        what = f"{type(error).__name__}: {error}"
+        return Cause("unsupported_input", f"what a token behind the prompt is given is not known, {what}")
+    positions = given.get("position_ids")
+    if part.takes_positions != (positions is not None):
+        what = "None" if positions is None else "a forward that does not name them"
+        return Cause("position_ids", what)
+    if positions is not None:
+        axes = compat.rotary_positions(part.module.config, positions)
+        if axes.shape[-1] != 1 or not bool((axes == axes[:1]).all()):
+            return Cause("position_ids", f"axes of {tuple(positions.shape)} go on from different places")
+    if not part.is_multimodal:  # no other argument comes here
+        return None
+    known = compat.FORWARD_ARGUMENTS | compat.WITHOUT_EFFECT | {"tokenizer"}
+    others = {name: value for name, value in given.items() if name not in known and value is not None}
+    others = {name: value for name, value in others.items() if not (name.startswith("output_") and value is False)}
+    return part.arguments_reason(others, len(input_ids)) if others else None

@@ -1,0 +1,64 @@
+"""Whether a step is the same if the model's forward is given more arguments, which say what the prompt was."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from typing import Any
+
+import torch
+
+from ..decode.named_calls import Call
+from .recording import read_by, registers_in
+from .skeleton import Skeleton
+from .step import record
+
+#: values that decide which way a forward takes, and hold nothing else
+_PLAIN = (bool, int, float, str)
+
+
+def described(value: Any) -> Hashable:
+    """Return what :func:`why_it_matters` may make of an argument, other than its numbers."""
+    if isinstance(value, torch.Tensor):
+        return value.dtype, tuple(value.shape)
+    return value if isinstance(value, _PLAIN) else type(value)
+
+
+def why_it_matters(skeleton: Skeleton, batch: int, arguments: dict[str, Any]) -> str | None:
+    """Return why a step of a token for each of ``batch`` sequences is another one if the model's forward is given
+    ``arguments`` by name, besides what every step is given; None if the step makes the same calls and none reads them.
+
+    Raises:
+        Unrecordable: the step cannot be recorded so.
+    """
+    given = {}
+    for name, value in arguments.items():
+        if isinstance(value, torch.Tensor):
+            with torch.inference_mode(False):
+                given[name] = skeleton.mode.from_tensor(value.detach().clone(), static_shapes=True)
+        elif isinstance(value, _PLAIN):
+            given[name] = value
+        else:
+            return f"{name} is a {type(value).__name__}"
+    with_them, without = record(skeleton, batch, 1, given), record(skeleton, batch, 1)
+    for recording in (with_them, without):
+        recording.drop_unread()
+    first = with_them.positions.index + 1
+    numbers = {first + place: name for place, name in enumerate(n for n, v in given.items() if torch.is_tensor(v))}
+    read = {numbers[each.index] for call in with_them.calls for each in read_by(call) if each.index in numbers}
+    if read:
+        return f"{', '.join(sorted(read))} is read with every token"
+    if list(map(_known, with_them.calls)) != list(map(_known, without.calls)):
+        return "the forward makes other calls with them"
+    return None
+
+
+def _known(call: Call) -> tuple:
+    """What is called, and with which numbers and weights."""
+    held = {name: value for name, value in call.arguments.items() if next(registers_in(value), None) is None}
+    return call.op, {name: _identity(value) for name, value in held.items()}
+
+
+def _identity(value: Any) -> Any:
+    if isinstance(value, (list, tuple)):
+        return [_identity(each) for each in value]
+    return id(value) if isinstance(value, torch.Tensor) else value

@@ -1,0 +1,205 @@
+"""Models that read images or sound around a decoder: stock code reads the prompt, our loop all tokens behind it."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+
+import multimodal_types
+import pytest
+import torch
+from conftest import needs_cuda
+from models import CPU, counting, require_native
+from multimodal_types import MEDIA, PLACE, small_model
+from parity import assert_same_tokens
+from torch import nn
+from transformers import TextIteratorStreamer
+
+import hf_fastpath
+from hf_fastpath import FastpathCache
+from hf_fastpath.compat import CACHE, PROMPT_NOTES
+from hf_fastpath.patching.state import state_of
+
+FEW = dict(max_new_tokens=12, do_sample=False)
+#: media of each prompt, padding of the last one
+PROMPTS = {
+    "text": ((0,), 0),
+    "padded texts": ((0, 0), 2),
+    "one": ((1,), 0),
+    "two": ((2,), 0),
+    "one and two": ((1, 2), 0),
+    "padded": ((1, 1), 2),
+}
+
+
+@pytest.fixture(scope="module", params=["cpu", pytest.param("cuda", marks=needs_cuda)])
+def device(request) -> torch.device:
+    return torch.device(request.param)
+
+
+@pytest.fixture(scope="module", params=MEDIA)
+def models(request, device) -> tuple[str, nn.Module, nn.Module]:
+    """A type, a small random model of it, and a patched copy of that."""
+    require_native(device)
+    stock = small_model(request.param).to(device)
+    return request.param, stock, hf_fastpath.patch(copy.deepcopy(stock), quiet=True)
+
+
+def of(model: nn.Module, *media: int, padding: int = 0, seed: int = 0) -> dict[str, torch.Tensor]:
+    inputs = multimodal_types.prompt(model.config.model_type, media or (1,), padding, seed)
+    return {name: each.to(model.device) for name, each in inputs.items()}
+
+
+@pytest.mark.parametrize("prompt", PROMPTS)
+def test_tokens_are_stocks_and_of_our_loop(models, prompt):
+    _, stock, ours = models
+    media, padding = PROMPTS[prompt]
+    inputs = of(stock, *media, padding=padding)
+    with counting(ours) as counts:
+        found = ours.generate(**inputs, **FEW, return_dict_in_generate=True)
+    assert counts.fast == 12 * len(media) and not counts.fallback and not counts.reasons
+    assert isinstance(found[CACHE], FastpathCache)
+    assert_same_tokens(found.sequences, stock.generate(**inputs, **FEW))
+
+
+def test_what_is_seen_or_heard_matters(models):
+    """Else equal tokens would say nothing of images and sound."""
+    _, stock, ours = models
+    inputs = of(stock)
+    name = next(name for name in ("pixel_values", "input_features") if name in inputs)
+    other = inputs | {name: -inputs[name]}
+    found, expected = (model.generate(**other, **FEW) for model in (ours, stock))
+    assert_same_tokens(found, expected)
+    assert not torch.equal(found, ours.generate(**inputs, **FEW))
+
+
+def next_turn(model_type: str, before: dict, sequences: torch.Tensor, new: dict[str, torch.Tensor]) -> dict:
+    """Return the inputs of a turn behind others: all tokens, and the media that are new.
+
+    Args:
+        before: inputs of the first turn, which has one image or clip.
+        sequences: tokens of the turns before.
+        new: inputs of the turn.
+    """
+    ids = torch.cat((sequences, new["input_ids"]), 1)
+    inputs = new | {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+    marks = MEDIA[model_type].marks
+    if marks in new:
+        zeros = torch.zeros_like(sequences[:, before["input_ids"].shape[1] :])
+        inputs[marks] = torch.cat((before[marks], zeros, new[marks]), 1)
+    if "image_grid_thw" in new:  # Qwen's models make positions of all tokens anew
+        inputs["image_grid_thw"] = torch.cat((before["image_grid_thw"], new["image_grid_thw"]))
+    return inputs
+
+
+def test_a_conversation_goes_on_with_text_and_with_another(models):
+    """The cache of a turn with an image or a clip is given to one of text, and that one's to another with an image."""
+    model_type, stock, ours = models
+    turns = {}
+    for model in (stock, ours):
+        first = of(stock)
+        last = model.generate(**first, **FEW, return_dict_in_generate=True)
+        turns[id(model)] = [last.sequences]
+        for turn, media in enumerate((0, 1)):
+            inputs = next_turn(model_type, first, last.sequences, of(stock, media, seed=5 + turn))
+            try:
+                last = model.generate(**inputs, **{CACHE: last[CACHE]}, **FEW, return_dict_in_generate=True)
+            except (ValueError, RuntimeError, IndexError) as error:  # stock cannot read this turn, and neither can we
+                turns[id(model)].append(str(error))
+                break
+            turns[id(model)].append(last.sequences)
+    for found, expected in zip(turns[id(ours)], turns[id(stock)], strict=True):
+        if isinstance(expected, str):
+            assert found == expected
+        else:
+            assert_same_tokens(found, expected)
+    assert len(turns[id(ours)]) > 1 and torch.is_tensor(turns[id(ours)][1])
+
+
+def test_embeddings_of_a_prompt(models):
+    _, stock, ours = models
+    embeds = stock.get_input_embeddings()(of(stock, 0, 0)["input_ids"]).detach()
+    if "inputs_embeds" not in inspect.signature(stock.prepare_inputs_for_generation).parameters:
+        for model in (ours, stock):  # transformers' own rule
+            with pytest.raises(ValueError, match="doesn't have its forwarding implemented"):
+                model.generate(inputs_embeds=embeds, **FEW)
+        return
+    with counting(ours) as counts:
+        found = ours.generate(inputs_embeds=embeds, **FEW)
+    assert counts.fast == 24 and not counts.reasons
+    assert_same_tokens(found, stock.generate(inputs_embeds=embeds, **FEW))
+
+
+def test_calls_of_one_kind_use_one_recording(models):
+    """What a forward notes about a prompt (Qwen's rope_deltas) is no change of the model."""
+    _, stock, ours = models
+    inputs = of(stock)
+    ours.generate(**inputs, **FEW)
+    part = state_of(ours).plans.part_of(ours)
+    ours.generate(**of(stock, 2), **FEW)
+    assert state_of(ours).plans.part_of(ours) is part
+
+
+def test_samples_beams_and_drafts(models):
+    _, stock, ours = models
+    inputs = of(stock)
+    for options in (dict(do_sample=True, top_k=5), dict(num_beams=2), dict(prompt_lookup_num_tokens=2)):
+        results = []
+        for model in (ours, stock):
+            torch.manual_seed(0)
+            results.append(model.generate(**inputs, **FEW | options))
+        assert_same_tokens(*results)
+
+
+def test_all_else_of_a_patched_model(models):
+    """Report, streams, verify, copies, unpatch."""
+    _, stock, given = models
+    ours = copy.deepcopy(given)
+    report = hf_fastpath.report(ours)
+    assert (report.architecture, report.loop, report.patched) == ("recorded", "fast", {})
+    inputs = of(stock)
+    tokens: list[int] = []
+
+    class Streamer(TextIteratorStreamer):
+        def __init__(self):
+            pass
+
+        def put(self, value):
+            tokens.extend(value.flatten().tolist())
+
+        def end(self):
+            pass
+
+    found = ours.generate(**inputs, **FEW, streamer=Streamer())
+    assert tokens == found[0].tolist()
+    ids = of(stock, 0, seed=3)["input_ids"]
+    assert hf_fastpath.verify(ours, ids.repeat(1, 4), max_new_tokens=4).ok
+    hf_fastpath.unpatch(ours)
+    assert vars(ours).keys() - PROMPT_NOTES == vars(stock).keys() - PROMPT_NOTES
+    assert_same_tokens(ours.generate(**inputs, **FEW), found)
+
+
+# ---- what is left to stock code --------------------------------------------------------------------------------------
+
+
+def test_axes_that_go_on_from_different_places():
+    """A prompt that ends in an image: its axes do not end at one position."""
+    require_native(CPU)
+    stock = small_model("qwen2_vl")
+    ours = hf_fastpath.patch(copy.deepcopy(stock), quiet=True)
+    inputs = of(stock)
+    ids = inputs["input_ids"][:, :6]
+    inputs |= dict(input_ids=ids, attention_mask=torch.ones_like(ids), mm_token_type_ids=(ids == PLACE).long())
+    positions = torch.arange(6).repeat(3, 1, 1)
+    positions[1, :, -1] = 9
+    with counting(ours) as counts:
+        found = ours.generate(**inputs, **FEW, position_ids=positions)
+    assert counts.reasons == {"position_ids": 1} and not counts.fast
+    assert "axes" in hf_fastpath.report(ours).stats["details"]["position_ids"][0]
+    assert_same_tokens(found, stock.generate(**inputs, **FEW, position_ids=positions))
+
+
+def test_quantized_weights_are_refused():
+    require_native(CPU)
+    with pytest.raises(ValueError, match="the step of this LlavaForConditionalGeneration is recorded"):
+        hf_fastpath.patch(small_model("llava"), weights="int8", quiet=True)
