@@ -82,10 +82,11 @@ test-gpu:
 	HF_FASTPATH_BUILD=never $(PYTHON) -m pip install --quiet --no-deps --no-build-isolation -e .
 	HF_FASTPATH_REQUIRE_NATIVE=cpu,cuda $(PYTHON) -m pytest -q $(TESTS) $(ARGS)
 
-# Models that are spread over two GPUs; on a machine with fewer, over two processes on the CPU.
+# Models that are spread over two GPUs, on a machine that has them and its own torch.
 test-gpus:
 	HF_FASTPATH_BUILD=never $(PYTHON) -m pip install --quiet --no-deps --no-build-isolation -e .
-	HF_FASTPATH_REQUIRE_NATIVE=cpu,cuda $(PYTHON) -m pytest -q tests/distributed $(ARGS)
+	HF_FASTPATH_REQUIRE_NATIVE=cpu,cuda $(PYTHON) -m pytest -q tests/distributed tests/ecosystem/test_accelerate.py \
+		tests/ops/test_sum_ranks.py tests/ops/test_gather_ranks.py $(ARGS)
 
 # Torch-facing sources against the headers of the oldest and of the newest torch that pyproject.toml admits.
 compile-check: $(READY)

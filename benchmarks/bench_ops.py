@@ -116,6 +116,8 @@ REFERENCE_NAMES = {
     "gated_delta_step": "recurrent rule",
     "selective_state_step": "state update",
     "gated_rms_norm": "RMSNormGated",
+    "head_products": "matmul",
+    "latent_attention": "rope, products, softmax",
 }
 #: op -> {name of an alternative: function of a Sample}
 ALTERNATIVES: dict[str, dict[str, Callable[[Sample], torch.Tensor]]] = {

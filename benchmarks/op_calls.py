@@ -366,6 +366,33 @@ def rope_call(name: str, heads: int, kv_heads: int, head_dim: int, rotary_dim: i
     return Call(name, arguments)
 
 
+def latent_call(name: str, heads: int, rank: int, rope_dim: int, length: int, batch: int = 1) -> Call:
+    """Make a call of attention over latents, which turns and appends the newest position, as DeepSeek V3's does."""
+
+    def arguments(device: torch.device, dtype: torch.dtype) -> Sample:
+        def randn(*shape):
+            return torch.randn(*shape, device=device, dtype=dtype)
+
+        parts = [randn(*shape, size) for shape in ((batch, heads), (batch, 1, length)) for size in (rank, rope_dim)]
+        lens = torch.full((batch,), length, device=device, dtype=torch.int32)
+        new = randn(batch, rank), randn(batch, rope_dim), *(angle[0] for angle in _angles(device, dtype, rope_dim))
+        return Sample(*parts, lens, None, (rank + rope_dim) ** -0.5, None, 0, *new, "neighbors_to_halves")
+
+    return Call(name, arguments)
+
+
+def head_products_call(name: str, heads: int, keys: int, values: int, rank: int, transposed: bool) -> Call:
+    """Make a call over the rows of keys, or of values, in a weight that holds both for each head."""
+
+    def arguments(device: torch.device, dtype: torch.dtype) -> Sample:
+        both = torch.randn(heads, keys + values, rank, device=device, dtype=dtype) * rank**-0.5
+        weight = both[:, :keys] if transposed else both[:, keys:]
+        x = torch.randn(1, heads, keys if transposed else rank, device=device, dtype=dtype)
+        return Sample(x, weight, transposed, True)
+
+    return Call(name, arguments)
+
+
 def convolution_call(name: str, channels: int, width: int, gates: bool = False, **options) -> Call:
     """Make a call of a short convolution; ``gates``: as LFM2, with one in front and one behind."""
 

@@ -16,7 +16,9 @@ from op_calls import (
     gemm_call,
     gemv_call,
     greedy_call,
+    head_products_call,
     inputs_call,
+    latent_call,
     packed_call,
     packed_qkv_call,
     packed_step_call,
@@ -244,5 +246,15 @@ SHAPES: dict[str, list[Call]] = {
         Call("qwen3.5-4b 32x128", sample_of(*[drawn(1, 32, 128)] * 2, drawn(128), 1e-6)),
         Call("mamba2-2.7b 5120", sample_of(*[drawn(1, 1, 5120)] * 2, drawn(5120), 1e-5, 1, True)),
         Call("granite-4-h 4096", sample_of(*[drawn(1, 1, 4096)] * 2, drawn(4096), 1e-5, 1, True)),
+    ],
+    "latent_attention": [
+        *(latent_call(f"deepseek-v2-lite {n}", 16, 512, 64, n) for n in (128, 1024, 4096)),
+        latent_call("deepseek-v3 128 heads, 4096", 128, 512, 64, 4096),
+        latent_call("minicpm3 4096", 40, 256, 32, 4096),
+    ],
+    "head_products": [
+        head_products_call("deepseek-v2-lite queries", 16, 128, 128, 512, True),
+        head_products_call("deepseek-v2-lite values", 16, 128, 128, 512, False),
+        head_products_call("minicpm3 queries", 40, 64, 64, 256, True),
     ],
 }

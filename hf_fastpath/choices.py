@@ -76,6 +76,14 @@ class PackedFormat(Choice):
     INT4_G32 = 3
 
 
+class Rotation(Choice):
+    """``Rotation`` of ``csrc/latent_attention/latent_attention_params.h``: which elements turn together."""
+
+    HALVES = 0
+    NEIGHBORS = 1
+    NEIGHBORS_TO_HALVES = 2
+
+
 class Approximation(Choice):
     """Approximations of ``fused_gelu``, named as in ``torch.nn.functional.gelu``."""
 

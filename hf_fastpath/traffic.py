@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from .compat import is_multimodal, layer_windows, text_decoder
+from .compat import is_multimodal, layer_kinds, text_decoder
 from .ops.kv_cache import SCALE_DTYPE, is_quantized
 from .quantization.linear import PackedLinear
 
@@ -59,21 +59,29 @@ def layer_widths(config: Any) -> tuple[int, int, int]:
 
 
 def kv_bytes(config: Any, context: float, dtype: torch.dtype, batch: int = 1) -> int:
-    """Return the bytes of keys and values that a decode step reads if each sequence holds ``context`` positions.
+    """Return the bytes of keys and values, or of a latent, that a decode step reads if each sequence holds ``context``
+    positions. Recurrent states and windows of convolutions are not counted: a config does not tell their sizes.
+
+    Layers that keep states instead of keys and values count for nothing; of latent attention, the latents are read.
 
     Args:
         dtype: storage type of the cache; of a quantized cache, the scales are read as well.
 
     Raises:
-        ValueError: a layer is neither full nor sliding attention.
+        ValueError: a layer holds something else than keys, values and states.
     """
     config = config.get_text_config(decoder=True)
-    windows = layer_windows(config)
-    if windows is None:
-        raise ValueError(f"{type(config).__name__} has layers that are neither full nor sliding attention")
+    kinds = layer_kinds(config)
+    if kinds is None:
+        raise ValueError(f"{type(config).__name__} has layers that hold more than keys, values and states")
+    windows = [kind.window for kind in kinds if kind.keys]
+    if not windows:
+        return 0
     positions = sum(context if window is None else min(context, window) for window in windows)
-    width, kv_width, _ = layer_widths(config)
-    row = kv_width * dtype.itemsize
-    if is_quantized(dtype):
-        row += kv_width * config.num_attention_heads // width * SCALE_DTYPE.itemsize
-    return int(2 * positions * row * batch)
+    if (latent := getattr(config, "kv_lora_rank", None)) is not None:
+        elements, scales = latent + config.qk_rope_head_dim, 2
+    else:
+        width, kv_width, _ = layer_widths(config)
+        elements, scales = 2 * kv_width, 2 * kv_width * config.num_attention_heads // width
+    row = elements * dtype.itemsize + is_quantized(dtype) * scales * SCALE_DTYPE.itemsize
+    return int(positions * row * batch)

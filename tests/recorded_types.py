@@ -17,6 +17,7 @@ import hf_fastpath
 from hf_fastpath.decode import many_rows
 from hf_fastpath.decode.named_calls import Call
 from hf_fastpath.errors import UnsupportedModelError
+from hf_fastpath.ops.latent_attention import MAX_RANK
 from hf_fastpath.patching.state import state_of
 from hf_fastpath.recording import lowering, marks
 from hf_fastpath.recording.passes.attention import positional
@@ -178,6 +179,8 @@ def _left_of(recording: Recording, call: Call, counted: set[int]) -> Iterator[st
             yield _PRODUCTS[call.op]
     elif call.op is marks.linear and not lowering.takes_product(recording, call):
         yield "linear"
+    elif call.op is marks.latent_attend and call.arguments["weight"].shape[1] > MAX_RANK:
+        yield "latent attention"
 
 
 #: table in ``docs/data`` -> its types, and what makes the row of one

@@ -38,6 +38,19 @@ class HeadsCall {
     return tensor ? heads(*tensor, name, sizes) : Heads{};
   }
 
+  // Rows of activations, [batch, elements], one for each row of the batch or one for all: head 0 of each row.
+  Heads rows(const std::optional<Tensor>& tensor, const char* name, int64_t batch, int64_t elements,
+             bool shared = false) {
+    if (!tensor) return {};
+    const bool one = shared && tensor->dim() == 2 && tensor->size(0) == 1;
+    check(*tensor, name, {one ? 1 : batch, elements});
+    STD_TORCH_CHECK(dtype_of(*tensor, op_) == dtype_, "hf_fastpath::", op_, ": ", name,
+                    " differs in dtype: cast it");
+    const bool dense = elements <= 1 || tensor->stride(1) == 1;
+    kept_.push_back(dense ? *tensor : torch::stable::contiguous(*tensor));
+    return {kept_.back().const_data_ptr(), one ? 0 : kept_.back().stride(0), 0};
+  }
+
   // A weight in float32 or the activations' type.
   Parameter parameter(const Tensor& tensor, const char* name, std::initializer_list<int64_t> sizes) {
     check(tensor, name, sizes);

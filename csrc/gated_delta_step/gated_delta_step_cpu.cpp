@@ -7,6 +7,7 @@
 #include "common/convert_cpu.h"
 #include "common/cpu_glue.h"
 #include "common/cpu_math.h"
+#include "common/heads_cpu.h"
 #include "gated_delta_step/gated_delta_step_glue.h"
 
 namespace hf_fastpath {
@@ -32,27 +33,11 @@ void gated_delta_head_portable(const GatedDeltaHead& h) {
 
 namespace {
 
-double softplus(double x) { return x > kSoftplusThreshold ? x : std::log1p(std::exp(x)); }
-
 void normalize(float* x, int64_t count, bool l2_norm, double scale) {
   double squares = kL2Eps;
   for (int64_t i = 0; i < count; ++i) squares += double(x[i]) * x[i];
   const double factor = l2_norm ? scale / std::sqrt(squares) : scale;
   for (int64_t i = 0; i < count; ++i) x[i] = static_cast<float>(x[i] * factor);
-}
-
-template <class T>
-double load(const Heads& heads, int64_t row, int64_t head, int64_t element = 0) {
-  return to_float(
-      static_cast<const T*>(heads.data)[row * heads.batch_stride + head * heads.head_stride + element]);
-}
-
-double load(const Parameter& parameter, int64_t i) {
-  float value = 0.0f;
-  with_storage(parameter.dtype, [&](auto* tag) {
-    value = to_float(static_cast<const std::remove_pointer_t<decltype(tag)>*>(parameter.data)[i]);
-  });
-  return value;
 }
 
 // Heads [begin, end) of all rows, in order.
@@ -66,8 +51,7 @@ void run_heads(const GatedDeltaParams& p, int64_t begin, int64_t end) {
   for (int64_t i = begin; i < end; ++i) {
     const int64_t row = i / p.v_heads, head = i % p.v_heads, k_head = head / (p.v_heads / p.k_heads);
     const auto fetch = [&](const Heads& from, int64_t of, int64_t count, float* to) {
-      convert(p.dtype, static_cast<const T*>(from.data) + row * from.batch_stride + of * from.head_stride, to,
-              count);
+      convert(p.dtype, head_of<T>(from, row, of), to, count);
     };
     fetch(p.q, k_head, p.k_dim, q);
     fetch(p.k, k_head, p.k_dim, k);
@@ -80,11 +64,11 @@ void run_heads(const GatedDeltaParams& p, int64_t begin, int64_t end) {
         decay[r] = decay[0];
         continue;
       }
-      const double a =
-          load<T>(p.a, row, head, r) + load(p.dt_bias, p.per_element ? head * p.k_dim + r : head);
+      const double a = to_float(head_of<T>(p.a, row, head)[r]) +
+                       load(p.dt_bias, p.per_element ? head * p.k_dim + r : head);
       decay[r] = static_cast<float>(std::exp(-rate * softplus(a)));
     }
-    const double beta = p.beta_scale / (1.0 + std::exp(-load<T>(p.b, row, head)));
+    const double beta = p.beta_scale / (1.0 + std::exp(-double(to_float(*head_of<T>(p.b, row, head)))));
     kernel(
         {p.state + i * p.k_dim * p.v_dim, decay, k, q, static_cast<float>(beta), v, sums, p.k_dim, p.v_dim});
     T* out = static_cast<T*>(p.out) + i * p.v_dim;

@@ -6,27 +6,18 @@
 #include "common/convert_cpu.h"
 #include "common/cpu_glue.h"
 #include "common/cpu_math.h"
+#include "common/heads_cpu.h"
 #include "selective_state_step/selective_state_step_glue.h"
 
 namespace hf_fastpath {
-namespace {
-
-float load(const Parameter& parameter, int64_t i) {
-  float value = 0.0f;
-  with_storage(parameter.dtype, [&](auto* tag) {
-    value = to_float(static_cast<const std::remove_pointer_t<decltype(tag)>*>(parameter.data)[i]);
-  });
-  return value;
-}
-
-}  // namespace
 
 float selective_channel_portable(const SelectiveChannel& channel) {
   const Parameter rates{channel.a_log, channel.a_log_dtype};
   double sum = 0.0;
   for (int64_t n = 0; n < channel.state_size; ++n) {
-    const float decay =
-        rates.data == nullptr ? channel.decay : std::exp(-channel.step * std::exp(load(rates, n)));
+    const float decay = rates.data == nullptr
+                            ? channel.decay
+                            : static_cast<float>(std::exp(-channel.step * std::exp(load(rates, n))));
     channel.state[n] = decay * channel.state[n] + channel.added * channel.b[n];
     sum += double(channel.state[n]) * channel.c[n];
   }
@@ -34,9 +25,6 @@ float selective_channel_portable(const SelectiveChannel& channel) {
 }
 
 namespace {
-
-// What there is one of in a channel or a head is float64: its errors would add to those of all elements.
-double softplus(double x) { return x > kSoftplusThreshold ? x : std::log1p(std::exp(x)); }
 
 // Channels [begin, end) of all heads of all rows, in order.
 template <class T>
@@ -53,9 +41,7 @@ void run_channels(const SelectiveStateParams& p, int64_t begin, int64_t end) {
   for (int64_t i = begin; i < end; ++i) {
     const int64_t head_of_all = i / p.head_dim, element = i % p.head_dim;
     const int64_t row = head_of_all / p.heads, head = head_of_all % p.heads;
-    const auto at_head = [&](const Heads& from, int64_t of) {
-      return static_cast<const T*>(from.data) + row * from.batch_stride + of * from.head_stride;
-    };
+    const auto at_head = [&](const Heads& from, int64_t of) { return head_of<T>(from, row, of); };
     const bool is_new = head_of_all != of_head;
     if (is_new) {
       const int64_t group = head / (p.heads / p.groups);
@@ -72,14 +58,14 @@ void run_channels(const SelectiveStateParams& p, int64_t begin, int64_t end) {
         const int64_t rates = parameter * p.state_size;
         channel.a_log = at(p.a_log.data, rates, p.a_log.dtype), channel.a_log_dtype = p.a_log.dtype;
       } else {
-        channel.decay = static_cast<float>(std::exp(-step * std::exp(double(load(p.a_log, head)))));
+        channel.decay = static_cast<float>(std::exp(-step * std::exp(load(p.a_log, head))));
       }
     }
     const float x = to_float(at_head(p.x, head)[element]);
     channel.state = p.state + i * p.state_size;
     channel.added = static_cast<float>(step * x);
     double y = kernel(channel);
-    if (p.d.data != nullptr) y += double(load(p.d, parameter)) * x;
+    if (p.d.data != nullptr) y += load(p.d, parameter) * x;
     if (p.z.data != nullptr) {
       const double z = to_float(at_head(p.z, head)[element]);
       y *= z / (1.0 + std::exp(-z));

@@ -17,8 +17,8 @@ from transformers import AttentionInterface, DynamicCache, PreTrainedModel, Text
 
 import hf_fastpath
 
-from .. import traffic
-from ..compat import CACHE
+from ..cache.states import copy_states
+from ..compat import CACHE, LinearAttentionLayer
 from ..patching.state import state_of
 
 #: name of the engine that is a separate program
@@ -81,14 +81,17 @@ def is_ours(name: str) -> bool:
 
 
 def random_cache(model: PreTrainedModel, batch: int, length: int) -> DynamicCache:
-    """Make a cache of ``length`` positions with random keys and values."""
+    """Make a cache of ``length`` positions with random keys and values; states are those behind a few tokens."""
     config = model.config.get_text_config(decoder=True)
-    features, kv_features, _ = traffic.layer_widths(config)
-    head_dim = features // config.num_attention_heads
-    size = (batch, kv_features // head_dim, length, head_dim)
-    cache = DynamicCache(config=config)
-    for layer in range(config.num_hidden_layers):
-        cache.update(*(torch.randn(size, device=model.device).to(model.dtype) for _ in range(2)), layer)
+    few, cache = DynamicCache(config=config), DynamicCache(config=config)
+    with torch.no_grad():
+        model(torch.zeros(batch, 4, dtype=torch.long, device=model.device), use_cache=True, **{CACHE: few})
+    for index, layer in enumerate(few.layers):
+        if getattr(layer, "keys", None) is not None:
+            sizes = [(*half.shape[:2], length, half.shape[3]) for half in (layer.keys, layer.values)]
+            cache.update(*(torch.randn(size, device=model.device).to(model.dtype) for size in sizes), index)
+        if isinstance(layer, LinearAttentionLayer):
+            copy_states(layer, cache.layers[index])
     return cache
 
 

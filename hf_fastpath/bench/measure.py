@@ -174,7 +174,7 @@ def add_json_argument(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="print the rows as JSON, with the columns of the CSV")
 
 
-def no_echo(text: str) -> None:
+def no_echo(text: str, flush: bool = False) -> None:
     """Print nothing, if stdout is for data."""
 
 

@@ -40,8 +40,11 @@ class ModelShape:
     @property
     def max_context(self) -> int:
         """Positions that the model knows."""
-        return self.build_config().max_position_embeddings
+        return getattr(self.build_config(), "max_position_embeddings", _NO_LIMIT)
 
+
+#: positions of models that count none
+_NO_LIMIT = 1 << 20
 
 _LLAMA_3_ROPE = {
     "rope_type": "llama3",
@@ -195,6 +198,74 @@ MODELS: dict[str, ModelShape] = {
     "qwen3-30b-a3b": ModelShape("Qwen3-30B-A3B", "qwen3_moe", {"num_hidden_layers": 48, "head_dim": 128}),
     "mixtral-8x7b-20l": ModelShape("Mixtral-8x7B, 20 layers", "mixtral", {"num_hidden_layers": 20}),
     "gpt-oss-20b": ModelShape("gpt-oss-20b", "gpt_oss", {"num_hidden_layers": 24, "num_local_experts": 32}),
+    "qwen3.5-4b": ModelShape(
+        "Qwen3.5-4B",
+        "qwen3_5_text",
+        {"hidden_size": 2560, "intermediate_size": 9216, "tie_word_embeddings": True},
+    ),
+    "granite-4.0-h-micro": ModelShape(
+        "Granite-4.0-H-Micro",
+        "granitemoehybrid",
+        {
+            "vocab_size": 100352,
+            "hidden_size": 2048,
+            "shared_intermediate_size": 8192,
+            "num_hidden_layers": 40,
+            "num_attention_heads": 32,
+            "num_key_value_heads": 8,
+            "num_local_experts": 0,
+            "num_experts_per_tok": 0,
+            "mamba_n_heads": 64,
+            "mamba_d_head": 64,
+            "mamba_d_state": 128,
+            "layer_types": ["attention" if place in (5, 15, 25, 35) else "mamba" for place in range(40)],
+            "position_embedding_type": "nope",
+            "max_position_embeddings": 131072,
+            "tie_word_embeddings": True,
+        },
+    ),
+    "lfm2-1.2b": ModelShape(
+        "LFM2-1.2B",
+        "lfm2",
+        {
+            "hidden_size": 2048,
+            "intermediate_size": 12288,
+            "num_hidden_layers": 16,
+            "num_attention_heads": 32,
+            "num_key_value_heads": 8,
+            "layer_types": ["full_attention" if place in (2, 5, 8, 10, 12, 14) else "conv" for place in range(16)],
+            "tie_word_embeddings": True,
+        },
+    ),
+    "mamba2-2.7b": ModelShape(
+        "Mamba2-2.7B",
+        "mamba2",
+        {
+            "vocab_size": 50288,
+            "hidden_size": 2560,
+            "num_hidden_layers": 64,
+            "num_heads": 80,
+            "head_dim": 64,
+            "n_groups": 1,
+            "tie_word_embeddings": True,
+        },
+    ),
+    "deepseek-v2-lite": ModelShape(
+        "DeepSeek-V2-Lite",
+        "deepseek_v2",
+        {
+            "hidden_size": 2048,
+            "intermediate_size": 10944,
+            "moe_intermediate_size": 1408,
+            "num_hidden_layers": 27,
+            "num_attention_heads": 16,
+            "num_key_value_heads": 16,
+            "q_lora_rank": None,
+            "num_experts_per_tok": 6,
+            "first_k_dense_replace": 1,
+            "mlp_layer_types": ["dense"] + ["sparse"] * 26,
+        },
+    ),
     # three of the recorded types, drawn by random.Random(37).sample(sorted names, 3) before their first run
     "xlm-roberta-xl": ModelShape("XLM-RoBERTa-XL", "xlm-roberta-xl", {"is_decoder": True}),
     "blenderbot-3b": ModelShape(  # made for 128 positions; the shape has more

@@ -127,7 +127,7 @@ class FastpathCache(Cache):
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         """Return the tokens that a layer holds; of a cache of states alone, see ``StateLayer.cumulative_length``."""
-        if layer_idx == 0 and self.layers and not self.key_layers:
+        if layer_idx == 0 and self.layers and not _has_keys(self.layers[0]) and not self.key_layers:
             return max((layer.cumulative_length for layer in self.state_layers), default=0)
         return super().get_seq_length(layer_idx)
 

@@ -91,20 +91,12 @@ class PagedLayer(FastpathLayer):
     def _put(self, keys: torch.Tensor, values: torch.Tensor) -> None:
         """Hold these keys and values; pages stay shared up to the first difference."""
         dtype, (batch, heads, count, head_dim) = self._storage_dtype(keys, values), keys.shape
-        if values.shape[3] != head_dim:
-            raise RuntimeError(
-                f"a PagedLayer has keys of head_dim {head_dim} and values of {values.shape[3]}, expected one: assign "
-                "such as the model makes"
-            )
+        head_dims = head_dim, values.shape[3]
         first, table, place = 0, self.table, self._place
-        if table is None or not self._is_like(batch, heads, head_dim, keys.device):
+        if table is None or not self._is_like(batch, heads, head_dims, keys.device):
             table = self.tables.table(batch, keys.device)
-            if (
-                self.table is None
-                or table.pool is not self.table.pool
-                or self.k_buffer.shape[1::2] != (heads, head_dim)
-            ):
-                place = table.pool.add_layer(heads, head_dim, dtype, keys.device)
+            if self.table is None or table.pool is not self.table.pool or self._sizes() != (heads, *head_dims):
+                place = table.pool.add_layer(heads, head_dims, dtype, keys.device)
         else:
             first = self._first_difference(keys, values)
         table.pool.widen(place, dtype)
@@ -115,10 +107,14 @@ class PagedLayer(FastpathLayer):
         kind = {"dtype": self.dtype or keys.dtype, "device": keys.device, "is_initialized": True}
         vars(self).update(table=table, _place=place, _loose={}, _copies=frozenset(), _length=count, **kind)
 
-    def _is_like(self, batch: int, heads: int, head_dim: int, device: torch.device) -> bool:
+    def _sizes(self) -> tuple[int, int, int]:
+        """Return the heads that there are pages for, and the elements of a key and of a value."""
+        return self.k_buffer.shape[1], self.k_buffer.shape[3], self.v_buffer.shape[3]
+
+    def _is_like(self, batch: int, heads: int, head_dims: tuple[int, int], device: torch.device) -> bool:
         """Whether the layer's pages are for such states."""
-        k = self.k_buffer
-        return (len(self.table.rows), k.shape[1], k.shape[3], k.device) == (batch, heads, head_dim, device)
+        held = len(self.table.rows), *self._sizes(), self.k_buffer.device
+        return held == (batch, heads, *head_dims, device)
 
     def _first_difference(self, keys: torch.Tensor, values: torch.Tensor) -> int:
         """Return the first position at which the pages do not hold these keys and values."""
@@ -158,16 +154,13 @@ class PagedLayer(FastpathLayer):
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
         batch, num_heads, _, head_dim = key_states.shape
+        head_dims = head_dim, value_states.shape[3]
         self.dtype, self.device = key_states.dtype, key_states.device
         table = self.tables.table(batch, key_states.device)
         dtype = self.kv_dtype or self.dtype
         known = self.table is not None and self.table.pool is table.pool
-        if not known or (self.k_buffer.shape[1], self.k_buffer.shape[3], self.k_buffer.dtype) != (
-            num_heads,
-            head_dim,
-            dtype,
-        ):
-            self._place = table.pool.add_layer(num_heads, head_dim, dtype, self.device)
+        if not known or self._sizes() != (num_heads, *head_dims) or self.k_buffer.dtype != dtype:
+            self._place = table.pool.add_layer(num_heads, head_dims, dtype, self.device)
         vars(self).update(table=table, _loose={}, _copies=frozenset(), _length=0, is_initialized=True)
 
     def _map_batch(self, select: Any) -> None:

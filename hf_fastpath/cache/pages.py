@@ -71,11 +71,12 @@ class PagePool:
     def __deepcopy__(self, memo: dict) -> PagePool:
         return self  # copies of a cache share the pool
 
-    def add_layer(self, num_heads: int, head_dim: int, dtype: torch.dtype, device: torch.device) -> int:
-        """Make buffers for another layer; return the layer's index in ``buffers``."""
-        shape = (len(self._uses), num_heads, self.page_size, head_dim)
-        self.buffers.append([self._empty(shape, dtype, device) for _ in range(2)])
-        self.counts.page_bytes += 2 * num_heads * self.page_size * head_dim * dtype.itemsize
+    def add_layer(self, num_heads: int, head_dims: tuple[int, int], dtype: torch.dtype, device: torch.device) -> int:
+        """Make buffers for another layer, whose keys and values have ``head_dims`` elements; return the layer's index
+        in ``buffers``."""
+        shapes = [(len(self._uses), num_heads, self.page_size, head_dim) for head_dim in head_dims]
+        self.buffers.append([self._empty(shape, dtype, device) for shape in shapes])
+        self.counts.page_bytes += num_heads * self.page_size * sum(head_dims) * dtype.itemsize
         return len(self.buffers) - 1
 
     def widen(self, place: int, dtype: torch.dtype) -> None:
@@ -83,7 +84,8 @@ class PagePool:
         pair = self.buffers[place]
         wide = torch.promote_types(pair[0].dtype, dtype)
         if wide != pair[0].dtype:
-            self.counts.page_bytes += 2 * pair[0].shape[1:].numel() * (wide.itemsize - pair[0].element_size())
+            elements = sum(each.shape[1:].numel() for each in pair)
+            self.counts.page_bytes += elements * (wide.itemsize - pair[0].element_size())
             with torch.inference_mode(False):
                 self.buffers[place] = [buffer.to(wide) for buffer in pair]
             self.version += 1

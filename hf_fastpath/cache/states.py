@@ -60,14 +60,9 @@ class StateLayer(LinearAttentionLayer):
     # ---- states as a plan takes them ----------------------------------------------------------------------------
 
     def _places(self) -> Iterator[tuple[dict[int, torch.Tensor], int]]:
-        known = (
-            (self.conv_states, self.is_conv_states_initialized),
-            (
-                self.recurrent_states,
-                self.is_recurrent_states_initialized,
-            ),
-        )
-        for states, is_known in known:
+        windows = self.conv_states, self.is_conv_states_initialized
+        recurrent = self.recurrent_states, self.is_recurrent_states_initialized
+        for states, is_known in (windows, recurrent):
             yield from ((states, place) for place in range(self.number_of_states) if is_known[place])
 
     @property
@@ -133,9 +128,14 @@ class StateLayer(LinearAttentionLayer):
         return self._length - abs(tokens_to_remove)
 
     def reset(self) -> None:
-        """Forget every token."""
-        LinearAttentionLayer.reset(self)
+        """Forget every token; what follows may be of another batch."""
         self._length = 0
+        self._forget_states()
+
+    def _forget_states(self) -> None:
+        for name in _CONTENTS:
+            empty = False if name.startswith(("is_", "has_")) else None
+            setattr(self, name, dict.fromkeys(range(self.number_of_states), empty))
 
     def _map_batch(self, select: Callable[[torch.Tensor], torch.Tensor]) -> None:
         """Replace every state by ``select`` of it along the batch."""
@@ -201,8 +201,8 @@ class KeysAndStatesLayer(StateLayer, FastpathLayer):
         return FastpathLayer.cropped_length(self, tokens_to_remove)
 
     def reset(self) -> None:
-        LinearAttentionLayer.reset(self)
         FastpathLayer.reset(self)
+        self._forget_states()
 
     def _map_batch(self, select: Callable[[torch.Tensor], torch.Tensor]) -> None:
         StateLayer._map_batch(self, select)

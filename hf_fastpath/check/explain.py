@@ -234,7 +234,7 @@ def explain_config(
 
 def _steps(model: Any, dtype: torch.dtype, bandwidth: float | None, gpus: int) -> tuple[Step, ...]:
     text = model.config.get_text_config(decoder=True)
-    if compat.layer_windows(text) is None or not hasattr(text, "num_attention_heads"):
+    if compat.layer_kinds(text) is None or not hasattr(text, "num_attention_heads"):
         return ()
     longest = getattr(text, "max_position_embeddings", None) or CONTEXTS[-1]
     steps = []

@@ -61,6 +61,7 @@ from .generation import (
     is_stock_streamer,
     looks_at_tokens_alone,
     new_tokens,
+    numbers_of,
     overridden_method,
     pad_token,
     philox_offset,
@@ -79,6 +80,7 @@ from .models import (
     caps_scores,
     config_entries,
     eager_experts,
+    entry_of,
     experts_function,
     generating_model,
     has_static_rope,
@@ -113,8 +115,11 @@ from .parallel import (
     with_local_tensor,
 )
 from .seams import (
+    EXPAND,
     RecordingCache,
+    ask_for_plain_functions,
     ask_for_seams,
+    expanding_modules,
     forward_over,
     gathered_experts,
     has_default_gate,

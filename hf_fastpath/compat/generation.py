@@ -85,6 +85,12 @@ def looks_at_tokens_alone(criterion: StoppingCriteria) -> bool:
     return type(criterion) in (MaxLengthCriteria, EosTokenCriteria, StopStringCriteria)
 
 
+def numbers_of(processor: LogitsProcessor) -> tuple:
+    """Return the class of a processor of transformers', and its settings as far as they are plain values."""
+    plain = {name: value for name, value in vars(processor).items() if isinstance(value, (int, float, str))}
+    return type(processor).__name__, sorted(plain.items())
+
+
 def is_stock(thing: LogitsProcessor | StoppingCriteria) -> bool:
     """Whether a processor or criterion is of a class of transformers', and calls no function of the user's."""
     return type(thing).__module__.startswith("transformers.") and type(thing) is not PrefixConstrainedLogitsProcessor

@@ -124,6 +124,14 @@ def can_generate(model: nn.Module) -> bool:
     return isinstance(model, GenerationMixin)
 
 
+def entry_of(config: Any, name: str) -> Any:
+    """Return an entry of a config, or None if it has none or one for each layer."""
+    try:
+        return getattr(config, name, None)
+    except RuntimeError:  # transformers' AmbiguousGlobalPerLayerAttributeError
+        return None
+
+
 def set_entry(config: Any, name: str, value: Any) -> None:
     """Set an entry of a config; if the config refuses None as its value, set it to the number of the first token, and
     if it refuses a number because it holds one for each of several parts, set all of them."""

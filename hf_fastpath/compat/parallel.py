@@ -86,6 +86,8 @@ def parallel_forward(module: nn.Module) -> Parallel | None:
     if rest != "install_forward.<locals>.tp_forward":
         return None
     closed = {name: cell.cell_contents for name, cell in zip(code.co_freevars, forward.__closure__)}
+    if closed["module"] is not module:  # a copy has the forward of the module that was copied
+        return None
     if owner == "ReplicatedWithGradAllReduce":
         return Parallel(ShardStyle.WHOLE, owner, closed["original_forward"])
     style = closed["self"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import types
 from collections.abc import Callable
 from typing import Any
 
@@ -36,6 +37,44 @@ def ask_for_seams(model: nn.Module) -> None:
         for name in _CHOICES:
             if hasattr(config, name):
                 setattr(config, name, RECORDED)
+
+
+def ask_for_plain_functions(model: nn.Module) -> None:
+    """Let modules of ``model`` call transformers' own functions where installed packages (fla, causal_conv1d,
+    mamba_ssm) would take their place: calls of PyTorch can be recorded, kernels of others cannot."""
+    for module in model.modules():
+        forward = inspect.unwrap(type(module).forward)
+        known = getattr(forward, "__globals__", {})
+        found = {name: _plain(known.get(name)) for name in getattr(getattr(forward, "__code__", None), "co_names", ())}
+        plain = {name: function for name, function in found.items() if function is not None}
+        if plain:
+            made = types.FunctionType(
+                forward.__code__, known | plain, forward.__name__, forward.__defaults__, forward.__closure__
+            )
+            made.__kwdefaults__ = forward.__kwdefaults__
+            vars(module)["forward"] = types.MethodType(made, module)
+
+
+def _plain(function: Any) -> Callable[..., Any] | None:
+    """The function of transformers' own that a package's stands for; None if it is one, or anything else."""
+    code = getattr(function, "__code__", None)
+    if code is None or not code.co_filename.endswith("hub_kernels.py"):
+        return None
+    held = {name: cell.cell_contents for name, cell in zip(code.co_freevars, function.__closure__ or ())}
+    if not held.get("is_new_implementation") or "torch_function" not in held:
+        return None
+    own = held["torch_function"]
+    taken = inspect.signature(own).parameters
+    return lambda *args, **kwargs: own(*args, **{name: value for name, value in kwargs.items() if name in taken})
+
+
+#: method of an attention over latents that makes keys and values of what the cache gives
+EXPAND = "expand_kv"
+
+
+def expanding_modules(model: nn.Module) -> list[nn.Module]:
+    """Return the modules of ``model`` whose cache holds a latent, of which they make keys and values."""
+    return [module for module in model.modules() if callable(getattr(type(module), EXPAND, None))]
 
 
 class RecordingCache(Cache):

@@ -22,6 +22,7 @@ from ..reasons import Cause
 from . import acceptance, prompt
 from .calls import (
     Watch,
+    alike,
     end_tokens,
     ends_by_length_or_token,
     for_patched_models,
@@ -58,13 +59,14 @@ def decode(
     """Do what ``GenerationMixin._assisted_decoding`` does, with its arguments, while a patched model is alive."""
     part = state.plans.part_of(model)
     reason = step_aside_reason(state, part, input_ids, generation_config, synced_gpus, model_kwargs)
-    generator = None
-    if reason is None and (part.ranks is not None or len(part.devices) > 1):
-        reason = Cause("generation_mode", "drafts for a model that is spread over processes or devices")
+    generator, ranks = None, None if part is None else part.ranks
+    if reason is None and len(part.devices) > 1:
+        reason = Cause("generation_mode", "drafts for a model on several devices")
+    if reason is None and ranks is not None and runs_users_code(logits_processor, stopping_criteria, streamer):
+        reason = Cause("generation_mode", "drafts and code of the user's own, for a model spread over processes")
     if reason is None and has_more_than_tokens(part, model_kwargs):
         reason = Cause("generation_mode", "drafts behind a prompt of more than tokens")
-    if reason is None:
-        reason = part.shape_reason(1, MAX_QUERY_LEN)
+    reason = reason or part.shape_reason(1, MAX_QUERY_LEN)
     if reason is None:
         known = assistant_tokenizer is None and input_ids.shape[0] == 1
         if known and stopping_criteria.max_length is not None:
@@ -81,12 +83,14 @@ def decode(
             )
         if generator is None:
             reason = Cause("generation_mode", _why_not_drafts(input_ids, stopping_criteria, assistant_tokenizer))
+    if ranks is not None:
+        reason = ranks.agreed(reason, input_ids.device)
     if reason is None:
         with state.plans.place() as is_free:
             if is_free:
                 objects = logits_processor, stopping_criteria, generation_config, streamer, generator
                 call = _Call(state, model, input_ids, *objects)
-                with settling(model_kwargs[compat.CACHE], part):
+                with settling(model_kwargs[compat.CACHE], part), alike(ranks, call, model_kwargs, "drafts"):
                     return call.generate(part, model_kwargs, assistant_model)
         reason = "busy"
     state.fall_back(reason)

@@ -84,6 +84,11 @@ class AttentionPart(Part):
         return is_on(self.module, self.spec.repeats_kv) and self.group > 1
 
     @property
+    def value_shape(self) -> tuple[int, int]:
+        """As :attr:`cache_shape`, of values."""
+        return self.cache_shape
+
+    @property
     def cache_shape(self) -> tuple[int, int]:
         """Number of heads, and head_dim, of the keys that the cache holds for a position."""
         return self.num_heads if self.repeats_kv else self.num_kv_heads, self.head_dim

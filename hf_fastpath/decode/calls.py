@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -15,6 +15,7 @@ from ..cache.fastpath_cache import FastpathCache
 from ..reasons import Cause
 from .eligibility import model_reason
 from .patched import STATE_KEY, Patched
+from .ranks import Ranks
 from .structure import ModelPart
 
 
@@ -55,6 +56,37 @@ def settling(cache: FastpathCache, part: ModelPart) -> Iterator[None]:
         raise
     finally:
         cache.is_kept = False
+
+
+@contextmanager
+def alike(ranks: Ranks | None, call: Any, model_kwargs: dict, way: Any) -> Iterator[bool]:
+    """Draw the same tokens on all ranks over which a model is spread, for the length of a ``with`` block.
+
+    Args:
+        ranks: the processes, or None for a model that this one has whole.
+        call: what one of our loops keeps of a call of ``generate()``.
+        way: how the tokens will be chosen.
+
+    Yields:
+        Whether ranks could come to other tokens or ends: there is code of the user's, or an end depends on time.
+
+    Raises:
+        ValueError: ranks were given other tokens or settings.
+    """
+    if ranks is None:
+        yield False
+        return
+    settings = [
+        call.config.do_sample,
+        call.criteria.max_length,
+        [end.tolist() for end in end_tokens(call.criteria)],
+        way,
+    ]
+    settings += [compat.numbers_of(each) for each in call.processors if compat.is_stock(each)]
+    own_code = call.runs_users_code or not all(map(compat.looks_at_tokens_alone, call.criteria))
+    any_own_code = ranks.check_alike(call.ids, model_kwargs.get("attention_mask"), settings, own_code)
+    with ranks.one_generator(call.ids.device) if call.config.do_sample else nullcontext():
+        yield any_own_code
 
 
 class Watch:

@@ -9,8 +9,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..choices import Activation
+from ..choices import Activation, Rotation
 from ..ops import fused_experts, topk_softmax
+from ..ops.decode_attention import visible_slots
+from ..ops.kv_cache import dequantized, gathered, quantized
+from ..ops.rope_append import rotate
 
 
 def unit_offset_layer_norm(
@@ -98,3 +101,87 @@ def scaled_sum(x: torch.Tensor, y: torch.Tensor, factor: float) -> torch.Tensor:
 def soft_capped(x: torch.Tensor, cap: float) -> torch.Tensor:
     """Compute ``cap * tanh(x / cap)``."""
     return torch.tanh(x / cap) * cap
+
+
+def append_states(
+    k: torch.Tensor,
+    v: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    seq_lens: torch.Tensor,
+    k_scales: torch.Tensor | None = None,
+    v_scales: torch.Tensor | None = None,
+    block_table: torch.Tensor | None = None,
+) -> None:
+    """Append keys and values, [batch, num_kv_heads, query_len, dim] each, which need not be of the same size."""
+    new = (seq_lens[:1].long() - k.shape[2]) + torch.arange(k.shape[2], device=k.device)  # rows are of the same length
+    for states, cache, scales in ((k, k_cache, k_scales), (v, v_cache, v_scales)):
+        size = cache.shape[2]
+        if scales is not None:
+            states, of_states = quantized(states, cache.dtype)
+            scales.index_copy_(2, new % size, of_states)
+        states = states.to(cache.dtype)
+        if block_table is None:
+            cache.index_copy_(2, new % size, states)
+        else:
+            cache[block_table[:, new // size].long(), :, new % size] = states.transpose(1, 2)
+
+
+def turned(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, rotation: Rotation) -> torch.Tensor:
+    """Turn x, [batch, heads, query_len, dim], by angles [batch or 1, query_len, dim], as ``ops.latent_attention``."""
+    if rotation == Rotation.NEIGHBORS_TO_HALVES:
+        x = torch.cat((x[..., ::2], x[..., 1::2]), dim=-1)
+    return rotate(x.transpose(1, 2), cos, sin, rotation == Rotation.NEIGHBORS).transpose(1, 2)
+
+
+def with_turned_end(q: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, rotation: Rotation) -> torch.Tensor:
+    """Turn the last elements of q, as many as there are angles; see :func:`turned`."""
+    plain, end = q.tensor_split((q.shape[-1] - cos.shape[-1],), dim=-1)
+    return torch.cat((plain, turned(end, cos, sin, rotation)), dim=-1)
+
+
+def latent_attention(
+    q: torch.Tensor,
+    weight: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    seq_lens: torch.Tensor,
+    starts: torch.Tensor | None,
+    scale: float,
+    window: int,
+    k_scales: torch.Tensor | None = None,
+    v_scales: torch.Tensor | None = None,
+    block_table: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Attention over a latent, without making keys and values of it: queries are brought to the latent, and the latent
+    that they see is brought to values.
+
+    Args:
+        q: [batch, num_heads, query_len, plain + turned].
+        weight: [num_heads * (plain + value_dim), latent_dim], see ``recording.latent``.
+        k_cache: latents, [batch, 1, capacity, latent_dim].
+        v_cache: turned keys, [batch, 1, capacity, turned].
+        seq_lens, starts, scale, window, k_scales, v_scales, block_table: as of ``ops.decode_attention``.
+
+    Returns:
+        [batch, query_len, num_heads, value_dim].
+
+    Source: arXiv:2405.04434, section 2.1.
+    """
+    turned, heads = v_cache.shape[-1], q.shape[1]
+    plain, by_head = q.shape[-1] - turned, weight.view(heads, -1, weight.shape[-1])
+    at_latent = torch.matmul(q[..., :plain], by_head[:, :plain])
+    if k_scales is not None and v_scales is not None:
+        k_cache, v_cache = dequantized(k_cache, k_scales, torch.float32), dequantized(v_cache, v_scales, torch.float32)
+    k_cache, v_cache = gathered(k_cache, block_table), gathered(v_cache, block_table)
+    visible = visible_slots(seq_lens, starts, q.shape[2], k_cache.shape[2], window)[:, None]
+    used = visible.any(2)[..., None]  # slots that no token sees may hold anything, NaN included
+    latents, keys = (cache.masked_fill(~used, 0).float() for cache in (k_cache, v_cache))
+    scores = at_latent.float() @ latents.mT + q[..., plain:].float() @ keys.mT
+    seen = visible.any(3, keepdim=True)  # a row of padding sees nothing
+    weights = (scale * scores).masked_fill(~visible, -torch.inf).softmax(-1).masked_fill(~seen, 0)
+    return torch.matmul((weights @ latents).to(q.dtype), by_head[:, plain:].mT).transpose(1, 2)
+
+
+#: what reads or writes a cache where it is bound
+READING_BUFFERS = frozenset({append_states, latent_attention})

@@ -39,6 +39,7 @@ class DraftPlan(DecodePlan):
             self._length = torch.zeros(1, dtype=torch.int32, **kind)
             self._choices = torch.zeros(1, width, dtype=torch.long, **kind)
         self._done = torch.cuda.Event() if kind["pin_memory"] else None
+        self._ranks = part.ranks
         super().__init__(part, 1, kv_dtype, page_sizes=page_sizes)
 
     def _record(self, part: ModelPart) -> Register:
@@ -102,7 +103,7 @@ class DraftPlan(DecodePlan):
     def finish(self, count: int) -> list[int]:
         """Wait for the ``count`` tokens that were begun with, and return what :meth:`read` returns."""
         if self._done is not None:
-            self._done.synchronize()
+            self._done.synchronize() if self._ranks is None else self._ranks.wait(self._done)
         self.cache.advance(self.query_len)
         if self.query_len > count:
             self.cache.crop(count - self.query_len)

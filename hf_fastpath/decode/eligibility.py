@@ -141,8 +141,7 @@ def _cache_reason(part: ModelPart, cache: FastpathCache, input_ids: torch.Tensor
     batch, dtype = len(input_ids), part.embedding.weight.dtype
     devices = [device for kind, device in zip(part.kinds, part.layer_devices) if kind.keys]
     for layer, attention, device in zip(cache.key_layers, part.attentions, devices):
-        shape = batch, *attention.cache_shape
-        layer.admit(shape, shape, dtype, device)
+        layer.admit((batch, *attention.cache_shape), (batch, *attention.value_shape), dtype, device)
     for layer, states in zip(cache.layers, part.states(1)):
         if states:
             layer.admit_states(states, batch)

@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,6 +19,7 @@ from ..cache.fastpath_cache import FastpathCache
 from . import prompt
 from .calls import (
     Watch,
+    alike,
     end_tokens,
     ends_by_length_or_token,
     for_patched_models,
@@ -64,7 +64,9 @@ def sample(
         with state.plans.place() as is_free:
             if is_free:
                 loop = _Loop(state, model, input_ids, logits_processor, stopping_criteria, generation_config, streamer)
-                with settling(model_kwargs[compat.CACHE], part), loop.alike_on(part.ranks, model_kwargs):
+                whole = alike(part.ranks, loop, model_kwargs, loop.plan_chooses())
+                with settling(model_kwargs[compat.CACHE], part), whole as own_code:
+                    loop.follow(part.ranks, own_code)
                     return loop.generate(part, model_kwargs)
         reason = "busy"
     state.fall_back(reason)
@@ -125,26 +127,15 @@ class _Loop:
         self.finished_length: int | None = None  # length at which every row had ended, once the host knows
         self.left_at: int | None = None  # length of the sequences when stock code took over
         self.ranks: Ranks | None = None  # the processes over which the model is spread
-        #: whether ranks could come to other tokens or ends than the first rank, which they then follow
-        self.follows_first = bool(users) or not all(map(compat.looks_at_tokens_alone, stopping_criteria))
+        self.follows_first = False  # ranks could come to other tokens or ends than the first rank
 
-    @contextmanager
-    def alike_on(self, ranks: Ranks | None, model_kwargs: dict) -> Iterator[None]:
-        """Draw the same tokens on all ranks over which the model is spread, for the length of a ``with`` block.
+    def follow(self, ranks: Ranks | None, own_code: bool) -> None:
+        """Take on the ranks over which the model is spread, and whether all of them follow the first one's choice."""
+        self.ranks, self.follows_first = ranks, own_code
+        if own_code:
+            self.ahead = 0
 
-        Raises:
-            ValueError: ranks were given other tokens or settings.
-        """
-        if ranks is None:
-            yield
-            return
-        self.ranks = ranks
-        mask, ends = model_kwargs.get("attention_mask"), [end.tolist() for end in end_tokens(self.criteria)]
-        ranks.check_alike(self.ids, mask, (self.config.do_sample, self.settings, self.max_length, ends))
-        with ranks.one_generator(self.device) if self.config.do_sample else nullcontext():
-            yield
-
-    def _plan_chooses(self) -> bool:
+    def plan_chooses(self) -> bool:
         """Whether the plan may choose tokens: there are no other processors, and nothing else ends the text."""
         config = self.config
         if self.settings is None if config.do_sample else len(self.processors):
@@ -168,7 +159,7 @@ class _Loop:
         next_positions = next_positions_of(part, self.ids, self.config, model_kwargs)
         next_logits = prompt.read_text(self.state.plans, self.model, part, self.ids, self.config, model_kwargs, starts)
         started, first = time.perf_counter(), True
-        plan, plan_chooses = None, self._plan_chooses()
+        plan, plan_chooses = None, self.plan_chooses()
         sampled = plan_chooses and self.config.do_sample
         watch = Watch(self.state, part) if self.runs_users_code else None
         try:

@@ -30,12 +30,14 @@ _PREFETCHES = {
     ops.gemv_swiglu.overload: (ops.gemv.overload, ops.gemv_swiglu.overload, ops.qkv_rope_append.overload),
     ops.packed_gemv.overload: (ops.packed_gemv_swiglu.overload,),
 }
+#: calls that leave memory idle, so that the product in front of them fetches for the product behind them
+_BETWEEN = (ops.rms_norm.overload, ops.sum_ranks.overload)
 
 
 def prefetch_next_weight(calls: list[Call], register: Callable[[], Register], step: Step) -> list[Call]:
-    """Tell every product which matrix the next product reads, also with a norm between the two."""
+    """Tell every product which matrix the next product reads, also with a norm or a sum over ranks between the two."""
     if step.programmatic_launch:
-        for call, following in pairwise(call for call in calls if call.op is not ops.rms_norm.overload):
+        for call, following in pairwise(call for call in calls if call.op not in _BETWEEN):
             if following.op in _PREFETCHES.get(call.op, ()):
                 call.arguments["next_weight"] = following.arguments[_MATRIX[following.op]]
     return calls

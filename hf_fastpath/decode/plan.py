@@ -18,7 +18,8 @@ from ..ops.gemv import MAX_ROWS
 from ..ops.kv_cache import KVCache, is_quantized
 from . import steps
 from .angles import AngleTables
-from .graph import random_numbers_in_turn
+from .composed import READING_BUFFERS
+from .graph import capture, random_numbers_in_turn
 from .named_calls import Register, Step
 from .plan_memory import PlanMemory
 from .positions import Positions
@@ -103,6 +104,8 @@ class DecodePlan:
             #: positions that the model has learned, or None: it turns queries and keys by any
             self._learned, self._position_offset = (None, 0) if learned is None else learned
             self._logits = self._record(part)
+            #: whether a call reads the cache where it is bound, instead of through a ``kv_table``
+            self._reads_buffers = any(call.op in READING_BUFFERS for call in self.program.calls)
 
     def _record(self, part: ModelPart) -> Register:
         """Record the token step; return the register of the logits [batch, vocab_size]."""
@@ -158,7 +161,7 @@ class DecodePlan:
         lens, starts = self.program.shared(self.seq_lens), self.program.shared(self.starts, is_constant=True)
         at = {}
         for device, own in self.memory.items():
-            fixed = own.kv_tables, own.workspace, programmatic_launch, own.staging
+            fixed = own.kv_tables, own.workspace, programmatic_launch, own.staging, self.kv_dtype
             at[device] = Positions(angles, lens, starts, *fixed)
         if part.is_recorded:
             logits = part.record(emit, self.tokens, self.positions, self._caches, self.states, at[self.device])
@@ -221,6 +224,8 @@ class DecodePlan:
         """Tell the program where the cache's buffers are, if other code than its steps may have moved them."""
         layers, kinds = self.cache.layers, self.cache.kinds
         self._hold_states()
+        if self._reads_buffers:
+            self.graph = None  # the graph holds the old addresses
         for own in self.memory.values():
             own.bind(layers, kinds, self.page_sizes)
         for registers, layer, kind in zip(self._caches, layers, kinds):
@@ -342,7 +347,7 @@ class DecodePlan:
         """Make the calls of a step; once they have run by themselves, as a graph."""
         with random_numbers_in_turn(self.device):
             if self.device.type == "cuda" and self.warm and self.graph is None:
-                self.graph = self.program.captured(self.device)
+                self.graph = self.program.captured(capture, self.device)
             if self.graph is not None:
                 self.graph.replay()
             else:

@@ -52,6 +52,7 @@ class Positions:
         programmatic_launch: a kernel may start on what does not depend on the kernel in front; see ``ops.gemv``.
         staging: where keys and values of the new tokens wait for ``ops.quantizing_attention``; None if projections
             append to the cache.
+        kv_dtype: storage type of the caches, None if it is not known.
     """
 
     angles: dict[str | None, tuple[Any, Any]]
@@ -61,6 +62,7 @@ class Positions:
     workspace: Any = None
     programmatic_launch: bool = False
     staging: Staging | None = None
+    kv_dtype: torch.dtype | None = None
 
     def placed(self, cache: KVCache, layer: int) -> KVCache:
         """Return a layer's cache with the ``kv_table`` that serves it."""

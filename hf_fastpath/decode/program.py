@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 
-from .graph import capture
 from .named_calls import Call, Register, Step, bound, by_name
 from .passes import passed
 
@@ -136,8 +135,8 @@ class Program:
             for field in fields(register):
                 self.put(getattr(register, field.name), None if value is None else getattr(value, field.name))
 
-    def captured(self, device: torch.device) -> Any:
-        """Capture the calls, which have run before; return an object whose ``replay()`` runs them."""
+    def captured(self, capture: Callable[[Callable[[], None], torch.device], Any], device: torch.device) -> Any:
+        """Capture the calls, which have run before, by ``graph.capture``; return what replays them."""
         return capture(self.run, device)
 
     def release(self) -> None:

@@ -27,8 +27,6 @@ PATIENCE = 25.0
 _PAUSE = 20e-6
 #: tokens of a prompt that the slowest device reads in a second
 _TOKENS_A_SECOND = 500
-
-
 #: bytes that a rank may send at once through the memory of other GPUs; more go through torch.distributed
 MOST_SENT = 512 << 10
 #: slots of the buffers: three that the calls of a step use in turn, and one for its last call, so that the first call
@@ -190,15 +188,24 @@ class Ranks:
             return reason
         return Cause("other_rank", f"rank {others[0]}")
 
-    def check_alike(self, ids: torch.Tensor, mask: torch.Tensor | None, settings: tuple[Any, ...]) -> None:
+    def check_alike(
+        self, ids: torch.Tensor, mask: torch.Tensor | None, settings: list[Any], has_own_code: bool
+    ) -> bool:
         """Check that all ranks were given the same tokens, attention mask and settings.
 
+        Args:
+            has_own_code: whether this rank was given objects that may do anything.
+
+        Returns:
+            Whether any rank was.
+
         Raises:
-            ValueError: they were not.
+            ValueError: the ranks were given other things.
         """
         seen = [b"" if each is None else each.cpu().numpy().tobytes() for each in (ids, mask)]
         facts = [*ids.shape, *map(zlib.crc32, (*seen, repr(settings).encode()))]
-        told = self._told(facts, ids.device)
+        *told, own_code = zip(*self._told([*facts, has_own_code], ids.device))
+        told = list(zip(*told))
         for rank, other in enumerate(told):
             if other != told[0]:
                 names = ("batch", "length", "tokens", "attention_mask", "settings")
@@ -208,6 +215,7 @@ class Ranks:
                     f"over {self.size} ranks, expected the same on all: {told[0][:2]} and {other[:2]} are batch and "
                     "length"
                 )
+        return any(own_code)
 
     @contextmanager
     def one_generator(self, device: torch.device) -> Iterator[None]:

@@ -3,39 +3,69 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 
 from ..compat import below_autograd
-from .graph import capture
 from .named_calls import Register, Step, by_name
 from .program import Program
 
+#: bytes to a multiple of which values begin in memory
+_ALIGNMENT = 256
 
-@dataclass
-class _Copy:
-    """A value that one device makes and another one reads.
 
-    Attributes:
-        source, target: registers of the value and of its copy.
-        is_constant: the value changes only between calls of ``generate()``.
+class _Parcel:
+    """Values that go from one device to another with one copy: they are laid side by side first.
+
+    Args:
+        values: of all registers.
+        pairs: indices of the registers of each value and of its copy.
+        device: where the copies are read.
     """
 
-    source: Register
-    target: Register
-    is_constant: bool
+    def __init__(self, values: list[Any], pairs: list[tuple[int, int]], device: torch.device):
+        self._values, self._pairs = values, pairs
+        made = [values[source] for source, _ in pairs]
+        ends = [0]
+        for value in made:
+            ends.append(-(-(ends[-1] + value.nbytes) // _ALIGNMENT) * _ALIGNMENT)
+        with torch.inference_mode(False):  # the memory outlives the mode that generate() was called in
+            self._sent = torch.zeros(ends[-1], dtype=torch.uint8, device=made[0].device)
+            self._received = torch.zeros(ends[-1], dtype=torch.uint8, device=device)
+        places = list(zip(made, ends))
+        self._views = [_view(self._sent, value, at) for value, at in places]
+        self.copies = [_view(self._received, value, at) for value, at in places]
+
+    def send(self) -> None:
+        for view, (source, _) in zip(self._views, self._pairs):
+            view.copy_(self._values[source])
+        self._received.copy_(self._sent, non_blocking=True)
+        for copy, (_, target) in zip(self.copies, self._pairs):
+            self._values[target] = copy
+
+
+def _view(memory: torch.Tensor, like: torch.Tensor, at: int) -> torch.Tensor:
+    return memory[at : at + like.nbytes].view(like.dtype).view(like.shape)
 
 
 @dataclass
 class _Stage:
-    """Calls on one device, and the copies that are made before them."""
+    """Calls on one device, and what they read of other devices.
+
+    Attributes:
+        reads: of each other device, registers of values and of their copies.
+        reads_once: the same for values that only change between calls of ``generate()``.
+        parcels: what carries them, made when the values are there.
+    """
 
     device: torch.device
     program: Program
-    copies: list[_Copy] = field(default_factory=list)
+    reads: dict[torch.device, list[tuple[int, int]]] = field(default_factory=dict)
+    reads_once: dict[torch.device, list[tuple[int, int]]] = field(default_factory=dict)
+    parcels: dict[tuple[torch.device, bool], _Parcel] = field(default_factory=dict)
     graph: torch.cuda.CUDAGraph | None = None
 
 
@@ -97,7 +127,8 @@ class Stages(Program):
         key = value.index, stage.device
         if key not in self._carried:
             self._carried[key] = self.register()
-            stage.copies.append(_Copy(value, self._carried[key], value.index in self._constants))
+            reads = stage.reads_once if value.index in self._constants else stage.reads
+            reads.setdefault(made_on, []).append((value.index, self._carried[key].index))
         return self._carried[key]
 
     def optimize(self, step: Step) -> None:
@@ -122,7 +153,7 @@ class Stages(Program):
         for stage in self._stages:
             stage.program.release()
 
-    def captured(self, device: torch.device) -> Any:
+    def captured(self, capture: Callable[[Callable[[], None], torch.device], Any], device: torch.device) -> Any:
         for stage in self._stages:
             stage.graph = capture(stage.program.run, stage.device)
         return self
@@ -132,19 +163,22 @@ class Stages(Program):
         self._run(lambda stage: stage.graph.replay())
 
     def _run(self, run: Callable[[_Stage], None]) -> None:
-        copies_constants, self._has_stale_constants = self._has_stale_constants, False
+        reads_constants, self._has_stale_constants = self._has_stale_constants, False
         for stage in self._stages:
-            with torch.cuda.device(stage.device) if stage.device.type == "cuda" else nullcontext():
-                for copy in stage.copies:
-                    if copies_constants or not copy.is_constant:
-                        self._carry(copy, stage.device)
+            with _at(stage.device):
+                self._carry(stage, stage.reads, False)
+                if reads_constants:
+                    self._carry(stage, stage.reads_once, True)
                 run(stage)
 
-    def _carry(self, copy: _Copy, device: torch.device) -> None:
-        made = self.values[copy.source.index]
-        target = self.values[copy.target.index]
-        if target is None or target.shape != made.shape:
-            with torch.inference_mode(False):  # it outlives the mode that generate() was called in
-                target = self.values[copy.target.index] = torch.empty_like(made, device=device)
-        with below_autograd():
-            target.copy_(made, non_blocking=True)
+    def _carry(self, stage: _Stage, reads: dict[torch.device, list[tuple[int, int]]], is_constant: bool) -> None:
+        for source, pairs in reads.items():
+            key = source, is_constant
+            if key not in stage.parcels:
+                stage.parcels[key] = _Parcel(self.values, pairs, stage.device)
+            with _at(source), below_autograd():
+                stage.parcels[key].send()
+
+
+def _at(device: torch.device) -> AbstractContextManager[Any]:
+    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import cached_property
 from operator import attrgetter
 from typing import Any, ClassVar
 
@@ -164,7 +165,7 @@ class ModelPart(Part):
     def rotary(self) -> nn.Module | None:
         return self._optional(self.architecture.rotary)
 
-    @property
+    @cached_property
     def layer_devices(self) -> list[torch.device]:
         """The device of each layer."""
         return [layer.device for layer in self.layers]
@@ -174,7 +175,7 @@ class ModelPart(Part):
         """The device of the final norm and the head."""
         return device_of(self.head)
 
-    @property
+    @cached_property
     def devices(self) -> tuple[torch.device, ...]:
         """All devices in the order in which a step comes to them."""
         return tuple(dict.fromkeys((self.embedding.weight.device, *self.layer_devices, self.head_device)))

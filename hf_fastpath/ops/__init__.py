@@ -18,6 +18,8 @@ from .gemm import SPEC as gemm
 from .gemv import SPEC as gemv
 from .gemv_swiglu import SPEC as gemv_swiglu
 from .greedy_token import SPEC as greedy_token
+from .head_products import SPEC as head_products
+from .latent_attention import SPEC as latent_attention
 from .layer_norm import SPEC as layer_norm
 from .packed_gemm import SPEC as packed_gemm
 from .packed_gemv import SPEC as packed_gemv
@@ -51,6 +53,8 @@ __all__ = [
     "gemv",
     "gemv_swiglu",
     "greedy_token",
+    "head_products",
+    "latent_attention",
     "layer_norm",
     "packed_gemm",
     "packed_gemv",

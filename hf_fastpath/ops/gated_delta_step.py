@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from ..registry import FLOAT_DTYPES, OpSpec, Sample, nbytes, register, shape_reason, tensor_reasons
-from .short_convolution import written_reason
+from ..registry import OpSpec, Sample, nbytes, register, shape_reason, tensor_reasons
+from .recurrence import parameter_reasons, state_reasons
 
 #: of a head's key; a warp of the GPU holds a key in its registers
 MAX_K_DIM = 256
@@ -92,29 +92,6 @@ def why_not(q, k, v, a, b, a_log, dt_bias, state) -> list[str]:
     reasons += shape_reason("a_log", a_log, (v_heads,)) + shape_reason("dt_bias", dt_bias, of_gate)
     reasons += parameter_reasons(q, a_log=a_log, dt_bias=dt_bias)
     return reasons + state_reasons(q, state, (batch, v_heads, k_dim, v_dim))
-
-
-def parameter_reasons(x: torch.Tensor, **parameters: torch.Tensor | None) -> list[str]:
-    """Return reasons why parameters are not on x's device, in float32 or x's dtype."""
-    reasons = []
-    for name, tensor in parameters.items():
-        if tensor is None:
-            continue
-        if tensor.dtype not in (torch.float32, x.dtype):
-            reasons.append(f"{name} has dtype {tensor.dtype}, expected torch.float32 or {x.dtype}: cast it")
-        if tensor.device != x.device:
-            reasons.append(f"{name} is on {tensor.device}, expected {x.device}: move it")
-    return reasons
-
-
-def state_reasons(x: torch.Tensor, state: torch.Tensor, shape: tuple[int, ...]) -> list[str]:
-    """Return reasons why a recurrent state is not one for ``x``: float32, contiguous, of this shape."""
-    reasons = shape_reason("state", state, shape)
-    if state.dtype != torch.float32 or x.dtype not in FLOAT_DTYPES:
-        reasons.append(f"state has dtype {state.dtype}, expected torch.float32")
-    if state.device != x.device:
-        reasons.append(f"state is on {state.device}, expected {x.device}: move it")
-    return reasons + written_reason("state", state)
 
 
 def moved(q, k, v, a, b, a_log, dt_bias, state) -> int:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from ..registry import OpSpec, Sample, nbytes, register, shape_reason, tensor_reasons
-from .gated_delta_step import parameter_reasons, state_reasons
+from .recurrence import parameter_reasons, state_reasons
 
 
 def reference(
@@ -98,7 +98,8 @@ def samples(device: torch.device, dtype: torch.dtype):
     def call(batch, heads, head_dim, groups, state_size, per_channel=False, parameters=None, options="dbz"):
         sizes = heads * head_dim, groups * state_size, groups * state_size
         x, b, c = randn(batch, sum(sizes)).split(sizes, dim=-1)
-        x, b, c = x.unflatten(-1, (heads, head_dim)), *(t.unflatten(-1, (groups, -1)) for t in (b, c))
+        x = x.unflatten(-1, (heads, head_dim))
+        b, c = (t.unflatten(-1, (groups, -1)) for t in (b, c))
         of_step = (heads, head_dim) if per_channel else (heads,)
         of_rates = (heads, head_dim, state_size) if per_channel else (heads,)
         a_log = torch.empty(of_rates, device=device).uniform_(1, 16).log().to(parameters or dtype)

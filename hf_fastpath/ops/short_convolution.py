@@ -7,9 +7,10 @@ import torch
 from ..choices import Activation
 from ..registry import OpSpec, Sample, choice_reason, nbytes, register, shape_reason, tensor_reasons
 from .fused_swiglu import activate
+from .recurrence import written_reason
 
-#: of one value; kernels keep the inputs of a channel in registers
 ACTIVATIONS = (Activation.NONE, Activation.RELU, Activation.SILU, Activation.GELU_TANH, Activation.GELU)
+#: inputs that a channel sees, the new one among them
 MAX_WIDTH = 16
 
 
@@ -47,7 +48,11 @@ def reference(
         x = input_gate * x
     inputs = torch.cat((conv_state[..., 1:], x[..., None]), dim=-1)
     conv_state.copy_(inputs)
-    out = torch.nn.functional.conv1d(inputs, weight[:, None], bias, groups=weight.shape[0])[..., 0]
+    if x.dtype == torch.float64:  # PyTorch's convolution takes a thousand times as long
+        out = (inputs * weight).sum(-1)
+        out = out if bias is None else out + bias
+    else:
+        out = torch.nn.functional.conv1d(inputs, weight[:, None], bias, groups=weight.shape[0])[..., 0]
     out = activate(out, activation)
     return (out if output_gate is None else output_gate * out).contiguous()
 
@@ -71,13 +76,6 @@ def why_not(
     for name, gate in gates.items():
         reasons += shape_reason(name, gate, (batch, channels))
     return reasons + written_reason("conv_state", conv_state)
-
-
-def written_reason(name: str, state: torch.Tensor) -> list[str]:
-    """Return a reason if ``state``, which an op updates in place, is not contiguous."""
-    if state.is_contiguous():
-        return []
-    return [f"{name} has strides {state.stride()}: it is written, make it contiguous"]
 
 
 def moved(x, conv_state, weight, bias, input_gate, output_gate) -> int:

@@ -90,9 +90,9 @@ def _analyse_shards(model: nn.Module, options: Options, no_kernels: str | None) 
     Every rank has to call this: all come to the same reason.
     """
     ranks = Ranks(compat.rank_group(model))
-    families = (Sharded(each, ranks) for each in architectures())
-    family = next((each for each in families if each.model_part(model) is not None), None)
-    whole = None if family is None else family.model_part(model)
+    families = [Sharded(each, ranks) for each in architectures()]
+    found = ((each, each.model_part(model)) for each in families)
+    family, whole = next((pair for pair in found if pair[1] is not None), (None, None))
     reason = _loop_disabled(options) or (None if no_kernels is None else Cause(no_kernels, module=model))
     reason = reason or _whole_reason(model, whole)
     if reason is None and whole is not None:

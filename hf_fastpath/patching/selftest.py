@@ -48,6 +48,7 @@ _TWIN = {
     "mamba_headdim": 32,
     "mamba_d_ssm": 128,
     "vocab_size": 97,
+    "vocab_size_per_layer_input": 97,
     "sliding_window": 8,
     "pad_token_id": None,
     "bos_token_id": None,
@@ -61,7 +62,7 @@ _AT_MOST = {
         (64, "attention_head_dim lru_width"),
         (48, "shared_intermediate_size shared_expert_intermediate_size moe_shared_expert_intermediate_size"),
         (32, "kv_channels"),
-        (16, "linear_head_dim linear_key_head_dim linear_value_head_dim"),
+        (16, "hidden_size_per_layer_input laurel_rank linear_head_dim linear_key_head_dim linear_value_head_dim"),
         (8, "state_size ssm_state_size mamba_d_state time_step_rank mamba_dt_rank"),
         (4, "linear_num_value_heads n_routed_experts"),
         (2, "n_groups mamba_n_groups mamba_ngroups linear_num_key_heads linear_num_heads"),
@@ -134,9 +135,13 @@ def twin_config(config):
     entries += [(name, size, size) for size, names in _AT_MOST.items() for name in names]
     for name, value, most in (*entries, ("num_hidden_layers", len(kept), None)):
         is_derived = isinstance(getattr(type(small), name, None), property)
-        if name not in known or is_derived or (old := getattr(small, name)) is None:
+        if name == "head_dim" and "qk_rope_head_dim" in known:
+            continue  # of attention over a latent, the part of a head that is turned
+        if name not in known or is_derived or (old := compat.entry_of(small, name)) is None:
             continue
-        if most is None or (isinstance(old, int) and old > most):
+        if isinstance(old, list):
+            compat.set_entry(small, name, [value] * len(old))
+        elif most is None or (isinstance(old, int) and old > most):
             compat.set_entry(small, name, value)
     for entries in by_layer.values():  # sizes of a layer keep their ratio to those of the others
         for name in entries.keys() & _TWIN.keys():
@@ -148,16 +153,25 @@ def twin_config(config):
 def _cut_layers(config) -> list[int]:
     """Cut the lists with an entry for every layer to one layer of each kind; return the layers that stay."""
     lists = {name: vars(config)[name] for name in _BY_LAYER if vars(config).get(name)}
-    if lists:
-        rows = list(zip(*lists.values()))
-        firsts = [place for place, row in enumerate(rows) if rows.index(row) == place][:_MOST_LAYERS]
-        others = [place for place in range(len(rows)) if place not in firsts]
-        kept = sorted(firsts + others[: max(0, _FEWEST_LAYERS - len(firsts))]) if len(rows) > 1 else [0, 0]
-        for name, values in lists.items():
-            setattr(config, name, [values[place] for place in kept])
-        return kept
-    kinds = compat.layer_kinds(config) or []
-    return list(range(max([_FEWEST_LAYERS, *(kinds.index(kind) + 1 for kind in kinds)])))
+    if not lists:
+        kinds = compat.layer_kinds(config) or []
+        return list(range(max([_FEWEST_LAYERS, *(kinds.index(kind) + 1 for kind in kinds)])))
+    rows = list(zip(*lists.values()))
+    shared = vars(config).get("num_kv_shared_layers") or 0  # the last layers, which read what others have cached
+    own = len(rows) - shared
+    firsts = [place for place, row in enumerate(rows[:own]) if rows.index(row) == place][:_MOST_LAYERS]
+    firsts += [place for place in range(own, len(rows)) if rows.index(rows[place], own) == place]
+    # Zamba's hybrid layers share weights, which takes two of them
+    hybrid = [place for place, row in enumerate(rows) if "hybrid" in row and place not in firsts]
+    firsts += hybrid[:1]
+    others = [place for place in range(own) if place not in firsts]
+    kept = sorted(firsts + others[: max(0, _FEWEST_LAYERS - len(firsts))]) if len(rows) > 1 else [0, 0]
+    alike = (name for name, value in vars(config).items() if isinstance(value, list) and len(value) == len(rows))
+    for name in {*lists, *alike}:
+        setattr(config, name, [vars(config)[name][place] for place in kept])
+    if shared:
+        config.num_kv_shared_layers = sum(place >= own for place in kept)
+    return kept
 
 
 def run(model: nn.Module, is_recorded: bool = False) -> str | None:

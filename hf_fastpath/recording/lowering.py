@@ -10,12 +10,14 @@ from typing import Any
 import torch
 
 from .. import ops
-from ..choices import Activation, NormKind
+from ..choices import Activation, NormKind, Rotation
 from ..decode import composed, many_rows
 from ..decode.named_calls import Call, Emit, Register
 from ..decode.positions import Positions
 from ..ops.gemv import MAX_ROWS
+from ..ops.head_products import MAX_INPUTS
 from ..ops.kv_cache import KVCache
+from ..ops.latent_attention import MAX_RANK, MAX_ROPE_DIM
 from ..registry import FLOAT_DTYPES, PLAIN_TENSORS
 from . import marks
 from .recording import Recording, Unrecordable, registers_in
@@ -131,6 +133,47 @@ class Lowering:
         else:
             queries = self._emit(_aten.transpose.int, q, 1, 2)
         return self.attention(queries, layer, scale, window, softcap, sinks, slopes)
+
+    def _latent_attend(
+        self, call: Call, q, states, layer, scale, window, weight, cos=None, sin=None, rotation=Rotation.HALVES
+    ) -> Any:
+        at, cache, attention = self._at, self._caches[layer], self._attentions[layer]
+        fact, (_, rank), turned = self._recording.fact(call.arguments["q"]), attention.cache_shape, attention.value_dim
+        new, angles = self._pending.pop(layer, None), None if cos is None else dict(cos=cos, sin=sin, rotation=rotation)
+        seen = dict(seq_lens=at.seq_lens, starts=at.starts, scale=scale)
+        fits = rank <= MAX_RANK and turned <= MAX_ROPE_DIM and fact.shape[3] - turned <= MAX_INPUTS
+        is_plain = at.kv_dtype == fact.dtype == weight.dtype and not cache.is_paged
+        if fits and is_plain and fact.shape[2] == 1 and not window:
+            return self._over_latents(fact, q, layer, weight, new, angles, seen)
+        if new is not None:
+            k, v = new
+            v = v if angles is None else self._emit(composed.turned, x=v, **angles)
+            self._emit(composed.append_states, k=k, v=v, cache=cache, seq_lens=at.seq_lens)
+        q = q if angles is None else self._emit(composed.with_turned_end, q=q, **angles)
+        return self._emit(composed.latent_attention, q=q, weight=weight, cache=cache, **seen, window=window)
+
+    def _over_latents(self, fact, q, layer, weight, new, angles, seen) -> Any:
+        """Attention of one token by ops: queries at the latent, what they see of it, and the values of that."""
+        batch, heads, _, dim = fact.shape
+        attention, cache = self._attentions[layer], self._at.placed(self._caches[layer], layer)
+        turned, by_head = attention.value_dim, weight.detach().view(heads, -1, attention.cache_shape[1])
+        how = dict(programmatic_launch=self._at.programmatic_launch)
+        q, border = self._emit(_aten.select.int, q, 2, 0), dim - turned
+        plain, end = (self._emit(_aten.narrow.default, q, 2, *part) for part in ((0, border), (border, turned)))
+        keys, values = by_head[:, :border], by_head[:, border:]
+        at_latent = self._emit(ops.head_products.overload, x=plain, weight=keys, transposed=True, **how)
+        given: dict[str, Any] = {}
+        if new is not None:
+            rows = [self._emit(_aten.reshape.default, each, [batch, -1]) for each in new]
+            given["new_latent"], given["new_rope"] = rows
+        if angles is not None:
+            given |= angles | {name: self._emit(_aten.select.int, angles[name], 1, 0) for name in ("cos", "sin")}
+        seen_of_it = self._emit(
+            ops.latent_attention.overload, q_latent=at_latent, q_rope=end, latents=cache.k, rope_keys=cache.v,
+            kv_table=cache.table, layer=cache.layer, **seen, **given,
+        )  # fmt: skip
+        made = self._emit(ops.head_products.overload, x=seen_of_it, weight=values, **how)
+        return self._emit(_aten.unsqueeze.default, made, 1)
 
     def store(self, layer: int) -> dict[str, Any]:
         """Where keys and values of a layer are appended."""
@@ -254,6 +297,7 @@ _RULES: dict[Callable[..., Any], Callable[..., Any]] = {
     marks.normed: Lowering._normed,
     marks.append: Lowering._append,
     marks.attend: Lowering._attend,
+    marks.latent_attend: Lowering._latent_attend,
     marks.gated: Lowering._gated,
     marks.angles: Lowering._angles,
     marks.rotated_attention: Lowering._rotated,

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from .. import compat, ops
-from ..choices import Activation, NormKind
+from ..choices import Activation, NormKind, Rotation
 from ..decode.named_calls import Norm
 from ..ops.topk_softmax import reference as topk_softmax
 
@@ -98,6 +98,14 @@ def attend(q, states, layer, scale, window, softcap=0.0, sinks=None, slopes=None
     query_len, num_heads, head_dim].
 
     ``slopes``, [num_heads]: added to a score for each position that a key is further on (ALiBi).
+    """
+    raise NotImplementedError("attention is run by an op over a cache alone")
+
+
+def latent_attend(q, states, layer, scale, window, weight, cos=None, sin=None, rotation=Rotation.HALVES):
+    """Attention of q, [batch, num_heads, query_len, head_dim], over keys and values that ``weight`` makes of the latent
+    in ``states``, see :mod:`.latent`: [batch, query_len, num_heads, value_dim]. With ``cos`` and ``sin`` the last
+    elements of queries, and the keys that :func:`append` is given as values, are turned first.
     """
     raise NotImplementedError("attention is run by an op over a cache alone")
 

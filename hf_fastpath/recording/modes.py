@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -11,6 +12,7 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from .. import compat
 from ..choices import NormKind
 from ..decode.modules import is_packed, weight_and_bias
 from ..decode.named_calls import Register, by_name
@@ -148,10 +150,14 @@ def spans(recorder: Recorder) -> Iterator[None]:
             else:
                 continue
             bound.append(module)
+        for module in compat.expanding_modules(recorder.skeleton.copy):
+            vars(module)[compat.EXPAND] = functools.partial(recorder.expand, getattr(module, compat.EXPAND))
+            bound.append(module)
         yield
     finally:
         for module in bound:
             vars(module).pop("forward", None)
+            vars(module).pop(compat.EXPAND, None)
 
 
 def _noting(recorder: Recorder, module: nn.Module, path: str) -> Callable[..., Any]:

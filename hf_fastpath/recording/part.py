@@ -70,11 +70,18 @@ class RecordedAttention:
     Attributes:
         cache_shape: KV heads, and elements of a head.
         num_heads, head_dim: of the queries.
+        value_dim: of a latent, elements of the turned keys, which the cache holds as values; else None.
     """
 
     cache_shape: tuple[int, int]
     num_heads: int
     head_dim: int
+    value_dim: int | None = None
+
+    @property
+    def value_shape(self) -> tuple[int, int]:
+        """KV heads, and elements of a value."""
+        return self.cache_shape[0], self.value_dim or self.cache_shape[1]
 
 
 @dataclass(frozen=True)
@@ -190,7 +197,7 @@ class RecordedPart:
     def num_embeddings(self) -> int:
         return len(self.embedding.weight)
 
-    @property
+    @functools.cached_property
     def devices(self) -> tuple[torch.device, ...]:
         return (self.embedding.weight.device,)
 
@@ -321,7 +328,8 @@ class RecordedPart:
             _dry_run(self)
         except Exception as error:  # nobody has tried this code, nor the passes over it: anything may be raised
             return self._not_recorded(error)
-        odd = next((each for each in attentions if not takes_head_dim(each.head_dim)), None)
+        by_kernels = [each for each in attentions if each.value_dim is None]
+        odd = next((each for each in by_kernels if not takes_head_dim(each.head_dim)), None)
         if odd is not None:
             return Cause("unsupported_head_dim", f"head_dim={odd.head_dim}", self.module)
         narrow = next((w for w in self.windows if w is not None and w < compat.MIN_WINDOW), None)
@@ -344,14 +352,16 @@ def attention_of(recording: Recording, producers: dict[int, Call], call: Call) -
         given = call.arguments
         shape = given["num_kv_heads"], given["head_dim"]
         return RecordedAttention(shape, given["num_heads"], shape[1])
-    if call.op is not marks.attend:
+    if call.op not in (marks.attend, marks.latent_attend):
         return None
     states = producers[call.arguments["states"].index]
     heads, _, head_dim = recording.fact(states.arguments["k"]).shape[1:]
-    if recording.fact(states.arguments["v"]).shape[-1] != head_dim:
+    values, queries = (recording.fact(each).shape for each in (states.arguments["v"], call.arguments["q"]))
+    if call.op is marks.latent_attend:
+        return RecordedAttention((heads, head_dim), queries[1], head_dim, values[-1])
+    if values[-1] != head_dim:
         raise Unrecordable("keys and values of different sizes")
-    found = recording.fact(call.arguments["q"])
-    return RecordedAttention((heads, head_dim), found.shape[1], head_dim)
+    return RecordedAttention((heads, head_dim), queries[1], head_dim)
 
 
 def _dry_run(part: RecordedPart) -> None:

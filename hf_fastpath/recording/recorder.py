@@ -16,11 +16,14 @@ from .. import compat
 from ..decode.named_calls import Call, Register
 from ..ops.fused_experts import EXPERT_GATES
 from . import marks
+from .latent import Expansion
 from .recording import Span, Unrecordable
 from .skeleton import Skeleton, past_tokens
 
 _aten = torch.ops.aten
 
+#: tokens for which keys and values are made of a latent, to see how
+_EXPANDED = 3
 #: the one that runs in this context
 recorder: ContextVar[Recorder] = ContextVar("recorder")
 
@@ -34,6 +37,7 @@ class Recorder:
         self.facts: dict[int, torch.Tensor] = {}
         self.spans: list[Span] = []
         self.masks: dict[int, Callable[..., Any]] = {}  # register of a mask -> its function
+        self.expansions: dict[tuple[int, int], Expansion] = {}  # ids of keys and values that were made of a latent
         self.mutated: set[int] = set()
         self.silent = 0
         self.is_rehearsing = False  # True while a forward runs of which nothing is noted, see step.record
@@ -42,7 +46,7 @@ class Recorder:
         self._kept: list[Any] = []  # no other tensor gets an id of these
         self._storages: dict[int, list[int]] = {}
         self._written: set[int] = set()  # storages that calls write to
-        self._states: dict[tuple[int, int], tuple[Register, int]] = {}  # registers of keys, values -> of both, layer
+        self._states: dict[tuple[int, ...], tuple[Register, int]] = {}  # registers of keys, values -> of both, layer
         self._paths = {id(module): path for path, module in skeleton.copy.named_modules()}
 
     # ---- values -----------------------------------------------------------------------------------------------
@@ -149,8 +153,12 @@ class Recorder:
         """As transformers' attention functions."""
         if self.is_rehearsing:
             return query.new_empty(*query.shape[:1], query.shape[2], query.shape[1], value.shape[-1]), None
-        if (found := self._states.get(self._indices((key, value)))) is None:
-            raise Unrecordable("attention over other keys and values than the cache gave")
+        found, expansion = self._states.get(self._indices((key, value))), None
+        if found is None:
+            expansion = self.expansions.get((id(key), id(value)))
+            if expansion is None:
+                raise Unrecordable("attention over other keys and values than the cache gave")
+            found = expansion.states, expansion.layer
         states, layer = found
         window = self.mask_of(attention_mask)
         if not getattr(module, "is_causal", True) and query.shape[2] > 1:  # one token sees all in any case
@@ -166,8 +174,32 @@ class Recorder:
             scale=float(head_dim**-0.5 if scaling is None else scaling), window=window,
             softcap=float(softcap or 0.0), sinks=s_aux,
         )  # fmt: skip
-        self.emit(marks.attend, arguments, out)
+        if expansion is None:
+            self.emit(marks.attend, arguments, out)
+        elif arguments.pop("softcap") or arguments.pop("sinks") is not None:
+            raise Unrecordable("attention over a latent with a soft cap or sinks")
+        else:
+            self.emit(marks.latent_attend, arguments | {"weight": expansion.weight}, out)
         return out, None
+
+    def expand(self, original: Callable[..., Any], latent: torch.Tensor, turned: torch.Tensor) -> Any:
+        """As the method by which attention makes keys and values of a latent, and of keys that are turned."""
+        found = self._states.get(self._indices((latent, turned)))
+        if self.is_rehearsing or found is None:
+            return original(latent, turned)
+        first = len(self.calls)
+        with self.quiet():
+            few = [each.new_empty(*each.shape[:2], _EXPANDED, each.shape[3]) for each in (latent, turned)]
+        given = [self.given(each) for each in few]
+        made = original(*few)
+        calls, registers = self.calls[first:], [self.value(each) for each in made]
+        del self.calls[first:]
+        with self.quiet():
+            all_ = tuple(each.new_empty(*each.shape[:2], latent.shape[2], each.shape[3]) for each in made)
+        expansion = Expansion(*found, calls, given, registers, [*few, *made])
+        self.expansions[id(all_[0]), id(all_[1])] = expansion
+        self._kept += all_
+        return all_
 
     def _indices(self, tensors: tuple[torch.Tensor, ...]) -> tuple[int, ...]:
         return tuple(self._registers[id(each)].index if id(each) in self._registers else -1 for each in tensors)

@@ -44,6 +44,7 @@ class Skeleton:
         except Exception as error:
             raise Unrecordable(f"{type(model).__name__} cannot be copied: {type(error).__name__}: {error}") from error
         compat.ask_for_seams(self.copy)
+        compat.ask_for_plain_functions(self.copy)
         self.takes_positions = compat.takes_positions(model)
         self.device = next((each.device for each in model.parameters()), torch.device("cpu"))
 

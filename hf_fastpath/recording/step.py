@@ -57,6 +57,8 @@ def _record(noting: Recorder, batch: int, query_len: int, arguments: dict[str, A
             _run(skeleton, torch.zeros(batch, _REHEARSED, dtype=torch.long, device=skeleton.device), None, cache, {})
             noting.is_rehearsing = False
             states = [[noting.state(each) for each in found] for found in cache.states()]
+            if not any(states):
+                raise Unrecordable("states that it keeps elsewhere than in the cache that it is given")
         cache.claim(noting.past)
         tokens, positions = (torch.zeros(batch, query_len, dtype=torch.long, device=skeleton.device) for _ in range(2))
         given = noting.given(tokens), noting.given(positions)
@@ -71,12 +73,14 @@ def _record(noting: Recorder, batch: int, query_len: int, arguments: dict[str, A
         for name, value in call.arguments.items():
             if name == "norm" and isinstance(value, (tuple, list)):
                 call.arguments[name] = Norm(*value)
+    for expansion in noting.expansions.values():
+        expansion.check()
     windows: dict[int, int | None] = {}  # of masks that the kernels have
     for index, function in noting.masks.items():
         with suppress(Unrecordable):
             windows[index] = _window(function)
     for call in noting.calls:
-        if call.op is marks.attend:
+        if call.op in (marks.attend, marks.latent_attend):
             mask = call.arguments["window"]
             if mask is not None and mask.index not in windows:
                 raise Unrecordable("a mask that is neither causal nor a window")

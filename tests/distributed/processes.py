@@ -23,7 +23,10 @@ COUNT = 2
 #: seconds for the processes of a test
 SECONDS = 120
 
-needs_fork = pytest.mark.skipif(not hasattr(os, "fork"), reason="processes are made by fork")
+#: with a single GPU, transformers would have all processes use it
+needs_processes = pytest.mark.skipif(
+    not hasattr(os, "fork") or torch.cuda.device_count() == 1, reason="no fork, or not a GPU for each process"
+)
 
 
 def on_gpus() -> bool:

@@ -10,15 +10,16 @@ import processes
 import pytest
 import torch
 from models import assert_same_instances, build, instances, left_padded, prompt
-from processes import SIZES, device, needs_fork, run, save, spread
+from processes import SIZES, device, needs_processes, run, save, spread
 from torch import nn
 from transformers import LogitsProcessor, StoppingCriteria, StoppingCriteriaList
+from transformers.generation.streamers import BaseStreamer
 
 import hf_fastpath
 from hf_fastpath import RankError, UnsupportedModelError
 from hf_fastpath.decode import ranks
 
-pytestmark = needs_fork
+pytestmark = needs_processes
 NEW = 12
 GREEDY = dict(max_new_tokens=NEW, do_sample=False)
 VOCAB = SIZES["vocab_size"]
@@ -106,6 +107,39 @@ class Late(StoppingCriteria):
         return torch.full((len(input_ids),), input_ids.shape[1] >= self.length, device=input_ids.device)
 
 
+class Counting(BaseStreamer):
+    """A streamer of the user's own."""
+
+    def __init__(self):
+        self.tokens = 0
+
+    def put(self, value):
+        self.tokens += value.numel()
+
+    def end(self):
+        pass
+
+
+def _own_streamer(rank: int, folder: Path) -> None:
+    """Only the first rank has a streamer, which makes the host wait for every token; an end token ends the text."""
+    model = loaded(folder)
+    inputs = {"input_ids": some_prompt(device(rank))}
+    whole = tokens_of(model, inputs)
+    streamer = None if rank else Counting()
+    ends = dict(eos_token_id=whole[0, -5].item(), pad_token_id=0)
+    for options in ({}, ends, ends | dict(do_sample=True, top_k=20)):
+        found = tokens_of(model, inputs, streamer=streamer, **options)
+        others = [torch.empty_like(found) for _ in range(2)]
+        torch.distributed.all_gather(others, found)
+        assert torch.equal(*others)
+    assert streamer is None or streamer.tokens > 3 * 11
+
+
+def test_a_streamer_on_one_rank(tmp_path):
+    save(tmp_path / "llama")
+    run(_own_streamer, tmp_path)
+
+
 def _own_ends(rank: int, folder: Path) -> None:
     model = loaded(folder)
     inputs = {"input_ids": some_prompt(device(rank))}
@@ -140,20 +174,48 @@ def test_half_types(tmp_path):
 
 
 def _other_modes(rank: int, folder: Path) -> None:
-    """Beams and drafts run stock's loop, over our cache."""
+    """Beams run stock's loop, over our cache."""
     model, inputs = spread(folder / "llama"), {"input_ids": some_prompt(device(rank))}
-    modes = dict(num_beams=2), dict(prompt_lookup_num_tokens=3), dict(cache_implementation="static")
+    modes = dict(num_beams=2), dict(cache_implementation="static")
     expected = [tokens_of(model, inputs, **mode) for mode in modes]
     hf_fastpath.patch(model, quiet=True, kv_dtype="auto")
     for mode, wanted in zip(modes, expected):
         assert torch.equal(tokens_of(model, inputs, **mode), wanted), mode
     reasons = hf_fastpath.report(model).stats["reasons"]
-    assert reasons == {"generation_mode": 2, "other_cache": 1}, reasons
+    assert reasons == {"generation_mode": 1, "other_cache": 1}, reasons
 
 
 def test_other_modes_run_stock_code_on_all_ranks(tmp_path):
     save(tmp_path / "llama")
     run(_other_modes, tmp_path)
+
+
+def _drafts(rank: int, folder: Path) -> None:
+    here = device(rank)
+    model, assistant = spread(folder / "llama"), build("llama", **SIZES | dict(num_hidden_layers=1)).to(here)
+    lookup, own = dict(prompt_lookup_num_tokens=3), dict(assistant_model=assistant)
+    inputs = {"input_ids": some_prompt(here)[:, :6].repeat(1, 3)}
+    wanted = tokens_of(model, inputs)
+    hf_fastpath.patch(model, quiet=True)
+    for drafts in (lookup, own, own):
+        assert torch.equal(tokens_of(model, inputs, **drafts), wanted), drafts
+        hf_fastpath.patch(assistant, quiet=True)
+    assert_fast(model)
+    for drafts in (lookup, own):
+        found = tokens_of(model, inputs, seed=rank, do_sample=True, top_k=20, **drafts)
+        others = [torch.empty_like(found) for _ in range(2)]
+        torch.distributed.all_gather(others, found)
+        assert torch.equal(*others)
+    assert_fast(model)
+    found = tokens_of(model, inputs, streamer=None if rank else Counting(), **lookup)
+    assert torch.equal(found, wanted)
+    reasons = hf_fastpath.report(model).stats["reasons"]
+    assert reasons == {"other_rank" if rank else "generation_mode": 1}, reasons
+
+
+def test_drafts(tmp_path):
+    save(tmp_path / "llama")
+    run(_drafts, tmp_path)
 
 
 def _caches(rank: int, folder: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ from models import CPU, build, prompt, require_native
 import hf_fastpath
 from hf_fastpath import ops
 from hf_fastpath.choices import Activation, NormKind
+from hf_fastpath.compat import ShardStyle
 from hf_fastpath.decode import composed, steps
 from hf_fastpath.decode.attend import Attention, attend
 from hf_fastpath.decode.many_rows import few_to_many, replace_attention
@@ -21,6 +23,8 @@ from hf_fastpath.decode.one_call import one_call
 from hf_fastpath.decode.passes import PASSES, prefetch_next_weight
 from hf_fastpath.decode.positions import Positions
 from hf_fastpath.decode.program import Program
+from hf_fastpath.decode.rank_calls import Shard, gathered, summed, through_peers
+from hf_fastpath.decode.ranks import SLOTS
 from hf_fastpath.ops.kv_cache import KVCache
 from hf_fastpath.patching.state import state_of
 
@@ -258,6 +262,34 @@ def test_prefetch_next_weight():
             assert "next_weight" not in call.arguments
     assert told == 3 * len(made.part.layers) - (0 if told % 3 == 0 else 1)
     assert torch.equal(made.run(), expected)
+
+
+def test_ranks_send_through_the_memory_of_gpus():
+    """Calls of a captured step become ops whose slots rotate: no call has a neighbor's, also from step to step."""
+    ranks = SimpleNamespace(rank=0, size=2, peers=SimpleNamespace(buffers=lambda dtype: [dtype] * 2, status="status"))
+    shard = Shard(ranks, ShardStyle.ROWS, 0, 64, 64, torch.float32)
+    head = Shard(ranks, ShardStyle.GATHERED, 0, 2 * 40, 40, torch.float32)
+    odd = Shard(ranks, ShardStyle.GATHERED, 0, 79, 40, torch.float32)
+    for count in range(2, 12):
+        program = Program()
+        x = program.register()
+        for _ in range(count - 1):
+            x = program.emit(summed, x=x, residual=x, shard=shard)
+        program.emit(gathered, x=x, shard=odd)
+        program.emit(gathered, x=x, shard=head)
+        before = list(program.calls)
+        plain = through_peers(program.calls, program.register, Step(rows=1))
+        assert plain == before and [call.op for call in plain] == [summed] * (count - 1) + [gathered] * 2
+        made = through_peers(program.calls, program.register, Step(rows=1, programmatic_launch=True))
+        assert [call.out for call in made] == [call.out for call in before]
+        assert made[-2].op is gathered, "shards of different widths go through torch.distributed"
+        sent = [call for call in made if call.op in (ops.sum_ranks.overload, ops.gather_ranks.overload)]
+        slots = [call.arguments["slot"] for call in sent]
+        assert len(sent) == count and slots[0] == 0 and slots[-1] == SLOTS - 1
+        turns = slots * 2
+        assert all(here != there for here, there in zip(turns, turns[1:])), slots
+        large = through_peers(program.calls, program.register, Step(rows=10**5, programmatic_launch=True))
+        assert large == before
 
 
 def test_recording_holds_on_to_nothing():

@@ -42,7 +42,7 @@ def test_a_step_moves_from_device_to_device(apart, architecture):
         assert isinstance(program, Stages)
         places = [stage.device for stage in program._stages]
         assert places == [CPU, torch.device("cpu", 1), torch.device("cpu", 2), CPU]
-        assert all(stage.copies for stage in program._stages[1:])
+        assert all(stage.parcels for stage in program._stages[1:])
 
 
 def test_a_plan_is_used_again_with_other_padding(apart):

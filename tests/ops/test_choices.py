@@ -22,6 +22,7 @@ KINDS = [
 DEFINED = {
     "PackedFormat": "packed_gemv/packed_format.h",
     "GateActivation": "gated_rms_norm/gated_rms_norm_params.h",
+    "Rotation": "latent_attention/latent_attention_params.h",
 }
 
 

@@ -26,7 +26,7 @@ def call(device, dtype, batch, k_heads, v_heads, k_dim, v_dim, per_element=False
 
 def odd_sizes(device, dtype):
     for batch, k_heads, v_heads, k_dim, v_dim in (
-        *((1, 1, 1, 1, 1), (2, 1, 3, 2, 5), (1, 2, 4, 31, 33), (3, 2, 2, 33, 31), (1, 1, 2, 64, 4), (2, 2, 2, 65, 36)),
+        *((4, 1, 1, 1, 9), (2, 1, 3, 2, 5), (1, 2, 4, 31, 33), (3, 2, 2, 33, 31), (1, 1, 2, 64, 4), (2, 2, 2, 65, 36)),
         *((1, 1, 1, 129, 66), (1, 1, 1, 255, 129), (1, 2, 2, 200, 100)),
     ):
         for per_element in (False, True):

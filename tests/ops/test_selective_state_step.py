@@ -28,8 +28,8 @@ def call(device, dtype, batch, heads, head_dim, groups, state_size, per_channel,
 
 def odd_sizes(device, dtype):
     for batch, heads, head_dim, groups, state_size in (
-        *((1, 1, 1, 1, 1), (2, 3, 5, 3, 2), (1, 4, 31, 2, 33), (3, 2, 33, 1, 31), (1, 6, 64, 2, 64), (2, 1, 129, 1, 4)),
-        *((1, 1, 300, 1, 16), (1, 2, 8, 1, 300), (1, 1, 7, 1, 1030)),
+        *((4, 1, 9, 1, 1), (2, 3, 5, 3, 2), (1, 4, 31, 2, 33), (3, 2, 33, 1, 31), (1, 6, 64, 2, 64), (2, 1, 129, 1, 4)),
+        *((1, 1, 300, 1, 16), (1, 2, 72, 1, 300), (1, 1, 127, 1, 263)),
     ):
         for per_channel in (False, True):
             yield call(device, dtype, batch, heads, head_dim, groups, state_size, per_channel)

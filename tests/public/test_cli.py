@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 from models import ARCHITECTURES, CPU, TINY_PYTHON, require_native, tokenizer
-from transformers import AutoModelForCausalLM, MambaConfig
+from transformers import AutoModelForCausalLM, RwkvConfig
 
 from hf_fastpath.architecture import architectures
 from hf_fastpath.bench import generate
@@ -97,14 +97,14 @@ def test_cli_takes_short_names_of_types(capsys):
 
 def test_cli_verify_of_what_is_not_covered(capsys, tmp_path):
     """The command says what patch() says."""
-    sizes = dict(num_hidden_layers=1, hidden_size=32, vocab_size=4200, bos_token_id=1, eos_token_id=1)
-    AutoModelForCausalLM.from_config(MambaConfig(**sizes)).save_pretrained(tmp_path)
+    sizes = dict(num_hidden_layers=2, hidden_size=32, vocab_size=4200, bos_token_id=1, eos_token_id=1)
+    AutoModelForCausalLM.from_config(RwkvConfig(**sizes)).save_pretrained(tmp_path)
     tokenizer().save_pretrained(tmp_path)
     with pytest.raises(SystemExit) as caught:
         cli.main(["verify", str(tmp_path), "--device", "cpu"])
     assert caught.value.code == 2
     said = capsys.readouterr().err
-    assert "patch() can do nothing: MambaForCausalLM (mamba): not_recorded" in said and "its cache holds states" in said
+    assert "patch() can do nothing: RwkvForCausalLM (rwkv): not_recorded" in said and "a tensor of the model" in said
 
 
 BENCH = "bench --model tiny --device cpu --dtype fp32 --engines stock,ours --context 16 --new-tokens 4 --repeats 1"

@@ -119,7 +119,8 @@ TYPES = {
     "whisper": ("WhisperFor", "hf_fastpath on recorded: nothing patched; decode loop: fast"),
     "vit": ("ViTModel", "generates no tokens"),
     "clip": ("CLIPModel", "generates no tokens"),
-    "mamba": ("MambaForCausalLM", "its cache holds states that are no keys and values)"),
+    "minicpm3": ("MiniCPM3ForCausalLM", "hf_fastpath on recorded: nothing patched; decode loop: fast"),
+    "deepseek_v32": ("DeepseekV32ForCausalLM", "its cache holds more than keys, values and states)"),
     "rwkv": ("RwkvForCausalLM", "aten.div_.Tensor writes into a tensor of the model"),
     "llama": ("LlamaForCausalLM", "decode loop: fast"),
 }

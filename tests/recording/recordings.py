@@ -79,10 +79,16 @@ def linear(features: int = WIDTH, given: int = WIDTH, bias: bool = False) -> nn.
 
 
 def recorded(
-    function: Callable[..., Any] | nn.Module, batch: int = 1, query_len: int = 1, layers: int = 1, **inside: Any
+    function: Callable[..., Any] | nn.Module,
+    batch: int = 1,
+    query_len: int = 1,
+    layers: int = 1,
+    entries: dict[str, Any] | None = None,
+    **inside: Any,
 ) -> tuple[Recording, Decoder]:
-    """The recording of a decoder around a function or a module, before any pass, and the decoder."""
-    model = Decoder(function if isinstance(function, nn.Module) else Of(function, **inside), layers)
+    """The recording of a decoder around a function or a module, before any pass, and the decoder; ``entries`` are of
+    its config."""
+    model = Decoder(function if isinstance(function, nn.Module) else Of(function, **inside), layers, **(entries or {}))
     recording = record(Skeleton(model), batch, query_len)
     recording.drop_unread()
     return recording, model
@@ -121,17 +127,27 @@ def tensors_in(recording: Recording) -> list[torch.Tensor]:
 
 
 def logits(recording: Recording, seed: int = 0, position: int = POSITION) -> torch.Tensor:
-    """What the calls give in float64, over a cache of random keys and values."""
+    """What the calls give in float64, over a cache of random keys, values and states."""
+    return computed(recording, seed, position)[0]
+
+
+def computed(recording: Recording, seed: int = 0, position: int = POSITION) -> list[torch.Tensor]:
+    """The logits as of :func:`logits`, and what the calls leave in each state."""
     generator = torch.Generator().manual_seed(seed)
     shape = recording.batch, recording.query_len
     tokens = torch.randint(0, VOCAB, shape, generator=generator)
     positions = position + torch.arange(shape[1]).expand(shape)
     given = {recording.tokens.index: tokens, recording.positions.index: positions}
+    states = [register for found in recording.states for register in found]
+    for register in states:
+        shape = recording.fact(register).shape
+        given[register.index] = torch.randn(shape, generator=generator, dtype=torch.float64)
     calls = [
         Call(_computing(recording, call, seed, positions[0]), call.arguments, call.out) for call in recording.calls
     ]
     with torch.no_grad():
-        return evaluate(calls, given)[recording.logits.index]
+        values = evaluate(calls, given)
+    return [values[recording.logits.index], *(values[register.index] for register in states)]
 
 
 def _computing(recording: Recording, call: Call, seed: int, positions: torch.Tensor) -> Callable[..., Any]:
@@ -245,14 +261,14 @@ def assert_same(recording: Recording, model: nn.Module, passes: Sequence[Callabl
         AssertionError: which pass changed it.
     """
     places = [(seed, position) for seed, position in ((0, POSITION), (1, 0), (2, 31))]
-    before = [logits(recording, *place) for place in places]
-    assert all(torch.isfinite(each).all() and each.abs().max() > 0 for each in before)
+    before = [computed(recording, *place) for place in places]
+    assert all(torch.isfinite(each).all() and each.abs().max() > 0 for found in before for each in found)
     for each in passes:
         through(recording, model, [each])
         for place, expected in zip(places, before):
-            found = logits(recording, *place)
-            same = found.shape == expected.shape and torch.allclose(found, expected, rtol=1e-9, atol=1e-12)
-            assert same, f"{each.__name__} changed what is computed: {found.flatten()[:4]}, {expected.flatten()[:4]}"
+            for found, wanted in zip(computed(recording, *place), expected, strict=True):
+                same = found.shape == wanted.shape and torch.allclose(found, wanted, rtol=1e-9, atol=1e-12)
+                assert same, f"{each.__name__} changed what is computed: {found.flatten()[:4]}, {wanted.flatten()[:4]}"
 
 
 # ---- attention ------------------------------------------------------------------------------------------------------

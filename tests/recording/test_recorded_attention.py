@@ -11,7 +11,7 @@ from recordings import WIDTH, assert_same, attention, calls_of, linear, logits, 
 from torch import nn
 
 from hf_fastpath.recording import marks
-from hf_fastpath.recording.passes import PASSES, lengths, modules, own_attention, passed, products, views
+from hf_fastpath.recording.passes import PASSES, head_norms, lengths, modules, own_attention, passed, products, views
 from hf_fastpath.recording.passes import attention as heads
 from hf_fastpath.recording.recording import Unrecordable
 
@@ -252,7 +252,7 @@ def normed_heads(q_norm: nn.Module, k_norm: nn.Module, rotation: Any = halves, o
     return recorded(step, **inside, q_norm=q_norm, k_norm=k_norm)
 
 
-FRONT_OF_HEADS = [*FRONT, heads.rotations, heads.head_norms, heads.projections]
+FRONT_OF_HEADS = [*FRONT, heads.rotations, head_norms.head_norms, heads.projections]
 
 
 @pytest.mark.parametrize("rotation", (halves, neighbors, partial), ids=_name)

@@ -10,7 +10,20 @@ from collections.abc import Callable
 from torch import nn
 
 from ..recording import Recording
-from . import attention, axes, experts, gated_norms, lengths, modules, own_attention, products, states, views
+from . import (
+    attention,
+    axes,
+    experts,
+    gated_norms,
+    head_norms,
+    latent_rotation,
+    lengths,
+    modules,
+    own_attention,
+    products,
+    states,
+    views,
+)
 
 Pass = Callable[[Recording, nn.Module], None]
 
@@ -33,7 +46,8 @@ PASSES: tuple[Pass, ...] = (
     products.split_products,
     own_attention.own_attention,
     attention.rotations,
-    attention.head_norms,
+    head_norms.head_norms,
+    latent_rotation.latent_rotations,
     attention.projections,
     attention.flat_attention,
     views.no_change,

@@ -11,14 +11,14 @@ import torch
 from torch import nn
 
 from ...decode import composed
-from ...decode.named_calls import Call, HeadNorms, Register
+from ...decode.named_calls import Call, Register
 from ...ops.rope_append import rotate
-from ...registry import PLAIN_TENSORS
 from .. import marks
 from ..lowering import takes_product
 from ..probing import agree, evaluate
 from ..recording import Recording, read_by
 from ..skeleton import past_tokens
+from .regions import Memory
 
 _aten = torch.ops.aten
 
@@ -29,12 +29,24 @@ _VIEWS = frozenset({_aten.unsqueeze.default, _aten.view.default, _aten.expand.de
 
 def positional(recording: Recording) -> set[int]:
     """Registers whose values depend on the positions alone."""
+    memory, others = Memory(recording), set()
+    while True:  # until no memory is left that something else is written to
+        found = _positional(recording, memory, others)
+        writers = ((number, call) for number, calls in memory.writers.items() for call in calls)
+        more = {number for number, call in writers if call.out.index not in found} - others
+        if not more:
+            return found
+        others |= more
+
+
+def _positional(recording: Recording, memory: Memory, others: set[int]) -> set[int]:
+    """What :func:`positional` gives if ``others`` is the memory that something else is written to."""
     found = {recording.positions.index}
     for call in recording.calls:
         read = read_by(call)
         tensors = [each for each in call.arguments.values() if isinstance(each, torch.Tensor)]
         learned = any(isinstance(each, nn.Parameter) for each in tensors)
-        writes = call.op in (marks.append, marks.attend) or call.out.index in recording.mutated
+        writes = call.op in (marks.append, marks.attend, marks.latent_attend) or memory.of(call.out) in others
         if all(each.index in found for each in read) and not learned and not writes:
             found.add(call.out.index)
     return found
@@ -55,7 +67,7 @@ def rotations(recording: Recording, model: nn.Module) -> None:
         append = producers[attend.arguments["states"].index]
         if readers[append.arguments["layer"]] > 1:
             continue
-        front = _front(recording, producers, at_positions, append, attend)
+        front = front_of(recording, producers, at_positions, append, attend)
         if front is None:
             continue
         sources, tables, calls = front
@@ -70,7 +82,7 @@ def rotations(recording: Recording, model: nn.Module) -> None:
         if make_angles is not None:
             place = tuple(each.index for each in tables), make_angles[0], pairs
             if place not in angles:
-                angles[place] = _emit_angles(
+                angles[place] = emit_angles(
                     recording, make_angles, tables, made, recording.fact(sources[0]).dtype, pairs
                 )
             turned = angles[place]
@@ -86,7 +98,7 @@ def rotations(recording: Recording, model: nn.Module) -> None:
     recording.rewrite(instead, {})
 
 
-def _front(recording, producers, at_positions, append: Call, attend: Call):
+def front_of(recording, producers, at_positions, append: Call, attend: Call):
     """What queries, keys and values are made of: the projections or norms, the angles, and the calls between."""
     sources: dict[int, Register] = {}
     tables: dict[int, Register] = {}
@@ -166,8 +178,26 @@ def _tried(
         layouts = ["apart", "grouped"]
     else:
         return None
+    found = shown(recording, model, at_positions, front, [q, k, v])
+    if found is None:
+        return None
+    for layout in layouts:
+        for angles in (None, *angle_formulas(found[0][1], dim)) if tables else (None,):
+            for pairs in ("halves", "neighbors") if angles is not None else ("halves",):
+                how = (layout, angles, pairs, heads, kv_heads, dim)
+                if all(_is_turned(*one, *how) for one in found):
+                    return layout, angles, pairs
+    return None
+
+
+def shown(
+    recording: Recording, model: nn.Module, at_positions: set[int], front: Any, outputs: list[Register]
+) -> list[tuple[list, list, list]] | None:
+    """What a front makes of random numbers at a few positions: its sources, the tables of the positions, and
+    ``outputs``; None if it cannot be run."""
+    sources, tables, calls = front
     angle_calls = [call for call in recording.calls if call.out.index in at_positions]
-    shown = []
+    found = []
     try:
         for position in (min(each, past_tokens(model.config)) for each in _POSITIONS):
             given = {recording.positions.index: torch.full((recording.batch, recording.query_len), position)}
@@ -178,16 +208,10 @@ def _tried(
             given = {each.index: value for each, value in zip(sources, values)}
             needed = {each.index: angle_values[each.index] for each in tables}
             made = evaluate(calls, given | needed)
-            shown.append((values, [needed[each.index] for each in tables], [made[each.index] for each in (q, k, v)]))
+            found.append((values, [needed[each.index] for each in tables], [made[each.index] for each in outputs]))
     except (RuntimeError, TypeError, KeyError, NotImplementedError, ValueError):
         return None
-    for layout in layouts:
-        for angles in (None, *_angle_formulas(shown[0][1], dim)) if tables else (None,):
-            for pairs in ("halves", "neighbors") if angles is not None else ("halves",):
-                how = (layout, angles, pairs, heads, kv_heads, dim)
-                if all(_is_turned(*one, *how) for one in shown):
-                    return layout, angles, pairs
-    return None
+    return found
 
 
 def _is_turned(values, tables, out, layout, angles, pairs, heads, kv_heads, dim) -> bool:
@@ -225,7 +249,7 @@ def _spread(table: torch.Tensor, pairs: str, holds: str) -> torch.Tensor:
     return torch.cat((table, table), dim=-1) if pairs == "halves" else table.repeat_interleave(2, dim=-1)
 
 
-def _angle_formulas(tables: list[torch.Tensor], dim: int) -> Iterator[_Formula]:
+def angle_formulas(tables: list[torch.Tensor], dim: int) -> Iterator[_Formula]:
     """Ways to have cos and sin of all elements that turn from what a model has computed of its positions."""
     for holds in (_AS_IT_IS, _ONE, _FIRST_HALF):
         for one in range(len(tables)):
@@ -264,7 +288,7 @@ def _from_complex(one, holds):
     return angles
 
 
-def _emit_angles(
+def emit_angles(
     recording: Recording, formula: _Formula, tables: list[Register], made: list[Call], dtype: torch.dtype, pairs: str
 ) -> tuple[Register, Register]:
     """Calls that give cos and sin, [batch or 1, query_len, rotary_dim]."""
@@ -279,53 +303,6 @@ def _emit_angles(
         made.append(call)
         registers.append(call.out)
     return registers[0], registers[1]
-
-
-def head_norms(recording: Recording, model: nn.Module) -> None:
-    """Pass: norms of queries and keys between projection and rotation are done with the rotation."""
-    producers = recording.producers()
-    for call in recording.calls:
-        if call.op is not marks.rotated_attention or len(call.arguments["sources"]) != 3:
-            continue
-        q, k, v = call.arguments["sources"]
-        normed = [producers[each.index] for each in (q, k)]
-        found = [_projection_under(recording, producers, each) for each in normed]
-        if None in found:
-            continue
-        norms = [each.arguments["norm"] for each in normed]
-        sizes = tuple(norm.weight.numel() for norm in norms)
-        head_dim = call.arguments["head_dim"]
-        of_all = tuple(call.arguments[name] * head_dim for name in ("num_heads", "num_kv_heads"))
-        offsets = {_weight_offset(each) for each in normed}
-        if sizes not in ((head_dim, head_dim), of_all) or len({norm.eps for norm in norms}) > 1 or len(offsets) > 1:
-            continue
-        q_weight, k_weight = (norm.weight for norm in norms)
-        made = HeadNorms(q_weight, k_weight, norms[0].eps, offsets.pop())
-        call.arguments = call.arguments | {"sources": [*found, v], "head_norms": made}
-
-
-def _weight_offset(normed: Call) -> float:
-    return 1.0 if normed.arguments.get("unit_offset") else normed.arguments["norm"].kind.weight_offset
-
-
-def _projection_under(recording: Recording, producers: dict[int, Call], normed: Call) -> Register | None:
-    """What an RMS norm with a weight is of, if that is a projection that is looked at as heads; else None."""
-    if normed.op is not marks.normed or normed.arguments.get("residual") is not None:
-        return None
-    norm, register = normed.arguments["norm"], normed.arguments["x"]
-    dtype = recording.fact(normed.out).dtype
-    if not norm.kind.is_rms or type(norm.weight) not in PLAIN_TENSORS or norm.weight.dtype != dtype:
-        return None
-    views = {_aten.view.default, _aten._unsafe_view.default, _aten.reshape.default}
-    if recording.query_len == 1:
-        views.add(_aten.transpose.int)  # which does not move elements then
-    call = producers.get(register.index)
-    while call is not None and call.op in views:
-        register = read_by(call)[0]
-        call = producers.get(register.index)
-    if call is None or call.op is not marks.linear or register.index in recording.mutated:
-        return None
-    return register if recording.fact(register).numel() == recording.fact(normed.out).numel() else None
 
 
 def projections(recording: Recording, model: nn.Module) -> None:

@@ -14,7 +14,7 @@ from ..recording import Recording, Unrecordable
 
 _aten = torch.ops.aten
 
-_ATTENTION = (marks.attend, marks.rotated_attention, marks.projected_attention)
+_ATTENTION = (marks.attend, marks.latent_attend, marks.rotated_attention, marks.projected_attention)
 
 
 def positions_in_text(recording: Recording, model: nn.Module) -> None:

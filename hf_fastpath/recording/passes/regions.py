@@ -44,6 +44,28 @@ class Region:
     result: Register
 
 
+class Memory:
+    """Which registers of a list share memory, and which calls write to it.
+
+    Attributes:
+        writers: number of a memory -> calls that write to it.
+    """
+
+    def __init__(self, recording: Recording):
+        self._of: dict[int, int] = {}  # register -> the first that has its memory
+        self.writers: dict[int, list[Call]] = {}
+        for call in recording.calls:
+            read = read_by(call)
+            if read and (_is_view(call) or _writes(call)):
+                self._of[call.out.index] = self.of(read[0])
+            if read and _writes(call):
+                self.writers.setdefault(self.of(read[0]), []).append(call)
+
+    def of(self, register: Register) -> int:
+        """Number of a register's memory."""
+        return self._of.get(register.index, register.index)
+
+
 class Borders:
     """Which calls of a list belong to a state. The list must not change while this is used."""
 
@@ -51,21 +73,15 @@ class Borders:
         self._recording = recording
         self._places = {id(call): place for place, call in enumerate(recording.calls)}
         self._producers = recording.producers()
-        self._groups: dict[int, int] = {}  # register -> one that stands for all that share its memory
-        self._writers: dict[int, list[Call]] = {}  # group -> calls that write to its memory
+        memory = Memory(recording)
+        self._group, self._writers = memory.of, memory.writers
         self._readers: dict[int, list[Call]] = {}
+        self._group_readers: dict[int, list[Call]] = {}
         for call in recording.calls:
-            read = read_by(call)
-            if read and (_is_view(call) or _writes(call)):
-                self._groups[call.out.index] = self._group(read[0])
-            if read and _writes(call):
-                self._writers.setdefault(self._group(read[0]), []).append(call)
-            for register in read:
+            for register in read_by(call):
                 self._readers.setdefault(register.index, []).append(call)
+                self._group_readers.setdefault(self._group(register), []).append(call)
         self._states = {register.index for found in recording.states for register in found}
-
-    def _group(self, register: Register) -> int:
-        return self._groups.get(register.index, register.index)
 
     def regions(self, state: Register) -> Iterator[Region]:
         """Regions around a state whose result no call but theirs could give, from the smallest on."""
@@ -81,16 +97,19 @@ class Borders:
 
     def _downstream(self, state: Register) -> list[Call]:
         """Calls that depend on a state, up to those that are borders, in order."""
-        touched, found = {state.index}, []
-        for call in self._recording.calls:
-            read = [self._group(each) for each in read_by(call)]
-            if not touched.intersection(read) or self._is_border(call):
-                continue
-            found.append(call)
-            touched.add(self._group(call.out))
-            if _writes(call):
-                touched.add(read[0])
-        return found
+        found: dict[int, Call] = {}
+        waiting = [(-1, state.index)]  # memory that depends on the state, behind a place in the list
+        while waiting:
+            behind, group = waiting.pop()
+            for call in self._group_readers.get(group, ()):
+                place = self._places[id(call)]
+                if place <= behind or place in found or self._is_border(call):
+                    continue
+                found[place] = call
+                waiting.append((place, self._group(call.out)))
+                if _writes(call):
+                    waiting.append((place, self._group(read_by(call)[0])))
+        return [found[place] for place in sorted(found)]
 
     def _region(self, state: Register, result: Register, downstream: list[Call]) -> Region | None:
         dependent = {call.out.index for call in downstream}

@@ -1,0 +1,301 @@
+// What: latent_attention in 16 bits, for the ranks of published models, on tensor cores: what a block finds
+//   over its share of the positions, which merge_latents_kernel brings together.
+// Work split: grid (splits, blocks of 16 heads, batch), four warps. A tile of 32 positions lies in shared
+// memory
+//   while the next one comes. Each warp multiplies the 16 queries with 8 positions; scores go through shared
+//   memory to all warps, each of which finds the softmax of all heads for itself and multiplies the weights
+//   with its own quarter of the latents' elements. So the latents are read once for keys and values of 16
+//   heads.
+// Traffic: positions * (rank + rope_dim) * 2 bytes, once a block of heads; and 4 * rank bytes a head and
+// split. Roofline: memory bandwidth for 16 heads. Chunks of 16 bytes are swizzled: neither the queries'
+// lanes, which
+//   take two rows of four chunks, nor the weights', which take four rows of two, share a bank.
+
+#include <type_traits>
+
+#include "common/cuda_check.cuh"
+#include "common/heads.cuh"
+#include "common/mma.cuh"
+#include "common/warp.cuh"
+#include "latent_attention/latent_attention.h"
+#include "latent_attention/latent_range.cuh"
+
+namespace hf_fastpath {
+namespace {
+
+constexpr int kWarps = 4;
+constexpr int kThreads = kWarps * kWarpSize;
+constexpr int kRows = 16;               // heads of a block
+constexpr int kTile = 8 * kWarps;       // positions at once
+constexpr int kScorePitch = kTile + 4;  // floats: lanes of eight rows and four neighbors hit 32 banks
+constexpr int kChunkElems = 8;          // of 16 bytes
+static_assert(kMinLatentChunk % kTile == 0, "no tile is cut by a split");
+
+// Where things lie in shared memory.
+template <int kRank, int kRope>
+struct Layout {
+  static constexpr int kWidth = kRank + kRope, kChunks = kWidth / kChunkElems;
+  static constexpr int kPitch = (kWidth * 2 + 127) / 128 * 128;  // bytes of a row
+  static constexpr int kTileBytes = kTile * kPitch, kQueryBytes = kRows * kPitch;
+  static constexpr int kScores = kQueryBytes + 2 * kTileBytes;
+  static constexpr int kBytes = kScores + kRows * kScorePitch * int(sizeof(float));
+
+  // Byte of a chunk in a tile or among the queries.
+  static __device__ __forceinline__ int at(int row, int chunk) {
+    return row * kPitch + (chunk ^ ((row & 1) << 2 | (row & 2))) * 16;
+  }
+};
+
+// Brings positions [position, end) of a tile on their way; zeros behind them.
+template <class T, int kRank, int kRope>
+__device__ __forceinline__ void load_tile(const LatentAttentionParams& p, const LatentRange& range, int row,
+                                          int position, int end, unsigned char* tile) {
+  using L = Layout<kRank, kRope>;
+  for (int i = threadIdx.x; i < kTile * L::kChunks; i += kThreads) {
+    const int r = i / L::kChunks, chunk = i % L::kChunks;
+    const bool present = position + r < end;
+    if (p.new_latent.data && present && position + r == range.last - 1) {
+      alignas(16) T elements[kChunkElems];
+#pragma unroll
+      for (int e = 0; e < kChunkElems; ++e) elements[e] = newest<T>(p, row, chunk * kChunkElems + e);
+      *reinterpret_cast<uint4*>(tile + L::at(r, chunk)) = *reinterpret_cast<const uint4*>(elements);
+      continue;
+    }
+    const int64_t slot = int64_t(row) * range.capacity + (present ? position + r : 0);
+    const T* from = chunk < kRank / kChunkElems
+                        ? static_cast<const T*>(range.latents) + slot * kRank + chunk * kChunkElems
+                        : static_cast<const T*>(range.rope_keys) + slot * kRope +
+                              (chunk - kRank / kChunkElems) * kChunkElems;
+    copy_async(tile + L::at(r, chunk), from, present);
+  }
+  commit_copies();
+}
+
+template <class T, int kRank, int kRope>
+__device__ __forceinline__ void load_queries(const LatentAttentionParams& p, int row, int first_head,
+                                             bool whole, unsigned char* queries) {
+  using L = Layout<kRank, kRope>;
+  for (int i = threadIdx.x; i < kRows * L::kChunks; i += kThreads) {
+    const int r = i / L::kChunks, chunk = i % L::kChunks;
+    const bool present = first_head + r < p.heads;
+    const int head = present ? first_head + r : first_head;
+    const T* from = chunk < kRank / kChunkElems
+                        ? head_of<T>(p.q_latent, row, head) + chunk * kChunkElems
+                        : head_of<T>(p.q_rope, row, head) + (chunk - kRank / kChunkElems) * kChunkElems;
+    uint4 values = make_uint4(0, 0, 0, 0);
+    const bool rotary = chunk >= kRank / kChunkElems;
+    if (whole && !(rotary && p.cos.data)) {
+      values = Chunk<T, kChunkElems>::load_l2(from);
+    } else {
+      float elements[kChunkElems];
+#pragma unroll
+      for (int e = 0; e < kChunkElems; ++e) {
+        elements[e] = rotary ? turned(p, row, head_of<T>(p.q_rope, row, head),
+                                      (chunk - kRank / kChunkElems) * kChunkElems + e)
+                             : load_float_l2(from + e);
+      }
+      values = Chunk<T, kChunkElems>::pack(elements);
+    }
+    *reinterpret_cast<uint4*>(queries + L::at(r, chunk)) = present ? values : make_uint4(0, 0, 0, 0);
+  }
+}
+
+// Lane 4 * g + q: g and q as in common/mma.cuh.
+template <class T, int kRank, int kRope>
+__global__ void __launch_bounds__(kThreads) latent_mma_kernel(LatentSplits s, bool whole) {
+  using L = Layout<kRank, kRope>;
+  constexpr int kGroups = kRank / (64 * kWarps);  // of 64 elements, a warp's
+  static_assert(kGroups * 64 * kWarps == kRank && L::kWidth % 32 == 0, "warps share the elements evenly");
+  extern __shared__ __align__(128) unsigned char shared[];
+  unsigned char* const queries = shared;
+  unsigned char* const tiles = shared + L::kQueryBytes;
+  float* const scores = reinterpret_cast<float*>(shared + L::kScores);
+  const LatentAttentionParams& p = s.p;
+  const int lane = threadIdx.x % kWarpSize, warp = threadIdx.x / kWarpSize, g = lane / 4, q = lane % 4;
+  const int split = blockIdx.x, first_head = blockIdx.y * kRows, row = blockIdx.z;
+  allow_next_kernel();
+  wait_for_previous_kernel();
+  const LatentRange range(s, row);
+  if (split == 0 && blockIdx.y == 0) append_newest<T>(p, range, row);
+  if (split >= range.active) return;
+  const int begin = range.begin(split), end = range.end(split);
+  load_tile<T, kRank, kRope>(p, range, row, begin, end, tiles);
+  load_tile<T, kRank, kRope>(p, range, row, begin + kTile, end, tiles + L::kTileBytes);
+  load_queries<T, kRank, kRope>(p, row, first_head, whole, queries);
+
+  const float scale = p.scale * kLog2e;
+  float acc[kGroups][4][2][4] = {};  // [64 elements, two of a lane's eight, heads in eights, of mma]
+  float max[2] = {-INFINITY, -INFINITY}, total[2] = {};  // of heads g and g + 8
+  int buffer = 0;
+  for (int position = begin; position < end; position += kTile, buffer ^= 1) {
+    const unsigned char* tile = tiles + buffer * L::kTileBytes;
+    wait_for_copies<1>();
+    __syncthreads();  // the tile; at first the queries
+
+    float score[2][4] = {};  // two sums: half the chain of products
+#pragma unroll
+    for (int chunk = 0; chunk < L::kChunks; chunk += 4) {
+      const uint4 a = *reinterpret_cast<const uint4*>(queries + L::at(g, chunk + q));
+      const uint4 more = *reinterpret_cast<const uint4*>(queries + L::at(g + 8, chunk + q));
+      const uint4 b = *reinterpret_cast<const uint4*>(tile + L::at(warp * 8 + g, chunk + q));
+      mma<T>(score[0], a.x, more.x, a.y, more.y, b.x, b.y);
+      mma<T>(score[1], a.z, more.z, a.w, more.w, b.z, b.w);
+    }
+    const int place = warp * 8 + 2 * q;  // of two positions in the tile
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      float2 pair = make_float2((score[0][2 * half] + score[1][2 * half]) * scale,
+                                (score[0][2 * half + 1] + score[1][2 * half + 1]) * scale);
+      if (position + place >= end) pair.x = -INFINITY;
+      if (position + place + 1 >= end) pair.y = -INFINITY;
+      *reinterpret_cast<float2*>(scores + (g + 8 * half) * kScorePitch + place) = pair;
+    }
+    __syncthreads();  // the scores
+
+    // Positions 16 k + q + 4 i of the tile are this lane's in step k.
+    float weight[2][2][4], shrink[2];  // [heads g and g + 8][k][i]
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      float top = max[half];
+#pragma unroll
+      for (int k = 0; k < 2; ++k) {
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+          weight[half][k][i] = scores[(g + 8 * half) * kScorePitch + 16 * k + q + 4 * i];
+          top = fmaxf(top, weight[half][k][i]);
+        }
+      }
+      top = fmaxf(top, __shfl_xor_sync(kAllLanes, top, 1));
+      top = fmaxf(top, __shfl_xor_sync(kAllLanes, top, 2));
+      shrink[half] = exp2_below(max[half], top);
+      max[half] = top;
+      total[half] *= shrink[half];
+#pragma unroll
+      for (int k = 0; k < 2; ++k) {
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+          weight[half][k][i] = exp2_below(weight[half][k][i], top);
+          total[half] += weight[half][k][i];
+        }
+      }
+    }
+    // Accumulators hold heads 2q and 2q + 1 of each eight.
+    float factor[2][2];
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      factor[half][0] = __shfl_sync(kAllLanes, shrink[half], 8 * q);
+      factor[half][1] = __shfl_sync(kAllLanes, shrink[half], 8 * q + 4);
+    }
+#pragma unroll
+    for (int group = 0; group < kGroups; ++group) {
+#pragma unroll
+      for (int w = 0; w < 4; ++w) {
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+#pragma unroll
+          for (int e = 0; e < 4; ++e) acc[group][w][half][e] *= factor[half][e % 2];
+        }
+      }
+    }
+#pragma unroll
+    for (int k = 0; k < 2; ++k) {
+      uint32_t b[2][2];
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        b[half][0] = pack2(weight[half][k][0], weight[half][k][1], T());
+        b[half][1] = pack2(weight[half][k][2], weight[half][k][3], T());
+      }
+#pragma unroll
+      for (int group = 0; group < kGroups; ++group) {
+        const int chunk = (warp * kGroups + group) * 8 + g;
+        uint32_t rows[4][4];
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+          const uint4 found = *reinterpret_cast<const uint4*>(tile + L::at(16 * k + q + 4 * i, chunk));
+          rows[i][0] = found.x, rows[i][1] = found.y, rows[i][2] = found.z, rows[i][3] = found.w;
+        }
+#pragma unroll
+        for (int w = 0; w < 4; ++w) {
+#pragma unroll
+          for (int half = 0; half < 2; ++half)
+            mma_columns<T>(acc[group][w][half], rows[0][w], rows[1][w], rows[2][w], rows[3][w], b[half][0],
+                           b[half][1]);
+        }
+      }
+    }
+    __syncthreads();  // tile and scores are free
+    load_tile<T, kRank, kRope>(p, range, row, position + 2 * kTile, end, tiles + buffer * L::kTileBytes);
+  }
+  wait_for_copies<0>();
+
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    total[half] += __shfl_xor_sync(kAllLanes, total[half], 1);
+    total[half] += __shfl_xor_sync(kAllLanes, total[half], 2);
+  }
+  const int64_t of_row = int64_t(row) * p.heads;
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    const int own = first_head + g + 8 * half;
+    if (warp == 0 && q == 0 && own < p.heads)
+      s.max_sums[(of_row + own) * s.splits + split] = make_float2(max[half], total[half]);
+#pragma unroll
+    for (int odd = 0; odd < 2; ++odd) {
+      const int head = first_head + 8 * half + 2 * q + odd;
+      if (head >= p.heads) continue;
+      float* to = s.outputs + ((of_row + head) * s.splits + split) * kRank + 8 * g;
+#pragma unroll
+      for (int group = 0; group < kGroups; ++group) {
+        // Word w of a lane's 16 bytes holds elements 2w, which are rows g, and 2w + 1, rows g + 8.
+        float values[8];
+#pragma unroll
+        for (int w = 0; w < 4; ++w) {
+          values[2 * w] = acc[group][w][half][odd];
+          values[2 * w + 1] = acc[group][w][half][2 + odd];
+        }
+        float4* place = reinterpret_cast<float4*>(to + (warp * kGroups + group) * 64);
+        place[0] = make_float4(values[0], values[1], values[2], values[3]);
+        place[1] = make_float4(values[4], values[5], values[6], values[7]);
+      }
+    }
+  }
+}
+
+template <class T, int kRank, int kRope>
+void launch(const LatentSplits& s, cudaStream_t stream) {
+  constexpr int kBytes = Layout<kRank, kRope>::kBytes;
+  const LatentAttentionParams& p = s.p;
+  const auto is_whole = [](const Heads& heads) {
+    return is_aligned16(heads.data) && heads.batch_stride % kChunkElems == 0 &&
+           heads.head_stride % kChunkElems == 0;
+  };
+  const bool whole = is_whole(p.q_latent) && is_whole(p.q_rope);
+  const unsigned blocks = static_cast<unsigned>((p.heads + kRows - 1) / kRows);
+  const dim3 grid(s.splits, blocks, static_cast<unsigned>(p.batch)), block(kThreads);
+  const bool programmatic_launch = true;  // nothing is read before the wait
+  HF_FASTPATH_CUDA_CHECK(cudaFuncSetAttribute(latent_mma_kernel<T, kRank, kRope>,
+                                              cudaFuncAttributeMaxDynamicSharedMemorySize, kBytes));
+  HF_FASTPATH_CUDA_CHECK(launch_programmatic(latent_mma_kernel<T, kRank, kRope>, grid, block, kBytes, stream,
+                                             programmatic_launch, s, whole));
+}
+
+// DeepSeek V2 and V3, Kimi, GLM-4.7-Flash; MiniCPM3.
+constexpr bool is_large(const LatentAttentionParams& p) { return p.rank == 512 && p.rope_dim == 64; }
+constexpr bool is_small(const LatentAttentionParams& p) { return p.rank == 256 && p.rope_dim == 32; }
+
+}  // namespace
+
+bool uses_latent_mma(const LatentAttentionParams& p) {
+  return p.dtype != DType::kFloat32 && (is_large(p) || is_small(p)) &&
+         (p.kv_table || (is_aligned16(p.latents) && is_aligned16(p.rope_keys)));
+}
+
+void launch_latent_mma(const LatentSplits& s, cudaStream_t stream) {
+  with_type(s.p.dtype, [&](auto zero) {
+    using T = decltype(zero);
+    if constexpr (!std::is_same_v<T, float>)
+      return is_large(s.p) ? launch<T, 512, 64>(s, stream) : launch<T, 256, 32>(s, stream);
+  });
+}
+
+}  // namespace hf_fastpath

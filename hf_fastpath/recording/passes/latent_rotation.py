@@ -1,0 +1,95 @@
+"""Pass: the rotation of queries and keys in front of attention over a latent is a part of that attention."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from ...choices import Rotation
+from ...decode import composed
+from ...decode.named_calls import Call, Register
+from .. import marks
+from ..probing import agree
+from ..recording import Recording
+from .attention import angle_formulas, emit_angles, front_of, positional, shown, structure_of
+
+_aten = torch.ops.aten
+
+#: ways to turn -> the order of angles that they take
+_WAYS = {Rotation.HALVES: "halves", Rotation.NEIGHBORS: "neighbors", Rotation.NEIGHBORS_TO_HALVES: "halves"}
+
+
+def latent_rotations(recording: Recording, model: nn.Module) -> None:
+    """Pass: queries are what a product gave, and keys too, if what lies between is the rotation of the op."""
+    at_positions, producers = positional(recording), recording.producers()
+    known: dict[Any, Any] = {}
+    angles: dict[tuple, tuple[Register, Register]] = {}
+    instead: dict[int, list[Call]] = {}
+    for attend in recording.calls:
+        if attend.op is not marks.latent_attend:
+            continue
+        append = producers[attend.arguments["states"].index]
+        front = front_of(recording, producers, at_positions, append, attend)
+        if front is None or len(front[0]) != 3 or not front[1]:
+            continue
+        sources, tables, calls = front
+        key = structure_of(recording, sources, tables, calls)
+        if key not in known:
+            known[key] = _tried(recording, model, at_positions, front, append, attend)
+        if known[key] is None:
+            continue
+        formula, rotation = known[key]
+        made: list[Call] = []
+        place = tuple(each.index for each in tables), formula[0], rotation
+        if place not in angles:
+            dtype = recording.fact(sources[0]).dtype
+            angles[place] = emit_angles(recording, formula, tables, made, dtype, _WAYS[rotation])
+        q, turned = recording.fact(attend.arguments["q"]), append.arguments["v"]
+        batch, heads, query_len, dim = q.shape
+        rows = recording.call(_aten.view.default, q.new_empty(batch, query_len, heads, dim), self=sources[0],
+                              size=[batch, query_len, heads, dim])  # fmt: skip
+        queries = recording.call(_aten.transpose.int, q, self=rows.out, dim0=1, dim1=2)
+        size = list(recording.fact(turned).shape)
+        keys = recording.call(_aten.view.default, recording.fact(turned), self=sources[2], size=size)
+        append.arguments = append.arguments | {"v": keys.out}
+        cos, sin = angles[place]
+        attend.arguments = attend.arguments | dict(q=queries.out, cos=cos, sin=sin, rotation=rotation)
+        instead |= {id(append): [*made, rows, queries, keys, append]}
+    recording.rewrite(instead, {})
+
+
+def _tried(recording: Recording, model: nn.Module, at_positions: set[int], front: Any, append: Call, attend: Call):
+    """The formula of the angles and the way to turn with which the op computes what lies in front of it; or None."""
+    sources, tables, calls = front
+    outputs = [attend.arguments["q"], *(append.arguments[name] for name in "kv")]
+    (batch, heads, query_len, dim), (_, one, _, rope) = (recording.fact(outputs[place]).shape for place in (0, 2))
+    sizes = [recording.fact(each).numel() for each in (sources[0], sources[2])]
+    if one != 1 or sizes != [batch * query_len * heads * dim, batch * query_len * rope]:
+        return None
+    found = shown(recording, model, at_positions, front, outputs)
+    if found is None:
+        return None
+    for rotation, pairs in _WAYS.items():
+        for formula in angle_formulas(found[0][1], rope):
+            if all(_is_turned(*each, formula[1], pairs, rotation) for each in found):
+                return formula, rotation
+    return None
+
+
+def _is_turned(values, given, out, formula, pairs, rotation) -> bool:
+    (batch, heads, query_len, dim), rope = out[0].shape, out[2].shape[-1]
+    if not agree(out[1], values[1].reshape(out[1].shape)):
+        return False
+    try:
+        cos, sin = (each.reshape(-1, query_len, each.shape[-1]) for each in formula(given, pairs))
+    except (RuntimeError, ValueError):
+        return False
+    if cos.shape[0] not in (1, batch) or cos.shape != sin.shape or cos.shape[-1] != rope:
+        return False
+    q = values[0].reshape(batch, query_len, heads, dim).transpose(1, 2)
+    plain, part = q.split((dim - rope, rope), dim=-1)
+    k = values[2].reshape(batch, 1, query_len, rope)
+    q = torch.cat((plain, composed.turned(part, cos, sin, rotation)), dim=-1)
+    return agree(out[0], q) and agree(out[2], composed.turned(k, cos, sin, rotation))
