@@ -133,13 +133,11 @@ def entry_of(config: Any, name: str) -> Any:
 
 
 def set_entry(config: Any, name: str, value: Any) -> None:
-    """Set an entry of a config; if the config refuses None as its value, set it to the number of the first token, and
-    if it refuses a number because it holds one for each of several parts, set all of them."""
+    """Set an entry of a config; if the config refuses None as its value, set it to the number of the first token."""
     try:
         setattr(config, name, value)
     except StrictDataclassError:
-        several = isinstance(getattr(config, name), list) and value is not None
-        setattr(config, name, [value] * len(getattr(config, name)) if several else 0)
+        setattr(config, name, 0)
 
 
 def config_entries(config: Any) -> dict[str, Any]:

@@ -139,7 +139,7 @@ def twin_config(config):
             continue  # of attention over a latent, the part of a head that is turned
         if name not in known or is_derived or (old := compat.entry_of(small, name)) is None:
             continue
-        if isinstance(old, list):
+        if isinstance(old, list) and value is not None:  # a size of each of several parts
             compat.set_entry(small, name, [value] * len(old))
         elif most is None or (isinstance(old, int) and old > most):
             compat.set_entry(small, name, value)
