@@ -35,6 +35,8 @@ def reason_against(part: ModelPart, input_ids: torch.Tensor, model_kwargs: dict)
     except Exception as error:  # methods of any model's class, which expect the outputs of a forward
         what = f"{type(error).__name__}: {error}"
         return Cause("unsupported_input", f"what a token behind the prompt is given is not known, {what}")
+    if given.get(compat.CACHE) is None:
+        return Cause("no_cache", f"{compat.name_of(type(part.module))} leaves the cache out behind so long a prompt")
     positions = given.get("position_ids")
     if part.takes_positions != (positions is not None):
         what = "None" if positions is None else "a forward that does not name them"

@@ -199,6 +199,20 @@ def test_axes_that_go_on_from_different_places():
     assert_same_tokens(found, stock.generate(**inputs, **FEW, position_ids=positions))
 
 
+def test_a_prompt_that_is_read_without_a_cache():
+    """Phi-4-multimodal's class leaves the cache out where its short factors end, and computes all of the text anew."""
+    require_native(CPU)
+    stock = small_model("phi4_multimodal")
+    stock.config.original_max_position_embeddings = 200
+    ours = hf_fastpath.patch(copy.deepcopy(stock), quiet=True)
+    for length, code in ((64, None), (210, "no_cache")):
+        ids = torch.randint(3, 100, (1, length), generator=torch.Generator().manual_seed(0))
+        with counting(ours) as counts:
+            found = ours.generate(ids, **FEW)
+        assert counts.reasons == ({} if code is None else {code: 1})
+        assert_same_tokens(found, stock.generate(ids, **FEW))
+
+
 def test_quantized_weights_are_refused():
     require_native(CPU)
     with pytest.raises(ValueError, match="the step of this LlavaForConditionalGeneration is recorded"):
