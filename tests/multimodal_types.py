@@ -44,19 +44,27 @@ _SECTIONS = {
     "qwen2_vl": [4, 2, 2],
     "qwen3_vl": [4, 2, 2],
 }
+_GLM = dict(image_start_token_id=VOCAB - 3, image_end_token_id=VOCAB - 4, video_token_id=VOCAB - 2)
+_GLM |= dict(video_start_token_id=VOCAB - 5, video_end_token_id=VOCAB - 6, vision_config=dict(image_size=56))
 _QWEN = dict(video_token_id=VOCAB - 2, vision_start_token_id=VOCAB - 3, vision_end_token_id=VOCAB - 4)
 #: entries that a type is given besides, as in ``causal_lm_types``
 _TYPES: dict[str, dict[str, Any]] = {
+    "aya_vision": dict(vision_config=_SIGLIP),
     "chameleon": dict(vocabulary_map={"<image>": PLACE}),
-    "cohere2_vision": dict(alignment_intermediate_size=64),
+    "cohere2_vision": dict(alignment_intermediate_size=64, vision_config=_SIGLIP),
+    "deepseek_vl": dict(vision_config=_CLIP),
     "emu3": dict(vocabulary_map={"<image>": PLACE}),
     "fun_asr_nano": dict(adaptor_config=dict(intermediate_size=16)),
+    "glm46v": _GLM,
+    "glm4v": _GLM,
+    "glm4v_moe": _GLM,
     "glm5_next": dict(text_config=dict(index_topk=16)),
     "inkling2": dict(vision_config=dict(text_hidden_size=64)),
     "inkling2_loop": dict(vision_config=dict(text_hidden_size=64)),
     "kosmos-2": dict(text_config=dict(embed_dim=64)),
     "kosmos-2.5": dict(text_config=dict(embed_dim=64), latent_query_num=4),
     "kyutai_speech_to_text": dict(audio_pad_token_id=0),
+    "lighton_ocr": dict(vision_config=_SIGLIP, spatial_merge_size=2),
     "llama4": dict(
         vision_config=dict(vision_output_dim=64, projector_input_dim=64, projector_output_dim=64, image_size=28)
     ),
@@ -75,6 +83,11 @@ _TYPES: dict[str, dict[str, Any]] = {
     "qwen2_5_vl": _QWEN | dict(vision_config=dict(fullatt_block_indexes=[1], window_size=28)),
     "qwen2_audio": dict(audio_config=dict(max_source_positions=16)),
     "qwen2_vl": _QWEN | dict(vision_config=dict(embed_dim=64)),
+    "qwen3_5": _QWEN,
+    "qwen3_5_moe": _QWEN,
+    "qwen3_vl_moe": _QWEN | dict(vision_config=dict(deepstack_visual_indexes=[0, 1])),
+    "shieldgemma2": dict(vision_config=_SIGLIP, mm_tokens_per_image=4),
+    "vipllava": dict(vision_config=_CLIP, vision_feature_layers=[-1, -2]),
     "qwen3_vl": _QWEN | dict(vision_config=dict(deepstack_visual_indexes=[0, 1])),
     "smolvlm": dict(vision_config=_SIGLIP, scale_factor=2),
     "voxtral": dict(audio_config=dict(max_source_positions=8, intermediate_size=128)),
@@ -172,9 +185,16 @@ _SQUARE = 3, _SIDE, _SIDE
 _ANY_RESOLUTION = Medium(10, _pixels(2, 3, 16, 16, image_sizes=[16, 16]))
 #: type -> what it reads
 MEDIA: dict[str, Medium] = {
+    "aya_vision": Medium(4, _pixels(*_SQUARE)),
+    "cohere2_vision": Medium(4, _pixels(*_SQUARE)),
+    "deepseek_vl": Medium(4, _pixels(3, 16, 16)),
     "gemma3": Medium(4, _pixels(*_SQUARE), "token_type_ids"),
+    "glm46v": Medium(4, _patches(14), "mm_token_type_ids"),
+    "glm4v": Medium(4, _patches(14), "mm_token_type_ids"),
+    "glm4v_moe": Medium(4, _patches(14), "mm_token_type_ids"),
     "idefics3": Medium(4, _pixels(1, *_SQUARE)),
     "internvl": Medium(4, _pixels(*_SQUARE)),
+    "lighton_ocr": Medium(4, _pixels(*_SQUARE, image_sizes=[_SIDE, _SIDE])),
     "llava": Medium(4, _pixels(3, 16, 16)),
     "llava_next": _ANY_RESOLUTION,
     "llava_onevision": _ANY_RESOLUTION,
@@ -183,8 +203,13 @@ MEDIA: dict[str, Medium] = {
     "qwen2_5_vl": Medium(4, _patches(14), "mm_token_type_ids"),
     "qwen2_audio": Medium(8, _sound(32, "feature_attention_mask")),
     "qwen2_vl": Medium(4, _patches(14), "mm_token_type_ids"),
+    "qwen3_5": Medium(4, _patches(16), "mm_token_type_ids"),
+    "qwen3_5_moe": Medium(4, _patches(16), "mm_token_type_ids"),
     "qwen3_vl": Medium(4, _patches(16), "mm_token_type_ids"),
+    "qwen3_vl_moe": Medium(4, _patches(16), "mm_token_type_ids"),
+    "shieldgemma2": Medium(4, _pixels(*_SQUARE), "token_type_ids"),
     "smolvlm": Medium(4, _pixels(1, *_SQUARE)),
+    "vipllava": Medium(4, _pixels(3, 16, 16)),
     "voxtral": Medium(4, _sound(16)),
 }
 

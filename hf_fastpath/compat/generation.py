@@ -25,6 +25,7 @@ from transformers.generation.utils import GenerateDecoderOnlyOutput
 
 from .caches import _OLD_CACHE, CACHE
 from .code import is_known_code, name_of
+from .models import text_decoder
 
 __all__ = [
     "EosTokenCriteria",
@@ -176,18 +177,19 @@ def inputs_behind(model: Any, input_ids: torch.Tensor, model_kwargs: dict) -> di
     return model.prepare_inputs_for_generation(text, next_sequence_length=1, **known)
 
 
-def rotary_positions(config: Any, position_ids: torch.Tensor) -> torch.Tensor:
+def rotary_positions(model: Any, position_ids: torch.Tensor) -> torch.Tensor:
     """Return the positions by which queries and keys are turned, [axes, batch, seq_len].
 
     Args:
-        config: of the model.
+        model: of which the positions are.
         position_ids: [batch, seq_len], or [axes, batch, seq_len] for several axes (time, height, width). An axis of the
             text may come before these; transformers only makes masks of it.
     """
     if position_ids.dim() == 2:
         return position_ids[None]
-    parameters = getattr(config.get_text_config(decoder=True), "rope_parameters", None) or {}
-    axes = len(parameters.get("mrope_section") or ())
+    parameters = getattr(model.config.get_text_config(decoder=True), "rope_parameters", None) or {}
+    of_class = getattr(getattr(text_decoder(model), "rotary_emb", None), "mrope_section", None)
+    axes = len(parameters.get("mrope_section") or of_class or ())
     return position_ids[1:] if axes and len(position_ids) == axes + 1 else position_ids
 
 

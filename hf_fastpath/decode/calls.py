@@ -152,7 +152,7 @@ def next_positions_of(part: ModelPart, input_ids: torch.Tensor, config: Any, mod
     """
     if part.is_multimodal and part.takes_positions:
         given = compat.inputs_behind(part.module, input_ids, model_kwargs)["position_ids"]
-        found = compat.rotary_positions(part.module.config, given)[0, :, -1]
+        found = compat.rotary_positions(part.module, given)[0, :, -1]
     else:
         found = position_ids_of(input_ids, config, model_kwargs)[:, -1] + 1
     return found.expand(len(input_ids))

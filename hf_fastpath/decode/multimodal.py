@@ -42,7 +42,7 @@ def reason_against(part: ModelPart, input_ids: torch.Tensor, model_kwargs: dict)
         what = "None" if positions is None else "a forward that does not name them"
         return Cause("position_ids", what)
     if positions is not None:
-        axes = compat.rotary_positions(part.module.config, positions)
+        axes = compat.rotary_positions(part.module, positions)
         if axes.shape[-1] != 1 or not bool((axes == axes[:1]).all()):
             return Cause("position_ids", f"axes of {tuple(positions.shape)} go on from different places")
     if not part.is_multimodal:  # no other argument comes here
