@@ -661,8 +661,17 @@ def test_a_forward_that_fails_leaves_the_cache_as_it_was(name, place, device):
                         assert torch.equal(found, expected), (past, edited, count)
 
 
+@pytest.fixture
+def few_objects():
+    """Let collections look at new objects alone: a process of many tests has millions of older ones."""
+    gc.collect()
+    gc.freeze()
+    yield
+    gc.unfreeze()
+
+
 @pytest.mark.parametrize("name", LOADED)
-def test_a_forward_that_is_interrupted_leaves_the_cache_as_it_was(name, request):
+def test_a_forward_that_is_interrupted_leaves_the_cache_as_it_was(name, request, few_objects):
     """The interrupt comes at any line in our files; `make test-full` tries five times as many lines. After the last
     layer the cache is complete."""
     count_of_places = 30 if request.config.getoption("--full") else 6
