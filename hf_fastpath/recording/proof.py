@@ -18,8 +18,8 @@ _PROMPT, _STEPS = 8, 3
 _TIMES = 3.0
 #: more is no rounding, whatever the twin showed
 _MOST = 0.25
-#: layers of the twin
-_TWINS_LAYERS = 2
+#: layers of the twin, and features of its embeddings
+_TWINS_LAYERS, _TWINS_WIDTH = 2, 64
 #: roundings of a logit's size that say nothing, however few the twin showed
 _ROUNDINGS = 4
 
@@ -57,8 +57,10 @@ def reason_against(part: Any, plans: PlanCache) -> Cause | None:
     """
     if part.verdict is None:
         least = _ROUNDINGS * torch.finfo(part.embedding.weight.dtype).eps
-        depth = max(1.0, len(part.layers) / _TWINS_LAYERS) ** 0.5  # roundings of one layer after the other add up so
-        allowed = min(_MOST, _TIMES * depth * max(part.architecture.twins_difference, least))
+        growth = max(1.0, len(part.layers) / _TWINS_LAYERS) ** 0.5  # roundings of one layer after the other add up so
+        if part.embedding.weight.dtype == torch.float32:  # and those of a sum, which half precision rounds only once
+            growth *= max(1.0, part.embedding.weight.shape[1] / _TWINS_WIDTH) ** 0.5
+        allowed = min(_MOST, _TIMES * growth * max(part.architecture.twins_difference, least))
         try:
             found = difference(part, plans)
         except Exception as error:  # nobody has tried this model's steps: anything may be raised
