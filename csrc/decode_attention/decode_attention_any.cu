@@ -1,10 +1,11 @@
 // What: decode_attention for head sizes that no other kernel is made for: any even one, at any alignment, of
 //   any types. Sums are float64.
-// Work split: grid (rows of a KV head, KV heads, batch rows), a block each. Its warps take every kWarps-th
+// Work split: grid (rows of a KV head, KV heads, batch rows). A block's warps take every kWarps-th
 //   position, one after the other; lanes own every 32nd dim, softmax is online. The first warp's lanes merge
 //   what the warps found.
 // Traffic: 2 * positions * head_dim * sizeof(KV) a row, from L2 for all but the first row of a KV head.
-// Roofline: latency of a position's loads; for correctness: models of such sizes are those of tests, or few.
+// Roofline: latency of a position's loads; the kernel is for correctness: few models but those of
+//   tests have such sizes.
 
 #include "common/async.cuh"
 #include "common/cuda_check.cuh"

@@ -1,6 +1,6 @@
 // What: softmax(scale * q @ K.T) @ V for 1 to 16 new tokens of one KV head over a chunk of its cache, and
-//   the merge of chunks. Softmax, scores and accumulators in float32. decode_attention_block.h has the chunk,
-//   for vectors of 8 values here.
+//   the merge of chunks. Softmax, scores and accumulators are float32. decode_attention_block.h has the
+//   chunk, for vectors of 8 values here.
 // Work split: the glue cuts every (batch row, KV head) into chunks of positions and gives a thread a
 //   contiguous range of chunks. A chunk runs in blocks of 8 to 64 positions: scores of all query heads of
 //   the group, online softmax over the block, product with V. A block takes its positions from four places

@@ -1,11 +1,11 @@
 // What: a chunk of decode attention as in decode_attention_avx2.cpp, for head sizes that are a multiple of
-//   16. decode_attention_block.h has it, for vectors of 16 values here.
+//   16. decode_attention_block.h has the chunk, for vectors of 16 values here.
 // Work split, Traffic: as there.
 // Roofline: read bandwidth for up to four query rows a KV head, arithmetic for eight. Two threads, Xeon with
 //   AMX, 2026-11, chunks of float16 out of memory that no cache holds, beside R = 29 to 31 GB/s: heads of 64
 //   and 128 without groups, groups of 2 (64) and of 4 (128) 30 to 31 GB/s; groups of 8 (64) over 8000
-//   positions 19.5 to 20.8. There a position takes 20 ns of which scores are half, and half of those the
-//   sums over lanes.
+//   positions 19.5 to 20.8. For such groups a position takes 20 ns, of which scores are half; half of the
+//   scores' time goes to sums over lanes.
 #include "common/avx512_math.h"
 #include "decode_attention/decode_attention_block.h"
 

@@ -2,12 +2,11 @@
 //   bits. q and the weights of V (with V's scales in them) are 16-bit steps of a size that each query has for
 //   itself, the largest magnitude over 32767: finer than what float16 and bfloat16 round to. Products and
 //   their sums over a head, or a block, are exact.
-// Work split: of the block as in decode_attention_block.h. An instruction multiplies 32 quants: of a head by
-//   steps of q, or of two positions, interleaved, by steps of two weights.
+// Work split: that of decode_attention_block.h for the block. An instruction multiplies 32 quants: of a head
+//   by steps of q, or of two positions, interleaved, by steps of two weights.
 // Traffic: as in decode_attention_avx2.cpp.
-// Roofline: read bandwidth for up to four query rows a KV head, arithmetic for eight, of which it takes half
-// as
-//   many instructions as in float32: int8 needs two conversions for 16 values there.
+// Roofline: read bandwidth for up to four query rows a KV head, arithmetic for eight. Integers take half
+//   as many instructions as float32, which needs two conversions for 16 values of int8.
 #include "decode_attention/decode_attention_block.h"
 
 namespace hf_fastpath {

@@ -1,5 +1,6 @@
 // A chunk of decode attention, which decode_attention_avx2.cpp and decode_attention_avx512.cpp instantiate,
-// each with its own vectors. Included by these only; internal linkage as in avx2_math.h.
+// each with its own vectors. Only kernels of decode attention include this file; linkage is
+// internal as in avx2_math.h.
 #pragma once
 
 #include <type_traits>

@@ -2,7 +2,7 @@
 //   position, of q in a 16-bit type. Scores, softmax and accumulators are float32. Where the newest positions
 //   are still float32, in DecodeAttentionParams::new_k and new_v, they are quantized and appended on the way.
 //   int8 K: its bytes are an operand as they lie, q is two bytes a value, in steps of 2^-15 of its row's
-//   largest. fp8 K, and V: widened to float16, exactly. The weights of V, rounded to float16, take V's
+//   largest. fp8 K, and V, are widened to float16, exactly. The weights of V, rounded to float16, take V's
 //   scales, over a power of two that the warp's accumulators are multiples of and that grows with the scales,
 //   as the maximum does with the scores: so they neither vanish nor overflow.
 // Work split: grid (splits, KV heads * row blocks, batch rows), see split.cuh. A block takes one chunk of

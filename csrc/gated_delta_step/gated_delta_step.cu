@@ -6,7 +6,7 @@
 //   k^T g S, and q.k. Every warp computes gates and norms for itself, which costs no barrier.
 // Traffic: the state once in each direction, 2 * 4 * k_dim * v_dim bytes a head; all else is a few KB.
 // Roofline: memory bandwidth: all of a state of 32 heads of 128 x 128 is on its way at once, in one wave of
-//   blocks. It is brought into L2 while the kernel in front still runs.
+//   blocks. The state is brought into L2 while the kernel in front still runs.
 
 #include "common/async.cuh"
 #include "common/heads.cuh"

@@ -1,7 +1,7 @@
 // What: one head's state S becomes g S + k (beta (v - k^T g S))^T, and the result is q^T S: all float32.
 // Work split: the glue gives every thread a range of heads. A first pass over the state sums k^T g S and
-//   q^T g S, eight rows of it at a time; the result follows from these two and q.k, so that the second pass
-//   only writes.
+//   q^T g S, eight rows at a time; the result follows from the two sums and q.k, so that the second pass only
+//   writes.
 // Traffic: the state is read from memory once and written once; the second pass finds it in L2.
 // Roofline: memory bandwidth.
 #include "common/avx2_math.h"

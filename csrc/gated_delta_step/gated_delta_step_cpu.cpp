@@ -1,5 +1,5 @@
 // gated_delta_step on the CPU: threads, gates and norms, and the portable kernel. Gates and norms are a few
-// numbers a head: scalar, in float64.
+// numbers a head, so they are scalar and float64.
 #include "gated_delta_step/gated_delta_step_cpu.h"
 
 #include <type_traits>

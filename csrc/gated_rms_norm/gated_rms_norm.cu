@@ -1,7 +1,7 @@
 // What: weight * norm(x) * activation(gate), or weight * norm(x * activation(gate)), over each group of each
 //   row, in float32, rounded once.
 // Work split: one block a group, up to 1024 threads of 1 or 2 chunks of 16 bytes held in registers; longer
-//   groups are read twice. The product of x and activated gate is the same in both orders, only the sum of
+//   groups are read twice. The product of x and activated gate is the same in both orders; only the sum of
 //   squares differs.
 // Traffic: 3 * rows * hidden_size * sizeof(T); the weight stays in L2.
 // Roofline: latency of one load, one reduction and one store for the rows of a decode step.

@@ -1,7 +1,7 @@
 // What: weight * norm(x) * activation(gate), or weight * norm(x * activation(gate)), over each group of each
 //   row, in float32, rounded once.
 // Work split: the glue gives every thread a range of groups. The product of x and activated gate is the same
-//   in both orders, only the sum of squares differs: the first pass keeps products in a buffer, the second
+//   in both orders; only the sum of squares differs: the first pass keeps products in a buffer, the second
 //   scales them.
 // Traffic: rows * hidden_size * 3 * element size; the buffer and the weight stay in the first-level cache.
 // Roofline: arithmetic: one exp and one division an element.

@@ -1,8 +1,9 @@
 // What: the features of all GPUs of one host side by side, for every row.
 // Work split: a thread takes one word of 16 bytes, as in sum_ranks.
-// Traffic: (size - 1) * rows * width * sizeof(T) over NVLink, each way; size times that is written.
-// Roofline: NVLink's bandwidth for a vocabulary's logits: 128 KB of each of two ranks are 0.3 us (H100, on
-// paper).
+// Traffic: (size - 1) * rows * width * sizeof(T) over NVLink, each way; size * rows * width
+//   * sizeof(T) is written.
+// Roofline: NVLink's bandwidth for a vocabulary's logits: 128 KB of each of two ranks take 0.3 us (H100, on
+//   paper).
 
 #include "common/peers.cuh"
 #include "gather_ranks/gather_ranks.h"

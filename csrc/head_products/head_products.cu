@@ -1,9 +1,9 @@
 // What: the product of each head's inputs with the head's own matrix, summed in float32, rounded once.
-// Work split: grid (pieces of outputs, heads, groups of up to four rows). Matrices of rows of inputs: a warp
-//   takes two outputs, its lanes the inputs. Of rows of outputs: eight threads take a row of 64 outputs,
-//   where accesses are whole, and 32 rows of inputs go on at once; their sums meet in shared memory. The
-//   first weights of a thread are on their way while the kernel in front still runs, the inputs come through
-//   shared memory.
+// Work split: grid (pieces of outputs, heads, groups of up to four rows). If matrices have rows of inputs, a
+//   warp takes two outputs, and its lanes take the inputs. If matrices have rows of outputs, eight threads
+//   take a row of 64 outputs, where accesses are whole, and 32 rows of inputs go on at once; their sums meet
+//   in shared memory. The first weights of a thread are on their way while the kernel in front still runs;
+//   the inputs come through shared memory.
 // Traffic: heads * inputs * outputs * sizeof(T), once for four rows.
 // Roofline: memory bandwidth; a few microseconds for the 2 MB of a layer of DeepSeek-V2-Lite.
 

@@ -1,6 +1,6 @@
 // What: the product of one row with a head's matrix, in float32.
-// Work split: the glue gives every thread a range of outputs. Rows of inputs: a dot product for each output.
-//   Rows of outputs: eight of them at once are added to sums in the first-level cache.
+// Work split: the glue gives every thread a range of outputs. If a matrix has rows of inputs, an output is a
+//   dot product; if it has rows of outputs, eight rows at once are added to sums in the first-level cache.
 // Traffic: the weight, once.
 // Roofline: memory bandwidth for weights that come from memory.
 #include "common/avx2_math.h"

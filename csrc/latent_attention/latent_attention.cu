@@ -1,11 +1,10 @@
 // What: softmax(scale * (q_latent . latents + q_rope . rope_keys)) . latents for each head, whose latents all
-//   heads share. Here: the kernel for any sizes and types, whose sums are float64, and the one that merges
-//   what blocks found; latent_attention_mma.cu has the one for tensor cores.
+//   heads share. This file has the kernel for any sizes and types, whose sums are float64, and the kernel
+//   that merges what blocks found; latent_attention_mma.cu has the kernel for tensor cores.
 // Work split: grid (splits, heads, batch); the warps of a block take every kWarps-th position, lanes own
-// every
-//   32nd element, softmax is online. To merge: a block for each head and 128 elements, a thread an element.
+//   every 32nd element, softmax is online. A block of the merge takes 128 elements of a head, a thread each.
 // Traffic: positions * (rank + rope_dim) * sizeof(T) for each head, from L2 for all but one.
-// Roofline: latency of a position's loads; for correctness: published models have 16 bits.
+// Roofline: latency of a position's loads. The kernel is for correctness: published models have 16 bits.
 
 #include "common/cuda_check.cuh"
 #include "common/heads.cuh"

@@ -1,8 +1,7 @@
 // What: scores of a block of positions for the heads of a thread, and the heads' weighted sums of the block's
 //   latents, in float32.
 // Work split: the glue gives every thread a range of heads, and takes a block of positions through all heads
-// of
-//   a thread that belong to one sequence. Two heads at a time meet four positions, or four vectors of a
+//   of a thread that belong to one sequence. Two heads at a time meet four positions, or four vectors of a
 //   latent: eight sums are in flight, and each value that is loaded is used twice or four times.
 // Traffic: the block is in L1 or L2; a thread reads each latent from memory once.
 // Roofline: arithmetic: (2 * rank + rope_dim) multiplications a position and head.

@@ -1,15 +1,14 @@
 // What: latent_attention in 16 bits, for the ranks of published models, on tensor cores: what a block finds
 //   over its share of the positions, which merge_latents_kernel brings together.
 // Work split: grid (splits, blocks of 16 heads, batch), four warps. A tile of 32 positions lies in shared
-// memory
-//   while the next one comes. Each warp multiplies the 16 queries with 8 positions; scores go through shared
-//   memory to all warps, each of which finds the softmax of all heads for itself and multiplies the weights
-//   with its own quarter of the latents' elements. So the latents are read once for keys and values of 16
-//   heads.
-// Traffic: positions * (rank + rope_dim) * 2 bytes, once a block of heads; and 4 * rank bytes a head and
-// split. Roofline: memory bandwidth for 16 heads. Chunks of 16 bytes are swizzled: neither the queries'
-// lanes, which
-//   take two rows of four chunks, nor the weights', which take four rows of two, share a bank.
+//   memory while the next one comes. Each warp multiplies the 16 queries with 8 positions; scores go through
+//   shared memory to all warps, each of which finds the softmax of all heads for itself and multiplies the
+//   weights with its own quarter of the latents' elements. So the latents are read once for keys and values
+//   of 16 heads. Chunks of 16 bytes are swizzled: neither the queries' lanes, which take two rows of four
+//   chunks, nor the weights', which take four rows of two, share a bank.
+// Traffic: positions * (rank + rope_dim) * 2 bytes, once a block of heads; and 4 * rank bytes a head
+//   and split.
+// Roofline: memory bandwidth for 16 heads.
 
 #include <type_traits>
 

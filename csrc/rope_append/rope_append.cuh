@@ -1,5 +1,5 @@
 // Where a pair of output features of the query, key and value projections goes: rotated and written to q_out
-// or into the cache's slot. For kernels that produce those features themselves.
+// or into the cache's slot. This file is for kernels that produce those features themselves.
 #pragma once
 
 #include "common/numeric.cuh"

@@ -1,6 +1,6 @@
 // What: q, k, v = split(qkv + bias); norm (if asked for) and rotate q and k (half-split pairs, or neighbors);
-// write k and v to their slots of the
-//   cache; return q. All in float32, one rounding per value; with scales, a head of a token is quantized.
+//   write k and v to their slots of the cache; return q. All is float32, with one rounding per value; if the
+//   cache has scales, a head of a token is quantized.
 // Work split: one thread for the few tokens of a decode step, else a contiguous range of tokens a thread.
 // Traffic: qkv once, q and the new k and v once; some kilobytes a token.
 // Roofline: latency; the call costs more than its bytes.

@@ -3,10 +3,9 @@
 // Work split: a warp takes a head of a token, a lane every 32nd element, which stay in registers between the
 //   search of the largest and the quantization. grid.x counts the tokens of all rows, grid.y covers their
 //   heads.
-// Traffic: qkv, bias, cos and sin read once (those that turn twice, the second time from L1), q_out, quants
-// and
-//   scales written once.
-// Roofline: latency, as there, and the sum over the warp.
+// Traffic: qkv, bias, cos and sin read once (elements that turn twice, the second time from L1), q_out,
+//   quants and scales written once.
+// Roofline: latency, as in rope_append.cu, and the reductions over the warp.
 
 #include "common/cuda_check.cuh"
 #include "common/kv_quants.cuh"

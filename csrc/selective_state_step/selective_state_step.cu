@@ -1,9 +1,9 @@
 // What: for each channel t = softplus(dt + dt_bias), S = exp(-t exp(a_log)) S + t x b and
 //   (S . c + d x) silu(z), all in float32; the result is rounded once.
 // Work split: kLanes lanes of a warp take a channel, each an access of 16 bytes of its state where these are
-//   whole, and a warp kChannels such sets of channels: all of a step's state is on its way at once. What a
-//   channel has one of is computed by all its lanes.
-// Traffic: the state once in each direction; of Mamba-1 a_log, too.
+//   whole, and a warp takes kChannels such sets of channels: all of a step's state is on its way at once.
+//   Every lane computes the values that its channel has one of.
+// Traffic: the state once in each direction; for Mamba-1 a_log, too.
 // Roofline: memory bandwidth. The state is brought into L2 while the kernel in front still runs.
 
 #include "common/activation.cuh"

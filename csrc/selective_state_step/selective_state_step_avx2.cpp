@@ -1,6 +1,6 @@
 // What: a channel's state S becomes decay S + t x b, and S . c is returned: all float32.
-// Work split: the glue gives every thread a range of channels; eight elements of a state at a time.
-// Traffic: the state once in each direction; of Mamba-1 a_log, too.
+// Work split: the glue gives every thread a range of channels; a vector holds eight elements of a state.
+// Traffic: the state once in each direction; for Mamba-1 a_log, too.
 // Roofline: memory bandwidth for Mamba-2, arithmetic (two exp an element) for Mamba-1.
 #include "common/avx2_math.h"
 #include "selective_state_step/selective_state_step_cpu.h"

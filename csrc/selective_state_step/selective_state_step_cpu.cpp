@@ -1,4 +1,4 @@
-// selective_state_step on the CPU: threads, what a channel has one of, and the portable kernel.
+// selective_state_step on the CPU: threads, the values that a channel has one of, and the portable kernel.
 #include "selective_state_step/selective_state_step_cpu.h"
 
 #include <type_traits>

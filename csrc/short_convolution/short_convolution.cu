@@ -1,7 +1,7 @@
 // What: moves the last inputs of each channel by one, and computes activation(sum(weight * inputs) + bias),
 //   with gates in front and behind, in float32, rounded once; the input's gate is rounded before.
-// Work split: a thread a channel. Windows of four are one access of 8 or 16 bytes; other widths go input by
-//   input.
+// Work split: a thread takes a channel. Windows of four are one access of 8 or 16 bytes; other widths go
+//   input by input.
 // Traffic: channels * (3 * width + 2) * sizeof(T): 200 KB for 8192 channels of 4.
 // Roofline: latency of one load and one store. Windows and weights are brought into L2 while the kernel in
 //   front still runs.

@@ -1,6 +1,6 @@
 // What: moves the last inputs of each channel by one, and computes activation(sum(weight * inputs) + bias),
 //   with gates in front and behind, in float32, rounded once; the input's gate is rounded before.
-// Work split: the glue gives every thread a range of channels, which is taken eight at a time. Of width 4 a
+// Work split: the glue gives every thread a range of channels, which is taken eight at a time. For width 4 a
 //   vector holds two channels' inputs; other widths go channel by channel to the sum, and by vectors from
 //   there.
 // Traffic: channels * (3 * width + 2) * element size.

@@ -1,11 +1,10 @@
 // What: the sum of a tensor over the GPUs of one host, plus residual; every rank gets the same bits.
 // Work split: a thread takes one word of 16 bytes: it stores the word into the memory of every other rank,
-// waits
-//   for theirs in its own, and adds all in the order of ranks. Threads wait for nobody of their own GPU.
+//   waits for their words in its own, and adds all in the order of ranks. Threads wait for no thread of their
+//   own GPU.
 // Traffic: (size - 1) * elements * sizeof(T) over NVLink, each way; the same from device memory's L2.
-// Roofline: latency: one store over NVLink until it can be read there, about 1 us, and a poll. The kernel
-// behind
-//   starts at once and fetches its weights meanwhile.
+// Roofline: latency of one store over NVLink until it can be read there, about 1 us, and of a poll. The
+//   kernel behind starts at once and fetches its weights meanwhile.
 
 #include "common/numeric.cuh"
 #include "common/peers.cuh"

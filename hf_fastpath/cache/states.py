@@ -39,13 +39,13 @@ class StateLayer(LinearAttentionLayer):
 
     @property
     def kind(self) -> LayerKind:
-        """What the layer holds."""
+        """Return what the layer holds."""
         return LayerKind(keys=False, states=self.number_of_states)
 
     @property
     def cumulative_length(self) -> int:
-        """Tokens that have passed: those of prompts, and those that plans have read. Transformers' own code tells
-        nothing of tokens that it reads one at a time."""
+        """Return how many tokens have passed: those of prompts, and those that plans have read. Transformers' own code
+        tells a layer nothing of tokens that are read one at a time."""
         return self._length
 
     def advance(self, num_tokens: int) -> None:
@@ -67,11 +67,11 @@ class StateLayer(LinearAttentionLayer):
 
     @property
     def states(self) -> list[torch.Tensor]:
-        """All states: windows of convolutions, then recurrent states; the batch is the first dimension of each."""
+        """Return all states: windows of convolutions, then recurrent states; each has the batch as first dimension."""
         return [states[place] for states, place in self._places()]
 
     def admit_states(self, expected: Sequence[torch.Tensor], batch: int) -> None:
-        """See to it that a plan can go on from what is held.
+        """Check that a plan can go on from what is held.
 
         Args:
             expected: tensors like the states, of any number of sequences.
@@ -102,7 +102,7 @@ class StateLayer(LinearAttentionLayer):
 
     def leave(self) -> None:
         """Keep the states in memory that belongs to the layer alone."""
-        with torch.inference_mode(False):  # a cache may be used in that mode and outside of it
+        with torch.inference_mode(False):  # a cache may be used inside and outside of that mode
             for states, place in self._places():
                 states[place] = states[place].clone()
 
@@ -128,7 +128,7 @@ class StateLayer(LinearAttentionLayer):
         return self._length - abs(tokens_to_remove)
 
     def reset(self) -> None:
-        """Forget every token; what follows may be of another batch."""
+        """Forget every token; the next ones may be of another batch."""
         self._length = 0
         self._forget_states()
 

@@ -30,7 +30,7 @@ class Spread:
 
     Attributes:
         gpus: number of GPUs.
-        weight_share: part of the weights that a step reads of which each GPU has its own share.
+        weight_share: fraction of the weights that a step reads which is divided over the GPUs.
         sums: sums and gathers over GPUs in a step.
     """
 
@@ -49,7 +49,7 @@ class Spread:
 
 
 def why_not_spread(model: Any, gpus: int) -> str | None:
-    """Return why our loop does not cover this model over so many GPUs, or None. The model may be on the meta device."""
+    """Return why our loop does not cover a model over so many GPUs, or None. The model may be on the meta device."""
     styles = compat.planned_styles(model)
     if not styles:
         return f"transformers has no tp_plan for {type(model).__name__}"

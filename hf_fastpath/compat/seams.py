@@ -56,7 +56,7 @@ def ask_for_plain_functions(model: nn.Module) -> None:
 
 
 def _plain(function: Any) -> Callable[..., Any] | None:
-    """The function of transformers' own that a package's stands for; None if it is one, or anything else."""
+    """Return transformers' own function that a package's takes the place of; None if ``function`` is no package's."""
     code = getattr(function, "__code__", None)
     if code is None or not code.co_filename.endswith("hub_kernels.py"):
         return None
@@ -73,13 +73,13 @@ EXPAND = "expand_kv"
 
 
 def expanding_modules(model: nn.Module) -> list[nn.Module]:
-    """Return the modules of ``model`` whose cache holds a latent, of which they make keys and values."""
+    """Return the modules of ``model`` whose cache holds a latent, of which the modules make keys and values."""
     return [module for module in model.modules() if callable(getattr(type(module), EXPAND, None))]
 
 
 class RecordingCache(Cache):
-    """A cache whose layers pass the keys and values that they are given on to ``append(k, v, layer)``, and keep states
-    as transformers' own layers do.
+    """A cache whose layers pass keys and values on to ``append(k, v, layer)``, and keep states as transformers' own
+    layers do.
 
     Args:
         config: the config of the model.
@@ -100,7 +100,7 @@ class RecordingCache(Cache):
         super().__init__(layers=[_recording_layer(index, kind, append) for index, kind in enumerate(kinds)])
 
     def claim(self, length: int) -> None:
-        """Say from now on that so many tokens are held."""
+        """Say from now on that ``length`` tokens are held."""
         for layer, kind in zip(self.layers, self.kinds):
             if kind.keys:
                 layer.length = length

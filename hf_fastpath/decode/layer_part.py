@@ -62,7 +62,7 @@ class LayerPart(Part):
 
     @property
     def norms(self) -> list[NormPart]:
-        """The layer's norms, each once."""
+        """Return the layer's norms, each once."""
         return [norm for name in self.spec.norms if (norm := self._norm(name)) is not None]
 
     @property

@@ -59,7 +59,7 @@ class PlanMemory:
     def bind(self, layers: Any, kinds: list[LayerKind], page_sizes: tuple[int | None, ...]) -> None:
         """Note where the buffers of a cache's layers are."""
         for paged, table in self.kv_tables.items():
-            rows = []  # a layer that the other table serves, or none, has zeros here
+            rows = []  # a layer that this table does not serve has zeros here
             for layer, kind, size in zip(layers, kinds, page_sizes):
                 if not kind.keys or (size is not None) != paged:
                     rows.append([0] * table.shape[1])

@@ -49,10 +49,10 @@ class Positions:
         kv_tables: for caches with pages (True) and others (False), see ``ops.rope_append``; without a table, the
             caches' own addresses are used.
         workspace: see ``ops.decode_attention``.
-        programmatic_launch: a kernel may start on what does not depend on the kernel in front; see ``ops.gemv``.
+        programmatic_launch: whether a kernel may start before the kernel in front has ended; see ``ops.gemv``.
         staging: where keys and values of the new tokens wait for ``ops.quantizing_attention``; None if projections
             append to the cache.
-        kv_dtype: storage type of the caches, None if it is not known.
+        kv_dtype: storage type of the caches, None if not known.
     """
 
     angles: dict[str | None, tuple[Any, Any]]

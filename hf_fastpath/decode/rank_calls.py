@@ -24,7 +24,7 @@ class Shard:
 
     Attributes:
         ranks: the processes.
-        style: in which way.
+        style: the way in which the module is spread.
         first: number of the shard's first output feature, or row of an embedding, among all.
         total: number of all of them.
         features: number of features that the rank's output has.
@@ -51,7 +51,7 @@ def summed(x: torch.Tensor, residual: torch.Tensor | None, shard: Shard) -> torc
 
 
 def gathered(x: torch.Tensor, shard: Shard) -> torch.Tensor:
-    """Return [..., total] with the features of all ranks, of [..., own features]."""
+    """Return [..., total], the features of all ranks, given [..., own features]."""
     width = -(-shard.total // shard.ranks.size)  # the last rank may have fewer
     whole = shard.ranks.gather(nn.functional.pad(x, (0, width - x.shape[-1])))
     return whole.movedim(0, -2).flatten(-2)[..., : shard.total].contiguous()
@@ -61,7 +61,7 @@ def own_rows(tokens: torch.Tensor, embedding: torch.Tensor, shard: Shard) -> tor
     """Return rows of this rank's ``embedding`` for ``tokens``; any row stands for a token of another rank.
 
     Raises:
-        IndexError: on the CPU, a token is none of the model's.
+        IndexError: a token is not in the model's vocabulary; raised on the CPU alone.
     """
     if tokens.device.type == "cpu" and bool(((tokens < 0) | (tokens >= shard.total)).any()):
         raise IndexError(f"tokens are {tokens.min()} to {tokens.max()}, expected 0 to {shard.total - 1}")
@@ -69,7 +69,7 @@ def own_rows(tokens: torch.Tensor, embedding: torch.Tensor, shard: Shard) -> tor
 
 
 def own_embeddings(x: torch.Tensor, tokens: torch.Tensor, embedding: torch.Tensor, shard: Shard) -> torch.Tensor:
-    """Set those rows of ``x`` to 0 that stand for tokens of other ranks, in place."""
+    """Set the rows of ``x`` that stand for tokens of other ranks to 0, in place."""
     rows = tokens - shard.first
     return x.masked_fill_(((rows < 0) | (rows >= len(embedding)))[..., None], 0)
 

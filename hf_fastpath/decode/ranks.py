@@ -84,7 +84,7 @@ class Ranks:
         return self
 
     def connect(self, device: torch.device) -> None:
-        """Let the ranks' GPUs send each other data, if they can. Every rank has to call this."""
+        """Let the ranks' GPUs send each other data, if they can. Every rank has to call this method."""
         if device.type != "cuda" or self.peers is not None:
             return
         peers = None
@@ -138,17 +138,17 @@ class Ranks:
         return out
 
     def of_first(self, x: torch.Tensor) -> torch.Tensor:
-        """Return the first rank's tensor; all ranks' have one shape and dtype."""
+        """Return the first rank's tensor; the tensors of all ranks have one shape and dtype."""
         return self.gather(x.contiguous())[0].clone()
 
     def settle(self, device: torch.device, tokens: int = 1) -> None:
         """Wait until the device has done all that it was given, so that the host may look at results.
 
         Args:
-            tokens: number of tokens that it reads meanwhile; a long prompt takes its time.
+            tokens: number of tokens that the device reads meanwhile; a long prompt takes its time.
 
         Raises:
-            RankError: it has not in time.
+            RankError: the device has not done so in time.
         """
         if device.type == "cuda":
             event = torch.cuda.Event()
@@ -172,7 +172,7 @@ class Ranks:
     # ---- before a call ------------------------------------------------------------------------------------------
 
     def _told(self, facts: list[int], device: torch.device) -> list[list[int]]:
-        """Return what each rank tells; ranks may come late to this, as to any collective of the user's."""
+        """Return what each rank tells; ranks may come late, as to any collective of the user's."""
         mine = torch.tensor(facts, dtype=torch.long, device=device)
         out = mine.new_empty(self.size * len(facts))
         compat.all_gather(out, mine, group=self.group)
@@ -181,7 +181,7 @@ class Ranks:
     def agreed(self, reason: str | None, device: torch.device) -> str | None:
         """Return the reason for stock code that all ranks follow: this rank's, or that another rank has one.
 
-        Every rank has to call this.
+        Every rank has to call this method.
         """
         others = [rank for rank, (has_reason,) in enumerate(self._told([reason is not None], device)) if has_reason]
         if reason is not None or not others:
@@ -200,7 +200,7 @@ class Ranks:
             Whether any rank was.
 
         Raises:
-            ValueError: the ranks were given other things.
+            ValueError: the ranks were given different things.
         """
         seen = [b"" if each is None else each.cpu().numpy().tobytes() for each in (ids, mask)]
         facts = [*ids.shape, *map(zlib.crc32, (*seen, repr(settings).encode()))]

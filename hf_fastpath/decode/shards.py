@@ -54,7 +54,7 @@ def local_model(architecture: Architecture, model: nn.Module, ranks: Ranks) -> n
 def _copy(
     module: nn.Module, children: dict[str, Any], parallel: compat.Parallel | None, shard: Shard | None
 ) -> nn.Module:
-    """Copy a module; the copy's own forward is the one that was there before the model was spread, if there was any."""
+    """Copy a module; the copy's own forward is the one from before the model was spread, if the module had one."""
     twin = object.__new__(type(module))
     contents = {name: value for name, value in vars(module).items() if name != "forward"}
     parameters = {name: None if p is None else compat.local_tensor(p) for name, p in module._parameters.items()}
@@ -159,7 +159,7 @@ class ShardedPart(ModelPart):
         return self._heads_reason()
 
     def _roles(self) -> Iterator[tuple[nn.Module, ShardStyle]]:
-        """Yield the modules that may be spread, and how: of attention and of an MLP all or none."""
+        """Yield the modules that may be spread, and how; those of attention, or of an MLP, are spread all or none."""
         yield self.embedding, ShardStyle.VOCABULARY
         yield self.head, ShardStyle.GATHERED
         for layer in self.layers:
@@ -217,7 +217,7 @@ class Sharded:
 
     @property
     def module(self) -> str:
-        """Name of the transformers module that defines the architecture's classes."""
+        """Return the name of the transformers module that defines the architecture's classes."""
         return self.architecture.module
 
     def model_part(self, model: nn.Module) -> ShardedPart | None:

@@ -18,10 +18,10 @@ _ALIGNMENT = 256
 
 
 class _Parcel:
-    """Values that go from one device to another with one copy: they are laid side by side first.
+    """Values that go from one device to another with one copy, laid side by side first.
 
     Args:
-        values: of all registers.
+        values: the values of all registers.
         pairs: indices of the registers of each value and of its copy.
         device: where the copies are read.
     """
@@ -56,9 +56,9 @@ class _Stage:
     """Calls on one device, and what they read of other devices.
 
     Attributes:
-        reads: of each other device, registers of values and of their copies.
+        reads: for each other device, registers of values and of their copies.
         reads_once: the same for values that only change between calls of ``generate()``.
-        parcels: what carries them, made when the values are there.
+        parcels: what carries the values, made when these are there.
     """
 
     device: torch.device
@@ -70,10 +70,10 @@ class _Stage:
 
 
 class Stages(Program):
-    """Calls that move from device to device. Its registers are those of all stages.
+    """Calls that move from device to device, with the registers of all stages.
 
-    A call that reads what a call on another device has made reads a copy of it, which every run makes anew: from
-    device to device, without the host. So do calls that read a shared tensor.
+    A call that reads what a call on another device has made, or a shared tensor, reads a copy, which every run makes
+    anew: from device to device, without the host.
 
     Args:
         device: where the first calls run.
@@ -121,7 +121,7 @@ class Stages(Program):
         if not isinstance(value, Register):
             return value
         stage = self._stages[-1]
-        made_on = self._made_on.get(value.index, stage.device)  # else it is a buffer, which lies where it is read
+        made_on = self._made_on.get(value.index, stage.device)  # a buffer lies where it is read
         if made_on == stage.device:
             return value
         key = value.index, stage.device

@@ -53,7 +53,7 @@ def why_it_matters(skeleton: Skeleton, batch: int, arguments: dict[str, Any]) ->
 
 
 def _known(call: Call) -> tuple:
-    """What is called, and with which numbers and weights."""
+    """Return what is called, and with which numbers and weights."""
     held = {name: value for name, value in call.arguments.items() if next(registers_in(value), None) is None}
     return call.op, {name: _identity(value) for name, value in held.items()}
 

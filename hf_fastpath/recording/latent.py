@@ -18,8 +18,8 @@ class Expansion:
 
     Attributes:
         states: register of what :func:`.marks.append` gave: the latent, and keys that are turned.
-        layer: of the cache.
-        calls: that make keys and values of a few tokens.
+        layer: index of the layer in the cache.
+        calls: those that make keys and values of a few tokens.
         given: registers of the latent and of the turned keys, [batch, 1, tokens, dim], in ``calls``.
         made: registers of keys and values, [batch, num_heads, tokens, dim], in ``calls``.
         facts: tensors without data like these four.
@@ -34,8 +34,8 @@ class Expansion:
 
     @property
     def weight(self) -> torch.Tensor:
-        """[num_heads * (plain + value_dim), latent_dim]: of each head, the rows that make the part of a key that is not
-        turned, and those that make a value.
+        """Return [num_heads * (plain + value_dim), latent_dim]: for each head, the rows that make the part of a key
+        that is not turned, then the rows that make a value.
 
         Raises:
             Unrecordable: there is no such weight.
@@ -50,10 +50,10 @@ class Expansion:
         raise Unrecordable("keys and values that are not made of a latent by one product")
 
     def check(self) -> None:
-        """See to it that the calls compute what :func:`expanded` does.
+        """Check that the calls compute what :func:`expanded` does.
 
         Raises:
-            Unrecordable: they do not.
+            Unrecordable: the calls compute something else.
         """
         weight = self.weight
         with torch.random.fork_rng(devices=[]), torch.device("cpu"):
@@ -70,7 +70,7 @@ class Expansion:
 def expanded(
     latent: torch.Tensor, turned: torch.Tensor, weight: torch.Tensor, heads: int, key_dim: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Keys and values, [batch, heads, tokens, dim], of a latent and turned keys, [batch, 1, tokens, dim]."""
+    """Return keys and values [batch, heads, tokens, dim] of a latent and turned keys [batch, 1, tokens, dim]."""
     both = torch.nn.functional.linear(latent, weight).squeeze(1).unflatten(-1, (heads, -1)).transpose(1, 2)
     plain = both[..., : key_dim - turned.shape[-1]]
     keys = torch.cat((plain, turned.expand(-1, heads, -1, -1)), dim=-1)

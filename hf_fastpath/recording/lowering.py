@@ -29,12 +29,12 @@ class Lowering:
     """One walk over a recorded list.
 
     Args:
-        recording: the list, behind its passes.
+        recording: the list, after its passes.
         emit: notes a call of the plan.
         given: register -> what the plan has for it.
-        caches: of each layer.
+        caches: the cache of each layer.
         at: where the new tokens stand.
-        attentions: of each layer, with its ``cache_shape``.
+        attentions: the attention of each layer, with its ``cache_shape``.
     """
 
     def __init__(
@@ -52,7 +52,7 @@ class Lowering:
         self._pending: dict[int, tuple[Any, Any]] = {}  # layer -> keys and values that are not in its cache yet
 
     def run(self) -> Any:
-        """Emit all calls; returns what stands for the logits."""
+        """Emit all calls; return what stands for the logits."""
         for call in self._recording.calls:
             arguments = {name: self._value(value) for name, value in call.arguments.items()}
             rule = _RULES.get(call.op)
@@ -111,7 +111,7 @@ class Lowering:
         return self._emit(ops.rms_norm.overload, x=x, weight=norm.weight, **how)
 
     def _view(self, call: Call, /, **arguments) -> Any:
-        # what a view is of may lie in another order than the recorded one did
+        # the tensor that is viewed may lie in another order than the recorded one did
         given, size = arguments.values()
         return self._emit(_aten.reshape.default, given, size)
 
@@ -153,7 +153,7 @@ class Lowering:
         return self._emit(composed.latent_attention, q=q, weight=weight, cache=cache, **seen, window=window)
 
     def _over_latents(self, fact, q, layer, weight, new, angles, seen) -> Any:
-        """Attention of one token by ops: queries at the latent, what they see of it, and the values of that."""
+        """Emit attention of one token as ops: queries at the latent, what they see of it, and the values of that."""
         batch, heads, _, dim = fact.shape
         attention, cache = self._attentions[layer], self._at.placed(self._caches[layer], layer)
         turned, by_head = attention.value_dim, weight.detach().view(heads, -1, attention.cache_shape[1])
@@ -176,13 +176,13 @@ class Lowering:
         return self._emit(_aten.unsqueeze.default, made, 1)
 
     def store(self, layer: int) -> dict[str, Any]:
-        """Where keys and values of a layer are appended."""
+        """Return where keys and values of a layer are appended."""
         if self._at.staging is not None:
             return {"cache": self._staged(layer), "seq_lens": self._at.staging.seq_lens}
         return {"cache": self._at.placed(self._caches[layer], layer), "seq_lens": self._at.seq_lens}
 
     def _staged(self, layer: int) -> KVCache:
-        """Where keys and values of a layer wait to be quantized."""
+        """Return where keys and values of a layer wait to be quantized."""
         return self._at.staging.of(self._attentions[layer])
 
     def attention(
@@ -267,22 +267,22 @@ def takes_product(recording: Recording, call: Call) -> bool:
 
 
 def _turned_by(cos: Any, sin: Any, pairs: str) -> dict[str, Any]:
-    """How ``ops.rope_append`` is told of a rotation."""
+    """Return the arguments of ``ops.rope_append`` that describe a rotation."""
     return {"cos": cos, "sin": sin, "neighbors": pairs == "neighbors"}
 
 
 def joined_states(q, k, v):
-    """``query | key | value`` [batch, query_len, features] of [batch, heads, query_len, head_dim] each."""
+    """Return ``query | key | value`` [batch, query_len, features] of [batch, heads, query_len, head_dim] each."""
     return torch.cat([each.transpose(1, 2).flatten(2) for each in (q, k, v)], dim=-1)
 
 
 def run_angles(tables, formula, dtype, pairs, shape):
-    """cos and sin in the model's dtype, [batch, query_len, rotary_dim]."""
+    """Return cos and sin in the model's dtype, [batch, query_len, rotary_dim]."""
     return [each.reshape(*shape, each.shape[-1]).to(dtype) for each in formula(tables, pairs)]
 
 
 def run_experts(x, ids, weights, gate_up_weight, down_weight, activation, residual=None):
-    """``ops.fused_experts`` of experts that the model's own code has chosen."""
+    """Run ``ops.fused_experts`` with the experts that the model's own code has chosen."""
     return ops.fused_experts.overload(x, ids.long(), weights.float(), gate_up_weight, down_weight, residual, activation)
 
 

@@ -1,7 +1,8 @@
 """What stands in a recorded list for calls that pass through a seam, or that a pass has recognized.
 
-Each is a function over tensors that computes what it stands for, so that a recorded list can be run before and after a
-pass; :mod:`.lowering` replaces all of them by ops. ``append`` and ``attend`` are the exception: they need a cache.
+Each mark is a function over tensors that computes what the mark stands for, so that a recorded list can be run before
+and after a pass; :mod:`.lowering` replaces all marks by ops. ``append`` and ``attend`` cannot be run so, as
+both need a cache.
 """
 
 from __future__ import annotations
@@ -24,19 +25,19 @@ _ACTIVATIONS = {
 
 
 def linear(x, weight, bias=None, transposed=False, activation=Activation.NONE, residual=None, norm=None):
-    """``activation(norm(x) @ weight.T + bias) + residual``; ``@ weight`` if ``transposed``."""
+    """Return ``activation(norm(x) @ weight.T + bias) + residual``; with ``@ weight`` if ``transposed``."""
     x = x if norm is None else normed(x, norm)
     out = activated(nn.functional.linear(x, weight.t() if transposed else weight, bias), activation)
     return out if residual is None else out + residual
 
 
 def packed_linear(x, quants, scales, zeros, multiplier, format, bias=None):
-    """A product with a quantized weight, see ``ops.packed_gemv``."""
+    """Return a product with a quantized weight, see ``ops.packed_gemv``."""
     raise NotImplementedError("a quantized product is run by its op alone")
 
 
 def normed(x, norm: Norm, unit_offset=False, residual=None):
-    """``residual + norm(x)`` over the last dimension; with ``unit_offset`` the factor is ``1 + weight``."""
+    """Return ``residual + norm(x)`` over the last dimension; with ``unit_offset`` the factor is ``1 + weight``."""
     size, weight = x.shape[-1:], norm.weight
     if weight is not None and (unit_offset or norm.kind == NormKind.RMS_OFFSET):
         weight = 1 + weight
@@ -48,17 +49,17 @@ def normed(x, norm: Norm, unit_offset=False, residual=None):
 
 
 def activated(x, activation: Activation):
-    """``activation(x)``."""
+    """Return ``activation(x)``."""
     return _ACTIVATIONS[activation](x)
 
 
 def matmul(a, b):
-    """``a @ b``."""
+    """Return ``a @ b``."""
     return torch.matmul(a, b)
 
 
 def sdpa(q, k, v, mask=None, is_causal=False, scale=None, enable_gqa=False):
-    """PyTorch's attention, over whatever the model hands it."""
+    """Run PyTorch's attention over whatever the model hands it."""
     how = dict(is_causal=is_causal, scale=scale, enable_gqa=enable_gqa)
     return nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=mask, **how)
 
@@ -84,27 +85,27 @@ def gated_norm(**arguments):
 
 
 def text_positions(lengths, query_len):
-    """int64 [query_len], places of the new tokens in the text, of int32 [batch] lengths with them."""
+    """Return int64 [query_len], places of the new tokens in the text, given int32 [batch] lengths that count them."""
     return lengths[:1].long() - query_len + torch.arange(query_len, device=lengths.device)
 
 
 def append(k, v, layer):
-    """What a cache gives for ``update(k, v, layer)``: all keys and values; [batch, num_kv_heads, tokens, head_dim]."""
+    """Return what a cache gives for ``update(k, v, layer)``: all K and V [batch, num_kv_heads, tokens, head_dim]."""
     raise NotImplementedError("keys and values are appended by an op over a cache alone")
 
 
 def attend(q, states, layer, scale, window, softcap=0.0, sinks=None, slopes=None):
-    """Attention of q, [batch, num_heads, query_len, head_dim], over what :func:`append` gave, ``states``: [batch,
-    query_len, num_heads, head_dim].
+    """Return attention [batch, query_len, num_heads, head_dim] of q [batch, num_heads, query_len, head_dim] over
+    ``states``, which :func:`append` gave.
 
-    ``slopes``, [num_heads]: added to a score for each position that a key is further on (ALiBi).
+    ``slopes`` [num_heads] are added to a score once for each position that a key is further on (ALiBi).
     """
     raise NotImplementedError("attention is run by an op over a cache alone")
 
 
 def latent_attend(q, states, layer, scale, window, weight, cos=None, sin=None, rotation=Rotation.HALVES):
-    """Attention of q, [batch, num_heads, query_len, head_dim], over keys and values that ``weight`` makes of the latent
-    in ``states``, see :mod:`.latent`: [batch, query_len, num_heads, value_dim]. With ``cos`` and ``sin`` the last
+    """Return attention [batch, query_len, num_heads, value_dim] of q [batch, num_heads, query_len, head_dim] over keys
+    and values that ``weight`` makes of the latent in ``states``, see :mod:`.latent`. With ``cos`` and ``sin`` the last
     elements of queries, and the keys that :func:`append` is given as values, are turned first.
     """
     raise NotImplementedError("attention is run by an op over a cache alone")
@@ -120,14 +121,14 @@ def experts(x, ids, weights, gate_up_weight, down_weight, activation, residual=N
 
 
 def routed_experts(x, logits, gate_up_weight, down_weight, top_k, normalized, rounded, activation, residual=None):
-    """Experts that ``ops.topk_softmax`` chooses by ``logits``."""
+    """Run the experts that ``ops.topk_softmax`` chooses by ``logits``."""
     ids = torch.empty(logits.numel() // logits.shape[-1], top_k, dtype=torch.int64, device=x.device)
     weights = topk_softmax(logits.flatten(0, -2), ids, normalized, rounded)
     return experts(x, ids, weights, gate_up_weight, down_weight, activation, residual)
 
 
 def other_experts(x, ids, weights, module):
-    """Experts that ``ops.fused_experts`` does not take, by transformers' own gathering of their weights."""
+    """Run experts that ``ops.fused_experts`` does not take, by transformers' own gathering of their weights."""
     return compat.gathered_experts(module, x, ids, weights)
 
 
@@ -142,27 +143,28 @@ def gated(x, gate_weight, up_weight, activation, norm=None):
 
 
 def angles(tables, formula, dtype, pairs):
-    """cos and sin out of what a model has computed of its positions, see ``passes.attention``."""
+    """Return cos and sin out of what a model has computed of its positions, see ``passes.attention``."""
     raise NotImplementedError("angles are emitted as one call")
 
 
 def rotated_attention(sources, grouped, cos, sin, pairs, layer, scale, window, softcap, sinks, slopes, num_heads,
                       num_kv_heads, head_dim, head_norms=None):  # fmt: skip
-    """Norms of queries and keys, their rotation, :func:`append` and :func:`attend`.
+    """Normalize and rotate queries and keys, then :func:`append` and :func:`attend`.
 
-    ``sources``: queries, keys and values [batch, query_len, features] each, or one with all of them; ``grouped``: by KV
-    head. ``pairs`` is turned together, see ``architecture.Attention``.
+    ``sources`` are queries, keys and values [batch, query_len, features] each, or one tensor with all of them; if
+    ``grouped``, that tensor is ordered by KV head. ``pairs`` says which elements turn together, see
+    ``architecture.Attention``.
     """
     raise NotImplementedError("attention is run by an op over a cache alone")
 
 
 def projected_attention(x, weights, biases, transposed, cos, sin, pairs, layer, scale, window, softcap, sinks,
                         slopes, num_heads, num_kv_heads, head_dim, head_norms=None, norm=None):  # fmt: skip
-    """The projections of ``x``, and :func:`rotated_attention` of what they give."""
+    """Project ``x``, and return :func:`rotated_attention` of the projections."""
     raise NotImplementedError("attention is run by an op over a cache alone")
 
 
-#: marks that write to what lies outside of a list
+#: marks that write to memory outside of a list
 EFFECTS = (append, short_convolution, gated_delta_step, selective_state_step)
 #: marks whose ops take columns of a projection where they lie
 STRIDED = (short_convolution, gated_delta_step, selective_state_step, gated_norm)

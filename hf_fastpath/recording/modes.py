@@ -1,4 +1,4 @@
-"""What hears of the calls of a step: PyTorch's functions, its ops, and modules without children."""
+"""Modes that hear of the calls of a step: PyTorch's functions, its ops, and modules without children."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _RANDOM = ("dropout", "bernoulli", "rand", "normal_", "multinomial", "uniform_")
 
 
 class Functions(TorchFunctionMode):
-    """Notes functions that are to be one call, whatever they are made of."""
+    """A mode that notes functions that are to be one call, whatever ops each is made of."""
 
     def __init__(self, recorder: Recorder):
         super().__init__()
@@ -95,7 +95,7 @@ _HANDLERS: dict[Any, Callable[..., Any]] = {
 
 
 class Dispatch(TorchDispatchMode):
-    """Notes every other call."""
+    """A mode that notes every other call."""
 
     def __init__(self, recorder: Recorder):
         super().__init__()
@@ -123,7 +123,7 @@ class Dispatch(TorchDispatchMode):
 
 
 def _same(recorder: Recorder, given: torch.Tensor, out: torch.Tensor) -> None:
-    """``out`` is another name of ``given``, which may be data of its own."""
+    """Note that ``out`` is another name of ``given``, which may hold data."""
     value = recorder.value(given)
     if isinstance(value, Register):
         recorder.name(out, value)

@@ -36,7 +36,7 @@ from .step import record
 _aten = torch.ops.aten
 
 
-#: what a report has in the place of an architecture's name
+#: what a report shows in place of an architecture's name
 RECORDED = "recorded"
 
 
@@ -46,7 +46,7 @@ class Recorded:
     Attributes:
         name: ``"recorded"``.
         module: transformers module of the model's class.
-        twins_difference: of logits from stock's that a small twin showed, see :mod:`.proof`.
+        twins_difference: difference from stock's logits that a small twin showed, see :mod:`.proof`.
     """
 
     name, like = RECORDED, None
@@ -56,7 +56,7 @@ class Recorded:
         self.twins_difference = 0.0
 
     def model_part(self, model: nn.Module) -> RecordedPart | None:
-        """``model`` as it is now."""
+        """Return ``model`` as it is now."""
         return RecordedPart(self, model)
 
     def __deepcopy__(self, memo: dict) -> Recorded:
@@ -69,8 +69,8 @@ class RecordedAttention:
 
     Attributes:
         cache_shape: KV heads, and elements of a head.
-        num_heads, head_dim: of the queries.
-        value_dim: of a latent, elements of the turned keys, which the cache holds as values; else None.
+        num_heads, head_dim: number of the queries' heads, and elements of a head.
+        value_dim: if the cache holds a latent, elements of the turned keys, which it holds as values; else None.
     """
 
     cache_shape: tuple[int, int]
@@ -80,13 +80,13 @@ class RecordedAttention:
 
     @property
     def value_shape(self) -> tuple[int, int]:
-        """KV heads, and elements of a value."""
+        """Return the number of KV heads, and of elements of a value."""
         return self.cache_shape[0], self.value_dim or self.cache_shape[1]
 
 
 @dataclass(frozen=True)
 class RecordedLayer:
-    """A layer of the cache, and what reads its keys and values; None if it has none."""
+    """A layer of the cache, and the attention that reads its keys and values; None if the layer holds none."""
 
     attention: RecordedAttention | None
     window: int | None
@@ -98,9 +98,9 @@ class RecordedPart:
     Attributes:
         architecture: see :class:`Recorded`.
         module: the model.
-        is_multimodal: it reads images or sound as well.
-        kinds: what each layer of the cache holds; empty if it is something that plans know nothing of.
-        verdict: what the model's own first steps have shown, a reason or None, in a tuple; None until they ran.
+        is_multimodal: whether the model reads images or sound as well.
+        kinds: what each layer of the cache holds; empty if a layer holds something that plans know nothing of.
+        verdict: what the model's own first steps have shown, a reason or None, in a tuple; None until these ran.
     """
 
     rotary = None
@@ -125,7 +125,7 @@ class RecordedPart:
         return Skeleton(self.module)
 
     def recording(self, batch: int, query_len: int) -> Recording:
-        """The step of ``query_len`` new tokens for each of ``batch`` sequences, behind all passes.
+        """Return the step of ``query_len`` new tokens for each of ``batch`` sequences, after all passes.
 
         Raises:
             Unrecordable: the model cannot be recorded.
@@ -147,7 +147,7 @@ class RecordedPart:
         return [RecordedLayer(found.get(index), kind.window) for index, kind in enumerate(self.kinds)]
 
     def states(self, batch: int) -> list[list[torch.Tensor]]:
-        """Tensors without data like the states that each layer of the cache holds of ``batch`` sequences."""
+        """Return tensors without data like the states that each layer of the cache holds of ``batch`` sequences."""
         recording = self.recording(batch, 1)
         return [[recording.fact(each) for each in states] for states in recording.states]
 
@@ -160,7 +160,7 @@ class RecordedPart:
         states: list[list[torch.Tensor]],
         at: Positions,
     ) -> Any:
-        """Emit the step; returns what stands for the logits [batch, query_len, vocab_size]."""
+        """Emit the step; return what stands for the logits [batch, query_len, vocab_size]."""
         recording = self.recording(*tokens.shape)
         given = {recording.tokens.index: tokens, recording.positions.index: positions}
         for registers, tensors in zip(recording.states, states):
@@ -176,17 +176,17 @@ class RecordedPart:
 
     @property
     def windows(self) -> tuple[int | None, ...]:
-        """Sliding window of each layer, None for full attention or none."""
+        """Return the sliding window of each layer, None for full attention or no attention."""
         return tuple(kind.window for kind in self.kinds)
 
     @property
     def attentions(self) -> list[RecordedAttention]:
-        """Of the layers that have one."""
+        """Return the attention of each layer that has one."""
         return [layer.attention for layer in self.layers if layer.attention is not None]
 
     @property
     def max_batch(self) -> int:
-        """Sequences a decode plan takes."""
+        """Return how many sequences a decode plan takes."""
         return MAX_ROWS if self.has_experts else MAX_BATCH
 
     @property
@@ -215,7 +215,7 @@ class RecordedPart:
 
     @functools.cached_property
     def vocab_size(self) -> int:
-        """Logits of a token."""
+        """Return the number of logits of a token."""
         recording = self.recording(1, 1)
         return recording.fact(recording.logits).shape[-1]
 
@@ -226,7 +226,7 @@ class RecordedPart:
 
     @functools.cached_property
     def learned_positions(self) -> tuple[int, int] | None:
-        """How many positions the model has learned, and the row of the first of them; None if it knows any."""
+        """Return how many positions the model has learned, and the row of the first; None if it knows any position."""
         recording = self.recording(1, 1)
         at_positions, found = positional(recording), []
         counted = [each for each in recording.calls if each.out.index in at_positions]
@@ -240,7 +240,7 @@ class RecordedPart:
         return min(found, default=None)
 
     def fingerprint(self) -> tuple:
-        """What a decode plan bakes in of the model: a part is of one moment, so all that its recordings hold."""
+        """Return what a decode plan bakes in of the model: all that the recordings hold, as a part is of one moment."""
         return (self._moment, *self._tensor_facts())
 
     def _tensor_facts(self) -> list[tuple]:
@@ -250,7 +250,7 @@ class RecordedPart:
     # ---- reasons ----------------------------------------------------------------------------------------------
 
     def other_reason(self) -> str | None:
-        """Why nothing is known of what is inside; or None."""
+        """Return why nothing is known of what is inside, or None."""
         if not self.kinds:
             return Cause("not_recorded", "its cache holds more than keys, values and states", self.module)
         for role in (self.embedding, self.head):
@@ -259,7 +259,7 @@ class RecordedPart:
         return None
 
     def shape_reason(self, batch: int, query_len: int) -> str | None:
-        """Why there is no step of so many sequences and new tokens, or None."""
+        """Return why there is no step of so many sequences and new tokens, or None."""
         try:
             self.recording(batch, query_len)
         except Exception as error:  # nobody has tried this code: anything may be raised
@@ -271,12 +271,12 @@ class RecordedPart:
         return Cause("not_recorded", f"{where}{what}", self.module)
 
     def proof_reason(self, plans: PlanCache, batch: int) -> str | None:
-        """Why the recorded step is not used though there is one: it cannot be recorded for so many sequences, or does
-        not give what the model gives; or None."""
+        """Return why the recorded step is not used though there is one, or None: it cannot be recorded for so many
+        sequences, or does not give what the model gives."""
         return self.shape_reason(batch, 1) or reason_against(self, plans)
 
     def arguments_reason(self, arguments: dict[str, Any], batch: int) -> Cause | None:
-        """Why a step that the forward is also given ``arguments`` with is not the recorded step, or None.
+        """Return why a step is not the recorded one if the forward is also given ``arguments``, or None.
 
         Args:
             arguments: by name, without those that every step is given.
@@ -293,11 +293,11 @@ class RecordedPart:
         return self._arguments[key]
 
     def outer_reason(self) -> str | None:
-        """Why calling the model is more than its class's forward, or None."""
+        """Return why calling the model is more than its class's forward, or None."""
         return model_code_reason(self.module, self.architecture.module)
 
     def reason(self) -> str | None:
-        """Why a decode plan of the model would not be right now, or None."""
+        """Return why a decode plan of the model would not be right now, or None."""
         reason = self.other_reason() or self.outer_reason() or self._modules_reason() or self._tensors_reason()
         return reason or self._recording_reason
 
@@ -316,7 +316,7 @@ class RecordedPart:
         devices = {each.device for each in parameters}
         if len(devices) > 1:
             return Cause("device", f"weights on {', '.join(sorted(map(str, devices)))}", self.module)
-        # a model on the meta device is asked about, and runs nowhere
+        # a model on the meta device is only asked about, and never runs
         types = [each.type for each in devices if each.type != "meta"]
         code = next((code for each in types if (code := loader.why_not_native(each)) is not None), None)
         return None if code is None else Cause(code, f"device {next(iter(devices))}")
@@ -339,7 +339,7 @@ class RecordedPart:
 
 
 def _at(recording: Recording, position: int) -> dict[int, torch.Tensor]:
-    """What registers that stand for positions hold at one."""
+    """Return what registers of positions hold at ``position``."""
     shape = (recording.batch, recording.query_len)
     counted = [call for call in recording.calls if call.op is marks.text_positions]
     here = {call.out.index: torch.full(shape[1:], position) for call in counted}
@@ -347,7 +347,7 @@ def _at(recording: Recording, position: int) -> dict[int, torch.Tensor]:
 
 
 def attention_of(recording: Recording, producers: dict[int, Call], call: Call) -> RecordedAttention | None:
-    """How a call reads a layer of the cache, or None if it reads none."""
+    """Return how a call reads a layer of the cache, or None if it reads none."""
     if call.op in (marks.rotated_attention, marks.projected_attention):
         given = call.arguments
         shape = given["num_kv_heads"], given["head_dim"]

@@ -20,19 +20,19 @@ _TOLERANCE = 1e-9
 
 
 def wide(tensor: torch.Tensor) -> torch.Tensor:
-    """``tensor`` in the widest dtype of its kind, on the CPU."""
+    """Return ``tensor`` in the widest dtype of its kind, on the CPU."""
     return tensor.detach().to("cpu", _WIDE.get(tensor.dtype, tensor.dtype))
 
 
 def evaluate(
     calls: Sequence[Call], given: Mapping[int, Any], constants: Mapping[int, torch.Tensor] = {}
 ) -> dict[int, Any]:
-    """What registers hold once ``calls`` were made in float64.
+    """Return what registers hold once ``calls`` were made in float64.
 
     Args:
         calls: in order.
         given: register -> value.
-        constants: id of a tensor in the calls -> what is taken instead; others are converted.
+        constants: id of a tensor in the calls -> what is taken instead; other tensors are converted.
     """
     values = dict(given)
 
@@ -78,7 +78,7 @@ def _is_depthwise(input, weight, stride, dilation, transposed, output_padding, g
 
 
 def _depthwise(input, weight, bias, padding, **_) -> torch.Tensor:
-    """Such a convolution, for which PyTorch takes a thousand times as long in float64."""
+    """Compute a depthwise convolution in float64, for which PyTorch takes a thousand times as long."""
     padded = torch.nn.functional.pad(input, (padding[0], padding[0]))
     out = (padded.unfold(-1, weight.shape[-1], 1) * weight[:, 0, None]).sum(-1)
     return out if bias is None else out + bias[:, None]

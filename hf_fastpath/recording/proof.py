@@ -12,11 +12,11 @@ from ..cache.fastpath_cache import FastpathCache
 from ..decode.plan_cache import PlanCache
 from ..reasons import Cause
 
-#: tokens of the prompt, and steps behind it
+#: tokens of the prompt, and steps after it
 _PROMPT, _STEPS = 8, 3
 #: how many times the twin's difference from stock a model may show
 _TIMES = 3.0
-#: more is no rounding, whatever the twin showed
+#: a larger difference is no rounding, whatever the twin showed
 _MOST = 0.25
 #: layers of the twin, and features of its embeddings
 _TWINS_LAYERS, _TWINS_WIDTH = 2, 64
@@ -25,8 +25,8 @@ _ROUNDINGS = 4
 
 
 def difference(part: Any, plans: PlanCache) -> float:
-    """mean|ours - stock| of logits over mean|stock|, of random tokens; of a model with experts the smallest of a few
-    steps, since a router may choose otherwise between two that are equal but for rounding."""
+    """Return mean|ours - stock| of logits over mean|stock|, of random tokens; of a model with experts the smallest of a
+    few steps, since a router may choose otherwise between two experts whose scores are equal but for rounding."""
     model, device = part.module, part.embedding.weight.device
     generator = torch.Generator().manual_seed(0)
     tokens = torch.randint(part.vocab_size, (1, _PROMPT + _STEPS), generator=generator, device="cpu").to(device)
@@ -49,7 +49,7 @@ def difference(part: Any, plans: PlanCache) -> float:
 
 
 def reason_against(part: Any, plans: PlanCache) -> Cause | None:
-    """Why the recorded step of a model is not used, or None. The steps are compared once for a part.
+    """Return why the recorded step of a model is not used, or None. The steps are compared once for a part.
 
     Args:
         part: the model, without another reason.
@@ -57,8 +57,8 @@ def reason_against(part: Any, plans: PlanCache) -> Cause | None:
     """
     if part.verdict is None:
         least = _ROUNDINGS * torch.finfo(part.embedding.weight.dtype).eps
-        growth = max(1.0, len(part.layers) / _TWINS_LAYERS) ** 0.5  # roundings of one layer after the other add up so
-        if part.embedding.weight.dtype == torch.float32:  # and those of a sum, which half precision rounds only once
+        growth = max(1.0, len(part.layers) / _TWINS_LAYERS) ** 0.5  # so roundings of successive layers add up
+        if part.embedding.weight.dtype == torch.float32:  # and those of long sums, which are rounded once in 16 bits
             growth *= max(1.0, part.embedding.weight.shape[1] / _TWINS_WIDTH) ** 0.5
         allowed = min(_MOST, _TIMES * growth * max(part.architecture.twins_difference, least))
         try:

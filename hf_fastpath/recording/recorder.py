@@ -1,4 +1,4 @@
-"""The recorder: what notes the calls of one step, and the seams of transformers that they pass through."""
+"""The recorder, which notes the calls of one step, and the seams of transformers that the calls pass through."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ from .skeleton import Skeleton, past_tokens
 
 _aten = torch.ops.aten
 
-#: tokens for which keys and values are made of a latent, to see how
+#: tokens for which keys and values are made of a latent, to see how that is done
 _EXPANDED = 3
-#: the one that runs in this context
+#: the recorder that runs in this context
 recorder: ContextVar[Recorder] = ContextVar("recorder")
 
 
 class Recorder:
-    """Notes the calls of one step."""
+    """What notes the calls of one step."""
 
     def __init__(self, skeleton: Skeleton):
         self.skeleton = skeleton
@@ -43,7 +43,7 @@ class Recorder:
         self.is_rehearsing = False  # True while a forward runs of which nothing is noted, see step.record
         self.past = past_tokens(skeleton.model.config)
         self._registers: dict[int, Register] = {}  # id of a tensor -> what stands for it
-        self._kept: list[Any] = []  # no other tensor gets an id of these
+        self._kept: list[Any] = []  # kept alive, so that no other tensor gets one of these ids
         self._storages: dict[int, list[int]] = {}
         self._written: set[int] = set()  # storages that calls write to
         self._states: dict[tuple[int, ...], tuple[Register, int]] = {}  # registers of keys, values -> of both, layer
@@ -52,14 +52,14 @@ class Recorder:
     # ---- values -----------------------------------------------------------------------------------------------
 
     def given(self, tensor: torch.Tensor) -> Register:
-        """A register for a tensor that no call makes."""
+        """Return a register for a tensor that no call makes."""
         register = Register(len(self.facts))
         self.facts[register.index] = tensor
         self.name(tensor, register)
         return register
 
     def name(self, tensor: torch.Tensor, register: Register) -> None:
-        """From here on, ``tensor`` is what ``register`` holds."""
+        """Note that ``tensor`` is what ``register`` holds from here on."""
         self._registers[id(tensor)] = register
         self._kept.append(tensor)
         storage = tensor.untyped_storage()._cdata
@@ -68,12 +68,12 @@ class Recorder:
             self.mutated.add(register.index)
 
     def state(self, tensor: torch.Tensor) -> Register:
-        """A register for a state, which calls of the step read and write where it is."""
+        """Return a register for a state, which calls of the step read and write in place."""
         self._written.add(tensor.untyped_storage()._cdata)
         return self.given(tensor)
 
     def value(self, thing: Any) -> Any:
-        """An argument as calls hold it: registers and the model's own tensors instead of tensors without data."""
+        """Return an argument as calls hold it: registers and the model's tensors instead of tensors without data."""
         if isinstance(thing, torch.Tensor):
             if (register := self._registers.get(id(thing))) is not None:
                 return register
@@ -111,7 +111,7 @@ class Recorder:
         self.name(out, register)
 
     def write(self, func: Any, arguments: dict[str, Any], target: torch.Tensor, out: Any) -> None:
-        """Note a call that writes into ``target``: as one that gives a new tensor if nothing else shares the memory."""
+        """Note a call that writes into ``target``; if nothing else shares the memory, one that gives a new tensor."""
         storage = target.untyped_storage()._cdata
         if id(target) not in self._registers:
             raise Unrecordable(f"{func} writes into a tensor of the model")
@@ -150,7 +150,7 @@ class Recorder:
 
     def attend(self, module, query, key, value, attention_mask, scaling=None, sliding_window=None, softcap=None,
                s_aux=None, dropout=0.0, **others):  # fmt: skip
-        """As transformers' attention functions."""
+        """Note attention; the signature is that of transformers' attention functions."""
         if self.is_rehearsing:
             return query.new_empty(*query.shape[:1], query.shape[2], query.shape[1], value.shape[-1]), None
         found, expansion = self._states.get(self._indices((key, value))), None
@@ -183,7 +183,7 @@ class Recorder:
         return out, None
 
     def expand(self, original: Callable[..., Any], latent: torch.Tensor, turned: torch.Tensor) -> Any:
-        """As the method by which attention makes keys and values of a latent, and of keys that are turned."""
+        """Note how ``original``, a method of attention, makes keys and values of a latent and of turned keys."""
         found = self._states.get(self._indices((latent, turned)))
         if self.is_rehearsing or found is None:
             return original(latent, turned)
@@ -205,7 +205,7 @@ class Recorder:
         return tuple(self._registers[id(each)].index if id(each) in self._registers else -1 for each in tensors)
 
     def mask_of(self, mask: torch.Tensor | None) -> Register | None:
-        """The register of a mask that :meth:`mask` made."""
+        """Return the register of a mask that :meth:`mask` made."""
         if mask is None:
             return None
         register = self._registers.get(id(mask))
@@ -215,7 +215,7 @@ class Recorder:
 
     def mask(self, batch_size, q_length, kv_length, q_offset=0, kv_offset=0, mask_function=None, attention_mask=None,
              dtype=torch.float32, **others):  # fmt: skip
-        """As transformers' mask functions: a tensor that stands for a mask."""
+        """Return a tensor that stands for a mask; the signature is that of transformers' mask functions."""
         if self.is_rehearsing:
             return torch.empty(batch_size, 1, q_length, kv_length, dtype=dtype, device=self.skeleton.device)
         if attention_mask is not None and not self._is_all_ones(attention_mask):
@@ -238,7 +238,7 @@ class Recorder:
         return call is not None and call.op is _aten.ones.default
 
     def experts(self, module, hidden_states, top_k_index, top_k_weights):
-        """As transformers' experts functions."""
+        """Note experts; the signature is that of transformers' experts functions."""
         if self.is_rehearsing:
             return torch.empty_like(hidden_states)
         real = self.skeleton.model.get_submodule(self._paths[id(module)])
@@ -253,13 +253,13 @@ class Recorder:
         return out
 
 
-#: what attention functions are given besides, and what the kernels take from elsewhere or never read
+#: further arguments of attention functions, which the kernels take from elsewhere or never read
 _HARMLESS = frozenset({"position_ids", "cache_position", "cu_seq_lens_q", "cu_seq_lens_k", "input_ids"})
 
 
 def experts_arguments(module: nn.Module) -> dict[str, Any] | None:
-    """Arguments of ``ops.fused_experts`` that a module with the weights of experts decides; None if the op does not
-    take them."""
+    """Return the arguments of ``ops.fused_experts`` that a module with the weights of experts decides; None if the op
+    does not take them."""
     weights = getattr(module, "gate_up_proj", None), getattr(module, "down_proj", None)
     if not all(isinstance(each, nn.Parameter) and each.dim() == 3 for each in weights):
         return None
@@ -272,7 +272,7 @@ def experts_arguments(module: nn.Module) -> dict[str, Any] | None:
 
 
 def _functional(func: Any) -> Any | None:
-    """The overload that gives what an in-place one writes, or None."""
+    """Return the overload that gives what an in-place one writes, or None."""
     namespace, _, name = func._schema.name.partition("::")
     if namespace != "aten" or not name.endswith("_"):
         return None

@@ -22,8 +22,8 @@ class Span:
 
     Attributes:
         path: name of the module in the model.
-        inputs, outputs: registers of the tensors that it took and gave.
-        calls: what it called, in order.
+        inputs, outputs: registers of the tensors that the module took and gave.
+        calls: what the module called, in order.
     """
 
     path: str
@@ -42,12 +42,12 @@ class Recording:
         facts: register -> a tensor without data of the register's shape, dtype and strides.
         tokens, positions: registers of int64 [batch, query_len].
         logits: register of [batch, query_len, vocab_size].
-        spans: of modules without children.
+        spans: the calls of each module without children.
         masks: register of an attention mask -> the window that it stands for, None for full causal attention.
         mutated: registers that a call writes to, or whose memory it shares.
-        past: tokens that the cache said it holds.
-        windows: of the cache's layers.
-        states: of each layer of the cache, the registers of its states, which calls read and write.
+        past: number of tokens that the cache said it holds.
+        windows: sliding window of each of the cache's layers.
+        states: registers of the states of each of the cache's layers; calls read and write these.
     """
 
     batch: int
@@ -65,25 +65,25 @@ class Recording:
     states: list[list[Register]] = field(default_factory=list)
 
     def register(self, like: torch.Tensor) -> Register:
-        """A new register for a tensor of the shape and dtype of ``like``."""
+        """Return a new register for a tensor of the shape and dtype of ``like``."""
         made = Register(len(self.facts))
         self.facts[made.index] = like
         return made
 
     def fact(self, value: Any) -> torch.Tensor:
-        """Shape and dtype of a register's tensor, or the tensor itself."""
+        """Return a tensor without data like what a register holds; return any other value as it is."""
         return self.facts[value.index] if isinstance(value, Register) else value
 
     def call(self, op: Callable[..., Any], like: torch.Tensor, /, **arguments: Any) -> Call:
-        """A call that is not in the list yet, whose result is as ``like``."""
+        """Return a call that is not in the list yet, whose result is as ``like``."""
         return Call(op, by_name(op, (), arguments), self.register(like))
 
     def producers(self) -> dict[int, Call]:
-        """Register -> the call that gives it."""
+        """Return a dict of register -> the call that gives it."""
         return {call.out.index: call for call in self.calls}
 
     def users(self) -> dict[int, list[Call]]:
-        """Register -> the calls that read it; None reads the logits, and memory that is written to."""
+        """Return a dict of register -> the calls that read it; None reads the logits, and memory that is written to."""
         found: dict[int, list[Any]] = {index: [None] for index in (self.logits.index, *self.mutated)}
         for call in self.calls:
             for register in read_by(call):
@@ -95,7 +95,7 @@ class Recording:
 
         Args:
             instead: id of a call -> the calls that take its place; none to leave it out.
-            values: register -> what calls read instead; an instead of an instead is followed.
+            values: register -> what calls read instead, which may be a register that is replaced, too.
         """
         if instead:
             self.calls = [new for call in self.calls for new in instead.get(id(call), [call])]
@@ -108,7 +108,7 @@ class Recording:
             self.logits = logits
 
     def drop_unread(self) -> None:
-        """Leave out calls whose results nothing reads; those that write to memory stay if anything reads of it."""
+        """Leave out calls whose results nothing reads; calls that write stay if anything reads the memory."""
         needed, kept = {self.logits.index}, []
         for call in reversed(self.calls):
             writes = call.out.index in self.mutated or is_effect(call)
@@ -125,7 +125,7 @@ def is_effect(call: Call) -> bool:
 
 
 def registers_in(value: Any) -> Iterator[Register]:
-    """Registers in an argument: it itself, those in a list, those in a value."""
+    """Yield the registers in an argument: the argument itself, those in a list, those in a value."""
     if isinstance(value, Register):
         yield value
     elif isinstance(value, (list, tuple)):
@@ -137,7 +137,7 @@ def registers_in(value: Any) -> Iterator[Register]:
 
 
 def read_by(call: Call) -> list[Register]:
-    """Registers that a call reads."""
+    """Return the registers that a call reads."""
     return [register for value in call.arguments.values() for register in registers_in(value)]
 
 

@@ -57,7 +57,7 @@ class Skeleton:
 
 
 def _stock_copy(model: nn.Module, memo: dict[int, Any]) -> nn.Module:
-    """A deep copy of a model without what ``patch()`` has bound to its modules."""
+    """Return a deep copy of a model without what ``patch()`` has bound to its modules."""
     modules = list(model.modules())
     for module in modules:
         memo[id(module)] = type(module).__new__(type(module))
@@ -72,7 +72,7 @@ def _is_ours(name: str, value: Any) -> bool:
 
 
 def past_tokens(config: Any) -> int:
-    """Tokens that a recorded step's cache says it holds."""
+    """Return how many tokens a recorded step's cache says it holds."""
     entries = vars(config.get_text_config(decoder=True))
     known = [entries[name] for name in _LONGEST if isinstance(entries.get(name), int)]
     longest = min((each for each in known if each > 2 * MAX_QUERY_LEN), default=_PAST)

@@ -24,13 +24,13 @@ _MASK_POSITIONS = 4096
 
 
 def record(skeleton: Skeleton, batch: int, query_len: int, arguments: dict[str, Any] | None = None) -> Recording:
-    """Write the step of ``query_len`` new tokens for each of ``batch`` sequences down.
+    """Record the step of ``query_len`` new tokens for each of ``batch`` sequences.
 
     Args:
         arguments: what the forward is given besides, by name; tensors hold no data.
 
     Raises:
-        Unrecordable: it cannot be; the message says which line did it.
+        Unrecordable: the step cannot be recorded; the message says which line did it.
     """
     noting = Recorder(skeleton)
     token = recorder.set(noting)
@@ -85,7 +85,7 @@ def _record(noting: Recorder, batch: int, query_len: int, arguments: dict[str, A
             if mask is not None and mask.index not in windows:
                 raise Unrecordable("a mask that is neither causal nor a window")
             of_mask = None if mask is None else windows[mask.index]
-            of_cache = cache.kinds[call.arguments["layer"]].window  # which holds no more
+            of_cache = cache.kinds[call.arguments["layer"]].window  # the cache holds no more tokens
             call.arguments["window"] = min((w for w in (of_mask, of_cache) if w is not None), default=0)
     return Recording(
         batch,
@@ -106,7 +106,7 @@ def _record(noting: Recorder, batch: int, query_len: int, arguments: dict[str, A
 def _run(
     skeleton: Skeleton, tokens: torch.Tensor, positions: torch.Tensor | None, cache: Any, others: dict[str, Any]
 ) -> torch.Tensor:
-    """Logits of the copy's forward over tensors without data."""
+    """Return the logits of the copy's forward over tensors without data."""
     arguments = {"input_ids": tokens, "use_cache": True, "return_dict": True, compat.CACHE: cache, **others}
     if positions is not None and skeleton.takes_positions:
         arguments["position_ids"] = positions
@@ -115,7 +115,7 @@ def _run(
 
 @contextmanager
 def _without_logs() -> Iterator[None]:
-    """What cannot be recorded is told by an exception; torch writes the same to its log."""
+    """Silence torch's log, which repeats what the exception says, for the length of a ``with`` block."""
     logger = logging.getLogger("torch._subclasses.fake_tensor")
     refuse = lambda record: False  # noqa: E731
     logger.addFilter(refuse)
@@ -126,7 +126,7 @@ def _without_logs() -> Iterator[None]:
 
 
 def _where(error: BaseException) -> str:
-    """Which line of the model an exception came through."""
+    """Return which line of the model an exception came through."""
     frames = traceback.extract_tb(error.__traceback__)
     theirs = [frame for frame in frames if "/torch/" not in frame.filename and "/hf_fastpath/" not in frame.filename]
     if not theirs:
@@ -136,10 +136,10 @@ def _where(error: BaseException) -> str:
 
 
 def _window(mask_function: Callable[..., Any]) -> int | None:
-    """The window of a causal mask function, None for none.
+    """Return the window of a causal mask function, None if it has none.
 
     Raises:
-        Unrecordable: it is anything else.
+        Unrecordable: the function makes another mask.
     """
     keys = torch.arange(_MASK_POSITIONS + 1)
     seen = compat.mask_sees(mask_function, keys[-1:], keys)[0]

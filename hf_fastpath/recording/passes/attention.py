@@ -28,7 +28,7 @@ _VIEWS = frozenset({_aten.unsqueeze.default, _aten.view.default, _aten.expand.de
 
 
 def positional(recording: Recording) -> set[int]:
-    """Registers whose values depend on the positions alone."""
+    """Return the registers whose values depend on the positions alone."""
     memory, others = Memory(recording), set()
     while True:  # until no memory is left that something else is written to
         found = _positional(recording, memory, others)
@@ -40,7 +40,7 @@ def positional(recording: Recording) -> set[int]:
 
 
 def _positional(recording: Recording, memory: Memory, others: set[int]) -> set[int]:
-    """What :func:`positional` gives if ``others`` is the memory that something else is written to."""
+    """Return what :func:`positional` gives if ``others`` is the memory that something else is written to."""
     found = {recording.positions.index}
     for call in recording.calls:
         read = read_by(call)
@@ -53,8 +53,8 @@ def _positional(recording: Recording, memory: Memory, others: set[int]) -> set[i
 
 
 def rotations(recording: Recording, model: nn.Module) -> None:
-    """Pass: what lies between projections and attention is ``ops.rope_append``, if it turns queries and keys as that
-    does, or does nothing but look at them as heads."""
+    """Pass: make what lies between projections and attention ``ops.rope_append``, if it turns queries and keys as the
+    op does, or only views them as heads."""
     at_positions = positional(recording)
     producers = recording.producers()
     readers = Counter(call.arguments["layer"] for call in recording.calls if call.op is marks.attend)
@@ -99,7 +99,7 @@ def rotations(recording: Recording, model: nn.Module) -> None:
 
 
 def front_of(recording, producers, at_positions, append: Call, attend: Call):
-    """What queries, keys and values are made of: the projections or norms, the angles, and the calls between."""
+    """Return what queries, keys and values are made of: the projections or norms, the angles, and the calls between."""
     sources: dict[int, Register] = {}
     tables: dict[int, Register] = {}
     calls: dict[int, Call] = {}
@@ -125,7 +125,7 @@ def front_of(recording, producers, at_positions, append: Call, attend: Call):
         if getattr(call.op, "__module__", "") == marks.__name__ or len(calls) > 200:
             return False
         if any(isinstance(each, torch.Tensor) and each.numel() > 1 for each in call.arguments.values()):
-            return False  # it may be the model's own, and change
+            return False  # a tensor may be the model's own, and change
         calls[call.out.index] = call
         return all(visit(each) for each in read_by(call))
 
@@ -138,7 +138,7 @@ def front_of(recording, producers, at_positions, append: Call, attend: Call):
 
 
 def structure_of(recording, sources, tables, calls) -> tuple:
-    """What is the same in layers that are alike."""
+    """Return what is the same in layers that are alike."""
     names: dict[int, int] = {}
     for each in (*sources, *tables):
         names[each.index] = len(names)
@@ -163,7 +163,7 @@ def structure_of(recording, sources, tables, calls) -> tuple:
 def _tried(
     recording: Recording, model: nn.Module, at_positions: set[int], front: Any, append: Call, attend: Call
 ) -> Any:
-    """Layout, angles and pairs of a front that ``ops.rope_append`` computes; or None."""
+    """Return layout, angles and pairs of a front if ``ops.rope_append`` computes it, or None."""
     sources, tables, calls = front
     q, k, v = attend.arguments["q"], append.arguments["k"], append.arguments["v"]
     heads, kv_heads, dim = recording.fact(q).shape[1], recording.fact(k).shape[1], recording.fact(q).shape[3]
@@ -193,8 +193,8 @@ def _tried(
 def shown(
     recording: Recording, model: nn.Module, at_positions: set[int], front: Any, outputs: list[Register]
 ) -> list[tuple[list, list, list]] | None:
-    """What a front makes of random numbers at a few positions: its sources, the tables of the positions, and
-    ``outputs``; None if it cannot be run."""
+    """Return what a front makes of random numbers at a few positions: its sources, the tables of the positions, and
+    ``outputs``; None if the front cannot be run."""
     sources, tables, calls = front
     angle_calls = [call for call in recording.calls if call.out.index in at_positions]
     found = []
@@ -236,12 +236,12 @@ def _is_turned(values, tables, out, layout, angles, pairs, heads, kv_heads, dim)
 _Formula = tuple[tuple, Callable[..., Any]]
 
 
-#: what a table holds of the elements that turn together: both, one, or both where one would do in another order
+#: what a table holds of the elements that turn together: both, one, or both in an order where one would do
 _AS_IT_IS, _ONE, _FIRST_HALF = "both", "one", "first half"
 
 
 def _spread(table: torch.Tensor, pairs: str, holds: str) -> torch.Tensor:
-    """Angles of both elements that turn together."""
+    """Return the angles of both elements that turn together."""
     if holds == _AS_IT_IS:
         return table
     if holds == _FIRST_HALF:
@@ -250,7 +250,7 @@ def _spread(table: torch.Tensor, pairs: str, holds: str) -> torch.Tensor:
 
 
 def angle_formulas(tables: list[torch.Tensor], dim: int) -> Iterator[_Formula]:
-    """Ways to have cos and sin of all elements that turn from what a model has computed of its positions."""
+    """Yield ways to get cos and sin of all elements that turn from what a model has computed of its positions."""
     for holds in (_AS_IT_IS, _ONE, _FIRST_HALF):
         for one in range(len(tables)):
             if tables[one].is_complex():
@@ -291,7 +291,7 @@ def _from_complex(one, holds):
 def emit_angles(
     recording: Recording, formula: _Formula, tables: list[Register], made: list[Call], dtype: torch.dtype, pairs: str
 ) -> tuple[Register, Register]:
-    """Calls that give cos and sin, [batch or 1, query_len, rotary_dim]."""
+    """Return calls that give cos and sin, [batch or 1, query_len, rotary_dim]."""
     shape = (recording.batch, recording.query_len)
     like = recording.fact(tables[0]).new_empty(*shape, 1)
     both = Call(marks.angles, {"tables": list(tables), "formula": formula[1], "dtype": dtype, "pairs": pairs}, None)
@@ -306,7 +306,7 @@ def emit_angles(
 
 
 def projections(recording: Recording, model: nn.Module) -> None:
-    """Pass: projections that nothing but rotation and attention reads are one call with them."""
+    """Pass: make one call of projections and the rotation and attention behind them, if nothing else reads these."""
     producers, users = recording.producers(), recording.users()
     instead: dict[int, list[Call]] = {}
     for call in recording.calls:
@@ -343,7 +343,7 @@ def _is_projection(recording: Recording, call: Call, users: dict) -> bool:
 
 
 def flat_attention(recording: Recording, model: nn.Module) -> None:
-    """Pass: attention gives features side by side, as the projection behind it takes them."""
+    """Pass: let attention give features side by side, as the projection behind it takes them."""
     kinds = (marks.attend, marks.rotated_attention, marks.projected_attention)
     instead: dict[int, list[Call]] = {}
     for call in recording.calls:

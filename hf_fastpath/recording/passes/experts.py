@@ -21,7 +21,7 @@ _ROWS = 64
 
 
 def routers(recording: Recording, model: nn.Module) -> None:
-    """Pass: experts whose ids and weights are what ``ops.topk_softmax`` gives of scores are chosen by that op."""
+    """Pass: let ``ops.topk_softmax`` choose experts whose ids and weights are what the op gives of scores."""
     producers = recording.producers()
     instead: dict[int, list[Call]] = {}
     for call in recording.calls:
@@ -47,7 +47,7 @@ def routers(recording: Recording, model: nn.Module) -> None:
 def _front(
     recording: Recording, producers: dict[int, Call], wanted: tuple[Any, Any], num_experts: int
 ) -> tuple[Register, list[Call]] | None:
-    """The scores that ids and weights of experts are made of, and the calls between; None if there is more to it."""
+    """Return the scores that ids and weights of experts are made of, and the calls between; None if there is more."""
     found: set[int] = set()
     scores: dict[int, Register] = {}
 
@@ -61,7 +61,7 @@ def _front(
             scores[register.index] = register
             return True
         if any(isinstance(each, torch.Tensor) and each.numel() > 1 for each in call.arguments.values()):
-            return False  # it may be the model's own, and change
+            return False  # a tensor may be the model's own, and change
         found.add(register.index)
         read = read_by(call)
         return bool(read) and all(map(visit, read))

@@ -16,12 +16,12 @@ from ..probing import agree, evaluate, inner_only
 from ..recording import Recording, Span
 from .modules import EPSILONS, structure_of_span
 
-#: as few as a norm with a gate takes, with conversions between dtypes
+#: calls that a norm with a gate takes at most, with conversions between dtypes
 _MOST_CALLS = 32
 
 
 def gated_norms(recording: Recording, model: nn.Module) -> None:
-    """Pass: a module without children that computes ``ops.gated_rms_norm`` of what it is given is one call."""
+    """Pass: make a module without children one call if it computes ``ops.gated_rms_norm`` of its inputs."""
     known: dict[Any, dict[str, Any] | None] = {}
     instead: dict[int, list[Call]] = {}
     for span in recording.spans:
@@ -45,7 +45,7 @@ def gated_norms(recording: Recording, model: nn.Module) -> None:
 
 
 def _weight_of(recording: Recording, model: nn.Module, span: Span) -> nn.Parameter | None:
-    """The weight of a module that may be a norm with a gate; None if it is none."""
+    """Return the weight of a module that may be a norm with a gate; None if the module is none."""
     if len(span.inputs) != 2 or len(span.outputs) != 1 or not 3 < len(span.calls) <= _MOST_CALLS:
         return None
     x, gate, out = (recording.fact(each) for each in (*span.inputs, *span.outputs))
@@ -61,7 +61,7 @@ def _weight_of(recording: Recording, model: nn.Module, span: Span) -> nn.Paramet
 
 
 def _tried(recording: Recording, span: Span, weight: torch.Tensor, numbers: list[Any]) -> dict[str, Any] | None:
-    """The arguments with which the op computes what the module's calls compute; or None."""
+    """Return the arguments with which the op computes what the module's calls compute, or None."""
     shape = recording.fact(span.inputs[0]).shape
     with torch.random.fork_rng(devices=[]), torch.device("cpu"):
         torch.manual_seed(0)

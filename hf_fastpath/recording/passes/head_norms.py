@@ -14,7 +14,7 @@ _aten = torch.ops.aten
 
 
 def head_norms(recording: Recording, model: nn.Module) -> None:
-    """Pass: norms of queries and keys between projection and rotation are done with the rotation."""
+    """Pass: let the rotation do norms of queries and keys between projection and rotation."""
     producers = recording.producers()
     for call in recording.calls:
         if call.op is not marks.rotated_attention or len(call.arguments["sources"]) != 3:
@@ -41,7 +41,7 @@ def _weight_offset(normed: Call) -> float:
 
 
 def _projection_under(recording: Recording, producers: dict[int, Call], normed: Call) -> Register | None:
-    """What an RMS norm with a weight is of, if that is a projection that is looked at as heads; else None."""
+    """Return the input of an RMS norm with a weight if that is a projection viewed as heads; else None."""
     if normed.op is not marks.normed or normed.arguments.get("residual") is not None:
         return None
     norm, register = normed.arguments["norm"], normed.arguments["x"]
@@ -50,7 +50,7 @@ def _projection_under(recording: Recording, producers: dict[int, Call], normed: 
         return None
     views = {_aten.view.default, _aten._unsafe_view.default, _aten.reshape.default}
     if recording.query_len == 1:
-        views.add(_aten.transpose.int)  # which does not move elements then
+        views.add(_aten.transpose.int)  # a transpose moves no elements of one token
     call = producers.get(register.index)
     while call is not None and call.op in views:
         register = read_by(call)[0]

@@ -22,7 +22,7 @@ _WAYS = {Rotation.HALVES: "halves", Rotation.NEIGHBORS: "neighbors", Rotation.NE
 
 
 def latent_rotations(recording: Recording, model: nn.Module) -> None:
-    """Pass: queries are what a product gave, and keys too, if what lies between is the rotation of the op."""
+    """Pass: let attention over a latent rotate queries and keys, if the op computes what lies in front."""
     at_positions, producers = positional(recording), recording.producers()
     known: dict[Any, Any] = {}
     angles: dict[tuple, tuple[Register, Register]] = {}
@@ -61,7 +61,7 @@ def latent_rotations(recording: Recording, model: nn.Module) -> None:
 
 
 def _tried(recording: Recording, model: nn.Module, at_positions: set[int], front: Any, append: Call, attend: Call):
-    """The formula of the angles and the way to turn with which the op computes what lies in front of it; or None."""
+    """Return the formula of the angles and the way to turn with which the op computes what is in front, or None."""
     sources, tables, calls = front
     outputs = [attend.arguments["q"], *(append.arguments[name] for name in "kv")]
     (batch, heads, query_len, dim), (_, one, _, rope) = (recording.fact(outputs[place]).shape for place in (0, 2))

@@ -18,9 +18,9 @@ _ATTENTION = (marks.attend, marks.latent_attend, marks.rotated_attention, marks.
 
 
 def positions_in_text(recording: Recording, model: nn.Module) -> None:
-    """Pass: places of the new tokens that a model counts from the length of its cache are counted so in every step."""
+    """Pass: count places of the new tokens in every step, if the model counts these from the length of its cache."""
     past, count = recording.past, recording.query_len
-    first = set()  # registers of 0, 1, ... for each new token
+    first = set()  # registers that hold 0, 1, ... for the new tokens
     for call in recording.calls:
         if call.op is _aten.arange.default and call.arguments["end"] == count:
             first.add(call.out.index)
@@ -46,7 +46,7 @@ def check_lengths(recording: Recording) -> None:
     """Refuse a list with sizes that follow the length of the text.
 
     Raises:
-        Unrecordable: names the call.
+        Unrecordable: a call has such a size; the message names it.
     """
     for call in recording.calls:
         if call.op not in _ATTENTION and follows_length(recording, call):

@@ -29,7 +29,7 @@ EPSILONS = (1e-12, 1e-8, 1e-6, 1e-5, 1e-3)
 
 
 def module_formulas(recording: Recording, model: nn.Module) -> None:
-    """Pass: a module without children that computes a norm or an activation is one call."""
+    """Pass: make a module without children one call if it computes a norm or an activation."""
     known: dict[Any, Callable[..., dict[str, Any]] | None] = {}
     instead: dict[int, list[Call]] = {}
     for span in recording.spans:
@@ -44,7 +44,7 @@ def module_formulas(recording: Recording, model: nn.Module) -> None:
 
 
 def _formula(recording: Recording, model: nn.Module, span: Span, known: dict) -> tuple[Any, dict[str, Any]] | None:
-    """The mark that a module is, and its arguments but x; or None."""
+    """Return the mark that a module is, and the mark's arguments but x; or None."""
     if len(span.inputs) != 1 or len(span.outputs) != 1 or not span.calls or len(span.calls) > 24:
         return None
     taken, made = (recording.fact(each) for each in (span.inputs[0], span.outputs[0]))
@@ -81,8 +81,8 @@ def _formula(recording: Recording, model: nn.Module, span: Span, known: dict) ->
 
 
 def structure_of_span(span: Span, parameters: dict[str, Any]) -> tuple | None:
-    """What is the same in modules that compute the same; None if one holds tensors that may change besides its
-    parameters."""
+    """Return what is the same in modules that compute the same; None if a module holds tensors besides its parameters
+    that may change."""
     names = {id(each): name for name, each in parameters.items()}
     registers = {each.index: place for place, each in enumerate((*span.inputs, *(call.out for call in span.calls)))}
 
@@ -104,7 +104,7 @@ def structure_of_span(span: Span, parameters: dict[str, Any]) -> tuple | None:
 
 
 def _tried(recording: Recording, span: Span, weight: Any, bias: Any, numbers: list[float]) -> Any:
-    """The first formula that computes what the module's calls compute."""
+    """Return the first formula that computes what the module's calls compute."""
     shape = recording.fact(span.inputs[0]).shape
     with torch.random.fork_rng(devices=[]), torch.device("cpu"):
         torch.manual_seed(0)
@@ -136,7 +136,7 @@ def _candidates(w: Any, b: Any, numbers: list[float]) -> Iterator[tuple[Any, dic
 
 
 def functions(recording: Recording, model: nn.Module) -> None:
-    """Pass: PyTorch's activations that kernels have are calls of one kind."""
+    """Pass: replace PyTorch's activations that kernels have by calls of one mark."""
     for call in recording.calls:
         activation = _FUNCTIONS.get(call.op)
         if call.op is _aten.gelu.default:

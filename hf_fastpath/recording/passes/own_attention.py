@@ -19,7 +19,7 @@ _aten = torch.ops.aten
 
 #: products that may be of attention weights and values
 _PRODUCTS = (marks.matmul, _aten.bmm.default, _aten.baddbmm.default, marks.sdpa)
-#: calls that a query may pass through behind the place where it is [batch, heads, query_len, head_dim]
+#: calls that a query may pass through once it is [batch, heads, query_len, head_dim]
 _OF_QUERIES = frozenset(
     {
         *(_aten.view.default, _aten._unsafe_view.default, _aten.transpose.int, _aten.permute.default),
@@ -29,7 +29,7 @@ _OF_QUERIES = frozenset(
 
 
 def own_attention(recording: Recording, model: nn.Module) -> None:
-    """Pass: product, scale, bias, softmax and product over what the cache gives are attention over the cache."""
+    """Pass: replace product, scale, bias, softmax and product over what the cache gives by attention over the cache."""
     producers, users = recording.producers(), recording.users()
     attended = {call.arguments["states"].index for call in recording.calls if call.op is marks.attend}
     known: dict[Any, Any] = {}
@@ -70,7 +70,7 @@ def _plain_numbers(call: Call) -> list[float]:
 
 
 def _contents(call: Call) -> list[bytes]:
-    """What tensors of a call hold: masks of layers may differ by nothing else."""
+    """Return what tensors of a call hold: masks of layers may differ by nothing else."""
     held = (each for each in call.arguments.values() if isinstance(each, torch.Tensor))
     return [wide(each).contiguous().numpy().tobytes() for each in held]
 
@@ -79,7 +79,7 @@ _Found = tuple[list[Call], Register, Call]
 
 
 def _region(recording: Recording, producers: dict, users: dict, append: Call) -> _Found | None:
-    """The calls of a model's own attention, in order; its queries; its last call. None if it is not found."""
+    """Return the calls of a model's own attention in order, its queries and its last call; None if there is none."""
     items = [call for call in users.get(append.out.index, []) if call is not None and call.op is operator.getitem]
     keys = [call.out for call in items if call.arguments["b"] == 0]
     values = [call.out for call in items if call.arguments["b"] == 1]
@@ -124,7 +124,7 @@ def _is_heads(recording: Recording, register: Register, wanted: tuple[int, int])
 
 
 def _behind(recording: Recording, register: Register) -> set[int]:
-    """Registers that depend on one."""
+    """Return the registers that depend on ``register``."""
     found = {register.index}
     for call in recording.calls:
         if any(each.index in found for each in read_by(call)):
@@ -137,7 +137,7 @@ def _of(call: Call, registers: set[int]) -> bool:
 
 
 def _tried(recording: Recording, producers: dict, calls: list[Call], append: Call, q: Register, out: Call) -> Any:
-    """Scale, slopes and the masks that are read, of calls that compute attention; or None."""
+    """Return scale, slopes and the masks that are read if the calls compute attention, or None."""
     read = {register.index for call in calls for register in read_by(call)}
     masks = sorted(each for each in read if each in recording.masks)
     made = {call.out.index for call in calls}
@@ -170,7 +170,7 @@ def _tried(recording: Recording, producers: dict, calls: list[Call], append: Cal
 
 
 def _biases(ran: dict[int, Any], length: int, heads: int) -> Iterator[torch.Tensor]:
-    """Slopes of whatever rises with the position of a key as ALiBi does."""
+    """Yield the slopes of each value that rises with the position of a key as ALiBi does."""
     for value in ran.values():
         if not isinstance(value, torch.Tensor) or value.dim() < 2 or value.shape[-1] != length:
             continue

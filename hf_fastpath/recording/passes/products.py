@@ -27,7 +27,7 @@ _SLICES = (
 
 
 def matrix_products(recording: Recording, model: nn.Module) -> None:
-    """Pass: every product of an activation with a matrix of the model is :func:`..marks.linear`."""
+    """Pass: make every product of an activation with a matrix of the model a :func:`..marks.linear`."""
     for call in recording.calls:
         if call.op is marks.matmul and _is_matrix(call.arguments["b"]) and isinstance(call.arguments["a"], Register):
             _set_linear(call, call.arguments["a"], call.arguments["b"], None)
@@ -40,7 +40,7 @@ def matrix_products(recording: Recording, model: nn.Module) -> None:
 
 
 def products_from_the_left(recording: Recording, model: nn.Module) -> None:
-    """Pass: the product of a matrix of the model with columns is one of rows, seen as columns again."""
+    """Pass: replace the product of a matrix of the model with columns by one of rows, viewed as columns again."""
     instead: dict[int, list[Call]] = {}
     for call in recording.calls:
         if call.op is not marks.matmul or not _is_matrix(call.arguments["a"]):
@@ -62,7 +62,7 @@ def _is_matrix(value: Any) -> bool:
 
 
 def _set_linear(call: Call, x: Any, matrix: torch.Tensor, bias: Any) -> None:
-    """A product with ``matrix`` [in_features, out_features], whichever way it lies."""
+    """Make a call the product with ``matrix`` [in_features, out_features], whichever way that lies."""
     call.op = marks.linear
     if matrix.stride(0) == 1 and matrix.stride(-1) != 1:
         call.arguments = {"x": x, "weight": matrix.t(), "bias": bias}
@@ -70,7 +70,7 @@ def _set_linear(call: Call, x: Any, matrix: torch.Tensor, bias: Any) -> None:
         call.arguments = {"x": x, "weight": matrix, "bias": bias, "transposed": True}
 
 
-#: calls on rows, whichever way these lie -> the arguments that are rows
+#: calls on rows, in whatever order these lie -> the arguments that are rows
 _ON_ROWS: dict[Any, tuple[str, ...]] = {
     marks.linear: ("x",),
     marks.activated: ("x",),
@@ -83,7 +83,7 @@ _FLATTENING = (_aten.view.default, _aten._unsafe_view.default, _aten.reshape.def
 
 
 def unflattened(recording: Recording, model: nn.Module) -> None:
-    """Pass: a call on rows that were flattened is one on the rows as they were."""
+    """Pass: let a call on rows that were flattened take the rows as they were."""
     producers = recording.producers()
     instead: dict[int, list[Call]] = {}
     for call in recording.calls:
@@ -108,7 +108,7 @@ def unflattened(recording: Recording, model: nn.Module) -> None:
 
 
 def _before_flattening(recording: Recording, producers: dict[int, Call], register: Any) -> Register | None:
-    """What a register of rows was before all dimensions but the last became one; None if it is no such register."""
+    """Return what a register of rows was before all dimensions but the last became one; None if it was none."""
     view = producers.get(getattr(register, "index", -1))
     if view is None or view.op not in _FLATTENING:
         return None
@@ -120,8 +120,8 @@ def _before_flattening(recording: Recording, producers: dict[int, Call], registe
 
 
 def split_products(recording: Recording, model: nn.Module) -> None:
-    """Pass: a product that is only read in slices of its features is as many products with rows of its matrix, if no
-    call takes slices as they lie."""
+    """Pass: replace a product that is only read in slices of its features by a product with rows of its matrix for
+    each slice, if no call takes slices as they lie."""
     users, together = recording.users(), _taken_in_slices(recording)
     instead: dict[int, list[Call]] = {}
     for call in recording.calls:
@@ -151,7 +151,7 @@ def split_products(recording: Recording, model: nn.Module) -> None:
 
 
 def _taken_in_slices(recording: Recording) -> set[int]:
-    """Registers of what calls that take any strides read, through views."""
+    """Return the registers that calls which take any strides read, also through views."""
     producers, found = recording.producers(), set()
     waiting = [each for call in recording.calls if call.op in marks.STRIDED for each in read_by(call)]
     while waiting:
@@ -164,7 +164,7 @@ def _taken_in_slices(recording: Recording) -> set[int]:
 
 
 def _slices(recording: Recording, call: Any, of: Register, users: dict) -> list[tuple[Register, int, int]] | None:
-    """The registers that slices of the last dimension end up in, with start and length; None if it is anything else."""
+    """Return the registers that hold slices of the last dimension, with start and length; None without slices."""
     if call is None:
         return None
     whole = recording.fact(of)
@@ -190,12 +190,12 @@ def _plain(weight: Any) -> bool:
 
 
 def gates(recording: Recording, model: nn.Module) -> None:
-    """Pass: ``activation(x @ gate) * (x @ up)`` is one call, and an activation behind a product is that product's."""
+    """Pass: make one call of ``activation(x @ gate) * (x @ up)``, and of a product and the activation behind it."""
     producers, users = recording.producers(), recording.users()
     instead: dict[int, list[Call]] = {}
 
     def only(register: Any, op: Any) -> Call | None:
-        """The call that makes ``register``, if it is of this kind and nothing else reads it."""
+        """Return the call that makes ``register`` if the call is of ``op`` and has no other reader; else None."""
         call = producers.get(register.index) if isinstance(register, Register) else None
         return call if call is not None and call.op is op and len(users[register.index]) == 1 else None
 
@@ -243,7 +243,7 @@ def _alike(recording: Recording, one: Call, other: Call) -> bool:
 
 
 def residuals(recording: Recording, model: nn.Module) -> None:
-    """Pass: a sum with a product, or with a norm, is that product's or norm's."""
+    """Pass: make a sum with a product, or with a norm, part of that product or norm."""
     _reassociate(recording)
     producers, users = recording.producers(), recording.users()
     instead: dict[int, list[Call]] = {}
@@ -306,7 +306,7 @@ def _reassociate(recording: Recording) -> None:
 
 
 def norms_in_front(recording: Recording, model: nn.Module) -> None:
-    """Pass: a norm that products read is applied by them, where kernels have it."""
+    """Pass: let products apply the norm that they read, where kernels have it."""
     producers = recording.producers()
     for call in recording.calls:
         if call.op not in (marks.linear, marks.gated, marks.projected_attention, marks.packed_linear):
@@ -326,7 +326,7 @@ def norms_in_front(recording: Recording, model: nn.Module) -> None:
         weight = call.arguments.get("weight", call.arguments.get("gate_weight"))
         if isinstance(norm.weight, Register) or isinstance(norm.bias, Register):
             continue
-        if getattr(normed.arguments["x"], "index", -1) in recording.mutated:  # it may hold something else by then
+        if getattr(normed.arguments["x"], "index", -1) in recording.mutated:  # x may be overwritten by then
             continue
         if weight is not None and norm.weight is not None and norm.weight.dtype != weight.dtype:
             continue

@@ -14,7 +14,7 @@ from ..recording import Recording, read_by
 
 _aten = torch.ops.aten
 
-#: marks that a region may hold; every other mark is a border of it
+#: marks that a region may hold; every other mark is a border of the region
 _INSIDE = (marks.activated, marks.matmul)
 _PRODUCTS = (marks.linear, marks.packed_linear)
 #: calls that take shape and dtype of a tensor alone
@@ -30,9 +30,9 @@ class Region:
     Attributes:
         state: register of the state.
         calls: in order.
-        inputs: registers that the calls take, in the order in which they are read; views of what other calls gave.
+        inputs: registers that the calls take, in the order in which these are read; views of what other calls gave.
         parameters: tensors of the model that the calls take.
-        blanks: registers of which the calls take shape and dtype alone.
+        blanks: registers whose shape and dtype alone the calls take.
         result: register that calls outside read.
     """
 
@@ -62,12 +62,12 @@ class Memory:
                 self.writers.setdefault(self.of(read[0]), []).append(call)
 
     def of(self, register: Register) -> int:
-        """Number of a register's memory."""
+        """Return the number of a register's memory."""
         return self._of.get(register.index, register.index)
 
 
 class Borders:
-    """Which calls of a list belong to a state. The list must not change while this is used."""
+    """Which calls of a list belong to a state. The list must not change while an instance is used."""
 
     def __init__(self, recording: Recording):
         self._recording = recording
@@ -84,7 +84,7 @@ class Borders:
         self._states = {register.index for found in recording.states for register in found}
 
     def regions(self, state: Register) -> Iterator[Region]:
-        """Regions around a state whose result no call but theirs could give, from the smallest on."""
+        """Yield regions around a state whose result no other call could give, from the smallest on."""
         downstream = self._downstream(state)
         if not self._writers.get(state.index):
             return
@@ -96,9 +96,9 @@ class Borders:
                 yield found
 
     def _downstream(self, state: Register) -> list[Call]:
-        """Calls that depend on a state, up to those that are borders, in order."""
+        """Return the calls that depend on a state, up to the borders, in order."""
         found: dict[int, Call] = {}
-        waiting = [(-1, state.index)]  # memory that depends on the state, behind a place in the list
+        waiting = [(-1, state.index)]  # memory that depends on the state, after a place in the list
         while waiting:
             behind, group = waiting.pop()
             for call in self._group_readers.get(group, ()):
@@ -154,8 +154,8 @@ class Borders:
         return isinstance(of, torch.Tensor) and of.numel() == size
 
     def _is_border(self, call: Call) -> bool:
-        """Whether a call is none of the arithmetic around a state: a product with a weight, also scaled or side by
-        side with others, a norm, attention."""
+        """Whether a call is no part of the arithmetic around a state, but a product with a weight (also scaled, or side
+        by side with others), a norm or attention."""
         if call.op is marks.matmul:
             return any(isinstance(each, torch.Tensor) for each in call.arguments.values())
         read = read_by(call)

@@ -34,8 +34,8 @@ class _Given:
 
     Attributes:
         kind: "input", "parameter" or "state".
-        place: of the input or parameter in the region.
-        shape: in which the op takes it.
+        place: index of the input or parameter in the region.
+        shape: the shape in which the op takes the argument.
     """
 
     kind: str
@@ -43,22 +43,22 @@ class _Given:
     shape: tuple[int, ...]
 
 
-#: name of an op's argument -> what it is given, or a constant
+#: name of an op's argument -> what the argument is, or a constant
 _Roles = dict[str, Any]
 
 
 def short_convolutions(recording: Recording, model: nn.Module) -> None:
-    """Pass: a convolution over the last few tokens is ``ops.short_convolution``."""
+    """Pass: replace a convolution over the last few tokens by ``ops.short_convolution``."""
     _replace(recording, marks.short_convolution, ops.short_convolution, _convolution_roles)
 
 
 def gated_delta_steps(recording: Recording, model: nn.Module) -> None:
-    """Pass: a token of a gated delta net is ``ops.gated_delta_step``."""
+    """Pass: replace a token's step of a gated delta net by ``ops.gated_delta_step``."""
     _replace(recording, marks.gated_delta_step, ops.gated_delta_step, _delta_roles)
 
 
 def selective_state_steps(recording: Recording, model: nn.Module) -> None:
-    """Pass: a token of a state space is ``ops.selective_state_step``."""
+    """Pass: replace a token's step of a state space by ``ops.selective_state_step``."""
     _replace(recording, marks.selective_state_step, ops.selective_state_step, _space_roles)
 
 
@@ -90,7 +90,7 @@ def _replace(recording: Recording, mark: Any, op: Any, roles_of: Callable[[_Shap
 
 
 def _calls(recording: Recording, region: Region, mark: Any, roles: _Roles) -> list[Call]:
-    """The calls that take the place of a region."""
+    """Return the calls that take the place of a region."""
     made: list[Call] = []
     arguments = dict(roles)
     for name, given in roles.items():
@@ -117,7 +117,7 @@ _LIKE = {marks.short_convolution: "x", marks.gated_delta_step: "v", marks.select
 
 
 def _held(parameter: torch.Tensor) -> torch.Tensor:
-    """A parameter without the dimensions along which a view repeats it."""
+    """Return a parameter without the dimensions along which a view repeats it."""
     for dim in reversed(range(parameter.dim())):
         if parameter.stride(dim) == 0:
             parameter = parameter.detach().select(dim, 0)
@@ -132,10 +132,10 @@ class _Shapes:
     """Sizes of what a region takes and gives.
 
     Attributes:
-        batch: sequences.
+        batch: number of sequences.
         state: shape of the state.
-        inputs, parameters: elements of each.
-        result: elements of the result.
+        inputs, parameters: number of elements of each.
+        result: number of elements of the result.
     """
 
     batch: int
@@ -148,7 +148,7 @@ class _Shapes:
 def _tried(
     recording: Recording, region: Region, op: Any, roles_of: Callable[[_Shapes], Iterator[_Roles]]
 ) -> _Roles | None:
-    """How ``op`` computes what a region does; or None."""
+    """Return how ``op`` computes what a region does, or None."""
     state, result = recording.fact(region.state), recording.fact(region.result)
     facts = [recording.fact(each) for each in region.inputs]
     if any(not each.is_floating_point() for each in facts) or result.dtype not in {each.dtype for each in facts}:
@@ -196,13 +196,13 @@ def _tried(
 
 
 def _ratio(one: torch.Tensor, other: torch.Tensor) -> float:
-    """What ``other`` has to be multiplied by to be nearest to ``one``."""
+    """Return the factor with which ``other`` is nearest to ``one``."""
     ratio = float((one * other).sum() / (other * other).sum().clamp_min(1e-300))
     return ratio if math.isfinite(ratio) else 1.0
 
 
 def _spread(values: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
-    """``values`` of what :func:`_held` gives, in the shape of the parameter."""
+    """Return ``values``, which are shaped as what :func:`_held` gives, in the shape of the parameter."""
     for dim in range(parameter.dim()):
         if parameter.stride(dim) == 0:
             values = values.unsqueeze(dim)
@@ -224,7 +224,7 @@ def _takes(op: Any, recording: Recording, region: Region, roles: _Roles) -> bool
 
 
 def _assigned(count: int, *wanted: Callable[[int], bool]) -> Iterator[tuple[int, ...]]:
-    """All ways to give ``count`` things to as many roles, of which each takes the numbers that it wants."""
+    """Yield all ways to give ``count`` things to as many roles, each of which takes the numbers that it wants."""
     if count == len(wanted):
         for order in itertools.permutations(range(count)):
             if all(takes(place) for takes, place in zip(wanted, order)):
@@ -232,7 +232,7 @@ def _assigned(count: int, *wanted: Callable[[int], bool]) -> Iterator[tuple[int,
 
 
 def _parameters(shapes: _Shapes, *sizes: int) -> Iterator[list[int | None]]:
-    """All ways to give every parameter a role, of which the first has to be filled; None for a role without one."""
+    """Yield all ways to give every parameter a role: a parameter's place, or None, for each role; the first has one."""
     count = len(shapes.parameters)
     for roles in itertools.combinations(range(len(sizes)), count):
         if not roles or roles[0] != 0:

@@ -1,4 +1,4 @@
-"""Passes: calls that only say how memory is looked at, and constants."""
+"""Passes: calls that only say how memory is viewed, and constants."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _OF_CONSTANTS = frozenset(
 
 
 def constant_views(recording: Recording, model: nn.Module) -> None:
-    """Pass: views of the model's tensors are tensors, which share their memory."""
+    """Pass: replace views of the model's tensors by tensors that share the memory."""
     values: dict[int, Any] = {}
     for call in list(recording.calls):
         arguments = {name: _known(each, values) for name, each in call.arguments.items()}
@@ -39,12 +39,12 @@ def _known(value: Any, values: dict[int, Any]) -> Any:
     return values.get(value.index, value) if isinstance(value, Register) else value
 
 
-#: calls whose result is other at every call, or nothing yet
+#: calls whose result differs from call to call, or is not filled yet
 _NEW_EACH_TIME = ("empty", "new_empty", "rand", "zeros", "full", "ones")
 
 
 def constants(recording: Recording, model: nn.Module) -> None:
-    """Pass: what is made of numbers alone is made once. What is made of the model's tensors is not: they may change."""
+    """Pass: compute what is made of numbers alone once; the model's tensors may change, so what reads one stays."""
     values: dict[int, Any] = {}
     for call in list(recording.calls):
         if not isinstance(call.op, torch._ops.OpOverload) or call.out.index in recording.mutated:
@@ -69,7 +69,7 @@ def _holds_tensors(call: Call) -> bool:
 
 
 def no_change(recording: Recording, model: nn.Module) -> None:
-    """Pass: views of views are one view, and calls that change nothing are left out."""
+    """Pass: make views of views one view, and leave out calls that change nothing."""
     producers = recording.producers()
     values: dict[int, Any] = {}
     for call in recording.calls:
