@@ -25,8 +25,12 @@ constexpr int kWarps = 4;
 constexpr int kThreads = kWarps * kWarpSize;
 // Blocks an SM runs at once: registers for the queries and the sums, both of kRows rows, bound it, and of
 // quants their scales, of pages the table.
+template <class KV>
+constexpr int kMostForThree = kIsQuant<KV>      ? 1
+                              : sizeof(KV) == 2 ? 2
+                                                : 4;  // rows times chunks
 template <class KV, int kLanes, int kChunks, int kRows, bool kPaged>
-constexpr int kBlocksPerSm = !kPaged && kRows * kChunks <= (kIsQuant<KV> ? 1 : 4) && kLanes > 4 ? 3 : 2;
+constexpr int kBlocksPerSm = !kPaged && kRows * kChunks <= kMostForThree<KV> && kLanes > 4 ? 3 : 2;
 
 // Sums kCount values over groups of kLanes neighboring lanes at once; see warp_sums. A lane ends with values
 // `group_sums_first` and the following kCount / kLanes - 1 in front.
