@@ -8,7 +8,7 @@ import torch
 
 from ..decode.named_calls import Call, Register
 from . import marks
-from .probing import agree, evaluate
+from .probing import agree, evaluate, seeded
 from .recording import Unrecordable
 
 
@@ -56,8 +56,7 @@ class Expansion:
             Unrecordable: the calls compute something else.
         """
         weight = self.weight
-        with torch.random.fork_rng(devices=[]), torch.device("cpu"):
-            torch.manual_seed(0)
+        with seeded():
             latent, turned = (torch.randn(fact.shape, dtype=torch.float64) for fact in self.facts[:2])
             wide = torch.randn(weight.shape, dtype=torch.float64)
         given = {register.index: each for register, each in zip(self.given, (latent, turned))}

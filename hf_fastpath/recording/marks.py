@@ -168,3 +168,8 @@ def projected_attention(x, weights, biases, transposed, cos, sin, pairs, layer, 
 EFFECTS = (append, short_convolution, gated_delta_step, selective_state_step)
 #: marks whose ops take columns of a projection where they lie
 STRIDED = (short_convolution, gated_delta_step, selective_state_step, gated_norm)
+
+
+def is_mark(op) -> bool:
+    """Whether a call is one of this module's, not PyTorch's."""
+    return getattr(op, "__module__", "") == __name__

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import fields, is_dataclass, replace
 from typing import Any
 
@@ -17,6 +18,18 @@ _WIDE = {
 }
 #: relative difference of two float64 results of one formula
 _TOLERANCE = 1e-9
+
+
+#: what calls may raise if they are run on numbers that do not fit them
+MISFITS = (RuntimeError, TypeError, KeyError, NotImplementedError, ValueError)
+
+
+@contextmanager
+def seeded(seed: int = 0) -> Iterator[None]:
+    """Draw the same random numbers on the CPU in each such ``with`` block, and leave the generator as it was."""
+    with torch.random.fork_rng(devices=[]), torch.device("cpu"):
+        torch.manual_seed(seed)
+        yield
 
 
 def wide(tensor: torch.Tensor) -> torch.Tensor:

@@ -15,7 +15,7 @@ from ...decode.named_calls import Call, Register
 from ...ops.rope_append import rotate
 from .. import marks
 from ..lowering import takes_product
-from ..probing import agree, evaluate
+from ..probing import MISFITS, agree, evaluate, seeded
 from ..recording import Recording, read_by
 from ..skeleton import past_tokens
 from .regions import Memory
@@ -55,28 +55,13 @@ def _positional(recording: Recording, memory: Memory, others: set[int]) -> set[i
 def rotations(recording: Recording, model: nn.Module) -> None:
     """Pass: make what lies between projections and attention ``ops.rope_append``, if it turns queries and keys as the
     op does, or only views them as heads."""
-    at_positions = positional(recording)
-    producers = recording.producers()
     readers = Counter(call.arguments["layer"] for call in recording.calls if call.op is marks.attend)
-    known: dict[Any, Any] = {}
     angles: dict[tuple, tuple[Register, Register]] = {}
     instead: dict[int, list[Call]] = {}
-    for attend in recording.calls:
-        if attend.op is not marks.attend:
-            continue
-        append = producers[attend.arguments["states"].index]
+    for attend, append, (sources, tables, _), found in fronts(recording, model, marks.attend, _tried):
         if readers[append.arguments["layer"]] > 1:
             continue
-        front = front_of(recording, producers, at_positions, append, attend)
-        if front is None:
-            continue
-        sources, tables, calls = front
-        key = structure_of(recording, sources, tables, calls)
-        if key not in known:
-            known[key] = _tried(recording, model, at_positions, front, append, attend)
-        if known[key] is None:
-            continue
-        layout, make_angles, pairs = known[key]
+        layout, make_angles, pairs = found
         made: list[Call] = []
         turned: tuple[Any, Any] = (None, None)
         if make_angles is not None:
@@ -96,6 +81,30 @@ def rotations(recording: Recording, model: nn.Module) -> None:
         made.append(Call(marks.rotated_attention, arguments, attend.out))
         instead |= {id(append): [], id(attend): made}
     recording.rewrite(instead, {})
+
+
+def fronts(
+    recording: Recording, model: nn.Module, op: Any, tried: Callable[..., Any]
+) -> Iterator[tuple[Call, Call, Any, Any]]:
+    """Yield the attention calls of ``op`` whose front an op computes, each with the append, the front, and how.
+
+    Args:
+        tried: returns how an op computes a front, or None; called once for layers that are alike.
+    """
+    at_positions, producers = positional(recording), recording.producers()
+    known: dict[Any, Any] = {}
+    for attend in recording.calls:
+        if attend.op is not op:
+            continue
+        append = producers[attend.arguments["states"].index]
+        front = front_of(recording, producers, at_positions, append, attend)
+        if front is None:
+            continue
+        key = structure_of(recording, *front)
+        if key not in known:
+            known[key] = tried(recording, model, at_positions, front, append, attend)
+        if known[key] is not None:
+            yield attend, append, front, known[key]
 
 
 def front_of(recording, producers, at_positions, append: Call, attend: Call):
@@ -122,7 +131,7 @@ def front_of(recording, producers, at_positions, append: Call, attend: Call):
         if call.op in (marks.linear, marks.packed_linear, marks.normed):
             sources[register.index] = register
             return True
-        if getattr(call.op, "__module__", "") == marks.__name__ or len(calls) > 200:
+        if marks.is_mark(call.op) or len(calls) > 200:
             return False
         if any(isinstance(each, torch.Tensor) and each.numel() > 1 for each in call.arguments.values()):
             return False  # a tensor may be the model's own, and change
@@ -202,14 +211,13 @@ def shown(
         for position in (min(each, past_tokens(model.config)) for each in _POSITIONS):
             given = {recording.positions.index: torch.full((recording.batch, recording.query_len), position)}
             angle_values = evaluate(angle_calls, given)
-            with torch.random.fork_rng(devices=[]), torch.device("cpu"):
-                torch.manual_seed(position)
+            with seeded(position):
                 values = [torch.randn(recording.fact(each).shape, dtype=torch.float64) for each in sources]
             given = {each.index: value for each, value in zip(sources, values)}
             needed = {each.index: angle_values[each.index] for each in tables}
             made = evaluate(calls, given | needed)
             found.append((values, [needed[each.index] for each in tables], [made[each.index] for each in outputs]))
-    except (RuntimeError, TypeError, KeyError, NotImplementedError, ValueError):
+    except MISFITS:
         return None
     return found
 

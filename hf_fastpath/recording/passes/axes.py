@@ -12,11 +12,12 @@ import torch
 from torch import nn
 
 from ...decode.named_calls import Call, Register
-from ..recording import Recording, is_effect
+from ..recording import Recording
+from .regions import Memory
 
 _aten = torch.ops.aten
 
-#: calls whose result shares the memory of ``self``
+#: views by which one axis is told from another
 _VIEWS = frozenset(
     {
         *(_aten.select.int, _aten.slice.Tensor, _aten.unsqueeze.default, _aten.squeeze.dim, _aten.expand.default),
@@ -34,38 +35,21 @@ _BY_ELEMENT = frozenset(
 
 def writes_of_like_axes(recording: Recording, model: nn.Module) -> None:
     """Pass: writes that change nothing, because they copy from one axis to another and both are alike, are left out."""
-    producers = recording.producers()
-    writes: dict[int, list[Call]] = {}  # register of memory -> the calls that write there
-    for call in recording.calls:
-        target = call.arguments.get("self")
-        if is_effect(call) and isinstance(target, Register):
-            writes.setdefault(_memory(producers, target), []).append(call)
-    if not writes:
+    memory = Memory(recording)
+    if not memory.writers:
         return
-    alike = _alike(recording)
+    producers, alike = recording.producers(), _alike(recording)
     harmless = {
-        memory
-        for memory, calls in writes.items()
+        number
+        for number, calls in memory.writers.items()
         if all(call.op is _aten.copy_.default and _is_where_it_goes(producers, call, alike) for call in calls)
     }
-    removed = [call for memory in harmless for call in writes[memory]]
+    removed = [call for number in harmless for call in memory.writers[number]]
     if not removed:
         return
-    shared = {index for index in recording.mutated if _memory(producers, Register(index)) in harmless}
+    shared = {index for index in recording.mutated if memory.of(Register(index)) in harmless}
     recording.mutated -= shared | {call.out.index for call in removed}
     recording.rewrite({id(call): [] for call in removed}, {call.out.index: call.arguments["self"] for call in removed})
-
-
-def _memory(producers: dict[int, Call], register: Register) -> int:
-    """Return the register whose memory ``register`` shares."""
-    while (call := producers.get(register.index)) is not None:
-        if call.op not in _VIEWS and call.op is not _aten.copy_.default:
-            break
-        given = call.arguments["self"]
-        if not isinstance(given, Register):
-            break
-        register = given
-    return register.index
 
 
 def _is_where_it_goes(producers: dict[int, Call], write: Call, alike: set[int]) -> bool:

@@ -13,8 +13,9 @@ from ...ops.topk_softmax import MAX_EXPERTS
 from ...ops.topk_softmax import reference as topk_softmax
 from ...registry import FLOAT_DTYPES
 from .. import marks
-from ..probing import agree, evaluate
+from ..probing import MISFITS, agree, evaluate
 from ..recording import Recording, read_by
+from .attention import structure_of
 
 #: rows of scores that are compared
 _ROWS = 64
@@ -23,17 +24,23 @@ _ROWS = 64
 def routers(recording: Recording, model: nn.Module) -> None:
     """Pass: let ``ops.topk_softmax`` choose experts whose ids and weights are what the op gives of scores."""
     producers = recording.producers()
+    known: dict[Any, bool | None] = {}
     instead: dict[int, list[Call]] = {}
     for call in recording.calls:
         if call.op is not marks.experts:
             continue
         ids, weights = call.arguments["ids"], call.arguments["weights"]
         front = _front(recording, producers, (ids, weights), len(call.arguments["gate_up_weight"]))
-        normalized = None if front is None else _normalized(recording, *front, ids, weights)
-        if front is None or normalized is None:
+        if front is None:
+            continue
+        logits, calls = front
+        places = {each.out.index: place for place, each in enumerate(calls)}
+        key = structure_of(recording, [logits], [], calls), places.get(ids.index), places.get(weights.index)
+        if key not in known:
+            known[key] = _normalized(recording, logits, calls, ids, weights)
+        if (normalized := known[key]) is None:
             continue
         others = {name: value for name, value in call.arguments.items() if name not in ("ids", "weights")}
-        logits, _ = front
         routed = dict(
             logits=logits,
             top_k=recording.fact(ids).shape[-1],
@@ -57,7 +64,7 @@ def _front(
             return False
         if register.index in found or register.index in scores:
             return True
-        if getattr(call.op, "__module__", "") == marks.__name__:
+        if marks.is_mark(call.op):
             scores[register.index] = register
             return True
         if any(isinstance(each, torch.Tensor) and each.numel() > 1 for each in call.arguments.values()):
@@ -86,7 +93,7 @@ def _normalized(
         scores = torch.randn(fact.shape, dtype=torch.float64, generator=generator)
         try:
             values = evaluate(calls, {logits.index: scores})
-        except (RuntimeError, TypeError, KeyError, NotImplementedError, ValueError):
+        except MISFITS:
             return None
         chosen = values[ids.index].sort(-1)
         of_chosen = values[weights.index].gather(-1, chosen.indices)

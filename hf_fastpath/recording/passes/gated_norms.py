@@ -12,7 +12,7 @@ from ... import ops
 from ...choices import GateActivation
 from ...decode.named_calls import Call
 from .. import marks
-from ..probing import agree, evaluate, inner_only
+from ..probing import agree, evaluate, inner_only, seeded
 from ..recording import Recording, Span
 from .modules import EPSILONS, structure_of_span
 
@@ -63,8 +63,7 @@ def _weight_of(recording: Recording, model: nn.Module, span: Span) -> nn.Paramet
 def _tried(recording: Recording, span: Span, weight: torch.Tensor, numbers: list[Any]) -> dict[str, Any] | None:
     """Return the arguments with which the op computes what the module's calls compute, or None."""
     shape = recording.fact(span.inputs[0]).shape
-    with torch.random.fork_rng(devices=[]), torch.device("cpu"):
-        torch.manual_seed(0)
+    with seeded():
         pairs = [[scale * torch.randn(shape, dtype=torch.float64) for _ in range(2)] for scale in (0.01, 2)]
         w = torch.randn(weight.shape, dtype=torch.float64)
     indices = [each.index for each in span.inputs]

@@ -13,7 +13,7 @@ from ...decode.named_calls import Call, Register
 from .. import marks
 from ..probing import agree
 from ..recording import Recording
-from .attention import angle_formulas, emit_angles, front_of, positional, shown, structure_of
+from .attention import angle_formulas, emit_angles, fronts, shown
 
 _aten = torch.ops.aten
 
@@ -23,24 +23,11 @@ _WAYS = {Rotation.HALVES: "halves", Rotation.NEIGHBORS: "neighbors", Rotation.NE
 
 def latent_rotations(recording: Recording, model: nn.Module) -> None:
     """Pass: let attention over a latent rotate queries and keys, if the op computes what lies in front."""
-    at_positions, producers = positional(recording), recording.producers()
-    known: dict[Any, Any] = {}
     angles: dict[tuple, tuple[Register, Register]] = {}
     instead: dict[int, list[Call]] = {}
-    for attend in recording.calls:
-        if attend.op is not marks.latent_attend:
-            continue
-        append = producers[attend.arguments["states"].index]
-        front = front_of(recording, producers, at_positions, append, attend)
-        if front is None or len(front[0]) != 3 or not front[1]:
-            continue
-        sources, tables, calls = front
-        key = structure_of(recording, sources, tables, calls)
-        if key not in known:
-            known[key] = _tried(recording, model, at_positions, front, append, attend)
-        if known[key] is None:
-            continue
-        formula, rotation = known[key]
+    for attend, append, (sources, tables, _), (formula, rotation) in fronts(
+        recording, model, marks.latent_attend, _tried
+    ):
         made: list[Call] = []
         place = tuple(each.index for each in tables), formula[0], rotation
         if place not in angles:
@@ -62,7 +49,9 @@ def latent_rotations(recording: Recording, model: nn.Module) -> None:
 
 def _tried(recording: Recording, model: nn.Module, at_positions: set[int], front: Any, append: Call, attend: Call):
     """Return the formula of the angles and the way to turn with which the op computes what is in front, or None."""
-    sources, tables, calls = front
+    sources, tables, _ = front
+    if len(sources) != 3 or not tables:
+        return None
     outputs = [attend.arguments["q"], *(append.arguments[name] for name in "kv")]
     (batch, heads, query_len, dim), (_, one, _, rope) = (recording.fact(outputs[place]).shape for place in (0, 2))
     sizes = [recording.fact(each).numel() for each in (sources[0], sources[2])]

@@ -12,7 +12,7 @@ from torch import nn
 from ...choices import Activation, NormKind
 from ...decode.named_calls import Call, Norm, Register
 from .. import marks
-from ..probing import agree, evaluate, inner_only
+from ..probing import agree, evaluate, inner_only, seeded
 from ..recording import Recording, Span
 
 _aten = torch.ops.aten
@@ -106,8 +106,7 @@ def structure_of_span(span: Span, parameters: dict[str, Any]) -> tuple | None:
 def _tried(recording: Recording, span: Span, weight: Any, bias: Any, numbers: list[float]) -> Any:
     """Return the first formula that computes what the module's calls compute."""
     shape = recording.fact(span.inputs[0]).shape
-    with torch.random.fork_rng(devices=[]), torch.device("cpu"):
-        torch.manual_seed(0)
+    with seeded():
         xs = [scale * (torch.randn(shape, dtype=torch.float64) + 0.1) for scale in _SCALES]
         w = None if weight is None else torch.randn(weight.shape, dtype=torch.float64)
         b = None if bias is None else torch.randn(bias.shape, dtype=torch.float64)

@@ -12,7 +12,7 @@ from torch import nn
 
 from ...decode.named_calls import Call, Register
 from .. import marks
-from ..probing import agree, evaluate, wide
+from ..probing import MISFITS, agree, evaluate, seeded, wide
 from ..recording import Recording, read_by
 
 _aten = torch.ops.aten
@@ -147,14 +147,13 @@ def _tried(recording: Recording, producers: dict, calls: list[Call], append: Cal
     if any(each not in known and each != recording.positions.index for each in read):
         return None
     facts = [recording.fact(each) for each in (q, states[0], states[1])]
-    with torch.random.fork_rng(devices=[]), torch.device("cpu"):
-        torch.manual_seed(0)
+    with seeded():
         given = [torch.randn(each.shape, dtype=torch.float64) for each in facts]
     values = dict(zip((q.index, states[0].index, states[1].index), given))
     values |= {each: torch.zeros(recording.facts[each].shape, dtype=torch.float64) for each in masks}
     try:
         ran = evaluate(calls, values)
-    except (RuntimeError, TypeError, KeyError, NotImplementedError, ValueError):
+    except MISFITS:
         return None
     expected = ran[out.out.index]
     size = facts[0].shape[-1]

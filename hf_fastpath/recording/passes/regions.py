@@ -164,7 +164,7 @@ class Borders:
         if call.op is _aten.mul.Tensor and len(read) == 1:
             made = self._producers.get(read[0].index)
             return made is not None and made.op in _PRODUCTS
-        return getattr(call.op, "__module__", "") == marks.__name__ and call.op not in _INSIDE
+        return marks.is_mark(call.op) and call.op not in _INSIDE
 
     def _is_input(self, register: Register) -> bool:
         """Whether a register is a view, each element once, of what a border gave."""

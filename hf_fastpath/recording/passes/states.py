@@ -15,7 +15,7 @@ from ... import ops
 from ...decode.named_calls import Call
 from ...ops.short_convolution import ACTIVATIONS
 from .. import marks
-from ..probing import agree, evaluate
+from ..probing import MISFITS, agree, evaluate, seeded
 from ..recording import Recording, is_effect
 from .attention import structure_of
 from .regions import Borders, Region
@@ -25,7 +25,7 @@ _aten = torch.ops.aten
 #: regions with more calls are left alone
 _MOST_CALLS = 160
 #: what a reference or the calls of a region may raise on shapes that do not go together
-_MISFITS = (RuntimeError, TypeError, KeyError, IndexError, NotImplementedError, ValueError)
+_MISFITS = (*MISFITS, IndexError)
 
 
 @dataclass(frozen=True)
@@ -160,8 +160,7 @@ def _tried(
     possible = list(itertools.islice(roles_of(shapes), 1000))
     if not possible:
         return None
-    with torch.random.fork_rng(devices=[]), torch.device("cpu"):
-        torch.manual_seed(0)
+    with seeded():
         before = torch.randn(state.shape, dtype=torch.float64)
         inputs = [torch.randn(each.shape, dtype=torch.float64) for each in facts]
         parameters = [torch.randn(_held(each).shape, dtype=torch.float64) for each in region.parameters]
