@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import argparse
 import gc
-import os
 import statistics
 import time
 from collections.abc import Sequence
@@ -22,7 +21,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from bench_sum_ranks import sum_times
+from bench_sum_ranks import join_ranks, sum_times
 from torch import nn
 from transformers import AutoModelForCausalLM
 
@@ -30,7 +29,6 @@ import hf_fastpath
 from hf_fastpath import compat, traffic
 from hf_fastpath.bandwidth import measure_read_bandwidth, read_buffer
 from hf_fastpath.bench import measure, shapes
-from hf_fastpath.native import loader
 from hf_fastpath.quantization.linear import PackedLinear
 
 MODELS = ("llama-3.1-8b", "llama-3.1-70b:bf16", "llama-3.1-70b:int4_g32")
@@ -146,11 +144,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--no-stock", action="store_true", help="do not time transformers' own loop")
     measure.add_csv_argument(parser)
     given = parser.parse_args(argv)
-    rank = int(os.environ["LOCAL_RANK"])
-    device = torch.device("cuda", rank)
-    torch.cuda.set_device(device)
-    dist.init_process_group("nccl", device_id=device)
-    loader.ensure("cuda")
+    device = join_ranks()
+    rank = device.index
     path = measure.chosen_csv(given.csv, "ranks", device)
     buffer = read_buffer(device)
     bandwidth = on_all(measure_read_bandwidth(device, repeats=5, buffer=buffer), device, dist.ReduceOp.MIN)

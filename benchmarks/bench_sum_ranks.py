@@ -118,17 +118,23 @@ def sum_times(kilobytes: int, device: torch.device, ranks: Ranks | None = None) 
     return times
 
 
+def join_ranks() -> torch.device:
+    """Join the processes that torchrun has started; return the GPU of this one."""
+    device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+    torch.cuda.set_device(device)
+    dist.init_process_group("nccl", device_id=device)
+    loader.ensure("cuda")
+    return device
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     options = dict(prog=Path(__file__).name, description=__doc__)
     parser = argparse.ArgumentParser(**options, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--kilobytes", type=int, nargs="+", default=SIZES)
     measure.add_csv_argument(parser)
     given = parser.parse_args(arguments)
-    rank = int(os.environ["LOCAL_RANK"])
-    device = torch.device("cuda", rank)
-    torch.cuda.set_device(device)
-    dist.init_process_group("nccl", device_id=device)
-    loader.ensure("cuda")
+    device = join_ranks()
+    rank = device.index
     path = measure.chosen_csv(given.csv, "sum_ranks", device)
     ranks = Ranks(dist.group.WORLD)
     ranks.connect(device)

@@ -170,8 +170,8 @@ def attention(
             store |= dict(transposed=is_transposed(qkv[0]), head_norms=head_norms(part))
             queries = emit(ops.qkv_rope_append.overload, x=x, **weights, **store)
     seen = dict(seq_lens=at.seq_lens, starts=at.starts, scale=part.scaling, window=part.window or 0)
-    how = dict(workspace=at.workspace, programmatic_launch=at.programmatic_launch, sinks=part.sinks)
-    how |= dict(softcap=part.softcap)
+    how = dict(workspace=at.workspace, programmatic_launch=at.programmatic_launch)
+    how |= dict(sinks=part.sinks, softcap=part.softcap)
     if at.staging is not None:
         new = at.staging.of(part)
         mixed = emit(ops.quantizing_attention.overload, q=queries, k=new.k, v=new.v, cache=placed, **seen, **how)

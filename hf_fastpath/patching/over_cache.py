@@ -116,9 +116,7 @@ def _takes_many(call: Call) -> bool:
         return True
     if isinstance(call.patch.part, LayerPart) and isinstance(call.patch.part.mlp, MoEPart):
         return False
-    if x.device.type == "cpu":
-        return True
-    return has_tensor_cores(x.device, x.dtype, part.head_dim)
+    return x.device.type == "cpu" or has_tensor_cores(x.device, x.dtype, part.head_dim)
 
 
 def _with_tensors_that_fit(call: Call) -> Finding:

@@ -7,7 +7,7 @@ import copy
 import pytest
 import torch
 from models import counting
-from test_recorded_families import GREEDY, assert_equal, padded, pair, prompt
+from test_recorded_families import GREEDY, assert_equal, assert_equal_drafts, padded, pair, prompt
 
 import hf_fastpath
 from hf_fastpath import FastpathCache
@@ -56,11 +56,7 @@ def test_a_conversation_goes_on(model_type):
 @over_keys
 def test_drafts(model_type):
     stock, ours = pair(model_type)
-    ids = prompt(1, 6).repeat(1, 4)
-    with counting(ours) as counts:
-        found = ours.generate(ids, prompt_lookup_num_tokens=4, max_new_tokens=24, do_sample=False)
-    assert torch.equal(found, stock.generate(ids, max_new_tokens=24, do_sample=False))
-    assert counts.fast == 24 and not counts.fallback, counts.reasons
+    assert_equal_drafts(ours, stock)
 
 
 @over_types

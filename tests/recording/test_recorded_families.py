@@ -103,6 +103,24 @@ def assert_equal(ours: PreTrainedModel, stock: PreTrainedModel, inputs: dict | N
     assert counts.fast == found[:, inputs["input_ids"].shape[1] :].numel() and not counts.fallback, counts.reasons
 
 
+def assert_equal_beams(ours: PreTrainedModel, stock: PreTrainedModel) -> Counter:
+    """Assert that beam search gives the same tokens; return the reasons why stock's loop ran."""
+    options = dict(num_beams=3, num_return_sequences=2, **GREEDY)
+    with counting(ours) as counts:
+        found = ours.generate(prompt(), **options)
+    assert torch.equal(found, stock.generate(prompt(), **options))
+    return counts.reasons
+
+
+def assert_equal_drafts(ours: PreTrainedModel, stock: PreTrainedModel) -> None:
+    """Assert that prompt lookup gives the tokens of plain search, all of them by our loop."""
+    ids = prompt(1, 6).repeat(1, 4)
+    with counting(ours) as counts:
+        found = ours.generate(ids, prompt_lookup_num_tokens=4, max_new_tokens=24, do_sample=False)
+    assert torch.equal(found, stock.generate(ids, max_new_tokens=24, do_sample=False))
+    assert counts.fast == 24 and not counts.fallback, counts.reasons
+
+
 def plans_of(model: PreTrainedModel) -> list[DecodePlan]:
     """Decode plans that wait."""
     return list(state_of(model).plans)
@@ -175,21 +193,13 @@ def test_a_conversation_goes_on(model_type):
 @over_types
 def test_beams(model_type):
     stock, ours = pair(model_type)
-    options = dict(num_beams=3, num_return_sequences=2, **GREEDY)
-    with counting(ours) as counts:
-        found = ours.generate(prompt(), **options)
-    assert torch.equal(found, stock.generate(prompt(), **options))
-    assert counts.reasons, "stock's loop says why"
+    assert assert_equal_beams(ours, stock), "stock's loop says why"
 
 
 @over_types
 def test_prompt_lookup(model_type):
     stock, ours = pair(model_type)
-    ids = prompt(1, 6).repeat(1, 4)
-    with counting(ours) as counts:
-        found = ours.generate(ids, prompt_lookup_num_tokens=4, max_new_tokens=24, do_sample=False)
-    assert torch.equal(found, stock.generate(ids, max_new_tokens=24, do_sample=False))
-    assert counts.fast == 24 and not counts.fallback, counts.reasons
+    assert_equal_drafts(ours, stock)
 
 
 @over_usual

@@ -10,7 +10,7 @@ import torch
 import transformers
 from causal_lm_types import small_model
 from models import CPU, counting, require_native
-from test_recorded_families import GREEDY, assert_equal, padded, plans_of, prompt
+from test_recorded_families import GREEDY, assert_equal, assert_equal_beams, padded, plans_of, prompt
 from test_recorded_families import pair as pair_of
 from transformers import DynamicCache
 
@@ -131,11 +131,7 @@ def test_the_cache_holds_what_stocks_does(model_type):
 def test_beams(model_type):
     """Stock's loop reorders our cache."""
     stock, ours = pair(model_type)
-    options = dict(num_beams=3, num_return_sequences=2, **GREEDY)
-    with counting(ours) as counts:
-        found = ours.generate(prompt(), **options)
-    assert torch.equal(found, stock.generate(prompt(), **options))
-    assert counts.reasons["generation_mode"]
+    assert assert_equal_beams(ours, stock)["generation_mode"]
 
 
 @over_types
