@@ -45,6 +45,24 @@ from .drafts import (
     note_confidence,
     update_drafts,
 )
+from .encoders import (
+    ENCODED_ARGUMENTS,
+    EncoderDecoderCache,
+    GenerateEncoderDecoderOutput,
+    encoded_length,
+    encoded_states,
+    encoder_output,
+    encoder_width,
+    generate_over,
+    has_encoder,
+    over_encoder,
+    read_by_encoder,
+    seen_by_decoder,
+    text_arguments,
+    text_cache,
+    text_embedding,
+    text_name,
+)
 from .generation import (
     FORWARD_ARGUMENTS,
     WITHOUT_EFFECT,
@@ -79,6 +97,7 @@ from .models import (
     can_generate,
     caps_scores,
     config_entries,
+    configs_inside,
     eager_experts,
     entry_of,
     experts_function,

@@ -66,6 +66,8 @@ class ModelPart(Part):
     takes_positions: ClassVar[bool] = True
     #: it reads images or sound as well
     is_multimodal: ClassVar[bool] = False
+    #: its decoder attends to what an encoder has read
+    has_encoder: ClassVar[bool] = False
 
     @property
     def source(self) -> nn.Module:
@@ -101,6 +103,10 @@ class ModelPart(Part):
 
     def states(self, batch: int) -> list[list[torch.Tensor]]:
         """Return nothing: layers hold keys and values alone."""
+        return []
+
+    def biases(self, batch: int) -> list[Any]:
+        """Return nothing: no layer adds biases to its scores."""
         return []
 
     @property

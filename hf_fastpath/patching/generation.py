@@ -8,6 +8,7 @@ from typing import Any
 from torch import nn
 
 from .. import compat
+from ..cache.encoder_decoder import FastpathEncoderDecoderCache
 from ..cache.fastpath_cache import FastpathCache
 from ..decode import assisted, calls, loop
 from ..decode.patched import STATE_KEY
@@ -35,16 +36,22 @@ def prepare_cache(self: nn.Module, generation_config: Any, model_kwargs: dict, g
         state.fall_back(
             state.loop_reason or Cause("generation_mode", str(getattr(generation_mode, "value", generation_mode)))
         )
-    made = model_kwargs.get(compat.CACHE)
+    whole = model_kwargs.get(compat.CACHE)
+    made = compat.text_cache(whole)
     plain = generation_config.cache_implementation in (None, "dynamic") and type(made) is compat.DynamicCache
+    part = state.plans.part_of(self) if state.loop_reason is None else None
     if plain and not users_own and _takes_our_cache(self, state):
+        is_text_alone = made is whole
         made = FastpathCache.from_dynamic(made, state.options.kv_dtype, state.options.page_size)
         made.is_dropped = not generation_config.return_dict_in_generate
-        model_kwargs[compat.CACHE] = made
+        if part is not None:
+            del made.layers[len(part.kinds) :]  # a config may tell of more layers than its decoder has
+        model_kwargs[compat.CACHE] = (
+            made if is_text_alone else FastpathEncoderDecoderCache(made, whole.cross_attention_cache)
+        )
     if isinstance(made, FastpathCache):
         if not generation_config.is_assistant:  # an assistant is asked for a few tokens at a time
             made.expect(generation_config.max_length)
-        part = state.plans.part_of(self) if state.loop_reason is None else None
         if part is not None and part.is_cast_down:
             state.stats.note("autocast_left_out")
         if made.page_counts is not None:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
 
 from .. import compat
+from ..decode.encoded import EncodedPlaces
 from ..decode.modules import is_packed, model_code_reason, own_code_reason
 from ..decode.named_calls import Call, Emit, Register
 from ..decode.plan_cache import PlanCache
@@ -24,12 +24,13 @@ from ..reasons import Cause
 from ..registry import PLAIN_TENSORS
 from . import marks
 from .arguments import described, why_it_matters
+from .layers import RecordedAttention, RecordedLayer, attention_of
 from .lowering import Lowering
 from .passes import passed
 from .passes.attention import positional
 from .probing import evaluate
 from .proof import reason_against
-from .recording import Recording, Unrecordable
+from .recording import BiasTable, Recording, Unrecordable
 from .skeleton import Skeleton
 from .step import record
 
@@ -63,35 +64,6 @@ class Recorded:
         return self
 
 
-@dataclass(frozen=True)
-class RecordedAttention:
-    """What a plan asks of a layer's attention.
-
-    Attributes:
-        cache_shape: KV heads, and elements of a head.
-        num_heads, head_dim: number of the queries' heads, and elements of a head.
-        value_dim: if the cache holds a latent, elements of the turned keys, which it holds as values; else None.
-    """
-
-    cache_shape: tuple[int, int]
-    num_heads: int
-    head_dim: int
-    value_dim: int | None = None
-
-    @property
-    def value_shape(self) -> tuple[int, int]:
-        """Return the number of KV heads, and of elements of a value."""
-        return self.cache_shape[0], self.value_dim or self.cache_shape[1]
-
-
-@dataclass(frozen=True)
-class RecordedLayer:
-    """A layer of the cache, and the attention that reads its keys and values; None if the layer holds none."""
-
-    attention: RecordedAttention | None
-    window: int | None
-
-
 class RecordedPart:
     """A causal LM of no listed architecture, as it is now.
 
@@ -99,7 +71,7 @@ class RecordedPart:
         architecture: see :class:`Recorded`.
         module: the model.
         is_multimodal: whether the model reads images or sound as well.
-        kinds: what each layer of the cache holds; empty if a layer holds something that plans know nothing of.
+        has_encoder: whether the model's decoder attends to what an encoder has read.
         verdict: what the model's own first steps have shown, a reason or None, in a tuple; None until these ran.
     """
 
@@ -112,7 +84,7 @@ class RecordedPart:
     def __init__(self, architecture: Recorded, module: nn.Module):
         self.architecture, self.module = architecture, module
         self.is_multimodal = compat.is_multimodal(module)
-        self.kinds = tuple(compat.layer_kinds(module.config) or ())
+        self.has_encoder = compat.has_encoder(module)
         self._recordings: dict[tuple[int, int], Recording] = {}
         self.verdict: tuple[Cause | None] | None = None
         self._arguments: dict[tuple, Cause | None] = {}  # arguments of a step -> why they matter, or None
@@ -136,6 +108,14 @@ class RecordedPart:
         return self._recordings[key]
 
     @functools.cached_property
+    def kinds(self) -> tuple[compat.LayerKind, ...]:
+        """Return what each layer of the cache holds; nothing if a layer holds something that plans know nothing of."""
+        kinds = tuple(compat.layer_kinds(self.module.config) or ())
+        if self.has_encoder and kinds and self.shape_reason(1, 1) is None:
+            return kinds[: len(self.recording(1, 1).windows)]
+        return kinds
+
+    @functools.cached_property
     def layers(self) -> list[RecordedLayer]:
         recording = self.recording(1, 1)
         producers, found = recording.producers(), {}
@@ -151,6 +131,10 @@ class RecordedPart:
         recording = self.recording(batch, 1)
         return [[recording.fact(each) for each in states] for states in recording.states]
 
+    def biases(self, batch: int) -> list[BiasTable]:
+        """Return the tables of what is added to scores of ``batch`` sequences, which a plan fills when it begins."""
+        return self.recording(batch, 1).biases
+
     def record(
         self,
         emit: Emit,
@@ -158,13 +142,17 @@ class RecordedPart:
         positions: torch.Tensor,
         caches: list[KVCache],
         states: list[list[torch.Tensor]],
+        biases: list[torch.Tensor],
         at: Positions,
     ) -> Any:
         """Emit the step; return what stands for the logits [batch, query_len, vocab_size]."""
         recording = self.recording(*tokens.shape)
-        given = {recording.tokens.index: tokens, recording.positions.index: positions}
+        given = {each.register.index: table for each, table in zip(recording.biases, biases, strict=True)}
+        given |= {recording.tokens.index: tokens, recording.positions.index: positions}
         for registers, tensors in zip(recording.states, states):
             given |= {register.index: tensor for register, tensor in zip(registers, tensors, strict=True)}
+        if at.encoded is not None and len(at.encoded.caches) != len(recording.encoded):
+            raise Unrecordable("layers that keep nothing of what the encoder has read")
         return Lowering(recording, emit, given, caches, at, [layer.attention for layer in self.layers]).run()
 
     # ---- roles ------------------------------------------------------------------------------------------------
@@ -207,7 +195,7 @@ class RecordedPart:
 
     @property
     def embedding(self) -> nn.Module:
-        return self.module.get_input_embeddings()
+        return compat.text_embedding(self.module)
 
     @property
     def head(self) -> nn.Module:
@@ -292,6 +280,18 @@ class RecordedPart:
             self._arguments[key] = None if reason is None else Cause("unsupported_input", what, self.module)
         return self._arguments[key]
 
+    def mask_over_encoded(self, arguments: dict[str, Any]) -> torch.Tensor | None:
+        """Return the mask over the encoder's output, [batch, length], that the decoder is given; None for none.
+
+        Args:
+            arguments: of the model's forward.
+
+        Raises:
+            ValueError: the decoder's arguments do not tell.
+        """
+        with self._skeleton.lock:
+            return compat.seen_by_decoder(self._skeleton.copy, arguments)
+
     def outer_reason(self) -> str | None:
         """Return why calling the model is more than its class's forward, or None."""
         return model_code_reason(self.module, self.architecture.module)
@@ -346,24 +346,6 @@ def _at(recording: Recording, position: int) -> dict[int, torch.Tensor]:
     return {recording.positions.index: torch.full(shape, position)} | here
 
 
-def attention_of(recording: Recording, producers: dict[int, Call], call: Call) -> RecordedAttention | None:
-    """Return how a call reads a layer of the cache, or None if it reads none."""
-    if call.op in (marks.rotated_attention, marks.projected_attention):
-        given = call.arguments
-        shape = given["num_kv_heads"], given["head_dim"]
-        return RecordedAttention(shape, given["num_heads"], shape[1])
-    if call.op not in (marks.attend, marks.latent_attend):
-        return None
-    states = producers[call.arguments["states"].index]
-    heads, _, head_dim = recording.fact(states.arguments["k"]).shape[1:]
-    values, queries = (recording.fact(each).shape for each in (states.arguments["v"], call.arguments["q"]))
-    if call.op is marks.latent_attend:
-        return RecordedAttention((heads, head_dim), queries[1], head_dim, values[-1])
-    if values[-1] != head_dim:
-        raise Unrecordable("keys and values of different sizes")
-    return RecordedAttention((heads, head_dim), queries[1], head_dim)
-
-
 def _dry_run(part: RecordedPart) -> None:
     """Lower the step without a plan.
 
@@ -373,5 +355,8 @@ def _dry_run(part: RecordedPart) -> None:
     program = Program()
     caches = [KVCache(program.register(), program.register()) for _ in part.kinds]
     at = Positions({}, program.register(), program.register())
+    if part.has_encoder:
+        at.encoded = EncodedPlaces(program, len(part.kinds), 1, torch.device("cpu"))
     shape = torch.zeros(1, 1, dtype=torch.long)
-    part.record(program.emit, shape, shape, caches, part.states(1), at)
+    biases = [each.memory(shape.device) for each in part.biases(1)]
+    part.record(program.emit, shape, shape, caches, part.states(1), biases, at)

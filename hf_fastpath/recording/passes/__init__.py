@@ -20,6 +20,7 @@ from . import (
     lengths,
     modules,
     own_attention,
+    position_bias,
     products,
     states,
     views,
@@ -28,6 +29,7 @@ from . import (
 Pass = Callable[[Recording, nn.Module], None]
 
 PASSES: tuple[Pass, ...] = (
+    position_bias.position_biases,
     lengths.positions_in_text,
     modules.module_formulas,
     gated_norms.gated_norms,
@@ -35,6 +37,7 @@ PASSES: tuple[Pass, ...] = (
     views.constants,
     views.constant_views,
     axes.writes_of_like_axes,
+    views.turned_back,
     views.no_change,
     products.products_from_the_left,
     products.matrix_products,

@@ -1,4 +1,4 @@
-"""Passes: what a model makes of the length of its cache."""
+"""Passes: what a model makes of the length of its cache, or of what an encoder has read."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import nn
 
 from ...decode.named_calls import Call
 from .. import marks
-from ..recording import Recording, Unrecordable
+from ..recording import Recording, Unrecordable, read_by
 
 _aten = torch.ops.aten
 
@@ -20,20 +20,25 @@ _ATTENTION = (marks.attend, marks.latent_attend, marks.rotated_attention, marks.
 def positions_in_text(recording: Recording, model: nn.Module) -> None:
     """Pass: count places of the new tokens in every step, if the model counts these from the length of its cache."""
     past, count = recording.past, recording.query_len
+    instead: dict[int, list[Call]] = {}
     first = set()  # registers that hold 0, 1, ... for the new tokens
     for call in recording.calls:
         if call.op is _aten.arange.default and call.arguments["end"] == count:
             first.add(call.out.index)
-        elif call.op is _aten.add.Tensor and _adds(call, past):
-            is_first = getattr(call.arguments["self"], "index", -1) in first
-            if is_first and recording.fact(call.out).dtype == torch.int64:
+        elif call.op is _aten.add.Tensor and _adds(call, past) and recording.fact(call.out).dtype == torch.int64:
+            if getattr(call.arguments["self"], "index", -1) in first:
                 call.op, call.arguments = marks.text_positions, {"query_len": count}
+            elif count == 1:  # whatever it is, it is counted from the length of the cache
+                place = recording.call(marks.text_positions, recording.fact(call.out).new_empty(1), query_len=1)
+                call.arguments = {"self": call.arguments["self"], "other": place.out}
+                instead[id(call)] = [place, call]
         if call.op not in (_aten.arange.start, _aten.arange.start_step):
             continue
         given = call.arguments
         if (given["start"], given["end"], given.get("step", 1)) == (past, past + count, 1):
             if given.get("dtype", torch.int64) in (None, torch.int64):
                 call.op, call.arguments = marks.text_positions, {"query_len": count}
+    recording.rewrite(instead, {})
 
 
 def _adds(call: Call, number: int) -> bool:
@@ -46,16 +51,21 @@ def check_lengths(recording: Recording) -> None:
     """Refuse a list with sizes that follow the length of the text.
 
     Raises:
-        Unrecordable: a call has such a size; the message names it.
+        Unrecordable: a call has such a size, or reads the encoder's output; the message names it.
     """
     for call in recording.calls:
         if call.op not in _ATTENTION and follows_length(recording, call):
             raise Unrecordable(f"{call.name} with a size that follows the length of the text")
+        if recording.encoder_output is not None and recording.encoder_output.index in (r.index for r in read_by(call)):
+            raise Unrecordable(f"{call.name} reads the encoder's output with every token")
 
 
 def follows_length(recording: Recording, call: Call) -> bool:
-    """Whether a number that a call is given is the length that the text had when it was recorded."""
+    """Whether a number that a call is given is the length that the text, or the encoder's output, had when the step was
+    recorded."""
     lengths = {recording.past, recording.past + recording.query_len}
+    if recording.encoder_output is not None:
+        lengths.add(recording.encoded_length)
     return any(True for each in call.arguments.values() for _ in _numbers(each, lengths))
 
 

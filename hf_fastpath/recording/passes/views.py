@@ -96,6 +96,24 @@ def no_change(recording: Recording, model: nn.Module) -> None:
     recording.rewrite({}, values)
 
 
+def turned_back(recording: Recording, model: nn.Module) -> None:
+    """Pass: leave out pairs of transpositions that give back what was there before."""
+    producers = recording.producers()
+    values: dict[int, Any] = {}
+    for call in recording.calls:
+        if call.op is not _aten.transpose.int or call.out.index in recording.mutated:
+            continue
+        inner = producers.get(getattr(call.arguments["self"], "index", -1))
+        if inner is not None and inner.op is _aten.transpose.int and _dims(recording, inner) == _dims(recording, call):
+            values[call.out.index] = inner.arguments["self"]
+    recording.rewrite({}, values)
+
+
+def _dims(recording: Recording, call: Call) -> set[int]:
+    count = recording.fact(call.out).dim()
+    return {call.arguments["dim0"] % count, call.arguments["dim1"] % count}
+
+
 def _changes_nothing(recording: Recording, call: Call, given: Any) -> bool:
     if not isinstance(given, Register):
         return False
