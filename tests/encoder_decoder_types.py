@@ -16,12 +16,13 @@ from transformers import (
     PreTrainedConfig,
     PreTrainedModel,
 )
-from transformers.modeling_outputs import BaseModelOutput
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import (
     MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES,
     MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING_NAMES,
 )
+
+from hf_fastpath.compat import encoder_output, encoder_width
 
 _MOST_PARAMETERS = 20_000_000
 _TOKENS = dict(decoder_start_token_id=2, bos_token_id=1, eos_token_id=None, pad_token_id=0, forced_eos_token_id=None)
@@ -36,8 +37,13 @@ causal_lm_types._SIZES |= {
     "encoder_sparse_step": 2,
     "decoder_sparse_step": 2,
 }
+_BERT = {"model_type": "bert"}
+_BERT_DECODER = _BERT | dict(is_decoder=True, add_cross_attention=True)
 #: entries that a type is given besides, as in ``causal_lm_types``
-_TYPES: dict[str, dict[str, Any]] = {}
+_TYPES: dict[str, dict[str, Any]] = {
+    "encoder-decoder": dict(default=dict(encoder=_BERT, decoder=_BERT_DECODER)),
+    "speech-encoder-decoder": dict(default=dict(encoder={"model_type": "wav2vec2"}, decoder=_BERT_DECODER)),
+}
 
 
 def types() -> tuple[str, ...]:
@@ -101,10 +107,10 @@ def text(batch: int, length: int, padding: int = 0, seed: int = 0) -> dict[str, 
 
 def output(model: PreTrainedModel, batch: int, length: int, padding: int = 0, seed: int = 0) -> dict[str, Any]:
     """Return a random output of a model's encoder, and its mask."""
-    width, generator = model.get_encoder().config.hidden_size, torch.Generator().manual_seed(seed)
+    width, generator = encoder_width(model), torch.Generator().manual_seed(seed)
     states = torch.randn(batch, length, width, generator=generator)
     mask = text(batch, length, padding, seed)["attention_mask"]
-    return {"encoder_outputs": BaseModelOutput(last_hidden_state=states), "attention_mask": mask}
+    return {"encoder_outputs": encoder_output(states), "attention_mask": mask}
 
 
 def start(batch: int, length: int = 3, seed: int = 0) -> torch.Tensor:

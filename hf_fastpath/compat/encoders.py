@@ -57,7 +57,9 @@ def text_cache(cache: Any) -> Any:
 
 def text_embedding(model: Any) -> nn.Module | None:
     """Return the embedding of the tokens that a model generates."""
-    return (model.get_decoder() if has_encoder(model) else model).get_input_embeddings()
+    decoder = model.get_decoder() if has_encoder(model) else model
+    own = getattr(decoder, "embed_tokens", None)
+    return own if isinstance(own, nn.Embedding) and decoder is not model else decoder.get_input_embeddings()
 
 
 def over_encoder(cache: Cache) -> EncoderDecoderCache:
@@ -78,15 +80,24 @@ def encoder_width(model: Any) -> int:
     Raises:
         ValueError: the encoder's config does not tell.
     """
-    width = entry_of(model.get_encoder().config, "hidden_size")
+    width = entry_of(model.get_encoder().config.get_text_config(), "hidden_size")
     if not isinstance(width, int):
         raise ValueError(f"the config of {type(model.get_encoder()).__name__} has no hidden_size")
     return width
 
 
+class _EncoderOutput(BaseModelOutput):
+    """An encoder's output of which nothing but the states is known."""
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_"):
+            raise AttributeError(name)
+        return None  # a mask, the routers' logits, ...: encoders have classes of their own
+
+
 def encoder_output(states: torch.Tensor) -> BaseModelOutput:
     """Return ``states``, [batch, length, encoder_width], as a model takes what its encoder has given."""
-    return BaseModelOutput(last_hidden_state=states)
+    return _EncoderOutput(last_hidden_state=states)
 
 
 def read_by_encoder(model: Any, inputs: Any) -> tuple[torch.Tensor, torch.Tensor]:

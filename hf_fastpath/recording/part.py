@@ -28,6 +28,7 @@ from .layers import RecordedAttention, RecordedLayer, attention_of
 from .lowering import Lowering
 from .passes import passed
 from .passes.attention import positional
+from .passes.lengths import at_position
 from .probing import evaluate
 from .proof import reason_against
 from .recording import BiasTable, Recording, Unrecordable
@@ -222,7 +223,7 @@ class RecordedPart:
             if call.op is _aten.embedding.default and isinstance(call.arguments["indices"], Register):
                 index = call.arguments["indices"].index
                 if index in at_positions:
-                    rows = [int(evaluate(counted, _at(recording, p))[index].flatten()[0]) for p in (0, 1)]
+                    rows = [int(evaluate(counted, at_position(recording, p))[index].flatten()[0]) for p in (0, 1)]
                     if rows[0] != rows[1]:
                         found.append((call.arguments["weight"].shape[0] - rows[0], rows[0]))
         return min(found, default=None)
@@ -336,14 +337,6 @@ class RecordedPart:
         if narrow is not None:
             return Cause("unsupported_config", f"sliding_window={narrow}", self.module)
         return None
-
-
-def _at(recording: Recording, position: int) -> dict[int, torch.Tensor]:
-    """Return what registers of positions hold at ``position``."""
-    shape = (recording.batch, recording.query_len)
-    counted = [call for call in recording.calls if call.op is marks.text_positions]
-    here = {call.out.index: torch.full(shape[1:], position) for call in counted}
-    return {recording.positions.index: torch.full(shape, position)} | here
 
 
 def _dry_run(part: RecordedPart) -> None:

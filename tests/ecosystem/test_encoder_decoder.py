@@ -120,7 +120,8 @@ def test_processors_scores_and_caches_that_are_returned(models):
     cache.reorder_cache(torch.tensor([3, 1, 0, 2], device=stock.device))
     assert cache.get_seq_length() == expected[CACHE].get_seq_length() - 2
     layer = cache.cross_attention_cache.layers[0]
-    assert torch.equal(layer.keys[0], layer.keys[3]) is False and len(layer.keys) == 4
+    assert len(layer.keys) == 4 and torch.equal(layer.keys[0], layer.keys[3])
+    assert not torch.equal(layer.keys[0], layer.keys[1])
 
 
 def test_outputs_of_the_encoder_and_a_beginning(models):

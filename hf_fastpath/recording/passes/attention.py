@@ -18,6 +18,7 @@ from ..lowering import takes_product
 from ..probing import MISFITS, agree, evaluate, seeded
 from ..recording import Recording, read_by
 from ..skeleton import past_tokens
+from .lengths import at_position
 from .regions import Memory
 
 _aten = torch.ops.aten
@@ -209,8 +210,7 @@ def shown(
     found = []
     try:
         for position in (min(each, past_tokens(model.config)) for each in _POSITIONS):
-            given = {recording.positions.index: torch.full((recording.batch, recording.query_len), position)}
-            angle_values = evaluate(angle_calls, given)
+            angle_values = evaluate(angle_calls, at_position(recording, position))
             with seeded(position):
                 values = [torch.randn(recording.fact(each).shape, dtype=torch.float64) for each in sources]
             given = {each.index: value for each, value in zip(sources, values)}

@@ -14,6 +14,7 @@ from ..recording import Recording, Unrecordable, read_by
 
 _aten = torch.ops.aten
 
+_INTEGERS = (torch.int32, torch.int64)
 _ATTENTION = (marks.attend, marks.latent_attend, marks.rotated_attention, marks.projected_attention)
 
 
@@ -25,13 +26,15 @@ def positions_in_text(recording: Recording, model: nn.Module) -> None:
     for call in recording.calls:
         if call.op is _aten.arange.default and call.arguments["end"] == count:
             first.add(call.out.index)
-        elif call.op is _aten.add.Tensor and _adds(call, past) and recording.fact(call.out).dtype == torch.int64:
+        elif call.op is _aten.add.Tensor and _adds(call, past) and recording.fact(call.out).dtype in _INTEGERS:
             if getattr(call.arguments["self"], "index", -1) in first:
                 call.op, call.arguments = marks.text_positions, {"query_len": count}
             elif count == 1:  # whatever it is, it is counted from the length of the cache
-                place = recording.call(marks.text_positions, recording.fact(call.out).new_empty(1), query_len=1)
-                call.arguments = {"self": call.arguments["self"], "other": place.out}
-                instead[id(call)] = [place, call]
+                like = recording.fact(call.out).new_empty(1)
+                place = recording.call(marks.text_positions, like.long(), query_len=1)
+                made = [place, recording.call(_aten._to_copy.default, like, self=place.out, dtype=like.dtype)]
+                call.arguments = {"self": call.arguments["self"], "other": made[-1].out}
+                instead[id(call)] = [*made, call]
         if call.op not in (_aten.arange.start, _aten.arange.start_step):
             continue
         given = call.arguments
@@ -45,6 +48,14 @@ def _adds(call: Call, number: int) -> bool:
     """Whether a sum adds one number, and no tensor."""
     other = call.arguments["other"]
     return type(other) is int and other == number and call.arguments.get("alpha", 1) == 1
+
+
+def at_position(recording: Recording, position: int) -> dict[int, torch.Tensor]:
+    """Return what registers of positions hold at ``position``."""
+    shape = (recording.batch, recording.query_len)
+    counted = [call for call in recording.calls if call.op is marks.text_positions]
+    here = {call.out.index: torch.full(shape[1:], position) for call in counted}
+    return {recording.positions.index: torch.full(shape, position)} | here
 
 
 def check_lengths(recording: Recording) -> None:
