@@ -38,11 +38,11 @@ causal_lm_types._SIZES |= {
     "decoder_sparse_step": 2,
 }
 _BERT = {"model_type": "bert"}
-_BERT_DECODER = _BERT | dict(is_decoder=True, add_cross_attention=True)
+_AROUND = dict(encoder=dict(is_decoder=False), decoder=dict(add_cross_attention=True))
 #: entries that a type is given besides, as in ``causal_lm_types``
 _TYPES: dict[str, dict[str, Any]] = {
-    "encoder-decoder": dict(default=dict(encoder=_BERT, decoder=_BERT_DECODER)),
-    "speech-encoder-decoder": dict(default=dict(encoder={"model_type": "wav2vec2"}, decoder=_BERT_DECODER)),
+    "encoder-decoder": dict(default=dict(encoder=_BERT, decoder=_BERT)) | _AROUND,
+    "speech-encoder-decoder": dict(default=dict(encoder={"model_type": "wav2vec2"}, decoder=_BERT)) | _AROUND,
 }
 
 

@@ -310,11 +310,12 @@ def _drawn(logits: torch.Tensor) -> torch.Tensor:
 
 
 @contextmanager
-def _plain_generation(model: nn.Module, device: torch.device) -> Iterator[None]:
-    """Generate without end token and logits processors, and with a generator that may be seeded."""
+def _plain_generation(model: nn.Module, ids: torch.Tensor) -> Iterator[None]:
+    """Generate behind ``ids`` without end token and logits processors, and with a generator that may be seeded."""
     kept = model.generation_config
-    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
-        model.generation_config = GenerationConfig(pad_token_id=0, decoder_start_token_id=0)
+    with torch.random.fork_rng(devices=[ids.device] if ids.device.type == "cuda" else []):
+        # else transformers puts the token that starts a decoder in front
+        model.generation_config = GenerationConfig(pad_token_id=0, decoder_start_token_id=int(ids[0, 0]))
         try:
             yield
         finally:
@@ -326,7 +327,7 @@ def different_tokens(
     model: nn.Module, ids: torch.Tensor, max_new_tokens: int, encoded: torch.Tensor | None = None
 ) -> str | None:
     """Return the first case of :func:`compare`, of the same arguments, with other tokens than stock's, or None."""
-    with _plain_generation(model, ids.device):
+    with _plain_generation(model, ids):
         for case in _all_cases(model, ids, max_new_tokens, encoded):
             made = []
             for fast in (True, False):
@@ -356,7 +357,7 @@ def compare(
         ValueError: the inputs are too short or too many, or the model's decode loop is not patched.
     """
     rows, cases = [], _all_cases(model, ids, max_new_tokens, encoded)
-    with _plain_generation(model, ids.device), counted(len(cases), "hf_fastpath: verify") as bar:
+    with _plain_generation(model, ids), counted(len(cases), "hf_fastpath: verify") as bar:
         for case in cases:
             bar.set_description_str(f"hf_fastpath: verify, {case.name}", refresh=False)
             rows.append(_compare(model, case, max_new_tokens))

@@ -73,9 +73,8 @@ def seen(part: ModelPart, input_ids: torch.Tensor, model_kwargs: Mapping[str, An
         model_kwargs: of the call.
     """
     batch, length, mask = len(input_ids), compat.encoded_length(model_kwargs), model_kwargs.get("attention_mask")
-    if mask is None or bool((mask == 1).all()):
-        return Seen.all_of(length, batch, input_ids.device)
-    mask = part.mask_over_encoded(compat.inputs_behind(part.module, input_ids, model_kwargs))
+    if mask is not None:  # it may be of what the encoder was given, of which it makes fewer places
+        mask = part.mask_over_encoded(compat.inputs_behind(part.module, input_ids, model_kwargs))
     if mask is None:
         return Seen.all_of(length, batch, input_ids.device)
     return Seen.by_mask(mask) if tuple(mask.shape) == (batch, length) else None

@@ -89,6 +89,7 @@ class RecordedPart:
         self._recordings: dict[tuple[int, int], Recording] = {}
         self.verdict: tuple[Cause | None] | None = None
         self._arguments: dict[tuple, Cause | None] = {}  # arguments of a step -> why they matter, or None
+        self._passes_mask_on = False  # True once the decoder was seen to be given the mask that the model is given
         self._moment = object()  # of no other part, as an id may be once this one is gone
 
     # ---- recordings -------------------------------------------------------------------------------------------
@@ -290,8 +291,13 @@ class RecordedPart:
         Raises:
             ValueError: the decoder's arguments do not tell.
         """
-        with self._skeleton.lock:
-            return compat.seen_by_decoder(self._skeleton.copy, arguments)
+        given = arguments.get("attention_mask")
+        if not self._passes_mask_on:
+            with self._skeleton.lock:
+                found = compat.seen_by_decoder(self._skeleton.copy, arguments)
+            self._passes_mask_on = found is given
+            return found
+        return given
 
     def outer_reason(self) -> str | None:
         """Return why calling the model is more than its class's forward, or None."""

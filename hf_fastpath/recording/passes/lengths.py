@@ -35,6 +35,10 @@ def positions_in_text(recording: Recording, model: nn.Module) -> None:
                 made = [place, recording.call(_aten._to_copy.default, like, self=place.out, dtype=like.dtype)]
                 call.arguments = {"self": call.arguments["self"], "other": made[-1].out}
                 instead[id(call)] = [*made, call]
+        if _is_slice_of_positions(call, past, count):
+            like = recording.fact(call.out)
+            place = recording.call(marks.text_positions, like.new_empty(count), query_len=count)
+            instead[id(call)] = [place, Call(_aten.view.default, {"self": place.out, "size": list(like.shape)}, call.out)]
         if call.op not in (_aten.arange.start, _aten.arange.start_step):
             continue
         given = call.arguments
@@ -42,6 +46,17 @@ def positions_in_text(recording: Recording, model: nn.Module) -> None:
             if given.get("dtype", torch.int64) in (None, torch.int64):
                 call.op, call.arguments = marks.text_positions, {"query_len": count}
     recording.rewrite(instead, {})
+
+
+def _is_slice_of_positions(call: Call, past: int, count: int) -> bool:
+    """Whether a call takes the places of the new tokens out of one row of numbers 0, 1, ..."""
+    if call.op is not _aten.slice.Tensor or not isinstance(call.arguments["self"], torch.Tensor):
+        return False
+    row, given = call.arguments["self"], call.arguments
+    if row.dtype != torch.int64 or row.numel() != row.shape[-1] or given.get("dim", 0) % row.dim() != row.dim() - 1:
+        return False
+    is_here = (given.get("start"), given.get("end"), given.get("step", 1)) == (past, past + count, 1)
+    return is_here and (row.is_meta or torch.equal(row.flatten().cpu(), torch.arange(row.numel())))
 
 
 def _adds(call: Call, number: int) -> bool:

@@ -28,7 +28,8 @@ def constant_views(recording: Recording, model: nn.Module) -> None:
     values: dict[int, Any] = {}
     for call in list(recording.calls):
         arguments = {name: _known(each, values) for name, each in call.arguments.items()}
-        if call.op in _OF_CONSTANTS and isinstance(arguments["self"], torch.Tensor):
+        is_view = call.op in _OF_CONSTANTS and isinstance(arguments["self"], torch.Tensor)
+        if is_view and not follows_length(recording, call):
             with torch.no_grad():
                 values[call.out.index] = call.op(**arguments)
     recording.rewrite({}, values)
