@@ -6,8 +6,8 @@ from ..compat import EncoderDecoderCache
 
 
 class FastpathEncoderDecoderCache(EncoderDecoderCache):
-    """transformers' ``EncoderDecoderCache`` of a FastpathCache, which holds the text, and a ``DynamicCache``, which holds
-    keys and values of what the encoder has read.
+    """transformers' ``EncoderDecoderCache`` of a FastpathCache, which holds the text, and a ``DynamicCache``, which
+    holds keys and values of what the encoder has read.
 
     Source: transformers ``cache_utils.py@5.24``, ``EncoderDecoderCache``.
     """

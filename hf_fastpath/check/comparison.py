@@ -280,11 +280,13 @@ def _in_higher_precision(model: nn.Module) -> Iterator[None]:
     wide = _wider(next(model.parameters()).dtype)
     kept: dict[int, dict[str, nn.Parameter | None]] = {}
 
-    def widen(module: nn.Module, *arguments: Any) -> None:
+    def widen(module: nn.Module, arguments: tuple) -> tuple | None:
         kept[id(module)] = dict(module._parameters)
         for name, parameter in module._parameters.items():
             if parameter is not None:
                 module._parameters[name] = nn.Parameter(parameter.detach().to(wide), requires_grad=False)
+        # T5 brings what it gives to a projection to the dtype of the weight that waits there
+        return tuple(each.to(wide) for each in arguments) if isinstance(module, nn.Linear) else None
 
     def narrow(module: nn.Module, *arguments: Any) -> None:
         module._parameters.update(kept.pop(id(module), {}))

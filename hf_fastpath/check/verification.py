@@ -22,8 +22,8 @@ def verify(model: nn.Module, inputs: Any, max_new_tokens: int = 32) -> Verificat
     if they have less than 512 tokens (long); a text up to the edge of the smallest sliding window, if the model has one
     (window edge); and the beginning with tokens drawn from a seed (sampling). End tokens and the logits processors of
     ``model.generation_config`` are left out. An unpatched model is patched for the comparison and unpatched afterwards.
-    Of an encoder-decoder, the rows are made of what its encoder gives for ``inputs``, and the text begins with the token
-    that starts the decoder.
+    Of an encoder-decoder, the rows are made of what its encoder gives for ``inputs``, and the text begins with the
+    token that starts the decoder.
 
     Args:
         model: a model that generates text.

@@ -181,7 +181,12 @@ def forward_over(
         encoded: [1, length, encoder_width], of an encoder-decoder what the encoder has given; else None.
     """
     past, count = text_cache(cache).get_seq_length(), tokens.shape[1]
-    given: dict[str, Any] = {text_name(model, "input_ids"): tokens, CACHE: cache, "use_cache": True, "return_dict": True}
+    given: dict[str, Any] = {
+        text_name(model, "input_ids"): tokens,
+        CACHE: cache,
+        "use_cache": True,
+        "return_dict": True,
+    }
     if takes_positions(model):
         positions = torch.arange(past, past + count, device=tokens.device)[None]
         given[text_name(model, "position_ids")] = positions

@@ -172,6 +172,69 @@ def test_all_else_of_a_patched_model(models):
 
 # ---- Whisper's own loop around ours ----------------------------------------------------------------------------------
 
+#: what speech may say: text, special tokens, then times
+_END, _START, _PREVIOUS, _SILENCE, _NO_TIMES = 99, 90, 91, 92, 100
+_FALLBACK = dict(logprob_threshold=-0.5, compression_ratio_threshold=1.1, no_speech_threshold=0.6)
+
+
+@pytest.fixture(scope="module")
+def hearing(device) -> tuple[nn.Module, nn.Module]:
+    """A Whisper that may say when it has heard something, and a patched copy of it."""
+    require_native(device)
+    stock = small_model("whisper").to(device)
+    known = dict(eos_token_id=_END, pad_token_id=_END, decoder_start_token_id=_START, prev_sot_token_id=_PREVIOUS)
+    known |= dict(no_timestamps_token_id=_NO_TIMES, no_speech_token=_SILENCE, is_multilingual=False, max_length=40)
+    known |= dict(return_timestamps=False, max_initial_timestamp_index=20, alignment_heads=[[0, 0], [1, 1]])
+    known |= dict(suppress_tokens=[3, 4], begin_suppress_tokens=[5])
+    for name, value in known.items():
+        setattr(stock.generation_config, name, value)
+    stock.config.eos_token_id = stock.config.pad_token_id = _END
+    return stock, hf_fastpath.patch(copy.deepcopy(stock), quiet=True)
+
+
+@pytest.mark.parametrize(
+    ("segments", "batch", "options"),
+    [
+        (1, 2, {}),
+        (1, 2, dict(return_timestamps=True)),
+        (1, 1, dict(return_timestamps=True, return_segments=True)),
+        (1, 1, dict(return_dict_in_generate=True)),
+        (2.5, 2, dict(return_timestamps=True)),
+        (2, 1, dict(return_timestamps=True, temperature=(0.0, 0.4, 0.8), **_FALLBACK)),
+        (2, 2, dict(return_timestamps=True, temperature=(0.0, 0.4), condition_on_prev_tokens=True, **_FALLBACK)),
+    ],
+    ids=["short", "times", "segments", "dict", "long", "fallback", "on what was said"],
+)
+def test_whisper_long_and_short(hearing, segments, batch, options):
+    stock, ours = hearing
+    config, generator = stock.config, torch.Generator().manual_seed(0)
+    frames = int(segments * 2 * config.max_source_positions)
+    inputs = {"input_features": torch.randn(batch, config.num_mel_bins, frames, generator=generator).to(stock.device)}
+    if segments > 1:
+        inputs["attention_mask"] = torch.ones(batch, frames, dtype=torch.long, device=stock.device)
+    made = []
+    for model in (ours, stock):
+        torch.manual_seed(0)
+        with counting(ours) as counts:
+            found = model.generate(**inputs, **copy.deepcopy(options))
+        if model is ours:
+            assert counts.fast and not counts.fallback and not counts.reasons
+        made.append(found if torch.is_tensor(found) else found["sequences"])
+    assert_same_tokens(*made)
+
+
+def test_whisper_tells_times_of_tokens(hearing):
+    """These are made of attention weights, which stock code returns."""
+    stock, ours = hearing
+    shape = 1, stock.config.num_mel_bins, 2 * stock.config.max_source_positions
+    sound = torch.randn(shape, generator=torch.Generator().manual_seed(0)).to(stock.device)
+    with counting(ours) as counts:
+        found = ours.generate(sound, return_timestamps=True, return_token_timestamps=True)
+    assert set(counts.reasons) == {"attention_outputs"}
+    expected = stock.generate(sound, return_timestamps=True, return_token_timestamps=True)
+    assert_same_tokens(found["sequences"], expected["sequences"])
+    assert torch.equal(found["token_timestamps"], expected["token_timestamps"])
+
 
 # ---- what is left to stock code --------------------------------------------------------------------------------------
 

@@ -38,7 +38,10 @@ def positions_in_text(recording: Recording, model: nn.Module) -> None:
         if _is_slice_of_positions(call, past, count):
             like = recording.fact(call.out)
             place = recording.call(marks.text_positions, like.new_empty(count), query_len=count)
-            instead[id(call)] = [place, Call(_aten.view.default, {"self": place.out, "size": list(like.shape)}, call.out)]
+            instead[id(call)] = [
+                place,
+                Call(_aten.view.default, {"self": place.out, "size": list(like.shape)}, call.out),
+            ]
         if call.op not in (_aten.arange.start, _aten.arange.start_step):
             continue
         given = call.arguments
