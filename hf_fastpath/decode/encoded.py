@@ -1,5 +1,5 @@
-"""What an encoder has read, as a decoder attends to it: keys and values that the prompt's forward has left in the cache,
-and which of them each sequence sees."""
+"""What an encoder has read, as a decoder attends to it: keys and values that the prompt's forward has left in the
+cache, and which of them each sequence sees."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Prompts of more than tokens: embeddings, images, sound, what an encoder reads. The model's own code reads them, and is
-asked here what it would be given with the tokens that follow, which a plan then reads."""
+"""Prompts of more than tokens: embeddings, images, sound, what an encoder reads. The model's own code reads them, and
+is asked here what it would be given with the tokens that follow, which a plan then reads."""
 
 from __future__ import annotations
 

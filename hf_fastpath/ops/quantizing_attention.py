@@ -42,8 +42,8 @@ def reference(
         k, v: float32 [batch, num_kv_heads, query_len, head_dim], keys and values of the new tokens after rotation.
         k_cache, v_cache, k_scales, v_scales: int8 or float8_e4m3fn and bfloat16, as in ``decode_attention``, but the
             newest query_len positions are written, not read. Positions before ``starts`` stay as they are.
-        seq_lens, starts, scale, window, kv_table, layer, workspace, programmatic_launch, sinks, softcap, slopes, biases:
-            as in ``decode_attention``.
+        seq_lens, starts, scale, window, kv_table, layer, workspace, programmatic_launch, sinks, softcap, slopes,
+            biases: as in ``decode_attention``.
 
     Returns:
         [batch, query_len, num_heads*head_dim] in q's dtype.

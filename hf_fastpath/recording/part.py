@@ -11,7 +11,7 @@ from torch import nn
 from .. import compat
 from ..decode.encoded import EncodedPlaces
 from ..decode.modules import is_packed, model_code_reason, own_code_reason
-from ..decode.named_calls import Call, Emit, Register
+from ..decode.named_calls import Emit, Register
 from ..decode.plan_cache import PlanCache
 from ..decode.positions import Positions
 from ..decode.program import Program

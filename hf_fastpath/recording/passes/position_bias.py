@@ -40,12 +40,11 @@ def _table(recording: Recording, bias: Register) -> BiasTable:
             wanted[call.out.index] = call
             waiting += read_by(call)
     calls = [Call(call.op, dict(call.arguments), call.out) for call in recording.calls if call.out.index in wanted]
-    tensors = [each for call in calls for each in call.arguments.values() if isinstance(each, torch.Tensor)]
+    held = [each for call in calls for each in call.arguments.values() if isinstance(each, torch.Tensor)]
+    held = [each for each in held if each.is_floating_point()]
     try:
         with seeded():  # whatever the weights hold now, no two of their rows are to be alike
-            weights = {
-                id(each): torch.randn(each.shape, dtype=torch.float64) for each in tensors if each.is_floating_point()
-            }
+            weights = {id(each): torch.randn(each.shape, dtype=torch.float64) for each in held}
         scores = evaluate(calls, {}, weights)[bias.index]
     except MISFITS as error:
         raise Unrecordable(f"a bias of scores that cannot be computed alone, {type(error).__name__}: {error}") from None
