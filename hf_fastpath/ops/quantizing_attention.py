@@ -64,8 +64,8 @@ def reference(
         stored[rows, :, slots] = torch.where(kept[:, :, None, None], stored[rows, :, slots], quants.view(torch.int8))
         scales[rows, :, slots] = torch.where(kept[:, :, None], scales[rows, :, slots], of_heads.to(scales.dtype))
     place = None, 0, workspace, programmatic_launch, sinks
-    how = k_scales, v_scales, None, softcap, slopes, biases
-    return attention(q, k_cache, v_cache, seq_lens, starts, scale, window, *place, *how)
+    changes = softcap, slopes, biases
+    return attention(q, k_cache, v_cache, seq_lens, starts, scale, window, *place, k_scales, v_scales, None, *changes)
 
 
 def fake(q):
