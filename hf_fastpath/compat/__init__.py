@@ -62,6 +62,7 @@ from .encoders import (
     text_cache,
     text_embedding,
     text_name,
+    text_output,
 )
 from .generation import (
     FORWARD_ARGUMENTS,
@@ -74,6 +75,7 @@ from .generation import (
     following_logits,
     inputs_behind,
     is_assisted_mode,
+    is_beam_mode,
     is_sample_mode,
     is_stock,
     is_stock_streamer,

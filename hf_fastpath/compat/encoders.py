@@ -11,7 +11,7 @@ from torch import nn
 from transformers.cache_utils import Cache, DynamicCache, EncoderDecoderCache
 from transformers.generation import GenerationMixin
 from transformers.generation.utils import GenerateEncoderDecoderOutput
-from transformers.modeling_outputs import BaseModelOutput
+from transformers.modeling_outputs import BaseModelOutput, Seq2SeqLMOutput
 
 from .caches import CACHE
 from .models import can_generate, entry_of
@@ -123,6 +123,11 @@ def read_by_encoder(model: Any, inputs: Any) -> tuple[torch.Tensor, torch.Tensor
     if start is None:
         raise ValueError("the model has neither decoder_start_token_id nor bos_token_id: set one in generation_config")
     return torch.full((len(states), 1), start, device=states.device), states
+
+
+def text_output(logits: torch.Tensor, cache: EncoderDecoderCache) -> Seq2SeqLMOutput:
+    """Return [batch, count, vocab_size] logits as the forward of a model with an encoder gives them."""
+    return Seq2SeqLMOutput(logits=logits, **{CACHE: cache})
 
 
 def encoded_length(model_kwargs: Mapping[str, Any]) -> int:

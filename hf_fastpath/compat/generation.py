@@ -41,6 +41,11 @@ def is_sample_mode(generation_mode: Any) -> bool:
     return generation_mode in (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE)
 
 
+def is_beam_mode(generation_mode: Any) -> bool:
+    """Whether ``generate()`` will run beam search."""
+    return generation_mode in (GenerationMode.BEAM_SEARCH, GenerationMode.BEAM_SAMPLE)
+
+
 def is_assisted_mode(generation_mode: Any) -> bool:
     """Whether ``generate()`` will verify drafts."""
     return generation_mode is GenerationMode.ASSISTED_GENERATION

@@ -39,12 +39,6 @@ def for_patched_models(loop: Callable[..., Any]) -> Callable[..., Any]:
     return method
 
 
-@for_patched_models
-def run_stock(state: Patched, original: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
-    """Run a method of transformers that none of our loops replaces; the call only waits at the same door as others."""
-    return original(model, *args, **kwargs)
-
-
 @contextmanager
 def settling(cache: FastpathCache, part: ModelPart) -> Iterator[None]:
     """Give all layers of ``cache`` the same length again if the block is broken off."""

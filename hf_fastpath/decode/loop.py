@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from .. import compat
+from ..cache.encoder_decoder import for_stock
 from ..cache.fastpath_cache import FastpathCache
 from . import encoded, prompt
 from .calls import (
@@ -73,7 +74,7 @@ def sample(
     before, started = input_ids.shape[1], time.perf_counter()
     result = original(
         *(model, input_ids, logits_processor, stopping_criteria, generation_config, synced_gpus, streamer),
-        **model_kwargs,
+        **for_stock(model_kwargs),
     )
     sequences = result if isinstance(result, torch.Tensor) else result.sequences
     state.stats.generated(sequences.numel() - before * sequences.shape[0], started, stock=True)

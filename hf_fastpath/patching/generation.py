@@ -10,7 +10,7 @@ from torch import nn
 from .. import compat
 from ..cache.encoder_decoder import FastpathEncoderDecoderCache
 from ..cache.fastpath_cache import FastpathCache
-from ..decode import assisted, calls, loop
+from ..decode import assisted, beams, loop
 from ..decode.patched import STATE_KEY
 from ..reasons import Cause
 from .state import PatchState
@@ -19,7 +19,7 @@ from .state import PatchState
 LOOPS: dict[str, Callable[..., Any]] = {
     "_sample": loop.sample,
     "_assisted_decoding": assisted.decode,
-    "_beam_search": calls.run_stock,
+    "_beam_search": beams.search,
 }
 
 
@@ -31,7 +31,10 @@ def prepare_cache(self: nn.Module, generation_config: Any, model_kwargs: dict, g
     if state is None or not state.enabled:  # the state is None if another thread has just unpatched the model
         return result
     state.stats.new_call()
+    part = state.plans.part_of(self) if state.loop_reason is None else None
     ours = compat.is_sample_mode(generation_mode) or (compat.is_assisted_mode(generation_mode) and state.generates)
+    if part is not None and part.has_encoder:
+        ours = ours or compat.is_beam_mode(generation_mode)
     if not ours:
         state.fall_back(
             state.loop_reason or Cause("generation_mode", str(getattr(generation_mode, "value", generation_mode)))
@@ -39,8 +42,7 @@ def prepare_cache(self: nn.Module, generation_config: Any, model_kwargs: dict, g
     whole = model_kwargs.get(compat.CACHE)
     made = compat.text_cache(whole)
     plain = generation_config.cache_implementation in (None, "dynamic") and type(made) is compat.DynamicCache
-    part = state.plans.part_of(self) if state.loop_reason is None else None
-    if plain and not users_own and _takes_our_cache(self, state):
+    if plain and not users_own and _takes_our_cache(self, state) and (ours or part is None or not part.has_encoder):
         is_text_alone = made is whole
         made = FastpathCache.from_dynamic(made, state.options.kv_dtype, state.options.page_size)
         made.is_dropped = not generation_config.return_dict_in_generate

@@ -80,15 +80,28 @@ def test_one_plan_serves_texts_of_any_length(models):
     assert list(state_of(ours).plans) == plans
 
 
-def test_samples_beams_and_drafts(models):
+@pytest.mark.parametrize(
+    "options",
+    [
+        dict(do_sample=True, top_k=5),
+        dict(do_sample=True, num_return_sequences=2),
+        dict(num_beams=3),
+        dict(num_beams=4, num_return_sequences=2, length_penalty=2.0, no_repeat_ngram_size=2, early_stopping=True),
+        dict(num_beams=2, do_sample=True, return_dict_in_generate=True, output_scores=True),
+    ],
+    ids=["samples", "several samples", "beams", "best beams", "sampled beams"],
+)
+def test_samples_and_beams(models, options):
     stock, ours = models
-    inputs = of(stock, 2, padding=3)
-    for options in (dict(do_sample=True, top_k=5), dict(do_sample=True, num_return_sequences=2), dict(num_beams=2)):
-        results = []
-        for model in (ours, stock):
-            torch.manual_seed(0)
-            results.append(model.generate(**inputs, **FEW | options))
-        assert_same_tokens(*results)
+    inputs, results = of(stock, 2, padding=3), []
+    for model in (ours, stock):
+        torch.manual_seed(0)
+        with counting(ours) as counts:
+            found = model.generate(**inputs, **FEW | options)
+        if model is ours:
+            assert counts.fast and not counts.fallback and not counts.reasons
+        results.append(found if torch.is_tensor(found) else found["sequences"])
+    assert_same_tokens(*results)
 
 
 class Never(LogitsProcessor):
@@ -251,7 +264,7 @@ def test_what_is_left_to_stock():
         ({CACHE: own}, "other_cache"),
         (dict(output_attentions=True, return_dict_in_generate=True), "attention_outputs"),
         (dict(use_cache=False), "no_cache"),
-        (dict(num_beams=3), "generation_mode"),
+        (dict(num_beams=3, attention_mask=mask), "attention_mask"),
     ):
         with counting(ours) as counts:
             found = ours.generate(**inputs | FEW | copy.deepcopy(options))
