@@ -2,6 +2,7 @@
 #pragma once
 
 #include "common/numeric.cuh"
+#include "common/softmax.cuh"
 #include "decode_attention/decode_attention.h"
 #include "decode_attention/split.cuh"
 

@@ -85,6 +85,7 @@ class Recording:
         logits: register of [batch, query_len, vocab_size].
         spans: the calls of each module without children.
         masks: register of an attention mask -> the window that it stands for, None for full causal attention.
+        open_masks: registers of masks that hide nothing.
         mutated: registers that a call writes to, or whose memory it shares.
         past: number of tokens that the cache said it holds.
         windows: sliding window of each of the cache's layers.
@@ -104,6 +105,7 @@ class Recording:
     logits: Register
     spans: list[Span]
     masks: dict[int, int | None]
+    open_masks: frozenset[int] = frozenset()
     mutated: set[int] = field(default_factory=set)
     past: int = 0
     windows: tuple[int | None, ...] = ()

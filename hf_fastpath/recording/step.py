@@ -94,7 +94,8 @@ def _record(noting: Recorder, batch: int, query_len: int, arguments: dict[str, A
                 call.arguments[name] = Norm(*value)
     for expansion in noting.expansions.values():
         expansion.check()
-    if not all(_sees_all(noting.masks[index]) for index in noting.masks_over_encoded):
+    open_masks = frozenset(index for index, function in noting.masks.items() if _sees_all(function))
+    if not noting.masks_over_encoded <= open_masks:
         raise Unrecordable("a mask that hides some of what the encoder has read")
     windows: dict[int, int | None] = {}  # of masks that the kernels have
     for index, function in noting.masks.items():
@@ -117,6 +118,7 @@ def _record(noting: Recorder, batch: int, query_len: int, arguments: dict[str, A
         logits=noting.value(logits),
         spans=noting.spans,
         masks=windows,
+        open_masks=open_masks,
         mutated=noting.mutated,
         past=noting.past,
         windows=tuple(kind.window for kind in cache.kinds),

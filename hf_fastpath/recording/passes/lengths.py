@@ -82,11 +82,15 @@ def check_lengths(recording: Recording) -> None:
     Raises:
         Unrecordable: a call has such a size, or reads the encoder's output; the message names it.
     """
+    encoded = {register.index for each in recording.encoded for register in (each.k, each.v)}
     for call in recording.calls:
         if call.op not in _ATTENTION and follows_length(recording, call):
             raise Unrecordable(f"{call.name} with a size that follows the length of the text")
-        if recording.encoder_output is not None and recording.encoder_output.index in (r.index for r in read_by(call)):
+        read = {register.index for register in read_by(call)}
+        if recording.encoder_output is not None and recording.encoder_output.index in read:
             raise Unrecordable(f"{call.name} reads the encoder's output with every token")
+        if call.op is not marks.attend_encoded and read & encoded:
+            raise Unrecordable(f"{call.name} reads what the encoder has read outside of attention")
 
 
 def follows_length(recording: Recording, call: Call) -> bool:
