@@ -10,7 +10,7 @@ from typing import Any
 
 import causal_lm_types
 import torch
-from causal_lm_types import random_model, small
+from causal_lm_types import VOCAB, random_model, small
 from transformers import (
     AutoModelForSeq2SeqLM,
     AutoModelForSpeechSeq2Seq,
@@ -44,6 +44,8 @@ _AROUND = dict(encoder=dict(is_decoder=False), decoder=dict(add_cross_attention=
 #: entries that a type is given besides, as in ``causal_lm_types``
 _TYPES: dict[str, dict[str, Any]] = {
     "encoder-decoder": dict(default=dict(encoder=_BERT, decoder=_BERT)) | _AROUND,
+    "moonshine_streaming": dict(num_key_value_heads=4),  # the class has no default
+    "speecht5": dict(vocab_size=VOCAB),
     "speech-encoder-decoder": dict(default=dict(encoder={"model_type": "wav2vec2"}, decoder=_BERT)) | _AROUND,
 }
 
@@ -123,7 +125,7 @@ def start(batch: int, length: int = 3, seed: int = 0) -> torch.Tensor:
 def generate(model: PreTrainedModel, inputs: dict[str, Any], **options: Any) -> torch.Tensor:
     """Return the tokens that ``GenerationMixin.generate()`` adds, whatever a model's class does around it."""
     start = inputs["decoder_input_ids"].shape[1] if "decoder_input_ids" in inputs else 0
-    found = GenerationMixin.generate(model, **copy.copy(inputs), **options)
+    found = GenerationMixin.generate(model, **copy.deepcopy(inputs), **options)
     new = options["max_new_tokens"]
     assert found.shape[1] >= start + new
     return found[:, -new:]

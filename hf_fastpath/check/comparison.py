@@ -3,7 +3,7 @@ measurements of ``verify()`` and of the self-test."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -59,7 +59,7 @@ class _Case:
         return None if self.encoded is not None or bool(self.mask.all()) else self.mask
 
     def over(self, dtype: torch.dtype | None = None) -> dict[str, Any]:
-        """Return what a forward is given of the encoder's output, in ``dtype``."""
+        """Return what a forward is given of a copy of the encoder's output, in ``dtype``."""
         if self.encoded is None:
             return {}
         return {"encoder_outputs": encoder_output(self.encoded.to(dtype)), "attention_mask": self.mask}
@@ -83,10 +83,11 @@ def sequences(inputs: Any) -> torch.Tensor:
     return ids
 
 
-def _cases_over(encoded: torch.Tensor, ids: torch.Tensor) -> Iterator[_Case]:
-    """Make the rows' inputs of an encoder's output, [batch, length, features], and the beginning of a text."""
-    short = encoded[:, :SHORT_TOKENS]
-    long = encoded.repeat(1, -(-LONG_TOKENS // encoded.shape[1]), 1)[:, : max(LONG_TOKENS, encoded.shape[1])]
+def _cases_over(encoded: torch.Tensor, ids: torch.Tensor, limit: int) -> Iterator[_Case]:
+    """Make the rows' inputs of an encoder's output, [batch, length, features], and the beginning of a text; ``limit``
+    is the number of positions that the model knows."""
+    short, length = encoded[:, :SHORT_TOKENS], max(min(LONG_TOKENS, limit), encoded.shape[1])
+    long = encoded.repeat(1, -(-length // encoded.shape[1]), 1)[:, :length]
     pair = encoded[:1, :PADDED_TOKENS].repeat(2, 1, 1)
     masks = [torch.ones(each.shape[:2], dtype=torch.long, device=ids.device) for each in (short, pair, long)]
     masks[1][1, -(-pair.shape[1] // 2) :] = 0
@@ -97,10 +98,10 @@ def _cases_over(encoded: torch.Tensor, ids: torch.Tensor) -> Iterator[_Case]:
 
 
 def _all_cases(model: nn.Module, ids: torch.Tensor, new_tokens: int, encoded: torch.Tensor | None) -> list[_Case]:
-    if encoded is not None:
-        return list(_cases_over(encoded, ids))
-    part = state_of(model).plans.part_of(model)
     limit = getattr(model.config, "max_position_embeddings", None) or LONG_TOKENS + new_tokens
+    if encoded is not None:
+        return list(_cases_over(encoded, ids, limit))
+    part = state_of(model).plans.part_of(model)
     return list(_cases(ids, () if part is None else part.windows, limit, new_tokens))
 
 
@@ -146,7 +147,7 @@ def decode_logits(
     prefill: int,
     fast: bool,
     prompt_mask: torch.Tensor | None = None,
-    over: dict[str, Any] | None = None,
+    over: Mapping[str, Any] | None = None,
 ) -> torch.Tensor:
     """Return the logits of a given text, decoded token by token through a KV cache.
 
@@ -180,7 +181,7 @@ def decode_logits(
         padding = (
             {} if prompt_mask is None else {"attention_mask": mask[:, :end], "position_ids": positions[:, begin:end]}
         )
-        padding |= {"logits_to_keep": 1} if over is None else over
+        padding |= over or {"logits_to_keep": 1}
         text = {text_name(model, "input_ids"): input_ids[:, begin:end]}
         return model(**text, **{CACHE: cache}, use_cache=True, **padding).logits[:, -1]
 
@@ -188,7 +189,7 @@ def decode_logits(
     if fast:
         plan = state.plans.decode_plan(part, input_ids.shape[0], text_cache(cache))
         starts = None if prompt_mask is None else (mask == 0).sum(1)
-        read = None if over is None else Encoded.of(cache, seen(part, input_ids, {CACHE: cache, **over}))
+        read = None if not over else Encoded.of(cache, seen(part, input_ids, {CACHE: cache, **over}))
         plan.begin(text_cache(cache), positions[:, prefill - 1] + 1, starts, encoded=read)
         rows += [plan.step(input_ids[:, position]).clone() for position in range(prefill, input_ids.shape[1])]
         plan.end()
@@ -213,7 +214,6 @@ def _compare(model: nn.Module, case: _Case, new_tokens: int) -> Row:
     options = {"max_new_tokens": new_tokens}
     options |= {"top_k": 0} if case.do_sample else {}  # generate() would take 50 by default
     prefill, prompt_mask, dtype = case.ids.shape[1], case.padding, next(model.parameters()).dtype
-    over = case.over() or None
 
     def generate(fast: bool, **output: bool) -> Any:
         torch.manual_seed(SEED)
@@ -223,15 +223,15 @@ def _compare(model: nn.Module, case: _Case, new_tokens: int) -> Row:
     with paused(model):
         stock_tokens = generate(False)
         text = stock_tokens[:, :-1]
-        stock = decode_logits(model, text, prefill, False, prompt_mask, over).float()
+        stock = decode_logits(model, text, prefill, False, prompt_mask, case.over()).float()
         with _in_higher_precision(model):
             given = case.over(_wider(dtype))
-            if over is None:
+            if case.encoded is None:
                 mask = torch.cat((case.mask, torch.ones_like(text[:, prefill:])), dim=1)
                 given = {"attention_mask": mask, "position_ids": _positions(mask), "logits_to_keep": new_tokens}
             given[text_name(model, "input_ids")] = text
             ref = model(use_cache=False, **given).logits[:, -new_tokens:]  # some know no logits_to_keep
-    ours = decode_logits(model, text, prefill, True, prompt_mask, over).float()
+    ours = decode_logits(model, text, prefill, True, prompt_mask, case.over()).float()
     error, floor = (ours - ref).abs(), (stock - ref).abs()
     agreement = (ours.argmax(-1) == stock.argmax(-1)).float().mean().item()
     mean_error, mean_floor = error.mean().item(), floor.mean().item()
@@ -245,7 +245,7 @@ def _compare(model: nn.Module, case: _Case, new_tokens: int) -> Row:
         if case.do_sample:
             # The logits of decode_logits() do not do: its prompt goes through the modules, which round differently.
             made = torch.stack(generate(True, output_logits=True, return_dict_in_generate=True).logits, dim=1)
-            again = decode_logits(model, fast_tokens[:, :-1], prefill, True, prompt_mask, over).float()
+            again = decode_logits(model, fast_tokens[:, :-1], prefill, True, prompt_mask, case.over()).float()
             is_near = (made - again).abs().mean().item() <= 2 * mean_floor
             is_explained = is_near and torch.equal(_drawn(made), fast_tokens[:, prefill:])
         else:

@@ -80,7 +80,8 @@ def encoder_width(model: Any) -> int:
     Raises:
         ValueError: the encoder's config does not tell.
     """
-    width = entry_of(model.get_encoder().config.get_text_config(), "hidden_size")
+    config = getattr(model.get_encoder(), "config", model.config)
+    width = entry_of(config.get_text_config(), "hidden_size")
     if not isinstance(width, int):
         raise ValueError(f"the config of {type(model.get_encoder()).__name__} has no hidden_size")
     return width
@@ -96,8 +97,11 @@ class _EncoderOutput(BaseModelOutput):
 
 
 def encoder_output(states: torch.Tensor) -> BaseModelOutput:
-    """Return ``states``, [batch, length, encoder_width], as a model takes what its encoder has given."""
-    return _EncoderOutput(last_hidden_state=states)
+    """Return ``states``, [batch, length, encoder_width], as a model takes what its encoder has given.
+
+    It is a copy: Moonshine's streaming decoder writes to what it is given.
+    """
+    return _EncoderOutput(last_hidden_state=states.clone())
 
 
 def read_by_encoder(model: Any, inputs: Any) -> tuple[torch.Tensor, torch.Tensor]:

@@ -63,8 +63,8 @@ def _record(noting: Recorder, batch: int, query_len: int, arguments: dict[str, A
         whole: Any = cache
         if has_encoder:
             whole = compat.over_encoder(cache)
-            output = skeleton.encoder_output(batch, _ENCODED)
-            arguments = arguments | {"encoder_outputs": compat.encoder_output(output)}
+            given_output = compat.encoder_output(skeleton.encoder_output(batch, _ENCODED))
+            arguments = arguments | {"encoder_outputs": given_output}
         if has_states or has_encoder:
             noting.is_rehearsing = True
             few = torch.zeros(batch, _REHEARSED, dtype=torch.long, device=skeleton.device)
@@ -81,7 +81,7 @@ def _record(noting: Recorder, batch: int, query_len: int, arguments: dict[str, A
             if isinstance(value, torch.Tensor):
                 noting.given(value)
         if has_encoder:
-            encoder_output = noting.given(output)
+            encoder_output = noting.given(given_output.last_hidden_state)
             encoded = [noting.encoded(*each) for each in _without_gaps(compat.encoded_states(whole))]
             cache.keep(len(encoded))
         with modes.spans(noting), modes.Dispatch(noting), modes.Functions(noting):
