@@ -3,8 +3,8 @@
 
 Sizes are those of the checkpoints that their names tell. Text is random tokens; sound is random features, 30 seconds of
 it for Whisper. The time of a call that makes a few tokens is taken off that of one that makes many, so that the encoder
-does not count; ``call_times_stock`` compares whole calls. ``first_s`` is the first call after ``patch()``, with all that
-it records and captures.
+does not count; ``call_times_stock`` compares whole calls. ``first_s`` is the first call after ``patch()``, with all
+that it records and captures.
 """
 
 from __future__ import annotations

@@ -130,10 +130,10 @@ REASONS: dict[str, Reason] = {
     "hooks": Reason("a module inside the fused span has forward hooks", "remove the hooks"),
     "attention_mask": Reason(
         "the attention mask is not plain left padding, zeros in front of ones in every row; or it came with a single "
-        "token outside of greedy search and sampling, where the kernels take none; or the mask over an encoder's output "
-        "is not one run of ones in every row",
-        "pad on the left (tokenizer.padding_side = 'left'), what an encoder reads on either side, and use greedy search "
-        "or sampling",
+        "token outside of greedy search and sampling, where the kernels take none; or the mask over what an encoder has "
+        "read is not one run of ones in every row",
+        "pad on the left (tokenizer.padding_side = 'left'), what an encoder reads on either side; use greedy search or "
+        "sampling",
     ),
     "attention_outputs": Reason(
         "attentions, hidden states or router logits were requested",
@@ -170,8 +170,8 @@ REASONS: dict[str, Reason] = {
     # the decode loop steps aside (decided at each generate())
     "paused": Reason("the patch is switched off for this call (verify)", "nothing to do: it comes back by itself"),
     "generation_mode": Reason(
-        "beam search of a model without an encoder, drafts for one that has an encoder, or drafts by an early exit, with "
-        "another tokenizer or an ensemble weight",
+        "beam search of a model without an encoder, drafts for one that has an encoder, or drafts by an early exit, "
+        "with another tokenizer or an ensemble weight",
         "use num_beams=1, and an assistant of the model's vocabulary: other loops run over patched modules",
     ),
     "other_rank": Reason(
