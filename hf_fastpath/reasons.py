@@ -130,8 +130,8 @@ REASONS: dict[str, Reason] = {
     "hooks": Reason("a module inside the fused span has forward hooks", "remove the hooks"),
     "attention_mask": Reason(
         "the attention mask is not plain left padding, zeros in front of ones in every row; or it came with a single "
-        "token outside of greedy search and sampling, where the kernels take none; or the mask over what an encoder has "
-        "read is not one run of ones in every row",
+        "token outside of greedy search and sampling, where the kernels take none; or the mask over what an encoder "
+        "has read is not one run of ones in every row",
         "pad on the left (tokenizer.padding_side = 'left'), what an encoder reads on either side; use greedy search or "
         "sampling",
     ),

@@ -101,6 +101,11 @@ class ModelPart(Part):
         """Of each layer."""
         return [layer.attention for layer in self.layers]
 
+    @property
+    def query_heads(self) -> set[tuple[int, int]]:
+        """Number of query heads and elements of a head, of every attention."""
+        return {(attention.num_heads, attention.head_dim) for attention in self.attentions}
+
     def states(self, batch: int) -> list[list[torch.Tensor]]:
         """Return nothing: layers hold keys and values alone."""
         return []

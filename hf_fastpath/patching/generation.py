@@ -32,17 +32,16 @@ def prepare_cache(self: nn.Module, generation_config: Any, model_kwargs: dict, g
         return result
     state.stats.new_call()
     part = state.plans.part_of(self) if state.loop_reason is None else None
-    ours = compat.is_sample_mode(generation_mode) or (compat.is_assisted_mode(generation_mode) and state.generates)
-    if part is not None and part.has_encoder:
-        ours = ours or compat.is_beam_mode(generation_mode)
-    if not ours:
+    has_encoder = part is not None and part.has_encoder
+    by_plans = compat.is_sample_mode(generation_mode) or (has_encoder and compat.is_beam_mode(generation_mode))
+    if not (by_plans or (compat.is_assisted_mode(generation_mode) and state.generates)):
         state.fall_back(
             state.loop_reason or Cause("generation_mode", str(getattr(generation_mode, "value", generation_mode)))
         )
     whole = model_kwargs.get(compat.CACHE)
     made = compat.text_cache(whole)
     plain = generation_config.cache_implementation in (None, "dynamic") and type(made) is compat.DynamicCache
-    if plain and not users_own and _takes_our_cache(self, state) and (ours or part is None or not part.has_encoder):
+    if plain and not users_own and _takes_our_cache(self, state) and (by_plans or not has_encoder):
         is_text_alone = made is whole
         made = FastpathCache.from_dynamic(made, state.options.kv_dtype, state.options.page_size)
         made.is_dropped = not generation_config.return_dict_in_generate

@@ -175,6 +175,16 @@ class RecordedPart:
         return [layer.attention for layer in self.layers if layer.attention is not None]
 
     @property
+    def query_heads(self) -> set[tuple[int, int]]:
+        """Return the number of query heads and the elements of a head, of every attention."""
+        recording = self.recording(1, 1)
+        over_encoded = [each for each in recording.calls if each.op is marks.attend_encoded]
+        found = {
+            (heads, dim) for *_, heads, dim in (recording.fact(each.arguments["q"]).shape for each in over_encoded)
+        }
+        return found | {(attention.num_heads, attention.head_dim) for attention in self.attentions}
+
+    @property
     def max_batch(self) -> int:
         """Return how many sequences a decode plan takes."""
         return MAX_ROWS if self.has_experts else MAX_BATCH
@@ -336,9 +346,11 @@ class RecordedPart:
         except Exception as error:  # nobody has tried this code, nor the passes over it: anything may be raised
             return self._not_recorded(error)
         by_kernels = [each for each in attentions if each.value_dim is None]
-        odd = next((each for each in by_kernels if not takes_head_dim(each.head_dim)), None)
+        sizes = {each.head_dim for each in by_kernels}
+        sizes |= {self.recording(1, 1).fact(each.k).shape[3] for each in self.recording(1, 1).encoded}
+        odd = next((size for size in sizes if not takes_head_dim(size)), None)
         if odd is not None:
-            return Cause("unsupported_head_dim", f"head_dim={odd.head_dim}", self.module)
+            return Cause("unsupported_head_dim", f"head_dim={odd}", self.module)
         narrow = next((w for w in self.windows if w is not None and w < compat.MIN_WINDOW), None)
         if narrow is not None:
             return Cause("unsupported_config", f"sliding_window={narrow}", self.module)

@@ -139,7 +139,10 @@ def _without_gaps(found: list[tuple[torch.Tensor, torch.Tensor] | None]) -> list
         found = found[:-1]
     if not found or None in found:
         raise Unrecordable("layers that keep nothing of what the encoder has read")
-    return [each for each in found if each is not None]
+    known = [each for each in found if each is not None]
+    if any(k.shape != v.shape for k, v in known):
+        raise Unrecordable("keys and values of different sizes")
+    return known
 
 
 def _run(
