@@ -265,6 +265,7 @@ def test_what_is_left_to_stock():
         (dict(output_attentions=True, return_dict_in_generate=True), "attention_outputs"),
         (dict(use_cache=False), "no_cache"),
         (dict(num_beams=3, attention_mask=mask), "attention_mask"),
+        (dict(prompt_lookup_num_tokens=2), "generation_mode"),
     ):
         with counting(ours) as counts:
             found = ours.generate(**inputs | FEW | copy.deepcopy(options))
