@@ -59,6 +59,26 @@ def step_aside_reason(
     return reason or _pad_token_reason(part, config, batch)
 
 
+def why_no_drafts(
+    state: Patched,
+    part: ModelPart | None,
+    input_ids: torch.Tensor,
+    config: Any,
+    synced_gpus: bool,
+    model_kwargs: dict,
+) -> str | None:
+    """Return the reason code for which this call, which verifies drafts, is left to transformers' loop, or None."""
+    if part is not None and part.has_encoder:  # prepare_cache() has made no cache of ours
+        loop_reason = uncovered_reason(state.loop_reason, state.model, part)
+        return loop_reason or Cause("generation_mode", "drafts for a model with an encoder")
+    reason = step_aside_reason(state, part, input_ids, config, synced_gpus, model_kwargs)
+    if reason is None and part is not None and len(part.devices) > 1:
+        return Cause("generation_mode", "drafts for a model on several devices")
+    if reason is None and multimodal.has_more_than_tokens(part, model_kwargs):
+        return Cause("generation_mode", "drafts behind a prompt of more than tokens")
+    return reason
+
+
 def uncovered_reason(loop_reason: str | None, model: nn.Module | None, part: ModelPart | None) -> str | None:
     """Return the reason code for which our loops take no call of a patched model, or None.
 

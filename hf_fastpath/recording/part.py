@@ -178,10 +178,8 @@ class RecordedPart:
     def query_heads(self) -> set[tuple[int, int]]:
         """Return the number of query heads and the elements of a head, of every attention."""
         recording = self.recording(1, 1)
-        over_encoded = [each for each in recording.calls if each.op is marks.attend_encoded]
-        found = {
-            (heads, dim) for *_, heads, dim in (recording.fact(each.arguments["q"]).shape for each in over_encoded)
-        }
+        queries = [each.arguments["q"] for each in recording.calls if each.op is marks.attend_encoded]
+        found = {(heads, dim) for *_, heads, dim in (recording.fact(each).shape for each in queries)}
         return found | {(attention.num_heads, attention.head_dim) for attention in self.attentions}
 
     @property
