@@ -33,7 +33,7 @@ from .calls import (
 )
 from .draft_plan import DraftReader, StockReader
 from .drafts import PlanDrafts, StockDrafts
-from .eligibility import why_no_drafts
+from .eligibility import step_aside_reason, why_no_drafts
 from .patched import STATE_KEY, Patched
 from .structure import ModelPart
 
