@@ -200,6 +200,9 @@ def _patch(model: nn.Module, state: PatchState, quiet: bool, put_weights: Callab
             state.huge_page_bytes = huge_pages.move_into(
                 [*model.parameters(), *(each.packed.quants for each in ledger.replaced)]
             )
+    if plan.recorded is not None and plan.loop_reason is None:
+        state.plans.reason_of(plan.recorded.first)  # the first call need not record the step again
+        plan.recorded.first = None
     if not quiet:
         print(report(model))
 

@@ -49,6 +49,7 @@ class Recorded:
         name: ``"recorded"``.
         module: transformers module of the model's class.
         twins_difference: difference from stock's logits that a small twin showed, see :mod:`.proof`.
+        first: the model when it was looked at first, with the step that was recorded then; None once that is taken.
     """
 
     name, like = RECORDED, None
@@ -56,10 +57,13 @@ class Recorded:
     def __init__(self, model: nn.Module):
         self.module = type(model).__module__
         self.twins_difference = 0.0
+        self.first: RecordedPart | None = None
 
     def model_part(self, model: nn.Module) -> RecordedPart | None:
         """Return ``model`` as it is now."""
-        return RecordedPart(self, model)
+        made = RecordedPart(self, model)
+        self.first = self.first or made
+        return made
 
     def __deepcopy__(self, memo: dict) -> Recorded:
         return self
