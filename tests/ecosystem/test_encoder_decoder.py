@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 
+import causal_lm_types
 import encoder_decoder_types
 import pytest
 import torch
@@ -11,8 +12,17 @@ from conftest import needs_cuda
 from encoder_decoder_types import small_model
 from models import CPU, counting, require_native
 from parity import assert_same_tokens
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
 from torch import nn
-from transformers import LogitsProcessor, LogitsProcessorList, TextIteratorStreamer
+from transformers import (
+    LogitsProcessor,
+    LogitsProcessorList,
+    PreTrainedTokenizerFast,
+    TextIteratorStreamer,
+    Wav2Vec2FeatureExtractor,
+    pipeline,
+)
 from transformers.cache_utils import DynamicCache, EncoderDecoderCache
 
 import hf_fastpath
@@ -181,6 +191,28 @@ def test_all_else_of_a_patched_model(models):
     hf_fastpath.unpatch(ours)
     assert vars(ours).keys() == vars(stock).keys()
     assert_same_tokens(ours.generate(**inputs, **FEW), found)
+
+
+def test_a_pipeline_hears(device):
+    require_native(device)
+    stock = small_model("moonshine").to(device)
+    ours = hf_fastpath.patch(copy.deepcopy(stock), quiet=True)
+    words = Tokenizer(WordLevel({f"w{number}": number for number in range(causal_lm_types.VOCAB)}, unk_token="w0"))
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, pad_token="w0", eos_token="w1")
+    sound = torch.randn(6000, generator=torch.Generator().manual_seed(0)).numpy()
+    said = []
+    for model in (ours, stock):
+        hear = pipeline(
+            "automatic-speech-recognition",
+            model=model,
+            tokenizer=tokenizer,
+            feature_extractor=Wav2Vec2FeatureExtractor(),
+            device=device,
+        )
+        said.append(hear(sound, generate_kwargs=dict(max_new_tokens=8))["text"])
+    assert said[0] == said[1] and said[0].count("w") > 4
+    stats = hf_fastpath.report(ours).stats
+    assert stats["fast_tokens"] and not stats["fallback_tokens"] and not stats["reasons"]
 
 
 # ---- Whisper's own loop around ours ----------------------------------------------------------------------------------
