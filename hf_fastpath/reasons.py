@@ -159,8 +159,9 @@ REASONS: dict[str, Reason] = {
         "for up to 16 sequences at a time use generate(): patch(model, page_size=...) shares their pages",
     ),
     "position_ids": Reason(
-        "position_ids are not int64 or int32 with a row for every sequence, beside input_ids",
-        "leave them out: generate() makes them",
+        "position_ids are not int64 or int32 with a row for every sequence, beside input_ids; or max_length is greater "
+        "than the table of positions that a model has computed, which its own code may make longer",
+        "leave them out: generate() makes them; ask for fewer tokens",
     ),
     "unsupported_input": Reason(
         "generate() or a module got an argument that our loops do not take (token_type_ids, encoder states, ...), or "

@@ -56,6 +56,9 @@ def step_aside_reason(
     reason = reason or _layout_reason(part, input_ids, text, past_len)
     if reason is None and multimodal.has_more_than_tokens(part, model_kwargs):
         reason = multimodal.reason_against(part, input_ids, model_kwargs)
+    known = part.computed_positions if reason is None else None
+    if known is not None and (config.max_length or 0) > known:
+        return Cause("position_ids", f"max_length is {config.max_length}, the model's table has {known} positions")
     return reason or _pad_token_reason(part, config, batch)
 
 

@@ -166,6 +166,11 @@ class ModelPart(Part):
         return int(number(self.position_embedding, self.architecture.position_offset, default=0))
 
     @property
+    def computed_positions(self) -> int | None:
+        """None: angles are computed for any position."""
+        return None
+
+    @property
     def learned_positions(self) -> tuple[int, int] | None:
         """How many positions the model has learned, and the row of the first of them; None if it turns queries and keys
         by any."""

@@ -11,7 +11,7 @@ from torch import nn
 from .. import compat
 from ..decode.encoded import EncodedPlaces
 from ..decode.modules import is_packed, model_code_reason, own_code_reason
-from ..decode.named_calls import Emit, Register
+from ..decode.named_calls import Emit
 from ..decode.plan_cache import PlanCache
 from ..decode.positions import Positions
 from ..decode.program import Program
@@ -27,16 +27,11 @@ from .arguments import described, why_it_matters
 from .layers import RecordedAttention, RecordedLayer, attention_of
 from .lowering import Lowering
 from .passes import passed
-from .passes.attention import positional
-from .passes.lengths import at_position
-from .probing import evaluate
+from .position_tables import PositionTable, position_tables
 from .proof import reason_against
 from .recording import BiasTable, Recording, Unrecordable
 from .skeleton import Skeleton
 from .step import record
-
-_aten = torch.ops.aten
-
 
 #: what a report shows in place of an architecture's name
 RECORDED = "recorded"
@@ -227,19 +222,18 @@ class RecordedPart:
         return compat.takes_positions(self.module)
 
     @functools.cached_property
+    def _position_tables(self) -> list[PositionTable]:
+        return sorted(position_tables(self.recording(1, 1)))
+
+    @property
     def learned_positions(self) -> tuple[int, int] | None:
         """Return how many positions the model has learned, and the row of the first; None if it knows any position."""
-        recording = self.recording(1, 1)
-        at_positions, found = positional(recording), []
-        counted = [each for each in recording.calls if each.out.index in at_positions]
-        for call in recording.calls:
-            if call.op is _aten.embedding.default and isinstance(call.arguments["indices"], Register):
-                index = call.arguments["indices"].index
-                if index in at_positions:
-                    rows = [int(evaluate(counted, at_position(recording, p))[index].flatten()[0]) for p in (0, 1)]
-                    if rows[0] != rows[1]:
-                        found.append((call.arguments["weight"].shape[0] - rows[0], rows[0]))
-        return min(found, default=None)
+        return next(((each.count, each.first) for each in self._position_tables if each.is_learned), None)
+
+    @property
+    def computed_positions(self) -> int | None:
+        """Return of how many positions the model has computed a table, which its own code may make longer; or None."""
+        return next((each.count for each in self._position_tables if not each.is_learned), None)
 
     def fingerprint(self) -> tuple:
         """Return what a decode plan bakes in of the model: all that the recordings hold, as a part is of one moment."""

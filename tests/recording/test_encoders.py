@@ -6,7 +6,7 @@ import encoder_decoder_types
 import pytest
 import torch
 from encoder_decoder_types import small_model
-from models import CPU, require_native
+from models import CPU, counting, require_native
 from parity import assert_same_tokens
 from transformers import BartForConditionalGeneration
 
@@ -131,3 +131,34 @@ def test_a_text_that_is_longer_than_the_table():
     stock, ours = small_model("t5"), hf_fastpath.patch(small_model("t5"), quiet=True)
     found, expected = (model.generate(**inputs, max_new_tokens=160, do_sample=False) for model in (ours, stock))
     assert_same_tokens(found, expected)
+
+
+@pytest.mark.parametrize(
+    ("model_type", "learned", "computed"),
+    [
+        ("bart", (256, 2), None),
+        ("whisper", (256, 0), None),
+        ("encoder-decoder", (256, 0), None),
+        ("t5", None, None),
+        ("m2m_100", None, 257),
+        ("moonshine", None, None),
+    ],
+)
+def test_tables_of_positions(model_type, learned, computed):
+    part = part_of(small_model(model_type))
+    assert (part.learned_positions, part.computed_positions) == (learned, computed)
+
+
+def test_a_text_that_is_longer_than_a_table_of_positions():
+    """Stock code makes M2M100's table longer."""
+    require_native(CPU)
+    inputs = encoder_decoder_types.text(1, 9)
+    stock, ours = small_model("m2m_100"), hf_fastpath.patch(small_model("m2m_100"), quiet=True)
+    for tokens, code in ((30, None), (262, "position_ids")):
+        with counting(ours) as counts:
+            found = ours.generate(**inputs, max_new_tokens=tokens, do_sample=False)
+        assert counts.reasons == ({} if code is None else {code: 1})
+        assert_same_tokens(found, stock.generate(**inputs, max_new_tokens=tokens, do_sample=False))
+    with counting(ours) as counts:
+        ours.generate(**inputs, max_new_tokens=100, do_sample=False)
+    assert counts.fast == 100 and not counts.reasons
