@@ -61,7 +61,8 @@ def layer_widths(config: Any) -> tuple[int, int, int]:
 
 def kv_bytes(config: Any, context: float, dtype: torch.dtype, batch: int = 1) -> int:
     """Return the bytes of keys and values, or of a latent, that a decode step reads if each sequence holds ``context``
-    positions. Recurrent states and windows of convolutions are not counted: a config does not tell their sizes.
+    positions. Recurrent states and windows of convolutions are not counted: a config does not tell their sizes. Nor is
+    what a decoder keeps of an encoder's output, which has a length of its own.
 
     Layers that keep states instead of keys and values count for nothing; of latent attention, the latents are read.
 

@@ -56,10 +56,17 @@ def text_cache(cache: Any) -> Any:
 
 
 def text_embedding(model: Any) -> nn.Module | None:
-    """Return the embedding of the tokens that a model generates."""
-    decoder = model.get_decoder() if has_encoder(model) else model
+    """Return the embedding of the tokens that a model generates, or None if its class does not tell."""
+    if not has_encoder(model):
+        return model.get_input_embeddings()
+    decoder = model.get_decoder()
     own = getattr(decoder, "embed_tokens", None)
-    return own if isinstance(own, nn.Embedding) and decoder is not model else decoder.get_input_embeddings()
+    if isinstance(own, nn.Embedding):
+        return own
+    try:
+        return decoder.get_input_embeddings()
+    except (AttributeError, NotImplementedError):  # FSMT's decoder has no such method, Dia's refuses
+        return None
 
 
 def over_encoder(cache: Cache) -> EncoderDecoderCache:
