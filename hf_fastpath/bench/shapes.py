@@ -37,6 +37,19 @@ class ModelShape:
         tokens = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
         return AutoConfig.for_model(self.model_type, **{**tokens, **self.config})
 
+    def with_layers(self, count: int) -> ModelShape:
+        """Return the shape with its first ``count`` layers alone.
+
+        Raises:
+            ValueError: the model has fewer.
+        """
+        whole = self.build_config().num_hidden_layers
+        if not 1 <= count <= whole:
+            raise ValueError(f"{self.label} has {whole} layers, got {count}")
+        lists = {key: value[:count] for key, value in self.config.items() if isinstance(value, list)}
+        config = self.config | lists | {"num_hidden_layers": count}
+        return ModelShape(f"{self.label}, {count} layers", self.model_type, config)
+
     @property
     def max_context(self) -> int:
         """Positions that the model knows."""
@@ -196,7 +209,7 @@ MODELS: dict[str, ModelShape] = {
     ),
     "olmo-2-7b": ModelShape("OLMo-2-7B", "olmo2", {"vocab_size": 100352, "max_position_embeddings": 4096}),
     "qwen3-30b-a3b": ModelShape("Qwen3-30B-A3B", "qwen3_moe", {"num_hidden_layers": 48, "head_dim": 128}),
-    "mixtral-8x7b-20l": ModelShape("Mixtral-8x7B, 20 layers", "mixtral", {"num_hidden_layers": 20}),
+    "mixtral-8x7b": ModelShape("Mixtral-8x7B", "mixtral"),
     "gpt-oss-20b": ModelShape("gpt-oss-20b", "gpt_oss", {"num_hidden_layers": 24, "num_local_experts": 32}),
     "qwen3.5-4b": ModelShape(
         "Qwen3.5-4B",
@@ -290,14 +303,15 @@ MODELS: dict[str, ModelShape] = {
 
 
 def shape(name: str) -> ModelShape:
-    """Return the shape called ``name``.
+    """Return the shape called ``name``; ``name:8`` is the one with its first 8 layers alone.
 
     Raises:
-        KeyError: there is no such shape; the message names the known ones.
+        ValueError: there is no such shape, or it has fewer layers; the message names the known ones.
     """
-    if name not in MODELS:
-        raise KeyError(f"unknown model shape {name!r}, expected one of {', '.join(MODELS)}")
-    return MODELS[name]
+    whole, _, layers = name.partition(":")
+    if whole not in MODELS or not (layers.isdecimal() or name == whole):
+        raise ValueError(f"unknown model shape {name!r}, expected one of {', '.join(MODELS)}, or name:layers")
+    return MODELS[whole].with_layers(int(layers)) if layers else MODELS[whole]
 
 
 # ---- models -----------------------------------------------------------------------------------------------
