@@ -28,6 +28,7 @@ from .code import (
     forward_attribute,
     functions_of_configs,
     hook_of,
+    hooks_with_effect,
     is_known_code,
     is_ours,
     is_run_elsewhere,
@@ -72,7 +73,7 @@ from .generation import (
     uses_generation_mixin_sample,
 )
 from .models import (
-    PROMPT_NOTES,
+    FORWARD_NOTES,
     Conv1D,
     activation_of,
     attention_function,

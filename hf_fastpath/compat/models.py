@@ -190,8 +190,9 @@ def text_decoder(model: Any) -> nn.Module:
     return model.get_decoder()
 
 
-#: attributes in which forwards of transformers' classes note something about the prompt that they have read
-PROMPT_NOTES = frozenset({"rope_deltas"})
+#: attributes in which forwards of transformers' classes note something: about the prompt that they have read, and that
+#: modules have got the hooks which collect hidden states
+FORWARD_NOTES = frozenset({"rope_deltas", "_output_capturing_hooks_installed"})
 
 
 def model_of_config(config: Any, **arguments: Any) -> Any:
