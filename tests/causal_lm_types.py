@@ -107,7 +107,9 @@ _TYPES: dict[str, dict[str, Any]] = {
     "gemma4_unified_assistant": dict(text_config=_DRAFTS),
     "gemma4_unified_text": _GEMMA4,
     "gpt_neo": dict(attention_types=[[["global", "local"], 1]]),
-    "granitemoehybrid": dict(layer_types=["linear_attention", "full_attention"]),
+    "granitemoehybrid": dict(
+        num_hidden_layers=3, layer_types=["linear_attention", "full_attention", "linear_attention"]
+    ),
     "jamba": dict(attn_layer_period=2, attn_layer_offset=1),
     "laguna": dict(layer_types=_WINDOWS),
     "lfm2": _CONVOLUTIONS,

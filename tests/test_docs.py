@@ -120,12 +120,13 @@ def commands(page: Path) -> list[list[str]]:
     return [shlex.split(line, comments=True) for line in lines if not line.startswith(tuple(NOT_RUN))]
 
 
-#: lab pages are in a folder of their own: their commands, like those of performance.md and model-speeds.md, need machines and time
+#: commands of these, and of the lab pages, need machines and time
+MEASURED = ("performance.md", "model-speeds.md")
 ALL_PAGES = (README, *sorted(DOCS.rglob("*.md")))
 COMMANDS = dict.fromkeys(
     " ".join(words)
     for page in ALL_PAGES
-    if page.name not in ("performance.md", "model-speeds.md") and page.parent.name != "lab"
+    if page.name not in MEASURED and page.parent.name != "lab"
     for words in commands(page)
 )
 

@@ -142,8 +142,8 @@ def test_embeddings_of_a_prompt(models):
 
 
 def test_calls_of_one_kind_use_one_recording(models):
-    """What a forward notes about a prompt (Qwen's rope_deltas) is no change of the model, nor are the hooks that collect
-    hidden states, which transformers puts into an encoder when it first runs."""
+    """What a forward notes about a prompt (Qwen's rope_deltas) is no change of the model, nor are the hooks that
+    collect hidden states, which transformers puts into an encoder when it first runs."""
     model_type, stock, _ = models
     ours = hf_fastpath.patch(small_model(model_type).to(stock.device), quiet=True)  # none has run yet
     ours.generate(**of(stock, 0), **FEW)

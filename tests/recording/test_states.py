@@ -27,6 +27,7 @@ TYPES = {
     "mamba": "a selective state space in every layer, no keys and values",
     "mamba2": "a state for each head in every layer, no keys and values",
     "falcon_h1": "keys, values and states in one layer",
+    "granitemoehybrid": "attention without rotation between two layers of states",
     "lfm2": "windows of convolutions and no recurrent state",
     "nemotron_h": "layers that hold nothing",
 }
