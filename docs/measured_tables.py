@@ -59,7 +59,20 @@ MODELS = (
     *("Mixtral-8x7B, 20 layers", "gpt-oss-20b", "Qwen3-30B-A3B", "Qwen1.5-MoE-A2.7B"),
     *("Qwen3.5-4B", "Granite-4.0-H-Micro", "LFM2-1.2B", "DeepSeek-V2-Lite"),
 )
-CUT_MODELS = ()
+CUT_MODELS = (
+    "Gemma-3-4B, 30 layers",
+    "Gemma-2-2B",
+    "GLM-4-9B, 14 layers",
+    "Command-R7B, 10 layers",
+    "OLMo-2-7B, 18 layers",
+    "Mixtral-8x7B, 3 layers",
+    "gpt-oss-20b, 4 layers",
+    "Qwen3-30B-A3B, 6 layers",
+    "Qwen3.5-4B, 28 layers",
+    "LFM2-1.2B",
+    "DeepSeek-V2-Lite, 7 layers",
+    "Mamba2-2.7B",
+)
 INT8_HEAD = ("int8, int8 head", "int4_g32, int8 head")
 MACHINES = {
     "NVIDIA H200": Machine(
@@ -247,7 +260,7 @@ def over_gpus() -> str:
             model = AutoModelForCausalLM.from_config(config)
         speed, bandwidth = float(row["tok_s"]), 1e9 * float(row["r_gb_s"])
         read = float(row["percent_of_nr"]) / 100 * gpus * bandwidth / speed  # by all GPUs for a token
-        counts = (gpus, PREDICTED_GPUS) if gpus == PREDICTED_GPUS // 2 else (gpus,)
+        counts = (gpus, PREDICTED_GPUS) if gpus == PREDICTED_GPUS // 2 and context == 128 else (gpus,)
         for count in counts:
             seconds = several_gpus.spread(model, count).seconds(read / count, bandwidth, layers)
             stock = _digits(float(row["stock_tok_s"])) if row["stock_tok_s"] else ""
