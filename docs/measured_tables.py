@@ -101,9 +101,10 @@ MACHINES = {
             Work(LLAMA, "fp16", 4096, kind="turn", tokens=8),
         ),
     ),
-    "NVIDIA H100": Machine("NVIDIA H100 80GB HBM3", ("peers.csv",), (Work(MISTRAL, "fp16", 128),)),
     "models on NVIDIA H100": Machine(
-        "NVIDIA H100 80GB HBM3", ("generate_h100.csv",), tuple(Work(model, "bf16", 128) for model in MODELS)
+        "NVIDIA H100 80GB HBM3",
+        ("peers.csv", "generate_h100.csv"),
+        (Work(MISTRAL, "fp16", 128), *(Work(model, "bf16", 128) for model in MODELS)),
     ),
     "models on AMD EPYC": Machine(
         "AMD EPYC, 2 threads", ("generate_epyc.csv",), tuple(Work(model, "bf16", 32) for model in CUT_MODELS)
