@@ -50,6 +50,7 @@ _TWIN = {
     "vocab_size": 97,
     "vocab_size_per_layer_input": 97,
     "sliding_window": 8,
+    "attention_chunk_size": 8,
     "pad_token_id": None,
     "bos_token_id": None,
     "eos_token_id": None,

@@ -21,6 +21,7 @@ from . import (
     modules,
     own_attention,
     products,
+    scaled_experts,
     states,
     views,
 )
@@ -30,6 +31,7 @@ Pass = Callable[[Recording, nn.Module], None]
 PASSES: tuple[Pass, ...] = (
     lengths.positions_in_text,
     modules.module_formulas,
+    experts.stacked_experts,
     gated_norms.gated_norms,
     modules.functions,
     views.constants,
@@ -38,6 +40,8 @@ PASSES: tuple[Pass, ...] = (
     views.no_change,
     products.products_from_the_left,
     products.matrix_products,
+    products.products_of_heads,
+    scaled_experts.scaled_experts,
     products.unflattened,
     views.no_change,
     states.short_convolutions,
