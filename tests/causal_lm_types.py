@@ -108,6 +108,7 @@ _TYPES: dict[str, dict[str, Any]] = {
     "gemma4_unified_text": _GEMMA4,
     "gpt_neo": dict(attention_types=[[["global", "local"], 1]]),
     "granitemoehybrid": dict(layer_types=["linear_attention", "full_attention"]),
+    "hrm_text": dict(num_layers_per_stack=1, num_hidden_layers=8),
     "jamba": dict(attn_layer_period=2, attn_layer_offset=1),
     "laguna": dict(layer_types=_WINDOWS),
     "lfm2": _CONVOLUTIONS,
