@@ -3,11 +3,11 @@
 //   weighted sum of the products with down. Choices are read on the device.
 // Work split: three kernels, 8 rows of x at a time. Gate and up, and down: blockIdx.y is a choice (row, k); a
 //   block takes kColumns features of its expert, neighbors or half of them of gate and half of up, for every
-//   row that chose it, and blocks of later choices of the same expert end at once. A lane owns 16 bytes of kUnroll neighboring weight rows at a time
-//   and replaces each as it is used; lanes and warps with other rows are summed in a fixed order. Down leaves
-//   float32 products of every choice, which the third kernel weighs and adds, a thread an output: no atomics.
-//   Down and the third start early: what they read before the kernel in front is complete are choices and
-//   first weights.
+//   row that chose it, and blocks of later choices of the same expert end at once. A lane owns 16 bytes of
+//   kUnroll neighboring weight rows at a time and replaces each as it is used; lanes and warps with other
+//   rows are summed in a fixed order. Down leaves float32 products of every choice, which the third kernel
+//   weighs and adds, a thread an output: no atomics. Down and the third start early: what they read before
+//   the kernel in front is complete are choices and first weights.
 // Traffic: 3 * width * hidden_size * sizeof(T) once for each expert that any of 8 rows chose; x, the
 //   activations and the products, rows * top_k * hidden_size * 4 bytes, come out of L2.
 // Roofline: read bandwidth. bfloat16, gpt-oss-20b's 4 of 32 experts, 2880 to twice 2880: 59.7 us or 72 % of
@@ -182,8 +182,8 @@ __global__ void __launch_bounds__(kThreads, kMinBlocks<kX>) gate_up_columns_kern
   const auto x_row = [&](int m) {
     return static_cast<const T*>(p.x) + int64_t(work.first_row + m) * p.hidden_size;
   };
-  const int column = p.concatenated ? gate_and_up_columns<kElems>(p.width)
-                                    : neighboring_columns<kElems>(2 * p.width);
+  const int column =
+      p.concatenated ? gate_and_up_columns<kElems>(p.width) : neighboring_columns<kElems>(2 * p.width);
   sum_columns<T, kElems, kX, false>(p.gate_up, work, p.hidden_size, column, x_row, sums);
   for (int i = threadIdx.x; i < kX * kPairs; i += kThreads) {
     const int m = i / kPairs, pair = i % kPairs, feature = blockIdx.x * kPairs + pair;

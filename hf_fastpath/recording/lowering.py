@@ -264,9 +264,7 @@ class Lowering:
         return self._emit(composed.routed_experts, residual=residual, **others)
 
     def _scaled_experts(self, call: Call, **arguments) -> Any:
-        return self._emit(
-            composed.scaled_experts, **arguments, programmatic_launch=self._at.programmatic_launch
-        )
+        return self._emit(composed.scaled_experts, **arguments, programmatic_launch=self._at.programmatic_launch)
 
     def _activated(self, call: Call, x, activation) -> Any:
         return self._emit(many_rows.finished, out=x, residual=None, activation=activation)

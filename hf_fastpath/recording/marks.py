@@ -147,7 +147,9 @@ def scaled_experts(x, logits, gate_up_weight, down_weight, top_k, activation):
     shares, ids = logits.flatten(0, -2).topk(top_k)
     rows = (x.reshape(len(ids), 1, -1) * shares.sigmoid()[..., None]).flatten(0, 1)
     layout = dict(activation=activation, transposed=True, concatenated=True)
-    out = experts(rows, ids.reshape(-1, 1), torch.ones_like(shares).reshape(-1, 1), gate_up_weight, down_weight, **layout)
+    out = experts(
+        rows, ids.reshape(-1, 1), torch.ones_like(shares).reshape(-1, 1), gate_up_weight, down_weight, **layout
+    )
     return out.view(len(ids), top_k, -1).sum(1).view(x.shape)
 
 

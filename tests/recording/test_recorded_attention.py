@@ -368,7 +368,9 @@ def test_attention_of_a_models_own(weigh, scale, slopes):
 def _banded(m, scores, layer):
     """Attention with the row of a table of positions that says which others a token sees, as GPT-Neo keeps one."""
     count, length = scores.shape[-2:]
-    return scores.masked_fill(~m.seen[:, :, length - count : length, :length], torch.finfo(scores.dtype).min).softmax(-1)
+    return scores.masked_fill(~m.seen[:, :, length - count : length, :length], torch.finfo(scores.dtype).min).softmax(
+        -1
+    )
 
 
 def _band(window: int) -> torch.Tensor:

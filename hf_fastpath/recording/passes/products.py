@@ -11,7 +11,6 @@ from torch import nn
 
 from ...choices import Activation, NormKind
 from ...decode.named_calls import Call, Register
-from ...ops.head_products import MAX_INPUTS
 from ...registry import FLOAT_DTYPES, PLAIN_TENSORS
 from .. import marks
 from ..lowering import takes_product
@@ -56,34 +55,6 @@ def products_from_the_left(recording: Recording, model: nn.Module) -> None:
         seen = Call(_aten.transpose.int, {"self": product.out, "dim0": 1, "dim1": 2}, call.out)
         instead[id(call)] = [rows, product, seen]
     recording.rewrite(instead, {})
-
-
-def products_of_heads(recording: Recording, model: nn.Module) -> None:
-    """Pass: let ``ops.head_products`` multiply columns, one of each head and sequence, by a matrix of each head."""
-    instead: dict[int, list[Call]] = {}
-    for call in recording.calls:
-        weight, columns = (call.arguments.get(name) for name in ("a", "b"))
-        if call.op is not marks.matmul or not _is_stack(weight) or not isinstance(columns, Register):
-            continue
-        x, out = recording.fact(columns), recording.fact(call.out)
-        heads, _, outputs, inputs = weight.shape
-        if x.dim() != 4 or x.shape[0] != heads or x.shape[3] != 1 or x.dtype != weight.dtype or inputs > MAX_INPUTS:
-            continue
-        rows = recording.call(_aten.squeeze.dim, x[..., 0], self=columns, dim=3)
-        turned = recording.call(_aten.transpose.int, x[..., 0].transpose(0, 1), self=rows.out, dim0=0, dim1=1)
-        made = x.new_empty(x.shape[1], heads, outputs)
-        product = recording.call(marks.head_products, made, x=turned.out, weight=weight.squeeze(1))
-        back = recording.call(_aten.transpose.int, made.transpose(0, 1), self=product.out, dim0=0, dim1=1)
-        seen = Call(_aten.unsqueeze.default, {"self": back.out, "dim": out.dim() - 1}, call.out)
-        instead[id(call)] = [rows, turned, product, back, seen]
-    recording.rewrite(instead, {})
-
-
-def _is_stack(value: Any) -> bool:
-    """Whether a value is a matrix for each head, and the same for all sequences: [heads, 1, outputs, inputs]."""
-    if not isinstance(value, torch.Tensor) or value.dim() != 4 or value.shape[1] != 1 or value.stride(3) != 1:
-        return False
-    return value.dtype in FLOAT_DTYPES
 
 
 def _is_matrix(value: Any) -> bool:

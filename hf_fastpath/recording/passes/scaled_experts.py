@@ -52,8 +52,8 @@ def _is_of_stack(recording: Recording, call: Call) -> bool:
 
 
 def _between(recording: Recording, producers: dict[int, Call], register: Register) -> list[Call]:
-    """Return the calls, in order, that make a register out of what marks, lookups and other calls with weights give, and
-    the last product with a stack; none if memory is written to."""
+    """Return the calls, in order, that make a register out of what marks and calls with weights give, and the last
+    product with a stack; none if memory is written to."""
     found: dict[int, Call] = {}
     waiting = [register]
     while waiting:
