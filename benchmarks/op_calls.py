@@ -170,9 +170,12 @@ def experts_call(
     top_k: int,
     rows: int = 1,
     transposed: bool = False,
+    concatenated: bool = False,
+    has_gate: bool = True,
     **options,
 ) -> Call:
-    """Make a call of experts that a random router chooses, and a residual; ``transposed``: as gpt-oss, with biases."""
+    """Make a call of experts that a random router chooses, and a residual; ``transposed``: as gpt-oss, with biases;
+    ``concatenated``: as Aria."""
 
     def arguments(device: torch.device, dtype: torch.dtype) -> Sample:
         def randn(*shape, std=1.0):
@@ -180,10 +183,13 @@ def experts_call(
 
         weights, ids = torch.randn(rows, num_experts, device=device).softmax(-1).topk(top_k)
         stacks = (
-            randn(num_experts, 2 * width, hidden_size, std=hidden_size**-0.5),
+            randn(num_experts, 2 * width if has_gate else width, hidden_size, std=hidden_size**-0.5),
             randn(num_experts, hidden_size, width, std=width**-0.5),
         )
-        settings = {}
+        settings = {} if has_gate else {"activation": "squared_relu"}
+        if concatenated:
+            stacks = [stack.mT.contiguous() for stack in stacks]
+            settings = {"transposed": True, "concatenated": True}
         if transposed:
             stacks = [stack.mT.contiguous() for stack in stacks]
             biases = {"gate_up_bias": randn(num_experts, 2 * width), "down_bias": randn(num_experts, hidden_size)}

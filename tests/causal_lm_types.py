@@ -110,6 +110,7 @@ _TYPES: dict[str, dict[str, Any]] = {
     "granitemoehybrid": dict(
         num_hidden_layers=3, layer_types=["linear_attention", "full_attention", "linear_attention"]
     ),
+    "hrm_text": dict(num_layers_per_stack=1, num_hidden_layers=8),
     "jamba": dict(attn_layer_period=2, attn_layer_offset=1),
     "laguna": dict(layer_types=_WINDOWS),
     "lfm2": _CONVOLUTIONS,

@@ -23,7 +23,7 @@ struct FusedExpertsParams {
   const void* x;                // [rows, hidden_size], contiguous
   const int64_t* expert_ids;    // [rows, top_k]; one outside of [0, num_experts) adds nothing
   const float* expert_weights;  // [rows, top_k]
-  ExpertStack gate_up;          // rows: gate [width], then up [width]; columns [hidden_size]
+  ExpertStack gate_up;          // rows: gate [width], from up_row on up [width]; columns [hidden_size]
   ExpertStack down;             // rows [hidden_size], columns [width]
   const void* gate_up_bias;     // [num_experts, 2 * width], contiguous, or null; null unless transposed
   const void* down_bias;        // [num_experts, hidden_size], the same
@@ -33,17 +33,19 @@ struct FusedExpertsParams {
   void* out;        // [rows, hidden_size]
   int64_t num_experts;
   int rows, top_k, hidden_size, width;
+  int up_row;  // width; 0 without a gate, whose place up takes
   DType dtype;
   Activation activation;
   bool clamped;  // gate * sigmoid(alpha * gate) * (up + 1) instead, of values clamped to `limit`
   float alpha, limit;
+  bool concatenated;         // of transposed stacks: gate columns, then up columns, instead of in turn
   bool programmatic_launch;  // may start before the kernel in front on the stream is complete
 };
 
 void launch_fused_experts(const FusedExpertsParams& params, cudaStream_t stream);
 
-// The same of transposed stacks: of gate_up rows [hidden_size], columns gate 0, up 0, gate 1, ...; of down
-// rows [width], columns [hidden_size].
+// The same of transposed stacks: of gate_up rows [hidden_size], columns gate 0, up 0, gate 1, ... or as
+// `concatenated` says; of down rows [width], columns [hidden_size].
 void launch_fused_experts_columns(const FusedExpertsParams& params, cudaStream_t stream);
 
 }  // namespace hf_fastpath

@@ -18,7 +18,7 @@ Tensor fused_experts_cuda(const Tensor& x, const Tensor& expert_ids, const Tenso
                           const Tensor& gate_up_weight, const Tensor& down_weight,
                           const std::optional<Tensor>& residual, int64_t activation, bool programmatic_launch,
                           const std::optional<Tensor>& gate_up_bias, const std::optional<Tensor>& down_bias,
-                          bool transposed, double alpha, double limit) {
+                          bool transposed, double alpha, double limit, bool concatenated) {
   const DeviceGuard guard(x);
   STD_TORCH_CHECK(x.dim() >= 1 && x.numel() > 0 && gate_up_weight.numel() > 0,
                   "hf_fastpath::fused_experts: x or a weight is empty");
@@ -40,15 +40,20 @@ Tensor fused_experts_cuda(const Tensor& x, const Tensor& expert_ids, const Tenso
                   "hf_fastpath::fused_experts: more than 2^31 features");
   FusedExpertsParams p{};
   p.dtype = dtype_of(x, kOp);
-  check_stack(gate_up_weight, p.dtype, num_experts, 2 * width, hidden_size, transposed, "gate_up_weight");
+  STD_TORCH_CHECK(transposed || !concatenated,
+                  "hf_fastpath::fused_experts: concatenated goes with transposed");
+  const ExpertGate gate = expert_gate(activation, transposed);
+  check_stack(gate_up_weight, p.dtype, num_experts, gate.matrices() * width, hidden_size, transposed,
+              "gate_up_weight");
   check_stack(down_weight, p.dtype, num_experts, hidden_size, width, transposed, "down_weight");
   check_stack_bias(gate_up_bias, p.dtype, num_experts, 2 * width, transposed, "gate_up_bias");
   check_stack_bias(down_bias, p.dtype, num_experts, hidden_size, transposed, "down_bias");
-  const ExpertGate gate = expert_gate(activation, transposed);
   p.gate_up = expert_stack(gate_up_weight);
   p.down = expert_stack(down_weight);
   p.activation = gate.activation;
   p.clamped = gate.clamped;
+  p.up_row = gate.is_up ? 0 : static_cast<int>(width);
+  p.concatenated = concatenated;
   p.alpha = static_cast<float>(alpha);
   p.limit = static_cast<float>(limit);
   const Tensor input = hf_fastpath::contiguous(x), ids = hf_fastpath::contiguous(expert_ids),

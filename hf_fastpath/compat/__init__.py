@@ -87,6 +87,7 @@ from .models import (
     has_static_rope,
     is_decoder_alone,
     is_multimodal,
+    known_positions,
     model_of_config,
     outputs_are_captured,
     put_layer_entries,
@@ -117,15 +118,18 @@ from .parallel import (
 )
 from .seams import (
     EXPAND,
+    ExpertStacks,
     RecordingCache,
     ask_for_plain_functions,
     ask_for_seams,
     expanding_modules,
+    expert_stacks,
     forward_over,
     gathered_experts,
-    has_default_gate,
     install_seams,
     mask_sees,
     takes_positions,
+    with_held,
+    with_stacks,
 )
 from .versions import TESTED_TRANSFORMERS, transformers_version

@@ -142,8 +142,12 @@ class RecordedPart:
         for call in recording.calls:
             if (attention := attention_of(recording, producers, call)) is not None:
                 found.setdefault(call.arguments["layer"], attention)
-        if set(found) != {index for index, kind in enumerate(self.kinds) if kind.keys}:
-            raise Unrecordable("layers of the cache that no attention reads")
+        wanted = {index for index, kind in enumerate(self.kinds) if kind.keys}
+        if wanted and not any(call.op is marks.append for call in producers.values()) and not found:
+            raise Unrecordable("no keys and values that it keeps in a cache")
+        if set(found) != wanted:
+            unread = ", ".join(map(str, sorted(wanted - set(found))))
+            raise Unrecordable(f"layers of the cache ({unread}) that are read otherwise than by softmax attention")
         return [RecordedLayer(found.get(index), kind.window) for index, kind in enumerate(self.kinds)]
 
     def states(self, batch: int) -> list[list[torch.Tensor]]:
@@ -231,12 +235,11 @@ class RecordedPart:
         at_positions, found = positional(recording), []
         counted = [each for each in recording.calls if each.out.index in at_positions]
         for call in recording.calls:
-            if call.op is _aten.embedding.default and isinstance(call.arguments["indices"], Register):
-                index = call.arguments["indices"].index
-                if index in at_positions:
-                    rows = [int(evaluate(counted, _at(recording, p))[index].flatten()[0]) for p in (0, 1)]
-                    if rows[0] != rows[1]:
-                        found.append((call.arguments["weight"].shape[0] - rows[0], rows[0]))
+            if (looked_up := _looked_up(call)) is not None and looked_up[1].index in at_positions:
+                table, register = looked_up
+                rows = [int(evaluate(counted, _at(recording, p))[register.index].flatten()[0]) for p in (0, 1)]
+                if rows[0] != rows[1]:
+                    found.append((table.shape[0] - rows[0], rows[0]))
         return min(found, default=None)
 
     def fingerprint(self) -> tuple:
@@ -336,6 +339,17 @@ class RecordedPart:
         if narrow is not None:
             return Cause("unsupported_config", f"sliding_window={narrow}", self.module)
         return None
+
+
+def _looked_up(call: Call) -> tuple[torch.Tensor, Register] | None:
+    """Return a table and the register of the rows that a call takes of it, or None if it takes none."""
+    if call.op is _aten.embedding.default:
+        table, rows = call.arguments["weight"], call.arguments["indices"]
+    elif call.op is _aten.index.Tensor and len(call.arguments["indices"]) == 1:
+        table, (rows,) = call.arguments["self"], call.arguments["indices"]
+    else:
+        return None
+    return (table, rows) if isinstance(table, torch.Tensor) and isinstance(rows, Register) else None
 
 
 def _at(recording: Recording, position: int) -> dict[int, torch.Tensor]:

@@ -114,6 +114,8 @@ def tensors_in(recording: Recording) -> list[torch.Tensor]:
             found.append(value)
         elif isinstance(value, Norm):
             visit([value.weight, value.bias])
+        elif isinstance(value, nn.Module):  # experts
+            visit(list(value.parameters()))
         elif isinstance(value, (list, tuple)):
             for each in value:
                 visit(each)

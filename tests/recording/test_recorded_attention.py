@@ -318,7 +318,7 @@ def test_projections_that_are_read_twice_stay_apart():
 # ---- attention of a model's own -------------------------------------------------------------------------------------
 
 
-def own(weigh, layers: int = 1, **inside):
+def own(weigh, layers: int = 1, query_len: int = 1, **inside):
     """A recording of attention that the model computes by itself; ``weigh`` makes weights of scores."""
 
     def step(m, x, positions, cache):
@@ -331,7 +331,7 @@ def own(weigh, layers: int = 1, **inside):
         return x
 
     modules_ = dict(q=linear(HEADS * DIM), k=linear(), v=linear(), out=linear(given=HEADS * DIM))
-    return recorded(step, layers=layers, **modules_, **inside)
+    return recorded(step, layers=layers, query_len=query_len, **modules_, **inside)
 
 
 SLOPES = 2.0 ** -torch.arange(1, 1 + HEADS)
@@ -363,6 +363,37 @@ def test_attention_of_a_models_own(weigh, scale, slopes):
     found = call.arguments["slopes"]
     assert found is None if slopes is None else torch.allclose(found, slopes)
     assert "_softmax" not in names(recording) and "bmm" not in names(recording)
+
+
+def _banded(m, scores, layer):
+    """Attention with the row of a table of positions that says which others a token sees, as GPT-Neo keeps one."""
+    count, length = scores.shape[-2:]
+    return scores.masked_fill(~m.seen[:, :, length - count : length, :length], torch.finfo(scores.dtype).min).softmax(
+        -1
+    )
+
+
+def _band(window: int) -> torch.Tensor:
+    table = torch.ones(64, 64, dtype=torch.bool).tril().view(1, 1, 64, 64)
+    return table ^ table.tril(-window)
+
+
+@pytest.mark.parametrize("query_len", (1, 3))
+@pytest.mark.parametrize(("window", "found"), ((7, 7), (64, 0)))
+def test_windows_in_a_table_of_positions(window, found, query_len):
+    recording, model = own(_banded, seen=_band(window), query_len=query_len)
+    assert_same(recording, model, [*FRONT, own_attention.own_attention])
+    (call,) = calls_of(recording, marks.attend)
+    assert call.arguments["window"] == found
+
+
+@pytest.mark.parametrize(
+    "table", (_band(7) | (torch.arange(64) == 3), _band(7).roll(1, dims=2)), ids=("a token for all", "other rows")
+)
+def test_tables_of_positions_that_are_no_window_stay(table):
+    recording, model = own(_banded, seen=table)
+    assert_same(recording, model, [*FRONT, own_attention.own_attention])
+    assert not calls_of(recording, marks.attend)
 
 
 def _capped(m, scores, layer):
