@@ -281,8 +281,13 @@ MODELS: dict[str, ModelShape] = {
     ),
     # three of the recorded types, drawn by random.Random(37).sample(sorted names, 3) before their first run
     "xlm-roberta-xl": ModelShape("XLM-RoBERTa-XL", "xlm-roberta-xl", {"is_decoder": True}),
-    "blenderbot-3b": ModelShape(  # made for 128 positions; the shape has more
-        "BlenderBot-3B", "blenderbot", {"max_position_embeddings": 1024}
+    "blenderbot-3b": ModelShape(
+        "BlenderBot-3B",
+        "blenderbot",
+        {
+            "max_position_embeddings": 1024,  # made for 128
+            "encoder_layers": 24,  # no part of the model, but transformers' cache gets as many layers
+        },
     ),
     "qwen1.5-moe-a2.7b": ModelShape("Qwen1.5-MoE-A2.7B", "qwen2_moe"),
     "gpt2-124m": ModelShape("GPT-2 124M", "gpt2"),  # the architecture's defaults are this size
