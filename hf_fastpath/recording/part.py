@@ -27,6 +27,7 @@ from .arguments import described, why_it_matters
 from .lowering import Lowering
 from .passes import passed
 from .passes.attention import positional
+from .passes.showing import at_position
 from .probing import evaluate
 from .proof import reason_against
 from .recording import Recording, Unrecordable
@@ -237,9 +238,13 @@ class RecordedPart:
         for call in recording.calls:
             if (looked_up := _looked_up(call)) is not None and looked_up[1].index in at_positions:
                 table, register = looked_up
-                rows = [int(evaluate(counted, _at(recording, p))[register.index].flatten()[0]) for p in (0, 1)]
-                if rows[0] != rows[1]:
-                    found.append((table.shape[0] - rows[0], rows[0]))
+                count = table.shape[0]
+                first, second, behind = (
+                    int(evaluate(counted, at_position(recording, position))[register.index].flatten()[0])
+                    for position in (0, 1, count)
+                )
+                if first != second and behind >= count:
+                    found.append((count - first, first))
         return min(found, default=None)
 
     def fingerprint(self) -> tuple:
@@ -350,14 +355,6 @@ def _looked_up(call: Call) -> tuple[torch.Tensor, Register] | None:
     else:
         return None
     return (table, rows) if isinstance(table, torch.Tensor) and isinstance(rows, Register) else None
-
-
-def _at(recording: Recording, position: int) -> dict[int, torch.Tensor]:
-    """Return what registers of positions hold at ``position``."""
-    shape = (recording.batch, recording.query_len)
-    counted = [call for call in recording.calls if call.op is marks.text_positions]
-    here = {call.out.index: torch.full(shape[1:], position) for call in counted}
-    return {recording.positions.index: torch.full(shape, position)} | here
 
 
 def attention_of(recording: Recording, producers: dict[int, Call], call: Call) -> RecordedAttention | None:
