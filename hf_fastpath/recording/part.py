@@ -30,7 +30,7 @@ from .passes.attention import positional
 from .passes.showing import at_position
 from .probing import evaluate
 from .proof import reason_against
-from .recording import Recording, Unrecordable
+from .recording import Recording, Unrecordable, behind
 from .skeleton import Skeleton
 from .step import record
 
@@ -234,16 +234,15 @@ class RecordedPart:
         """Return how many positions the model has learned, and the row of the first; None if it knows any position."""
         recording = self.recording(1, 1)
         at_positions, found = positional(recording), []
-        counted = [each for each in recording.calls if each.out.index in at_positions]
         for call in recording.calls:
             if (looked_up := _looked_up(call)) is not None and looked_up[1].index in at_positions:
                 table, register = looked_up
-                count = table.shape[0]
-                first, second, behind = (
-                    int(evaluate(counted, at_position(recording, position))[register.index].flatten()[0])
+                made, count = behind(recording.calls, register), table.shape[0]
+                first, second, last = (
+                    int(evaluate(made, at_position(recording, position))[register.index].flatten()[0])
                     for position in (0, 1, count)
                 )
-                if first != second and behind >= count:
+                if first != second and last >= count:
                     found.append((count - first, first))
         return min(found, default=None)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, fields, is_dataclass
 from typing import Any
 
@@ -139,6 +139,16 @@ def registers_in(value: Any) -> Iterator[Register]:
 def read_by(call: Call) -> list[Register]:
     """Return the registers that a call reads."""
     return [register for value in call.arguments.values() for register in registers_in(value)]
+
+
+def behind(calls: Sequence[Call], register: Register) -> list[Call]:
+    """Return the calls that a register is made by, in order."""
+    needed, found = {register.index}, []
+    for call in reversed(calls):
+        if call.out.index in needed:
+            needed.update(each.index for each in read_by(call))
+            found.append(call)
+    return found[::-1]
 
 
 def _replaced(value: Any, values: dict[int, Any]) -> Any:
