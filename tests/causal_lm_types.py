@@ -118,6 +118,7 @@ _TYPES: dict[str, dict[str, Any]] = {
     "longcat_flash": dict(head_dim=8),
     "mamba2": dict(num_heads=8),
     "mellum": dict(layer_types=_WINDOWS),
+    "mimo_v2_flash": dict(head_dim=24),  # of queries and keys; values have another size
     "minimax_m3_vl_text": dict(
         layer_types=["full_attention", "minimax_m3_sparse"], index_block_size=4, index_topk_blocks=2
     ),

@@ -141,6 +141,9 @@ class _RecordingLayer(CacheLayerMixin):
     def get_max_length(self) -> int:
         return -1
 
+    def __deepcopy__(self, memo: dict) -> _RecordingLayer:
+        raise NotImplementedError("a layer of the cache is copied")
+
 
 class _RecordingBoth(LinearAttentionLayer, _RecordingLayer):
     def __init__(self, index: int, kind: LayerKind, append: Callable[..., Any]):

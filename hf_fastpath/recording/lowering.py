@@ -225,7 +225,7 @@ class Lowering:
 
     def _rotated(
         self, call: Call, sources, grouped, cos, sin, pairs, num_heads, num_kv_heads, head_dim, head_norms=None,
-        **attend,
+        factor=None, **attend,
     ):  # fmt: skip
         rows = [self._recording.batch, self._recording.query_len, -1]
         flat = [self._emit(_aten.reshape.default, each, rows) for each in sources]
@@ -236,11 +236,16 @@ class Lowering:
         store = self.store(attend["layer"]) | _turned_by(cos, sin, pairs)
         store |= dict(head_norms=head_norms, programmatic_launch=self._at.programmatic_launch)
         queries = self._emit(ops.rope_append.overload, qkv=qkv, bias=None, num_heads=num_heads, **store)
-        return self.attention(queries, **attend)
+        return self.attention(self._times(queries, factor), **attend)
+
+    def _times(self, queries: Any, factor: Any) -> Any:
+        if factor is None:
+            return queries
+        return self._emit(scaled_queries, queries=queries, factor=factor, query_len=self._recording.query_len)
 
     def _projected(
         self, call: Call, x, weights, biases, transposed, cos, sin, pairs, num_heads, num_kv_heads, head_dim,
-        head_norms=None, norm=None, **attend,
+        head_norms=None, norm=None, factor=None, **attend,
     ):  # fmt: skip
         absent = [None] * (3 - len(weights))
         given = {
@@ -253,7 +258,7 @@ class Lowering:
             ops.qkv_rope_append.overload, x=x, **given, transposed=transposed, num_heads=num_heads, norm=norm,
             head_norms=head_norms, programmatic_launch=self._at.programmatic_launch, **store,
         )  # fmt: skip
-        return self.attention(queries, **attend)
+        return self.attention(self._times(queries, factor), **attend)
 
     def _experts(self, call: Call, x, ids, weights, **arguments) -> Any:
         return self._emit(run_experts, x=x, ids=ids, weights=weights, **arguments)
@@ -291,6 +296,11 @@ def _turned_by(cos: Any, sin: Any, pairs: str) -> dict[str, Any]:
 def joined_states(q, k, v):
     """Return ``query | key | value`` [batch, query_len, features] of [batch, heads, query_len, head_dim] each."""
     return torch.cat([each.transpose(1, 2).flatten(2) for each in (q, k, v)], dim=-1)
+
+
+def scaled_queries(queries, factor, query_len):
+    """Return queries [batch, query_len, heads, head_dim] times a number for each new token, in the queries' dtype."""
+    return (queries * factor.reshape(-1, query_len, 1, 1)).to(queries.dtype)
 
 
 def chunk_starts(seq_lens, starts, size):

@@ -169,18 +169,19 @@ def angles(tables, formula, dtype, pairs):
 
 
 def rotated_attention(sources, grouped, cos, sin, pairs, layer, scale, window, softcap, sinks, slopes, num_heads,
-                      num_kv_heads, head_dim, head_norms=None):  # fmt: skip
+                      num_kv_heads, head_dim, head_norms=None, factor=None):  # fmt: skip
     """Normalize and rotate queries and keys, then :func:`append` and :func:`attend`.
 
     ``sources`` are queries, keys and values [batch, query_len, features] each, or one tensor with all of them; if
     ``grouped``, that tensor is ordered by KV head. ``pairs`` says which elements turn together, see
-    ``architecture.Attention``.
+    ``architecture.Attention``. Turned queries are multiplied by ``factor``, a number for each new token.
     """
     raise NotImplementedError("attention is run by an op over a cache alone")
 
 
 def projected_attention(x, weights, biases, transposed, cos, sin, pairs, layer, scale, window, softcap, sinks,
-                        slopes, num_heads, num_kv_heads, head_dim, head_norms=None, norm=None):  # fmt: skip
+                        slopes, num_heads, num_kv_heads, head_dim, head_norms=None, factor=None,
+                        norm=None):  # fmt: skip
     """Project ``x``, and return :func:`rotated_attention` of the projections."""
     raise NotImplementedError("attention is run by an op over a cache alone")
 

@@ -27,9 +27,10 @@ from .arguments import described, why_it_matters
 from .lowering import Lowering
 from .passes import passed
 from .passes.attention import positional
+from .passes.showing import at_position
 from .probing import evaluate
 from .proof import reason_against
-from .recording import Recording, Unrecordable
+from .recording import Recording, Unrecordable, behind
 from .skeleton import Skeleton
 from .step import record
 
@@ -233,13 +234,16 @@ class RecordedPart:
         """Return how many positions the model has learned, and the row of the first; None if it knows any position."""
         recording = self.recording(1, 1)
         at_positions, found = positional(recording), []
-        counted = [each for each in recording.calls if each.out.index in at_positions]
         for call in recording.calls:
             if (looked_up := _looked_up(call)) is not None and looked_up[1].index in at_positions:
                 table, register = looked_up
-                rows = [int(evaluate(counted, _at(recording, p))[register.index].flatten()[0]) for p in (0, 1)]
-                if rows[0] != rows[1]:
-                    found.append((table.shape[0] - rows[0], rows[0]))
+                made, count = behind(recording.calls, register), table.shape[0]
+                first, second, last = (
+                    int(evaluate(made, at_position(recording, position))[register.index].flatten()[0])
+                    for position in (0, 1, count)
+                )
+                if first != second and last >= count:
+                    found.append((count - first, first))
         return min(found, default=None)
 
     def fingerprint(self) -> tuple:
@@ -350,14 +354,6 @@ def _looked_up(call: Call) -> tuple[torch.Tensor, Register] | None:
     else:
         return None
     return (table, rows) if isinstance(table, torch.Tensor) and isinstance(rows, Register) else None
-
-
-def _at(recording: Recording, position: int) -> dict[int, torch.Tensor]:
-    """Return what registers of positions hold at ``position``."""
-    shape = (recording.batch, recording.query_len)
-    counted = [call for call in recording.calls if call.op is marks.text_positions]
-    here = {call.out.index: torch.full(shape[1:], position) for call in counted}
-    return {recording.positions.index: torch.full(shape, position)} | here
 
 
 def attention_of(recording: Recording, producers: dict[int, Call], call: Call) -> RecordedAttention | None:

@@ -16,7 +16,7 @@ from ..decode.named_calls import Call, Register
 from . import marks
 from .latent import Expansion
 from .probing import evaluate
-from .recording import Span, Unrecordable, read_by
+from .recording import Span, Unrecordable, behind
 from .skeleton import Skeleton, past_tokens
 
 _aten = torch.ops.aten
@@ -222,13 +222,8 @@ class Recorder:
         register = self._registers.get(id(tensor))
         if register is None:
             return tensor
-        needed, calls = {register.index}, []
-        for call in reversed(self.calls):
-            if call.out.index in needed:
-                needed.update(each.index for each in read_by(call))
-                calls.append(call)
         try:
-            return evaluate(calls[::-1], {})[register.index]
+            return evaluate(behind(self.calls, register), {})[register.index]
         except KeyError:
             raise Unrecordable("a mask that depends on more than positions") from None
 

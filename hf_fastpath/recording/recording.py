@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -122,6 +122,16 @@ def is_effect(call: Call) -> bool:
     """Whether a call changes what lies outside of its result."""
     schema = getattr(call.op, "_schema", None)
     return call.op in marks.EFFECTS or (schema is not None and schema.is_mutable)
+
+
+def behind(calls: Sequence[Call], register: Register) -> list[Call]:
+    """Return the calls that a register is made by, in order."""
+    needed, found = {register.index}, []
+    for call in reversed(calls):
+        if call.out.index in needed:
+            needed.update(each.index for each in read_by(call))
+            found.append(call)
+    return found[::-1]
 
 
 def _replaced(value: Any, values: dict[int, Any]) -> Any:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import sysconfig
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -136,18 +137,25 @@ def _said(error: Exception, noting: Recorder) -> str:
         return "a number in a tensor that decides what is called next"
     if isinstance(error, DynamicOutputShapeException):
         return f"a tensor whose size depends on the numbers that it is made of ({error.func})"
+    if isinstance(error, AttributeError) and isinstance(error.obj, compat.RecordingCache):
+        return f"a cache of a class of its own, with {error.name}"
     behind = f"for a token behind {noting.past} others over a cache of keys, values and states"
     return f"its forward, {behind}, raises {type(error).__name__}: {error}"
 
 
 def _where(error: BaseException) -> str:
     """Return which line of the model an exception came through."""
-    frames = traceback.extract_tb(error.__traceback__)
-    theirs = [frame for frame in frames if "/torch/" not in frame.filename and "/hf_fastpath/" not in frame.filename]
+    theirs = [frame for frame in traceback.extract_tb(error.__traceback__) if _is_of_model(frame.filename)]
     if not theirs:
         return ""
-    last = theirs[-1]
+    last = ([frame for frame in theirs if "/transformers/models/" in frame.filename] or theirs)[-1]
     return f", at {last.filename.rpartition('/')[2]}:{last.lineno}: {last.line}"
+
+
+def _is_of_model(file: str) -> bool:
+    """Whether a file is none of PyTorch's, of Python's own and of this project's."""
+    is_pythons = file.startswith(sysconfig.get_path("stdlib")) and "/site-packages/" not in file
+    return not is_pythons and "/torch/" not in file and "/hf_fastpath/" not in file
 
 
 def _window(mask_function: Callable[..., Any], sizes: list[int], past: int) -> int | None:

@@ -287,6 +287,19 @@ def test_refusals_name_the_line(case):
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
 
 
+@pytest.mark.parametrize(
+    ("step", "reason"),
+    (
+        (lambda m, x, positions, cache: x + cache.rnn_state, "a cache of a class of its own, with rnn_state"),
+        (lambda m, x, positions, cache: copy.deepcopy(cache.layers), "a layer of the cache is copied"),
+        (lambda m, x, positions, cache: x[9], r"for a token behind 47 others over a cache .* raises IndexError: "),
+    ),
+)
+def test_refusals_say_what_the_model_does(step, reason):
+    with pytest.raises(Unrecordable, match=rf"{reason}.*, at test_recorder.py:{step.__code__.co_firstlineno}: "):
+        recorded(step)
+
+
 def test_dropout_at_evaluation_is_nothing():
     recording, _ = recorded(lambda m, x, *_: m.out(m.drop(x)), drop=nn.Dropout(0.5), out=linear())
     assert names(recording) == ["linear"]

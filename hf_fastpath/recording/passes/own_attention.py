@@ -53,6 +53,8 @@ def own_attention(recording: Recording, model: nn.Module) -> None:
         windows = [recording.masks.get(each) for each in mask] + [recording.windows[layer], seen]
         if any(each not in recording.masks for each in mask):
             continue
+        if recording.query_len > 1 and any(isinstance(each, marks.Chunk) for each in windows):
+            continue
         batch, heads, query_len, _ = recording.fact(q).shape
         size = recording.fact(append.arguments["v"]).shape[-1]
         like = recording.fact(q).new_empty(batch, query_len, heads, size)
