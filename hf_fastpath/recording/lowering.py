@@ -247,7 +247,7 @@ class Lowering:
     def _routed_experts(self, call: Call, residual=None, **arguments) -> Any:
         others = dict(residual=residual, gate_up_bias=None, down_bias=None, transposed=False)
         others["programmatic_launch"] = self._at.programmatic_launch
-        return self._emit(composed.routed_experts, **arguments, **others)
+        return self._emit(ops.routed_experts.overload, **arguments, **others)
 
     def _activated(self, call: Call, x, activation) -> Any:
         return self._emit(many_rows.finished, out=x, residual=None, activation=activation)
@@ -303,11 +303,15 @@ _RULES: dict[Callable[..., Any], Callable[..., Any]] = {
     marks.rotated_attention: Lowering._rotated,
     marks.projected_attention: Lowering._projected,
     marks.short_convolution: lambda self, call, **arguments: self._emit(ops.short_convolution.overload, **arguments),
-    marks.gated_delta_step: lambda self, call, **arguments: self._emit(ops.gated_delta_step.overload, **arguments),
+    marks.gated_delta_step: lambda self, call, **arguments: self._emit(
+        ops.gated_delta_step.overload, **arguments, programmatic_launch=self._at.programmatic_launch
+    ),
     marks.selective_state_step: lambda self, call, **arguments: self._emit(
         ops.selective_state_step.overload, **arguments
     ),
-    marks.gated_norm: lambda self, call, **arguments: self._emit(ops.gated_rms_norm.overload, **arguments),
+    marks.gated_norm: lambda self, call, **arguments: self._emit(
+        ops.gated_rms_norm.overload, **arguments, programmatic_launch=self._at.programmatic_launch
+    ),
     marks.experts: Lowering._experts,
     marks.routed_experts: Lowering._routed_experts,
     marks.activated: Lowering._activated,
