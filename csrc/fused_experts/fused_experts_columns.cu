@@ -159,12 +159,31 @@ template <class T, int kElems, int kX>
 __global__ void __launch_bounds__(kThreads, kMinBlocks<kX>) gate_up_columns_kernel(FusedExpertsParams p) {
   constexpr int kPairs = kColumns<kElems> / 2;
   __shared__ ColumnSums<kElems, kX> sums;
+  extern __shared__ __align__(16) char shared[];  // of one row, the row
+  const int lane = threadIdx.x % kWarpSize, warp = threadIdx.x / kWarpSize;
+  if (kX == 1) prefetch_norm<T>(p);
   // The next kernels read choices before they wait: they may only start once the one that made them is
   // complete.
   wait_and_allow_next_kernel();
-  const ExpertWork<kX> work = find_work<kX>(p, threadIdx.x % kWarpSize);
+  ExpertWork<kX> work;
+  if constexpr (kX == 1) {
+    __shared__ ExpertWork<kX> found;
+    if (warp == 0) {
+      work = find_work<T, kX>(p, lane);
+      if (lane == 0) found = work;
+    } else {
+      constexpr int kPiece = kElems > 1 ? kVecElems<T> : 1;
+      load_row<T, kPiece, kWarps - 1>(p, padded_chunks<kPiece, 1>(p.hidden_size), warp - 1, lane,
+                                      reinterpret_cast<T*>(shared));
+    }
+    __syncthreads();  // the choice, and x
+    work = found;
+  } else {
+    work = find_work<T, kX>(p, lane);
+  }
   if (!work.is_some) return;
   const auto x_row = [&](int m) {
+    if constexpr (kX == 1) return reinterpret_cast<const T*>(shared);
     return static_cast<const T*>(p.x) + int64_t(work.first_row + m) * p.hidden_size;
   };
   sum_columns<T, kElems, kX, false>(p.gate_up, work, p.hidden_size, 2 * p.width, x_row, sums);
@@ -186,7 +205,7 @@ template <class T, int kElems, int kX>
 __global__ void __launch_bounds__(kThreads, kMinBlocks<kX>) down_columns_kernel(FusedExpertsParams p) {
   __shared__ ColumnSums<kElems, kX> sums;
   allow_next_kernel();
-  const ExpertWork<kX> work = find_work<kX>(p, threadIdx.x % kWarpSize);
+  const ExpertWork<kX> work = find_work<T, kX>(p, threadIdx.x % kWarpSize);
   if (!work.is_some) return;
   const auto x_row = [&](int m) {
     const int64_t pair = int64_t(work.first_row + m) * p.top_k + work.source[m];
@@ -209,7 +228,10 @@ __global__ void __launch_bounds__(kThreads) add_choices_kernel(FusedExpertsParam
   __shared__ float weights[kMaxTopK];
   const int m = blockIdx.y, output = blockIdx.x * kThreads + threadIdx.x;
   allow_next_kernel();
-  if (threadIdx.x < p.top_k) {
+  if (p.logits != nullptr && threadIdx.x < kWarpSize) {
+    const Choice only = only_choice<T>(p, threadIdx.x);
+    experts[threadIdx.x] = only.expert, weights[threadIdx.x] = only.weight;
+  } else if (threadIdx.x < p.top_k) {
     experts[threadIdx.x] = choice(p, m, threadIdx.x);
     weights[threadIdx.x] = __ldcg(p.expert_weights + m * p.top_k + threadIdx.x);
   }
@@ -237,8 +259,8 @@ void launch_variant(const FusedExpertsParams& p, cudaStream_t stream) {
   const dim3 grid = expert_grid(p, 2 * p.width, kBlock), block(kThreads);
   const dim3 down_grid = expert_grid(p, p.hidden_size, kBlock);
   const dim3 add_grid((p.hidden_size + kThreads - 1) / kThreads, p.rows);
-  const size_t smem_bytes = 0;
-  HF_FASTPATH_CUDA_CHECK(launch_programmatic(gate_up_columns_kernel<T, kElems, kX>, grid, block, smem_bytes,
+  const size_t smem_bytes = 0, row_bytes = kX == 1 ? p.hidden_size * sizeof(T) : 0;
+  HF_FASTPATH_CUDA_CHECK(launch_programmatic(gate_up_columns_kernel<T, kElems, kX>, grid, block, row_bytes,
                                              stream, p.programmatic_launch, p));
   // The kernels in front are our own: they write nothing that is read early.
   HF_FASTPATH_CUDA_CHECK(
@@ -249,7 +271,7 @@ void launch_variant(const FusedExpertsParams& p, cudaStream_t stream) {
 
 template <class T, int kElems>
 void launch_rows(const FusedExpertsParams& p, cudaStream_t stream) {
-  if (p.rows == 1) return launch_variant<T, kElems, 1>(p, stream);
+  if (takes_row(p)) return launch_variant<T, kElems, 1>(p, stream);
   if constexpr (kElems > 1) {  // else alignment costs more than rows that are not there
     if (p.rows <= 4) return launch_variant<T, kElems, 4>(p, stream);
   }
