@@ -170,7 +170,7 @@ class Lowering:
             given |= angles | {name: self._emit(_aten.select.int, angles[name], 1, 0) for name in ("cos", "sin")}
         seen_of_it = self._emit(
             ops.latent_attention.overload, q_latent=at_latent, q_rope=end, latents=cache.k, rope_keys=cache.v,
-            kv_table=cache.table, layer=cache.layer, **seen, **given,
+            kv_table=cache.table, layer=cache.layer, **seen, **given, **how,
         )  # fmt: skip
         made = self._emit(ops.head_products.overload, x=seen_of_it, weight=values, **how)
         return self._emit(_aten.unsqueeze.default, made, 1)
