@@ -170,6 +170,8 @@ def experts_call(
     top_k: int,
     rows: int = 1,
     transposed: bool = False,
+    concatenated: bool = False,
+    has_gate: bool = True,
     routed: bool = False,
     **options,
 ) -> Call:
@@ -177,6 +179,8 @@ def experts_call(
 
     Args:
         transposed: as gpt-oss, with biases.
+        concatenated: as Aria.
+        has_gate: else as Nemotron-H.
         routed: the router's scores are given, and x is normed.
     """
 
@@ -187,10 +191,13 @@ def experts_call(
         scores = torch.randn(rows, 1, num_experts, device=device, dtype=dtype)
         weights, ids = scores.float().flatten(0, 1).softmax(-1).topk(top_k)
         stacks = (
-            randn(num_experts, 2 * width, hidden_size, std=hidden_size**-0.5),
+            randn(num_experts, 2 * width if has_gate else width, hidden_size, std=hidden_size**-0.5),
             randn(num_experts, hidden_size, width, std=width**-0.5),
         )
-        settings = {}
+        settings = {} if has_gate else {"activation": "squared_relu"}
+        if concatenated:
+            stacks = [stack.mT.contiguous() for stack in stacks]
+            settings = {"transposed": True, "concatenated": True}
         if transposed:
             stacks = [stack.mT.contiguous() for stack in stacks]
             biases = {"gate_up_bias": randn(num_experts, 2 * width), "down_bias": randn(num_experts, hidden_size)}

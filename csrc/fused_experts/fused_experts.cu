@@ -1,5 +1,6 @@
 // What: the chosen experts of a mixture for few x rows: activation(x @ gate) * (x @ up) of every choice, then
-//   the weighted sum of the products with down. Choices are read on the device.
+//   the weighted sum of the products with down. Choices are read on the device. Experts without a gate have
+//   up in its place, and activation(gate) * up is relu(up)^2.
 // Work split: two kernels, 8 rows of x at a time. Gate and up: blockIdx.y is a choice (row, k), a warp takes
 //   one feature of both matrices for every row that chose that expert; blocks of later choices of the same
 //   expert end at once. Down: a warp takes one output and walks through the chosen experts, adding each
@@ -7,7 +8,7 @@
 //   16-byte loads in flight and replaces each as it is consumed. Down starts early: what it reads before the
 //   other kernel is complete are choices and its own first weights.
 // Traffic: 3 * width * hidden_size * sizeof(T) once for each expert that any of 8 rows chose; x, hidden and
-//   out are small.
+//   out are small. Without a gate 2 instead of 3, and the second load of a row of up comes out of L2.
 // Roofline: read bandwidth. float16, Mixtral's 2 of 8 experts: 80 % of it for one row, 28 for 8, whose x
 //   comes out of L2 for every feature; 8 of 128 of width 768: 56 and 34 % (H200, 2026-11).
 
@@ -20,6 +21,7 @@
 #include "common/warp.cuh"
 #include "fused_experts/fused_experts.h"
 #include "fused_experts/fused_experts_device.cuh"
+#include "fused_experts/fused_experts_row.cuh"
 
 namespace hf_fastpath {
 namespace {
@@ -42,11 +44,11 @@ __global__ void __launch_bounds__(kThreads, kMinBlocks) gate_up_kernel(FusedExpe
   const int feature = blockIdx.x * kWarps + warp;
   // The next kernel reads choices before it waits: it may only start once the one that made them is complete.
   wait_and_allow_next_kernel();
-  const ExpertWork<kX> work = find_work<T, kX>(p, lane);
+  const ExpertWork<kX> work = find_work<kX>(p, lane);
   if (!work.is_some) return;
 
   const T* gate = stack_row<T>(p.gate_up, work.expert, min(feature, p.width - 1));
-  const T* up = stack_row<T>(p.gate_up, work.expert, p.width + min(feature, p.width - 1));
+  const T* up = stack_row<T>(p.gate_up, work.expert, p.up_row + min(feature, p.width - 1));
   const T* x = static_cast<const T*>(p.x) + int64_t(work.first_row) * p.hidden_size;
   const int chunks = p.hidden_size / kElems;
   typename C::Raw raw[kUnroll][2];
@@ -137,7 +139,7 @@ __global__ void __launch_bounds__(kThreads, kRowBlocks) gate_up_row_kernel(Fused
     if (next >= items) return;
     const int place = next / p.width;
     gate = stack_row<T>(p.gate_up, chosen.expert[place], next - place * p.width) + lane * kElems;
-    up = gate + int64_t(p.width) * p.gate_up.row_stride;
+    up = gate + int64_t(p.up_row) * p.gate_up.row_stride;
   };
   const auto load = [&](int u) {
     const bool present = next_chunk + u * kWarpSize < chunks;

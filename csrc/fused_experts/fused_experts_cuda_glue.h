@@ -17,7 +17,8 @@ class ExpertsOnGpu {
   ExpertsOnGpu(const char* op, const Tensor& x, int64_t choosing_rows, int64_t top_k,
                const Tensor& gate_up_weight, const Tensor& down_weight, const std::optional<Tensor>& residual,
                int64_t activation, bool programmatic_launch, const std::optional<Tensor>& gate_up_bias,
-               const std::optional<Tensor>& down_bias, bool transposed, double alpha, double limit)
+               const std::optional<Tensor>& down_bias, bool transposed, double alpha, double limit,
+               bool concatenated)
       : transposed_(transposed) {
     STD_TORCH_CHECK(x.dim() >= 1 && x.numel() > 0 && gate_up_weight.numel() > 0, "hf_fastpath::", op,
                     ": x or a weight is empty");
@@ -32,16 +33,19 @@ class ExpertsOnGpu {
     STD_TORCH_CHECK(hidden_size < INT_MAX && 2 * width < INT_MAX && num_experts < INT_MAX,
                     "hf_fastpath::", op, ": more than 2^31 features or experts");
     params.dtype = dtype_of(x, op);
-    check_stack(gate_up_weight, params.dtype, num_experts, 2 * width, hidden_size, transposed,
+    STD_TORCH_CHECK(transposed || !concatenated, "hf_fastpath::", op, ": concatenated goes with transposed");
+    const ExpertGate gate = expert_gate(activation, transposed);
+    check_stack(gate_up_weight, params.dtype, num_experts, gate.matrices() * width, hidden_size, transposed,
                 "gate_up_weight");
     check_stack(down_weight, params.dtype, num_experts, hidden_size, width, transposed, "down_weight");
     check_stack_bias(gate_up_bias, params.dtype, num_experts, 2 * width, transposed, "gate_up_bias");
     check_stack_bias(down_bias, params.dtype, num_experts, hidden_size, transposed, "down_bias");
-    const ExpertGate gate = expert_gate(activation, transposed);
     params.gate_up = stack_of(gate_up_weight);
     params.down = stack_of(down_weight);
     params.activation = gate.activation;
     params.clamped = gate.clamped;
+    params.up_row = gate.is_up ? 0 : static_cast<int>(width);
+    params.concatenated = concatenated;
     params.alpha = static_cast<float>(alpha);
     params.limit = static_cast<float>(limit);
     const Tensor input = keep(x);

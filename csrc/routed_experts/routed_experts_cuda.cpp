@@ -22,25 +22,26 @@ Tensor routed_experts_cuda(const Tensor& x, const Tensor& logits, const Tensor& 
                            const Tensor& down_weight, int64_t top_k, const std::optional<Tensor>& residual,
                            bool normalized, bool rounded, int64_t activation, bool programmatic_launch,
                            const std::optional<Tensor>& gate_up_bias, const std::optional<Tensor>& down_bias,
-                           bool transposed, double alpha, double limit, int64_t norm,
+                           bool transposed, double alpha, double limit, bool concatenated, int64_t norm,
                            const std::optional<Tensor>& norm_weight, const std::optional<Tensor>& norm_bias,
                            double norm_eps) {
   const DeviceGuard guard(x);
   const int64_t num_experts = check_scores(logits, down_weight), rows = logits.numel() / num_experts;
   ExpertsOnGpu call(kOp, x, rows, top_k, gate_up_weight, down_weight, residual, activation,
-                    programmatic_launch, gate_up_bias, down_bias, transposed, alpha, limit);
+                    programmatic_launch, gate_up_bias, down_bias, transposed, alpha, limit, concatenated);
   FusedExpertsParams& p = call.params;
   const cudaStream_t stream = current_stream(guard.device());
   const Tensor scores = call.keep(logits);
   const DType dtype = dtype_of(logits, kOp);
   const NormKind kind = norm_of(norm, kOp);
-  if (is_rms(kind) && takes_row(p) && fits_norm(x, norm_weight)) {
+  const bool is_row = !transposed && takes_row(p);
+  if (is_rms(kind) && is_row && fits_norm(x, norm_weight)) {
     p.norm_weight = call.keep(*norm_weight).data_ptr();
     p.norm_eps = static_cast<float>(norm_eps), p.norm_offset = static_cast<float>(weight_offset(kind));
   } else if (kind != NormKind::kNone) {
     p.x = call.keep(normed_cuda(x, kind, norm_weight, norm_bias, norm_eps)).data_ptr();
   }
-  if (dtype == p.dtype && num_experts <= kMostRouted && takes_row(p)) {
+  if (dtype == p.dtype && num_experts <= kMostRouted && is_row) {
     p.logits = scores.data_ptr();
     p.normalized = normalized, p.rounded = rounded;
     return call.launch(stream);

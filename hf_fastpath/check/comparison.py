@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from ..cache.fastpath_cache import FastpathCache
-from ..compat import CACHE, Cache, DynamicCache, GenerationConfig, eager_experts
+from ..compat import CACHE, Cache, DynamicCache, GenerationConfig, eager_experts, known_positions
 from ..ops.gemv import MAX_ROWS
 from ..patching.state import paused, state_of
 from ..progress import counted
@@ -361,7 +361,7 @@ def _plain_generation(model: nn.Module, device: torch.device) -> Iterator[None]:
 def different_tokens(model: nn.Module, ids: torch.Tensor, max_new_tokens: int) -> str | None:
     """Return the first case of :func:`compare`, of the same arguments, with other tokens than stock's, or None."""
     part = state_of(model).plans.part_of(model)
-    limit = getattr(model.config, "max_position_embeddings", None) or LONG_TOKENS + max_new_tokens
+    limit = min(known_positions(model.config), default=LONG_TOKENS + max_new_tokens)
     with _plain_generation(model, ids.device):
         for case in _cases(ids, () if part is None else part.windows, limit, max_new_tokens):
             options = {"max_new_tokens": max_new_tokens, "do_sample": case.do_sample, "attention_mask": case.mask}
@@ -390,7 +390,7 @@ def compare(model: nn.Module, ids: torch.Tensor, max_new_tokens: int) -> Verific
     """
     part = state_of(model).plans.part_of(model)
     windows = () if part is None else part.windows
-    limit = getattr(model.config, "max_position_embeddings", None) or LONG_TOKENS + max_new_tokens
+    limit = min(known_positions(model.config), default=LONG_TOKENS + max_new_tokens)
     rows, cases = [], list(_cases(ids, windows, limit, max_new_tokens))
     with _plain_generation(model, ids.device), counted(len(cases), "hf_fastpath: verify") as bar:
         for case in cases:

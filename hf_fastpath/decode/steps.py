@@ -218,6 +218,9 @@ def mixture(
     experts: Callable[..., Any] = ops.routed_experts.overload,
 ) -> Any:
     """Emit ``residual + part(norm(x))`` as ``experts`` computes it; ``composed.experts_and_weights`` is one such op."""
+    if norm is not None and part.spec.transposed:  # the kernels of such experts take no norm
+        op, arguments = _norm_op(norm, programmatic_launch)
+        x, norm = emit(op, x=x, **arguments), None
     (gate_up, down), (gate_up_bias, down_bias) = part.stacks(), part.stack_biases()
     shard = shard_of(part.experts)
     made = emit(

@@ -6,7 +6,7 @@ import torch
 
 from ..choices import Activation, NormKind
 from ..registry import FLOAT_DTYPES, OpSpec, Sample, nbytes, register
-from .fused_experts import MAX_TOP_K
+from .fused_experts import MAX_TOP_K, UNGATED
 from .fused_experts import reference as fused_experts
 from .fused_experts import why_not as experts_why_not
 from .norm import NORM_SCHEMA, norm_reasons, normed
@@ -30,6 +30,7 @@ def reference(
     transposed: bool = False,
     alpha: float = 1.702,
     limit: float = 7.0,
+    concatenated: bool = False,
     norm: NormKind = NormKind.NONE,
     norm_weight: torch.Tensor | None = None,
     norm_bias: torch.Tensor | None = None,
@@ -43,7 +44,7 @@ def reference(
         top_k: experts that a row chooses, 1 to 32, at most num_experts. Which of equal scores are chosen is open.
         normalized, rounded: as of ``topk_softmax``.
         gate_up_weight, down_weight, residual, activation, programmatic_launch, gate_up_bias, down_bias, transposed,
-        alpha, limit: as of ``fused_experts``; of ``programmatic_launch``, norm_weight is one of the weights.
+        alpha, limit, concatenated: as of ``fused_experts``; norm_weight is one of the weights there.
         norm, norm_weight, norm_bias, norm_eps: as of ``gemv``. The residual is not normed.
 
     Returns:
@@ -60,7 +61,9 @@ def reference(
     ids = torch.empty(len(scores), top_k, dtype=torch.int64, device=logits.device)
     weights = topk_softmax(scores, ids, normalized, rounded)
     stacks, biases = (gate_up_weight, down_weight), (gate_up_bias, down_bias)
-    return fused_experts(x, ids, weights, *stacks, residual, activation, False, *biases, transposed, alpha, limit)
+    return fused_experts(
+        x, ids, weights, *stacks, residual, activation, False, *biases, transposed, alpha, limit, concatenated
+    )
 
 
 def fake(x):
@@ -79,6 +82,7 @@ def why_not(
     down_bias,
     transposed,
     limit,
+    concatenated,
     norm,
     norm_weight,
     norm_bias,
@@ -102,7 +106,18 @@ def why_not(
     ids = torch.empty(rows, top_k, dtype=torch.int64, device=x.device)
     weights = torch.empty(rows, top_k, device=x.device)
     return reasons + experts_why_not(
-        x, ids, weights, gate_up_weight, down_weight, residual, activation, gate_up_bias, down_bias, transposed, limit
+        x,
+        ids,
+        weights,
+        gate_up_weight,
+        down_weight,
+        residual,
+        activation,
+        gate_up_bias,
+        down_bias,
+        transposed,
+        limit,
+        concatenated,
     )
 
 
@@ -121,7 +136,8 @@ def samples(device: torch.device, dtype: torch.dtype):
 
         # scores that differ in every dtype
         logits = torch.stack([torch.randperm(num_experts, device=device) for _ in range(rows)]) / 8 - 2
-        stacks = randn(num_experts, 2 * width, hidden_size, std=hidden_size**-0.5)
+        features = width if options.get("activation") == UNGATED else 2 * width
+        stacks = randn(num_experts, features, hidden_size, std=hidden_size**-0.5)
         down = randn(num_experts, hidden_size, width, std=width**-0.5)
         if options.get("transposed"):
             stacks, down = (stack.mT.contiguous() for stack in (stacks, down))
@@ -138,6 +154,8 @@ def samples(device: torch.device, dtype: torch.dtype):
     yield call(1, 1, 5, 72, 264, of=torch.float32, activation=Activation.GELU)
     yield call(4, 2, 8, 64, 72, residual=True, rounded=True)
     yield call(16, 3, 9, 80, 56, normalized=False)
+    yield call(1, 6, 8, 128, 64, transposed=True, concatenated=True, programmatic_launch=True)  # Aria
+    yield call(1, 6, 8, 96, 56, activation=UNGATED, residual=True)  # Nemotron-H
     oss = dict(transposed=True, biases=True, activation=Activation.CLAMPED_SWIGLU)
     yield call(1, 4, 32, 128, 96, residual=True, programmatic_launch=True, **oss)
     yield call(1, 2, 4, 60, 37, limit=0.5, alpha=1.3, rounded=True, **oss)
@@ -155,7 +173,7 @@ SPEC = register(
             "(Tensor x, Tensor logits, Tensor gate_up_weight, Tensor down_weight, int top_k, Tensor? residual=None, "
             "bool normalized=True, bool rounded=False, int activation=2, bool programmatic_launch=False, "
             "Tensor? gate_up_bias=None, Tensor? down_bias=None, bool transposed=False, float alpha=1.702, "
-            f"float limit=7.0, {NORM_SCHEMA}) -> Tensor"
+            f"float limit=7.0, bool concatenated=False, {NORM_SCHEMA}) -> Tensor"
         ),
         reference=reference,
         fake=fake,

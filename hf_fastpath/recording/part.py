@@ -27,9 +27,10 @@ from .arguments import described, why_it_matters
 from .lowering import Lowering
 from .passes import passed
 from .passes.attention import positional
+from .passes.showing import at_position
 from .probing import evaluate
 from .proof import reason_against
-from .recording import Recording, Unrecordable
+from .recording import Recording, Unrecordable, behind
 from .skeleton import Skeleton
 from .step import record
 
@@ -142,8 +143,12 @@ class RecordedPart:
         for call in recording.calls:
             if (attention := attention_of(recording, producers, call)) is not None:
                 found.setdefault(call.arguments["layer"], attention)
-        if set(found) != {index for index, kind in enumerate(self.kinds) if kind.keys}:
-            raise Unrecordable("layers of the cache that no attention reads")
+        wanted = {index for index, kind in enumerate(self.kinds) if kind.keys}
+        if wanted and not any(call.op is marks.append for call in producers.values()) and not found:
+            raise Unrecordable("no keys and values that it keeps in a cache")
+        if set(found) != wanted:
+            unread = ", ".join(map(str, sorted(wanted - set(found))))
+            raise Unrecordable(f"layers of the cache ({unread}) that are read otherwise than by softmax attention")
         return [RecordedLayer(found.get(index), kind.window) for index, kind in enumerate(self.kinds)]
 
     def states(self, batch: int) -> list[list[torch.Tensor]]:
@@ -229,14 +234,16 @@ class RecordedPart:
         """Return how many positions the model has learned, and the row of the first; None if it knows any position."""
         recording = self.recording(1, 1)
         at_positions, found = positional(recording), []
-        counted = [each for each in recording.calls if each.out.index in at_positions]
         for call in recording.calls:
-            if call.op is _aten.embedding.default and isinstance(call.arguments["indices"], Register):
-                index = call.arguments["indices"].index
-                if index in at_positions:
-                    rows = [int(evaluate(counted, _at(recording, p))[index].flatten()[0]) for p in (0, 1)]
-                    if rows[0] != rows[1]:
-                        found.append((call.arguments["weight"].shape[0] - rows[0], rows[0]))
+            if (looked_up := _looked_up(call)) is not None and looked_up[1].index in at_positions:
+                table, register = looked_up
+                made, count = behind(recording.calls, register), table.shape[0]
+                first, second, last = (
+                    int(evaluate(made, at_position(recording, position))[register.index].flatten()[0])
+                    for position in (0, 1, count)
+                )
+                if first != second and last >= count:
+                    found.append((count - first, first))
         return min(found, default=None)
 
     def fingerprint(self) -> tuple:
@@ -338,12 +345,15 @@ class RecordedPart:
         return None
 
 
-def _at(recording: Recording, position: int) -> dict[int, torch.Tensor]:
-    """Return what registers of positions hold at ``position``."""
-    shape = (recording.batch, recording.query_len)
-    counted = [call for call in recording.calls if call.op is marks.text_positions]
-    here = {call.out.index: torch.full(shape[1:], position) for call in counted}
-    return {recording.positions.index: torch.full(shape, position)} | here
+def _looked_up(call: Call) -> tuple[torch.Tensor, Register] | None:
+    """Return a table and the register of the rows that a call takes of it, or None if it takes none."""
+    if call.op is _aten.embedding.default:
+        table, rows = call.arguments["weight"], call.arguments["indices"]
+    elif call.op is _aten.index.Tensor and len(call.arguments["indices"]) == 1:
+        table, (rows,) = call.arguments["self"], call.arguments["indices"]
+    else:
+        return None
+    return (table, rows) if isinstance(table, torch.Tensor) and isinstance(rows, Register) else None
 
 
 def attention_of(recording: Recording, producers: dict[int, Call], call: Call) -> RecordedAttention | None:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import logging
+import sysconfig
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from typing import Any
 
 import torch
+from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
 
 from .. import compat
 from ..decode.named_calls import Norm, Register
@@ -39,7 +41,7 @@ def record(skeleton: Skeleton, batch: int, query_len: int, arguments: dict[str, 
     except Unrecordable as error:
         raise Unrecordable(f"{error}{_where(error)}") from None
     except Exception as error:
-        raise Unrecordable(f"{type(error).__name__}: {error}{_where(error)}") from error
+        raise Unrecordable(f"{_said(error, noting)}{_where(error)}") from error
     finally:
         recorder.reset(token)
 
@@ -76,9 +78,10 @@ def _record(noting: Recorder, batch: int, query_len: int, arguments: dict[str, A
     for expansion in noting.expansions.values():
         expansion.check()
     windows: dict[int, int | None] = {}  # of masks that the kernels have
+    sizes = sorted({kind.window for kind in cache.kinds if kind.window is not None})
     for index, function in noting.masks.items():
         with suppress(Unrecordable):
-            windows[index] = _window(function)
+            windows[index] = _window(compat.with_held(function, noting.held), sizes, min(noting.past, _MASK_POSITIONS))
     for call in noting.calls:
         if call.op in (marks.attend, marks.latent_attend):
             mask = call.arguments["window"]
@@ -86,7 +89,10 @@ def _record(noting: Recorder, batch: int, query_len: int, arguments: dict[str, A
                 raise Unrecordable("a mask that is neither causal nor a window")
             of_mask = None if mask is None else windows[mask.index]
             of_cache = cache.kinds[call.arguments["layer"]].window  # the cache holds no more tokens
-            call.arguments["window"] = min((w for w in (of_mask, of_cache) if w is not None), default=0)
+            window = min((w for w in (of_mask, of_cache) if w is not None), default=0)
+            if isinstance(window, marks.Chunk) and query_len > 1:
+                raise Unrecordable("several tokens at once, whose windows may begin at different places")
+            call.arguments["window"] = window
     return Recording(
         batch,
         query_len,
@@ -125,23 +131,51 @@ def _without_logs() -> Iterator[None]:
         logger.removeFilter(refuse)
 
 
+def _said(error: Exception, noting: Recorder) -> str:
+    """Return what an exception says of the model."""
+    if isinstance(error, DataDependentOutputException):
+        return "a number in a tensor that decides what is called next"
+    if isinstance(error, DynamicOutputShapeException):
+        return f"a tensor whose size depends on the numbers that it is made of ({error.func})"
+    if isinstance(error, AttributeError) and isinstance(error.obj, compat.RecordingCache):
+        return f"a cache of a class of its own, with {error.name}"
+    behind = f"for a token behind {noting.past} others over a cache of keys, values and states"
+    return f"its forward, {behind}, raises {type(error).__name__}: {error}"
+
+
 def _where(error: BaseException) -> str:
     """Return which line of the model an exception came through."""
-    frames = traceback.extract_tb(error.__traceback__)
-    theirs = [frame for frame in frames if "/torch/" not in frame.filename and "/hf_fastpath/" not in frame.filename]
+    theirs = [frame for frame in traceback.extract_tb(error.__traceback__) if _is_of_model(frame.filename)]
     if not theirs:
         return ""
-    last = theirs[-1]
+    last = ([frame for frame in theirs if "/transformers/models/" in frame.filename] or theirs)[-1]
     return f", at {last.filename.rpartition('/')[2]}:{last.lineno}: {last.line}"
 
 
-def _window(mask_function: Callable[..., Any]) -> int | None:
+def _is_of_model(file: str) -> bool:
+    """Whether a file is none of PyTorch's, of Python's own and of this project's."""
+    is_pythons = file.startswith(sysconfig.get_path("stdlib")) and "/site-packages/" not in file
+    return not is_pythons and "/torch/" not in file and "/hf_fastpath/" not in file
+
+
+def _window(mask_function: Callable[..., Any], sizes: list[int], past: int) -> int | None:
     """Return the window of a causal mask function, None if it has none.
+
+    Args:
+        sizes: of windows of the cache, one of which a window has that begins anew.
+        past: position up to which the function is asked.
 
     Raises:
         Unrecordable: the function makes another mask.
     """
-    keys = torch.arange(_MASK_POSITIONS + 1)
+    for size in sizes:
+        keys = torch.arange(4 * size)
+        few = torch.tensor([0, 1, size - 1, size, size + 1, 2 * size - 1, 2 * size, 4 * size - 1])
+        expected = (keys <= few[:, None]) & (keys >= (few // size * size)[:, None])
+        with suppress(IndexError):  # of a function that looks positions up, and knows fewer
+            if torch.equal(compat.mask_sees(mask_function, few, keys), expected):
+                return marks.Chunk(size)
+    keys = torch.arange(past + 1)
     seen = compat.mask_sees(mask_function, keys[-1:], keys)[0]
     count = int(seen.sum())
     early = torch.arange(8)
