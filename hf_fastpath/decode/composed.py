@@ -3,9 +3,6 @@ CUDA graph captures them."""
 
 from __future__ import annotations
 
-import inspect
-from typing import Any
-
 import torch
 from torch import nn
 
@@ -79,14 +76,6 @@ def experts_and_weights(
     stacks, biases = (gate_up_weight, down_weight), (gate_up_bias, down_bias)
     settings = (activation, programmatic_launch, *biases, transposed, alpha, limit, concatenated)
     return fused_experts.overload(x, ids, weights, *stacks, residual, *settings), weights
-
-
-def routed_experts(*arguments: Any) -> torch.Tensor:
-    """Return the output of :func:`experts_and_weights`."""
-    return experts_and_weights(*arguments)[0]
-
-
-routed_experts.__signature__ = inspect.signature(experts_and_weights)
 
 
 def scaled_experts(

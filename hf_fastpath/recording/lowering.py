@@ -180,7 +180,7 @@ class Lowering:
             given |= angles | {name: self._emit(_aten.select.int, angles[name], 1, 0) for name in ("cos", "sin")}
         seen_of_it = self._emit(
             ops.latent_attention.overload, q_latent=at_latent, q_rope=end, latents=cache.k, rope_keys=cache.v,
-            kv_table=cache.table, layer=cache.layer, **seen, **given,
+            kv_table=cache.table, layer=cache.layer, **seen, **given, **how,
         )  # fmt: skip
         made = self._emit(ops.head_products.overload, x=seen_of_it, weight=values, **how)
         return self._emit(_aten.unsqueeze.default, made, 1)
@@ -266,7 +266,7 @@ class Lowering:
     def _routed_experts(self, call: Call, residual=None, **arguments) -> Any:
         others = dict(gate_up_bias=None, down_bias=None, transposed=False) | arguments
         others["programmatic_launch"] = self._at.programmatic_launch
-        return self._emit(composed.routed_experts, residual=residual, **others)
+        return self._emit(ops.routed_experts.overload, residual=residual, **others)
 
     def _scaled_experts(self, call: Call, **arguments) -> Any:
         return self._emit(composed.scaled_experts, **arguments, programmatic_launch=self._at.programmatic_launch)
@@ -341,11 +341,15 @@ _RULES: dict[Callable[..., Any], Callable[..., Any]] = {
     marks.rotated_attention: Lowering._rotated,
     marks.projected_attention: Lowering._projected,
     marks.short_convolution: lambda self, call, **arguments: self._emit(ops.short_convolution.overload, **arguments),
-    marks.gated_delta_step: lambda self, call, **arguments: self._emit(ops.gated_delta_step.overload, **arguments),
+    marks.gated_delta_step: lambda self, call, **arguments: self._emit(
+        ops.gated_delta_step.overload, **arguments, programmatic_launch=self._at.programmatic_launch
+    ),
     marks.selective_state_step: lambda self, call, **arguments: self._emit(
         ops.selective_state_step.overload, **arguments
     ),
-    marks.gated_norm: lambda self, call, **arguments: self._emit(ops.gated_rms_norm.overload, **arguments),
+    marks.gated_norm: lambda self, call, **arguments: self._emit(
+        ops.gated_rms_norm.overload, **arguments, programmatic_launch=self._at.programmatic_launch
+    ),
     marks.experts: Lowering._experts,
     marks.routed_experts: Lowering._routed_experts,
     marks.scaled_experts: Lowering._scaled_experts,
